@@ -1,0 +1,1 @@
+"""jaxkern: the operators of today's models as JAX primitives with every rule."""
