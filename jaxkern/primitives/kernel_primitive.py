@@ -1,4 +1,4 @@
-"""`kernel_primitive` turns a plain reference function into a JAX primitive with all its rules.
+"""`kernel_primitive` turns a plain reference into a JAX primitive with all its rules.
 
 An op is declared by its mathematics alone:
 

@@ -1,0 +1,274 @@
+"""Which implementation an op runs: rows, the choice with its reasons, and `explain`.
+
+A row says that on a platform an op has a kernel, and when that kernel refuses:
+
+    lower(rms_norm_p, "cuda", "triton", fwd=rms_norm_fwd, bwd=rms_norm_bwd,
+          unless=unsupported)
+
+Rows are asked in order; the first that does not refuse runs, else the reference. A
+refusal is a sentence. Nothing falls back unseen: `explain` shows the choice with every
+refusal, and `backend(..., strict=True)` raises instead of falling back.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.interpreters import mlir
+
+from jaxkern.lowering.sharded_call import partitioned, refusal_by_type, sharded_by_type
+from jaxkern.primitives.kernel_primitive import (
+    Backend,
+    Call,
+    KernelPrimitive,
+    Tangent,
+    backend_context,
+)
+
+# prim_requires_devices_during_lowering has no public name; custom_partitioning below a
+# primitive needs the device assignment while it lowers.
+try:
+    from jax._src.dispatch import prim_requires_devices_during_lowering
+except ImportError as error:  # a jax outside the supported range
+    raise ImportError(
+        f"jaxkern.lowering: jax {jax.__version__} lacks "
+        "jax._src.dispatch.prim_requires_devices_during_lowering. Use jax >=0.11.2,<0.13."
+    ) from error
+
+BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp")
+
+
+def backend(
+    name: str, *, strict: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Chooses the implementation of every op called in a `with` block.
+
+    The choice is made when the op is called (under `jit`: traced) and stays with the
+    equation, its gradients included.
+
+    Args:
+      name: "auto" for the first kernel that does not refuse; "triton", "mosaic_gpu" or
+        "cpp" for kernels of that kind only; "xla" for the reference.
+      strict: raise, naming every refusal, where no such kernel runs. With "auto" only
+        ops that have a row for the platform can raise.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend: `name` must be one of {BACKENDS}, got {name!r}.")
+    return backend_context(Backend(name, strict))
+
+
+class Row(NamedTuple):
+    """One kernel of one op on one platform."""
+
+    backend: str
+    kernel: Callable
+    unless: Callable[..., str | None]
+
+    @property
+    def title(self) -> str:
+        module = getattr(self.kernel, "__module__", "").removeprefix("jaxkern.")
+        return f"{module}.{getattr(self.kernel, '__name__', self.kernel)}"
+
+
+class Choice(NamedTuple):
+    """The row that runs, or None for the reference, and why the others do not."""
+
+    row: Row | None
+    refused: tuple[str, ...]
+
+
+def never_refuses(**_: Any) -> None:
+    return None
+
+
+def lower(
+    p: KernelPrimitive,
+    platform: str,
+    backend: str,
+    *,
+    fwd: Callable,
+    bwd: Callable | None = None,
+    primal: Callable | None = None,
+    unless: Callable[..., str | None] = never_refuses,
+) -> None:
+    """Adds a row: on `platform`, `p` runs these kernels unless `unless` gives a reason.
+
+    Args:
+      p: the op.
+      platform: "cpu", "cuda", or the name of a plugin's platform.
+      backend: the kind of kernel, one of `BACKENDS`.
+      fwd: kernel for the op with residuals (for the op itself if it saves none).
+      bwd: kernel for the gradients; where it takes `wanted` it learns which.
+      primal: kernel for inference; without it `fwd` with its residuals dropped.
+      unless: called with the operands' shapes and dtypes by name (None where absent)
+        and the options; returns a reason in words, or None.
+    """
+    if backend not in BACKENDS[2:]:
+        raise ValueError(
+            f"lower: `backend` must be one of {BACKENDS[2:]}, got {backend!r}."
+        )
+    if p.fwd is not None:
+        add_row(p.fwd, platform, Row(backend, fwd, unless))
+        primal = primal or without_residuals(fwd, len(p.results))
+    add_row(p, platform, Row(backend, primal or fwd, unless))
+    if bwd is not None:
+        if p.bwd is None:
+            raise TypeError(f"lower: {p.name} declares no bwd, got {bwd}.")
+        add_row(p.bwd, platform, Row(backend, bwd, unless))
+
+
+def without_residuals(fwd: Callable, num_results: int) -> Callable:
+    @functools.wraps(fwd)
+    def primal(*arrays, **static):
+        out = fwd(*arrays, **static)[:num_results]
+        return out[0] if num_results == 1 else out
+
+    return primal
+
+
+def add_row(p: KernelPrimitive, platform: str, row: Row) -> None:
+    p.rows.setdefault(platform, []).append(row)
+    prim_requires_devices_during_lowering.add(p)
+    # Without a platform the rule also serves plugins that are not known yet.
+    mlir.register_lowering(p, functools.partial(lowering_rule, p, None))
+    if platform in ("cpu", "cuda"):
+        rule = functools.partial(lowering_rule, p, platform)
+        mlir.register_lowering(p, rule, platform=platform)
+
+
+def choose(
+    p: KernelPrimitive, platform: str, avals: Sequence, call: Call, static: dict
+) -> Choice:
+    """The first row that does not refuse; raises under a strict backend if none runs."""
+    rows = p.rows.get(platform, ())
+    refused = []
+    for row in rows:
+        reason = refusal(p, row, avals, call, static)
+        if reason is None:
+            return Choice(row, tuple(refused))
+        refused.append(f"{row.title}: {reason}")
+    wanted = call.backend.name
+    if wanted not in ("auto", "xla") and all(r.backend != wanted for r in rows):
+        refused.append(f"no {wanted} kernel on {platform}")
+    if call.backend.strict and wanted != "xla" and refused:
+        reasons = "; ".join(refused)
+        raise ValueError(
+            f"{p.name}: backend {call.backend!r} on {platform}: {reasons}."
+        )
+    return Choice(None, tuple(refused))
+
+
+def refusal(
+    p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
+) -> str | None:
+    if call.backend.name not in ("auto", row.backend):
+        return f"backend is {call.backend.name}"
+    operands, _ = p.array_annotations(call)
+    named: dict[str, Any] = {a.name: None for a in p.operands}
+    for i, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
+        depth = sum(level[i] is not None for level in call.vmaps)
+        named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
+    return row.unless(**named, **static) or refusal_by_type(p, call, avals)
+
+
+def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):
+    if platform is None:
+        platform = (ctx.platforms or ctx.module_context.platforms)[0]
+    choice = choose(p, platform, ctx.avals_in, call, static)
+    if choice.row is None:
+        f = functools.partial(p.evaluate, call=call, **static)
+        return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+
+    def local(*arrays):
+        """The kernel on what one device holds; its shapes can be other ones."""
+        row = choose(p, platform, [jax.typeof(x) for x in arrays], call, static).row
+        kernel = p.reference if row is None else row.kernel
+        return p.evaluate_with(kernel, *arrays, call=call, **static)
+
+    mesh = ctx.avals_in[0].sharding.mesh
+    explicit = not mesh.empty and bool(mesh.explicit_axes)
+    call_local = sharded_by_type if explicit else partitioned
+    f = call_local(p, local, call, ctx.avals_in, ctx.avals_out)
+    return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What each op of a function runs on a platform, and why.
+
+    Attributes:
+      platform: where.
+      rows: (op, number of call sites, what runs, the refusals).
+    """
+
+    platform: str
+    rows: tuple[tuple[str, int, str, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for op, sites, runs, refused in self.rows:
+            times = f" ({sites} call sites)" if sites > 1 else ""
+            lines.append(f"{op} on {self.platform} runs {runs}{times}")
+            lines += [f"  not {reason}" for reason in refused]
+        return "\n".join(lines) or f"no jaxkern op on {self.platform}"
+
+    __repr__ = __str__
+
+
+def explain(f: Callable, *args: Any, platform: str | None = None, **kwargs: Any):
+    """Says for each op in `f(*args, **kwargs)` which implementation runs, and why.
+
+    Traces `f`, runs nothing. Print the result, or read its `rows`.
+
+    Args:
+      f: any traceable function: an op, a jitted model, a gradient.
+      platform: "cpu", "cuda", ...; the default device's if None.
+
+    Returns:
+      An `Explanation`.
+    """
+    platform = platform or default_platform()
+    found: dict[tuple, int] = {}
+    for eqn in equations(jax.make_jaxpr(f)(*args, **kwargs).jaxpr):
+        row = explain_equation(eqn, platform)
+        found[row] = found.get(row, 0) + 1
+    rows = tuple((op, n, runs, why) for (op, runs, why), n in found.items())
+    return Explanation(platform, rows)
+
+
+def default_platform() -> str:
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def explain_equation(eqn, platform: str) -> tuple[str, str, tuple[str, ...]]:
+    p, params = eqn.primitive, dict(eqn.params)
+    if isinstance(p, Tangent):
+        return p.name, f"xla: jvp of {p.op.name}_reference", ()
+    call = params.pop("call")
+    row, refused = choose(p, platform, [v.aval for v in eqn.invars], call, params)
+    runs = f"{row.backend}: {row.title}" if row else f"xla: {p.reference.__name__}"
+    return p.name, runs, refused
+
+
+def equations(jaxpr) -> Iterator[Any]:
+    """Every equation of one of our primitives, also inside jit, scan, cond and others."""
+    for eqn in jaxpr.eqns:
+        if isinstance(eqn.primitive, KernelPrimitive | Tangent):
+            yield eqn
+            continue
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                yield from equations(getattr(value, "jaxpr", value))
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns")

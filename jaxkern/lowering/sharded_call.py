@@ -1,0 +1,227 @@
+"""Lets an opaque kernel run on the shards of its operands.
+
+XLA cannot look into a kernel: without help it gathers every operand and runs the whole
+call on every device. The dims of the op say what is safe: a dim may be cut wherever it
+stands, at the same places in all operands, unless the op declares it `replicated`; a
+result that lacks a cut dim is a sum over it. On meshes with automatic axes this becomes
+a Shardy rule below `custom_partitioning`; on explicit meshes the types already say how
+each operand is cut, and `shard_map` runs the kernel.
+"""
+
+import dataclasses
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkern.primitives.kernel_primitive import Annotated, Call, KernelPrimitive
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The dims of one call as factors, the unit in which Shardy cuts.
+
+    A factor is `(k, g)` for a product dim `k*g` and `(d,)` for a plain one; recorded
+    vmaps and leading dims have factors of their own.
+
+    Attributes:
+      ins, outs: for each array the factors of each dim.
+      sizes: the size of each single name.
+      whole: names that must not be cut.
+    """
+
+    ins: list[list[Axes]]
+    outs: list[list[Axes]]
+    sizes: dict[str, int]
+    whole: frozenset[str]
+
+    @classmethod
+    def of(
+        cls, p: KernelPrimitive, call: Call, avals_in: Sequence, avals_out: Sequence
+    ):
+        operands, results = p.array_annotations(call)
+        unique = (f"whole{i}" for i in itertools.count())
+        levels = range(len(call.vmaps) - 1, -1, -1)  # outermost first
+        ins = [
+            factors_of(
+                a, x, [f"v{k}" for k in levels if call.vmaps[k][i] is not None], unique
+            )
+            for i, (a, x) in enumerate(zip(operands, avals_in, strict=True))
+        ]
+        outs = [
+            factors_of(a, x, [f"v{k}" for k in levels], unique)
+            for a, x in zip(results, avals_out, strict=False)  # none while choosing
+        ]
+        dims = [
+            (factor, n)
+            for factors, x in zip(ins + outs, [*avals_in, *avals_out], strict=True)
+            for factor, n in zip(factors, x.shape, strict=True)
+        ]
+        sizes = {f[0]: n for f, n in dims if len(f) == 1}
+        for factor, n in dims:  # g of `k*g` stands alone nowhere
+            unknown = [name for name in factor if name not in sizes]
+            known = math.prod(sizes[name] for name in factor if name in sizes)
+            if len(unknown) == 1:
+                sizes[unknown[0]] = n // known if known else 1
+        whole = frozenset(
+            name for name in sizes if name in p.replicated or name.startswith("whole")
+        )
+        return cls(ins, outs, sizes, whole)
+
+    def rule(self) -> str:
+        """The Shardy rule, such as `b (k g), b k -> b (k g)`."""
+
+        def text(factor: Axes) -> str:
+            return factor[0] if len(factor) == 1 else f"({' '.join(factor)})"
+
+        sides = (self.ins, self.outs)
+        return " -> ".join(
+            ", ".join(" ".join(map(text, dims)) for dims in side) for side in sides
+        )
+
+    def cuts(self, specs: Sequence[Sequence], mesh_shape) -> dict[str, Axes]:
+        """Which factor is cut over which mesh axes; the first operand's wish counts.
+
+        An axis cuts one factor only, and only evenly: a kernel cannot see padding.
+        """
+        cut: dict[str, Axes] = {}
+        taken: set[str] = set()
+        for dims, spec in zip(self.ins, specs, strict=True):
+            for (major, *_), entry in zip(dims, spec, strict=False):
+                axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+                parts = math.prod(mesh_shape[a] for a in axes)
+                if major in self.whole or major in cut or self.sizes[major] % parts:
+                    continue
+                if axes and not taken & set(axes):
+                    cut[major] = axes
+                    taken |= set(axes)
+        return cut
+
+    def specs(self, cut: dict[str, Axes]) -> tuple[list[P], list[P]]:
+        """The partition specs of operands and results under these cuts."""
+
+        def spec(dims):
+            entries = [cut.get(major) for major, *_ in dims]
+            return P(*(a[0] if a and len(a) == 1 else a for a in entries))
+
+        return [spec(d) for d in self.ins], [spec(d) for d in self.outs]
+
+    def all_reduced(self, out: Sequence, cut: dict[str, Axes]) -> list:
+        """Each result summed over the mesh axes that cut a factor it lacks."""
+
+        def reduced(y, dims):
+            present = {major for major, *_ in dims}
+            axes = tuple(a for f, axes in cut.items() if f not in present for a in axes)
+            return jax.lax.psum(y, axes) if axes else y
+
+        return [reduced(y, dims) for y, dims in zip(out, self.outs, strict=True)]
+
+
+def factors_of(
+    annotation: Annotated, aval, levels: list[str], unique: Iterator[str]
+) -> list[Axes]:
+    labels = annotation.labels
+    num_leading = aval.ndim - len(levels) - len(labels)
+    names: list[Axes] = [(v,) for v in levels]
+    names += [(f"l{k}",) for k in range(num_leading)]
+    for label, n in zip(labels, aval.shape[aval.ndim - len(labels) :], strict=True):
+        if label.isdigit() or (label.startswith("#") and n == 1):
+            names.append((next(unique),))
+        else:
+            names.append(tuple(label.removeprefix("#").split("*")))
+    return names
+
+
+def partitioned(
+    p: KernelPrimitive,
+    local: Callable,
+    call: Call,
+    avals_in: Sequence,
+    avals_out: Sequence,
+) -> Callable:
+    """`local` on each device's shards, on a mesh with automatic axes."""
+    factors = Factors.of(p, call, avals_in, avals_out)
+
+    def partition(mesh, arg_infos, result_infos):
+        del result_infos  # they follow from the operands
+        # need_replication_factors only guides propagation: the specs are cut here.
+        cut = factors.cuts([info.sharding.spec for info in arg_infos], mesh.shape)
+        in_specs, out_specs = factors.specs(cut)
+
+        def local_and_reduced(*arrays):
+            return factors.all_reduced(local(*arrays), cut)
+
+        def shardings(specs):
+            return [NamedSharding(mesh, s) for s in specs]
+
+        return mesh, local_and_reduced, shardings(out_specs), tuple(shardings(in_specs))
+
+    def whole(*arrays):
+        return local(*arrays)
+
+    whole.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(f"operand{i}", inspect.Parameter.POSITIONAL_ONLY)
+            for i in range(len(avals_in))
+        ]
+    )
+    f = custom_partitioning(whole)
+    seen = dict.fromkeys(
+        n for dims in factors.ins + factors.outs for f in dims for n in f
+    )
+    alone = {f[0] for dims in factors.ins + factors.outs for f in dims if len(f) == 1}
+    f.def_partition(
+        partition,
+        sharding_rule=factors.rule(),
+        # Shardy wants the order of first appearance.
+        need_replication_factors=tuple(n for n in seen if n in factors.whole),
+        **{n: factors.sizes[n] for n in seen if n not in alone},
+    )
+    return f
+
+
+def cuts_by_type(factors: Factors, avals: Sequence) -> dict[str, Axes]:
+    return factors.cuts([a.sharding.spec for a in avals], avals[0].sharding.mesh.shape)
+
+
+def refusal_by_type(p: KernelPrimitive, call: Call, avals: Sequence) -> str | None:
+    """On an explicit mesh: why the kernel cannot run on operands cut like these."""
+    mesh = avals[0].sharding.mesh if avals else None
+    if mesh is None or mesh.empty or not mesh.explicit_axes:
+        return None
+    factors = Factors.of(p, call, avals, ())
+    in_specs, _ = factors.specs(cuts_by_type(factors, avals))
+    operands, _ = p.array_annotations(call)
+    for operand, aval, spec in zip(operands, avals, in_specs, strict=True):
+        if tuple(aval.sharding.spec) != tuple(spec):
+            return (
+                f"`{operand.name}` is cut as {aval.sharding.spec}, the kernel needs "
+                f"{spec}; reshard it"
+            )
+    return None
+
+
+def sharded_by_type(
+    p: KernelPrimitive,
+    local: Callable,
+    call: Call,
+    avals_in: Sequence,
+    avals_out: Sequence,
+) -> Callable:
+    """`local` on each device's shards, cut as the operands' types say."""
+    factors = Factors.of(p, call, avals_in, avals_out)
+    cut = cuts_by_type(factors, avals_in)
+    return jax.shard_map(
+        lambda *arrays: factors.all_reduced(local(*arrays), cut),
+        mesh=avals_in[0].sharding.mesh,
+        in_specs=tuple(a.sharding.spec for a in avals_in),
+        out_specs=[a.sharding.spec for a in avals_out],
+        check_vma=False,  # the kernel's result types do not carry manual axes
+    )
