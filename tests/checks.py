@@ -1,0 +1,738 @@
+"""What every op must pass, written once; `test_every_op.py` runs it over all CASES.
+
+The truth is always the reference fed float64. A reference is checked against its
+formula, by an independent evaluation, in the op's own test file.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+from jaxkern.lowering import lower as lowering
+from jaxkern.lowering.sharded_call import Factors
+from jaxkern.primitives.kernel_primitive import (
+    Backend,
+    Call,
+    KernelPrimitive,
+    backend_context,
+)
+
+SMALL = 6000  # elements: larger cases get values and dtypes only
+NUM_SMALL = 4  # small cases of an op outside `make test-full`
+COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+
+
+# Cases.
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """An operand to draw: its shape, dtype and distribution."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+    def __call__(self, rng: np.random.Generator) -> np.ndarray:
+        return np.asarray(self.draw(rng, self.shape)).astype(self.dtype)
+
+
+def normal(dtype) -> Callable[..., Spec]:
+    def spec(*shape: int, scale: float = 1.0) -> Spec:
+        return Spec(shape, dtype, lambda rng, s: scale * rng.standard_normal(s))
+
+    return spec
+
+
+f64, f32, f16 = normal(np.float64), normal(np.float32), normal(np.float16)
+bf16 = normal(jnp.bfloat16)
+
+
+def i32(*shape: int, low: int = 0, high: int = 100) -> Spec:
+    return Spec(shape, np.int32, lambda rng, s: rng.integers(low, high, s))
+
+
+def u8(*shape: int) -> Spec:
+    return Spec(shape, np.uint8, lambda rng, s: rng.integers(0, 256, s))
+
+
+def boolean(*shape: int, probability: float = 0.5) -> Spec:
+    return Spec(shape, np.bool_, lambda rng, s: rng.random(s) < probability)
+
+
+def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Spec:
+    return Spec(shape, np.float32, lambda rng, s: rng.uniform(low, high, s))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Named operands and options of one call. `ulps` bounds the relative error."""
+
+    name: str
+    arguments: dict[str, Any]
+    full: bool
+    ulps: float
+
+
+def case(name: str, *, full: bool = False, ulps: float = 8.0, **arguments: Any) -> Case:
+    """A case: operands by name (a Spec, a callable of a Generator, or None), options.
+
+    Options that are left out take the default of the op's public function. `full` keeps
+    a case for `make test-full`.
+    """
+    return Case(name, arguments, full, ulps)
+
+
+def cases_of(p: KernelPrimitive) -> list[Case]:
+    """CASES of the op's own test file: a list, or a dict by op name."""
+    package, _, name = p.reference.__module__.rpartition(".")
+    module = importlib.import_module(
+        f"{package.replace('jaxkern', 'tests', 1)}.test_{name}"
+    )
+    cases = module.CASES
+    return cases[p.name] if isinstance(cases, dict) else cases
+
+
+def operands_of(p: KernelPrimitive, case: Case, seed: int = 0) -> list:
+    rng = np.random.default_rng(seed)
+    specs = [case.arguments.get(a.name) for a in p.operands]
+    return [None if s is None else jnp.asarray(s(rng)) for s in specs]
+
+
+def options_of(p: KernelPrimitive, case: Case) -> dict[str, Any]:
+    names = [
+        n
+        for n, q in inspect.signature(p.reference).parameters.items()
+        if q.kind is q.KEYWORD_ONLY
+    ]
+    public = getattr(inspect.getmodule(p.reference), p.name, p.reference)
+    defaults = inspect.signature(public).parameters
+    return {
+        n: case.arguments[n] if n in case.arguments else defaults[n].default
+        for n in names
+    }
+
+
+def num_elements(p: KernelPrimitive, case: Case) -> int:
+    specs = [case.arguments.get(a.name) for a in p.operands]
+    return sum(math.prod(s.shape) for s in specs if isinstance(s, Spec))
+
+
+# Calling and comparing.
+
+
+def bound(p: KernelPrimitive, case: Case, reference: bool = False) -> Callable:
+    """The op, or its reference, as a function of its operands alone."""
+    options = options_of(p, case)
+    if not reference:
+        return functools.partial(p, **options)
+    return functools.partial(p.reference, **options)
+
+
+def as_tuple(out: Any) -> tuple:
+    return tuple(out) if isinstance(out, tuple | list) else (out,)
+
+
+def in_float64(x: Any) -> Any:
+    if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jnp.asarray(np.asarray(x).astype(np.float64))
+
+
+def truth(p: KernelPrimitive, case: Case, operands: Sequence) -> tuple:
+    """The reference on the operands' values in float64, as NumPy arrays."""
+    with jax.enable_x64(True):
+        out = bound(p, case, reference=True)(*map(in_float64, operands))
+        return tuple(np.asarray(y) for y in as_tuple(out))
+
+
+def is_float(x: Any) -> bool:
+    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def assert_near(actual: Any, expected: Any, ulps: float, dtype=None, what="") -> None:
+    """Same shape, same NaN and infinities, relative error below `ulps` of the dtype."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
+    if not np.issubdtype(expected.dtype, np.floating):
+        np.testing.assert_array_equal(actual, expected, err_msg=what)
+        return
+    eps = float(jnp.finfo(dtype or actual.dtype).eps)
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(actual[~finite], expected[~finite], err_msg=what)
+    assert np.isfinite(actual[finite]).all(), f"{what}: not finite"
+    scale = np.linalg.norm(expected[finite])
+    error = np.linalg.norm(actual[finite] - expected[finite])
+    assert error <= ulps * eps * scale, f"{what}: error {error} at scale {scale}"
+
+
+def same(actual: Any, expected: Any, ulps: float = 32.0, what: str = "") -> None:
+    """Two float64 or float32 evaluations of one thing agree up to rounding."""
+    for i, (a, e) in enumerate(zip(as_tuple(actual), as_tuple(expected), strict=True)):
+        assert_near(a, e, ulps, what=f"{what} result {i}")
+
+
+def float_operands(operands: Sequence) -> list[int]:
+    return [i for i, x in enumerate(operands) if is_float(x)]
+
+
+def loss_of(f: Callable, operands: Sequence, wrt: Sequence[int]) -> Callable:
+    """A scalar that weighs every float result differently, as a function of `wrt`."""
+
+    def loss(*values):
+        full = list(operands)
+        for i, v in zip(wrt, values, strict=True):
+            full[i] = v
+        total = jnp.zeros((), values[0].dtype if values else None)
+        for y in as_tuple(f(*full)):
+            if is_float(y) and y.size:
+                weights = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(
+                    y.shape
+                )
+                y = jnp.where(jnp.isfinite(y), y, 0)
+                total = total + jnp.sum(weights * jnp.sin(y.astype(total.dtype)))
+        return total
+
+    return loss
+
+
+def gradients(f: Callable, operands: Sequence) -> Callable:
+    """Gradients of `loss_of` for every float operand, as a function of all operands."""
+    wrt = float_operands(operands)
+
+    def grad(*operands):
+        values = [operands[i] for i in wrt]
+        return jax.grad(loss_of(f, operands, wrt), tuple(range(len(wrt))))(*values)
+
+    return grad
+
+
+def differentiable(p: KernelPrimitive, operands: Sequence) -> bool:
+    return bool(float_operands(operands)) and any(r.is_float for r in p.results)
+
+
+# The checks. Each takes an op and a case.
+
+
+def check_values(p: KernelPrimitive, case: Case) -> None:
+    """Eager and jitted values against float64; the declared dims of every result."""
+    operands = operands_of(p, case)
+    expected = truth(p, case, operands)
+    f = bound(p, case)
+    eager = as_tuple(f(*operands))
+    for y, y_jit, e in zip(
+        eager, as_tuple(jax.jit(f)(*operands)), expected, strict=True
+    ):
+        assert_near(y, e, case.ulps, what=f"{p.name} eager")
+        assert_near(y_jit, e, case.ulps, what=f"{p.name} jit")
+    check_result_dims(p, operands, eager)
+
+
+def check_result_dims(p: KernelPrimitive, operands: Sequence, results: tuple) -> None:
+    sizes: dict[str, int] = {}
+    lead: tuple[int, ...] = ()
+    for a, x in zip(p.operands, operands, strict=True):
+        if x is not None:
+            named = zip(a.labels[::-1], x.shape[::-1], strict=False)
+            sizes |= {k: n for k, n in named if k.isidentifier()}
+            lead = x.shape[: x.ndim - len(a.labels)] if a.has_leading else lead
+    for r, y in zip(p.results, results, strict=True):
+        shape = y.shape
+        if r.has_leading:
+            assert shape[: len(lead)] == lead, (r, shape)
+            shape = shape[len(lead) :]
+        assert len(shape) == len(r.labels), (r, y.shape)
+        for label, n in zip(r.labels, shape, strict=True):
+            assert label not in sizes or sizes[label] == n, (r, y.shape)
+            assert not label.isdigit() or int(label) == n, (r, y.shape)
+
+
+def check_dtypes(p: KernelPrimitive, case: Case) -> None:
+    """In every float dtype: the result dtypes of the reference, near the float64 truth."""
+    given = operands_of(p, case)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        operands = [x.astype(dtype) if is_float(x) else x for x in given]
+        f, reference = bound(p, case), bound(p, case, reference=True)
+        shapes = as_tuple(jax.eval_shape(reference, *operands))
+        expected = truth(p, case, operands)
+        for y, s, e in zip(as_tuple(f(*operands)), shapes, expected, strict=True):
+            assert y.dtype == s.dtype
+            if is_float(y):  # near ties, an integer result may differ in low precision
+                assert_near(y, e, case.ulps, what=f"{p.name} {dtype.__name__}")
+        if differentiable(p, operands) and num_elements(p, case) <= SMALL:
+            wrt = float_operands(operands)
+            for i, g in zip(wrt, gradients(f, operands)(*operands), strict=True):
+                assert g.dtype == operands[i].dtype, p.operands[i].name
+                assert g.shape == operands[i].shape, p.operands[i].name
+
+
+def check_gradients(p: KernelPrimitive, case: Case) -> None:
+    """Gradients and their directional derivatives equal those of the reference."""
+    with jax.enable_x64(True):
+        operands = [in_float64(x) for x in operands_of(p, case)]
+        if not differentiable(p, operands):
+            check_no_gradient(p, case, operands)
+            return
+        f, reference = bound(p, case), bound(p, case, reference=True)
+        wrt = float_operands(operands)
+        values = tuple(operands[i] for i in wrt)
+        rng = np.random.default_rng(1)
+        direction = tuple(jnp.asarray(rng.standard_normal(v.shape)) for v in values)
+
+        def forward(f):  # jvp
+            return jax.jvp(loss_of(f, operands, wrt), values, direction)[1]
+
+        def reverse(f):  # grad
+            loss = loss_of(f, operands, wrt)
+            return jax.grad(loss, tuple(range(len(wrt))))(*values)
+
+        def forward_over_reverse(f):
+            loss = loss_of(f, operands, wrt)
+            grad = jax.grad(loss, tuple(range(len(wrt))))
+            return jax.jvp(grad, values, direction)[1]
+
+        def reverse_over_forward(f):
+            def dot(*values):
+                return jax.jvp(loss_of(f, operands, wrt), values, direction)[1]
+
+            return jax.grad(dot, tuple(range(len(wrt))))(*values)
+
+        def reverse_over_reverse(f):
+            grad = jax.grad(loss_of(f, operands, wrt), tuple(range(len(wrt))))
+
+            def dot(*values):
+                pairs = zip(grad(*values), direction, strict=True)
+                return sum(jnp.vdot(g, d) for g, d in pairs)
+
+            return jax.grad(dot, tuple(range(len(wrt))))(*values)
+
+        modes = [forward, reverse, forward_over_reverse, reverse_over_forward]
+        for mode in (*modes, reverse_over_reverse):
+            for g, e in zip(as_tuple(mode(f)), as_tuple(mode(reference)), strict=True):
+                np.testing.assert_allclose(
+                    g, e, rtol=1e-8, atol=1e-9, err_msg=f"{p.name} {mode.__name__}"
+                )
+
+
+def check_no_gradient(p: KernelPrimitive, case: Case, operands: Sequence) -> None:
+    """Integer results have zero tangents, and differentiating through them works."""
+    wrt = float_operands(operands)
+    if wrt:
+        grads = jax.grad(loss_of(bound(p, case), operands, wrt))(
+            *(operands[i] for i in wrt)
+        )
+        for g in as_tuple(grads):
+            assert not np.any(np.asarray(g))
+
+
+def check_numerical_gradients(p: KernelPrimitive, case: Case) -> None:
+    """Finite differences to order 2, forward and reverse, in float64."""
+    with jax.enable_x64(True):
+        operands = [in_float64(x) for x in operands_of(p, case)]
+        if not differentiable(p, operands):
+            return
+        wrt = float_operands(operands)
+        loss = loss_of(bound(p, case), operands, wrt)
+        values = tuple(operands[i] for i in wrt)
+        check_grads(loss, values, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
+
+
+def batched_operands(operands: Sequence, size: int, at: Sequence[int]) -> list:
+    """`size` variants of the operands at positions `at`, on a new leading axis."""
+
+    def variant(x, k):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return x * (1 + 0.25 * k)
+        return jnp.roll(x, k)
+
+    return [
+        jnp.stack([variant(x, k) for k in range(size)]) if i in at else x
+        for i, x in enumerate(operands)
+    ]
+
+
+def check_vmap(p: KernelPrimitive, case: Case) -> None:
+    """vmap over each operand, over all, over an inner axis, nested, and of gradients."""
+    operands = operands_of(p, case)
+    present = [i for i, x in enumerate(operands) if x is not None]
+    f, reference = bound(p, case), bound(p, case, reference=True)
+    for at in [*([i] for i in present), present]:
+        mapped = batched_operands(operands, 3, at)
+        axes = tuple(0 if i in at else None for i in range(len(operands)))
+        check_one_vmap(p, f, reference, mapped, axes)
+        inner = [jnp.moveaxis(x, 0, -1) if i in at else x for i, x in enumerate(mapped)]
+        last = tuple(None if a is None else -1 for a in axes)
+        same(
+            jax.vmap(f, last)(*inner),
+            jax.vmap(reference, axes)(*mapped),
+            what="last axis",
+        )
+    # nested: everything on the outer level, the first operand alone on the inner one
+    outer = batched_operands(batched_operands(operands, 2, present[:1]), 3, present)
+    inner_axes = tuple(0 if i == present[0] else None for i in range(len(operands)))
+    outer_axes = tuple(None if x is None else 0 for x in operands)
+
+    def nested(f):
+        return jax.vmap(jax.vmap(f, inner_axes), outer_axes)
+
+    same(nested(f)(*outer), nested(reference)(*outer), what="nested vmap")
+
+
+def check_one_vmap(p, f, reference, mapped: Sequence, axes: tuple) -> None:
+    same(jax.vmap(f, axes)(*mapped), jax.vmap(reference, axes)(*mapped), what="vmap")
+    first = [x if a is None else x[0] for x, a in zip(mapped, axes, strict=True)]
+    if not differentiable(p, first):
+        return
+    with jax.enable_x64(True):
+        mapped = [in_float64(x) for x in mapped]
+
+        def grad_of_vmap(f):
+            return gradients(jax.vmap(f, axes), mapped)(*mapped)
+
+        def vmap_of_grad(f):
+            return jax.vmap(gradients(f, first), axes)(*mapped)
+
+        for order in (grad_of_vmap, vmap_of_grad):
+            same(order(f), order(reference), ulps=2**20, what=order.__name__)
+
+
+def check_transforms(p: KernelPrimitive, case: Case) -> None:
+    """checkpoint and scan, values and gradients."""
+    with jax.enable_x64(True):
+        operands = [in_float64(x) for x in operands_of(p, case)]
+        f, reference = bound(p, case), bound(p, case, reference=True)
+
+        def scanned(f):
+            def step(total, k):
+                held = [x * (1 + k) if is_float(x) else x for x in operands_now]
+                out = as_tuple(f(*held))
+                return total + sum(jnp.sum(jnp.nan_to_num(y)) for y in out), out
+
+            def run(*operands):
+                nonlocal operands_now
+                operands_now = operands
+                return jax.lax.scan(step, 0.0, jnp.arange(2) / 8)[1]
+
+            operands_now: Sequence = ()
+            return run
+
+        same(jax.jit(scanned(f))(*operands), scanned(reference)(*operands), what="scan")
+        if not differentiable(p, operands):
+            return
+        expected = gradients(reference, operands)(*operands)
+        checkpointed = gradients(jax.checkpoint(f), operands)
+        same(jax.jit(checkpointed)(*operands), expected, ulps=2**20, what="checkpoint")
+        through_scan = gradients(scanned(f), operands)(*operands)
+        expected = gradients(scanned(reference), operands)(*operands)
+        same(through_scan, expected, ulps=2**20, what="grad of scan")
+
+
+@contextlib.contextmanager
+def opaque_kernels(p: KernelPrimitive):
+    """Runs the op's references as if they were kernels that XLA cannot look into."""
+    family = [q for q in (p, p.fwd, p.bwd) if q is not None]
+    before = [{k: list(v) for k, v in q.rows.items()} for q in family]
+    for q in family:
+        q.rows.clear()
+    lowering.lower(
+        p,
+        "cpu",
+        "cpp",
+        fwd=(p.fwd or p).reference,
+        bwd=p.bwd.reference if p.bwd else None,
+        primal=p.reference,
+    )
+    try:
+        with backend_context(Backend("cpp", strict=True)):
+            yield
+    finally:
+        for q, rows in zip(family, before, strict=True):
+            q.rows.clear()
+            q.rows.update(rows)
+        jax.clear_caches()
+
+
+def collectives(compiled) -> list[str]:
+    return re.findall(COLLECTIVES, compiled.as_text())
+
+
+def mesh_of(parts: int, kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh(
+        (parts,), ("m",), axis_types=(kind,), devices=jax.devices()[:parts]
+    )
+
+
+def parts_of(n: int) -> int:
+    """The largest number of our devices that cuts a dim of size n evenly, or 1."""
+    return next(parts for parts in (8, 4, 2, 1) if n % parts == 0)
+
+
+def shardings_of(p: KernelPrimitive, operands: Sequence) -> list[tuple[int, int, int]]:
+    """(operand, dim, parts) for every dim of every operand that can be cut evenly."""
+    return [
+        (i, dim, parts_of(n))
+        for i, x in enumerate(operands)
+        if x is not None and x.size
+        for dim, n in enumerate(x.shape)
+        if parts_of(n) > 1
+    ]
+
+
+def check_sharding(p: KernelPrimitive, case: Case) -> None:
+    """Cuts each dim of each operand: plain `jit` gives the unsharded result."""
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    expected = f(*operands)
+    for i, dim, parts in shardings_of(p, operands):
+        sharded = place(operands, i, dim, mesh_of(parts, AxisType.Auto))
+        what = f"{p.name} operand {p.operands[i].name} dim {dim}"
+        same(jax.jit(f)(*sharded), expected, what=what)
+
+
+def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
+    """The same around opaque kernels, with exactly the collectives that the dims imply."""
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    expected = f(*operands)
+    grad = gradients(f, operands) if differentiable(p, operands) else None
+    expected_grads = grad(*operands) if grad else ()
+    with opaque_kernels(p):
+        for i, dim, parts in shardings_of(p, operands):
+            mesh = mesh_of(parts, AxisType.Auto)
+            sharded = place(operands, i, dim, mesh)
+            what = f"{p.name} kernel, operand {p.operands[i].name} dim {dim}"
+            compiled = jax.jit(f).lower(*sharded).compile()
+            same(compiled(*sharded), expected, what=what)
+            assert_expected_collectives(p, operands, i, dim, parts, compiled, what)
+            if grad:
+                same(
+                    jax.jit(grad)(*sharded),
+                    expected_grads,
+                    ulps=256,
+                    what=f"grad {what}",
+                )
+
+
+def assert_expected_collectives(p, operands, i, dim, parts, compiled, what) -> None:
+    """A dim that may be cut moves no operand; a result that lacks it is one sum."""
+    present = [x for x in operands if x is not None]
+    absent = tuple(k for k, x in enumerate(operands) if x is None)
+    avals = [jax.typeof(x) for x in present]
+    out = jax.tree.leaves(compiled.out_info)
+    factors = Factors.of(p, Call(absent=absent), avals, out)
+    k = sum(x is not None for x in operands[:i])
+    specs: list[Sequence] = [[None] * x.ndim for x in present]
+    specs[k] = ["m" if d == dim else None for d in range(present[k].ndim)]
+    cut = factors.cuts(specs, {"m": parts})
+    found = collectives(compiled)
+    if not cut:
+        if all(math.prod(y.shape) == 0 for y in out):
+            return  # nothing is computed
+        assert "all-gather" in found, f"{what}: expected a gather, found {found}"
+        return
+    (name,) = cut
+    # another operand with the cut dim is held whole here and is sliced, not moved
+    summed = any(name not in {f[0] for f in dims} for dims in factors.outs)
+    assert set(found) <= ({"all-reduce"} if summed else set()), f"{what}: {found}"
+
+
+def place(operands: Sequence, i: int, dim: int, mesh) -> list:
+    def sharding(k, x):
+        spec = ["m" if (k, d) == (i, dim) else None for d in range(x.ndim)]
+        return NamedSharding(mesh, P(*spec))
+
+    return [
+        None if x is None else jax.device_put(x, sharding(k, x))
+        for k, x in enumerate(operands)
+    ]
+
+
+def check_explicit_sharding(p: KernelPrimitive, case: Case) -> None:
+    """On an explicit mesh: leading and named dims that may be cut, types and values."""
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    expected = f(*operands)
+    for i, dim, parts in shardings_of(p, operands):
+        label = label_of(p, operands, i, dim)
+        if label in p.replicated or not label.isidentifier():
+            continue
+        mesh = mesh_of(parts, AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            placed = place_by_label(p, operands, label, mesh)
+            what = f"{p.name} explicit {label}"
+            with opaque_kernels(p):
+                same(jax.jit(f)(*placed), expected, what=what)
+            same(jax.jit(f)(*placed), expected, what=what)
+
+
+def label_of(p: KernelPrimitive, operands: Sequence, i: int, dim: int) -> str:
+    """The label of a dim; leading dims are `l0`, `l1` ..."""
+    labels = p.operands[i].labels
+    at = dim - (operands[i].ndim - len(labels))
+    return labels[at] if at >= 0 else f"l{dim}"
+
+
+def place_by_label(p: KernelPrimitive, operands: Sequence, label: str, mesh) -> list:
+    def sharding(i, x):
+        labels = [label_of(p, operands, i, d) for d in range(x.ndim)]
+        major = [name.split("*")[0].removeprefix("#") for name in labels]
+        spec = [
+            "m" if name == label and (n > 1 or not full.startswith("#")) else None
+            for name, full, n in zip(major, labels, x.shape, strict=True)
+        ]
+        return NamedSharding(mesh, P(*spec))
+
+    return [
+        None if x is None else jax.device_put(x, sharding(i, x))
+        for i, x in enumerate(operands)
+    ]
+
+
+def check_shard_map(p: KernelPrimitive, case: Case) -> None:
+    """Inside shard_map with checked axes: cut leading dims, shared operands, gradients."""
+    operands = operands_of(p, case)
+    present = [i for i, x in enumerate(operands) if x is not None]
+    leading = [
+        i for i in present if p.operands[i].has_leading and label_is_cut(p, operands, i)
+    ]
+    if not leading:
+        return
+    n = operands[leading[0]].shape[0]
+    mesh = mesh_of(parts_of(n), AxisType.Auto)
+    specs = tuple(P("m") if i in leading else P() for i in present)
+    f, reference = bound(p, case), bound(p, case, reference=True)
+
+    def of_present(f):
+        def g(*arrays):
+            full: list = [None] * len(operands)
+            for i, x in zip(present, arrays, strict=True):
+                full[i] = x
+            return f(*full)
+
+        return g
+
+    arrays = [operands[i] for i in present]
+    if not all(r.has_leading for r in p.results):
+        return
+    mapped = jax.shard_map(of_present(f), mesh=mesh, in_specs=specs, out_specs=P("m"))
+    same(jax.jit(mapped)(*arrays), of_present(reference)(*arrays), what="shard_map")
+    if differentiable(p, operands):
+        grads = jax.jit(gradients(mapped, arrays))(*arrays)
+        expected = gradients(of_present(reference), arrays)(*arrays)
+        same(grads, expected, ulps=256, what="grad of shard_map")
+
+
+def label_is_cut(p: KernelPrimitive, operands: Sequence, i: int) -> bool:
+    x = operands[i]
+    return (
+        x.ndim > len(p.operands[i].labels) and parts_of(x.shape[0]) > 1 and x.size > 0
+    )
+
+
+def check_kernel_is_used(p: KernelPrimitive, case: Case) -> None:
+    """With a row, every equation of the op and its gradient runs the kernel."""
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    with opaque_kernels(p):
+        functions = [f] + (
+            [gradients(f, operands)] if differentiable(p, operands) else []
+        )
+        for g in functions:
+            for op, _, runs, refused in lowering.explain(g, *operands).rows:
+                expected = "cpp" if p.bwd is not None or op == p.name else ""
+                assert runs.startswith(expected), (op, runs, refused)
+
+
+def check_degenerate_dims(p: KernelPrimitive, case: Case) -> None:
+    """Every named dim at size 1 and 0: right, or refused with the op's name."""
+    operands = operands_of(p, case)
+    labels = {
+        label_of(p, operands, i, d)
+        for i, x in enumerate(operands)
+        if x is not None
+        for d in range(x.ndim)
+    }
+    for label in sorted(name for name in labels if name.isidentifier()):
+        for n in (1, 0):
+            resized = [
+                None if x is None else take_label(p, operands, i, label, n)
+                for i, x in enumerate(operands)
+            ]
+            try:
+                actual = as_tuple(bound(p, case)(*resized))
+            except (TypeError, ValueError) as error:
+                assert_speaks(p, error)
+                continue
+            for y, e in zip(actual, truth(p, case, resized), strict=True):
+                assert_near(y, e, case.ulps, what=f"{p.name} {label}={n}")
+
+
+def take_label(p: KernelPrimitive, operands: Sequence, i: int, label: str, n: int):
+    x = operands[i]
+    for d in range(x.ndim):
+        names = label_of(p, operands, i, d).removeprefix("#").split("*")
+        if label in names and x.shape[d] > 1:
+            sizes = [1 if name != label else n for name in names]
+            others = x.shape[d] // size_of(p, operands, label) if len(names) > 1 else 1
+            x = jax.lax.slice_in_dim(x, 0, math.prod(sizes) * others, axis=d)
+    return x
+
+
+def size_of(p: KernelPrimitive, operands: Sequence, label: str) -> int:
+    return next(
+        x.shape[d]
+        for i, x in enumerate(operands)
+        if x is not None
+        for d in range(x.ndim)
+        if label_of(p, operands, i, d) == label
+    )
+
+
+def assert_speaks(p: KernelPrimitive, error: Exception) -> None:
+    """The message begins with the op's name."""
+    family = {q.name for q in (p, p.fwd, p.bwd) if q is not None}
+    assert str(error).split(":")[0] in family, f"{type(error).__name__}: {error}"
+
+
+def check_errors(p: KernelPrimitive, case: Case) -> None:
+    """Wrong rank, dtype or size: a TypeError that names the op and the operand."""
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    counts: dict[str, int] = {}
+    for i, x in enumerate(operands):
+        if x is not None:
+            for d in range(x.ndim):
+                label = label_of(p, operands, i, d)
+                counts[label] = counts.get(label, 0) + 1
+    for i, (a, x) in enumerate(zip(p.operands, operands, strict=True)):
+        if x is None:
+            continue
+        wrong: list[Any] = ["text", x.astype(jnp.complex64)]
+        if not a.has_leading:
+            wrong.append(x[None])
+        wrong += [
+            jnp.concatenate([x, x], d)
+            for d in range(x.ndim)
+            if x.shape[d] and counts[label_of(p, operands, i, d)] > 1
+        ]
+        for bad in wrong:
+            with pytest.raises(TypeError) as raised:
+                f(*operands[:i], bad, *operands[i + 1 :])
+            assert_speaks(p, raised.value)
+            if isinstance(bad, str) or bad.dtype == jnp.complex64:
+                assert f"`{a.name}`" in str(raised.value)
