@@ -263,7 +263,7 @@ def check_result_dims(p: KernelPrimitive, operands: Sequence, results: tuple) ->
 
 
 def check_dtypes(p: KernelPrimitive, case: Case) -> None:
-    """In every float dtype: the result dtypes of the reference, near the float64 truth."""
+    """In every float dtype: the reference's result dtypes, near the float64 truth."""
     given = operands_of(p, case)
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         operands = [x.astype(dtype) if is_float(x) else x for x in given]
@@ -367,7 +367,7 @@ def batched_operands(operands: Sequence, size: int, at: Sequence[int]) -> list:
 
 
 def check_vmap(p: KernelPrimitive, case: Case) -> None:
-    """vmap over each operand, over all, over an inner axis, nested, and of gradients."""
+    """vmap over each operand, all, an inner axis, nested, and of gradients."""
     operands = operands_of(p, case)
     present = [i for i, x in enumerate(operands) if x is not None]
     f, reference = bound(p, case), bound(p, case, reference=True)
@@ -505,7 +505,7 @@ def check_sharding(p: KernelPrimitive, case: Case) -> None:
 
 
 def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
-    """The same around opaque kernels, with exactly the collectives that the dims imply."""
+    """The same around opaque kernels, with the collectives that the dims imply."""
     operands = operands_of(p, case)
     f = bound(p, case)
     expected = f(*operands)
@@ -604,7 +604,7 @@ def place_by_label(p: KernelPrimitive, operands: Sequence, label: str, mesh) -> 
 
 
 def check_shard_map(p: KernelPrimitive, case: Case) -> None:
-    """Inside shard_map with checked axes: cut leading dims, shared operands, gradients."""
+    """Inside shard_map with checked axes: cut leading dims, values and gradients."""
     operands = operands_of(p, case)
     present = [i for i, x in enumerate(operands) if x is not None]
     leading = [

@@ -40,8 +40,14 @@ def generate_parameters(functions, keep):
                     p,
                     case,
                     id=f"{p.name}-{case.name}-{name}",
-                    marks=[pytest.mark.full] if full else [],
+                    marks=[pytest.mark.full] if full else smoke(check, k),
                 )
+
+
+def smoke(check, k):
+    """What `make test` also runs on the oldest jax: each check that meets its API."""
+    api = (checks.check_values, checks.check_gradients, checks.check_kernel_sharding)
+    return [pytest.mark.smoke] if check in api and k == 0 else []
 
 
 def is_small(p, case):

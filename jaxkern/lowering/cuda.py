@@ -1,1 +1,1 @@
-"""What runs on NVIDIA GPUs: one row per kernel. Ops without a row run their reference."""
+"""What runs on NVIDIA GPUs: one row per kernel. Other ops run their reference."""

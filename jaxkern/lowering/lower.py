@@ -35,7 +35,8 @@ try:
 except ImportError as error:  # a jax outside the supported range
     raise ImportError(
         f"jaxkern.lowering: jax {jax.__version__} lacks "
-        "jax._src.dispatch.prim_requires_devices_during_lowering. Use jax >=0.11.2,<0.13."
+        "jax._src.dispatch.prim_requires_devices_during_lowering. "
+        "Use jax >=0.11.2,<0.13."
     ) from error
 
 BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp")
@@ -178,16 +179,15 @@ def refusal(
 
 
 def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):
-    if platform is None:
-        platform = (ctx.platforms or ctx.module_context.platforms)[0]
-    choice = choose(p, platform, ctx.avals_in, call, static)
+    target: str = platform or (ctx.platforms or ctx.module_context.platforms)[0]
+    choice = choose(p, target, ctx.avals_in, call, static)
     if choice.row is None:
         f = functools.partial(p.evaluate, call=call, **static)
         return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
 
     def local(*arrays):
         """The kernel on what one device holds; its shapes can be other ones."""
-        row = choose(p, platform, [jax.typeof(x) for x in arrays], call, static).row
+        row = choose(p, target, [jax.typeof(x) for x in arrays], call, static).row
         kernel = p.reference if row is None else row.kernel
         return p.evaluate_with(kernel, *arrays, call=call, **static)
 
@@ -260,7 +260,7 @@ def explain_equation(eqn, platform: str) -> tuple[str, str, tuple[str, ...]]:
 
 
 def equations(jaxpr) -> Iterator[Any]:
-    """Every equation of one of our primitives, also inside jit, scan, cond and others."""
+    """Every equation of one of our primitives, also inside jit, scan or cond."""
     for eqn in jaxpr.eqns:
         if isinstance(eqn.primitive, KernelPrimitive | Tangent):
             yield eqn

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -177,12 +178,13 @@ def partitioned(
         n for dims in factors.ins + factors.outs for f in dims for n in f
     )
     alone = {f[0] for dims in factors.ins + factors.outs for f in dims if len(f) == 1}
+    in_products: dict[str, Any] = {n: factors.sizes[n] for n in seen if n not in alone}
     f.def_partition(
         partition,
         sharding_rule=factors.rule(),
         # Shardy wants the order of first appearance.
         need_replication_factors=tuple(n for n in seen if n in factors.whole),
-        **{n: factors.sizes[n] for n in seen if n not in alone},
+        **in_products,
     )
     return f
 

@@ -3,7 +3,7 @@
 An op is declared by its mathematics alone:
 
     rms_norm_p = kernel_primitive(
-        rms_norm_reference,          # operands (annotated with dims), static options -> results
+        rms_norm_reference,          # operands with their dims, options -> results
         fwd=rms_norm_fwd_reference,  # the same -> (*results, *residuals)
         bwd=rms_norm_bwd_reference,  # what it names, then cotangents -> gradients
         replicated=("d",),           # dims that a kernel needs whole on each device
@@ -24,16 +24,11 @@ residuals), `rms_norm_tangent` (linear in the tangents, so that forward mode wor
 
 The second and higher derivatives differentiate the references.
 
-Dims are the strings of jaxtyping: names, a leading `...` (the same leading dims wherever
-it stands), integers, products `k*g` (major factor first) and `#b` (either 1 or b).
+Dims are written and checked as `declared_dims.py` says.
 """
 
 import dataclasses
 import functools
-import inspect
-import math
-import types
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +36,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
-from jaxtyping import AbstractArray
+
+from jaxkern.primitives.declared_dims import (
+    Annotated,
+    annotations,
+    as_array,
+    check_dims,
+    check_static,
+)
 
 Levels = tuple[tuple[int | None, ...], ...]
 
@@ -74,8 +76,8 @@ class Call:
     """What an equation records beside the op's own options.
 
     Attributes:
-      backend: the user's choice when the op was called. Carried, not read at lowering: a
-        backward pass is traced after the `with` block has ended.
+      backend: the user's choice when the op was called. Carried, not read at lowering:
+        a backward pass is traced after the `with` block has ended.
       absent: positions of the optional operands that were not given.
       vmaps: recorded vmaps, innermost first: for each array 0 or None. The axes of an
         array stand in front of its dims, outermost first.
@@ -93,29 +95,6 @@ class Call:
         return " ".join(
             [repr(self.backend), *(f"{k}={v}" for k, v in extra.items() if v)]
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Annotated:
-    """One operand or result as its jaxtyping annotation declares it."""
-
-    name: str
-    dims: tuple[str, ...]
-    kind: str  # Float, Int, Bool ...
-    dtypes: tuple[str, ...]
-    optional: bool
-
-    @property
-    def is_float(self) -> bool:
-        return "float32" in self.dtypes
-
-    @property
-    def has_leading(self) -> bool:
-        return self.dims[:1] == ("...",)
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self.dims[1:] if self.has_leading else self.dims
 
 
 class KernelPrimitive(Primitive):
@@ -151,10 +130,11 @@ class KernelPrimitive(Primitive):
 
     def __call__(self, *operands: Any, **static: Any) -> Any:
         arrays = [
-            as_array(self, a, x) for a, x in zip(self.operands, operands, strict=True)
+            as_array(self.name, a, x)
+            for a, x in zip(self.operands, operands, strict=True)
         ]
-        check_dims(self, arrays)
-        check_static(self, static)
+        check_dims(repr(self), self.operands, arrays)
+        check_static(self.name, static)
         absent = tuple(i for i, x in enumerate(arrays) if x is None)
         present = same_manual_axes([x for x in arrays if x is not None])
         call = Call(backend_context.value, absent)
@@ -309,8 +289,8 @@ def kernel_primitive(
         results, *, options)`, returns one gradient for each Float operand in order,
         None for an absent one. An operand that it does not name is not passed to it.
         Without it the gradient is that of the reference.
-      replicated: dims that a kernel needs whole on each device, because a result depends
-        on all of them otherwise than by a sum.
+      replicated: dims that a kernel needs whole on each device, because a result
+        depends on all of them otherwise than by a sum.
       linear: names of operands in which the op is linear, jointly. Then the jvp is the
         op itself and `bwd`, which may not name these operands, is its transpose and
         returns gradients for these operands only; others get theirs from the reference.
@@ -359,123 +339,7 @@ def register(p: KernelPrimitive | Tangent) -> None:
     mlir.register_lowering(p, functools.partial(lower_reference, p))
 
 
-# Reading and checking the declaration.
-
-
-def annotations(fn: Callable) -> tuple[tuple[Annotated, ...], tuple[Annotated, ...]]:
-    """Operands and results of `fn` as its annotations declare them."""
-    hints = typing.get_type_hints(fn)
-    operands = tuple(
-        annotated(fn, q.name, hints.get(q.name))
-        for q in inspect.signature(fn).parameters.values()
-        if q.kind is q.POSITIONAL_OR_KEYWORD
-    )
-    returned = hints.get("return")
-    several = typing.get_origin(returned) is tuple
-    parts = typing.get_args(returned) if several else (returned,)
-    return operands, tuple(annotated(fn, f"result {i}", a) for i, a in enumerate(parts))
-
-
-def annotated(fn: Callable, name: str, hint: Any) -> Annotated:
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    arrays = [a for a in parts if a is not types.NoneType]
-    if len(arrays) != 1 or not issubclass_safe(arrays[0], AbstractArray):
-        raise TypeError(
-            f"{fn.__name__}: annotate {name} with jaxtyping dims, got {hint}."
-        )
-    array = arrays[0]
-    kind = array.__name__.split("[")[0]
-    optional = types.NoneType in parts
-    return Annotated(
-        name, tuple(array.dim_str.split()), kind, tuple(array.dtypes), optional
-    )
-
-
-def issubclass_safe(x: Any, kind: type) -> bool:
-    return isinstance(x, type) and issubclass(x, kind)
-
-
-def as_array(p: KernelPrimitive, operand: Annotated, x: Any) -> jax.Array | None:
-    """`x` as a JAX array of the declared kind of dtype, or None where that is allowed."""
-    if x is None:
-        if operand.optional:
-            return None
-        raise TypeError(f"{p.name}: `{operand.name}` is required, got None.")
-    if not isinstance(x, jax.Array):
-        if not isinstance(x, bool | int | float) and not hasattr(x, "__array__"):
-            raise TypeError(
-                f"{p.name}: `{operand.name}` must be an array, got {type(x).__name__}."
-            )
-        x = jnp.asarray(x)
-    if x.dtype.name not in operand.dtypes:
-        raise TypeError(
-            f"{p.name}: `{operand.name}` must have a dtype of kind {operand.kind}, got "
-            f"{x.dtype.name}{list(x.shape)}."
-        )
-    return x
-
-
-def check_dims(p: KernelPrimitive, arrays: Sequence[jax.Array | None]) -> None:
-    """Raises TypeError unless every dim has one size in all operands that name it."""
-    given = [(a, x) for a, x in zip(p.operands, arrays, strict=True) if x is not None]
-    sizes: dict[str, tuple[str, int]] = {}
-    leading: tuple[str, tuple[int, ...]] | None = None
-    for operand, x in given:
-        labels = operand.labels
-        if x.ndim < len(labels) or (x.ndim > len(labels) and not operand.has_leading):
-            raise TypeError(
-                f"{p.name}: `{operand.name}` must have dims [{' '.join(operand.dims)}], "
-                f"got shape {x.shape}."
-            )
-        if operand.has_leading:
-            lead = x.shape[: x.ndim - len(labels)]
-            first, expected = leading = leading or (operand.name, lead)
-            if lead != expected:
-                raise TypeError(
-                    f"{p.name}: the leading dims are {expected} in `{first}` but {lead} "
-                    f"in `{operand.name}`. Dims: {p!r}."
-                )
-        for label, n in zip(labels[::-1], x.shape[::-1], strict=False):
-            if label.isdigit() and n != int(label):
-                raise TypeError(
-                    f"{p.name}: `{operand.name}` must have dims "
-                    f"[{' '.join(operand.dims)}], got shape {x.shape}."
-                )
-            if not label.isidentifier():
-                continue  # products and broadcast dims wait until plain dims are known
-            first, m = sizes.setdefault(label, (operand.name, n))
-            if m != n:
-                raise TypeError(
-                    f"{p.name}: dim `{label}` is {m} in `{first}` but {n} in "
-                    f"`{operand.name}`. Dims: {p!r}."
-                )
-    for operand, x in given:
-        for label, n in zip(operand.labels[::-1], x.shape[::-1], strict=False):
-            if label.startswith("#"):
-                first, m = sizes.setdefault(label[1:], (operand.name, n))
-                if n not in (1, m):
-                    raise TypeError(
-                        f"{p.name}: dim `{label[1:]}` is {m} in `{first}` but {n} in "
-                        f"`{operand.name}`, where it may be 1. Dims: {p!r}."
-                    )
-            elif "*" in label:
-                known = math.prod(sizes[f][1] for f in label.split("*") if f in sizes)
-                if (n % known if known else n) != 0:
-                    raise TypeError(
-                        f"{p.name}: dim `{label}` of `{operand.name}` is {n}, not a "
-                        f"multiple of {known}. Dims: {p!r}."
-                    )
-
-
-def check_static(p: KernelPrimitive, static: dict[str, Any]) -> None:
-    for name, value in static.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise TypeError(
-                f"{p.name}: option `{name}` must be a static, hashable value, got "
-                f"{type(value).__name__}. Arrays are operands, not options."
-            ) from None
+# Evaluation.
 
 
 def same_manual_axes(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -491,9 +355,6 @@ def same_manual_axes(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         else x
         for x in arrays
     ]
-
-
-# Evaluation.
 
 
 def with_absent(arrays: Sequence, absent: tuple[int, ...]) -> list:
@@ -778,7 +639,7 @@ def transpose_of_linear(p: KernelPrimitive, cotangents, *args, call: Call, **sta
     ]
 
 
-# Dead code. The rule's arguments are (used, eqn) in jax 0.11, (used, live, eqn) in 0.12.
+# Dead code. The arguments are (used, eqn) in jax 0.11, (used, live, eqn) in 0.12.
 
 
 def drop_residuals(p: KernelPrimitive, used: Sequence[bool], *rest):

