@@ -1,0 +1,207 @@
+"""Rows, refusals, strict backends, explain; opaque kernels on meshes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern import backend, explain, rms_norm
+from jaxkern.lowering.lower import BACKENDS, lower
+from jaxkern.primitives.norm.rms_norm import (
+    rms_norm_bwd_reference,
+    rms_norm_p,
+)
+from tests import checks
+
+pytestmark = pytest.mark.smoke
+
+X = jnp.linspace(-1.0, 2.0, 8 * 4 * 32).reshape(8, 4, 32)
+WEIGHT = jnp.linspace(0.5, 1.5, 32)
+
+
+def rms_norm_pallas_kernel(x_ref, weight_ref, y_ref, rstd_ref, *, eps):
+    x = x_ref[...]
+    rstd = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+    y_ref[...] = x * rstd * weight_ref[...]
+    rstd_ref[...] = rstd
+
+
+def rms_norm_pallas(x, weight, bias, *, eps, offset):
+    """A Pallas kernel in interpret mode: its blocks show what one device gets."""
+    assert bias is None and offset == 0.0
+    rows = x.reshape(-1, x.shape[-1])
+    y, rstd = pl.pallas_call(
+        lambda *refs: rms_norm_pallas_kernel(*refs, eps=eps),
+        out_shape=[
+            jax.ShapeDtypeStruct(rows.shape, x.dtype),
+            jax.ShapeDtypeStruct((rows.shape[0], 1), jnp.float32),
+        ],
+        interpret=True,
+    )(rows, weight)
+    return y.reshape(x.shape), rstd.reshape(*x.shape[:-1], 1)
+
+
+def unsupported(x, bias=None, offset=0.0, **_):
+    if bias is not None or offset:
+        return "bias and offset are not written"
+    if x.shape[-1] % 16:
+        return f"last dim {x.shape[-1]} is not a multiple of 16"
+    return None
+
+
+@pytest.fixture
+def pallas_row():
+    family = [rms_norm_p, rms_norm_p.fwd, rms_norm_p.bwd]
+    before = [dict(q.rows) for q in family]
+    for q in family:
+        q.rows.clear()
+    lower(
+        rms_norm_p,
+        "cpu",
+        "cpp",
+        fwd=rms_norm_pallas,
+        bwd=rms_norm_bwd_reference,
+        unless=unsupported,
+    )
+    yield
+    for q, rows in zip(family, before, strict=True):
+        q.rows.clear()
+        q.rows.update(rows)
+    jax.clear_caches()
+
+
+def loss(x, weight):
+    return jnp.sum(jnp.sin(rms_norm(x, weight)))
+
+
+def reference_of(f, *args):
+    with backend("xla"):
+        return f(*args)
+
+
+def test_explain_names_the_kernel_and_every_refusal(pallas_row):
+    assert explain(rms_norm, X, WEIGHT).rows == (
+        ("rms_norm", 1, "cpp: tests.lowering.test_lower.rms_norm_pallas", ()),
+    )
+    refused = explain(rms_norm, X[..., :20], WEIGHT[:20])
+    assert "rms_norm on cpu runs xla: rms_norm_reference" in str(refused)
+    assert "last dim 20 is not a multiple of 16" in str(refused)
+    with backend("xla"):
+        assert "backend is xla" in str(explain(rms_norm, X, WEIGHT))
+    assert "runs xla" in str(explain(rms_norm, X, WEIGHT, platform="cuda"))
+
+
+def test_explain_looks_into_jit_scan_and_gradients(pallas_row):
+    def model(x, weight):
+        def step(x, _):
+            return jax.jit(rms_norm)(x, weight), None
+
+        return jax.lax.scan(step, x, None, length=3)[0].sum()
+
+    rows = explain(jax.jit(jax.grad(model)), X, WEIGHT).rows
+    assert [r[0] for r in rows] == ["rms_norm_fwd", "rms_norm_bwd"]
+    tangents = explain(lambda x: jax.jvp(rms_norm, (x,), (x,)), X)
+    assert "rms_norm_tangent on cpu runs xla: jvp of" in str(tangents)
+    assert str(explain(jnp.sin, X)) == "no jaxkern op on cpu"
+
+
+def test_strict_raises_instead_of_falling_back(pallas_row):
+    with backend("cpp", strict=True):
+        np.testing.assert_allclose(rms_norm(X, WEIGHT), rms_norm(X, WEIGHT))
+        with pytest.raises(ValueError, match="last dim 20 is not a multiple of 16"):
+            rms_norm(X[..., :20], WEIGHT[:20])
+    with backend("triton", strict=True):
+        with pytest.raises(ValueError, match="rms_norm.*no triton kernel on cpu"):
+            rms_norm(X, WEIGHT)
+        with pytest.raises(ValueError, match="has no triton kernel"):
+            jaxkern.add_rms_norm(X, X)
+    with backend("auto", strict=True):
+        jaxkern.add_rms_norm(X, X)  # no row: the reference is the choice
+
+
+def test_unknown_backends_are_refused():
+    with pytest.raises(ValueError, match="backend: `name` must be one of"):
+        backend("cuda")
+    with pytest.raises(ValueError, match="lower: `backend` must be one of"):
+        lower(rms_norm_p, "cpu", "xla", fwd=rms_norm_pallas)
+    assert BACKENDS[:2] == ("auto", "xla")
+
+
+def test_kernel_and_reference_agree_in_every_mode(pallas_row):
+    def modes(x, weight):
+        grads = jax.grad(loss, (0, 1))(x, weight)
+        per_row = jax.vmap(jax.grad(loss, 1), (0, None))(x, weight)
+        hessian = jax.jvp(lambda w: jax.grad(loss, 1)(x, w), (weight,), (weight,))
+        weights = jnp.stack([weight] * 8)
+        return loss(x, weight), grads, per_row, hessian, jax.vmap(rms_norm)(x, weights)
+
+    actual, expected = modes(X, WEIGHT), reference_of(modes, X, WEIGHT)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "x_spec, weight_spec, forward, backward",
+    [
+        (P("data"), P(), set(), {"all-reduce"}),
+        (P("data", "model"), P(), set(), {"all-reduce"}),
+        (P(None, None, "data"), P("data"), {"all-gather"}, {"all-gather"}),
+    ],
+)
+def test_plain_jit_partitions_a_kernel(
+    pallas_row, x_spec, weight_spec, forward, backward
+):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.device_put(X, NamedSharding(mesh, x_spec))
+    weight = jax.device_put(WEIGHT, NamedSharding(mesh, weight_spec))
+    grad = jax.grad(loss, (0, 1))
+    for f, expected in ((rms_norm, forward), (grad, backward)):
+        compiled = jax.jit(f).lower(x, weight).compile()
+        assert set(re.findall(checks.COLLECTIVES, compiled.as_text())) == expected
+        outputs = jax.tree.leaves(compiled(x, weight))
+        truth = jax.tree.leaves(reference_of(f, X, WEIGHT))
+        for a, e in zip(outputs, truth, strict=True):
+            np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5)
+
+
+def test_each_device_sees_only_its_rows(pallas_row):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    text = jax.jit(rms_norm).lower(x, WEIGHT).compile().as_text()
+    assert "f32[4,32]" in text and "f32[32,32]" not in text  # 1 of 8 batches, 4 rows
+
+
+def test_explicit_meshes_run_the_kernel_or_say_why_not(pallas_row):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    expected = reference_of(jax.grad(loss, (0, 1)), X, WEIGHT)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data", None, None))
+        assert explain(rms_norm, x, WEIGHT).rows[0][2].startswith("cpp")
+        assert jax.typeof(rms_norm(x, WEIGHT)).sharding.spec == P("data", None, None)
+        for a, e in zip(
+            jax.jit(jax.grad(loss, (0, 1)))(x, WEIGHT), expected, strict=True
+        ):
+            np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5)
+        cut = jax.device_put(X, P(None, None, "model"))
+        weight = jax.device_put(WEIGHT, P("model"))
+        assert "`x` is cut as" in str(explain(rms_norm, cut, weight))
+        np.testing.assert_allclose(
+            rms_norm(cut, weight), reference_of(rms_norm, X, WEIGHT), rtol=2e-5
+        )
+
+
+def test_uneven_cuts_are_gathered(pallas_row):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+
+    @jax.jit
+    def f(x):
+        return rms_norm(x[1:], WEIGHT)  # 7 rows on 8 devices
+
+    np.testing.assert_allclose(f(x), reference_of(rms_norm, X[1:], WEIGHT), rtol=2e-5)

@@ -1,0 +1,247 @@
+"""The helper's own rules, on small ops declared here."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.interpreters import partial_eval
+from jaxtyping import Array, Float, Int
+
+import jaxkern
+from jaxkern import rms_norm
+from jaxkern.primitives.declared_dims import annotations
+from jaxkern.primitives.kernel_primitive import (
+    REGISTRY,
+    kernel_primitive,
+    result_avals,
+)
+from jaxkern.primitives.norm.rms_norm import rms_norm_p
+
+pytestmark = pytest.mark.smoke
+
+
+def undeclare(p):
+    REGISTRY.pop(p.name)
+    return p
+
+
+def scaled_rows_reference(
+    x: Float[Array, "... d"], scale: Float[Array, "..."] | None, *, power: int
+) -> Float[Array, "... d"]:
+    return x if scale is None else x * scale[..., None] ** power
+
+
+def spin_reference(
+    x: Float[Array, "... d"], angle: Float[Array, ""]
+) -> Float[Array, "... d"]:
+    return jnp.cos(angle) * x + jnp.sin(angle) * x[..., ::-1]
+
+
+def spin_bwd_reference(
+    angle: Float[Array, ""], dy: Float[Array, "... d"]
+) -> Float[Array, "... d"]:
+    return jnp.cos(angle) * dy + jnp.sin(angle) * dy[..., ::-1]
+
+
+def largest_reference(
+    x: Float[Array, "... d"],
+) -> tuple[Float[Array, "..."], Int[Array, "..."]]:
+    return x.max(-1), x.argmax(-1).astype(jnp.int32)
+
+
+def largest_bwd_reference(
+    x: Float[Array, "... d"],
+    largest: Float[Array, "..."],
+    index: Int[Array, "..."],
+    dlargest: Float[Array, "..."],
+) -> Float[Array, "... d"]:
+    del largest
+    return jax.nn.one_hot(index, x.shape[-1], dtype=x.dtype) * dlargest[..., None]
+
+
+scaled_rows_p = undeclare(kernel_primitive(scaled_rows_reference))
+spin_p = undeclare(
+    kernel_primitive(spin_reference, bwd=spin_bwd_reference, linear=("x",))
+)
+largest_p = undeclare(kernel_primitive(largest_reference, bwd=largest_bwd_reference))
+
+X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
+
+
+def names(f, *args):
+    """The primitives of the jaxpr of f, in order."""
+    return [e.primitive.name for e in jax.make_jaxpr(f)(*args).jaxpr.eqns]
+
+
+def test_inference_gradient_and_forward_mode_bind_their_own_primitives():
+    def loss(x):
+        return jnp.sum(rms_norm(x) ** 2)
+
+    assert names(rms_norm, X) == ["rms_norm"]
+    backward = names(jax.grad(loss), X)
+    assert backward.count("rms_norm_fwd") == backward.count("rms_norm_bwd") == 1
+    assert "rms_norm" not in backward
+    forward = names(lambda x: jax.jvp(rms_norm, (x,), (x,)), X)
+    assert forward == ["rms_norm_fwd", "rms_norm_tangent"]
+
+
+def test_unused_residuals_and_gradients_are_dropped():
+    weight = jnp.ones(4)
+
+    def dead_code_eliminated(f, *args):
+        jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+        live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        return live.eqns
+
+    def value_of_vjp(x):
+        return jax.vjp(rms_norm, x, weight)[0]
+
+    def first_gradient(x):
+        return jax.vjp(rms_norm, x, weight)[1](x)[0]
+
+    (eqn,) = dead_code_eliminated(value_of_vjp, X)
+    assert eqn.primitive.name == "rms_norm" and len(eqn.outvars) == 1
+    _, bwd = dead_code_eliminated(first_gradient, X)
+    assert bwd.params["call"].wanted == (True, False, False)
+
+
+def test_linear_op_is_its_own_tangent_and_keeps_nothing():
+    angle = jnp.float32(0.3)
+    assert names(lambda x: jax.jvp(lambda x: spin_p(x, angle), (x,), (x,)), X) == [
+        "spin",
+        "spin",
+    ]
+    gradient = jax.grad(lambda x: jnp.vdot(spin_p(x, angle), X))(X)
+    np.testing.assert_allclose(gradient, spin_reference(X, angle), rtol=1e-6)
+
+    def loss(f, x, angle):
+        return jnp.sum(jnp.sin(f(x, angle)))
+
+    for mode in (jax.grad, jax.jacfwd):
+        actual = mode(functools.partial(loss, spin_p), (0, 1))(X, angle)
+        expected = mode(functools.partial(loss, spin_reference), (0, 1))(X, angle)
+        chex.assert_trees_all_close(actual, expected, rtol=1e-5)
+
+
+def test_integer_results_have_no_tangent():
+    value, gradient = jax.value_and_grad(lambda x: largest_p(x)[0].sum())(X)
+    np.testing.assert_allclose(value, X.max(-1).sum())
+    np.testing.assert_array_equal(gradient, X == X.max(-1, keepdims=True))
+    _, (dots, index_dots) = jax.jvp(largest_p, (X,), (X,))
+    np.testing.assert_allclose(dots, X.max(-1))
+    assert index_dots.dtype == jax.dtypes.float0
+
+
+def test_vmap_folds_into_leading_dims_and_else_is_recorded():
+    def vmapped(x, scale):
+        return jax.vmap(functools.partial(scaled_rows_p, power=2))(x, scale)
+
+    (eqn,) = jax.make_jaxpr(vmapped)(X, X[:, 0]).jaxpr.eqns
+    assert eqn.params["call"].vmaps == ()  # both operands have leading dims
+    weights = jnp.ones((3, 4))
+    jaxpr = jax.make_jaxpr(jax.vmap(rms_norm))(X, weights).jaxpr
+    assert jaxpr.eqns[0].params["call"].vmaps == ((0, 0),)
+    per_example = jax.vmap(jax.grad(lambda w, x: rms_norm(x, w).sum()))(weights, X)
+    np.testing.assert_allclose(per_example, rms_norm(X), rtol=1e-5)
+
+
+def test_folded_vmap_of_gradient_gives_one_summed_weight_gradient():
+    def loss(weight):
+        return jax.vmap(lambda x: rms_norm(x, weight))(X).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones(4)).jaxpr
+    (bwd,) = [e for e in jaxpr.eqns if e.primitive.name == "rms_norm_bwd"]
+    assert [v.aval.shape for v in bwd.outvars] == [(4,)]
+
+
+def test_abstract_eval_is_cached_and_no_call_retraces():
+    result_avals.cache_clear()
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def model(x):
+        for _ in range(20):
+            x = rms_norm(x)
+        return x
+
+    x = jnp.ones((5, 7))
+    model(x), model(x + 1)
+    assert result_avals.cache_info().misses == 1
+
+
+def test_abstract_eval_follows_x64_mode():
+    with jax.enable_x64(True):
+        assert rms_norm(jnp.ones((2, 4), jnp.float64)).dtype == jnp.float64
+    assert rms_norm(jnp.ones((2, 4))).dtype == jnp.float32
+
+
+def test_backend_is_carried_into_the_backward_pass():
+    with jaxkern.backend("xla"):
+        _, pull = jax.vjp(rms_norm, X)
+    jaxpr = jax.make_jaxpr(pull)(X).jaxpr
+    backends = {
+        e.params["call"].backend.name for e in jaxkern.lowering.lower.equations(jaxpr)
+    }
+    assert backends == {"xla"}
+
+
+def test_primitives_print_as_their_dims():
+    assert repr(rms_norm_p) == "rms_norm: ... d, d, d -> ... d"
+    assert (
+        repr(rms_norm_p.bwd) == "rms_norm_bwd: ... d, d, d, ... 1, ... d -> ... d, d, d"
+    )
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: rms_norm(X, X[0, :3]), "dim `d` is 4 in `x` but 3 in `weight`"),
+        (lambda: rms_norm(X, X), r"`weight` must have dims \[d\], got shape \(3, 4\)"),
+        (lambda: rms_norm(jnp.arange(3)), "`x` must have a dtype of kind Float"),
+        (lambda: rms_norm([1.0]), "`x` must be an array, got list"),
+        (lambda: rms_norm(None), "`x` is required, got None"),
+        (lambda: rms_norm(X, eps=X[0]), "option `eps` must be a static, hashable"),
+        (
+            lambda: scaled_rows_p(X, X, power=1),
+            r"leading dims are \(3,\) in `x` but \(3, 4\) in `scale`",
+        ),
+    ],
+)
+def test_misuse_says_what_is_wrong(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_declaration_errors_name_the_function():
+    def unannotated_reference(x, y: Float[Array, "d"]) -> Float[Array, "d"]:
+        return x + y
+
+    with pytest.raises(TypeError, match="unannotated_reference: annotate x"):
+        annotations(unannotated_reference)
+
+    def twice_reference(x: Float[Array, "d"]) -> Float[Array, "d"]:
+        return 2 * x
+
+    def twice_bwd_reference(
+        x: Float[Array, "d"], what: Float[Array, "d"], dy: Float[Array, "d"]
+    ) -> tuple[Float[Array, "d"], Float[Array, "d"]]:
+        return dy, dy
+
+    with pytest.raises(TypeError, match="twice_bwd: must return gradients for"):
+        kernel_primitive(twice_reference, bwd=twice_bwd_reference)
+    with pytest.raises(ValueError, match="rms_norm is declared already"):
+        kernel_primitive(rms_norm_p.reference)
+
+
+def test_decode_loop_holds_the_primitive_once():
+    def loop(x):
+        return lax.fori_loop(0, 5, lambda _, x: rms_norm(x), x)
+
+    text = jax.jit(loop).lower(X).as_text()
+    assert text.count("stablehlo.rsqrt") == 1
+    np.testing.assert_allclose(loop(X), rms_norm(X), rtol=1e-4)
