@@ -30,15 +30,14 @@ def argmax(
         raise ValueError(
             f"argmax: `nan_policy` must be 'propagate' or 'ignore', got {nan_policy!r}."
         )
-    x = jnp.moveaxis(x, axis, -1)
-    if x.shape[-1] == 0:
-        raise ValueError(f"argmax: `x` is empty along axis {axis}: no largest element.")
-    return argmax_p(x, nan_policy=nan_policy)
+    return argmax_p(jnp.moveaxis(x, axis, -1), nan_policy=nan_policy)
 
 
 def argmax_reference(
     x: Float[Array, "... v"], *, nan_policy: str
 ) -> Int32[Array, "..."]:
+    if x.shape[-1] == 0:
+        raise ValueError("argmax: a row of `x` is empty: it has no largest element.")
     is_nan = jnp.isnan(x)
     if nan_policy == "ignore":
         best = jnp.max(jnp.where(is_nan, -jnp.inf, x), axis=-1, keepdims=True)

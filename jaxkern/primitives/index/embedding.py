@@ -17,8 +17,8 @@ def embedding(
         y[i] = table[ids[i]],    dtable[r] = sum of dy[i] over all i with ids[i] = r
 
     The gradient is one XLA scatter-add of all rows, in float32 and rounded once, so a
-    frequent id loses nothing in bfloat16. On a CPU XLA adds in the order of the ids, the
-    same in every run; on a GPU in any order, unless its flag
+    frequent id loses nothing in bfloat16. On a CPU XLA adds in the order of the ids,
+    the same in every run; on a GPU in any order, unless its flag
     `xla_gpu_deterministic_ops` is set.
 
     An id outside [0, v), negative ones included, is not an error: traced values cannot

@@ -12,9 +12,10 @@ def top_k(
 ) -> tuple[Float[Array, "..."], Int32[Array, "..."]]:
     """The k largest elements along one axis, in descending order, and their indices.
 
-    Of equal elements, -0.0 and 0.0 among them, the smaller index comes first. NaN counts
-    as larger than inf, whatever its sign bit (`lax.top_k` puts a NaN with the sign bit
-    last, and 0.0 before -0.0). The gradient of `values` goes to the places that were picked; `indices` have none.
+    Of equal elements, -0.0 and 0.0 among them, the smaller index comes first. NaN
+    counts as larger than inf, whatever its sign bit (`lax.top_k` puts a NaN with the
+    sign bit last, and 0.0 before -0.0). The gradient of `values` goes to the places
+    that were picked; `indices` have none.
 
     Args:
       x: `[...]`, any float dtype, at least one dim.
@@ -28,20 +29,19 @@ def top_k(
     Raises:
       ValueError: `k` is not within the size of x along `axis`.
     """
-    x = jnp.moveaxis(x, axis, -1)
-    if not 0 <= k <= x.shape[-1]:
-        raise ValueError(
-            f"top_k: `k` must lie between 0 and the {x.shape[-1]} elements of `x` "
-            f"along axis {axis}, got {k}."
-        )
-    values, indices = top_k_p(x, k=int(k))
+    values, indices = top_k_p(jnp.moveaxis(x, axis, -1), k=int(k))
     return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
 
 
 def top_k_reference(
     x: Float[Array, "... v"], *, k: int
 ) -> tuple[Float[Array, "... top"], Int32[Array, "... top"]]:
-    # lax.top_k puts -0.0 after 0.0, and a NaN last if its sign bit is set, as x86 sets it
+    if not 0 <= k <= x.shape[-1]:
+        raise ValueError(
+            f"top_k: `k` must lie between 0 and the {x.shape[-1]} elements of a row of "
+            f"`x`, got {k}."
+        )
+    # lax.top_k puts 0.0 before -0.0, and a NaN last if its sign bit is set, as on x86
     rank = jnp.where(jnp.isnan(x), jnp.nan, jnp.where(x == 0, 0, x))
     _, indices = lax.top_k(lax.stop_gradient(rank), k)
     return jnp.take_along_axis(x, indices, axis=-1), indices

@@ -60,8 +60,6 @@ def sample(
       ValueError: v is 0, or top_p or min_p is a number outside [0, 1].
     """
     rows = logits.shape[:-1]
-    if logits.shape[-1:] == (0,):
-        raise ValueError("sample: `logits` has no token to draw from, v is 0.")
     for name, p in (("top_p", top_p), ("min_p", min_p)):
         if isinstance(p, int | float) and not 0 <= p <= 1:
             raise ValueError(f"sample: `{name}` must lie between 0 and 1, got {p}.")
@@ -102,6 +100,8 @@ def sample_reference(
     top_p: Float[Array, "..."] | None,
     min_p: Float[Array, "..."] | None,
 ) -> Int32[Array, "..."]:
+    if logits.shape[-1] == 0:
+        raise ValueError("sample: `logits` has no token to draw from, v is 0.")
     logits = at_least_f32(logits)
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
     possible = logits > -jnp.inf
