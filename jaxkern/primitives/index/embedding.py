@@ -1,6 +1,8 @@
 """Embedding: y[i] = table[ids[i]], and the sum of dy by id as its gradient."""
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
@@ -51,7 +53,10 @@ def embedding_reference(
     if v == 0:
         return jnp.zeros((*ids.shape, d), table.dtype)
     rows, inside = nearest_rows(ids, v)
-    y = table.at[rows].get(mode="promise_in_bounds")
+    spec = explicit_spec(
+        *jax.typeof(ids).sharding.spec, jax.typeof(table).sharding.spec[1]
+    )
+    y = table.at[rows].get(mode="promise_in_bounds", out_sharding=spec)
     return y if out_of_bounds == "clip" else jnp.where(inside[..., None], y, 0)
 
 
@@ -70,8 +75,14 @@ def embedding_bwd_reference(
     if out_of_bounds == "zeros":
         dy32 = jnp.where(inside[..., None], dy32, 0)
     dtable = jnp.zeros_like(table, dy32.dtype)
-    dtable = dtable.at[rows].add(dy32, mode="promise_in_bounds")
+    spec = explicit_spec(*jax.typeof(table).sharding.spec)
+    dtable = dtable.at[rows].add(dy32, mode="promise_in_bounds", out_sharding=spec)
     return dtable.astype(table.dtype)
+
+
+def explicit_spec(*cuts) -> P | None:
+    """How a result is cut where types say so: JAX asks for it, and only there."""
+    return P(*cuts) if jax.sharding.get_abstract_mesh().explicit_axes else None
 
 
 def nearest_rows(

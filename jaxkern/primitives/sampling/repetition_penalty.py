@@ -58,10 +58,10 @@ def repetition_penalty_reference(
     counts = (token_ids >= 0) & (token_ids < v)
     if mask is not None:
         counts = counts & mask
-    seen = jnp.zeros_like(logits, bool)
-    seen = jnp.put_along_axis(
-        seen, jnp.where(counts, token_ids, v), True, axis=-1, inplace=False, mode="drop"
+    mark = jnp.vectorize(
+        lambda row, ids: row.at[ids].set(True, mode="drop"), signature="(v),(t)->(v)"
     )
+    seen = mark(jnp.zeros_like(logits, bool), jnp.where(counts, token_ids, v))
     # an infinite logit has no finite derivative in penalty: keep it out
     changes = seen & jnp.isfinite(x)
     z = jnp.where(changes, x, 0)

@@ -157,7 +157,7 @@ def smallest_radius(
 
     def halve(_, bounds):
         below, reaches = bounds
-        middle = below + (reaches - below) // 2
+        middle = reaches - (reaches - below) // 2  # rounds up: never the -1
         radius = lax.bitcast_convert_type(middle, distance.dtype)
         inside = jnp.where(distance <= radius, weight, 0)
         enough = jnp.sum(inside, axis=-1, keepdims=True) >= target

@@ -60,10 +60,11 @@ def test_dtypes_promote():
 def test_large_values_are_finite_and_special_values_are_ieee():
     gate = jnp.asarray([-1e30, 1e30, -200.0, jnp.inf, -jnp.inf, jnp.nan])
     y, vjp = jax.vjp(swiglu, gate, jnp.ones(6))
-    np.testing.assert_array_equal(y, [0, 1e30, 0, np.inf, np.nan, np.nan])
+    np.testing.assert_array_equal(y[:3], [0, gate[1], 0])
+    np.testing.assert_array_equal(y[3:], [np.inf, np.nan, np.nan])
     dgate, dup = vjp(jnp.ones(6))
     np.testing.assert_array_equal(dgate[:3], [0, 1, 0])
-    np.testing.assert_array_equal(dup[:3], [0, 1e30, 0])
+    np.testing.assert_array_equal(dup[:3], [0, gate[1], 0])
 
 
 def test_errors_say_what_to_do():
