@@ -1,0 +1,50 @@
+"""The k largest elements in descending order, with their indices."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+
+
+def top_k(
+    x: Float[Array, "..."], k: int, *, axis: int = -1
+) -> tuple[Float[Array, "..."], Int32[Array, "..."]]:
+    """The k largest elements along one axis, in descending order, and their indices.
+
+    Of equal elements, -0.0 and 0.0 among them, the smaller index comes first. NaN
+    counts as larger than inf, whatever its sign bit (`lax.top_k` puts a NaN with the
+    sign bit last, and 0.0 before -0.0). The gradient of `values` goes to the places
+    that were picked; `indices` have none.
+
+    Args:
+      x: `[...]`, any float dtype, at least one dim.
+      k: how many, at most the size of x along `axis`. 0 gives empty results.
+      axis: the dim to search; its size becomes k.
+
+    Returns:
+      values: dtype of x.
+      indices: int32, same shape.
+
+    Raises:
+      ValueError: `k` is not within the size of x along `axis`.
+    """
+    values, indices = top_k_p(jnp.moveaxis(x, axis, -1), k=int(k))
+    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
+
+
+def top_k_reference(
+    x: Float[Array, "... v"], *, k: int
+) -> tuple[Float[Array, "... top"], Int32[Array, "... top"]]:
+    if not 0 <= k <= x.shape[-1]:
+        raise ValueError(
+            f"top_k: `k` must lie between 0 and the {x.shape[-1]} elements of a row of "
+            f"`x`, got {k}."
+        )
+    # lax.top_k puts 0.0 before -0.0, and a NaN last if its sign bit is set, as on x86
+    rank = jnp.where(jnp.isnan(x), jnp.nan, jnp.where(x == 0, 0, x))
+    _, indices = lax.top_k(lax.stop_gradient(rank), k)
+    return jnp.take_along_axis(x, indices, axis=-1), indices
+
+
+top_k_p = kernel_primitive(top_k_reference, replicated=("v",))
