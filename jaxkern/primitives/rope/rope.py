@@ -1,6 +1,6 @@
 """Rotary position embedding: each pair (x1, x2) of a head turns by the angle of its position.
 
-    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)      (https://arxiv.org/abs/2104.09864)
+(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)      (https://arxiv.org/abs/2104.09864)
 """
 
 from typing import Literal
@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kernel_primitive import at_least_f32
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling, rope_cos_sin
 
 Pairing = Literal["neox", "interleaved"]
@@ -100,9 +100,13 @@ def apply_rope(
         )
     pairs, head_dim = cos.shape[-1], x.shape[-1]
     if pairing not in ("neox", "interleaved"):
-        raise ValueError(f'apply_rope: pairing {pairing!r} is not "neox" or "interleaved".')
+        raise ValueError(
+            f'apply_rope: pairing {pairing!r} is not "neox" or "interleaved".'
+        )
     if pairing == "interleaved" and pair_offset is not None:
-        raise ValueError("apply_rope: pair_offset belongs to pairing='neox'. Leave it out.")
+        raise ValueError(
+            "apply_rope: pair_offset belongs to pairing='neox'. Leave it out."
+        )
     pair_offset = pairs if pair_offset is None else pair_offset
     if not pairs <= pair_offset <= head_dim - pairs:
         raise ValueError(
@@ -156,9 +160,7 @@ def apply_rope_bwd_reference(
     *,
     pairing: str,
     pair_offset: int,
-) -> tuple[
-    Float[Array, "... t n h"], Float[Array, "... t r"], Float[Array, "... t r"]
-]:
+) -> tuple[Float[Array, "... t n h"], Float[Array, "... t r"], Float[Array, "... t r"]]:
     dx = apply_rope_reference(dy, cos, -sin, pairing=pairing, pair_offset=pair_offset)
     sides = [
         at_least_f32(side)
