@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkern.primitives.kernel_primitive import at_least_f32
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling, rope_cos_sin
 
 Pairing = Literal["neox", "interleaved"]
@@ -153,21 +153,20 @@ def apply_rope_reference(
 
 
 def apply_rope_bwd_reference(
-    x: Float[Array, "... t n h"],
     cos: Float[Array, "... t r"],
     sin: Float[Array, "... t r"],
     dy: Float[Array, "... t n h"],
     *,
     pairing: str,
     pair_offset: int,
-) -> tuple[Float[Array, "... t n h"], Float[Array, "... t r"], Float[Array, "... t r"]]:
-    dx = apply_rope_reference(dy, cos, -sin, pairing=pairing, pair_offset=pair_offset)
-    sides = [
-        at_least_f32(side)
-        for z in (x, dy)
-        for side in split_pairs(z, cos.shape[-1], pairing, pair_offset)[:2]
-    ]
-    a, b, da, db = sides  # [..., t, n, r]
-    dcos = jnp.sum(da * a + db * b, axis=-2)
-    dsin = jnp.sum(db * a - da * b, axis=-2)
-    return dx, dcos.astype(cos.dtype), dsin.astype(sin.dtype)
+) -> Float[Array, "... t n h"]:
+    # the transpose of a rotation is the rotation back
+    return apply_rope_reference(dy, cos, -sin, pairing=pairing, pair_offset=pair_offset)
+
+
+apply_rope_p = kernel_primitive(
+    apply_rope_reference,
+    bwd=apply_rope_bwd_reference,
+    linear=("x",),
+    replicated=("h", "r"),  # a pair's two dims may be far apart
+)
