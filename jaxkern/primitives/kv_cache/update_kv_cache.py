@@ -3,6 +3,7 @@
     cache[b, positions[b] + i] = new[b, i]      (ring: slot modulo s)
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -87,26 +88,24 @@ def update_kv_cache_reference(
 
 def write(cache, new, positions):
     """Writes new[b] at positions[b]; what falls outside is dropped."""
-    b, s, k, h = cache.shape
-    t = new.shape[1]
+    s, t = cache.shape[1], new.shape[1]
     size = min(s, t)
+
+    def write_one(cache, new, position):
+        # the window of `size` slots that holds every token that is inside
+        start = jnp.clip(position, 0, s - size)
+        token = start - position + jnp.arange(size)  # the one each slot gets
+        inside = (0 <= token) & (token < t)
+        rows = jnp.take(new, token, axis=0, mode="clip")
+        old = lax.dynamic_slice_in_dim(cache, start, size)
+        rows = jnp.where(inside[:, None, None], rows, old)
+        return lax.dynamic_update_slice_in_dim(cache, rows, start, axis=0)
+
     if size == 0:
         return cache
-    # The window of `size` slots that holds all tokens that are inside.
-    starts = jnp.clip(positions, 0, s - size)
-
-    def write_one(i, cache):
-        start = starts[i]
-        token = start - positions[i] + jnp.arange(size)  # which token each slot gets
-        old = lax.dynamic_slice(cache, (i, start, 0, 0), (1, size, k, h))
-        rows = jnp.take(new[i], token, axis=0, mode="clip")
-        inside = (0 <= token) & (token < t)
-        rows = jnp.where(inside[:, None, None], rows, old[0])
-        return lax.dynamic_update_slice(cache, rows[None], (i, start, 0, 0))
-
-    for i in range(b):
-        cache = write_one(i, cache)
-    return cache
+    if cache.shape[0] == 1:  # one dynamic_update_slice; vmap would make it a scatter
+        return write_one(cache[0], new[0], positions[0])[None]
+    return jax.vmap(write_one)(cache, new, positions)
 
 
 update_kv_cache_p = kernel_primitive(
