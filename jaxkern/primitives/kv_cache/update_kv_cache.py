@@ -1,6 +1,6 @@
 """Key/value cache: writes the t new tokens of each sequence to its slots.
 
-    cache[b, positions[b] + i] = new[b, i]      (ring: slot modulo s)
+cache[b, positions[b] + i] = new[b, i]      (ring: slot modulo s)
 """
 
 import jax

@@ -1,0 +1,1 @@
+CASES = {"apply_rope": []}
