@@ -98,7 +98,7 @@ def apply_rope(
             "apply_rope: `x` must have dims [... t n h], `cos` and `sin` both [... t r], "
             f"got {x.shape}, {cos.shape} and {sin.shape}."
         )
-    pairs, head_dim = cos.shape[-1], x.shape[-1]
+    pairs = cos.shape[-1]
     if pairing not in ("neox", "interleaved"):
         raise ValueError(
             f'apply_rope: pairing {pairing!r} is not "neox" or "interleaved".'
@@ -108,11 +108,6 @@ def apply_rope(
             "apply_rope: pair_offset belongs to pairing='neox'. Leave it out."
         )
     pair_offset = pairs if pair_offset is None else pair_offset
-    if not pairs <= pair_offset <= head_dim - pairs:
-        raise ValueError(
-            f"apply_rope: {pairs} pairs at distance {pair_offset} do not fit a head of "
-            f"{head_dim} dims. Keep r <= pair_offset <= h - r."
-        )
     if cos.ndim == 2:
         table = (*x.shape[:-3], *cos.shape)
         cos, sin = jnp.broadcast_to(cos, table), jnp.broadcast_to(sin, table)
@@ -121,6 +116,12 @@ def apply_rope(
 
 def split_pairs(x, pairs, pairing, pair_offset):
     """x `[..., h]` as its pairs' two sides, each `[..., r]`, and the pieces that pass."""
+    h = x.shape[-1]
+    if not pairs <= pair_offset <= h - pairs:
+        raise ValueError(
+            f"apply_rope: {pairs} pairs at distance {pair_offset} do not fit a head of "
+            f"{h} dims. Keep r <= pair_offset <= h - r."
+        )
     if pairing == "interleaved":
         pair = x[..., : 2 * pairs].reshape(*x.shape[:-1], pairs, 2)
         return pair[..., 0], pair[..., 1], (x[..., 2 * pairs :],)
@@ -132,8 +133,9 @@ def split_pairs(x, pairs, pairing, pair_offset):
 def join_pairs(a, b, passed, pairing):
     """The inverse of split_pairs."""
     if pairing == "interleaved":
-        pair = jnp.stack([a, b], axis=-1)
-        return jnp.concatenate([pair.reshape(*a.shape[:-1], -1), *passed], axis=-1)
+        *lead, pairs = a.shape
+        ab = jnp.stack([a, b], axis=-1).reshape(*lead, 2 * pairs)
+        return jnp.concatenate([ab, *passed], axis=-1)
     return jnp.concatenate([a, passed[0], b, passed[1]], axis=-1)
 
 
