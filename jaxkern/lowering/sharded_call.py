@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -201,12 +202,13 @@ def partitioned(
     shown = [join(f) for dims in factors.ins + factors.outs for f in dims]
     seen = dict.fromkeys(n for f in shown for n in f)
     alone = {f[0] for f in shown if len(f) == 1}
+    sizes: dict[str, Any] = {n: factors.sizes[n] for n in seen if n not in alone}
     f.def_partition(
         partition,
         sharding_rule=factors.rule(num_devices),
         # Shardy wants the order of first appearance.
         need_replication_factors=tuple(n for n in seen if n in factors.whole),
-        **{n: factors.sizes[n] for n in seen if n not in alone},
+        **sizes,
     )
     return f
 

@@ -1,7 +1,7 @@
 """Attention: softmax(scale q k^T + bias) v, over the keys each query may see.
 
-Forward as in https://arxiv.org/abs/1706.03762, backward from the saved log-sum-exp as in
-FlashAttention-2 (https://arxiv.org/abs/2307.08691), grouped heads as in
+Forward as in https://arxiv.org/abs/1706.03762, backward from the saved log-sum-exp as
+in FlashAttention-2 (https://arxiv.org/abs/2307.08691), grouped heads as in
 https://arxiv.org/abs/2305.13245.
 """
 
@@ -40,57 +40,59 @@ def attention(
 ) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
     """Attention of t queries over s keys, each key head shared by g query heads.
 
-        S   = softcap * tanh(scale * q k^T / softcap) + bias       (tanh only with softcap)
-        lse = ln(sum_j exp(S_j) [+ exp(sink)])                     over the visible keys j
+        S   = softcap * tanh(scale * q k^T / softcap) + bias   (tanh: only with softcap)
+        lse = ln(sum_j exp(S_j) [+ exp(sink)])                 over the visible keys j
         out = sum_j exp(S_j - lse) v_j
 
-    Query head i reads key head i // g ("block" order, as Hugging Face; llama.cpp's tiled
-    order i % k needs the heads permuted first). A key is visible where all of these hold,
-    for query row i at position p = i + q_offset and key row j:
+    Query head i reads key head i // g ("block" order, as Hugging Face; llama.cpp's
+    tiled order i % k needs the heads permuted first). A key is visible where all of
+    these hold, for query row i at position p = i + q_offset and key row j:
 
-    | given         | visible where                                                       |
-    |---------------|---------------------------------------------------------------------|
-    | `causal`      | j <= p                                                              |
-    | `window=W`    | p - W < j: with causal the last W keys, p itself among them         |
-    | `mask`        | mask[i, j]                                                          |
-    | `segment_ids` | the ids of i and j are equal                                        |
-    | `kv_lengths`  | j < kv_lengths: the first rows of a key/value cache                 |
+    | given         | visible where                                                 |
+    |---------------|---------------------------------------------------------------|
+    | `causal`      | j <= p                                                        |
+    | `window=W`    | p - W < j: with causal the last W keys, p itself among them   |
+    | `mask`        | mask[i, j]                                                    |
+    | `segment_ids` | the ids of i and j are equal                                  |
+    | `kv_lengths`  | j < kv_lengths: the first rows of a key/value cache           |
 
     A window of W is W keys as in Hugging Face and llama.cpp;
     `jax.nn.dot_product_attention(local_window_size=W - 1)` is the same window. A query
     that sees no key gives zeros, lse = -inf and zero gradients, never NaN.
 
     Scores, softmax and sums are float32 (float64 for float64 inputs), one rounding to
-    query.dtype. The plain lowering holds at most about 256 MB of scores at once; it takes
-    longer inputs by blocks of query rows.
+    query.dtype. The plain lowering holds at most about 256 MB of scores at once; it
+    takes longer inputs by blocks of query rows.
 
     Decoding over a cache: pass the whole cache with `kv_lengths`, and as `q_offset` the
-    position of the first query. Over a ring cache (`update_kv_cache(..., ring=True)`) the
-    order of the keys does not matter, so a single query over a ring of s slots that has
-    seen `length` tokens, itself included, needs only `kv_lengths=min(length, s)`, no
-    causal and no window: it sees the last s tokens, a window of s. For more queries at
-    once, or a ring larger than the window, build `mask` from `ring_positions`.
+    position of the first query. Over a ring cache (`update_kv_cache(..., ring=True)`)
+    the order of the keys does not matter, so a single query over a ring of s slots that
+    has seen `length` tokens, itself included, needs only `kv_lengths=min(length, s)`,
+    no causal and no window: it sees the last s tokens, a window of s. For more queries
+    at once, or a ring larger than the window, build `mask` from `ring_positions`.
 
     Args:
-      query: `[b, t, n, h]`, any float dtype, n = k*g heads. Without b where all operands
-        are without b.
+      query: `[b, t, n, h]`, any float dtype, n = k*g heads. Without b where all
+        operands are without b.
       key: `[b, s, k, h]`, may differ from query in dtype.
       value: `[b, s, k, hv]`.
-      bias: broadcastable to `[b, n, t, s]`, added to the scores; differentiable. -inf hides
-        a key.
+      bias: broadcastable to `[b, n, t, s]`, added to the scores; differentiable. -inf
+        hides a key.
       mask: bool, broadcastable to `[b, n, t, s]`, True where a key may be seen.
       segment_ids: `[b, t]` for queries and keys (t = s), or one array for each.
       kv_lengths: `[b]` int, may be traced.
-      q_offset: position of query row 0 among the keys, a number or `[b]`, may be traced.
-        Default s - t: the last query sees the last key. Only read with causal or window.
-      sinks: `[n]`, one more logit per head that takes weight but has no value (gpt-oss).
-        It counts in lse: a query without keys then has lse = sink, and still gives zeros.
+      q_offset: position of query row 0 among the keys, a number or `[b]`, may be
+        traced. Default s - t: the last query sees the last key. Only read with causal
+        or window.
+      sinks: `[n]`, one more logit per head that takes weight but has no value
+        (gpt-oss). It counts in lse: a query without keys then has lse = sink, and still
+        gives zeros.
       scale: of the scores, default h ** -0.5.
       causal: queries see no key after their own position.
       window: see the table, at least 1.
       softcap: Gemma 2's cap of the scores, after scale, before bias and mask.
-      return_lse: return (out, lse); both are differentiable. Two results over disjoint keys
-        merge as sum_i out_i exp(lse_i - lse), lse = logaddexp(lse_i).
+      return_lse: return (out, lse); both are differentiable. Two results over disjoint
+        keys merge as sum_i out_i exp(lse_i - lse), lse = logaddexp(lse_i).
 
     Returns:
       out: `[b, t, n, hv]`, dtype of query.
@@ -127,10 +129,8 @@ def attention(
             "attention: with kv_lengths and t != s the position of the queries is "
             "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
         )
-    if segment_ids is None:
-        segment_ids = None, None
-    elif not isinstance(segment_ids, tuple):
-        segment_ids = segment_ids, segment_ids
+    paired = isinstance(segment_ids, tuple)
+    q_segment_ids, kv_segment_ids = segment_ids if paired else (segment_ids,) * 2
     if not positioned or (isinstance(q_offset, int) and q_offset == s - t):
         q_offset = None
     out, lse = attention_p(
@@ -139,7 +139,8 @@ def attention(
         value,
         broadcastable("bias", bias, (b, n, t, s)),
         broadcastable("mask", mask, (b, n, t, s)),
-        *segment_ids,
+        q_segment_ids,
+        kv_segment_ids,
         per_sequence("kv_lengths", kv_lengths, b),
         per_sequence("q_offset", q_offset, b),
         sinks,
@@ -173,14 +174,14 @@ def per_sequence(name, x, b):
     x = jnp.asarray(x)
     if x.shape not in ((), (b,)):
         raise TypeError(
-            f"attention: `{name}` must be a number or one per sequence, [{b}], got shape "
-            f"{x.shape}."
+            f"attention: `{name}` must be a number or one per sequence, [{b}], got "
+            f"shape {x.shape}."
         )
     return jnp.broadcast_to(x, (b,))
 
 
-# References. `scores` says what is visible; `attend` and `attend_bwd` are the mathematics;
-# the two references around them bound the memory.
+# References. `scores` says what is visible; `attend` and `attend_bwd` are the
+# mathematics; the two references around them bound the memory.
 
 
 def attention_reference(
@@ -282,10 +283,12 @@ def attention_bwd_reference(
         *zeros, _ = same_manual_axes([*zeros, query])
         sums, parts = lax.scan(step, dict(zip(summed, zeros, strict=True)), blocks)
         grads = sums | {name: join_rows(g, name, query) for name, g in parts.items()}
-    operands = dict(query=query, key=key, value=value, bias=bias, sinks=sinks)
-    return tuple(
-        None if x is None else grads[name].astype(x.dtype)
-        for name, x in operands.items()
+    return (
+        grads["query"].astype(query.dtype),
+        grads["key"].astype(key.dtype),
+        grads["value"].astype(value.dtype),
+        None if bias is None else grads["bias"].astype(bias.dtype),
+        None if sinks is None else grads["sinks"].astype(sinks.dtype),
     )
 
 
@@ -314,7 +317,8 @@ def attend_bwd(
 ):
     """Float32 gradients by name, for all query rows at once.
 
-    With P = exp(S - lse) and dP = dout v^T (Dao 2023, section 2.2, and the two results):
+    With P = exp(S - lse) and dP = dout v^T (Dao 2023, section 2.2, and the two
+    results):
         dv = P^T dout,   dS = P (dP - delta),   delta = rowsum(dout out) - dlse
     """
     logits, capped = scores(
@@ -361,7 +365,7 @@ def scores(
     window,
     softcap,
 ):
-    """Logits `[b k g t s]`, -inf where a key is hidden, and the scores before the bias."""
+    """Logits `[b k g t s]`, -inf where a key is hidden, and what the cap gave."""
     q = heads_outside(query, key)
     capped = scale * jnp.einsum(
         "bkgth,bskh->bkgts", q, key, preferred_element_type=score_dtype(query, key)

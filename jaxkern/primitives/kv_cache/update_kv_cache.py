@@ -18,13 +18,13 @@ def update_kv_cache(
     *,
     ring: bool = False,
 ) -> Float[Array, "b s k h"]:
-    """The cache with new tokens at each sequence's position; once for keys, once for values.
+    """The cache with new tokens at their slots; call it for keys and for values.
 
         cache[b, positions[b] + i] = new[b, i]                   for i = 0 ... t-1
 
     A token whose slot is not in 0 ... s-1 is dropped, unlike in
-    `lax.dynamic_update_slice`, which shifts all tokens until the last one fits. As a ring
-    the slot is (positions[b] + i) mod s and the last s tokens stay.
+    `lax.dynamic_update_slice`, which shifts all tokens until the last one fits. As a
+    ring the slot is (positions[b] + i) mod s and the last s tokens stay.
 
     Donate the cache to `jit`: it is then written in place, t rows of each sequence, and
     nothing else is read.
@@ -32,14 +32,14 @@ def update_kv_cache(
     A ring of s slots is a sliding window of s keys. One query at a time needs no order:
     after the update at position p, `attention(..., kv_lengths=min(p + 1, s))` without
     causal and window. For anything else `ring_positions` says which token each slot
-    holds. Several new tokens overwrite keys that the first of them may still see: attend
-    over the old ring and the new keys together, then update.
+    holds. Several new tokens overwrite keys that the first of them may still see:
+    attend over the old ring and the new keys together, then update.
 
     Args:
       cache: `[b, s, k, h]`, s slots.
       new: `[b, t, k, h]`, converted to cache.dtype.
-      positions: `[b]` int, position of new[:, 0] in each sequence, may be traced. A number
-        counts for all.
+      positions: `[b]` int, position of new[:, 0] in each sequence, may be traced. A
+        number counts for all.
       ring: slots are taken modulo s.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Rotary position embedding: each pair (x1, x2) of a head turns by the angle of its position.
+"""Rotary position embedding: pairs of dims turn by an angle that grows with position.
 
-(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)      (https://arxiv.org/abs/2104.09864)
+(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)  (https://arxiv.org/abs/2104.09864)
 """
 
 from typing import Literal
@@ -31,7 +31,8 @@ def rope(
 
         apply_rope(x, *rope_cos_sin(positions, rotary_dim, ...))
 
-    The three partial rotaries in use, for a head of h dims of which r2 = rotary_dim rotate:
+    The three partial rotaries in use, for a head of h dims of which r2 = rotary_dim
+    rotate:
 
     | model                        | pairing       | pair_offset | freq_dim |
     |------------------------------|---------------|-------------|----------|
@@ -77,12 +78,14 @@ def apply_rope(
         y[b_i] = x[b_i] cos_i + x[a_i] sin_i                        i = 0 ... r-1
 
     with (a_i, b_i) = (i, i + pair_offset) for "neox", (2i, 2i + 1) for "interleaved".
-    Computed in float32 and rounded once. Linear in x: its transpose is apply_rope by -sin.
+    Computed in float32 and rounded once. Linear in x: its transpose is apply_rope by
+    -sin.
 
     Args:
       x: `[..., t, n, h]`, any float dtype.
       cos, sin: `[..., t, r]`, leading dims as x's or none of them; 2r <= h.
-      pairing: "neox" (halves) or "interleaved" (neighbours). ggml calls them NEOX and NORM.
+      pairing: "neox" (halves) or "interleaved" (neighbours). ggml calls them NEOX and
+        NORM.
       pair_offset: distance of the two dims of a "neox" pair; r unless given. Gemma 4's
         "proportional" partial rotary has h/2.
 
@@ -95,8 +98,8 @@ def apply_rope(
     """
     if x.ndim < 3 or cos.ndim < 2 or cos.shape != sin.shape:
         raise TypeError(
-            "apply_rope: `x` must have dims [... t n h], `cos` and `sin` both [... t r], "
-            f"got {x.shape}, {cos.shape} and {sin.shape}."
+            "apply_rope: `x` must have dims [... t n h], `cos` and `sin` both "
+            f"[... t r], got {x.shape}, {cos.shape} and {sin.shape}."
         )
     pairs = cos.shape[-1]
     if pairing not in ("neox", "interleaved"):
@@ -115,7 +118,7 @@ def apply_rope(
 
 
 def split_pairs(x, pairs, pairing, pair_offset):
-    """x `[..., h]` as its pairs' two sides, each `[..., r]`, and the pieces that pass."""
+    """x `[..., h]` as the two sides of its pairs, `[..., r]`, and what passes."""
     h = x.shape[-1]
     if not pairs <= pair_offset <= h - pairs:
         raise ValueError(

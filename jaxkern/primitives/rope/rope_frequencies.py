@@ -1,11 +1,14 @@
 """Rotary frequencies: f_i = theta**(-2i / freq_dim) (https://arxiv.org/abs/2104.09864).
 
-A model that is to read longer texts than it was trained on rescales them; each way to do
-so is one small dataclass below, with its formula and source.
+A model that is to read longer texts than it was trained on rescales them; each way to
+do so is one small dataclass below, with its formula and source. It maps the frequencies
+of the original model (float64) to those it runs with, and has the `magnitude` by which
+cos and sin are multiplied.
 """
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +31,7 @@ class LinearScaling:
     """Position interpolation: f / factor (https://arxiv.org/abs/2306.15595)."""
 
     factor: float
-    attention_factor: float = 1.0
+    magnitude: ClassVar[float] = 1.0
 
     def __call__(self, freqs, *, theta, freq_dim, length):
         del theta, freq_dim, length
@@ -43,13 +46,13 @@ class DynamicScaling:
 
     with d = freq_dim, as in Hugging Face's "dynamic" (the formula is by the author of
     "Dynamically Scaled RoPE", 2023; section 3.3 of https://arxiv.org/abs/2309.00071).
-    L is `length`, else the highest position + 1 of each sequence, so keys that were cached
-    while L was smaller keep their smaller theta.
+    L is `length`, else the highest position + 1 of each sequence, so keys that were
+    cached while L was smaller keep their smaller theta.
     """
 
     factor: float
     original_length: int
-    attention_factor: float = 1.0
+    magnitude: ClassVar[float] = 1.0
 
     def __call__(self, freqs, *, theta, freq_dim, length):
         del theta  # theta'**(-2i/d) = f_i * growth**(-2i/(d-2))
@@ -63,8 +66,8 @@ class DynamicScaling:
 class Llama3Scaling:
     """Llama 3.1: long waves are slowed by `factor`, short ones kept, a ramp between.
 
-        turns  = original_length * f / (2 pi)             (how often the pair turns round)
-        smooth = clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+        turns  = original_length * f / (2 pi)         (how often the pair turns round)
+        smooth = clip((turns - low) / (high - low), 0, 1)      low = low_freq_factor ...
         f'     = (1 - smooth) * f / factor + smooth * f
 
     Source: https://github.com/meta-llama/llama-models, `apply_scaling`.
@@ -74,7 +77,7 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
-    attention_factor: float = 1.0
+    magnitude: ClassVar[float] = 1.0
 
     def __call__(self, freqs, *, theta, freq_dim, length):
         del theta, freq_dim, length
@@ -89,13 +92,14 @@ class YarnScaling:
     """YaRN: interpolate the slow pairs, keep the fast ones (https://arxiv.org/abs/2309.00071).
 
         pair(turns) = freq_dim * ln(original_length / (2 pi turns)) / (2 ln theta)
-        ramp_i      = clip((i - pair(beta_fast)) / (pair(beta_slow) - pair(beta_fast)), 0, 1)
+        low, high   = pair(beta_fast), pair(beta_slow)
+        ramp_i      = clip((i - low) / (high - low), 0, 1)
         f'          = ramp * f / factor + (1 - ramp) * f
 
-    cos and sin are multiplied by `attention_factor`, by default 0.1 ln(factor) + 1 or, with
-    both of DeepSeek's mscale numbers, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
-    ln(factor) + 1). `truncate` rounds the ends of the ramp outwards to whole pairs as in
-    Hugging Face and llama.cpp (gpt-oss: False).
+    cos and sin are multiplied by `attention_factor`, by default 0.1 ln(factor) + 1 or,
+    with both of DeepSeek's mscale numbers, (0.1 mscale ln(factor) + 1) / (0.1
+    mscale_all_dim ln(factor) + 1). `truncate` rounds the ends of the ramp outwards to
+    whole pairs as in Hugging Face and llama.cpp (gpt-oss: False).
     """
 
     factor: float
@@ -107,16 +111,16 @@ class YarnScaling:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
 
-    def __post_init__(self):
-        if self.attention_factor is None:
+    @property
+    def magnitude(self) -> float:
+        def grown(mscale):
+            return 1 + 0.1 * mscale * math.log(max(self.factor, 1.0))
 
-            def magnitude(mscale):
-                return 1 + 0.1 * mscale * math.log(max(self.factor, 1.0))
-
-            value = magnitude(1.0)
-            if self.mscale and self.mscale_all_dim:
-                value = magnitude(self.mscale) / magnitude(self.mscale_all_dim)
-            object.__setattr__(self, "attention_factor", value)
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return grown(self.mscale) / grown(self.mscale_all_dim)
+        return grown(1.0)
 
     def __call__(self, freqs, *, theta, freq_dim, length):
         del length
@@ -138,10 +142,10 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE: one searched factor per pair, f_i / factor_i (https://arxiv.org/abs/2402.13753).
 
-    The long factors hold where the text is longer than original_length (Hugging Face's and
-    Phi-3's rule), the short ones elsewhere; `length` as in DynamicScaling. cos and sin are
-    multiplied by `attention_factor`, by default sqrt(1 + ln(factor) / ln(original_length))
-    with factor = (longest supported length) / original_length.
+    The long factors hold where the text is longer than original_length (Hugging Face's
+    and Phi-3's rule), the short ones elsewhere; `length` as in DynamicScaling. cos and
+    sin are multiplied by `attention_factor`, by default sqrt(1 + ln(factor) /
+    ln(original_length)) with factor = (longest supported length) / original_length.
     """
 
     short_factor: tuple[float, ...]
@@ -150,10 +154,12 @@ class LongRopeScaling:
     factor: float = 1.0
     attention_factor: float | None = None
 
-    def __post_init__(self):
-        if self.attention_factor is None:
-            stretch = math.log(max(self.factor, 1.0)) / math.log(self.original_length)
-            object.__setattr__(self, "attention_factor", math.sqrt(1 + stretch))
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        stretch = math.log(max(self.factor, 1.0)) / math.log(self.original_length)
+        return math.sqrt(1 + stretch)
 
     def __call__(self, freqs, *, theta, freq_dim, length):
         del theta, freq_dim
@@ -196,12 +202,12 @@ def rope_frequencies(
       scaling: one of the dataclasses of this file, or None.
       frequency_factors: `[r]`, divisors of the frequencies (GGUF's `rope_freqs.weight`,
         where 1e30 switches a pair off).
-      length: length of the text, static or traced; only DynamicScaling and LongRopeScaling
-        read it.
+      length: length of the text, static or traced; only DynamicScaling and
+        LongRopeScaling read it.
 
     Returns:
-      `[r]` in float32, or `[..., r]` for a `length` of shape `[...]` that is read. What is
-      static is computed in float64 and rounded once.
+      `[r]` in float32, or `[..., r]` for a `length` of shape `[...]` that is read. What
+      is static is computed in float64 and rounded once.
     """
     if rotary_dim % 2 or rotary_dim < 0:
         raise ValueError(f"rope: rotary_dim {rotary_dim} is not even. It counts dims.")
@@ -214,8 +220,8 @@ def rope_frequencies(
     if frequency_factors is not None:
         if frequency_factors.shape != (pairs,):
             raise TypeError(
-                f"rope: `frequency_factors` must have shape ({pairs},), one per rotated "
-                f"pair, got {frequency_factors.shape}."
+                f"rope: `frequency_factors` must have shape ({pairs},), one per "
+                f"rotated pair, got {frequency_factors.shape}."
             )
         freqs = freqs / frequency_factors.astype(jnp.float32)
     return freqs
@@ -233,7 +239,7 @@ def rope_cos_sin(
 ) -> tuple[Float[Array, "... t r"], Float[Array, "... t r"]]:
     """The tables of apply_rope: cos and sin of positions * rope_frequencies.
 
-        cos = m cos(p f_i),  sin = m sin(p f_i)       with m = scaling.attention_factor or 1
+        cos = m cos(p f_i),  sin = m sin(p f_i)        with m = scaling.magnitude, or 1
 
     Compute them once per step and share them between layers. Angles are float32, as the
     models were trained: at position p they are off by up to p * 2**-24 radians.
@@ -241,7 +247,8 @@ def rope_cos_sin(
     Args:
       positions: `[..., t]` int, may be traced and differ between sequences.
       rotary_dim, theta, freq_dim, scaling, frequency_factors: see rope_frequencies.
-      length: `[...]` or a number: length of each text. Default: its highest position + 1.
+      length: `[...]` or a number: length of each text. Default: its highest position +
+        1.
 
     Returns:
       cos, sin: `[..., t, r]` float32, r = rotary_dim / 2.
@@ -249,7 +256,7 @@ def rope_cos_sin(
     positions = jnp.asarray(positions)
     if positions.ndim < 1:
         raise TypeError(
-            "rope: `positions` must have dims [... t], got a scalar. Use positions[None]."
+            "rope: `positions` must have dims [... t], got a scalar. Pass [position]."
         )
     reads_length = isinstance(scaling, DynamicScaling | LongRopeScaling)
     if length is None and reads_length:
@@ -265,5 +272,5 @@ def rope_cos_sin(
     # freqs are [r], or [..., r] where they depend on the length of each sequence
     freqs = freqs[..., None, :]
     angle = positions.astype(jnp.float32)[..., None] * freqs  # [..., t, r]
-    magnitude = 1.0 if scaling is None else scaling.attention_factor
+    magnitude = 1.0 if scaling is None else scaling.magnitude
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude

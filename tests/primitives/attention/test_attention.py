@@ -1,4 +1,4 @@
-"""attention: the formula, visibility, rows without keys, log-sum-exp, blocks, errors."""
+"""attention: the formula, visibility, rows without keys, lse, blocks, errors."""
 
 import itertools
 
@@ -105,7 +105,7 @@ def draw(*shape, seed=0):
 def formula(
     query, key, value, *, see=None, bias=None, sinks=None, scale=None, softcap=None
 ):
-    """(out, lse) in float64, one query and head at a time. `see(b, n, i, j)` is a bool."""
+    """(out, lse) in float64, one query and head at a time; `see(b, n, i, j)` or not."""
     b, t, n, h = query.shape
     s, k = key.shape[1:3]
     out, lse = np.zeros((b, t, n, value.shape[-1])), np.full((b, t, n), -np.inf)
@@ -378,7 +378,7 @@ def test_blocks_of_query_rows(monkeypatch, case, rows):
             return [out, lse, *grads, *gradients(f, operands)(*operands)]
 
         expected = all_of(operands)
-        b, t, n, _ = operands[0].shape
+        b, _, n, _ = operands[0].shape
         row_bytes = 4 * b * n * operands[1].shape[1]
         monkeypatch.setattr(attention_file, "MAX_SCORES_BYTES", rows * row_bytes)
         assert "scan" in str(jax.make_jaxpr(all_of)(operands))
@@ -405,24 +405,24 @@ def test_every_error_says_what_to_do():
     two = jnp.array([5, 5])
     with pytest.raises(TypeError, match=r"dim `k\*g` of `query` is 4, not a multiple"):
         attention(q, k[:, :, :1].repeat(3, 2), v[:, :, :1].repeat(3, 2))
-    with pytest.raises(TypeError, match="dim `s` is 5 in `key` but 4 in `value`"):
+    with pytest.raises(TypeError, match=r"dim `s` is 5 in `key` but 4 in `value`"):
         attention(q, k, v[:, :4])
-    with pytest.raises(TypeError, match="`key` must have dims .* all without"):
+    with pytest.raises(TypeError, match=r"`key` must have dims .* all without"):
         attention(q, k[0], v)
-    with pytest.raises(ValueError, match="window is 0"):
+    with pytest.raises(ValueError, match=r"window is 0"):
         attention(q, k, v, window=0)
-    with pytest.raises(ValueError, match="softcap is 0"):
+    with pytest.raises(ValueError, match=r"softcap is 0"):
         attention(q, k, v, softcap=0.0)
-    with pytest.raises(TypeError, match="`mask` must be bool.* as `bias`"):
+    with pytest.raises(TypeError, match=r"`mask` must be bool.* as `bias`"):
         attention(q, k, v, mask=jnp.zeros((3, 5)))
-    with pytest.raises(TypeError, match="`mask` must be broadcastable"):
+    with pytest.raises(TypeError, match=r"`mask` must be broadcastable"):
         attention(q, k, v, mask=jnp.zeros((5, 3), bool))
-    with pytest.raises(TypeError, match="`bias` must be broadcastable"):
+    with pytest.raises(TypeError, match=r"`bias` must be broadcastable"):
         attention(q, k, v, bias=jnp.zeros((2, 3, 3, 5)))
-    with pytest.raises(TypeError, match="`kv_lengths` must be a number or one per"):
+    with pytest.raises(TypeError, match=r"`kv_lengths` must be a number or one per"):
         attention(q, k, v, kv_lengths=jnp.zeros(3, int))
-    with pytest.raises(TypeError, match="dim `t` is 3 in `query` but 5"):
+    with pytest.raises(TypeError, match=r"dim `t` is 3 in `query` but 5"):
         attention(q, k, v, segment_ids=jnp.zeros((2, 5), int))
-    with pytest.raises(ValueError, match="ambiguous. Pass q_offset: kv_lengths - t"):
+    with pytest.raises(ValueError, match=r"ambiguous. Pass q_offset: kv_lengths - t"):
         attention(q, k, v, kv_lengths=two, causal=True)
     attention(q, k, v, kv_lengths=two, q_offset=two - 3, causal=True)

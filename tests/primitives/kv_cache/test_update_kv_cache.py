@@ -1,4 +1,4 @@
-"""update_kv_cache: which token ends in which slot, in place, and attention over a ring."""
+"""update_kv_cache: which token ends in which slot, in place, rings and attention."""
 
 import functools
 import re

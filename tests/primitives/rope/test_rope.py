@@ -1,4 +1,4 @@
-"""apply_rope and rope: the formula for every pairing, partial rotaries, its transpose."""
+"""apply_rope and rope: every pairing, partial rotaries, the transpose."""
 
 import jax
 import jax.numpy as jnp
@@ -164,19 +164,19 @@ def test_gradient_of_the_tables(pairing):
 def test_every_error_says_what_to_do():
     x = jnp.zeros((1, 3, 2, 8))
     cos, sin = rope_cos_sin(jnp.arange(3), 8)
-    with pytest.raises(ValueError, match="pairing 'norm' is not"):
+    with pytest.raises(ValueError, match=r"pairing 'norm' is not"):
         apply_rope(x, cos, sin, pairing="norm")
-    with pytest.raises(ValueError, match="pair_offset belongs to pairing='neox'"):
+    with pytest.raises(ValueError, match=r"pair_offset belongs to pairing='neox'"):
         apply_rope(x, cos, sin, pairing="interleaved", pair_offset=4)
     with pytest.raises(
-        ValueError, match="4 pairs at distance 6 do not fit a head of 8"
+        ValueError, match=r"4 pairs at distance 6 do not fit a head of 8"
     ):
         apply_rope(x, cos, sin, pair_offset=6)
-    with pytest.raises(ValueError, match="4 pairs at distance 2 do not fit"):
+    with pytest.raises(ValueError, match=r"4 pairs at distance 2 do not fit"):
         apply_rope(x, cos, sin, pair_offset=2)
-    with pytest.raises(TypeError, match="`cos` and `sin` both"):
+    with pytest.raises(TypeError, match=r"`cos` and `sin` both"):
         apply_rope(x, cos, sin[..., :2])
-    with pytest.raises(TypeError, match="dim `t` is 3 in `x` but 2 in `cos`"):
+    with pytest.raises(TypeError, match=r"dim `t` is 3 in `x` but 2 in `cos`"):
         apply_rope(x, cos[:2], sin[:2])
-    with pytest.raises(ValueError, match="rotary_dim 5 is not even"):
+    with pytest.raises(ValueError, match=r"rotary_dim 5 is not even"):
         rope(x, jnp.arange(3), rotary_dim=5)

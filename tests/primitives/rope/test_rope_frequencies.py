@@ -39,7 +39,7 @@ def llama3(dim, theta, factor, low, high, original):
 
 
 def yarn(dim, theta, factor, original, fast=32.0, slow=1.0, truncate=True):
-    """Equations 17 to 23 of the paper, with the ends of the ramp as Hugging Face has them."""
+    """Section 3.2 of the paper, the ends of the ramp as in Hugging Face."""
 
     def pair(turns):
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -140,20 +140,20 @@ def test_longrope():
         angle = np.asarray(positions[row])[:, None] * plain(8, 1e4) / factors
         np.testing.assert_allclose(cos[row], magnitude * np.cos(angle), atol=2e-5)
         np.testing.assert_allclose(sin[row], magnitude * np.sin(angle), atol=2e-5)
-    with pytest.raises(ValueError, match="4 short and 4 long factors for 8 pairs"):
+    with pytest.raises(ValueError, match=r"4 short and 4 long factors for 8 pairs"):
         rope_frequencies(16, scaling=scaling, length=1)
 
 
 def test_attention_factors():
-    assert YarnScaling(1.0, 2048).attention_factor == 1.0
-    assert math.isclose(YarnScaling(32.0, 4096).attention_factor, 1.3465735902799727)
+    assert YarnScaling(1.0, 2048).magnitude == 1.0
+    assert math.isclose(YarnScaling(32.0, 4096).magnitude, 1.3465735902799727)
     deepseek = YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
-    assert deepseek.attention_factor == 1.0
+    assert deepseek.magnitude == 1.0
     half = YarnScaling(40.0, 4096, mscale=0.5, mscale_all_dim=1.0)
     expected = (1 + 0.05 * math.log(40)) / (1 + 0.1 * math.log(40))
-    assert math.isclose(half.attention_factor, expected)
-    assert YarnScaling(4.0, 1024, attention_factor=1.25).attention_factor == 1.25
-    assert LongRopeScaling((1.0,), (1.0,), 4096).attention_factor == 1.0
+    assert math.isclose(half.magnitude, expected)
+    assert YarnScaling(4.0, 1024, attention_factor=1.25).magnitude == 1.25
+    assert LongRopeScaling((1.0,), (1.0,), 4096).magnitude == 1.0
     x = jnp.ones((1, 2, 1, 8))
     y = rope(x, jnp.array([0, 0]), scaling=YarnScaling(32.0, 4096))
     np.testing.assert_allclose(y, 1.3465736 * x, rtol=1e-6)
@@ -190,5 +190,5 @@ def test_scalings_are_hashable_static_arguments():
 def test_no_positions():
     cos, sin = rope_cos_sin(jnp.zeros((2, 0), int), 8, scaling=DynamicScaling(2.0, 16))
     assert cos.shape == sin.shape == (2, 0, 4)
-    with pytest.raises(TypeError, match="got a scalar"):
+    with pytest.raises(TypeError, match=r"got a scalar"):
         rope_cos_sin(jnp.array(3), 8)
