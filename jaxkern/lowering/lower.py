@@ -193,8 +193,11 @@ def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **
 
     mesh = ctx.avals_in[0].sharding.mesh
     explicit = not mesh.empty and bool(mesh.explicit_axes)
-    call_local = sharded_by_type if explicit else partitioned
-    f = call_local(p, local, call, ctx.avals_in, ctx.avals_out)
+    if explicit:
+        f = sharded_by_type(p, local, call, ctx.avals_in, ctx.avals_out)
+    else:
+        devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+        f = partitioned(p, local, call, ctx.avals_in, ctx.avals_out, devices)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
 
 

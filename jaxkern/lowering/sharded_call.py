@@ -74,12 +74,35 @@ class Factors:
         whole = frozenset(
             name for name in sizes if name in p.replicated or name.startswith("whole")
         )
+
+        def without_ones(factor: Axes) -> Axes:
+            return tuple(n for n in factor if sizes[n] != 1) or factor[:1]
+
+        ins, outs = (
+            [[without_ones(f) for f in dims] for dims in side] for side in (ins, outs)
+        )
         return cls(ins, outs, sizes, whole)
 
-    def rule(self) -> str:
+    def joined(self, num_devices: int) -> Callable[[Axes], Axes]:
+        """How Shardy is to see a factor: `(k, g)` as such, or as one name.
+
+        Shardy cuts a product by parts of a mesh axis where the axis is longer than k,
+        which no PartitionSpec can say. Then the product is a factor of its own, which
+        propagates to other products but not to k alone.
+        """
+
+        def join(factor: Axes) -> Axes:
+            safe = len(factor) == 1 or self.sizes[factor[0]] % num_devices == 0
+            return factor if safe else ("_".join(factor),)
+
+        return join
+
+    def rule(self, num_devices: int = 1) -> str:
         """The Shardy rule, such as `b (k g), b k -> b (k g)`."""
+        join = self.joined(num_devices)
 
         def text(factor: Axes) -> str:
+            factor = join(factor)
             return factor[0] if len(factor) == 1 else f"({' '.join(factor)})"
 
         sides = (self.ins, self.outs)
@@ -146,6 +169,7 @@ def partitioned(
     call: Call,
     avals_in: Sequence,
     avals_out: Sequence,
+    num_devices: int,
 ) -> Callable:
     """`local` on each device's shards, on a mesh with automatic axes."""
     factors = Factors.of(p, call, avals_in, avals_out)
@@ -174,14 +198,14 @@ def partitioned(
         ]
     )
     f = custom_partitioning(whole)
-    seen = dict.fromkeys(
-        n for dims in factors.ins + factors.outs for f in dims for n in f
-    )
-    alone = {f[0] for dims in factors.ins + factors.outs for f in dims if len(f) == 1}
+    join = factors.joined(num_devices)
+    shown = [join(f) for dims in factors.ins + factors.outs for f in dims]
+    seen = dict.fromkeys(n for f in shown for n in f)
+    alone = {f[0] for f in shown if len(f) == 1}
     in_products: dict[str, Any] = {n: factors.sizes[n] for n in seen if n not in alone}
     f.def_partition(
         partition,
-        sharding_rule=factors.rule(),
+        sharding_rule=factors.rule(num_devices),
         # Shardy wants the order of first appearance.
         need_replication_factors=tuple(n for n in seen if n in factors.whole),
         **in_products,

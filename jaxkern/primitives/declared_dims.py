@@ -126,8 +126,8 @@ def check_dims(
                     f"{op}: `{operand.name}` must have dims "
                     f"[{' '.join(operand.dims)}], got shape {x.shape}."
                 )
-            if not label.isidentifier():
-                continue  # products and broadcast dims wait until plain dims are known
+            if label.isdigit() or label.startswith("#"):
+                continue  # broadcast dims wait until all others are known
             first, m = sizes.setdefault(label, (operand.name, n))
             if m != n:
                 raise TypeError(
@@ -136,9 +136,9 @@ def check_dims(
                 )
     for operand, x in given:
         for label, n in zip(operand.labels[::-1], x.shape[::-1], strict=False):
-            if label.startswith("#"):
+            if label.startswith("#") and n != 1:
                 first, m = sizes.setdefault(label[1:], (operand.name, n))
-                if n not in (1, m):
+                if n != m:
                     raise TypeError(
                         f"{op}: dim `{label[1:]}` is {m} in `{first}` but {n} in "
                         f"`{operand.name}`, where it may be 1. Dims: {signature}."

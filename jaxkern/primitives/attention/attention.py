@@ -1,0 +1,496 @@
+"""Attention: softmax(scale q k^T + bias) v, over the keys each query may see.
+
+Forward as in https://arxiv.org/abs/1706.03762, backward from the saved log-sum-exp as
+in FlashAttention-2 (https://arxiv.org/abs/2307.08691), grouped heads as in
+https://arxiv.org/abs/2305.13245.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkern.primitives.kernel_primitive import (
+    at_least_f32,
+    kernel_primitive,
+    same_manual_axes,
+)
+
+MAX_SCORES_BYTES = 2**28  # more than this goes through blocks of query rows
+
+
+def attention(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k hv"],
+    *,
+    bias: Float[Array, "#b #k*g #t #s"] | None = None,
+    mask: Bool[Array, "#b #k*g #t #s"] | None = None,
+    segment_ids: Int[Array, "b t"]
+    | tuple[Int[Array, "b t"], Int[Array, "b s"]]
+    | None = None,
+    kv_lengths: Int[Array, " b"] | None = None,
+    q_offset: int | Int[Array, " b"] | None = None,
+    sinks: Float[Array, " k*g"] | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
+    """Attention of t queries over s keys, each key head shared by g query heads.
+
+        S   = softcap * tanh(scale * q k^T / softcap) + bias   (tanh: only with softcap)
+        lse = ln(sum_j exp(S_j) [+ exp(sink)])                 over the visible keys j
+        out = sum_j exp(S_j - lse) v_j
+
+    Query head i reads key head i // g ("block" order, as Hugging Face; llama.cpp's
+    tiled order i % k needs the heads permuted first). A key is visible where all of
+    these hold, for query row i at position p = i + q_offset and key row j:
+
+    | given         | visible where                                                 |
+    |---------------|---------------------------------------------------------------|
+    | `causal`      | j <= p                                                        |
+    | `window=W`    | p - W < j: with causal the last W keys, p itself among them   |
+    | `mask`        | mask[i, j]                                                    |
+    | `segment_ids` | the ids of i and j are equal                                  |
+    | `kv_lengths`  | j < kv_lengths: the first rows of a key/value cache           |
+
+    A window of W is W keys as in Hugging Face and llama.cpp;
+    `jax.nn.dot_product_attention(local_window_size=W - 1)` is the same window. A query
+    that sees no key gives zeros, lse = -inf and zero gradients, never NaN.
+
+    Scores, softmax and sums are float32 (float64 for float64 inputs), one rounding to
+    query.dtype. The plain lowering holds at most about 256 MB of scores at once; it
+    takes longer inputs by blocks of query rows.
+
+    Decoding over a cache: pass the whole cache with `kv_lengths`, and as `q_offset` the
+    position of the first query. Over a ring cache (`update_kv_cache(..., ring=True)`)
+    the order of the keys does not matter, so a single query over a ring of s slots that
+    has seen `length` tokens, itself included, needs only `kv_lengths=min(length, s)`,
+    no causal and no window: it sees the last s tokens, a window of s. For more queries
+    at once, or a ring larger than the window, build `mask` from `ring_positions`.
+
+    Args:
+      query: `[b, t, n, h]`, any float dtype, n = k*g heads. Without b where all
+        operands are without b.
+      key: `[b, s, k, h]`, may differ from query in dtype.
+      value: `[b, s, k, hv]`.
+      bias: broadcastable to `[b, n, t, s]`, added to the scores; differentiable. -inf
+        hides a key.
+      mask: bool, broadcastable to `[b, n, t, s]`, True where a key may be seen.
+      segment_ids: `[b, t]` for queries and keys (t = s), or one array for each.
+      kv_lengths: `[b]` int, may be traced.
+      q_offset: position of query row 0 among the keys, a number or `[b]`, may be
+        traced. Default s - t: the last query sees the last key. Only read with causal
+        or window.
+      sinks: `[n]`, one more logit per head that takes weight but has no value
+        (gpt-oss). It counts in lse: a query without keys then has lse = sink, and still
+        gives zeros.
+      scale: of the scores, default h ** -0.5.
+      causal: queries see no key after their own position.
+      window: see the table, at least 1.
+      softcap: Gemma 2's cap of the scores, after scale, before bias and mask.
+      return_lse: return (out, lse); both are differentiable. Two results over disjoint
+        keys merge as sum_i out_i exp(lse_i - lse), lse = logaddexp(lse_i).
+
+    Returns:
+      out: `[b, t, n, hv]`, dtype of query.
+      lse: `[b, t, n]`, natural logarithm, float32; only with return_lse.
+
+    Raises:
+      TypeError: a shape or dtype does not fit.
+      ValueError: an option out of range, or an ambiguous position of the queries.
+    """
+    unbatched = query.ndim == 3
+    if unbatched:
+        query, key, value = query[None], key[None], value[None]
+        segment_ids = jax.tree.map(lambda ids: ids[None], segment_ids)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise TypeError(
+                f"attention: `{name}` must have dims [b, rows, heads, head dim], all "
+                f"three with b or all without, got shape {x.shape}."
+            )
+    b, t, n, h = query.shape
+    s = key.shape[1]
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window is {window}. It counts keys: 1 or more.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"attention: softcap is {softcap}. Leave it out for no cap.")
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"attention: `mask` must be bool, True where a key may be seen, got "
+            f"{mask.dtype}. Pass what is to be added to the scores as `bias`."
+        )
+    positioned = causal or window is not None
+    if positioned and q_offset is None and kv_lengths is not None and t != s:
+        raise ValueError(
+            "attention: with kv_lengths and t != s the position of the queries is "
+            "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
+        )
+    paired = isinstance(segment_ids, tuple)
+    q_segment_ids, kv_segment_ids = segment_ids if paired else (segment_ids,) * 2
+    if not positioned or (isinstance(q_offset, int) and q_offset == s - t):
+        q_offset = None
+    out, lse = attention_p(
+        query,
+        key,
+        value,
+        broadcastable("bias", bias, (b, n, t, s)),
+        broadcastable("mask", mask, (b, n, t, s)),
+        q_segment_ids,
+        kv_segment_ids,
+        per_sequence("kv_lengths", kv_lengths, b),
+        per_sequence("q_offset", q_offset, b),
+        sinks,
+        scale=h**-0.5 if scale is None else float(scale),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+    if unbatched:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def broadcastable(name, x, shape):
+    """x with the four dims [b, n, t, s], each whole or 1."""
+    if x is None:
+        return None
+    full = (1,) * (4 - x.ndim) + x.shape
+    if len(full) != 4 or any(m not in (1, n) for m, n in zip(full, shape, strict=True)):
+        raise TypeError(
+            f"attention: `{name}` must be broadcastable to [b, n, t, s] = "
+            f"{list(shape)}, got shape {x.shape}."
+        )
+    return x.reshape(full)
+
+
+def per_sequence(name, x, b):
+    """x as int `[b]`."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.shape not in ((), (b,)):
+        raise TypeError(
+            f"attention: `{name}` must be a number or one per sequence, [{b}], got "
+            f"shape {x.shape}."
+        )
+    return jnp.broadcast_to(x, (b,))
+
+
+# References. `scores` says what is visible; `attend` and `attend_bwd` are the
+# mathematics; the two references around them bound the memory.
+
+
+def attention_reference(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k hv"],
+    bias: Float[Array, "#b #k*g #t #s"] | None,
+    mask: Bool[Array, "#b #k*g #t #s"] | None,
+    q_segment_ids: Int[Array, "b t"] | None,
+    kv_segment_ids: Int[Array, "b s"] | None,
+    kv_lengths: Int[Array, " b"] | None,
+    q_offset: Int[Array, " b"] | None,
+    sinks: Float[Array, " k*g"] | None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]:
+    options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
+    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
+    whole = dict(
+        key=key,
+        value=value,
+        kv_segment_ids=kv_segment_ids,
+        kv_lengths=kv_lengths,
+        sinks=sinks,
+    )
+    q_offset = first_positions(q_offset, query, key)
+    block = rows_at_once(query, key)
+    if block >= query.shape[1]:
+        return attend(**rows, **whole, q_offset=q_offset, **options)
+    blocks, shared = split_rows(rows, block)
+
+    def step(_, start_and_rows):
+        start, rows = start_and_rows
+        part = attend(**rows, **shared, **whole, q_offset=q_offset + start, **options)
+        return None, part
+
+    _, (out, lse) = lax.scan(step, None, blocks)
+    return join_rows(out, "out", query), join_rows(lse, "lse", query)
+
+
+def attention_bwd_reference(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k hv"],
+    bias: Float[Array, "#b #k*g #t #s"] | None,
+    mask: Bool[Array, "#b #k*g #t #s"] | None,
+    q_segment_ids: Int[Array, "b t"] | None,
+    kv_segment_ids: Int[Array, "b s"] | None,
+    kv_lengths: Int[Array, " b"] | None,
+    q_offset: Int[Array, " b"] | None,
+    sinks: Float[Array, " k*g"] | None,
+    out: Float[Array, "b t k*g hv"],
+    lse: Float[Array, "b t k*g"],
+    dout: Float[Array, "b t k*g hv"],
+    dlse: Float[Array, "b t k*g"],
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[
+    Float[Array, "b t k*g h"],
+    Float[Array, "b s k h"],
+    Float[Array, "b s k hv"],
+    Float[Array, "#b #k*g #t #s"] | None,
+    Float[Array, " k*g"] | None,
+]:
+    options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
+    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
+    rows |= dict(out=out, lse=lse, dout=dout, dlse=dlse)
+    whole = dict(
+        key=key,
+        value=value,
+        kv_segment_ids=kv_segment_ids,
+        kv_lengths=kv_lengths,
+        sinks=sinks,
+    )
+    q_offset = first_positions(q_offset, query, key)
+    block = rows_at_once(query, key)
+    if block >= query.shape[1]:
+        grads = attend_bwd(**rows, **whole, q_offset=q_offset, **options)
+    else:
+        blocks, shared = split_rows(rows, block)
+        summed = dict(key=key, value=value, sinks=sinks, bias=shared.get("bias"))
+        summed = {name: x for name, x in summed.items() if x is not None}
+
+        def step(sums, start_and_rows):
+            start, rows = start_and_rows
+            part = attend_bwd(
+                **rows, **shared, **whole, q_offset=q_offset + start, **options
+            )
+            sums = {name: total + part.pop(name) for name, total in sums.items()}
+            return sums, part
+
+        zeros = [jnp.zeros(x.shape, score_dtype(query, key)) for x in summed.values()]
+        *zeros, _ = same_manual_axes([*zeros, query])
+        sums, parts = lax.scan(step, dict(zip(summed, zeros, strict=True)), blocks)
+        grads = sums | {name: join_rows(g, name, query) for name, g in parts.items()}
+    return (
+        grads["query"].astype(query.dtype),
+        grads["key"].astype(key.dtype),
+        grads["value"].astype(value.dtype),
+        None if bias is None else grads["bias"].astype(bias.dtype),
+        None if sinks is None else grads["sinks"].astype(sinks.dtype),
+    )
+
+
+def attend(query, key, value, sinks, **visibility_and_options):
+    """(out, lse) for all query rows at once."""
+    logits, _ = scores(query, key, **visibility_and_options)  # [b k g t s]
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    if sinks is not None:
+        sink = per_head(sinks, key)
+        top = jnp.maximum(top, sink)
+    # Any finite number is right here, so it has no gradient; a hidden row gets 0.
+    top = lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+    p = jnp.exp(logits - top)  # 0 where hidden
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - top)
+    seen = total > 0
+    total = jnp.where(seen, total, 1)
+    lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)
+    out = jnp.einsum("bkgts,bskh->bkgth", p, at_least_f32(value)) / total
+    return heads_inside(out).astype(query.dtype), heads_inside(lse)[..., 0]
+
+
+def attend_bwd(
+    query, key, value, bias, sinks, out, lse, dout, dlse, softcap, scale, **visibility
+):
+    """Float32 gradients by name, for all query rows at once.
+
+    With P = exp(S - lse) and dP = dout v^T (Dao 2023, section 2.2, and the two
+    results):
+        dv = P^T dout,   dS = P (dP - delta),   delta = rowsum(dout out) - dlse
+    """
+    logits, capped = scores(
+        query, key, bias=bias, softcap=softcap, scale=scale, **visibility
+    )
+    out, dout, lse, dlse = (
+        heads_outside(at_least_f32(x), key)
+        for x in (out, dout, lse[..., None], dlse[..., None])
+    )
+    seen = jnp.isfinite(lse)
+    lse = jnp.where(seen, lse, jnp.inf)  # then P = 0
+    p = jnp.exp(logits - lse)  # [b k g t s], 0 where hidden
+    delta = jnp.sum(dout * out, axis=-1, keepdims=True) - jnp.where(seen, dlse, 0)
+    ds = p * (jnp.einsum("bkgth,bskh->bkgts", dout, at_least_f32(value)) - delta)
+    grads = {"value": jnp.einsum("bkgts,bkgth->bskh", p, dout)}
+    if bias is not None:
+        dbias = ds.reshape(ds.shape[0], -1, *ds.shape[3:])  # [b n t s]
+        axes = tuple(i for i, n in enumerate(bias.shape) if n == 1)
+        grads["bias"] = jnp.sum(dbias, axis=axes, keepdims=True)
+    if sinks is not None:
+        dsink = jnp.exp(per_head(sinks, key) - lse) * -delta
+        grads["sinks"] = jnp.sum(dsink, axis=(0, 3, 4)).reshape(-1)
+    if softcap is not None:
+        ds = ds * (1 - (capped / softcap) ** 2)
+    ds = ds * scale
+    dquery = jnp.einsum("bkgts,bskh->bkgth", ds, at_least_f32(key))
+    q = heads_outside(at_least_f32(query), key)
+    grads["query"] = heads_inside(dquery)
+    grads["key"] = jnp.einsum("bkgts,bkgth->bskh", ds, q)
+    return grads
+
+
+def scores(
+    query,
+    key,
+    bias,
+    mask,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    q_offset,
+    scale,
+    causal,
+    window,
+    softcap,
+):
+    """Logits `[b k g t s]`, -inf where a key is hidden, and what the cap gave."""
+    q = heads_outside(query, key)
+    capped = scale * jnp.einsum(
+        "bkgth,bskh->bkgts", q, key, preferred_element_type=score_dtype(query, key)
+    )
+    if softcap is not None:
+        capped = softcap * jnp.tanh(capped / softcap)
+    logits = capped
+    if bias is not None:
+        logits = logits + per_pair(at_least_f32(bias), key)
+    j = jnp.arange(key.shape[1])
+    # Each condition broadcasts to [b k g t s].
+    conditions = [] if mask is None else [per_pair(mask, key)]
+    if causal or window is not None:
+        p = q_offset[:, None] + jnp.arange(query.shape[1])  # [#b t]
+        behind = (p[:, :, None] - j)[:, None, None]
+        conditions += [behind >= 0] if causal else []
+        conditions += [] if window is None else [behind < window]
+    if q_segment_ids is not None:
+        same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
+        conditions.append(same[:, None, None])
+    if kv_lengths is not None:
+        conditions.append((j < kv_lengths[:, None])[:, None, None, None])
+    for visible in conditions:
+        logits = jnp.where(visible, logits, -jnp.inf)
+    return logits, capped
+
+
+def score_dtype(query, key):
+    return jnp.result_type(query.dtype, key.dtype, jnp.float32)
+
+
+# Query heads and their rows in memory order are [b t k*g h]; the mathematics has
+# [b k g t h], so that the g query heads of a key head meet it in one product.
+
+
+def heads_outside(x, key):
+    """`[b t k*g h]` as `[b k g t h]`."""
+    b, t, n, h = x.shape
+    k = key.shape[2]
+    return jnp.moveaxis(x.reshape(b, t, k, n // max(k, 1), h), 1, 3)
+
+
+def heads_inside(x):
+    """`[b k g t h]` as `[b t k*g h]`."""
+    b, k, g, t, h = x.shape
+    return jnp.moveaxis(x, 3, 1).reshape(b, t, k * g, h)
+
+
+def per_pair(x, key):
+    """`[#b #k*g #t #s]` as `[#b #k #g #t #s]`."""
+    b, n, t, s = x.shape
+    k = key.shape[2] if n != 1 else 1
+    return x.reshape(b, k, n // max(k, 1), t, s)
+
+
+def per_head(sinks, key):
+    """`[k*g]` as `[1 k g 1 1]`."""
+    k = key.shape[2]
+    return at_least_f32(sinks).reshape(1, k, sinks.shape[0] // max(k, 1), 1, 1)
+
+
+def first_positions(q_offset, query, key):
+    """Position of query row 0, `[b]`, or `[1]` for the default."""
+    if q_offset is None:
+        return jnp.full((1,), key.shape[1] - query.shape[1], jnp.int32)
+    return q_offset
+
+
+# Blocks of query rows.
+
+ROW_AXIS = {  # where t stands in what has one row per query
+    "query": 1,
+    "bias": 2,
+    "mask": 2,
+    "q_segment_ids": 1,
+    "out": 1,
+    "lse": 1,
+    "dout": 1,
+    "dlse": 1,
+}
+
+
+def rows_at_once(query, key):
+    """How many query rows have at most MAX_SCORES_BYTES of float32 scores."""
+    b, _, n, _ = query.shape
+    return max(1, MAX_SCORES_BYTES // max(1, 4 * b * n * key.shape[1]))
+
+
+def split_rows(rows, block):
+    """((start, rows) stacked over blocks of t, what has no rows of its own).
+
+    The last block is padded with zeros; lse = -inf keeps those rows out of all sums.
+    """
+    t = rows["query"].shape[1]
+    starts = jnp.arange(0, t, block)
+    has_rows = {
+        name
+        for name, x in rows.items()
+        if x is not None and x.shape[ROW_AXIS[name]] == t
+    }
+
+    def split(name, x):
+        axis = ROW_AXIS[name]
+        pad = [(0, 0)] * x.ndim
+        pad[axis] = (0, len(starts) * block - t)
+        x = jnp.pad(x, pad, constant_values=-jnp.inf if name == "lse" else 0)
+        x = x.reshape(*x.shape[:axis], len(starts), block, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    blocks = {name: split(name, rows[name]) for name in has_rows}
+    shared = {name: x for name, x in rows.items() if name not in has_rows}
+    return (starts, blocks), shared
+
+
+def join_rows(blocks, name, query):
+    """The inverse of split for one result."""
+    axis = ROW_AXIS[name]
+    x = jnp.moveaxis(blocks, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x, 0, query.shape[1], axis=axis)
+
+
+attention_p = kernel_primitive(
+    attention_reference,
+    bwd=attention_bwd_reference,
+    # each row is a softmax over all of s; the position of a row counts from t and s
+    replicated=("t", "s", "h", "hv"),
+)

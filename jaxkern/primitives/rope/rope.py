@@ -1,0 +1,177 @@
+"""Rotary position embedding: pairs of dims turn by an angle that grows with position.
+
+(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)  (https://arxiv.org/abs/2104.09864)
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.rope.rope_frequencies import RopeScaling, rope_cos_sin
+
+Pairing = Literal["neox", "interleaved"]
+
+
+def rope(
+    x: Float[Array, "... t n h"],
+    positions: Int[Array, "... t"],
+    *,
+    theta: float = 10000.0,
+    rotary_dim: int | None = None,
+    pairing: Pairing = "neox",
+    freq_dim: int | None = None,
+    pair_offset: int | None = None,
+    scaling: RopeScaling | None = None,
+    frequency_factors: Float[Array, " r"] | None = None,
+    length: int | Int[Array, "..."] | None = None,
+) -> Float[Array, "... t n h"]:
+    """Rotates queries or keys by their positions.
+
+        apply_rope(x, *rope_cos_sin(positions, rotary_dim, ...))
+
+    The three partial rotaries in use, for a head of h dims of which r2 = rotary_dim
+    rotate:
+
+    | model                        | pairing       | pair_offset | freq_dim |
+    |------------------------------|---------------|-------------|----------|
+    | Llama, GPT-NeoX, Qwen3-Next  | "neox"        | r2/2        | r2       |
+    | Gemma 4 ("proportional")     | "neox"        | h/2         | h        |
+    | GPT-J, Llama as GGUF "NORM"  | "interleaved" | -           | r2       |
+
+    The first row is the default, as in Hugging Face and ggml.
+
+    Args:
+      x: `[..., t, n, h]`, any float dtype; n heads of h dims.
+      positions: `[..., t]` int, leading dims as x's or none of them; may be traced.
+      theta, freq_dim, scaling, frequency_factors, length: see rope_cos_sin.
+      rotary_dim: how many dims of the head rotate; all h unless given. The rest passes.
+      pairing, pair_offset: see apply_rope.
+
+    Returns:
+      `[..., t, n, h]`, dtype of x.
+    """
+    cos, sin = rope_cos_sin(
+        positions,
+        x.shape[-1] if rotary_dim is None else rotary_dim,
+        theta=theta,
+        freq_dim=freq_dim,
+        scaling=scaling,
+        frequency_factors=frequency_factors,
+        length=length,
+    )
+    return apply_rope(x, cos, sin, pairing=pairing, pair_offset=pair_offset)
+
+
+def apply_rope(
+    x: Float[Array, "... t n h"],
+    cos: Float[Array, "... t r"],
+    sin: Float[Array, "... t r"],
+    *,
+    pairing: Pairing = "neox",
+    pair_offset: int | None = None,
+) -> Float[Array, "... t n h"]:
+    """Rotates r pairs of dims of each head; the other h - 2r dims pass unchanged.
+
+        y[a_i] = x[a_i] cos_i - x[b_i] sin_i
+        y[b_i] = x[b_i] cos_i + x[a_i] sin_i                        i = 0 ... r-1
+
+    with (a_i, b_i) = (i, i + pair_offset) for "neox", (2i, 2i + 1) for "interleaved".
+    Computed in float32 and rounded once. Linear in x: its transpose is apply_rope by
+    -sin.
+
+    Args:
+      x: `[..., t, n, h]`, any float dtype.
+      cos, sin: `[..., t, r]`, leading dims as x's or none of them; 2r <= h.
+      pairing: "neox" (halves) or "interleaved" (neighbours). ggml calls them NEOX and
+        NORM.
+      pair_offset: distance of the two dims of a "neox" pair; r unless given. Gemma 4's
+        "proportional" partial rotary has h/2.
+
+    Returns:
+      `[..., t, n, h]`, dtype of x.
+
+    Raises:
+      TypeError: shapes that do not fit.
+      ValueError: an unknown pairing, or pairs that overlap or leave the head.
+    """
+    if x.ndim < 3 or cos.ndim < 2 or cos.shape != sin.shape:
+        raise TypeError(
+            "apply_rope: `x` must have dims [... t n h], `cos` and `sin` both "
+            f"[... t r], got {x.shape}, {cos.shape} and {sin.shape}."
+        )
+    pairs = cos.shape[-1]
+    if pairing not in ("neox", "interleaved"):
+        raise ValueError(
+            f'apply_rope: pairing {pairing!r} is not "neox" or "interleaved".'
+        )
+    if pairing == "interleaved" and pair_offset is not None:
+        raise ValueError(
+            "apply_rope: pair_offset belongs to pairing='neox'. Leave it out."
+        )
+    pair_offset = pairs if pair_offset is None else pair_offset
+    if cos.ndim == 2:
+        table = (*x.shape[:-3], *cos.shape)
+        cos, sin = jnp.broadcast_to(cos, table), jnp.broadcast_to(sin, table)
+    return apply_rope_p(x, cos, sin, pairing=pairing, pair_offset=pair_offset)
+
+
+def split_pairs(x, pairs, pairing, pair_offset):
+    """x `[..., h]` as the two sides of its pairs, `[..., r]`, and what passes."""
+    h = x.shape[-1]
+    if not pairs <= pair_offset <= h - pairs:
+        raise ValueError(
+            f"apply_rope: {pairs} pairs at distance {pair_offset} do not fit a head of "
+            f"{h} dims. Keep r <= pair_offset <= h - r."
+        )
+    if pairing == "interleaved":
+        pair = x[..., : 2 * pairs].reshape(*x.shape[:-1], pairs, 2)
+        return pair[..., 0], pair[..., 1], (x[..., 2 * pairs :],)
+    end = pair_offset + pairs
+    passed = x[..., pairs:pair_offset], x[..., end:]
+    return x[..., :pairs], x[..., pair_offset:end], passed
+
+
+def join_pairs(a, b, passed, pairing):
+    """The inverse of split_pairs."""
+    if pairing == "interleaved":
+        *lead, pairs = a.shape
+        ab = jnp.stack([a, b], axis=-1).reshape(*lead, 2 * pairs)
+        return jnp.concatenate([ab, *passed], axis=-1)
+    return jnp.concatenate([a, passed[0], b, passed[1]], axis=-1)
+
+
+def apply_rope_reference(
+    x: Float[Array, "... t n h"],
+    cos: Float[Array, "... t r"],
+    sin: Float[Array, "... t r"],
+    *,
+    pairing: str,
+    pair_offset: int,
+) -> Float[Array, "... t n h"]:
+    cos, sin = (at_least_f32(c)[..., None, :] for c in (cos, sin))  # [..., t, 1, r]
+    a, b, passed = split_pairs(x, cos.shape[-1], pairing, pair_offset)
+    a, b = at_least_f32(a), at_least_f32(b)
+    y = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
+    return join_pairs(*y, passed, pairing)
+
+
+def apply_rope_bwd_reference(
+    cos: Float[Array, "... t r"],
+    sin: Float[Array, "... t r"],
+    dy: Float[Array, "... t n h"],
+    *,
+    pairing: str,
+    pair_offset: int,
+) -> Float[Array, "... t n h"]:
+    # the transpose of a rotation is the rotation back
+    return apply_rope_reference(dy, cos, -sin, pairing=pairing, pair_offset=pair_offset)
+
+
+apply_rope_p = kernel_primitive(
+    apply_rope_reference,
+    bwd=apply_rope_bwd_reference,
+    linear=("x",),
+    replicated=("h", "r"),  # a pair's two dims may be far apart
+)
