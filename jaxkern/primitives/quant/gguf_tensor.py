@@ -69,11 +69,21 @@ class GGUFTensor:
         indices = index if isinstance(index, tuple) else (index,)
         if len(indices) >= self.ndim or any(i is ... for i in indices):
             raise TypeError(
-                f"GGUFTensor: only the {self.ndim - 1} leading dims of {self.shape} can "
-                f"be indexed, the last one is packed in {self.qtype} blocks. Use "
-                "dequantize(w)[...] instead."
+                f"GGUFTensor: only the {self.ndim - 1} leading dims of {self.shape} "
+                f"can be indexed, the last one is packed in {self.qtype} blocks. "
+                "Use dequantize(w)[...] instead."
             )
         return GGUFTensor(self.blocks[index], self.qtype)
 
     def __repr__(self) -> str:
         return f"GGUFTensor({self.qtype}, shape={self.shape})"
+
+
+def check_gguf_tensor(op: str, w: object, *, ndim: int | None = None) -> None:
+    """Raises TypeError unless `w` is a well-formed GGUFTensor of `ndim` dims."""
+    if not isinstance(w, GGUFTensor):
+        raise TypeError(f"{op}: `w` must be a GGUFTensor, got {type(w).__name__}.")
+    if ndim is not None and len(w.shape) != ndim:
+        raise TypeError(
+            f"{op}: `w` must have {ndim} dims, got {w.shape}. Use jax.vmap for a stack."
+        )

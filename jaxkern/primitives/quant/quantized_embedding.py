@@ -1,0 +1,62 @@
+"""Rows of a GGUF-quantised table: y = w[ids], only these rows are decoded."""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.quant.gguf_blocks import decode_rows
+from jaxkern.primitives.quant.gguf_tensor import GGUFTensor, check_gguf_tensor
+
+
+def quantized_embedding(
+    ids: Int[Array, "..."], w: GGUFTensor, *, dtype: DTypeLike = jnp.float32
+) -> Float[Array, "... d"]:
+    """Looks up rows of a quantised table.
+
+        y[..., :] = w[ids[...], :], or 0 where ids is negative or >= v
+
+    The bytes of the rows are gathered first and decoded after, so the cost does not
+    depend on `v`.
+
+    Args:
+      ids: `[...]`, any integer dtype.
+      w: `[v, d]`, any block format.
+      dtype: float dtype of the result.
+
+    Returns:
+      y: `[..., d]`, `dtype`.
+
+    Raises:
+      TypeError: `w` is no GGUFTensor `[v, d]`, `ids` are no integers, or `dtype` is not
+        a float.
+    """
+    check_gguf_tensor("quantized_embedding", w, ndim=2)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"quantized_embedding: `dtype` must be a float dtype, got "
+            f"{jnp.dtype(dtype)}."
+        )
+    return quantized_embedding_p(ids, w.blocks, qtype=w.qtype, dtype=jnp.dtype(dtype))
+
+
+def quantized_embedding_reference(
+    ids: Int[Array, "..."],
+    blocks: UInt8[Array, "v row_bytes"],
+    *,
+    qtype: str,
+    dtype: jnp.dtype,
+) -> Float[Array, "... d"]:
+    v = blocks.shape[0]
+    ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))  # int8 cannot hold v
+    inside = (ids >= 0) & (ids < v)
+    if v == 0:  # nothing to gather from
+        blocks = jnp.zeros((1, blocks.shape[1]), jnp.uint8)
+    rows = jnp.take(blocks, jnp.where(inside, ids, 0), axis=0, mode="clip")
+    return jnp.where(inside[..., None], decode_rows(rows, qtype, dtype=dtype), 0)
+
+
+quantized_embedding_p = kernel_primitive(
+    quantized_embedding_reference,
+    replicated=("v", "row_bytes", "d"),  # an id may name any row
+)
