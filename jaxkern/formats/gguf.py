@@ -322,8 +322,8 @@ def _check_extents(header: _Header, tensors: Mapping[str, GGUFTensorInfo]) -> No
     for name, info in sorted(tensors.items(), key=lambda item: item[1].offset):
         if info.offset < end:
             raise header.error(
-                f"tensor {name!r} starts at byte {info.offset}, expected at least {end} "
-                f"where tensor {before!r} ends"
+                f"tensor {name!r} starts at byte {info.offset}, expected at {end} or "
+                f"later, where tensor {before!r} ends"
             )
         end, before = info.offset + info.nbytes, name
         if end > len(header.bytes):

@@ -5,7 +5,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.quant.gguf_blocks import decode_rows
+from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor, check_gguf_tensor
 
 
@@ -33,8 +33,7 @@ def dequantize(
     check_gguf_tensor("dequantize", w)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"dequantize: `dtype` must be a float dtype, got "
-            f"{jnp.dtype(dtype)}."
+            f"dequantize: `dtype` must be a float dtype, got {jnp.dtype(dtype)}."
         )
     return dequantize_p(w.blocks, qtype=w.qtype, dtype=jnp.dtype(dtype))
 
@@ -42,6 +41,7 @@ def dequantize(
 def dequantize_reference(
     blocks: UInt8[Array, "... row_bytes"], *, qtype: str, dtype: jnp.dtype
 ) -> Float[Array, "... d"]:
+    elements_per_row("dequantize", qtype, blocks.shape[-1])
     return decode_rows(blocks, qtype, dtype=dtype)
 
 

@@ -38,6 +38,21 @@ class BlockFormat(NamedTuple):
     unpack: Callable[[UInt8[Array, "... bytes"]], Unpacked] | None
 
 
+def elements_per_row(op: str, qtype: str, row_bytes: int) -> int:
+    """Weights in a row of `row_bytes` bytes; refuses in the name of `op`."""
+    form = BLOCK_FORMATS.get(qtype)
+    if form is None:
+        raise ValueError(
+            f"{op}: `qtype` is {qtype!r}, not one of {', '.join(BLOCK_FORMATS)}."
+        )
+    if row_bytes % form.bytes:
+        raise TypeError(
+            f"{op}: rows of {row_bytes} bytes are no whole {qtype} blocks of "
+            f"{form.bytes} bytes."
+        )
+    return row_bytes // form.bytes * form.elements
+
+
 def decode_rows(
     rows: UInt8[Array, "... r"], qtype: str, *, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "... d"]:
@@ -72,9 +87,10 @@ def _fields(
 
     A run of bytes gives first the lowest field of every byte, then the next.
     """
-    runs = b.reshape(*b.shape[:-1], -1, 1, every).astype(jnp.int32)
+    lead, n = b.shape[:-1], b.shape[-1]
+    runs = b.reshape(*lead, n // every, 1, every).astype(jnp.int32)
     shift = jnp.arange(0, 8, bits, dtype=jnp.int32)[:, None]
-    return ((runs >> shift) & (2**bits - 1)).reshape(*b.shape[:-1], *shape)
+    return ((runs >> shift) & (2**bits - 1)).reshape(*lead, *shape)
 
 
 def _lookup(table: Sequence[int], code: Int[Array, "..."]) -> Int[Array, "..."]:

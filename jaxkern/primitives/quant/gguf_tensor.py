@@ -6,7 +6,7 @@ from math import prod
 import jax
 from jaxtyping import Array, UInt8
 
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.primitives.quant.gguf_blocks import elements_per_row
 
 
 @jax.tree_util.register_dataclass
@@ -31,24 +31,13 @@ class GGUFTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weights: `[..., d]`."""
-        form = BLOCK_FORMATS.get(self.qtype)
-        if form is None:
-            raise ValueError(
-                f"GGUFTensor: `qtype` is {self.qtype!r}, not one of "
-                f"{', '.join(BLOCK_FORMATS)}."
-            )
         if self.blocks.dtype != "uint8" or self.blocks.ndim == 0:
             raise TypeError(
                 "GGUFTensor: `blocks` must be uint8 [..., row_bytes], got "
                 f"{self.blocks.dtype} {self.blocks.shape}."
             )
         *lead, row_bytes = self.blocks.shape
-        if row_bytes % form.bytes:
-            raise TypeError(
-                f"GGUFTensor: rows of {row_bytes} bytes are no whole {self.qtype} "
-                f"blocks of {form.bytes} bytes."
-            )
-        return (*lead, row_bytes // form.bytes * form.elements)
+        return (*lead, elements_per_row("GGUFTensor", self.qtype, row_bytes))
 
     @property
     def ndim(self) -> int:
@@ -83,7 +72,8 @@ def check_gguf_tensor(op: str, w: object, *, ndim: int | None = None) -> None:
     """Raises TypeError unless `w` is a well-formed GGUFTensor of `ndim` dims."""
     if not isinstance(w, GGUFTensor):
         raise TypeError(f"{op}: `w` must be a GGUFTensor, got {type(w).__name__}.")
-    if ndim is not None and len(w.shape) != ndim:
+    shape = w.shape  # refuses blocks that are not whole
+    if ndim is not None and len(shape) != ndim:
         raise TypeError(
-            f"{op}: `w` must have {ndim} dims, got {w.shape}. Use jax.vmap for a stack."
+            f"{op}: `w` must have {ndim} dims, got {shape}. Use jax.vmap for a stack."
         )

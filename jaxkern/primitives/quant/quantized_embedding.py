@@ -2,15 +2,15 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Integer, UInt8
 
 from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.quant.gguf_blocks import decode_rows
+from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor, check_gguf_tensor
 
 
 def quantized_embedding(
-    ids: Int[Array, "..."], w: GGUFTensor, *, dtype: DTypeLike = jnp.float32
+    ids: Integer[Array, "..."], w: GGUFTensor, *, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "... d"]:
     """Looks up rows of a quantised table.
 
@@ -41,13 +41,14 @@ def quantized_embedding(
 
 
 def quantized_embedding_reference(
-    ids: Int[Array, "..."],
+    ids: Integer[Array, "..."],
     blocks: UInt8[Array, "v row_bytes"],
     *,
     qtype: str,
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
     v = blocks.shape[0]
+    elements_per_row("quantized_embedding", qtype, blocks.shape[-1])
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))  # int8 cannot hold v
     inside = (ids >= 0) & (ids < v)
     if v == 0:  # nothing to gather from

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.quant.gguf_blocks import decode_rows
+from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor, check_gguf_tensor
 
 
@@ -35,11 +35,6 @@ def quantized_matmul(
       TypeError: `w` is no GGUFTensor `[f, d]`, or its `d` is not that of `x`.
     """
     check_gguf_tensor("quantized_matmul", w, ndim=2)
-    if jnp.shape(x)[-1:] != w.shape[-1:]:
-        raise TypeError(
-            f"quantized_matmul: `x` {jnp.shape(x)} and `w` {w.shape} differ in their "
-            "last dim."
-        )
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     return quantized_matmul_p(x, w.blocks, qtype=w.qtype, compute_dtype=dtype)
 
@@ -51,6 +46,12 @@ def quantized_matmul_reference(
     qtype: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... f"]:
+    d = elements_per_row("quantized_matmul", qtype, blocks.shape[-1])
+    if x.shape[-1] != d:
+        raise TypeError(
+            f"quantized_matmul: dim `d` is {x.shape[-1]} in `x` but {d} in `w`, a row "
+            f"of {blocks.shape[-1]} bytes of {qtype}."
+        )
     return _product(x, blocks, 1, qtype, compute_dtype)
 
 
