@@ -19,7 +19,7 @@ def linear(
         y[..., f] = sum_d x[..., d] * w[f, d] + bias[f]
 
     Sums in float32 (float64 for float64 operands). The dense product is
-    `lax.dot_general` with the precision of `jax.default_matmul_precision`, rounded once,
+    `lax.dot_general` at the precision of `jax.default_matmul_precision`, rounded once,
     after the bias. A `GGUFTensor` goes to `quantized_matmul`, whose result has
     x.dtype already when the bias is added.
 

@@ -90,11 +90,13 @@ def _fields(
     lead, n = b.shape[:-1], b.shape[-1]
     runs = b.reshape(*lead, n // every, 1, every).astype(jnp.int32)
     shift = jnp.arange(0, 8, bits, dtype=jnp.int32)[:, None]
-    return ((runs >> shift) & (2**bits - 1)).reshape(*lead, *shape)
+    fields = (runs >> shift) & (2**bits - 1)
+    # first merge, then split: one reshape that does both is refused on explicit meshes
+    return fields.reshape(*lead, n * (8 // bits)).reshape(*lead, *shape)
 
 
 def _lookup(table: Sequence[int], code: Int[Array, "..."]) -> Int[Array, "..."]:
-    return jnp.take(jnp.asarray(table, jnp.int32), code, axis=0, mode="clip")
+    return lax.select_n(code, *(jnp.full_like(code, value) for value in table))
 
 
 def _q4_0(b):

@@ -1,6 +1,8 @@
 """Rows of a GGUF-quantised table: y = w[ids], only these rows are decoded."""
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, UInt8
 
@@ -53,7 +55,9 @@ def quantized_embedding_reference(
     inside = (ids >= 0) & (ids < v)
     if v == 0:  # nothing to gather from
         blocks = jnp.zeros((1, blocks.shape[1]), jnp.uint8)
-    rows = jnp.take(blocks, jnp.where(inside, ids, 0), axis=0, mode="clip")
+    sharding = jax.typeof(ids).sharding
+    spec = P(*sharding.spec, None) if sharding.mesh.explicit_axes else None
+    rows = blocks.at[jnp.where(inside, ids, 0)].get(mode="clip", out_sharding=spec)
     return jnp.where(inside[..., None], decode_rows(rows, qtype, dtype=dtype), 0)
 
 

@@ -16,7 +16,7 @@ from tests.primitives.quant.block_bytes import (
 )
 
 CASES = [
-    case("q4_1", blocks=quiet_bytes(8, 40), qtype="Q4_1"),
+    case("iq4_nl", blocks=quiet_bytes(8, 36), qtype="IQ4_NL"),
     case("q6_k_stack", blocks=quiet_bytes(2, 8, 210), qtype="Q6_K"),
     case("one_row", blocks=quiet_bytes(1, 34), qtype="Q8_0"),
     case("q4_k", blocks=quiet_bytes(4, 144), qtype="Q4_K", dtype=jnp.bfloat16),
