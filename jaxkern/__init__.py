@@ -1,15 +1,33 @@
-"""jaxkern: the operators of today's models as JAX primitives with every rule."""
+"""jaxkern: the operators of today's models as JAX primitives with every rule.
+
+Each op differentiates in forward and reverse mode to any order, batches, checkpoints and
+shards, and lowers on every platform. Where to look:
+
+    primitives/   what each op means, one file an op: formula, docs, reference, gradient
+    lowering/     what runs where: one row per kernel in cpu.py and cuda.py
+    formats/      files to pytrees of arrays and quantised containers
+    models/       whole models as pure functions, `generate`, the command line
+"""
 
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
 from jaxkern.lowering.lower import backend, explain
-<<<<<<< HEAD
-from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
-=======
+from jaxkern.primitives.activation.geglu import geglu
+from jaxkern.primitives.activation.softcap import softcap
+from jaxkern.primitives.activation.softmax import softmax
+from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.index.argmax import argmax
+from jaxkern.primitives.index.embedding import embedding
+from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
->>>>>>> attn
+from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
+from jaxkern.primitives.quant.dequantize import dequantize
+from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
+from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 from jaxkern.primitives.rope.rope import apply_rope, rope
 from jaxkern.primitives.rope.rope_frequencies import (
     DynamicScaling,
@@ -20,27 +38,40 @@ from jaxkern.primitives.rope.rope_frequencies import (
     rope_cos_sin,
     rope_frequencies,
 )
+from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
+from jaxkern.primitives.sampling.sample import sample
 
-<<<<<<< HEAD
-__all__ = ["add_rms_norm", "backend", "explain", "rms_norm"]
-=======
 __all__ = [
     "DynamicScaling",
+    "GGUFTensor",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
     "YarnScaling",
+    "add_rms_norm",
+    "apply_repetition_penalty",
     "apply_rope",
+    "argmax",
     "attention",
     "backend",
+    "dequantize",
+    "embedding",
     "explain",
+    "geglu",
+    "linear",
+    "quantized_embedding",
+    "quantized_matmul",
     "ring_positions",
     "rms_norm",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
+    "sample",
+    "softcap",
+    "softmax",
+    "swiglu",
+    "top_k",
     "update_kv_cache",
 ]
->>>>>>> attn
 
 del _cpu, _cuda  # imported for their rows

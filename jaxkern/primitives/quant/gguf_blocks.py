@@ -1,0 +1,243 @@
+"""GGUF block formats: raw bytes -> scale * code + offset  (ggml's block_q4_0 and kin).
+
+A row of `d` weights is stored as `d / elements` blocks of `bytes` bytes. Every format
+is affine in groups: a block unpacks to small integer codes `[groups, size]` with one
+float32 scale and, in some formats, one float32 offset per group.
+
+Decoding rounds at most once. An f16 scale has 11 significant bits, sub-scale and code
+together at most 13, so each product fits float32's 24 bits and only the addition of an
+offset (itself exact) rounds. Whether a compiler contracts the two to a fused
+multiply-add or not, the bits are those of `gguf.quants.dequantize`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, UInt8
+
+IQ4_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled e2m1
+
+
+class Unpacked(NamedTuple):
+    """Weights as `scale * code + offset`, group by group."""
+
+    code: Int[Array, "... groups size"]
+    scale: Float32[Array, "... groups 1"]
+    offset: Float32[Array, "... groups 1"] | None = None
+
+
+class BlockFormat(NamedTuple):
+    """`elements` weights in `bytes` bytes; `unpack` is None for plain floats."""
+
+    elements: int
+    bytes: int
+    unpack: Callable[[UInt8[Array, "... bytes"]], Unpacked] | None
+
+
+def elements_per_row(op: str, qtype: str, row_bytes: int) -> int:
+    """Weights in a row of `row_bytes` bytes; refuses in the name of `op`."""
+    form = BLOCK_FORMATS.get(qtype)
+    if form is None:
+        raise ValueError(
+            f"{op}: `qtype` is {qtype!r}, not one of {', '.join(BLOCK_FORMATS)}."
+        )
+    if row_bytes % form.bytes:
+        raise TypeError(
+            f"{op}: rows of {row_bytes} bytes are no whole {qtype} blocks of "
+            f"{form.bytes} bytes."
+        )
+    return row_bytes // form.bytes * form.elements
+
+
+def decode_rows(
+    rows: UInt8[Array, "... r"], qtype: str, *, dtype: DTypeLike = jnp.float32
+) -> Float[Array, "... d"]:
+    """The weights of whole rows: decoded in float32, rounded once to `dtype`."""
+    form = BLOCK_FORMATS[qtype]
+    *lead, row_bytes = rows.shape
+    blocks = rows.reshape(*lead, row_bytes // form.bytes, form.bytes)
+    if form.unpack is None:
+        return lax.bitcast_convert_type(blocks, FLOAT_TYPES[qtype]).astype(dtype)
+    code, scale, offset = form.unpack(blocks)
+    value = scale * code.astype(jnp.float32)
+    if qtype == "MXFP4":  # the only format that reaches below 2**-126
+        value = jnp.where(scale < MIN_NORMAL, _subnormal_product(code, scale), value)
+    if offset is not None:
+        value = value + offset
+    return value.reshape(*lead, blocks.shape[-2] * form.elements).astype(dtype)
+
+
+def _f16(b: UInt8[Array, "... 2"]) -> Float32[Array, "... 1 1"]:
+    half = lax.bitcast_convert_type(b, jnp.float16)
+    return half.astype(jnp.float32)[..., None, None]
+
+
+def _i8(b: UInt8[Array, "..."]) -> Int[Array, "..."]:
+    return lax.bitcast_convert_type(b, jnp.int8).astype(jnp.int32)
+
+
+def _fields(
+    b: UInt8[Array, "... bytes"], bits: int, *, every: int, shape: tuple[int, ...]
+) -> Int[Array, "..."]:
+    """Bit fields, lowest first, of each run of `every` bytes, as int32 of `shape`.
+
+    A run of bytes gives first the lowest field of every byte, then the next.
+    """
+    lead, n = b.shape[:-1], b.shape[-1]
+    runs = b.reshape(*lead, n // every, 1, every).astype(jnp.int32)
+    shift = jnp.arange(0, 8, bits, dtype=jnp.int32)[:, None]
+    fields = (runs >> shift) & (2**bits - 1)
+    # first merge, then split: one reshape that does both is refused on explicit meshes
+    return fields.reshape(*lead, n * (8 // bits)).reshape(*lead, *shape)
+
+
+def _lookup(table: Sequence[int], code: Int[Array, "..."]) -> Int[Array, "..."]:
+    return lax.select_n(code, *(jnp.full_like(code, value) for value in table))
+
+
+def _q4_0(b):
+    return Unpacked(
+        _fields(b[..., 2:], 4, every=16, shape=(1, 32)) - 8, _f16(b[..., :2])
+    )
+
+
+def _q4_1(b):
+    code = _fields(b[..., 4:], 4, every=16, shape=(1, 32))
+    return Unpacked(code, _f16(b[..., :2]), _f16(b[..., 2:4]))
+
+
+def _q5_0(b):
+    low = _fields(b[..., 6:], 4, every=16, shape=(1, 32))
+    high = _fields(b[..., 2:6], 1, every=1, shape=(1, 32))
+    return Unpacked((low | high << 4) - 16, _f16(b[..., :2]))
+
+
+def _q5_1(b):
+    low = _fields(b[..., 8:], 4, every=16, shape=(1, 32))
+    high = _fields(b[..., 4:8], 1, every=1, shape=(1, 32))
+    return Unpacked(low | high << 4, _f16(b[..., :2]), _f16(b[..., 2:4]))
+
+
+def _q8_0(b):
+    return Unpacked(_i8(b[..., None, 2:]), _f16(b[..., :2]))
+
+
+def _q2_k(b):  # scales[16] qs[64] d dmin
+    scale = _fields(b[..., :16], 4, every=16, shape=(2, 16, 1))
+    d, dmin = _f16(b[..., 80:82]), _f16(b[..., 82:84])
+    code = _fields(b[..., 16:80], 2, every=32, shape=(16, 16))
+    return Unpacked(code, d * scale[..., 0, :, :], -dmin * scale[..., 1, :, :])
+
+
+def _q3_k(b):  # hmask[32] qs[64] scales[12] d
+    low = _fields(b[..., 32:96], 2, every=32, shape=(16, 16))
+    high = _fields(b[..., :32], 1, every=32, shape=(16, 16))
+    scale_low = _fields(b[..., 96:104], 4, every=8, shape=(16, 1))
+    scale_high = _fields(b[..., 104:108], 2, every=4, shape=(16, 1))
+    scale = (scale_low | scale_high << 4) - 32
+    return Unpacked((low | high << 2) - 4, _f16(b[..., 108:]) * scale)
+
+
+def _scale_and_min(b):
+    """Eight 6-bit scales and eight 6-bit minima from the 12 bytes of Q4_K and Q5_K."""
+    first, second, rest = (b[..., i : i + 4].astype(jnp.int32) for i in (0, 4, 8))
+    scale = [first & 63, rest & 15 | first >> 6 << 4]
+    minimum = [second & 63, rest >> 4 | second >> 6 << 4]
+    return (jnp.concatenate(s, axis=-1)[..., None] for s in (scale, minimum))
+
+
+def _q4_k(b):  # d dmin scales[12] qs[128]
+    scale, minimum = _scale_and_min(b[..., 4:16])
+    code = _fields(b[..., 16:], 4, every=32, shape=(8, 32))
+    return Unpacked(code, _f16(b[..., :2]) * scale, -_f16(b[..., 2:4]) * minimum)
+
+
+def _q5_k(b):  # d dmin scales[12] qh[32] qs[128]
+    scale, minimum = _scale_and_min(b[..., 4:16])
+    low = _fields(b[..., 48:], 4, every=32, shape=(8, 32))
+    high = _fields(b[..., 16:48], 1, every=32, shape=(8, 32))
+    code = low | high << 4
+    return Unpacked(code, _f16(b[..., :2]) * scale, -_f16(b[..., 2:4]) * minimum)
+
+
+def _q6_k(b):  # ql[128] qh[64] scales[16] d
+    low = _fields(b[..., :128], 4, every=64, shape=(16, 16))
+    high = _fields(b[..., 128:192], 2, every=32, shape=(16, 16))
+    scale = _i8(b[..., 192:208])[..., None]
+    return Unpacked((low | high << 4) - 32, _f16(b[..., 208:]) * scale)
+
+
+def _iq4_nl(b):
+    code = _fields(b[..., 2:], 4, every=16, shape=(1, 32))
+    return Unpacked(_lookup(IQ4_CODES, code), _f16(b[..., :2]))
+
+
+def _iq4_xs(b):  # d scales_h[2] scales_l[4] qs[128]
+    scale_high = _fields(b[..., 2:4], 2, every=1, shape=(8, 1))
+    scale_low = _fields(b[..., 4:8], 4, every=1, shape=(8, 1))
+    scale = (scale_low | scale_high << 4) - 32
+    code = _fields(b[..., 8:], 4, every=16, shape=(8, 32))
+    return Unpacked(_lookup(IQ4_CODES, code), _f16(b[..., :2]) * scale)
+
+
+def _mxfp4(b):
+    e = b[..., :1, None].astype(jnp.int32)
+    bits = jnp.where(e < 2, (1 << 21) << (e & 1), (e - 1) << 23)  # 2**(e - 128)
+    code = _fields(b[..., 1:], 4, every=16, shape=(1, 32))
+    scale = lax.bitcast_convert_type(bits, jnp.float32)
+    return Unpacked(_lookup(E2M1_CODES, code), scale)
+
+
+def _nvfp4(b):  # four unsigned e4m3 scales, qs[32]; codes are doubled, so scales halved
+    e4m3 = b[..., :4, None].astype(jnp.int32)
+    exponent, mantissa = e4m3 >> 3 & 15, e4m3 & 7
+    normal = lax.bitcast_convert_type(
+        exponent + 119 << 23 | mantissa << 20, jnp.float32
+    )
+    scale = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 2.0**-10, normal)
+    scale = jnp.where(e4m3 == 0x7F, 0.0, scale)
+    code = _fields(b[..., 4:], 4, every=8, shape=(4, 16))
+    return Unpacked(_lookup(E2M1_CODES, code), scale)
+
+
+MIN_NORMAL = 2.0**-126
+
+
+def _subnormal_product(
+    code: Int[Array, "..."], scale: Float32[Array, "..."]
+) -> Float32[Array, "..."]:
+    """code * scale for a subnormal scale, exact where the platform flushes subnormals.
+
+    The bits of a subnormal float count units of 2**-149.
+    """
+    units = jnp.abs(code) * lax.bitcast_convert_type(scale, jnp.int32)
+    normal = lax.bitcast_convert_type(units.astype(jnp.float32), jnp.int32)
+    bits = jnp.where(units < 1 << 23, units, normal - (149 << 23))
+    return lax.bitcast_convert_type(bits | code & jnp.int32(-(2**31)), jnp.float32)
+
+
+FLOAT_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+
+BLOCK_FORMATS = {
+    "F32": BlockFormat(1, 4, None),
+    "F16": BlockFormat(1, 2, None),
+    "BF16": BlockFormat(1, 2, None),
+    "Q4_0": BlockFormat(32, 18, _q4_0),
+    "Q4_1": BlockFormat(32, 20, _q4_1),
+    "Q5_0": BlockFormat(32, 22, _q5_0),
+    "Q5_1": BlockFormat(32, 24, _q5_1),
+    "Q8_0": BlockFormat(32, 34, _q8_0),
+    "Q2_K": BlockFormat(256, 84, _q2_k),
+    "Q3_K": BlockFormat(256, 110, _q3_k),
+    "Q4_K": BlockFormat(256, 144, _q4_k),
+    "Q5_K": BlockFormat(256, 176, _q5_k),
+    "Q6_K": BlockFormat(256, 210, _q6_k),
+    "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
+    "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
+    "MXFP4": BlockFormat(32, 17, _mxfp4),
+    "NVFP4": BlockFormat(64, 36, _nvfp4),
+}

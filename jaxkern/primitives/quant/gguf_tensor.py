@@ -1,0 +1,79 @@
+"""`GGUFTensor`: a pytree over the raw blocks of a GGUF file's weight."""
+
+from dataclasses import dataclass, field
+from math import prod
+
+import jax
+from jaxtyping import Array, UInt8
+
+from jaxkern.primitives.quant.gguf_blocks import elements_per_row
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A weight of shape `[..., d]`, quantised along its last dim.
+
+    The one leaf is `blocks`, so `jit`, `vmap`, `scan`, `device_put`, sharding of every
+    dim but the last, indexing and stacking (`jax.tree.map(jnp.stack, ...)`) act on the
+    bytes; the format travels as static structure. Not an array on purpose: arithmetic
+    must say where it decodes. Use `linear`, `quantized_matmul`, `quantized_embedding`
+    or `dequantize`.
+
+    Attributes:
+      blocks: `[..., row_bytes]`, uint8, exactly the bytes of the file.
+      qtype: name of the block format, a key of `BLOCK_FORMATS` such as "Q4_K".
+    """
+
+    blocks: UInt8[Array, "... row_bytes"]
+    qtype: str = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weights: `[..., d]`."""
+        if self.blocks.dtype != "uint8" or self.blocks.ndim == 0:
+            raise TypeError(
+                "GGUFTensor: `blocks` must be uint8 [..., row_bytes], got "
+                f"{self.blocks.dtype} {self.blocks.shape}."
+            )
+        *lead, row_bytes = self.blocks.shape
+        return (*lead, elements_per_row("GGUFTensor", self.qtype, row_bytes))
+
+    @property
+    def ndim(self) -> int:
+        return self.blocks.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, of all blocks."""
+        return self.blocks.nbytes
+
+    def __getitem__(self, index) -> "GGUFTensor":
+        """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""
+        indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) >= self.ndim or any(i is ... for i in indices):
+            raise TypeError(
+                f"GGUFTensor: only the {self.ndim - 1} leading dims of {self.shape} "
+                f"can be indexed, the last one is packed in {self.qtype} blocks. "
+                "Use dequantize(w)[...] instead."
+            )
+        return GGUFTensor(self.blocks[index], self.qtype)
+
+    def __repr__(self) -> str:
+        return f"GGUFTensor({self.qtype}, shape={self.shape})"
+
+
+def check_gguf_tensor(op: str, w: object, *, ndim: int | None = None) -> None:
+    """Raises TypeError unless `w` is a well-formed GGUFTensor of `ndim` dims."""
+    if not isinstance(w, GGUFTensor):
+        raise TypeError(f"{op}: `w` must be a GGUFTensor, got {type(w).__name__}.")
+    shape = w.shape  # refuses blocks that are not whole
+    if ndim is not None and len(shape) != ndim:
+        raise TypeError(
+            f"{op}: `w` must have {ndim} dims, got {shape}. Use jax.vmap for a stack."
+        )

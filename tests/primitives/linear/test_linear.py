@@ -1,0 +1,48 @@
+"""linear: one formula for dense and quantised weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import linear
+from tests.primitives.quant.block_bytes import weight
+
+X = np.random.default_rng(1).normal(size=(2, 3, 64)).astype(np.float32)
+BIAS = np.linspace(-5, 5, 8, dtype=np.float32)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_formula(quantised, bias):
+    packed, values = weight("Q8_0", 8, 64)
+    w = packed if quantised else jnp.asarray(values, jnp.float32)
+    y = jax.jit(linear)(X, w, bias)
+    expected = X.astype(np.float64) @ values.T + (0 if bias is None else bias)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("w_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_sums_in_float32_and_rounds_once(x_dtype, w_dtype):
+    x = jnp.ones((1, 4096), x_dtype)
+    w = jnp.full((2, 4096), 0.5, w_dtype)
+    y = linear(x, w, jnp.full(2, 2.0))  # 2050: bfloat16 sums would stop far below
+    assert y.dtype == x_dtype
+    np.testing.assert_array_equal(y, np.full((1, 2), 2050.0).astype(x_dtype))
+
+
+def test_gradients_of_a_dense_layer():
+    w = np.random.default_rng(2).normal(size=(8, 64)).astype(np.float32)
+    dy = np.random.default_rng(3).normal(size=(2, 3, 8)).astype(np.float32)
+    dx, dw, dbias = jax.vjp(linear, X, w, BIAS)[1](jnp.asarray(dy))
+    np.testing.assert_allclose(dx, dy @ w, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dw, np.einsum("btf,btd->fd", dy, X), atol=1e-4)
+    np.testing.assert_allclose(dbias, dy.sum((0, 1)), atol=1e-5)
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match=r"got \(2, 3, 64\) and \(8, 32\)"):
+        linear(X, jnp.ones((8, 32)))
+    with pytest.raises(TypeError, match=r"`bias` must have shape \(8,\), got \(1,\)"):
+        linear(X, jnp.ones((8, 64)), jnp.ones(1))
