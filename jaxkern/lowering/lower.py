@@ -146,7 +146,7 @@ def add_row(p: KernelPrimitive, platform: str, row: Row) -> None:
 def choose(
     p: KernelPrimitive, platform: str, avals: Sequence, call: Call, static: dict
 ) -> Choice:
-    """The first row that does not refuse; raises under a strict backend if none runs."""
+    """The first row that does not refuse; raises under strict if none runs."""
     rows = p.rows.get(platform, ())
     refused = []
     for row in rows:
