@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 NEWEST := .venv
 OLDEST := .venv-oldest
 TEST_WORKERS ?= 2
-PYTEST := -m pytest -n $(TEST_WORKERS) --dist loadfile -q
+PYTEST := -m pytest -n $(TEST_WORKERS) --dist load -q
 
 .PHONY: demo test test-full test-gpu lint clean
 
