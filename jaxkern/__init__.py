@@ -1,6 +1,6 @@
 """jaxkern: the operators of today's models as JAX primitives with every rule.
 
-Each op differentiates in forward and reverse mode to any order, batches, checkpoints and
+Each op differentiates in both modes to any order, batches, checkpoints and
 shards, and lowers on every platform. Where to look:
 
     primitives/   what each op means, one file an op: formula, docs, reference, gradient

@@ -1,4 +1,4 @@
-"""Eight host devices for the sharding tests; set before JAX starts its backends."""
+"""A CPU with eight host devices unless told otherwise; set before JAX starts."""
 
 import os
 

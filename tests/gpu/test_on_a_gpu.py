@@ -1,0 +1,85 @@
+"""What needs an NVIDIA GPU: every op there, and a Mosaic GPU kernel under the rules."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkern  # noqa: F401  (declares the ops)
+from jaxkern import backend, explain, rms_norm
+from jaxkern.lowering.lower import default_platform
+from tests import checks
+from tests.lowering.test_mosaic_gpu import WEIGHT, X, mosaic_rows, truth
+from tests.test_every_op import OPS, is_small
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
+
+__all__ = ["mosaic_rows"]  # a fixture of every test here
+
+
+@pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
+def test_values_and_gradients_on_the_gpu(p):
+    for case in checks.cases_of(p):
+        if case.full:
+            continue
+        with jax.default_matmul_precision("highest"):
+            checks.check_values(p, case)
+            if is_small(p, case):
+                checks.check_gradients(p, case)
+                checks.check_vmap(p, case)
+
+
+def test_mosaic_kernel_values_vmap_and_gradients():
+    with backend("mosaic_gpu", strict=True):
+        assert "runs mosaic_gpu" in str(explain(rms_norm, X, WEIGHT))
+        np.testing.assert_allclose(rms_norm(X, WEIGHT), truth(X, WEIGHT), rtol=1e-5)
+        assert "mosaic_gpu" in jax.jit(rms_norm).lower(X, WEIGHT).compile().as_text()
+        weights = jnp.stack([WEIGHT, 2 * WEIGHT, WEIGHT, WEIGHT])
+        per_weight = jax.vmap(rms_norm)(X, weights)
+        np.testing.assert_allclose(per_weight, truth(X, weights[:, None]), rtol=1e-5)
+
+        def loss(x, weight):
+            return jnp.sum(jnp.sin(rms_norm(x, weight)))
+
+        grads = jax.jit(jax.grad(loss, (0, 1)))(X, WEIGHT)
+        scanned = jax.lax.scan(lambda x, _: (rms_norm(x, WEIGHT), None), X, length=3)
+    with backend("xla"):
+        expected = jax.grad(loss, (0, 1))(X, WEIGHT)
+    for g, e in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-4)
+    assert np.isfinite(scanned[0]).all()
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "spec, expected", [(P("m"), set()), (P(None, None, "m"), {"all-gather"})]
+)
+def test_mosaic_kernel_partitions_under_plain_jit(spec, expected):
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, spec))
+    compiled = jax.jit(rms_norm).lower(x, WEIGHT).compile()
+    text = compiled.as_text()
+    assert "mosaic_gpu" in text
+    assert set(re.findall(checks.COLLECTIVES, text)) == expected
+    np.testing.assert_allclose(compiled(x, WEIGHT), truth(X, WEIGHT), rtol=1e-5)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+def test_mosaic_kernel_under_shard_map_and_on_explicit_meshes():
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("m"), P()), "out_specs": P("m")}
+    for check_vma in (True, False):
+        f = jax.shard_map(rms_norm, mesh=mesh, check_vma=check_vma, **specs)
+        np.testing.assert_allclose(jax.jit(f)(X, WEIGHT), truth(X, WEIGHT), rtol=1e-5)
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("m", None, None))
+        y = jax.jit(rms_norm)(x, WEIGHT)
+    np.testing.assert_allclose(y, truth(X, WEIGHT), rtol=1e-5)
