@@ -27,7 +27,8 @@ test-full: lint $(NEWEST)/ready $(NEWEST)/demo $(OLDEST)/ready
 	$(OLDEST)/bin/python $(PYTEST) -m "not gpu"
 
 test-gpu: $(NEWEST)/ready
-	JAX_PLATFORMS=cuda,cpu $(NEWEST)/bin/python -m pytest -q -m gpu tests/gpu
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
+		$(NEWEST)/bin/python $(PYTEST) -m gpu tests/gpu
 
 lint: $(NEWEST)/ready
 	$(NEWEST)/bin/ruff check .

@@ -13,15 +13,13 @@ import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern import backend, explain, rms_norm
 from jaxkern.lowering.lower import default_platform
 from tests import checks
-from tests.lowering.test_mosaic_gpu import WEIGHT, X, mosaic_rows, truth
+from tests.lowering.test_mosaic_gpu import WEIGHT, X, mosaic_rows, truth  # noqa: F401
 from tests.test_every_op import OPS, is_small
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
 ]
-
-__all__ = ["mosaic_rows"]  # a fixture of every test here
 
 
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
@@ -36,7 +34,7 @@ def test_values_and_gradients_on_the_gpu(p):
                 checks.check_vmap(p, case)
 
 
-def test_mosaic_kernel_values_vmap_and_gradients():
+def test_mosaic_kernel_values_vmap_and_gradients(mosaic_rows):
     with backend("mosaic_gpu", strict=True):
         assert "runs mosaic_gpu" in str(explain(rms_norm, X, WEIGHT))
         np.testing.assert_allclose(rms_norm(X, WEIGHT), truth(X, WEIGHT), rtol=1e-5)
@@ -61,7 +59,7 @@ def test_mosaic_kernel_values_vmap_and_gradients():
 @pytest.mark.parametrize(
     "spec, expected", [(P("m"), set()), (P(None, None, "m"), {"all-gather"})]
 )
-def test_mosaic_kernel_partitions_under_plain_jit(spec, expected):
+def test_mosaic_kernel_partitions_under_plain_jit(mosaic_rows, spec, expected):
     mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
     x = jax.device_put(X, NamedSharding(mesh, spec))
     compiled = jax.jit(rms_norm).lower(x, WEIGHT).compile()
@@ -72,7 +70,7 @@ def test_mosaic_kernel_partitions_under_plain_jit(spec, expected):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
-def test_mosaic_kernel_under_shard_map_and_on_explicit_meshes():
+def test_mosaic_kernel_under_shard_map_and_on_explicit_meshes(mosaic_rows):
     mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (P("m"), P()), "out_specs": P("m")}
     for check_vma in (True, False):
