@@ -17,6 +17,8 @@ def top_k(
     sign bit last, and 0.0 before -0.0). The gradient of `values` goes to the places
     that were picked; `indices` have none.
 
+    With k the size of the axis, `indices` is the stable descending argsort.
+
     Args:
       x: `[...]`, any float dtype, at least one dim.
       k: how many, at most the size of x along `axis`. 0 gives empty results.

@@ -10,7 +10,7 @@ from tests.checks import bf16, case, f32, i32
 
 CASES = [
     case("smollm2", ids=i32(2, 16, high=4915), table=bf16(4915, 576)),
-    case("llama3_8b", ids=i32(512, high=128256), table=bf16(128256, 4096), full=True),
+    case("qwen3_0_6b", ids=i32(512, high=151936), table=bf16(151936, 1024), full=True),
     case("odd", ids=i32(3, 7, high=11), table=f32(11, 5)),
     case("even", ids=i32(8, 4, low=-3, high=20), table=f32(16, 8)),
     case("clip", ids=i32(8, low=-3, high=20), table=f32(16, 8), out_of_bounds="clip"),
