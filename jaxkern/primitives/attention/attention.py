@@ -144,7 +144,7 @@ def attention(
         per_sequence("kv_lengths", kv_lengths, b),
         per_sequence("q_offset", q_offset, b),
         sinks,
-        scale=h**-0.5 if scale is None else float(scale),
+        scale=max(h, 1) ** -0.5 if scale is None else float(scale),
         causal=causal,
         window=window,
         softcap=softcap,
@@ -279,7 +279,8 @@ def attention_bwd_reference(
             sums = {name: total + part.pop(name) for name, total in sums.items()}
             return sums, part
 
-        zeros = [jnp.zeros(x.shape, score_dtype(query, key)) for x in summed.values()]
+        dtype = score_dtype(query, key)
+        zeros = [jnp.zeros_like(x, dtype) for x in summed.values()]  # sharded as x
         *zeros, _ = same_manual_axes([*zeros, query])
         sums, parts = lax.scan(step, dict(zip(summed, zeros, strict=True)), blocks)
         grads = sums | {name: join_rows(g, name, query) for name, g in parts.items()}
