@@ -22,7 +22,7 @@ TOP = 8
 
 
 class Float64Llama:
-    """Logits of one sequence, token by token; `forward` may be called again to go on."""
+    """Logits of one sequence, token by token; `forward` goes on where it was."""
 
     def __init__(self, path: str | Path):
         reader = gguf.GGUFReader(path)
@@ -91,7 +91,9 @@ class Float64Llama:
             return [self.norm(row, norm) for row in rows] if norm in w else rows
 
         queries = [self.rope(q, position) for q in heads_of("q", self.heads)]
-        self.keys[i].append([self.rope(k, position) for k in heads_of("k", self.kv_heads)])
+        self.keys[i].append(
+            [self.rope(k, position) for k in heads_of("k", self.kv_heads)]
+        )
         self.values[i].append(heads_of("v", self.kv_heads))
         first = 0 if self.window is None else max(0, position + 1 - self.window)
         outputs = []

@@ -8,7 +8,7 @@ to compile; so its answers are stored beside this script and the tests read thos
 - `llama_cpp_smollm2.npz`: for each of the prompts, the prompt's tokens and 64 greedy
   tokens; for each of these positions the 8 likeliest tokens and their log-probabilities
   (the first is the greedy token itself).
-- `llama_cpp_tokens.json`: texts and the token ids that llama.cpp cuts them into, once as
+- `llama_cpp_tokens.json`: texts and their token ids, once as
   plain text and once with the special tokens recognised.
 """
 

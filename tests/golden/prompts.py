@@ -1,4 +1,4 @@
-"""The eight prompts of the golden files: chat and raw, prose, code, numbers, other scripts."""
+"""The eight prompts of the golden files, and texts that tokenizers get wrong."""
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -14,7 +14,8 @@ PROMPTS = (
 )
 NEW_TOKENS = 64
 
-# what tokenizers get wrong: digits, spaces, line ends, contractions, scripts, emoji
+# ruff: noqa: RUF001
+# digits, spaces, line ends, contractions, scripts, emoji
 TEXTS = (
     "",
     " ",
