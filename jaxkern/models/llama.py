@@ -1,0 +1,249 @@
+"""Llama and its relatives as pure functions: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+
+    x = embedding(tokens)
+    for each layer:
+        x = x + attention(rms_norm(x))          https://arxiv.org/abs/2302.13971
+        x = x + swiglu(rms_norm(x))
+    logits = rms_norm(x) @ output
+
+Qwen2 adds biases to q, k and v, Qwen3 normalises the heads of q and k, Mistral sees a
+window of the last keys. `prefill` reads the prompts, `decode` adds one token to each
+sequence; both take and return the key/value cache.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from jaxkern import (
+    GGUFTensor,
+    add_rms_norm,
+    apply_rope,
+    attention,
+    embedding,
+    linear,
+    quantized_embedding,
+    rms_norm,
+    rope_cos_sin,
+    swiglu,
+    update_kv_cache,
+)
+from jaxkern.primitives.rope.rope import Pairing
+from jaxkern.primitives.rope.rope_frequencies import RopeScaling
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """What the weights do not say by their shapes; hashable, so static under `jit`."""
+
+    architecture: str
+    context: int  # longest text the model was trained for, in tokens
+    layers: int
+    d_model: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float  # of every norm
+    rotary_dim: int
+    theta: float
+    pairing: Pairing
+    scaling: RopeScaling | None = None
+    window: int | None = None
+    dtype: str = "float32"  # of activations
+
+
+Matrix = Float[Array, "d f"] | GGUFTensor
+"""A weight: an array input-major, or quantised as in the file, output-major `[f, d]`.
+
+XLA:CPU multiplies a single row by `[d, f]` faster than by `[f, d]`.
+"""
+
+
+class Layer(NamedTuple):
+    """Weights of one layer; None for what the architecture does not have."""
+
+    attention_norm: Float[Array, " d"]
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    q_bias: Float[Array, " k*g*h"] | None
+    k_bias: Float[Array, " k*h"] | None
+    v_bias: Float[Array, " k*h"] | None
+    q_norm: Float[Array, " h"] | None
+    k_norm: Float[Array, " h"] | None
+    attention_output: Matrix
+    ffn_norm: Float[Array, " d"]
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+
+class LlamaWeights(NamedTuple):
+    """Weights of a model."""
+
+    embedding: Float[Array, "v d"] | GGUFTensor
+    layers: tuple[Layer, ...]
+    output_norm: Float[Array, " d"]
+    output: Matrix  # to logits
+    rope_factors: Float[Array, " r"] | None
+
+
+class KVCache(NamedTuple):
+    """Keys and values of each layer, and how many slots each sequence has filled."""
+
+    keys: tuple[Float[Array, "b s k h"], ...]
+    values: tuple[Float[Array, "b s k h"], ...]
+    lengths: Int32[Array, " b"]
+
+
+def empty_cache(
+    config: LlamaConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+) -> KVCache:
+    """A cache for `batch` sequences of up to `slots` tokens.
+
+    It takes 2 * layers * batch * slots * kv_heads * head_dim * itemsize bytes.
+    """
+    shape = (batch, slots, config.kv_heads, config.head_dim)
+    arrays = tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))
+    return KVCache(arrays, arrays, jnp.zeros(batch, jnp.int32))
+
+
+def prefill(
+    config: LlamaConfig,
+    weights: LlamaWeights,
+    tokens: Int32[Array, "b t"],
+    lengths: Int32[Array, " b"],
+    cache: KVCache,
+) -> tuple[Float[Array, "b v"], KVCache]:
+    """Reads t tokens of each sequence and gives the logits of the one that follows.
+
+    Rows may differ in length: they start at the left, and what stands behind
+    `lengths[b]` has no influence. Called again it goes on where the cache ends.
+
+    Args:
+      tokens: `[b, t]`.
+      lengths: `[b]`, how many of the t tokens count; at least 1.
+      cache: of `empty_cache`, or returned by an earlier call. Donate it.
+
+    Returns:
+      logits: `[b, v]` float32, after the last token that counts.
+      cache: with `lengths` more tokens per sequence.
+    """
+    x, cache = hidden_states(config, weights, tokens, cache)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    cache = cache._replace(lengths=cache.lengths + lengths)
+    return logits(weights, last), cache
+
+
+def decode(
+    config: LlamaConfig,
+    weights: LlamaWeights,
+    tokens: Int32[Array, " b"],
+    cache: KVCache,
+) -> tuple[Float[Array, "b v"], KVCache]:
+    """Adds one token to each sequence: `prefill` with t = 1.
+
+    Returns:
+      logits: `[b, v]` float32.
+      cache: with one more token per sequence.
+    """
+    return prefill(config, weights, tokens[:, None], jnp.ones_like(tokens), cache)
+
+
+def logits(weights: LlamaWeights, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
+    """Of the token that follows each hidden state, in float32."""
+    return project(x.astype(jnp.float32), weights.output)
+
+
+def hidden_states(
+    config: LlamaConfig,
+    weights: LlamaWeights,
+    tokens: Int32[Array, "b t"],
+    cache: KVCache,
+) -> tuple[Float[Array, "b t d"], KVCache]:
+    """Normalised outputs of the last layer; the cache gets the keys, not the lengths."""
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])  # [b, t]
+    rotation = rope_cos_sin(
+        positions,
+        config.rotary_dim,
+        theta=config.theta,
+        scaling=config.scaling,
+        frequency_factors=weights.rope_factors,
+    )
+    residual = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
+    first, *others = (layer.attention_norm for layer in weights.layers)
+    x = rms_norm(residual, first, eps=config.eps)
+    keys, values = [], []
+    for i, (layer, next_norm) in enumerate(
+        zip(weights.layers, [*others, weights.output_norm], strict=True)
+    ):
+        k_cache, v_cache = cache.keys[i], cache.values[i]
+        x, k_cache, v_cache = attention_layer(
+            config, layer, x, rotation, k_cache, v_cache, cache.lengths
+        )
+        keys.append(k_cache)
+        values.append(v_cache)
+        x, residual = add_rms_norm(x, residual, layer.ffn_norm, eps=config.eps)
+        x = project(swiglu(project(x, layer.gate), project(x, layer.up)), layer.down)
+        x, residual = add_rms_norm(x, residual, next_norm, eps=config.eps)
+    return x, KVCache(tuple(keys), tuple(values), cache.lengths)
+
+
+def attention_layer(
+    config: LlamaConfig,
+    layer: Layer,
+    x: Float[Array, "b t d"],
+    rotation: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+    k_cache: Float[Array, "b s k h"],
+    v_cache: Float[Array, "b s k h"],
+    lengths: Int32[Array, " b"],
+) -> tuple[Float[Array, "b t d"], Float[Array, "b s k h"], Float[Array, "b s k h"]]:
+    """Attention of the new tokens over the cache, to which it adds their keys."""
+    b, t, _ = x.shape
+
+    def heads(w: Matrix, bias, norm) -> Float[Array, "b t n h"]:
+        y = project(x, w, bias).reshape(b, t, -1, config.head_dim)
+        return y if norm is None else rms_norm(y, norm, eps=config.eps)
+
+    q = heads(layer.q, layer.q_bias, layer.q_norm)
+    k = heads(layer.k, layer.k_bias, layer.k_norm)
+    v = heads(layer.v, layer.v_bias, None)
+    q, k = (apply_rope(a, *rotation, pairing=config.pairing) for a in (q, k))
+    k_cache = update_kv_cache(k_cache, k, lengths)
+    v_cache = update_kv_cache(v_cache, v, lengths)
+    y = attention(
+        q,
+        k_cache,
+        v_cache,
+        kv_lengths=lengths + t,
+        q_offset=lengths,
+        causal=True,
+        window=config.window,
+    )
+    return project(y.reshape(b, t, -1), layer.attention_output), k_cache, v_cache
+
+
+def project(
+    x: Float[Array, "... d"], w: Matrix, bias: Float[Array, " f"] | None = None
+) -> Float[Array, "... f"]:
+    return linear(x, w if isinstance(w, GGUFTensor) else w.T, bias)
+
+
+def embed(
+    tokens: Int32[Array, "..."],
+    table: Float[Array, "v d"] | GGUFTensor,
+    dtype: DTypeLike,
+) -> Float[Array, "... d"]:
+    if isinstance(table, GGUFTensor):
+        return quantized_embedding(tokens, table, dtype=dtype)
+    return embedding(tokens, table).astype(dtype)
+
+
+def count_parameters(weights: LlamaWeights) -> int:
+    leaves = jax.tree.leaves(weights, is_leaf=lambda w: isinstance(w, GGUFTensor))
+    return sum(w.size for w in leaves)

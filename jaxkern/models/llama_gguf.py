@@ -1,0 +1,303 @@
+"""GGUF files of the architectures `llama`, `qwen2` and `qwen3` as `LlamaWeights`."""
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern import GGUFTensor, LinearScaling, YarnScaling, dequantize
+from jaxkern.formats.gguf import GGUFError, GGUFFile
+from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrix
+from jaxkern.primitives.rope.rope_frequencies import RopeScaling
+
+# GGUF files of `llama` have the rows of q and k permuted for pairs of neighbours.
+PAIRINGS = {"llama": "interleaved", "qwen2": "neox", "qwen3": "neox"}
+
+Policy = Literal["auto", "packed", "f32", "bf16"]
+
+MATRICES = {
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "attention_output": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+VECTORS = {
+    "attention_norm": "attn_norm.weight",
+    "ffn_norm": "ffn_norm.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+}
+OPTIONAL = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
+
+
+def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]:
+    """How the weights are kept in memory, and why.
+
+    `packed` keeps the blocks of the file and decodes them at each use, `f32` and `bf16`
+    decode once, while loading. XLA has no product of quantised weights: it writes the
+    decoded matrix to memory each time it multiplies, so on a CPU `packed` decodes the
+    whole model for every token, and `bf16` is widened to float32 for every product.
+    `auto` takes the fastest that fits: on a CPU `f32` where the memory allows it, else
+    `packed`; on other devices `bf16`.
+
+    Returns:
+      The policy, never "auto", and the reason in words.
+    """
+    if policy not in get_args(Policy):
+        raise ValueError(
+            f"load: `weights` must be one of {', '.join(get_args(Policy))}, "
+            f"got {policy!r}."
+        )
+    if policy != "auto":
+        return policy, "asked for"
+    if jax.default_backend() != "cpu":
+        return "bf16", "decoded once; products of bfloat16 are what the device is for"
+    need, free = expanded_bytes(file, 4), available_memory()
+    sizes = f"float32 takes {need / 1e6:.0f} MB of {free / 1e6:.0f} MB available"
+    if need > free:
+        return "packed", f"{sizes}; decoded at each use, which is slow"
+    return "f32", f"{sizes}; decoded once, the fastest on a CPU"
+
+
+def expanded_bytes(file: GGUFFile, itemsize: int) -> int:
+    """Memory of the decoded matrices; a tied embedding is decoded as output only."""
+    sizes = {name: prod(info.shape) for name, info in file.tensors.items()}
+    if "output.weight" in sizes:
+        del sizes["token_embd.weight"]  # its rows are decoded when they are looked up
+    return itemsize * sum(sizes.values())
+
+
+def available_memory() -> int:
+    """Bytes that the machine has left, page cache included."""
+    try:
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def config_from_gguf(file: GGUFFile) -> LlamaConfig:
+    """What the file's metadata say of the model.
+
+    Raises:
+      GGUFError: another architecture, a feature that is not built here, or metadata
+        that are missing or contradict the weights.
+    """
+    arch = file.architecture
+    if arch not in PAIRINGS:
+        raise GGUFError(
+            f"{file.path}: general.architecture is {arch!r}, known are "
+            f"{', '.join(PAIRINGS)}."
+        )
+    read = _Metadata(file, arch)
+    if read.integer("expert_count", 0):
+        raise GGUFError(f"{file.path}: a mixture of experts, which is not built here.")
+    table = file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise GGUFError(f"{file.path}: has no tensor token_embd.weight of two dims.")
+    heads, d_model = read.integer("attention.head_count"), table.shape[1]
+    kv_heads = read.integer("attention.head_count_kv", heads)
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise GGUFError(
+            f"{file.path}: {heads} heads cannot share {kv_heads} key/value heads."
+        )
+    head_dim = read.integer("attention.key_length", d_model // heads)
+    if read.integer("attention.value_length", head_dim) != head_dim:
+        raise GGUFError(f"{file.path}: keys and values differ in length.")
+    return LlamaConfig(
+        architecture=arch,
+        context=read.integer("context_length"),
+        layers=read.integer("block_count"),
+        d_model=d_model,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=table.shape[0],
+        eps=read.number("attention.layer_norm_rms_epsilon"),
+        rotary_dim=read.integer("rope.dimension_count", head_dim),
+        theta=read.number("rope.freq_base", 10000.0),
+        pairing=PAIRINGS[arch],
+        scaling=_rope_scaling(read),
+        window=read.integer("attention.sliding_window", 0) or None,
+    )
+
+
+def load_llama(
+    file: GGUFFile, policy: Policy = "auto"
+) -> tuple[LlamaConfig, LlamaWeights]:
+    """Loads a model, one tensor after the other.
+
+    The peak is the file, the weights as they are kept, and one tensor more. Decoded
+    matrices lie input-major. The embedding table stays as it is in the file: only the
+    rows that are looked up are decoded; a tied output is decoded on its own.
+
+    Args:
+      file: of `jaxkern.formats.gguf.read_gguf`.
+      policy: see `choose_policy`.
+
+    Raises:
+      GGUFError: see `config_from_gguf`; or a tensor is missing, has another shape than
+        the metadata say, or has no place in the model.
+    """
+    config = config_from_gguf(file)
+    policy, _ = choose_policy(file, policy)
+    config = replace(config, dtype="bfloat16" if policy == "bf16" else "float32")
+    shapes = tensor_shapes(config)
+    _check_tensors(file, shapes)
+
+    def vector(name: str) -> jax.Array | None:
+        if name not in file.tensors:
+            return None
+        w = file.load(name)
+        w = dequantize(w) if isinstance(w, GGUFTensor) else w
+        return w.astype(jnp.float32)
+
+    def matrix(name: str) -> Matrix:
+        w = file.load(name)
+        if policy == "packed":
+            return w if isinstance(w, GGUFTensor) else expand(w, w.dtype)
+        return expand(w, jnp.dtype(jnp.float32 if policy == "f32" else jnp.bfloat16))
+
+    layers = tuple(
+        Layer(
+            **{key: matrix(f"blk.{i}.{name}.weight") for key, name in MATRICES.items()},
+            **{key: vector(f"blk.{i}.{name}") for key, name in VECTORS.items()},
+        )
+        for i in range(config.layers)
+    )
+    tied = "output.weight" not in file.tensors
+    weights = LlamaWeights(
+        embedding=file.load("token_embd.weight"),
+        layers=layers,
+        output_norm=vector("output_norm.weight"),
+        output=matrix("token_embd.weight" if tied else "output.weight"),
+        rope_factors=vector("rope_freqs.weight"),
+    )
+    return config, jax.block_until_ready(weights)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def expand(w: jax.Array | GGUFTensor, dtype: jnp.dtype) -> jax.Array:
+    """A stored matrix `[f, d]` decoded, input-major `[d, f]`."""
+    if isinstance(w, GGUFTensor):
+        return dequantize(w, dtype=dtype).T
+    return w.astype(dtype).T
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that a file of this model may have, as stored."""
+    d, h = config.d_model, config.head_dim
+    q, k = config.heads * h, config.kv_heads * h
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (config.vocabulary, d),
+        "output.weight": (config.vocabulary, d),
+        "output_norm.weight": (d,),
+        "rope_freqs.weight": (config.rotary_dim // 2,),
+    }
+    block = {
+        "attn_norm.weight": (d,),
+        "attn_q.weight": (q, d),
+        "attn_k.weight": (k, d),
+        "attn_v.weight": (k, d),
+        "attn_q.bias": (q,),
+        "attn_k.bias": (k,),
+        "attn_v.bias": (k,),
+        "attn_q_norm.weight": (h,),
+        "attn_k_norm.weight": (h,),
+        "attn_output.weight": (d, q),
+        "ffn_norm.weight": (d,),
+        "ffn_gate.weight": (-1, d),
+        "ffn_up.weight": (-1, d),
+        "ffn_down.weight": (d, -1),
+    }
+    for i in range(config.layers):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
+    return shapes
+
+
+def _check_tensors(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    optional = {VECTORS[key] for key in OPTIONAL} | {
+        "output.weight",
+        "rope_freqs.weight",
+    }
+    for name, shape in shapes.items():
+        info = file.tensors.get(name)
+        if info is None:
+            if not any(name.endswith(o) for o in optional):
+                raise GGUFError(f"{file.path}: has no tensor {name}.")
+        elif len(info.shape) != len(shape) or any(
+            want not in (-1, got) for got, want in zip(info.shape, shape, strict=True)
+        ):
+            raise GGUFError(
+                f"{file.path}: tensor {name} is {info.shape}, expected {shape} by the "
+                "metadata."
+            )
+    if strangers := [name for name in file.tensors if name not in shapes]:
+        raise GGUFError(
+            f"{file.path}: tensor {strangers[0]} has no place in a model of "
+            f"architecture {file.architecture}."
+        )
+
+
+class _Metadata:
+    """Keys of one architecture, with their types checked."""
+
+    def __init__(self, file: GGUFFile, arch: str):
+        self.file, self.arch = file, arch
+
+    def get(self, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
+        name = f"{self.arch}.{key}"
+        value = self.file.metadata.get(name, default)
+        if value is None:
+            raise GGUFError(f"{self.file.path}: has no key {name}.")
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise GGUFError(
+                f"{self.file.path}: key {name} is {value!r}, expected {what}."
+            )
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, (int,), "an integer", default)
+        if value < 0:
+            raise GGUFError(
+                f"{self.file.path}: key {self.arch}.{key} is {value}, expected no "
+                "negative number."
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return float(self.get(key, (int, float), "a number", default))
+
+    def string(self, key: str, default: str) -> str:
+        return self.get(key, (str,), "a string", default)
+
+
+def _rope_scaling(read: _Metadata) -> RopeScaling | None:
+    kind = read.string("rope.scaling.type", "none")
+    factor = read.number("rope.scaling.factor", 1.0)
+    if kind == "none" or factor == 1.0:
+        return None
+    if kind == "linear":
+        return LinearScaling(factor)
+    if kind == "yarn":
+        scaling = YarnScaling(
+            factor, read.integer("rope.scaling.original_context_length")
+        )
+        attention_factor = read.number("rope.scaling.attn_factor", 1.0)
+        return replace(scaling, attention_factor=scaling.magnitude * attention_factor)
+    raise GGUFError(
+        f"{read.file.path}: {read.arch}.rope.scaling.type is {kind!r}, known are none, "
+        "linear and yarn."
+    )

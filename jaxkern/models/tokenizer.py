@@ -1,0 +1,294 @@
+"""Text to token ids and back, from a GGUF file's own metadata.
+
+Byte-level BPE (`tokenizer.ggml.model` = "gpt2") and SentencePiece BPE ("llama"), run by
+the `tokenizers` library. The file may come from anybody: what it asks for and is not
+known here is refused, and its chat template runs in a sandbox.
+"""
+
+import datetime
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
+
+# How a text is cut before BPE, by `tokenizer.ggml.pre`; the cuts of a list follow.
+GPT2_PIECES = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+LLAMA3_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_PIECES = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PIECES = {
+    "gpt-2": [GPT2_PIECES],
+    "smollm": [r"\p{N}", GPT2_PIECES],
+    "qwen2": [LLAMA3_PIECES.replace("{1,3}", "")],
+    "llama-bpe": [LLAMA3_PIECES],
+    "tekken": [TEKKEN_PIECES],
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2_PIECES, r"\p{N}+", "[0-9][0-9][0-9]"],
+}
+WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a piece that is a token needs no merges
+ADDS_BOS = ("llama-bpe", "tekken")  # unless the file says otherwise
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _UNUSED, BYTE = range(1, 7)  # token types
+
+# Tokens that end an answer, beside those that the file declares as such.
+END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+)
+
+
+@dataclass(frozen=True)
+class GGUFTokenizer:
+    """A model's tokenizer; see `tokenizer_from_gguf`.
+
+    Attributes:
+      tokenizer: of the `tokenizers` library.
+      add_bos, add_eos: does a text get these tokens at its ends?
+      bos_id, eos_id: their ids, or None.
+      stop_ids: ids that end an answer.
+      chat_template: Jinja source, or None.
+    """
+
+    tokenizer: Tokenizer
+    add_bos: bool
+    add_eos: bool
+    bos_id: int | None
+    eos_id: int | None
+    stop_ids: frozenset[int]
+    chat_template: str | None
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+          text: any string.
+          special: read `<|im_end|>` and the like as control tokens. False for text from
+            others: it then cannot speak for the system.
+        """
+        self.tokenizer.encode_special_tokens = not special
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return [*ids, self.eos_id] if self.add_eos and self.eos_id is not None else ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids, without control tokens. Broken UTF-8 becomes U+FFFD."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The messages as the model was trained to read them, ready for its answer.
+
+        Args:
+          messages: `{"role": "user", "content": "..."}` and the like, in order.
+
+        Raises:
+          ValueError: the file has no chat template, or its template fails.
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                "chat: the file has no tokenizer.chat_template. Use --raw."
+            )
+        token = self.tokenizer.id_to_token
+        try:
+            return (
+                _chat_environment()
+                .from_string(self.chat_template)
+                .render(
+                    messages=list(messages),
+                    add_generation_prompt=True,
+                    bos_token="" if self.bos_id is None else token(self.bos_id),
+                    eos_token="" if self.eos_id is None else token(self.eos_id),
+                )
+            )
+        except (TemplateError, TypeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"chat: the file's template fails: {error}") from error
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer:
+    """Builds the tokenizer that a GGUF file describes.
+
+    Args:
+      metadata: of `jaxkern.formats.gguf.read_gguf`.
+
+    Raises:
+      ValueError: keys are missing or contradict each other, or the kind of tokenizer
+        is not one of those above.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
+    if kind not in builders:
+        raise ValueError(
+            f"tokenizer: tokenizer.ggml.model is {kind!r}, known are "
+            f"{', '.join(builders)}."
+        )
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise ValueError("tokenizer: tokenizer.ggml.tokens must be a list of strings.")
+    if len(set(tokens)) != len(tokens):
+        twice = next(t for i, t in enumerate(tokens) if t in tokens[:i])
+        raise ValueError(f"tokenizer: token {twice!r} occurs twice.")
+    types = metadata.get("tokenizer.ggml.token_type")
+    types = [NORMAL] * len(tokens) if types is None else [int(t) for t in types]
+    if len(types) != len(tokens):
+        raise ValueError(
+            f"tokenizer: {len(tokens)} tokens but {len(types)} token types."
+        )
+    tokenizer = builders[kind](metadata, tokens, types)
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=t == CONTROL, normalized=False)
+            for token, t in zip(tokens, types, strict=True)
+            if t in (CONTROL, USER_DEFINED) and token
+        ]
+    )
+
+    def token_id(name: str) -> int | None:
+        i = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if i is not None and not 0 <= i < len(tokens):
+            raise ValueError(
+                f"tokenizer: {name}_token_id is {i}, there are {len(tokens)} tokens."
+            )
+        return i
+
+    declared = {token_id(name) for name in ("eos", "eot", "eom")} - {None}
+    named = {
+        i
+        for i, token in enumerate(tokens)
+        if types[i] == CONTROL and token in END_TOKENS
+    }
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    adds_bos = kind == "llama" or pre in ADDS_BOS
+    return GGUFTokenizer(
+        tokenizer,
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
+        add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        bos_id=token_id("bos"),
+        eos_id=token_id("eos"),
+        stop_ids=frozenset(declared | named),
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )
+
+
+def _byte_level_bpe(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> Tokenizer:
+    """BPE over bytes, each byte written as one printable character (GPT-2)."""
+    del types
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PIECES:
+        raise ValueError(
+            f"tokenizer: tokenizer.ggml.pre is {pre!r}, known are {', '.join(PIECES)}."
+        )
+    # a merge is "left right"; a space can only stand between them
+    merges = [
+        tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())
+    ]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    for merge in merges:
+        if len(merge) != 2 or not vocabulary.keys() >= {*merge, "".join(merge)}:
+            raise ValueError(f"tokenizer: merge {' '.join(merge)!r} names no tokens.")
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(p), "isolated") for p in PIECES[pre]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece_bpe(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> Tokenizer:
+    """SentencePiece BPE: the pair whose piece has the highest score is merged first.
+
+    `tokenizers` ranks pairs of pieces instead, so the pairs are listed by the score of
+    what they make. Equal scores would be settled by place there and by rank here; such
+    a file is refused.
+    """
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ValueError(
+            f"tokenizer: tokenizer.ggml.scores must be {len(tokens)} numbers, one per "
+            "token."
+        )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    normal = {t: i for t, i in vocabulary.items() if types[i] == NORMAL}
+    pairs = [
+        (token[:cut], token[cut:], float(scores[i]))
+        for token, i in normal.items()
+        for cut in range(1, len(token))
+        if token[:cut] in normal and token[cut:] in normal
+    ]
+    if len({score for *_, score in pairs}) != len({a + b for a, b, _ in pairs}):
+        raise ValueError(
+            "tokenizer: tokenizer.ggml.scores gives two pieces the same score, so the "
+            "order of their merges is not known."
+        )
+    pairs.sort(key=lambda pair: -pair[2])
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            [(left, right) for left, right, _ in pairs],
+            unk_token=tokens[unknown],
+            fuse_unk=False,
+            byte_fallback=BYTE in types,
+        )
+    )
+    spaces = [normalizers.Replace(" ", "▁")]
+    after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces = [normalizers.Prepend("▁"), *spaces]
+        after = [*after, decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(after)
+    return tokenizer
+
+
+@functools.cache
+def _chat_environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as chat templates expect it, without access to Python's insides."""
+
+    def raise_exception(message: str):
+        raise TemplateError(message)
+
+    def strftime_now(format: str) -> str:
+        return datetime.datetime.now().strftime(format)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+    )
+    environment.globals.update(
+        raise_exception=raise_exception, strftime_now=strftime_now
+    )
+    return environment
