@@ -13,7 +13,7 @@ import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern import backend, explain, rms_norm
 from jaxkern.lowering.lower import default_platform
 from tests import checks
-from tests.lowering.test_mosaic_gpu import WEIGHT, X, mosaic_rows, truth  # noqa: F401
+from tests.lowering.test_mosaic_gpu import WEIGHT, X, truth
 from tests.test_every_op import OPS, is_small
 
 pytestmark = [
