@@ -1,0 +1,274 @@
+"""Answers from two executables: one reads the prompts, one writes a chunk of tokens.
+
+    generator = Generator(config, weights, batch=1, prompt_slots=64, max_tokens=128)
+    for tokens in generator.stream([prompt], seed=0):
+        ...                                       # int32 [b, up to `chunk`] on the host
+
+Both are compiled before the first token. The second is a loop of fixed length, so a
+device runs a chunk of tokens without the host; sequences that are finished stay as they
+are, and the host asks between chunks if any is left. The cache is donated: there is one.
+"""
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkern import sample
+from jaxkern.models.llama import (
+    KVCache,
+    LlamaConfig,
+    LlamaWeights,
+    decode,
+    empty_cache,
+    prefill,
+)
+
+NO_TOKEN = -1  # of a sequence that is finished
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn; see `jaxkern.sample`. Temperature 0 takes the likeliest."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __call__(
+        self, logits: Float[Array, "b v"], key: jax.Array
+    ) -> Int32[Array, " b"]:
+        return sample(
+            logits,
+            key,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
+
+
+class State(NamedTuple):
+    """What goes from one chunk to the next; it stays on the device.
+
+    Attributes:
+      tokens: drawn but not yet read.
+      finished: an end token was drawn, or the sequence was never there.
+    """
+
+    tokens: Int32[Array, " b"]
+    finished: Bool[Array, " b"]
+    cache: KVCache
+    key: jax.Array
+
+
+def read_prompts(
+    config: LlamaConfig,
+    weights: LlamaWeights,
+    prompts: Int32[Array, "b t"],
+    lengths: Int32[Array, " b"],
+    seed: Int32[Array, ""],
+    *,
+    slots: int,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+) -> tuple[Int32[Array, " b"], State]:
+    """Fills a new cache and draws the first token of each answer."""
+    cache = empty_cache(config, prompts.shape[0], slots)
+    logits, cache = prefill(config, weights, prompts, lengths, cache)
+    key, key_now = jax.random.split(jax.random.key(seed))
+    tokens = sampling(logits, key_now)
+    finished = is_stop(tokens, stop_ids)
+    return tokens, State(tokens, finished, cache, key)
+
+
+def write_chunk(
+    config: LlamaConfig,
+    weights: LlamaWeights,
+    state: State,
+    *,
+    steps: int,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+) -> tuple[Int32[Array, "b steps"], State]:
+    """Draws `steps` more tokens of each answer, NO_TOKEN behind its end."""
+
+    def step(state: State, _):
+        logits, cache = decode(config, weights, state.tokens, state.cache)
+        # what a finished sequence reads stays in the slot behind its end
+        lengths = jnp.where(state.finished, state.cache.lengths, cache.lengths)
+        cache = cache._replace(lengths=lengths)
+        key, key_now = jax.random.split(state.key)
+        drawn = sampling(logits, key_now)
+        tokens = jnp.where(state.finished, state.tokens, drawn)
+        finished = state.finished | is_stop(tokens, stop_ids)
+        shown = jnp.where(state.finished, NO_TOKEN, drawn)
+        return State(tokens, finished, cache, key), shown
+
+    state, tokens = lax.scan(step, state, length=steps)
+    return tokens.T, state
+
+
+def is_stop(tokens: Int32[Array, " b"], stop_ids: tuple[int, ...]) -> Bool[Array, " b"]:
+    stops = jnp.array(stop_ids, jnp.int32)
+    return jnp.any(tokens[:, None] == stops, axis=-1)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds and tokens of one `stream`, to which every chunk adds."""
+
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+
+
+class Generator:
+    """A model with its two executables, compiled for one shape of prompts and answers.
+
+    Args:
+      config, weights: of `load_llama`.
+      batch: number of prompts at a time.
+      prompt_slots: tokens of the longest prompt; shorter ones are padded.
+      max_tokens: longest answer.
+      sampling: how tokens are drawn.
+      stop_ids: tokens that end an answer.
+      chunk: tokens between two looks of the host.
+
+    Raises:
+      ValueError: prompt and answer do not fit the model's context.
+
+    Attributes:
+      executables: name -> compiled executable.
+      compile_seconds: what tracing, lowering and compiling them took.
+      timings: of the latest `stream`.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: LlamaWeights,
+        *,
+        batch: int,
+        prompt_slots: int,
+        max_tokens: int,
+        sampling: Sampling = Sampling(),
+        stop_ids: Sequence[int] = (),
+        chunk: int = 16,
+    ):
+        if min(batch, prompt_slots, max_tokens, chunk) < 1:
+            raise ValueError(
+                "generate: `batch`, `prompt_slots`, `max_tokens` and `chunk` must be "
+                f"at least 1, got {batch}, {prompt_slots}, {max_tokens} and {chunk}."
+            )
+        if prompt_slots + max_tokens > config.context:
+            raise ValueError(
+                f"generate: {prompt_slots} tokens of prompt and {max_tokens} of answer "
+                f"are more than the model's context of {config.context}."
+            )
+        self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
+        self.prompt_slots = prompt_slots
+        # the first token comes with the prompt, the others in whole chunks
+        chunks = -(-(max_tokens - 1) // chunk)
+        static = {"sampling": sampling, "stop_ids": tuple(sorted(stop_ids))}
+        self.read = functools.partial(
+            read_prompts, config, slots=prompt_slots + chunks * chunk, **static
+        )
+        self.write = functools.partial(write_chunk, config, steps=chunk, **static)
+        start = time.perf_counter()
+        arguments = (
+            weights,
+            jax.ShapeDtypeStruct((batch, prompt_slots), jnp.int32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
+        self.executables = {"prefill": jax.jit(self.read).lower(*arguments).compile()}
+        if chunks:
+            _, self.state = jax.eval_shape(self.read, *arguments)
+            write = jax.jit(self.write, donate_argnums=1)
+            self.executables["decode"] = write.lower(weights, self.state).compile()
+        self.compile_seconds = time.perf_counter() - start
+        self.timings = Timings()
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], *, seed: int = 0
+    ) -> Iterator[Int32[np.ndarray, "b n"]]:
+        """Answers, chunk by chunk.
+
+        Args:
+          prompts: token ids, one list per sequence of the batch, none of them empty.
+          seed: of the draws.
+
+        Yields:
+          tokens: int32 `[b, n]` on the host, NO_TOKEN behind the end of a sequence. The
+            stop token that ends it is still there.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if not all(1 <= n <= self.prompt_slots for n in lengths):
+            raise ValueError(
+                f"generate: prompts must have 1 to {self.prompt_slots} tokens, got "
+                f"{lengths}."
+            )
+        padded = np.zeros((len(prompts), self.prompt_slots), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        start = time.perf_counter()
+        first, state = self.executables["prefill"](
+            self.weights, padded, np.array(lengths, np.int32), np.int32(seed)
+        )
+        tokens = np.asarray(first)[:, None]
+        self.timings = Timings(time.perf_counter() - start, sum(lengths))
+        yield tokens
+        left = self.max_tokens - 1
+        while left > 0 and not np.all(state.finished):
+            start = time.perf_counter()
+            chunk, state = self.executables["decode"](self.weights, state)
+            tokens = np.asarray(chunk)
+            self.timings = Timings(
+                self.timings.prefill_seconds,
+                self.timings.prefill_tokens,
+                self.timings.decode_seconds + time.perf_counter() - start,
+                self.timings.decode_steps + self.chunk,
+            )
+            yield tokens[:, :left]
+            left -= self.chunk
+
+
+def generate(
+    config: LlamaConfig,
+    weights: LlamaWeights,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: Sampling = Sampling(),
+    stop_ids: Sequence[int] = (),
+    seed: int = 0,
+    chunk: int = 16,
+) -> list[list[int]]:
+    """The whole answers to some prompts: `Generator`, run to its end.
+
+    Returns:
+      One list of token ids per prompt, of at most `max_tokens`, without the stop token.
+    """
+    generator = Generator(
+        config,
+        weights,
+        batch=len(prompts),
+        prompt_slots=max(map(len, prompts)),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        chunk=chunk,
+    )
+    rows = np.concatenate(list(generator.stream(prompts, seed=seed)), axis=1)
+    ends = {NO_TOKEN, *stop_ids}
+    return [[int(token) for token in row if token not in ends] for row in rows]
