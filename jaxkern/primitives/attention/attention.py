@@ -451,8 +451,11 @@ ROW_AXIS = {  # where t stands in what has one row per query
 
 def rows_at_once(query, key):
     """How many query rows have at most MAX_SCORES_BYTES of float32 scores."""
-    b, _, n, _ = query.shape
-    return max(1, MAX_SCORES_BYTES // max(1, 4 * b * n * key.shape[1]))
+    b, t, n, _ = query.shape
+    row_bytes = 4 * b * n * key.shape[1]
+    if not isinstance(row_bytes, int):
+        return t  # symbolic sizes: all rows at once
+    return max(1, MAX_SCORES_BYTES // max(1, row_bytes))
 
 
 def split_rows(rows, block):
