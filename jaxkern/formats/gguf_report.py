@@ -58,7 +58,7 @@ def model_facts(file: GGUFFile) -> dict[str, str]:
 
 
 def _heads(heads: Any, kv_heads: Any) -> str | None:
-    """Query heads and key/value heads; some models have another number in each layer."""
+    """Query and key/value heads; some models have other numbers in each layer."""
     if heads is None:
         return None
     return f"{heads} ({heads if kv_heads is None else kv_heads})"

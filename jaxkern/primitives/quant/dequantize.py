@@ -17,8 +17,8 @@ def dequantize(
         w = scale * code + offset
 
     float32 is bit-equal to `gguf.quants.dequantize` (but for the payload of a NaN), any
-    other dtype is that result rounded once. Under `jit` the decoding is one fused loop:
-    it needs the bytes and the result, nothing between them.
+    other dtype is that result rounded once. Under `jit` peak memory is the bytes and
+    the result; for Q2_K to Q6_K also one and a half bytes per weight.
 
     Args:
       w: `[..., d]`, any block format.

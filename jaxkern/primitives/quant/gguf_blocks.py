@@ -126,11 +126,20 @@ def _q8_0(b):
     return Unpacked(_i8(b[..., None, 2:]), _f16(b[..., :2]))
 
 
+def _computed_once(code, scale, offset=None):
+    """For fields put together from several bytes.
+
+    Fused into the product, XLA would assemble a scale anew for each of its codes: on a
+    CPU decoding is 2 to 7 times faster this way, for one byte per weight of space.
+    """
+    return Unpacked(*lax.optimization_barrier((code.astype(jnp.int8), scale, offset)))
+
+
 def _q2_k(b):  # scales[16] qs[64] d dmin
     scale = _fields(b[..., :16], 4, every=16, shape=(2, 16, 1))
     d, dmin = _f16(b[..., 80:82]), _f16(b[..., 82:84])
     code = _fields(b[..., 16:80], 2, every=32, shape=(16, 16))
-    return Unpacked(code, d * scale[..., 0, :, :], -dmin * scale[..., 1, :, :])
+    return _computed_once(code, d * scale[..., 0, :, :], -dmin * scale[..., 1, :, :])
 
 
 def _q3_k(b):  # hmask[32] qs[64] scales[12] d
@@ -139,7 +148,7 @@ def _q3_k(b):  # hmask[32] qs[64] scales[12] d
     scale_low = _fields(b[..., 96:104], 4, every=8, shape=(16, 1))
     scale_high = _fields(b[..., 104:108], 2, every=4, shape=(16, 1))
     scale = (scale_low | scale_high << 4) - 32
-    return Unpacked((low | high << 2) - 4, _f16(b[..., 108:]) * scale)
+    return _computed_once((low | high << 2) - 4, _f16(b[..., 108:]) * scale)
 
 
 def _scale_and_min(b):
@@ -153,7 +162,7 @@ def _scale_and_min(b):
 def _q4_k(b):  # d dmin scales[12] qs[128]
     scale, minimum = _scale_and_min(b[..., 4:16])
     code = _fields(b[..., 16:], 4, every=32, shape=(8, 32))
-    return Unpacked(code, _f16(b[..., :2]) * scale, -_f16(b[..., 2:4]) * minimum)
+    return _computed_once(code, _f16(b[..., :2]) * scale, -_f16(b[..., 2:4]) * minimum)
 
 
 def _q5_k(b):  # d dmin scales[12] qh[32] qs[128]
@@ -161,14 +170,14 @@ def _q5_k(b):  # d dmin scales[12] qh[32] qs[128]
     low = _fields(b[..., 48:], 4, every=32, shape=(8, 32))
     high = _fields(b[..., 16:48], 1, every=32, shape=(8, 32))
     code = low | high << 4
-    return Unpacked(code, _f16(b[..., :2]) * scale, -_f16(b[..., 2:4]) * minimum)
+    return _computed_once(code, _f16(b[..., :2]) * scale, -_f16(b[..., 2:4]) * minimum)
 
 
 def _q6_k(b):  # ql[128] qh[64] scales[16] d
     low = _fields(b[..., :128], 4, every=64, shape=(16, 16))
     high = _fields(b[..., 128:192], 2, every=32, shape=(16, 16))
     scale = _i8(b[..., 192:208])[..., None]
-    return Unpacked((low | high << 4) - 32, _f16(b[..., 208:]) * scale)
+    return _computed_once((low | high << 4) - 32, _f16(b[..., 208:]) * scale)
 
 
 def _iq4_nl(b):

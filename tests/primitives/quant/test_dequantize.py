@@ -48,11 +48,10 @@ def test_empty(shape):
 
 
 @pytest.mark.parametrize("qtype", QTYPES)
-def test_no_array_of_the_size_of_the_result_lies_between(qtype):
-    """Peak memory: the bytes, the result and at most one more tensor of its size."""
+def test_no_float_array_lies_between_the_bytes_and_the_result(qtype):
     w, _ = weight(qtype, 256, 2048)
     compiled = jax.jit(dequantize).lower(w).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes <= w.size * 4
+    assert compiled.memory_analysis().temp_size_in_bytes <= 1.5 * w.size
 
 
 def test_refusals():

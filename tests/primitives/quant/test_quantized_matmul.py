@@ -19,10 +19,12 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("rows", [(), (2, 1), (2, 3)])
 @pytest.mark.parametrize("qtype", QTYPES)
-def test_formula(qtype):
+def test_formula(qtype, rows):
+    """Few rows and many: two ways to the same sums."""
     w, values = weight(qtype, 24, 512)
-    x = np.random.default_rng(1).normal(size=(2, 3, 512)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(*rows, 512)).astype(np.float32)
     y = quantized_matmul(jnp.asarray(x), w)
     expected = x.astype(np.float64) @ values.T
     assert y.dtype == jnp.float32
