@@ -4,9 +4,9 @@
     for tokens in generator.stream([prompt], seed=0):
         ...                                       # int32 [b, up to `chunk`] on the host
 
-Both are compiled before the first token. The second is a loop of fixed length, so a
-device runs a chunk of tokens without the host; sequences that are finished stay as they
-are, and the host asks between chunks if any is left. The cache is donated: there is one.
+Both are compiled before the first token. The second is a loop of fixed length, so the
+device writes a chunk of tokens without the host; finished sequences stay as they are,
+and between chunks the host asks if any is left. The cache is donated: there is one.
 """
 
 import functools
@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkern import sample
+from jaxkern import explain, sample
+from jaxkern.lowering.lower import Explanation
 from jaxkern.models.llama import (
     KVCache,
     LlamaConfig,
@@ -148,7 +149,8 @@ class Generator:
       ValueError: prompt and answer do not fit the model's context.
 
     Attributes:
-      executables: name -> compiled executable.
+      executables: compiled, by name: "prefill", and "decode" for more than one token.
+      calls: what they were compiled from: function and arguments.
       compile_seconds: what tracing, lowering and compiling them took.
       timings: of the latest `stream`.
     """
@@ -180,10 +182,12 @@ class Generator:
         # the first token comes with the prompt, the others in whole chunks
         chunks = -(-(max_tokens - 1) // chunk)
         static = {"sampling": sampling, "stop_ids": tuple(sorted(stop_ids))}
-        self.read = functools.partial(
-            read_prompts, config, slots=prompt_slots + chunks * chunk, **static
+        slots = prompt_slots + chunks * chunk
+        read = jax.jit(functools.partial(read_prompts, config, slots=slots, **static))
+        write = jax.jit(
+            functools.partial(write_chunk, config, steps=chunk, **static),
+            donate_argnums=1,
         )
-        self.write = functools.partial(write_chunk, config, steps=chunk, **static)
         start = time.perf_counter()
         arguments = (
             weights,
@@ -191,13 +195,23 @@ class Generator:
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.int32),
         )
-        self.executables = {"prefill": jax.jit(self.read).lower(*arguments).compile()}
+        self.calls = {"prefill": (read, arguments)}
         if chunks:
-            _, self.state = jax.eval_shape(self.read, *arguments)
-            write = jax.jit(self.write, donate_argnums=1)
-            self.executables["decode"] = write.lower(weights, self.state).compile()
+            _, state = jax.eval_shape(read, *arguments)
+            self.calls["decode"] = (write, (weights, state))
+        self.executables = {
+            name: function.lower(*arguments).compile()
+            for name, (function, arguments) in self.calls.items()
+        }
         self.compile_seconds = time.perf_counter() - start
         self.timings = Timings()
+
+    def explain(self) -> dict[str, Explanation]:
+        """What each op runs on, for each executable; see `jaxkern.explain`."""
+        return {
+            name: explain(function, *arguments)
+            for name, (function, arguments) in self.calls.items()
+        }
 
     def stream(
         self, prompts: Sequence[Sequence[int]], *, seed: int = 0

@@ -166,7 +166,7 @@ def hidden_states(
     tokens: Int32[Array, "b t"],
     cache: KVCache,
 ) -> tuple[Float[Array, "b t d"], KVCache]:
-    """Normalised outputs of the last layer. The cache gets keys, not yet the lengths."""
+    """Normalised outputs of the last layer; the cache with keys, lengths as before."""
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])  # [b, t]
     rotation = rope_cos_sin(
         positions,

