@@ -32,7 +32,6 @@ from jaxkern.primitives.kernel_primitive import (
 )
 
 SMALL = 6000  # elements: larger cases get values and dtypes only
-NUM_SMALL = 4  # small cases of an op outside `make test-full`
 COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
 
 

@@ -9,18 +9,18 @@ from tests import checks
 OPS = [p for p in REGISTRY.values() if p.reference.__module__.startswith("jaxkern.")]
 MID = 2**20  # elements: larger cases only with `make test-full`
 EACH_CASE = [checks.check_values, checks.check_dtypes]
-EACH_SMALL_CASE = [
-    checks.check_gradients,
-    checks.check_vmap,
-    checks.check_transforms,
-    checks.check_sharding,
-    checks.check_kernel_sharding,
-    checks.check_explicit_sharding,
-    checks.check_shard_map,
-    checks.check_kernel_is_used,
-    checks.check_degenerate_dims,
-    checks.check_errors,
-]
+EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-full` all
+    checks.check_gradients: 4,
+    checks.check_vmap: 2,
+    checks.check_transforms: 2,
+    checks.check_sharding: 1,
+    checks.check_kernel_sharding: 2,
+    checks.check_explicit_sharding: 1,
+    checks.check_shard_map: 1,
+    checks.check_kernel_is_used: 1,
+    checks.check_degenerate_dims: 2,
+    checks.check_errors: 2,
+}
 
 
 def parameters(functions, keep):
@@ -31,9 +31,9 @@ def generate_parameters(functions, keep):
     for p in OPS:
         kept = [case for case in checks.cases_of(p) if keep(p, case)]
         for k, case in enumerate(kept):
-            full = case.full or checks.num_elements(p, case) > MID
-            full = full or (keep is is_small and k >= checks.NUM_SMALL)
+            large = case.full or checks.num_elements(p, case) > MID
             for check in functions:
+                full = large or k >= EACH_SMALL_CASE.get(check, len(kept))
                 name = check.__name__.removeprefix("check_")
                 yield pytest.param(
                     check,
