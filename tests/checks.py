@@ -155,7 +155,7 @@ def in_float64(x: Any) -> Any:
 def truth(p: KernelPrimitive, case: Case, operands: Sequence) -> tuple:
     """The reference on the operands' values in float64, as NumPy arrays."""
     with jax.enable_x64(True):
-        out = bound(p, case, reference=True)(*map(in_float64, operands))
+        out = jax.jit(bound(p, case, reference=True))(*map(in_float64, operands))
         return tuple(np.asarray(y) for y in as_tuple(out))
 
 
@@ -275,7 +275,8 @@ def check_dtypes(p: KernelPrimitive, case: Case) -> None:
                 assert_near(y, e, case.ulps, what=f"{p.name} {dtype.__name__}")
         if differentiable(p, operands) and num_elements(p, case) <= SMALL:
             wrt = float_operands(operands)
-            for i, g in zip(wrt, gradients(f, operands)(*operands), strict=True):
+            grads = jax.jit(gradients(f, operands))(*operands)
+            for i, g in zip(wrt, grads, strict=True):
                 assert g.dtype == operands[i].dtype, p.operands[i].name
                 assert g.shape == operands[i].shape, p.operands[i].name
 
@@ -287,45 +288,42 @@ def check_gradients(p: KernelPrimitive, case: Case) -> None:
         if not differentiable(p, operands):
             check_no_gradient(p, case, operands)
             return
-        f, reference = bound(p, case), bound(p, case, reference=True)
         wrt = float_operands(operands)
         values = tuple(operands[i] for i in wrt)
         rng = np.random.default_rng(1)
         direction = tuple(jnp.asarray(rng.standard_normal(v.shape)) for v in values)
 
-        def forward(f):  # jvp
-            return jax.jvp(loss_of(f, operands, wrt), values, direction)[1]
-
-        def reverse(f):  # grad
-            loss = loss_of(f, operands, wrt)
-            return jax.grad(loss, tuple(range(len(wrt))))(*values)
-
-        def forward_over_reverse(f):
+        def every_mode(f, values, direction):
             loss = loss_of(f, operands, wrt)
             grad = jax.grad(loss, tuple(range(len(wrt))))
-            return jax.jvp(grad, values, direction)[1]
 
-        def reverse_over_forward(f):
-            def dot(*values):
-                return jax.jvp(loss_of(f, operands, wrt), values, direction)[1]
+            def along(*values):
+                return jax.jvp(loss, values, direction)[1]
 
-            return jax.grad(dot, tuple(range(len(wrt))))(*values)
-
-        def reverse_over_reverse(f):
-            grad = jax.grad(loss_of(f, operands, wrt), tuple(range(len(wrt))))
-
-            def dot(*values):
+            def pulled_along(*values):
                 pairs = zip(grad(*values), direction, strict=True)
                 return sum(jnp.vdot(g, d) for g, d in pairs)
 
-            return jax.grad(dot, tuple(range(len(wrt))))(*values)
+            every = tuple(range(len(wrt)))
+            return {
+                "forward": along(*values),
+                "reverse": grad(*values),
+                "forward over reverse": jax.jvp(grad, values, direction)[1],
+                "reverse over forward": jax.grad(along, every)(*values),
+                "reverse over reverse": jax.grad(pulled_along, every)(*values),
+            }
 
-        modes = [forward, reverse, forward_over_reverse, reverse_over_forward]
-        for mode in (*modes, reverse_over_reverse):
-            pairs = jax.jit(lambda mode=mode: (mode(f), mode(reference)))()
-            for g, e in zip(*map(as_tuple, pairs), strict=True):
+        actual, expected = (
+            jax.jit(functools.partial(every_mode, bound(p, case, reference)))(
+                values, direction
+            )
+            for reference in (False, True)
+        )
+        for mode in expected:
+            leaves = (jax.tree.leaves(x[mode]) for x in (actual, expected))
+            for g, e in zip(*leaves, strict=True):
                 np.testing.assert_allclose(
-                    g, e, rtol=1e-8, atol=1e-9, err_msg=f"{p.name} {mode.__name__}"
+                    g, e, rtol=1e-8, atol=1e-9, err_msg=f"{p.name} {mode}"
                 )
 
 
@@ -375,74 +373,83 @@ def check_vmap(p: KernelPrimitive, case: Case) -> None:
         mapped = batched_operands(operands, 3, at)
         axes = tuple(0 if i in at else None for i in range(len(operands)))
         check_one_vmap(p, f, reference, mapped, axes)
-        inner = [jnp.moveaxis(x, 0, -1) if i in at else x for i, x in enumerate(mapped)]
-        last = tuple(None if a is None else -1 for a in axes)
-        same(
-            jax.vmap(f, last)(*inner),
-            jax.vmap(reference, axes)(*mapped),
-            what="last axis",
-        )
     # nested: everything on the outer level, the first operand alone on the inner one
     outer = batched_operands(batched_operands(operands, 2, present[:1]), 3, present)
     inner_axes = tuple(0 if i == present[0] else None for i in range(len(operands)))
     outer_axes = tuple(None if x is None else 0 for x in operands)
 
-    def nested(f):
-        return jax.vmap(jax.vmap(f, inner_axes), outer_axes)
+    def nested(*outer):
+        vmaps = (jax.vmap(jax.vmap(g, inner_axes), outer_axes) for g in (f, reference))
+        return [g(*outer) for g in vmaps]
 
-    same(nested(f)(*outer), nested(reference)(*outer), what="nested vmap")
+    same(*jax.jit(nested)(*outer), what="nested vmap")
 
 
 def check_one_vmap(p, f, reference, mapped: Sequence, axes: tuple) -> None:
-    same(jax.vmap(f, axes)(*mapped), jax.vmap(reference, axes)(*mapped), what="vmap")
+    last = tuple(None if a is None else -1 for a in axes)
+
+    def values(*mapped):
+        inner = [
+            x if a is None else jnp.moveaxis(x, 0, -1)
+            for x, a in zip(mapped, axes, strict=True)
+        ]
+        expected = jax.vmap(reference, axes)(*mapped)
+        return expected, jax.vmap(f, axes)(*mapped), jax.vmap(f, last)(*inner)
+
+    expected, first_axis, last_axis = jax.jit(values)(*mapped)
+    same(first_axis, expected, what="vmap")
+    same(last_axis, expected, what="vmap over the last axis")
     first = [x if a is None else x[0] for x, a in zip(mapped, axes, strict=True)]
     if not differentiable(p, first):
         return
+
+    def grads(*mapped):
+        return [
+            order(g)
+            for order in (
+                lambda g: gradients(jax.vmap(g, axes), mapped)(*mapped),
+                lambda g: jax.vmap(gradients(g, first), axes)(*mapped),
+            )
+            for g in (f, reference)
+        ]
+
     with jax.enable_x64(True):
-        mapped = [in_float64(x) for x in mapped]
-
-        def grad_of_vmap(f):
-            return gradients(jax.vmap(f, axes), mapped)(*mapped)
-
-        def vmap_of_grad(f):
-            return jax.vmap(gradients(f, first), axes)(*mapped)
-
-        for order in (grad_of_vmap, vmap_of_grad):
-            actual, expected = jax.jit(
-                lambda order=order: (order(f), order(reference))
-            )()
-            same(actual, expected, ulps=2**20, what=order.__name__)
+        outer, outer_expected, inner, inner_expected = jax.jit(grads)(
+            *map(in_float64, mapped)
+        )
+    same(outer, outer_expected, ulps=2**20, what="grad of vmap")
+    same(inner, inner_expected, ulps=2**20, what="vmap of grad")
 
 
 def check_transforms(p: KernelPrimitive, case: Case) -> None:
     """checkpoint and scan, values and gradients."""
-    with jax.enable_x64(True):
-        operands = [in_float64(x) for x in operands_of(p, case)]
-        f, reference = bound(p, case), bound(p, case, reference=True)
+    f, reference = bound(p, case), bound(p, case, reference=True)
 
-        def scanned(f):
+    def scanned(f):
+        def run(*operands):
             def step(total, k):
-                held = [x * (1 + k) if is_float(x) else x for x in operands_now]
+                held = [x * (1 + k) if is_float(x) else x for x in operands]
                 out = as_tuple(f(*held))
                 return total + sum(jnp.sum(jnp.nan_to_num(y)) for y in out), out
 
-            def run(*operands):
-                nonlocal operands_now
-                operands_now = operands
-                return jax.lax.scan(step, 0.0, jnp.arange(2) / 8)[1]
+            return jax.lax.scan(step, 0.0, jnp.arange(2) / 8)[1]
 
-            operands_now: Sequence = ()
-            return run
+        return run
 
-        same(jax.jit(scanned(f))(*operands), scanned(reference)(*operands), what="scan")
-        if not differentiable(p, operands):
-            return
-        expected = gradients(reference, operands)(*operands)
-        checkpointed = gradients(jax.checkpoint(f), operands)
-        same(jax.jit(checkpointed)(*operands), expected, ulps=2**20, what="checkpoint")
-        through_scan = gradients(scanned(f), operands)(*operands)
-        expected = gradients(scanned(reference), operands)(*operands)
-        same(through_scan, expected, ulps=2**20, what="grad of scan")
+    def values(*operands):
+        return [scanned(g)(*operands) for g in (f, reference)]
+
+    def grads(*operands):
+        variants = (jax.checkpoint(f), reference, scanned(f), scanned(reference))
+        return [gradients(g, operands)(*operands) for g in variants]
+
+    with jax.enable_x64(True):
+        operands = [in_float64(x) for x in operands_of(p, case)]
+        same(*jax.jit(values)(*operands), what="scan")
+        if differentiable(p, operands):
+            checkpoint, expected, scan, scan_expected = jax.jit(grads)(*operands)
+            same(checkpoint, expected, ulps=2**20, what="checkpoint")
+            same(scan, scan_expected, ulps=2**20, what="grad of scan")
 
 
 @contextlib.contextmanager
