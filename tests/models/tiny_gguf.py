@@ -1,4 +1,4 @@
-"""GGUF files of two small layers, one per architecture, with random quantised weights."""
+"""GGUF files of two small layers, one per architecture, weights random."""
 
 from pathlib import Path
 
