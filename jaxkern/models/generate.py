@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -195,7 +195,7 @@ class Generator:
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.int32),
         )
-        self.calls = {"prefill": (read, arguments)}
+        self.calls: dict[str, tuple[Any, tuple]] = {"prefill": (read, arguments)}
         if chunks:
             _, state = jax.eval_shape(read, *arguments)
             self.calls["decode"] = (write, (weights, state))

@@ -225,6 +225,7 @@ def attention_layer(
         causal=True,
         window=config.window,
     )
+    assert isinstance(y, jax.Array)  # no lse was asked for
     return project(y.reshape(b, t, -1), layer.attention_output), k_cache, v_cache
 
 
@@ -242,8 +243,3 @@ def embed(
     if isinstance(table, GGUFTensor):
         return quantized_embedding(tokens, table, dtype=dtype)
     return embedding(tokens, table).astype(dtype)
-
-
-def count_parameters(weights: LlamaWeights) -> int:
-    leaves = jax.tree.leaves(weights, is_leaf=lambda w: isinstance(w, GGUFTensor))
-    return sum(w.size for w in leaves)

@@ -13,10 +13,15 @@ import jax.numpy as jnp
 from jaxkern import GGUFTensor, LinearScaling, YarnScaling, dequantize
 from jaxkern.formats.gguf import GGUFError, GGUFFile
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrix
+from jaxkern.primitives.rope.rope import Pairing
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
 
 # GGUF files of `llama` have the rows of q and k permuted for pairs of neighbours.
-PAIRINGS = {"llama": "interleaved", "qwen2": "neox", "qwen3": "neox"}
+PAIRINGS: dict[str, Pairing] = {
+    "llama": "interleaved",
+    "qwen2": "neox",
+    "qwen3": "neox",
+}
 
 Policy = Literal["auto", "packed", "f32", "bf16"]
 

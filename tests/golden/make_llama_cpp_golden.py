@@ -8,18 +8,25 @@ to compile; so its answers are stored beside this script and the tests read thos
 - `llama_cpp_smollm2.npz`: for each of the prompts, the prompt's tokens and 64 greedy
   tokens; for each of these positions the 8 likeliest tokens and their log-probabilities
   (the first is the greedy token itself).
-- `llama_cpp_tokens.json`: texts and their token ids, once as
-  plain text and once with the special tokens recognised.
+- `llama_cpp_tokens.json`: texts and their token ids, once as plain text and once with
+  the special tokens recognised.
+- `llama_cpp_sentencepiece_tokens.json`: the same for a small SentencePiece vocabulary.
+- `llama_cpp_pieces_tokens.json`: plain texts in SmolLM2's vocabulary, cut as other
+  models cut them.
 """
 
 import json
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
 from llama_cpp import Llama
 
-from tests.golden.prompts import NEW_TOKENS, PROMPTS, TEXTS
+from tests.golden.prompts import NEW_TOKENS, PROMPTS, TEXTS, sentencepiece_metadata
 
 HERE = Path(__file__).parent
 TOP = 8
@@ -53,16 +60,61 @@ def main(path: str) -> None:
         arrays[f"top_log_probabilities_{i}"] = top_log_p.astype(np.float32)
         print(repr(llm.detokenize(tokens.tolist()).decode(errors="replace")))
     np.savez_compressed(HERE / "llama_cpp_smollm2.npz", **arrays)
-    tokens = [
+    write_rows("llama_cpp_tokens.json", token_rows(llm, add_bos=False))
+    sentencepiece = vocabulary_only(sentencepiece_metadata())
+    write_rows(
+        "llama_cpp_sentencepiece_tokens.json", token_rows(sentencepiece, add_bos=True)
+    )
+    fields = gguf.GGUFReader(path).fields.items()
+    metadata = {k: f.contents() for k, f in fields if k.startswith("tokenizer.ggml.")}
+    cuts = {
+        pre: token_rows(
+            vocabulary_only(metadata | {"tokenizer.ggml.pre": pre}), add_bos=False
+        )
+        for pre in ("gpt-2", "llama-bpe", "qwen2", "tekken", "default")
+    }
+    pieces = [
+        {"text": text, **{pre: rows[i]["plain"] for pre, rows in cuts.items()}}
+        for i, text in enumerate((*PROMPTS, *TEXTS))
+    ]
+    write_rows("llama_cpp_pieces_tokens.json", pieces)
+
+
+def token_rows(llm: Llama, *, add_bos: bool) -> list[dict]:
+    return [
         {
             "text": text,
-            "plain": llm.tokenize(text.encode(), add_bos=False, special=False),
-            "special": llm.tokenize(text.encode(), add_bos=False, special=True),
+            "plain": llm.tokenize(text.encode(), add_bos=add_bos, special=False),
+            "special": llm.tokenize(text.encode(), add_bos=add_bos, special=True),
         }
         for text in (*PROMPTS, *TEXTS)
     ]
-    lines = ",\n".join(json.dumps(row) for row in tokens)
-    (HERE / "llama_cpp_tokens.json").write_text(f"[\n{lines}\n]\n")
+
+
+def write_rows(name: str, rows: list[dict]) -> None:
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (HERE / name).write_text(f"[\n{lines}\n]\n")
+
+
+def vocabulary_only(metadata: Mapping[str, Any]) -> Llama:
+    """llama.cpp with this tokenizer and no weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/vocabulary.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_context_length(512)
+        for key, value in metadata.items():
+            if isinstance(value, list):
+                writer.add_array(key, value)
+            elif isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, int):
+                writer.add_uint32(key, value)
+            else:
+                writer.add_string(key, value)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return Llama(path, vocab_only=True, verbose=False)
 
 
 if __name__ == "__main__":

@@ -38,3 +38,26 @@ TEXTS = (
     "∑_{i=1}^{n} xᵢ² ≤ ∫₀^∞ e^{-x²} dx ≈ √π/2",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
 )
+
+
+def sentencepiece_metadata() -> dict:
+    """A small SentencePiece tokenizer: bytes, characters, pieces ranked by scores."""
+    pieces = ["▁t", "he", "▁the", "in", "er", "▁a", "an", "▁an", "▁▁", "▁▁▁▁", "ll"]
+    pieces += ["hell", "lo", "hello", "▁hello", "aa", "aaaa"]
+    characters = "▁abcdefghijklmnopqrstuvwxyzT.,!'0123456789\n"
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    types = [2, 3, 3, *[6] * 256]
+    scores = [0.0] * len(tokens)
+    for rank, piece in enumerate([*pieces, *characters]):
+        tokens.append(piece)
+        types.append(1)
+        scores.append(-float(rank))
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }

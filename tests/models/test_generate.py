@@ -1,0 +1,155 @@
+"""generate: what it writes equals single steps; executables are counted."""
+
+import contextlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern.formats.gguf import read_gguf
+from jaxkern.models import generate as generate_module
+from jaxkern.models.generate import NO_TOKEN, Generator, Sampling, generate
+from jaxkern.models.llama import empty_cache, prefill
+from jaxkern.models.llama_gguf import load_llama
+from tests.models.tiny_gguf import write_tiny_gguf
+
+PROMPTS = [[5, 77, 200, 31], [9], [250, 3, 3, 8, 120, 64, 7]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "m.gguf"
+    return load_llama(read_gguf(write_tiny_gguf(path, "llama")), "f32")
+
+
+def greedy(model, prompt, n):
+    """The likeliest token n times, each from the whole text: no cache, no loop."""
+    config, weights = model
+    text = list(prompt)
+    read = jax.jit(prefill, static_argnums=0)
+    for _ in range(n):
+        padded = np.zeros((1, 32), np.int32)
+        padded[0, : len(text)] = text
+        cache = empty_cache(config, 1, 32)
+        logits, _ = read(config, weights, padded, np.array([len(text)]), cache)
+        text.append(int(jnp.argmax(logits[0])))
+    return text[len(prompt) :]
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """Names of what JAX compiles in the block."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.smoke
+def test_greedy_batch_equals_single_steps(model):
+    answers = generate(*model, PROMPTS, max_tokens=11, chunk=4)
+    assert answers == [greedy(model, prompt, 11) for prompt in PROMPTS]
+
+
+def test_two_executables_for_any_number_of_tokens(model):
+    """All that is compiled is compiled before the first token."""
+    with count_compilations() as compiled:
+        generator = Generator(*model, batch=3, prompt_slots=8, max_tokens=41, chunk=8)
+        assert len(compiled) == 2
+        tokens = [t for seed in range(3) for t in generator.stream(PROMPTS, seed=seed)]
+        assert sum(t.shape[1] for t in tokens) == 3 * 41
+        assert len(compiled) == 2
+    assert list(generator.executables) == ["prefill", "decode"]
+
+
+def test_one_token_needs_no_decode(model):
+    generator = Generator(*model, batch=1, prompt_slots=4, max_tokens=1)
+    assert list(generator.executables) == ["prefill"]
+    assert [t.shape for t in generator.stream([PROMPTS[0]])] == [(1, 1)]
+
+
+def test_traces_once(model, monkeypatch):
+    chex.clear_trace_counter()
+    step = chex.assert_max_traces(generate_module.decode, n=1)
+    monkeypatch.setattr(generate_module, "decode", step)
+    generator = Generator(*model, batch=1, prompt_slots=4, max_tokens=20, chunk=4)
+    for _ in range(2):
+        assert len(list(generator.stream([PROMPTS[0]]))) == 6
+
+
+def test_cache_is_donated_and_updated_in_place(model):
+    generator = Generator(*model, batch=1, prompt_slots=4, max_tokens=20, chunk=4)
+    memory = generator.executables["decode"].memory_analysis()
+    config = model[0]
+    row = config.kv_heads * config.head_dim * 4
+    cache = 2 * config.layers * (4 + 20) * row
+    assert memory.alias_size_in_bytes >= cache
+    assert not cache_copies(generator, slots=4 + 20)
+
+
+def cache_copies(generator, slots):
+    """Copies of whole caches in the decode executable."""
+    text = generator.executables["decode"].as_text()
+    shape = f"f32[1,{slots},2,16]"
+    return [
+        line for line in text.splitlines() if f"= {shape}" in line and "copy(" in line
+    ]
+
+
+def test_stop_tokens(model):
+    """A row ends at its stop token, others go on; then nothing more is computed."""
+    whole = generate(*model, PROMPTS, max_tokens=16, chunk=4)
+    stop = whole[0][5]
+    expected = [row[: row.index(stop)] if stop in row else row for row in whole]
+    assert (
+        generate(*model, PROMPTS, max_tokens=16, chunk=4, stop_ids=[stop]) == expected
+    )
+    generator = Generator(
+        *model, batch=1, prompt_slots=4, max_tokens=16, chunk=4, stop_ids=[stop]
+    )
+    chunks = list(generator.stream([PROMPTS[0]]))
+    first = whole[0].index(stop)
+    assert len(chunks) == 1 + -(-first // 4)  # the prompt's token, then chunks up to it
+    assert np.concatenate(chunks, axis=1)[0, first] == stop
+    assert np.all(np.concatenate(chunks, axis=1)[0, first + 1 :] == NO_TOKEN)
+
+
+def test_sampling(model):
+    """Seeds repeat; temperature draws other tokens; top_k=1 is greedy again."""
+
+    def answer(seed, **options):
+        return generate(
+            *model, PROMPTS[:1], max_tokens=12, sampling=Sampling(**options), seed=seed
+        )
+
+    assert answer(1, temperature=1.0) == answer(1, temperature=1.0)
+    assert answer(1, temperature=1.0) != answer(2, temperature=1.0)
+    assert answer(3, temperature=1.0, top_k=1) == [greedy(model, PROMPTS[0], 12)]
+    assert answer(3, temperature=0.7, top_k=40, top_p=0.9, min_p=0.05)
+
+
+def test_explain(model):
+    explanations = Generator(*model, batch=1, prompt_slots=4, max_tokens=8).explain()
+    for explanation in explanations.values():
+        runs = {op: runs for op, _, runs, _ in explanation.rows}
+        assert runs["attention"] == "xla: attention_reference"
+        assert {"rms_norm", "add_rms_norm", "apply_rope", "swiglu"} <= runs.keys()
+
+
+def test_refusals(model):
+    with pytest.raises(ValueError, match="at least 1"):
+        Generator(*model, batch=1, prompt_slots=4, max_tokens=0)
+    with pytest.raises(ValueError, match="more than the model's context of 512"):
+        Generator(*model, batch=1, prompt_slots=500, max_tokens=13)
+    generator = Generator(*model, batch=1, prompt_slots=4, max_tokens=1)
+    with pytest.raises(ValueError, match="must have 1 to 4 tokens"):
+        next(generator.stream([[]]))

@@ -1,0 +1,157 @@
+"""The model against a float64 evaluation of the same file; batches against rows."""
+
+import dataclasses
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern.formats.gguf import GGUFError, read_gguf
+from jaxkern.models.llama import (
+    decode,
+    empty_cache,
+    hidden_states,
+    logits,
+    prefill,
+)
+from jaxkern.models.llama_gguf import choose_policy, config_from_gguf, load_llama
+from tests.golden.float64_llama import Float64Llama
+from tests.models.tiny_gguf import VOCABULARY, write_tiny_gguf
+
+TOKENS = np.random.default_rng(7).integers(0, VOCABULARY, 24)
+MODELS = {
+    "llama": {"architecture": "llama"},
+    "llama_tied": {"architecture": "llama", "tied": True},
+    "llama3_factors": {"architecture": "llama", "factors": True},
+    "mistral_window": {"architecture": "llama", "window": 5},
+    "linear_scaling": {"architecture": "llama", "linear_scaling": 4.0},
+    "qwen2": {"architecture": "qwen2"},
+    "qwen3_tied": {"architecture": "qwen3", "tied": True},
+}
+
+
+def all_logits(config, weights, tokens, slots=32):
+    cache = empty_cache(config, 1, slots)
+    x, _ = jax.jit(hidden_states, static_argnums=0)(
+        config, weights, jnp.array(tokens, jnp.int32)[None], cache
+    )
+    return np.asarray(logits(weights, x))[0]
+
+
+@pytest.mark.parametrize("policy", ["f32", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_float64(name, policy, tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", **MODELS[name])
+    config, weights = load_llama(read_gguf(path), policy)
+    truth = Float64Llama(path).forward(TOKENS)
+    assert np.std(truth) > 0.3  # random weights still say something
+    np.testing.assert_allclose(
+        all_logits(config, weights, TOKENS), truth, rtol=0, atol=2e-5
+    )
+
+
+def test_bf16_is_close(tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
+    config, weights = load_llama(read_gguf(path), "bf16")
+    assert weights.layers[0].gate.dtype == jnp.bfloat16
+    truth = Float64Llama(path).forward(TOKENS)
+    np.testing.assert_allclose(
+        all_logits(config, weights, TOKENS), truth, rtol=0, atol=0.1
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen3_tied"])
+def test_ragged_batch_equals_rows(name, tmp_path):
+    """Prefill in two parts and decode, three rows of different length."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", **MODELS[name])
+    config, weights = load_llama(read_gguf(path), "f32")
+    lengths, more = np.array([9, 3, 6]), np.array([2, 5, 1])
+    rng = np.random.default_rng(1)
+    first, second = rng.integers(0, VOCABULARY, (2, 3, 9)).astype(np.int32)
+    cache = empty_cache(config, 3, 24)
+    _, cache = prefill(config, weights, first, lengths, cache)
+    _, cache = prefill(config, weights, second[:, :5], more, cache)
+    third = np.array([4, 200, 77], np.int32)
+    after, cache = decode(config, weights, jnp.array(third), cache)
+    np.testing.assert_array_equal(cache.lengths, lengths + more + 1)
+    for i in range(3):
+        row = [*first[i, : lengths[i]], *second[i, : more[i]], third[i]]
+        np.testing.assert_allclose(
+            after[i], all_logits(config, weights, row)[-1], rtol=0, atol=1e-5
+        )
+
+
+def test_config(tmp_path):
+    path = write_tiny_gguf(tmp_path / "m.gguf", "qwen3", window=7)
+    config = config_from_gguf(read_gguf(path))
+    assert (config.head_dim, config.rotary_dim, config.window) == (32, 32, 7)
+    assert config.pairing == "neox"
+    assert config.scaling is None
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+def test_policy(tmp_path, monkeypatch):
+    file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama"))
+    assert choose_policy(file)[0] == "f32"
+    monkeypatch.setattr("jaxkern.models.llama_gguf.available_memory", lambda: 1000)
+    policy, reason = choose_policy(file)
+    assert policy == "packed"
+    assert "available" in reason
+    with pytest.raises(ValueError, match="must be one of auto, packed, f32, bf16"):
+        choose_policy(file, "int3")  # pyright: ignore[reportArgumentType]
+
+
+def rewrite(path, *, keys=(), tensors=(), drop=None, architecture="llama"):
+    """A file with some keys and tensors added, and one tensor left out."""
+    source = gguf.GGUFReader(write_tiny_gguf(path.with_suffix(".source"), "llama"))
+    writer = gguf.GGUFWriter(path, architecture)
+    added = dict(keys)
+    for key, field in source.fields.items():
+        if key.startswith("llama.") and key not in added:
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for key, value in added.items():
+        kind = {int: "UINT32", float: "FLOAT32", str: "STRING"}[type(value)]
+        writer.add_key_value(key, value, gguf.GGUFValueType[kind])
+    for t in source.tensors:
+        if t.name != drop:
+            writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
+    for name in tensors:
+        writer.add_tensor(name, np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architecture": "gpt2"}, "general.architecture is 'gpt2', known are llama"),
+        ({"keys": {"llama.expert_count": 8}}, "mixture of experts"),
+        ({"keys": {"llama.attention.head_count": 3}}, "3 heads cannot share 2"),
+        ({"keys": {"llama.attention.head_count": "4"}}, "'4', expected an integer"),
+        ({"keys": {"llama.attention.key_length": 8}}, "keys and values differ|attn_q"),
+        ({"keys": {"llama.block_count": 3}}, "has no tensor blk.2."),
+        ({"keys": {"llama.block_count": 1}}, "blk.1.* has no place in a model"),
+        (
+            {
+                "keys": {
+                    "llama.rope.scaling.type": "longrope",
+                    "llama.rope.scaling.factor": 4.0,
+                }
+            },
+            "scaling.type is 'longrope'",
+        ),
+        ({"drop": "blk.1.ffn_up.weight"}, "has no tensor blk.1.ffn_up.weight"),
+        ({"drop": "token_embd.weight"}, "has no tensor token_embd.weight"),
+        ({"tensors": ["blk.0.attn_sub_norm.weight"]}, "attn_sub_norm.* no place"),
+    ],
+)
+def test_refusals(change, message, tmp_path):
+    file = rewrite(tmp_path / "m.gguf", **change)
+    with pytest.raises(GGUFError, match=message):
+        load_llama(file, "f32")

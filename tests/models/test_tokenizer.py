@@ -1,0 +1,151 @@
+"""The tokenizer against llama.cpp's token ids, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxkern.formats.gguf import read_gguf
+from jaxkern.models.tokenizer import tokenizer_from_gguf
+from tests.golden.prompts import sentencepiece_metadata
+from tests.models.smollm2 import smollm2
+from tests.models.tiny_gguf import TEMPLATE, byte_tokens, write_tiny_gguf
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+USER = [{"role": "user", "content": "the sand"}]
+
+
+@pytest.fixture(scope="module")
+def metadata(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "m.gguf"
+    return dict(read_gguf(write_tiny_gguf(path, "llama")).metadata)
+
+
+def rows(name):
+    return json.loads((GOLDEN / name).read_text())
+
+
+def test_smollm2_equals_llama_cpp():
+    tokenizer = tokenizer_from_gguf(read_gguf(smollm2()).metadata)
+    for row in rows("llama_cpp_tokens.json"):
+        assert tokenizer.encode(row["text"]) == row["plain"]
+        assert tokenizer.encode(row["text"], special=True) == row["special"]
+        assert tokenizer.decode(row["plain"]) == row["text"]
+    assert tokenizer.stop_ids == {0, 2}
+
+
+@pytest.mark.smoke
+def test_bytes_and_merges(metadata):
+    tokenizer = tokenizer_from_gguf(metadata)
+    names = [tokenizer.tokenizer.id_to_token(i) for i in tokenizer.encode("a the sand")]
+    assert names == ["a", "Ġthe", "Ġ", "s", "and"]
+    text = "naïve ☕ 日本\n\t\x00"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens(metadata):
+    tokenizer = tokenizer_from_gguf(metadata)
+    end = metadata["tokenizer.ggml.eos_token_id"]
+    assert tokenizer.encode("<|im_end|>", special=True) == [end]
+    plain = tokenizer.encode("<|im_end|>")
+    assert end not in plain
+    assert tokenizer.decode(plain) == "<|im_end|>"
+    assert tokenizer.decode([end]) == ""
+    assert tokenizer.stop_ids == {end, end - 2}  # <|im_end|> and <|endoftext|>
+
+
+def test_bos_and_eos(metadata):
+    bos, eos = 256, metadata["tokenizer.ggml.eos_token_id"]
+    tokenizer = tokenizer_from_gguf(
+        metadata
+        | {
+            "tokenizer.ggml.bos_token_id": bos,
+            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.ggml.add_eos_token": True,
+        }
+    )
+    assert tokenizer.encode("s") == [bos, byte_tokens().index("s"), eos]
+
+
+def test_chat(metadata):
+    text = tokenizer_from_gguf(metadata).chat(USER)
+    assert text == "<|im_start|>user\nthe sand<|im_end|>\n<|im_start|>assistant\n"
+    assert "messages" in TEMPLATE
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''.__class__.__base__ }}",
+        "{{ raise_exception.__globals__['sys'] }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% set _ = messages.append(1) %}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for %}",
+        "{{ 1 / 0 }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_hostile_templates(metadata, template):
+    tokenizer = tokenizer_from_gguf(metadata | {"tokenizer.chat_template": template})
+    with pytest.raises(ValueError, match="the file's template fails"):
+        tokenizer.chat(USER)
+
+
+def test_template_functions(metadata):
+    template = "{{ strftime_now('%Y') | int > 2000 }}{% break %}"
+    template = "{% for m in messages %}" + template + "{% endfor %}"
+    tokenizer = tokenizer_from_gguf(metadata | {"tokenizer.chat_template": template})
+    assert tokenizer.chat(USER) == "True"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
+        ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre is 'klingon'"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "must be a list of strings"),
+        ({"tokenizer.ggml.token_type": [1]}, "288 tokens but 1 token types"),
+        ({"tokenizer.ggml.merges": ["x yy"]}, "merge 'x yy' names no tokens"),
+        ({"tokenizer.ggml.merges": ["x y z"]}, "merge 'x y z' names no tokens"),
+        ({"tokenizer.ggml.eos_token_id": 288}, "eos_token_id is 288"),
+        ({"tokenizer.ggml.model": "llama"}, "scores must be 288 numbers"),
+    ],
+)
+def test_refusals(metadata, change, message):
+    with pytest.raises(ValueError, match=message):
+        tokenizer_from_gguf(metadata | change)
+
+
+def test_repeated_token(metadata):
+    tokens = [*metadata["tokenizer.ggml.tokens"]]
+    tokens[3] = tokens[7]
+    with pytest.raises(ValueError, match="occurs twice"):
+        tokenizer_from_gguf(metadata | {"tokenizer.ggml.tokens": tokens})
+
+
+def test_sentencepiece_equals_llama_cpp():
+    tokenizer = tokenizer_from_gguf(sentencepiece_metadata())
+    for row in rows("llama_cpp_sentencepiece_tokens.json"):
+        assert tokenizer.encode(row["text"]) == row["plain"], row["text"]
+        assert tokenizer.encode(row["text"], special=True) == row["special"]
+
+
+def test_sentencepiece_refuses_equal_scores():
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.scores"] = [0.0] * len(metadata["tokenizer.ggml.tokens"])
+    with pytest.raises(ValueError, match="same score"):
+        tokenizer_from_gguf(metadata)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken", "default"])
+def test_pieces_equal_llama_cpp(pre):
+    """SmolLM2's vocabulary under the rules of other models."""
+    metadata = dict(read_gguf(smollm2()).metadata)
+    tokenizer = tokenizer_from_gguf(
+        metadata | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False}
+    )
+    for row in rows("llama_cpp_pieces_tokens.json"):
+        assert tokenizer.encode(row["text"]) == row[pre], row["text"]
