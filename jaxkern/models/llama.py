@@ -135,9 +135,9 @@ def prefill(
       cache: with `lengths` more tokens per sequence.
     """
     x, cache = hidden_states(config, weights, tokens, cache)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)  # [b, 1, d]
     cache = cache._replace(lengths=cache.lengths + lengths)
-    return logits(weights, last), cache
+    return logits(weights, last)[:, 0], cache
 
 
 def decode(
