@@ -453,23 +453,31 @@ def check_transforms(p: KernelPrimitive, case: Case) -> None:
 
 
 @contextlib.contextmanager
+def own_rows(p: KernelPrimitive):
+    """Inside, the op has no rows but those that are added; then it has its own again."""
+    family = [q for q in (p, p.fwd, p.bwd) if q is not None]
+    before = [dict(q.rows) for q in family]
+    for q in family:
+        q.rows.clear()
+    try:
+        yield family
+    finally:
+        for q, rows in zip(family, before, strict=True):
+            q.rows.clear()
+            q.rows.update(rows)
+
+
+@contextlib.contextmanager
 def opaque_kernels(p: KernelPrimitive):
     """Runs the op's references as if they were kernels that XLA cannot look into.
 
     The backend has a name of its own, so no compiled call is shared with the others.
     """
-    family = [q for q in (p, p.fwd, p.bwd) if q is not None]
-    before = [{k: list(v) for k, v in q.rows.items()} for q in family]
-    for q in family:
-        row = lowering.Row("opaque", q.reference, lowering.never_refuses)
-        lowering.add_row(q, "cpu", row)
-    try:
-        with backend_context(Backend("opaque", strict=True)):
-            yield
-    finally:
-        for q, rows in zip(family, before, strict=True):
-            q.rows.clear()
-            q.rows.update(rows)
+    with own_rows(p) as family, backend_context(Backend("opaque", strict=True)):
+        for q in family:
+            row = lowering.Row("opaque", q.reference, lowering.never_refuses)
+            lowering.add_row(q, "cpu", row)
+        yield
 
 
 def collectives(compiled) -> list[str]:

@@ -57,22 +57,16 @@ def unsupported(x, bias=None, offset=0.0, **_):
 
 @pytest.fixture
 def pallas_row():
-    family = [rms_norm_p, rms_norm_p.fwd, rms_norm_p.bwd]
-    before = [dict(q.rows) for q in family]
-    for q in family:
-        q.rows.clear()
-    lower(
-        rms_norm_p,
-        "cpu",
-        "cpp",
-        fwd=rms_norm_pallas,
-        bwd=rms_norm_bwd_reference,
-        unless=unsupported,
-    )
-    yield
-    for q, rows in zip(family, before, strict=True):
-        q.rows.clear()
-        q.rows.update(rows)
+    with checks.own_rows(rms_norm_p):
+        lower(
+            rms_norm_p,
+            "cpu",
+            "cpp",
+            fwd=rms_norm_pallas,
+            bwd=rms_norm_bwd_reference,
+            unless=unsupported,
+        )
+        yield
     jax.clear_caches()
 
 

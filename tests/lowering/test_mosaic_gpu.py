@@ -20,6 +20,7 @@ from jaxkern import explain, rms_norm
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.kernel_primitive import Call
 from jaxkern.primitives.norm.rms_norm import rms_norm_bwd_reference, rms_norm_p
+from tests import checks
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("mosaic_rows")]
 
@@ -66,22 +67,16 @@ def unsupported(x, weight=None, bias=None, offset=0.0, **_):
 
 @pytest.fixture
 def mosaic_rows():
-    family = [rms_norm_p, rms_norm_p.fwd, rms_norm_p.bwd]
-    before = [dict(q.rows) for q in family]
-    for q in family:
-        q.rows.clear()
-    lower(
-        rms_norm_p,
-        "cuda",
-        "mosaic_gpu",
-        fwd=rms_norm_fwd,
-        bwd=rms_norm_bwd_reference,
-        unless=unsupported,
-    )
-    yield
-    for q, rows in zip(family, before, strict=True):
-        q.rows.clear()
-        q.rows.update(rows)
+    with checks.own_rows(rms_norm_p):
+        lower(
+            rms_norm_p,
+            "cuda",
+            "mosaic_gpu",
+            fwd=rms_norm_fwd,
+            bwd=rms_norm_bwd_reference,
+            unless=unsupported,
+        )
+        yield
     jax.clear_caches()
 
 

@@ -1,10 +1,12 @@
 """y = rms_norm(x + residual), and the sum  (https://arxiv.org/abs/1910.07467)."""
 
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.norm.rms_norm import (
+    rms_norm_bwd_reference,
+    rms_norm_fwd_reference,
+)
 
 
 def add_rms_norm(
@@ -68,12 +70,7 @@ def add_rms_norm_fwd_reference(
     offset: float,
 ) -> tuple[Float[Array, "... d"], Float[Array, "... d"], Float[Array, "... 1"]]:
     total = at_least_f32(x) + at_least_f32(residual)
-    rstd = lax.rsqrt(jnp.mean(total * total, axis=-1, keepdims=True) + eps)
-    y = total * rstd
-    if weight is not None:
-        y = y * (at_least_f32(weight) + offset)
-    if bias is not None:
-        y = y + at_least_f32(bias)
+    y, rstd = rms_norm_fwd_reference(total, weight, bias, eps=eps, offset=offset)
     return y.astype(x.dtype), total.astype(residual.dtype), rstd
 
 
@@ -94,15 +91,11 @@ def add_rms_norm_bwd_reference(
     Float[Array, " d"] | None,
     Float[Array, " d"] | None,
 ]:
-    del eps  # already in rstd
-    xhat = (at_least_f32(x) + at_least_f32(residual)) * rstd
-    dy32 = at_least_f32(dy)
-    dxhat = dy32 if weight is None else dy32 * (at_least_f32(weight) + offset)
-    dsum = rstd * (dxhat - xhat * jnp.mean(dxhat * xhat, axis=-1, keepdims=True))
+    total = at_least_f32(x) + at_least_f32(residual)
+    dsum, dweight, dbias = rms_norm_bwd_reference(
+        total, weight, bias, rstd, dy, eps=eps, offset=offset
+    )
     dsum = dsum + at_least_f32(dtotal)
-    rows = tuple(range(x.ndim - 1))
-    dweight = None if weight is None else (dy32 * xhat).sum(rows).astype(weight.dtype)
-    dbias = None if bias is None else dy32.sum(rows).astype(bias.dtype)
     return dsum.astype(x.dtype), dsum.astype(residual.dtype), dweight, dbias
 
 
