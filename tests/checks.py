@@ -454,7 +454,7 @@ def check_transforms(p: KernelPrimitive, case: Case) -> None:
 
 @contextlib.contextmanager
 def own_rows(p: KernelPrimitive):
-    """Inside, the op has no rows but those that are added; then it has its own again."""
+    """Inside, the op has no rows but those that are added; after it, its own again."""
     family = [q for q in (p, p.fwd, p.bwd) if q is not None]
     before = [dict(q.rows) for q in family]
     for q in family:
