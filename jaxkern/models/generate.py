@@ -243,7 +243,7 @@ class Generator:
         self.timings = Timings(time.perf_counter() - start, sum(lengths))
         yield tokens
         left = self.max_tokens - 1
-        while left > 0 and not np.all(state.finished):
+        while left > 0 and not np.asarray(state.finished).all():
             start = time.perf_counter()
             chunk, state = self.executables["decode"](self.weights, state)
             tokens = np.asarray(chunk)

@@ -2,17 +2,18 @@
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxkern import GGUFTensor, LinearScaling, YarnScaling, dequantize
 from jaxkern.formats.gguf import GGUFError, GGUFFile
-from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrix
+from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices
 from jaxkern.primitives.rope.rope import Pairing
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
 
@@ -157,31 +158,30 @@ def load_llama(
         w = dequantize(w) if isinstance(w, GGUFTensor) else w
         return w.astype(jnp.float32)
 
-    def vector_if_there(name: str) -> jax.Array | None:
-        return vector(name) if name in file.tensors else None
+    def vectors(*names: str) -> jax.Array | None:
+        if names[0] not in file.tensors:
+            return None
+        return jnp.concatenate([vector(name) for name in names])
 
-    def matrix(name: str) -> Matrix:
-        w = file.load(name)
+    def matrices(*names: str) -> Matrices:
+        stored = [file.load(name) for name in names]
         if policy == "packed":
-            return w if isinstance(w, GGUFTensor) else expand(w, w.dtype)
-        return expand(w, jnp.dtype(jnp.float32 if policy == "f32" else jnp.bfloat16))
+            return tuple(w if isinstance(w, GGUFTensor) else w.T for w in stored)
+        dtype = jnp.dtype(jnp.float32 if policy == "f32" else jnp.bfloat16)
+        return (expand(stored, dtype),)
 
     def layer(blk: str) -> Layer:
+        q, k, v = (f"{blk}.attn_{name}" for name in "qkv")
         return Layer(
             attention_norm=vector(f"{blk}.attn_norm.weight"),
-            q=matrix(f"{blk}.attn_q.weight"),
-            k=matrix(f"{blk}.attn_k.weight"),
-            v=matrix(f"{blk}.attn_v.weight"),
-            q_bias=vector_if_there(f"{blk}.attn_q.bias"),
-            k_bias=vector_if_there(f"{blk}.attn_k.bias"),
-            v_bias=vector_if_there(f"{blk}.attn_v.bias"),
-            q_norm=vector_if_there(f"{blk}.attn_q_norm.weight"),
-            k_norm=vector_if_there(f"{blk}.attn_k_norm.weight"),
-            attention_output=matrix(f"{blk}.attn_output.weight"),
+            qkv=matrices(f"{q}.weight", f"{k}.weight", f"{v}.weight"),
+            qkv_bias=vectors(f"{q}.bias", f"{k}.bias", f"{v}.bias"),
+            q_norm=vectors(f"{q}_norm.weight"),
+            k_norm=vectors(f"{k}_norm.weight"),
+            attention_output=matrices(f"{blk}.attn_output.weight"),
             ffn_norm=vector(f"{blk}.ffn_norm.weight"),
-            gate=matrix(f"{blk}.ffn_gate.weight"),
-            up=matrix(f"{blk}.ffn_up.weight"),
-            down=matrix(f"{blk}.ffn_down.weight"),
+            gate_up=matrices(f"{blk}.ffn_gate.weight", f"{blk}.ffn_up.weight"),
+            down=matrices(f"{blk}.ffn_down.weight"),
         )
 
     tied = "output.weight" not in file.tensors
@@ -189,18 +189,22 @@ def load_llama(
         embedding=file.load("token_embd.weight"),
         layers=tuple(layer(f"blk.{i}") for i in range(config.layers)),
         output_norm=vector("output_norm.weight"),
-        output=matrix("token_embd.weight" if tied else "output.weight"),
-        rope_factors=vector_if_there("rope_freqs.weight"),
+        output=matrices("token_embd.weight" if tied else "output.weight"),
+        rope_factors=vectors("rope_freqs.weight"),
     )
     return config, jax.block_until_ready(weights)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def expand(w: jax.Array | GGUFTensor, dtype: jnp.dtype) -> jax.Array:
-    """A stored matrix `[f, d]` decoded, input-major `[d, f]`."""
-    if isinstance(w, GGUFTensor):
-        return dequantize(w, dtype=dtype).T
-    return w.astype(dtype).T
+def expand(
+    stored: Sequence[jax.Array | GGUFTensor], dtype: jnp.dtype
+) -> Float[Array, "d f"]:
+    """Stored matrices `[f, d]` decoded, input-major and side by side."""
+    decoded = [
+        dequantize(w, dtype=dtype) if isinstance(w, GGUFTensor) else w.astype(dtype)
+        for w in stored
+    ]
+    return jnp.concatenate([w.T for w in decoded], axis=1)
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

@@ -126,15 +126,24 @@ def test_stop_tokens(model):
 def test_sampling(model):
     """Seeds repeat; temperature draws other tokens; top_k=1 is greedy again."""
 
-    def answer(seed, **options):
-        return generate(
-            *model, PROMPTS[:1], max_tokens=12, sampling=Sampling(**options), seed=seed
+    def sampler(**options):
+        return Generator(
+            *model,
+            batch=1,
+            prompt_slots=4,
+            max_tokens=12,
+            sampling=Sampling(**options),
         )
 
-    assert answer(1, temperature=1.0) == answer(1, temperature=1.0)
-    assert answer(1, temperature=1.0) != answer(2, temperature=1.0)
-    assert answer(3, temperature=1.0, top_k=1) == [greedy(model, PROMPTS[0], 12)]
-    assert answer(3, temperature=0.7, top_k=40, top_p=0.9, min_p=0.05)
+    def answer(generator, seed):
+        chunks = list(generator.stream(PROMPTS[:1], seed=seed))
+        return np.concatenate(chunks, axis=1)[0].tolist()
+
+    free = sampler(temperature=1.0)
+    assert answer(free, 1) == answer(free, 1)
+    assert answer(free, 1) != answer(free, 2)
+    cut = sampler(temperature=1.0, top_k=1, top_p=0.9, min_p=0.05)
+    assert answer(cut, 3) == greedy(model, PROMPTS[0], 12)
 
 
 def test_explain(model):

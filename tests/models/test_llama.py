@@ -55,7 +55,7 @@ def test_float64(name, policy, tmp_path):
 def test_bf16_is_close(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
     config, weights = load_llama(read_gguf(path), "bf16")
-    assert weights.layers[0].gate.dtype == jnp.bfloat16
+    assert weights.layers[0].gate_up[0].dtype == jnp.bfloat16
     truth = Float64Llama(path).forward(TOKENS)
     np.testing.assert_allclose(
         all_logits(config, weights, TOKENS), truth, rtol=0, atol=0.1
