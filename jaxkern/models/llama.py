@@ -57,15 +57,14 @@ class LlamaConfig:
     dtype: str = "float32"  # of activations
 
 
-Matrix = Float[Array, "d f"] | GGUFTensor
-"""A weight: an array input-major, or as quantised in the file, output-major."""
+Matrix = Float[Array, "d f"] | Float[Array, "f d"] | GGUFTensor
+"""A weight: quantised as in the file, or an array with its longer side last.
+
+That is how XLA:CPU multiplies a single row fastest; a square one is `[d, f]`.
+"""
 
 Matrices = tuple[Matrix, ...]
-"""Weights side by side, with one input: one array, or the parts of the file.
-
-XLA:CPU multiplies a single row by `[d, f]` faster than by `[f, d]`, and by one wide
-matrix faster than by its parts.
-"""
+"""Weights side by side, with one input: one array, or the parts as in the file."""
 
 
 class Layer(NamedTuple):
@@ -234,7 +233,13 @@ def attention_layer(
 
 def project(x: Float[Array, "... d"], matrices: Matrices) -> Float[Array, "... f"]:
     """x times the matrices, the results side by side."""
-    ys = [linear(x, w if isinstance(w, GGUFTensor) else w.T) for w in matrices]
+
+    def product(w: Matrix) -> Float[Array, "... f"]:
+        if isinstance(w, GGUFTensor) or w.shape[0] != x.shape[-1]:
+            return linear(x, w)  # output-major
+        return linear(x, w.T)
+
+    ys = [product(w) for w in matrices]
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
 
 

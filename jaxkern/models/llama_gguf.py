@@ -135,9 +135,9 @@ def load_llama(
 ) -> tuple[LlamaConfig, LlamaWeights]:
     """Loads a model, one tensor after the other.
 
-    The peak is the file, the weights as they are kept, and one tensor more. Decoded
-    matrices lie input-major. The embedding table stays as it is in the file: only the
-    rows that are looked up are decoded; a tied output is decoded on its own.
+    The peak is the file, the weights as they are kept, and one tensor more. Matrices
+    with the same input are decoded into one. The embedding table stays as it is in the
+    file: only rows that are looked up are decoded; a tied output is decoded apart.
 
     Args:
       file: of `jaxkern.formats.gguf.read_gguf`.
@@ -166,7 +166,9 @@ def load_llama(
     def matrices(*names: str) -> Matrices:
         stored = [file.load(name) for name in names]
         if policy == "packed":
-            return tuple(w if isinstance(w, GGUFTensor) else w.T for w in stored)
+            return tuple(
+                w if isinstance(w, GGUFTensor) else expand([w], w.dtype) for w in stored
+            )
         dtype = jnp.dtype(jnp.float32 if policy == "f32" else jnp.bfloat16)
         return (expand(stored, dtype),)
 
@@ -198,13 +200,14 @@ def load_llama(
 @functools.partial(jax.jit, static_argnames="dtype")
 def expand(
     stored: Sequence[jax.Array | GGUFTensor], dtype: jnp.dtype
-) -> Float[Array, "d f"]:
-    """Stored matrices `[f, d]` decoded, input-major and side by side."""
+) -> Float[Array, "d f"] | Float[Array, "f d"]:
+    """Stored matrices `[f, d]` decoded, side by side, the longer side last."""
     decoded = [
         dequantize(w, dtype=dtype) if isinstance(w, GGUFTensor) else w.astype(dtype)
         for w in stored
     ]
-    return jnp.concatenate([w.T for w in decoded], axis=1)
+    w = jnp.concatenate(decoded)
+    return w if w.shape[0] < w.shape[1] else w.T
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
