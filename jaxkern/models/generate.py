@@ -199,10 +199,13 @@ class Generator:
         if chunks:
             _, state = jax.eval_shape(read, *arguments)
             self.calls["decode"] = (write, (weights, state))
-        self.executables = {
-            name: function.lower(*arguments).compile()
-            for name, (function, arguments) in self.calls.items()
-        }
+        # float32 means float32: the default of a GPU rounds the factors to tf32
+        precision = "highest" if config.dtype == "float32" else None
+        with jax.default_matmul_precision(precision):
+            self.executables = {
+                name: function.lower(*arguments).compile()
+                for name, (function, arguments) in self.calls.items()
+            }
         self.compile_seconds = time.perf_counter() - start
         self.timings = Timings()
 
