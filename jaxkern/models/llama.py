@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
@@ -235,9 +236,10 @@ def project(x: Float[Array, "... d"], matrices: Matrices) -> Float[Array, "... f
     """x times the matrices, the results side by side."""
 
     def product(w: Matrix) -> Float[Array, "... f"]:
-        if isinstance(w, GGUFTensor) or w.shape[0] != x.shape[-1]:
-            return linear(x, w)  # output-major
-        return linear(x, w.T)
+        if isinstance(w, GGUFTensor):
+            # decode it when x is there: XLA would hold the whole model decoded
+            return linear(*lax.optimization_barrier((x, w)))
+        return linear(x, w.T if w.shape[0] == x.shape[-1] else w)
 
     ys = [product(w) for w in matrices]
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)

@@ -40,12 +40,12 @@ OPTIONAL_TENSORS = (
 def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]:
     """How the weights are kept in memory, and why.
 
-    `packed` keeps the blocks of the file and decodes them at each use, `f32` and `bf16`
-    decode once, while loading. XLA has no product of quantised weights: it writes the
-    decoded matrix to memory each time it multiplies, so on a CPU `packed` decodes the
-    whole model for every token, and `bf16` is widened to float32 for every product.
-    `auto` takes the fastest that fits: on a CPU `f32` where the memory allows it, else
-    `packed`; on other devices `bf16`.
+    `packed` keeps the blocks of the file and decodes each matrix when it is used; `f32`
+    and `bf16` decode once, while loading. XLA:CPU multiplies in float32: it writes a
+    `packed` matrix decoded, or a `bf16` one widened, to memory for every token, which
+    costs more than reading float32 (docs/performance.md has the figures). So `auto`
+    takes `f32` on a CPU where the memory allows it, else `packed`; `bf16` on other
+    devices.
 
     Returns:
       The policy, never "auto", and the reason in words.
@@ -62,8 +62,8 @@ def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]
     need, free = expanded_bytes(file, 4), available_memory()
     sizes = f"float32 takes {need / 1e6:.0f} MB of {free / 1e6:.0f} MB available"
     if need > free:
-        return "packed", f"{sizes}; decoded at each use, which is slow"
-    return "f32", f"{sizes}; decoded once, the fastest on a CPU"
+        return "packed", f"{sizes}; decoded at each use: smaller and slower"
+    return "f32", f"{sizes}; decoded once: the fastest on a CPU"
 
 
 def expanded_bytes(file: GGUFFile, itemsize: int) -> int:

@@ -105,6 +105,18 @@ def cache_copies(generator, slots):
     ]
 
 
+def test_packed_weights_are_never_decoded_all_at_once(tmp_path):
+    """Not ahead of their layer, and not ahead of the loop."""
+    file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama"))
+    config, weights = load_llama(file, "packed")
+    generator = Generator(config, weights, batch=1, prompt_slots=4, max_tokens=8)
+    largest = max(info.size for info in file.tensors.values()) * 4
+    decoded = sum(info.size for info in file.tensors.values()) * 4
+    for executable in generator.executables.values():
+        temporary = executable.memory_analysis().temp_size_in_bytes
+        assert largest <= temporary < decoded / 2
+
+
 def test_stop_tokens(model):
     """A row ends at its stop token, others go on; then nothing more is computed."""
     whole = generate(*model, PROMPTS, max_tokens=16, chunk=4)
