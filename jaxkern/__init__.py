@@ -24,6 +24,7 @@ from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_k
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
+from jaxkern.primitives.norm.layer_norm import layer_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
@@ -60,6 +61,7 @@ __all__ = [
     "explain",
     "geglu",
     "l2_norm",
+    "layer_norm",
     "linear",
     "quantized_embedding",
     "quantized_matmul",
