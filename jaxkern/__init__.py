@@ -26,6 +26,7 @@ from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
 from jaxkern.primitives.norm.layer_norm import layer_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
+from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -67,6 +68,7 @@ __all__ = [
     "quantized_matmul",
     "ring_positions",
     "rms_norm",
+    "rms_norm_add",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
