@@ -26,6 +26,7 @@ from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
 from jaxkern.primitives.norm.layer_norm import layer_norm
+from jaxkern.primitives.norm.layer_norm_2d import layer_norm_2d
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.quant.dequantize import dequantize
@@ -65,6 +66,7 @@ __all__ = [
     "geglu",
     "l2_norm",
     "layer_norm",
+    "layer_norm_2d",
     "linear",
     "quantized_embedding",
     "quantized_matmul",
