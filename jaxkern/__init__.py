@@ -24,6 +24,7 @@ from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_k
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm
+from jaxkern.primitives.norm.group_norm import group_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
 from jaxkern.primitives.norm.layer_norm import layer_norm
 from jaxkern.primitives.norm.layer_norm_2d import layer_norm_2d
@@ -64,6 +65,7 @@ __all__ = [
     "explain",
     "gated_rms_norm",
     "geglu",
+    "group_norm",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",
