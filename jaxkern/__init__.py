@@ -23,7 +23,13 @@ from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
+from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm
+from jaxkern.primitives.norm.group_norm import group_norm
+from jaxkern.primitives.norm.l2_norm import l2_norm
+from jaxkern.primitives.norm.layer_norm import layer_norm
+from jaxkern.primitives.norm.layer_norm_2d import layer_norm_2d
 from jaxkern.primitives.norm.rms_norm import rms_norm
+from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -57,12 +63,18 @@ __all__ = [
     "dequantize",
     "embedding",
     "explain",
+    "gated_rms_norm",
     "geglu",
+    "group_norm",
+    "l2_norm",
+    "layer_norm",
+    "layer_norm_2d",
     "linear",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
     "rms_norm",
+    "rms_norm_add",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",

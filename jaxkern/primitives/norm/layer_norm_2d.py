@@ -1,0 +1,39 @@
+"""Layer normalisation over the channels of each pixel  (https://arxiv.org/abs/2304.02643)."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkern.primitives.norm.layer_norm import layer_norm
+
+
+def layer_norm_2d(
+    x: Float[Array, "..."],
+    weight: Float[Array, " channel"] | None = None,
+    bias: Float[Array, " channel"] | None = None,
+    *,
+    eps: float = 1e-6,
+    axis: int = 1,
+) -> Float[Array, "..."]:
+    """`layer_norm` over the channels of an image, for each pixel by itself.
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias     mean, var over `axis`
+
+    The `LayerNorm2d` of SAM and ConvNeXt. Its eps is theirs; that of `layer_norm` is
+    1e-5. The channels are moved to the end and back, which XLA fuses into the norm.
+
+    Args:
+      x: `[b, channel, height, width]` with axis=1 (NCHW), `[b, height, width, channel]`
+        with axis=-1 (NHWC), or any other shape with at least `axis` dims.
+      weight: `[channel]`, or None for no scale.
+      bias: `[channel]`, or None for no shift.
+      eps: added to the biased variance, in units of x**2.
+      axis: the dim of the channels.
+
+    Returns:
+      y: shape and dtype of x.
+
+    Raises:
+      TypeError: a dtype is not a float, or a dim differs between operands.
+    """
+    y = layer_norm(jnp.moveaxis(x, axis, -1), weight, bias, eps=eps)
+    return jnp.moveaxis(y, -1, axis)
