@@ -271,7 +271,9 @@ def generate(
     seed: int = 0,
     chunk: int = 16,
 ) -> list[list[int]]:
-    """The whole answers to some prompts: `Generator`, run to its end.
+    """The whole answers to some prompts: a `Generator`, run to its end.
+
+    It compiles at each call; keep a `Generator` to answer more than once.
 
     Returns:
       One list of token ids per prompt, of at most `max_tokens`, without the stop token.
