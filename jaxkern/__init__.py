@@ -23,6 +23,8 @@ from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
+from jaxkern.primitives.norm.batch_norm import batch_norm
+from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm
 from jaxkern.primitives.norm.group_norm import group_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
@@ -60,6 +62,8 @@ __all__ = [
     "argmax",
     "attention",
     "backend",
+    "batch_norm",
+    "batch_norm_training",
     "dequantize",
     "embedding",
     "explain",
