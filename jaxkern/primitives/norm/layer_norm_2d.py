@@ -19,7 +19,7 @@ def layer_norm_2d(
         y = (x - mean) / sqrt(var + eps) * weight + bias     mean, var over `axis`
 
     The `LayerNorm2d` of SAM and ConvNeXt. Its eps is theirs; that of `layer_norm` is
-    1e-5. The channels are moved to the end and back, which XLA fuses into the norm.
+    1e-5. The channels are moved to the end and back.
 
     Args:
       x: `[b, channel, height, width]` with axis=1 (NCHW), `[b, height, width, channel]`

@@ -1,5 +1,6 @@
 """rms_norm: the formula, Gemma's offset, bias, large values."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,3 +42,14 @@ def test_eps_is_added_to_the_mean_of_the_squares():
 def test_large_half_precision_values_do_not_overflow():
     y = rms_norm(jnp.full((2, 8), 6e4, jnp.float16))
     np.testing.assert_array_equal(y, np.ones((2, 8)))
+
+
+def test_gradient_has_the_third_power_of_rstd():
+    rng = np.random.default_rng(1)
+    x, dy, weight = rng.normal(size=(4, 9)), rng.normal(size=(4, 9)), rng.normal(size=9)
+    r = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    mean = (dy * weight * x).mean(-1, keepdims=True)
+    _, pull = jax.vjp(rms_norm, jnp.float32(x), jnp.float32(weight))
+    dx, dweight = pull(jnp.float32(dy))
+    np.testing.assert_allclose(dx, r * weight * dy - x * r**3 * mean, atol=1e-5)
+    np.testing.assert_allclose(dweight, (dy * x * r).sum(0), atol=1e-5)
