@@ -4,9 +4,12 @@
 CANDIDATES := python3.13 python3.12 python3.14 python3 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
 IS_RECENT := import sys, venv; sys.exit(sys.version_info < (3, 12))
-PYTHON ?= $(shell for p in $(CANDIDATES); do \
+ifndef PYTHON
+PYTHON := $(shell for p in $(CANDIDATES); do \
 	if $$p -c '$(IS_RECENT)' >/dev/null 2>&1; then command -v $$p; exit; fi; done; \
-	uv python find '>=3.12' 2>/dev/null)
+	uv python find '>=3.12' 2>/dev/null || \
+	{ uv python install 3.12 >&2 && uv python find '>=3.12'; } 2>/dev/null)
+endif
 
 NEWEST := .venv
 OLDEST := .venv-oldest

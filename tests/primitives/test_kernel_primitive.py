@@ -218,18 +218,18 @@ def test_misuse_says_what_is_wrong(call, message):
 
 
 def test_declaration_errors_name_the_function():
-    def unannotated_reference(x, y: Float[Array, "d"]) -> Float[Array, "d"]:
+    def unannotated_reference(x, y: Float[Array, " d"]) -> Float[Array, " d"]:
         return x + y
 
     with pytest.raises(TypeError, match="unannotated_reference: annotate x"):
         annotations(unannotated_reference)
 
-    def twice_reference(x: Float[Array, "d"]) -> Float[Array, "d"]:
+    def twice_reference(x: Float[Array, " d"]) -> Float[Array, " d"]:
         return 2 * x
 
     def twice_bwd_reference(
-        x: Float[Array, "d"], what: Float[Array, "d"], dy: Float[Array, "d"]
-    ) -> tuple[Float[Array, "d"], Float[Array, "d"]]:
+        x: Float[Array, " d"], what: Float[Array, " d"], dy: Float[Array, " d"]
+    ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
         return dy, dy
 
     with pytest.raises(TypeError, match="twice_bwd: must return gradients for"):

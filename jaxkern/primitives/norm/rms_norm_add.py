@@ -1,10 +1,13 @@
 """y = residual + rms_norm(x) * weight, the sandwich norm  (https://arxiv.org/abs/1910.07467)."""
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.norm.rms_norm import (
+    rms_norm_bwd_reference,
+    rms_norm_fwd_reference,
+)
 
 
 def rms_norm_add(
@@ -68,11 +71,9 @@ def rms_norm_add_fwd_reference(
     eps: float,
     offset: float,
 ) -> tuple[Float[Array, "... d"], Float[Array, "... 1"]]:
-    x32 = at_least_f32(x)
-    rstd = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    normed = x32 * rstd
-    if weight is not None:
-        normed = normed * (at_least_f32(weight) + offset)
+    normed, rstd = rms_norm_fwd_reference(
+        at_least_f32(x), weight, None, eps=eps, offset=offset
+    )
     y = at_least_f32(residual) + normed
     if scale is not None:
         y = y * at_least_f32(scale)
@@ -95,21 +96,21 @@ def rms_norm_add_bwd_reference(
     Float[Array, " d"] | None,
     Float[Array, " #d"] | None,
 ]:
-    del eps  # already in rstd
-    rows = tuple(range(x.ndim - 1))
-    xhat, dsum, dscale = at_least_f32(x) * rstd, at_least_f32(dy), None
-    factor = None if weight is None else at_least_f32(weight) + offset
+    dsum, dscale = at_least_f32(dy), None
     if scale is not None:
-        normed = xhat if factor is None else xhat * factor
+        normed = at_least_f32(x) * rstd
+        if weight is not None:
+            normed = normed * (at_least_f32(weight) + offset)
+        rows = tuple(range(x.ndim - 1))
         dscale = (dsum * (at_least_f32(residual) + normed)).sum(rows)
         if scale.shape != dscale.shape:
             dscale = dscale.sum(keepdims=True)
         dscale = dscale.astype(scale.dtype)
         dsum = dsum * at_least_f32(scale)
-    dxhat = dsum if factor is None else dsum * factor
-    dx = rstd * (dxhat - xhat * jnp.mean(dxhat * xhat, axis=-1, keepdims=True))
-    dweight = None if weight is None else (dsum * xhat).sum(rows).astype(weight.dtype)
-    return dx.astype(x.dtype), dsum.astype(residual.dtype), dweight, dscale
+    dx, dweight, _ = rms_norm_bwd_reference(
+        x, weight, None, rstd, dsum, eps=eps, offset=offset
+    )
+    return dx, dsum.astype(residual.dtype), dweight, dscale
 
 
 rms_norm_add_p = kernel_primitive(
