@@ -120,8 +120,9 @@ def torch_seconds(f: Callable, sets: Sequence[tuple]) -> float:
 
 
 def num_sets(case: Case) -> int:
-    """So many that the L2 cache holds nothing of the last round."""
-    return int(min(max(3 * L2_BYTES // max(case.bytes[0], 1) + 1, 4), 64))
+    """So many that one executable runs a millisecond and more than fills the L2."""
+    seconds = max(case.bytes[0] / 4e12, case.flops[0] / 7e14, 1e-6)
+    return int(min(max(1e-3 // seconds, 3 * L2_BYTES // case.bytes[0] + 1, 4), 64))
 
 
 @functools.cache
@@ -208,7 +209,7 @@ def measure_jax(f: Callable, sets: list[tuple], backward: bool) -> dict[str, flo
 KEY = jax.random.key(1)
 
 
-def gradients(f: Callable, args: tuple) -> Any:
+def gradients(f: Callable, *args: jax.Array) -> Any:
     y, pull = forward_and_pull(f, float_positions(args))(*args)
     return pull(
         jax.tree.map(
@@ -241,7 +242,7 @@ def measure_case(
         if check:
             row["error"] = relative_error(jax.jit(f)(*sets[0]), truth)
             if backward:
-                found = jax.jit(lambda *a, f=f: gradients(f, a))(*sets[0])
+                found = jax.jit(functools.partial(gradients, f))(*sets[0])
                 row["gradient error"] = relative_error(found, slopes)
         row |= measure_jax(f, sets, backward)
         rows[name] = row

@@ -11,7 +11,8 @@ shards, and lowers on every platform. Where to look:
 
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
-from jaxkern.lowering.lower import backend, explain
+from jaxkern.lowering.explain import explain
+from jaxkern.lowering.lower import backend
 from jaxkern.primitives.activation.geglu import geglu
 from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
