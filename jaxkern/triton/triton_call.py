@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,7 +30,9 @@ try:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 except ImportError:
-    triton_package = language = GPUTarget = ASTSource = None
+    triton_package = language = None
+    GPUTarget: Any = None
+    ASTSource: Any = None
 
 triton: Any = triton_package
 # Without Triton a kernel stays the function it decorates; nothing calls it.
@@ -229,6 +231,28 @@ def triton_call(
     )
     shapes = tuple((o.shape, jnp.dtype(o.dtype)) for o in out)
     return triton_call_p.bind(*operands, launch=launch, out=shapes, aliases=aliases)
+
+
+def like(x: jax.Array | None) -> jax.ShapeDtypeStruct | None:
+    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def sparse_call(
+    kernel, grid: tuple[int, ...], given: dict, results: dict, constants: dict
+) -> tuple[jax.Array | None, ...]:
+    """`triton_call` by names, in which an absent pointer is the constant None."""
+    absent = {n: None for n, x in (given | results).items() if x is None}
+    out = iter(
+        triton_call(
+            kernel,
+            *(x for x in given.values() if x is not None),
+            out=[r for r in results.values() if r is not None],
+            grid=grid,
+            **absent,
+            **constants,
+        )
+    )
+    return tuple(None if r is None else next(out) for r in results.values())
 
 
 triton_call_p = Primitive("triton_call")

@@ -20,7 +20,13 @@ from jaxkern.triton.block_sizes import (
     num_sms,
     tuned,
 )
-from jaxkern.triton.triton_call import jit, max_shared_bytes, tl, triton_call
+from jaxkern.triton.triton_call import (
+    jit,
+    like,
+    max_shared_bytes,
+    sparse_call,
+    tl,
+)
 
 NARROW = 1024  # a row up to here stays in registers, forward
 LONGEST = 8192  # and backward, beside its share of dweight
@@ -219,31 +225,12 @@ def row_norm_fwd(
         programs = num_programs(blocks, sizes.pop("WAVES"))
         sizes |= {"NUM_ROWS": rows, "PROGRAMS": programs}
         grid = (programs,)
-        return call(row_norm_fwd_kernel, grid, given, results, constants | sizes)
+        constants |= sizes
+        return sparse_call(row_norm_fwd_kernel, grid, given, results, constants)
     sizes = forward_chunks(d, x.dtype)
-    return call(long_row_norm_fwd_kernel, (rows,), given, results, constants | sizes)
-
-
-def like(x: jax.Array | None) -> jax.ShapeDtypeStruct | None:
-    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def call(
-    kernel, grid: tuple[int, ...], given: dict, results: dict, constants: dict
-) -> tuple[jax.Array | None, ...]:
-    """`triton_call` in which an absent pointer is the constant None."""
-    absent = {n: None for n, x in (given | results).items() if x is None}
-    out = iter(
-        triton_call(
-            kernel,
-            *(x for x in given.values() if x is not None),
-            out=[r for r in results.values() if r is not None],
-            grid=grid,
-            **absent,
-            **constants,
-        )
+    return sparse_call(
+        long_row_norm_fwd_kernel, (rows,), given, results, constants | sizes
     )
-    return tuple(None if r is None else next(out) for r in results.values())
 
 
 @jit
@@ -559,7 +546,9 @@ def row_norm_bwd(
         blocks = -(-rows // sizes.get("ROWS", 1))
         programs = num_programs(blocks, sizes.pop("WAVES"))
         sizes |= {"NUM_ROWS": rows, "PROGRAMS": programs}
-        out = call(kernel, (programs,), given, results(programs), constants | sizes)
+        out = sparse_call(
+            kernel, (programs,), given, results(programs), constants | sizes
+        )
     dx, dresidual, *partial = out
     sums = [
         None if p is None or o is None else p.sum(0).astype(o.dtype)
@@ -579,12 +568,12 @@ def long_row_norm_bwd(
     }
     read = {n: x for n, x in given.items() if n != "dtotal_ptr"}
     sizes = {"BLOCK": 8192, "num_warps": 16}
-    found = call(row_norm_means_kernel, (rows,), read, means, constants | sizes)
+    found = sparse_call(row_norm_means_kernel, (rows,), read, means, constants | sizes)
     given = given | dict(zip(means, found, strict=True))
     sizes = {"BLOCK": 1024, "ROWS": 2, "NUM_ROWS": rows, "num_warps": 4}
     stripes = -(-d // sizes["BLOCK"])
     parts = max(1, min(4 * num_sms() // stripes, -(-rows // sizes["ROWS"])))
-    return call(
+    return sparse_call(
         column_norm_bwd_kernel,
         (stripes, parts),
         given,
