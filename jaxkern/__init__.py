@@ -36,6 +36,12 @@ from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.rope.axial_rope import (
+    axial_rope,
+    axial_rope_2d,
+    axial_rope_cos_sin,
+)
+from jaxkern.primitives.rope.mrope import mrope_cos_sin
 from jaxkern.primitives.rope.rope import apply_rope, rope
 from jaxkern.primitives.rope.rope_frequencies import (
     DynamicScaling,
@@ -61,6 +67,9 @@ __all__ = [
     "apply_rope",
     "argmax",
     "attention",
+    "axial_rope",
+    "axial_rope_2d",
+    "axial_rope_cos_sin",
     "backend",
     "batch_norm",
     "batch_norm_training",
@@ -74,6 +83,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "mrope_cos_sin",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
