@@ -41,7 +41,9 @@ from jaxkern.primitives.rope.axial_rope import (
     axial_rope_2d,
     axial_rope_cos_sin,
 )
+from jaxkern.primitives.rope.head_norm_rope import head_norm_rope
 from jaxkern.primitives.rope.mrope import mrope_cos_sin
+from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope
 from jaxkern.primitives.rope.rope import apply_rope, rope
 from jaxkern.primitives.rope.rope_frequencies import (
     DynamicScaling,
@@ -79,11 +81,13 @@ __all__ = [
     "gated_rms_norm",
     "geglu",
     "group_norm",
+    "head_norm_rope",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",
     "linear",
     "mrope_cos_sin",
+    "qk_norm_rope",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
