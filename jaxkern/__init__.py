@@ -30,8 +30,12 @@ from jaxkern.primitives.norm.group_norm import group_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
 from jaxkern.primitives.norm.layer_norm import layer_norm
 from jaxkern.primitives.norm.layer_norm_2d import layer_norm_2d
+from jaxkern.primitives.norm.moe_rms_norm_add import moe_rms_norm_add
+from jaxkern.primitives.norm.multi_rms_norm import multi_rms_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
+from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul
+from jaxkern.primitives.norm.sandwich_rms_norm import sandwich_rms_norm
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -86,17 +90,21 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "moe_rms_norm_add",
     "mrope_cos_sin",
+    "multi_rms_norm",
     "qk_norm_rope",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
     "rms_norm",
     "rms_norm_add",
+    "rms_norm_mul",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
     "sample",
+    "sandwich_rms_norm",
     "softcap",
     "softmax",
     "swiglu",

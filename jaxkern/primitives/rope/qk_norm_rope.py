@@ -177,7 +177,7 @@ qk_norm_rope_p = kernel_primitive(
     qk_norm_rope_reference,
     fwd=qk_norm_rope_fwd_reference,
     bwd=qk_norm_rope_bwd_reference,
-    # The mean runs over h, and a pair's dims may be far apart. The keys have no g to sum
-    # over: were it cut, each device would add the same keys' part to dcos.
+    # The mean runs over h, and a pair's dims may be far apart. The keys have no g: were
+    # it cut, each device would add the same keys' part to dcos.
     replicated=("g", "h", "r"),
 )
