@@ -14,7 +14,14 @@ PLAIN = dict(eps=0.1, offset=0.0)
 CASES = {
     "dual_rms_norm": [
         case("plain", x=f32(4, 2, 8), weight1=f32(8), weight2=f32(8), **PLAIN),
-        case("one_weight", x=bf16(3, 7), weight1=None, weight2=bf16(7), **GEMMA),
+        case(
+            "one_weight",
+            full=True,
+            x=bf16(3, 7),
+            weight1=None,
+            weight2=bf16(7),
+            **GEMMA,
+        ),
     ],
     "triple_rms_norm": [
         case(
@@ -27,6 +34,7 @@ CASES = {
         ),
         case(
             "two_weights",
+            full=True,
             x=bf16(3, 7),
             weight1=bf16(7),
             weight2=f32(7),

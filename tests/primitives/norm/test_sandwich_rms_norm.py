@@ -30,6 +30,7 @@ CASES = {
         case("plain", **triple(4, 2, 8), eps=0.1, offset=1.0),
         case(
             "no_scales",
+            full=True,
             **triple(3, 7, spec=bf16) | {"weight": None, "next_weight3": None},
             eps=1e-6,
             offset=0.0,
