@@ -1,18 +1,19 @@
 """total = residual + rms_norm(x) * w, y = rms_norm(total) * v  (https://arxiv.org/abs/2105.13290)."""
 
 import jax
-from jaxtyping import Array, Float
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.norm.multi_rms_norm import gradients_of_each, normed_by_each
+from jaxkern.primitives.norm.multi_rms_norm import (
+    Rows,
+    Rstd,
+    Weight,
+    gradients_of_each,
+    normed_by_each,
+)
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
     rms_norm_fwd_reference,
 )
-
-Rows = Float[Array, "... d"]
-Weight = Float[Array, " d"] | None
-Rstd = Float[Array, "... 1"]
 
 
 def sandwich_rms_norm(

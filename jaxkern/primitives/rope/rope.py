@@ -40,7 +40,8 @@ def rope(
     | Gemma 4 ("proportional")     | "neox"        | h/2         | h        |
     | GPT-J, Llama as GGUF "NORM"  | "interleaved" | -           | r2       |
 
-    The first row is the default, as in Hugging Face and ggml.
+    The first row is the default, as in Hugging Face and ggml. For tokens with several
+    positions see `mrope_cos_sin` (time, height, width) and `axial_rope` (grids).
 
     Args:
       x: `[..., t, n, h]`, any float dtype; n heads of h dims.
