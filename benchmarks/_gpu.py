@@ -59,6 +59,7 @@ class Benchmark:
       cases: shapes.
       torch_peers: `{name: make}`; `make(case, *tensors)` returns a callable of tensors
         or raises ImportError.
+      sizes: what `tune` tries, `{kernel: {size: values}}`.
       differentiable: whether to measure the backward pass.
       floats: positions of the operands to differentiate in; all floats if None.
     """
@@ -68,6 +69,7 @@ class Benchmark:
     cases: Sequence[Case]
     torch_peers: dict[str, Callable] = dataclasses.field(default_factory=dict)
     jax_peers: dict[str, Callable] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, dict[str, Sequence]] = dataclasses.field(default_factory=dict)
     differentiable: bool = True
     floats: tuple[int, ...] | None = None
 
@@ -152,12 +154,17 @@ def matmul_rate() -> float:
 
 def relative_error(out: Any, truth: Any) -> float:
     """The largest ||out - truth|| / ||truth|| over all results."""
-    worst = 0.0
-    for y, t in zip(jax.tree.leaves(out), jax.tree.leaves(truth), strict=True):
-        y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
-        norm = float(np.linalg.norm(t.ravel()))
-        worst = max(worst, float(np.linalg.norm((y - t).ravel())) / (norm or 1.0))
-    return worst
+    with jax.enable_x64(True):
+        pairs = zip(jax.tree.leaves(out), jax.tree.leaves(truth), strict=True)
+        return max(float(error_norm(jnp.asarray(y), t)) for y, t in pairs)
+
+
+@jax.jit
+def error_norm(y: jax.Array, truth: jax.Array) -> jax.Array:
+    def norm(x):
+        return jnp.sqrt(jnp.sum(x.astype(jnp.float64) ** 2))
+
+    return norm(y.astype(jnp.float64) - truth) / norm(truth)
 
 
 def in_float64(f: Callable, args: tuple) -> Any:
@@ -167,7 +174,7 @@ def in_float64(f: Callable, args: tuple) -> Any:
             x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
             for x in args
         ]
-        return jax.tree.map(np.asarray, jax.jit(f)(*wide))
+        return jax.jit(f)(*wide)
 
 
 # One measurement.
@@ -296,7 +303,7 @@ def measure_torch(make, case, sets, floats, truth) -> dict[str, Any]:
         if truth is not None:
             first = y[0] if isinstance(y, tuple) else y
             row["error"] = relative_error(
-                first.float().cpu().numpy(), jax.tree.leaves(truth)[0]
+                jax.dlpack.from_dlpack(first.contiguous()), jax.tree.leaves(truth)[0]
             )
         row["forward"] = torch_seconds(f, tensors)
     if floats:

@@ -39,10 +39,21 @@ BENCHMARK = Benchmark(
         case(8192, 8192),
         case(4096, 16384),
         case(131072, 128),
+        case(65536, 1024),
         case(1024, 131072),
         case(16384, 5000),
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch), "Liger": liger},
+    sizes={
+        "row_norm_fwd": {"num_warps": (1, 2, 4, 8), "ROWS": (1, 2, 4, 8, 16)},
+        "long_row_norm_fwd": {"num_warps": (4, 8, 16, 32), "BLOCK": (2048, 4096, 8192)},
+        "row_norm_bwd": {
+            "num_warps": (4, 8, 16),
+            "ROWS": (1, 2, 4, 8, 32),
+            "WAVES": (1, 2, 3),
+            "STAGES": (2, 3),
+        },
+    },
 )
 
 

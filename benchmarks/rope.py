@@ -23,9 +23,11 @@ def rotate(x, cos, sin):
 
 
 def rotate_torch(torch, x, cos, sin):
-    a, b = x.float().chunk(2, -1)
+    pairs = cos.shape[-1]
+    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat([*(y.to(x.dtype) for y in turned), rest], -1)
 
 
 BENCHMARK = Benchmark(

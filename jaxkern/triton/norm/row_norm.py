@@ -144,14 +144,13 @@ def long_row_norm_fwd_kernel(
     start = row.to(tl.int64) * D
     mean = 0.0
     if CENTER:
-        sums = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, D, BLOCK):
-            mask = first + columns < D
-            at = start + first + columns
-            sums += tl.load(x_ptr + at, mask, 0.0).to(tl.float32)
-            if residual_ptr is not None:
-                sums += tl.load(residual_ptr + at, mask, 0.0).to(tl.float32)
-        mean = tl.sum(sums, 0) / D
+        # about the first chunk's mean a sum of squares keeps its digits
+        mask = columns < D
+        u = tl.load(x_ptr + start + columns, mask, 0.0, eviction_policy="evict_last")
+        u = u.to(tl.float32)
+        if residual_ptr is not None:
+            u += tl.load(residual_ptr + start + columns, mask, 0.0).to(tl.float32)
+        mean = tl.sum(u, 0) / min(BLOCK, D)
     sums = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
@@ -166,7 +165,6 @@ def long_row_norm_fwd_kernel(
         squares += u * u
     variance = tl.sum(squares, 0) / D
     if CENTER:
-        # a sum over a long row far from zero has lost digits: restore them
         rest = tl.sum(sums, 0) / D
         mean += rest
         variance -= rest * rest

@@ -1,11 +1,27 @@
-"""Rotation of the heads: each element is read and written once."""
+"""Partial or interleaved rotation of the heads, each element read and written once.
+
+Where every dim rotates in halves XLA's fusion is as fast and the row refuses.
+"""
+
+from typing import Any
 
 import jax
 
 from jaxkern.triton.block_sizes import next_power_of_2
 from jaxkern.triton.triton_call import jit, tl, triton_call
+from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 ELEMENTS, NUM_WARPS = 4096, 4  # of one program
+
+
+def unsupported(
+    cos: Any, pairing: str, x: Any = None, dy: Any = None, **rest: Any
+) -> str | None:
+    """A reason in words, or None."""
+    rotated = dy if x is None else x
+    if pairing == "neox" and 2 * cos.shape[-1] == rotated.shape[-1]:
+        return "XLA is as fast where every dim rotates in halves"
+    return unsupported_anywhere(cos=cos, x=rotated)
 
 
 @jit
