@@ -22,6 +22,8 @@ from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.loss.cross_entropy import cross_entropy
+from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
@@ -64,6 +66,7 @@ __all__ = [
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "cross_entropy",
     "dequantize",
     "embedding",
     "explain",
@@ -74,6 +77,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "linear_cross_entropy",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
