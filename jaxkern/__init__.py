@@ -34,6 +34,7 @@ from jaxkern.primitives.norm.layer_norm import layer_norm
 from jaxkern.primitives.norm.layer_norm_2d import layer_norm_2d
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
+from jaxkern.primitives.optim.adamw import adam_update, adamw_update
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -58,6 +59,8 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "YarnScaling",
+    "adam_update",
+    "adamw_update",
     "add_rms_norm",
     "apply_repetition_penalty",
     "apply_rope",
