@@ -51,6 +51,10 @@ from jaxkern.primitives.rope.rope_frequencies import (
 )
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
+from jaxkern.primitives.vision.avg_pool import avg_pool
+from jaxkern.primitives.vision.conv2d import conv2d
+from jaxkern.primitives.vision.conv_transpose2d import conv_transpose2d
+from jaxkern.primitives.vision.max_pool import max_pool
 
 __all__ = [
     "DynamicScaling",
@@ -66,9 +70,12 @@ __all__ = [
     "apply_rope",
     "argmax",
     "attention",
+    "avg_pool",
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "conv2d",
+    "conv_transpose2d",
     "cross_entropy",
     "dequantize",
     "embedding",
@@ -81,6 +88,7 @@ __all__ = [
     "layer_norm_2d",
     "linear",
     "linear_cross_entropy",
+    "max_pool",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
