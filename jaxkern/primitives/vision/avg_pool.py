@@ -70,7 +70,10 @@ def avg_pool_reference(
     check_fits("avg_pool", x.shape[-2:], window, padding)
     total, count = at_least_f32(x), window[0] * window[1]
     for axis in (-1, -2):
-        total = sum(shifts(total, axis, window[axis], stride[axis], padding[axis], 0))
+        first, *others = shifts(
+            total, axis, window[axis], stride[axis], padding[axis], 0
+        )
+        total = sum(others, first)
     if not count_include_pad:
         rows, columns = (
             pixels_inside(x.shape[axis], window[axis], stride[axis], padding[axis])

@@ -108,16 +108,15 @@ def first_maximum(
 
 def spread(dy, place, size, axis, window, stride, padding):
     """Adds each element of dy to where `place` says in its window: x's gradient."""
-    dx = None
     reach = (dy.shape[axis] - 1) * stride + 1
+    config = [(0, 0, 0)] * dy.ndim
+    parts = []
     for k in range(window):
         first = k - padding[0]
-        config = [(0, 0, 0)] * dy.ndim
         config[axis] = (first, size - first - reach, stride - 1)
         part = jnp.where(place == k, dy, 0)
-        part = lax.pad(part, jnp.zeros((), dy.dtype), config)
-        dx = part if dx is None else dx + part
-    return dx
+        parts.append(lax.pad(part, jnp.zeros((), dy.dtype), config))
+    return sum(parts[1:], parts[0])
 
 
 max_pool_p = kernel_primitive(

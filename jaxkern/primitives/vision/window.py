@@ -24,7 +24,7 @@ def from_nchw(y: jax.Array, layout: str) -> jax.Array:
 
 def pair(op: str, name: str, value: Any, least: int = 1) -> Pair:
     """One number for both dims, or (vertical, horizontal)."""
-    both = (value, value) if isinstance(value, int) else tuple(value)
+    both = tuple(value) if isinstance(value, Sequence) else (value, value)
     if len(both) != 2 or not all(isinstance(n, int) and n >= least for n in both):
         raise ValueError(
             f"{op}: `{name}` must be one or two integers of at least {least}, got "
