@@ -51,10 +51,18 @@ from jaxkern.primitives.rope.rope_frequencies import (
 )
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
+from jaxkern.primitives.signal.fft import fft
 from jaxkern.primitives.vision.avg_pool import avg_pool
 from jaxkern.primitives.vision.conv2d import conv2d
 from jaxkern.primitives.vision.conv_transpose2d import conv_transpose2d
 from jaxkern.primitives.vision.max_pool import max_pool
+from jaxkern.primitives.vision.patches import (
+    block_merge,
+    block_unmerge,
+    patchify,
+    unpatchify,
+)
+from jaxkern.primitives.vision.resize_nearest import resize_nearest
 
 __all__ = [
     "DynamicScaling",
@@ -74,12 +82,15 @@ __all__ = [
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "block_merge",
+    "block_unmerge",
     "conv2d",
     "conv_transpose2d",
     "cross_entropy",
     "dequantize",
     "embedding",
     "explain",
+    "fft",
     "gated_rms_norm",
     "geglu",
     "group_norm",
@@ -89,8 +100,10 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "max_pool",
+    "patchify",
     "quantized_embedding",
     "quantized_matmul",
+    "resize_nearest",
     "ring_positions",
     "rms_norm",
     "rms_norm_add",
@@ -102,6 +115,7 @@ __all__ = [
     "softmax",
     "swiglu",
     "top_k",
+    "unpatchify",
     "update_kv_cache",
 ]
 
