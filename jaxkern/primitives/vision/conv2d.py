@@ -41,8 +41,8 @@ def conv2d(
             x[n, c', stride p + dilation i - top, stride q + dilation j - left]
 
     where c' is c within the group of o, and x is zero outside the image; out_height is
-    (height + top + bottom - dilation (kernel_height - 1) - 1) // stride + 1. Products
-    are summed in float32 (float64 for float64) and rounded once, after the bias.
+    (height + top + bottom - dilation (kernel_height - 1) - 1) // stride + 1. Computed
+    in float32 (float64 for float64) and rounded once, after the bias.
 
     Args:
       x: `[batch, channel, height, width]`, any float dtype, or
@@ -162,7 +162,9 @@ def convolve(x, weight, stride, padding, dilation, input_dilation):
     sizes = zip(x.shape[2:], input_dilation, strict=True)
     dilated = [a * (n - 1) + 1 if n else 0 for n, a in sizes]
     check_fits("conv2d", dilated, reach_of(weight, dilation), padding)
-    dtype = jnp.result_type(x, weight)
+    # bfloat16 operands would be faster, but many shapes fail with them on CUDA
+    # (https://github.com/jax-ml/jax/issues/37922)
+    dtype = jnp.result_type(x, weight, jnp.float32)
     return lax.conv_general_dilated(
         x.astype(dtype),
         weight.astype(dtype),
@@ -172,7 +174,6 @@ def convolve(x, weight, stride, padding, dilation, input_dilation):
         rhs_dilation=dilation,
         dimension_numbers=("NCHW", "OIHW", "NCHW"),
         feature_group_count=x.shape[1] // weight.shape[1] if x.shape[1] else 1,
-        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
     )
 
 
