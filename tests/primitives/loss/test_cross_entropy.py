@@ -20,8 +20,8 @@ CASES = [
     case(
         "gemma2_2b",
         full=True,
-        logits=bf16(512, 256000),
-        labels=i32(512, high=256000),
+        logits=bf16(16, 256000),
+        labels=i32(16, high=256000),
         softcap=30.0,
         ulps=16,
     ),

@@ -27,11 +27,11 @@ CASES = [
         labels=i32(2, 2, high=5),
     ),
     case(
-        "llama3_8b",
+        "llama3_vocabulary",
         full=True,
-        x=bf16(256, 4096),
-        weight=bf16(128256, 4096, scale=0.02),
-        labels=i32(256, high=128256),
+        x=bf16(16, 64),
+        weight=bf16(128256, 64),
+        labels=i32(16, high=128256),
     ),
 ]
 
