@@ -48,8 +48,8 @@ def fft(
     if norm not in NORMS:
         raise ValueError(f"fft: `norm` must be one of {NORMS}, got {norm!r}.")
     real, imaginary = from_layout(jnp.asarray(x), layout)
-    y = fft_p(real, imaginary, inverse=bool(inverse), norm=norm)
-    return to_layout(*y, layout)
+    real, imaginary = fft_p(real, imaginary, inverse=bool(inverse), norm=norm)
+    return to_layout(real, imaginary, layout)
 
 
 def from_layout(x: Array, layout: str) -> tuple[Array, Array]:

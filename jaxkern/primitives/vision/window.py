@@ -45,6 +45,8 @@ def pads(
         rows, columns = lax.padtype_to_pads(tuple(sizes), reach, stride, padding)
         return (rows[0], rows[1]), (columns[0], columns[1])
     if not isinstance(padding, int) and any(not isinstance(p, int) for p in padding):
+        if len(padding) != 2:
+            raise ValueError(f"{op}: `padding` must have two pairs, got {padding!r}.")
         rows, columns = (pair(op, "padding", p, 0) for p in padding)
         return rows, columns
     vertical, horizontal = pair(op, "padding", padding, 0)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import cross_entropy, linear_cross_entropy
 from tests.checks import bf16, case, f32, i32
@@ -97,6 +99,28 @@ def test_the_logits_are_never_in_memory(wrt):
     compiled = jax.jit(jax.value_and_grad(loss, wrt)).lower(*operands).compile()
     whole = tokens * v * 4
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 8
+
+
+def test_gradients_of_cut_tokens_on_an_explicit_mesh():
+    x, labels = draw(8, 6), jnp.arange(8)
+    mesh = jax.make_mesh(
+        (4,), ("m",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
+    )
+
+    def grads(x, weight, labels):
+        def loss(x, weight):
+            return linear_cross_entropy(
+                x, weight, labels, reduction="mean", block_size=4
+            )
+
+        return jax.jit(jax.grad(loss, (0, 1)))(x, weight)
+
+    expected = grads(x, WEIGHT, labels)
+    with jax.set_mesh(mesh):
+        cut = [jax.device_put(a, P("m")) for a in (x, labels)]
+        actual = grads(cut[0], jax.device_put(WEIGHT, P()), cut[1])
+    for g, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_sums_in_float32():

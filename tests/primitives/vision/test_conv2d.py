@@ -18,6 +18,7 @@ CASES = [
     case("groups", x=f32(2, 4, 5, 4), weight=f32(6, 2, 3, 2), bias=f32(6), **PLAIN),
     case(
         "one_group",
+        full=True,
         x=bf16(2, 3, 3, 4),
         weight=bf16(8, 3, 2, 1),
         stride=(1, 1),
