@@ -23,6 +23,8 @@ from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.loss.cross_entropy import cross_entropy
+from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
@@ -37,6 +39,7 @@ from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul
 from jaxkern.primitives.norm.sandwich_rms_norm import sandwich_rms_norm
+from jaxkern.primitives.optim.adamw import adam_update, adamw_update
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -61,6 +64,18 @@ from jaxkern.primitives.rope.rope_frequencies import (
 )
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
+from jaxkern.primitives.signal.fft import fft
+from jaxkern.primitives.vision.avg_pool import avg_pool
+from jaxkern.primitives.vision.conv2d import conv2d
+from jaxkern.primitives.vision.conv_transpose2d import conv_transpose2d
+from jaxkern.primitives.vision.max_pool import max_pool
+from jaxkern.primitives.vision.patches import (
+    block_merge,
+    block_unmerge,
+    patchify,
+    unpatchify,
+)
+from jaxkern.primitives.vision.resize_nearest import resize_nearest
 
 __all__ = [
     "DynamicScaling",
@@ -69,20 +84,29 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "YarnScaling",
+    "adam_update",
+    "adamw_update",
     "add_rms_norm",
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
     "attention",
+    "avg_pool",
     "axial_rope",
     "axial_rope_2d",
     "axial_rope_cos_sin",
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "block_merge",
+    "block_unmerge",
+    "conv2d",
+    "conv_transpose2d",
+    "cross_entropy",
     "dequantize",
     "embedding",
     "explain",
+    "fft",
     "gated_rms_norm",
     "geglu",
     "group_norm",
@@ -91,12 +115,16 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "linear_cross_entropy",
+    "max_pool",
     "moe_rms_norm_add",
     "mrope_cos_sin",
     "multi_rms_norm",
+    "patchify",
     "qk_norm_rope",
     "quantized_embedding",
     "quantized_matmul",
+    "resize_nearest",
     "ring_positions",
     "rms_norm",
     "rms_norm_add",
@@ -110,6 +138,7 @@ __all__ = [
     "softmax",
     "swiglu",
     "top_k",
+    "unpatchify",
     "update_kv_cache",
 ]
 
