@@ -1,7 +1,8 @@
 """Softmax over rows, scaled and masked; a row without a kept element gives zeros.
 
-A narrow row stays in registers. A long one is read twice, the second time mostly from
-the caches: once for its running maximum and sum, once to write.
+A row up to NARROW elements stays in registers. A longer one is read twice, the second
+time mostly from the caches: once for its running maximum and sum, once to write. The
+exponentials are what limits: each pass has one an element.
 """
 
 import jax.numpy as jnp
@@ -9,22 +10,21 @@ import jax.numpy as jnp
 from jaxkern.triton.block_sizes import WARP, next_power_of_2, tuned
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
-NARROW = 2048  # elements of a row that stay in registers
+NARROW = 16384  # elements of a row that stay in registers
 
 
 def row_tile(kernel: str, rows: int, d: int, dtype) -> dict:
-    """About 16 elements a thread, whole rows."""
+    """About 16 elements a thread, 32 in the longest rows."""
     block = next_power_of_2(d)
     together = max(1, min(2048 // block, next_power_of_2(rows)))
-    warps = max(together * block // (16 * WARP), 1)
+    warps = min(max(together * block // (16 * WARP), 1), 16)
     rule = {"BLOCK": block, "ROWS": together, "num_warps": warps}
     return tuned(kernel, d, dtype, rule)
 
 
 def row_chunks(kernel: str, d: int, dtype) -> dict:
-    block = 16384 if d > 65536 else 4096
-    warps = block // 512 if d < 8192 else max(16, block // 512)
-    return tuned(kernel, d, dtype, {"BLOCK": block, "num_warps": warps})
+    """Few rows at a time, so that the caches still hold a row when it is read again."""
+    return tuned(kernel, d, dtype, {"BLOCK": 16384, "num_warps": 32})
 
 
 @jit
@@ -65,25 +65,21 @@ def long_softmax_kernel(
 ):
     start = tl.program_id(0).to(tl.int64) * D
     columns = tl.arange(0, BLOCK)
-    # each thread keeps the running maximum and sum of its own columns
-    top = tl.full([BLOCK], -float("inf"), tl.float32)
+    peak = -float("inf")
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
         inside = first + columns < D
         at = start + first + columns
         z = tl.load(x_ptr + at, inside, -float("inf"), eviction_policy="evict_last")
         z = z.to(tl.float32) * SCALE
-        kept = inside
         if mask_ptr is not None:
-            kept = inside & tl.load(mask_ptr + at, inside, 0).to(tl.int1)
-        z = tl.where(kept, z, -float("inf"))
-        higher = tl.maximum(top, z, propagate_nan=tl.PropagateNan.ALL)
+            z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z, -float("inf"))
+        higher = tl.maximum(peak, tl.max(z, 0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(top - base) + tl.exp(z - base)
-        top = higher
-    peak = tl.max(top, 0)
+        total = total * tl.exp(peak - base) + tl.exp(z - base)
+        peak = higher
     peak = tl.where(peak == -float("inf"), 0.0, peak)
-    total = tl.sum(total * tl.exp(top - peak), 0)
+    total = tl.sum(total, 0)
     factor = 1.0 / tl.where(total == 0.0, 1.0, total)
     for first in range(0, D, BLOCK):
         inside = first + columns < D

@@ -50,14 +50,15 @@ def forward_chunks(d: int, dtype) -> dict:
 
 
 def backward_tile(rows: int, d: int, dtype, num_streams: int) -> dict:
-    """One program a multiprocessor, with two more tiles loading where they fit."""
+    """Two more tiles load while one is worked on, where they fit in shared memory."""
     block = next_power_of_2(d)
-    together = max(1, min(LONGEST // block, next_power_of_2(rows)))
+    elements = 2048 if d <= 1024 else 4096 if d <= 2048 else LONGEST
+    together = max(1, min(elements // block, next_power_of_2(rows)))
     tile_bytes = together * block * jnp.dtype(dtype).itemsize * num_streams
     rule = {
         "BLOCK": block,
         "ROWS": together,
-        "WAVES": 1,
+        "WAVES": 3 if d <= 1024 else 2 if d <= 2048 else 1,
         "STAGES": 3 if 3.2 * tile_bytes <= max_shared_bytes() else 1,
         "num_warps": min(16, max(1, together * block // 512)),
     }
@@ -142,34 +143,30 @@ def long_row_norm_fwd_kernel(
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0)
     start = row.to(tl.int64) * D
-    mean = 0.0
-    if CENTER:
-        # about the first chunk's mean a sum of squares keeps its digits
-        mask = columns < D
-        u = tl.load(x_ptr + start + columns, mask, 0.0, eviction_policy="evict_last")
-        u = u.to(tl.float32)
-        if residual_ptr is not None:
-            u += tl.load(residual_ptr + start + columns, mask, 0.0).to(tl.float32)
-        mean = tl.sum(u, 0) / min(BLOCK, D)
-    sums = tl.zeros([BLOCK], tl.float32)
+    # each lane keeps mean and sum of squares of its own columns (Welford 1962)
+    count = tl.zeros([BLOCK], tl.float32)
+    means = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
         mask = first + columns < D
         at = start + first + columns
-        u = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_last")
-        u = u.to(tl.float32)
+        u = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         if residual_ptr is not None:
             u += tl.load(residual_ptr + at, mask, 0.0).to(tl.float32)
-        u = tl.where(mask, u - mean, 0.0)
-        sums += u
-        squares += u * u
-    variance = tl.sum(squares, 0) / D
+        if CENTER:
+            count += tl.where(mask, 1.0, 0.0)
+            change = tl.where(mask, u - means, 0.0)
+            means += change / tl.maximum(count, 1.0)
+            squares += change * tl.where(mask, u - means, 0.0)
+        else:
+            squares += u * u
+    mean = 0.0
     if CENTER:
-        rest = tl.sum(sums, 0) / D
-        mean += rest
-        variance -= rest * rest
+        mean = tl.sum(count * means, 0) / D
+        squares += count * (means - mean) * (means - mean)
         if mean_ptr is not None:
             tl.store(mean_ptr + row, mean)
+    variance = tl.sum(squares, 0) / D
     rstd = tl.rsqrt(variance + EPS)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
