@@ -12,7 +12,11 @@ shards, and lowers on every platform. Where to look:
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
 from jaxkern.lowering.lower import backend, explain
+from jaxkern.primitives.activation.bias_activation import bias_activation
+from jaxkern.primitives.activation.clipped_relu import clipped_relu
 from jaxkern.primitives.activation.geglu import geglu
+from jaxkern.primitives.activation.gelu import gelu
+from jaxkern.primitives.activation.sigmoid_gate import sigmoid_gate
 from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
@@ -64,11 +68,14 @@ __all__ = [
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "bias_activation",
+    "clipped_relu",
     "dequantize",
     "embedding",
     "explain",
     "gated_rms_norm",
     "geglu",
+    "gelu",
     "group_norm",
     "l2_norm",
     "layer_norm",
@@ -83,6 +90,7 @@ __all__ = [
     "rope_cos_sin",
     "rope_frequencies",
     "sample",
+    "sigmoid_gate",
     "softcap",
     "softmax",
     "swiglu",
