@@ -22,7 +22,11 @@ from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
 from jaxkern.primitives.index.argmax import argmax
+from jaxkern.primitives.index.argsort import argsort
 from jaxkern.primitives.index.embedding import embedding
+from jaxkern.primitives.index.gather import gather
+from jaxkern.primitives.index.scatter_add import scatter_add
+from jaxkern.primitives.index.take_along_axis import take_along_axis
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
@@ -64,6 +68,7 @@ __all__ = [
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
+    "argsort",
     "attention",
     "backend",
     "batch_norm",
@@ -74,6 +79,7 @@ __all__ = [
     "embedding",
     "explain",
     "gated_rms_norm",
+    "gather",
     "geglu",
     "gelu",
     "group_norm",
@@ -90,10 +96,12 @@ __all__ = [
     "rope_cos_sin",
     "rope_frequencies",
     "sample",
+    "scatter_add",
     "sigmoid_gate",
     "softcap",
     "softmax",
     "swiglu",
+    "take_along_axis",
     "top_k",
     "update_kv_cache",
 ]
