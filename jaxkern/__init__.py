@@ -30,6 +30,8 @@ from jaxkern.primitives.index.take_along_axis import take_along_axis
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b
+from jaxkern.primitives.linear.qkv_split import qkv_split
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
@@ -87,6 +89,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "matmul_transpose_b",
+    "qkv_split",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",

@@ -17,14 +17,15 @@ CASES = [
         updates=f32(2, 4, 4),
         clip=False,
     ),
+    case("none", x=f32(5, 3), indices=i32(0), updates=f32(0, 3), clip=False),
     case(
         "clip",
         x=bf16(2, 3),
         indices=i32(3, low=-1, high=4),
         updates=bf16(3, 3),
         clip=True,
+        full=True,
     ),
-    case("none", x=f32(5, 3), indices=i32(0), updates=f32(0, 3), clip=False),
 ]
 
 
