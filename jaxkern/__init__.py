@@ -58,6 +58,7 @@ from jaxkern.primitives.rope.rope_frequencies import (
 )
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
+from jaxkern.primitives.sampling.softmax_sample import softmax_sample
 
 __all__ = [
     "DynamicScaling",
@@ -104,6 +105,7 @@ __all__ = [
     "sigmoid_gate",
     "softcap",
     "softmax",
+    "softmax_sample",
     "swiglu",
     "take_along_axis",
     "top_k",
