@@ -5,10 +5,10 @@ from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.index.embedding import nearest_rows
 from jaxkern.primitives.index.rows import (
+    add_rows,
     axis_within,
     rows_back,
     rows_first,
-    sum_rows,
     take_rows,
 )
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
@@ -28,7 +28,8 @@ def gather(
 
     with o the dims before `axis` and t those after it. The gradient adds what repeated
     indices bring, in float32, in the same order in every run and rounded once: it is
-    `scatter_add`. For the rows of a table `embedding` is the shorter call.
+    `scatter_add`. For the rows of a table `embedding` is the shorter call,
+    with a gradient that XLA adds in any order on a GPU.
 
     An index outside the axis, negative ones included, is not an error: traced values
     cannot raise. (`jnp.take` gives NaN there and counts -1 from the end.)
@@ -81,7 +82,8 @@ def gather_bwd_reference(
     dy32 = at_least_f32(dy)
     if not clip:
         dy32 = jnp.where(inside[:, None], dy32, 0)
-    return sum_rows(dy32, rows, v).astype(x.dtype)
+    zeros = jnp.zeros_like(x, dy32.dtype)
+    return add_rows(zeros, rows, dy32).astype(x.dtype)
 
 
 gather_p = kernel_primitive(

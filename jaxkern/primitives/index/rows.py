@@ -1,7 +1,8 @@
-"""Rows by number: to take them, and to sum what belongs to the same one."""
+"""Rows by number: to take them, and to add what belongs to the same one."""
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.index.embedding import explicit_spec
@@ -35,26 +36,35 @@ def take_rows(
     return x.at[..., rows, :].get(mode="promise_in_bounds", out_sharding=spec)
 
 
-def sum_rows(
-    updates: Float[Array, "... j d"], rows: Int32[Array, " j"], v: int
+def add_rows(
+    x: Float[Array, "... v d"],
+    rows: Int32[Array, " j"],
+    updates: Float[Array, "... j d"],
 ) -> Float[Array, "... v d"]:
-    """y[..., r, :] = the sum of the updates whose row is r, in an order of its own.
+    """x[..., r, :] + the sum of the updates whose row is r, in an order of its own.
 
     Equal rows are brought together by a stable sort. Then each place adds what stands
     1, 2, 4 ... places before it, where the row there is its own: a sum over twice as
-    many places at each step (Hillis and Steele 1986), and the last place of a row has
-    all of it. No float is added by a scatter, whose order is free on a GPU.
+    many places at each step (Hillis and Steele 1986), until the last place of a row has
+    all of it. The scatter then adds once to each row: its order, which is free on a
+    GPU, does not matter.
     """
     j = rows.shape[0]
     if j == 0:
-        return jnp.zeros((*updates.shape[:-2], v, updates.shape[-1]), updates.dtype)
+        return x
     order = jnp.argsort(rows, stable=True)
-    rows, sums, place = rows[order], take_rows(updates, order), jnp.arange(j)
-    for step in (2**k for k in range((j - 1).bit_length())):
-        same = (rows == jnp.roll(rows, step)) & (place >= step)
-        before = jnp.roll(sums, step, axis=-2)
-        sums = sums + jnp.where(same[:, None], before, 0)
-    ends = jnp.searchsorted(rows, jnp.arange(v), side="right", method="scan_unrolled")
-    last = jnp.maximum(ends - 1, 0)
-    present = rows[last] == jnp.arange(v)
-    return jnp.where(present[:, None], take_rows(sums, last), 0)
+    rows, place = rows[order], jnp.arange(j)
+
+    def double(k, sums):
+        before = jnp.maximum(place - (1 << k), 0)
+        same = (rows == rows[before]) & (place >= 1 << k)
+        return sums + jnp.where(same[:, None], take_rows(sums, before), 0)
+
+    steps = (j - 1).bit_length()
+    sums = lax.fori_loop(0, steps, double, take_rows(updates, order))
+    last = (rows != jnp.roll(rows, -1)) | (place == j - 1)
+    target = jnp.where(last, rows, x.shape[-2] + place)  # out of bounds: dropped
+    spec = explicit_spec(*jax.typeof(x).sharding.spec)
+    return x.at[..., target, :].add(
+        sums, mode="drop", unique_indices=True, out_sharding=spec
+    )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Integer
 
 from jaxkern.primitives.index.embedding import explicit_spec, nearest_rows
-from jaxkern.primitives.index.rows import axis_within, sum_rows
+from jaxkern.primitives.index.rows import add_rows, axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -91,11 +91,11 @@ def take_along_axis_bwd_reference(
     if not clip:
         dy32 = jnp.where(inside, dy32, 0)
 
-    def sum_columns(dy32, columns):  # [j], [j] -> [v]
-        return sum_rows(dy32[:, None], columns, v)[:, 0]
+    def add_columns(x, columns, dy):  # [v], [j], [j] -> [v]
+        return add_rows(x[:, None], columns, dy[:, None])[:, 0]
 
-    sums = jnp.vectorize(sum_columns, signature="(j),(j)->(v)")(dy32, columns)
-    return sums.astype(x.dtype)
+    add = jnp.vectorize(add_columns, signature="(v),(j),(j)->(v)")
+    return add(jnp.zeros_like(x, dy32.dtype), columns, dy32).astype(x.dtype)
 
 
 take_along_axis_p = kernel_primitive(
