@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.index.embedding import explicit_spec
@@ -52,6 +53,7 @@ def add_rows(
     j = rows.shape[0]
     if j == 0:
         return x
+    rows, updates = in_one_piece(rows, 0), in_one_piece(updates, -2)
     order = jnp.argsort(rows, stable=True)
     rows, place = rows[order], jnp.arange(j)
 
@@ -68,3 +70,12 @@ def add_rows(
     return x.at[..., target, :].add(
         sums, mode="drop", unique_indices=True, out_sharding=spec
     )
+
+
+def in_one_piece(x: Array, axis: int) -> Array:
+    """x with `axis` uncut, where types say how arrays are cut: a sort needs it whole."""
+    spec = list(jax.typeof(x).sharding.spec)
+    if spec[axis] is None:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, P(*spec))

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import embedding, gather
-from tests.checks import bf16, case, f32, i32
+from tests.checks import bf16, case, f32, i32, mesh_of
 
 CASES = [
     case("plain", x=f32(2, 6, 4), indices=i32(4, low=-1, high=7), clip=False),
@@ -76,6 +78,25 @@ def test_a_frequent_index_loses_nothing_in_bfloat16():
     indices, x = jnp.zeros(512, jnp.int32), jnp.ones((2, 1), jnp.bfloat16)
     grad = jax.grad(lambda x: gather(x, indices).astype(jnp.float32).sum())(x)
     np.testing.assert_array_equal(np.float32(grad), [[512], [0]])
+
+
+@pytest.mark.parametrize("cut", ["x", "indices"])
+def test_the_gradient_on_an_explicit_mesh(cut):
+    x = jnp.arange(24.0).reshape(6, 4)
+    indices = jnp.asarray([5, 0, 5, -1])
+
+    def grad(x, indices):
+        return jax.grad(lambda x: (gather(x, indices) ** 2).sum())(x)
+
+    mesh = mesh_of(2, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x_cut = P(None, "m") if cut == "x" else P()
+        indices_cut = P("m") if cut == "indices" else P()
+        dx = jax.jit(grad)(
+            jax.device_put(x, NamedSharding(mesh, x_cut)),
+            jax.device_put(indices, NamedSharding(mesh, indices_cut)),
+        )
+    np.testing.assert_array_equal(dx, grad(x, indices))
 
 
 def test_an_empty_axis_gives_zeros():
