@@ -73,7 +73,7 @@ def add_rows(
 
 
 def in_one_piece(x: Array, axis: int) -> Array:
-    """x with `axis` uncut, where types say how arrays are cut: a sort needs it whole."""
+    """x with `axis` uncut where types say what is cut: a sort needs all of it."""
     spec = list(jax.typeof(x).sharding.spec)
     if spec[axis] is None:
         return x
