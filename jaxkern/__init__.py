@@ -13,16 +13,26 @@ from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
 from jaxkern.lowering.explain import explain
 from jaxkern.lowering.lower import backend
+from jaxkern.primitives.activation.bias_activation import bias_activation
+from jaxkern.primitives.activation.clipped_relu import clipped_relu
 from jaxkern.primitives.activation.geglu import geglu
+from jaxkern.primitives.activation.gelu import gelu
+from jaxkern.primitives.activation.sigmoid_gate import sigmoid_gate
 from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
 from jaxkern.primitives.index.argmax import argmax
+from jaxkern.primitives.index.argsort import argsort
 from jaxkern.primitives.index.embedding import embedding
+from jaxkern.primitives.index.gather import gather
+from jaxkern.primitives.index.scatter_add import scatter_add
+from jaxkern.primitives.index.take_along_axis import take_along_axis
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b
+from jaxkern.primitives.linear.qkv_split import qkv_split
 from jaxkern.primitives.loss.cross_entropy import cross_entropy
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
@@ -64,6 +74,7 @@ from jaxkern.primitives.rope.rope_frequencies import (
 )
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
+from jaxkern.primitives.sampling.softmax_sample import softmax_sample
 from jaxkern.primitives.signal.fft import fft
 from jaxkern.primitives.vision.avg_pool import avg_pool
 from jaxkern.primitives.vision.conv2d import conv2d
@@ -90,6 +101,7 @@ __all__ = [
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
+    "argsort",
     "attention",
     "avg_pool",
     "axial_rope",
@@ -98,8 +110,10 @@ __all__ = [
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "bias_activation",
     "block_merge",
     "block_unmerge",
+    "clipped_relu",
     "conv2d",
     "conv_transpose2d",
     "cross_entropy",
@@ -108,7 +122,9 @@ __all__ = [
     "explain",
     "fft",
     "gated_rms_norm",
+    "gather",
     "geglu",
+    "gelu",
     "group_norm",
     "head_norm_rope",
     "l2_norm",
@@ -116,12 +132,14 @@ __all__ = [
     "layer_norm_2d",
     "linear",
     "linear_cross_entropy",
+    "matmul_transpose_b",
     "max_pool",
     "moe_rms_norm_add",
     "mrope_cos_sin",
     "multi_rms_norm",
     "patchify",
     "qk_norm_rope",
+    "qkv_split",
     "quantized_embedding",
     "quantized_matmul",
     "resize_nearest",
@@ -134,9 +152,13 @@ __all__ = [
     "rope_frequencies",
     "sample",
     "sandwich_rms_norm",
+    "scatter_add",
+    "sigmoid_gate",
     "softcap",
     "softmax",
+    "softmax_sample",
     "swiglu",
+    "take_along_axis",
     "top_k",
     "unpatchify",
     "update_kv_cache",
