@@ -17,6 +17,14 @@ from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.mask import (
+    block_mask,
+    make_block_mask,
+    make_mask,
+    padding_mask,
+    segment_mask,
+)
+from jaxkern.primitives.attention.merge_partials import merge_partials
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
@@ -64,6 +72,7 @@ __all__ = [
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "block_mask",
     "dequantize",
     "embedding",
     "explain",
@@ -74,6 +83,10 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "make_block_mask",
+    "make_mask",
+    "merge_partials",
+    "padding_mask",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
@@ -83,6 +96,7 @@ __all__ = [
     "rope_cos_sin",
     "rope_frequencies",
     "sample",
+    "segment_mask",
     "softcap",
     "softmax",
     "swiglu",
