@@ -25,10 +25,29 @@ from jaxkern.primitives.attention.mask import (
     segment_mask,
 )
 from jaxkern.primitives.attention.merge_partials import merge_partials
+from jaxkern.primitives.attention.paged_attention import paged_attention
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
+from jaxkern.primitives.kv_cache.cached_attention import cached_attention
+from jaxkern.primitives.kv_cache.kv_cache import (
+    KVCache,
+    append_kv_cache,
+    empty_kv_cache,
+)
+from jaxkern.primitives.kv_cache.paged_kv_cache import (
+    PagedKVCache,
+    allocate_pages,
+    append_paged_kv_cache,
+    empty_paged_kv_cache,
+    release_pages,
+)
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
+from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
+    gather_pages,
+    page_slots,
+    update_paged_kv_cache,
+)
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
@@ -60,11 +79,16 @@ from jaxkern.primitives.sampling.sample import sample
 __all__ = [
     "DynamicScaling",
     "GGUFTensor",
+    "KVCache",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "PagedKVCache",
     "YarnScaling",
     "add_rms_norm",
+    "allocate_pages",
+    "append_kv_cache",
+    "append_paged_kv_cache",
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
@@ -73,10 +97,14 @@ __all__ = [
     "batch_norm",
     "batch_norm_training",
     "block_mask",
+    "cached_attention",
     "dequantize",
     "embedding",
+    "empty_kv_cache",
+    "empty_paged_kv_cache",
     "explain",
     "gated_rms_norm",
+    "gather_pages",
     "geglu",
     "group_norm",
     "l2_norm",
@@ -87,8 +115,11 @@ __all__ = [
     "make_mask",
     "merge_partials",
     "padding_mask",
+    "page_slots",
+    "paged_attention",
     "quantized_embedding",
     "quantized_matmul",
+    "release_pages",
     "ring_positions",
     "rms_norm",
     "rms_norm_add",
@@ -102,6 +133,7 @@ __all__ = [
     "swiglu",
     "top_k",
     "update_kv_cache",
+    "update_paged_kv_cache",
 ]
 
 del _cpu, _cuda  # imported for their rows
