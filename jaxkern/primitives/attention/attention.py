@@ -72,7 +72,7 @@ def attention(
     takes longer inputs by blocks of query rows.
 
     Decoding over a cache: pass the whole cache with `kv_lengths`, and as `q_offset` the
-    position of the first query. Over a ring cache (`update_kv_cache(..., ring=True)`)
+    position of the first query; `cached_attention` does it for every cache. Over a ring cache (`update_kv_cache(..., ring=True)`)
     the order of the keys does not matter, so a single query over a ring of s slots that
     has seen `length` tokens, itself included, needs only `kv_lengths=min(length, s)`,
     no causal and no window: it sees the last s tokens, a window of s. For more queries
@@ -98,8 +98,8 @@ def attention(
       causal: queries see no key after their own position.
       window: see the table, at least 1.
       softcap: Gemma 2's cap of the scores, after scale, before bias and mask.
-      return_lse: return (out, lse); both are differentiable. Two results over disjoint
-        keys merge as sum_i out_i exp(lse_i - lse), lse = logaddexp(lse_i).
+      return_lse: return (out, lse); both are differentiable. `merge_partials` makes one
+        of results over disjoint keys.
 
     Returns:
       out: `[b, t, n, hv]`, dtype of query.
