@@ -11,7 +11,8 @@ shards, and lowers on every platform. Where to look:
 
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
-from jaxkern.lowering.lower import backend, explain
+from jaxkern.lowering.explain import explain
+from jaxkern.lowering.lower import backend
 from jaxkern.primitives.activation.geglu import geglu
 from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
@@ -57,12 +58,24 @@ from jaxkern.primitives.norm.group_norm import group_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
 from jaxkern.primitives.norm.layer_norm import layer_norm
 from jaxkern.primitives.norm.layer_norm_2d import layer_norm_2d
+from jaxkern.primitives.norm.moe_rms_norm_add import moe_rms_norm_add
+from jaxkern.primitives.norm.multi_rms_norm import multi_rms_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
+from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul
+from jaxkern.primitives.norm.sandwich_rms_norm import sandwich_rms_norm
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.rope.axial_rope import (
+    axial_rope,
+    axial_rope_2d,
+    axial_rope_cos_sin,
+)
+from jaxkern.primitives.rope.head_norm_rope import head_norm_rope
+from jaxkern.primitives.rope.mrope import mrope_cos_sin
+from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope
 from jaxkern.primitives.rope.rope import apply_rope, rope
 from jaxkern.primitives.rope.rope_frequencies import (
     DynamicScaling,
@@ -93,6 +106,9 @@ __all__ = [
     "apply_rope",
     "argmax",
     "attention",
+    "axial_rope",
+    "axial_rope_2d",
+    "axial_rope_cos_sin",
     "backend",
     "batch_norm",
     "batch_norm_training",
@@ -107,6 +123,7 @@ __all__ = [
     "gather_pages",
     "geglu",
     "group_norm",
+    "head_norm_rope",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",
@@ -114,19 +131,25 @@ __all__ = [
     "make_block_mask",
     "make_mask",
     "merge_partials",
+    "moe_rms_norm_add",
+    "mrope_cos_sin",
+    "multi_rms_norm",
     "padding_mask",
     "page_slots",
     "paged_attention",
+    "qk_norm_rope",
     "quantized_embedding",
     "quantized_matmul",
     "release_pages",
     "ring_positions",
     "rms_norm",
     "rms_norm_add",
+    "rms_norm_mul",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
     "sample",
+    "sandwich_rms_norm",
     "segment_mask",
     "softcap",
     "softmax",

@@ -29,6 +29,7 @@ Dims are written and checked as `declared_dims.py` says.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -206,7 +207,12 @@ class Backward(KernelPrimitive):
     def evaluate_with(
         self, fn: Callable, *arrays: Any, call: Call, **static: Any
     ) -> list:
-        """`fn` in the place of the reference, only the wanted gradients."""
+        """`fn` in the place of the reference, only the wanted gradients.
+
+        Where it takes `wanted` it learns which, and gives None for the others.
+        """
+        if "wanted" in inspect.signature(fn).parameters:
+            static = {**static, "wanted": call.wanted}
 
         def unbatched(*arrays):
             out = fn(*with_absent(arrays, call.absent), **static)

@@ -72,11 +72,12 @@ def attention(
     takes longer inputs by blocks of query rows.
 
     Decoding over a cache: pass the whole cache with `kv_lengths`, and as `q_offset` the
-    position of the first query; `cached_attention` does it for every cache. Over a ring cache (`update_kv_cache(..., ring=True)`)
-    the order of the keys does not matter, so a single query over a ring of s slots that
-    has seen `length` tokens, itself included, needs only `kv_lengths=min(length, s)`,
-    no causal and no window: it sees the last s tokens, a window of s. For more queries
-    at once, or a ring larger than the window, build `mask` from `ring_positions`.
+    position of the first query; `cached_attention` does it for every kind of cache.
+    Over a ring (`update_kv_cache(..., ring=True)`) the order of the keys does not
+    matter, so a single query over a ring of s slots that has seen `length` tokens,
+    itself included, needs only `kv_lengths=min(length, s)`, no causal and no window: it
+    sees the last s tokens, a window of s. For more queries at once, or a ring larger
+    than the window, build `mask` from `ring_positions`.
 
     Args:
       query: `[b, t, n, h]`, any float dtype, n = k*g heads. Without b where all

@@ -1,0 +1,63 @@
+"""Block sizes of the Triton kernels: a measured table, else the kernel's own rule.
+
+A table is `lowering/tuned/<device>.json`, written by `python -m benchmarks tune OP`.
+Nothing is measured when an op is called.
+"""
+
+import functools
+import json
+from importlib import resources
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+WARP = 32
+NUM_SMS = 132  # multiprocessors where the device is not known: an H100's
+tried: dict[str, dict[str, Any]] = {}  # {kernel: sizes}, while the tuner measures
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.cache
+def cuda_device() -> Any:
+    """This machine's first CUDA GPU, or None."""
+    try:
+        return jax.devices("cuda")[0]
+    except RuntimeError:
+        return None
+
+
+def num_sms() -> int:
+    return getattr(cuda_device(), "core_count", NUM_SMS)
+
+
+@functools.cache
+def table(device: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{kernel: {key: sizes}} of a device, empty where none was measured."""
+    file = resources.files("jaxkern.lowering") / "tuned" / f"{device}.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def table_name(device_kind: str) -> str:
+    """ "h200" for "NVIDIA H200"."""
+    return device_kind.lower().removeprefix("nvidia ").replace(" ", "_")
+
+
+def key(d: int, dtype: Any) -> str:
+    """What a table distinguishes: the row's power of 2 and its dtype."""
+    return f"{next_power_of_2(d)} {jnp.dtype(dtype).name}"
+
+
+def tuned(kernel: str, d: int, dtype: Any, rule: dict[str, Any]) -> dict[str, Any]:
+    """`rule` with what was measured on this device for rows of `d` elements."""
+    kind = getattr(cuda_device(), "device_kind", "")
+    measured = table(table_name(kind)).get(kernel, {}).get(key(d, dtype), {})
+    return rule | measured | tried.get(kernel, {})
+
+
+def num_programs(num_blocks: int, waves: int) -> int:
+    """Programs of a grid in which each walks over many blocks; 0 waves: one each."""
+    return min(num_blocks, num_sms() * waves) if waves else num_blocks

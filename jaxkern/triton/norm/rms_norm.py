@@ -1,0 +1,52 @@
+"""RMSNorm and its residual form: rows of `row_norm` that are not centred."""
+
+from jaxkern.triton.norm.row_norm import row_norm_bwd, row_norm_fwd
+
+
+def rms_norm_fwd(x, weight, bias, *, eps, offset):
+    y, _, _, rstd = row_norm_fwd(
+        x, None, weight, bias, eps=eps, offset=offset, center=False
+    )
+    return y, rstd
+
+
+def rms_norm_bwd(x, weight, bias, rstd, dy, *, eps, offset, wanted):
+    del eps  # already in rstd
+    dx, _, dweight, dbias = row_norm_bwd(
+        x,
+        None,
+        weight,
+        bias,
+        None,
+        rstd,
+        dy,
+        None,
+        offset=offset,
+        wanted=(wanted[0], False, *wanted[1:]),
+    )
+    return dx, dweight, dbias
+
+
+def add_rms_norm_fwd(x, residual, weight, bias, *, eps, offset):
+    y, total, _, rstd = row_norm_fwd(
+        x, residual, weight, bias, eps=eps, offset=offset, center=False
+    )
+    return y, total, rstd
+
+
+def add_rms_norm_bwd(
+    x, residual, weight, bias, rstd, dy, dtotal, *, eps, offset, wanted
+):
+    del eps  # already in rstd
+    return row_norm_bwd(
+        x,
+        residual,
+        weight,
+        bias,
+        None,
+        rstd,
+        dy,
+        dtotal,
+        offset=offset,
+        wanted=wanted,
+    )

@@ -1,0 +1,360 @@
+"""Calls a Triton kernel from JAX: compiled while lowering, launched by XLA.
+
+The launch goes through the FFI target of jax's CUDA plugin, which XLA captures into
+CUDA graphs; nothing of ours runs when the executable does. Kernel files import `jit`
+and `tl` from here: they can be imported, and refuse in words, where Triton is absent.
+"""
+
+import contextlib
+import functools
+import re
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, xla
+
+from jaxkern.triton.block_sizes import cuda_device
+
+try:
+    import triton as triton_package
+    import triton.language as language
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+except ImportError:
+    triton_package = language = None
+    GPUTarget: Any = None
+    ASTSource: Any = None
+
+triton: Any = triton_package
+# Without Triton a kernel stays the function it decorates; nothing calls it.
+tl: Any = language or SimpleNamespace(constexpr=None)
+jit: Any = triton.jit if triton else lambda f: f
+
+POINTER = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "float64": "*fp64",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
+    "bool": "*i1",
+    "int8": "*i8",
+    "int16": "*i16",
+    "int32": "*i32",
+    "int64": "*i64",
+    "uint8": "*u8",
+    "uint16": "*u16",
+    "uint32": "*u32",
+    "uint64": "*u64",
+}
+OLDEST = 80  # the compute capability that every kernel must compile for
+
+
+def missing() -> str | None:
+    """Why no Triton kernel can run here, or None."""
+    if triton is None:
+        return "the package triton is not installed"
+    return None if plugin() else "the CUDA plugin of jax is not installed"
+
+
+def unsupported(**named: Any) -> str | None:
+    """Why no kernel of this folder takes these operands and options, or None."""
+    if reason := missing():
+        return reason
+    if (device_capability() or OLDEST) < OLDEST:
+        return f"the GPU has compute capability {device_capability()}, below {OLDEST}"
+    for name, x in named.items():
+        dtype = getattr(x, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.float64):
+            return f"`{name}` is float64"
+    return None
+
+
+@functools.cache
+def plugin() -> Any:
+    """jaxlib's access to the plugin that launches Triton kernels, or None."""
+    from jaxlib import gpu_triton
+
+    return gpu_triton if hasattr(gpu_triton, "TritonKernelCall") else None
+
+
+class Launch(NamedTuple):
+    """One launch of one kernel, all of it static; hashable.
+
+    Attributes:
+      kernel: the `jit` function. Its parameters are pointers to the operands, pointers
+        to the results, then constants.
+      operands: names of the Triton types of all pointers, such as "*bf16".
+      constants: (name, value) of every `tl.constexpr` parameter.
+      grid: number of programs along each of up to three axes.
+      num_warps, num_stages: of one program.
+    """
+
+    kernel: Any
+    operands: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
+    def ttir(self) -> str:
+        """Triton's intermediate representation."""
+        return compiled(self, compute_capability()).asm["ttir"]
+
+    @property
+    def ptx(self) -> str:
+        return compiled(self, compute_capability()).asm["ptx"]
+
+    @property
+    def sass(self) -> str:
+        """The machine code, disassembled."""
+        return compiled(self, compute_capability()).asm["sass"]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of one program."""
+        return compiled(self, compute_capability()).metadata.shared
+
+    @property
+    def registers(self) -> int:
+        """Registers of one thread."""
+        return resources(self, compute_capability())["REG"]
+
+    @property
+    def stack_bytes(self) -> int:
+        """Local memory of one thread; more than 0 means that registers spilled."""
+        return resources(self, compute_capability())["STACK"]
+
+    def describe(self) -> str:
+        """One line: grid, constants, registers, shared memory."""
+        grid = "x".join(map(str, self.grid))
+        sizes = " ".join(f"{n}={v}" for n, v in self.constants if v is not None)
+        line = f"{self.name}: {grid} programs of {self.num_warps} warps, {sizes}"
+        if triton is None:
+            return line
+        line += f", {self.registers} registers, {self.shared_bytes} B shared"
+        return line + (f", {self.stack_bytes} B stack" if self.stack_bytes else "")
+
+
+@functools.lru_cache(maxsize=4096)
+def compiled(launch: Launch, capability: int) -> Any:
+    """The kernel as Triton compiled it: `.asm` has every stage, `.metadata` its needs.
+
+    Args:
+      launch: the kernel with its types and constants; the grid does not matter.
+      capability: 80 for an A100, 90 for an H100 or H200.
+    """
+    names = list(launch.kernel.arg_names)
+    constants = dict(launch.constants)
+    pointers = [n for n in names if n not in constants]
+    if len(pointers) != len(launch.operands) or set(constants) - set(names):
+        raise TypeError(
+            f"triton_call: {launch.name} takes pointers {pointers} and constants "
+            f"{[n for n in names if n in constants]}, got {len(launch.operands)} "
+            f"arrays and {sorted(constants)}."
+        )
+    types = dict(zip(pointers, launch.operands, strict=True))
+    source = ASTSource(
+        launch.kernel,
+        signature={n: types.get(n, "constexpr") for n in names},
+        constexprs=constants,
+        # XLA aligns every buffer to 16 bytes: loads can be 16 bytes wide.
+        attrs={
+            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types
+        },
+    )
+    options = {
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "enable_fp_fusion": True,
+    }
+    return triton.compile(source, GPUTarget("cuda", capability, 32), options)
+
+
+@functools.lru_cache(maxsize=4096)
+def resources(launch: Launch, capability: int) -> dict[str, int]:
+    """What the assembler says of a kernel: REG, STACK, SHARED, LOCAL, ..."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(launch, capability).asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(n) for name, n in re.findall(r"([A-Z]+):(\d+)", out)}
+
+
+def triton_call(
+    kernel: Any,
+    *operands: jax.Array,
+    out: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    aliases: tuple[tuple[int, int], ...] = (),
+    **constants: Any,
+) -> list[jax.Array]:
+    """Runs a Triton kernel on whole arrays.
+
+    Args:
+      kernel: a `jit` function of pointers to the operands, pointers to the results and
+        constants, in this order.
+      operands: arrays, contiguous.
+      out: shapes and dtypes of the results.
+      grid: number of programs along each of up to three axes.
+      num_warps: warps of one program.
+      num_stages: depth to which Triton pipelines loads in loops.
+      aliases: pairs (operand, result) that share a buffer.
+      constants: values of the `tl.constexpr` parameters.
+
+    Returns:
+      The results. A kernel without programs or without elements leaves zeros.
+    """
+    if 0 in grid or all(0 in o.shape for o in out):
+        return [jnp.zeros(o.shape, o.dtype) for o in out]
+    pointers = tuple(POINTER[jnp.dtype(x.dtype).name] for x in (*operands, *out))
+    launch = Launch(
+        kernel, pointers, tuple(constants.items()), grid, num_warps, num_stages
+    )
+    shapes = tuple((o.shape, jnp.dtype(o.dtype)) for o in out)
+    return triton_call_p.bind(*operands, launch=launch, out=shapes, aliases=aliases)
+
+
+def like(x: jax.Array | None) -> jax.ShapeDtypeStruct | None:
+    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def sparse_call(
+    kernel, grid: tuple[int, ...], given: dict, results: dict, constants: dict
+) -> tuple[jax.Array | None, ...]:
+    """`triton_call` by names, in which an absent pointer is the constant None."""
+    absent = {n: None for n, x in (given | results).items() if x is None}
+    out = iter(
+        triton_call(
+            kernel,
+            *(x for x in given.values() if x is not None),
+            out=[r for r in results.values() if r is not None],
+            grid=grid,
+            **absent,
+            **constants,
+        )
+    )
+    return tuple(None if r is None else next(out) for r in results.values())
+
+
+triton_call_p = Primitive("triton_call")
+triton_call_p.multiple_results = True
+
+
+def abstract_eval(*avals, launch: Launch, out: tuple, aliases: tuple) -> list:
+    """Results vary over the manual axes of all operands together."""
+    del launch, aliases
+    varying = frozenset().union(*(a.manual_axis_type.varying for a in avals))
+    like = next((a for a in avals if a.manual_axis_type.varying == varying), None)
+    if like is None:
+        return [ShapedArray(shape, dtype) for shape, dtype in out]
+    return [
+        ShapedArray(shape, dtype, manual_axis_type=like.manual_axis_type)
+        for shape, dtype in out
+    ]
+
+
+def batch(args: Sequence, axes: Sequence, **params: Any):
+    """One launch after the other; ops fold leading dims before it comes to this."""
+    moved = [
+        x if a is None else jnp.moveaxis(x, a, 0)
+        for x, a in zip(args, axes, strict=True)
+    ]
+
+    def one(mapped):
+        rest = iter(mapped)
+        full = [
+            x if a is None else next(rest) for x, a in zip(moved, axes, strict=True)
+        ]
+        return triton_call_p.bind(*full, **params)
+
+    mapped = [x for x, a in zip(moved, axes, strict=True) if a is not None]
+    out = jax.lax.map(one, mapped)
+    return out, [0] * len(out)
+
+
+def lower(ctx, *args, launch: Launch, out: tuple, aliases: tuple):
+    del out
+    if reason := missing():
+        raise RuntimeError(f"triton_call: {launch.name}: {reason}.")
+    capability = compute_capability()
+    binary = compiled(launch, capability)
+    metadata = binary.metadata
+    lib = plugin()
+    kernel = lib.TritonKernel(
+        metadata.name,
+        metadata.num_warps,
+        getattr(metadata, "num_ctas", 1),
+        metadata.shared,
+        binary.asm["ptx"],
+        binary.asm["ttir"],
+        capability,
+    )
+    grid = (*launch.grid, 1, 1)[:3]
+    # The launcher checks 16-byte alignment; it need not clear the results.
+    parameters = [lib.create_array_parameter(0, 16) for _ in launch.operands]
+    call = lib.TritonKernelCall(kernel, *grid, parameters)
+    opaque = zlib.compress(call.to_proto(launch.name, b""))
+    rule = jax.ffi.ffi_lowering(
+        "triton_kernel_call_ffi",
+        api_version=4,
+        operand_output_aliases=dict(aliases),
+    )
+    return rule(ctx, *args, opaque=opaque)
+
+
+@functools.cache
+def device_capability() -> int | None:
+    """90 for an H200; None without a CUDA GPU."""
+    device = cuda_device()
+    return None if device is None else int(device.compute_capability.replace(".", ""))
+
+
+assumed_capability: list[int] = []
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Sizes and compiles kernels for another GPU than this machine's."""
+    assumed_capability.append(capability)
+    try:
+        yield
+    finally:
+        assumed_capability.pop()
+
+
+def compute_capability() -> int:
+    """Of the GPU that is compiled for: this machine's, else the oldest supported."""
+    if assumed_capability:
+        return assumed_capability[-1]
+    return device_capability() or OLDEST
+
+
+def max_shared_bytes() -> int:
+    """Shared memory that one program can have on the GPU that is compiled for."""
+    large = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
+    return large.get(compute_capability(), 101_376)
+
+
+triton_call_p.def_impl(functools.partial(xla.apply_primitive, triton_call_p))
+triton_call_p.def_abstract_eval(abstract_eval)
+batching.primitive_batchers[triton_call_p] = batch
+mlir.register_lowering(triton_call_p, lower, platform="cuda")
