@@ -22,6 +22,15 @@ from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.mask import (
+    block_mask,
+    make_block_mask,
+    make_mask,
+    padding_mask,
+    segment_mask,
+)
+from jaxkern.primitives.attention.merge_partials import merge_partials
+from jaxkern.primitives.attention.paged_attention import paged_attention
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.argsort import argsort
 from jaxkern.primitives.index.embedding import embedding
@@ -29,7 +38,25 @@ from jaxkern.primitives.index.gather import gather
 from jaxkern.primitives.index.scatter_add import scatter_add
 from jaxkern.primitives.index.take_along_axis import take_along_axis
 from jaxkern.primitives.index.top_k import top_k
+from jaxkern.primitives.kv_cache.cached_attention import cached_attention
+from jaxkern.primitives.kv_cache.kv_cache import (
+    KVCache,
+    append_kv_cache,
+    empty_kv_cache,
+)
+from jaxkern.primitives.kv_cache.paged_kv_cache import (
+    PagedKVCache,
+    allocate_pages,
+    append_paged_kv_cache,
+    empty_paged_kv_cache,
+    release_pages,
+)
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
+from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
+    gather_pages,
+    page_slots,
+    update_paged_kv_cache,
+)
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b
 from jaxkern.primitives.linear.qkv_split import qkv_split
@@ -91,13 +118,18 @@ from jaxkern.primitives.vision.resize_nearest import resize_nearest
 __all__ = [
     "DynamicScaling",
     "GGUFTensor",
+    "KVCache",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "PagedKVCache",
     "YarnScaling",
     "adam_update",
     "adamw_update",
     "add_rms_norm",
+    "allocate_pages",
+    "append_kv_cache",
+    "append_paged_kv_cache",
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
@@ -111,18 +143,23 @@ __all__ = [
     "batch_norm",
     "batch_norm_training",
     "bias_activation",
+    "block_mask",
     "block_merge",
     "block_unmerge",
+    "cached_attention",
     "clipped_relu",
     "conv2d",
     "conv_transpose2d",
     "cross_entropy",
     "dequantize",
     "embedding",
+    "empty_kv_cache",
+    "empty_paged_kv_cache",
     "explain",
     "fft",
     "gated_rms_norm",
     "gather",
+    "gather_pages",
     "geglu",
     "gelu",
     "group_norm",
@@ -132,16 +169,23 @@ __all__ = [
     "layer_norm_2d",
     "linear",
     "linear_cross_entropy",
+    "make_block_mask",
+    "make_mask",
     "matmul_transpose_b",
     "max_pool",
+    "merge_partials",
     "moe_rms_norm_add",
     "mrope_cos_sin",
     "multi_rms_norm",
+    "padding_mask",
+    "page_slots",
+    "paged_attention",
     "patchify",
     "qk_norm_rope",
     "qkv_split",
     "quantized_embedding",
     "quantized_matmul",
+    "release_pages",
     "resize_nearest",
     "ring_positions",
     "rms_norm",
@@ -153,6 +197,7 @@ __all__ = [
     "sample",
     "sandwich_rms_norm",
     "scatter_add",
+    "segment_mask",
     "sigmoid_gate",
     "softcap",
     "softmax",
@@ -162,6 +207,7 @@ __all__ = [
     "top_k",
     "unpatchify",
     "update_kv_cache",
+    "update_paged_kv_cache",
 ]
 
 del _cpu, _cuda  # imported for their rows
