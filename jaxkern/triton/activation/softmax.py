@@ -23,7 +23,7 @@ def row_tile(kernel: str, rows: int, d: int, dtype) -> dict:
 
 
 def row_chunks(kernel: str, d: int, dtype) -> dict:
-    """Beyond 16384 few rows at a time: the caches still hold a row when it is reread."""
+    """Beyond 16384 few rows at a time: the caches hold a row until it is reread."""
     block = 4096 if d <= 16384 else 16384
     warps = 8 if d <= 8192 else block // 512 if block > 4096 else 16
     return tuned(kernel, d, dtype, {"BLOCK": block, "num_warps": warps})
