@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, UInt8
 
 from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.quant.decoded_products import decoded_rows
 from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import (
@@ -53,16 +52,10 @@ def quantized_embedding_reference(
     qtype: str,
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
-    v = blocks.shape[0]
     elements_per_row("quantized_embedding", qtype, blocks.shape[-1])
-    ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))  # int8 cannot hold v
-    inside = (ids >= 0) & (ids < v)
-    if v == 0:  # nothing to gather from
-        blocks = jnp.zeros((1, blocks.shape[1]), jnp.uint8)
-    sharding = jax.typeof(ids).sharding
-    spec = P(*sharding.spec, None) if sharding.mesh.explicit_axes else None
-    rows = blocks.at[jnp.where(inside, ids, 0)].get(mode="clip", out_sharding=spec)
-    return jnp.where(inside[..., None], decode_rows(rows, qtype, dtype=dtype), 0)
+    return decoded_rows(
+        ids, (blocks,), lambda rows: decode_rows(rows, qtype, dtype=dtype)
+    )
 
 
 quantized_embedding_p = kernel_primitive(

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.quant.decoded_products import decoded_product
 from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
@@ -59,7 +59,9 @@ def quantized_matmul_reference(
             f"quantized_matmul: dim `d` is {x.shape[-1]} in `x` but {d} in `w`, a row "
             f"of {blocks.shape[-1]} bytes of {qtype}."
         )
-    return _product(x, blocks, 1, qtype, compute_dtype)
+    return decoded_product(
+        x, lambda dtype: decode_rows(blocks, qtype, dtype=dtype), 1, compute_dtype
+    )
 
 
 def quantized_matmul_bwd_reference(
@@ -69,21 +71,9 @@ def quantized_matmul_bwd_reference(
     qtype: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... d"]:
-    return _product(dy, blocks, 0, qtype, compute_dtype)
-
-
-def _product(x, blocks, axis: int, qtype: str, compute_dtype):
-    """Contracts the last dim of `x` with the given axis of the decoded `[f, d]`."""
-    sum_dtype = at_least_f32(x).dtype
-    dtype = compute_dtype or sum_dtype
-    y = lax.dot_general(
-        x.astype(dtype),
-        decode_rows(blocks, qtype, dtype=dtype),
-        (((x.ndim - 1,), (axis,)), ((), ())),
-        precision=lax.Precision.HIGHEST,  # float32 means float32, not tf32
-        preferred_element_type=sum_dtype,
+    return decoded_product(
+        dy, lambda dtype: decode_rows(blocks, qtype, dtype=dtype), 0, compute_dtype
     )
-    return y.astype(x.dtype)
 
 
 quantized_matmul_p = kernel_primitive(
