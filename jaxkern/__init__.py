@@ -32,10 +32,14 @@ from jaxkern.primitives.norm.layer_norm import layer_norm
 from jaxkern.primitives.norm.layer_norm_2d import layer_norm_2d
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
+from jaxkern.primitives.quant.affine_matmul import dequantize_affine
+from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.quantize_affine import quantize_affine
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.quant.quantized_matmul_id import quantized_matmul_id
 from jaxkern.primitives.rope.rope import apply_rope, rope
 from jaxkern.primitives.rope.rope_frequencies import (
     DynamicScaling,
@@ -50,6 +54,7 @@ from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_pena
 from jaxkern.primitives.sampling.sample import sample
 
 __all__ = [
+    "AffineTensor",
     "DynamicScaling",
     "GGUFTensor",
     "LinearScaling",
@@ -65,6 +70,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_training",
     "dequantize",
+    "dequantize_affine",
     "embedding",
     "explain",
     "gated_rms_norm",
@@ -74,8 +80,10 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "quantize_affine",
     "quantized_embedding",
     "quantized_matmul",
+    "quantized_matmul_id",
     "ring_positions",
     "rms_norm",
     "rms_norm_add",

@@ -1,5 +1,6 @@
 """Rows of a quantised table: y = w[ids], only these rows are decoded; here GGUF."""
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -53,9 +54,8 @@ def quantized_embedding_reference(
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
     elements_per_row("quantized_embedding", qtype, blocks.shape[-1])
-    return decoded_rows(
-        ids, (blocks,), lambda rows: decode_rows(rows, qtype, dtype=dtype)
-    )
+    decode = functools.partial(decode_rows, qtype=qtype)
+    return decoded_rows(ids, (blocks,), decode, dtype)
 
 
 quantized_embedding_p = kernel_primitive(

@@ -1,5 +1,6 @@
 """Product with a quantised weight: y = x w^T, w = scale * code + offset; GGUF here."""
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -59,9 +60,8 @@ def quantized_matmul_reference(
             f"quantized_matmul: dim `d` is {x.shape[-1]} in `x` but {d} in `w`, a row "
             f"of {blocks.shape[-1]} bytes of {qtype}."
         )
-    return decoded_product(
-        x, lambda dtype: decode_rows(blocks, qtype, dtype=dtype), 1, compute_dtype
-    )
+    decode = functools.partial(decode_rows, qtype=qtype)
+    return decoded_product(x, (blocks,), decode, 1, compute_dtype)
 
 
 def quantized_matmul_bwd_reference(
@@ -71,9 +71,8 @@ def quantized_matmul_bwd_reference(
     qtype: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... d"]:
-    return decoded_product(
-        dy, lambda dtype: decode_rows(blocks, qtype, dtype=dtype), 0, compute_dtype
-    )
+    decode = functools.partial(decode_rows, qtype=qtype)
+    return decoded_product(dy, (blocks,), decode, 0, compute_dtype)
 
 
 quantized_matmul_p = kernel_primitive(
