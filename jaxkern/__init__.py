@@ -36,6 +36,14 @@ from jaxkern.primitives.quant.affine_matmul import dequantize_affine
 from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.import_int4 import (
+    int4_from_awq,
+    int4_from_gptq,
+    int4_from_linear,
+    int4_to_linear,
+)
+from jaxkern.primitives.quant.int8_matmul import int8_matmul
+from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
@@ -57,6 +65,7 @@ __all__ = [
     "AffineTensor",
     "DynamicScaling",
     "GGUFTensor",
+    "IntTensor",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
@@ -76,11 +85,17 @@ __all__ = [
     "gated_rms_norm",
     "geglu",
     "group_norm",
+    "int4_from_awq",
+    "int4_from_gptq",
+    "int4_from_linear",
+    "int4_to_linear",
+    "int8_matmul",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",
     "linear",
     "quantize_affine",
+    "quantize_int",
     "quantized_embedding",
     "quantized_matmul",
     "quantized_matmul_id",
