@@ -35,6 +35,7 @@ from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.quant.affine_matmul import dequantize_affine
 from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.dequantize import dequantize
+from jaxkern.primitives.quant.fake_quant import fake_quant
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.import_int4 import (
     int4_from_awq,
@@ -45,9 +46,11 @@ from jaxkern.primitives.quant.import_int4 import (
 from jaxkern.primitives.quant.int8_matmul import int8_matmul
 from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
+from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 from jaxkern.primitives.quant.quantized_matmul_id import quantized_matmul_id
+from jaxkern.primitives.quant.requantize import requantize
 from jaxkern.primitives.rope.rope import apply_rope, rope
 from jaxkern.primitives.rope.rope_frequencies import (
     DynamicScaling,
@@ -82,6 +85,7 @@ __all__ = [
     "dequantize_affine",
     "embedding",
     "explain",
+    "fake_quant",
     "gated_rms_norm",
     "geglu",
     "group_norm",
@@ -95,10 +99,12 @@ __all__ = [
     "layer_norm_2d",
     "linear",
     "quantize_affine",
+    "quantize_gguf",
     "quantize_int",
     "quantized_embedding",
     "quantized_matmul",
     "quantized_matmul_id",
+    "requantize",
     "ring_positions",
     "rms_norm",
     "rms_norm_add",
