@@ -29,7 +29,6 @@ UINT4_ARRAYS = {"codes": u8(4, 8), "scales": uniform(4, 2), "zeros": uniform(4, 
 CASES = {
     "dequantize_int": [
         case("uint4", dtype=None, **UINT4_ARRAYS, **UINT4),
-        case("int8", codes=int8(2, 16), scales=uniform(2, 1), dtype=None, **INT8),
     ],
     "int_matmul": [
         case("uint4", x=f32(4, 16), compute_dtype=None, **UINT4_ARRAYS, **UINT4),

@@ -19,8 +19,8 @@ CASES = [
     ),
     case(
         "few_rows",
-        x=bf16(2, 32),
-        ids=i32(2, 1, low=0, high=7),
+        x=f32(2, 32),
+        ids=i32(2, 1, low=-1, high=7),
         blocks=quiet_bytes(6, 2, 34),
         qtype="Q8_0",
         full=True,
