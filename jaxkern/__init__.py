@@ -77,10 +77,25 @@ from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul
 from jaxkern.primitives.norm.sandwich_rms_norm import sandwich_rms_norm
 from jaxkern.primitives.optim.adamw import adam_update, adamw_update
+from jaxkern.primitives.quant.affine_matmul import dequantize_affine
+from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.dequantize import dequantize
+from jaxkern.primitives.quant.fake_quant import fake_quant
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.import_int4 import (
+    int4_from_awq,
+    int4_from_gptq,
+    int4_from_linear,
+    int4_to_linear,
+)
+from jaxkern.primitives.quant.int8_matmul import int8_matmul
+from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
+from jaxkern.primitives.quant.quantize_affine import quantize_affine
+from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.quant.quantized_matmul_id import quantized_matmul_id
+from jaxkern.primitives.quant.requantize import requantize
 from jaxkern.primitives.rope.axial_rope import (
     axial_rope,
     axial_rope_2d,
@@ -116,8 +131,10 @@ from jaxkern.primitives.vision.patches import (
 from jaxkern.primitives.vision.resize_nearest import resize_nearest
 
 __all__ = [
+    "AffineTensor",
     "DynamicScaling",
     "GGUFTensor",
+    "IntTensor",
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
@@ -152,10 +169,12 @@ __all__ = [
     "conv_transpose2d",
     "cross_entropy",
     "dequantize",
+    "dequantize_affine",
     "embedding",
     "empty_kv_cache",
     "empty_paged_kv_cache",
     "explain",
+    "fake_quant",
     "fft",
     "gated_rms_norm",
     "gather",
@@ -164,6 +183,11 @@ __all__ = [
     "gelu",
     "group_norm",
     "head_norm_rope",
+    "int4_from_awq",
+    "int4_from_gptq",
+    "int4_from_linear",
+    "int4_to_linear",
+    "int8_matmul",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",
@@ -183,9 +207,14 @@ __all__ = [
     "patchify",
     "qk_norm_rope",
     "qkv_split",
+    "quantize_affine",
+    "quantize_gguf",
+    "quantize_int",
     "quantized_embedding",
     "quantized_matmul",
+    "quantized_matmul_id",
     "release_pages",
+    "requantize",
     "resize_nearest",
     "ring_positions",
     "rms_norm",
