@@ -22,6 +22,7 @@ from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.moe.route import route
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
@@ -111,6 +112,7 @@ __all__ = [
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
+    "route",
     "sample",
     "softcap",
     "softmax",
