@@ -22,7 +22,10 @@ from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.moe.expert_order import expert_order
+from jaxkern.primitives.moe.permute_tokens import permute_tokens
 from jaxkern.primitives.moe.route import route
+from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
@@ -85,6 +88,7 @@ __all__ = [
     "dequantize",
     "dequantize_affine",
     "embedding",
+    "expert_order",
     "explain",
     "fake_quant",
     "gated_rms_norm",
@@ -99,6 +103,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "permute_tokens",
     "quantize_affine",
     "quantize_gguf",
     "quantize_int",
@@ -118,6 +123,7 @@ __all__ = [
     "softmax",
     "swiglu",
     "top_k",
+    "unpermute_tokens",
     "update_kv_cache",
 ]
 
