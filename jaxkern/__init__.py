@@ -23,6 +23,7 @@ from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.moe.expert_order import expert_order
+from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
 from jaxkern.primitives.moe.permute_tokens import permute_tokens
 from jaxkern.primitives.moe.route import route
 from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
@@ -94,6 +95,7 @@ __all__ = [
     "gated_rms_norm",
     "geglu",
     "group_norm",
+    "grouped_matmul",
     "int4_from_awq",
     "int4_from_gptq",
     "int4_from_linear",

@@ -15,8 +15,8 @@ def permutation(r: int) -> Spec:
 
 CASES = [
     case("plain", x=f32(4, 8), order=permutation(12), k=3),
-    case("odd", x=bf16(5, 3), order=permutation(5), k=1),
     case("empty", x=f32(0, 4), order=permutation(0), k=2),
+    case("odd", x=bf16(5, 3), order=permutation(5), k=1),
     case("qwen3_30b", x=bf16(64, 2048), order=permutation(512), k=8, full=True),
 ]
 

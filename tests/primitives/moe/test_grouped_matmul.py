@@ -1,0 +1,103 @@
+"""grouped_matmul against a loop over groups in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import grouped_matmul
+from tests.checks import Spec, bf16, case, f32
+
+
+def sizes(*values: int) -> Spec:
+    return Spec((len(values),), np.int32, lambda rng, s: np.asarray(values))
+
+
+CASES = [
+    case("plain", x=f32(11, 8), w=f32(4, 16, 8), group_sizes=sizes(3, 0, 5, 2)),
+    case("empty", x=f32(0, 4), w=f32(2, 3, 4), group_sizes=sizes(0, 0)),
+    case("odd", x=bf16(5, 3), w=bf16(2, 5, 3), group_sizes=sizes(5, 0)),
+    case(
+        "qwen3_30b_decode",
+        x=bf16(64, 2048),
+        w=bf16(128, 768, 2048),
+        group_sizes=Spec(
+            (128,), np.int32, lambda rng, s: rng.multinomial(64, np.ones(128) / 128)
+        ),
+        full=True,
+    ),
+]
+
+SIZES = {
+    "several": [3, 0, 7, 1],
+    "all to the first": [13, 0, 0, 0],
+    "all to the last": [0, 0, 0, 13],
+    "none": [0, 0, 0, 0],
+    "rows left over": [2, 0, 3, 1],
+    "more than there are": [4, 8, 9, 1],
+}
+
+
+def loop(x, w, group_sizes):
+    """Dense products, one group at a time; also the gradients of `sum(y * dy)`."""
+    y, start = np.zeros((len(x), w.shape[1])), 0
+    groups = []
+    for g, n in enumerate(group_sizes):
+        rows = slice(start, min(start + n, len(x)))
+        y[rows] = x[rows] @ w[g].T
+        groups.append(rows)
+        start += n
+    return y, groups
+
+
+@jax.jit
+def product_and_gradients(x, w, group_sizes, dy):
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_sizes), x, w)
+    return y, *vjp(dy)
+
+
+@pytest.mark.parametrize("group_sizes", SIZES.values(), ids=SIZES)
+def test_equals_the_loop_over_groups(group_sizes):
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.standard_normal(s) for s in [(13, 6), (4, 5, 6), (13, 5)])
+    expected, groups = loop(x, w, group_sizes)
+    dx, dw = np.zeros_like(x), np.zeros_like(w)
+    for g, rows in enumerate(groups):
+        dx[rows], dw[g] = dy[rows] @ w[g], dy[rows].T @ x[rows]
+    with jax.enable_x64(True):
+        y, *grads = product_and_gradients(x, w, np.asarray(group_sizes), dy)
+    for a, e in zip((y, *grads), (expected, dx, dw), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-13, atol=1e-12)
+    assert not np.any(np.asarray(y)[sum(group_sizes) :])
+
+
+def test_many_rows_take_several_blocks_of_a_group():
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((900, 4)), rng.standard_normal((3, 2, 4))
+    group_sizes = [1, 700, 150]
+    y = grouped_matmul(jnp.float32(x), jnp.float32(w), jnp.asarray(group_sizes))
+    np.testing.assert_allclose(y, loop(x, w, group_sizes)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_foreign_rows_do_not_leak():
+    """A NaN or infinity stays in its own row, and behind the groups in none."""
+    x = jnp.ones((6, 3)).at[1].set(jnp.nan).at[5].set(jnp.inf)
+    w, group_sizes = jnp.ones((2, 4, 3)), jnp.asarray([3, 2])
+    y, vjp = jax.vjp(lambda x: grouped_matmul(x, w, group_sizes), x)
+    np.testing.assert_array_equal(y[:, 0], [3, np.nan, 3, 3, 3, 0])
+    dy = jnp.ones((6, 4)).at[5].set(jnp.nan)
+    np.testing.assert_array_equal(vjp(dy)[0][:, 0], [4, 4, 4, 4, 4, 0])
+
+
+def test_mixed_dtypes_take_that_of_x():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((1, 3, 8)), jnp.bfloat16)
+    y = grouped_matmul(x, w, jnp.asarray([4]))
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, np.float64(x) @ np.float64(w[0]).T, rtol=1e-4)
+
+
+def test_errors_name_the_dim():
+    with pytest.raises(TypeError, match="grouped_matmul: dim `e` is 2 in `w` but 3"):
+        grouped_matmul(jnp.ones((4, 8)), jnp.ones((2, 5, 8)), jnp.zeros(3, jnp.int32))
