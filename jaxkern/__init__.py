@@ -22,8 +22,11 @@ from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.moe.balance_losses import load_balance_loss, router_z_loss
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
+from jaxkern.primitives.moe.moe_ffn import moe_ffn
+from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
 from jaxkern.primitives.moe.permute_tokens import permute_tokens
 from jaxkern.primitives.moe.route import route
 from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
@@ -105,6 +108,9 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "load_balance_loss",
+    "moe_ffn",
+    "moe_weighted_reduce",
     "permute_tokens",
     "quantize_affine",
     "quantize_gguf",
@@ -120,6 +126,7 @@ __all__ = [
     "rope_cos_sin",
     "rope_frequencies",
     "route",
+    "router_z_loss",
     "sample",
     "softcap",
     "softmax",

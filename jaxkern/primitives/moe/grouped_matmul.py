@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
@@ -9,10 +10,14 @@ from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.moe.permute_tokens import take_rows
 from jaxkern.primitives.moe.row_blocks import RowBlocks, row_blocks
+from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 
 def grouped_matmul(
-    x: Float[Array, "r d"], w: Float[Array, "e f d"], group_sizes: Integer[Array, " e"]
+    x: Float[Array, "r d"],
+    w: Float[Array, "e f d"] | QuantizedTensor,
+    group_sizes: Integer[Array, " e"],
 ) -> Float[Array, "r f"]:
     """Multiplies sorted rows, each group of them by its own weight.
 
@@ -24,12 +29,13 @@ def grouped_matmul(
     for float64 operands) at `jax.default_matmul_precision`, rounded once.
 
     Weights are output-major as in `linear`; `lax.ragged_dot` takes `[e, d, f]`, and
-    cannot be vmapped over one operand or differentiated backward twice. XLA
-    runs the product as a loop over blocks of rows, with at most twice the work.
+    cannot be vmapped over one operand or differentiated backward twice. XLA runs the
+    product as a loop over blocks of rows of one group, with at most twice the work. A
+    quantised stack is decoded one expert at a time, by `quantized_matmul`.
 
     Args:
       x: `[r, d]`, any float dtype.
-      w: `[e, f, d]`, any float dtype.
+      w: `[e, f, d]`, an array of any float dtype or a quantised tensor.
       group_sizes: `[e]`, any integer dtype, not negative. Rows beyond their sum are 0;
         a group that reaches beyond r ends there.
 
@@ -39,7 +45,9 @@ def grouped_matmul(
     Raises:
       TypeError: a dim differs between operands.
     """
-    return grouped_matmul_p(x, w, group_sizes)
+    if isinstance(w, jax.Array | np.ndarray):
+        return grouped_matmul_p(x, w, group_sizes)
+    return multiply_quantized_groups(x, w, group_sizes)
 
 
 def grouped_matmul_reference(
@@ -82,9 +90,7 @@ def multiply_groups(x, w, group_sizes, *, contract: int) -> Float[Array, "r n"]:
         return None, y
 
     _, y = lax.scan(product, None, (in_blocks(x, blocks), blocks.group))
-    n, size, width = y.shape
-    y = take_rows(y.reshape(n * size, width), blocks.place)
-    return jnp.where(blocks.grouped[:, None], y, 0)
+    return in_rows(y, blocks)
 
 
 def sum_of_outer_products(dy, x, group_sizes) -> Float[Array, "e f d"]:
@@ -115,6 +121,35 @@ def sum_of_outer_products(dy, x, group_sizes) -> Float[Array, "e f d"]:
 
 def in_blocks(x: Float[Array, "r d"], blocks: RowBlocks) -> Float[Array, "n size d"]:
     return jnp.where(blocks.filled[..., None], take_rows(x, blocks.row), 0)
+
+
+def in_rows(y: Float[Array, "n size f"], blocks: RowBlocks) -> Float[Array, "r f"]:
+    n, size, f = y.shape
+    rows = take_rows(y.reshape(n * size, f), blocks.place)
+    return jnp.where(blocks.grouped[:, None], rows, 0)
+
+
+def multiply_quantized_groups(
+    x: Float[Array, "r d"], w: QuantizedTensor, group_sizes: Integer[Array, " e"]
+) -> Float[Array, "r f"]:
+    if len(w.shape) != 3 or group_sizes.shape != w.shape[:1]:
+        raise TypeError(
+            "grouped_matmul: `w` must be [e, f, d] with a size of each group, got "
+            f"{w.shape} and `group_sizes` {group_sizes.shape}."
+        )
+    if x.ndim != 2 or x.shape[1] != w.shape[2]:
+        raise TypeError(
+            f"grouped_matmul: `x` must be [r, {w.shape[2]}] as `w` is {w.shape}, got "
+            f"{x.shape}."
+        )
+    if x.shape[0] == 0 or w.shape[0] == 0:
+        return jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
+    blocks = row_blocks(group_sizes, x.shape[0])
+    y = lax.map(
+        lambda block: quantized_matmul(block[0], w[block[1]]),
+        (in_blocks(x, blocks), blocks.group),
+    )
+    return in_rows(y, blocks)
 
 
 grouped_matmul_p = kernel_primitive(

@@ -7,6 +7,7 @@ import pytest
 
 from jaxkern import grouped_matmul
 from tests.checks import Spec, bf16, case, f32
+from tests.primitives.quant.block_bytes import weight
 
 
 def sizes(*values: int) -> Spec:
@@ -98,6 +99,34 @@ def test_mixed_dtypes_take_that_of_x():
     np.testing.assert_allclose(y, np.float64(x) @ np.float64(w[0]).T, rtol=1e-4)
 
 
+@pytest.mark.parametrize("group_sizes", [[3, 0, 4], [0, 9, 0], [1, 1, 1]])
+def test_quantised_experts(group_sizes):
+    """`quantized_matmul_id_ggml`: values, and the gradient of the activations."""
+    w, values = weight("Q4_K", 3, 8, 256)
+    rng = np.random.default_rng(1)
+    x, dy = (rng.standard_normal(s).astype(np.float32) for s in [(9, 256), (9, 8)])
+    y, vjp = jax.vjp(lambda x: grouped_matmul(x, w, jnp.asarray(group_sizes)), x)
+    expected, groups = loop(np.float64(x), values, group_sizes)
+    np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
+    dx = np.zeros((9, 256))
+    for g, rows in enumerate(groups):
+        dx[rows] = dy[rows] @ values[g]
+    np.testing.assert_allclose(vjp(dy)[0], dx, atol=1e-5 * np.abs(dx).max())
+
+
+def test_quantised_experts_are_decoded_one_at_a_time():
+    w, _ = weight("Q8_0", 64, 128, 256)
+    shape = jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((64,), jnp.int32)
+    compiled = jax.jit(grouped_matmul).lower(shape, w, sizes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < w.size  # 4 bytes a weight
+
+
 def test_errors_name_the_dim():
     with pytest.raises(TypeError, match="grouped_matmul: dim `e` is 2 in `w` but 3"):
         grouped_matmul(jnp.ones((4, 8)), jnp.ones((2, 5, 8)), jnp.zeros(3, jnp.int32))
+    w, _ = weight("Q8_0", 2, 4, 32)
+    with pytest.raises(TypeError, match=r"`x` must be \[r, 32\] as `w` is"):
+        grouped_matmul(jnp.ones((4, 8)), w, jnp.zeros(2, jnp.int32))
+    with pytest.raises(TypeError, match=r"must be \[e, f, d\] with a size"):
+        grouped_matmul(jnp.ones((4, 32)), w, jnp.zeros(3, jnp.int32))
