@@ -44,6 +44,8 @@ from jaxkern.primitives.quant.affine_matmul import dequantize_affine
 from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.fake_quant import fake_quant
+from jaxkern.primitives.quant.fp8 import quantize_fp8
+from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.import_int4 import (
     int4_from_awq,
@@ -75,6 +77,7 @@ from jaxkern.primitives.sampling.sample import sample
 __all__ = [
     "AffineTensor",
     "DynamicScaling",
+    "FP8Tensor",
     "GGUFTensor",
     "IntTensor",
     "LinearScaling",
@@ -113,6 +116,7 @@ __all__ = [
     "moe_weighted_reduce",
     "permute_tokens",
     "quantize_affine",
+    "quantize_fp8",
     "quantize_gguf",
     "quantize_int",
     "quantized_embedding",
