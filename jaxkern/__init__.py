@@ -44,6 +44,7 @@ from jaxkern.primitives.quant.affine_matmul import dequantize_affine
 from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.fake_quant import fake_quant
+from jaxkern.primitives.quant.fp4 import pack_fp4, unpack_fp4
 from jaxkern.primitives.quant.fp8 import quantize_fp8
 from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
@@ -55,6 +56,8 @@ from jaxkern.primitives.quant.import_int4 import (
 )
 from jaxkern.primitives.quant.int8_matmul import int8_matmul
 from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
+from jaxkern.primitives.quant.microscaled import quantize_microscaled
+from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
 from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -83,6 +86,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "MicroscaledTensor",
     "YarnScaling",
     "add_rms_norm",
     "apply_repetition_penalty",
@@ -114,11 +118,13 @@ __all__ = [
     "load_balance_loss",
     "moe_ffn",
     "moe_weighted_reduce",
+    "pack_fp4",
     "permute_tokens",
     "quantize_affine",
     "quantize_fp8",
     "quantize_gguf",
     "quantize_int",
+    "quantize_microscaled",
     "quantized_embedding",
     "quantized_matmul",
     "quantized_matmul_id",
@@ -136,6 +142,7 @@ __all__ = [
     "softmax",
     "swiglu",
     "top_k",
+    "unpack_fp4",
     "unpermute_tokens",
     "update_kv_cache",
 ]

@@ -7,6 +7,8 @@ The primitives see whole blocks, `nf * bf` by `nd * bd`, and are cut between blo
 matrix with a part of a block at its edge is padded with zeros first.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, UInt8
 
@@ -87,6 +89,7 @@ def merge_blocks(x: Array) -> Array:
 def decode_fp8(
     codes: UInt8[Array, "... nf*bf nd*bd"],
     scales: Float[Array, "... nf nd"],
+    *,
     format: str,
     dtype: jnp.dtype | None,
 ) -> Float[Array, "... nf*bf nd*bd"]:
@@ -104,7 +107,7 @@ def dequantize_fp8_reference(
     format: str,
     dtype: jnp.dtype | None,
 ) -> Float[Array, "... nf*bf nd*bd"]:
-    return decode_fp8(codes, scales, format, dtype)
+    return decode_fp8(codes, scales, format=format, dtype=dtype)
 
 
 dequantize_fp8_p = kernel_primitive(dequantize_fp8_reference)
@@ -118,10 +121,8 @@ def fp8_matmul_reference(
     format: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... nf*bf"]:
-    def decode(dtype):
-        return decode_fp8(codes, scales, format, dtype)
-
-    return decoded_product(x, decode, 1, compute_dtype)
+    decode = functools.partial(decode_fp8, format=format)
+    return decoded_product(x, (codes, scales), decode, 1, compute_dtype)
 
 
 def fp8_matmul_bwd_reference(
@@ -132,10 +133,8 @@ def fp8_matmul_bwd_reference(
     format: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... nd*bd"]:
-    def decode(dtype):
-        return decode_fp8(codes, scales, format, dtype)
-
-    return decoded_product(dy, decode, 0, compute_dtype)
+    decode = functools.partial(decode_fp8, format=format)
+    return decoded_product(dy, (codes, scales), decode, 0, compute_dtype)
 
 
 fp8_matmul_p = kernel_primitive(
@@ -154,11 +153,11 @@ def fp8_embedding_reference(
     format: str,
     dtype: jnp.dtype | None,
 ) -> Float[Array, "... nd*bd"]:
-    def decode(codes, scales):
-        rows = decode_fp8(codes[..., None, :], scales[..., None, :], format, dtype)
-        return rows[..., 0, :]
+    def decode(codes, scales, *, dtype):
+        rows = (codes[..., None, :], scales[..., None, :])
+        return decode_fp8(*rows, format=format, dtype=dtype)[..., 0, :]
 
-    return decoded_rows(ids, (codes, scales), decode)
+    return decoded_rows(ids, (codes, scales), decode, dtype)
 
 
 fp8_embedding_p = kernel_primitive(
