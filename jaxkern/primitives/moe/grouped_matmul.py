@@ -8,9 +8,14 @@ from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.moe.permute_tokens import take_rows
+from jaxkern.primitives.moe.expert_order import expert_order
+from jaxkern.primitives.moe.permute_tokens import permute_tokens, take_rows
 from jaxkern.primitives.moe.row_blocks import RowBlocks, row_blocks
+from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
+from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
+from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 
@@ -130,7 +135,10 @@ def in_rows(y: Float[Array, "n size f"], blocks: RowBlocks) -> Float[Array, "r f
 
 
 def multiply_quantized_groups(
-    x: Float[Array, "r d"], w: QuantizedTensor, group_sizes: Integer[Array, " e"]
+    x: Float[Array, "r d"],
+    w: QuantizedTensor,
+    group_sizes: Integer[Array, " e"],
+    compute_dtype: jnp.dtype | None = None,
 ) -> Float[Array, "r f"]:
     if len(w.shape) != 3 or group_sizes.shape != w.shape[:1]:
         raise TypeError(
@@ -146,10 +154,30 @@ def multiply_quantized_groups(
         return jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
     blocks = row_blocks(group_sizes, x.shape[0])
     y = lax.map(
-        lambda block: quantized_matmul(block[0], w[block[1]]),
+        lambda block: quantized_matmul(
+            block[0], w[block[1]], compute_dtype=compute_dtype
+        ),
         (in_blocks(x, blocks), blocks.group),
     )
     return in_rows(y, blocks)
+
+
+def multiply_routed_by_group(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    w: QuantizedTensor,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "t k f"]:
+    """`quantized_matmul_id` for the formats that have no primitive of their own."""
+    k = ids.shape[1]
+    order, group_sizes = expert_order(ids, w.shape[0])
+    rows = permute_tokens(x, order, k)
+    y = multiply_quantized_groups(rows, w, group_sizes, compute_dtype)
+    return unpermute_tokens(y, order, k)
+
+
+QUANTIZED_MATMUL_ID[FP8Tensor] = multiply_routed_by_group
+QUANTIZED_MATMUL_ID[MicroscaledTensor] = multiply_routed_by_group
 
 
 grouped_matmul_p = kernel_primitive(

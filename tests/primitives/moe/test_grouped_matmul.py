@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import grouped_matmul
+from jaxkern import (
+    dequantize,
+    grouped_matmul,
+    quantize_fp8,
+    quantize_microscaled,
+    quantized_matmul_id,
+)
 from tests.checks import Spec, bf16, case, f32
 from tests.primitives.quant.block_bytes import weight
 
@@ -112,6 +118,18 @@ def test_quantised_experts(group_sizes):
     for g, rows in enumerate(groups):
         dx[rows] = dy[rows] @ values[g]
     np.testing.assert_allclose(vjp(dy)[0], dx, atol=1e-5 * np.abs(dx).max())
+
+
+@pytest.mark.parametrize("quantize", [quantize_fp8, quantize_microscaled])
+def test_rows_name_the_experts_of_a_float_format(quantize):
+    w = quantize(jax.random.normal(jax.random.key(0), (3, 4, 32)))
+    values = np.float64(dequantize(w))
+    x = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32)
+    ids = np.asarray([2, 0, 0, 5, -1, 2])
+    y = jax.jit(quantized_matmul_id, static_argnames="top_k")(x, w, ids, top_k=2)
+    for r, i in enumerate(ids):
+        expected = values[i] @ x[r // 2] if 0 <= i < 3 else np.zeros(4)
+        np.testing.assert_allclose(y[r], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_quantised_experts_are_decoded_one_at_a_time():
