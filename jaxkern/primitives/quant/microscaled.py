@@ -42,10 +42,11 @@ def quantize_microscaled(
         mx:     scale = 2**ceil(log2(max|w of the group| / largest element))
         element = nearest(w / scale / global_scale), ties to even, saturating
 
-    The bits of `mx.quantize` on a GPU; on a CPU that one breaks ties of e2m1 toward
-    zero and drops the sign of zeros. The scale of mx is rounded up, so that nothing
-    saturates; the OCP text rounds it down. A group of zeros has scale 0 in nvfp4 and 1
-    in mx. Computed in float32; the result carries no gradient.
+    Bit for bit that of `mx.quantize`, but for what its CPU version does alone: ties of
+    e2m1 go toward zero and zeros lose their sign. The scale of mx is rounded up, so
+    that nothing saturates; the OCP text rounds it down. A group of zeros has scale 0 in
+    nvfp4 and 1 in mx. Computed in float32; the result carries no gradient. On a GPU
+    XLA's quotients may be a unit in the last place off, so a tie may fall otherwise.
 
     Args:
       w: `[..., f, d]`, any float dtype; d a multiple of the group, 16 or 32.

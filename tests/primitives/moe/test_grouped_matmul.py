@@ -25,11 +25,11 @@ CASES = [
     case("empty", x=f32(0, 4), w=f32(2, 3, 4), group_sizes=sizes(0, 0)),
     case("odd", x=bf16(5, 3), w=bf16(2, 5, 3), group_sizes=sizes(5, 0)),
     case(
-        "qwen3_30b_decode",
+        "qwen3_30b_on_one_of_8_devices",
         x=bf16(64, 2048),
-        w=bf16(128, 768, 2048),
+        w=bf16(16, 768, 2048),
         group_sizes=Spec(
-            (128,), np.int32, lambda rng, s: rng.multinomial(64, np.ones(128) / 128)
+            (16,), np.int32, lambda rng, s: rng.multinomial(60, np.ones(16) / 16)
         ),
         full=True,
     ),
