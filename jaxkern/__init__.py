@@ -62,6 +62,14 @@ from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b
 from jaxkern.primitives.linear.qkv_split import qkv_split
 from jaxkern.primitives.loss.cross_entropy import cross_entropy
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
+from jaxkern.primitives.moe.balance_losses import load_balance_loss, router_z_loss
+from jaxkern.primitives.moe.expert_order import expert_order
+from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
+from jaxkern.primitives.moe.moe_ffn import moe_ffn
+from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
+from jaxkern.primitives.moe.permute_tokens import permute_tokens
+from jaxkern.primitives.moe.route import route
+from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
@@ -81,6 +89,9 @@ from jaxkern.primitives.quant.affine_matmul import dequantize_affine
 from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.fake_quant import fake_quant
+from jaxkern.primitives.quant.fp4 import pack_fp4, unpack_fp4
+from jaxkern.primitives.quant.fp8 import quantize_fp8
+from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.import_int4 import (
     int4_from_awq,
@@ -90,6 +101,8 @@ from jaxkern.primitives.quant.import_int4 import (
 )
 from jaxkern.primitives.quant.int8_matmul import int8_matmul
 from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
+from jaxkern.primitives.quant.microscaled import quantize_microscaled
+from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
 from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -133,12 +146,14 @@ from jaxkern.primitives.vision.resize_nearest import resize_nearest
 __all__ = [
     "AffineTensor",
     "DynamicScaling",
+    "FP8Tensor",
     "GGUFTensor",
     "IntTensor",
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "MicroscaledTensor",
     "PagedKVCache",
     "YarnScaling",
     "adam_update",
@@ -173,6 +188,7 @@ __all__ = [
     "embedding",
     "empty_kv_cache",
     "empty_paged_kv_cache",
+    "expert_order",
     "explain",
     "fake_quant",
     "fft",
@@ -182,6 +198,7 @@ __all__ = [
     "geglu",
     "gelu",
     "group_norm",
+    "grouped_matmul",
     "head_norm_rope",
     "int4_from_awq",
     "int4_from_gptq",
@@ -193,23 +210,30 @@ __all__ = [
     "layer_norm_2d",
     "linear",
     "linear_cross_entropy",
+    "load_balance_loss",
     "make_block_mask",
     "make_mask",
     "matmul_transpose_b",
     "max_pool",
     "merge_partials",
+    "moe_ffn",
     "moe_rms_norm_add",
+    "moe_weighted_reduce",
     "mrope_cos_sin",
     "multi_rms_norm",
+    "pack_fp4",
     "padding_mask",
     "page_slots",
     "paged_attention",
     "patchify",
+    "permute_tokens",
     "qk_norm_rope",
     "qkv_split",
     "quantize_affine",
+    "quantize_fp8",
     "quantize_gguf",
     "quantize_int",
+    "quantize_microscaled",
     "quantized_embedding",
     "quantized_matmul",
     "quantized_matmul_id",
@@ -223,6 +247,8 @@ __all__ = [
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
+    "route",
+    "router_z_loss",
     "sample",
     "sandwich_rms_norm",
     "scatter_add",
@@ -234,7 +260,9 @@ __all__ = [
     "swiglu",
     "take_along_axis",
     "top_k",
+    "unpack_fp4",
     "unpatchify",
+    "unpermute_tokens",
     "update_kv_cache",
     "update_paged_kv_cache",
 ]
