@@ -8,19 +8,30 @@ from tests import checks
 
 OPS = [p for p in REGISTRY.values() if p.reference.__module__.startswith("jaxkern.")]
 MID = 2**20  # elements: larger cases only with `make test-full`
-EACH_CASE = [checks.check_values, checks.check_dtypes]
+EACH_CASE = {checks.check_values: 9, checks.check_dtypes: 1}
 EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-full` all
-    checks.check_gradients: 4,
-    checks.check_vmap: 2,
-    checks.check_transforms: 2,
+    checks.check_gradients: 1,
+    checks.check_vmap: 1,
+    checks.check_kernel_sharding: 1,
+    checks.check_degenerate_dims: 1,
+    checks.check_errors: 1,
+}
+# What follows from the shared rules more than from the op: `make test` takes the first
+# op of each family, `test-full` all.
+EACH_FAMILY = {
+    checks.check_transforms: 1,
     checks.check_sharding: 1,
-    checks.check_kernel_sharding: 2,
     checks.check_explicit_sharding: 1,
     checks.check_shard_map: 1,
     checks.check_kernel_is_used: 1,
-    checks.check_degenerate_dims: 2,
-    checks.check_errors: 2,
 }
+
+
+def family(p):
+    return p.reference.__module__.rpartition(".")[0]
+
+
+FIRST_OF_FAMILY = {family(p): p for p in reversed(OPS)}
 
 
 def parameters(functions, keep):
@@ -32,8 +43,9 @@ def generate_parameters(functions, keep):
         kept = [case for case in checks.cases_of(p) if keep(p, case)]
         for k, case in enumerate(kept):
             large = case.full or checks.num_elements(p, case) > MID
-            for check in functions:
-                full = large or k >= EACH_SMALL_CASE.get(check, len(kept))
+            for check, cases in functions.items():
+                rare = check in EACH_FAMILY and FIRST_OF_FAMILY[family(p)] is not p
+                full = large or rare or k >= cases
                 name = check.__name__.removeprefix("check_")
                 yield pytest.param(
                     check,
@@ -54,9 +66,9 @@ def is_small(p, case):
     return checks.num_elements(p, case) <= checks.SMALL
 
 
-def smallest_cases(p):
+def smallest_case(p):
     sized = [c for c in checks.cases_of(p) if 0 < checks.num_elements(p, c)]
-    return sorted(sized, key=lambda c: checks.num_elements(p, c))[:2]
+    return min(sized, key=lambda c: checks.num_elements(p, c))
 
 
 @pytest.mark.parametrize("check, p, case", parameters(EACH_CASE, lambda p, case: True))
@@ -64,15 +76,16 @@ def test_case(check, p, case):
     check(p, case)
 
 
-@pytest.mark.parametrize("check, p, case", parameters(EACH_SMALL_CASE, is_small))
+@pytest.mark.parametrize(
+    "check, p, case", parameters(EACH_SMALL_CASE | EACH_FAMILY, is_small)
+)
 def test_small_case(check, p, case):
     check(p, case)
 
 
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
 def test_numerical_gradients(p):
-    for case in smallest_cases(p):
-        checks.check_numerical_gradients(p, case)
+    checks.check_numerical_gradients(p, smallest_case(p))
 
 
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
