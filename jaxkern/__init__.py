@@ -48,13 +48,28 @@ from jaxkern.primitives.rope.rope_frequencies import (
 )
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
+from jaxkern.primitives.turboquant.fwht import fwht
+from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook, lloyd_max_error
+from jaxkern.primitives.turboquant.quantize_vectors import (
+    dequantize_vectors,
+    quantize_straight_through,
+    quantize_vectors,
+    turboquant_decode,
+    turboquant_encode,
+)
+from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
+from jaxkern.primitives.turboquant.rotate import rotate, rotation_signs, unrotate
+from jaxkern.primitives.turboquant.vector_codec import IntCodec, TurboQuantCodec
 
 __all__ = [
     "DynamicScaling",
     "GGUFTensor",
+    "IntCodec",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "QuantizedVectors",
+    "TurboQuantCodec",
     "YarnScaling",
     "add_rms_norm",
     "apply_repetition_penalty",
@@ -65,8 +80,10 @@ __all__ = [
     "batch_norm",
     "batch_norm_training",
     "dequantize",
+    "dequantize_vectors",
     "embedding",
     "explain",
+    "fwht",
     "gated_rms_norm",
     "geglu",
     "group_norm",
@@ -74,6 +91,10 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "lloyd_max_codebook",
+    "lloyd_max_error",
+    "quantize_straight_through",
+    "quantize_vectors",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
@@ -82,11 +103,16 @@ __all__ = [
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
+    "rotate",
+    "rotation_signs",
     "sample",
     "softcap",
     "softmax",
     "swiglu",
     "top_k",
+    "turboquant_decode",
+    "turboquant_encode",
+    "unrotate",
     "update_kv_cache",
 ]
 
