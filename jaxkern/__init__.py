@@ -17,10 +17,16 @@ from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.quantized_cache_attention import (
+    quantized_cache_attention,
+)
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
+from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
+    update_quantized_kv_cache,
+)
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
@@ -95,6 +101,7 @@ __all__ = [
     "lloyd_max_error",
     "quantize_straight_through",
     "quantize_vectors",
+    "quantized_cache_attention",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
@@ -114,6 +121,7 @@ __all__ = [
     "turboquant_encode",
     "unrotate",
     "update_kv_cache",
+    "update_quantized_kv_cache",
 ]
 
 del _cpu, _cuda  # imported for their rows

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -214,7 +215,7 @@ def partitioned(
 
     def whole(*arrays):
         operands, held = arrays[:num_operands], arrays[num_operands:]
-        return jax.core.eval_jaxpr(traced.jaxpr, held, *operands)
+        return eval_jaxpr(traced.jaxpr, held, *operands)
 
     whole.__signature__ = inspect.Signature(
         [

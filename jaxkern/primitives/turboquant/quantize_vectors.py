@@ -39,7 +39,8 @@ def quantize_vectors(x: Float[Array, "... d"], codec: VectorCodec) -> QuantizedV
     Raises:
       TypeError: the codec does not fit d dims.
     """
-    return QuantizedVectors(*quantize_vectors_p(x, codec=codec), codec)
+    codes, scales = quantize_vectors_p(x, codec=codec)
+    return QuantizedVectors(codes, scales, codec)
 
 
 def dequantize_vectors(
@@ -113,7 +114,7 @@ def dequantize_vectors_reference(
     x = decode("dequantize_vectors", codes, scales, codec)
     signs = codec.signs(x.shape[-1])
     if unrotate and signs is not None:
-        x = signs * hadamard_product(x)
+        x = hadamard_product(x) * signs
     return x.astype(dtype or x.dtype)
 
 

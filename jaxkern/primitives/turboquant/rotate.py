@@ -18,7 +18,7 @@ SIGN_BITS = bytes.fromhex(
 
 
 def rotate(
-    x: Float[Array, "... d"], signs: Int[Array, " d"] | None = None
+    x: Float[Array, "... d"], signs: Int[Array | np.ndarray, " d"] | None = None
 ) -> Float[Array, "... d"]:
     """Rotates vectors: Rx, with R = d^-1/2 H_d diag(signs).
 
@@ -37,16 +37,16 @@ def rotate(
       TypeError: d is no power of two, or not the size of signs.
       ValueError: there is no sign table for d.
     """
-    before = rotation_signs(x.shape[-1]) if signs is None else signs
-    return fwht_p(x, before, None, scale="orthonormal")
+    signs = rotation_signs(x.shape[-1]) if signs is None else signs
+    return fwht_p(x, signs, None, scale="orthonormal")
 
 
 def unrotate(
-    x: Float[Array, "... d"], signs: Int[Array, " d"] | None = None
+    x: Float[Array, "... d"], signs: Int[Array | np.ndarray, " d"] | None = None
 ) -> Float[Array, "... d"]:
     """The inverse of `rotate`, which is its transpose: diag(signs) d^-1/2 H_d x."""
-    after = rotation_signs(x.shape[-1]) if signs is None else signs
-    return fwht_p(x, None, after, scale="orthonormal")
+    signs = rotation_signs(x.shape[-1]) if signs is None else signs
+    return fwht_p(x, None, signs, scale="orthonormal")
 
 
 def rotation_signs(d: int, seed: int | None = None) -> np.ndarray:
