@@ -3,6 +3,7 @@
 cache[b, positions[b] + i] = quantize(new[b, i])      (ring: slot modulo s)
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
@@ -88,8 +89,27 @@ def update_quantized_kv_cache_reference(
     )
 
 
+def update_quantized_kv_cache_bwd_reference(
+    codes: UInt8[Array, "b s k code_bytes"],
+    scales: Float[Array, "b s k groups"],
+    new: Float[Array, "b t k h"],
+    positions: Int[Array, " b"],
+    dscales: Float[Array, "b s k groups"],
+    *,
+    codec: VectorCodec,
+    ring: bool,
+) -> tuple[Float[Array, "b s k groups"], Float[Array, "b t k h"]]:
+    def updated_scales(scales, new):
+        return update_quantized_kv_cache_reference(
+            codes, scales, new, positions, codec=codec, ring=ring
+        )[1]
+
+    return jax.vjp(updated_scales, scales, new)[1](dscales)
+
+
 update_quantized_kv_cache_p = kernel_primitive(
     update_quantized_kv_cache_reference,
+    bwd=update_quantized_kv_cache_bwd_reference,
     # a token's slot may be on any device; a vector is quantised whole
     replicated=("s", "t", "h", "code_bytes", "groups"),
 )

@@ -4,7 +4,9 @@
 numbers, after a rotation that makes them so (https://arxiv.org/abs/2504.19874).
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -267,12 +269,13 @@ def unpack(
 ) -> UInt8[Array, "... d"]:
     """The inverse of pack."""
     *lead, _ = packed.shape
-    codes, start, below = jnp.uint8(0), 0, 0
+    parts, start, below = [], 0, 0
     for width, count in planes:
         end = start + count * width // 8
         shifts = np.arange(0, 8, width, dtype=np.uint8)
         part = (packed[..., start:end, None] >> shifts) & (2**width - 1)
+        part = part.reshape(*lead, count) << below
         rest = [(0, 0)] * len(lead) + [(0, d - count)]
-        codes = codes | (jnp.pad(part.reshape(*lead, count), rest) << below)
+        parts.append(jnp.pad(part, rest) if count < d else part)
         start, below = end, below + width
-    return codes
+    return functools.reduce(operator.or_, parts)

@@ -21,22 +21,21 @@ from jaxkern import (
 )
 from tests.checks import bf16, boolean, case, f32, i32, u8, uniform
 
-TQ4, TQ8, INT4 = TurboQuantCodec(4), TurboQuantCodec(8), IntCodec(4, group=8)
+TQ4, TQ8 = TurboQuantCodec(4), TurboQuantCodec(8)
 
 CASES = [
     case(
-        "turboquant",
+        "rotated_keys",
         query=f32(2, 2, 4, 8),
         key_codes=u8(2, 5, 2, 4),
-        key_scales=uniform(2, 5, 2, 1),
-        value_codes=u8(2, 5, 2, 8),
-        value_scales=uniform(2, 5, 2, 2),
+        key_scales=uniform(2, 5, 2, 2),
+        value=f32(2, 5, 2, 4),
         mask=boolean(2, 1, 2, 5, probability=0.8),
         kv_lengths=i32(2, low=2, high=6),
         q_offset=i32(2, low=2, high=5),
         sinks=f32(4),
-        key_codec=TQ4,
-        value_codec=TurboQuantCodec(8, group=4),
+        key_codec=TurboQuantCodec(4, group=4),
+        value_codec=None,
         scale=0.5,
         causal=True,
         window=4,
@@ -49,7 +48,7 @@ CASES = [
         value_codes=u8(1, 3, 1, 4),
         value_scales=uniform(1, 3, 1, 1),
         key_codec=None,
-        value_codec=INT4,
+        value_codec=IntCodec(4),
         scale=0.3,
     ),
 ]
