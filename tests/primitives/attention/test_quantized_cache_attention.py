@@ -150,7 +150,7 @@ def test_error_falls_with_the_bits_and_is_below_that_of_integers():
         )
         return float(jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact))
 
-    errors = {b: error(TurboQuantCodec(b)) for b in (2, 2.25, 4, 6, 8)}
+    errors = {b: error(TurboQuantCodec(b)) for b in (2, 2.25, 4, 8)}
     assert list(errors.values()) == sorted(errors.values(), reverse=True)
     assert errors[4] < 0.2 and errors[8] < 0.02
     assert errors[4] < 0.5 * error(IntCodec(4))
@@ -252,14 +252,6 @@ def test_result_dtype_and_precision():
     assert out.dtype == jnp.bfloat16
     whole = quantized_cache_attention(query.astype(jnp.float32), k, v)
     np.testing.assert_array_equal(out, whole.astype(jnp.bfloat16))
-
-
-def test_vmap_over_layers():
-    query, key, value = (jnp.stack([x, 2 * x]) for x in operands(h=16, hv=16))
-    k, v = (quantize_vectors(x, TQ4) for x in (key, value))
-    out = jax.vmap(quantized_cache_attention)(query, k, v)
-    one = quantized_cache_attention(query[1], k[1], v[1])
-    np.testing.assert_allclose(out[1], one, atol=3e-6)
 
 
 def test_every_error_says_what_to_do():
