@@ -59,9 +59,9 @@ class Benchmark:
       cases: shapes.
       torch_peers: `{name: make}`; `make(case, *tensors)` returns a callable of tensors
         or raises ImportError.
-      kernels: names of block-size tables that the tuner fills, with what to try.
+      sizes: what `tune` tries, `{kernel: {size: values}}`.
       differentiable: whether to measure the backward pass.
-      allowed_error: relative to float64, over which a peer is dropped.
+      floats: positions of the operands to differentiate in; all floats if None.
     """
 
     name: str
@@ -69,8 +69,9 @@ class Benchmark:
     cases: Sequence[Case]
     torch_peers: dict[str, Callable] = dataclasses.field(default_factory=dict)
     jax_peers: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    kernels: dict[str, dict[str, Sequence]] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, dict[str, Sequence]] = dataclasses.field(default_factory=dict)
     differentiable: bool = True
+    floats: tuple[int, ...] | None = None
 
 
 # Time.
@@ -120,8 +121,9 @@ def torch_seconds(f: Callable, sets: Sequence[tuple]) -> float:
 
 
 def num_sets(case: Case) -> int:
-    """So many that the L2 cache holds nothing of the last round."""
-    return int(min(max(3 * L2_BYTES // max(case.bytes[0], 1) + 1, 4), 64))
+    """So many that one executable runs a millisecond and more than fills the L2."""
+    seconds = max(case.bytes[0] / 4e12, case.flops[0] / 7e14, 1e-6)
+    return int(min(max(1e-3 // seconds, 3 * L2_BYTES // case.bytes[0] + 1, 4), 64))
 
 
 @functools.cache
@@ -152,12 +154,17 @@ def matmul_rate() -> float:
 
 def relative_error(out: Any, truth: Any) -> float:
     """The largest ||out - truth|| / ||truth|| over all results."""
-    worst = 0.0
-    for y, t in zip(jax.tree.leaves(out), jax.tree.leaves(truth), strict=True):
-        y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
-        norm = float(np.linalg.norm(t.ravel()))
-        worst = max(worst, float(np.linalg.norm((y - t).ravel())) / (norm or 1.0))
-    return worst
+    with jax.enable_x64(True):
+        pairs = zip(jax.tree.leaves(out), jax.tree.leaves(truth), strict=True)
+        return max(float(error_norm(jnp.asarray(y), t)) for y, t in pairs)
+
+
+@jax.jit
+def error_norm(y: jax.Array, truth: jax.Array) -> jax.Array:
+    def norm(x):
+        return jnp.sqrt(jnp.sum(x.astype(jnp.float64) ** 2))
+
+    return norm(y.astype(jnp.float64) - truth) / norm(truth)
 
 
 def in_float64(f: Callable, args: tuple) -> Any:
@@ -167,7 +174,7 @@ def in_float64(f: Callable, args: tuple) -> Any:
             x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
             for x in args
         ]
-        return jax.tree.map(np.asarray, jax.jit(f)(*wide))
+        return jax.jit(f)(*wide)
 
 
 # One measurement.
@@ -188,14 +195,19 @@ def forward_and_pull(f: Callable, floats: Sequence[int]) -> Callable:
     return run
 
 
-def float_positions(args: Sequence) -> list[int]:
+def moving(benchmark: Benchmark, args: Sequence) -> list[int]:
+    """Positions of the operands to differentiate in."""
+    if benchmark.floats is not None:
+        return list(benchmark.floats)
     return [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def measure_jax(f: Callable, sets: list[tuple], backward: bool) -> dict[str, float]:
+def measure_jax(
+    f: Callable, sets: list[tuple], floats: Sequence[int]
+) -> dict[str, float]:
     found = {"forward": device_seconds(f, sets)}
-    if backward:
-        both = forward_and_pull(f, float_positions(sets[0]))
+    if floats:
+        both = forward_and_pull(f, floats)
         pulls = []
         for s in sets:
             y, pull = jax.jit(both)(*s)
@@ -208,13 +220,9 @@ def measure_jax(f: Callable, sets: list[tuple], backward: bool) -> dict[str, flo
 KEY = jax.random.key(1)
 
 
-def gradients(f: Callable, args: tuple) -> Any:
-    y, pull = forward_and_pull(f, float_positions(args))(*args)
-    return pull(
-        jax.tree.map(
-            lambda v: jnp.cos(jnp.arange(v.size)).reshape(v.shape).astype(v.dtype), y
-        )
-    )
+def gradients(f: Callable, floats: Sequence[int], dy: Any, *args: jax.Array) -> Any:
+    y, pull = forward_and_pull(f, floats)(*args)
+    return pull(jax.tree.map(lambda v, c: c.astype(v.dtype), y, dy))
 
 
 def measure_case(
@@ -223,33 +231,38 @@ def measure_case(
     """{implementation: {"forward": s, "backward": s, "error": e}}."""
     keys = jax.random.split(jax.random.key(0), num_sets(case))
     sets = [jax.jit(case.arrays)(k) for k in keys]
-    backward = benchmark.differentiable
+    floats = moving(benchmark, sets[0]) if benchmark.differentiable else []
     implementations: dict[str, Callable] = {
         "jaxkern": benchmark.f,
         "XLA": under_backend("xla", benchmark.f),
         **(benchmark.jax_peers if peers else {}),
     }
     rows: dict[str, dict[str, Any]] = {}
-    truth = in_float64(benchmark.f, sets[0]) if check else None
-    slopes = (
-        in_float64(functools.partial(gradients, benchmark.f), sets[0])
-        if (check and backward)
-        else None
-    )
+    truth = slopes = dy = None
+    if check:
+        truth = in_float64(benchmark.f, sets[0])
+    if check and floats:
+        dy = jax.tree.map(
+            lambda v: jax.random.normal(KEY, v.shape, jnp.bfloat16), truth
+        )
+        slopes = in_float64(
+            functools.partial(gradients, benchmark.f, floats, dy), sets[0]
+        )
     for name, f in implementations.items():
         row: dict[str, Any] = {}
         if check:
             row["error"] = relative_error(jax.jit(f)(*sets[0]), truth)
-            if backward:
-                found = jax.jit(lambda *a, f=f: gradients(f, a))(*sets[0])
+            if floats:
+                slope = functools.partial(gradients, f, floats)
+                found = jax.jit(slope)(dy, *sets[0])
                 row["gradient error"] = relative_error(found, slopes)
-        row |= measure_jax(f, sets, backward)
+        row |= measure_jax(f, sets, floats)
         rows[name] = row
         jax.clear_caches()
     if peers:
         for name, make in benchmark.torch_peers.items():
             try:
-                rows[name] = measure_torch(make, case, sets, backward, truth)
+                rows[name] = measure_torch(make, case, sets, floats, truth)
             except Exception as error:  # a peer that fails is named, not hidden
                 rows[name] = {"failed": f"{type(error).__name__}: {error}"[:200]}
     return rows
@@ -263,12 +276,24 @@ def under_backend(name: str, f: Callable) -> Callable:
     return chosen
 
 
-def measure_torch(make, case, sets, backward, truth) -> dict[str, Any]:
+def torch_compiled(f: Callable) -> Callable:
+    """A peer: `f(torch, *tensors)` through torch.compile, compiled for each case."""
+
+    def make(case, *tensors):
+        import torch
+
+        torch._dynamo.reset()
+        return torch.compile(lambda *xs: f(torch, *xs), dynamic=False)
+
+    return make
+
+
+def measure_torch(make, case, sets, floats, truth) -> dict[str, Any]:
     import torch
 
     tensors = [tuple(torch.from_dlpack(x) for x in s) for s in sets]
     tensors = [
-        tuple(t.clone().requires_grad_(t.is_floating_point() and backward) for t in s)
+        tuple(t.clone().requires_grad_(i in floats) for i, t in enumerate(s))
         for s in tensors
     ]
     f = make(case, *tensors[0])
@@ -278,10 +303,10 @@ def measure_torch(make, case, sets, backward, truth) -> dict[str, Any]:
         if truth is not None:
             first = y[0] if isinstance(y, tuple) else y
             row["error"] = relative_error(
-                first.float().cpu().numpy(), jax.tree.leaves(truth)[0]
+                jax.dlpack.from_dlpack(first.contiguous()), jax.tree.leaves(truth)[0]
             )
         row["forward"] = torch_seconds(f, tensors)
-    if backward:
+    if floats:
         graphs = []
         for s in tensors:
             y = f(*s)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from benchmarks._gpu import Benchmark, Case, run
+from benchmarks._gpu import Benchmark, Case, run, torch_compiled
 
 EPS = 1e-6
 
@@ -21,11 +21,8 @@ def case(rows: int, d: int) -> Case:
     return Case(f"{rows}x{d}", arrays, (2 * tensor, 3 * tensor))
 
 
-def torch_compile(case, x, weight):
-    import torch
-
-    f = torch.nn.functional.rms_norm
-    return torch.compile(lambda x, w: f(x, (x.shape[-1],), w, EPS), dynamic=False)
+def by_torch(torch, x, weight):
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, EPS)
 
 
 def liger(case, x, weight):
@@ -34,7 +31,6 @@ def liger(case, x, weight):
     return lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False)
 
 
-ROWS = {"WAVES": (0, 2, 4, 8), "STAGES": (1, 2, 3), "num_warps": (4, 8, 16)}
 BENCHMARK = Benchmark(
     "rms_norm",
     lambda x, weight: jaxkern.rms_norm(x, weight, eps=EPS),
@@ -43,11 +39,21 @@ BENCHMARK = Benchmark(
         case(8192, 8192),
         case(4096, 16384),
         case(131072, 128),
+        case(65536, 1024),
         case(1024, 131072),
         case(16384, 5000),
     ],
-    torch_peers={"torch.compile": torch_compile, "Liger": liger},
-    kernels={"row_norm_fwd": ROWS, "row_norm_bwd": ROWS},
+    torch_peers={"torch.compile": torch_compiled(by_torch), "Liger": liger},
+    sizes={
+        "row_norm_fwd": {"num_warps": (1, 2, 4, 8), "ROWS": (1, 2, 4, 8, 16)},
+        "long_row_norm_fwd": {"num_warps": (4, 8, 16, 32), "BLOCK": (2048, 4096, 8192)},
+        "row_norm_bwd": {
+            "num_warps": (4, 8, 16),
+            "ROWS": (1, 2, 4, 8, 32),
+            "WAVES": (1, 2, 3),
+            "STAGES": (2, 3),
+        },
+    },
 )
 
 

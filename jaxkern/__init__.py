@@ -11,23 +11,63 @@ shards, and lowers on every platform. Where to look:
 
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
-from jaxkern.lowering.lower import backend, explain
+from jaxkern.lowering.explain import explain
+from jaxkern.lowering.lower import backend
+from jaxkern.primitives.activation.bias_activation import bias_activation
+from jaxkern.primitives.activation.clipped_relu import clipped_relu
 from jaxkern.primitives.activation.geglu import geglu
+from jaxkern.primitives.activation.gelu import gelu
+from jaxkern.primitives.activation.sigmoid_gate import sigmoid_gate
 from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.mask import (
+    block_mask,
+    make_block_mask,
+    make_mask,
+    padding_mask,
+    segment_mask,
+)
+from jaxkern.primitives.attention.merge_partials import merge_partials
+from jaxkern.primitives.attention.paged_attention import paged_attention
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention,
 )
 from jaxkern.primitives.index.argmax import argmax
+from jaxkern.primitives.index.argsort import argsort
 from jaxkern.primitives.index.embedding import embedding
+from jaxkern.primitives.index.gather import gather
+from jaxkern.primitives.index.scatter_add import scatter_add
+from jaxkern.primitives.index.take_along_axis import take_along_axis
 from jaxkern.primitives.index.top_k import top_k
+from jaxkern.primitives.kv_cache.cached_attention import cached_attention
+from jaxkern.primitives.kv_cache.kv_cache import (
+    KVCache,
+    append_kv_cache,
+    empty_kv_cache,
+)
+from jaxkern.primitives.kv_cache.paged_kv_cache import (
+    PagedKVCache,
+    allocate_pages,
+    append_paged_kv_cache,
+    empty_paged_kv_cache,
+    release_pages,
+)
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
+from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
+    gather_pages,
+    page_slots,
+    update_paged_kv_cache,
+)
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache,
 )
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b
+from jaxkern.primitives.linear.qkv_split import qkv_split
+from jaxkern.primitives.loss.cross_entropy import cross_entropy
+from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
@@ -36,12 +76,25 @@ from jaxkern.primitives.norm.group_norm import group_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
 from jaxkern.primitives.norm.layer_norm import layer_norm
 from jaxkern.primitives.norm.layer_norm_2d import layer_norm_2d
+from jaxkern.primitives.norm.moe_rms_norm_add import moe_rms_norm_add
+from jaxkern.primitives.norm.multi_rms_norm import multi_rms_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
+from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul
+from jaxkern.primitives.norm.sandwich_rms_norm import sandwich_rms_norm
+from jaxkern.primitives.optim.adamw import adam_update, adamw_update
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.rope.axial_rope import (
+    axial_rope,
+    axial_rope_2d,
+    axial_rope_cos_sin,
+)
+from jaxkern.primitives.rope.head_norm_rope import head_norm_rope
+from jaxkern.primitives.rope.mrope import mrope_cos_sin
+from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope
 from jaxkern.primitives.rope.rope import apply_rope, rope
 from jaxkern.primitives.rope.rope_frequencies import (
     DynamicScaling,
@@ -54,6 +107,8 @@ from jaxkern.primitives.rope.rope_frequencies import (
 )
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
+from jaxkern.primitives.sampling.softmax_sample import softmax_sample
+from jaxkern.primitives.signal.fft import fft
 from jaxkern.primitives.turboquant.fwht import fwht
 from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook, lloyd_max_error
 from jaxkern.primitives.turboquant.quantize_vectors import (
@@ -66,61 +121,126 @@ from jaxkern.primitives.turboquant.quantize_vectors import (
 from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
 from jaxkern.primitives.turboquant.rotate import rotate, rotation_signs, unrotate
 from jaxkern.primitives.turboquant.vector_codec import IntCodec, TurboQuantCodec
+from jaxkern.primitives.vision.avg_pool import avg_pool
+from jaxkern.primitives.vision.conv2d import conv2d
+from jaxkern.primitives.vision.conv_transpose2d import conv_transpose2d
+from jaxkern.primitives.vision.max_pool import max_pool
+from jaxkern.primitives.vision.patches import (
+    block_merge,
+    block_unmerge,
+    patchify,
+    unpatchify,
+)
+from jaxkern.primitives.vision.resize_nearest import resize_nearest
 
 __all__ = [
     "DynamicScaling",
     "GGUFTensor",
     "IntCodec",
+    "KVCache",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "PagedKVCache",
     "QuantizedVectors",
     "TurboQuantCodec",
     "YarnScaling",
+    "adam_update",
+    "adamw_update",
     "add_rms_norm",
+    "allocate_pages",
+    "append_kv_cache",
+    "append_paged_kv_cache",
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
+    "argsort",
     "attention",
+    "avg_pool",
+    "axial_rope",
+    "axial_rope_2d",
+    "axial_rope_cos_sin",
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "bias_activation",
+    "block_mask",
+    "block_merge",
+    "block_unmerge",
+    "cached_attention",
+    "clipped_relu",
+    "conv2d",
+    "conv_transpose2d",
+    "cross_entropy",
     "dequantize",
     "dequantize_vectors",
     "embedding",
+    "empty_kv_cache",
+    "empty_paged_kv_cache",
     "explain",
+    "fft",
     "fwht",
     "gated_rms_norm",
+    "gather",
+    "gather_pages",
     "geglu",
+    "gelu",
     "group_norm",
+    "head_norm_rope",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "linear_cross_entropy",
     "lloyd_max_codebook",
     "lloyd_max_error",
+    "make_block_mask",
+    "make_mask",
+    "matmul_transpose_b",
+    "max_pool",
+    "merge_partials",
+    "moe_rms_norm_add",
+    "mrope_cos_sin",
+    "multi_rms_norm",
+    "padding_mask",
+    "page_slots",
+    "paged_attention",
+    "patchify",
+    "qk_norm_rope",
+    "qkv_split",
     "quantize_straight_through",
     "quantize_vectors",
     "quantized_cache_attention",
     "quantized_embedding",
     "quantized_matmul",
+    "release_pages",
+    "resize_nearest",
     "ring_positions",
     "rms_norm",
     "rms_norm_add",
+    "rms_norm_mul",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
     "rotate",
     "rotation_signs",
     "sample",
+    "sandwich_rms_norm",
+    "scatter_add",
+    "segment_mask",
+    "sigmoid_gate",
     "softcap",
     "softmax",
+    "softmax_sample",
     "swiglu",
+    "take_along_axis",
     "top_k",
     "turboquant_decode",
     "turboquant_encode",
+    "unpatchify",
     "unrotate",
     "update_kv_cache",
+    "update_paged_kv_cache",
     "update_quantized_kv_cache",
 ]
 

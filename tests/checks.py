@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from jaxkern.lowering import lower as lowering
+from jaxkern.lowering.explain import explain
 from jaxkern.lowering.sharded_call import Factors
 from jaxkern.primitives.kernel_primitive import (
     Backend,
@@ -666,9 +667,9 @@ def check_kernel_is_used(p: KernelPrimitive, case: Case) -> None:
             [gradients(f, operands)] if differentiable(p, operands) else []
         )
         for g in functions:
-            for op, _, runs, refused in lowering.explain(g, *operands).rows:
-                expected = "opaque" if p.bwd is not None or op == p.name else ""
-                assert runs.startswith(expected), (op, runs, refused)
+            for row in explain(g, *operands).rows:
+                expected = "opaque" if p.bwd is not None or row.op == p.name else ""
+                assert row.runs.startswith(expected), row
 
 
 def check_degenerate_dims(p: KernelPrimitive, case: Case) -> None:

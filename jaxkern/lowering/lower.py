@@ -1,4 +1,4 @@
-"""Which implementation an op runs: rows, the choice with its reasons, and `explain`.
+"""Which implementation an op runs: rows, and the choice with its reasons.
 
 A row says that on a platform an op has a kernel, and when that kernel refuses:
 
@@ -11,9 +11,8 @@ refusal, and `backend(..., strict=True)` raises instead of falling back.
 """
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,6 @@ from jaxkern.primitives.kernel_primitive import (
     Backend,
     Call,
     KernelPrimitive,
-    Tangent,
     backend_context,
 )
 
@@ -199,79 +197,3 @@ def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **
         devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
         f = partitioned(p, local, call, ctx.avals_in, ctx.avals_out, devices)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What each op of a function runs on a platform, and why.
-
-    Attributes:
-      platform: where.
-      rows: (op, number of call sites, what runs, the refusals).
-    """
-
-    platform: str
-    rows: tuple[tuple[str, int, str, tuple[str, ...]], ...]
-
-    def __str__(self) -> str:
-        lines = []
-        for op, sites, runs, refused in self.rows:
-            times = f" ({sites} call sites)" if sites > 1 else ""
-            lines.append(f"{op} on {self.platform} runs {runs}{times}")
-            lines += [f"  not {reason}" for reason in refused]
-        return "\n".join(lines) or f"no jaxkern op on {self.platform}"
-
-    __repr__ = __str__
-
-
-def explain(f: Callable, *args: Any, platform: str | None = None, **kwargs: Any):
-    """Says for each op in `f(*args, **kwargs)` which implementation runs, and why.
-
-    Traces `f`, runs nothing. Print the result, or read its `rows`.
-
-    Args:
-      f: any traceable function: an op, a jitted model, a gradient.
-      platform: "cpu", "cuda", ...; the default device's if None.
-
-    Returns:
-      An `Explanation`.
-    """
-    platform = platform or default_platform()
-    found: dict[tuple, int] = {}
-    for eqn in equations(jax.make_jaxpr(f)(*args, **kwargs).jaxpr):
-        row = explain_equation(eqn, platform)
-        found[row] = found.get(row, 0) + 1
-    rows = tuple((op, n, runs, why) for (op, runs, why), n in found.items())
-    return Explanation(platform, rows)
-
-
-def default_platform() -> str:
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return device.platform
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-
-
-def explain_equation(eqn, platform: str) -> tuple[str, str, tuple[str, ...]]:
-    p, params = eqn.primitive, dict(eqn.params)
-    if isinstance(p, Tangent):
-        return p.name, f"xla: jvp of {p.op.name}_reference", ()
-    call = params.pop("call")
-    row, refused = choose(p, platform, [v.aval for v in eqn.invars], call, params)
-    runs = f"{row.backend}: {row.title}" if row else f"xla: {p.reference.__name__}"
-    return p.name, runs, refused
-
-
-def equations(jaxpr) -> Iterator[Any]:
-    """Every equation of one of our primitives, also inside jit, scan or cond."""
-    for eqn in jaxpr.eqns:
-        if isinstance(eqn.primitive, KernelPrimitive | Tangent):
-            yield eqn
-            continue
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(value):
-                yield from equations(getattr(value, "jaxpr", value))
-
-
-def is_jaxpr(x: Any) -> bool:
-    return hasattr(x, "eqns")

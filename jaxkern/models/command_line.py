@@ -174,7 +174,7 @@ def _answer(options: argparse.Namespace, path: Path) -> dict:
         "executables": list(generator.executables),
         "memory": {"peak_bytes": peak_memory(), "file_bytes": path.stat().st_size},
         "implementations": {
-            name: {op: runs for op, _, runs, _ in explanation.rows}
+            name: {row.op: row.runs for row in explanation.rows}
             for name, explanation in explanations.items()
         },
     }

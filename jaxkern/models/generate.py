@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkern import explain, sample
-from jaxkern.lowering.lower import Explanation
+from jaxkern.lowering.explain import Explanation
 from jaxkern.models.llama import (
     KVCache,
     LlamaConfig,

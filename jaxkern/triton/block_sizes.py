@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels: measured tables, else a rule of thumb.
+"""Block sizes of the Triton kernels: a measured table, else the kernel's own rule.
 
 A table is `lowering/tuned/<device>.json`, written by `python -m benchmarks tune OP`.
 Nothing is measured when an op is called.
@@ -10,9 +10,11 @@ from importlib import resources
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 WARP = 32
 NUM_SMS = 132  # multiprocessors where the device is not known: an H100's
+tried: dict[str, dict[str, Any]] = {}  # {kernel: sizes}, while the tuner measures
 
 
 def next_power_of_2(n: int) -> int:
@@ -20,55 +22,40 @@ def next_power_of_2(n: int) -> int:
 
 
 @functools.cache
-def device_kind() -> str:
-    """Name of the CUDA device, such as "NVIDIA H200"; empty without one."""
+def cuda_device() -> Any:
+    """This machine's first CUDA GPU, or None."""
     try:
-        return jax.devices("cuda")[0].device_kind
+        return jax.devices("cuda")[0]
     except RuntimeError:
-        return ""
+        return None
 
 
-@functools.cache
 def num_sms() -> int:
-    try:
-        return jax.devices("cuda")[0].core_count
-    except RuntimeError:
-        return NUM_SMS
+    return getattr(cuda_device(), "core_count", NUM_SMS)
 
 
 @functools.cache
-def table(device: str) -> dict[str, dict[str, dict[str, int]]]:
-    """{kernel: {key: sizes}} for a device, empty where none was measured."""
-    name = device.lower().replace("nvidia ", "").replace(" ", "_")
-    file = resources.files("jaxkern.lowering") / "tuned" / f"{name}.json"
-    return json.loads(file.read_text()) if name and file.is_file() else {}
+def table(device: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{kernel: {key: sizes}} of a device, empty where none was measured."""
+    file = resources.files("jaxkern.lowering") / "tuned" / f"{device}.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
-override: dict[str, dict[str, int]] = {}  # sizes being tried by the tuner, by kernel
+def table_name(device_kind: str) -> str:
+    """ "h200" for "NVIDIA H200"."""
+    return device_kind.lower().removeprefix("nvidia ").replace(" ", "_")
 
 
-def block_sizes(kernel: str, rows: int, d: int, dtype: Any) -> dict[str, int]:
-    """The sizes of a row-wise kernel for rows of `d` elements of `dtype`."""
-    block = next_power_of_2(d)
-    sizes = rule_of_thumb(kernel, rows, block, jax.numpy.dtype(dtype).itemsize)
-    measured = table(device_kind()).get(kernel, {})
-    sizes |= measured.get(f"{block} {jax.numpy.dtype(dtype).name}", {})
-    return sizes | override.get(kernel, {})
+def key(d: int, dtype: Any) -> str:
+    """What a table distinguishes: the row's power of 2 and its dtype."""
+    return f"{next_power_of_2(d)} {jnp.dtype(dtype).name}"
 
 
-def rule_of_thumb(kernel: str, rows: int, block: int, itemsize: int) -> dict[str, int]:
-    """About 16 elements a thread, whole rows, the next row loading where it fits."""
-    if kernel.startswith("long_"):
-        return {"BLOCK": 8192, "num_warps": 16}
-    rows_together = max(1, min(2048 // block, next_power_of_2(rows)))
-    warps = min(max(rows_together * block // (16 * WARP), 1), 16)
-    return {
-        "BLOCK": block,
-        "ROWS": rows_together,
-        "WAVES": 4,
-        "STAGES": 2 if block * itemsize <= 2**15 else 1,
-        "num_warps": next_power_of_2(warps),
-    }
+def tuned(kernel: str, d: int, dtype: Any, rule: dict[str, Any]) -> dict[str, Any]:
+    """`rule` with what was measured on this device for rows of `d` elements."""
+    kind = getattr(cuda_device(), "device_kind", "")
+    measured = table(table_name(kind)).get(kernel, {}).get(key(d, dtype), {})
+    return rule | measured | tried.get(kernel, {})
 
 
 def num_programs(num_blocks: int, waves: int) -> int:

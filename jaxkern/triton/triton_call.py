@@ -1,39 +1,43 @@
 """Calls a Triton kernel from JAX: compiled while lowering, launched by XLA.
 
-The launch goes through the FFI target of jax's CUDA plugin, which XLA captures into CUDA
-graphs; nothing of ours runs when the executable does. Kernel files import `jit` and
-`tl` from here, so they can be imported (and refuse in words) where Triton is absent.
+The launch goes through the FFI target of jax's CUDA plugin, which XLA captures into
+CUDA graphs; nothing of ours runs when the executable does. Kernel files import `jit`
+and `tl` from here: they can be imported, and refuse in words, where Triton is absent.
 """
 
+import contextlib
 import functools
+import re
+import subprocess
+import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
+
+from jaxkern.triton.block_sizes import cuda_device
 
 try:
-    import triton
-    import triton.language as tl
+    import triton as triton_package
+    import triton.language as language
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-
-    jit: Any = triton.jit
 except ImportError:
-    triton: Any = None
+    triton_package = language = None
+    GPUTarget: Any = None
+    ASTSource: Any = None
 
-    class tl:  # type: ignore[no-redef]
-        """Stands for triton.language in annotations, where Triton is absent."""
-
-        constexpr = None
-
-    def jit(f: Callable) -> Callable:
-        return f
-
+triton: Any = triton_package
+# Without Triton a kernel stays the function it decorates; nothing calls it.
+tl: Any = language or SimpleNamespace(constexpr=None)
+jit: Any = triton.jit if triton else lambda f: f
 
 POINTER = {
     "bfloat16": "*bf16",
@@ -106,6 +110,45 @@ class Launch(NamedTuple):
     def name(self) -> str:
         return self.kernel.__name__
 
+    @property
+    def ttir(self) -> str:
+        """Triton's intermediate representation."""
+        return compiled(self, compute_capability()).asm["ttir"]
+
+    @property
+    def ptx(self) -> str:
+        return compiled(self, compute_capability()).asm["ptx"]
+
+    @property
+    def sass(self) -> str:
+        """The machine code, disassembled."""
+        return compiled(self, compute_capability()).asm["sass"]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of one program."""
+        return compiled(self, compute_capability()).metadata.shared
+
+    @property
+    def registers(self) -> int:
+        """Registers of one thread."""
+        return resources(self, compute_capability())["REG"]
+
+    @property
+    def stack_bytes(self) -> int:
+        """Local memory of one thread; more than 0 means that registers spilled."""
+        return resources(self, compute_capability())["STACK"]
+
+    def describe(self) -> str:
+        """One line: grid, constants, registers, shared memory."""
+        grid = "x".join(map(str, self.grid))
+        sizes = " ".join(f"{n}={v}" for n, v in self.constants if v is not None)
+        line = f"{self.name}: {grid} programs of {self.num_warps} warps, {sizes}"
+        if triton is None:
+            return line
+        line += f", {self.registers} registers, {self.shared_bytes} B shared"
+        return line + (f", {self.stack_bytes} B stack" if self.stack_bytes else "")
+
 
 @functools.lru_cache(maxsize=4096)
 def compiled(launch: Launch, capability: int) -> Any:
@@ -142,6 +185,18 @@ def compiled(launch: Launch, capability: int) -> Any:
     return triton.compile(source, GPUTarget("cuda", capability, 32), options)
 
 
+@functools.lru_cache(maxsize=4096)
+def resources(launch: Launch, capability: int) -> dict[str, int]:
+    """What the assembler says of a kernel: REG, STACK, SHARED, LOCAL, ..."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(launch, capability).asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(n) for name, n in re.findall(r"([A-Z]+):(\d+)", out)}
+
+
 def triton_call(
     kernel: Any,
     *operands: jax.Array,
@@ -176,6 +231,28 @@ def triton_call(
     )
     shapes = tuple((o.shape, jnp.dtype(o.dtype)) for o in out)
     return triton_call_p.bind(*operands, launch=launch, out=shapes, aliases=aliases)
+
+
+def like(x: jax.Array | None) -> jax.ShapeDtypeStruct | None:
+    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def sparse_call(
+    kernel, grid: tuple[int, ...], given: dict, results: dict, constants: dict
+) -> tuple[jax.Array | None, ...]:
+    """`triton_call` by names, in which an absent pointer is the constant None."""
+    absent = {n: None for n, x in (given | results).items() if x is None}
+    out = iter(
+        triton_call(
+            kernel,
+            *(x for x in given.values() if x is not None),
+            out=[r for r in results.values() if r is not None],
+            grid=grid,
+            **absent,
+            **constants,
+        )
+    )
+    return tuple(None if r is None else next(out) for r in results.values())
 
 
 triton_call_p = Primitive("triton_call")
@@ -247,21 +324,37 @@ def lower(ctx, *args, launch: Launch, out: tuple, aliases: tuple):
 @functools.cache
 def device_capability() -> int | None:
     """90 for an H200; None without a CUDA GPU."""
+    device = cuda_device()
+    return None if device is None else int(device.compute_capability.replace(".", ""))
+
+
+assumed_capability: list[int] = []
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Sizes and compiles kernels for another GPU than this machine's."""
+    assumed_capability.append(capability)
     try:
-        device = jax.devices("cuda")[0]
-    except RuntimeError:
-        return None
-    return int(device.compute_capability.replace(".", ""))
+        yield
+    finally:
+        assumed_capability.pop()
 
 
 def compute_capability() -> int:
     """Of the GPU that is compiled for: this machine's, else the oldest supported."""
+    if assumed_capability:
+        return assumed_capability[-1]
     return device_capability() or OLDEST
 
 
-triton_call_p.def_impl(
-    functools.partial(jax.interpreters.xla.apply_primitive, triton_call_p)
-)
+def max_shared_bytes() -> int:
+    """Shared memory that one program can have on the GPU that is compiled for."""
+    large = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
+    return large.get(compute_capability(), 101_376)
+
+
+triton_call_p.def_impl(functools.partial(xla.apply_primitive, triton_call_p))
 triton_call_p.def_abstract_eval(abstract_eval)
 batching.primitive_batchers[triton_call_p] = batch
 mlir.register_lowering(triton_call_p, lower, platform="cuda")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern import backend, explain, rms_norm
-from jaxkern.lowering.lower import default_platform
+from jaxkern.lowering.explain import default_platform
 from tests import checks
 from tests.lowering.test_mosaic_gpu import WEIGHT, X, truth
 from tests.test_every_op import OPS, is_small

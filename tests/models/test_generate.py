@@ -161,7 +161,7 @@ def test_sampling(model):
 def test_explain(model):
     explanations = Generator(*model, batch=1, prompt_slots=4, max_tokens=8).explain()
     for explanation in explanations.values():
-        runs = {op: runs for op, _, runs, _ in explanation.rows}
+        runs = {row.op: row.runs for row in explanation.rows}
         assert runs["attention"] == "xla: attention_reference"
         assert {"rms_norm", "add_rms_norm", "apply_rope", "swiglu"} <= runs.keys()
 

@@ -40,7 +40,8 @@ def rope(
     | Gemma 4 ("proportional")     | "neox"        | h/2         | h        |
     | GPT-J, Llama as GGUF "NORM"  | "interleaved" | -           | r2       |
 
-    The first row is the default, as in Hugging Face and ggml.
+    The first row is the default, as in Hugging Face and ggml. For tokens with several
+    positions see `mrope_cos_sin` (time, height, width) and `axial_rope` (grids).
 
     Args:
       x: `[..., t, n, h]`, any float dtype; n heads of h dims.
@@ -96,35 +97,40 @@ def apply_rope(
       TypeError: shapes that do not fit.
       ValueError: an unknown pairing, or pairs that overlap or leave the head.
     """
+    cos, sin, pair_offset = rotary_tables(
+        "apply_rope", x, cos, sin, pairing, pair_offset
+    )
+    return apply_rope_p(x, cos, sin, pairing=pairing, pair_offset=pair_offset)
+
+
+def rotary_tables(op, x, cos, sin, pairing, pair_offset):
+    """The tables with x's leading dims and the distance of a pair, checked."""
     if x.ndim < 3 or cos.ndim < 2 or cos.shape != sin.shape:
         raise TypeError(
-            "apply_rope: `x` must have dims [... t n h], `cos` and `sin` both "
+            f"{op}: `x` must have dims [... t n h], `cos` and `sin` both "
             f"[... t r], got {x.shape}, {cos.shape} and {sin.shape}."
         )
-    pairs = cos.shape[-1]
     if pairing not in ("neox", "interleaved"):
-        raise ValueError(
-            f'apply_rope: pairing {pairing!r} is not "neox" or "interleaved".'
-        )
+        raise ValueError(f'{op}: pairing {pairing!r} is not "neox" or "interleaved".')
     if pairing == "interleaved" and pair_offset is not None:
-        raise ValueError(
-            "apply_rope: pair_offset belongs to pairing='neox'. Leave it out."
-        )
-    pair_offset = pairs if pair_offset is None else pair_offset
+        raise ValueError(f"{op}: pair_offset belongs to pairing='neox'. Leave it out.")
+    pair_offset = cos.shape[-1] if pair_offset is None else pair_offset
     if cos.ndim == 2:
         table = (*x.shape[:-3], *cos.shape)
         cos, sin = jnp.broadcast_to(cos, table), jnp.broadcast_to(sin, table)
-    return apply_rope_p(x, cos, sin, pairing=pairing, pair_offset=pair_offset)
+    return cos, sin, pair_offset
+
+
+def check_pairs(op, h, pairs, pair_offset):
+    if not pairs <= pair_offset <= h - pairs:
+        raise ValueError(
+            f"{op}: {pairs} pairs at distance {pair_offset} do not fit a head of "
+            f"{h} dims. Keep r <= pair_offset <= h - r."
+        )
 
 
 def split_pairs(x, pairs, pairing, pair_offset):
     """x `[..., h]` as the two sides of its pairs, `[..., r]`, and what passes."""
-    h = x.shape[-1]
-    if not pairs <= pair_offset <= h - pairs:
-        raise ValueError(
-            f"apply_rope: {pairs} pairs at distance {pair_offset} do not fit a head of "
-            f"{h} dims. Keep r <= pair_offset <= h - r."
-        )
     if pairing == "interleaved":
         pair = x[..., : 2 * pairs].reshape(*x.shape[:-1], pairs, 2)
         return pair[..., 0], pair[..., 1], (x[..., 2 * pairs :],)
@@ -150,6 +156,11 @@ def apply_rope_reference(
     pairing: str,
     pair_offset: int,
 ) -> Float[Array, "... t n h"]:
+    check_pairs("apply_rope", x.shape[-1], cos.shape[-1], pair_offset)
+    return rotate(x, cos, sin, pairing, pair_offset)
+
+
+def rotate(x, cos, sin, pairing, pair_offset):
     cos, sin = (at_least_f32(c)[..., None, :] for c in (cos, sin))  # [..., t, 1, r]
     a, b, passed = split_pairs(x, cos.shape[-1], pairing, pair_offset)
     a, b = at_least_f32(a), at_least_f32(b)
@@ -166,7 +177,7 @@ def apply_rope_bwd_reference(
     pair_offset: int,
 ) -> Float[Array, "... t n h"]:
     # the transpose of a rotation is the rotation back
-    return apply_rope_reference(dy, cos, -sin, pairing=pairing, pair_offset=pair_offset)
+    return rotate(dy, cos, -sin, pairing, pair_offset)
 
 
 apply_rope_p = kernel_primitive(

@@ -51,7 +51,7 @@ def test_the_eps_of_sam_is_the_default():
 
 def test_it_is_one_layer_norm():
     rows = explain(layer_norm_2d, jnp.ones((1, 4, 2, 2)), jnp.ones(4)).rows
-    assert [row[0] for row in rows] == ["layer_norm"]
+    assert [row.op for row in rows] == ["layer_norm"]
 
 
 def test_a_weight_of_another_size_is_refused():

@@ -1,0 +1,142 @@
+"""`explain`: what each op of a function runs, why, and what its kernels use."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxkern.lowering.lower import Row, choose
+from jaxkern.primitives.kernel_primitive import Call, KernelPrimitive, Tangent
+from jaxkern.triton.triton_call import Launch, triton_call_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What one op runs.
+
+    Attributes:
+      op: name of the primitive.
+      sites: number of calls in the function.
+      runs: the backend and the kernel or reference.
+      refused: why the rows before it do not run.
+      launches: the Triton launches of one call; each knows its grid, constants, and as
+        compiled its registers, shared memory, `ttir`, `ptx` and `sass`.
+    """
+
+    op: str
+    sites: int
+    runs: str
+    refused: tuple[str, ...]
+    launches: tuple[Launch, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What each op of a function runs on a platform, and why.
+
+    Attributes:
+      platform: where.
+      rows: one `Choice` for each op with operands of the same kind.
+    """
+
+    platform: str
+    rows: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for row in self.rows:
+            times = f" ({row.sites} call sites)" if row.sites > 1 else ""
+            lines.append(f"{row.op} on {self.platform} runs {row.runs}{times}")
+            lines += [f"  {launch.describe()}" for launch in row.launches]
+            lines += [f"  not {reason}" for reason in row.refused]
+        return "\n".join(lines) or f"no jaxkern op on {self.platform}"
+
+    __repr__ = __str__
+
+
+def explain(
+    f: Callable, *args: Any, platform: str | None = None, **kwargs: Any
+) -> Explanation:
+    """Says for each op in `f(*args, **kwargs)` which implementation runs, and why.
+
+    Traces `f` and compiles its Triton kernels, runs nothing. Print the result, or read
+    its `rows`; `rows[0].launches[0].ptx` is the kernel's PTX, likewise `ttir`, `sass`.
+
+    Args:
+      f: any traceable function: an op, a jitted model, a gradient.
+      platform: "cpu", "cuda", ...; the default device's if None.
+
+    Returns:
+      An `Explanation`.
+    """
+    platform = platform or default_platform()
+    found: dict[tuple, int] = {}
+    for eqn in equations(jax.make_jaxpr(f)(*args, **kwargs).jaxpr):
+        row = explain_equation(eqn, platform)
+        found[row] = found.get(row, 0) + 1
+    return Explanation(
+        platform,
+        tuple(Choice(op, n, *rest) for (op, *rest), n in found.items()),
+    )
+
+
+def default_platform() -> str:
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def explain_equation(eqn, platform: str) -> tuple:
+    """(op, what runs, refusals, launches)."""
+    p, params = eqn.primitive, dict(eqn.params)
+    if isinstance(p, Tangent):
+        return p.name, f"xla: jvp of {p.op.name}_reference", (), ()
+    call = params.pop("call")
+    avals = [v.aval for v in eqn.invars]
+    row, refused = choose(p, platform, avals, call, params)
+    if row is None:
+        return p.name, f"xla: {p.reference.__name__}", refused, ()
+    runs = f"{row.backend}: {row.title}"
+    triton = row.backend == "triton"
+    return (
+        p.name,
+        runs,
+        refused,
+        launches(p, row, avals, call, params) if triton else (),
+    )
+
+
+def launches(
+    p: KernelPrimitive, row: Row, avals: list, call: Call, static: dict
+) -> tuple[Launch, ...]:
+    """The Triton launches of one call of an op, on unsharded operands."""
+    f = functools.partial(p.evaluate_with, row.kernel, call=call, **static)
+    plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    jaxpr = jax.make_jaxpr(f)(*plain).jaxpr
+    return tuple(
+        eqn.params["launch"]
+        for eqn in every_equation(jaxpr)
+        if eqn.primitive is triton_call_p
+    )
+
+
+def equations(jaxpr) -> Iterator[Any]:
+    """Every equation of one of our primitives, also inside jit, scan or cond."""
+    for eqn in every_equation(jaxpr):
+        if isinstance(eqn.primitive, KernelPrimitive | Tangent):
+            yield eqn
+
+
+def every_equation(jaxpr) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                yield from every_equation(getattr(value, "jaxpr", value))
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns")

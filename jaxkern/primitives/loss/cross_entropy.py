@@ -1,0 +1,232 @@
+"""Cross entropy of a softmax: loss = lse(logits) - logits[label]  (https://arxiv.org/abs/1512.00567)."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Integer
+
+from jaxkern.primitives.activation.softcap import (
+    softcap_bwd_reference,
+    softcap_reference,
+)
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+
+
+def cross_entropy(
+    logits: Float[Array, "... v"],
+    labels: Integer[Array, "..."],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    ignore_index: int | None = -100,
+    reduction: str = "none",
+    return_lse: bool = False,
+) -> Float[Array, "..."] | tuple[Array, Array]:
+    """Negative log likelihood of a class under softmax, one loss per token.
+
+        z    = softcap * tanh(logits / softcap)                 (only with softcap)
+        lse  = ln(sum_j exp(z_j))
+        loss = lse - (1 - e) * z[label] - e * mean_j(z_j) + z_loss * lse**2
+
+    with e = label_smoothing (https://arxiv.org/abs/1512.00567); the term in lse**2
+    keeps the logits from drifting (PaLM, https://arxiv.org/abs/2204.02311, has 1e-4).
+    Computed in float32 (float64 for float64 logits); the logits and the two results
+    are kept for the backward pass
+
+        dlogits = (dloss * (1 + 2 * z_loss * lse) + dlse) * exp(z - lse)
+                  - dloss * ((1 - e) * one_hot(label) + e / v)
+
+    A token with `ignore_index` has zero loss and zero gradient. Logits of -inf are
+    classes of probability zero: where the label is one of them the loss is inf, and so
+    it is in a row of nothing else, whose gradient is zero. A label outside [0, v) that
+    is not `ignore_index` gives a NaN loss, since traced values cannot raise (PyTorch
+    raises, optax gives NaN).
+
+    Args:
+      logits: `[..., v]`, any float dtype.
+      labels: `[...]`, any integer dtype.
+      label_smoothing: share of the target spread over all v classes, in [0, 1].
+      z_loss: weight of lse**2, at least 0.
+      softcap: Gemma 2's cap of the logits; None for no cap.
+      ignore_index: the label of tokens without a loss; None if there is none.
+      reduction: "none", "sum", or "mean" over the tokens that are not ignored, 0 if all
+        are (PyTorch gives NaN).
+      return_lse: return (loss, lse); both are differentiable.
+
+    Returns:
+      loss: `[...]`, or a scalar with a reduction; float32.
+      lse: `[...]` float32, of ignored tokens too; only with return_lse.
+
+    Raises:
+      TypeError: shapes or dtypes do not fit.
+      ValueError: an option out of range.
+    """
+    check_options("cross_entropy", label_smoothing, z_loss, softcap, reduction)
+    loss, lse = cross_entropy_p(
+        logits,
+        labels,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        ignore_index=ignore_index,
+    )
+    loss = reduced(loss, labels, ignore_index, reduction)
+    return (loss, lse) if return_lse else loss
+
+
+def check_options(
+    op: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"{op}: `label_smoothing` must lie in [0, 1], got {label_smoothing}."
+        )
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(
+            f"{op}: `z_loss` must be finite and not negative, got {z_loss}."
+        )
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"{op}: `softcap` must be positive and finite, got {softcap}. None means "
+            "no cap."
+        )
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(
+            f"{op}: `reduction` must be 'none', 'sum' or 'mean', got {reduction!r}."
+        )
+
+
+def reduced(loss, labels, ignore_index, reduction):
+    if reduction == "none":
+        return loss
+    total = jnp.sum(loss)
+    if reduction == "sum":
+        return total
+    counted = jnp.sum(is_counted(as_class(labels), ignore_index))
+    return total / jnp.maximum(counted, 1).astype(loss.dtype)
+
+
+def cross_entropy_reference(
+    logits: Float[Array, "... v"],
+    labels: Integer[Array, "..."],
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    ignore_index: int | None,
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    v = logits.shape[-1]
+    label = as_class(labels)
+    z = capped(at_least_f32(logits), softcap)
+    lse = log_sum_exp(z)
+    picked = jnp.sum(jnp.where(label[..., None] == jnp.arange(v), z, 0), axis=-1)
+    total = jnp.sum(z, axis=-1) if label_smoothing else None
+    loss = loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss)
+    return jnp.where(is_counted(label, ignore_index), loss, 0), lse
+
+
+def cross_entropy_bwd_reference(
+    logits: Float[Array, "... v"],
+    labels: Integer[Array, "..."],
+    loss: Float[Array, "..."],
+    lse: Float[Array, "..."],
+    dloss: Float[Array, "..."],
+    dlse: Float[Array, "..."],
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    ignore_index: int | None,
+) -> Float[Array, "... v"]:
+    del loss
+    v = logits.shape[-1]
+    label = as_class(labels)
+    dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
+    dlogits = logits_gradient(
+        at_least_f32(logits),
+        label[..., None] == jnp.arange(v),
+        *sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss),
+        softcap,
+    )
+    return dlogits.astype(logits.dtype)
+
+
+# What linear_cross_entropy shares: there the sums run over blocks of the vocabulary.
+
+
+def as_class(labels: Integer[Array, "..."]) -> Integer[Array, "..."]:
+    """Labels in a dtype that holds any class and any ignore_index."""
+    return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+
+
+def is_counted(
+    label: Integer[Array, "..."], ignore_index: int | None
+) -> Bool[Array, "..."]:
+    return (
+        jnp.full(label.shape, True) if ignore_index is None else label != ignore_index
+    )
+
+
+def capped(x: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
+    return x if softcap is None else softcap_reference(x, cap=softcap)
+
+
+def log_sum_exp(z: Float[Array, "... v"]) -> Float[Array, "..."]:
+    """ln(sum(exp(z))) over the last dim; -inf, with zero gradients, if all are -inf."""
+    top = jnp.max(z, axis=-1, keepdims=True, initial=-jnp.inf)
+    # any finite number is right here, so it has no gradient
+    top = lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+    total = jnp.sum(jnp.exp(z - top), axis=-1)
+    none = total == 0
+    return jnp.where(none, -jnp.inf, top[..., 0] + jnp.log(jnp.where(none, 1, total)))
+
+
+def loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss):
+    """The loss per token from lse, z[label] and sum_j(z_j)."""
+    none = lse == -jnp.inf
+    lse = jnp.where(none, 0, lse)
+    loss = lse - picked
+    if label_smoothing:
+        off_mean = lse - total / max(v, 1)
+        loss = (1 - label_smoothing) * loss + label_smoothing * off_mean
+    if z_loss:  # 0 * inf would be NaN
+        loss = loss + z_loss * lse**2
+    loss = jnp.where(none, jnp.inf, loss)
+    return jnp.where((label >= 0) & (label < v), loss, jnp.nan)
+
+
+def sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss):
+    """(lse that is finite, and per token the factors of softmax, target and mean)."""
+    none = lse == -jnp.inf
+    lse = jnp.where(none, 0, lse)  # then exp(z - lse) = 0
+    dloss = jnp.where(none | (label < 0) | (label >= v), 0, dloss)
+    slope = dloss * (1 + 2 * z_loss * lse) + dlse
+    return (
+        lse,
+        slope,
+        dloss * (1 - label_smoothing),
+        dloss * label_smoothing / max(v, 1),
+    )
+
+
+def logits_gradient(x, is_label, lse, slope, on_label, on_every, softcap):
+    """Gradient of the logits `[..., v]` from factors per token."""
+    p = jnp.exp(capped(x, softcap) - lse[..., None])
+    dz = slope[..., None] * p - on_every[..., None]
+    dz = dz - jnp.where(is_label, on_label[..., None], 0)
+    if softcap is None:
+        return dz
+    return softcap_bwd_reference(x, dz, cap=softcap)
+
+
+cross_entropy_p = kernel_primitive(
+    cross_entropy_reference,
+    bwd=cross_entropy_bwd_reference,
+    replicated=("v",),  # the sum runs over v: each device needs all of it
+)

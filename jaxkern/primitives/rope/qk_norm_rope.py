@@ -1,0 +1,183 @@
+"""head_norm_rope of the queries and of the keys in one op  (https://arxiv.org/abs/2505.09388)."""
+
+from jaxtyping import Array, Float
+
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.rope.head_norm_rope import (
+    head_norm_rope_bwd_reference,
+    head_norm_rope_fwd_reference,
+)
+from jaxkern.primitives.rope.rope import Pairing, check_pairs, rotary_tables
+
+
+def qk_norm_rope(
+    query: Float[Array, "... t k*g h"],
+    key: Float[Array, "... t k h"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "... t r"],
+    sin: Float[Array, "... t r"],
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    pairing: Pairing = "neox",
+    pair_offset: int | None = None,
+) -> tuple[Float[Array, "... t k*g h"], Float[Array, "... t k h"]]:
+    """Normalises and rotates the queries and keys of an attention layer.
+
+        head_norm_rope(query, query_weight, cos, sin)
+        head_norm_rope(key, key_weight, cos, sin)
+
+    One op, so that a kernel reads the tables once and starts once. On a mesh that cuts
+    the key heads, the g query heads of each stay with it, as in `attention`; where only
+    query heads are cut (k = 1), call head_norm_rope for each.
+
+    Args:
+      query: `[..., t, n, h]`, any float dtype; n = k*g heads, a multiple of key's.
+      key: `[..., t, k, h]`, any float dtype.
+      query_weight, key_weight: `[h]`, or None for no scale.
+      cos, sin: `[..., t, r]`, leading dims as the query's or none of them.
+      eps, offset, pairing, pair_offset: see head_norm_rope.
+
+    Returns:
+      query: `[..., t, n, h]`, dtype of query.
+      key: `[..., t, k, h]`, dtype of key.
+
+    Raises:
+      TypeError: shapes or dtypes that do not fit.
+      ValueError: an unknown pairing, or pairs that overlap or leave the head.
+    """
+    cos, sin, pair_offset = rotary_tables(
+        "qk_norm_rope", query, cos, sin, pairing, pair_offset
+    )
+    return qk_norm_rope_p(
+        query,
+        key,
+        query_weight,
+        key_weight,
+        cos,
+        sin,
+        eps=eps,
+        offset=offset,
+        pairing=pairing,
+        pair_offset=pair_offset,
+    )
+
+
+def qk_norm_rope_reference(
+    query: Float[Array, "... t k*g h"],
+    key: Float[Array, "... t k h"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "... t r"],
+    sin: Float[Array, "... t r"],
+    *,
+    eps: float,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+) -> tuple[Float[Array, "... t k*g h"], Float[Array, "... t k h"]]:
+    y_query, y_key, _, _ = qk_norm_rope_fwd_reference(
+        query,
+        key,
+        query_weight,
+        key_weight,
+        cos,
+        sin,
+        eps=eps,
+        offset=offset,
+        pairing=pairing,
+        pair_offset=pair_offset,
+    )
+    return y_query, y_key
+
+
+def qk_norm_rope_fwd_reference(
+    query: Float[Array, "... t k*g h"],
+    key: Float[Array, "... t k h"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "... t r"],
+    sin: Float[Array, "... t r"],
+    *,
+    eps: float,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+) -> tuple[
+    Float[Array, "... t k*g h"],
+    Float[Array, "... t k h"],
+    Float[Array, "... t k*g 1"],
+    Float[Array, "... t k 1"],
+]:
+    check_pairs("qk_norm_rope", query.shape[-1], cos.shape[-1], pair_offset)
+    (y_query, query_rstd), (y_key, key_rstd) = (
+        head_norm_rope_fwd_reference(
+            x,
+            weight,
+            cos,
+            sin,
+            eps=eps,
+            offset=offset,
+            pairing=pairing,
+            pair_offset=pair_offset,
+        )
+        for x, weight in ((query, query_weight), (key, key_weight))
+    )
+    return y_query, y_key, query_rstd, key_rstd
+
+
+def qk_norm_rope_bwd_reference(
+    query: Float[Array, "... t k*g h"],
+    key: Float[Array, "... t k h"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "... t r"],
+    sin: Float[Array, "... t r"],
+    query_rstd: Float[Array, "... t k*g 1"],
+    key_rstd: Float[Array, "... t k 1"],
+    dy_query: Float[Array, "... t k*g h"],
+    dy_key: Float[Array, "... t k h"],
+    *,
+    eps: float,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+) -> tuple[
+    Float[Array, "... t k*g h"],
+    Float[Array, "... t k h"],
+    Float[Array, " h"] | None,
+    Float[Array, " h"] | None,
+    Float[Array, "... t r"],
+    Float[Array, "... t r"],
+]:
+    (dquery, dquery_weight, *dtables), (dkey, dkey_weight, *dtables_of_key) = (
+        head_norm_rope_bwd_reference(
+            x,
+            weight,
+            cos,
+            sin,
+            rstd,
+            dy,
+            eps=eps,
+            offset=offset,
+            pairing=pairing,
+            pair_offset=pair_offset,
+        )
+        for x, weight, rstd, dy in (
+            (query, query_weight, query_rstd, dy_query),
+            (key, key_weight, key_rstd, dy_key),
+        )
+    )
+    dcos, dsin = (a + b for a, b in zip(dtables, dtables_of_key, strict=True))
+    return dquery, dkey, dquery_weight, dkey_weight, dcos, dsin
+
+
+qk_norm_rope_p = kernel_primitive(
+    qk_norm_rope_reference,
+    fwd=qk_norm_rope_fwd_reference,
+    bwd=qk_norm_rope_bwd_reference,
+    # The mean runs over h, and a pair's dims may be far apart. The keys have no g: were
+    # it cut, each device would add the same keys' part to dcos.
+    replicated=("g", "h", "r"),
+)

@@ -1,0 +1,40 @@
+"""Enlarges images by whole factors: y[s h + a, s w + b] = x[h, w]."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from jaxkern.primitives.vision.window import Layout, Pair, from_nchw, pair, to_nchw
+
+
+def resize_nearest(
+    x: Shaped[Array, "... height width"],
+    scale: int | Pair = 2,
+    *,
+    layout: Layout = "NCHW",
+) -> Shaped[Array, "... out_height out_width"]:
+    """Repeats every pixel `scale` times in both directions.
+
+    Equal to `jax.image.resize(x, shape, "nearest")` for whole factors. It is a
+    broadcast, so its gradient is a sum over each block and not a scatter. For other
+    sizes, and for antialiased bilinear resizing, JAX's function is the operator:
+    `jax.image.resize(x, shape, "linear")`.
+
+    Args:
+      x: `[..., height, width]`, any dtype, or with layout="NHWC"
+        `[..., height, width, channel]`.
+      scale: one number, or (vertical, horizontal).
+      layout: "NCHW" or "NHWC".
+
+    Returns:
+      y: `[..., scale * height, scale * width]`, or that in layout; dtype of x.
+
+    Raises:
+      ValueError: an option out of range.
+    """
+    down, right = pair("resize_nearest", "scale", scale)
+    x = to_nchw("resize_nearest", x, layout)
+    *lead, height, width = x.shape
+    blocks = jnp.broadcast_to(
+        x[..., :, None, :, None], (*lead, height, down, width, right)
+    )
+    return from_nchw(blocks.reshape(*lead, height * down, width * right), layout)

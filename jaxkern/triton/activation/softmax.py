@@ -1,0 +1,180 @@
+"""Softmax over rows, scaled and masked; a row without a kept element gives zeros.
+
+A row up to NARROW elements stays in registers. A longer one is read twice, the second
+time mostly from the caches: once for its running maximum and sum, once to write.
+"""
+
+import jax.numpy as jnp
+
+from jaxkern.triton.block_sizes import WARP, next_power_of_2, tuned
+from jaxkern.triton.triton_call import jit, like, sparse_call, tl
+
+NARROW = 32768  # elements of a row that stay in registers, forward
+NARROW_BACKWARD = 2048
+
+
+def row_tile(kernel: str, rows: int, d: int, dtype) -> dict:
+    """About 16 elements a thread, 32 in the longest rows."""
+    block = next_power_of_2(d)
+    together = max(1, min(2048 // block, next_power_of_2(rows)))
+    warps = min(max(together * block // (16 * WARP), 1), 16 if d <= 16384 else 32)
+    rule = {"BLOCK": block, "ROWS": together, "num_warps": warps}
+    return tuned(kernel, d, dtype, rule)
+
+
+def row_chunks(kernel: str, d: int, dtype) -> dict:
+    """Beyond 16384 few rows at a time: the caches hold a row until it is reread."""
+    block = 4096 if d <= 16384 else 16384
+    warps = 8 if d <= 8192 else block // 512 if block > 4096 else 16
+    return tuned(kernel, d, dtype, {"BLOCK": block, "num_warps": warps})
+
+
+@jit
+def softmax_kernel(
+    x_ptr,
+    mask_ptr,
+    y_ptr,
+    NUM_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    at = rows.to(tl.int64) * D + columns  # [ROWS, BLOCK]
+    inside = (rows < NUM_ROWS) & (columns < D)
+    x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    kept = inside
+    if mask_ptr is not None:
+        kept = inside & tl.load(mask_ptr + at, inside, 0).to(tl.int1)
+    z = tl.where(kept, x * SCALE, -float("inf"))
+    top = tl.max(z, 1, keep_dims=True)
+    weight = tl.exp(z - tl.where(top == -float("inf"), 0.0, top))
+    total = tl.sum(weight, 1, keep_dims=True)
+    y = weight / tl.where(total == 0.0, 1.0, total)
+    tl.store(y_ptr + at, y, inside, eviction_policy="evict_first")
+
+
+@jit
+def long_softmax_kernel(
+    x_ptr,
+    mask_ptr,
+    y_ptr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * D
+    columns = tl.arange(0, BLOCK)
+    # each lane keeps the running maximum and sum of its own columns
+    top = tl.full([BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, D, BLOCK):
+        inside = first + columns < D
+        at = start + first + columns
+        z = tl.load(x_ptr + at, inside, -float("inf"), eviction_policy="evict_last")
+        z = tl.where(inside, z.to(tl.float32) * SCALE, -float("inf"))
+        if mask_ptr is not None:
+            z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z, -float("inf"))
+        higher = tl.maximum(top, z)
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.exp(z - base)
+        top = higher
+    peak = tl.max(top, 0)
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    total = tl.sum(total * tl.exp(top - peak), 0)
+    factor = 1.0 / tl.where(total == 0.0, 1.0, total)
+    for first in range(0, D, BLOCK):
+        inside = first + columns < D
+        at = start + first + columns
+        z = tl.load(x_ptr + at, inside, -float("inf"), eviction_policy="evict_first")
+        z = z.to(tl.float32) * SCALE
+        if mask_ptr is not None:
+            z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z, -float("inf"))
+        y = tl.exp(z - peak) * factor
+        tl.store(y_ptr + at, y, inside, eviction_policy="evict_first")
+
+
+def softmax_fwd(x, mask, *, scale):
+    *_, d = x.shape
+    rows = x.size // d if d else 0
+    given = {"x_ptr": x, "mask_ptr": mask}
+    results = {"y_ptr": like(x)}
+    constants = {"D": d, "SCALE": scale}
+    if d <= NARROW:
+        sizes = row_tile("softmax", rows, d, x.dtype) | {"NUM_ROWS": rows}
+        grid = (-(-rows // sizes["ROWS"]),)
+        return sparse_call(softmax_kernel, grid, given, results, constants | sizes)[0]
+    sizes = row_chunks("long_softmax", d, x.dtype)
+    return sparse_call(long_softmax_kernel, (rows,), given, results, constants | sizes)[
+        0
+    ]
+
+
+@jit
+def softmax_bwd_kernel(
+    y_ptr,
+    dy_ptr,
+    dx_ptr,
+    NUM_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    at = rows.to(tl.int64) * D + columns  # [ROWS, BLOCK]
+    inside = (rows < NUM_ROWS) & (columns < D)
+    y = tl.load(y_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    dy = tl.load(dy_ptr + at, inside, 0.0, eviction_policy="evict_first")
+    dy = dy.to(tl.float32)
+    mean = tl.sum(y * dy, 1, keep_dims=True)
+    tl.store(dx_ptr + at, SCALE * y * (dy - mean), inside)
+
+
+@jit
+def long_softmax_bwd_kernel(
+    y_ptr,
+    dy_ptr,
+    dx_ptr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * D
+    columns = tl.arange(0, BLOCK)
+    products = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, D, BLOCK):
+        inside = first + columns < D
+        at = start + first + columns
+        y = tl.load(y_ptr + at, inside, 0.0, eviction_policy="evict_last")
+        dy = tl.load(dy_ptr + at, inside, 0.0, eviction_policy="evict_last")
+        products += y.to(tl.float32) * dy.to(tl.float32)
+    mean = tl.sum(products, 0)
+    for first in range(0, D, BLOCK):
+        inside = first + columns < D
+        at = start + first + columns
+        y = tl.load(y_ptr + at, inside, 0.0, eviction_policy="evict_first")
+        dy = tl.load(dy_ptr + at, inside, 0.0, eviction_policy="evict_first")
+        dx = SCALE * y.to(tl.float32) * (dy.to(tl.float32) - mean)
+        tl.store(dx_ptr + at, dx, inside, eviction_policy="evict_first")
+
+
+def softmax_bwd(y, dy, *, scale):
+    *_, d = y.shape
+    rows = y.size // d if d else 0
+    given = {"y_ptr": y, "dy_ptr": dy}
+    results = {"dx_ptr": like(y)}
+    constants = {"D": d, "SCALE": scale}
+    if d <= NARROW_BACKWARD:
+        sizes = row_tile("softmax_bwd", rows, d, y.dtype) | {"NUM_ROWS": rows}
+        grid = (-(-rows // sizes["ROWS"]),)
+        return sparse_call(softmax_bwd_kernel, grid, given, results, constants | sizes)[
+            0
+        ]
+    sizes = row_chunks("long_softmax_bwd", d, jnp.dtype(y.dtype))
+    return sparse_call(
+        long_softmax_bwd_kernel, (rows,), given, results, constants | sizes
+    )[0]

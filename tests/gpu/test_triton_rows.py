@@ -1,0 +1,192 @@
+"""Triton kernels on a GPU: values and gradients of long and odd rows, launch cost."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkern import (
+    add_rms_norm,
+    apply_rope,
+    backend,
+    layer_norm,
+    rms_norm,
+    softmax,
+)
+from jaxkern.lowering.explain import default_platform
+from tests import checks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
+EPSILON = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+
+
+def poison(*like):
+    """Leaves NaN in the memory that the next results are likely to take."""
+    junk = [jnp.full(x.shape, jnp.nan, x.dtype) for x in like for _ in range(3)]
+    jax.block_until_ready(junk)
+
+
+def check_against_float64(f, *operands, slack=1.0):
+    """Values and gradients by kernels against the reference in float64."""
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(f, *operands)
+    shapes = shapes if isinstance(shapes, tuple) else (shapes,)
+    cotangents = [jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in shapes]
+
+    def run(*xs):
+        y, pull = jax.vjp(lambda *a: as_tuple(f(*a)), *xs)
+        return y, pull(
+            tuple(c.astype(v.dtype) for c, v in zip(cotangents, y, strict=True))
+        )
+
+    poison(*operands)
+    with backend("triton", strict=True):
+        found = jax.jit(run)(*operands)
+    with jax.enable_x64(True), backend("xla"):
+        truth = jax.jit(run)(*(jnp.asarray(x, jnp.float64) for x in operands))
+    tolerance = EPSILON[operands[0].dtype.name]
+    for y, t in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
+        size = max(np.linalg.norm(t.ravel()), 1e-2 * t.size**0.5)
+        error = np.linalg.norm((y - t).ravel()) / size
+        assert error < tolerance * slack, (y.shape, error)
+
+
+def as_tuple(y):
+    return y if isinstance(y, tuple) else (y,)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("d", [1, 13, 128, 1000, 1025, 4096, 5000, 8193, 16384, 40001])
+@pytest.mark.parametrize("f", [rms_norm, layer_norm, add_rms_norm])
+def test_norms_of_long_and_odd_rows(f, d, dtype):
+    rng = np.random.default_rng(d)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    rows = 300 if d < 5000 else 37
+    operands = [draw(rows, d)] + [draw(rows, d)] * (f is add_rms_norm)
+    slack = 1e3 if d == 1 else 1.0  # there layer_norm's rstd is 1 / sqrt(eps)
+    check_against_float64(f, *operands, draw(d), draw(d), slack=slack)
+    check_against_float64(f, *operands, slack=slack)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("d", [1, 13, 1000, 2049, 5000, 16384, 131072])
+@pytest.mark.parametrize("masked", [False, True])
+def test_softmax_of_long_and_odd_rows(d, dtype, masked):
+    rng = np.random.default_rng(d)
+    x = jnp.asarray(4 * rng.standard_normal((37, d)), dtype)
+    mask = jnp.asarray(rng.random((37, d)) < 0.5).at[3].set(False) if masked else None
+    check_against_float64(lambda x: softmax(x, mask, scale=0.7), x)
+    bad = x.at[2, d // 2].set(jnp.nan).at[5].set(-jnp.inf)
+    with backend("triton", strict=True):
+        y = softmax(bad)
+    assert jnp.isnan(y[2]).all() and (y[5] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "h, pairs, options",
+    [
+        (128, 64, {"pairing": "interleaved"}),
+        (80, 16, {}),
+        (80, 16, {"pairing": "interleaved"}),
+        (96, 24, {"pair_offset": 48}),
+        (2, 1, {"pairing": "interleaved"}),
+    ],
+)
+def test_rotations(h, pairs, options, dtype):
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((2, 37, 3, h)), dtype)
+    angle = rng.standard_normal((37, pairs))
+    cos, sin = jnp.float32(np.cos(angle)), jnp.float32(np.sin(angle))
+    check_against_float64(lambda x: apply_rope(x, cos, sin, **options), x)
+
+
+def test_rows_far_from_zero_keep_their_variance():
+    x = 1000 + jax.random.normal(jax.random.key(0), (64, 5000))
+    check_against_float64(layer_norm, x, slack=50)  # x itself is known to 6e-5
+
+
+def test_kernels_run_under_transformations():
+    x = jax.random.normal(jax.random.key(0), (4, 8, 256))
+    weights = jax.random.normal(jax.random.key(1), (4, 256))
+
+    def every(x, weights):
+        each = jax.vmap(rms_norm)(x, weights)
+        scanned, _ = jax.lax.scan(lambda c, w: (rms_norm(c, w), None), x, weights)
+        slopes = jax.vmap(jax.grad(lambda x, w: jnp.sin(rms_norm(x, w)).sum(), (0, 1)))
+        return (
+            each,
+            scanned,
+            slopes(x, weights),
+            jax.jvp(lambda x: rms_norm(x, weights[0]), (x,), (x[::-1],)),
+        )
+
+    with backend("triton", strict=True):
+        found = jax.jit(every)(x, weights)
+    with backend("xla"):
+        expected = jax.jit(every)(x, weights)
+    for y, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(y, e, rtol=2e-5, atol=2e-5)
+
+
+def test_a_chain_of_kernels_is_captured_into_a_graph():
+    x = jax.random.normal(jax.random.key(0), (64, 4096), jnp.bfloat16)
+    weight = jnp.ones(4096, jnp.bfloat16)
+
+    def chain(x):
+        for _ in range(100):
+            x = rms_norm(x, weight)
+        return x
+
+    run = jax.jit(chain)
+    run(x).block_until_ready()
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(10):
+            y = run(x)
+        y.block_until_ready()
+        times.append((time.perf_counter() - begin) / 1000)
+    assert min(times) < 2.6e-6
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "spec, expected", [(P("m"), set()), (P(None, "m"), {"all-gather"})]
+)
+def test_kernels_partition_under_plain_jit(spec, expected):
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(0), (64, 4096))
+    weight = jnp.linspace(0.5, 1.5, 4096)
+    cut = jax.device_put(x, NamedSharding(mesh, spec))
+    compiled = jax.jit(rms_norm).lower(cut, weight).compile()
+    text = compiled.as_text()
+    assert "triton_kernel_call" in text
+    assert set(re.findall(checks.COLLECTIVES, text)) == expected
+    np.testing.assert_allclose(compiled(cut, weight), rms_norm(x, weight), rtol=1e-5)
+    slope = jax.jit(jax.grad(lambda x, w: jnp.sin(rms_norm(x, w)).sum(), (0, 1)))
+    for y, e in zip(slope(cut, weight), slope(x, weight), strict=True):
+        np.testing.assert_allclose(y, e, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernels_run_under_shard_map(check_vma):
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(0), (64, 4096))
+    weight = jnp.linspace(0.5, 1.5, 4096)
+    specs = {"in_specs": (P("m"), P()), "out_specs": P("m")}
+    f = jax.shard_map(rms_norm, mesh=mesh, check_vma=check_vma, **specs)
+    np.testing.assert_allclose(jax.jit(f)(x, weight), rms_norm(x, weight), rtol=1e-5)

@@ -1,0 +1,117 @@
+"""Triton kernels on a machine without a GPU: they compile, fit and are explained."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import backend, explain, rms_norm
+from jaxkern.primitives.kernel_primitive import REGISTRY
+from jaxkern.triton import triton_call as bridge
+from jaxkern.triton.triton_call import compiled, compiling_for, triton_call
+from tests import checks
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+X = jnp.ones((4, 4096), jnp.bfloat16)
+WEIGHT = jnp.ones(4096, jnp.bfloat16)
+
+
+def triton_rows():
+    """(primitive, its case, row) for every row that runs Triton kernels."""
+    for p in REGISTRY.values():
+        for row in p.rows.get("cuda", ()):
+            if row.backend == "triton":
+                for k, case in enumerate(checks.cases_of(p)):
+                    marks = [pytest.mark.full] if k >= 2 else []
+                    yield pytest.param(p, case, id=f"{p.name}-{case.name}", marks=marks)
+
+
+def launches_of(f, *args):
+    rows = explain(f, *args, platform="cuda").rows
+    return [launch for row in rows for launch in row.launches]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("p, case", list(triton_rows()))
+def test_kernels_compile_and_fit(p, case, capability):
+    """Forward and backward, to machine code, within a program's shared memory."""
+    operands = checks.operands_of(p, case)
+    f = checks.bound(p, case)
+    functions = [f]
+    if checks.differentiable(p, operands):
+        functions.append(checks.gradients(f, operands))
+    with compiling_for(capability):
+        found = [launch for g in functions for launch in launches_of(g, *operands)]
+        for launch in found:
+            assert compiled(launch, capability).asm["cubin"]
+            assert launch.shared_bytes <= bridge.max_shared_bytes(), launch.describe()
+
+
+def test_explain_names_kernel_sizes_registers_and_shared_memory():
+    text = str(explain(rms_norm, X, WEIGHT, platform="cuda"))
+    assert "rms_norm on cuda runs triton: triton.norm.rms_norm.rms_norm_fwd" in text
+    assert "long_row_norm_fwd_kernel: 4 programs of 8 warps" in text
+    assert "BLOCK=4096" in text and "registers" in text and "B shared" in text
+    [launch] = launches_of(rms_norm, X, WEIGHT)
+    assert "tt.load" in launch.ttir and "ld.global" in launch.ptx
+    assert "LDG" in launch.sass
+
+
+def test_loads_are_sixteen_bytes_wide():
+    [launch] = launches_of(rms_norm, X, WEIGHT)
+    assert "LDG.E.128" in launch.sass or "LDG.E.EF.128" in launch.sass
+
+
+def test_kernels_are_in_the_module_for_cuda():
+    f = jax.jit(jax.grad(lambda x, w: rms_norm(x, w).sum(), (0, 1)))
+    text = f.trace(X, WEIGHT).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call_ffi") == 2
+
+
+def test_vmap_of_rows_is_one_launch():
+    batched = jax.vmap(rms_norm, (0, None))
+    [launch] = launches_of(batched, jnp.ones((3, 4, 4096), jnp.bfloat16), WEIGHT)
+    assert launch.grid == (12,)
+
+
+def test_float64_is_refused_in_words():
+    with jax.enable_x64(True):
+        x = jnp.ones((2, 8), jnp.float64)
+        assert "`x` is float64" in str(explain(rms_norm, x, platform="cuda"))
+
+
+def test_only_wanted_gradients_are_written():
+    def dx(x):
+        return jax.grad(lambda x: rms_norm(x, WEIGHT).astype(jnp.float32).sum())(x)
+
+    *_, launch = launches_of(dx, X)
+    assert dict(launch.constants)["dweight_ptr"] is None
+
+
+@bridge.jit
+def add_one_kernel(x_ptr, y_ptr, N: bridge.tl.constexpr):
+    i = bridge.tl.arange(0, N)
+    bridge.tl.store(y_ptr + i, bridge.tl.load(x_ptr + i) + 1)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(TypeError, match="add_one_kernel takes pointers"):
+        call = functools.partial(
+            triton_call, add_one_kernel, out=[X[0]], grid=(1,), BLOCK=4096
+        )
+        jax.jit(call).trace(X[0]).lower(lowering_platforms=("cuda",))
+
+
+def test_nothing_to_do_gives_zeros():
+    [y] = triton_call(add_one_kernel, X[:0], out=[X[:0]], grid=(0,), N=1)
+    np.testing.assert_array_equal(y, X[:0])
+
+
+def test_a_strict_backend_runs_the_kernel():
+    with backend("triton", strict=True):
+        [row] = explain(rms_norm, X, WEIGHT, platform="cuda").rows
+    assert row.runs.startswith("triton: ")
