@@ -20,6 +20,7 @@ def update_quantized_kv_cache(
     cache: QuantizedVectors,
     new: Float[Array, "b t k h"],
     positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None = None,
     *,
     ring: bool = False,
 ) -> QuantizedVectors:
@@ -46,6 +47,7 @@ def update_quantized_kv_cache(
       new: `[b, t, k, h]`, any float dtype.
       positions: `[b]` int, position of new[:, 0] in each sequence, may be traced. A
         number counts for all.
+      new_lengths: `[b]` int, how many of the t tokens count. Default t.
       ring: slots are taken modulo s.
 
     Returns:
@@ -60,6 +62,7 @@ def update_quantized_kv_cache(
         cache.scales,
         new,
         jnp.broadcast_to(positions, cache.codes.shape[:1]),
+        new_lengths,
         codec=cache.codec,
         ring=ring,
     )
@@ -71,6 +74,7 @@ def update_quantized_kv_cache_reference(
     scales: Float[Array, "b s k groups"],
     new: Float[Array, "b t k h"],
     positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None,
     *,
     codec: VectorCodec,
     ring: bool,
@@ -83,9 +87,10 @@ def update_quantized_kv_cache_reference(
             f"{op}: `new` has {h} dims and {new_scales.shape[-1]} scales, the cache "
             f"{cached} and {scales.shape[-1]}."
         )
+    slots = (positions, new_lengths)
     return (
-        update_kv_cache_reference(codes, new_codes, positions, ring=ring),
-        update_kv_cache_reference(scales, new_scales, positions, ring=ring),
+        update_kv_cache_reference(codes, new_codes, *slots, ring=ring),
+        update_kv_cache_reference(scales, new_scales, *slots, ring=ring),
     )
 
 
@@ -94,6 +99,7 @@ def update_quantized_kv_cache_bwd_reference(
     scales: Float[Array, "b s k groups"],
     new: Float[Array, "b t k h"],
     positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None,
     dscales: Float[Array, "b s k groups"],
     *,
     codec: VectorCodec,
@@ -101,7 +107,7 @@ def update_quantized_kv_cache_bwd_reference(
 ) -> tuple[Float[Array, "b s k groups"], Float[Array, "b t k h"]]:
     def updated_scales(scales, new):
         return update_quantized_kv_cache_reference(
-            codes, scales, new, positions, codec=codec, ring=ring
+            codes, scales, new, positions, new_lengths, codec=codec, ring=ring
         )[1]
 
     return jax.vjp(updated_scales, scales, new)[1](dscales)

@@ -23,7 +23,8 @@ CODECS = [INT4, IntCodec(8), TurboQuantCodec(2.25), TQ4, TurboQuantCodec(8, grou
 
 CASES = [
     case(
-        "plain",
+        "turboquant",
+        full=True,
         codes=u8(2, 8, 2, 4),
         scales=f32(2, 8, 2, 1),
         new=f32(2, 3, 2, 8),
@@ -36,6 +37,7 @@ CASES = [
         scales=f32(2, 4, 1, 2),
         new=bf16(2, 5, 1, 16),
         positions=i32(2, high=30),
+        new_lengths=i32(2, high=6),
         codec=INT4,
         ring=True,
     ),
@@ -66,6 +68,15 @@ def test_reads_as_the_quantised_tokens_in_a_plain_cache(codec, ring):
         through = dequantize_vectors(quantize_vectors(new, codec))
         plain = update_kv_cache(plain, through, at, ring=ring)
     np.testing.assert_allclose(dequantize_vectors(cache), plain, atol=1e-5)
+
+
+def test_padding_is_not_written():
+    cache = QuantizedVectors.zeros((2, 4, 1, 16), TQ4)
+    new = normal(2, 3, 1, 16)
+    cache = update_quantized_kv_cache(cache, new, 1, jnp.array([3, 1]))
+    written = cache.scales[..., 0, 0] > 0
+    np.testing.assert_array_equal(written, [[0, 1, 1, 1], [0, 1, 0, 0]])
+    assert not cache.codes[1, 2:].any()
 
 
 def test_one_position_for_all_and_scales_of_the_cache():
