@@ -31,6 +31,9 @@ from jaxkern.primitives.attention.mask import (
 )
 from jaxkern.primitives.attention.merge_partials import merge_partials
 from jaxkern.primitives.attention.paged_attention import paged_attention
+from jaxkern.primitives.attention.quantized_cache_attention import (
+    quantized_cache_attention,
+)
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.argsort import argsort
 from jaxkern.primitives.index.embedding import embedding
@@ -56,6 +59,9 @@ from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
     gather_pages,
     page_slots,
     update_paged_kv_cache,
+)
+from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
+    update_quantized_kv_cache,
 )
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b
@@ -131,6 +137,18 @@ from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_pena
 from jaxkern.primitives.sampling.sample import sample
 from jaxkern.primitives.sampling.softmax_sample import softmax_sample
 from jaxkern.primitives.signal.fft import fft
+from jaxkern.primitives.turboquant.fwht import fwht
+from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook, lloyd_max_error
+from jaxkern.primitives.turboquant.quantize_vectors import (
+    dequantize_vectors,
+    quantize_straight_through,
+    quantize_vectors,
+    turboquant_decode,
+    turboquant_encode,
+)
+from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
+from jaxkern.primitives.turboquant.rotate import rotate, rotation_signs, unrotate
+from jaxkern.primitives.turboquant.vector_codec import IntCodec, TurboQuantCodec
 from jaxkern.primitives.vision.avg_pool import avg_pool
 from jaxkern.primitives.vision.conv2d import conv2d
 from jaxkern.primitives.vision.conv_transpose2d import conv_transpose2d
@@ -148,6 +166,7 @@ __all__ = [
     "DynamicScaling",
     "FP8Tensor",
     "GGUFTensor",
+    "IntCodec",
     "IntTensor",
     "KVCache",
     "LinearScaling",
@@ -155,6 +174,8 @@ __all__ = [
     "LongRopeScaling",
     "MicroscaledTensor",
     "PagedKVCache",
+    "QuantizedVectors",
+    "TurboQuantCodec",
     "YarnScaling",
     "adam_update",
     "adamw_update",
@@ -185,6 +206,7 @@ __all__ = [
     "cross_entropy",
     "dequantize",
     "dequantize_affine",
+    "dequantize_vectors",
     "embedding",
     "empty_kv_cache",
     "empty_paged_kv_cache",
@@ -192,6 +214,7 @@ __all__ = [
     "explain",
     "fake_quant",
     "fft",
+    "fwht",
     "gated_rms_norm",
     "gather",
     "gather_pages",
@@ -210,6 +233,8 @@ __all__ = [
     "layer_norm_2d",
     "linear",
     "linear_cross_entropy",
+    "lloyd_max_codebook",
+    "lloyd_max_error",
     "load_balance_loss",
     "make_block_mask",
     "make_mask",
@@ -234,6 +259,9 @@ __all__ = [
     "quantize_gguf",
     "quantize_int",
     "quantize_microscaled",
+    "quantize_straight_through",
+    "quantize_vectors",
+    "quantized_cache_attention",
     "quantized_embedding",
     "quantized_matmul",
     "quantized_matmul_id",
@@ -247,6 +275,8 @@ __all__ = [
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
+    "rotate",
+    "rotation_signs",
     "route",
     "router_z_loss",
     "sample",
@@ -260,11 +290,15 @@ __all__ = [
     "swiglu",
     "take_along_axis",
     "top_k",
+    "turboquant_decode",
+    "turboquant_encode",
     "unpack_fp4",
     "unpatchify",
     "unpermute_tokens",
+    "unrotate",
     "update_kv_cache",
     "update_paged_kv_cache",
+    "update_quantized_kv_cache",
 ]
 
 del _cpu, _cuda  # imported for their rows

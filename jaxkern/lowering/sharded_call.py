@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -82,6 +83,24 @@ class Factors:
             [[without_ones(f) for f in dims] for dims in side] for side in (ins, outs)
         )
         return cls(ins, outs, sizes, whole)
+
+    def with_held(self, arrays: Sequence) -> "Factors":
+        """These factors with further operands, whole on each device."""
+        ins = [
+            [(f"held{i}_{d}",) for d in range(len(x.shape))]
+            for i, x in enumerate(arrays)
+        ]
+        sizes = {
+            name: n
+            for x, dims in zip(arrays, ins, strict=True)
+            for (name,), n in zip(dims, x.shape, strict=True)
+        }
+        return dataclasses.replace(
+            self,
+            ins=[*self.ins, *ins],
+            sizes=self.sizes | sizes,
+            whole=self.whole | set(sizes),
+        )
 
     def joined(self, num_devices: int) -> Callable[[Axes], Axes]:
         """How Shardy is to see a factor: `(k, g)` as such, or as one name.
@@ -171,8 +190,14 @@ def partitioned(
     avals_out: Sequence,
     num_devices: int,
 ) -> Callable:
-    """`local` on each device's shards, on a mesh with automatic axes."""
-    factors = Factors.of(p, call, avals_in, avals_out)
+    """`local` on each device's shards, on a mesh with automatic axes.
+
+    custom_partitioning takes no function that holds arrays, such as a table: they are
+    operands of the whole call. On the shards `local` brings its own.
+    """
+    traced = jax.make_jaxpr(local)(*avals_in)
+    num_operands = len(avals_in)
+    factors = Factors.of(p, call, avals_in, avals_out).with_held(traced.consts)
 
     def partition(mesh, arg_infos, result_infos):
         del result_infos  # they follow from the operands
@@ -181,7 +206,7 @@ def partitioned(
         in_specs, out_specs = factors.specs(cut)
 
         def local_and_reduced(*arrays):
-            return factors.all_reduced(local(*arrays), cut)
+            return factors.all_reduced(local(*arrays[:num_operands]), cut)
 
         def shardings(specs):
             return [NamedSharding(mesh, s) for s in specs]
@@ -189,12 +214,13 @@ def partitioned(
         return mesh, local_and_reduced, shardings(out_specs), tuple(shardings(in_specs))
 
     def whole(*arrays):
-        return local(*arrays)
+        operands, held = arrays[:num_operands], arrays[num_operands:]
+        return eval_jaxpr(traced.jaxpr, held, *operands)
 
     whole.__signature__ = inspect.Signature(
         [
             inspect.Parameter(f"operand{i}", inspect.Parameter.POSITIONAL_ONLY)
-            for i in range(len(avals_in))
+            for i in range(num_operands + len(traced.consts))
         ]
     )
     f = custom_partitioning(whole)
@@ -210,7 +236,7 @@ def partitioned(
         need_replication_factors=tuple(n for n in seen if n in factors.whole),
         **in_products,
     )
-    return f
+    return lambda *arrays: f(*arrays, *traced.consts)
 
 
 def cuts_by_type(factors: Factors, avals: Sequence) -> dict[str, Axes]:

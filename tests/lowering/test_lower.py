@@ -171,6 +171,25 @@ def test_each_device_sees_only_its_rows(pallas_row):
     assert "f32[4,32]" in text and "f32[32,32]" not in text  # 1 of 8 batches, 4 rows
 
 
+def test_a_kernel_may_hold_a_table():
+    """A closed-over array goes to every device whole; rows stay where they are."""
+    table = np.linspace(1.0, 2.0, 32, dtype=np.float32)
+
+    def with_table(x, weight, bias, *, eps, offset):
+        del bias, eps, offset
+        return x * jnp.asarray(table) * weight, x[..., :1]
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    with checks.own_rows(rms_norm_p):
+        lower(rms_norm_p, "cpu", "cpp", fwd=with_table)
+        compiled = jax.jit(rms_norm).lower(x, WEIGHT).compile()
+    np.testing.assert_allclose(compiled(x, WEIGHT), X * table * WEIGHT, rtol=1e-6)
+    assert "f32[1,4,32]" in compiled.as_text()
+    assert not re.findall(checks.COLLECTIVES, compiled.as_text())
+    jax.clear_caches()
+
+
 def test_explicit_meshes_run_the_kernel_or_say_why_not(pallas_row):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     expected = reference_of(jax.grad(loss, (0, 1)), X, WEIGHT)

@@ -1,0 +1,128 @@
+"""Quantisation of vectors: x = scale * level(code), per vector and group of dims.
+
+TurboQuant (https://arxiv.org/abs/2504.19874, its first variant, which has the least
+squared error) rotates first; plain integers do not.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.turboquant.fwht import hadamard_product
+from jaxkern.primitives.turboquant.quantized_vectors import (
+    QuantizedVectors,
+    check_quantized_vectors,
+)
+from jaxkern.primitives.turboquant.vector_codec import (
+    TurboQuantCodec,
+    VectorCodec,
+    decode,
+    encode,
+)
+
+
+def quantize_vectors(x: Float[Array, "... d"], codec: VectorCodec) -> QuantizedVectors:
+    """Quantises each vector along its last dim.
+
+    A vector of zeros has scales of 0 and comes back as zeros. The scales are
+    differentiable, the codes are not: see `quantize_straight_through`.
+
+    Args:
+      x: `[..., d]`, any float dtype. For a TurboQuantCodec d is a power of two.
+      codec: IntCodec or TurboQuantCodec.
+
+    Returns:
+      QuantizedVectors of shape `[..., d]` with float32 scales.
+
+    Raises:
+      TypeError: the codec does not fit d dims.
+    """
+    codes, scales = quantize_vectors_p(x, codec=codec)
+    return QuantizedVectors(codes, scales, codec)
+
+
+def dequantize_vectors(
+    x: QuantizedVectors, *, unrotate: bool = True, dtype: DTypeLike | None = None
+) -> Float[Array, "... d"]:
+    """The vectors that the codes stand for.
+
+    Args:
+      x: `[..., d]`.
+      unrotate: False leaves the vectors of a TurboQuantCodec in the rotated domain,
+        where `rotate(query)` meets them with the same inner products.
+      dtype: of the result; float32 unless given.
+
+    Returns:
+      `[..., d]`, computed in float32 and rounded once.
+    """
+    check_quantized_vectors("dequantize_vectors", "x", x)
+    return dequantize_vectors_p(
+        x.codes,
+        x.scales,
+        codec=x.codec,
+        unrotate=unrotate,
+        dtype=None if dtype is None else jnp.dtype(dtype),
+    )
+
+
+def turboquant_encode(
+    x: Float[Array, "... d"],
+    bits: float = 4,
+    *,
+    group: int | None = 256,
+    seed: int | None = None,
+    codebook: tuple[float, ...] | None = None,
+) -> QuantizedVectors:
+    """`quantize_vectors` with a TurboQuantCodec; its docstring has the options."""
+    return quantize_vectors(x, TurboQuantCodec(bits, group, seed, codebook))
+
+
+def turboquant_decode(
+    x: QuantizedVectors, *, unrotate: bool = True, dtype: DTypeLike | None = None
+) -> Float[Array, "... d"]:
+    """The inverse of `turboquant_encode` up to its error; see `dequantize_vectors`."""
+    return dequantize_vectors(x, unrotate=unrotate, dtype=dtype)
+
+
+def quantize_straight_through(
+    x: Float[Array, "... d"], codec: VectorCodec
+) -> Float[Array, "... d"]:
+    """x as it comes back from the codec; its gradient is that of the identity.
+
+    For training against a quantised cache (https://arxiv.org/abs/1308.3432).
+    """
+    y = dequantize_vectors(quantize_vectors(x, codec), dtype=x.dtype)
+    return jax.lax.stop_gradient(y) + (x - jax.lax.stop_gradient(x))
+
+
+def quantize_vectors_reference(
+    x: Float[Array, "... d"], *, codec: VectorCodec
+) -> tuple[UInt8[Array, "... code_bytes"], Float[Array, "... groups"]]:
+    return encode("quantize_vectors", x, codec)
+
+
+def dequantize_vectors_reference(
+    codes: UInt8[Array, "... code_bytes"],
+    scales: Float[Array, "... groups"],
+    *,
+    codec: VectorCodec,
+    unrotate: bool,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "... d"]:
+    x = decode("dequantize_vectors", codes, scales, codec)
+    signs = codec.signs(x.shape[-1])
+    if unrotate and signs is not None:
+        x = hadamard_product(x) * signs
+    return x.astype(dtype or x.dtype)
+
+
+quantize_vectors_p = kernel_primitive(
+    quantize_vectors_reference,
+    replicated=("d", "code_bytes", "groups"),  # the rotation mixes all of d
+)
+dequantize_vectors_p = kernel_primitive(
+    dequantize_vectors_reference,
+    replicated=("d", "code_bytes", "groups"),
+)
