@@ -17,6 +17,13 @@ from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.delta_rule.compute_g_beta import (
+    compute_g_beta,
+    log_decay_from_positive,
+)
+from jaxkern.primitives.delta_rule.cumsum import cumsum
+from jaxkern.primitives.delta_rule.solve_unit_lower import solve_unit_lower
+from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.top_k import top_k
@@ -64,6 +71,8 @@ __all__ = [
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "compute_g_beta",
+    "cumsum",
     "dequantize",
     "embedding",
     "explain",
@@ -74,6 +83,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_2d",
     "linear",
+    "log_decay_from_positive",
     "quantized_embedding",
     "quantized_matmul",
     "ring_positions",
@@ -85,8 +95,10 @@ __all__ = [
     "sample",
     "softcap",
     "softmax",
+    "solve_unit_lower",
     "swiglu",
     "top_k",
+    "unit_lower_inverse",
     "update_kv_cache",
 ]
 
