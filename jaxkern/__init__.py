@@ -22,6 +22,9 @@ from jaxkern.primitives.delta_rule.compute_g_beta import (
     log_decay_from_positive,
 )
 from jaxkern.primitives.delta_rule.cumsum import cumsum
+from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule
+from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step
+from jaxkern.primitives.delta_rule.packed_sequences import segment_ids_from_cu_seqlens
 from jaxkern.primitives.delta_rule.solve_unit_lower import solve_unit_lower
 from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse
 from jaxkern.primitives.index.argmax import argmax
@@ -76,6 +79,8 @@ __all__ = [
     "dequantize",
     "embedding",
     "explain",
+    "gated_delta_rule",
+    "gated_delta_step",
     "gated_rms_norm",
     "geglu",
     "group_norm",
@@ -93,6 +98,7 @@ __all__ = [
     "rope_cos_sin",
     "rope_frequencies",
     "sample",
+    "segment_ids_from_cu_seqlens",
     "softcap",
     "softmax",
     "solve_unit_lower",

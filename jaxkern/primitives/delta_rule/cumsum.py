@@ -1,4 +1,4 @@
-"""Running sums along one axis: y_i = sum_{j <= i} x_j, exclusive or from the end too."""
+"""Running sums along one axis, exclusive or reversed too: y_i = sum_{j <= i} x_j."""
 
 import jax.numpy as jnp
 from jax import lax
