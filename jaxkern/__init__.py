@@ -17,6 +17,10 @@ from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.delta_rule.causal_conv1d import (
+    causal_conv1d,
+    causal_conv1d_step,
+)
 from jaxkern.primitives.delta_rule.compute_g_beta import (
     compute_g_beta,
     log_decay_from_positive,
@@ -74,6 +78,8 @@ __all__ = [
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "compute_g_beta",
     "cumsum",
     "dequantize",

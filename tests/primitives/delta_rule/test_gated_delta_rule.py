@@ -1,4 +1,4 @@
-"""gated_delta_rule: the recurrence and its backward in NumPy, chunks, packing, state."""
+"""gated_delta_rule: the recurrence and its backward in NumPy, chunks, packed rows."""
 
 import functools
 
