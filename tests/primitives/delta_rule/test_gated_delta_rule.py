@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import gated_delta_rule, segment_ids_from_cu_seqlens
+from jaxkern.primitives.delta_rule import gated_delta_rule as stages
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
 from tests.checks import bf16, case, f16, f32, uniform
 
@@ -113,6 +114,35 @@ def test_every_chunk_size_is_the_recurrence_in_float64(chunk_size):
     expected = recurrence_backward(*operands, 0.5, dout, dfinal)
     for actual, e in zip(grads, expected, strict=True):
         np.testing.assert_allclose(actual, e, rtol=1e-11, atol=1e-12)
+
+
+def test_the_stages_are_those_of_the_chunk_form():
+    # one chunk of one head, stage by stage, with running sums G of g
+    query, key, value, g, beta, state = draw(1, 4, 1, 1, 3, 2)
+    q, k, v, s = query[0, :, 0], key[0, :, 0], value[0, :, 0], state[0, 0]
+    G, b = np.cumsum(g[0, :, 0]), beta[0, :, 0, None]
+    decay = np.tril(np.exp(G[:, None] - G))
+    A = np.tril(b * (k @ k.T) * decay, -1)
+    T = np.linalg.inv(np.eye(4) + A)
+    u, w = T @ (b * v), T @ (b * np.exp(G)[:, None] * k)
+    v_new = u - w @ s
+    after = np.exp(G[-1]) * s + k.T @ (np.exp(G[-1] - G)[:, None] * v_new)
+    o = 0.7 * (np.exp(G)[:, None] * (q @ s) + (q @ k.T * decay) @ v_new)
+    with jax.enable_x64(True):
+        x = stages.chunks_of(*as_jax((query, key, value, g, beta, state)), 4)
+        from_start, between, to_end = stages.chunk_decays(x.g)
+        kkt = stages.chunk_kkt(x.key, x.beta, between)
+        wu = stages.recompute_w_u(
+            jnp.asarray(T)[(None,) * 4], x.key, x.value, x.beta, from_start
+        )
+        new = stages.chunk_states(x.key, *wu, from_start, to_end, x.state)
+        out = stages.chunk_output(
+            x.query, x.key, new[1], new[0], from_start, between, 0.7
+        )
+        actual = (from_start, between, to_end, kkt, *wu, *new, out)
+    expected = (np.exp(G), decay, np.exp(G[-1] - G), A, w, u, s, v_new, after, o)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(np.squeeze(a), e, rtol=1e-12, atol=1e-14)
 
 
 def test_float32_is_near_the_recurrence_over_several_chunks():
