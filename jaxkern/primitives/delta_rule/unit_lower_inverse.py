@@ -16,7 +16,7 @@ def unit_lower_inverse(a: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
         X = (I + tril(a, -1))^-1,   da = -tril(X^T dX X^T, -1)
 
     The diagonal and the upper part of `a` are not read, so they may hold anything, and
-    their gradient is zero. Blocks of 1, 2, 4 ... rows are inverted from their halves:
+    their gradient is zero. Blocks of 4, 8, 16 ... rows are inverted from their halves:
     log2(c) steps of matrix products, as stable as forward substitution, which a
     Neumann series is not. Made for c up to some hundred; for one large system call
     `solve_unit_lower`.
@@ -36,18 +36,20 @@ def unit_lower_inverse(a: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
 
 def unit_lower_inverse_reference(a: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
     c = a.shape[-1]
-    row, column = jnp.arange(c)[:, None], jnp.arange(c)
-    a32 = at_least_f32(a)
-    # Inverse of the diagonal blocks of `size` rows; below, two become one:
-    # [[L, 0], [A, M]]^-1 = [[X, 0], [-Y A X, Y]]  with X = L^-1, Y = M^-1
-    x = jnp.zeros_like(a32) + jnp.eye(c, dtype=a32.dtype)
-    size = 1
-    while size < c:
-        pair = row // (2 * size) == column // (2 * size)
-        between = pair & (row // size > column // size)
-        x = x - product(product(x, jnp.where(between, a32, 0)), x)
-        size *= 2
-    return x.astype(a.dtype)
+    fill = (1 << max(c - 1, 0).bit_length()) - c  # to a power of two
+    a32 = jnp.pad(at_least_f32(a), [(0, 0)] * (a.ndim - 2) + [(0, fill)] * 2)
+    return inverse_from_halves(a32)[..., :c, :c].astype(a.dtype)
+
+
+def inverse_from_halves(a):
+    """[[L, 0], [A, M]]^-1 = [[X, 0], [-Y A X, Y]] with X = L^-1 and Y = M^-1."""
+    if a.shape[-1] <= 2:
+        return jnp.eye(a.shape[-1], dtype=a.dtype) - jnp.tril(a, -1)
+    h = a.shape[-1] // 2
+    x, y = inverse_from_halves(jnp.stack([a[..., :h, :h], a[..., h:, h:]]))
+    below = -product(product(y, a[..., h:, :h]), x)
+    upper = jnp.concatenate([x, jnp.zeros_like(x)], -1)
+    return jnp.concatenate([upper, jnp.concatenate([below, y], -1)], -2)
 
 
 def unit_lower_inverse_bwd_reference(

@@ -14,8 +14,8 @@ CASES = [
     case(
         "qwen3_next",
         full=True,
-        a=bf16(1, 64, 32),
-        b=bf16(1, 64, 32),
+        a=bf16(1, 128, 32),
+        b=bf16(1, 128, 32),
         a_log=f32(32),
         dt_bias=f32(32),
     ),

@@ -37,7 +37,12 @@ CASES = [
     ),
     case("no_tokens", full=True, **shapes(2, 0, 2, 1, 2, 2)),
     case("many_chunks", full=True, **shapes(1, 37, 2, 2, 8, 4), chunk_size=8),
-    case("qwen3_next", full=True, **shapes(1, 130, 2, 2, 128, 128, bf16, state=False)),
+    case(  # rounding adds up along the sequence
+        "qwen3_next",
+        full=True,
+        ulps=32,
+        **shapes(1, 130, 2, 2, 128, 128, bf16, state=False),
+    ),
     case("half", full=True, **shapes(2, 70, 1, 2, 64, 32, f16), chunk_size=32),
 ]
 
