@@ -18,7 +18,7 @@ def shapes(b, t, k, g, h, hv, spec=f32, state=True, **options):
         query=spec(b, t, k, h),
         key=spec(b, t, k, h, scale=h**-0.5),
         value=spec(b, t, k * g, hv),
-        g=uniform(b, t, k * g, low=-1.0),
+        g=uniform(b, t, k * g, low=-1.0, high=0.0),
         beta=uniform(b, t, k * g),
         initial_state=f32(b, k * g, h, hv) if state else None,
     )
@@ -37,12 +37,7 @@ CASES = [
     ),
     case("no_tokens", full=True, **shapes(2, 0, 2, 1, 2, 2)),
     case("many_chunks", full=True, **shapes(1, 37, 2, 2, 8, 4), chunk_size=8),
-    case(  # rounding adds up along the sequence
-        "qwen3_next",
-        full=True,
-        ulps=32,
-        **shapes(1, 130, 2, 2, 128, 128, bf16, state=False),
-    ),
+    case("qwen3_next", full=True, **shapes(1, 130, 2, 2, 128, 128, bf16, state=False)),
     case("half", full=True, **shapes(2, 70, 1, 2, 64, 32, f16), chunk_size=32),
 ]
 

@@ -14,7 +14,7 @@ def shapes(b, k, g, h, hv, spec=f32):
         query=spec(b, k, h),
         key=spec(b, k, h, scale=max(h, 1) ** -0.5),
         value=spec(b, k * g, hv),
-        g=uniform(b, k * g, low=-1.0),
+        g=uniform(b, k * g, low=-1.0, high=0.0),
         beta=uniform(b, k * g),
         state=f32(b, k * g, h, hv),
         scale=max(h, 1) ** -0.5,
