@@ -34,6 +34,20 @@ from jaxkern.primitives.attention.paged_attention import paged_attention
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention,
 )
+from jaxkern.primitives.delta_rule.causal_conv1d import (
+    causal_conv1d,
+    causal_conv1d_step,
+)
+from jaxkern.primitives.delta_rule.compute_g_beta import (
+    compute_g_beta,
+    log_decay_from_positive,
+)
+from jaxkern.primitives.delta_rule.cumsum import cumsum
+from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule
+from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step
+from jaxkern.primitives.delta_rule.packed_sequences import segment_ids_from_cu_seqlens
+from jaxkern.primitives.delta_rule.solve_unit_lower import solve_unit_lower
+from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.argsort import argsort
 from jaxkern.primitives.index.embedding import embedding
@@ -200,10 +214,14 @@ __all__ = [
     "block_merge",
     "block_unmerge",
     "cached_attention",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "clipped_relu",
+    "compute_g_beta",
     "conv2d",
     "conv_transpose2d",
     "cross_entropy",
+    "cumsum",
     "dequantize",
     "dequantize_affine",
     "dequantize_vectors",
@@ -215,6 +233,8 @@ __all__ = [
     "fake_quant",
     "fft",
     "fwht",
+    "gated_delta_rule",
+    "gated_delta_step",
     "gated_rms_norm",
     "gather",
     "gather_pages",
@@ -236,6 +256,7 @@ __all__ = [
     "lloyd_max_codebook",
     "lloyd_max_error",
     "load_balance_loss",
+    "log_decay_from_positive",
     "make_block_mask",
     "make_mask",
     "matmul_transpose_b",
@@ -282,16 +303,19 @@ __all__ = [
     "sample",
     "sandwich_rms_norm",
     "scatter_add",
+    "segment_ids_from_cu_seqlens",
     "segment_mask",
     "sigmoid_gate",
     "softcap",
     "softmax",
     "softmax_sample",
+    "solve_unit_lower",
     "swiglu",
     "take_along_axis",
     "top_k",
     "turboquant_decode",
     "turboquant_encode",
+    "unit_lower_inverse",
     "unpack_fp4",
     "unpatchify",
     "unpermute_tokens",

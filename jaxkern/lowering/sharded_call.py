@@ -175,10 +175,11 @@ def factors_of(
     names: list[Axes] = [(v,) for v in levels]
     names += [(f"l{k}",) for k in range(num_leading)]
     for label, n in zip(labels, aval.shape[aval.ndim - len(labels) :], strict=True):
-        if label.isdigit() or (label.startswith("#") and n == 1):
-            names.append((next(unique),))
-        else:
-            names.append(tuple(label.removeprefix("#").split("*")))
+        factor = tuple(label.removeprefix("#").split("*"))
+        # Shardy takes a factor once per array: of a square `c c` the second is whole
+        if label.isdigit() or (label.startswith("#") and n == 1) or factor in names:
+            factor = (next(unique),)
+        names.append(factor)
     return names
 
 

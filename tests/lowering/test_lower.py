@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern import backend, explain, rms_norm
 from jaxkern.lowering.lower import BACKENDS, lower
+from jaxkern.lowering.sharded_call import Factors
+from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse_p
+from jaxkern.primitives.kernel_primitive import Call
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
     rms_norm_p,
@@ -218,3 +221,10 @@ def test_uneven_cuts_are_gathered(pallas_row):
         return rms_norm(x[1:], WEIGHT)  # 7 rows on 8 devices
 
     np.testing.assert_allclose(f(x), reference_of(rms_norm, X[1:], WEIGHT), rtol=2e-5)
+
+
+def test_a_square_operand_has_each_factor_once():
+    a = jax.typeof(jnp.ones((8, 4, 4)))
+    factors = Factors.of(unit_lower_inverse_p, Call(), [a], [a])
+    assert factors.rule() == "l0 c whole0 -> l0 c whole1"
+    assert factors.cuts([[None, None, "m"]], {"m": 2}) == {}

@@ -1,0 +1,222 @@
+"""Causal convolution of each channel over time, with its own few taps.
+
+The short convolution before a state-space or delta-rule layer, with its cache for
+decoding  (https://arxiv.org/abs/2312.00752, https://arxiv.org/abs/2412.06464).
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+
+Activation = Literal["silu"] | None
+
+
+def causal_conv1d(
+    x: Float[Array, "b t d"],
+    weight: Float[Array, "d w"],
+    bias: Float[Array, " d"] | None = None,
+    initial_state: Float[Array, "b past d"] | None = None,
+    *,
+    segment_ids: Int[Array, "b t"] | None = None,
+    active_length: Int[Array, " b"] | None = None,
+    activation: Activation = None,
+) -> tuple[Float[Array, "b t d"], Float[Array, "b past d"]]:
+    """Depthwise causal convolution over time, with the inputs before as its state.
+
+        y_t = act(bias + sum_{j < w} weight[:, j] * x_{t - (w - 1) + j})
+
+    where x_{-(w-1)} .. x_{-1} is `initial_state`. The last tap is the present token, as
+    in PyTorch, Hugging Face and llama.cpp. `final_state` is the last w - 1 inputs: the
+    `initial_state` of what follows, so a sequence may be cut anywhere. Time is the
+    second dim in both; transpose the caches of Hugging Face, [b, d, w], and llama.cpp,
+    [b, d, w - 1].
+
+    Sums in float32 (float64 for float64 operands), one rounding.
+
+    Args:
+      x: `[b, t, d]`, any float dtype, t of any size.
+      weight: `[d, w]`, one row of w >= 1 taps per channel.
+      bias: `[d]`, or None.
+      initial_state: `[b, w - 1, d]`, or None for zeros.
+      segment_ids: `[b, t]` int: tokens see only those of an equal id at their back, and
+        `initial_state` belongs to the first; for sequences packed in one row.
+      active_length: `[b]` int, may be traced: tokens from there on are padding. They
+        may hold anything and do not enter `final_state`; their y means nothing.
+      activation: "silu" or None.
+
+    Returns:
+      y: `[b, t, d]`, dtype of x.
+      final_state: `[b, w - 1, d]`, dtype of initial_state, else of x.
+
+    Raises:
+      TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: `activation` is neither of the two.
+    """
+    if activation not in (None, "silu"):
+        raise ValueError(
+            f"causal_conv1d: `activation` must be 'silu' or None, got {activation!r}."
+        )
+    b, t, _ = (*jnp.shape(x), 1, 1, 1)[:3]
+    if active_length is not None:
+        check_shape("active_length", active_length, (b,))
+        padding = jnp.arange(t) >= jnp.asarray(active_length)[:, None]
+        x = jnp.where(padding[..., None], 0, x)
+    y = causal_conv1d_p(
+        x, weight, bias, initial_state, segment_ids, activation=activation
+    )
+    past = jnp.shape(weight)[1] - 1
+    return y, last_inputs(x, initial_state, segment_ids, active_length, past)
+
+
+def causal_conv1d_step(
+    x: Float[Array, "b d"],
+    weight: Float[Array, "d w"],
+    bias: Float[Array, " d"] | None,
+    state: Float[Array, "b past d"],
+    *,
+    activation: Activation = None,
+) -> tuple[Float[Array, "b d"], Float[Array, "b past d"]]:
+    """One token of `causal_conv1d`: its output and the state for the next one."""
+    y, state = causal_conv1d(x[:, None], weight, bias, state, activation=activation)
+    return y[:, 0], state
+
+
+def check_shape(name, x, shape):
+    if jnp.shape(x) != shape:
+        raise TypeError(
+            f"causal_conv1d: `{name}` must have shape {shape}, got {jnp.shape(x)}."
+        )
+
+
+def last_inputs(x, initial_state, segment_ids, active_length, past):
+    """The `past` inputs before the end, zeros where they are of another segment."""
+    t = x.shape[1]
+
+    def window(y, size):
+        """`size` entries of each row from the end, or active length, of x on."""
+        if active_length is None:
+            return y[:, t:]
+        rows = jnp.clip(jnp.asarray(active_length), 0, t)
+        return jax.vmap(lambda y, at: lax.dynamic_slice_in_dim(y, at, size))(y, rows)
+
+    last = window(with_past(x, initial_state, past), past)
+    if segment_ids is not None:
+        ids = window(with_past_ids(segment_ids, past + 1), past + 1)
+        last = jnp.where((ids[:, 1:] == ids[:, -1:])[..., None], last, 0)
+    return last.astype(x.dtype if initial_state is None else initial_state.dtype)
+
+
+def with_past(x, initial_state, past):
+    """The inputs from x_{-past} on, in the dtype of both."""
+    if initial_state is None:
+        return jnp.pad(x, ((0, 0), (past, 0), (0, 0)))
+    dtype = jnp.result_type(x, initial_state)
+    return jnp.concatenate([initial_state.astype(dtype), x.astype(dtype)], axis=1)
+
+
+def with_past_ids(segment_ids, past):
+    """Segment ids from -past on: what lies before the row is of its first segment."""
+    b, t = segment_ids.shape
+    first = segment_ids[:, :1] if t else jnp.zeros((b, 1), segment_ids.dtype)
+    return jnp.concatenate([jnp.repeat(first, past, axis=1), segment_ids], axis=1)
+
+
+def causal_conv1d_reference(
+    x: Float[Array, "b t d"],
+    weight: Float[Array, "d w"],
+    bias: Float[Array, " d"] | None,
+    initial_state: Float[Array, "b past d"] | None,
+    segment_ids: Int[Array, "b t"] | None,
+    *,
+    activation: Activation,
+) -> Float[Array, "b t d"]:
+    inputs = taps(x, weight, initial_state, segment_ids)
+    z = convolved(inputs, weight, bias)
+    y = jax.nn.silu(z) if activation == "silu" else z
+    return y.astype(x.dtype)
+
+
+def causal_conv1d_bwd_reference(
+    x: Float[Array, "b t d"],
+    weight: Float[Array, "d w"],
+    bias: Float[Array, " d"] | None,
+    initial_state: Float[Array, "b past d"] | None,
+    segment_ids: Int[Array, "b t"] | None,
+    dy: Float[Array, "b t d"],
+    *,
+    activation: Activation,
+) -> tuple[
+    Float[Array, "b t d"],
+    Float[Array, "d w"],
+    Float[Array, " d"] | None,
+    Float[Array, "b past d"] | None,
+]:
+    inputs = taps(x, weight, initial_state, segment_ids)
+    dz = at_least_f32(dy)
+    if activation == "silu":
+        z = convolved(inputs, weight, bias)
+        s = jax.nn.sigmoid(z)
+        dz = dz * s * (1 + z * (1 - s))
+    t, past = x.shape[1], len(inputs) - 1
+    same = same_segment(segment_ids, past)
+    dtaps = [dz * at_least_f32(weight)[:, j] for j in range(past + 1)]
+    if same is not None:
+        dtaps = [jnp.where(m, d, 0) for m, d in zip(same, dtaps, strict=True)]
+    # tap j of token i read input i + j
+    dinputs = functools.reduce(
+        jnp.add,
+        [jnp.pad(d, ((0, 0), (j, past - j), (0, 0))) for j, d in enumerate(dtaps)],
+    )
+    dweight = jnp.stack([(dz * tap).sum((0, 1)) for tap in inputs], axis=1)
+    return (
+        dinputs[:, past : past + t].astype(x.dtype),
+        dweight.astype(weight.dtype),
+        None if bias is None else dz.sum((0, 1)).astype(bias.dtype),
+        None
+        if initial_state is None
+        else dinputs[:, :past].astype(initial_state.dtype),
+    )
+
+
+def taps(x, weight, initial_state, segment_ids):
+    """What each tap sees, w arrays `[b t d]`: zeros where that is another segment."""
+    t, w = x.shape[1], weight.shape[1]
+    if w < 1 or (initial_state is not None and initial_state.shape[1] != w - 1):
+        past = None if initial_state is None else initial_state.shape[1]
+        raise TypeError(
+            f"causal_conv1d: `weight` has {w} taps and `initial_state` {past} inputs. "
+            "It takes w >= 1 taps and w - 1 inputs."
+        )
+    inputs = at_least_f32(with_past(x, initial_state, w - 1))
+    seen = [inputs[:, j : j + t] for j in range(w)]
+    same = same_segment(segment_ids, w - 1)
+    if same is not None:
+        seen = [jnp.where(m, tap, 0) for m, tap in zip(same, seen, strict=True)]
+    return seen
+
+
+def same_segment(segment_ids, past):
+    """For each tap whether it sees the segment of its token, `[b t 1]`, or None."""
+    if segment_ids is None:
+        return None
+    ids, t = with_past_ids(segment_ids, past), segment_ids.shape[1]
+    return [(ids[:, j : j + t] == segment_ids)[..., None] for j in range(past + 1)]
+
+
+def convolved(inputs, weight, bias):
+    w = at_least_f32(weight)
+    z = functools.reduce(jnp.add, [tap * w[:, j] for j, tap in enumerate(inputs)])
+    return z if bias is None else z + at_least_f32(bias)
+
+
+causal_conv1d_p = kernel_primitive(
+    causal_conv1d_reference,
+    bwd=causal_conv1d_bwd_reference,
+    replicated=("t", "w", "past"),  # each token needs those before it
+)

@@ -1,0 +1,60 @@
+"""The two gates of a gated delta rule: log-decay g <= 0 and write strength beta.
+
+g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)  (https://arxiv.org/abs/2412.06464).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+
+
+def compute_g_beta(
+    a: Float[Array, "... n"],
+    b: Float[Array, "... n"],
+    a_log: Float[Array, " n"],
+    dt_bias: Float[Array, " n"],
+) -> tuple[Float[Array, "... n"], Float[Array, "... n"]]:
+    """Log-decay and write strength of each token and head, from two projections.
+
+        g    = -exp(a_log) * softplus(a + dt_bias)      the state decays by exp(g) <= 1
+        beta = sigmoid(b)
+
+    In all of jaxkern g is a log-decay, g <= 0, as in Hugging Face and
+    flash-linear-attention. llama.cpp's GGUF files store `ssm_a` = -exp(a_log): pass
+    `a_log=jnp.log(-ssm_a)`. Values from a system that decays by exp(-g) with g >= 0
+    become ours by `log_decay_from_positive`.
+
+    Args:
+      a: `[..., n]`, any float dtype, one value per head.
+      b: `[..., n]`, any float dtype.
+      a_log: `[n]`, logarithm of the decay rate.
+      dt_bias: `[n]`.
+
+    Returns:
+      g: `[..., n]`, float32 (float64 if an operand is), never above 0.
+      beta: `[..., n]`, float32 (float64 for a float64 `b`), in [0, 1].
+
+    Raises:
+      TypeError: a dtype is not a float, or a dim differs between operands.
+    """
+    return compute_g_beta_p(a, b, a_log, dt_bias)
+
+
+def log_decay_from_positive(g: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The log-decay of a positive rate g, with which the state decays by exp(-g)."""
+    return -g
+
+
+def compute_g_beta_reference(
+    a: Float[Array, "... n"],
+    b: Float[Array, "... n"],
+    a_log: Float[Array, " n"],
+    dt_bias: Float[Array, " n"],
+) -> tuple[Float[Array, "... n"], Float[Array, "... n"]]:
+    step = jax.nn.softplus(at_least_f32(a) + at_least_f32(dt_bias))
+    return -jnp.exp(at_least_f32(a_log)) * step, jax.nn.sigmoid(at_least_f32(b))
+
+
+compute_g_beta_p = kernel_primitive(compute_g_beta_reference)

@@ -1,0 +1,29 @@
+"""Several sequences in one row: which token belongs to which, and where each begins."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def segment_ids_from_cu_seqlens(
+    cu_seqlens: Int[Array, " sequences_and_1"], length: int
+) -> Int[Array, "1 t"]:
+    """Segment ids of sequences packed one after the other.
+
+    Args:
+      cu_seqlens: `[sequences + 1]` int, where each sequence begins and the last ends:
+        `[0, 3, 7]` for sequences of 3 and 4 tokens. May be traced.
+      length: t, static, at least cu_seqlens[-1].
+
+    Returns:
+      `[1, t]` int32: 0 for tokens of the first sequence, 1 for the second and so on;
+      tokens after the last sequence have an id of their own.
+    """
+    ends = jnp.asarray(cu_seqlens)[1:]
+    tokens = jnp.arange(length, dtype=ends.dtype)
+    return jnp.searchsorted(ends, tokens, side="right")[None].astype(jnp.int32)
+
+
+def begins_segment(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t"]:
+    """Whether a token follows one of another segment. The first of a row does not."""
+    before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    return segment_ids != before

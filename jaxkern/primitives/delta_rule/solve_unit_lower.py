@@ -1,0 +1,70 @@
+"""X = L^-1 B for a unit lower triangular L."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+
+
+def solve_unit_lower(
+    lower: Float[Array, "... n n"], rhs: Float[Array, "... n m"]
+) -> Float[Array, "... n m"]:
+    """Solves L X = B, L with ones on the diagonal and `lower` below it.
+
+        X = L^-1 B,   dB = L^-T dX,   dL = -tril(dB X^T, -1)
+
+    The diagonal and the upper part of `lower` are not read, so they may hold anything,
+    and their gradient is zero. `jax.lax.linalg.triangular_solve(unit_diagonal=True)` in
+    float32 (float64 for float64 operands), also for the half precisions, one rounding.
+
+    Args:
+      lower: `[..., n, n]`, any float dtype.
+      rhs: `[..., n, m]`, any float dtype, leading dims of lower.
+
+    Returns:
+      X: `[..., n, m]`, dtype of rhs.
+
+    Raises:
+      TypeError: a dtype is not a float, or a dim differs between operands.
+    """
+    return solve_unit_lower_p(lower, rhs)
+
+
+def solve_unit_lower_reference(
+    lower: Float[Array, "... n n"], rhs: Float[Array, "... n m"]
+) -> Float[Array, "... n m"]:
+    return substituted(lower, rhs, transpose=False).astype(rhs.dtype)
+
+
+def solve_unit_lower_bwd_reference(
+    lower: Float[Array, "... n n"],
+    rhs: Float[Array, "... n m"],
+    x: Float[Array, "... n m"],
+    dx: Float[Array, "... n m"],
+) -> tuple[Float[Array, "... n n"], Float[Array, "... n m"]]:
+    drhs = substituted(lower, dx, transpose=True)
+    xt = jnp.swapaxes(at_least_f32(x), -1, -2)
+    dlower = -jnp.tril(jnp.matmul(drhs, xt, precision=lax.Precision.HIGHEST), -1)
+    return dlower.astype(lower.dtype), drhs.astype(rhs.dtype)
+
+
+def substituted(lower, rhs, transpose):
+    dtype = jnp.result_type(at_least_f32(lower), at_least_f32(rhs))
+    # zeros above, since a solver may multiply what it does not need
+    matrix = jnp.tril(lower, -1).astype(dtype)
+    return lax.linalg.triangular_solve(
+        matrix,
+        rhs.astype(dtype),
+        left_side=True,
+        lower=True,
+        unit_diagonal=True,
+        transpose_a=transpose,
+    )
+
+
+solve_unit_lower_p = kernel_primitive(
+    solve_unit_lower_reference,
+    bwd=solve_unit_lower_bwd_reference,
+    replicated=("n",),  # each row needs those before it
+)
