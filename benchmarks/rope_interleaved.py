@@ -1,20 +1,10 @@
 """Rotation of neighbouring dims by a given table."""
 
 import jax
-import jax.numpy as jnp
 
 import jaxkern
-from benchmarks._gpu import Benchmark, Case, run, torch_compiled
-
-
-def case(name: str, tokens: int, heads: int, h: int, pairs: int) -> Case:
-    def arrays(key):
-        x = jax.random.normal(key, (1, tokens, heads, h), jnp.bfloat16)
-        cos, sin = jaxkern.rope_cos_sin(jnp.arange(tokens), 2 * pairs)
-        return x, cos, sin
-
-    tensor, table = 2.0 * tokens * heads * h, 8.0 * tokens * pairs
-    return Case(name, arrays, (2 * tensor + table, 2 * tensor + table))
+from benchmarks._gpu import Benchmark, run, torch_compiled
+from benchmarks.rope import case
 
 
 def rotate(x, cos, sin):

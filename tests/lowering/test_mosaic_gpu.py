@@ -7,6 +7,7 @@ for CUDA with the kernel in them.
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -159,3 +160,10 @@ def test_explicitly_sharded_module_lowers_for_cuda_on_shards():
         x = jax.device_put(X, P("data", None, None))
         text = cuda_text(rms_norm, x, WEIGHT)
     assert "@mosaic_gpu" in text and "tensor<64x128xf32>" in text
+
+
+def test_module_with_the_kernel_is_exported():
+    exported = jax.export.export(jax.jit(rms_norm), platforms=("cuda",))(X, WEIGHT)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert "mosaic_gpu" in again.mlir_module()
