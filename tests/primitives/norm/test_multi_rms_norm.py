@@ -101,7 +101,7 @@ def test_it_is_one_op_forward_and_backward():
         return sum(y.sum() for y in multi_rms_norm(x, w, w, w))
 
     rows = explain(jax.grad(loss, (0, 1)), jnp.ones((2, 8)), jnp.ones(8)).rows
-    assert [row[0] for row in rows] == ["triple_rms_norm_fwd", "triple_rms_norm_bwd"]
+    assert [row.op for row in rows] == ["triple_rms_norm_fwd", "triple_rms_norm_bwd"]
 
 
 def test_every_error_says_what_to_do():

@@ -101,7 +101,7 @@ def test_it_is_one_op_forward_and_backward():
         return sum(y.sum() for y in sandwich_rms_norm(x, x, w, w))
 
     rows = explain(jax.grad(loss, (0, 1)), jnp.ones((2, 8)), jnp.ones(8)).rows
-    names = [row[0] for row in rows]
+    names = [row.op for row in rows]
     assert names == ["sandwich_rms_norm_fwd", "sandwich_rms_norm_bwd"]
 
 
