@@ -7,10 +7,12 @@ from jaxkern.primitives.activation.swiglu import swiglu_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
+from jaxkern.primitives.rope.head_norm_rope import head_norm_rope_p
+from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.triton.activation import gated, softmax
 from jaxkern.triton.norm import layer_norm, rms_norm
-from jaxkern.triton.rope import apply_rope
+from jaxkern.triton.rope import apply_rope, head_norm_rope, qk_norm_rope
 from jaxkern.triton.triton_call import unsupported
 
 # fmt: off
@@ -23,6 +25,8 @@ ROWS = (
     (swiglu_p,       gated.swiglu_fwd,          gated.swiglu_bwd,          unsupported),
     (geglu_p,        gated.geglu_fwd,           gated.geglu_bwd,           unsupported),
     (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, unsupported),
+    (head_norm_rope_p, head_norm_rope.head_norm_rope_fwd, head_norm_rope.head_norm_rope_bwd, qk_norm_rope.unsupported),
+    (qk_norm_rope_p, qk_norm_rope.qk_norm_rope_fwd, qk_norm_rope.qk_norm_rope_bwd, qk_norm_rope.unsupported),
 )
 # fmt: on
 for op, fwd, bwd, unless in ROWS:
