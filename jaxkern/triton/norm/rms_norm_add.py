@@ -1,0 +1,26 @@
+"""rms_norm_add: the first half of sandwich_rms_norm, with a factor of the sum."""
+
+from jaxkern.triton.norm.sandwich_rms_norm import sandwich_norm_bwd, sandwich_norm_fwd
+
+
+def rms_norm_add_fwd(x, residual, weight, scale, *, eps, offset):
+    _, total, rstd, _ = sandwich_norm_fwd(
+        x, residual, weight, scale, (), eps=eps, offset=offset
+    )
+    return total, rstd
+
+
+def rms_norm_add_bwd(x, residual, weight, scale, rstd, dy, *, eps, offset, wanted):
+    del eps  # already in rstd
+    dx, dresidual, dweight, dscale, *_ = sandwich_norm_bwd(
+        x,
+        residual,
+        (weight, scale),
+        rstd,
+        None,
+        (),
+        dy,
+        offset=offset,
+        wanted=wanted,
+    )
+    return dx, dresidual, dweight, dscale
