@@ -122,7 +122,6 @@ def gated_norm_bwd_kernel(
 ):
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < D
-    scale = factor(weight_ptr, columns, inside, OFFSET)
     if dweight_ptr is not None:
         dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     num_blocks: tl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
@@ -146,6 +145,8 @@ def gated_norm_bwd_kernel(
         else:
             xhat = x * gate * rstd
             dnormed = dy
+        # read each time: held over the loop it would cost registers
+        scale = factor(weight_ptr, columns, inside, OFFSET)
         dxhat = dnormed * scale
         du = dxhat - xhat * (tl.sum(dxhat * xhat, 1, keep_dims=True) / D)
         du *= rstd
@@ -178,7 +179,8 @@ def gated_norm_bwd(
     wanted: tuple[bool, bool, bool],
 ) -> tuple[jax.Array | None, ...]:
     d = x.shape[-1]
-    sizes = backward_tile("gated_norm_bwd", num_rows(x), d, x.dtype, 3, LONGEST)
+    stages = 3 if d <= LONGEST // 2 else 2
+    sizes = backward_tile("gated_norm_bwd", x, 4, LONGEST, stages)
     partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], d), jnp.float32)
     results = [like(x), like(gate), None if weight is None else partial]
     names = ("dx_ptr", "dgate_ptr", "dweight_ptr")

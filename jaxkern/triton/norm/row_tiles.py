@@ -30,27 +30,31 @@ def forward_tile(kernel: str, rows: int, d: int, dtype: Any) -> dict:
 
 
 def backward_tile(
-    kernel: str, rows: int, d: int, dtype: Any, streams: int, elements: int
+    kernel: str, x: jax.Array, streams: int, elements: int, stages: int
 ) -> dict:
-    """One program a multiprocessor, with two more tiles loading where they fit.
+    """One program a multiprocessor, with further tiles loading where they fit.
 
     Args:
       kernel: its name in the tables.
-      rows, d, dtype: of the operands.
-      streams: how many tensors of this shape the kernel reads.
-      elements: of one tile; the longest row that the kernel takes.
+      x: an operand.
+      streams: how many tensors and vectors the kernel reads.
+      elements: of one tile; at least a row.
+      stages: tiles in flight, the one in registers included, where they fit.
     """
+    rows, d = num_rows(x), x.shape[-1]
     block = next_power_of_2(d)
     together = max(1, min(elements // block, next_power_of_2(rows)))
-    tile_bytes = together * block * jnp.dtype(dtype).itemsize * streams
+    tile_bytes = together * block * x.dtype.itemsize * streams
+    while (stages - 1) * tile_bytes > max_shared_bytes() - 2048:
+        stages -= 1
     rule = {
         "BLOCK": block,
         "ROWS": together,
         "WAVES": 1,
-        "STAGES": 3 if 3.2 * tile_bytes <= max_shared_bytes() else 1,
-        "num_warps": min(16, max(1, together * block // 512)),
+        "STAGES": stages,
+        "num_warps": min(16, max(1, together * block // 256)),
     }
-    sizes = tuned(kernel, d, dtype, rule)
+    sizes = tuned(kernel, d, x.dtype, rule)
     programs = num_programs(-(-rows // sizes["ROWS"]), sizes.pop("WAVES"))
     return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
 

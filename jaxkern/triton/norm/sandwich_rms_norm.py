@@ -186,11 +186,6 @@ def sandwich_norm_bwd_kernel(
 ):
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < D
-    weight = factor(weight_ptr, columns, inside, OFFSET)
-    scale = read_scale(scale_ptr, columns, inside, SCALE_STRIDE)
-    next1 = factor(next1_ptr, columns, inside, OFFSET)
-    next2 = factor(next2_ptr, columns, inside, OFFSET)
-    next3 = factor(next3_ptr, columns, inside, OFFSET)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dscale = tl.zeros([ROWS, BLOCK], tl.float32)
     dnext1 = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -202,6 +197,8 @@ def sandwich_norm_bwd_kernel(
         present = rows < NUM_ROWS
         mask = present & inside
         at = rows.to(tl.int64) * D + columns  # [ROWS, BLOCK]
+        # vectors are read each time: held over the loop they would cost registers
+        weight = factor(weight_ptr, columns, inside, OFFSET)
         xhat = read(x_ptr, at, mask)
         total = xhat
         if rstd_ptr is not None:
@@ -214,22 +211,22 @@ def sandwich_norm_bwd_kernel(
             dsum = read(dtotal_ptr, at, mask)
             if dscale_ptr is not None:
                 dscale += dsum * total
-            dsum *= scale
+            dsum *= read_scale(scale_ptr, columns, inside, SCALE_STRIDE)
         if dy1_ptr is not None:
             next_rstd = tl.load(next_rstd_ptr + rows, present, 0.0)
             total *= next_rstd
             dy = read(dy1_ptr, at, mask)
-            dnormed = dy * next1
+            dnormed = dy * factor(next1_ptr, columns, inside, OFFSET)
             if dnext1_ptr is not None:
                 dnext1 += dy * total
             if dy2_ptr is not None:
                 dy = read(dy2_ptr, at, mask)
-                dnormed += dy * next2
+                dnormed += dy * factor(next2_ptr, columns, inside, OFFSET)
                 if dnext2_ptr is not None:
                     dnext2 += dy * total
             if dy3_ptr is not None:
                 dy = read(dy3_ptr, at, mask)
-                dnormed += dy * next3
+                dnormed += dy * factor(next3_ptr, columns, inside, OFFSET)
                 if dnext3_ptr is not None:
                     dnext3 += dy * total
             along = tl.sum(dnormed * total, 1, keep_dims=True) / D
@@ -274,11 +271,10 @@ def sandwich_norm_bwd(
     scale = vectors[1]
     # the sum itself is needed where a norm or a factor stands behind it
     held = residual if count or wanted[3] else None
-    longest = LONGEST_OF_THREE if count == 3 else LONGEST
-    streams = 1 + count + (held is not None) + (dtotal is not None)
-    sizes = backward_tile(
-        "sandwich_norm_bwd", num_rows(x), d, x.dtype, streams, longest
-    )
+    read_once = (x, held, dtotal, *dys, *vectors)
+    streams = sum(v is not None for v in read_once)
+    stages = 3 if d <= LONGEST_OF_THREE else 2
+    sizes = backward_tile("sandwich_norm_bwd", x, streams, LONGEST_OF_THREE, stages)
     partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], d), jnp.float32)
     names = ("weight", "scale", "next1", "next2", "next3")
     given = {"x_ptr": x, "residual_ptr": held}
