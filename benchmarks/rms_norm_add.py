@@ -11,9 +11,8 @@ EPS = gated_rms_norm.EPS
 
 def case(name: str, rows: int, d: int) -> Case:
     tensor = 2.0 * rows * d
-    # backward reads x and dy; dresidual is dy, which XLA does not copy
     given = gated_rms_norm.case(name, rows, d)
-    return dataclasses.replace(given, bytes=(3 * tensor, 4 * tensor))
+    return dataclasses.replace(given, bytes=(3 * tensor, 3 * tensor))
 
 
 def by_torch(torch, x, residual, weight):
@@ -31,6 +30,7 @@ BENCHMARK = Benchmark(
         case("8192x8192", 8192, 8192),
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch)},
+    floats=(0, 2),  # the gradient of the residual is that of the sum: no work
 )
 
 

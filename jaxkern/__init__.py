@@ -36,6 +36,10 @@ from jaxkern.primitives.norm.multi_rms_norm import multi_rms_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul
+from jaxkern.primitives.norm.rms_norm_quantized import (
+    add_rms_norm_quantized,
+    rms_norm_quantized,
+)
 from jaxkern.primitives.norm.sandwich_rms_norm import sandwich_rms_norm
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
@@ -70,6 +74,7 @@ __all__ = [
     "LongRopeScaling",
     "YarnScaling",
     "add_rms_norm",
+    "add_rms_norm_quantized",
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
@@ -101,6 +106,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_add",
     "rms_norm_mul",
+    "rms_norm_quantized",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",

@@ -13,6 +13,10 @@ from jaxkern.primitives.norm.multi_rms_norm import dual_rms_norm_p, triple_rms_n
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add_p
 from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul_p
+from jaxkern.primitives.norm.rms_norm_quantized import (
+    add_rms_norm_quantized_p,
+    rms_norm_quantized_p,
+)
 from jaxkern.primitives.norm.sandwich_rms_norm import (
     sandwich_rms_norm_p,
     sandwich_triple_rms_norm_p,
@@ -29,6 +33,7 @@ from jaxkern.triton.norm import (
     multi_rms_norm,
     rms_norm,
     rms_norm_add,
+    rms_norm_quantized,
     sandwich_rms_norm,
 )
 from jaxkern.triton.rope import apply_rope, head_norm_rope, qk_norm_rope
@@ -70,6 +75,12 @@ ROWS = (
     (moe_rms_norm_add_p,
      moe_rms_norm_add.moe_rms_norm_add_fwd, moe_rms_norm_add.moe_rms_norm_add_bwd,
      moe_rms_norm_add.unsupported),
+    (rms_norm_quantized_p,
+     rms_norm_quantized.rms_norm_quantized_fwd, None,
+     rms_norm_quantized.unsupported),
+    (add_rms_norm_quantized_p,
+     rms_norm_quantized.add_rms_norm_quantized_fwd, None,
+     rms_norm_quantized.unsupported),
     (head_norm_rope_p,
      head_norm_rope.head_norm_rope_fwd, head_norm_rope.head_norm_rope_bwd,
      qk_norm_rope.unsupported),

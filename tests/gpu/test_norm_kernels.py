@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import (
+    add_rms_norm_quantized,
     backend,
     gated_rms_norm,
     l2_norm,
@@ -13,10 +14,11 @@ from jaxkern import (
     multi_rms_norm,
     rms_norm_add,
     rms_norm_mul,
+    rms_norm_quantized,
     sandwich_rms_norm,
 )
 from jaxkern.lowering.explain import default_platform
-from tests.gpu.truth import check_against_float64
+from tests.gpu.truth import check_against_float64, poison
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +99,47 @@ def test_experts_are_mixed_normed_and_added(d, e, dtype):
 @pytest.mark.parametrize("d", [*WIDTHS, 8193, 40001])
 def test_l2_norm_of_long_and_odd_rows(d, dtype):
     check_against_float64(l2_norm, draws(dtype, d)(rows_of(d), d), slack=2)
+
+
+def decoded(codes, scales, block):
+    if codes.dtype == jnp.uint8:
+        codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    wide = jnp.repeat(scales, block, axis=-1)[..., : codes.shape[-1]]
+    return np.asarray(codes.astype(jnp.float32) * wide, np.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [1, 13, 128, 1000, 1025, 2816, 5000, 16384, 40001])
+@pytest.mark.parametrize("block", [None, 128, 32])
+@pytest.mark.parametrize("format", ["e4m3fn", "int8"])
+def test_quantised_norms_are_within_half_a_step(format, block, d, dtype):
+    draw = draws(dtype, d)
+    x, residual, weight = draw(37, d).at[5].set(0), draw(37, d).at[5].set(0), draw(d)
+    width = min(block or d, d)
+    poison(x)
+    with backend("triton", strict=True):
+        codes, scales, total = jax.jit(
+            lambda *a: add_rms_norm_quantized(*a, format=format, block=block)
+        )(x, residual, weight)
+        alone = jax.jit(lambda *a: rms_norm_quantized(*a, format=format, block=block))(
+            x, weight
+        )
+    u, w = (np.asarray(v, np.float64) for v in (x, weight))
+    both = u + np.asarray(residual, np.float64)
+    np.testing.assert_array_equal(
+        total, (x.astype(jnp.float32) + residual).astype(dtype)
+    )
+    for rows, found in ((u, alone), (both, (codes, scales))):
+        y = rows / np.sqrt((rows * rows).mean(-1, keepdims=True) + 1e-6) * w
+        step = np.repeat(np.asarray(found[1], np.float64), width, -1)[:, :d]
+        half = step / 2
+        if format == "e4m3fn":  # 3 digits behind the first, 2**-9 at the least
+            half = np.maximum(np.abs(y) / 16, step / 1024)
+        error = np.abs(decoded(*found, width) - y)
+        assert (error <= half * 1.001 + 1e-5 * np.abs(y)).all()
+        assert (np.asarray(found[1])[5] == 1).all()
+        largest = np.abs(decoded(*found, width)).max(-1)
+        np.testing.assert_allclose(largest, np.abs(y).max(-1), rtol=1e-4, atol=1e-6)
 
 
 def test_residual_and_weights_of_other_dtypes():

@@ -12,6 +12,9 @@ def rms_norm_add_fwd(x, residual, weight, scale, *, eps, offset):
 
 def rms_norm_add_bwd(x, residual, weight, scale, rstd, dy, *, eps, offset, wanted):
     del eps  # already in rstd
+    passes = scale is None  # then dresidual is dy itself
+    if passes:
+        wanted = (wanted[0], False, *wanted[2:])
     dx, dresidual, dweight, dscale, *_ = sandwich_norm_bwd(
         x,
         residual,
@@ -23,4 +26,4 @@ def rms_norm_add_bwd(x, residual, weight, scale, rstd, dy, *, eps, offset, wante
         offset=offset,
         wanted=wanted,
     )
-    return dx, dresidual, dweight, dscale
+    return dx, dy if passes else dresidual, dweight, dscale
