@@ -6,6 +6,7 @@ from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.activation.swiglu import swiglu_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm_p
+from jaxkern.primitives.norm.group_norm import group_norm_p
 from jaxkern.primitives.norm.l2_norm import l2_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.moe_rms_norm_add import moe_rms_norm_add_p
@@ -27,6 +28,7 @@ from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.triton.activation import gated, softmax
 from jaxkern.triton.norm import (
     gated_rms_norm,
+    group_norm,
     l2_norm,
     layer_norm,
     moe_rms_norm_add,
@@ -46,6 +48,8 @@ ROWS = (
     (add_rms_norm_p, rms_norm.add_rms_norm_fwd, rms_norm.add_rms_norm_bwd, unsupported),
     (layer_norm_p,   layer_norm.layer_norm_fwd, layer_norm.layer_norm_bwd, unsupported),
     (l2_norm_p,      l2_norm.l2_norm_fwd,       l2_norm.l2_norm_bwd,       unsupported),
+    (group_norm_p,
+     group_norm.group_norm_fwd, group_norm.group_norm_bwd, group_norm.unsupported),
     (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
     (swiglu_p,       gated.swiglu_fwd,          gated.swiglu_bwd,          unsupported),
     (geglu_p,        gated.geglu_fwd,           gated.geglu_bwd,           unsupported),

@@ -9,6 +9,7 @@ from jaxkern import (
     add_rms_norm_quantized,
     backend,
     gated_rms_norm,
+    group_norm,
     l2_norm,
     moe_rms_norm_add,
     multi_rms_norm,
@@ -99,6 +100,41 @@ def test_experts_are_mixed_normed_and_added(d, e, dtype):
 @pytest.mark.parametrize("d", [*WIDTHS, 8193, 40001])
 def test_l2_norm_of_long_and_odd_rows(d, dtype):
     check_against_float64(l2_norm, draws(dtype, d)(rows_of(d), d), slack=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape, groups",
+    [
+        ((8, 320, 32, 32), 32),
+        ((5, 96, 71, 71), 32),
+        ((8, 1280, 8, 8), 32),
+        ((3, 15, 7), 5),
+        ((2, 4), 2),
+        ((2, 6, 1, 1), 6),
+        ((160, 20, 64, 101), 1),
+    ],
+)
+def test_group_norm_of_images(shape, groups, dtype):
+    draw = draws(dtype)
+    x, weight, bias = draw(*shape), draw(shape[1]), draw(shape[1])
+    check_against_float64(
+        lambda *a: group_norm(*a, groups=groups), x, weight, bias, slack=2
+    )
+    check_against_float64(
+        lambda x, b: group_norm(x, None, b, groups=groups), x, bias, slack=2
+    )
+
+
+def test_images_far_from_zero_keep_their_variance():
+    x = 1000 + draws("float32")(8, 64, 50, 50)
+    check_against_float64(lambda x: group_norm(x, groups=32), x, slack=20)
+
+
+def test_few_large_groups_are_refused_in_words():
+    x = jnp.zeros((1, 32, 256, 256))
+    with backend("triton", strict=True), pytest.raises(ValueError, match="do not fill"):
+        group_norm(x, groups=32)
 
 
 def decoded(codes, scales, block):
