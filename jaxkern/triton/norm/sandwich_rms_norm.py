@@ -126,8 +126,13 @@ def sandwich_norm_fwd(
     *,
     eps: float,
     offset: float,
-) -> tuple[tuple[jax.Array | None, ...], jax.Array | None, ...]:
-    """(ys, total, rstd, next_rstd), what is not computed is None."""
+) -> tuple[
+    tuple[jax.Array | None, ...],
+    jax.Array | None,
+    jax.Array | None,
+    jax.Array | None,
+]:
+    """(ys, total, rstd, next_rstd); what is not computed is None."""
     rows, count = num_rows(x), len(next_weights)
     sizes = forward_tile("sandwich_norm_fwd", rows, x.shape[-1], x.dtype)
     weights = [*next_weights, *[None] * (3 - count)]
