@@ -77,7 +77,7 @@ def test_it_is_one_op_forward_and_backward():
         return y_query.sum() + y_key.sum().astype(jnp.float32)
 
     rows = explain(jax.grad(loss, (0, 1)), query, key).rows
-    assert [row[0] for row in rows] == ["qk_norm_rope_fwd", "qk_norm_rope_bwd"]
+    assert [row.op for row in rows] == ["qk_norm_rope_fwd", "qk_norm_rope_bwd"]
 
 
 def test_every_error_says_what_to_do():
