@@ -103,6 +103,10 @@ from jaxkern.primitives.norm.multi_rms_norm import multi_rms_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul
+from jaxkern.primitives.norm.rms_norm_quantized import (
+    add_rms_norm_quantized,
+    rms_norm_quantized,
+)
 from jaxkern.primitives.norm.sandwich_rms_norm import sandwich_rms_norm
 from jaxkern.primitives.optim.adamw import adam_update, adamw_update
 from jaxkern.primitives.quant.affine_matmul import dequantize_affine
@@ -194,6 +198,7 @@ __all__ = [
     "adam_update",
     "adamw_update",
     "add_rms_norm",
+    "add_rms_norm_quantized",
     "allocate_pages",
     "append_kv_cache",
     "append_paged_kv_cache",
@@ -293,6 +298,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_add",
     "rms_norm_mul",
+    "rms_norm_quantized",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",

@@ -7,12 +7,40 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
+from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm_p
+from jaxkern.primitives.norm.group_norm import group_norm_p
+from jaxkern.primitives.norm.l2_norm import l2_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
+from jaxkern.primitives.norm.moe_rms_norm_add import moe_rms_norm_add_p
+from jaxkern.primitives.norm.multi_rms_norm import dual_rms_norm_p, triple_rms_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
+from jaxkern.primitives.norm.rms_norm_add import rms_norm_add_p
+from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul_p
+from jaxkern.primitives.norm.rms_norm_quantized import (
+    add_rms_norm_quantized_p,
+    rms_norm_quantized_p,
+)
+from jaxkern.primitives.norm.sandwich_rms_norm import (
+    sandwich_rms_norm_p,
+    sandwich_triple_rms_norm_p,
+)
+from jaxkern.primitives.rope.head_norm_rope import head_norm_rope_p
+from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.triton.activation import softmax
-from jaxkern.triton.norm import layer_norm, rms_norm
-from jaxkern.triton.rope import apply_rope
+from jaxkern.triton.norm import (
+    gated_rms_norm,
+    group_norm,
+    l2_norm,
+    layer_norm,
+    moe_rms_norm_add,
+    multi_rms_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_quantized,
+    sandwich_rms_norm,
+)
+from jaxkern.triton.rope import apply_rope, head_norm_rope, qk_norm_rope
 from jaxkern.triton.triton_call import unsupported
 
 # fmt: off
@@ -21,8 +49,48 @@ ROWS = (
     (rms_norm_p,     rms_norm.rms_norm_fwd,     rms_norm.rms_norm_bwd,     unsupported),
     (add_rms_norm_p, rms_norm.add_rms_norm_fwd, rms_norm.add_rms_norm_bwd, unsupported),
     (layer_norm_p,   layer_norm.layer_norm_fwd, layer_norm.layer_norm_bwd, unsupported),
+    (l2_norm_p,      l2_norm.l2_norm_fwd,       l2_norm.l2_norm_bwd,       unsupported),
+    (group_norm_p,
+     group_norm.group_norm_fwd, group_norm.group_norm_bwd, group_norm.unsupported),
     (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
     (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, apply_rope.unsupported),
+    (gated_rms_norm_p,
+     gated_rms_norm.gated_rms_norm_fwd, gated_rms_norm.gated_rms_norm_bwd,
+     gated_rms_norm.unsupported),
+    (rms_norm_mul_p,
+     gated_rms_norm.rms_norm_mul_fwd, gated_rms_norm.rms_norm_mul_bwd,
+     gated_rms_norm.unsupported),
+    (rms_norm_add_p,
+     rms_norm_add.rms_norm_add_fwd, rms_norm_add.rms_norm_add_bwd,
+     sandwich_rms_norm.unsupported),
+    (dual_rms_norm_p,
+     multi_rms_norm.multi_rms_norm_fwd, multi_rms_norm.dual_rms_norm_bwd,
+     sandwich_rms_norm.unsupported),
+    (triple_rms_norm_p,
+     multi_rms_norm.multi_rms_norm_fwd, multi_rms_norm.triple_rms_norm_bwd,
+     sandwich_rms_norm.unsupported),
+    (sandwich_rms_norm_p,
+     sandwich_rms_norm.sandwich_rms_norm_fwd, sandwich_rms_norm.sandwich_rms_norm_bwd,
+     sandwich_rms_norm.unsupported),
+    (sandwich_triple_rms_norm_p,
+     sandwich_rms_norm.sandwich_rms_norm_fwd,
+     sandwich_rms_norm.sandwich_triple_rms_norm_bwd,
+     sandwich_rms_norm.unsupported),
+    (moe_rms_norm_add_p,
+     moe_rms_norm_add.moe_rms_norm_add_fwd, moe_rms_norm_add.moe_rms_norm_add_bwd,
+     moe_rms_norm_add.unsupported),
+    (rms_norm_quantized_p,
+     rms_norm_quantized.rms_norm_quantized_fwd, None,
+     rms_norm_quantized.unsupported),
+    (add_rms_norm_quantized_p,
+     rms_norm_quantized.add_rms_norm_quantized_fwd, None,
+     rms_norm_quantized.unsupported),
+    (head_norm_rope_p,
+     head_norm_rope.head_norm_rope_fwd, head_norm_rope.head_norm_rope_bwd,
+     qk_norm_rope.unsupported),
+    (qk_norm_rope_p,
+     qk_norm_rope.qk_norm_rope_fwd, qk_norm_rope.qk_norm_rope_bwd,
+     qk_norm_rope.unsupported),
 )
 # fmt: on
 for op, fwd, bwd, unless in ROWS:

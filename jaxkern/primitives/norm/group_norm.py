@@ -57,12 +57,14 @@ def group_norm(
                 f"group_norm: `{name}` must have shape ({channels},), got {v.shape}."
             )
     size = (groups, channels // groups)
-    y = group_norm_p(
-        images.reshape(images.shape[0], *size, math.prod(images.shape[2:])),
-        None if weight is None else weight.reshape(size),
-        None if bias is None else bias.reshape(size),
-        eps=eps,
-    )
+    pixels = math.prod(images.shape[2:])
+    weight, bias = (None if v is None else v.reshape(size) for v in (weight, bias))
+    if axis % x.ndim == x.ndim - 1 and x.ndim > 2:
+        pixels_first = x.reshape(x.shape[0], pixels, *size)
+        y = channels_last_group_norm_p(pixels_first, weight, bias, eps=eps)
+        return y.reshape(x.shape)
+    rows = images.reshape(images.shape[0], *size, pixels)
+    y = group_norm_p(rows, weight, bias, eps=eps)
     return jnp.moveaxis(y.reshape(images.shape), 1, axis)
 
 
@@ -128,5 +130,60 @@ group_norm_p = kernel_primitive(
     group_norm_reference,
     fwd=group_norm_fwd_reference,
     bwd=group_norm_bwd_reference,
+    replicated=("channel", "pixel"),  # the means run over them
+)
+
+
+def channels_last_group_norm_reference(
+    x: Float[Array, "... pixel group channel"],
+    weight: Float[Array, "group channel"] | None,
+    bias: Float[Array, "group channel"] | None,
+    *,
+    eps: float,
+) -> Float[Array, "... pixel group channel"]:
+    return channels_last_group_norm_fwd_reference(x, weight, bias, eps=eps)[0]
+
+
+def channels_last_group_norm_fwd_reference(
+    x: Float[Array, "... pixel group channel"],
+    weight: Float[Array, "group channel"] | None,
+    bias: Float[Array, "group channel"] | None,
+    *,
+    eps: float,
+) -> tuple[
+    Float[Array, "... pixel group channel"],
+    Float[Array, "... group 1 1"],
+    Float[Array, "... group 1 1"],
+]:
+    rows = jnp.moveaxis(x, -3, -1)
+    y, mean, rstd = group_norm_fwd_reference(rows, weight, bias, eps=eps)
+    return jnp.moveaxis(y, -1, -3), mean, rstd
+
+
+def channels_last_group_norm_bwd_reference(
+    x: Float[Array, "... pixel group channel"],
+    weight: Float[Array, "group channel"] | None,
+    bias: Float[Array, "group channel"] | None,
+    mean: Float[Array, "... group 1 1"],
+    rstd: Float[Array, "... group 1 1"],
+    dy: Float[Array, "... pixel group channel"],
+    *,
+    eps: float,
+) -> tuple[
+    Float[Array, "... pixel group channel"],
+    Float[Array, "group channel"] | None,
+    Float[Array, "group channel"] | None,
+]:
+    rows, drows = (jnp.moveaxis(v, -3, -1) for v in (x, dy))
+    dx, dweight, dbias = group_norm_bwd_reference(
+        rows, weight, bias, mean, rstd, drows, eps=eps
+    )
+    return jnp.moveaxis(dx, -1, -3), dweight, dbias
+
+
+channels_last_group_norm_p = kernel_primitive(
+    channels_last_group_norm_reference,
+    fwd=channels_last_group_norm_fwd_reference,
+    bwd=channels_last_group_norm_bwd_reference,
     replicated=("channel", "pixel"),  # the means run over them
 )

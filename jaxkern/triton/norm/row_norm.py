@@ -2,7 +2,8 @@
 
     u = x + residual;  xhat = (u - mean(u)) * rstd;  y = xhat * (weight + offset) + bias
 
-With CENTER unset the mean is not subtracted and rstd = 1 / rms(u). Every tensor is read
+With CENTER unset the mean is not subtracted and rstd = 1 / rms(u). Squares are divided
+by COUNT, which is D, or 1 where their sum is meant (l2_norm). Every tensor is read
 and written once in device memory: a narrow row stays in registers, a long one is read
 again from the caches. Backward programs walk over many rows, so that the gradients of
 weight and bias cost one partial sum a program.
@@ -94,6 +95,7 @@ def row_norm_fwd_kernel(
     NUM_ROWS: tl.constexpr,
     D: tl.constexpr,
     EPS: tl.constexpr,
+    COUNT: tl.constexpr,
     OFFSET: tl.constexpr,
     CENTER: tl.constexpr,
     ROWS: tl.constexpr,
@@ -123,7 +125,7 @@ def row_norm_fwd_kernel(
             u = tl.where(inside, u - rest, 0.0)
             if mean_ptr is not None:
                 tl.store(mean_ptr + rows, mean + rest, rows < NUM_ROWS)
-        rstd = tl.rsqrt(tl.sum(u * u, 1, keep_dims=True) / D + EPS)
+        rstd = tl.rsqrt(tl.sum(u * u, 1, keep_dims=True) / COUNT + EPS)
         if rstd_ptr is not None:
             tl.store(rstd_ptr + rows, rstd, rows < NUM_ROWS)
         y = u * rstd
@@ -146,6 +148,7 @@ def long_row_norm_fwd_kernel(
     rstd_ptr,
     D: tl.constexpr,
     EPS: tl.constexpr,
+    COUNT: tl.constexpr,
     OFFSET: tl.constexpr,
     CENTER: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -176,7 +179,7 @@ def long_row_norm_fwd_kernel(
         squares += count * (means - mean) * (means - mean)
         if mean_ptr is not None:
             tl.store(mean_ptr + row, mean)
-    variance = tl.sum(squares, 0) / D
+    variance = tl.sum(squares, 0) / COUNT
     rstd = tl.rsqrt(variance + EPS)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)
@@ -206,6 +209,7 @@ def row_norm_fwd(
     eps: float,
     offset: float,
     center: bool,
+    mean_square: bool = True,
 ) -> tuple[jax.Array | None, ...]:
     """(y, total, mean, rstd); total without a residual and mean uncentred are None."""
     *lead, d = x.shape
@@ -223,7 +227,8 @@ def row_norm_fwd(
         "mean_ptr": per_row if center else None,
         "rstd_ptr": per_row,
     }
-    constants = {"D": d, "EPS": eps, "OFFSET": offset, "CENTER": center}
+    count = d if mean_square else 1
+    constants = {"D": d, "EPS": eps, "OFFSET": offset, "CENTER": center, "COUNT": count}
     if d <= (CENTERED if center else NARROW):
         sizes = forward_tile(rows, d, x.dtype)
         blocks = -(-rows // sizes["ROWS"])
@@ -253,6 +258,7 @@ def row_norm_bwd_kernel(
     dbias_ptr,
     NUM_ROWS: tl.constexpr,
     D: tl.constexpr,
+    COUNT: tl.constexpr,
     OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -285,7 +291,7 @@ def row_norm_bwd_kernel(
         dxhat = dy
         if weight_ptr is not None:
             dxhat = dy * scale
-        du = dxhat - xhat * (tl.sum(dxhat * xhat, 1, keep_dims=True) / D)
+        du = dxhat - xhat * (tl.sum(dxhat * xhat, 1, keep_dims=True) / COUNT)
         if mean_ptr is not None:
             du -= tl.sum(dxhat, 1, keep_dims=True) / D
         du = du * rstd
@@ -321,6 +327,7 @@ def chunked_row_norm_bwd_kernel(
     dbias_ptr,
     NUM_ROWS: tl.constexpr,
     D: tl.constexpr,
+    COUNT: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -353,7 +360,7 @@ def chunked_row_norm_bwd_kernel(
                 dxhat *= w.to(tl.float32) + OFFSET
             products += dxhat * (u - mean)
             sums += dxhat
-        along_xhat = tl.sum(products, 0) * rstd / D
+        along_xhat = tl.sum(products, 0) * rstd / COUNT
         along_mean = tl.sum(sums, 0) / D
         for k in tl.static_range(CHUNKS):
             mask = k * BLOCK + columns < D
@@ -401,6 +408,7 @@ def row_norm_means_kernel(
     along_xhat_ptr,
     along_mean_ptr,
     D: tl.constexpr,
+    COUNT: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -426,7 +434,7 @@ def row_norm_means_kernel(
             dxhat *= w + OFFSET
         products += dxhat * (u - mean)
         sums += dxhat
-    tl.store(along_xhat_ptr + row, tl.sum(products, 0) * rstd / D)
+    tl.store(along_xhat_ptr + row, tl.sum(products, 0) * rstd / COUNT)
     if along_mean_ptr is not None:
         tl.store(along_mean_ptr + row, tl.sum(sums, 0) / D)
 
@@ -513,6 +521,7 @@ def row_norm_bwd(
     *,
     offset: float,
     wanted: Sequence[bool],
+    mean_square: bool = True,
 ) -> tuple[jax.Array | None, ...]:
     """Gradients of (x, residual, weight, bias); None where absent or not wanted."""
     *_, d = x.shape
@@ -528,7 +537,7 @@ def row_norm_bwd(
         "dy_ptr": dy,
         "dtotal_ptr": dtotal,
     }
-    constants = {"D": d, "OFFSET": offset}
+    constants = {"D": d, "OFFSET": offset, "COUNT": d if mean_square else 1}
 
     def results(parts: int) -> dict:
         partial = jax.ShapeDtypeStruct((parts, d), jnp.float32)
@@ -575,6 +584,7 @@ def long_row_norm_bwd(
     sizes = {"BLOCK": 8192, "num_warps": 16}
     found = sparse_call(row_norm_means_kernel, (rows,), read, means, constants | sizes)
     given = given | dict(zip(means, found, strict=True))
+    constants = {n: c for n, c in constants.items() if n != "COUNT"}  # is in the means
     sizes = {"BLOCK": 1024, "ROWS": 2, "NUM_ROWS": rows, "num_warps": 4}
     stripes = -(-d // sizes["BLOCK"])
     parts = max(1, min(4 * num_sms() // stripes, -(-rows // sizes["ROWS"])))

@@ -8,7 +8,7 @@ import pytest
 from jaxkern import group_norm
 from tests.checks import bf16, case, f16, f32
 
-CASES = [  # x[b, group, channel, pixel]
+CHANNELS_FIRST = [  # x[b, group, channel, pixel]
     case(
         "stable_diffusion_unet",
         x=bf16(2, 32, 10, 64),
@@ -31,6 +31,13 @@ CASES = [  # x[b, group, channel, pixel]
     case("empty_batch", x=f32(0, 2, 3, 4), weight=f32(2, 3)),
     case("empty_image", x=f32(2, 2, 3, 0), weight=f32(2, 3), bias=f32(2, 3)),
 ]
+CASES = {
+    "group_norm": CHANNELS_FIRST,
+    "channels_last_group_norm": [  # x[b, pixel, group, channel]
+        case("even", x=f32(2, 4, 8, 2), weight=f32(8, 2), bias=f32(8, 2), eps=1e-5),
+        case("odd", x=bf16(3, 7, 5, 3), weight=f32(5, 3), eps=0.1),
+    ],
+}
 
 
 def formula(x, weight, bias, groups, eps=1e-5):

@@ -1,0 +1,212 @@
+"""Group normalisation of images with whole channels in a row (NCHW).
+
+    y = (x - mean) * rstd * weight + bias, mean and variance over a group
+
+A program takes a group of an image, in tiles of channels by pixels: once for mean and
+variance, each thread by Welford's update of its own lanes, so that no digits are lost
+far from zero, and again, mostly from the L2 cache, to write. Backward likewise; the
+sums over the pixels of each channel serve dx, dweight and dbias.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.triton import triton_call
+from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
+from jaxkern.triton.norm.row_tiles import read, read_and_keep, write
+from jaxkern.triton.triton_call import jit, like, sparse_call, tl
+
+LONGEST = 131072  # elements of a group: those in flight stay in the L2 cache
+SMALL = 8192  # elements of a group that a program reads at once
+
+
+def unsupported(*, x, **named) -> str | None:
+    size = x.shape[-1] * x.shape[-2]
+    if size > LONGEST:
+        return f"a group has {size} elements, more than {LONGEST}"
+    if size > SMALL and x.size // size < num_sms():
+        return f"{x.size // size} groups of {size} elements do not fill the GPU"
+    return triton_call.unsupported(x=x, **named)
+
+
+def tile_sizes(kernel: str, x: jax.Array, elements: int) -> dict:
+    """A tile of whole channels, or a part of one."""
+    groups, channels, pixels = x.shape[-3:]
+    wide = min(next_power_of_2(pixels), elements)
+    high = min(next_power_of_2(channels), elements // wide)
+    warps = max(1, min(8, high * wide // 256))
+    rule = {"HIGH": high, "WIDE": wide, "STAGES": 3, "num_warps": warps}
+    sizes = tuned(kernel, channels * pixels, x.dtype, rule)
+    tiles = -(-channels // sizes["HIGH"]) * -(-pixels // sizes["WIDE"])
+    return sizes | {"GROUPS": groups, "C": channels, "P": pixels, "TILES": tiles}
+
+
+@jit
+def tile_at(tile, P: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """Channels [HIGH, 1] and pixels [1, WIDE]; tiles of a channel are neighbours."""
+    across: tl.constexpr = (P + WIDE - 1) // WIDE
+    channel = tile // across * HIGH + tl.arange(0, HIGH)[:, None]
+    pixel = tile % across * WIDE + tl.arange(0, WIDE)[None, :]
+    return channel, pixel
+
+
+@jit
+def factors_of(ptr, group, channel, inside, C: tl.constexpr, ABSENT: tl.constexpr):
+    """Weight or bias of a tile's channels, [HIGH, 1]."""
+    if ptr is None:
+        return ABSENT
+    else:
+        return tl.load(ptr + group * C + channel, inside, 0.0).to(tl.float32)
+
+
+@jit
+def group_norm_fwd_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    GROUPS: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    EPS: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * (C * P)
+    # each lane's own count, mean and sum of squares about it
+    count = tl.zeros([HIGH, WIDE], tl.float32)
+    means = tl.zeros([HIGH, WIDE], tl.float32)
+    squares = tl.zeros([HIGH, WIDE], tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        channel, pixel = tile_at(tile, P, HIGH, WIDE)
+        mask = (channel < C) & (pixel < P)
+        x = read_and_keep(x_ptr, start + channel * P + pixel, mask)
+        count += tl.where(mask, 1.0, 0.0)
+        step = tl.where(mask, x - means, 0.0)
+        means += step / tl.maximum(count, 1.0)
+        squares += step * tl.where(mask, x - means, 0.0)
+    mean = tl.sum(tl.sum(count * means, 1), 0) / (C * P)
+    means -= mean
+    squares += count * means * means
+    rstd = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (C * P) + EPS)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        channel, pixel = tile_at(tile, P, HIGH, WIDE)
+        mask = (channel < C) & (pixel < P)
+        scale = factors_of(weight_ptr, row % GROUPS, channel, channel < C, C, 1.0)
+        shift = factors_of(bias_ptr, row % GROUPS, channel, channel < C, C, 0.0)
+        at = start + channel * P + pixel
+        y = (read(x_ptr, at, mask) - mean) * rstd * scale + shift
+        write(y_ptr, at, y, mask)
+
+
+def group_norm_fwd(x, weight, bias, *, eps):
+    *lead, _, _ = x.shape
+    rows = x.size // (x.shape[-1] * x.shape[-2]) if x.size else 0
+    per_group = jax.ShapeDtypeStruct((*lead, 1, 1), jnp.float32)
+    return sparse_call(
+        group_norm_fwd_kernel,
+        (rows,),
+        {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias},
+        {"y_ptr": like(x), "mean_ptr": per_group, "rstd_ptr": per_group},
+        tile_sizes("group_norm_fwd", x, 4096) | {"EPS": eps},
+    )
+
+
+@jit
+def group_norm_bwd_kernel(
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dy_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    GROUPS: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * (C * P)
+    mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
+    along_mean = tl.zeros([HIGH, WIDE], tl.float32)
+    along_xhat = tl.zeros([HIGH, WIDE], tl.float32)
+    sums = tl.zeros([HIGH, WIDE], tl.float32)
+    products = tl.zeros([HIGH, WIDE], tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        channel, pixel = tile_at(tile, P, HIGH, WIDE)
+        mask = (channel < C) & (pixel < P)
+        at = start + channel * P + pixel
+        dy = read_and_keep(dy_ptr, at, mask)
+        xhat = (read_and_keep(x_ptr, at, mask) - mean) * rstd
+        scale = factors_of(weight_ptr, row % GROUPS, channel, channel < C, C, 1.0)
+        along_mean += dy * scale
+        along_xhat += dy * xhat * scale
+        if dweight_ptr is not None:
+            # the sums of a channel start anew at its first pixels, end at its last
+            products = tl.where(pixel < WIDE, 0.0, products) + dy * xhat
+            total = tl.sum(products, 1, keep_dims=True)
+            ends = (channel < C) & (tl.max(pixel, 1, keep_dims=True) >= P - 1)
+            write(dweight_ptr, row * C + channel, total, ends)
+        if dbias_ptr is not None:
+            sums = tl.where(pixel < WIDE, 0.0, sums) + dy
+            total = tl.sum(sums, 1, keep_dims=True)
+            ends = (channel < C) & (tl.max(pixel, 1, keep_dims=True) >= P - 1)
+            write(dbias_ptr, row * C + channel, total, ends)
+    if dx_ptr is not None:
+        by_mean = tl.sum(tl.sum(along_mean, 1), 0) / (C * P)
+        by_xhat = tl.sum(tl.sum(along_xhat, 1), 0) / (C * P)
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            channel, pixel = tile_at(tile, P, HIGH, WIDE)
+            mask = (channel < C) & (pixel < P)
+            at = start + channel * P + pixel
+            scale = factors_of(weight_ptr, row % GROUPS, channel, channel < C, C, 1.0)
+            xhat = (read(x_ptr, at, mask) - mean) * rstd
+            dxhat = read(dy_ptr, at, mask) * scale
+            write(dx_ptr, at, (dxhat - by_mean - xhat * by_xhat) * rstd, mask)
+
+
+def group_norm_bwd(x, weight, bias, mean, rstd, dy, *, eps, wanted):
+    del eps  # already in rstd
+    groups, channels, pixels = x.shape[-3:]
+    rows = x.size // (channels * pixels) if x.size else 0
+    # one sum for each image
+    partial = jax.ShapeDtypeStruct((rows, channels), jnp.float32)
+    vectors = {"dweight_ptr": weight, "dbias_ptr": bias}
+    results = {"dx_ptr": like(x)}
+    results |= {n: None if v is None else partial for n, v in vectors.items()}
+    dx, *sums = sparse_call(
+        group_norm_bwd_kernel,
+        (rows,),
+        {
+            "x_ptr": x,
+            "weight_ptr": weight,
+            "mean_ptr": mean,
+            "rstd_ptr": rstd,
+            "dy_ptr": dy,
+        },
+        {
+            n: r if w else None
+            for (n, r), w in zip(results.items(), wanted, strict=True)
+        },
+        tile_sizes("group_norm_bwd", x, 2048),
+    )
+    dweight, dbias = (
+        None
+        if s is None or v is None
+        else s.reshape(-1, groups, channels).sum(0).astype(v.dtype)
+        for s, v in zip(sums, (weight, bias), strict=True)
+    )
+    return dx, dweight, dbias

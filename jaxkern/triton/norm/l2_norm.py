@@ -1,0 +1,35 @@
+"""l2_norm: rows of `row_norm` that divide by the sum of squares, not its mean."""
+
+from jaxkern.triton.norm.row_norm import row_norm_bwd, row_norm_fwd
+
+
+def l2_norm_fwd(x, *, eps):
+    y, _, _, rnorm = row_norm_fwd(
+        x,
+        None,
+        None,
+        None,
+        eps=eps,
+        offset=0.0,
+        center=False,
+        mean_square=False,
+    )
+    return y, rnorm
+
+
+def l2_norm_bwd(x, rnorm, dy, *, eps):
+    del eps  # already in rnorm
+    dx, *_ = row_norm_bwd(
+        x,
+        None,
+        None,
+        None,
+        None,
+        rnorm,
+        dy,
+        None,
+        offset=0.0,
+        wanted=(True, False, False, False),
+        mean_square=False,
+    )
+    return dx

@@ -1,0 +1,29 @@
+"""rms_norm_add: the first half of sandwich_rms_norm, with a factor of the sum."""
+
+from jaxkern.triton.norm.sandwich_rms_norm import sandwich_norm_bwd, sandwich_norm_fwd
+
+
+def rms_norm_add_fwd(x, residual, weight, scale, *, eps, offset):
+    _, total, rstd, _ = sandwich_norm_fwd(
+        x, residual, weight, scale, (), eps=eps, offset=offset
+    )
+    return total, rstd
+
+
+def rms_norm_add_bwd(x, residual, weight, scale, rstd, dy, *, eps, offset, wanted):
+    del eps  # already in rstd
+    passes = scale is None  # then dresidual is dy itself
+    if passes:
+        wanted = (wanted[0], False, *wanted[2:])
+    dx, dresidual, dweight, dscale, *_ = sandwich_norm_bwd(
+        x,
+        residual,
+        (weight, scale),
+        rstd,
+        None,
+        (),
+        dy,
+        offset=offset,
+        wanted=wanted,
+    )
+    return dx, dy if passes else dresidual, dweight, dscale

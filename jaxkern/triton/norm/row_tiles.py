@@ -1,0 +1,102 @@
+"""Tiles of whole rows: how large they are, how they are read and written.
+
+A forward program reads its rows in chunks, once for the statistics and once more, then
+mostly from the caches, to write the results. A backward program keeps its rows in
+registers, walks over many of them, and holds the sums that gradients of weights are.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_programs, tuned
+from jaxkern.triton.triton_call import jit, max_shared_bytes, tl
+
+NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
+
+
+def forward_tile(kernel: str, rows: int, d: int, dtype: Any) -> dict:
+    """About 16 elements a thread; large chunks, with little waste for odd d."""
+    block, together = next_power_of_2(d), 1
+    if d <= NARROW:
+        together = max(1, min(2048 // block, next_power_of_2(rows)))
+        warps = max(together * block // (16 * WARP), 1)
+    else:
+        block = 16384 if d > 65536 else 4096 if d > 2048 else 1024
+        warps = block // 512 if d < 8192 else max(16, block // 512)
+    rule = {"BLOCK": block, "ROWS": together, "num_warps": warps}
+    return tuned(kernel, d, dtype, rule) | {"NUM_ROWS": rows, "D": d}
+
+
+def backward_tile(
+    kernel: str, x: jax.Array, streams: int, elements: int, stages: int
+) -> dict:
+    """One program a multiprocessor, with further tiles loading where they fit.
+
+    Args:
+      kernel: its name in the tables.
+      x: an operand.
+      streams: how many tensors and vectors the kernel reads.
+      elements: of one tile; at least a row.
+      stages: tiles in flight, the one in registers included, where they fit.
+    """
+    rows, d = num_rows(x), x.shape[-1]
+    block = next_power_of_2(d)
+    together = max(1, min(elements // block, next_power_of_2(rows)))
+    tile_bytes = together * block * x.dtype.itemsize * streams
+    while (stages - 1) * tile_bytes > max_shared_bytes() - 2048:
+        stages -= 1
+    rule = {
+        "BLOCK": block,
+        "ROWS": together,
+        "WAVES": 1,
+        "STAGES": stages,
+        "num_warps": min(16, max(1, together * block // 256)),
+    }
+    sizes = tuned(kernel, d, x.dtype, rule)
+    programs = num_programs(-(-rows // sizes["ROWS"]), sizes.pop("WAVES"))
+    return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
+
+
+def num_rows(x: jax.Array) -> int:
+    return x.size // x.shape[-1] if x.shape[-1] else 0
+
+
+def per_row(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.shape[:-1], 1), jnp.float32)
+
+
+def summed(partial: jax.Array | None, like: jax.Array | None) -> jax.Array | None:
+    """The sum over programs, in the dtype of `like`."""
+    if partial is None or like is None:
+        return None
+    return partial.sum(0).astype(like.dtype)
+
+
+@jit
+def read(ptr, at, mask):
+    """For the last time."""
+    return tl.load(ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@jit
+def read_and_keep(ptr, at, mask):
+    """To be read again soon."""
+    return tl.load(ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@jit
+def write(ptr, at, value, mask):
+    """Nothing where the result is not wanted."""
+    if ptr is not None:
+        tl.store(ptr + at, value, mask, eviction_policy="evict_first")
+
+
+@jit
+def factor(weight_ptr, columns, inside, OFFSET: tl.constexpr):
+    """What the norm is multiplied by; 1 without a weight."""
+    if weight_ptr is None:
+        return 1.0
+    else:
+        return tl.load(weight_ptr + columns, inside, 0.0).to(tl.float32) + OFFSET
