@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern.triton.block_sizes import cuda_device
 
@@ -287,8 +289,14 @@ def abstract_eval(*avals, launch: Launch, out: tuple, aliases: tuple) -> list:
     like = next((a for a in avals if a.manual_axis_type.varying == varying), None)
     if like is None:
         return [ShapedArray(shape, dtype) for shape, dtype in out]
+    mesh = like.sharding.mesh
     return [
-        ShapedArray(shape, dtype, manual_axis_type=like.manual_axis_type)
+        ShapedArray(
+            shape,
+            dtype,
+            sharding=NamedSharding(mesh, P(*[None] * len(shape))),
+            manual_axis_type=like.manual_axis_type,
+        )
         for shape, dtype in out
     ]
 
