@@ -6,6 +6,9 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.index.embedding import embedding_p
+from jaxkern.primitives.loss.cross_entropy import cross_entropy_p
+from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm_p
 from jaxkern.primitives.norm.group_norm import group_norm_p
@@ -24,10 +27,13 @@ from jaxkern.primitives.norm.sandwich_rms_norm import (
     sandwich_rms_norm_p,
     sandwich_triple_rms_norm_p,
 )
+from jaxkern.primitives.optim.adamw import adamw_tree_p
 from jaxkern.primitives.rope.head_norm_rope import head_norm_rope_p
 from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.triton.activation import softmax
+from jaxkern.triton.index import embedding
+from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
 from jaxkern.triton.norm import (
     gated_rms_norm,
     group_norm,
@@ -40,6 +46,7 @@ from jaxkern.triton.norm import (
     rms_norm_quantized,
     sandwich_rms_norm,
 )
+from jaxkern.triton.optim import adamw
 from jaxkern.triton.rope import apply_rope, head_norm_rope, qk_norm_rope
 from jaxkern.triton.triton_call import unsupported
 
@@ -53,6 +60,10 @@ ROWS = (
     (group_norm_p,
      group_norm.group_norm_fwd, group_norm.group_norm_bwd, group_norm.unsupported),
     (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
+    (cross_entropy_p, cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd, cross_entropy.unsupported),
+    (linear_cross_entropy_p, linear_cross_entropy.linear_cross_entropy_fwd, linear_cross_entropy.linear_cross_entropy_bwd, linear_cross_entropy.unsupported),
+    (embedding_p,    None,              embedding.embedding_bwd,   embedding.unsupported),
+    (adamw_tree_p,   adamw.adamw_tree,            None,                      adamw.unsupported),
     (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, apply_rope.unsupported),
     (gated_rms_norm_p,
      gated_rms_norm.gated_rms_norm_fwd, gated_rms_norm.gated_rms_norm_bwd,

@@ -91,7 +91,7 @@ def lower(
     platform: str,
     backend: str,
     *,
-    fwd: Callable,
+    fwd: Callable | None,
     bwd: Callable | None = None,
     primal: Callable | None = None,
     unless: Callable[..., str | None] = never_refuses,
@@ -102,7 +102,8 @@ def lower(
       p: the op.
       platform: "cpu", "cuda", or the name of a plugin's platform.
       backend: the kind of kernel, one of `BACKENDS`.
-      fwd: kernel for the op with residuals (for the op itself if it saves none).
+      fwd: kernel for the op with residuals (for the op itself if it saves none); None
+        where only the backward pass has a kernel.
       bwd: kernel for the gradients; where it takes `wanted` it learns which.
       primal: kernel for inference; without it `fwd` with its residuals dropped.
       unless: called with the operands' shapes and dtypes by name (None where absent)
@@ -112,10 +113,11 @@ def lower(
         raise ValueError(
             f"lower: `backend` must be one of {BACKENDS[2:]}, got {backend!r}."
         )
-    if p.fwd is not None:
+    if p.fwd is not None and fwd is not None:
         add_row(p.fwd, platform, Row(backend, fwd, unless))
         primal = primal or without_residuals(fwd, len(p.results))
-    add_row(p, platform, Row(backend, primal or fwd, unless))
+    if kernel := primal or fwd:
+        add_row(p, platform, Row(backend, kernel, unless))
     if bwd is not None:
         if p.bwd is None:
             raise TypeError(f"lower: {p.name} declares no bwd, got {bwd}.")

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.primitives.kernel_primitive import Annotated, Call, KernelPrimitive
+from jaxkern.primitives.leafwise_primitive import LeafwisePrimitive
 
 Axes = tuple[str, ...]
 
@@ -167,6 +168,40 @@ class Factors:
         return [reduced(y, dims) for y, dims in zip(out, self.outs, strict=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class LeafFactors(Factors):
+    """Factors of a leafwise op: each leaf is cut its own way, nothing is summed."""
+
+    num_leaves: int
+
+    @classmethod
+    def of(
+        cls, p: KernelPrimitive, call: Call, avals_in: Sequence, avals_out: Sequence
+    ):
+        f = Factors.of(p, call, avals_in, avals_out)
+        vmaps = {name for name in f.sizes if name.startswith("v")}  # all leaves share
+        num_leaves = len(call.ranks)  # pyright: ignore[reportAttributeAccessIssue]
+        return cls(f.ins, f.outs, f.sizes, f.whole | vmaps, num_leaves)
+
+    def cuts(self, specs: Sequence[Sequence], mesh_shape) -> dict[str, Axes]:
+        cut: dict[str, Axes] = {}
+        for k in range(self.num_leaves):
+            every = slice(k, None, self.num_leaves)
+            leaf = Factors(self.ins[every], [], self.sizes, self.whole)
+            cut |= leaf.cuts(specs[every], mesh_shape)
+        return cut
+
+    def all_reduced(self, out: Sequence, cut: dict[str, Axes]) -> list:
+        return list(out)
+
+
+def factors_of_call(
+    p: KernelPrimitive, call: Call, avals_in: Sequence, avals_out: Sequence
+) -> Factors:
+    kind = LeafFactors if isinstance(p, LeafwisePrimitive) else Factors
+    return kind.of(p, call, avals_in, avals_out)
+
+
 def factors_of(
     annotation: Annotated, aval, levels: list[str], unique: Iterator[str]
 ) -> list[Axes]:
@@ -198,7 +233,7 @@ def partitioned(
     """
     traced = jax.make_jaxpr(local)(*avals_in)
     num_operands = len(avals_in)
-    factors = Factors.of(p, call, avals_in, avals_out).with_held(traced.consts)
+    factors = factors_of_call(p, call, avals_in, avals_out).with_held(traced.consts)
 
     def partition(mesh, arg_infos, result_infos):
         del result_infos  # they follow from the operands
@@ -249,7 +284,7 @@ def refusal_by_type(p: KernelPrimitive, call: Call, avals: Sequence) -> str | No
     mesh = avals[0].sharding.mesh if avals else None
     if mesh is None or mesh.empty or not mesh.explicit_axes:
         return None
-    factors = Factors.of(p, call, avals, ())
+    factors = factors_of_call(p, call, avals, ())
     in_specs, _ = factors.specs(cuts_by_type(factors, avals))
     operands, _ = p.array_annotations(call)
     for operand, aval, spec in zip(operands, avals, in_specs, strict=True):
@@ -269,7 +304,7 @@ def sharded_by_type(
     avals_out: Sequence,
 ) -> Callable:
     """`local` on each device's shards, cut as the operands' types say."""
-    factors = Factors.of(p, call, avals_in, avals_out)
+    factors = factors_of_call(p, call, avals_in, avals_out)
     cut = cuts_by_type(factors, avals_in)
     return jax.shard_map(
         lambda *arrays: factors.all_reduced(local(*arrays), cut),

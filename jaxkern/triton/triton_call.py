@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern.triton.block_sizes import cuda_device
 
@@ -93,14 +95,15 @@ class Launch(NamedTuple):
     Attributes:
       kernel: the `jit` function. Its parameters are pointers to the operands, pointers
         to the results, then constants.
-      operands: names of the Triton types of all pointers, such as "*bf16".
+      operands: names of the Triton types of all pointers, such as "*bf16"; a tuple of
+        names for a parameter that is a tuple of pointers.
       constants: (name, value) of every `tl.constexpr` parameter.
       grid: number of programs along each of up to three axes.
       num_warps, num_stages: of one program.
     """
 
     kernel: Any
-    operands: tuple[str, ...]
+    operands: tuple[str | tuple[str, ...], ...]
     constants: tuple[tuple[str, Any], ...]
     grid: tuple[int, ...]
     num_warps: int
@@ -142,7 +145,11 @@ class Launch(NamedTuple):
     def describe(self) -> str:
         """One line: grid, constants, registers, shared memory."""
         grid = "x".join(map(str, self.grid))
-        sizes = " ".join(f"{n}={v}" for n, v in self.constants if v is not None)
+        sizes = " ".join(
+            f"{n}=<{len(v)}>" if isinstance(v, tuple) else f"{n}={v}"
+            for n, v in self.constants
+            if v is not None
+        )
         line = f"{self.name}: {grid} programs of {self.num_warps} warps, {sizes}"
         if triton is None:
             return line
@@ -174,7 +181,10 @@ def compiled(launch: Launch, capability: int) -> Any:
         constexprs=constants,
         # XLA aligns every buffer to 16 bytes: loads can be 16 bytes wide.
         attrs={
-            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types
+            path: [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if n in types
+            for path in paths_of(i, types[n])
         },
     )
     options = {
@@ -183,6 +193,11 @@ def compiled(launch: Launch, capability: int) -> Any:
         "enable_fp_fusion": True,
     }
     return triton.compile(source, GPUTarget("cuda", capability, 32), options)
+
+
+def paths_of(i: int, type_: str | tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Where the pointers of parameter `i` are."""
+    return [(i,)] if isinstance(type_, str) else [(i, j) for j in range(len(type_))]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,8 +214,8 @@ def resources(launch: Launch, capability: int) -> dict[str, int]:
 
 def triton_call(
     kernel: Any,
-    *operands: jax.Array,
-    out: Sequence[jax.ShapeDtypeStruct],
+    *operands: jax.Array | Sequence[jax.Array],
+    out: Sequence,
     grid: tuple[int, ...],
     num_warps: int = 4,
     num_stages: int = 3,
@@ -212,25 +227,33 @@ def triton_call(
     Args:
       kernel: a `jit` function of pointers to the operands, pointers to the results and
         constants, in this order.
-      operands: arrays, contiguous.
-      out: shapes and dtypes of the results.
+      operands: arrays, contiguous; a list is one parameter, a tuple of pointers.
+      out: shapes and dtypes of the results, in lists likewise.
       grid: number of programs along each of up to three axes.
       num_warps: warps of one program.
       num_stages: depth to which Triton pipelines loads in loops.
-      aliases: pairs (operand, result) that share a buffer.
+      aliases: pairs (operand, result) that share a buffer, counted without the lists.
       constants: values of the `tl.constexpr` parameters.
 
     Returns:
-      The results. A kernel without programs or without elements leaves zeros.
+      The results, in one list. A kernel without programs or without elements leaves
+      zeros.
     """
-    if 0 in grid or all(0 in o.shape for o in out):
-        return [jnp.zeros(o.shape, o.dtype) for o in out]
-    pointers = tuple(POINTER[jnp.dtype(x.dtype).name] for x in (*operands, *out))
+    arrays, results = jax.tree.leaves(operands), jax.tree.leaves(out)
+    if 0 in grid or all(0 in o.shape for o in results):
+        return [jnp.zeros(o.shape, o.dtype) for o in results]
+    pointers = tuple(map(pointer_type, (*operands, *out)))
     launch = Launch(
         kernel, pointers, tuple(constants.items()), grid, num_warps, num_stages
     )
-    shapes = tuple((o.shape, jnp.dtype(o.dtype)) for o in out)
-    return triton_call_p.bind(*operands, launch=launch, out=shapes, aliases=aliases)
+    shapes = tuple((o.shape, jnp.dtype(o.dtype)) for o in results)
+    return triton_call_p.bind(*arrays, launch=launch, out=shapes, aliases=aliases)
+
+
+def pointer_type(x: Any) -> str | tuple[str, ...]:
+    if isinstance(x, list | tuple):
+        return tuple(POINTER[jnp.dtype(leaf.dtype).name] for leaf in x)
+    return POINTER[jnp.dtype(x.dtype).name]
 
 
 def like(x: jax.Array | None) -> jax.ShapeDtypeStruct | None:
@@ -266,8 +289,14 @@ def abstract_eval(*avals, launch: Launch, out: tuple, aliases: tuple) -> list:
     like = next((a for a in avals if a.manual_axis_type.varying == varying), None)
     if like is None:
         return [ShapedArray(shape, dtype) for shape, dtype in out]
+    mesh = like.sharding.mesh
     return [
-        ShapedArray(shape, dtype, manual_axis_type=like.manual_axis_type)
+        ShapedArray(
+            shape,
+            dtype,
+            sharding=NamedSharding(mesh, P(*[None] * len(shape))),
+            manual_axis_type=like.manual_axis_type,
+        )
         for shape, dtype in out
     ]
 
@@ -310,7 +339,9 @@ def lower(ctx, *args, launch: Launch, out: tuple, aliases: tuple):
     )
     grid = (*launch.grid, 1, 1)[:3]
     # The launcher checks 16-byte alignment; it need not clear the results.
-    parameters = [lib.create_array_parameter(0, 16) for _ in launch.operands]
+    parameters = [
+        lib.create_array_parameter(0, 16) for _ in jax.tree.leaves(launch.operands)
+    ]
     call = lib.TritonKernelCall(kernel, *grid, parameters)
     opaque = zlib.compress(call.to_proto(launch.name, b""))
     rule = jax.ffi.ffi_lowering(

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend, explain, rms_norm
 from jaxkern.primitives.kernel_primitive import REGISTRY
@@ -70,6 +72,14 @@ def test_kernels_are_in_the_module_for_cuda():
     f = jax.jit(jax.grad(lambda x, w: rms_norm(x, w).sum(), (0, 1)))
     text = f.trace(X, WEIGHT).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@triton_kernel_call_ffi") == 2
+
+
+def test_kernels_lower_inside_shard_map_with_checked_axes():
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("m"), P()), "out_specs": P("m")}
+    f = jax.jit(jax.shard_map(rms_norm, mesh=mesh, **specs))
+    text = f.trace(X, WEIGHT).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call_ffi") == 1
 
 
 def test_vmap_of_rows_is_one_launch():

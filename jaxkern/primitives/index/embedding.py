@@ -21,7 +21,8 @@ def embedding(
     The gradient is one XLA scatter-add of all rows, in float32 and rounded once, so a
     frequent id loses nothing in bfloat16. On a CPU XLA adds in the order of the ids,
     the same in every run; on a GPU in any order, unless its flag
-    `xla_gpu_deterministic_ops` is set.
+    `xla_gpu_deterministic_ops` is set. A GPU kernel takes large tables: it sorts the
+    ids and adds in a fixed order.
 
     An id outside [0, v), negative ones included, is not an error: traced values cannot
     raise. (`jnp.take` gives NaN there, and -1 is the last row.)

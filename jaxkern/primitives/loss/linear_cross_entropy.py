@@ -37,7 +37,7 @@ def linear_cross_entropy(
     ignore_index: int | None = -100,
     reduction: str = "none",
     return_lse: bool = False,
-    block_size: int = 4096,
+    block_size: int | None = None,
 ) -> Float[Array, "..."] | tuple[Array, Array]:
     """`cross_entropy(x @ weight.T, labels)`, logits made and used block by block.
 
@@ -54,7 +54,8 @@ def linear_cross_entropy(
       labels: `[...]`, any integer dtype.
       label_smoothing, z_loss, softcap, ignore_index, reduction, return_lse: see
         cross_entropy.
-      block_size: how many classes at once, at least 1.
+      block_size: how many classes at once, at least 1; None for as many as make 2**27
+        logits (0.5 GB in float32), but at least 4096.
 
     Returns:
       loss: `[...]`, or a scalar with a reduction; float32.
@@ -66,7 +67,7 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     check_options(op, label_smoothing, z_loss, softcap, reduction)
-    if block_size < 1:
+    if block_size is not None and block_size < 1:
         raise ValueError(f"{op}: `block_size` must be at least 1, got {block_size}.")
     loss, lse = linear_cross_entropy_p(
         x,
@@ -91,10 +92,10 @@ def linear_cross_entropy_reference(
     z_loss: float,
     softcap: float | None,
     ignore_index: int | None,
-    block_size: int,
+    block_size: int | None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     label = as_class(labels)
-    starts, block = blocks_of(weight, block_size)
+    starts, block = blocks_of(label.size, weight, block_size)
 
     def step(sums, start):
         lse, picked, total = sums
@@ -129,11 +130,11 @@ def linear_cross_entropy_bwd_reference(
     z_loss: float,
     softcap: float | None,
     ignore_index: int | None,
-    block_size: int,
+    block_size: int | None,
 ) -> tuple[Float[Array, "... d"], Float[Array, "v d"]]:
     del loss
     label = as_class(labels)
-    starts, block = blocks_of(weight, block_size)
+    starts, block = blocks_of(label.size, weight, block_size)
     v = weight.shape[0]
     dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
     factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
@@ -170,10 +171,19 @@ def logits_of(x, rows):
     )
 
 
-def blocks_of(weight, block_size):
+def size_of_blocks(num_tokens: int, v: int, block_size: int | None) -> int:
+    """`block_size`, or blocks of about equal size for which products are fast."""
+    if block_size is None:
+        most = max(2**27 // max(num_tokens, 1), 4096)
+        num_blocks = max(-(-v // most), 1)
+        block_size = -(-v // (256 * num_blocks)) * 256
+    return min(block_size, v)
+
+
+def blocks_of(num_tokens, weight, block_size):
     """Where the blocks of classes start, and their size."""
     v = weight.shape[0]
-    block = min(block_size, v)
+    block = size_of_blocks(num_tokens, v, block_size)
     return jnp.arange(0, v, max(block, 1)), block
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.leafwise_primitive import leafwise_primitive
 
 
 def adamw_update(
@@ -30,11 +31,12 @@ def adamw_update(
         m' = m / (1 - b1**step),     v' = v / (1 - b2**step)
         p <- p - learning_rate * (m' / (sqrt(v' + eps_root) + eps) + weight_decay p)
 
-    as `optax.adamw`, on every leaf. Computed in float32 (float64 for float64) from the
-    unrounded m and v, each result rounded once, so bfloat16 parameters may have float32
-    moments. A weight without gradient so far (v = 0) moves by its decay alone and has
-    a zero derivative in g. Donate the old arrays to `jax.jit` and XLA writes the new
-    ones in their place.
+    as `optax.adamw`, on every leaf, all in one equation. Computed in float32 (float64
+    for float64) from the unrounded m and v, each result rounded once, so bfloat16
+    parameters may have float32 moments. A weight without gradient so far (v = 0) moves
+    by its decay alone and has a zero derivative in g. Donate the old arrays to
+    `jax.jit` and the new ones are written in their place; the GPU kernel always writes
+    in place, so XLA first copies for it what was not donated.
 
     Args:
       params: pytree of arrays of any float dtype.
@@ -74,9 +76,9 @@ def adamw_update(
                 f"{other}."
             )
     options = dict(b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay)
-    rows = zip(leaves, *(leaves for _, (leaves, _) in others), strict=True)
-    new = [adamw_p(*row, learning_rate, step, **options) for row in rows]
-    params, m, v = (tree.unflatten([leaf[i] for leaf in new]) for i in range(3))
+    lists = (leaves, *(other for _, (other, _) in others))
+    new = adamw_tree_p(*lists, learning_rate, step, **options)
+    params, m, v = map(tree.unflatten, new)
     return params, m, v
 
 
@@ -145,3 +147,4 @@ def one_minus_power(b: float, t: Float[Array, ""]) -> Float[Array, ""]:
 
 
 adamw_p = kernel_primitive(adamw_reference)
+adamw_tree_p = leafwise_primitive(adamw_p)

@@ -1,0 +1,109 @@
+"""AdamW on a GPU: a tree of hundreds of leaves in place, special values, a mesh."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkern import adamw_update, backend
+from jaxkern.lowering.explain import default_platform
+from tests import checks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
+SHAPES = [(), (1,), (3, 5), (0, 4), (2048,), (16384,), (16385,), (40001,), (640, 513)]
+OPTIONS = dict(b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1)
+
+
+def state_of(shapes, dtype, seed=0):
+    """Parameters, gradients and float32 moments; every third leaf is in float32."""
+    rng = np.random.default_rng(seed)
+
+    def tree(low, given):
+        return [
+            jnp.asarray(rng.uniform(low, 1, s), given if k % 3 else jnp.float32)
+            for k, s in enumerate(shapes)
+        ]
+
+    return tree(-1, dtype), tree(-1, dtype), tree(-1, "float32"), tree(0, "float32")
+
+
+def update(params, grads, m, v, step):
+    return adamw_update(params, grads, m, v, step, learning_rate=0.1, **OPTIONS)
+
+
+def assert_near(found, expected):
+    for y, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert y.dtype == e.dtype and y.shape == e.shape
+        tolerance = 3e-6 if y.dtype == jnp.float32 else 8e-3
+        y, e = (np.asarray(x, np.float64) for x in (y, e))
+        np.testing.assert_allclose(y, e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("repeat", [1, 34])  # 306 leaves: several launches
+def test_adamw_of_trees(dtype, repeat):
+    state = state_of(SHAPES * repeat, dtype)
+    with backend("xla"):
+        expected = jax.jit(update)(*state, 3)
+    with backend("triton", strict=True):
+        run = jax.jit(update, donate_argnums=(0, 2, 3))
+        assert_near(jax.jit(lambda *s: update(*s))(*state, 3), expected)  # copies
+        places = [x.unsafe_buffer_pointer() for x in state[0] if x.size]
+        found = run(*state, 3)
+    assert_near(found, expected)
+    assert [x.unsafe_buffer_pointer() for x in found[0] if x.size] == places
+    assert all(x.is_deleted() for x in state[0] if x.size)
+
+
+def test_adamw_in_a_loop():
+    def steps(state, grads):
+        def step(t, state):
+            return update(state[0], grads, *state[1:], t)
+
+        return jax.lax.fori_loop(1, 6, step, state)
+
+    params, grads, m, v = state_of(SHAPES, "float32")
+    with backend("xla"):
+        expected = jax.jit(lambda *x: steps(*x))((params, m, v), grads)
+    with backend("triton", strict=True):
+        found = jax.jit(lambda *x: steps(*x))((params, m, v), grads)
+    assert_near(found, expected)
+
+
+def test_adamw_of_special_values():
+    inf, nan = jnp.inf, jnp.nan
+    g = jnp.array([0.0, inf, -inf, nan, 1e30, 1e-30, 0.0, 1.0])
+    m = jnp.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, nan, 1.0])
+    v = jnp.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, inf])
+    with backend("xla"):
+        expected = jax.jit(update)([g + 1], [g], [m], [v], 1)
+    with backend("triton", strict=True):
+        found = jax.jit(update)([g + 1], [g], [m], [v], 1)
+    assert_near(found, expected)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+def test_each_leaf_is_cut_its_own_way():
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    specs = [P("m"), P(None, "m"), P()]
+    state = state_of([(64, 32), (6, 128), (5,)], "float32")
+    cut = [
+        [
+            jax.device_put(x, NamedSharding(mesh, s))
+            for x, s in zip(leaves, specs, strict=True)
+        ]
+        for leaves in state
+    ]
+    with backend("triton", strict=True):
+        compiled = jax.jit(update).lower(*cut, 3).compile()
+        found = compiled(*cut, 3)
+    assert not re.findall(checks.COLLECTIVES, compiled.as_text())
+    with backend("xla"):
+        assert_near(found, jax.jit(update)(*state, 3))
