@@ -29,6 +29,11 @@ def trees():
     ]
 
 
+def trees_without_empty_leaves():
+    """The CPU compiler of jax 0.11.2 crashes on empty operands of shard_map."""
+    return [{n: x for n, x in tree.items() if x.size} for tree in trees()]
+
+
 def update(*state):
     return adamw_update(*state, 3, learning_rate=0.1, **OPTIONS)
 
@@ -92,27 +97,29 @@ def test_a_kernel_gets_the_lists_and_each_leaf_is_cut_its_own_way():
         }
 
 
-def test_explicit_meshes_run_the_kernel_or_say_which_leaf_to_reshard():
+def test_explicit_meshes_run_the_kernel_leaf_by_leaf():
     mesh = jax.make_mesh((4, 2), ("m", "n"), axis_types=(AxisType.Explicit,) * 2)
-    expected = update(*trees())
+    given = trees_without_empty_leaves()
+    expected = update(*given)
     with jax.set_mesh(mesh), checks.opaque_kernels(adamw_tree_p):
-        specs = {
-            n: P(*s, *[None] * (len(SHAPES[n]) - len(s))) for n, s in SPECS.items()
-        }
         state = [
-            {n: jax.device_put(x, specs[n]) for n, x in tree.items()}
-            for tree in trees()
+            {n: jax.device_put(x, P(*SPECS[n])) for n, x in tree.items()}
+            for tree in given
         ]
         found = jax.jit(update)(*state)
         assert jax.typeof(found[0]["rows"]).sharding.spec == P(None, "n")
         assert_near(found, expected)
+        uncut = {**state[1], "w": jax.device_put(given[1]["w"], P(None, None))}
+        with pytest.raises(ValueError, match=r"`grad\[.\]` is cut as .* reshard it"):
+            update(state[0], uncut, *state[2:])
 
 
 def test_inside_shard_map_a_leaf_varies_as_its_own_arrays_do():
     mesh = jax.make_mesh((4, 2), ("m", "n"), axis_types=(AxisType.Auto,) * 2)
-    specs = {**SPECS, "rows": P()}
+    state = trees_without_empty_leaves()
+    specs = {n: P() if n == "rows" else SPECS[n] for n in state[0]}
     f = jax.shard_map(update, mesh=mesh, in_specs=(specs,) * 4, out_specs=(specs,) * 3)
-    assert_near(jax.jit(f)(*trees()), update(*trees()))
+    assert_near(jax.jit(f)(*state), update(*state))
 
 
 def test_strict_and_float64_refuse_in_words():
