@@ -13,18 +13,63 @@ from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
 from jaxkern.lowering.explain import explain
 from jaxkern.lowering.lower import backend
+from jaxkern.primitives.activation.bias_activation import bias_activation
+from jaxkern.primitives.activation.clipped_relu import clipped_relu
 from jaxkern.primitives.activation.geglu import geglu
+from jaxkern.primitives.activation.gelu import gelu
+from jaxkern.primitives.activation.sigmoid_gate import sigmoid_gate
 from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.mask import (
+    block_mask,
+    make_block_mask,
+    make_mask,
+    padding_mask,
+    segment_mask,
+)
+from jaxkern.primitives.attention.merge_partials import merge_partials
+from jaxkern.primitives.attention.paged_attention import paged_attention
 from jaxkern.primitives.index.argmax import argmax
+from jaxkern.primitives.index.argsort import argsort
 from jaxkern.primitives.index.embedding import embedding
+from jaxkern.primitives.index.gather import gather
+from jaxkern.primitives.index.scatter_add import scatter_add
+from jaxkern.primitives.index.take_along_axis import take_along_axis
 from jaxkern.primitives.index.top_k import top_k
+from jaxkern.primitives.kv_cache.cached_attention import cached_attention
+from jaxkern.primitives.kv_cache.kv_cache import (
+    KVCache,
+    append_kv_cache,
+    empty_kv_cache,
+)
+from jaxkern.primitives.kv_cache.paged_kv_cache import (
+    PagedKVCache,
+    allocate_pages,
+    append_paged_kv_cache,
+    empty_paged_kv_cache,
+    release_pages,
+)
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
+from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
+    gather_pages,
+    page_slots,
+    update_paged_kv_cache,
+)
 from jaxkern.primitives.linear.linear import linear
+from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b
+from jaxkern.primitives.linear.qkv_split import qkv_split
 from jaxkern.primitives.loss.cross_entropy import cross_entropy
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
+from jaxkern.primitives.moe.balance_losses import load_balance_loss, router_z_loss
+from jaxkern.primitives.moe.expert_order import expert_order
+from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
+from jaxkern.primitives.moe.moe_ffn import moe_ffn
+from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
+from jaxkern.primitives.moe.permute_tokens import permute_tokens
+from jaxkern.primitives.moe.route import route
+from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
@@ -40,10 +85,30 @@ from jaxkern.primitives.norm.rms_norm_add import rms_norm_add
 from jaxkern.primitives.norm.rms_norm_mul import rms_norm_mul
 from jaxkern.primitives.norm.sandwich_rms_norm import sandwich_rms_norm
 from jaxkern.primitives.optim.adamw import adam_update, adamw_update
+from jaxkern.primitives.quant.affine_matmul import dequantize_affine
+from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.dequantize import dequantize
+from jaxkern.primitives.quant.fake_quant import fake_quant
+from jaxkern.primitives.quant.fp4 import pack_fp4, unpack_fp4
+from jaxkern.primitives.quant.fp8 import quantize_fp8
+from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.import_int4 import (
+    int4_from_awq,
+    int4_from_gptq,
+    int4_from_linear,
+    int4_to_linear,
+)
+from jaxkern.primitives.quant.int8_matmul import int8_matmul
+from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
+from jaxkern.primitives.quant.microscaled import quantize_microscaled
+from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
+from jaxkern.primitives.quant.quantize_affine import quantize_affine
+from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.quant.quantized_matmul_id import quantized_matmul_id
+from jaxkern.primitives.quant.requantize import requantize
 from jaxkern.primitives.rope.axial_rope import (
     axial_rope,
     axial_rope_2d,
@@ -64,6 +129,7 @@ from jaxkern.primitives.rope.rope_frequencies import (
 )
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
+from jaxkern.primitives.sampling.softmax_sample import softmax_sample
 from jaxkern.primitives.signal.fft import fft
 from jaxkern.primitives.vision.avg_pool import avg_pool
 from jaxkern.primitives.vision.conv2d import conv2d
@@ -78,18 +144,28 @@ from jaxkern.primitives.vision.patches import (
 from jaxkern.primitives.vision.resize_nearest import resize_nearest
 
 __all__ = [
+    "AffineTensor",
     "DynamicScaling",
+    "FP8Tensor",
     "GGUFTensor",
+    "IntTensor",
+    "KVCache",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "MicroscaledTensor",
+    "PagedKVCache",
     "YarnScaling",
     "adam_update",
     "adamw_update",
     "add_rms_norm",
+    "allocate_pages",
+    "append_kv_cache",
+    "append_paged_kv_cache",
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
+    "argsort",
     "attention",
     "avg_pool",
     "axial_rope",
@@ -98,32 +174,71 @@ __all__ = [
     "backend",
     "batch_norm",
     "batch_norm_training",
+    "bias_activation",
+    "block_mask",
     "block_merge",
     "block_unmerge",
+    "cached_attention",
+    "clipped_relu",
     "conv2d",
     "conv_transpose2d",
     "cross_entropy",
     "dequantize",
+    "dequantize_affine",
     "embedding",
+    "empty_kv_cache",
+    "empty_paged_kv_cache",
+    "expert_order",
     "explain",
+    "fake_quant",
     "fft",
     "gated_rms_norm",
+    "gather",
+    "gather_pages",
     "geglu",
+    "gelu",
     "group_norm",
+    "grouped_matmul",
     "head_norm_rope",
+    "int4_from_awq",
+    "int4_from_gptq",
+    "int4_from_linear",
+    "int4_to_linear",
+    "int8_matmul",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",
     "linear",
     "linear_cross_entropy",
+    "load_balance_loss",
+    "make_block_mask",
+    "make_mask",
+    "matmul_transpose_b",
     "max_pool",
+    "merge_partials",
+    "moe_ffn",
     "moe_rms_norm_add",
+    "moe_weighted_reduce",
     "mrope_cos_sin",
     "multi_rms_norm",
+    "pack_fp4",
+    "padding_mask",
+    "page_slots",
+    "paged_attention",
     "patchify",
+    "permute_tokens",
     "qk_norm_rope",
+    "qkv_split",
+    "quantize_affine",
+    "quantize_fp8",
+    "quantize_gguf",
+    "quantize_int",
+    "quantize_microscaled",
     "quantized_embedding",
     "quantized_matmul",
+    "quantized_matmul_id",
+    "release_pages",
+    "requantize",
     "resize_nearest",
     "ring_positions",
     "rms_norm",
@@ -132,14 +247,24 @@ __all__ = [
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
+    "route",
+    "router_z_loss",
     "sample",
     "sandwich_rms_norm",
+    "scatter_add",
+    "segment_mask",
+    "sigmoid_gate",
     "softcap",
     "softmax",
+    "softmax_sample",
     "swiglu",
+    "take_along_axis",
     "top_k",
+    "unpack_fp4",
     "unpatchify",
+    "unpermute_tokens",
     "update_kv_cache",
+    "update_paged_kv_cache",
 ]
 
 del _cpu, _cuda  # imported for their rows

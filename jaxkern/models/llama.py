@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxkern import (
-    GGUFTensor,
     add_rms_norm,
     apply_rope,
     attention,
@@ -33,6 +32,7 @@ from jaxkern import (
     swiglu,
     update_kv_cache,
 )
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 from jaxkern.primitives.rope.rope import Pairing
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
 
@@ -58,7 +58,7 @@ class LlamaConfig:
     dtype: str = "float32"  # of activations
 
 
-Matrix = Float[Array, "d f"] | Float[Array, "f d"] | GGUFTensor
+Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
 """A weight: quantised as in the file, or an array with its longer side last.
 
 That is how XLA:CPU multiplies a single row fastest; a square one is `[d, f]`.
@@ -85,7 +85,7 @@ class Layer(NamedTuple):
 class LlamaWeights(NamedTuple):
     """Weights of a model."""
 
-    embedding: Float[Array, "v d"] | GGUFTensor
+    embedding: Float[Array, "v d"] | QuantizedTensor
     layers: tuple[Layer, ...]
     output_norm: Float[Array, " d"]
     output: Matrices  # to logits
@@ -236,10 +236,10 @@ def project(x: Float[Array, "... d"], matrices: Matrices) -> Float[Array, "... f
     """x times the matrices, the results side by side."""
 
     def product(w: Matrix) -> Float[Array, "... f"]:
-        if isinstance(w, GGUFTensor):
-            # decode it when x is there: XLA would hold the whole model decoded
-            return linear(*lax.optimization_barrier((x, w)))
-        return linear(x, w.T if w.shape[0] == x.shape[-1] else w)
+        if isinstance(w, jax.Array):
+            return linear(x, w.T if w.shape[0] == x.shape[-1] else w)
+        # decode it when x is there: XLA would hold the whole model decoded
+        return linear(*lax.optimization_barrier((x, w)))
 
     ys = [product(w) for w in matrices]
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
@@ -247,9 +247,9 @@ def project(x: Float[Array, "... d"], matrices: Matrices) -> Float[Array, "... f
 
 def embed(
     tokens: Int32[Array, "..."],
-    table: Float[Array, "v d"] | GGUFTensor,
+    table: Float[Array, "v d"] | QuantizedTensor,
     dtype: DTypeLike,
 ) -> Float[Array, "... d"]:
-    if isinstance(table, GGUFTensor):
-        return quantized_embedding(tokens, table, dtype=dtype)
-    return embedding(tokens, table).astype(dtype)
+    if isinstance(table, jax.Array):
+        return embedding(tokens, table).astype(dtype)
+    return quantized_embedding(tokens, table, dtype=dtype)

@@ -115,7 +115,7 @@ def test_rotations(h, pairs, options, dtype):
 
 def test_rows_far_from_zero_keep_their_variance():
     x = 1000 + jax.random.normal(jax.random.key(0), (64, 5000))
-    check_against_float64(layer_norm, x, slack=20)  # x itself is known to 6e-5
+    check_against_float64(layer_norm, x, slack=50)  # x itself is known to 6e-5
 
 
 def test_kernels_run_under_transformations():

@@ -1,12 +1,9 @@
 """GeGLU: y = gelu(gate) * up  (https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415)."""
 
-import math
-
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.activation.gelu import gelu_factor
 from jaxkern.primitives.activation.swiglu import split_packed
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
@@ -69,36 +66,6 @@ def geglu_bwd_reference(
     factor, slope = gelu_factor(z, approximate)
     dgate = dy32 * at_least_f32(up) * (factor + z * slope)
     return dgate.astype(gate.dtype), (dy32 * z * factor).astype(up.dtype)
-
-
-def gelu_factor(
-    z: Float[Array, "..."], approximate: str
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """gelu(z) / z, and its derivative in z."""
-    # Beyond 40 the factor is 0 or 1 and its slope 0 to the last bit, also in float64.
-    # The clip keeps z**2 finite, whose product with a slope of 0 would be NaN.
-    z = jnp.clip(z, -40, 40)
-    if approximate == "none":
-        return normal_cdf(z), normal_density(z)
-    c, a = 2 * math.sqrt(2 / math.pi), 0.044715  # (1 + tanh(u)) / 2 = sigmoid(2 u)
-    u2 = c * (z + a * z * z * z)
-    factor = jax.nn.sigmoid(u2)
-    return factor, factor * jax.nn.sigmoid(-u2) * c * (1 + 3 * a * z * z)
-
-
-@jax.custom_jvp  # jax 0.12 cannot differentiate lax.erfc inside shard_map
-def normal_cdf(z: Float[Array, "..."]) -> Float[Array, "..."]:
-    return lax.erfc(-z / math.sqrt(2)) / 2
-
-
-@normal_cdf.defjvp
-def normal_cdf_jvp(primals: tuple, tangents: tuple) -> tuple:
-    (z,), (dz,) = primals, tangents
-    return normal_cdf(z), normal_density(z) * dz
-
-
-def normal_density(z: Float[Array, "..."]) -> Float[Array, "..."]:
-    return jnp.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
 
 geglu_p = kernel_primitive(geglu_reference, bwd=geglu_bwd_reference)

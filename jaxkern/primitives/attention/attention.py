@@ -10,6 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkern.primitives.attention.mask import (
+    check_window,
+    make_mask,
+    padding_mask,
+    segment_mask,
+)
 from jaxkern.primitives.kernel_primitive import (
     at_least_f32,
     kernel_primitive,
@@ -58,18 +64,20 @@ def attention(
 
     A window of W is W keys as in Hugging Face and llama.cpp;
     `jax.nn.dot_product_attention(local_window_size=W - 1)` is the same window. A query
-    that sees no key gives zeros, lse = -inf and zero gradients, never NaN.
+    that sees no key gives zeros, lse = -inf and zero gradients, never NaN. What lies
+    behind `kv_lengths` has no influence, be it NaN; a NaN that only `mask` hides has.
 
     Scores, softmax and sums are float32 (float64 for float64 inputs), one rounding to
     query.dtype. The plain lowering holds at most about 256 MB of scores at once; it
     takes longer inputs by blocks of query rows.
 
     Decoding over a cache: pass the whole cache with `kv_lengths`, and as `q_offset` the
-    position of the first query. Over a ring cache (`update_kv_cache(..., ring=True)`)
-    the order of the keys does not matter, so a single query over a ring of s slots that
-    has seen `length` tokens, itself included, needs only `kv_lengths=min(length, s)`,
-    no causal and no window: it sees the last s tokens, a window of s. For more queries
-    at once, or a ring larger than the window, build `mask` from `ring_positions`.
+    position of the first query; `cached_attention` does it for every kind of cache.
+    Over a ring (`update_kv_cache(..., ring=True)`) the order of the keys does not
+    matter, so a single query over a ring of s slots that has seen `length` tokens,
+    itself included, needs only `kv_lengths=min(length, s)`, no causal and no window: it
+    sees the last s tokens, a window of s. For more queries at once, or a ring larger
+    than the window, build `mask` from `ring_positions`.
 
     Args:
       query: `[b, t, n, h]`, any float dtype, n = k*g heads. Without b where all
@@ -91,8 +99,8 @@ def attention(
       causal: queries see no key after their own position.
       window: see the table, at least 1.
       softcap: Gemma 2's cap of the scores, after scale, before bias and mask.
-      return_lse: return (out, lse); both are differentiable. Two results over disjoint
-        keys merge as sum_i out_i exp(lse_i - lse), lse = logaddexp(lse_i).
+      return_lse: return (out, lse); both are differentiable. `merge_partials` makes one
+        of results over disjoint keys.
 
     Returns:
       out: `[b, t, n, hv]`, dtype of query.
@@ -114,8 +122,7 @@ def attention(
             )
     b, t, n, h = query.shape
     s = key.shape[1]
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window is {window}. It counts keys: 1 or more.")
+    check_window("attention", window)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"attention: softcap is {softcap}. Leave it out for no cap.")
     if mask is not None and mask.dtype != jnp.bool_:
@@ -205,7 +212,7 @@ def attention_reference(
     rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
     whole = dict(
         key=key,
-        value=value,
+        value=without_rest(value, kv_lengths),
         kv_segment_ids=kv_segment_ids,
         kv_lengths=kv_lengths,
         sinks=sinks,
@@ -256,8 +263,8 @@ def attention_bwd_reference(
     rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
     rows |= dict(out=out, lse=lse, dout=dout, dlse=dlse)
     whole = dict(
-        key=key,
-        value=value,
+        key=without_rest(key, kv_lengths),
+        value=without_rest(value, kv_lengths),
         kv_segment_ids=kv_segment_ids,
         kv_lengths=kv_lengths,
         sinks=sinks,
@@ -376,22 +383,29 @@ def scores(
     logits = capped
     if bias is not None:
         logits = logits + per_pair(at_least_f32(bias), key)
-    j = jnp.arange(key.shape[1])
-    # Each condition broadcasts to [b k g t s].
-    conditions = [] if mask is None else [per_pair(mask, key)]
+    t, s = query.shape[1], key.shape[1]
+    masks = [] if mask is None else [mask]
     if causal or window is not None:
-        p = q_offset[:, None] + jnp.arange(query.shape[1])  # [#b t]
-        behind = (p[:, :, None] - j)[:, None, None]
-        conditions += [behind >= 0] if causal else []
-        conditions += [] if window is None else [behind < window]
+        masks.append(make_mask(t, s, causal=causal, window=window, q_offset=q_offset))
     if q_segment_ids is not None:
-        same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
-        conditions.append(same[:, None, None])
+        masks.append(segment_mask(q_segment_ids, kv_segment_ids))
     if kv_lengths is not None:
-        conditions.append((j < kv_lengths[:, None])[:, None, None, None])
-    for visible in conditions:
-        logits = jnp.where(visible, logits, -jnp.inf)
+        masks.append(padding_mask(kv_lengths, s))
+    for visible in masks:
+        logits = jnp.where(per_pair(visible, key), logits, -jnp.inf)
     return logits, capped
+
+
+def without_rest(rows, kv_lengths):
+    """Key or value rows, 0 behind the lengths: a weight of 0 times NaN would be NaN.
+
+    The scores of these keys are replaced, so forward only the values need it; there XLA
+    does it in the copy that it makes anyway.
+    """
+    if kv_lengths is None:
+        return rows
+    inside = padding_mask(kv_lengths, rows.shape[1])  # [b 1 1 s]
+    return jnp.where(inside[:, 0, 0, :, None, None], rows, 0)
 
 
 def score_dtype(query, key):

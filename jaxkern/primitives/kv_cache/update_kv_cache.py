@@ -3,6 +3,8 @@
 cache[b, positions[b] + i] = new[b, i]      (ring: slot modulo s)
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,16 +17,18 @@ def update_kv_cache(
     cache: Float[Array, "b s k h"],
     new: Float[Array, "b t k h"],
     positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None = None,
     *,
     ring: bool = False,
 ) -> Float[Array, "b s k h"]:
     """The cache with new tokens at their slots; call it for keys and for values.
 
-        cache[b, positions[b] + i] = new[b, i]                   for i = 0 ... t-1
+        cache[b, positions[b] + i] = new[b, i]      for i = 0 ... new_lengths[b] - 1
 
     A token whose slot is not in 0 ... s-1 is dropped, unlike in
     `lax.dynamic_update_slice`, which shifts all tokens until the last one fits. As a
-    ring the slot is (positions[b] + i) mod s and the last s tokens stay.
+    ring the slot is (positions[b] + i) mod s and the last s tokens stay, also of more
+    than s new ones.
 
     Donate the cache to `jit`: it is then written in place, t rows of each sequence, and
     nothing else is read.
@@ -40,13 +44,15 @@ def update_kv_cache(
       new: `[b, t, k, h]`, converted to cache.dtype.
       positions: `[b]` int, position of new[:, 0] in each sequence, may be traced. A
         number counts for all.
+      new_lengths: `[b]` int, how many of the t tokens count, may be traced; what is
+        behind them is padding and not written. Default t.
       ring: slots are taken modulo s.
 
     Returns:
       `[b, s, k, h]`, dtype of cache.
     """
     positions = jnp.broadcast_to(positions, cache.shape[:1])
-    return update_kv_cache_p(cache, new, positions, ring=ring)
+    return update_kv_cache_p(cache, new, positions, new_lengths, ring=ring)
 
 
 def ring_positions(lengths: Int[Array, "..."], slots: int) -> Int[Array, "... s"]:
@@ -72,30 +78,37 @@ def update_kv_cache_reference(
     cache: Float[Array, "b s k h"],
     new: Float[Array, "b t k h"],
     positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None,
     *,
     ring: bool,
 ) -> Float[Array, "b s k h"]:
     s, t = cache.shape[1], new.shape[1]
     new = new.astype(cache.dtype)
+    lengths = jnp.full_like(positions, t) if new_lengths is None else new_lengths
     if not ring:
-        return write(cache, new, positions)
+        return write(cache, new, positions, lengths)
     if t > s:  # the last s tokens stay
-        new, positions, t = new[:, t - s :], positions + (t - s), s
+        first = jnp.clip(lengths - s, 0, t - s)
+        last_s = functools.partial(lax.dynamic_slice_in_dim, slice_size=s)
+        new = jax.vmap(last_s)(new, first)
+        positions, lengths, t = positions + first, lengths - first, s
     slots = positions % max(s, 1)
-    cache = write(cache, new, slots)
-    return cache if t <= 1 else write(cache, new, slots - s)  # what went round the end
+    cache = write(cache, new, slots, lengths)
+    if t <= 1:
+        return cache
+    return write(cache, new, slots - s, lengths)  # what went round the end
 
 
-def write(cache, new, positions):
-    """Writes new[b] at positions[b]; what falls outside is dropped."""
+def write(cache, new, positions, lengths):
+    """Writes new[b, :lengths[b]] at positions[b]; what falls outside is dropped."""
     s, t = cache.shape[1], new.shape[1]
     size = min(s, t)
 
-    def write_one(cache, new, position):
+    def write_one(cache, new, position, length):
         # the window of `size` slots that holds every token that is inside
         start = jnp.clip(position, 0, s - size)
         token = start - position + jnp.arange(size)  # the one each slot gets
-        inside = (0 <= token) & (token < t)
+        inside = (0 <= token) & (token < jnp.minimum(length, t))
         rows = jnp.take(new, token, axis=0, mode="clip")
         old = lax.dynamic_slice_in_dim(cache, start, size)
         rows = jnp.where(inside[:, None, None], rows, old)
@@ -104,8 +117,8 @@ def write(cache, new, positions):
     if size == 0:
         return cache
     if cache.shape[0] == 1:  # one dynamic_update_slice; vmap would make it a scatter
-        return write_one(cache[0], new[0], positions[0])[None]
-    return jax.vmap(write_one)(cache, new, positions)
+        return write_one(cache[0], new[0], positions[0], lengths[0])[None]
+    return jax.vmap(write_one)(cache, new, positions, lengths)
 
 
 update_kv_cache_p = kernel_primitive(

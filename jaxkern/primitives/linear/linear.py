@@ -1,17 +1,19 @@
 """Linear layer: y = x w^T + bias, for dense and for quantised weights."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.kernel_primitive import at_least_f32
-from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 
 def linear(
     x: Float[Array, "... d"],
-    w: Float[Array, "f d"] | GGUFTensor,
+    w: Float[Array, "f d"] | QuantizedTensor,
     bias: Float[Array, " f"] | None = None,
 ) -> Float[Array, "... f"]:
     """Matrix product with a weight stored output-major, as checkpoints store it.
@@ -20,12 +22,12 @@ def linear(
 
     Sums in float32 (float64 for float64 operands). The dense product is
     `lax.dot_general` at the precision of `jax.default_matmul_precision`, rounded once,
-    after the bias. A `GGUFTensor` goes to `quantized_matmul`, whose result has
+    after the bias. A quantised tensor goes to `quantized_matmul`, whose result has
     x.dtype already when the bias is added.
 
     Args:
       x: `[..., d]`, any float dtype.
-      w: `[f, d]`, an array of any float dtype or a `GGUFTensor`.
+      w: `[f, d]`, an array of any float dtype or a quantised tensor.
       bias: `[f]`, or None.
 
     Returns:
@@ -34,10 +36,10 @@ def linear(
     Raises:
       TypeError: `w` or `bias` does not fit.
     """
-    if isinstance(w, GGUFTensor):
-        y = quantized_matmul(x, w)
-    else:
+    if isinstance(w, jax.Array | np.ndarray):
         y = _dense_product(x, w)
+    else:
+        y = quantized_matmul(x, w)
     if bias is None:
         return y.astype(x.dtype)
     if bias.shape != y.shape[-1:]:
@@ -48,7 +50,7 @@ def linear(
 
 
 def _dense_product(
-    x: Float[Array, "... d"], w: Float[Array, "f d"]
+    x: Float[Array, "... d"], w: Float[Array | np.ndarray, "f d"]
 ) -> Float[Array, "... f"]:
     """The product in float32, not yet rounded."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:

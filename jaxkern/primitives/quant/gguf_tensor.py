@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, UInt8
 
 from jaxkern.primitives.quant.gguf_blocks import elements_per_row
+from jaxkern.primitives.quant.quantized_tensor import check_leading_index
 
 
 @jax.tree_util.register_dataclass
@@ -55,25 +56,8 @@ class GGUFTensor:
 
     def __getitem__(self, index) -> "GGUFTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""
-        indices = index if isinstance(index, tuple) else (index,)
-        if len(indices) >= self.ndim or any(i is ... for i in indices):
-            raise TypeError(
-                f"GGUFTensor: only the {self.ndim - 1} leading dims of {self.shape} "
-                f"can be indexed, the last one is packed in {self.qtype} blocks. "
-                "Use dequantize(w)[...] instead."
-            )
+        check_leading_index(self, index)
         return GGUFTensor(self.blocks[index], self.qtype)
 
     def __repr__(self) -> str:
         return f"GGUFTensor({self.qtype}, shape={self.shape})"
-
-
-def check_gguf_tensor(op: str, w: object, *, ndim: int | None = None) -> None:
-    """Raises TypeError unless `w` is a well-formed GGUFTensor of `ndim` dims."""
-    if not isinstance(w, GGUFTensor):
-        raise TypeError(f"{op}: `w` must be a GGUFTensor, got {type(w).__name__}.")
-    shape = w.shape  # refuses blocks that are not whole
-    if ndim is not None and len(shape) != ndim:
-        raise TypeError(
-            f"{op}: `w` must have {ndim} dims, got {shape}. Use jax.vmap for a stack."
-        )

@@ -1,18 +1,27 @@
-"""Rows of a GGUF-quantised table: y = w[ids], only these rows are decoded."""
+"""Rows of a quantised table: y = w[ids], only these rows are decoded; here GGUF."""
 
-import jax
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, UInt8
 
 from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.quant.decoded_products import decoded_rows
 from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
-from jaxkern.primitives.quant.gguf_tensor import GGUFTensor, check_gguf_tensor
+from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.quantized_tensor import (
+    QuantizedTensor,
+    float_dtype,
+    reader_of,
+)
+
+QUANTIZED_EMBEDDING: dict[type, Callable] = {}  # (ids, w, dtype) -> [..., d]
 
 
 def quantized_embedding(
-    ids: Integer[Array, "..."], w: GGUFTensor, *, dtype: DTypeLike = jnp.float32
+    ids: Integer[Array, "..."], w: QuantizedTensor, *, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "... d"]:
     """Looks up rows of a quantised table.
 
@@ -23,23 +32,18 @@ def quantized_embedding(
 
     Args:
       ids: `[...]`, any integer dtype.
-      w: `[v, d]`, any block format.
+      w: `[v, d]`, any container.
       dtype: float dtype of the result.
 
     Returns:
       y: `[..., d]`, `dtype`.
 
     Raises:
-      TypeError: `w` is no GGUFTensor `[v, d]`, `ids` are no integers, or `dtype` is not
-        a float.
+      TypeError: `w` is no quantised tensor `[v, d]`, `ids` are no integers, or `dtype`
+        is not a float.
     """
-    check_gguf_tensor("quantized_embedding", w, ndim=2)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"quantized_embedding: `dtype` must be a float dtype, got "
-            f"{jnp.dtype(dtype)}."
-        )
-    return quantized_embedding_p(ids, w.blocks, qtype=w.qtype, dtype=jnp.dtype(dtype))
+    read = reader_of("quantized_embedding", QUANTIZED_EMBEDDING, w, ndim=2)
+    return read(ids, w, float_dtype("quantized_embedding", dtype))
 
 
 def quantized_embedding_reference(
@@ -49,19 +53,21 @@ def quantized_embedding_reference(
     qtype: str,
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
-    v = blocks.shape[0]
     elements_per_row("quantized_embedding", qtype, blocks.shape[-1])
-    ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))  # int8 cannot hold v
-    inside = (ids >= 0) & (ids < v)
-    if v == 0:  # nothing to gather from
-        blocks = jnp.zeros((1, blocks.shape[1]), jnp.uint8)
-    sharding = jax.typeof(ids).sharding
-    spec = P(*sharding.spec, None) if sharding.mesh.explicit_axes else None
-    rows = blocks.at[jnp.where(inside, ids, 0)].get(mode="clip", out_sharding=spec)
-    return jnp.where(inside[..., None], decode_rows(rows, qtype, dtype=dtype), 0)
+    decode = functools.partial(decode_rows, qtype=qtype)
+    return decoded_rows(ids, (blocks,), decode, dtype)
 
 
 quantized_embedding_p = kernel_primitive(
     quantized_embedding_reference,
     replicated=("v", "row_bytes", "d"),  # an id may name any row
 )
+
+
+def look_up_gguf(
+    ids: Integer[Array, "..."], w: GGUFTensor, dtype: jnp.dtype
+) -> Float[Array, "... d"]:
+    return quantized_embedding_p(ids, w.blocks, qtype=w.qtype, dtype=dtype)
+
+
+QUANTIZED_EMBEDDING[GGUFTensor] = look_up_gguf

@@ -1,30 +1,39 @@
-"""Product with a GGUF-quantised weight: y = x w^T, w = scale * code + offset."""
+"""Product with a quantised weight: y = x w^T, w = scale * code + offset; GGUF here."""
+
+import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.quant.decoded_products import decoded_product
 from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
-from jaxkern.primitives.quant.gguf_tensor import GGUFTensor, check_gguf_tensor
+from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
+
+QUANTIZED_MATMUL: dict[type, Callable] = {}  # (x, w, compute_dtype) -> [..., f]
 
 
 def quantized_matmul(
-    x: Float[Array, "... d"], w: GGUFTensor, *, compute_dtype: DTypeLike | None = None
+    x: Float[Array, "... d"],
+    w: QuantizedTensor,
+    *,
+    compute_dtype: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
     """Matrix product with a quantised weight, which is decoded on the way.
 
         y[..., f] = sum_d x[..., d] * w[f, d]
 
     Sums in float32 (float64 for a float64 `x`), rounds once to x.dtype. Differentiable
-    in `x`; the weight is a constant of the model. llama.cpp rounds `x` to 8 bits first,
-    mlx-native rounds `x` and `w` to bfloat16: here both are exact unless
-    `compute_dtype` says otherwise.
+    in `x` and in the float arrays of `w`; a `GGUFTensor` has none. llama.cpp rounds
+    `x` to 8 bits first, mlx-native rounds `x` and `w` to bfloat16: here both are exact
+    unless `compute_dtype` says otherwise.
 
     Args:
       x: `[..., d]`, any float dtype.
-      w: `[f, d]`, any block format. For a stack of weights use `jax.vmap`.
+      w: `[f, d]`, any container. For a stack of weights use `jax.vmap`.
       compute_dtype: dtype to which `x` and the decoded `w` are rounded before the
         product, such as bfloat16; None for float32.
 
@@ -32,11 +41,10 @@ def quantized_matmul(
       y: `[..., f]`, dtype of x.
 
     Raises:
-      TypeError: `w` is no GGUFTensor `[f, d]`, or its `d` is not that of `x`.
+      TypeError: `w` is no quantised tensor `[f, d]`, or its `d` is not that of `x`.
     """
-    check_gguf_tensor("quantized_matmul", w, ndim=2)
-    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-    return quantized_matmul_p(x, w.blocks, qtype=w.qtype, compute_dtype=dtype)
+    read = reader_of("quantized_matmul", QUANTIZED_MATMUL, w, ndim=2)
+    return read(x, w, None if compute_dtype is None else jnp.dtype(compute_dtype))
 
 
 def quantized_matmul_reference(
@@ -52,7 +60,8 @@ def quantized_matmul_reference(
             f"quantized_matmul: dim `d` is {x.shape[-1]} in `x` but {d} in `w`, a row "
             f"of {blocks.shape[-1]} bytes of {qtype}."
         )
-    return _product(x, blocks, 1, qtype, compute_dtype)
+    decode = functools.partial(decode_rows, qtype=qtype)
+    return decoded_product(x, (blocks,), decode, 1, compute_dtype)
 
 
 def quantized_matmul_bwd_reference(
@@ -62,21 +71,8 @@ def quantized_matmul_bwd_reference(
     qtype: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... d"]:
-    return _product(dy, blocks, 0, qtype, compute_dtype)
-
-
-def _product(x, blocks, axis: int, qtype: str, compute_dtype):
-    """Contracts the last dim of `x` with the given axis of the decoded `[f, d]`."""
-    sum_dtype = at_least_f32(x).dtype
-    dtype = compute_dtype or sum_dtype
-    y = lax.dot_general(
-        x.astype(dtype),
-        decode_rows(blocks, qtype, dtype=dtype),
-        (((x.ndim - 1,), (axis,)), ((), ())),
-        precision=lax.Precision.HIGHEST,  # float32 means float32, not tf32
-        preferred_element_type=sum_dtype,
-    )
-    return y.astype(x.dtype)
+    decode = functools.partial(decode_rows, qtype=qtype)
+    return decoded_product(dy, (blocks,), decode, 0, compute_dtype)
 
 
 quantized_matmul_p = kernel_primitive(
@@ -85,3 +81,12 @@ quantized_matmul_p = kernel_primitive(
     linear=("x",),
     replicated=("d", "row_bytes"),  # blocks span d: a cut of d need not be one of bytes
 )
+
+
+def multiply_gguf(
+    x: Float[Array, "... d"], w: GGUFTensor, compute_dtype: jnp.dtype | None
+) -> Float[Array, "... f"]:
+    return quantized_matmul_p(x, w.blocks, qtype=w.qtype, compute_dtype=compute_dtype)
+
+
+QUANTIZED_MATMUL[GGUFTensor] = multiply_gguf

@@ -69,15 +69,19 @@ def sample(
     return sample_p(
         logits,
         uniform,
-        per_row("temperature", temperature, rows, jnp.float32),
-        per_row("top_k", top_k, rows, jnp.int32),
-        per_row("top_p", top_p, rows, jnp.float32),
-        per_row("min_p", min_p, rows, jnp.float32),
+        per_row("sample", "temperature", temperature, rows, jnp.float32),
+        per_row("sample", "top_k", top_k, rows, jnp.int32),
+        per_row("sample", "top_p", top_p, rows, jnp.float32),
+        per_row("sample", "min_p", min_p, rows, jnp.float32),
     )
 
 
 def per_row(
-    name: str, option: jax.typing.ArrayLike | None, rows: tuple[int, ...], dtype
+    op: str,
+    name: str,
+    option: jax.typing.ArrayLike | None,
+    rows: tuple[int, ...],
+    dtype,
 ) -> Array | None:
     """`option` as an array with one entry per row."""
     if option is None:
@@ -87,7 +91,7 @@ def per_row(
         return jnp.broadcast_to(option, rows)
     except ValueError:
         raise TypeError(
-            f"sample: `{name}` of shape {option.shape} must be a scalar or have one "
+            f"{op}: `{name}` of shape {option.shape} must be a scalar or have one "
             f"entry per row, {rows}."
         ) from None
 

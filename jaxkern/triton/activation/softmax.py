@@ -1,8 +1,7 @@
 """Softmax over rows, scaled and masked; a row without a kept element gives zeros.
 
 A row up to NARROW elements stays in registers. A longer one is read twice, the second
-time mostly from the caches: once for its running maximum and sum, once to write. The
-exponentials are what limits: each pass has one an element.
+time mostly from the caches: once for its running maximum and sum, once to write.
 """
 
 import jax.numpy as jnp
@@ -10,21 +9,24 @@ import jax.numpy as jnp
 from jaxkern.triton.block_sizes import WARP, next_power_of_2, tuned
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
-NARROW = 16384  # elements of a row that stay in registers
+NARROW = 32768  # elements of a row that stay in registers, forward
+NARROW_BACKWARD = 2048
 
 
 def row_tile(kernel: str, rows: int, d: int, dtype) -> dict:
     """About 16 elements a thread, 32 in the longest rows."""
     block = next_power_of_2(d)
     together = max(1, min(2048 // block, next_power_of_2(rows)))
-    warps = min(max(together * block // (16 * WARP), 1), 16)
+    warps = min(max(together * block // (16 * WARP), 1), 16 if d <= 16384 else 32)
     rule = {"BLOCK": block, "ROWS": together, "num_warps": warps}
     return tuned(kernel, d, dtype, rule)
 
 
 def row_chunks(kernel: str, d: int, dtype) -> dict:
-    """Few rows at a time, so that the caches still hold a row when it is read again."""
-    return tuned(kernel, d, dtype, {"BLOCK": 16384, "num_warps": 32})
+    """Beyond 16384 few rows at a time: the caches hold a row until it is reread."""
+    block = 4096 if d <= 16384 else 16384
+    warps = 8 if d <= 8192 else block // 512 if block > 4096 else 16
+    return tuned(kernel, d, dtype, {"BLOCK": block, "num_warps": warps})
 
 
 @jit
@@ -65,21 +67,23 @@ def long_softmax_kernel(
 ):
     start = tl.program_id(0).to(tl.int64) * D
     columns = tl.arange(0, BLOCK)
-    peak = -float("inf")
+    # each lane keeps the running maximum and sum of its own columns
+    top = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
         inside = first + columns < D
         at = start + first + columns
         z = tl.load(x_ptr + at, inside, -float("inf"), eviction_policy="evict_last")
-        z = z.to(tl.float32) * SCALE
+        z = tl.where(inside, z.to(tl.float32) * SCALE, -float("inf"))
         if mask_ptr is not None:
             z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z, -float("inf"))
-        higher = tl.maximum(peak, tl.max(z, 0))
+        higher = tl.maximum(top, z)
         base = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(peak - base) + tl.exp(z - base)
-        peak = higher
+        total = total * tl.exp(top - base) + tl.exp(z - base)
+        top = higher
+    peak = tl.max(top, 0)
     peak = tl.where(peak == -float("inf"), 0.0, peak)
-    total = tl.sum(total, 0)
+    total = tl.sum(total * tl.exp(top - peak), 0)
     factor = 1.0 / tl.where(total == 0.0, 1.0, total)
     for first in range(0, D, BLOCK):
         inside = first + columns < D
@@ -164,7 +168,7 @@ def softmax_bwd(y, dy, *, scale):
     given = {"y_ptr": y, "dy_ptr": dy}
     results = {"dx_ptr": like(y)}
     constants = {"D": d, "SCALE": scale}
-    if d <= NARROW:
+    if d <= NARROW_BACKWARD:
         sizes = row_tile("softmax_bwd", rows, d, y.dtype) | {"NUM_ROWS": rows}
         grid = (-(-rows // sizes["ROWS"]),)
         return sparse_call(softmax_bwd_kernel, grid, given, results, constants | sizes)[

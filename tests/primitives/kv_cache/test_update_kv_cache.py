@@ -23,7 +23,12 @@ def shapes(b, t, s, k, h, low=0, high=None, spec=f32):
 
 CASES = [
     case("plain", **shapes(2, 3, 8, 2, 4)),
-    case("ring", **shapes(2, 3, 8, 2, 4, high=30), ring=True),
+    case(
+        "ring",
+        **shapes(2, 3, 8, 2, 4, high=30),
+        new_lengths=i32(2, low=1, high=4),
+        ring=True,
+    ),
     case("outside", **shapes(3, 3, 5, 1, 2, low=-4, high=8)),
     case("sharded", **shapes(8, 8, 16, 8, 4)),
     case("ring_of_one", **shapes(1, 5, 1, 1, 3, high=9), ring=True),
@@ -37,11 +42,12 @@ CASES = [
 ]
 
 
-def formula(cache, new, positions, ring):
+def formula(cache, new, positions, ring, lengths=None):
     """One token at a time; later tokens overwrite earlier ones."""
     out = np.array(cache)
     for b, position in enumerate(positions):
-        for i, token in enumerate(new[b]):
+        length = None if lengths is None else max(lengths[b], 0)
+        for i, token in enumerate(new[b][:length]):
             slot = (position + i) % out.shape[1] if ring else position + i
             if 0 <= slot < out.shape[1]:
                 out[b, slot] = token
@@ -67,6 +73,23 @@ def test_every_position(t, ring):
     for i in (0, 13, 26):  # one sequence takes another path
         one = f(*(jnp.asarray(x[i : i + 1]) for x in (cache, new, positions)))
         np.testing.assert_array_equal(one, out[i : i + 1])
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("t", [3, 5, 12])
+def test_every_length_of_new_tokens(t, ring):
+    """Padding is not written, so a ring keeps what it held; also beyond 0 and t."""
+    lengths = np.arange(-1, t + 2)
+    b = len(lengths)
+    cache, new = numbers(b, 5, 1000), numbers(b, t, 0)
+    for position in (0, 3, 9):
+        positions = np.full(b, position)
+        out = update_kv_cache(
+            *(jnp.asarray(x) for x in (cache, new, positions, lengths)), ring=ring
+        )
+        np.testing.assert_array_equal(
+            out, formula(cache, new, positions, ring, lengths)
+        )
 
 
 def test_tokens_behind_the_end_are_dropped_not_shifted():

@@ -56,7 +56,7 @@ def test_no_float_array_lies_between_the_bytes_and_the_result(qtype):
 
 def test_refusals():
     w = GGUFTensor(jnp.zeros((2, 20), jnp.uint8), "Q4_1")
-    with pytest.raises(TypeError, match="dequantize: `w` must be a GGUFTensor"):
+    with pytest.raises(TypeError, match="dequantize: `w` must be a quantised tensor"):
         dequantize(w.blocks)
     with pytest.raises(TypeError, match="`dtype` must be a float dtype, got int8"):
         dequantize(w, dtype=jnp.int8)

@@ -84,7 +84,7 @@ def test_refusals():
         quantized_matmul(jnp.ones(64), w)
     with pytest.raises(TypeError, match="dim `d` is 32 in `x` but 64 in `w`"):
         quantized_matmul(jnp.ones(32), w[0])
-    with pytest.raises(TypeError, match="`w` must be a GGUFTensor, got"):
+    with pytest.raises(TypeError, match="`w` must be a quantised tensor"):
         quantized_matmul(jnp.ones(64), jnp.ones((4, 64)))
     with pytest.raises(TypeError, match="`x` must have a dtype of kind Float"):
         quantized_matmul(jnp.ones(64, jnp.int32), w[0])

@@ -1,0 +1,182 @@
+"""Masks for `attention`: which keys a query sees, as bool, as a bias, or by tiles.
+
+A mask is bool, True where a key may be seen (attention's `mask`), or with a float dtype
+0 there and -inf elsewhere (attention's `bias`). The order is [b, n, t, s]; masks of the
+same kind combine by `&`, those of the other by `+`.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+SKIP, MIXED, FULL = 0, 1, 2  # tiles: no visible pair; some; all, so no mask is needed
+HIDDEN = -1e30  # a bias at or below it hides a key: exp of it is 0
+
+
+def make_mask(
+    q_len: int,
+    kv_len: int,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    q_offset: int | Int[Array, ""] | Int[Array, " b"] | None = None,
+    dtype: Any = jnp.bool_,
+) -> Array:
+    """Which keys a query sees by its position: attention's `causal` and `window`.
+
+        mask[i, j] = (j <= p, if causal) and (p - window < j, if window)
+        p = i + q_offset
+
+    Args:
+      q_len, kv_len: t queries and s keys.
+      causal: queries see no key after their own position.
+      window: number of keys, with causal the last ones, the query's own among them.
+        mlx-native's `sdpa_sliding(W)` and `jax.nn`'s `local_window_size=W` are W + 1.
+      q_offset: position of query 0 among the keys, a number or `[b]`, may be traced.
+        Default s - t: the last query sees the last key.
+      dtype: bool, or a float dtype for 0 and -inf.
+
+    Returns:
+      `[t, s]`, or `[b, 1, t, s]` where q_offset is `[b]`.
+
+    Raises:
+      ValueError: window is below 1.
+    """
+    check_window("make_mask", window)
+    offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset)
+    p = offset[..., None, None] + jnp.arange(q_len)[:, None]
+    behind = p - jnp.arange(kv_len)  # [t s] or [b t s]
+    visible = jnp.ones(behind.shape, bool)
+    if causal:
+        visible &= behind >= 0
+    if window is not None:
+        visible &= behind < window
+    return as_mask(visible if offset.ndim == 0 else visible[:, None], dtype)
+
+
+def segment_mask(
+    q_segment_ids: Int[Array, "b t"],
+    kv_segment_ids: Int[Array, "b s"],
+    *,
+    dtype: Any = jnp.bool_,
+) -> Array:
+    """Packed sequences: a query sees the keys of its own segment.
+
+    Args:
+      q_segment_ids, kv_segment_ids: `[b, t]` and `[b, s]`. An id of the keys that no
+        query has marks padding.
+      dtype: bool, or a float dtype for 0 and -inf.
+
+    Returns:
+      `[b, 1, t, s]`.
+    """
+    same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
+    return as_mask(same[:, None], dtype)
+
+
+def padding_mask(
+    kv_lengths: Int[Array, " b"], kv_len: int, *, dtype: Any = jnp.bool_
+) -> Array:
+    """Keys behind the end of each sequence are hidden: attention's `kv_lengths`.
+
+    Args:
+      kv_lengths: `[b]` int.
+      kv_len: s keys.
+      dtype: bool, or a float dtype for 0 and -inf.
+
+    Returns:
+      `[b, 1, 1, s]`.
+    """
+    inside = jnp.arange(kv_len) < kv_lengths[:, None]
+    return as_mask(inside[:, None, None], dtype)
+
+
+def block_mask(
+    mask: Bool[Array, "... t s"] | Float[Array, "... t s"],
+    *,
+    block_q: int,
+    block_kv: int,
+) -> UInt8[Array, "... i j"]:
+    """What each tile of `block_q` queries by `block_kv` keys needs of a mask.
+
+        0  skip: no pair is visible (bool: all False; additive: all <= -1e30)
+        1  mixed: the mask must be read
+        2  full: the mask changes nothing (bool: all True; additive: all 0)
+
+    A kernel that skips the 0 tiles and does not read the mask of the 2 tiles gives the
+    same bits. (So does one for finite biases of -1e30, but in a row that has no others:
+    there `attention` sees keys of equal bias, and this map none.) In a tile that
+    reaches over the edge only the pairs that exist count.
+
+    Args:
+      mask: `[..., t, s]`, bool or additive.
+      block_q, block_kv: size of a tile.
+
+    Returns:
+      uint8 `[..., ceil(t / block_q), ceil(s / block_kv)]`.
+    """
+    is_bool = mask.dtype == jnp.bool_
+    # a NaN is neither hidden nor nothing: its tile is mixed
+    hidden = ~mask if is_bool else mask <= HIDDEN
+    nothing = mask if is_bool else mask == 0
+    *lead, t, s = mask.shape
+    tiles = (-(-t // block_q), block_q, -(-s // block_kv), block_kv)
+    edge = [(0, tiles[0] * block_q - t), (0, tiles[2] * block_kv - s)]
+    pad = [(0, 0)] * len(lead) + edge
+
+    def of_whole_tile(x):
+        x = jnp.pad(x, pad, constant_values=True).reshape(*lead, *tiles)
+        return jnp.all(x, axis=(-3, -1))
+
+    return tile_kind(of_whole_tile(hidden), of_whole_tile(nothing))
+
+
+def make_block_mask(
+    q_len: int,
+    kv_len: int,
+    *,
+    block_q: int,
+    block_kv: int,
+    causal: bool = False,
+    window: int | None = None,
+    q_offset: int | Int[Array, ""] | Int[Array, " b"] | None = None,
+) -> UInt8[Array, "... i j"]:
+    """`block_mask(make_mask(...))` without the mask: work and memory per tile.
+
+    Args: as in `make_mask` and `block_mask`.
+
+    Returns:
+      uint8 `[i, j]`, or `[b, 1, i, j]` where q_offset is `[b]`.
+    """
+    check_window("make_block_mask", window)
+    offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset)
+    i = jnp.arange(0, q_len, block_q)[:, None]
+    j = jnp.arange(0, kv_len, block_kv)
+    offset = offset[..., None, None]
+    # p - j takes every value from `least` to `most` in a tile
+    least = offset + i - (jnp.minimum(j + block_kv, kv_len) - 1)
+    most = offset + (jnp.minimum(i + block_q, q_len) - 1) - j
+    hidden, nothing = jnp.zeros(least.shape, bool), jnp.ones(least.shape, bool)
+    if causal:
+        hidden, nothing = hidden | (most < 0), nothing & (least >= 0)
+    if window is not None:
+        hidden, nothing = hidden | (least >= window), nothing & (most < window)
+    kind = tile_kind(hidden, nothing)
+    return kind if kind.ndim == 2 else kind[:, None]
+
+
+def tile_kind(hidden, nothing):
+    kind = jnp.where(hidden, SKIP, jnp.where(nothing, FULL, MIXED))
+    return kind.astype(jnp.uint8)
+
+
+def as_mask(visible, dtype):
+    if dtype == jnp.bool_:
+        return visible
+    return jnp.where(visible, 0, -jnp.inf).astype(dtype)
+
+
+def check_window(op, window):
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window is {window}. It counts keys: 1 or more.")

@@ -1,0 +1,195 @@
+"""Attention over a paged key/value cache  (https://arxiv.org/abs/2309.06180)."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkern.primitives.attention.attention import (
+    attention_bwd_reference,
+    attention_reference,
+    per_sequence,
+)
+from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
+    gather_pages,
+    page_exists,
+    scatter_pages,
+)
+
+
+def paged_attention(
+    query: Float[Array, "b t k*g h"],
+    key_pages: Float[Array, "num_pages page k h"],
+    value_pages: Float[Array, "num_pages page k hv"],
+    block_tables: Int[Array, "b pages"],
+    kv_lengths: Int[Array, " b"],
+    *,
+    q_offset: int | Int[Array, " b"] | None = None,
+    sinks: Float[Array, " k*g"] | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
+    """`attention` where the keys of sequence b are the pages that its table names.
+
+        key[b] = key_pages[block_tables[b]], one page after the other, likewise value
+        out = attention(query, key, value, kv_lengths=kv_lengths, causal=causal, ...)
+
+    Visibility, grouped heads, order of the scores, float32 sums, rows that see nothing:
+    all as in `attention`; but queries are causal and by default the last tokens of
+    their sequence. Rows behind `kv_lengths` are not read. A number outside
+    0 ... num_pages - 1 in the table stands for a page without keys: its positions are
+    hidden. Sequences may share pages; gradients then add up, in float32.
+
+    The plain lowering gathers the pages into `[b, pages * page, k, h]`.
+
+    Args:
+      query: `[b, t, n, h]`, n = k*g heads.
+      key_pages: `[num_pages, page, k, h]`, may differ from query in dtype.
+      value_pages: `[num_pages, page, k, hv]`.
+      block_tables: `[b, pages]` int, may be traced.
+      kv_lengths: `[b]` int, tokens of each sequence, may be traced. What is more than
+        pages * page has no keys.
+      q_offset: position of query row 0, a number or `[b]`. Default kv_lengths - t.
+      sinks, scale, causal, window, softcap, return_lse: as in `attention`.
+
+    Returns:
+      out: `[b, t, n, hv]`, dtype of query.
+      lse: `[b, t, n]`, float32; only with return_lse.
+
+    Raises:
+      TypeError: a shape or dtype does not fit.
+      ValueError: an option out of range.
+    """
+    check_window("paged_attention", window)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(
+            f"paged_attention: softcap is {softcap}. Leave it out for no cap."
+        )
+    if query.ndim != 4:
+        raise TypeError(
+            f"paged_attention: `query` must have dims [b, t, heads, head dim], got "
+            f"shape {query.shape}."
+        )
+    b, t, _, h = query.shape
+    if q_offset is None:
+        causal = causal and t != 1  # the last token sees them all
+        q_offset = kv_lengths - t
+    positioned = causal or window is not None
+    out, lse = paged_attention_p(
+        query,
+        key_pages,
+        value_pages,
+        block_tables,
+        kv_lengths,
+        per_sequence("q_offset", q_offset, b) if positioned else None,
+        sinks,
+        scale=max(h, 1) ** -0.5 if scale is None else float(scale),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+    return (out, lse) if return_lse else out
+
+
+def paged_attention_reference(
+    query: Float[Array, "b t k*g h"],
+    key_pages: Float[Array, "num_pages page k h"],
+    value_pages: Float[Array, "num_pages page k hv"],
+    block_tables: Int[Array, "b pages"],
+    kv_lengths: Int[Array, " b"],
+    q_offset: Int[Array, " b"] | None,
+    sinks: Float[Array, " k*g"] | None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]:
+    return attention_reference(
+        query,
+        gather_pages(key_pages, block_tables),
+        gather_pages(value_pages, block_tables),
+        None,
+        page_mask(block_tables, key_pages),
+        None,
+        None,
+        kv_lengths,
+        q_offset,
+        sinks,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def paged_attention_bwd_reference(
+    query: Float[Array, "b t k*g h"],
+    key_pages: Float[Array, "num_pages page k h"],
+    value_pages: Float[Array, "num_pages page k hv"],
+    block_tables: Int[Array, "b pages"],
+    kv_lengths: Int[Array, " b"],
+    q_offset: Int[Array, " b"] | None,
+    sinks: Float[Array, " k*g"] | None,
+    out: Float[Array, "b t k*g hv"],
+    lse: Float[Array, "b t k*g"],
+    dout: Float[Array, "b t k*g hv"],
+    dlse: Float[Array, "b t k*g"],
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[
+    Float[Array, "b t k*g h"],
+    Float[Array, "num_pages page k h"],
+    Float[Array, "num_pages page k hv"],
+    Float[Array, " k*g"] | None,
+]:
+    dquery, dkey, dvalue, _, dsinks = attention_bwd_reference(
+        query,
+        # float32, so that the gradients of a shared page are rounded after their sum
+        at_least_f32(gather_pages(key_pages, block_tables)),
+        at_least_f32(gather_pages(value_pages, block_tables)),
+        None,
+        page_mask(block_tables, key_pages),
+        None,
+        None,
+        kv_lengths,
+        q_offset,
+        sinks,
+        out,
+        lse,
+        dout,
+        dlse,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+    return (
+        dquery,
+        scatter_pages(dkey, block_tables, key_pages).astype(key_pages.dtype),
+        scatter_pages(dvalue, block_tables, value_pages).astype(value_pages.dtype),
+        dsinks,
+    )
+
+
+def page_mask(block_tables, pages):
+    """`[b, 1, 1, s]`: the keys that are in some page."""
+    n, page = pages.shape[:2]
+    exists = page_exists(block_tables, n)
+    b, m = exists.shape
+    rows = jnp.broadcast_to(exists[:, :, None], (b, m, page))
+    return rows.reshape(b, 1, 1, m * page)
+
+
+paged_attention_p = kernel_primitive(
+    paged_attention_reference,
+    bwd=paged_attention_bwd_reference,
+    # as attention; a table may name any page
+    replicated=("t", "num_pages", "page", "pages", "h", "hv"),
+)

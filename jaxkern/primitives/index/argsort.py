@@ -1,0 +1,65 @@
+"""Indices that sort a row, stably: of equal elements the smaller index comes first."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jaxkern.primitives.index.embedding import explicit_spec
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+
+
+def argsort(
+    x: Float[Array, "..."],
+    *,
+    axis: int = -1,
+    descending: bool = False,
+    nan_policy: str = "propagate",
+) -> Int32[Array, "..."]:
+    """Indices that sort x along one axis, stably.
+
+        x[indices[0]] <= x[indices[1]] <= ...    (>= with descending)
+
+    Of equal elements, -0.0 and 0.0 among them, the smaller index comes first, also with
+    descending: it is not the ascending order reversed. Infinities are elements like
+    others. The result has no gradient; `take_along_axis(x, indices)` are the sorted
+    elements, with one.
+
+    Args:
+      x: `[...]`, any float dtype, at least one dim.
+      axis: the dim to sort.
+      descending: largest first.
+      nan_policy: "propagate": NaN counts as larger than inf, as in `jnp.argsort` and
+        `top_k`. "ignore": NaN comes last, also with descending.
+
+    Returns:
+      indices: int32, shape of x.
+
+    Raises:
+      ValueError: `nan_policy` is neither of the two.
+    """
+    if nan_policy not in ("propagate", "ignore"):
+        raise ValueError(
+            f"argsort: `nan_policy` must be 'propagate' or 'ignore', got "
+            f"{nan_policy!r}."
+        )
+    indices = argsort_p(
+        jnp.moveaxis(x, axis, -1), descending=bool(descending), nan_policy=nan_policy
+    )
+    return jnp.moveaxis(indices, -1, axis)
+
+
+def argsort_reference(
+    x: Float[Array, "... v"], *, descending: bool, nan_policy: str
+) -> Int32[Array, "... v"]:
+    is_nan = jnp.isnan(x)
+    key = lax.stop_gradient(jnp.where(is_nan, 0, -x if descending else x))
+    # NaN has a key of its own, before or after all others
+    nan_first = descending and nan_policy == "propagate"
+    group = is_nan != nan_first
+    spec = explicit_spec(*jax.typeof(x).sharding.spec)
+    index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=spec)
+    return lax.sort((group, key, index), dimension=-1, is_stable=True, num_keys=2)[2]
+
+
+argsort_p = kernel_primitive(argsort_reference, replicated=("v",))

@@ -1,0 +1,120 @@
+"""Attention of new tokens over a cache and themselves, for every kind of cache."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.paged_attention import paged_attention
+from jaxkern.primitives.kv_cache.kv_cache import KVCache, append_kv_cache
+from jaxkern.primitives.kv_cache.paged_kv_cache import (
+    PagedKVCache,
+    append_paged_kv_cache,
+)
+from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions
+
+AnyKVCache = KVCache | PagedKVCache
+
+
+def cached_attention(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    cache: AnyKVCache,
+    new_lengths: Int[Array, " b"] | None = None,
+    *,
+    window: int | None = None,
+    sinks: Float[Array, " k*g"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Float[Array, "b t k*g hv"], AnyKVCache]:
+    """Causal attention of the next t tokens of each sequence, and the cache with them.
+
+    One call for prefill, decode and what lies between: token i of sequence b has
+    position cache.lengths[b] + i and sees every earlier token that the cache holds, or
+    the last `window`, and itself. The result does not depend on how a text is cut into
+    calls.
+
+    Over a ring of s slots the window is at most s. While s >= window + t - 1 the new
+    tokens are written first and the queries read the ring alone; else the first of
+    them still need keys that the last overwrite, and old ring and new keys are joined.
+
+    Args:
+      query: `[b, t, n, h]`, already rotated, n = k*g heads.
+      key: `[b, t, k, h]`, likewise.
+      value: `[b, t, k, hv]`.
+      cache: `KVCache` or `PagedKVCache`; donate it to `jit`.
+      new_lengths: `[b]` int in 0 ... t, how many of the t tokens count, may be traced.
+        The others are padding: not written, and their rows of out mean nothing.
+      window: keys that a query sees, itself among them. Default all; of a ring, s.
+      sinks, scale, softcap: as in `attention`.
+
+    Returns:
+      out: `[b, t, n, hv]`, dtype of query.
+      cache: with the new tokens.
+
+    Raises:
+      ValueError: the window is larger than the ring.
+    """
+    options: dict = dict(sinks=sinks, scale=scale, softcap=softcap)
+    if isinstance(cache, PagedKVCache):
+        after = append_paged_kv_cache(cache, key, value, new_lengths)
+        out = paged_attention(
+            query,
+            after.key_pages,
+            after.value_pages,
+            after.block_tables,
+            after.lengths,
+            q_offset=cache.lengths,
+            window=window,
+            **options,
+        )
+    elif cache.ring:
+        after = append_kv_cache(cache, key, value, new_lengths)
+        window = cache.slots if window is None else window
+        if window > cache.slots:
+            raise ValueError(
+                f"cached_attention: window is {window} but the ring has {cache.slots} "
+                "slots. Make it as large as the window."
+            )
+        rows = ring_rows(key, value, cache, after, new_lengths, window)
+        out = attention(query, **rows, **options)
+    else:
+        after = append_kv_cache(cache, key, value, new_lengths)
+        out = attention(
+            query,
+            after.keys,
+            after.values,
+            kv_lengths=after.lengths,
+            q_offset=cache.lengths,
+            causal=True,
+            window=window,
+            **options,
+        )
+    assert isinstance(out, jax.Array)  # no lse was asked for
+    return out, after
+
+
+def ring_rows(key, value, cache, after, new_lengths, window):
+    """The rows that the new queries read, and which of them each one sees."""
+    s, t = cache.slots, key.shape[1]
+    q_at = cache.lengths[:, None] + jnp.arange(t)  # [b t]
+    if s >= window + t - 1:  # the ring still has all that the first query sees
+        keys, values, key_at = (
+            after.keys,
+            after.values,
+            ring_positions(after.lengths, s),
+        )
+        kv_lengths = jnp.minimum(after.lengths, s)
+    else:
+        dtype = cache.keys.dtype  # as they will be in the ring
+        keys = jnp.concatenate([cache.keys, key.astype(dtype)], axis=1)
+        values = jnp.concatenate([cache.values, value.astype(dtype)], axis=1)
+        new_at = q_at
+        if new_lengths is not None:
+            new_at = jnp.where(jnp.arange(t) < new_lengths[:, None], q_at, -1)
+        key_at = jnp.concatenate([ring_positions(cache.lengths, s), new_at], axis=1)
+        kv_lengths = None
+    behind = q_at[:, :, None] - key_at[:, None]  # [b t rows]
+    mask = (key_at >= 0)[:, None] & (behind >= 0) & (behind < window)
+    return dict(key=keys, value=values, mask=mask[:, None], kv_lengths=kv_lengths)

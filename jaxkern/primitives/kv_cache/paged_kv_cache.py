@@ -1,0 +1,154 @@
+"""A paged key/value cache as a pytree: the sequences take pages as they grow."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
+    page_slots,
+    update_paged_kv_cache,
+)
+
+NO_PAGE = -1
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key_pages", "value_pages", "block_tables", "lengths"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class PagedKVCache:
+    """Keys and values of b sequences in pages; `cached_attention` uses it.
+
+    The token at position p is in row p % page of page block_tables[b, p // page].
+    Tokens for which there is no page, because none is left or the table is full, are
+    dropped: no query sees them. Positions go on.
+
+    Attributes:
+      key_pages: `[num_pages, page, k, h]`.
+      value_pages: `[num_pages, page, k, hv]`.
+      block_tables: `[b, pages]` int32, the pages of each sequence, -1 for none.
+      lengths: `[b]` int32, tokens that each sequence has had.
+    """
+
+    key_pages: Float[Array, "num_pages page k h"]
+    value_pages: Float[Array, "num_pages page k hv"]
+    block_tables: Int32[Array, "b pages"]
+    lengths: Int32[Array, " b"]
+
+    @property
+    def page_size(self) -> int:
+        return self.key_pages.shape[1]
+
+
+def empty_paged_kv_cache(
+    batch: int,
+    pages: int,
+    num_pages: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    dtype: Any = jnp.bfloat16,
+) -> PagedKVCache:
+    """A cache of one layer without tokens, all pages free.
+
+    Args:
+      batch: b sequences.
+      pages: the most pages of one sequence: its longest text is pages * page_size.
+      num_pages: pages of all sequences together; fewer than b * pages is the point.
+      page_size, kv_heads, head_dim: page, k, h.
+      value_dim: hv, default h.
+      dtype: of keys and values.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    return PagedKVCache(
+        jnp.zeros((num_pages, page_size, kv_heads, head_dim), dtype),
+        jnp.zeros((num_pages, page_size, kv_heads, value_dim), dtype),
+        jnp.full((batch, pages), NO_PAGE, jnp.int32),
+        jnp.zeros(batch, jnp.int32),
+    )
+
+
+def append_paged_kv_cache(
+    cache: PagedKVCache,
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    new_lengths: Int[Array, " b"] | None = None,
+) -> PagedKVCache:
+    """The cache with the next t tokens of each sequence; donate it to `jit`.
+
+    Takes free pages where they are needed. A page that several sequences share, a
+    common prompt, must be full: else they would write over each other's tokens.
+
+    Args:
+      cache: of `empty_paged_kv_cache`, or returned by an earlier call.
+      key, value: `[b, t, k, h]` and `[b, t, k, hv]`, converted to the cache's dtype.
+      new_lengths: `[b]` int in 0 ... t, how many of the t tokens count, default all.
+    """
+    t = key.shape[1]
+    new = t if new_lengths is None else new_lengths.astype(jnp.int32)
+    lengths, page_size = cache.lengths + new, cache.page_size
+    tables = allocate_pages(
+        cache.block_tables,
+        cache.lengths,
+        lengths,
+        num_pages=cache.key_pages.shape[0],
+        page_size=page_size,
+    )
+    slots = page_slots(tables, cache.lengths, t, page_size, new_lengths)
+    return PagedKVCache(
+        update_paged_kv_cache(cache.key_pages, key, slots),
+        update_paged_kv_cache(cache.value_pages, value, slots),
+        tables,
+        lengths,
+    )
+
+
+def allocate_pages(
+    block_tables: Int[Array, "b pages"],
+    lengths: Int[Array, " b"],
+    new_lengths: Int[Array, " b"],
+    *,
+    num_pages: int,
+    page_size: int,
+) -> Int[Array, "b pages"]:
+    """Tables with a free page for every page that a sequence begins.
+
+    A sequence that grows from lengths[b] to new_lengths[b] tokens begins the pages in
+    between. A page is free if no table has it; the lowest number comes first, sequence
+    by sequence. Where none is left the entry stays -1, also later: a page never begins
+    in its middle, so no sequence sees what another has left in it.
+
+    Args:
+      block_tables: `[b, pages]` int, negative for no page.
+      lengths, new_lengths: `[b]` int, tokens before and after.
+      num_pages, page_size: how many pages there are, and tokens in one.
+    """
+    first_token = page_size * jnp.arange(block_tables.shape[1])
+    begins = (first_token >= lengths[:, None]) & (first_token < new_lengths[:, None])
+    missing = begins & (block_tables < 0)
+    numbers = jnp.where(block_tables < 0, num_pages, block_tables)
+    taken = jnp.zeros(num_pages, bool).at[numbers].set(True, mode="drop")
+    free_first = jnp.argsort(taken, stable=True).astype(block_tables.dtype)
+    turn = jnp.cumsum(missing).reshape(missing.shape) - 1  # whose turn it is
+    given = missing & (turn < num_pages - jnp.sum(taken))
+    pages = free_first.at[turn].get(mode="fill", fill_value=NO_PAGE)
+    return jnp.where(given, pages, block_tables)
+
+
+def release_pages(cache: PagedKVCache, finished: Bool[Array, " b"]) -> PagedKVCache:
+    """The cache where the finished sequences are empty and their pages free again.
+
+    A page that another sequence shares stays taken. To move or share pages write the
+    tables: they are plain arrays.
+    """
+    tables = jnp.where(finished[:, None], NO_PAGE, cache.block_tables)
+    lengths = jnp.where(finished, 0, cache.lengths)
+    return dataclasses.replace(cache, block_tables=tables, lengths=lengths)

@@ -1,0 +1,187 @@
+"""Grouped matrix product: each run of rows with its own weight, y = x w[group]^T."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Integer
+
+from jaxkern.primitives.index.embedding import explicit_spec
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.moe.expert_order import expert_order
+from jaxkern.primitives.moe.permute_tokens import permute_tokens, take_rows
+from jaxkern.primitives.moe.row_blocks import RowBlocks, row_blocks
+from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
+from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
+from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
+from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
+from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+
+
+def grouped_matmul(
+    x: Float[Array, "r d"],
+    w: Float[Array, "e f d"] | QuantizedTensor,
+    group_sizes: Integer[Array, " e"],
+) -> Float[Array, "r f"]:
+    """Multiplies sorted rows, each group of them by its own weight.
+
+        y[i] = w[g] x[i]   for the rows i of group g;  0 behind the last group
+
+    The first `group_sizes[0]` rows belong to group 0, the next ones to group 1, as
+    `expert_order` and `permute_tokens` bring them. Any sizes are right, 0 and all rows
+    too: nothing is padded to a capacity and nothing dropped. Sums in float32 (float64
+    for float64 operands) at `jax.default_matmul_precision`, rounded once.
+
+    Weights are output-major as in `linear`; `lax.ragged_dot` takes `[e, d, f]`, and
+    cannot be vmapped over one operand or differentiated backward twice. XLA runs the
+    product as a loop over blocks of rows of one group, with at most twice the work. A
+    quantised stack is decoded one expert at a time, by `quantized_matmul`.
+
+    Args:
+      x: `[r, d]`, any float dtype.
+      w: `[e, f, d]`, an array of any float dtype or a quantised tensor.
+      group_sizes: `[e]`, any integer dtype, not negative. Rows beyond their sum are 0;
+        a group that reaches beyond r ends there.
+
+    Returns:
+      y: `[r, f]`, dtype of x.
+
+    Raises:
+      TypeError: a dim differs between operands.
+    """
+    if isinstance(w, jax.Array | np.ndarray):
+        return grouped_matmul_p(x, w, group_sizes)
+    return multiply_quantized_groups(x, w, group_sizes)
+
+
+def grouped_matmul_reference(
+    x: Float[Array, "r d"], w: Float[Array, "e f d"], group_sizes: Integer[Array, " e"]
+) -> Float[Array, "r f"]:
+    return multiply_groups(x, w, group_sizes, contract=1).astype(x.dtype)
+
+
+def grouped_matmul_bwd_reference(
+    x: Float[Array, "r d"],
+    w: Float[Array, "e f d"],
+    group_sizes: Integer[Array, " e"],
+    dy: Float[Array, "r f"],
+) -> tuple[Float[Array, "r d"], Float[Array, "e f d"]]:
+    dx = multiply_groups(dy, w, group_sizes, contract=0)
+    dw = sum_of_outer_products(dy, x, group_sizes)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def multiply_groups(x, w, group_sizes, *, contract: int) -> Float[Array, "r n"]:
+    """x with `w[group]`, over dim `contract` of its two; in float32."""
+    r, e = x.shape[0], w.shape[0]
+    dtype = jnp.promote_types(x.dtype, w.dtype)
+    sum_dtype = jnp.promote_types(dtype, jnp.float32)
+    n_cut = jax.typeof(w).sharding.spec[2 - contract]
+    if r == 0 or e == 0:
+        spec = explicit_spec(None, n_cut)
+        return jnp.zeros((r, w.shape[2 - contract]), sum_dtype, out_sharding=spec)
+    blocks = row_blocks(group_sizes, r)
+
+    def product(_, block):
+        rows, group = block
+        y = lax.dot_general(
+            rows.astype(dtype),
+            lax.dynamic_index_in_dim(w, group, keepdims=False).astype(dtype),
+            (((1,), (contract,)), ((), ())),
+            preferred_element_type=sum_dtype,
+            out_sharding=explicit_spec(None, n_cut),
+        )
+        return None, y
+
+    _, y = lax.scan(product, None, (in_blocks(x, blocks), blocks.group))
+    return in_rows(y, blocks)
+
+
+def sum_of_outer_products(dy, x, group_sizes) -> Float[Array, "e f d"]:
+    """For each group the sum of dy[i] x[i]^T over its rows, in float32, in order."""
+    (r, d), f, e = x.shape, dy.shape[1], group_sizes.size
+    dtype = jnp.promote_types(x.dtype, dy.dtype)
+    sum_dtype = jnp.promote_types(dtype, jnp.float32)
+    cuts = (jax.typeof(dy).sharding.spec[1], jax.typeof(x).sharding.spec[1])
+    zeros = jnp.zeros((e, f, d), sum_dtype, out_sharding=explicit_spec(None, *cuts))
+    if r == 0 or e == 0:
+        return zeros
+    blocks = row_blocks(group_sizes, r)
+
+    def add(total, block):
+        dy_rows, x_rows, group = block
+        outer = lax.dot_general(
+            dy_rows.astype(dtype),
+            x_rows.astype(dtype),
+            (((0,), (0,)), ((), ())),
+            preferred_element_type=sum_dtype,
+        )
+        outer = outer + lax.dynamic_index_in_dim(total, group, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, outer, group, 0), None
+
+    in_order = (in_blocks(dy, blocks), in_blocks(x, blocks), blocks.group)
+    return lax.scan(add, zeros, in_order)[0]
+
+
+def in_blocks(x: Float[Array, "r d"], blocks: RowBlocks) -> Float[Array, "n size d"]:
+    return jnp.where(blocks.filled[..., None], take_rows(x, blocks.row), 0)
+
+
+def in_rows(y: Float[Array, "n size f"], blocks: RowBlocks) -> Float[Array, "r f"]:
+    n, size, f = y.shape
+    rows = take_rows(y.reshape(n * size, f), blocks.place)
+    return jnp.where(blocks.grouped[:, None], rows, 0)
+
+
+def multiply_quantized_groups(
+    x: Float[Array, "r d"],
+    w: QuantizedTensor,
+    group_sizes: Integer[Array, " e"],
+    compute_dtype: jnp.dtype | None = None,
+) -> Float[Array, "r f"]:
+    if len(w.shape) != 3 or group_sizes.shape != w.shape[:1]:
+        raise TypeError(
+            "grouped_matmul: `w` must be [e, f, d] with a size of each group, got "
+            f"{w.shape} and `group_sizes` {group_sizes.shape}."
+        )
+    if x.ndim != 2 or x.shape[1] != w.shape[2]:
+        raise TypeError(
+            f"grouped_matmul: `x` must be [r, {w.shape[2]}] as `w` is {w.shape}, got "
+            f"{x.shape}."
+        )
+    if x.shape[0] == 0 or w.shape[0] == 0:
+        return jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
+    blocks = row_blocks(group_sizes, x.shape[0])
+    y = lax.map(
+        lambda block: quantized_matmul(
+            block[0], w[block[1]], compute_dtype=compute_dtype
+        ),
+        (in_blocks(x, blocks), blocks.group),
+    )
+    return in_rows(y, blocks)
+
+
+def multiply_routed_by_group(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    w: QuantizedTensor,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "t k f"]:
+    """`quantized_matmul_id` for the formats that have no primitive of their own."""
+    k = ids.shape[1]
+    order, group_sizes = expert_order(ids, w.shape[0])
+    rows = permute_tokens(x, order, k)
+    y = multiply_quantized_groups(rows, w, group_sizes, compute_dtype)
+    return unpermute_tokens(y, order, k)
+
+
+QUANTIZED_MATMUL_ID[FP8Tensor] = multiply_routed_by_group
+QUANTIZED_MATMUL_ID[MicroscaledTensor] = multiply_routed_by_group
+
+
+grouped_matmul_p = kernel_primitive(
+    grouped_matmul_reference,
+    bwd=grouped_matmul_bwd_reference,
+    replicated=("r", "e"),  # a group's rows may lie anywhere
+)

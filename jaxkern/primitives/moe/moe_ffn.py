@@ -1,0 +1,83 @@
+"""Feed-forward block of a mixture of experts, dropless  (https://arxiv.org/abs/2211.15841)."""
+
+import math
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxkern.primitives.activation.geglu import geglu
+from jaxkern.primitives.activation.swiglu import swiglu
+from jaxkern.primitives.moe.expert_order import expert_order
+from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
+from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
+from jaxkern.primitives.moe.permute_tokens import permute_tokens
+from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+
+ACTIVATIONS = {
+    "swiglu": swiglu,
+    "geglu": partial(geglu, approximate="none"),
+    "geglu_tanh": geglu,
+}
+
+
+def moe_ffn(
+    x: Float[Array, "... d"],
+    ids: Int32[Array, "... k"],
+    weights: Float[Array, "... k"],
+    gate: Float[Array, "e f d"] | QuantizedTensor,
+    up: Float[Array, "e f d"] | QuantizedTensor | None,
+    down: Float[Array, "e d f"] | QuantizedTensor,
+    *,
+    activation: str = "swiglu",
+) -> Float[Array, "... d"]:
+    """Each token through its k experts, and their weighted sum.
+
+        y = sum_k weights[k] * down[e] act(gate[e] x, up[e] x),   e = ids[k]
+
+    Sorted by expert, multiplied group by group, put back: no token is dropped, whatever
+    the balance, and values and gradients have the same bits in every run. An id outside
+    `[0, e)` contributes zero: with the experts spread over devices, each one passes
+    `ids - first` and its own experts, and the results are summed.
+
+    mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
+
+    Args:
+      x: `[..., d]`, any float dtype.
+      ids: `[..., k]`, from `route`.
+      weights: `[..., k]`, from `route`.
+      gate: `[e, f, d]`, an array or a quantised tensor; if `up` is None both halves
+        packed, `[e, 2*f, d]` with the gate first.
+      up: `[e, f, d]`, or None.
+      down: `[e, d, f]`.
+      activation: "swiglu", "geglu_tanh" (Gemma) or "geglu" (with erf).
+
+    Returns:
+      y: `[..., d]`, dtype of x.
+
+    Raises:
+      TypeError: shapes or dtypes do not fit.
+      ValueError: `activation` is none of the three.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"moe_ffn: `activation` must be one of {', '.join(ACTIVATIONS)}, got "
+            f"{activation!r}."
+        )
+    if ids.shape[:-1] != x.shape[:-1] or ids.shape != weights.shape:
+        raise TypeError(
+            "moe_ffn: `ids` and `weights` must be [..., k] with the leading dims of "
+            f"`x`, got {ids.shape}, {weights.shape} and {x.shape}."
+        )
+    k, d = ids.shape[-1], x.shape[-1]
+    order, group_sizes = expert_order(ids, gate.shape[0])
+    tokens = jnp.reshape(x, (math.prod(x.shape[:-1]), d))
+    rows = permute_tokens(tokens, order, k)
+    hidden = grouped_matmul(rows, gate, group_sizes)
+    packed_or_pair = (hidden,)
+    if up is not None:
+        packed_or_pair = (hidden, grouped_matmul(rows, up, group_sizes))
+    hidden = ACTIVATIONS[activation](*packed_or_pair)
+    slots = unpermute_tokens(grouped_matmul(hidden, down, group_sizes), order, k)
+    return moe_weighted_reduce(slots.reshape(*ids.shape, d), weights).astype(x.dtype)

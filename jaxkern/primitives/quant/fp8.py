@@ -1,0 +1,225 @@
+"""8-bit float weights with block scales: quantised, decoded, multiplied, looked up.
+
+w = float8(code) * scale of its block  (https://arxiv.org/abs/2209.05433; blocks:
+https://arxiv.org/abs/2412.19437, section 3.3).
+
+The primitives see whole blocks, `nf * bf` by `nd * bd`, and are cut between blocks; a
+matrix with a part of a block at its edge is padded with zeros first.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, UInt8
+
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
+from jaxkern.primitives.quant.dequantize import DEQUANTIZE
+from jaxkern.primitives.quant.float8 import (
+    check_float8,
+    decode_float8,
+    encode_float8,
+    largest_float8,
+)
+from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor, scales_shape
+from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
+from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
+
+
+def quantize_fp8(
+    w: Float[Array, "... f d"],
+    *,
+    block: tuple[int, int] = (WHOLE, WHOLE),
+    format: str = "e4m3fn",
+) -> FP8Tensor:
+    """Quantises to 8-bit floats, the largest of each block to the largest code.
+
+        scale = max|w of the block| / largest finite value;  code = float8(w / scale)
+
+    Rounds to nearest even and saturates. A block of zeros has scale 1. Codes are
+    constants of differentiation, scales follow the largest value.
+
+    Args:
+      w: `[..., f, d]`, any float dtype.
+      block: rows and columns that share a scale, 0 for the whole dim: `(0, 0)` one
+        scale a matrix, `(1, 0)` one a row, `(128, 128)` DeepSeek's, `(1, 128)` its
+        activations'.
+      format: "e4m3fn" (largest 448), "e4m3" (IEEE-like, 240) or "e5m2" (57344).
+
+    Returns:
+      The container, its scales in float32 (float64 for a float64 `w`).
+
+    Raises:
+      TypeError: `w` has less than two dims.
+      ValueError: `block` or `format` is none of these.
+    """
+    check_float8("quantize_fp8", format)
+    if len(block) != 2 or min(block) < 0:
+        raise ValueError(
+            f"quantize_fp8: `block` must be (rows, columns), 0 for all, got {block}."
+        )
+    if w.ndim < 2:
+        raise TypeError(f"quantize_fp8: `w` must be [..., f, d], got {w.shape}.")
+    f, d = w.shape[-2:]
+    whole = pad_last(
+        at_least_f32(w), blocks_size(f, block[0]), blocks_size(d, block[1])
+    )
+    blocks = split_blocks(whole, *scales_shape((f, d), block))
+    amax = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True, initial=0)
+    scale = amax / largest_float8(format)
+    scale = jnp.where(scale > 0, scale, 1)
+    codes = merge_blocks(encode_float8(blocks / scale, format))[..., :f, :d]
+    return FP8Tensor(codes, scale[..., 0, :, 0], (block[0], block[1]), format)
+
+
+def split_blocks(x: Array, nf: int, nd: int) -> Array:
+    """`[..., nf*bf, nd*bd]` as `[..., nf, bf, nd, bd]`; explicit meshes split one dim
+    at a time."""
+    *lead, f, d = x.shape
+    rows = x.reshape(*lead, nf, f // max(nf, 1), d)
+    return rows.reshape(*rows.shape[:-1], nd, d // max(nd, 1))
+
+
+def merge_blocks(x: Array) -> Array:
+    """The inverse of `split_blocks`."""
+    *lead, nf, bf, nd, bd = x.shape
+    return x.reshape(*lead, nf, bf, nd * bd).reshape(*lead, nf * bf, nd * bd)
+
+
+def decode_fp8(
+    codes: UInt8[Array, "... nf*bf nd*bd"],
+    scales: Float[Array, "... nf nd"],
+    *,
+    format: str,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "... nf*bf nd*bd"]:
+    """The weights, computed in float32 or wider and rounded once to `dtype`, if any."""
+    blocks = split_blocks(codes, *scales.shape[-2:])
+    scales = at_least_f32(scales)[..., :, None, :, None]
+    w = merge_blocks(decode_float8(blocks, format) * scales)
+    return w if dtype is None else w.astype(dtype)
+
+
+def dequantize_fp8_reference(
+    codes: UInt8[Array, "... nf*bf nd*bd"],
+    scales: Float[Array, "... nf nd"],
+    *,
+    format: str,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "... nf*bf nd*bd"]:
+    return decode_fp8(codes, scales, format=format, dtype=dtype)
+
+
+dequantize_fp8_p = kernel_primitive(dequantize_fp8_reference)
+
+
+def fp8_matmul_reference(
+    x: Float[Array, "... nd*bd"],
+    codes: UInt8[Array, "nf*bf nd*bd"],
+    scales: Float[Array, "nf nd"],
+    *,
+    format: str,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "... nf*bf"]:
+    decode = functools.partial(decode_fp8, format=format)
+    return decoded_product(x, (codes, scales), decode, 1, compute_dtype)
+
+
+def fp8_matmul_bwd_reference(
+    codes: UInt8[Array, "nf*bf nd*bd"],
+    scales: Float[Array, "nf nd"],
+    dy: Float[Array, "... nf*bf"],
+    *,
+    format: str,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "... nd*bd"]:
+    decode = functools.partial(decode_fp8, format=format)
+    return decoded_product(dy, (codes, scales), decode, 0, compute_dtype)
+
+
+fp8_matmul_p = kernel_primitive(
+    fp8_matmul_reference,
+    bwd=fp8_matmul_bwd_reference,
+    linear=("x",),
+    replicated=("nd", "bd"),  # as in quantized_matmul, a device decodes whole rows
+)
+
+
+def fp8_embedding_reference(
+    ids: Integer[Array, "..."],
+    codes: UInt8[Array, "v nd*bd"],
+    scales: Float[Array, "v nd"],
+    *,
+    format: str,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "... nd*bd"]:
+    def decode(codes, scales, *, dtype):
+        rows = (codes[..., None, :], scales[..., None, :])
+        return decode_fp8(*rows, format=format, dtype=dtype)[..., 0, :]
+
+    return decoded_rows(ids, (codes, scales), decode, dtype)
+
+
+fp8_embedding_p = kernel_primitive(
+    fp8_embedding_reference,
+    replicated=("v", "nd", "bd"),  # an id may name any row
+)
+
+
+# How the ops of all containers read this one.
+
+
+def blocks_size(n: int, block: int) -> int:
+    """Size of a dim in whole blocks."""
+    return n if block == WHOLE else -(-n // block) * block
+
+
+def pad_last(x: Array, *sizes: int) -> Array:
+    """Zeros behind the last dims up to `sizes`."""
+    held = x.shape[x.ndim - len(sizes) :]
+    if held == sizes:
+        return x
+    ends = [(0, size - n) for n, size in zip(held, sizes, strict=True)]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - len(sizes)) + ends)
+
+
+def whole_blocks(w: FP8Tensor) -> UInt8[Array, "... nf*bf nd*bd"]:
+    f, d = w.shape[-2:]
+    return pad_last(w.codes, blocks_size(f, w.block[0]), blocks_size(d, w.block[1]))
+
+
+def dequantize_fp8(w: FP8Tensor, dtype: jnp.dtype) -> Float[Array, "... f d"]:
+    f, d = w.shape[-2:]
+    y = dequantize_fp8_p(whole_blocks(w), w.scales, format=w.format, dtype=dtype)
+    return y[..., :f, :d]
+
+
+def multiply_fp8(
+    x: Float[Array, "... d"], w: FP8Tensor, compute_dtype: jnp.dtype | None
+) -> Float[Array, "... f"]:
+    f, d = w.shape
+    if x.shape[-1:] != (d,):
+        raise TypeError(
+            f"quantized_matmul: `x` must be [..., {d}] as `w` is {w.shape}, got "
+            f"{x.shape}."
+        )
+    codes = whole_blocks(w)
+    x = pad_last(x, codes.shape[1])
+    options = {"format": w.format, "compute_dtype": compute_dtype}
+    return fp8_matmul_p(x, codes, w.scales, **options)[..., :f]
+
+
+def look_up_fp8(
+    ids: Integer[Array, "..."], w: FP8Tensor, dtype: jnp.dtype
+) -> Float[Array, "... d"]:
+    v, d = w.shape
+    rows = w.block[0] or v  # rows that share a scale
+    scales = jnp.repeat(w.scales, rows, axis=0)[:v]
+    codes = pad_last(w.codes, blocks_size(d, w.block[1]))
+    y = fp8_embedding_p(ids, codes, scales, format=w.format, dtype=dtype)
+    return y[..., :d]
+
+
+DEQUANTIZE[FP8Tensor] = dequantize_fp8
+QUANTIZED_MATMUL[FP8Tensor] = multiply_fp8
+QUANTIZED_EMBEDDING[FP8Tensor] = look_up_fp8

@@ -1,0 +1,257 @@
+"""NVFP4, MXFP4 and MXFP8 weights: quantised, decoded, multiplied, looked up.
+
+w = element * scale of its group * global_scale; the formats: `microscaled_tensor.py`.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Integer, UInt8
+
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
+from jaxkern.primitives.quant.dequantize import DEQUANTIZE
+from jaxkern.primitives.quant.float8 import decode_float8, encode_float8
+from jaxkern.primitives.quant.fp4 import (
+    decode_e2m1,
+    encode_e2m1,
+    pack_pairs,
+    unpack_pairs,
+)
+from jaxkern.primitives.quant.microscaled_tensor import (
+    MICROSCALED,
+    MicroscaledTensor,
+    format_of,
+    microscaled_width,
+)
+from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
+from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
+from jaxkern.primitives.quant.rounding import divide
+
+NVFP4_RANGE = 6 * 448  # largest element times largest scale
+
+
+def quantize_microscaled(
+    w: Float[Array, "... f d"], *, format: str = "nvfp4", two_level: bool = True
+) -> MicroscaledTensor:
+    """Quantises the last dim in groups of small floats with a scale each.
+
+        nvfp4:  global_scale = max|w of the matrix| / (6 * 448)
+                scale = e4m3fn(max|w of the group| / 6 / global_scale)
+        mx:     scale = 2**ceil(log2(max|w of the group| / largest element))
+        element = nearest(w / scale / global_scale), ties to even, saturating
+
+    Bit for bit that of `mx.quantize`, but for what its CPU version does alone: ties of
+    e2m1 go toward zero and zeros lose their sign. The scale of mx is rounded up, so
+    that nothing saturates; the OCP text rounds it down. A group of zeros has scale 0 in
+    nvfp4 and 1 in mx. Computed in float32; the result carries no gradient. On a GPU
+    XLA's quotients may be a unit in the last place off, so a tie may fall otherwise.
+
+    Args:
+      w: `[..., f, d]`, any float dtype; d a multiple of the group, 16 or 32.
+      format: "nvfp4", "mxfp4" or "mxfp8".
+      two_level: nvfp4 with a global scale, which a range beyond e4m3fn's needs.
+
+    Returns:
+      The container.
+
+    Raises:
+      TypeError: the group does not divide d.
+      ValueError: `format` is none of the three.
+    """
+    form = format_of("quantize_microscaled", format)
+    if w.ndim < 2 or w.shape[-1] % form.group_size:
+        raise TypeError(
+            f"quantize_microscaled: `w` must be [..., f, d] with d a multiple of "
+            f"{form.group_size}, got {w.shape}."
+        )
+    *lead, f, d = w.shape
+    w32 = lax.stop_gradient(w).astype(jnp.float32)
+    groups = w32.reshape(*lead, f, d // form.group_size, form.group_size)
+    amax = jnp.max(jnp.abs(groups), axis=-1, initial=0)
+    ratio = divide(amax, form.largest)
+    global_scale = None
+    if form.scale == "e8m0":
+        scales, unit = encode_power_of_two(ratio)
+        elements = groups * unit[..., None]
+    else:
+        widen = jnp.ones((*lead, 1, 1), jnp.float32)
+        if two_level:
+            largest = jnp.max(amax, axis=(-2, -1), keepdims=True, initial=0)
+            largest = jnp.where(largest > 0, largest, NVFP4_RANGE)
+            widen = divide(jnp.full_like(largest, NVFP4_RANGE), largest)
+            global_scale = divide(largest, NVFP4_RANGE)[..., 0, 0]
+        scales = encode_float8(ratio * widen, "e4m3fn")
+        scale = decode_float8(scales, "e4m3fn")
+        unit = jnp.where(scale == 0, 0, widen / jnp.where(scale == 0, 1, scale))
+        elements = groups * unit[..., None]
+    elements = elements.reshape(w.shape)
+    if form.bits == 4:
+        codes = pack_pairs(encode_e2m1(elements))
+    else:
+        codes = encode_float8(elements, "e4m3fn")
+    return MicroscaledTensor(codes, scales, global_scale, format)
+
+
+def encode_power_of_two(
+    x: Float[Array, "..."],
+) -> tuple[UInt8[Array, "..."], Float[Array, "..."]]:
+    """The e8m0 code of the least power of two not below x (1 for 0), its reciprocal."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    code = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # a float32 is 2**(code - 127) * 1.m
+    code = jnp.where(x > 0, jnp.minimum(code, 254), 127)
+    code = jnp.where(jnp.isfinite(x), code, 255)
+    reciprocal = lax.bitcast_convert_type(jnp.maximum(254 - code, 1) << 23, jnp.float32)
+    return code.astype(jnp.uint8), reciprocal
+
+
+def decode_microscaled(
+    codes: UInt8[Array, "... n*c"],
+    scales: UInt8[Array, "... n"],
+    global_scale: Float[Array, "..."] | None = None,
+    *,
+    format: str,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "... n*g"]:
+    """The weights, computed in float32 or wider and rounded once to `dtype`, if any."""
+    form = MICROSCALED[format]
+    *lead, n = scales.shape
+    grouped = codes.reshape(*lead, n, form.group_size * form.bits // 8)
+    if form.bits == 4:
+        element = decode_e2m1(unpack_pairs(grouped))
+    else:
+        element = decode_float8(grouped, "e4m3fn")
+    if form.scale == "e8m0":
+        exponent = scales.astype(jnp.int32)[..., None]
+        # 2**-127 is subnormal, which a platform may flush: halve the element instead
+        element = jnp.where(exponent == 0, element / 2, element)
+        scale = lax.bitcast_convert_type(jnp.maximum(exponent, 1) << 23, jnp.float32)
+        scale = jnp.where(exponent == 255, jnp.nan, scale)
+    else:
+        scale = decode_float8(scales, "e4m3fn")[..., None]
+    if global_scale is not None:
+        scale = scale * at_least_f32(global_scale)[..., None, None]
+    w = (element * scale).reshape(*lead, n * form.group_size)
+    return w if dtype is None else w.astype(dtype)
+
+
+def dequantize_microscaled_reference(
+    codes: UInt8[Array, "... n*c"],
+    scales: UInt8[Array, "... n"],
+    global_scale: Float[Array, "..."] | None,
+    *,
+    format: str,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "... n*g"]:
+    microscaled_width("dequantize_microscaled", codes, scales, format)
+    return decode_microscaled(codes, scales, global_scale, format=format, dtype=dtype)
+
+
+dequantize_microscaled_p = kernel_primitive(
+    dequantize_microscaled_reference,
+    replicated=("c", "g"),  # a group has one scale
+)
+
+
+def microscaled_matmul_reference(
+    x: Float[Array, "... n*g"],
+    codes: UInt8[Array, "f n*c"],
+    scales: UInt8[Array, "f n"],
+    global_scale: Float[Array, " f"] | None,
+    *,
+    format: str,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "... f"]:
+    d = microscaled_width("microscaled_matmul", codes, scales, format)
+    if x.shape[-1] != d:
+        raise TypeError(
+            f"microscaled_matmul: `x` must be [..., {d}], got {x.shape}, as the weight "
+            f"has {scales.shape[1]} groups of {format}."
+        )
+
+    decode = functools.partial(decode_microscaled, format=format)
+    arrays = present(codes, scales, global_scale)
+    return decoded_product(x, arrays, decode, 1, compute_dtype)
+
+
+def microscaled_matmul_bwd_reference(
+    codes: UInt8[Array, "f n*c"],
+    scales: UInt8[Array, "f n"],
+    global_scale: Float[Array, " f"] | None,
+    dy: Float[Array, "... f"],
+    *,
+    format: str,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "... n*g"]:
+    decode = functools.partial(decode_microscaled, format=format)
+    arrays = present(codes, scales, global_scale)
+    return decoded_product(dy, arrays, decode, 0, compute_dtype)
+
+
+microscaled_matmul_p = kernel_primitive(
+    microscaled_matmul_reference,
+    bwd=microscaled_matmul_bwd_reference,
+    linear=("x",),
+    replicated=("n", "c", "g"),  # as in quantized_matmul, a device decodes whole rows
+)
+
+
+def microscaled_embedding_reference(
+    ids: Integer[Array, "..."],
+    codes: UInt8[Array, "v n*c"],
+    scales: UInt8[Array, "v n"],
+    global_scale: Float[Array, " v"] | None,
+    *,
+    format: str,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "... n*g"]:
+    microscaled_width("microscaled_embedding", codes, scales, format)
+    decode = functools.partial(decode_microscaled, format=format)
+    return decoded_rows(ids, present(codes, scales, global_scale), decode, dtype)
+
+
+def present(*arrays: Array | None) -> list[Array]:
+    return [a for a in arrays if a is not None]
+
+
+microscaled_embedding_p = kernel_primitive(
+    microscaled_embedding_reference,
+    replicated=("v", "n", "c", "g"),  # an id may name any row
+)
+
+
+# How the ops of all containers read this one. A row has the factor of its matrix.
+
+
+def factor_of_rows(w: MicroscaledTensor) -> Float[Array, "..."] | None:
+    if w.global_scale is None:
+        return None
+    rows = w.shape[:-1]
+    return jnp.broadcast_to(w.global_scale[..., None] if rows else w.global_scale, rows)
+
+
+def dequantize_microscaled(
+    w: MicroscaledTensor, dtype: jnp.dtype
+) -> Float[Array, "... d"]:
+    options = {"format": w.format, "dtype": dtype}
+    return dequantize_microscaled_p(w.codes, w.scales, factor_of_rows(w), **options)
+
+
+def multiply_microscaled(
+    x: Float[Array, "... d"], w: MicroscaledTensor, compute_dtype: jnp.dtype | None
+) -> Float[Array, "... f"]:
+    options = {"format": w.format, "compute_dtype": compute_dtype}
+    return microscaled_matmul_p(x, w.codes, w.scales, factor_of_rows(w), **options)
+
+
+def look_up_microscaled(
+    ids: Integer[Array, "..."], w: MicroscaledTensor, dtype: jnp.dtype
+) -> Float[Array, "... d"]:
+    options = {"format": w.format, "dtype": dtype}
+    return microscaled_embedding_p(ids, w.codes, w.scales, factor_of_rows(w), **options)
+
+
+DEQUANTIZE[MicroscaledTensor] = dequantize_microscaled
+QUANTIZED_MATMUL[MicroscaledTensor] = multiply_microscaled
+QUANTIZED_EMBEDDING[MicroscaledTensor] = look_up_microscaled

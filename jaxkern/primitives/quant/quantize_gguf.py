@@ -1,0 +1,125 @@
+"""Encoders of the simple GGUF formats: rows of floats -> the bytes of ggml's blocks.
+
+    Q4_0 Q5_0   d = v / -2**(bits - 1), v the value of largest magnitude (the first),
+                code = trunc(x / d + 2**(bits - 1) + 0.5)
+    Q4_1 Q5_1   d = (max - min) / (2**bits - 1), m = min,
+                code = trunc((x - m) / d + 0.5)
+    Q8_0        d = max |x| / 127, code = round half away from zero (x / d)
+
+All in float32; d and m are stored as float16, the codes are those of the unrounded d.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.rounding import divide, multiply, round_half_away
+
+ELEMENTS = 32  # of a block, in every format here
+
+
+def quantize_gguf(
+    w: Float[Array, "... d"], qtype: str, *, encoder: str = "ggml"
+) -> GGUFTensor:
+    """Quantises to a GGUF block format, bit-equal to `gguf.quants.quantize`.
+
+    Args:
+      w: `[..., d]`, finite, d a multiple of 32.
+      qtype: "Q4_0", "Q4_1", "Q5_0", "Q5_1" or "Q8_0".
+      encoder: "ggml", or for Q4_0 "absmax", which is ztensor's: d = max |x| / 7 and the
+        code rounded half away from zero within [-8, 7].
+
+    Returns:
+      The container; `dequantize` and llama.cpp read both encoders' blocks.
+
+    Raises:
+      ValueError: no such encoder for this format.
+      TypeError: d is no multiple of 32.
+    """
+    if (qtype, encoder) not in ENCODERS:
+        known = ", ".join(f"{q} {e}" for q, e in ENCODERS)
+        raise ValueError(f"quantize_gguf: no {qtype!r} {encoder!r}, but {known}.")
+    return GGUFTensor(quantize_gguf_p(w, qtype=qtype, encoder=encoder), qtype)
+
+
+def quantize_gguf_reference(
+    w: Float[Array, "... d"], *, qtype: str, encoder: str
+) -> UInt8[Array, "... row_bytes"]:
+    *lead, d = w.shape
+    if d % ELEMENTS:
+        raise TypeError(f"quantize_gguf: d = {d} is not a multiple of {ELEMENTS}.")
+    x = w.astype(jnp.float32).reshape(*lead, d // ELEMENTS, ELEMENTS)
+    blocks = ENCODERS[qtype, encoder](x)
+    return blocks.reshape(*lead, blocks.shape[-2] * blocks.shape[-1])
+
+
+def _inverse(d: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    return jnp.where(d == 0, 0, divide(jnp.ones_like(d), jnp.where(d == 0, 1, d)))
+
+
+def _truncated(x, inverse, shift: float, last: int) -> Int32[Array, "..."]:
+    code = jnp.trunc(multiply(x, inverse) + shift).astype(jnp.int32)
+    return jnp.clip(code, 0, last)
+
+
+def _largest(x: Float32[Array, "... 32"]) -> Float32[Array, "... 1"]:
+    """The value of largest magnitude, of two such the first."""
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    place = jnp.arange(ELEMENTS)
+    first_low = jnp.min(jnp.where(x == low, place, ELEMENTS), -1, keepdims=True)
+    first_high = jnp.min(jnp.where(x == high, place, ELEMENTS), -1, keepdims=True)
+    tie = (-low == high) & (first_low < first_high)
+    return jnp.where((-low > high) | tie, low, high)
+
+
+def _symmetric(x: Float32[Array, "... 32"], bits: int) -> UInt8[Array, "... bytes"]:
+    half = 2 ** (bits - 1)
+    d = _largest(x) / -half  # a power of two: exact
+    return _packed(_truncated(x, _inverse(d), half + 0.5, 2 * half - 1), bits, d)
+
+
+def _affine(x: Float32[Array, "... 32"], bits: int) -> UInt8[Array, "... bytes"]:
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    d = divide(high - low, 2**bits - 1)
+    return _packed(_truncated(x - low, _inverse(d), 0.5, 2**bits - 1), bits, d, low)
+
+
+def _absmax(x: Float32[Array, "... 32"]) -> UInt8[Array, "... bytes"]:
+    d = divide(jnp.max(jnp.abs(x), -1, keepdims=True), 7)
+    code = round_half_away(multiply(x, _inverse(d)))
+    return _packed(jnp.clip(code, -8, 7).astype(jnp.int32) + 8, 4, d)
+
+
+def _q8_0(x: Float32[Array, "... 32"]) -> UInt8[Array, "... bytes"]:
+    d = divide(jnp.max(jnp.abs(x), -1, keepdims=True), 127)
+    code = round_half_away(multiply(x, _inverse(d)))
+    return jnp.concatenate([_f16(d), code.astype(jnp.int8).view(jnp.uint8)], axis=-1)
+
+
+def _packed(code: Int32[Array, "... 32"], bits: int, *scales) -> UInt8[Array, "... b"]:
+    """Scales, fifth bits of elements 0 to 31, then low halves of j and j + 16."""
+    parts = [_f16(s) for s in scales]
+    if bits == 5:
+        fifth = (code >> 4).reshape(*code.shape[:-1], 4, 8) << jnp.arange(8)
+        parts.append(jnp.sum(fifth, axis=-1).astype(jnp.uint8))
+    low, high = code[..., :16] & 15, code[..., 16:] & 15
+    return jnp.concatenate([*parts, (low | high << 4).astype(jnp.uint8)], axis=-1)
+
+
+def _f16(x: Float32[Array, "... 1"]) -> UInt8[Array, "... 2"]:
+    return x.astype(jnp.float16).view(jnp.uint8)
+
+
+ENCODERS = {
+    ("Q4_0", "ggml"): lambda x: _symmetric(x, 4),
+    ("Q4_0", "absmax"): _absmax,
+    ("Q4_1", "ggml"): lambda x: _affine(x, 4),
+    ("Q5_0", "ggml"): lambda x: _symmetric(x, 5),
+    ("Q5_1", "ggml"): lambda x: _affine(x, 5),
+    ("Q8_0", "ggml"): _q8_0,
+}
+
+quantize_gguf_p = kernel_primitive(
+    quantize_gguf_reference, replicated=("d", "row_bytes")
+)

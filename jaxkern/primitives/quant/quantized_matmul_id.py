@@ -1,0 +1,111 @@
+"""Product of rows with the quantised experts they name: y[r] = w[ids[r]] x[r // k]."""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer, UInt8
+
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.quant.decoded_products import (
+    routed_product,
+    routed_product_transpose,
+)
+from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
+from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
+
+QUANTIZED_MATMUL_ID: dict[type, Callable] = {}  # (x, ids, w, compute_dtype) -> [t k f]
+
+
+def quantized_matmul_id(
+    x: Float[Array, "t d"],
+    w: QuantizedTensor,
+    ids: Integer[Array, " rows"],
+    *,
+    top_k: int = 1,
+    compute_dtype: DTypeLike | None = None,
+) -> Float[Array, "rows f"]:
+    """The experts of a mixture on the rows routed to them, decoded on the way.
+
+        y[r, f] = sum_d x[r // top_k, d] * w[ids[r], f, d]
+
+    An id outside [0, e) gives zeros. Row r is slot r % top_k of token r // top_k: pass
+    the `[t, top_k]` ids of a router flattened. With up to e rows only the named experts
+    are decoded; with more, each expert once. Sums, roundings and gradients are those of
+    `quantized_matmul`.
+
+    Args:
+      x: `[t, d]`, any float dtype.
+      w: `[e, f, d]`, any container.
+      ids: `[t * top_k]`, any integer dtype.
+      top_k: rows of each token.
+      compute_dtype: as in `quantized_matmul`.
+
+    Returns:
+      y: `[t * top_k, f]`, dtype of x.
+
+    Raises:
+      TypeError: `w` is no quantised tensor `[e, f, d]`, or shapes do not fit.
+    """
+    read = reader_of("quantized_matmul_id", QUANTIZED_MATMUL_ID, w, ndim=3)
+    if x.ndim != 2 or ids.shape != (x.shape[0] * top_k,):
+        raise TypeError(
+            "quantized_matmul_id: `x` must be [t, d] and `ids` [t * top_k], got "
+            f"{x.shape} and {ids.shape} with top_k={top_k}."
+        )
+    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+    y = read(x, ids.reshape(x.shape[0], top_k), w, dtype)
+    return y.reshape(x.shape[0] * top_k, y.shape[-1])
+
+
+def quantized_matmul_id_reference(
+    x: Float[Array, "... d"],
+    ids: Integer[Array, "... k"],
+    blocks: UInt8[Array, "e f row_bytes"],
+    *,
+    qtype: str,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "... k f"]:
+    d = elements_per_row("quantized_matmul_id", qtype, blocks.shape[-1])
+    if x.shape[-1] != d:
+        raise TypeError(
+            f"quantized_matmul_id: dim `d` is {x.shape[-1]} in `x` but {d} in `w`."
+        )
+    decode = functools.partial(decode_rows, qtype=qtype)
+    return routed_product(x, ids, (blocks,), decode, compute_dtype)
+
+
+def quantized_matmul_id_bwd_reference(
+    ids: Integer[Array, "... k"],
+    blocks: UInt8[Array, "e f row_bytes"],
+    dy: Float[Array, "... k f"],
+    *,
+    qtype: str,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "... d"]:
+    decode = functools.partial(decode_rows, qtype=qtype)
+    return routed_product_transpose(dy, ids, (blocks,), decode, compute_dtype)
+
+
+quantized_matmul_id_p = kernel_primitive(
+    quantized_matmul_id_reference,
+    bwd=quantized_matmul_id_bwd_reference,
+    linear=("x",),
+    replicated=("e", "d", "row_bytes", "k"),  # any id may name any expert
+)
+
+
+def multiply_routed_gguf(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    w: GGUFTensor,
+    compute_dtype: jnp.dtype | None,
+) -> Float[Array, "t k f"]:
+    return quantized_matmul_id_p(
+        x, ids, w.blocks, qtype=w.qtype, compute_dtype=compute_dtype
+    )
+
+
+QUANTIZED_MATMUL_ID[GGUFTensor] = multiply_routed_gguf

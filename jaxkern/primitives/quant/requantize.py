@@ -1,0 +1,122 @@
+"""From one format to another: exactly where the target can hold the weights."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkern.primitives.quant.affine_tensor import AffineTensor, pack_codes
+from jaxkern.primitives.quant.dequantize import dequantize
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, Unpacked
+from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.int_tensor import IntTensor, pack_int, quantize_int
+from jaxkern.primitives.quant.quantize_affine import quantize_affine
+from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+
+GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+QUANTIZE: dict[str, Callable[..., QuantizedTensor]] = {  # (w [..., d], **options)
+    "affine": quantize_affine,
+    "int": quantize_int,
+    **{q: functools.partial(quantize_gguf, qtype=q) for q in GGUF_TYPES},
+}
+
+# Formats of one affine step in groups of 32: their smallest code and their bits.
+AFFINE_CODES = {
+    "Q4_0": (-8, 4),
+    "Q4_1": (0, 4),
+    "Q5_0": (-16, 5),
+    "Q5_1": (0, 5),
+    "Q8_0": (-128, 8),
+    "Q4_K": (0, 4),
+    "Q5_K": (0, 5),
+}
+# Formats without an offset: the bits of their signed codes.
+INT_CODES = {
+    "Q4_0": 4,
+    "Q3_K": 4,
+    "Q5_0": 8,
+    "Q8_0": 8,
+    "Q6_K": 8,
+    "IQ4_NL": 8,
+    "IQ4_XS": 8,
+    "NVFP4": 8,
+}
+
+
+def requantize(
+    w: Float[Array, "... d"] | QuantizedTensor, to: str, **options: Any
+) -> QuantizedTensor:
+    """The weights in another format.
+
+    A `GGUFTensor` becomes the very same weights, bit by bit, where the target has room
+    for its codes and the options do not ask for something else:
+
+        "affine"  Q4_0 Q4_1 Q4_K (4 bits), Q5_0 Q5_1 Q5_K (5), Q8_0 (8), groups of 32
+        "int"     Q4_0 (4 or 8 bits, groups of 32), Q5_0 Q8_0 IQ4_NL IQ4_XS (8, 32),
+                  Q3_K (4 or 8, 16), Q6_K NVFP4 (8, 16)
+
+    with float32 scales. Everything else is decoded and quantised anew.
+
+    Args:
+      w: `[..., d]`, an array or any container.
+      to: "affine", "int" or a GGUF type that `quantize_gguf` knows.
+      options: those of `quantize_affine`, `quantize_int`, `quantize_gguf`.
+
+    Returns:
+      A container of the same shape.
+
+    Raises:
+      ValueError: no such format.
+    """
+    if to not in QUANTIZE:
+        raise ValueError(
+            f"requantize: `to` must be one of {', '.join(QUANTIZE)}, got {to!r}."
+        )
+    if isinstance(w, GGUFTensor):
+        for exact in exact_forms(w, to):
+            if options.items() <= vars(exact).items():
+                return exact
+    values = w if hasattr(w, "dtype") else dequantize(w)  # type: ignore[arg-type]
+    return QUANTIZE[to](values, **options)
+
+
+def exact_forms(w: GGUFTensor, to: str) -> Iterator[QuantizedTensor]:
+    """The containers of kind `to` that hold exactly the weights of `w`."""
+    if to == w.qtype:
+        yield w
+    if to == "affine" and w.qtype in AFFINE_CODES:
+        yield _as_affine(w, *AFFINE_CODES[w.qtype])
+    if to == "int" and w.qtype in INT_CODES:
+        for bits in (4, 8):
+            if bits >= INT_CODES[w.qtype]:
+                yield _as_int(w, bits)
+
+
+def _as_affine(w: GGUFTensor, low: int, bits: int) -> AffineTensor:
+    code, scale, offset = _unpack(w)
+    # w = scale * (code - low) + scale * low: both products are exact, so is their sum
+    bias = scale * low if offset is None else offset
+    codes = (code.astype(jnp.int32) - low).astype(jnp.uint8).reshape(w.shape)
+    arrays = (_by_group(scale), _by_group(bias))
+    return AffineTensor(pack_codes(codes, bits), *arrays, bits, code.shape[-1])
+
+
+def _as_int(w: GGUFTensor, bits: int) -> IntTensor:
+    code, scale, _ = _unpack(w)
+    codes = pack_int(code.astype(jnp.int32).reshape(w.shape), bits, True)
+    return IntTensor(codes, _by_group(scale), bits=bits, group_size=code.shape[-1])
+
+
+def _unpack(w: GGUFTensor) -> Unpacked:
+    form = BLOCK_FORMATS[w.qtype]
+    assert form.unpack is not None  # the tables name no plain floats
+    blocks = w.blocks.reshape(*w.shape[:-1], w.shape[-1] // form.elements, form.bytes)
+    return form.unpack(blocks)
+
+
+def _by_group(a: Float[Array, "... blocks groups 1"]) -> Float[Array, "... groups"]:
+    return a.reshape(*a.shape[:-3], a.shape[-3] * a.shape[-2])

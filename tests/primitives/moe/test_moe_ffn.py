@@ -1,0 +1,163 @@
+"""moe_ffn against a loop over tokens and experts in float64."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxkern import moe_ffn
+from tests.checks import mesh_of
+from tests.primitives.quant.block_bytes import weight
+
+T, K, E, D, F = 6, 2, 4, 5, 3
+
+
+def act(name, gate, up):
+    if name == "swiglu":
+        return gate / (1 + np.exp(-gate)) * up
+    if name == "geglu":
+        return gate * np.vectorize(math.erfc)(-gate / math.sqrt(2)) / 2 * up
+    u = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return gate / 2 * (1 + np.tanh(u)) * up
+
+
+def dense_loop(x, ids, weights, gate, up, down, activation="swiglu"):
+    """Every expert of every token, one after the other; foreign ids give nothing."""
+    y = np.zeros_like(x)
+    for t, e, w in zip(
+        np.arange(len(x)).repeat(ids.shape[1]),
+        ids.ravel(),
+        weights.ravel(),
+        strict=True,
+    ):
+        if 0 <= e < len(gate):
+            y[t] += w * down[e] @ act(activation, gate[e] @ x[t], up[e] @ x[t])
+    return y
+
+
+def arguments(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(T, D), (T, K), (E, F, D), (E, F, D), (E, D, F)]
+    return [rng.standard_normal(s) for s in shapes]
+
+
+IDS = {
+    "balanced": np.arange(T * K).reshape(T, K) % E,
+    "all to one": np.full((T, K), 2),
+    "empty experts": np.asarray([[3, 1]] * T),
+    "foreign": np.asarray([[-1, 0], [4, 1], [2, 7], [3, 3], [-5, -1], [0, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_equals_the_dense_loop(name):
+    x, weights, gate, up, down = arguments()
+    with jax.enable_x64(True):
+        y = jax.jit(moe_ffn)(x, jnp.asarray(IDS[name]), weights, gate, up, down)
+        packed = np.concatenate([gate, up], axis=1)
+        same = jax.jit(moe_ffn)(x, jnp.asarray(IDS[name]), weights, packed, None, down)
+    expected = dense_loop(x, IDS[name], weights, gate, up, down)
+    np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(same, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
+def test_activations_are_what_their_names_say(activation):
+    x, weights, gate, up, down = arguments()
+    ids = IDS["balanced"]
+    with jax.enable_x64(True):
+        y = moe_ffn(x, ids, weights, gate, up, down, activation=activation)
+    expected = dense_loop(x, ids, weights, gate, up, down, activation)
+    np.testing.assert_allclose(y, expected, rtol=1e-11)
+
+
+def test_gradients_match_those_of_the_dense_sum():
+    """In x, the weights and every expert, against JAX on all experts for all tokens."""
+    args = arguments()
+    ids = IDS["foreign"]
+
+    def dense(x, weights, gate, up, down):
+        chosen = (ids[..., None] == np.arange(E)) * weights[..., None]
+        hidden = jax.nn.silu(jnp.einsum("td,efd->tef", x, gate))
+        hidden = hidden * jnp.einsum("td,efd->tef", x, up)
+        return jnp.einsum("tef,edf,te->td", hidden, down, chosen.sum(1))
+
+    def sparse(x, weights, gate, up, down):
+        return moe_ffn(x, ids, weights, gate, up, down)
+
+    def grads(f):
+        return jax.jit(jax.grad(lambda *a: jnp.sin(f(*a)).sum(), range(5)))(*args)
+
+    with jax.enable_x64(True):
+        for g, e in zip(grads(sparse), grads(dense), strict=True):
+            np.testing.assert_allclose(g, e, rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_is_added_in_an_order_that_may_change():
+    args = arguments()
+
+    def f(*args):
+        return moe_ffn(args[0], IDS["balanced"], *args[1:]).sum()
+
+    gradient = jax.jit(jax.grad(f, range(5))).lower(*args)
+    assert "scatter" not in gradient.as_text()
+
+
+def test_leading_dims_and_dtype():
+    x, weights, gate, up, down = map(jnp.float32, arguments())
+    ids = jnp.asarray(IDS["balanced"])
+    flat = moe_ffn(x, ids, weights, gate, up, down)
+    y = moe_ffn(
+        x.reshape(2, 3, D).astype(jnp.bfloat16),
+        ids.reshape(2, 3, K),
+        weights.reshape(2, 3, K),
+        gate,
+        up,
+        down,
+    )
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.float32(y).reshape(T, D), flat, rtol=0.1, atol=0.05 * np.abs(flat).max()
+    )
+
+
+def test_quantised_experts():
+    x, weights, *_ = arguments()
+    x = np.random.default_rng(2).standard_normal((T, 32)).astype(np.float32)
+    (gate, g), (up, u), (down, d) = (
+        weight("Q8_0", E, 32, 32, seed=s) for s in range(3)
+    )
+    y = jax.jit(moe_ffn)(x, IDS["balanced"], jnp.float32(weights), gate, up, down)
+    expected = dense_loop(np.float64(x), IDS["balanced"], weights, g, u, d)
+    np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_experts_spread_over_devices():
+    """Each device takes the slots of its own experts; one sum brings them together."""
+    x, weights, gate, up, down = map(jnp.float32, arguments())
+    ids = jnp.asarray(IDS["balanced"])
+    mesh = mesh_of(2, AxisType.Auto)
+
+    def local(x, ids, weights, gate, up, down):
+        ids = ids - jax.lax.axis_index("m") * gate.shape[0]
+        return jax.lax.psum(moe_ffn(x, ids, weights, gate, up, down), "m")
+
+    cut = P("m")
+    f = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(), P(), cut, cut, cut), out_specs=P()
+    )
+    y = jax.jit(f)(x, ids, weights, gate, up, down)
+    expected = moe_ffn(x, ids, weights, gate, up, down)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_errors_say_what_to_do():
+    x, weights, gate, up, down = arguments()
+    with pytest.raises(ValueError, match="moe_ffn: `activation` must be one of swiglu"):
+        moe_ffn(x, IDS["balanced"], weights, gate, up, down, activation="silu")
+    with pytest.raises(TypeError, match=r"moe_ffn: `ids` and `weights` must be"):
+        moe_ffn(x[:3], IDS["balanced"], weights, gate, up, down)

@@ -1,0 +1,73 @@
+"""int8_matmul: exact integer sums, straight-through gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import int8_matmul, quantize_int
+from tests.checks import case, uniform
+from tests.primitives.quant.test_int_matmul import int8
+
+CASES = [
+    case(
+        "plain",
+        x_codes=int8(4, 2, 16),
+        x_scales=uniform(4, 2, 1),
+        codes=int8(8, 16),
+        scales=uniform(8, 1),
+    ),
+    case(
+        "vector",
+        x_codes=int8(3),
+        x_scales=uniform(1),
+        codes=int8(1, 3),
+        scales=uniform(1, 1),
+    ),
+]
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(2, 3, 64)).astype(np.float32)
+W = quantize_int(jnp.asarray(RNG.normal(size=(8, 64)), jnp.float32))
+
+
+def test_formula():
+    scale = np.abs(X).max(-1, keepdims=True) / 127
+    codes = np.rint(X / scale).astype(np.int64)
+    total = codes @ np.asarray(W.codes, np.int64).T
+    expected = total * scale * np.asarray(W.scales)[:, 0]
+    np.testing.assert_allclose(int8_matmul(X, W), expected, rtol=1e-5)
+    exact = X @ (np.asarray(W.codes) * np.asarray(W.scales)).T
+    error = np.abs(np.asarray(int8_matmul(X, W)) - exact).max()
+    assert 1e-4 < error < 0.02 * np.abs(exact).max()
+
+
+def test_sums_do_not_overflow_or_round():
+    x = jnp.full((1, 20000), 1.0).at[0, 0].set(-1.0)
+    w = quantize_int(jnp.full((1, 20000), 1.0))
+    np.testing.assert_allclose(int8_matmul(x, w), [[19998.0]], rtol=1e-7)
+
+
+def test_the_gradient_is_straight_through():
+    dy = np.random.default_rng(1).normal(size=(2, 3, 8)).astype(np.float32)
+    values = np.asarray(W.codes, np.float64) * np.asarray(W.scales)
+    dx, dw = jax.vjp(int8_matmul, jnp.asarray(X), W)[1](jnp.asarray(dy))
+    np.testing.assert_allclose(dx, dy @ values, rtol=1e-4, atol=1e-5)
+    unscaled = np.asarray(int8_matmul(X, W)) / np.asarray(W.scales)[:, 0]
+    expected = (unscaled * dy).sum((0, 1))[:, None]
+    np.testing.assert_allclose(dw.scales, expected, rtol=1e-4, atol=1e-2)
+    dot = jax.jvp(lambda x: int8_matmul(x, W), (X,), (X,))[1]
+    np.testing.assert_allclose(dot, X @ values.T, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_and_vmap():
+    x = jnp.asarray(X, jnp.bfloat16)
+    y = jax.vmap(int8_matmul, (0, None))(x, W)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, int8_matmul(x, W))
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match=r"one scale a row, got IntTensor\(int8 / 32"):
+        int8_matmul(X, quantize_int(jnp.ones((8, 64)), group_size=32))
+    with pytest.raises(TypeError, match="int8_matmul: dim `d`"):
+        int8_matmul(X[..., :8], W)
