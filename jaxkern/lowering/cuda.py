@@ -10,9 +10,11 @@ from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.rope.rope import apply_rope_p
+from jaxkern.primitives.sampling.sample import sample_p
 from jaxkern.triton.activation import softmax
 from jaxkern.triton.norm import layer_norm, rms_norm
 from jaxkern.triton.rope import apply_rope
+from jaxkern.triton.sampling import sample
 from jaxkern.triton.triton_call import unsupported
 
 # fmt: off
@@ -23,6 +25,7 @@ ROWS = (
     (layer_norm_p,   layer_norm.layer_norm_fwd, layer_norm.layer_norm_bwd, unsupported),
     (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
     (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, apply_rope.unsupported),
+    (sample_p,       sample.sample,             None,                      sample.unsupported),
 )
 # fmt: on
 for op, fwd, bwd, unless in ROWS:

@@ -168,7 +168,7 @@ def largest_threshold(
 
 
 def ordered_bits(x: Float[Array, "..."]) -> Array:
-    """Integers in the order of the floats: negative ones have all but the sign flipped."""
+    """Integers in the order of the floats: all bits of negatives but the sign flip."""
     bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     return bits ^ ((bits < 0) * jnp.iinfo(bits.dtype).max)
 
