@@ -6,12 +6,15 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.index.argmax import argmax_p
+from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.primitives.sampling.sample import sample_p
 from jaxkern.triton.activation import softmax
+from jaxkern.triton.index import argmax, top_k
 from jaxkern.triton.norm import layer_norm, rms_norm
 from jaxkern.triton.rope import apply_rope
 from jaxkern.triton.sampling import sample
@@ -25,6 +28,8 @@ ROWS = (
     (layer_norm_p,   layer_norm.layer_norm_fwd, layer_norm.layer_norm_bwd, unsupported),
     (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
     (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, apply_rope.unsupported),
+    (argmax_p,       argmax.argmax,             None,                      argmax.unsupported),
+    (top_k_p,        top_k.top_k,               None,                      top_k.unsupported),
     (sample_p,       sample.sample,             None,                      sample.unsupported),
 )
 # fmt: on

@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.index.embedding import explicit_spec
+from jaxkern.primitives.index.ordered_bits import ordered_bits
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -52,14 +53,17 @@ def argsort(
 def argsort_reference(
     x: Float[Array, "... v"], *, descending: bool, nan_policy: str
 ) -> Int32[Array, "... v"]:
+    # one integer key: XLA's GPU backend sorts those by radix, floats by comparison
     is_nan = jnp.isnan(x)
-    key = lax.stop_gradient(jnp.where(is_nan, 0, -x if descending else x))
-    # NaN has a key of its own, before or after all others
+    rank = lax.stop_gradient(jnp.where(is_nan | (x == 0), 0, x))
+    key = ordered_bits(rank)
+    key = ~key if descending else key
+    largest = jnp.iinfo(key.dtype).max
     nan_first = descending and nan_policy == "propagate"
-    group = is_nan != nan_first
+    key = jnp.where(is_nan, ~largest if nan_first else largest, key)
     spec = explicit_spec(*jax.typeof(x).sharding.spec)
     index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=spec)
-    return lax.sort((group, key, index), dimension=-1, is_stable=True, num_keys=2)[2]
+    return lax.sort((key, index), dimension=-1, is_stable=True, num_keys=1)[1]
 
 
 argsort_p = kernel_primitive(argsort_reference, replicated=("v",))

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern.primitives.index.argmax import argmax, argmax_reference, first_true
+from jaxkern.primitives.index.ordered_bits import from_ordered_bits, ordered_bits
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -158,24 +159,13 @@ def largest_threshold(
     def halve(_, bounds):
         reaches, beyond = bounds
         middle = (reaches & beyond) + ((reaches ^ beyond) >> 1)  # no overflow
-        above = jnp.where(logits >= from_ordered_bits(middle), weight, 0)
+        above = jnp.where(logits >= from_ordered_bits(middle, logits.dtype), weight, 0)
         enough = jnp.sum(above, axis=-1, keepdims=True) >= target
         return jnp.where(enough, middle, reaches), jnp.where(enough, beyond, middle)
 
     width = 8 * logits.dtype.itemsize
     reaches, _ = lax.fori_loop(0, width, halve, (reaches, beyond))
-    return from_ordered_bits(reaches)
-
-
-def ordered_bits(x: Float[Array, "..."]) -> Array:
-    """Integers in the order of the floats: all bits of negatives but the sign flip."""
-    bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
-    return bits ^ ((bits < 0) * jnp.iinfo(bits.dtype).max)
-
-
-def from_ordered_bits(bits: Array) -> Float[Array, "..."]:
-    bits = bits ^ ((bits < 0) * jnp.iinfo(bits.dtype).max)
-    return lax.bitcast_convert_type(bits, f"float{8 * bits.dtype.itemsize}")
+    return from_ordered_bits(reaches, logits.dtype)
 
 
 sample_p = kernel_primitive(sample_reference, replicated=("v",))
