@@ -53,14 +53,16 @@ def argsort(
 def argsort_reference(
     x: Float[Array, "... v"], *, descending: bool, nan_policy: str
 ) -> Int32[Array, "... v"]:
-    # one integer key: XLA's GPU backend sorts those by radix, floats by comparison
+    # one unsigned key: XLA sorts pairs by radix on a GPU where the key is unsigned
     is_nan = jnp.isnan(x)
     rank = lax.stop_gradient(jnp.where(is_nan | (x == 0), 0, x))
-    key = ordered_bits(rank)
+    bits = ordered_bits(rank)
+    bits = bits ^ jnp.iinfo(bits.dtype).min  # the sign: unsigned, it comes last
+    key = lax.bitcast_convert_type(bits, f"u{bits.dtype}")
     key = ~key if descending else key
-    largest = jnp.iinfo(key.dtype).max
+    first, last = jnp.zeros_like(key), ~jnp.zeros_like(key)
     nan_first = descending and nan_policy == "propagate"
-    key = jnp.where(is_nan, ~largest if nan_first else largest, key)
+    key = jnp.where(is_nan, first if nan_first else last, key)
     spec = explicit_spec(*jax.typeof(x).sharding.spec)
     index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=spec)
     return lax.sort((key, index), dimension=-1, is_stable=True, num_keys=1)[1]
