@@ -6,7 +6,9 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.embedding import embedding_p
+from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.loss.cross_entropy import cross_entropy_p
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
@@ -31,8 +33,9 @@ from jaxkern.primitives.optim.adamw import adamw_tree_p
 from jaxkern.primitives.rope.head_norm_rope import head_norm_rope_p
 from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
+from jaxkern.primitives.sampling.sample import sample_p
 from jaxkern.triton.activation import softmax
-from jaxkern.triton.index import embedding
+from jaxkern.triton.index import argmax, embedding, top_k
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
 from jaxkern.triton.norm import (
     gated_rms_norm,
@@ -48,6 +51,7 @@ from jaxkern.triton.norm import (
 )
 from jaxkern.triton.optim import adamw
 from jaxkern.triton.rope import apply_rope, head_norm_rope, qk_norm_rope
+from jaxkern.triton.sampling import sample
 from jaxkern.triton.triton_call import unsupported
 
 # fmt: off
@@ -102,6 +106,9 @@ ROWS = (
     (qk_norm_rope_p,
      qk_norm_rope.qk_norm_rope_fwd, qk_norm_rope.qk_norm_rope_bwd,
      qk_norm_rope.unsupported),
+    (argmax_p,       argmax.argmax,             None,                      argmax.unsupported),
+    (top_k_p,        top_k.top_k,               None,                      top_k.unsupported),
+    (sample_p,       sample.sample,             None,                      sample.unsupported),
 )
 # fmt: on
 for op, fwd, bwd, unless in ROWS:

@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.index.embedding import explicit_spec
+from jaxkern.primitives.index.ordered_bits import ordered_bits
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -52,14 +53,19 @@ def argsort(
 def argsort_reference(
     x: Float[Array, "... v"], *, descending: bool, nan_policy: str
 ) -> Int32[Array, "... v"]:
+    # one unsigned key: XLA sorts pairs by radix on a GPU where the key is unsigned
     is_nan = jnp.isnan(x)
-    key = lax.stop_gradient(jnp.where(is_nan, 0, -x if descending else x))
-    # NaN has a key of its own, before or after all others
+    rank = lax.stop_gradient(jnp.where(is_nan | (x == 0), 0, x))
+    bits = ordered_bits(rank)
+    bits = bits ^ jnp.iinfo(bits.dtype).min  # the sign: unsigned, it comes last
+    key = lax.bitcast_convert_type(bits, f"u{bits.dtype}")
+    key = ~key if descending else key
+    first, last = jnp.zeros_like(key), ~jnp.zeros_like(key)
     nan_first = descending and nan_policy == "propagate"
-    group = is_nan != nan_first
+    key = jnp.where(is_nan, first if nan_first else last, key)
     spec = explicit_spec(*jax.typeof(x).sharding.spec)
     index = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=spec)
-    return lax.sort((group, key, index), dimension=-1, is_stable=True, num_keys=2)[2]
+    return lax.sort((key, index), dimension=-1, is_stable=True, num_keys=1)[1]
 
 
 argsort_p = kernel_primitive(argsort_reference, replicated=("v",))

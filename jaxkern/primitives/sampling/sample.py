@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern.primitives.index.argmax import argmax, argmax_reference, first_true
+from jaxkern.primitives.index.ordered_bits import from_ordered_bits, ordered_bits
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -108,24 +109,22 @@ def sample_reference(
         raise ValueError("sample: `logits` has no token to draw from, v is 0.")
     logits = at_least_f32(logits)
     logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    possible = logits > -jnp.inf
     best = jnp.max(logits, axis=-1, keepdims=True)
     draws = (temperature > 0)[..., None]
-    # distance >= 0 of each token below the best; weight = p / max(p)
+    # weight = p / max(p); a gap of inf weighs nothing at any temperature
     gap = jnp.where(logits == best, 0, best - logits)
+    counts = (logits > -jnp.inf) & (gap < jnp.inf)
     distance = gap / jnp.where(draws, column(temperature, logits), 1)
-    distance = jnp.where(possible, distance, jnp.inf)
-    weight = jnp.where(possible, jnp.exp(-distance), 0)
+    weight = jnp.where(counts, jnp.exp(-distance), 0)
     if top_k is not None:
-        asked = jnp.where(top_k > 0, top_k, logits.shape[-1])
-        cut = smallest_radius(distance, jnp.ones_like(weight), column(asked, logits))
-        weight = jnp.where(distance <= cut, weight, 0)
+        asked = column(jnp.where(top_k > 0, top_k, logits.shape[-1]), logits)
+        cut = largest_threshold(logits, jnp.ones_like(weight), asked)
+        weight = jnp.where(logits >= cut, weight, 0)
     if top_p is not None:
         share = jnp.where(top_p < 1, top_p, jnp.inf)  # 1 must not cut by rounding
         target = column(share, logits) * jnp.sum(weight, axis=-1, keepdims=True)
-        weight = jnp.where(
-            distance <= smallest_radius(distance, weight, target), weight, 0
-        )
+        cut = largest_threshold(logits, weight, target)
+        weight = jnp.where(logits >= cut, weight, 0)
     if min_p is not None:
         weight = jnp.where(weight < jnp.minimum(column(min_p, logits), 1), 0, weight)
     cdf = jnp.cumsum(weight, axis=-1)
@@ -144,31 +143,29 @@ def column(option: Array, logits: Float[Array, "... v"]) -> Float[Array, "... 1"
     return option.astype(logits.dtype)[..., None]
 
 
-def smallest_radius(
-    distance: Float[Array, "... v"],
+def largest_threshold(
+    logits: Float[Array, "... v"],
     weight: Float[Array, "... v"],
     target: Float[Array, "... 1"],
 ) -> Float[Array, "... 1"]:
-    """The smallest radius whose tokens, distance <= radius, weigh `target` together.
+    """The largest t for which the tokens with logits >= t weigh `target` together.
 
-    Infinity if none does. Floats >= 0 are ordered as their bits, so bisecting the bits
-    ends at one of the distances, exactly.
+    At most the largest logit, and -inf if no t is low enough. Bisecting numbers that
+    order floats as integers ends at one of the logits, exactly.
     """
-    width = 8 * distance.dtype.itemsize
-    integer = jnp.dtype(f"int{width}")
-    below = jnp.full_like(target, -1, integer)  # the bits of no float: too light
-    reaches = lax.bitcast_convert_type(jnp.full_like(target, jnp.inf), integer)
+    reaches = ordered_bits(jnp.full_like(target, -jnp.inf))
+    beyond = ordered_bits(jnp.max(logits, axis=-1, keepdims=True)) + 1
 
     def halve(_, bounds):
-        below, reaches = bounds
-        middle = reaches - (reaches - below) // 2  # rounds up: never the -1
-        radius = lax.bitcast_convert_type(middle, distance.dtype)
-        inside = jnp.where(distance <= radius, weight, 0)
-        enough = jnp.sum(inside, axis=-1, keepdims=True) >= target
-        return jnp.where(enough, below, middle), jnp.where(enough, middle, reaches)
+        reaches, beyond = bounds
+        middle = (reaches & beyond) + ((reaches ^ beyond) >> 1)  # no overflow
+        above = jnp.where(logits >= from_ordered_bits(middle, logits.dtype), weight, 0)
+        enough = jnp.sum(above, axis=-1, keepdims=True) >= target
+        return jnp.where(enough, middle, reaches), jnp.where(enough, beyond, middle)
 
-    _, reaches = lax.fori_loop(0, width, halve, (below, reaches))
-    return lax.bitcast_convert_type(reaches, distance.dtype)
+    width = 8 * logits.dtype.itemsize
+    reaches, _ = lax.fori_loop(0, width, halve, (reaches, beyond))
+    return from_ordered_bits(reaches, logits.dtype)
 
 
 sample_p = kernel_primitive(sample_reference, replicated=("v",))

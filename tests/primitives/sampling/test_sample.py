@@ -192,6 +192,10 @@ def test_extreme_temperatures_have_no_nan():
     counts = np.bincount(draw(logits, GRID, temperature=INF), minlength=4)
     np.testing.assert_allclose(counts / len(GRID), [1 / 3, 1 / 3, 0, 1 / 3], atol=1e-3)
     assert set(draw([3e38, -3e38], GRID, temperature=0.1)) == {0}
+    # the cuts compare logits: what the temperature makes equal is still cut
+    assert set(draw([0.0, 2.0, 1.0, -INF], GRID, temperature=INF, top_k=2)) == {1, 2}
+    assert set(draw([0.0, 2.0, 1.0, -INF], GRID, temperature=INF, top_p=0.3)) == {1}
+    assert set(draw([0.0, INF, 5.0, INF], GRID, temperature=INF)) == {1, 3}
 
 
 def test_special_logits():

@@ -1,0 +1,42 @@
+"""The k largest elements of each row, in order: XLA, torch and ours."""
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from benchmarks._gpu import Benchmark, Case, run
+
+
+def benchmark(k: int) -> Benchmark:
+    def case(rows: int, v: int, dtype) -> Case:
+        def arrays(key):
+            return (jax.random.normal(key, (rows, v), dtype),)
+
+        kind = jnp.dtype(dtype)
+        name = f"{rows}x{v} {kind.name}"
+        return Case(name, arrays, (rows * (v * kind.itemsize + 8 * k), 0))
+
+    return Benchmark(
+        f"top_{k}",
+        lambda x: jaxkern.top_k(x, k),
+        [
+            case(32, 128256, jnp.float32),
+            case(32, 128256, jnp.bfloat16),
+            case(1, 131072, jnp.float32),
+            case(4096, 4096, jnp.float32),
+            case(8, 262144, jnp.float32),
+        ],
+        torch_peers={"torch": lambda case, x: lambda x: tuple(x.topk(k))},
+        sizes={
+            "top_k_maxima": {"num_warps": (4, 8, 16)},
+            "top_k": {"num_warps": (4, 8, 16, 32)},
+        },
+        differentiable=False,
+    )
+
+
+BENCHMARK = benchmark(64)  # what `tune` measures
+
+
+def main(arguments):
+    return max(run(benchmark(k), arguments) for k in (8, 64, 1024))

@@ -1,0 +1,168 @@
+"""The k largest elements of long rows: found by counting, then k of them are sorted.
+
+    maxima   the largest of every group of a row, from memory, by many programs
+    top_k    one program a row: the k groups with the largest maxima hold the k largest
+             elements, so only they are read again; of those the k largest are counted
+             out and sorted
+
+Of groups whose maxima tie at the border the first are taken: an element of a later one
+has k elements before it that are larger, or equal with a smaller index.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.triton import triton_call as bridge
+from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.triton.index.threshold import largest_threshold, ordered_bits
+from jaxkern.triton.triton_call import jit, sparse_call, tl
+
+CHUNK = 4096  # elements of one program of the first launch
+IN_REGISTERS = 16_384  # groups of a row, and elements of the k groups
+SHORTEST = 4096  # XLA sorts shorter rows as fast
+LARGEST_K = 1024
+LONGEST = 262_144
+LOWEST = -0x80000000
+
+
+def unsupported(*, x: Any, k: int, **named: Any) -> str | None:
+    v = x.shape[-1] if x.shape else 1
+    if not 1 <= k <= LARGEST_K:
+        return f"k is {k}, not from 1 to {LARGEST_K}"
+    if not SHORTEST <= v <= LONGEST:
+        return f"a row of `x` has {v} elements, not from {SHORTEST} to {LONGEST}"
+    return bridge.unsupported(x=x, **named)
+
+
+def group_size(v: int, k: int) -> int:
+    """As many groups in a row as elements in k groups, where both fit."""
+    size = 4
+    while 2 * size * size * k <= v or next_power_of_2(-(-v // size)) > IN_REGISTERS:
+        size *= 2
+    return min(size, 128)
+
+
+@jit
+def maxima_kernel(
+    x_ptr,
+    maxima_ptr,
+    V: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The largest element of each group, as an integer."""
+    row = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    part = tl.program_id(0) % PROGRAMS * (CHUNK // SIZE) + tl.arange(0, CHUNK // SIZE)
+    at = part[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(x_ptr + row * V + at, at < V, -float("inf")).to(tl.float32)
+    out = maxima_ptr + row * PARTS + part[:, None]
+    tl.store(out, tl.max(ordered_bits(x), 1, keep_dims=True), part[:, None] < PARTS)
+
+
+@jit
+def order_within(chosen):
+    """How many are chosen before each element of a matrix, row after row."""
+    one = chosen.to(tl.int32)
+    rows = tl.sum(one, 1)
+    return tl.cumsum(one, 1) - one + (tl.cumsum(rows, 0) - rows)[:, None]
+
+
+@jit
+def top_k_kernel(
+    x_ptr,
+    maxima_ptr,
+    values_ptr,
+    indices_ptr,
+    groups_ptr,
+    keys_ptr,
+    places_ptr,
+    V: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOWEST: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * V
+    # the lists of this program
+    groups_ptr += row * SLOTS
+    keys_ptr += row * SLOTS
+    places_ptr += row * SLOTS
+    slot = tl.arange(0, SLOTS)
+
+    group = tl.arange(0, N)
+    present = group < PARTS
+    maxima = tl.load(maxima_ptr + row * PARTS + group, present, LOWEST)
+    high = tl.max(maxima, 0).to(tl.int64) + 1
+    low = tl.min(maxima, 0)
+    cut = largest_threshold(maxima, present.to(tl.float32), K, low, high)
+    above = present & (maxima > cut)
+    equal = present & (maxima == cut)
+    room = K - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    tl.store(groups_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, chosen)
+    count = tl.sum(chosen.to(tl.int32), 0)
+    tl.debug_barrier()
+
+    groups = tl.load(groups_ptr + slot, slot < count, 0)
+    at = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (slot < count)[:, None] & (at < V)
+    key = ordered_bits(tl.load(x_ptr + at, inside, 0.0).to(tl.float32))
+    cut = largest_threshold(key, inside.to(tl.float32), K, cut, high)
+    above = inside & (key > cut)
+    equal = inside & (key == cut)
+    room = K - tl.sum(tl.sum(above.to(tl.int32), 1), 0)
+    chosen = above | (equal & (order_within(equal) < room))
+    place = order_within(chosen)
+    tl.store(keys_ptr + place, key, chosen)
+    tl.store(places_ptr + place, at, chosen)
+    tl.debug_barrier()
+
+    # by falling key, then by slot: slots are in the order of the row
+    keys = tl.load(keys_ptr + slot, slot < K, LOWEST).to(tl.int64)
+    order = tl.sort((-keys << 16) + slot)
+    nth = (order & 0xFFFF).to(tl.int32)
+    index = tl.load(places_ptr + nth, slot < K, 0)
+    out = row * K + slot
+    tl.store(indices_ptr + out, index, slot < K)
+    tl.store(values_ptr + out, tl.load(x_ptr + index, slot < K, 0.0), slot < K)
+
+
+def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
+    *lead, v = x.shape
+    rows, size = x.size // v, group_size(v, next_power_of_2(k))
+    parts, programs = -(-v // size), -(-v // CHUNK)
+    [maxima] = sparse_call(
+        maxima_kernel,
+        (rows * programs,),
+        {"x_ptr": x},
+        {"maxima_ptr": jax.ShapeDtypeStruct((rows, parts), jnp.int32)},
+        {"V": v, "PROGRAMS": programs, "PARTS": parts, "SIZE": size, "CHUNK": CHUNK}
+        | tuned("top_k_maxima", v, x.dtype, {"num_warps": 8}),
+    )
+    slots = max(next_power_of_2(k), 16)
+    scratch = jax.ShapeDtypeStruct((rows, slots), jnp.int32)
+    n = next_power_of_2(parts)
+    rule = {"num_warps": min(max(max(n, slots * size) // 512, 8), 32)}
+    values, indices, *_ = sparse_call(
+        top_k_kernel,
+        (rows,),
+        {"x_ptr": x, "maxima_ptr": maxima},
+        {
+            "values_ptr": jax.ShapeDtypeStruct((*lead, k), x.dtype),
+            "indices_ptr": jax.ShapeDtypeStruct((*lead, k), jnp.int32),
+            "groups_ptr": scratch,
+            "keys_ptr": scratch,
+            "places_ptr": scratch,
+        },
+        {"V": v, "K": k, "PARTS": parts, "N": n, "SIZE": size, "SLOTS": slots}
+        | {"LOWEST": LOWEST}
+        | tuned("top_k", v, x.dtype, rule),
+    )
+    return values, indices

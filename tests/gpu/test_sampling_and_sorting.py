@@ -1,0 +1,114 @@
+"""Triton kernels of argmax and top_k on a GPU: order, ties, NaN, odd rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import argmax, argsort, backend, top_k
+from jaxkern.lowering.explain import default_platform
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
+INF, NAN = np.inf, np.nan
+
+
+def special_rows(v, seed=0):
+    """Random, few values, all equal, NaN of both signs, infinities, signed zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((8, v)).astype(np.float32)
+    x[1] = np.round(x[1])
+    x[2] = 2.5
+    x[3, ::7] = NAN
+    x[3, 1::7] = -NAN
+    x[4, rng.integers(0, v, 5)] = INF
+    x[5] = -INF
+    x[5, v // 2] = 0.0
+    x[5, v // 3] = -0.0
+    x[6] = NAN
+    x[6, -1] = -INF
+    x[7] = np.sort(x[7])
+    return x
+
+
+def falling_order(row):
+    """Indices by falling value, NaN first, the smaller index first on ties."""
+    row = np.float64(row)
+    value = np.where(np.isnan(row), 0, row)
+    return np.lexsort((-value, ~np.isnan(row)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("v", [1, 2, 31, 128, 1000, 4096, 4097, 128_256])
+def test_argmax(v, dtype):
+    x = jnp.asarray(special_rows(v), dtype)
+    with backend("triton", strict=True):
+        largest = jax.jit(argmax)(x)
+        ignoring = jax.jit(lambda x: argmax(x, nan_policy="ignore"))(x)
+    rows = np.asarray(x, np.float64)
+    np.testing.assert_array_equal(largest, np.argmax(rows, -1))
+    # NaN lies below -inf: it wins where nothing else is
+    best = np.nanmax(np.where(np.isnan(rows), -INF, rows), -1, keepdims=True)
+    hit = rows == best
+    np.testing.assert_array_equal(ignoring, np.where(hit.any(-1), hit.argmax(-1), 0))
+
+
+def test_argmax_of_many_rows_and_of_none():
+    x = jax.random.normal(jax.random.key(0), (5003, 77))
+    with backend("triton", strict=True):
+        np.testing.assert_array_equal(argmax(x), jnp.argmax(x, -1))
+        assert argmax(x[:0]).shape == (0,)
+        np.testing.assert_array_equal(argmax(x, axis=0), jnp.argmax(x, 0))
+
+
+@pytest.mark.parametrize(
+    "v, k, dtype",
+    [
+        (4096, 1, "float32"),
+        (4096, 1000, "bfloat16"),
+        (5000, 64, "float16"),
+        (50_257, 2, "float32"),
+        (128_256, 64, "float32"),
+        (128_256, 64, "bfloat16"),
+        (128_256, 1024, "float32"),
+        (262_144, 1024, "bfloat16"),
+        (262_144, 17, "float32"),
+    ],
+)
+def test_top_k(v, k, dtype):
+    x = jnp.asarray(special_rows(v), dtype)
+    with backend("triton", strict=True):
+        values, indices = jax.jit(top_k, static_argnums=1)(x, k)
+    assert values.dtype == x.dtype and indices.dtype == jnp.int32
+    expected = np.stack([falling_order(row)[:k] for row in np.asarray(x, np.float64)])
+    np.testing.assert_array_equal(indices, expected)
+    picked = np.take_along_axis(np.asarray(x), expected, -1)
+    bits = {2: np.uint16, 4: np.uint32}[picked.dtype.itemsize]
+    np.testing.assert_array_equal(np.asarray(values).view(bits), picked.view(bits))
+
+
+def test_top_k_of_many_rows_under_vmap_and_grad():
+    x = jax.random.normal(jax.random.key(0), (3, 100, 4097))
+
+    def f(x):
+        values, indices = top_k(x, 5)
+        return values, indices
+
+    with backend("triton", strict=True):
+        values, indices = jax.jit(jax.vmap(f))(x)
+        slope = jax.jit(jax.grad(lambda x: top_k(x, 5)[0].sum()))(x)
+    expected, places = jax.lax.top_k(x, 5)
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(indices, places)
+    np.testing.assert_array_equal(slope.sum(-1), 5.0)
+    np.testing.assert_array_equal(jnp.take_along_axis(slope, places, -1), 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_argsort_of_long_rows(dtype):
+    x = jnp.asarray(special_rows(20_011), dtype)
+    falling = argsort(x, descending=True)
+    expected = np.stack([falling_order(row) for row in np.asarray(x, np.float64)])
+    np.testing.assert_array_equal(falling, expected)

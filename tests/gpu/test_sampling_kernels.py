@@ -1,0 +1,185 @@
+"""Triton kernels of sampling on a GPU: kept sets, tokens, frequencies, odd rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import backend, sample
+from jaxkern.lowering.explain import default_platform
+from jaxkern.primitives.sampling.sample import sample_p
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
+INF, NAN = np.inf, np.nan
+ROUNDING = 2e-5  # of sums over a row in float32: where they decide, either is right
+CUTS = [
+    dict(),
+    dict(min_p=0.05),
+    dict(top_p=0.9),
+    dict(top_p=0.3, min_p=0.02),
+    dict(top_k=64),
+    dict(top_k=64, top_p=0.9, min_p=0.05),
+]
+
+
+def drawn(logits, u, **options):
+    """Tokens of `sample_p` by kernels; options are scalars or one per row."""
+    full = dict(temperature=1.0, top_k=None, top_p=None, min_p=None) | options
+    operands = [
+        None
+        if x is None
+        else jnp.full(
+            u.shape, jnp.asarray(x), jnp.int32 if name == "top_k" else jnp.float32
+        )
+        for name, x in full.items()
+    ]
+    with backend("triton", strict=True):
+        tokens = jax.jit(sample_p)(logits, jnp.float32(u), *operands)
+    return np.asarray(tokens)
+
+
+def check_token(row, u, token, temperature=1.0, top_k=None, top_p=None, min_p=None):
+    """The token is kept, and u falls in its share of what is kept, in float64."""
+    x = np.where(np.isnan(row), -INF, np.float64(row))
+    best = x.max()
+    if best == -INF or not temperature > 0:
+        assert token == np.argmax(x)
+        return
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gap = np.where(x == best, 0, best - x)
+    weight = np.where(gap < INF, np.exp(-gap / temperature), 0)
+    if top_k is not None and 0 < top_k < len(x):
+        weight[x < np.sort(x)[-top_k]] = 0
+    surely = weight.copy()
+    if top_p is not None and top_p < 1:
+        order = np.argsort(-x, kind="stable")
+        upto, total = np.cumsum(weight[order]), weight.sum()
+        for kept, slack in ((surely, -ROUNDING), (weight, ROUNDING)):
+            target = (top_p + slack) * total
+            last = x[order[min(np.searchsorted(upto, target), len(x) - 1)]]
+            kept[x < last] = 0
+    if min_p is not None:
+        weight[weight < min(min_p, 1) * (1 - ROUNDING)] = 0
+        surely[surely < min(min_p, 1) * (1 + ROUNDING)] = 0
+        surely[x == best] = 1
+    assert weight[token] > 0, "a token that is cut was drawn"
+    below, through = weight[:token].sum(), weight[: token + 1].sum()
+    slack = weight.sum() - surely.sum() + ROUNDING * weight.sum()
+    goal = u * weight.sum()
+    assert below - slack <= goal <= through + slack
+
+
+def check_rows(logits, u, **options):
+    tokens = drawn(logits, u, **options)
+    rows = np.asarray(logits, np.float64)
+    for i, (row, number, token) in enumerate(zip(rows, u, tokens, strict=True)):
+        mine = {n: np.broadcast_to(x, u.shape)[i] for n, x in options.items()}
+        check_token(row, float(np.float32(number)), token, **mine)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize(
+    "v, dtype",
+    [
+        (1, "float32"),
+        (8192, "float16"),
+        (8193, "float32"),
+        (50_257, "float16"),
+        (128_256, "float32"),
+        (128_256, "bfloat16"),
+        (262_144, "bfloat16"),
+    ],
+)
+def test_tokens_are_those_of_their_uniforms(v, dtype, cuts):
+    rng = np.random.default_rng(v)
+    logits = jnp.asarray(3 * rng.standard_normal((5, v)), dtype)
+    u = np.float32([0, 0.3, 0.77, 1 - 2**-24, rng.random()])
+    check_rows(logits, u, **cuts)
+    check_rows(logits, u, temperature=np.float32([0.3, 1, 2, 0, INF]), **cuts)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.99, 1.0])
+def test_top_p_of_flat_and_of_peaked_rows(p, scale):
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(scale * rng.standard_normal((32, 128_256)), jnp.float32)
+    check_rows(logits, rng.random(32), top_p=p)
+
+
+def test_rows_with_options_of_their_own():
+    rng = np.random.default_rng(2)
+    logits = jnp.asarray(2 * rng.standard_normal((8, 30_001)), jnp.float32)
+    top_k = np.int32([0, -1, 1, 5, 256, 257, 3000, 10**6])
+    top_p = np.float32([0.9, 1, 0.5, 0.5, 0.8, 1, 0.6, 0.2])
+    check_rows(logits, rng.random(8), top_k=top_k, top_p=top_p)
+    check_rows(logits, rng.random(8), top_p=top_p, min_p=np.linspace(0, 1, 8))
+    check_rows(logits, rng.random(8), min_p=np.linspace(0, 1.2, 8))
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("v", [100, 20_011])
+def test_special_rows(v, cuts):
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((8, v)).astype(np.float32)
+    x[0] = -INF
+    x[1] = NAN
+    x[2, [5, v - 1]] = INF
+    x[3] = 2.5  # all tie: more than the kernels collect
+    x[4, ::3] = NAN
+    x[5] = -INF
+    x[5, 77] = 0
+    x[6] = np.round(x[6])
+    x[7, ::2] = 3e38
+    for u in (0.0, 0.4, 1 - 2**-24):
+        numbers = np.full(8, u, np.float32)
+        check_rows(jnp.asarray(x), numbers, **cuts)
+        check_rows(jnp.asarray(x), numbers, temperature=0.0, **cuts)
+
+
+def test_the_kept_set_is_complete():
+    rng = np.random.default_rng(4)
+    row = rng.standard_normal(40_000).astype(np.float32)
+    logits = jnp.broadcast_to(jnp.asarray(row), (4096, 40_000))
+    u = (np.arange(4096) + 0.5) / 4096
+    kept = set(drawn(logits, u, top_k=20, temperature=3.0))
+    assert kept == set(np.argsort(-row)[:20])
+    weight = np.exp(np.float64(row) - row.max())
+    kept = set(drawn(logits, u, min_p=0.5))
+    assert kept == set(np.flatnonzero(weight >= 0.5))
+    order = np.argsort(-row)
+    share = (np.cumsum(weight[order])[29] - 0.5 * weight[order[29]]) / weight.sum()
+    assert set(drawn(logits, u, top_p=share)) == set(order[:30])
+
+
+def test_frequencies_match_the_probabilities():
+    rng = np.random.default_rng(5)
+    row = np.full(10_000, -30.0)
+    row[rng.choice(10_000, 9, replace=False)] = rng.standard_normal(9)
+    n = 20_000
+    logits = jnp.broadcast_to(jnp.asarray(row, jnp.float32), (n, 10_000))
+    for options in (dict(), dict(top_k=9), dict(top_p=0.9999), dict(min_p=1e-6)):
+        with backend("triton", strict=True):
+            tokens = np.asarray(sample(logits, jax.random.key(6), **options))
+        p = np.exp(row) / np.exp(row).sum()
+        counts = np.bincount(tokens, minlength=10_000)
+        kept = row > -30
+        assert counts[~kept].sum() <= 2
+        chi2 = ((counts - n * p)[kept] ** 2 / (n * p[kept])).sum()
+        assert chi2 < 26.1  # exceeded with probability below 0.001 for 8 degrees
+
+
+def test_sampling_runs_under_vmap_and_with_no_rows():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 9000))
+    keys = jax.random.split(jax.random.key(1), 2)
+
+    def f(logits, key):
+        return sample(logits, key, top_k=5, top_p=0.8)
+
+    with backend("triton", strict=True):
+        together = jax.jit(jax.vmap(f))(logits, keys)
+        apart = [f(x, key) for x, key in zip(logits, keys, strict=True)]
+        assert sample(logits[:, :0], keys[0]).shape == (2, 0)
+    np.testing.assert_array_equal(together, jnp.stack(apart))
