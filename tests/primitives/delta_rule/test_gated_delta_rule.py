@@ -35,7 +35,8 @@ CASES = [
         **shapes(1, 3, 2, 1, 2, 2, state=False),
         chunk_size=1,
     ),
-    case("no_tokens", full=True, **shapes(2, 0, 2, 1, 2, 2)),
+    # odd again: jaxlib 0.11.2 crashes on empty arrays in shard_map
+    case("no_tokens", full=True, **shapes(1, 0, 1, 3, 3, 3)),
     case("many_chunks", full=True, **shapes(1, 37, 2, 2, 8, 4), chunk_size=8),
     case("qwen3_next", full=True, **shapes(1, 130, 2, 2, 128, 128, bf16, state=False)),
     case("half", full=True, **shapes(2, 70, 1, 2, 64, 32, f16), chunk_size=32),
