@@ -1,0 +1,45 @@
+"""Kernels on a GPU against their references in float64, memory poisoned first."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern import backend
+
+EPSILON = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+
+
+def poison(*like):
+    """Leaves NaN in the memory that the next results are likely to take."""
+    junk = [jnp.full(x.shape, jnp.nan, x.dtype) for x in like for _ in range(3)]
+    jax.block_until_ready(junk)
+
+
+def check_against_float64(f, *operands, slack=1.0):
+    """Values and gradients by kernels against the reference in float64."""
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(f, *operands)
+    shapes = shapes if isinstance(shapes, tuple) else (shapes,)
+    cotangents = [jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in shapes]
+
+    def run(*xs):
+        y, pull = jax.vjp(lambda *a: as_tuple(f(*a)), *xs)
+        return y, pull(
+            tuple(c.astype(v.dtype) for c, v in zip(cotangents, y, strict=True))
+        )
+
+    poison(*operands)
+    with backend("triton", strict=True):
+        found = jax.jit(run)(*operands)
+    with jax.enable_x64(True), backend("xla"):
+        truth = jax.jit(run)(*(jnp.asarray(x, jnp.float64) for x in operands))
+    tolerance = EPSILON[operands[0].dtype.name]
+    for y, t in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
+        size = max(np.linalg.norm(t.ravel()), 1e-2 * t.size**0.5)
+        error = np.linalg.norm((y - t).ravel()) / size
+        assert error < tolerance * slack, (y.shape, error)
+
+
+def as_tuple(y):
+    return y if isinstance(y, tuple) else (y,)
