@@ -6,6 +6,7 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,
 )
@@ -16,6 +17,7 @@ from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.primitives.turboquant.fwht import fwht_p
 from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
 from jaxkern.triton.activation import softmax
+from jaxkern.triton.delta_rule import causal_conv1d
 from jaxkern.triton.norm import layer_norm, rms_norm
 from jaxkern.triton.rope import apply_rope
 from jaxkern.triton.triton_call import unsupported
@@ -34,6 +36,9 @@ ROWS = (
     (update_quantized_kv_cache_p,
      quantize_vectors.update_quantized_kv_cache_fwd, None,
      quantize_vectors.unsupported_in_cache),
+    (causal_conv1d_p,
+     causal_conv1d.causal_conv1d_fwd, causal_conv1d.causal_conv1d_bwd,
+     causal_conv1d.unsupported),
 )
 # fmt: on
 for op, fwd, bwd, unless in ROWS:
