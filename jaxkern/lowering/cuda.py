@@ -7,6 +7,7 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
+from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,
 )
@@ -17,7 +18,7 @@ from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.primitives.turboquant.fwht import fwht_p
 from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
 from jaxkern.triton.activation import softmax
-from jaxkern.triton.delta_rule import causal_conv1d
+from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.norm import layer_norm, rms_norm
 from jaxkern.triton.rope import apply_rope
 from jaxkern.triton.triton_call import unsupported
@@ -32,6 +33,7 @@ ROWS = (
     (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
     (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, apply_rope.unsupported),
     (fwht_p,         fwht.fwht_fwd,             fwht.fwht_bwd,             fwht.unsupported),
+    (cumsum_p,       cumsum.cumsum_fwd,         cumsum.cumsum_bwd,         cumsum.unsupported),
     (quantize_vectors_p, quantize_vectors.quantize_vectors_fwd, None, quantize_vectors.unsupported),
     (update_quantized_kv_cache_p,
      quantize_vectors.update_quantized_kv_cache_fwd, None,
