@@ -6,9 +6,14 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
+from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.embedding import embedding_p
 from jaxkern.primitives.index.top_k import top_k_p
+from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
+    update_quantized_kv_cache_p,
+)
 from jaxkern.primitives.loss.cross_entropy import cross_entropy_p
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
@@ -34,7 +39,10 @@ from jaxkern.primitives.rope.head_norm_rope import head_norm_rope_p
 from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.primitives.sampling.sample import sample_p
+from jaxkern.primitives.turboquant.fwht import fwht_p
+from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
 from jaxkern.triton.activation import softmax
+from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, embedding, top_k
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
 from jaxkern.triton.norm import (
@@ -53,6 +61,7 @@ from jaxkern.triton.optim import adamw
 from jaxkern.triton.rope import apply_rope, head_norm_rope, qk_norm_rope
 from jaxkern.triton.sampling import sample
 from jaxkern.triton.triton_call import unsupported
+from jaxkern.triton.turboquant import fwht, quantize_vectors
 
 # fmt: off
 ROWS = (
@@ -109,6 +118,15 @@ ROWS = (
     (argmax_p,       argmax.argmax,             None,                      argmax.unsupported),
     (top_k_p,        top_k.top_k,               None,                      top_k.unsupported),
     (sample_p,       sample.sample,             None,                      sample.unsupported),
+    (fwht_p,         fwht.fwht_fwd,             fwht.fwht_bwd,             fwht.unsupported),
+    (cumsum_p,       cumsum.cumsum_fwd,         cumsum.cumsum_bwd,         cumsum.unsupported),
+    (quantize_vectors_p, quantize_vectors.quantize_vectors_fwd, None, quantize_vectors.unsupported),
+    (update_quantized_kv_cache_p,
+     quantize_vectors.update_quantized_kv_cache_fwd, None,
+     quantize_vectors.unsupported_in_cache),
+    (causal_conv1d_p,
+     causal_conv1d.causal_conv1d_fwd, causal_conv1d.causal_conv1d_bwd,
+     causal_conv1d.unsupported),
 )
 # fmt: on
 for op, fwd, bwd, unless in ROWS:

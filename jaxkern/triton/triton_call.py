@@ -2,7 +2,8 @@
 
 The launch goes through the FFI target of jax's CUDA plugin, which XLA captures into
 CUDA graphs; nothing of ours runs when the executable does. Kernel files import `jit`
-and `tl` from here: they can be imported, and refuse in words, where Triton is absent.
+and `tl`, or `gluon_jit` and `gl`, from here: they can be imported, and refuse in words,
+where Triton is absent.
 """
 
 import contextlib
@@ -31,15 +32,23 @@ try:
     import triton.language as language
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental import gluon as gluon_package
+    from triton.experimental.gluon import language as gluon_language
+    from triton.experimental.gluon._runtime import GluonASTSource
 except ImportError:
-    triton_package = language = None
+    triton_package = language = gluon_package = gluon_language = None
     GPUTarget: Any = None
     ASTSource: Any = None
+    GluonASTSource: Any = None
 
 triton: Any = triton_package
 # Without Triton a kernel stays the function it decorates; nothing calls it.
 tl: Any = language or SimpleNamespace(constexpr=None)
 jit: Any = triton.jit if triton else lambda f: f
+# Gluon is Triton with the layout of every tensor written out.
+gl: Any = gluon_language or SimpleNamespace(constexpr=None)
+gluon_jit: Any = gluon_package.jit if gluon_package else lambda f: f
+constexpr_function: Any = triton.constexpr_function if triton else lambda f: f
 
 POINTER = {
     "bfloat16": "*bf16",
@@ -116,7 +125,7 @@ class Launch(NamedTuple):
     @property
     def ttir(self) -> str:
         """Triton's intermediate representation."""
-        return compiled(self, compute_capability()).asm["ttir"]
+        return intermediate(compiled(self, compute_capability()))
 
     @property
     def ptx(self) -> str:
@@ -175,7 +184,8 @@ def compiled(launch: Launch, capability: int) -> Any:
             f"arrays and {sorted(constants)}."
         )
     types = dict(zip(pointers, launch.operands, strict=True))
-    source = ASTSource(
+    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = language(
         launch.kernel,
         signature={n: types.get(n, "constexpr") for n in names},
         constexprs=constants,
@@ -198,6 +208,11 @@ def compiled(launch: Launch, capability: int) -> Any:
 def paths_of(i: int, type_: str | tuple[str, ...]) -> list[tuple[int, ...]]:
     """Where the pointers of parameter `i` are."""
     return [(i,)] if isinstance(type_, str) else [(i, j) for j in range(len(type_))]
+
+
+def intermediate(binary: Any) -> str:
+    """The first stage that has one: a Gluon kernel begins with its layouts."""
+    return binary.asm.get("ttir") or binary.asm["ttgir"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -334,7 +349,7 @@ def lower(ctx, *args, launch: Launch, out: tuple, aliases: tuple):
         getattr(metadata, "num_ctas", 1),
         metadata.shared,
         binary.asm["ptx"],
-        binary.asm["ttir"],
+        intermediate(binary),
         capability,
     )
     grid = (*launch.grid, 1, 1)[:3]

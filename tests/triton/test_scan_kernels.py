@@ -1,0 +1,86 @@
+"""Kernels of causal_conv1d, cumsum and the transforms compile without spilling."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkern import TurboQuantCodec, cumsum, explain, fwht, quantize_vectors
+from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
+from jaxkern.triton import triton_call as bridge
+from jaxkern.triton.triton_call import compiling_for
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+
+
+def launches_of(f, *args):
+    rows = explain(f, *args, platform="cuda").rows
+    assert all(row.runs.startswith("triton: ") for row in rows)
+    return [launch for row in rows for launch in row.launches]
+
+
+def check_launches(f, *args):
+    for capability in (80, 90):
+        with compiling_for(capability):
+            for launch in launches_of(f, *args):
+                assert launch.shared_bytes <= bridge.max_shared_bytes()
+                assert launch.stack_bytes == 0, launch.describe()
+
+
+@pytest.mark.parametrize("w", [1, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_convolution_with_every_operand(w):
+    b, t, d = 2, 300, 600
+    x, state = jnp.ones((b, t, d), jnp.bfloat16), jnp.ones((b, w - 1, d))
+    weight, bias, ids = jnp.ones((d, w)), jnp.ones(d), jnp.zeros((b, t), jnp.int32)
+
+    def f(x, weight, bias, state):
+        y = causal_conv1d_p(x, weight, bias, state, ids, activation="silu")
+        return jnp.sin(y.astype(jnp.float32)).sum()
+
+    check_launches(jax.grad(f, (0, 1, 2, 3)), x, weight, bias, state)
+
+
+def test_few_tokens_and_many_taps_are_refused_in_words():
+    def f(t, w):
+        x, weight = jnp.ones((1, t, 8)), jnp.ones((8, w))
+        call = causal_conv1d_p
+        return str(
+            explain(
+                lambda x, w: call(x, w, None, None, None, activation=None),
+                x,
+                weight,
+                platform="cuda",
+            )
+        )
+
+    assert "XLA is as fast for 3 tokens" in f(3, 4)
+    assert "9 taps" in f(64, 9)
+
+
+@pytest.mark.parametrize("n", [64, pytest.param(40001, marks=pytest.mark.full)])
+def test_running_sums(n):
+    x = jnp.ones((300, n))
+    check_launches(lambda x: cumsum(x, exclusive=True, reverse=True), x)
+    check_launches(cumsum, x.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("d", [64, 8192, pytest.param(32768, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_transforms(d, dtype):
+    check_launches(fwht, jnp.ones((5, d), dtype))
+
+
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.full)])
+def test_codes(bits):
+    codec = TurboQuantCodec(bits)
+    check_launches(
+        lambda x: quantize_vectors(x, codec), jnp.ones((33, 256), jnp.bfloat16)
+    )
+
+
+def test_codes_in_several_planes_are_refused_in_words():
+    codec = TurboQuantCodec(3)
+    x = jnp.ones((2, 64))
+    text = str(explain(lambda x: quantize_vectors(x, codec), x, platform="cuda"))
+    assert "codes of 3 bits" in text
