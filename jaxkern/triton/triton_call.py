@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern.triton.block_sizes import cuda_device
 
@@ -266,8 +267,11 @@ def abstract_eval(*avals, launch: Launch, out: tuple, aliases: tuple) -> list:
     like = next((a for a in avals if a.manual_axis_type.varying == varying), None)
     if like is None:
         return [ShapedArray(shape, dtype) for shape, dtype in out]
+    whole = NamedSharding(like.sharding.mesh, PartitionSpec())
     return [
-        ShapedArray(shape, dtype, manual_axis_type=like.manual_axis_type)
+        ShapedArray(
+            shape, dtype, sharding=whole, manual_axis_type=like.manual_axis_type
+        )
         for shape, dtype in out
     ]
 
