@@ -30,14 +30,16 @@ try:
     import triton.language as language
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.language.extra import libdevice as device_library
 except ImportError:
-    triton_package = language = None
+    triton_package = language = device_library = None
     GPUTarget: Any = None
     ASTSource: Any = None
 
 triton: Any = triton_package
 # Without Triton a kernel stays the function it decorates; nothing calls it.
 tl: Any = language or SimpleNamespace(constexpr=None)
+libdevice: Any = device_library
 jit: Any = triton.jit if triton else lambda f: f
 
 POINTER = {
