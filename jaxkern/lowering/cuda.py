@@ -6,6 +6,8 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.attention.paged_attention import paged_attention_p
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.index.argmax import argmax_p
@@ -42,6 +44,7 @@ from jaxkern.primitives.sampling.sample import sample_p
 from jaxkern.primitives.turboquant.fwht import fwht_p
 from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
 from jaxkern.triton.activation import softmax
+from jaxkern.triton.attention import decode_attention
 from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, embedding, top_k
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
@@ -127,6 +130,9 @@ ROWS = (
     (causal_conv1d_p,
      causal_conv1d.causal_conv1d_fwd, causal_conv1d.causal_conv1d_bwd,
      causal_conv1d.unsupported),
+    # backward from the kernel's lse: the reference
+    (attention_p,       decode_attention.attention_fwd,       None, decode_attention.unsupported),
+    (paged_attention_p, decode_attention.paged_attention_fwd, None, decode_attention.unsupported_paged),
 )
 # fmt: on
 for op, fwd, bwd, unless in ROWS:

@@ -35,8 +35,10 @@ try:
     from triton.experimental import gluon as gluon_package
     from triton.experimental.gluon import language as gluon_language
     from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.language.extra import libdevice as device_library
 except ImportError:
     triton_package = language = gluon_package = gluon_language = None
+    device_library = None
     GPUTarget: Any = None
     ASTSource: Any = None
     GluonASTSource: Any = None
@@ -44,6 +46,7 @@ except ImportError:
 triton: Any = triton_package
 # Without Triton a kernel stays the function it decorates; nothing calls it.
 tl: Any = language or SimpleNamespace(constexpr=None)
+libdevice: Any = device_library
 jit: Any = triton.jit if triton else lambda f: f
 # Gluon is Triton with the layout of every tensor written out.
 gl: Any = gluon_language or SimpleNamespace(constexpr=None)

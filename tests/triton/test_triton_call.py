@@ -125,3 +125,12 @@ def test_a_strict_backend_runs_the_kernel():
     with backend("triton", strict=True):
         [row] = explain(rms_norm, X, WEIGHT, platform="cuda").rows
     assert row.runs.startswith("triton: ")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernels_lower_under_shard_map(check_vma):
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("m"), P()), "out_specs": P("m")}
+    f = jax.shard_map(rms_norm, mesh=mesh, check_vma=check_vma, **specs)
+    lowered = jax.jit(f).trace(X, WEIGHT).lower(lowering_platforms=("cuda",))
+    assert "@triton_kernel_call_ffi" in lowered.as_text()

@@ -1,0 +1,92 @@
+"""Decode attention over a bf16 cache: cuDNN, XLA and ours, one new token a sequence."""
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from benchmarks._gpu import Benchmark, Case, run
+
+
+def case(b: int, s: int, n: int = 32, k: int = 8, h: int = 128) -> Case:
+    def arrays(key):
+        q, k_, v = jax.random.split(key, 3)
+        return (
+            jax.random.normal(q, (b, 1, n, h), jnp.bfloat16),
+            jax.random.normal(k_, (b, s, k, h), jnp.bfloat16),
+            jax.random.normal(v, (b, s, k, h), jnp.bfloat16),
+            jnp.full((b,), s, jnp.int32),
+        )
+
+    size = 2.0 * (2 * b * s * k * h + 2 * b * n * h)
+    return Case(f"B{b} S{s} H{n} kv{k} D{h}", arrays, (size, 0.0))
+
+
+def ours(query, key, value, lengths):
+    return jaxkern.attention(query, key, value, kv_lengths=lengths)
+
+
+def without_lengths(query, key, value, lengths):
+    """All keys, as a peer without lengths."""
+    del lengths
+    return jaxkern.attention(query, key, value)
+
+
+def paged(page: int):
+    """The same cache cut into pages, in order."""
+
+    def f(query, key, value, lengths):
+        b, s, k, h = key.shape
+        pages = [x.reshape(b * s // page, page, k, h) for x in (key, value)]
+        tables = jnp.arange(b * s // page, dtype=jnp.int32).reshape(b, s // page)
+        return jaxkern.paged_attention(query, *pages, tables, lengths)
+
+    return f
+
+
+def cudnn(query, key, value, lengths):
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        query_seq_lengths=jnp.ones_like(lengths),
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+
+
+BENCHMARK = Benchmark(
+    "decode_attention",
+    ours,
+    [
+        case(32, 4096),
+        case(1, 4096),
+        case(1, 16384),
+        case(1, 65536),
+        case(1, 128),
+        case(1, 512),
+        case(8, 16384),
+        case(128, 1024),
+        case(32, 4096, n=16, k=8, h=256),
+        case(32, 4096, n=64, k=8, h=64),
+        case(32, 4096, n=32, k=32),
+    ],
+    jax_peers={
+        "jaxkern, no lengths": without_lengths,
+        "jaxkern, pages of 16": paged(16),
+        "jaxkern, pages of 64": paged(64),
+        "cuDNN": cudnn,
+    },
+    sizes={
+        "decode_attention": {
+            "BLOCK": (32, 64, 128),
+            "num_warps": (2, 4, 8),
+            "num_stages": (2, 3, 4, 5),
+            "PER_SM": (1, 2, 3, 4),
+        },
+    },
+    differentiable=False,
+)
+
+
+def main(arguments):
+    return run(BENCHMARK, arguments)

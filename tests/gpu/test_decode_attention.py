@@ -1,0 +1,302 @@
+"""The decode kernel on a GPU against the reference in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkern import attention, backend, paged_attention
+from jaxkern.lowering.explain import default_platform
+from tests.gpu.test_triton_rows import poison
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
+EPSILON = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+
+
+def draw(shape, dtype="float32", seed=0):
+    rng = np.random.default_rng([seed, *shape])
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def qkv(b, t, s, k, g, h, hv=None, dtype="bfloat16", kv_dtype=None):
+    kv_dtype = kv_dtype or dtype
+    return (
+        draw((b, t, k * g, h), dtype),
+        draw((b, s, k, h), kv_dtype, 1),
+        draw((b, s, k, hv or h), kv_dtype, 2),
+    )
+
+
+def wide(x):
+    is_float = x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.asarray(x, jnp.float64) if is_float else x
+
+
+def check(f, *operands, slack=1.0):
+    """(out, lse) by the kernel against the reference in float64."""
+    poison(*operands[:1] * 8)
+    with backend("triton", strict=True):
+        found = jax.jit(f)(*operands)
+    with jax.enable_x64(True), backend("xla"):
+        truth = jax.jit(f)(*jax.tree.map(wide, operands))
+    tolerances = (EPSILON[operands[0].dtype.name], 4e-6)
+    for y, t, tolerance in zip(found, truth, tolerances, strict=True):
+        check_close(y, t, tolerance * slack)
+    return found
+
+
+def check_close(y, t, tolerance):
+    y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
+    finite = np.isfinite(t)
+    np.testing.assert_array_equal(y[~finite], t[~finite])
+    y, t = y[finite], t[finite]
+    error = np.linalg.norm(y - t) / max(np.linalg.norm(t), 1e-2 * t.size**0.5)
+    assert error < tolerance, error
+
+
+def with_lse(**options):
+    return functools.partial(attention, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("t, s, k, g", [(1, 4096, 8, 4), (3, 1000, 2, 3), (2, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "h, hv", [(64, 64), (96, 96), (128, 128), (256, 256), (80, 37)]
+)
+def test_head_dims_and_odd_sizes(h, hv, t, s, k, g, dtype):
+    check(with_lse(), *qkv(2, t, s, k, g, h, hv, dtype))
+
+
+OPTIONS = {
+    "causal": dict(causal=True),
+    "offset": dict(causal=True, q_offset=[700, 0, -2, 5000]),
+    "window": dict(causal=True, window=100),
+    "window offset": dict(causal=True, window=300, q_offset=[700, 5, -2, 995]),
+    "window alone": dict(window=200, q_offset=[600, 5, -150, 1300]),
+    "softcap": dict(softcap=1.5),
+    "scale": dict(scale=-0.3),
+    "sinks": dict(sinks=True),
+    "lengths": dict(kv_lengths=[1000, 0, 1, 333]),
+    "out of range": dict(kv_lengths=[5000, -3, 1000, 999]),
+    "lengths sinks": dict(kv_lengths=[1000, 0, 1, 333], sinks=True),
+    "all": dict(
+        kv_lengths=[1000, 0, 40, 333],
+        q_offset=[996, 0, 36, 331],
+        causal=True,
+        window=150,
+        softcap=5.0,
+        sinks=True,
+        scale=0.2,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("t, g", [(1, 4), (4, 3), (8, 4)])
+@pytest.mark.parametrize("s", [1000, 50])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(options, s, t, g, dtype):
+    options, k = dict(options), 2
+    arrays = {
+        name: jnp.asarray(options.pop(name), jnp.int32)
+        for name in ("kv_lengths", "q_offset")
+        if name in options
+    }
+    if options.pop("sinks", False):
+        arrays["sinks"] = draw((k * g,))
+
+    def f(query, key, value, arrays):
+        return attention(query, key, value, return_lse=True, **options, **arrays)
+
+    check(f, *qkv(4, t, s, k, g, 128, dtype=dtype), arrays)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "t, g, h", [(8, 8, 128), (8, 8, 64), (8, 8, 256), (1, 64, 128)]
+)
+def test_as_many_rows_as_there_can_be(t, g, h, dtype):
+    check(with_lse(causal=True), *qkv(2, t, 1500, 2, g, h, dtype=dtype))
+
+
+@pytest.mark.parametrize("t, g, h", [(8, 4, 128), (4, 4, 256), (4, 8, 64)])
+def test_as_many_rows_as_there_can_be_in_float32(t, g, h):
+    check(with_lse(causal=True), *qkv(2, t, 1500, 2, g, h, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    "dtype, kv_dtype",
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "float16")],
+)
+def test_queries_and_cache_of_different_dtypes(dtype, kv_dtype):
+    check(with_lse(), *qkv(2, 2, 700, 2, 4, 128, dtype=dtype, kv_dtype=kv_dtype))
+
+
+def test_rows_that_see_nothing_are_zeros():
+    query, key, value = qkv(3, 1, 5000, 2, 4, 128)
+    lengths = jnp.array([0, -1, 5000])
+    out, lse = check(with_lse(kv_lengths=lengths), query, key, value)
+    assert (out[:2] == 0).all() and (lse[:2] == -jnp.inf).all()
+    sinks = draw((8,))
+    with backend("triton", strict=True):
+        out, lse = attention(
+            query, key, value, kv_lengths=lengths, sinks=sinks, return_lse=True
+        )
+    assert (out[:2] == 0).all()
+    np.testing.assert_allclose(lse[:2, 0], np.broadcast_to(sinks, (2, 8)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("s", [60, 5000])
+def test_nan_behind_the_lengths_has_no_influence(s):
+    query, key, value = qkv(4, 1, s, 2, 4, 128)
+    lengths = jnp.array([0, 1, s // 2, s - 1])
+    behind = (jnp.arange(s) >= lengths[:, None])[:, :, None, None]
+    with backend("triton", strict=True):
+        f = jax.jit(lambda k, v: attention(query, k, v, kv_lengths=lengths))
+        clean = f(key, value)
+        dirty = f(jnp.where(behind, jnp.nan, key), jnp.where(behind, jnp.nan, value))
+    np.testing.assert_array_equal(clean, dirty)
+    assert np.isfinite(np.asarray(dirty, np.float32)).all()
+
+
+def test_nan_among_the_keys_reaches_its_sequence_alone():
+    query, key, value = qkv(2, 1, 3000, 2, 4, 128)
+    with backend("triton", strict=True):
+        out = attention(query, key.at[0, 2999, 0].set(jnp.nan), value)
+    bad = np.isnan(np.asarray(out, np.float32))
+    assert bad[0, :, :4].all() and not bad[0, :, 4:].any() and not bad[1].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("page", [3, 16, 64, 256])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 300}, {"softcap": 2.0, "causal": False}], ids=str
+)
+def test_pages(options, page, dtype):
+    b, t, pages = 3, 2, 1280 // page
+    query, *_ = qkv(b, t, 1, 2, 4, 128, dtype=dtype)
+    num_pages = b * pages + 1
+    keys = draw((num_pages, page, 2, 128), dtype, 3)
+    values = draw((num_pages, page, 2, 64), dtype, 4)
+    rng = np.random.default_rng(0)
+    tables = rng.permutation(num_pages)[: b * pages].reshape(b, pages)
+    tables[0, 2], tables[1, 0], tables[2, 1] = -1, num_pages, tables[0, 0]
+    lengths, tables = jnp.array([1200, 2, 701]), jnp.asarray(tables, jnp.int32)
+    sinks = draw((8,))
+
+    def f(query, keys, values, sinks):
+        return paged_attention(
+            query,
+            keys,
+            values,
+            tables,
+            lengths,
+            sinks=sinks,
+            return_lse=True,
+            **options,
+        )
+
+    check(f, query, keys, values, sinks)
+
+
+def test_pages_and_linear_cache_agree():
+    query, key, value = qkv(2, 1, 2048, 2, 4, 128)
+    tables = jnp.arange(2 * 128).reshape(2, 128)
+    lengths = jnp.array([2048, 1000])
+    pages = [x.reshape(256, 16, 2, 128) for x in (key, value)]
+    with backend("triton", strict=True):
+        paged = paged_attention(query, *pages, tables, lengths)
+        linear = attention(query, key, value, kv_lengths=lengths)
+    np.testing.assert_array_equal(paged, linear)
+
+
+def test_transformations():
+    query, key, value = (
+        x.reshape(3, 2, *x.shape[1:]) for x in qkv(6, 1, 700, 2, 4, 64, dtype="float32")
+    )
+    lengths = jnp.array([[700, 3], [0, 64], [65, 699]])
+
+    def f(query, key, value, length):
+        return attention(query, key, value, kv_lengths=length, return_lse=True)
+
+    def every(query, key, value):
+        each = jax.vmap(f)(query, key, value, lengths)
+        shared = jax.vmap(f, (0, None, None, None))(query, key[0], value[0], lengths[0])
+
+        def step(query, length):
+            out, lse = f(query, key[0], value[0], length)
+            return out, (out, lse)
+
+        scanned = jax.lax.scan(step, query[0], lengths)
+        tangent = jax.jvp(
+            lambda q: f(q, key[0], value[0], lengths[0])[0], (query[0],), (query[1],)
+        )
+        return each, shared, scanned, tangent
+
+    with backend("triton", strict=True):
+        found = jax.jit(every)(query, key, value)
+    with jax.enable_x64(True), backend("xla"):
+        truth = jax.jit(every)(*map(wide, (query, key, value)))
+    for y, t in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        check_close(y, t, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_from_the_lse_of_the_kernel(dtype):
+    operands = *qkv(3, 2, 900, 2, 4, 64, dtype=dtype), draw((8,))
+    lengths = jnp.array([900, 0, 77])
+
+    def loss(query, key, value, sinks):
+        out, lse = attention(
+            query,
+            key,
+            value,
+            sinks=sinks,
+            kv_lengths=lengths,
+            q_offset=lengths - 2,
+            causal=True,
+            return_lse=True,
+        )
+        lse = jnp.where(jnp.isfinite(lse), lse, 0)
+        return jnp.sum(jnp.sin(out.astype(lse.dtype))) + jnp.sum(lse**2)
+
+    slopes = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    with backend("triton"):  # backward is the reference
+        found = slopes(*operands)
+    with jax.enable_x64(True), backend("xla"):
+        truth = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*map(wide, operands))
+    for y, t in zip(found, truth, strict=True):
+        check_close(y, t, 2 * EPSILON[dtype])
+
+
+def test_offsets_beyond_32_bits():
+    s, k, h, window = 2**21 + 77, 8, 128, 100
+    query, last_key, last_value = qkv(1, 1, window, k, 4, h)
+
+    def in_large(x):
+        return jnp.zeros((1, s, k, h), x.dtype).at[:, -window:].set(x)
+
+    with backend("triton", strict=True):
+        f = jax.jit(lambda q, k, v: attention(q, k, v, causal=True, window=window))
+        far = f(query, in_large(last_key), in_large(last_value))
+        near = attention(query, last_key, last_value)
+    check_close(far, near, EPSILON["bfloat16"])
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("spec", [P("m"), P(None, None, "m")])
+def test_two_gpus_share_sequences_or_heads(spec):
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    operands = qkv(2, 1, 3000, 2, 4, 128, dtype="float32")
+    cut = [jax.device_put(x, NamedSharding(mesh, spec)) for x in operands]
+    run = jax.jit(with_lse()).lower(*cut).compile()
+    assert "triton_kernel_call" in run.as_text() and "all-" not in run.as_text()
+    for y, e in zip(run(*cut), with_lse()(*operands), strict=True):
+        np.testing.assert_allclose(y, e, rtol=1e-5, atol=1e-6)
