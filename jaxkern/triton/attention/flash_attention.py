@@ -1,0 +1,1323 @@
+"""Attention of many queries, forward and backward, without a matrix of scores.
+
+A program of the forward pass holds a block of queries of one head and walks over the
+blocks of keys that they see, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691):
+it keeps the running maximum and sum of each row. Blocks that causal, window, lengths or
+segments hide entirely are never visited, and those that they show entirely are not
+masked. The backward pass is three launches: rows (delta and lse, laid out by head), keys
+(dk and dv: a block of keys walks over its queries, through all heads of its group) and
+queries (dq). No atomics, so it is deterministic.
+
+Exponentials are of base 2, with the scale folded into their argument. q, k, v, out and
+their gradients stay in [b t n h]; beside them only lse and delta are written, O(t).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.primitives.attention.attention import attention_bwd_reference
+from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.triton.triton_call import (
+    compute_capability,
+    jit,
+    like,
+    sparse_call,
+    tl,
+)
+from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
+
+MAX_HEAD_DIM = 256
+FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
+LOG2_E = 1.4426950408889634
+CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
+PADDING = 128  # of the rows of lse and delta; a multiple of every BLOCK_Q
+
+
+def unsupported(
+    query: Any, key: Any, value: Any, scale: float, **rest: Any
+) -> str | None:
+    """A reason in words, or None."""
+    b, t, n, h = query.shape
+    s, hv = value.shape[1], value.shape[3]
+    if t <= FEW_QUERIES:
+        return f"{t} queries are no more than {FEW_QUERIES}: reading the keys decides"
+    if max(h, hv) > MAX_HEAD_DIM:
+        return f"head dims {h} and {hv} are above {MAX_HEAD_DIM}"
+    if not b * n * h * hv * s:
+        return "an operand is empty"
+    if not query.dtype == key.dtype == value.dtype:
+        names = [x.dtype.name for x in (query, key, value)]
+        return f"query, key and value have the dtypes {', '.join(names)}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"`query` is {query.dtype.name}"
+    return unsupported_anywhere(query=query, bias=rest.get("bias"))
+
+
+# Sizes.
+
+
+def forward_sizes(width: int, dtype: Any) -> dict[str, int]:
+    """Sizes by the wider head dim, as a power of 2."""
+    hopper = compute_capability() >= 90
+    if dtype == jnp.float32:  # products without tensor cores
+        return dict(BLOCK_Q=64 if width < 256 else 32, BLOCK_K=32, warps=4, stages=1)
+    if width <= 64:
+        return dict(BLOCK_Q=128, BLOCK_K=128 if hopper else 64, warps=4, stages=3)
+    if width == 128:
+        return dict(BLOCK_Q=128, BLOCK_K=128 if hopper else 64, warps=8, stages=2)
+    return dict(BLOCK_Q=128, BLOCK_K=64 if hopper else 32, warps=8, stages=2)
+
+
+def key_sizes(width: int, dtype: Any) -> dict[str, int]:
+    hopper = compute_capability() >= 90
+    if dtype == jnp.float32:
+        return dict(BLOCK_Q=32, BLOCK_K=32, warps=4 if width < 256 else 8, stages=1)
+    if width <= 64:
+        return dict(BLOCK_Q=64, BLOCK_K=128, warps=8 if hopper else 4, stages=2)
+    if width == 128:
+        return dict(BLOCK_Q=64 if hopper else 32, BLOCK_K=128, warps=8, stages=2)
+    return dict(BLOCK_Q=64 if hopper else 32, BLOCK_K=64, warps=8, stages=1)
+
+
+def query_sizes(width: int, dtype: Any) -> dict[str, int]:
+    hopper = compute_capability() >= 90
+    if dtype == jnp.float32:
+        return dict(BLOCK_Q=32, BLOCK_K=32, warps=4 if width < 256 else 8, stages=1)
+    if width <= 64:
+        return dict(BLOCK_Q=128, BLOCK_K=64, warps=8 if hopper else 4, stages=2)
+    if width == 128:
+        return dict(BLOCK_Q=128, BLOCK_K=64 if hopper else 32, warps=8, stages=2)
+    return dict(BLOCK_Q=64, BLOCK_K=64 if hopper else 32, warps=8, stages=1)
+
+
+def sizes_of(kernel: str, rule: Any, query: Any, value: Any) -> dict[str, int]:
+    width = next_power_of_2(max(query.shape[3], value.shape[3]))
+    found = rule(width, query.dtype)
+    found["num_warps"], found["num_stages"] = found.pop("warps"), found.pop("stages")
+    return tuned(kernel, width, query.dtype, found)
+
+
+# What the kernels share.
+
+
+@jit
+def place(
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SECTION: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
+):
+    """(block, head) of this program: by sections of heads, the longest blocks first."""
+    program = tl.program_id(0)
+    section = program // (SECTION * BLOCKS)
+    within = program % (SECTION * BLOCKS)
+    present = tl.minimum(SECTION, HEADS - section * SECTION)
+    block = within // present
+    if LAST_FIRST:
+        block = BLOCKS - 1 - block
+    return block, section * SECTION + within % present
+
+
+@jit
+def load_rows(
+    at,
+    count,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows of WIDTH elements as [ROWS, COLUMNS]; 0 beyond WIDTH and, if MASKED, count."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    pointers = at + row * STRIDE + column
+    if MASKED and WIDTH != COLUMNS:
+        x = tl.load(pointers, (row < count) & (column < WIDTH), 0.0)
+    elif MASKED:
+        x = tl.load(pointers, row < count, 0.0)
+    elif WIDTH != COLUMNS:
+        x = tl.load(pointers, column < WIDTH, 0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@jit
+def store_rows(
+    at,
+    x,
+    count,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < count) & (column < WIDTH)
+    tl.store(at + row * STRIDE + column, x.to(at.dtype.element_ty), inside)
+
+
+@jit
+def position_and_length(
+    q_offset_ptr, kv_lengths_ptr, batch, T: tl.constexpr, S: tl.constexpr
+):
+    offset = S - T
+    if q_offset_ptr is not None:
+        offset = tl.load(q_offset_ptr + batch)
+    length = S
+    if kv_lengths_ptr is not None:
+        length = tl.minimum(tl.load(kv_lengths_ptr + batch), S)
+    return offset, length
+
+
+@jit
+def ranges(
+    start, stop, whole_start, whole_stop, bounds_ptr, at_bounds, BLOCK: tl.constexpr
+):
+    """The blocks to visit: [first, last), of these [whole, whole_end) without a mask.
+
+    From the rows that some pair, and that all pairs, may see.
+    """
+    first = tl.maximum(start, 0) // BLOCK
+    last = (tl.maximum(stop, 0) + BLOCK - 1) // BLOCK
+    whole = (tl.maximum(whole_start, 0) + BLOCK - 1) // BLOCK
+    whole_end = tl.maximum(whole_stop, 0) // BLOCK
+    if bounds_ptr is not None:
+        first = tl.maximum(first, tl.load(bounds_ptr + at_bounds * 4))
+        whole = tl.maximum(whole, tl.load(bounds_ptr + at_bounds * 4 + 1))
+        whole_end = tl.minimum(whole_end, tl.load(bounds_ptr + at_bounds * 4 + 2))
+        last = tl.minimum(last, tl.load(bounds_ptr + at_bounds * 4 + 3))
+    whole = tl.minimum(tl.maximum(whole, first), last)
+    whole_end = tl.maximum(tl.minimum(whole_end, last), whole)
+    return first, whole, whole_end, last
+
+
+@jit
+def key_ranges(
+    row,
+    offset,
+    length,
+    bounds_ptr,
+    at_bounds,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The blocks of keys that the queries from `row` on see."""
+    start, stop, whole_start, whole_stop = 0, length, 0, length
+    position = row + offset
+    if CAUSAL:
+        stop = tl.minimum(length, position + BLOCK_Q)
+        whole_stop = tl.minimum(length, position + 1)
+    if WINDOW is not None:
+        start = position - WINDOW + 1
+        whole_start = position + BLOCK_Q - WINDOW
+    return ranges(start, stop, whole_start, whole_stop, bounds_ptr, at_bounds, BLOCK_K)
+
+
+@jit
+def query_ranges(
+    column,
+    offset,
+    length,
+    bounds_ptr,
+    at_bounds,
+    T: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The blocks of queries that see the keys from `column` on."""
+    start, stop, whole_start, whole_stop = 0, T, 0, T
+    if CAUSAL:
+        start = column - offset
+        whole_start = column + BLOCK_K - 1 - offset
+    if WINDOW is not None:
+        stop = tl.minimum(T, column + BLOCK_K - 1 + WINDOW - offset)
+        whole_stop = tl.minimum(T, column + WINDOW - offset)
+    stop = tl.where(column < length, stop, 0)
+    whole_stop = tl.where(column + BLOCK_K <= length, whole_stop, 0)
+    return ranges(start, stop, whole_start, whole_stop, bounds_ptr, at_bounds, BLOCK_Q)
+
+
+@jit
+def logits(
+    qk,
+    rows,
+    columns,
+    length,
+    bias_at,
+    BIAS_T: tl.constexpr,
+    BIAS_S: tl.constexpr,
+    T: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FOLDED: tl.constexpr,
+):
+    """(log2 e times the scores, tanh of the cap); without the scale where FOLDED."""
+    z = qk
+    bent = qk
+    if SOFTCAP is not None:
+        bent = 1.0 - 2.0 / (1.0 + tl.exp2(qk * (2.8853900817779268 * SCALE / SOFTCAP)))
+        z = bent * (SOFTCAP * 1.4426950408889634)
+    elif not FOLDED:
+        z = qk * SCALE
+    if bias_at is not None:
+        at = bias_at + rows.to(tl.int64) * BIAS_T + columns * BIAS_S
+        bias = tl.load(at, (rows < T) & (columns < length), 0.0)
+        z += bias.to(tl.float32) * 1.4426950408889634
+    return z, bent
+
+
+@jit
+def visible(
+    rows,
+    columns,
+    offset,
+    length,
+    q_ids,
+    kv_ids_at,
+    mask_at,
+    MASK_T: tl.constexpr,
+    MASK_S: tl.constexpr,
+    T: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Which pairs exist and see each other; rows and columns broadcast either way."""
+    inside = (rows < T) & (columns < length)
+    seen = inside
+    behind = rows + offset - columns
+    if CAUSAL:
+        seen &= behind >= 0
+    if WINDOW is not None:
+        seen &= behind < WINDOW
+    if kv_ids_at is not None:
+        seen &= q_ids == tl.load(kv_ids_at + columns, columns < length, 0)
+    if mask_at is not None:
+        at = mask_at + rows.to(tl.int64) * MASK_T + columns * MASK_S
+        seen &= tl.load(at, inside, 0).to(tl.int1)
+    return seen
+
+
+# Forward.
+
+
+@jit
+def forward_blocks(
+    top,
+    total,
+    acc,
+    q,
+    q_ids,
+    rows,
+    offset,
+    length,
+    first,
+    last,
+    k_at,
+    v_at,
+    kv_ids_at,
+    mask_at,
+    bias_at,
+    MASK_T: tl.constexpr,
+    MASK_S: tl.constexpr,
+    BIAS_T: tl.constexpr,
+    BIAS_S: tl.constexpr,
+    T: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    PADDED_H: tl.constexpr,
+    PADDED_HV: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FOLDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    FACTOR: tl.constexpr = SCALE if FOLDED else 1.0
+    for block in range(first, last):
+        start = block * BLOCK_K
+        skip = start.to(tl.int64)
+        k = load_rows(
+            k_at + skip * K_STRIDE,
+            length - start,
+            K_STRIDE,
+            H,
+            BLOCK_K,
+            PADDED_H,
+            MASKED,
+        )
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        columns = (start + tl.arange(0, BLOCK_K))[None, :]
+        z, _ = logits(
+            qk,
+            rows,
+            columns,
+            length,
+            bias_at,
+            BIAS_T,
+            BIAS_S,
+            T,
+            SCALE,
+            SOFTCAP,
+            FOLDED,
+        )
+        if MASKED:
+            seen = visible(
+                rows,
+                columns,
+                offset,
+                length,
+                q_ids,
+                kv_ids_at,
+                mask_at,
+                MASK_T,
+                MASK_S,
+                T,
+                CAUSAL,
+                WINDOW,
+            )
+            z = tl.where(seen, z, -float("inf"))
+        higher = tl.maximum(top, tl.max(z, 1) * FACTOR)
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        p = tl.exp2(z * FACTOR - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None]
+        v = load_rows(
+            v_at + skip * V_STRIDE,
+            length - start,
+            V_STRIDE,
+            HV,
+            BLOCK_K,
+            PADDED_HV,
+            MASKED,
+        )
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        top = higher
+    return top, total, acc
+
+
+@jit
+def flash_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    mask_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
+    bounds_ptr,
+    kv_lengths_ptr,
+    q_offset_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    B: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    PADDED_H: tl.constexpr,
+    PADDED_HV: tl.constexpr,
+    MASK_B: tl.constexpr,
+    MASK_N: tl.constexpr,
+    MASK_T: tl.constexpr,
+    MASK_S: tl.constexpr,
+    BIAS_B: tl.constexpr,
+    BIAS_N: tl.constexpr,
+    BIAS_T: tl.constexpr,
+    BIAS_S: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FOLDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SECTION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out and lse of BLOCK_Q queries of one head."""
+    BLOCKS: tl.constexpr = (T + BLOCK_Q - 1) // BLOCK_Q
+    block, head = place(B * N, BLOCKS, SECTION, CAUSAL)
+    batch, n = head // N, head % N
+    kv_head = n // GROUP
+    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, T, S)
+    row = block * BLOCK_Q
+    rows = (row + tl.arange(0, BLOCK_Q))[:, None]
+    q_row = batch.to(tl.int64) * T + row
+    kv_row = batch.to(tl.int64) * S
+    k_at = k_ptr + (kv_row * (N // GROUP) + kv_head) * H
+    v_at = v_ptr + (kv_row * (N // GROUP) + kv_head) * HV
+    q = load_rows(
+        q_ptr + (q_row * N + n) * H, T - row, N * H, H, BLOCK_Q, PADDED_H, True
+    )
+    q_ids, kv_ids_at, mask_at, bias_at = None, None, None, None
+    if q_ids_ptr is not None:
+        q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * T + rows, rows < T, 0)
+        kv_ids_at = kv_ids_ptr + kv_row
+    if mask_ptr is not None:
+        mask_at = mask_ptr + batch.to(tl.int64) * MASK_B + n.to(tl.int64) * MASK_N
+    if bias_ptr is not None:
+        bias_at = bias_ptr + batch.to(tl.int64) * BIAS_B + n.to(tl.int64) * BIAS_N
+    at_bounds = batch * BLOCKS + block
+    first, whole, whole_end, last = key_ranges(
+        row, offset, length, bounds_ptr, at_bounds, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K
+    )
+    if mask_ptr is not None:
+        whole, whole_end = first, first
+    top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, PADDED_HV], tl.float32)
+    # the masked blocks before the whole ones, the whole ones, the masked ones behind
+    for part in tl.static_range(3):
+        begin = first if part == 0 else whole if part == 1 else whole_end
+        end = whole if part == 0 else whole_end if part == 1 else last
+        exists = (
+            WINDOW is not None or bounds_ptr is not None
+            if part == 0
+            else mask_ptr is None
+            if part == 1
+            else True
+        )
+        if exists:
+            top, total, acc = forward_blocks(
+                top,
+                total,
+                acc,
+                q,
+                q_ids,
+                rows,
+                offset,
+                length,
+                begin,
+                end,
+                k_at,
+                v_at,
+                kv_ids_at,
+                mask_at,
+                bias_at,
+                MASK_T,
+                MASK_S,
+                BIAS_T,
+                BIAS_S,
+                T,
+                N // GROUP * H,
+                N // GROUP * HV,
+                H,
+                HV,
+                PADDED_H,
+                PADDED_HV,
+                SCALE,
+                SOFTCAP,
+                FOLDED,
+                CAUSAL,
+                WINDOW,
+                BLOCK_K,
+                part != 1,
+            )
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + n).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.exp2(sink - base)
+        acc = acc * fade[:, None]
+        top = higher
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    out_at = out_ptr + (q_row * N + n) * HV
+    out = acc / total[:, None]
+    store_rows(out_at, out, T - row, N * HV, HV, BLOCK_Q, PADDED_HV)
+    lse = tl.where(empty, -float("inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    r = tl.arange(0, BLOCK_Q)
+    tl.store(lse_ptr + q_row * N + n + r * N, lse, r < T - row)
+
+
+# Backward: rows, keys, queries.
+
+
+@jit
+def flash_attention_bwd_rows_kernel(
+    out_ptr,
+    lse_ptr,
+    dout_ptr,
+    dlse_ptr,
+    lse2_ptr,
+    delta_ptr,
+    T: tl.constexpr,
+    PADDED_T: tl.constexpr,
+    N: tl.constexpr,
+    HV: tl.constexpr,
+    PADDED_HV: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """delta = rowsum(out dout) - dlse and log2 e lse, [b n t]; inf where p is to be 0."""
+    row = tl.program_id(0) * ROWS
+    n = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    first = (batch * T + row) * N + n
+    out = load_rows(out_ptr + first * HV, T - row, N * HV, HV, ROWS, PADDED_HV, True)
+    dout = load_rows(dout_ptr + first * HV, T - row, N * HV, HV, ROWS, PADDED_HV, True)
+    r = tl.arange(0, ROWS)
+    inside = r < T - row
+    lse = tl.load(lse_ptr + first + r * N, inside, -float("inf"))
+    dlse = tl.load(dlse_ptr + first + r * N, inside, 0.0)
+    empty = lse == -float("inf")
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    at = (batch * N + n) * PADDED_T + row + r
+    tl.store(delta_ptr + at, delta - tl.where(empty, 0.0, dlse))
+    lse2 = tl.where(empty, float("inf"), lse * 1.4426950408889634)
+    tl.store(lse2_ptr + at, lse2)
+
+
+@jit
+def key_blocks(
+    dk,
+    dv,
+    k,
+    v,
+    columns,
+    offset,
+    length,
+    first,
+    last,
+    q_at,
+    dout_at,
+    lse2_at,
+    delta_at,
+    q_ids_at,
+    kv_ids_at,
+    mask_at,
+    bias_at,
+    MASK_T: tl.constexpr,
+    MASK_S: tl.constexpr,
+    BIAS_T: tl.constexpr,
+    BIAS_S: tl.constexpr,
+    T: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    DOUT_STRIDE: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    PADDED_H: tl.constexpr,
+    PADDED_HV: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FOLDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds to dk (without its scale) and dv; all products are [keys, queries]."""
+    FACTOR: tl.constexpr = SCALE if FOLDED else 1.0
+    for block in range(first, last):
+        start = block * BLOCK_Q
+        skip = start.to(tl.int64)
+        within = start + tl.arange(0, BLOCK_Q)
+        rows = within[None, :]
+        q = load_rows(
+            q_at + skip * Q_STRIDE, T - start, Q_STRIDE, H, BLOCK_Q, PADDED_H, MASKED
+        )
+        lse2 = tl.load(lse2_at + within)
+        qk = tl.dot(k, tl.trans(q), input_precision="ieee")
+        z, bent = logits(
+            qk,
+            rows,
+            columns,
+            length,
+            bias_at,
+            BIAS_T,
+            BIAS_S,
+            T,
+            SCALE,
+            SOFTCAP,
+            FOLDED,
+        )
+        if MASKED:
+            q_ids = None
+            if q_ids_at is not None:
+                q_ids = tl.load(q_ids_at + rows, rows < T, 0)
+            seen = visible(
+                rows,
+                columns,
+                offset,
+                length,
+                q_ids,
+                kv_ids_at,
+                mask_at,
+                MASK_T,
+                MASK_S,
+                T,
+                CAUSAL,
+                WINDOW,
+            )
+            z = tl.where(seen, z, -float("inf"))
+        p = tl.exp2(z * FACTOR - lse2[None, :])
+        dout = load_rows(
+            dout_at + skip * DOUT_STRIDE,
+            T - start,
+            DOUT_STRIDE,
+            HV,
+            BLOCK_Q,
+            PADDED_HV,
+            MASKED,
+        )
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        delta = tl.load(delta_at + within)
+        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP is not None:
+            ds *= 1.0 - bent * bent
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@jit
+def flash_attention_bwd_keys_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    mask_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
+    bounds_ptr,
+    kv_lengths_ptr,
+    q_offset_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    B: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    PADDED_T: tl.constexpr,
+    PADDED_H: tl.constexpr,
+    PADDED_HV: tl.constexpr,
+    MASK_B: tl.constexpr,
+    MASK_N: tl.constexpr,
+    MASK_T: tl.constexpr,
+    MASK_S: tl.constexpr,
+    BIAS_B: tl.constexpr,
+    BIAS_N: tl.constexpr,
+    BIAS_T: tl.constexpr,
+    BIAS_S: tl.constexpr,
+    DSCALE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FOLDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SECTION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dk and dv of BLOCK_K keys of one key head, summed over the heads of its group."""
+    BLOCKS: tl.constexpr = (S + BLOCK_K - 1) // BLOCK_K
+    HEADS: tl.constexpr = N // GROUP
+    block, head = place(B * HEADS, BLOCKS, SECTION, False)
+    batch, kv_head = head // HEADS, head % HEADS
+    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, T, S)
+    column = block * BLOCK_K
+    columns = (column + tl.arange(0, BLOCK_K))[:, None]
+    kv_row = batch.to(tl.int64) * S + column
+    k_at = k_ptr + (kv_row * HEADS + kv_head) * H
+    v_at = v_ptr + (kv_row * HEADS + kv_head) * HV
+    left = length - column  # what lies behind the length may be NaN
+    k = load_rows(k_at, left, HEADS * H, H, BLOCK_K, PADDED_H, True)
+    v = load_rows(v_at, left, HEADS * HV, HV, BLOCK_K, PADDED_HV, True)
+    q_row = batch.to(tl.int64) * T
+    q_ids_at, kv_ids_at = None, None
+    if q_ids_ptr is not None:
+        q_ids_at = q_ids_ptr + q_row
+        kv_ids_at = kv_ids_ptr + batch.to(tl.int64) * S
+    at_bounds = batch * BLOCKS + block
+    first, whole, whole_end, last = query_ranges(
+        column,
+        offset,
+        length,
+        bounds_ptr,
+        at_bounds,
+        T,
+        CAUSAL,
+        WINDOW,
+        BLOCK_Q,
+        BLOCK_K,
+    )
+    if mask_ptr is not None:
+        whole, whole_end = first, first
+    dk = tl.zeros([BLOCK_K, PADDED_H], tl.float32)
+    dv = tl.zeros([BLOCK_K, PADDED_HV], tl.float32)
+    for member in range(0, GROUP):
+        n = kv_head * GROUP + member
+        mask_at, bias_at = None, None
+        if mask_ptr is not None:
+            mask_at = mask_ptr + batch.to(tl.int64) * MASK_B + n.to(tl.int64) * MASK_N
+        if bias_ptr is not None:
+            bias_at = bias_ptr + batch.to(tl.int64) * BIAS_B + n.to(tl.int64) * BIAS_N
+        by_head = (batch * N + n).to(tl.int64) * PADDED_T
+        for part in tl.static_range(3):
+            begin = first if part == 0 else whole if part == 1 else whole_end
+            end = whole if part == 0 else whole_end if part == 1 else last
+            exists = mask_ptr is None if part == 1 else True
+            if exists:
+                dk, dv = key_blocks(
+                    dk,
+                    dv,
+                    k,
+                    v,
+                    columns,
+                    offset,
+                    length,
+                    begin,
+                    end,
+                    q_ptr + (q_row * N + n) * H,
+                    dout_ptr + (q_row * N + n) * HV,
+                    lse2_ptr + by_head,
+                    delta_ptr + by_head,
+                    q_ids_at,
+                    kv_ids_at,
+                    mask_at,
+                    bias_at,
+                    MASK_T,
+                    MASK_S,
+                    BIAS_T,
+                    BIAS_S,
+                    T,
+                    N * H,
+                    N * HV,
+                    H,
+                    HV,
+                    PADDED_H,
+                    PADDED_HV,
+                    SCALE,
+                    SOFTCAP,
+                    FOLDED,
+                    CAUSAL,
+                    WINDOW,
+                    BLOCK_Q,
+                    part != 1,
+                )
+    kv_row = kv_row * HEADS + kv_head
+    dk *= DSCALE
+    store_rows(dk_ptr + kv_row * H, dk, S - column, HEADS * H, H, BLOCK_K, PADDED_H)
+    store_rows(dv_ptr + kv_row * HV, dv, S - column, HEADS * HV, HV, BLOCK_K, PADDED_HV)
+
+
+@jit
+def query_blocks(
+    dq,
+    q,
+    dout,
+    lse2,
+    delta,
+    q_ids,
+    rows,
+    offset,
+    length,
+    first,
+    last,
+    k_at,
+    v_at,
+    kv_ids_at,
+    mask_at,
+    bias_at,
+    MASK_T: tl.constexpr,
+    MASK_S: tl.constexpr,
+    BIAS_T: tl.constexpr,
+    BIAS_S: tl.constexpr,
+    T: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    PADDED_H: tl.constexpr,
+    PADDED_HV: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FOLDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds to dq, without its scale."""
+    FACTOR: tl.constexpr = SCALE if FOLDED else 1.0
+    for block in range(first, last):
+        start = block * BLOCK_K
+        skip = start.to(tl.int64)
+        left = length - start
+        k = load_rows(
+            k_at + skip * K_STRIDE, left, K_STRIDE, H, BLOCK_K, PADDED_H, MASKED
+        )
+        v = load_rows(
+            v_at + skip * V_STRIDE, left, V_STRIDE, HV, BLOCK_K, PADDED_HV, MASKED
+        )
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        columns = (start + tl.arange(0, BLOCK_K))[None, :]
+        z, bent = logits(
+            qk,
+            rows,
+            columns,
+            length,
+            bias_at,
+            BIAS_T,
+            BIAS_S,
+            T,
+            SCALE,
+            SOFTCAP,
+            FOLDED,
+        )
+        if MASKED:
+            seen = visible(
+                rows,
+                columns,
+                offset,
+                length,
+                q_ids,
+                kv_ids_at,
+                mask_at,
+                MASK_T,
+                MASK_S,
+                T,
+                CAUSAL,
+                WINDOW,
+            )
+            z = tl.where(seen, z, -float("inf"))
+        p = tl.exp2(z * FACTOR - lse2[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP is not None:
+            ds *= 1.0 - bent * bent
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@jit
+def flash_attention_bwd_queries_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    mask_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
+    bounds_ptr,
+    kv_lengths_ptr,
+    q_offset_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dq_ptr,
+    B: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    PADDED_T: tl.constexpr,
+    PADDED_H: tl.constexpr,
+    PADDED_HV: tl.constexpr,
+    MASK_B: tl.constexpr,
+    MASK_N: tl.constexpr,
+    MASK_T: tl.constexpr,
+    MASK_S: tl.constexpr,
+    BIAS_B: tl.constexpr,
+    BIAS_N: tl.constexpr,
+    BIAS_T: tl.constexpr,
+    BIAS_S: tl.constexpr,
+    DSCALE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FOLDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SECTION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dq of BLOCK_Q queries of one head."""
+    BLOCKS: tl.constexpr = (T + BLOCK_Q - 1) // BLOCK_Q
+    block, head = place(B * N, BLOCKS, SECTION, CAUSAL)
+    batch, n = head // N, head % N
+    kv_head = n // GROUP
+    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, T, S)
+    row = block * BLOCK_Q
+    rows = (row + tl.arange(0, BLOCK_Q))[:, None]
+    q_row = batch.to(tl.int64) * T + row
+    kv_row = batch.to(tl.int64) * S
+    k_at = k_ptr + (kv_row * (N // GROUP) + kv_head) * H
+    v_at = v_ptr + (kv_row * (N // GROUP) + kv_head) * HV
+    left = T - row
+    q_at = q_ptr + (q_row * N + n) * H
+    dout_at = dout_ptr + (q_row * N + n) * HV
+    q = load_rows(q_at, left, N * H, H, BLOCK_Q, PADDED_H, True)
+    dout = load_rows(dout_at, left, N * HV, HV, BLOCK_Q, PADDED_HV, True)
+    by_head = (batch * N + n).to(tl.int64) * PADDED_T + row
+    lse2 = tl.load(lse2_ptr + by_head + tl.arange(0, BLOCK_Q))
+    delta = tl.load(delta_ptr + by_head + tl.arange(0, BLOCK_Q))
+    q_ids, kv_ids_at, mask_at, bias_at = None, None, None, None
+    if q_ids_ptr is not None:
+        q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * T + rows, rows < T, 0)
+        kv_ids_at = kv_ids_ptr + kv_row
+    if mask_ptr is not None:
+        mask_at = mask_ptr + batch.to(tl.int64) * MASK_B + n.to(tl.int64) * MASK_N
+    if bias_ptr is not None:
+        bias_at = bias_ptr + batch.to(tl.int64) * BIAS_B + n.to(tl.int64) * BIAS_N
+    at_bounds = batch * BLOCKS + block
+    first, whole, whole_end, last = key_ranges(
+        row, offset, length, bounds_ptr, at_bounds, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K
+    )
+    if mask_ptr is not None:
+        whole, whole_end = first, first
+    dq = tl.zeros([BLOCK_Q, PADDED_H], tl.float32)
+    for part in tl.static_range(3):
+        begin = first if part == 0 else whole if part == 1 else whole_end
+        end = whole if part == 0 else whole_end if part == 1 else last
+        exists = (
+            WINDOW is not None or bounds_ptr is not None
+            if part == 0
+            else mask_ptr is None
+            if part == 1
+            else True
+        )
+        if exists:
+            dq = query_blocks(
+                dq,
+                q,
+                dout,
+                lse2,
+                delta,
+                q_ids,
+                rows,
+                offset,
+                length,
+                begin,
+                end,
+                k_at,
+                v_at,
+                kv_ids_at,
+                mask_at,
+                bias_at,
+                MASK_T,
+                MASK_S,
+                BIAS_T,
+                BIAS_S,
+                T,
+                N // GROUP * H,
+                N // GROUP * HV,
+                H,
+                HV,
+                PADDED_H,
+                PADDED_HV,
+                SCALE,
+                SOFTCAP,
+                FOLDED,
+                CAUSAL,
+                WINDOW,
+                BLOCK_K,
+                part != 1,
+            )
+    dq *= DSCALE
+    dq_at = dq_ptr + (q_row * N + n) * H
+    store_rows(dq_at, dq, left, N * H, H, BLOCK_Q, PADDED_H)
+
+
+# Launchers.
+
+
+def segment_bounds(
+    row_ids: jax.Array, column_ids: jax.Array, block_rows: int, block_columns: int
+) -> jax.Array:
+    """[b, blocks of rows, 4]: the blocks of columns that `ranges` is to keep.
+
+    Ids of packed sequences ascend, so that few blocks are kept; other ids are right too.
+    """
+
+    def extremes(ids, block):
+        short = -ids.shape[1] % block
+        blocks = jnp.pad(ids, ((0, 0), (0, short)), mode="edge")
+        blocks = blocks.reshape(ids.shape[0], -1, block)
+        return blocks.min(-1), blocks.max(-1)
+
+    low, high = (x[:, :, None] for x in extremes(row_ids, block_rows))
+    from_low, from_high = (x[:, None] for x in extremes(column_ids, block_columns))
+    meet = (low <= from_high) & (from_low <= high)
+    same = (low == from_high) & (from_low == high)
+    at = jnp.arange(meet.shape[2], dtype=jnp.int32)
+    blocks = jnp.int32(meet.shape[2])
+    first = jnp.min(jnp.where(meet, at, blocks), -1)
+    last = jnp.max(jnp.where(meet, at + 1, 0), -1)
+    whole = jnp.min(jnp.where(same, at, blocks), -1)
+    behind = ~same & (at >= whole[..., None])
+    whole_end = jnp.min(jnp.where(behind, at, blocks), -1)
+    return jnp.stack([first, whole, whole_end, last], -1)
+
+
+def strides(x: jax.Array | None, name: str) -> dict[str, int]:
+    """Of [#b #n #t #s]; 0 where a dim is broadcast."""
+    if x is None:
+        return {f"{name}_{dim}": 0 for dim in "BNTS"}
+    _, n, t, s = x.shape
+    steps = (n * t * s, t * s, s, 1)
+    return {
+        f"{name}_{dim}": 0 if size == 1 else step
+        for dim, size, step in zip("BNTS", x.shape, steps, strict=True)
+    }
+
+
+def int32(x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else x.astype(jnp.int32)
+
+
+def operands_and_constants(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    q_offset,
+    scale,
+    causal,
+    window,
+    softcap,
+) -> tuple[dict, dict]:
+    """What the kernels share, in the order of their parameters; bounds come later."""
+    b, t, n, h = query.shape
+    _, s, heads, hv = value.shape
+    folded = softcap is None and bias is None and scale > 0
+    given = {
+        "q_ptr": query,
+        "k_ptr": key,
+        "v_ptr": value,
+        "bias_ptr": bias,
+        "mask_ptr": mask,
+        "q_ids_ptr": int32(q_segment_ids),
+        "kv_ids_ptr": int32(kv_segment_ids),
+        "bounds_ptr": None,
+        "kv_lengths_ptr": int32(kv_lengths),
+        "q_offset_ptr": int32(q_offset),
+    }
+    constants = {
+        "B": b,
+        "T": t,
+        "S": s,
+        "N": n,
+        "GROUP": n // heads,
+        "H": h,
+        "HV": hv,
+        "PADDED_H": max(16, next_power_of_2(h)),
+        "PADDED_HV": max(16, next_power_of_2(hv)),
+        **strides(mask, "MASK"),
+        **strides(bias, "BIAS"),
+        "SCALE": scale * (LOG2_E if softcap is None else 1.0),
+        "SOFTCAP": softcap,
+        "FOLDED": folded,
+        "CAUSAL": causal,
+        # no position is as far as 2^30, and more could overflow
+        "WINDOW": None if window is None else min(window, 2**30),
+    }
+    return given, constants
+
+
+def section(rows: int, elements: int, dtype: Any) -> int:
+    """How many heads of so many rows the cache holds."""
+    return max(1, CACHED_BYTES // (rows * elements * jnp.dtype(dtype).itemsize))
+
+
+def attention_fwd(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    q_offset,
+    sinks,
+    *,
+    scale,
+    causal,
+    window,
+    softcap,
+):
+    b, t, n, h = query.shape
+    _, s, heads, hv = value.shape
+    given, constants = operands_and_constants(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        q_segment_ids,
+        kv_segment_ids,
+        kv_lengths,
+        q_offset,
+        scale,
+        causal,
+        window,
+        softcap,
+    )
+    sizes = sizes_of("flash_attention", forward_sizes, query, value)
+    if q_segment_ids is not None:
+        given["bounds_ptr"] = segment_bounds(
+            given["q_ids_ptr"],
+            given["kv_ids_ptr"],
+            sizes["BLOCK_Q"],
+            sizes["BLOCK_K"],
+        )
+    results = {
+        "out_ptr": jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
+        "lse_ptr": jax.ShapeDtypeStruct((b, t, n), jnp.float32),
+    }
+    return sparse_call(
+        flash_attention_kernel,
+        (-(-t // sizes["BLOCK_Q"]) * b * n,),
+        given | {"sinks_ptr": sinks},
+        results,
+        constants | sizes | {"SECTION": section(s, h + hv, key.dtype) * (n // heads)},
+    )
+
+
+def attention_bwd(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    q_offset,
+    sinks,
+    out,
+    lse,
+    dout,
+    dlse,
+    *,
+    scale,
+    causal,
+    window,
+    softcap,
+    wanted,
+):
+    """dbias, which alone is as large as the scores, is that of the reference."""
+    b, t, n, h = query.shape
+    _, s, heads, hv = value.shape
+    want_q, want_k, want_v, want_bias, want_sinks = wanted
+    padded = -(-t // PADDING) * PADDING
+    by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
+    rows = 64 if hv <= 128 else 32
+    lse2, delta = sparse_call(
+        flash_attention_bwd_rows_kernel,
+        (padded // rows, n, b),
+        {"out_ptr": out, "lse_ptr": lse, "dout_ptr": dout, "dlse_ptr": dlse},
+        {"lse2_ptr": by_head, "delta_ptr": by_head},
+        {
+            "T": t,
+            "PADDED_T": padded,
+            "N": n,
+            "HV": hv,
+            "PADDED_HV": next_power_of_2(hv),
+            "ROWS": rows,
+            "num_warps": 4,
+        },
+    )
+    given, constants = operands_and_constants(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        q_segment_ids,
+        kv_segment_ids,
+        kv_lengths,
+        q_offset,
+        scale,
+        causal,
+        window,
+        softcap,
+    )
+    given |= {"dout_ptr": dout, "lse2_ptr": lse2, "delta_ptr": delta}
+    constants |= {"PADDED_T": padded, "DSCALE": scale}
+    q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
+    dq = dk = dv = dbias = dsinks = None
+    if want_k or want_v:
+        sizes = sizes_of("flash_attention_bwd_keys", key_sizes, query, value)
+        if q_ids is not None:
+            given["bounds_ptr"] = segment_bounds(
+                kv_ids, q_ids, sizes["BLOCK_K"], sizes["BLOCK_Q"]
+            )
+        together = section(t * (n // heads), h + hv, query.dtype)
+        dk, dv = sparse_call(
+            flash_attention_bwd_keys_kernel,
+            (-(-s // sizes["BLOCK_K"]) * b * heads,),
+            given,
+            {"dk_ptr": like(key), "dv_ptr": like(value)},
+            constants | sizes | {"SECTION": together},
+        )
+    if want_q:
+        sizes = sizes_of("flash_attention_bwd_queries", query_sizes, query, value)
+        if q_ids is not None:
+            given["bounds_ptr"] = segment_bounds(
+                q_ids, kv_ids, sizes["BLOCK_Q"], sizes["BLOCK_K"]
+            )
+        together = section(s, h + hv, key.dtype) * (n // heads)
+        (dq,) = sparse_call(
+            flash_attention_bwd_queries_kernel,
+            (-(-t // sizes["BLOCK_Q"]) * b * n,),
+            given,
+            {"dq_ptr": like(query)},
+            constants | sizes | {"SECTION": together},
+        )
+    if want_bias:
+        dbias = attention_bwd_reference(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            q_segment_ids,
+            kv_segment_ids,
+            kv_lengths,
+            q_offset,
+            sinks,
+            out,
+            lse,
+            dout,
+            dlse,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+        )[3]
+    if want_sinks:
+        share = jnp.exp2(
+            sinks.astype(jnp.float32)[:, None] * LOG2_E - lse2[..., :t]
+        )  # [b n t]; 0 where lse2 is inf
+        dsinks = -jnp.sum(share * delta[..., :t], (0, 2)).astype(sinks.dtype)
+    return dq, dk, dv, dbias, dsinks
