@@ -451,6 +451,12 @@ def flash_attention_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """out and lse of BLOCK_Q queries of one head."""
+    RAGGED: tl.constexpr = (
+        S % BLOCK_K != 0
+        or kv_lengths_ptr is not None
+        or bounds_ptr is not None
+        or mask_ptr is not None
+    )
     BLOCKS: tl.constexpr = (T + BLOCK_Q - 1) // BLOCK_Q
     block, head = place(B * N, BLOCKS, SECTION, CAUSAL)
     batch, n = head // N, head % N
@@ -491,7 +497,7 @@ def flash_attention_kernel(
             if part == 0
             else mask_ptr is None
             if part == 1
-            else True
+            else CAUSAL or RAGGED
         )
         if exists:
             top, total, acc = forward_blocks(
@@ -620,6 +626,7 @@ def key_blocks(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds to dk (without its scale) and dv; all products are [keys, queries]."""
@@ -633,7 +640,12 @@ def key_blocks(
             q_at + skip * Q_STRIDE, T - start, Q_STRIDE, H, BLOCK_Q, PADDED_H, MASKED
         )
         lse2 = tl.load(lse2_at + within)
-        qk = tl.dot(k, tl.trans(q), input_precision="ieee")
+        # what is subtracted starts the sum, so that no registers hold it
+        minus_lse = tl.broadcast_to(-lse2[None, :], [BLOCK_K, BLOCK_Q])
+        if FOLDED:
+            qk = tl.dot(k, tl.trans(q), minus_lse / FACTOR, input_precision="ieee")
+        else:
+            qk = tl.dot(k, tl.trans(q), input_precision="ieee")
         z, bent = logits(
             qk,
             rows,
@@ -666,7 +678,7 @@ def key_blocks(
                 WINDOW,
             )
             z = tl.where(seen, z, -float("inf"))
-        p = tl.exp2(z * FACTOR - lse2[None, :])
+        p = tl.exp2(z * FACTOR if FOLDED else z + minus_lse)
         dout = load_rows(
             dout_at + skip * DOUT_STRIDE,
             T - start,
@@ -678,8 +690,8 @@ def key_blocks(
         )
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         delta = tl.load(delta_at + within)
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-        ds = p * (dp - delta[None, :])
+        minus_delta = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
+        ds = p * tl.dot(v, tl.trans(dout), minus_delta, input_precision="ieee")
         if SOFTCAP is not None:
             ds *= 1.0 - bent * bent
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -732,6 +744,14 @@ def flash_attention_bwd_keys_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """dk and dv of BLOCK_K keys of one key head, summed over the heads of its group."""
+    RAGGED: tl.constexpr = (
+        S % BLOCK_K != 0
+        or T % BLOCK_Q != 0
+        or WINDOW is not None
+        or kv_lengths_ptr is not None
+        or bounds_ptr is not None
+        or mask_ptr is not None
+    )
     BLOCKS: tl.constexpr = (S + BLOCK_K - 1) // BLOCK_K
     HEADS: tl.constexpr = N // GROUP
     block, head = place(B * HEADS, BLOCKS, SECTION, False)
@@ -778,7 +798,13 @@ def flash_attention_bwd_keys_kernel(
         for part in tl.static_range(3):
             begin = first if part == 0 else whole if part == 1 else whole_end
             end = whole if part == 0 else whole_end if part == 1 else last
-            exists = mask_ptr is None if part == 1 else True
+            exists = (
+                CAUSAL or bounds_ptr is not None
+                if part == 0
+                else mask_ptr is None
+                if part == 1
+                else RAGGED
+            )
             if exists:
                 dk, dv = key_blocks(
                     dk,
@@ -815,6 +841,7 @@ def flash_attention_bwd_keys_kernel(
                     CAUSAL,
                     WINDOW,
                     BLOCK_Q,
+                    BLOCK_K,
                     part != 1,
                 )
     kv_row = kv_row * HEADS + kv_head
@@ -957,6 +984,12 @@ def flash_attention_bwd_queries_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """dq of BLOCK_Q queries of one head."""
+    RAGGED: tl.constexpr = (
+        S % BLOCK_K != 0
+        or kv_lengths_ptr is not None
+        or bounds_ptr is not None
+        or mask_ptr is not None
+    )
     BLOCKS: tl.constexpr = (T + BLOCK_Q - 1) // BLOCK_Q
     block, head = place(B * N, BLOCKS, SECTION, CAUSAL)
     batch, n = head // N, head % N
@@ -999,7 +1032,7 @@ def flash_attention_bwd_queries_kernel(
             if part == 0
             else mask_ptr is None
             if part == 1
-            else True
+            else CAUSAL or RAGGED
         )
         if exists:
             dq = query_blocks(
