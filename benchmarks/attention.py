@@ -1,4 +1,4 @@
-"""Causal attention of many queries: cuDNN, torch's flash attention, FA3, XLA and ours."""
+"""Causal attention of many queries: cuDNN, torch flash, FA3, XLA and ours."""
 
 import functools
 

@@ -358,7 +358,7 @@ def forward_blocks(
             PADDED_H,
             MASKED,
         )
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         columns = (start + tl.arange(0, BLOCK_K))[None, :]
         z, _ = logits(
             qk,
@@ -404,7 +404,7 @@ def forward_blocks(
             PADDED_HV,
             MASKED,
         )
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="tf32x3")
         top = higher
     return top, total, acc
 
@@ -643,9 +643,9 @@ def key_blocks(
         # what is subtracted starts the sum, so that no registers hold it
         minus_lse = tl.broadcast_to(-lse2[None, :], [BLOCK_K, BLOCK_Q])
         if FOLDED:
-            qk = tl.dot(k, tl.trans(q), minus_lse / FACTOR, input_precision="ieee")
+            qk = tl.dot(k, tl.trans(q), minus_lse / FACTOR, input_precision="tf32x3")
         else:
-            qk = tl.dot(k, tl.trans(q), input_precision="ieee")
+            qk = tl.dot(k, tl.trans(q), input_precision="tf32x3")
         z, bent = logits(
             qk,
             rows,
@@ -688,13 +688,13 @@ def key_blocks(
             PADDED_HV,
             MASKED,
         )
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="tf32x3")
         delta = tl.load(delta_at + within)
         minus_delta = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
-        ds = p * tl.dot(v, tl.trans(dout), minus_delta, input_precision="ieee")
+        ds = p * tl.dot(v, tl.trans(dout), minus_delta, input_precision="tf32x3")
         if SOFTCAP is not None:
             ds *= 1.0 - bent * bent
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="tf32x3")
     return dk, dv
 
 
@@ -899,7 +899,7 @@ def query_blocks(
         v = load_rows(
             v_at + skip * V_STRIDE, left, V_STRIDE, HV, BLOCK_K, PADDED_HV, MASKED
         )
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         columns = (start + tl.arange(0, BLOCK_K))[None, :]
         z, bent = logits(
             qk,
@@ -931,11 +931,11 @@ def query_blocks(
             )
             z = tl.where(seen, z, -float("inf"))
         p = tl.exp2(z * FACTOR - lse2[:, None])
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        dp = tl.dot(dout, tl.trans(v), input_precision="tf32x3")
         ds = p * (dp - delta[:, None])
         if SOFTCAP is not None:
             ds *= 1.0 - bent * bent
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="tf32x3")
     return dq
 
 
