@@ -2,16 +2,20 @@
 
 A program of the forward pass holds a block of queries of one head and walks over the
 blocks of keys that they see, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691):
-it keeps the running maximum and sum of each row. Blocks that causal, window, lengths or
-segments hide entirely are never visited, and those that they show entirely are not
-masked. The backward pass is three launches: rows (delta and lse, laid out by head), keys
-(dk and dv: a block of keys walks over its queries, through all heads of its group) and
-queries (dq). No atomics, so it is deterministic.
+it keeps the running maximum and sum of each row. Blocks that causal, window, lengths
+or segments hide entirely are never visited, and those that they show entirely are not
+masked. The backward pass is three launches: rows (delta and lse, laid out by head),
+keys (dk and dv: a block of keys walks over its queries, through all heads of its group)
+and queries (dq). No atomics, so it is deterministic.
+
+Triton 3.4 to 3.7 miscompiles a transposed product that feeds another on Hopper, so the
+kernel of the keys computes k q^T and v dout^T as such.
 
 Exponentials are of base 2, with the scale folded into their argument. q, k, v, out and
 their gradients stay in [b t n h]; beside them only lse and delta are written, O(t).
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -89,7 +93,7 @@ def query_sizes(width: int, dtype: Any) -> dict[str, int]:
         return dict(BLOCK_Q=128, BLOCK_K=64, warps=8 if hopper else 4, stages=2)
     if width == 128:
         return dict(BLOCK_Q=128, BLOCK_K=64 if hopper else 32, warps=8, stages=2)
-    return dict(BLOCK_Q=64, BLOCK_K=64 if hopper else 32, warps=8, stages=1)
+    return dict(BLOCK_Q=128 if hopper else 64, BLOCK_K=32, warps=8, stages=2)
 
 
 def sizes_of(kernel: str, rule: Any, query: Any, value: Any) -> dict[str, int]:
@@ -100,6 +104,52 @@ def sizes_of(kernel: str, rule: Any, query: Any, value: Any) -> dict[str, int]:
 
 
 # What the kernels share.
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What a problem fixes for all of its kernels; `C` in them.
+
+    Attributes:
+      B, T, S, N, HEADS, GROUP, H, HV: sizes; N = HEADS * GROUP.
+      PADDED_T, PADDED_H, PADDED_HV: what the kernels hold of T, H, HV.
+      Q_STRIDE, K_STRIDE, V_STRIDE, OUT_STRIDE: from one row to the next.
+      MASK_B, ..., BIAS_S: strides of mask and bias.
+      SCALE: of q k^T, with log2 e where no cap comes after it.
+      DSCALE: of dq and dk.
+      FOLDED: SCALE is applied as late as in the exponent.
+      SOFTCAP, CAUSAL, WINDOW: options.
+    """
+
+    B: int
+    T: int
+    S: int
+    N: int
+    HEADS: int
+    GROUP: int
+    H: int
+    HV: int
+    PADDED_T: int
+    PADDED_H: int
+    PADDED_HV: int
+    Q_STRIDE: int
+    K_STRIDE: int
+    V_STRIDE: int
+    OUT_STRIDE: int
+    MASK_B: int
+    MASK_N: int
+    MASK_T: int
+    MASK_S: int
+    BIAS_B: int
+    BIAS_N: int
+    BIAS_T: int
+    BIAS_S: int
+    DSCALE: float
+    SCALE: float
+    SOFTCAP: float | None
+    FOLDED: bool
+    CAUSAL: bool
+    WINDOW: int | None
 
 
 @jit
@@ -130,7 +180,7 @@ def load_rows(
     COLUMNS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Rows of WIDTH elements as [ROWS, COLUMNS]; 0 beyond WIDTH and, if MASKED, count."""
+    """Rows of WIDTH elements, 0 beyond WIDTH and, if MASKED, beyond count rows."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     pointers = at + row * STRIDE + column
@@ -162,15 +212,13 @@ def store_rows(
 
 
 @jit
-def position_and_length(
-    q_offset_ptr, kv_lengths_ptr, batch, T: tl.constexpr, S: tl.constexpr
-):
-    offset = S - T
+def position_and_length(q_offset_ptr, kv_lengths_ptr, batch, C: tl.constexpr):
+    offset = C.S - C.T
     if q_offset_ptr is not None:
         offset = tl.load(q_offset_ptr + batch)
-    length = S
+    length = C.S
     if kv_lengths_ptr is not None:
-        length = tl.minimum(tl.load(kv_lengths_ptr + batch), S)
+        length = tl.minimum(tl.load(kv_lengths_ptr + batch), C.S)
     return offset, length
 
 
@@ -203,20 +251,19 @@ def key_ranges(
     length,
     bounds_ptr,
     at_bounds,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The blocks of keys that the queries from `row` on see."""
     start, stop, whole_start, whole_stop = 0, length, 0, length
     position = row + offset
-    if CAUSAL:
+    if C.CAUSAL:
         stop = tl.minimum(length, position + BLOCK_Q)
         whole_stop = tl.minimum(length, position + 1)
-    if WINDOW is not None:
-        start = position - WINDOW + 1
-        whole_start = position + BLOCK_Q - WINDOW
+    if C.WINDOW is not None:
+        start = position - C.WINDOW + 1
+        whole_start = position + BLOCK_Q - C.WINDOW
     return ranges(start, stop, whole_start, whole_stop, bounds_ptr, at_bounds, BLOCK_K)
 
 
@@ -227,20 +274,18 @@ def query_ranges(
     length,
     bounds_ptr,
     at_bounds,
-    T: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The blocks of queries that see the keys from `column` on."""
-    start, stop, whole_start, whole_stop = 0, T, 0, T
-    if CAUSAL:
+    start, stop, whole_start, whole_stop = 0, C.T, 0, C.T
+    if C.CAUSAL:
         start = column - offset
         whole_start = column + BLOCK_K - 1 - offset
-    if WINDOW is not None:
-        stop = tl.minimum(T, column + BLOCK_K - 1 + WINDOW - offset)
-        whole_stop = tl.minimum(T, column + WINDOW - offset)
+    if C.WINDOW is not None:
+        stop = tl.minimum(C.T, column + BLOCK_K - 1 + C.WINDOW - offset)
+        whole_stop = tl.minimum(C.T, column + C.WINDOW - offset)
     stop = tl.where(column < length, stop, 0)
     whole_stop = tl.where(column + BLOCK_K <= length, whole_stop, 0)
     return ranges(start, stop, whole_start, whole_stop, bounds_ptr, at_bounds, BLOCK_Q)
@@ -253,24 +298,21 @@ def logits(
     columns,
     length,
     bias_at,
-    BIAS_T: tl.constexpr,
-    BIAS_S: tl.constexpr,
-    T: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """(log2 e times the scores, tanh of the cap); without the scale where FOLDED."""
+    """(log2 e times the scores, tanh of the cap); without the scale where folded."""
     z = qk
     bent = qk
-    if SOFTCAP is not None:
-        bent = 1.0 - 2.0 / (1.0 + tl.exp2(qk * (2.8853900817779268 * SCALE / SOFTCAP)))
-        z = bent * (SOFTCAP * 1.4426950408889634)
-    elif not FOLDED:
-        z = qk * SCALE
+    if C.SOFTCAP is not None:
+        bent = 1.0 - 2.0 / (
+            1.0 + tl.exp2(qk * (2.8853900817779268 * C.SCALE / C.SOFTCAP))
+        )
+        z = bent * (C.SOFTCAP * 1.4426950408889634)
+    elif not C.FOLDED:
+        z = qk * C.SCALE
     if bias_at is not None:
-        at = bias_at + rows.to(tl.int64) * BIAS_T + columns * BIAS_S
-        bias = tl.load(at, (rows < T) & (columns < length), 0.0)
+        at = bias_at + rows.to(tl.int64) * C.BIAS_T + columns * C.BIAS_S
+        bias = tl.load(at, (rows < C.T) & (columns < length), 0.0)
         z += bias.to(tl.float32) * 1.4426950408889634
     return z, bent
 
@@ -284,24 +326,20 @@ def visible(
     q_ids,
     kv_ids_at,
     mask_at,
-    MASK_T: tl.constexpr,
-    MASK_S: tl.constexpr,
-    T: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Which pairs exist and see each other; rows and columns broadcast either way."""
-    inside = (rows < T) & (columns < length)
+    inside = (rows < C.T) & (columns < length)
     seen = inside
     behind = rows + offset - columns
-    if CAUSAL:
+    if C.CAUSAL:
         seen &= behind >= 0
-    if WINDOW is not None:
-        seen &= behind < WINDOW
+    if C.WINDOW is not None:
+        seen &= behind < C.WINDOW
     if kv_ids_at is not None:
         seen &= q_ids == tl.load(kv_ids_at + columns, columns < length, 0)
     if mask_at is not None:
-        at = mask_at + rows.to(tl.int64) * MASK_T + columns * MASK_S
+        at = mask_at + rows.to(tl.int64) * C.MASK_T + columns * C.MASK_S
         seen &= tl.load(at, inside, 0).to(tl.int1)
     return seen
 
@@ -326,68 +364,28 @@ def forward_blocks(
     kv_ids_at,
     mask_at,
     bias_at,
-    MASK_T: tl.constexpr,
-    MASK_S: tl.constexpr,
-    BIAS_T: tl.constexpr,
-    BIAS_S: tl.constexpr,
-    T: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    PADDED_H: tl.constexpr,
-    PADDED_HV: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    FACTOR: tl.constexpr = SCALE if FOLDED else 1.0
+    FACTOR: tl.constexpr = C.SCALE if C.FOLDED else 1.0
     for block in range(first, last):
         start = block * BLOCK_K
         skip = start.to(tl.int64)
         k = load_rows(
-            k_at + skip * K_STRIDE,
+            k_at + skip * C.K_STRIDE,
             length - start,
-            K_STRIDE,
-            H,
+            C.K_STRIDE,
+            C.H,
             BLOCK_K,
-            PADDED_H,
+            C.PADDED_H,
             MASKED,
         )
         qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         columns = (start + tl.arange(0, BLOCK_K))[None, :]
-        z, _ = logits(
-            qk,
-            rows,
-            columns,
-            length,
-            bias_at,
-            BIAS_T,
-            BIAS_S,
-            T,
-            SCALE,
-            SOFTCAP,
-            FOLDED,
-        )
+        z, _ = logits(qk, rows, columns, length, bias_at, C)
         if MASKED:
-            seen = visible(
-                rows,
-                columns,
-                offset,
-                length,
-                q_ids,
-                kv_ids_at,
-                mask_at,
-                MASK_T,
-                MASK_S,
-                T,
-                CAUSAL,
-                WINDOW,
-            )
+            seen = visible(rows, columns, offset, length, q_ids, kv_ids_at, mask_at, C)
             z = tl.where(seen, z, -float("inf"))
         higher = tl.maximum(top, tl.max(z, 1) * FACTOR)
         base = tl.where(higher == -float("inf"), 0.0, higher)
@@ -396,12 +394,12 @@ def forward_blocks(
         total = total * fade + tl.sum(p, 1)
         acc = acc * fade[:, None]
         v = load_rows(
-            v_at + skip * V_STRIDE,
+            v_at + skip * C.V_STRIDE,
             length - start,
-            V_STRIDE,
-            HV,
+            C.V_STRIDE,
+            C.HV,
             BLOCK_K,
-            PADDED_HV,
+            C.PADDED_HV,
             MASKED,
         )
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="tf32x3")
@@ -424,67 +422,53 @@ def flash_attention_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
-    B: tl.constexpr,
-    T: tl.constexpr,
-    S: tl.constexpr,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    PADDED_H: tl.constexpr,
-    PADDED_HV: tl.constexpr,
-    MASK_B: tl.constexpr,
-    MASK_N: tl.constexpr,
-    MASK_T: tl.constexpr,
-    MASK_S: tl.constexpr,
-    BIAS_B: tl.constexpr,
-    BIAS_N: tl.constexpr,
-    BIAS_T: tl.constexpr,
-    BIAS_S: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
     SECTION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """out and lse of BLOCK_Q queries of one head."""
     RAGGED: tl.constexpr = (
-        S % BLOCK_K != 0
+        C.S % BLOCK_K != 0
         or kv_lengths_ptr is not None
         or bounds_ptr is not None
         or mask_ptr is not None
     )
-    BLOCKS: tl.constexpr = (T + BLOCK_Q - 1) // BLOCK_Q
-    block, head = place(B * N, BLOCKS, SECTION, CAUSAL)
-    batch, n = head // N, head % N
-    kv_head = n // GROUP
-    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, T, S)
+    BLOCKS: tl.constexpr = (C.T + BLOCK_Q - 1) // BLOCK_Q
+    block, head = place(C.B * C.N, BLOCKS, SECTION, C.CAUSAL)
+    batch, n = head // C.N, head % C.N
+    kv_head = n // C.GROUP
+    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, C)
     row = block * BLOCK_Q
     rows = (row + tl.arange(0, BLOCK_Q))[:, None]
-    q_row = batch.to(tl.int64) * T + row
-    kv_row = batch.to(tl.int64) * S
-    k_at = k_ptr + (kv_row * (N // GROUP) + kv_head) * H
-    v_at = v_ptr + (kv_row * (N // GROUP) + kv_head) * HV
+    q_row = batch.to(tl.int64) * C.T + row
+    kv_row = batch.to(tl.int64) * C.S
+    k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
+    v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
     q = load_rows(
-        q_ptr + (q_row * N + n) * H, T - row, N * H, H, BLOCK_Q, PADDED_H, True
+        q_ptr + (q_row * C.N + n) * C.H,
+        C.T - row,
+        C.Q_STRIDE,
+        C.H,
+        BLOCK_Q,
+        C.PADDED_H,
+        True,
     )
     q_ids, kv_ids_at, mask_at, bias_at = None, None, None, None
     if q_ids_ptr is not None:
-        q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * T + rows, rows < T, 0)
+        q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * C.T + rows, rows < C.T, 0)
         kv_ids_at = kv_ids_ptr + kv_row
     if mask_ptr is not None:
-        mask_at = mask_ptr + batch.to(tl.int64) * MASK_B + n.to(tl.int64) * MASK_N
+        mask_at = mask_ptr + batch.to(tl.int64) * C.MASK_B + n.to(tl.int64) * C.MASK_N
     if bias_ptr is not None:
-        bias_at = bias_ptr + batch.to(tl.int64) * BIAS_B + n.to(tl.int64) * BIAS_N
+        bias_at = bias_ptr + batch.to(tl.int64) * C.BIAS_B + n.to(tl.int64) * C.BIAS_N
     at_bounds = batch * BLOCKS + block
     first, whole, whole_end, last = key_ranges(
-        row, offset, length, bounds_ptr, at_bounds, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K
+        row, offset, length, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K
     )
     if mask_ptr is not None:
         whole, whole_end = first, first
+    PADDED_HV: tl.constexpr = C.PADDED_HV
     top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, PADDED_HV], tl.float32)
@@ -493,11 +477,11 @@ def flash_attention_kernel(
         begin = first if part == 0 else whole if part == 1 else whole_end
         end = whole if part == 0 else whole_end if part == 1 else last
         exists = (
-            WINDOW is not None or bounds_ptr is not None
+            C.WINDOW is not None or bounds_ptr is not None
             if part == 0
             else mask_ptr is None
             if part == 1
-            else CAUSAL or RAGGED
+            else C.CAUSAL or RAGGED
         )
         if exists:
             top, total, acc = forward_blocks(
@@ -516,22 +500,7 @@ def flash_attention_kernel(
                 kv_ids_at,
                 mask_at,
                 bias_at,
-                MASK_T,
-                MASK_S,
-                BIAS_T,
-                BIAS_S,
-                T,
-                N // GROUP * H,
-                N // GROUP * HV,
-                H,
-                HV,
-                PADDED_H,
-                PADDED_HV,
-                SCALE,
-                SOFTCAP,
-                FOLDED,
-                CAUSAL,
-                WINDOW,
+                C,
                 BLOCK_K,
                 part != 1,
             )
@@ -545,12 +514,12 @@ def flash_attention_kernel(
         top = higher
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    out_at = out_ptr + (q_row * N + n) * HV
+    out_at = out_ptr + (q_row * C.N + n) * C.HV
     out = acc / total[:, None]
-    store_rows(out_at, out, T - row, N * HV, HV, BLOCK_Q, PADDED_HV)
+    store_rows(out_at, out, C.T - row, C.OUT_STRIDE, C.HV, BLOCK_Q, C.PADDED_HV)
     lse = tl.where(empty, -float("inf"), (top + tl.log2(total)) * 0.6931471805599453)
     r = tl.arange(0, BLOCK_Q)
-    tl.store(lse_ptr + q_row * N + n + r * N, lse, r < T - row)
+    tl.store(lse_ptr + q_row * C.N + n + r * C.N, lse, r < C.T - row)
 
 
 # Backward: rows, keys, queries.
@@ -571,7 +540,7 @@ def flash_attention_bwd_rows_kernel(
     PADDED_HV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """delta = rowsum(out dout) - dlse and log2 e lse, [b n t]; inf where p is to be 0."""
+    """rowsum(out dout) - dlse; log2 e lse, or inf where p is to be 0. Both [b n t]."""
     row = tl.program_id(0) * ROWS
     n = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -609,90 +578,56 @@ def key_blocks(
     kv_ids_at,
     mask_at,
     bias_at,
-    MASK_T: tl.constexpr,
-    MASK_S: tl.constexpr,
-    BIAS_T: tl.constexpr,
-    BIAS_S: tl.constexpr,
-    T: tl.constexpr,
-    Q_STRIDE: tl.constexpr,
-    DOUT_STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    PADDED_H: tl.constexpr,
-    PADDED_HV: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds to dk (without its scale) and dv; all products are [keys, queries]."""
-    FACTOR: tl.constexpr = SCALE if FOLDED else 1.0
+    FACTOR: tl.constexpr = C.SCALE if C.FOLDED else 1.0
     for block in range(first, last):
         start = block * BLOCK_Q
         skip = start.to(tl.int64)
         within = start + tl.arange(0, BLOCK_Q)
         rows = within[None, :]
         q = load_rows(
-            q_at + skip * Q_STRIDE, T - start, Q_STRIDE, H, BLOCK_Q, PADDED_H, MASKED
+            q_at + skip * C.Q_STRIDE,
+            C.T - start,
+            C.Q_STRIDE,
+            C.H,
+            BLOCK_Q,
+            C.PADDED_H,
+            MASKED,
         )
         lse2 = tl.load(lse2_at + within)
         # what is subtracted starts the sum, so that no registers hold it
         minus_lse = tl.broadcast_to(-lse2[None, :], [BLOCK_K, BLOCK_Q])
-        if FOLDED:
+        if C.FOLDED:
             qk = tl.dot(k, tl.trans(q), minus_lse / FACTOR, input_precision="tf32x3")
         else:
             qk = tl.dot(k, tl.trans(q), input_precision="tf32x3")
-        z, bent = logits(
-            qk,
-            rows,
-            columns,
-            length,
-            bias_at,
-            BIAS_T,
-            BIAS_S,
-            T,
-            SCALE,
-            SOFTCAP,
-            FOLDED,
-        )
+        z, bent = logits(qk, rows, columns, length, bias_at, C)
         if MASKED:
             q_ids = None
             if q_ids_at is not None:
-                q_ids = tl.load(q_ids_at + rows, rows < T, 0)
-            seen = visible(
-                rows,
-                columns,
-                offset,
-                length,
-                q_ids,
-                kv_ids_at,
-                mask_at,
-                MASK_T,
-                MASK_S,
-                T,
-                CAUSAL,
-                WINDOW,
-            )
+                q_ids = tl.load(q_ids_at + rows, rows < C.T, 0)
+            seen = visible(rows, columns, offset, length, q_ids, kv_ids_at, mask_at, C)
             z = tl.where(seen, z, -float("inf"))
-        p = tl.exp2(z * FACTOR if FOLDED else z + minus_lse)
+        p = tl.exp2(z * FACTOR if C.FOLDED else z + minus_lse)
         dout = load_rows(
-            dout_at + skip * DOUT_STRIDE,
-            T - start,
-            DOUT_STRIDE,
-            HV,
+            dout_at + skip * C.OUT_STRIDE,
+            C.T - start,
+            C.OUT_STRIDE,
+            C.HV,
             BLOCK_Q,
-            PADDED_HV,
+            C.PADDED_HV,
             MASKED,
         )
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="tf32x3")
         delta = tl.load(delta_at + within)
         minus_delta = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
         ds = p * tl.dot(v, tl.trans(dout), minus_delta, input_precision="tf32x3")
-        if SOFTCAP is not None:
+        if C.SOFTCAP is not None:
             ds *= 1.0 - bent * bent
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="tf32x3")
     return dk, dv
@@ -715,61 +650,37 @@ def flash_attention_bwd_keys_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    B: tl.constexpr,
-    T: tl.constexpr,
-    S: tl.constexpr,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    PADDED_T: tl.constexpr,
-    PADDED_H: tl.constexpr,
-    PADDED_HV: tl.constexpr,
-    MASK_B: tl.constexpr,
-    MASK_N: tl.constexpr,
-    MASK_T: tl.constexpr,
-    MASK_S: tl.constexpr,
-    BIAS_B: tl.constexpr,
-    BIAS_N: tl.constexpr,
-    BIAS_T: tl.constexpr,
-    BIAS_S: tl.constexpr,
-    DSCALE: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
     SECTION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """dk and dv of BLOCK_K keys of one key head, summed over the heads of its group."""
     RAGGED: tl.constexpr = (
-        S % BLOCK_K != 0
-        or T % BLOCK_Q != 0
-        or WINDOW is not None
+        C.S % BLOCK_K != 0
+        or C.T % BLOCK_Q != 0
+        or C.WINDOW is not None
         or kv_lengths_ptr is not None
         or bounds_ptr is not None
         or mask_ptr is not None
     )
-    BLOCKS: tl.constexpr = (S + BLOCK_K - 1) // BLOCK_K
-    HEADS: tl.constexpr = N // GROUP
-    block, head = place(B * HEADS, BLOCKS, SECTION, False)
-    batch, kv_head = head // HEADS, head % HEADS
-    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, T, S)
+    BLOCKS: tl.constexpr = (C.S + BLOCK_K - 1) // BLOCK_K
+    block, head = place(C.B * C.HEADS, BLOCKS, SECTION, False)
+    batch, kv_head = head // C.HEADS, head % C.HEADS
+    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, C)
     column = block * BLOCK_K
     columns = (column + tl.arange(0, BLOCK_K))[:, None]
-    kv_row = batch.to(tl.int64) * S + column
-    k_at = k_ptr + (kv_row * HEADS + kv_head) * H
-    v_at = v_ptr + (kv_row * HEADS + kv_head) * HV
+    kv_row = batch.to(tl.int64) * C.S + column
+    k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
+    v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
     left = length - column  # what lies behind the length may be NaN
-    k = load_rows(k_at, left, HEADS * H, H, BLOCK_K, PADDED_H, True)
-    v = load_rows(v_at, left, HEADS * HV, HV, BLOCK_K, PADDED_HV, True)
-    q_row = batch.to(tl.int64) * T
+    k = load_rows(k_at, left, C.K_STRIDE, C.H, BLOCK_K, C.PADDED_H, True)
+    v = load_rows(v_at, left, C.V_STRIDE, C.HV, BLOCK_K, C.PADDED_HV, True)
+    q_row = batch.to(tl.int64) * C.T
     q_ids_at, kv_ids_at = None, None
     if q_ids_ptr is not None:
         q_ids_at = q_ids_ptr + q_row
-        kv_ids_at = kv_ids_ptr + batch.to(tl.int64) * S
+        kv_ids_at = kv_ids_ptr + batch.to(tl.int64) * C.S
     at_bounds = batch * BLOCKS + block
     first, whole, whole_end, last = query_ranges(
         column,
@@ -777,29 +688,33 @@ def flash_attention_bwd_keys_kernel(
         length,
         bounds_ptr,
         at_bounds,
-        T,
-        CAUSAL,
-        WINDOW,
+        C,
         BLOCK_Q,
         BLOCK_K,
     )
     if mask_ptr is not None:
         whole, whole_end = first, first
+    PADDED_H: tl.constexpr = C.PADDED_H
+    PADDED_HV: tl.constexpr = C.PADDED_HV
     dk = tl.zeros([BLOCK_K, PADDED_H], tl.float32)
     dv = tl.zeros([BLOCK_K, PADDED_HV], tl.float32)
-    for member in range(0, GROUP):
-        n = kv_head * GROUP + member
+    for member in range(0, C.GROUP):
+        n = kv_head * C.GROUP + member
         mask_at, bias_at = None, None
         if mask_ptr is not None:
-            mask_at = mask_ptr + batch.to(tl.int64) * MASK_B + n.to(tl.int64) * MASK_N
+            mask_at = (
+                mask_ptr + batch.to(tl.int64) * C.MASK_B + n.to(tl.int64) * C.MASK_N
+            )
         if bias_ptr is not None:
-            bias_at = bias_ptr + batch.to(tl.int64) * BIAS_B + n.to(tl.int64) * BIAS_N
-        by_head = (batch * N + n).to(tl.int64) * PADDED_T
+            bias_at = (
+                bias_ptr + batch.to(tl.int64) * C.BIAS_B + n.to(tl.int64) * C.BIAS_N
+            )
+        by_head = (batch * C.N + n).to(tl.int64) * C.PADDED_T
         for part in tl.static_range(3):
             begin = first if part == 0 else whole if part == 1 else whole_end
             end = whole if part == 0 else whole_end if part == 1 else last
             exists = (
-                CAUSAL or bounds_ptr is not None
+                C.CAUSAL or bounds_ptr is not None
                 if part == 0
                 else mask_ptr is None
                 if part == 1
@@ -816,38 +731,27 @@ def flash_attention_bwd_keys_kernel(
                     length,
                     begin,
                     end,
-                    q_ptr + (q_row * N + n) * H,
-                    dout_ptr + (q_row * N + n) * HV,
+                    q_ptr + (q_row * C.N + n) * C.H,
+                    dout_ptr + (q_row * C.N + n) * C.HV,
                     lse2_ptr + by_head,
                     delta_ptr + by_head,
                     q_ids_at,
                     kv_ids_at,
                     mask_at,
                     bias_at,
-                    MASK_T,
-                    MASK_S,
-                    BIAS_T,
-                    BIAS_S,
-                    T,
-                    N * H,
-                    N * HV,
-                    H,
-                    HV,
-                    PADDED_H,
-                    PADDED_HV,
-                    SCALE,
-                    SOFTCAP,
-                    FOLDED,
-                    CAUSAL,
-                    WINDOW,
+                    C,
                     BLOCK_Q,
                     BLOCK_K,
                     part != 1,
                 )
-    kv_row = kv_row * HEADS + kv_head
-    dk *= DSCALE
-    store_rows(dk_ptr + kv_row * H, dk, S - column, HEADS * H, H, BLOCK_K, PADDED_H)
-    store_rows(dv_ptr + kv_row * HV, dv, S - column, HEADS * HV, HV, BLOCK_K, PADDED_HV)
+    kv_row = kv_row * C.HEADS + kv_head
+    dk *= C.DSCALE
+    store_rows(
+        dk_ptr + kv_row * C.H, dk, C.S - column, C.K_STRIDE, C.H, BLOCK_K, C.PADDED_H
+    )
+    store_rows(
+        dv_ptr + kv_row * C.HV, dv, C.S - column, C.V_STRIDE, C.HV, BLOCK_K, C.PADDED_HV
+    )
 
 
 @jit
@@ -868,72 +772,38 @@ def query_blocks(
     kv_ids_at,
     mask_at,
     bias_at,
-    MASK_T: tl.constexpr,
-    MASK_S: tl.constexpr,
-    BIAS_T: tl.constexpr,
-    BIAS_S: tl.constexpr,
-    T: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    PADDED_H: tl.constexpr,
-    PADDED_HV: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds to dq, without its scale."""
-    FACTOR: tl.constexpr = SCALE if FOLDED else 1.0
+    FACTOR: tl.constexpr = C.SCALE if C.FOLDED else 1.0
     for block in range(first, last):
         start = block * BLOCK_K
         skip = start.to(tl.int64)
         left = length - start
         k = load_rows(
-            k_at + skip * K_STRIDE, left, K_STRIDE, H, BLOCK_K, PADDED_H, MASKED
+            k_at + skip * C.K_STRIDE, left, C.K_STRIDE, C.H, BLOCK_K, C.PADDED_H, MASKED
         )
         v = load_rows(
-            v_at + skip * V_STRIDE, left, V_STRIDE, HV, BLOCK_K, PADDED_HV, MASKED
+            v_at + skip * C.V_STRIDE,
+            left,
+            C.V_STRIDE,
+            C.HV,
+            BLOCK_K,
+            C.PADDED_HV,
+            MASKED,
         )
         qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         columns = (start + tl.arange(0, BLOCK_K))[None, :]
-        z, bent = logits(
-            qk,
-            rows,
-            columns,
-            length,
-            bias_at,
-            BIAS_T,
-            BIAS_S,
-            T,
-            SCALE,
-            SOFTCAP,
-            FOLDED,
-        )
+        z, bent = logits(qk, rows, columns, length, bias_at, C)
         if MASKED:
-            seen = visible(
-                rows,
-                columns,
-                offset,
-                length,
-                q_ids,
-                kv_ids_at,
-                mask_at,
-                MASK_T,
-                MASK_S,
-                T,
-                CAUSAL,
-                WINDOW,
-            )
+            seen = visible(rows, columns, offset, length, q_ids, kv_ids_at, mask_at, C)
             z = tl.where(seen, z, -float("inf"))
         p = tl.exp2(z * FACTOR - lse2[:, None])
         dp = tl.dot(dout, tl.trans(v), input_precision="tf32x3")
         ds = p * (dp - delta[:, None])
-        if SOFTCAP is not None:
+        if C.SOFTCAP is not None:
             ds *= 1.0 - bent * bent
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="tf32x3")
     return dq
@@ -955,84 +825,62 @@ def flash_attention_bwd_queries_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
-    B: tl.constexpr,
-    T: tl.constexpr,
-    S: tl.constexpr,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    PADDED_T: tl.constexpr,
-    PADDED_H: tl.constexpr,
-    PADDED_HV: tl.constexpr,
-    MASK_B: tl.constexpr,
-    MASK_N: tl.constexpr,
-    MASK_T: tl.constexpr,
-    MASK_S: tl.constexpr,
-    BIAS_B: tl.constexpr,
-    BIAS_N: tl.constexpr,
-    BIAS_T: tl.constexpr,
-    BIAS_S: tl.constexpr,
-    DSCALE: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    C: tl.constexpr,
     SECTION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """dq of BLOCK_Q queries of one head."""
     RAGGED: tl.constexpr = (
-        S % BLOCK_K != 0
+        C.S % BLOCK_K != 0
         or kv_lengths_ptr is not None
         or bounds_ptr is not None
         or mask_ptr is not None
     )
-    BLOCKS: tl.constexpr = (T + BLOCK_Q - 1) // BLOCK_Q
-    block, head = place(B * N, BLOCKS, SECTION, CAUSAL)
-    batch, n = head // N, head % N
-    kv_head = n // GROUP
-    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, T, S)
+    BLOCKS: tl.constexpr = (C.T + BLOCK_Q - 1) // BLOCK_Q
+    block, head = place(C.B * C.N, BLOCKS, SECTION, C.CAUSAL)
+    batch, n = head // C.N, head % C.N
+    kv_head = n // C.GROUP
+    offset, length = position_and_length(q_offset_ptr, kv_lengths_ptr, batch, C)
     row = block * BLOCK_Q
     rows = (row + tl.arange(0, BLOCK_Q))[:, None]
-    q_row = batch.to(tl.int64) * T + row
-    kv_row = batch.to(tl.int64) * S
-    k_at = k_ptr + (kv_row * (N // GROUP) + kv_head) * H
-    v_at = v_ptr + (kv_row * (N // GROUP) + kv_head) * HV
-    left = T - row
-    q_at = q_ptr + (q_row * N + n) * H
-    dout_at = dout_ptr + (q_row * N + n) * HV
-    q = load_rows(q_at, left, N * H, H, BLOCK_Q, PADDED_H, True)
-    dout = load_rows(dout_at, left, N * HV, HV, BLOCK_Q, PADDED_HV, True)
-    by_head = (batch * N + n).to(tl.int64) * PADDED_T + row
+    q_row = batch.to(tl.int64) * C.T + row
+    kv_row = batch.to(tl.int64) * C.S
+    k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
+    v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
+    left = C.T - row
+    q_at = q_ptr + (q_row * C.N + n) * C.H
+    dout_at = dout_ptr + (q_row * C.N + n) * C.HV
+    q = load_rows(q_at, left, C.Q_STRIDE, C.H, BLOCK_Q, C.PADDED_H, True)
+    dout = load_rows(dout_at, left, C.OUT_STRIDE, C.HV, BLOCK_Q, C.PADDED_HV, True)
+    by_head = (batch * C.N + n).to(tl.int64) * C.PADDED_T + row
     lse2 = tl.load(lse2_ptr + by_head + tl.arange(0, BLOCK_Q))
     delta = tl.load(delta_ptr + by_head + tl.arange(0, BLOCK_Q))
     q_ids, kv_ids_at, mask_at, bias_at = None, None, None, None
     if q_ids_ptr is not None:
-        q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * T + rows, rows < T, 0)
+        q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * C.T + rows, rows < C.T, 0)
         kv_ids_at = kv_ids_ptr + kv_row
     if mask_ptr is not None:
-        mask_at = mask_ptr + batch.to(tl.int64) * MASK_B + n.to(tl.int64) * MASK_N
+        mask_at = mask_ptr + batch.to(tl.int64) * C.MASK_B + n.to(tl.int64) * C.MASK_N
     if bias_ptr is not None:
-        bias_at = bias_ptr + batch.to(tl.int64) * BIAS_B + n.to(tl.int64) * BIAS_N
+        bias_at = bias_ptr + batch.to(tl.int64) * C.BIAS_B + n.to(tl.int64) * C.BIAS_N
     at_bounds = batch * BLOCKS + block
     first, whole, whole_end, last = key_ranges(
-        row, offset, length, bounds_ptr, at_bounds, CAUSAL, WINDOW, BLOCK_Q, BLOCK_K
+        row, offset, length, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K
     )
     if mask_ptr is not None:
         whole, whole_end = first, first
+    PADDED_H: tl.constexpr = C.PADDED_H
     dq = tl.zeros([BLOCK_Q, PADDED_H], tl.float32)
     for part in tl.static_range(3):
         begin = first if part == 0 else whole if part == 1 else whole_end
         end = whole if part == 0 else whole_end if part == 1 else last
         exists = (
-            WINDOW is not None or bounds_ptr is not None
+            C.WINDOW is not None or bounds_ptr is not None
             if part == 0
             else mask_ptr is None
             if part == 1
-            else CAUSAL or RAGGED
+            else C.CAUSAL or RAGGED
         )
         if exists:
             dq = query_blocks(
@@ -1052,28 +900,13 @@ def flash_attention_bwd_queries_kernel(
                 kv_ids_at,
                 mask_at,
                 bias_at,
-                MASK_T,
-                MASK_S,
-                BIAS_T,
-                BIAS_S,
-                T,
-                N // GROUP * H,
-                N // GROUP * HV,
-                H,
-                HV,
-                PADDED_H,
-                PADDED_HV,
-                SCALE,
-                SOFTCAP,
-                FOLDED,
-                CAUSAL,
-                WINDOW,
+                C,
                 BLOCK_K,
                 part != 1,
             )
-    dq *= DSCALE
-    dq_at = dq_ptr + (q_row * N + n) * H
-    store_rows(dq_at, dq, left, N * H, H, BLOCK_Q, PADDED_H)
+    dq *= C.DSCALE
+    dq_at = dq_ptr + (q_row * C.N + n) * C.H
+    store_rows(dq_at, dq, left, C.Q_STRIDE, C.H, BLOCK_Q, C.PADDED_H)
 
 
 # Launchers.
@@ -1084,7 +917,7 @@ def segment_bounds(
 ) -> jax.Array:
     """[b, blocks of rows, 4]: the blocks of columns that `ranges` is to keep.
 
-    Ids of packed sequences ascend, so that few blocks are kept; other ids are right too.
+    Ids of packed sequences ascend, so that few blocks are kept; others work too.
     """
 
     def extremes(ids, block):
@@ -1137,11 +970,10 @@ def operands_and_constants(
     causal,
     window,
     softcap,
-) -> tuple[dict, dict]:
+) -> tuple[dict, Constants]:
     """What the kernels share, in the order of their parameters; bounds come later."""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
-    folded = softcap is None and bias is None and scale > 0
     given = {
         "q_ptr": query,
         "k_ptr": key,
@@ -1154,25 +986,32 @@ def operands_and_constants(
         "kv_lengths_ptr": int32(kv_lengths),
         "q_offset_ptr": int32(q_offset),
     }
-    constants = {
-        "B": b,
-        "T": t,
-        "S": s,
-        "N": n,
-        "GROUP": n // heads,
-        "H": h,
-        "HV": hv,
-        "PADDED_H": max(16, next_power_of_2(h)),
-        "PADDED_HV": max(16, next_power_of_2(hv)),
+    constants = Constants(
+        B=b,
+        T=t,
+        S=s,
+        N=n,
+        HEADS=heads,
+        GROUP=n // heads,
+        H=h,
+        HV=hv,
+        PADDED_T=-(-t // PADDING) * PADDING,
+        PADDED_H=max(16, next_power_of_2(h)),
+        PADDED_HV=max(16, next_power_of_2(hv)),
+        Q_STRIDE=n * h,
+        K_STRIDE=heads * h,
+        V_STRIDE=heads * hv,
+        OUT_STRIDE=n * hv,
         **strides(mask, "MASK"),
         **strides(bias, "BIAS"),
-        "SCALE": scale * (LOG2_E if softcap is None else 1.0),
-        "SOFTCAP": softcap,
-        "FOLDED": folded,
-        "CAUSAL": causal,
+        DSCALE=scale,
+        SCALE=scale * (LOG2_E if softcap is None else 1.0),
+        SOFTCAP=softcap,
+        FOLDED=softcap is None and bias is None and scale > 0,
+        CAUSAL=causal,
         # no position is as far as 2^30, and more could overflow
-        "WINDOW": None if window is None else min(window, 2**30),
-    }
+        WINDOW=None if window is None else min(window, 2**30),
+    )
     return given, constants
 
 
@@ -1232,7 +1071,11 @@ def attention_fwd(
         (-(-t // sizes["BLOCK_Q"]) * b * n,),
         given | {"sinks_ptr": sinks},
         results,
-        constants | sizes | {"SECTION": section(s, h + hv, key.dtype) * (n // heads)},
+        {
+            "C": constants,
+            "SECTION": section(s, h + hv, key.dtype) * (n // heads),
+            **sizes,
+        },
     )
 
 
@@ -1296,7 +1139,6 @@ def attention_bwd(
         softcap,
     )
     given |= {"dout_ptr": dout, "lse2_ptr": lse2, "delta_ptr": delta}
-    constants |= {"PADDED_T": padded, "DSCALE": scale}
     q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
     dq = dk = dv = dbias = dsinks = None
     if want_k or want_v:
@@ -1311,7 +1153,7 @@ def attention_bwd(
             (-(-s // sizes["BLOCK_K"]) * b * heads,),
             given,
             {"dk_ptr": like(key), "dv_ptr": like(value)},
-            constants | sizes | {"SECTION": together},
+            {"C": constants, "SECTION": together, **sizes},
         )
     if want_q:
         sizes = sizes_of("flash_attention_bwd_queries", query_sizes, query, value)
@@ -1325,7 +1167,7 @@ def attention_bwd(
             (-(-t // sizes["BLOCK_Q"]) * b * n,),
             given,
             {"dq_ptr": like(query)},
-            constants | sizes | {"SECTION": together},
+            {"C": constants, "SECTION": together, **sizes},
         )
     if want_bias:
         dbias = attention_bwd_reference(
