@@ -1,6 +1,7 @@
 """Causal attention of many queries: cuDNN, torch flash, FA3, XLA and ours."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,9 @@ def flash_attention_3(window, case, *tensors):
 
 
 def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
-    torch_peers = {"FA3": functools.partial(flash_attention_3, window)}
+    torch_peers: dict[str, Callable] = {
+        "FA3": functools.partial(flash_attention_3, window)
+    }
     if window is None:
         torch_peers["torch flash"] = torch_flash
     return Benchmark(

@@ -1,5 +1,8 @@
 """Attention of many queries by kernel on a GPU, against the reference in float64."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +23,11 @@ def draw(*shape, dtype="bfloat16"):
     return jnp.asarray(RNG.standard_normal(shape), dtype)
 
 
-def operands(b, t, s, k, g, h, hv=None, dtype="bfloat16"):
+def attend(*qkv, **options) -> Any:
+    return attention(*qkv, **options)
+
+
+def operands(b, t, s, k, g, h, hv=None, dtype="bfloat16") -> Any:
     hv = hv or h
     q = draw(b, t, k * g, h, dtype=dtype)
     return q, draw(b, s, k, h, dtype=dtype), draw(b, s, k, hv, dtype=dtype)
@@ -30,7 +37,7 @@ def values_and_gradients(q, k, v, floats, cotangents, options):
     """(out, lse) and the gradients of q, k, v and of the float options."""
 
     def f(q, k, v, floats):
-        return attention(q, k, v, return_lse=True, **floats, **options)
+        return attend(q, k, v, return_lse=True, **floats, **options)
 
     y, pull = jax.vjp(f, q, k, v, floats)
     seen = [c.astype(x.dtype) for c, x in zip(cotangents, y, strict=True)]
@@ -43,15 +50,19 @@ def check(q, k, v, slack=1.0, **options):
     cotangents = draw(b, t, n, v.shape[-1]), draw(b, t, n, dtype="float32")
     poison(q, k, v)
     arguments = (q, k, v, floats, cotangents)
-    with backend("triton", strict=True):
-        found = jax.jit(lambda *a: values_and_gradients(*a, options))(*arguments)
+    run = functools.partial(values_and_gradients, options=options)
+    exact = jax.default_matmul_precision("highest")  # of what dbias is made of
+    with backend("triton", strict=True), exact:
+        found = jax.jit(run)(*arguments)
     with jax.enable_x64(True), backend("xla"):
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), arguments)
-        truth = jax.jit(lambda *a: values_and_gradients(*a, options))(*wide)
+        truth = jax.jit(run)(*wide)
     (out, lse), _ = found
     hidden = np.isneginf(np.asarray(truth[0][1]))
     np.testing.assert_array_equal(np.isneginf(np.asarray(lse)), hidden)
     assert not np.asarray(out, np.float32)[hidden].any()
+    if q.dtype == jnp.float32:
+        slack *= 4  # products of three tf32 ones
     tolerance = slack * EPSILON[q.dtype.name]
     for y, e in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         y, e = np.asarray(y, np.float64), np.asarray(e, np.float64)
@@ -63,9 +74,9 @@ def check(q, k, v, slack=1.0, **options):
         assert error < tolerance, (found[0][0].shape, y.size, error)
 
 
-IDS = np.sort(RNG.integers(0, 4, (2, 300)), 1)
-KV_IDS = np.sort(RNG.integers(0, 5, (2, 413)), 1)
-OPTIONS = {
+IDS: Any = np.sort(RNG.integers(0, 4, (2, 300)), 1)
+KV_IDS: Any = np.sort(RNG.integers(0, 5, (2, 413)), 1)
+OPTIONS: dict[str, Any] = {
     "all": {},
     "causal": dict(causal=True),
     "causal_offsets": dict(causal=True, q_offset=np.array([-50, 200])),
@@ -156,7 +167,7 @@ def test_what_lies_behind_the_lengths_has_no_influence():
 
     def run(k, v):
         def f(*x):
-            return attention(*x, kv_lengths=lengths).astype(jnp.float32).sum()
+            return attend(*x, kv_lengths=lengths).astype(jnp.float32).sum()
 
         return jax.value_and_grad(f, (0, 1, 2))(q, k, v)
 
@@ -171,8 +182,8 @@ def test_what_lies_behind_the_lengths_has_no_influence():
 def test_a_nan_stays_visible():
     q, k, v = operands(1, 200, 200, 1, 1, 64)
     with backend("triton", strict=True):
-        by_query = attention(q.at[0, 7].set(jnp.nan), k, v, causal=True)
-        by_key = attention(q, k.at[0, 150].set(jnp.nan), v, causal=True)
+        by_query = attend(q.at[0, 7].set(jnp.nan), k, v, causal=True)
+        by_key = attend(q, k.at[0, 150].set(jnp.nan), v, causal=True)
     assert jnp.isnan(by_query[0, 7]).all() and jnp.isfinite(by_query[0, 8:]).all()
     assert jnp.isnan(by_key[0, 150:]).all() and jnp.isfinite(by_key[0, :150]).all()
 
@@ -181,7 +192,7 @@ def test_the_same_bits_every_time():
     q, k, v = operands(2, 1000, 1000, 2, 4, 128)
 
     def f(*x):
-        return attention(*x, causal=True).astype(jnp.float32).sum()
+        return attend(*x, causal=True).astype(jnp.float32).sum()
 
     with backend("triton", strict=True):
         slope = jax.jit(jax.grad(f, (0, 1, 2)))
@@ -195,11 +206,11 @@ def test_forward_mode_and_vmap():
     q, k, v = operands(3, 64, 64, 2, 2, 64, dtype="float32")
 
     def loss(q, k, v):
-        return jnp.sin(attention(q, k, v, causal=True)).sum()
+        return jnp.sin(attend(q, k, v, causal=True)).sum()
 
     def every(q, k, v):
         tangent = jax.jvp(loss, (q, k, v), (q[::-1], k[::-1], v[::-1]))
-        batched = tuple(x.reshape(3, 1, *x.shape[1:]) for x in (q, k, v))
+        batched: Any = tuple(x.reshape(3, 1, *x.shape[1:]) for x in (q, k, v))
         slopes = jax.vmap(jax.grad(loss, (0, 1, 2)))(*batched)
         twice = jax.grad(lambda q: jax.grad(loss)(q, k, v).sum())(q)
         return tangent, slopes, twice
@@ -217,15 +228,15 @@ def test_memory_grows_with_the_length_alone():
     q, k, v = operands(1, 65536, 65536, 1, 2, 64)
 
     def f(*x):
-        return attention(*x, causal=True).astype(jnp.float32).sum()
+        return attend(*x, causal=True).astype(jnp.float32).sum()
 
     with backend("triton", strict=True):
         compiled = jax.jit(jax.grad(f, (0, 1, 2))).lower(q, k, v).compile()
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 4 * q.nbytes
     assert all(jnp.isfinite(x).all() for x in compiled(q, k, v))
 
 
 def test_few_queries_are_refused_in_words():
     q, k, v = operands(1, 8, 64, 1, 1, 64)
-    assert "8 queries are no more than 8" in str(explain(attention, q, k, v))
+    assert "8 queries are no more than 8" in str(explain(attend, q, k, v))

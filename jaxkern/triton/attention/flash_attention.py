@@ -29,6 +29,7 @@ from jaxkern.triton.triton_call import (
     like,
     sparse_call,
     tl,
+    triton_call,
 )
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
@@ -65,7 +66,7 @@ def unsupported(
 def forward_sizes(width: int, dtype: Any) -> dict[str, int]:
     """Sizes by the wider head dim, as a power of 2."""
     hopper = compute_capability() >= 90
-    if dtype == jnp.float32:  # products without tensor cores
+    if dtype == jnp.float32:  # each product is three
         return dict(BLOCK_Q=64 if width < 256 else 32, BLOCK_K=32, warps=4, stages=1)
     if width <= 64:
         return dict(BLOCK_Q=128, BLOCK_K=128 if hopper else 64, warps=4, stages=3)
@@ -1108,20 +1109,20 @@ def attention_bwd(
     padded = -(-t // PADDING) * PADDING
     by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
     rows = 64 if hv <= 128 else 32
-    lse2, delta = sparse_call(
+    lse2, delta = triton_call(
         flash_attention_bwd_rows_kernel,
-        (padded // rows, n, b),
-        {"out_ptr": out, "lse_ptr": lse, "dout_ptr": dout, "dlse_ptr": dlse},
-        {"lse2_ptr": by_head, "delta_ptr": by_head},
-        {
-            "T": t,
-            "PADDED_T": padded,
-            "N": n,
-            "HV": hv,
-            "PADDED_HV": next_power_of_2(hv),
-            "ROWS": rows,
-            "num_warps": 4,
-        },
+        out,
+        lse,
+        dout,
+        dlse,
+        out=[by_head, by_head],
+        grid=(padded // rows, n, b),
+        T=t,
+        PADDED_T=padded,
+        N=n,
+        HV=hv,
+        PADDED_HV=next_power_of_2(hv),
+        ROWS=rows,
     )
     given, constants = operands_and_constants(
         query,
