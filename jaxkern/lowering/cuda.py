@@ -44,7 +44,7 @@ from jaxkern.primitives.sampling.sample import sample_p
 from jaxkern.primitives.turboquant.fwht import fwht_p
 from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
 from jaxkern.triton.activation import softmax
-from jaxkern.triton.attention import decode_attention
+from jaxkern.triton.attention import decode_attention, flash_attention
 from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, embedding, top_k
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
@@ -133,6 +133,7 @@ ROWS = (
     # backward from the kernel's lse: the reference
     (attention_p,       decode_attention.attention_fwd,       None, decode_attention.unsupported),
     (paged_attention_p, decode_attention.paged_attention_fwd, None, decode_attention.unsupported_paged),
+    (attention_p,    flash_attention.attention_fwd, flash_attention.attention_bwd, flash_attention.unsupported),
 )
 # fmt: on
 for op, fwd, bwd, unless in ROWS:

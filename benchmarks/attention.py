@@ -1,0 +1,122 @@
+"""Causal attention of many queries: cuDNN, torch flash, FA3, XLA and ours."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from benchmarks._gpu import Benchmark, Case, run
+
+WINDOW = 1024
+
+
+def case(b: int, t: int, n: int, k: int, h: int, window: int | None = None) -> Case:
+    def arrays(key):
+        shapes = [(b, t, n, h), (b, t, k, h), (b, t, k, h)]
+        keys = jax.random.split(key, 3)
+        return tuple(
+            jax.random.normal(one, shape, jnp.bfloat16)
+            for one, shape in zip(keys, shapes, strict=True)
+        )
+
+    width = min(window or t, t)
+    pairs = b * n * (t * width - width * (width - 1) / 2)
+    queries, keys = 2.0 * b * t * n * h, 2.0 * b * t * k * h
+    return Case(
+        f"b{b}_s{t}_d{h}",
+        arrays,
+        (2 * queries + 2 * keys, 4 * queries + 4 * keys),
+        (4 * pairs * h, 10 * pairs * h),
+    )
+
+
+def ours(window, q, k, v):
+    return jaxkern.attention(q, k, v, causal=True, window=window)
+
+
+def cudnn(window, q, k, v):
+    sizes = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, local_window_size=sizes, implementation="cudnn"
+    )
+
+
+def torch_flash(case, *tensors):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def f(*tensors):
+        heads_first = (x.transpose(1, 2) for x in tensors)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *heads_first, is_causal=True, enable_gqa=True
+            )
+        return out.transpose(1, 2)
+
+    return f
+
+
+def flash_attention_3(window, case, *tensors):
+    from flash_attn_interface import flash_attn_func
+
+    sizes = (-1, -1) if window is None else (window - 1, 0)
+    return functools.partial(flash_attn_func, causal=True, window_size=sizes)
+
+
+def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
+    torch_peers: dict[str, Callable] = {
+        "FA3": functools.partial(flash_attention_3, window)
+    }
+    if window is None:
+        torch_peers["torch flash"] = torch_flash
+    return Benchmark(
+        name,
+        functools.partial(ours, window),
+        cases,
+        torch_peers=torch_peers,
+        jax_peers={"cuDNN": functools.partial(cudnn, window)},
+        sizes={
+            "flash_attention": {
+                "BLOCK_Q": (64, 128),
+                "BLOCK_K": (32, 64, 128),
+                "num_warps": (4, 8),
+                "num_stages": (2, 3, 4),
+            },
+            "flash_attention_bwd_keys": {
+                "BLOCK_Q": (32, 64, 128),
+                "BLOCK_K": (64, 128),
+                "num_warps": (4, 8),
+                "num_stages": (1, 2, 3),
+            },
+            "flash_attention_bwd_queries": {
+                "BLOCK_Q": (64, 128),
+                "BLOCK_K": (32, 64, 128),
+                "num_warps": (4, 8),
+                "num_stages": (1, 2, 3),
+            },
+        },
+    )
+
+
+BENCHMARK = benchmark(
+    "attention",
+    None,
+    [
+        case(4, 4096, 32, 8, 128),
+        case(1, 16384, 32, 8, 128),
+        case(4, 4096, 32, 8, 64),
+        case(4, 4096, 16, 8, 256),
+        case(4, 1024, 32, 8, 128),
+        case(8, 128, 32, 8, 128),
+        case(1, 64, 8, 8, 64),
+    ],
+)
+WINDOWED = benchmark(
+    "attention_window", WINDOW, [case(1, 16384, 32, 8, 128, window=WINDOW)]
+)
+
+
+def main(arguments):
+    return run(BENCHMARK, arguments) or run(WINDOWED, arguments)

@@ -1,0 +1,242 @@
+"""Attention of many queries by kernel on a GPU, against the reference in float64."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import attention, backend, explain
+from jaxkern.lowering.explain import default_platform
+from tests.gpu.test_triton_rows import EPSILON, poison
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape, dtype="bfloat16"):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def attend(*qkv, **options) -> Any:
+    return attention(*qkv, **options)
+
+
+def operands(b, t, s, k, g, h, hv=None, dtype="bfloat16") -> Any:
+    hv = hv or h
+    q = draw(b, t, k * g, h, dtype=dtype)
+    return q, draw(b, s, k, h, dtype=dtype), draw(b, s, k, hv, dtype=dtype)
+
+
+def values_and_gradients(q, k, v, floats, cotangents, options):
+    """(out, lse) and the gradients of q, k, v and of the float options."""
+
+    def f(q, k, v, floats):
+        return attend(q, k, v, return_lse=True, **floats, **options)
+
+    y, pull = jax.vjp(f, q, k, v, floats)
+    seen = [c.astype(x.dtype) for c, x in zip(cotangents, y, strict=True)]
+    return y, pull(tuple(seen))
+
+
+def check(q, k, v, slack=1.0, **options):
+    floats = {n: options.pop(n) for n in ("bias", "sinks") if n in options}
+    b, t, n, _ = q.shape
+    cotangents = draw(b, t, n, v.shape[-1]), draw(b, t, n, dtype="float32")
+    poison(q, k, v)
+    arguments = (q, k, v, floats, cotangents)
+    run = functools.partial(values_and_gradients, options=options)
+    exact = jax.default_matmul_precision("highest")  # of what dbias is made of
+    with backend("triton", strict=True), exact:
+        found = jax.jit(run)(*arguments)
+    with jax.enable_x64(True), backend("xla"):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), arguments)
+        truth = jax.jit(run)(*wide)
+    (out, lse), _ = found
+    hidden = np.isneginf(np.asarray(truth[0][1]))
+    np.testing.assert_array_equal(np.isneginf(np.asarray(lse)), hidden)
+    assert not np.asarray(out, np.float32)[hidden].any()
+    if q.dtype == jnp.float32:
+        slack *= 4  # products of three tf32 ones
+    tolerance = slack * EPSILON[q.dtype.name]
+    for y, e in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        y, e = np.asarray(y, np.float64), np.asarray(e, np.float64)
+        assert y.shape == e.shape
+        finite = ~np.isneginf(e)
+        y, e = y[finite], e[finite]
+        size = max(np.linalg.norm(e), 1e-2 * e.size**0.5)
+        error = np.linalg.norm(y - e) / size
+        assert error < tolerance, (found[0][0].shape, y.size, error)
+
+
+IDS: Any = np.sort(RNG.integers(0, 4, (2, 300)), 1)
+KV_IDS: Any = np.sort(RNG.integers(0, 5, (2, 413)), 1)
+OPTIONS: dict[str, Any] = {
+    "all": {},
+    "causal": dict(causal=True),
+    "causal_offsets": dict(causal=True, q_offset=np.array([-50, 200])),
+    "window": dict(causal=True, window=70),
+    "window_alone": dict(window=100),
+    "softcap": dict(causal=True, softcap=2.0),
+    "negative_scale": dict(causal=True, scale=-0.2),
+    "sinks": dict(causal=True, sinks=draw(6, dtype="float32")),
+    "lengths": dict(kv_lengths=np.array([0, 130])),
+    "lengths_causal": dict(
+        kv_lengths=np.array([413, 301]), q_offset=np.array([113, 1]), causal=True
+    ),
+    "segments": dict(segment_ids=(IDS, KV_IDS)),
+    "segments_causal": dict(segment_ids=(IDS, KV_IDS), causal=True, window=200),
+    "unordered_segments": dict(segment_ids=(IDS[:, ::-1] % 3, KV_IDS * 7 % 3)),
+    "mask": dict(mask=RNG.random((2, 1, 300, 413)) < 0.3),
+    "mask_by_head": dict(mask=RNG.random((1, 6, 300, 413)) < 0.3, causal=True),
+    "mask_of_keys": dict(mask=RNG.random((2, 1, 1, 413)) < 0.5),
+    "bias": dict(bias=draw(1, 6, 300, 413, dtype="float32"), causal=True),
+    "bias_of_keys": dict(bias=draw(2, 1, 1, 413)),
+    "everything": dict(
+        bias=draw(1, 6, 1, 413, dtype="float32"),
+        mask=RNG.random((2, 1, 300, 413)) < 0.7,
+        segment_ids=(IDS, KV_IDS),
+        kv_lengths=np.array([400, 77]),
+        q_offset=np.array([60, -10]),
+        sinks=draw(6, dtype="float32"),
+        causal=True,
+        window=150,
+        softcap=3.0,
+    ),
+}
+
+
+def as_jax(options):
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, options
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name, dtype):
+    check(*operands(2, 300, 413, 2, 3, 64, dtype=dtype), **as_jax(OPTIONS[name]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "h, hv",
+    [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (80, 32), (5, 3)],
+)
+def test_head_dims(h, hv, dtype):
+    check(*operands(1, 257, 257, 2, 2, h, hv, dtype), causal=True)
+
+
+@pytest.mark.parametrize("h", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 300])
+def test_whole_blocks(h, window):
+    check(*operands(1, 1024, 1024, 2, 4, h), causal=True, window=window)
+
+
+@pytest.mark.parametrize(
+    "t, s", [(9, 1), (9, 1000), (63, 64), (128, 128), (129, 4000), (1000, 10)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(t, s, causal):
+    check(*operands(2, t, s, 1, 5, 128), causal=causal)
+
+
+def test_long_sequences():
+    q, k, v = operands(1, 16384, 16384, 1, 1, 128)
+    check(q, k, v, causal=True)
+    check(q, k, v, causal=True, window=1000)
+
+
+def test_lse_far_below_zero():
+    """Where cuDNN's backward pass gives NaN."""
+    q, k, v = operands(1, 256, 256, 2, 2, 64)
+    check(40 * q, 40 * k, v, causal=True, slack=20.0)  # weights of 0 and 1
+    far = jnp.full((1, 1, 1, 256), -1000.0)
+    check(q, k, v, bias=far, causal=True)
+
+
+def test_what_lies_behind_the_lengths_has_no_influence():
+    q, k, v = operands(2, 200, 300, 2, 2, 64)
+    lengths = jnp.array([100, 290])
+    rest = jnp.arange(300)[:, None, None] >= lengths[:, None, None, None]
+
+    def run(k, v):
+        def f(*x):
+            return attend(*x, kv_lengths=lengths).astype(jnp.float32).sum()
+
+        return jax.value_and_grad(f, (0, 1, 2))(q, k, v)
+
+    with backend("triton", strict=True):
+        clean = jax.jit(run)(k, v)
+        dirty = jax.jit(run)(jnp.where(rest, jnp.nan, k), jnp.where(rest, jnp.inf, v))
+    for y, e in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(np.float32(y), np.float32(e))
+        assert np.isfinite(np.float32(y)).all()
+
+
+def test_a_nan_stays_visible():
+    q, k, v = operands(1, 200, 200, 1, 1, 64)
+    with backend("triton", strict=True):
+        by_query = attend(q.at[0, 7].set(jnp.nan), k, v, causal=True)
+        by_key = attend(q, k.at[0, 150].set(jnp.nan), v, causal=True)
+    assert jnp.isnan(by_query[0, 7]).all() and jnp.isfinite(by_query[0, 8:]).all()
+    assert jnp.isnan(by_key[0, 150:]).all() and jnp.isfinite(by_key[0, :150]).all()
+
+
+def test_the_same_bits_every_time():
+    q, k, v = operands(2, 1000, 1000, 2, 4, 128)
+
+    def f(*x):
+        return attend(*x, causal=True).astype(jnp.float32).sum()
+
+    with backend("triton", strict=True):
+        slope = jax.jit(jax.grad(f, (0, 1, 2)))
+        first = slope(q, k, v)
+        for _ in range(5):
+            for a, b in zip(first, slope(q, k, v), strict=True):
+                assert (a == b).all()
+
+
+def test_forward_mode_and_vmap():
+    q, k, v = operands(3, 64, 64, 2, 2, 64, dtype="float32")
+
+    def loss(q, k, v):
+        return jnp.sin(attend(q, k, v, causal=True)).sum()
+
+    def every(q, k, v):
+        tangent = jax.jvp(loss, (q, k, v), (q[::-1], k[::-1], v[::-1]))
+        batched: Any = tuple(x.reshape(3, 1, *x.shape[1:]) for x in (q, k, v))
+        slopes = jax.vmap(jax.grad(loss, (0, 1, 2)))(*batched)
+        twice = jax.grad(lambda q: jax.grad(loss)(q, k, v).sum())(q)
+        return tangent, slopes, twice
+
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(every)(q, k, v)
+        with backend("xla"):
+            expected = jax.jit(every)(q, k, v)
+    for y, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(y, e, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_grows_with_the_length_alone():
+    """64k tokens: the scores of one head alone would be 8 GB in bf16."""
+    q, k, v = operands(1, 65536, 65536, 1, 2, 64)
+
+    def f(*x):
+        return attend(*x, causal=True).astype(jnp.float32).sum()
+
+    with backend("triton", strict=True):
+        compiled = jax.jit(jax.grad(f, (0, 1, 2))).lower(q, k, v).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * q.nbytes
+    assert all(jnp.isfinite(x).all() for x in compiled(q, k, v))
+
+
+def test_few_queries_are_refused_in_words():
+    q, k, v = operands(1, 8, 64, 1, 1, 64)
+    assert "8 queries are no more than 8" in str(explain(attend, q, k, v))
