@@ -141,7 +141,10 @@ def quantize_vectors_fwd(x: jax.Array, *, codec: VectorCodec):
         "scales_ptr": jax.ShapeDtypeStruct((*lead, d // group), jnp.float32),
     }
     grid = (-(-x.size // sizes["TILE"]),)
-    return sparse_call(quantize_vectors_kernel, grid, given, results, constants | sizes)
+    out: Any = sparse_call(
+        quantize_vectors_kernel, grid, given, results, constants | sizes
+    )
+    return out
 
 
 def update_quantized_kv_cache_fwd(
