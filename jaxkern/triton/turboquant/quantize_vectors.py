@@ -92,11 +92,11 @@ def quantize_vectors_kernel(
     """Without midpoints the levels are integers; D is 1 where nothing rotates."""
     y = transformed(x_ptr, signs_ptr, SIZE, D, TILE, ITEM)
     flat: gl.constexpr = y.type.layout
+    top: gl.constexpr = 2 ** (BITS - 1) - 1
     y = gl.reshape(y * ROOT, [TILE // GROUP, GROUP])
     if midpoints_ptr is not None:
         scale = gl.sqrt(gl.sum(y * y, 1) / GROUP)
     else:
-        top: gl.constexpr = 2 ** (BITS - 1) - 1
         scale = gl.max(gl.abs(y), 1) / top
     z = y / gl.expand_dims(gl.where(scale == 0.0, 1.0, scale), 1)
     z = gl.convert_layout(gl.reshape(z, [TILE]), flat)
@@ -141,7 +141,10 @@ def quantize_vectors_fwd(x: jax.Array, *, codec: VectorCodec):
         "scales_ptr": jax.ShapeDtypeStruct((*lead, d // group), jnp.float32),
     }
     grid = (-(-x.size // sizes["TILE"]),)
-    return sparse_call(quantize_vectors_kernel, grid, given, results, constants | sizes)
+    out: Any = sparse_call(
+        quantize_vectors_kernel, grid, given, results, constants | sizes
+    )
+    return out
 
 
 def update_quantized_kv_cache_fwd(
