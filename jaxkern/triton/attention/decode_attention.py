@@ -79,8 +79,10 @@ def unsupported_paged(
 def sizes_of(h: int, hv: int, dtype: Any) -> dict[str, int]:
     """Blocks of about STAGE_BYTES, and as many programs as fit a multiprocessor."""
     row = (next_power_of_2(h) + next_power_of_2(hv)) * jnp.dtype(dtype).itemsize
-    block = min(max(next_power_of_2(STAGE_BYTES // row + 1) // 2, 16), 128)
-    stages = 4 if max_shared_bytes() > 128 * 1024 else 3
+    large = max_shared_bytes() > 128 * 1024
+    most = (STAGE_BYTES if large else STAGE_BYTES // 2) // row
+    block = min(max(next_power_of_2(most + 1) // 2, 16), 128)
+    stages = 4 if large else 3
     held = (stages - 1) * block * row + 8192
     rule = {"BLOCK": block, "num_warps": 4, "num_stages": stages}
     return tuned(
@@ -330,6 +332,9 @@ def launch(
     uneven = b > 1 and kv_lengths is not None
     splits = num_splits(b * k, keys, stage_bytes, uneven, sizes)
     del sizes["PER_SM"]
+    if block_tables is not None and page % block:
+        # Triton divides the stages between a load and the load of its addresses
+        sizes["num_stages"] = 2 * sizes["num_stages"] - 1
     given = {
         "query_ptr": query,
         "key_ptr": key,

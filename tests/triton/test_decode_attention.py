@@ -1,0 +1,90 @@
+"""The rows of decode attention without a GPU: refusals, shares, vmap, shared memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkern import attention, explain, paged_attention
+from jaxkern.triton import triton_call as bridge
+from jaxkern.triton.attention.decode_attention import num_splits
+from jaxkern.triton.triton_call import compiling_for
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+
+
+def qkv(b, t, s, k, g, h, dtype=jnp.bfloat16, hv=None):
+    return (
+        jnp.zeros((b, t, k * g, h), dtype),
+        jnp.zeros((b, s, k, h), dtype),
+        jnp.zeros((b, s, k, hv or h), dtype),
+    )
+
+
+def launches_of(f, *args):
+    [row] = explain(f, *args, platform="cuda").rows
+    return row.launches
+
+
+@pytest.mark.parametrize(
+    "shape, options, reason",
+    [
+        ((1, 9, 20, 1, 1, 16), {}, "9 queries, more than 8"),
+        ((1, 8, 20, 1, 9, 16), {}, "8 queries of 9 heads a key head, more than 64"),
+        ((1, 8, 20, 1, 8, 16, jnp.float32), {}, "more than 32 rows"),
+        ((1, 1, 20, 1, 1, 512), {}, "head dims 512 and 512, more than 256"),
+        ((1, 1, 0, 1, 1, 16), {}, "`key` is empty"),
+        ((1, 1, 4, 1, 1, 16), {"mask": jnp.ones((1, 4), bool)}, "`mask` is not in"),
+    ],
+)
+def test_refusals_in_words(shape, options, reason):
+    text = str(
+        explain(lambda *x: attention(*x, **options), *qkv(*shape), platform="cuda")
+    )
+    assert reason in text and "runs xla" in text
+
+
+def test_shares_fill_the_device_once_and_short_caches_are_not_cut():
+    sizes = {"BLOCK": 64, "PER_SM": 2}
+    stage = 64 * 512
+    assert num_splits(8, 128, stage, False, sizes) == 1
+    assert 100 <= 8 * num_splits(8, 4096, stage, False, sizes) <= 264
+    assert 200 <= 8 * num_splits(8, 65536, stage, False, sizes) <= 264
+    assert num_splits(256, 4096, stage, False, sizes) == 1
+    assert 256 * num_splits(256, 4096, stage, True, sizes) >= 2 * 264
+
+
+def test_one_share_is_one_launch_and_a_vmap_of_sequences_no_more():
+    short, long = qkv(1, 1, 64, 2, 4, 64), qkv(1, 1, 4096, 2, 4, 64)
+    assert len(launches_of(attention, *short)) == 1
+    assert len(launches_of(attention, *long)) == 2
+    stacked = [jnp.stack([x] * 5) for x in short]
+    [launch] = launches_of(jax.vmap(attention), *stacked)
+    assert launch.grid == (10,)
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 8, 1500, 2, 8, 256),
+        (2, 3, 1000, 2, 3, 256, jnp.float32),
+        pytest.param((2, 3, 1000, 2, 3, 80, jnp.bfloat16, 37), marks=pytest.mark.full),
+        pytest.param((2, 4, 1000, 2, 8, 64, jnp.float32), marks=pytest.mark.full),
+    ],
+)
+def test_the_largest_tiles_fit(shape, capability):
+    with compiling_for(capability):
+        for launch in launches_of(attention, *qkv(*shape)):
+            assert launch.shared_bytes <= bridge.max_shared_bytes(), launch.describe()
+
+
+@pytest.mark.parametrize("page", [16, 256])
+def test_blocks_of_pages_are_in_flight_too(page):
+    query, pages, _ = qkv(2, 1, page, 8, 4, 128)
+    pages = jnp.zeros((10, *pages.shape[1:]), pages.dtype)
+    tables, lengths = jnp.zeros((2, 2048 // page), jnp.int32), jnp.array([3, 900])
+    with compiling_for(90):
+        launch, _ = launches_of(paged_attention, query, pages, pages, tables, lengths)
+        assert launch.shared_bytes > 90_000  # three blocks of 32 KB
