@@ -46,6 +46,8 @@ def unsupported(
     """A reason in words, or None."""
     b, t, n, h = query.shape
     s, hv = value.shape[1], value.shape[3]
+    if not all(isinstance(size, int) for size in (b, t, n, h, s, hv)):
+        return "a size is symbolic"
     if t <= FEW_QUERIES:
         return f"{t} queries are no more than {FEW_QUERIES}: reading the keys decides"
     if max(h, hv) > MAX_HEAD_DIM:
@@ -97,11 +99,20 @@ def query_sizes(width: int, dtype: Any) -> dict[str, int]:
     return dict(BLOCK_Q=128 if hopper else 64, BLOCK_K=32, warps=8, stages=2)
 
 
-def sizes_of(kernel: str, rule: Any, query: Any, value: Any) -> dict[str, int]:
+def sizes_of(kernel: str, rule: Any, given: dict[str, Any]) -> dict[str, int]:
+    query, value = given["q_ptr"], given["v_ptr"]
     width = next_power_of_2(max(query.shape[3], value.shape[3]))
     found = rule(width, query.dtype)
     found["num_warps"], found["num_stages"] = found.pop("warps"), found.pop("stages")
-    return tuned(kernel, width, query.dtype, found)
+    found = tuned(kernel, width, query.dtype, found)
+    if given["mask_ptr"] is not None or given["bias_ptr"] is not None:
+        # a value for each pair takes registers and shared memory beside k and v
+        found["num_stages"] = min(found["num_stages"], 2 if width <= 128 else 1)
+        if rule is forward_sizes and query.dtype != jnp.float32:
+            wide = width <= 128 and compute_capability() >= 90
+            found["BLOCK_K"] = min(found["BLOCK_K"], 64 if wide else 32)
+            found["num_warps"] = 8
+    return found
 
 
 # What the kernels share.
@@ -1055,7 +1066,7 @@ def attention_fwd(
         window,
         softcap,
     )
-    sizes = sizes_of("flash_attention", forward_sizes, query, value)
+    sizes = sizes_of("flash_attention", forward_sizes, given)
     if q_segment_ids is not None:
         given["bounds_ptr"] = segment_bounds(
             given["q_ids_ptr"],
@@ -1143,7 +1154,7 @@ def attention_bwd(
     q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
     dq = dk = dv = dbias = dsinks = None
     if want_k or want_v:
-        sizes = sizes_of("flash_attention_bwd_keys", key_sizes, query, value)
+        sizes = sizes_of("flash_attention_bwd_keys", key_sizes, given)
         if q_ids is not None:
             given["bounds_ptr"] = segment_bounds(
                 kv_ids, q_ids, sizes["BLOCK_K"], sizes["BLOCK_Q"]
@@ -1157,7 +1168,7 @@ def attention_bwd(
             {"C": constants, "SECTION": together, **sizes},
         )
     if want_q:
-        sizes = sizes_of("flash_attention_bwd_queries", query_sizes, query, value)
+        sizes = sizes_of("flash_attention_bwd_queries", query_sizes, given)
         if q_ids is not None:
             given["bounds_ptr"] = segment_bounds(
                 q_ids, kv_ids, sizes["BLOCK_Q"], sizes["BLOCK_K"]
