@@ -72,15 +72,19 @@ ROWS = (
     (rms_norm_p,     rms_norm.rms_norm_fwd,     rms_norm.rms_norm_bwd,     unsupported),
     (add_rms_norm_p, rms_norm.add_rms_norm_fwd, rms_norm.add_rms_norm_bwd, unsupported),
     (layer_norm_p,   layer_norm.layer_norm_fwd, layer_norm.layer_norm_bwd, unsupported),
+    (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
+    (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, apply_rope.unsupported),
+)
+# Written and compiled, but not every one of their tests has passed on a GPU yet: they
+# run where `backend("triton")` asks for them.
+ON_REQUEST = (
     (l2_norm_p,      l2_norm.l2_norm_fwd,       l2_norm.l2_norm_bwd,       unsupported),
     (group_norm_p,
      group_norm.group_norm_fwd, group_norm.group_norm_bwd, group_norm.unsupported),
-    (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
     (cross_entropy_p, cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd, cross_entropy.unsupported),
     (linear_cross_entropy_p, linear_cross_entropy.linear_cross_entropy_fwd, linear_cross_entropy.linear_cross_entropy_bwd, linear_cross_entropy.unsupported),
     (embedding_p,    None,              embedding.embedding_bwd,   embedding.unsupported),
     (adamw_tree_p,   adamw.adamw_tree,            None,                      adamw.unsupported),
-    (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, apply_rope.unsupported),
     (gated_rms_norm_p,
      gated_rms_norm.gated_rms_norm_fwd, gated_rms_norm.gated_rms_norm_bwd,
      gated_rms_norm.unsupported),
@@ -138,3 +142,13 @@ ROWS = (
 # fmt: on
 for op, fwd, bwd, unless in ROWS:
     lower(op, "cuda", "triton", fwd=fwd, bwd=bwd, unless=unless)
+for op, fwd, bwd, unless in ON_REQUEST:
+    lower(
+        op,
+        "cuda",
+        "triton",
+        fwd=fwd,
+        bwd=bwd,
+        unless=unless,
+        on_request="not every test of it has passed on a GPU yet",
+    )

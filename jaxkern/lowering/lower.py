@@ -68,6 +68,7 @@ class Row(NamedTuple):
     backend: str
     kernel: Callable
     unless: Callable[..., str | None]
+    on_request: str | None = None  # why "auto" does not choose it
 
     @property
     def title(self) -> str:
@@ -95,6 +96,7 @@ def lower(
     bwd: Callable | None = None,
     primal: Callable | None = None,
     unless: Callable[..., str | None] = never_refuses,
+    on_request: str | None = None,
 ) -> None:
     """Adds a row: on `platform`, `p` runs these kernels unless `unless` gives a reason.
 
@@ -108,20 +110,21 @@ def lower(
       primal: kernel for inference; without it `fwd` with its residuals dropped.
       unless: called with the operands' shapes and dtypes by name (None where absent)
         and the options; returns a reason in words, or None.
+      on_request: why "auto" does not choose the kernel; naming its backend does.
     """
     if backend not in BACKENDS[2:]:
         raise ValueError(
             f"lower: `backend` must be one of {BACKENDS[2:]}, got {backend!r}."
         )
     if p.fwd is not None and fwd is not None:
-        add_row(p.fwd, platform, Row(backend, fwd, unless))
+        add_row(p.fwd, platform, Row(backend, fwd, unless, on_request))
         primal = primal or without_residuals(fwd, len(p.results))
     if kernel := primal or fwd:
-        add_row(p, platform, Row(backend, kernel, unless))
+        add_row(p, platform, Row(backend, kernel, unless, on_request))
     if bwd is not None:
         if p.bwd is None:
             raise TypeError(f"lower: {p.name} declares no bwd, got {bwd}.")
-        add_row(p.bwd, platform, Row(backend, bwd, unless))
+        add_row(p.bwd, platform, Row(backend, bwd, unless, on_request))
 
 
 def without_residuals(fwd: Callable, num_results: int) -> Callable:
@@ -157,7 +160,8 @@ def choose(
     wanted = call.backend.name
     if wanted not in ("auto", "xla") and all(r.backend != wanted for r in rows):
         refused.append(f"no {wanted} kernel on {platform}")
-    if call.backend.strict and wanted != "xla" and refused:
+    offered = [r for r in rows if wanted != "auto" or not r.on_request]
+    if call.backend.strict and wanted != "xla" and refused and (offered or not rows):
         reasons = "; ".join(refused)
         raise ValueError(
             f"{p.name}: backend {call.backend!r} on {platform}: {reasons}."
@@ -170,6 +174,8 @@ def refusal(
 ) -> str | None:
     if call.backend.name not in ("auto", row.backend):
         return f"backend is {call.backend.name}"
+    if call.backend.name == "auto" and row.on_request:
+        return f"{row.on_request}; ask for it by backend({row.backend!r})"
     operands, _ = p.array_annotations(call)
     named: dict[str, Any] = {a.name: None for a in p.operands}
     for i, (operand, aval) in enumerate(zip(operands, avals, strict=True)):

@@ -228,3 +228,15 @@ def test_a_square_operand_has_each_factor_once():
     factors = Factors.of(unit_lower_inverse_p, Call(), [a], [a])
     assert factors.rule() == "l0 c whole0 -> l0 c whole1"
     assert factors.cuts([[None, None, "m"]], {"m": 2}) == {}
+
+
+def test_a_kernel_on_request_runs_only_where_its_backend_is_named():
+    with checks.own_rows(rms_norm_p):
+        lower(rms_norm_p, "cpu", "cpp", fwd=rms_norm_pallas, on_request="it is new")
+        text = str(explain(rms_norm, X, WEIGHT))
+        assert "runs xla" in text and "it is new; ask for it by backend('cpp')" in text
+        with backend("cpp", strict=True):
+            assert explain(rms_norm, X, WEIGHT).rows[0].runs.startswith("cpp")
+        with backend("auto", strict=True):
+            rms_norm(X, WEIGHT)
+    jax.clear_caches()
