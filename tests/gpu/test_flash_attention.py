@@ -10,7 +10,7 @@ import pytest
 
 from jaxkern import attention, backend, explain
 from jaxkern.lowering.explain import default_platform
-from tests.gpu.test_triton_rows import EPSILON, poison
+from tests.gpu.truth import EPSILON, poison
 
 pytestmark = [
     pytest.mark.gpu,
