@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
 from jaxkern.triton.index.threshold import ordered_bits
-from jaxkern.triton.triton_call import jit, sparse_call, tl
+from jaxkern.triton.triton_call import jit, sparse_call, tl, triton_call
 
 CHUNK = 4096  # elements of one program
 LONGEST = 2**24  # the chunks of a row are the elements of one program
@@ -73,13 +73,15 @@ def best_part_kernel(
 def argmax(x: jax.Array, *, nan_policy: str) -> jax.Array:
     *lead, v = x.shape
     rows = x.size // v
+    if rows == 0:
+        return jnp.zeros(lead, jnp.int32)
     block = min(next_power_of_2(v), CHUNK)
     parts = -(-v // block)
     together = max(1, min(2048 // block, next_power_of_2(rows)))
     rule = {"num_warps": max(1, min(8, together * block // 512))}
     sizes = {"ROWS": together, "BLOCK": block} | tuned("argmax", v, x.dtype, rule)
     one = jax.ShapeDtypeStruct((rows, parts), jnp.int32)
-    key, index = sparse_call(
+    found: tuple[Any, ...] = sparse_call(
         argmax_kernel,
         (-(-rows * parts // together),),
         {"x_ptr": x},
@@ -88,12 +90,16 @@ def argmax(x: jax.Array, *, nan_policy: str) -> jax.Array:
         | {"NAN_WINS": nan_policy == "propagate"}
         | sizes,
     )
+    key, index = found
     if parts > 1:
-        [index] = sparse_call(
+        [index] = triton_call(
             best_part_kernel,
-            (rows,),
-            {"key_ptr": key, "part_index_ptr": index},
-            {"index_ptr": jax.ShapeDtypeStruct((rows,), jnp.int32)},
-            {"PARTS": parts, "N": next_power_of_2(parts), "num_warps": 1},
+            key,
+            index,
+            out=[jax.ShapeDtypeStruct((rows,), jnp.int32)],
+            grid=(rows,),
+            num_warps=1,
+            PARTS=parts,
+            N=next_power_of_2(parts),
         )
     return index.reshape(lead)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
 from jaxkern.triton.index.threshold import largest_threshold, ordered_bits
-from jaxkern.triton.triton_call import jit, sparse_call, tl
+from jaxkern.triton.triton_call import jit, tl, triton_call
 
 CHUNK = 4096  # elements of one program of the first launch
 IN_REGISTERS = 16_384  # groups of a row, and elements of the k groups
@@ -138,31 +138,41 @@ def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
     *lead, v = x.shape
     rows, size = x.size // v, group_size(v, next_power_of_2(k))
     parts, programs = -(-v // size), -(-v // CHUNK)
-    [maxima] = sparse_call(
+    if rows == 0:
+        return jnp.zeros((*lead, k), x.dtype), jnp.zeros((*lead, k), jnp.int32)
+    [maxima] = triton_call(
         maxima_kernel,
-        (rows * programs,),
-        {"x_ptr": x},
-        {"maxima_ptr": jax.ShapeDtypeStruct((rows, parts), jnp.int32)},
-        {"V": v, "PROGRAMS": programs, "PARTS": parts, "SIZE": size, "CHUNK": CHUNK}
-        | tuned("top_k_maxima", v, x.dtype, {"num_warps": 8}),
+        x,
+        out=[jax.ShapeDtypeStruct((rows, parts), jnp.int32)],
+        grid=(rows * programs,),
+        V=v,
+        PROGRAMS=programs,
+        PARTS=parts,
+        SIZE=size,
+        CHUNK=CHUNK,
+        **tuned("top_k_maxima", v, x.dtype, {"num_warps": 8}),
     )
     slots = max(next_power_of_2(k), 16)
     scratch = jax.ShapeDtypeStruct((rows, slots), jnp.int32)
     n = next_power_of_2(parts)
     rule = {"num_warps": min(max(max(n, slots * size) // 512, 8), 32)}
-    values, indices, *_ = sparse_call(
+    values, indices, *_ = triton_call(
         top_k_kernel,
-        (rows,),
-        {"x_ptr": x, "maxima_ptr": maxima},
-        {
-            "values_ptr": jax.ShapeDtypeStruct((*lead, k), x.dtype),
-            "indices_ptr": jax.ShapeDtypeStruct((*lead, k), jnp.int32),
-            "groups_ptr": scratch,
-            "keys_ptr": scratch,
-            "places_ptr": scratch,
-        },
-        {"V": v, "K": k, "PARTS": parts, "N": n, "SIZE": size, "SLOTS": slots}
-        | {"LOWEST": LOWEST}
-        | tuned("top_k", v, x.dtype, rule),
+        x,
+        maxima,
+        out=[
+            jax.ShapeDtypeStruct((*lead, k), x.dtype),
+            jax.ShapeDtypeStruct((*lead, k), jnp.int32),
+            *(scratch, scratch, scratch),
+        ],
+        grid=(rows,),
+        V=v,
+        K=k,
+        PARTS=parts,
+        N=n,
+        SIZE=size,
+        SLOTS=slots,
+        LOWEST=LOWEST,
+        **tuned("top_k", v, x.dtype, rule),
     )
     return values, indices

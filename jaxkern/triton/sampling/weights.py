@@ -1,0 +1,260 @@
+"""What every way of sampling shares: weights, their statistics, the draw.
+
+A weight is p / max(p). `draw_from_memory` is the way that always works: one program
+passes over its row again and again.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.triton.block_sizes import tuned
+from jaxkern.triton.index.threshold import (
+    fifth,
+    four_sums,
+    narrowed,
+    ordered_bits,
+    pivot,
+)
+from jaxkern.triton.triton_call import jit, sparse_call, tl
+
+CHUNK = 4096  # logits of one program
+LOWEST = -2139095041  # -inf as ordered bits
+
+
+@jit
+def load_logits(ptr, at, inside):
+    x = tl.load(ptr + at, inside, -float("inf")).to(tl.float32)
+    return tl.where(x == x, x, -float("inf"))
+
+
+@jit
+def slope_of(temperature):
+    """What a gap to the best logit is multiplied by in the exponent of 2."""
+    log2_e: tl.constexpr = 1.4426950408889634
+    t = temperature.to(tl.float32)
+    return tl.where(t > 0, log2_e / t, float("inf"))
+
+
+@jit
+def weight_of(x, best, slope):
+    """p / max(p): 1 for the best logit, 0 for -inf, also if that is the best."""
+    best = tl.where(best == -float("inf"), 0.0, best)
+    gap = best - x
+    weight = tl.where(gap < float("inf"), tl.exp2(-gap * slope), 0.0)
+    return tl.where(x == best, 1.0, weight)
+
+
+@jit
+def mass_of_top_p(share, total):
+    """The weight that top_p keeps: of one token at least."""
+    return tl.maximum(share * total, 1e-30)
+
+
+@jit
+def least_weight(min_p_ptr, row):
+    least = -1.0
+    if min_p_ptr is not None:
+        least = tl.load(min_p_ptr + row).to(tl.float32)
+        least = tl.where(least > 1, 1.0, least)  # the best token stays
+    return least
+
+
+@jit
+def kept_weight(x, best, slope, cut, least):
+    """The weights that top_k and top_p keep, by their cut, and min_p."""
+    weight = weight_of(x, best, slope)
+    weight = tl.where(ordered_bits(x) >= cut, weight, 0.0)
+    return tl.where(weight < least, 0.0, weight)
+
+
+@jit
+def first_beyond(weight, goal, N: tl.constexpr):
+    """The first entry above 0 whose cumulative sum exceeds goal, else the last."""
+    i = tl.arange(0, N)
+    passes = (tl.cumsum(weight, 0) > goal) & (weight > 0)
+    first = tl.min(tl.where(passes, i, N), 0)
+    return tl.minimum(first, tl.max(tl.where(weight > 0, i, 0), 0))
+
+
+@jit
+def token_in(
+    row_ptr,
+    start,
+    goal,
+    best,
+    slope,
+    cut,
+    least,
+    SIZE: tl.constexpr,
+    V: tl.constexpr,
+):
+    """The token among SIZE at which the kept weight exceeds goal."""
+    at = start + tl.arange(0, SIZE)
+    x = load_logits(row_ptr, at, at < V)
+    weight = kept_weight(x, best, slope, cut, least)
+    return start + first_beyond(weight, goal, SIZE)
+
+
+@jit
+def row_sums(
+    row_ptr,
+    best,
+    slope,
+    a,
+    b,
+    c,
+    d,
+    COUNT: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """`four_sums` over a row in memory, of ones or of weights."""
+    s1 = 0.0
+    s2 = 0.0
+    s3 = 0.0
+    s4 = 0.0
+    for first in range(0, V, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        x = load_logits(row_ptr, at, at < V)
+        weight = weight_of(x, best, slope)
+        if COUNT:
+            weight = (at < V).to(tl.float32)
+        t1, t2, t3, t4 = four_sums(ordered_bits(x), weight, a, b, c, d)
+        s1 += t1
+        s2 += t2
+        s3 += t3
+        s4 += t4
+    return s1, s2, s3, s4
+
+
+@jit
+def row_threshold(
+    row_ptr,
+    best,
+    slope,
+    target,
+    low,
+    high,
+    COUNT: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """`largest_threshold` over a row in memory."""
+    low = low.to(tl.int64)
+    high = high.to(tl.int64)
+    while high - low > 1:
+        step = fifth(low, high)
+        s1, s2, s3, s4 = row_sums(
+            row_ptr,
+            best,
+            slope,
+            pivot(low, high, 1, step),
+            pivot(low, high, 2, step),
+            pivot(low, high, 3, step),
+            pivot(low, high, 4, step),
+            COUNT,
+            V,
+            CHUNK,
+        )
+        low, high = narrowed(low, high, step, target, s1, s2, s3, s4)
+    return low.to(tl.int32)
+
+
+@jit
+def draw_from_memory(
+    row_ptr,
+    u,
+    best,
+    slope,
+    asked,
+    share,
+    least,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    LOWEST: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The token of a row by passes over all of it, one after the other."""
+    high = ordered_bits(best) + 1
+    cut = tl.minimum(high, LOWEST)
+    if TOP_K:
+        cut = row_threshold(row_ptr, best, slope, asked, cut, high, True, V, CHUNK)
+    if TOP_P:
+        if share < 1:
+            total, _, _, _ = row_sums(
+                row_ptr, best, slope, cut, cut, cut, cut, False, V, CHUNK
+            )
+            target = mass_of_top_p(share, total)
+            cut = row_threshold(
+                row_ptr, best, slope, target, cut, high, False, V, CHUNK
+            )
+    total = 0.0
+    for first in range(0, V, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        x = load_logits(row_ptr, at, at < V)
+        total += tl.sum(kept_weight(x, best, slope, cut, least), 0)
+    goal = u * total
+    before = 0.0
+    start = 0
+    rest = 0.0
+    for first in range(0, V, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        x = load_logits(row_ptr, at, at < V)
+        kept = tl.sum(kept_weight(x, best, slope, cut, least), 0)
+        enters = (kept > 0) & (before <= goal)
+        start = tl.where(enters, first, start)
+        rest = tl.where(enters, goal - before, rest)
+        before += kept
+    return token_in(row_ptr, start, rest, best, slope, cut, least, CHUNK, V)
+
+
+@jit
+def stats_kernel(
+    logits_ptr,
+    temperature_ptr,
+    largest_ptr,
+    smallest_ptr,
+    total_ptr,
+    V: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Of every SIZE logits: the largest, the smallest above -inf, the weight."""
+    row = tl.program_id(0) // PROGRAMS
+    first = tl.program_id(0) % PROGRAMS * (CHUNK // SIZE)
+    part = first + tl.arange(0, CHUNK // SIZE)
+    at = part[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = load_logits(logits_ptr + row.to(tl.int64) * V, at, at < V)
+    largest = tl.max(x, 1, keep_dims=True)
+    out = row.to(tl.int64) * PARTS + part[:, None]
+    present = part[:, None] < PARTS
+    tl.store(largest_ptr + out, largest, present)
+    if smallest_ptr is not None:
+        possible = tl.where(x > -float("inf"), x, float("inf"))
+        tl.store(smallest_ptr + out, tl.min(possible, 1, keep_dims=True), present)
+    if total_ptr is not None:
+        weight = weight_of(x, largest, slope_of(tl.load(temperature_ptr + row)))
+        tl.store(total_ptr + out, tl.sum(weight, 1, keep_dims=True), present)
+
+
+def stats(
+    logits: jax.Array, temperature: jax.Array, size: int, *names: str
+) -> dict[str, jax.Array]:
+    """The named statistics of every `size` logits: float32, rows by parts."""
+    *_, v = logits.shape
+    rows, parts = logits.size // v, -(-v // size)
+    one = jax.ShapeDtypeStruct((rows, parts), jnp.float32)
+    wanted = ("largest_ptr", "smallest_ptr", "total_ptr")
+    programs = -(-v // CHUNK)
+    out = sparse_call(
+        stats_kernel,
+        (rows * programs,),
+        {"logits_ptr": logits, "temperature_ptr": temperature},
+        {n: one if n in names else None for n in wanted},
+        {"V": v, "PROGRAMS": programs, "PARTS": parts, "SIZE": size, "CHUNK": CHUNK}
+        | tuned("sample_stats", v, logits.dtype, {"num_warps": 8}),
+    )
+    return {n: x for n, x in zip(wanted, out, strict=True) if x is not None}

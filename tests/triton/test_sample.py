@@ -1,0 +1,52 @@
+"""The launches of sample on a machine without a GPU: which run, and that they fit."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkern import explain, sample
+from jaxkern.triton import triton_call as bridge
+from jaxkern.triton.triton_call import compiled, compiling_for
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+STATS, NARROW, KEEP = "stats_kernel", "narrow_kernel", "keep_kernel"
+BY_GROUPS, BY_CHUNKS = "draw_by_groups_kernel", "draw_by_chunks_kernel"
+
+
+def launches(v, options):
+    def f(logits, key):
+        return sample(logits, key, **options)
+
+    logits = jax.ShapeDtypeStruct((2, v), jnp.float32)
+    key = jax.eval_shape(jax.random.key, 0)
+    [row] = explain(f, logits, key, platform="cuda").rows
+    return row.launches
+
+
+@pytest.mark.parametrize(
+    "v, options, kernels",
+    [
+        (8192, {"top_p": 0.9}, [STATS, BY_GROUPS]),
+        (128_256, {"top_k": 64, "top_p": 0.9, "min_p": 0.1}, [STATS, BY_GROUPS]),
+        (128_256, {}, [STATS, BY_CHUNKS]),
+        (128_256, {"min_p": 0.1}, [STATS, KEEP, BY_CHUNKS]),
+        (128_256, {"top_p": 0.9}, [STATS, NARROW, NARROW, KEEP, BY_CHUNKS]),
+    ],
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_launches_by_options(v, options, kernels, capability):
+    with compiling_for(capability):
+        found = launches(v, options)
+        assert [launch.name for launch in found] == kernels
+        for launch in found:
+            assert compiled(launch, capability).asm["cubin"]
+            assert launch.shared_bytes <= bridge.max_shared_bytes()
+            assert launch.stack_bytes <= 64, launch.describe()
+
+
+def test_rows_that_are_too_long_are_refused_in_words():
+    logits = jax.ShapeDtypeStruct((2, 300_000), jnp.float32)
+    text = explain(sample, logits, jax.random.key(0), platform="cuda")
+    assert "a row of `logits` has 300000 elements, above 262144" in str(text)
