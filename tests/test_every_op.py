@@ -11,7 +11,6 @@ MID = 2**20  # elements: larger cases only with `make test-full`
 EACH_CASE = {checks.check_values: 9, checks.check_dtypes: 1}
 EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-full` all
     checks.check_gradients: 1,
-    checks.check_vmap: 1,
     checks.check_kernel_sharding: 1,
     checks.check_degenerate_dims: 1,
     checks.check_errors: 1,
@@ -19,6 +18,7 @@ EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-fu
 # What follows from the shared rules more than from the op: `make test` takes the first
 # op of each family, `test-full` all.
 EACH_FAMILY = {
+    checks.check_vmap: 1,
     checks.check_transforms: 1,
     checks.check_sharding: 1,
     checks.check_explicit_sharding: 1,
@@ -86,7 +86,14 @@ def test_small_case(check, p, case):
     check(p, case)
 
 
-@pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
+def first_of_families():
+    """Every op, all but the first of each family for `make test-full`."""
+    for p in OPS:
+        rare = FIRST_OF_FAMILY[family(p)] is not p
+        yield pytest.param(p, id=p.name, marks=[pytest.mark.full] if rare else [])
+
+
+@pytest.mark.parametrize("p", list(first_of_families()))
 def test_numerical_gradients(p):
     checks.check_numerical_gradients(p, smallest_case(p))
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 import jaxkern
 from jaxkern import rms_norm
+from jaxkern.lowering.explain import equations
 from jaxkern.primitives.declared_dims import annotations
 from jaxkern.primitives.kernel_primitive import (
     REGISTRY,
@@ -184,9 +185,7 @@ def test_backend_is_carried_into_the_backward_pass():
     with jaxkern.backend("xla"):
         _, pull = jax.vjp(rms_norm, X)
     jaxpr = jax.make_jaxpr(pull)(X).jaxpr
-    backends = {
-        e.params["call"].backend.name for e in jaxkern.lowering.lower.equations(jaxpr)
-    }
+    backends = {e.params["call"].backend.name for e in equations(jaxpr)}
     assert backends == {"xla"}
 
 

@@ -28,7 +28,7 @@ def triton_rows():
         for row in p.rows.get("cuda", ()):
             if row.backend == "triton":
                 for k, case in enumerate(checks.cases_of(p)):
-                    marks = [pytest.mark.full] if k >= 2 else []
+                    marks = [pytest.mark.full] if k >= 1 else []
                     yield pytest.param(p, case, id=f"{p.name}-{case.name}", marks=marks)
 
 
