@@ -1,0 +1,22 @@
+"""Each known defect of the origins has a test that its behaviour would fail."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+DEFECTS = tomllib.loads((Path(__file__).parent / "defects.toml").read_text())
+OF_GRAPH_REORDERING = {"D33", "D36"}  # nothing here reorders a graph
+
+
+def test_every_defect_is_listed():
+    assert set(DEFECTS) | OF_GRAPH_REORDERING == {f"D{k}" for k in range(1, 39)}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_its_test_exists(defect):
+    _, node = DEFECTS[defect]
+    file, name = node.split("::")
+    assert re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE), node
