@@ -63,7 +63,10 @@ def test_bf16_is_close(tmp_path):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen3_tied"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral_window", pytest.param("qwen3_tied", marks=pytest.mark.full)],
+)
 def test_ragged_batch_equals_rows(name, tmp_path):
     """Prefill in two parts and decode, three rows of different length."""
     path = write_tiny_gguf(tmp_path / "m.gguf", **MODELS[name])

@@ -359,7 +359,7 @@ def test_a_cache_of_lower_precision():
     [c for c in CASES if c.name in ("everything", "odd", "bias")],
     ids=lambda c: c.name,
 )
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_blocks_of_query_rows(monkeypatch, case, rows):
     """Forward, backward, forward mode and second order are those of one block."""
     f = bound(attention_p, case, reference=True)
