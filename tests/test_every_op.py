@@ -11,13 +11,13 @@ MID = 2**20  # elements: larger cases only with `make test-full`
 EACH_CASE = {checks.check_values: 9, checks.check_dtypes: 1}
 EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-full` all
     checks.check_gradients: 1,
-    checks.check_kernel_sharding: 1,
-    checks.check_degenerate_dims: 1,
     checks.check_errors: 1,
 }
 # What follows from the shared rules more than from the op: `make test` takes the first
 # op of each family, `test-full` all.
 EACH_FAMILY = {
+    checks.check_kernel_sharding: 1,
+    checks.check_degenerate_dims: 1,
     checks.check_vmap: 1,
     checks.check_transforms: 1,
     checks.check_sharding: 1,
