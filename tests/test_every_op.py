@@ -8,7 +8,7 @@ from tests import checks
 
 OPS = [p for p in REGISTRY.values() if p.reference.__module__.startswith("jaxkern.")]
 MID = 2**20  # elements: larger cases only with `make test-full`
-EACH_CASE = {checks.check_values: 9, checks.check_dtypes: 1}
+EACH_CASE = {checks.check_values: 9, checks.check_dtypes: 9}
 EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-full` all
     checks.check_gradients: 1,
     checks.check_errors: 1,
@@ -16,6 +16,7 @@ EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-fu
 # What follows from the shared rules more than from the op: `make test` takes the first
 # op of each family, `test-full` all.
 EACH_FAMILY = {
+    checks.check_dtypes: 1,
     checks.check_kernel_sharding: 1,
     checks.check_degenerate_dims: 1,
     checks.check_vmap: 1,
@@ -44,8 +45,9 @@ def generate_parameters(functions, keep):
         for k, case in enumerate(kept):
             large = case.full or checks.num_elements(p, case) > MID
             for check, cases in functions.items():
-                rare = check in EACH_FAMILY and FIRST_OF_FAMILY[family(p)] is not p
-                full = large or rare or k >= cases
+                first = FIRST_OF_FAMILY[family(p)] is p
+                full = large or k >= EACH_FAMILY.get(check, cases)
+                full = full or (check in EACH_FAMILY and not first)
                 name = check.__name__.removeprefix("check_")
                 yield pytest.param(
                     check,
@@ -59,8 +61,8 @@ def generate_parameters(functions, keep):
 def smoke(p, check, k):
     """What `make test` also runs on the oldest jax: each check that meets its API."""
     shared = (checks.check_gradients, checks.check_kernel_sharding, checks.check_vmap)
-    api = check is checks.check_values or (
-        check in shared and FIRST_OF_FAMILY[family(p)] is p
+    api = (check in shared or check is checks.check_values) and (
+        FIRST_OF_FAMILY[family(p)] is p
     )
     return [pytest.mark.smoke] if api and k == 0 else []
 
@@ -80,7 +82,15 @@ def test_case(check, p, case):
 
 
 @pytest.mark.parametrize(
-    "check, p, case", parameters(EACH_SMALL_CASE | EACH_FAMILY, is_small)
+    "check, p, case",
+    parameters(
+        {
+            k: n
+            for k, n in (EACH_SMALL_CASE | EACH_FAMILY).items()
+            if k not in EACH_CASE
+        },
+        is_small,
+    ),
 )
 def test_small_case(check, p, case):
     check(p, case)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern import attention, backend, paged_attention
 from jaxkern.lowering.explain import default_platform
-from tests.gpu.test_triton_rows import poison
+from tests.gpu.truth import poison
 
 pytestmark = [
     pytest.mark.gpu,

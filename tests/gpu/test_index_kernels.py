@@ -9,7 +9,7 @@ from jaxkern import backend, explain
 from jaxkern.lowering.explain import default_platform
 from jaxkern.primitives.index.embedding import embedding
 from jaxkern.triton.index import embedding as kernel
-from tests.gpu.test_triton_rows import EPSILON, poison
+from tests.gpu.truth import EPSILON, poison
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkern import backend, cross_entropy, linear_cross_entropy
 from jaxkern.lowering.explain import default_platform
-from tests.gpu.test_triton_rows import check_against_float64
+from tests.gpu.truth import check_against_float64
 
 pytestmark = [
     pytest.mark.gpu,

@@ -37,7 +37,7 @@ def launches_of(f, *args):
     return [launch for row in rows for launch in row.launches]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
 @pytest.mark.parametrize("p, case", list(triton_rows()))
 def test_kernels_compile_and_fit(p, case, capability):
     """Forward and backward, to machine code, within a program's shared memory."""
