@@ -9,6 +9,7 @@ shards, and lowers on every platform. Where to look:
     models/       whole models as pure functions, `generate`, the command line
 """
 
+from jaxkern.lowering import apple as _apple
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
 from jaxkern.lowering.explain import explain

@@ -24,6 +24,7 @@ from jaxkern.primitives.kernel_primitive import (
     Call,
     KernelPrimitive,
     backend_context,
+    lower_body,
 )
 
 # prim_requires_devices_during_lowering has no public name; custom_partitioning below a
@@ -185,11 +186,13 @@ def refusal(
 
 
 def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):
-    target: str = platform or (ctx.platforms or ctx.module_context.platforms)[0]
+    targets = ctx.platforms or ctx.module_context.platforms
+    target: str = platform or targets[0]
     choice = choose(p, target, ctx.avals_in, call, static)
-    if choice.row is None:
+    # one module for several plugins takes no kernel that only one of them has
+    if choice.row is None or (platform is None and len(targets) > 1):
         f = functools.partial(p.evaluate, call=call, **static)
-        return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+        return lower_body(f, p.name, ctx, *args)
 
     def local(*arrays):
         """The kernel on what one device holds; its shapes can be other ones."""

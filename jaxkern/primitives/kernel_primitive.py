@@ -35,6 +35,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 
@@ -51,6 +52,11 @@ Levels = tuple[tuple[int | None, ...], ...]
 REGISTRY: dict[
     str, "KernelPrimitive"
 ] = {}  # every declared op, in order of declaration
+
+
+REWRITES: dict[
+    str, Callable[[Callable], Callable]
+] = {}  # by platform: makes of a reference one that the platform computes rightly
 
 
 def at_least_f32(x: jax.Array) -> jax.Array:
@@ -418,8 +424,28 @@ def lower_reference(p: KernelPrimitive | Tangent, ctx, *args, **params):
     if backend.strict and backend.name not in ("auto", "xla"):
         if not isinstance(p, Tangent):
             raise ValueError(f"{p.name}: has no {backend.name} kernel on any platform.")
-    f = functools.partial(p.evaluate, **params)
+    return lower_body(functools.partial(p.evaluate, **params), p.name, ctx, *args)
+
+
+def lower_body(f: Callable, name: str, ctx, *args):
+    """`f` as StableHLO, rewritten where a platform asks for it."""
+    platforms = ctx.platforms or ctx.module_context.platforms
+    rewritten = {t: named(REWRITES[t](f), name) for t in platforms if t in REWRITES}
+    if len(platforms) == 1:
+        f = rewritten.get(platforms[0], f)
+    elif rewritten:
+        f = functools.partial(lax.platform_dependent, default=f, **rewritten)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+
+
+def named(f: Callable, name: str) -> Callable:
+    """`f` with the name of its op on each operation."""
+
+    def of_op(*args):
+        with jax.named_scope(name):
+            return f(*args)
+
+    return of_op
 
 
 # Batching.
