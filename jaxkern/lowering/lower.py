@@ -38,7 +38,7 @@ except ImportError as error:  # a jax outside the supported range
         "Use jax >=0.11.2,<0.13."
     ) from error
 
-BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp")
+BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp", "mps")
 
 
 def backend(
@@ -50,8 +50,8 @@ def backend(
     equation, its gradients included.
 
     Args:
-      name: "auto" for the first kernel that does not refuse; "triton", "mosaic_gpu" or
-        "cpp" for kernels of that kind only; "xla" for the reference.
+      name: "auto" for the first kernel that does not refuse; "triton", "mosaic_gpu",
+        "cpp" or "mps" for kernels of that kind only; "xla" for the reference.
       strict: raise, naming every refusal, where no such kernel runs. With "auto" only
         ops that have a row for the platform can raise.
 

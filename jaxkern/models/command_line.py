@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--backend",
         default="auto",
         metavar="NAME",
-        help="implementation of every op: auto, xla, triton, mosaic_gpu or cpp",
+        help="implementation of every op: auto, xla, triton, mosaic_gpu, cpp or mps",
     )
     add("--json", action="store_true", help="a JSON object on the last line")
 

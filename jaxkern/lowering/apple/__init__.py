@@ -7,11 +7,13 @@ Apple hardware. Where to look:
     wire.py       the module that a plugin receives
     findings.py   `check`: that module held against the plugin
     portable.py   rewrites of what a plugin would compute wrongly
+    fused.py      MLX's own kernels, with jax-mps
+    rows.py       what runs where
 """
 
-from jaxkern.lowering.apple import rows as _rows
 from jaxkern.lowering.apple.findings import Finding, Report, check
+from jaxkern.lowering.apple.fused import assume_jax_mps
 from jaxkern.lowering.apple.plugins import PLATFORMS
 from jaxkern.lowering.apple.portable import portable
 
-__all__ = ["PLATFORMS", "Finding", "Report", "check", "portable"]
+__all__ = ["PLATFORMS", "Finding", "Report", "assume_jax_mps", "check", "portable"]

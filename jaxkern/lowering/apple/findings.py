@@ -22,6 +22,7 @@ from jaxkern.lowering.apple.wire import (
     element_types,
     export,
     place,
+    symbol,
     text,
 )
 
@@ -93,7 +94,7 @@ class Report:
 
 
 def check(f: Callable, *args: Any, platform: str = "mps", **kwargs: Any) -> Report:
-    """Lowers `f(*args, **kwargs)` for an Apple platform and holds it against the plugin.
+    """Lowers `f(*args, **kwargs)` for an Apple plugin and asks what it would refuse.
 
     Nothing runs, no plugin need be installed and no Apple hardware is there: what is
     checked is the portable module that the plugin's compiler would receive, against the
@@ -219,6 +220,9 @@ def is_bounded(value: Any, module: Module) -> bool:
         calls = module.calls.get(function, ())
         return bool(calls) and all(is_bounded(c.operands[k], module) for c in calls)
     op = value.owner.operation
+    if op.name == "func.call":
+        *_, returned = below(module.functions[symbol(op, "callee")])
+        return is_bounded(returned.operands[list(op.results).index(value)], module)
     if op.name in BOUNDED or title(op) == "chlo.top_k":
         return True
     if op.name == "stablehlo.sort":  # moves what it is given
@@ -249,7 +253,7 @@ def plain_reduce(op: Any, _: Module) -> Iterator[Finding]:
         yield Finding(
             "hard",
             f"reduce by {', '.join(dict.fromkeys(body[:-1]))}",
-            "only add, multiply, maximum, minimum, and, or, argmax and argmin are known",
+            "add, multiply, maximum, minimum, and, or, argmax and argmin are known",
             "Write it with one of them.",
         )
 

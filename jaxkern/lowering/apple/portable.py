@@ -66,13 +66,16 @@ def rewrites_for(platform: str) -> dict[str, tuple[Rewrite, ...]]:
 # Jaxprs.
 
 INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-BODIES = {  # parameters that hold the jaxprs of an equation
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    "checkpoint": ("jaxpr",),
-    "jit": ("jaxpr",),
-} | dict.fromkeys(INLINED[1:], ("call_jaxpr",))
+BODIES = (
+    {  # parameters that hold the jaxprs of an equation
+        "scan": ("jaxpr",),
+        "while": ("cond_jaxpr", "body_jaxpr"),
+        "cond": ("branches",),
+        "checkpoint": ("jaxpr",),
+        "jit": ("jaxpr",),
+    }
+    | dict.fromkeys(INLINED[1:], ("call_jaxpr",))
+)
 
 
 def bodies(eqn: Any) -> Iterator[Any]:
@@ -127,8 +130,8 @@ def bind(eqn: Any, rewrites: dict, operands: list) -> list:
     def rebuilt(body: Any) -> Any:
         return jax.make_jaxpr(run(body, rewrites))(*body.in_avals)
 
-    for name in BODIES.get(name, ()):
-        params[name] = jax.tree.map(rebuilt, params[name], is_leaf=is_jaxpr)
+    for body in BODIES.get(name, ()):
+        params[body] = jax.tree.map(rebuilt, params[body], is_leaf=is_jaxpr)
     out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -166,8 +169,8 @@ def scatter_inside(scatter: Callable, eqn: Any, x, indices, updates) -> list | N
         ends = [(0, window[d] if d == dims[0] else 0, 0) for d in range(x.ndim)]
         x = lax.pad(x, jnp.zeros((), x.dtype), ends)
     clamped = jnp.stack(columns, axis=-1)
-    limit = [lax.full(c.shape, max(n, 0), c.dtype) for c, n in zip(columns, last)]
-    clamped = lax.clamp(jnp.int32(0), clamped, jnp.stack(limit, axis=-1))
+    limits = [jnp.full_like(c, max(n, 0)) for c, n in zip(columns, last, strict=True)]
+    clamped = lax.clamp(jnp.int32(0), clamped, jnp.stack(limits, axis=-1))
     out = scatter(
         x,
         clamped,
@@ -254,15 +257,19 @@ def one_contracted_dim(eqn: Any, left, right) -> list | None:
     contracted, batched = eqn.params["dimension_numbers"]
     if len(contracted[0]) <= 1:
         return None
-    factors, own_dims, batch_dims = [], [], []
-    for x, own, batch in zip((left, right), contracted, batched, strict=True):
-        kept = [d for d in range(x.ndim) if d not in own]
-        merged = math.prod(x.shape[d] for d in own)
-        shape = [*(x.shape[d] for d in kept), merged]
-        factors.append(x.transpose(*kept, *own).reshape(shape))
-        own_dims.append((len(kept),))
-        batch_dims.append(tuple(kept.index(d) for d in batch))
-    return [dot(eqn, *factors, (tuple(own_dims), tuple(batch_dims)))]
+    (left, a, left_batch), (right, b, right_batch) = (
+        merged_last(x, own, batch)
+        for x, own, batch in zip((left, right), contracted, batched, strict=True)
+    )
+    return [dot(eqn, left, right, (((a,), (b,)), (left_batch, right_batch)))]
+
+
+def merged_last(x, merged: tuple, batch: tuple) -> tuple[jax.Array, int, list[int]]:
+    """x with some dims as one behind the others, where that is, where `batch` is."""
+    kept = [d for d in range(x.ndim) if d not in merged]
+    shape = [*(x.shape[d] for d in kept), math.prod(x.shape[d] for d in merged)]
+    y = x.transpose(*kept, *merged).reshape(shape)
+    return y, len(kept), [kept.index(d) for d in batch]
 
 
 def running(combine: Callable, eqn: Any, x) -> list:

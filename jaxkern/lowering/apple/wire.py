@@ -47,7 +47,7 @@ class Module:
         for function in self.functions.values():
             for op in below(function.operation):
                 if op.name == "func.call":
-                    callee = self.functions[callee_of(op)].operation
+                    callee = self.functions[symbol(op, "callee")].operation
                     self.calls.setdefault(callee, []).append(op)
 
     def operations(self, inlined: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
@@ -93,13 +93,17 @@ def below(operation: Any) -> Iterator[Any]:
                 yield from below(op.operation)
 
 
-def callee_of(op: Any, inlined: Callable[[str], bool] = bool) -> str | None:
+def callee_of(op: Any, inlined: Callable[[str], bool]) -> str | None:
     """The function that an operation calls; of composites those that are inlined."""
     if op.name == "func.call":
-        return ir.FlatSymbolRefAttr(op.attributes["callee"]).value
+        return symbol(op, "callee")
     if op.name == "stablehlo.composite" and inlined(text(op, "name")):
-        return ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
+        return symbol(op, "decomposition")
     return None
+
+
+def symbol(op: Any, attribute: str) -> str:
+    return ir.FlatSymbolRefAttr(op.attributes[attribute]).value
 
 
 def text(op: Any, attribute: str) -> str:
