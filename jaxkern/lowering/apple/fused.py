@@ -172,6 +172,31 @@ def softmax_unless(x, mask, *, scale):
     return refusal(x, mask, options=(scale,))
 
 
+# Rotation, with heads in front of rows.
+
+
+def rope(x, offset, *, theta, rotary_dim, pairing):
+    heads = jnp.swapaxes(x, -2, -3)
+    y = call(
+        "rope",
+        like(heads),
+        heads,
+        offset.astype(jnp.int32),
+        dims=rotary_dim,
+        traditional=pairing == "interleaved",
+        base=float(theta),
+        rope_scale=1.0,
+    )
+    return jnp.swapaxes(y, -2, -3)
+
+
+def rope_unless(x, offset, *, theta, rotary_dim, pairing):
+    del pairing
+    if rotary_dim == 0:
+        return "nothing rotates"
+    return refusal(x, offset, options=(theta,))
+
+
 # Attention, with heads in front of rows.
 
 
@@ -255,6 +280,27 @@ def attention_unless(query, key, value, bias, sinks, *, softcap, scale, **others
 # MLX's affine format. In float32 the kernels compute what the references do.
 
 CODES = {"bits": (4, 8), "group_size": (32, 64, 128)}
+
+
+def quantize(w, *, bits, group_size, quantizer, packed):
+    del quantizer, packed  # refused
+    *lead, d = w.shape
+    words = jax.ShapeDtypeStruct((*lead, d * bits // 32), jnp.uint32)
+    groups = jax.ShapeDtypeStruct((*lead, d // group_size), jnp.float32)
+    codes, scales, biases = call(
+        "quantize",
+        (words, groups, groups),
+        w.astype(jnp.float32),
+        group_size=group_size,
+        bits=bits,
+    )
+    return codes, scales.astype(w.dtype), biases.astype(w.dtype)
+
+
+def quantize_unless(w, *, bits, group_size, quantizer, packed):
+    if quantizer != "mlx" or not packed:
+        return "it has MLX's quantiser and packed codes only"
+    return affine_refusal(bits, group_size, None, w)
 
 
 def dequantize(codes, scales, biases, *, bits, group_size, dtype, dequant_dtype):

@@ -17,6 +17,8 @@ from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.quant.affine_matmul import affine_matmul_p, dequantize_affine_p
+from jaxkern.primitives.quant.quantize_affine import quantize_affine_p
+from jaxkern.primitives.rope.rope_from import rope_from_p
 
 REWRITES.update(
     {name: functools.partial(portable, platform=name) for name in PLATFORMS}
@@ -29,6 +31,8 @@ ROWS = (
     (gelu_p, fused.gelu, fused.gelu_unless),
     (softmax_p, fused.softmax, fused.softmax_unless),
     (attention_p, fused.attention, fused.attention_unless),
+    (rope_from_p, fused.rope, fused.rope_unless),
+    (quantize_affine_p, fused.quantize, fused.quantize_unless),
     (dequantize_affine_p, fused.dequantize, fused.dequantize_unless),
     (affine_matmul_p, fused.quantized_matmul, fused.quantized_matmul_unless),
 )

@@ -107,6 +107,8 @@ def symbol(op: Any, attribute: str) -> str:
 
 
 def text(op: Any, attribute: str) -> str:
+    if attribute not in op.attributes:
+        return ""
     return ir.StringAttr(op.attributes[attribute]).value
 
 

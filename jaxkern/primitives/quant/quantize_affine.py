@@ -55,11 +55,6 @@ def quantize_affine(
             f"quantize_affine: `quantizer` must be one of {', '.join(QUANTIZERS)}, "
             f"got {quantizer!r}."
         )
-    d = w.shape[-1]
-    if d % group_size:
-        raise TypeError(
-            f"quantize_affine: d = {d} is not a multiple of group_size {group_size}."
-        )
     parts = quantize_affine_p(
         w, bits=bits, group_size=group_size, quantizer=quantizer, packed=packed
     )
@@ -77,6 +72,10 @@ def quantize_affine_reference(
     UInt[Array, "... words"], Float[Array, "... groups"], Float[Array, "... groups"]
 ]:
     *lead, d = w.shape
+    if d % group_size:
+        raise TypeError(
+            f"quantize_affine: d = {d} is not a multiple of group_size {group_size}."
+        )
     groups = at_least_f32(w).reshape(*lead, d // group_size, group_size)
     scale, bias, code = QUANTIZERS[quantizer](groups, 2**bits - 1)
     codes = code.reshape(*lead, d).astype(jnp.uint8)
