@@ -31,7 +31,8 @@ Gradient: "own" is a backward formula of the operator, which a kernel can take o
 "linear" means that the transpose is the operator's own; "reference" that JAX
 differentiates the reference; "composed" that the function is made of operators with
 gradients; "JAX" that the function is JAX's. A kernel stands with the platform that has
-one; elsewhere the reference runs. "on request": not every test of it has passed on a GPU
+one; elsewhere the reference runs. "mps": the fused kernels of jax-mps, where it is
+installed; see docs/apple.md. "on request": not every test of it has passed on a GPU
 yet, so it runs only under `backend("triton")`.
 
 Conventions that differ between systems are arguments, or are fixed as in this table:

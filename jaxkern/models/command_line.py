@@ -1,6 +1,7 @@
-"""The command line: `jaxkern generate` and `jaxkern info`."""
+"""The command line: `jaxkern generate`, `jaxkern info` and `jaxkern apple check`."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import resource
@@ -64,6 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="say what a GGUF file holds")
     info.set_defaults(run=_info)
     info.add_argument("file", metavar="FILE.gguf")
+
+    apple = commands.add_parser("apple", help="what runs on Apple GPUs")
+    check = apple.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "check", help="lower for an Apple plugin and list what it would refuse"
+    )
+    check.set_defaults(run=_apple_check)
+    add = check.add_argument
+    add("target", nargs="?", metavar="FILE.gguf|OP", help="default: every op")
+    add("--platform", default="mps", help="mps (default), metal, mtl or METAL")
+    add("--fused", action="store_true", help="as if jax-mps 0.11.1 were installed")
     return parser
 
 
@@ -92,6 +103,19 @@ def _info(options: argparse.Namespace) -> int:
 
     rich.print(describe(options.file))
     return 0
+
+
+def _apple_check(options: argparse.Namespace) -> int:
+    """Returns 1 if there is a hard finding."""
+    from jaxkern.lowering.apple import assume_jax_mps
+    from jaxkern.models.apple_check import reports_of
+
+    hard = 0
+    with assume_jax_mps() if options.fused else contextlib.nullcontext():
+        for name, report in reports_of(options.target, options.platform):
+            print(f"{name}: {report}")
+            hard += len(report.hard)
+    return 1 if hard else 0
 
 
 def _generate(options: argparse.Namespace) -> int:

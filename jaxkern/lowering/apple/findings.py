@@ -109,7 +109,8 @@ def check(f: Callable, *args: Any, platform: str = "mps", **kwargs: Any) -> Repo
       A `Report`; print it, or read `hard` and `findings`.
 
     Raises:
-      ValueError: unknown platform.
+      ValueError: unknown platform, or something that JAX itself cannot lower for it,
+        such as a callback to the host.
     """
     if platform not in PLUGINS:
         raise ValueError(

@@ -106,7 +106,9 @@ PLUGINS = {
             "metaljax 0.11.3",
             PORTABLE | LIVING | COLLECTIVES | {"dot", "if"},
             DTYPES | SMALL_DTYPES | {"complex<f32>"},
-            frozenset(f"chlo.{n}" for n in ("erf", "erf_inv", "erfc", "square")),
+            frozenset(
+                f"chlo.{n}" for n in ("erf", "erf_inv", "erfc", "square", "top_k")
+            ),
             frozenset(
                 {
                     "Sharding",

@@ -71,7 +71,7 @@ BODIES = (
         "scan": ("jaxpr",),
         "while": ("cond_jaxpr", "body_jaxpr"),
         "cond": ("branches",),
-        "checkpoint": ("jaxpr",),
+        "remat2": ("jaxpr",),
         "jit": ("jaxpr",),
     }
     | dict.fromkeys(INLINED[1:], ("call_jaxpr",))
@@ -123,7 +123,7 @@ def bind(eqn: Any, rewrites: dict, operands: list) -> list:
     if name in INLINED:  # the function is lowered, not differentiated
         (body,) = bodies(eqn)
         return evaluate(body, rewrites, *operands)
-    if name == "checkpoint":
+    if name == "remat2":
         options = {k: params[k] for k in ("prevent_cse", "policy")}
         return jax.checkpoint(run(params["jaxpr"], rewrites), **options)(*operands)
 

@@ -23,20 +23,20 @@ class Draw:
         return jnp.asarray(self.generator.standard_normal(shape), jnp.float32)
 
 
-def samples() -> dict[str, Call]:
-    """By the name of the primitive; other calls of it have a word behind a colon."""
-    x = Draw()
-    return (
-        norms(x)
-        | activations(x)
-        | positions_and_attention(x)
-        | caches(x)
-        | quantised(x)
-        | experts(x)
-        | recurrences(x)
-        | vision(x)
-        | selection(x)
-    )
+def samples(primitive: str | None = None) -> dict[str, Call]:
+    """By the name of the primitive; other calls of it have a word behind a colon.
+
+    Args:
+      primitive: only its calls.
+    """
+    found: dict[str, Call] = {}
+    for group in GROUPS:
+        for name, call in group(Draw()).items():
+            if primitive in (None, name.partition(":")[0]):
+                found[name] = call
+        if primitive is not None and found:
+            break
+    return found
 
 
 def norms(x: Draw) -> dict[str, Call]:
@@ -105,7 +105,7 @@ def positions_and_attention(x: Draw) -> dict[str, Call]:
     table = jnp.array([[1, 2], [3, 0]])
     codec = jk.IntCodec()
 
-    def over_codes(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def over_codes(q: jax.Array, k: jax.Array, v: jax.Array):
         key, value = (jk.quantize_vectors(a, codec) for a in (k, v))
         return jk.quantized_cache_attention(q, key, value, kv_lengths=lengths)
 
@@ -278,3 +278,16 @@ def selection(x: Draw) -> dict[str, Call]:
             (x(4), x(4), x(4), x(4) ** 2),
         ),
     }
+
+
+GROUPS = (
+    norms,
+    activations,
+    recurrences,
+    vision,
+    selection,
+    experts,
+    positions_and_attention,
+    caches,
+    quantised,
+)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.export import DisabledSafetyCheck, Exported
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
+from jax.extend.mlir.dialects import sdy, stablehlo
 
 UNCHECKED = (DisabledSafetyCheck.platform(), DisabledSafetyCheck.custom_call("ALL"))
 
@@ -36,6 +36,7 @@ class Module:
     def __init__(self, artifact: bytes):
         self.context = ir.Context()
         stablehlo.register_dialect(self.context)
+        sdy.register_dialect(self.context)  # shardings, also of one device
         module = stablehlo.deserialize_portable_artifact(self.context, artifact)
         self.module = module
         self.functions = {

@@ -55,10 +55,10 @@ def quantize_affine(
             f"quantize_affine: `quantizer` must be one of {', '.join(QUANTIZERS)}, "
             f"got {quantizer!r}."
         )
-    parts = quantize_affine_p(
+    codes, scales, biases = quantize_affine_p(
         w, bits=bits, group_size=group_size, quantizer=quantizer, packed=packed
     )
-    return AffineTensor(*parts, bits, group_size)
+    return AffineTensor(codes, scales, biases, bits, group_size)
 
 
 def quantize_affine_reference(

@@ -13,21 +13,20 @@ from jaxkern.lowering.apple.findings import check_module
 from jaxkern.lowering.apple.plugins import PLUGINS
 from jaxkern.lowering.apple.wire import export
 from tests import checks
-from tests.test_every_op import FIRST_OF_FAMILY, OPS, family, is_small
+from tests.test_every_op import FIRST_OF_FAMILY, OPS, is_small
 
 KNOWN = {  # on a plugin that no supported jax can load: reported, not cured
     "METAL": {"fft", "gated_delta_step", "softmax_sample", "solve_unit_lower"}
 }
 
 
-def cases(platform):
-    """The first op of each family in `make test`, all with all cases in `test-full`."""
+def cases(*on):
+    """All cases of all ops for `make test-full`, `on` are those for `make test`."""
     for p in OPS:
-        kept = [case for case in checks.cases_of(p) if is_small(p, case)]
-        for k, case in enumerate(kept):
-            first = FIRST_OF_FAMILY[family(p)] is p and platform == "mps" and k == 0
-            full = [pytest.mark.full] if not first or case.full else []
-            yield pytest.param(p, case, id=f"{p.name}-{case.name}", marks=full)
+        for case in filter(functools.partial(is_small, p), checks.cases_of(p)):
+            name = f"{p.name}-{case.name}"
+            marks = [] if name in on else [pytest.mark.full]
+            yield pytest.param(p, case, id=name, marks=marks)
 
 
 def every_direction(p, case, operands):
@@ -55,14 +54,22 @@ def check_op(platform, p, case):
     checks.same(actual_grads, grads, 64, what=f"{p.name} for {platform}: gradient")
 
 
-@pytest.mark.parametrize("p, case", list(cases("mps")))
+@pytest.mark.parametrize("p, case", list(cases("update_paged_kv_cache-plain")))
 def test_mps(p, case):
     check_op("mps", p, case)
 
 
-@pytest.mark.parametrize("p, case", list(cases("metal")))
+@pytest.mark.parametrize("p, case", list(cases()))
 def test_metal(p, case):
     check_op("metal", p, case)
+
+
+def test_the_first_op_of_each_family_is_clean():
+    for p in FIRST_OF_FAMILY.values():
+        case = checks.cases_of(p)[0]
+        _, _, exported = lowered(p, case, "mps")
+        report = check_module(exported.mlir_module_serialized, PLUGINS["mps"])
+        assert report.findings == (), f"{p.name}: {report}"
 
 
 @pytest.mark.full
