@@ -20,7 +20,8 @@ residuals), `rms_norm_tangent` (linear in the tangents, so that forward mode wor
     batching        folded into `...` where that is exact, else recorded in the equation
                     and applied with `jax.vmap` at lowering
     dead code       `fwd` without used residuals is the op; unused gradients are dropped
-    lowering        the reference, until `jaxkern.lowering` adds a row for a kernel
+    lowering        the reference, until `jaxkern.lowering` adds a row for a kernel, or
+                    a rewrite for a platform that computes a part of it wrongly
 
 The second and higher derivatives differentiate the references.
 

@@ -120,7 +120,7 @@ def element_types(op: Any) -> Iterator[str]:
             yield str(value.type.element_type)
 
 
-MACHINERY = ("kernel_primitive.py", "wire.py", "portable.py")
+MACHINERY = ("kernel_primitive.py", "wire.py", "portable.py", "/findings.py")
 FRAME = re.compile(r'"([^"]+\.py)":(\d+)')
 NAME = re.compile(r'^loc\("([^"]*)"')
 
