@@ -16,13 +16,12 @@ def poison(*like):
 
 
 def check_against_float64(f, *operands, slack=1.0):
-    """Values and gradients by kernels against the reference in float64."""
+    """Values and gradients by kernels against the reference in float64 on the CPU."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(f, *operands)
-    shapes = shapes if isinstance(shapes, tuple) else (shapes,)
+    shapes = as_tuple(jax.eval_shape(f, *operands))
     cotangents = [jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in shapes]
 
-    def run(*xs):
+    def run(cotangents, *xs):
         y, pull = jax.vjp(lambda *a: as_tuple(f(*a)), *xs)
         return y, pull(
             tuple(c.astype(v.dtype) for c, v in zip(cotangents, y, strict=True))
@@ -30,9 +29,12 @@ def check_against_float64(f, *operands, slack=1.0):
 
     poison(*operands)
     with backend("triton", strict=True):
-        found = jax.jit(run)(*operands)
-    with jax.enable_x64(True), backend("xla"):
-        truth = jax.jit(run)(*(jnp.asarray(x, jnp.float64) for x in operands))
+        found = jax.jit(run)(cotangents, *operands)
+    cpu = jax.devices("cpu")[0]
+    with jax.enable_x64(True), backend("xla"), jax.default_device(cpu):
+        truth = jax.jit(run)(
+            *jax.tree.map(lambda x: np.asarray(x, np.float64), (cotangents, *operands))
+        )
     tolerance = EPSILON[operands[0].dtype.name]
     for y, t in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
