@@ -103,7 +103,7 @@ def gradient_of(p: KernelPrimitive) -> str:
 
 def kernels(path: str) -> str:
     found = {
-        f"{platform} ({row.backend}{', on request' if row.on_request else ''})"
+        f"{platform} ({row.backend})"
         for p in primitives_of(path)
         for platform, platform_rows in p.rows.items()
         for row in platform_rows

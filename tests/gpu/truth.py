@@ -16,8 +16,12 @@ def poison(*like):
 
 
 def check_against_float64(f, *operands, slack=1.0):
-    """Values and gradients by kernels against the reference in float64 on the CPU."""
-    rng = np.random.default_rng(0)
+    """Values and gradients by kernels against the reference in float64 on the CPU.
+
+    Errors stay below `slack` roundings of the dtype, or 1.5 times those of XLA.
+    """
+    # a seed of its own: where dy is x, the gradients of norms cancel
+    rng = np.random.default_rng(2718)
     shapes = as_tuple(jax.eval_shape(f, *operands))
     cotangents = [jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in shapes]
 
@@ -35,12 +39,23 @@ def check_against_float64(f, *operands, slack=1.0):
         truth = jax.jit(run)(
             *jax.tree.map(lambda x: np.asarray(x, np.float64), (cotangents, *operands))
         )
-    tolerance = EPSILON[operands[0].dtype.name]
+    limit = slack * EPSILON[operands[0].dtype.name]
+    errors = relative_errors(found, truth)
+    if max(errors) >= limit:  # a cancellation costs the reference as many digits
+        with backend("xla"):
+            plain = relative_errors(jax.jit(run)(cotangents, *operands), truth)
+        for y, error, its in zip(jax.tree.leaves(found), errors, plain, strict=True):
+            assert error < max(limit, 1.5 * its), (y.shape, error, its)
+
+
+def relative_errors(found, truth):
+    """||y - truth|| / ||truth|| of every result; of what is near zero, less."""
+    errors = []
     for y, t in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
         size = max(np.linalg.norm(t.ravel()), 1e-2 * t.size**0.5)
-        error = np.linalg.norm((y - t).ravel()) / size
-        assert error < tolerance * slack, (y.shape, error)
+        errors.append(np.linalg.norm((y - t).ravel()) / size)
+    return errors
 
 
 def as_tuple(y):
