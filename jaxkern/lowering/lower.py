@@ -154,11 +154,13 @@ def choose(
     rows = p.rows.get(platform, ())
     wanted = call.backend.name
     named = named_operands(p, avals, call) | static
+    # under vmap the operands' shapes do not say how large the work is
+    auto_alone = wanted == "auto" and not call.vmaps
     refused, slower = [], []
     for row in rows:
         if reason := refusal(p, row, avals, call, named):
             refused.append(f"{row.title}: {reason}")
-        elif wanted == "auto" and (reason := row.slower(**named)):
+        elif auto_alone and (reason := row.slower(**named)):
             slower.append(f"{row.title}: XLA is faster, {reason}")
         else:
             return Choice(row, (*refused, *slower))
