@@ -66,7 +66,7 @@ class BufferPool:
             )
         key = (array.shape, array.dtype, array.sharding)
         zeroed = zeros_in_place(array.sharding)(array)
-        if not array.is_deleted():  # a platform that does not donate
+        if not array.is_deleted():  # NumPy looks at it, or the platform cannot donate
             array.delete()
         with self._lock:
             self._free[key].append(zeroed)

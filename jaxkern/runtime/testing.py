@@ -112,7 +112,8 @@ def reference(op: str | Callable) -> Callable:
 
         y = reference("rms_norm")(x, weight)  # numpy, float64
 
-    Its reference, not a kernel, runs on float64 copies of the operands' values.
+    Its reference, not a kernel, runs on float64 copies of the operands' values; an
+    option such as `dtype=` counts as ever.
 
     Args:
       op: a name, a public function, a primitive, or any traceable function.

@@ -128,9 +128,10 @@ def spread(sharding: Any, params: Any) -> list[Sharding | None]:
     def is_target(s: Any) -> bool:
         return s is None or isinstance(s, Sharding | jax.Device)
 
-    each = jax.tree.broadcast(
-        sharding, jax.tree.map(lambda _: 0, params, is_leaf=is_container), is_target
-    )
+    def of_part(s: Any, part: Any) -> list:
+        return [s] * len(jax.tree.leaves(part, is_leaf=is_container))
+
+    each = jax.tree.map(of_part, sharding, params, is_leaf=is_target)
     return [
         jax.sharding.SingleDeviceSharding(s) if isinstance(s, jax.Device) else s
         for s in jax.tree.leaves(each, is_leaf=is_target)

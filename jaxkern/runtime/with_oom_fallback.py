@@ -174,8 +174,11 @@ class Fallback:
         """Results on `to`, computed there."""
         to = "cpu" if self.to is None else self.to
         device = jax.devices(to)[0] if isinstance(to, str) else to
+        there = jax.sharding.SingleDeviceSharding(
+            device
+        )  # a bare device keeps the mesh
         args, kwargs = jax.tree.map(
-            lambda x: jax.device_put(x, device) if is_array(x) else x, (args, kwargs)
+            lambda x: jax.device_put(x, there) if is_array(x) else x, (args, kwargs)
         )
         with jax.default_device(device), memory_limit(None):
             return self.jitted(*args, **kwargs)
@@ -229,8 +232,15 @@ class Fallback:
     def axes_of(self, args: tuple) -> tuple[list, int]:
         """For each leaf of the arguments its axis or None, and the common size."""
         axis = tuple(self.axis) if isinstance(self.axis, list | tuple) else self.axis
-        spread = jax.tree.broadcast(axis, args, is_leaf=lambda a: a is None)
-        axes = jax.tree.leaves(spread, is_leaf=lambda a: a is None)
+
+        def is_whole(a: Any) -> bool:
+            return a is None
+
+        def of_part(a: int | None, part: Any) -> list:
+            return [a] * len(jax.tree.leaves(part))
+
+        spread = jax.tree.map(of_part, axis, args, is_leaf=is_whole)
+        axes = jax.tree.leaves(spread, is_leaf=is_whole)
         sizes = {
             jnp.shape(x)[a]
             for x, a in zip(jax.tree.leaves(args), axes, strict=True)
