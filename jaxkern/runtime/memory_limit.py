@@ -132,21 +132,26 @@ def limited(f: Callable) -> Callable:
     Called under a transformation it is part of the outer program, which is not asked.
 
     Args:
-      f: a traceable function, or the result of `jax.jit` with its donations.
+      f: a traceable function, the result of `jax.jit` with its donations, or an
+        executable: a `jax.stages.Compiled`, or what has one as its `compiled`.
 
     Returns:
       The function; it raises MemoryLimitExceeded before anything runs or is donated.
     """
-    jitted = f if hasattr(f, "trace") else jax.jit(f)
-    name = getattr(f, "__name__", repr(f))
-    planned = PlannedMemory(jitted, name)
+    name = getattr(f, "__name__", type(f).__name__)
+    compiled = getattr(f, "compiled", f)
+    if isinstance(compiled, jax.stages.Compiled):
+        run, planned = f, CompiledMemory(compiled, name)
+    else:
+        run = f if hasattr(f, "trace") else jax.jit(f)
+        planned = PlannedMemory(run, name)
 
     @functools.wraps(f)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if _limit.get() is not None or fault_points.armed:
             if not any(map(is_tracer, jax.tree.leaves((args, kwargs)))):
                 planned.check(*args, **kwargs)
-        return jitted(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return checked
 
@@ -155,12 +160,31 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+class CompiledMemory:
+    """What XLA planned for an executable, and its check."""
+
+    def __init__(self, compiled: jax.stages.Compiled, name: str):
+        self.breakdown, self.name = planned_bytes(compiled), name
+        shardings = (compiled.output_shardings, compiled.input_shardings)
+        devices = [d for s in jax.tree.leaves(shardings) for d in s.device_set]
+        self.devices = frozenset(devices or [default_device()])
+
+    def check(self, *args: Any, **kwargs: Any) -> None:
+        """Raises MemoryLimitExceeded if the call would exceed the limit in force."""
+        leaves = jax.tree.leaves((args, kwargs))
+        away = sum(bytes_to_move(x, self.devices) for x in leaves)
+        need = {"arguments": away, **self.breakdown}
+        check_request(need, self.devices, self.name)
+        fault_points.hit("execute")
+
+
 class PlannedMemory:
     """What XLA planned for each signature of a jitted function, and its check."""
 
     def __init__(self, jitted: Any, name: str):
         self.jitted, self.name = jitted, name
-        self.plans: collections.OrderedDict[tuple, tuple] = collections.OrderedDict()
+        self.plans: collections.OrderedDict[tuple, CompiledMemory]
+        self.plans = collections.OrderedDict()
         self.lock = threading.Lock()
 
     def check(self, *args: Any, **kwargs: Any) -> None:
@@ -175,16 +199,12 @@ class PlannedMemory:
             plan = self.plans.get(key)
         if plan is None:
             fault_points.hit("compile")
-            compiled = traced.lower().compile()
-            plan = planned_bytes(compiled), devices_of(compiled)
+            plan = CompiledMemory(traced.lower().compile(), self.name)
             with self.lock:
                 self.plans[key] = plan
                 if len(self.plans) > MAX_PLANS:
                     self.plans.popitem(last=False)
-        breakdown, devices = plan
-        away = sum(bytes_to_move(x, devices) for x in leaves)
-        check_request({"arguments": away, **breakdown}, devices, self.name)
-        fault_points.hit("execute")
+        plan.check(*args, **kwargs)
 
 
 def planned_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
@@ -201,12 +221,6 @@ def planned_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
         "code": plan.generated_code_size_in_bytes,
         "donated": -plan.alias_size_in_bytes,
     }
-
-
-def devices_of(compiled: jax.stages.Compiled) -> Set[jax.Device]:
-    shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))
-    found = frozenset().union(*(s.device_set for s in shardings))
-    return found or frozenset([default_device()])
 
 
 def bytes_to_move(x: Any, devices: Set[jax.Device]) -> int:

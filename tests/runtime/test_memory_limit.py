@@ -81,6 +81,17 @@ def test_arguments_that_are_not_on_the_device_count():
         assert e.value.breakdown["arguments"] == away
 
 
+def test_an_executable_is_asked_too(quiet_memory):
+    x = jnp.arange(64.0)
+    compiled = jax.jit(table).lower(x).compile()
+    f = limited(compiled)
+    used = allocated_bytes()
+    with memory_limit(used + 64 * 64 * 4 - 1), pytest.raises(MemoryLimitExceeded):
+        f(x)
+    with memory_limit(used + 64 * 64 * 4):
+        np.testing.assert_array_equal(f(x), np.outer(x, x))
+
+
 def test_bytes_of_one_device_of_a_mesh():
     mesh = jax.make_mesh((8,), ("m",))
     x = jax.device_put(jnp.zeros((64, 10)), NamedSharding(mesh, P("m")))
