@@ -1,5 +1,10 @@
 """Limits and fallbacks where memory really ends: on an NVIDIA GPU."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,90 +16,37 @@ from jaxkern.runtime import (
     BufferPool,
     MemoryLimitExceeded,
     allocated_bytes,
-    events,
     implementations,
     limited,
     memory_limit,
     policy,
-    stats,
     upload,
     with_oom_fallback,
 )
+from tests.gpu.full_device import medians, operands, truth
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
 ]
-FREE = 96 << 20  # what `full_device` leaves
-ROWS, COLUMNS = 1 << 15, 1 << 10  # sorted: 128 MB of float32, and as much again
 
 
-@pytest.fixture
-def full_device():
-    """All memory of the device taken but for about FREE bytes."""
-    device = jax.devices()[0]
-    jnp.zeros(()).block_until_ready()
-    memory = device.memory_stats()
-    if memory is None or "bytes_limit" not in memory:
-        pytest.skip("the allocator does not say its limit")
-    ballast = []
-    left = memory["bytes_limit"] - memory["bytes_in_use"] - FREE
-    piece = left
-    while left > FREE and piece > FREE:
-        try:
-            size = min(piece, left)
-            ballast.append(jnp.zeros(size, jnp.uint8).block_until_ready())
-            left -= size
-        except jax.errors.JaxRuntimeError:
-            piece //= 2  # in pieces where one does not fit
-    yield
-    for x in ballast:
-        x.delete()
-
-
-def medians(x, y):
-    """Of each row of an outer sum: little in, little out, much between."""
-    rows = jnp.sort(x[:, None] + jnp.sin(x[:, None] * y[None, :]), axis=-1)
-    return rows[:, COLUMNS // 2]
-
-
-def operands():
-    rng = np.random.default_rng(0)
-    return (
-        jnp.asarray(rng.uniform(1, 2, ROWS), jnp.float32),
-        jnp.asarray(rng.standard_normal(COLUMNS), jnp.float32),
+def test_a_full_device_falls_back_to_the_host_and_works_in_parts():
+    """In a process with a hundredth of the GPU: the others keep their memory."""
+    share = {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.01",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "JAX_PLATFORMS": "cuda,cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.full_device"],
+        env={**os.environ, **share},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
     )
-
-
-def truth(x, y, rows):
-    x, y = np.float64(x)[rows, None], np.float64(y)[None]
-    return np.sort(x + np.sin(x * y), axis=-1)[:, COLUMNS // 2]
-
-
-def test_a_full_device_falls_back_to_the_host(full_device):
-    told, (x, y) = [], operands()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        jax.jit(medians)(x, y).block_until_ready()
-    f = with_oom_fallback(jax.jit(medians, donate_argnums=0), name="on_host")
-    with events.subscribe(told.append, kinds=("fallback",)):
-        out = f(x, y)
-    assert out.devices() == x.devices() and not x.is_deleted()
-    assert stats().oom_fallbacks["on_host", "RESOURCE_EXHAUSTED"] == 1
-    assert "ran to cpu" in told[0].reason
-    rows = slice(0, 64)
-    np.testing.assert_allclose(out[rows], truth(x, y, rows), rtol=1e-5)
-
-
-def test_a_full_device_works_in_parts(full_device):
-    x, y = operands()
-    f = with_oom_fallback(
-        medians, to=None, then=("chunk",), axis=(0, None), name="in_parts"
-    )
-    out = f(x, y)
-    assert out.devices() == x.devices() and out.shape == (ROWS,)
-    assert stats().oom_fallbacks["in_parts", "RESOURCE_EXHAUSTED"] == 1
-    for rows in (slice(0, 16), slice(ROWS // 2 - 8, ROWS // 2 + 8), slice(-16, None)):
-        np.testing.assert_allclose(out[rows], truth(x, y, rows), rtol=1e-5)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "both ways on a full device" in done.stdout
 
 
 def test_results_stay_in_host_memory_of_the_device():
@@ -114,7 +66,7 @@ def test_the_limit_refuses_before_anything_runs():
         jax.debug.callback(lambda: runs.append(0))
         return jnp.outer(x, x)
 
-    f, x = limited(seen), jnp.arange(4096.0)
+    f, x = limited(seen), jnp.arange(4096.0).block_until_ready()
     used = allocated_bytes()
     assert used == jax.devices()[0].memory_stats()["bytes_in_use"] > 0
     with memory_limit(used + (1 << 20)), pytest.raises(MemoryLimitExceeded) as e:
