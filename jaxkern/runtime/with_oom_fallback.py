@@ -41,7 +41,8 @@ def with_oom_fallback(
     - `to`: on that platform or device, its inputs copied there.
     - "chunk": on the same device, in 2, 4, 8 ... parts along `axis`; each part's
       results wait in host memory. `f` must treat what lies along `axis` separately, as
-      under `jax.vmap`; shapes are checked, independence is not.
+      under `jax.vmap`; shapes are checked, independence is not. An explicit mesh that
+      cuts `axis` must divide the parts.
     - "offload": as "chunk" (without `axis` on `to`), and the results stay in the
       host memory of their device (`pinned_host`): for results that do not fit.
 

@@ -16,10 +16,10 @@ from jaxkern.runtime import (
     memory_limit,
 )
 
-pytestmark = pytest.mark.smoke
 SPEC = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
 
 
+@pytest.mark.smoke
 def test_memory_comes_back_zeroed_and_use_after_release_is_an_error():
     pool = BufferPool()
     x = pool.acquire(SPEC)

@@ -10,7 +10,6 @@ from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.runtime import implementations
 
-pytestmark = pytest.mark.smoke
 X = jax.ShapeDtypeStruct((4, 256), jnp.float32)
 
 

@@ -20,13 +20,12 @@ from jaxkern.runtime import (
 )
 from jaxkern.runtime.memory_limit import current_limit
 
-pytestmark = pytest.mark.smoke
-
 
 def table(x):
     return x[:, None] * x[None, :]  # n floats in, n * n out
 
 
+@pytest.mark.smoke
 def test_the_limit_is_exact_and_nothing_runs_beyond_it(quiet_memory):
     runs = []
 
@@ -110,6 +109,7 @@ def test_live_arrays_count_a_buffer_once(quiet_memory):
     assert allocated_bytes() == before
 
 
+@pytest.mark.smoke
 def test_a_signature_is_compiled_once_and_outside_a_block_nothing_is_asked():
     compiled = []
     f, x = limited(table), jnp.arange(7.0)

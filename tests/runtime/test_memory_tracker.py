@@ -7,8 +7,6 @@ import pytest
 from jaxkern.runtime import MemoryLimitExceeded, MemoryTracker
 from jaxkern.runtime.testing import inject_faults
 
-pytestmark = pytest.mark.smoke
-
 
 def test_a_refused_reservation_leaves_the_counter():
     tracker = MemoryTracker(100)

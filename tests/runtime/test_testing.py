@@ -13,7 +13,6 @@ from jaxkern.runtime import limited, with_oom_fallback
 from jaxkern.runtime.fault_points import armed, hit
 from jaxkern.runtime.testing import inject_faults, reference
 
-pytestmark = pytest.mark.smoke
 X = jnp.asarray(np.random.default_rng(1).standard_normal((3, 8)), jnp.float32)
 
 
@@ -51,6 +50,7 @@ def test_compile_fails_once_for_a_signature():
     assert plan.hits == 3  # the failed signature, it again, the second one
 
 
+@pytest.mark.smoke
 def test_an_op_fails_eagerly_and_in_guarded_programs_only():
     eager, jitted = rms_norm_p.impl, jax.jit(rms_norm)
     guarded = limited(lambda x: jax.grad(lambda x: rms_norm(x).sum())(x))

@@ -14,7 +14,6 @@ from jaxkern.runtime import MemoryLimitExceeded, allocated_bytes, memory_limit, 
 from jaxkern.runtime import policy as policy_
 from jaxkern.runtime.testing import inject_faults
 
-pytestmark = pytest.mark.smoke
 RNG = np.random.default_rng(0)
 
 
@@ -37,7 +36,9 @@ def test_the_second_time_nothing_moves():
     assert all(jax.tree.leaves(same)) and first["layers"][1] is None
 
 
-@pytest.mark.parametrize("name", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize(
+    "name", ["bf16", *(pytest.param(n, marks=pytest.mark.full) for n in ("f32", "f16"))]
+)
 def test_matrices_take_the_dtype_of_the_policy(name):
     out, report = upload(params(), policy=name)
     w = out["layers"][0]

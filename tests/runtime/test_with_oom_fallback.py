@@ -21,7 +21,6 @@ from jaxkern.runtime import (
 )
 from jaxkern.runtime.testing import inject_faults
 
-pytestmark = pytest.mark.smoke
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 
 
@@ -51,6 +50,7 @@ def test_to_the_host_and_back_to_the_device_of_the_inputs():
     assert event.name == "scaled" and "ran to cpu after: RESOURCE" in event.reason
 
 
+@pytest.mark.smoke
 def test_d34_each_op_that_falls_back_is_counted_and_other_errors_are_raised():
     f = with_oom_fallback(scaled, name="d34")
     g = with_oom_fallback(lambda x: x + 1, name="without_norm")
@@ -68,6 +68,7 @@ def test_d34_each_op_that_falls_back_is_counted_and_other_errors_are_raised():
     assert fallbacks("d34") == 2
 
 
+@pytest.mark.smoke
 def test_a_real_allocation_that_fails():
     """The device has no 2**50 bytes: neither way fits, both are named."""
 
@@ -82,6 +83,7 @@ def test_a_real_allocation_that_fails():
     assert fallbacks("huge") == 1 and x + 1 == 2
 
 
+@pytest.mark.smoke
 def test_a_donated_input_is_never_lost():
     step = jax.jit(lambda cache, x: cache.at[0].set(x), donate_argnums=0)
     f = with_oom_fallback(step, name="step")
@@ -94,7 +96,7 @@ def test_a_donated_input_is_never_lost():
     assert not out.is_deleted()
 
 
-@pytest.mark.parametrize("n", [6, 5, 1])
+@pytest.mark.parametrize("n", [pytest.param(6, marks=pytest.mark.full), 5, 1])
 def test_in_parts_until_they_fit(n):
     """Fails whole and in halves: quarters fit; the scale is taken whole."""
     x = jnp.asarray(X[:n])

@@ -10,7 +10,6 @@ import pytest
 from jaxkern import attention, linear, quantize_fp8, rms_norm, softmax
 from jaxkern.primitives.linear.policy import Policy, current_policy, policy
 
-pytestmark = pytest.mark.smoke
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((3, 64)), jnp.float32)
 W = jnp.asarray(RNG.standard_normal((8, 64)), jnp.float32)
@@ -26,7 +25,7 @@ def rounded(a, dtype):
     [
         ("f32", "float32", "float32"),
         ("bf16", "bfloat16", "bfloat16"),
-        ("f16", "float16", "float16"),
+        pytest.param("f16", "float16", "float16", marks=pytest.mark.full),
         ("fp8", "bfloat16", "float8_e4m3fn"),
     ],
 )
