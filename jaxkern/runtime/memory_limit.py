@@ -239,7 +239,8 @@ def check_request(
     if limit is None:
         return
     requested = sum(breakdown.values())
-    allocated = max(map(allocated_bytes, devices))
+    here = [d for d in devices if d.process_index == jax.process_index()]
+    allocated = max(map(allocated_bytes, here), default=0)
     if allocated + requested > limit:
         error = MemoryLimitExceeded(requested, allocated, limit, breakdown, name)
         events.record_refusal(name, requested, str(error))
