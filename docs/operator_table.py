@@ -85,6 +85,8 @@ def primitives_of(path: str) -> list[KernelPrimitive]:
 def gradient(path: str) -> str:
     if not path.startswith("jaxkern."):
         return "JAX"
+    if path.startswith("jaxkern.runtime."):
+        return "-"
     found = primitives_of(path)
     if not found:
         return "composed"

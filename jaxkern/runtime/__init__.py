@@ -1,0 +1,41 @@
+"""What a user sees of the runtime: bounds, fallbacks, dtypes, uploads, events.
+
+Nothing here costs anything until it is called.
+"""
+
+from jaxkern.primitives.linear.policy import Policy, current_policy, policy
+from jaxkern.runtime import events, testing
+from jaxkern.runtime.buffer_pool import BufferPool
+from jaxkern.runtime.compilation_cache import enable_compilation_cache
+from jaxkern.runtime.events import reset_stats, stats
+from jaxkern.runtime.implementations import implementations
+from jaxkern.runtime.memory_limit import (
+    MemoryLimitExceeded,
+    allocated_bytes,
+    limited,
+    memory_limit,
+)
+from jaxkern.runtime.memory_tracker import MemoryTracker
+from jaxkern.runtime.upload import UploadReport, upload
+from jaxkern.runtime.with_oom_fallback import with_oom_fallback
+
+__all__ = [
+    "BufferPool",
+    "MemoryLimitExceeded",
+    "MemoryTracker",
+    "Policy",
+    "UploadReport",
+    "allocated_bytes",
+    "current_policy",
+    "enable_compilation_cache",
+    "events",
+    "implementations",
+    "limited",
+    "memory_limit",
+    "policy",
+    "reset_stats",
+    "stats",
+    "testing",
+    "upload",
+    "with_oom_fallback",
+]
