@@ -153,15 +153,12 @@ def choose(
     """The first row that does not refuse; raises under strict if none runs."""
     rows = p.rows.get(platform, ())
     wanted = call.backend.name
-    named = named_operands(p, avals, call) | static
-    # under vmap the operands' shapes do not say how large the work is
-    auto_alone = wanted == "auto" and not call.vmaps
     refused, slower = [], []
     for row in rows:
-        if reason := refusal(p, row, avals, call, named):
+        if reason := refusal(p, row, avals, call, static):
             refused.append(f"{row.title}: {reason}")
-        elif auto_alone and (reason := row.slower(**named)):
-            slower.append(f"{row.title}: XLA is faster, {reason}")
+        elif reason := why_slower(p, row, avals, call, static):
+            slower.append(f"{row.title}: {reason}")
         else:
             return Choice(row, (*refused, *slower))
     if wanted not in ("auto", "xla") and all(r.backend != wanted for r in rows):
@@ -174,6 +171,27 @@ def choose(
     return Choice(None, (*refused, *slower))
 
 
+def refusal(
+    p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
+) -> str | None:
+    """Why the row cannot run, or None."""
+    if call.backend.name not in ("auto", row.backend):
+        return f"backend is {call.backend.name}"
+    named = named_operands(p, avals, call)
+    return row.unless(**named, **static) or refusal_by_type(p, call, avals)
+
+
+def why_slower(
+    p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
+) -> str | None:
+    """Why "auto" prefers the reference, or None."""
+    # under vmap the operands' shapes do not say how large the work is
+    if call.backend.name != "auto" or call.vmaps:
+        return None
+    reason = row.slower(**named_operands(p, avals, call), **static)
+    return reason and f"XLA is faster, {reason}"
+
+
 def named_operands(
     p: KernelPrimitive, avals: Sequence, call: Call
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
@@ -184,14 +202,6 @@ def named_operands(
         depth = sum(level[i] is not None for level in call.vmaps)
         named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
     return named
-
-
-def refusal(
-    p: KernelPrimitive, row: Row, avals: Sequence, call: Call, named: dict
-) -> str | None:
-    if call.backend.name not in ("auto", row.backend):
-        return f"backend is {call.backend.name}"
-    return row.unless(**named) or refusal_by_type(p, call, avals)
 
 
 def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):

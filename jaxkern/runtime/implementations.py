@@ -8,7 +8,7 @@ import jax
 
 import jaxkern
 from jaxkern.lowering.explain import default_platform, equations
-from jaxkern.lowering.lower import refusal
+from jaxkern.lowering.lower import refusal, why_slower
 from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive, Tangent
 
 
@@ -120,8 +120,7 @@ def reference_of(p: KernelPrimitive, platform: str) -> Implementation:
 
 def of_primitive(p: KernelPrimitive, platform: str) -> Iterator[Implementation]:
     for row in p.rows.get(platform, ()):
-        on_request = row.on_request and f"{row.on_request}; runs only on request"
-        yield Implementation(p.name, platform, row.backend, row.title, on_request)
+        yield Implementation(p.name, platform, row.backend, row.title, None)
     yield reference_of(p, platform)
 
 
@@ -135,6 +134,7 @@ def of_call(eqn: Any, platform: str) -> Iterator[Implementation]:
     call = params.pop("call")
     avals = [v.aval for v in eqn.invars]
     for row in p.rows.get(platform, ()):
-        reason = refusal(p, row, avals, call, params)
+        given = p, row, avals, call, params
+        reason = refusal(*given) or why_slower(*given)
         yield Implementation(p.name, platform, row.backend, row.title, reason)
     yield reference_of(p, platform)

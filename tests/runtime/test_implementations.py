@@ -44,24 +44,9 @@ def test_refusals_are_those_of_explain():
     assert kernel.refusal == "backend is xla"
 
 
-def test_a_kernel_on_request_says_so():
-    row, _ = implementations("argmax", "cuda")
-    assert "on request" in row.refusal
+def test_a_kernel_that_is_slower_says_so():
+    [row, _] = implementations("argmax", "cuda", jnp.zeros((1, 100_000)))
+    assert row.refusal is not None and "XLA is faster" in row.refusal
     with jaxkern.backend("triton"):
-        row, _ = implementations("argmax", "cuda", X)
+        [row, _] = implementations("argmax", "cuda", jnp.zeros((1, 100_000)))
     assert row.refusal is None
-
-
-def test_ops_by_function_primitive_and_gradient():
-    named = implementations("rms_norm", "cuda")
-    assert implementations(rms_norm, "cuda") == named
-    assert implementations(rms_norm_p, "cuda") == named
-    assert implementations("rms_norm", jax.devices()[0])[0].platform == "cpu"
-    assert implementations("rms_norm") == implementations("rms_norm", "cpu")
-    gradient = jax.grad(lambda x: rms_norm(x).sum())
-    rows = implementations(gradient, "cpu", X)
-    assert [r.op for r in rows] == ["rms_norm_fwd", "rms_norm_bwd"]
-    with pytest.raises(ValueError, match="no op of jaxkern is called"):
-        implementations("rmsnorm")
-    with pytest.raises(ValueError, match="Give operands"):
-        implementations(jnp.sin)
