@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxkern.runtime import events, stats, with_oom_fallback
 
-FREE = 96 << 20  # bytes that stay free
-ROWS, COLUMNS = 1 << 15, 1 << 10  # sorted: 128 MB of float32
+FREE = 256 << 20  # bytes that stay free
+ROWS, COLUMNS = 1 << 17, 1 << 10  # sorted: 512 MB of float32
 
 
 def medians(x, y):
