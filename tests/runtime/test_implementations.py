@@ -7,7 +7,6 @@ import pytest
 import jaxkern
 from jaxkern import explain, rms_norm
 from jaxkern.primitives.kernel_primitive import REGISTRY
-from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.runtime import implementations
 
 X = jax.ShapeDtypeStruct((4, 256), jnp.float32)
