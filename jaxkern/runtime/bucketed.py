@@ -228,7 +228,7 @@ def check_results(axes: Sequence[int | None], outs: Sequence, bucket: int) -> No
             if axis is not None and (x.ndim <= axis or x.shape[axis] != bucket):
                 raise TypeError(
                     f"bucketed: a result has shape {x.shape}; its axis {axis} must "
-                    f"have the size {bucket} of the arguments. Is it another `out_axis`?"
+                    f"have the size {bucket} of the arguments. Set `out_axis`."
                 )
 
 

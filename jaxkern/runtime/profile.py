@@ -7,6 +7,7 @@ profile is taken, XLA launches the kernels of CUDA graphs one by one.
 import collections
 import dataclasses
 import functools
+import re
 import tempfile
 import threading
 import time
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from jaxkern.runtime.plan import Plan
 
 profiling = threading.Lock()  # jax has one profiler
+NO_EVENTS = {
+    "cpu": "The trace names no instruction: XLA ran the function as one.",
+    "gpu": "The trace has no kernel: CUPTI is missing, or another profiler holds it.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +155,10 @@ def profile_executable(
                 f"profile: jax's profiler is in use, stop the other profile: {error}"
             ) from error
         files = list(Path(folder).rglob("*.xplane.pb"))
-        events = [e for f in files for e in read_events(f, plan.module.name)]
+        on_gpu = plan.platform != "cpu"
+        events = [e for f in files for e in read_events(f, plan.module.name, on_gpu)]
     rows = kernel_times(plan, events, calls, limits)
-    note = "" if rows else "The trace names no instruction of this function."
+    note = "" if rows else NO_EVENTS["gpu" if on_gpu else "cpu"]
     return Profile(rows, seconds, limits, last_call(events, calls), note)
 
 
@@ -173,21 +179,17 @@ class Event(NamedTuple):
     duration: float
 
 
-def read_events(file: Path, module: str) -> list[Event]:
-    """Executions in a trace; those on a GPU if there is one, else on the host."""
+def read_events(file: Path, module: str, on_gpu: bool) -> list[Event]:
+    """Executions in a trace, on the GPU or on the host."""
     with warnings.catch_warnings():
         # jaxlib's iterator of statistics has no __module__
         warnings.simplefilter("ignore", DeprecationWarning)
         data = jax.profiler.ProfileData.from_file(str(file))
-        planes = list(data.planes)
-        on_device = [p for p in planes if p.name.startswith("/device:")]
-        found = [e for p in on_device for e in events_of(p, module)]
-        return found or [
-            e for p in planes if p not in on_device for e in events_of(p, module)
-        ]
+        planes = [p for p in data.planes if p.name.startswith("/device:") == on_gpu]
+        return [e for p in planes for e in events_of(p, module, on_gpu)]
 
 
-def events_of(plane: Any, module: str) -> Iterator[Event]:
+def events_of(plane: Any, module: str, on_gpu: bool) -> Iterator[Event]:
     lines = list(plane.lines)
     # a GPU's streams; other lines repeat their events in groups
     streams = [line for line in lines if line.name.startswith("Stream")]
@@ -196,8 +198,10 @@ def events_of(plane: Any, module: str) -> Iterator[Event]:
         named = []
         for event in line.events:
             stats = dict(event.stats)
-            if "hlo_op" in stats and stats.get("hlo_module", module) == module:
-                named.append((event.start_ns, -event.duration_ns, str(stats["hlo_op"])))
+            # a kernel without annotation still has its name
+            name = stats.get("hlo_op") or (event.name if on_gpu else None)
+            if name and stats.get("hlo_module", module) == module:
+                named.append((event.start_ns, -event.duration_ns, str(name)))
         for start, duration, name in sorted(named):
             if start < last.get(name, -1.0):
                 continue  # the part of an execution that is already counted
@@ -213,7 +217,8 @@ def kernel_times(
     for event in events:
         seconds[event.instruction] += event.duration * 1e-9  # type: ignore[assignment]
         runs[event.instruction] += 1
-    known = {i.name: i for i in plan.instructions()}
+    known = {kernel_name(i.name): i for i in plan.instructions()}
+    known |= {i.name: i for i in plan.instructions()}
     rows = []
     for name, total in seconds.items():
         i, times, each = known.get(name), runs[name] / calls, total / calls
@@ -226,6 +231,11 @@ def kernel_times(
                 KernelTime(name, i.kind, i.kernel, times, each, moved, flops, share)
             )
     return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def kernel_name(instruction: str) -> str:
+    """What XLA calls the kernel of an instruction, where that must be an identifier."""
+    return re.sub(r"\W", "_", instruction)
 
 
 def last_call(events: Sequence[Event], calls: int) -> tuple[Span, ...]:
