@@ -87,7 +87,7 @@ def summary(plan: runtime.Plan, profile: Profile | None) -> Table:
     table.add_row("kernels of others", kernels or "none")
     table.add_row("command buffers", str(report.command_buffers))
     table.add_row("bytes moved", f"{moved['bytes'] / 1e6:,.1f} MB")
-    table.add_row("arithmetic", f"{moved['flops'] / 1e9:,.3f} GFLOP")
+    table.add_row("arithmetic", f"{moved['flops'] / 1e6:,.2f} MFLOP")
     if profile is not None:
         floor = moved["bytes"] / profile.limits.bytes_per_second
         table.add_row("one step takes", f"{profile.seconds * 1e3:,.2f} ms")

@@ -119,11 +119,16 @@ class Bucketed:
     ) -> Any:
         padded = pad_all(axes, args, bucket, fill)
         out = plan(np.int32(extent), *padded)
-        outs = out if isinstance(self.out_axis, Sequence) else (out,)
+        several = isinstance(self.out_axis, Sequence)
+        if several and not isinstance(out, tuple):
+            raise TypeError(
+                f"bucketed: `f` returns one result, `out_axis` has {self.out_axis}."
+            )
+        outs = out if several else (out,)
         out_axes = axes_of(self.out_axis, outs, "result")
         check_results(out_axes, outs, bucket)
         outs = cut_all(out_axes, outs, extent)
-        return outs if isinstance(self.out_axis, Sequence) else outs[0]
+        return outs if several else outs[0]
 
     def bucket(self, extent: int) -> int:
         """The size that an extent runs at."""
