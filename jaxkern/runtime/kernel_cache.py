@@ -286,8 +286,8 @@ class KernelCache:
 
     def write(self, key: str, plan: Plan) -> None:
         file = self.file(key)
-        if file is None:
-            return
+        if file is None or plan.devices != {jax.devices()[0]}:
+            return  # a file is read back for the first device
         code, _ = machine_code_of(plan.compiled)
         if code:  # some executables cannot be serialized: they stay in memory
             write_parts(file, {"made_by": versions()}, {"machine_code": code})
@@ -311,10 +311,13 @@ def private_folder(path: Path) -> Path:
 def key_of(stage: Lowered, specs: tuple) -> str:
     """SHA-256 of StableHLO, device, versions, options, and how arguments are nested."""
     device = jax.config.jax_default_device or jax.devices()[0]
-    placed = [getattr(x, "sharding", None) for x in jax.tree.leaves(specs)]
+    # an array that is not committed runs where the others do
+    leaves = [x for x in jax.tree.leaves(specs) if getattr(x, "committed", True)]
+    placed = [getattr(x, "sharding", None) for x in leaves]
     parts = (
         stage.lowered.as_text(),
-        machine(device) if isinstance(device, jax.Device) else str(device),
+        str(device),
+        machine(device) if isinstance(device, jax.Device) else None,
         sorted({str(s) for s in placed if s is not None}),
         versions(),
         stage.options,

@@ -146,13 +146,16 @@ class Plan:
         return self.compiled(*args, **kwargs)
 
     @functools.cached_property
+    def devices(self) -> set[jax.Device]:
+        """All that it runs on."""
+        compiled = self.compiled
+        leaves = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+        return {d for s in leaves for d in s.device_set} or {jax.devices()[0]}
+
+    @property
     def device(self) -> jax.Device:
         """The first device that it runs on."""
-        leaves = jax.tree.leaves(
-            (self.compiled.input_shardings, self.compiled.output_shardings)
-        )
-        devices = [d for s in leaves for d in s.device_set]
-        return min(devices, key=lambda d: d.id) if devices else jax.devices()[0]
+        return min(self.devices, key=lambda d: d.id)
 
     @property
     def platform(self) -> str:

@@ -45,13 +45,11 @@ def save_plan(
     """What `Plan.save` documents."""
     if plan.stage is None:
         raise ValueError("save: this plan is machine code alone; copy its file.")
-    if jax.tree.leaves(plan.compiled.input_shardings):
-        devices = jax.tree.leaves(plan.compiled.input_shardings)[0].device_set
-        if len(devices) > 1:
-            raise ValueError(
-                f"save: the plan runs on {len(devices)} devices; only plans for one "
-                "device can be saved."
-            )
+    if len(plan.devices) > 1:
+        raise ValueError(
+            f"save: the plan runs on {len(plan.devices)} devices; only plans for one "
+            "device can be saved."
+        )
     machine_code, why_none = machine_code_of(plan.compiled)
     parts = {"stablehlo": export(plan, platforms), "machine_code": machine_code}
     header = {
