@@ -18,6 +18,7 @@ ORIGINS = {
     "mlx-native": "mlx-native, the Metal operators",
     "rlx": "rlx, the thunks",
     "ztensor": "ztensor, the compute engine",
+    "svod": "svod, the cached kernel and its execution plan",
 }
 HEAD = """# Operators
 
@@ -85,6 +86,8 @@ def primitives_of(path: str) -> list[KernelPrimitive]:
 def gradient(path: str) -> str:
     if not path.startswith("jaxkern."):
         return "JAX"
+    if path.startswith("jaxkern.runtime."):
+        return "-"
     found = primitives_of(path)
     if not found:
         return "composed"

@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxkern import runtime
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.models.llama import decode, empty_cache
-from jaxkern.models.llama_gguf import choose_policy, load_llama
+from jaxkern.models.llama_gguf import Policy, choose_policy, load_llama
 from jaxkern.runtime.instructions import Instruction
 from jaxkern.runtime.profile import Profile
 
@@ -22,7 +22,7 @@ EDGE = 20  # rows of the two long tables
 
 
 def plan_decode_step(
-    path: str | Path, *, weights: str = "auto", batch: int = 1, slots: int = 512
+    path: str | Path, *, weights: Policy = "auto", batch: int = 1, slots: int = 512
 ) -> tuple[runtime.Plan, tuple]:
     """Compiles one decode step of a model; the cache is donated, so there is one.
 
@@ -36,7 +36,8 @@ def plan_decode_step(
       The plan, and arguments for it: weights, tokens, a half-filled cache.
     """
     file = read_gguf(path)
-    config, loaded = load_llama(file, choose_policy(file, weights)[0])
+    policy, _ = choose_policy(file, weights)
+    config, loaded = load_llama(file, policy)
     cache = empty_cache(config, batch, slots)
     cache = cache._replace(lengths=jnp.full(batch, slots // 2, jnp.int32))
     arguments = (loaded, jnp.zeros(batch, jnp.int32), cache)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 from jaxkern.lowering.explain import default_platform
 from jaxkern.runtime.plan import Plan, compile
@@ -81,13 +82,22 @@ def write_parts(path: Path, header: dict[str, Any], parts: dict[str, bytes]) -> 
 
 def export(plan: Plan, platforms: Sequence[str] | None) -> bytes:
     assert plan.stage is not None
+    traced = plan.stage.traced
+    evaluate = jaxpr_as_fun(traced.jaxpr)
+
+    def function(*args, **kwargs):
+        """What was traced, under the contexts of that time: `backend`, precision."""
+        return jax.tree.unflatten(
+            traced.out_tree, evaluate(*jax.tree.leaves((args, kwargs)))
+        )
+
     checks = [jax.export.DisabledSafetyCheck.custom_call(t) for t in OWN_TARGETS]
     args, kwargs = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), plan.compiled.in_avals
     )
     try:
         exported = jax.export.export(
-            plan.stage.function, platforms=platforms, disabled_checks=checks
+            jax.jit(function), platforms=platforms, disabled_checks=checks
         )(*args, **kwargs)
         return bytes(exported.serialize())
     except ModuleNotFoundError as error:

@@ -17,7 +17,8 @@ class SymbolicPlan:
         plan(x)              # n comes from x; an executable is made at its first use
         plan.at(n=128)       # ... or ahead of it
 
-    XLA's shapes are static, so a new size compiles; a size that was there does not. For
+    XLA's shapes are static, so a new size compiles, under the contexts (`backend`,
+    matmul precision) of the call that brings it; a size that was there does not. For
     few executables over many sizes see `bucketed`. Safe under threads.
 
     Attributes:

@@ -127,12 +127,16 @@ def test_the_first_insert_wins_under_threads():
 
 def test_stats_reach_the_listeners_of_jax():
     cache, events = KernelCache(), []
-    jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+
+    def listen(name, **_):
+        events.append(name)
+
+    jax.monitoring.register_event_listener(listen)
     try:
         cache.get_or_compile(jnp.sin, X)
         cache.get_or_compile(jnp.sin, X)
     finally:
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_listener(listen)
     assert events.count(HIT) == cache.stats().hits == 1
     cache.clear()
     assert cache.entries() == () and cache.stats().misses == 1

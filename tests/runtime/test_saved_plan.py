@@ -48,6 +48,15 @@ def test_a_loaded_plan_computes_the_same(saved, machine_code):
         assert sum(plan.report().equations.values()) == 0
 
 
+def test_what_was_traced_is_saved_not_what_the_function_does_now(tmp_path):
+    """A function can depend on contexts, which end."""
+    factor = 2.0
+    plan = runtime.compile(lambda x: x * factor, X)
+    factor = 3.0
+    plan.save(tmp_path / "twice.plan")
+    np.testing.assert_array_equal(runtime.load(tmp_path / "twice.plan")(X), X * 2)
+
+
 def test_machine_code_needs_trust(saved):
     with pytest.raises(ValueError, match="machine code can do anything"):
         runtime.load(saved, machine_code=True)
