@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from jaxkern.runtime.instructions import Instruction, count_views, list_instruct
 from jaxkern.runtime.memory_map import MemoryMap, memory_map
 from jaxkern.runtime.profile import Limits, Profile, profile_executable
 
+if TYPE_CHECKING:
+    from jaxkern.runtime.symbolic_plan import SymbolicPlan
+
 EVERY_KIND = (
     "FUSION,CUBLAS,CUBLASLT,CUDNN,COLLECTIVES,CONDITIONAL,WHILE,CUSTOM_CALL,"
     "DYNAMIC_SLICE_FUSION"
@@ -44,6 +47,24 @@ COMMAND_BUFFERS: dict[str, dict[str, Any]] = {
 }
 
 
+@overload
+def compile(
+    f: Callable,
+    *specs: Any,
+    donate: int | Sequence[int] = (),
+    compiler_options: dict[str, Any] | None = None,
+    command_buffers: str = "auto",
+    bounds: None = None,
+) -> "Plan": ...
+@overload
+def compile(
+    f: Callable,
+    *specs: Any,
+    donate: int | Sequence[int] = (),
+    compiler_options: dict[str, Any] | None = None,
+    command_buffers: str = "auto",
+    bounds: dict[str, tuple[int, int]],
+) -> "SymbolicPlan": ...
 def compile(
     f: Callable,
     *specs: Any,
@@ -51,7 +72,7 @@ def compile(
     compiler_options: dict[str, Any] | None = None,
     command_buffers: str = "auto",
     bounds: dict[str, tuple[int, int]] | None = None,
-) -> Any:
+) -> "Plan | SymbolicPlan":
     """Compiles a function for arguments of these shapes.
 
     Args:
@@ -178,6 +199,9 @@ class Plan:
     def __len__(self) -> int:
         """Number of `instructions()`."""
         return len(self._instructions)
+
+    def __bool__(self) -> bool:
+        return True  # also of a function that returns its argument
 
     @functools.cached_property
     def nops(self) -> int:

@@ -171,6 +171,12 @@ def test_a_jitted_function_keeps_its_static_arguments():
     np.testing.assert_array_equal(runtime.compile(f, X, 3)(X), X * 3)
 
 
+def test_a_plan_without_instructions():
+    plan = runtime.compile(lambda x: x, X, donate=0)
+    assert plan and len(plan) <= 1
+    np.testing.assert_array_equal(plan(X + 0), X)
+
+
 def test_donated_arguments_are_taken():
     x = X + 0
     y = runtime.compile(lambda x: x + 1, x, donate=0)(x)
