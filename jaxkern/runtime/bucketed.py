@@ -104,7 +104,8 @@ class Bucketed:
         if plan is None:
             plan = self.compile(key, types)
         if self.check and extent < bucket and key not in self.checked:
-            self.compare_paddings(plan, axes, args, bucket, extent)
+            outs = [self.run(plan, axes, args, bucket, extent, fill) for fill in (0, 1)]
+            require_same(*outs)
             self.checked.add(key)
         return self.run(plan, axes, args, bucket, extent, 0)
 
@@ -117,6 +118,7 @@ class Bucketed:
         extent: int,
         fill: int,
     ) -> Any:
+        """One call, padded by zeros (`fill` 0) or by what shows in a result (1)."""
         padded = pad_all(axes, args, bucket, fill)
         out = plan(np.int32(extent), *padded)
         several = isinstance(self.out_axis, Sequence)
@@ -163,26 +165,15 @@ class Bucketed:
         named = {self.length: length} if self.length else {}
         return self.function(*args, **named)
 
-    def compare_paddings(
-        self,
-        plan: Plan,
-        axes: tuple[int | None, ...],
-        args: tuple,
-        bucket: int,
-        extent: int,
-    ) -> None:
-        outs = [self.run(plan, axes, args, bucket, extent, fill) for fill in (0, 1)]
-        for a, b in zip(*map(jax.tree.leaves, outs), strict=True):
-            if not same(np.asarray(a), np.asarray(b)):
-                raise ValueError(
-                    "bucketed: the results in the live extent depend on the padding "
-                    "behind it. Give `f` the live extent with `length=` and mask by it."
-                )
 
-
-def same(a: np.ndarray, b: np.ndarray) -> bool:
+def require_same(one: Any, other: Any) -> None:
     """Bit for bit: a NaN equals itself."""
-    return a.shape == b.shape and a.tobytes() == b.tobytes()
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        if np.asarray(a).tobytes() != np.asarray(b).tobytes():
+            raise ValueError(
+                "bucketed: the results in the live extent depend on the padding behind "
+                "it. Give `f` the live extent with `length=` and mask by it."
+            )
 
 
 def axes_of(axis: Axes, values: Sequence, what: str) -> tuple[int | None, ...]:

@@ -172,7 +172,12 @@ def load(
         raise ValueError(f"load: the function of {path} takes keyword arguments.")
     options = {**(header["options"] if trusted else {}), **(compiler_options or {})}
     donate = [n for n in header["donate"] if isinstance(n, int) and 0 <= n < len(args)]
-    return compile(exported.call, *args, donate=donate, compiler_options=options)
+    try:
+        return compile(exported.call, *args, donate=donate, compiler_options=options)
+    except Exception as error:  # checksums are no proof that XLA finds a program
+        raise ValueError(
+            f"load: the StableHLO of {path} cannot be compiled: {error}"
+        ) from error
 
 
 def read_parts(
@@ -223,7 +228,13 @@ def deserialize(path: Any, header: dict[str, Any], data: bytes) -> jax.export.Ex
 
 
 def refuse_foreign_calls(path: Any, exported: jax.export.Exported) -> None:
-    called = {a or b for a, b in TARGET.findall(exported.mlir_module())}
+    try:
+        text = exported.mlir_module()
+    except Exception as error:  # the bytes are anyone's; so is what they provoke
+        raise ValueError(
+            f"load: the StableHLO of {path} is damaged: {error}"
+        ) from error
+    called = {a or b for a, b in TARGET.findall(text)}
     if foreign := sorted(t for t in called if not HARMLESS.match(t)):
         raise ValueError(
             f"load: {path} calls code outside XLA: {', '.join(foreign)}. If you know "
