@@ -68,7 +68,7 @@ class Row(NamedTuple):
     backend: str
     kernel: Callable
     unless: Callable[..., str | None]
-    on_request: str | None = None  # why "auto" does not choose it
+    slower: Callable[..., str | None]
 
     @property
     def title(self) -> str:
@@ -96,7 +96,7 @@ def lower(
     bwd: Callable | None = None,
     primal: Callable | None = None,
     unless: Callable[..., str | None] = never_refuses,
-    on_request: str | None = None,
+    slower: Callable[..., str | None] = never_refuses,
 ) -> None:
     """Adds a row: on `platform`, `p` runs these kernels unless `unless` gives a reason.
 
@@ -110,21 +110,22 @@ def lower(
       primal: kernel for inference; without it `fwd` with its residuals dropped.
       unless: called with the operands' shapes and dtypes by name (None where absent)
         and the options; returns a reason in words, or None.
-      on_request: why "auto" does not choose the kernel; naming its backend does.
+      slower: called likewise; where the reference is faster, "auto" takes that. Naming
+        the backend takes the kernel all the same.
     """
     if backend not in BACKENDS[2:]:
         raise ValueError(
             f"lower: `backend` must be one of {BACKENDS[2:]}, got {backend!r}."
         )
     if p.fwd is not None and fwd is not None:
-        add_row(p.fwd, platform, Row(backend, fwd, unless, on_request))
+        add_row(p.fwd, platform, Row(backend, fwd, unless, slower))
         primal = primal or without_residuals(fwd, len(p.results))
     if kernel := primal or fwd:
-        add_row(p, platform, Row(backend, kernel, unless, on_request))
+        add_row(p, platform, Row(backend, kernel, unless, slower))
     if bwd is not None:
         if p.bwd is None:
             raise TypeError(f"lower: {p.name} declares no bwd, got {bwd}.")
-        add_row(p.bwd, platform, Row(backend, bwd, unless, on_request))
+        add_row(p.bwd, platform, Row(backend, bwd, unless, slower))
 
 
 def without_residuals(fwd: Callable, num_results: int) -> Callable:
@@ -151,37 +152,56 @@ def choose(
 ) -> Choice:
     """The first row that does not refuse; raises under strict if none runs."""
     rows = p.rows.get(platform, ())
-    refused = []
-    for row in rows:
-        reason = refusal(p, row, avals, call, static)
-        if reason is None:
-            return Choice(row, tuple(refused))
-        refused.append(f"{row.title}: {reason}")
     wanted = call.backend.name
+    refused, slower = [], []
+    for row in rows:
+        if reason := refusal(p, row, avals, call, static):
+            refused.append(f"{row.title}: {reason}")
+        elif reason := why_slower(p, row, avals, call, static):
+            slower.append(f"{row.title}: {reason}")
+        else:
+            return Choice(row, (*refused, *slower))
     if wanted not in ("auto", "xla") and all(r.backend != wanted for r in rows):
         refused.append(f"no {wanted} kernel on {platform}")
-    offered = [r for r in rows if wanted != "auto" or not r.on_request]
-    if call.backend.strict and wanted != "xla" and refused and (offered or not rows):
+    if call.backend.strict and wanted != "xla" and refused and not slower:
         reasons = "; ".join(refused)
         raise ValueError(
             f"{p.name}: backend {call.backend!r} on {platform}: {reasons}."
         )
-    return Choice(None, tuple(refused))
+    return Choice(None, (*refused, *slower))
 
 
 def refusal(
     p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
 ) -> str | None:
+    """Why the row cannot run, or None."""
     if call.backend.name not in ("auto", row.backend):
         return f"backend is {call.backend.name}"
-    if call.backend.name == "auto" and row.on_request:
-        return f"{row.on_request}; ask for it by backend({row.backend!r})"
+    named = named_operands(p, avals, call)
+    return row.unless(**named, **static) or refusal_by_type(p, call, avals)
+
+
+def why_slower(
+    p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
+) -> str | None:
+    """Why "auto" prefers the reference, or None."""
+    # under vmap the operands' shapes do not say how large the work is
+    if call.backend.name != "auto" or call.vmaps:
+        return None
+    reason = row.slower(**named_operands(p, avals, call), **static)
+    return reason and f"XLA is faster, {reason}"
+
+
+def named_operands(
+    p: KernelPrimitive, avals: Sequence, call: Call
+) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """Shape and dtype of each operand without the dims that vmaps added."""
     operands, _ = p.array_annotations(call)
-    named: dict[str, Any] = {a.name: None for a in p.operands}
+    named: dict[str, jax.ShapeDtypeStruct | None] = {a.name: None for a in p.operands}
     for i, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
         depth = sum(level[i] is not None for level in call.vmaps)
         named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
-    return row.unless(**named, **static) or refusal_by_type(p, call, avals)
+    return named
 
 
 def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):

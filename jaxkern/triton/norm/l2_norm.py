@@ -1,6 +1,14 @@
 """l2_norm: rows of `row_norm` that divide by the sum of squares, not its mean."""
 
+from typing import Any
+
 from jaxkern.triton.norm.row_norm import row_norm_bwd, row_norm_fwd
+
+
+def slower(x: Any, dy: Any = None, **_: Any) -> str | None:
+    if dy is None and x.shape[-1] <= 256:
+        return f"by a few hundredths where a row has {x.shape[-1]} columns"
+    return None
 
 
 def l2_norm_fwd(x, *, eps):
