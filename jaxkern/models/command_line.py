@@ -1,4 +1,4 @@
-"""The command line: `jaxkern generate` and `jaxkern info`."""
+"""The command line: `jaxkern generate`, `jaxkern info` and `jaxkern plan`."""
 
 import argparse
 import importlib.util
@@ -64,6 +64,17 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="say what a GGUF file holds")
     info.set_defaults(run=_info)
     info.add_argument("file", metavar="FILE.gguf")
+
+    plan = commands.add_parser("plan", help="say what one decode step does")
+    plan.set_defaults(run=_plan)
+    add = plan.add_argument
+    add("file", metavar="FILE.gguf")
+    add("--weights", default="auto", metavar="POLICY", help="as for generate")
+    add("--backend", default="auto", metavar="NAME", help="as for generate")
+    add("--batch", type=int, default=1, metavar="N", help="sequences at a time")
+    add("--slots", type=int, default=512, metavar="N", help="tokens in the cache")
+    add("--profile", action="store_true", help="run the step and measure it")
+    add("--json", action="store_true", help="plain numbers instead of tables")
     return parser
 
 
@@ -91,6 +102,29 @@ def _info(options: argparse.Namespace) -> int:
     from jaxkern.formats.gguf_report import describe
 
     rich.print(describe(options.file))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    import rich
+
+    from jaxkern import backend
+    from jaxkern.models.plan_report import as_json, plan_decode_step, tables
+
+    if min(options.batch, options.slots) < 1:
+        raise ValueError("plan: --batch and --slots must be at least 1.")
+    with backend(options.backend):
+        plan, arguments = plan_decode_step(
+            options.file,
+            weights=options.weights,
+            batch=options.batch,
+            slots=options.slots,
+        )
+    profile = plan.profile(*arguments) if options.profile else None
+    if options.json:
+        print(json.dumps(as_json(plan, profile)))
+    else:
+        rich.print(tables(plan, profile))
     return 0
 
 

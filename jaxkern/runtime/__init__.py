@@ -1,10 +1,11 @@
-"""What a user sees of the runtime: bounds, fallbacks, dtypes, uploads, events.
+"""What a user sees of the runtime: plans, bounds, fallbacks, dtypes, uploads, events.
 
 Nothing here costs anything until it is called.
 """
 
 from jaxkern.primitives.linear.policy import Policy, current_policy, policy
-from jaxkern.runtime import events, testing
+from jaxkern.runtime import events, kernel_cache, testing
+from jaxkern.runtime.bucketed import bucketed
 from jaxkern.runtime.buffer_pool import BufferPool
 from jaxkern.runtime.compilation_cache import enable_compilation_cache
 from jaxkern.runtime.events import reset_stats, stats
@@ -16,21 +17,33 @@ from jaxkern.runtime.memory_limit import (
     memory_limit,
 )
 from jaxkern.runtime.memory_tracker import MemoryTracker
+from jaxkern.runtime.plan import Plan, compile
+from jaxkern.runtime.profile import Limits, measured_limits
+from jaxkern.runtime.saved_plan import load
+from jaxkern.runtime.symbolic_plan import SymbolicPlan
 from jaxkern.runtime.upload import UploadReport, upload
 from jaxkern.runtime.with_oom_fallback import with_oom_fallback
 
 __all__ = [
     "BufferPool",
+    "Limits",
     "MemoryLimitExceeded",
     "MemoryTracker",
+    "Plan",
     "Policy",
+    "SymbolicPlan",
     "UploadReport",
     "allocated_bytes",
+    "bucketed",
+    "compile",
     "current_policy",
     "enable_compilation_cache",
     "events",
     "implementations",
+    "kernel_cache",
     "limited",
+    "load",
+    "measured_limits",
     "memory_limit",
     "policy",
     "reset_stats",
