@@ -24,6 +24,7 @@ from jaxkern.primitives.kernel_primitive import (
     Call,
     KernelPrimitive,
     backend_context,
+    lower_named,
 )
 
 # prim_requires_devices_during_lowering has no public name; custom_partitioning below a
@@ -62,13 +63,17 @@ def backend(
     return backend_context(Backend(name, strict))
 
 
+def never_refuses(**_: Any) -> None:
+    return None
+
+
 class Row(NamedTuple):
     """One kernel of one op on one platform."""
 
     backend: str
     kernel: Callable
     unless: Callable[..., str | None]
-    slower: Callable[..., str | None]
+    slower: Callable[..., str | None] = never_refuses
 
     @property
     def title(self) -> str:
@@ -81,10 +86,6 @@ class Choice(NamedTuple):
 
     row: Row | None
     refused: tuple[str, ...]
-
-
-def never_refuses(**_: Any) -> None:
-    return None
 
 
 def lower(
@@ -178,6 +179,9 @@ def refusal(
     if call.backend.name not in ("auto", row.backend):
         return f"backend is {call.backend.name}"
     named = named_operands(p, avals, call)
+    for name, x in named.items():
+        if x is not None and not all(isinstance(n, int) for n in x.shape):
+            return f"`{name}` has a symbolic size"
     return row.unless(**named, **static) or refusal_by_type(p, call, avals)
 
 
@@ -209,7 +213,7 @@ def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **
     choice = choose(p, target, ctx.avals_in, call, static)
     if choice.row is None:
         f = functools.partial(p.evaluate, call=call, **static)
-        return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+        return lower_named(p, f, ctx, *args)
 
     def local(*arrays):
         """The kernel on what one device holds; its shapes can be other ones."""
@@ -224,4 +228,4 @@ def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **
     else:
         devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
         f = partitioned(p, local, call, ctx.avals_in, ctx.avals_out, devices)
-    return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+    return lower_named(p, f, ctx, *args)

@@ -419,6 +419,12 @@ def lower_reference(p: KernelPrimitive | Tangent, ctx, *args, **params):
         if not isinstance(p, Tangent):
             raise ValueError(f"{p.name}: has no {backend.name} kernel on any platform.")
     f = functools.partial(p.evaluate, **params)
+    return lower_named(p, f, ctx, *args)
+
+
+def lower_named(p: Primitive, f: Callable, ctx, *args):
+    """Lowers `f` in the place of `p`; profiles show p's name with each instruction."""
+    f = jax.named_scope(p.name)(f)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
 
 

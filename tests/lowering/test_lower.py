@@ -245,3 +245,9 @@ def test_a_slower_kernel_runs_only_where_its_backend_is_named():
         with backend("auto", strict=True):
             rms_norm(X, WEIGHT)
     jax.clear_caches()
+
+
+def test_a_profile_names_the_op_of_each_instruction():
+    compiled = jax.jit(jax.grad(lambda x: rms_norm(x, WEIGHT).sum())).lower(X).compile()
+    names = re.findall(r'op_name="([^"]*)"', compiled.as_text() or "")
+    assert any("rms_norm_bwd/mul" in name for name in names), names

@@ -53,8 +53,6 @@ def unsupported(
     """A reason in words, or None."""
     b, t, n, h = query.shape
     s, hv = value.shape[1], value.shape[3]
-    if not all(isinstance(size, int) for size in (b, t, n, h, s, hv)):
-        return "a size is symbolic"
     if t <= FEW_QUERIES:
         return f"{t} queries are no more than {FEW_QUERIES}: reading the keys decides"
     if max(h, hv) > MAX_HEAD_DIM:
