@@ -1,0 +1,478 @@
+"""Find chains of equations by their plain spelling and replace them by fused operators.
+
+A pattern is written as the function that it replaces:
+
+    Pattern("swiglu", lambda gate, up: jax.nn.silu(gate) * up, jaxkern.swiglu)
+
+The spelling is traced for the shape at hand and laid over the graph from its result
+upwards: same primitives, same parameters, same constants; sums and products also with
+their operands swapped. Custom derivatives must be the same program.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.core import Literal
+
+from jaxkern.primitives.kernel_primitive import (
+    Backend,
+    KernelPrimitive,
+    Tangent,
+    backend_context,
+)
+from jaxkern.runtime.op_kind import Jaxpr, JaxprEqn, public_primitive
+from jaxkern.runtime.replay import opened, step_of
+
+ROWS = ("x", "residual", "scale", "gate", "up")  # of the result's shape `[..., d]`
+VECTORS = ("weight", "bias", "next_weight")  # `[d]`
+CONSTANTS = ("eps", "offset")  # numbers that the chain has as constants
+COMMUTATIVE = ("add", "mul", "max", "min")
+# What every chain has: a chain of these alone is near to nothing.
+COMMON = (*COMMUTATIVE, "sub", "div", "broadcast_in_dim", "convert_element_type")
+
+
+def never(**_: Any) -> None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """A chain of equations and the function that replaces it.
+
+    Attributes:
+      name: what it is called in reports.
+      chain: the plain spelling. Its parameters are named for their shapes, d being the
+        last dim of the first result: x, residual, scale, gate, up are `[..., d]`;
+        weight, bias, next_weight `[d]`; eps and offset constants.
+      fused: takes the same parameters by name, and the options of the jaxkern operators
+        in the chain; returns the same results.
+      unless: called with what `fused` is called with, but for each array the equation
+        that makes it, or None for an argument, and the first result's `dtype`. Returns
+        a reason not to fuse, or None.
+    """
+
+    name: str
+    chain: Callable
+    fused: Callable
+    unless: Callable[..., str | None] = never
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """What was replaced: ids of the nodes in the graph that was fused.
+
+    `inside` is the path of loops and branches, "" for the function itself; ids are then
+    places in the body.
+    """
+
+    pattern: str
+    nodes: tuple[int, ...]
+    inside: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.inside}" if self.inside else ""
+        return f"{self.pattern} for nodes {', '.join(map(str, self.nodes))}{where}"
+
+
+@dataclasses.dataclass(frozen=True)
+class NotFused:
+    """A chain that nearly matched; `node` is the last one of the chain."""
+
+    pattern: str
+    node: int
+    reason: str
+    inside: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.inside}" if self.inside else ""
+        return f"{self.pattern} at node {self.node}{where}: {self.reason}"
+
+
+class Traced(NamedTuple):
+    """An equation, and the nodes that it stands for."""
+
+    eqn: JaxprEqn
+    nodes: tuple[int, ...]
+
+
+class Match(NamedTuple):
+    """`eqns` replace those at `positions`, before the one at `place`."""
+
+    positions: tuple[int, ...]
+    eqns: Sequence[JaxprEqn]
+    place: int
+
+
+class Layout(NamedTuple):
+    """A spelling laid over a graph: its variables, and its equations' positions."""
+
+    values: dict[Any, Any]
+    positions: dict[int, int]
+
+
+def fused(
+    jaxpr: Jaxpr, patterns: Sequence[Pattern], inside: str = ""
+) -> tuple[Jaxpr, tuple[Fusion, ...], tuple[NotFused, ...]]:
+    """The jaxpr with every pattern applied in order, what was done and what was not."""
+    eqns = [Traced(eqn, (k,)) for k, eqn in enumerate(jaxpr.eqns)]
+    done: list[Fusion] = []
+    for pattern in patterns:
+        eqns, replaced = apply_pattern(jaxpr, eqns, pattern)
+        done += [Fusion(pattern.name, nodes, inside) for nodes in replaced]
+    standing = {nodes for _, nodes in eqns}
+    latest = {fusion.nodes: fusion for fusion in done if fusion.nodes in standing}
+    done = list(latest.values())
+    near: dict[tuple[str, int], NotFused] = {}
+    for pattern in patterns:
+        search = Search(jaxpr, eqns, pattern)
+        for root in range(len(eqns)):
+            if isinstance(reason := search.at(root), str):
+                key = pattern.name, eqns[root].nodes[-1]
+                near.setdefault(key, NotFused(*key, reason, inside))
+    missed = list(near.values())
+    for k, (eqn, nodes) in enumerate(eqns):
+        path = f"{inside}/{eqn.primitive.name} {nodes[-1]}".lstrip("/")
+        eqn, done_inside, missed_inside = fused_inside(eqn, patterns, path)
+        eqns[k] = Traced(eqn, nodes)
+        done += done_inside
+        missed += missed_inside
+    return jaxpr.replace(eqns=[e.eqn for e in eqns]), tuple(done), tuple(missed)
+
+
+def fused_inside(
+    eqn: JaxprEqn, patterns: Sequence[Pattern], path: str
+) -> tuple[JaxprEqn, list[Fusion], list[NotFused]]:
+    """A loop, branch, jit or checkpoint with its bodies fused."""
+    names = ("scan", "while", "cond", "jit", "remat")
+    if eqn.primitive not in map(public_primitive, names):
+        return eqn, [], []
+    done, missed, params = [], [], dict(eqn.params)
+    for key, value in eqn.params.items():
+        bodies = value if isinstance(value, tuple) else (value,)
+        if not bodies or not all(isinstance(body, core.Jaxpr) for body in bodies):
+            continue
+        new = []
+        for body in bodies:
+            made, fusions, misses = fused(opened(body), patterns, path)
+            new.append(made if fusions else body)
+            done += fusions
+            missed += misses
+        params[key] = tuple(new) if isinstance(value, tuple) else new[0]
+    return (eqn.replace(params=params) if done else eqn), done, missed
+
+
+def apply_pattern(
+    jaxpr: Jaxpr, eqns: list[Traced], pattern: Pattern
+) -> tuple[list[Traced], list[tuple[int, ...]]]:
+    """Replaces every chain of the pattern; gives the nodes of each."""
+    search = Search(jaxpr, eqns, pattern)
+    before: dict[int, list[Traced]] = {}
+    taken: set[int] = set()
+    replaced = []
+    for root in range(len(eqns)):
+        match = search.at(root)
+        if isinstance(match, Match) and taken.isdisjoint(match.positions):
+            nodes = tuple(sorted({n for k in match.positions for n in eqns[k].nodes}))
+            before.setdefault(match.place, []).extend(
+                Traced(eqn, nodes) for eqn in match.eqns
+            )
+            taken.update(match.positions)
+            replaced.append(nodes)
+    out = []
+    for k, traced_eqn in enumerate(eqns):
+        out += before.get(k, [])
+        if k not in taken:
+            out.append(traced_eqn)
+    return out, replaced
+
+
+class Search:
+    """One pattern over the equations of one jaxpr."""
+
+    def __init__(self, jaxpr: Jaxpr, eqns: list[Traced], pattern: Pattern):
+        self.eqns, self.pattern = eqns, pattern
+        self.parameters = list(inspect.signature(pattern.chain).parameters)
+        self.maker = {v: k for k, (eqn, _) in enumerate(eqns) for v in eqn.outvars}
+        self.users: dict[Any, list[int]] = {}
+        reading = [eqn.invars for eqn, _ in eqns] + [jaxpr.outvars]
+        for k, atoms in enumerate(reading):
+            for v in atoms:
+                if not isinstance(v, Literal):
+                    self.users.setdefault(v, []).append(k)
+
+    def at(self, root: int) -> Match | str | None:
+        """The match whose first result is made at position `root`.
+
+        A sentence where the chain is nearly there, None where it is not.
+        """
+        eqn = self.eqns[root].eqn
+        if len(eqn.outvars) != 1:
+            return None
+        aval = eqn.outvars[0].aval
+        if not getattr(aval, "shape", ()) or not is_float(aval.dtype):
+            return None
+        spelling = traced(self.pattern.chain, aval.shape, aval.dtype)
+        if spelling is None or len(spelling.eqns) < 2:  # nothing to fuse
+            return None
+        attempt = Attempt(self, spelling)
+        layout = attempt.lay(spelling.outvars[0], eqn.outvars[0], Layout({}, {}))
+        if layout is None:
+            return attempt.near_miss()
+        return self.replacement(root, spelling, layout)
+
+    def name(self, k: int) -> str:
+        return f"node {self.eqns[k].nodes[-1]} ({self.eqns[k].eqn.primitive.name})"
+
+    def replacement(self, root: int, spelling: Jaxpr, layout: Layout) -> Match | str:
+        """The equations that replace a chain, or why there are none."""
+        positions = sorted(layout.positions.values())
+        chain = [self.eqns[k].eqn for k in positions]
+        results = [layout.values[v] for v in spelling.outvars]
+        if reason := self.read_inside(positions, results):
+            return reason
+        options = options_of(chain)
+        if isinstance(options, str):
+            return options
+        operands = dict(
+            zip(
+                self.parameters,
+                (layout.values[v] for v in spelling.invars),
+                strict=True,
+            )
+        )
+        for name in [n for n in operands if n in CONSTANTS]:
+            options[name] = float(operands.pop(name).val)
+        makers = {
+            name: self.eqns[self.maker[v]].eqn if v in self.maker else None
+            for name, v in operands.items()
+        }
+        if reason := self.pattern.unless(
+            **makers, **options, dtype=results[0].aval.dtype
+        ):
+            return reason
+        outside = [
+            k for v in results for k in self.users.get(v, ()) if k not in positions
+        ]
+        place = min([root, *outside])
+        if any(self.maker.get(v, -1) >= place for v in operands.values()):
+            return "an operand is computed from a result of the chain"
+        eqns = equations_of(self.pattern, operands, options, results)
+        return eqns if isinstance(eqns, str) else Match(tuple(positions), eqns, place)
+
+    def read_inside(self, positions: list[int], results: list[Any]) -> str | None:
+        """Who else reads a value that the fused operator does not give."""
+        for k in positions:
+            for v in self.eqns[k].eqn.outvars:
+                others = [u for u in self.users.get(v, ()) if u not in positions]
+                if others and v not in results:
+                    end = others[0] == len(self.eqns)
+                    who = "the function returns" if end else self.name(others[0])
+                    verb = "" if end else " reads"
+                    return f"{who}{verb} the result of {self.name(k)}, which is inside"
+        return None
+
+
+class Attempt:
+    """One attempt to lay a spelling over a graph; remembers how far it came."""
+
+    def __init__(self, search: Search, spelling: Jaxpr):
+        self.search, self.spelling = search, spelling
+        self.spelled_by = {
+            v: k for k, eqn in enumerate(spelling.eqns) for v in eqn.outvars
+        }
+        self.best, self.reason = Layout({}, {}), ""
+
+    def near_miss(self) -> str | None:
+        """Why it failed, where half of it and not only sums and products was there."""
+        laid = [self.spelling.eqns[k].primitive.name for k in self.best.positions]
+        near = 2 * len(laid) >= max(4, len(self.spelling.eqns))
+        return self.reason if near and any(n not in COMMON for n in laid) else None
+
+    def fail(self, layout: Layout, reason: str) -> None:
+        if len(layout.positions) > len(self.best.positions):
+            self.best, self.reason = layout, reason
+
+    def lay(self, spelled: Any, v: Any, layout: Layout) -> Layout | None:
+        """`layout` with a variable of the spelling laid on one of the graph."""
+        if isinstance(spelled, Literal):
+            if isinstance(v, Literal) and same_literal(spelled, v):
+                return layout
+            return self.fail(layout, f"{spelled.val} is {v} in place of the pattern's")
+        if spelled in layout.values:
+            old = layout.values[spelled]
+            both = isinstance(old, Literal) and isinstance(v, Literal)
+            if old is v or (both and same_literal(old, v)):
+                return layout
+            return self.fail(layout, "two values stand where the pattern has one")
+        if spelled in self.spelling.invars:
+            name = self.search.parameters[self.spelling.invars.index(spelled)]
+            if reason := misfit(name, spelled.aval, v):
+                return self.fail(layout, reason)
+            return layout._replace(values={**layout.values, spelled: v})
+        return self.lay_equation(spelled, v, layout)
+
+    def lay_equation(self, spelled: Any, v: Any, layout: Layout) -> Layout | None:
+        number = self.spelled_by[spelled]
+        wanted = self.spelling.eqns[number]
+        if isinstance(v, Literal) or v not in self.search.maker:
+            what = f"the constant {v.val}" if isinstance(v, Literal) else "an argument"
+            name = wanted.primitive.name
+            return self.fail(layout, f"{what} stands where the pattern has {name}")
+        k = self.search.maker[v]
+        eqn = self.search.eqns[k].eqn
+        if layout.positions.get(number, k) != k:
+            return self.fail(layout, "two equations stand where the pattern has one")
+        if reason := difference(wanted, eqn):
+            return self.fail(layout, f"{self.search.name(k)} {reason}")
+        if wanted.outvars.index(spelled) != eqn.outvars.index(v):
+            return self.fail(
+                layout, f"another result of {self.search.name(k)} is meant"
+            )
+        layout = Layout({**layout.values, spelled: v}, {**layout.positions, number: k})
+        orders = [eqn.invars]
+        if eqn.primitive.name in COMMUTATIVE:
+            orders.append(eqn.invars[::-1])
+        for operands in orders:
+            found: Layout | None = layout
+            for inner, operand in zip(wanted.invars, operands, strict=True):
+                found = found and self.lay(inner, operand, found)
+            if found:
+                return found
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def traced(chain: Callable, shape: tuple[int, ...], dtype: Any) -> Jaxpr | None:
+    """The spelling for a result of this shape; None where it gives another one."""
+    shapes = {
+        **dict.fromkeys(ROWS, shape),
+        **dict.fromkeys(VECTORS, shape[-1:]),
+        **dict.fromkeys(CONSTANTS, ()),
+    }
+    names = list(inspect.signature(chain).parameters)
+    if unknown := [name for name in names if name not in shapes]:
+        raise ValueError(
+            f"Pattern: parameters of `chain` are of {', '.join(shapes)}, got {unknown}."
+        )
+    specs = [jax.ShapeDtypeStruct(shapes[name], dtype) for name in names]
+    spelling = opened(jax.make_jaxpr(chain)(*specs))
+    first = spelling.outvars[0].aval
+    fits = (first.shape, first.dtype) == (shape, dtype)
+    return spelling if fits else None
+
+
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def misfit(name: str, wanted: Any, v: Any) -> str | None:
+    """Why a value cannot be this parameter."""
+    if name in CONSTANTS:
+        constant = isinstance(v, Literal) and not np.shape(v.val)
+        return None if constant else f"`{name}` is computed, not a constant"
+    if isinstance(v, Literal):
+        return f"`{name}` is the constant {v.val}"
+    if v.aval.shape != wanted.shape:
+        return f"`{name}` has shape {v.aval.shape}, the pattern's has {wanted.shape}"
+    return None
+
+
+def same_literal(a: Literal, b: Literal) -> bool:
+    return str(a.aval) == str(b.aval) and np.array_equal(a.val, b.val)
+
+
+def difference(wanted: JaxprEqn, eqn: JaxprEqn) -> str | None:
+    """How an equation differs from that of a spelling, its operands aside."""
+    if wanted.primitive is not eqn.primitive:
+        return f"stands where the pattern has {wanted.primitive.name}"
+    if eqn.effects:
+        return "has effects"
+    if isinstance(eqn.primitive, KernelPrimitive | Tangent):
+        call = eqn.params["call"]
+        if call.vmaps:
+            return "was recorded under vmap"
+        absent = wanted.params["call"].absent
+        return None if call.absent == absent else "has other optional operands"
+    if len(wanted.invars) != len(eqn.invars):
+        return "has another number of operands"
+    if eqn.primitive is public_primitive("custom_jvp_call"):
+        program = derivative_program(eqn)
+        same = program is not None and program == derivative_program(wanted)
+        return None if same else "has another function or derivative"
+    for key, value in wanted.params.items():
+        other = eqn.params.get(key)
+        if value is not other and value != other:
+            return f"has {key}={other} where the pattern has {value}"
+    return None
+
+
+def derivative_program(eqn: JaxprEqn) -> str | None:
+    """A custom_jvp with its derivative as text; None if it holds arrays."""
+    alone = step_of(eqn.params["call_jaxpr"], eqn)
+    avals = tuple(v.aval for v in alone.invars)
+
+    def both(primals, tangents):
+        return jax.jvp(alone.call, primals, tangents)
+
+    program = jax.make_jaxpr(both)(avals, avals)
+    return None if program.consts else str(program)
+
+
+def options_of(eqns: Sequence[JaxprEqn]) -> dict[str, Any] | str:
+    """The options that the jaxkern operators of a chain share, or how they differ."""
+    found: dict[str, Any] = {}
+    for eqn in eqns:
+        if isinstance(eqn.primitive, KernelPrimitive):
+            options = {k: v for k, v in eqn.params.items() if k != "call"}
+            options["backend"] = eqn.params["call"].backend
+            for key, value in options.items():
+                if found.setdefault(key, value) != value:
+                    return (
+                        f"`{key}` is {found[key]} in one operator, {value} in another"
+                    )
+    return found
+
+
+def equations_of(
+    pattern: Pattern,
+    operands: dict[str, Any],
+    options: dict[str, Any],
+    results: Sequence[Any],
+) -> list[JaxprEqn] | str:
+    """The equations of the fused operator between the variables of the chain.
+
+    It runs on the backend that the operators of the chain asked for.
+    """
+    asked: Backend | None = options.pop("backend", None)
+
+    def call(*values):
+        with backend_context(asked or backend_context.value):
+            return pattern.fused(**dict(zip(operands, values, strict=True)), **options)
+
+    try:
+        made: Jaxpr = jax.make_jaxpr(call)(*(v.aval for v in operands.values()))
+    except (TypeError, ValueError) as error:
+        return f"the fused operator refuses: {error}"
+    own = {v for eqn in made.eqns for v in eqn.outvars}
+    types, wanted = ([str(v.aval) for v in vs] for vs in (made.outvars, results))
+    if types != wanted:
+        return f"the fused operator gives {', '.join(types)}, not {', '.join(wanted)}"
+    if made.consts or not own.issuperset(made.outvars):
+        return "the fused operator gives a constant or an operand"
+    names = dict(zip(made.invars, operands.values(), strict=True))
+    names.update(zip(made.outvars, results, strict=True))
+
+    def renamed(atoms):
+        return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms]
+
+    return [
+        eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars))
+        for eqn in made.eqns
+    ]
