@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import DropVar, Literal
+from jax.extend.core import Literal
 
 from jaxkern.runtime.conflicts import Region
 from jaxkern.runtime.op_kind import Jaxpr, JaxprEqn, is_ref, is_ref_access
@@ -77,6 +77,8 @@ def buffers(jaxpr: Jaxpr, donated: Sequence[bool]) -> Buffers:
         places[v] = Place(whole(name, v.aval), True)
     for v in jaxpr.constvars:
         places[v] = Place(whole(f"v{ids[v]}", v.aval), True)
+    used = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)}
+    used.update(variables(jaxpr.outvars))
     accesses = []
     for eqn in jaxpr.eqns:
         for v in eqn.outvars:
@@ -86,11 +88,11 @@ def buffers(jaxpr: Jaxpr, donated: Sequence[bool]) -> Buffers:
             places[eqn.outvars[0]] = view(eqn, places[eqn.invars[0]])
             accesses.append(Access((), ()))
         else:
-            accesses.append(access(eqn, ids, places, in_place))
+            accesses.append(access(eqn, ids, places, in_place, used))
     return Buffers(tuple(accesses), copies)
 
 
-def access(eqn: JaxprEqn, ids: dict, places: dict, in_place: dict) -> Access:
+def access(eqn: JaxprEqn, ids: dict, places: dict, in_place: dict, used: set) -> Access:
     operands = variables(eqn.invars)
     reads = [places[v].region for v in operands]
     writes = [places[v].region for v in eqn.outvars]
@@ -103,7 +105,7 @@ def access(eqn: JaxprEqn, ids: dict, places: dict, in_place: dict) -> Access:
     ):
         if donated and not isinstance(v, Literal):
             writes.append(places[v].region)
-    for v, reads_it, writes_it in ref_accesses(eqn):
+    for v, reads_it, writes_it in ref_accesses(eqn, used):
         region = Region(f"ref{ids[v]}", 0, num_bytes(v.aval))
         if eqn.primitive.name in ("get", "swap", "addupdate"):
             region = indexed(eqn, region)
@@ -129,7 +131,7 @@ def num_bytes(aval: Any) -> int:
 # References.
 
 
-def ref_accesses(eqn: JaxprEqn) -> list[tuple[Any, bool, bool]]:
+def ref_accesses(eqn: JaxprEqn, used: set) -> list[tuple[Any, bool, bool]]:
     """(ref, is read, is written) for each reference that an equation touches."""
     name = eqn.primitive.name
     if is_ref_access(eqn) and name == "new_ref":
@@ -137,7 +139,7 @@ def ref_accesses(eqn: JaxprEqn) -> list[tuple[Any, bool, bool]]:
     if is_ref_access(eqn) and name == "freeze":  # ends it: nothing may come later
         return [(eqn.invars[0], True, True)]
     if is_ref_access(eqn) and name == "swap":
-        return [(eqn.invars[0], not isinstance(eqn.outvars[0], DropVar), True)]
+        return [(eqn.invars[0], eqn.outvars[0] in used, True)]
     kinds: dict[Any, set[str]] = {}
     for effect in eqn.effects:
         v = getattr(effect, "input", None)
@@ -182,16 +184,18 @@ def static_int(index: Any) -> int | None:
 def is_view(eqn: JaxprEqn) -> bool:
     """Does an equation only give other dims to, or cut, what its operand holds?"""
     name = eqn.primitive.name
-    if not eqn.invars or isinstance(eqn.invars[0], Literal):
+    if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+        return False
+    if isinstance(eqn.invars[0], Literal):
         return False
     old, new = eqn.invars[0].aval, eqn.outvars[0].aval
     if name == "slice":
         return all(n == 1 for n in eqn.params["strides"] or ())
     same_size = math.prod(old.shape) == math.prod(new.shape)
     if name == "broadcast_in_dim":  # a new dim of size 1
-        return len(eqn.invars) == 1 and same_size
+        return same_size
     if name == "reshape":
-        return len(eqn.invars) == 1 and not eqn.params["dimensions"]
+        return not eqn.params["dimensions"]
     return name in FULL_VIEWS
 
 

@@ -19,11 +19,8 @@ class Region(NamedTuple):
     stop: int
 
     def overlaps(self, other: "Region") -> bool:
-        return (
-            self.buffer == other.buffer
-            and self.start < other.stop
-            and other.start < self.stop
-        )
+        shared = max(self.start, other.start) < min(self.stop, other.stop)
+        return shared and self.buffer == other.buffer
 
     def __repr__(self) -> str:
         return f"{self.buffer}[{self.start}:{self.stop}]"

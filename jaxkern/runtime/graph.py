@@ -129,21 +129,22 @@ class Graph:
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """Groups of node ids that may run at once, each after the one before it.
 
-        A view stands in the group of what it views.
+        A view costs nothing: it stands in the group of what it views.
         """
-        level: dict[int, int] = {}
+        groups: list[list[int]] = []
+        done: dict[int, int] = {}  # the group after which a node's result is there
         floor = 0
-        for k, node in enumerate(self.nodes):
-            before = [level[p] for p in self._waits_for[k]]
-            own = max(before, default=-1) + (0 if node.is_view else 1)
-            level[node.id] = max(own, floor)
+        for node, waits in zip(self.nodes, self._waits_for, strict=True):
+            last = max((done[id] for id in waits), default=-1)
+            level = max(last + (not node.is_view), floor)
             if node.barrier:
-                level[node.id] = max([floor, *(n + 1 for n in level.values())])
-                floor = level[node.id] + 1
-        groups: dict[int, list[int]] = {}
-        for id, n in level.items():
-            groups.setdefault(n, []).append(id)
-        return tuple(tuple(groups[n]) for n in sorted(groups))
+                level = floor = len(groups)
+                floor += 1
+            while len(groups) <= level:
+                groups.append([])
+            groups[level].append(node.id)
+            done[node.id] = max(last, floor - 1) if node.is_view else level
+        return tuple(map(tuple, groups))
 
     def barriers(self) -> tuple[int, ...]:
         """Ids of the nodes before which a device that runs in this order must wait.
