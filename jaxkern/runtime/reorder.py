@@ -1,6 +1,6 @@
 """Greedy list scheduling of a graph's nodes, so that a device waits less often."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxkern.runtime.conflicts import ConflictTracker
@@ -33,7 +33,14 @@ def reordered(nodes: Sequence["Node"], lookahead: int) -> tuple["Node", ...]:
     return tuple(order)
 
 
-def fill(group, waiting, pending, lookahead, made_later, issue) -> None:
+def fill(
+    group: ConflictTracker,
+    waiting: "Node",
+    pending: list["Node"],
+    lookahead: int,
+    made_later: set[int],
+    issue: Callable[["Node"], None],
+) -> None:
     """Issues from `pending` what can join the group that `waiting` waits for."""
     passed = ConflictTracker()
     passed.record(waiting.reads, waiting.writes)

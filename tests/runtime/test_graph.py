@@ -92,25 +92,27 @@ def test_views_of_a_donated_buffer_conflict_by_their_bytes():
         first = cache[0] * 2  # reads row 0
         second = cache.reshape(2, 6)[0, 3:] * 3  # row 1, through two views
         column = jnp.tanh(cache[:, 1])  # rows 0 to 3
+        number = jnp.exp(cache[:, 1][1])  # of a view with gaps: not known where
         cache = jax.lax.dynamic_update_slice(cache, row, (1, 0))
-        return cache, first, second, column, cache[2] - 1, cache[1] / 2
+        return cache, first, second, column, number, cache[2] - 1, cache[1] / 2
 
     g = graph(f, X, ROW, donate=0)
     assert not g.copies
-    update, column, minus, divide = named(
-        g, "dynamic_update_slice", "tanh", "sub", "div"
+    update, column, number, minus, divide = named(
+        g, "dynamic_update_slice", "tanh", "exp", "sub", "div"
     )
     first, second = (n.id for n in g.nodes if n.name == "mul")
     assert g.node(update).writes == (Region("arg0", 12, 24),)
     assert g.conflicts(first, update) == set()
     assert g.conflicts(second, update) == {"WAR"}
     assert g.conflicts(column, update) == {"WAR"}
+    assert g.conflicts(number, update) == {"WAR"}
     assert g.conflicts(update, minus) == set()
     assert g.conflicts(update, divide) == {"RAW"}
     levels = {id: k for k, ids in enumerate(g.levels()) for id in ids}
     assert levels[first] == 0 and levels[update] == 1 and levels[divide] == 2
     assert g.barriers() == (update, divide)
-    assert g.dispatch_count == 6 and g.barrier_count == 2
+    assert g.dispatch_count == 7 and g.barrier_count == 2
     # Without donation the update goes to a buffer of its own: no barrier before it.
     free = graph(f, X, ROW)
     assert free.conflicts(second, update) == set()
