@@ -36,6 +36,7 @@ CONSTANTS = ("eps", "offset")  # numbers that the chain has as constants
 COMMUTATIVE = ("add", "mul", "max", "min")
 # What every chain has: a chain of these alone is near to nothing.
 COMMON = (*COMMUTATIVE, "sub", "div", "broadcast_in_dim", "convert_element_type")
+NEAR = 0.55  # the share of a chain from which on it is worth a word
 
 
 def never(**_: Any) -> None:
@@ -83,7 +84,7 @@ class Fusion:
 
 @dataclasses.dataclass(frozen=True)
 class NotFused:
-    """A chain that nearly matched; `node` is the last one of the chain."""
+    """A chain that nearly matched a pattern; `node` is the last one of the chain."""
 
     pattern: str
     node: int
@@ -110,6 +111,13 @@ class Match(NamedTuple):
     place: int
 
 
+class Refusal(NamedTuple):
+    """Why there is no match, and which share of the chain there is."""
+
+    reason: str
+    share: float
+
+
 class Layout(NamedTuple):
     """A spelling laid over a graph: its variables, and its equations' positions."""
 
@@ -129,14 +137,19 @@ def fused(
     standing = {nodes for _, nodes in eqns}
     latest = {fusion.nodes: fusion for fusion in done if fusion.nodes in standing}
     done = list(latest.values())
-    near: dict[tuple[str, int], NotFused] = {}
+    nearest: dict[int, tuple[Refusal, str]] = {}
     for pattern in patterns:
         search = Search(jaxpr, eqns, pattern)
         for root in range(len(eqns)):
-            if isinstance(reason := search.at(root), str):
-                key = pattern.name, eqns[root].nodes[-1]
-                near.setdefault(key, NotFused(*key, reason, inside))
-    missed = list(near.values())
+            found = search.at(root)
+            if isinstance(found, Refusal) and found.share >= NEAR:
+                best = nearest.get(root)
+                if best is None or best[0].share < found.share:
+                    nearest[root] = found, pattern.name
+    missed = [
+        NotFused(name, eqns[root].nodes[-1], found.reason, inside)
+        for root, (found, name) in sorted(nearest.items())
+    ]
     for k, (eqn, nodes) in enumerate(eqns):
         path = f"{inside}/{eqn.primitive.name} {nodes[-1]}".lstrip("/")
         eqn, done_inside, missed_inside = fused_inside(eqn, patterns, path)
@@ -207,11 +220,8 @@ class Search:
                 if not isinstance(v, Literal):
                     self.users.setdefault(v, []).append(k)
 
-    def at(self, root: int) -> Match | str | None:
-        """The match whose first result is made at position `root`.
-
-        A sentence where the chain is nearly there, None where it is not.
-        """
+    def at(self, root: int) -> Match | Refusal | None:
+        """The match whose first result is made at position `root`, or why none is."""
         eqn = self.eqns[root].eqn
         if len(eqn.outvars) != 1:
             return None
@@ -224,8 +234,9 @@ class Search:
         attempt = Attempt(self, spelling)
         layout = attempt.lay(spelling.outvars[0], eqn.outvars[0], Layout({}, {}))
         if layout is None:
-            return attempt.near_miss()
-        return self.replacement(root, spelling, layout)
+            return attempt.refusal()
+        found = self.replacement(root, spelling, layout)
+        return Refusal(found, 1.0) if isinstance(found, str) else found
 
     def name(self, k: int) -> str:
         return f"node {self.eqns[k].nodes[-1]} ({self.eqns[k].eqn.primitive.name})"
@@ -261,8 +272,9 @@ class Search:
             k for v in results for k in self.users.get(v, ()) if k not in positions
         ]
         place = min([root, *outside])
-        if any(self.maker.get(v, -1) >= place for v in operands.values()):
-            return "an operand is computed from a result of the chain"
+        made_at = [self.maker.get(v, -1) for v in operands.values()]
+        if any(k >= place or k in positions for k in made_at):
+            return "an operand is computed inside the chain or from its result"
         eqns = equations_of(self.pattern, operands, options, results)
         return eqns if isinstance(eqns, str) else Match(tuple(positions), eqns, place)
 
@@ -289,11 +301,12 @@ class Attempt:
         }
         self.best, self.reason = Layout({}, {}), ""
 
-    def near_miss(self) -> str | None:
-        """Why it failed, where half of it and not only sums and products was there."""
+    def refusal(self) -> Refusal | None:
+        """Why it failed; None where there was nothing but sums and products."""
         laid = [self.spelling.eqns[k].primitive.name for k in self.best.positions]
-        near = 2 * len(laid) >= max(4, len(self.spelling.eqns))
-        return self.reason if near and any(n not in COMMON for n in laid) else None
+        if all(name in COMMON for name in laid):
+            return None
+        return Refusal(self.reason, len(laid) / len(self.spelling.eqns))
 
     def fail(self, layout: Layout, reason: str) -> None:
         if len(layout.positions) > len(self.best.positions):

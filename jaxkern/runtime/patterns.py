@@ -44,8 +44,8 @@ def not_of_a_matmul(x: Any, **_: Any) -> str | None:
 
 
 # What a norm does inside: cast to float32, cast the result back.
-IN_FLOAT32 = (
-    lambda x: jaxkern.rms_norm(x.astype(jnp.float32)).astype(x.dtype),
+IN_FLOAT32 = lambda x: jaxkern.rms_norm(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
+IN_FLOAT32_WITH_WEIGHT = (
     lambda x, weight: jaxkern.rms_norm(
         x.astype(jnp.float32), weight.astype(jnp.float32)
     ).astype(x.dtype),
@@ -77,9 +77,10 @@ PATTERNS: dict[str, list[Pattern]] = {
         ),
         *patterns_of(
             "rms_norm",
-            lambda x, weight: jaxkern.rms_norm(x) * weight,
+            IN_FLOAT32,
             lambda x, weight, offset: jaxkern.rms_norm(x) * (weight + offset),
-            *IN_FLOAT32,
+            lambda x, weight: jaxkern.rms_norm(x) * weight,
+            *IN_FLOAT32_WITH_WEIGHT,
             fused=jaxkern.rms_norm,
         ),
     ],

@@ -179,7 +179,7 @@ def check_jax(g, h):
 steps = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 20), st.integers(0, 20))
 
 
-# An update that could join the group, but the node that waits, or one that may not move,
+# An update that could join the group, but a node that waits, or one that may not move,
 # still reads the row that it replaces.
 WAITS_AND_READS = [("mul", 0, 0), ("read", 0, 2), ("mul", 1, 2), ("update", 0, 2)]
 SKIPPED_AND_READS = [
