@@ -18,6 +18,7 @@ ORIGINS = {
     "mlx-native": "mlx-native, the Metal operators",
     "rlx": "rlx, the thunks",
     "ztensor": "ztensor, the compute engine",
+    "mlx-native-graph": "mlx-native, the recorded graph",
 }
 HEAD = """# Operators
 
