@@ -151,6 +151,8 @@ def fused(
         for root, (found, name) in sorted(nearest.items())
     ]
     for k, (eqn, nodes) in enumerate(eqns):
+        if nodes in latest:  # what a pattern put here stays as it is
+            continue
         path = f"{inside}/{eqn.primitive.name} {nodes[-1]}".lstrip("/")
         eqn, done_inside, missed_inside = fused_inside(eqn, patterns, path)
         eqns[k] = Traced(eqn, nodes)
@@ -227,6 +229,8 @@ class Search:
             return None
         aval = eqn.outvars[0].aval
         if not getattr(aval, "shape", ()) or not is_float(aval.dtype):
+            return None
+        if eqn.primitive is not last_primitive(self.pattern.chain, aval.dtype):
             return None
         spelling = traced(self.pattern.chain, aval.shape, aval.dtype)
         if spelling is None or len(spelling.eqns) < 2:  # nothing to fuse
@@ -379,6 +383,16 @@ def traced(chain: Callable, shape: tuple[int, ...], dtype: Any) -> Jaxpr | None:
     first = spelling.outvars[0].aval
     fits = (first.shape, first.dtype) == (shape, dtype)
     return spelling if fits else None
+
+
+@functools.lru_cache(maxsize=4096)
+def last_primitive(chain: Callable, dtype: Any) -> Any:
+    """The primitive that makes the first result of a spelling, whatever its shape."""
+    spelling = traced(chain, (2, 3), dtype)
+    if spelling is None:
+        return None
+    result = spelling.outvars[0]
+    return next((e.primitive for e in spelling.eqns if result in e.outvars), None)
 
 
 def is_float(dtype: Any) -> bool:

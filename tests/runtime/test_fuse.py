@@ -341,6 +341,9 @@ def test_patterns_by_name_and_of_ones_own():
     assert [fusion.pattern for fusion in h.fusions] == ["sine gate", "rms_norm_mul"]
     np.testing.assert_allclose(h(x), g(x), rtol=1e-5, atol=1e-6)
     assert names(g.fuse([])) == names(g)
+    # What replaces a chain is not searched for the chain again.
+    again = g.fuse([Pattern("sine gate", chain, jax.jit(chain))])
+    assert len(again.fusions) == 1 and "jit" in names(again)
     with pytest.raises(ValueError, match=r"`patterns` are of .*swiglu.*got 'rms'"):
         g.fuse(["rms"])
     with pytest.raises(ValueError, match=r"parameters of `chain`.*\['z'\]"):
