@@ -126,10 +126,13 @@ class Layout(NamedTuple):
 
 
 def fused(
-    jaxpr: Jaxpr, patterns: Sequence[Pattern], inside: str = ""
+    jaxpr: Jaxpr, patterns: Sequence[Pattern], ids: Sequence[int], inside: str = ""
 ) -> tuple[Jaxpr, tuple[Fusion, ...], tuple[NotFused, ...]]:
-    """The jaxpr with every pattern applied in order, what was done and what was not."""
-    eqns = [Traced(eqn, (k,)) for k, eqn in enumerate(jaxpr.eqns)]
+    """The jaxpr with every pattern applied in order, what was done and what was not.
+
+    `ids` are those of the nodes of its equations.
+    """
+    eqns = [Traced(eqn, (id,)) for eqn, id in zip(jaxpr.eqns, ids, strict=True)]
     done: list[Fusion] = []
     for pattern in patterns:
         eqns, replaced = apply_pattern(jaxpr, eqns, pattern)
@@ -175,7 +178,9 @@ def fused_inside(
             continue
         new = []
         for body in bodies:
-            made, fusions, misses = fused(opened(body), patterns, path)
+            plain = opened(body)
+            ids = range(len(plain.eqns))
+            made, fusions, misses = fused(plain, patterns, ids, path)
             new.append(made if fusions else body)
             done += fusions
             missed += misses

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
@@ -104,7 +105,7 @@ class Graph:
                     "Record a graph for these shapes."
                 )
         out = eval_jaxpr(self.jaxpr, self.jaxpr.consts, *flat)
-        return jax.tree.unflatten(self.out_tree, list(out))
+        return jax.tree.unflatten(self.out_tree, list(map(jnp.asarray, out)))
 
     # What waits for what.
 
@@ -232,7 +233,8 @@ class Graph:
                     f"fuse: `patterns` are of {', '.join(PATTERNS)}, got {p!r}."
                 )
             chosen += PATTERNS[p] if isinstance(p, str) else [p]
-        jaxpr, fusions, not_fused = fused(self.jaxpr, chosen)
+        ids = [node.id for node in self.nodes]
+        jaxpr, fusions, not_fused = fused(self.jaxpr, chosen, ids)
         made = make_graph(jaxpr, self.donated, self.in_tree, self.out_tree)
         return dataclasses.replace(
             made, fusions=self.fusions + fusions, not_fused=not_fused

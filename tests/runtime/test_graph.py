@@ -233,11 +233,17 @@ def test_a_graph_is_the_function():
         assert jax.tree.structure(a) == jax.tree.structure(b)
         jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, 1e-6), a, b)
 
-    check(jax.jit(g)(p, x), jax.jit(f)(p, x))
-    check(jax.grad(loss(g))(p, x), jax.grad(loss(f))(p, x))
-    xs = jnp.stack([x, x + 1])
-    check(jax.vmap(g, (None, 0))(p, xs), jax.vmap(f, (None, 0))(p, xs))
+    @jax.jit
+    def every_way(p, x):
+        return [
+            (h(p, x), jax.grad(loss(h))(p, x), jax.vmap(h, (None, 0))(p, x[None]))
+            for h in (g, f)
+        ]
 
+    check(*every_way(p, x))
+
+    constant = graph(lambda x: (x, 3, None), x)(x)
+    assert isinstance(constant[1], jax.Array) and constant[1] == 3
     with pytest.raises(TypeError, match="recorded for arguments"):
         g(p)
     with pytest.raises(TypeError, match=r"recorded for .*4,3.*, got .*3,3"):
