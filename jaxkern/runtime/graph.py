@@ -70,9 +70,11 @@ class Graph:
     what the function does; it can be jitted, differentiated and mapped.
 
     Attributes:
+      jaxpr: the equations as JAX has them.
       nodes: the equations in order.
       donated: for each array of the arguments, may it be overwritten?
       copies: outputs that cannot be written into their donated argument, and why.
+      in_tree, out_tree: the structure of the arguments and of the results.
       fusions: what `fuse` replaced.
       not_fused: chains that nearly matched a pattern, and why they do not.
     """
@@ -121,10 +123,12 @@ class Graph:
         """
         ids = [x.id if isinstance(x, Node) else x for x in (a, b)]
         first, second = (self.nodes[k] for k in sorted(self._positions[i] for i in ids))
+        if first is second:
+            return frozenset()
         found = conflicts_between(
             first.reads, first.writes, second.reads, second.writes
         )
-        flows = first is not second and set(first.outputs) & set(second.inputs)
+        flows = set(first.outputs) & set(second.inputs)
         return found | {"RAW"} if flows else found
 
     def levels(self) -> tuple[tuple[int, ...], ...]:
@@ -153,8 +157,8 @@ class Graph:
         The fewest barriers for this order: one where a node conflicts with what has
         been issued since the last, and one on each side of a barrier.
         """
-        found, group, after_barrier = [], ConflictTracker(), False
-        issued = False
+        found, group = [], ConflictTracker()
+        issued = after_barrier = False
         for node in self.nodes:
             if node.is_view:
                 continue

@@ -104,6 +104,7 @@ JAXKERN_KINDS = {
 }
 
 BODIES = "jit scan while cond remat custom_jvp_call custom_vjp_call"
+# By name: the classes are not public. One that JAX renames becomes a barrier.
 EFFECTS_OF_REFS = ("ReadEffect", "WriteEffect", "AccumEffect")
 REF_PRIMITIVES = ("new_ref", "get", "swap", "addupdate", "freeze")
 
@@ -118,8 +119,9 @@ def kinds_of_jax() -> dict[Primitive, OpKind]:
     }
     # These have no public name: take them from traces of what binds them.
     key = jax.eval_shape(lambda: jax.random.key(0))
-    two, one = jnp.zeros((1, 1)), jnp.zeros((1, 1, 1))
-    ragged = jax.make_jaxpr(lax.ragged_dot)(two, one, jnp.ones(1, jnp.int32))
+    rows, matrices = (jax.ShapeDtypeStruct((1,) * n, jnp.float32) for n in (2, 3))
+    sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
+    ragged = jax.make_jaxpr(lax.ragged_dot)(rows, matrices, sizes)
     data = jax.make_jaxpr(
         lambda key: jax.random.wrap_key_data(jax.random.key_data(key))
     )(key)

@@ -108,6 +108,11 @@ CASES = {
         (rows(), rows(), vector()),
         "add_rms_norm broadcast_in_dim dot_general sin",
     ),
+    "sum used first": (
+        lambda x, r: (jnp.sin(total := x + r), jaxkern.rms_norm(total)),
+        (rows(), rows()),
+        "add_rms_norm sin",
+    ),
     "with bias": (
         lambda x, r, w, b: jaxkern.rms_norm(x + r, w, b),
         (rows(), rows(), vector(), vector()),
@@ -301,9 +306,21 @@ def test_chains_that_nearly_match_say_what_differs():
     assert "node 2 (broadcast_in_dim) has shape=(1, 8) where the pattern has" in reason
     _, reason = refused(lambda x, b: jnp.tanh(x + b), x, vector())
     assert reason.endswith("x is not the result of a matmul")
-    with jaxkern.backend("xla"):
-        y = graph(lambda x, s: jaxkern.rms_norm(x) * s, x, x).fuse()
-    assert y.nodes[0].equation.params["call"].backend.name == "xla"
+
+
+def test_the_fused_operator_runs_on_the_backend_of_the_chain():
+    def f(x, residual, weight, first):
+        with jaxkern.backend(first):
+            total = residual + jaxkern.rms_norm(x, weight)
+        with jaxkern.backend("xla"):
+            return jaxkern.rms_norm(total, weight)
+
+    args = rows(), rows(), vector()
+    g = graph(lambda *args: f(*args, "xla"), *args).fuse()
+    assert names(g) == ["sandwich_rms_norm"]
+    assert g.nodes[0].equation.params["call"].backend.name == "xla"
+    g = graph(lambda *args: f(*args, "auto"), *args).fuse(["sandwich_rms_norm"])
+    assert g.not_fused[0].reason == "`backend` is auto in one operator, xla in another"
 
 
 def two_norms(**other):
@@ -322,13 +339,33 @@ def test_operators_with_other_options_are_not_one():
 
 
 def test_an_operand_that_needs_a_result_of_the_chain_prevents_it():
-    def f(x, r):
+    def f(x, r, weight):
         total = x + r
-        return jaxkern.rms_norm(total, total)
+        return jaxkern.rms_norm(total, weight(total))
 
-    found, reason = refused(f, vector(), vector())
-    assert found == ["add", "rms_norm"]
-    assert "an operand is computed inside the chain or from its result" in reason
+    for weight in (jnp.sin, lambda total: total):
+        g = graph(lambda x, r: f(x, r, weight), vector(), vector()).fuse()  # noqa: B023
+        assert "add_rms_norm" not in names(g)
+        assert "computed inside the chain or from its result" in g.not_fused[0].reason
+
+
+def test_the_norm_of_one_value_does_not_scale_another():
+    def f(x, y):
+        return x * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+
+    found, reason = refused(f, rows(), rows())
+    assert "rms_norm" not in found
+    assert "two values stand where the pattern has one" in reason
+
+
+def test_operators_recorded_under_vmap_are_left_alone():
+    def f(x, scale, weight):
+        return jaxkern.rms_norm(x, weight) * scale
+
+    args = rows(), rows(), rows()
+    g = graph(jax.vmap(f), *args).fuse()
+    assert names(g) == ["rms_norm", "mul"]
+    np.testing.assert_allclose(g(*args), jax.vmap(f)(*args), rtol=1e-6)
 
 
 def test_a_derivative_of_its_own_must_be_the_same():

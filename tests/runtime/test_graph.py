@@ -82,6 +82,7 @@ def test_nodes_of_a_function_with_jit_and_bodies():
     assert first.writes == (Region("v2", 0, 48),)
     assert g.unannotated_dispatch_count == 0
     assert g.conflicts(0, 1) == g.conflicts(1, 0) == {"RAW"}
+    assert g.conflicts(3, 3) == set()
     assert g.conflicts(g.nodes[0], 3) == set()  # by way of another only
     x, w = jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(0, 1, 12).reshape(4, 3)
     np.testing.assert_array_equal(g(x, w), f(x, w))
