@@ -78,7 +78,14 @@ class Benchmark:
 
 
 def device_seconds(f: Callable, sets: Sequence[tuple], budget: float = 0.25) -> float:
-    """Seconds of one `f(*set)`, the mean over all sets in one executable; median."""
+    """Seconds of one `f(*set)`, the mean over all sets in one executable; median.
+
+    Where four calls already take a millisecond, the other sets are left out.
+    """
+    if len(sets) > 4:
+        few = device_seconds(f, sets[:4], budget)
+        if few > 0.25e-3:
+            return few
 
     def every(sets):
         return [f(*s) for s in sets]

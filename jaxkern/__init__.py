@@ -6,6 +6,7 @@ shards, and lowers on every platform. Where to look:
     primitives/   what each op means, one file an op: formula, docs, reference, gradient
     lowering/     what runs where: one row per kernel in cpu.py, cuda.py, apple/
     formats/      files to pytrees of arrays and quantised containers
+    runtime/      compiled functions in view and in bounds: plans, limits, uploads
     models/       whole models as pure functions, `generate`, the command line
 """
 

@@ -4,6 +4,8 @@ Plain elementwise ops (swiglu, geglu, whole rotations) have no row: XLA's own fu
 reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 """
 
+import functools
+
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
@@ -66,89 +68,165 @@ from jaxkern.triton.sampling import sample
 from jaxkern.triton.triton_call import unsupported
 from jaxkern.triton.turboquant import fwht, quantize_vectors
 
-# fmt: off
-ROWS = (
-    # op            forward                  backward                 refuses
-    (rms_norm_p,     rms_norm.rms_norm_fwd,     rms_norm.rms_norm_bwd,     unsupported),
-    (add_rms_norm_p, rms_norm.add_rms_norm_fwd, rms_norm.add_rms_norm_bwd, unsupported),
-    (layer_norm_p,   layer_norm.layer_norm_fwd, layer_norm.layer_norm_bwd, unsupported),
-    (softmax_p,      softmax.softmax_fwd,       softmax.softmax_bwd,       unsupported),
-    (apply_rope_p,   apply_rope.apply_rope_fwd, apply_rope.apply_rope_bwd, apply_rope.unsupported),
+row = functools.partial(lower, platform="cuda", backend="triton")
+
+row(
+    rms_norm_p, fwd=rms_norm.rms_norm_fwd, bwd=rms_norm.rms_norm_bwd, unless=unsupported
 )
-# Written and compiled, but not every one of their tests has passed on a GPU yet: they
-# run where `backend("triton")` asks for them.
-ON_REQUEST = (
-    (l2_norm_p,      l2_norm.l2_norm_fwd,       l2_norm.l2_norm_bwd,       unsupported),
-    (group_norm_p,
-     group_norm.group_norm_fwd, group_norm.group_norm_bwd, group_norm.unsupported),
-    (cross_entropy_p, cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd, cross_entropy.unsupported),
-    (linear_cross_entropy_p, linear_cross_entropy.linear_cross_entropy_fwd, linear_cross_entropy.linear_cross_entropy_bwd, linear_cross_entropy.unsupported),
-    (embedding_p,    None,              embedding.embedding_bwd,   embedding.unsupported),
-    (adamw_tree_p,   adamw.adamw_tree,            None,                      adamw.unsupported),
-    (gated_rms_norm_p,
-     gated_rms_norm.gated_rms_norm_fwd, gated_rms_norm.gated_rms_norm_bwd,
-     gated_rms_norm.unsupported),
-    (rms_norm_mul_p,
-     gated_rms_norm.rms_norm_mul_fwd, gated_rms_norm.rms_norm_mul_bwd,
-     gated_rms_norm.unsupported),
-    (rms_norm_add_p,
-     rms_norm_add.rms_norm_add_fwd, rms_norm_add.rms_norm_add_bwd,
-     sandwich_rms_norm.unsupported),
-    (dual_rms_norm_p,
-     multi_rms_norm.multi_rms_norm_fwd, multi_rms_norm.dual_rms_norm_bwd,
-     sandwich_rms_norm.unsupported),
-    (triple_rms_norm_p,
-     multi_rms_norm.multi_rms_norm_fwd, multi_rms_norm.triple_rms_norm_bwd,
-     sandwich_rms_norm.unsupported),
-    (sandwich_rms_norm_p,
-     sandwich_rms_norm.sandwich_rms_norm_fwd, sandwich_rms_norm.sandwich_rms_norm_bwd,
-     sandwich_rms_norm.unsupported),
-    (sandwich_triple_rms_norm_p,
-     sandwich_rms_norm.sandwich_rms_norm_fwd,
-     sandwich_rms_norm.sandwich_triple_rms_norm_bwd,
-     sandwich_rms_norm.unsupported),
-    (moe_rms_norm_add_p,
-     moe_rms_norm_add.moe_rms_norm_add_fwd, moe_rms_norm_add.moe_rms_norm_add_bwd,
-     moe_rms_norm_add.unsupported),
-    (rms_norm_quantized_p,
-     rms_norm_quantized.rms_norm_quantized_fwd, None,
-     rms_norm_quantized.unsupported),
-    (add_rms_norm_quantized_p,
-     rms_norm_quantized.add_rms_norm_quantized_fwd, None,
-     rms_norm_quantized.unsupported),
-    (head_norm_rope_p,
-     head_norm_rope.head_norm_rope_fwd, head_norm_rope.head_norm_rope_bwd,
-     qk_norm_rope.unsupported),
-    (qk_norm_rope_p,
-     qk_norm_rope.qk_norm_rope_fwd, qk_norm_rope.qk_norm_rope_bwd,
-     qk_norm_rope.unsupported),
-    (argmax_p,       argmax.argmax,             None,                      argmax.unsupported),
-    (top_k_p,        top_k.top_k,               None,                      top_k.unsupported),
-    (sample_p,       sample.sample,             None,                      sample.unsupported),
-    (fwht_p,         fwht.fwht_fwd,             fwht.fwht_bwd,             fwht.unsupported),
-    (cumsum_p,       cumsum.cumsum_fwd,         cumsum.cumsum_bwd,         cumsum.unsupported),
-    (quantize_vectors_p, quantize_vectors.quantize_vectors_fwd, None, quantize_vectors.unsupported),
-    (update_quantized_kv_cache_p,
-     quantize_vectors.update_quantized_kv_cache_fwd, None,
-     quantize_vectors.unsupported_in_cache),
-    (causal_conv1d_p,
-     causal_conv1d.causal_conv1d_fwd, causal_conv1d.causal_conv1d_bwd,
-     causal_conv1d.unsupported),
-    # backward from the kernel's lse: the reference
-    (attention_p,       decode_attention.attention_fwd,       None, decode_attention.unsupported),
-    (paged_attention_p, decode_attention.paged_attention_fwd, None, decode_attention.unsupported_paged),
-    (attention_p,    flash_attention.attention_fwd, flash_attention.attention_bwd, flash_attention.unsupported),
+row(
+    add_rms_norm_p,
+    fwd=rms_norm.add_rms_norm_fwd,
+    bwd=rms_norm.add_rms_norm_bwd,
+    unless=unsupported,
 )
-# fmt: on
-for op, fwd, bwd, unless in ROWS:
-    lower(op, "cuda", "triton", fwd=fwd, bwd=bwd, unless=unless)
-for op, fwd, bwd, unless in ON_REQUEST:
-    lower(
-        op,
-        "cuda",
-        "triton",
-        fwd=fwd,
-        bwd=bwd,
-        unless=unless,
-        on_request="not every test of it has passed on a GPU yet",
-    )
+row(
+    layer_norm_p,
+    fwd=layer_norm.layer_norm_fwd,
+    bwd=layer_norm.layer_norm_bwd,
+    unless=unsupported,
+)
+row(softmax_p, fwd=softmax.softmax_fwd, bwd=softmax.softmax_bwd, unless=unsupported)
+row(
+    apply_rope_p,
+    fwd=apply_rope.apply_rope_fwd,
+    bwd=apply_rope.apply_rope_bwd,
+    unless=apply_rope.unsupported,
+)
+row(
+    l2_norm_p,
+    fwd=l2_norm.l2_norm_fwd,
+    bwd=l2_norm.l2_norm_bwd,
+    unless=unsupported,
+    slower=l2_norm.slower,
+)
+row(
+    group_norm_p,
+    fwd=group_norm.group_norm_fwd,
+    bwd=group_norm.group_norm_bwd,
+    unless=group_norm.unsupported,
+    slower=group_norm.slower,
+)
+row(
+    cross_entropy_p,
+    fwd=cross_entropy.cross_entropy_fwd,
+    bwd=cross_entropy.cross_entropy_bwd,
+    unless=cross_entropy.unsupported,
+    slower=cross_entropy.slower,
+)
+row(
+    linear_cross_entropy_p,
+    fwd=linear_cross_entropy.linear_cross_entropy_fwd,
+    bwd=linear_cross_entropy.linear_cross_entropy_bwd,
+    unless=linear_cross_entropy.unsupported,
+)
+row(embedding_p, fwd=None, bwd=embedding.embedding_bwd, unless=embedding.unsupported)
+row(adamw_tree_p, fwd=adamw.adamw_tree, unless=adamw.unsupported)
+row(
+    gated_rms_norm_p,
+    fwd=gated_rms_norm.gated_rms_norm_fwd,
+    bwd=gated_rms_norm.gated_rms_norm_bwd,
+    unless=gated_rms_norm.unsupported,
+    slower=gated_rms_norm.slower,
+)
+row(
+    rms_norm_mul_p,
+    fwd=gated_rms_norm.rms_norm_mul_fwd,
+    bwd=gated_rms_norm.rms_norm_mul_bwd,
+    unless=gated_rms_norm.unsupported,
+    slower=gated_rms_norm.slower,
+)
+row(
+    rms_norm_add_p,
+    fwd=rms_norm_add.rms_norm_add_fwd,
+    bwd=rms_norm_add.rms_norm_add_bwd,
+    unless=sandwich_rms_norm.unsupported,
+    slower=rms_norm_add.slower,
+)
+row(
+    dual_rms_norm_p,
+    fwd=multi_rms_norm.multi_rms_norm_fwd,
+    bwd=multi_rms_norm.dual_rms_norm_bwd,
+    unless=sandwich_rms_norm.unsupported,
+)
+row(
+    triple_rms_norm_p,
+    fwd=multi_rms_norm.multi_rms_norm_fwd,
+    bwd=multi_rms_norm.triple_rms_norm_bwd,
+    unless=sandwich_rms_norm.unsupported,
+)
+row(
+    sandwich_rms_norm_p,
+    fwd=sandwich_rms_norm.sandwich_rms_norm_fwd,
+    bwd=sandwich_rms_norm.sandwich_rms_norm_bwd,
+    unless=sandwich_rms_norm.unsupported,
+)
+row(
+    sandwich_triple_rms_norm_p,
+    fwd=sandwich_rms_norm.sandwich_rms_norm_fwd,
+    bwd=sandwich_rms_norm.sandwich_triple_rms_norm_bwd,
+    unless=sandwich_rms_norm.unsupported,
+)
+row(
+    moe_rms_norm_add_p,
+    fwd=moe_rms_norm_add.moe_rms_norm_add_fwd,
+    bwd=moe_rms_norm_add.moe_rms_norm_add_bwd,
+    unless=moe_rms_norm_add.unsupported,
+)
+row(
+    rms_norm_quantized_p,
+    fwd=rms_norm_quantized.rms_norm_quantized_fwd,
+    unless=rms_norm_quantized.unsupported,
+)
+row(
+    add_rms_norm_quantized_p,
+    fwd=rms_norm_quantized.add_rms_norm_quantized_fwd,
+    unless=rms_norm_quantized.unsupported,
+)
+row(
+    head_norm_rope_p,
+    fwd=head_norm_rope.head_norm_rope_fwd,
+    bwd=head_norm_rope.head_norm_rope_bwd,
+    unless=qk_norm_rope.unsupported,
+)
+row(
+    qk_norm_rope_p,
+    fwd=qk_norm_rope.qk_norm_rope_fwd,
+    bwd=qk_norm_rope.qk_norm_rope_bwd,
+    unless=qk_norm_rope.unsupported,
+)
+row(argmax_p, fwd=argmax.argmax, unless=argmax.unsupported, slower=argmax.slower)
+row(top_k_p, fwd=top_k.top_k, unless=top_k.unsupported)
+row(sample_p, fwd=sample.sample, unless=sample.unsupported)
+row(fwht_p, fwd=fwht.fwht_fwd, bwd=fwht.fwht_bwd, unless=fwht.unsupported)
+row(cumsum_p, fwd=cumsum.cumsum_fwd, bwd=cumsum.cumsum_bwd, unless=cumsum.unsupported)
+row(
+    quantize_vectors_p,
+    fwd=quantize_vectors.quantize_vectors_fwd,
+    unless=quantize_vectors.unsupported,
+)
+row(
+    update_quantized_kv_cache_p,
+    fwd=quantize_vectors.update_quantized_kv_cache_fwd,
+    unless=quantize_vectors.unsupported_in_cache,
+)
+row(
+    causal_conv1d_p,
+    fwd=causal_conv1d.causal_conv1d_fwd,
+    bwd=causal_conv1d.causal_conv1d_bwd,
+    unless=causal_conv1d.unsupported,
+)
+row(
+    attention_p, fwd=decode_attention.attention_fwd, unless=decode_attention.unsupported
+)
+row(
+    paged_attention_p,
+    fwd=decode_attention.paged_attention_fwd,
+    unless=decode_attention.unsupported_paged,
+)
+row(
+    attention_p,
+    fwd=flash_attention.attention_fwd,
+    bwd=flash_attention.attention_bwd,
+    unless=flash_attention.unsupported,
+    slower=flash_attention.slower,
+)

@@ -1,4 +1,4 @@
-"""The command line: `jaxkern generate`, `jaxkern info` and `jaxkern apple check`."""
+"""The command line: `jaxkern generate`, `info`, `plan` and `apple check`."""
 
 import argparse
 import contextlib
@@ -66,6 +66,17 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info)
     info.add_argument("file", metavar="FILE.gguf")
 
+    plan = commands.add_parser("plan", help="say what one decode step does")
+    plan.set_defaults(run=_plan)
+    add = plan.add_argument
+    add("file", metavar="FILE.gguf")
+    add("--weights", default="auto", metavar="POLICY", help="as for generate")
+    add("--backend", default="auto", metavar="NAME", help="as for generate")
+    add("--batch", type=int, default=1, metavar="N", help="sequences at a time")
+    add("--slots", type=int, default=512, metavar="N", help="tokens in the cache")
+    add("--profile", action="store_true", help="run the step and measure it")
+    add("--json", action="store_true", help="plain numbers instead of tables")
+
     apple = commands.add_parser("apple", help="what runs on Apple GPUs")
     check = apple.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "check", help="lower for an Apple plugin and list what it would refuse"
@@ -102,6 +113,29 @@ def _info(options: argparse.Namespace) -> int:
     from jaxkern.formats.gguf_report import describe
 
     rich.print(describe(options.file))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    import rich
+
+    from jaxkern import backend
+    from jaxkern.models.plan_report import as_json, plan_decode_step, tables
+
+    if min(options.batch, options.slots) < 1:
+        raise ValueError("plan: --batch and --slots must be at least 1.")
+    with backend(options.backend):
+        plan, arguments = plan_decode_step(
+            options.file,
+            weights=options.weights,
+            batch=options.batch,
+            slots=options.slots,
+        )
+    profile = plan.profile(*arguments) if options.profile else None
+    if options.json:
+        print(json.dumps(as_json(plan, profile)))
+    else:
+        rich.print(tables(plan, profile))
     return 0
 
 

@@ -425,28 +425,23 @@ def lower_reference(p: KernelPrimitive | Tangent, ctx, *args, **params):
     if backend.strict and backend.name not in ("auto", "xla"):
         if not isinstance(p, Tangent):
             raise ValueError(f"{p.name}: has no {backend.name} kernel on any platform.")
-    return lower_body(functools.partial(p.evaluate, **params), p.name, ctx, *args)
+    f = functools.partial(p.evaluate, **params)
+    return lower_named(p, f, ctx, *args)
 
 
-def lower_body(f: Callable, name: str, ctx, *args):
-    """`f` as StableHLO, rewritten where a platform asks for it."""
+def lower_named(p: Primitive, f: Callable, ctx, *args):
+    """Lowers `f` in the place of `p`, rewritten where a platform asks for it.
+
+    Profiles show p's name with each instruction.
+    """
     platforms = ctx.platforms or ctx.module_context.platforms
-    rewritten = {t: named(REWRITES[t](f), name) for t in platforms if t in REWRITES}
+    rewritten = {t: REWRITES[t](f) for t in platforms if t in REWRITES}
     if len(platforms) == 1:
         f = rewritten.get(platforms[0], f)
     elif rewritten:
         f = functools.partial(lax.platform_dependent, default=f, **rewritten)
+    f = jax.named_scope(p.name)(f)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
-
-
-def named(f: Callable, name: str) -> Callable:
-    """`f` with the name of its op on each operation."""
-
-    def of_op(*args):
-        with jax.named_scope(name):
-            return f(*args)
-
-    return of_op
 
 
 # Batching.

@@ -240,7 +240,8 @@ def test_transformations():
         )
         return each, shared, scanned, tangent
 
-    with backend("triton", strict=True):
+    exact = jax.default_matmul_precision("highest")  # of the tangent
+    with backend("triton", strict=True), exact:
         found = jax.jit(every)(query, key, value)
     with jax.enable_x64(True), backend("xla"):
         truth = jax.jit(every)(*map(wide, (query, key, value)))
@@ -268,7 +269,8 @@ def test_gradients_from_the_lse_of_the_kernel(dtype):
         return jnp.sum(jnp.sin(out.astype(lse.dtype))) + jnp.sum(lse**2)
 
     slopes = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
-    with backend("triton"):  # backward is the reference
+    exact = jax.default_matmul_precision("highest")
+    with backend("triton"), exact:  # backward is the reference
         found = slopes(*operands)
     with jax.enable_x64(True), backend("xla"):
         truth = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*map(wide, operands))

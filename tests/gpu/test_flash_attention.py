@@ -96,7 +96,7 @@ OPTIONS: dict[str, Any] = {
     "mask_by_head": dict(mask=RNG.random((1, 6, 300, 413)) < 0.3, causal=True),
     "mask_of_keys": dict(mask=RNG.random((2, 1, 1, 413)) < 0.5),
     "bias": dict(bias=draw(1, 6, 300, 413, dtype="float32"), causal=True),
-    "bias_of_keys": dict(bias=draw(2, 1, 1, 413)),
+    "bias_of_keys": dict(bias=draw(2, 1, 1, 413, dtype="float32")),
     "everything": dict(
         bias=draw(1, 6, 1, 413, dtype="float32"),
         mask=RNG.random((2, 1, 300, 413)) < 0.7,
@@ -239,4 +239,7 @@ def test_memory_grows_with_the_length_alone():
 
 def test_few_queries_are_refused_in_words():
     q, k, v = operands(1, 8, 64, 1, 1, 64)
-    assert "8 queries are no more than 8" in str(explain(attend, q, k, v))
+    slope = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())
+    forward, backward = explain(slope, q, k, v).rows
+    assert forward.runs.startswith("triton: triton.attention.decode_attention")
+    assert "8 queries are no more than 8" in str(backward)
