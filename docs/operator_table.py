@@ -33,7 +33,8 @@ Gradient: "own" is a backward formula of the operator, which a kernel can take o
 "linear" means that the transpose is the operator's own; "reference" that JAX
 differentiates the reference; "composed" that the function is made of operators with
 gradients; "JAX" that the function is JAX's. A kernel stands with the platform that has
-one; elsewhere, and where XLA is as fast, the reference runs: `explain` says why.
+one; elsewhere, and where XLA is as fast, the reference runs: `explain` says why. "mps":
+the fused kernels of jax-mps, where it is installed; see docs/apple.md.
 
 Conventions that differ between systems are arguments, or are fixed as in this table:
 

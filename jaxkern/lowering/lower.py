@@ -38,7 +38,7 @@ except ImportError as error:  # a jax outside the supported range
         "Use jax >=0.11.2,<0.13."
     ) from error
 
-BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp")
+BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp", "mps")
 
 
 def backend(
@@ -50,8 +50,8 @@ def backend(
     equation, its gradients included.
 
     Args:
-      name: "auto" for the first kernel that does not refuse; "triton", "mosaic_gpu" or
-        "cpp" for kernels of that kind only; "xla" for the reference.
+      name: "auto" for the first kernel that does not refuse; "triton", "mosaic_gpu",
+        "cpp" or "mps" for kernels of that kind only; "xla" for the reference.
       strict: raise, naming every refusal, where no such kernel runs. With "auto" only
         ops that have a row for the platform can raise.
 
@@ -209,9 +209,11 @@ def named_operands(
 
 
 def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):
-    target: str = platform or (ctx.platforms or ctx.module_context.platforms)[0]
+    targets = ctx.platforms or ctx.module_context.platforms
+    target: str = platform or targets[0]
     choice = choose(p, target, ctx.avals_in, call, static)
-    if choice.row is None:
+    # one module for several plugins takes no kernel that only one of them has
+    if choice.row is None or (platform is None and len(targets) > 1):
         f = functools.partial(p.evaluate, call=call, **static)
         return lower_named(p, f, ctx, *args)
 

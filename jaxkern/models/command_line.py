@@ -1,6 +1,7 @@
-"""The command line: `jaxkern generate`, `jaxkern info` and `jaxkern plan`."""
+"""The command line: `jaxkern generate`, `info`, `plan` and `apple check`."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import resource
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "--backend",
         default="auto",
         metavar="NAME",
-        help="implementation of every op: auto, xla, triton, mosaic_gpu or cpp",
+        help="implementation of every op: auto, xla, triton, mosaic_gpu, cpp or mps",
     )
     add("--json", action="store_true", help="a JSON object on the last line")
 
@@ -75,6 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--slots", type=int, default=512, metavar="N", help="tokens in the cache")
     add("--profile", action="store_true", help="run the step and measure it")
     add("--json", action="store_true", help="plain numbers instead of tables")
+
+    apple = commands.add_parser("apple", help="what runs on Apple GPUs")
+    check = apple.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "check", help="lower for an Apple plugin and list what it would refuse"
+    )
+    check.set_defaults(run=_apple_check)
+    add = check.add_argument
+    add("target", nargs="?", metavar="FILE.gguf|OP", help="default: every op")
+    add("--platform", default="mps", help="mps (default), metal, mtl or METAL")
+    add("--fused", action="store_true", help="as if jax-mps 0.11.1 were installed")
     return parser
 
 
@@ -126,6 +137,19 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         rich.print(tables(plan, profile))
     return 0
+
+
+def _apple_check(options: argparse.Namespace) -> int:
+    """Returns 1 if there is a hard finding."""
+    from jaxkern.lowering.apple import assume_jax_mps
+    from jaxkern.models.apple_check import reports_of
+
+    hard = 0
+    with assume_jax_mps() if options.fused else contextlib.nullcontext():
+        for name, report in reports_of(options.target, options.platform):
+            print(f"{name}: {report}")
+            hard += len(report.hard)
+    return 1 if hard else 0
 
 
 def _generate(options: argparse.Namespace) -> int:
