@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.primitives.kernel_primitive import Annotated, Call, KernelPrimitive
@@ -238,7 +239,8 @@ def partitioned(
     def partition(mesh, arg_infos, result_infos):
         del result_infos  # they follow from the operands
         # need_replication_factors only guides propagation: the specs are cut here.
-        cut = factors.cuts([info.sharding.spec for info in arg_infos], mesh.shape)
+        wishes = [axes_of_dims(x.sharding, x.shape, mesh) for x in arg_infos]
+        cut = factors.cuts(wishes, mesh.shape)
         in_specs, out_specs = factors.specs(cut)
 
         def local_and_reduced(*arrays):
@@ -268,11 +270,43 @@ def partitioned(
     f.def_partition(
         partition,
         sharding_rule=factors.rule(num_devices),
+        decode_shardings=False,  # JAX refuses cuts by a part of an axis
         # Shardy wants the order of first appearance.
         need_replication_factors=tuple(n for n in seen if n in factors.whole),
         **in_products,
     )
     return lambda *arrays: f(*arrays, *traced.consts)
+
+
+def axes_of_dims(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> list[Axes]:
+    """Which mesh axes cut each dim, major first; none where no PartitionSpec says it.
+
+    Around a reshape Shardy may cut by a part of an axis, or into uneven pieces. Such a
+    dim is gathered for the kernel.
+    """
+    try:
+        index_of = sharding.devices_indices_map(tuple(shape))
+    except ValueError:  # uneven
+        return [()] * len(shape)
+    size = dict(mesh.shape)
+    place = dict(zip(size, np.indices(mesh.devices.shape), strict=True))
+
+    def axes_of(start: np.ndarray, n: int) -> Axes:
+        """For the start of each device's piece of one dim."""
+        step = {a: start[tuple(int(a == b) for b in size)] for a in size if size[a] > 1}
+        axes = tuple(sorted(filter(step.get, step), key=lambda a: -step[a]))
+        sizes = [size[a] for a in axes]
+        if not axes or n % math.prod(sizes):
+            return ()
+        number = np.ravel_multi_index([place[a] for a in axes], sizes)
+        return axes if (start == n // math.prod(sizes) * number).all() else ()
+
+    pieces = [index_of[device] for device in mesh.devices.flat]
+    starts = [[piece[k].start or 0 for piece in pieces] for k in range(len(shape))]
+    return [
+        axes_of(np.reshape(start, mesh.devices.shape), n)
+        for start, n in zip(starts, shape, strict=True)
+    ]
 
 
 def cuts_by_type(factors: Factors, avals: Sequence) -> dict[str, Axes]:
