@@ -24,7 +24,7 @@ def scene(n, channels, spec=f32):
 
 
 CASES = [
-    case("small", **scene(2, 1), height=1, width=2),
+    case("small", full=True, **scene(2, 1), height=1, width=2),
     case("plain", full=True, **scene(2, 3), background=f32(3), height=2, width=3),
     case("one_channel", full=True, **scene(5, 1), height=3, width=1),
     case("empty", full=True, **scene(0, 3), background=f32(3), height=3, width=3),

@@ -17,6 +17,7 @@ OPTIONS = dict(stride=(1, 1), padding=((0, 0), (0, 0)), dilation=(1, 1))
 CASES = [
     case(
         "plain",
+        full=True,
         x_codes=codes(1, 4, 3, 3, low=-3, high=3),
         x_scale=uniform(low=0.1),
         x_zero=i32(low=-3, high=3),
