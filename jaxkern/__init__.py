@@ -51,6 +51,7 @@ from jaxkern.primitives.delta_rule.solve_unit_lower import solve_unit_lower
 from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.argsort import argsort
+from jaxkern.primitives.index.check_indices import check_indices
 from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.gather import gather
 from jaxkern.primitives.index.scatter_add import scatter_add
@@ -224,6 +225,7 @@ __all__ = [
     "cached_attention",
     "causal_conv1d",
     "causal_conv1d_step",
+    "check_indices",
     "clipped_relu",
     "compute_g_beta",
     "conv2d",
