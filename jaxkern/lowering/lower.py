@@ -181,7 +181,7 @@ def refusal(
     for i, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
         depth = sum(level[i] is not None for level in call.vmaps)
         named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
-    return row.unless(**named, **static) or refusal_by_type(p, call, avals)
+    return row.unless(**named, **static) or refusal_by_type(p, call, avals, static)
 
 
 def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):

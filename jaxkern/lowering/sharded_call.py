@@ -9,6 +9,7 @@ each operand is cut, and `shard_map` runs the kernel.
 """
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -61,7 +62,7 @@ class Factors:
         ]
         outs = [
             factors_of(a, x, [f"v{k}" for k in levels], unique)
-            for a, x in zip(results, avals_out, strict=False)  # none while choosing
+            for a, x in zip(results, avals_out, strict=True)
         ]
         dims = [
             (factor, n)
@@ -313,12 +314,19 @@ def cuts_by_type(factors: Factors, avals: Sequence) -> dict[str, Axes]:
     return factors.cuts([a.sharding.spec for a in avals], avals[0].sharding.mesh.shape)
 
 
-def refusal_by_type(p: KernelPrimitive, call: Call, avals: Sequence) -> str | None:
+def refusal_by_type(
+    p: KernelPrimitive, call: Call, avals: Sequence, static: dict
+) -> str | None:
     """On an explicit mesh: why the kernel cannot run on operands cut like these."""
     mesh = avals[0].sharding.mesh if avals else None
     if mesh is None or mesh.empty or not mesh.explicit_axes:
         return None
-    factors = factors_of_call(p, call, avals, ())
+    # a result may be all that says how a product splits
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    results = jax.eval_shape(
+        functools.partial(p.evaluate, call=call, **static), *shapes
+    )
+    factors = factors_of_call(p, call, avals, results)
     in_specs, _ = factors.specs(cuts_by_type(factors, avals))
     operands, _ = p.array_annotations(call)
     for operand, aval, spec in zip(operands, avals, in_specs, strict=True):

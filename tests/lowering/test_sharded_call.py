@@ -50,3 +50,39 @@ def test_a_kernel_behind_a_reshape_that_splits_a_cut_dim():
         compiled = jax.jit(f).lower(sharded).compile()
     np.testing.assert_allclose(compiled(sharded), expected, rtol=1e-6)
     assert "all-gather" in collectives(compiled)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", [P("m"), P(None, "m")], ids=str)
+def test_a_cut_finer_than_the_blocks_of_a_quantiser(spec):
+    w = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+    sharded = jax.device_put(w, NamedSharding(mesh_of(m=8), spec))
+
+    def codes_and_gradient(w):
+        def loss(w):
+            q = quantize_fp8(w, block=(2, 4))
+            return jnp.sum(jnp.sin(dequantize(q))), q.codes
+
+        return jax.grad(loss, has_aux=True)(w)
+
+    expected = jax.jit(codes_and_gradient)(w)
+    with opaque_kernels(quantize_fp8_p):
+        actual = jax.jit(codes_and_gradient)(sharded)
+    np.testing.assert_array_equal(actual[1], expected[1])
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_the_gradient_of_a_quantised_norm_with_groups_cut_in_two():
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(s).astype(np.float32) for s in ((4, 16), 16))
+    sharded = jax.device_put(x, NamedSharding(mesh_of(m=8), P(None, "m")))
+
+    def loss(x):
+        y, q = rms_norm_quantized(x, weight, **QUANTIZED)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(dequantize(q)))
+
+    expected = jax.jit(jax.grad(loss))(x)
+    with opaque_kernels(rms_norm_quantized_p):
+        actual = jax.jit(jax.grad(loss))(sharded)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
