@@ -99,6 +99,7 @@ def test_it_is_conv2d_of_what_the_codes_mean_and_so_are_its_gradients():
         np.testing.assert_allclose(d, e, rtol=1e-3)
 
 
+@pytest.mark.full
 def test_the_largest_sums_do_not_overflow():
     ones = np.ones((1, 2**13, 2, 2), np.int8)
     y = int8_conv2d(
