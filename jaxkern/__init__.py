@@ -48,10 +48,12 @@ from jaxkern.primitives.delta_rule.cumsum import cumsum
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule
 from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step
 from jaxkern.primitives.delta_rule.packed_sequences import segment_ids_from_cu_seqlens
+from jaxkern.primitives.delta_rule.selective_scan import selective_scan
 from jaxkern.primitives.delta_rule.solve_unit_lower import solve_unit_lower
 from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse
 from jaxkern.primitives.index.argmax import argmax
 from jaxkern.primitives.index.argsort import argsort
+from jaxkern.primitives.index.check_indices import check_indices
 from jaxkern.primitives.index.embedding import embedding
 from jaxkern.primitives.index.gather import gather
 from jaxkern.primitives.index.scatter_add import scatter_add
@@ -173,6 +175,8 @@ from jaxkern.primitives.turboquant.vector_codec import IntCodec, TurboQuantCodec
 from jaxkern.primitives.vision.avg_pool import avg_pool
 from jaxkern.primitives.vision.conv2d import conv2d
 from jaxkern.primitives.vision.conv_transpose2d import conv_transpose2d
+from jaxkern.primitives.vision.gaussian_splat import gaussian_splat
+from jaxkern.primitives.vision.int8_conv2d import int8_conv2d
 from jaxkern.primitives.vision.max_pool import max_pool
 from jaxkern.primitives.vision.patches import (
     block_merge,
@@ -224,6 +228,7 @@ __all__ = [
     "cached_attention",
     "causal_conv1d",
     "causal_conv1d_step",
+    "check_indices",
     "clipped_relu",
     "compute_g_beta",
     "conv2d",
@@ -246,6 +251,7 @@ __all__ = [
     "gated_rms_norm",
     "gather",
     "gather_pages",
+    "gaussian_splat",
     "geglu",
     "gelu",
     "group_norm",
@@ -255,6 +261,7 @@ __all__ = [
     "int4_from_gptq",
     "int4_from_linear",
     "int4_to_linear",
+    "int8_conv2d",
     "int8_matmul",
     "l2_norm",
     "layer_norm",
@@ -315,6 +322,7 @@ __all__ = [
     "scatter_add",
     "segment_ids_from_cu_seqlens",
     "segment_mask",
+    "selective_scan",
     "sigmoid_gate",
     "softcap",
     "softmax",

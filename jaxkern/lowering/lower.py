@@ -182,7 +182,7 @@ def refusal(
     for name, x in named.items():
         if x is not None and not all(isinstance(n, int) for n in x.shape):
             return f"`{name}` has a symbolic size"
-    return row.unless(**named, **static) or refusal_by_type(p, call, avals)
+    return row.unless(**named, **static) or refusal_by_type(p, call, avals, static)
 
 
 def why_slower(

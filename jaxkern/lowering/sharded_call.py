@@ -9,6 +9,7 @@ each operand is cut, and `shard_map` runs the kernel.
 """
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -16,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.primitives.kernel_primitive import Annotated, Call, KernelPrimitive
@@ -60,7 +62,7 @@ class Factors:
         ]
         outs = [
             factors_of(a, x, [f"v{k}" for k in levels], unique)
-            for a, x in zip(results, avals_out, strict=False)  # none while choosing
+            for a, x in zip(results, avals_out, strict=True)
         ]
         dims = [
             (factor, n)
@@ -238,7 +240,8 @@ def partitioned(
     def partition(mesh, arg_infos, result_infos):
         del result_infos  # they follow from the operands
         # need_replication_factors only guides propagation: the specs are cut here.
-        cut = factors.cuts([info.sharding.spec for info in arg_infos], mesh.shape)
+        wishes = [axes_of_dims(x.sharding, x.shape, mesh) for x in arg_infos]
+        cut = factors.cuts(wishes, mesh.shape)
         in_specs, out_specs = factors.specs(cut)
 
         def local_and_reduced(*arrays):
@@ -268,6 +271,7 @@ def partitioned(
     f.def_partition(
         partition,
         sharding_rule=factors.rule(num_devices),
+        decode_shardings=False,  # JAX refuses cuts by a part of an axis
         # Shardy wants the order of first appearance.
         need_replication_factors=tuple(n for n in seen if n in factors.whole),
         **in_products,
@@ -275,16 +279,54 @@ def partitioned(
     return lambda *arrays: f(*arrays, *traced.consts)
 
 
+def axes_of_dims(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> list[Axes]:
+    """Which mesh axes cut each dim, major first; none where no PartitionSpec says it.
+
+    Around a reshape Shardy may cut by a part of an axis, or into uneven pieces. Such a
+    dim is gathered for the kernel.
+    """
+    try:
+        index_of = sharding.devices_indices_map(tuple(shape))
+    except ValueError:  # uneven
+        return [()] * len(shape)
+    size = dict(mesh.shape)
+    place = dict(zip(size, np.indices(mesh.devices.shape), strict=True))
+
+    def axes_of(start: np.ndarray, n: int) -> Axes:
+        """For the start of each device's piece of one dim."""
+        step = {a: start[tuple(int(a == b) for b in size)] for a in size if size[a] > 1}
+        axes = tuple(sorted(filter(step.get, step), key=lambda a: -step[a]))
+        sizes = [size[a] for a in axes]
+        if not axes or n % math.prod(sizes):
+            return ()
+        number = np.ravel_multi_index([place[a] for a in axes], sizes)
+        return axes if (start == n // math.prod(sizes) * number).all() else ()
+
+    pieces = [index_of[device] for device in mesh.devices.flat]
+    starts = [[piece[k].start or 0 for piece in pieces] for k in range(len(shape))]
+    return [
+        axes_of(np.reshape(start, mesh.devices.shape), n)
+        for start, n in zip(starts, shape, strict=True)
+    ]
+
+
 def cuts_by_type(factors: Factors, avals: Sequence) -> dict[str, Axes]:
     return factors.cuts([a.sharding.spec for a in avals], avals[0].sharding.mesh.shape)
 
 
-def refusal_by_type(p: KernelPrimitive, call: Call, avals: Sequence) -> str | None:
+def refusal_by_type(
+    p: KernelPrimitive, call: Call, avals: Sequence, static: dict
+) -> str | None:
     """On an explicit mesh: why the kernel cannot run on operands cut like these."""
     mesh = avals[0].sharding.mesh if avals else None
     if mesh is None or mesh.empty or not mesh.explicit_axes:
         return None
-    factors = factors_of_call(p, call, avals, ())
+    # a result may be all that says how a product splits
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    results = jax.eval_shape(
+        functools.partial(p.evaluate, call=call, **static), *shapes
+    )
+    factors = factors_of_call(p, call, avals, results)
     in_specs, _ = factors.specs(cuts_by_type(factors, avals))
     operands, _ = p.array_annotations(call)
     for operand, aval, spec in zip(operands, avals, in_specs, strict=True):

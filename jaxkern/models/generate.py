@@ -12,7 +12,7 @@ and between chunks the host asks if any is left. The cache is donated: there is 
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkern import explain, sample
 from jaxkern.lowering.explain import Explanation
 from jaxkern.models.llama import (
-    KVCache,
+    Caches,
     LlamaConfig,
     LlamaWeights,
     decode,
@@ -67,7 +67,7 @@ class State(NamedTuple):
 
     tokens: Int32[Array, " b"]
     finished: Bool[Array, " b"]
-    cache: KVCache
+    cache: Caches
     key: jax.Array
 
 
@@ -105,8 +105,9 @@ def write_chunk(
     def step(state: State, _):
         logits, cache = decode(config, weights, state.tokens, state.cache)
         # what a finished sequence reads stays in the slot behind its end
-        lengths = jnp.where(state.finished, state.cache.lengths, cache.lengths)
-        cache = cache._replace(lengths=lengths)
+        before, after = state.cache[0].lengths, cache[0].lengths
+        lengths = jnp.where(state.finished, before, after)
+        cache = tuple(replace(own, lengths=lengths) for own in cache)
         key, key_now = jax.random.split(state.key)
         drawn = sampling(logits, key_now)
         tokens = jnp.where(state.finished, state.tokens, drawn)

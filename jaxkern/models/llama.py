@@ -21,16 +21,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxkern import (
+    KVCache,
     add_rms_norm,
     apply_rope,
-    attention,
+    cached_attention,
     embedding,
+    empty_kv_cache,
     linear,
     quantized_embedding,
     rms_norm,
     rope_cos_sin,
     swiglu,
-    update_kv_cache,
 )
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 from jaxkern.primitives.rope.rope import Pairing
@@ -92,24 +93,19 @@ class LlamaWeights(NamedTuple):
     rope_factors: Float[Array, " r"] | None
 
 
-class KVCache(NamedTuple):
-    """Keys and values of each layer, and how many slots each sequence has filled."""
-
-    keys: tuple[Float[Array, "b s k h"], ...]
-    values: tuple[Float[Array, "b s k h"], ...]
-    lengths: Int32[Array, " b"]
+Caches = tuple[KVCache, ...]
+"""One cache for each layer; all have read the same number of tokens."""
 
 
 def empty_cache(
     config: LlamaConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
-) -> KVCache:
-    """A cache for `batch` sequences of up to `slots` tokens.
+) -> Caches:
+    """Caches for `batch` sequences of up to `slots` tokens.
 
-    It takes 2 * layers * batch * slots * kv_heads * head_dim * itemsize bytes.
+    They take 2 * layers * batch * slots * kv_heads * head_dim * itemsize bytes.
     """
-    shape = (batch, slots, config.kv_heads, config.head_dim)
-    arrays = tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))
-    return KVCache(arrays, arrays, jnp.zeros(batch, jnp.int32))
+    sizes = (batch, slots, config.kv_heads, config.head_dim)
+    return tuple(empty_kv_cache(*sizes, dtype=dtype) for _ in range(config.layers))
 
 
 def prefill(
@@ -117,8 +113,8 @@ def prefill(
     weights: LlamaWeights,
     tokens: Int32[Array, "b t"],
     lengths: Int32[Array, " b"],
-    cache: KVCache,
-) -> tuple[Float[Array, "b v"], KVCache]:
+    cache: Caches,
+) -> tuple[Float[Array, "b v"], Caches]:
     """Reads t tokens of each sequence and gives the logits of the one that follows.
 
     Rows may differ in length: they start at the left, and what stands behind
@@ -133,9 +129,8 @@ def prefill(
       logits: `[b, v]` float32, after the last token that counts.
       cache: with `lengths` more tokens per sequence.
     """
-    x, cache = hidden_states(config, weights, tokens, cache)
+    x, cache = hidden_states(config, weights, tokens, cache, lengths)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)  # [b, 1, d]
-    cache = cache._replace(lengths=cache.lengths + lengths)
     return logits(weights, last)[:, 0], cache
 
 
@@ -143,8 +138,8 @@ def decode(
     config: LlamaConfig,
     weights: LlamaWeights,
     tokens: Int32[Array, " b"],
-    cache: KVCache,
-) -> tuple[Float[Array, "b v"], KVCache]:
+    cache: Caches,
+) -> tuple[Float[Array, "b v"], Caches]:
     """Adds one token to each sequence: `prefill` with t = 1.
 
     Returns:
@@ -163,10 +158,14 @@ def hidden_states(
     config: LlamaConfig,
     weights: LlamaWeights,
     tokens: Int32[Array, "b t"],
-    cache: KVCache,
-) -> tuple[Float[Array, "b t d"], KVCache]:
-    """Normalised outputs of the last layer; the cache with keys, lengths as before."""
-    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])  # [b, t]
+    cache: Caches,
+    new_lengths: Int32[Array, " b"] | None = None,
+) -> tuple[Float[Array, "b t d"], Caches]:
+    """Normalised outputs of the last layer; the cache with what counts of the tokens.
+
+    `new_lengths` says how many of the t tokens do, default all.
+    """
+    positions = cache[0].lengths[:, None] + jnp.arange(tokens.shape[1])  # [b, t]
     rotation = rope_cos_sin(
         positions,
         config.rotary_dim,
@@ -177,21 +176,17 @@ def hidden_states(
     residual = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
     first, *others = (layer.attention_norm for layer in weights.layers)
     x = rms_norm(residual, first, eps=config.eps)
-    keys, values = [], []
-    for i, (layer, next_norm) in enumerate(
-        zip(weights.layers, [*others, weights.output_norm], strict=True)
+    after = []
+    for layer, own, next_norm in zip(
+        weights.layers, cache, [*others, weights.output_norm], strict=True
     ):
-        k_cache, v_cache = cache.keys[i], cache.values[i]
-        x, k_cache, v_cache = attention_layer(
-            config, layer, x, rotation, k_cache, v_cache, cache.lengths
-        )
-        keys.append(k_cache)
-        values.append(v_cache)
+        x, own = attention_layer(config, layer, x, rotation, own, new_lengths)
+        after.append(own)
         x, residual = add_rms_norm(x, residual, layer.ffn_norm, eps=config.eps)
         gate, up = jnp.split(project(x, layer.gate_up), 2, axis=-1)
         x = project(swiglu(gate, up), layer.down)
         x, residual = add_rms_norm(x, residual, next_norm, eps=config.eps)
-    return x, KVCache(tuple(keys), tuple(values), cache.lengths)
+    return x, tuple(after)
 
 
 def attention_layer(
@@ -199,10 +194,9 @@ def attention_layer(
     layer: Layer,
     x: Float[Array, "b t d"],
     rotation: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
-    k_cache: Float[Array, "b s k h"],
-    v_cache: Float[Array, "b s k h"],
-    lengths: Int32[Array, " b"],
-) -> tuple[Float[Array, "b t d"], Float[Array, "b s k h"], Float[Array, "b s k h"]]:
+    cache: KVCache,
+    new_lengths: Int32[Array, " b"] | None,
+) -> tuple[Float[Array, "b t d"], KVCache]:
     """Attention of the new tokens over the cache, to which it adds their keys."""
     b, t, _ = x.shape
 
@@ -217,19 +211,9 @@ def attention_layer(
     q, k, v = jnp.split(qkv, (config.heads * config.head_dim, k_end), axis=-1)
     q, k, v = heads(q, layer.q_norm), heads(k, layer.k_norm), heads(v, None)
     q, k = (apply_rope(a, *rotation, pairing=config.pairing) for a in (q, k))
-    k_cache = update_kv_cache(k_cache, k, lengths)
-    v_cache = update_kv_cache(v_cache, v, lengths)
-    y = attention(
-        q,
-        k_cache,
-        v_cache,
-        kv_lengths=lengths + t,
-        q_offset=lengths,
-        causal=True,
-        window=config.window,
-    )
-    assert isinstance(y, jax.Array)  # no lse was asked for
-    return project(y.reshape(b, t, -1), layer.attention_output), k_cache, v_cache
+    y, after = cached_attention(q, k, v, cache, new_lengths, window=config.window)
+    assert isinstance(after, KVCache)  # as it went in
+    return project(y.reshape(b, t, -1), layer.attention_output), after
 
 
 def project(x: Float[Array, "... d"], matrices: Matrices) -> Float[Array, "... f"]:

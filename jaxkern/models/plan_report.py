@@ -1,5 +1,6 @@
 """The plan of one decode step as tables: `jaxkern plan model.gguf`."""
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -38,8 +39,11 @@ def plan_decode_step(
     file = read_gguf(path)
     policy, _ = choose_policy(file, weights)
     config, loaded = load_llama(file, policy)
-    cache = empty_cache(config, batch, slots)
-    cache = cache._replace(lengths=jnp.full(batch, slots // 2, jnp.int32))
+    half = jnp.full(batch, slots // 2, jnp.int32)
+    cache = tuple(
+        dataclasses.replace(layer, lengths=half + 0)  # donated, so one each
+        for layer in empty_cache(config, batch, slots)
+    )
     arguments = (loaded, jnp.zeros(batch, jnp.int32), cache)
     step = functools.partial(decode, config)
     # float32 means float32: the default of a GPU rounds the factors to tf32

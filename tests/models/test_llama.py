@@ -79,7 +79,7 @@ def test_ragged_batch_equals_rows(name, tmp_path):
     _, cache = prefill(config, weights, second[:, :5], more, cache)
     third = np.array([4, 200, 77], np.int32)
     after, cache = decode(config, weights, jnp.array(third), cache)
-    np.testing.assert_array_equal(cache.lengths, lengths + more + 1)
+    np.testing.assert_array_equal(cache[0].lengths, lengths + more + 1)
     for i in range(3):
         row = [*first[i, : lengths[i]], *second[i, : more[i]], third[i]]
         np.testing.assert_allclose(

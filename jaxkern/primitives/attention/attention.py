@@ -374,38 +374,61 @@ def scores(
     softcap,
 ):
     """Logits `[b k g t s]`, -inf where a key is hidden, and what the cap gave."""
+    t, s = query.shape[1], key.shape[1]
+    inside = None if kv_lengths is None else padding_mask(kv_lengths, s)
     q = heads_outside(query, key)
-    capped = scale * jnp.einsum(
-        "bkgth,bskh->bkgts", q, key, preferred_element_type=score_dtype(query, key)
-    )
+    capped = scale * (products(q, key) if inside is None else kept(q, key, inside))
     if softcap is not None:
         capped = softcap * jnp.tanh(capped / softcap)
     logits = capped
     if bias is not None:
         logits = logits + per_pair(at_least_f32(bias), key)
-    t, s = query.shape[1], key.shape[1]
     masks = [] if mask is None else [mask]
     if causal or window is not None:
         masks.append(make_mask(t, s, causal=causal, window=window, q_offset=q_offset))
     if q_segment_ids is not None:
         masks.append(segment_mask(q_segment_ids, kv_segment_ids))
-    if kv_lengths is not None:
-        masks.append(padding_mask(kv_lengths, s))
+    if inside is not None:
+        masks.append(inside)
     for visible in masks:
         logits = jnp.where(per_pair(visible, key), logits, -jnp.inf)
     return logits, capped
 
 
+def products(q, key):
+    dtype = score_dtype(q, key)
+    return jnp.einsum("bkgth,bskh->bkgts", q, key, preferred_element_type=dtype)
+
+
+@jax.custom_jvp
+def kept(q, key, inside):
+    """`products` with the keys that are inside, 0 for the others, which may be NaN.
+
+    Replacing a score is enough here, and reads the keys once. Its derivative still
+    multiplies by the key, so there the key itself is replaced.
+    """
+    return jnp.where(inside[:, :, None], products(q, key), 0)
+
+
+@kept.defjvp
+def kept_jvp(primals, tangents):
+    (q, key, inside), (dq, dkey, _) = primals, tangents
+    dproducts = products(dq, rows_inside(key, inside)) + products(q, dkey)
+    return kept(*primals), jnp.where(inside[:, :, None], dproducts, 0)
+
+
+def rows_inside(rows, inside):
+    return jnp.where(inside[:, 0, 0, :, None, None], rows, 0)  # inside is [b 1 1 s]
+
+
 def without_rest(rows, kv_lengths):
     """Key or value rows, 0 behind the lengths: a weight of 0 times NaN would be NaN.
 
-    The scores of these keys are replaced, so forward only the values need it; there XLA
-    does it in the copy that it makes anyway.
+    Forward only the values need it; there XLA does it in the copy that it makes anyway.
     """
     if kv_lengths is None:
         return rows
-    inside = padding_mask(kv_lengths, rows.shape[1])  # [b 1 1 s]
-    return jnp.where(inside[:, 0, 0, :, None, None], rows, 0)
+    return rows_inside(rows, padding_mask(kv_lengths, rows.shape[1]))
 
 
 def score_dtype(query, key):

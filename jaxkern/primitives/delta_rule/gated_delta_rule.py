@@ -19,7 +19,11 @@ from jaxkern.primitives.delta_rule.gated_delta_step import (
     delta_step,
     head_order,
 )
-from jaxkern.primitives.delta_rule.packed_sequences import begins_segment
+from jaxkern.primitives.delta_rule.packed_sequences import (
+    begins_segment,
+    rows_of_sequences,
+    sequences_in_a_row,
+)
 from jaxkern.primitives.delta_rule.unit_lower_inverse import (
     unit_lower_inverse_reference,
 )
@@ -38,6 +42,8 @@ def gated_delta_rule(
     *,
     segment_ids: Int[Array, "b t"] | None = None,
     active_length: Int[Array, " b"] | None = None,
+    cu_seqlens: Int[Array, " sequences_and_1"] | None = None,
+    longest: int | None = None,
     scale: float | None = None,
     gqa: HeadOrder = "block",
     chunk_size: int = 64,
@@ -67,8 +73,11 @@ def gated_delta_rule(
 
     A token with g = -inf forgets all before it. `segment_ids` does this where the id
     changes, so that sequences packed in one row do not see each other:
-    `initial_state` enters the first and `final_state` leaves the last of a row. For a
-    state of every sequence give each a row, with `active_length`.
+    `initial_state` enters the first and `final_state` leaves the last of a row.
+
+    With `cu_seqlens` every sequence of a packed row has a state of its own, in and out.
+    Each is then computed in a row of `longest` tokens, so memory and work are those of
+    sequences * longest tokens.
 
     Args:
       query, key: `[b, t, k, h]`, any float dtype, k key heads.
@@ -80,13 +89,19 @@ def gated_delta_rule(
         `segment_ids_from_cu_seqlens`.
       active_length: `[b]` int, may be traced: tokens from there on are padding. They
         may hold anything, do not touch the state, and give zeros.
+      cu_seqlens: `[sequences + 1]` int, where each sequence of the one row, b = 1,
+        begins and the last ends, may be traced; in the place of segment_ids and
+        active_length. `initial_state` is then `[sequences, n, h, hv]`.
+      longest: tokens of the longest sequence, static, default t. What a longer one has
+        behind them does not enter its state and gives NaN.
       scale: of the query, default h ** -0.5.
       gqa: which key head value head i reads: "block" i // g, "tiled" i % k.
       chunk_size: tokens per chunk, at least 1.
 
     Returns:
-      out: `[b, t, n, hv]`, dtype of value.
-      final_state: `[b, n, h, hv]`, dtype of initial_state, else float32 (float64).
+      out: `[b, t, n, hv]`, dtype of value; zeros behind the last sequence.
+      final_state: `[b, n, h, hv]`, with cu_seqlens `[sequences, n, h, hv]`; dtype of
+        initial_state, else float32 (float64).
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
@@ -98,6 +113,23 @@ def gated_delta_rule(
             "more."
         )
     b, t, k = (*jnp.shape(key), 1, 1, 1)[:3]
+    if cu_seqlens is not None:
+        if b != 1 or segment_ids is not None or active_length is not None:
+            raise ValueError(
+                "gated_delta_rule: `cu_seqlens` is of one packed row, and excludes "
+                f"segment_ids and active_length; got {b} rows."
+            )
+        length = t if longest is None else longest
+        operands = (query, key, value, g, beta)
+        out, state = gated_delta_rule(
+            *(rows_of_sequences(x, cu_seqlens, length) for x in operands),
+            initial_state=initial_state,
+            active_length=jnp.minimum(jnp.diff(jnp.asarray(cu_seqlens)), length),
+            scale=scale,
+            gqa=gqa,
+            chunk_size=chunk_size,
+        )
+        return sequences_in_a_row(out, cu_seqlens, t), state
     order = head_order("gated_delta_rule", gqa, k)
     value, g, beta = (order(x, 2) for x in (value, g, beta))
     if initial_state is not None:

@@ -1,7 +1,7 @@
 """Several sequences in one row: which token belongs to which, and where each begins."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 def segment_ids_from_cu_seqlens(
@@ -27,3 +27,27 @@ def begins_segment(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t"]:
     """Whether a token follows one of another segment. The first of a row does not."""
     before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
     return segment_ids != before
+
+
+def rows_of_sequences(
+    x: Shaped[Array, "1 t ..."], cu_seqlens: Int[Array, " sequences_and_1"], length: int
+) -> Shaped[Array, "sequences length ..."]:
+    """A packed row with each sequence in a row of its own, anything behind its end."""
+    token = jnp.asarray(cu_seqlens)[:-1, None] + jnp.arange(length)
+    return jnp.take(x[0], token, axis=0, mode="clip")
+
+
+def sequences_in_a_row(
+    rows: Shaped[Array, "sequences length ..."],
+    cu_seqlens: Int[Array, " sequences_and_1"],
+    t: int,
+) -> Shaped[Array, "1 t ..."]:
+    """The inverse: zeros behind the last sequence, NaN for what was cut off a row."""
+    starts, token = jnp.asarray(cu_seqlens), jnp.arange(t)
+    count, length = rows.shape[:2]
+    sequence = segment_ids_from_cu_seqlens(cu_seqlens, t)[0]
+    place = token - starts[jnp.minimum(sequence, count - 1)]
+    flat = jnp.where(place < length, sequence * length + place, count * length)
+    x = jnp.take(rows.reshape(-1, *rows.shape[2:]), flat, axis=0, mode="fill")
+    packed = (token < starts[-1]).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(packed, x, 0)[None]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from jaxkern.primitives.index.check_indices import OUTSIDE, check_indices
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -24,26 +25,29 @@ def embedding(
     `xla_gpu_deterministic_ops` is set. A GPU kernel takes large tables: it sorts the
     ids and adds in a fixed order.
 
-    An id outside [0, v), negative ones included, is not an error: traced values cannot
-    raise. (`jnp.take` gives NaN there, and -1 is the last row.)
+    An id outside [0, v), negative ones included, is not an error unless asked for:
+    traced values cannot raise. (`jnp.take` gives NaN there, and -1 is the last row.)
 
     Args:
       ids: `[...]`, any integer dtype.
       table: `[v, d]`.
-      out_of_bounds: what an id outside [0, v) reads: "zeros", without a gradient, or
-        "clip", the nearest row.
+      out_of_bounds: what an id outside [0, v) reads: "zeros", without a gradient;
+        "clip", the nearest row; "checked", an error, see `check_indices`.
 
     Returns:
       y: `[..., d]`, dtype of table. Zeros if the table has no row.
 
     Raises:
-      ValueError: `out_of_bounds` is neither of the two.
+      ValueError: `out_of_bounds` is none of these.
     """
-    if out_of_bounds not in ("zeros", "clip"):
+    if out_of_bounds not in OUTSIDE:
         raise ValueError(
-            f"embedding: `out_of_bounds` must be 'zeros' or 'clip', "
-            f"got {out_of_bounds!r}."
+            f"embedding: `out_of_bounds` must be one of {OUTSIDE}, got "
+            f"{out_of_bounds!r}."
         )
+    if out_of_bounds == "checked":
+        check_indices(ids, table.shape[0], name="embedding")
+        out_of_bounds = "zeros"
     return embedding_p(ids, table, out_of_bounds=out_of_bounds)
 
 

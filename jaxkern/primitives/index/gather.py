@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.index.check_indices import OUTSIDE, check_indices
 from jaxkern.primitives.index.embedding import nearest_rows
 from jaxkern.primitives.index.rows import (
     add_rows,
@@ -31,27 +32,29 @@ def gather(
     `scatter_add`. For the rows of a table `embedding` is the shorter call,
     with a gradient that XLA adds in any order on a GPU.
 
-    An index outside the axis, negative ones included, is not an error: traced values
-    cannot raise. (`jnp.take` gives NaN there and counts -1 from the end.)
+    An index outside the axis, negative ones included, is not an error unless asked for:
+    traced values cannot raise. (`jnp.take` gives NaN there and counts -1 from the end.)
 
     Args:
       x: `[*o, v, *t]`, any float dtype.
       indices: any integer dtype and shape.
       axis: the dim that the indices number, v.
-      out_of_bounds: what an index outside [0, v) reads: "zeros", without a gradient, or
-        "clip", the nearest slice.
+      out_of_bounds: what an index outside [0, v) reads: "zeros", without a gradient;
+        "clip", the nearest slice; "checked", an error, see `check_indices`.
 
     Returns:
       y: `[*o, *indices.shape, *t]`, dtype of x. Zeros if v is 0.
 
     Raises:
-      ValueError: `out_of_bounds` is neither of the two.
+      ValueError: `out_of_bounds` is none of these.
     """
-    if out_of_bounds not in ("zeros", "clip"):
+    if out_of_bounds not in OUTSIDE:
         raise ValueError(
-            f"gather: `out_of_bounds` must be 'zeros' or 'clip', got {out_of_bounds!r}."
+            f"gather: `out_of_bounds` must be one of {OUTSIDE}, got {out_of_bounds!r}."
         )
     axis = axis_within("gather", axis, x.ndim)
+    if out_of_bounds == "checked":
+        check_indices(indices, x.shape[axis], name="gather")
     y = gather_p(rows_first(x, axis), indices.reshape(-1), clip=out_of_bounds == "clip")
     y = rows_back(y, axis, x.ndim)
     return y.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.index.check_indices import check_indices
 from jaxkern.primitives.index.embedding import nearest_rows
 from jaxkern.primitives.index.gather import gather_reference
 from jaxkern.primitives.index.rows import add_rows, axis_within, rows_back, rows_first
@@ -28,8 +29,8 @@ def scatter_add(
     writes all updates log2 of their number times; on a CPU, 4096 rows of 512 into 32000
     take 1.4 times as long as XLA's scatter.
 
-    An index outside the axis, negative ones included, is not an error: traced values
-    cannot raise.
+    An index outside the axis, negative ones included, is not an error unless asked for:
+    traced values cannot raise.
 
     Args:
       x: `[*o, v, *t]`, any float dtype.
@@ -37,18 +38,19 @@ def scatter_add(
       updates: `[*o, *indices.shape, *t]`, any float dtype.
       axis: the dim that the indices number, v.
       out_of_bounds: where an update with an index outside [0, v) goes: "drop", nowhere
-        and without a gradient, or "clip", to the nearest slice.
+        and without a gradient; "clip", to the nearest slice; "checked", an error, see
+        `check_indices`.
 
     Returns:
       y: shape of x; the dtype to which those of x and updates promote.
 
     Raises:
       TypeError: shapes do not fit.
-      ValueError: `out_of_bounds` is neither of the two.
+      ValueError: `out_of_bounds` is none of these.
     """
-    if out_of_bounds not in ("drop", "clip"):
+    if out_of_bounds not in ("drop", "clip", "checked"):
         raise ValueError(
-            f"scatter_add: `out_of_bounds` must be 'drop' or 'clip', got "
+            "scatter_add: `out_of_bounds` must be 'drop', 'clip' or 'checked', got "
             f"{out_of_bounds!r}."
         )
     axis = axis_within("scatter_add", axis, x.ndim)
@@ -59,6 +61,8 @@ def scatter_add(
             f"{(*before, *indices.shape, *after)} for x {x.shape}, indices "
             f"{indices.shape} and axis {axis}, got {updates.shape}."
         )
+    if out_of_bounds == "checked":
+        check_indices(indices, x.shape[axis], name="scatter_add")
     dtype = jnp.result_type(x, updates)
     updates = updates.reshape(*before, indices.size, *after)
     y = scatter_add_p(

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Integer
 
+from jaxkern.primitives.index.check_indices import OUTSIDE, check_indices
 from jaxkern.primitives.index.embedding import explicit_spec, nearest_rows
 from jaxkern.primitives.index.rows import add_rows, axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
@@ -24,26 +25,27 @@ def take_along_axis(
     with r the other dims. The gradient adds what repeated indices bring, in float32, in
     the same order in every run and rounded once.
 
-    An index outside the axis, negative ones included, is not an error: traced values
-    cannot raise. (`jnp.take_along_axis` gives NaN there, and counts -1 from the end.)
+    An index outside the axis, negative ones included, is not an error unless asked for:
+    traced values cannot raise. (`jnp.take_along_axis` gives NaN there, and counts -1
+    from the end.)
 
     Args:
       x: `[..., v]` with the axis last, any float dtype.
       indices: `[..., j]`, any integer dtype; dims as x's but for the axis.
       axis: the dim that the indices number.
-      out_of_bounds: what an index outside [0, v) reads: "zeros", without a gradient, or
-        "clip", the nearest element.
+      out_of_bounds: what an index outside [0, v) reads: "zeros", without a gradient;
+        "clip", the nearest element; "checked", an error, see `check_indices`.
 
     Returns:
       y: shape of indices, dtype of x. Zeros if v is 0.
 
     Raises:
       TypeError: shapes do not fit.
-      ValueError: `out_of_bounds` is neither of the two.
+      ValueError: `out_of_bounds` is none of these.
     """
-    if out_of_bounds not in ("zeros", "clip"):
+    if out_of_bounds not in OUTSIDE:
         raise ValueError(
-            f"take_along_axis: `out_of_bounds` must be 'zeros' or 'clip', got "
+            f"take_along_axis: `out_of_bounds` must be one of {OUTSIDE}, got "
             f"{out_of_bounds!r}."
         )
     axis = axis_within("take_along_axis", axis, x.ndim)
@@ -52,6 +54,8 @@ def take_along_axis(
             f"take_along_axis: `indices` must have the {x.ndim} dims of `x`, got shape "
             f"{indices.shape}."
         )
+    if out_of_bounds == "checked":
+        check_indices(indices, x.shape[axis], name="take_along_axis")
     y = take_along_axis_p(
         jnp.moveaxis(x, axis, -1),
         jnp.moveaxis(indices, axis, -1),

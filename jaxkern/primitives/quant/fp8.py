@@ -21,7 +21,7 @@ from jaxkern.primitives.quant.float8 import (
     encode_float8,
     largest_float8,
 )
-from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor, scales_shape
+from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor
 from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 
@@ -61,15 +61,31 @@ def quantize_fp8(
     if w.ndim < 2:
         raise TypeError(f"quantize_fp8: `w` must be [..., f, d], got {w.shape}.")
     f, d = w.shape[-2:]
-    whole = pad_last(
-        at_least_f32(w), blocks_size(f, block[0]), blocks_size(d, block[1])
+    rows, columns = (n if b == WHOLE else b for n, b in zip((f, d), block, strict=True))
+    codes, scales = quantize_fp8_p(
+        pad_last(w, blocks_size(f, rows), blocks_size(d, columns)),
+        block=(rows, columns),
+        format=format,
     )
-    blocks = split_blocks(whole, *scales_shape((f, d), block))
+    return FP8Tensor(codes[..., :f, :d], scales, (block[0], block[1]), format)
+
+
+def quantize_fp8_reference(
+    w: Float[Array, "... nf*bf nd*bd"], *, block: tuple[int, int], format: str
+) -> tuple[UInt8[Array, "... nf*bf nd*bd"], Float[Array, "... nf nd"]]:
+    nf, nd = (n // max(b, 1) for n, b in zip(w.shape[-2:], block, strict=True))
+    blocks = split_blocks(at_least_f32(w), nf, nd)
     amax = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True, initial=0)
     scale = amax / largest_float8(format)
     scale = jnp.where(scale > 0, scale, 1)
-    codes = merge_blocks(encode_float8(blocks / scale, format))[..., :f, :d]
-    return FP8Tensor(codes, scale[..., 0, :, 0], (block[0], block[1]), format)
+    codes = merge_blocks(encode_float8(blocks / scale, format))
+    return codes, scale[..., 0, :, 0]
+
+
+quantize_fp8_p = kernel_primitive(
+    quantize_fp8_reference,
+    replicated=("bf", "bd"),  # a scale is of the largest of its block
+)
 
 
 def split_blocks(x: Array, nf: int, nd: int) -> Array:

@@ -6,8 +6,9 @@ float32 scale and, in some formats, one float32 offset per group.
 
 Decoding rounds at most once. An f16 scale has 11 significant bits, sub-scale and code
 together at most 13, so each product fits float32's 24 bits and only the addition of an
-offset (itself exact) rounds. Whether a compiler contracts the two to a fused
-multiply-add or not, the bits are those of `gguf.quants.dequantize`.
+offset (itself exact) rounds; the f32 scale of Q8_K has no offset beside it. Whether a
+compiler contracts the two to a fused multiply-add or not, the bits are those of
+`gguf.quants.dequantize`.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,8 +65,9 @@ def decode_rows(
         return lax.bitcast_convert_type(blocks, FLOAT_TYPES[qtype]).astype(dtype)
     code, scale, offset = form.unpack(blocks)
     value = scale * code.astype(jnp.float32)
-    if qtype == "MXFP4":  # the only format that reaches below 2**-126
-        value = jnp.where(scale < MIN_NORMAL, _subnormal_product(code, scale), value)
+    if qtype in ("MXFP4", "Q8_K"):  # the formats that reach below 2**-126
+        exact = _subnormal_product(code, scale)
+        value = jnp.where(jnp.abs(scale) < MIN_NORMAL, exact, value)
     if offset is not None:
         value = value + offset
     return value.reshape(*lead, blocks.shape[-2] * form.elements).astype(dtype)
@@ -180,6 +182,11 @@ def _q6_k(b):  # ql[128] qh[64] scales[16] d
     return _computed_once((low | high << 4) - 32, _f16(b[..., 208:]) * scale)
 
 
+def _q8_k(b):  # d (f32) qs[256] bsums[16], sums of codes that decoding does not need
+    d = lax.bitcast_convert_type(b[..., :4], jnp.float32)[..., None, None]
+    return Unpacked(_i8(b[..., None, 4:260]), d)
+
+
 def _iq4_nl(b):
     code = _fields(b[..., 2:], 4, every=16, shape=(1, 32))
     return Unpacked(_lookup(IQ4_CODES, code), _f16(b[..., :2]))
@@ -223,10 +230,12 @@ def _subnormal_product(
 
     The bits of a subnormal float count units of 2**-149.
     """
-    units = jnp.abs(code) * lax.bitcast_convert_type(scale, jnp.int32)
+    scale_bits = lax.bitcast_convert_type(scale, jnp.int32)
+    units = jnp.abs(code) * (scale_bits & jnp.int32(2**31 - 1))
     normal = lax.bitcast_convert_type(units.astype(jnp.float32), jnp.int32)
     bits = jnp.where(units < 1 << 23, units, normal - (149 << 23))
-    return lax.bitcast_convert_type(bits | code & jnp.int32(-(2**31)), jnp.float32)
+    sign = (code ^ scale_bits) & jnp.int32(-(2**31))
+    return lax.bitcast_convert_type(bits | sign, jnp.float32)
 
 
 FLOAT_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -245,6 +254,7 @@ BLOCK_FORMATS = {
     "Q4_K": BlockFormat(256, 144, _q4_k),
     "Q5_K": BlockFormat(256, 176, _q5_k),
     "Q6_K": BlockFormat(256, 210, _q6_k),
+    "Q8_K": BlockFormat(256, 292, _q8_k),
     "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
     "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
     "MXFP4": BlockFormat(32, 17, _mxfp4),

@@ -3,6 +3,9 @@
 y[..., f] = x_scale * scale[f] * sum_d x_code[..., d] * code[f, d]
 """
 
+import functools
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,49 +16,79 @@ from jaxkern.primitives.quant.int_matmul import int_matmul
 from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
 
 
-def int8_matmul(x: Float[Array, "... d"], w: IntTensor) -> Float[Array, "... f"]:
-    """Rounds each row of `x` to 8 bits, then multiplies integers with integers.
+def int8_matmul(
+    x: Float[Array, "... d"],
+    w: IntTensor,
+    column_scales: Float[Array, " d"] | None = None,
+    *,
+    x_scale: Literal["row", "tensor"] = "row",
+) -> Float[Array, "... f"]:
+    """Rounds `x` to 8 bits, then multiplies integers with integers.
 
-    The rounding is that of `quantize_int(x)`, one scale for each row, computed anew at
-    each call (dynamic quantisation). Its gradient is straight-through: with respect to
-    `x` that of `quantized_matmul(x, w)`, as if nothing were rounded.
+    The rounding is that of `quantize_int(x)`, computed anew at each call (dynamic
+    quantisation). Its gradient is straight-through: with respect to `x` that of
+    `quantized_matmul(x, w)`, as if nothing were rounded.
 
     Args:
       x: `[..., d]`, any float dtype.
       w: `[f, d]`, as `quantize_int(w)` makes it: signed, 8 bits, one scale a row,
-        no zeros, no order.
+        no zeros, no order. One scale for the whole tensor is that scale in each row.
+      column_scales: `[d]`, scales of the columns of w beside those of its rows, or
+        None. They go into x before it is rounded, as SmoothQuant's
+        (https://arxiv.org/abs/2211.10438); differentiable.
+      x_scale: "row" gives each row of x a scale, "tensor" all of them one.
 
     Returns:
       y: `[..., f]`, dtype of x.
 
     Raises:
       TypeError: `w` is another tensor, or its `d` is not that of `x`.
+      ValueError: `x_scale` is neither of the two.
     """
+    if x_scale not in ("row", "tensor"):
+        raise ValueError(
+            f"int8_matmul: `x_scale` must be 'row' or 'tensor', got {x_scale!r}."
+        )
     by_row = isinstance(w, IntTensor) and w.ndim == 2 and w.scales.shape[-1] == 1
     if not by_row or w.codes.dtype != jnp.int8 or len(jax.tree.leaves(w)) > 2:
         raise TypeError(
             "int8_matmul: `w` must be [f, d] of quantize_int(w), signed, 8 bits, one "
             f"scale a row, got {w!r}. Use quantized_matmul."
         )
-    return _straight_through(x, w.codes, w.scales)
+    y = x
+    if column_scales is not None:
+        if jnp.shape(column_scales) != x.shape[-1:]:
+            raise TypeError(
+                f"int8_matmul: `column_scales` must have shape {x.shape[-1:]}, got "
+                f"{jnp.shape(column_scales)}."
+            )
+        y = at_least_f32(x) * at_least_f32(column_scales)
+    return _straight_through(x_scale, y, w.codes, w.scales).astype(x.dtype)
 
 
-def _rounded(x, codes, scales):
-    rows = quantize_int(at_least_f32(x))
-    y = int8_matmul_p(rows.codes, rows.scales, codes, scales.astype(rows.scales.dtype))
+def _rounded(x_scale, x, codes, scales):
+    x32 = at_least_f32(x)
+    if x_scale == "row":
+        rows = quantize_int(x32)
+        x_codes, x_scales = rows.codes, rows.scales
+    else:
+        whole = quantize_int(x32.reshape(1, -1))
+        x_codes = whole.codes.reshape(x.shape)
+        x_scales = jnp.broadcast_to(whole.scales[0], (*x.shape[:-1], 1))
+    y = int8_matmul_p(x_codes, x_scales, codes, scales.astype(x_scales.dtype))
     return y.astype(x.dtype)
 
 
-_straight_through = jax.custom_jvp(_rounded)
+_straight_through = functools.partial(jax.custom_jvp, nondiff_argnums=(0,))(_rounded)
 
 
 @_straight_through.defjvp
-def _straight_through_jvp(primals, tangents):
+def _straight_through_jvp(x_scale, primals, tangents):
     x, codes, scales = primals
     dx, _, dscales = tangents
     w = IntTensor(codes, scales, group_size=max(codes.shape[-1], 1))
-    dy = int_matmul(dx, w, None) + _rounded(x, codes, dscales)
-    return _straight_through(*primals), dy
+    dy = int_matmul(dx, w, None) + _rounded(x_scale, x, codes, dscales)
+    return _straight_through(x_scale, *primals), dy
 
 
 def int8_matmul_reference(

@@ -66,32 +66,46 @@ def quantize_microscaled(
             f"quantize_microscaled: `w` must be [..., f, d] with d a multiple of "
             f"{form.group_size}, got {w.shape}."
         )
-    *lead, f, d = w.shape
-    w32 = lax.stop_gradient(w).astype(jnp.float32)
-    groups = w32.reshape(*lead, f, d // form.group_size, form.group_size)
+    w = lax.stop_gradient(w)
+    global_scale = widen = None
+    if form.scale == "e4m3fn" and two_level:
+        largest = jnp.abs(w).astype(jnp.float32)
+        largest = jnp.max(largest, axis=(-2, -1), keepdims=True, initial=0)
+        largest = jnp.where(largest > 0, largest, NVFP4_RANGE)[..., 0]  # [..., 1]
+        global_scale = divide(largest, NVFP4_RANGE)[..., 0]
+        widen = divide(jnp.full_like(largest, NVFP4_RANGE), largest)
+        widen = jnp.broadcast_to(widen, w.shape[:-1])
+    codes, scales = quantize_microscaled_p(w, widen, format=format)
+    return MicroscaledTensor(codes, scales, global_scale, format)
+
+
+def quantize_microscaled_reference(
+    w: Float[Array, "... n*g"], widen: Float[Array, "..."] | None, *, format: str
+) -> tuple[UInt8[Array, "... n*c"], UInt8[Array, "... n"]]:
+    form = MICROSCALED[format]
+    *lead, d = w.shape
+    groups = w.astype(jnp.float32).reshape(*lead, d // form.group_size, form.group_size)
     amax = jnp.max(jnp.abs(groups), axis=-1, initial=0)
     ratio = divide(amax, form.largest)
-    global_scale = None
     if form.scale == "e8m0":
         scales, unit = encode_power_of_two(ratio)
-        elements = groups * unit[..., None]
     else:
-        widen = jnp.ones((*lead, 1, 1), jnp.float32)
-        if two_level:
-            largest = jnp.max(amax, axis=(-2, -1), keepdims=True, initial=0)
-            largest = jnp.where(largest > 0, largest, NVFP4_RANGE)
-            widen = divide(jnp.full_like(largest, NVFP4_RANGE), largest)
-            global_scale = divide(largest, NVFP4_RANGE)[..., 0, 0]
-        scales = encode_float8(ratio * widen, "e4m3fn")
+        wide = jnp.ones_like(ratio)
+        if widen is not None:
+            wide = widen.astype(jnp.float32)[..., None]
+        scales = encode_float8(ratio * wide, "e4m3fn")
         scale = decode_float8(scales, "e4m3fn")
-        unit = jnp.where(scale == 0, 0, widen / jnp.where(scale == 0, 1, scale))
-        elements = groups * unit[..., None]
-    elements = elements.reshape(w.shape)
+        unit = jnp.where(scale == 0, 0, wide / jnp.where(scale == 0, 1, scale))
+    elements = (groups * unit[..., None]).reshape(w.shape)
     if form.bits == 4:
-        codes = pack_pairs(encode_e2m1(elements))
-    else:
-        codes = encode_float8(elements, "e4m3fn")
-    return MicroscaledTensor(codes, scales, global_scale, format)
+        return pack_pairs(encode_e2m1(elements)), scales
+    return encode_float8(elements, "e4m3fn"), scales
+
+
+quantize_microscaled_p = kernel_primitive(
+    quantize_microscaled_reference,
+    replicated=("g", "c"),  # a scale is of the largest of its group
+)
 
 
 def encode_power_of_two(

@@ -5,18 +5,19 @@
     Q4_1 Q5_1   d = (max - min) / (2**bits - 1), m = min,
                 code = trunc((x - m) / d + 0.5)
     Q8_0        d = max |x| / 127, code = round half away from zero (x / d)
+    Q8_K        d = v / -127, code = round half to even (x / d), at most 127
 
-All in float32; d and m are stored as float16, the codes are those of the unrounded d.
+All in float32; d and m are stored as float16 (in Q8_K as float32, beside the sums of
+each 16 codes), the codes are those of the unrounded d.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.rounding import divide, multiply, round_half_away
-
-ELEMENTS = 32  # of a block, in every format here
 
 
 def quantize_gguf(
@@ -25,8 +26,9 @@ def quantize_gguf(
     """Quantises to a GGUF block format, bit-equal to `gguf.quants.quantize`.
 
     Args:
-      w: `[..., d]`, finite, d a multiple of 32.
-      qtype: "Q4_0", "Q4_1", "Q5_0", "Q5_1" or "Q8_0".
+      w: `[..., d]`, finite, d a multiple of 32, for Q8_K of 256.
+      qtype: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", or "Q8_K", in which llama.cpp holds
+        the activations of a product with K formats.
       encoder: "ggml", or for Q4_0 "absmax", which is ztensor's: d = max |x| / 7 and the
         code rounded half away from zero within [-8, 7].
 
@@ -35,7 +37,7 @@ def quantize_gguf(
 
     Raises:
       ValueError: no such encoder for this format.
-      TypeError: d is no multiple of 32.
+      TypeError: d is no multiple of the block's elements.
     """
     if (qtype, encoder) not in ENCODERS:
         known = ", ".join(f"{q} {e}" for q, e in ENCODERS)
@@ -47,9 +49,10 @@ def quantize_gguf_reference(
     w: Float[Array, "... d"], *, qtype: str, encoder: str
 ) -> UInt8[Array, "... row_bytes"]:
     *lead, d = w.shape
-    if d % ELEMENTS:
-        raise TypeError(f"quantize_gguf: d = {d} is not a multiple of {ELEMENTS}.")
-    x = w.astype(jnp.float32).reshape(*lead, d // ELEMENTS, ELEMENTS)
+    n = BLOCK_FORMATS[qtype].elements
+    if d % n:
+        raise TypeError(f"quantize_gguf: d = {d} is not a multiple of {n}.")
+    x = w.astype(jnp.float32).reshape(*lead, d // n, n)
     blocks = ENCODERS[qtype, encoder](x)
     return blocks.reshape(*lead, blocks.shape[-2] * blocks.shape[-1])
 
@@ -63,12 +66,13 @@ def _truncated(x, inverse, shift: float, last: int) -> Int32[Array, "..."]:
     return jnp.clip(code, 0, last)
 
 
-def _largest(x: Float32[Array, "... 32"]) -> Float32[Array, "... 1"]:
+def _largest(x: Float32[Array, "... n"]) -> Float32[Array, "... 1"]:
     """The value of largest magnitude, of two such the first."""
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
-    place = jnp.arange(ELEMENTS)
-    first_low = jnp.min(jnp.where(x == low, place, ELEMENTS), -1, keepdims=True)
-    first_high = jnp.min(jnp.where(x == high, place, ELEMENTS), -1, keepdims=True)
+    n = x.shape[-1]
+    place = jnp.arange(n)
+    first_low = jnp.min(jnp.where(x == low, place, n), -1, keepdims=True)
+    first_high = jnp.min(jnp.where(x == high, place, n), -1, keepdims=True)
     tie = (-low == high) & (first_low < first_high)
     return jnp.where((-low > high) | tie, low, high)
 
@@ -97,6 +101,15 @@ def _q8_0(x: Float32[Array, "... 32"]) -> UInt8[Array, "... bytes"]:
     return jnp.concatenate([_f16(d), code.astype(jnp.int8).view(jnp.uint8)], axis=-1)
 
 
+def _q8_k(x: Float32[Array, "... 256"]) -> UInt8[Array, "... bytes"]:
+    v = _largest(x)
+    inverse = divide(jnp.full_like(v, -127), jnp.where(v == 0, 1, v))  # as ggml rounds
+    d = jnp.where(v == 0, 0, divide(jnp.ones_like(v), inverse))
+    code = jnp.minimum(jnp.round(multiply(x, inverse)), 127).astype(jnp.int8)
+    sums = code.reshape(*code.shape[:-1], 16, 16).sum(-1, dtype=jnp.int16)
+    return jnp.concatenate([part.view(jnp.uint8) for part in (d, code, sums)], axis=-1)
+
+
 def _packed(code: Int32[Array, "... 32"], bits: int, *scales) -> UInt8[Array, "... b"]:
     """Scales, fifth bits of elements 0 to 31, then low halves of j and j + 16."""
     parts = [_f16(s) for s in scales]
@@ -118,6 +131,7 @@ ENCODERS = {
     ("Q5_0", "ggml"): lambda x: _symmetric(x, 5),
     ("Q5_1", "ggml"): lambda x: _affine(x, 5),
     ("Q8_0", "ggml"): _q8_0,
+    ("Q8_K", "ggml"): _q8_k,
 }
 
 quantize_gguf_p = kernel_primitive(

@@ -426,3 +426,36 @@ def test_every_error_says_what_to_do():
     with pytest.raises(ValueError, match=r"ambiguous. Pass q_offset: kv_lengths - t"):
         attention(q, k, v, kv_lengths=two, causal=True)
     attention(q, k, v, kv_lengths=two, q_offset=two - 3, causal=True)
+
+
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.full), 2.0])
+def test_nan_behind_the_lengths_reaches_no_derivative(softcap):
+    query = jnp.asarray(draw(2, 2, 4, 3), jnp.float32)
+    key, value = (jnp.asarray(draw(2, 5, 2, 3, seed=i), jnp.float32) for i in (1, 2))
+    lengths = jnp.array([3, 5])
+    spoiled = [x.at[0, 3:].set(jnp.nan) for x in (key, value)]
+
+    def loss(query, key, value):
+        out, lse = attention(
+            query, key, value, kv_lengths=lengths, softcap=softcap, return_lse=True
+        )
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+    def every_mode(*operands):
+        ones = tuple(jnp.ones_like(x) for x in operands)
+
+        def along(*operands):
+            return jax.jvp(loss, operands, ones)[1]
+
+        grad = jax.grad(loss, (0, 1, 2))
+        return (
+            loss(*operands),
+            along(*operands),
+            grad(*operands),
+            jax.grad(along, (0, 1, 2))(*operands),
+        )
+
+    every_mode = jax.jit(every_mode)
+    spoiled, clean = every_mode(query, *spoiled), every_mode(query, key, value)
+    for actual, expected in zip(*map(jax.tree.leaves, (spoiled, clean)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)

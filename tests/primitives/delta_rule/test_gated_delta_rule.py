@@ -199,6 +199,40 @@ def test_packed_sequences_do_not_see_each_other():
     assert not np.any(grads[5])
 
 
+@pytest.mark.full
+def test_packed_sequences_have_a_state_each():
+    lengths = (3, 0, 1, 4)
+    query, key, value, g, beta, _ = draw(1, 10, 2, 1, 3, 2)
+    state = draw(4, 1, 2, 1, 3, 2, seed=1)[5]
+    starts = jnp.asarray(np.cumsum([0, *lengths]))
+
+    @jax.jit
+    def f(*operands):
+        options = dict(cu_seqlens=starts, longest=5, chunk_size=4)
+        return gated_delta_rule(*operands, **options)
+
+    operands = as_jax((query, key, value, g, beta, state), jnp.float32)
+    (out, final), pull = jax.vjp(f, *operands)
+    start = 0
+    for i, n in enumerate(lengths):
+        part = [x[:, start : start + n] for x in (query, key, value, g, beta)]
+        expected, last, _ = recurrence(*part, state[i : i + 1], scale=3**-0.5)
+        np.testing.assert_allclose(out[:, start : start + n], expected, atol=1e-5)
+        np.testing.assert_allclose(final[i : i + 1], last, atol=1e-5)
+        start += n
+    assert not np.any(out[:, start:])
+    # the gradient of one sequence's final state stays in that sequence
+    grads = pull((jnp.zeros_like(out), jnp.zeros_like(final).at[3].set(1.0)))
+    moved = [np.flatnonzero(np.any(d[0] != 0, (1, 2))) for d in grads[1:3]]
+    np.testing.assert_array_equal(moved, [[4, 5, 6, 7]] * 2)
+    assert np.any(grads[5][3]) and not np.any(grads[5][:3])
+    long = gated_delta_rule(*operands, cu_seqlens=starts, longest=3, chunk_size=4)[0]
+    assert np.isnan(long[:, 7]).all() and np.isfinite(long[:, :7]).all()
+    with pytest.raises(ValueError, match="`cu_seqlens` is of one packed row"):
+        ids = jnp.zeros((1, 10), int)
+        gated_delta_rule(*operands, cu_seqlens=starts, segment_ids=ids)
+
+
 def test_padding_behind_the_active_length_may_hold_anything():
     operands = draw(2, 6, 1, 2, 3, 2)
     lengths = np.array([4, 6])

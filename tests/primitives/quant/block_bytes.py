@@ -20,9 +20,21 @@ def random_blocks(qtype: str, *shape: int, seed: int = 0) -> np.ndarray:
 
 
 def decoded(blocks: np.ndarray, qtype: str) -> np.ndarray:
-    """Float32 weights by the `gguf` package."""
+    """Float32 weights by the `gguf` package, which knows only the size of Q8_K."""
+    if qtype == "Q8_K":
+        return decoded_q8_k(blocks)
     with np.errstate(all="ignore"):
         return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[qtype])
+
+
+Q8_K = np.dtype([("d", "<f4"), ("qs", "i1", 256), ("bsums", "<i2", 16)])
+
+
+def decoded_q8_k(blocks: np.ndarray) -> np.ndarray:
+    fields = np.ascontiguousarray(blocks).view(Q8_K)
+    with np.errstate(all="ignore"):
+        values = fields["d"][..., None] * fields["qs"].astype(np.float32)
+    return values.reshape(*blocks.shape[:-1], -1)
 
 
 def weight(qtype: str, *shape: int, seed: int = 0) -> tuple[GGUFTensor, np.ndarray]:

@@ -33,6 +33,11 @@ def finite_codes(*shape: int) -> Spec:
 WIDE = {"format": "e4m3fn", "dtype": None}
 EXACT = {"format": "e4m3fn", "compute_dtype": None}
 CASES = {
+    "quantize_fp8": [
+        case("plain", full=True, w=f32(8, 12), block=(2, 3), format="e4m3fn"),
+        case("whole", full=True, w=f32(2, 4, 8), block=(4, 8), format="e5m2"),
+        case("rows", full=True, w=bf16(8, 6), block=(1, 6), format="e4m3"),
+    ],
     "dequantize_fp8": [
         case("plain", codes=finite_codes(8, 12), scales=uniform(2, 3), **WIDE),
         case("stack", codes=finite_codes(2, 4, 3), scales=uniform(2, 1, 1), **WIDE),

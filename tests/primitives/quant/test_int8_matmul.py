@@ -66,7 +66,33 @@ def test_bfloat16_and_vmap():
     np.testing.assert_array_equal(y, int8_matmul(x, W))
 
 
+@pytest.mark.full
+def test_one_scale_for_all_of_x_and_scales_of_columns():
+    columns = np.linspace(0.5, 2, 64, dtype=np.float32)
+    scaled = X * columns
+    scale = np.abs(scaled).max() / 127
+    codes = np.rint(scaled / scale).astype(np.int64)
+    total = codes @ np.asarray(W.codes, np.int64).T
+    expected = total * scale * np.asarray(W.scales)[:, 0]
+
+    def f(x, columns):
+        return int8_matmul(x, W, columns, x_scale="tensor")
+
+    y, pull = jax.vjp(f, jnp.asarray(X), jnp.asarray(columns))
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    dx, dcolumns = pull(jnp.ones_like(y))
+    values = (np.asarray(W.codes, np.float64) * np.asarray(W.scales)).sum(0)
+    expected = np.broadcast_to(values * columns, X.shape)
+    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-5)
+    expected = values * X.sum((0, 1))
+    np.testing.assert_allclose(dcolumns, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_refusals():
+    with pytest.raises(ValueError, match="`x_scale` must be 'row' or 'tensor'"):
+        int8_matmul(X, W, x_scale="column")
+    with pytest.raises(TypeError, match=r"`column_scales` must have shape \(64,\)"):
+        int8_matmul(X, W, jnp.ones(3))
     with pytest.raises(TypeError, match=r"one scale a row, got IntTensor\(int8 / 32"):
         int8_matmul(X, quantize_int(jnp.ones((8, 64)), group_size=32))
     with pytest.raises(TypeError, match="int8_matmul: dim `d`"):

@@ -44,6 +44,17 @@ def small_e8m0(*shape: int) -> Spec:
 
 NVFP4 = {"format": "nvfp4", "dtype": None}
 CASES = {
+    "quantize_microscaled": [
+        case(
+            "nvfp4",
+            full=True,
+            w=f32(8, 32),
+            widen=uniform(8, low=100.0, high=400.0),
+            format="nvfp4",
+        ),
+        case("mxfp8", full=True, w=f32(2, 4, 64), format="mxfp8"),
+        case("mxfp4", full=True, w=bf16(3, 256), format="mxfp4"),
+    ],
     "dequantize_microscaled": [
         case(
             "nvfp4",

@@ -10,10 +10,12 @@ import pytest
 
 from jaxkern import dequantize, quantize_gguf
 from tests.checks import bf16, case, f32
+from tests.primitives.quant.block_bytes import Q8_K
 
 QTYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 CASES = [
     case("q4_0", w=f32(4, 64), qtype="Q4_0"),
+    case("q8_k", full=True, w=f32(2, 256), qtype="Q8_K"),
     case("q5_1", w=bf16(2, 32), qtype="Q5_1"),
 ]
 
@@ -39,6 +41,34 @@ def test_the_bytes_of_gguf(qtype, compile):
     expected = gguf.quants.quantize(w, gguf.GGMLQuantizationType[qtype])
     np.testing.assert_array_equal(actual.blocks, expected)
     assert actual.shape == w.shape and actual.qtype == qtype
+
+
+def q8_k_by_hand(x: np.ndarray) -> np.ndarray:
+    """Rows of 256 as block_q8_K, as ggml's reference rounds them."""
+    block = np.zeros(x.shape[0], Q8_K)
+    for b, row in zip(block, x, strict=True):
+        largest = row[np.argmax(np.abs(row))]  # the first of several
+        if largest != 0:
+            inverse = np.float32(-127) / largest
+            b["d"] = np.float32(1) / inverse
+            b["qs"] = np.minimum(np.rint(inverse * row), 127)
+            b["bsums"] = b["qs"].reshape(16, 16).sum(1)
+    return block
+
+
+def test_q8_k_is_ggmls_format_of_activations():
+    x = difficult_weights()[:, :256]
+    x[41, 3:5], x[42, :2] = [4.0, -4.0], [2.5, -127.0]  # a tie; a half goes to even
+    actual = quantize_gguf(jnp.asarray(x), "Q8_K")
+    assert actual.shape == x.shape and actual.blocks.shape == (60, 292)
+    expected = q8_k_by_hand(x)
+    fields = np.asarray(actual.blocks).view(Q8_K)[:, 0]
+    for name in ("d", "qs", "bsums"):
+        np.testing.assert_array_equal(fields[name], expected[name], err_msg=name)
+    assert list(fields["qs"][42, :3]) == [2, -127, -3]
+    error = np.abs(dequantize(actual) - x)
+    half_step = np.abs(x).max(1, keepdims=True) / 254
+    assert (error <= half_step * (1 + 1e-5)).all()
 
 
 def test_d19_the_encoder_of_ztensor():

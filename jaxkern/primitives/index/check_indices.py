@@ -1,0 +1,44 @@
+"""An index out of bounds as an error, under `jax.experimental.checkify`."""
+
+import jax.numpy as jnp
+from jax.experimental import checkify
+from jaxtyping import Array, Integer
+
+OUTSIDE = ("zeros", "clip", "checked")  # what reading outside an axis may mean
+
+
+def check_indices(
+    indices: Integer[Array, "..."], size: int, *, name: str = "check_indices"
+) -> None:
+    """Raises unless 0 <= indices < size, also inside `jit`.
+
+    Traced values cannot raise by themselves: functionalise the whole function,
+
+        errors, y = jax.jit(checkify.checkify(f))(x)
+        errors.throw()
+
+    (`from jax.experimental import checkify`). A traced call without `checkify` is
+    refused by JAX at once; concrete indices raise where they are. Of several wrong
+    indices the smallest is named, or else the largest. `gather`, `take_along_axis`,
+    `scatter_add` and `embedding` do this with out_of_bounds="checked"; call it before
+    an operator that has no such option, as `jax.nn.one_hot`.
+
+    Args:
+      indices: any integer dtype and shape.
+      size: how many slices the axis has, static.
+      name: of the caller, with which the message begins.
+
+    Raises:
+      checkify.JaxRuntimeError: an index is out of bounds, from `errors.throw()`.
+    """
+    if not indices.size:
+        return
+    if indices.dtype.itemsize < 4:
+        indices = indices.astype(jnp.int32)  # the size may not fit their dtype
+    low, high = jnp.min(indices), jnp.max(indices)
+    wrong = jnp.where(low < 0, low, high)
+    checkify.check(
+        (low >= 0) & (high < size),
+        name + f": index {{wrong}} is out of bounds for an axis of size {size}.",
+        wrong=wrong,
+    )
