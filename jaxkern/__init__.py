@@ -125,6 +125,7 @@ from jaxkern.primitives.quant.import_int4 import (
 )
 from jaxkern.primitives.quant.int8_matmul import int8_matmul
 from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
+from jaxkern.primitives.quant.interleaved_tensor import InterleavedTensor, interleave
 from jaxkern.primitives.quant.microscaled import quantize_microscaled
 from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
@@ -186,6 +187,7 @@ __all__ = [
     "GGUFTensor",
     "IntCodec",
     "IntTensor",
+    "InterleavedTensor",
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
@@ -253,6 +255,7 @@ __all__ = [
     "int4_from_linear",
     "int4_to_linear",
     "int8_matmul",
+    "interleave",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",
