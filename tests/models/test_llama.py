@@ -37,7 +37,7 @@ def all_logits(config, weights, tokens, slots=32):
     x, _ = jax.jit(hidden_states, static_argnums=0)(
         config, weights, jnp.array(tokens, jnp.int32)[None], cache
     )
-    return np.asarray(logits(weights, x))[0]
+    return np.asarray(logits(config, weights, x))[0]
 
 
 @pytest.mark.parametrize("policy", ["f32", "packed"])

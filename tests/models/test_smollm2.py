@@ -41,7 +41,7 @@ def teacher_forced(config, weights, tokens, first, top_ids):
     x, _ = hidden_states(config, weights, tokens, cache)
     positions = first[:, None] + jnp.arange(NEW_TOKENS)
     x = jnp.take_along_axis(x, positions[..., None], axis=1)
-    log_p = jax.nn.log_softmax(logits(weights, x))
+    log_p = jax.nn.log_softmax(logits(config, weights, x))
     return jnp.argmax(log_p, -1), jnp.take_along_axis(log_p, top_ids, axis=-1)
 
 
