@@ -279,8 +279,9 @@ inline const uint8_t* tile_at(const QuantizedWeights& w, const Layout& form, int
   return w.data + i * tile_rows * (w.width / form.elements * form.bytes);
 }
 
-template <Format format>
-void decode_tile_of(const QuantizedWeights& w, int64_t i, Tile t) {
+// Calls f(b) with each interleaved block of the rows [16 i, 16 i + 16).
+template <Format format, typename F>
+inline void for_each_block(const QuantizedWeights& w, int64_t i, F f) {
   constexpr Layout form = layouts[(int)format];
   const int64_t blocks = w.width / form.elements, row_bytes = blocks * form.bytes;
   const uint8_t* from = tile_at(w, form, i);
@@ -288,16 +289,24 @@ void decode_tile_of(const QuantizedWeights& w, int64_t i, Tile t) {
   const int rows = left < tile_rows ? (int)left : tile_rows;
   uint8_t scratch[tile_rows * form.bytes];
   for (int64_t block = 0; block < blocks; ++block) {
-    const uint8_t* b = from + block * tile_rows * form.bytes;
-    if (!w.interleaved) {
+    if (w.interleaved) {
+      f(from + block * tile_rows * form.bytes);
+    } else {
       interleave(form, from + block * form.bytes, row_bytes, rows, scratch);
-      b = scratch;
+      f(scratch);
     }
+  }
+}
+
+template <Format format>
+void decode_tile_of(const QuantizedWeights& w, int64_t i, Tile t) {
+  constexpr Layout form = layouts[(int)format];
+  for_each_block<format>(w, i, [&](const uint8_t* b) {
     decode_block<format>(b, t);
     t.codes += form.elements / 4 * tile_rows;
     t.scale += form.elements / form.group * tile_rows;
     t.offset += form.elements / form.group * tile_rows;
-  }
+  });
 }
 
 using DecodeTile = void (*)(const QuantizedWeights&, int64_t, Tile);

@@ -155,6 +155,80 @@ void product_f32(const Product& p) {
   }
 }
 
+// One row of x: each block is multiplied as soon as it is decoded, so that arithmetic
+// goes on while the next blocks come from memory. y[16] = rows [16 i, 16 i + 16).
+template <Format format, bool int8>
+void vector_product(const QuantizedWeights& w, int64_t i, const Activations& a,
+                    int64_t row, float* y) {
+  constexpr Layout form = layouts[(int)format];
+  constexpr int group = form.group, groups = form.elements / group;
+  const int64_t all_groups = w.width / group;
+  const int8_t* code = a.code + row * w.width;
+  const float *x = a.x + row * w.width, *scale = a.scale + row * all_groups;
+  const float* sum = a.sum + row * all_groups;
+  const int32_t* code_sum = a.code_sum + row * all_groups;
+  F total[tile_rows / lanes] = {};
+  for_each_block<format>(w, i, [&](const uint8_t* b) {
+    alignas(64) uint32_t codes[form.elements / 4 * tile_rows];
+    alignas(64) float w_scale[groups * tile_rows], w_offset[groups * tile_rows];
+    decode_block<format>(b, {codes, w_scale, w_offset});
+    for (int g = 0; g < groups; ++g) {
+      for (int part = 0; part < tile_rows; part += lanes) {
+        const uint32_t* w4 = codes + g * group / 4 * tile_rows + part;
+        F& t = total[part / lanes];
+        const F scale_of_w = load<F>(w_scale + g * tile_rows + part);
+        if constexpr (int8) {
+          I dot = broadcast(-form.zero * code_sum[g]), odd = {};
+          for (int chunk = 0; chunk < group / 4; chunk += 2) {  // two chains of sums
+            dot = dot4<form.wide>(dot, load<I>(w4 + chunk * tile_rows),
+                                  code + g * group + 4 * chunk);
+            odd = dot4<form.wide>(odd, load<I>(w4 + (chunk + 1) * tile_rows),
+                                  code + g * group + 4 * chunk + 4);
+          }
+          t += to_float(dot + odd) * (scale_of_w * scale[g]);
+        } else {
+          F dot[4] = {};
+          for (int chunk = 0; chunk < group / 4; ++chunk) {
+            const I four = load<I>(w4 + chunk * tile_rows);
+            for (int j = 0; j < 4; ++j) {
+              const F value = to_float((four >> (8 * j)) & 255) - (float)form.zero;
+              dot[j] += value * x[g * group + 4 * chunk + j];
+            }
+          }
+          t += ((dot[0] + dot[1]) + (dot[2] + dot[3])) * scale_of_w;
+        }
+        if constexpr (form.offset) t += load<F>(w_offset + g * tile_rows + part) * sum[g];
+      }
+    }
+    if (int8) {
+      code += form.elements, scale += groups, code_sum += groups;
+    } else {
+      x += form.elements;
+    }
+    sum += groups;
+  });
+  for (int part = 0; part < tile_rows; part += lanes) {
+    store(y + part, total[part / lanes]);
+  }
+}
+
+using VectorProduct = void (*)(const QuantizedWeights&, int64_t, const Activations&,
+                               int64_t, float*);
+
+template <bool int8>
+VectorProduct choose_vector_product(Format format) {
+  constexpr VectorProduct of_format[] = {
+      vector_product<Format::q4_0, int8>,   vector_product<Format::q4_1, int8>,
+      vector_product<Format::q5_0, int8>,   vector_product<Format::q5_1, int8>,
+      vector_product<Format::q8_0, int8>,   vector_product<Format::q2_k, int8>,
+      vector_product<Format::q3_k, int8>,   vector_product<Format::q4_k, int8>,
+      vector_product<Format::q5_k, int8>,   vector_product<Format::q6_k, int8>,
+      vector_product<Format::iq4_nl, int8>, vector_product<Format::iq4_xs, int8>,
+      vector_product<Format::mxfp4, int8>,  vector_product<Format::nvfp4, int8>,
+  };
+  return of_format[(int)format];
+}
+
 using Multiply = void (*)(const Product&);
 
 template <int rows>
@@ -251,6 +325,9 @@ inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
   const int64_t tiles_at_once = fewest < 1 ? 1 : fewest > tiles ? tiles : fewest;
   const int64_t tile_items = (tiles + tiles_at_once - 1) / tiles_at_once;
 
+  const VectorProduct one_row = p.int8_activations
+                                    ? choose_vector_product<true>(p.w.format)
+                                    : choose_vector_product<false>(p.w.format);
   workers.for_each(p.experts * row_items * tile_items, [&](int64_t item) {
     const int64_t e = item / (row_items * tile_items);
     const int64_t begin = first[e] + item / tile_items % row_items * rows_per_item;
@@ -266,15 +343,21 @@ inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
     const Tile decoded = {codes.get(), scales.get(), scales.get() + groups * tile_rows};
     float y[max_rows * tile_rows];
     for (int64_t t = tile; t < last; ++t) {
-      decoders[(int)w.format](w, t, decoded);
       const int64_t left = w.rows - t * tile_rows;
       const int64_t columns = left < tile_rows ? left : tile_rows;
+      const bool one = end - begin == 1;
+      if (one) {
+        one_row(w, t, a, x_row[begin], y);
+      } else {
+        decoders[(int)w.format](w, t, decoded);
+      }
       for (int64_t m = begin; m < end;) {
         const int64_t rows = end - m;
         const bool int8 = p.int8_activations;
         const int n = rows >= 8 && max_rows >= 8 ? 8 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
         const Product product = {decoded, a, width, form.zero, x_row.get() + m, y};
-        switch (n) {
+        switch (one ? 0 : n) {
+          case 0: break;
           case 8: choose_product<max_rows>(form, int8)(product); break;
           case 4: choose_product<4>(form, int8)(product); break;
           case 2: choose_product<2>(form, int8)(product); break;
