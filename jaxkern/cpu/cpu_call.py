@@ -19,7 +19,9 @@ HANDLERS = (
     "quantized_matmul",
     "quantized_matmul_id",
     "quantized_embedding",
+    "attention",
 )
+FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 
 
 class Library:

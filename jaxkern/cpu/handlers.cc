@@ -237,6 +237,56 @@ ffi::Error quantized_embedding(ffi::ThreadPool pool, ffi::AnyBuffer ids,
   return ffi::Error::Success();
 }
 
+// query [b, t, k * g, h], key [b, s, k, h], value [b, s, k, hv], lengths and offsets [b]
+// -> out [b, t, k * g, hv], lse [b, t, k * g]
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key,
+                     ffi::AnyBuffer value, ffi::AnyBuffer kv_lengths,
+                     ffi::AnyBuffer q_offset, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Result<ffi::AnyBuffer> lse, float scale, float softcap,
+                     int64_t window, bool causal) {
+  const auto q_dims = query.dimensions(), k_dims = key.dimensions();
+  const auto v_dims = value.dimensions(), out_dims = out->dimensions();
+  const auto length_dims = kv_lengths.dimensions(), offset_dims = q_offset.dimensions();
+  const size_t rank = q_dims.size();
+  Attention p = {};
+  if (rank < 4 || k_dims.size() != rank || v_dims.size() != rank ||
+      out_dims.size() != rank || length_dims.size() != rank - 3 ||
+      offset_dims.size() != rank - 3 || !float_type(query.element_type(), &p.query_type) ||
+      !float_type(key.element_type(), &p.key_type) ||
+      !float_type(value.element_type(), &p.value_type) ||
+      out->element_type() != query.element_type() || lse->element_type() != ffi::F32 ||
+      kv_lengths.element_type() != ffi::S32 || q_offset.element_type() != ffi::S32) {
+    return invalid("attention: operands do not fit");
+  }
+  p.b = q_dims[rank - 4], p.t = q_dims[rank - 3], p.h = q_dims[rank - 1];
+  p.s = k_dims[rank - 3], p.k = k_dims[rank - 2], p.hv = v_dims[rank - 1];
+  p.g = p.k ? q_dims[rank - 2] / p.k : 0;
+  if (p.g * p.k != q_dims[rank - 2] || k_dims[rank - 4] != p.b ||
+      k_dims[rank - 1] != p.h || v_dims[rank - 4] != p.b || v_dims[rank - 3] != p.s ||
+      v_dims[rank - 2] != p.k || length_dims[rank - 4] != p.b ||
+      offset_dims[rank - 4] != p.b || out_dims[rank - 4] != p.b ||
+      out_dims[rank - 3] != p.t || out_dims[rank - 2] != p.k * p.g ||
+      out_dims[rank - 1] != p.hv) {
+    return invalid("attention: operands do not fit");
+  }
+  p.scale = scale, p.softcap = softcap, p.window = window, p.causal = causal;
+  PoolWorkers workers(pool);
+  const Batch batch(out_dims, rank - 4);
+  const int64_t rows = p.b * p.t * p.k * p.g, keys = p.b * p.s * p.k;
+  for (int64_t i = 0; i < batch.count(); ++i) {
+    p.query = at<char>(query, batch.index(q_dims, i) * rows * p.h * item_size(p.query_type));
+    p.key = at<char>(key, batch.index(k_dims, i) * keys * p.h * item_size(p.key_type));
+    p.value =
+        at<char>(value, batch.index(v_dims, i) * keys * p.hv * item_size(p.value_type));
+    p.kv_lengths = at<int32_t>(kv_lengths, batch.index(length_dims, i) * p.b);
+    p.q_offset = at<int32_t>(q_offset, batch.index(offset_dims, i) * p.b);
+    p.out = at<char>(*out, i * rows * p.hv * item_size(p.query_type));
+    p.lse = at<float>(*lse, i * rows);
+    if (!best_kernels().attention(p, workers)) return out_of_memory();
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)  // the rest of the library is hidden
@@ -270,6 +320,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_embedding, quantized_embedding,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<std::string_view>("qtype")
                                   .Attr<bool>("interleaved"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_attention, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<bool>("causal"));
 
 }  // namespace jaxkern
 

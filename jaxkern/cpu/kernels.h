@@ -41,10 +41,23 @@ struct QuantizedEmbedding {  // y[i] = w[ids[i]], 0 for an id outside
   Float y_type;
 };
 
+struct Attention {  // out = softmax(scale q k^T) v over the keys that a query may see
+  const void *query, *key, *value;  // [b, t, k * g, h], [b, s, k, h], [b, s, k, hv]
+  Float query_type, key_type, value_type;
+  void* out;  // [b, t, k * g, hv], of query_type
+  float* lse;  // [b, t, k * g]
+  const int32_t *kv_lengths, *q_offset;  // [b]
+  int64_t b, t, s, k, g, h, hv;
+  float scale, softcap;  // no cap: 0
+  int64_t window;  // none: 0
+  bool causal;
+};
+
 struct Kernels {
   const char* name;
   bool (*quantized_matmul)(const QuantizedMatmul&, const Workers&);
   bool (*quantized_embedding)(const QuantizedEmbedding&, const Workers&);
+  bool (*attention)(const Attention&, const Workers&);
 };
 
 const Kernels& best_kernels();

@@ -85,6 +85,31 @@ inline I dot4(I sum, I w, const int8_t* x) {
 #endif
 }
 
+inline float sum_of_lanes(F x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float sum = 0;
+  for (int i = 0; i < lanes; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+// e**x within 2 units in the last place; 0 below -87, as for -infinity. x <= 88.
+inline F exp_of(F x) {
+  const F shifted = x * 1.44269504f + 12582912.0f;  // rounds x / ln 2, see prepare_row
+  const F n = shifted - 12582912.0f;
+  const F r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
+  F y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  const I power = ((I)shifted << 23) + 0x3f800000;  // the low bits of shifted are n
+  return x < -87.0f ? F{} : y * (F)power;
+}
+
 inline float float_of_bits(uint32_t bits) {
   float x;
   memcpy(&x, &bits, 4);

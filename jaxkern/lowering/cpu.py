@@ -4,6 +4,7 @@ XLA:CPU is good at plain elementwise work and at float32 products; a row stands 
 where a C++ kernel is several times faster, see docs/design/cpu_kernels.md.
 """
 
+from jaxkern.cpu.attention import attention
 from jaxkern.cpu.quant import (
     interleaved_matmul,
     quantized_embedding,
@@ -11,6 +12,7 @@ from jaxkern.cpu.quant import (
     quantized_matmul_id,
 )
 from jaxkern.lowering.lower import lower
+from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.quant.interleaved_matmul import (
     interleaved_embedding_p,
     interleaved_matmul_id_p,
@@ -23,6 +25,7 @@ from jaxkern.primitives.quant.quantized_matmul_id import quantized_matmul_id_p
 # fmt: off
 ROWS = (
     # op                      forward                                  refuses
+    (attention_p,             attention.attention_fwd,                 attention.unsupported),
     (quantized_matmul_p,      quantized_matmul.int8_activations,       quantized_matmul.refuses_int8),
     (quantized_matmul_p,      quantized_matmul.f32_activations,        quantized_matmul.refuses_f32),
     (quantized_matmul_id_p,   quantized_matmul_id.int8_activations,    quantized_matmul_id.refuses_int8),

@@ -8,6 +8,7 @@
 #pragma once
 #include <cmath>
 
+#include "../float_types.h"
 #include "../memory.h"
 #include "formats.h"
 
@@ -17,20 +18,6 @@ namespace JAXKERN_ISA {
 constexpr int activation_block = 32;
 constexpr int64_t rows_per_item = 128;  // of x, for which a tile is decoded once
 constexpr int max_rows = lanes == 8 ? 4 : 8;  // of x at once: 2 registers each
-
-inline float to_f32(Float type, const void* x, int64_t i) {
-  if (type == Float::f32) return static_cast<const float*>(x)[i];
-  uint16_t h = static_cast<const uint16_t*>(x)[i];
-  return type == Float::f16 ? from_f16(h) : from_bf16(h);
-}
-
-inline void from_f32(Float type, float value, void* y, int64_t i) {
-  if (type == Float::f32) {
-    static_cast<float*>(y)[i] = value;
-  } else {
-    static_cast<uint16_t*>(y)[i] = type == Float::f16 ? to_f16(value) : to_bf16(value);
-  }
-}
 
 // Rows of x, prepared: float32, or int8 codes; and sums over each group.
 struct Activations {

@@ -8,10 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxkern.cpu.cpu_call import cpu_call, missing
+from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
-
-FLOATS = ("float32", "bfloat16", "float16")
 
 
 def refusal(x_dtype, qtype: str, *operands) -> str | None:
