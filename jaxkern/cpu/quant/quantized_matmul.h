@@ -44,11 +44,13 @@ inline void prepare_row(const Activations& a, float* x, int64_t row, int64_t wid
       v = v < 0 ? -v : v;
       most = v > most ? v : most;
     }
-    float largest = 0;
+    float largest = 0, not_finite = 0;
     for (int i = 0; i < lanes; ++i) {
-      largest = most[i] + poison[i] <= largest ? largest : most[i] + poison[i];
+      largest = most[i] > largest ? most[i] : largest;
+      not_finite += poison[i];
     }
-    const float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+    const float scale = largest / 127 + not_finite;
+    const float inverse = largest > 0 ? 127 / largest : 0;
     int8_t* code = a.code + row * width + first;
     for (int i = 0; i < activation_block; i += lanes) {
       // adding 1.5 * 2**23 rounds to the nearest integer, which are then the low bits
