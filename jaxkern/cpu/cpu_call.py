@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -78,8 +79,8 @@ def cpu_call(
     name: str,
     results: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     *operands: jax.Array,
-    **attributes,
-):
+    **attributes: Any,
+) -> Any:
     """Calls the handler `jaxkern_<name>`.
 
     Under `vmap` each operand gets a batch dim in front, of size 1 where it is not

@@ -73,7 +73,7 @@ struct Tile {
 // Fields of `bits` bits, lowest first, of each run of `every` bytes: a run gives first
 // the lowest field of all its bytes. Moved up by `shift`; `add` to those already there.
 template <int bits, int bytes, int every, int shift = 0, bool add = false>
-inline void fields(const uint8_t* from, uint32_t* codes) {
+__attribute__((always_inline)) inline void fields(const uint8_t* from, uint32_t* codes) {
   constexpr int run = every / 4, per_byte = 8 / bits, mask = 255 >> (8 - bits);
   for (int unit = 0; unit < bytes / 4; ++unit) {
     for (int part = 0; part < tile_rows; part += lanes) {
@@ -179,7 +179,7 @@ inline float e4m3_half(uint32_t b) {  // half of an unsigned e4m3, NaN is 0
 
 // Decodes one interleaved block; b + 16 * i is where byte i of the blocks begins.
 template <Format format>
-inline void decode_block(const uint8_t* b, Tile t) {
+__attribute__((always_inline)) inline void decode_block(const uint8_t* b, Tile t) {
   [[maybe_unused]] float d[tile_rows], dmin[tile_rows];
   if constexpr (format == Format::q4_0) {
     halves(b, t.scale);

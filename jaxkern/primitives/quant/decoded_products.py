@@ -41,8 +41,9 @@ def decoded_product(
 
 def operand_dtype(x: Array, compute_dtype: jnp.dtype | None) -> jnp.dtype:
     """The dtype of both operands of a product."""
-    exact = compute_dtype is None or compute_dtype == jnp.int8
-    return at_least_f32(x).dtype if exact else compute_dtype
+    if compute_dtype is None or compute_dtype == jnp.int8:
+        return at_least_f32(x).dtype
+    return compute_dtype
 
 
 def rounded_activations(
