@@ -4,6 +4,7 @@ Each op differentiates in both modes to any order, batches, checkpoints and
 shards, and lowers on every platform. Where to look:
 
     primitives/   what each op means, one file an op: formula, docs, reference, gradient
+    cpu/          C++ kernels for CPUs; triton/: Triton kernels for NVIDIA GPUs
     lowering/     what runs where: one row per kernel in cpu.py and cuda.py
     formats/      files to pytrees of arrays and quantised containers
     models/       whole models as pure functions, `generate`, the command line

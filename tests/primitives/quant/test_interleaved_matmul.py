@@ -48,7 +48,13 @@ for cases in CASES.values():
             one.arguments["compute_dtype"] = None
 
 
-@pytest.mark.parametrize("qtype", UNITS)
+@pytest.mark.parametrize(
+    "qtype",
+    [
+        q if q in ("Q4_1", "Q3_K", "MXFP4") else pytest.param(q, marks=pytest.mark.full)
+        for q in UNITS
+    ],
+)
 def test_tiles_hold_the_bytes_of_the_file(qtype):
     blocks = random_blocks(qtype, 2, 32, 512)
     w = interleave(GGUFTensor(jnp.asarray(blocks), qtype))
