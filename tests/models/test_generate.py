@@ -115,7 +115,9 @@ def test_packed_weights_are_never_decoded_all_at_once(tmp_path):
     decoded = sum(info.size for info in file.tensors.values()) * 4
     for executable in generator.executables.values():
         temporary = executable.memory_analysis().temp_size_in_bytes
-        assert largest <= temporary < decoded / 2
+        assert temporary < decoded / 2
+        if missing():  # the kernels decode a few rows at a time
+            assert largest <= temporary
 
 
 def test_stop_tokens(model):
