@@ -41,7 +41,10 @@ lint: $(NEWEST)/ready
 	$(NEWEST)/bin/ruff format --check .
 	$(NEWEST)/bin/pyright --pythonpath $(NEWEST)/bin/python
 
-$(NEWEST)/ready: pyproject.toml Makefile
+# An editable install builds the C++ kernels once: again where their sources changed.
+KERNELS := CMakeLists.txt $(wildcard jaxkern/cpu/*.cc jaxkern/cpu/*.h jaxkern/cpu/*/*.h)
+
+$(NEWEST)/ready: pyproject.toml Makefile $(KERNELS)
 	@$(require_python)
 	$(PYTHON) -m venv $(NEWEST) || { uv venv --clear --seed --python $(PYTHON) $(NEWEST); }
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
@@ -49,7 +52,7 @@ $(NEWEST)/ready: pyproject.toml Makefile
 	$(call install_cuda_plugin,$(NEWEST))
 	touch $@
 
-$(OLDEST)/ready: pyproject.toml Makefile
+$(OLDEST)/ready: pyproject.toml Makefile $(KERNELS)
 	@$(require_python)
 	$(PYTHON) -m venv $(OLDEST) || { uv venv --clear --seed --python $(PYTHON) $(OLDEST); }
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip

@@ -4,6 +4,7 @@ Each op differentiates in both modes to any order, batches, checkpoints and
 shards, and lowers on every platform. Where to look:
 
     primitives/   what each op means, one file an op: formula, docs, reference, gradient
+    cpu/          C++ kernels for CPUs; triton/ and pallas/: kernels for NVIDIA GPUs
     lowering/     what runs where: one row per kernel in cpu.py, cuda.py, apple/
     formats/      files to pytrees of arrays and quantised containers
     runtime/      compiled functions in view and in bounds: plans, limits, uploads
@@ -129,6 +130,7 @@ from jaxkern.primitives.quant.import_int4 import (
 )
 from jaxkern.primitives.quant.int8_matmul import int8_matmul
 from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
+from jaxkern.primitives.quant.interleaved_tensor import InterleavedTensor, interleave
 from jaxkern.primitives.quant.microscaled import quantize_microscaled
 from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
@@ -193,6 +195,7 @@ __all__ = [
     "GGUFTensor",
     "IntCodec",
     "IntTensor",
+    "InterleavedTensor",
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
@@ -263,6 +266,7 @@ __all__ = [
     "int4_to_linear",
     "int8_conv2d",
     "int8_matmul",
+    "interleave",
     "l2_norm",
     "layer_norm",
     "layer_norm_2d",

@@ -1,1 +1,43 @@
-"""What runs on the CPU: one row per kernel. Other ops run their reference."""
+"""What runs on the CPU: one row per kernel. Other ops run their reference.
+
+XLA:CPU is good at plain elementwise work and at float32 products; a row stands here
+where a C++ kernel is several times faster, see docs/design/cpu_kernels.md.
+"""
+
+from jaxkern.cpu.attention import attention
+from jaxkern.cpu.quant import (
+    interleaved_matmul,
+    quantized_embedding,
+    quantized_matmul,
+    quantized_matmul_id,
+)
+from jaxkern.lowering.lower import lower
+from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.quant.interleaved_matmul import (
+    interleaved_embedding_p,
+    interleaved_matmul_id_p,
+    interleaved_matmul_p,
+)
+from jaxkern.primitives.quant.quantized_embedding import quantized_embedding_p
+from jaxkern.primitives.quant.quantized_matmul import quantized_matmul_p
+from jaxkern.primitives.quant.quantized_matmul_id import quantized_matmul_id_p
+
+# fmt: off
+ROWS = (
+    # op                      forward                                  refuses
+    (attention_p,             attention.attention_fwd,                 attention.unsupported),
+    (quantized_matmul_p,      quantized_matmul.int8_activations,       quantized_matmul.refuses_int8),
+    (quantized_matmul_p,      quantized_matmul.f32_activations,        quantized_matmul.refuses_f32),
+    (quantized_matmul_id_p,   quantized_matmul_id.int8_activations,    quantized_matmul_id.refuses_int8),
+    (quantized_matmul_id_p,   quantized_matmul_id.f32_activations,     quantized_matmul_id.refuses_f32),
+    (quantized_embedding_p,   quantized_embedding.quantized_embedding, quantized_embedding.unsupported),
+    (interleaved_matmul_p,    interleaved_matmul.int8_activations,     interleaved_matmul.refuses_int8),
+    (interleaved_matmul_p,    interleaved_matmul.f32_activations,      interleaved_matmul.refuses_f32),
+    (interleaved_matmul_id_p, interleaved_matmul.int8_activations_id,  interleaved_matmul.refuses_int8_id),
+    (interleaved_matmul_id_p, interleaved_matmul.f32_activations_id,   interleaved_matmul.refuses_f32_id),
+    (interleaved_embedding_p, interleaved_matmul.interleaved_embedding, interleaved_matmul.refuses_rows),
+)
+# fmt: on
+
+for op, forward, refuses in ROWS:
+    lower(op, "cpu", "cpp", fwd=forward, unless=refuses)

@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         default="auto",
         metavar="POLICY",
-        help="auto, packed (blocks of the file), f32 or bf16 (decoded while loading)",
+        help="auto, packed (blocks of the file), packed_int8 (also activations of 8 "
+        "bits), f32 or bf16 (decoded while loading)",
     )
     add(
         "--backend",

@@ -29,6 +29,7 @@ from jaxkern import (
     empty_kv_cache,
     linear,
     quantized_embedding,
+    quantized_matmul,
     rms_norm,
     rope_cos_sin,
     swiglu,
@@ -57,6 +58,7 @@ class LlamaConfig:
     scaling: RopeScaling | None = None
     window: int | None = None
     dtype: str = "float32"  # of activations
+    product_dtype: str | None = None  # "int8": rounds them before quantised weights
 
 
 Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
@@ -131,7 +133,7 @@ def prefill(
     """
     x, cache = hidden_states(config, weights, tokens, cache, lengths)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)  # [b, 1, d]
-    return logits(weights, last)[:, 0], cache
+    return logits(config, weights, last)[:, 0], cache
 
 
 def decode(
@@ -149,9 +151,11 @@ def decode(
     return prefill(config, weights, tokens[:, None], jnp.ones_like(tokens), cache)
 
 
-def logits(weights: LlamaWeights, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
+def logits(
+    config: LlamaConfig, weights: LlamaWeights, x: Float[Array, "... d"]
+) -> Float[Array, "... v"]:
     """Of the token that follows each hidden state, in float32."""
-    return project(x.astype(jnp.float32), weights.output)
+    return project(config, x.astype(jnp.float32), weights.output)
 
 
 def hidden_states(
@@ -183,8 +187,8 @@ def hidden_states(
         x, own = attention_layer(config, layer, x, rotation, own, new_lengths)
         after.append(own)
         x, residual = add_rms_norm(x, residual, layer.ffn_norm, eps=config.eps)
-        gate, up = jnp.split(project(x, layer.gate_up), 2, axis=-1)
-        x = project(swiglu(gate, up), layer.down)
+        gate, up = jnp.split(project(config, x, layer.gate_up), 2, axis=-1)
+        x = project(config, swiglu(gate, up), layer.down)
         x, residual = add_rms_norm(x, residual, next_norm, eps=config.eps)
     return x, tuple(after)
 
@@ -204,7 +208,7 @@ def attention_layer(
         y = y.reshape(b, t, -1, config.head_dim)
         return y if norm is None else rms_norm(y, norm, eps=config.eps)
 
-    qkv = project(x, layer.qkv)
+    qkv = project(config, x, layer.qkv)
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias.astype(qkv.dtype)
     k_end = (config.heads + config.kv_heads) * config.head_dim
@@ -213,17 +217,20 @@ def attention_layer(
     q, k = (apply_rope(a, *rotation, pairing=config.pairing) for a in (q, k))
     y, after = cached_attention(q, k, v, cache, new_lengths, window=config.window)
     assert isinstance(after, KVCache)  # as it went in
-    return project(y.reshape(b, t, -1), layer.attention_output), after
+    return project(config, y.reshape(b, t, -1), layer.attention_output), after
 
 
-def project(x: Float[Array, "... d"], matrices: Matrices) -> Float[Array, "... f"]:
+def project(
+    config: LlamaConfig, x: Float[Array, "... d"], matrices: Matrices
+) -> Float[Array, "... f"]:
     """x times the matrices, the results side by side."""
 
     def product(w: Matrix) -> Float[Array, "... f"]:
         if isinstance(w, jax.Array):
             return linear(x, w.T if w.shape[0] == x.shape[-1] else w)
         # decode it when x is there: XLA would hold the whole model decoded
-        return linear(*lax.optimization_barrier((x, w)))
+        x_now, w_now = lax.optimization_barrier((x, w))
+        return quantized_matmul(x_now, w_now, compute_dtype=config.product_dtype)
 
     ys = [product(w) for w in matrices]
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)

@@ -11,9 +11,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkern import GGUFTensor, LinearScaling, YarnScaling, dequantize
+from jaxkern import (
+    GGUFTensor,
+    InterleavedTensor,
+    LinearScaling,
+    YarnScaling,
+    dequantize,
+    interleave,
+)
+from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import GGUFError, GGUFFile
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices
+from jaxkern.primitives.quant.interleaved_tensor import ROWS
 from jaxkern.primitives.rope.rope import Pairing
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
 
@@ -24,7 +33,7 @@ PAIRINGS: dict[str, Pairing] = {
     "qwen3": "neox",
 }
 
-Policy = Literal["auto", "packed", "f32", "bf16"]
+Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16"]
 
 OPTIONAL_TENSORS = (
     "output.weight",  # tied to the embedding where it is missing
@@ -40,12 +49,14 @@ OPTIONAL_TENSORS = (
 def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]:
     """How the weights are kept in memory, and why.
 
-    `packed` keeps the blocks of the file and decodes each matrix when it is used; `f32`
-    and `bf16` decode once, while loading. XLA:CPU multiplies in float32: it writes a
-    `packed` matrix decoded, or a `bf16` one widened, to memory for every token, which
-    costs more than reading float32 (docs/performance.md has the figures). So `auto`
-    takes `f32` on a CPU where the memory allows it, else `packed`; `bf16` on other
-    devices.
+    `packed` keeps the blocks of the file and decodes each matrix when it is used;
+    `packed_int8` also rounds the activations to 8 bits before each product, as
+    llama.cpp does; `f32` and `bf16` decode once, while loading. The C++ kernels read a
+    packed matrix as it is, so on a CPU that has them `auto` takes `packed_int8`: the
+    fastest and smallest. XLA:CPU multiplies in float32: it writes a `packed` matrix
+    decoded, or a `bf16` one widened, to memory for every token. So without kernels
+    `auto` takes `f32` where the memory allows it, else `packed`; `bf16` on other
+    devices. docs/performance.md has the figures.
 
     Returns:
       The policy, never "auto", and the reason in words.
@@ -59,6 +70,8 @@ def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]
         return policy, "asked for"
     if jax.default_backend() != "cpu":
         return "bf16", "decoded once; products of bfloat16 are what the device is for"
+    if missing() is None:
+        return "packed_int8", "C++ kernels read it as it is; activations of 8 bits"
     need, free = expanded_bytes(file, 4), available_memory()
     sizes = f"float32 takes {need / 1e6:.0f} MB of {free / 1e6:.0f} MB available"
     if need > free:
@@ -149,7 +162,13 @@ def load_llama(
     """
     config = config_from_gguf(file)
     policy, _ = choose_policy(file, policy)
-    config = replace(config, dtype="bfloat16" if policy == "bf16" else "float32")
+    packed = policy in ("packed", "packed_int8")
+    with_kernels = jax.default_backend() == "cpu" and missing() is None
+    config = replace(
+        config,
+        dtype="bfloat16" if policy == "bf16" else "float32",
+        product_dtype="int8" if policy == "packed_int8" else None,
+    )
     shapes = tensor_shapes(config)
     _check_tensors(file, shapes)
 
@@ -165,9 +184,10 @@ def load_llama(
 
     def matrices(*names: str) -> Matrices:
         stored = [file.load(name) for name in names]
-        if policy == "packed":
+        if packed:
+            joined = joined_rows(stored) if with_kernels else stored
             return tuple(
-                w if isinstance(w, GGUFTensor) else expand([w], w.dtype) for w in stored
+                expand([w], w.dtype) if isinstance(w, jax.Array) else w for w in joined
             )
         dtype = jnp.dtype(jnp.float32 if policy == "f32" else jnp.bfloat16)
         return (expand(stored, dtype),)
@@ -187,11 +207,13 @@ def load_llama(
         )
 
     tied = "output.weight" not in file.tensors
+    output = matrices("token_embd.weight" if tied else "output.weight")
+    table = output[0] if tied and isinstance(output[0], InterleavedTensor) else None
     weights = LlamaWeights(
-        embedding=file.load("token_embd.weight"),
+        embedding=table or file.load("token_embd.weight"),
         layers=tuple(layer(f"blk.{i}") for i in range(config.layers)),
         output_norm=vector("output_norm.weight"),
-        output=matrices("token_embd.weight" if tied else "output.weight"),
+        output=output,
         rope_factors=vectors("rope_freqs.weight"),
     )
     return config, jax.block_until_ready(weights)
@@ -208,6 +230,35 @@ def expand(
     ]
     w = jnp.concatenate(decoded)
     return w if w.shape[0] < w.shape[1] else w.T
+
+
+def joined_rows(
+    stored: Sequence[jax.Array | GGUFTensor],
+) -> list[jax.Array | GGUFTensor | InterleavedTensor]:
+    """Matrices of one block format side by side, their rows interleaved where 16 fit.
+
+    So a product reads the activations once, and the kernels whole vectors.
+    """
+    joined: list[jax.Array | GGUFTensor] = []
+    for w in stored:
+        last = joined[-1] if joined else None
+        if (
+            isinstance(w, GGUFTensor)
+            and isinstance(last, GGUFTensor)
+            and w.qtype == last.qtype
+        ):
+            joined[-1] = GGUFTensor(jnp.concatenate([last.blocks, w.blocks]), w.qtype)
+        else:
+            joined.append(w)
+    return [
+        interleave_rows(w)
+        if isinstance(w, GGUFTensor) and w.shape[0] % ROWS == 0
+        else w
+        for w in joined
+    ]
+
+
+interleave_rows = jax.jit(interleave)
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

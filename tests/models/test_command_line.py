@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from jaxkern.cpu.cpu_call import missing
 from jaxkern.models.command_line import demo_model, main
 from tests.models.smollm2 import smollm2
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -25,12 +26,15 @@ def test_json(path, capsys):
     report = json.loads(last)
     assert len(report["token_ids"]) <= 20
     assert report["executables"] == ["prefill", "decode"]
-    assert report["weights"] == "f32"
-    assert "the fastest on a CPU" in report["weights_reason"]
+    kernels = missing() is None
+    assert report["weights"] == ("packed_int8" if kernels else "f32")
+    reason = "activations of 8 bits" if kernels else "the fastest on a CPU"
+    assert reason in report["weights_reason"]
     assert report["timings"]["decode_tokens_per_second"] > 0
     assert report["timings"]["compile_seconds"] > 0
     assert report["memory"]["peak_bytes"] > report["memory"]["file_bytes"] > 0
-    assert report["implementations"]["decode"]["attention"].startswith("xla: ")
+    runs = report["implementations"]["decode"]["attention"]
+    assert runs.startswith("cpp: " if kernels else "xla: ")
     shown = "\n".join(streamed)
     assert all(c.isprintable() or c in "\n\t" for c in shown)
 
@@ -42,7 +46,7 @@ def test_table(path, capsys):
     assert main([*arguments, *options, "--max-tokens", "5", "--backend", "xla"]) == 0
     out = capsys.readouterr().out
     rows = ("load", "weights", "compile", "prefill of 4 tokens", "decode of", "peak")
-    for row in (*rows, "executables", "quantized_matmul", "sample_reference"):
+    for row in (*rows, "executables", "interleaved_matmul", "sample_reference"):
         assert row in out
 
 
@@ -68,7 +72,7 @@ def error_of(arguments, capsys):
     [
         (["--model", "/nonexistent.gguf"], "No such file"),
         (["--model", __file__], "expected b'GGUF'"),
-        (["--weights", "int3"], "must be one of auto, packed, f32, bf16, got 'int3'"),
+        (["--weights", "int3"], "must be one of auto, packed, packed_int8"),
         (["--backend", "cudnn"], "must be one of"),
         (["--max-tokens", "0"], "at least 1"),
         (["--max-tokens", "600"], "more than the model's context of 512"),
@@ -109,6 +113,7 @@ def test_demo_model_is_found_without_importing_it(monkeypatch, tmp_path):
 LOAD = """
 import sys, jax
 from jaxkern.formats.gguf import read_gguf
+from jaxkern.cpu.cpu_call import missing
 from jaxkern.models.command_line import peak_memory
 from jaxkern.models.llama_gguf import load_llama
 jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the client and its threads

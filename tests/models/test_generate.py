@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.models import generate as generate_module
 from jaxkern.models.generate import NO_TOKEN, Generator, Sampling, generate
@@ -114,7 +115,9 @@ def test_packed_weights_are_never_decoded_all_at_once(tmp_path):
     decoded = sum(info.size for info in file.tensors.values()) * 4
     for executable in generator.executables.values():
         temporary = executable.memory_analysis().temp_size_in_bytes
-        assert largest <= temporary < decoded / 2
+        assert temporary < decoded / 2
+        if missing():  # the kernels decode a few rows at a time
+            assert largest <= temporary
 
 
 def test_stop_tokens(model):
@@ -162,7 +165,7 @@ def test_explain(model):
     explanations = Generator(*model, batch=1, prompt_slots=4, max_tokens=8).explain()
     for explanation in explanations.values():
         runs = {row.op: row.runs for row in explanation.rows}
-        assert runs["attention"] == "xla: attention_reference"
+        assert runs["attention"].startswith("xla: " if missing() else "cpp: ")
         assert {"rms_norm", "add_rms_norm", "apply_rope", "swiglu"} <= runs.keys()
 
 

@@ -37,7 +37,7 @@ def all_logits(config, weights, tokens, slots=32):
     x, _ = jax.jit(hidden_states, static_argnums=0)(
         config, weights, jnp.array(tokens, jnp.int32)[None], cache
     )
-    return np.asarray(logits(weights, x))[0]
+    return np.asarray(logits(config, weights, x))[0]
 
 
 @pytest.mark.parametrize("policy", ["f32", "packed"])
@@ -98,12 +98,17 @@ def test_config(tmp_path):
 
 def test_policy(tmp_path, monkeypatch):
     file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama"))
+    monkeypatch.setattr("jaxkern.models.llama_gguf.missing", lambda: None)
+    assert choose_policy(file)[0] == "packed_int8"
+    monkeypatch.setattr("jaxkern.models.llama_gguf.missing", lambda: "not built")
     assert choose_policy(file)[0] == "f32"
     monkeypatch.setattr("jaxkern.models.llama_gguf.available_memory", lambda: 1000)
     policy, reason = choose_policy(file)
     assert policy == "packed"
     assert "available" in reason
-    with pytest.raises(ValueError, match="must be one of auto, packed, f32, bf16"):
+    with pytest.raises(
+        ValueError, match="must be one of auto, packed, packed_int8, f32"
+    ):
         choose_policy(file, "int3")  # pyright: ignore[reportArgumentType]
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jaxkern.primitives.kernel_primitive import at_least_f32
 
+ACTIVATION_BLOCK = 32  # activations that share a scale
 Decode = Callable[..., Any]  # (*arrays, dtype=) -> weights [..., d]
 
 
@@ -28,12 +29,44 @@ def decoded_product(
     """Contracts the last dim of `x` with the given axis of the decoded `[f, d]`.
 
     Operands in `compute_dtype`, or exact if it is None; sums in float32 or wider; one
-    rounding to x.dtype.
+    rounding to x.dtype. With int8 only `x` is rounded, and only where it is the
+    activation: axis 1.
     """
-    dtype = compute_dtype or at_least_f32(x).dtype
+    dtype = operand_dtype(x, compute_dtype)
     w = decode(*arrays, dtype=dtype)
-    y = _dot(x.astype(dtype), w, (((x.ndim - 1,), (axis,)), ((), ())), x.dtype)
+    x_in = rounded_activations(x, compute_dtype) if axis == 1 else x.astype(dtype)
+    y = _dot(x_in, w, (((x.ndim - 1,), (axis,)), ((), ())), x.dtype)
     return y.astype(x.dtype)
+
+
+def operand_dtype(x: Array, compute_dtype: jnp.dtype | None) -> jnp.dtype:
+    """The dtype of both operands of a product."""
+    if compute_dtype is None or compute_dtype == jnp.int8:
+        return at_least_f32(x).dtype
+    return compute_dtype
+
+
+def rounded_activations(
+    x: Float[Array, "... d"], compute_dtype: jnp.dtype | None
+) -> Float[Array, "... d"]:
+    """`x` as it enters a product: in `compute_dtype`, or rounded to int8 by blocks.
+
+    Int8 means scale * code with scale = max |x| / 127 over each block of 32, as ggml's
+    Q8_0 but for a scale in float32. Its gradient passes straight through.
+    """
+    if compute_dtype != jnp.int8:
+        return x.astype(operand_dtype(x, compute_dtype))
+    x = at_least_f32(x)
+    if x.shape[-1] % ACTIVATION_BLOCK:
+        raise TypeError(
+            f"quantized_matmul: int8 activations need a multiple of {ACTIVATION_BLOCK} "
+            f"columns, got {x.shape[-1]}. Use compute_dtype=None."
+        )
+    blocks = x.reshape(*x.shape[:-1], -1, ACTIVATION_BLOCK)
+    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
+    code = jnp.round(blocks / jnp.where(scale == 0, 1, scale))
+    rounded = (code * scale).reshape(x.shape)
+    return x + lax.stop_gradient(rounded - x)
 
 
 def decoded_rows(
@@ -57,8 +90,8 @@ def routed_product(
     expert is decoded once and multiplied with all of x, and its product kept where it
     was asked for: e / k times the least work, but one decoded expert of memory.
     """
-    dtype, lead = compute_dtype or at_least_f32(x).dtype, tuple(range(x.ndim - 1))
-    x_in = x.astype(dtype)
+    dtype, lead = operand_dtype(x, compute_dtype), tuple(range(x.ndim - 1))
+    x_in = rounded_activations(x, compute_dtype)
 
     def product(w, dims):
         return _dot(x_in, w, dims, x.dtype).astype(x.dtype)
@@ -85,7 +118,7 @@ def routed_product_transpose(
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... d"]:
     """dx = sum over k of w[ids[..., k]]^T dy[..., k, :]."""
-    dtype, lead = compute_dtype or at_least_f32(dy).dtype, tuple(range(dy.ndim - 2))
+    dtype, lead = operand_dtype(dy, compute_dtype), tuple(range(dy.ndim - 2))
     if ids.size <= arrays[0].shape[0]:
         experts, inside = _gathered(ids, arrays)
         w = decode(*experts, dtype=dtype)  # [... k f d]

@@ -29,7 +29,7 @@ def train_step(config, weights, tokens):
     def loss(weights):
         cache = empty_cache(config, *tokens.shape)
         x, _ = hidden_states(config, weights, tokens, cache)
-        each = cross_entropy(logits(weights, x)[:, :-1], tokens[:, 1:])
+        each = cross_entropy(logits(config, weights, x)[:, :-1], tokens[:, 1:])
         return each.mean()
 
     value, grads = jax.value_and_grad(loss)(weights)

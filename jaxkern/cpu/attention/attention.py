@@ -1,0 +1,66 @@
+"""Attention on a CPU, decode and prefill; the kernel is attention.h."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
+
+
+def unsupported(query, key, value, *, window, **rest) -> str | None:
+    for name in ("bias", "mask", "q_segment_ids", "sinks"):
+        if rest.get(name) is not None:
+            return f"`{name}` is not in the kernel"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dtype not in FLOATS:
+            return f"`{name}` is {x.dtype}, not one of {', '.join(FLOATS)}"
+        if math.prod(x.shape) == 0:
+            return f"`{name}` is empty"
+    return missing()
+
+
+def attention_fwd(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    q_offset,
+    sinks,
+    *,
+    scale,
+    causal,
+    window,
+    softcap,
+):
+    del bias, mask, q_segment_ids, kv_segment_ids, sinks  # refused
+    (b, t, n, _), s, hv = query.shape, key.shape[1], value.shape[-1]
+
+    def per_sequence(x, default: int):
+        if x is None:
+            return jnp.full(b, default, jnp.int32)
+        limit = np.iinfo(np.int32).max
+        return jnp.clip(x, max(jnp.iinfo(x.dtype).min, -limit), s + t).astype(jnp.int32)
+
+    out, lse = cpu_call(
+        "attention",
+        [
+            jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
+            jax.ShapeDtypeStruct((b, t, n), jnp.float32),
+        ],
+        query,
+        key,
+        value,
+        per_sequence(kv_lengths, s),
+        per_sequence(q_offset, s - t),
+        scale=np.float32(scale),
+        softcap=np.float32(softcap or 0.0),
+        window=np.int64(window or 0),
+        causal=causal,
+    )
+    return out, lse

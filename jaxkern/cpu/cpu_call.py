@@ -1,0 +1,90 @@
+"""Calls a C++ kernel from JAX, through XLA's foreign function interface.
+
+The kernels are one shared library, built when jaxkern is installed. Where it is absent,
+because there was no compiler, `missing` says so and every op runs its reference.
+"""
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxkern.cpu as package
+
+LIBRARY = "libjaxkern_cpu.so"
+HANDLERS = (
+    "quantized_matmul",
+    "quantized_matmul_id",
+    "quantized_embedding",
+    "attention",
+)
+FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
+
+
+class Library:
+    """The shared library, loaded and known to XLA.
+
+    Attributes:
+      missing: why no kernel can run, or None.
+      instruction_set: of the kernels that this machine runs, such as "avx512vnni".
+    """
+
+    def __init__(self) -> None:
+        self.missing: str | None = None
+        self.instruction_set = "none"
+        found = [
+            path
+            for folder in package.__path__  # an editable install has two
+            if (path := Path(folder) / LIBRARY).exists()
+        ]
+        if not found:
+            self.missing = (
+                "the C++ kernels were not built: no compiler when jaxkern was installed"
+            )
+            return
+        try:
+            library = ctypes.CDLL(str(found[0]))
+            for name in HANDLERS:
+                handler = getattr(library, f"jaxkern_{name}")
+                jax.ffi.register_ffi_target(
+                    f"jaxkern_{name}", jax.ffi.pycapsule(handler), platform="cpu"
+                )
+            library.jaxkern_instruction_set.restype = ctypes.c_char_p
+            self.instruction_set = library.jaxkern_instruction_set().decode()
+        except (OSError, AttributeError) as error:  # foreign, or older than this file
+            self.missing = f"the C++ kernels do not load: {error}; install jaxkern anew"
+
+
+@functools.cache
+def library() -> Library:
+    """Loaded at the first question; says once if it is missing."""
+    loaded = Library()
+    if loaded.missing:
+        logging.getLogger("jaxkern").warning(
+            "jaxkern on a CPU: %s. Every op runs its reference.", loaded.missing
+        )
+    return loaded
+
+
+def missing() -> str | None:
+    """Why no C++ kernel can run here, or None."""
+    return library().missing
+
+
+def cpu_call(
+    name: str,
+    results: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    *operands: jax.Array,
+    **attributes: Any,
+) -> Any:
+    """Calls the handler `jaxkern_<name>`.
+
+    Under `vmap` each operand gets a batch dim in front, of size 1 where it is not
+    mapped; the handler walks over it, so one call stays one call.
+    """
+    call = jax.ffi.ffi_call(f"jaxkern_{name}", results, vmap_method="expand_dims")
+    return call(*operands, **attributes)

@@ -1,0 +1,345 @@
+// Binds the kernels to XLA's foreign function interface.
+//
+// vmap puts batch dims in front of all operands, of size 1 where it does not map one:
+// a handler walks over them, with stride 0 where the size is 1.
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxkern {
+namespace {
+
+struct Job {
+  void (*item)(void*, int64_t);
+  void* data;
+  int64_t items;
+  std::atomic<int64_t> next{0}, done{0};
+
+  void work() {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+      item(data, i);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct PoolWorkers : Workers {
+  explicit PoolWorkers(ffi::ThreadPool pool) : pool(pool) {
+    const int64_t threads = pool.num_threads();
+    this->threads = threads < 1 ? 1 : static_cast<int>(threads);
+    this->run = run_on_pool;
+  }
+
+  static void run_on_pool(const Workers* self, int64_t items,
+                          void (*item)(void*, int64_t), void* data) {
+    if (items == 1 || self->threads == 1) {
+      for (int64_t i = 0; i < items; ++i) item(data, i);
+      return;
+    }
+    // shared: a helper may start when all is done and this call has returned
+    auto job = std::make_shared<Job>();
+    job->item = item, job->data = data, job->items = items;
+    auto& pool = const_cast<PoolWorkers*>(static_cast<const PoolWorkers*>(self))->pool;
+    const int64_t helpers = (items < self->threads ? items : self->threads) - 1;
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
+    job->work();
+    while (job->done.load(std::memory_order_acquire) < items) relax();
+  }
+
+  ffi::ThreadPool pool;
+};
+
+ffi::Error invalid(const std::string& what) {
+  return ffi::Error::InvalidArgument("jaxkern cpu: " + what);
+}
+
+ffi::Error out_of_memory() {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxkern cpu: out of memory");
+}
+
+// Where the operands of one call lie, for each call of a batch.
+class Batch {
+ public:
+  // The first `dims` dims of the result are those of the batch.
+  Batch(ffi::AnyBuffer::Dimensions result, int64_t dims) : sizes_(result.first(dims)) {
+    for (int64_t n : sizes_) count_ *= n;
+  }
+  int64_t count() const { return count_; }
+
+  // Which of its own calls an operand of these dims takes part with in call i.
+  int64_t index(ffi::AnyBuffer::Dimensions operand, int64_t i) const {
+    int64_t index = 0, stride = 1;
+    for (int64_t d = static_cast<int64_t>(sizes_.size()) - 1; d >= 0; --d) {
+      if (operand[d] != 1) index += i % sizes_[d] * stride;
+      stride *= operand[d];
+      i /= sizes_[d];
+    }
+    return index;
+  }
+
+ private:
+  ffi::AnyBuffer::Dimensions sizes_;
+  int64_t count_ = 1;
+};
+
+bool float_type(ffi::DataType type, Float* out) {
+  if (type == ffi::F32) *out = Float::f32;
+  else if (type == ffi::F16) *out = Float::f16;
+  else if (type == ffi::BF16) *out = Float::bf16;
+  else return false;
+  return true;
+}
+
+struct Named {
+  const char* name;
+  Format format;
+  int64_t elements, bytes;
+};
+
+constexpr Named formats[] = {
+    {"Q4_0", Format::q4_0, 32, 18},     {"Q4_1", Format::q4_1, 32, 20},
+    {"Q5_0", Format::q5_0, 32, 22},     {"Q5_1", Format::q5_1, 32, 24},
+    {"Q8_0", Format::q8_0, 32, 34},     {"Q2_K", Format::q2_k, 256, 84},
+    {"Q3_K", Format::q3_k, 256, 110},   {"Q4_K", Format::q4_k, 256, 144},
+    {"Q5_K", Format::q5_k, 256, 176},   {"Q6_K", Format::q6_k, 256, 210},
+    {"IQ4_NL", Format::iq4_nl, 32, 18}, {"IQ4_XS", Format::iq4_xs, 256, 136},
+    {"MXFP4", Format::mxfp4, 32, 17},   {"NVFP4", Format::nvfp4, 64, 36},
+};
+
+// Fills `w` from `data` [rows, row_bytes] or, interleaved, [rows / 16, 16 * row_bytes].
+bool weights_of(std::string_view qtype, bool interleaved, int64_t rows, int64_t bytes,
+                QuantizedWeights* w) {
+  for (const Named& f : formats) {
+    const int64_t unit = f.bytes * (interleaved ? 16 : 1);
+    if (qtype != f.name || bytes % unit) continue;
+    w->format = f.format;
+    w->interleaved = interleaved;
+    w->rows = rows * (interleaved ? 16 : 1);
+    w->width = bytes / unit * f.elements;
+    return true;
+  }
+  return false;
+}
+
+template <typename T>
+T* at(ffi::AnyBuffer buffer, int64_t element) {
+  return static_cast<T*>(buffer.untyped_data()) + element;
+}
+
+int64_t item_size(Float type) { return type == Float::f32 ? 4 : 2; }
+
+// x [rows, d], w [f, row_bytes] or tiles -> y [rows, f]
+ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                            ffi::Result<ffi::AnyBuffer> y, std::string_view qtype,
+                            bool interleaved, bool int8_activations) {
+  const auto x_dims = x.dimensions(), w_dims = w.dimensions(), y_dims = y->dimensions();
+  const size_t rank = x_dims.size();
+  QuantizedMatmul p = {};
+  if (rank < 2 || w_dims.size() != rank || y_dims.size() != rank ||
+      !float_type(x.element_type(), &p.x_type) || y->element_type() != x.element_type() ||
+      !weights_of(qtype, interleaved, w_dims[rank - 2], w_dims[rank - 1], &p.w) ||
+      p.w.width != x_dims[rank - 1] || p.w.rows != y_dims[rank - 1] ||
+      x_dims[rank - 2] != y_dims[rank - 2]) {
+    return invalid("quantized_matmul: operands do not fit");
+  }
+  PoolWorkers workers(pool);
+  const Batch batch(y_dims, rank - 2);
+  p.int8_activations = int8_activations;
+  p.x_rows = p.count = x_dims[rank - 2];
+  p.experts = p.rows_per_x = 1;
+  const int64_t size = item_size(p.x_type), w_bytes = w_dims[rank - 2] * w_dims[rank - 1];
+  for (int64_t i = 0; i < batch.count(); ++i) {
+    p.x = at<char>(x, batch.index(x_dims, i) * p.count * p.w.width * size);
+    p.w.data = at<uint8_t>(w, batch.index(w_dims, i) * w_bytes);
+    p.y = at<char>(*y, i * p.count * p.w.rows * size);
+    if (!best_kernels().quantized_matmul(p, workers)) return out_of_memory();
+  }
+  return ffi::Error::Success();
+}
+
+// x [t, d], expert [t, k], w [e, f, row_bytes] or tiles -> y [t, k, f]
+ffi::Error quantized_matmul_id(ffi::ThreadPool pool, ffi::AnyBuffer x,
+                               ffi::AnyBuffer expert, ffi::AnyBuffer w,
+                               ffi::Result<ffi::AnyBuffer> y, std::string_view qtype,
+                               bool interleaved, bool int8_activations) {
+  const auto x_dims = x.dimensions(), w_dims = w.dimensions(), y_dims = y->dimensions();
+  const auto e_dims = expert.dimensions();
+  const size_t rank = x_dims.size();
+  QuantizedMatmul p = {};
+  if (rank < 2 || w_dims.size() != rank + 1 || y_dims.size() != rank + 1 ||
+      e_dims.size() != rank || expert.element_type() != ffi::S32 ||
+      !float_type(x.element_type(), &p.x_type) || y->element_type() != x.element_type() ||
+      !weights_of(qtype, interleaved, w_dims[rank - 1], w_dims[rank], &p.w) ||
+      p.w.width != x_dims[rank - 1] || p.w.rows != y_dims[rank] ||
+      e_dims[rank - 2] != x_dims[rank - 2] || y_dims[rank - 2] != x_dims[rank - 2] ||
+      e_dims[rank - 1] != y_dims[rank - 1]) {
+    return invalid("quantized_matmul_id: operands do not fit");
+  }
+  PoolWorkers workers(pool);
+  const Batch batch(y_dims, rank - 2);
+  const int64_t k = e_dims[rank - 1];
+  p.int8_activations = int8_activations;
+  p.x_rows = x_dims[rank - 2];
+  p.count = p.x_rows * k;
+  p.rows_per_x = k;
+  p.experts = w_dims[rank - 2];
+  const int64_t size = item_size(p.x_type);
+  const int64_t w_bytes = p.experts * w_dims[rank - 1] * w_dims[rank];
+  for (int64_t i = 0; i < batch.count(); ++i) {
+    p.x = at<char>(x, batch.index(x_dims, i) * p.x_rows * p.w.width * size);
+    p.expert = at<int32_t>(expert, batch.index(e_dims, i) * p.count);
+    p.w.data = at<uint8_t>(w, batch.index(w_dims, i) * w_bytes);
+    p.y = at<char>(*y, i * p.count * p.w.rows * size);
+    if (!best_kernels().quantized_matmul(p, workers)) return out_of_memory();
+  }
+  return ffi::Error::Success();
+}
+
+// ids [n], w [v, row_bytes] or tiles -> y [n, d]
+ffi::Error quantized_embedding(ffi::ThreadPool pool, ffi::AnyBuffer ids,
+                               ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
+                               std::string_view qtype, bool interleaved) {
+  const auto ids_dims = ids.dimensions(), w_dims = w.dimensions();
+  const auto y_dims = y->dimensions();
+  const size_t rank = y_dims.size();
+  QuantizedEmbedding p = {};
+  if (rank < 2 || w_dims.size() != rank || ids_dims.size() != rank - 1 ||
+      ids.element_type() != ffi::S32 || !float_type(y->element_type(), &p.y_type) ||
+      !weights_of(qtype, interleaved, w_dims[rank - 2], w_dims[rank - 1], &p.w) ||
+      p.w.width != y_dims[rank - 1] || ids_dims[rank - 2] != y_dims[rank - 2]) {
+    return invalid("quantized_embedding: operands do not fit");
+  }
+  PoolWorkers workers(pool);
+  const Batch batch(y_dims, rank - 2);
+  p.count = y_dims[rank - 2];
+  const int64_t w_bytes = w_dims[rank - 2] * w_dims[rank - 1];
+  for (int64_t i = 0; i < batch.count(); ++i) {
+    p.ids = at<int32_t>(ids, batch.index(ids_dims, i) * p.count);
+    p.w.data = at<uint8_t>(w, batch.index(w_dims, i) * w_bytes);
+    p.y = at<char>(*y, i * p.count * p.w.width * item_size(p.y_type));
+    if (!best_kernels().quantized_embedding(p, workers)) return out_of_memory();
+  }
+  return ffi::Error::Success();
+}
+
+// query [b, t, k * g, h], key [b, s, k, h], value [b, s, k, hv], lengths and offsets [b]
+// -> out [b, t, k * g, hv], lse [b, t, k * g]
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key,
+                     ffi::AnyBuffer value, ffi::AnyBuffer kv_lengths,
+                     ffi::AnyBuffer q_offset, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Result<ffi::AnyBuffer> lse, float scale, float softcap,
+                     int64_t window, bool causal) {
+  const auto q_dims = query.dimensions(), k_dims = key.dimensions();
+  const auto v_dims = value.dimensions(), out_dims = out->dimensions();
+  const auto length_dims = kv_lengths.dimensions(), offset_dims = q_offset.dimensions();
+  const size_t rank = q_dims.size();
+  Attention p = {};
+  if (rank < 4 || k_dims.size() != rank || v_dims.size() != rank ||
+      out_dims.size() != rank || length_dims.size() != rank - 3 ||
+      offset_dims.size() != rank - 3 || !float_type(query.element_type(), &p.query_type) ||
+      !float_type(key.element_type(), &p.key_type) ||
+      !float_type(value.element_type(), &p.value_type) ||
+      out->element_type() != query.element_type() || lse->element_type() != ffi::F32 ||
+      kv_lengths.element_type() != ffi::S32 || q_offset.element_type() != ffi::S32) {
+    return invalid("attention: operands do not fit");
+  }
+  p.b = q_dims[rank - 4], p.t = q_dims[rank - 3], p.h = q_dims[rank - 1];
+  p.s = k_dims[rank - 3], p.k = k_dims[rank - 2], p.hv = v_dims[rank - 1];
+  p.g = p.k ? q_dims[rank - 2] / p.k : 0;
+  if (p.g * p.k != q_dims[rank - 2] || k_dims[rank - 4] != p.b ||
+      k_dims[rank - 1] != p.h || v_dims[rank - 4] != p.b || v_dims[rank - 3] != p.s ||
+      v_dims[rank - 2] != p.k || length_dims[rank - 4] != p.b ||
+      offset_dims[rank - 4] != p.b || out_dims[rank - 4] != p.b ||
+      out_dims[rank - 3] != p.t || out_dims[rank - 2] != p.k * p.g ||
+      out_dims[rank - 1] != p.hv) {
+    return invalid("attention: operands do not fit");
+  }
+  p.scale = scale, p.softcap = softcap, p.window = window, p.causal = causal;
+  PoolWorkers workers(pool);
+  const Batch batch(out_dims, rank - 4);
+  const int64_t rows = p.b * p.t * p.k * p.g, keys = p.b * p.s * p.k;
+  for (int64_t i = 0; i < batch.count(); ++i) {
+    p.query = at<char>(query, batch.index(q_dims, i) * rows * p.h * item_size(p.query_type));
+    p.key = at<char>(key, batch.index(k_dims, i) * keys * p.h * item_size(p.key_type));
+    p.value =
+        at<char>(value, batch.index(v_dims, i) * keys * p.hv * item_size(p.value_type));
+    p.kv_lengths = at<int32_t>(kv_lengths, batch.index(length_dims, i) * p.b);
+    p.q_offset = at<int32_t>(q_offset, batch.index(offset_dims, i) * p.b);
+    p.out = at<char>(*out, i * rows * p.hv * item_size(p.query_type));
+    p.lse = at<float>(*lse, i * rows);
+    if (!best_kernels().attention(p, workers)) return out_of_memory();
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)  // the rest of the library is hidden
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_matmul, quantized_matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("qtype")
+                                  .Attr<bool>("interleaved")
+                                  .Attr<bool>("int8_activations"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_matmul_id, quantized_matmul_id,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("qtype")
+                                  .Attr<bool>("interleaved")
+                                  .Attr<bool>("int8_activations"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_embedding, quantized_embedding,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("qtype")
+                                  .Attr<bool>("interleaved"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_attention, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<bool>("causal"));
+
+}  // namespace jaxkern
+
+extern "C" const char* jaxkern_instruction_set() {
+  return jaxkern::best_kernels().name;
+}
+
+#pragma GCC visibility pop

@@ -1,0 +1,15 @@
+// Compiled once per instruction set, with JAXKERN_ISA its name and the flags for it.
+#include "kernels.h"
+
+#include "attention/attention.h"
+#include "quant/quantized_matmul.h"
+
+namespace jaxkern {
+namespace JAXKERN_ISA {
+
+extern const Kernels kernels;
+const Kernels kernels = {JAXKERN_ISA_NAME, quantized_matmul, quantized_embedding,
+                         attention};
+
+}  // namespace JAXKERN_ISA
+}  // namespace jaxkern

@@ -1,0 +1,65 @@
+// The kernels as plain functions on pointers, one table of them per instruction set.
+//
+// kernels.cc is compiled once per instruction set; `best_kernels` picks the table for
+// the machine that runs. handlers.cc binds it to XLA. Shapes are checked there.
+#pragma once
+#include <cstdint>
+
+#include "workers.h"
+
+namespace jaxkern {
+
+enum class Float { f32, f16, bf16 };  // of activations and results
+
+enum class Format {  // of quantised weights, as ggml stores them
+  q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k,
+  iq4_nl, iq4_xs, mxfp4, nvfp4, none,
+};
+
+struct QuantizedWeights {
+  const uint8_t* data;
+  Format format;
+  bool interleaved;  // tiles of 16 rows, else rows as in the file
+  int64_t rows, width;  // f, d
+};
+
+struct QuantizedMatmul {  // y[i] = w[expert[i]] x[i / rows_per_x], 0 for no such expert
+  QuantizedWeights w;  // of one expert; the others follow
+  const void* x;  // [x_rows, width]
+  Float x_type;
+  void* y;  // [count, rows], of x_type
+  bool int8_activations;
+  int64_t x_rows, count, rows_per_x, experts;
+  const int32_t* expert;  // [count], or null: expert 0
+};
+
+struct QuantizedEmbedding {  // y[i] = w[ids[i]], 0 for an id outside
+  QuantizedWeights w;
+  const int32_t* ids;
+  int64_t count;
+  void* y;
+  Float y_type;
+};
+
+struct Attention {  // out = softmax(scale q k^T) v over the keys that a query may see
+  const void *query, *key, *value;  // [b, t, k * g, h], [b, s, k, h], [b, s, k, hv]
+  Float query_type, key_type, value_type;
+  void* out;  // [b, t, k * g, hv], of query_type
+  float* lse;  // [b, t, k * g]
+  const int32_t *kv_lengths, *q_offset;  // [b]
+  int64_t b, t, s, k, g, h, hv;
+  float scale, softcap;  // no cap: 0
+  int64_t window;  // none: 0
+  bool causal;
+};
+
+struct Kernels {
+  const char* name;
+  bool (*quantized_matmul)(const QuantizedMatmul&, const Workers&);
+  bool (*quantized_embedding)(const QuantizedEmbedding&, const Workers&);
+  bool (*attention)(const Attention&, const Workers&);
+};
+
+const Kernels& best_kernels();
+
+}  // namespace jaxkern

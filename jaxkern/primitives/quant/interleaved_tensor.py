@@ -1,0 +1,141 @@
+"""`InterleavedTensor`: GGUF blocks with 16 rows side by side, as a CPU reads them fast.
+
+The same field of the same block of 16 neighbouring rows lies together: one vector
+instruction then works on 16 rows, and a product with a vector needs no sum across
+lanes. The bytes are those of the file in another order.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt8
+
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, elements_per_row
+from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.quantized_tensor import check_leading_index
+
+ROWS = 16  # of a tile
+
+# What stays together of a block: (bytes of a unit, number of units) in order.
+UNITS = {
+    "Q4_0": ((2, 1), (4, 4)),
+    "Q4_1": ((2, 2), (4, 4)),
+    "Q5_0": ((2, 1), (4, 5)),
+    "Q5_1": ((2, 2), (4, 5)),
+    "Q8_0": ((2, 1), (4, 8)),
+    "Q2_K": ((4, 21),),
+    "Q3_K": ((4, 27), (2, 1)),
+    "Q4_K": ((4, 36),),
+    "Q5_K": ((4, 44),),
+    "Q6_K": ((4, 52), (2, 1)),
+    "IQ4_NL": ((2, 1), (4, 4)),
+    "IQ4_XS": ((2, 2), (4, 33)),
+    "MXFP4": ((1, 1), (4, 4)),
+    "NVFP4": ((4, 9),),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InterleavedTensor:
+    """A weight of shape `[..., f, d]`, quantised along d, f a multiple of 16.
+
+    Made by `interleave` from a `GGUFTensor`, used as one: `linear`, `quantized_matmul`,
+    `quantized_matmul_id`, `quantized_embedding`, `dequantize`.
+
+    Attributes:
+      tiles: `[..., f / 16, 16 * row_bytes]`, uint8.
+      qtype: name of the block format, a key of `UNITS` such as "Q4_K".
+    """
+
+    tiles: UInt8[Array, "... u tile_bytes"]
+    qtype: str = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weights: `[..., f, d]`."""
+        *lead, u, tile_bytes = self.tiles.shape
+        d = tile_width("InterleavedTensor", self.qtype, tile_bytes)
+        return (*lead, u * ROWS, d)
+
+    @property
+    def ndim(self) -> int:
+        return self.tiles.ndim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, of all blocks."""
+        return self.tiles.nbytes
+
+    def __getitem__(self, index) -> "InterleavedTensor":
+        """Index the dims before f: `stack[layer]`, `experts[ids]`."""
+        check_leading_index(self, (index if isinstance(index, tuple) else (index,), 0))
+        return InterleavedTensor(self.tiles[index], self.qtype)
+
+    def __repr__(self) -> str:
+        return f"InterleavedTensor({self.qtype}, shape={self.shape})"
+
+
+def interleave(w: GGUFTensor) -> InterleavedTensor:
+    """The same weights with 16 rows side by side.
+
+    Args:
+      w: `[..., f, d]` of a block format, f a multiple of 16.
+
+    Raises:
+      TypeError: w is no matrix, f is no multiple of 16, or the format has no blocks.
+    """
+    if w.qtype not in UNITS or w.ndim < 2 or w.shape[-2] % ROWS:
+        raise TypeError(
+            "interleave: `w` must be [..., f, d] in a block format with f a multiple "
+            f"of {ROWS}, got {w!r}."
+        )
+    return InterleavedTensor(interleaved(w.blocks, w.qtype), w.qtype)
+
+
+def tile_width(op: str, qtype: str, tile_bytes: int) -> int:
+    """Weights in each row of a tile; refuses in the name of `op`."""
+    if qtype not in UNITS or tile_bytes % ROWS:
+        raise TypeError(
+            f"{op}: tiles of {tile_bytes} bytes are not {ROWS} rows of {qtype} blocks."
+        )
+    return elements_per_row(op, qtype, tile_bytes // ROWS)
+
+
+def interleaved(
+    blocks: UInt8[Array, "... f row_bytes"], qtype: str
+) -> UInt8[Array, "... u tile_bytes"]:
+    *lead, f, row_bytes = blocks.shape
+    size = BLOCK_FORMATS[qtype].bytes
+    n = row_bytes // size
+    b = blocks.reshape(*lead, f // ROWS, ROWS, n, size)
+    b = jnp.swapaxes(b, -3, -2)  # [... u n 16 size]
+    parts, at = [], 0
+    for unit, count in UNITS[qtype]:
+        part = b[..., at : at + unit * count]
+        part = part.reshape(*lead, f // ROWS, n, ROWS, count, unit)
+        part = jnp.swapaxes(part, -3, -2)  # [... u n count 16 unit]
+        parts.append(part.reshape(*lead, f // ROWS, n, count * ROWS * unit))
+        at += unit * count
+    joined = jnp.concatenate(parts, axis=-1)
+    return joined.reshape(*lead, f // ROWS, ROWS * row_bytes)
+
+
+def rows_of(
+    tiles: UInt8[Array, "... tile_bytes"], qtype: str
+) -> UInt8[Array, "... 16 row_bytes"]:
+    """The 16 rows of each tile as the file has them: the inverse of `interleaved`."""
+    *lead, tile_bytes = tiles.shape
+    size = BLOCK_FORMATS[qtype].bytes
+    n = tile_bytes // (ROWS * size)
+    b = tiles.reshape(*lead, n, ROWS * size)
+    parts, at = [], 0
+    for unit, count in UNITS[qtype]:
+        part = b[..., at : at + ROWS * unit * count]
+        part = part.reshape(*lead, n, count, ROWS, unit)
+        part = jnp.swapaxes(part, -3, -2)  # [... n 16 count unit]
+        parts.append(part.reshape(*lead, n, ROWS, count * unit))
+        at += ROWS * unit * count
+    rows = jnp.swapaxes(jnp.concatenate(parts, axis=-1), -3, -2)  # [... 16 n size]
+    return rows.reshape(*lead, ROWS, n * size)

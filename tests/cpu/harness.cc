@@ -1,0 +1,204 @@
+// Runs the kernels of one instruction set over odd sizes, apart from XLA.
+//
+// Built with the address and undefined-behaviour sanitisers: every buffer has exactly
+// its size, is misaligned where its dtype allows, and results begin as NaN. Prints one
+// line per product: format, rows, width, form, the largest error relative to the sum of
+// magnitudes, computed in double from the kernels' own decoded weights; then attention.
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "../../jaxkern/cpu/kernels.h"
+
+namespace jaxkern {
+namespace JAXKERN_ISA {
+extern const Kernels kernels;
+}
+}  // namespace jaxkern
+using namespace jaxkern;
+
+static void run_on_threads(const Workers* self, int64_t items,
+                           void (*item)(void*, int64_t), void* data) {
+  std::atomic<int64_t> next{0};
+  auto work = [&] {
+    for (int64_t i; (i = next++) < items;) item(data, i);
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < self->threads; ++i) threads.emplace_back(work);
+  work();
+  for (auto& t : threads) t.join();
+}
+
+static uint32_t state = 1;
+static uint32_t random_bits() {
+  state = state * 1664525 + 1013904223;
+  return state >> 8;
+}
+static float random_float() { return (float)random_bits() / (1 << 23) - 1; }
+
+struct Buffer {  // misaligned by 4 bytes, with nothing behind it
+  explicit Buffer(size_t bytes) : start((char*)malloc(bytes + 4)), data(start + 4) {}
+  ~Buffer() { free(start); }
+  char *start, *data;
+};
+
+struct Sizes {
+  Format format;
+  const char* name;
+  int elements, bytes;
+};
+static const Sizes formats[] = {
+    {Format::q4_0, "Q4_0", 32, 18},     {Format::q4_1, "Q4_1", 32, 20},
+    {Format::q5_0, "Q5_0", 32, 22},     {Format::q5_1, "Q5_1", 32, 24},
+    {Format::q8_0, "Q8_0", 32, 34},     {Format::q2_k, "Q2_K", 256, 84},
+    {Format::q3_k, "Q3_K", 256, 110},   {Format::q4_k, "Q4_K", 256, 144},
+    {Format::q5_k, "Q5_K", 256, 176},   {Format::q6_k, "Q6_K", 256, 210},
+    {Format::iq4_nl, "IQ4_NL", 32, 18}, {Format::iq4_xs, "IQ4_XS", 256, 136},
+    {Format::mxfp4, "MXFP4", 32, 17},   {Format::nvfp4, "NVFP4", 64, 36},
+};
+
+static float worst_product(const Workers& workers, const Sizes& s, int64_t rows,
+                           int64_t x_rows, bool interleaved, bool int8, int experts) {
+  const int64_t width = 3 * s.elements, row_bytes = 3 * s.bytes;
+  Buffer w(experts * rows * row_bytes), x(x_rows * width * 4);
+  const int64_t per_x = experts > 1 ? 2 : 1, count = x_rows * per_x;
+  Buffer y(count * rows * 4), ids(rows * 4), decoded(rows * width * 4), expert(count * 4);
+  for (int64_t i = 0; i < experts * rows * row_bytes; ++i) {
+    w.data[i] = (char)(0x20 + random_bits() % 16);  // also a small number as float16
+  }
+  for (int64_t i = 0; i < x_rows * width; ++i) ((float*)x.data)[i] = random_float();
+  for (int64_t i = 0; i < rows; ++i) ((int32_t*)ids.data)[i] = (int32_t)i;
+  for (int64_t i = 0; i < count; ++i) {
+    ((int32_t*)expert.data)[i] = (int32_t)(random_bits() % (experts + 1)) - (experts > 1);
+  }
+  for (int64_t i = 0; i < count * rows; ++i) ((float*)y.data)[i] = NAN;
+  QuantizedMatmul p = {};
+  p.w = {(const uint8_t*)w.data, s.format, interleaved, rows, width};
+  p.x = x.data, p.y = y.data, p.int8_activations = int8;
+  p.x_rows = x_rows, p.count = count, p.rows_per_x = per_x, p.experts = experts;
+  p.expert = experts > 1 ? (const int32_t*)expert.data : nullptr;
+  if (!JAXKERN_ISA::kernels.quantized_matmul(p, workers)) return NAN;
+  float worst = 0;
+  for (int e = 0; e < experts; ++e) {
+    QuantizedEmbedding rows_of_w = {p.w, (const int32_t*)ids.data, rows, decoded.data,
+                                    Float::f32};
+    rows_of_w.w.data += e * rows * row_bytes;
+    JAXKERN_ISA::kernels.quantized_embedding(rows_of_w, workers);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t named = p.expert ? p.expert[i] : 0;
+      for (int64_t f = 0; f < rows; ++f) {
+        const float actual = ((float*)y.data)[i * rows + f];
+        if (named < 0 || named >= experts) {
+          if (!(actual == 0)) return NAN;
+          continue;
+        }
+        if (named != e) continue;
+        double sum = 0, magnitude = 0;
+        for (int64_t k = 0; k < width; ++k) {
+          double term = (double)((float*)decoded.data)[f * width + k] *
+                        ((float*)x.data)[i / per_x * width + k];
+          sum += term, magnitude += fabs(term);
+        }
+        const float error = (float)(fabs(actual - sum) / magnitude);
+        if (!(error <= worst)) worst = error;
+      }
+    }
+  }
+  return worst;
+}
+
+static float worst_attention(const Workers& workers, int64_t t, int64_t s, int64_t g,
+                             int64_t h, int64_t hv, bool causal, int64_t window,
+                             float softcap) {
+  const int64_t b = 2, k = 2;
+  Buffer q(b * t * k * g * h * 4), key(b * s * k * h * 4), value(b * s * k * hv * 4);
+  Buffer out(b * t * k * g * hv * 4), lse(b * t * k * g * 4), length(8), offset(8);
+  for (int64_t i = 0; i < b * t * k * g * h; ++i) ((float*)q.data)[i] = random_float();
+  for (int64_t i = 0; i < b * s * k * h; ++i) ((float*)key.data)[i] = random_float();
+  for (int64_t i = 0; i < b * s * k * hv; ++i) ((float*)value.data)[i] = random_float();
+  for (int64_t i = 0; i < b * t * k * g * hv; ++i) ((float*)out.data)[i] = NAN;
+  for (int64_t i = 0; i < b * t * k * g; ++i) ((float*)lse.data)[i] = NAN;
+  Attention p = {};
+  p.query = q.data, p.key = key.data, p.value = value.data, p.out = out.data;
+  p.lse = (float*)lse.data;
+  p.kv_lengths = (int32_t*)length.data, p.q_offset = (int32_t*)offset.data;
+  p.b = b, p.t = t, p.s = s, p.k = k, p.g = g, p.h = h, p.hv = hv;
+  p.scale = 1.5f, p.softcap = softcap, p.window = window, p.causal = causal;
+  for (int i = 0; i < 2; ++i) {
+    ((int32_t*)length.data)[i] = (int32_t)(i ? s : s / 2);
+    ((int32_t*)offset.data)[i] = ((int32_t*)length.data)[i] - (int32_t)t;
+    for (int64_t j = ((int32_t*)length.data)[i]; j < s; ++j) {  // not to be read
+      for (int64_t c = 0; c < k * h; ++c) ((float*)key.data)[(i * s + j) * k * h + c] = NAN;
+      for (int64_t c = 0; c < k * hv; ++c) {
+        ((float*)value.data)[(i * s + j) * k * hv + c] = NAN;
+      }
+    }
+  }
+  if (!JAXKERN_ISA::kernels.attention(p, workers)) return NAN;
+  float worst = 0;
+  for (int64_t i = 0; i < b * t * k * g; ++i) {
+    const int64_t batch = i / (t * k * g), row = i / (k * g) % t, head = i % (k * g) / g;
+    const int64_t position = row + p.q_offset[batch];
+    std::vector<double> logit;
+    std::vector<int64_t> seen;
+    for (int64_t j = 0; j < p.kv_lengths[batch]; ++j) {
+      if ((causal && j > position) || (window && j <= position - window)) continue;
+      double dot = 0;
+      for (int64_t c = 0; c < h; ++c) {
+        dot += (double)((float*)q.data)[i * h + c] *
+               ((float*)key.data)[((batch * s + j) * k + head) * h + c];
+      }
+      dot *= p.scale;
+      logit.push_back(softcap > 0 ? softcap * tanh(dot / softcap) : dot);
+      seen.push_back(j);
+    }
+    double total = 0;
+    for (double x : logit) total += exp(x);
+    const float l = p.lse[i];
+    if (seen.empty() ? !(l == -INFINITY) : !(fabs(l - log(total)) < 1e-5)) return NAN;
+    for (int64_t c = 0; c < hv; ++c) {
+      double sum = 0;
+      for (size_t n = 0; n < seen.size(); ++n) {
+        sum += exp(logit[n]) / total *
+               ((float*)value.data)[((batch * s + seen[n]) * k + head) * hv + c];
+      }
+      const float error = (float)fabs(((float*)out.data)[i * hv + c] - sum);
+      if (!(error <= worst)) worst = error;
+    }
+  }
+  return worst;
+}
+
+int main() {
+  Workers workers = {3, run_on_threads};
+  for (const Sizes& s : formats) {
+    for (int64_t x_rows : {1, 7, 19}) {
+      for (bool interleaved : {false, true}) {
+        for (bool int8 : {false, true}) {
+          for (int experts : {1, 3}) {
+            const int64_t rows = interleaved ? 48 : 37;
+            printf("product %s x_rows=%d interleaved=%d experts=%d int8=%d %g\n", s.name,
+                   (int)x_rows, interleaved, experts, int8,
+                   worst_product(workers, s, rows, x_rows, interleaved, int8, experts));
+          }
+        }
+      }
+    }
+  }
+  for (int64_t t : {1, 3, 41}) {
+    for (int64_t s : {43, 700}) {
+      for (bool causal : {false, true}) {
+        for (int64_t window : {0, 9}) {
+          for (float softcap : {0.f, 3.f}) {
+            printf("attention t=%d s=%d causal=%d window=%d softcap=%g %g\n", (int)t, (int)s,
+                   causal, (int)window, softcap,
+                   worst_attention(workers, t, s, 3, 21, 38, causal, window, softcap));
+          }
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,75 @@
+"""The C++ kernels under sanitisers, on every instruction set this machine has."""
+
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CPU = HERE.parent.parent / "jaxkern" / "cpu"
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+FLAGS = {
+    "portable": (),
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512vnni": (*AVX512, "-mavx512vnni"),
+    "neon": ("-march=armv8.2-a+dotprod",),
+}
+NEEDS = {"avx2": "avx2", "avx512": "avx512bw", "avx512vnni": "avx512_vnni"}
+SANITIZERS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+)
+
+
+def has(isa: str) -> bool:
+    if isa == "neon":
+        return platform.machine() in ("aarch64", "arm64")
+    if isa == "portable":
+        return True
+    info = Path("/proc/cpuinfo")
+    return info.exists() and f" {NEEDS[isa]}" in info.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("isa", FLAGS)
+def test_odd_sizes_and_poisoned_results(isa, tmp_path):
+    """Exact buffers, misaligned; NaN where nothing is written; float64 sums."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or not has(isa):
+        pytest.skip(f"no compiler, or a machine without {isa}")
+    program = tmp_path / "harness"
+    built = subprocess.run(
+        [
+            compiler,
+            "-std=c++17",
+            "-O1",
+            "-ffp-contract=fast",
+            f"-DJAXKERN_ISA={isa}",
+            f'-DJAXKERN_ISA_NAME="{isa}"',
+            *FLAGS[isa],
+            *SANITIZERS,
+            str(HERE / "harness.cc"),
+            str(CPU / "kernels.cc"),
+            "-lpthread",
+            "-o",
+            str(program),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    run = subprocess.run([str(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 14 * 3 * 2 * 2 * 2 + 3 * 2 * 2 * 2 * 2
+    for line in lines:
+        error = float(re.split(" ", line)[-1])
+        # a code of 8 bits is off by up to 1/2 in 127, most of it cancels
+        bound = 4e-3 if "int8=1" in line else 3e-6
+        assert error <= bound, line
