@@ -209,6 +209,14 @@ class Plan:
         return count_views(self.module)
 
     @functools.cached_property
+    def uncaptured(self) -> "Plan":
+        """The same plan without CUDA graphs; itself where nothing is captured."""
+        if self.platform == "cpu" or self.stage is None:
+            return self
+        options = self.stage.options | COMMAND_BUFFERS["off"]
+        return self.stage._replace(options=options).compile()
+
+    @functools.cached_property
     def _dump(self) -> CompilerDump | None:
         if self.stage is None:
             return None
@@ -292,6 +300,9 @@ class Plan:
         self, *args: Any, calls: int = 5, limits: Limits | None = None
     ) -> Profile:
         """Runs the function under JAX's profiler: time, bytes and share per kernel.
+
+        A trace shows a CUDA graph as one event, so on a GPU the kernels are timed in
+        `uncaptured`, which the first call compiles; `seconds` is of the plan itself.
 
         Args:
           args: of the function. Donated ones are copied for each call.
