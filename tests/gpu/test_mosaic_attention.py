@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def hopper_forward_and_triton_backward():
     """As rows that run by default, so that the gradient finds both."""
     with checks.own_rows(attention_p):

@@ -37,7 +37,7 @@ from jaxkern.triton.triton_call import compute_capability
 LOG2_E = math.log2(math.e)
 ROWS = 64  # queries of a consumer: those of one WGMMA
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
-SHARED_BYTES = 232_448 - 2048  # of a program; the rest is for barriers
+SHARED_BYTES = 232_448 - 4096  # of a program; the rest is for barriers
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -140,7 +140,7 @@ def sizes(h: int, hv: int) -> dict[str, int]:
     """By head dims; measured sizes go over them."""
     width = max(h, hv)
     if width <= 64:
-        return dict(CONSUMERS=3, BLOCK_K=128, STAGES=3, OVERLAP=1, TURNS=1)
+        return dict(CONSUMERS=2, BLOCK_K=128, STAGES=4, OVERLAP=1, TURNS=1)
     if width <= 128:
         return dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, OVERLAP=1, TURNS=1)
     return dict(CONSUMERS=2, BLOCK_K=64, STAGES=2, OVERLAP=1, TURNS=1)
@@ -151,7 +151,10 @@ def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
     for swizzle in (128, 64, 32):
         width = swizzle // 2
         if columns % width == 0 and not (contract_rows and rows % width):
-            return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)
+            # abstract only to a type checker, as jax writes them
+            tiling: Any = plgpu.TilingTransform
+            swizzling: Any = plgpu.SwizzleTransform
+            return tiling((8, width)), swizzling(swizzle)
     raise ValueError(f"tiled: [{rows}, {columns}] is no multiple of 16.")
 
 
@@ -290,12 +293,14 @@ def forward_kernel(
             return lax.fori_loop(0, last - first, step, at)
 
         lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
+        plgpu.barrier_wait(q_free)
+        for slot in range(c.stages):
+            plgpu.barrier_wait(k_free.at[slot])
+            plgpu.barrier_wait(v_free.at[slot])
 
     @pl.when(me < c.consumers)
     def attend():
-        plgpu.set_max_registers(
-            232 if c.consumers == 2 else 160, action="increase"
-        )
+        plgpu.set_max_registers(232 if c.consumers == 2 else 160, action="increase")
         plgpu.barrier_arrive(q_free)
         for slot in range(c.stages):
             plgpu.barrier_arrive(k_free.at[slot])
@@ -368,12 +373,15 @@ def forward_kernel(
                 return s
 
             factor = c.scale if c.folded else 1.0
-            scores = plgpu.ACC((ROWS, c.block_k), jnp.float32)
-            sums = plgpu.ACC((ROWS, c.hv), jnp.float32)
+            scores = plgpu.WGMMAAccumulatorRef((ROWS, c.block_k), jnp.float32)
+            sums = plgpu.WGMMAAccumulatorRef((ROWS, c.hv), jnp.float32)
 
-            def issue_sum(acc_ref, acc, weights, v):
+            def set_sum(acc_ref, acc):
                 if not interpret:  # which has no accumulators that start from values
                     acc_ref[...] = acc
+
+            def issue_sum(acc_ref, weights, v):
+                if not interpret:  # nor weights in registers
                     plgpu.wgmma(acc_ref, weights, v)
 
             def finished_sum(acc_ref, acc, weights, v):
@@ -402,19 +410,21 @@ def forward_kernel(
                 logits(s, 0, masked), nothing - jnp.inf, nothing, factor, masked
             )
             weights = weights.astype(q_ref.dtype)
+            plgpu.barrier_wait(v_full.at[slot])
 
             def step(j, carry, masked):
                 acc, top, total, weights = carry
                 slot, before = slot_of(at + j), slot_of(at + j - 1)
                 k, v = k_smem.at[slot], v_smem.at[before]
 
+                plgpu.barrier_wait(k_full.at[slot])
+                if c.turns:
+                    plgpu.barrier_wait(turn.at[me])
+
                 def scoped(s_ref, acc_ref):
-                    plgpu.barrier_wait(k_full.at[slot])
-                    if c.turns:
-                        plgpu.barrier_wait(turn.at[me])
+                    set_sum(acc_ref, acc)
                     plgpu.wgmma(s_ref, q, k.transpose((1, 0)))
-                    plgpu.barrier_wait(v_full.at[before])
-                    issue_sum(acc_ref, acc, weights, v)
+                    issue_sum(acc_ref, weights, v)
                     if c.turns:
                         plgpu.barrier_arrive(turn.at[following])
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=int(c.overlap))
@@ -422,13 +432,16 @@ def forward_kernel(
                     higher, more, new, fade = softmax_step(
                         logits(s, j, masked), top, total, factor, masked
                     )
-                    new = new.astype(q_ref.dtype)
-                    # so that the compiler does not move the softmax behind the product
+                    # What waits for a barrier is not moved, so it keeps the compiler
+                    # from moving the softmax behind the end of the product.
                     higher, more, new, fade = lax.optimization_barrier(
                         (higher, more, new, fade)
                     )
+                    plgpu.barrier_wait(v_full.at[slot])
                     summed = finished_sum(acc_ref, acc, weights, v)
                     plgpu.barrier_arrive(v_free.at[before])
+                    # not before: the product in flight reads registers of the old ones
+                    new = new.astype(q_ref.dtype)
                     return summed * by_row(fade, summed.shape), higher, more, new
 
                 return pl.run_scoped(scoped, scores, sums)
@@ -455,10 +468,10 @@ def forward_kernel(
             v = v_smem.at[before]
             if not c.out_in_query:
                 plgpu.barrier_arrive(q_free)
-            plgpu.barrier_wait(v_full.at[before])
 
             def last_sum(acc_ref):
-                issue_sum(acc_ref, acc, weights, v)
+                set_sum(acc_ref, acc)
+                issue_sum(acc_ref, weights, v)
                 return finished_sum(acc_ref, acc, weights, v)
 
             acc = pl.run_scoped(last_sum, sums)
@@ -491,6 +504,11 @@ def forward_kernel(
 
         lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
+        if c.turns:
+
+            @pl.when(me == 0)
+            def last_turn():
+                plgpu.barrier_wait(turn.at[0])
 
 
 # Launcher.
@@ -578,9 +596,7 @@ def attention_fwd(
             (lanes, c.block_k, c.hv),
             transforms=tiled(c.block_k, c.hv, contract_rows=True),
         ),
-        None
-        if c.out_in_query
-        else shared((*rows, c.hv), transforms=tiled(ROWS, c.hv)),
+        None if c.out_in_query else shared((*rows, c.hv), transforms=tiled(ROWS, c.hv)),
         plgpu.SMEM(rows, jnp.float32),
     )
     ring = plgpu.Barrier(num_barriers=c.stages)
