@@ -12,7 +12,8 @@ masked. Programs stay on their multiprocessor and take tiles of queries in turn,
 longest first, so the loader fetches the next tile while the last one is written.
 
 What lies beyond t or s is zero when it is loaded and dropped when it is stored: that is
-how the copy engine treats what is outside of an array.
+how the copy engine treats what is outside of an array. It moves tiles of 8 rows, so
+lengths that are no multiples of 8 cost a copy that pads them.
 """
 
 import dataclasses
@@ -520,9 +521,9 @@ def padded_rows(x: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, short), *((0, 0),) * (x.ndim - 2)])
 
 
-def at_least(x: jax.Array, rows: int) -> jax.Array:
-    """x with zeros behind its rows, axis 1, where they are fewer than one block."""
-    return padded_rows(x, rows) if x.shape[1] < rows else x
+def copyable(x: jax.Array, block: int) -> jax.Array:
+    """x as the copy engine takes it: whole tiles of 8 rows, at least one block."""
+    return padded_rows(x, block if x.shape[1] < block else 8)
 
 
 def int32(x: jax.Array | None) -> jax.Array | None:
@@ -587,6 +588,7 @@ def attention_fwd(
         bounds = segment_bounds(q_ids, kv_ids, c.block_q, c.block_k)
         q_ids, kv_ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, c.block_k)
     padded_t = c.blocks * c.block_q
+    query = copyable(query, ROWS)
     shared = functools.partial(plgpu.SMEM, dtype=query.dtype)
     rows, lanes = (c.consumers, ROWS), c.stages
     buffers = (
@@ -614,7 +616,7 @@ def attention_fwd(
     out, lse = plgpu.kernel(
         functools.partial(forward_kernel, c=c, interpret=interpret),
         out_type=(
-            jax.ShapeDtypeStruct((c.b, max(c.t, ROWS), c.n, c.hv), query.dtype),
+            jax.ShapeDtypeStruct((*query.shape[:3], c.hv), query.dtype),
             jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
         ),
         grid=(c.programs,),
@@ -625,9 +627,9 @@ def attention_fwd(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(
-        at_least(query, ROWS),
-        at_least(key, c.block_k),
-        at_least(value, c.block_k),
+        query,
+        copyable(key, c.block_k),
+        copyable(value, c.block_k),
         q_ids,
         kv_ids,
         bounds,
