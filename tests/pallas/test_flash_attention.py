@@ -4,6 +4,7 @@ The interpreter runs its loader, its consumers and all of their barriers; loweri
 CUDA gives its products the layouts of WGMMA. What ptxas makes of it needs a GPU.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -73,6 +74,25 @@ def check(q, k, v, *, causal=False, window=None, softcap=None, scale=None, **arr
 def test_tiles_of_ragged_sequences_taken_in_turn(monkeypatch):
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
     check(*operands(1, 150, 270, 1, 1, 64), causal=True)
+
+
+@pytest.mark.parametrize("b, t, n, programs", [(2, 1000, 3, 5), (1, 100, 4, 4)])
+def test_every_tile_is_taken_once_the_longest_first(b, t, n, programs):
+    q, k, v = (jax.ShapeDtypeStruct((b, t, n, 64), "bfloat16") for _ in range(3))
+    c = hopper.problem(q, k, v, 1.0, True, None, None)
+    c = dataclasses.replace(c, programs=programs)
+    taken = np.array(
+        [
+            [int(hopper.nth_tile(i, p, c)) for p in range(programs)]
+            for i in range(-(-c.tiles // programs))
+        ]
+    )
+    assert sorted(taken.ravel())[: c.tiles] == list(range(c.tiles))
+    places = [tuple(map(int, hopper.place(i, c))) for i in range(c.tiles)]
+    assert len(set(places)) == c.tiles == b * n * c.blocks
+    assert [block for _, _, block in places] == sorted(
+        (block for _, _, block in places), reverse=True
+    )
 
 
 IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (2, 140)), 1), jnp.int32)

@@ -8,8 +8,8 @@ products of the other consumers occupy the tensor cores. Consumers issue in turn
 
 Blocks are visited from the last that is seen to the first. Blocks that causal, window,
 lengths or segments hide are never loaded, and those that they show entirely are not
-masked. Programs stay on their multiprocessor and take tiles of queries in turn, the
-longest first, so the loader fetches the next tile while the last one is written.
+masked. A program takes one tile of queries after another, the longest first, so the
+loader fetches the next tile while the last one is written.
 
 What lies beyond t or s is zero when it is loaded and dropped when it is stored: that is
 how the copy engine treats what is outside of an array. It moves tiles of 8 rows, so
@@ -177,6 +177,16 @@ def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
     return lax.div(head, c.n), lax.rem(head, c.n), block
 
 
+def nth_tile(i: Any, program: Any, c: Problem) -> Any:
+    """Index of the tile that a program takes i-th, back and forth over the programs.
+
+    Tiles get shorter, so in one direction the first programs would take the longest
+    tile of every round.
+    """
+    forth = lax.rem(i, 2) == 0
+    return i * c.programs + jnp.where(forth, program, c.programs - 1 - program)
+
+
 def position_and_length(batch, lengths_ref, offset_ref, c: Problem):
     length = c.s if lengths_ref is None else lax.min(lengths_ref[batch], c.s)
     offset = c.s - c.t if offset_ref is None else offset_ref[batch]
@@ -251,7 +261,8 @@ def forward_kernel(
         out_smem = q_smem
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
-    num_tiles = lax.div(c.tiles - 1 - program, jnp.int32(c.programs)) + 1
+    rounds = jnp.int32(c.tiles // c.programs)
+    num_tiles = rounds + (nth_tile(rounds, program, c) < c.tiles).astype(jnp.int32)
     ranges = functools.partial(
         key_blocks,
         lengths_ref=lengths_ref,
@@ -268,7 +279,7 @@ def forward_kernel(
         plgpu.set_max_registers(40 if c.consumers == 2 else 32, action="decrease")
 
         def tile(i, at):
-            batch, head, block = place(program + i * c.programs, c)
+            batch, head, block = place(nth_tile(i, program, c), c)
             first, _, _, last = ranges(batch, block)
             plgpu.barrier_wait(q_free)
             for w in range(c.consumers):
@@ -314,7 +325,7 @@ def forward_kernel(
                 plgpu.barrier_arrive(turn.at[0])
 
         def tile(i, at):
-            batch, head, block = place(program + i * c.programs, c)
+            batch, head, block = place(nth_tile(i, program, c), c)
             first, whole, whole_end, last = ranges(batch, block)
             attend_tile(batch, head, block, first, whole, whole_end, last, at)
             return at + (last - first)
