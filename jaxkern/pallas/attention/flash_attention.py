@@ -276,7 +276,7 @@ def forward_kernel(
 
     @pl.when(me == c.consumers)
     def load():
-        plgpu.set_max_registers(40 if c.consumers == 2 else 32, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         def tile(i, at):
             batch, head, block = place(nth_tile(i, program, c), c)
@@ -312,7 +312,7 @@ def forward_kernel(
 
     @pl.when(me < c.consumers)
     def attend():
-        plgpu.set_max_registers(232 if c.consumers == 2 else 160, action="increase")
+        plgpu.set_max_registers(240 if c.consumers == 2 else 160, action="increase")
         plgpu.barrier_arrive(q_free)
         for slot in range(c.stages):
             plgpu.barrier_arrive(k_free.at[slot])
