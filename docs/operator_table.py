@@ -18,6 +18,8 @@ ORIGINS = {
     "mlx-native": "mlx-native, the Metal operators",
     "rlx": "rlx, the thunks",
     "ztensor": "ztensor, the compute engine",
+    "mlx-native-graph": "mlx-native, the recorded graph",
+    "svod": "svod, the cached kernel and its execution plan",
 }
 HEAD = """# Operators
 
@@ -31,8 +33,8 @@ Gradient: "own" is a backward formula of the operator, which a kernel can take o
 "linear" means that the transpose is the operator's own; "reference" that JAX
 differentiates the reference; "composed" that the function is made of operators with
 gradients; "JAX" that the function is JAX's. A kernel stands with the platform that has
-one; elsewhere the reference runs. "on request": not every test of it has passed on a GPU
-yet, so it runs only under `backend("triton")`.
+one; elsewhere, and where XLA is as fast, the reference runs: `explain` says why. "mps":
+the fused kernels of jax-mps, where it is installed; see docs/apple.md.
 
 Conventions that differ between systems are arguments, or are fixed as in this table:
 
@@ -85,6 +87,8 @@ def primitives_of(path: str) -> list[KernelPrimitive]:
 def gradient(path: str) -> str:
     if not path.startswith("jaxkern."):
         return "JAX"
+    if path.startswith("jaxkern.runtime."):
+        return "-"
     found = primitives_of(path)
     if not found:
         return "composed"
@@ -103,9 +107,11 @@ def gradient_of(p: KernelPrimitive) -> str:
 
 def kernels(path: str) -> str:
     found = {
-        f"{platform} ({row.backend}{', on request' if row.on_request else ''})"
+        f"{platform} ({row.backend}{', backward' if not p.rows else ''})"
         for p in primitives_of(path)
-        for platform, platform_rows in p.rows.items()
+        for member in (p, p.bwd)
+        if member is not None
+        for platform, platform_rows in member.rows.items()
         for row in platform_rows
     }
     return ", ".join(sorted(found)) or "-"

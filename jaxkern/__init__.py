@@ -4,13 +4,15 @@ Each op differentiates in both modes to any order, batches, checkpoints and
 shards, and lowers on every platform. Where to look:
 
     primitives/   what each op means, one file an op: formula, docs, reference, gradient
-    lowering/     what runs where: one row per kernel in cpu.py and cuda.py
+    lowering/     what runs where: one row per kernel in cpu.py, cuda.py, apple/
     formats/      files to pytrees of arrays and quantised containers
+    runtime/      compiled functions in view and in bounds: plans, limits, uploads
     models/       whole models as pure functions, `generate`, the command line
 """
 
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
+from jaxkern.lowering.apple import rows as _apple
 from jaxkern.lowering.explain import explain
 from jaxkern.lowering.lower import backend
 from jaxkern.primitives.activation.bias_activation import bias_activation
@@ -151,6 +153,7 @@ from jaxkern.primitives.rope.rope_frequencies import (
     rope_cos_sin,
     rope_frequencies,
 )
+from jaxkern.primitives.rope.rope_from import rope_from
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
 from jaxkern.primitives.sampling.softmax_sample import softmax_sample
@@ -302,6 +305,7 @@ __all__ = [
     "rope",
     "rope_cos_sin",
     "rope_frequencies",
+    "rope_from",
     "rotate",
     "rotation_signs",
     "route",
@@ -331,4 +335,4 @@ __all__ = [
     "update_quantized_kv_cache",
 ]
 
-del _cpu, _cuda  # imported for their rows
+del _apple, _cpu, _cuda  # imported for their rows

@@ -93,18 +93,26 @@ row(
     bwd=apply_rope.apply_rope_bwd,
     unless=apply_rope.unsupported,
 )
-row(l2_norm_p, fwd=l2_norm.l2_norm_fwd, bwd=l2_norm.l2_norm_bwd, unless=unsupported)
+row(
+    l2_norm_p,
+    fwd=l2_norm.l2_norm_fwd,
+    bwd=l2_norm.l2_norm_bwd,
+    unless=unsupported,
+    slower=l2_norm.slower,
+)
 row(
     group_norm_p,
     fwd=group_norm.group_norm_fwd,
     bwd=group_norm.group_norm_bwd,
     unless=group_norm.unsupported,
+    slower=group_norm.slower,
 )
 row(
     cross_entropy_p,
     fwd=cross_entropy.cross_entropy_fwd,
     bwd=cross_entropy.cross_entropy_bwd,
     unless=cross_entropy.unsupported,
+    slower=cross_entropy.slower,
 )
 row(
     linear_cross_entropy_p,
@@ -119,18 +127,21 @@ row(
     fwd=gated_rms_norm.gated_rms_norm_fwd,
     bwd=gated_rms_norm.gated_rms_norm_bwd,
     unless=gated_rms_norm.unsupported,
+    slower=gated_rms_norm.slower,
 )
 row(
     rms_norm_mul_p,
     fwd=gated_rms_norm.rms_norm_mul_fwd,
     bwd=gated_rms_norm.rms_norm_mul_bwd,
     unless=gated_rms_norm.unsupported,
+    slower=gated_rms_norm.slower,
 )
 row(
     rms_norm_add_p,
     fwd=rms_norm_add.rms_norm_add_fwd,
     bwd=rms_norm_add.rms_norm_add_bwd,
     unless=sandwich_rms_norm.unsupported,
+    slower=rms_norm_add.slower,
 )
 row(
     dual_rms_norm_p,
@@ -184,7 +195,7 @@ row(
     bwd=qk_norm_rope.qk_norm_rope_bwd,
     unless=qk_norm_rope.unsupported,
 )
-row(argmax_p, fwd=argmax.argmax, unless=argmax.unsupported)
+row(argmax_p, fwd=argmax.argmax, unless=argmax.unsupported, slower=argmax.slower)
 row(top_k_p, fwd=top_k.top_k, unless=top_k.unsupported)
 row(sample_p, fwd=sample.sample, unless=sample.unsupported)
 row(fwht_p, fwd=fwht.fwht_fwd, bwd=fwht.fwht_bwd, unless=fwht.unsupported)
@@ -218,11 +229,12 @@ row(
     backend="mosaic_gpu",
     fwd=hopper_attention.attention_fwd,
     unless=hopper_attention.unsupported,
-    on_request="it has not been run on a GPU yet",
+    slower=hopper_attention.slower,
 )
 row(
     attention_p,
     fwd=flash_attention.attention_fwd,
     bwd=flash_attention.attention_bwd,
     unless=flash_attention.unsupported,
+    slower=flash_attention.slower,
 )

@@ -24,6 +24,7 @@ from jaxkern.primitives.kernel_primitive import (
     Call,
     KernelPrimitive,
     backend_context,
+    lower_named,
 )
 
 # prim_requires_devices_during_lowering has no public name; custom_partitioning below a
@@ -37,7 +38,7 @@ except ImportError as error:  # a jax outside the supported range
         "Use jax >=0.11.2,<0.13."
     ) from error
 
-BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp")
+BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp", "mps")
 
 
 def backend(
@@ -49,8 +50,8 @@ def backend(
     equation, its gradients included.
 
     Args:
-      name: "auto" for the first kernel that does not refuse; "triton", "mosaic_gpu" or
-        "cpp" for kernels of that kind only; "xla" for the reference.
+      name: "auto" for the first kernel that does not refuse; "triton", "mosaic_gpu",
+        "cpp" or "mps" for kernels of that kind only; "xla" for the reference.
       strict: raise, naming every refusal, where no such kernel runs. With "auto" only
         ops that have a row for the platform can raise.
 
@@ -62,13 +63,17 @@ def backend(
     return backend_context(Backend(name, strict))
 
 
+def never_refuses(**_: Any) -> None:
+    return None
+
+
 class Row(NamedTuple):
     """One kernel of one op on one platform."""
 
     backend: str
     kernel: Callable
     unless: Callable[..., str | None]
-    on_request: str | None = None  # why "auto" does not choose it
+    slower: Callable[..., str | None] = never_refuses
 
     @property
     def title(self) -> str:
@@ -83,10 +88,6 @@ class Choice(NamedTuple):
     refused: tuple[str, ...]
 
 
-def never_refuses(**_: Any) -> None:
-    return None
-
-
 def lower(
     p: KernelPrimitive,
     platform: str,
@@ -96,7 +97,7 @@ def lower(
     bwd: Callable | None = None,
     primal: Callable | None = None,
     unless: Callable[..., str | None] = never_refuses,
-    on_request: str | None = None,
+    slower: Callable[..., str | None] = never_refuses,
 ) -> None:
     """Adds a row: on `platform`, `p` runs these kernels unless `unless` gives a reason.
 
@@ -110,21 +111,22 @@ def lower(
       primal: kernel for inference; without it `fwd` with its residuals dropped.
       unless: called with the operands' shapes and dtypes by name (None where absent)
         and the options; returns a reason in words, or None.
-      on_request: why "auto" does not choose the kernel; naming its backend does.
+      slower: called likewise; where the reference is faster, "auto" takes that. Naming
+        the backend takes the kernel all the same.
     """
     if backend not in BACKENDS[2:]:
         raise ValueError(
             f"lower: `backend` must be one of {BACKENDS[2:]}, got {backend!r}."
         )
     if p.fwd is not None and fwd is not None:
-        add_row(p.fwd, platform, Row(backend, fwd, unless, on_request))
+        add_row(p.fwd, platform, Row(backend, fwd, unless, slower))
         primal = primal or without_residuals(fwd, len(p.results))
     if kernel := primal or fwd:
-        add_row(p, platform, Row(backend, kernel, unless, on_request))
+        add_row(p, platform, Row(backend, kernel, unless, slower))
     if bwd is not None:
         if p.bwd is None:
             raise TypeError(f"lower: {p.name} declares no bwd, got {bwd}.")
-        add_row(p.bwd, platform, Row(backend, bwd, unless, on_request))
+        add_row(p.bwd, platform, Row(backend, bwd, unless, slower))
 
 
 def without_residuals(fwd: Callable, num_results: int) -> Callable:
@@ -151,45 +153,69 @@ def choose(
 ) -> Choice:
     """The first row that does not refuse; raises under strict if none runs."""
     rows = p.rows.get(platform, ())
-    refused = []
-    for row in rows:
-        reason = refusal(p, row, avals, call, static)
-        if reason is None:
-            return Choice(row, tuple(refused))
-        refused.append(f"{row.title}: {reason}")
     wanted = call.backend.name
+    refused, slower = [], []
+    for row in rows:
+        if reason := refusal(p, row, avals, call, static):
+            refused.append(f"{row.title}: {reason}")
+        elif reason := why_slower(p, row, avals, call, static):
+            slower.append(f"{row.title}: {reason}")
+        else:
+            return Choice(row, (*refused, *slower))
     if wanted not in ("auto", "xla") and all(r.backend != wanted for r in rows):
         refused.append(f"no {wanted} kernel on {platform}")
-    offered = [r for r in rows if wanted != "auto" or not r.on_request]
-    if call.backend.strict and wanted != "xla" and refused and (offered or not rows):
+    if call.backend.strict and wanted != "xla" and refused and not slower:
         reasons = "; ".join(refused)
         raise ValueError(
             f"{p.name}: backend {call.backend!r} on {platform}: {reasons}."
         )
-    return Choice(None, tuple(refused))
+    return Choice(None, (*refused, *slower))
 
 
 def refusal(
     p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
 ) -> str | None:
+    """Why the row cannot run, or None."""
     if call.backend.name not in ("auto", row.backend):
         return f"backend is {call.backend.name}"
-    if call.backend.name == "auto" and row.on_request:
-        return f"{row.on_request}; ask for it by backend({row.backend!r})"
-    operands, _ = p.array_annotations(call)
-    named: dict[str, Any] = {a.name: None for a in p.operands}
-    for i, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
-        depth = sum(level[i] is not None for level in call.vmaps)
-        named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
+    named = named_operands(p, avals, call)
+    for name, x in named.items():
+        if x is not None and not all(isinstance(n, int) for n in x.shape):
+            return f"`{name}` has a symbolic size"
     return row.unless(**named, **static) or refusal_by_type(p, call, avals)
 
 
+def why_slower(
+    p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
+) -> str | None:
+    """Why "auto" prefers the reference, or None."""
+    # under vmap the operands' shapes do not say how large the work is
+    if call.backend.name != "auto" or call.vmaps:
+        return None
+    reason = row.slower(**named_operands(p, avals, call), **static)
+    return reason and f"XLA is faster, {reason}"
+
+
+def named_operands(
+    p: KernelPrimitive, avals: Sequence, call: Call
+) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """Shape and dtype of each operand without the dims that vmaps added."""
+    operands, _ = p.array_annotations(call)
+    named: dict[str, jax.ShapeDtypeStruct | None] = {a.name: None for a in p.operands}
+    for i, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
+        depth = sum(level[i] is not None for level in call.vmaps)
+        named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
+    return named
+
+
 def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):
-    target: str = platform or (ctx.platforms or ctx.module_context.platforms)[0]
+    targets = ctx.platforms or ctx.module_context.platforms
+    target: str = platform or targets[0]
     choice = choose(p, target, ctx.avals_in, call, static)
-    if choice.row is None:
+    # one module for several plugins takes no kernel that only one of them has
+    if choice.row is None or (platform is None and len(targets) > 1):
         f = functools.partial(p.evaluate, call=call, **static)
-        return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+        return lower_named(p, f, ctx, *args)
 
     def local(*arrays):
         """The kernel on what one device holds; its shapes can be other ones."""
@@ -204,4 +230,4 @@ def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **
     else:
         devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
         f = partitioned(p, local, call, ctx.avals_in, ctx.avals_out, devices)
-    return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+    return lower_named(p, f, ctx, *args)

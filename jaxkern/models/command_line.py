@@ -1,6 +1,7 @@
-"""The command line: `jaxkern generate` and `jaxkern info`."""
+"""The command line: `jaxkern generate`, `info`, `plan` and `apple check`."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import resource
@@ -57,13 +58,34 @@ def _parser() -> argparse.ArgumentParser:
         "--backend",
         default="auto",
         metavar="NAME",
-        help="implementation of every op: auto, xla, triton, mosaic_gpu or cpp",
+        help="implementation of every op: auto, xla, triton, mosaic_gpu, cpp or mps",
     )
     add("--json", action="store_true", help="a JSON object on the last line")
 
     info = commands.add_parser("info", help="say what a GGUF file holds")
     info.set_defaults(run=_info)
     info.add_argument("file", metavar="FILE.gguf")
+
+    plan = commands.add_parser("plan", help="say what one decode step does")
+    plan.set_defaults(run=_plan)
+    add = plan.add_argument
+    add("file", metavar="FILE.gguf")
+    add("--weights", default="auto", metavar="POLICY", help="as for generate")
+    add("--backend", default="auto", metavar="NAME", help="as for generate")
+    add("--batch", type=int, default=1, metavar="N", help="sequences at a time")
+    add("--slots", type=int, default=512, metavar="N", help="tokens in the cache")
+    add("--profile", action="store_true", help="run the step and measure it")
+    add("--json", action="store_true", help="plain numbers instead of tables")
+
+    apple = commands.add_parser("apple", help="what runs on Apple GPUs")
+    check = apple.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "check", help="lower for an Apple plugin and list what it would refuse"
+    )
+    check.set_defaults(run=_apple_check)
+    add = check.add_argument
+    add("target", nargs="?", metavar="FILE.gguf|OP", help="default: every op")
+    add("--platform", default="mps", help="mps (default), metal, mtl or METAL")
+    add("--fused", action="store_true", help="as if jax-mps 0.11.1 were installed")
     return parser
 
 
@@ -92,6 +114,42 @@ def _info(options: argparse.Namespace) -> int:
 
     rich.print(describe(options.file))
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    import rich
+
+    from jaxkern import backend
+    from jaxkern.models.plan_report import as_json, plan_decode_step, tables
+
+    if min(options.batch, options.slots) < 1:
+        raise ValueError("plan: --batch and --slots must be at least 1.")
+    with backend(options.backend):
+        plan, arguments = plan_decode_step(
+            options.file,
+            weights=options.weights,
+            batch=options.batch,
+            slots=options.slots,
+        )
+    profile = plan.profile(*arguments) if options.profile else None
+    if options.json:
+        print(json.dumps(as_json(plan, profile)))
+    else:
+        rich.print(tables(plan, profile))
+    return 0
+
+
+def _apple_check(options: argparse.Namespace) -> int:
+    """Returns 1 if there is a hard finding."""
+    from jaxkern.lowering.apple import assume_jax_mps
+    from jaxkern.models.apple_check import reports_of
+
+    hard = 0
+    with assume_jax_mps() if options.fused else contextlib.nullcontext():
+        for name, report in reports_of(options.target, options.platform):
+            print(f"{name}: {report}")
+            hard += len(report.hard)
+    return 1 if hard else 0
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -20,7 +20,8 @@ residuals), `rms_norm_tangent` (linear in the tangents, so that forward mode wor
     batching        folded into `...` where that is exact, else recorded in the equation
                     and applied with `jax.vmap` at lowering
     dead code       `fwd` without used residuals is the op; unused gradients are dropped
-    lowering        the reference, until `jaxkern.lowering` adds a row for a kernel
+    lowering        the reference, until `jaxkern.lowering` adds a row for a kernel, or
+                    a rewrite for a platform that computes a part of it wrongly
 
 The second and higher derivatives differentiate the references.
 
@@ -35,6 +36,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 
@@ -51,6 +53,11 @@ Levels = tuple[tuple[int | None, ...], ...]
 REGISTRY: dict[
     str, "KernelPrimitive"
 ] = {}  # every declared op, in order of declaration
+
+
+REWRITES: dict[
+    str, Callable[[Callable], Callable]
+] = {}  # by platform: makes of a reference one that the platform computes rightly
 
 
 def at_least_f32(x: jax.Array) -> jax.Array:
@@ -419,6 +426,21 @@ def lower_reference(p: KernelPrimitive | Tangent, ctx, *args, **params):
         if not isinstance(p, Tangent):
             raise ValueError(f"{p.name}: has no {backend.name} kernel on any platform.")
     f = functools.partial(p.evaluate, **params)
+    return lower_named(p, f, ctx, *args)
+
+
+def lower_named(p: Primitive, f: Callable, ctx, *args):
+    """Lowers `f` in the place of `p`, rewritten where a platform asks for it.
+
+    Profiles show p's name with each instruction.
+    """
+    platforms = ctx.platforms or ctx.module_context.platforms
+    rewritten = {t: REWRITES[t](f) for t in platforms if t in REWRITES}
+    if len(platforms) == 1:
+        f = rewritten.get(platforms[0], f)
+    elif rewritten:
+        f = functools.partial(lax.platform_dependent, default=f, **rewritten)
+    f = jax.named_scope(p.name)(f)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
 
 

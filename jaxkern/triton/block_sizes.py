@@ -42,7 +42,7 @@ def table(device: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def table_name(device_kind: str) -> str:
-    """ "h200" for "NVIDIA H200"."""
+    """The file of a device: "h200" for "NVIDIA H200"."""
     return device_kind.lower().removeprefix("nvidia ").replace(" ", "_")
 
 

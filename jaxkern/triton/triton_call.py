@@ -87,8 +87,6 @@ def unsupported(**named: Any) -> str | None:
     if (device_capability() or OLDEST) < OLDEST:
         return f"the GPU has compute capability {device_capability()}, below {OLDEST}"
     for name, x in named.items():
-        if not all(isinstance(n, int) for n in getattr(x, "shape", ())):
-            return f"`{name}` has a symbolic size"
         dtype = getattr(x, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.float64):
             return f"`{name}` is float64"

@@ -240,6 +240,6 @@ def test_memory_grows_with_the_length_alone():
 def test_few_queries_are_refused_in_words():
     q, k, v = operands(1, 8, 64, 1, 1, 64)
     slope = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())
-    forward, backward = explain(slope, q, k, v)
+    forward, backward = explain(slope, q, k, v).rows
     assert forward.runs.startswith("triton: triton.attention.decode_attention")
     assert "8 queries are no more than 8" in str(backward)

@@ -1,5 +1,7 @@
 """Kernels of the fused norms on a GPU: long and odd rows, every operand, refusals."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +36,14 @@ def draws(dtype, seed=0):
     return lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
 
 
+def terms_of(d):
+    """The size of what cancels in a gradient: all of it in a row of one element.
+
+    There it is rstd dy, and the mean of 1 / (x^2 + eps) is sqrt(pi / 2 / eps).
+    """
+    return (math.pi / 2 / 1e-6) ** 0.25 if d == 1 else 1e-2
+
+
 def rows_of(d):
     return 300 if d < 2000 else 137  # more than the programs of a backward pass
 
@@ -62,8 +72,10 @@ def test_sums_of_a_norm_and_a_residual(d, dtype):
     check_against_float64(rms_norm_add, x, residual)
     check_against_float64(rms_norm_add, x, residual, weight, draw(d), slack=2)
     check_against_float64(rms_norm_add, x, residual, weight, draw(1), slack=2)
-    check_against_float64(sandwich_rms_norm, x, residual, weight, draw(d), slack=4)
-    check_against_float64(multi_rms_norm, x, weight, draw(d))
+    check_against_float64(
+        sandwich_rms_norm, x, residual, weight, draw(d), slack=4, least=terms_of(d)
+    )
+    check_against_float64(multi_rms_norm, x, weight, draw(d), least=terms_of(d))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,8 +83,10 @@ def test_sums_of_a_norm_and_a_residual(d, dtype):
 def test_norms_with_three_readers(d, dtype):
     draw, n = draws(dtype, d), rows_of(d)
     x, residual, weights = draw(n, d), draw(n, d), [draw(d) for _ in range(4)]
-    check_against_float64(multi_rms_norm, x, *weights[:3])
-    check_against_float64(sandwich_rms_norm, x, residual, *weights, slack=4)
+    check_against_float64(multi_rms_norm, x, *weights[:3], least=terms_of(d))
+    check_against_float64(
+        sandwich_rms_norm, x, residual, *weights, slack=4, least=terms_of(d)
+    )
     check_against_float64(
         lambda x, w: multi_rms_norm(x, None, w, None, offset=1.0), x, weights[0]
     )
@@ -118,12 +132,17 @@ def test_l2_norm_of_long_and_odd_rows(d, dtype):
 def test_group_norm_of_images(shape, groups, dtype):
     draw = draws(dtype)
     x, weight, bias = draw(*shape), draw(shape[1]), draw(shape[1])
-    check_against_float64(
-        lambda *a: group_norm(*a, groups=groups), x, weight, bias, slack=2
-    )
-    check_against_float64(
-        lambda x, b: group_norm(x, None, b, groups=groups), x, bias, slack=2
-    )
+    whole = x.size == shape[0] * groups  # groups of one element: all cancels
+    least = 1e-5**-0.5 if whole else 1e-2
+
+    def without_weight(x, b):
+        return group_norm(x, None, b, groups=groups)
+
+    def with_weight(*operands):
+        return group_norm(*operands, groups=groups)
+
+    check_against_float64(with_weight, x, weight, bias, slack=2, least=least)
+    check_against_float64(without_weight, x, bias, slack=2, least=least)
 
 
 def test_images_far_from_zero_keep_their_variance():

@@ -15,9 +15,14 @@ def poison(*like):
     jax.block_until_ready(junk)
 
 
-def check_against_float64(f, *operands, slack=1.0):
-    """Values and gradients by kernels against the reference in float64 on the CPU."""
-    rng = np.random.default_rng(0)
+def check_against_float64(f, *operands, slack=1.0, least=1e-2):
+    """Values and gradients by kernels against the reference in float64 on the CPU.
+
+    Errors, relative to the result or to `least` where terms of that size cancel, stay
+    below `slack` roundings of the dtype or 1.5 times those of XLA.
+    """
+    # a seed of its own: where dy is x, the gradients of norms cancel
+    rng = np.random.default_rng(2718)
     shapes = as_tuple(jax.eval_shape(f, *operands))
     cotangents = [jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in shapes]
 
@@ -35,12 +40,24 @@ def check_against_float64(f, *operands, slack=1.0):
         truth = jax.jit(run)(
             *jax.tree.map(lambda x: np.asarray(x, np.float64), (cotangents, *operands))
         )
-    tolerance = EPSILON[operands[0].dtype.name]
+    limit = slack * EPSILON[operands[0].dtype.name]
+    errors = relative_errors(found, truth, least)
+    if max(errors) >= limit:  # a cancellation costs the reference as many digits
+        with backend("xla"):
+            plain = jax.jit(run)(cotangents, *operands)
+        plain = relative_errors(plain, truth, least)
+        for y, error, its in zip(jax.tree.leaves(found), errors, plain, strict=True):
+            assert error < max(limit, 1.5 * its), (y.shape, error, its)
+
+
+def relative_errors(found, truth, least):
+    """||y - truth|| / ||truth|| of every result."""
+    errors = []
     for y, t in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
         y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
-        size = max(np.linalg.norm(t.ravel()), 1e-2 * t.size**0.5)
-        error = np.linalg.norm((y - t).ravel()) / size
-        assert error < tolerance * slack, (y.shape, error)
+        size = max(np.linalg.norm(t.ravel()), least * t.size**0.5)
+        errors.append(np.linalg.norm((y - t).ravel()) / size)
+    return errors
 
 
 def as_tuple(y):

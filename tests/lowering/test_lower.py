@@ -230,13 +230,24 @@ def test_a_square_operand_has_each_factor_once():
     assert factors.cuts([[None, None, "m"]], {"m": 2}) == {}
 
 
-def test_a_kernel_on_request_runs_only_where_its_backend_is_named():
+def test_a_slower_kernel_runs_only_where_its_backend_is_named():
+    def few_rows(*, x, **_):
+        return "there are few rows" if x.shape[0] < 9 else None
+
     with checks.own_rows(rms_norm_p):
-        lower(rms_norm_p, "cpu", "cpp", fwd=rms_norm_pallas, on_request="it is new")
+        lower(rms_norm_p, "cpu", "cpp", fwd=rms_norm_pallas, slower=few_rows)
         text = str(explain(rms_norm, X, WEIGHT))
-        assert "runs xla" in text and "it is new; ask for it by backend('cpp')" in text
+        assert "runs xla" in text and "XLA is faster, there are few rows" in text
+        many = jnp.tile(X, (3, 1, 1))
+        assert explain(rms_norm, many, WEIGHT).rows[0].runs.startswith("cpp")
         with backend("cpp", strict=True):
             assert explain(rms_norm, X, WEIGHT).rows[0].runs.startswith("cpp")
         with backend("auto", strict=True):
             rms_norm(X, WEIGHT)
     jax.clear_caches()
+
+
+def test_a_profile_names_the_op_of_each_instruction():
+    compiled = jax.jit(jax.grad(lambda x: rms_norm(x, WEIGHT).sum())).lower(X).compile()
+    names = re.findall(r'op_name="([^"]*)"', compiled.as_text() or "")
+    assert any("rms_norm_bwd/mul" in name for name in names), names

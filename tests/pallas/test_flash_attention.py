@@ -73,6 +73,7 @@ def check(q, k, v, *, causal=False, window=None, softcap=None, scale=None, **arr
 
 def test_tiles_of_ragged_sequences_taken_in_turn(monkeypatch):
     monkeypatch.setattr(hopper, "num_sms", lambda: 1)
+    monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", {"PERSISTENT": 1})
     check(*operands(1, 150, 270, 1, 1, 64), causal=True)
 
 
@@ -136,7 +137,7 @@ def test_head_dims(h, hv):
         dict(BLOCK_K=96, STAGES=2),
         dict(OVERLAP=0),
         dict(TURNS=0),
-        dict(PERSISTENT=0),
+        dict(PERSISTENT=1),
     ],
 )
 def test_every_size(sizes, monkeypatch):
@@ -238,3 +239,14 @@ def test_refuses_in_words():
     assert "`bias` is not" in refusals(q, k, v, bias=jnp.zeros((1, 1, 16, 16)))
     assert "`mask` is not" in refusals(q, k, v, mask=jnp.ones((1, 1, 1, 16), bool))
     assert "is float32" in refusals(*(x.astype(jnp.float32) for x in (q, k, v)))
+
+
+def test_runs_by_default_where_it_was_measured():
+    def chosen(h):
+        q, k = (jax.ShapeDtypeStruct((1, 4096, n, h), "bfloat16") for n in (8, 2))
+        with compiling_for(90):
+            f = functools.partial(attention, causal=True)
+            return str(explain(f, q, k, k, platform="cuda"))
+
+    assert "runs mosaic_gpu: pallas.attention" in chosen(128)
+    assert "runs triton" in chosen(64) and "64 and 64 were not measured" in chosen(64)

@@ -32,6 +32,7 @@ from jaxkern.triton.attention.flash_attention import (
     FEW_QUERIES,
     segment_bounds,
 )
+from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
 from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.triton_call import compute_capability
 
@@ -75,6 +76,13 @@ def unsupported(
     if mask is not None:
         return "`mask` is not written"
     return None
+
+
+def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+    """Why "auto" leaves these operands to the next row, or None."""
+    if (query.shape[3], value.shape[3]) != (128, 128):
+        return f"head dims {query.shape[3]} and {value.shape[3]} were not measured"
+    return slower_than_xla(query, key)
 
 
 # Sizes.
@@ -137,14 +145,19 @@ class Problem:
         return 2 * row > SHARED_BYTES
 
 
-def sizes(h: int, hv: int) -> dict[str, int]:
-    """By head dims; measured sizes go over them."""
+def sizes(h: int, hv: int, causal: bool) -> dict[str, int]:
+    """By head dims; measured sizes go over them.
+
+    Measured at 128 alone: there causal tiles, of uneven length, are best given to
+    the multiprocessors by the hardware, and even ones need no turns.
+    """
     width = max(h, hv)
+    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, OVERLAP=1)
     if width <= 64:
-        return dict(CONSUMERS=2, BLOCK_K=128, STAGES=4, OVERLAP=1, TURNS=1)
-    if width <= 128:
-        return dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, OVERLAP=1, TURNS=1)
-    return dict(CONSUMERS=2, BLOCK_K=64, STAGES=2, OVERLAP=1, TURNS=1)
+        found["STAGES"] = 4
+    elif width > 128:
+        found["BLOCK_K"] = 64
+    return found | dict(TURNS=int(causal), PERSISTENT=int(not causal))
 
 
 def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
@@ -544,7 +557,7 @@ def int32(x: jax.Array | None) -> jax.Array | None:
 def problem(query, key, value, scale, causal, window, softcap) -> Problem:
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
-    rule = sizes(h, hv) | {"PERSISTENT": 1}
+    rule = sizes(h, hv, causal)
     width = next_power_of_2(max(h, hv))
     found = tuned("hopper_flash_attention", width, query.dtype, rule)
     c = Problem(

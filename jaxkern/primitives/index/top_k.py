@@ -46,7 +46,7 @@ def top_k_reference(
     # lax.top_k puts 0.0 before -0.0, and a NaN last if its sign bit is set, as on x86
     rank = jnp.where(jnp.isnan(x), jnp.nan, jnp.where(x == 0, 0, x))
     _, indices = lax.top_k(lax.stop_gradient(rank), k)
-    return jnp.take_along_axis(x, indices, axis=-1), indices
+    return jnp.take_along_axis(x, indices, axis=-1, mode="clip"), indices
 
 
 top_k_p = kernel_primitive(top_k_reference, replicated=("v",))

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.kernel_primitive import at_least_f32
+from jaxkern.primitives.linear.policy import Policy, current_policy
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
@@ -23,7 +24,8 @@ def linear(
     Sums in float32 (float64 for float64 operands). The dense product is
     `lax.dot_general` at the precision of `jax.default_matmul_precision`, rounded once,
     after the bias. A quantised tensor goes to `quantized_matmul`, whose result has
-    x.dtype already when the bias is added.
+    x.dtype already when the bias is added. In a `policy` block the operands are rounded
+    to the policy's compute dtype and the result has its output dtype.
 
     Args:
       x: `[..., d]`, any float dtype.
@@ -31,36 +33,46 @@ def linear(
       bias: `[f]`, or None.
 
     Returns:
-      y: `[..., f]`, dtype of x.
+      y: `[..., f]`, dtype of x unless a policy names another.
 
     Raises:
       TypeError: `w` or `bias` does not fit.
     """
+    chosen = current_policy()
+    result = x.dtype if chosen is None else chosen.output or x.dtype
     if isinstance(w, jax.Array | np.ndarray):
-        y = _dense_product(x, w)
+        y = _dense_product(x, w, chosen)
     else:
-        y = quantized_matmul(x, w)
+        wide = x.astype(jnp.promote_types(x.dtype, result))  # y is rounded to its dtype
+        y = quantized_matmul(wide, w, compute_dtype=chosen and chosen.compute)
     if bias is None:
-        return y.astype(x.dtype)
+        return y.astype(result)
     if bias.shape != y.shape[-1:]:
         raise TypeError(
             f"linear: `bias` must have shape {y.shape[-1:]}, got {bias.shape}."
         )
-    return (at_least_f32(y) + bias).astype(x.dtype)
+    return (at_least_f32(y) + bias).astype(result)
 
 
 def _dense_product(
-    x: Float[Array, "... d"], w: Float[Array | np.ndarray, "f d"]
+    x: Float[Array, "... d"],
+    w: Float[Array | np.ndarray, "f d"],
+    chosen: Policy | None,
 ) -> Float[Array, "... f"]:
-    """The product in float32, not yet rounded."""
+    """The product in float32, or a policy's sums, not yet rounded."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise TypeError(
             f"linear: `x` must be [..., d] and `w` [f, d], got {x.shape} and {w.shape}."
         )
-    dtype = jnp.promote_types(x.dtype, w.dtype)
+    if chosen is None:
+        dtype = jnp.promote_types(x.dtype, w.dtype)
+        precision, accum = None, jnp.promote_types(dtype, jnp.float32)
+    else:
+        dtype, precision, accum = chosen.compute, chosen.precision, chosen.accum
     return lax.dot_general(
         x.astype(dtype),
         w.astype(dtype),
         (((x.ndim - 1,), (1,)), ((), ())),
-        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+        precision=precision,
+        preferred_element_type=accum,
     )

@@ -118,11 +118,11 @@ def route_reference(
         rank = jnp.where(kept, rank, -jnp.inf)
         log_score = jnp.where(kept, log_score, -jnp.inf)
     _, ids = top_k_reference(rank, k=k)
-    chosen = jnp.take_along_axis(log_score, ids, axis=-1)
+    chosen = jnp.take_along_axis(log_score, ids, axis=-1, mode="clip")
     weights = softmax_or_zeros(chosen) if normalize else jnp.exp(chosen)
     if per_expert_scale is not None:
         scale = at_least_f32(per_expert_scale) + jnp.zeros_like(logits32)
-        weights = weights * jnp.take_along_axis(scale, ids, axis=-1)
+        weights = weights * jnp.take_along_axis(scale, ids, axis=-1, mode="clip")
     if scale_then_renorm:
         total = weights.sum(axis=-1, keepdims=True)
         weights = weights / jnp.where(total == 0, 1, total)

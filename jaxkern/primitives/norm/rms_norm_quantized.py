@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm_fwd_reference
+from jaxkern.primitives.quant.float8 import encode_float8
 
 Format = Literal["e4m3fn", "int8"]
 LARGEST = {"e4m3fn": 448.0, "int8": 127.0}
@@ -119,8 +120,7 @@ def quantized(
     if format == "int8":
         codes = jnp.round(fixed).astype(jnp.int8)
     else:
-        codes = fixed.astype(jnp.float8_e4m3fn)
-        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+        codes = encode_float8(fixed, format)
     return codes.reshape(*lead, count * block)[..., :d], scale
 
 

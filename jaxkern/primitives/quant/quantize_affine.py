@@ -1,8 +1,9 @@
 """Affine quantisation in groups: the quantiser of MLX and the plain min-max one."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, UInt
 
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.affine_tensor import (
     AffineTensor,
     check_affine_options,
@@ -30,8 +31,9 @@ def quantize_affine(
                   the scale, so that 0 is a code: scale = e / round(e / scale),
                   bias = e; half to even
 
-    "mlx" gives the bits of `mx.quantize` on a CPU. Computed in float32; the codes are
-    those of the scales before they are rounded to w.dtype.
+    "mlx" gives the bits of `mx.quantize` on a CPU. Computed in float32 (float64 for a
+    float64 `w`); the codes are those of the scales before they are rounded to w.dtype.
+    Codes are constants of differentiation, scales and biases follow the extremes.
 
     Args:
       w: `[..., d]`, any float dtype.
@@ -53,24 +55,38 @@ def quantize_affine(
             f"quantize_affine: `quantizer` must be one of {', '.join(QUANTIZERS)}, "
             f"got {quantizer!r}."
         )
+    codes, scales, biases = quantize_affine_p(
+        w, bits=bits, group_size=group_size, quantizer=quantizer, packed=packed
+    )
+    return AffineTensor(codes, scales, biases, bits, group_size)
+
+
+def quantize_affine_reference(
+    w: Float[Array, "... d"],
+    *,
+    bits: int,
+    group_size: int,
+    quantizer: str,
+    packed: bool,
+) -> tuple[
+    UInt[Array, "... words"], Float[Array, "... groups"], Float[Array, "... groups"]
+]:
     *lead, d = w.shape
     if d % group_size:
         raise TypeError(
             f"quantize_affine: d = {d} is not a multiple of group_size {group_size}."
         )
-    groups = w.astype(jnp.float32).reshape(*lead, d // group_size, group_size)
+    groups = at_least_f32(w).reshape(*lead, d // group_size, group_size)
     scale, bias, code = QUANTIZERS[quantizer](groups, 2**bits - 1)
     codes = code.reshape(*lead, d).astype(jnp.uint8)
-    return AffineTensor(
+    return (
         pack_codes(codes, bits) if packed else codes,
         scale[..., 0].astype(w.dtype),
         bias[..., 0].astype(w.dtype),
-        bits,
-        group_size,
     )
 
 
-def _mlx(w: Float32[Array, "... groups size"], n: int):
+def _mlx(w: Float[Array, "... groups size"], n: int):
     low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
     from_low = jnp.abs(low) > jnp.abs(high)
     scale = jnp.maximum(divide(high - low, n), MLX_MIN_SCALE)
@@ -83,10 +99,15 @@ def _mlx(w: Float32[Array, "... groups size"], n: int):
     return scale, bias, jnp.clip(jnp.round(divide(w - bias, scale)), 0, n)
 
 
-def _minmax(w: Float32[Array, "... groups size"], n: int):
+def _minmax(w: Float[Array, "... groups size"], n: int):
     low, high = w.min(-1, keepdims=True), w.max(-1, keepdims=True)
     scale = jnp.where(high > low, divide(high - low, n), 1)
     return scale, low, jnp.clip(round_half_away(divide(w - low, scale)), 0, n)
 
 
 QUANTIZERS = {"mlx": _mlx, "minmax": _minmax}
+
+quantize_affine_p = kernel_primitive(
+    quantize_affine_reference,
+    replicated=("d", "words", "groups"),  # a group spans all three
+)

@@ -59,9 +59,11 @@ def repetition_penalty_reference(
     if mask is not None:
         counts = counts & mask
     mark = jnp.vectorize(
-        lambda row, ids: row.at[ids].set(True, mode="drop"), signature="(v),(t)->(v)"
+        lambda row, ids: row.at[ids].set(True, mode="clip"), signature="(v),(t)->(v)"
     )
-    seen = mark(jnp.zeros_like(logits, bool), jnp.where(counts, token_ids, v))
+    # one place more for the ids that do not count: no index lies outside
+    places = jnp.pad(jnp.zeros_like(logits, bool), [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    seen = mark(places, jnp.where(counts, token_ids, v))[..., :v]
     # an infinite logit has no finite derivative in penalty: keep it out
     changes = seen & jnp.isfinite(x)
     z = jnp.where(changes, x, 0)

@@ -36,9 +36,11 @@ LOG2E = math.log2(math.e)
 FAR = 2**30  # positions are clipped to it
 # What the plan assumes, in microseconds: H200, measured by `benchmarks`.
 BYTES_PER_US = 4.3e6
-LATENCY_US = 1.5  # of a block of keys in a program that has its memory to itself
+BLOCK_US = 0.25  # of a block of keys in a program that has its memory to itself
+KEY_US = 0.01  # and of each of its keys
 START_US = 1.5
-MERGE_US = 3.0
+MERGE_US = 4.0
+SPLIT_US = 0.05
 
 
 def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
@@ -107,8 +109,9 @@ def num_splits(pairs: int, keys: int, stage_bytes: int, uneven: bool, sizes) -> 
     def microseconds(splits: int) -> float:
         programs = pairs * splits
         together = min(programs, slots) * stage_bytes / BYTES_PER_US
-        share = -(-blocks // splits) * math.hypot(LATENCY_US, together)
-        merge = MERGE_US + 0.01 * splits if splits > 1 else 0
+        alone = BLOCK_US + KEY_US * sizes["BLOCK"]
+        share = -(-blocks // splits) * math.hypot(alone, together)
+        merge = MERGE_US + SPLIT_US * splits if splits > 1 else 0
         return -(-programs // slots) * (share + START_US) + merge
 
     least = min(-(-2 * slots // pairs), blocks // 8) if uneven else 1
@@ -292,10 +295,11 @@ def merge_kernel(
     for begin in tl.static_range(0, SPLITS, CHUNK):
         i = begin + tl.arange(0, CHUNK)
         z = tl.load(lses + i, i < SPLITS, -float("inf"))
-        written = z != -float("inf")
-        mask = written[:, None] & (dims < HV)[None, :]
+        # loaded beside the sums, not after them: what nobody wrote is dropped here
+        mask = (i < SPLITS)[:, None] & (dims < HV)[None, :]
         at = (row * SPLITS + i)[:, None] * HV + dims[None, :]
         part = tl.load(parts_ptr + at, mask, 0.0)
+        part = tl.where((z != -float("inf"))[:, None], part, 0.0)
         out += tl.sum(tl.exp2(z - base)[:, None] * part, 0)
     tl.store(out_ptr + row * HV + dims, out / total, dims < HV)
     tl.store(lse_ptr + row, tl.where(seen, base + tl.log2(total), top) / LOG2E)
@@ -326,7 +330,10 @@ def launch(
     native_sums = query.dtype == value.dtype and query.dtype != jnp.float32
     wide = key.dtype if native and native_sums else jnp.float32
     sizes = dict(sizes_of(h, hv, wide))
-    block = sizes["BLOCK"] = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
+    block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
+    if 16 < block < s and b * k * s < 4 * num_sms() * block:
+        block //= 2  # too few to fill the GPU
+    sizes["BLOCK"] = block
     stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
     keys = s if window is None else min(s, window + t - 1 + block)
     uneven = b > 1 and kv_lengths is not None

@@ -34,10 +34,17 @@ from jaxkern.triton.triton_call import (
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_HEAD_DIM = 256
+FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
 LOG2_E = 1.4426950408889634
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 PADDING = 128  # of the rows of lse and delta; a multiple of every BLOCK_Q
+
+
+def slower(query: Any, key: Any, **_: Any) -> str | None:
+    b, t, n, _ = query.shape
+    scores = b * t * n * key.shape[1]
+    return f"{scores} scores are few" if scores <= FEW_SCORES else None
 
 
 def unsupported(
@@ -46,8 +53,6 @@ def unsupported(
     """A reason in words, or None."""
     b, t, n, h = query.shape
     s, hv = value.shape[1], value.shape[3]
-    if not all(isinstance(size, int) for size in (b, t, n, h, s, hv)):
-        return "a size is symbolic"
     if t <= FEW_QUERIES:
         return f"{t} queries are no more than {FEW_QUERIES}: reading the keys decides"
     if max(h, hv) > MAX_HEAD_DIM:

@@ -51,21 +51,27 @@ def pivot(low, high, k, step):
 
 
 @jit
-def narrowed(low, high, step, target, s1, s2, s3, s4):
-    """The bounds after a pass that found these sums at the pivots."""
-    reached = ((s1 >= target) & (low + step < high)).to(tl.int64)
-    reached += ((s2 >= target) & (low + 2 * step < high)).to(tl.int64)
-    reached += ((s3 >= target) & (low + 3 * step < high)).to(tl.int64)
-    reached += ((s4 >= target) & (low + 4 * step < high)).to(tl.int64)
-    return low + reached * step, tl.minimum(high, low + (reached + 1) * step)
+def narrowed(low, high, step, target, at_low, s1, s2, s3, s4):
+    """The bounds after a pass that found these sums at the pivots, and that at low."""
+    reached = 0
+    for k in tl.static_range(1, 5):
+        s = s1 if k == 1 else s2 if k == 2 else s3 if k == 3 else s4
+        enough = (s >= target) & (low + k * step < high)
+        reached += enough.to(tl.int64)
+        at_low = tl.where(enough, s, at_low)
+    return low + reached * step, tl.minimum(high, low + (reached + 1) * step), at_low
 
 
 @jit
-def largest_threshold(keys, weight, target, low, high):
-    """The largest t in [low, high) where the keys >= t weigh `target`; low if none."""
+def largest_threshold(keys, weight, target, most, low, high):
+    """The largest t in [low, high) where the keys >= t weigh `target`; low if none.
+
+    Any t where they weigh from `target` to `most` does as well.
+    """
     low = low.to(tl.int64)
     high = high.to(tl.int64)
-    while high - low > 1:
+    at_low = float("inf")
+    while (high - low > 1) & (at_low > most):
         step = fifth(low, high)
         s1, s2, s3, s4 = four_sums(
             keys,
@@ -75,5 +81,5 @@ def largest_threshold(keys, weight, target, low, high):
             pivot(low, high, 3, step),
             pivot(low, high, 4, step),
         )
-        low, high = narrowed(low, high, step, target, s1, s2, s3, s4)
+        low, high, at_low = narrowed(low, high, step, target, at_low, s1, s2, s3, s4)
     return low.to(tl.int32)

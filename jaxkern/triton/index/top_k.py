@@ -101,7 +101,7 @@ def top_k_kernel(
     maxima = tl.load(maxima_ptr + row * PARTS + group, present, LOWEST)
     high = tl.max(maxima, 0).to(tl.int64) + 1
     low = tl.min(maxima, 0)
-    cut = largest_threshold(maxima, present.to(tl.float32), K, low, high)
+    cut = largest_threshold(maxima, present.to(tl.float32), K, K, low, high)
     above = present & (maxima > cut)
     equal = present & (maxima == cut)
     room = K - tl.sum(above.to(tl.int32), 0)
@@ -114,7 +114,7 @@ def top_k_kernel(
     at = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (slot < count)[:, None] & (at < V)
     key = ordered_bits(tl.load(x_ptr + at, inside, 0.0).to(tl.float32))
-    cut = largest_threshold(key, inside.to(tl.float32), K, cut, high)
+    cut = largest_threshold(key, inside.to(tl.float32), K, K, cut, high)
     above = inside & (key > cut)
     equal = inside & (key == cut)
     room = K - tl.sum(tl.sum(above.to(tl.int32), 1), 0)

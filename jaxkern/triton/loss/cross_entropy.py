@@ -30,7 +30,8 @@ VECTOR = 8  # elements of a thread that stand side by side: 16 bytes in bfloat16
 def forward_chunks(rows: int, v: int, dtype) -> dict:
     """Four programs of 8 warps a multiprocessor; larger ones where rows are few."""
     warps = 8 if rows > num_sms() else 32
-    warps = min(warps, max(next_power_of_2(v) // (WARP * VECTOR), 1))
+    if v <= 4096:  # a few chunks in each thread hide more than a sum over warps costs
+        warps = max(next_power_of_2(v) // (4 * WARP * VECTOR), 1)
     sums = tuned("cross_entropy_fwd", v, dtype, {"DEPTH": 4, "num_warps": warps})
     return sums | {"LANES": sums["num_warps"] * WARP * VECTOR}
 
@@ -46,6 +47,14 @@ def unsupported(logits: Any, **rest: Any) -> str | None:
     if logits.shape[-1] == 0:
         return "there are no classes"
     return unsupported_anywhere(logits=logits, **rest)
+
+
+def slower(logits: Any, **_: Any) -> str | None:
+    v = logits.shape[-1]
+    rows = logits.size // v
+    if v >= 65536 and 2 * rows < num_sms():
+        return f"{rows} rows of {v} logits fill half of the GPU or less"
+    return None
 
 
 @jit

@@ -7,10 +7,13 @@ with open(z) = z / (1 + exp(-z)) where SILU is set, else z. Forward moves 3 tens
 backward 5 (reads x, gate and dy, writes dx and dgate).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxkern.triton import triton_call
+from jaxkern.triton.block_sizes import next_power_of_2
 from jaxkern.triton.norm.row_tiles import (
     backward_tile,
     factor,
@@ -31,6 +34,14 @@ def unsupported(*, x, rstd=None, **named) -> str | None:
     if rstd is not None and x.shape[-1] > LONGEST:
         return f"a row has {x.shape[-1]} columns, more than {LONGEST}"
     return triton_call.unsupported(x=x, **named)
+
+
+def slower(*, x: Any, dy: Any = None, **_: Any) -> str | None:
+    d = x.shape[-1]
+    block = next_power_of_2(d)
+    if dy is not None and d > 4096 and 3 * d < 2 * block:
+        return f"a row of {d} columns leaves a third of a block of {block} idle"
+    return None
 
 
 @jit

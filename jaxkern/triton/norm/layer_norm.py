@@ -4,24 +4,14 @@ from jaxkern.triton.norm.row_norm import row_norm_bwd, row_norm_fwd
 
 
 def layer_norm_fwd(x, weight, bias, *, eps):
-    y, _, mean, rstd = row_norm_fwd(
-        x, None, weight, bias, eps=eps, offset=0.0, center=True
-    )
+    y, _, mean, rstd = row_norm_fwd(x, weight, bias, eps=eps, center=True)
     return y, mean, rstd
 
 
 def layer_norm_bwd(x, weight, bias, mean, rstd, dy, *, eps, wanted):
     del eps  # already in rstd
+    wanted = wanted[0], False, *wanted[1:]
     dx, _, dweight, dbias = row_norm_bwd(
-        x,
-        None,
-        weight,
-        bias,
-        mean,
-        rstd,
-        dy,
-        None,
-        offset=0.0,
-        wanted=(wanted[0], False, *wanted[1:]),
+        x, weight, bias, rstd=rstd, dy=dy, mean=mean, wanted=wanted
     )
     return dx, dweight, dbias

@@ -4,32 +4,22 @@ from jaxkern.triton.norm.row_norm import row_norm_bwd, row_norm_fwd
 
 
 def rms_norm_fwd(x, weight, bias, *, eps, offset):
-    y, _, _, rstd = row_norm_fwd(
-        x, None, weight, bias, eps=eps, offset=offset, center=False
-    )
+    y, _, _, rstd = row_norm_fwd(x, weight, bias, eps=eps, offset=offset)
     return y, rstd
 
 
 def rms_norm_bwd(x, weight, bias, rstd, dy, *, eps, offset, wanted):
     del eps  # already in rstd
+    wanted = wanted[0], False, *wanted[1:]
     dx, _, dweight, dbias = row_norm_bwd(
-        x,
-        None,
-        weight,
-        bias,
-        None,
-        rstd,
-        dy,
-        None,
-        offset=offset,
-        wanted=(wanted[0], False, *wanted[1:]),
+        x, weight, bias, rstd=rstd, dy=dy, offset=offset, wanted=wanted
     )
     return dx, dweight, dbias
 
 
 def add_rms_norm_fwd(x, residual, weight, bias, *, eps, offset):
     y, total, _, rstd = row_norm_fwd(
-        x, residual, weight, bias, eps=eps, offset=offset, center=False
+        x, weight, bias, residual=residual, eps=eps, offset=offset
     )
     return y, total, rstd
 
@@ -40,13 +30,12 @@ def add_rms_norm_bwd(
     del eps  # already in rstd
     return row_norm_bwd(
         x,
-        residual,
         weight,
         bias,
-        None,
-        rstd,
-        dy,
-        dtotal,
+        rstd=rstd,
+        dy=dy,
+        residual=residual,
+        dtotal=dtotal,
         offset=offset,
         wanted=wanted,
     )

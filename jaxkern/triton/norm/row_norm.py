@@ -202,13 +202,13 @@ def long_row_norm_fwd_kernel(
 
 def row_norm_fwd(
     x: jax.Array,
-    residual: jax.Array | None,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
+    residual: jax.Array | None = None,
     eps: float,
-    offset: float,
-    center: bool,
+    offset: float = 0.0,
+    center: bool = False,
     mean_square: bool = True,
 ) -> tuple[jax.Array | None, ...]:
     """(y, total, mean, rstd); total without a residual and mean uncentred are None."""
@@ -511,16 +511,16 @@ def column_norm_bwd_kernel(
 
 def row_norm_bwd(
     x: jax.Array,
-    residual: jax.Array | None,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    mean: jax.Array | None,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
     rstd: jax.Array,
     dy: jax.Array,
-    dtotal: jax.Array | None,
-    *,
-    offset: float,
-    wanted: Sequence[bool],
+    residual: jax.Array | None = None,
+    mean: jax.Array | None = None,
+    dtotal: jax.Array | None = None,
+    offset: float = 0.0,
+    wanted: Sequence[bool] = (True, False, False, False),
     mean_square: bool = True,
 ) -> tuple[jax.Array | None, ...]:
     """Gradients of (x, residual, weight, bias); None where absent or not wanted."""

@@ -251,7 +251,8 @@ def draw_by_chunks_kernel(
                 keys = ordered_bits(x)
                 low = tl.min(tl.min(tl.where(near, keys, 0x7FFFFFFF), 1), 0)
                 high = tl.max(tl.max(keys, 1), 0) + 1
-                cut = largest_threshold(keys, weight, target - above, low, high)
+                rest = target - above
+                cut = largest_threshold(keys, weight, rest, rest, low, high)
                 mass += tl.sum(kept_weight(x, best, slope, cut, least), 1)
     if found:
         goal = u * tl.sum(mass, 0)

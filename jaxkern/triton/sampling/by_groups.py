@@ -73,8 +73,12 @@ def draw_by_groups_kernel(
     if top_k_ptr is not None:
         k = tl.load(top_k_ptr + row)
         asked = tl.where(k > 0, k.to(tl.float32), asked)
-        one = (group < PARTS).to(tl.float32)
-        cut = largest_threshold(best_of, one, asked, cut, high)
+        present = group < PARTS
+        # enough groups are not below the least of them, unless k exceeds their number
+        least_of = tl.min(tl.where(present, best_of, 0x7FFFFFFF), 0)
+        low = tl.where(asked <= PARTS, least_of, cut)
+        one = present.to(tl.float32)
+        cut = largest_threshold(best_of, one, asked, CANDIDATES, low, high)
     chosen = (best_of >= cut) & (group < PARTS)
     count = tl.sum(chosen.to(tl.int32), 0)
     if count <= CANDIDATES:
@@ -88,12 +92,13 @@ def draw_by_groups_kernel(
         x = load_logits(row_ptr, at, inside)
         keys = ordered_bits(x)
         if top_k_ptr is not None:
-            cut = largest_threshold(keys, inside.to(tl.float32), asked, cut, high)
+            each = inside.to(tl.float32)
+            cut = largest_threshold(keys, each, asked, asked, cut, high)
         if top_p_ptr is not None:
             if share < 1:
                 weight = tl.where(keys >= cut, weight_of(x, best, slope), 0.0)
                 target = mass_of_top_p(share, tl.sum(tl.sum(weight, 1), 0))
-                cut = largest_threshold(keys, weight, target, cut, high)
+                cut = largest_threshold(keys, weight, target, target, cut, high)
         kept = tl.sum(kept_weight(x, best, slope, cut, least), 1)
         goal = u * tl.sum(kept, 0)
         it = first_beyond(kept, goal, CANDIDATES)

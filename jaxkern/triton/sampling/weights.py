@@ -142,7 +142,8 @@ def row_threshold(
     """`largest_threshold` over a row in memory."""
     low = low.to(tl.int64)
     high = high.to(tl.int64)
-    while high - low > 1:
+    at_low = float("inf")
+    while (high - low > 1) & (at_low > target):
         step = fifth(low, high)
         s1, s2, s3, s4 = row_sums(
             row_ptr,
@@ -156,7 +157,7 @@ def row_threshold(
             V,
             CHUNK,
         )
-        low, high = narrowed(low, high, step, target, s1, s2, s3, s4)
+        low, high, at_low = narrowed(low, high, step, target, at_low, s1, s2, s3, s4)
     return low.to(tl.int32)
 
 

@@ -7,7 +7,14 @@ import pytest
 
 from jaxkern import dequantize, quantize_affine
 from jaxkern.primitives.quant.affine_tensor import BITS, pack_codes, unpack_codes
+from tests.checks import case, f32
 from tests.primitives.quant.mlx_golden import GOLDEN, KEYS, arrays, tensor
+
+CASES = [
+    case("plain", w=f32(2, 3, 32), bits=4, group_size=32),
+    case("minmax", w=f32(5, 64), bits=3, quantizer="minmax", packed=False),
+    case("empty", w=f32(0, 64), bits=8),
+]
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])

@@ -1,0 +1,357 @@
+"""The fused kernels of jax-mps, MLX's own: what an op calls there, and when.
+
+jax-mps computes custom calls named `mps.*` with the kernels of MLX. It reads their
+options from JSON, and takes defaults where it cannot read it, without a word; it
+promotes dtypes as MLX does, whatever type the call declares. So options are plain
+finite numbers, and operands get one dtype before the call. All of them serve inference:
+the forward pass of training saves what no such kernel returns.
+"""
+
+import contextlib
+import contextvars
+import functools
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.lowering.apple.portable import portable
+from jaxkern.primitives.attention.attention import attention_reference, without_rest
+from jaxkern.primitives.attention.mask import make_mask, padding_mask, segment_mask
+
+TESTED = ((0, 11, 1), (0, 11, 2))  # from, up to but without: versions of jax-mps
+RIVALS = ("jax-metallib", "applejax")  # register the platform "mps" too
+FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16)
+
+assumed_version = contextvars.ContextVar[str | None]("assumed_version", default=None)
+
+
+@contextlib.contextmanager
+def assume_jax_mps(version: str = "0.11.1") -> Iterator[None]:
+    """Lowers as if this version of jax-mps were installed; to look, not to run."""
+    token = assumed_version.set(version)
+    try:
+        yield
+    finally:
+        assumed_version.reset(token)
+
+
+@functools.cache
+def installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def jax_mps_refusal() -> str | None:
+    """Why the fused kernels are not used at all, or None."""
+    version = assumed_version.get()
+    if version is None:
+        version = installed_version("jax-mps")
+        for rival in RIVALS:
+            if installed_version(rival):
+                return f'{rival} is installed, which registers "mps" too'
+    if version is None:
+        return "jax-mps is not installed"
+    numbers = version.split(".")
+    whole = all(n.isdigit() for n in numbers)
+    if not whole or not TESTED[0] <= tuple(map(int, numbers)) < TESTED[1]:
+        low, high = (".".join(map(str, v)) for v in TESTED)
+        return f"jax-mps {version} is not one that was read: >={low},<{high}"
+    return None
+
+
+def refusal(*operands: Any, options: Any = ()) -> str | None:
+    """The reasons that all fused kernels share."""
+    if reason := jax_mps_refusal():
+        return reason
+    for x in operands:
+        if x is None:
+            continue
+        if not all(isinstance(n, int) for n in x.shape):
+            return "a size is symbolic"
+        if 0 in x.shape:
+            return "an operand is empty"
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype not in FLOATS:
+            return f"{x.dtype} is not among its dtypes"
+    if not all(math.isfinite(option) for option in options):
+        return "an option is not finite, which JSON cannot say"
+    return None
+
+
+def call(target: str, result: Any, *operands: Any, **options: float | bool) -> Any:
+    """`mps.<target>` of the operands; `result` has the shapes and dtypes."""
+    config = json.dumps(options, allow_nan=False) if options else ""
+    return jax.ffi.ffi_call(
+        f"mps.{target}",
+        result,
+        custom_call_api_version=2,
+        legacy_backend_config=config,
+        vmap_method="sequential",  # the plugin has no rule of its own
+    )(*operands)
+
+
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+# Norms. A weight of another dtype would change that of the result: all get one.
+
+
+def rms_norm(x, weight, bias, *, eps, offset):
+    dtype = jnp.result_type(*(a.dtype for a in (x, weight) if a is not None))
+    if weight is None:
+        weight = jnp.ones(x.shape[-1:], dtype)
+    if offset or bias is not None:  # one rounding, at the end
+        dtype = jnp.float32
+    weight, wide = weight.astype(dtype), x.astype(dtype)
+    if offset:
+        weight = weight + offset
+    y = call("rms_norm", like(wide), wide, weight, eps=float(eps))
+    return (y if bias is None else y + bias.astype(dtype)).astype(x.dtype)
+
+
+def rms_norm_unless(x, weight, bias, *, eps, offset):
+    return refusal(x, weight, bias, options=(eps, offset))
+
+
+def add_rms_norm(x, residual, weight, bias, *, eps, offset):
+    total = x.astype(jnp.float32) + residual.astype(jnp.float32)
+    y = rms_norm(total, weight, bias, eps=eps, offset=offset)
+    return y.astype(x.dtype), total.astype(residual.dtype)
+
+
+def add_rms_norm_unless(x, residual, weight, bias, *, eps, offset):
+    return refusal(x, residual, weight, bias, options=(eps, offset))
+
+
+def layer_norm(x, weight, bias, *, eps):
+    given = [a for a in (x, weight, bias) if a is not None]
+    dtype = jnp.result_type(*(a.dtype for a in given))
+    wide, d = x.astype(dtype), x.shape[-1:]
+    weight = jnp.ones(d, dtype) if weight is None else weight.astype(dtype)
+    bias = jnp.zeros(d, dtype) if bias is None else bias.astype(dtype)
+    y = call("layer_norm", like(wide), wide, weight, bias, eps=float(eps))
+    return y.astype(x.dtype)
+
+
+def layer_norm_unless(x, weight, bias, *, eps):
+    return refusal(x, weight, bias, options=(eps,))
+
+
+# Activations.
+
+
+def gelu(x, *, approximate):
+    del approximate  # tanh, see below
+    return call("gelu", like(x), x)
+
+
+def gelu_unless(x, *, approximate):
+    if approximate != "tanh":
+        return "it has the tanh form only"
+    return refusal(x)
+
+
+def softmax(x, mask, *, scale):
+    z = x.astype(jnp.float32) * scale
+    if mask is not None:
+        z = jnp.where(mask, z, -jnp.inf)
+    y = call("softmax", like(z), z, axis=z.ndim - 1)
+    # MLX makes NaN of a row without anything to keep
+    empty = jnp.max(z, axis=-1, keepdims=True) == -jnp.inf
+    return jnp.where(empty, 0, y).astype(x.dtype)
+
+
+def softmax_unless(x, mask, *, scale):
+    return refusal(x, mask, options=(scale,))
+
+
+# Rotation, with heads in front of rows.
+
+
+def rope(x, offset, *, theta, rotary_dim, pairing):
+    heads = jnp.swapaxes(x, -2, -3)
+    y = call(
+        "rope",
+        like(heads),
+        heads,
+        offset.astype(jnp.int32),
+        dims=rotary_dim,
+        traditional=pairing == "interleaved",
+        base=float(theta),
+        rope_scale=1.0,
+    )
+    return jnp.swapaxes(y, -2, -3)
+
+
+def rope_unless(x, offset, *, theta, rotary_dim, pairing):
+    del pairing
+    if rotary_dim == 0:
+        return "nothing rotates"
+    return refusal(x, offset, options=(theta,))
+
+
+# Attention, with heads in front of rows.
+
+
+def attention(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    q_offset,
+    sinks,
+    *,
+    scale,
+    causal,
+    window,
+    softcap,
+):
+    masked = dict(bias=bias, mask=mask, q_segment_ids=q_segment_ids)
+    masked |= dict(kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths)
+    options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
+    reference = functools.partial(attention_reference, **options)
+    operands = (query, key, value, *masked.values(), q_offset, sinks)
+    # no kernel returns it; what nobody reads is dropped from the module
+    _, lse = portable(reference, "mps")(*operands)
+    t, s = query.shape[1], key.shape[1]
+    seen = visible(t, s, causal, window, q_offset, **masked)
+    # what is hidden still meets a weight of 0, which NaN survives
+    arrays = (query, without_rest(key, kv_lengths), without_rest(value, kv_lengths))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in arrays)
+    plain_causal = causal and window is None and q_offset is None and t == s
+    if plain_causal and all(x is None for x in masked.values()):
+        out = call("sdpa_causal", like(q), q, k, v, scale=float(scale))
+        return jnp.swapaxes(out, 1, 2), lse
+    if seen is None:
+        seen = jnp.ones((1, 1, 1, 1), jnp.bool_)
+    out = call("sdpa", like(q), q, k, v, seen, scale=float(scale))
+    # a hidden key loses 1e9 and no more: a row without keys would see all
+    out = jnp.where(jnp.any(seen, axis=-1, keepdims=True), out, 0)
+    return jnp.swapaxes(out, 1, 2), lse
+
+
+def visible(
+    t,
+    s,
+    causal,
+    window,
+    q_offset,
+    bias,
+    mask,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+):
+    """The mask `[#b #n #t #s]` of a call, or None."""
+    del bias  # refused
+    masks = [] if mask is None else [mask]
+    if causal or window is not None:
+        positions = make_mask(t, s, causal=causal, window=window, q_offset=q_offset)
+        masks.append(positions.reshape(-1, 1, t, s))
+    if q_segment_ids is not None:
+        masks.append(segment_mask(q_segment_ids, kv_segment_ids).reshape(-1, 1, t, s))
+    if kv_lengths is not None:
+        masks.append(padding_mask(kv_lengths, s))
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def attention_unless(query, key, value, bias, sinks, *, softcap, scale, **others):
+    if bias is not None or sinks is not None or softcap is not None:
+        return "it takes no bias, sinks or softcap"
+    if not query.dtype == key.dtype == value.dtype:
+        return "query, key and value differ in dtype"
+    if value.shape[-1] != query.shape[-1]:
+        return "the values have another width than the keys"
+    arrays = [x for x in others.values() if hasattr(x, "shape")]
+    return refusal(query, key, value, *arrays, options=(scale,))
+
+
+# MLX's affine format. In float32 the kernels compute what the references do.
+
+CODES = {"bits": (4, 8), "group_size": (32, 64, 128)}
+
+
+def quantize(w, *, bits, group_size, quantizer, packed):
+    del quantizer, packed  # refused
+    *lead, d = w.shape
+    words = jax.ShapeDtypeStruct((*lead, d * bits // 32), jnp.uint32)
+    groups = jax.ShapeDtypeStruct((*lead, d // group_size), jnp.float32)
+    codes, scales, biases = call(
+        "quantize",
+        (words, groups, groups),
+        w.astype(jnp.float32),
+        group_size=group_size,
+        bits=bits,
+    )
+    return codes, scales.astype(w.dtype), biases.astype(w.dtype)
+
+
+def quantize_unless(w, *, bits, group_size, quantizer, packed):
+    if quantizer != "mlx" or not packed:
+        return "it has MLX's quantiser and packed codes only"
+    return affine_refusal(bits, group_size, None, w)
+
+
+def dequantize(codes, scales, biases, *, bits, group_size, dtype, dequant_dtype):
+    del dequant_dtype  # refused
+    wide = [a.astype(jnp.float32) for a in (scales, biases)]
+    shape = (*codes.shape[:-1], scales.shape[-1] * group_size)
+    result = jax.ShapeDtypeStruct(shape, jnp.float32)
+    y = call("dequantize", result, codes, *wide, group_size=group_size, bits=bits)
+    return y if dtype is None else y.astype(dtype)
+
+
+def dequantize_unless(codes, scales, biases, *, bits, group_size, dtype, dequant_dtype):
+    del dtype
+    return affine_refusal(bits, group_size, dequant_dtype, codes, scales, biases)
+
+
+def quantized_matmul(
+    x, codes, scales, biases, *, bits, group_size, compute_dtype, dequant_dtype
+):
+    del dequant_dtype  # refused
+    dtype = compute_dtype or jnp.float32
+    rows = x.reshape(-1, x.shape[-1])
+    result = jax.ShapeDtypeStruct((rows.shape[0], codes.shape[0]), dtype)
+    rows, scales, biases = (a.astype(dtype) for a in (rows, scales, biases))
+    y = call(
+        "quantized_matmul",
+        result,
+        rows,
+        codes,
+        scales,
+        biases,
+        transpose=1,  # w is [f, d]
+        group_size=group_size,
+        bits=bits,
+    )
+    return y.reshape(*x.shape[:-1], codes.shape[0]).astype(x.dtype)
+
+
+def quantized_matmul_unless(
+    x, codes, scales, biases, *, bits, group_size, compute_dtype, dequant_dtype
+):
+    if compute_dtype not in (None, jnp.dtype(jnp.float32), x.dtype):
+        return "its result has the dtype of the factors: it would be rounded twice"
+    return affine_refusal(bits, group_size, dequant_dtype, x, codes, scales, biases)
+
+
+def affine_refusal(bits, group_size, dequant_dtype, *operands):
+    if bits not in CODES["bits"] or group_size not in CODES["group_size"]:
+        return f"it has {CODES}, not {bits} bits in groups of {group_size}"
+    if any(x.dtype == jnp.uint8 for x in operands):
+        return "codes are not packed in 32-bit words"
+    if dequant_dtype is not None:
+        return "it rounds weights as it likes"
+    return refusal(*operands)

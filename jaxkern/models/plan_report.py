@@ -1,0 +1,153 @@
+"""The plan of one decode step as tables: `jaxkern plan model.gguf`."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Group
+from rich.table import Table
+
+from jaxkern import runtime
+from jaxkern.formats.gguf import read_gguf
+from jaxkern.models.llama import decode, empty_cache
+from jaxkern.models.llama_gguf import Policy, choose_policy, load_llama
+from jaxkern.runtime.instructions import Instruction
+from jaxkern.runtime.profile import Profile
+
+COUNTED = re.compile(r"\.\d+|_\d+$|\d+$")  # what XLA appends to make a name unique
+EDGE = 20  # rows of the two long tables
+
+
+def plan_decode_step(
+    path: str | Path, *, weights: Policy = "auto", batch: int = 1, slots: int = 512
+) -> tuple[runtime.Plan, tuple]:
+    """Compiles one decode step of a model; the cache is donated, so there is one.
+
+    Args:
+      path: of a GGUF file.
+      weights: policy of `load_llama`, or "auto".
+      batch: sequences at a time.
+      slots: tokens that the cache can hold.
+
+    Returns:
+      The plan, and arguments for it: weights, tokens, a half-filled cache.
+    """
+    file = read_gguf(path)
+    policy, _ = choose_policy(file, weights)
+    config, loaded = load_llama(file, policy)
+    cache = empty_cache(config, batch, slots)
+    cache = cache._replace(lengths=jnp.full(batch, slots // 2, jnp.int32))
+    arguments = (loaded, jnp.zeros(batch, jnp.int32), cache)
+    step = functools.partial(decode, config)
+    # float32 means float32: the default of a GPU rounds the factors to tf32
+    precision = "highest" if config.dtype == "float32" else None
+    with jax.default_matmul_precision(precision):
+        plan = runtime.compile(step, *arguments, donate=2)
+    return plan, arguments
+
+
+def tables(plan: runtime.Plan, profile: Profile | None = None) -> Group:
+    """What a step does, its instructions, its memory, and times if they were taken."""
+    shown = [summary(plan, profile), instruction_table(plan, profile)]
+    return Group(*shown, memory_table(plan))
+
+
+def as_json(plan: runtime.Plan, profile: Profile | None = None) -> dict[str, Any]:
+    """The same as plain numbers."""
+    report, memory = plan.report(), plan.memory()
+    found = {
+        "device": plan.device.device_kind,
+        "equations": sum(report.equations.values()),
+        "instructions": report.instructions,
+        "views": report.views,
+        "kernels": report.kernels,
+        "command_buffers": list(report.command_buffers.sizes),
+        "bytes": sum(i.bytes * (i.runs or 1) for i in plan.instructions()),
+        "flops": sum((i.flops or 0) * (i.runs or 1) for i in plan.instructions()),
+        "memory": {
+            name: getattr(memory, name)
+            for name in ("arguments", "outputs", "temporaries", "aliases", "peak")
+        },
+    }
+    return found | ({"seconds": profile.seconds} if profile else {})
+
+
+def summary(plan: runtime.Plan, profile: Profile | None) -> Table:
+    report, moved = plan.report(), as_json(plan, profile)
+    table = Table(title="One decode step", show_header=False)
+    table.add_row("device", plan.device.device_kind)
+    table.add_row("compiled in", f"{plan.compile_seconds:.2f} s")
+    table.add_row("equations before", str(moved["equations"]))
+    after = ", ".join(f"{n} {kind}" for kind, n in report.instructions.items())
+    table.add_row("instructions after", f"{len(plan)}: {after}")
+    table.add_row("views, free", str(report.views))
+    kernels = ", ".join(f"{n} {name}" for name, n in report.kernels.items())
+    table.add_row("kernels of others", kernels or "none")
+    table.add_row("command buffers", str(report.command_buffers))
+    table.add_row("bytes moved", f"{moved['bytes'] / 1e6:,.1f} MB")
+    table.add_row("arithmetic", f"{moved['flops'] / 1e6:,.2f} MFLOP")
+    if profile is not None:
+        floor = moved["bytes"] / profile.limits.bytes_per_second
+        table.add_row("one step takes", f"{profile.seconds * 1e3:,.2f} ms")
+        table.add_row("its bytes would take", f"{floor * 1e3:,.2f} ms")
+        if profile.note:
+            table.add_row("profile", profile.note)
+    return table
+
+
+def family(i: Instruction) -> tuple[str, str, str]:
+    """Instructions that differ in nothing but the layer."""
+    return COUNTED.sub("", i.name), i.kind, i.shape if len(i.shape) < 40 else "..."
+
+
+def instruction_table(plan: runtime.Plan, profile: Profile | None) -> Table:
+    """One row for all that do the same in every layer, the most bytes first."""
+    times = {row.name: row.seconds for row in profile.rows} if profile else {}
+    groups: dict[tuple, list[Instruction]] = {}
+    for i in plan.instructions():
+        if i.kind != "control":
+            groups.setdefault(family(i), []).append(i)
+    table = Table(title="Instructions")
+    for name in ("", "kind", "result"):
+        table.add_column(name)
+    for name in ("times", "MB", "MFLOP", *(("us",) if times else ())):
+        table.add_column(name, justify="right")
+
+    def moved(found: list[Instruction]) -> float:
+        return sum(i.bytes * (i.runs or 1) for i in found)
+
+    ordered = sorted(groups.items(), key=lambda group: -moved(group[1]))
+    for key, found in ordered[:EDGE]:
+        flops = sum((i.flops or 0) * (i.runs or 1) for i in found)
+        cells = [str(sum(i.runs or 1 for i in found)), f"{moved(found) / 1e6:,.3f}"]
+        cells += [f"{flops / 1e6:,.2f}"]
+        if times:
+            cells += [f"{sum(times.get(i.name, 0.0) for i in found) * 1e6:,.1f}"]
+        table.add_row(*key, *cells)
+    if rest := ordered[EDGE:]:
+        others = [i for _, found in rest for i in found]
+        cells = [str(sum(i.runs or 1 for i in others)), f"{moved(others) / 1e6:,.3f}"]
+        table.add_row(f"{len(rest)} more", "", "", *cells)
+    return table
+
+
+def memory_table(plan: runtime.Plan) -> Table:
+    """Totals, then the largest places of the arena."""
+    memory = plan.memory()
+    table = Table(title="Memory")
+    for name in ("", "bytes", "offset", "live"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name in ("arguments", "outputs", "aliases", "temporaries", "peak"):
+        table.add_row(name, f"{getattr(memory, name):,}", "", "")
+    table.add_section()
+    if memory.why_no_arena:
+        table.add_row(memory.why_no_arena, "", "", "")
+    for b in sorted(memory.arena, key=lambda b: -b.size)[:EDGE]:
+        live = f"{b.first}..{b.last} of {len(memory.order)}"
+        table.add_row(f"{b.name} {b.shape}"[:60], f"{b.size:,}", f"{b.offset:,}", live)
+    if len(memory.arena) > EDGE:
+        table.add_row(f"{len(memory.arena) - EDGE} more places", "", "", "")
+    return table

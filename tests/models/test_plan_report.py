@@ -1,0 +1,54 @@
+"""`jaxkern plan`: the tables and numbers of one decode step."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxkern.models.command_line import main
+from jaxkern.models.plan_report import plan_decode_step, tables
+from tests.models.tiny_gguf import write_tiny_gguf
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return str(write_tiny_gguf(folder / "m.gguf", "llama"))
+
+
+def test_tables_and_numbers(path, capsys):
+    arguments = ["plan", path, "--slots", "32", "--batch", "2"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # every weight is read once, two floating point operations each but the embedding
+    assert found["bytes"] > found["memory"]["arguments"] / 2
+    assert found["memory"]["aliases"] > 0, "the cache is donated"
+    assert sum(found["instructions"].values()) > 10 and found["flops"] > 0
+    plan, step = plan_decode_step(path, batch=2, slots=32)
+    import rich
+
+    rich.print(tables(plan))
+    shown = capsys.readouterr().out
+    for text in ("One decode step", "Instructions", "Memory", "arguments", "a CPU has"):
+        assert text in shown
+    logits, cache = plan(step[0], step[1], step[2]._replace(values=copy(step[2])))
+    assert logits.shape == (2, 288) and np.isfinite(logits).all()
+    assert (np.asarray(cache.lengths) == 17).all()
+
+
+def copy(cache):
+    return tuple(v + 0 for v in cache.values)
+
+
+@pytest.mark.full
+def test_profile(path, capsys):
+    assert main(["plan", path, "--slots", "32", "--profile"]) == 0
+    shown = capsys.readouterr().out
+    assert "one step takes" in shown and " us " in shown
+
+
+def test_errors(path, capsys):
+    assert main(["plan", path, "--slots", "0"]) == 2
+    assert "--batch and --slots must be at least 1" in capsys.readouterr().err
+    assert main(["plan", "/nonexistent.gguf"]) == 2
+    assert "No such file" in capsys.readouterr().err
