@@ -7,6 +7,7 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 import functools
 
 from jaxkern.lowering.lower import lower
+from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.paged_attention import paged_attention_p
@@ -222,6 +223,13 @@ row(
     paged_attention_p,
     fwd=decode_attention.paged_attention_fwd,
     unless=decode_attention.unsupported_paged,
+)
+row(
+    attention_p,
+    backend="mosaic_gpu",
+    fwd=hopper_attention.attention_fwd,
+    unless=hopper_attention.unsupported,
+    slower=hopper_attention.slower,
 )
 row(
     attention_p,

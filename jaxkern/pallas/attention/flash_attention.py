@@ -1,0 +1,665 @@
+"""Attention of many queries on Hopper: TMA, WGMMA and specialised warpgroups.
+
+The algorithm is FlashAttention-3 (https://arxiv.org/abs/2407.08608). A program is one
+loader warpgroup and two or three consumers of 64 queries each. The loader keeps a ring
+of key and value blocks full. A consumer issues S_j = q k_j^T and, behind it, the
+product P_{j-1} v_{j-1}; the softmax of S_j runs while the second product and the
+products of the other consumers occupy the tensor cores.
+
+Blocks are visited from the last that is seen to the first. Blocks that causal, window,
+lengths or segments hide are never loaded, and those that they show entirely are not
+masked. Tiles of queries go longest first. Where a program takes several, its loader
+fetches the next one while the last one is written. docs/design/attention.md has the
+measurements.
+
+What lies beyond t or s is zero when it is loaded and dropped when it is stored: that is
+how the copy engine treats what is outside of an array. It moves tiles of 8 rows, so
+lengths that are no multiples of 8 cost a copy that pads them.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.primitives.attention.attention import without_rest
+from jaxkern.triton.attention.flash_attention import (
+    FEW_QUERIES,
+    segment_bounds,
+)
+from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
+from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
+from jaxkern.triton.triton_call import compute_capability
+
+LOG2_E = math.log2(math.e)
+ROWS = 64  # queries of a consumer: those of one WGMMA
+CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
+SHARED_BYTES = 232_448 - 4096  # of a program; the rest is for barriers
+WGMMA = plgpu.Layout.WGMMA
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def unsupported(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    **_: Any,
+) -> str | None:
+    """A reason in words, or None."""
+    b, t, n, h = query.shape
+    s, hv = value.shape[1], value.shape[3]
+    if not all(isinstance(size, int) for size in (b, t, n, h, s, hv)):
+        return "a size is symbolic"
+    if compute_capability() != 90:
+        return f"the compute capability is {compute_capability()}, not 90 (Hopper)"
+    if t <= FEW_QUERIES:
+        return f"{t} queries are no more than {FEW_QUERIES}: reading the keys decides"
+    if not b * n * h * hv * s:
+        return "an operand is empty"
+    if h % 16 or hv % 16 or max(h, hv) > 256:
+        return f"head dims {h} and {hv} are no multiples of 16 up to 256"
+    if not query.dtype == key.dtype == value.dtype:
+        names = [x.dtype.name for x in (query, key, value)]
+        return f"query, key and value have the dtypes {', '.join(names)}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"`query` is {query.dtype.name}"
+    if bias is not None:
+        return "`bias` is not written"
+    if mask is not None:
+        return "`mask` is not written"
+    return None
+
+
+def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+    """Why "auto" leaves these operands to the next row, or None."""
+    if (query.shape[3], value.shape[3]) != (128, 128):
+        return f"head dims {query.shape[3]} and {value.shape[3]} were not measured"
+    return slower_than_xla(query, key)
+
+
+# Sizes.
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What shapes and options fix.
+
+    Attributes:
+      b, t, s, n, group, h, hv: sizes; `group` query heads share a key head.
+      scale: of q k^T, with log2 e where no cap comes after it.
+      folded: the scale is applied as late as in the exponent.
+      softcap, causal, window: options.
+      consumers: warpgroups of `ROWS` queries.
+      block_k: keys of a block.
+      stages: blocks of keys, and of values, in shared memory.
+      overlap: the softmax does not wait for the product that was issued before it.
+      turns: the consumers issue their products in turns.
+      programs: of the grid.
+    """
+
+    b: int
+    t: int
+    s: int
+    n: int
+    group: int
+    h: int
+    hv: int
+    scale: float
+    folded: bool
+    softcap: float | None
+    causal: bool
+    window: int | None
+    consumers: int
+    block_k: int
+    stages: int
+    overlap: bool
+    turns: bool
+    programs: int
+
+    @property
+    def block_q(self) -> int:
+        return self.consumers * ROWS
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.t // self.block_q)
+
+    @property
+    def tiles(self) -> int:
+        return self.blocks * self.b * self.n
+
+    @property
+    def out_in_query(self) -> bool:
+        """Whether results are staged where the queries lay, for want of space."""
+        row = self.block_q * (self.h + self.hv) + self.stages * self.block_k * (
+            self.h + self.hv
+        )
+        return 2 * row > SHARED_BYTES
+
+
+def sizes(h: int, hv: int, causal: bool) -> dict[str, int]:
+    """By head dims; measured sizes go over them.
+
+    Measured at 128 alone: there causal tiles, of uneven length, are best given to
+    the multiprocessors by the hardware, and even ones need no turns.
+    """
+    width = max(h, hv)
+    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, OVERLAP=1)
+    if width <= 64:
+        found["STAGES"] = 4
+    elif width > 128:
+        found["BLOCK_K"] = 64
+    return found | dict(TURNS=int(causal), PERSISTENT=int(not causal))
+
+
+def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
+    """How WGMMA wants a 16-bit matrix: tiles of 8 rows, swizzled as widely as fits."""
+    for swizzle in (128, 64, 32):
+        width = swizzle // 2
+        if columns % width == 0 and not (contract_rows and rows % width):
+            # abstract only to a type checker, as jax writes them
+            tiling: Any = plgpu.TilingTransform
+            swizzling: Any = plgpu.SwizzleTransform
+            return tiling((8, width)), swizzling(swizzle)
+    raise ValueError(f"tiled: [{rows}, {columns}] is no multiple of 16.")
+
+
+# The kernel.
+
+
+def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
+    """(batch, head, block) of a tile: by sections of heads, the longest first."""
+    heads = c.b * c.n
+    cached = max(1, CACHED_BYTES // (2 * c.s * (c.h + c.hv))) * c.group
+    section = min(cached, heads)
+    part = lax.div(index, section * c.blocks)
+    within = lax.rem(index, section * c.blocks)
+    present = lax.min(section, heads - part * section)
+    block = lax.div(within, present)
+    if c.causal:
+        block = c.blocks - 1 - block
+    head = part * section + lax.rem(within, present)
+    return lax.div(head, c.n), lax.rem(head, c.n), block
+
+
+def nth_tile(i: Any, program: Any, c: Problem) -> Any:
+    """Index of the tile that a program takes i-th, back and forth over the programs.
+
+    Tiles get shorter, so in one direction the first programs would take the longest
+    tile of every round.
+    """
+    forth = lax.rem(i, 2) == 0
+    return i * c.programs + jnp.where(forth, program, c.programs - 1 - program)
+
+
+def position_and_length(batch, lengths_ref, offset_ref, c: Problem):
+    length = c.s if lengths_ref is None else lax.min(lengths_ref[batch], c.s)
+    offset = c.s - c.t if offset_ref is None else offset_ref[batch]
+    return offset, length
+
+
+def key_blocks(batch, block, lengths_ref, offset_ref, bounds_ref, c: Problem):
+    """The blocks to visit: [first, last), of these [whole, whole_end) without a mask.
+
+    At least one: a tile that sees nothing visits a block of which all is masked.
+    """
+    offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
+    start, stop, whole_start, whole_stop = 0, length, 0, length
+    position = block * c.block_q + offset
+    if c.causal:
+        stop = lax.min(length, position + c.block_q)
+        whole_stop = lax.min(length, position + 1)
+    if c.window is not None:
+        start = position - c.window + 1
+        whole_start = position + c.block_q - c.window
+
+    def blocks(row, round_up=0):
+        row = lax.max(jnp.int32(0), jnp.int32(row)) + round_up * (c.block_k - 1)
+        return lax.div(row, jnp.int32(c.block_k))
+
+    first, last = blocks(start), blocks(stop, 1)
+    whole, whole_end = blocks(whole_start, 1), blocks(whole_stop)
+    if bounds_ref is not None:
+        first = lax.max(first, bounds_ref[batch, block, 0])
+        whole = lax.max(whole, bounds_ref[batch, block, 1])
+        whole_end = lax.min(whole_end, bounds_ref[batch, block, 2])
+        last = lax.min(last, bounds_ref[batch, block, 3])
+    last = lax.max(last, jnp.int32(1))
+    first = lax.min(first, last - 1)
+    return first, whole, whole_end, last
+
+
+def softmax_step(s, top, total, factor, masked):
+    """(top, total, weights, fade) with the logits `factor * s` of one more block."""
+    higher = lax.max(top, jnp.max(s, axis=1) * factor)
+    base = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
+    weights = jnp.exp2(s * factor - by_row(base, s.shape))
+    fade = jnp.exp2(top - base)
+    return higher, total * fade + jnp.sum(weights, axis=1), weights, fade
+
+
+def by_row(x, shape):
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def forward_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    q_ids_ref,
+    kv_ids_ref,
+    bounds_ref,
+    lengths_ref,
+    offset_ref,
+    sinks_ref,
+    out_ref,
+    lse_ref,
+    buffers,
+    barriers,
+    *,
+    c: Problem,
+    interpret: bool,
+):
+    q_smem, k_smem, v_smem, out_smem, lse_smem = buffers
+    q_full, q_free, k_full, k_free, v_full, v_free, turn = barriers
+    if out_smem is None:
+        out_smem = q_smem
+    program = lax.axis_index("program")
+    me = lax.axis_index("warpgroup")
+    rounds = jnp.int32(c.tiles // c.programs)
+    num_tiles = rounds + (nth_tile(rounds, program, c) < c.tiles).astype(jnp.int32)
+    ranges = functools.partial(
+        key_blocks,
+        lengths_ref=lengths_ref,
+        offset_ref=offset_ref,
+        bounds_ref=bounds_ref,
+        c=c,
+    )
+
+    def slot_of(at):
+        return lax.rem(at, jnp.int32(c.stages))
+
+    @pl.when(me == c.consumers)
+    def load():
+        plgpu.set_max_registers(24, action="decrease")
+
+        def tile(i, at):
+            batch, head, block = place(nth_tile(i, program, c), c)
+            first, _, _, last = ranges(batch, block)
+            plgpu.barrier_wait(q_free)
+            for w in range(c.consumers):
+                rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[batch, rows, head], q_smem.at[w], q_full.at[w]
+                )
+
+            def step(j, at):
+                slot = slot_of(at)
+                keys = pl.ds((last - 1 - j) * c.block_k, c.block_k)
+                source = (batch, keys, lax.div(head, jnp.int32(c.group)))
+                plgpu.barrier_wait(k_free.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    k_ref.at[source], k_smem.at[slot], k_full.at[slot]
+                )
+                plgpu.barrier_wait(v_free.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    v_ref.at[source], v_smem.at[slot], v_full.at[slot]
+                )
+                return at + 1
+
+            return lax.fori_loop(0, last - first, step, at)
+
+        lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
+        plgpu.barrier_wait(q_free)
+        for slot in range(c.stages):
+            plgpu.barrier_wait(k_free.at[slot])
+            plgpu.barrier_wait(v_free.at[slot])
+
+    @pl.when(me < c.consumers)
+    def attend():
+        plgpu.set_max_registers(240 if c.consumers == 2 else 160, action="increase")
+        plgpu.barrier_arrive(q_free)
+        for slot in range(c.stages):
+            plgpu.barrier_arrive(k_free.at[slot])
+            plgpu.barrier_arrive(v_free.at[slot])
+        following = lax.rem(me + 1, c.consumers)
+        if c.turns:
+
+            @pl.when(me == c.consumers - 1)
+            def first_turn():
+                plgpu.barrier_arrive(turn.at[0])
+
+        def tile(i, at):
+            batch, head, block = place(nth_tile(i, program, c), c)
+            first, whole, whole_end, last = ranges(batch, block)
+            attend_tile(batch, head, block, first, whole, whole_end, last, at)
+            return at + (last - first)
+
+        def attend_tile(batch, head, block, first, whole, whole_end, last, at):
+            count = last - first
+            row = block * c.block_q + me * ROWS
+            offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
+            ragged = lengths_ref is not None or c.s % c.block_k != 0
+            ends = c.causal or ragged or bounds_ref is not None
+            begins = c.window is not None or bounds_ref is not None
+            q = q_smem.at[me]
+            q_ids = None
+            if q_ids_ref is not None:
+                q_ids = plgpu.load(
+                    q_ids_ref.at[batch, pl.ds(row, ROWS)],
+                    layout=BY_ROW,
+                    optimized=False,
+                )
+
+            def visible(start, shape):
+                """Which of the queries see which of the keys from `start` on."""
+
+                def iota(axis):
+                    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+                columns = iota(1)
+                terms = []
+                if ragged:
+                    terms.append(columns < length - start)
+                if c.causal or c.window is not None:
+                    ahead = columns - iota(0)
+                    position = row + offset - start
+                    if c.causal:
+                        terms.append(ahead <= position)
+                    if c.window is not None:
+                        terms.append(ahead > position - c.window)
+                if q_ids is not None:
+                    kv_ids = plgpu.load(
+                        kv_ids_ref.at[batch, pl.ds(start, c.block_k)],
+                        layout=BY_COLUMN,
+                        optimized=False,
+                    )
+                    kv_ids = lax.broadcast_in_dim(kv_ids, shape, [1])
+                    terms.append(by_row(q_ids, shape) == kv_ids)
+                return functools.reduce(jnp.logical_and, terms)
+
+            def logits(s, j, masked):
+                if c.softcap is not None:
+                    bent = jnp.exp2(s * (2 * LOG2_E * c.scale / c.softcap))
+                    s = (1.0 - 2.0 / (1.0 + bent)) * (c.softcap * LOG2_E)
+                elif not c.folded:
+                    s = s * c.scale
+                if masked:
+                    seen = visible((last - 1 - j) * c.block_k, s.shape)
+                    s = jnp.where(seen, s, -jnp.inf)
+                return s
+
+            factor = c.scale if c.folded else 1.0
+            scores = plgpu.WGMMAAccumulatorRef((ROWS, c.block_k), jnp.float32)
+            sums = plgpu.WGMMAAccumulatorRef((ROWS, c.hv), jnp.float32)
+
+            def set_sum(acc_ref, acc):
+                if not interpret:  # which has no accumulators that start from values
+                    acc_ref[...] = acc
+
+            def issue_sum(acc_ref, weights, v):
+                if not interpret:  # nor weights in registers
+                    plgpu.wgmma(acc_ref, weights, v)
+
+            def finished_sum(acc_ref, acc, weights, v):
+                if interpret:
+                    return acc + jnp.dot(
+                        weights, v[...], preferred_element_type=jnp.float32
+                    )
+                return acc_ref[...]
+
+            plgpu.barrier_wait(q_full.at[me])
+            slot = slot_of(at)
+            plgpu.barrier_wait(k_full.at[slot])
+
+            def first_scores(s_ref):
+                plgpu.wgmma(s_ref, q, k_smem.at[slot].transpose((1, 0)))
+                return s_ref[...]
+
+            s = pl.run_scoped(first_scores, scores)
+            plgpu.barrier_arrive(k_free.at[slot])
+            nothing = jnp.zeros((ROWS,), jnp.float32)
+            nothing = plgpu.layout_cast(nothing, BY_ROW)
+            acc = jnp.zeros((ROWS, c.hv), jnp.float32)
+            acc = plgpu.layout_cast(acc, WGMMA)
+            masked = ends or begins
+            top, total, weights, _ = softmax_step(
+                logits(s, 0, masked), nothing - jnp.inf, nothing, factor, masked
+            )
+            weights = weights.astype(q_ref.dtype)
+            plgpu.barrier_wait(v_full.at[slot])
+
+            def step(j, carry, masked):
+                acc, top, total, weights = carry
+                slot, before = slot_of(at + j), slot_of(at + j - 1)
+                k, v = k_smem.at[slot], v_smem.at[before]
+
+                plgpu.barrier_wait(k_full.at[slot])
+                if c.turns:
+                    plgpu.barrier_wait(turn.at[me])
+
+                def scoped(s_ref, acc_ref):
+                    set_sum(acc_ref, acc)
+                    plgpu.wgmma(s_ref, q, k.transpose((1, 0)))
+                    issue_sum(acc_ref, weights, v)
+                    if c.turns:
+                        plgpu.barrier_arrive(turn.at[following])
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=int(c.overlap))
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    higher, more, new, fade = softmax_step(
+                        logits(s, j, masked), top, total, factor, masked
+                    )
+                    # What waits for a barrier is not moved, so it keeps the compiler
+                    # from moving the softmax behind the end of the product.
+                    higher, more, new, fade = lax.optimization_barrier(
+                        (higher, more, new, fade)
+                    )
+                    plgpu.barrier_wait(v_full.at[slot])
+                    summed = finished_sum(acc_ref, acc, weights, v)
+                    plgpu.barrier_arrive(v_free.at[before])
+                    # not before: the product in flight reads registers of the old ones
+                    new = new.astype(q_ref.dtype)
+                    return summed * by_row(fade, summed.shape), higher, more, new
+
+                return pl.run_scoped(scoped, scores, sums)
+
+            carry = acc, top, total, weights
+            right = jnp.int32(1)
+            if ends:
+                right = lax.max(right, lax.min(last - whole_end, count))
+                carry = lax.fori_loop(
+                    1, right, functools.partial(step, masked=True), carry
+                )
+            left = count
+            if begins:
+                left = lax.max(right, lax.min(last - whole, count))
+            carry = lax.fori_loop(
+                right, left, functools.partial(step, masked=False), carry
+            )
+            if begins:
+                carry = lax.fori_loop(
+                    left, count, functools.partial(step, masked=True), carry
+                )
+            acc, top, total, weights = carry
+            before = slot_of(at + count - 1)
+            v = v_smem.at[before]
+            if not c.out_in_query:
+                plgpu.barrier_arrive(q_free)
+
+            def last_sum(acc_ref):
+                set_sum(acc_ref, acc)
+                issue_sum(acc_ref, weights, v)
+                return finished_sum(acc_ref, acc, weights, v)
+
+            acc = pl.run_scoped(last_sum, sums)
+            plgpu.barrier_arrive(v_free.at[before])
+            if sinks_ref is not None:
+                sink = sinks_ref[head].astype(jnp.float32) * LOG2_E
+                higher = jnp.maximum(top, sink)
+                base = jnp.where(higher == -jnp.inf, 0.0, higher)
+                fade = jnp.exp2(top - base)
+                total = total * fade + jnp.exp2(sink - base)
+                acc = acc * by_row(fade, acc.shape)
+                top = higher
+            seen = total > 0
+            total = jnp.where(seen, total, 1.0)
+            share = 1.0 / total
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_smem.at[me][...] = (acc * by_row(share, acc.shape)).astype(q_ref.dtype)
+            lse = top * math.log(2) + jnp.log(total)
+            lse_smem.at[me][...] = jnp.where(seen, lse, -jnp.inf)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[me], out_ref.at[batch, pl.ds(row, ROWS), head]
+            )
+            plgpu.copy_smem_to_gmem(
+                lse_smem.at[me], lse_ref.at[batch, head, pl.ds(row, ROWS)]
+            )
+            if c.out_in_query:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(q_free)
+
+        lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+        if c.turns:
+
+            @pl.when(me == 0)
+            def last_turn():
+                plgpu.barrier_wait(turn.at[0])
+
+
+# Launcher.
+
+
+def padded_rows(x: jax.Array, multiple: int) -> jax.Array:
+    """x with zeros behind its rows, axis 1, up to a multiple."""
+    short = -x.shape[1] % multiple
+    return jnp.pad(x, [(0, 0), (0, short), *((0, 0),) * (x.ndim - 2)])
+
+
+def copyable(x: jax.Array, block: int) -> jax.Array:
+    """x as the copy engine takes it: whole tiles of 8 rows, at least one block."""
+    return padded_rows(x, block if x.shape[1] < block else 8)
+
+
+def int32(x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else x.astype(jnp.int32)
+
+
+def problem(query, key, value, scale, causal, window, softcap) -> Problem:
+    b, t, n, h = query.shape
+    _, s, heads, hv = value.shape
+    rule = sizes(h, hv, causal)
+    width = next_power_of_2(max(h, hv))
+    found = tuned("hopper_flash_attention", width, query.dtype, rule)
+    c = Problem(
+        b=b,
+        t=t,
+        s=s,
+        n=n,
+        group=n // heads,
+        h=h,
+        hv=hv,
+        scale=scale * (LOG2_E if softcap is None else 1.0),
+        folded=softcap is None and scale > 0,
+        softcap=softcap,
+        causal=causal,
+        # no position is as far as 2^30, and more could overflow
+        window=None if window is None else min(window, 2**30),
+        consumers=found["CONSUMERS"],
+        block_k=found["BLOCK_K"],
+        stages=found["STAGES"],
+        overlap=bool(found["OVERLAP"]),
+        turns=bool(found["TURNS"]),
+        programs=0,
+    )
+    programs = min(c.tiles, num_sms()) if found["PERSISTENT"] else c.tiles
+    return dataclasses.replace(c, programs=programs)
+
+
+def attention_fwd(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    q_segment_ids,
+    kv_segment_ids,
+    kv_lengths,
+    q_offset,
+    sinks,
+    *,
+    scale,
+    causal,
+    window,
+    softcap,
+    interpret=False,
+):
+    """(out, lse); `interpret` runs the kernel on a CPU."""
+    assert bias is None and mask is None  # the row refuses them
+    c = problem(query, key, value, scale, causal, window, softcap)
+    value = without_rest(value, kv_lengths)
+    q_ids, kv_ids, bounds = int32(q_segment_ids), int32(kv_segment_ids), None
+    if q_ids is not None and kv_ids is not None:
+        bounds = segment_bounds(q_ids, kv_ids, c.block_q, c.block_k)
+        q_ids, kv_ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, c.block_k)
+    padded_t = c.blocks * c.block_q
+    query = copyable(query, ROWS)
+    shared = functools.partial(plgpu.SMEM, dtype=query.dtype)
+    rows, lanes = (c.consumers, ROWS), c.stages
+    buffers = (
+        shared((*rows, c.h), transforms=tiled(ROWS, c.h)),
+        shared((lanes, c.block_k, c.h), transforms=tiled(c.block_k, c.h)),
+        shared(
+            (lanes, c.block_k, c.hv),
+            transforms=tiled(c.block_k, c.hv, contract_rows=True),
+        ),
+        None if c.out_in_query else shared((*rows, c.hv), transforms=tiled(ROWS, c.hv)),
+        plgpu.SMEM(rows, jnp.float32),
+    )
+    ring = plgpu.Barrier(num_barriers=c.stages)
+    free = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
+    each = plgpu.Barrier(num_barriers=c.consumers)
+    barriers = (
+        each,  # queries are there
+        plgpu.Barrier(num_arrivals=c.consumers),  # and are not needed any more
+        ring,  # keys
+        free,
+        ring,  # values
+        free,
+        each,  # whose turn it is
+    )
+    out, lse = plgpu.kernel(
+        functools.partial(forward_kernel, c=c, interpret=interpret),
+        out_type=(
+            jax.ShapeDtypeStruct((*query.shape[:3], c.hv), query.dtype),
+            jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
+        ),
+        grid=(c.programs,),
+        grid_names=("program",),
+        num_threads=c.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=(buffers, barriers),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(
+        query,
+        copyable(key, c.block_k),
+        copyable(value, c.block_k),
+        q_ids,
+        kv_ids,
+        bounds,
+        int32(kv_lengths),
+        int32(q_offset),
+        sinks,
+    )
+    return out[:, : c.t], jnp.moveaxis(lse[:, :, : c.t], 1, 2)

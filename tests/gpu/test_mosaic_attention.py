@@ -1,0 +1,183 @@
+"""The Hopper attention kernel on a GPU, against the reference in float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import backend
+from jaxkern.lowering.explain import default_platform
+from jaxkern.lowering.lower import lower
+from jaxkern.pallas.attention import flash_attention as hopper
+from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.triton.attention import flash_attention as triton
+from jaxkern.triton.triton_call import device_capability
+from tests import checks
+from tests.gpu.test_flash_attention import IDS, KV_IDS, as_jax, attend, draw, operands
+from tests.gpu.truth import EPSILON, poison
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        default_platform() != "cuda" or device_capability() != 90,
+        reason="no Hopper GPU here",
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper_forward_and_triton_backward():
+    """As rows that run by default, so that the gradient finds both."""
+    with checks.own_rows(attention_p):
+        lower(
+            attention_p,
+            "cuda",
+            "mosaic_gpu",
+            fwd=hopper.attention_fwd,
+            unless=hopper.unsupported,
+        )
+        lower(
+            attention_p,
+            "cuda",
+            "triton",
+            fwd=None,
+            bwd=triton.attention_bwd,
+            unless=triton.unsupported,
+        )
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+def check(q, k, v, slack=1.0, gradients=True, **options):
+    floats = {n: options.pop(n) for n in ("sinks",) if n in options}
+    b, t, n, _ = q.shape
+    cotangents = draw(b, t, n, v.shape[-1]), draw(b, t, n, dtype="float32")
+    poison(q, k, v)
+
+    def run(q, k, v, floats, cotangents):
+        def f(q, k, v, floats):
+            return attend(q, k, v, return_lse=True, **floats, **options)
+
+        if not gradients:
+            return f(q, k, v, floats)
+        y, pull = jax.vjp(f, q, k, v, floats)
+        seen = [c.astype(x.dtype) for c, x in zip(cotangents, y, strict=True)]
+        return y, pull(tuple(seen))
+
+    arguments = (q, k, v, floats, cotangents)
+    with backend("auto", strict=True):
+        found = jax.jit(run)(*arguments)
+    with jax.enable_x64(True), backend("xla"):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), arguments)
+        truth = jax.jit(run)(*wide)
+    (out, lse) = found[0] if gradients else found
+    true_lse = truth[0][1] if gradients else truth[1]
+    hidden = np.isneginf(np.asarray(true_lse))
+    np.testing.assert_array_equal(np.isneginf(np.asarray(lse)), hidden)
+    assert not np.asarray(out, np.float32)[hidden].any()
+    errors = []
+    for y, e in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        y, e = np.asarray(y, np.float64), np.asarray(e, np.float64)
+        assert y.shape == e.shape
+        finite = ~np.isneginf(e)
+        size = max(np.linalg.norm(e[finite]), 1e-2 * e.size**0.5)
+        errors.append(np.linalg.norm(y[finite] - e[finite]) / size)
+    assert max(errors) < slack * EPSILON[q.dtype.name], errors
+
+
+OPTIONS: dict[str, Any] = {
+    "all": {},
+    "causal": dict(causal=True),
+    "causal_offsets": dict(causal=True, q_offset=np.array([-50, 200])),
+    "window": dict(causal=True, window=70),
+    "window_alone": dict(window=100),
+    "softcap": dict(causal=True, softcap=2.0),
+    "negative_scale": dict(causal=True, scale=-0.2),
+    "sinks": dict(causal=True, sinks=draw(6, dtype="float32")),
+    "sinks_unseen": dict(kv_lengths=np.array([0, 9]), sinks=draw(6, dtype="float32")),
+    "lengths": dict(kv_lengths=np.array([0, 130])),
+    "lengths_causal": dict(
+        kv_lengths=np.array([413, 301]), q_offset=np.array([113, 1]), causal=True
+    ),
+    "segments": dict(segment_ids=(IDS, KV_IDS)),
+    "segments_causal": dict(segment_ids=(IDS, KV_IDS), causal=True, window=200),
+    "unordered_segments": dict(segment_ids=(IDS[:, ::-1] % 3, KV_IDS * 7 % 3)),
+}
+
+
+@pytest.mark.parametrize("h", [64, 128])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name, h):
+    check(*operands(2, 300, 413, 2, 3, h), **as_jax(OPTIONS[name]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "h, hv",
+    [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (80, 32), (16, 16)],
+)
+def test_head_dims(h, hv, dtype):
+    check(*operands(1, 257, 257, 2, 2, h, hv, dtype), causal=True)
+
+
+@pytest.mark.parametrize("h", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_a_program(h, causal):
+    check(*operands(2, 1536, 1536, 4, 4, h), causal=causal, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "t, s", [(9, 1), (9, 1000), (63, 64), (128, 128), (129, 4000), (1000, 10)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(t, s, causal):
+    check(*operands(2, t, s, 1, 5, 128), causal=causal)
+
+
+def test_long_sequences():
+    q, k, v = operands(1, 16384, 16384, 1, 1, 128)
+    check(q, k, v, causal=True)
+    check(q, k, v, causal=True, window=1000)
+
+
+def test_lse_far_below_zero():
+    q, k, v = operands(1, 256, 256, 2, 2, 64)
+    check(40 * q, 40 * k, v, causal=True, slack=20.0)  # weights of 0 and 1
+
+
+def test_what_lies_behind_the_lengths_has_no_influence():
+    q, k, v = operands(2, 200, 300, 2, 2, 64)
+    lengths = jnp.array([100, 290])
+    rest = jnp.arange(300)[:, None, None] >= lengths[:, None, None, None]
+    run = jax.jit(lambda k, v: attend(q, k, v, kv_lengths=lengths))
+    clean = run(k, v)
+    dirty = run(jnp.where(rest, jnp.nan, k), jnp.where(rest, jnp.inf, v))
+    np.testing.assert_array_equal(np.float32(dirty), np.float32(clean))
+    assert np.isfinite(np.float32(dirty)).all()
+
+
+def test_a_nan_stays_visible():
+    q, k, v = operands(1, 200, 200, 1, 1, 64)
+    by_query = attend(q.at[0, 7].set(jnp.nan), k, v, causal=True)
+    by_key = attend(q, k.at[0, 150].set(jnp.nan), v, causal=True)
+    assert jnp.isnan(by_query[0, 7]).all() and jnp.isfinite(by_query[0, 8:]).all()
+    assert jnp.isnan(by_key[0, 150:]).all() and jnp.isfinite(by_key[0, :150]).all()
+
+
+def test_the_same_bits_every_time():
+    q, k, v = operands(2, 1000, 1000, 2, 4, 128)
+    run = jax.jit(lambda *x: attend(*x, causal=True))
+    first = run(q, k, v)
+    for _ in range(20):
+        assert (run(q, k, v) == first).all()
+
+
+def test_vmap():
+    q, k, v = operands(3, 100, 100, 2, 2, 64)
+    batched: Any = tuple(x.reshape(3, 1, *x.shape[1:]) for x in (q, k, v))
+    found = jax.jit(jax.vmap(lambda *x: attend(*x, causal=True)))(*batched)
+    whole = attend(q, k, v, causal=True)
+    np.testing.assert_array_equal(np.float32(found[:, 0]), np.float32(whole))

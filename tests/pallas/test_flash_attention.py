@@ -1,0 +1,252 @@
+"""The Hopper attention kernel on a machine without a GPU.
+
+The interpreter runs its loader, its consumers and all of their barriers; lowering for
+CUDA gives its products the layouts of WGMMA. What ptxas makes of it needs a GPU.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import attention, backend, explain
+from jaxkern.pallas.attention import flash_attention as hopper
+from jaxkern.primitives.attention.attention import attention_p, attention_reference
+from jaxkern.primitives.kernel_primitive import Call
+from jaxkern.triton import block_sizes
+from jaxkern.triton.triton_call import compiling_for
+
+RNG = np.random.default_rng(0)
+ABSENT = dict.fromkeys(
+    (
+        "bias",
+        "mask",
+        "q_segment_ids",
+        "kv_segment_ids",
+        "kv_lengths",
+        "q_offset",
+        "sinks",
+    )
+)
+
+
+def operands(b, t, s, k, g, h, hv=None, dtype="bfloat16") -> Any:
+    shapes = (b, t, k * g, h), (b, s, k, h), (b, s, k, hv or h)
+    return tuple(jnp.asarray(RNG.standard_normal(x), dtype) for x in shapes)
+
+
+def check(q, k, v, *, causal=False, window=None, softcap=None, scale=None, **arrays):
+    """Results in the interpreter against those of the reference in float64."""
+    options: dict[str, Any] = dict(
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+    )
+    rest = list((ABSENT | arrays).values())
+    found = hopper.attention_fwd(q, k, v, *rest, **options, interpret=True)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda x: (
+                jnp.asarray(np.asarray(x, np.float64))
+                if jnp.issubdtype(x.dtype, jnp.floating)
+                else x
+            ),
+            (q, k, v, *rest),
+        )
+        out, lse = attention_reference(*wide, **options)
+    hidden = np.isneginf(np.asarray(lse))
+    np.testing.assert_array_equal(np.isneginf(np.asarray(found[1])), hidden)
+    y, e = np.asarray(found[0], np.float64), np.asarray(out)
+    assert y.shape == e.shape and not y[hidden].any()
+    assert np.linalg.norm(y - e) <= 4e-3 * max(np.linalg.norm(e), 1e-2 * e.size**0.5)
+    seen = ~hidden
+    np.testing.assert_allclose(
+        np.asarray(found[1], np.float64)[seen], np.asarray(lse)[seen], atol=1e-5
+    )
+
+
+def test_tiles_of_ragged_sequences_taken_in_turn(monkeypatch):
+    monkeypatch.setattr(hopper, "num_sms", lambda: 1)
+    monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", {"PERSISTENT": 1})
+    check(*operands(1, 150, 270, 1, 1, 64), causal=True)
+
+
+@pytest.mark.parametrize("b, t, n, programs", [(2, 1000, 3, 5), (1, 100, 4, 4)])
+def test_every_tile_is_taken_once_the_longest_first(b, t, n, programs):
+    q, k, v = (jax.ShapeDtypeStruct((b, t, n, 64), "bfloat16") for _ in range(3))
+    c = hopper.problem(q, k, v, 1.0, True, None, None)
+    c = dataclasses.replace(c, programs=programs)
+    taken = np.array(
+        [
+            [int(hopper.nth_tile(i, p, c)) for p in range(programs)]
+            for i in range(-(-c.tiles // programs))
+        ]
+    )
+    assert sorted(taken.ravel())[: c.tiles] == list(range(c.tiles))
+    places = [tuple(map(int, hopper.place(i, c))) for i in range(c.tiles)]
+    assert len(set(places)) == c.tiles == b * n * c.blocks
+    assert [block for _, _, block in places] == sorted(
+        (block for _, _, block in places), reverse=True
+    )
+
+
+IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (2, 140)), 1), jnp.int32)
+KV_IDS = jnp.asarray(np.sort(RNG.integers(0, 5, (2, 300)), 1), jnp.int32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "offsets": dict(causal=True, q_offset=jnp.array([-50, 200])),
+    "window": dict(causal=True, window=70),
+    "window_alone": dict(window=100),
+    "softcap": dict(causal=True, softcap=2.0),
+    "negative_scale": dict(causal=True, scale=-0.2),
+    "sinks": dict(causal=True, sinks=jnp.array([0.5, -2.0])),
+    "lengths": dict(kv_lengths=jnp.array([0, 130]), sinks=jnp.array([0.5, -2.0])),
+    "lengths_causal": dict(
+        causal=True, kv_lengths=jnp.array([290, 170]), q_offset=jnp.array([150, 1])
+    ),
+    "segments": dict(q_segment_ids=IDS, kv_segment_ids=KV_IDS),
+    "segments_causal": dict(
+        q_segment_ids=IDS, kv_segment_ids=KV_IDS, causal=True, window=120
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name):
+    check(*operands(2, 140, 300, 1, 2, 32), **OPTIONS[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("h, hv", [(96, 96), (128, 128), (192, 128), (256, 256)])
+def test_head_dims(h, hv):
+    check(*operands(1, 130, 130, 1, 1, h, hv, "float16"), causal=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(CONSUMERS=3, BLOCK_K=64, STAGES=3),
+        dict(BLOCK_K=96, STAGES=2),
+        dict(OVERLAP=0),
+        dict(TURNS=0),
+        dict(PERSISTENT=1),
+    ],
+)
+def test_every_size(sizes, monkeypatch):
+    monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", sizes)
+    check(*operands(1, 200, 260, 1, 2, 64), causal=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("t, s", [(9, 1), (9, 200), (63, 64), (200, 10)])
+def test_few_rows(t, s):
+    check(*operands(1, t, s, 1, 1, 64), causal=True)
+
+
+@pytest.mark.full
+def test_what_lies_behind_the_lengths_has_no_influence():
+    q, k, v = operands(1, 16, 140, 1, 1, 64)
+    run = functools.partial(
+        hopper.attention_fwd,
+        **ABSENT | dict(kv_lengths=jnp.array([100])),
+        scale=0.1,
+        causal=False,
+        window=None,
+        softcap=None,
+        interpret=True,
+    )
+    clean = run(q, k, v)
+    dirty = run(q, k.at[:, 100:].set(jnp.nan), v.at[:, 100:].set(jnp.inf))
+    for y, e in zip(dirty, clean, strict=True):
+        np.testing.assert_array_equal(np.float32(y), np.float32(e))
+
+
+@pytest.mark.full
+def test_recorded_vmap():
+    q, k, v = operands(1, 20, 20, 1, 1, 64)
+    call = Call(absent=tuple(range(3, 10)), vmaps=((0, None, None),))
+    kernel = functools.partial(hopper.attention_fwd, interpret=True)
+    out, lse = attention_p.evaluate_with(
+        kernel,
+        jnp.stack([q, 2 * q]),
+        k,
+        v,
+        call=call,
+        scale=0.1,
+        causal=True,
+        window=None,
+        softcap=None,
+    )
+    assert out.shape == (2, *q.shape) and lse.shape == (2, *q.shape[:3])
+    twice = kernel(
+        2 * q, k, v, *ABSENT.values(), scale=0.1, causal=True, window=None, softcap=None
+    )
+    np.testing.assert_array_equal(np.float32(out[1]), np.float32(twice[0]))
+
+
+def cuda_text(f, *args):
+    with compiling_for(90), backend("mosaic_gpu", strict=True):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_lowers_for_cuda_without_a_gpu():
+    q, k, v = operands(1, 300, 300, 2, 2, 128)
+    text = cuda_text(lambda *x: attention(*x, causal=True), q, k, v)
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("h, hv", [(64, 64), (96, 96), (192, 128), (256, 256)])
+def test_every_head_dim_lowers_with_every_option(h, hv):
+    q, k, v = operands(2, 140, 300, 1, 2, h, hv)
+    text = cuda_text(
+        lambda *x: attention(
+            *x,
+            causal=True,
+            window=50,
+            softcap=3.0,
+            segment_ids=(IDS, KV_IDS),
+            kv_lengths=jnp.array([290, 170]),
+            q_offset=jnp.array([150, 1]),
+            sinks=jnp.zeros(2),
+        ),
+        q,
+        k,
+        v,
+    )
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+def refusals(*args, capability=90, **options):
+    with compiling_for(capability), backend("mosaic_gpu"):
+        return str(explain(lambda *x: attention(*x, **options), *args, platform="cuda"))
+
+
+def test_refuses_in_words():
+    q, k, v = operands(1, 16, 16, 1, 1, 64)
+    assert "runs mosaic_gpu: pallas.attention" in refusals(q, k, v)
+    assert "compute capability is 80, not 90" in refusals(q, k, v, capability=80)
+    assert "8 queries are no more than 8" in refusals(q[:, :8], k, v)
+    assert "multiples of 16" in refusals(q[..., :40], k[..., :40], v)
+    assert "`bias` is not" in refusals(q, k, v, bias=jnp.zeros((1, 1, 16, 16)))
+    assert "`mask` is not" in refusals(q, k, v, mask=jnp.ones((1, 1, 1, 16), bool))
+    assert "is float32" in refusals(*(x.astype(jnp.float32) for x in (q, k, v)))
+
+
+def test_runs_by_default_where_it_was_measured():
+    def chosen(h):
+        q, k = (jax.ShapeDtypeStruct((1, 4096, n, h), "bfloat16") for n in (8, 2))
+        with compiling_for(90):
+            f = functools.partial(attention, causal=True)
+            return str(explain(f, q, k, k, platform="cuda"))
+
+    assert "runs mosaic_gpu: pallas.attention" in chosen(128)
+    assert "runs triton" in chosen(64) and "64 and 64 were not measured" in chosen(64)
