@@ -192,13 +192,8 @@ def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
 
 
 def nth_tile(i: Any, program: Any, c: Problem) -> Any:
-    """Index of the tile that a program takes i-th, back and forth over the programs.
-
-    Tiles get shorter, so in one direction the first programs would take the longest
-    tile of every round.
-    """
-    forth = lax.rem(i, 2) == 0
-    return i * c.programs + jnp.where(forth, program, c.programs - 1 - program)
+    """Index of the tile that a program takes i-th."""
+    return i * c.programs + program
 
 
 def position_and_length(batch, lengths_ref, offset_ref, c: Problem):
@@ -290,7 +285,7 @@ def forward_kernel(
 
     @pl.when(me == c.consumers)
     def load():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(40 if c.consumers == 2 else 32, action="decrease")
 
         def tile(i, at):
             batch, head, block = place(nth_tile(i, program, c), c)
@@ -326,7 +321,7 @@ def forward_kernel(
 
     @pl.when(me < c.consumers)
     def attend():
-        plgpu.set_max_registers(240 if c.consumers == 2 else 160, action="increase")
+        plgpu.set_max_registers(232 if c.consumers == 2 else 160, action="increase")
         plgpu.barrier_arrive(q_free)
         for slot in range(c.stages):
             plgpu.barrier_arrive(k_free.at[slot])
