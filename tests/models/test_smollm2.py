@@ -55,7 +55,9 @@ def compare(policy, name):
     return np.asarray(likeliest) == tokens, np.asarray(log_p) - top_log_p, top_log_p
 
 
-@pytest.mark.parametrize("policy", ["f32", "packed"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("f32", marks=pytest.mark.full), "packed"]
+)
 def test_llama_cpp(policy):
     """It rounds activations to 8 bits: agreement is not identity."""
     agrees, difference, _ = compare(policy, "llama_cpp")

@@ -82,9 +82,10 @@ def test_the_largest_tiles_fit(shape, capability):
 
 @pytest.mark.parametrize("page", [16, 256])
 def test_blocks_of_pages_are_in_flight_too(page):
-    query, pages, _ = qkv(2, 1, page, 8, 4, 128)
+    query, pages, _ = qkv(4, 1, page, 8, 4, 128)
     pages = jnp.zeros((10, *pages.shape[1:]), pages.dtype)
-    tables, lengths = jnp.zeros((2, 2048 // page), jnp.int32), jnp.array([3, 900])
+    tables = jnp.zeros((4, 2048 // page), jnp.int32)
+    lengths = jnp.array([3, 900, 1, 2048])
     with compiling_for(90):
         launch, _ = launches_of(paged_attention, query, pages, pages, tables, lengths)
         assert launch.shared_bytes > 90_000  # three blocks of 32 KB

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 
+WITHOUT_KERNEL = ("Q8_K",)  # activations in llama.cpp, hardly ever weights
+
 
 def refusal(x_dtype, qtype: str, *operands) -> str | None:
     """Why no kernel of this family runs."""
@@ -18,6 +20,8 @@ def refusal(x_dtype, qtype: str, *operands) -> str | None:
         return f"dtype {x_dtype} is not one of {', '.join(FLOATS)}"
     if BLOCK_FORMATS[qtype].unpack is None:
         return f"{qtype} has no blocks: XLA multiplies it"
+    if qtype in WITHOUT_KERNEL:
+        return f"{qtype} has no kernel"
     if not all(math.prod(a.shape) for a in operands):
         return "there are no elements"
     return missing()

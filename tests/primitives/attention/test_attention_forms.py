@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import attention, make_mask, merge_partials
+from jaxkern import attention, backend, make_mask, merge_partials
 
 
 def draw(*shape, seed=0):
@@ -148,9 +148,9 @@ def test_flash_attn_prefill_mask(dtype):
     options = dict(causal=True, window=3, q_offset=2)
     mask = make_mask(T, S, dtype=dtype, **options)
     given = dict(mask=mask) if dtype == jnp.bool_ else dict(bias=mask)
-    near(
-        call(Q, K[:, :S], V[:, :S], **given), call(Q, K[:, :S], V[:, :S], **options), 0
-    )
+    k, v = K[:, :S], V[:, :S]
+    with backend("xla"):  # a kernel that takes no masks rounds otherwise
+        near(call(Q, k, v, **given), call(Q, k, v, **options), 0)
 
 
 def test_flash_attn_prefill_of_head_dim_512():
@@ -268,9 +268,10 @@ def test_without_lengths_nothing_is_masked():
     q, k, v = heads_last(Q), heads_last(K), heads_last(V)
 
     def selects(**options):
-        f = jax.jit(lambda *qkv: attention(*qkv, **options))
+        with backend("xla"):
+            f = jax.jit(lambda *qkv: attention(*qkv, **options)).trace(q, k, v)
         rows = rf"stablehlo.select .*tensor<1x{CAPACITY}x2x8xf32>"
-        return len(re.findall(rows, f.lower(q, k, v).as_text()))
+        return len(re.findall(rows, f.lower().as_text()))
 
     assert selects() == selects(mask=jnp.ones(CAPACITY, bool)) == 0
     assert selects(kv_lengths=3) == 1

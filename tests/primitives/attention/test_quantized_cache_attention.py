@@ -139,6 +139,7 @@ def heavy_tailed(*shape, seed):
     return normal(*shape, seed=seed) * loud
 
 
+@pytest.mark.full
 def test_error_falls_with_the_bits_and_is_below_that_of_integers():
     query = normal(1, 8, 4, 64) / 4
     key, value = (heavy_tailed(1, 128, 2, 64, seed=i) for i in (1, 2))
