@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.lowering.explain import every_equation
+from jaxkern.primitives.linear.policy import Policy, current_policy
+from jaxkern.runtime import fault_points
 from jaxkern.runtime.compiler_dump import (
     CommandBufferReport,
     CompilerDump,
@@ -113,8 +115,10 @@ class Lowered(NamedTuple):
     lowered: jax.stages.Lowered
     options: dict[str, Any]
     donate: tuple[int, ...]
+    policy: Policy | None
 
     def compile(self) -> "Plan":
+        fault_points.hit("compile")
         start = time.perf_counter()
         compiled = self.lowered.compile(compiler_options=self.options or None)
         return Plan(compiled, time.perf_counter() - start, self)
@@ -139,7 +143,7 @@ def lower(
     jitted: Any = f if keeps else jax.jit(f, donate_argnums=donate)
     traced = jitted.trace(*specs)
     options = {**COMMAND_BUFFERS[command_buffers], **(compiler_options or {})}
-    return Lowered(jitted, traced, traced.lower(), options, donate)
+    return Lowered(jitted, traced, traced.lower(), options, donate, current_policy())
 
 
 class Plan:
@@ -182,6 +186,11 @@ class Plan:
     def platform(self) -> str:
         """ "cpu" or "gpu"."""
         return self.device.platform
+
+    @property
+    def policy(self) -> Policy | None:
+        """The dtype policy in force when it was compiled; None from a file."""
+        return self.stage and self.stage.policy
 
     @functools.cached_property
     def module(self) -> HloModule:
@@ -272,6 +281,7 @@ class Plan:
                 ).most_common()
             ),
             command_buffers=self.command_buffer_report(),
+            policy=self.policy,
         )
 
     def dispatch_overhead(self, *args: Any, calls: int = 200) -> float:
@@ -367,6 +377,7 @@ class Report:
       views: instructions that cost nothing, not among them.
       kernels: that XLA did not write itself, by name.
       command_buffers: launches in CUDA graphs.
+      policy: of dtypes; None where the operands' hold.
     """
 
     equations: dict[str, int]
@@ -374,6 +385,7 @@ class Report:
     views: int
     kernels: dict[str, int]
     command_buffers: CommandBufferReport
+    policy: Policy | None
 
     def __str__(self) -> str:
         def count(found: dict[str, int]) -> str:
@@ -387,6 +399,7 @@ class Report:
                 f"views, free          {self.views}",
                 f"kernels of others    {count(self.kernels)}",
                 f"command buffers      {self.command_buffers}",
+                f"dtype policy         {self.policy or 'that of the operands'}",
             )
         )
 

@@ -193,3 +193,23 @@ def test_options_reach_the_compiler():
         runtime.compile(jnp.sin, X, command_buffers="some")
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_thing"):
         runtime.compile(jnp.sin, X, compiler_options={"xla_no_such_thing": 1})
+
+
+def test_a_plan_knows_its_policy_its_limit_and_its_faults():
+    x, w = jnp.ones((8, 64)), jnp.ones((64, 64))
+    with runtime.policy("bf16"):
+        plan = runtime.compile(jaxkern.linear, x, w)
+    assert plan.policy is not None and plan.policy.compute == jnp.bfloat16
+    assert str(plan.policy) in str(plan.report())
+    assert any("bf16" in i.shape for i in plan.instructions())
+    assert runtime.compile(jaxkern.linear, x, w).policy is None
+
+    checked = runtime.limited(plan)
+    with runtime.memory_limit(1), pytest.raises(runtime.MemoryLimitExceeded):
+        checked(x, w)
+    with runtime.memory_limit(runtime.allocated_bytes() + (1 << 20)):
+        np.testing.assert_array_equal(checked(x, w), plan(x, w))
+
+    with runtime.testing.inject_faults("compile", error=OSError("no compiler")):
+        with pytest.raises(OSError, match="no compiler"):
+            runtime.compile(jaxkern.linear, x, w)
