@@ -141,7 +141,7 @@ def measure(shapes: list, dtype: str, peers: bool) -> dict[str, tuple[float, flo
     expected = None
     for name in ("XLA", "jaxkern"):
         params, grads, m, v = draw(shapes, dtype)
-        step = ours("auto" if name == "jaxkern" else "xla")
+        step = ours("triton" if name == "jaxkern" else "xla")
         time_, first = seconds(step, (params, m, v), grads)
         expected = first if expected is None else expected
         found[name] = time_, difference(first, expected)

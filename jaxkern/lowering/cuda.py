@@ -121,7 +121,12 @@ row(
     unless=linear_cross_entropy.unsupported,
 )
 row(embedding_p, fwd=None, bwd=embedding.embedding_bwd, unless=embedding.unsupported)
-row(adamw_tree_p, fwd=adamw.adamw_tree, unless=adamw.unsupported)
+row(
+    adamw_tree_p,
+    fwd=adamw.adamw_tree,
+    unless=adamw.unsupported,
+    slower=adamw.slower,
+)
 row(
     gated_rms_norm_p,
     fwd=gated_rms_norm.gated_rms_norm_fwd,
