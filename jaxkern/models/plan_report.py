@@ -104,7 +104,8 @@ def summary(plan: runtime.Plan, profile: Profile | None) -> Table:
 
 def family(i: Instruction) -> tuple[str, str, str]:
     """Instructions that differ in nothing but the layer."""
-    return COUNTED.sub("", i.name), i.kind, i.shape if len(i.shape) < 40 else "..."
+    name = i.kernel or COUNTED.sub("", i.name)
+    return name, i.kind, i.shape if len(i.shape) < 40 else "..."
 
 
 def instruction_table(plan: runtime.Plan, profile: Profile | None) -> Table:
