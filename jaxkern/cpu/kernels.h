@@ -53,11 +53,43 @@ struct Attention {  // out = softmax(scale q k^T) v over the keys that a query m
   bool causal;
 };
 
+struct Argmax {  // the first of the largest of each row
+  const void* x;  // [rows, v]
+  Float x_type;
+  int64_t rows, v;
+  bool nan_wins;  // else it never does
+  int32_t* index;  // [rows]
+};
+
+struct TopK {  // the k largest of each row in descending order; a NaN is the largest
+  const void* x;  // [rows, v]
+  Float x_type;
+  int64_t rows, v, k;  // 1 <= k <= v
+  void* values;  // [rows, k], of x_type
+  int32_t* indices;
+};
+
+struct SampleRow {  // a token of softmax(logits / temperature) after three cuts
+  const void* logits;  // [v]
+  float uniform, temperature, top_p, min_p;  // no cut: 1, 0
+  int32_t top_k;  // no cut: 0 or less
+  int32_t* token;
+};
+
+struct Sample {
+  const SampleRow* row;
+  Float logits_type;
+  int64_t rows, v;
+};
+
 struct Kernels {
   const char* name;
   bool (*quantized_matmul)(const QuantizedMatmul&, const Workers&);
   bool (*quantized_embedding)(const QuantizedEmbedding&, const Workers&);
   bool (*attention)(const Attention&, const Workers&);
+  bool (*argmax)(const Argmax&, const Workers&);
+  bool (*top_k)(const TopK&, const Workers&);
+  bool (*sample)(const Sample&, const Workers&);
 };
 
 const Kernels& best_kernels();

@@ -95,6 +95,45 @@ inline float sum_of_lanes(F x) {
 #endif
 }
 
+inline float max_of_lanes(F x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float most = x[0];
+  for (int i = 1; i < lanes; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+
+inline bool any_lane(I condition) {  // of a comparison
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)condition, (__m256i)condition);
+#else
+  int32_t any = 0;
+  for (int i = 0; i < lanes; ++i) any |= condition[i];
+  return any != 0;
+#endif
+}
+
+// Writes the lanes of x that the comparison keeps side by side; how many they are.
+// All of to[0 ... lanes) may be written.
+inline int keep_lanes(I condition, F x, float* to) {
+#if defined(__AVX512F__)
+  const __mmask16 mask = _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition);
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(mask, (__m512)x));
+  return __builtin_popcount(mask);
+#else
+  int n = 0;
+  for (int i = 0; i < lanes; ++i) {
+    to[n] = x[i];
+    n -= condition[i];
+  }
+  return n;
+#endif
+}
+
 // e**x within 2 units in the last place; 0 below -87, as for -infinity. x <= 88.
 inline F exp_of(F x) {
   const F shifted = x * 1.44269504f + 12582912.0f;  // rounds x / ln 2, see prepare_row

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -172,6 +173,80 @@ static float worst_attention(const Workers& workers, int64_t t, int64_t s, int64
   return worst;
 }
 
+static float worst_selection(const Workers& workers, int64_t rows, int64_t v, int64_t k,
+                             Float type) {  // of argmax, top_k and sample: wrong results
+  const int64_t size = type == Float::f32 ? 4 : 2;
+  Buffer x(rows * v * size), index(rows * 4), values(rows * k * size);
+  Buffer indices(rows * k * 4), tokens(rows * 4);
+  std::vector<double> exact(rows * v);
+  for (int64_t i = 0; i < rows * v; ++i) {
+    // steps of 1/8 tie, and every dtype has them
+    const float value = (float)((int)(random_bits() % 97) - 48) / 8;
+    exact[i] = value;
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (type == Float::f32) memcpy(x.data + 4 * i, &bits, 4);
+    else if (type == Float::bf16) memcpy(x.data + 2 * i, (char*)&bits + 2, 2);
+    else {
+      const uint16_t half =
+          value == 0 ? 0 : (bits >> 16 & 0x8000) | (((bits & 0x7fffffff) >> 13) - (112 << 10));
+      memcpy(x.data + 2 * i, &half, 2);
+    }
+  }
+  int wrong = 0;
+  Argmax a = {x.data, type, rows, v, true, (int32_t*)index.data};
+  TopK t = {x.data, type, rows, v, k, values.data, (int32_t*)indices.data};
+  std::vector<SampleRow> drawn(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    drawn[r] = {x.data + r * v * size, 0.5f, 1.0f, r % 2 ? 0.8f : 1.0f, 0.0f,
+                (int32_t)(r % 3 ? k : 0), (int32_t*)tokens.data + r};
+  }
+  Sample s = {drawn.data(), type, rows, v};
+  if (!JAXKERN_ISA::kernels.argmax(a, workers)) return NAN;
+  if (!JAXKERN_ISA::kernels.top_k(t, workers)) return NAN;
+  if (!JAXKERN_ISA::kernels.sample(s, workers)) return NAN;
+  for (int64_t r = 0; r < rows; ++r) {
+    const double* row = exact.data() + r * v;
+    std::vector<bool> taken(v);
+    for (int64_t n = 0; n < k; ++n) {
+      int64_t best = -1;
+      for (int64_t i = 0; i < v; ++i) {
+        if (!taken[i] && (best < 0 || row[i] > row[best])) best = i;
+      }
+      taken[best] = true;
+      wrong += ((int32_t*)indices.data)[r * k + n] != best;
+      wrong += memcmp(values.data + (r * k + n) * size, x.data + (r * v + best) * size, size);
+      if (n == 0) wrong += ((int32_t*)index.data)[r] != best;
+    }
+    auto weight = [&](int64_t i) { return exp(row[i]); };
+    double cut = -INFINITY;
+    if (drawn[r].top_k > 0 && k < v) cut = row[((int32_t*)indices.data)[r * k + k - 1]];
+    double total = 0;
+    for (int64_t i = 0; i < v; ++i) total += row[i] >= cut ? weight(i) : 0;
+    if (drawn[r].top_p < 1) {
+      double t = 48;  // from above, in steps that the logits have
+      for (;; t -= 0.125) {
+        double mass = 0;
+        for (int64_t i = 0; i < v; ++i) mass += row[i] >= t && row[i] >= cut ? weight(i) : 0;
+        if (mass >= (double)drawn[r].top_p * total) break;
+      }
+      cut = t > cut ? t : cut;
+      total = 0;
+      for (int64_t i = 0; i < v; ++i) total += row[i] >= cut ? weight(i) : 0;
+    }
+    double sum = 0, nearest = 0;
+    int64_t token = -1;
+    for (int64_t i = 0; i < v && token < 0; ++i) {
+      sum += row[i] >= cut ? weight(i) : 0;
+      nearest = fabs(sum / total - 0.5);
+      if (sum > 0.5 * total) token = i;
+    }
+    // where u meets a step, rounding decides
+    wrong += ((int32_t*)tokens.data)[r] != token && nearest > 1e-5;
+  }
+  return (float)wrong;
+}
+
 int main() {
   Workers workers = {3, run_on_threads};
   for (const Sizes& s : formats) {
@@ -197,6 +272,16 @@ int main() {
                    causal, (int)window, softcap,
                    worst_attention(workers, t, s, 3, 21, 38, causal, window, softcap));
           }
+        }
+      }
+    }
+  }
+  for (Float type : {Float::f32, Float::bf16, Float::f16}) {
+    for (int64_t rows : {1, 5}) {
+      for (int64_t v : {1, 3, 127, 129, 1000, 20011}) {
+        for (int64_t k : {1, 40}) {
+          printf("selection type=%d rows=%d v=%d k=%d %g\n", (int)type, (int)rows, (int)v,
+                 (int)k, worst_selection(workers, rows, v, k < v ? k : v, type));
         }
       }
     }

@@ -1,0 +1,124 @@
+"""The C++ kernels of plain operators against XLA:CPU, in one process, round by round.
+
+    python -m benchmarks cpu_ops --only sample,attention
+
+Each round times both sides one after the other, so that both meet the same load of the
+machine: the least time of each, and the median of the rounds' ratios. `bytes` are those
+of the operands and results, read and written once; beside them the share of the rate at
+which all threads together read memory, measured first (what fits the caches can pass
+it). Products and sums of attention are shown as GFLOP/s.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.cpu import read_rate
+from benchmarks.cpu_generate import limit_threads
+
+
+class Case(NamedTuple):
+    name: str
+    f: Callable
+    operands: tuple
+    flops: float = 0.0
+    bytes_read: float | None = None  # where not all operands are read
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks cpu_ops", description=__doc__)
+    parser.add_argument("--only", default="", help="families, by commas")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args(arguments)
+    limit_threads(options.threads)
+    rate = read_rate(options.threads)
+    print(f"memory is read at {rate / 1e9:.1f} GB/s")
+    for family, cases in FAMILIES.items():
+        if options.only and family not in options.only.split(","):
+            continue
+        print(f"\n| {family} | kernel us | XLA us | ratio | GB/s (share) | GFLOP/s |")
+        print("|---|---|---|---|---|---|")
+        for case in cases():
+            print(row_of(case, options.rounds, rate), flush=True)
+    return 0
+
+
+def row_of(case: Case, rounds: int, rate: float) -> str:
+    import jax
+
+    from jaxkern import backend
+
+    runs = {}
+    for kind in ("cpp", "xla"):
+        with backend(kind, strict=kind == "cpp"):  # jit would share one trace
+            runs[kind] = jax.jit(lambda *a: case.f(*a)).lower(*case.operands).compile()
+    results = jax.block_until_ready(runs["xla"](*case.operands))
+    jax.block_until_ready(runs["cpp"](*case.operands))
+    times = np.array(
+        [[timed(run, case.operands) for run in runs.values()] for _ in range(rounds)]
+    )
+    ours, xla = times.min(0)
+    moved = sum(x.nbytes for x in jax.tree.leaves(results))
+    if case.bytes_read is None:
+        moved += sum(x.nbytes for x in jax.tree.leaves(case.operands))
+    else:
+        moved += case.bytes_read
+    ratio = np.median(times[:, 1] / times[:, 0])
+    flops = f"{case.flops / ours / 1e9:.0f}" if case.flops else ""
+    return (
+        f"| {case.name} | {ours * 1e6:.1f} ({np.median(times[:, 0]) * 1e6:.1f}) | "
+        f"{xla * 1e6:.1f} ({np.median(times[:, 1]) * 1e6:.1f}) | "
+        f"{xla / ours:.1f} ({ratio:.1f}) | "
+        f"{moved / ours / 1e9:.1f} ({moved / ours / rate:.0%}) | {flops} |"
+    )
+
+
+def timed(run: Callable, operands: tuple) -> float:
+    import jax
+
+    start = time.perf_counter()
+    jax.block_until_ready(run(*operands))
+    return time.perf_counter() - start
+
+
+def normal(*shape: int, dtype="float32", scale: float = 1.0):
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(0)
+    return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+
+def sampling_cases() -> Iterator[Case]:
+    import jax.numpy as jnp
+
+    from jaxkern import argmax, top_k
+    from jaxkern.primitives.sampling.sample import sample_p
+
+    def drawn(*cuts):
+        def f(logits, u):
+            rows = logits.shape[0]
+            full = [None if c is None else jnp.full(rows, c) for c in cuts]
+            return sample_p(logits, u, jnp.full(rows, 0.8), *full)
+
+        return f
+
+    for b, v in ((1, 49152), (1, 128256), (8, 128256)):
+        logits, u = normal(b, v, scale=3), jnp.full(b, 0.37)
+        size = f"{b}x{v}"
+        yield Case(f"sample {size}", drawn(None, None, None), (logits, u))
+        yield Case(f"sample {size}, top_k 40", drawn(40, None, None), (logits, u))
+        yield Case(f"sample {size}, top_p 0.95", drawn(None, 0.95, None), (logits, u))
+        yield Case(f"sample {size}, min_p 0.05", drawn(None, None, 0.05), (logits, u))
+        yield Case(f"sample {size}, all three", drawn(40, 0.95, 0.05), (logits, u))
+        yield Case(f"argmax {size}", argmax, (logits,))
+        yield Case(f"top_k {size}, k = 40", lambda x: top_k(x, 40), (logits,))
+    for b, v, k in ((512, 64, 8), (64, 1024, 8), (64, 4096, 40), (16, 16384, 40)):
+        size = f"{b}x{v}, k = {k}"
+        yield Case(f"top_k {size}", lambda x, k=k: top_k(x, k), (normal(b, v),))
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {"sampling": sampling_cases}
