@@ -121,4 +121,46 @@ def sampling_cases() -> Iterator[Case]:
         yield Case(f"top_k {size}", lambda x, k=k: top_k(x, k), (normal(b, v),))
 
 
-FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {"sampling": sampling_cases}
+def attention_cases() -> Iterator[Case]:
+    """t queries at the end of s keys, n heads that share k heads of h dims."""
+    import jax.numpy as jnp
+
+    from jaxkern import attention
+
+    def case(t, s, n, k, h, dtype, **options):
+        def f(query, key, value, lengths):
+            return attention(
+                query,
+                key,
+                value,
+                kv_lengths=lengths,
+                q_offset=lengths - t,
+                causal=True,
+                **options,
+            )
+
+        seen = min(options.get("window", s), s)
+        pairs = t * s - t * (t - 1) / 2 if seen == s else t * seen
+        name = f"{t} over {s}, {n}/{k} heads of {h}, {dtype}"
+        name += "".join(f", {o} {x}" for o, x in options.items())
+        q, kv = normal(1, t, n, h, dtype=dtype), normal(1, s, k, h, dtype=dtype)
+        moved = q.nbytes + 2 * kv.nbytes * min(1, (seen + t - 1) / s)
+        operands = (q, kv, kv + 1, jnp.array([s]))
+        return Case(name, f, operands, 4 * pairs * n * h, moved)
+
+    for dtype in ("float32", "bfloat16"):
+        yield case(1, 512, 9, 3, 64, dtype)
+        yield case(1, 4096, 9, 3, 64, dtype)
+        yield case(1, 4096, 32, 8, 128, dtype)
+        yield case(1, 4096, 32, 8, 128, dtype, window=512)
+        yield case(1, 4096, 32, 8, 128, dtype, softcap=30.0)
+        yield case(256, 256, 9, 3, 64, dtype)
+        yield case(1024, 1024, 9, 3, 64, dtype)
+        yield case(512, 512, 32, 8, 128, dtype)
+        yield case(1024, 1024, 9, 3, 64, dtype, window=256)
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+    "sampling": sampling_cases,
+    "attention": attention_cases,
+}

@@ -44,6 +44,8 @@ struct QuantizedEmbedding {  // y[i] = w[ids[i]], 0 for an id outside
 struct Attention {  // out = softmax(scale q k^T) v over the keys that a query may see
   const void *query, *key, *value;  // [b, t, k * g, h], [b, s, k, h], [b, s, k, hv]
   Float query_type, key_type, value_type;
+  // [b, s, k] where keys or values are codes of a byte, 128 for 0; null: floats
+  const float *key_scales, *value_scales;
   void* out;  // [b, t, k * g, hv], of query_type
   float* lse;  // [b, t, k * g]
   const int32_t *kv_lengths, *q_offset;  // [b]

@@ -95,6 +95,42 @@ inline float sum_of_lanes(F x) {
 #endif
 }
 
+// The sum of the lanes of each of `lanes` vectors.
+inline F sums_of_lanes(const F* x) {
+#if defined(__AVX512F__)
+  __m512 pairs[8], quads[4], halves[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = (__m512)x[2 * i], b = (__m512)x[2 * i + 1];
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = quads[2 * i], b = quads[2 * i + 1];
+    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88),
+                              _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  return (F)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                          _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#elif defined(__AVX2__)
+  __m256 quads[2];
+  for (int i = 0; i < 2; ++i) {
+    const F* y = x + 4 * i;
+    quads[i] = _mm256_hadd_ps(_mm256_hadd_ps((__m256)y[0], (__m256)y[1]),
+                              _mm256_hadd_ps((__m256)y[2], (__m256)y[3]));
+  }
+  return (F)_mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20),
+                          _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+#else
+  F sums;
+  for (int i = 0; i < lanes; ++i) sums[i] = sum_of_lanes(x[i]);
+  return sums;
+#endif
+}
+
 inline float max_of_lanes(F x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
