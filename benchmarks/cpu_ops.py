@@ -123,13 +123,20 @@ def sampling_cases() -> Iterator[Case]:
 
 def attention_cases() -> Iterator[Case]:
     """t queries at the end of s keys, n heads that share k heads of h dims."""
+    import jax
     import jax.numpy as jnp
 
-    from jaxkern import attention
+    from jaxkern import (
+        IntCodec,
+        attention,
+        quantize_vectors,
+        quantized_cache_attention,
+    )
 
     def case(t, s, n, k, h, dtype, **options):
         def f(query, key, value, lengths):
-            return attention(
+            op = quantized_cache_attention if dtype == "int8" else attention
+            return op(
                 query,
                 key,
                 value,
@@ -143,12 +150,16 @@ def attention_cases() -> Iterator[Case]:
         pairs = t * s - t * (t - 1) / 2 if seen == s else t * seen
         name = f"{t} over {s}, {n}/{k} heads of {h}, {dtype}"
         name += "".join(f", {o} {x}" for o, x in options.items())
-        q, kv = normal(1, t, n, h, dtype=dtype), normal(1, s, k, h, dtype=dtype)
-        moved = q.nbytes + 2 * kv.nbytes * min(1, (seen + t - 1) / s)
-        operands = (q, kv, kv + 1, jnp.array([s]))
-        return Case(name, f, operands, 4 * pairs * n * h, moved)
+        of_floats = "float32" if dtype == "int8" else dtype
+        q = normal(1, t, n, h, dtype=of_floats)
+        caches: list = [normal(1, s, k, h, dtype=of_floats) + i for i in range(2)]
+        if dtype == "int8":
+            caches = [quantize_vectors(x, IntCodec(8)) for x in caches]
+        cached = sum(x.nbytes for x in jax.tree.leaves(caches))
+        moved = q.nbytes + cached * min(1, (seen + t - 1) / s)
+        return Case(name, f, (q, *caches, jnp.array([s])), 4 * pairs * n * h, moved)
 
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "int8"):
         yield case(1, 512, 9, 3, 64, dtype)
         yield case(1, 4096, 9, 3, 64, dtype)
         yield case(1, 4096, 32, 8, 128, dtype)

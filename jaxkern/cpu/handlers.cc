@@ -131,11 +131,25 @@ ffi::Error quantized_embedding(ffi::ThreadPool pool, ffi::AnyBuffer ids,
   return ffi::Error::Success();
 }
 
+// A float dtype, or bytes with one scale a row of each head.
+bool cache_type(ffi::AnyBuffer cache, ffi::AnyBuffer scales, Float* type) {
+  if (cache.element_type() != ffi::U8) return float_type(cache.element_type(), type);
+  const auto dims = cache.dimensions(), scale_dims = scales.dimensions();
+  if (scales.element_type() != ffi::F32 || scale_dims.size() + 1 != dims.size()) return false;
+  // the batch dims in front may be 1 in either
+  for (size_t d = dims.size() - 4; d < scale_dims.size(); ++d) {
+    if (scale_dims[d] != dims[d]) return false;
+  }
+  return true;
+}
+
 // query [b, t, k * g, h], key [b, s, k, h], value [b, s, k, hv], lengths and offsets [b]
-// -> out [b, t, k * g, hv], lse [b, t, k * g]
+// -> out [b, t, k * g, hv], lse [b, t, k * g]. Keys or values of bytes are codes, with
+// scales [b, s, k]; else their scales are not read.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key,
                      ffi::AnyBuffer value, ffi::AnyBuffer kv_lengths,
-                     ffi::AnyBuffer q_offset, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::AnyBuffer q_offset, ffi::AnyBuffer key_scales,
+                     ffi::AnyBuffer value_scales, ffi::Result<ffi::AnyBuffer> out,
                      ffi::Result<ffi::AnyBuffer> lse, float scale, float softcap,
                      int64_t window, bool causal) {
   const auto q_dims = query.dimensions(), k_dims = key.dimensions();
@@ -146,8 +160,8 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
   if (rank < 4 || k_dims.size() != rank || v_dims.size() != rank ||
       out_dims.size() != rank || length_dims.size() != rank - 3 ||
       offset_dims.size() != rank - 3 || !float_type(query.element_type(), &p.query_type) ||
-      !float_type(key.element_type(), &p.key_type) ||
-      !float_type(value.element_type(), &p.value_type) ||
+      !cache_type(key, key_scales, &p.key_type) ||
+      !cache_type(value, value_scales, &p.value_type) ||
       out->element_type() != query.element_type() || lse->element_type() != ffi::F32 ||
       kv_lengths.element_type() != ffi::S32 || q_offset.element_type() != ffi::S32) {
     return invalid("attention: operands do not fit");
@@ -167,11 +181,21 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
   PoolWorkers workers(pool);
   const Batch batch(out_dims, rank - 4);
   const int64_t rows = p.b * p.t * p.k * p.g, keys = p.b * p.s * p.k;
+  const bool key_codes = key.element_type() == ffi::U8;
+  const bool value_codes = value.element_type() == ffi::U8;
+  const int64_t key_size = key_codes ? 1 : item_size(p.key_type);
+  const int64_t value_size = value_codes ? 1 : item_size(p.value_type);
   for (int64_t i = 0; i < batch.count(); ++i) {
+    if (key_codes) {
+      p.key_scales = at<float>(key_scales, batch.index(key_scales.dimensions(), i) * keys);
+    }
+    if (value_codes) {
+      p.value_scales =
+          at<float>(value_scales, batch.index(value_scales.dimensions(), i) * keys);
+    }
     p.query = at<char>(query, batch.index(q_dims, i) * rows * p.h * item_size(p.query_type));
-    p.key = at<char>(key, batch.index(k_dims, i) * keys * p.h * item_size(p.key_type));
-    p.value =
-        at<char>(value, batch.index(v_dims, i) * keys * p.hv * item_size(p.value_type));
+    p.key = at<char>(key, batch.index(k_dims, i) * keys * p.h * key_size);
+    p.value = at<char>(value, batch.index(v_dims, i) * keys * p.hv * value_size);
     p.kv_lengths = at<int32_t>(kv_lengths, batch.index(length_dims, i) * p.b);
     p.q_offset = at<int32_t>(q_offset, batch.index(offset_dims, i) * p.b);
     p.out = at<char>(*out, i * rows * p.hv * item_size(p.query_type));
@@ -218,6 +242,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_embedding, quantized_embedding,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_attention, attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

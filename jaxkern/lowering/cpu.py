@@ -15,6 +15,9 @@ from jaxkern.cpu.quant import (
 from jaxkern.cpu.sampling import sample
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.attention.quantized_cache_attention import (
+    quantized_cache_attention_p,
+)
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.quant.interleaved_matmul import (
@@ -41,6 +44,7 @@ ROWS = (
     (interleaved_matmul_id_p, interleaved_matmul.int8_activations_id,  interleaved_matmul.refuses_int8_id),
     (interleaved_matmul_id_p, interleaved_matmul.f32_activations_id,   interleaved_matmul.refuses_f32_id),
     (interleaved_embedding_p, interleaved_matmul.interleaved_embedding, interleaved_matmul.refuses_rows),
+    (quantized_cache_attention_p, attention.quantized_cache_attention,  attention.unsupported_quantized),
     (argmax_p,                argmax.argmax,                           argmax.unsupported),
     (top_k_p,                 top_k.top_k,                             top_k.unsupported, top_k.slower),
     (sample_p,                sample.sample,                           sample.unsupported),

@@ -113,7 +113,7 @@ static float worst_product(const Workers& workers, const Sizes& s, int64_t rows,
 
 static float worst_attention(const Workers& workers, int64_t t, int64_t s, int64_t g,
                              int64_t h, int64_t hv, bool causal, int64_t window,
-                             float softcap) {
+                             float softcap, bool codes) {
   const int64_t b = 2, k = 2;
   Buffer q(b * t * k * g * h * 4), key(b * s * k * h * 4), value(b * s * k * hv * 4);
   Buffer out(b * t * k * g * hv * 4), lse(b * t * k * g * 4), length(8), offset(8);
@@ -122,12 +122,31 @@ static float worst_attention(const Workers& workers, int64_t t, int64_t s, int64
   for (int64_t i = 0; i < b * s * k * hv; ++i) ((float*)value.data)[i] = random_float();
   for (int64_t i = 0; i < b * t * k * g * hv; ++i) ((float*)out.data)[i] = NAN;
   for (int64_t i = 0; i < b * t * k * g; ++i) ((float*)lse.data)[i] = NAN;
+  Buffer key_codes(b * s * k * h), value_codes(b * s * k * hv);
+  Buffer key_scales(b * s * k * 4), value_scales(b * s * k * 4);
+  for (int64_t i = 0; i < b * s * k; ++i) {
+    ((float*)key_scales.data)[i] = random_float() / 128;
+    ((float*)value_scales.data)[i] = random_float() / 128;
+  }
+  auto code = [](Buffer& to, const Buffer& scales, Buffer& exact, int64_t n, int64_t width) {
+    for (int64_t i = 0; i < n * width; ++i) {
+      const uint8_t c = (uint8_t)random_bits();
+      to.data[i] = (char)c;
+      ((float*)exact.data)[i] = ((float*)scales.data)[i / width] * ((float)c - 128);
+    }
+  };
+  if (codes) code(key_codes, key_scales, key, b * s * k, h);
+  if (codes) code(value_codes, value_scales, value, b * s * k, hv);
   Attention p = {};
   p.query = q.data, p.key = key.data, p.value = value.data, p.out = out.data;
   p.lse = (float*)lse.data;
   p.kv_lengths = (int32_t*)length.data, p.q_offset = (int32_t*)offset.data;
   p.b = b, p.t = t, p.s = s, p.k = k, p.g = g, p.h = h, p.hv = hv;
   p.scale = 1.5f, p.softcap = softcap, p.window = window, p.causal = causal;
+  if (codes) {
+    p.key = key_codes.data, p.key_scales = (float*)key_scales.data;
+    p.value = value_codes.data, p.value_scales = (float*)value_scales.data;
+  }
   for (int i = 0; i < 2; ++i) {
     ((int32_t*)length.data)[i] = (int32_t)(i ? s : s / 2);
     ((int32_t*)offset.data)[i] = ((int32_t*)length.data)[i] - (int32_t)t;
@@ -268,9 +287,14 @@ int main() {
       for (bool causal : {false, true}) {
         for (int64_t window : {0, 9}) {
           for (float softcap : {0.f, 3.f}) {
-            printf("attention t=%d s=%d causal=%d window=%d softcap=%g %g\n", (int)t, (int)s,
-                   causal, (int)window, softcap,
-                   worst_attention(workers, t, s, 3, 21, 38, causal, window, softcap));
+            for (bool codes : {false, true}) {
+              for (int64_t h : {21, 64}) {  // whole vectors are read in place
+                printf("attention t=%d s=%d causal=%d window=%d softcap=%g codes=%d h=%d %g\n",
+                       (int)t, (int)s, causal, (int)window, softcap, codes, (int)h,
+                       worst_attention(workers, t, s, 3, h, h == 64 ? 96 : 38, causal, window,
+                                       softcap, codes));
+              }
+            }
           }
         }
       }

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import backend, explain, top_k
+from jaxkern import (
+    IntCodec,
+    attention,
+    backend,
+    dequantize_vectors,
+    explain,
+    quantize_vectors,
+    quantized_cache_attention,
+    top_k,
+)
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.top_k import top_k_p
@@ -136,3 +145,44 @@ def test_short_rows_stay_with_xla_unless_named():
     with backend("auto"):
         assert runs().runs.startswith("xla")
         assert "XLA is faster" in " ".join(runs().refused)
+
+
+@pytest.mark.parametrize("t", [2, 7])  # rows as in decoding, and as in prefill
+def test_attention_over_caches_of_bytes(t):
+    rng = np.random.default_rng(t)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, n, heads, 32)), jnp.float32)
+        for n, heads in ((t, 6), (90, 2), (90, 2))
+    )
+    codec = IntCodec(8)
+    with backend("xla"):
+        keys, values = quantize_vectors(k, codec), quantize_vectors(v, codec)
+        decoded = {id(x): dequantize_vectors(x) for x in (keys, values)}
+    lengths = jnp.array([90, 50])
+    options = {"kv_lengths": lengths, "q_offset": lengths - t, "causal": True}
+    options |= {"window": 40, "softcap": 5.0, "return_lse": True}
+    for key, value in ((keys, values), (k, values), (keys, v)):
+        exact = (decoded.get(id(x), x) for x in (key, value))
+        with jax.enable_x64(True), backend("xla"):
+            expected = attention(*map(in_float64, (q, *exact)), **options)
+        actual = quantized_cache_attention(q, key, value, **options)
+        for a, e in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(a, e, atol=3e-6)
+
+    def each(q, key, value):
+        return quantized_cache_attention(q[None], key, value)[0]
+
+    mapped = jax.jit(jax.vmap(each, (0, None, None)))
+    first = jax.tree.map(lambda x: x[:1], (keys, values))
+    text = mapped.lower(q, *first).compile().as_text()
+    assert text.count('custom_call_target="jaxkern_attention"') == 1
+    for a, row in zip(mapped(q, *first), q, strict=True):
+        np.testing.assert_allclose(a, each(row, *first), atol=1e-6)
+
+
+def test_other_codecs_are_refused_in_words():
+    with backend("auto"):
+        x = quantize_vectors(jnp.ones((1, 4, 1, 32)), IntCodec(4))
+        [row] = explain(quantized_cache_attention, jnp.ones((1, 1, 2, 32)), x, x).rows
+    assert row.runs.startswith("xla")
+    assert "codes of 8 bits" in " ".join(row.refused)

@@ -59,6 +59,15 @@ inline F load_stored(const void* x, int64_t i) {
   return to_float(__builtin_convertvector((SignedBytes)code, I));
 }
 
+// Rows of one head lie apart, which the hardware does not foresee.
+constexpr int64_t ahead = 8;
+
+template <Stored stored>
+inline void prefetch(const void* x, int64_t i) {
+  const int64_t size = stored == Stored::codes ? 1 : stored == Stored::f32 ? 4 : 2;
+  __builtin_prefetch(static_cast<const char*>(x) + i * size);
+}
+
 // Some rows of keys or values of one head, `stride` elements apart.
 struct Rows {
   const void* data;
@@ -92,8 +101,9 @@ void widen(const Rows& rows, int64_t width, int keys, float* to) {
   }
 }
 
-// Keys or values from `first` on, of which `keys` are read: in place if vectors fit them
-// and they are wanted so, else as float32 in `scratch`.
+// Keys or values from `first` on, of which `keys` are read: in place where that is wanted
+// and vectors fit them, else as float32 in `scratch`. Many rows want the copy: rows of
+// a cache often lie a power of two apart, where they push each other out of the caches.
 inline Rows cached_rows(const Attention& p, bool values, int64_t b, int64_t k,
                         int64_t first, int keys, bool in_place, float* scratch) {
   const float* scales = values ? p.value_scales : p.key_scales;
@@ -105,7 +115,7 @@ inline Rows cached_rows(const Attention& p, bool values, int64_t b, int64_t k,
                : type == Float::f16  ? Stored::f16
                                      : Stored::bf16,
                scales ? scales + row : nullptr, p.k};
-  if (width % lanes == 0 && (in_place || rows.stored == Stored::f32)) return rows;
+  if (width % lanes == 0 && in_place) return rows;
   switch (rows.stored) {
     case Stored::f32: widen<Stored::f32>(rows, width, keys, scratch); break;
     case Stored::f16: widen<Stored::f16>(rows, width, keys, scratch); break;
@@ -126,6 +136,7 @@ void few_scores(const float* q, const Rows& k, int keys, float* score) {
       F part[rows] = {};
       for (int64_t i = 0; i < k.width; i += lanes) {
         const F key = load_stored<stored>(k.data, from + i);
+        prefetch<stored>(k.data, from + ahead * k.stride + i);
         for (int r = 0; r < rows; ++r) part[r] += key * load<F>(q + r * k.width + i);
       }
       for (int r = 0; r < rows; ++r) sum[r][j] = part[r];
@@ -171,7 +182,9 @@ void add_values_at(const float* weight, const Rows& v, Range seen, int64_t i, fl
   for (int64_t j = seen.begin; j < seen.end; ++j) {
     F value[n];
     for (int c = 0; c < n; ++c) {
-      value[c] = load_stored<stored>(v.data, v.start + j * v.stride + i + c * lanes);
+      const int64_t from = v.start + j * v.stride + i + c * lanes;
+      value[c] = load_stored<stored>(v.data, from);
+      prefetch<stored>(v.data, from + ahead * v.stride);
     }
     for (int r = 0; r < rows; ++r) {
       for (int c = 0; c < n; ++c) sum[r][c] += value[c] * weight[r * key_block + j];
@@ -367,10 +380,9 @@ inline bool prefill_item(const Attention& p, const Queries& own) {
     const int keys = (int)(all.end - first < key_block ? all.end - first : key_block);
     const Rows k = cached_rows(p, false, own.b, own.k, first, keys, false, k_scratch.get());
     const Rows v = cached_rows(p, true, own.b, own.k, first, keys, false, v_scratch.get());
-    const float* from = static_cast<const float*>(k.data) + k.start;
     for (int64_t i = 0; i < width; ++i) {
       float* to = transposed.get() + i * key_block;
-      for (int j = 0; j < keys; ++j) to[j] = from[j * k.stride + i];
+      for (int j = 0; j < keys; ++j) to[j] = k_scratch[j * width + i];
       for (int j = keys; j < key_block; ++j) to[j] = 0;
     }
     for (int64_t r = 0; r < rows; r += 4) {
