@@ -53,10 +53,17 @@ inline F load_stored(const void* x, int64_t i) {
   if (stored == Stored::f32) return load_f32<Float::f32>(x, i);
   if (stored == Stored::f16) return load_f32<Float::f16>(x, i);
   if (stored == Stored::bf16) return load_f32<Float::bf16>(x, i);
+  const uint8_t* code = static_cast<const uint8_t*>(x) + i;
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(code));
+  return to_float((I)_mm512_cvtepu8_epi32(bytes) - 128);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(code));
+  return to_float((I)_mm256_cvtepu8_epi32(bytes) - 128);
+#else
   typedef uint8_t Bytes __attribute__((vector_size(lanes)));
-  typedef int8_t SignedBytes __attribute__((vector_size(lanes)));
-  const Bytes code = load<Bytes>(static_cast<const uint8_t*>(x) + i) ^ 128;
-  return to_float(__builtin_convertvector((SignedBytes)code, I));
+  return to_float(__builtin_convertvector(load<Bytes>(code), I) - 128);
+#endif
 }
 
 // Rows of one head lie apart, which the hardware does not foresee.
@@ -73,10 +80,7 @@ struct Rows {
   const void* data;
   int64_t start, stride, width;  // width: a multiple of lanes
   Stored stored;
-  const float* scales;  // null, or one each scale_stride
-  int64_t scale_stride;
-
-  float scale(int64_t j) const { return scales ? scales[j * scale_stride] : 1; }
+  const float* scales;  // null, or one for each row
 };
 
 template <Stored stored>
@@ -104,6 +108,7 @@ void widen(const Rows& rows, int64_t width, int keys, float* to) {
 // Keys or values from `first` on, of which `keys` are read: in place where that is wanted
 // and vectors fit them, else as float32 in `scratch`. Many rows want the copy: rows of
 // a cache often lie a power of two apart, where they push each other out of the caches.
+// `scratch` holds key_block rows of padded width, and their scales.
 inline Rows cached_rows(const Attention& p, bool values, int64_t b, int64_t k,
                         int64_t first, int keys, bool in_place, float* scratch) {
   const float* scales = values ? p.value_scales : p.key_scales;
@@ -114,7 +119,12 @@ inline Rows cached_rows(const Attention& p, bool values, int64_t b, int64_t k,
                : type == Float::f32  ? Stored::f32
                : type == Float::f16  ? Stored::f16
                                      : Stored::bf16,
-               scales ? scales + row : nullptr, p.k};
+               nullptr};
+  if (scales) {
+    float* to = scratch + key_block * padded(width);
+    for (int j = 0; j < keys; ++j) to[j] = scales[row + j * p.k];
+    rows.scales = to;
+  }
   if (width % lanes == 0 && in_place) return rows;
   switch (rows.stored) {
     case Stored::f32: widen<Stored::f32>(rows, width, keys, scratch); break;
@@ -122,7 +132,7 @@ inline Rows cached_rows(const Attention& p, bool values, int64_t b, int64_t k,
     case Stored::bf16: widen<Stored::bf16>(rows, width, keys, scratch); break;
     case Stored::codes: widen<Stored::codes>(rows, width, keys, scratch); break;
   }
-  return {scratch, 0, padded(width), padded(width), Stored::f32, rows.scales, p.k};
+  return {scratch, 0, padded(width), padded(width), Stored::f32, rows.scales};
 }
 
 // score[r][j] = q[r] . k[j] for rows <= 4; vectors along the head dim.
@@ -234,7 +244,7 @@ inline void weigh(const Attention& p, const Rows& k, const Rows& v, Range seen, 
   for (int64_t j = 0; j < seen.begin; ++j) s[j] = -INFINITY;
   for (int64_t j = seen.end; j < key_block; ++j) s[j] = -INFINITY;
   if (k.scales) {
-    for (int64_t j = seen.begin; j < seen.end; ++j) s[j] *= k.scale(j);
+    for (int64_t j = seen.begin; j < seen.end; ++j) s[j] *= k.scales[j];
   }
   F most = broadcast(-INFINITY);
   for (int j = 0; j < key_block; j += lanes) {
@@ -267,7 +277,7 @@ inline void weigh(const Attention& p, const Rows& k, const Rows& v, Range seen, 
   share.top[r] = top;
   share.total[r] += sum_of_lanes(total);
   if (v.scales) {
-    for (int64_t j = seen.begin; j < seen.end; ++j) s[j] *= v.scale(j);
+    for (int64_t j = seen.begin; j < seen.end; ++j) s[j] *= v.scales[j];
   }
 }
 
@@ -367,7 +377,8 @@ inline void finish_row(const Attention& p, int64_t at, Share first, int64_t r,
 // Many rows of one key head over all keys.
 inline bool prefill_item(const Attention& p, const Queries& own) {
   const int64_t width = padded(p.h), out_width = padded(p.hv), rows = own.count();
-  Scratch<float> q(rows * width), k_scratch(key_block * width), v_scratch(key_block * out_width);
+  Scratch<float> q(rows * width), k_scratch(key_block * (width + 1));
+  Scratch<float> v_scratch(key_block * (out_width + 1));
   Scratch<float> transposed(key_block * width), out(rows * out_width), sums(2 * rows);
   Scratch<Range> seen(rows);
   if (!q.get() || !k_scratch.get() || !v_scratch.get() || !transposed.get() || !out.get() ||
@@ -399,7 +410,8 @@ inline bool prefill_item(const Attention& p, const Queries& own) {
 inline bool decode_item(const Attention& p, int64_t b, Range keys, Share share) {
   const int64_t width = padded(p.h), out_width = padded(p.hv), rows = p.t * p.g;
   Scratch<float> q(p.k * rows * width);
-  Scratch<float> k_scratch(key_block * width), v_scratch(key_block * out_width);
+  Scratch<float> k_scratch(key_block * (width + 1));
+  Scratch<float> v_scratch(key_block * (out_width + 1));
   Scratch<Range> seen(rows);
   if (!q.get() || !k_scratch.get() || !v_scratch.get() || !seen.get()) return false;
   auto share_of = [&](int64_t k) {
