@@ -171,7 +171,40 @@ def attention_cases() -> Iterator[Case]:
         yield case(1024, 1024, 9, 3, 64, dtype, window=256)
 
 
+def norm_cases() -> Iterator[Case]:
+    """Forward, and a training step's two passes; the bytes are those of both."""
+    import jax
+
+    from jaxkern import add_rms_norm, layer_norm, rms_norm
+
+    def both_passes(op):
+        def f(operands, cotangents):
+            out, pull = jax.vjp(op, *operands)
+            return out, pull(cotangents)
+
+        return f
+
+    for dtype in ("float32", "bfloat16"):
+        for rows, d in ((1, 4096), (256, 576), (256, 4096), (2048, 2048)):
+            x, r = (normal(rows, d, dtype=dtype) + i for i in range(2))
+            w = normal(d, dtype=dtype)
+            for op, operands in (
+                (rms_norm, (x, w)),
+                (add_rms_norm, (x, r, w)),
+                (layer_norm, (x, w, w)),
+            ):
+                name = f"{op.__name__} {rows}x{d} {dtype}"
+                yield Case(name, op, operands)
+                if rows > 1:
+                    out = jax.eval_shape(op, *operands)
+                    cotangents = jax.tree.map(lambda y, x=x: x, out)
+                    yield Case(
+                        f"{name}, and gradient", both_passes(op), (operands, cotangents)
+                    )
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "sampling": sampling_cases,
     "attention": attention_cases,
+    "norms": norm_cases,
 }

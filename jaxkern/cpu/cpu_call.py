@@ -25,6 +25,8 @@ HANDLERS = (
     "argmax",
     "top_k",
     "sample",
+    "norm",
+    "norm_gradient",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

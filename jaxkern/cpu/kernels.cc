@@ -4,6 +4,7 @@
 #include "attention/attention.h"
 #include "index/argmax.h"
 #include "index/top_k.h"
+#include "norm/norm.h"
 #include "quant/quantized_matmul.h"
 #include "sampling/sample.h"
 
@@ -12,7 +13,8 @@ namespace JAXKERN_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {JAXKERN_ISA_NAME, quantized_matmul, quantized_embedding,
-                         attention, argmax, top_k, sample};
+                         attention, argmax, top_k, sample,
+                         norm, norm_gradient};
 
 }  // namespace JAXKERN_ISA
 }  // namespace jaxkern

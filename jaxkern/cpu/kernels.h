@@ -84,6 +84,21 @@ struct Sample {
   int64_t rows, v;
 };
 
+// y = (total - mean) rstd weight + bias with total = x + residual. What is absent is null.
+struct Norm {
+  const void *x, *residual;  // [rows, d]
+  Float x_type, residual_type;
+  const float *weight, *bias;  // [d]
+  int64_t rows, d;
+  float eps;
+  bool centred;  // else the mean is not taken away
+  float *mean, *rstd;  // [rows]; written forward, read by the gradient
+  void *y, *total;  // of x_type and residual_type
+  const void *dy, *dtotal;  // of their types too
+  void *dx, *dresidual;
+  float *dweight, *dbias;  // [d]
+};
+
 struct Kernels {
   const char* name;
   bool (*quantized_matmul)(const QuantizedMatmul&, const Workers&);
@@ -92,6 +107,8 @@ struct Kernels {
   bool (*argmax)(const Argmax&, const Workers&);
   bool (*top_k)(const TopK&, const Workers&);
   bool (*sample)(const Sample&, const Workers&);
+  bool (*norm)(const Norm&, const Workers&);
+  bool (*norm_gradient)(const Norm&, const Workers&);
 };
 
 const Kernels& best_kernels();

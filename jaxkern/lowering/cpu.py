@@ -4,8 +4,11 @@ XLA:CPU is good at plain elementwise work and at float32 products; a row stands 
 where a C++ kernel is several times faster, see docs/design/cpu_kernels.md.
 """
 
+import functools
+
 from jaxkern.cpu.attention import attention
 from jaxkern.cpu.index import argmax, top_k
+from jaxkern.cpu.norm import norm
 from jaxkern.cpu.quant import (
     interleaved_matmul,
     quantized_embedding,
@@ -20,6 +23,9 @@ from jaxkern.primitives.attention.quantized_cache_attention import (
 )
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.top_k import top_k_p
+from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
+from jaxkern.primitives.norm.layer_norm import layer_norm_p
+from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.quant.interleaved_matmul import (
     interleaved_embedding_p,
     interleaved_matmul_id_p,
@@ -54,3 +60,12 @@ ROWS = (
 for op, forward, refuses, *slower in ROWS:
     options = {"slower": slower[0]} if slower else {}
     lower(op, "cpu", "cpp", fwd=forward, unless=refuses, **options)
+
+for op, forward, backward in (
+    (rms_norm_p, norm.rms_norm_fwd, norm.rms_norm_bwd),
+    (add_rms_norm_p, norm.add_rms_norm_fwd, norm.add_rms_norm_bwd),
+    (layer_norm_p, norm.layer_norm_fwd, norm.layer_norm_bwd),
+):
+    row = functools.partial(lower, op, "cpu", "cpp", unless=norm.unsupported)
+    row(fwd=forward, slower=norm.slower)
+    row(fwd=None, bwd=backward, slower=norm.slower_gradient)

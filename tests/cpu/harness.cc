@@ -266,6 +266,75 @@ static float worst_selection(const Workers& workers, int64_t rows, int64_t v, in
   return (float)wrong;
 }
 
+static float worst_norm(const Workers& workers, int64_t rows, int64_t d, bool centred,
+                        bool adds) {  // and of its gradient
+  const int64_t n = rows * d;
+  Buffer x(n * 4), residual(n * 4), w(d * 4), bias(d * 4), mean(rows * 4), rstd(rows * 4);
+  Buffer y(n * 4), total(n * 4), dy(n * 4), dtotal(n * 4), dx(n * 4), dresidual(n * 4);
+  Buffer dw(d * 4), dbias(d * 4);
+  for (Buffer* b : {&x, &residual, &dy, &dtotal}) {
+    for (int64_t i = 0; i < n; ++i) ((float*)b->data)[i] = random_float() + 0.5f;
+  }
+  for (Buffer* b : {&w, &bias}) {
+    for (int64_t i = 0; i < d; ++i) ((float*)b->data)[i] = random_float();
+  }
+  for (Buffer* b : {&y, &total, &dx, &dresidual}) {
+    for (int64_t i = 0; i < n; ++i) ((float*)b->data)[i] = NAN;
+  }
+  for (Buffer* b : {&dw, &dbias}) {
+    for (int64_t i = 0; i < d; ++i) ((float*)b->data)[i] = NAN;
+  }
+  Norm p = {};
+  p.x = x.data, p.weight = (float*)w.data, p.bias = (float*)bias.data;
+  p.rows = rows, p.d = d, p.eps = 0.01f, p.centred = centred;
+  p.mean = (float*)mean.data, p.rstd = (float*)rstd.data, p.y = y.data, p.dy = dy.data;
+  p.dx = dx.data, p.dweight = (float*)dw.data, p.dbias = (float*)dbias.data;
+  if (adds) {
+    p.residual = residual.data, p.total = total.data;
+    p.dtotal = dtotal.data, p.dresidual = dresidual.data;
+  }
+  if (!JAXKERN_ISA::kernels.norm(p, workers)) return NAN;
+  if (!JAXKERN_ISA::kernels.norm_gradient(p, workers)) return NAN;
+  float worst = 0;
+  auto compare = [&](float actual, double expected, double scale) {
+    const float error = (float)(fabs(actual - expected) / scale);
+    if (!(error <= worst)) worst = error;
+  };
+  std::vector<double> dw64(d), dbias64(d);
+  for (int64_t r = 0; r < rows; ++r) {
+    std::vector<double> t(d), xhat(d), dxhat(d);
+    double m = 0, square = 0, sum = 0, along = 0;
+    for (int64_t i = 0; i < d; ++i) {
+      t[i] = ((float*)x.data)[r * d + i];
+      if (adds) t[i] += ((float*)residual.data)[r * d + i];
+      m += t[i] / (double)d;
+    }
+    if (!centred) m = 0;
+    for (int64_t i = 0; i < d; ++i) square += (t[i] - m) * (t[i] - m) / (double)d;
+    const double s = 1 / sqrt(square + 0.01f);
+    for (int64_t i = 0; i < d; ++i) {
+      const double g = ((float*)dy.data)[r * d + i];
+      xhat[i] = (t[i] - m) * s;
+      compare(((float*)y.data)[r * d + i], xhat[i] * p.weight[i] + p.bias[i], 4);
+      if (adds) compare(((float*)total.data)[r * d + i], t[i], 4);
+      dxhat[i] = g * p.weight[i];
+      sum += dxhat[i] / (double)d, along += dxhat[i] * xhat[i] / (double)d;
+      dw64[i] += g * xhat[i], dbias64[i] += g;
+    }
+    for (int64_t i = 0; i < d; ++i) {
+      double e = s * (dxhat[i] - (centred ? sum : 0) - xhat[i] * along);
+      if (adds) e += ((float*)dtotal.data)[r * d + i];
+      compare(((float*)dx.data)[r * d + i], e, 4 + 4 * s);
+      if (adds) compare(((float*)dresidual.data)[r * d + i], e, 4 + 4 * s);
+    }
+  }
+  for (int64_t i = 0; i < d; ++i) {
+    compare(p.dweight[i], dw64[i], 4 * (double)rows);
+    compare(p.dbias[i], dbias64[i], 4 * (double)rows);
+  }
+  return worst;
+}
+
 int main() {
   Workers workers = {3, run_on_threads};
   for (const Sizes& s : formats) {
@@ -306,6 +375,16 @@ int main() {
         for (int64_t k : {1, 40}) {
           printf("selection type=%d rows=%d v=%d k=%d %g\n", (int)type, (int)rows, (int)v,
                  (int)k, worst_selection(workers, rows, v, k < v ? k : v, type));
+        }
+      }
+    }
+  }
+  for (int64_t rows : {1, 200}) {
+    for (int64_t d : {1, 35, 320}) {
+      for (bool centred : {false, true}) {
+        for (bool adds : {false, true}) {
+          printf("norm rows=%d d=%d centred=%d adds=%d %g\n", (int)rows, (int)d, centred, adds,
+                 worst_norm(workers, rows, d, centred, adds));
         }
       }
     }

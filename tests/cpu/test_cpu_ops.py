@@ -9,12 +9,15 @@ import pytest
 
 from jaxkern import (
     IntCodec,
+    add_rms_norm,
     attention,
     backend,
     dequantize_vectors,
     explain,
+    layer_norm,
     quantize_vectors,
     quantized_cache_attention,
+    rms_norm,
     top_k,
 )
 from jaxkern.cpu.cpu_call import missing
@@ -186,3 +189,80 @@ def test_other_codecs_are_refused_in_words():
         [row] = explain(quantized_cache_attention, jnp.ones((1, 1, 2, 32)), x, x).rows
     assert row.runs.startswith("xla")
     assert "codes of 8 bits" in " ".join(row.refused)
+
+
+NORMS = {
+    "rms_norm": lambda x, r, w, b: rms_norm(x, w, b, offset=1.0),
+    "no weight": lambda x, r, w, b: rms_norm(x),
+    "add_rms_norm": lambda x, r, w, b: add_rms_norm(x, r, w),
+    "layer_norm": lambda x, r, w, b: layer_norm(x, w, b),
+}
+
+
+def values_and_gradients(f, *operands):
+    out, pull = jax.vjp(f, *operands)
+    cotangents = jax.tree.map(lambda y: jnp.cos(y.astype("float32") * 3), out)
+    return out, pull(jax.tree.map(lambda c, y: c.astype(y.dtype), cotangents, out))
+
+
+def assert_norm(f, dtype, rows, d):
+    rng = np.random.default_rng(d)
+    shapes = (*rows, d), (*rows, d), (d,), (d,)
+    operands = [jnp.asarray(rng.normal(size=s) + 1, dtype) for s in shapes]
+    actual = values_and_gradients(f, *operands)
+    with jax.enable_x64(True), backend("xla"):
+        expected = values_and_gradients(f, *map(in_float64, operands))
+    eps = float(jnp.finfo(dtype).eps)
+    for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        a, e = np.asarray(a).astype(np.float64), np.asarray(e)
+        assert np.linalg.norm(a - e) <= 8 * eps * np.linalg.norm(e)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name):
+    assert_norm(NORMS[name], jnp.float32, (2, 3), 37)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_any_size(name, dtype):
+    for rows, d in (((1,), 3), ((3,), 16), ((700,), 129), ((2, 40), 4099)):
+        assert_norm(NORMS[name], dtype, rows, d)
+
+
+def test_norms_of_rows_that_are_not_finite():
+    x = jnp.ones((3, 40)).at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf)
+    for name in ("no weight", "layer_norm"):
+        w = jnp.ones(40)
+        y = np.asarray(NORMS[name](x, x, w, w))
+        assert np.isnan(y[0]).any() and np.isnan(y[1, 5])
+        assert np.isfinite(y[2]).all()
+
+
+def test_the_gradient_of_a_norm_under_vmap_is_one_call():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 20)), jnp.float32)
+    w = jnp.linspace(1, 2, 20)
+
+    def gradients(x, w):
+        return jax.vjp(rms_norm, x, w)[1](jnp.cos(x))
+
+    mapped = jax.jit(jax.vmap(gradients, (0, None)))
+    text = mapped.lower(x, w).compile().as_text()
+    assert text.count('custom_call_target="jaxkern_norm_gradient"') == 1
+    for i in range(3):
+        for a, e in zip(mapped(x, w), gradients(x[i], w), strict=True):
+            np.testing.assert_allclose(a[i], e, atol=1e-5)
+
+
+def test_norms_run_where_they_are_faster():
+    def rows(count):
+        x, w = jnp.ones((count, 8)), jnp.ones(8)
+        with backend("auto"):
+            found = explain(lambda x, w: jax.vjp(rms_norm, x, w)[1](x), x, w).rows
+        return {row.op: row for row in found}
+
+    few, many = rows(8), rows(4096)
+    assert "XLA is faster" in " ".join(few["rms_norm_fwd"].refused)
+    assert few["rms_norm_bwd"].runs.startswith("xla")
+    assert many["rms_norm_bwd"].runs.endswith("cpu.norm.norm.rms_norm_bwd")
