@@ -7,6 +7,7 @@ because there was no compiler, `missing` says so and every op runs its reference
 import ctypes
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ HANDLERS = (
     "quantized_matmul_id",
     "quantized_embedding",
     "attention",
+    "argmax",
+    "top_k",
+    "sample",
+    "norm",
+    "norm_gradient",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 
@@ -73,6 +79,18 @@ def library() -> Library:
 def missing() -> str | None:
     """Why no C++ kernel can run here, or None."""
     return library().missing
+
+
+def refuses(**operands: Any) -> str | None:
+    """Why no kernel can read operands of these shapes and dtypes, or None."""
+    for name, x in operands.items():
+        if x is None:
+            continue
+        if x.dtype not in FLOATS:
+            return f"`{name}` is {x.dtype}, not one of {', '.join(FLOATS)}"
+        if math.prod(x.shape) == 0:
+            return f"`{name}` is empty"
+    return missing()
 
 
 def cpu_call(

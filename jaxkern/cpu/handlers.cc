@@ -1,109 +1,10 @@
-// Binds the kernels to XLA's foreign function interface.
-//
-// vmap puts batch dims in front of all operands, of size 1 where it does not map one:
-// a handler walks over them, with stride 0 where the size is 1.
-#include <atomic>
-#include <cstring>
-#include <memory>
-#include <string>
+// Binds the products, rows and attention to XLA's foreign function interface.
 #include <string_view>
 
-#include "kernels.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "handler.h"
 
 namespace jaxkern {
 namespace {
-
-struct Job {
-  void (*item)(void*, int64_t);
-  void* data;
-  int64_t items;
-  std::atomic<int64_t> next{0}, done{0};
-
-  void work() {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
-      item(data, i);
-      done.fetch_add(1, std::memory_order_release);
-    }
-  }
-};
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-struct PoolWorkers : Workers {
-  explicit PoolWorkers(ffi::ThreadPool pool) : pool(pool) {
-    const int64_t threads = pool.num_threads();
-    this->threads = threads < 1 ? 1 : static_cast<int>(threads);
-    this->run = run_on_pool;
-  }
-
-  static void run_on_pool(const Workers* self, int64_t items,
-                          void (*item)(void*, int64_t), void* data) {
-    if (items == 1 || self->threads == 1) {
-      for (int64_t i = 0; i < items; ++i) item(data, i);
-      return;
-    }
-    // shared: a helper may start when all is done and this call has returned
-    auto job = std::make_shared<Job>();
-    job->item = item, job->data = data, job->items = items;
-    auto& pool = const_cast<PoolWorkers*>(static_cast<const PoolWorkers*>(self))->pool;
-    const int64_t helpers = (items < self->threads ? items : self->threads) - 1;
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
-    job->work();
-    while (job->done.load(std::memory_order_acquire) < items) relax();
-  }
-
-  ffi::ThreadPool pool;
-};
-
-ffi::Error invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("jaxkern cpu: " + what);
-}
-
-ffi::Error out_of_memory() {
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxkern cpu: out of memory");
-}
-
-// Where the operands of one call lie, for each call of a batch.
-class Batch {
- public:
-  // The first `dims` dims of the result are those of the batch.
-  Batch(ffi::AnyBuffer::Dimensions result, int64_t dims) : sizes_(result.first(dims)) {
-    for (int64_t n : sizes_) count_ *= n;
-  }
-  int64_t count() const { return count_; }
-
-  // Which of its own calls an operand of these dims takes part with in call i.
-  int64_t index(ffi::AnyBuffer::Dimensions operand, int64_t i) const {
-    int64_t index = 0, stride = 1;
-    for (int64_t d = static_cast<int64_t>(sizes_.size()) - 1; d >= 0; --d) {
-      if (operand[d] != 1) index += i % sizes_[d] * stride;
-      stride *= operand[d];
-      i /= sizes_[d];
-    }
-    return index;
-  }
-
- private:
-  ffi::AnyBuffer::Dimensions sizes_;
-  int64_t count_ = 1;
-};
-
-bool float_type(ffi::DataType type, Float* out) {
-  if (type == ffi::F32) *out = Float::f32;
-  else if (type == ffi::F16) *out = Float::f16;
-  else if (type == ffi::BF16) *out = Float::bf16;
-  else return false;
-  return true;
-}
 
 struct Named {
   const char* name;
@@ -135,13 +36,6 @@ bool weights_of(std::string_view qtype, bool interleaved, int64_t rows, int64_t 
   }
   return false;
 }
-
-template <typename T>
-T* at(ffi::AnyBuffer buffer, int64_t element) {
-  return static_cast<T*>(buffer.untyped_data()) + element;
-}
-
-int64_t item_size(Float type) { return type == Float::f32 ? 4 : 2; }
 
 // x [rows, d], w [f, row_bytes] or tiles -> y [rows, f]
 ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
@@ -237,11 +131,25 @@ ffi::Error quantized_embedding(ffi::ThreadPool pool, ffi::AnyBuffer ids,
   return ffi::Error::Success();
 }
 
+// A float dtype, or bytes with one scale a row of each head.
+bool cache_type(ffi::AnyBuffer cache, ffi::AnyBuffer scales, Float* type) {
+  if (cache.element_type() != ffi::U8) return float_type(cache.element_type(), type);
+  const auto dims = cache.dimensions(), scale_dims = scales.dimensions();
+  if (scales.element_type() != ffi::F32 || scale_dims.size() + 1 != dims.size()) return false;
+  // the batch dims in front may be 1 in either
+  for (size_t d = dims.size() - 4; d < scale_dims.size(); ++d) {
+    if (scale_dims[d] != dims[d]) return false;
+  }
+  return true;
+}
+
 // query [b, t, k * g, h], key [b, s, k, h], value [b, s, k, hv], lengths and offsets [b]
-// -> out [b, t, k * g, hv], lse [b, t, k * g]
+// -> out [b, t, k * g, hv], lse [b, t, k * g]. Keys or values of bytes are codes, with
+// scales [b, s, k]; else their scales are not read.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key,
                      ffi::AnyBuffer value, ffi::AnyBuffer kv_lengths,
-                     ffi::AnyBuffer q_offset, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::AnyBuffer q_offset, ffi::AnyBuffer key_scales,
+                     ffi::AnyBuffer value_scales, ffi::Result<ffi::AnyBuffer> out,
                      ffi::Result<ffi::AnyBuffer> lse, float scale, float softcap,
                      int64_t window, bool causal) {
   const auto q_dims = query.dimensions(), k_dims = key.dimensions();
@@ -252,8 +160,8 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
   if (rank < 4 || k_dims.size() != rank || v_dims.size() != rank ||
       out_dims.size() != rank || length_dims.size() != rank - 3 ||
       offset_dims.size() != rank - 3 || !float_type(query.element_type(), &p.query_type) ||
-      !float_type(key.element_type(), &p.key_type) ||
-      !float_type(value.element_type(), &p.value_type) ||
+      !cache_type(key, key_scales, &p.key_type) ||
+      !cache_type(value, value_scales, &p.value_type) ||
       out->element_type() != query.element_type() || lse->element_type() != ffi::F32 ||
       kv_lengths.element_type() != ffi::S32 || q_offset.element_type() != ffi::S32) {
     return invalid("attention: operands do not fit");
@@ -273,11 +181,21 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
   PoolWorkers workers(pool);
   const Batch batch(out_dims, rank - 4);
   const int64_t rows = p.b * p.t * p.k * p.g, keys = p.b * p.s * p.k;
+  const bool key_codes = key.element_type() == ffi::U8;
+  const bool value_codes = value.element_type() == ffi::U8;
+  const int64_t key_size = key_codes ? 1 : item_size(p.key_type);
+  const int64_t value_size = value_codes ? 1 : item_size(p.value_type);
   for (int64_t i = 0; i < batch.count(); ++i) {
+    if (key_codes) {
+      p.key_scales = at<float>(key_scales, batch.index(key_scales.dimensions(), i) * keys);
+    }
+    if (value_codes) {
+      p.value_scales =
+          at<float>(value_scales, batch.index(value_scales.dimensions(), i) * keys);
+    }
     p.query = at<char>(query, batch.index(q_dims, i) * rows * p.h * item_size(p.query_type));
-    p.key = at<char>(key, batch.index(k_dims, i) * keys * p.h * item_size(p.key_type));
-    p.value =
-        at<char>(value, batch.index(v_dims, i) * keys * p.hv * item_size(p.value_type));
+    p.key = at<char>(key, batch.index(k_dims, i) * keys * p.h * key_size);
+    p.value = at<char>(value, batch.index(v_dims, i) * keys * p.hv * value_size);
     p.kv_lengths = at<int32_t>(kv_lengths, batch.index(length_dims, i) * p.b);
     p.q_offset = at<int32_t>(q_offset, batch.index(offset_dims, i) * p.b);
     p.out = at<char>(*out, i * rows * p.hv * item_size(p.query_type));
@@ -324,6 +242,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_embedding, quantized_embedding,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_attention, attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

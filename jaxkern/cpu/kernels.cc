@@ -2,14 +2,19 @@
 #include "kernels.h"
 
 #include "attention/attention.h"
+#include "index/argmax.h"
+#include "index/top_k.h"
+#include "norm/norm.h"
 #include "quant/quantized_matmul.h"
+#include "sampling/sample.h"
 
 namespace jaxkern {
 namespace JAXKERN_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {JAXKERN_ISA_NAME, quantized_matmul, quantized_embedding,
-                         attention};
+                         attention, argmax, top_k, sample,
+                         norm, norm_gradient};
 
 }  // namespace JAXKERN_ISA
 }  // namespace jaxkern

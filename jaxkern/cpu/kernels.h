@@ -44,6 +44,8 @@ struct QuantizedEmbedding {  // y[i] = w[ids[i]], 0 for an id outside
 struct Attention {  // out = softmax(scale q k^T) v over the keys that a query may see
   const void *query, *key, *value;  // [b, t, k * g, h], [b, s, k, h], [b, s, k, hv]
   Float query_type, key_type, value_type;
+  // [b, s, k] where keys or values are codes of a byte, 128 for 0; null: floats
+  const float *key_scales, *value_scales;
   void* out;  // [b, t, k * g, hv], of query_type
   float* lse;  // [b, t, k * g]
   const int32_t *kv_lengths, *q_offset;  // [b]
@@ -53,11 +55,60 @@ struct Attention {  // out = softmax(scale q k^T) v over the keys that a query m
   bool causal;
 };
 
+struct Argmax {  // the first of the largest of each row
+  const void* x;  // [rows, v]
+  Float x_type;
+  int64_t rows, v;
+  bool nan_wins;  // else it never does
+  int32_t* index;  // [rows]
+};
+
+struct TopK {  // the k largest of each row in descending order; a NaN is the largest
+  const void* x;  // [rows, v]
+  Float x_type;
+  int64_t rows, v, k;  // 1 <= k <= v
+  void* values;  // [rows, k], of x_type
+  int32_t* indices;
+};
+
+struct SampleRow {  // a token of softmax(logits / temperature) after three cuts
+  const void* logits;  // [v]
+  float uniform, temperature, top_p, min_p;  // no cut: 1, 0
+  int32_t top_k;  // no cut: 0 or less
+  int32_t* token;
+};
+
+struct Sample {
+  const SampleRow* row;
+  Float logits_type;
+  int64_t rows, v;
+};
+
+// y = (total - mean) rstd weight + bias with total = x + residual. What is absent is null.
+struct Norm {
+  const void *x, *residual;  // [rows, d]
+  Float x_type, residual_type;
+  const float *weight, *bias;  // [d]
+  int64_t rows, d;
+  float eps;
+  bool centred;  // else the mean is not taken away
+  float *mean, *rstd;  // [rows]; written forward, read by the gradient
+  void *y, *total;  // of x_type and residual_type
+  const void *dy, *dtotal;  // of their types too
+  void *dx, *dresidual;
+  float *dweight, *dbias;  // [d]
+};
+
 struct Kernels {
   const char* name;
   bool (*quantized_matmul)(const QuantizedMatmul&, const Workers&);
   bool (*quantized_embedding)(const QuantizedEmbedding&, const Workers&);
   bool (*attention)(const Attention&, const Workers&);
+  bool (*argmax)(const Argmax&, const Workers&);
+  bool (*top_k)(const TopK&, const Workers&);
+  bool (*sample)(const Sample&, const Workers&);
+  bool (*norm)(const Norm&, const Workers&);
+  bool (*norm_gradient)(const Norm&, const Workers&);
 };
 
 const Kernels& best_kernels();

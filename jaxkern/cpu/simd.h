@@ -95,6 +95,81 @@ inline float sum_of_lanes(F x) {
 #endif
 }
 
+// The sum of the lanes of each of `lanes` vectors.
+inline F sums_of_lanes(const F* x) {
+#if defined(__AVX512F__)
+  __m512 pairs[8], quads[4], halves[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = (__m512)x[2 * i], b = (__m512)x[2 * i + 1];
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = quads[2 * i], b = quads[2 * i + 1];
+    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88),
+                              _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  return (F)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                          _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#elif defined(__AVX2__)
+  __m256 quads[2];
+  for (int i = 0; i < 2; ++i) {
+    const F* y = x + 4 * i;
+    quads[i] = _mm256_hadd_ps(_mm256_hadd_ps((__m256)y[0], (__m256)y[1]),
+                              _mm256_hadd_ps((__m256)y[2], (__m256)y[3]));
+  }
+  return (F)_mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20),
+                          _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+#else
+  F sums;
+  for (int i = 0; i < lanes; ++i) sums[i] = sum_of_lanes(x[i]);
+  return sums;
+#endif
+}
+
+inline float max_of_lanes(F x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float most = x[0];
+  for (int i = 1; i < lanes; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+
+inline bool any_lane(I condition) {  // of a comparison
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)condition, (__m256i)condition);
+#else
+  int32_t any = 0;
+  for (int i = 0; i < lanes; ++i) any |= condition[i];
+  return any != 0;
+#endif
+}
+
+// Writes the lanes of x that the comparison keeps side by side; how many they are.
+// All of to[0 ... lanes) may be written.
+inline int keep_lanes(I condition, F x, float* to) {
+#if defined(__AVX512F__)
+  const __mmask16 mask = _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition);
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(mask, (__m512)x));
+  return __builtin_popcount(mask);
+#else
+  int n = 0;
+  for (int i = 0; i < lanes; ++i) {
+    to[n] = x[i];
+    n -= condition[i];
+  }
+  return n;
+#endif
+}
+
 // e**x within 2 units in the last place; 0 below -87, as for -infinity. x <= 88.
 inline F exp_of(F x) {
   const F shifted = x * 1.44269504f + 12582912.0f;  // rounds x / ln 2, see prepare_row

@@ -4,15 +4,28 @@ XLA:CPU is good at plain elementwise work and at float32 products; a row stands 
 where a C++ kernel is several times faster, see docs/design/cpu_kernels.md.
 """
 
+import functools
+
 from jaxkern.cpu.attention import attention
+from jaxkern.cpu.index import argmax, top_k
+from jaxkern.cpu.norm import norm
 from jaxkern.cpu.quant import (
     interleaved_matmul,
     quantized_embedding,
     quantized_matmul,
     quantized_matmul_id,
 )
+from jaxkern.cpu.sampling import sample
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.attention.quantized_cache_attention import (
+    quantized_cache_attention_p,
+)
+from jaxkern.primitives.index.argmax import argmax_p
+from jaxkern.primitives.index.top_k import top_k_p
+from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
+from jaxkern.primitives.norm.layer_norm import layer_norm_p
+from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.quant.interleaved_matmul import (
     interleaved_embedding_p,
     interleaved_matmul_id_p,
@@ -21,10 +34,11 @@ from jaxkern.primitives.quant.interleaved_matmul import (
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding_p
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul_p
 from jaxkern.primitives.quant.quantized_matmul_id import quantized_matmul_id_p
+from jaxkern.primitives.sampling.sample import sample_p
 
 # fmt: off
 ROWS = (
-    # op                      forward                                  refuses
+    # op                      forward                                  refuses, and where XLA is as fast
     (attention_p,             attention.attention_fwd,                 attention.unsupported),
     (quantized_matmul_p,      quantized_matmul.int8_activations,       quantized_matmul.refuses_int8),
     (quantized_matmul_p,      quantized_matmul.f32_activations,        quantized_matmul.refuses_f32),
@@ -36,8 +50,22 @@ ROWS = (
     (interleaved_matmul_id_p, interleaved_matmul.int8_activations_id,  interleaved_matmul.refuses_int8_id),
     (interleaved_matmul_id_p, interleaved_matmul.f32_activations_id,   interleaved_matmul.refuses_f32_id),
     (interleaved_embedding_p, interleaved_matmul.interleaved_embedding, interleaved_matmul.refuses_rows),
+    (quantized_cache_attention_p, attention.quantized_cache_attention,  attention.unsupported_quantized),
+    (argmax_p,                argmax.argmax,                           argmax.unsupported),
+    (top_k_p,                 top_k.top_k,                             top_k.unsupported, top_k.slower),
+    (sample_p,                sample.sample,                           sample.unsupported),
 )
 # fmt: on
 
-for op, forward, refuses in ROWS:
-    lower(op, "cpu", "cpp", fwd=forward, unless=refuses)
+for op, forward, refuses, *slower in ROWS:
+    options = {"slower": slower[0]} if slower else {}
+    lower(op, "cpu", "cpp", fwd=forward, unless=refuses, **options)
+
+for op, forward, backward in (
+    (rms_norm_p, norm.rms_norm_fwd, norm.rms_norm_bwd),
+    (add_rms_norm_p, norm.add_rms_norm_fwd, norm.add_rms_norm_bwd),
+    (layer_norm_p, norm.layer_norm_fwd, norm.layer_norm_bwd),
+):
+    row = functools.partial(lower, op, "cpu", "cpp", unless=norm.unsupported)
+    row(fwd=forward, slower=norm.slower)
+    row(fwd=None, bwd=backward, slower=norm.slower_gradient)

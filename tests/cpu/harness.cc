@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -112,7 +113,7 @@ static float worst_product(const Workers& workers, const Sizes& s, int64_t rows,
 
 static float worst_attention(const Workers& workers, int64_t t, int64_t s, int64_t g,
                              int64_t h, int64_t hv, bool causal, int64_t window,
-                             float softcap) {
+                             float softcap, bool codes) {
   const int64_t b = 2, k = 2;
   Buffer q(b * t * k * g * h * 4), key(b * s * k * h * 4), value(b * s * k * hv * 4);
   Buffer out(b * t * k * g * hv * 4), lse(b * t * k * g * 4), length(8), offset(8);
@@ -121,12 +122,31 @@ static float worst_attention(const Workers& workers, int64_t t, int64_t s, int64
   for (int64_t i = 0; i < b * s * k * hv; ++i) ((float*)value.data)[i] = random_float();
   for (int64_t i = 0; i < b * t * k * g * hv; ++i) ((float*)out.data)[i] = NAN;
   for (int64_t i = 0; i < b * t * k * g; ++i) ((float*)lse.data)[i] = NAN;
+  Buffer key_codes(b * s * k * h), value_codes(b * s * k * hv);
+  Buffer key_scales(b * s * k * 4), value_scales(b * s * k * 4);
+  for (int64_t i = 0; i < b * s * k; ++i) {
+    ((float*)key_scales.data)[i] = random_float() / 128;
+    ((float*)value_scales.data)[i] = random_float() / 128;
+  }
+  auto code = [](Buffer& to, const Buffer& scales, Buffer& exact, int64_t n, int64_t width) {
+    for (int64_t i = 0; i < n * width; ++i) {
+      const uint8_t c = (uint8_t)random_bits();
+      to.data[i] = (char)c;
+      ((float*)exact.data)[i] = ((float*)scales.data)[i / width] * ((float)c - 128);
+    }
+  };
+  if (codes) code(key_codes, key_scales, key, b * s * k, h);
+  if (codes) code(value_codes, value_scales, value, b * s * k, hv);
   Attention p = {};
   p.query = q.data, p.key = key.data, p.value = value.data, p.out = out.data;
   p.lse = (float*)lse.data;
   p.kv_lengths = (int32_t*)length.data, p.q_offset = (int32_t*)offset.data;
   p.b = b, p.t = t, p.s = s, p.k = k, p.g = g, p.h = h, p.hv = hv;
   p.scale = 1.5f, p.softcap = softcap, p.window = window, p.causal = causal;
+  if (codes) {
+    p.key = key_codes.data, p.key_scales = (float*)key_scales.data;
+    p.value = value_codes.data, p.value_scales = (float*)value_scales.data;
+  }
   for (int i = 0; i < 2; ++i) {
     ((int32_t*)length.data)[i] = (int32_t)(i ? s : s / 2);
     ((int32_t*)offset.data)[i] = ((int32_t*)length.data)[i] - (int32_t)t;
@@ -172,6 +192,149 @@ static float worst_attention(const Workers& workers, int64_t t, int64_t s, int64
   return worst;
 }
 
+static float worst_selection(const Workers& workers, int64_t rows, int64_t v, int64_t k,
+                             Float type) {  // of argmax, top_k and sample: wrong results
+  const int64_t size = type == Float::f32 ? 4 : 2;
+  Buffer x(rows * v * size), index(rows * 4), values(rows * k * size);
+  Buffer indices(rows * k * 4), tokens(rows * 4);
+  std::vector<double> exact(rows * v);
+  for (int64_t i = 0; i < rows * v; ++i) {
+    // steps of 1/8 tie, and every dtype has them
+    const float value = (float)((int)(random_bits() % 97) - 48) / 8;
+    exact[i] = value;
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (type == Float::f32) memcpy(x.data + 4 * i, &bits, 4);
+    else if (type == Float::bf16) memcpy(x.data + 2 * i, (char*)&bits + 2, 2);
+    else {
+      const uint16_t half =
+          value == 0 ? 0 : (bits >> 16 & 0x8000) | (((bits & 0x7fffffff) >> 13) - (112 << 10));
+      memcpy(x.data + 2 * i, &half, 2);
+    }
+  }
+  int wrong = 0;
+  Argmax a = {x.data, type, rows, v, true, (int32_t*)index.data};
+  TopK t = {x.data, type, rows, v, k, values.data, (int32_t*)indices.data};
+  std::vector<SampleRow> drawn(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    drawn[r] = {x.data + r * v * size, 0.5f, 1.0f, r % 2 ? 0.8f : 1.0f, 0.0f,
+                (int32_t)(r % 3 ? k : 0), (int32_t*)tokens.data + r};
+  }
+  Sample s = {drawn.data(), type, rows, v};
+  if (!JAXKERN_ISA::kernels.argmax(a, workers)) return NAN;
+  if (!JAXKERN_ISA::kernels.top_k(t, workers)) return NAN;
+  if (!JAXKERN_ISA::kernels.sample(s, workers)) return NAN;
+  for (int64_t r = 0; r < rows; ++r) {
+    const double* row = exact.data() + r * v;
+    std::vector<bool> taken(v);
+    for (int64_t n = 0; n < k; ++n) {
+      int64_t best = -1;
+      for (int64_t i = 0; i < v; ++i) {
+        if (!taken[i] && (best < 0 || row[i] > row[best])) best = i;
+      }
+      taken[best] = true;
+      wrong += ((int32_t*)indices.data)[r * k + n] != best;
+      wrong += memcmp(values.data + (r * k + n) * size, x.data + (r * v + best) * size, size);
+      if (n == 0) wrong += ((int32_t*)index.data)[r] != best;
+    }
+    auto weight = [&](int64_t i) { return exp(row[i]); };
+    double cut = -INFINITY;
+    if (drawn[r].top_k > 0 && k < v) cut = row[((int32_t*)indices.data)[r * k + k - 1]];
+    double total = 0;
+    for (int64_t i = 0; i < v; ++i) total += row[i] >= cut ? weight(i) : 0;
+    if (drawn[r].top_p < 1) {
+      double t = 48;  // from above, in steps that the logits have
+      for (;; t -= 0.125) {
+        double mass = 0;
+        for (int64_t i = 0; i < v; ++i) mass += row[i] >= t && row[i] >= cut ? weight(i) : 0;
+        if (mass >= (double)drawn[r].top_p * total) break;
+      }
+      cut = t > cut ? t : cut;
+      total = 0;
+      for (int64_t i = 0; i < v; ++i) total += row[i] >= cut ? weight(i) : 0;
+    }
+    double sum = 0, nearest = 0;
+    int64_t token = -1;
+    for (int64_t i = 0; i < v && token < 0; ++i) {
+      sum += row[i] >= cut ? weight(i) : 0;
+      nearest = fabs(sum / total - 0.5);
+      if (sum > 0.5 * total) token = i;
+    }
+    // where u meets a step, rounding decides
+    wrong += ((int32_t*)tokens.data)[r] != token && nearest > 1e-5;
+  }
+  return (float)wrong;
+}
+
+static float worst_norm(const Workers& workers, int64_t rows, int64_t d, bool centred,
+                        bool adds) {  // and of its gradient
+  const int64_t n = rows * d;
+  Buffer x(n * 4), residual(n * 4), w(d * 4), bias(d * 4), mean(rows * 4), rstd(rows * 4);
+  Buffer y(n * 4), total(n * 4), dy(n * 4), dtotal(n * 4), dx(n * 4), dresidual(n * 4);
+  Buffer dw(d * 4), dbias(d * 4);
+  for (Buffer* b : {&x, &residual, &dy, &dtotal}) {
+    for (int64_t i = 0; i < n; ++i) ((float*)b->data)[i] = random_float() + 0.5f;
+  }
+  for (Buffer* b : {&w, &bias}) {
+    for (int64_t i = 0; i < d; ++i) ((float*)b->data)[i] = random_float();
+  }
+  for (Buffer* b : {&y, &total, &dx, &dresidual}) {
+    for (int64_t i = 0; i < n; ++i) ((float*)b->data)[i] = NAN;
+  }
+  for (Buffer* b : {&dw, &dbias}) {
+    for (int64_t i = 0; i < d; ++i) ((float*)b->data)[i] = NAN;
+  }
+  Norm p = {};
+  p.x = x.data, p.weight = (float*)w.data, p.bias = (float*)bias.data;
+  p.rows = rows, p.d = d, p.eps = 0.01f, p.centred = centred;
+  p.mean = (float*)mean.data, p.rstd = (float*)rstd.data, p.y = y.data, p.dy = dy.data;
+  p.dx = dx.data, p.dweight = (float*)dw.data, p.dbias = (float*)dbias.data;
+  if (adds) {
+    p.residual = residual.data, p.total = total.data;
+    p.dtotal = dtotal.data, p.dresidual = dresidual.data;
+  }
+  if (!JAXKERN_ISA::kernels.norm(p, workers)) return NAN;
+  if (!JAXKERN_ISA::kernels.norm_gradient(p, workers)) return NAN;
+  float worst = 0;
+  auto compare = [&](float actual, double expected, double scale) {
+    const float error = (float)(fabs(actual - expected) / scale);
+    if (!(error <= worst)) worst = error;
+  };
+  std::vector<double> dw64(d), dbias64(d);
+  for (int64_t r = 0; r < rows; ++r) {
+    std::vector<double> t(d), xhat(d), dxhat(d);
+    double m = 0, square = 0, sum = 0, along = 0;
+    for (int64_t i = 0; i < d; ++i) {
+      t[i] = ((float*)x.data)[r * d + i];
+      if (adds) t[i] += ((float*)residual.data)[r * d + i];
+      m += t[i] / (double)d;
+    }
+    if (!centred) m = 0;
+    for (int64_t i = 0; i < d; ++i) square += (t[i] - m) * (t[i] - m) / (double)d;
+    const double s = 1 / sqrt(square + 0.01f);
+    for (int64_t i = 0; i < d; ++i) {
+      const double g = ((float*)dy.data)[r * d + i];
+      xhat[i] = (t[i] - m) * s;
+      compare(((float*)y.data)[r * d + i], xhat[i] * p.weight[i] + p.bias[i], 4);
+      if (adds) compare(((float*)total.data)[r * d + i], t[i], 4);
+      dxhat[i] = g * p.weight[i];
+      sum += dxhat[i] / (double)d, along += dxhat[i] * xhat[i] / (double)d;
+      dw64[i] += g * xhat[i], dbias64[i] += g;
+    }
+    for (int64_t i = 0; i < d; ++i) {
+      double e = s * (dxhat[i] - (centred ? sum : 0) - xhat[i] * along);
+      if (adds) e += ((float*)dtotal.data)[r * d + i];
+      compare(((float*)dx.data)[r * d + i], e, 4 + 4 * s);
+      if (adds) compare(((float*)dresidual.data)[r * d + i], e, 4 + 4 * s);
+    }
+  }
+  for (int64_t i = 0; i < d; ++i) {
+    compare(p.dweight[i], dw64[i], 4 * (double)rows);
+    compare(p.dbias[i], dbias64[i], 4 * (double)rows);
+  }
+  return worst;
+}
+
 int main() {
   Workers workers = {3, run_on_threads};
   for (const Sizes& s : formats) {
@@ -193,10 +356,35 @@ int main() {
       for (bool causal : {false, true}) {
         for (int64_t window : {0, 9}) {
           for (float softcap : {0.f, 3.f}) {
-            printf("attention t=%d s=%d causal=%d window=%d softcap=%g %g\n", (int)t, (int)s,
-                   causal, (int)window, softcap,
-                   worst_attention(workers, t, s, 3, 21, 38, causal, window, softcap));
+            for (bool codes : {false, true}) {
+              for (int64_t h : {21, 64}) {  // whole vectors are read in place
+                printf("attention t=%d s=%d causal=%d window=%d softcap=%g codes=%d h=%d %g\n",
+                       (int)t, (int)s, causal, (int)window, softcap, codes, (int)h,
+                       worst_attention(workers, t, s, 3, h, h == 64 ? 96 : 38, causal, window,
+                                       softcap, codes));
+              }
+            }
           }
+        }
+      }
+    }
+  }
+  for (Float type : {Float::f32, Float::bf16, Float::f16}) {
+    for (int64_t rows : {1, 5}) {
+      for (int64_t v : {1, 3, 127, 129, 1000, 20011}) {
+        for (int64_t k : {1, 40}) {
+          printf("selection type=%d rows=%d v=%d k=%d %g\n", (int)type, (int)rows, (int)v,
+                 (int)k, worst_selection(workers, rows, v, k < v ? k : v, type));
+        }
+      }
+    }
+  }
+  for (int64_t rows : {1, 200}) {
+    for (int64_t d : {1, 35, 320}) {
+      for (bool centred : {false, true}) {
+        for (bool adds : {false, true}) {
+          printf("norm rows=%d d=%d centred=%d adds=%d %g\n", (int)rows, (int)d, centred, adds,
+                 worst_norm(workers, rows, d, centred, adds));
         }
       }
     }

@@ -1,9 +1,11 @@
 // Attention with an online softmax (https://arxiv.org/abs/2205.14135).
 //
-// A query sees one range of keys: causal, window and lengths only move its ends. One
-// work item takes some query rows of one key head, a row being a query of one of the
-// heads that share it, and a share of the keys; the shares are merged at the end, so
-// that a single query over a long cache also keeps all threads busy.
+// A query sees one range of keys: causal, window and lengths only move its ends. The
+// heads that share a key head are rows of one product with it, a row being one of these
+// heads of one query. Few rows (decoding) take all key heads of some keys together, so
+// that a cache is read from one end to the other; many rows (prefill) take one key head,
+// whose blocks of keys are transposed once for up to 256 of them. A long cache is cut
+// into shares that are merged at the end, so that few rows also keep all threads busy.
 #pragma once
 #include <cmath>
 
@@ -14,9 +16,11 @@ namespace jaxkern {
 namespace JAXKERN_ISA {
 
 constexpr int key_block = 64;
-constexpr int64_t rows_at_once = 64;
-constexpr int64_t fewest_keys = 256;  // of a share of the keys
+constexpr int64_t few = 8;  // rows up to which no block is transposed
+constexpr int64_t most_rows = 256;  // of one item
+constexpr int64_t fewest_keys = 256;  // of a share
 constexpr int64_t most_shares = 64;
+constexpr int wide = lanes == 16 ? 4 : 2;  // vectors of a tile in registers
 
 struct Range {
   int64_t begin, end;
@@ -24,6 +28,12 @@ struct Range {
 
 inline Range intersection(Range a, Range b) {
   return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
+}
+
+inline Range hull(Range a, Range b) {  // of both; an empty one does not count
+  if (a.begin >= a.end) return b;
+  if (b.begin >= b.end) return a;
+  return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
 }
 
 inline Range visible_keys(const Attention& p, int64_t b, int64_t t) {
@@ -34,281 +44,448 @@ inline Range visible_keys(const Attention& p, int64_t b, int64_t t) {
   return seen;
 }
 
-// score[r][j] = q[r] . k[j] for rows < 5; vectors along the head dim.
-template <int rows>
-void few_scores(const float* q, const float* k, int64_t stride, int64_t width, int keys,
-                float* score) {
-  for (int j = 0; j < keys; ++j) {
-    F sum[rows] = {};
-    for (int64_t i = 0; i < width; i += lanes) {
-      const F key = load<F>(k + j * stride + i);
-      for (int r = 0; r < rows; ++r) sum[r] += key * load<F>(q + r * width + i);
+inline int64_t padded(int64_t n) { return (n + lanes - 1) / lanes * lanes; }
+
+enum class Stored { f32, f16, bf16, codes };  // elements of keys and values
+
+template <Stored stored>
+inline F load_stored(const void* x, int64_t i) {
+  if (stored == Stored::f32) return load_f32<Float::f32>(x, i);
+  if (stored == Stored::f16) return load_f32<Float::f16>(x, i);
+  if (stored == Stored::bf16) return load_f32<Float::bf16>(x, i);
+  const uint8_t* code = static_cast<const uint8_t*>(x) + i;
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(code));
+  return to_float((I)_mm512_cvtepu8_epi32(bytes) - 128);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(code));
+  return to_float((I)_mm256_cvtepu8_epi32(bytes) - 128);
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(lanes)));
+  return to_float(__builtin_convertvector(load<Bytes>(code), I) - 128);
+#endif
+}
+
+// Rows of one head lie apart, which the hardware does not foresee.
+constexpr int64_t ahead = 8;
+
+template <Stored stored>
+inline void prefetch(const void* x, int64_t i) {
+  const int64_t size = stored == Stored::codes ? 1 : stored == Stored::f32 ? 4 : 2;
+  __builtin_prefetch(static_cast<const char*>(x) + i * size);
+}
+
+// Some rows of keys or values of one head, `stride` elements apart.
+struct Rows {
+  const void* data;
+  int64_t start, stride, width;  // width: a multiple of lanes
+  Stored stored;
+  const float* scales;  // null, or one for each row
+};
+
+template <Stored stored>
+void widen(const Rows& rows, int64_t width, int keys, float* to) {
+  const int64_t out_width = padded(width), whole = width / lanes * lanes;
+  for (int j = 0; j < keys; ++j, to += out_width) {
+    const int64_t from = rows.start + j * rows.stride;
+    for (int64_t i = 0; i < whole; i += lanes) {
+      store(to + i, load_stored<stored>(rows.data, from + i));
     }
-    for (int r = 0; r < rows; ++r) score[r * key_block + j] = sum_of_lanes(sum[r]);
+    for (int64_t i = whole; i < out_width; ++i) {
+      float y = 0;
+      if (i < width) {
+        y = stored == Stored::codes
+                ? (float)static_cast<const uint8_t*>(rows.data)[from + i] - 128
+            : stored == Stored::f16  ? to_f32(Float::f16, rows.data, from + i)
+            : stored == Stored::bf16 ? to_f32(Float::bf16, rows.data, from + i)
+                                     : to_f32(Float::f32, rows.data, from + i);
+      }
+      to[i] = y;
+    }
+  }
+}
+
+// Keys or values from `first` on, of which `keys` are read: in place where that is wanted
+// and vectors fit them, else as float32 in `scratch`. Many rows want the copy: rows of
+// a cache often lie a power of two apart, where they push each other out of the caches.
+// `scratch` holds key_block rows of padded width, and their scales.
+inline Rows cached_rows(const Attention& p, bool values, int64_t b, int64_t k,
+                        int64_t first, int keys, bool in_place, float* scratch) {
+  const float* scales = values ? p.value_scales : p.key_scales;
+  const Float type = values ? p.value_type : p.key_type;
+  const int64_t width = values ? p.hv : p.h, row = (b * p.s + first) * p.k + k;
+  Rows rows = {values ? p.value : p.key, row * width, p.k * width, width,
+               scales                ? Stored::codes
+               : type == Float::f32  ? Stored::f32
+               : type == Float::f16  ? Stored::f16
+                                     : Stored::bf16,
+               nullptr};
+  if (scales) {
+    float* to = scratch + key_block * padded(width);
+    for (int j = 0; j < keys; ++j) to[j] = scales[row + j * p.k];
+    rows.scales = to;
+  }
+  if (width % lanes == 0 && in_place) return rows;
+  switch (rows.stored) {
+    case Stored::f32: widen<Stored::f32>(rows, width, keys, scratch); break;
+    case Stored::f16: widen<Stored::f16>(rows, width, keys, scratch); break;
+    case Stored::bf16: widen<Stored::bf16>(rows, width, keys, scratch); break;
+    case Stored::codes: widen<Stored::codes>(rows, width, keys, scratch); break;
+  }
+  return {scratch, 0, padded(width), padded(width), Stored::f32, rows.scales};
+}
+
+// score[r][j] = q[r] . k[j] for rows <= 4; vectors along the head dim.
+template <Stored stored, int rows>
+void few_scores(const float* q, const Rows& k, int keys, float* score) {
+  for (int first = 0; first < keys; first += lanes) {
+    F sum[rows][lanes];
+    const int here = keys - first < lanes ? keys - first : lanes;
+    for (int j = 0; j < here; ++j) {
+      const int64_t from = k.start + (first + j) * k.stride;
+      F part[rows] = {};
+      for (int64_t i = 0; i < k.width; i += lanes) {
+        const F key = load_stored<stored>(k.data, from + i);
+        prefetch<stored>(k.data, from + ahead * k.stride + i);
+        for (int r = 0; r < rows; ++r) part[r] += key * load<F>(q + r * k.width + i);
+      }
+      for (int r = 0; r < rows; ++r) sum[r][j] = part[r];
+    }
+    for (int j = here; j < lanes; ++j) {
+      for (int r = 0; r < rows; ++r) sum[r][j] = F{};
+    }
+    for (int r = 0; r < rows; ++r) {
+      store(score + r * key_block + first, sums_of_lanes(sum[r]));
+    }
   }
 }
 
 // The same for many rows: vectors along the keys, which lie as [width, key_block].
 template <int rows>
 void many_scores(const float* q, const float* transposed, int64_t width, float* score) {
-  for (int part = 0; part < key_block; part += 2 * lanes) {
-    F sum[rows][2] = {};
+  for (int part = 0; part < key_block; part += wide * lanes) {
+    F sum[rows][wide] = {};
     for (int64_t i = 0; i < width; ++i) {
-      const F low = load<F>(transposed + i * key_block + part);
-      const F high = load<F>(transposed + i * key_block + part + lanes);
+      F key[wide];
+      for (int c = 0; c < wide; ++c) {
+        key[c] = load<F>(transposed + i * key_block + part + c * lanes);
+      }
       for (int r = 0; r < rows; ++r) {
-        sum[r][0] += low * q[r * width + i];
-        sum[r][1] += high * q[r * width + i];
+        for (int c = 0; c < wide; ++c) sum[r][c] += key[c] * q[r * width + i];
       }
     }
     for (int r = 0; r < rows; ++r) {
-      store(score + r * key_block + part, sum[r][0]);
-      store(score + r * key_block + part + lanes, sum[r][1]);
-    }
-  }
-}
-
-// out[r] += weight[r][j] v[j] over the keys j in [first, end).
-template <int rows>
-void add_values(const float* weight, const float* v, int64_t stride, int64_t width,
-                int first, int end, float* out) {
-  for (int64_t i = 0; i < width; i += 2 * lanes) {
-    const bool two = i + lanes < width;
-    F sum[rows][2] = {};
-    for (int j = first; j < end; ++j) {
-      const F low = load<F>(v + j * stride + i);
-      const F high = two ? load<F>(v + j * stride + i + lanes) : F{};
-      for (int r = 0; r < rows; ++r) {
-        sum[r][0] += low * weight[r * key_block + j];
-        sum[r][1] += high * weight[r * key_block + j];
+      for (int c = 0; c < wide; ++c) {
+        store(score + r * key_block + part + c * lanes, sum[r][c]);
       }
     }
+  }
+}
+
+// out[r] += weight[r][j] v[j] over the keys j in `seen`, `n` vectors from i on.
+template <Stored stored, int rows, int n>
+void add_values_at(const float* weight, const Rows& v, Range seen, int64_t i, float* out) {
+  F sum[rows][n];
+  for (int r = 0; r < rows; ++r) {
+    for (int c = 0; c < n; ++c) sum[r][c] = load<F>(out + r * v.width + i + c * lanes);
+  }
+  for (int64_t j = seen.begin; j < seen.end; ++j) {
+    F value[n];
+    for (int c = 0; c < n; ++c) {
+      const int64_t from = v.start + j * v.stride + i + c * lanes;
+      value[c] = load_stored<stored>(v.data, from);
+      prefetch<stored>(v.data, from + ahead * v.stride);
+    }
     for (int r = 0; r < rows; ++r) {
-      float* to = out + r * width + i;
-      store(to, load<F>(to) + sum[r][0]);
-      if (two) store(to + lanes, load<F>(to + lanes) + sum[r][1]);
+      for (int c = 0; c < n; ++c) sum[r][c] += value[c] * weight[r * key_block + j];
     }
   }
+  for (int r = 0; r < rows; ++r) {
+    for (int c = 0; c < n; ++c) store(out + r * v.width + i + c * lanes, sum[r][c]);
+  }
 }
 
-inline int64_t padded(int64_t n) { return (n + lanes - 1) / lanes * lanes; }
-
-// Some rows of keys or values as float32 with a padded width: in place if they are so.
-struct WideRows {
-  const float* first;
-  int64_t stride;
-};
-
-inline WideRows wide_rows(const void* from, Float type, int64_t start, int64_t stride,
-                          int64_t width, int rows, float* scratch) {
-  if (type == Float::f32 && width % lanes == 0) {
-    return {static_cast<const float*>(from) + start, stride};
+template <Stored stored, int rows>
+void add_values(const float* weight, const Rows& v, Range seen, float* out) {
+  int64_t i = 0;
+  for (; i + wide * lanes <= v.width; i += wide * lanes) {
+    add_values_at<stored, rows, wide>(weight, v, seen, i, out);
   }
-  for (int j = 0; j < rows; ++j) {
-    to_f32_row(type, from, start + j * stride, width, padded(width),
-               scratch + j * padded(width));
+  for (; i < v.width; i += lanes) {
+    add_values_at<stored, rows, 1>(weight, v, seen, i, out);
   }
-  return {scratch, padded(width)};
 }
 
-// A share's result for one row: not yet divided by `total`, in units of e**top.
+// f<stored, rows>(...) for what is known when it runs.
+#define JAXKERN_BY_ROWS(f, stored, n, ...)       \
+  switch (n) {                                   \
+    case 1: f<stored, 1>(__VA_ARGS__); break;    \
+    case 2: f<stored, 2>(__VA_ARGS__); break;    \
+    case 3: f<stored, 3>(__VA_ARGS__); break;    \
+    default: f<stored, 4>(__VA_ARGS__);          \
+  }
+#define JAXKERN_BY_STORED(f, kind, n, ...)                                         \
+  switch (kind) {                                                                  \
+    case Stored::f32: JAXKERN_BY_ROWS(f, Stored::f32, n, __VA_ARGS__) break;       \
+    case Stored::f16: JAXKERN_BY_ROWS(f, Stored::f16, n, __VA_ARGS__) break;       \
+    case Stored::bf16: JAXKERN_BY_ROWS(f, Stored::bf16, n, __VA_ARGS__) break;     \
+    case Stored::codes: JAXKERN_BY_ROWS(f, Stored::codes, n, __VA_ARGS__) break;   \
+  }
+
+// A share's result for its rows: not yet divided by `total`, in units of e**top.
 struct Share {
   float *out, *top, *total;
 };
 
-struct AttentionItem {
+// Scores of one row become weights of the keys that it sees, 0 elsewhere; its result so
+// far moves to the new top. `seen` counts from the block's first key and is not empty.
+inline void weigh(const Attention& p, const Rows& k, const Rows& v, Range seen, float* s,
+                  Share share, int64_t r) {
+  for (int64_t j = 0; j < seen.begin; ++j) s[j] = -INFINITY;
+  for (int64_t j = seen.end; j < key_block; ++j) s[j] = -INFINITY;
+  if (k.scales) {
+    for (int64_t j = seen.begin; j < seen.end; ++j) s[j] *= k.scales[j];
+  }
+  F most = broadcast(-INFINITY);
+  for (int j = 0; j < key_block; j += lanes) {
+    F x = load<F>(s + j);
+    if (p.softcap > 0) {  // tanh(y) = 1 - 2 / (e**2y + 1)
+      F y = x * (2 / p.softcap);
+      y = y > 80.0f ? broadcast(80.0f) : y;
+      const F capped = p.softcap - 2 * p.softcap / (exp_of(y) + 1.0f);
+      x = x == broadcast(-INFINITY) ? x : capped;
+      store(s + j, x);
+    }
+    most = x > most ? x : most;
+  }
+  const float highest = max_of_lanes(most), before = share.top[r];
+  const float top = highest > before ? highest : before;
+  const float origin = top == -INFINITY ? 0 : top;  // all scores are -infinity
+  F total = {};
+  for (int j = 0; j < key_block; j += lanes) {
+    const F x = load<F>(s + j) - origin;
+    const F weight = x != x ? x : exp_of(x);
+    total += weight;
+    store(s + j, weight);
+  }
+  if (top > before && share.total[r] > 0) {
+    const float shrink = expf(before - top);
+    share.total[r] *= shrink;
+    float* out = share.out + r * v.width;
+    for (int64_t i = 0; i < v.width; i += lanes) store(out + i, load<F>(out + i) * shrink);
+  }
+  share.top[r] = top;
+  share.total[r] += sum_of_lanes(total);
+  if (v.scales) {
+    for (int64_t j = seen.begin; j < seen.end; ++j) s[j] *= v.scales[j];
+  }
+}
+
+// Rows [rows.begin, rows.end) of the t * g that share key head k.
+struct Queries {
   int64_t b, k;
-  Range rows;  // of the t * g that share the key head, the g heads of a query together
-  Range keys;
+  Range rows;
+
+  int64_t count() const { return rows.end - rows.begin; }
+  int64_t at(const Attention& p, int64_t r) const {  // row r among [b, t, k * g]
+    const int64_t row = rows.begin + r;
+    return ((b * p.t + row / p.g) * p.k + k) * p.g + row % p.g;
+  }
 };
 
-inline bool attention_item(const Attention& p, const AttentionItem& item, Share share) {
+// Queries as float32 times the scale, what each row sees of `keys`, and empty results.
+inline Range begin_rows(const Attention& p, const Queries& own, Range keys, float* q,
+                        Range* seen, Share share) {
   const int64_t width = padded(p.h), out_width = padded(p.hv);
-  const int rows = (int)(item.rows.end - item.rows.begin);
-  Scratch<float> q(rows * width), score(rows * key_block + 4 * key_block);
-  Scratch<float> k_scratch(key_block * width), v_scratch(key_block * out_width);
-  Scratch<float> transposed(rows > 4 ? key_block * width : 0);
-  Scratch<Range> seen(rows);
-  if (!q.get() || !score.get() || !k_scratch.get() || !v_scratch.get() ||
-      !transposed.get() || !seen.get()) {
-    return false;
-  }
-  Range all = {p.s, 0};  // what any of the rows sees
-  for (int r = 0; r < rows; ++r) {
-    const int64_t t = (item.rows.begin + r) / p.g, head = (item.rows.begin + r) % p.g;
-    const int64_t at = ((item.b * p.t + t) * p.k + item.k) * p.g + head;
-    to_f32_row(p.query_type, p.query, at * p.h, p.h, width, q.get() + r * width);
+  Range all = {0, 0};
+  for (int64_t r = 0; r < own.count(); ++r) {
+    to_f32_row(p.query_type, p.query, own.at(p, r) * p.h, p.h, width, q + r * width);
     for (int64_t i = 0; i < width; ++i) q[r * width + i] *= p.scale;
-    seen[r] = intersection(visible_keys(p, item.b, t), item.keys);
-    if (seen[r].begin < seen[r].end) {
-      all.begin = seen[r].begin < all.begin ? seen[r].begin : all.begin;
-      all.end = seen[r].end > all.end ? seen[r].end : all.end;
-    }
+    seen[r] = intersection(visible_keys(p, own.b, (own.rows.begin + r) / p.g), keys);
+    all = hull(all, seen[r]);
     share.top[r] = -INFINITY;
     share.total[r] = 0;
     for (int64_t i = 0; i < out_width; ++i) share.out[r * out_width + i] = 0;
   }
+  return all;
+}
+
+// Adds the keys [first, first + keys) to the results of up to 4 rows, r the first.
+inline void add_keys(const Attention& p, const Rows& k, const Rows& v,
+                     const float* transposed, const float* q, const Range* seen,
+                     int64_t first, int keys, int64_t r, int n, Share share) {
+  float score[4 * key_block] __attribute__((aligned(64)));
+  Range here[4], any = {0, 0};
+  for (int i = 0; i < n; ++i) {
+    here[i] = intersection(seen[r + i], {first, first + keys});
+    here[i].begin -= first, here[i].end -= first;
+    any = hull(any, here[i]);
+  }
+  if (any.begin >= any.end) return;
+  const float* from = q + r * k.width;
+  if (transposed) {
+    switch (n) {
+      case 1: many_scores<1>(from, transposed, k.width, score); break;
+      case 2: many_scores<2>(from, transposed, k.width, score); break;
+      case 3: many_scores<3>(from, transposed, k.width, score); break;
+      default: many_scores<4>(from, transposed, k.width, score);
+    }
+  } else {
+    JAXKERN_BY_STORED(few_scores, k.stored, n, from, k, keys, score)
+  }
+  for (int i = 0; i < n; ++i) {
+    float* s = score + i * key_block;
+    if (here[i].begin < here[i].end) {
+      weigh(p, k, v, here[i], s, share, r + i);
+    } else {
+      for (int j = 0; j < key_block; ++j) s[j] = 0;
+    }
+  }
+  JAXKERN_BY_STORED(add_values, v.stored, n, score, v, any, share.out + r * v.width)
+}
+
+// Divides by the total of `shares` shares, of which row r lies `apart` rows apart.
+inline void finish_row(const Attention& p, int64_t at, Share first, int64_t r,
+                       int64_t shares, int64_t apart) {
+  const int64_t out_width = padded(p.hv);
+  float highest = first.top[r], sum = 0, factor[most_shares];
+  for (int64_t i = 1; i < shares; ++i) {
+    const float other = first.top[r + i * apart];
+    highest = other > highest ? other : highest;
+  }
+  for (int64_t i = 0; i < shares; ++i) {
+    const float top = first.top[r + i * apart];
+    factor[i] = top == highest ? 1 : expf(top - highest);
+    sum += first.total[r + i * apart] * factor[i];
+  }
+  const bool sees = sum > 0 || sum != sum;
+  p.lse[at] = sees ? highest + logf(sum) : -INFINITY;
+  const float inverse = sees ? 1 / sum : 0;
+  for (int64_t i = 0; i < p.hv; i += lanes) {
+    F y = {};
+    for (int64_t n = 0; n < shares; ++n) {
+      y += load<F>(first.out + (r + n * apart) * out_width + i) * factor[n];
+    }
+    const int64_t end = at * p.hv + p.hv;
+    y *= inverse;
+#define JAXKERN_CALL(type) store_within<type>(y, p.out, at * p.hv + i, end)
+    JAXKERN_BY_TYPE(p.query_type, JAXKERN_CALL);
+#undef JAXKERN_CALL
+  }
+}
+
+// Many rows of one key head over all keys.
+inline bool prefill_item(const Attention& p, const Queries& own) {
+  const int64_t width = padded(p.h), out_width = padded(p.hv), rows = own.count();
+  Scratch<float> q(rows * width), k_scratch(key_block * (width + 1));
+  Scratch<float> v_scratch(key_block * (out_width + 1));
+  Scratch<float> transposed(key_block * width), out(rows * out_width), sums(2 * rows);
+  Scratch<Range> seen(rows);
+  if (!q.get() || !k_scratch.get() || !v_scratch.get() || !transposed.get() || !out.get() ||
+      !sums.get() || !seen.get()) {
+    return false;
+  }
+  const Share share = {out.get(), sums.get(), sums.get() + rows};
+  const Range all = begin_rows(p, own, {0, p.s}, q.get(), seen.get(), share);
   for (int64_t first = all.begin; first < all.end; first += key_block) {
     const int keys = (int)(all.end - first < key_block ? all.end - first : key_block);
-    const int64_t row = (item.b * p.s + first) * p.k + item.k;
-    const WideRows k = wide_rows(p.key, p.key_type, row * p.h, p.k * p.h, p.h, keys,
-                                 k_scratch.get());
-    const WideRows v = wide_rows(p.value, p.value_type, row * p.hv, p.k * p.hv, p.hv,
-                                 keys, v_scratch.get());
-    if (rows > 4) {
-      for (int64_t i = 0; i < p.h; ++i) {
-        float* to = transposed.get() + i * key_block;
-        for (int j = 0; j < keys; ++j) to[j] = k.first[j * k.stride + i];
-        for (int j = keys; j < key_block; ++j) to[j] = 0;
-      }
-      for (int64_t i = p.h; i < width; ++i) {
-        for (int j = 0; j < key_block; ++j) transposed[i * key_block + j] = 0;
+    const Rows k = cached_rows(p, false, own.b, own.k, first, keys, false, k_scratch.get());
+    const Rows v = cached_rows(p, true, own.b, own.k, first, keys, false, v_scratch.get());
+    for (int64_t i = 0; i < width; ++i) {
+      float* to = transposed.get() + i * key_block;
+      for (int j = 0; j < keys; ++j) to[j] = k_scratch[j * width + i];
+      for (int j = keys; j < key_block; ++j) to[j] = 0;
+    }
+    for (int64_t r = 0; r < rows; r += 4) {
+      add_keys(p, k, v, transposed.get(), q.get(), seen.get(), first, keys, r,
+               rows - r < 4 ? (int)(rows - r) : 4, share);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) finish_row(p, own.at(p, r), share, r, 1, 0);
+  return true;
+}
+
+// Few rows of all key heads of one sequence over the keys of one share, which is the
+// share of key head 0; those of the others follow.
+inline bool decode_item(const Attention& p, int64_t b, Range keys, Share share) {
+  const int64_t width = padded(p.h), out_width = padded(p.hv), rows = p.t * p.g;
+  Scratch<float> q(p.k * rows * width);
+  Scratch<float> k_scratch(key_block * (width + 1));
+  Scratch<float> v_scratch(key_block * (out_width + 1));
+  Scratch<Range> seen(rows);
+  if (!q.get() || !k_scratch.get() || !v_scratch.get() || !seen.get()) return false;
+  auto share_of = [&](int64_t k) {
+    return Share{share.out + k * rows * out_width, share.top + k * rows,
+                 share.total + k * rows};
+  };
+  Range all = {0, 0};
+  for (int64_t k = 0; k < p.k; ++k) {
+    all = begin_rows(p, {b, k, {0, rows}}, keys, q.get() + k * rows * width, seen.get(),
+                     share_of(k));
+  }
+  for (int64_t first = all.begin; first < all.end; first += key_block) {
+    const int n = (int)(all.end - first < key_block ? all.end - first : key_block);
+    for (int64_t head = 0; head < p.k; ++head) {
+      const Rows k = cached_rows(p, false, b, head, first, n, true, k_scratch.get());
+      const Rows v = cached_rows(p, true, b, head, first, n, true, v_scratch.get());
+      for (int64_t r = 0; r < rows; r += 4) {
+        add_keys(p, k, v, nullptr, q.get() + head * rows * width, seen.get(), first, n, r,
+                 rows - r < 4 ? (int)(rows - r) : 4, share_of(head));
       }
     }
-    for (int r = 0; r < rows; r += 4) {
-      const float* from = q.get() + r * width;
-      float* to = score.get() + r * key_block;
-      const int n = rows - r < 4 ? rows - r : 4;
-      if (rows > 4) {
-        switch (n) {
-          case 4: many_scores<4>(from, transposed.get(), width, to); break;
-          case 3: many_scores<3>(from, transposed.get(), width, to); break;
-          case 2: many_scores<2>(from, transposed.get(), width, to); break;
-          default: many_scores<1>(from, transposed.get(), width, to);
-        }
-      } else {
-        switch (n) {
-          case 4: few_scores<4>(from, k.first, k.stride, width, keys, to); break;
-          case 3: few_scores<3>(from, k.first, k.stride, width, keys, to); break;
-          case 2: few_scores<2>(from, k.first, k.stride, width, keys, to); break;
-          default: few_scores<1>(from, k.first, k.stride, width, keys, to);
-        }
-      }
-    }
-    for (int r = 0; r < rows; ++r) {
-      float* s = score.get() + r * key_block;
-      const Range here = intersection(seen[r], {first, first + keys});
-      for (int j = 0; j < key_block; ++j) {
-        if (first + j < here.begin || first + j >= here.end) s[j] = -INFINITY;
-      }
-      if (here.begin >= here.end) {
-        for (int j = 0; j < key_block; ++j) s[j] = 0;
-        continue;
-      }
-      F most = broadcast(-INFINITY);
-      for (int j = 0; j < key_block; j += lanes) {
-        F x = load<F>(s + j);
-        if (p.softcap > 0) {  // tanh(y) = 1 - 2 / (e**2y + 1)
-          F y = x * (2 / p.softcap);
-          y = y > 80.0f ? broadcast(80.0f) : y;
-          const F capped = p.softcap - 2 * p.softcap / (exp_of(y) + 1.0f);
-          x = x == broadcast(-INFINITY) ? x : capped;
-          store(s + j, x);
-        }
-        most = x > most ? x : most;
-      }
-      float top = share.top[r];
-      for (int j = 0; j < lanes; ++j) top = most[j] > top ? most[j] : top;
-      const float origin = top == -INFINITY ? 0 : top;  // all scores are -infinity
-      F total = {};
-      for (int j = 0; j < key_block; j += lanes) {
-        const F x = load<F>(s + j) - origin;
-        const F weight = x != x ? x : exp_of(x);
-        total += weight;
-        store(s + j, weight);
-      }
-      if (top > share.top[r] && share.total[r] > 0) {
-        const float shrink = expf(share.top[r] - top);
-        share.total[r] *= shrink;
-        for (int64_t i = 0; i < out_width; ++i) share.out[r * out_width + i] *= shrink;
-      }
-      share.top[r] = top;
-      share.total[r] += sum_of_lanes(total);
-    }
-    for (int r = 0; r < rows; r += 4) {
-      const float* weight = score.get() + r * key_block;
-      float* to = share.out + r * out_width;
-      switch (rows - r < 4 ? rows - r : 4) {
-        case 4: add_values<4>(weight, v.first, v.stride, out_width, 0, keys, to); break;
-        case 3: add_values<3>(weight, v.first, v.stride, out_width, 0, keys, to); break;
-        case 2: add_values<2>(weight, v.first, v.stride, out_width, 0, keys, to); break;
-        default: add_values<1>(weight, v.first, v.stride, out_width, 0, keys, to);
-      }
+  }
+  return true;
+}
+
+inline bool decode(const Attention& p, const Workers& workers) {
+  const int64_t rows = p.t * p.g, out_width = padded(p.hv), all_rows = p.k * rows;
+  Range seen = {0, 0};
+  for (int64_t b = 0; b < p.b; ++b) {
+    for (int64_t t = 0; t < p.t; ++t) seen = hull(seen, visible_keys(p, b, t));
+  }
+  // enough items that no thread waits long for another's last one
+  const int64_t length = seen.end - seen.begin, wanted = (4 * workers.threads + p.b - 1) / p.b;
+  const int64_t fit = length / fewest_keys, most = fit < most_shares ? fit : most_shares;
+  const int64_t shares = wanted < most ? wanted : most > 0 ? most : 1;
+  const int64_t blocks = (length + shares * key_block - 1) / (shares * key_block);
+  const int64_t keys_per_share = blocks * key_block;
+  const int64_t count = p.b * shares * all_rows;
+  Scratch<float> out(count * out_width), top(count), total(count);
+  if (!out.get() || !top.get() || !total.get()) return false;
+  auto share_of = [&](int64_t item) {
+    const int64_t row = item * all_rows;
+    return Share{out.get() + row * out_width, top.get() + row, total.get() + row};
+  };
+  bool failed = false;
+  workers.for_each(p.b * shares, [&](int64_t i) {
+    const int64_t begin = seen.begin + i % shares * keys_per_share;
+    const Range keys = {begin, begin + keys_per_share};
+    if (!decode_item(p, i / shares, keys, share_of(i))) failed = true;
+  });
+  if (failed) return false;
+  for (int64_t b = 0; b < p.b; ++b) {
+    for (int64_t row = 0; row < all_rows; ++row) {
+      const Queries own = {b, row / rows, {0, rows}};
+      finish_row(p, own.at(p, row % rows), share_of(b * shares), row, shares, all_rows);
     }
   }
   return true;
 }
 
 inline bool attention(const Attention& p, const Workers& workers) {
-  const int64_t rows = p.t * p.g, out_width = padded(p.hv);
-  const int64_t row_items = (rows + rows_at_once - 1) / rows_at_once;
-  const int64_t heads = p.b * p.k;
-  int64_t longest = 0;
-  for (int64_t b = 0; b < p.b; ++b) {
-    const int64_t end = visible_keys(p, b, p.t - 1).end;
-    longest = end > longest ? end : longest;
-  }
-  // enough items that no thread waits long for another's last one
-  const int64_t wanted = (4 * workers.threads + heads * row_items - 1) / (heads * row_items);
-  const int64_t whole = (longest + fewest_keys - 1) / fewest_keys;
-  const int64_t most = whole < most_shares ? whole : most_shares;
-  const int64_t shares = wanted < most ? (wanted > 0 ? wanted : 1) : (most > 0 ? most : 1);
-  const int64_t blocks = (longest + shares * key_block - 1) / (shares * key_block);
-  const int64_t keys_per_share = blocks * key_block;
-
-  const int64_t items = heads * row_items * shares;
-  const int64_t item_rows = rows < rows_at_once ? rows : rows_at_once;
-  Scratch<float> out(items * item_rows * out_width);
-  Scratch<float> top(items * item_rows), total(items * item_rows);
-  if (!out.get() || !top.get() || !total.get()) return false;
-  auto share_of = [&](int64_t item) {
-    const int64_t row = item * item_rows;
-    return Share{out.get() + row * out_width, top.get() + row, total.get() + row};
-  };
-  auto rows_of = [&](int64_t item) {  // item / shares
-    const int64_t begin = item % row_items * rows_at_once;
-    const int64_t end = begin + rows_at_once;
-    return Range{begin, end < rows ? end : rows};
-  };
+  const int64_t rows = p.t * p.g, heads = p.b * p.k;
+  if (rows <= few) return decode(p, workers);
+  int64_t at_once = heads * rows / (4 * workers.threads) / 4 * 4;
+  at_once = at_once > most_rows ? most_rows : at_once < 64 ? 64 : at_once;
+  const int64_t row_items = (rows + at_once - 1) / at_once;
   bool failed = false;
-  workers.for_each(items, [&](int64_t i) {
-    const int64_t group = i / shares, begin = i % shares * keys_per_share;
-    const int64_t head = group / row_items;
-    const AttentionItem item = {head / p.k, head % p.k, rows_of(group),
-                                {begin, begin + keys_per_share}};
-    if (!attention_item(p, item, share_of(i))) failed = true;
+  workers.for_each(heads * row_items, [&](int64_t i) {
+    // the last rows see most where attention is causal: first
+    const int64_t head = i % heads, begin = (row_items - 1 - i / heads) * at_once;
+    const int64_t end = begin + at_once < rows ? begin + at_once : rows;
+    if (!prefill_item(p, {head / p.k, head % p.k, {begin, end}})) failed = true;
   });
-  if (failed) return false;
-  for (int64_t group = 0; group < heads * row_items; ++group) {
-    const int64_t b = group / row_items / p.k, k = group / row_items % p.k;
-    const Range range = rows_of(group);
-    for (int64_t row = range.begin; row < range.end; ++row) {
-      const int64_t r = row - range.begin;
-      const int64_t at = ((b * p.t + row / p.g) * p.k + k) * p.g + row % p.g;
-      const Share first = share_of(group * shares);
-      float highest = first.top[r], sum = 0;
-      for (int64_t i = 1; i < shares; ++i) {
-        const float other = share_of(group * shares + i).top[r];
-        highest = other > highest ? other : highest;
-      }
-      float factor[most_shares];
-      for (int64_t i = 0; i < shares; ++i) {
-        const Share share = share_of(group * shares + i);
-        factor[i] = share.top[r] == highest ? 1 : expf(share.top[r] - highest);
-        sum += share.total[r] * factor[i];
-      }
-      p.lse[at] = sum > 0 || sum != sum ? highest + logf(sum) : -INFINITY;
-      const float inverse = sum > 0 || sum != sum ? 1 / sum : 0;
-      for (int64_t i = 0; i < p.hv; ++i) {
-        float y = 0;
-        for (int64_t n = 0; n < shares; ++n) {
-          y += share_of(group * shares + n).out[r * out_width + i] * factor[n];
-        }
-        from_f32(p.query_type, y * inverse, p.out, at * p.hv + i);
-      }
-    }
-  }
-  return true;
+  return !failed;
 }
 
 }  // namespace JAXKERN_ISA

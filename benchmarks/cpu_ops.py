@@ -1,0 +1,210 @@
+"""The C++ kernels of plain operators against XLA:CPU, in one process, round by round.
+
+    python -m benchmarks cpu_ops --only sample,attention
+
+Each round times both sides one after the other, so that both meet the same load of the
+machine: the least time of each, and the median of the rounds' ratios. `bytes` are those
+of the operands and results, read and written once; beside them the share of the rate at
+which all threads together read memory, measured first (what fits the caches can pass
+it). Products and sums of attention are shown as GFLOP/s.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.cpu import read_rate
+from benchmarks.cpu_generate import limit_threads
+
+
+class Case(NamedTuple):
+    name: str
+    f: Callable
+    operands: tuple
+    flops: float = 0.0
+    bytes_read: float | None = None  # where not all operands are read
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks cpu_ops", description=__doc__)
+    parser.add_argument("--only", default="", help="families, by commas")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args(arguments)
+    limit_threads(options.threads)
+    rate = read_rate(options.threads)
+    print(f"memory is read at {rate / 1e9:.1f} GB/s")
+    for family, cases in FAMILIES.items():
+        if options.only and family not in options.only.split(","):
+            continue
+        print(f"\n| {family} | kernel us | XLA us | ratio | GB/s (share) | GFLOP/s |")
+        print("|---|---|---|---|---|---|")
+        for case in cases():
+            print(row_of(case, options.rounds, rate), flush=True)
+    return 0
+
+
+def row_of(case: Case, rounds: int, rate: float) -> str:
+    import jax
+
+    from jaxkern import backend
+
+    runs = {}
+    for kind in ("cpp", "xla"):
+        with backend(kind, strict=kind == "cpp"):  # jit would share one trace
+            runs[kind] = jax.jit(lambda *a: case.f(*a)).lower(*case.operands).compile()
+    results = jax.block_until_ready(runs["xla"](*case.operands))
+    jax.block_until_ready(runs["cpp"](*case.operands))
+    times = np.array(
+        [[timed(run, case.operands) for run in runs.values()] for _ in range(rounds)]
+    )
+    ours, xla = times.min(0)
+    moved = sum(x.nbytes for x in jax.tree.leaves(results))
+    if case.bytes_read is None:
+        moved += sum(x.nbytes for x in jax.tree.leaves(case.operands))
+    else:
+        moved += case.bytes_read
+    ratio = np.median(times[:, 1] / times[:, 0])
+    flops = f"{case.flops / ours / 1e9:.0f}" if case.flops else ""
+    return (
+        f"| {case.name} | {ours * 1e6:.1f} ({np.median(times[:, 0]) * 1e6:.1f}) | "
+        f"{xla * 1e6:.1f} ({np.median(times[:, 1]) * 1e6:.1f}) | "
+        f"{xla / ours:.1f} ({ratio:.1f}) | "
+        f"{moved / ours / 1e9:.1f} ({moved / ours / rate:.0%}) | {flops} |"
+    )
+
+
+def timed(run: Callable, operands: tuple) -> float:
+    import jax
+
+    start = time.perf_counter()
+    jax.block_until_ready(run(*operands))
+    return time.perf_counter() - start
+
+
+def normal(*shape: int, dtype="float32", scale: float = 1.0):
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(0)
+    return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+
+def sampling_cases() -> Iterator[Case]:
+    import jax.numpy as jnp
+
+    from jaxkern import argmax, top_k
+    from jaxkern.primitives.sampling.sample import sample_p
+
+    def drawn(*cuts):
+        def f(logits, u):
+            rows = logits.shape[0]
+            full = [None if c is None else jnp.full(rows, c) for c in cuts]
+            return sample_p(logits, u, jnp.full(rows, 0.8), *full)
+
+        return f
+
+    for b, v in ((1, 49152), (1, 128256), (8, 128256)):
+        logits, u = normal(b, v, scale=3), jnp.full(b, 0.37)
+        size = f"{b}x{v}"
+        yield Case(f"sample {size}", drawn(None, None, None), (logits, u))
+        yield Case(f"sample {size}, top_k 40", drawn(40, None, None), (logits, u))
+        yield Case(f"sample {size}, top_p 0.95", drawn(None, 0.95, None), (logits, u))
+        yield Case(f"sample {size}, min_p 0.05", drawn(None, None, 0.05), (logits, u))
+        yield Case(f"sample {size}, all three", drawn(40, 0.95, 0.05), (logits, u))
+        yield Case(f"argmax {size}", argmax, (logits,))
+        yield Case(f"top_k {size}, k = 40", lambda x: top_k(x, 40), (logits,))
+    for b, v, k in ((512, 64, 8), (64, 1024, 8), (64, 4096, 40), (16, 16384, 40)):
+        size = f"{b}x{v}, k = {k}"
+        yield Case(f"top_k {size}", lambda x, k=k: top_k(x, k), (normal(b, v),))
+
+
+def attention_cases() -> Iterator[Case]:
+    """t queries at the end of s keys, n heads that share k heads of h dims."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxkern import (
+        IntCodec,
+        attention,
+        quantize_vectors,
+        quantized_cache_attention,
+    )
+
+    def case(t, s, n, k, h, dtype, **options):
+        def f(query, key, value, lengths):
+            op = quantized_cache_attention if dtype == "int8" else attention
+            return op(
+                query,
+                key,
+                value,
+                kv_lengths=lengths,
+                q_offset=lengths - t,
+                causal=True,
+                **options,
+            )
+
+        seen = min(options.get("window", s), s)
+        pairs = t * s - t * (t - 1) / 2 if seen == s else t * seen
+        name = f"{t} over {s}, {n}/{k} heads of {h}, {dtype}"
+        name += "".join(f", {o} {x}" for o, x in options.items())
+        of_floats = "float32" if dtype == "int8" else dtype
+        q = normal(1, t, n, h, dtype=of_floats)
+        caches: list = [normal(1, s, k, h, dtype=of_floats) + i for i in range(2)]
+        if dtype == "int8":
+            caches = [quantize_vectors(x, IntCodec(8)) for x in caches]
+        cached = sum(x.nbytes for x in jax.tree.leaves(caches))
+        moved = q.nbytes + cached * min(1, (seen + t - 1) / s)
+        return Case(name, f, (q, *caches, jnp.array([s])), 4 * pairs * n * h, moved)
+
+    for dtype in ("float32", "bfloat16", "int8"):
+        yield case(1, 512, 9, 3, 64, dtype)
+        yield case(1, 4096, 9, 3, 64, dtype)
+        yield case(1, 4096, 32, 8, 128, dtype)
+        yield case(1, 4096, 32, 8, 128, dtype, window=512)
+        yield case(1, 4096, 32, 8, 128, dtype, softcap=30.0)
+        yield case(256, 256, 9, 3, 64, dtype)
+        yield case(1024, 1024, 9, 3, 64, dtype)
+        yield case(512, 512, 32, 8, 128, dtype)
+        yield case(1024, 1024, 9, 3, 64, dtype, window=256)
+
+
+def norm_cases() -> Iterator[Case]:
+    """Forward, and a training step's two passes; the bytes are those of both."""
+    import jax
+
+    from jaxkern import add_rms_norm, layer_norm, rms_norm
+
+    def both_passes(op):
+        def f(operands, cotangents):
+            out, pull = jax.vjp(op, *operands)
+            return out, pull(cotangents)
+
+        return f
+
+    for dtype in ("float32", "bfloat16"):
+        for rows, d in ((1, 4096), (256, 576), (256, 4096), (2048, 2048)):
+            x, r = (normal(rows, d, dtype=dtype) + i for i in range(2))
+            w = normal(d, dtype=dtype)
+            for op, operands in (
+                (rms_norm, (x, w)),
+                (add_rms_norm, (x, r, w)),
+                (layer_norm, (x, w, w)),
+            ):
+                name = f"{op.__name__} {rows}x{d} {dtype}"
+                yield Case(name, op, operands)
+                if rows > 1:
+                    out = jax.eval_shape(op, *operands)
+                    cotangents = jax.tree.map(lambda y, x=x: x, out)
+                    yield Case(
+                        f"{name}, and gradient", both_passes(op), (operands, cotangents)
+                    )
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+    "sampling": sampling_cases,
+    "attention": attention_cases,
+    "norms": norm_cases,
+}

@@ -1,0 +1,242 @@
+// Binds selection, sampling and norms to XLA's foreign function interface.
+#include <vector>
+
+#include "handler.h"
+
+namespace jaxkern {
+namespace {
+
+// x [..., v] -> index [...]
+ffi::Error argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> index,
+                  bool nan_wins) {
+  const auto dims = x.dimensions();
+  Argmax p = {};
+  if (dims.size() < 1 || !float_type(x.element_type(), &p.x_type) || dims.back() == 0 ||
+      index->element_type() != ffi::S32 ||
+      static_cast<int64_t>(index->element_count()) * dims.back() !=
+          static_cast<int64_t>(x.element_count())) {
+    return invalid("argmax: operands do not fit");
+  }
+  p.x = x.untyped_data(), p.v = dims.back(), p.nan_wins = nan_wins;
+  p.rows = static_cast<int64_t>(index->element_count());
+  p.index = at<int32_t>(*index, 0);
+  best_kernels().argmax(p, PoolWorkers(pool));
+  return ffi::Error::Success();
+}
+
+// x [..., v] -> values and indices [..., k]
+ffi::Error top_k(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> values,
+                 ffi::Result<ffi::AnyBuffer> indices) {
+  const auto dims = x.dimensions(), k_dims = values->dimensions();
+  TopK p = {};
+  if (dims.size() < 1 || k_dims.size() != dims.size() ||
+      !float_type(x.element_type(), &p.x_type) ||
+      values->element_type() != x.element_type() || indices->element_type() != ffi::S32 ||
+      indices->element_count() != values->element_count() || k_dims.back() < 1 ||
+      k_dims.back() > dims.back()) {
+    return invalid("top_k: operands do not fit");
+  }
+  p.x = x.untyped_data(), p.v = dims.back(), p.k = k_dims.back();
+  p.rows = static_cast<int64_t>(x.element_count()) / p.v;
+  p.values = values->untyped_data(), p.indices = at<int32_t>(*indices, 0);
+  if (!best_kernels().top_k(p, PoolWorkers(pool))) return out_of_memory();
+  return ffi::Error::Success();
+}
+
+// logits [..., v], the others [...] -> token [...]
+ffi::Error sample(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer uniform,
+                  ffi::AnyBuffer temperature, ffi::AnyBuffer top_k, ffi::AnyBuffer top_p,
+                  ffi::AnyBuffer min_p, ffi::Result<ffi::AnyBuffer> token) {
+  const auto dims = logits.dimensions(), token_dims = token->dimensions();
+  const size_t rank = token_dims.size();
+  Sample p = {};
+  if (dims.size() != rank + 1 || !float_type(logits.element_type(), &p.logits_type) ||
+      dims.back() == 0 || top_k.element_type() != ffi::S32 ||
+      token->element_type() != ffi::S32) {
+    return invalid("sample: operands do not fit");
+  }
+  for (const ffi::AnyBuffer& x : {uniform, temperature, top_p, min_p}) {
+    if (x.dimensions().size() != rank || x.element_type() != ffi::F32) {
+      return invalid("sample: operands do not fit");
+    }
+  }
+  const Batch batch(token_dims, rank);
+  std::vector<SampleRow> rows(batch.count());
+  p.v = dims.back(), p.rows = batch.count(), p.row = rows.data();
+  for (int64_t i = 0; i < p.rows; ++i) {
+    auto option = [&](ffi::AnyBuffer x) {
+      return *at<float>(x, batch.index(x.dimensions(), i));
+    };
+    rows[i] = {at<char>(logits, batch.index(dims, i) * p.v * item_size(p.logits_type)),
+               option(uniform),
+               option(temperature),
+               option(top_p),
+               option(min_p),
+               *at<int32_t>(top_k, batch.index(top_k.dimensions(), i)),
+               at<int32_t>(*token, i)};
+  }
+  if (!best_kernels().sample(p, PoolWorkers(pool))) return out_of_memory();
+  return ffi::Error::Success();
+}
+
+bool is_absent(ffi::AnyBuffer x) { return x.dimensions().back() == 0; }
+
+// The operands of call i of a batch, or null.
+template <typename T>
+T* of_call(const Batch& batch, int64_t i, ffi::AnyBuffer x, int64_t count, int64_t size) {
+  if (is_absent(x)) return nullptr;
+  return reinterpret_cast<T*>(at<char>(x, batch.index(x.dimensions(), i) * count * size));
+}
+
+// What both directions have in common; `p` but for its pointers, and the batch dims.
+bool norm_of(ffi::AnyBuffer x, ffi::AnyBuffer residual, ffi::AnyBuffer weight,
+             ffi::AnyBuffer bias, int64_t rows, Norm* p, int64_t* batch_dims) {
+  const auto dims = x.dimensions();
+  if (dims.size() < 1 || dims.back() == 0 || weight.dimensions().size() < 1 ||
+      bias.dimensions().size() != weight.dimensions().size() ||
+      !float_type(x.element_type(), &p->x_type) ||
+      !float_type(residual.element_type(), &p->residual_type)) {
+    return false;
+  }
+  for (ffi::AnyBuffer y : {weight, bias}) {
+    const auto own = y.dimensions();
+    if (y.element_type() != ffi::F32 || (own.back() != 0 && own.back() != dims.back())) {
+      return false;
+    }
+  }
+  p->rows = rows, p->d = dims.back();
+  *batch_dims = static_cast<int64_t>(weight.dimensions().size()) - 1;
+  int64_t product = 1;
+  for (size_t d = *batch_dims; d + 1 < dims.size(); ++d) product *= dims[d];
+  return product == rows;
+}
+
+// x, residual [..., d], weight, bias [d] -> y, total [..., d], mean, rstd [..., 1]
+ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer residual,
+                ffi::AnyBuffer weight, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
+                ffi::Result<ffi::AnyBuffer> total, ffi::Result<ffi::AnyBuffer> mean,
+                ffi::Result<ffi::AnyBuffer> rstd, float eps, int64_t rows) {
+  Norm p = {};
+  int64_t dims = 0;
+  if (!norm_of(x, residual, weight, bias, rows, &p, &dims)) {
+    return invalid("norm: operands do not fit");
+  }
+  PoolWorkers workers(pool);
+  const Batch batch(y->dimensions(), dims);
+  const int64_t n = rows * p.d, size = item_size(p.x_type);
+  const int64_t residual_size = item_size(p.residual_type);
+  p.eps = eps, p.centred = !is_absent(*mean);
+  for (int64_t i = 0; i < batch.count(); ++i) {
+    p.x = of_call<void>(batch, i, x, n, size);
+    p.residual = of_call<void>(batch, i, residual, n, residual_size);
+    p.weight = of_call<float>(batch, i, weight, p.d, 4);
+    p.bias = of_call<float>(batch, i, bias, p.d, 4);
+    p.y = of_call<void>(batch, i, *y, n, size);
+    p.total = of_call<void>(batch, i, *total, n, residual_size);
+    p.mean = of_call<float>(batch, i, *mean, rows, 4);
+    p.rstd = of_call<float>(batch, i, *rstd, rows, 4);
+    if (!best_kernels().norm(p, workers)) return out_of_memory();
+  }
+  return ffi::Error::Success();
+}
+
+// The same and mean, rstd, dy, dtotal -> dx, dresidual [..., d], dweight, dbias [d]
+ffi::Error norm_gradient(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer residual,
+                         ffi::AnyBuffer weight, ffi::AnyBuffer bias, ffi::AnyBuffer mean,
+                         ffi::AnyBuffer rstd, ffi::AnyBuffer dy, ffi::AnyBuffer dtotal,
+                         ffi::Result<ffi::AnyBuffer> dx,
+                         ffi::Result<ffi::AnyBuffer> dresidual,
+                         ffi::Result<ffi::AnyBuffer> dweight,
+                         ffi::Result<ffi::AnyBuffer> dbias, int64_t rows) {
+  Norm p = {};
+  int64_t dims = 0;
+  if (!norm_of(x, residual, weight, bias, rows, &p, &dims) ||
+      rstd.element_type() != ffi::F32 || dy.element_type() != x.element_type()) {
+    return invalid("norm_gradient: operands do not fit");
+  }
+  PoolWorkers workers(pool);
+  const Batch batch(dx->dimensions(), dims);
+  const int64_t n = rows * p.d, size = item_size(p.x_type);
+  const int64_t residual_size = item_size(p.residual_type);
+  p.centred = !is_absent(mean);
+  for (int64_t i = 0; i < batch.count(); ++i) {
+    p.x = of_call<void>(batch, i, x, n, size);
+    p.residual = of_call<void>(batch, i, residual, n, residual_size);
+    p.weight = of_call<float>(batch, i, weight, p.d, 4);
+    p.bias = of_call<float>(batch, i, bias, p.d, 4);
+    p.mean = of_call<float>(batch, i, mean, rows, 4);
+    p.rstd = of_call<float>(batch, i, rstd, rows, 4);
+    p.dy = of_call<void>(batch, i, dy, n, size);
+    p.dtotal = of_call<void>(batch, i, dtotal, n, residual_size);
+    p.dx = of_call<void>(batch, i, *dx, n, size);
+    p.dresidual = of_call<void>(batch, i, *dresidual, n, residual_size);
+    p.dweight = of_call<float>(batch, i, *dweight, p.d, 4);
+    p.dbias = of_call<float>(batch, i, *dbias, p.d, 4);
+    if (!best_kernels().norm_gradient(p, workers)) return out_of_memory();
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)  // the rest of the library is hidden
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_argmax, argmax,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("nan_wins"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_top_k, top_k,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_sample, sample,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_norm, norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("rows"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_norm_gradient, norm_gradient,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("rows"));
+
+}  // namespace jaxkern
+
+#pragma GCC visibility pop
