@@ -12,7 +12,7 @@ shards, and lowers on every platform. Where to look:
 """
 
 from jaxkern.lowering import cpu as _cpu
-from jaxkern.lowering import cuda as _cuda
+from jaxkern.lowering import cuda_later as _cuda
 from jaxkern.lowering.apple import rows as _apple
 from jaxkern.lowering.explain import explain
 from jaxkern.lowering.lower import backend
