@@ -154,9 +154,7 @@ def lower_by_rows(p: KernelPrimitive, platform: str) -> None:
         mlir.register_lowering(p, rule, platform=platform)
 
 
-def add_rows_later(
-    platform: str, module: str, ops: Sequence[KernelPrimitive]
-) -> None:
+def add_rows_later(platform: str, module: str, ops: Sequence[KernelPrimitive]) -> None:
     """Rows of `ops` on `platform`, which `module` adds when one is first asked for."""
     LATER[platform] = module
     for p in ops:

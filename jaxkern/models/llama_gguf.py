@@ -241,8 +241,8 @@ def expand(
 def interleaved_matrices(file: GGUFFile, names: Sequence[str]) -> Matrices:
     """Matrices of one block format side by side, their rows interleaved where 16 fit.
 
-    So a product reads the activations once, and the kernels whole vectors. The host puts
-    them together: nothing is compiled, and of the file no page stays in memory.
+    So a product reads the activations once, and the kernels whole vectors. The host
+    puts them together: nothing is compiled, and of the file no page stays in memory.
     """
     groups = [
         (qtype, [file.view(name) for name in group])
