@@ -78,7 +78,7 @@ class Crew {
   }
 
  private:
-  static constexpr std::chrono::microseconds patience{50};
+  static constexpr std::chrono::microseconds patience{20};
 
   Job* free_place() {
     for (Job& job : places_) {

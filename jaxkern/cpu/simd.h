@@ -95,6 +95,16 @@ inline float sum_of_lanes(F x) {
 #endif
 }
 
+inline float max_of_lanes(F x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float most = x[0];
+  for (int i = 1; i < lanes; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
+
 // e**x within 2 units in the last place; 0 below -87, as for -infinity. x <= 88.
 inline F exp_of(F x) {
   const F shifted = x * 1.44269504f + 12582912.0f;  // rounds x / ln 2, see prepare_row

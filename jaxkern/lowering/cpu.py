@@ -6,6 +6,7 @@ where a C++ kernel is several times faster, see docs/design/cpu_kernels.md.
 
 from jaxkern.cpu.attention import attention
 from jaxkern.cpu.quant import (
+    fused_products,
     interleaved_matmul,
     quantized_embedding,
     quantized_matmul,
@@ -13,6 +14,10 @@ from jaxkern.cpu.quant import (
 )
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.quant.fused_products import (
+    interleaved_matmul_add_p,
+    interleaved_swiglu_p,
+)
 from jaxkern.primitives.quant.interleaved_matmul import (
     interleaved_embedding_p,
     interleaved_matmul_id_p,
@@ -36,6 +41,10 @@ ROWS = (
     (interleaved_matmul_id_p, interleaved_matmul.int8_activations_id,  interleaved_matmul.refuses_int8_id),
     (interleaved_matmul_id_p, interleaved_matmul.f32_activations_id,   interleaved_matmul.refuses_f32_id),
     (interleaved_embedding_p, interleaved_matmul.interleaved_embedding, interleaved_matmul.refuses_rows),
+    (interleaved_swiglu_p,     fused_products.swiglu_int8,             fused_products.refuses_int8),
+    (interleaved_swiglu_p,     fused_products.swiglu_f32,              fused_products.refuses_f32),
+    (interleaved_matmul_add_p, fused_products.add_int8,                fused_products.refuses_int8),
+    (interleaved_matmul_add_p, fused_products.add_f32,                 fused_products.refuses_f32),
 )
 # fmt: on
 

@@ -23,6 +23,7 @@ from jaxkern import (
 )
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import GGUFError, GGUFFile
+from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices, Matrix
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 from jaxkern.primitives.quant.interleaved_tensor import ROWS
@@ -175,6 +176,12 @@ def load_llama(
     shapes = tensor_shapes(config)
     _check_tensors(file, shapes)
 
+    memory = WeightMemory(
+        sum(info.nbytes + ALIGNMENT for info in file.tensors.values())
+        if packed and with_kernels
+        else 0
+    )
+
     def vector(name: str) -> jax.Array:
         w = file.load(name)
         w = dequantize(w) if isinstance(w, GGUFTensor) else w
@@ -189,7 +196,7 @@ def load_llama(
 
     def matrices(*names: str) -> Matrices:
         if packed and with_kernels:
-            return interleaved_matrices(file, names)
+            return interleaved_matrices(file, names, memory)
         stored = [file.load(name) for name in names]
         if packed:
             return tuple(
@@ -238,7 +245,9 @@ def expand(
     return w if w.shape[0] < w.shape[1] else w.T
 
 
-def interleaved_matrices(file: GGUFFile, names: Sequence[str]) -> Matrices:
+def interleaved_matrices(
+    file: GGUFFile, names: Sequence[str], memory: WeightMemory
+) -> Matrices:
     """Matrices of one block format side by side, their rows interleaved where 16 fit.
 
     So a product reads the activations once, and the kernels whole vectors. The host
@@ -256,7 +265,7 @@ def interleaved_matrices(file: GGUFFile, names: Sequence[str]) -> Matrices:
             continue
         w = GGUFTensor(rows, qtype)
         w = interleave(w) if rows.shape[0] % ROWS == 0 else w
-        parts.append(jax.device_put(w))
+        parts.append(jax.tree.map(memory.place, w))
     for name in names:
         file.forget(name)
     return tuple(parts)
