@@ -12,7 +12,7 @@ shards, and lowers on every platform. Where to look:
 """
 
 from jaxkern.lowering import cpu as _cpu
-from jaxkern.lowering import cuda as _cuda
+from jaxkern.lowering import cuda_later as _cuda
 from jaxkern.lowering.apple import rows as _apple
 from jaxkern.lowering.explain import explain
 from jaxkern.lowering.lower import backend
@@ -121,6 +121,10 @@ from jaxkern.primitives.quant.fake_quant import fake_quant
 from jaxkern.primitives.quant.fp4 import pack_fp4, unpack_fp4
 from jaxkern.primitives.quant.fp8 import quantize_fp8
 from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
+from jaxkern.primitives.quant.fused_products import (
+    quantized_matmul_add,
+    quantized_swiglu,
+)
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.import_int4 import (
     int4_from_awq,
@@ -304,7 +308,9 @@ __all__ = [
     "quantized_cache_attention",
     "quantized_embedding",
     "quantized_matmul",
+    "quantized_matmul_add",
     "quantized_matmul_id",
+    "quantized_swiglu",
     "release_pages",
     "requantize",
     "resize_nearest",

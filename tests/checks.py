@@ -456,6 +456,8 @@ def check_transforms(p: KernelPrimitive, case: Case) -> None:
 @contextlib.contextmanager
 def own_rows(p: KernelPrimitive):
     """Inside, the op has no rows but those that are added; after it, its own again."""
+    for platform in lowering.LATER:
+        lowering.rows_on(p, platform)  # not while they are put aside
     family = [q for q in (p, p.fwd, p.bwd) if q is not None]
     before = [dict(q.rows) for q in family]
     for q in family:

@@ -19,6 +19,7 @@ import jaxkern.cpu as package
 LIBRARY = "libjaxkern_cpu.so"
 HANDLERS = (
     "quantized_matmul",
+    "quantized_matmul_add",
     "quantized_matmul_id",
     "quantized_embedding",
     "attention",

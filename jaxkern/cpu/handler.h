@@ -1,68 +1,18 @@
-// What the handlers share: XLA's threads as workers, operands of a batch of calls.
+// What the handlers share: the workers, and operands of a batch of calls.
 //
 // vmap puts batch dims in front of all operands, of size 1 where it does not map one:
 // a handler walks over them, with stride 0 where the size is 1.
 #pragma once
-#include <atomic>
-#include <cstring>
-#include <memory>
 #include <string>
 
 #include "kernels.h"
+#include "pool_workers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace jaxkern {
 namespace {
-
-struct Job {
-  void (*item)(void*, int64_t);
-  void* data;
-  int64_t items;
-  std::atomic<int64_t> next{0}, done{0};
-
-  void work() {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
-      item(data, i);
-      done.fetch_add(1, std::memory_order_release);
-    }
-  }
-};
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-struct PoolWorkers : Workers {
-  explicit PoolWorkers(ffi::ThreadPool pool) : pool(pool) {
-    const int64_t threads = pool.num_threads();
-    this->threads = threads < 1 ? 1 : static_cast<int>(threads);
-    this->run = run_on_pool;
-  }
-
-  static void run_on_pool(const Workers* self, int64_t items,
-                          void (*item)(void*, int64_t), void* data) {
-    if (items == 1 || self->threads == 1) {
-      for (int64_t i = 0; i < items; ++i) item(data, i);
-      return;
-    }
-    // shared: a helper may start when all is done and this call has returned
-    auto job = std::make_shared<Job>();
-    job->item = item, job->data = data, job->items = items;
-    auto& pool = const_cast<PoolWorkers*>(static_cast<const PoolWorkers*>(self))->pool;
-    const int64_t helpers = (items < self->threads ? items : self->threads) - 1;
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([job] { job->work(); });
-    job->work();
-    while (job->done.load(std::memory_order_acquire) < items) relax();
-  }
-
-  ffi::ThreadPool pool;
-};
 
 inline ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("jaxkern cpu: " + what);

@@ -23,11 +23,14 @@ struct QuantizedWeights {
   int64_t rows, width;  // f, d
 };
 
-struct QuantizedMatmul {  // y[i] = w[expert[i]] x[i / rows_per_x], 0 for no such expert
+// y[i] = w[expert[i]] x[i / rows_per_x] + residual[i], 0 for no such expert
+struct QuantizedMatmul {
   QuantizedWeights w;  // of one expert; the others follow
   const void* x;  // [x_rows, width]
   Float x_type;
   void* y;  // [count, rows], of x_type
+  const void* residual;  // as y, or null
+  bool gated;  // w has twice y's rows: y = silu(first half) * second half
   bool int8_activations;
   int64_t x_rows, count, rows_per_x, experts;
   const int32_t* expert;  // [count], or null: expert 0

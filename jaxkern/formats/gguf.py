@@ -90,6 +90,7 @@ class GGUFFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensorInfo]
     _bytes: np.ndarray = field(repr=False)
+    _map: mmap.mmap = field(repr=False)
 
     @property
     def architecture(self) -> str:
@@ -131,6 +132,16 @@ class GGUFFile:
         qtype = self._info(name).qtype
         return array if qtype in FLOAT_TYPES else GGUFTensor(array, qtype)
 
+    def forget(self, name: str) -> None:
+        """Gives the memory of a tensor's bytes back; who reads them reads the file."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        info, page = self._info(name), mmap.PAGESIZE
+        start = -(-info.offset // page) * page
+        size = (info.offset + info.nbytes) // page * page - start
+        if size > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, start, size)
+
     def _info(self, name: str) -> GGUFTensorInfo:
         if name not in self.tensors:
             raise GGUFError(
@@ -168,7 +179,8 @@ def read_gguf(path: str | PathLike[str]) -> GGUFFile:
             f"key general.alignment is {alignment!r}, expected a power of two"
         )
     tensors = _read_tensor_infos(header, n_tensors, alignment)
-    return GGUFFile(path, version, metadata, tensors, np.frombuffer(mapped, np.uint8))
+    data = np.frombuffer(mapped, np.uint8)
+    return GGUFFile(path, version, metadata, tensors, data, mapped)
 
 
 class _Header:

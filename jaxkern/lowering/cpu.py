@@ -11,6 +11,7 @@ from jaxkern.cpu.delta_rule import gated_delta_rule
 from jaxkern.cpu.index import argmax, top_k
 from jaxkern.cpu.norm import norm
 from jaxkern.cpu.quant import (
+    fused_products,
     interleaved_matmul,
     quantized_embedding,
     quantized_matmul,
@@ -29,6 +30,10 @@ from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
+from jaxkern.primitives.quant.fused_products import (
+    interleaved_matmul_add_p,
+    interleaved_swiglu_p,
+)
 from jaxkern.primitives.quant.interleaved_matmul import (
     interleaved_embedding_p,
     interleaved_matmul_id_p,
@@ -59,6 +64,10 @@ ROWS = (
     (argmax_p,                argmax.argmax,                           argmax.unsupported),
     (top_k_p,                 top_k.top_k,                             top_k.unsupported, top_k.slower),
     (sample_p,                sample.sample,                           sample.unsupported),
+    (interleaved_swiglu_p,     fused_products.swiglu_int8,             fused_products.refuses_int8),
+    (interleaved_swiglu_p,     fused_products.swiglu_f32,              fused_products.refuses_f32),
+    (interleaved_matmul_add_p, fused_products.add_int8,                fused_products.refuses_int8),
+    (interleaved_matmul_add_p, fused_products.add_f32,                 fused_products.refuses_f32),
 )
 # fmt: on
 

@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxkern.lowering.lower import Row, choose
 from jaxkern.primitives.kernel_primitive import Call, KernelPrimitive, Tangent
-from jaxkern.triton.triton_call import Launch, triton_call_p
+
+if TYPE_CHECKING:
+    from jaxkern.triton.triton_call import Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Choice:
     sites: int
     runs: str
     refused: tuple[str, ...]
-    launches: tuple[Launch, ...]
+    launches: "tuple[Launch, ...]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +113,10 @@ def explain_equation(eqn, platform: str) -> tuple:
 
 def launches(
     p: KernelPrimitive, row: Row, avals: list, call: Call, static: dict
-) -> tuple[Launch, ...]:
+) -> "tuple[Launch, ...]":
     """The Triton launches of one call of an op, on unsharded operands."""
+    from jaxkern.triton.triton_call import triton_call_p  # imports Triton
+
     f = functools.partial(p.evaluate_with, row.kernel, call=call, **static)
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     jaxpr = jax.make_jaxpr(f)(*plain).jaxpr

@@ -12,6 +12,7 @@ refusal, and `backend(..., strict=True)` raises instead of falling back.
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ except ImportError as error:  # a jax outside the supported range
         "Use jax >=0.11.2,<0.13."
     ) from error
 
+LATER: dict[str, str] = {}  # platform -> the module that adds its rows
 BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp", "mps")
 
 
@@ -140,6 +142,10 @@ def without_residuals(fwd: Callable, num_results: int) -> Callable:
 
 def add_row(p: KernelPrimitive, platform: str, row: Row) -> None:
     p.rows.setdefault(platform, []).append(row)
+    lower_by_rows(p, platform)
+
+
+def lower_by_rows(p: KernelPrimitive, platform: str) -> None:
     prim_requires_devices_during_lowering.add(p)
     # Without a platform the rule also serves plugins that are not known yet.
     mlir.register_lowering(p, functools.partial(lowering_rule, p, None))
@@ -148,11 +154,27 @@ def add_row(p: KernelPrimitive, platform: str, row: Row) -> None:
         mlir.register_lowering(p, rule, platform=platform)
 
 
+def add_rows_later(platform: str, module: str, ops: Sequence[KernelPrimitive]) -> None:
+    """Rows of `ops` on `platform`, which `module` adds when one is first asked for."""
+    LATER[platform] = module
+    for p in ops:
+        for member in (p, p.fwd, p.bwd):
+            if member is not None:
+                lower_by_rows(member, platform)
+
+
+def rows_on(p: KernelPrimitive, platform: str) -> Sequence[Row]:
+    """The rows in the order in which they are asked."""
+    if platform in LATER:
+        importlib.import_module(LATER[platform])
+    return p.rows.get(platform, ())
+
+
 def choose(
     p: KernelPrimitive, platform: str, avals: Sequence, call: Call, static: dict
 ) -> Choice:
     """The first row that does not refuse; raises under strict if none runs."""
-    rows = p.rows.get(platform, ())
+    rows = rows_on(p, platform)
     wanted = call.backend.name
     refused, slower = [], []
     for row in rows:

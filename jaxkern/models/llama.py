@@ -30,6 +30,7 @@ from jaxkern import (
     linear,
     quantized_embedding,
     quantized_matmul,
+    quantized_swiglu,
     rms_norm,
     rope_cos_sin,
     swiglu,
@@ -187,8 +188,7 @@ def hidden_states(
         x, own = attention_layer(config, layer, x, rotation, own, new_lengths)
         after.append(own)
         x, residual = add_rms_norm(x, residual, layer.ffn_norm, eps=config.eps)
-        gate, up = jnp.split(project(config, x, layer.gate_up), 2, axis=-1)
-        x = project(config, swiglu(gate, up), layer.down)
+        x = project(config, gated(config, x, layer.gate_up), layer.down)
         x, residual = add_rms_norm(x, residual, next_norm, eps=config.eps)
     return x, tuple(after)
 
@@ -228,12 +228,27 @@ def project(
     def product(w: Matrix) -> Float[Array, "... f"]:
         if isinstance(w, jax.Array):
             return linear(x, w.T if w.shape[0] == x.shape[-1] else w)
-        # decode it when x is there: XLA would hold the whole model decoded
-        x_now, w_now = lax.optimization_barrier((x, w))
+        x_now, w_now = decoded_late(x, w)
         return quantized_matmul(x_now, w_now, compute_dtype=config.product_dtype)
 
     ys = [product(w) for w in matrices]
     return ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
+
+
+def gated(
+    config: LlamaConfig, x: Float[Array, "... d"], gate_up: Matrices
+) -> Float[Array, "... f"]:
+    """swiglu of x times the two matrices."""
+    if len(gate_up) == 1 and not isinstance(gate_up[0], jax.Array):
+        x_now, w_now = decoded_late(x, gate_up[0])
+        return quantized_swiglu(x_now, w_now, compute_dtype=config.product_dtype)
+    gate, up = jnp.split(project(config, x, gate_up), 2, axis=-1)
+    return swiglu(gate, up)
+
+
+def decoded_late(x: Array, w: QuantizedTensor) -> tuple[Array, QuantizedTensor]:
+    """The same, w only when x is there: XLA would hold the whole model decoded."""
+    return lax.optimization_barrier((x, w))
 
 
 def embed(

@@ -1,6 +1,7 @@
 """GGUF files of the architectures `llama`, `qwen2` and `qwen3` as `LlamaWeights`."""
 
 import functools
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxkern import (
@@ -21,7 +23,9 @@ from jaxkern import (
 )
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import GGUFError, GGUFFile
-from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices
+from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
+from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices, Matrix
+from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 from jaxkern.primitives.quant.interleaved_tensor import ROWS
 from jaxkern.primitives.rope.rope import Pairing
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
@@ -172,10 +176,18 @@ def load_llama(
     shapes = tensor_shapes(config)
     _check_tensors(file, shapes)
 
+    memory = WeightMemory(
+        sum(info.nbytes + ALIGNMENT for info in file.tensors.values())
+        if packed and with_kernels
+        else 0
+    )
+
     def vector(name: str) -> jax.Array:
         w = file.load(name)
         w = dequantize(w) if isinstance(w, GGUFTensor) else w
-        return w.astype(jnp.float32)
+        w = jnp.array(w, jnp.float32, copy=True)  # out of the map, whose pages may go
+        file.forget(name)
+        return w
 
     def vectors(*names: str) -> jax.Array | None:
         if names[0] not in file.tensors:
@@ -183,11 +195,12 @@ def load_llama(
         return jnp.concatenate([vector(name) for name in names])
 
     def matrices(*names: str) -> Matrices:
+        if packed and with_kernels:
+            return interleaved_matrices(file, names, memory)
         stored = [file.load(name) for name in names]
         if packed:
-            joined = joined_rows(stored) if with_kernels else stored
             return tuple(
-                expand([w], w.dtype) if isinstance(w, jax.Array) else w for w in joined
+                expand([w], w.dtype) if isinstance(w, jax.Array) else w for w in stored
             )
         dtype = jnp.dtype(jnp.float32 if policy == "f32" else jnp.bfloat16)
         return (expand(stored, dtype),)
@@ -232,33 +245,30 @@ def expand(
     return w if w.shape[0] < w.shape[1] else w.T
 
 
-def joined_rows(
-    stored: Sequence[jax.Array | GGUFTensor],
-) -> list[jax.Array | GGUFTensor | InterleavedTensor]:
+def interleaved_matrices(
+    file: GGUFFile, names: Sequence[str], memory: WeightMemory
+) -> Matrices:
     """Matrices of one block format side by side, their rows interleaved where 16 fit.
 
-    So a product reads the activations once, and the kernels whole vectors.
+    So a product reads the activations once, and the kernels whole vectors. The host
+    puts them together: nothing is compiled, and of the file no page stays in memory.
     """
-    joined: list[jax.Array | GGUFTensor] = []
-    for w in stored:
-        last = joined[-1] if joined else None
-        if (
-            isinstance(w, GGUFTensor)
-            and isinstance(last, GGUFTensor)
-            and w.qtype == last.qtype
-        ):
-            joined[-1] = GGUFTensor(jnp.concatenate([last.blocks, w.blocks]), w.qtype)
-        else:
-            joined.append(w)
-    return [
-        interleave_rows(w)
-        if isinstance(w, GGUFTensor) and w.shape[0] % ROWS == 0
-        else w
-        for w in joined
+    groups = [
+        (qtype, [file.view(name) for name in group])
+        for qtype, group in itertools.groupby(names, lambda n: file.tensors[n].qtype)
     ]
-
-
-interleave_rows = jax.jit(interleave)
+    parts: list[Matrix] = []
+    for qtype, views in groups:
+        rows = views[0] if len(views) == 1 else np.concatenate(views)
+        if qtype in FLOAT_TYPES:
+            parts.append(expand([jax.device_put(rows)], rows.dtype))
+            continue
+        w = GGUFTensor(rows, qtype)
+        w = interleave(w) if rows.shape[0] % ROWS == 0 else w
+        parts.append(jax.tree.map(memory.place, w))
+    for name in names:
+        file.forget(name)
+    return tuple(parts)
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ import jax
 
 import jaxkern
 from jaxkern.lowering.explain import default_platform, equations
-from jaxkern.lowering.lower import refusal, why_slower
+from jaxkern.lowering.lower import refusal, rows_on, why_slower
 from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive, Tangent
 
 
@@ -119,7 +119,7 @@ def reference_of(p: KernelPrimitive, platform: str) -> Implementation:
 
 
 def of_primitive(p: KernelPrimitive, platform: str) -> Iterator[Implementation]:
-    for row in p.rows.get(platform, ()):
+    for row in rows_on(p, platform):
         yield Implementation(p.name, platform, row.backend, row.title, None)
     yield reference_of(p, platform)
 
@@ -133,7 +133,7 @@ def of_call(eqn: Any, platform: str) -> Iterator[Implementation]:
         return
     call = params.pop("call")
     avals = [v.aval for v in eqn.invars]
-    for row in p.rows.get(platform, ()):
+    for row in rows_on(p, platform):
         given = p, row, avals, call, params
         reason = refusal(*given) or why_slower(*given)
         yield Implementation(p.name, platform, row.backend, row.title, reason)

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern import backend, explain, rms_norm
-from jaxkern.lowering.lower import BACKENDS, lower
+from jaxkern.lowering import cuda_later
+from jaxkern.lowering.lower import BACKENDS, lower, rows_on
 from jaxkern.lowering.sharded_call import Factors
 from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse_p
-from jaxkern.primitives.kernel_primitive import Call
+from jaxkern.primitives.kernel_primitive import REGISTRY, Call
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
     rms_norm_p,
@@ -251,3 +252,15 @@ def test_a_profile_names_the_op_of_each_instruction():
     compiled = jax.jit(jax.grad(lambda x: rms_norm(x, WEIGHT).sum())).lower(X).compile()
     names = re.findall(r'op_name="([^"]*)"', compiled.as_text() or "")
     assert any("rms_norm_bwd/mul" in name for name in names), names
+
+
+def test_ops_with_rows_for_cuda_are_those_announced():
+    """An op that is not would run its reference until another one's rows came."""
+
+    def has_rows(p):
+        members = (p, p.fwd, p.bwd)
+        return any(m is not None and rows_on(m, "cuda") for m in members)
+
+    assert all(map(has_rows, cuda_later.OPS))
+    announced = {p.name for p in cuda_later.OPS}
+    assert {p.name for p in REGISTRY.values() if has_rows(p)} <= announced

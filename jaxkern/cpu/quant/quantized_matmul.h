@@ -28,6 +28,8 @@ struct Activations {
   float* sum;  // [rows, groups]
 };
 
+typedef int8_t Codes __attribute__((vector_size(lanes)));
+
 inline void prepare_row(const Activations& a, float* x, int64_t row, int64_t width,
                         int group) {
   const int64_t groups = width / group;
@@ -44,26 +46,22 @@ inline void prepare_row(const Activations& a, float* x, int64_t row, int64_t wid
       v = v < 0 ? -v : v;
       most = v > most ? v : most;
     }
-    float largest = 0, not_finite = 0;
-    for (int i = 0; i < lanes; ++i) {
-      largest = most[i] > largest ? most[i] : largest;
-      not_finite += poison[i];
-    }
-    const float scale = largest / 127 + not_finite;
+    const float largest = max_of_lanes(most);
+    const float scale = largest / 127 + sum_of_lanes(poison);
     const float inverse = largest > 0 ? 127 / largest : 0;
-    int8_t* code = a.code + row * width + first;
-    for (int i = 0; i < activation_block; i += lanes) {
-      // adding 1.5 * 2**23 rounds to the nearest integer, which are then the low bits
-      I rounded = (I)(load<F>(x + first + i) * inverse + 12582912.0f);
-      for (int j = 0; j < lanes; ++j) code[i + j] = (int8_t)rounded[j];
-    }
-    for (int i = 0; i < activation_block; i += group) {
-      int32_t sum = 0;
-      for (int j = 0; j < group; ++j) sum += code[i + j];
-      const int64_t at = row * groups + (first + i) / group;
-      a.scale[at] = scale;
-      a.code_sum[at] = sum;
-      a.sum[at] = scale * (float)sum;
+    for (int at = 0; at < activation_block; at += group) {
+      I sums = {};
+      for (int i = at; i < at + group; i += lanes) {
+        // adding 1.5 * 2**23 rounds to the nearest integer, which are then the low bits
+        const I rounded = (I)(load<F>(x + first + i) * inverse + 12582912.0f);
+        store(a.code + row * width + first + i, __builtin_convertvector(rounded, Codes));
+        sums += rounded - 0x4b400000;
+      }
+      const int32_t sum = (int32_t)sum_of_lanes(to_float(sums));
+      const int64_t g = row * groups + (first + at) / group;
+      a.scale[g] = scale;
+      a.code_sum[g] = sum;
+      a.sum[g] = scale * (float)sum;
     }
   }
 }
@@ -237,132 +235,186 @@ Multiply choose_product(const Layout& form, bool int8) {
   return form.offset ? product_f32<rows, 32, true> : product_f32<rows, 32, false>;
 }
 
-inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
-  const Layout form = layouts[(int)p.w.format];
-  const int64_t width = p.w.width, groups = width / form.group;
-  const int64_t tiles = (p.w.rows + tile_rows - 1) / tile_rows;
-  const int64_t expert_bytes = p.w.rows * (width / form.elements * form.bytes);
+// The rows of y, in the order of the experts that they ask for.
+struct Routes {
+  int64_t* first;  // [experts + 1], where those of an expert begin
+  int64_t *x_row, *y_row;  // [count]
 
-  const bool copies = !p.int8_activations && p.x_type != Float::f32;
-  Scratch<float> x32(copies ? p.x_rows * width : 0);
-  Scratch<int8_t> code(p.int8_activations ? p.x_rows * width : 0);
-  Scratch<float> scale(p.int8_activations ? p.x_rows * groups : 0);
-  Scratch<int32_t> code_sum(p.int8_activations ? p.x_rows * groups : 0);
-  Scratch<float> sum(p.x_rows * groups);
-  // the rows of each expert, one after the other
-  Scratch<int64_t> first(p.experts + 1), x_row(p.count), y_row(p.count);
-  if (!x32.get() || !code.get() || !scale.get() || !code_sum.get() || !sum.get() ||
-      !first.get() || !x_row.get() || !y_row.get()) {
-    return false;
+  // Returns how many of the rows ask for the expert that most of them ask for.
+  int64_t sort(const QuantizedMatmul& p, int64_t y_bytes) const {
+    auto expert_of = [&](int64_t i) {
+      const int64_t e = p.expert ? p.expert[i] : 0;
+      return 0 <= e && e < p.experts ? e : -1;
+    };
+    for (int64_t e = 0; e <= p.experts; ++e) first[e] = 0;
+    for (int64_t i = 0; i < p.count; ++i) {
+      const int64_t e = expert_of(i);
+      if (e >= 0) {
+        ++first[e + 1];
+      } else {
+        memset(static_cast<char*>(p.y) + i * y_bytes, 0, y_bytes);
+      }
+    }
+    int64_t most = 0;
+    for (int64_t e = 0; e < p.experts; ++e) {
+      most = first[e + 1] > most ? first[e + 1] : most;
+      first[e + 1] += first[e];
+    }
+    for (int64_t i = 0; i < p.count; ++i) {
+      const int64_t e = expert_of(i);
+      if (e < 0) continue;
+      const int64_t at = first[e]++;
+      x_row[at] = i / p.rows_per_x;
+      y_row[at] = i;
+    }
+    for (int64_t e = p.experts; e > 0; --e) first[e] = first[e - 1];
+    first[0] = 0;
+    return most;
   }
+};
 
-  Activations a = {nullptr, p.int8_activations ? code.get() : nullptr, scale.get(),
-                   code_sum.get(), sum.get()};
-  if (!p.int8_activations) a.x = copies ? x32.get() : static_cast<const float*>(p.x);
-  const int64_t rows_at_once = 16;
-  auto prepare = [&](int64_t item) {
+// Rounds or widens x as the products need it, 16 rows to an item.
+inline void prepare(const QuantizedMatmul& p, const Activations& a, float* x32, int group,
+                    const Workers& workers) {
+  constexpr int64_t rows_at_once = 16;
+  const int64_t width = p.w.width;
+  auto prepare_rows = [&](int64_t item) {
+    const bool in_place = p.x_type == Float::f32;
+    Scratch<float> row32(!in_place && !x32 ? width : 0);
     const int64_t end = (item + 1) * rows_at_once;
-    Scratch<float> row32(p.int8_activations ? width : 0);
     for (int64_t m = item * rows_at_once; m < (end < p.x_rows ? end : p.x_rows); ++m) {
-      float* x = copies ? x32.get() + m * width : row32.get();
-      if (p.x_type == Float::f32) {
+      float* x = x32 ? x32 + m * width : row32.get();
+      if (in_place) {
         x = const_cast<float*>(static_cast<const float*>(p.x)) + m * width;
       } else {
-        for (int64_t i = 0; i < width; ++i) x[i] = to_f32(p.x_type, p.x, m * width + i);
+        to_f32_row(p.x_type, p.x, m * width, width, width, x);
       }
-      prepare_row(a, x, m, width, form.group);
+      prepare_row(a, x, m, width, group);
     }
   };
-  const int64_t prepare_items = (p.x_rows + rows_at_once - 1) / rows_at_once;
-  if (prepare_items == 1) {
-    prepare(0);
+  const int64_t items = (p.x_rows + rows_at_once - 1) / rows_at_once;
+  if (items == 1) {
+    prepare_rows(0);
   } else {
-    workers.for_each(prepare_items, prepare);
+    workers.for_each(items, prepare_rows);
   }
+}
 
-  const int64_t y_bytes = p.x_type == Float::f32 ? 4 : 2;
-  for (int64_t e = 0; e <= p.experts; ++e) first[e] = 0;
-  for (int64_t i = 0; i < p.count; ++i) {
-    const int64_t e = p.expert ? p.expert[i] : 0;
-    if (0 <= e && e < p.experts) {
-      ++first[e + 1];
-    } else {
-      memset(static_cast<char*>(p.y) + i * p.w.rows * y_bytes, 0, p.w.rows * y_bytes);
-    }
-  }
-  for (int64_t e = 0; e < p.experts; ++e) first[e + 1] += first[e];
-  for (int64_t i = 0; i < p.count; ++i) {
-    const int64_t e = p.expert ? p.expert[i] : 0;
-    if (e < 0 || e >= p.experts) continue;
-    const int64_t at = first[e]++;
-    x_row[at] = i / p.rows_per_x;
-    y_row[at] = i;
-  }
-  for (int64_t e = p.experts; e > 0; --e) first[e] = first[e - 1];
-  first[0] = 0;
+inline F silu(F z) { return z < -87.0f ? z * 0.0f : z / (1.0f + exp_of(-z)); }
 
-  int64_t most = 0, used = 0;
-  for (int64_t e = 0; e < p.experts; ++e) {
-    const int64_t n = first[e + 1] - first[e];
-    most = n > most ? n : most;
-    used += n > 0;
+// Writes 16 results of one row, or of the gate and the other half, to y.
+inline void finish(const QuantizedMatmul& p, const float* product, const float* other,
+                   int64_t at, int64_t columns) {
+  float result[tile_rows], residual[tile_rows];
+  if (p.residual) {
+    to_f32_row(p.x_type, p.residual, at, columns, tile_rows, residual);
   }
+  for (int part = 0; part < tile_rows; part += lanes) {
+    F value = load<F>(product + part);
+    if (p.gated) value = silu(value) * load<F>(other + part);
+    if (p.residual) value += load<F>(residual + part);
+    store(result + part, value);
+  }
+  if (p.x_type == Float::f32) {
+    memcpy(static_cast<float*>(p.y) + at, result, columns * sizeof(float));
+  } else {
+    for (int64_t c = 0; c < columns; ++c) from_f32(p.x_type, result[c], p.y, at + c);
+  }
+}
+
+inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
+  const Layout form = layouts[(int)p.w.format];
+  const bool int8 = p.int8_activations;
+  const int64_t width = p.w.width, groups = width / form.group;
+  const int64_t halves = p.gated ? 2 : 1, y_rows = p.w.rows / halves;
+  const int64_t tiles = (y_rows + tile_rows - 1) / tile_rows;
+  const int64_t expert_bytes = p.w.rows * (width / form.elements * form.bytes);
+
+  const bool copies = !int8 && p.x_type != Float::f32;
+  const int64_t codes_of_x = int8 ? p.x_rows * width : 0;
+  const int64_t scales_of_x = int8 ? p.x_rows * groups : 0;
+  Scratch<float> floats(p.x_rows * groups + scales_of_x + (copies ? p.x_rows * width : 0));
+  Scratch<int32_t> code_sum(scales_of_x + codes_of_x / 4 + 1);
+  Scratch<int64_t> indices(p.experts + 1 + 2 * p.count);
+  if (!floats.get() || !code_sum.get() || !indices.get()) return false;
+  float* scale = floats.get() + p.x_rows * groups;
+  float* x32 = copies ? scale + scales_of_x : nullptr;
+  int8_t* code = reinterpret_cast<int8_t*>(code_sum.get() + scales_of_x);
+  const Activations a = {int8     ? nullptr
+                         : copies ? x32
+                                  : static_cast<const float*>(p.x),
+                         int8 ? code : nullptr, scale, code_sum.get(), floats.get()};
+  prepare(p, a, x32, form.group, workers);
+
+  int64_t* rows = indices.get() + p.experts + 1;
+  const Routes routes = {indices.get(), rows, rows + p.count};
+  const int64_t most = routes.sort(p, y_rows * (p.x_type == Float::f32 ? 4 : 2));
   if (most == 0) return true;
+  int64_t used = 0;
+  for (int64_t e = 0; e < p.experts; ++e) used += routes.first[e + 1] > routes.first[e];
   const int64_t row_items = (most + rows_per_item - 1) / rows_per_item;
   const int64_t wanted = 8 * (int64_t)workers.threads;  // items, so that none waits long
   const int64_t fewest = tiles * row_items * used / wanted;
   const int64_t tiles_at_once = fewest < 1 ? 1 : fewest > tiles ? tiles : fewest;
   const int64_t tile_items = (tiles + tiles_at_once - 1) / tiles_at_once;
 
-  const VectorProduct one_row = p.int8_activations
-                                    ? choose_vector_product<true>(p.w.format)
-                                    : choose_vector_product<false>(p.w.format);
+  const VectorProduct one_row = int8 ? choose_vector_product<true>(p.w.format)
+                                     : choose_vector_product<false>(p.w.format);
+  bool failed = false;
   workers.for_each(p.experts * row_items * tile_items, [&](int64_t item) {
     const int64_t e = item / (row_items * tile_items);
-    const int64_t begin = first[e] + item / tile_items % row_items * rows_per_item;
+    const int64_t begin = routes.first[e] + item / tile_items % row_items * rows_per_item;
     int64_t end = begin + rows_per_item;
-    end = end < first[e + 1] ? end : first[e + 1];
+    end = end < routes.first[e + 1] ? end : routes.first[e + 1];
     if (begin >= end) return;
     const int64_t tile = item % tile_items * tiles_at_once;
     const int64_t last = tile + tiles_at_once < tiles ? tile + tiles_at_once : tiles;
     QuantizedWeights w = p.w;
     w.data += e * expert_bytes;
-    Scratch<uint32_t> codes(width / 4 * tile_rows);
-    Scratch<float> scales(2 * groups * tile_rows);
-    const Tile decoded = {codes.get(), scales.get(), scales.get() + groups * tile_rows};
-    float y[max_rows * tile_rows];
+    const bool one = end - begin == 1;
+    const int64_t codes_of_tile = width / 4 * tile_rows, scales_of_tile = groups * tile_rows;
+    Scratch<uint32_t> codes(one ? 0 : halves * codes_of_tile);
+    Scratch<float> scales(one ? 0 : halves * 2 * scales_of_tile);
+    if (!codes.get() || !scales.get()) {
+      failed = true;
+      return;
+    }
+    float y[2][max_rows * tile_rows];
     for (int64_t t = tile; t < last; ++t) {
-      const int64_t left = w.rows - t * tile_rows;
+      const int64_t left = y_rows - t * tile_rows;
       const int64_t columns = left < tile_rows ? left : tile_rows;
-      const bool one = end - begin == 1;
-      if (one) {
-        one_row(w, t, a, x_row[begin], y);
-      } else {
-        decoders[(int)w.format](w, t, decoded);
+      Tile decoded[2];
+      for (int64_t h = 0; h < halves; ++h) {
+        float* scale_of_w = scales.get() + h * 2 * scales_of_tile;
+        decoded[h] = {codes.get() + h * codes_of_tile, scale_of_w,
+                      scale_of_w + scales_of_tile};
+        if (one) {
+          one_row(w, t + h * tiles, a, routes.x_row[begin], y[h]);
+        } else {
+          decoders[(int)w.format](w, t + h * tiles, decoded[h]);
+        }
       }
       for (int64_t m = begin; m < end;) {
-        const int64_t rows = end - m;
-        const bool int8 = p.int8_activations;
-        const int n = rows >= 8 && max_rows >= 8 ? 8 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
-        const Product product = {decoded, a, width, form.zero, x_row.get() + m, y};
-        switch (one ? 0 : n) {
-          case 0: break;
-          case 8: choose_product<max_rows>(form, int8)(product); break;
-          case 4: choose_product<4>(form, int8)(product); break;
-          case 2: choose_product<2>(form, int8)(product); break;
-          default: choose_product<1>(form, int8)(product);
+        const int64_t rest = end - m;
+        const int n = rest >= 8 && max_rows >= 8 ? 8 : rest >= 4 ? 4 : rest >= 2 ? 2 : 1;
+        for (int64_t h = 0; h < halves && !one; ++h) {
+          const Product product = {decoded[h], a, width, form.zero, routes.x_row + m, y[h]};
+          switch (n) {
+            case 8: choose_product<max_rows>(form, int8)(product); break;
+            case 4: choose_product<4>(form, int8)(product); break;
+            case 2: choose_product<2>(form, int8)(product); break;
+            default: choose_product<1>(form, int8)(product);
+          }
         }
         for (int i = 0; i < n; ++i) {
-          const int64_t at = y_row[m + i] * w.rows + t * tile_rows;
-          for (int64_t c = 0; c < columns; ++c) {
-            from_f32(p.x_type, y[i * tile_rows + c], p.y, at + c);
-          }
+          const int64_t at = routes.y_row[m + i] * y_rows + t * tile_rows;
+          finish(p, y[0] + i * tile_rows, y[1] + i * tile_rows, at, columns);
         }
         m += n;
       }
     }
   });
-  return true;
+  return !failed;
 }
 
 inline bool quantized_embedding(const QuantizedEmbedding& p, const Workers& workers) {

@@ -67,5 +67,6 @@ def multiply(
         qtype=qtype,
         interleaved=interleaved,
         int8_activations=int8_activations,
+        gated=False,
     )
     return y.reshape(*x.shape[:-1], f)

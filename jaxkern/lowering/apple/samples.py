@@ -179,8 +179,20 @@ def quantised(x: Draw) -> dict[str, Call]:
     found: dict[str, Call] = {
         "quantize_affine": (formats["affine"], (w,)),
         "quantize_gguf": (formats["gguf"], (w,)),
+        "quantize_fp8": (formats["fp8"], (w,)),
+        "quantize_microscaled": (formats["microscaled"], (w,)),
         "int8_matmul": (lambda a: jk.int8_matmul(a, jk.quantize_int(w)), (rows,)),
         "matmul_transpose_b": (jk.matmul_transpose_b, (x(4, 3, 16), x(2, 5, 16))),
+    }
+    tiles = jk.interleave(formats["gguf"](x(16, 64)))
+    experts = jk.interleave(formats["gguf"](x(2, 16, 64)))
+    found |= {
+        "interleaved_matmul": (part(jk.quantized_matmul, w=tiles), (rows,)),
+        "interleaved_embedding": (part(jk.quantized_embedding, ids, tiles), ()),
+        "interleaved_matmul_id": (
+            part(jk.quantized_matmul_id, w=experts, ids=chosen),
+            (rows,),
+        ),
     }
     for f, quantize in formats.items():
         packed = quantize(w)
@@ -216,6 +228,7 @@ def recurrences(x: Draw) -> dict[str, Call]:
     g, beta = -(x(2, 5, 2) ** 2), jax.nn.sigmoid(x(2, 5, 2))
     first = (q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0])
     lower = jnp.tril(x(2, 6, 6) / 4, -1)
+    scanned = (x(2, 5, 4), x(2, 5, 4), -(x(4, 3) ** 2), x(2, 5, 3), x(2, 5, 3))
     return {
         "causal_conv1d": (jk.causal_conv1d, (x(2, 5, 8), x(8, 4), x(8))),
         "cumsum": (jk.cumsum, (x(3, 9),)),
@@ -225,6 +238,7 @@ def recurrences(x: Draw) -> dict[str, Call]:
             part(jk.gated_delta_rule, chunk_size=4),
             (q, k, v, g, beta),
         ),
+        "selective_scan": (part(jk.selective_scan, delta_softplus=True), scanned),
         "unit_lower_inverse": (jk.unit_lower_inverse, (lower,)),
         "solve_unit_lower": (jk.solve_unit_lower, (lower, x(2, 6, 3))),
         "fft": (lambda a, b: jk.fft(jax.lax.complex(a, b)).real, (x(2, 8), x(2, 8))),
@@ -232,11 +246,24 @@ def recurrences(x: Draw) -> dict[str, Call]:
 
 
 def vision(x: Draw) -> dict[str, Call]:
-    image = x(2, 4, 6, 6)
+    image, codes = x(2, 4, 6, 6), jnp.arange(72).reshape(2, 4, 3, 3)
+    splats = (3 * x(5, 2) ** 2, jnp.array([[1.0, 0.1, 1.0]] * 5), x(5, 3), x(5) ** 2)
     return {
         "max_pool": (part(jk.max_pool, window=2), (image,)),
         "avg_pool": (part(jk.avg_pool, window=2), (image,)),
         "conv2d": (part(jk.conv2d, padding=1), (image, x(8, 4, 3, 3), x(8))),
+        "int8_conv2d": (
+            lambda scale, scales, bias: jk.int8_conv2d(
+                (8 * image).astype(jnp.int8),
+                scale,
+                jnp.int32(3),
+                codes.astype(jnp.int8),
+                scales,
+                bias=bias,
+            ),
+            (jnp.float32(0.1), x(2), x(2)),
+        ),
+        "gaussian_splat": (part(jk.gaussian_splat, height=6, width=6), splats),
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, UInt8
 
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, elements_per_row
@@ -81,7 +82,8 @@ def interleave(w: GGUFTensor) -> InterleavedTensor:
     """The same weights with 16 rows side by side.
 
     Args:
-      w: `[..., f, d]` of a block format, f a multiple of 16.
+      w: `[..., f, d]` of a block format, f a multiple of 16. Where its blocks are a
+        numpy array, so are the tiles: the host does it, and nothing is compiled.
 
     Raises:
       TypeError: w is no matrix, f is no multiple of 16, or the format has no blocks.
@@ -106,19 +108,20 @@ def tile_width(op: str, qtype: str, tile_bytes: int) -> int:
 def interleaved(
     blocks: UInt8[Array, "... f row_bytes"], qtype: str
 ) -> UInt8[Array, "... u tile_bytes"]:
+    xp = np if isinstance(blocks, np.ndarray) else jnp
     *lead, f, row_bytes = blocks.shape
     size = BLOCK_FORMATS[qtype].bytes
     n = row_bytes // size
     b = blocks.reshape(*lead, f // ROWS, ROWS, n, size)
-    b = jnp.swapaxes(b, -3, -2)  # [... u n 16 size]
+    b = xp.swapaxes(b, -3, -2)  # [... u n 16 size]
     parts, at = [], 0
     for unit, count in UNITS[qtype]:
         part = b[..., at : at + unit * count]
         part = part.reshape(*lead, f // ROWS, n, ROWS, count, unit)
-        part = jnp.swapaxes(part, -3, -2)  # [... u n count 16 unit]
+        part = xp.swapaxes(part, -3, -2)  # [... u n count 16 unit]
         parts.append(part.reshape(*lead, f // ROWS, n, count * ROWS * unit))
         at += unit * count
-    joined = jnp.concatenate(parts, axis=-1)
+    joined = xp.concatenate(parts, axis=-1)
     return joined.reshape(*lead, f // ROWS, ROWS * row_bytes)
 
 

@@ -12,6 +12,7 @@ import pytest
 from jaxkern.lowering.apple.findings import check_module
 from jaxkern.lowering.apple.plugins import PLUGINS
 from jaxkern.lowering.apple.wire import export
+from jaxkern.lowering.lower import backend
 from tests import checks
 from tests.test_every_op import FIRST_OF_FAMILY, OPS, is_small
 
@@ -47,7 +48,8 @@ def check_op(platform, p, case):
     operands, f, exported = lowered(p, case, platform)
     report = check_module(exported.mlir_module_serialized, PLUGINS[platform])
     assert report.findings == (), report
-    expected, grads = jax.jit(f)(*operands)
+    with backend("xla"):  # no kernel of the CPU, which rounds in another order
+        expected, grads = jax.jit(f)(*operands)
     actual, actual_grads = exported.call(*operands)
     for a, e in zip(*map(checks.as_tuple, (actual, expected)), strict=True):
         checks.assert_near(a, e, case.ulps, what=f"{p.name} for {platform}")
