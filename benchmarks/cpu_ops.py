@@ -203,8 +203,27 @@ def norm_cases() -> Iterator[Case]:
                     )
 
 
+def delta_rule_cases() -> Iterator[Case]:
+    """The heads of Qwen3-Next, and one device's share of them."""
+    from jaxkern import gated_delta_rule, gated_delta_step
+
+    for b, k, n, h in ((1, 4, 8, 128), (1, 16, 32, 128), (8, 16, 32, 128)):
+        q, v = normal(b, k, h, scale=h**-0.5), normal(b, n, h)
+        g, beta = -abs(normal(b, n)), abs(normal(b, n)) / 4
+        state = normal(b, n, h, h)
+        name = f"step of {b}, {n}/{k} heads of {h}"
+        yield Case(name, gated_delta_step, (q, q, v, g, beta, state), 7.0 * state.size)
+    for t, k, n, h in ((256, 4, 8, 128), (1024, 16, 32, 128)):
+        q, v = normal(1, t, k, h, scale=h**-0.5), normal(1, t, n, h)
+        g, beta = -abs(normal(1, t, n)), abs(normal(1, t, n)) / 4
+        flops = 7.0 * t * n * h * h
+        name = f"rule of {t} tokens, {n}/{k} heads of {h}"
+        yield Case(name, gated_delta_rule, (q, q, v, g, beta), flops)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "sampling": sampling_cases,
     "attention": attention_cases,
     "norms": norm_cases,
+    "delta_rule": delta_rule_cases,
 }

@@ -28,6 +28,7 @@ HANDLERS = (
     "sample",
     "norm",
     "norm_gradient",
+    "delta_rule",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "attention/attention.h"
+#include "delta_rule/gated_delta_rule.h"
 #include "index/argmax.h"
 #include "index/top_k.h"
 #include "norm/norm.h"
@@ -14,7 +15,7 @@ namespace JAXKERN_ISA {
 extern const Kernels kernels;
 const Kernels kernels = {JAXKERN_ISA_NAME, quantized_matmul, quantized_embedding,
                          attention, argmax, top_k, sample,
-                         norm, norm_gradient};
+                         norm, norm_gradient, delta_rule};
 
 }  // namespace JAXKERN_ISA
 }  // namespace jaxkern

@@ -102,6 +102,15 @@ struct Norm {
   float *dweight, *dbias;  // [d]
 };
 
+struct DeltaRule {  // S = e**g S + k beta (v - e**g S^T k)^T, out = scale S^T q, per token
+  const float *query, *key;  // [b, t, k, h]
+  const float *value, *g, *beta;  // [b, t, k * group, hv], [b, t, k * group]
+  const float* state;  // [b, k * group, h, hv], or null for zeros
+  float *out, *new_state;  // as value, as state
+  int64_t b, t, k, group, h, hv;
+  float scale;
+};
+
 struct Kernels {
   const char* name;
   bool (*quantized_matmul)(const QuantizedMatmul&, const Workers&);
@@ -112,6 +121,7 @@ struct Kernels {
   bool (*sample)(const Sample&, const Workers&);
   bool (*norm)(const Norm&, const Workers&);
   bool (*norm_gradient)(const Norm&, const Workers&);
+  bool (*delta_rule)(const DeltaRule&, const Workers&);
 };
 
 const Kernels& best_kernels();

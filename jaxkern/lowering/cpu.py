@@ -7,6 +7,7 @@ where a C++ kernel is several times faster, see docs/design/cpu_kernels.md.
 import functools
 
 from jaxkern.cpu.attention import attention
+from jaxkern.cpu.delta_rule import gated_delta_rule
 from jaxkern.cpu.index import argmax, top_k
 from jaxkern.cpu.norm import norm
 from jaxkern.cpu.quant import (
@@ -22,6 +23,8 @@ from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention_p,
 )
+from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
+from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step_p
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
@@ -56,6 +59,8 @@ ROWS = (
     (interleaved_matmul_id_p, interleaved_matmul.f32_activations_id,   interleaved_matmul.refuses_f32_id),
     (interleaved_embedding_p, interleaved_matmul.interleaved_embedding, interleaved_matmul.refuses_rows),
     (quantized_cache_attention_p, attention.quantized_cache_attention,  attention.unsupported_quantized),
+    (gated_delta_rule_p,      gated_delta_rule.gated_delta_rule,       gated_delta_rule.unsupported),
+    (gated_delta_step_p,      gated_delta_rule.gated_delta_step,       gated_delta_rule.unsupported),
     (argmax_p,                argmax.argmax,                           argmax.unsupported),
     (top_k_p,                 top_k.top_k,                             top_k.unsupported, top_k.slower),
     (sample_p,                sample.sample,                           sample.unsupported),

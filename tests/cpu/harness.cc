@@ -372,6 +372,50 @@ static float worst_norm(const Workers& workers, int64_t rows, int64_t d, bool ce
   return worst;
 }
 
+static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int64_t hv,
+                              bool zeros) {
+  const int64_t b = 2, k = 2, group = 2, n = k * group;
+  Buffer q(b * t * k * h * 4), key(b * t * k * h * 4), v(b * t * n * hv * 4);
+  Buffer g(b * t * n * 4), beta(b * t * n * 4), state(b * n * h * hv * 4);
+  Buffer out(b * t * n * hv * 4), after(b * n * h * hv * 4);
+  auto fill = [](Buffer& x, int64_t count, float factor, float shift) {
+    for (int64_t i = 0; i < count; ++i) {
+      ((float*)x.data)[i] = factor * random_float() + shift;
+    }
+  };
+  fill(q, b * t * k * h, 1, 0), fill(key, b * t * k * h, 1 / sqrtf((float)h), 0);
+  fill(v, b * t * n * hv, 1, 0), fill(g, b * t * n, 1, -1), fill(beta, b * t * n, 0.5f, 0.5f);
+  fill(state, b * n * h * hv, 1, 0), fill(out, b * t * n * hv, 0, NAN);
+  fill(after, b * n * h * hv, 0, NAN);
+  DeltaRule p = {(float*)q.data, (float*)key.data, (float*)v.data, (float*)g.data,
+                 (float*)beta.data, zeros ? nullptr : (float*)state.data, (float*)out.data,
+                 (float*)after.data, b, t, k, group, h, hv, 0.5f};
+  if (!JAXKERN_ISA::kernels.delta_rule(p, workers)) return NAN;
+  float worst = 0;
+  auto compare = [&](float actual, double expected) {
+    const float error = (float)(fabs(actual - expected) / (1 + fabs(expected)));
+    if (!(error <= worst)) worst = error;
+  };
+  for (int64_t head = 0; head < b * n; ++head) {
+    std::vector<double> s(h * hv);
+    for (int64_t i = 0; i < h * hv && !zeros; ++i) s[i] = p.state[head * h * hv + i];
+    for (int64_t i = 0; i < t; ++i) {
+      const int64_t token = head / n * t + i, at = token * n + head % n;
+      const float *ki = p.key + (token * k + head % n / group) * h;
+      const float *qi = p.query + (token * k + head % n / group) * h;
+      for (int64_t c = 0; c < hv; ++c) {
+        double stored = 0, read = 0;
+        for (int64_t r = 0; r < h; ++r) stored += (s[r * hv + c] *= exp(p.g[at])) * ki[r];
+        const double error = p.beta[at] * (p.value[at * hv + c] - stored);
+        for (int64_t r = 0; r < h; ++r) read += (s[r * hv + c] += ki[r] * error) * qi[r];
+        compare(p.out[at * hv + c], 0.5 * read);
+      }
+    }
+    for (int64_t i = 0; i < h * hv; ++i) compare(p.new_state[head * h * hv + i], s[i]);
+  }
+  return worst;
+}
+
 int main() {
   Workers workers = {3, run_on_threads};
   for (const Sizes& s : formats) {
@@ -432,6 +476,16 @@ int main() {
         for (bool adds : {false, true}) {
           printf("norm rows=%d d=%d centred=%d adds=%d %g\n", (int)rows, (int)d, centred, adds,
                  worst_norm(workers, rows, d, centred, adds));
+        }
+      }
+    }
+  }
+  for (int64_t t : {1, 2, 5}) {
+    for (int64_t h : {1, 22}) {
+      for (int64_t hv : {3, 32, 70}) {
+        for (bool zeros : {false, true}) {
+          printf("delta_rule t=%d h=%d hv=%d zeros=%d %g\n", (int)t, (int)h, (int)hv, zeros,
+                 worst_delta_rule(workers, t, h, hv, zeros));
         }
       }
     }

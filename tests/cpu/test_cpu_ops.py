@@ -14,6 +14,8 @@ from jaxkern import (
     backend,
     dequantize_vectors,
     explain,
+    gated_delta_rule,
+    gated_delta_step,
     layer_norm,
     quantize_vectors,
     quantized_cache_attention,
@@ -266,3 +268,67 @@ def test_norms_run_where_they_are_faster():
     assert "XLA is faster" in " ".join(few["rms_norm_fwd"].refused)
     assert few["rms_norm_bwd"].runs.startswith("xla")
     assert many["rms_norm_bwd"].runs.endswith("cpu.norm.norm.rms_norm_bwd")
+
+
+def delta_rule_operands(b, t, k, n, h, hv):
+    rng = np.random.default_rng(t)
+    sizes = (b, t, k, h), (b, t, k, h), (b, t, n, hv), (b, t, n), (b, t, n)
+    q, key, v, g, beta = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in sizes)
+    state = jnp.asarray(rng.normal(size=(b, n, h, hv)), jnp.float32)
+    return q, key / h**0.5, v, -jnp.abs(g), jax.nn.sigmoid(beta), state
+
+
+def assert_delta_rule(op, operands, dtype=jnp.float32):
+    operands = [x.astype(dtype) for x in operands]
+    actual = op(*operands)
+    with jax.enable_x64(True), backend("xla"):
+        expected = op(*map(in_float64, operands))
+    for a, e in zip(actual, expected, strict=True):
+        a, e = np.asarray(a).astype(np.float64), np.asarray(e)
+        eps = float(jnp.finfo(dtype).eps)
+        assert np.linalg.norm(a - e) <= 16 * eps * np.linalg.norm(e)
+
+
+def in_chunks(q, k, v, g, beta, state):
+    return gated_delta_rule(q, k, v, g, beta, initial_state=state, chunk_size=4)
+
+
+def test_delta_rule():
+    """The recurrence against the chunked form, and its step."""
+    q, k, v, g, beta, state = delta_rule_operands(2, 9, 2, 4, 7, 37)
+    assert_delta_rule(in_chunks, (q, k, v, g.at[0, 3].set(-jnp.inf), beta, state))
+    token = (x[:, 0] for x in (q, k, v, g, beta))
+    assert_delta_rule(gated_delta_step, (*token, state))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_delta_rule_of_any_size(dtype):
+    sizes = ((1, 1, 1, 1, 1, 1), (1, 130, 2, 2, 64, 64), (3, 5, 1, 3, 128, 33))
+    for b, t, k, n, h, hv in sizes:
+        operands = delta_rule_operands(b, t, k, n, h, hv)
+        assert_delta_rule(in_chunks, operands, dtype)
+    assert_delta_rule(gated_delta_rule, operands[:5], dtype)  # from zeros
+
+
+@pytest.mark.full
+def test_delta_step_under_vmap_and_its_gradient():
+    operands = [x[:, 0] for x in delta_rule_operands(3, 1, 1, 2, 8, 32)[:5]]
+    state = delta_rule_operands(3, 1, 1, 2, 8, 32)[5]
+
+    def each(state, *token):
+        return gated_delta_step(*(x[None] for x in token), state[None])[0][0]
+
+    mapped = jax.jit(jax.vmap(each))
+    text = mapped.lower(state, *operands).compile().as_text()
+    assert text.count('custom_call_target="jaxkern_delta_rule"') == 1
+    expected = gated_delta_step(*operands, state)[0]
+    np.testing.assert_allclose(mapped(state, *operands), expected, atol=1e-6)
+
+    def loss(state):
+        return jnp.sum(jnp.sin(gated_delta_step(*operands, state)[0]))
+
+    with backend("auto"):
+        actual = jax.grad(loss)(state)
+    with backend("xla"):
+        np.testing.assert_allclose(actual, jax.grad(loss)(state), atol=1e-5)
