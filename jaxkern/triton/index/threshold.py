@@ -83,3 +83,28 @@ def largest_threshold(keys, weight, target, most, low, high):
         )
         low, high, at_low = narrowed(low, high, step, target, at_low, s1, s2, s3, s4)
     return low.to(tl.int32)
+
+
+@jit
+def order_within(chosen):
+    """How many are chosen before each element of a matrix, row after row."""
+    one = chosen.to(tl.int32)
+    rows = tl.sum(one, 1)
+    return tl.cumsum(one, 1) - one + (tl.cumsum(rows, 0) - rows)[:, None]
+
+
+@jit
+def threshold_of_few(
+    keys, weight, count, target, low, FEW: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The largest key t where the keys >= t weigh `target`, but not below `low`.
+
+    Only the first `count` of FEW keys are asked, AT_ONCE of them at a time.
+    """
+    cut = low
+    for first in range(0, count, AT_ONCE):
+        some = tl.gather(keys, first + tl.arange(0, AT_ONCE), 0)
+        above = tl.where(keys[None, :] >= some[:, None], weight[None, :], 0.0)
+        enough = tl.sum(above, 1) >= target
+        cut = tl.maximum(cut, tl.max(tl.where(enough, some, low), 0))
+    return cut
