@@ -1,8 +1,9 @@
 """`python -m benchmarks tune OP...`: measures block sizes, writes the device's table.
 
 Each kernel is tried with every combination of its sizes at every shape of its
-benchmark, or at those that are named. What beats the kernel's own rule by more than the noise is written, by the
-row's power of 2 and dtype, to `jaxkern/lowering/tuned/<device>.json` or to --out.
+benchmark, or at those that are named. What beats the kernel's own rule by more than the
+noise is written, by the row's power of 2 and dtype, to
+`jaxkern/lowering/tuned/<device>.json` or to --out.
 """
 
 import argparse

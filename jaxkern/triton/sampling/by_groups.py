@@ -36,6 +36,7 @@ from jaxkern.triton.triton_call import jit, sparse_call, tl
 
 GROUP = 32  # logits of which the largest is written
 CANDIDATES = 256  # groups in registers
+ENOUGH = 128  # groups at which their search stops; they hold a few logits more
 FEW = 256  # logits that are compared each with each
 AT_ONCE = 64  # with so many at a time
 
@@ -126,6 +127,7 @@ def draw_by_groups_kernel(
     N: tl.constexpr,
     GROUP: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    ENOUGH: tl.constexpr,
     FEW: tl.constexpr,
     AT_ONCE: tl.constexpr,
     LOWEST: tl.constexpr,
@@ -157,7 +159,7 @@ def draw_by_groups_kernel(
         least_of = tl.min(tl.where(present, best_of, 0x7FFFFFFF), 0)
         low = tl.where(asked <= PARTS, least_of, cut)
         one = present.to(tl.float32)
-        cut = largest_threshold(best_of, one, asked, CANDIDATES, low, high)
+        cut = largest_threshold(best_of, one, asked, ENOUGH, low, high)
     chosen = (best_of >= cut) & (group < PARTS)
     count = tl.sum(chosen.to(tl.int32), 0)
     if count <= CANDIDATES:
@@ -249,7 +251,7 @@ def draw_by_groups(draw: dict, options: dict) -> Any:
     *_, v = logits.shape
     rows, groups = logits.size // v, -(-v // GROUP)
     sizes = {"GROUP": GROUP, "CANDIDATES": CANDIDATES, "FEW": FEW}
-    sizes |= {"AT_ONCE": AT_ONCE, "CHUNK": CHUNK}
+    sizes |= {"ENOUGH": ENOUGH, "AT_ONCE": AT_ONCE, "CHUNK": CHUNK}
     token, *_ = sparse_call(
         draw_by_groups_kernel,
         (rows,),
