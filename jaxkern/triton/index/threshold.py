@@ -94,17 +94,8 @@ def order_within(chosen):
 
 
 @jit
-def threshold_of_few(
-    keys, weight, count, target, low, FEW: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """The largest key t where the keys >= t weigh `target`, but not below `low`.
-
-    Only the first `count` of FEW keys are asked, AT_ONCE of them at a time.
-    """
-    cut = low
-    for first in range(0, count, AT_ONCE):
-        some = tl.gather(keys, first + tl.arange(0, AT_ONCE), 0)
-        above = tl.where(keys[None, :] >= some[:, None], weight[None, :], 0.0)
-        enough = tl.sum(above, 1) >= target
-        cut = tl.maximum(cut, tl.max(tl.where(enough, some, low), 0))
-    return cut
+def threshold_of_few(keys, weight, target, low):
+    """The largest key t where the keys >= t weigh `target`, but not below `low`."""
+    above = tl.where(keys[None, :] >= keys[:, None], weight[None, :], 0.0)
+    enough = tl.sum(above, 1) >= target
+    return tl.maximum(tl.max(tl.where(enough, keys, low), 0), low)

@@ -36,9 +36,8 @@ from jaxkern.triton.triton_call import jit, sparse_call, tl
 
 GROUP = 32  # logits of which the largest is written
 CANDIDATES = 256  # groups in registers
-ENOUGH = 128  # groups at which their search stops; they hold a few logits more
-FEW = 256  # logits that are compared each with each
-AT_ONCE = 64  # with so many at a time
+ENOUGH = 96  # groups at which their search stops; they hold a few logits more
+FEW = 128  # logits that are compared each with each
 
 
 @jit
@@ -54,7 +53,6 @@ def draw_from_few(
     cut,
     least,
     FEW: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
     """The token among those listed in the order of the row; `cut` is below top_k's."""
     slot = tl.arange(0, FEW)
@@ -62,12 +60,12 @@ def draw_from_few(
     x = load_logits(row_ptr, token, slot < count)
     keys = ordered_bits(x)
     each = (slot < count).to(tl.float32)
-    cut = threshold_of_few(keys, each, count, asked, cut, FEW, AT_ONCE)
+    cut = threshold_of_few(keys, each, asked, cut)
     weight = weight_of(x, best, slope)
     if share < 1:
         weight = tl.where((slot < count) & (keys >= cut), weight, 0.0)
         target = mass_of_top_p(share, tl.sum(weight, 0))
-        cut = threshold_of_few(keys, weight, count, target, cut, FEW, AT_ONCE)
+        cut = threshold_of_few(keys, weight, target, cut)
     kept = tl.where(slot < count, kept_weight(x, best, slope, cut, least), 0.0)
     it = first_beyond(kept, u * tl.sum(kept, 0), FEW)
     return tl.sum(tl.where(slot == it, token, 0), 0)
@@ -129,7 +127,6 @@ def draw_by_groups_kernel(
     CANDIDATES: tl.constexpr,
     ENOUGH: tl.constexpr,
     FEW: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     LOWEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -208,7 +205,6 @@ def draw_by_groups_kernel(
                     cut,
                     least,
                     FEW,
-                    AT_ONCE,
                 )
             else:
                 token = draw_from_groups(
@@ -251,7 +247,7 @@ def draw_by_groups(draw: dict, options: dict) -> Any:
     *_, v = logits.shape
     rows, groups = logits.size // v, -(-v // GROUP)
     sizes = {"GROUP": GROUP, "CANDIDATES": CANDIDATES, "FEW": FEW}
-    sizes |= {"ENOUGH": ENOUGH, "AT_ONCE": AT_ONCE, "CHUNK": CHUNK}
+    sizes |= {"ENOUGH": ENOUGH, "CHUNK": CHUNK}
     token, *_ = sparse_call(
         draw_by_groups_kernel,
         (rows,),
