@@ -35,10 +35,9 @@ try:
     from triton.experimental import gluon as gluon_package
     from triton.experimental.gluon import language as gluon_language
     from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy as copies
     from triton.language.extra import libdevice as device_library
 except ImportError:
-    triton_package = language = gluon_package = gluon_language = copies = None
+    triton_package = language = gluon_package = gluon_language = None
     device_library = None
     GPUTarget: Any = None
     ASTSource: Any = None
@@ -52,13 +51,6 @@ jit: Any = triton.jit if triton else lambda f: f
 # Gluon is Triton with the layout of every tensor written out.
 gl: Any = gluon_language or SimpleNamespace(constexpr=None)
 gluon_jit: Any = gluon_package.jit if gluon_package else lambda f: f
-# renamed in Triton 3.7 to 3.9
-block_barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier", None)
-async_load: Any = getattr(copies, "async_load", None) or getattr(
-    copies, "async_copy_global_to_shared", None
-)
-commit_group: Any = getattr(copies, "commit_group", None)
-wait_group: Any = getattr(copies, "wait_group", None)
 constexpr_function: Any = triton.constexpr_function if triton else lambda f: f
 
 POINTER = {

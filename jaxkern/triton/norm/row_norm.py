@@ -10,7 +10,6 @@ weight and bias cost one partial sum a program.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,6 @@ from jaxkern.triton.block_sizes import (
     num_programs,
     num_sms,
     tuned,
-)
-from jaxkern.triton.norm.buffered_row_norm import (
-    buffered_row_norm_bwd_kernel,
-    buffered_rows,
 )
 from jaxkern.triton.triton_call import (
     jit,
@@ -556,14 +551,11 @@ def row_norm_bwd(
     if d > CHUNKED:
         out = long_row_norm_bwd(given, results, constants, rows, d)
     else:
+        kernel = row_norm_bwd_kernel if d <= LONGEST else chunked_row_norm_bwd_kernel
         if d <= LONGEST:
-            kernel: Any = row_norm_bwd_kernel
             streams = 2 + (residual is not None) + (dtotal is not None)
             sizes = backward_tile(rows, d, x.dtype, streams)
-        elif sizes := buffered_rows(d, x.dtype):
-            kernel = buffered_row_norm_bwd_kernel
         else:
-            kernel = chunked_row_norm_bwd_kernel
             sizes = backward_chunks(d, x.dtype)
         blocks = -(-rows // sizes.get("ROWS", 1))
         programs = num_programs(blocks, sizes.pop("WAVES"))
