@@ -56,7 +56,6 @@ BENCHMARK = Benchmark(
             "WAVES": (1, 2, 3),
             "STAGES": (2, 3),
         },
-        "buffered_row_norm_bwd": {"num_warps": (8, 16, 32), "STAGES": (2, 3)},
     },
 )
 
