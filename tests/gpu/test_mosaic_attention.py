@@ -11,6 +11,7 @@ from jaxkern import backend
 from jaxkern.lowering.explain import default_platform
 from jaxkern.lowering.lower import lower
 from jaxkern.pallas.attention import flash_attention as hopper
+from jaxkern.pallas.attention import flash_attention_bwd as hopper_bwd
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.triton.attention import flash_attention as triton
 from jaxkern.triton.triton_call import device_capability
@@ -181,3 +182,42 @@ def test_vmap():
     found = jax.jit(jax.vmap(lambda *x: attend(*x, causal=True)))(*batched)
     whole = attend(q, k, v, causal=True)
     np.testing.assert_array_equal(np.float32(found[:, 0]), np.float32(whole))
+
+
+@pytest.fixture
+def hopper_backward():
+    """In front of Triton's."""
+    with checks.own_rows(attention_p):
+        lower(
+            attention_p,
+            "cuda",
+            "mosaic_gpu",
+            fwd=hopper.attention_fwd,
+            unless=hopper.unsupported,
+        )
+        lower(
+            attention_p,
+            "cuda",
+            "mosaic_gpu",
+            fwd=None,
+            bwd=hopper_bwd.attention_bwd,
+            unless=hopper_bwd.unsupported_bwd,
+        )
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("hopper_backward")
+@pytest.mark.parametrize("h", [64, 128])
+@pytest.mark.parametrize(
+    "name",
+    [n for n, o in OPTIONS.items() if not {"softcap", "sinks", "segment_ids"} & set(o)],
+)
+def test_hopper_gradients(name, h):
+    check(*operands(2, 300, 413, 2, 3, h), **as_jax(OPTIONS[name]))
+
+
+@pytest.mark.usefixtures("hopper_backward")
+def test_hopper_gradients_of_many_blocks():
+    check(*operands(1, 2048, 2048, 2, 4, 128), causal=True)
