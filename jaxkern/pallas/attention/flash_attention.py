@@ -104,6 +104,8 @@ class Problem:
       overlap: the softmax does not wait for the product that was issued before it.
       turns: the consumers issue their products in turns.
       programs: of the grid.
+      zigzag: every other round of tiles is given out in reverse.
+      lend: registers of the loader.
     """
 
     b: int
@@ -124,6 +126,8 @@ class Problem:
     overlap: bool
     turns: bool
     programs: int
+    zigzag: bool = False
+    lend: int = 0
 
     @property
     def block_q(self) -> int:
@@ -158,7 +162,9 @@ def sizes(h: int, hv: int, causal: bool) -> dict[str, int]:
         found["STAGES"] = 4
     elif width > 128:
         found["BLOCK_K"] = 64
-    return found | dict(TURNS=int(causal), PERSISTENT=int(not causal))
+    return found | dict(
+        TURNS=int(causal), PERSISTENT=int(not causal), ZIGZAG=0, LEND=0
+    )
 
 
 def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
@@ -192,7 +198,10 @@ def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
 
 
 def nth_tile(i: Any, program: Any, c: Problem) -> Any:
-    """Index of the tile that a program takes i-th."""
+    """Index of the tile that a program takes i-th: back and forth."""
+    if c.zigzag:
+        back = lax.rem(i, jnp.int32(2)) == 1
+        program = jnp.where(back, c.programs - 1 - program, program)
     return i * c.programs + program
 
 
@@ -285,14 +294,16 @@ def forward_kernel(
 
     @pl.when(me == c.consumers)
     def load():
-        plgpu.set_max_registers(40 if c.consumers == 2 else 32, action="decrease")
+        plgpu.set_max_registers(
+            (24 if c.lend else 40) if c.consumers == 2 else 32, action="decrease"
+        )
 
         def tile(i, at):
             batch, head, block = place(nth_tile(i, program, c), c)
             first, _, _, last = ranges(batch, block)
-            plgpu.barrier_wait(q_free)
             for w in range(c.consumers):
                 rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
+                plgpu.barrier_wait(q_free.at[w])
                 plgpu.copy_gmem_to_smem(
                     q_ref.at[batch, rows, head], q_smem.at[w], q_full.at[w]
                 )
@@ -314,15 +325,18 @@ def forward_kernel(
             return lax.fori_loop(0, last - first, step, at)
 
         lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
-        plgpu.barrier_wait(q_free)
+        for w in range(c.consumers):
+            plgpu.barrier_wait(q_free.at[w])
         for slot in range(c.stages):
             plgpu.barrier_wait(k_free.at[slot])
             plgpu.barrier_wait(v_free.at[slot])
 
     @pl.when(me < c.consumers)
     def attend():
-        plgpu.set_max_registers(232 if c.consumers == 2 else 160, action="increase")
-        plgpu.barrier_arrive(q_free)
+        plgpu.set_max_registers(
+            (240 if c.lend else 232) if c.consumers == 2 else 160, action="increase"
+        )
+        plgpu.barrier_arrive(q_free.at[me])
         for slot in range(c.stages):
             plgpu.barrier_arrive(k_free.at[slot])
             plgpu.barrier_arrive(v_free.at[slot])
@@ -488,7 +502,7 @@ def forward_kernel(
             before = slot_of(at + count - 1)
             v = v_smem.at[before]
             if not c.out_in_query:
-                plgpu.barrier_arrive(q_free)
+                plgpu.barrier_arrive(q_free.at[me])
 
             def last_sum(acc_ref):
                 set_sum(acc_ref, acc)
@@ -521,7 +535,7 @@ def forward_kernel(
             )
             if c.out_in_query:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_free)
+                plgpu.barrier_arrive(q_free.at[me])
 
         lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
@@ -576,6 +590,8 @@ def problem(query, key, value, scale, causal, window, softcap) -> Problem:
         overlap=bool(found["OVERLAP"]),
         turns=bool(found["TURNS"]),
         programs=0,
+        zigzag=bool(found["ZIGZAG"]),
+        lend=found["LEND"],
     )
     programs = min(c.tiles, num_sms()) if found["PERSISTENT"] else c.tiles
     return dataclasses.replace(c, programs=programs)
@@ -626,7 +642,7 @@ def attention_fwd(
     each = plgpu.Barrier(num_barriers=c.consumers)
     barriers = (
         each,  # queries are there
-        plgpu.Barrier(num_arrivals=c.consumers),  # and are not needed any more
+        each,  # and are not needed any more
         ring,  # keys
         free,
         ring,  # values
