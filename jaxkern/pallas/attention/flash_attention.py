@@ -162,9 +162,7 @@ def sizes(h: int, hv: int, causal: bool) -> dict[str, int]:
         found["STAGES"] = 4
     elif width > 128:
         found["BLOCK_K"] = 64
-    return found | dict(
-        TURNS=int(causal), PERSISTENT=int(not causal), ZIGZAG=0, LEND=0
-    )
+    return found | dict(TURNS=int(causal), PERSISTENT=int(not causal), ZIGZAG=0, LEND=0)
 
 
 def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
