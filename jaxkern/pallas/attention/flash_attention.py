@@ -27,6 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
@@ -128,6 +131,7 @@ class Problem:
     programs: int
     zigzag: bool = False
     lend: int = 0
+    dynamic: bool = False
 
     @property
     def block_q(self) -> int:
@@ -162,7 +166,9 @@ def sizes(h: int, hv: int, causal: bool) -> dict[str, int]:
         found["STAGES"] = 4
     elif width > 128:
         found["BLOCK_K"] = 64
-    return found | dict(TURNS=int(causal), PERSISTENT=int(not causal), ZIGZAG=0, LEND=0)
+    return found | dict(
+        TURNS=int(causal), PERSISTENT=int(not causal), ZIGZAG=0, LEND=0, DYNAMIC=0
+    )
 
 
 def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
@@ -249,6 +255,32 @@ def softmax_step(s, top, total, factor, masked):
     return higher, total * fade + jnp.sum(weights, axis=1), weights, fade
 
 
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+def fetch_and_add(_, counter, target):
+    """target[0] = counter[0]++, by one thread."""
+    i32 = ir.IntegerType.get_signless(32)
+    one = arith.constant(i32, 1)
+    with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+        address = mgpu.utils.memref_ptr(counter)
+        old = llvm.atomicrmw(
+            llvm.AtomicBinOp.add, address, one, llvm.AtomicOrdering.monotonic
+        )
+        memref.store(old, target, [arith.constant(ir.IndexType.get(), 0)])
+
+
+@plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(),),
+    return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT()),
+)
+def read_uniform(_, source):
+    """source[0], as a number that the compiler knows to be that of a whole warp."""
+    i32 = ir.IntegerType.get_signless(32)
+    value = memref.load(source, [arith.constant(ir.IndexType.get(), 0)])
+    everyone = arith.constant(i32, -1)
+    value = nvvm.redux_sync(value, nvvm.ReductionKind.MAX, everyone)
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+
 def by_row(x, shape):
     return lax.broadcast_in_dim(x, shape, [0])
 
@@ -263,6 +295,7 @@ def forward_kernel(
     lengths_ref,
     offset_ref,
     sinks_ref,
+    counter_ref,
     out_ref,
     lse_ref,
     buffers,
@@ -271,14 +304,25 @@ def forward_kernel(
     c: Problem,
     interpret: bool,
 ):
-    q_smem, k_smem, v_smem, out_smem, lse_smem = buffers
-    q_full, q_free, k_full, k_free, v_full, v_free, turn = barriers
+    q_smem, k_smem, v_smem, out_smem, lse_smem, next_smem = buffers
+    q_full, q_free, k_full, k_free, v_full, v_free, turn, drawn, read = barriers
     if out_smem is None:
         out_smem = q_smem
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
-    rounds = jnp.int32(c.tiles // c.programs)
-    num_tiles = rounds + (nth_tile(rounds, program, c) < c.tiles).astype(jnp.int32)
+
+    def every_tile(visit, draw):
+        """Calls visit(index, at) for the tiles of this program."""
+
+        def one(carry):
+            i, index, at = carry
+            at = visit(index, at)
+            index = nth_tile(i + 1, program, c) if counter_ref is None else draw()
+            return i + 1, index, at
+
+        start = jnp.int32(0), nth_tile(jnp.int32(0), program, c), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[1] < c.tiles, one, start)
+
     ranges = functools.partial(
         key_blocks,
         lengths_ref=lengths_ref,
@@ -296,8 +340,16 @@ def forward_kernel(
             (24 if c.lend else 40) if c.consumers == 2 else 32, action="decrease"
         )
 
-        def tile(i, at):
-            batch, head, block = place(nth_tile(i, program, c), c)
+        def draw():
+            """The next tile: of those that are left, the longest."""
+            plgpu.barrier_wait(read)
+            fetch_and_add(counter_ref, next_smem)
+            plgpu.barrier_arrive(drawn)
+            plgpu.barrier_wait(drawn)
+            return read_uniform(next_smem)
+
+        def tile(index, at):
+            batch, head, block = place(index, c)
             first, _, _, last = ranges(batch, block)
             for w in range(c.consumers):
                 rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
@@ -322,7 +374,9 @@ def forward_kernel(
 
             return lax.fori_loop(0, last - first, step, at)
 
-        lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
+        every_tile(tile, draw)
+        if c.dynamic:
+            plgpu.barrier_wait(read)
         for w in range(c.consumers):
             plgpu.barrier_wait(q_free.at[w])
         for slot in range(c.stages):
@@ -345,8 +399,17 @@ def forward_kernel(
             def first_turn():
                 plgpu.barrier_arrive(turn.at[0])
 
-        def tile(i, at):
-            batch, head, block = place(nth_tile(i, program, c), c)
+        def draw():
+            plgpu.barrier_wait(drawn)
+            index = read_uniform(next_smem)
+            plgpu.barrier_arrive(read)
+            return index
+
+        if c.dynamic:
+            plgpu.barrier_arrive(read)
+
+        def tile(index, at):
+            batch, head, block = place(index, c)
             first, whole, whole_end, last = ranges(batch, block)
             attend_tile(batch, head, block, first, whole, whole_end, last, at)
             return at + (last - first)
@@ -535,7 +598,7 @@ def forward_kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[me])
 
-        lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
+        every_tile(tile, draw)
         plgpu.wait_smem_to_gmem(0)
         if c.turns:
 
@@ -590,8 +653,11 @@ def problem(query, key, value, scale, causal, window, softcap) -> Problem:
         programs=0,
         zigzag=bool(found["ZIGZAG"]),
         lend=found["LEND"],
+        dynamic=bool(found["DYNAMIC"]),
     )
     programs = min(c.tiles, num_sms()) if found["PERSISTENT"] else c.tiles
+    if programs == c.tiles:
+        c = dataclasses.replace(c, dynamic=False)
     return dataclasses.replace(c, programs=programs)
 
 
@@ -634,6 +700,7 @@ def attention_fwd(
         ),
         None if c.out_in_query else shared((*rows, c.hv), transforms=tiled(ROWS, c.hv)),
         plgpu.SMEM(rows, jnp.float32),
+        plgpu.SMEM((1,), jnp.int32) if c.dynamic else None,
     )
     ring = plgpu.Barrier(num_barriers=c.stages)
     free = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
@@ -646,21 +713,29 @@ def attention_fwd(
         ring,  # values
         free,
         each,  # whose turn it is
+        plgpu.Barrier() if c.dynamic else None,  # the next tile is known
+        plgpu.Barrier(num_arrivals=c.consumers) if c.dynamic else None,
     )
-    out, lse = plgpu.kernel(
-        functools.partial(forward_kernel, c=c, interpret=interpret),
-        out_type=(
-            jax.ShapeDtypeStruct((*query.shape[:3], c.hv), query.dtype),
-            jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
-        ),
-        grid=(c.programs,),
-        grid_names=("program",),
-        num_threads=c.consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=(buffers, barriers),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(
+
+    @jax.jit
+    def launch(*operands):
+        counter = jax.new_ref(jnp.full((1,), c.programs)) if c.dynamic else None
+        return plgpu.kernel(
+            functools.partial(forward_kernel, c=c, interpret=interpret),
+            out_type=(
+                jax.ShapeDtypeStruct((*query.shape[:3], c.hv), query.dtype),
+                jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
+            ),
+            grid=(c.programs,),
+            grid_names=("program",),
+            num_threads=c.consumers + 1,
+            thread_name="warpgroup",
+            scratch_types=(buffers, barriers),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=plgpu.InterpretGPUParams() if interpret else None,
+        )(*operands, counter)
+
+    out, lse = launch(
         query,
         copyable(key, c.block_k),
         copyable(value, c.block_k),
