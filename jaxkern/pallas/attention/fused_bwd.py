@@ -18,7 +18,6 @@ what the row can be (`unit`). So the results are the same bits every time.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -56,8 +55,8 @@ def unsupported_bwd(query: Any, value: Any, **rest: Any) -> str | None:
     if reason := unsupported(query=query, value=value, **rest):
         return reason
     h, hv = query.shape[3], value.shape[3]
-    if h != hv or h not in (64, 128):
-        return f"head dims {h} and {hv} are neither both 64 nor both 128"
+    if h != hv or h not in (64, 96, 128):
+        return f"head dims {h} and {hv} are not both 64, 96 or 128"
     return None
 
 
@@ -240,11 +239,7 @@ def backward_kernel(
                 s = jnp.where(visible(query, s.shape), s, -jnp.inf)
             return s, bent
 
-        half = (
-            (slice(None), pl.ds(me * 64, 64))
-            if c.h == 128
-            else (pl.ds(me * 64, 64), slice(None))
-        )
+        rows_of_me, columns_of_me = parts(me, c, sizes)
 
         def step(j, carry, member, masked):
             dv, dk = carry
@@ -279,11 +274,8 @@ def backward_kernel(
                 plgpu.barrier_arrive(exchanged)
                 plgpu.barrier_wait(exchanged)
                 for w in range(CONSUMERS):
-                    of_q, of_k = ds_smem.at[pair, w], k_smem.at[w]
-                    if c.h == 128:
-                        of_k = of_k.at[:, pl.ds(me * 64, 64)]
-                    else:
-                        of_q = of_q.at[:, pl.ds(me * 64, 64)]
+                    of_q = ds_smem.at[pair, w].at[:, rows_of_me]
+                    of_k = k_smem.at[w].at[:, columns_of_me]
                     plgpu.wgmma(dq_acc, of_q.transpose((1, 0)), of_k)
                 if not interpret:
                     plgpu.wgmma(dk_acc, ds16, q)
@@ -291,10 +283,9 @@ def backward_kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 rows = pl.ds(query, sizes.block)
                 target = dq_ref.at[batch, rows, kv_head * c.group + member]
-                target = target.at[half]
+                target = target.at[rows_of_me, columns_of_me]
                 if sizes.exact:
-                    mine = pl.ds(0, 64) if c.h == 128 else half[0]
-                    unit = plgpu.load(rows_smem.at[slot, 2, mine], layout=BY_ROW)
+                    unit = plgpu.load(rows_smem.at[slot, 2, rows_of_me], layout=BY_ROW)
                     dq = (dq * by_row(unit, dq.shape)).astype(jnp.int32)
                 if interpret:
                     target[...] = target[...] + dq
@@ -312,7 +303,7 @@ def backward_kernel(
                 return new_dv, new_dk
 
             square = (ROWS, sizes.block)
-            shapes = square, square, (ROWS, c.hv), (ROWS, c.h), (64, 64)
+            shapes = square, square, (ROWS, c.hv), (ROWS, c.h), part_shape(c, sizes)
             accumulators = (plgpu.WGMMAAccumulatorRef(x, jnp.float32) for x in shapes)
             return pl.run_scoped(scoped, *accumulators)
 
@@ -347,12 +338,31 @@ def backward_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
+def part_shape(c: Problem, sizes: Sizes) -> tuple[int, int]:
+    """Of dq that each consumer computes: half of the queries or of the columns."""
+    return (64, c.h) if sizes.block == 128 else (64, c.h // 2)
+
+
+def parts(me, c: Problem, sizes: Sizes):
+    rows, columns = part_shape(c, sizes)
+    if sizes.block == 128:
+        return pl.ds(me * rows, rows), pl.ds(0, columns)
+    return pl.ds(0, rows), pl.ds(me * columns, columns)
+
+
 def by_column(x, shape):
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def tiled_32_bits(columns: int) -> tuple:
+    width = next(w for w in (32, 16, 8) if columns % w == 0)
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return tiling((8, width)), swizzling(4 * width)
 
 
 def zeros(shape):
@@ -395,7 +405,7 @@ def attention_bwd(
     assert bias is None and mask is None  # the row refuses them
     c = problem(query, key, value, scale, causal, window, softcap)
     heads = c.n // c.group
-    rule = dict(BLOCK=64 if c.h == 128 else 128, STAGES=2, EARLY=1, SECTION=2, EXACT=1)
+    rule = dict(BLOCK=64, STAGES=2, EARLY=1, SECTION=2, EXACT=1)
     found = tuned("hopper_flash_attention_bwd", c.h, query.dtype, rule)
     sizes = Sizes(
         block=found["BLOCK"],
@@ -444,15 +454,16 @@ def attention_bwd(
     pair = (CONSUMERS, ROWS)
     ring = (sizes.stages, sizes.block)
     kind = jnp.int32 if sizes.exact else jnp.float32
-    transforms: Any = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    part = part_shape(c, sizes)
+    narrow = tiled(ROWS, part[1])  # k, q and dS meet in products
     buffers = (
-        shared((*pair, c.h), transforms=tiled(ROWS, c.h)),
+        shared((*pair, c.h), transforms=narrow),
         shared((*pair, c.hv), transforms=tiled(ROWS, c.hv)),
-        shared((*ring, c.h), transforms=tiled(sizes.block, c.h)),
+        shared((*ring, c.h), transforms=narrow),
         shared((*ring, c.hv), transforms=tiled(sizes.block, c.hv)),
         plgpu.SMEM((sizes.stages, 3, sizes.block), jnp.float32),
-        shared((2, *pair, sizes.block), transforms=tiled(ROWS, 64)),
-        plgpu.SMEM((CONSUMERS, 64, 64), kind, transforms=transforms),
+        shared((2, *pair, sizes.block), transforms=narrow),
+        plgpu.SMEM((CONSUMERS, *part), kind, transforms=tiled_32_bits(part[1])),
     )
     barriers = (
         plgpu.Barrier(num_arrivals=2 * CONSUMERS),  # keys and values are there
