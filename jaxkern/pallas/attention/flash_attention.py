@@ -255,17 +255,35 @@ def softmax_step(s, top, total, factor, masked):
     return higher, total * fade + jnp.sum(weights, axis=1), weights, fade
 
 
+# Stored by all threads: a store in a branch of one thread makes ptxas give up its
+# uniform registers in the whole kernel.
+FETCH_AND_ADD = """{
+  .reg .pred first;
+  .reg .b32 old, where;
+  setp.eq.u32 first, $2, 0;
+  mov.b32 old, 0;
+  @first atom.relaxed.gpu.global.add.u32 old, [$0], 1;
+  mad.lo.u32 where, $2, 4, $1;
+  st.shared.b32 [where], old;
+}"""
+
+
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
 def fetch_and_add(_, counter, target):
-    """target[0] = counter[0]++, by one thread."""
-    i32 = ir.IntegerType.get_signless(32)
-    one = arith.constant(i32, 1)
-    with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-        address = mgpu.utils.memref_ptr(counter)
-        old = llvm.atomicrmw(
-            llvm.AtomicBinOp.add, address, one, llvm.AtomicOrdering.monotonic
-        )
-        memref.store(old, target, [arith.constant(ir.IndexType.get(), 0)])
+    """target[0] = counter[0]++; the other 127 elements are not used."""
+    i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+    thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, 128))
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [
+            llvm.ptrtoint(i64, mgpu.utils.memref_ptr(counter)),
+            llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target)),
+            thread,
+        ],
+        FETCH_AND_ADD,
+        "l,r,r,~{memory}",
+        has_side_effects=True,
+    )
 
 
 @plgpu.inline_mgpu(
@@ -311,18 +329,6 @@ def forward_kernel(
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
 
-    def every_tile(visit, draw):
-        """Calls visit(index, at) for the tiles of this program."""
-
-        def one(carry):
-            i, index, at = carry
-            at = visit(index, at)
-            index = nth_tile(i + 1, program, c) if counter_ref is None else draw()
-            return i + 1, index, at
-
-        start = jnp.int32(0), nth_tile(jnp.int32(0), program, c), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[1] < c.tiles, one, start)
-
     ranges = functools.partial(
         key_blocks,
         lengths_ref=lengths_ref,
@@ -330,6 +336,32 @@ def forward_kernel(
         bounds_ref=bounds_ref,
         c=c,
     )
+
+    def every_tile(visit, draw):
+        """Calls visit(place, blocks, at) for the tiles of this program.
+
+        The number of rounds is fixed: only so does the compiler know that all threads
+        of a warp take the same branches, and keeps addresses in uniform registers.
+        """
+
+        def one(i, at):
+            index = nth_tile(i, program, c)
+            if c.dynamic:
+                pl.when(i > 0)(draw)
+                index = jnp.where(i > 0, read_uniform(next_smem), index)
+
+                @pl.when(me < c.consumers)
+                def it_is_known():
+                    plgpu.barrier_arrive(read)
+
+            there = index < c.tiles
+            where = place(lax.min(index, c.tiles - 1), c)
+            blocks = ranges(where[0], where[2])
+            pl.when(there)(lambda: visit(*where, blocks, at))
+            return at + jnp.where(there, blocks[3] - blocks[0], 0)
+
+        rounds = -(-c.tiles // c.programs) + (2 if c.dynamic else 0)
+        lax.fori_loop(0, rounds, one, jnp.int32(0))
 
     def slot_of(at):
         return lax.rem(at, jnp.int32(c.stages))
@@ -346,11 +378,9 @@ def forward_kernel(
             fetch_and_add(counter_ref, next_smem)
             plgpu.barrier_arrive(drawn)
             plgpu.barrier_wait(drawn)
-            return read_uniform(next_smem)
 
-        def tile(index, at):
-            batch, head, block = place(index, c)
-            first, _, _, last = ranges(batch, block)
+        def tile(batch, head, block, blocks, at):
+            first, _, _, last = blocks
             for w in range(c.consumers):
                 rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
                 plgpu.barrier_wait(q_free.at[w])
@@ -372,7 +402,7 @@ def forward_kernel(
                 )
                 return at + 1
 
-            return lax.fori_loop(0, last - first, step, at)
+            lax.fori_loop(0, last - first, step, at)
 
         every_tile(tile, draw)
         if c.dynamic:
@@ -401,20 +431,9 @@ def forward_kernel(
 
         def draw():
             plgpu.barrier_wait(drawn)
-            index = read_uniform(next_smem)
-            plgpu.barrier_arrive(read)
-            return index
 
-        if c.dynamic:
-            plgpu.barrier_arrive(read)
-
-        def tile(index, at):
-            batch, head, block = place(index, c)
-            first, whole, whole_end, last = ranges(batch, block)
-            attend_tile(batch, head, block, first, whole, whole_end, last, at)
-            return at + (last - first)
-
-        def attend_tile(batch, head, block, first, whole, whole_end, last, at):
+        def tile(batch, head, block, blocks, at):
+            first, whole, whole_end, last = blocks
             count = last - first
             row = block * c.block_q + me * ROWS
             offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
@@ -700,7 +719,7 @@ def attention_fwd(
         ),
         None if c.out_in_query else shared((*rows, c.hv), transforms=tiled(ROWS, c.hv)),
         plgpu.SMEM(rows, jnp.float32),
-        plgpu.SMEM((1,), jnp.int32) if c.dynamic else None,
+        plgpu.SMEM((128,), jnp.int32) if c.dynamic else None,
     )
     ring = plgpu.Barrier(num_barriers=c.stages)
     free = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
