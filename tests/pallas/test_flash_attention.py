@@ -249,4 +249,6 @@ def test_runs_by_default_where_it_was_measured():
             return str(explain(f, q, k, k, platform="cuda"))
 
     assert "runs mosaic_gpu: pallas.attention" in chosen(128)
-    assert "runs triton" in chosen(64) and "no gain was measured at head dims 64" in chosen(64)
+    assert "runs triton" in chosen(
+        64
+    ) and "no gain was measured at head dims 64" in chosen(64)

@@ -26,10 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
@@ -42,6 +39,7 @@ from jaxkern.triton.triton_call import compute_capability
 
 LOG2_E = math.log2(math.e)
 ROWS = 64  # queries of a consumer: those of one WGMMA
+SHORT = 8192  # keys in reach, up to which a causal tile has few blocks
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 SHARED_BYTES = 232_448 - 4096  # of a program; the rest is for barriers
 FASTER = {(96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton, measured
@@ -109,8 +107,6 @@ class Problem:
       overlap: the softmax does not wait for the product that was issued before it.
       turns: the consumers issue their products in turns.
       programs: of the grid.
-      zigzag: every other round of tiles is given out in reverse.
-      lend: registers of the loader.
     """
 
     b: int
@@ -131,9 +127,6 @@ class Problem:
     overlap: bool
     turns: bool
     programs: int
-    zigzag: bool = False
-    lend: int = 0
-    dynamic: bool = False
 
     @property
     def block_q(self) -> int:
@@ -156,21 +149,23 @@ class Problem:
         return 2 * row > SHARED_BYTES
 
 
-def sizes(h: int, hv: int, causal: bool) -> dict[str, int]:
-    """By head dims; measured sizes go over them.
+def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
+    """By head dims, keys that a query reaches, and mask; measured sizes go over them.
 
-    Measured at 128 alone: there causal tiles, of uneven length, are best given to
-    the multiprocessors by the hardware, and even ones need no turns.
+    Long causal tiles are best given to the multiprocessors by the hardware. Where
+    they are short, what begins and ends a tile decides: a program takes several.
     """
     width = max(h, hv)
-    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, OVERLAP=1)
+    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2)
     if width <= 64:
         found["STAGES"] = 4
     elif width > 128:
         found["BLOCK_K"] = 64
-    return found | dict(
-        TURNS=int(causal), PERSISTENT=int(not causal), ZIGZAG=0, LEND=1, DYNAMIC=0
-    )
+    if not causal:
+        return found | dict(OVERLAP=1, TURNS=0, PERSISTENT=1)
+    if width <= 128 and reach <= SHORT:
+        return found | dict(OVERLAP=0, TURNS=0, PERSISTENT=1)
+    return found | dict(OVERLAP=1, TURNS=1, PERSISTENT=0)
 
 
 def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
@@ -204,10 +199,7 @@ def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
 
 
 def nth_tile(i: Any, program: Any, c: Problem) -> Any:
-    """Index of the tile that a program takes i-th: back and forth."""
-    if c.zigzag:
-        back = lax.rem(i, jnp.int32(2)) == 1
-        program = jnp.where(back, c.programs - 1 - program, program)
+    """Index of the tile that a program takes i-th."""
     return i * c.programs + program
 
 
@@ -257,50 +249,6 @@ def softmax_step(s, top, total, factor, masked):
     return higher, total * fade + jnp.sum(weights, axis=1), weights, fade
 
 
-# Stored by all threads: a store in a branch of one thread makes ptxas give up its
-# uniform registers in the whole kernel.
-FETCH_AND_ADD = """{
-  .reg .pred first;
-  .reg .b32 old, where;
-  setp.eq.u32 first, $2, 0;
-  mov.b32 old, 0;
-  @first atom.relaxed.gpu.global.add.u32 old, [$0], 1;
-  mad.lo.u32 where, $2, 4, $1;
-  st.shared.b32 [where], old;
-}"""
-
-
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-def fetch_and_add(_, counter, target):
-    """target[0] = counter[0]++; the other 127 elements are not used."""
-    i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
-    thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, 128))
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        [
-            llvm.ptrtoint(i64, mgpu.utils.memref_ptr(counter)),
-            llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target)),
-            thread,
-        ],
-        FETCH_AND_ADD,
-        "l,r,r,~{memory}",
-        has_side_effects=True,
-    )
-
-
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(),),
-    return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT()),
-)
-def read_uniform(_, source):
-    """source[0], as a number that the compiler knows to be that of a whole warp."""
-    i32 = ir.IntegerType.get_signless(32)
-    value = memref.load(source, [arith.constant(ir.IndexType.get(), 0)])
-    everyone = arith.constant(i32, -1)
-    value = nvvm.redux_sync(value, nvvm.ReductionKind.MAX, everyone)
-    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-
 def by_row(x, shape):
     return lax.broadcast_in_dim(x, shape, [0])
 
@@ -315,7 +263,6 @@ def forward_kernel(
     lengths_ref,
     offset_ref,
     sinks_ref,
-    counter_ref,
     out_ref,
     lse_ref,
     buffers,
@@ -324,13 +271,14 @@ def forward_kernel(
     c: Problem,
     interpret: bool,
 ):
-    q_smem, k_smem, v_smem, out_smem, lse_smem, next_smem = buffers
-    q_full, q_free, k_full, k_free, v_full, v_free, turn, drawn, read = barriers
+    q_smem, k_smem, v_smem, out_smem, lse_smem = buffers
+    q_full, q_free, k_full, k_free, v_full, v_free, turn = barriers
     if out_smem is None:
         out_smem = q_smem
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
-
+    rounds = jnp.int32(c.tiles // c.programs)
+    num_tiles = rounds + (nth_tile(rounds, program, c) < c.tiles).astype(jnp.int32)
     ranges = functools.partial(
         key_blocks,
         lengths_ref=lengths_ref,
@@ -339,50 +287,16 @@ def forward_kernel(
         c=c,
     )
 
-    def every_tile(visit, draw):
-        """Calls visit(place, blocks, at) for the tiles of this program.
-
-        The number of rounds is fixed: only so does the compiler know that all threads
-        of a warp take the same branches, and keeps addresses in uniform registers.
-        """
-
-        def one(i, at):
-            index = nth_tile(i, program, c)
-            if c.dynamic:
-                pl.when(i > 0)(draw)
-                index = jnp.where(i > 0, read_uniform(next_smem), index)
-
-                @pl.when(me < c.consumers)
-                def it_is_known():
-                    plgpu.barrier_arrive(read)
-
-            there = index < c.tiles
-            where = place(lax.min(index, c.tiles - 1), c)
-            blocks = ranges(where[0], where[2])
-            pl.when(there)(lambda: visit(*where, blocks, at))
-            return at + jnp.where(there, blocks[3] - blocks[0], 0)
-
-        rounds = -(-c.tiles // c.programs) + (2 if c.dynamic else 0)
-        lax.fori_loop(0, rounds, one, jnp.int32(0))
-
     def slot_of(at):
         return lax.rem(at, jnp.int32(c.stages))
 
     @pl.when(me == c.consumers)
     def load():
-        plgpu.set_max_registers(
-            (24 if c.lend else 40) if c.consumers == 2 else 32, action="decrease"
-        )
+        plgpu.set_max_registers(40 if c.consumers == 2 else 32, action="decrease")
 
-        def draw():
-            """The next tile: of those that are left, the longest."""
-            plgpu.barrier_wait(read)
-            fetch_and_add(counter_ref, next_smem)
-            plgpu.barrier_arrive(drawn)
-            plgpu.barrier_wait(drawn)
-
-        def tile(batch, head, block, blocks, at):
-            first, _, _, last = blocks
+        def tile(i, at):
+            batch, head, block = place(nth_tile(i, program, c), c)
+            first, _, _, last = ranges(batch, block)
             for w in range(c.consumers):
                 rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
                 plgpu.barrier_wait(q_free.at[w])
@@ -404,11 +318,9 @@ def forward_kernel(
                 )
                 return at + 1
 
-            lax.fori_loop(0, last - first, step, at)
+            return lax.fori_loop(0, last - first, step, at)
 
-        every_tile(tile, draw)
-        if c.dynamic:
-            plgpu.barrier_wait(read)
+        lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
         for w in range(c.consumers):
             plgpu.barrier_wait(q_free.at[w])
         for slot in range(c.stages):
@@ -417,9 +329,7 @@ def forward_kernel(
 
     @pl.when(me < c.consumers)
     def attend():
-        plgpu.set_max_registers(
-            (240 if c.lend else 232) if c.consumers == 2 else 160, action="increase"
-        )
+        plgpu.set_max_registers(232 if c.consumers == 2 else 160, action="increase")
         plgpu.barrier_arrive(q_free.at[me])
         for slot in range(c.stages):
             plgpu.barrier_arrive(k_free.at[slot])
@@ -431,11 +341,13 @@ def forward_kernel(
             def first_turn():
                 plgpu.barrier_arrive(turn.at[0])
 
-        def draw():
-            plgpu.barrier_wait(drawn)
+        def tile(i, at):
+            batch, head, block = place(nth_tile(i, program, c), c)
+            first, whole, whole_end, last = ranges(batch, block)
+            attend_tile(batch, head, block, first, whole, whole_end, last, at)
+            return at + (last - first)
 
-        def tile(batch, head, block, blocks, at):
-            first, whole, whole_end, last = blocks
+        def attend_tile(batch, head, block, first, whole, whole_end, last, at):
             count = last - first
             row = block * c.block_q + me * ROWS
             offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
@@ -619,7 +531,7 @@ def forward_kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[me])
 
-        every_tile(tile, draw)
+        lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
         if c.turns:
 
@@ -649,7 +561,7 @@ def int32(x: jax.Array | None) -> jax.Array | None:
 def problem(query, key, value, scale, causal, window, softcap) -> Problem:
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
-    rule = sizes(h, hv, causal)
+    rule = sizes(h, hv, min(s, window or s), causal)
     width = next_power_of_2(max(h, hv))
     found = tuned("hopper_flash_attention", width, query.dtype, rule)
     c = Problem(
@@ -672,13 +584,8 @@ def problem(query, key, value, scale, causal, window, softcap) -> Problem:
         overlap=bool(found["OVERLAP"]),
         turns=bool(found["TURNS"]),
         programs=0,
-        zigzag=bool(found["ZIGZAG"]),
-        lend=found["LEND"],
-        dynamic=bool(found["DYNAMIC"]),
     )
     programs = min(c.tiles, num_sms()) if found["PERSISTENT"] else c.tiles
-    if programs == c.tiles:
-        c = dataclasses.replace(c, dynamic=False)
     return dataclasses.replace(c, programs=programs)
 
 
@@ -721,7 +628,6 @@ def attention_fwd(
         ),
         None if c.out_in_query else shared((*rows, c.hv), transforms=tiled(ROWS, c.hv)),
         plgpu.SMEM(rows, jnp.float32),
-        plgpu.SMEM((128,), jnp.int32) if c.dynamic else None,
     )
     ring = plgpu.Barrier(num_barriers=c.stages)
     free = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
@@ -734,29 +640,21 @@ def attention_fwd(
         ring,  # values
         free,
         each,  # whose turn it is
-        plgpu.Barrier() if c.dynamic else None,  # the next tile is known
-        plgpu.Barrier(num_arrivals=c.consumers) if c.dynamic else None,
     )
-
-    @jax.jit
-    def launch(*operands):
-        counter = jax.new_ref(jnp.full((1,), c.programs)) if c.dynamic else None
-        return plgpu.kernel(
-            functools.partial(forward_kernel, c=c, interpret=interpret),
-            out_type=(
-                jax.ShapeDtypeStruct((*query.shape[:3], c.hv), query.dtype),
-                jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
-            ),
-            grid=(c.programs,),
-            grid_names=("program",),
-            num_threads=c.consumers + 1,
-            thread_name="warpgroup",
-            scratch_types=(buffers, barriers),
-            compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands, counter)
-
-    out, lse = launch(
+    out, lse = plgpu.kernel(
+        functools.partial(forward_kernel, c=c, interpret=interpret),
+        out_type=(
+            jax.ShapeDtypeStruct((*query.shape[:3], c.hv), query.dtype),
+            jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
+        ),
+        grid=(c.programs,),
+        grid_names=("program",),
+        num_threads=c.consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=(buffers, barriers),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(
         query,
         copyable(key, c.block_k),
         copyable(value, c.block_k),

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.pallas.attention.flash_attention import (
     BY_COLUMN,
     BY_ROW,
+    CACHED_BYTES,
     LOG2_E,
     ROWS,
     WGMMA,
@@ -34,6 +35,7 @@ from jaxkern.pallas.attention.flash_attention import (
     copyable,
     int32,
     key_blocks,
+    padded_rows,
     place,
     position_and_length,
     problem,
@@ -41,11 +43,17 @@ from jaxkern.pallas.attention.flash_attention import (
     unsupported,
 )
 from jaxkern.primitives.attention.attention import without_rest
+from jaxkern.triton.attention.flash_attention import segment_bounds
 from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
 
 BLOCK = 64  # rows of the matrices that are walked over
 CONSUMERS = 2
+KEYS = CONSUMERS * ROWS  # of a program that holds keys
 STAGES = 2
+QUERY_STAGES = 2
+KEY_BLOCK = 64
+EARLY = False
+FASTER = {(64, 64), (96, 96), (128, 128)}  # than Triton, measured
 
 
 def unsupported_bwd(query: Any, value: Any, **rest: Any) -> str | None:
@@ -54,38 +62,89 @@ def unsupported_bwd(query: Any, value: Any, **rest: Any) -> str | None:
         return reason
     if max(query.shape[3], value.shape[3]) > 128:
         return f"head dims {query.shape[3]} and {value.shape[3]} are above 128"
-    if rest.get("softcap") is not None:
-        return "the gradient of `softcap` is not written"
-    for name in ("q_segment_ids", "kv_segment_ids", "sinks"):
-        if rest.get(name) is not None:
-            return f"the gradient with `{name}` is not written"
     return None
 
 
 def slower_bwd(query: Any, key: Any, value: Any, **_: Any) -> str | None:
     """Why "auto" leaves the gradients to the next row, or None."""
-    if (query.shape[3], value.shape[3]) != (128, 128):
-        return f"head dims {query.shape[3]} and {value.shape[3]} were not measured"
+    if (query.shape[3], value.shape[3]) not in FASTER:
+        dims = f"head dims {query.shape[3]} and {value.shape[3]}"
+        return f"no gain was measured at {dims}"
     return slower_than_xla(query, key)
 
 
-def query_blocks(batch, block, lengths_ref, offset_ref, c: Problem):
-    """The blocks [first, last) of queries that see some key of a block of keys."""
+def place_keys(index, c: Problem):
+    """(batch, key head, block of keys) of a program, by sections of heads.
+
+    Of so many heads that their queries and cotangents fit the cache.
+    """
+    heads = c.b * (c.n // c.group)
+    blocks = -(-c.s // KEYS)
+    cached = max(1, CACHED_BYTES // (2 * c.t * c.group * (c.h + c.hv)))
+    section = min(cached, heads)
+    part = lax.div(index, jnp.int32(section * blocks))
+    within = lax.rem(index, jnp.int32(section * blocks))
+    present = lax.min(section, heads - part * section)
+    head = part * section + lax.rem(within, present)
+    kv_heads = jnp.int32(c.n // c.group)
+    # the first blocks see the most queries
+    return lax.div(head, kv_heads), lax.rem(head, kv_heads), lax.div(within, present)
+
+
+def in_order(first, whole, whole_end, last):
+    """The same blocks with first <= whole <= whole_end <= last."""
+    last = lax.max(first, last)
+    whole = lax.min(lax.max(whole, first), last)
+    return first, whole, lax.max(lax.min(whole_end, last), whole), last
+
+
+def query_blocks(batch, block, lengths_ref, offset_ref, bounds_ref, c: Problem):
+    """The blocks of queries that see some of the keys: [first, last).
+
+    Of these [whole, whole_end) see all keys of the block.
+    """
     offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
-    column = block * (CONSUMERS * ROWS)
-    start, stop = jnp.int32(0), jnp.int32(c.t)
+    column = block * KEYS
+    end = -(-c.t // BLOCK) * BLOCK  # rows behind t have no weights
+    start, stop, whole_start, whole_stop = 0, end, 0, end
     if c.causal:
-        start = lax.max(start, column - offset)
+        start = column - offset
+        whole_start = start + KEYS - 1
     if c.window is not None:
-        stop = lax.min(stop, column + CONSUMERS * ROWS - 1 + c.window - offset)
-    stop = jnp.where(column < length, lax.max(stop, 0), 0)
-    first = lax.div(start, jnp.int32(BLOCK))
-    last = lax.div(stop + (BLOCK - 1), jnp.int32(BLOCK))
-    return first, lax.max(first, last)
+        stop = lax.min(end, column + KEYS - 1 + c.window - offset)
+        whole_stop = lax.min(end, column + c.window - offset)
+    stop = jnp.where(column < length, stop, 0)
+    whole_stop = jnp.where(column + KEYS <= length, whole_stop, 0)
+
+    def blocks(row, round_up=0):
+        row = lax.max(jnp.int32(0), jnp.int32(row)) + round_up * (BLOCK - 1)
+        return lax.div(row, jnp.int32(BLOCK))
+
+    first, last = blocks(start), blocks(stop, 1)
+    whole, whole_end = blocks(whole_start, 1), blocks(whole_stop)
+    if bounds_ref is not None:
+        first = lax.max(first, bounds_ref[batch, block, 0])
+        whole = lax.max(whole, bounds_ref[batch, block, 1])
+        whole_end = lax.min(whole_end, bounds_ref[batch, block, 2])
+        last = lax.min(last, bounds_ref[batch, block, 3])
+    return in_order(first, whole, whole_end, last)
+
+
+def walk(step, carry, blocks, begins: bool, ends: bool):
+    """step(j, carry, masked) for all blocks; only those at the ends are masked."""
+    first, whole, whole_end, last = blocks
+    masked = functools.partial(step, masked=True)
+    if begins:
+        carry = lax.fori_loop(first, whole, masked, carry)
+    plain = functools.partial(step, masked=False)
+    carry = lax.fori_loop(whole, whole_end, plain, carry)
+    if ends:
+        carry = lax.fori_loop(whole_end, last, masked, carry)
+    return carry
 
 
 def visible(shape, key_axis, first_key, first_query, offset, length, c: Problem):
-    """Which pairs of a block see each other."""
+    """Which pairs of a block see each other, segments aside."""
 
     def iota(axis):
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
@@ -99,6 +158,39 @@ def visible(shape, key_axis, first_key, first_query, offset, length, c: Problem)
     if c.window is not None:
         seen = jnp.logical_and(seen, ahead > position - c.window)
     return seen
+
+
+def same_ids(row_ids, column_ids_ref, shape):
+    columns = plgpu.load(column_ids_ref, layout=BY_COLUMN, optimized=False)
+    return by_row(row_ids, shape) == by_column(columns, shape)
+
+
+def exponents(s, lse2, c: Problem):
+    """(log2 of the weights, tanh of the cap or None)."""
+    if c.softcap is None:
+        return s * c.scale - lse2, None
+    bent = jnp.exp2(s * (2 * LOG2_E * c.scale / c.softcap))
+    bent = 1.0 - 2.0 / (1.0 + bent)
+    return bent * (c.softcap * LOG2_E) - lse2, bent
+
+
+def weights_and_slopes(s, dp, lse2, delta, seen, c: Problem):
+    """(P, dS), with `seen` None where all pairs see each other."""
+    z, bent = exponents(s, lse2, c)
+    if seen is not None:
+        z = jnp.where(seen, z, -jnp.inf)
+    p = jnp.exp2(z)
+    ds = p * (dp - delta)
+    return p, ds if bent is None else ds * (1.0 - bent * bent)
+
+
+def dscale(c: Problem) -> float:
+    """The scale, which `c.scale` is times log2 e where no cap comes after it."""
+    return c.scale if c.softcap is not None else c.scale / LOG2_E
+
+
+def by_column(x, shape):
+    return lax.broadcast_in_dim(x, shape, [1])
 
 
 def two_products(a, b, c, d):
@@ -144,6 +236,9 @@ def keys_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    q_ids_ref,
+    kv_ids_ref,
+    bounds_ref,
     lengths_ref,
     offset_ref,
     dk_ref,
@@ -157,19 +252,10 @@ def keys_kernel(
     k_smem, v_smem, q_smem, dout_smem, lse2_smem, delta_smem = buffers
     held, full, free = barriers
     me = lax.axis_index("warpgroup")
-    heads = c.n // c.group
-    index = lax.axis_index("program")
-    block = lax.div(index, jnp.int32(c.b * heads))  # the first see the most queries
-    batch = lax.div(lax.rem(index, jnp.int32(c.b * heads)), jnp.int32(heads))
-    kv_head = lax.rem(index, jnp.int32(heads))
-    first, last = query_blocks(batch, block, lengths_ref, offset_ref, c)
+    batch, kv_head, block = place_keys(lax.axis_index("program"), c)
+    blocks = query_blocks(batch, block, lengths_ref, offset_ref, bounds_ref, c)
+    first, _, _, last = blocks
     count = last - first
-    steps = count * c.group
-
-    def head_and_row(j):
-        at = lax.max(count, jnp.int32(1))
-        head = kv_head * c.group + lax.div(j, at)
-        return head, (first + lax.rem(j, at)) * BLOCK
 
     @pl.when(me == CONSUMERS)
     def load():
@@ -182,9 +268,9 @@ def keys_kernel(
                 )
 
         def step(j, _):
-            head, row = head_and_row(j)
+            head = kv_head * c.group + lax.div(j, count)
             slot = lax.rem(j, jnp.int32(STAGES))
-            rows = pl.ds(row, BLOCK)
+            rows = pl.ds((first + lax.rem(j, count)) * BLOCK, BLOCK)
             plgpu.barrier_wait(free.at[slot])
             for source, target in ((q_ref, q_smem), (dout_ref, dout_smem)):
                 plgpu.copy_gmem_to_smem(
@@ -195,7 +281,7 @@ def keys_kernel(
                     source.at[batch, head, rows], target.at[slot], full.at[slot]
                 )
 
-        lax.fori_loop(0, steps, step, None)
+        lax.fori_loop(0, count * c.group, step, None)
         for slot in range(STAGES):
             plgpu.barrier_wait(free.at[slot])
 
@@ -207,24 +293,61 @@ def keys_kernel(
         plgpu.barrier_wait(held.at[me])
         offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
         row = (block * CONSUMERS + me) * ROWS
+        kv_ids = None
+        if kv_ids_ref is not None:
+            ids = kv_ids_ref.at[batch, pl.ds(row, ROWS)]
+            kv_ids = plgpu.load(ids, layout=BY_ROW, optimized=False)
 
-        def step(j, sums):
-            _, query = head_and_row(j)
-            slot = lax.rem(j, jnp.int32(STAGES))
+        def step(j, sums, masked, member):
+            slot = lax.rem(member * count + j - first, jnp.int32(STAGES))
             plgpu.barrier_wait(full.at[slot])
             q, dout = q_smem.at[slot], dout_smem.at[slot]
-            s, dp = two_products(
-                k_smem.at[me],
-                q.transpose((1, 0)),
-                v_smem.at[me],
-                dout.transpose((1, 0)),
+            shape = (ROWS, BLOCK)
+            if not EARLY:
+                s, dp = two_products(
+                    k_smem.at[me],
+                    q.transpose((1, 0)),
+                    v_smem.at[me],
+                    dout.transpose((1, 0)),
+                )
+                lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
+                delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
+            seen = None
+            if masked:
+                query = j * BLOCK
+                seen = visible(shape, 0, row, query, offset, length, c)
+                if kv_ids is not None:
+                    ids = q_ids_ref.at[batch, pl.ds(query, BLOCK)]
+                    seen = jnp.logical_and(seen, same_ids(kv_ids, ids, shape))
+            if EARLY:
+
+                def scoped(s_ref, dp_ref, dv_ref, dk_ref):
+                    dv_ref[...], dk_ref[...] = sums
+                    plgpu.wgmma(s_ref, k_smem.at[me], q.transpose((1, 0)))
+                    plgpu.wgmma(dp_ref, v_smem.at[me], dout.transpose((1, 0)))
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                    lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
+                    z, bent = exponents(s, by_column(lse2, shape), c)
+                    if seen is not None:
+                        z = jnp.where(seen, z, -jnp.inf)
+                    p = jnp.exp2(z)
+                    plgpu.wgmma(dv_ref, p.astype(q_ref.dtype), dout)
+                    delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
+                    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
+                    ds = p * (dp - by_column(delta, shape))
+                    if bent is not None:
+                        ds = ds * (1.0 - bent * bent)
+                    plgpu.wgmma(dk_ref, ds.astype(q_ref.dtype), q)
+                    return [dv_ref[...], dk_ref[...]]
+
+                acc = functools.partial(plgpu.WGMMAAccumulatorRef, dtype=jnp.float32)
+                shapes = shape, shape, (ROWS, c.hv), (ROWS, c.h)
+                new = pl.run_scoped(scoped, *(acc(x) for x in shapes))
+                plgpu.barrier_arrive(free.at[slot])
+                return new
+            p, ds = weights_and_slopes(
+                s, dp, by_column(lse2, s.shape), by_column(delta, s.shape), seen, c
             )
-            lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
-            delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
-            p = jnp.exp2(s * c.scale - lax.broadcast_in_dim(lse2, s.shape, [1]))
-            seen = visible(s.shape, 0, row, query, offset, length, c)
-            p = jnp.where(seen, p, 0.0)
-            ds = p * (dp - lax.broadcast_in_dim(delta, s.shape, [1]))
             dtype = q_ref.dtype
             sums = accumulated(
                 sums, [(p.astype(dtype), dout), (ds.astype(dtype), q)], interpret
@@ -232,11 +355,21 @@ def keys_kernel(
             plgpu.barrier_arrive(free.at[slot])
             return sums
 
+        def head(member, sums):
+            ragged = lengths_ref is not None or c.s % KEYS != 0
+            segments = bounds_ref is not None
+            return walk(
+                functools.partial(step, member=member),
+                sums,
+                blocks,
+                begins=c.causal or segments,
+                ends=ragged or c.window is not None or segments,
+            )
+
         start = [zeros((ROWS, c.hv)), zeros((ROWS, c.h))]
-        dv, dk = lax.fori_loop(0, steps, step, start)
-        factor = c.scale / LOG2_E
+        dv, dk = lax.fori_loop(0, c.group, head, start)
         for x, staged, target in (
-            (dk * factor, k_smem, dk_ref),
+            (dk * dscale(c), k_smem, dk_ref),
             (dv, v_smem, dv_ref),
         ):
             staged.at[me][...] = x.astype(target.dtype)
@@ -254,6 +387,9 @@ def queries_kernel(
     dout_ref,
     lse2_ref,
     delta_ref,
+    q_ids_ref,
+    kv_ids_ref,
+    bounds_ref,
     lengths_ref,
     offset_ref,
     dq_ref,
@@ -267,7 +403,8 @@ def queries_kernel(
     held, full, free = barriers
     me = lax.axis_index("warpgroup")
     batch, head, block = place(lax.axis_index("program"), c)
-    first, _, _, last = key_blocks(batch, block, lengths_ref, offset_ref, None, c)
+    blocks = in_order(*key_blocks(batch, block, lengths_ref, offset_ref, bounds_ref, c))
+    first, _, _, last = blocks
 
     @pl.when(me == CONSUMERS)
     def load():
@@ -280,7 +417,7 @@ def queries_kernel(
                 )
 
         def step(j, _):
-            slot = lax.rem(j, jnp.int32(STAGES))
+            slot = lax.rem(j, jnp.int32(QUERY_STAGES))
             keys = pl.ds((first + j) * c.block_k, c.block_k)
             plgpu.barrier_wait(free.at[slot])
             for source, target in ((k_ref, k_smem), (v_ref, v_smem)):
@@ -291,13 +428,13 @@ def queries_kernel(
                 )
 
         lax.fori_loop(0, last - first, step, None)
-        for slot in range(STAGES):
+        for slot in range(QUERY_STAGES):
             plgpu.barrier_wait(free.at[slot])
 
     @pl.when(me < CONSUMERS)
     def differentiate():
         plgpu.set_max_registers(240, action="increase")
-        for slot in range(STAGES):
+        for slot in range(QUERY_STAGES):
             plgpu.barrier_arrive(free.at[slot])
         offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
         row = (block * CONSUMERS + me) * ROWS
@@ -308,8 +445,13 @@ def queries_kernel(
         )
         plgpu.barrier_wait(held.at[me])
 
-        def step(j, dq):
-            slot = lax.rem(j, jnp.int32(STAGES))
+        q_ids = None
+        if q_ids_ref is not None:
+            ids = q_ids_ref.at[batch, rows]
+            q_ids = plgpu.load(ids, layout=BY_ROW, optimized=False)
+
+        def step(j, dq, masked):
+            slot = lax.rem(j - first, jnp.int32(QUERY_STAGES))
             plgpu.barrier_wait(full.at[slot])
             k, v = k_smem.at[slot], v_smem.at[slot]
             s, dp = two_products(
@@ -318,17 +460,30 @@ def queries_kernel(
                 dout_smem.at[me],
                 v.transpose((1, 0)),
             )
-            p = jnp.exp2(s * c.scale - by_row(lse2, s.shape))
-            key = (first + j) * c.block_k
-            seen = visible(s.shape, 1, key, row, offset, length, c)
-            p = jnp.where(seen, p, 0.0)
-            ds = p * (dp - by_row(delta, s.shape))
+            seen = None
+            if masked:
+                key = j * c.block_k
+                seen = visible(s.shape, 1, key, row, offset, length, c)
+                if q_ids is not None:
+                    ids = kv_ids_ref.at[batch, pl.ds(key, c.block_k)]
+                    seen = jnp.logical_and(seen, same_ids(q_ids, ids, s.shape))
+            _, ds = weights_and_slopes(
+                s, dp, by_row(lse2, s.shape), by_row(delta, s.shape), seen, c
+            )
             (dq,) = accumulated([dq], [(ds.astype(q_ref.dtype), k)], interpret)
             plgpu.barrier_arrive(free.at[slot])
             return dq
 
-        dq = lax.fori_loop(0, last - first, step, zeros((ROWS, c.h)))
-        q_smem.at[me][...] = (dq * (c.scale / LOG2_E)).astype(q_ref.dtype)
+        ragged = lengths_ref is not None or c.s % c.block_k != 0
+        segments = bounds_ref is not None
+        dq = walk(
+            step,
+            zeros((ROWS, c.h)),
+            blocks,
+            begins=c.window is not None or segments,
+            ends=c.causal or ragged or segments,
+        )
+        q_smem.at[me][...] = (dq * dscale(c)).astype(q_ref.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_smem.at[me], dq_ref.at[batch, rows, head])
         plgpu.wait_smem_to_gmem(0)
@@ -367,17 +522,28 @@ def attention_bwd(
     wanted,
     interpret=False,
 ):
-    """(dq, dk, dv, None, None); `interpret` runs the kernels on a CPU."""
-    given = bias, mask, q_segment_ids, kv_segment_ids, sinks, softcap
-    assert all(x is None for x in given)  # the row refuses them
+    """(dq, dk, dv, None, dsinks); `interpret` runs the kernels on a CPU."""
+    assert bias is None and mask is None  # the row refuses them
     c = problem(query, key, value, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
-    c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK, scale=scale * LOG2_E)
+    c = dataclasses.replace(c, consumers=CONSUMERS, block_k=KEY_BLOCK)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1) - dlse
     seen = jnp.isfinite(lse)
     rows = c.blocks * c.block_q
     lse2 = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), rows, math.inf)
-    delta = by_head(jnp.where(seen, delta, 0.0), rows, 0.0)
+    delta = jnp.where(seen, delta, 0.0)
+    dsinks = None
+    if sinks is not None and wanted[4]:
+        share = jnp.exp(sinks.astype(jnp.float32) - jnp.where(seen, lse, jnp.inf))
+        dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
+    delta = by_head(delta, rows, 0.0)
+    q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
+    by_keys = by_queries = None
+    if q_ids is not None and kv_ids is not None:
+        by_keys = segment_bounds(kv_ids, q_ids, KEYS, BLOCK)
+        by_queries = segment_bounds(q_ids, kv_ids, c.block_q, KEY_BLOCK)
+        # whole tiles of either kernel
+        q_ids, kv_ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, KEYS)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
     operands = (
         copyable(query, ROWS),
@@ -386,8 +552,8 @@ def attention_bwd(
         copyable(dout.astype(query.dtype), ROWS),
         lse2,
         delta,
-        int32(kv_lengths),
-        int32(q_offset),
+        q_ids,
+        kv_ids,
     )
     q, k, v, *_ = operands
     shared = functools.partial(plgpu.SMEM, dtype=query.dtype)
@@ -396,9 +562,13 @@ def attention_bwd(
 
     def matrix(rows, columns):
         # WGMMA contracts over the rows in one product, over the columns in another
-        return shared((*rows, columns), transforms=tiled(BLOCK, columns))
+        block = KEY_BLOCK if ring == kring else BLOCK
+        swizzled = tiled(block, columns, contract_rows=True)
+        return shared((*rows, columns), transforms=swizzled)
 
-    def launch(kernel, like, programs, buffers, copies):
+    kring = QUERY_STAGES, KEY_BLOCK
+
+    def launch(kernel, like, programs, buffers, bounds, copies, STAGES=STAGES):
         barriers = (
             plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=copies),
@@ -414,11 +584,11 @@ def attention_bwd(
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands)
+        )(*operands, bounds, int32(kv_lengths), int32(q_offset))
 
     dq = dk = dv = None
     if wanted[1] or wanted[2]:
-        blocks = -(-c.s // (CONSUMERS * ROWS))
+        blocks = -(-c.s // KEYS)
         buffers = (
             matrix(pair, c.h),
             matrix(pair, c.hv),
@@ -428,15 +598,18 @@ def attention_bwd(
             plgpu.SMEM(ring, jnp.float32),
         )
         programs = blocks * c.b * (c.n // c.group)
-        dk, dv = launch(keys_kernel, (k, v), programs, buffers, copies=4)
+        dk, dv = launch(keys_kernel, (k, v), programs, buffers, by_keys, copies=4)
         dk, dv = dk[:, : c.s], dv[:, : c.s]
     if wanted[0]:
+        ring = kring
         buffers = (
             matrix(pair, c.h),
             matrix(pair, c.hv),
             matrix(ring, c.h),
             matrix(ring, c.hv),
         )
-        (dq,) = launch(queries_kernel, (q,), c.tiles, buffers, copies=2)
+        (dq,) = launch(
+            queries_kernel, (q,), c.tiles, buffers, by_queries, 2, QUERY_STAGES
+        )
         dq = dq[:, : c.t]
-    return dq, dk, dv, None, None
+    return dq, dk, dv, None, dsinks
