@@ -42,8 +42,8 @@ def documents(b: int, t: int, n: int, k: int, h: int) -> Case:
         ids = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32) // DOCUMENT, (b, t))
         return *whole.arrays(key), ids
 
-    flops = tuple(x * (t // DOCUMENT) for x in one.flops)
-    return Case(f"{whole.name}_documents", arrays, whole.bytes, flops)
+    forward, backward = (x * (t // DOCUMENT) for x in one.flops)
+    return Case(f"{whole.name}_documents", arrays, whole.bytes, (forward, backward))
 
 
 def ours_packed(q, k, v, ids):

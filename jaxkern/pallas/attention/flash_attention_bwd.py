@@ -50,10 +50,8 @@ BLOCK = 64  # rows of the matrices that are walked over
 CONSUMERS = 2
 KEYS = CONSUMERS * ROWS  # of a program that holds keys
 STAGES = 2
-QUERY_STAGES = 2
-KEY_BLOCK = 64
-EARLY = False
 FASTER = {(64, 64), (96, 96), (128, 128)}  # than Triton, measured
+MEASURED = 4096  # queries of the shortest sequence that was measured
 
 
 def unsupported_bwd(query: Any, value: Any, **rest: Any) -> str | None:
@@ -70,6 +68,8 @@ def slower_bwd(query: Any, key: Any, value: Any, **_: Any) -> str | None:
     if (query.shape[3], value.shape[3]) not in FASTER:
         dims = f"head dims {query.shape[3]} and {value.shape[3]}"
         return f"no gain was measured at {dims}"
+    if query.shape[1] < MEASURED:
+        return f"fewer than {MEASURED} queries were not measured"
     return slower_than_xla(query, key)
 
 
@@ -302,49 +302,21 @@ def keys_kernel(
             slot = lax.rem(member * count + j - first, jnp.int32(STAGES))
             plgpu.barrier_wait(full.at[slot])
             q, dout = q_smem.at[slot], dout_smem.at[slot]
-            shape = (ROWS, BLOCK)
-            if not EARLY:
-                s, dp = two_products(
-                    k_smem.at[me],
-                    q.transpose((1, 0)),
-                    v_smem.at[me],
-                    dout.transpose((1, 0)),
-                )
-                lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
-                delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
+            s, dp = two_products(
+                k_smem.at[me],
+                q.transpose((1, 0)),
+                v_smem.at[me],
+                dout.transpose((1, 0)),
+            )
+            lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
+            delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
             seen = None
             if masked:
                 query = j * BLOCK
-                seen = visible(shape, 0, row, query, offset, length, c)
+                seen = visible(s.shape, 0, row, query, offset, length, c)
                 if kv_ids is not None:
                     ids = q_ids_ref.at[batch, pl.ds(query, BLOCK)]
-                    seen = jnp.logical_and(seen, same_ids(kv_ids, ids, shape))
-            if EARLY:
-
-                def scoped(s_ref, dp_ref, dv_ref, dk_ref):
-                    dv_ref[...], dk_ref[...] = sums
-                    plgpu.wgmma(s_ref, k_smem.at[me], q.transpose((1, 0)))
-                    plgpu.wgmma(dp_ref, v_smem.at[me], dout.transpose((1, 0)))
-                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                    lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
-                    z, bent = exponents(s, by_column(lse2, shape), c)
-                    if seen is not None:
-                        z = jnp.where(seen, z, -jnp.inf)
-                    p = jnp.exp2(z)
-                    plgpu.wgmma(dv_ref, p.astype(q_ref.dtype), dout)
-                    delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
-                    dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
-                    ds = p * (dp - by_column(delta, shape))
-                    if bent is not None:
-                        ds = ds * (1.0 - bent * bent)
-                    plgpu.wgmma(dk_ref, ds.astype(q_ref.dtype), q)
-                    return [dv_ref[...], dk_ref[...]]
-
-                acc = functools.partial(plgpu.WGMMAAccumulatorRef, dtype=jnp.float32)
-                shapes = shape, shape, (ROWS, c.hv), (ROWS, c.h)
-                new = pl.run_scoped(scoped, *(acc(x) for x in shapes))
-                plgpu.barrier_arrive(free.at[slot])
-                return new
+                    seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
             p, ds = weights_and_slopes(
                 s, dp, by_column(lse2, s.shape), by_column(delta, s.shape), seen, c
             )
@@ -417,7 +389,7 @@ def queries_kernel(
                 )
 
         def step(j, _):
-            slot = lax.rem(j, jnp.int32(QUERY_STAGES))
+            slot = lax.rem(j, jnp.int32(STAGES))
             keys = pl.ds((first + j) * c.block_k, c.block_k)
             plgpu.barrier_wait(free.at[slot])
             for source, target in ((k_ref, k_smem), (v_ref, v_smem)):
@@ -428,13 +400,13 @@ def queries_kernel(
                 )
 
         lax.fori_loop(0, last - first, step, None)
-        for slot in range(QUERY_STAGES):
+        for slot in range(STAGES):
             plgpu.barrier_wait(free.at[slot])
 
     @pl.when(me < CONSUMERS)
     def differentiate():
         plgpu.set_max_registers(240, action="increase")
-        for slot in range(QUERY_STAGES):
+        for slot in range(STAGES):
             plgpu.barrier_arrive(free.at[slot])
         offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
         row = (block * CONSUMERS + me) * ROWS
@@ -451,7 +423,7 @@ def queries_kernel(
             q_ids = plgpu.load(ids, layout=BY_ROW, optimized=False)
 
         def step(j, dq, masked):
-            slot = lax.rem(j - first, jnp.int32(QUERY_STAGES))
+            slot = lax.rem(j - first, jnp.int32(STAGES))
             plgpu.barrier_wait(full.at[slot])
             k, v = k_smem.at[slot], v_smem.at[slot]
             s, dp = two_products(
@@ -526,7 +498,7 @@ def attention_bwd(
     assert bias is None and mask is None  # the row refuses them
     c = problem(query, key, value, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
-    c = dataclasses.replace(c, consumers=CONSUMERS, block_k=KEY_BLOCK)
+    c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1) - dlse
     seen = jnp.isfinite(lse)
     rows = c.blocks * c.block_q
@@ -541,7 +513,7 @@ def attention_bwd(
     by_keys = by_queries = None
     if q_ids is not None and kv_ids is not None:
         by_keys = segment_bounds(kv_ids, q_ids, KEYS, BLOCK)
-        by_queries = segment_bounds(q_ids, kv_ids, c.block_q, KEY_BLOCK)
+        by_queries = segment_bounds(q_ids, kv_ids, c.block_q, BLOCK)
         # whole tiles of either kernel
         q_ids, kv_ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, KEYS)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
@@ -562,13 +534,9 @@ def attention_bwd(
 
     def matrix(rows, columns):
         # WGMMA contracts over the rows in one product, over the columns in another
-        block = KEY_BLOCK if ring == kring else BLOCK
-        swizzled = tiled(block, columns, contract_rows=True)
-        return shared((*rows, columns), transforms=swizzled)
+        return shared((*rows, columns), transforms=tiled(BLOCK, columns))
 
-    kring = QUERY_STAGES, KEY_BLOCK
-
-    def launch(kernel, like, programs, buffers, bounds, copies, STAGES=STAGES):
+    def launch(kernel, like, programs, buffers, bounds, copies):
         barriers = (
             plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=copies),
@@ -601,15 +569,12 @@ def attention_bwd(
         dk, dv = launch(keys_kernel, (k, v), programs, buffers, by_keys, copies=4)
         dk, dv = dk[:, : c.s], dv[:, : c.s]
     if wanted[0]:
-        ring = kring
         buffers = (
             matrix(pair, c.h),
             matrix(pair, c.hv),
             matrix(ring, c.h),
             matrix(ring, c.hv),
         )
-        (dq,) = launch(
-            queries_kernel, (q,), c.tiles, buffers, by_queries, 2, QUERY_STAGES
-        )
+        (dq,) = launch(queries_kernel, (q,), c.tiles, buffers, by_queries, copies=2)
         dq = dq[:, : c.t]
     return dq, dk, dv, None, dsinks
