@@ -35,10 +35,11 @@ try:
     from triton.experimental import gluon as gluon_package
     from triton.experimental.gluon import language as gluon_language
     from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language.nvidia import ampere
     from triton.language.extra import libdevice as device_library
 except ImportError:
     triton_package = language = gluon_package = gluon_language = None
-    device_library = None
+    device_library = ampere = None
     GPUTarget: Any = None
     ASTSource: Any = None
     GluonASTSource: Any = None
@@ -50,6 +51,7 @@ libdevice: Any = device_library
 jit: Any = triton.jit if triton else lambda f: f
 # Gluon is Triton with the layout of every tensor written out.
 gl: Any = gluon_language or SimpleNamespace(constexpr=None)
+mma_v2: Any = ampere.mma_v2 if ampere else None
 gluon_jit: Any = gluon_package.jit if gluon_package else lambda f: f
 constexpr_function: Any = triton.constexpr_function if triton else lambda f: f
 

@@ -58,6 +58,10 @@ class IntCodec:
     def levels(self, codes: UInt8[Array, "... d"], dtype) -> Float[Array, "... d"]:
         return codes.astype(dtype) - 2 ** (self.bits - 1)
 
+    def table(self) -> np.ndarray:
+        """The level of every code, `[2**bits]` float64."""
+        return np.arange(2.0**self.bits) - 2 ** (self.bits - 1)
+
     @property
     def top(self) -> int:
         return 2 ** (self.bits - 1) - 1
@@ -123,10 +127,14 @@ class TurboQuantCodec:
             codes, lambda part, table: look_up(jnp.asarray(table, dtype), part)
         )
 
+    def table(self) -> np.ndarray:
+        """The level of every code, `[2**bits]` float64; of whole bits only."""
+        return np.asarray(self.codebook or lloyd_max_codebook(int(self.bits)))
+
     def by_part(self, x, f):
         """f(dims, levels) for the dims that have the same levels."""
         if self.bits != 2.25:
-            return f(x, self.codebook or lloyd_max_codebook(int(self.bits)))
+            return f(x, self.table())
         few = x.shape[-1] // 4
         parts = (x[..., :few], 3), (x[..., few:], 2)
         return jnp.concatenate(
