@@ -173,7 +173,11 @@ from jaxkern.primitives.turboquant.quantize_vectors import (
 )
 from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
 from jaxkern.primitives.turboquant.rotate import rotate, rotation_signs, unrotate
-from jaxkern.primitives.turboquant.vector_codec import IntCodec, TurboQuantCodec
+from jaxkern.primitives.turboquant.vector_codec import (
+    Float8Codec,
+    IntCodec,
+    TurboQuantCodec,
+)
 from jaxkern.primitives.vision.avg_pool import avg_pool
 from jaxkern.primitives.vision.conv2d import conv2d
 from jaxkern.primitives.vision.conv_transpose2d import conv_transpose2d
@@ -192,6 +196,7 @@ __all__ = [
     "AffineTensor",
     "DynamicScaling",
     "FP8Tensor",
+    "Float8Codec",
     "GGUFTensor",
     "IntCodec",
     "IntTensor",

@@ -39,7 +39,6 @@ from jaxkern.triton.triton_call import (
     gluon_jit,
     libdevice,
     mma_v2,
-    sparse_call,
 )
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
