@@ -25,6 +25,7 @@ from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.latent_attention import latent_attention
 from jaxkern.primitives.attention.mask import (
     block_mask,
     make_block_mask,
@@ -273,6 +274,7 @@ __all__ = [
     "int8_matmul",
     "interleave",
     "l2_norm",
+    "latent_attention",
     "layer_norm",
     "layer_norm_2d",
     "linear",
