@@ -10,6 +10,7 @@ from jaxkern.lowering.lower import lower
 from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.attention.latent_attention import latent_attention_p
 from jaxkern.primitives.attention.paged_attention import paged_attention_p
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention_p,
@@ -54,6 +55,7 @@ from jaxkern.triton.attention import (
     decode_attention,
     decode_quantized,
     flash_attention,
+    latent_attention,
 )
 from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, embedding, top_k
@@ -240,6 +242,11 @@ row(
     quantized_cache_attention_p,
     fwd=decode_quantized.quantized_cache_attention_fwd,
     unless=decode_quantized.unsupported,
+)
+row(
+    latent_attention_p,
+    fwd=latent_attention.latent_attention_fwd,
+    unless=latent_attention.unsupported,
 )
 row(
     attention_p,
