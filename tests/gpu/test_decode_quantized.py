@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import (
+    Float8Codec,
     IntCodec,
     QuantizedVectors,
     TurboQuantCodec,
@@ -31,6 +32,7 @@ CODECS = {
     "int4 by 32": IntCodec(4, group=32),
     "int8 by 16": IntCodec(8, group=16),
     "int5": IntCodec(5),
+    "float8": Float8Codec(),
     "turbo8": TurboQuantCodec(8),
     "turbo4": TurboQuantCodec(4),
     "turbo3": TurboQuantCodec(3),
@@ -75,21 +77,29 @@ def check(query, key, value, slack=1.0, **options):
     with jax.enable_x64(True), backend("xla"):
         is_leaf = lambda x: isinstance(x, QuantizedVectors)  # noqa: E731
         truth = jax.jit(f)(*jax.tree.map(wide, operands, is_leaf=is_leaf))
-    limits = (EPSILON[query.dtype.name], 2e-4)
+    limits = (EPSILON[query.dtype.name], 5e-4)
     for y, t, limit in zip(found, truth, limits, strict=True):
         y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
         finite = np.isfinite(t)
         np.testing.assert_array_equal(y[~finite], t[~finite])
         y, t = y[finite], t[finite]
-        error = np.linalg.norm(y - t) / max(np.linalg.norm(t), 1e-2 * t.size**0.5)
+        least = 1e-2 if y.ndim == 4 else 1  # of a sum of products, its terms' size
+        error = np.linalg.norm(y - t) / max(np.linalg.norm(t), least * t.size**0.5)
         assert error < limit * slack, error
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("t, s, k, g", [(1, 4096, 8, 4), (3, 1000, 2, 3), (2, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "dtype, t, s, k, g",
+    [
+        ("bfloat16", 1, 4096, 8, 4),
+        ("float16", 3, 1000, 2, 3),
+        ("float32", 2, 300, 3, 1),
+        ("float32", 2, 1, 1, 1),
+    ],
+)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
-def test_codecs(codec, t, s, k, g, dtype):
+def test_codecs(codec, dtype, t, s, k, g):
     check(draw((2, t, k * g, 128), dtype), *caches(2, s, k, 128, 128, codec, codec))
 
 
@@ -116,18 +126,17 @@ def test_keys_and_values_of_different_codecs(pair, dtype):
     check(query, *caches(2, 900, 4, 128, 128, *pair, dtype=dtype))
 
 
-@pytest.mark.parametrize("t, g", [(1, 4), (4, 3), (8, 4)])
-@pytest.mark.parametrize("s", [1000, 50])
+@pytest.mark.parametrize(
+    "t, g, s", [(1, 4, 1000), (4, 3, 50), (4, 3, 1000), (8, 4, 1000)]
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(options, s, t, g):
+def test_options(options, t, g, s):
     options, k = dict(options), 2
     for name in ("kv_lengths", "q_offset"):
         if name in options:
             options[name] = jnp.asarray(options[name], jnp.int32)
     if options.pop("sinks", False):
         options["sinks"] = draw((k * g,))
-    if "kv_lengths" not in options and "q_offset" not in options and t > s:
-        return
     codec = CODECS["turbo4"]
     key, value = caches(4, s, k, 128, 128, codec, codec)
     check(draw((4, t, k * g, 128)), key, value, slack=2, **options)
@@ -225,4 +234,4 @@ def test_gradients_from_the_lse_of_the_kernel():
     for name in ("triton", "xla"):
         with backend(name), jax.default_matmul_precision("highest"):
             slopes.append(jax.jit(jax.grad(loss))(query))
-    np.testing.assert_allclose(*slopes, atol=2e-4)
+    np.testing.assert_allclose(*slopes, atol=1e-3)

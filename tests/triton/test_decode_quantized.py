@@ -63,18 +63,19 @@ def test_refusals_in_words(codecs, options, reason):
 
 @pytest.mark.parametrize(
     "codec",
-    [IntCodec(b) for b in (2, 3, 4, 5, 6, 8)] + [TURBO4, TURBO8, Float8Codec()],
+    [IntCodec(b) for b in (2, 3, 4, 5, 6)] + [TURBO4, TURBO8, Float8Codec()],
     ids=str,
 )
 def test_lookups_give_the_levels_that_codes_mean(codec):
-    """The fields of packed words, as the kernel takes them, are entries of the table."""
+    """Fields of packed words, as the kernel takes them, are entries of the table."""
     d, bits = 128, int(codec.bits)
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, d)).astype(np.uint8)
     packed = np.asarray(pack(jnp.asarray(codes), planes(codec, d)))
-    both = tables_of(codec, codec)
+    with compiling_for(80):  # later GPUs convert float8 themselves
+        both = tables_of(codec, codec)
+        other = tables_of(codec, TurboQuantCodec(3))
     assert both is not None and both[1][1] is None  # one table for both
-    for codecs in ((codec, codec), (codec, TurboQuantCodec(3))):
-        tables = tables_of(*codecs)
+    for tables in (both, other):
         assert tables is not None
         (width, second, together), table = tables[0]
         assert table is not None
@@ -134,7 +135,7 @@ def test_kernels_compile_and_do_not_spill(form, capability):
 
 def test_a_vmap_of_sequences_is_one_launch():
     query = jnp.zeros((5, 1, 1, 2, 128), jnp.bfloat16)
-    key = QuantizedVectors.zeros((5, 1, 40, 2, 128), IntCodec(8))
+    key = QuantizedVectors.zeros((5, 1, 30, 2, 128), IntCodec(8))
     f = jax.vmap(quantized_cache_attention)
     [row] = explain(f, query, key, key, platform="cuda").rows
     [launch] = row.launches

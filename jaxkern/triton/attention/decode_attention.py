@@ -276,8 +276,13 @@ def merge_kernel(
     CHUNK: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
 ):
-    """The shares of one query of one head, weighted by exp2 of their log-sum-exp."""
-    row = tl.program_id(0).to(tl.int64)
+    """The shares of one query of one head, weighted by exp2 of their log-sum-exp.
+
+    VALUE_DIMS of its dims; each program finds the weights for itself.
+    """
+    PARTS: tl.constexpr = (HV + VALUE_DIMS - 1) // VALUE_DIMS
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
     every = tl.arange(0, ALL_SPLITS)
     lses = part_lse_ptr + row * SPLITS
     z = tl.load(lses + every, every < SPLITS, -float("inf"))
@@ -291,7 +296,7 @@ def merge_kernel(
         total += tl.exp2(sink - base)
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
-    dims = tl.arange(0, VALUE_DIMS)
+    dims = part * VALUE_DIMS + tl.arange(0, VALUE_DIMS)
     out = tl.zeros([VALUE_DIMS], tl.float32)
     for begin in tl.static_range(0, SPLITS, CHUNK):
         i = begin + tl.arange(0, CHUNK)
@@ -299,11 +304,12 @@ def merge_kernel(
         # loaded beside the sums, not after them: what nobody wrote is dropped here
         mask = (i < SPLITS)[:, None] & (dims < HV)[None, :]
         at = (row * SPLITS + i)[:, None] * HV + dims[None, :]
-        part = tl.load(parts_ptr + at, mask, 0.0)
-        part = tl.where((z != -float("inf"))[:, None], part, 0.0)
-        out += tl.sum(tl.exp2(z - base)[:, None] * part, 0)
+        sums = tl.load(parts_ptr + at, mask, 0.0)
+        sums = tl.where((z != -float("inf"))[:, None], sums, 0.0)
+        out += tl.sum(tl.exp2(z - base)[:, None] * sums, 0)
     tl.store(out_ptr + row * HV + dims, out / total, dims < HV)
-    tl.store(lse_ptr + row, tl.where(seen, base + tl.log2(total), top) / LOG2E)
+    lse = tl.where(seen, base + tl.log2(total), top) / LOG2E
+    tl.store(lse_ptr + row, lse, part == 0)
 
 
 def launch(
@@ -415,20 +421,23 @@ def run_and_merge(
         "lse_ptr": jax.ShapeDtypeStruct((*rows, splits), jnp.float32),
     }
     sums, lses = sparse_call(kernel, (programs,), given, parts, constants)
-    chunk = min(next_power_of_2(splits), 32)
+    every = next_power_of_2(splits)
     value_dims = max(next_power_of_2(hv), 16)
+    # many shares are loaded at once, so that their latency is paid once
+    chunk, dims = (every, min(value_dims, 32)) if every > 32 else (every, value_dims)
     merge = {
         "N": rows[-1],
         "HV": hv,
         "LOG2E": LOG2E,
         "SPLITS": splits,
-        "ALL_SPLITS": next_power_of_2(splits),
+        "ALL_SPLITS": every,
         "CHUNK": chunk,
-        "VALUE_DIMS": value_dims,
-        "num_warps": min(max(chunk * value_dims // (16 * WARP), 1), 8),
+        "VALUE_DIMS": dims,
+        "num_warps": min(max(chunk * dims // (16 * WARP), 1), 8),
     }
     given = {"parts_ptr": sums, "part_lse_ptr": lses, "sinks_ptr": sinks}
-    return sparse_call(merge_kernel, (math.prod(rows),), given, results, merge)
+    programs = math.prod(rows) * -(-hv // dims)
+    return sparse_call(merge_kernel, (programs,), given, results, merge)
 
 
 def over_sequences(

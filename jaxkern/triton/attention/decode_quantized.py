@@ -1,19 +1,20 @@
 """Attention of a few queries over quantised keys and values, each read once.
 
-A warp takes one key head and a share of its tokens. It loads codes from memory straight
-into the registers in which the tensor cores want them decoded: four lanes share a key,
-eight lanes share a value, and the dims, which are summed over or come out in the order
-in which they went in, are numbered as the lanes hold them. Nothing passes through shared
-memory but the lookups: a code, or two codes of 4 bits, is the number of an entry of a
-table of float16 levels, of which every lane has a copy in a bank of its own.
+A warp takes one key head and a share of its tokens. It loads codes from memory into the
+registers in which the tensor cores want them decoded: four lanes share a key, eight
+lanes a value, and dims are numbered as the lanes hold them, which changes no sum and
+only permutes the result. Nothing passes through shared memory but lookups: a code, or
+two of 4 bits, is the number of an entry in a table of float16 levels, of which every
+lane has a copy in a bank of its own. Levels of 8 bits that are integers or floats are
+computed.
 
 Scales never meet an element. Those of keys multiply scores; those of values multiply
-weights, relative to the largest so far, so that float16 holds them. Where several scales
-belong to a vector the largest does that, and levels take the quotients.
+weights, relative to the largest so far, so that float16 holds them. Where several
+scales belong to a vector the largest does that, and levels take the quotients.
 
 A query is two rows, its float16 value and what that leaves, so products with it are
-exact to 22 bits. Shares are merged as in decode_attention.py. In Gluon, in which layouts
-are chosen and not inferred.
+exact to 22 bits. Shares are merged as in decode_attention.py. In Gluon, in which
+layouts are chosen and not inferred.
 """
 
 import math
@@ -23,17 +24,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.primitives.turboquant.vector_codec import VectorCodec
+from jaxkern.primitives.turboquant.vector_codec import (
+    Float8Codec,
+    IntCodec,
+    VectorCodec,
+)
 from jaxkern.triton.attention.decode_attention import (
     FAR,
     LOG2E,
     MAX_QUERIES,
-    num_splits,
+    MAX_SPLITS,
     over_sequences,
     run_and_merge,
 )
-from jaxkern.triton.block_sizes import tuned
+from jaxkern.triton.block_sizes import num_sms, tuned
 from jaxkern.triton.triton_call import (
+    compute_capability,
     constexpr_function,
     gl,
     gluon_jit,
@@ -47,7 +53,7 @@ TABLE_BYTES = 49152  # of both tables, what a kernel can have without being aske
 COPIES = 128  # bytes that an entry takes: four for each lane
 # bits: width of the main plane, of the second one, codes of one lookup
 FORMATS = {
-    16: (16, 0, 0),  # float16 or bfloat16: nothing to look up
+    16: (16, 0, 0),  # float16 or bfloat16, not codes
     8: (8, 0, 1),
     6: (4, 2, 1),
     5: (4, 1, 1),
@@ -55,10 +61,11 @@ FORMATS = {
     3: (2, 1, 2),
     2: (2, 0, 2),
 }
+INT8 = (8, 0, 0)  # code - 128
+FLOAT8 = (8, 0, -1)  # the bits of an e4m3fn float
+FLOAT8_SINCE = 89  # the compute capability that converts them
 UNIT = 256.0  # the largest coordinate of a query in float16
 WEIGHT = 32768.0  # the largest weight in float16
-# What the plan assumes, in microseconds: H200.
-BLOCK_US = 0.5  # of a block of tokens in a warp, the others working too
 
 
 def unsupported(
@@ -106,28 +113,34 @@ def unsupported(
     return unsupported_anywhere(query=query, sinks=rest.get("sinks"))
 
 
+def form_of(codec: VectorCodec | None) -> tuple[int, int, int]:
+    """The format of a cache: `FORMATS`, or one of which the levels are computed."""
+    if codec is None:
+        return FORMATS[16]
+    if codec.bits == 8 and isinstance(codec, IntCodec):
+        return INT8
+    if isinstance(codec, Float8Codec) and compute_capability() >= FLOAT8_SINCE:
+        return FLOAT8
+    return FORMATS[int(codec.bits)]
+
+
 def tables_of(key_codec: VectorCodec | None, value_codec: VectorCodec | None):
     """((format, table) of keys, of values), the second table None if it is the first.
 
     None where no two tables fit.
     """
-    found = []
-    for codec in (key_codec, value_codec):
-        bits = 16 if codec is None else int(codec.bits)
-        levels = None if codec is None else codec.table().astype(np.float16)
-        found.append((FORMATS[bits], levels))
-    (key_format, key_levels), (value_format, value_levels) = found
-    if key_levels is not None and value_levels is not None:
-        if np.array_equal(key_levels, value_levels, equal_nan=True):
-            return (key_format, entries(key_levels, key_format)), (value_format, None)
-        # codes of 4 bits can be looked up one by one
-        narrow = {(4, 0, 2): (4, 0, 1)}
-        key_format = narrow.get(key_format, key_format)
-        value_format = narrow.get(value_format, value_format)
-    both = (
-        (key_format, entries(key_levels, key_format)),
-        (value_format, entries(value_levels, value_format)),
-    )
+    codecs = key_codec, value_codec
+    forms = [form_of(codec) for codec in codecs]
+    levels = [
+        codec.table().astype(np.float16) if codec is not None and form[2] > 0 else None
+        for codec, form in zip(codecs, forms, strict=True)
+    ]
+    if levels[0] is not None and levels[1] is not None:
+        if np.array_equal(*levels, equal_nan=True):
+            return (forms[0], entries(levels[0], forms[0])), (forms[1], None)
+        # codes of 4 bits can be looked up one by one, in a smaller table
+        forms = [{(4, 0, 2): (4, 0, 1)}.get(form, form) for form in forms]
+    both = [(f, entries(x, f)) for f, x in zip(forms, levels, strict=True)]
     size = sum(COPIES * table.size for _, table in both if table is not None)
     return None if size > TABLE_BYTES else both
 
@@ -184,7 +197,7 @@ def key_layout(WARPS, TOKENS, WORDS):
 
 @constexpr_function
 def value_layout(WARPS, TOKENS, WORDS):
-    """Eight lanes a value: the rows of the first operand, neighbouring tokens in one."""
+    """Eight lanes a value: rows of the first operand, two neighbouring tokens in one."""
     run = run_of(WORDS, 8)
     return gl.DistributedLinearLayout(
         bases(run, 1, 2)
@@ -207,10 +220,24 @@ def scores_layout(WARPS):
 
 @constexpr_function
 def lookup(FORMAT):
-    """PTX of the levels of a word's codes: operands the word, its second plane's, table."""
+    """PTX of the levels of a word, given the second plane's word and the table."""
     width, second, together = FORMAT
     if width == 16:
         return "mov.b32 {$0, $1}, $2;"
+    if FORMAT == INT8:  # 1024 + code has the code in its last bits
+        return """{ .reg .b32 a, b, c;
+            mov.b32 c, 0x64806480;
+            prmt.b32 a, $4, 0x64646464, 0x4140;
+            prmt.b32 b, $4, 0x64646464, 0x4342;
+            sub.f16x2 a, a, c;
+            sub.f16x2 b, b, c;
+            mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
+    if FORMAT == FLOAT8:
+        return """{ .reg .b16 l, h; .reg .b32 a, b;
+            mov.b32 {l, h}, $4;
+            cvt.rn.f16x2.e4m3x2 a, l;
+            cvt.rn.f16x2.e4m3x2 b, h;
+            mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
     count = 32 // width
     field = width * together
     lines = []
@@ -236,14 +263,9 @@ def lookup(FORMAT):
 
 @constexpr_function
 def lookup_operands(FORMAT):
-    width = FORMAT[0]
-    inputs = ",r" if width == 16 else ",r,r,r"
+    width, _, together = FORMAT
+    inputs = ",r,r,r" if together > 0 else ",r"
     return ",".join(["=h"] * (32 // width)) + inputs
-
-
-@constexpr_function
-def parent_of(LAYOUT):
-    return LAYOUT.parent
 
 
 @constexpr_function
@@ -273,7 +295,7 @@ def stacked(parts, START: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexp
 def decoded(words, seconds, table, FORMAT: gl.constexpr, TYPE: gl.constexpr):
     """The levels of words [warps, tokens, words] as [warps, tokens, dims]."""
     COUNT: gl.constexpr = 32 // FORMAT[0]
-    if FORMAT[0] == 16:
+    if FORMAT[2] <= 0:
         parts = gl.inline_asm_elementwise(
             lookup(FORMAT),
             lookup_operands(FORMAT),
@@ -360,26 +382,38 @@ def load_words(
 
 
 @gluon_jit
-def graded(y, scales_ptr, j, inside, heads, K: gl.constexpr, GROUPS: gl.constexpr):
-    """Levels times their group's part of the vector's largest scale, and that scale.
+def load_scales(
+    ptr,
+    j,
+    inside,
+    heads,
+    K: gl.constexpr,
+    GROUPS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Scales of the tokens j: [warps, tokens], or with several [..., groups, 1]."""
+    vector = j.to(gl.int64) * K + heads
+    if GROUPS == 1:
+        scales = gl.load(ptr + vector, inside, 0.0).to(gl.float32)
+    else:
+        TOKENS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
+        vector = gl.expand_dims(gl.convert_layout(vector, TOKENS), 2)
+        mask = gl.expand_dims(gl.convert_layout(inside, TOKENS), 2)
+        group = gl.arange(
+            0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(1, TOKENS.parent))
+        )
+        at = vector * GROUPS + group[None, None, :]
+        scales = gl.expand_dims(gl.load(ptr + at, mask, 0.0).to(gl.float32), 3)
+    return scales
 
-    Returns levels [warps, tokens, dims] and scales [warps, tokens].
-    """
-    W: gl.constexpr = y.shape[0]
-    T: gl.constexpr = y.shape[1]
-    D: gl.constexpr = y.shape[2]
-    y = gl.reshape(y, [W, T, GROUPS, D // GROUPS])
-    LAYOUT: gl.constexpr = gl.SliceLayout(3, y.type.layout)
-    TOKENS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    vector = gl.convert_layout(j.to(gl.int64) * K + heads, TOKENS)
-    mask = gl.expand_dims(gl.convert_layout(inside, TOKENS), 2)
-    at = gl.expand_dims(vector, 2) * GROUPS + group[None, None, :]
-    scales = gl.load(scales_ptr + at, mask, 0.0).to(gl.float32)
+
+@gluon_jit
+def graded(y, scales):
+    """Levels [.., groups, dims] times their part of the largest scale, and that one."""
     largest = gl.max(gl.abs(scales), 2)
-    part = scales / gl.expand_dims(gl.where(largest == 0.0, 1.0, largest), 2)
-    y = y * gl.expand_dims(part.to(y.dtype), 3)
-    return gl.reshape(y, [W, T, D]), largest
+    whole = gl.where(largest == 0.0, 1.0, largest)
+    part = scales / gl.expand_dims(whole, 2)
+    return y * part.to(y.dtype), gl.max(largest, 2)
 
 
 @gluon_jit
@@ -406,20 +440,6 @@ def tokens_in(
     start = begin + warp // HEADS * count
     j = start + gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, L)), 0)
     return j, gl.minimum(start + count, end), group * HEADS + warp % HEADS
-
-
-@gluon_jit
-def over_shares(x, SHARES: gl.constexpr, COMBINE: gl.constexpr):
-    """The sum or the largest of the shares of x [shares * heads, ...]."""
-    if len(x.shape) == 3:
-        x = gl.reshape(x, [SHARES, x.shape[0] // SHARES, x.shape[1], x.shape[2]])
-    else:
-        x = gl.reshape(x, [SHARES, x.shape[0] // SHARES, x.shape[1]])
-    if COMBINE == "max":
-        y = gl.max(x, 0)
-    else:
-        y = gl.sum(x, 0)
-    return y
 
 
 @gluon_jit
@@ -469,7 +489,7 @@ def quantized_decode_kernel(
     TILES: gl.constexpr,
     BLOCK: gl.constexpr,
 ):
-    """SHARES shares of the tokens for each of HEADS key heads, and ROWS of the rows.
+    """SHARES of the SPLITS shares of tokens, HEADS key heads, ROWS rows of each.
 
     As decode_attention_kernel: normalised sums and base-2 log-sum-exps, or the result.
     """
@@ -479,8 +499,8 @@ def quantized_decode_kernel(
     program //= K // HEADS
     tile = program % TILES
     program //= TILES
-    split = program % SPLITS
-    b = (program // SPLITS).to(gl.int64)
+    split = program % (SPLITS // SHARES) * SHARES
+    b = (program // (SPLITS // SHARES)).to(gl.int64)
 
     # the keys that some row sees: first ... end - 1
     first = gl.to_tensor(0)
@@ -498,7 +518,7 @@ def quantized_decode_kernel(
         first = gl.minimum(gl.maximum(position - WINDOW + 1, 0), S)
     aligned = first // 8 * 8
     octets = (gl.maximum(end - aligned, 0) + 7) // 8
-    count = (octets + SPLITS * SHARES - 1) // (SPLITS * SHARES) * 8
+    count = (octets + SPLITS - 1) // SPLITS * 8
 
     PRODUCT: gl.constexpr = scores_layout(W)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
@@ -531,14 +551,6 @@ def quantized_decode_kernel(
     q = gl.where((line % 16 < 8)[None, :, None], near, left)
 
     VALUE_RUN: gl.constexpr = run_of(HV * VALUE[0] // 32, 8) * (32 // VALUE[0])
-    key_table = program
-    value_table = program
-    if key_table_ptr is not None:
-        key_table = table_in_shared(key_table_ptr, KEY_ENTRIES)
-        value_table = key_table
-    if value_table_ptr is not None:
-        value_table = table_in_shared(value_table_ptr, VALUE_ENTRIES)
-
     # scores [W, ROWS, BLOCK] are in the registers that the second product wants
     none = gl.zeros([W, 2 * ROWS, BLOCK], gl.float32, PRODUCT)
     zeros, _ = halves(none, ROWS)
@@ -549,7 +561,7 @@ def quantized_decode_kernel(
     unit, _ = halves(unit, ROWS)
     unit = gl.expand_dims(gl.convert_layout(unit, STATE), 2)
 
-    begin = aligned + split * SHARES * count
+    begin = aligned + split * count
     many = gl.where(begin < end, count, 0)
     key_j, key_stop, key_heads = tokens_in(
         begin, count, end, group, HEADS, BLOCK, gl.SliceLayout(2, KEYS)
@@ -568,15 +580,101 @@ def quantized_decode_kernel(
     if VALUE_GROUPS > 0:
         value_scales_ptr += before * VALUE_GROUPS
 
-    top = gl.full([W, ROWS], -float("inf"), gl.float32, STATE)
-    total = gl.zeros([W, ROWS], gl.float32, STATE)
-    largest = gl.zeros([W], gl.float32, gl.SliceLayout(1, TOKENS))
-    acc = gl.zeros([W, HV, ROWS], gl.float32, PRODUCT)
+    # what the first block needs is on its way while the table is written
     inside_keys = (key_j >= first) & (key_j < key_stop)
     words, seconds = load_words(
         key_ptr, key_j, inside_keys, key_heads, K, H, KEY, KEY_ROW, KEYS
     )
-    for i in range(0, many, BLOCK):
+    inside_values = (value_j >= first) & (value_j < value_stop)
+    value_words, value_seconds = load_words(
+        value_ptr, value_j, inside_values, value_heads, K, HV, VALUE, VALUE_ROW, VALUES
+    )
+    inside = (j >= first) & (j < stop)
+    if KEY_GROUPS == 1:
+        key_scales = load_scales(key_scales_ptr, j, inside, heads, K, 1, TOKENS)
+    if VALUE_GROUPS == 1:
+        value_scales = load_scales(value_scales_ptr, j, inside, heads, K, 1, TOKENS)
+    key_table = program
+    value_table = program
+    if key_table_ptr is not None:
+        key_table = table_in_shared(key_table_ptr, KEY_ENTRIES)
+        value_table = key_table
+    if value_table_ptr is not None:
+        value_table = table_in_shared(value_table_ptr, VALUE_ENTRIES)
+
+    if KEY_GROUPS > 1:
+        like_keys = decoded(words, seconds, key_table, KEY, KEY_TYPE)
+        like_keys = gl.reshape(like_keys, [W, BLOCK, KEY_GROUPS, H // KEY_GROUPS])
+        KEY_GRADES: gl.constexpr = like_keys.type.layout
+        key_scales = load_scales(
+            key_scales_ptr, key_j, inside_keys, key_heads, K, KEY_GROUPS, KEY_GRADES
+        )
+    if VALUE_GROUPS > 1:
+        like_values = decoded(
+            value_words, value_seconds, value_table, VALUE, VALUE_TYPE
+        )
+        like_values = gl.reshape(
+            like_values, [W, BLOCK, VALUE_GROUPS, HV // VALUE_GROUPS]
+        )
+        VALUE_GRADES: gl.constexpr = like_values.type.layout
+        value_scales = load_scales(
+            value_scales_ptr,
+            value_j,
+            inside_values,
+            value_heads,
+            K,
+            VALUE_GROUPS,
+            VALUE_GRADES,
+        )
+
+    top = gl.full([W, ROWS], -float("inf"), gl.float32, STATE)
+    total = gl.zeros([W, ROWS], gl.float32, STATE)
+    largest = gl.zeros([W], gl.float32, gl.SliceLayout(1, TOKENS))
+    acc = gl.zeros([W, HV, ROWS], gl.float32, PRODUCT)
+    for _ in range(0, many, BLOCK):
+        # whatever is used up makes room for that of the next block
+        y = decoded(words, seconds, key_table, KEY, KEY_TYPE)
+        key_j += BLOCK
+        inside_keys = (key_j >= first) & (key_j < key_stop)
+        words, seconds = load_words(
+            key_ptr, key_j, inside_keys, key_heads, K, H, KEY, KEY_ROW, KEYS
+        )
+        if KEY_GROUPS > 1:
+            y = gl.reshape(y, [W, BLOCK, KEY_GROUPS, H // KEY_GROUPS])
+            y, key_scale = graded(y, key_scales)
+            key_scale = gl.convert_layout(key_scale, TOKENS)
+            key_scales = load_scales(
+                key_scales_ptr, key_j, inside_keys, key_heads, K, KEY_GROUPS, KEY_GRADES
+            )
+        y = gl.reshape(y, [W, BLOCK, H // (4 * RUN), 4, RUN // 2, 2])
+        y = gl.reshape(gl.permute(y, (0, 2, 4, 3, 5, 1)), [W, H, BLOCK])
+        y = gl.convert_layout(y, RIGHT, assert_trivial=True)
+        upper, lower = halves(mma_v2(q, y, none), ROWS)
+        z = (upper + lower) * unit
+        visible = gl.expand_dims(inside, 1)
+        if CAUSAL and T > 1:
+            visible = visible & (gl.expand_dims(j, 1) <= p_at)
+        if WINDOW is not None and T > 1:
+            visible = visible & (gl.expand_dims(j, 1) > p_at - WINDOW)
+        j += BLOCK
+        inside = (j >= first) & (j < stop)
+        if KEY_GROUPS == 1:
+            key_scale = key_scales
+            key_scales = load_scales(key_scales_ptr, j, inside, heads, K, 1, TOKENS)
+        if KEY_GROUPS > 0:
+            z = z * gl.expand_dims(key_scale, 1)
+        if SOFTCAP is not None:
+            z = SOFTCAP * libdevice.tanh(z / SOFTCAP)
+        z = gl.where(visible, z * LOG2E, -float("inf"))
+        higher = gl.maximum(top, gl.max(z, 2))
+        base = gl.where(higher == -float("inf"), 0.0, higher)
+        p = gl.exp2(z - gl.expand_dims(base, 2))
+        shrink = gl.exp2(top - base)
+        total = total * shrink + gl.sum(p, 2)
+        top = higher
+
+        y = decoded(value_words, value_seconds, value_table, VALUE, VALUE_TYPE)
+        value_j += BLOCK
         inside_values = (value_j >= first) & (value_j < value_stop)
         value_words, value_seconds = load_words(
             value_ptr,
@@ -589,58 +687,22 @@ def quantized_decode_kernel(
             VALUE_ROW,
             VALUES,
         )
-        inside = (j >= first) & (j < stop)
-        vector = j.to(gl.int64) * K + heads
-        if KEY_GROUPS == 1:
-            key_scale = gl.load(key_scales_ptr + vector, inside, 0.0).to(gl.float32)
-        if VALUE_GROUPS == 1:
-            scale = gl.load(value_scales_ptr + vector, inside, 0.0).to(gl.float32)
-        y = decoded(words, seconds, key_table, KEY, KEY_TYPE)
-        if KEY_GROUPS > 1:
-            y, key_scale = graded(
-                y, key_scales_ptr, key_j, inside_keys, key_heads, K, KEY_GROUPS
-            )
-            key_scale = gl.convert_layout(key_scale, TOKENS)
-        # the next keys are on their way while these are decoded
-        key_j += BLOCK
-        inside_keys = (key_j >= first) & (key_j < key_stop)
-        words, seconds = load_words(
-            key_ptr, key_j, inside_keys, key_heads, K, H, KEY, KEY_ROW, KEYS
-        )
-        y = gl.reshape(y, [W, BLOCK, H // (4 * RUN), 4, RUN // 2, 2])
-        y = gl.reshape(gl.permute(y, (0, 2, 4, 3, 5, 1)), [W, H, BLOCK])
-        y = gl.convert_layout(y, RIGHT, assert_trivial=True)
-        upper, lower = halves(mma_v2(q, y, none), ROWS)
-        z = (upper + lower) * unit
-        if KEY_GROUPS > 0:
-            z = z * gl.expand_dims(key_scale, 1)
-        if SOFTCAP is not None:
-            z = SOFTCAP * libdevice.tanh(z / SOFTCAP)
-        visible = gl.expand_dims(inside, 1)
-        if CAUSAL and T > 1:
-            visible = visible & (gl.expand_dims(j, 1) <= p_at)
-        if WINDOW is not None and T > 1:
-            visible = visible & (gl.expand_dims(j, 1) > p_at - WINDOW)
-        z = gl.where(visible, z * LOG2E, -float("inf"))
-        higher = gl.maximum(top, gl.max(z, 2))
-        base = gl.where(higher == -float("inf"), 0.0, higher)
-        p = gl.exp2(z - gl.expand_dims(base, 2))
-        shrink = gl.exp2(top - base)
-        total = total * shrink + gl.sum(p, 2)
-        top = higher
-
-        y = decoded(value_words, value_seconds, value_table, VALUE, VALUE_TYPE)
         if VALUE_GROUPS > 1:
-            y, scale = graded(
-                y,
+            y = gl.reshape(y, [W, BLOCK, VALUE_GROUPS, HV // VALUE_GROUPS])
+            y, scale = graded(y, value_scales)
+            scale = gl.convert_layout(scale, TOKENS)
+            value_scales = load_scales(
                 value_scales_ptr,
                 value_j,
                 inside_values,
                 value_heads,
                 K,
                 VALUE_GROUPS,
+                VALUE_GRADES,
             )
-            scale = gl.convert_layout(scale, TOKENS)
+        if VALUE_GROUPS == 1:
+            scale = value_scales
+            value_scales = load_scales(value_scales_ptr, j, inside, heads, K, 1, TOKENS)
         if VALUE_GROUPS > 0:
             larger = gl.maximum(largest, gl.max(gl.abs(scale), 1))
             one_over = gl.where(larger < 1e-37, 0.0, 1.0 / larger)
@@ -656,29 +718,15 @@ def quantized_decode_kernel(
         y = gl.convert_layout(y, LEFT, assert_trivial=True)
         acc = acc * gl.expand_dims(gl.convert_layout(shrink, SUMS), 1)
         acc = mma_v2(y, p, acc)
-        value_j += BLOCK
-        j += BLOCK
 
-    # the shares of this program; then, where it has all, the sinks
     top = gl.convert_layout(top, SUMS)
     total = gl.convert_layout(total, SUMS)
-    higher = over_shares(top, SHARES, "max")
-    base = gl.where(higher == -float("inf"), 0.0, higher)
-    BY_SHARE: gl.constexpr = parent_of(base.type.layout)
-    base = gl.expand_dims(base, 0)
-    base += gl.zeros([SHARES, HEADS, ROWS], gl.float32, BY_SHARE)
-    part = gl.exp2(top - gl.convert_layout(gl.reshape(base, [W, ROWS]), SUMS))
-    total = over_shares(total * part, SHARES, "sum")
     if VALUE_GROUPS > 0:
         unit = gl.convert_layout(largest, gl.SliceLayout(1, SUMS)) / WEIGHT
-        part = part * gl.expand_dims(unit, 1)
-    acc = over_shares(acc * gl.expand_dims(part, 1), SHARES, "sum")
-    OUT: gl.constexpr = acc.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    top = gl.convert_layout(higher, ROW)
-    total = gl.convert_layout(total, ROW)
-    head = group * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, ROW))
-    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, ROW))
+        acc = acc * gl.expand_dims(gl.expand_dims(unit, 1), 1)
+    warp = gl.arange(0, W, gl.SliceLayout(1, SUMS))
+    head = group * HEADS + warp % HEADS
+    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
     of_head = gl.expand_dims(head * G, 1) + gl.expand_dims(r % G, 0)
     row = gl.expand_dims((b * T + r // G) * (K * G), 0) + of_head
     present = gl.expand_dims(r < T * G, 0) & (of_head >= 0)
@@ -695,12 +743,12 @@ def quantized_decode_kernel(
     lse = gl.where(seen, top + gl.log2(total), -float("inf"))
     if SPLITS == 1:
         lse = lse / LOG2E
-    to = row * SPLITS + split
+    to = row * SPLITS + gl.expand_dims(split + warp // HEADS, 1)
     gl.store(lse_ptr + to, lse, present)
     # the merge reads no share without keys
     if SPLITS > 1:
         present = present & seen
-    number = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))
+    number = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(2, PRODUCT)))
     lane = number % 8
     dim = (number // (8 * VALUE_RUN) * 8 + lane) * VALUE_RUN + number // 8 % VALUE_RUN
     at = gl.expand_dims(to, 1) * HV + dim[None, :, None]
@@ -708,11 +756,27 @@ def quantized_decode_kernel(
     gl.store(out_ptr + at, out, gl.expand_dims(present, 1))
 
 
-def sizes_of(k: int, rows: int, h: int, dtype: Any) -> dict[str, int]:
-    """HEADS of a program: neighbours read whole lines. BLOCK: tokens of a warp."""
+def sizes_of(k: int, simple: bool, h: int, dtype: Any) -> dict[str, int]:
+    """HEADS: neighbours, that programs read whole lines. BLOCK: tokens of a warp."""
     heads = math.gcd(k, 4)
-    rule = {"HEADS": heads, "SHARES": 4 // heads, "BLOCK": 32, "PER_SM": 3}
+    rule = {"HEADS": heads, "SHARES": 4 // heads}
+    rule |= {"PER_SM": 3, "BLOCK": 32} if simple else {"PER_SM": 2, "BLOCK": 16}
     return tuned("decode_quantized", h, dtype, rule)
+
+
+def num_shares(pairs: int, blocks: int, uneven: bool, slots: int) -> int:
+    """Programs for the tokens of each pair: the slots once, or twice if uneven.
+
+    Args:
+      pairs: programs beside each other, of sequences, groups of heads and of rows.
+      blocks: of tokens, the most that a warp can have.
+      uneven: sequences can differ in length.
+      slots: programs that run at once.
+    """
+    most = min(blocks, MAX_SPLITS)
+    if uneven:
+        return max(min(-(-2 * slots // pairs), most), 1)
+    return max(min(slots // pairs, most), 1)
 
 
 def launch(
@@ -742,20 +806,24 @@ def launch(
     tables = tables_of(key_codec, value_codec)
     assert tables is not None  # the row refuses
     (key_format, key_table), (value_format, value_table) = tables
-    rows = 8 if t * g <= 8 else 16
+    dims = max(h, hv)
+    rows = 8 if t * g <= 8 or dims > 128 else 16
     tiles = -(-t * g // rows)
-    sizes = dict(sizes_of(k, rows, max(h, hv), key.dtype))
+    # registers: of two programs a multiprocessor where there is more to hold
+    bits = sum(16 if c is None else c.bits for c in (key_codec, value_codec))
+    grades = [1 if x is None else x.shape[-1] for x in (key_scales, value_scales)]
+    simple = rows * dims <= 1024 and bits <= 8 and bits % 4 == 0 and max(grades) == 1
+    sizes = dict(sizes_of(k, simple, dims, key.dtype))
     per_sm, block = sizes.pop("PER_SM"), sizes["BLOCK"]
     heads, shares = sizes["HEADS"], sizes["SHARES"]
     keys = s if window is None else min(s, window + t - 1)
-    item_bytes = key.nbytes // key.size * key.shape[-1]
-    item_bytes += value.nbytes // value.size * value.shape[-1]
-    splits = num_splits(
+    if keys <= block * shares:
+        sizes["SHARES"] = shares = 1  # one part, which needs no merge
+    splits = shares * num_shares(
         b * (k // heads) * tiles,
-        -(-keys // shares),
-        block * heads * shares * item_bytes,
+        -(-keys // (shares * block)),
         b > 1 and kv_lengths is not None,
-        {"BLOCK": block, "PER_SM": per_sm},
+        num_sms() * per_sm,
     )
     in_all = {
         "query_ptr": query,
@@ -803,10 +871,11 @@ def launch(
         "TILES": tiles,
         "num_warps": heads * shares,
         "num_stages": 1,
+        "max_registers": 65536 // (32 * heads * shares * per_sm) // 8 * 8,
     }
     return run_and_merge(
         quantized_decode_kernel,
-        b * (k // heads) * tiles * splits,
+        b * (k // heads) * tiles * splits // shares,
         in_all,
         constants | sizes,
         jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),

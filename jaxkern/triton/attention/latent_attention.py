@@ -1,9 +1,10 @@
 """Attention of a few queries over a latent cache, whose rows are key and value at once.
 
 One program takes up to 64 rows, heads times queries, and a share of the tokens. The
-value part of a row is a key and a value in one tile of shared memory, so it is read once;
-the rotated part is a second, small product. Shares are merged as in decode_attention.py.
-Programs of further heads read the same tokens at the same time, from the L2 cache.
+value part of a row is a key and a value in one tile of shared memory, so it is read
+once; the rotated part is a second, small product. Shares are merged as in
+decode_attention.py. Programs of further heads read the same tokens at the same time,
+from the L2 cache.
 """
 
 from typing import Any
