@@ -39,6 +39,7 @@ def test_refusals_in_words(options, reason):
     [
         dict(n=128, t=2, causal=True),
         pytest.param(dict(n=16), marks=pytest.mark.full),
+        pytest.param(dict(n=32, b=128), marks=pytest.mark.full),
         pytest.param(dict(n=32, window=9), marks=pytest.mark.full),
         pytest.param(dict(n=3, h=512, dtype=jnp.float16), marks=pytest.mark.full),
     ],

@@ -197,7 +197,7 @@ def key_layout(WARPS, TOKENS, WORDS):
 
 @constexpr_function
 def value_layout(WARPS, TOKENS, WORDS):
-    """Eight lanes a value: rows of the first operand, two neighbouring tokens in one."""
+    """Eight lanes a value: rows of the first operand, neighbouring tokens in one."""
     run = run_of(WORDS, 8)
     return gl.DistributedLinearLayout(
         bases(run, 1, 2)
@@ -220,7 +220,7 @@ def scores_layout(WARPS):
 
 @constexpr_function
 def lookup(FORMAT):
-    """PTX of the levels of a word, given the second plane's word and the table."""
+    """PTX of a word's levels, given the second plane's word and the table."""
     width, second, together = FORMAT
     if width == 16:
         return "mov.b32 {$0, $1}, $2;"
@@ -817,14 +817,15 @@ def launch(
     per_sm, block = sizes.pop("PER_SM"), sizes["BLOCK"]
     heads, shares = sizes["HEADS"], sizes["SHARES"]
     keys = s if window is None else min(s, window + t - 1)
-    if keys <= block * shares:
-        sizes["SHARES"] = shares = 1  # one part, which needs no merge
-    splits = shares * num_shares(
-        b * (k // heads) * tiles,
-        -(-keys // (shares * block)),
-        b > 1 and kv_lengths is not None,
-        num_sms() * per_sm,
-    )
+    if keys <= block * shares:  # one part, which needs no merge
+        splits = sizes["SHARES"] = shares = 1
+    else:
+        splits = shares * num_shares(
+            b * (k // heads) * tiles,
+            -(-keys // (shares * block)),
+            b > 1 and kv_lengths is not None,
+            num_sms() * per_sm,
+        )
     in_all = {
         "query_ptr": query,
         "key_ptr": key,

@@ -20,7 +20,7 @@ from jaxkern.triton.attention.decode_attention import (
     over_sequences,
     run_and_merge,
 )
-from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.triton_call import jit, libdevice, max_shared_bytes, tl
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
@@ -51,13 +51,15 @@ def unsupported(
     return unsupported_anywhere()
 
 
-def sizes_of(rows: int, h: int, dtype: Any) -> dict[str, int]:
-    """Two or three blocks of tokens in flight, beside the queries."""
+def sizes_of(rows: int, sequences: int, h: int, dtype: Any) -> dict[str, int]:
+    """Tokens of about 150 KB in flight beside the queries; finer where few programs."""
     rows = min(max(next_power_of_2(rows), 16), MAX_ROWS)
-    if max_shared_bytes() > 200 * 1024:
-        block, stages = (64, 2) if rows == MAX_ROWS else (32, 4)
-    else:
+    if max_shared_bytes() < 200 * 1024:
         block, stages = 16, 2
+    elif rows == MAX_ROWS or 2 * sequences >= num_sms():
+        block, stages = 64, 2
+    else:
+        block, stages = 32, 4
     rule = {"ROWS": rows, "BLOCK": block, "num_warps": 4 if rows == 16 else 8}
     return tuned("latent_attention", h, dtype, rule | {"num_stages": stages})
 
@@ -183,7 +185,7 @@ def launch(
 ) -> tuple:
     b, t, n, h = query.shape
     s = latent.shape[1]
-    sizes = sizes_of(t * n, h, latent.dtype)
+    sizes = sizes_of(t * n, b, h, latent.dtype)
     tiles, block = -(-t * n // sizes["ROWS"]), sizes["BLOCK"]
     splits = num_splits(
         b * tiles,
