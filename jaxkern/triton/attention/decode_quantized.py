@@ -99,7 +99,7 @@ def unsupported(
     for name, d, codec in (("key", h, key_codec), ("value", hv, value_codec)):
         if d not in HEAD_DIMS:
             return f"head dim {d} of `{name}` is none of {HEAD_DIMS}"
-        if codec is not None and d * FORMATS[codec.bits][0] < 256:
+        if codec is not None and d * FORMATS[int(codec.bits)][0] < 256:
             return f"{d} dims of {codec.bits} bits are less than a word for each lane"
     if 0 in query.shape or rest.get("s") == 0:
         return "an operand is empty"
@@ -135,9 +135,10 @@ def tables_of(key_codec: VectorCodec | None, value_codec: VectorCodec | None):
         codec.table().astype(np.float16) if codec is not None and form[2] > 0 else None
         for codec, form in zip(codecs, forms, strict=True)
     ]
-    if levels[0] is not None and levels[1] is not None:
-        if np.array_equal(*levels, equal_nan=True):
-            return (forms[0], entries(levels[0], forms[0])), (forms[1], None)
+    ours, theirs = levels
+    if ours is not None and theirs is not None:
+        if np.array_equal(ours, theirs, equal_nan=True):
+            return (forms[0], entries(ours, forms[0])), (forms[1], None)
         # codes of 4 bits can be looked up one by one, in a smaller table
         forms = [{(4, 0, 2): (4, 0, 1)}.get(form, form) for form in forms]
     both = [(f, entries(x, f)) for f, x in zip(forms, levels, strict=True)]
@@ -239,7 +240,7 @@ def lookup(FORMAT):
             cvt.rn.f16x2.e4m3x2 b, h;
             mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
     count = 32 // width
-    field = width * together
+    field, rest = width * together, second * together
     lines = []
     for i in range(count // together):
         lines += [
@@ -248,7 +249,7 @@ def lookup(FORMAT):
         ]
         if second:
             lines += [
-                f"bfe.u32 s, ${count + 1}, {second * together * i}, {second * together};",
+                f"bfe.u32 s, ${count + 1}, {rest * i}, {rest};",
                 f"mad.lo.u32 a, s, {COPIES << field}, a;",
             ]
         if together == 2:
