@@ -51,11 +51,13 @@ def unsupported(
     return unsupported_anywhere()
 
 
-def sizes_of(rows: int, sequences: int, h: int, dtype: Any) -> dict[str, int]:
+def sizes_of(t: int, n: int, sequences: int, h: int, dtype: Any) -> dict[str, int]:
     """Tokens of about 150 KB in flight beside the queries; finer where few programs."""
-    rows = min(max(next_power_of_2(rows), 16), MAX_ROWS)
+    rows = min(max(next_power_of_2(t * n), 16), MAX_ROWS)
     if max_shared_bytes() < 200 * 1024:
         block, stages = 16, 2
+    elif rows == MAX_ROWS and t > 1:
+        block, stages = 32, 3  # masks for each row need registers
     elif rows == MAX_ROWS or 2 * sequences >= num_sms():
         block, stages = 64, 2
     else:
@@ -185,7 +187,7 @@ def launch(
 ) -> tuple:
     b, t, n, h = query.shape
     s = latent.shape[1]
-    sizes = sizes_of(t * n, b, h, latent.dtype)
+    sizes = sizes_of(t, n, b, h, latent.dtype)
     tiles, block = -(-t * n // sizes["ROWS"]), sizes["BLOCK"]
     splits = num_splits(
         b * tiles,
