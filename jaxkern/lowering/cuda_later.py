@@ -6,7 +6,11 @@ Triton and Mosaic take 100 MB and a second, which a machine without a GPU need n
 from jaxkern.lowering.lower import add_rows_later
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.attention.latent_attention import latent_attention_p
 from jaxkern.primitives.attention.paged_attention import paged_attention_p
+from jaxkern.primitives.attention.quantized_cache_attention import (
+    quantized_cache_attention_p,
+)
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.index.argmax import argmax_p
@@ -46,7 +50,9 @@ from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
 OPS = (
     softmax_p,
     attention_p,
+    latent_attention_p,
     paged_attention_p,
+    quantized_cache_attention_p,
     causal_conv1d_p,
     cumsum_p,
     argmax_p,
