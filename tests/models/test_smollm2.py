@@ -67,12 +67,29 @@ def test_llama_cpp(policy):
 
 @pytest.mark.full
 def test_llama_cpp_with_activations_of_8_bits():
-    """Both round, each its own way: they part only where two tokens are near a tie."""
+    """Both round, each its own way: they part only where two tokens are near a tie.
+
+    llama.cpp parts from itself, read in another form, at margins up to 0.31.
+    """
     agrees, difference, log_p = compare("packed_int8", "llama_cpp")
     assert agrees.mean() >= 0.97  # exact activations: 0.982
     margin = log_p[..., 0] - log_p[..., 1]
-    assert agrees[margin > 0.2].all()
+    assert agrees[margin > 0.5].all()
     assert np.abs(difference[..., 0]).mean() <= 0.05
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy, least", [("packed_int8", 0.985), ("packed", 0.995)])
+def test_where_llama_cpp_agrees_with_itself(policy, least):
+    """The forms in which it reads the same tokens agree in 97 to 98 %, as we do."""
+    agrees, *_ = compare(policy, "llama_cpp")
+    tokens = golden("llama_cpp")[1]
+    forms = np.load(GOLDEN / "llama_cpp_forms_smollm2.npz")
+    own = [(forms[name] == tokens).mean() for name in forms]
+    sure = np.all([forms[name] == tokens for name in forms], axis=0)
+    assert 0.97 <= min(own) and max(own) < 0.985 and sure.mean() > 0.95
+    assert agrees[sure].mean() >= least
+    assert agrees.mean() >= min(own)
 
 
 @pytest.mark.parametrize("policy", ["f32", "packed"])
