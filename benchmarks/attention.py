@@ -10,6 +10,7 @@ import jaxkern
 from benchmarks._gpu import Benchmark, Case, run
 
 WINDOW = 1024
+DOCUMENT = 1024  # tokens, of those packed into one sequence
 
 
 def case(b: int, t: int, n: int, k: int, h: int, window: int | None = None) -> Case:
@@ -29,6 +30,30 @@ def case(b: int, t: int, n: int, k: int, h: int, window: int | None = None) -> C
         arrays,
         (2 * queries + 2 * keys, 4 * queries + 4 * keys),
         (4 * pairs * h, 10 * pairs * h),
+    )
+
+
+def documents(b: int, t: int, n: int, k: int, h: int) -> Case:
+    """Sequences of `t / DOCUMENT` documents that do not see each other."""
+    whole = case(b, t, n, k, h)
+    one = case(b, DOCUMENT, n, k, h)
+
+    def arrays(key):
+        ids = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32) // DOCUMENT, (b, t))
+        return *whole.arrays(key), ids
+
+    forward, backward = (x * (t // DOCUMENT) for x in one.flops)
+    return Case(f"{whole.name}_documents", arrays, whole.bytes, (forward, backward))
+
+
+def ours_packed(q, k, v, ids):
+    return jaxkern.attention(q, k, v, causal=True, segment_ids=ids)
+
+
+def cudnn_packed(q, k, v, ids):
+    seen = ids[:, None, :, None] == ids[:, None, None, :]
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=seen, is_causal=True, implementation="cudnn"
     )
 
 
@@ -117,6 +142,13 @@ WINDOWED = benchmark(
     "attention_window", WINDOW, [case(1, 16384, 32, 8, 128, window=WINDOW)]
 )
 
+PACKED = Benchmark(
+    "attention_documents",
+    ours_packed,
+    [documents(1, 16384, 32, 8, 128), documents(4, 4096, 32, 8, 128)],
+    jax_peers={"cuDNN, mask": cudnn_packed},
+)
+
 
 def main(arguments):
-    return run(BENCHMARK, arguments) or run(WINDOWED, arguments)
+    return max(run(b, arguments) for b in (BENCHMARK, WINDOWED, PACKED))

@@ -45,7 +45,10 @@ BENCHMARK = Benchmark(
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch), "Liger": liger},
     sizes={
-        "row_norm_fwd": {"num_warps": (1, 2, 4, 8), "ROWS": (1, 2, 4, 8, 16)},
+        "row_norm_fwd": {
+            "num_warps": (1, 2, 4, 8),
+            "ROWS": (1, 2, 4, 8, 16, 32, 64),
+        },
         "long_row_norm_fwd": {"num_warps": (4, 8, 16, 32), "BLOCK": (2048, 4096, 8192)},
         "row_norm_bwd": {
             "num_warps": (4, 8, 16),

@@ -1,8 +1,9 @@
 """`python -m benchmarks tune OP...`: measures block sizes, writes the device's table.
 
 Each kernel is tried with every combination of its sizes at every shape of its
-benchmark. What beats the kernel's own rule by more than the noise is written, by the
-row's power of 2 and dtype, to `jaxkern/lowering/tuned/<device>.json` or to --out.
+benchmark, or at those that are named. What beats the kernel's own rule by more than the
+noise is written, by the row's power of 2 and dtype, to
+`jaxkern/lowering/tuned/<device>.json` or to --out.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import jax
 from rich.progress import Progress
 
 import jaxkern
-from benchmarks._gpu import CONSOLE, Benchmark, measure_jax, moving, num_sets
+from benchmarks._gpu import CONSOLE, Benchmark, Case, measure_jax, moving, num_sets
 from jaxkern.triton import block_sizes
 
 NOISE = 0.02
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tune")
     parser.add_argument("ops", nargs="+", help="names of benchmarks")
     parser.add_argument("--out", type=Path, default=TABLES, help="folder of the tables")
+    parser.add_argument("--shapes", nargs="*", help="names of cases")
+    parser.add_argument("--kernels", nargs="*", help="names in the benchmark's sizes")
     options = parser.parse_args(arguments)
     device = block_sizes.cuda_device()
     if device is None:
@@ -37,7 +40,13 @@ def main(arguments: Sequence[str]) -> int:
     table = dict(block_sizes.table(name))
     for op in options.ops:
         benchmark = importlib.import_module(f"benchmarks.{op}").BENCHMARK
-        for kernel, found in tune(benchmark).items():
+        trials = [
+            (case, kernel)
+            for case, kernel in itertools.product(benchmark.cases, benchmark.sizes)
+            if case.name in (options.shapes or [case.name])
+            and kernel in (options.kernels or [kernel])
+        ]
+        for kernel, found in tune(benchmark, trials).items():
             table[kernel] = table.get(kernel, {}) | found
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / f"{name}.json"
@@ -46,11 +55,12 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def tune(benchmark: Benchmark) -> dict[str, dict[str, dict[str, Any]]]:
+def tune(
+    benchmark: Benchmark, trials: Sequence[tuple[Case, str]]
+) -> dict[str, dict[str, dict[str, Any]]]:
     """{kernel: {key: sizes}} where measured sizes beat the rule."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     with Progress(console=CONSOLE, transient=True) as progress:
-        trials = list(itertools.product(benchmark.cases, benchmark.sizes))
         for case, kernel in progress.track(trials, description=benchmark.name):
             keys = jax.random.split(jax.random.key(0), num_sets(case))
             sets = [jax.jit(case.arrays)(k) for k in keys]

@@ -657,9 +657,7 @@ def check_shard_map(p: KernelPrimitive, case: Case) -> None:
 
 def label_is_cut(p: KernelPrimitive, operands: Sequence, i: int) -> bool:
     x = operands[i]
-    return (
-        x.ndim > len(p.operands[i].labels) and parts_of(x.shape[0]) > 1 and x.size > 0
-    )
+    return x.ndim > len(p.operands[i].labels) and parts_of(x.shape[0]) > 1
 
 
 def check_kernel_is_used(p: KernelPrimitive, case: Case) -> None:

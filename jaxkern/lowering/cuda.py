@@ -8,6 +8,7 @@ import functools
 
 from jaxkern.lowering.lower import lower
 from jaxkern.pallas.attention import flash_attention as hopper_attention
+from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.paged_attention import paged_attention_p
@@ -235,6 +236,14 @@ row(
     fwd=hopper_attention.attention_fwd,
     unless=hopper_attention.unsupported,
     slower=hopper_attention.slower,
+)
+row(
+    attention_p,
+    backend="mosaic_gpu",
+    fwd=None,
+    bwd=hopper_attention_bwd.attention_bwd,
+    unless=hopper_attention_bwd.unsupported_bwd,
+    slower=hopper_attention_bwd.slower_bwd,
 )
 row(
     attention_p,

@@ -111,6 +111,43 @@ static float worst_product(const Workers& workers, const Sizes& s, int64_t rows,
   return worst;
 }
 
+// The worst error of a gated product, or of one that is added to `residual`, beside the
+// plain product of the same kernel.
+static float worst_fused(const Workers& workers, const Sizes& s, int64_t x_rows, bool gated,
+                         bool int8) {
+  const int64_t rows = 64, y_rows = gated ? rows / 2 : rows, width = 3 * s.elements;
+  Buffer w(rows * 3 * s.bytes), x(x_rows * width * 4), plain(x_rows * rows * 4);
+  Buffer y(x_rows * y_rows * 4), residual(x_rows * y_rows * 4);
+  for (int64_t i = 0; i < rows * 3 * s.bytes; ++i) {
+    w.data[i] = (char)(0x20 + random_bits() % 16);
+  }
+  for (int64_t i = 0; i < x_rows * width; ++i) ((float*)x.data)[i] = random_float();
+  for (int64_t i = 0; i < x_rows * y_rows; ++i) {
+    ((float*)y.data)[i] = NAN;
+    ((float*)residual.data)[i] = random_float();
+  }
+  QuantizedMatmul p = {};
+  p.w = {(const uint8_t*)w.data, s.format, true, rows, width};
+  p.x = x.data, p.y = plain.data, p.int8_activations = int8;
+  p.x_rows = p.count = x_rows, p.rows_per_x = p.experts = 1;
+  if (!JAXKERN_ISA::kernels.quantized_matmul(p, workers)) return NAN;
+  p.y = y.data, p.gated = gated, p.residual = gated ? nullptr : residual.data;
+  if (!JAXKERN_ISA::kernels.quantized_matmul(p, workers)) return NAN;
+  float worst = 0;
+  for (int64_t m = 0; m < x_rows; ++m) {
+    for (int64_t f = 0; f < y_rows; ++f) {
+      const double first = ((float*)plain.data)[m * rows + f];
+      const double other = gated ? ((float*)plain.data)[m * rows + y_rows + f]
+                                 : ((float*)residual.data)[m * y_rows + f];
+      const double expected = gated ? first / (1 + exp(-first)) * other : first + other;
+      const double error = fabs(((float*)y.data)[m * y_rows + f] - expected);
+      const float relative = (float)(error / (fabs(expected) + 1e-12 * fabs(other)));
+      if (!(relative <= worst)) worst = relative;
+    }
+  }
+  return worst;
+}
+
 static float worst_attention(const Workers& workers, int64_t t, int64_t s, int64_t g,
                              int64_t h, int64_t hv, bool causal, int64_t window,
                              float softcap, bool codes) {
@@ -391,6 +428,16 @@ int main() {
                    (int)x_rows, interleaved, experts, int8,
                    worst_product(workers, s, rows, x_rows, interleaved, int8, experts));
           }
+        }
+      }
+    }
+  }
+  for (const Sizes& s : formats) {
+    for (int64_t x_rows : {1, 11}) {
+      for (bool gated : {false, true}) {
+        for (bool int8 : {false, true}) {
+          printf("fused %s x_rows=%d gated=%d rounded=%d %g\n", s.name, (int)x_rows, gated,
+                 int8, worst_fused(workers, s, x_rows, gated, int8));
         }
       }
     }

@@ -17,10 +17,14 @@ from jaxkern import (
     interleave,
     quantized_embedding,
     quantized_matmul,
+    quantized_matmul_add,
     quantized_matmul_id,
+    quantized_swiglu,
 )
 from jaxkern.cpu import cpu_call
 from jaxkern.cpu.cpu_call import missing
+from jaxkern.primitives.quant.fused_products import interleaved_swiglu_p
+from jaxkern.primitives.quant.interleaved_tensor import UNITS
 from tests.primitives.quant.block_bytes import QTYPES, weight
 
 BLOCKS = [q for q in QTYPES if q not in ("F32", "F16", "BF16")]
@@ -73,10 +77,61 @@ def test_products_with_rounded_activations(qtype):
 def test_products_of_every_format(qtype, compute_dtype):
     for f in (16, 37, 160):
         w, values = weight(qtype, f, 768)
-        tensors = [w] if f % 16 else [w, interleave(w)]
+        tensors = [w] if f % 16 or qtype not in UNITS else [w, interleave(w)]
         for rows in (1, 2, 3, 9, 140):
             for tensor in tensors:
                 assert_product(normal(rows, 768), tensor, values, compute_dtype)
+
+
+@pytest.mark.parametrize(
+    "rows, dtype, compute_dtype",
+    [(1, jnp.float32, jnp.int8), (9, jnp.bfloat16, jnp.int8), (3, jnp.float32, None)],
+)
+def test_gated_and_added_products(rows, dtype, compute_dtype):
+    w, values = weight("Q4_1", 96, 512)
+    x, residual = normal(rows, 512, dtype=dtype), normal(rows, 96, seed=1, dtype=dtype)
+    x64 = np.asarray(x, np.float64)
+    x64 = x64 if compute_dtype is None else rounded_to_int8(x64)
+    product, bound = x64 @ values.T, np.abs(x64) @ np.abs(values).T
+    eps = 2 * max(float(jnp.finfo(dtype).eps), 3e-7)
+    options = {"compute_dtype": compute_dtype}
+    y = quantized_matmul_add(x, interleave(w), residual, **options)
+    error = np.abs(np.asarray(y, np.float64) - product - np.asarray(residual))
+    assert (error <= eps * (bound + np.abs(residual))).all()
+    y = np.asarray(quantized_swiglu(x, interleave(w), **options), np.float64)
+    gate, up = product[:, :48], product[:, 48:]
+    expected = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
+    # silu grows by at most 1.1 a unit
+    bound = 1.1 * bound[:, :48] * np.abs(up) + np.abs(gate) * bound[:, 48:]
+    assert (np.abs(y - expected) <= eps * bound).all()
+
+
+def test_gated_products_under_vmap_and_sharded():
+    w = interleave(weight("Q4_0", 2, 64, 64)[0])
+    x = normal(2, 8, 64)
+
+    def product(x, w):
+        return quantized_swiglu(x, w, compute_dtype=jnp.int8)
+
+    mapped = jax.jit(jax.vmap(product)).lower(x, w).compile()
+    assert mapped.as_text().count('custom_call_target="jaxkern_quantized_matmul"') == 1
+    expected = [product(x[i], w[i]) for i in range(2)]
+    np.testing.assert_array_equal(mapped(x, w), expected)
+    mesh = jax.make_mesh((2, 2), ("f", "rows"))
+    tiles = w.tiles[0].reshape(2, 2, -1)
+
+    def of_tiles(x, tiles):
+        return interleaved_swiglu_p(
+            x, tiles, qtype="Q4_0", compute_dtype=jnp.dtype(jnp.int8)
+        )
+
+    cut = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in ((x[0], P("rows", None)), (tiles, P(None, "f", None)))
+    ]
+    compiled = jax.jit(of_tiles).lower(*cut).compile()
+    assert not COLLECTIVE.search(compiled.as_text())
+    np.testing.assert_array_equal(compiled(*cut).reshape(8, 32), expected[0])
 
 
 def test_explain_names_the_form_of_the_activations():

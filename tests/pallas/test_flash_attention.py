@@ -242,11 +242,21 @@ def test_refuses_in_words():
 
 
 def test_runs_by_default_where_it_was_measured():
-    def chosen(h):
-        q, k = (jax.ShapeDtypeStruct((1, 4096, n, h), "bfloat16") for n in (8, 2))
+    def chosen(h, t=4096, gradient=False):
+        q, k = (jax.ShapeDtypeStruct((1, t, n, h), "bfloat16") for n in (8, 2))
+
+        def f(q, k, v):
+            out: Any = attention(q, k, v, causal=True)
+            return out.sum()
+
         with compiling_for(90):
-            f = functools.partial(attention, causal=True)
+            f = jax.grad(f) if gradient else f
             return str(explain(f, q, k, k, platform="cuda"))
 
+    backward = "runs mosaic_gpu: pallas.attention.flash_attention_bwd"
     assert "runs mosaic_gpu: pallas.attention" in chosen(128)
-    assert "runs triton" in chosen(64) and "64 and 64 were not measured" in chosen(64)
+    assert "runs triton" in chosen(64) and "no gain was measured" in chosen(64)
+    assert backward in chosen(128, gradient=True)
+    few = chosen(128, 1024, gradient=True)
+    assert backward not in few and "1024" in few
+    assert "fewer than 4096 queries were not measured" in few

@@ -50,14 +50,14 @@ inline void prepare_row(const Activations& a, float* x, int64_t row, int64_t wid
     const float scale = largest / 127 + sum_of_lanes(poison);
     const float inverse = largest > 0 ? 127 / largest : 0;
     for (int at = 0; at < activation_block; at += group) {
-      I sums = {};
+      F sums = {};
       for (int i = at; i < at + group; i += lanes) {
         // adding 1.5 * 2**23 rounds to the nearest integer, which are then the low bits
-        const I rounded = (I)(load<F>(x + first + i) * inverse + 12582912.0f);
-        store(a.code + row * width + first + i, __builtin_convertvector(rounded, Codes));
-        sums += rounded - 0x4b400000;
+        const F shifted = load<F>(x + first + i) * inverse + 12582912.0f;
+        store(a.code + row * width + first + i, __builtin_convertvector((I)shifted, Codes));
+        sums += shifted - 12582912.0f;
       }
-      const int32_t sum = (int32_t)sum_of_lanes(to_float(sums));
+      const int32_t sum = scale == scale ? (int32_t)sum_of_lanes(sums) : 0;
       const int64_t g = row * groups + (first + at) / group;
       a.scale[g] = scale;
       a.code_sum[g] = sum;
@@ -300,7 +300,11 @@ inline void prepare(const QuantizedMatmul& p, const Activations& a, float* x32, 
   }
 }
 
-inline F silu(F z) { return z < -87.0f ? z * 0.0f : z / (1.0f + exp_of(-z)); }
+inline F silu(F z) {
+  F minus = z < -87.0f ? broadcast(87.0f) : -z;
+  minus = minus < -87.0f ? broadcast(-87.0f) : minus;
+  return z < -87.0f ? z * 0.0f : z / (1.0f + exp_of(minus));
+}
 
 // Writes 16 results of one row, or of the gate and the other half, to y.
 inline void finish(const QuantizedMatmul& p, const float* product, const float* other,

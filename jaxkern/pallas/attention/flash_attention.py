@@ -39,8 +39,10 @@ from jaxkern.triton.triton_call import compute_capability
 
 LOG2_E = math.log2(math.e)
 ROWS = 64  # queries of a consumer: those of one WGMMA
+SHORT = 8192  # keys in reach, up to which a causal tile has few blocks
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 SHARED_BYTES = 232_448 - 4096  # of a program; the rest is for barriers
+FASTER = {(96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton, measured
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -81,8 +83,9 @@ def unsupported(
 
 def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
     """Why "auto" leaves these operands to the next row, or None."""
-    if (query.shape[3], value.shape[3]) != (128, 128):
-        return f"head dims {query.shape[3]} and {value.shape[3]} were not measured"
+    if (query.shape[3], value.shape[3]) not in FASTER:
+        dims = f"head dims {query.shape[3]} and {value.shape[3]}"
+        return f"no gain was measured at {dims}"
     return slower_than_xla(query, key)
 
 
@@ -146,19 +149,23 @@ class Problem:
         return 2 * row > SHARED_BYTES
 
 
-def sizes(h: int, hv: int, causal: bool) -> dict[str, int]:
-    """By head dims; measured sizes go over them.
+def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
+    """By head dims, keys that a query reaches, and mask; measured sizes go over them.
 
-    Measured at 128 alone: there causal tiles, of uneven length, are best given to
-    the multiprocessors by the hardware, and even ones need no turns.
+    Long causal tiles are best given to the multiprocessors by the hardware. Where
+    they are short, what begins and ends a tile decides: a program takes several.
     """
     width = max(h, hv)
-    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, OVERLAP=1)
+    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2)
     if width <= 64:
         found["STAGES"] = 4
     elif width > 128:
         found["BLOCK_K"] = 64
-    return found | dict(TURNS=int(causal), PERSISTENT=int(not causal))
+    if not causal:
+        return found | dict(OVERLAP=1, TURNS=0, PERSISTENT=1)
+    if width <= 128 and reach <= SHORT:
+        return found | dict(OVERLAP=0, TURNS=0, PERSISTENT=1)
+    return found | dict(OVERLAP=1, TURNS=1, PERSISTENT=0)
 
 
 def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
@@ -290,9 +297,9 @@ def forward_kernel(
         def tile(i, at):
             batch, head, block = place(nth_tile(i, program, c), c)
             first, _, _, last = ranges(batch, block)
-            plgpu.barrier_wait(q_free)
             for w in range(c.consumers):
                 rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
+                plgpu.barrier_wait(q_free.at[w])
                 plgpu.copy_gmem_to_smem(
                     q_ref.at[batch, rows, head], q_smem.at[w], q_full.at[w]
                 )
@@ -314,7 +321,8 @@ def forward_kernel(
             return lax.fori_loop(0, last - first, step, at)
 
         lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
-        plgpu.barrier_wait(q_free)
+        for w in range(c.consumers):
+            plgpu.barrier_wait(q_free.at[w])
         for slot in range(c.stages):
             plgpu.barrier_wait(k_free.at[slot])
             plgpu.barrier_wait(v_free.at[slot])
@@ -322,7 +330,7 @@ def forward_kernel(
     @pl.when(me < c.consumers)
     def attend():
         plgpu.set_max_registers(232 if c.consumers == 2 else 160, action="increase")
-        plgpu.barrier_arrive(q_free)
+        plgpu.barrier_arrive(q_free.at[me])
         for slot in range(c.stages):
             plgpu.barrier_arrive(k_free.at[slot])
             plgpu.barrier_arrive(v_free.at[slot])
@@ -488,7 +496,7 @@ def forward_kernel(
             before = slot_of(at + count - 1)
             v = v_smem.at[before]
             if not c.out_in_query:
-                plgpu.barrier_arrive(q_free)
+                plgpu.barrier_arrive(q_free.at[me])
 
             def last_sum(acc_ref):
                 set_sum(acc_ref, acc)
@@ -521,7 +529,7 @@ def forward_kernel(
             )
             if c.out_in_query:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_free)
+                plgpu.barrier_arrive(q_free.at[me])
 
         lax.fori_loop(0, num_tiles, tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
@@ -553,7 +561,7 @@ def int32(x: jax.Array | None) -> jax.Array | None:
 def problem(query, key, value, scale, causal, window, softcap) -> Problem:
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
-    rule = sizes(h, hv, causal)
+    rule = sizes(h, hv, min(s, window or s), causal)
     width = next_power_of_2(max(h, hv))
     found = tuned("hopper_flash_attention", width, query.dtype, rule)
     c = Problem(
@@ -626,7 +634,7 @@ def attention_fwd(
     each = plgpu.Barrier(num_barriers=c.consumers)
     barriers = (
         each,  # queries are there
-        plgpu.Barrier(num_arrivals=c.consumers),  # and are not needed any more
+        each,  # and are not needed any more
         ring,  # keys
         free,
         ring,  # values

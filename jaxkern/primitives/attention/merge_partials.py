@@ -50,6 +50,32 @@ def merge_partials(
 def merge_partials_reference(
     out: Float[Array, "... p h"], lse: Float[Array, "... p"]
 ) -> tuple[Float[Array, "... h"], Float[Array, "..."]]:
+    weight, merged = weights(lse)
+    return jnp.sum(weight[..., None] * seen(out, lse), -2).astype(out.dtype), merged
+
+
+def merge_partials_bwd_reference(
+    out: Float[Array, "... p h"],
+    lse: Float[Array, "... p"],
+    dout: Float[Array, "... h"],
+    dlse: Float[Array, "..."],
+) -> tuple[Float[Array, "... p h"], Float[Array, "... p"]]:
+    """With w_p = exp(lse_p - lse), which is also the gradient of lse:
+
+    dout_p = w_p dout,   dlse_p = w_p (dout . (out_p - out) + dlse)
+    """
+    weight, merged = weights(lse)
+    dout = at_least_f32(dout)[..., None, :]
+    # `out` from its parts again: the one that was returned has been rounded
+    along = jnp.sum(dout * seen(out, lse), -1)
+    apart = along - jnp.sum(weight * along, -1, keepdims=True)
+    dlse = jnp.where(merged == -jnp.inf, 0, dlse)[..., None]
+    dparts = weight * (apart + dlse)
+    return (weight[..., None] * dout).astype(out.dtype), dparts.astype(lse.dtype)
+
+
+def weights(lse):
+    """exp(lse_p - lse) `[..., p]`, 0 where nothing was seen, and lse `[...]`."""
     lse = at_least_f32(lse)
     top = jnp.max(lse, axis=-1, keepdims=True, initial=-jnp.inf)
     # Any finite number is right here, so it has no gradient.
@@ -59,29 +85,7 @@ def merge_partials_reference(
     nothing = total == 0
     total = jnp.where(nothing, 1, total)
     merged = jnp.where(nothing, -jnp.inf, top + jnp.log(total))
-    weight = (weight / total)[..., None]
-    return jnp.sum(weight * seen(out, lse), -2).astype(out.dtype), merged[..., 0]
-
-
-def merge_partials_bwd_reference(
-    out: Float[Array, "... p h"],
-    lse: Float[Array, "... p"],
-    merged_out: Float[Array, "... h"],
-    merged_lse: Float[Array, "..."],
-    dout: Float[Array, "... h"],
-    dlse: Float[Array, "..."],
-) -> tuple[Float[Array, "... p h"], Float[Array, "... p"]]:
-    """With w_p = exp(lse_p - lse), which is also the gradient of lse:
-
-    dout_p = w_p dout,   dlse_p = w_p (dout . (out_p - out) + dlse)
-    """
-    lse32, dout = at_least_f32(lse), at_least_f32(dout)[..., None, :]
-    merged_lse = jnp.where(merged_lse == -jnp.inf, jnp.inf, merged_lse)  # then w = 0
-    weight = jnp.exp(lse32 - merged_lse[..., None])
-    apart = seen(out, lse32) - at_least_f32(merged_out)[..., None, :]
-    dlse = jnp.where(merged_lse == jnp.inf, 0, dlse)[..., None]
-    dparts = weight * (jnp.sum(dout * apart, -1) + dlse)
-    return (weight[..., None] * dout).astype(out.dtype), dparts.astype(lse.dtype)
+    return weight / total, merged[..., 0]
 
 
 def seen(out, lse):

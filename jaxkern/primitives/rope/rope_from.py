@@ -68,6 +68,11 @@ def rope_from_reference(
     rotary_dim: int,
     pairing: str,
 ) -> Float[Array, "... t n h"]:
+    if rotary_dim > x.shape[-1]:
+        raise TypeError(
+            f"rope_from: `x` has {x.shape[-1]} dims a head, fewer than rotary_dim "
+            f"{rotary_dim}."
+        )
     positions = offset + jnp.arange(x.shape[-3])
     cos, sin = rope_cos_sin(positions, rotary_dim, theta=theta)  # [t r]
     return rotate(x, cos, sin, pairing, cos.shape[-1])

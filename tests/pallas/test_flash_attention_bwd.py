@@ -1,0 +1,80 @@
+"""The Hopper gradients of attention on a machine without a GPU."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import attention, backend
+from jaxkern.pallas.attention import flash_attention_bwd as hopper
+from jaxkern.primitives.attention.attention import (
+    attention_bwd_reference,
+    attention_reference,
+)
+from jaxkern.triton.triton_call import compiling_for
+from tests.pallas.test_flash_attention import ABSENT, operands
+
+RNG = np.random.default_rng(1)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": dict(causal=True),
+    "all": {},
+    "everything": dict(
+        causal=True,
+        window=70,
+        kv_lengths=jnp.array([150, 0]),
+        q_offset=jnp.array([20, 60]),
+        softcap=3.0,
+        sinks=jnp.array([0.5, -2.0]),
+    ),
+    "segments": dict(
+        q_segment_ids=jnp.asarray(np.sort(RNG.integers(0, 3, (2, 70)), 1), jnp.int32),
+        kv_segment_ids=jnp.asarray(np.sort(RNG.integers(0, 4, (2, 150)), 1), jnp.int32),
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("h, hv", [(64, 64), (128, 96)])
+def test_gradients(name, h, hv):
+    """In the interpreter, against those of the reference in float32."""
+    given = dict(causal=False, window=None, softcap=None, scale=0.1) | OPTIONS[name]
+    arrays: Any = [given.pop(n, None) for n in ABSENT]
+    operand: Any = [*operands(2, 70, 150, 1, 2, h, hv), *arrays]
+
+    def wide(xs) -> Any:
+        return [
+            x.astype(jnp.float32) if x is not None and x.dtype == jnp.bfloat16 else x
+            for x in xs
+        ]
+
+    options: Any = given
+    out, lse = attention_reference(*wide(operand), **options)
+    dout = jnp.asarray(RNG.standard_normal(out.shape), jnp.bfloat16)
+    dlse = jnp.asarray(RNG.standard_normal(lse.shape), jnp.float32)
+    rest: Any = out.astype(jnp.bfloat16), lse, dout, dlse
+    wanted = (True, True, True, False, "sinks" in OPTIONS[name])
+    found = hopper.attention_bwd(
+        *operand, *rest, **options, wanted=wanted, interpret=True
+    )
+    expected = attention_bwd_reference(*wide(operand), *wide(rest), **options)
+    for i in np.flatnonzero(wanted):
+        y, e = found[i], expected[i]
+        y, e = np.asarray(y, np.float32), np.asarray(e)
+        assert y.shape == e.shape
+        assert np.linalg.norm(y - e) < 4e-3 * np.linalg.norm(e)
+
+
+def test_lowers_for_cuda_without_a_gpu():
+    q, k, v = operands(1, 300, 300, 2, 2, 128)
+
+    def loss(*x):
+        out: Any = attention(*x, causal=True)
+        return out.astype(jnp.float32).sum()
+
+    with compiling_for(90), backend("mosaic_gpu", strict=True):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 3

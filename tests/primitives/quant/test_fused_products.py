@@ -1,0 +1,78 @@
+"""Gated products and products that are added: one op equals the ops in turn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import interleave, quantized_matmul_add, quantized_swiglu
+from tests.checks import bf16, case, f32
+from tests.primitives.quant.block_bytes import quiet_bytes, weight
+
+CASES = {
+    "interleaved_swiglu": [
+        case("q4_1", x=f32(2, 64), tiles=quiet_bytes(2, 1, 640), qtype="Q4_1"),
+        case("q8_0_vector", x=bf16(32), tiles=quiet_bytes(2, 1, 544), qtype="Q8_0"),
+        case("empty", x=f32(0, 32), tiles=quiet_bytes(2, 1, 288), qtype="Q4_0"),
+    ],
+    "interleaved_matmul_add": [
+        case(
+            "q4_1",
+            x=f32(2, 64),
+            tiles=quiet_bytes(2, 640),
+            residual=f32(2, 2, 16),
+            qtype="Q4_1",
+        ),
+        case(
+            "q8_0_vector",
+            x=bf16(32),
+            tiles=quiet_bytes(1, 544),
+            residual=bf16(1, 16),
+            qtype="Q8_0",
+        ),
+    ],
+}
+for cases in CASES.values():
+    for one in cases:
+        one.arguments["compute_dtype"] = None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_formulas_in_float64(packed):
+    w, values = weight("Q4_K", 64, 256)
+    w = interleave(w) if packed else w
+    rng = np.random.default_rng(0)
+    x, residual = rng.normal(size=(3, 256)), rng.normal(size=(3, 64))
+    x32 = jnp.asarray(x, jnp.float32)
+    product = np.asarray(x32, np.float64) @ values.T
+    gate, up = product[:, :32], product[:, 32:]
+    y = quantized_swiglu(x32, w)
+    np.testing.assert_allclose(y, gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-3)
+    y = quantized_matmul_add(x32, w, jnp.asarray(residual, jnp.float32))
+    np.testing.assert_allclose(y, residual + product, rtol=1e-5, atol=1e-4)
+
+
+def test_int8_activations_have_a_straight_through_gradient():
+    w = interleave(weight("Q4_1", 32, 64)[0])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64)), jnp.float32)
+    residual = jnp.ones((2, 32))
+
+    def loss(x, residual, compute_dtype):
+        y = quantized_swiglu(x, w, compute_dtype=compute_dtype)
+        z = quantized_matmul_add(x, w, residual, compute_dtype=compute_dtype)
+        return jnp.sum(y) + 2 * jnp.sum(z)
+
+    exact = jax.grad(loss, (0, 1))(x, residual, None)
+    rounded = jax.grad(loss, (0, 1))(x, residual, jnp.int8)
+    np.testing.assert_array_equal(rounded[1], np.full((2, 32), 2.0))
+    np.testing.assert_allclose(rounded[0], exact[0], atol=0.05 * abs(exact[0]).max())
+
+
+def test_errors():
+    w = interleave(weight("Q4_0", 32, 32)[0])
+    with pytest.raises(TypeError, match=r"`residual` must be float32 \(1, 32\), got"):
+        quantized_matmul_add(jnp.ones((1, 32)), w, jnp.ones(32))
+    with pytest.raises(TypeError, match="dim `d` is 64 in `x` but 32 in `w`"):
+        quantized_swiglu(jnp.ones((1, 64)), w)
+    with pytest.raises(TypeError, match="even last dim"):
+        quantized_swiglu(jnp.ones((1, 32)), weight("Q4_0", 33, 32)[0])
