@@ -177,10 +177,12 @@ def error_norm(y: jax.Array, truth: jax.Array) -> jax.Array:
 def in_float64(f: Callable, args: tuple) -> Any:
     """`f` of the same numbers in float64, by the reference."""
     with jax.enable_x64(True), jaxkern.backend("xla"):
-        wide = [
-            x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            for x in args
-        ]
+        wide = jax.tree.map(
+            lambda x: (
+                x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            ),
+            args,
+        )
         return jax.jit(f)(*wide)
 
 

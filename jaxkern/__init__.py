@@ -25,6 +25,7 @@ from jaxkern.primitives.activation.softcap import softcap
 from jaxkern.primitives.activation.softmax import softmax
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.latent_attention import latent_attention
 from jaxkern.primitives.attention.mask import (
     block_mask,
     make_block_mask,
@@ -177,7 +178,11 @@ from jaxkern.primitives.turboquant.quantize_vectors import (
 )
 from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
 from jaxkern.primitives.turboquant.rotate import rotate, rotation_signs, unrotate
-from jaxkern.primitives.turboquant.vector_codec import IntCodec, TurboQuantCodec
+from jaxkern.primitives.turboquant.vector_codec import (
+    Float8Codec,
+    IntCodec,
+    TurboQuantCodec,
+)
 from jaxkern.primitives.vision.avg_pool import avg_pool
 from jaxkern.primitives.vision.conv2d import conv2d
 from jaxkern.primitives.vision.conv_transpose2d import conv_transpose2d
@@ -196,6 +201,7 @@ __all__ = [
     "AffineTensor",
     "DynamicScaling",
     "FP8Tensor",
+    "Float8Codec",
     "GGUFTensor",
     "IntCodec",
     "IntTensor",
@@ -272,6 +278,7 @@ __all__ = [
     "int8_matmul",
     "interleave",
     "l2_norm",
+    "latent_attention",
     "layer_norm",
     "layer_norm_2d",
     "linear",

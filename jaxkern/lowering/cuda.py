@@ -11,7 +11,11 @@ from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.attention.latent_attention import latent_attention_p
 from jaxkern.primitives.attention.paged_attention import paged_attention_p
+from jaxkern.primitives.attention.quantized_cache_attention import (
+    quantized_cache_attention_p,
+)
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.index.argmax import argmax_p
@@ -48,7 +52,12 @@ from jaxkern.primitives.sampling.sample import sample_p
 from jaxkern.primitives.turboquant.fwht import fwht_p
 from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
 from jaxkern.triton.activation import softmax
-from jaxkern.triton.attention import decode_attention, flash_attention
+from jaxkern.triton.attention import (
+    decode_attention,
+    decode_quantized,
+    flash_attention,
+    latent_attention,
+)
 from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, embedding, top_k
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
@@ -229,6 +238,16 @@ row(
     paged_attention_p,
     fwd=decode_attention.paged_attention_fwd,
     unless=decode_attention.unsupported_paged,
+)
+row(
+    quantized_cache_attention_p,
+    fwd=decode_quantized.quantized_cache_attention_fwd,
+    unless=decode_quantized.unsupported,
+)
+row(
+    latent_attention_p,
+    fwd=latent_attention.latent_attention_fwd,
+    unless=latent_attention.unsupported,
 )
 row(
     attention_p,

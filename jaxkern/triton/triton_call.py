@@ -35,10 +35,11 @@ try:
     from triton.experimental import gluon as gluon_package
     from triton.experimental.gluon import language as gluon_language
     from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language.nvidia import ampere
     from triton.language.extra import libdevice as device_library
 except ImportError:
     triton_package = language = gluon_package = gluon_language = None
-    device_library = None
+    device_library = ampere = None
     GPUTarget: Any = None
     ASTSource: Any = None
     GluonASTSource: Any = None
@@ -50,6 +51,7 @@ libdevice: Any = device_library
 jit: Any = triton.jit if triton else lambda f: f
 # Gluon is Triton with the layout of every tensor written out.
 gl: Any = gluon_language or SimpleNamespace(constexpr=None)
+mma_v2: Any = ampere.mma_v2 if ampere else None
 gluon_jit: Any = gluon_package.jit if gluon_package else lambda f: f
 constexpr_function: Any = triton.constexpr_function if triton else lambda f: f
 
@@ -112,6 +114,7 @@ class Launch(NamedTuple):
       constants: (name, value) of every `tl.constexpr` parameter.
       grid: number of programs along each of up to three axes.
       num_warps, num_stages: of one program.
+      max_registers: of one thread; None leaves it to the assembler.
     """
 
     kernel: Any
@@ -120,6 +123,7 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
     @property
     def name(self) -> str:
@@ -204,6 +208,7 @@ def compiled(launch: Launch, capability: int) -> Any:
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
         "enable_fp_fusion": True,
+        "maxnreg": launch.max_registers,
     }
     return triton.compile(source, GPUTarget("cuda", capability, 32), options)
 
@@ -237,6 +242,7 @@ def triton_call(
     grid: tuple[int, ...],
     num_warps: int = 4,
     num_stages: int = 3,
+    max_registers: int | None = None,
     aliases: tuple[tuple[int, int], ...] = (),
     **constants: Any,
 ) -> list[jax.Array]:
@@ -250,6 +256,7 @@ def triton_call(
       grid: number of programs along each of up to three axes.
       num_warps: warps of one program.
       num_stages: depth to which Triton pipelines loads in loops.
+      max_registers: of one thread, so that more programs run beside each other.
       aliases: pairs (operand, result) that share a buffer, counted without the lists.
       constants: values of the `tl.constexpr` parameters.
 
@@ -262,7 +269,13 @@ def triton_call(
         return [jnp.zeros(o.shape, o.dtype) for o in results]
     pointers = tuple(map(pointer_type, (*operands, *out)))
     launch = Launch(
-        kernel, pointers, tuple(constants.items()), grid, num_warps, num_stages
+        kernel,
+        pointers,
+        tuple(constants.items()),
+        grid,
+        num_warps,
+        num_stages,
+        max_registers,
     )
     shapes = tuple((o.shape, jnp.dtype(o.dtype)) for o in results)
     return triton_call_p.bind(*arrays, launch=launch, out=shapes, aliases=aliases)

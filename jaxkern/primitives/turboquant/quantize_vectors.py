@@ -31,7 +31,7 @@ def quantize_vectors(x: Float[Array, "... d"], codec: VectorCodec) -> QuantizedV
 
     Args:
       x: `[..., d]`, any float dtype. For a TurboQuantCodec d is a power of two.
-      codec: IntCodec or TurboQuantCodec.
+      codec: IntCodec, Float8Codec or TurboQuantCodec.
 
     Returns:
       QuantizedVectors of shape `[..., d]` with float32 scales.

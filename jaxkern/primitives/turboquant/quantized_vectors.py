@@ -31,7 +31,7 @@ class QuantizedVectors:
       codes: `[..., code_bytes]`, bits * d / 8 bytes. With 4 bits byte i has dim 2i in
         its low half, dim 2i + 1 in its high half; see vector_codec.py for the others.
       scales: `[..., groups]`, any float dtype.
-      codec: what the codes mean, an IntCodec or a TurboQuantCodec.
+      codec: what the codes mean, an IntCodec, Float8Codec or TurboQuantCodec.
     """
 
     codes: UInt8[Array, "... code_bytes"]

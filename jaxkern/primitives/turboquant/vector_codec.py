@@ -1,7 +1,8 @@
 """Codecs of vectors: x = scale * level(code), a scale per group of dims.
 
-`IntCodec` has evenly spaced levels, `TurboQuantCodec` those that are best for normal
-numbers, after a rotation that makes them so (https://arxiv.org/abs/2504.19874).
+`IntCodec` has evenly spaced levels, `Float8Codec` those of an 8-bit float, and
+`TurboQuantCodec` those that are best for normal numbers, after a rotation that makes
+them so (https://arxiv.org/abs/2504.19874).
 """
 
 import functools
@@ -9,6 +10,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,12 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import at_least_f32
+from jaxkern.primitives.quant.float8 import (
+    FLOAT8,
+    decode_float8,
+    encode_float8,
+    largest_float8,
+)
 from jaxkern.primitives.turboquant.fwht import hadamard_product
 from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook
 from jaxkern.primitives.turboquant.rotate import rotation_signs
@@ -58,9 +66,51 @@ class IntCodec:
     def levels(self, codes: UInt8[Array, "... d"], dtype) -> Float[Array, "... d"]:
         return codes.astype(dtype) - 2 ** (self.bits - 1)
 
+    def table(self) -> np.ndarray:
+        """The level of every code, `[2**bits]` float64."""
+        return np.arange(2.0**self.bits) - 2 ** (self.bits - 1)
+
     @property
     def top(self) -> int:
         return 2 ** (self.bits - 1) - 1
+
+
+@dataclass(frozen=True)
+class Float8Codec:
+    """8-bit floats: x = scale * q with |q| <= 448 in e4m3fn.
+
+        scale = max |x| / 448,    q = the nearest float, ties to even
+
+    The code is the float's bits. Small coordinates keep their relative precision of
+    1 / 16, where an IntCodec of 8 bits has steps of the largest one's 1 / 127.
+
+    Attributes:
+      group: how many neighbouring dims share a scale; None for all of a vector.
+    """
+
+    group: int | None = None
+
+    bits: ClassVar[int] = 8
+    form: ClassVar[str] = "e4m3fn"
+
+    def __post_init__(self):
+        check_group(self)
+
+    def signs(self, d: int) -> None:
+        """No rotation."""
+
+    def scales(self, x: Float[Array, "... g"]) -> Float[Array, "..."]:
+        return jnp.max(jnp.abs(x), axis=-1) / largest_float8(self.form)
+
+    def codes(self, z: Float[Array, "... d"]) -> UInt8[Array, "... d"]:
+        return encode_float8(z, self.form)
+
+    def levels(self, codes: UInt8[Array, "... d"], dtype) -> Float[Array, "... d"]:
+        return decode_float8(codes, self.form).astype(dtype)
+
+    def table(self) -> np.ndarray:
+        """The level of every code, `[256]` float64."""
+        return np.arange(256, dtype=np.uint8).view(FLOAT8[self.form]).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -123,10 +173,14 @@ class TurboQuantCodec:
             codes, lambda part, table: look_up(jnp.asarray(table, dtype), part)
         )
 
+    def table(self) -> np.ndarray:
+        """The level of every code, `[2**bits]` float64; of whole bits only."""
+        return np.asarray(self.codebook or lloyd_max_codebook(int(self.bits)))
+
     def by_part(self, x, f):
         """f(dims, levels) for the dims that have the same levels."""
         if self.bits != 2.25:
-            return f(x, self.codebook or lloyd_max_codebook(int(self.bits)))
+            return f(x, self.table())
         few = x.shape[-1] // 4
         parts = (x[..., :few], 3), (x[..., few:], 2)
         return jnp.concatenate(
@@ -134,7 +188,7 @@ class TurboQuantCodec:
         )
 
 
-VectorCodec = IntCodec | TurboQuantCodec
+VectorCodec = IntCodec | Float8Codec | TurboQuantCodec
 
 
 def nearest(

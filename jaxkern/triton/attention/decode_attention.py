@@ -9,6 +9,7 @@ cache, or a window, is spread as well as a full cache.
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -275,8 +276,13 @@ def merge_kernel(
     CHUNK: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
 ):
-    """The shares of one query of one head, weighted by exp2 of their log-sum-exp."""
-    row = tl.program_id(0).to(tl.int64)
+    """The shares of one query of one head, weighted by exp2 of their log-sum-exp.
+
+    VALUE_DIMS of its dims; each program finds the weights for itself.
+    """
+    PARTS: tl.constexpr = (HV + VALUE_DIMS - 1) // VALUE_DIMS
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
     every = tl.arange(0, ALL_SPLITS)
     lses = part_lse_ptr + row * SPLITS
     z = tl.load(lses + every, every < SPLITS, -float("inf"))
@@ -290,7 +296,7 @@ def merge_kernel(
         total += tl.exp2(sink - base)
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
-    dims = tl.arange(0, VALUE_DIMS)
+    dims = part * VALUE_DIMS + tl.arange(0, VALUE_DIMS)
     out = tl.zeros([VALUE_DIMS], tl.float32)
     for begin in tl.static_range(0, SPLITS, CHUNK):
         i = begin + tl.arange(0, CHUNK)
@@ -298,11 +304,12 @@ def merge_kernel(
         # loaded beside the sums, not after them: what nobody wrote is dropped here
         mask = (i < SPLITS)[:, None] & (dims < HV)[None, :]
         at = (row * SPLITS + i)[:, None] * HV + dims[None, :]
-        part = tl.load(parts_ptr + at, mask, 0.0)
-        part = tl.where((z != -float("inf"))[:, None], part, 0.0)
-        out += tl.sum(tl.exp2(z - base)[:, None] * part, 0)
+        sums = tl.load(parts_ptr + at, mask, 0.0)
+        sums = tl.where((z != -float("inf"))[:, None], sums, 0.0)
+        out += tl.sum(tl.exp2(z - base)[:, None] * sums, 0)
     tl.store(out_ptr + row * HV + dims, out / total, dims < HV)
-    tl.store(lse_ptr + row, tl.where(seen, base + tl.log2(total), top) / LOG2E)
+    lse = tl.where(seen, base + tl.log2(total), top) / LOG2E
+    tl.store(lse_ptr + row, lse, part == 0)
 
 
 def launch(
@@ -351,15 +358,6 @@ def launch(
         "q_offset_ptr": q_offset if causal or window is not None else None,
         "sinks_ptr": sinks if splits == 1 else None,
     }
-    results = {
-        "out_ptr": jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
-        "lse_ptr": jax.ShapeDtypeStruct((b, t, n), jnp.float32),
-    }
-    parts = {
-        "out_ptr": jax.ShapeDtypeStruct((b, t, n, splits, hv), jnp.float32),
-        "lse_ptr": jax.ShapeDtypeStruct((b, t, n, splits), jnp.float32),
-    }
-    value_dims = max(next_power_of_2(hv), 16)
     constants = {
         "T": t,
         "K": k,
@@ -380,55 +378,102 @@ def launch(
         "SPLITS": splits,
         "ROWS": max(next_power_of_2(t * n // k), 16),
         "DIMS": max(next_power_of_2(h), 16),
-        "VALUE_DIMS": value_dims,
+        "VALUE_DIMS": max(next_power_of_2(hv), 16),
     }
-    out, lse = sparse_call(
+    return run_and_merge(
         decode_attention_kernel,
-        (b * k * splits,),
+        b * k * splits,
         given,
-        results if splits == 1 else parts,
         constants | sizes,
+        jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
+        sinks,
     )
+
+
+def run_and_merge(
+    kernel: Any,
+    programs: int,
+    given: dict,
+    constants: dict,
+    out: jax.ShapeDtypeStruct,
+    sinks: jax.Array | None,
+) -> tuple:
+    """(out, lse) of a kernel that leaves SPLITS parts of each row, or of one part all.
+
+    Args:
+      kernel: writes `out_ptr` and `lse_ptr`.
+      programs: of it.
+      given: its operands.
+      constants: its constants and options.
+      out: `[b, t, n, hv]`.
+      sinks: for the merge; with one split the kernel has them.
+    """
+    *rows, hv = out.shape
+    splits = constants["SPLITS"]
+    results = {
+        "out_ptr": out,
+        "lse_ptr": jax.ShapeDtypeStruct((*rows,), jnp.float32),
+    }
     if splits == 1:
-        return out, lse
-    chunk = min(next_power_of_2(splits), 32)
+        return sparse_call(kernel, (programs,), given, results, constants)
+    parts = {
+        "out_ptr": jax.ShapeDtypeStruct((*rows, splits, hv), jnp.float32),
+        "lse_ptr": jax.ShapeDtypeStruct((*rows, splits), jnp.float32),
+    }
+    sums, lses = sparse_call(kernel, (programs,), given, parts, constants)
+    every = next_power_of_2(splits)
+    value_dims = max(next_power_of_2(hv), 16)
+    # many shares are loaded at once, so that their latency is paid once
+    chunk, dims = (every, min(value_dims, 32)) if every > 32 else (every, value_dims)
     merge = {
-        "N": n,
+        "N": rows[-1],
         "HV": hv,
         "LOG2E": LOG2E,
         "SPLITS": splits,
-        "ALL_SPLITS": next_power_of_2(splits),
+        "ALL_SPLITS": every,
         "CHUNK": chunk,
-        "VALUE_DIMS": value_dims,
-        "num_warps": min(max(chunk * value_dims // (16 * WARP), 1), 8),
+        "VALUE_DIMS": dims,
+        "num_warps": min(max(chunk * dims // (16 * WARP), 1), 8),
     }
-    given = {"parts_ptr": out, "part_lse_ptr": lse, "sinks_ptr": sinks}
-    return sparse_call(merge_kernel, (b * t * n,), given, results, merge)
+    given = {"parts_ptr": sums, "part_lse_ptr": lses, "sinks_ptr": sinks}
+    programs = math.prod(rows) * -(-hv // dims)
+    return sparse_call(merge_kernel, (programs,), given, results, merge)
 
 
-def decode(*operands: jax.Array | None, **options: Any) -> tuple:
-    """`launch`, where a vmap over sequences makes more sequences, not more launches."""
+def over_sequences(
+    launch: Callable,
+    caches: Sequence[int],
+    shared: Sequence[int],
+    *operands: jax.Array | None,
+    **options: Any,
+) -> tuple:
+    """`launch`, where a vmap over sequences makes more sequences, not more launches.
+
+    Args:
+      launch: takes operands, the query first, and options; returns arrays.
+      caches: operands that are too large to be copied for each sequence.
+      shared: operands without a dim of sequences.
+    """
     run = custom_vmap(functools.partial(launch, **options))
+    again = functools.partial(over_sequences, launch, caches, shared, **options)
 
     @run.def_vmap
     def batch(size, mapped, *operands):
-        query, *keys, _, _, _, sinks = mapped
-        paged = operands[3] is not None
-        if query and not sinks and keys == [not paged] * 2:
-            for_all = (1, 2, 6) if paged else (6,)  # what has no sequences
+        own = all(mapped[i] or operands[i] is None for i in caches)
+        if mapped[0] and own and not any(mapped[i] for i in shared):
 
             def fold(i, x):
-                if x is None or i in for_all:
+                if x is None or i in shared:
                     return x
                 x = x if mapped[i] else jnp.broadcast_to(x, (size, *x.shape))
                 return x.reshape(-1, *x.shape[2:])
 
-            out = decode(*(fold(i, x) for i, x in enumerate(operands)), **options)
+            out = again(*(fold(i, x) for i, x in enumerate(operands)))
             return tuple(y.reshape(size, -1, *y.shape[1:]) for y in out), (True, True)
 
         def one(moving):
             both = zip(moving, operands, strict=True)
-            return decode(*(x if m is None else m for m, x in both), **options)
+            return again(*(x if m is None else m for m, x in both))
 
         moving = [x if m else None for x, m in zip(operands, mapped, strict=True)]
         return jax.lax.map(one, moving), (True, True)
@@ -450,19 +495,13 @@ def attention_fwd(
     **options,
 ):
     del bias, mask, q_segment_ids, kv_segment_ids  # the row refuses them
-    return decode(query, key, value, None, kv_lengths, q_offset, sinks, **options)
+    operands = query, key, value, None, kv_lengths, q_offset, sinks
+    return over_sequences(launch, (1, 2), (6,), *operands, **options)
 
 
 def paged_attention_fwd(
     query, key_pages, value_pages, block_tables, kv_lengths, q_offset, sinks, **options
 ):
-    return decode(
-        query,
-        key_pages,
-        value_pages,
-        block_tables,
-        kv_lengths,
-        q_offset,
-        sinks,
-        **options,
-    )
+    pages = key_pages, value_pages, block_tables
+    operands = query, *pages, kv_lengths, q_offset, sinks
+    return over_sequences(launch, (), (1, 2, 6), *operands, **options)

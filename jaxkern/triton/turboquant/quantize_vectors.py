@@ -13,6 +13,7 @@ import numpy as np
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
 from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook
 from jaxkern.primitives.turboquant.vector_codec import (
+    Float8Codec,
     TurboQuantCodec,
     VectorCodec,
     code_bytes,
@@ -31,6 +32,8 @@ def unsupported(codec: VectorCodec, x: Any = None, **rest: Any) -> str | None:
     """A reason in words, or None."""
     d = x.shape[-1]
     size = group_size(codec, d)
+    if isinstance(codec, Float8Codec):
+        return "codes that are floats"
     if codec.bits not in WIDTHS:
         return f"codes of {codec.bits} bits lie in more than one plane of 2, 4, 8 bits"
     if d & (d - 1) or size & (size - 1) or not 8 <= d <= LONGEST:

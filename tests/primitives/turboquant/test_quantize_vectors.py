@@ -7,6 +7,7 @@ import pytest
 from scipy.linalg import hadamard
 
 from jaxkern import (
+    Float8Codec,
     IntCodec,
     QuantizedVectors,
     TurboQuantCodec,
@@ -184,7 +185,26 @@ def test_integers_by_hand(bits):
         np.testing.assert_array_equal(encoded.codes, q + 128)
 
 
-@pytest.mark.parametrize("codec", [TurboQuantCodec(3), IntCodec(4)], ids=str)
+def test_float8_rounds_as_ml_dtypes_and_keeps_the_largest():
+    x = normal(5, 32) * jnp.geomspace(1e-4, 1e3, 32)
+    encoded = quantize_vectors(x, Float8Codec(group=16))
+    groups = np.asarray(x).reshape(5, 2, 16)
+    scales = abs(groups).max(-1) / np.float32(448)
+    floats = (groups / scales[..., None]).astype(jnp.float8_e4m3fn)
+    np.testing.assert_allclose(encoded.scales, scales, rtol=1e-6)
+    np.testing.assert_array_equal(encoded.codes, floats.reshape(5, 32).view(np.uint8))
+    y = dequantize_vectors(encoded)
+    expected = floats.astype(np.float32) * scales[..., None]
+    np.testing.assert_allclose(y, expected.reshape(5, 32), rtol=1e-6)
+    np.testing.assert_array_equal(
+        Float8Codec().levels(jnp.arange(256, dtype=jnp.uint8), jnp.float32),
+        Float8Codec().table(),
+    )
+
+
+@pytest.mark.parametrize(
+    "codec", [TurboQuantCodec(3), IntCodec(4), Float8Codec()], ids=str
+)
 def test_zeros_come_back_as_zeros(codec):
     def round_trip(x):
         return dequantize_vectors(quantize_vectors(x, codec))

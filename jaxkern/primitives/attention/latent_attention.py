@@ -1,0 +1,161 @@
+"""Attention over one latent vector a token: its first dims are the value, all the key.
+
+The decode form of multi-head latent attention (https://arxiv.org/abs/2405.04434), with
+the up-projections of keys and values absorbed into query and output projections.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkern.primitives.attention.attention import (
+    attention_bwd_reference,
+    attention_reference,
+    per_sequence,
+)
+from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+
+
+def latent_attention(
+    query: Float[Array, "b t n h"],
+    latent: Float[Array, "b s h"],
+    *,
+    value_dim: int,
+    scale: float,
+    kv_lengths: Int[Array, " b"] | None = None,
+    q_offset: int | Int[Array, " b"] | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "b t n value_dim"] | tuple[Array, Array]:
+    """Attention of n heads over one cache whose rows are key and value at once.
+
+        attention(query, latent[:, :, None], latent[:, :, None, :value_dim], ...)
+
+    which would copy the values. DeepSeek's cache has 512 dims, and 64 rotated ones
+    behind them that are no part of the values: a kernel reads a row once for both.
+
+    Args:
+      query: `[b, t, n, h]`, any float dtype; per head the absorbed part of value_dim
+        dims, then the rotated part.
+      latent: `[b, s, h]`, any float dtype.
+      value_dim: how many of the h dims are the value, 1 to h.
+      scale: of the scores. That of the heads before they were absorbed, for DeepSeek's
+        (128 + 64)**-0.5 times its correction for long contexts; h does not tell it.
+      kv_lengths, q_offset, causal, window, softcap, return_lse: see `attention`.
+
+    Returns:
+      out: `[b, t, n, value_dim]`, dtype of query.
+      lse: `[b, t, n]`, only with return_lse.
+
+    Raises:
+      TypeError: a shape or dtype does not fit.
+      ValueError: an option out of range, or an ambiguous position of the queries.
+    """
+    op = "latent_attention"
+    for name, x, ndim in (("query", query, 4), ("latent", latent, 3)):
+        if len(x.shape) != ndim:
+            raise TypeError(f"{op}: `{name}` must have {ndim} dims, got {x.shape}.")
+    b, t, _, h = query.shape
+    s = latent.shape[1]
+    if not 1 <= value_dim <= h:
+        raise ValueError(f"{op}: value_dim is {value_dim}, not 1 to {h}.")
+    check_window(op, window)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap is {softcap}. Leave it out for no cap.")
+    positioned = causal or window is not None
+    if positioned and q_offset is None and kv_lengths is not None and t != s:
+        raise ValueError(
+            f"{op}: with kv_lengths and t != s the position of the queries is "
+            "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
+        )
+    out, lse = latent_attention_p(
+        query,
+        latent,
+        per_sequence("kv_lengths", kv_lengths, b),
+        per_sequence("q_offset", q_offset if positioned else None, b),
+        value_dim=int(value_dim),
+        scale=float(scale),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+    return (out, lse) if return_lse else out
+
+
+def latent_attention_reference(
+    query: Float[Array, "b t n h"],
+    latent: Float[Array, "b s h"],
+    kv_lengths: Int[Array, " b"] | None,
+    q_offset: Int[Array, " b"] | None,
+    *,
+    value_dim: int,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Float[Array, "b t n hv"], Float[Array, "b t n"]]:
+    return attention_reference(
+        query,
+        latent[:, :, None],
+        latent[:, :, None, :value_dim],
+        bias=None,
+        mask=None,
+        q_segment_ids=None,
+        kv_segment_ids=None,
+        kv_lengths=kv_lengths,
+        q_offset=q_offset,
+        sinks=None,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def latent_attention_bwd_reference(
+    query: Float[Array, "b t n h"],
+    latent: Float[Array, "b s h"],
+    kv_lengths: Int[Array, " b"] | None,
+    q_offset: Int[Array, " b"] | None,
+    out: Float[Array, "b t n hv"],
+    lse: Float[Array, "b t n"],
+    dout: Float[Array, "b t n hv"],
+    dlse: Float[Array, "b t n"],
+    *,
+    value_dim: int,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b s h"]]:
+    dquery, dkey, dvalue, _, _ = attention_bwd_reference(
+        query,
+        latent[:, :, None],
+        latent[:, :, None, :value_dim],
+        bias=None,
+        mask=None,
+        q_segment_ids=None,
+        kv_segment_ids=None,
+        kv_lengths=kv_lengths,
+        q_offset=q_offset,
+        sinks=None,
+        out=out,
+        lse=lse,
+        dout=dout,
+        dlse=dlse,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+    rest = [(0, 0), (0, 0), (0, latent.shape[-1] - value_dim)]
+    return dquery, dkey[:, :, 0] + jnp.pad(dvalue[:, :, 0], rest)
+
+
+latent_attention_p = kernel_primitive(
+    latent_attention_reference,
+    bwd=latent_attention_bwd_reference,
+    replicated=("t", "s", "h", "hv"),  # as in attention
+)

@@ -1,0 +1,142 @@
+"""The row of decode over quantised caches without a GPU: refusals, tables, sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import (
+    Float8Codec,
+    IntCodec,
+    QuantizedVectors,
+    TurboQuantCodec,
+    explain,
+    quantized_cache_attention,
+)
+from jaxkern.primitives.turboquant.vector_codec import decode_levels, pack, planes
+from jaxkern.triton import triton_call as bridge
+from jaxkern.triton.attention.decode_quantized import tables_of
+from jaxkern.triton.triton_call import compiling_for
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+TURBO8, TURBO4, INT4 = TurboQuantCodec(8), TurboQuantCodec(4), IntCodec(4, group=32)
+OTHER8 = TurboQuantCodec(8, codebook=tuple(float(i) for i in range(256)))
+
+
+def cache(shape, codec):
+    if codec is None:
+        return jnp.zeros(shape, jnp.bfloat16)
+    return QuantizedVectors.zeros(shape, codec)
+
+
+def explained(key_codec, value_codec, b=1, t=1, s=40, k=2, g=1, h=128, **options):
+    query = jnp.zeros((b, t, k * g, h), jnp.bfloat16)
+    key, value = (cache((b, s, k, h), c) for c in (key_codec, value_codec))
+    f = lambda *x: quantized_cache_attention(*x, **options)  # noqa: E731
+    return explain(f, query, key, value, platform="cuda")
+
+
+def launches_of(*args, **options):
+    launches = [y for row in explained(*args, **options).rows for y in row.launches]
+    return [y for y in launches if "decode" in y.name or "merge" in y.name]
+
+
+@pytest.mark.parametrize(
+    "codecs, options, reason",
+    [
+        ((TURBO4, TURBO4), dict(t=9), "9 queries, more than 8"),
+        ((TURBO4, TURBO4), dict(h=32), "head dim 32 of `key` is none of"),
+        ((IntCodec(2), TURBO4), dict(h=64), "less than a word for each lane"),
+        ((TurboQuantCodec(2.25), TURBO4), {}, "codes of 2.25 bits in `key`"),
+        ((TURBO4, IntCodec(7)), {}, "codes of 7 bits in `value`"),
+        ((TURBO8, OTHER8), {}, "two codecs of 8 bits with different levels"),
+        ((TURBO4, TURBO4), dict(mask=jnp.ones((1, 40), bool)), "`mask` is not in"),
+        ((TURBO4, TURBO4), dict(s=0), "`key_codes` is empty"),
+    ],
+)
+def test_refusals_in_words(codecs, options, reason):
+    text = str(explained(*codecs, **options))
+    assert reason in text and "quantized_decode_kernel" not in text
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [IntCodec(b) for b in (2, 3, 4, 5, 6)] + [TURBO4, TURBO8, Float8Codec()],
+    ids=str,
+)
+def test_lookups_give_the_levels_that_codes_mean(codec):
+    """Fields of packed words, as the kernel takes them, are entries of the table."""
+    d, bits = 128, int(codec.bits)
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (3, d)).astype(np.uint8)
+    packed = np.asarray(pack(jnp.asarray(codes), planes(codec, d)))
+    with compiling_for(80):  # later GPUs convert float8 themselves
+        both = tables_of(codec, codec)
+        other = tables_of(codec, TurboQuantCodec(3))
+    assert both is not None and both[1][1] is None  # one table for both
+    for tables in (both, other):
+        assert tables is not None
+        (width, second, together), table = tables[0]
+        assert table is not None
+        main = packed[:, : d * width // 8]
+        rest = packed[:, d * width // 8 :]
+
+        def field(row, i, size):
+            number = int.from_bytes(row.tobytes(), "little")
+            return number >> (size * i) & (1 << size) - 1
+
+        found = np.zeros((3, d))
+        for r in range(3):
+            for i in range(d // together):
+                index = field(main[r], i, width * together)
+                if second:
+                    extra = field(rest[r], i, second * together)
+                    index |= extra << width * together
+                word = table[index].view(np.uint32)
+                halves = np.array([word & 0xFFFF, word >> 16], np.uint16)
+                floats = halves.view(np.float16)[:together]
+                found[r, i * together : (i + 1) * together] = floats
+        levels = decode_levels("test", jnp.asarray(packed), 1, codec, jnp.float32)
+        np.testing.assert_array_equal(found, np.float16(levels).reshape(3, d))
+
+
+FORMS = {
+    "turbo4": (TURBO4, TURBO4, {}),
+    "int8": (IntCodec(8), IntCodec(8), dict(s=5000, g=4)),
+    "float8": (Float8Codec(), Float8Codec(), dict(s=5000, g=4)),
+    "int4 by 32": (INT4, INT4, dict(s=5000, g=4, causal=True, t=8)),
+    "turbo8 turbo4": (TURBO8, TURBO4, dict(s=5000, softcap=3.0)),
+    "turbo3": (TurboQuantCodec(3), TurboQuantCodec(3), dict(h=256)),
+    "int6 none": (IntCodec(6), None, dict(g=3, causal=True, window=7, t=2)),
+    "none turbo8": (None, TURBO8, dict(k=3, g=2)),
+}
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(x, id=n, marks=[] if n == "turbo4" else [pytest.mark.full])
+        for n, x in FORMS.items()
+    ],
+)
+def test_kernels_compile_and_do_not_spill(form, capability):
+    *codecs, options = form
+    with compiling_for(capability):
+        launches = launches_of(*codecs, **options)
+        assert launches[0].name == "quantized_decode_kernel"
+        for launch in launches:
+            assert launch.stack_bytes == 0, launch.describe()
+            assert launch.shared_bytes <= bridge.max_shared_bytes()
+            if "q" in launch.name:
+                assert "HMMA" in launch.sass and "LDG.E.128" in launch.sass
+
+
+def test_a_vmap_of_sequences_is_one_launch():
+    query = jnp.zeros((5, 1, 1, 2, 128), jnp.bfloat16)
+    key = QuantizedVectors.zeros((5, 1, 30, 2, 128), IntCodec(8))
+    f = jax.vmap(quantized_cache_attention)
+    [row] = explain(f, query, key, key, platform="cuda").rows
+    [launch] = row.launches
+    assert launch.grid == (5,)
