@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxkern
+import jaxkern.lowering.cuda
 from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive
 
 FOLDER = Path(__file__).parent / "operators"
