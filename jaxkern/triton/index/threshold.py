@@ -83,19 +83,3 @@ def largest_threshold(keys, weight, target, most, low, high):
         )
         low, high, at_low = narrowed(low, high, step, target, at_low, s1, s2, s3, s4)
     return low.to(tl.int32)
-
-
-@jit
-def order_within(chosen):
-    """How many are chosen before each element of a matrix, row after row."""
-    one = chosen.to(tl.int32)
-    rows = tl.sum(one, 1)
-    return tl.cumsum(one, 1) - one + (tl.cumsum(rows, 0) - rows)[:, None]
-
-
-@jit
-def threshold_of_few(keys, weight, target, low):
-    """The largest key t where the keys >= t weigh `target`, but not below `low`."""
-    above = tl.where(keys[None, :] >= keys[:, None], weight[None, :], 0.0)
-    enough = tl.sum(above, 1) >= target
-    return tl.maximum(tl.max(tl.where(enough, keys, low), 0), low)

@@ -16,11 +16,7 @@ import jax.numpy as jnp
 
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
-from jaxkern.triton.index.threshold import (
-    largest_threshold,
-    order_within,
-    ordered_bits,
-)
+from jaxkern.triton.index.threshold import largest_threshold, ordered_bits
 from jaxkern.triton.triton_call import jit, tl, triton_call
 
 CHUNK = 4096  # elements of one program of the first launch
@@ -65,6 +61,14 @@ def maxima_kernel(
     x = tl.load(x_ptr + row * V + at, at < V, -float("inf")).to(tl.float32)
     out = maxima_ptr + row * PARTS + part[:, None]
     tl.store(out, tl.max(ordered_bits(x), 1, keep_dims=True), part[:, None] < PARTS)
+
+
+@jit
+def order_within(chosen):
+    """How many are chosen before each element of a matrix, row after row."""
+    one = chosen.to(tl.int32)
+    rows = tl.sum(one, 1)
+    return tl.cumsum(one, 1) - one + (tl.cumsum(rows, 0) - rows)[:, None]
 
 
 @jit

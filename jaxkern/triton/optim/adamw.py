@@ -33,19 +33,10 @@ def unsupported(learning_rate: Any, step: Any, **named: Any) -> str | None:
 
 @jit
 def of_leaf(of_each, program, BEGINS: tl.constexpr):
-    """The entry of this program's leaf: tuples take no index known at run time only.
-
-    Of 300 leaves only the 16 around it are looked at, the others are jumped over.
-    """
-    COUNT: tl.constexpr = len(BEGINS)
+    """The entry of this program's leaf: tuples take no index known at run time only."""
     found = of_each[0]
-    for first in tl.static_range(0, COUNT, 16):
-        here = program >= BEGINS[first]
-        if first + 16 < COUNT:
-            here = here & (program < BEGINS[first + 16])
-        if here:
-            for k in tl.static_range(first, min(first + 16, COUNT)):
-                found = tl.where(program >= BEGINS[k], of_each[k], found)
+    for k in tl.static_range(1, len(BEGINS)):
+        found = tl.where(program >= BEGINS[k], of_each[k], found)
     return found
 
 

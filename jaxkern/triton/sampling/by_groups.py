@@ -2,8 +2,8 @@
 
 The first launch writes the largest logit of every GROUP. At least k logits are not
 below the k-th of these, so the k largest logits lie in groups that are not below it
-either: the second launch, one program a row, reads those into registers, lists the
-FEW that can be among the k largest, and cuts and draws among these.
+either: the second launch, one program a row, reads those into registers, cuts and
+draws.
 """
 
 from typing import Any
@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
-from jaxkern.triton.index.threshold import (
-    largest_threshold,
-    order_within,
-    ordered_bits,
-    threshold_of_few,
-)
+from jaxkern.triton.index.threshold import largest_threshold, ordered_bits
 from jaxkern.triton.sampling.weights import (
     CHUNK,
     LOWEST,
@@ -36,76 +31,6 @@ from jaxkern.triton.triton_call import jit, sparse_call, tl
 
 GROUP = 32  # logits of which the largest is written
 CANDIDATES = 256  # groups in registers
-ENOUGH = 96  # groups at which their search stops; they hold a few logits more
-FEW = 128  # logits that are compared each with each
-
-
-@jit
-def draw_from_few(
-    row_ptr,
-    list_ptr,
-    count,
-    u,
-    asked,
-    share,
-    best,
-    slope,
-    cut,
-    least,
-    FEW: tl.constexpr,
-):
-    """The token among those listed in the order of the row; `cut` is below top_k's."""
-    slot = tl.arange(0, FEW)
-    token = tl.load(list_ptr + slot, slot < count, 0)
-    x = load_logits(row_ptr, token, slot < count)
-    keys = ordered_bits(x)
-    each = (slot < count).to(tl.float32)
-    cut = threshold_of_few(keys, each, asked, cut)
-    weight = weight_of(x, best, slope)
-    if share < 1:
-        weight = tl.where((slot < count) & (keys >= cut), weight, 0.0)
-        target = mass_of_top_p(share, tl.sum(weight, 0))
-        cut = threshold_of_few(keys, weight, target, cut)
-    kept = tl.where(slot < count, kept_weight(x, best, slope, cut, least), 0.0)
-    it = first_beyond(kept, u * tl.sum(kept, 0), FEW)
-    return tl.sum(tl.where(slot == it, token, 0), 0)
-
-
-@jit
-def draw_from_groups(
-    row_ptr,
-    listed,
-    x,
-    inside,
-    u,
-    asked,
-    share,
-    best,
-    slope,
-    cut,
-    least,
-    TOP_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    V: tl.constexpr,
-):
-    """The token among the logits x `[CANDIDATES, GROUP]` of the listed groups."""
-    keys = ordered_bits(x)
-    high = ordered_bits(best) + 1
-    if TOP_K:
-        each = inside.to(tl.float32)
-        cut = largest_threshold(keys, each, asked, asked, cut, high)
-    if share < 1:
-        weight = tl.where(keys >= cut, weight_of(x, best, slope), 0.0)
-        target = mass_of_top_p(share, tl.sum(tl.sum(weight, 1), 0))
-        cut = largest_threshold(keys, weight, target, target, cut, high)
-    slot = tl.arange(0, CANDIDATES)
-    kept = tl.sum(kept_weight(x, best, slope, cut, least), 1)
-    goal = u * tl.sum(kept, 0)
-    it = first_beyond(kept, goal, CANDIDATES)
-    goal -= tl.sum(tl.where(slot < it, kept, 0.0), 0)
-    start = tl.sum(tl.where(slot == it, listed, 0), 0) * GROUP
-    return token_in(row_ptr, start, goal, best, slope, cut, least, GROUP, V)
 
 
 @jit
@@ -118,15 +43,12 @@ def draw_by_groups_kernel(
     min_p_ptr,
     largest_ptr,
     token_ptr,
-    groups_ptr,
-    few_ptr,
+    list_ptr,
     V: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
     GROUP: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    ENOUGH: tl.constexpr,
-    FEW: tl.constexpr,
     LOWEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -156,74 +78,33 @@ def draw_by_groups_kernel(
         least_of = tl.min(tl.where(present, best_of, 0x7FFFFFFF), 0)
         low = tl.where(asked <= PARTS, least_of, cut)
         one = present.to(tl.float32)
-        cut = largest_threshold(best_of, one, asked, ENOUGH, low, high)
+        cut = largest_threshold(best_of, one, asked, CANDIDATES, low, high)
     chosen = (best_of >= cut) & (group < PARTS)
     count = tl.sum(chosen.to(tl.int32), 0)
     if count <= CANDIDATES:
-        groups_ptr += row * CANDIDATES
-        tl.store(groups_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, chosen)
+        list_ptr += row * CANDIDATES
+        tl.store(list_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, chosen)
         tl.debug_barrier()
         slot = tl.arange(0, CANDIDATES)
-        listed = tl.load(groups_ptr + slot, slot < count, 0)
+        listed = tl.load(list_ptr + slot, slot < count, 0)
         at = listed[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         inside = (slot < count)[:, None] & (at < V)
         x = load_logits(row_ptr, at, inside)
-        if top_k_ptr is None:
-            token = draw_from_groups(
-                row_ptr,
-                listed,
-                x,
-                inside,
-                u,
-                asked,
-                share,
-                best,
-                slope,
-                cut,
-                least,
-                False,
-                GROUP,
-                CANDIDATES,
-                V,
-            )
-        else:
-            likely = inside & (ordered_bits(x) >= cut)
-            count = tl.sum(tl.sum(likely.to(tl.int32), 1), 0)
-            if count <= FEW:
-                few_ptr += row * FEW
-                tl.store(few_ptr + order_within(likely), at, likely)
-                tl.debug_barrier()
-                token = draw_from_few(
-                    row_ptr,
-                    few_ptr,
-                    count,
-                    u,
-                    asked,
-                    share,
-                    best,
-                    slope,
-                    cut,
-                    least,
-                    FEW,
-                )
-            else:
-                token = draw_from_groups(
-                    row_ptr,
-                    listed,
-                    x,
-                    inside,
-                    u,
-                    asked,
-                    share,
-                    best,
-                    slope,
-                    cut,
-                    least,
-                    True,
-                    GROUP,
-                    CANDIDATES,
-                    V,
-                )
+        keys = ordered_bits(x)
+        if top_k_ptr is not None:
+            each = inside.to(tl.float32)
+            cut = largest_threshold(keys, each, asked, asked, cut, high)
+        if top_p_ptr is not None:
+            if share < 1:
+                weight = tl.where(keys >= cut, weight_of(x, best, slope), 0.0)
+                target = mass_of_top_p(share, tl.sum(tl.sum(weight, 1), 0))
+                cut = largest_threshold(keys, weight, target, target, cut, high)
+        kept = tl.sum(kept_weight(x, best, slope, cut, least), 1)
+        goal = u * tl.sum(kept, 0)
+        it = first_beyond(kept, goal, CANDIDATES)
+        goal -= tl.sum(tl.where(slot < it, kept, 0.0), 0)
+        start = tl.sum(tl.where(slot == it, listed, 0), 0) * GROUP
+        token = token_in(row_ptr, start, goal, best, slope, cut, least, GROUP, V)
     else:
         token = draw_from_memory(
             row_ptr,
@@ -246,18 +127,14 @@ def draw_by_groups(draw: dict, options: dict) -> Any:
     logits, temperature = draw["logits_ptr"], draw["temperature_ptr"]
     *_, v = logits.shape
     rows, groups = logits.size // v, -(-v // GROUP)
-    sizes = {"GROUP": GROUP, "CANDIDATES": CANDIDATES, "FEW": FEW}
-    sizes |= {"ENOUGH": ENOUGH, "CHUNK": CHUNK}
-    token, *_ = sparse_call(
+    sizes = {"GROUP": GROUP, "CANDIDATES": CANDIDATES, "CHUNK": CHUNK}
+    token, _ = sparse_call(
         draw_by_groups_kernel,
         (rows,),
         draw | options | stats(logits, temperature, GROUP, "largest_ptr"),
         {
             "token_ptr": jax.ShapeDtypeStruct((rows,), jnp.int32),
-            "groups_ptr": jax.ShapeDtypeStruct((rows, CANDIDATES), jnp.int32),
-            "few_ptr": None
-            if options["top_k_ptr"] is None
-            else jax.ShapeDtypeStruct((rows, FEW), jnp.int32),
+            "list_ptr": jax.ShapeDtypeStruct((rows, CANDIDATES), jnp.int32),
         },
         {"V": v, "PARTS": groups, "N": next_power_of_2(groups), "LOWEST": LOWEST}
         | sizes
