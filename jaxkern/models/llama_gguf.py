@@ -19,14 +19,13 @@ from jaxkern import (
     LinearScaling,
     YarnScaling,
     dequantize,
-    interleave,
 )
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import GGUFError, GGUFFile
 from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices, Matrix
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
-from jaxkern.primitives.quant.interleaved_tensor import ROWS
+from jaxkern.primitives.quant.interleaved_tensor import ROWS, UNITS, interleaved
 from jaxkern.primitives.rope.rope import Pairing
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
 
@@ -263,9 +262,11 @@ def interleaved_matrices(
         if qtype in FLOAT_TYPES:
             parts.append(expand([jax.device_put(rows)], rows.dtype))
             continue
-        w = GGUFTensor(rows, qtype)
-        w = interleave(w) if rows.shape[0] % ROWS == 0 else w
-        parts.append(jax.tree.map(memory.place, w))
+        if qtype in UNITS and rows.shape[0] % ROWS == 0:
+            tiles = memory.place(interleaved(rows, qtype))
+            parts.append(InterleavedTensor(tiles, qtype))
+        else:
+            parts.append(GGUFTensor(memory.place(rows), qtype))
     for name in names:
         file.forget(name)
     return tuple(parts)

@@ -6,6 +6,7 @@ lanes. The bytes are those of the file in another order.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +83,7 @@ def interleave(w: GGUFTensor) -> InterleavedTensor:
     """The same weights with 16 rows side by side.
 
     Args:
-      w: `[..., f, d]` of a block format, f a multiple of 16. Where its blocks are a
-        numpy array, so are the tiles: the host does it, and nothing is compiled.
+      w: `[..., f, d]` of a block format, f a multiple of 16.
 
     Raises:
       TypeError: w is no matrix, f is no multiple of 16, or the format has no blocks.
@@ -105,10 +105,12 @@ def tile_width(op: str, qtype: str, tile_bytes: int) -> int:
     return elements_per_row(op, qtype, tile_bytes // ROWS)
 
 
-def interleaved(
-    blocks: UInt8[Array, "... f row_bytes"], qtype: str
-) -> UInt8[Array, "... u tile_bytes"]:
-    xp = np if isinstance(blocks, np.ndarray) else jnp
+def interleaved[Blocks: (jax.Array, np.ndarray)](blocks: Blocks, qtype: str) -> Blocks:
+    """Tiles `[..., u, tile_bytes]` of rows `[..., f, row_bytes]`, uint8.
+
+    The host does it where the rows are a numpy array: nothing is compiled.
+    """
+    xp: Any = np if isinstance(blocks, np.ndarray) else jnp
     *lead, f, row_bytes = blocks.shape
     size = BLOCK_FORMATS[qtype].bytes
     n = row_bytes // size
