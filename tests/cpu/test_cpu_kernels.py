@@ -23,11 +23,12 @@ from jaxkern import (
 )
 from jaxkern.cpu import cpu_call
 from jaxkern.cpu.cpu_call import missing
+from jaxkern.cpu.quant.quantized_matmul import WITHOUT_KERNEL
 from jaxkern.primitives.quant.fused_products import interleaved_swiglu_p
 from jaxkern.primitives.quant.interleaved_tensor import UNITS
 from tests.primitives.quant.block_bytes import QTYPES, weight
 
-BLOCKS = [q for q in QTYPES if q not in ("F32", "F16", "BF16")]
+BLOCKS = [q for q in QTYPES if q not in ("F32", "F16", "BF16", *WITHOUT_KERNEL)]
 COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute")
 
 

@@ -249,10 +249,8 @@ inline void weigh(const Attention& p, const Rows& k, const Rows& v, Range seen, 
   F most = broadcast(-INFINITY);
   for (int j = 0; j < key_block; j += lanes) {
     F x = load<F>(s + j);
-    if (p.softcap > 0) {  // tanh(y) = 1 - 2 / (e**2y + 1)
-      F y = x * (2 / p.softcap);
-      y = y > 80.0f ? broadcast(80.0f) : y;
-      const F capped = p.softcap - 2 * p.softcap / (exp_of(y) + 1.0f);
+    if (p.softcap > 0) {
+      const F capped = p.softcap * tanh_of(x * (1 / p.softcap));
       x = x == broadcast(-INFINITY) ? x : capped;
       store(s + j, x);
     }
