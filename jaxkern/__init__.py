@@ -124,6 +124,7 @@ from jaxkern.primitives.quant.fp8 import quantize_fp8
 from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.fused_products import (
     quantized_matmul_add,
+    quantized_rms_norm_matmul,
     quantized_swiglu,
 )
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
@@ -317,6 +318,7 @@ __all__ = [
     "quantized_matmul",
     "quantized_matmul_add",
     "quantized_matmul_id",
+    "quantized_rms_norm_matmul",
     "quantized_swiglu",
     "release_pages",
     "requantize",

@@ -21,6 +21,7 @@ HANDLERS = (
     "quantized_matmul",
     "quantized_matmul_add",
     "quantized_matmul_id",
+    "rms_norm_matmul",
     "quantized_embedding",
     "attention",
     "argmax",

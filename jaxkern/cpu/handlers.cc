@@ -37,11 +37,18 @@ bool weights_of(std::string_view qtype, bool interleaved, int64_t rows, int64_t 
   return false;
 }
 
+struct Around {  // what precedes and follows a product; null or 0: nothing
+  const ffi::AnyBuffer *residual, *norm;
+  float eps;
+  bool gated;
+};
+
 // x [rows, d], w [f, row_bytes] or tiles -> y [rows, f], or [rows, f / 2] if gated
 ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                    const ffi::AnyBuffer* residual, ffi::Result<ffi::AnyBuffer> y,
-                    std::string_view qtype, bool interleaved, bool int8_activations,
-                    bool gated) {
+                    ffi::Result<ffi::AnyBuffer> y, std::string_view qtype,
+                    bool interleaved, bool int8_activations, Around extra) {
+  const bool gated = extra.gated;
+  const ffi::AnyBuffer *residual = extra.residual, *norm = extra.norm;
   const auto x_dims = x.dimensions(), w_dims = w.dimensions(), y_dims = y->dimensions();
   const size_t rank = x_dims.size();
   const int64_t halves = gated ? 2 : 1;
@@ -59,10 +66,15 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    residual->dimensions()[rank - 1] != y_dims[rank - 1])) {
     return invalid("quantized_matmul: the residual does not fit");
   }
+  if (norm && (norm->element_type() != ffi::F32 || norm->dimensions().size() != rank - 1 ||
+               norm->dimensions()[rank - 2] != p.w.width)) {
+    return invalid("quantized_matmul: the weight of the norm does not fit");
+  }
   PoolWorkers workers(pool);
   const Batch batch(y_dims, rank - 2);
   p.int8_activations = int8_activations;
   p.gated = gated;
+  p.eps = extra.eps;
   p.x_rows = p.count = x_dims[rank - 2];
   p.experts = p.rows_per_x = 1;
   const int64_t size = item_size(p.x_type), w_bytes = w_dims[rank - 2] * w_dims[rank - 1];
@@ -74,6 +86,9 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
     if (residual) {
       p.residual = at<char>(*residual, batch.index(residual->dimensions(), i) * y_bytes);
     }
+    if (norm) {
+      p.norm = at<float>(*norm, batch.index(norm->dimensions(), i) * p.w.width);
+    }
     if (!best_kernels().quantized_matmul(p, workers)) return out_of_memory();
   }
   return ffi::Error::Success();
@@ -82,7 +97,16 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
 ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                             ffi::Result<ffi::AnyBuffer> y, std::string_view qtype,
                             bool interleaved, bool int8_activations, bool gated) {
-  return multiply(pool, x, w, nullptr, y, qtype, interleaved, int8_activations, gated);
+  return multiply(pool, x, w, y, qtype, interleaved, int8_activations, {nullptr, nullptr, 0, gated});
+}
+
+// norm [d]: of x / rms(x) * norm instead of x
+ffi::Error rms_norm_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer norm,
+                           ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
+                           std::string_view qtype, bool interleaved, bool int8_activations,
+                           bool gated, float eps) {
+  return multiply(pool, x, w, y, qtype, interleaved, int8_activations,
+                  {nullptr, &norm, eps, gated});
 }
 
 // residual [rows, f] -> y = residual + the product
@@ -90,7 +114,8 @@ ffi::Error quantized_matmul_add(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Any
                                 ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> y,
                                 std::string_view qtype, bool interleaved,
                                 bool int8_activations) {
-  return multiply(pool, x, w, &residual, y, qtype, interleaved, int8_activations, false);
+  return multiply(pool, x, w, y, qtype, interleaved, int8_activations,
+                  {&residual, nullptr, 0, false});
 }
 
 // x [t, d], expert [t, k], w [e, f, row_bytes] or tiles -> y [t, k, f]
@@ -257,6 +282,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_matmul_add, quantized_matmul_add
                                   .Attr<std::string_view>("qtype")
                                   .Attr<bool>("interleaved")
                                   .Attr<bool>("int8_activations"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_rms_norm_matmul, rms_norm_matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("qtype")
+                                  .Attr<bool>("interleaved")
+                                  .Attr<bool>("int8_activations")
+                                  .Attr<bool>("gated")
+                                  .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_matmul_id, quantized_matmul_id,
                               ffi::Ffi::Bind()

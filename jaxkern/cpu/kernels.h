@@ -30,6 +30,8 @@ struct QuantizedMatmul {
   Float x_type;
   void* y;  // [count, rows], of x_type
   const void* residual;  // as y, or null
+  const float* norm;  // [width], or null; x / rms(x) * norm is multiplied
+  float eps;  // of the norm
   bool gated;  // w has twice y's rows: y = silu(first half) * second half
   bool int8_activations;
   int64_t x_rows, count, rows_per_x, experts;

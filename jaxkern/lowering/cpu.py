@@ -32,6 +32,7 @@ from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.quant.fused_products import (
     interleaved_matmul_add_p,
+    interleaved_rms_norm_matmul_p,
     interleaved_swiglu_p,
 )
 from jaxkern.primitives.quant.interleaved_matmul import (
@@ -64,8 +65,10 @@ ROWS = (
     (argmax_p,                argmax.argmax,                           argmax.unsupported),
     (top_k_p,                 top_k.top_k,                             top_k.unsupported, top_k.slower),
     (sample_p,                sample.sample,                           sample.unsupported),
-    (interleaved_swiglu_p,     fused_products.swiglu_int8,             fused_products.refuses_int8),
-    (interleaved_swiglu_p,     fused_products.swiglu_f32,              fused_products.refuses_f32),
+    (interleaved_rms_norm_matmul_p, fused_products.norm_int8,          fused_products.refuses_norm_int8),
+    (interleaved_rms_norm_matmul_p, fused_products.norm_f32,           fused_products.refuses_norm_f32),
+    (interleaved_swiglu_p,     fused_products.swiglu_int8,             fused_products.refuses_norm_int8),
+    (interleaved_swiglu_p,     fused_products.swiglu_f32,              fused_products.refuses_norm_f32),
     (interleaved_matmul_add_p, fused_products.add_int8,                fused_products.refuses_int8),
     (interleaved_matmul_add_p, fused_products.add_f32,                 fused_products.refuses_f32),
 )

@@ -107,7 +107,7 @@ def write_chunk(
         # what a finished sequence reads stays in the slot behind its end
         before, after = state.cache[0].lengths, cache[0].lengths
         lengths = jnp.where(state.finished, before, after)
-        cache = tuple(replace(own, lengths=lengths) for own in cache)
+        cache = with_lengths(cache, lengths)
         key, key_now = jax.random.split(state.key)
         drawn = sampling(logits, key_now)
         tokens = jnp.where(state.finished, state.tokens, drawn)
@@ -116,7 +116,13 @@ def write_chunk(
         return State(tokens, finished, cache, key), shown
 
     state, tokens = lax.scan(step, state, length=steps)
-    return tokens.T, state
+    # one array again: the loop need not carry one for each layer
+    cache = with_lengths(state.cache, state.cache[0].lengths)
+    return tokens.T, state._replace(cache=cache)
+
+
+def with_lengths(cache: Caches, lengths: Int32[Array, " b"]) -> Caches:
+    return tuple(replace(own, lengths=lengths) for own in cache)
 
 
 def is_stop(tokens: Int32[Array, " b"], stop_ids: tuple[int, ...]) -> Bool[Array, " b"]:

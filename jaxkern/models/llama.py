@@ -11,7 +11,7 @@ window of the last keys. `prefill` reads the prompts, `decode` adds one token to
 sequence; both take and return the key/value cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -21,8 +21,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxkern import (
+    InterleavedTensor,
     KVCache,
-    add_rms_norm,
     apply_rope,
     cached_attention,
     embedding,
@@ -30,6 +30,8 @@ from jaxkern import (
     linear,
     quantized_embedding,
     quantized_matmul,
+    quantized_matmul_add,
+    quantized_rms_norm_matmul,
     quantized_swiglu,
     rms_norm,
     rope_cos_sin,
@@ -178,19 +180,16 @@ def hidden_states(
         scaling=config.scaling,
         frequency_factors=weights.rope_factors,
     )
-    residual = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
-    first, *others = (layer.attention_norm for layer in weights.layers)
-    x = rms_norm(residual, first, eps=config.eps)
+    x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
+    lengths = cache[0].lengths  # the same for all layers: derived from once
     after = []
-    for layer, own, next_norm in zip(
-        weights.layers, cache, [*others, weights.output_norm], strict=True
-    ):
+    for layer, own in zip(weights.layers, cache, strict=True):
+        own = replace(own, lengths=lengths)
         x, own = attention_layer(config, layer, x, rotation, own, new_lengths)
         after.append(own)
-        x, residual = add_rms_norm(x, residual, layer.ffn_norm, eps=config.eps)
-        x = project(config, gated(config, x, layer.gate_up), layer.down)
-        x, residual = add_rms_norm(x, residual, next_norm, eps=config.eps)
-    return x, tuple(after)
+        y = gated(config, x, layer.gate_up, layer.ffn_norm)
+        x = project(config, y, layer.down, residual=x)
+    return rms_norm(x, weights.output_norm, eps=config.eps), tuple(after)
 
 
 def attention_layer(
@@ -201,14 +200,14 @@ def attention_layer(
     cache: KVCache,
     new_lengths: Int32[Array, " b"] | None,
 ) -> tuple[Float[Array, "b t d"], KVCache]:
-    """Attention of the new tokens over the cache, to which it adds their keys."""
+    """x + attention of the new tokens over the cache, and the cache with their keys."""
     b, t, _ = x.shape
 
     def heads(y: Float[Array, "b t n*h"], norm) -> Float[Array, "b t n h"]:
         y = y.reshape(b, t, -1, config.head_dim)
         return y if norm is None else rms_norm(y, norm, eps=config.eps)
 
-    qkv = project(config, x, layer.qkv)
+    qkv = project(config, x, layer.qkv, layer.attention_norm)
     if layer.qkv_bias is not None:
         qkv = qkv + layer.qkv_bias.astype(qkv.dtype)
     k_end = (config.heads + config.kv_heads) * config.head_dim
@@ -217,33 +216,62 @@ def attention_layer(
     q, k = (apply_rope(a, *rotation, pairing=config.pairing) for a in (q, k))
     y, after = cached_attention(q, k, v, cache, new_lengths, window=config.window)
     assert isinstance(after, KVCache)  # as it went in
-    return project(config, y.reshape(b, t, -1), layer.attention_output), after
+    y = y.reshape(b, t, -1)
+    return project(config, y, layer.attention_output, residual=x), after
 
 
 def project(
-    config: LlamaConfig, x: Float[Array, "... d"], matrices: Matrices
+    config: LlamaConfig,
+    x: Float[Array, "... d"],
+    matrices: Matrices,
+    norm: Float[Array, " d"] | None = None,
+    residual: Float[Array, "... f"] | None = None,
 ) -> Float[Array, "... f"]:
-    """x times the matrices, the results side by side."""
+    """x times the matrices, the results side by side.
+
+    `norm` normalises x before, `residual` is added after: in the same kernel where the
+    container of the weights has one.
+    """
+    options: dict = dict(compute_dtype=config.product_dtype)
+    if norm is not None and not fuses(matrices):
+        x, norm = rms_norm(x, norm, eps=config.eps), None
 
     def product(w: Matrix) -> Float[Array, "... f"]:
         if isinstance(w, jax.Array):
             return linear(x, w.T if w.shape[0] == x.shape[-1] else w)
         x_now, w_now = decoded_late(x, w)
-        return quantized_matmul(x_now, w_now, compute_dtype=config.product_dtype)
+        if norm is None:
+            return quantized_matmul(x_now, w_now, **options)
+        return quantized_rms_norm_matmul(x_now, norm, w_now, eps=config.eps, **options)
 
+    if residual is not None and fuses(matrices) and len(matrices) == 1:
+        return quantized_matmul_add(*decoded_late(x, matrices[0]), residual, **options)
     ys = [product(w) for w in matrices]
-    return ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
+    y = ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
+    return y if residual is None else residual + y
 
 
 def gated(
-    config: LlamaConfig, x: Float[Array, "... d"], gate_up: Matrices
+    config: LlamaConfig,
+    x: Float[Array, "... d"],
+    gate_up: Matrices,
+    norm: Float[Array, " d"],
 ) -> Float[Array, "... f"]:
-    """swiglu of x times the two matrices."""
-    if len(gate_up) == 1 and not isinstance(gate_up[0], jax.Array):
-        x_now, w_now = decoded_late(x, gate_up[0])
-        return quantized_swiglu(x_now, w_now, compute_dtype=config.product_dtype)
-    gate, up = jnp.split(project(config, x, gate_up), 2, axis=-1)
+    """swiglu of the normalised x times the two matrices."""
+    if fuses(gate_up) and len(gate_up) == 1:
+        return quantized_swiglu(
+            *decoded_late(x, gate_up[0]),
+            norm,
+            eps=config.eps,
+            compute_dtype=config.product_dtype,
+        )
+    gate, up = jnp.split(project(config, x, gate_up, norm), 2, axis=-1)
     return swiglu(gate, up)
+
+
+def fuses(matrices: Matrices) -> bool:
+    """Whether products with them take in what stands around them."""
+    return all(isinstance(w, InterleavedTensor) for w in matrices)
 
 
 def decoded_late(x: Array, w: QuantizedTensor) -> tuple[Array, QuantizedTensor]:

@@ -111,17 +111,23 @@ static float worst_product(const Workers& workers, const Sizes& s, int64_t rows,
   return worst;
 }
 
-// The worst error of a gated product, or of one that is added to `residual`, beside the
-// plain product of the same kernel.
+// The worst error of a gated product, or of one that is added to `residual`, of rows that
+// are normalised or not, beside the plain product of the same kernel. Rows of 1 and -1
+// have a root mean square of exactly 1.
 static float worst_fused(const Workers& workers, const Sizes& s, int64_t x_rows, bool gated,
-                         bool int8) {
+                         bool int8, bool normed) {
   const int64_t rows = 64, y_rows = gated ? rows / 2 : rows, width = 3 * s.elements;
   Buffer w(rows * 3 * s.bytes), x(x_rows * width * 4), plain(x_rows * rows * 4);
   Buffer y(x_rows * y_rows * 4), residual(x_rows * y_rows * 4);
+  Buffer signs(x_rows * width * 4), norm(width * 4);
   for (int64_t i = 0; i < rows * 3 * s.bytes; ++i) {
     w.data[i] = (char)(0x20 + random_bits() % 16);
   }
-  for (int64_t i = 0; i < x_rows * width; ++i) ((float*)x.data)[i] = random_float();
+  for (int64_t i = 0; i < width; ++i) ((float*)norm.data)[i] = random_float();
+  for (int64_t i = 0; i < x_rows * width; ++i) {
+    const float sign = ((float*)signs.data)[i] = random_bits() % 2 ? 1.f : -1.f;
+    ((float*)x.data)[i] = normed ? sign * ((float*)norm.data)[i % width] : random_float();
+  }
   for (int64_t i = 0; i < x_rows * y_rows; ++i) {
     ((float*)y.data)[i] = NAN;
     ((float*)residual.data)[i] = random_float();
@@ -132,6 +138,7 @@ static float worst_fused(const Workers& workers, const Sizes& s, int64_t x_rows,
   p.x_rows = p.count = x_rows, p.rows_per_x = p.experts = 1;
   if (!JAXKERN_ISA::kernels.quantized_matmul(p, workers)) return NAN;
   p.y = y.data, p.gated = gated, p.residual = gated ? nullptr : residual.data;
+  if (normed) p.x = signs.data, p.norm = (const float*)norm.data;
   if (!JAXKERN_ISA::kernels.quantized_matmul(p, workers)) return NAN;
   float worst = 0;
   for (int64_t m = 0; m < x_rows; ++m) {
@@ -436,8 +443,11 @@ int main() {
     for (int64_t x_rows : {1, 11}) {
       for (bool gated : {false, true}) {
         for (bool int8 : {false, true}) {
-          printf("fused %s x_rows=%d gated=%d rounded=%d %g\n", s.name, (int)x_rows, gated,
-                 int8, worst_fused(workers, s, x_rows, gated, int8));
+          for (bool normed : {false, true}) {
+            printf("fused %s x_rows=%d gated=%d rounded=%d normed=%d %g\n", s.name,
+                   (int)x_rows, gated, int8, normed,
+                   worst_fused(workers, s, x_rows, gated, int8, normed));
+          }
         }
       }
     }

@@ -19,6 +19,7 @@ from jaxkern import (
     quantized_matmul,
     quantized_matmul_add,
     quantized_matmul_id,
+    quantized_rms_norm_matmul,
     quantized_swiglu,
 )
 from jaxkern.cpu import cpu_call
@@ -107,15 +108,42 @@ def test_gated_and_added_products(rows, dtype, compute_dtype):
     assert (np.abs(y - expected) <= eps * bound).all()
 
 
+@pytest.mark.parametrize(
+    "rows, dtype, compute_dtype",
+    [(1, jnp.float32, jnp.int8), (19, jnp.bfloat16, jnp.int8), (3, jnp.bfloat16, None)],
+)
+def test_products_of_normalised_rows(rows, dtype, compute_dtype):
+    w, values = weight("Q4_1", 96, 512)
+    x, norm = normal(rows, 512, dtype=dtype), normal(512, seed=1, dtype=jnp.bfloat16)
+    x64 = np.asarray(x, np.float64)
+    x64 /= np.sqrt((x64**2).mean(-1, keepdims=True) + 0.5)
+    x64 *= np.asarray(norm, np.float64)
+    one_code = 0
+    if compute_dtype is not None:  # float32 may round one code the other way
+        one_code = np.abs(x64).max() / 127 * np.abs(values).max()
+        x64 = rounded_to_int8(x64)
+    product, bound = x64 @ values.T, np.abs(x64) @ np.abs(values).T
+    bound = 2 * max(float(jnp.finfo(dtype).eps), 6e-7) * bound + one_code
+    options = {"eps": 0.5, "compute_dtype": compute_dtype}
+    y = quantized_rms_norm_matmul(x, norm, interleave(w), **options)
+    assert (np.abs(np.asarray(y, np.float64) - product) <= bound).all()
+    y = np.asarray(quantized_swiglu(x, interleave(w), norm, **options), np.float64)
+    gate, up = product[:, :48], product[:, 48:]
+    expected = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
+    bound = 1.1 * bound[:, :48] * np.abs(up) + np.abs(gate) * bound[:, 48:]
+    eps = 2 * float(jnp.finfo(dtype).eps) * np.abs(expected)
+    assert (np.abs(y - expected) <= 1.01 * bound + eps).all()
+
+
 def test_gated_products_under_vmap_and_sharded():
     w = interleave(weight("Q4_0", 2, 64, 64)[0])
-    x = normal(2, 8, 64)
+    x, norm = normal(2, 8, 64), normal(64, seed=1)
 
     def product(x, w):
-        return quantized_swiglu(x, w, compute_dtype=jnp.int8)
+        return quantized_swiglu(x, w, norm, compute_dtype=jnp.int8)
 
     mapped = jax.jit(jax.vmap(product)).lower(x, w).compile()
-    assert mapped.as_text().count('custom_call_target="jaxkern_quantized_matmul"') == 1
+    assert mapped.as_text().count('custom_call_target="jaxkern_rms_norm_matmul"') == 1
     expected = [product(x[i], w[i]) for i in range(2)]
     np.testing.assert_array_equal(mapped(x, w), expected)
     mesh = jax.make_mesh((2, 2), ("f", "rows"))
@@ -123,7 +151,7 @@ def test_gated_products_under_vmap_and_sharded():
 
     def of_tiles(x, tiles):
         return interleaved_swiglu_p(
-            x, tiles, qtype="Q4_0", compute_dtype=jnp.dtype(jnp.int8)
+            x, tiles, norm, qtype="Q4_0", compute_dtype=jnp.dtype(jnp.int8), eps=1e-6
         )
 
     cut = [

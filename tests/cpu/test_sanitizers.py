@@ -67,7 +67,7 @@ def test_odd_sizes_and_poisoned_results(isa, tmp_path):
     run = subprocess.run([str(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    products = 14 * 3 * 2 * 2 * 2 + 14 * 2 * 2 * 2
+    products = 14 * 3 * 2 * 2 * 2 + 14 * 2 * 2 * 2 * 2
     selection = 3 * 2 * 6 * 2
     delta_rule = 3 * 2 * 3 * 2
     norms = 2 * 3 * 2 * 2

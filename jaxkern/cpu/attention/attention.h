@@ -18,8 +18,9 @@ namespace JAXKERN_ISA {
 constexpr int key_block = 64;
 constexpr int64_t few = 8;  // rows up to which no block is transposed
 constexpr int64_t most_rows = 256;  // of one item
-constexpr int64_t fewest_keys = 256;  // of a share
+constexpr int64_t fewest_keys = 64;  // of a share
 constexpr int64_t most_shares = 64;
+constexpr int64_t block_bytes = 1 << 16;  // of keys, or values, of all heads
 constexpr int wide = lanes == 16 ? 4 : 2;  // vectors of a tile in registers
 
 struct Range {
@@ -66,13 +67,21 @@ inline F load_stored(const void* x, int64_t i) {
 #endif
 }
 
-// Rows of one head lie apart, which the hardware does not foresee.
-constexpr int64_t ahead = 8;
+// Bytes of the keys, or values, of one token: of all heads.
+inline int64_t token_bytes(const Attention& p, bool values) {
+  const bool codes = values ? p.value_scales : p.key_scales;
+  const Float type = values ? p.value_type : p.key_type;
+  return p.k * (values ? p.hv : p.h) * (codes ? 1 : type == Float::f32 ? 4 : 2);
+}
 
-template <Stored stored>
-inline void prefetch(const void* x, int64_t i) {
-  const int64_t size = stored == Stored::codes ? 1 : stored == Stored::f32 ? 4 : 2;
-  __builtin_prefetch(static_cast<const char*>(x) + i * size);
+// Rows of one head lie apart, which the hardware does not foresee: those of all heads
+// are brought into the caches as they lie, before they are read head by head. By loads:
+// the processor may drop what is only asked for.
+inline void fetch(const Attention& p, bool values, int64_t b, int64_t first, int64_t keys) {
+  const int64_t size = token_bytes(p, values);
+  const volatile char* from =
+      static_cast<const char*>(values ? p.value : p.key) + (b * p.s + first) * size;
+  for (int64_t i = 0; i < keys * size; i += 64) (void)from[i];
 }
 
 // Some rows of keys or values of one head, `stride` elements apart.
@@ -146,7 +155,6 @@ void few_scores(const float* q, const Rows& k, int keys, float* score) {
       F part[rows] = {};
       for (int64_t i = 0; i < k.width; i += lanes) {
         const F key = load_stored<stored>(k.data, from + i);
-        prefetch<stored>(k.data, from + ahead * k.stride + i);
         for (int r = 0; r < rows; ++r) part[r] += key * load<F>(q + r * k.width + i);
       }
       for (int r = 0; r < rows; ++r) sum[r][j] = part[r];
@@ -194,7 +202,6 @@ void add_values_at(const float* weight, const Rows& v, Range seen, int64_t i, fl
     for (int c = 0; c < n; ++c) {
       const int64_t from = v.start + j * v.stride + i + c * lanes;
       value[c] = load_stored<stored>(v.data, from);
-      prefetch<stored>(v.data, from + ahead * v.stride);
     }
     for (int r = 0; r < rows; ++r) {
       for (int c = 0; c < n; ++c) sum[r][c] += value[c] * weight[r * key_block + j];
@@ -237,17 +244,17 @@ struct Share {
   float *out, *top, *total;
 };
 
-// Scores of one row become weights of the keys that it sees, 0 elsewhere; its result so
-// far moves to the new top. `seen` counts from the block's first key and is not empty.
-inline void weigh(const Attention& p, const Rows& k, const Rows& v, Range seen, float* s,
-                  Share share, int64_t r) {
+// `size` scores of one row become weights of the keys that it sees, 0 elsewhere; its
+// result so far moves to the new top. `seen` counts from the first and is not empty.
+inline void weigh(const Attention& p, const Rows& k, const Rows& v, Range seen,
+                  int64_t size, float* s, Share share, int64_t r) {
   for (int64_t j = 0; j < seen.begin; ++j) s[j] = -INFINITY;
-  for (int64_t j = seen.end; j < key_block; ++j) s[j] = -INFINITY;
+  for (int64_t j = seen.end; j < size; ++j) s[j] = -INFINITY;
   if (k.scales) {
     for (int64_t j = seen.begin; j < seen.end; ++j) s[j] *= k.scales[j];
   }
   F most = broadcast(-INFINITY);
-  for (int j = 0; j < key_block; j += lanes) {
+  for (int64_t j = 0; j < size; j += lanes) {
     F x = load<F>(s + j);
     if (p.softcap > 0) {
       const F capped = p.softcap * tanh_of(x * (1 / p.softcap));
@@ -260,7 +267,7 @@ inline void weigh(const Attention& p, const Rows& k, const Rows& v, Range seen, 
   const float top = highest > before ? highest : before;
   const float origin = top == -INFINITY ? 0 : top;  // all scores are -infinity
   F total = {};
-  for (int j = 0; j < key_block; j += lanes) {
+  for (int64_t j = 0; j < size; j += lanes) {
     const F x = load<F>(s + j) - origin;
     const F weight = x != x ? x : exp_of(x);
     total += weight;
@@ -334,9 +341,9 @@ inline void add_keys(const Attention& p, const Rows& k, const Rows& v,
   for (int i = 0; i < n; ++i) {
     float* s = score + i * key_block;
     if (here[i].begin < here[i].end) {
-      weigh(p, k, v, here[i], s, share, r + i);
+      weigh(p, k, v, here[i], padded(keys), s, share, r + i);
     } else {
-      for (int j = 0; j < key_block; ++j) s[j] = 0;
+      for (int j = 0; j < keys; ++j) s[j] = 0;
     }
   }
   JAXKERN_BY_STORED(add_values, v.stored, n, score, v, any, share.out + r * v.width)
@@ -408,8 +415,9 @@ inline bool prefill_item(const Attention& p, const Queries& own) {
 inline bool decode_item(const Attention& p, int64_t b, Range keys, Share share) {
   const int64_t width = padded(p.h), out_width = padded(p.hv), rows = p.t * p.g;
   Scratch<float> q(p.k * rows * width);
-  Scratch<float> k_scratch(key_block * (width + 1));
-  Scratch<float> v_scratch(key_block * (out_width + 1));
+  const bool copies = p.key_scales || p.value_scales || width != p.h || out_width != p.hv;
+  Scratch<float> k_scratch(copies ? key_block * (width + 1) : 0);
+  Scratch<float> v_scratch(copies ? key_block * (out_width + 1) : 0);
   Scratch<Range> seen(rows);
   if (!q.get() || !k_scratch.get() || !v_scratch.get() || !seen.get()) return false;
   auto share_of = [&](int64_t k) {
@@ -421,8 +429,14 @@ inline bool decode_item(const Attention& p, int64_t b, Range keys, Share share) 
     all = begin_rows(p, {b, k, {0, rows}}, keys, q.get() + k * rows * width, seen.get(),
                      share_of(k));
   }
-  for (int64_t first = all.begin; first < all.end; first += key_block) {
-    const int n = (int)(all.end - first < key_block ? all.end - first : key_block);
+  const int64_t fit = block_bytes / token_bytes(p, false) / lanes * lanes;
+  const int64_t most = fit < lanes ? lanes : fit > key_block ? key_block : fit;
+  const int64_t length = all.end - all.begin, blocks = (length + most - 1) / most;
+  const int64_t step = blocks ? (length + blocks - 1) / blocks : 0;  // all of one size
+  for (int64_t first = all.begin; first < all.end; first += step) {
+    const int n = (int)(all.end - first < step ? all.end - first : step);
+    fetch(p, false, b, first, n);
+    fetch(p, true, b, first, n);
     for (int64_t head = 0; head < p.k; ++head) {
       const Rows k = cached_rows(p, false, b, head, first, n, true, k_scratch.get());
       const Rows v = cached_rows(p, true, b, head, first, n, true, v_scratch.get());
@@ -445,8 +459,7 @@ inline bool decode(const Attention& p, const Workers& workers) {
   const int64_t length = seen.end - seen.begin, wanted = (4 * workers.threads + p.b - 1) / p.b;
   const int64_t fit = length / fewest_keys, most = fit < most_shares ? fit : most_shares;
   const int64_t shares = wanted < most ? wanted : most > 0 ? most : 1;
-  const int64_t blocks = (length + shares * key_block - 1) / (shares * key_block);
-  const int64_t keys_per_share = blocks * key_block;
+  const int64_t keys_per_share = (length + shares - 1) / shares;
   const int64_t count = p.b * shares * all_rows;
   Scratch<float> out(count * out_width), top(count), total(count);
   if (!out.get() || !top.get() || !total.get()) return false;

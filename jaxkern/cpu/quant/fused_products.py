@@ -1,10 +1,12 @@
-"""Products with interleaved rows and what follows them; see quantized_matmul.h."""
+"""Products with interleaved rows and what stands around them: quantized_matmul.h."""
 
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jaxkern.cpu.cpu_call import cpu_call
+from jaxkern.cpu.cpu_call import FLOATS, cpu_call
 from jaxkern.cpu.quant.quantized_matmul import not_f32, not_int8, refusal
 from jaxkern.primitives.quant.interleaved_tensor import ROWS
 
@@ -23,29 +25,70 @@ def refuses(x, tiles, residual, qtype: str) -> str | None:
     return refusal(x.dtype, qtype, x, tiles)
 
 
-def swiglu_int8(x, tiles, *, qtype, compute_dtype):
+def refuses_norm_int8(x, tiles, norm, *, qtype, compute_dtype, eps) -> str | None:
+    return not_int8(compute_dtype) or refuses_norm(x, tiles, norm, qtype)
+
+
+def refuses_norm_f32(x, tiles, norm, *, qtype, compute_dtype, eps) -> str | None:
+    return not_f32(compute_dtype) or refuses_norm(x, tiles, norm, qtype)
+
+
+def refuses_norm(x, tiles, norm, qtype: str) -> str | None:
+    if norm is not None and norm.dtype not in FLOATS:
+        return f"`norm` is {norm.dtype}, not one of {', '.join(FLOATS)}"
+    return refusal(x.dtype, qtype, x, tiles)
+
+
+def norm_int8(x, tiles, norm, *, qtype, compute_dtype, eps):
     del compute_dtype
-    return multiply_gated(x, tiles, qtype, int8_activations=True)
+    return multiply(x, tiles, norm, qtype, eps, int8_activations=True)
 
 
-def swiglu_f32(x, tiles, *, qtype, compute_dtype):
+def norm_f32(x, tiles, norm, *, qtype, compute_dtype, eps):
     del compute_dtype
-    return multiply_gated(x, tiles, qtype)
+    return multiply(x, tiles, norm, qtype, eps)
 
 
-def multiply_gated(x, tiles, qtype: str, int8_activations: bool = False):
+def swiglu_int8(x, tiles, norm, *, qtype, compute_dtype, eps):
+    del compute_dtype
+    return multiply_gated(x, tiles, norm, qtype, eps, int8_activations=True)
+
+
+def swiglu_f32(x, tiles, norm, *, qtype, compute_dtype, eps):
+    del compute_dtype
+    return multiply_gated(x, tiles, norm, qtype, eps)
+
+
+def multiply_gated(
+    x, tiles, norm, qtype: str, eps: float, int8_activations: bool = False
+):
     _, u, tile_bytes = tiles.shape
+    tiles = tiles.reshape(2 * u, tile_bytes)
+    return multiply(x, tiles, norm, qtype, eps, int8_activations, gated=True)
+
+
+def multiply(
+    x,
+    tiles,
+    norm,
+    qtype: str,
+    eps: float,
+    int8_activations: bool = False,
+    gated: bool = False,
+):
     rows = math.prod(x.shape[:-1])
-    y = cpu_call(
-        "quantized_matmul",
-        jax.ShapeDtypeStruct((rows, u * ROWS), x.dtype),
-        x.reshape(rows, x.shape[-1]),
-        tiles.reshape(2 * u, tile_bytes),
-        qtype=qtype,
-        interleaved=True,
-        int8_activations=int8_activations,
-        gated=True,
+    u = tiles.shape[0] // (2 if gated else 1)
+    result = jax.ShapeDtypeStruct((rows, u * ROWS), x.dtype)
+    options: dict = dict(
+        qtype=qtype, interleaved=True, int8_activations=int8_activations, gated=gated
     )
+    x2 = x.reshape(rows, x.shape[-1])
+    if norm is None:
+        y = cpu_call("quantized_matmul", result, x2, tiles, **options)
+    else:
+        norm = norm.astype(jnp.float32)
+        options["eps"] = np.float32(eps)
+        y = cpu_call("rms_norm_matmul", result, x2, norm, tiles, **options)
     return y.reshape(*x.shape[:-1], u, ROWS)
 
 

@@ -273,22 +273,38 @@ struct Routes {
   }
 };
 
-// Rounds or widens x as the products need it, 16 rows to an item.
+// to = from / rms(from) * weight; the width is a multiple of the lanes.
+inline void normalise(const float* from, const float* weight, float eps, int64_t width,
+                      float* to) {
+  F sum[2] = {};
+  for (int64_t i = 0; i < width; i += lanes) {
+    const F v = load<F>(from + i);
+    sum[i / lanes % 2] += v * v;
+  }
+  const float rstd = 1 / sqrtf(sum_of_lanes(sum[0] + sum[1]) / (float)width + eps);
+  for (int64_t i = 0; i < width; i += lanes) {
+    store(to + i, load<F>(from + i) * rstd * load<F>(weight + i));
+  }
+}
+
+// Normalises, rounds or widens x as the products need it, 16 rows to an item.
 inline void prepare(const QuantizedMatmul& p, const Activations& a, float* x32, int group,
                     const Workers& workers) {
   constexpr int64_t rows_at_once = 16;
   const int64_t width = p.w.width;
   auto prepare_rows = [&](int64_t item) {
-    const bool in_place = p.x_type == Float::f32;
+    const bool in_place = p.x_type == Float::f32 && !p.norm;
     Scratch<float> row32(!in_place && !x32 ? width : 0);
     const int64_t end = (item + 1) * rows_at_once;
     for (int64_t m = item * rows_at_once; m < (end < p.x_rows ? end : p.x_rows); ++m) {
       float* x = x32 ? x32 + m * width : row32.get();
+      float* given = const_cast<float*>(static_cast<const float*>(p.x)) + m * width;
       if (in_place) {
-        x = const_cast<float*>(static_cast<const float*>(p.x)) + m * width;
-      } else {
+        x = given;
+      } else if (p.x_type != Float::f32) {
         to_f32_row(p.x_type, p.x, m * width, width, width, x);
       }
+      if (p.norm) normalise(p.x_type == Float::f32 ? given : x, p.norm, p.eps, width, x);
       prepare_row(a, x, m, width, group);
     }
   };
@@ -309,6 +325,15 @@ inline F silu(F z) {
 // Writes 16 results of one row, or of the gate and the other half, to y.
 inline void finish(const QuantizedMatmul& p, const float* product, const float* other,
                    int64_t at, int64_t columns) {
+  if (p.x_type == Float::f32 && columns == tile_rows) {
+    for (int part = 0; part < tile_rows; part += lanes) {
+      F value = load<F>(product + part);
+      if (p.gated) value = silu(value) * load<F>(other + part);
+      if (p.residual) value += load<F>(static_cast<const float*>(p.residual) + at + part);
+      store(static_cast<float*>(p.y) + at + part, value);
+    }
+    return;
+  }
   float result[tile_rows], residual[tile_rows];
   if (p.residual) {
     to_f32_row(p.x_type, p.residual, at, columns, tile_rows, residual);
@@ -334,7 +359,7 @@ inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
   const int64_t tiles = (y_rows + tile_rows - 1) / tile_rows;
   const int64_t expert_bytes = p.w.rows * (width / form.elements * form.bytes);
 
-  const bool copies = !int8 && p.x_type != Float::f32;
+  const bool copies = !int8 && (p.x_type != Float::f32 || p.norm);
   const int64_t codes_of_x = int8 ? p.x_rows * width : 0;
   const int64_t scales_of_x = int8 ? p.x_rows * groups : 0;
   Scratch<float> floats(p.x_rows * groups + scales_of_x + (copies ? p.x_rows * width : 0));

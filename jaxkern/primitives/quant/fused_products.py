@@ -1,11 +1,13 @@
-"""Products with quantised weights and what follows them, in one op.
+"""Products with quantised weights and what stands around them, in one op.
 
-    quantized_swiglu      y = silu(x gate^T) * (x up^T)
-    quantized_matmul_add  y = residual + x w^T
+    quantized_rms_norm_matmul  y = rms_norm(x) w^T
+    quantized_swiglu           y = silu(x gate^T) * (x up^T)
+    quantized_matmul_add       y = residual + x w^T
 
-The gate and up products read and round x once; their results and that of the product
-before the addition never reach memory. Rows that are interleaved have a kernel; other
-containers run the ops one after the other.
+So a block of a transformer is four products and attention. The norm is taken while x is
+rounded for the product; gate and up read x once; what comes before silu or the addition
+never reaches memory. Rows that are interleaved have a kernel; other containers run the
+ops one after the other.
 """
 
 from typing import Any
@@ -16,6 +18,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.activation.swiglu import swiglu, swiglu_reference
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.norm.rms_norm import rms_norm, rms_norm_reference
 from jaxkern.primitives.quant.interleaved_matmul import (
     WHOLE,
     interleaved_matmul_reference,
@@ -24,8 +27,53 @@ from jaxkern.primitives.quant.interleaved_tensor import ROWS, InterleavedTensor
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 
 
+def quantized_rms_norm_matmul(
+    x: Float[Array, "... d"],
+    norm: Float[Array, " d"],
+    w: Any,
+    *,
+    eps: float = 1e-6,
+    compute_dtype: DTypeLike | None = None,
+) -> Float[Array, "... f"]:
+    """The product that begins a block: y = (x / rms(x) * norm) w^T.
+
+    With interleaved rows in float32 (or wider) and rounded once; else as `rms_norm` and
+    `quantized_matmul`.
+
+    Args:
+      x: `[..., d]`, any float dtype.
+      norm: `[d]`, the weight of the norm.
+      w: `[f, d]`, any container of quantised weights.
+      eps: see `rms_norm`.
+      compute_dtype: see `quantized_matmul`.
+
+    Returns:
+      y: `[..., f]`, dtype of x.
+
+    Raises:
+      TypeError: see `rms_norm` and `quantized_matmul`.
+    """
+    if not isinstance(w, InterleavedTensor) or w.ndim != 2:
+        x = rms_norm(x, norm, eps=eps)
+        return quantized_matmul(x, w, compute_dtype=compute_dtype)
+    y = interleaved_rms_norm_matmul_p(
+        x,
+        w.tiles,
+        norm,
+        qtype=w.qtype,
+        compute_dtype=as_dtype(compute_dtype),
+        eps=eps,
+    )
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
 def quantized_swiglu(
-    x: Float[Array, "... d"], w: Any, *, compute_dtype: DTypeLike | None = None
+    x: Float[Array, "... d"],
+    w: Any,
+    norm: Float[Array, " d"] | None = None,
+    *,
+    eps: float = 1e-6,
+    compute_dtype: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
     """The gated half of a feed-forward block: y = silu(x gate^T) * (x up^T).
 
@@ -35,6 +83,8 @@ def quantized_swiglu(
     Args:
       x: `[..., d]`, any float dtype.
       w: `[2 f, d]`, any container of quantised weights: the rows of gate, then of up.
+      norm: `[d]`: x / rms(x) * norm stands for x. None: x itself.
+      eps: of the norm, see `rms_norm`.
       compute_dtype: see `quantized_matmul`.
 
     Returns:
@@ -44,13 +94,16 @@ def quantized_swiglu(
       TypeError: see `quantized_matmul` and `swiglu`.
     """
     if not isinstance(w, InterleavedTensor) or w.ndim != 2 or w.shape[0] % (2 * ROWS):
+        x = x if norm is None else rms_norm(x, norm, eps=eps)
         return swiglu(quantized_matmul(x, w, compute_dtype=compute_dtype))
     u, tile_bytes = w.tiles.shape
     y = interleaved_swiglu_p(
         x,
         w.tiles.reshape(2, u // 2, tile_bytes),
+        norm,
         qtype=w.qtype,
         compute_dtype=as_dtype(compute_dtype),
+        eps=eps,
     )
     return y.reshape(*x.shape[:-1], w.shape[0] // 2)
 
@@ -101,16 +154,37 @@ def as_dtype(compute_dtype: DTypeLike | None) -> jnp.dtype | None:
     return None if compute_dtype is None else jnp.dtype(compute_dtype)
 
 
-def interleaved_swiglu_reference(
+def interleaved_rms_norm_matmul_reference(
     x: Float[Array, "... d"],
-    tiles: UInt8[Array, "2 u tile_bytes"],
+    tiles: UInt8[Array, "u tile_bytes"],
+    norm: Float[Array, " d"],
     *,
     qtype: str,
     compute_dtype: jnp.dtype | None,
+    eps: float,
 ) -> Float[Array, "... u 16"]:
+    normal = rms_norm_reference(at_least_f32(x), norm, None, eps=eps, offset=0.0)
+    y = interleaved_matmul_reference(
+        normal, tiles, qtype=qtype, compute_dtype=compute_dtype
+    )
+    return y.astype(x.dtype)
+
+
+def interleaved_swiglu_reference(
+    x: Float[Array, "... d"],
+    tiles: UInt8[Array, "2 u tile_bytes"],
+    norm: Float[Array, " d"] | None,
+    *,
+    qtype: str,
+    compute_dtype: jnp.dtype | None,
+    eps: float,
+) -> Float[Array, "... u 16"]:
+    x32 = at_least_f32(x)
+    if norm is not None:
+        x32 = rms_norm_reference(x32, norm, None, eps=eps, offset=0.0)
     gate, up = (
         interleaved_matmul_reference(
-            at_least_f32(x), half, qtype=qtype, compute_dtype=compute_dtype
+            x32, half, qtype=qtype, compute_dtype=compute_dtype
         )
         for half in tiles
     )
@@ -131,6 +205,9 @@ def interleaved_matmul_add_reference(
     return (y + at_least_f32(residual)).astype(x.dtype)
 
 
+interleaved_rms_norm_matmul_p = kernel_primitive(
+    interleaved_rms_norm_matmul_reference, replicated=WHOLE
+)
 interleaved_swiglu_p = kernel_primitive(interleaved_swiglu_reference, replicated=WHOLE)
 interleaved_matmul_add_p = kernel_primitive(
     interleaved_matmul_add_reference, replicated=WHOLE

@@ -1,19 +1,63 @@
-"""Gated products and products that are added: one op equals the ops in turn."""
+"""Products with what stands around them: one op equals the ops in turn."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import interleave, quantized_matmul_add, quantized_swiglu
+from jaxkern import (
+    interleave,
+    quantized_matmul_add,
+    quantized_rms_norm_matmul,
+    quantized_swiglu,
+)
 from tests.checks import bf16, case, f32
 from tests.primitives.quant.block_bytes import quiet_bytes, weight
 
 CASES = {
+    "interleaved_rms_norm_matmul": [
+        case(
+            "q4_1",
+            x=f32(2, 64),
+            tiles=quiet_bytes(2, 640),
+            norm=f32(64),
+            qtype="Q4_1",
+            eps=1e-5,
+        ),
+        case(
+            "q8_0_vector",
+            x=bf16(32),
+            tiles=quiet_bytes(1, 544),
+            norm=bf16(32),
+            qtype="Q8_0",
+            eps=0.5,
+        ),
+    ],
     "interleaved_swiglu": [
-        case("q4_1", x=f32(2, 64), tiles=quiet_bytes(2, 1, 640), qtype="Q4_1"),
-        case("q8_0_vector", x=bf16(32), tiles=quiet_bytes(2, 1, 544), qtype="Q8_0"),
-        case("empty", x=f32(0, 32), tiles=quiet_bytes(2, 1, 288), qtype="Q4_0"),
+        case(
+            "q4_1",
+            x=f32(2, 64),
+            tiles=quiet_bytes(2, 1, 640),
+            norm=f32(64),
+            qtype="Q4_1",
+            eps=1e-5,
+        ),
+        case(
+            "q8_0_vector",
+            x=bf16(32),
+            tiles=quiet_bytes(2, 1, 544),
+            norm=None,
+            qtype="Q8_0",
+            eps=0.0,
+        ),
+        case(
+            "empty",
+            x=f32(0, 32),
+            tiles=quiet_bytes(2, 1, 288),
+            norm=None,
+            qtype="Q4_0",
+            eps=0.0,
+        ),
     ],
     "interleaved_matmul_add": [
         case(
@@ -50,6 +94,17 @@ def test_formulas_in_float64(packed):
     np.testing.assert_allclose(y, gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-3)
     y = quantized_matmul_add(x32, w, jnp.asarray(residual, jnp.float32))
     np.testing.assert_allclose(y, residual + product, rtol=1e-5, atol=1e-4)
+    norm = jnp.asarray(rng.normal(size=256), jnp.float32)
+    normal = np.asarray(x32, np.float64)
+    normal /= np.sqrt((normal**2).mean(-1, keepdims=True) + 0.5)
+    normal *= np.asarray(norm)
+    y = quantized_rms_norm_matmul(x32, norm, w, eps=0.5)
+    product = normal @ values.T
+    np.testing.assert_allclose(y, product, rtol=1e-5, atol=1e-4)
+    gate, up = product[:, :32], product[:, 32:]
+    expected = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
+    y = quantized_swiglu(x32, w, norm, eps=0.5)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_int8_activations_have_a_straight_through_gradient():
@@ -58,7 +113,9 @@ def test_int8_activations_have_a_straight_through_gradient():
     residual = jnp.ones((2, 32))
 
     def loss(x, residual, compute_dtype):
-        y = quantized_swiglu(x, w, compute_dtype=compute_dtype)
+        norm = jnp.linspace(0.5, 2, 64)
+        y = quantized_swiglu(x, w, norm, compute_dtype=compute_dtype)
+        y += quantized_rms_norm_matmul(x, norm, w, compute_dtype=compute_dtype)[:, :16]
         z = quantized_matmul_add(x, w, residual, compute_dtype=compute_dtype)
         return jnp.sum(y) + 2 * jnp.sum(z)
 
@@ -74,5 +131,7 @@ def test_errors():
         quantized_matmul_add(jnp.ones((1, 32)), w, jnp.ones(32))
     with pytest.raises(TypeError, match="dim `d` is 64 in `x` but 32 in `w`"):
         quantized_swiglu(jnp.ones((1, 64)), w)
+    with pytest.raises(TypeError, match="dim `d` is 32 in `x` but 16 in `norm`"):
+        quantized_rms_norm_matmul(jnp.ones((1, 32)), jnp.ones(16), w)
     with pytest.raises(TypeError, match="even last dim"):
         quantized_swiglu(jnp.ones((1, 32)), weight("Q4_0", 33, 32)[0])
