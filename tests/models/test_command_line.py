@@ -137,3 +137,35 @@ def test_peak_memory_while_loading(policy):
     kept = decoded if policy == "f32" else largest
     code = 40e6  # what compiling the decoders takes
     assert int(run.stdout) <= path.stat().st_size + kept + largest + code
+
+
+GENERATE = """
+import json, sys, jax
+from jaxkern.models.command_line import main, peak_memory
+jax.block_until_ready(jax.jit(lambda x: x @ x + 1)(jax.numpy.ones((64, 64))))
+print(json.dumps({"bare": peak_memory()}))
+sys.exit(main(["generate", "--model", sys.argv[1], "--prompt", "Why is the sky blue?",
+               "--max-tokens", "128", "--json"]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(missing() is not None, reason="without kernels weights are decoded")
+def test_peak_memory_while_generating():
+    """The file, the cache, and 130 MB for tracing, compiling and the tokenizer.
+
+    Above a process that imported JAX and ran one function, which takes 0.23 GB.
+    """
+    path = smollm2()
+    run = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *_, last = run.stdout.splitlines()
+    report = json.loads(last)
+    slots = report["prompt_tokens"] + 128
+    cache = 2 * 30 * slots * 3 * 64 * 4
+    peak = report["memory"]["peak_bytes"] - json.loads(first)["bare"]
+    assert peak <= path.stat().st_size + cache + 130e6
