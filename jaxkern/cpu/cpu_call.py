@@ -29,6 +29,13 @@ HANDLERS = (
     "norm",
     "norm_gradient",
     "delta_rule",
+    "linear_cross_entropy",
+    "linear_cross_entropy_gradient",
+    "causal_conv",
+    "causal_conv_gradient",
+    "softmax",
+    "softmax_gradient",
+    "rope",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

@@ -416,6 +416,8 @@ static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int6
   return worst;
 }
 
+#include "harness_rows.h"
+
 int main() {
   Workers workers = {3, run_on_threads};
   for (const Sizes& s : formats) {
@@ -490,4 +492,5 @@ int main() {
       }
     }
   }
+  print_rows(workers);
 }
