@@ -32,6 +32,13 @@ HANDLERS = (
     "delta_rule",
     "matmul_transpose_b",
     "affine_matmul",
+    "linear_cross_entropy",
+    "linear_cross_entropy_gradient",
+    "causal_conv",
+    "causal_conv_gradient",
+    "softmax",
+    "softmax_gradient",
+    "rope",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

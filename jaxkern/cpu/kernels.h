@@ -132,6 +132,50 @@ struct AffineMatmul {  // y = x w^T with w = scale * code + bias in groups along
   int64_t rows, d, f;
 };
 
+struct LinearCrossEntropy {  // z = cap(x weight^T), never stored as a whole
+  const void *x, *weight;  // [n, d], [v, d]
+  Float x_type, weight_type;
+  const int32_t* label;  // [n], -1 for none
+  int64_t n, d, v;
+  float softcap;  // no cap: 0
+  float *lse, *picked, *total;  // [n]: ln(sum(e**z)), z[label], sum(z)
+  // dz = slope e**(z - lse) - on_every - (on_label at the label); read by the gradient
+  const float *slope, *on_label, *on_every;  // [n]
+  void *dx, *dweight;  // as x, as weight
+};
+
+struct CausalConv {  // y_t = act(bias + sum of weight[:, j] x_{t - (w - 1) + j})
+  const void *x, *state;  // [b, t, d]; [b, w - 1, d], the inputs before, or null for zeros
+  Float x_type, state_type;
+  const float *weight, *bias;  // [d, w]; [d] or null
+  const int32_t* segment;  // [b, t], or null: a tap sees its own segment only
+  int64_t b, t, d, w;
+  bool silu;
+  void* y;
+  const void* dy;  // as x
+  void *dx, *dstate;
+  float *dweight, *dbias;
+};
+
+struct Softmax {  // y = softmax(scale x) of each row over what the mask keeps
+  const void *x, *dy;  // [rows, s]
+  Float type;
+  const uint8_t* mask;  // [rows, s] or null
+  int64_t rows, s;
+  float scale;
+  void *y, *dx;  // y is read by the gradient
+};
+
+struct Rope {  // (y_a, y_b) = (x_a cos - x_b sin, x_b cos + x_a sin) for pairs of dims
+  const void* x;  // [tokens, n, h]
+  Float type;
+  const float *cos, *sin;  // [tokens, pairs]
+  int64_t tokens, n, h, pairs, pair_offset;
+  bool neighbours;  // (a, b) = (2 i, 2 i + 1), else (i, i + pair_offset)
+  float direction;  // of sin: 1, or -1 for the way back
+  void* y;
+};
+
 struct Kernels {
   const char* name;
   bool (*quantized_matmul)(const QuantizedMatmul&, const Workers&);
@@ -145,6 +189,13 @@ struct Kernels {
   bool (*delta_rule)(const DeltaRule&, const Workers&);
   bool (*matmul_transpose_b)(const Matmul&, const Workers&);
   bool (*affine_matmul)(const AffineMatmul&, const Workers&);
+  bool (*linear_cross_entropy)(const LinearCrossEntropy&, const Workers&);
+  bool (*linear_cross_entropy_gradient)(const LinearCrossEntropy&, const Workers&);
+  bool (*causal_conv)(const CausalConv&, const Workers&);
+  bool (*causal_conv_gradient)(const CausalConv&, const Workers&);
+  bool (*softmax)(const Softmax&, const Workers&);
+  bool (*softmax_gradient)(const Softmax&, const Workers&);
+  bool (*rope)(const Rope&, const Workers&);
 };
 
 const Kernels& best_kernels();

@@ -9,6 +9,7 @@
 #pragma once
 #include <atomic>
 #include <chrono>
+#include <thread>
 
 #include "workers.h"
 #include "xla/ffi/api/ffi.h"
@@ -73,7 +74,8 @@ class Crew {
     }
     job->work();
     job->open.store(false);
-    while (job->inside.load() > 0) relax();
+    // where other programs want the core too, a helper may be waiting for it
+    for (int i = 0; job->inside.load() > 0; ++i) i < 1024 ? relax() : std::this_thread::yield();
     job->taken.store(false, std::memory_order_release);
   }
 

@@ -185,6 +185,9 @@ inline F exp_of(F x) {
   return x < -87.0f ? F{} : y * (F)power;
 }
 
+// The same for any x: e**88 above 88, a NaN stays one.
+inline F exp_below(F x) { return exp_of(x > 88.0f ? broadcast(88.0f) : x); }
+
 // tanh(x) within 4 units in the last place. Near 0, where 1 - 2 / (e**2x + 1) cancels,
 // an odd polynomial.
 inline F tanh_of(F x) {

@@ -6,10 +6,12 @@ where a C++ kernel is several times faster, see docs/design/cpu_kernels.md.
 
 import functools
 
+from jaxkern.cpu.activation import softmax
 from jaxkern.cpu.attention import attention
-from jaxkern.cpu.delta_rule import gated_delta_rule
+from jaxkern.cpu.delta_rule import causal_conv1d, gated_delta_rule
 from jaxkern.cpu.index import argmax, top_k
 from jaxkern.cpu.linear import matmul_transpose_b
+from jaxkern.cpu.loss import linear_cross_entropy
 from jaxkern.cpu.norm import norm
 from jaxkern.cpu.quant import (
     affine_matmul,
@@ -19,18 +21,22 @@ from jaxkern.cpu.quant import (
     quantized_matmul,
     quantized_matmul_id,
 )
+from jaxkern.cpu.rope import rope
 from jaxkern.cpu.sampling import sample
 from jaxkern.lowering.lower import lower
+from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention_p,
 )
+from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
 from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step_p
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.linear.linear import linear_p
 from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b_p
+from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
@@ -48,6 +54,7 @@ from jaxkern.primitives.quant.interleaved_matmul import (
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding_p
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul_p
 from jaxkern.primitives.quant.quantized_matmul_id import quantized_matmul_id_p
+from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.primitives.sampling.sample import sample_p
 
 # fmt: off
@@ -94,3 +101,37 @@ for op, forward, backward in (
     row = functools.partial(lower, op, "cpu", "cpp", unless=norm.unsupported)
     row(fwd=forward, slower=norm.slower)
     row(fwd=None, bwd=backward, slower=norm.slower_gradient)
+
+lower(
+    linear_cross_entropy_p,
+    "cpu",
+    "cpp",
+    fwd=linear_cross_entropy.linear_cross_entropy,
+    bwd=linear_cross_entropy.linear_cross_entropy_bwd,
+    unless=linear_cross_entropy.unsupported,
+    slower=linear_cross_entropy.slower,
+)
+lower(
+    causal_conv1d_p,
+    "cpu",
+    "cpp",
+    fwd=causal_conv1d.causal_conv1d,
+    bwd=causal_conv1d.causal_conv1d_bwd,
+    unless=causal_conv1d.unsupported,
+)
+lower(
+    softmax_p,
+    "cpu",
+    "cpp",
+    fwd=softmax.softmax,
+    bwd=softmax.softmax_bwd,
+    unless=softmax.unsupported,
+)
+lower(
+    apply_rope_p,
+    "cpu",
+    "cpp",
+    fwd=rope.apply_rope,
+    bwd=rope.apply_rope_bwd,
+    unless=rope.unsupported,
+)

@@ -508,6 +508,7 @@ static float worst_affine(const Workers& workers, int64_t rows, int64_t f, int b
   }
   return worst;
 }
+#include "harness_rows.h"
 
 int main() {
   Workers workers = {3, run_on_threads};
@@ -611,4 +612,5 @@ int main() {
       }
     }
   }
+  print_rows(workers);
 }

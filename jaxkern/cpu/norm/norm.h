@@ -7,18 +7,10 @@
 
 #include "../float_types.h"
 #include "../memory.h"
+#include "../runs.h"
 
 namespace jaxkern {
 namespace JAXKERN_ISA {
-
-constexpr int64_t elements_per_run = 16384;  // at least
-
-// Calls f(begin, end, run) for runs of rows; how many there are.
-inline int64_t num_runs(const Workers& workers, int64_t rows, int64_t d) {
-  const int64_t fit = rows * d / elements_per_run, most = 4 * workers.threads;
-  const int64_t runs = workers.threads == 1 || fit < 2 ? 1 : fit < most ? fit : most;
-  return runs < rows ? runs : rows > 0 ? rows : 1;
-}
 
 inline float mean_of(const float* x, int64_t d) {
   F sum[4] = {};

@@ -1,0 +1,89 @@
+"""linear_cross_entropy on a CPU, both passes; the kernel is linear_cross_entropy.h."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern.cpu.cpu_call import cpu_call, refuses
+from jaxkern.primitives.loss.cross_entropy import (
+    as_class,
+    is_counted,
+    loss_of_sums,
+    sums_gradient,
+)
+
+FEWEST_TOKENS = 128
+WIDEST = 1024  # rows of a matrix that XLA multiplies faster
+LOGITS_KEPT = 2**27  # of more the reference makes blocks, backward once again
+
+
+def unsupported(x, weight, **_) -> str | None:
+    return refuses(x=x, weight=weight)
+
+
+def slower(x, weight, **_) -> str | None:
+    """The same for both passes: XLA shares the logits only between two of its own."""
+    (v, d), tokens = weight.shape, math.prod(x.shape[:-1])
+    if x.dtype != jnp.float32 or weight.dtype != jnp.float32:
+        return f"products of {x.dtype} and {weight.dtype} (0.5 to 1.1 times)"
+    if tokens < FEWEST_TOKENS:
+        return f"of fewer than {FEWEST_TOKENS} tokens (0.2 to 0.8 times)"
+    if d > WIDEST and tokens * v <= LOGITS_KEPT:
+        return f"rows of more than {WIDEST} and logits that are kept (0.7 to 1.1 times)"
+    return None
+
+
+def linear_cross_entropy(
+    x, weight, labels, *, label_smoothing, z_loss, softcap, ignore_index, block_size
+):
+    del block_size  # logits are not kept by blocks
+    label, v = as_class(labels), weight.shape[0]
+    of_tokens = jax.ShapeDtypeStruct((math.prod(labels.shape),), jnp.float32)
+    sums = cpu_call(
+        "linear_cross_entropy",
+        [of_tokens] * 3,
+        *flat(x, weight, label),
+        softcap=np.float32(softcap or 0),
+    )
+    lse, picked, total = (y.reshape(labels.shape) for y in sums)
+    loss = loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss)
+    return jnp.where(is_counted(label, ignore_index), loss, 0), lse
+
+
+def linear_cross_entropy_bwd(
+    x,
+    weight,
+    labels,
+    loss,
+    lse,
+    dloss,
+    dlse,
+    *,
+    label_smoothing,
+    z_loss,
+    softcap,
+    ignore_index,
+    block_size,
+):
+    del loss, block_size
+    label, v = as_class(labels), weight.shape[0]
+    dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
+    factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
+    operands = flat(x, weight, label)
+    dx, dweight = cpu_call(
+        "linear_cross_entropy_gradient",
+        [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in operands[:2]],
+        *operands,
+        *(f.astype(jnp.float32).reshape(-1) for f in factors),
+        softcap=np.float32(softcap or 0),
+    )
+    return dx.reshape(x.shape), dweight
+
+
+def flat(x, weight, label):
+    """Tokens in one dim, and a label that no class has as -1."""
+    v, d = weight.shape
+    label = jnp.where((label >= 0) & (label < v), label, -1).astype(jnp.int32)
+    return x.reshape(-1, d), weight, label.reshape(-1)

@@ -1,0 +1,39 @@
+"""apply_rope on a CPU, both passes; the kernel is rope.h."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern.cpu.cpu_call import cpu_call, refuses
+from jaxkern.primitives.rope.rope import check_pairs
+
+
+def unsupported(cos, sin, **named) -> str | None:
+    x = named.get("x", named.get("dy"))
+    return refuses(x=x, cos=cos, sin=sin)
+
+
+def apply_rope(x, cos, sin, *, pairing, pair_offset):
+    return rotated(x, cos, sin, pairing, pair_offset, 1.0)
+
+
+def apply_rope_bwd(cos, sin, dy, *, pairing, pair_offset):
+    return rotated(dy, cos, sin, pairing, pair_offset, -1.0)
+
+
+def rotated(x, cos, sin, pairing, pair_offset, direction):
+    (*tokens, n, h), pairs = x.shape, cos.shape[-1]
+    check_pairs("apply_rope", h, pairs, pair_offset)
+    tokens = math.prod(tokens)
+    y = cpu_call(
+        "rope",
+        jax.ShapeDtypeStruct((tokens, n, h), x.dtype),
+        x.reshape(tokens, n, h),
+        *(table.astype(jnp.float32).reshape(tokens, pairs) for table in (cos, sin)),
+        neighbours=pairing == "interleaved",
+        pair_offset=np.int64(pair_offset),
+        direction=np.float32(direction),
+    )
+    return y.reshape(x.shape)
