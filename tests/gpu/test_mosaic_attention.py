@@ -93,8 +93,16 @@ def check(q, k, v, slack=1.0, gradients=True, **options):
     assert max(errors) < slack * EPSILON[q.dtype.name], errors
 
 
+BITS = np.random.default_rng(8).random((2, 6, 300, 413)) < 0.6
+BITS[0, :, 70:200] = False  # rows that see nothing
+BITS[1, 1:, :, :140] = False  # a block that one head alone sees
 OPTIONS: dict[str, Any] = {
     "all": {},
+    "mask": dict(mask=BITS),
+    "mask_of_keys": dict(mask=BITS[:, :1, 2:3], causal=True),
+    "mask_of_queries": dict(mask=BITS[:1, :, :, 200:201], window=90),
+    "mask_that_shows_all": dict(mask=np.ones((1, 1, 300, 413), bool), causal=True),
+    "mask_and_segments": dict(mask=BITS[:1, :1], segment_ids=(IDS, KV_IDS)),
     "causal": dict(causal=True),
     "causal_offsets": dict(causal=True, q_offset=np.array([-50, 200])),
     "window": dict(causal=True, window=70),

@@ -98,8 +98,18 @@ def test_every_tile_is_taken_once_the_longest_first(b, t, n, programs):
 
 IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (2, 140)), 1), jnp.int32)
 KV_IDS = jnp.asarray(np.sort(RNG.integers(0, 5, (2, 300)), 1), jnp.int32)
+BITS = RNG.random((2, 2, 140, 300)) < 0.6
+BITS[0, :, 70:100] = False  # rows that see nothing
+BITS[1, 1, :, :130] = False  # a block that one head alone sees
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
+    "mask": dict(mask=jnp.asarray(BITS)),
+    "mask_of_keys": dict(mask=jnp.asarray(BITS[:, :1, :1]), causal=True),
+    "mask_of_queries": dict(mask=jnp.asarray(BITS[:1, :, :, 140:141]), window=90),
+    "mask_that_shows_all": dict(mask=jnp.ones((1, 1, 140, 300), bool)),
+    "mask_and_segments": dict(
+        mask=jnp.asarray(BITS[:1, :1]), q_segment_ids=IDS, kv_segment_ids=KV_IDS
+    ),
     "offsets": dict(causal=True, q_offset=jnp.array([-50, 200])),
     "window": dict(causal=True, window=70),
     "window_alone": dict(window=100),
@@ -214,6 +224,7 @@ def test_every_head_dim_lowers_with_every_option(h, hv):
             window=50,
             softcap=3.0,
             segment_ids=(IDS, KV_IDS),
+            mask=jnp.asarray(BITS),
             kv_lengths=jnp.array([290, 170]),
             q_offset=jnp.array([150, 1]),
             sinks=jnp.zeros(2),
@@ -237,7 +248,8 @@ def test_refuses_in_words():
     assert "8 queries are no more than 8" in refusals(q[:, :8], k, v)
     assert "multiples of 16" in refusals(q[..., :40], k[..., :40], v)
     assert "`bias` is not" in refusals(q, k, v, bias=jnp.zeros((1, 1, 16, 16)))
-    assert "`mask` is not" in refusals(q, k, v, mask=jnp.ones((1, 1, 1, 16), bool))
+    mask = jnp.ones((1, 1, 1, 16), bool)
+    assert "runs mosaic_gpu: pallas.attention" in refusals(q, k, v, mask=mask)
     assert "is float32" in refusals(*(x.astype(jnp.float32) for x in (q, k, v)))
 
 

@@ -17,6 +17,8 @@ from jaxkern.triton.triton_call import compiling_for
 from tests.pallas.test_flash_attention import ABSENT, operands
 
 RNG = np.random.default_rng(1)
+BITS = RNG.random((2, 2, 70, 150)) < 0.6
+BITS[0, :, 20:50] = False  # rows that see nothing
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
     "all": {},
@@ -28,6 +30,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         softcap=3.0,
         sinks=jnp.array([0.5, -2.0]),
     ),
+    "mask": dict(mask=jnp.asarray(BITS)),
+    "mask_of_keys": dict(mask=jnp.asarray(BITS[:, :1, :1]), causal=True),
+    "mask_of_queries": dict(mask=jnp.asarray(BITS[:1, :, :, 70:71])),
+    "mask_that_shows_all": dict(mask=jnp.ones((1, 1, 70, 150), bool)),
     "segments": dict(
         q_segment_ids=jnp.asarray(np.sort(RNG.integers(0, 3, (2, 70)), 1), jnp.int32),
         kv_segment_ids=jnp.asarray(np.sort(RNG.integers(0, 4, (2, 150)), 1), jnp.int32),
@@ -70,11 +76,13 @@ def test_gradients(name, h, hv):
 def test_lowers_for_cuda_without_a_gpu():
     q, k, v = operands(1, 300, 300, 2, 2, 128)
 
-    def loss(*x):
-        out: Any = attention(*x, causal=True)
-        return out.astype(jnp.float32).sum()
+    for mask in (None, jnp.ones((1, 1, 300, 300), bool)):
 
-    with compiling_for(90), backend("mosaic_gpu", strict=True):
-        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 3
+        def loss(*x, mask=mask):
+            out: Any = attention(*x, causal=True, mask=mask)
+            return out.astype(jnp.float32).sum()
+
+        with compiling_for(90), backend("mosaic_gpu", strict=True):
+            traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == 3

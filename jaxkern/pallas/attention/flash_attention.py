@@ -28,6 +28,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.pallas.attention.mask_words import (
+    inside_both,
+    is_set,
+    mask_words,
+    word_bounds,
+)
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     FEW_QUERIES,
@@ -53,7 +59,6 @@ def unsupported(
     key: Any,
     value: Any,
     bias: Any = None,
-    mask: Any = None,
     **_: Any,
 ) -> str | None:
     """A reason in words, or None."""
@@ -76,8 +81,6 @@ def unsupported(
         return f"`query` is {query.dtype.name}"
     if bias is not None:
         return "`bias` is not written"
-    if mask is not None:
-        return "`mask` is not written"
     return None
 
 
@@ -259,6 +262,7 @@ def forward_kernel(
     v_ref,
     q_ids_ref,
     kv_ids_ref,
+    words_ref,
     bounds_ref,
     lengths_ref,
     offset_ref,
@@ -388,6 +392,8 @@ def forward_kernel(
                     )
                     kv_ids = lax.broadcast_in_dim(kv_ids, shape, [1])
                     terms.append(by_row(q_ids, shape) == kv_ids)
+                if words_ref is not None:
+                    terms.append(is_set(words_ref, batch, head, row, start, shape))
                 return functools.reduce(jnp.logical_and, terms)
 
             def logits(s, j, masked):
@@ -608,13 +614,17 @@ def attention_fwd(
     interpret=False,
 ):
     """(out, lse); `interpret` runs the kernel on a CPU."""
-    assert bias is None and mask is None  # the row refuses them
+    assert bias is None  # the row refuses it
     c = problem(query, key, value, scale, causal, window, softcap)
     value = without_rest(value, kv_lengths)
-    q_ids, kv_ids, bounds = int32(q_segment_ids), int32(kv_segment_ids), None
+    q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
+    words = bounds = None
     if q_ids is not None and kv_ids is not None:
         bounds = segment_bounds(q_ids, kv_ids, c.block_q, c.block_k)
         q_ids, kv_ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, c.block_k)
+    if mask is not None:
+        words = mask_words(mask, c.t, c.s, c.block_q, c.block_k)
+        bounds = inside_both(bounds, word_bounds(words, c.b, c.block_q, c.block_k))
     padded_t = c.blocks * c.block_q
     query = copyable(query, ROWS)
     shared = functools.partial(plgpu.SMEM, dtype=query.dtype)
@@ -660,6 +670,7 @@ def attention_fwd(
         copyable(value, c.block_k),
         q_ids,
         kv_ids,
+        words,
         bounds,
         int32(kv_lengths),
         int32(q_offset),

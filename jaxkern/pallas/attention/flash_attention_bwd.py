@@ -42,6 +42,12 @@ from jaxkern.pallas.attention.flash_attention import (
     tiled,
     unsupported,
 )
+from jaxkern.pallas.attention.mask_words import (
+    inside_both,
+    is_set,
+    mask_words,
+    word_bounds,
+)
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import segment_bounds
 from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
@@ -238,6 +244,7 @@ def keys_kernel(
     delta_ref,
     q_ids_ref,
     kv_ids_ref,
+    words_ref,
     bounds_ref,
     lengths_ref,
     offset_ref,
@@ -317,6 +324,10 @@ def keys_kernel(
                 if kv_ids is not None:
                     ids = q_ids_ref.at[batch, pl.ds(query, BLOCK)]
                     seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
+                if words_ref is not None:
+                    n = kv_head * c.group + member
+                    bits = is_set(words_ref, batch, n, row, query, s.shape)
+                    seen = jnp.logical_and(seen, bits)
             p, ds = weights_and_slopes(
                 s, dp, by_column(lse2, s.shape), by_column(delta, s.shape), seen, c
             )
@@ -329,13 +340,13 @@ def keys_kernel(
 
         def head(member, sums):
             ragged = lengths_ref is not None or c.s % KEYS != 0
-            segments = bounds_ref is not None
+            bounded = bounds_ref is not None
             return walk(
                 functools.partial(step, member=member),
                 sums,
                 blocks,
-                begins=c.causal or segments,
-                ends=ragged or c.window is not None or segments,
+                begins=c.causal or bounded,
+                ends=ragged or c.window is not None or bounded,
             )
 
         start = [zeros((ROWS, c.hv)), zeros((ROWS, c.h))]
@@ -361,6 +372,7 @@ def queries_kernel(
     delta_ref,
     q_ids_ref,
     kv_ids_ref,
+    words_ref,
     bounds_ref,
     lengths_ref,
     offset_ref,
@@ -439,6 +451,9 @@ def queries_kernel(
                 if q_ids is not None:
                     ids = kv_ids_ref.at[batch, pl.ds(key, c.block_k)]
                     seen = jnp.logical_and(seen, same_ids(q_ids, ids, s.shape))
+                if words_ref is not None:
+                    bits = is_set(words_ref, batch, head, row, key, s.shape)
+                    seen = jnp.logical_and(seen, bits)
             _, ds = weights_and_slopes(
                 s, dp, by_row(lse2, s.shape), by_row(delta, s.shape), seen, c
             )
@@ -447,13 +462,13 @@ def queries_kernel(
             return dq
 
         ragged = lengths_ref is not None or c.s % c.block_k != 0
-        segments = bounds_ref is not None
+        bounded = bounds_ref is not None
         dq = walk(
             step,
             zeros((ROWS, c.h)),
             blocks,
-            begins=c.window is not None or segments,
-            ends=c.causal or ragged or segments,
+            begins=c.window is not None or bounded,
+            ends=c.causal or ragged or bounded,
         )
         q_smem.at[me][...] = (dq * dscale(c)).astype(q_ref.dtype)
         plgpu.commit_smem()
@@ -495,7 +510,7 @@ def attention_bwd(
     interpret=False,
 ):
     """(dq, dk, dv, None, dsinks); `interpret` runs the kernels on a CPU."""
-    assert bias is None and mask is None  # the row refuses them
+    assert bias is None  # the row refuses it
     c = problem(query, key, value, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
@@ -510,12 +525,17 @@ def attention_bwd(
         dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
     delta = by_head(delta, rows, 0.0)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
-    by_keys = by_queries = None
+    by_keys = by_queries = words = turned = None
     if q_ids is not None and kv_ids is not None:
         by_keys = segment_bounds(kv_ids, q_ids, KEYS, BLOCK)
         by_queries = segment_bounds(q_ids, kv_ids, c.block_q, BLOCK)
         # whole tiles of either kernel
         q_ids, kv_ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, KEYS)
+    if mask is not None:
+        words = mask_words(mask, c.t, c.s, c.block_q, BLOCK)
+        turned = mask_words(jnp.swapaxes(mask, 2, 3), c.s, c.t, KEYS, BLOCK)
+        by_queries = inside_both(by_queries, word_bounds(words, c.b, c.block_q, BLOCK))
+        by_keys = inside_both(by_keys, word_bounds(turned, c.b, KEYS, BLOCK))
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
     operands = (
         copyable(query, ROWS),
@@ -536,7 +556,7 @@ def attention_bwd(
         # WGMMA contracts over the rows in one product, over the columns in another
         return shared((*rows, columns), transforms=tiled(BLOCK, columns))
 
-    def launch(kernel, like, programs, buffers, bounds, copies):
+    def launch(kernel, like, programs, buffers, words, bounds, copies):
         barriers = (
             plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=copies),
@@ -552,7 +572,7 @@ def attention_bwd(
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands, bounds, int32(kv_lengths), int32(q_offset))
+        )(*operands, words, bounds, int32(kv_lengths), int32(q_offset))
 
     dq = dk = dv = None
     if wanted[1] or wanted[2]:
@@ -566,7 +586,9 @@ def attention_bwd(
             plgpu.SMEM(ring, jnp.float32),
         )
         programs = blocks * c.b * (c.n // c.group)
-        dk, dv = launch(keys_kernel, (k, v), programs, buffers, by_keys, copies=4)
+        dk, dv = launch(
+            keys_kernel, (k, v), programs, buffers, turned, by_keys, copies=4
+        )
         dk, dv = dk[:, : c.s], dv[:, : c.s]
     if wanted[0]:
         buffers = (
@@ -575,6 +597,8 @@ def attention_bwd(
             matrix(ring, c.h),
             matrix(ring, c.hv),
         )
-        (dq,) = launch(queries_kernel, (q,), c.tiles, buffers, by_queries, copies=2)
+        (dq,) = launch(
+            queries_kernel, (q,), c.tiles, buffers, words, by_queries, copies=2
+        )
         dq = dq[:, : c.t]
     return dq, dk, dv, None, dsinks

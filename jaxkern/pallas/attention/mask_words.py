@@ -1,0 +1,83 @@
+"""A boolean mask of attention as bits: 32 columns of a row in one word.
+
+A warpgroup holds a tile of scores by rows, so a word serves 32 of them; as bytes the
+same mask would be read in 32 pieces. `[b|1, n|1, words, rows]` lets the 64 words of a
+tile's rows lie side by side.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Int32
+
+from jaxkern.triton.attention.flash_attention import block_ranges
+
+BITS = 32
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def mask_words(
+    mask: Bool[Array, "#b #n #t #s"], t: int, s: int, block_t: int, block_s: int
+) -> Int32[Array, "#b #n words rows"]:
+    """Words along s; rows and words fill whole blocks, of bits that are not set."""
+    rows, columns = -(-t // block_t) * block_t, -(-s // block_s) * block_s
+    if mask.shape[3] == 1:
+        mask = jnp.broadcast_to(mask, (*mask.shape[:3], s))
+    bits = jnp.pad(mask, [(0, 0), (0, 0), (0, 0), (0, columns - s)])
+    bits = bits.reshape(*bits.shape[:3], columns // BITS, BITS).astype(jnp.uint32)
+    words = jnp.sum(bits << jnp.arange(BITS, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+    words = jnp.moveaxis(lax.bitcast_convert_type(words, jnp.int32), 2, 3)
+    if words.shape[3] == 1:
+        words = jnp.broadcast_to(words, (*words.shape[:3], t))
+    return jnp.pad(words, [(0, 0), (0, 0), (0, 0), (0, rows - t)])
+
+
+def word_bounds(
+    words: Int32[Array, "#b #n words rows"], b: int, block_t: int, block_s: int
+) -> Int32[Array, "b blocks 4"]:
+    """The blocks of columns that the rows of a block see in any head, as `ranges`."""
+    per_block = block_s // BITS
+    blocks = words.reshape(
+        *words.shape[:2], words.shape[2] // per_block, per_block, -1, block_t
+    )
+    meet = jnp.moveaxis(jnp.any(blocks != 0, (1, 3, 5)), 1, 2)
+    same = jnp.moveaxis(jnp.all(blocks == -1, (1, 3, 5)), 1, 2)
+    bounds = block_ranges(meet, same)
+    return jnp.broadcast_to(bounds, (b, *bounds.shape[1:]))
+
+
+def inside_both(bounds: jax.Array | None, others: jax.Array | None) -> jax.Array | None:
+    """Blocks [first, last) of both, and those that both show entirely."""
+    if bounds is None or others is None:
+        return others if bounds is None else bounds
+    first, whole, whole_end, last = jnp.moveaxis(jnp.stack([bounds, others]), -1, 0)
+    return jnp.stack(
+        [jnp.max(first, 0), jnp.max(whole, 0), jnp.min(whole_end, 0), jnp.min(last, 0)],
+        -1,
+    )
+
+
+def is_set(words_ref: Any, batch: Any, head: Any, row: Any, column: Any, shape: Any):
+    """[rows, columns] of a tile: which pairs see each other.
+
+    `column` is a multiple of 32 and the tile's width too.
+    """
+    batch = batch if words_ref.shape[0] > 1 else 0
+    head = head if words_ref.shape[1] > 1 else 0
+    columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    word = None
+    for i in reversed(range(shape[1] // BITS)):
+        at = lax.div(column, jnp.int32(BITS)) + i
+        rows = plgpu.load(
+            words_ref.at[batch, head, at, pl.ds(row, shape[0])],
+            layout=BY_ROW,
+            optimized=False,
+        )
+        rows = lax.broadcast_in_dim(rows, shape, [0])
+        word = rows if word is None else jnp.where(columns < BITS * (i + 1), rows, word)
+    bit = lax.shift_left(jnp.int32(1), columns & (BITS - 1))
+    return (word & bit) != 0
