@@ -69,15 +69,16 @@ def is_set(words_ref: Any, batch: Any, head: Any, row: Any, column: Any, shape: 
     batch = batch if words_ref.shape[0] > 1 else 0
     head = head if words_ref.shape[1] > 1 else 0
     columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    word = None
-    for i in reversed(range(shape[1] // BITS)):
+
+    def load(i):
         at = lax.div(column, jnp.int32(BITS)) + i
-        rows = plgpu.load(
-            words_ref.at[batch, head, at, pl.ds(row, shape[0])],
-            layout=BY_ROW,
-            optimized=False,
-        )
-        rows = lax.broadcast_in_dim(rows, shape, [0])
-        word = rows if word is None else jnp.where(columns < BITS * (i + 1), rows, word)
+        words = words_ref.at[batch, head, at, pl.ds(row, shape[0])]
+        words = plgpu.load(words, layout=BY_ROW, optimized=False)
+        return lax.broadcast_in_dim(words, shape, [0])
+
+    last = shape[1] // BITS - 1
+    word = load(last)
+    for i in reversed(range(last)):
+        word = jnp.where(columns < BITS * (i + 1), load(i), word)
     bit = lax.shift_left(jnp.int32(1), columns & (BITS - 1))
     return (word & bit) != 0
