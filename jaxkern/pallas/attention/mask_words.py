@@ -24,6 +24,7 @@ def mask_words(
     mask: Bool[Array, "#b #n #t #s"], t: int, s: int, block_t: int, block_s: int
 ) -> Int32[Array, "#b #n words rows"]:
     """Words along s; rows and words fill whole blocks, of bits that are not set."""
+    assert block_s % BITS == 0  # a block begins with a word
     rows, columns = -(-t // block_t) * block_t, -(-s // block_s) * block_s
     if mask.shape[3] == 1:
         mask = jnp.broadcast_to(mask, (*mask.shape[:3], s))
