@@ -57,7 +57,7 @@ def hopper_rows():
 
 
 def check(q, k, v, slack=1.0, gradients=True, **options):
-    floats = {n: options.pop(n) for n in ("sinks",) if n in options}
+    floats = {n: options.pop(n) for n in ("sinks", "bias") if n in options}
     b, t, n, _ = q.shape
     cotangents = draw(b, t, n, v.shape[-1]), draw(b, t, n, dtype="float32")
     poison(q, k, v)
@@ -94,11 +94,19 @@ def check(q, k, v, slack=1.0, gradients=True, **options):
 
 
 BITS = np.random.default_rng(8).random((2, 6, 300, 413)) < 0.6
+BIAS = 2 * np.random.default_rng(9).standard_normal((2, 6, 300, 413)).astype("float32")
 BITS[0, :, 70:200] = False  # rows that see nothing
 BITS[1, 1:, :, :140] = False  # a block that one head alone sees
 OPTIONS: dict[str, Any] = {
     "all": {},
     "mask": dict(mask=BITS),
+    "bias": dict(bias=np.where(BITS, BIAS, -np.inf), causal=True),
+    "bias_of_keys": dict(bias=BIAS[:1, :, :1], softcap=2.0),
+    "bias_of_queries": dict(bias=BIAS[..., :1], scale=-0.2),
+    "bias_of_heads": dict(bias=BIAS[:1, :, :1, :1], causal=True),
+    "bias_and_mask": dict(
+        bias=BIAS[:, :1].astype("bfloat16"), mask=BITS, kv_lengths=np.array([0, 130])
+    ),
     "mask_of_keys": dict(mask=BITS[:, :1, 2:3], causal=True),
     "mask_of_queries": dict(mask=BITS[:1, :, :, 200:201], window=90),
     "mask_that_shows_all": dict(mask=np.ones((1, 1, 300, 413), bool), causal=True),

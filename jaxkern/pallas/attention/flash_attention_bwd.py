@@ -24,10 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.attention.flash_attention import (
-    BY_COLUMN,
-    BY_ROW,
     CACHED_BYTES,
-    LOG2_E,
     ROWS,
     WGMMA,
     Problem,
@@ -42,13 +39,21 @@ from jaxkern.pallas.attention.flash_attention import (
     tiled,
     unsupported,
 )
-from jaxkern.pallas.attention.mask_words import (
+from jaxkern.pallas.attention.pairs import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2_E,
+    bias_tile,
     inside_both,
     is_set,
     mask_words,
+    whole_blocks,
     word_bounds,
 )
-from jaxkern.primitives.attention.attention import without_rest
+from jaxkern.primitives.attention.attention import (
+    attention_bwd_reference,
+    without_rest,
+)
 from jaxkern.triton.attention.flash_attention import segment_bounds
 from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
 
@@ -171,18 +176,22 @@ def same_ids(row_ids, column_ids_ref, shape):
     return by_row(row_ids, shape) == by_column(columns, shape)
 
 
-def exponents(s, lse2, c: Problem):
+def exponents(s, bias, lse2, c: Problem):
     """(log2 of the weights, tanh of the cap or None)."""
-    if c.softcap is None:
-        return s * c.scale - lse2, None
-    bent = jnp.exp2(s * (2 * LOG2_E * c.scale / c.softcap))
-    bent = 1.0 - 2.0 / (1.0 + bent)
-    return bent * (c.softcap * LOG2_E) - lse2, bent
+    bent = None
+    z = s * c.scale
+    if c.softcap is not None:
+        bent = jnp.exp2(s * (2 * LOG2_E * c.scale / c.softcap))
+        bent = 1.0 - 2.0 / (1.0 + bent)
+        z = bent * (c.softcap * LOG2_E)
+    if bias is not None:
+        z = z + bias
+    return z - lse2, bent
 
 
-def weights_and_slopes(s, dp, lse2, delta, seen, c: Problem):
+def weights_and_slopes(s, dp, bias, lse2, delta, seen, c: Problem):
     """(P, dS), with `seen` None where all pairs see each other."""
-    z, bent = exponents(s, lse2, c)
+    z, bent = exponents(s, bias, lse2, c)
     if seen is not None:
         z = jnp.where(seen, z, -jnp.inf)
     p = jnp.exp2(z)
@@ -244,6 +253,7 @@ def keys_kernel(
     delta_ref,
     q_ids_ref,
     kv_ids_ref,
+    bias_ref,
     words_ref,
     bounds_ref,
     lengths_ref,
@@ -317,20 +327,20 @@ def keys_kernel(
             )
             lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
             delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
-            seen = None
+            seen = bias = None
+            query, n = j * BLOCK, kv_head * c.group + member
+            if bias_ref is not None:
+                bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
             if masked:
-                query = j * BLOCK
                 seen = visible(s.shape, 0, row, query, offset, length, c)
                 if kv_ids is not None:
                     ids = q_ids_ref.at[batch, pl.ds(query, BLOCK)]
                     seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
                 if words_ref is not None:
-                    n = kv_head * c.group + member
                     bits = is_set(words_ref, batch, n, row, query, s.shape)
                     seen = jnp.logical_and(seen, bits)
-            p, ds = weights_and_slopes(
-                s, dp, by_column(lse2, s.shape), by_column(delta, s.shape), seen, c
-            )
+            lse2, delta = by_column(lse2, s.shape), by_column(delta, s.shape)
+            p, ds = weights_and_slopes(s, dp, bias, lse2, delta, seen, c)
             dtype = q_ref.dtype
             sums = accumulated(
                 sums, [(p.astype(dtype), dout), (ds.astype(dtype), q)], interpret
@@ -372,6 +382,7 @@ def queries_kernel(
     delta_ref,
     q_ids_ref,
     kv_ids_ref,
+    bias_ref,
     words_ref,
     bounds_ref,
     lengths_ref,
@@ -444,9 +455,11 @@ def queries_kernel(
                 dout_smem.at[me],
                 v.transpose((1, 0)),
             )
-            seen = None
+            seen = bias = None
+            key = j * c.block_k
+            if bias_ref is not None:
+                bias = bias_tile(bias_ref, batch, head, row, key, s.shape)
             if masked:
-                key = j * c.block_k
                 seen = visible(s.shape, 1, key, row, offset, length, c)
                 if q_ids is not None:
                     ids = kv_ids_ref.at[batch, pl.ds(key, c.block_k)]
@@ -455,7 +468,7 @@ def queries_kernel(
                     bits = is_set(words_ref, batch, head, row, key, s.shape)
                     seen = jnp.logical_and(seen, bits)
             _, ds = weights_and_slopes(
-                s, dp, by_row(lse2, s.shape), by_row(delta, s.shape), seen, c
+                s, dp, bias, by_row(lse2, s.shape), by_row(delta, s.shape), seen, c
             )
             (dq,) = accumulated([dq], [(ds.astype(q_ref.dtype), k)], interpret)
             plgpu.barrier_arrive(free.at[slot])
@@ -509,9 +522,11 @@ def attention_bwd(
     wanted,
     interpret=False,
 ):
-    """(dq, dk, dv, None, dsinks); `interpret` runs the kernels on a CPU."""
-    assert bias is None  # the row refuses it
-    c = problem(query, key, value, scale, causal, window, softcap)
+    """(dq, dk, dv, dbias, dsinks); `interpret` runs the kernels on a CPU.
+
+    dbias, which alone is as large as the scores, is that of the reference.
+    """
+    c = problem(query, key, value, bias, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1) - dlse
@@ -525,7 +540,7 @@ def attention_bwd(
         dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
     delta = by_head(delta, rows, 0.0)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
-    by_keys = by_queries = words = turned = None
+    by_keys = by_queries = words = turned_words = turned = dbias = None
     if q_ids is not None and kv_ids is not None:
         by_keys = segment_bounds(kv_ids, q_ids, KEYS, BLOCK)
         by_queries = segment_bounds(q_ids, kv_ids, c.block_q, BLOCK)
@@ -533,9 +548,33 @@ def attention_bwd(
         q_ids, kv_ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, KEYS)
     if mask is not None:
         words = mask_words(mask, c.t, c.s, c.block_q, BLOCK)
-        turned = mask_words(jnp.swapaxes(mask, 2, 3), c.s, c.t, KEYS, BLOCK)
+        turned_words = mask_words(jnp.swapaxes(mask, 2, 3), c.s, c.t, KEYS, BLOCK)
         by_queries = inside_both(by_queries, word_bounds(words, c.b, c.block_q, BLOCK))
-        by_keys = inside_both(by_keys, word_bounds(turned, c.b, KEYS, BLOCK))
+        by_keys = inside_both(by_keys, word_bounds(turned_words, c.b, KEYS, BLOCK))
+    if bias is not None and wanted[3]:
+        dbias = attention_bwd_reference(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            q_segment_ids,
+            kv_segment_ids,
+            kv_lengths,
+            q_offset,
+            sinks,
+            out,
+            lse,
+            dout,
+            dlse,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+        )[3]
+    if bias is not None:
+        turned = whole_blocks(jnp.swapaxes(bias, 2, 3), KEYS, BLOCK)
+        bias = whole_blocks(bias, c.block_q, BLOCK)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
     operands = (
         copyable(query, ROWS),
@@ -556,7 +595,7 @@ def attention_bwd(
         # WGMMA contracts over the rows in one product, over the columns in another
         return shared((*rows, columns), transforms=tiled(BLOCK, columns))
 
-    def launch(kernel, like, programs, buffers, words, bounds, copies):
+    def launch(kernel, like, programs, buffers, pairs, copies):
         barriers = (
             plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=copies),
@@ -572,7 +611,7 @@ def attention_bwd(
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands, words, bounds, int32(kv_lengths), int32(q_offset))
+        )(*operands, *pairs, int32(kv_lengths), int32(q_offset))
 
     dq = dk = dv = None
     if wanted[1] or wanted[2]:
@@ -586,9 +625,8 @@ def attention_bwd(
             plgpu.SMEM(ring, jnp.float32),
         )
         programs = blocks * c.b * (c.n // c.group)
-        dk, dv = launch(
-            keys_kernel, (k, v), programs, buffers, turned, by_keys, copies=4
-        )
+        pairs = turned, turned_words, by_keys
+        dk, dv = launch(keys_kernel, (k, v), programs, buffers, pairs, copies=4)
         dk, dv = dk[:, : c.s], dv[:, : c.s]
     if wanted[0]:
         buffers = (
@@ -597,8 +635,7 @@ def attention_bwd(
             matrix(ring, c.h),
             matrix(ring, c.hv),
         )
-        (dq,) = launch(
-            queries_kernel, (q,), c.tiles, buffers, words, by_queries, copies=2
-        )
+        pairs = bias, words, by_queries
+        (dq,) = launch(queries_kernel, (q,), c.tiles, buffers, pairs, copies=2)
         dq = dq[:, : c.t]
-    return dq, dk, dv, None, dsinks
+    return dq, dk, dv, dbias, dsinks

@@ -1,10 +1,13 @@
-"""A boolean mask of attention as bits: 32 columns of a row in one word.
+"""What attention is told of every pair of a query and a key: mask and bias.
 
-A warpgroup holds a tile of scores by rows, so a word serves 32 of them; as bytes the
-same mask would be read in 32 pieces. `[b|1, n|1, words, rows]` lets the 64 words of a
-tile's rows lie side by side.
+A boolean mask becomes bits, 32 columns of a row in one word. A warpgroup holds a tile
+of scores by rows, so a word serves 32 of them; as bytes the same mask would be read in
+32 pieces. `[b|1, n|1, words, rows]` lets the words of a tile's rows lie side by side.
+
+A bias is read as it is, from where it is: four threads take 16 or 32 bytes of a row.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -12,12 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkern.triton.attention.flash_attention import block_ranges
 
 BITS = 32
+LOG2_E = math.log2(math.e)
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def mask_words(
@@ -67,8 +72,7 @@ def is_set(words_ref: Any, batch: Any, head: Any, row: Any, column: Any, shape: 
 
     `column` is a multiple of 32 and the tile's width too.
     """
-    batch = batch if words_ref.shape[0] > 1 else 0
-    head = head if words_ref.shape[1] > 1 else 0
+    batch, head = own(words_ref, batch, head)
     columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
     def load(i):
@@ -83,3 +87,34 @@ def is_set(words_ref: Any, batch: Any, head: Any, row: Any, column: Any, shape: 
         word = jnp.where(columns < BITS * (i + 1), load(i), word)
     bit = lax.shift_left(jnp.int32(1), columns & (BITS - 1))
     return (word & bit) != 0
+
+
+def whole_blocks(
+    bias: Float[Array, "#b #n #t #s"], block_t: int, block_s: int
+) -> Float[Array, "#b #n #rows #columns"]:
+    """Zeros behind it; a dim of 1 stays, for all rows or columns alike."""
+    short = [
+        0 if size == 1 else -size % block
+        for size, block in zip(bias.shape[2:], (block_t, block_s), strict=True)
+    ]
+    return jnp.pad(bias, [(0, 0), (0, 0), *((0, n) for n in short)])
+
+
+def bias_tile(bias_ref: Any, batch: Any, head: Any, row: Any, column: Any, shape: Any):
+    """[rows, columns] of a tile in float32, in units of log 2."""
+    batch, head = own(bias_ref, batch, head)
+    one_row, one_column = (n == 1 for n in bias_ref.shape[2:])
+    rows = 0 if one_row else pl.ds(row, shape[0])
+    columns = 0 if one_column else pl.ds(column, shape[1])
+    source = bias_ref.at[batch, head, rows, columns]
+    if one_row and one_column:
+        return source[()].astype(jnp.float32) * LOG2_E
+    dims = [0] if one_column else [1] if one_row else [0, 1]
+    layout = BY_ROW if one_column else BY_COLUMN if one_row else plgpu.Layout.WGMMA
+    tile = plgpu.load(source, layout=layout, optimized=False)
+    return lax.broadcast_in_dim(tile.astype(jnp.float32) * LOG2_E, shape, dims)
+
+
+def own(ref: Any, batch: Any, head: Any) -> tuple[Any, Any]:
+    """Indices of [b|1, n|1, ...]."""
+    return batch if ref.shape[0] > 1 else 0, head if ref.shape[1] > 1 else 0
