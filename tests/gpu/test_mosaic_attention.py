@@ -1,11 +1,14 @@
 """The Hopper attention kernels on a GPU, against the reference in float64."""
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend
 from jaxkern.lowering.explain import default_platform
@@ -221,3 +224,25 @@ def test_gradients_of_many_blocks():
     q, k, v = operands(1, 2048, 2048, 2, 4, 128)
     check(q, k, v, causal=True)
     check(q, k, v, segment_ids=jnp.arange(2048)[None] // 300, causal=True)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("spec", [P("m"), P(None, None, "m")])
+def test_two_gpus_share_sequences_or_heads(spec):
+    """Under plain jit, forward and backward, each does its own without the other."""
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    whole = operands(2, 300, 300, 2, 2, 128)
+    cut = [jax.device_put(x, NamedSharding(mesh, spec)) for x in whole]
+
+    def both(q, k, v):
+        y, pull = jax.vjp(lambda *x: attend(*x, causal=True), q, k, v)
+        return y, pull(y)
+
+    with backend("auto", strict=True):
+        run = jax.jit(both).lower(*cut).compile()
+        expected = jax.jit(both)(*whole)
+    text = run.as_text()
+    assert text.count("mosaic_gpu_v2") >= 3
+    assert not re.findall(checks.COLLECTIVES, text)
+    for y, e in zip(jax.tree.leaves(run(*cut)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.float32(y), np.float32(e))
