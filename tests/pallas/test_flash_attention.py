@@ -262,21 +262,26 @@ def test_refuses_in_words():
 
 
 def test_runs_by_default_where_it_was_measured():
-    def chosen(h, t=4096, gradient=False):
+    def chosen(h, t=4096, gradient=False, bias=None):
         q, k = (jax.ShapeDtypeStruct((1, t, n, h), "bfloat16") for n in (8, 2))
+        pairs = None if bias is None else jax.ShapeDtypeStruct((1, 1, t, t), bias)
 
-        def f(q, k, v):
-            out: Any = attention(q, k, v, causal=True)
+        def f(q, k, v, bias):
+            out: Any = attention(q, k, v, bias=bias, causal=True)
             return out.sum()
 
         with compiling_for(90):
             f = jax.grad(f) if gradient else f
-            return str(explain(f, q, k, k, platform="cuda"))
+            return str(explain(f, q, k, k, pairs, platform="cuda"))
 
     backward = "runs mosaic_gpu: pallas.attention.flash_attention_bwd"
     assert "runs mosaic_gpu: pallas.attention" in chosen(128)
     assert "runs triton" in chosen(64) and "no gain was measured" in chosen(64)
     assert backward in chosen(128, gradient=True)
-    few = chosen(128, 1024, gradient=True)
-    assert backward not in few and "1024" in few
-    assert "fewer than 4096 queries were not measured" in few
+    assert backward in chosen(128, 1024, gradient=True)
+    few = chosen(128, 512, gradient=True)
+    assert backward not in few
+    assert "fewer than 1024 queries were not measured" in few
+    assert "runs mosaic_gpu: pallas.attention" in chosen(128, bias="bfloat16")
+    assert "`bias` of float32 was not measured" in chosen(128, bias="float32")
+    assert "slower than Triton's" in chosen(128, bias="bfloat16", gradient=True)

@@ -83,11 +83,13 @@ def unsupported(
     return None
 
 
-def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+def slower(query: Any, key: Any, value: Any, bias: Any = None, **_: Any) -> str | None:
     """Why "auto" leaves these operands to the next row, or None."""
     if (query.shape[3], value.shape[3]) not in FASTER:
         dims = f"head dims {query.shape[3]} and {value.shape[3]}"
         return f"no gain was measured at {dims}"
+    if bias is not None and bias.dtype.itemsize > 2:
+        return f"a `bias` of {bias.dtype.name} was not measured"
     return slower_than_xla(query, key)
 
 
