@@ -1,11 +1,14 @@
 """The Hopper attention kernels on a GPU, against the reference in float64."""
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend
 from jaxkern.lowering.explain import default_platform
@@ -57,7 +60,7 @@ def hopper_rows():
 
 
 def check(q, k, v, slack=1.0, gradients=True, **options):
-    floats = {n: options.pop(n) for n in ("sinks",) if n in options}
+    floats = {n: options.pop(n) for n in ("sinks", "bias") if n in options}
     b, t, n, _ = q.shape
     cotangents = draw(b, t, n, v.shape[-1]), draw(b, t, n, dtype="float32")
     poison(q, k, v)
@@ -93,8 +96,24 @@ def check(q, k, v, slack=1.0, gradients=True, **options):
     assert max(errors) < slack * EPSILON[q.dtype.name], errors
 
 
+BITS = np.random.default_rng(8).random((2, 6, 300, 413)) < 0.6
+BIAS = 2 * np.random.default_rng(9).standard_normal((2, 6, 300, 413)).astype("float32")
+BITS[0, :, 70:200] = False  # rows that see nothing
+BITS[1, 1:, :, :140] = False  # a block that one head alone sees
 OPTIONS: dict[str, Any] = {
     "all": {},
+    "mask": dict(mask=BITS),
+    "bias": dict(bias=np.where(BITS, BIAS, -np.inf), causal=True),
+    "bias_of_keys": dict(bias=BIAS[:1, :, :1], softcap=2.0),
+    "bias_of_queries": dict(bias=BIAS[..., :1], scale=-0.2),
+    "bias_of_heads": dict(bias=BIAS[:1, :, :1, :1], causal=True),
+    "bias_and_mask": dict(
+        bias=BIAS[:, :1].astype("bfloat16"), mask=BITS, kv_lengths=np.array([0, 130])
+    ),
+    "mask_of_keys": dict(mask=BITS[:, :1, 2:3], causal=True),
+    "mask_of_queries": dict(mask=BITS[:1, :, :, 200:201], window=90),
+    "mask_that_shows_all": dict(mask=np.ones((1, 1, 300, 413), bool), causal=True),
+    "mask_and_segments": dict(mask=BITS[:1, :1], segment_ids=(IDS, KV_IDS)),
     "causal": dict(causal=True),
     "causal_offsets": dict(causal=True, q_offset=np.array([-50, 200])),
     "window": dict(causal=True, window=70),
@@ -205,3 +224,25 @@ def test_gradients_of_many_blocks():
     q, k, v = operands(1, 2048, 2048, 2, 4, 128)
     check(q, k, v, causal=True)
     check(q, k, v, segment_ids=jnp.arange(2048)[None] // 300, causal=True)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("spec", [P("m"), P(None, None, "m")])
+def test_two_gpus_share_sequences_or_heads(spec):
+    """Under plain jit, forward and backward, each does its own without the other."""
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    whole = operands(2, 300, 300, 2, 2, 128)
+    cut = [jax.device_put(x, NamedSharding(mesh, spec)) for x in whole]
+
+    def both(q, k, v):
+        y, pull = jax.vjp(lambda *x: attend(*x, causal=True), q, k, v)
+        return y, pull(y)
+
+    with backend("auto", strict=True):
+        run = jax.jit(both).lower(*cut).compile()
+        expected = jax.jit(both)(*whole)
+    text = run.as_text()
+    assert text.count("mosaic_gpu_v2") >= 3
+    assert not re.findall(checks.COLLECTIVES, text)
+    for y, e in zip(jax.tree.leaves(run(*cut)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.float32(y), np.float32(e))

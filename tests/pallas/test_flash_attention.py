@@ -80,7 +80,7 @@ def test_tiles_of_ragged_sequences_taken_in_turn(monkeypatch):
 @pytest.mark.parametrize("b, t, n, programs", [(2, 1000, 3, 5), (1, 100, 4, 4)])
 def test_every_tile_is_taken_once_the_longest_first(b, t, n, programs):
     q, k, v = (jax.ShapeDtypeStruct((b, t, n, 64), "bfloat16") for _ in range(3))
-    c = hopper.problem(q, k, v, 1.0, True, None, None)
+    c = hopper.problem(q, k, v, None, 1.0, True, None, None)
     c = dataclasses.replace(c, programs=programs)
     taken = np.array(
         [
@@ -98,8 +98,28 @@ def test_every_tile_is_taken_once_the_longest_first(b, t, n, programs):
 
 IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (2, 140)), 1), jnp.int32)
 KV_IDS = jnp.asarray(np.sort(RNG.integers(0, 5, (2, 300)), 1), jnp.int32)
+BIAS = 2 * RNG.standard_normal((2, 2, 140, 300)).astype("float32")
+BITS = RNG.random((2, 2, 140, 300)) < 0.6
+BITS[0, :, 70:100] = False  # rows that see nothing
+BITS[1, 1, :, :130] = False  # a block that one head alone sees
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
+    "mask": dict(mask=jnp.asarray(BITS)),
+    "bias": dict(bias=jnp.asarray(np.where(BITS, BIAS, -np.inf)), causal=True),
+    "bias_of_keys": dict(bias=jnp.asarray(BIAS[:1, :, :1]), softcap=2.0),
+    "bias_of_queries": dict(bias=jnp.asarray(BIAS[..., :1]), scale=-0.2),
+    "bias_of_heads": dict(bias=jnp.asarray(BIAS[:1, :, :1, :1])),
+    "bias_and_mask": dict(
+        bias=jnp.asarray(BIAS[:, :1], jnp.bfloat16),
+        mask=jnp.asarray(BITS),
+        kv_lengths=jnp.array([0, 130]),
+    ),
+    "mask_of_keys": dict(mask=jnp.asarray(BITS[:, :1, :1]), causal=True),
+    "mask_of_queries": dict(mask=jnp.asarray(BITS[:1, :, :, 140:141]), window=90),
+    "mask_that_shows_all": dict(mask=jnp.ones((1, 1, 140, 300), bool)),
+    "mask_and_segments": dict(
+        mask=jnp.asarray(BITS[:1, :1]), q_segment_ids=IDS, kv_segment_ids=KV_IDS
+    ),
     "offsets": dict(causal=True, q_offset=jnp.array([-50, 200])),
     "window": dict(causal=True, window=70),
     "window_alone": dict(window=100),
@@ -214,6 +234,8 @@ def test_every_head_dim_lowers_with_every_option(h, hv):
             window=50,
             softcap=3.0,
             segment_ids=(IDS, KV_IDS),
+            mask=jnp.asarray(BITS),
+            bias=jnp.asarray(BIAS),
             kv_lengths=jnp.array([290, 170]),
             q_offset=jnp.array([150, 1]),
             sinks=jnp.zeros(2),
@@ -236,27 +258,30 @@ def test_refuses_in_words():
     assert "compute capability is 80, not 90" in refusals(q, k, v, capability=80)
     assert "8 queries are no more than 8" in refusals(q[:, :8], k, v)
     assert "multiples of 16" in refusals(q[..., :40], k[..., :40], v)
-    assert "`bias` is not" in refusals(q, k, v, bias=jnp.zeros((1, 1, 16, 16)))
-    assert "`mask` is not" in refusals(q, k, v, mask=jnp.ones((1, 1, 1, 16), bool))
     assert "is float32" in refusals(*(x.astype(jnp.float32) for x in (q, k, v)))
 
 
 def test_runs_by_default_where_it_was_measured():
-    def chosen(h, t=4096, gradient=False):
+    def chosen(h, t=4096, gradient=False, bias=None):
         q, k = (jax.ShapeDtypeStruct((1, t, n, h), "bfloat16") for n in (8, 2))
+        pairs = None if bias is None else jax.ShapeDtypeStruct((1, 1, t, t), bias)
 
-        def f(q, k, v):
-            out: Any = attention(q, k, v, causal=True)
+        def f(q, k, v, bias):
+            out: Any = attention(q, k, v, bias=bias, causal=True)
             return out.sum()
 
         with compiling_for(90):
             f = jax.grad(f) if gradient else f
-            return str(explain(f, q, k, k, platform="cuda"))
+            return str(explain(f, q, k, k, pairs, platform="cuda"))
 
     backward = "runs mosaic_gpu: pallas.attention.flash_attention_bwd"
     assert "runs mosaic_gpu: pallas.attention" in chosen(128)
     assert "runs triton" in chosen(64) and "no gain was measured" in chosen(64)
     assert backward in chosen(128, gradient=True)
-    few = chosen(128, 1024, gradient=True)
-    assert backward not in few and "1024" in few
-    assert "fewer than 4096 queries were not measured" in few
+    assert backward in chosen(128, 1024, gradient=True)
+    few = chosen(128, 512, gradient=True)
+    assert backward not in few
+    assert "fewer than 1024 queries were not measured" in few
+    assert "runs mosaic_gpu: pallas.attention" in chosen(128, bias="bfloat16")
+    assert "`bias` of float32 was not measured" in chosen(128, bias="float32")
+    assert "slower than Triton's" in chosen(128, bias="bfloat16", gradient=True)

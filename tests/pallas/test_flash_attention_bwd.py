@@ -17,6 +17,9 @@ from jaxkern.triton.triton_call import compiling_for
 from tests.pallas.test_flash_attention import ABSENT, operands
 
 RNG = np.random.default_rng(1)
+BIAS = 2 * RNG.standard_normal((2, 2, 70, 150)).astype("float32")
+BITS = RNG.random((2, 2, 70, 150)) < 0.6
+BITS[0, :, 20:50] = False  # rows that see nothing
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
     "all": {},
@@ -28,6 +31,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
         softcap=3.0,
         sinks=jnp.array([0.5, -2.0]),
     ),
+    "mask": dict(mask=jnp.asarray(BITS)),
+    "bias": dict(bias=jnp.asarray(np.where(BITS, BIAS, -np.inf)), causal=True),
+    "bias_of_keys": dict(bias=jnp.asarray(BIAS[:1, :, :1]), softcap=2.0),
+    "bias_of_queries": dict(bias=jnp.asarray(BIAS[..., :1])),
+    "bias_and_mask": dict(
+        bias=jnp.asarray(BIAS[:, :1]),
+        mask=jnp.asarray(BITS),
+        kv_lengths=jnp.array([0, 130]),
+    ),
+    "mask_of_keys": dict(mask=jnp.asarray(BITS[:, :1, :1]), causal=True),
+    "mask_of_queries": dict(mask=jnp.asarray(BITS[:1, :, :, 70:71])),
+    "mask_that_shows_all": dict(mask=jnp.ones((1, 1, 70, 150), bool)),
     "segments": dict(
         q_segment_ids=jnp.asarray(np.sort(RNG.integers(0, 3, (2, 70)), 1), jnp.int32),
         kv_segment_ids=jnp.asarray(np.sort(RNG.integers(0, 4, (2, 150)), 1), jnp.int32),
@@ -55,7 +70,7 @@ def test_gradients(name, h, hv):
     dout = jnp.asarray(RNG.standard_normal(out.shape), jnp.bfloat16)
     dlse = jnp.asarray(RNG.standard_normal(lse.shape), jnp.float32)
     rest: Any = out.astype(jnp.bfloat16), lse, dout, dlse
-    wanted = (True, True, True, False, "sinks" in OPTIONS[name])
+    wanted = (True, True, True, "bias" in OPTIONS[name], "sinks" in OPTIONS[name])
     found = hopper.attention_bwd(
         *operand, *rest, **options, wanted=wanted, interpret=True
     )
@@ -70,11 +85,16 @@ def test_gradients(name, h, hv):
 def test_lowers_for_cuda_without_a_gpu():
     q, k, v = operands(1, 300, 300, 2, 2, 128)
 
-    def loss(*x):
-        out: Any = attention(*x, causal=True)
-        return out.astype(jnp.float32).sum()
+    for pairs in (
+        {},
+        dict(mask=jnp.ones((1, 1, 300, 300), bool), bias=jnp.ones((1, 4, 300, 300))),
+    ):
 
-    with compiling_for(90), backend("mosaic_gpu", strict=True):
-        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 3
+        def loss(*x, pairs=pairs):
+            out: Any = attention(*x, causal=True, **pairs)
+            return out.astype(jnp.float32).sum()
+
+        with compiling_for(90), backend("mosaic_gpu", strict=True):
+            traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == 3

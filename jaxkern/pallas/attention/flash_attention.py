@@ -28,6 +28,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.pallas.attention.pairs import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2_E,
+    bias_tile,
+    inside_both,
+    is_set,
+    mask_words,
+    whole_blocks,
+    word_bounds,
+)
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     FEW_QUERIES,
@@ -37,23 +48,18 @@ from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
 from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.triton_call import compute_capability
 
-LOG2_E = math.log2(math.e)
 ROWS = 64  # queries of a consumer: those of one WGMMA
 SHORT = 8192  # keys in reach, up to which a causal tile has few blocks
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 SHARED_BYTES = 232_448 - 4096  # of a program; the rest is for barriers
 FASTER = {(96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton, measured
 WGMMA = plgpu.Layout.WGMMA
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def unsupported(
     query: Any,
     key: Any,
     value: Any,
-    bias: Any = None,
-    mask: Any = None,
     **_: Any,
 ) -> str | None:
     """A reason in words, or None."""
@@ -74,18 +80,16 @@ def unsupported(
         return f"query, key and value have the dtypes {', '.join(names)}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"`query` is {query.dtype.name}"
-    if bias is not None:
-        return "`bias` is not written"
-    if mask is not None:
-        return "`mask` is not written"
     return None
 
 
-def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+def slower(query: Any, key: Any, value: Any, bias: Any = None, **_: Any) -> str | None:
     """Why "auto" leaves these operands to the next row, or None."""
     if (query.shape[3], value.shape[3]) not in FASTER:
         dims = f"head dims {query.shape[3]} and {value.shape[3]}"
         return f"no gain was measured at {dims}"
+    if bias is not None and bias.dtype.itemsize > 2:
+        return f"a `bias` of {bias.dtype.name} was not measured"
     return slower_than_xla(query, key)
 
 
@@ -99,7 +103,7 @@ class Problem:
     Attributes:
       b, t, s, n, group, h, hv: sizes; `group` query heads share a key head.
       scale: of q k^T, with log2 e where no cap comes after it.
-      folded: the scale is applied as late as in the exponent.
+      folded: the scale is applied as late as in the exponent; nothing is added.
       softcap, causal, window: options.
       consumers: warpgroups of `ROWS` queries.
       block_k: keys of a block.
@@ -240,10 +244,13 @@ def key_blocks(batch, block, lengths_ref, offset_ref, bounds_ref, c: Problem):
     return first, whole, whole_end, last
 
 
-def softmax_step(s, top, total, factor, masked):
-    """(top, total, weights, fade) with the logits `factor * s` of one more block."""
+def softmax_step(s, top, total, factor, infinite):
+    """(top, total, weights, fade) with the logits `factor * s` of one more block.
+
+    `infinite`: all logits of a row may be -inf.
+    """
     higher = lax.max(top, jnp.max(s, axis=1) * factor)
-    base = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
+    base = jnp.where(higher == -jnp.inf, 0.0, higher) if infinite else higher
     weights = jnp.exp2(s * factor - by_row(base, s.shape))
     fade = jnp.exp2(top - base)
     return higher, total * fade + jnp.sum(weights, axis=1), weights, fade
@@ -259,6 +266,8 @@ def forward_kernel(
     v_ref,
     q_ids_ref,
     kv_ids_ref,
+    bias_ref,
+    words_ref,
     bounds_ref,
     lengths_ref,
     offset_ref,
@@ -388,6 +397,8 @@ def forward_kernel(
                     )
                     kv_ids = lax.broadcast_in_dim(kv_ids, shape, [1])
                     terms.append(by_row(q_ids, shape) == kv_ids)
+                if words_ref is not None:
+                    terms.append(is_set(words_ref, batch, head, row, start, shape))
                 return functools.reduce(jnp.logical_and, terms)
 
             def logits(s, j, masked):
@@ -396,9 +407,11 @@ def forward_kernel(
                     s = (1.0 - 2.0 / (1.0 + bent)) * (c.softcap * LOG2_E)
                 elif not c.folded:
                     s = s * c.scale
+                start = (last - 1 - j) * c.block_k
+                if bias_ref is not None:
+                    s = s + bias_tile(bias_ref, batch, head, row, start, s.shape)
                 if masked:
-                    seen = visible((last - 1 - j) * c.block_k, s.shape)
-                    s = jnp.where(seen, s, -jnp.inf)
+                    s = jnp.where(visible(start, s.shape), s, -jnp.inf)
                 return s
 
             factor = c.scale if c.folded else 1.0
@@ -436,7 +449,11 @@ def forward_kernel(
             acc = plgpu.layout_cast(acc, WGMMA)
             masked = ends or begins
             top, total, weights, _ = softmax_step(
-                logits(s, 0, masked), nothing - jnp.inf, nothing, factor, masked
+                logits(s, 0, masked),
+                nothing - jnp.inf,
+                nothing,
+                factor,
+                masked or bias_ref is not None,
             )
             weights = weights.astype(q_ref.dtype)
             plgpu.barrier_wait(v_full.at[slot])
@@ -459,7 +476,11 @@ def forward_kernel(
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=int(c.overlap))
                     plgpu.barrier_arrive(k_free.at[slot])
                     higher, more, new, fade = softmax_step(
-                        logits(s, j, masked), top, total, factor, masked
+                        logits(s, j, masked),
+                        top,
+                        total,
+                        factor,
+                        masked or bias_ref is not None,
                     )
                     # What waits for a barrier is not moved, so it keeps the compiler
                     # from moving the softmax behind the end of the product.
@@ -558,7 +579,7 @@ def int32(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.astype(jnp.int32)
 
 
-def problem(query, key, value, scale, causal, window, softcap) -> Problem:
+def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     rule = sizes(h, hv, min(s, window or s), causal)
@@ -573,7 +594,7 @@ def problem(query, key, value, scale, causal, window, softcap) -> Problem:
         h=h,
         hv=hv,
         scale=scale * (LOG2_E if softcap is None else 1.0),
-        folded=softcap is None and scale > 0,
+        folded=softcap is None and bias is None and scale > 0,
         softcap=softcap,
         causal=causal,
         # no position is as far as 2^30, and more could overflow
@@ -608,13 +629,16 @@ def attention_fwd(
     interpret=False,
 ):
     """(out, lse); `interpret` runs the kernel on a CPU."""
-    assert bias is None and mask is None  # the row refuses them
-    c = problem(query, key, value, scale, causal, window, softcap)
+    c = problem(query, key, value, bias, scale, causal, window, softcap)
     value = without_rest(value, kv_lengths)
-    q_ids, kv_ids, bounds = int32(q_segment_ids), int32(kv_segment_ids), None
+    q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
+    words = bounds = None
     if q_ids is not None and kv_ids is not None:
         bounds = segment_bounds(q_ids, kv_ids, c.block_q, c.block_k)
         q_ids, kv_ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, c.block_k)
+    if mask is not None:
+        words = mask_words(mask, c.t, c.s, c.block_q, c.block_k)
+        bounds = inside_both(bounds, word_bounds(words, c.b, c.block_q, c.block_k))
     padded_t = c.blocks * c.block_q
     query = copyable(query, ROWS)
     shared = functools.partial(plgpu.SMEM, dtype=query.dtype)
@@ -660,6 +684,8 @@ def attention_fwd(
         copyable(value, c.block_k),
         q_ids,
         kv_ids,
+        None if bias is None else whole_blocks(bias, c.block_q, c.block_k),
+        words,
         bounds,
         int32(kv_lengths),
         int32(q_offset),

@@ -946,7 +946,14 @@ def segment_bounds(
     low, high = (x[:, :, None] for x in extremes(row_ids, block_rows))
     from_low, from_high = (x[:, None] for x in extremes(column_ids, block_columns))
     meet = (low <= from_high) & (from_low <= high)
-    same = (low == from_high) & (from_low == high)
+    return block_ranges(meet, (low == from_high) & (from_low == high))
+
+
+def block_ranges(meet: jax.Array, same: jax.Array) -> jax.Array:
+    """[b, rows, 4] of [b, rows, columns]: [first, last) holds all that meet.
+
+    Of these all of [whole, whole_end) are the same.
+    """
     at = jnp.arange(meet.shape[2], dtype=jnp.int32)
     blocks = jnp.int32(meet.shape[2])
     first = jnp.min(jnp.where(meet, at, blocks), -1)
