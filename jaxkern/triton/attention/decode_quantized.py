@@ -1,12 +1,14 @@
 """Attention of a few queries over quantised keys and values, each read once.
 
-A warp takes one key head and a share of its tokens. It loads codes from memory into the
-registers in which the tensor cores want them decoded: four lanes share a key, eight
-lanes a value, and dims are numbered as the lanes hold them, which changes no sum and
-only permutes the result. Nothing passes through shared memory but lookups: a code, or
-two of 4 bits, is the number of an entry in a table of float16 levels, of which every
-lane has a copy in a bank of its own. Levels of 8 bits that are integers or floats are
-computed.
+A warp takes one key head and a share of its tokens. Blocks of codes are copied to
+shared memory in advance, each warp's to a part of its own, so that no warp waits for
+another. It reads them into the registers in which the tensor cores want them decoded:
+four lanes share a key, eight lanes a value, and dims are numbered as the lanes hold
+them, which changes no sum and only permutes the result. Where levels are integers of 4
+or 8 bits or floats they are computed; else a code, or two of up to 4 bits, is the
+number of an entry in a table of float16 levels, of which every lane has a copy in a
+bank of its own. A register of values has two tokens: their codes are put together
+before they are decoded.
 
 Scales never meet an element. Those of keys multiply scores; those of values multiply
 weights, relative to the largest so far, so that float16 holds them. Where several
