@@ -592,19 +592,18 @@ def table_in_shared(table, table_ptr, ENTRIES: gl.constexpr):
 def first_copies(
     ptr,
     shared,
-    before,
-    begin,
-    count,
-    first,
-    end,
-    group,
+    where,
     K: gl.constexpr,
     HEADS: gl.constexpr,
-    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    AT: gl.constexpr,
+    NUMBER: gl.constexpr,
     BLOCK: gl.constexpr,
     PAIRED: gl.constexpr,
 ):
     """What `copy_text` wants of a lane at first; zeros for an absent part."""
+    PART: gl.constexpr = nth(PARTS, NUMBER)
+    before, begin, count, first, end, group = where
     none = gl.to_tensor(0)
     copies = (none, none, none, none)
     if PART[2] != 0:
@@ -629,7 +628,7 @@ def first_copies(
         origin += (ptr.to(gl.int64) + PART[1]) + inner.to(gl.int64)
         every = gl.zeros([W, ROWS, UNITS], gl.int32, L)
         copies = (
-            every + shared + row * PART[3] + to,
+            every + (shared + AT[NUMBER]) + row * PART[3] + to,
             origin,
             every + gl.minimum(start + count, end) - start - token,
             every + first - start - token,
@@ -1044,96 +1043,15 @@ def quantized_decode_kernel(
     use_shared(memory)
     tables = shared_address(program, 0)
     mine = shared_address(program, STAGES * SLOT) + TABLES
+    where = (before, begin, count, first, end, group)
     copies = (
+        first_copies(key_ptr, mine, where, K, HEADS, PARTS, AT, 0, BLOCK, False),
+        first_copies(key_ptr, mine, where, K, HEADS, PARTS, AT, 1, BLOCK, False),
+        first_copies(key_scales_ptr, mine, where, K, HEADS, PARTS, AT, 2, BLOCK, False),
+        first_copies(value_ptr, mine, where, K, HEADS, PARTS, AT, 3, BLOCK, True),
+        first_copies(value_ptr, mine, where, K, HEADS, PARTS, AT, 4, BLOCK, True),
         first_copies(
-            key_ptr,
-            mine + AT[0],
-            before,
-            begin,
-            count,
-            first,
-            end,
-            group,
-            K,
-            HEADS,
-            nth(PARTS, 0),
-            BLOCK,
-            False,
-        ),
-        first_copies(
-            key_ptr,
-            mine + AT[1],
-            before,
-            begin,
-            count,
-            first,
-            end,
-            group,
-            K,
-            HEADS,
-            nth(PARTS, 1),
-            BLOCK,
-            False,
-        ),
-        first_copies(
-            key_scales_ptr,
-            mine + AT[2],
-            before,
-            begin,
-            count,
-            first,
-            end,
-            group,
-            K,
-            HEADS,
-            nth(PARTS, 2),
-            BLOCK,
-            False,
-        ),
-        first_copies(
-            value_ptr,
-            mine + AT[3],
-            before,
-            begin,
-            count,
-            first,
-            end,
-            group,
-            K,
-            HEADS,
-            nth(PARTS, 3),
-            BLOCK,
-            True,
-        ),
-        first_copies(
-            value_ptr,
-            mine + AT[4],
-            before,
-            begin,
-            count,
-            first,
-            end,
-            group,
-            K,
-            HEADS,
-            nth(PARTS, 4),
-            BLOCK,
-            True,
-        ),
-        first_copies(
-            value_scales_ptr,
-            mine + AT[5],
-            before,
-            begin,
-            count,
-            first,
-            end,
-            group,
-            K,
-            HEADS,
-            nth(PARTS, 5),
-            BLOCK,
-            False,
+            value_scales_ptr, mine, where, K, HEADS, PARTS, AT, 5, BLOCK, False
         ),
     )
     for i in gl.static_range(STAGES - 1):
