@@ -68,6 +68,13 @@ INT8 = (8, 0, 0)  # code - 128
 INT4 = (4, 0, 0)  # code - 8
 FLOAT8 = (8, 0, -1)  # the bits of an e4m3fn float
 FLOAT8_SINCE = 89  # the compute capability that converts them
+# Of keys and values alike, on an H200 at 65536 tokens, batch 1 and 16.
+FASTEST = {
+    INT8: {"BLOCK": 32, "STAGES": 2, "PER_SM": 3},
+    INT4: {"BLOCK": 32, "STAGES": 3, "PER_SM": 3},
+    FORMATS[4]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 2},
+    FORMATS[3]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 3},
+}
 UNIT = 256.0  # the largest coordinate of a query in float16
 WEIGHT = 32768.0  # the largest weight in float16
 
@@ -1186,7 +1193,7 @@ def quantized_decode_kernel(
 
 
 def sizes_of(
-    k: int, bits: float, looked_up: bool, wide: bool, h: int, dtype: Any
+    k: int, forms: tuple, groups: int, wide: bool, h: int, dtype: Any
 ) -> dict[str, int]:
     """Programs of a multiprocessor, as registers allow, and what each has.
 
@@ -1196,20 +1203,23 @@ def sizes_of(
 
     Args:
       k: key heads.
-      bits: of a dim of a key and of a value together.
-      looked_up: levels need a table.
-      wide: more than 8 rows of 128 dims, or several scales a vector.
+      forms: formats of keys and of values.
+      groups: the most scales that a vector has.
+      wide: more than 8 rows of 128 dims.
       h: head dim.
       dtype: of the cache.
     """
     heads = math.gcd(k, 4)
     rule = {"HEADS": heads, "SHARES": 4 // heads, "ROUNDS": 2, "HINT": 0}
-    if wide:
+    looked_up = any(form[2] > 0 for form in forms)
+    if wide or (groups > 1 and forms != (INT4, INT4)):
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}
+    elif groups > 1:
+        rule |= {"BLOCK": 32, "STAGES": 3, "PER_SM": 2}
+    elif forms[0] == forms[1] and forms[0] in FASTEST:
+        rule |= FASTEST[forms[0]]
     elif looked_up:
         rule |= {"BLOCK": 16, "STAGES": 4, "PER_SM": 3}
-    elif bits <= 8:
-        rule |= {"BLOCK": 32, "STAGES": 3, "PER_SM": 3}
     else:
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 4}
     return tuned("decode_quantized", h, dtype, rule)
@@ -1261,10 +1271,9 @@ def launch(
     rows = 8 if t * g <= 8 or dims > 128 else 16
     tiles = -(-t * g // rows)
     groups = [0 if x is None else x.shape[-1] for x in (key_scales, value_scales)]
-    bits = sum(16 if c is None else c.bits for c in (key_codec, value_codec))
-    wide = rows * dims > 1024 or max(groups) > 1
-    looked_up = key_table is not None or value_table is not None
-    sizes = dict(sizes_of(k, bits, looked_up, wide, dims, key.dtype))
+    forms = key_format, value_format
+    wide = rows * dims > 1024
+    sizes = dict(sizes_of(k, forms, max(groups), wide, dims, key.dtype))
     per_sm, rounds = sizes.pop("PER_SM"), sizes.pop("ROUNDS")
     heads, shares, stages = (sizes.pop(x) for x in ("HEADS", "SHARES", "STAGES"))
     block = sizes["BLOCK"]
