@@ -83,36 +83,38 @@ def turned_heads(
     OFFSET: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """Heads [rows, dims] in float32, normalised and rotated."""
+    """Heads [rows, dims] in float32, normed and rotated where there are tables."""
     H: tl.constexpr = HEAD[0]
-    DIMS: tl.constexpr = HEAD[1]
-    R: tl.constexpr = HEAD[2]
-    APART: tl.constexpr = HEAD[3]
-    dim = tl.arange(0, DIMS)[None, :]
-    if APART == 0:  # neighbours
-        rotates = dim < 2 * R
-        first = dim % 2 == 0
-        partner = dim ^ 1
-        pair = dim // 2
-    else:
-        first = dim < R
-        rotates = first | ((dim >= APART) & (dim < APART + R))
-        pair = tl.where(first, dim, dim - APART)
-        partner = tl.where(first, dim + APART, pair)
-    turns = present & rotates
+    dim = tl.arange(0, HEAD[1])[None, :]
     x = tl.load(x_ptr + row * H + dim, present & (dim < H), 0.0).to(tl.float32)
-    other = tl.load(x_ptr + row * H + partner, turns, 0.0).to(tl.float32)
-    if EPS is not None:
-        rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / H + EPS)
-        x *= rstd
-        other *= rstd
-        if weight_ptr is not None:
-            x *= tl.load(weight_ptr + dim, dim < H, 0.0).to(tl.float32) + OFFSET
-            weight = tl.load(weight_ptr + partner, rotates, 0.0).to(tl.float32)
-            other *= weight + OFFSET
-    cos = tl.load(cos_ptr + token * R + pair, turns, 1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * R + pair, turns, 0.0).to(tl.float32)
-    return x * cos + other * tl.where(first, -sin, sin)
+    if cos_ptr is None:
+        return x
+    else:
+        R: tl.constexpr = HEAD[2]
+        APART: tl.constexpr = HEAD[3]
+        if APART == 0:  # neighbours
+            rotates = dim < 2 * R
+            first = dim % 2 == 0
+            partner = dim ^ 1
+            pair = dim // 2
+        else:
+            first = dim < R
+            rotates = first | ((dim >= APART) & (dim < APART + R))
+            pair = tl.where(first, dim, dim - APART)
+            partner = tl.where(first, dim + APART, pair)
+        turns = present & rotates
+        other = tl.load(x_ptr + row * H + partner, turns, 0.0).to(tl.float32)
+        if EPS is not None:
+            rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / H + EPS)
+            x *= rstd
+            other *= rstd
+            if weight_ptr is not None:
+                x *= tl.load(weight_ptr + dim, dim < H, 0.0).to(tl.float32) + OFFSET
+                weight = tl.load(weight_ptr + partner, rotates, 0.0).to(tl.float32)
+                other *= weight + OFFSET
+        cos = tl.load(cos_ptr + token * R + pair, turns, 1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * R + pair, turns, 0.0).to(tl.float32)
+        return x * cos + other * tl.where(first, -sin, sin)
 
 
 @jit
@@ -258,6 +260,97 @@ def write_vectors(
 
 
 @jit
+def turn_queries(
+    block,
+    query_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    TOKENS: tl.constexpr,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One block of the heads of queries; a token has N."""
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    present = row < TOKENS * N
+    y = turned_heads(
+        query_ptr,
+        weight_ptr,
+        cos_ptr,
+        sin_ptr,
+        row,
+        row // N,
+        present,
+        EPS,
+        OFFSET,
+        HEAD,
+    )
+    dim = tl.arange(0, HEAD[1])[None, :]
+    tl.store(y_ptr + row * HEAD[0] + dim, y, present & (dim < HEAD[0]))
+
+
+@jit
+def take_up(
+    block,
+    new_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    lengths_ptr,
+    slots_ptr,
+    cache_ptr,
+    scales_ptr,
+    signs_ptr,
+    midpoints_ptr,
+    TOKENS: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    RING: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HEAD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One block of new keys, or of values where there are no tables, to the cache."""
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    token = row // K
+    present = row < TOKENS * K
+    y = turned_heads(
+        new_ptr,
+        weight_ptr,
+        cos_ptr,
+        sin_ptr,
+        row,
+        token,
+        present,
+        EPS,
+        OFFSET,
+        HEAD,
+    )
+    place, written = rows_of(
+        token, present, positions_ptr, lengths_ptr, slots_ptr, T, S, RING
+    )
+    write_vectors(
+        y,
+        cache_ptr,
+        scales_ptr,
+        signs_ptr,
+        midpoints_ptr,
+        place * K + row % K,
+        written,
+        ROWS,
+        VECTOR,
+    )
+
+
+@jit
 def qk_norm_rope_cache_kernel(
     query_ptr,
     key_ptr,
@@ -300,73 +393,69 @@ def qk_norm_rope_cache_kernel(
 ):
     program = tl.program_id(0)
     if program < QUERY_PROGRAMS:
-        row = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        present = row < TOKENS * N
-        y = turned_heads(
+        turn_queries(
+            program,
             query_ptr,
             query_weight_ptr,
             cos_ptr,
             sin_ptr,
-            row,
-            row // N,
-            present,
+            y_query_ptr,
+            TOKENS,
+            N,
             EPS,
             OFFSET,
             HEAD,
+            ROWS,
         )
-        dim = tl.arange(0, HEAD[1])[None, :]
-        at = row * HEAD[0] + dim
-        tl.store(y_query_ptr + at, y, present & (dim < HEAD[0]))
     elif program < QUERY_PROGRAMS + KEY_PROGRAMS:
-        block = (program - QUERY_PROGRAMS).to(tl.int64)
-        row = block * ROWS + tl.arange(0, ROWS)[:, None]
-        present = row < TOKENS * K
-        y = turned_heads(
+        take_up(
+            program - QUERY_PROGRAMS,
             key_ptr,
             key_weight_ptr,
             cos_ptr,
             sin_ptr,
-            row,
-            row // K,
-            present,
-            EPS,
-            OFFSET,
-            HEAD,
-        )
-        place, written = rows_of(
-            row // K, present, positions_ptr, lengths_ptr, slots_ptr, T, S, RING
-        )
-        write_vectors(
-            y,
+            positions_ptr,
+            lengths_ptr,
+            slots_ptr,
             key_cache_ptr,
             key_scales_ptr,
             key_signs_ptr,
             key_midpoints_ptr,
-            place * K + row % K,
-            written,
-            ROWS,
+            TOKENS,
+            T,
+            S,
+            K,
+            RING,
+            EPS,
+            OFFSET,
+            HEAD,
             KEY,
+            ROWS,
         )
     else:
-        block = (program - QUERY_PROGRAMS - KEY_PROGRAMS).to(tl.int64)
-        row = block * VALUE_ROWS + tl.arange(0, VALUE_ROWS)[:, None]
-        present = row < TOKENS * K
-        dim = tl.arange(0, VALUE[1])[None, :]
-        mask = present & (dim < VALUE[0])
-        y = tl.load(value_ptr + row * VALUE[0] + dim, mask, 0.0).to(tl.float32)
-        place, written = rows_of(
-            row // K, present, positions_ptr, lengths_ptr, slots_ptr, T, S, RING
-        )
-        write_vectors(
-            y,
+        take_up(
+            program - QUERY_PROGRAMS - KEY_PROGRAMS,
+            value_ptr,
+            None,
+            None,
+            None,
+            positions_ptr,
+            lengths_ptr,
+            slots_ptr,
             value_cache_ptr,
             value_scales_ptr,
             value_signs_ptr,
             value_midpoints_ptr,
-            place * K + row % K,
-            written,
-            VALUE_ROWS,
+            TOKENS,
+            T,
+            S,
+            K,
+            RING,
+            None,
+            OFFSET,
             VALUE,
+            VALUE,
+            VALUE_ROWS,
         )
 
 
