@@ -6,6 +6,11 @@ them where the cache has codes, and writes each to the slot that it finds from t
 token's position. The caches are operands and results in one buffer: what is written is
 t rows of each sequence, and nothing of a cache is read.
 
+XLA need not keep to that. Where a cache is a slice of a larger array, as in a scan over
+layers or under vmap, it may hand over the slice of the old array and the slice of the
+new one. The last programs compare the two addresses: they end at once where those are
+the same, and else copy the rows that are not written.
+
 A dim is turned by its partner, y[d] = x[d] cos +- x[partner] sin, which is loaded a
 second time, from the caches of the multiprocessor. So a tile of heads is never taken
 apart and keeps its dims in order, as codes want them.
@@ -25,7 +30,7 @@ from jaxkern.primitives.turboquant.vector_codec import (
     group_size,
 )
 from jaxkern.triton import triton_call
-from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.norm.rms_norm_quantized import FP8_CONVERSION, round_to_e4m3fn
 from jaxkern.triton.triton_call import (
     compute_capability,
@@ -36,6 +41,7 @@ from jaxkern.triton.triton_call import (
 )
 
 LONGEST = 2048  # dims of a vector: a program holds one whole
+COPIED = 1024  # elements at once
 
 
 def slower(**_) -> str:
@@ -351,6 +357,84 @@ def take_up(
 
 
 @jit
+def is_written(
+    row,
+    positions_ptr,
+    lengths_ptr,
+    slots_ptr,
+    TOKENS: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    RING: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+):
+    """For rows [rows, 1] of the cache: the inverse of rows_of."""
+    if slots_ptr is not None:
+        count = tl.zeros(row.shape, tl.int32)
+        for first in range(0, TOKENS, 64):
+            token = first + tl.arange(0, 64)[None, :]
+            slot = tl.load(slots_ptr + token, token < TOKENS, -1).to(tl.int64)
+            count += tl.sum((slot == row).to(tl.int32), 1, keep_dims=True)
+        return count > 0
+    else:
+        b = row // S
+        i = row % S - tl.load(positions_ptr + b, row < NUM_ROWS, 0).to(tl.int64)
+        if RING:
+            i = (i % S + S) % S
+        count = b * 0 + T
+        if lengths_ptr is not None:
+            lengths = tl.load(lengths_ptr + b, row < NUM_ROWS, 0).to(tl.int64)
+            count = tl.minimum(lengths, T)
+        return (i >= 0) & (i < count)
+
+
+@jit
+def carry_over(
+    program,
+    old_ptr,
+    new_ptr,
+    positions_ptr,
+    lengths_ptr,
+    slots_ptr,
+    TOKENS: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    RING: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Every PROGRAMS-th block of the rows that this call does not write."""
+    LENGTH: tl.constexpr = TILE[0]
+    WIDTH: tl.constexpr = TILE[1]
+    HEIGHT: tl.constexpr = TILE[2]
+    if old_ptr.to(tl.int64) != new_ptr.to(tl.int64):
+        blocks: tl.constexpr = (NUM_ROWS + HEIGHT - 1) // HEIGHT
+        for k in range(0, (blocks + PROGRAMS - 1) // PROGRAMS):
+            first = (program + k * PROGRAMS).to(tl.int64) * HEIGHT
+            row = first + tl.arange(0, HEIGHT)[:, None]
+            stays = (row < NUM_ROWS) & (
+                is_written(
+                    row,
+                    positions_ptr,
+                    lengths_ptr,
+                    slots_ptr,
+                    TOKENS,
+                    T,
+                    S,
+                    RING,
+                    NUM_ROWS,
+                )
+                == 0
+            )
+            for start in range(0, LENGTH, WIDTH):
+                column = start + tl.arange(0, WIDTH)[None, :]
+                at = row * LENGTH + column
+                mask = stays & (column < LENGTH)
+                tl.store(new_ptr + at, tl.load(old_ptr + at, mask), mask)
+
+
+@jit
 def qk_norm_rope_cache_kernel(
     query_ptr,
     key_ptr,
@@ -390,6 +474,13 @@ def qk_norm_rope_cache_kernel(
     KEY_PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr,
     VALUE_ROWS: tl.constexpr,
+    VALUE_PROGRAMS: tl.constexpr,
+    COPY_PROGRAMS: tl.constexpr,
+    CACHE_ROWS: tl.constexpr,
+    KEY_COPY: tl.constexpr,
+    KEY_SCALES_COPY: tl.constexpr,
+    VALUE_COPY: tl.constexpr,
+    VALUE_SCALES_COPY: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program < QUERY_PROGRAMS:
@@ -432,7 +523,7 @@ def qk_norm_rope_cache_kernel(
             KEY,
             ROWS,
         )
-    else:
+    elif program < QUERY_PROGRAMS + KEY_PROGRAMS + VALUE_PROGRAMS:
         take_up(
             program - QUERY_PROGRAMS - KEY_PROGRAMS,
             value_ptr,
@@ -457,6 +548,69 @@ def qk_norm_rope_cache_kernel(
             VALUE,
             VALUE_ROWS,
         )
+    else:
+        copy = program - QUERY_PROGRAMS - KEY_PROGRAMS - VALUE_PROGRAMS
+        carry_over(
+            copy,
+            old_key_cache_ptr,
+            key_cache_ptr,
+            positions_ptr,
+            lengths_ptr,
+            slots_ptr,
+            TOKENS,
+            T,
+            S,
+            RING,
+            CACHE_ROWS,
+            COPY_PROGRAMS,
+            KEY_COPY,
+        )
+        carry_over(
+            copy,
+            old_value_cache_ptr,
+            value_cache_ptr,
+            positions_ptr,
+            lengths_ptr,
+            slots_ptr,
+            TOKENS,
+            T,
+            S,
+            RING,
+            CACHE_ROWS,
+            COPY_PROGRAMS,
+            VALUE_COPY,
+        )
+        if key_scales_ptr is not None:
+            carry_over(
+                copy,
+                old_key_scales_ptr,
+                key_scales_ptr,
+                positions_ptr,
+                lengths_ptr,
+                slots_ptr,
+                TOKENS,
+                T,
+                S,
+                RING,
+                CACHE_ROWS,
+                COPY_PROGRAMS,
+                KEY_SCALES_COPY,
+            )
+            carry_over(
+                copy,
+                old_value_scales_ptr,
+                value_scales_ptr,
+                positions_ptr,
+                lengths_ptr,
+                slots_ptr,
+                TOKENS,
+                T,
+                S,
+                RING,
+                CACHE_ROWS,
+                COPY_PROGRAMS,
+                VALUE_SCALES_COPY,
+            )
 
 
 def tile_sizes(h: int, dtype) -> dict:
@@ -480,6 +634,12 @@ def vector_of(d: int, codec: VectorCodec | None) -> tuple:
 
 def codec_top(codec) -> float:
     return 448.0 if isinstance(codec, Float8Codec) else float(codec.top)
+
+
+def copy_tile(length: int) -> tuple[int, int, int]:
+    """Length of a row of a cache, and columns and rows that are copied at once."""
+    width = min(next_power_of_2(length), COPIED)
+    return length, width, COPIED // width
 
 
 def constants_of(d: int, codec: VectorCodec | None) -> Sequence[jax.Array | None]:
@@ -523,6 +683,12 @@ def write(
         max(1, sizes["ELEMENTS"] // next_power_of_2(d)) for d in (h, hv)
     )
     programs = [-(-b * t * heads // rows) for heads in (n, k)]
+    programs.append(-(-b * t * k // value_rows))
+    cache_rows = slots * (b if places[2] is None else 1)
+    copies = [
+        None if c is None else copy_tile(c.shape[-2] * c.shape[-1]) for c in caches
+    ]
+    copy_programs = min(num_sms(), cache_rows)
     apart = 0 if pairing == "interleaved" else pair_offset
     read = ("query", "key", "value", "query_weight", "key_weight", "cos", "sin")
     parts = ("key_cache", "key_scales", "value_cache", "value_scales")
@@ -536,7 +702,7 @@ def write(
     given = [*new, *caches, *places, *held]
     return sparse_call(
         qk_norm_rope_cache_kernel,
-        (sum(programs) + -(-b * t * k // value_rows),),
+        (sum(programs) + copy_programs,),
         {f"{name}_ptr": x for name, x in zip(names, given, strict=True)},
         {"y_query_ptr": like(query)}
         | {f"{part}_ptr": like(x) for part, x in zip(parts, caches, strict=True)},
@@ -556,6 +722,13 @@ def write(
             "KEY_PROGRAMS": programs[1],
             "ROWS": rows,
             "VALUE_ROWS": value_rows,
+            "VALUE_PROGRAMS": programs[2],
+            "COPY_PROGRAMS": copy_programs,
+            "CACHE_ROWS": cache_rows,
+            **{
+                f"{part.removesuffix('_cache').upper()}_COPY": copy
+                for part, copy in zip(parts, copies, strict=True)
+            },
             "num_warps": sizes["num_warps"],
         },
         in_place={f"old_{part}_ptr": f"{part}_ptr" for part in parts},
