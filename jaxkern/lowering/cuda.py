@@ -6,7 +6,7 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 import functools
 
-from jaxkern.lowering.lower import lower
+from jaxkern.lowering.lower import OnRequest, lower
 from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.primitives.activation.softmax import softmax_p
@@ -235,19 +235,19 @@ row(
     qk_norm_rope_cache_p,
     fwd=qk_norm_rope_cache.qk_norm_rope_cache,
     unless=qk_norm_rope_cache.unsupported,
-    slower=qk_norm_rope_cache.slower,
+    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
 )
 row(
     qk_norm_rope_quantized_cache_p,
     fwd=qk_norm_rope_cache.qk_norm_rope_quantized_cache,
     unless=qk_norm_rope_cache.unsupported,
-    slower=qk_norm_rope_cache.slower,
+    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
 )
 row(
     qk_norm_rope_paged_cache_p,
     fwd=qk_norm_rope_cache.qk_norm_rope_paged_cache,
     unless=qk_norm_rope_cache.unsupported,
-    slower=qk_norm_rope_cache.slower,
+    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
 )
 row(
     causal_conv1d_p,

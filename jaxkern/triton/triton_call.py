@@ -258,6 +258,8 @@ def triton_call(
       num_stages: depth to which Triton pipelines loads in loops.
       max_registers: of one thread, so that more programs run beside each other.
       aliases: pairs (operand, result) that share a buffer, counted without the lists.
+        Where either is a slice of a larger array XLA may give them two all the same: a
+        kernel must write the whole result then.
       constants: values of the `tl.constexpr` parameters.
 
     Returns:

@@ -260,6 +260,51 @@ def test_donated_caches_stay_where_they_are(codec):
             assert found == where
 
 
+@pytest.mark.parametrize("codec", [None, IntCodec(8)], ids=str)
+@pytest.mark.parametrize("form", ["scan", "loop", "slices"])
+def test_caches_that_are_slices_of_one_array(form, codec):
+    """XLA hands over slices of the old and of the new array, which are two."""
+    shape, count = (2, 32, 2, 64), 3
+    new = draw(2, 1, 4, 2, 64, 64, 32, "float32", {})
+    positions = jnp.array([3, 31])
+    fused = qk_norm_rope_cache if codec is None else qk_norm_rope_quantized_cache
+    stacked = [full((count, *shape), codec) for _ in range(2)]
+
+    def layer(query, caches):
+        query, *caches = fused(query, *new[1:], *caches, positions)
+        return query, caches
+
+    def of(caches, i):
+        return jax.tree.map(lambda x: x[i], caches)
+
+    def scan(query, stacked):
+        return jax.lax.scan(layer, query, stacked)
+
+    def loop(query, stacked):
+        def step(i, state):
+            query, after = layer(state[0], of(state[1], i))
+            return query, jax.tree.map(lambda x, y: x.at[i].set(y), state[1], after)
+
+        return jax.lax.fori_loop(0, count, step, (query, stacked))
+
+    def slices(query, stacked):
+        after = []
+        for i in range(count):
+            query, caches = layer(query, of(stacked, i))
+            after.append(caches)
+        return query, jax.tree.map(lambda *x: jnp.stack(x), *after)
+
+    f = {"scan": scan, "loop": loop, "slices": slices}[form]
+    found = by_kernel(f, new[0], stacked)
+    with backend("xla"):
+        expected = jax.jit(f)(new[0], stacked)
+    for y, e in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        if y.dtype == jnp.uint8:
+            assert (np.asarray(y) != np.asarray(e)).mean() < 1e-3
+        else:
+            np.testing.assert_allclose(y, e, rtol=1e-4, atol=1e-5)
+
+
 def test_it_is_one_launch():
     new = draw(2, 1, 8, 2, 128, 128, 64, "bfloat16", {})
     caches = [full((2, 8, 2, 128), dtype="bfloat16") for _ in range(2)]
