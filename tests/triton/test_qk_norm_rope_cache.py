@@ -1,7 +1,8 @@
-"""The kernel of qk_norm_rope_cache in Triton's interpreter: rows, codes and edges."""
+"""The kernel of qk_norm_rope_cache: its launch, and its rows in the interpreter."""
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import Float8Codec, IntCodec, QuantizedVectors, TurboQuantCodec
+from jaxkern import (
+    Float8Codec,
+    IntCodec,
+    QuantizedVectors,
+    TurboQuantCodec,
+    backend,
+    explain,
+    qk_norm_rope_cache,
+)
 from jaxkern.primitives.kv_cache import qk_norm_rope_cache as meaning
 from jaxkern.primitives.turboquant.vector_codec import planes, unpack
 from jaxkern.triton import triton_call as bridge
@@ -51,6 +60,26 @@ def test_in_a_process_of_its_own():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout
+
+
+@pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
+def test_it_is_one_launch_in_place_and_on_request():
+    new, options = draw(2, 1, 4, 2, 16, 16, 8)
+    del options["pair_offset"]
+    operands = *new, cache(2, 4, 2, 16), cache(2, 4, 2, 16), jnp.array([1, 2])
+    write = functools.partial(qk_norm_rope_cache, **options)
+    [row] = explain(write, *operands, platform="cuda").rows
+    assert len(row.launches) == 1
+    text = jax.jit(write).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    for result, operand in ((1, 7), (2, 8)):
+        pair = rf"output_tuple_indices = \[{result}\], operand_index = {operand}"
+        assert re.search(pair, text)
+    by_sequence = jax.vmap(write, [0, *[None] * 9])
+    stacked = jnp.stack([operands[0]] * 2)
+    with backend("auto"):
+        for f, query in ((write, operands[0]), (by_sequence, stacked)):
+            [row] = explain(f, query, *operands[1:], platform="cuda").rows
+            assert row.runs.startswith("xla") and "has not run on a GPU" in str(row)
 
 
 alone = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
