@@ -177,13 +177,6 @@ def norm_cases() -> Iterator[Case]:
 
     from jaxkern import add_rms_norm, layer_norm, rms_norm
 
-    def both_passes(op):
-        def f(operands, cotangents):
-            out, pull = jax.vjp(op, *operands)
-            return out, pull(cotangents)
-
-        return f
-
     for dtype in ("float32", "bfloat16"):
         for rows, d in ((1, 4096), (256, 576), (256, 4096), (2048, 2048)):
             x, r = (normal(rows, d, dtype=dtype) + i for i in range(2))
@@ -221,9 +214,97 @@ def delta_rule_cases() -> Iterator[Case]:
         yield Case(name, gated_delta_rule, (q, q, v, g, beta), flops)
 
 
+def both_passes(op):
+    """`op` and its gradient, of operands and cotangents."""
+    import jax
+
+    def f(operands, cotangents):
+        out, pull = jax.vjp(op, *operands)
+        return out, pull(cotangents)
+
+    return f
+
+
+def loss_cases() -> Iterator[Case]:
+    """The last layer of SmolLM2-135M, and one of the width of Qwen3-1.7B."""
+    import jax.numpy as jnp
+
+    from jaxkern import linear_cross_entropy
+
+    def mean(x, w, labels):
+        return linear_cross_entropy(x, w, labels, reduction="mean")
+
+    for dtype in ("float32", "bfloat16"):
+        for n, d, v in ((64, 576, 49152), (512, 576, 49152), (256, 2048, 32768)):
+            x, w = normal(n, d, dtype=dtype), normal(v, d, dtype=dtype, scale=d**-0.5)
+            operands, flops = (x, w, jnp.arange(n)), 2.0 * n * d * v
+            name = f"linear_cross_entropy {n}x{d}x{v} {dtype}"
+            yield Case(name, mean, operands, flops)
+            yield Case(
+                f"{name}, and gradient",
+                lambda x, w, labels, f=mean: both_passes(lambda x, w: f(x, w, labels))(
+                    (x, w), jnp.float32(1)
+                ),
+                operands,
+                3 * flops,  # what is needed; the kernel does 4, to keep no logits
+            )
+
+
+def convolution_cases() -> Iterator[Case]:
+    """4 taps and silu over 4096 channels, with the state that decoding has."""
+    from jaxkern import causal_conv1d
+
+    def conv(x, w, state):
+        return causal_conv1d(x, w, None, state, activation="silu")
+
+    for dtype in ("float32", "bfloat16"):
+        for b, t in ((1, 1), (8, 1), (1, 512), (1, 2048)):
+            x, state = normal(b, t, 4096, dtype=dtype), normal(b, 3, 4096, dtype=dtype)
+            operands = x, normal(4096, 4, dtype=dtype), state
+            name = f"causal_conv1d of {b} x {t}, {dtype}"
+            yield Case(name, conv, operands)
+            if t > 1:
+                f = both_passes(lambda *a: conv(*a)[0])
+                yield Case(f"{name}, and gradient", f, (operands, x))
+
+
+def softmax_cases() -> Iterator[Case]:
+    import jax.numpy as jnp
+
+    from jaxkern import softmax
+
+    for dtype in ("float32", "bfloat16"):
+        for rows, s in ((1, 49152), (9, 4096), (512, 128), (2048, 2048)):
+            x = normal(rows, s, dtype=dtype)
+            yield Case(f"softmax {rows}x{s} {dtype}", softmax, (x,))
+            f = both_passes(softmax)
+            yield Case(f"softmax {rows}x{s} {dtype}, and gradient", f, ((x,), x))
+        x, mask = normal(9, 512, 512, dtype=dtype), jnp.tri(512, dtype=bool)
+        yield Case(f"softmax 9x512x512 {dtype}, causal", softmax, (x, mask))
+
+
+def rotation_cases() -> Iterator[Case]:
+    """t tokens of n heads of h."""
+    from jaxkern import apply_rope
+
+    for dtype in ("float32", "bfloat16"):
+        for t, n, h in ((1, 9, 64), (1, 32, 128), (256, 9, 64), (512, 32, 128)):
+            x, c = normal(t, n, h, dtype=dtype), normal(t, h // 2)
+            for pairing in ("neox", "interleaved"):
+
+                def f(x, c, pairing=pairing):
+                    return apply_rope(x, c, c, pairing=pairing)
+
+                yield Case(f"rope {t}x{n}x{h} {dtype}, {pairing}", f, (x, c))
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "sampling": sampling_cases,
     "attention": attention_cases,
     "norms": norm_cases,
     "delta_rule": delta_rule_cases,
+    "losses": loss_cases,
+    "convolutions": convolution_cases,
+    "softmax": softmax_cases,
+    "rotations": rotation_cases,
 }

@@ -126,6 +126,7 @@ lower(
     fwd=softmax.softmax,
     bwd=softmax.softmax_bwd,
     unless=softmax.unsupported,
+    slower=softmax.slower,
 )
 lower(
     apply_rope_p,
@@ -134,4 +135,5 @@ lower(
     fwd=rope.apply_rope,
     bwd=rope.apply_rope_bwd,
     unless=rope.unsupported,
+    slower=rope.slower,
 )

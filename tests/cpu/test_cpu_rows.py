@@ -286,15 +286,22 @@ def test_losses_run_where_they_are_faster():
             [row] = explain(linear_cross_entropy, *operands).rows
         return row
 
-    assert of(512, 576, 49152).runs.endswith("linear_cross_entropy")
     assert of(4096, 2048, 49152).runs.endswith("linear_cross_entropy")
-    for few in (
-        of(16, 576, 49152),
-        of(256, 2048, 32768),
-        of(512, 64, 64, jnp.bfloat16),
-    ):
-        assert few.runs.startswith("xla")
-        assert "XLA is faster" in " ".join(few.refused)
+    for kept in (of(512, 576, 49152), of(4096, 2048, 49152, jnp.bfloat16)):
+        assert kept.runs.startswith("xla")
+        assert "XLA is faster" in " ".join(kept.refused)
+
+
+def test_rotations_and_softmax_run_where_they_are_faster():
+    def runs(f, *shapes):
+        with backend("auto"):
+            [row] = explain(f, *(jnp.ones(s) for s in shapes)).rows
+        return row.runs
+
+    assert runs(softmax, (4, 64)).endswith("softmax.softmax")
+    assert runs(lambda x: softmax(x, x > 0), (4, 64)).startswith("xla")
+    assert runs(apply_rope, (512, 32, 128), *[(512, 64)] * 2).endswith("apply_rope")
+    assert runs(apply_rope, (1, 32, 128), *[(1, 64)] * 2).startswith("xla")
 
 
 def test_options_that_the_kernels_lack_are_refused_in_words():

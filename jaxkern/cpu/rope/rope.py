@@ -1,6 +1,7 @@
 """apply_rope on a CPU, both passes; the kernel is rope.h."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,19 @@ import numpy as np
 from jaxkern.cpu.cpu_call import cpu_call, refuses
 from jaxkern.primitives.rope.rope import check_pairs
 
+FEWEST = 2**20  # elements; below, a model decodes and prefills no faster
 
-def unsupported(cos, sin, **named) -> str | None:
+
+def unsupported(cos, sin, **named: Any) -> str | None:
     x = named.get("x", named.get("dy"))
     return refuses(x=x, cos=cos, sin=sin)
+
+
+def slower(**named: Any) -> str | None:
+    x = named.get("x", named.get("dy"))
+    if x is not None and x.size < FEWEST:
+        return f"of fewer than {FEWEST} elements it is fused with what is around it"
+    return None
 
 
 def apply_rope(x, cos, sin, *, pairing, pair_offset):
