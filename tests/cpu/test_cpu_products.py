@@ -211,7 +211,7 @@ def test_sharded_rows_and_columns_gather_nothing():
         text = compiled.as_text()
         assert f"jaxkern_{target}" in text
         assert not COLLECTIVE.search(text)
-        np.testing.assert_array_equal(compiled(*cut), expected)
+        np.testing.assert_allclose(compiled(*cut), expected, atol=1e-5)
 
 
 def test_cut_columns_are_one_sum():
