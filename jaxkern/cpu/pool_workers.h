@@ -9,6 +9,7 @@
 #pragma once
 #include <atomic>
 #include <chrono>
+#include <thread>
 
 #include "workers.h"
 #include "xla/ffi/api/ffi.h"
@@ -73,7 +74,10 @@ class Crew {
     }
     job->work();
     job->open.store(false);
-    while (job->inside.load() > 0) relax();
+    for (int spins = 0; job->inside.load() > 0; ++spins) {
+      // a helper that lost its core to another process does not get it back by spinning
+      spins < 4096 ? relax() : std::this_thread::yield();
+    }
     job->taken.store(false, std::memory_order_release);
   }
 

@@ -241,3 +241,18 @@ def test_refusals_in_words():
             [row] = explain(f, x).rows
             assert row.runs.startswith("xla")
             assert reason in " ".join(row.refused)
+
+
+def test_many_rows_stay_with_xla_unless_named():
+    w = affine(8, 64)
+
+    def row(x):
+        [row] = explain(quantized_matmul, x, w).rows
+        return row
+
+    many = normal(300, 64)
+    assert row(many).runs.endswith("cpu.quant.affine_matmul.affine_matmul")
+    with backend("auto"):
+        assert row(many).runs.startswith("xla")
+        assert "XLA is faster, 300 rows" in " ".join(row(many).refused)
+        assert row(many[:2]).runs.endswith("affine_matmul.affine_matmul")
