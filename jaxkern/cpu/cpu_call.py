@@ -30,6 +30,8 @@ HANDLERS = (
     "norm",
     "norm_gradient",
     "delta_rule",
+    "matmul_transpose_b",
+    "affine_matmul",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

@@ -5,7 +5,9 @@
 #include "delta_rule/gated_delta_rule.h"
 #include "index/argmax.h"
 #include "index/top_k.h"
+#include "linear/matmul_transpose_b.h"
 #include "norm/norm.h"
+#include "quant/affine_matmul.h"
 #include "quant/quantized_matmul.h"
 #include "sampling/sample.h"
 
@@ -15,7 +17,8 @@ namespace JAXKERN_ISA {
 extern const Kernels kernels;
 const Kernels kernels = {JAXKERN_ISA_NAME, quantized_matmul, quantized_embedding,
                          attention, argmax, top_k, sample,
-                         norm, norm_gradient, delta_rule};
+                         norm, norm_gradient, delta_rule,
+                         matmul_transpose_b, affine_matmul};
 
 }  // namespace JAXKERN_ISA
 }  // namespace jaxkern

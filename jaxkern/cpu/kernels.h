@@ -113,6 +113,25 @@ struct DeltaRule {  // S = e**g S + k beta (v - e**g S^T k)^T, out = scale S^T q
   float scale;
 };
 
+struct Matmul {  // y = x w^T, x rounded to compute_type first
+  const void *x, *w;  // [rows, d], [f, d]
+  Float x_type, w_type, compute_type;  // w: f16 or bf16
+  void* y;  // [rows, f]
+  Float y_type;
+  int64_t rows, d, f;
+};
+
+struct AffineMatmul {  // y = x w^T with w = scale * code + bias in groups along d
+  const void* x;  // [rows, d]
+  Float x_type, scale_type;
+  const uint32_t* codes;  // [f, d * bits / 32], lowest bits first
+  int bits;  // 2, 4 or 8
+  int64_t group;  // a power of two
+  const void *scales, *biases;  // [f, d / group]
+  void* y;  // [rows, f], of x_type
+  int64_t rows, d, f;
+};
+
 struct Kernels {
   const char* name;
   bool (*quantized_matmul)(const QuantizedMatmul&, const Workers&);
@@ -124,6 +143,8 @@ struct Kernels {
   bool (*norm)(const Norm&, const Workers&);
   bool (*norm_gradient)(const Norm&, const Workers&);
   bool (*delta_rule)(const DeltaRule&, const Workers&);
+  bool (*matmul_transpose_b)(const Matmul&, const Workers&);
+  bool (*affine_matmul)(const AffineMatmul&, const Workers&);
 };
 
 const Kernels& best_kernels();

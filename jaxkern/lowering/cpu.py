@@ -9,8 +9,10 @@ import functools
 from jaxkern.cpu.attention import attention
 from jaxkern.cpu.delta_rule import gated_delta_rule
 from jaxkern.cpu.index import argmax, top_k
+from jaxkern.cpu.linear import matmul_transpose_b
 from jaxkern.cpu.norm import norm
 from jaxkern.cpu.quant import (
+    affine_matmul,
     fused_products,
     interleaved_matmul,
     quantized_embedding,
@@ -27,9 +29,12 @@ from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
 from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step_p
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.top_k import top_k_p
+from jaxkern.primitives.linear.linear import linear_p
+from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
+from jaxkern.primitives.quant.affine_matmul import affine_matmul_p
 from jaxkern.primitives.quant.fused_products import (
     interleaved_matmul_add_p,
     interleaved_rms_norm_matmul_p,
@@ -71,6 +76,9 @@ ROWS = (
     (interleaved_swiglu_p,     fused_products.swiglu_f32,              fused_products.refuses_norm_f32),
     (interleaved_matmul_add_p, fused_products.add_int8,                fused_products.refuses_int8),
     (interleaved_matmul_add_p, fused_products.add_f32,                 fused_products.refuses_f32),
+    (affine_matmul_p,         affine_matmul.affine_matmul,             affine_matmul.unsupported),
+    (linear_p,                matmul_transpose_b.linear,               matmul_transpose_b.unsupported),
+    (matmul_transpose_b_p,    matmul_transpose_b.matmul_transpose_b,   matmul_transpose_b.unsupported),
 )
 # fmt: on
 

@@ -423,6 +423,92 @@ static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int6
   return worst;
 }
 
+static float as_bf16(float x) {  // of 8 bits, so as float16 too
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  bits &= 0xffff0000;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+static uint16_t half_bits(float x, Float type) {  // of such a number, not tiny
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if (type == Float::bf16) return (uint16_t)(bits >> 16);
+  return (uint16_t)((bits >> 16 & 0x8000) | (((bits & 0x7fffffff) >> 13) - (112 << 10)));
+}
+
+static float worst_dense(const Workers& workers, int64_t rows, int64_t d, int64_t f,
+                         Float type, bool narrow) {
+  Buffer x(rows * d * 4), w(f * d * 2), y(rows * f * 4);
+  std::vector<float> exact(f * d);
+  for (int64_t i = 0; i < rows * d; ++i) ((float*)x.data)[i] = as_bf16(random_float());
+  for (int64_t i = 0; i < f * d; ++i) {
+    const float value = as_bf16(random_float());
+    exact[i] = fabsf(value) > 1e-3f ? value : 0.5f;
+    ((uint16_t*)w.data)[i] = half_bits(exact[i], type);
+  }
+  for (int64_t i = 0; i < rows * f; ++i) ((float*)y.data)[i] = NAN;
+  const Matmul p = {x.data, w.data, Float::f32, type, narrow ? type : Float::f32, y.data,
+                    Float::f32, rows, d, f};
+  if (!JAXKERN_ISA::kernels.matmul_transpose_b(p, workers)) return NAN;
+  float worst = 0;
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t c = 0; c < f; ++c) {
+      double sum = 0, magnitude = 0;
+      for (int64_t k = 0; k < d; ++k) {
+        const double term = (double)((float*)x.data)[m * d + k] * exact[c * d + k];
+        sum += term, magnitude += fabs(term);
+      }
+      const float error = (float)(fabs(((float*)y.data)[m * f + c] - sum) / magnitude);
+      if (!(error <= worst)) worst = error;
+    }
+  }
+  return worst;
+}
+
+static float worst_affine(const Workers& workers, int64_t rows, int64_t f, int bits,
+                          int64_t group, Float scale_type) {
+  const int64_t groups = 5, d = groups * group, words = d * bits / 32;
+  const int64_t size = scale_type == Float::f32 ? 4 : 2;
+  Buffer x(rows * d * 4), codes(f * words * 4), y(rows * f * 4);
+  Buffer scales(f * groups * size), biases(f * groups * size);
+  for (int64_t i = 0; i < rows * d; ++i) ((float*)x.data)[i] = random_float();
+  for (int64_t i = 0; i < f * words * 4; ++i) codes.data[i] = (char)random_bits();
+  for (int64_t i = 0; i < rows * f; ++i) ((float*)y.data)[i] = NAN;
+  std::vector<float> exact[2];
+  for (int which : {0, 1}) {
+    for (int64_t i = 0; i < f * groups; ++i) {
+      const float value = as_bf16(random_float() / 4 + 0.5f);
+      char* to = (which ? biases : scales).data + i * size;
+      const uint16_t half = half_bits(value, scale_type);
+      memcpy(to, size == 4 ? (const void*)&value : &half, size);
+      exact[which].push_back(value);
+    }
+  }
+  const AffineMatmul p = {x.data, Float::f32, scale_type, (uint32_t*)codes.data, bits, group,
+                          scales.data, biases.data, y.data, rows, d, f};
+  if (!JAXKERN_ISA::kernels.affine_matmul(p, workers)) return NAN;
+  float worst = 0;
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t c = 0; c < f; ++c) {
+      double sum = 0, magnitude = 0;
+      for (int64_t k = 0; k < d; ++k) {
+        uint32_t word;
+        memcpy(&word, codes.data + 4 * (c * words + k * bits / 32), 4);
+        const uint32_t code = word >> (k * bits % 32) & ((1u << bits) - 1);
+        const int64_t at = c * groups + k / group;
+        const double w = (double)exact[0][at] * code + exact[1][at];
+        const double term = w * ((float*)x.data)[m * d + k];
+        sum += term, magnitude += fabs(term);
+      }
+      const float error = (float)(fabs(((float*)y.data)[m * f + c] - sum) / magnitude);
+      if (!(error <= worst)) worst = error;
+    }
+  }
+  return worst;
+}
+
 int main() {
   Workers workers = {3, run_on_threads};
   for (const Sizes& s : formats) {
@@ -496,6 +582,31 @@ int main() {
         for (bool zeros : {false, true}) {
           printf("delta_rule t=%d h=%d hv=%d zeros=%d %g\n", (int)t, (int)h, (int)hv, zeros,
                  worst_delta_rule(workers, t, h, hv, zeros));
+        }
+      }
+    }
+  }
+  for (Float type : {Float::bf16, Float::f16}) {
+    for (bool narrow : {false, true}) {
+      for (int64_t rows : {1, 7, 41}) {
+        for (int64_t d : {1, 35, 1301}) {
+          for (int64_t f : {1, 39}) {
+            printf("dense type=%d narrow=%d rows=%d d=%d f=%d %g\n", (int)type, narrow,
+                   (int)rows, (int)d, (int)f, worst_dense(workers, rows, d, f, type, narrow));
+          }
+        }
+      }
+    }
+  }
+  for (Float type : {Float::f32, Float::bf16, Float::f16}) {
+    for (int bits : {2, 4, 8}) {
+      for (int64_t group : {32, 64, 128}) {
+        for (int64_t rows : {1, 6, 17}) {
+          for (int64_t f : {1, 39}) {
+            printf("affine type=%d bits=%d group=%d rows=%d f=%d %g\n", (int)type, bits,
+                   (int)group, (int)rows, (int)f,
+                   worst_affine(workers, rows, f, bits, group, type));
+          }
         }
       }
     }

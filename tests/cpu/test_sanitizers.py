@@ -72,6 +72,9 @@ def test_odd_sizes_and_poisoned_results(isa, tmp_path):
     delta_rule = 3 * 2 * 3 * 2
     norms = 2 * 3 * 2 * 2
     attention = 3 * 2**6
+    dense = 2 * 2 * 3 * 3 * 2
+    affine = 3 * 3 * 3 * 3 * 2
+    products += dense + affine
     assert len(lines) == products + attention + selection + norms + delta_rule
     for line in lines:
         error = float(re.split(" ", line)[-1])

@@ -6,10 +6,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxkern.primitives.kernel_primitive import at_least_f32
+from jaxkern.primitives.index.embedding import explicit_spec
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.linear.policy import Policy, current_policy
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+
+NARROW = (jnp.bfloat16, jnp.float16)  # weights that a kernel may read as they are
 
 
 def linear(
@@ -64,15 +67,39 @@ def _dense_product(
         raise TypeError(
             f"linear: `x` must be [..., d] and `w` [f, d], got {x.shape} and {w.shape}."
         )
-    if chosen is None:
-        dtype = jnp.promote_types(x.dtype, w.dtype)
-        precision, accum = None, jnp.promote_types(dtype, jnp.float32)
-    else:
-        dtype, precision, accum = chosen.compute, chosen.precision, chosen.accum
+    compute_dtype, precision = chosen and chosen.compute, chosen and chosen.precision
+    accum = jnp.float32 if chosen is None else chosen.accum
+    if w.dtype in NARROW and accum == jnp.float32:
+        return linear_p(x, w, compute_dtype=compute_dtype, precision=precision)
+    return _product(x, w, compute_dtype, precision, accum)
+
+
+def linear_reference(
+    x: Float[Array, "... d"],
+    w: Float[Array, "f d"],
+    *,
+    compute_dtype: jnp.dtype | None,
+    precision: lax.Precision | None,
+) -> Float[Array, "... f"]:
+    return _product(x, w, compute_dtype, precision, jnp.dtype(jnp.float32))
+
+
+def _product(x, w, compute_dtype, precision, accum):
+    """The sums of products, not yet rounded."""
+    promoted = jnp.promote_types(x.dtype, w.dtype)
+    dtype = promoted if compute_dtype is None else compute_dtype
+    if compute_dtype is None:
+        accum = jnp.promote_types(promoted, accum)
+    # where d is cut, the sum over it says how its result is
+    cuts = *jax.typeof(x).sharding.spec[:-1], jax.typeof(w).sharding.spec[0]
     return lax.dot_general(
         x.astype(dtype),
         w.astype(dtype),
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision,
         preferred_element_type=accum,
+        out_sharding=explicit_spec(*cuts),
     )
+
+
+linear_p = kernel_primitive(linear_reference)

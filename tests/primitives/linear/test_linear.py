@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from jaxkern import linear
+from tests.checks import bf16, case, f16, f32
 from tests.primitives.quant.block_bytes import weight
 
+PLAIN = {"compute_dtype": None, "precision": None}
+CASES = [  # of the primitive, which multiplies with narrow weights
+    case("plain", x=f32(2, 3, 8), w=bf16(5, 8), **PLAIN),
+    case("odd", x=bf16(7), w=bf16(3, 7), **PLAIN),
+    case("empty", x=f16(0, 4), w=f16(2, 4), **PLAIN),
+    case("smollm2_down", x=f32(9, 1536), w=f16(576, 1536), full=True, **PLAIN),
+]
 X = np.random.default_rng(1).normal(size=(2, 3, 64)).astype(np.float32)
 BIAS = np.linspace(-5, 5, 8, dtype=np.float32)
 

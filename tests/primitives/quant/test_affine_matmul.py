@@ -7,6 +7,7 @@ import pytest
 
 from jaxkern import (
     AffineTensor,
+    backend,
     dequantize,
     dequantize_affine,
     linear,
@@ -103,9 +104,9 @@ def test_unpacked_codes_are_the_same_weights():
     assert unpacked.codes.shape == (8, 64) and unpacked.codes.dtype == jnp.uint8
     np.testing.assert_array_equal(dequantize(packed), dequantize(unpacked))
     x = jnp.ones((2, 64))
-    np.testing.assert_array_equal(
-        quantized_matmul(x, packed), quantized_matmul(x, unpacked)
-    )
+    with backend("xla"):  # a kernel that reads one of them sums in another order
+        products = quantized_matmul(x, packed), quantized_matmul(x, unpacked)
+    np.testing.assert_array_equal(*products)
 
 
 def test_gradients_to_x_scales_and_biases():
