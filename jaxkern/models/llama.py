@@ -181,6 +181,7 @@ def hidden_states(
         scaling=config.scaling,
         frequency_factors=weights.rope_factors,
     )
+    rotation = lax.optimization_barrier(rotation)  # else computed in every layer
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
     lengths = cache[0].lengths  # the same for all layers: derived from once
     after = []
