@@ -190,11 +190,11 @@ bool affine_few_rows(const AffineMatmul& p, const XRows& x, const int64_t* y_row
   const int64_t room = round_up(w_rows * s.groups, lanes) + lanes;
   const int64_t wanted = 8 * (int64_t)workers.threads;
   const int64_t share = round_up((p.f + wanted - 1) / wanted, 4);
-  bool failed = false;
+  Flag failed;
   workers.for_each((p.f + share - 1) / share, [&](int64_t item) {
     Scratch<float> scale(2 * room);
     if (!scale.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     const int64_t end = (item + 1) * share < p.f ? (item + 1) * share : p.f;
