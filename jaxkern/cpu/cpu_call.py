@@ -31,6 +31,7 @@ HANDLERS = (
     "delta_rule",
     "matmul_transpose_b",
     "affine_matmul",
+    "affine_matmul_id",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 
