@@ -74,6 +74,11 @@ from jaxkern.primitives.kv_cache.paged_kv_cache import (
     empty_paged_kv_cache,
     release_pages,
 )
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
+    qk_norm_rope_cache,
+    qk_norm_rope_paged_cache,
+    qk_norm_rope_quantized_cache,
+)
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
     gather_pages,
@@ -305,6 +310,9 @@ __all__ = [
     "patchify",
     "permute_tokens",
     "qk_norm_rope",
+    "qk_norm_rope_cache",
+    "qk_norm_rope_paged_cache",
+    "qk_norm_rope_quantized_cache",
     "qkv_split",
     "quantize_affine",
     "quantize_fp8",

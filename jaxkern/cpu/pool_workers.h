@@ -74,8 +74,10 @@ class Crew {
     }
     job->work();
     job->open.store(false);
-    // where other programs want the core too, a helper may be waiting for it
-    for (int i = 0; job->inside.load() > 0; ++i) i < 1024 ? relax() : std::this_thread::yield();
+    for (int spins = 0; job->inside.load() > 0; ++spins) {
+      // a helper that lost its core to another process does not get it back by spinning
+      spins < 4096 ? relax() : std::this_thread::yield();
+    }
     job->taken.store(false, std::memory_order_release);
   }
 

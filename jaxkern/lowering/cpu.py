@@ -83,9 +83,9 @@ ROWS = (
     (interleaved_swiglu_p,     fused_products.swiglu_f32,              fused_products.refuses_norm_f32),
     (interleaved_matmul_add_p, fused_products.add_int8,                fused_products.refuses_int8),
     (interleaved_matmul_add_p, fused_products.add_f32,                 fused_products.refuses_f32),
-    (affine_matmul_p,         affine_matmul.affine_matmul,             affine_matmul.unsupported),
-    (linear_p,                matmul_transpose_b.linear,               matmul_transpose_b.unsupported),
-    (matmul_transpose_b_p,    matmul_transpose_b.matmul_transpose_b,   matmul_transpose_b.unsupported),
+    (affine_matmul_p,         affine_matmul.affine_matmul,             affine_matmul.unsupported, affine_matmul.slower),
+    (linear_p,                matmul_transpose_b.linear,               matmul_transpose_b.unsupported, matmul_transpose_b.slower),
+    (matmul_transpose_b_p,    matmul_transpose_b.matmul_transpose_b,   matmul_transpose_b.unsupported, matmul_transpose_b.slower),
 )
 # fmt: on
 

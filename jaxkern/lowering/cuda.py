@@ -6,7 +6,7 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 import functools
 
-from jaxkern.lowering.lower import lower
+from jaxkern.lowering.lower import OnRequest, lower
 from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.primitives.activation.softmax import softmax_p
@@ -21,6 +21,11 @@ from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.embedding import embedding_p
 from jaxkern.primitives.index.top_k import top_k_p
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
+    qk_norm_rope_cache_p,
+    qk_norm_rope_paged_cache_p,
+    qk_norm_rope_quantized_cache_p,
+)
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,
 )
@@ -60,6 +65,7 @@ from jaxkern.triton.attention import (
 )
 from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, embedding, top_k
+from jaxkern.triton.kv_cache import qk_norm_rope_cache
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
 from jaxkern.triton.norm import (
     gated_rms_norm,
@@ -224,6 +230,24 @@ row(
     update_quantized_kv_cache_p,
     fwd=quantize_vectors.update_quantized_kv_cache_fwd,
     unless=quantize_vectors.unsupported_in_cache,
+)
+row(
+    qk_norm_rope_cache_p,
+    fwd=qk_norm_rope_cache.qk_norm_rope_cache,
+    unless=qk_norm_rope_cache.unsupported,
+    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
+)
+row(
+    qk_norm_rope_quantized_cache_p,
+    fwd=qk_norm_rope_cache.qk_norm_rope_quantized_cache,
+    unless=qk_norm_rope_cache.unsupported,
+    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
+)
+row(
+    qk_norm_rope_paged_cache_p,
+    fwd=qk_norm_rope_cache.qk_norm_rope_paged_cache,
+    unless=qk_norm_rope_cache.unsupported,
+    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
 )
 row(
     causal_conv1d_p,

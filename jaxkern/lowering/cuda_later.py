@@ -16,6 +16,11 @@ from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.embedding import embedding_p
 from jaxkern.primitives.index.top_k import top_k_p
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
+    qk_norm_rope_cache_p,
+    qk_norm_rope_paged_cache_p,
+    qk_norm_rope_quantized_cache_p,
+)
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,
 )
@@ -59,6 +64,9 @@ OPS = (
     embedding_p,
     top_k_p,
     update_quantized_kv_cache_p,
+    qk_norm_rope_cache_p,
+    qk_norm_rope_paged_cache_p,
+    qk_norm_rope_quantized_cache_p,
     cross_entropy_p,
     linear_cross_entropy_p,
     add_rms_norm_p,

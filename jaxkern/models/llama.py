@@ -65,7 +65,8 @@ class LlamaConfig:
 
 
 Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
-"""A weight: quantised as in the file, or an array with its longer side last.
+"""A weight: quantised as in the file, an array `[f, d]` of a narrow dtype, or one of
+float32 with its longer side last.
 
 That is how XLA:CPU multiplies a single row fastest; a square one is `[d, f]`.
 """
@@ -180,6 +181,7 @@ def hidden_states(
         scaling=config.scaling,
         frequency_factors=weights.rope_factors,
     )
+    rotation = lax.optimization_barrier(rotation)  # else computed in every layer
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
     lengths = cache[0].lengths  # the same for all layers: derived from once
     after = []
@@ -238,7 +240,8 @@ def project(
 
     def product(w: Matrix) -> Float[Array, "... f"]:
         if isinstance(w, jax.Array):
-            return linear(x, w.T if w.shape[0] == x.shape[-1] else w)
+            across = w.dtype == jnp.float32 and w.shape[0] == x.shape[-1]
+            return linear(x, w.T if across else w)
         x_now, w_now = decoded_late(x, w)
         if norm is None:
             return quantized_matmul(x_now, w_now, **options)

@@ -235,13 +235,13 @@ def load_llama(
 def expand(
     stored: Sequence[jax.Array | GGUFTensor], dtype: jnp.dtype
 ) -> Float[Array, "d f"] | Float[Array, "f d"]:
-    """Stored matrices `[f, d]` decoded, side by side, the longer side last."""
+    """Stored matrices `[f, d]` decoded, side by side; see `Matrix` for the layout."""
     decoded = [
         dequantize(w, dtype=dtype) if isinstance(w, GGUFTensor) else w.astype(dtype)
         for w in stored
     ]
     w = jnp.concatenate(decoded)
-    return w if w.shape[0] < w.shape[1] else w.T
+    return w if dtype != jnp.float32 or w.shape[0] < w.shape[1] else w.T
 
 
 def interleaved_matrices(

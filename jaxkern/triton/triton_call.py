@@ -258,6 +258,8 @@ def triton_call(
       num_stages: depth to which Triton pipelines loads in loops.
       max_registers: of one thread, so that more programs run beside each other.
       aliases: pairs (operand, result) that share a buffer, counted without the lists.
+        Where either is a slice of a larger array XLA may give them two all the same: a
+        kernel must write the whole result then.
       constants: values of the `tl.constexpr` parameters.
 
     Returns:
@@ -292,16 +294,33 @@ def like(x: jax.Array | None) -> jax.ShapeDtypeStruct | None:
 
 
 def sparse_call(
-    kernel, grid: tuple[int, ...], given: dict, results: dict, constants: dict
+    kernel,
+    grid: tuple[int, ...],
+    given: dict,
+    results: dict,
+    constants: dict,
+    in_place: dict[str, str] | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """`triton_call` by names, in which an absent pointer is the constant None."""
+    """`triton_call` by names, in which an absent pointer is the constant None.
+
+    `in_place` names operands and the results that share their buffers.
+    """
     absent = {n: None for n, x in (given | results).items() if x is None}
+    operand_names, result_names = (
+        [n for n, x in arrays.items() if x is not None] for arrays in (given, results)
+    )
+    aliases = tuple(
+        (operand_names.index(operand), result_names.index(result))
+        for operand, result in (in_place or {}).items()
+        if operand in operand_names
+    )
     out = iter(
         triton_call(
             kernel,
-            *(x for x in given.values() if x is not None),
-            out=[r for r in results.values() if r is not None],
+            *(given[n] for n in operand_names),
+            out=[results[n] for n in result_names],
             grid=grid,
+            aliases=aliases,
             **absent,
             **constants,
         )

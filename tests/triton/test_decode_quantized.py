@@ -63,7 +63,7 @@ def test_refusals_in_words(codecs, options, reason):
 
 @pytest.mark.parametrize(
     "codec",
-    [IntCodec(b) for b in (2, 3, 4, 5, 6)] + [TURBO4, TURBO8, Float8Codec()],
+    [IntCodec(b) for b in (2, 3, 5, 6)] + [TURBO4, TURBO8, Float8Codec()],
     ids=str,
 )
 def test_lookups_give_the_levels_that_codes_mean(codec):
@@ -130,7 +130,9 @@ def test_kernels_compile_and_do_not_spill(form, capability):
             assert launch.stack_bytes == 0, launch.describe()
             assert launch.shared_bytes <= bridge.max_shared_bytes()
             if "q" in launch.name:
-                assert "HMMA" in launch.sass and "LDG.E.128" in launch.sass
+                assert "HMMA" in launch.sass and "LDGSTS.E.BYPASS.128" in launch.sass
+                # Triton has put nothing of its own beside what is addressed in PTX
+                assert launch.shared_bytes == dict(launch.constants)["SHARED"]
 
 
 def test_a_vmap_of_sequences_is_one_launch():

@@ -1,136 +1,179 @@
-// y = x w^T with bfloat16 or float16 weights, which are read once, as they are.
+// y = x w^T with bfloat16 or float16 weights, which are read as they are.
 //
-// Few rows of x: vectors along the columns, 4 rows of w against up to 4 of x, so that w
-// comes from memory in long runs. Many rows: panels.h. Sums are float32; where both
-// operands are bfloat16 and the machine multiplies pairs of them, many rows use that.
+// Vectors along the columns, 4 rows of w against up to 4 of x in registers, sums in
+// float32. Neighbouring bfloat16 are two halves of 32 bits, a shift and a mask away from
+// float32: x stands in the order in which they come out. Where both operands are
+// bfloat16 and the machine multiplies pairs of them, that does it all.
 #pragma once
-#include "panels.h"
+#include "x_rows.h"
+
+#if defined(__AVX512VNNI__) && __has_include(<avx512bf16intrin.h>)
+#define JAXKERN_PAIRS
+#endif
 
 namespace jaxkern {
 namespace JAXKERN_ISA {
 
-// up to which no panels are made
-constexpr int64_t few_x_rows = lanes == 16 ? 32 : 8, few_before_pairs = 8;
-constexpr int few_at_once = lanes == 8 ? 2 : 4, w_rows_at_once = 4;
+constexpr int w_rows_at_once = 4, x_rows_at_once = lanes == 8 ? 2 : 4;
+constexpr int64_t x_bytes_at_once = 256 << 10;  // that stay in the second cache
 
-// sums[m][r] of `rows` rows of x and w_rows_at_once of w; w_row says where those begin.
-template <Float type, int rows>
-void multiply_few(const float* x, int64_t stride, const void* w, const int64_t* w_row,
-                  int64_t d, float (*sums)[w_rows_at_once]) {
-  F total[rows][w_rows_at_once] = {};
-  const int64_t whole = d / lanes * lanes;
-  auto add = [&](int64_t i, auto load_w) {
-    F value[w_rows_at_once];
-#pragma GCC unroll 4
-    for (int r = 0; r < w_rows_at_once; ++r) value[r] = load_w(w_row[r] + i);
-#pragma GCC unroll 4
-    for (int m = 0; m < rows; ++m) {
-      const F xs = load<F>(x + m * stride + i);
-#pragma GCC unroll 4
-      for (int r = 0; r < w_rows_at_once; ++r) total[m][r] += value[r] * xs;
-    }
-  };
-  for (int64_t i = 0; i < whole; i += lanes) {
-    add(i, [&](int64_t at) { return load_f32<type>(w, at); });
-  }
-  if (whole < d) add(whole, [&](int64_t at) { return load_tail<type>(w, at, d - whole, 0); });
-  for (int m = 0; m < rows; ++m) {
-    for (int r = 0; r < w_rows_at_once; ++r) sums[m][r] = sum_of_lanes(total[m][r]);
-  }
-}
-
-template <Float type>
-void multiply_few_rows(const Matmul& p, const Rows32& x, const Workers& workers) {
-  const int64_t wanted = 8 * (int64_t)workers.threads;
-  const int64_t share = round_up((p.f + wanted - 1) / wanted, w_rows_at_once);
-  workers.for_each((p.f + share - 1) / share, [&](int64_t item) {
-    const int64_t end = (item + 1) * share < p.f ? (item + 1) * share : p.f;
-    for (int64_t f = item * share; f < end; f += w_rows_at_once) {
-      int64_t w_row[w_rows_at_once];  // the last one again where there are fewer
-      for (int r = 0; r < w_rows_at_once; ++r) {
-        w_row[r] = (f + r < p.f ? f + r : p.f - 1) * p.d;
-      }
-      for (int64_t m = 0; m < p.rows;) {
-        const int64_t rest = p.rows - m;
-        const int n = rest >= few_at_once ? few_at_once : rest >= 2 ? 2 : 1;
-        const float* at = x.data + m * x.stride;
-        float sums[few_at_once][w_rows_at_once];
-        (n == few_at_once ? multiply_few<type, few_at_once>
-         : n == 2 ? multiply_few<type, 2>
-                  : multiply_few<type, 1>)(at, x.stride, p.w, w_row, p.d, sums);
-        for (int i = 0; i < n; ++i) {
-          for (int r = 0; r < w_rows_at_once && f + r < end; ++r) {
-            from_f32(p.y_type, sums[i][r], p.y, (m + i) * p.f + f + r);
-          }
-        }
-        m += n;
-      }
-    }
-  });
-}
-
-// `lanes` pairs of a row of w, the first of element i; zeros behind the end.
+// 2 * lanes elements of a row of d from element i on; zeros behind the end.
 inline U load_pairs(const void* w, int64_t row, int64_t i, int64_t d) {
-  const char* from = static_cast<const char*>(w) + 2 * (row * d + i);
+  const char* from = static_cast<const char*>(w) + 2 * (row + i);
   if (i + 2 * lanes <= d) return load<U>(from);
   U units = {};
-  if (i < d) memcpy(&units, from, 2 * (d - i));
+  memcpy(&units, from, 2 * (d - i));
   return units;
 }
 
-// The first or the second of each pair.
-template <Float type>
-inline F one_of_pairs(U pairs, int which) {
-  if (type == Float::bf16) return (F)(which ? pairs >> 16 << 16 : pairs << 16);
-  const H half = __builtin_convertvector(which ? pairs >> 16 : pairs & 0xffff, H);
-  return load_f32<type>(&half, 0);
+template <int rows>
+inline void store_sums(const F (*total)[w_rows_at_once], float* to) {
+  constexpr int n = rows * w_rows_at_once;
+  F all[n];
+  memcpy(all, total, sizeof(all));
+  if (n % lanes) {
+    for (int i = 0; i < n; ++i) to[i] = sum_of_lanes(all[i]);
+  } else {
+    for (int i = 0; i < n; i += lanes) store(to + i, sums_of_lanes(all + i));
+  }
 }
 
-// Pairs are transposed in either case: as panels of pairs, or into two columns each.
-template <Float type, bool pairs>
-bool multiply_many_rows(const Matmul& p, const Rows32& x, const Workers& workers) {
-  auto decode = [&](int64_t row, int64_t first, int64_t units, float* panel) {
-    constexpr int per_pair = pairs ? 1 : 2;  // units
-    for (int half = 0; half < panel_rows; half += lanes) {
-      for (int64_t i = 0; i < units; i += per_pair * lanes) {
-        U rows[lanes], columns[lanes];
-        for (int r = 0; r < lanes; ++r) {
-          const int64_t at = row + half + r, element = (first + i) * 2 / per_pair;
-          rows[r] = at < p.f ? load_pairs(p.w, at, element, p.d) : U{};
-        }
-        transpose(rows, columns);
-        for (int j = 0; j < lanes; ++j) {
-          float* to = panel + (i + per_pair * j) * panel_rows + half;
-          if (pairs) {
-            store(to, columns[j]);
-          } else {
-            store(to, one_of_pairs<type>(columns[j], 0));
-            store(to + panel_rows, one_of_pairs<type>(columns[j], 1));
-          }
-        }
+// 2 * lanes elements as float32: of bfloat16 those at even places first.
+template <Float type>
+inline void load_two(const void* w, int64_t at, F* two) {
+  if (type == Float::bf16) {
+    const U pairs = load<U>(static_cast<const uint16_t*>(w) + at);
+    two[0] = (F)(pairs << 16), two[1] = (F)(pairs & 0xffff0000);
+  } else {
+    two[0] = load_f32<type>(w, at), two[1] = load_f32<type>(w, at + lanes);
+  }
+}
+
+// sums[m][r] of `rows` rows of x from `row` on and w_rows_at_once of w, at w_row.
+template <Float type, int rows>
+void multiply_rows(const XRows& x, int64_t row, const void* w, const int64_t* w_row,
+                   int64_t d, float* sums) {
+  const int64_t stride = x.stride, whole = d / (2 * lanes) * (2 * lanes);
+  const float* from = x.data + row * stride;
+  F total[rows][w_rows_at_once] = {};
+  auto add = [&](int64_t i, auto load_w) {
+    F value[w_rows_at_once][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < w_rows_at_once; ++r) load_w(r, value[r]);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 4
+      for (int m = 0; m < rows; ++m) {
+        const F xs = load<F>(from + m * stride + i + half * lanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < w_rows_at_once; ++r) total[m][r] += value[r][half] * xs;
       }
     }
   };
-  return multiply_panels(decode, x, pairs, p.rows, p.f, p.y, p.y_type, nullptr, workers);
+  for (int64_t i = 0; i < whole; i += 2 * lanes) {
+    add(i, [&](int r, F* two) { load_two<type>(w, w_row[r] + i, two); });
+  }
+  if (whole < d) {
+    add(whole, [&](int r, F* two) {
+      const U last = load_pairs(w, w_row[r], whole, d);
+      load_two<type>(&last, 0, two);
+    });
+  }
+  store_sums<rows>(total, sums);
+}
+
+#if defined(JAXKERN_PAIRS)
+// The same with x in pairs.
+template <int rows>
+__attribute__((target("avx512bf16"))) void multiply_pairs(const XRows& x, int64_t row,
+                                                          const void* w,
+                                                          const int64_t* w_row, int64_t d,
+                                                          float* sums) {
+  const float* from = x.data + row * x.stride;
+  __m512 total[rows][w_rows_at_once] = {};
+  for (int64_t i = 0; i < d; i += 2 * lanes) {
+    __m512bh pairs[w_rows_at_once];
+#pragma GCC unroll 4
+    for (int r = 0; r < w_rows_at_once; ++r) {
+      pairs[r] = (__m512bh)load_pairs(w, w_row[r], i, d);
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < rows; ++m) {
+      const __m512bh xs = (__m512bh)_mm512_loadu_ps(from + m * x.stride + i / 2);
+#pragma GCC unroll 4
+      for (int r = 0; r < w_rows_at_once; ++r) {
+        total[m][r] = _mm512_dpbf16_ps(total[m][r], pairs[r], xs);
+      }
+    }
+  }
+  F all[rows][w_rows_at_once];
+  memcpy(all, total, sizeof(all));
+  store_sums<rows>(all, sums);
+}
+inline bool multiplies_pairs() { return __builtin_cpu_supports("avx512bf16"); }
+#else
+template <int rows>
+void multiply_pairs(const XRows&, int64_t, const void*, const int64_t*, int64_t, float*) {}
+inline bool multiplies_pairs() { return false; }
+#endif
+
+// Rows [begin, end) of x times w_rows_at_once rows of w from `row` on, those below `last`.
+template <Float type, bool pairs>
+void multiply_block(const Matmul& p, const XRows& x, int64_t begin, int64_t end,
+                    int64_t row, int64_t last) {
+  int64_t w_row[w_rows_at_once];  // the last one again where there are fewer
+  for (int r = 0; r < w_rows_at_once; ++r) {
+    w_row[r] = (row + r < last ? row + r : last - 1) * p.d;
+  }
+  for (int64_t m = begin; m < end;) {
+    const int64_t rest = end - m;
+    const int n = rest >= x_rows_at_once ? x_rows_at_once : rest >= 2 ? 2 : 1;
+    float sums[x_rows_at_once * w_rows_at_once];
+#define JAXKERN_CALL(rows) \
+  (pairs ? multiply_pairs<rows> : multiply_rows<type, rows>)(x, m, p.w, w_row, p.d, sums)
+    n == x_rows_at_once ? JAXKERN_CALL(x_rows_at_once)
+    : n == 2            ? JAXKERN_CALL(2)
+                        : JAXKERN_CALL(1);
+#undef JAXKERN_CALL
+    for (int i = 0; i < n; ++i) {
+      for (int r = 0; r < w_rows_at_once && row + r < last; ++r) {
+        from_f32(p.y_type, sums[i * w_rows_at_once + r], p.y, (m + i) * p.f + row + r);
+      }
+    }
+    m += n;
+  }
+}
+
+template <Float type, bool pairs>
+bool multiply(const Matmul& p, const Workers& workers) {
+  const Order order = pairs                 ? Order::pairs
+                      : type == Float::bf16 ? Order::split
+                                            : Order::plain;
+  const int64_t stride = row_stride(p.d, order);
+  Scratch<float> scratch(p.rows * stride);
+  if (!scratch.get()) return false;
+  const XRows x = {scratch.get(), stride};
+  prepare_x(p.x, p.x_type, p.rows, p.d, p.compute_type, order, x, workers);
+  const int64_t x_rows = round_up(x_bytes_at_once / (4 * stride) + 1, x_rows_at_once);
+  const int64_t wanted = 8 * (int64_t)workers.threads;
+  const int64_t share = round_up((p.f + wanted - 1) / wanted, w_rows_at_once);
+  workers.for_each((p.f + share - 1) / share, [&](int64_t item) {
+    const int64_t last = (item + 1) * share < p.f ? (item + 1) * share : p.f;
+    for (int64_t m = 0; m < p.rows; m += x_rows) {
+      const int64_t end = m + x_rows < p.rows ? m + x_rows : p.rows;
+      for (int64_t row = item * share; row < last; row += w_rows_at_once) {
+        multiply_block<type, pairs>(p, x, m, end, row, last);
+      }
+    }
+  });
+  return true;
 }
 
 inline bool matmul_transpose_b(const Matmul& p, const Workers& workers) {
-  const bool bf16 = p.w_type == Float::bf16;
-  const bool pairs = p.rows > few_before_pairs && bf16 && multiplies_pairs() &&
-                     (p.x_type == Float::bf16 || p.compute_type == Float::bf16);
-  const bool few = !pairs && p.rows <= few_x_rows;
-  const int64_t units = units_of(p.d, pairs), stride = row_stride(units);
-  Scratch<float> scratch(p.rows * stride);
-  if (!scratch.get()) return false;
-  const Rows32 x = {scratch.get(), stride, units};
-  prepare_x(p.x, p.x_type, p.rows, p.d, p.compute_type, pairs, x, workers);
-  if (few) {
-    (bf16 ? multiply_few_rows<Float::bf16> : multiply_few_rows<Float::f16>)(p, x, workers);
-    return true;
-  }
-  return (pairs  ? multiply_many_rows<Float::bf16, true>
-          : bf16 ? multiply_many_rows<Float::bf16, false>
-                 : multiply_many_rows<Float::f16, false>)(p, x, workers);
+  if (p.w_type == Float::f16) return multiply<Float::f16, false>(p, workers);
+  const bool narrow = p.x_type == Float::bf16 || p.compute_type == Float::bf16;
+  return (narrow && multiplies_pairs() ? multiply<Float::bf16, true>
+                                       : multiply<Float::bf16, false>)(p, workers);
 }
 
 }  // namespace JAXKERN_ISA

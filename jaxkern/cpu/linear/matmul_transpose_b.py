@@ -8,9 +8,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
+from jaxkern.cpu.cpu_call import FLOATS, cpu_call, library, missing
 
 NARROW = ("bfloat16", "float16")
+FEW, MANY = 8, 128  # rows of x that meet one weight
 
 
 def refusal(x, w, compute_dtype) -> str | None:
@@ -34,6 +35,16 @@ def product_dtype(x, w, compute_dtype) -> jnp.dtype:
 def unsupported(x, w, *, compute_dtype, precision) -> str | None:
     del precision  # the products are exact, the sums float32, under any
     return refusal(x, w, compute_dtype)
+
+
+def slower(x, w, *, compute_dtype, precision) -> str | None:
+    del precision
+    rows = math.prod(x.shape[:-1]) // math.prod(w.shape[:-2])
+    if rows > FEW and not library().instruction_set.startswith("avx512"):
+        return f"{rows} rows without AVX-512"
+    # XLA multiplies bfloat16 by bfloat16 without widening them where rows are many
+    both = w.dtype == product_dtype(x, w, compute_dtype) == jnp.bfloat16
+    return f"{rows} rows" if rows > (MANY // 2 if both else MANY) else None
 
 
 def multiply(x, w, dtype, compute_dtype) -> jax.Array:

@@ -174,7 +174,7 @@ void affine_some(const AffineMatmul& p, const OrderedX& x, int64_t m, const int6
 }
 
 template <int bits>
-bool affine_few_rows(const AffineMatmul& p, const Rows32& x, const int64_t* y_row,
+bool affine_few_rows(const AffineMatmul& p, const XRows& x, const int64_t* y_row,
                      const Workers& workers) {
   constexpr int64_t w_rows = 16;  // whose scales are widened at once, and which x meets
   const AffineShape s(p);
@@ -218,24 +218,24 @@ bool affine_few_rows(const AffineMatmul& p, const Rows32& x, const int64_t* y_ro
 }
 
 template <int bits>
-bool affine_many_rows(const AffineMatmul& p, const Rows32& x, const int64_t* y_row,
+bool affine_many_rows(const AffineMatmul& p, const XRows& x, const int64_t* y_row,
                       const Workers& workers) {
   constexpr int per_word = 32 / bits;
   const AffineShape s(p);
-  // panel_units and decode_step are whole vectors of words
-  static_assert(panel_units % (lanes * per_word) == 0 && decode_step >= lanes * per_word);
-  auto decode = [&](int64_t row, int64_t first, int64_t units, float* panel) {
+  // panel_columns and decode_step are whole vectors of words
+  static_assert(panel_columns % (lanes * per_word) == 0 && decode_step >= lanes * per_word);
+  auto decode = [&](int64_t row, int64_t first, int64_t columns, float* panel) {
     for (int half = 0; half < panel_rows; half += lanes) {
       float scales[lanes], biases[lanes];
       int64_t group = -1;
-      for (int64_t i = 0; i < units; i += lanes * per_word) {
+      for (int64_t i = 0; i < columns; i += lanes * per_word) {
         const int64_t word = (first + i) / per_word, left = s.words - word;
-        U rows[lanes], columns[lanes];
+        U rows[lanes], words[lanes];
         for (int r = 0; r < lanes; ++r) {
           const int64_t at = row + half + r;
           rows[r] = at < p.f ? (U)load_words(p.codes + at * s.words + word, left) : U{};
         }
-        transpose(rows, columns);
+        transpose(rows, words);
         for (int c = 0; c < lanes && c < left; ++c) {
           if ((word + c) / s.per_group != group) {
             group = (word + c) / s.per_group;
@@ -250,24 +250,24 @@ bool affine_many_rows(const AffineMatmul& p, const Rows32& x, const int64_t* y_r
           float* to = panel + (i + c * per_word) * panel_rows + half;
 #pragma GCC unroll 16
           for (int j = 0; j < per_word; ++j) {
-            store(to + j * panel_rows, code_of<bits>((I)columns[c], j) * scale + bias);
+            store(to + j * panel_rows, code_of<bits>((I)words[c], j) * scale + bias);
           }
         }
       }
     }
   };
-  return multiply_panels(decode, x, false, p.rows, p.f, p.y, p.x_type, y_row, workers);
+  return multiply_panels(decode, x, p.rows, p.d, p.f, p.y, p.x_type, y_row, workers);
 }
 
 template <int bits>
-bool affine_rows(const AffineMatmul& p, const Rows32& x, const int64_t* y_row,
+bool affine_rows(const AffineMatmul& p, const XRows& x, const int64_t* y_row,
                  const Workers& workers) {
   return (p.rows <= few_affine_rows ? affine_few_rows<bits> : affine_many_rows<bits>)(
       p, x, y_row, workers);
 }
 
 // Multiplies p.rows rows of x; the results go to rows y_row of y, or to the same ones.
-inline bool affine_product(const AffineMatmul& p, const Rows32& x, const int64_t* y_row,
+inline bool affine_product(const AffineMatmul& p, const XRows& x, const int64_t* y_row,
                            const Workers& workers) {
   return (p.bits == 8   ? affine_rows<8>
           : p.bits == 4 ? affine_rows<4>
@@ -275,11 +275,11 @@ inline bool affine_product(const AffineMatmul& p, const Rows32& x, const int64_t
 }
 
 inline bool affine_matmul(const AffineMatmul& p, const Workers& workers) {
-  const int64_t stride = row_stride(p.d);
+  const int64_t stride = row_stride(p.d, Order::plain);
   Scratch<float> scratch(p.rows * stride);
   if (!scratch.get()) return false;
-  const Rows32 x = {scratch.get(), stride, p.d};
-  prepare_x(p.x, p.x_type, p.rows, p.d, Float::f32, false, x, workers);
+  const XRows x = {scratch.get(), stride};
+  prepare_x(p.x, p.x_type, p.rows, p.d, Float::f32, Order::plain, x, workers);
   return affine_product(p, x, nullptr, workers);
 }
 

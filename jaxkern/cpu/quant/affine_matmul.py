@@ -5,10 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
+from jaxkern.cpu.cpu_call import FLOATS, cpu_call, library, missing
 
 BITS = (2, 4, 8)  # of codes that do not cross words; bytes may hold any
 GROUPS = (32, 64, 128)
+FEW, MANY = 8, 128  # rows of x
 
 
 def unsupported(
@@ -30,6 +31,14 @@ def unsupported(
     if not math.prod(x.shape) * math.prod(codes.shape):
         return "there are no elements"
     return missing()
+
+
+def slower(x, codes, scales, biases, **_) -> str | None:
+    del codes, scales, biases
+    rows = math.prod(x.shape[:-1])
+    if rows > FEW and not library().instruction_set.startswith("avx512"):
+        return f"{rows} rows without AVX-512"
+    return f"{rows} rows" if rows > MANY else None
 
 
 def affine_matmul(

@@ -131,11 +131,18 @@ def positions_and_attention(x: Draw) -> dict[str, Call]:
 
 def caches(x: Draw) -> dict[str, Call]:
     at, new = jnp.array([2, 6]), x(2, 3, 2, 16)
+    slots = jnp.array([[4, 5, -1], [9, 10, 40]])
     codec = jk.IntCodec()
 
     def quantised(cache: jax.Array, new: jax.Array) -> jk.QuantizedVectors:
         codes = jk.quantize_vectors(cache, codec)
         return jk.update_quantized_kv_cache(codes, new, at)
+
+    heads = x(2, 3, 4, 16), x(2, 3, 2, 16), x(2, 3, 2, 16), x(16), x(16)
+    tables = jk.rope_cos_sin(jnp.arange(3), 16)
+
+    def fused(write: Callable, at: jax.Array) -> Callable:
+        return lambda cache, *heads: write(*heads, *tables, cache, cache, at)
 
     return {
         "update_kv_cache": (
@@ -143,12 +150,22 @@ def caches(x: Draw) -> dict[str, Call]:
             (x(2, 8, 2, 16), new),
         ),
         "update_paged_kv_cache": (
-            lambda pages, new: jk.update_paged_kv_cache(
-                pages, new, jnp.array([[4, 5, -1], [9, 10, 40]])
-            ),
+            lambda pages, new: jk.update_paged_kv_cache(pages, new, slots),
             (x(4, 4, 2, 16), new),
         ),
         "update_quantized_kv_cache": (quantised, (x(2, 8, 2, 16), new)),
+        "qk_norm_rope_cache": (
+            fused(jk.qk_norm_rope_cache, at),
+            (x(2, 8, 2, 16), *heads),
+        ),
+        "qk_norm_rope_quantized_cache": (
+            fused(jk.qk_norm_rope_quantized_cache, at),
+            (jk.QuantizedVectors.zeros((2, 8, 2, 16), codec), *heads),
+        ),
+        "qk_norm_rope_paged_cache": (
+            fused(jk.qk_norm_rope_paged_cache, slots),
+            (x(4, 4, 2, 16), *heads),
+        ),
         "quantize_vectors": (part(jk.quantize_vectors, codec=codec), (x(3, 16),)),
         "dequantize_vectors": (
             lambda a: jk.dequantize_vectors(jk.turboquant_encode(a)),

@@ -79,15 +79,20 @@ def update_quantized_kv_cache_reference(
     codec: VectorCodec,
     ring: bool,
 ) -> tuple[UInt8[Array, "b s k code_bytes"], Float[Array, "b s k groups"]]:
-    op, h = "update_quantized_kv_cache", new.shape[-1]
-    cached = num_dims(op, codec, codes.shape[-1])
+    op = "update_quantized_kv_cache"
+    slots = positions, new_lengths
+    return quantize_into(op, codes, scales, new, slots, codec, ring)
+
+
+def quantize_into(op, codes, scales, new, slots, codec, ring):
+    """Codes and scales of a cache with those of new `[b, t, k, h]` at their slots."""
+    h, cached = new.shape[-1], num_dims(op, codec, codes.shape[-1])
     new_codes, new_scales = encode(op, new, codec)
     if cached != h or new_scales.shape[-1] != scales.shape[-1]:
         raise TypeError(
             f"{op}: `new` has {h} dims and {new_scales.shape[-1]} scales, the cache "
             f"{cached} and {scales.shape[-1]}."
         )
-    slots = (positions, new_lengths)
     return (
         update_kv_cache_reference(codes, new_codes, *slots, ring=ring),
         update_kv_cache_reference(scales, new_scales, *slots, ring=ring),

@@ -1,12 +1,14 @@
 """Attention of a few queries over quantised keys and values, each read once.
 
-A warp takes one key head and a share of its tokens. It loads codes from memory into the
-registers in which the tensor cores want them decoded: four lanes share a key, eight
-lanes a value, and dims are numbered as the lanes hold them, which changes no sum and
-only permutes the result. Nothing passes through shared memory but lookups: a code, or
-two of 4 bits, is the number of an entry in a table of float16 levels, of which every
-lane has a copy in a bank of its own. Levels of 8 bits that are integers or floats are
-computed.
+A warp takes one key head and a share of its tokens. Blocks of codes are copied to
+shared memory in advance, each warp's to a part of its own, so that no warp waits for
+another. It reads them into the registers in which the tensor cores want them decoded:
+four lanes share a key, eight lanes a value, and dims are numbered as the lanes hold
+them, which changes no sum and only permutes the result. Where levels are integers of 4
+or 8 bits or floats they are computed; else a code, or two of up to 4 bits, is the
+number of an entry in a table of float16 levels, of which every lane has a copy in a
+bank of its own. A register of values has two tokens: their codes are put together
+before they are decoded.
 
 Scales never meet an element. Those of keys multiply scores; those of values multiply
 weights, relative to the largest so far, so that float16 holds them. Where several
@@ -44,6 +46,7 @@ from jaxkern.triton.triton_call import (
     gl,
     gluon_jit,
     libdevice,
+    max_shared_bytes,
     mma_v2,
 )
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
@@ -62,8 +65,16 @@ FORMATS = {
     2: (2, 0, 2),
 }
 INT8 = (8, 0, 0)  # code - 128
+INT4 = (4, 0, 0)  # code - 8
 FLOAT8 = (8, 0, -1)  # the bits of an e4m3fn float
 FLOAT8_SINCE = 89  # the compute capability that converts them
+# Of keys and values alike, on an H200 at 65536 tokens, batch 1 and 16.
+FASTEST = {
+    INT8: {"BLOCK": 32, "STAGES": 2, "PER_SM": 3},
+    INT4: {"BLOCK": 32, "STAGES": 3, "PER_SM": 3},
+    FORMATS[4]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 2},
+    FORMATS[3]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 3},
+}
 UNIT = 256.0  # the largest coordinate of a query in float16
 WEIGHT = 32768.0  # the largest weight in float16
 
@@ -119,6 +130,8 @@ def form_of(codec: VectorCodec | None) -> tuple[int, int, int]:
         return FORMATS[16]
     if codec.bits == 8 and isinstance(codec, IntCodec):
         return INT8
+    if codec.bits == 4 and isinstance(codec, IntCodec) and (codec.group or 8) >= 8:
+        return INT4
     if isinstance(codec, Float8Codec) and compute_capability() >= FLOAT8_SINCE:
         return FLOAT8
     return FORMATS[int(codec.bits)]
@@ -165,7 +178,8 @@ def entries(levels: np.ndarray | None, form: tuple[int, int, int]) -> np.ndarray
     return (words[low] | words[high] << 16).view(np.int32)
 
 
-# Layouts of [warps, tokens, words]; a word holds neighbouring dims in 32 bits.
+# Layouts. In a product a lane has columns 4 dims apart of the second operand, for the
+# token lane // 4, and of the first one rows lane // 4, for the tokens of lane % 4.
 
 
 @constexpr_function
@@ -176,40 +190,15 @@ def bases(count, base, axis, rank=3):
 
 
 @constexpr_function
-def run_of(WORDS, LANES):
-    """Words that a lane loads at once: at most 16 bytes."""
-    return min(4, WORDS // LANES)
+def lane_layout(WARPS, LOW, AXIS, HIGH):
+    """[warps, ., .] of which a lane has one: its low bits along AXIS, then the others.
 
-
-@constexpr_function
-def key_layout(WARPS, TOKENS, WORDS):
-    """Four lanes a key: the columns of the second operand of a product."""
-    run = run_of(WORDS, 4)
-    return gl.DistributedLinearLayout(
-        bases(run, 1, 2)
-        + bases(TOKENS // 8, 8, 1)
-        + bases(WORDS // (4 * run), 4 * run, 2),
-        bases(4, run, 2) + bases(8, 1, 1),
-        bases(WARPS, 1, 0),
-        [],
-        [WARPS, TOKENS, WORDS],
-    )
-
-
-@constexpr_function
-def value_layout(WARPS, TOKENS, WORDS):
-    """Eight lanes a value: rows of the first operand, neighbouring tokens in one."""
-    run = run_of(WORDS, 8)
-    return gl.DistributedLinearLayout(
-        bases(run, 1, 2)
-        + bases(2, 1, 1)
-        + bases(TOKENS // 8, 8, 1)
-        + bases(WORDS // (8 * run), 8 * run, 2),
-        bases(4, 2, 1) + bases(8, run, 2),
-        bases(WARPS, 1, 0),
-        [],
-        [WARPS, TOKENS, WORDS],
-    )
+    LOW and HIGH: how many along the two axes; lanes beyond repeat them.
+    """
+    lanes = bases(LOW, 1, AXIS) + bases(HIGH, 1, 3 - AXIS)
+    shape = [WARPS, LOW, HIGH] if AXIS == 1 else [WARPS, HIGH, LOW]
+    lanes += [[0, 0, 0]] * (5 - len(lanes))
+    return gl.DistributedLinearLayout([], lanes, bases(WARPS, 1, 0), [], shape)
 
 
 @constexpr_function
@@ -219,54 +208,177 @@ def scores_layout(WARPS):
     )
 
 
-@constexpr_function
-def lookup(FORMAT):
-    """PTX of a word's levels, given the second plane's word and the table."""
-    width, second, together = FORMAT
-    if width == 16:
-        return "mov.b32 {$0, $1}, $2;"
-    if FORMAT == INT8:  # 1024 + code has the code in its last bits
-        return """{ .reg .b32 a, b, c;
-            mov.b32 c, 0x64806480;
-            prmt.b32 a, $4, 0x64646464, 0x4140;
-            prmt.b32 b, $4, 0x64646464, 0x4342;
-            sub.f16x2 a, a, c;
-            sub.f16x2 b, b, c;
-            mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
-    if FORMAT == FLOAT8:
-        return """{ .reg .b16 l, h; .reg .b32 a, b;
-            mov.b32 {l, h}, $4;
-            cvt.rn.f16x2.e4m3x2 a, l;
-            cvt.rn.f16x2.e4m3x2 b, h;
-            mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"""
-    count = 32 // width
-    field, rest = width * together, second * together
-    lines = []
-    for i in range(count // together):
-        lines += [
-            f"bfe.u32 a, ${count}, {field * i}, {field};",
-            f"mad.lo.u32 a, a, {COPIES}, ${count + 2};",
-        ]
-        if second:
-            lines += [
-                f"bfe.u32 s, ${count + 1}, {rest * i}, {rest};",
-                f"mad.lo.u32 a, s, {COPIES << field}, a;",
-            ]
-        if together == 2:
-            lines += [
-                "ld.shared.b32 a, [a];",
-                f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a;",
-            ]
-        else:
-            lines.append(f"ld.shared.b16 ${i}, [a];")
-    return "{ .reg .b32 a, s; " + " ".join(lines) + " }"
+# What a warp has of a block in shared memory: rows of the planes and scales of keys and
+# of values. It alone writes and reads them, so it waits for no other warp.
 
 
 @constexpr_function
-def lookup_operands(FORMAT):
-    width, _, together = FORMAT
-    inputs = ",r,r,r" if together > 0 else ",r"
-    return ",".join(["=h"] * (32 // width)) + inputs
+def key_run(D, FORMAT):
+    """Neighbouring words that one of the four lanes of a key has."""
+    return min(8, D * FORMAT[0] // 128)
+
+
+@constexpr_function
+def value_run(D, FORMAT):
+    """Neighbouring words that one of the eight lanes of a value has."""
+    return min(4, D * FORMAT[0] // 256)
+
+
+@constexpr_function
+def part_of(PART, H, HV, KEY, VALUE, KEY_ROW, VALUE_ROW, KEY_GROUPS, VALUE_GROUPS):
+    """(bytes of a vector in memory, where a part begins, its size, pitch) of a part.
+
+    The pitch is that of rows in shared memory: of keys such that eight lanes that read
+    of two rows meet all banks.
+    """
+    dims, form, row = (H, KEY, KEY_ROW) if PART < 3 else (HV, VALUE, VALUE_ROW)
+    main, second = dims * form[0] // 8, dims * form[1] // 8
+    if PART % 3 == 0:
+        return row, 0, main, main + (16 if PART == 0 and main >= 128 else 0)
+    if PART % 3 == 1:
+        return row, main, second, second
+    size = 4 * (KEY_GROUPS if PART < 3 else VALUE_GROUPS)
+    return size, 0, size, size
+
+
+@constexpr_function
+def offsets_of(BLOCK, PARTS):
+    """Where the parts of a block begin, and the end."""
+    at = [0]
+    for part in PARTS:
+        at.append(at[-1] + BLOCK * part[3])
+    return tuple(at)
+
+
+@constexpr_function
+def parts_of(*SIZES):
+    """Of keys the main and second plane and the scales, then of values."""
+    return tuple(part_of(i, *SIZES) for i in range(6))
+
+
+@constexpr_function
+def nth(PARTS, NUMBER):
+    """One of the parts; indexed in a kernel it would be no constant."""
+    return PARTS[NUMBER]
+
+
+@constexpr_function
+def copies_of(PART, BLOCK):
+    """(bytes of a copy, copies of a row, rows that a warp copies at once)."""
+    row, at, size, _ = PART
+    unit = min(16, *(x & -x for x in (row, at or 16, size)))
+    return unit, size // unit, min(32 * unit // size, BLOCK)
+
+
+@constexpr_function
+def token_of(row, PAIRED):
+    """The token of a row: of values neighbours lie four rows apart, pairs together."""
+    if PAIRED:
+        return row // 8 * 8 + row % 4 * 2 + row // 4 % 2
+    return row
+
+
+@constexpr_function
+def swizzle_of(PART, BLOCK):
+    """(rows, blocks): blocks of 32 bytes are numbered ^ (row // rows) % blocks.
+
+    So that eight or sixteen lanes that read of four rows of values meet all banks.
+    """
+    _, at, size, _ = PART
+    rows = max(128 // size, 1)
+    if at != 0:
+        return rows, 1
+    return rows, max(min(size // 32, copies_of(PART, BLOCK)[2] // rows, 4), 1)
+
+
+@constexpr_function
+def copy_text(PART, BLOCK, K, PAIRED, SKIPS, HINT):
+    """PTX of all copies of a lane for a block; zeros where a token is not to be read.
+
+    Its operands are where to and where from for its first row, how many tokens are left
+    from that row's on, and how many there are to skip.
+    """
+    row, _, _, pitch = PART
+    unit, _, rows = copies_of(PART, BLOCK)
+    kind = ("cg" if unit == 16 else "ca") + ".shared.global"
+    kind += f".L2::{HINT}B" if HINT else ""
+    text = "{ .reg .pred p; .reg .b32 n;"
+    for i in range(0, BLOCK, rows):
+        token = token_of(i, PAIRED)
+        text += f" setp.gt.s32 p, $3, {token};"
+        text += f" setp.le.and.s32 p, $4, {token}, p;" if SKIPS else ""
+        text += f" selp.b32 n, {unit}, 0, p; cp.async.{kind}"
+        text += f" [$1+{i * pitch}], [$2+{token * K * row}], {unit}, n;"
+    return text + " mov.b32 $0, $1; }"
+
+
+@constexpr_function
+def loads_text(PLACES, COUNT, PAIRS, SIZE):
+    """PTX of loads of COUNT words from each place, then of SIZE bytes a word.
+
+    Args:
+      PLACES: in bytes, of words and of what the second plane has for them.
+      PAIRS: results of places 2 i and 2 i + 1 alternate.
+      SIZE: 0 without a second plane.
+    """
+    total = len(PLACES) * COUNT
+    inputs = total * (2 if SIZE else 1)
+
+    def number(i, j):
+        return 2 * (i // 2 * COUNT + j) + i % 2 if PAIRS else i * COUNT + j
+
+    text = ""
+    for i, places in enumerate(PLACES):
+        place, second = places
+        for j in range(0, COUNT, 4):
+            out = [f"${number(i, x)}" for x in range(j, min(j + 4, COUNT))]
+            kind = f"v{len(out)}.b32" if len(out) > 1 else "b32"
+            out = f"{{{', '.join(out)}}}" if len(out) > 1 else out[0]
+            text += f"ld.shared.{kind} {out}, [${inputs}+{place + 4 * j}]; "
+        for j in range(COUNT if SIZE else 0):
+            out = f"${total + number(i, j)}"
+            at = second + SIZE * j
+            text += f"ld.shared.u{8 * SIZE} {out}, [${inputs + 1}+{at}]; "
+    return text
+
+
+@constexpr_function
+def key_loads(PART, SECOND, BLOCK, COUNT, SIZE):
+    """COUNT words at once: of tokens 8 apart, then the parts of a token."""
+    _, _, size, pitch = PART
+    places = [
+        (i * pitch + j, i * SECOND[3] + j // 4 * SIZE)
+        for i in range(0, BLOCK, 8)
+        for j in range(0, size, 16 * COUNT)
+    ]
+    return loads_text(places, COUNT, False, SIZE)
+
+
+@constexpr_function
+def value_loads(PART, SECOND, BLOCK, COUNT, SIZE):
+    """COUNT words at once: of tokens 8 apart, parts of a token, both of a pair."""
+    _, _, size, pitch = PART
+    places = [
+        (i * pitch + j, i * SECOND[3] + j // 4 * SIZE)
+        for octet in range(0, BLOCK, 8)
+        for j in range(0, size, 32 * COUNT)
+        for i in (octet, octet + 4)
+    ]
+    return loads_text(places, COUNT, True, SIZE)
+
+
+@constexpr_function
+def scale_loads(BLOCK):
+    """Scales of neighbouring tokens, of each octet two."""
+    return " ".join(
+        f"ld.shared.v2.f32 {{${2 * i}, ${2 * i + 1}}}, [${BLOCK // 4}+{32 * i}];"
+        for i in range(BLOCK // 8)
+    )
+
+
+@constexpr_function
+def registers(KIND, COUNT, INPUTS):
+    return ",".join([f"=&{KIND}"] * COUNT + ["r"] * INPUTS)
 
 
 @constexpr_function
@@ -274,9 +386,172 @@ def types_of(TYPE, COUNT):
     return (TYPE,) * COUNT
 
 
+# Levels.
+
+REGISTERS = """{ .reg .b16 l, h; .reg .b32 a, b, c, d, e, s, t, u;
+    mov.b32 c, 0x64086408; mov.b32 d, 0x2c002c00; mov.b32 e, 0xd480d480; """
+
+
 @constexpr_function
-def allocation(ENTRIES):
-    return f"{{ .shared .align 128 .b32 lut[{32 * ENTRIES}]; mov.u32 $0, lut; }}"
+def pair(i):
+    """Operands 2 i and 2 i + 1 of inline PTX, two of 16 bits in one of 32."""
+    return f"{{${2 * i}, ${2 * i + 1}}}"
+
+
+@constexpr_function
+def int4_levels(word, first):
+    """Of the first four codes of each half of a word: 1024 + code, 64 + code."""
+    text = ""
+    for i in (0, 2):
+        source = word if i == 0 else "s"
+        text += f"""
+            lop3.b32 a, {source}, 0x000f000f, 0x64006400, 0xea;
+            lop3.b32 b, {source}, 0x00f000f0, 0x64006400, 0xea;
+            sub.f16x2 a, a, c; fma.rn.f16x2 b, b, d, e;
+            mov.b32 {pair(first + i)}, a; mov.b32 {pair(first + i + 1)}, b;"""
+    return f"shr.u32 s, {word}, 8;" + text
+
+
+@constexpr_function
+def int8_levels(word, first):
+    """1024 + code has the code in its last bits."""
+    return f"""
+        prmt.b32 a, {word}, 0x64646464, 0x4140; prmt.b32 b, {word}, 0x64646464, 0x4342;
+        mov.b32 s, 0x64806480; sub.f16x2 a, a, s; sub.f16x2 b, b, s;
+        mov.b32 {pair(first)}, a; mov.b32 {pair(first + 1)}, b;"""
+
+
+@constexpr_function
+def float8_levels(word, first):
+    return f"""
+        mov.b32 {{l, h}}, {word};
+        cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h;
+        mov.b32 {pair(first)}, a; mov.b32 {pair(first + 1)}, b;"""
+
+
+@constexpr_function
+def index_bytes(form, word, second, odd):
+    """PTX of what four lookups of two codes of 2 or 3 bits are numbered by."""
+    text = f"shr.u32 a, {word}, 4;" if odd else f"mov.b32 a, {word};"
+    text += "and.b32 a, a, 0x0f0f0f0f;"
+    if form[1]:
+        # fields of 2 bits go to bits 4 and 5 of bytes
+        text += f"prmt.b32 b, {second}, {second}, 0x1100;"
+        text += f"shl.b32 s, b, {2 if odd else 4};"
+        text += "shr.u32 b, b, 2;" if odd else ""
+        text += "lop3.b32 s, s, b, 0x00ff00ff, 0xe4;"
+        text += "lop3.b32 a, s, 0x30303030, a, 0xea;"
+    return text
+
+
+@constexpr_function
+def looked_up(form, word, second, table, out):
+    """PTX of lookups of all codes of a word; `out(i)` are the results of the i-th."""
+    width, plane, together = form
+    text = ""
+    bytewise = width == 2
+    for odd in (0, 1) if bytewise else (0,):
+        if bytewise:
+            text += index_bytes(form, word, second, odd)
+        for i in range(4 if bytewise else 32 // (width * together)):
+            if bytewise:
+                text += f"bfe.u32 b, a, {8 * i}, 8; mad.lo.u32 b, b, {COPIES}, {table};"
+                number = 2 * i + odd
+            else:
+                field = width * together
+                text += f"bfe.u32 b, {word}, {field * i}, {field};"
+                text += f"mad.lo.u32 b, b, {COPIES}, {table};"
+                if plane:
+                    text += f"bfe.u32 s, {second}, {plane * i}, {plane};"
+                    text += f"mad.lo.u32 b, s, {COPIES << field}, b;"
+                number = i
+            if together == 2:
+                text += f"ld.shared.b32 b, [b]; mov.b32 {out(number)}, b;"
+            else:
+                text += f"ld.shared.b16 {out(number)}, [b];"
+    return text
+
+
+@constexpr_function
+def alternating(to, x, y, width, odd):
+    """PTX: the even or the odd fields of x and y, beside each other."""
+    mask = sum((1 << width) - 1 << 2 * width * i for i in range(16 // width))
+    if odd:
+        move, x = f"shr.u32 a, {x}, {width};", "a"
+    else:
+        move, y = f"shl.b32 a, {y}, {width};", "a"
+    return f"{move} lop3.b32 {to}, {x}, {y}, {mask:#x}, 0xe4;"
+
+
+@constexpr_function
+def key_levels(FORMAT):
+    """PTX of the levels of a word, given that of the second plane and the table."""
+    count = 32 // FORMAT[0]
+    word, second, table = (f"${count + i}" for i in range(3))
+    if FORMAT[0] == 16:
+        text = f"mov.b32 {pair(0)}, {word};"
+    elif FORMAT == INT4:
+        text = int4_levels(word, 0)
+    elif FORMAT == INT8:
+        text = int8_levels(word, 0)
+    elif FORMAT == FLOAT8:
+        text = float8_levels(word, 0)
+    else:
+        out = pair if FORMAT[2] == 2 else lambda i: f"${i}"
+        text = looked_up(FORMAT, word, second, table, out)
+    return REGISTERS + text + " }"
+
+
+@constexpr_function
+def value_levels(FORMAT):
+    """PTX of the levels of the words of two tokens: of each dim both, together.
+
+    What tokens have for a dim is brought together before it is decoded, not after.
+    """
+    width, plane, together = FORMAT
+    count = 32 // width
+    x, y, p, q, table = (f"${2 * count + i}" for i in range(5))
+    halves = f"prmt.b32 t, {x}, {y}, 0x5410; prmt.b32 u, {x}, {y}, 0x7632;"
+    octets = f"prmt.b32 t, {x}, {y}, 0x5140; prmt.b32 u, {x}, {y}, 0x7362;"
+    if width == 16:
+        text = f"{halves} mov.b32 {pair(0)}, t; mov.b32 {pair(1)}, u;"
+    elif FORMAT == INT4:
+        text = halves + int4_levels("t", 0) + int4_levels("u", 4)
+    elif FORMAT == INT8:
+        text = octets + int8_levels("t", 0) + int8_levels("u", 2)
+    elif FORMAT == FLOAT8:
+        text = octets + float8_levels("t", 0) + float8_levels("u", 2)
+    elif together == 1:
+        text = looked_up(FORMAT, x, p, table, lambda i: f"${2 * i}")
+        text += looked_up(FORMAT, y, q, table, lambda i: f"${2 * i + 1}")
+    else:
+        text = ""
+        for odd in (0, 1):
+            text += alternating("t", x, y, width, odd)
+            text += alternating("u", p, q, plane, odd) if plane else ""
+            out = (lambda i: pair(2 * i)) if odd == 0 else (lambda i: pair(2 * i + 1))
+            text += looked_up(FORMAT, "t", "u", table, out)
+    return REGISTERS + text + " }"
+
+
+@constexpr_function
+def levels_operands(FORMAT, TOKENS):
+    """Of the PTX above for a word of each of so many tokens."""
+    inputs = 2 * TOKENS + 1 if FORMAT[2] > 0 else TOKENS
+    return registers("h", 32 // FORMAT[0] * TOKENS, inputs)
+
+
+@constexpr_function
+def in_place_text(TEXT):
+    return TEXT + " mov.b32 $0, $1;"
+
+
+@gluon_jit
+def in_place(TEXT: gl.constexpr, x):
+    """x, after PTX that stays where it is among loads and copies."""
+    return gl.inline_asm_elementwise(
+        in_place_text(TEXT), "=r,r", [x], gl.int32, False, 1
+    )
 
 
 @gluon_jit
@@ -293,45 +568,8 @@ def stacked(parts, START: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexp
 
 
 @gluon_jit
-def decoded(words, seconds, table, FORMAT: gl.constexpr, TYPE: gl.constexpr):
-    """The levels of words [warps, tokens, words] as [warps, tokens, dims]."""
-    COUNT: gl.constexpr = 32 // FORMAT[0]
-    if FORMAT[2] <= 0:
-        parts = gl.inline_asm_elementwise(
-            lookup(FORMAT),
-            lookup_operands(FORMAT),
-            [words],
-            dtype=types_of(TYPE, COUNT),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        own = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; mov.u32 t, %laneid; mad.lo.u32 $0, t, 4, $1; }",
-            "=r,r",
-            [table],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        parts = gl.inline_asm_elementwise(
-            lookup(FORMAT),
-            lookup_operands(FORMAT),
-            [words, seconds, own],
-            dtype=types_of(TYPE, COUNT),
-            is_pure=True,
-            pack=1,
-        )
-    y = stacked(parts, 0, 1, COUNT)
-    return gl.reshape(y, [words.shape[0], words.shape[1], words.shape[2] * COUNT])
-
-
-@gluon_jit
-def table_in_shared(table_ptr, ENTRIES: gl.constexpr):
-    """The address of a table of which every lane has a copy in a bank of its own."""
-    table = gl.inline_asm_elementwise(
-        allocation(ENTRIES), "=r,r", [gl.program_id(0)], gl.int32, False, 1
-    )
+def table_in_shared(table, table_ptr, ENTRIES: gl.constexpr):
+    """Writes a table of which every lane has a copy in a bank of its own: where."""
     WARPS: gl.constexpr = gl.num_warps()
     SIZE: gl.constexpr = max(ENTRIES, 32 * WARPS)
     i = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -348,73 +586,284 @@ def table_in_shared(table_ptr, ENTRIES: gl.constexpr):
         )
     # what is looked up depends on this, so it comes after the barrier
     return gl.inline_asm_elementwise(
-        "bar.sync 0; mov.b32 $0, $1;", "=r,r", [table], gl.int32, False, 1
+        "{ .reg .b32 t; bar.sync 0; mov.u32 t, %laneid; mad.lo.u32 $0, t, 4, $1; }",
+        "=r,r",
+        [table],
+        gl.int32,
+        False,
+        1,
     )
 
 
 @gluon_jit
-def load_words(
+def first_copies(
     ptr,
-    j,
-    inside,
-    heads,
+    shared,
+    where,
     K: gl.constexpr,
-    D: gl.constexpr,
-    FORMAT: gl.constexpr,
-    ROW: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    HEADS: gl.constexpr,
+    PARTS: gl.constexpr,
+    AT: gl.constexpr,
+    NUMBER: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
-    """Words of both planes of the tokens j of a sequence, [warps, tokens, words]."""
-    WORDS: gl.constexpr = D * FORMAT[0] // 32
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    vector = gl.expand_dims(j.to(gl.int64) * K + heads, 2)
-    mask = gl.expand_dims(inside, 2)
-    main = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    at = vector * (ROW // 4) + word[None, None, :]
-    words = gl.load(main + at, mask, 0)
-    seconds = words
-    if FORMAT[1] != 0:
-        SIZE: gl.constexpr = 4 * FORMAT[1] // FORMAT[0]
-        KIND: gl.constexpr = gl.uint16 if SIZE == 2 else gl.uint8
-        second = ptr.to(gl.pointer_type(KIND), bitcast=True) + 4 * WORDS // SIZE
-        at = vector * (ROW // SIZE) + word[None, None, :]
-        seconds = gl.load(second + at, mask, 0).to(gl.int32)
-    return words, seconds
-
-
-@gluon_jit
-def load_scales(
-    ptr,
-    j,
-    inside,
-    heads,
-    K: gl.constexpr,
-    GROUPS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """Scales of the tokens j: [warps, tokens], or with several [..., groups, 1]."""
-    vector = j.to(gl.int64) * K + heads
-    if GROUPS == 1:
-        scales = gl.load(ptr + vector, inside, 0.0).to(gl.float32)
-    else:
-        TOKENS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
-        vector = gl.expand_dims(gl.convert_layout(vector, TOKENS), 2)
-        mask = gl.expand_dims(gl.convert_layout(inside, TOKENS), 2)
-        group = gl.arange(
-            0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(1, TOKENS.parent))
+    """What `copy_text` wants of a lane at first; zeros for an absent part."""
+    PART: gl.constexpr = nth(PARTS, NUMBER)
+    before, begin, count, first, end, group = where
+    none = gl.to_tensor(0)
+    copies = (none, none, none, none)
+    if PART[2] != 0:
+        W: gl.constexpr = gl.num_warps()
+        BYTES: gl.constexpr = copies_of(PART, BLOCK)[0]
+        UNITS: gl.constexpr = copies_of(PART, BLOCK)[1]
+        ROWS: gl.constexpr = copies_of(PART, BLOCK)[2]
+        L: gl.constexpr = lane_layout(W, UNITS, 2, ROWS)
+        warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        inner = gl.arange(0, UNITS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        warp, row = warp[:, None, None], row[None, :, None]
+        inner = inner[None, None, :] * BYTES
+        token, to = row, inner
+        if PAIRED:
+            token = row // 8 * 8 + row % 4 * 2 + row // 4 % 2
+            SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
+            to = inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32
+        start = begin + warp // HEADS * count
+        vector = before + start.to(gl.int64) * K + (group * HEADS + warp % HEADS)
+        origin = vector * PART[0] + token.to(gl.int64) * (K * PART[0])
+        origin += (ptr.to(gl.int64) + PART[1]) + inner.to(gl.int64)
+        every = gl.zeros([W, ROWS, UNITS], gl.int32, L)
+        copies = (
+            every + (shared + AT[NUMBER]) + row * PART[3] + to,
+            origin,
+            every + gl.minimum(start + count, end) - start - token,
+            every + first - start - token,
         )
-        at = vector * GROUPS + group[None, None, :]
-        scales = gl.expand_dims(gl.load(ptr + at, mask, 0.0).to(gl.float32), 3)
-    return scales
+    return copies
 
 
 @gluon_jit
-def graded(y, scales):
-    """Levels [.., groups, dims] times their part of the largest scale, and that one."""
+def copy_block(
+    copies,
+    slot,
+    K: gl.constexpr,
+    PART: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PAIRED: gl.constexpr,
+    SKIPS: gl.constexpr,
+    HINT: gl.constexpr,
+):
+    """Starts the copies of a block into a slot. Returns those of the next block."""
+    to, origin, left, skip = copies
+    if PART[2] != 0:
+        gl.inline_asm_elementwise(
+            copy_text(PART, BLOCK, K, PAIRED, SKIPS, HINT),
+            "=r,r,l,r,r",
+            [to + slot, origin, left, skip],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        origin += BLOCK * K * PART[0]
+        left -= BLOCK
+        skip -= BLOCK
+    return to, origin, left, skip
+
+
+@gluon_jit
+def copy_blocks(
+    copies,
+    slot,
+    K: gl.constexpr,
+    PARTS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    SKIPS: gl.constexpr,
+    HINT: gl.constexpr,
+):
+    """`copy_block` of all parts, as one group."""
+    key, key_second, key_scales, value, value_second, value_scales = copies
+    key = copy_block(key, slot, K, nth(PARTS, 0), BLOCK, False, SKIPS, HINT)
+    key_second = copy_block(key_second, slot, K, nth(PARTS, 1), BLOCK, False, SKIPS, 0)
+    key_scales = copy_block(key_scales, slot, K, nth(PARTS, 2), BLOCK, False, SKIPS, 0)
+    value = copy_block(value, slot, K, nth(PARTS, 3), BLOCK, True, SKIPS, HINT)
+    value_second = copy_block(
+        value_second, slot, K, nth(PARTS, 4), BLOCK, True, SKIPS, 0
+    )
+    value_scales = copy_block(
+        value_scales, slot, K, nth(PARTS, 5), BLOCK, False, SKIPS, 0
+    )
+    in_place("cp.async.commit_group;", slot)
+    return key, key_second, key_scales, value, value_second, value_scales
+
+
+@gluon_jit
+def key_block(
+    shared,
+    table,
+    PART: gl.constexpr,
+    SECOND: gl.constexpr,
+    AT: gl.constexpr,
+    BLOCK: gl.constexpr,
+    H: gl.constexpr,
+    FORMAT: gl.constexpr,
+    TYPE: gl.constexpr,
+):
+    """Levels of keys as [warps, tokens, parts, 4 lanes, dims of a lane]."""
+    W: gl.constexpr = gl.num_warps()
+    RUN: gl.constexpr = key_run(H, FORMAT)
+    SIZE: gl.constexpr = 4 * FORMAT[1] // FORMAT[0]
+    L: gl.constexpr = lane_layout(W, 4, 2, 8)
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    shared += gl.zeros([W, 8, 4], gl.int32, L)
+    main = shared + AT[0] + row * PART[3] + lane * (4 * RUN)
+    second = shared + AT[1] + row * SECOND[3] + lane * (RUN * SIZE)
+    WORDS: gl.constexpr = BLOCK // 8 * (H * FORMAT[0] // 128)
+    LOADED: gl.constexpr = WORDS * (2 if FORMAT[1] != 0 else 1)
+    loaded = gl.inline_asm_elementwise(
+        key_loads(PART, SECOND, BLOCK, RUN, SIZE),
+        registers("r", LOADED, 2),
+        [main, second],
+        dtype=types_of(gl.int32, LOADED),
+        is_pure=False,
+        pack=1,
+    )
+    words = stacked(loaded, 0, 1, WORDS)
+    COUNT: gl.constexpr = 32 // FORMAT[0]
+    if FORMAT[2] > 0:
+        seconds = words
+        if FORMAT[1] != 0:
+            seconds = stacked(loaded[WORDS:], 0, 1, WORDS)
+        operands = (words, seconds, table)
+    else:
+        operands = (words,)
+    parts = gl.inline_asm_elementwise(
+        key_levels(FORMAT),
+        levels_operands(FORMAT, 1),
+        operands,
+        dtype=types_of(TYPE, COUNT),
+        is_pure=True,
+        pack=1,
+    )
+    y = stacked(parts, 0, 1, COUNT)
+    RUNS: gl.constexpr = H // (4 * RUN * COUNT)
+    y = gl.reshape(y, [W, 8, 4, BLOCK // 8, RUNS, RUN * COUNT])
+    y = gl.permute(y, (0, 3, 1, 4, 2, 5))
+    return gl.reshape(y, [W, BLOCK, RUNS, 4, RUN * COUNT])
+
+
+@gluon_jit
+def value_block(
+    shared,
+    table,
+    PART: gl.constexpr,
+    SECOND: gl.constexpr,
+    AT: gl.constexpr,
+    BLOCK: gl.constexpr,
+    HV: gl.constexpr,
+    FORMAT: gl.constexpr,
+    TYPE: gl.constexpr,
+):
+    """Levels of values as [warps, tokens, parts, 8 lanes, dims of a lane]."""
+    W: gl.constexpr = gl.num_warps()
+    RUN: gl.constexpr = value_run(HV, FORMAT)
+    SIZE: gl.constexpr = 4 * FORMAT[1] // FORMAT[0]
+    L: gl.constexpr = lane_layout(W, 4, 1, 8)
+    row = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
+    shared += gl.zeros([W, 4, 8], gl.int32, L)
+    main = shared + AT[3] + row * PART[3]
+    main += lane * (4 * RUN) ^ row // SWIZZLE[0] % SWIZZLE[1] * 32
+    second = shared + AT[4] + row * SECOND[3] + lane * (RUN * SIZE)
+    WORDS: gl.constexpr = BLOCK // 4 * (HV * FORMAT[0] // 256)
+    LOADED: gl.constexpr = WORDS * (2 if FORMAT[1] != 0 else 1)
+    loaded = gl.inline_asm_elementwise(
+        value_loads(PART, SECOND, BLOCK, RUN, SIZE),
+        registers("r", LOADED, 2),
+        [main, second],
+        dtype=types_of(gl.int32, LOADED),
+        is_pure=False,
+        pack=1,
+    )
+    ours, theirs = stacked(loaded, 0, 2, WORDS), stacked(loaded, 1, 2, WORDS)
+    COUNT: gl.constexpr = 64 // FORMAT[0]
+    if FORMAT[2] > 0:
+        seconds, others = ours, theirs
+        if FORMAT[1] != 0:
+            seconds = stacked(loaded[WORDS:], 0, 2, WORDS)
+            others = stacked(loaded[WORDS:], 1, 2, WORDS)
+        operands = (ours, theirs, seconds, others, table)
+    else:
+        operands = (ours, theirs)
+    parts = gl.inline_asm_elementwise(
+        value_levels(FORMAT),
+        levels_operands(FORMAT, 2),
+        operands,
+        dtype=types_of(TYPE, COUNT),
+        is_pure=True,
+        pack=1,
+    )
+    y = stacked(parts, 0, 1, COUNT)
+    DIMS: gl.constexpr = RUN * COUNT // 2
+    y = gl.reshape(y, [W, 4, 8, BLOCK // 8, HV // (8 * DIMS), DIMS, 2])
+    y = gl.permute(y, (0, 3, 1, 6, 4, 2, 5))
+    return gl.reshape(y, [W, BLOCK, HV // (8 * DIMS), 8, DIMS])
+
+
+@gluon_jit
+def read_scales(shared, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scales [warps, tokens] of one a token, as a lane has the tokens of scores."""
+    W: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = lane_layout(W, 4, 1, 1)
+    pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    parts = gl.inline_asm_elementwise(
+        scale_loads(BLOCK),
+        registers("f", BLOCK // 4, 1),
+        [gl.zeros([W, 4, 1], gl.int32, L) + shared + pair * 8],
+        dtype=types_of(gl.float32, BLOCK // 4),
+        is_pure=False,
+        pack=1,
+    )
+    y = gl.reshape(stacked(parts, 0, 1, BLOCK // 4), [W, 4, BLOCK // 8, 2])
+    y = gl.reshape(gl.permute(y, (0, 2, 1, 3)), [W, BLOCK])
+    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
+
+
+@gluon_jit
+def graded(y, shared):
+    """Levels [warps, tokens, groups, dims] times scales over the largest one, and that.
+
+    `shared`: where the scales are.
+    """
+    W: gl.constexpr = y.shape[0]
+    BLOCK: gl.constexpr = y.shape[1]
+    GROUPS: gl.constexpr = y.shape[2]
+    L: gl.constexpr = gl.SliceLayout(3, y.type.layout)
+    token = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    number = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    at = token[None, :, None] * (4 * GROUPS) + number[None, None, :] * 4
+    scales = gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];",
+        "=f,r",
+        [gl.zeros([W, BLOCK, GROUPS], gl.int32, L) + at + shared],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
     largest = gl.max(gl.abs(scales), 2)
-    whole = gl.where(largest == 0.0, 1.0, largest)
-    part = scales / gl.expand_dims(whole, 2)
-    return y * part.to(y.dtype), gl.max(largest, 2)
+    one_over = gl.where(largest < 1e-37, 1.0, 1.0 / largest)
+    part = scales * gl.expand_dims(one_over, 2)
+    return y * gl.expand_dims(part.to(y.dtype), 3), largest
+
+
+@gluon_jit
+def power_of_2(x):
+    """2**x, 0 instead of denormal numbers."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1
+    )
 
 
 @gluon_jit
@@ -431,16 +880,32 @@ def halves(x, ROWS: gl.constexpr):
     return gl.reshape(upper, SHAPE), gl.reshape(lower, SHAPE)
 
 
+@constexpr_function
+def wait_text(OTHERS):
+    """All but the last copies of so many blocks have arrived, for every lane."""
+    return f"cp.async.wait_group {OTHERS}; bar.warp.sync 0xffffffff;"
+
+
 @gluon_jit
-def tokens_in(
-    begin, count, end, group, HEADS: gl.constexpr, BLOCK: gl.constexpr, L: gl.constexpr
-):
-    """Tokens [warps, BLOCK] where each warp begins, their ends and heads [warps, 1]."""
+def use_shared(memory):
+    """Has `global_smem` declared, the address of all shared memory; no instruction."""
     W: gl.constexpr = gl.num_warps()
-    warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, L)), 1)
-    start = begin + warp // HEADS * count
-    j = start + gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, L)), 0)
-    return j, gl.minimum(start + count, end), group * HEADS + warp % HEADS
+    words = memory.index(0).load(gl.BlockedLayout([1], [32], [W], [0]))
+    gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], gl.int32, False, 1)
+
+
+@constexpr_function
+def address_text(SIZE):
+    return f"""{{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5;
+        mov.u32 $0, global_smem; mad.lo.u32 $0, t, {SIZE}, $0; }}"""
+
+
+@gluon_jit
+def shared_address(any, SIZE: gl.constexpr):
+    """Of the kernel's shared memory, SIZE bytes further for every warp."""
+    return gl.inline_asm_elementwise(
+        address_text(SIZE), "=&r,r", [any], gl.int32, False, 1
+    )
 
 
 @gluon_jit
@@ -469,10 +934,6 @@ def quantized_decode_kernel(
     VALUE_TYPE: gl.constexpr,
     KEY_GROUPS: gl.constexpr,
     VALUE_GROUPS: gl.constexpr,
-    KEY_ROW: gl.constexpr,
-    VALUE_ROW: gl.constexpr,
-    KEY_BYTES: gl.constexpr,
-    VALUE_BYTES: gl.constexpr,
     KEY_ENTRIES: gl.constexpr,
     VALUE_ENTRIES: gl.constexpr,
     SCALE: gl.constexpr,
@@ -489,6 +950,11 @@ def quantized_decode_kernel(
     ROWS: gl.constexpr,
     TILES: gl.constexpr,
     BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+    AT: gl.constexpr,
+    SHARED: gl.constexpr,
+    HINT: gl.constexpr,
 ):
     """SHARES of the SPLITS shares of tokens, HEADS key heads, ROWS rows of each.
 
@@ -524,17 +990,17 @@ def quantized_decode_kernel(
     PRODUCT: gl.constexpr = scores_layout(W)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
-    KEYS: gl.constexpr = key_layout(W, BLOCK, H * KEY[0] // 32)
-    VALUES: gl.constexpr = value_layout(W, BLOCK, HV * VALUE[0] // 32)
 
     # the queries: row r as r % 8 + 16 (r // 8), what float16 leaves of it 8 below
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
     line = gl.arange(0, 2 * ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))
     number = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))
-    RUN: gl.constexpr = run_of(H * KEY[0] // 32, 4) * (32 // KEY[0])
+    RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
     pair = number // 2
     dim = (pair // (2 * RUN) * 4 + pair % 4) * RUN + pair // 4 % (RUN // 2) * 2
     dim += number % 2
+    if KEY[0] == 4 and KEY[2] == 0:
+        dim = dim // 8 * 8 + dim % 2 * 4 + dim % 8 // 2
     r = tile * ROWS + line % 8 + line // 16 * 8
     head = group * HEADS + warp % HEADS
     row = (b * T + r // G) * (K * G) + r % G
@@ -551,7 +1017,7 @@ def quantized_decode_kernel(
     left = (q - near.to(gl.float32)).to(KEY_TYPE)
     q = gl.where((line % 16 < 8)[None, :, None], near, left)
 
-    VALUE_RUN: gl.constexpr = run_of(HV * VALUE[0] // 32, 8) * (32 // VALUE[0])
+    VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
     # scores [W, ROWS, BLOCK] are in the registers that the second product wants
     none = gl.zeros([W, 2 * ROWS, BLOCK], gl.float32, PRODUCT)
     zeros, _ = halves(none, ROWS)
@@ -561,149 +1027,115 @@ def quantized_decode_kernel(
     SUMS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     unit, _ = halves(unit, ROWS)
     unit = gl.expand_dims(gl.convert_layout(unit, STATE), 2)
+    if SOFTCAP is None:
+        unit = unit * LOG2E
 
     begin = aligned + split * count
     many = gl.where(begin < end, count, 0)
-    key_j, key_stop, key_heads = tokens_in(
-        begin, count, end, group, HEADS, BLOCK, gl.SliceLayout(2, KEYS)
-    )
-    value_j, value_stop, value_heads = tokens_in(
-        begin, count, end, group, HEADS, BLOCK, gl.SliceLayout(2, VALUES)
-    )
-    j, stop, heads = tokens_in(begin, count, end, group, HEADS, BLOCK, TOKENS)
+    before = b * (S * K)
     r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, STATE))
     p_at = (position + r // G)[None, :, None]
-    before = b * (S * K)
-    key_ptr += before * (KEY_ROW // (KEY_BYTES))
-    value_ptr += before * (VALUE_ROW // VALUE_BYTES)
-    if KEY_GROUPS > 0:
-        key_scales_ptr += before * KEY_GROUPS
-    if VALUE_GROUPS > 0:
-        value_scales_ptr += before * VALUE_GROUPS
+    warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, TOKENS)), 1)
+    token = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, TOKENS)), 0)
+    start = begin + warp // HEADS * count
+    stop = gl.minimum(start + count, end)
 
-    # what the first block needs is on its way while the table is written
-    inside_keys = (key_j >= first) & (key_j < key_stop)
-    words, seconds = load_words(
-        key_ptr, key_j, inside_keys, key_heads, K, H, KEY, KEY_ROW, KEYS
+    # blocks are on their way while the table is written
+    SKIPS: gl.constexpr = WINDOW is not None
+    TABLES: gl.constexpr = (KEY_ENTRIES + VALUE_ENTRIES) * 128
+    SLOT: gl.constexpr = AT[6]
+    memory = gl.allocate_shared_memory(
+        gl.int32, [SHARED // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    inside_values = (value_j >= first) & (value_j < value_stop)
-    value_words, value_seconds = load_words(
-        value_ptr, value_j, inside_values, value_heads, K, HV, VALUE, VALUE_ROW, VALUES
+    use_shared(memory)
+    tables = shared_address(program, 0)
+    mine = shared_address(program, STAGES * SLOT) + TABLES
+    where = (before, begin, count, first, end, group)
+    copies = (
+        first_copies(key_ptr, mine, where, K, HEADS, PARTS, AT, 0, BLOCK, False),
+        first_copies(key_ptr, mine, where, K, HEADS, PARTS, AT, 1, BLOCK, False),
+        first_copies(key_scales_ptr, mine, where, K, HEADS, PARTS, AT, 2, BLOCK, False),
+        first_copies(value_ptr, mine, where, K, HEADS, PARTS, AT, 3, BLOCK, True),
+        first_copies(value_ptr, mine, where, K, HEADS, PARTS, AT, 4, BLOCK, True),
+        first_copies(
+            value_scales_ptr, mine, where, K, HEADS, PARTS, AT, 5, BLOCK, False
+        ),
     )
-    inside = (j >= first) & (j < stop)
-    if KEY_GROUPS == 1:
-        key_scales = load_scales(key_scales_ptr, j, inside, heads, K, 1, TOKENS)
-    if VALUE_GROUPS == 1:
-        value_scales = load_scales(value_scales_ptr, j, inside, heads, K, 1, TOKENS)
+    for i in gl.static_range(STAGES - 1):
+        copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, SKIPS, HINT)
     key_table = program
     value_table = program
     if key_table_ptr is not None:
-        key_table = table_in_shared(key_table_ptr, KEY_ENTRIES)
+        key_table = table_in_shared(tables, key_table_ptr, KEY_ENTRIES)
         value_table = key_table
     if value_table_ptr is not None:
-        value_table = table_in_shared(value_table_ptr, VALUE_ENTRIES)
-
-    if KEY_GROUPS > 1:
-        like_keys = decoded(words, seconds, key_table, KEY, KEY_TYPE)
-        like_keys = gl.reshape(like_keys, [W, BLOCK, KEY_GROUPS, H // KEY_GROUPS])
-        KEY_GRADES: gl.constexpr = like_keys.type.layout
-        key_scales = load_scales(
-            key_scales_ptr, key_j, inside_keys, key_heads, K, KEY_GROUPS, KEY_GRADES
-        )
-    if VALUE_GROUPS > 1:
-        like_values = decoded(
-            value_words, value_seconds, value_table, VALUE, VALUE_TYPE
-        )
-        like_values = gl.reshape(
-            like_values, [W, BLOCK, VALUE_GROUPS, HV // VALUE_GROUPS]
-        )
-        VALUE_GRADES: gl.constexpr = like_values.type.layout
-        value_scales = load_scales(
-            value_scales_ptr,
-            value_j,
-            inside_values,
-            value_heads,
-            K,
-            VALUE_GROUPS,
-            VALUE_GRADES,
+        value_table = table_in_shared(
+            tables + KEY_ENTRIES * 128, value_table_ptr, VALUE_ENTRIES
         )
 
     top = gl.full([W, ROWS], -float("inf"), gl.float32, STATE)
     total = gl.zeros([W, ROWS], gl.float32, STATE)
     largest = gl.zeros([W], gl.float32, gl.SliceLayout(1, TOKENS))
     acc = gl.zeros([W, HV, ROWS], gl.float32, PRODUCT)
+    ready = gl.to_tensor(0)
+    free = gl.to_tensor((STAGES - 1) * SLOT)
     for _ in range(0, many, BLOCK):
-        # whatever is used up makes room for that of the next block
-        y = decoded(words, seconds, key_table, KEY, KEY_TYPE)
-        key_j += BLOCK
-        inside_keys = (key_j >= first) & (key_j < key_stop)
-        words, seconds = load_words(
-            key_ptr, key_j, inside_keys, key_heads, K, H, KEY, KEY_ROW, KEYS
+        # the slot that was read last is free once all lanes are here
+        ready = in_place(wait_text(STAGES - 2), ready)
+        copies = copy_blocks(copies, free, K, PARTS, BLOCK, SKIPS, HINT)
+        here = mine + ready
+        y = key_block(
+            here, key_table, nth(PARTS, 0), nth(PARTS, 1), AT, BLOCK, H, KEY, KEY_TYPE
         )
         if KEY_GROUPS > 1:
             y = gl.reshape(y, [W, BLOCK, KEY_GROUPS, H // KEY_GROUPS])
-            y, key_scale = graded(y, key_scales)
+            y, key_scale = graded(y, here + AT[2])
             key_scale = gl.convert_layout(key_scale, TOKENS)
-            key_scales = load_scales(
-                key_scales_ptr, key_j, inside_keys, key_heads, K, KEY_GROUPS, KEY_GRADES
-            )
+        if KEY_GROUPS == 1:
+            key_scale = read_scales(here + AT[2], BLOCK, TOKENS)
         y = gl.reshape(y, [W, BLOCK, H // (4 * RUN), 4, RUN // 2, 2])
         y = gl.reshape(gl.permute(y, (0, 2, 4, 3, 5, 1)), [W, H, BLOCK])
         y = gl.convert_layout(y, RIGHT, assert_trivial=True)
         upper, lower = halves(mma_v2(q, y, none), ROWS)
         z = (upper + lower) * unit
-        visible = gl.expand_dims(inside, 1)
-        if CAUSAL and T > 1:
-            visible = visible & (gl.expand_dims(j, 1) <= p_at)
-        if WINDOW is not None and T > 1:
-            visible = visible & (gl.expand_dims(j, 1) > p_at - WINDOW)
-        j += BLOCK
-        inside = (j >= first) & (j < stop)
-        if KEY_GROUPS == 1:
-            key_scale = key_scales
-            key_scales = load_scales(key_scales_ptr, j, inside, heads, K, 1, TOKENS)
         if KEY_GROUPS > 0:
             z = z * gl.expand_dims(key_scale, 1)
         if SOFTCAP is not None:
-            z = SOFTCAP * libdevice.tanh(z / SOFTCAP)
-        z = gl.where(visible, z * LOG2E, -float("inf"))
+            z = SOFTCAP * LOG2E * libdevice.tanh(z / SOFTCAP)
+        inside = token < stop - start
+        if WINDOW is not None:
+            inside = inside & (token >= first - start)
+        visible = gl.expand_dims(inside, 1)
+        if CAUSAL and T > 1:
+            visible = visible & (gl.expand_dims(start + token, 1) <= p_at)
+        if WINDOW is not None and T > 1:
+            visible = visible & (gl.expand_dims(start + token, 1) > p_at - WINDOW)
+        start += BLOCK
+        z = gl.where(visible, z, -float("inf"))
         higher = gl.maximum(top, gl.max(z, 2))
         base = gl.where(higher == -float("inf"), 0.0, higher)
-        p = gl.exp2(z - gl.expand_dims(base, 2))
-        shrink = gl.exp2(top - base)
+        p = power_of_2(z - gl.expand_dims(base, 2))
+        shrink = power_of_2(top - base)
         total = total * shrink + gl.sum(p, 2)
         top = higher
 
-        y = decoded(value_words, value_seconds, value_table, VALUE, VALUE_TYPE)
-        value_j += BLOCK
-        inside_values = (value_j >= first) & (value_j < value_stop)
-        value_words, value_seconds = load_words(
-            value_ptr,
-            value_j,
-            inside_values,
-            value_heads,
-            K,
+        y = value_block(
+            here,
+            value_table,
+            nth(PARTS, 3),
+            nth(PARTS, 4),
+            AT,
+            BLOCK,
             HV,
             VALUE,
-            VALUE_ROW,
-            VALUES,
+            VALUE_TYPE,
         )
         if VALUE_GROUPS > 1:
             y = gl.reshape(y, [W, BLOCK, VALUE_GROUPS, HV // VALUE_GROUPS])
-            y, scale = graded(y, value_scales)
+            y, scale = graded(y, here + AT[5])
             scale = gl.convert_layout(scale, TOKENS)
-            value_scales = load_scales(
-                value_scales_ptr,
-                value_j,
-                inside_values,
-                value_heads,
-                K,
-                VALUE_GROUPS,
-                VALUE_GRADES,
-            )
         if VALUE_GROUPS == 1:
-            scale = value_scales
-            value_scales = load_scales(value_scales_ptr, j, inside, heads, K, 1, TOKENS)
+            scale = read_scales(here + AT[5], BLOCK, TOKENS)
         if VALUE_GROUPS > 0:
             larger = gl.maximum(largest, gl.max(gl.abs(scale), 1))
             one_over = gl.where(larger < 1e-37, 0.0, 1.0 / larger)
@@ -719,6 +1151,9 @@ def quantized_decode_kernel(
         y = gl.convert_layout(y, LEFT, assert_trivial=True)
         acc = acc * gl.expand_dims(gl.convert_layout(shrink, SUMS), 1)
         acc = mma_v2(y, p, acc)
+        free = ready
+        ready = gl.where(ready == (STAGES - 1) * SLOT, 0, ready + SLOT)
+    memory._keep_alive()
 
     top = gl.convert_layout(top, SUMS)
     total = gl.convert_layout(total, SUMS)
@@ -757,27 +1192,49 @@ def quantized_decode_kernel(
     gl.store(out_ptr + at, out, gl.expand_dims(present, 1))
 
 
-def sizes_of(k: int, simple: bool, h: int, dtype: Any) -> dict[str, int]:
-    """HEADS: neighbours, that programs read whole lines. BLOCK: tokens of a warp."""
+def sizes_of(
+    k: int, forms: tuple, groups: int, wide: bool, h: int, dtype: Any
+) -> dict[str, int]:
+    """Programs of a multiprocessor, as registers allow, and what each has.
+
+    HEADS: neighbours, that programs read whole lines. SHARES: of the tokens of each.
+    BLOCK: tokens of a warp. STAGES: blocks that it has room for. ROUNDS: of programs,
+    where sequences can differ in length.
+
+    Args:
+      k: key heads.
+      forms: formats of keys and of values.
+      groups: the most scales that a vector has.
+      wide: more than 8 rows of 128 dims.
+      h: head dim.
+      dtype: of the cache.
+    """
     heads = math.gcd(k, 4)
-    rule = {"HEADS": heads, "SHARES": 4 // heads}
-    rule |= {"PER_SM": 3, "BLOCK": 32} if simple else {"PER_SM": 2, "BLOCK": 16}
+    rule = {"HEADS": heads, "SHARES": 4 // heads, "ROUNDS": 2, "HINT": 0}
+    looked_up = any(form[2] > 0 for form in forms)
+    if wide or (groups > 1 and forms != (INT4, INT4)):
+        rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}
+    elif groups > 1:
+        rule |= {"BLOCK": 32, "STAGES": 3, "PER_SM": 2}
+    elif forms[0] == forms[1] and forms[0] in FASTEST:
+        rule |= FASTEST[forms[0]]
+    elif looked_up:
+        rule |= {"BLOCK": 16, "STAGES": 4, "PER_SM": 3}
+    else:
+        rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 4}
     return tuned("decode_quantized", h, dtype, rule)
 
 
-def num_shares(pairs: int, blocks: int, uneven: bool, slots: int) -> int:
-    """Programs for the tokens of each pair: the slots once, or twice if uneven.
+def num_shares(pairs: int, blocks: int, rounds: int, slots: int) -> int:
+    """Programs for the tokens of each pair, so that all take the slots `rounds` times.
 
     Args:
       pairs: programs beside each other, of sequences, groups of heads and of rows.
       blocks: of tokens, the most that a warp can have.
-      uneven: sequences can differ in length.
-      slots: programs that run at once.
+      rounds: more than one if sequences can differ in length.
+      slots: programs that run at once; one more than fit would cost a round.
     """
-    most = min(blocks, MAX_SPLITS)
-    if uneven:
-        return max(min(-(-2 * slots // pairs), most), 1)
-    return max(min(slots // pairs, most), 1)
+    return max(min(rounds * slots // pairs, blocks, MAX_SPLITS), 1)
 
 
 def launch(
@@ -801,6 +1258,9 @@ def launch(
     b, t, n, h = query.shape
     s, k = key.shape[1:3]
     g = n // k
+    key_scales, value_scales = (
+        None if x is None else x.astype(jnp.float32) for x in (key_scales, value_scales)
+    )
     hv = value.shape[-1]
     if value_codec is not None:
         hv = int(hv * 8 // value_codec.bits)
@@ -810,21 +1270,39 @@ def launch(
     dims = max(h, hv)
     rows = 8 if t * g <= 8 or dims > 128 else 16
     tiles = -(-t * g // rows)
-    # registers: of two programs a multiprocessor where there is more to hold
-    bits = sum(16 if c is None else c.bits for c in (key_codec, value_codec))
-    grades = [1 if x is None else x.shape[-1] for x in (key_scales, value_scales)]
-    simple = rows * dims <= 1024 and bits <= 8 and bits % 4 == 0 and max(grades) == 1
-    sizes = dict(sizes_of(k, simple, dims, key.dtype))
-    per_sm, block = sizes.pop("PER_SM"), sizes["BLOCK"]
-    heads, shares = sizes["HEADS"], sizes["SHARES"]
+    groups = [0 if x is None else x.shape[-1] for x in (key_scales, value_scales)]
+    forms = key_format, value_format
+    wide = rows * dims > 1024
+    sizes = dict(sizes_of(k, forms, max(groups), wide, dims, key.dtype))
+    per_sm, rounds = sizes.pop("PER_SM"), sizes.pop("ROUNDS")
+    heads, shares, stages = (sizes.pop(x) for x in ("HEADS", "SHARES", "STAGES"))
+    block = sizes["BLOCK"]
     keys = s if window is None else min(s, window + t - 1)
-    if keys <= block * shares:  # one part, which needs no merge
-        splits = sizes["SHARES"] = shares = 1
-    else:
+    whole = keys <= block * shares  # one part, which needs no merge
+    shares = 1 if whole else shares
+    rows_bytes = [x.shape[-1] * x.dtype.itemsize for x in (key, value)]
+    parts = parts_of(h, hv, key_format, value_format, *rows_bytes, *groups)
+    offsets = offsets_of(block, parts)
+    tables_bytes = sum(
+        COPIES * x.size for x in (key_table, value_table) if x is not None
+    )
+    room = (max_shared_bytes() - tables_bytes) // offsets[-1]
+    while heads * shares * stages > room:
+        if stages > 2:
+            stages -= 1
+        elif shares > 1:
+            shares //= 2
+        else:
+            heads //= 2
+    warps = heads * shares
+    shared = -(-(tables_bytes + warps * stages * offsets[-1]) // COPIES) * COPIES
+    per_sm = min(per_sm, (max_shared_bytes() + 1024) // (shared + 1024))
+    splits = 1
+    if not whole:
         splits = shares * num_shares(
             b * (k // heads) * tiles,
             -(-keys // (shares * block)),
-            b > 1 and kv_lengths is not None,
+            rounds if b > 1 and kv_lengths is not None else 1,
             num_sms() * per_sm,
         )
     in_all = {
@@ -852,12 +1330,8 @@ def launch(
         "VALUE": value_format,
         "KEY_TYPE": types[0],
         "VALUE_TYPE": types[1],
-        "KEY_GROUPS": 0 if key_scales is None else key_scales.shape[-1],
-        "VALUE_GROUPS": 0 if value_scales is None else value_scales.shape[-1],
-        "KEY_ROW": key.shape[-1] * key.dtype.itemsize,
-        "VALUE_ROW": value.shape[-1] * value.dtype.itemsize,
-        "KEY_BYTES": key.dtype.itemsize,
-        "VALUE_BYTES": value.dtype.itemsize,
+        "KEY_GROUPS": groups[0],
+        "VALUE_GROUPS": groups[1],
         "KEY_ENTRIES": 0 if key_table is None else key_table.size,
         "VALUE_ENTRIES": 0 if value_table is None else value_table.size,
         "SCALE": scale,
@@ -871,9 +1345,15 @@ def launch(
         "SPLITS": splits,
         "ROWS": rows,
         "TILES": tiles,
-        "num_warps": heads * shares,
+        "PARTS": parts,
+        "AT": offsets,
+        "SHARED": shared,
+        "HEADS": heads,
+        "SHARES": shares,
+        "STAGES": stages,
+        "num_warps": warps,
         "num_stages": 1,
-        "max_registers": 65536 // (32 * heads * shares * per_sm) // 8 * 8,
+        "max_registers": min(65536 // (32 * warps * per_sm) // 8 * 8, 255),
     }
     return run_and_merge(
         quantized_decode_kernel,

@@ -1,0 +1,408 @@
+"""From the projections of a layer to its cache: norm and rotation, then the write.
+
+query, cache[b, positions[b] + i] = qk_norm_rope(query, key)[..., i], likewise value
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
+from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
+    update_paged_kv_cache_reference,
+)
+from jaxkern.primitives.kv_cache.update_quantized_kv_cache import quantize_into
+from jaxkern.primitives.norm.rms_norm import rms_norm_fwd_reference
+from jaxkern.primitives.rope.rope import Pairing, check_pairs, rotary_tables, rotate
+from jaxkern.primitives.turboquant.quantized_vectors import (
+    QuantizedVectors,
+    check_quantized_vectors,
+)
+from jaxkern.primitives.turboquant.vector_codec import VectorCodec
+
+
+def qk_norm_rope_cache(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    key_cache: Float[Array, "b s k h"],
+    value_cache: Float[Array, "b s k hv"],
+    positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None = None,
+    *,
+    ring: bool = False,
+    eps: float | None = 1e-6,
+    offset: float = 0.0,
+    pairing: Pairing = "neox",
+    pair_offset: int | None = None,
+) -> tuple[
+    Float[Array, "b t k*g h"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
+]:
+    """Normalises and rotates queries and keys, writes keys and values to the cache.
+
+        query, key  = qk_norm_rope(query, key, query_weight, key_weight, cos, sin)
+        key_cache   = update_kv_cache(key_cache, key, positions, new_lengths)
+        value_cache = update_kv_cache(value_cache, value, positions, new_lengths)
+
+    with one rounding: a key goes to the cache from float32, not by way of key.dtype.
+    All that a decode step does between its projection and its attention, so that a
+    kernel reads each new vector once and starts once. Donate the caches to `jit`, or
+    carry them through a loop: they are written in place.
+
+    A token whose slot is outside is dropped, and in a ring the last s tokens stay, as
+    in `update_kv_cache`. Gradients are those of the three calls.
+
+    Args:
+      query: `[b, t, n, h]`, any float dtype; n = k*g heads, a multiple of key's.
+      key, value: `[b, t, k, h]` and `[b, t, k, hv]`, any float dtype.
+      query_weight, key_weight: `[h]`, or None for no scale.
+      cos, sin: `[b, t, r]` or `[t, r]`, from `rope_cos_sin`; its positions may be other
+        ones than the slots.
+      key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`.
+      positions: `[b]` int, slot of the first new token of each sequence, may be traced.
+        A number counts for all.
+      new_lengths: `[b]` int, how many of the t tokens count. Default t.
+      ring: slots are taken modulo s.
+      eps: of the norms, in units of x**2; None leaves them out.
+      offset, pairing, pair_offset: see head_norm_rope.
+
+    Returns:
+      query: `[b, t, n, h]`, dtype of query.
+      key_cache, value_cache: in their dtypes.
+
+    Raises:
+      TypeError: shapes or dtypes that do not fit.
+      ValueError: an unknown pairing, pairs that overlap or leave the head, weights
+        without a norm.
+    """
+    op = "qk_norm_rope_cache"
+    check_weights(op, query_weight, key_weight, eps)
+    cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
+    return qk_norm_rope_cache_p(
+        query,
+        key,
+        value,
+        query_weight,
+        key_weight,
+        cos,
+        sin,
+        key_cache,
+        value_cache,
+        jnp.broadcast_to(positions, query.shape[:1]),
+        new_lengths,
+        ring=ring,
+        eps=eps,
+        offset=offset,
+        pairing=pairing,
+        pair_offset=pair_offset,
+    )
+
+
+def qk_norm_rope_quantized_cache(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    key_cache: QuantizedVectors,
+    value_cache: QuantizedVectors,
+    positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None = None,
+    *,
+    ring: bool = False,
+    eps: float | None = 1e-6,
+    offset: float = 0.0,
+    pairing: Pairing = "neox",
+    pair_offset: int | None = None,
+) -> tuple[Float[Array, "b t k*g h"], QuantizedVectors, QuantizedVectors]:
+    """`qk_norm_rope_cache` for a quantised cache: `update_quantized_kv_cache` of both.
+
+    A key is quantised from float32. Codes have no gradient, scales do.
+
+    Args:
+      query, key, value, query_weight, key_weight, cos, sin: see qk_norm_rope_cache.
+      key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`, each with a codec of
+        its own.
+      positions, new_lengths, ring, eps, offset, pairing, pair_offset: see
+        qk_norm_rope_cache.
+
+    Returns:
+      query: `[b, t, n, h]`, dtype of query.
+      key_cache, value_cache: scales in the dtypes that they have.
+
+    Raises:
+      TypeError: shapes or dtypes that do not fit.
+      ValueError: as qk_norm_rope_cache.
+    """
+    op = "qk_norm_rope_quantized_cache"
+    check_quantized_vectors(op, "key_cache", key_cache)
+    check_quantized_vectors(op, "value_cache", value_cache)
+    check_weights(op, query_weight, key_weight, eps)
+    cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
+    query, key_codes, key_scales, value_codes, value_scales = (
+        qk_norm_rope_quantized_cache_p(
+            query,
+            key,
+            value,
+            query_weight,
+            key_weight,
+            cos,
+            sin,
+            key_cache.codes,
+            key_cache.scales,
+            value_cache.codes,
+            value_cache.scales,
+            jnp.broadcast_to(positions, query.shape[:1]),
+            new_lengths,
+            key_codec=key_cache.codec,
+            value_codec=value_cache.codec,
+            ring=ring,
+            eps=eps,
+            offset=offset,
+            pairing=pairing,
+            pair_offset=pair_offset,
+        )
+    )
+    return (
+        query,
+        QuantizedVectors(key_codes, key_scales, key_cache.codec),
+        QuantizedVectors(value_codes, value_scales, value_cache.codec),
+    )
+
+
+def qk_norm_rope_paged_cache(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    key_pages: Float[Array, "num_pages page k h"],
+    value_pages: Float[Array, "num_pages page k hv"],
+    slots: Int[Array, "b t"],
+    *,
+    eps: float | None = 1e-6,
+    offset: float = 0.0,
+    pairing: Pairing = "neox",
+    pair_offset: int | None = None,
+) -> tuple[
+    Float[Array, "b t k*g h"],
+    Float[Array, "num_pages page k h"],
+    Float[Array, "num_pages page k hv"],
+]:
+    """`qk_norm_rope_cache` for pages: keys and values go to the slots of `page_slots`.
+
+    Args:
+      query, key, value, query_weight, key_weight, cos, sin: see qk_norm_rope_cache.
+      key_pages, value_pages: `[num_pages, page, k, h]` and `[num_pages, page, k, hv]`.
+      slots: `[b, t]` int, as in `update_paged_kv_cache`: a token whose slot does not
+        exist is dropped, of two tokens with one slot either stays.
+      eps, offset, pairing, pair_offset: see qk_norm_rope_cache.
+
+    Returns:
+      query: `[b, t, n, h]`, dtype of query.
+      key_pages, value_pages: as they came.
+
+    Raises:
+      TypeError: shapes or dtypes that do not fit.
+      ValueError: as qk_norm_rope_cache.
+    """
+    op = "qk_norm_rope_paged_cache"
+    check_weights(op, query_weight, key_weight, eps)
+    cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
+    return qk_norm_rope_paged_cache_p(
+        query,
+        key,
+        value,
+        query_weight,
+        key_weight,
+        cos,
+        sin,
+        key_pages,
+        value_pages,
+        slots,
+        eps=eps,
+        offset=offset,
+        pairing=pairing,
+        pair_offset=pair_offset,
+    )
+
+
+def check_weights(op, query_weight, key_weight, eps):
+    if eps is None and not (query_weight is None and key_weight is None):
+        raise ValueError(
+            f"{op}: eps=None leaves out the norms, so `query_weight` and `key_weight` "
+            "must be None. Pass eps."
+        )
+
+
+def turned(op, query, key, weights, tables, eps, offset, pairing, pair_offset):
+    """The query in its own dtype, the key in float32."""
+    cos, sin = tables
+    check_pairs(op, query.shape[-1], cos.shape[-1], pair_offset)
+
+    def one(x, weight):
+        x = at_least_f32(x)
+        if eps is not None:
+            x, _ = rms_norm_fwd_reference(x, weight, None, eps=eps, offset=offset)
+        return rotate(x, cos, sin, pairing, pair_offset)
+
+    return one(query, weights[0]).astype(query.dtype), one(key, weights[1])
+
+
+def qk_norm_rope_cache_reference(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    key_cache: Float[Array, "b s k h"],
+    value_cache: Float[Array, "b s k hv"],
+    positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None,
+    *,
+    ring: bool,
+    eps: float | None,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+) -> tuple[
+    Float[Array, "b t k*g h"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
+]:
+    query, key = turned(
+        "qk_norm_rope_cache",
+        query,
+        key,
+        (query_weight, key_weight),
+        (cos, sin),
+        eps,
+        offset,
+        pairing,
+        pair_offset,
+    )
+    slots = positions, new_lengths
+    return (
+        query,
+        update_kv_cache_reference(key_cache, key, *slots, ring=ring),
+        update_kv_cache_reference(value_cache, value, *slots, ring=ring),
+    )
+
+
+def qk_norm_rope_quantized_cache_reference(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    key_codes: UInt8[Array, "b s k key_bytes"],
+    key_scales: Float[Array, "b s k key_groups"],
+    value_codes: UInt8[Array, "b s k value_bytes"],
+    value_scales: Float[Array, "b s k value_groups"],
+    positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None,
+    *,
+    key_codec: VectorCodec,
+    value_codec: VectorCodec,
+    ring: bool,
+    eps: float | None,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+) -> tuple[
+    Float[Array, "b t k*g h"],
+    UInt8[Array, "b s k key_bytes"],
+    Float[Array, "b s k key_groups"],
+    UInt8[Array, "b s k value_bytes"],
+    Float[Array, "b s k value_groups"],
+]:
+    op = "qk_norm_rope_quantized_cache"
+    query, key = turned(
+        op,
+        query,
+        key,
+        (query_weight, key_weight),
+        (cos, sin),
+        eps,
+        offset,
+        pairing,
+        pair_offset,
+    )
+    slots = positions, new_lengths
+    return (
+        query,
+        *quantize_into(op, key_codes, key_scales, key, slots, key_codec, ring),
+        *quantize_into(op, value_codes, value_scales, value, slots, value_codec, ring),
+    )
+
+
+def qk_norm_rope_paged_cache_reference(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    key_pages: Float[Array, "num_pages page k h"],
+    value_pages: Float[Array, "num_pages page k hv"],
+    slots: Int[Array, "b t"],
+    *,
+    eps: float | None,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+) -> tuple[
+    Float[Array, "b t k*g h"],
+    Float[Array, "num_pages page k h"],
+    Float[Array, "num_pages page k hv"],
+]:
+    query, key = turned(
+        "qk_norm_rope_paged_cache",
+        query,
+        key,
+        (query_weight, key_weight),
+        (cos, sin),
+        eps,
+        offset,
+        pairing,
+        pair_offset,
+    )
+    new = key.astype(key_pages.dtype), value.astype(value_pages.dtype)
+    return (
+        query,
+        update_paged_kv_cache_reference(key_pages, new[0], slots),
+        update_paged_kv_cache_reference(value_pages, new[1], slots),
+    )
+
+
+# The caches have no g: were it cut, each device's part would be added. A token's slot
+# may be on any device; a norm, a pair and a quantised vector need the whole head.
+HEADS = ("g", "h", "hv", "r", "t")
+qk_norm_rope_cache_p = kernel_primitive(
+    qk_norm_rope_cache_reference, replicated=(*HEADS, "s")
+)
+qk_norm_rope_quantized_cache_p = kernel_primitive(
+    qk_norm_rope_quantized_cache_reference,
+    replicated=(
+        *HEADS,
+        "s",
+        "key_bytes",
+        "key_groups",
+        "value_bytes",
+        "value_groups",
+    ),
+)
+qk_norm_rope_paged_cache_p = kernel_primitive(
+    qk_norm_rope_paged_cache_reference, replicated=(*HEADS, "num_pages", "page", "b")
+)

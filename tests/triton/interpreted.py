@@ -1,0 +1,95 @@
+"""Runs kernels of jaxkern.triton in Triton's interpreter, on this machine's CPU.
+
+A process that does so is started with TRITON_INTERPRET=1: kernels are then not compiled
+when they are decorated. The interpreter cuts float32 to bfloat16, where a GPU rounds.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+
+from jaxkern.triton import triton_call as bridge
+
+
+class Host:
+    """An array as the interpreter wants a tensor: memory with an address."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "Host":
+        return self
+
+    def cpu(self) -> "Host":
+        return self
+
+    def new_empty(self, size, device=None) -> "Host":
+        return Host(self.array)
+
+    def set_(self, storage, offset, size, stride) -> None:
+        self.array = storage.array
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> None:
+        return None
+
+    def copy_(self, other) -> None:
+        """The memory is the same."""
+
+
+def call(
+    kernel, *operands, out, grid, aliases=(), in_place=True, **constants
+) -> list[jax.Array]:
+    """`triton_call`, also under vmap; what a kernel leaves unwritten is NaN or 255."""
+    for launch_option in ("num_warps", "num_stages", "max_registers"):
+        constants.pop(launch_option, None)
+
+    def run(*operands):
+        given = [np.array(x) for x in operands]
+        shared = {k: given[i] for i, k in aliases} if in_place else {}
+        results = [
+            shared[k] if k in shared else unwritten(o.shape, o.dtype)
+            for k, o in enumerate(out)
+        ]
+        names = [n for n in kernel.arg_names if n not in constants]
+        pointers = map(Host, [*given, *results])
+        kernel[grid](**dict(zip(names, pointers, strict=True)), **constants)
+        return results
+
+    shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in out]
+    return jax.pure_callback(run, shapes, *operands, vmap_method="sequential")
+
+
+def unwritten(shape, dtype) -> np.ndarray:
+    y = np.empty(shape, dtype)
+    y.reshape(-1).view(np.uint8)[:] = 255
+    return y
+
+
+@contextmanager
+def interpreted(in_place: bool = True) -> Iterator[None]:
+    """In the block, launchers that use `sparse_call` run here.
+
+    Without `in_place` aliased results have memory of their own, as XLA may give them.
+    """
+    compiled_call = bridge.triton_call
+    bridge.triton_call = functools.partial(call, in_place=in_place)
+    try:
+        yield
+    finally:
+        bridge.triton_call = compiled_call
