@@ -1,5 +1,6 @@
 // The part of harness.cc for losses, convolutions, softmax and rotations.
 #pragma once
+#include "../../jaxkern/cpu/simd.h"
 
 struct Floats : Buffer {  // random ones, or those to be written, which begin as NaN
   enum Kind { random, result };
@@ -160,7 +161,27 @@ static float worst_rope(const Workers& workers, int64_t h, int64_t pairs, int64_
   return worst.error;
 }
 
+// Of e**x for x in [-87, 88], in units of the last place; NaN if a special value is wrong.
+static float worst_exponential() {
+  using namespace JAXKERN_ISA;
+  float special[lanes] = {-88, -INFINITY, 0, NAN};
+  const F y = exp_of(load<F>(special));
+  if (y[0] != 0 || y[1] != 0 || y[2] != 1 || y[3] == y[3]) return NAN;
+  if (exp_below(broadcast(INFINITY))[0] != exp_below(broadcast(88.0f))[0]) return NAN;
+  Worst worst;
+  for (int i = 0; i < 200000; ++i) {
+    const float x = -87 + 175 * ((float)i / 200000);
+    const double e = exp((double)x);
+    // an ulp: 2**-23 of the power of two below
+    worst.add((float)((exp_of(broadcast(x))[0] - e) / ldexp(1, ilogb(e) - 23)), 0);
+  }
+  return worst.error;
+}
+
 static void print_rows(const Workers& workers) {
+  const float ulps = worst_exponential();
+  printf("exponential, beyond the 2 units that simd.h states: %g\n",
+         ulps <= 2 ? 0 : (double)ulps);
   for (int64_t n : {1, 50}) {
     for (int64_t d : {1, 53}) {
       for (int64_t v : {3, 1100}) {  // one block of classes, and several
