@@ -15,7 +15,7 @@ A dim is turned by its partner, y[d] = x[d] cos +- x[partner] sin, which is load
 second time, from the caches of the multiprocessor. So a tile of heads is never taken
 apart and keeps its dims in order, as codes want them.
 
-CALL is (tokens, tokens of a sequence, slots of a sequence or of all pages, ring, rows of
+CALL is (tokens, those of a sequence, slots of a sequence or of all pages, ring, rows of
 the cache). HEAD is (h, the power of 2 that holds it, number of pairs, their distance or
 0 for neighbours, eps, offset), VECTOR as vector_of says.
 """
