@@ -7,6 +7,7 @@ Rotated keys and values (https://arxiv.org/abs/2504.19874) are never rotated bac
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxkern.primitives.attention.attention import (
@@ -16,6 +17,7 @@ from jaxkern.primitives.attention.attention import (
     per_sequence,
 )
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.turboquant.fwht import hadamard_matrix
 from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
 from jaxkern.primitives.turboquant.rotate import rotate, unrotate
 from jaxkern.primitives.turboquant.vector_codec import (
@@ -23,6 +25,8 @@ from jaxkern.primitives.turboquant.vector_codec import (
     decode,
     decode_levels,
 )
+
+FEW = 2**14  # coordinates that are rotated without a kernel of their own
 
 
 def quantized_cache_attention(
@@ -95,7 +99,7 @@ def quantized_cache_attention(
     value_signs = value_codec and value_codec.signs(value.shape[-1])
     dtype = query.dtype
     if key_signs is not None:
-        query = rotate(at_least_f32(query), key_signs)
+        query = rotated(at_least_f32(query), key_signs)
     elif value_signs is not None:
         query = at_least_f32(query)
     out, lse = quantized_cache_attention_p(
@@ -117,8 +121,20 @@ def quantized_cache_attention(
         window=window,
         softcap=softcap,
     )
-    out = (out if value_signs is None else unrotate(out, value_signs)).astype(dtype)
+    if value_signs is not None:
+        out = rotated(out, value_signs, back=True)
+    out = out.astype(dtype)
     return (out, lse) if return_lse else out
+
+
+def rotated(x: Array, signs: np.ndarray, back: bool = False) -> Array:
+    """`rotate` or `unrotate`; of few vectors by sums that XLA fuses with the casts."""
+    if x.size > FEW:
+        return unrotate(x, signs) if back else rotate(x, signs)
+    d = x.shape[-1]
+    y = x if back else x * signs
+    y = jnp.sum(y[..., None, :] * hadamard_matrix(d, x.dtype), -1) * d**-0.5
+    return y * signs if back else y
 
 
 def parts(cache):

@@ -1,5 +1,7 @@
 """quantized_cache_attention: attention over the decoded caches, rotations folded."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,8 +171,11 @@ def test_hybrid_rotates_neither_query_nor_keys():
     assert abs(wrong - expected).max() > 0.1
 
 
-def test_rotations_stand_outside_the_primitive():
+@pytest.mark.parametrize("few", [0, 2**14])
+def test_rotations_stand_outside_the_primitive(few, monkeypatch):
     """Rq over rotated keys, then R^T: what a caller of the kernel does."""
+    module = sys.modules[quantized_cache_attention.__module__]
+    monkeypatch.setattr(module, "FEW", few)
     query, key, value = operands(h=64)
     signs = rotation_signs(64)
     k, v = (quantize_vectors(x, TQ4) for x in (key, value))
@@ -181,14 +186,13 @@ def test_rotations_stand_outside_the_primitive():
     )
     out = quantized_cache_attention(query, k, v)
     np.testing.assert_allclose(out, unrotate(rotated, signs), atol=3e-6)
-    ops = [
-        e.primitive.name
-        for e in jax.make_jaxpr(quantized_cache_attention)(query, k, v).eqns
-    ]
+    traced = jax.make_jaxpr(lambda *x: quantized_cache_attention(*x))(query, k, v)
+    ops = [e.primitive.name for e in traced.eqns]
+    rotation = [] if few else ["fwht"]
     assert [op for op in ops if op in ("fwht", "quantized_cache_attention")] == [
-        "fwht",
+        *rotation,
         "quantized_cache_attention",
-        "fwht",
+        *rotation,
     ]
 
 
