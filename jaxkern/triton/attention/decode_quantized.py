@@ -312,7 +312,7 @@ def swizzle_of(PART, BLOCK):
 
 
 @constexpr_function
-def copy_text(PART, BLOCK, K, PAIRED, SKIPS, HINT):
+def copy_text(PART, BLOCK, K, PAIRED, SKIPS):
     """PTX of all copies of a lane for a block; zeros where a token is not to be read.
 
     Its operands are where to and where from for its first row, how many tokens are left
@@ -321,7 +321,6 @@ def copy_text(PART, BLOCK, K, PAIRED, SKIPS, HINT):
     row, _, _, pitch = PART
     unit, _, rows = copies_of(PART, BLOCK)
     kind = ("cg" if unit == 16 else "ca") + ".shared.global"
-    kind += f".L2::{HINT}B" if HINT else ""
     text = "{ .reg .pred p; .reg .b32 n;"
     for i in range(0, BLOCK, rows):
         token = token_of(i, PAIRED)
@@ -672,13 +671,12 @@ def copy_block(
     BLOCK: gl.constexpr,
     PAIRED: gl.constexpr,
     SKIPS: gl.constexpr,
-    HINT: gl.constexpr,
 ):
     """Starts the copies of a block into a slot. Returns those of the next block."""
     to, origin, left, skip = copies
     if PART[2] != 0:
         gl.inline_asm_elementwise(
-            copy_text(PART, BLOCK, K, PAIRED, SKIPS, HINT),
+            copy_text(PART, BLOCK, K, PAIRED, SKIPS),
             "=r,r,l,r,r",
             [to + slot, origin, left, skip],
             dtype=gl.int32,
@@ -699,20 +697,15 @@ def copy_blocks(
     PARTS: gl.constexpr,
     BLOCK: gl.constexpr,
     SKIPS: gl.constexpr,
-    HINT: gl.constexpr,
 ):
     """`copy_block` of all parts, as one group."""
     key, key_second, key_scales, value, value_second, value_scales = copies
-    key = copy_block(key, slot, K, nth(PARTS, 0), BLOCK, False, SKIPS, HINT)
-    key_second = copy_block(key_second, slot, K, nth(PARTS, 1), BLOCK, False, SKIPS, 0)
-    key_scales = copy_block(key_scales, slot, K, nth(PARTS, 2), BLOCK, False, SKIPS, 0)
-    value = copy_block(value, slot, K, nth(PARTS, 3), BLOCK, True, SKIPS, HINT)
-    value_second = copy_block(
-        value_second, slot, K, nth(PARTS, 4), BLOCK, True, SKIPS, 0
-    )
-    value_scales = copy_block(
-        value_scales, slot, K, nth(PARTS, 5), BLOCK, False, SKIPS, 0
-    )
+    key = copy_block(key, slot, K, nth(PARTS, 0), BLOCK, False, SKIPS)
+    key_second = copy_block(key_second, slot, K, nth(PARTS, 1), BLOCK, False, SKIPS)
+    key_scales = copy_block(key_scales, slot, K, nth(PARTS, 2), BLOCK, False, SKIPS)
+    value = copy_block(value, slot, K, nth(PARTS, 3), BLOCK, True, SKIPS)
+    value_second = copy_block(value_second, slot, K, nth(PARTS, 4), BLOCK, True, SKIPS)
+    value_scales = copy_block(value_scales, slot, K, nth(PARTS, 5), BLOCK, False, SKIPS)
     in_place("cp.async.commit_group;", slot)
     return key, key_second, key_scales, value, value_second, value_scales
 
@@ -974,7 +967,6 @@ def quantized_decode_kernel(
     PARTS: gl.constexpr,
     AT: gl.constexpr,
     SHARED: gl.constexpr,
-    HINT: gl.constexpr,
 ):
     """SHARES of the SPLITS shares of tokens, HEADS key heads, ROWS rows of each.
 
@@ -1037,7 +1029,7 @@ def quantized_decode_kernel(
         ),
     )
     for i in gl.static_range(STAGES - 1):
-        copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, SKIPS, HINT)
+        copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, SKIPS)
 
     # a lane loads of its queries what it reads of keys
     RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
@@ -1104,7 +1096,7 @@ def quantized_decode_kernel(
     for _ in range(0, many, BLOCK):
         # the slot that was read last is free once all lanes are here
         ready = in_place(wait_text(STAGES - 2), ready)
-        copies = copy_blocks(copies, free, K, PARTS, BLOCK, SKIPS, HINT)
+        copies = copy_blocks(copies, free, K, PARTS, BLOCK, SKIPS)
         here = mine + ready
         y = key_block(
             here, key_table, nth(PARTS, 0), nth(PARTS, 1), AT, BLOCK, H, KEY, KEY_TYPE
@@ -1236,7 +1228,7 @@ def sizes_of(
       dtype: of the cache.
     """
     heads = math.gcd(k, 4)
-    rule = {"HEADS": heads, "SHARES": 4 // heads, "ROUNDS": 2, "HINT": 0}
+    rule = {"HEADS": heads, "SHARES": 4 // heads, "ROUNDS": 2}
     looked_up = any(form[2] > 0 for form in forms)
     if wide or (groups > 1 and forms != (INT4, INT4)):
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}
