@@ -208,26 +208,6 @@ def lane_layout(WARPS, LOW, AXIS, HIGH):
 
 
 @constexpr_function
-def query_layout(WARPS, ROWS, DIMS, RUN):
-    """[warps, rows, dims]: a lane has RUN neighbouring dims of every 4 RUN."""
-    registers = bases(RUN, 1, 2) + bases(ROWS // 8, 8, 1)
-    registers += bases(DIMS // (4 * RUN), 4 * RUN, 2)
-    lanes = bases(4, RUN, 2) + bases(8, 1, 1)
-    shape = [WARPS, ROWS, DIMS]
-    return gl.DistributedLinearLayout(registers, lanes, bases(WARPS, 1, 0), [], shape)
-
-
-@constexpr_function
-def out_layout(WARPS, ROWS, DIMS, RUN):
-    """[warps, rows, dims]: a lane has RUN neighbouring dims of every 8 RUN."""
-    registers = bases(RUN, 1, 2) + bases(2, 1, 1) + bases(ROWS // 8, 8, 1)
-    registers += bases(DIMS // (8 * RUN), 8 * RUN, 2)
-    lanes = bases(4, 2, 1) + bases(8, RUN, 2)
-    shape = [WARPS, ROWS, DIMS]
-    return gl.DistributedLinearLayout(registers, lanes, bases(WARPS, 1, 0), [], shape)
-
-
-@constexpr_function
 def scores_layout(WARPS):
     return gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
@@ -849,11 +829,56 @@ def quantized_decode_kernel(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
 
+    # the queries: row r as r % 8 + 16 (r // 8), what float16 leaves of it 8 below
+    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
+    line = gl.arange(0, 2 * ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))
+    number = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))
+    RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
+    pair = number // 2
+    dim = (pair // (2 * RUN) * 4 + pair % 4) * RUN + pair // 4 % (RUN // 2) * 2
+    dim += number % 2
+    if KEY[0] == 4 and KEY[2] == 0:
+        dim = dim // 8 * 8 + dim % 2 * 4 + dim % 8 // 2
+    r = tile * ROWS + line % 8 + line // 16 * 8
+    head = group * HEADS + warp % HEADS
+    row = (b * T + r // G) * (K * G) + r % G
+    row = (gl.expand_dims(row, 0) + gl.expand_dims(head * G, 1))[:, :, None]
+    present = (r < T * G)[None, :, None]
+    q = gl.load(query_ptr + row * H + dim[None, None, :], present, 0.0).to(gl.float32)
+    unit = gl.full([W, 2 * ROWS], SCALE, gl.float32, gl.SliceLayout(2, LEFT))
+    if KEY_TYPE == gl.float16:
+        largest = gl.max(gl.abs(q), 2)
+        largest = gl.where(largest == 0.0, 1.0, largest)
+        q = q * gl.expand_dims(UNIT / largest, 2)
+        unit = largest * (SCALE / UNIT)
+    near = q.to(KEY_TYPE)
+    left = (q - near.to(gl.float32)).to(KEY_TYPE)
+    q = gl.where((line % 16 < 8)[None, :, None], near, left)
+
+    VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
+    # scores [W, ROWS, BLOCK] are in the registers that the second product wants
+    none = gl.zeros([W, 2 * ROWS, BLOCK], gl.float32, PRODUCT)
+    zeros, _ = halves(none, ROWS)
+    SCORES: gl.constexpr = zeros.type.layout
+    STATE: gl.constexpr = gl.SliceLayout(2, SCORES)
+    TOKENS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SUMS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    unit, _ = halves(unit, ROWS)
+    unit = gl.expand_dims(gl.convert_layout(unit, STATE), 2)
+    if SOFTCAP is None:
+        unit = unit * LOG2E
+
     begin = aligned + split * count
     many = gl.where(begin < end, count, 0)
     before = b * (S * K)
+    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, STATE))
+    p_at = (position + r // G)[None, :, None]
+    warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, TOKENS)), 1)
+    token = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, TOKENS)), 0)
+    start = begin + warp // HEADS * count
+    stop = gl.minimum(start + count, end)
 
-    # blocks are on their way while queries are split and the table is written
+    # blocks are on their way while the table is written
     SKIPS: gl.constexpr = WINDOW is not None
     TABLES: gl.constexpr = (KEY_ENTRIES + VALUE_ENTRIES) * 128
     SLOT: gl.constexpr = AT[6]
@@ -876,19 +901,6 @@ def quantized_decode_kernel(
     )
     for i in gl.static_range(STAGES - 1):
         copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, SKIPS)
-
-    # a lane loads of its queries what it reads of keys
-    RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
-    VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
-    QUERIES: gl.constexpr = query_layout(W, ROWS, H, RUN)
-    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, QUERIES)))
-    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, QUERIES)))
-    dim = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, QUERIES)))
-    head = group * HEADS + warp % HEADS
-    row = (b * T + r // G) * (K * G) + r % G
-    row = gl.expand_dims(row, 0) + gl.expand_dims(head * G, 1)
-    at = row[:, :, None] * H + dim[None, None, :]
-    q = gl.load(query_ptr + at, (r < T * G)[None, :, None], 0.0)
     key_table = program
     value_table = program
     if key_table_ptr is not None:
@@ -899,40 +911,6 @@ def quantized_decode_kernel(
             tables + KEY_ENTRIES * 128, value_table_ptr, VALUE_ENTRIES
         )
 
-    q = q.to(gl.float32)
-    unit = gl.full([W, ROWS], SCALE, gl.float32, gl.SliceLayout(2, QUERIES))
-    if KEY_TYPE == gl.float16:
-        largest = gl.max(gl.abs(q), 2)
-        largest = gl.where(largest == 0.0, 1.0, largest)
-        q = q * gl.expand_dims(UNIT / largest, 2)
-        unit = largest * (SCALE / UNIT)
-    if SOFTCAP is None:
-        unit = unit * LOG2E
-    # row r becomes r % 8 + 16 (r // 8), what 16 bits leave of it lies 8 below
-    near = q.to(KEY_TYPE)
-    q = gl.join(near, (q - near.to(gl.float32)).to(KEY_TYPE))
-    q = gl.permute(gl.reshape(q, [W, ROWS // 8, 8, H, 2]), (0, 1, 4, 2, 3))
-    if KEY[0] == 4 and KEY[2] == 0:
-        q = gl.reshape(q, [W, 2 * ROWS, H // 8, 2, 4])
-        q = gl.permute(q, (0, 1, 2, 4, 3))
-    q = gl.reshape(q, [W, 2 * ROWS, H // (4 * RUN), 4, RUN // 2, 2])
-    q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 3, 5)), [W, 2 * ROWS, H])
-    q = gl.convert_layout(q, LEFT, assert_trivial=True)
-
-    # scores [W, ROWS, BLOCK] are in the registers that the second product wants
-    none = gl.zeros([W, 2 * ROWS, BLOCK], gl.float32, PRODUCT)
-    zeros, _ = halves(none, ROWS)
-    SCORES: gl.constexpr = zeros.type.layout
-    STATE: gl.constexpr = gl.SliceLayout(2, SCORES)
-    TOKENS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    SUMS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
-    unit = gl.expand_dims(gl.convert_layout(unit, STATE), 2)
-    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, STATE))
-    p_at = (position + r // G)[None, :, None]
-    warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, TOKENS)), 1)
-    token = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, TOKENS)), 0)
-    start = begin + warp // HEADS * count
-    stop = gl.minimum(start + count, end)
     top = gl.full([W, ROWS], -float("inf"), gl.float32, STATE)
     total = gl.zeros([W, ROWS], gl.float32, STATE)
     largest = gl.zeros([W], gl.float32, gl.SliceLayout(1, TOKENS))
@@ -1044,16 +1022,12 @@ def quantized_decode_kernel(
     # the merge reads no share without keys
     if SPLITS > 1:
         present = present & seen
-    # a lane has neighbouring dims and writes them together
+    number = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(2, PRODUCT)))
+    lane = number % 8
+    dim = (number // (8 * VALUE_RUN) * 8 + lane) * VALUE_RUN + number // 8 % VALUE_RUN
+    at = gl.expand_dims(to, 1) * HV + dim[None, :, None]
     out = (acc / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
-    out = gl.reshape(out, [W, HV // (8 * VALUE_RUN), VALUE_RUN, 8, ROWS])
-    out = gl.reshape(gl.permute(out, (0, 4, 1, 3, 2)), [W, ROWS, HV])
-    OUT: gl.constexpr = out_layout(W, ROWS, HV, VALUE_RUN)
-    out = gl.convert_layout(out, OUT)
-    dim = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
-    to = gl.convert_layout(to, gl.SliceLayout(2, OUT))
-    present = gl.convert_layout(present, gl.SliceLayout(2, OUT))
-    gl.store(out_ptr + (to[:, :, None] * HV + dim), out, present[:, :, None])
+    gl.store(out_ptr + at, out, gl.expand_dims(present, 1))
 
 
 def sizes_of(
