@@ -55,6 +55,7 @@ BENCHMARK = Benchmark(
         "decode_quantized": {
             "BLOCK": (16, 32),
             "PER_SM": (2, 3, 4),
+            "STAGES": (2, 3, 4),
         },
     },
     differentiable=False,
