@@ -3,7 +3,8 @@
     python -m benchmarks cpu_ops --only sample,attention
 
 Each round times both sides one after the other, so that both meet the same load of the
-machine: the least time of each, and the median of the rounds' ratios. `bytes` are those
+machine: the least time of each, and the median of the rounds' ratios. `CPU` is the time
+of all threads together, which neighbours on the cores hardly change. `bytes` are those
 of the operands and results, read and written once; beside them the share of the rate at
 which all threads together read memory, measured first (what fits the caches can pass
 it). Products and sums of attention are shown as GFLOP/s.
@@ -40,8 +41,8 @@ def main(arguments: list[str]) -> int:
     for family, cases in FAMILIES.items():
         if options.only and family not in options.only.split(","):
             continue
-        print(f"\n| {family} | kernel us | XLA us | ratio | GB/s (share) | GFLOP/s |")
-        print("|---|---|---|---|---|---|")
+        heads = "kernel us | XLA us | ratio | CPU us | ratio | GB/s (share) | GFLOP/s"
+        print(f"\n| {family} | {heads} |\n|---|---|---|---|---|---|---|---|")
         for case in cases():
             print(row_of(case, options.rounds, rate), flush=True)
     return 0
@@ -61,7 +62,8 @@ def row_of(case: Case, rounds: int, rate: float) -> str:
     times = np.array(
         [[timed(run, case.operands) for run in runs.values()] for _ in range(rounds)]
     )
-    ours, xla = times.min(0)
+    (ours, xla), (ours_cpu, xla_cpu) = times.min(0).T
+    times = times[..., 0]
     moved = sum(x.nbytes for x in jax.tree.leaves(results))
     if case.bytes_read is None:
         moved += sum(x.nbytes for x in jax.tree.leaves(case.operands))
@@ -73,16 +75,18 @@ def row_of(case: Case, rounds: int, rate: float) -> str:
         f"| {case.name} | {ours * 1e6:.1f} ({np.median(times[:, 0]) * 1e6:.1f}) | "
         f"{xla * 1e6:.1f} ({np.median(times[:, 1]) * 1e6:.1f}) | "
         f"{xla / ours:.1f} ({ratio:.1f}) | "
+        f"{ours_cpu * 1e6:.0f}, {xla_cpu * 1e6:.0f} | {xla_cpu / ours_cpu:.1f} | "
         f"{moved / ours / 1e9:.1f} ({moved / ours / rate:.0%}) | {flops} |"
     )
 
 
-def timed(run: Callable, operands: tuple) -> float:
+def timed(run: Callable, operands: tuple) -> tuple[float, float]:
+    """Seconds that pass, and those of all threads."""
     import jax
 
-    start = time.perf_counter()
+    start = time.perf_counter(), time.process_time()
     jax.block_until_ready(run(*operands))
-    return time.perf_counter() - start
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def normal(*shape: int, dtype="float32", scale: float = 1.0):
@@ -298,6 +302,40 @@ def rotation_cases() -> Iterator[Case]:
                 yield Case(f"rope {t}x{n}x{h} {dtype}, {pairing}", f, (x, c))
 
 
+def dense_cases() -> Iterator[Case]:
+    """Weights of two bytes under x of float32, or of their own dtype."""
+    from jaxkern import linear
+
+    for d, f in PRODUCTS:
+        for rows in (1, 8, 64, 256):
+            for x_dtype, w_dtype in (
+                ("float32", "bfloat16"),
+                ("bfloat16", "bfloat16"),
+                ("float16", "float16"),
+            ):
+                x, w = normal(rows, d, dtype=x_dtype), normal(f, d, dtype=w_dtype)
+                name = f"{rows} of {x_dtype}, {f}x{d} {w_dtype}"
+                yield Case(name, linear, (x, w), 2.0 * rows * d * f)
+
+
+def affine_cases() -> Iterator[Case]:
+    """MLX's words, x of float32."""
+    import jax.numpy as jnp
+
+    from jaxkern import AffineTensor, quantize_affine, quantized_matmul
+
+    for d, f in PRODUCTS:
+        for bits, group_size, dtype in ((4, 64, "float16"), (8, 64, "bfloat16")):
+            w = quantize_affine(normal(f, d), bits=bits, group_size=group_size)
+            floats = (jnp.asarray(a, dtype) for a in (w.scales, w.biases))
+            w = AffineTensor(w.codes, *floats, bits, group_size)
+            for rows in (1, 8, 64, 256):
+                name = f"{rows} of float32, {f}x{d} {bits} bits / {group_size}"
+                x = normal(rows, d)
+                yield Case(name, quantized_matmul, (x, w), 2.0 * rows * d * f)
+
+
+PRODUCTS = ((2048, 2048), (576, 3072), (1536, 576))  # d, f; the latter of SmolLM2
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "sampling": sampling_cases,
     "attention": attention_cases,
@@ -307,4 +345,6 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "convolutions": convolution_cases,
     "softmax": softmax_cases,
     "rotations": rotation_cases,
+    "dense": dense_cases,
+    "affine": affine_cases,
 }

@@ -39,6 +39,7 @@ HANDLERS = (
     "softmax",
     "softmax_gradient",
     "rope",
+    "affine_matmul_id",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

@@ -122,7 +122,7 @@ struct Matmul {  // y = x w^T, x rounded to compute_type first
 };
 
 struct AffineMatmul {  // y = x w^T with w = scale * code + bias in groups along d
-  const void* x;  // [rows, d]
+  const void* x;  // [rows, d], or [rows / k, d]
   Float x_type, scale_type;
   const uint32_t* codes;  // [f, d * bits / 32], lowest bits first
   int bits;  // 2, 4 or 8
@@ -130,6 +130,9 @@ struct AffineMatmul {  // y = x w^T with w = scale * code + bias in groups along
   const void *scales, *biases;  // [f, d / group]
   void* y;  // [rows, f], of x_type
   int64_t rows, d, f;
+  // y[i] = x[i / k] w[expert[i]]^T, 0 for no such expert; null: one w
+  const int32_t* expert;
+  int64_t k, experts;
 };
 
 struct LinearCrossEntropy {  // z = cap(x weight^T), never stored as a whole

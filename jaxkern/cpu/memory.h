@@ -1,4 +1,4 @@
-// Scratch memory of one work item.
+// Scratch memory of one work item, and word that there was none.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -34,6 +34,16 @@ class Scratch {
  private:
   alignas(64) unsigned char stack_[stack_bytes];
   T* data_;
+};
+
+// Set by items of work that lack memory, read when all are done.
+class Flag {
+ public:
+  void set() { __atomic_store_n(&value_, true, __ATOMIC_RELAXED); }
+  explicit operator bool() const { return __atomic_load_n(&value_, __ATOMIC_RELAXED); }
+
+ private:
+  bool value_ = false;
 };
 
 }  // namespace JAXKERN_ISA

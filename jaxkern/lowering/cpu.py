@@ -40,7 +40,7 @@ from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.layer_norm import layer_norm_p
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
-from jaxkern.primitives.quant.affine_matmul import affine_matmul_p
+from jaxkern.primitives.quant.affine_matmul import affine_matmul_id_p, affine_matmul_p
 from jaxkern.primitives.quant.fused_products import (
     interleaved_matmul_add_p,
     interleaved_rms_norm_matmul_p,
@@ -84,6 +84,7 @@ ROWS = (
     (interleaved_matmul_add_p, fused_products.add_int8,                fused_products.refuses_int8),
     (interleaved_matmul_add_p, fused_products.add_f32,                 fused_products.refuses_f32),
     (affine_matmul_p,         affine_matmul.affine_matmul,             affine_matmul.unsupported, affine_matmul.slower),
+    (affine_matmul_id_p,      affine_matmul.affine_matmul_id,          affine_matmul.unsupported_id),
     (linear_p,                matmul_transpose_b.linear,               matmul_transpose_b.unsupported, matmul_transpose_b.slower),
     (matmul_transpose_b_p,    matmul_transpose_b.matmul_transpose_b,   matmul_transpose_b.unsupported, matmul_transpose_b.slower),
 )

@@ -18,6 +18,7 @@ from jaxkern import (
     matmul_transpose_b,
     quantize_affine,
     quantized_matmul,
+    quantized_matmul_id,
 )
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.primitives.linear.linear import linear_p
@@ -45,10 +46,10 @@ def in_float64(x):
     return np.asarray(x).astype(np.float64)
 
 
-def affine(f, d, bits=4, group_size=32, dtype=jnp.float32, packed=True):
+def affine(f, d, bits=4, group_size=32, dtype=jnp.float32, packed=True, seed=1):
     options = {"bits": bits, "group_size": group_size, "packed": packed}
     with backend("xla"):
-        w = quantize_affine(normal(f, d, seed=1), **options)
+        w = quantize_affine(normal(f, d, seed=seed), **options)
     scales, biases = (a.astype(dtype) for a in (w.scales, w.biases))
     return AffineTensor(w.codes, scales, biases, bits, group_size)
 
@@ -117,6 +118,18 @@ def test_codes_of_a_byte_each():
     for bits in (3, 4):
         w = affine(10, 64, bits=bits, packed=False)
         assert_product(quantized_matmul(x, w), x, w)
+
+
+def test_routed_products():
+    w = jax.tree.map(lambda *a: jnp.stack(a), affine(19, 64), affine(19, 64, seed=2))
+    values = np.stack([values_of(w[e])[0] for e in range(2)])
+    for k in (2, 9):  # few rows of an expert, and many
+        x, ids = normal(4, 64), np.arange(4 * k) % 4 - 1  # two of four are none
+        y = quantized_matmul_id(x, w, jnp.asarray(ids, jnp.int8), top_k=k)
+        expected = np.zeros((4 * k, 19))
+        for i in np.flatnonzero((ids == 0) | (ids == 1)):
+            expected[i] = values[ids[i]] @ in_float64(x)[i // k]
+        np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
 def test_a_group_of_matrices_shares_a_weight():

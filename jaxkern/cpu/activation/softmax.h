@@ -74,11 +74,11 @@ void softmax_gradient_row(const Softmax& p, int64_t row) {
 
 inline bool softmax(const Softmax& p, const Workers& workers) {
   const int64_t runs = num_runs(workers, p.rows, p.s);
-  bool failed = false;
+  Flag failed;
   workers.for_each(runs, [&](int64_t run) {
     Scratch<float> z(p.s + lanes);
     if (!z.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     for (int64_t row = p.rows * run / runs; row < p.rows * (run + 1) / runs; ++row) {

@@ -467,11 +467,11 @@ inline bool decode(const Attention& p, const Workers& workers) {
     const int64_t row = item * all_rows;
     return Share{out.get() + row * out_width, top.get() + row, total.get() + row};
   };
-  bool failed = false;
+  Flag failed;
   workers.for_each(p.b * shares, [&](int64_t i) {
     const int64_t begin = seen.begin + i % shares * keys_per_share;
     const Range keys = {begin, begin + keys_per_share};
-    if (!decode_item(p, i / shares, keys, share_of(i))) failed = true;
+    if (!decode_item(p, i / shares, keys, share_of(i))) failed.set();
   });
   if (failed) return false;
   for (int64_t b = 0; b < p.b; ++b) {
@@ -489,12 +489,12 @@ inline bool attention(const Attention& p, const Workers& workers) {
   int64_t at_once = heads * rows / (4 * workers.threads) / 4 * 4;
   at_once = at_once > most_rows ? most_rows : at_once < 64 ? 64 : at_once;
   const int64_t row_items = (rows + at_once - 1) / at_once;
-  bool failed = false;
+  Flag failed;
   workers.for_each(heads * row_items, [&](int64_t i) {
     // the last rows see most where attention is causal: first
     const int64_t head = i % heads, begin = (row_items - 1 - i / heads) * at_once;
     const int64_t end = begin + at_once < rows ? begin + at_once : rows;
-    if (!prefill_item(p, {head / p.k, head % p.k, {begin, end}})) failed = true;
+    if (!prefill_item(p, {head / p.k, head % p.k, {begin, end}})) failed.set();
   });
   return !failed;
 }

@@ -103,12 +103,12 @@ void convolve(const CausalConv& p, const float* taps, int64_t width, int64_t row
 
 inline bool causal_conv(const CausalConv& p, const Workers& workers) {
   const int64_t rows = p.b * p.t, runs = num_runs(workers, rows, p.d);
-  bool failed = false;
+  Flag failed;
   workers.for_each(runs, [&](int64_t run) {
     // only of some channels: rows often lie a power of two apart
     Scratch<float> taps(p.w * channels_at_once);
     if (!taps.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     for (int64_t first = 0; first < p.d; first += channels_at_once) {
@@ -215,14 +215,14 @@ inline bool causal_conv_gradient(const CausalConv& p, const Workers& workers) {
   const int64_t size = (p.w + 1) * channels_at_once;
   Scratch<float> sums(p.b * chunks * size);  // of each item: dweight, dbias
   if (!sums.get()) return false;
-  bool failed = false;
+  Flag failed;
   workers.for_each(p.b * chunks, [&](int64_t item) {
     const int64_t first = item % chunks * channels_at_once, left = p.d - first;
     const int64_t count = left < channels_at_once ? left : channels_at_once;
     const int64_t width = whole_vectors(count);
     Scratch<float> own(2 * p.w * width);
     if (!own.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     float* to = sums.get() + item * size;

@@ -90,11 +90,11 @@ inline void delta_rule_item(const DeltaRule& p, int64_t b, int64_t n, int64_t co
 
 inline bool delta_rule(const DeltaRule& p, const Workers& workers) {
   const int64_t parts = (p.hv + columns - 1) / columns, heads = p.k * p.group;
-  bool failed = false;
+  Flag failed;
   workers.for_each(p.b * heads * parts, [&](int64_t i) {
     Scratch<float> state(p.h * columns);
     if (!state.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     const int64_t head = i / parts;

@@ -76,10 +76,10 @@ bool top_k_of_row(const TopK& p, int64_t row, const Workers& workers) {
 }
 
 inline bool top_k(const TopK& p, const Workers& workers) {
-  bool failed = false;
+  Flag failed;
   for_rows(workers, p.rows, [&](int64_t row, const Workers& own) {
 #define JAXKERN_CALL(type) top_k_of_row<type>(p, row, own)
-    if (!JAXKERN_BY_TYPE(p.x_type, JAXKERN_CALL)) failed = true;
+    if (!JAXKERN_BY_TYPE(p.x_type, JAXKERN_CALL)) failed.set();
 #undef JAXKERN_CALL
   });
   return !failed;

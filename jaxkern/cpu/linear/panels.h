@@ -124,14 +124,14 @@ bool multiply_panels(Decode decode, const XRows& x, int64_t rows, int64_t d, int
   const int64_t row_items = (rows + x_rows_per_item - 1) / x_rows_per_item;
   const int64_t at_once = (rows + row_items - 1) / row_items;
   const int64_t columns_at_once = d < panel_columns ? d : panel_columns;
-  bool failed = false;
+  Flag failed;
   workers.for_each(panels * row_items, [&](int64_t item) {
     const int64_t row = item / row_items * panel_rows, begin = item % row_items * at_once;
     const int64_t end = begin + at_once < rows ? begin + at_once : rows;
     Scratch<float> panel(round_up(columns_at_once, decode_step) * panel_rows);
     Scratch<float> sum(at_once * panel_rows);
     if (!panel.get() || !sum.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     memset(sum.get(), 0, at_once * panel_rows * sizeof(float));

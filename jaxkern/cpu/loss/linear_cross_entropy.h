@@ -64,11 +64,11 @@ struct Tokens {
 // `rows`: panels of x itself, which are kept if they hold all tokens.
 inline bool lay_out(const LinearCrossEntropy& p, const Workers& workers, Tokens& tokens,
                     float* rows) {
-  bool failed = false;
+  Flag failed;
   workers.for_each(tokens.panels, [&](int64_t i) {
     Scratch<float> own(rows ? 0 : tokens.depth * across * across);
     if (!own.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     const int64_t first = i * across, row = rows ? first : 0;
@@ -119,11 +119,11 @@ inline bool linear_cross_entropy(const LinearCrossEntropy& p, const Workers& wor
     return ClassSums{own, own + tokens.count, own + 2 * tokens.count,
                      own + 3 * tokens.count};
   };
-  bool failed = false;
+  Flag failed;
   workers.for_each(runs, [&](int64_t run) {
     Scratch<float> w(classes_at_once * tokens.depth * across);
     if (!w.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     const ClassSums sums = sums_of(run);

@@ -80,11 +80,11 @@ void norm_row(const Norm& p, int64_t row, float* x) {
 
 inline bool norm(const Norm& p, const Workers& workers) {
   const int64_t runs = num_runs(workers, p.rows, p.d);
-  bool failed = false;
+  Flag failed;
   workers.for_each(runs, [&](int64_t run) {
     Scratch<float> x(p.d);
     if (!x.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     for (int64_t row = p.rows * run / runs; row < p.rows * (run + 1) / runs; ++row) {

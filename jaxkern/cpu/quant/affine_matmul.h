@@ -190,11 +190,11 @@ bool affine_few_rows(const AffineMatmul& p, const XRows& x, const int64_t* y_row
   const int64_t room = round_up(w_rows * s.groups, lanes) + lanes;
   const int64_t wanted = 8 * (int64_t)workers.threads;
   const int64_t share = round_up((p.f + wanted - 1) / wanted, 4);
-  bool failed = false;
+  Flag failed;
   workers.for_each((p.f + share - 1) / share, [&](int64_t item) {
     Scratch<float> scale(2 * room);
     if (!scale.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     const int64_t end = (item + 1) * share < p.f ? (item + 1) * share : p.f;
@@ -274,13 +274,43 @@ inline bool affine_product(const AffineMatmul& p, const XRows& x, const int64_t*
                         : affine_rows<2>)(p, x, y_row, workers);
 }
 
+// Each expert after the other, with the rows that ask for it side by side.
+inline bool affine_experts(const AffineMatmul& p, const XRows& x, const Workers& workers) {
+  const int64_t y_bytes = p.f * (p.x_type == Float::f32 ? 4 : 2);
+  const int64_t groups = p.f * (p.d / p.group) * (p.scale_type == Float::f32 ? 4 : 2);
+  Scratch<int64_t> y_row(p.rows);
+  Scratch<float> asked(p.rows * x.stride);
+  if (!y_row.get() || !asked.get()) return false;
+  for (int64_t i = 0; i < p.rows; ++i) {
+    if (p.expert[i] >= 0 && p.expert[i] < p.experts) continue;
+    memset(static_cast<char*>(p.y) + i * y_bytes, 0, y_bytes);
+  }
+  for (int64_t e = 0; e < p.experts; ++e) {
+    AffineMatmul own = p;
+    own.codes += e * p.f * p.d * p.bits / 32;
+    own.scales = static_cast<const char*>(p.scales) + e * groups;
+    own.biases = static_cast<const char*>(p.biases) + e * groups;
+    own.rows = 0;
+    for (int64_t i = 0; i < p.rows; ++i) {
+      if (p.expert[i] != e) continue;
+      memcpy(asked.get() + own.rows * x.stride, x.data + i / p.k * x.stride,
+             x.stride * sizeof(float));
+      y_row[own.rows++] = i;
+    }
+    const XRows rows = {asked.get(), x.stride};
+    if (own.rows && !affine_product(own, rows, y_row.get(), workers)) return false;
+  }
+  return true;
+}
+
 inline bool affine_matmul(const AffineMatmul& p, const Workers& workers) {
   const int64_t stride = row_stride(p.d, Order::plain);
-  Scratch<float> scratch(p.rows * stride);
+  const int64_t x_rows = p.expert ? p.rows / p.k : p.rows;
+  Scratch<float> scratch(x_rows * stride);
   if (!scratch.get()) return false;
   const XRows x = {scratch.get(), stride};
-  prepare_x(p.x, p.x_type, p.rows, p.d, Float::f32, Order::plain, x, workers);
-  return affine_product(p, x, nullptr, workers);
+  prepare_x(p.x, p.x_type, x_rows, p.d, Float::f32, Order::plain, x, workers);
+  return p.expert ? affine_experts(p, x, workers) : affine_product(p, x, nullptr, workers);
 }
 
 }  // namespace JAXKERN_ISA

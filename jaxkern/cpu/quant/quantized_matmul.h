@@ -389,7 +389,7 @@ inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
 
   const VectorProduct one_row = int8 ? choose_vector_product<true>(p.w.format)
                                      : choose_vector_product<false>(p.w.format);
-  bool failed = false;
+  Flag failed;
   workers.for_each(p.experts * row_items * tile_items, [&](int64_t item) {
     const int64_t e = item / (row_items * tile_items);
     const int64_t begin = routes.first[e] + item / tile_items % row_items * rows_per_item;
@@ -405,7 +405,7 @@ inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
     Scratch<uint32_t> codes(one ? 0 : halves * codes_of_tile);
     Scratch<float> scales(one ? 0 : halves * 2 * scales_of_tile);
     if (!codes.get() || !scales.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     float y[2][max_rows * tile_rows];

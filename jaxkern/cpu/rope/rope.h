@@ -66,11 +66,11 @@ void rotate_token(const Rope& p, int64_t token, float* factors, int64_t width) {
 inline bool rope(const Rope& p, const Workers& workers) {
   const int64_t runs = num_runs(workers, p.tokens, p.n * p.h);
   const int64_t width = 2 * p.pairs + lanes;
-  bool failed = false;
+  Flag failed;
   workers.for_each(runs, [&](int64_t run) {
     Scratch<float> factors(2 * width);
     if (!factors.get()) {
-      failed = true;
+      failed.set();
       return;
     }
     memset(factors.get(), 0, (size_t)(2 * width) * sizeof(float));

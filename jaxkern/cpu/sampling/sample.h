@@ -132,10 +132,10 @@ bool sample_row(const SampleRow& row, int64_t v, const Workers& workers) {
 }
 
 inline bool sample(const Sample& p, const Workers& workers) {
-  bool failed = false;
+  Flag failed;
   for_rows(workers, p.rows, [&](int64_t i, const Workers& own) {
 #define JAXKERN_CALL(type) sample_row<type>(p.row[i], p.v, own)
-    if (!JAXKERN_BY_TYPE(p.logits_type, JAXKERN_CALL)) failed = true;
+    if (!JAXKERN_BY_TYPE(p.logits_type, JAXKERN_CALL)) failed.set();
 #undef JAXKERN_CALL
   });
   return !failed;

@@ -14,6 +14,10 @@ the same, and else copy the rows that are not written.
 A dim is turned by its partner, y[d] = x[d] cos +- x[partner] sin, which is loaded a
 second time, from the caches of the multiprocessor. So a tile of heads is never taken
 apart and keeps its dims in order, as codes want them.
+
+CALL is (tokens, those of a sequence, slots of a sequence or of all pages, ring, rows of
+the cache). HEAD is (h, the power of 2 that holds it, number of pairs, their distance or
+0 for neighbours, eps, offset), VECTOR as vector_of says.
 """
 
 from collections.abc import Sequence
@@ -82,8 +86,6 @@ def turned_heads(
     row,
     token,
     present,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
     HEAD: tl.constexpr,
 ):
     """Heads [rows, dims] in float32, normed and rotated where there are tables."""
@@ -95,6 +97,8 @@ def turned_heads(
     else:
         R: tl.constexpr = HEAD[2]
         APART: tl.constexpr = HEAD[3]
+        EPS: tl.constexpr = HEAD[4]
+        OFFSET: tl.constexpr = HEAD[5]
         if APART == 0:  # neighbours
             rotates = dim < 2 * R
             first = dim % 2 == 0
@@ -127,11 +131,12 @@ def rows_of(
     positions_ptr,
     lengths_ptr,
     slots_ptr,
-    T: tl.constexpr,
-    S: tl.constexpr,
-    RING: tl.constexpr,
+    CALL: tl.constexpr,
 ):
     """The row of each token in the cache, as [b s] or [pages], and if it is written."""
+    T: tl.constexpr = CALL[1]
+    S: tl.constexpr = CALL[2]
+    RING: tl.constexpr = CALL[3]
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + token, present, -1).to(tl.int64)
         return slot, present & (slot >= 0) & (slot < S)
@@ -270,16 +275,14 @@ def turn_queries(
     cos_ptr,
     sin_ptr,
     y_ptr,
-    TOKENS: tl.constexpr,
+    CALL: tl.constexpr,
     N: tl.constexpr,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
     HEAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """One block of the heads of queries; a token has N."""
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    present = row < TOKENS * N
+    present = row < CALL[0] * N
     y = turned_heads(
         query_ptr,
         weight_ptr,
@@ -288,8 +291,6 @@ def turn_queries(
         row,
         row // N,
         present,
-        EPS,
-        OFFSET,
         HEAD,
     )
     dim = tl.arange(0, HEAD[1])[None, :]
@@ -310,13 +311,8 @@ def take_up(
     scales_ptr,
     signs_ptr,
     midpoints_ptr,
-    TOKENS: tl.constexpr,
-    T: tl.constexpr,
-    S: tl.constexpr,
+    CALL: tl.constexpr,
     K: tl.constexpr,
-    RING: tl.constexpr,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
     HEAD: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
@@ -324,7 +320,7 @@ def take_up(
     """One block of new keys, or of values where there are no tables, to the cache."""
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     token = row // K
-    present = row < TOKENS * K
+    present = row < CALL[0] * K
     y = turned_heads(
         new_ptr,
         weight_ptr,
@@ -333,12 +329,10 @@ def take_up(
         row,
         token,
         present,
-        EPS,
-        OFFSET,
         HEAD,
     )
     place, written = rows_of(
-        token, present, positions_ptr, lengths_ptr, slots_ptr, T, S, RING
+        token, present, positions_ptr, lengths_ptr, slots_ptr, CALL
     )
     write_vectors(
         y,
@@ -359,13 +353,14 @@ def is_written(
     positions_ptr,
     lengths_ptr,
     slots_ptr,
-    TOKENS: tl.constexpr,
-    T: tl.constexpr,
-    S: tl.constexpr,
-    RING: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
+    CALL: tl.constexpr,
 ):
     """For rows [rows, 1] of the cache: the inverse of rows_of."""
+    TOKENS: tl.constexpr = CALL[0]
+    T: tl.constexpr = CALL[1]
+    S: tl.constexpr = CALL[2]
+    RING: tl.constexpr = CALL[3]
+    NUM_ROWS: tl.constexpr = CALL[4]
     if slots_ptr is not None:
         count = tl.zeros(row.shape, tl.int32)
         for first in range(0, TOKENS, 64):
@@ -393,15 +388,12 @@ def carry_over(
     positions_ptr,
     lengths_ptr,
     slots_ptr,
-    TOKENS: tl.constexpr,
-    T: tl.constexpr,
-    S: tl.constexpr,
-    RING: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
+    CALL: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Every PROGRAMS-th block of the rows that this call does not write."""
+    NUM_ROWS: tl.constexpr = CALL[4]
     LENGTH: tl.constexpr = TILE[0]
     WIDTH: tl.constexpr = TILE[1]
     HEIGHT: tl.constexpr = TILE[2]
@@ -416,11 +408,7 @@ def carry_over(
                     positions_ptr,
                     lengths_ptr,
                     slots_ptr,
-                    TOKENS,
-                    T,
-                    S,
-                    RING,
-                    NUM_ROWS,
+                    CALL,
                 )
                 == 0
             )
@@ -456,14 +444,9 @@ def qk_norm_rope_cache_kernel(
     key_scales_ptr,
     value_cache_ptr,
     value_scales_ptr,
-    TOKENS: tl.constexpr,
-    T: tl.constexpr,
-    S: tl.constexpr,
+    CALL: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    RING: tl.constexpr,
-    EPS: tl.constexpr,
-    OFFSET: tl.constexpr,
     HEAD: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
@@ -473,7 +456,6 @@ def qk_norm_rope_cache_kernel(
     VALUE_ROWS: tl.constexpr,
     VALUE_PROGRAMS: tl.constexpr,
     COPY_PROGRAMS: tl.constexpr,
-    CACHE_ROWS: tl.constexpr,
     KEY_COPY: tl.constexpr,
     KEY_SCALES_COPY: tl.constexpr,
     VALUE_COPY: tl.constexpr,
@@ -488,10 +470,8 @@ def qk_norm_rope_cache_kernel(
             cos_ptr,
             sin_ptr,
             y_query_ptr,
-            TOKENS,
+            CALL,
             N,
-            EPS,
-            OFFSET,
             HEAD,
             ROWS,
         )
@@ -509,13 +489,8 @@ def qk_norm_rope_cache_kernel(
             key_scales_ptr,
             key_signs_ptr,
             key_midpoints_ptr,
-            TOKENS,
-            T,
-            S,
+            CALL,
             K,
-            RING,
-            EPS,
-            OFFSET,
             HEAD,
             KEY,
             ROWS,
@@ -534,13 +509,8 @@ def qk_norm_rope_cache_kernel(
             value_scales_ptr,
             value_signs_ptr,
             value_midpoints_ptr,
-            TOKENS,
-            T,
-            S,
+            CALL,
             K,
-            RING,
-            None,
-            OFFSET,
             VALUE,
             VALUE,
             VALUE_ROWS,
@@ -554,11 +524,7 @@ def qk_norm_rope_cache_kernel(
             positions_ptr,
             lengths_ptr,
             slots_ptr,
-            TOKENS,
-            T,
-            S,
-            RING,
-            CACHE_ROWS,
+            CALL,
             COPY_PROGRAMS,
             KEY_COPY,
         )
@@ -569,11 +535,7 @@ def qk_norm_rope_cache_kernel(
             positions_ptr,
             lengths_ptr,
             slots_ptr,
-            TOKENS,
-            T,
-            S,
-            RING,
-            CACHE_ROWS,
+            CALL,
             COPY_PROGRAMS,
             VALUE_COPY,
         )
@@ -585,11 +547,7 @@ def qk_norm_rope_cache_kernel(
                 positions_ptr,
                 lengths_ptr,
                 slots_ptr,
-                TOKENS,
-                T,
-                S,
-                RING,
-                CACHE_ROWS,
+                CALL,
                 COPY_PROGRAMS,
                 KEY_SCALES_COPY,
             )
@@ -600,11 +558,7 @@ def qk_norm_rope_cache_kernel(
                 positions_ptr,
                 lengths_ptr,
                 slots_ptr,
-                TOKENS,
-                T,
-                S,
-                RING,
-                CACHE_ROWS,
+                CALL,
                 COPY_PROGRAMS,
                 VALUE_SCALES_COPY,
             )
@@ -617,7 +571,11 @@ def tile_sizes(h: int, dtype) -> dict:
 
 
 def vector_of(d: int, codec: VectorCodec | None) -> tuple:
-    """The constant VECTOR of a cache."""
+    """The constant VECTOR of a cache.
+
+    (d, the power of 2 that holds it) and, of codes, (bits, dims of a group, largest
+    number or 0 for levels, bits of a dim's number, conversion in hardware, d ** -0.5).
+    """
     dims = next_power_of_2(d)
     if codec is None:
         return d, dims
@@ -704,15 +662,10 @@ def write(
         {"y_query_ptr": like(query)}
         | {f"{part}_ptr": like(x) for part, x in zip(parts, caches, strict=True)},
         {
-            "TOKENS": b * t,
-            "T": t,
-            "S": slots,
+            "CALL": (b * t, t, slots, ring, cache_rows),
             "N": n,
             "K": k,
-            "RING": ring,
-            "EPS": eps,
-            "OFFSET": offset,
-            "HEAD": (h, next_power_of_2(h), cos.shape[-1], apart),
+            "HEAD": (h, next_power_of_2(h), cos.shape[-1], apart, eps, offset),
             "KEY": vector_of(h, codecs[0]),
             "VALUE": vector_of(hv, codecs[1]),
             "QUERY_PROGRAMS": programs[0],
@@ -721,7 +674,6 @@ def write(
             "VALUE_ROWS": value_rows,
             "VALUE_PROGRAMS": programs[2],
             "COPY_PROGRAMS": copy_programs,
-            "CACHE_ROWS": cache_rows,
             **{
                 f"{part.removesuffix('_cache').upper()}_COPY": copy
                 for part, copy in zip(parts, copies, strict=True)
