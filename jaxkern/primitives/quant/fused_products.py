@@ -21,6 +21,7 @@ from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm, rms_norm_reference
 from jaxkern.primitives.quant.interleaved_matmul import (
     WHOLE,
+    check_width,
     interleaved_matmul_reference,
 )
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, InterleavedTensor
@@ -163,6 +164,7 @@ def interleaved_rms_norm_matmul_reference(
     compute_dtype: jnp.dtype | None,
     eps: float,
 ) -> Float[Array, "... u 16"]:
+    check_width("interleaved_rms_norm_matmul", x, tiles, qtype)
     normal = rms_norm_reference(at_least_f32(x), norm, None, eps=eps, offset=0.0)
     y = interleaved_matmul_reference(
         normal, tiles, qtype=qtype, compute_dtype=compute_dtype
@@ -179,6 +181,7 @@ def interleaved_swiglu_reference(
     compute_dtype: jnp.dtype | None,
     eps: float,
 ) -> Float[Array, "... u 16"]:
+    check_width("interleaved_swiglu", x, tiles, qtype)
     x32 = at_least_f32(x)
     if norm is not None:
         x32 = rms_norm_reference(x32, norm, None, eps=eps, offset=0.0)
@@ -199,6 +202,7 @@ def interleaved_matmul_add_reference(
     qtype: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... u 16"]:
+    check_width("interleaved_matmul_add", x, tiles, qtype)
     y = interleaved_matmul_reference(
         at_least_f32(x), tiles, qtype=qtype, compute_dtype=compute_dtype
     )

@@ -87,7 +87,7 @@ def interleaved_matmul_reference(
     qtype: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... u 16"]:
-    _check_width("interleaved_matmul", x, tiles, qtype)
+    check_width("interleaved_matmul", x, tiles, qtype)
     decode = functools.partial(decode_flat, qtype=qtype)
     y = decoded_product(x, (tiles,), decode, 1, compute_dtype)
     return y.reshape(*x.shape[:-1], tiles.shape[0], ROWS)
@@ -132,7 +132,7 @@ def interleaved_matmul_id_reference(
     qtype: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... k u 16"]:
-    _check_width("interleaved_matmul_id", x, tiles, qtype)
+    check_width("interleaved_matmul_id", x, tiles, qtype)
     decode = functools.partial(decode_flat, qtype=qtype)
     y = routed_product(x, ids, (tiles,), decode, compute_dtype)
     return y.reshape(*ids.shape, tiles.shape[1], ROWS)
@@ -151,7 +151,7 @@ def interleaved_matmul_id_bwd_reference(
     return routed_product_transpose(dy, ids, (tiles,), decode, compute_dtype)
 
 
-def _check_width(op: str, x: Array, tiles: Array, qtype: str) -> None:
+def check_width(op: str, x: Array, tiles: Array, qtype: str) -> None:
     d = tile_width(op, qtype, tiles.shape[-1])
     if x.shape[-1] != d:
         raise TypeError(f"{op}: dim `d` is {x.shape[-1]} in `x` but {d} in `w`.")
