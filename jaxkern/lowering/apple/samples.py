@@ -159,8 +159,10 @@ def caches(x: Draw) -> dict[str, Call]:
             (x(2, 8, 2, 16), *heads),
         ),
         "qk_norm_rope_quantized_cache": (
-            fused(jk.qk_norm_rope_quantized_cache, at),
-            (jk.QuantizedVectors.zeros((2, 8, 2, 16), codec), *heads),
+            lambda cache, *heads: fused(jk.qk_norm_rope_quantized_cache, at)(
+                jk.quantize_vectors(cache, codec), *heads
+            ),
+            (x(2, 8, 2, 16), *heads),
         ),
         "qk_norm_rope_paged_cache": (
             fused(jk.qk_norm_rope_paged_cache, slots),
