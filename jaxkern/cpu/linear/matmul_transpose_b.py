@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxkern.cpu.cpu_call import FLOATS, cpu_call, library, missing
 
 NARROW = ("bfloat16", "float16")
-FEW, MANY = 8, 128  # rows of x that meet one weight
+FEW, SOME, MANY = 8, 32, 128  # rows of x that meet one weight
 
 
 def refusal(x, w, compute_dtype) -> str | None:
@@ -44,7 +44,7 @@ def slower(x, w, *, compute_dtype, precision) -> str | None:
         return f"{rows} rows without AVX-512"
     # XLA multiplies bfloat16 by bfloat16 without widening them where rows are many
     both = w.dtype == product_dtype(x, w, compute_dtype) == jnp.bfloat16
-    return f"{rows} rows" if rows > (MANY // 2 if both else MANY) else None
+    return f"{rows} rows" if rows > (SOME if both else MANY) else None
 
 
 def multiply(x, w, dtype, compute_dtype) -> jax.Array:
