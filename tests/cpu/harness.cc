@@ -487,7 +487,7 @@ static float worst_affine(const Workers& workers, int64_t rows, int64_t f, int b
     }
   }
   const AffineMatmul p = {x.data, Float::f32, scale_type, (uint32_t*)codes.data, bits, group,
-                          scales.data, biases.data, y.data, rows, d, f};
+                          scales.data, biases.data, y.data, rows, d, f, nullptr, 1, 1};
   if (!JAXKERN_ISA::kernels.affine_matmul(p, workers)) return NAN;
   float worst = 0;
   for (int64_t m = 0; m < rows; ++m) {
