@@ -121,6 +121,10 @@ def positions_and_attention(x: Draw) -> dict[str, Call]:
             (q, x(4, 4, 2, 16), x(4, 4, 2, 16)),
         ),
         "quantized_cache_attention": (over_codes, (q, k, v)),
+        "latent_attention": (
+            part(jk.latent_attention, value_dim=8, scale=0.25, kv_lengths=lengths),
+            (q, k[:, :, 0]),
+        ),
         "merge_partials": (jk.merge_partials, (x(2, 3, 4), x(2, 3))),
         "apply_rope": (jk.apply_rope, (q, cos, sin)),
         "rope_from": (part(jk.rope_from, offset=7), (q,)),
@@ -201,13 +205,24 @@ def quantised(x: Draw) -> dict[str, Call]:
         "quantize_fp8": (formats["fp8"], (w,)),
         "quantize_microscaled": (formats["microscaled"], (w,)),
         "int8_matmul": (lambda a: jk.int8_matmul(a, jk.quantize_int(w)), (rows,)),
+        "linear": (lambda a, b: jk.linear(a, b.astype(jnp.bfloat16)), (rows, w)),
         "matmul_transpose_b": (jk.matmul_transpose_b, (x(4, 3, 16), x(2, 5, 16))),
     }
     tiles = jk.interleave(formats["gguf"](x(16, 64)))
+    pair = jk.interleave(formats["gguf"](x(32, 64)))  # of 16 rows each
     experts = jk.interleave(formats["gguf"](x(2, 16, 64)))
     found |= {
         "interleaved_matmul": (part(jk.quantized_matmul, w=tiles), (rows,)),
         "interleaved_embedding": (part(jk.quantized_embedding, ids, tiles), ()),
+        "interleaved_rms_norm_matmul": (
+            lambda a, norm: jk.quantized_rms_norm_matmul(a, norm, tiles),
+            (rows, x(64)),
+        ),
+        "interleaved_swiglu": (part(jk.quantized_swiglu, w=pair), (rows,)),
+        "interleaved_matmul_add": (
+            lambda a, residual: jk.quantized_matmul_add(a, tiles, residual),
+            (rows, x(*rows.shape[:-1], tiles.shape[-2])),
+        ),
         "interleaved_matmul_id": (
             part(jk.quantized_matmul_id, w=experts, ids=chosen),
             (rows,),
