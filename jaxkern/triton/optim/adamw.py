@@ -22,10 +22,6 @@ MOST_LEAVES = 64  # of one launch
 CHUNK, BLOCK, NUM_WARPS = 16384, 2048, 8  # elements of a program, and at once
 
 
-def slower(**_: Any) -> str:
-    return "or may be: a step has not been measured"
-
-
 def unsupported(learning_rate: Any, step: Any, **named: Any) -> str | None:
     """A reason in words, or None; the two scalars may be float64."""
     return unsupported_anywhere(**named)
