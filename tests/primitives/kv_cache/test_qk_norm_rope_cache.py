@@ -107,6 +107,7 @@ CASES = {
     "qk_norm_rope_paged_cache": [
         case(
             "plain",
+            full=True,
             **heads(2, 3, 4, 2, 8, r=3, hv=4),
             key_pages=f32(4, 2, 2, 8),
             value_pages=f32(4, 2, 2, 4),
