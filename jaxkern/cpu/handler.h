@@ -4,6 +4,7 @@
 // a handler walks over them, with stride 0 where the size is 1.
 #pragma once
 #include <string>
+#include <utility>
 
 #include "kernels.h"
 #include "pool_workers.h"
@@ -62,5 +63,37 @@ inline T* at(ffi::AnyBuffer buffer, int64_t element) {
 
 inline int64_t item_size(Float type) { return type == Float::f32 ? 4 : 2; }
 
+// Where call i finds an operand of which each call has `count` elements of `size` bytes;
+// null for an absent one.
+template <typename T>
+T* operand(const Batch& batch, int64_t i, ffi::AnyBuffer x, int64_t count, int64_t size) {
+  if (x.element_count() == 0) return nullptr;
+  return reinterpret_cast<T*>(at<char>(x, batch.index(x.dimensions(), i) * count * size));
+}
+
+// The rest of a binding: so many operands, then so many results, at least one. It cannot
+// be moved, so it comes as a reference and each step makes the next.
+template <int operands, int results, typename Binding>
+auto with_buffers(Binding&& binding) {
+  using Buffer = ffi::AnyBuffer;
+  if constexpr (operands > 0) {
+    return with_buffers<operands - 1, results>(std::move(binding).template Arg<Buffer>());
+  } else if constexpr (results > 1) {
+    return with_buffers<0, results - 1>(std::move(binding).template Ret<Buffer>());
+  } else {
+    return std::move(binding).template Ret<Buffer>();
+  }
+}
+
+// How XLA calls a kernel: with its threads, operands and results.
+template <int operands, int results>
+auto bind() {
+  return with_buffers<operands, results>(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>());
+}
+
 }  // namespace
 }  // namespace jaxkern
+
+// Exports `name` as jaxkern_name; the attributes follow, as .Attr<type>("name").
+#define JAXKERN_HANDLER(name, operands, results, ...) \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_##name, name, (bind<operands, results>() __VA_ARGS__))

@@ -261,77 +261,20 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
 
 #pragma GCC visibility push(default)  // the rest of the library is hidden
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_matmul, quantized_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<std::string_view>("qtype")
-                                  .Attr<bool>("interleaved")
-                                  .Attr<bool>("int8_activations")
-                                  .Attr<bool>("gated"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_matmul_add, quantized_matmul_add,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<std::string_view>("qtype")
-                                  .Attr<bool>("interleaved")
-                                  .Attr<bool>("int8_activations"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_rms_norm_matmul, rms_norm_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<std::string_view>("qtype")
-                                  .Attr<bool>("interleaved")
-                                  .Attr<bool>("int8_activations")
-                                  .Attr<bool>("gated")
-                                  .Attr<float>("eps"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_matmul_id, quantized_matmul_id,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<std::string_view>("qtype")
-                                  .Attr<bool>("interleaved")
-                                  .Attr<bool>("int8_activations"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_quantized_embedding, quantized_embedding,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<std::string_view>("qtype")
-                                  .Attr<bool>("interleaved"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_attention, attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("window")
-                                  .Attr<bool>("causal"));
+JAXKERN_HANDLER(quantized_matmul, 2, 1, .Attr<std::string_view>("qtype")
+                .Attr<bool>("interleaved").Attr<bool>("int8_activations")
+                .Attr<bool>("gated"));
+JAXKERN_HANDLER(quantized_matmul_add, 3, 1, .Attr<std::string_view>("qtype")
+                .Attr<bool>("interleaved").Attr<bool>("int8_activations"));
+JAXKERN_HANDLER(rms_norm_matmul, 3, 1, .Attr<std::string_view>("qtype")
+                .Attr<bool>("interleaved").Attr<bool>("int8_activations")
+                .Attr<bool>("gated").Attr<float>("eps"));
+JAXKERN_HANDLER(quantized_matmul_id, 3, 1, .Attr<std::string_view>("qtype")
+                .Attr<bool>("interleaved").Attr<bool>("int8_activations"));
+JAXKERN_HANDLER(quantized_embedding, 2, 1, .Attr<std::string_view>("qtype")
+                .Attr<bool>("interleaved"));
+JAXKERN_HANDLER(attention, 7, 2, .Attr<float>("scale").Attr<float>("softcap")
+                .Attr<int64_t>("window").Attr<bool>("causal"));
 
 }  // namespace jaxkern
 

@@ -81,13 +81,6 @@ ffi::Error sample(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer un
 
 bool is_absent(ffi::AnyBuffer x) { return x.dimensions().back() == 0; }
 
-// The operands of call i of a batch, or null.
-template <typename T>
-T* of_call(const Batch& batch, int64_t i, ffi::AnyBuffer x, int64_t count, int64_t size) {
-  if (is_absent(x)) return nullptr;
-  return reinterpret_cast<T*>(at<char>(x, batch.index(x.dimensions(), i) * count * size));
-}
-
 // What both directions have in common; `p` but for its pointers, and the batch dims.
 bool norm_of(ffi::AnyBuffer x, ffi::AnyBuffer residual, ffi::AnyBuffer weight,
              ffi::AnyBuffer bias, int64_t rows, Norm* p, int64_t* batch_dims) {
@@ -127,14 +120,14 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer residual,
   const int64_t residual_size = item_size(p.residual_type);
   p.eps = eps, p.centred = !is_absent(*mean);
   for (int64_t i = 0; i < batch.count(); ++i) {
-    p.x = of_call<void>(batch, i, x, n, size);
-    p.residual = of_call<void>(batch, i, residual, n, residual_size);
-    p.weight = of_call<float>(batch, i, weight, p.d, 4);
-    p.bias = of_call<float>(batch, i, bias, p.d, 4);
-    p.y = of_call<void>(batch, i, *y, n, size);
-    p.total = of_call<void>(batch, i, *total, n, residual_size);
-    p.mean = of_call<float>(batch, i, *mean, rows, 4);
-    p.rstd = of_call<float>(batch, i, *rstd, rows, 4);
+    p.x = operand<void>(batch, i, x, n, size);
+    p.residual = operand<void>(batch, i, residual, n, residual_size);
+    p.weight = operand<float>(batch, i, weight, p.d, 4);
+    p.bias = operand<float>(batch, i, bias, p.d, 4);
+    p.y = operand<void>(batch, i, *y, n, size);
+    p.total = operand<void>(batch, i, *total, n, residual_size);
+    p.mean = operand<float>(batch, i, *mean, rows, 4);
+    p.rstd = operand<float>(batch, i, *rstd, rows, 4);
     if (!best_kernels().norm(p, workers)) return out_of_memory();
   }
   return ffi::Error::Success();
@@ -160,18 +153,18 @@ ffi::Error norm_gradient(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   const int64_t residual_size = item_size(p.residual_type);
   p.centred = !is_absent(mean);
   for (int64_t i = 0; i < batch.count(); ++i) {
-    p.x = of_call<void>(batch, i, x, n, size);
-    p.residual = of_call<void>(batch, i, residual, n, residual_size);
-    p.weight = of_call<float>(batch, i, weight, p.d, 4);
-    p.bias = of_call<float>(batch, i, bias, p.d, 4);
-    p.mean = of_call<float>(batch, i, mean, rows, 4);
-    p.rstd = of_call<float>(batch, i, rstd, rows, 4);
-    p.dy = of_call<void>(batch, i, dy, n, size);
-    p.dtotal = of_call<void>(batch, i, dtotal, n, residual_size);
-    p.dx = of_call<void>(batch, i, *dx, n, size);
-    p.dresidual = of_call<void>(batch, i, *dresidual, n, residual_size);
-    p.dweight = of_call<float>(batch, i, *dweight, p.d, 4);
-    p.dbias = of_call<float>(batch, i, *dbias, p.d, 4);
+    p.x = operand<void>(batch, i, x, n, size);
+    p.residual = operand<void>(batch, i, residual, n, residual_size);
+    p.weight = operand<float>(batch, i, weight, p.d, 4);
+    p.bias = operand<float>(batch, i, bias, p.d, 4);
+    p.mean = operand<float>(batch, i, mean, rows, 4);
+    p.rstd = operand<float>(batch, i, rstd, rows, 4);
+    p.dy = operand<void>(batch, i, dy, n, size);
+    p.dtotal = operand<void>(batch, i, dtotal, n, residual_size);
+    p.dx = operand<void>(batch, i, *dx, n, size);
+    p.dresidual = operand<void>(batch, i, *dresidual, n, residual_size);
+    p.dweight = operand<float>(batch, i, *dweight, p.d, 4);
+    p.dbias = operand<float>(batch, i, *dbias, p.d, 4);
     if (!best_kernels().norm_gradient(p, workers)) return out_of_memory();
   }
   return ffi::Error::Success();
@@ -209,14 +202,14 @@ ffi::Error delta_rule(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer
   const int64_t tokens = p.b * p.t, keys = tokens * p.k * p.h;
   const int64_t states = p.b * heads * p.h * p.hv;
   for (int64_t i = 0; i < batch.count(); ++i) {
-    p.query = of_call<float>(batch, i, query, keys, 4);
-    p.key = of_call<float>(batch, i, key, keys, 4);
-    p.value = of_call<float>(batch, i, value, tokens * heads * p.hv, 4);
-    p.g = of_call<float>(batch, i, g, tokens * heads, 4);
-    p.beta = of_call<float>(batch, i, beta, tokens * heads, 4);
-    p.state = of_call<float>(batch, i, state, states, 4);
-    p.out = of_call<float>(batch, i, *out, tokens * heads * p.hv, 4);
-    p.new_state = of_call<float>(batch, i, *new_state, states, 4);
+    p.query = operand<float>(batch, i, query, keys, 4);
+    p.key = operand<float>(batch, i, key, keys, 4);
+    p.value = operand<float>(batch, i, value, tokens * heads * p.hv, 4);
+    p.g = operand<float>(batch, i, g, tokens * heads, 4);
+    p.beta = operand<float>(batch, i, beta, tokens * heads, 4);
+    p.state = operand<float>(batch, i, state, states, 4);
+    p.out = operand<float>(batch, i, *out, tokens * heads * p.hv, 4);
+    p.new_state = operand<float>(batch, i, *new_state, states, 4);
     if (!best_kernels().delta_rule(p, workers)) return out_of_memory();
   }
   return ffi::Error::Success();
@@ -226,74 +219,12 @@ ffi::Error delta_rule(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer
 
 #pragma GCC visibility push(default)  // the rest of the library is hidden
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_argmax, argmax,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("nan_wins"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_top_k, top_k,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_sample, sample,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_norm, norm,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("eps")
-                                  .Attr<int64_t>("rows"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_norm_gradient, norm_gradient,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("rows"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_delta_rule, delta_rule,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("scale"));
+JAXKERN_HANDLER(argmax, 1, 1, .Attr<bool>("nan_wins"));
+JAXKERN_HANDLER(top_k, 1, 2);
+JAXKERN_HANDLER(sample, 6, 1);
+JAXKERN_HANDLER(norm, 4, 4, .Attr<float>("eps").Attr<int64_t>("rows"));
+JAXKERN_HANDLER(norm_gradient, 8, 4, .Attr<int64_t>("rows"));
+JAXKERN_HANDLER(delta_rule, 6, 2, .Attr<float>("scale"));
 
 }  // namespace jaxkern
 

@@ -123,36 +123,9 @@ ffi::Error affine_matmul_id(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
 
 #pragma GCC visibility push(default)  // the rest of the library is hidden
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_matmul_transpose_b, matmul_transpose_b,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("narrow"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_affine_matmul, affine_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("group_size"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_affine_matmul_id, affine_matmul_id,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("group_size"));
+JAXKERN_HANDLER(matmul_transpose_b, 2, 1, .Attr<bool>("narrow"));
+JAXKERN_HANDLER(affine_matmul, 4, 1, .Attr<int64_t>("bits").Attr<int64_t>("group_size"));
+JAXKERN_HANDLER(affine_matmul_id, 5, 1, .Attr<int64_t>("bits").Attr<int64_t>("group_size"));
 
 #pragma GCC visibility pop
 

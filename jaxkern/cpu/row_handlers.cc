@@ -20,13 +20,6 @@ bool loss_of(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer label,
   return true;
 }
 
-// Where call i finds an operand of which each call has `count` elements of `size` bytes.
-template <typename T>
-T* operand(const Batch& batch, int64_t i, ffi::AnyBuffer x, int64_t count, int64_t size) {
-  if (x.element_count() == 0) return nullptr;  // absent
-  return reinterpret_cast<T*>(at<char>(x, batch.index(x.dimensions(), i) * count * size));
-}
-
 void set_operands(const Batch& batch, int64_t i, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                   ffi::AnyBuffer label, LinearCrossEntropy* p) {
   p->x = operand<void>(batch, i, x, p->n * p->d, item_size(p->x_type));
@@ -252,84 +245,14 @@ ffi::Error rope(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos,
 
 #pragma GCC visibility push(default)  // the rest of the library is hidden
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_linear_cross_entropy, linear_cross_entropy,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("softcap"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_linear_cross_entropy_gradient,
-                              linear_cross_entropy_gradient,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("softcap"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_causal_conv, causal_conv,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("silu"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_causal_conv_gradient, causal_conv_gradient,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("silu"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_softmax, softmax,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("scale"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_softmax_gradient, softmax_gradient,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("scale"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_rope, rope,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("neighbours")
-                                  .Attr<int64_t>("pair_offset")
-                                  .Attr<float>("direction"));
+JAXKERN_HANDLER(linear_cross_entropy, 3, 3, .Attr<float>("softcap"));
+JAXKERN_HANDLER(linear_cross_entropy_gradient, 7, 2, .Attr<float>("softcap"));
+JAXKERN_HANDLER(causal_conv, 5, 1, .Attr<bool>("silu"));
+JAXKERN_HANDLER(causal_conv_gradient, 6, 4, .Attr<bool>("silu"));
+JAXKERN_HANDLER(softmax, 2, 1, .Attr<float>("scale"));
+JAXKERN_HANDLER(softmax_gradient, 2, 1, .Attr<float>("scale"));
+JAXKERN_HANDLER(rope, 3, 1, .Attr<bool>("neighbours").Attr<int64_t>("pair_offset")
+                .Attr<float>("direction"));
 
 }  // namespace jaxkern
 
