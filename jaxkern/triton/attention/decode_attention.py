@@ -121,6 +121,44 @@ def num_splits(pairs: int, keys: int, stage_bytes: int, uneven: bool, sizes) -> 
 
 
 @jit
+def share_of_keys(
+    b,
+    split,
+    kv_lengths_ptr,
+    q_offset_ptr,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FAR: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The keys first ... of all shares, start ... stop - 1 of this; the first position.
+
+    Together the shares have the keys that some row sees.
+    """
+    first = tl.full([], 0, tl.int32)
+    end = tl.full([], S, tl.int32)
+    position = tl.full([], S - T, tl.int32)
+    if kv_lengths_ptr is not None:
+        length = tl.load(kv_lengths_ptr + b).to(tl.int64)
+        end = tl.minimum(tl.maximum(length, 0), S).to(tl.int32)
+    if q_offset_ptr is not None:
+        offset = tl.load(q_offset_ptr + b).to(tl.int64)
+        position = tl.minimum(tl.maximum(offset, -FAR), FAR).to(tl.int32)
+    if CAUSAL:
+        end = tl.minimum(end, position + T)
+    if WINDOW is not None:
+        first = tl.minimum(tl.maximum(position - WINDOW + 1, 0), S)
+    aligned = first // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - aligned, 0), BLOCK), SPLITS) * BLOCK
+    start = aligned + split * share
+    stop = tl.minimum(start + share, end)
+    return first, start, stop, position
+
+
+@jit
 def decode_attention_kernel(
     query_ptr,
     key_ptr,
@@ -162,24 +200,9 @@ def decode_attention_kernel(
     split = program // K % SPLITS
     b = (program // (K * SPLITS)).to(tl.int64)
 
-    # the keys that some row sees: first ... end - 1
-    first = tl.full([], 0, tl.int32)
-    end = tl.full([], S, tl.int32)
-    position = tl.full([], S - T, tl.int32)
-    if kv_lengths_ptr is not None:
-        length = tl.load(kv_lengths_ptr + b).to(tl.int64)
-        end = tl.minimum(tl.maximum(length, 0), S).to(tl.int32)
-    if q_offset_ptr is not None:
-        offset = tl.load(q_offset_ptr + b).to(tl.int64)
-        position = tl.minimum(tl.maximum(offset, -FAR), FAR).to(tl.int32)
-    if CAUSAL:
-        end = tl.minimum(end, position + T)
-    if WINDOW is not None:
-        first = tl.minimum(tl.maximum(position - WINDOW + 1, 0), S)
-    aligned = first // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - aligned, 0), BLOCK), SPLITS) * BLOCK
-    start = aligned + split * share
-    stop = tl.minimum(start + share, end)
+    first, start, stop, position = share_of_keys(
+        b, split, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, SPLITS, BLOCK
+    )
 
     # row r is query r // G of head r % G
     r = tl.arange(0, ROWS)

@@ -19,6 +19,7 @@ from jaxkern.triton.attention.decode_attention import (
     num_splits,
     over_sequences,
     run_and_merge,
+    share_of_keys,
 )
 from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.triton_call import jit, libdevice, max_shared_bytes, tl
@@ -97,24 +98,9 @@ def latent_attention_kernel(
     split = program // TILES % SPLITS
     b = (program // (TILES * SPLITS)).to(tl.int64)
 
-    # the tokens that some row sees: first ... end - 1
-    first = tl.full([], 0, tl.int32)
-    end = tl.full([], S, tl.int32)
-    position = tl.full([], S - T, tl.int32)
-    if kv_lengths_ptr is not None:
-        length = tl.load(kv_lengths_ptr + b).to(tl.int64)
-        end = tl.minimum(tl.maximum(length, 0), S).to(tl.int32)
-    if q_offset_ptr is not None:
-        offset = tl.load(q_offset_ptr + b).to(tl.int64)
-        position = tl.minimum(tl.maximum(offset, -FAR), FAR).to(tl.int32)
-    if CAUSAL:
-        end = tl.minimum(end, position + T)
-    if WINDOW is not None:
-        first = tl.minimum(tl.maximum(position - WINDOW + 1, 0), S)
-    aligned = first // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - aligned, 0), BLOCK), SPLITS) * BLOCK
-    start = aligned + split * share
-    stop = tl.minimum(start + share, end)
+    first, start, stop, position = share_of_keys(
+        b, split, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, SPLITS, BLOCK
+    )
 
     # row r is query r // N of head r % N
     r = tile * ROWS + tl.arange(0, ROWS)
