@@ -50,11 +50,11 @@ from jaxkern.pallas.attention.pairs import (
     whole_blocks,
     word_bounds,
 )
-from jaxkern.primitives.attention.attention import (
-    attention_bwd_reference,
-    without_rest,
+from jaxkern.primitives.attention.attention import without_rest
+from jaxkern.triton.attention.flash_attention import (
+    segment_bounds,
+    with_bias_gradient,
 )
-from jaxkern.triton.attention.flash_attention import segment_bounds
 from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
 
 BLOCK = 64  # rows of the matrices that are walked over
@@ -503,6 +503,7 @@ def by_head(x: jax.Array, rows: int, fill: float) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, 0), (0, short)], constant_values=fill)
 
 
+@with_bias_gradient
 def attention_bwd(
     query,
     key,
@@ -526,10 +527,7 @@ def attention_bwd(
     wanted,
     interpret=False,
 ):
-    """(dq, dk, dv, dbias, dsinks); `interpret` runs the kernels on a CPU.
-
-    dbias, which alone is as large as the scores, is that of the reference.
-    """
+    """(dq, dk, dv, None, dsinks); `interpret` runs the kernels on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
@@ -544,7 +542,7 @@ def attention_bwd(
         dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
     delta = by_head(delta, rows, 0.0)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
-    by_keys = by_queries = words = turned_words = turned = dbias = None
+    by_keys = by_queries = words = turned_words = turned = None
     if q_ids is not None and kv_ids is not None:
         by_keys = segment_bounds(kv_ids, q_ids, KEYS, BLOCK)
         by_queries = segment_bounds(q_ids, kv_ids, c.block_q, BLOCK)
@@ -555,27 +553,6 @@ def attention_bwd(
         turned_words = mask_words(jnp.swapaxes(mask, 2, 3), c.s, c.t, KEYS, BLOCK)
         by_queries = inside_both(by_queries, word_bounds(words, c.b, c.block_q, BLOCK))
         by_keys = inside_both(by_keys, word_bounds(turned_words, c.b, KEYS, BLOCK))
-    if bias is not None and wanted[3]:
-        dbias = attention_bwd_reference(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            q_segment_ids,
-            kv_segment_ids,
-            kv_lengths,
-            q_offset,
-            sinks,
-            out,
-            lse,
-            dout,
-            dlse,
-            scale=scale,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-        )[3]
     if bias is not None:
         turned = whole_blocks(jnp.swapaxes(bias, 2, 3), KEYS, BLOCK)
         bias = whole_blocks(bias, c.block_q, BLOCK)
@@ -642,4 +619,4 @@ def attention_bwd(
         pairs = bias, words, by_queries
         (dq,) = launch(queries_kernel, (q,), c.tiles, buffers, pairs, copies=2)
         dq = dq[:, : c.t]
-    return dq, dk, dv, dbias, dsinks
+    return dq, dk, dv, None, dsinks

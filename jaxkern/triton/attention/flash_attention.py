@@ -16,6 +16,8 @@ their gradients stay in [b t n h]; beside them only lse and delta are written, O
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -1103,6 +1105,22 @@ def attention_fwd(
     )
 
 
+def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
+    """`bwd` with the dbias of the reference, which alone is as large as the scores."""
+
+    @functools.wraps(bwd)
+    def complete(*operands, wanted, scale, causal, window, softcap, **own):
+        options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
+        dq, dk, dv, _, dsinks = bwd(*operands, wanted=wanted, **options, **own)
+        dbias = None
+        if operands[3] is not None and wanted[3]:
+            dbias = attention_bwd_reference(*operands, **options)[3]
+        return dq, dk, dv, dbias, dsinks
+
+    return complete
+
+
+@with_bias_gradient
 def attention_bwd(
     query,
     key,
@@ -1125,10 +1143,9 @@ def attention_bwd(
     softcap,
     wanted,
 ):
-    """dbias, which alone is as large as the scores, is that of the reference."""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
-    want_q, want_k, want_v, want_bias, want_sinks = wanted
+    want_q, want_k, want_v, _, want_sinks = wanted
     padded = -(-t // PADDING) * PADDING
     by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
     rows = 64 if hv <= 128 else 32
@@ -1164,7 +1181,7 @@ def attention_bwd(
     )
     given |= {"dout_ptr": dout, "lse2_ptr": lse2, "delta_ptr": delta}
     q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
-    dq = dk = dv = dbias = dsinks = None
+    dq = dk = dv = dsinks = None
     if want_k or want_v:
         sizes = sizes_of("flash_attention_bwd_keys", key_sizes, given)
         if q_ids is not None:
@@ -1193,30 +1210,9 @@ def attention_bwd(
             {"dq_ptr": like(query)},
             {"C": constants, "SECTION": together, **sizes},
         )
-    if want_bias:
-        dbias = attention_bwd_reference(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            q_segment_ids,
-            kv_segment_ids,
-            kv_lengths,
-            q_offset,
-            sinks,
-            out,
-            lse,
-            dout,
-            dlse,
-            scale=scale,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-        )[3]
     if want_sinks:
         share = jnp.exp2(
             sinks.astype(jnp.float32)[:, None] * LOG2_E - lse2[..., :t]
         )  # [b n t]; 0 where lse2 is inf
         dsinks = -jnp.sum(share * delta[..., :t], (0, 2)).astype(sinks.dtype)
-    return dq, dk, dv, dbias, dsinks
+    return dq, dk, dv, None, dsinks
