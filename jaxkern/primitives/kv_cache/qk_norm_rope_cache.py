@@ -3,12 +3,14 @@
 query, cache[b, positions[b] + i] = qk_norm_rope(query, key)[..., i], likewise value
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
+    update_paged_kv_cache_bwd_reference,
     update_paged_kv_cache_reference,
 )
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import quantize_into
@@ -386,6 +388,50 @@ def qk_norm_rope_paged_cache_reference(
     )
 
 
+def qk_norm_rope_paged_cache_bwd_reference(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    slots: Int[Array, "b t"],
+    dquery: Float[Array, "b t k*g h"],
+    dkey_pages: Float[Array, "num_pages page k h"],
+    dvalue_pages: Float[Array, "num_pages page k hv"],
+    *,
+    eps: float | None,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+) -> tuple[
+    Float[Array, "b t k*g h"],
+    Float[Array, "b t k h"],
+    Float[Array, "b t k hv"],
+    Float[Array, " h"] | None,
+    Float[Array, " h"] | None,
+    Float[Array, "b t r"],
+    Float[Array, "b t r"],
+    Float[Array, "num_pages page k h"],
+    Float[Array, "num_pages page k hv"],
+]:
+    """What a slot's gradient gives to its token goes on through rotation and norm."""
+
+    def new(query, key, query_weight, key_weight, cos, sin):
+        op, weights = "qk_norm_rope_paged_cache", (query_weight, key_weight)
+        how = eps, offset, pairing, pair_offset
+        return turned(op, query, key, weights, (cos, sin), *how)
+
+    dkey_pages, dkey = update_paged_kv_cache_bwd_reference(slots, dkey_pages)
+    dvalue_pages, dvalue = update_paged_kv_cache_bwd_reference(slots, dvalue_pages)
+    (_, turned_key), transpose = jax.vjp(
+        new, query, key, query_weight, key_weight, cos, sin
+    )
+    dquery, dkey, *dothers = transpose((dquery, dkey.astype(turned_key.dtype)))
+    return dquery, dkey, dvalue.astype(value.dtype), *dothers, dkey_pages, dvalue_pages
+
+
 # The caches have no g: were it cut, each device's part would be added. A token's slot
 # may be on any device; a norm, a pair and a quantised vector need the whole head.
 HEADS = ("g", "h", "hv", "r", "t")
@@ -404,5 +450,7 @@ qk_norm_rope_quantized_cache_p = kernel_primitive(
     ),
 )
 qk_norm_rope_paged_cache_p = kernel_primitive(
-    qk_norm_rope_paged_cache_reference, replicated=(*HEADS, "num_pages", "page", "b")
+    qk_norm_rope_paged_cache_reference,
+    bwd=qk_norm_rope_paged_cache_bwd_reference,
+    replicated=(*HEADS, "num_pages", "page", "b"),
 )
