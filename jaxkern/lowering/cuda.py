@@ -235,19 +235,16 @@ row(
     qk_norm_rope_cache_p,
     fwd=qk_norm_rope_cache.qk_norm_rope_cache,
     unless=qk_norm_rope_cache.unsupported,
-    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
 )
 row(
     qk_norm_rope_quantized_cache_p,
     fwd=qk_norm_rope_cache.qk_norm_rope_quantized_cache,
     unless=qk_norm_rope_cache.unsupported,
-    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
 )
 row(
     qk_norm_rope_paged_cache_p,
     fwd=qk_norm_rope_cache.qk_norm_rope_paged_cache,
     unless=qk_norm_rope_cache.unsupported,
-    slower=OnRequest(qk_norm_rope_cache.NOT_RUN),
 )
 row(
     causal_conv1d_p,

@@ -46,7 +46,6 @@ from jaxkern.triton.triton_call import (
 
 LONGEST = 2048  # dims of a vector: a program holds one whole
 COPIED = 1024  # elements at once
-NOT_RUN = "or may be: its copy of what it does not write has not run on a GPU"
 
 
 def unsupported(*, key_codec=None, value_codec=None, **named) -> str | None:
