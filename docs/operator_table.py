@@ -80,9 +80,11 @@ def resolve(path: str) -> Any:
 
 
 def primitives_of(path: str) -> list[KernelPrimitive]:
-    """The primitives that the file of a public function declares."""
-    module = getattr(resolve(path), "__module__", "")
-    return [p for p in REGISTRY.values() if p.reference.__module__ == module]
+    """The primitive of a function's name, else those that its file declares."""
+    function = resolve(path)
+    module = getattr(function, "__module__", "")
+    declared = [p for p in REGISTRY.values() if p.reference.__module__ == module]
+    return [p for p in declared if p.name == function.__name__] or declared
 
 
 def gradient(path: str) -> str:
