@@ -44,6 +44,17 @@ def test_norms_of_long_and_odd_rows(f, d, dtype):
     check_against_float64(f, *operands, slack=slack)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("d", [8200, 12288, 16384, 24576, 32768])
+@pytest.mark.parametrize("rows", [5, 300])  # fewer and more than there are programs
+def test_gradients_of_rows_that_stream_through_shared_memory(rows, d, dtype):
+    rng = np.random.default_rng(d)
+    x, weight = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((rows, d), d))
+    check_against_float64(rms_norm, x, weight)
+    check_against_float64(lambda x: rms_norm(x, weight, offset=1.0), x)
+    check_against_float64(lambda w: rms_norm(x, w), weight)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("d", [1, 13, 1000, 2049, 5000, 16384, 131072])
 @pytest.mark.parametrize("masked", [False, True])
