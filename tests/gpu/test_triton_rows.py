@@ -69,6 +69,20 @@ def test_softmax_of_long_and_odd_rows(d, dtype, masked):
     assert jnp.isnan(y[2]).all() and (y[5] == 0).all()
 
 
+@pytest.mark.parametrize("d", [20008, 32768])
+@pytest.mark.parametrize("rows", [5, 600])  # fewer and more than there are programs
+def test_softmax_of_rows_that_stream_through_shared_memory(rows, d):
+    rng = np.random.default_rng(d)
+    x = jnp.asarray(4 * rng.standard_normal((rows, d)), jnp.bfloat16)
+    check_against_float64(lambda x: softmax(x, scale=-0.7), x)
+    bad = x.at[1, d - 1].set(jnp.nan).at[2].set(-jnp.inf).at[3, 7].set(jnp.inf)
+    bad = bad.at[4].set(-3e38).at[4, 9].set(-2e38)
+    with backend("triton", strict=True):
+        y = softmax(bad)
+    assert jnp.isnan(y[1]).all() and jnp.isnan(y[3, 7]) and (y[2] == 0).all()
+    assert y[4, 9] == 1 and y[4].sum() == 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "h, pairs, options",

@@ -21,7 +21,7 @@ from jaxkern.triton.block_sizes import (
     num_sms,
     tuned,
 )
-from jaxkern.triton.norm.streamed_rows import can_stream, streamed_row_norm_bwd
+from jaxkern.triton.norm.streamed_rows import stream_sizes, streamed_row_norm_bwd
 from jaxkern.triton.triton_call import (
     jit,
     like,
@@ -549,9 +549,9 @@ def row_norm_bwd(
             "dbias_ptr": None if targets[3] is None else partial,
         }
 
-    rest = residual, mean, dtotal, targets[3]
-    if can_stream(d, x.dtype) and all(o is None for o in rest):
-        dx, dweight = streamed_row_norm_bwd(given, results, constants, rows, d)
+    plain = all(o is None for o in (residual, mean, dtotal, targets[3]))
+    if plain and (streamed := stream_sizes(x, weight)):
+        dx, dweight = streamed_row_norm_bwd(given, results, constants | streamed)
         out = dx, None, dweight, None
     elif d > CHUNKED:
         out = long_row_norm_bwd(given, results, constants, rows, d)
