@@ -33,7 +33,8 @@ from jaxkern.triton.triton_call import (
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 LONGEST = 32768  # a row must fit the registers of one multiprocessor
-BY_PRODUCTS = 8192  # rows of 16 bits from here on
+# rows of 16 bits for which it is faster: {elements: (of a tile, bits of the product)}
+BY_PRODUCTS = {8192: (8192, 5), 32768: (16384, 4)}
 
 
 def unsupported(x: Any = None, dy: Any = None, **rest: Any) -> str | None:
@@ -49,9 +50,9 @@ def tile_sizes(d: int, dtype) -> dict:
 
     PRODUCT is the number of lowest bits that are left to a product.
     """
-    if d >= BY_PRODUCTS and dtype.itemsize == 2:
-        tile = min(d, 16384)
-        rule = {"TILE": tile, "num_warps": tile // 2048, "PRODUCT": 5 - (d > 8192)}
+    if d in BY_PRODUCTS and dtype.itemsize == 2:
+        tile, product = BY_PRODUCTS[d]
+        rule = {"TILE": tile, "num_warps": tile // 2048, "PRODUCT": product}
         return tuned("fwht_by_products", d, dtype, rule)
     tile = max(d, 4096)
     warps = tile // (1024 if dtype.itemsize == 4 else 2048)
