@@ -52,6 +52,11 @@ jit: Any = triton.jit if triton else lambda f: f
 # Gluon is Triton with the layout of every tensor written out.
 gl: Any = gluon_language or SimpleNamespace(constexpr=None)
 mma_v2: Any = ampere.mma_v2 if ampere else None
+async_copy: Any = ampere.async_copy if ampere else None
+# one function, whose name changed between the versions that are supported
+async_load: Any = getattr(async_copy, "async_load", None) or getattr(
+    async_copy, "async_copy_global_to_shared", None
+)
 gluon_jit: Any = gluon_package.jit if gluon_package else lambda f: f
 constexpr_function: Any = triton.constexpr_function if triton else lambda f: f
 

@@ -44,6 +44,17 @@ def test_norms_of_long_and_odd_rows(f, d, dtype):
     check_against_float64(f, *operands, slack=slack)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("d", [8200, 12288, 16384, 24576, 32768])
+@pytest.mark.parametrize("rows", [5, 300])  # fewer and more than there are programs
+def test_gradients_of_rows_that_stream_through_shared_memory(rows, d, dtype):
+    rng = np.random.default_rng(d)
+    x, weight = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((rows, d), d))
+    check_against_float64(rms_norm, x, weight)
+    check_against_float64(lambda x: rms_norm(x, weight, offset=1.0), x)
+    check_against_float64(lambda w: rms_norm(x, w), weight)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("d", [1, 13, 1000, 2049, 5000, 16384, 131072])
 @pytest.mark.parametrize("masked", [False, True])
@@ -56,6 +67,20 @@ def test_softmax_of_long_and_odd_rows(d, dtype, masked):
     with backend("triton", strict=True):
         y = softmax(bad)
     assert jnp.isnan(y[2]).all() and (y[5] == 0).all()
+
+
+@pytest.mark.parametrize("d", [20008, 32768])
+@pytest.mark.parametrize("rows", [5, 600])  # fewer and more than there are programs
+def test_softmax_of_rows_that_stream_through_shared_memory(rows, d):
+    rng = np.random.default_rng(d)
+    x = jnp.asarray(4 * rng.standard_normal((rows, d)), jnp.bfloat16)
+    check_against_float64(lambda x: softmax(x, scale=-0.7), x)
+    bad = x.at[1, d - 1].set(jnp.nan).at[2].set(-jnp.inf).at[3, 7].set(jnp.inf)
+    bad = bad.at[4].set(-3e38).at[4, 9].set(-2e38)
+    with backend("triton", strict=True):
+        y = softmax(bad)
+    assert jnp.isnan(y[1]).all() and jnp.isnan(y[3, 7]) and (y[2] == 0).all()
+    assert y[4, 9] == 1 and y[4].sum() == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,11 +2,16 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxkern.triton import block_sizes
+from jaxkern.triton.activation import streamed_softmax
+from jaxkern.triton.block_sizes import num_sms
+from jaxkern.triton.norm import streamed_rows
 from jaxkern.triton.norm.row_norm import forward_tile
+from jaxkern.triton.triton_call import compiling_for, max_shared_bytes
 
 
 @pytest.mark.parametrize("device, rows", [("NVIDIA H200", 32), ("NVIDIA A100", 16)])
@@ -16,3 +21,27 @@ def test_a_table_overrides_the_rule_on_its_device_only(device, rows, monkeypatch
     sizes = forward_tile(131072, 128, jnp.bfloat16)
     assert (sizes["ROWS"], sizes["BLOCK"]) == (rows, 128)
     assert forward_tile(131072, 128, jnp.float32)["ROWS"] == 16
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_that_stream_fit_in_shared_memory(capability, dtype):
+    """What a multiprocessor runs beside each other; none where a row does not fit."""
+    taken = set()
+    with compiling_for(capability):
+        for d in range(2056, 66000, 1032):
+            x = jax.ShapeDtypeStruct((4096, d), jnp.bfloat16)
+            weight = jax.ShapeDtypeStruct((d,), dtype)
+            if sizes := streamed_rows.stream_sizes(x, weight):
+                columns = sizes["BLOCK"] * -(-d // sizes["BLOCK"])
+                used = 4 * columns * sizes["AHEAD"] + 1024
+                used += columns * weight.dtype.itemsize * sizes["SHARED_WEIGHT"]
+                waves = sizes["PROGRAMS"] // num_sms()
+                assert used * waves <= max_shared_bytes()
+                taken.add(d)
+            if sizes := streamed_softmax.stream_sizes(x):
+                columns = sizes["BLOCK"] * -(-d // sizes["BLOCK"])
+                waves = sizes["PROGRAMS"] // num_sms()
+                assert (2 * columns + 1024) * waves <= max_shared_bytes()
+                taken.add(-d)
+    assert min(taken) < -32768 < 8192 < max(taken)

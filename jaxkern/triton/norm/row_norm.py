@@ -21,6 +21,7 @@ from jaxkern.triton.block_sizes import (
     num_sms,
     tuned,
 )
+from jaxkern.triton.norm.streamed_rows import stream_sizes, streamed_row_norm_bwd
 from jaxkern.triton.triton_call import (
     jit,
     like,
@@ -76,12 +77,8 @@ def backward_tile(rows: int, d: int, dtype, num_streams: int) -> dict:
     return tuned("row_norm_bwd", d, dtype, rule)
 
 
-def backward_chunks(d: int, dtype, plain: bool) -> dict:
-    """Larger chunks where x, dy and dweight alone want registers: 64 a thread do."""
-    if plain and jnp.dtype(dtype).itemsize == 2:
-        rule = {"BLOCK": 8192, "WAVES": 1, "num_warps": 32}
-    else:
-        rule = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
+def backward_chunks(d: int, dtype) -> dict:
+    rule = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
     sizes = tuned("chunked_row_norm_bwd", d, dtype, rule)
     return sizes | {"CHUNKS": next_power_of_2(-(-d // sizes["BLOCK"]))}
 
@@ -552,7 +549,11 @@ def row_norm_bwd(
             "dbias_ptr": None if targets[3] is None else partial,
         }
 
-    if d > CHUNKED:
+    plain = all(o is None for o in (residual, mean, dtotal, targets[3]))
+    if plain and (streamed := stream_sizes(x, weight)):
+        dx, dweight = streamed_row_norm_bwd(given, results, constants | streamed)
+        out = dx, None, dweight, None
+    elif d > CHUNKED:
         out = long_row_norm_bwd(given, results, constants, rows, d)
     else:
         kernel = row_norm_bwd_kernel if d <= LONGEST else chunked_row_norm_bwd_kernel
@@ -560,8 +561,7 @@ def row_norm_bwd(
             streams = 2 + (residual is not None) + (dtotal is not None)
             sizes = backward_tile(rows, d, x.dtype, streams)
         else:
-            plain = all(o is None for o in (residual, mean, dtotal, targets[3]))
-            sizes = backward_chunks(d, x.dtype, plain)
+            sizes = backward_chunks(d, x.dtype)
         blocks = -(-rows // sizes.get("ROWS", 1))
         programs = num_programs(blocks, sizes.pop("WAVES"))
         sizes |= {"NUM_ROWS": rows, "PROGRAMS": programs}

@@ -1,10 +1,10 @@
 """AdamW over a whole tree: one launch for up to 64 leaves of any sizes.
 
-A program updates CHUNK elements of one leaf, which it finds by its own number. The
-kernel's parameters are the pointers of all leaves, 7 a leaf, and 64 leaves fill the 4
-KiB that every driver passes: 300 leaves are 5 launches, about 10 us, where a launch per
-leaf costs 600. Bytes: 28 a parameter in float32, of which 16 are read. The results lie
-in the buffers of params, m and v.
+A program updates BLOCK elements of one leaf, which it finds by halving: its number
+against six first programs of leaves. The kernel's parameters are the pointers of all
+leaves, 7 a leaf, and 64 leaves fill the 4 KiB that every driver passes: 300 leaves are
+5 launches, about 10 us, where a launch per leaf costs 600. Bytes: 28 a parameter in
+float32, of which 16 are read. The results lie in the buffers of params, m and v.
 """
 
 import itertools
@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.primitives.optim.adamw import one_minus_power
-from jaxkern.triton.triton_call import jit, like, tl, triton_call
+from jaxkern.triton.triton_call import constexpr_function, jit, like, tl, triton_call
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MOST_LEAVES = 64  # of one launch
-CHUNK, BLOCK, NUM_WARPS = 16384, 2048, 8  # elements of a program, and at once
+BLOCK, NUM_WARPS = 2048, 8  # elements of a program
 
 
 def unsupported(learning_rate: Any, step: Any, **named: Any) -> str | None:
@@ -27,13 +27,50 @@ def unsupported(learning_rate: Any, step: Any, **named: Any) -> str | None:
     return unsupported_anywhere(**named)
 
 
+@constexpr_function
+def distinct_move(n):
+    return f"mov.b32 $0, {n};"
+
+
 @jit
-def of_leaf(of_each, program, BEGINS: tl.constexpr):
-    """The entry of this program's leaf: tuples take no index known at run time only."""
-    found = of_each[0]
-    for k in tl.static_range(1, len(BEGINS)):
-        found = tl.where(program >= BEGINS[k], of_each[k], found)
-    return found
+def share_of(
+    program,
+    leaves,
+    BEGINS: tl.constexpr,
+    SIZES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """(pointers, count) of a program whose leaf is one of LOW to HIGH, by halving.
+
+    Tuples take no index known at run time only. The branches are the same for a whole
+    program: six comparisons, and the pointers of one leaf are read, not of all.
+    """
+    if HIGH - LOW == 1:
+        # the move differs from leaf to leaf and may not be moved; else the compiler
+        # merges the leaves into one block and selects its operands one by one
+        begin = tl.inline_asm_elementwise(
+            distinct_move(BEGINS[LOW]), "=r", [], tl.int32, is_pure=False, pack=1
+        )
+        first = (program - begin).to(tl.int64) * BLOCK
+        pointers = (
+            leaves[0][LOW] + first,
+            leaves[1][LOW] + first,
+            leaves[2][LOW] + first,
+            leaves[3][LOW] + first,
+            leaves[4][LOW] + first,
+            leaves[5][LOW] + first,
+            leaves[6][LOW] + first,
+        )
+        return pointers, tl.minimum(SIZES[LOW] - first, BLOCK).to(tl.int32)
+    else:
+        MIDDLE: tl.constexpr = (LOW + HIGH) // 2
+        if program < BEGINS[MIDDLE]:
+            found = share_of(program, leaves, BEGINS, SIZES, BLOCK, LOW, MIDDLE)
+        else:
+            found = share_of(program, leaves, BEGINS, SIZES, BLOCK, MIDDLE, HIGH)
+        return found
 
 
 @jit
@@ -50,18 +87,18 @@ def update_block(
 ):
     param_ptr, grad_ptr, m_ptr, v_ptr, new_param_ptr, new_m_ptr, new_v_ptr = pointers
     learning_rate, m_scale, v_scale = scalars
-    p = tl.load(param_ptr + at, inside, eviction_policy="evict_first").to(tl.float32)
-    g = tl.load(grad_ptr + at, inside, eviction_policy="evict_first").to(tl.float32)
-    m = tl.load(m_ptr + at, inside, eviction_policy="evict_first").to(tl.float32)
-    v = tl.load(v_ptr + at, inside, eviction_policy="evict_first").to(tl.float32)
+    p = tl.load(param_ptr + at, inside).to(tl.float32)
+    g = tl.load(grad_ptr + at, inside).to(tl.float32)
+    m = tl.load(m_ptr + at, inside).to(tl.float32)
+    v = tl.load(v_ptr + at, inside).to(tl.float32)
     m = B1 * m + (1 - B1) * g
     v = B2 * v + (1 - B2) * g * g
     square = v * v_scale + EPS_ROOT
     root = tl.where(square > 0, tl.sqrt(square), 0.0)
     p -= learning_rate * (m * m_scale / (root + EPS) + WEIGHT_DECAY * p)
-    tl.store(new_param_ptr + at, p, inside, eviction_policy="evict_first")
-    tl.store(new_m_ptr + at, m, inside, eviction_policy="evict_first")
-    tl.store(new_v_ptr + at, v, inside, eviction_policy="evict_first")
+    tl.store(new_param_ptr + at, p, inside)
+    tl.store(new_m_ptr + at, m, inside)
+    tl.store(new_v_ptr + at, v, inside)
 
 
 @jit
@@ -81,37 +118,23 @@ def adamw_kernel(
     EPS: tl.constexpr,
     EPS_ROOT: tl.constexpr,
     WEIGHT_DECAY: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    first = (program - of_leaf(BEGINS, program, BEGINS)).to(tl.int64) * CHUNK
-    count = tl.minimum(of_leaf(SIZES, program, BEGINS) - first, CHUNK).to(tl.int32)
-    pointers = (
-        of_leaf(params, program, BEGINS) + first,
-        of_leaf(grads, program, BEGINS) + first,
-        of_leaf(ms, program, BEGINS) + first,
-        of_leaf(vs, program, BEGINS) + first,
-        of_leaf(new_params, program, BEGINS) + first,
-        of_leaf(new_ms, program, BEGINS) + first,
-        of_leaf(new_vs, program, BEGINS) + first,
+    leaves = (params, grads, ms, vs, new_params, new_ms, new_vs)
+    pointers, count = share_of(
+        tl.program_id(0), leaves, BEGINS, SIZES, BLOCK, 0, len(BEGINS)
     )
     scalars = (
         tl.load(scalars_ptr),
         tl.load(scalars_ptr + 1),
         tl.load(scalars_ptr + 2),
     )
-    columns = tl.arange(0, BLOCK)
-    for begin in range(0, CHUNK, BLOCK):
-        at = begin + columns
-        if begin + BLOCK <= count:  # without a mask loads are 16 bytes wide
-            update_block(
-                pointers, scalars, at, None, B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY
-            )
-        elif begin < count:
-            update_block(
-                pointers, scalars, at, at < count, B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY
-            )
+    at = tl.arange(0, BLOCK)
+    if count == BLOCK:  # without a mask loads are 16 bytes wide
+        update_block(pointers, scalars, at, None, B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY)
+    else:
+        inside = at < count
+        update_block(pointers, scalars, at, inside, B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY)
 
 
 def launches(*lists: Sequence[jax.Array]) -> Iterator[list[int]]:
@@ -148,7 +171,7 @@ def adamw_tree(
         n = len(group)
         sizes = tuple(x.size for x in given[0])
         *begins, programs = itertools.accumulate(
-            (-(-size // CHUNK) for size in sizes), initial=0
+            (-(-size // BLOCK) for size in sizes), initial=0
         )
         out = triton_call(
             adamw_kernel,
@@ -168,7 +191,6 @@ def adamw_tree(
             EPS=eps,
             EPS_ROOT=eps_root,
             WEIGHT_DECAY=weight_decay,
-            CHUNK=CHUNK,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )

@@ -10,21 +10,31 @@ of the index in registers, with an exchange through shared memory between two of
 
 For 8192 columns: 13 sums an element and two exchanges. Written in Gluon, in which
 layouts are chosen and not inferred.
+
+Long rows of 16 bits need less of both. Their lowest bits are one product with a small
+matrix of ones and minus ones, exact in float32, whose operand is loaded as it lies in
+memory. All sums are made before the last exchange, so that it moves 2 bytes an element.
+Two programs share a row of 32768: each adds or subtracts both halves, one of which the
+caches hold, and makes its half of the result.
 """
 
 from typing import Any
 
+from jaxkern.primitives.turboquant.fwht import hadamard_matrix
 from jaxkern.triton.block_sizes import tuned
 from jaxkern.triton.triton_call import (
     constexpr_function,
     gl,
     gluon_jit,
     like,
+    mma_v2,
     sparse_call,
 )
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 LONGEST = 32768  # a row must fit the registers of one multiprocessor
+# rows of 16 bits for which it is faster: {elements: (of a tile, bits of the product)}
+BY_PRODUCTS = {8192: (8192, 5), 32768: (16384, 4)}
 
 
 def unsupported(x: Any = None, dy: Any = None, **rest: Any) -> str | None:
@@ -36,15 +46,28 @@ def unsupported(x: Any = None, dy: Any = None, **rest: Any) -> str | None:
 
 
 def tile_sizes(d: int, dtype) -> dict:
-    """Of one program: whole rows, 64 elements a thread, 32 of 4 bytes."""
+    """Of one program: 64 elements a thread, 32 of 4 bytes; whole rows, or by products.
+
+    PRODUCT is the number of lowest bits that are left to a product.
+    """
+    if d in BY_PRODUCTS and dtype.itemsize == 2:
+        tile, product = BY_PRODUCTS[d]
+        rule = {"TILE": tile, "num_warps": tile // 2048, "PRODUCT": product}
+        return tuned("fwht_by_products", d, dtype, rule)
     tile = max(d, 4096)
     warps = tile // (1024 if dtype.itemsize == 4 else 2048)
     return tuned("fwht", d, dtype, {"TILE": tile, "num_warps": warps})
 
 
 @constexpr_function
-def butterfly_bits(D, TILE, ITEM, WARPS):
+def butterfly_bits(D, TILE, ITEM, WARPS, PRODUCT=0):
     """The bits of the index that the layouts for load, middle and store work on."""
+    if PRODUCT:
+        # what a product leaves in its lanes and warps: bits of the row of a matrix
+        outside = PRODUCT + 4 + WARPS.bit_length() - 1
+        work = range(PRODUCT, min(D, TILE).bit_length() - 1)
+        beside = tuple(b for b in work if b == PRODUCT + 3 or b >= outside)
+        return beside, tuple(b for b in work if b not in beside), ()
     bits, registers = TILE.bit_length() - 1, (TILE // (32 * WARPS)).bit_length() - 1
     vector = vector_bits(ITEM)
     work = range(D.bit_length() - 1)
@@ -87,10 +110,17 @@ def layout(BITS, LOWEST, TILE, WARPS):
 
 
 @constexpr_function
-def layouts(D, TILE, ITEM, WARPS):
+def layouts(D, TILE, ITEM, WARPS, PRODUCT=0):
     """For load, middle and store."""
-    in_load, in_middle, _ = butterfly_bits(D, TILE, ITEM, WARPS)
+    in_load, in_middle, _ = butterfly_bits(D, TILE, ITEM, WARPS, PRODUCT)
     store = layout((), vector_bits(ITEM), TILE, WARPS)
+    if PRODUCT:  # a thread of it has columns 0, 1, 8, 9, ... of rows 0, 8, ...
+        in_load = (0, *range(3, PRODUCT), PRODUCT + 3, *in_load)
+        load = layout(in_load, 0, TILE, WARPS)
+        if len(in_middle) == (TILE // (32 * WARPS)).bit_length() - 1:
+            # a bit in common, so that the exchange of 2 bytes an element moves 4
+            store = layout(in_middle[:1], vector_bits(ITEM), TILE, WARPS)
+        return load, layout(in_middle, 0, TILE, WARPS), store
     load = layout(in_load, 1 if ITEM < 4 else 0, TILE, WARPS) if in_load else store
     middle = layout(in_middle, 0, TILE, WARPS) if in_middle else load
     return load, middle, store
@@ -108,11 +138,17 @@ def butterfly(x, BIT: gl.constexpr, TILE: gl.constexpr):
 
 @gluon_jit
 def butterflies(
-    x, PHASE: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, ITEM: gl.constexpr
+    x,
+    PHASE: gl.constexpr,
+    D: gl.constexpr,
+    TILE: gl.constexpr,
+    ITEM: gl.constexpr,
+    PRODUCT: gl.constexpr = 0,
 ):
-    COUNT: gl.constexpr = num_bits(PHASE, D, TILE, ITEM, gl.num_warps())
+    WARPS: gl.constexpr = gl.num_warps()
+    COUNT: gl.constexpr = num_bits(PHASE, D, TILE, ITEM, WARPS, PRODUCT)
     for i in gl.static_range(COUNT):
-        x = butterfly(x, bit(i, PHASE, D, TILE, ITEM, gl.num_warps()), TILE)
+        x = butterfly(x, bit(i, PHASE, D, TILE, ITEM, WARPS, PRODUCT), TILE)
     return x
 
 
@@ -171,6 +207,59 @@ def fwht_kernel(
         gl.store(y_ptr + start + at, y, inside, eviction_policy="evict_first")
 
 
+@gluon_jit
+def fwht_by_products_kernel(
+    x_ptr,
+    before_ptr,
+    after_ptr,
+    factor_ptr,
+    y_ptr,
+    D: gl.constexpr,
+    SCALE: gl.constexpr,
+    TILE: gl.constexpr,
+    ITEM: gl.constexpr,
+    PRODUCT: gl.constexpr,
+):
+    """D is one tile, or two of which each is the work of a program."""
+    PARTS: gl.constexpr = D // TILE
+    WIDTH: gl.constexpr = 2**PRODUCT
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, WIDTH // 4)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, WIDTH // 4)
+    PLAN: gl.constexpr = layouts(D, TILE, ITEM, gl.num_warps(), PRODUCT)
+    # the caches keep what other programs read too
+    POLICY: gl.constexpr = "evict_first" if PARTS == 1 else "evict_last"
+    part = gl.program_id(0) % PARTS
+    start = (gl.program_id(0) // PARTS).to(gl.int64) * D
+
+    i = gl.arange(0, WIDTH, gl.SliceLayout(1, RIGHT))[:, None]
+    j = gl.arange(0, WIDTH, gl.SliceLayout(0, RIGHT))[None, :]
+    factor = gl.load(factor_ptr + j * WIDTH + i, eviction_policy="evict_last")
+    i = gl.arange(0, TILE // WIDTH, gl.SliceLayout(1, LEFT))[:, None]
+    j = gl.arange(0, WIDTH, gl.SliceLayout(0, LEFT))[None, :]
+    y = gl.zeros([TILE // WIDTH, WIDTH], gl.float32, SUMS)
+    for other in gl.static_range(PARTS):
+        at = other * TILE + i * WIDTH + j
+        x = gl.load(x_ptr + start + at, eviction_policy=POLICY)
+        if before_ptr is not None:  # ones and minus ones: exact
+            signs = gl.load(before_ptr + at, eviction_policy="evict_last")
+            x = x * signs.to(x.dtype)
+        y = mma_v2(x, gl.where((part & other) == 1, -factor, factor), y)
+
+    y = gl.convert_layout(gl.reshape(y, [TILE]), PLAN[0])
+    y = butterflies(y, 0, D, TILE, ITEM, PRODUCT)
+    y = gl.convert_layout(y, PLAN[1])
+    y = butterflies(y, 1, D, TILE, ITEM, PRODUCT)
+    if SCALE != 1.0:
+        y = y * SCALE
+    y = gl.convert_layout(y.to(y_ptr.dtype.element_ty), PLAN[2])
+    at = part * TILE + gl.arange(0, TILE, PLAN[2])
+    if after_ptr is not None:
+        signs = gl.load(after_ptr + at, eviction_policy="evict_last")
+        y = y * signs.to(y.dtype)
+    gl.store(y_ptr + start + at, y, eviction_policy="evict_first")
+
+
 def fwht_fwd(x, signs_before, signs_after, *, scale):
     d = x.shape[-1]
     sizes = tile_sizes(d, x.dtype)
@@ -181,10 +270,14 @@ def fwht_fwd(x, signs_before, signs_after, *, scale):
         "SCALE": d**-0.5 if scale == "orthonormal" else 1.0,
         "ITEM": x.dtype.itemsize,
     }
+    kernel = fwht_kernel
+    if "PRODUCT" in sizes:
+        kernel = fwht_by_products_kernel
+        given["factor_ptr"] = hadamard_matrix(2 ** sizes["PRODUCT"], x.dtype)
+        del constants["SIZE"]
     grid = (-(-x.size // sizes["TILE"]),)
-    return sparse_call(fwht_kernel, grid, given, {"y_ptr": like(x)}, constants | sizes)[
-        0
-    ]
+    [y] = sparse_call(kernel, grid, given, {"y_ptr": like(x)}, constants | sizes)
+    return y
 
 
 def fwht_bwd(signs_before, signs_after, dy, *, scale):
