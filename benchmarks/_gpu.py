@@ -1,7 +1,9 @@
 """How an operator is measured on a GPU: errors first, then device time beside limits.
 
 Every figure is the time of one call inside an executable that makes several calls on
-different buffers, so neither Python nor the cache is measured. The two ceilings, a copy
+different buffers, so neither Python nor the cache is measured. The executable is queued
+behind a kernel that waits, and the device's own clock is read before and after it: a
+launch takes the host up to 20 us, more than many kernels take. The two ceilings, a copy
 and a matrix product, are measured in the same run.
 """
 
@@ -26,6 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import jaxkern
+from jaxkern.triton.triton_call import jit, tl, triton_call
 
 CONSOLE = Console(width=150)
 L2_BYTES = 60e6
@@ -77,6 +80,75 @@ class Benchmark:
 # Time.
 
 
+@jit
+def wait_kernel(nanoseconds_ptr, out_ptr, WARP: tl.constexpr):
+    """Occupies the device until its clock is so much further."""
+    t = tl.inline_asm_elementwise(
+        """{ .reg .u64 t, end; .reg .pred p;
+        mov.u64 t, %globaltimer; add.u64 end, t, $1;
+        AGAIN: mov.u64 t, %globaltimer; setp.lt.u64 p, t, end; @p bra AGAIN;
+        mov.u64 $0, t; }""",
+        "=l,l",
+        [tl.load(nanoseconds_ptr).to(tl.int64)],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(out_ptr, t.to(tl.int32))
+
+
+@jit
+def clock_kernel(any_ptr, out_ptr, WARP: tl.constexpr):
+    """Low and high half of the device's clock, in nanoseconds."""
+    t = tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;",
+        "=l,r",
+        [tl.load(any_ptr)],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(out_ptr, t.to(tl.int32))
+    tl.store(out_ptr + 1, (t >> 32).to(tl.int32))
+
+
+@functools.cache
+def compiled_clock() -> tuple[Callable, Callable]:
+    """The two kernels above, of an array of nanoseconds."""
+
+    def call(kernel, size):
+        out = [jax.ShapeDtypeStruct((size,), jnp.int32)]
+        f = functools.partial(
+            triton_call, kernel, out=out, grid=(1,), num_warps=1, WARP=1
+        )
+        return jax.jit(f).lower(jnp.zeros(1, jnp.int32)).compile()
+
+    return call(wait_kernel, 1), call(clock_kernel, 2)
+
+
+def seconds_on_device(run: Callable[[], Any], host_seconds: float) -> float:
+    """From before to after what `run` queues, though that takes the host a while."""
+    wait, clock = compiled_clock()
+    nanoseconds = jnp.full(1, 1e9 * min(1e-3 + 1.5 * host_seconds, 0.1), jnp.int32)
+    wait(nanoseconds)
+    before = clock(nanoseconds)
+    out = run()
+    after = clock(nanoseconds)
+    begin, end = (
+        int(np.asarray(halves).view(np.uint64)[0]) for [halves] in (before, after)
+    )
+    del out
+    return (end - begin) * 1e-9
+
+
+@functools.cache
+def seconds_of_clock() -> float:
+    """Between two readings with nothing between them."""
+    return statistics.median(
+        seconds_on_device(lambda: None, 0.0) for _ in range(3 * REPEATS)
+    )
+
+
 def device_seconds(f: Callable, sets: Sequence[tuple], budget: float = 0.25) -> float:
     """Seconds of one `f(*set)`, the mean over all sets in one executable; median.
 
@@ -92,32 +164,32 @@ def device_seconds(f: Callable, sets: Sequence[tuple], budget: float = 0.25) -> 
 
     run = jax.jit(every).lower(sets).compile()
     jax.block_until_ready(run(sets))
+    begin = time.perf_counter()
+    out = run(sets)
+    host = time.perf_counter() - begin
+    jax.block_until_ready(out)
+    del out
     times = []
-    start = time.perf_counter()
-    for _ in range(REPEATS):
-        calls, begin = 0, time.perf_counter()
-        while calls == 0 or time.perf_counter() - begin < 0.01:
-            out = run(sets)
-            calls += 1
-            if calls >= 20:
-                break
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / calls / len(sets))
-        if time.perf_counter() - start > budget * REPEATS:
-            break
-    return statistics.median(times)
+    while len(times) < REPEATS and time.perf_counter() - begin < budget * REPEATS:
+        times.append(seconds_on_device(lambda: run(sets), host))
+    return (statistics.median(times) - seconds_of_clock()) / len(sets)
 
 
 def torch_seconds(f: Callable, sets: Sequence[tuple]) -> float:
     """Seconds of one `f(*set)` in torch, by events around a pass over all sets."""
     import torch
 
-    for s in sets:
-        f(*s)
-    torch.cuda.synchronize()
+    host = 0.0
+    for _ in range(2):
+        begin = time.perf_counter()
+        for s in sets:
+            f(*s)
+        host = time.perf_counter() - begin
+        torch.cuda.synchronize()
     times = []
     for _ in range(REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(2e9 * min(1e-3 + 1.5 * host, 0.1)))
         begin.record()
         for s in sets:
             f(*s)

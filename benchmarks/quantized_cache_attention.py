@@ -48,13 +48,14 @@ BENCHMARK = Benchmark(
     ours,
     [
         *(case(name, 1, 65536) for name in CODECS),
-        *(case(name, 16, 65536) for name in ("int8", "float8", "int4", "turbo4")),
+        *(case(name, 16, 65536) for name in CODECS),
         *(case(name, 32, 4096) for name in ("int8", "turbo4")),
     ],
     sizes={
         "decode_quantized": {
-            "BLOCK": (16, 32),
-            "PER_SM": (2, 3, 4),
+            "BLOCK": (16, 32, 64),
+            "PER_SM": (1, 2, 3, 4),
+            "SHARES": (1, 2),
             "STAGES": (2, 3, 4),
         },
     },

@@ -166,6 +166,24 @@ def test_nan_behind_the_lengths_has_no_influence(s):
     assert np.isfinite(np.asarray(dirty, np.float32)).all()
 
 
+@pytest.mark.parametrize("s", [3000, 9000])
+def test_lengths_may_change_between_replays(s):
+    """So many launches are a CUDA graph; the same lengths give the same bits."""
+    query, key, value = qkv(1, 1, s, 8, 4, 128)
+    lengths = [jnp.array([n]) for n in (0, 1, 77, s // 2, s - 1, s)]
+
+    @jax.jit
+    def every(lengths):
+        return [attention(query, key, value, kv_lengths=n) for n in lengths]
+
+    with backend("triton", strict=True):
+        first, reverse, again = (every(x) for x in (lengths, lengths[::-1], lengths))
+    for y, other, same in zip(first, reverse[::-1], again, strict=True):
+        np.testing.assert_array_equal(y, other)
+        np.testing.assert_array_equal(y, same)
+    assert not first[0].any() and all(y.any() for y in first[1:])
+
+
 def test_nan_among_the_keys_reaches_its_sequence_alone():
     query, key, value = qkv(2, 1, 3000, 2, 4, 128)
     with backend("triton", strict=True):

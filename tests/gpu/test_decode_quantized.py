@@ -184,6 +184,27 @@ def test_nan_behind_the_lengths_has_no_influence(s):
     assert (spoiled[0] == 0).all()
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4", "turbo4"])
+def test_lengths_may_change_between_replays(codec):
+    codec, s = CODECS[codec], 9000
+    key, value = caches(1, s, 8, 128, 128, codec, codec)
+    query = draw((1, 1, 32, 128), "bfloat16")
+    lengths = [jnp.array([n]) for n in (0, 1, 77, s // 2, s - 1, s)]
+
+    @jax.jit
+    def every(lengths):
+        return [
+            quantized_cache_attention(query, key, value, kv_lengths=n) for n in lengths
+        ]
+
+    with backend("triton", strict=True):
+        first, reverse, again = (every(x) for x in (lengths, lengths[::-1], lengths))
+    for y, other, same in zip(first, reverse[::-1], again, strict=True):
+        np.testing.assert_array_equal(y, other)
+        np.testing.assert_array_equal(y, same)
+    assert not first[0].any() and all(y.any() for y in first[1:])
+
+
 def test_nan_among_the_keys_reaches_its_sequence_alone():
     codec = CODECS["int8"]
     key, value = caches(2, 3000, 2, 128, 128, codec, codec)

@@ -51,7 +51,6 @@ def launches_of(*args, **options):
         ((IntCodec(2), TURBO4), dict(h=64), "less than a word for each lane"),
         ((TurboQuantCodec(2.25), TURBO4), {}, "codes of 2.25 bits in `key`"),
         ((TURBO4, IntCodec(7)), {}, "codes of 7 bits in `value`"),
-        ((TURBO8, OTHER8), {}, "two codecs of 8 bits with different levels"),
         ((TURBO4, TURBO4), dict(mask=jnp.ones((1, 40), bool)), "`mask` is not in"),
         ((TURBO4, TURBO4), dict(s=0), "`key_codes` is empty"),
     ],
@@ -74,9 +73,8 @@ def test_lookups_give_the_levels_that_codes_mean(codec):
     with compiling_for(80):  # later GPUs convert float8 themselves
         both = tables_of(codec, codec)
         other = tables_of(codec, TurboQuantCodec(3))
-    assert both is not None and both[1][1] is None  # one table for both
+    assert both[1][1] is None  # one table for both
     for tables in (both, other):
-        assert tables is not None
         (width, second, together), table = tables[0]
         assert table is not None
         main = packed[:, : d * width // 8]
@@ -107,6 +105,7 @@ FORMS = {
     "float8": (Float8Codec(), Float8Codec(), dict(s=5000, g=4)),
     "int4 by 32": (INT4, INT4, dict(s=5000, g=4, causal=True, t=8)),
     "turbo8 turbo4": (TURBO8, TURBO4, dict(s=5000, softcap=3.0)),
+    "turbo8 other": (TURBO8, OTHER8, dict(s=5000)),
     "turbo3": (TurboQuantCodec(3), TurboQuantCodec(3), dict(h=256)),
     "int6 none": (IntCodec(6), None, dict(g=3, causal=True, window=7, t=2)),
     "none turbo8": (None, TURBO8, dict(k=3, g=2)),
@@ -130,7 +129,10 @@ def test_kernels_compile_and_do_not_spill(form, capability):
             assert launch.stack_bytes == 0, launch.describe()
             assert launch.shared_bytes <= bridge.max_shared_bytes()
             if "q" in launch.name:
-                assert "HMMA" in launch.sass and "LDGSTS.E.BYPASS.128" in launch.sass
+                assert (
+                    "HMMA" in launch.sass
+                    and "LDGSTS.E.BYPASS.LTC256B.128" in launch.sass
+                )
                 # Triton has put nothing of its own beside what is addressed in PTX
                 assert launch.shared_bytes == dict(launch.constants)["SHARED"]
 

@@ -7,7 +7,6 @@ Rotated keys and values (https://arxiv.org/abs/2504.19874) are never rotated bac
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxkern.primitives.attention.attention import (
@@ -17,16 +16,13 @@ from jaxkern.primitives.attention.attention import (
     per_sequence,
 )
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.turboquant.fwht import hadamard_matrix
+from jaxkern.primitives.turboquant.fwht import fwht_reference
 from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
-from jaxkern.primitives.turboquant.rotate import rotate, unrotate
 from jaxkern.primitives.turboquant.vector_codec import (
     VectorCodec,
     decode,
     decode_levels,
 )
-
-FEW = 2**14  # coordinates that are rotated without a kernel of their own
 
 
 def quantized_cache_attention(
@@ -95,13 +91,6 @@ def quantized_cache_attention(
             f"{op}: with kv_lengths and t != s the position of the queries is "
             "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
         )
-    key_signs = key_codec and key_codec.signs(h)
-    value_signs = value_codec and value_codec.signs(value.shape[-1])
-    dtype = query.dtype
-    if key_signs is not None:
-        query = rotated(at_least_f32(query), key_signs)
-    elif value_signs is not None:
-        query = at_least_f32(query)
     out, lse = quantized_cache_attention_p(
         query,
         key_array,
@@ -121,20 +110,7 @@ def quantized_cache_attention(
         window=window,
         softcap=softcap,
     )
-    if value_signs is not None:
-        out = rotated(out, value_signs, back=True)
-    out = out.astype(dtype)
     return (out, lse) if return_lse else out
-
-
-def rotated(x: Array, signs: np.ndarray, back: bool = False) -> Array:
-    """`rotate` or `unrotate`; of few vectors by sums that XLA fuses with the casts."""
-    if x.size > FEW:
-        return unrotate(x, signs) if back else rotate(x, signs)
-    d = x.shape[-1]
-    y = x if back else x * signs
-    y = jnp.sum(y[..., None, :] * hadamard_matrix(d, x.dtype), -1) * d**-0.5
-    return y * signs if back else y
 
 
 def parts(cache):
@@ -171,8 +147,8 @@ def quantized_cache_attention_reference(
             f"quantized_cache_attention: dim `h` is {query.shape[-1]} in `query` but "
             f"{k.shape[-1]} in `key`."
         )
-    return attention_reference(
-        query,
+    out, lse = attention_reference(
+        rotated_query(query, v.shape[-1], key_codec, value_codec),
         k,
         v,
         bias=None,
@@ -187,6 +163,7 @@ def quantized_cache_attention_reference(
         window=window,
         softcap=softcap,
     )
+    return rotated(out, value_codec, back=True).astype(query.dtype), lse
 
 
 def quantized_cache_attention_bwd_reference(
@@ -221,7 +198,7 @@ def quantized_cache_attention_bwd_reference(
     Float[Array, " k*g"] | None,
 ]:
     dquery, dk, dv, _, dsinks = attention_bwd_reference(
-        query,
+        rotated_query(query, out.shape[-1], key_codec, value_codec),
         decoded(key, key_codes, key_scales, key_codec),
         decoded(value, value_codes, value_scales, value_codec),
         bias=None,
@@ -231,18 +208,36 @@ def quantized_cache_attention_bwd_reference(
         kv_lengths=kv_lengths,
         q_offset=q_offset,
         sinks=sinks,
-        out=out,
+        out=rotated(out, value_codec),
         lse=lse,
-        dout=dout,
+        dout=rotated(dout, value_codec),
         dlse=dlse,
         scale=scale,
         causal=causal,
         window=window,
         softcap=softcap,
     )
+    dquery = rotated(dquery, key_codec, back=True).astype(query.dtype)
     dkey, dkey_scales = pulled_back(dk, key_codes, key_scales, key_codec)
     dvalue, dvalue_scales = pulled_back(dv, value_codes, value_scales, value_codec)
     return dquery, dkey, dkey_scales, dvalue, dvalue_scales, dsinks
+
+
+def rotated_query(query: Array, hv: int, key_codec: Any, value_codec: Any) -> Array:
+    """As the keys are; in at least float32 if a rotation precedes or follows."""
+    if value_codec is not None and value_codec.signs(hv) is not None:
+        query = at_least_f32(query)
+    return rotated(query, key_codec)
+
+
+def rotated(x: Array, codec: VectorCodec | None, back: bool = False) -> Array:
+    """Rx or R^T x, R of the codec; x where there is none."""
+    signs = None if codec is None else codec.signs(x.shape[-1])
+    if signs is None:
+        return x
+    signs = jnp.asarray(signs)
+    before, after = (None, signs) if back else (signs, None)
+    return fwht_reference(at_least_f32(x), before, after, scale="orthonormal")
 
 
 def decoded(x: Array | None, codes: Any, scales: Any, codec: Any) -> Array:

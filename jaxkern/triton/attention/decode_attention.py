@@ -33,6 +33,8 @@ WIDE_ELEMENTS = 4096  # of the padded queries
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 256
 STAGE_BYTES = 32768  # keys and values that are loaded together
+AT_ONCE = 4  # programs of one block that a multiprocessor runs at once
+FEW = 8  # programs for each key head, or more, make sequences few
 LOG2E = math.log2(math.e)
 FAR = 2**30  # positions are clipped to it
 # What the plan assumes, in microseconds: H200, measured by `benchmarks`.
@@ -79,18 +81,22 @@ def unsupported_paged(
     return unsupported(query, value_pages, key_pages=key_pages, **rest)
 
 
-def sizes_of(h: int, hv: int, dtype: Any) -> dict[str, int]:
-    """Blocks of about STAGE_BYTES, and as many programs as fit a multiprocessor."""
+def sizes_of(h: int, hv: int, dtype: Any, few: bool = False) -> dict[str, int]:
+    """Blocks of about STAGE_BYTES, and as many programs as fit a multiprocessor.
+
+    With `few` sequences one program has a multiprocessor: fewer shares to merge.
+    """
     row = (next_power_of_2(h) + next_power_of_2(hv)) * jnp.dtype(dtype).itemsize
     large = max_shared_bytes() > 128 * 1024
     most = (STAGE_BYTES if large else STAGE_BYTES // 2) // row
+    stages, warps = (4, 4) if large else (3, 4)
+    if few and large:
+        most, stages, warps = 2 * STAGE_BYTES // row, 3, 8
     block = min(max(next_power_of_2(most + 1) // 2, 16), 128)
-    stages = 4 if large else 3
     held = (stages - 1) * block * row + 8192
-    rule = {"BLOCK": block, "num_warps": 4, "num_stages": stages}
-    return tuned(
-        "decode_attention", h, dtype, rule | {"PER_SM": max_shared_bytes() // held}
-    )
+    per_sm = 1 if few else max_shared_bytes() // held
+    rule = {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
+    return tuned("decode_attention", h, dtype, rule)
 
 
 def num_splits(pairs: int, keys: int, stage_bytes: int, uneven: bool, sizes) -> int:
@@ -296,7 +302,6 @@ def merge_kernel(
     LOG2E: tl.constexpr,
     SPLITS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
 ):
     """The shares of one query of one head, weighted by exp2 of their log-sum-exp.
@@ -320,16 +325,12 @@ def merge_kernel(
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
     dims = part * VALUE_DIMS + tl.arange(0, VALUE_DIMS)
-    out = tl.zeros([VALUE_DIMS], tl.float32)
-    for begin in tl.static_range(0, SPLITS, CHUNK):
-        i = begin + tl.arange(0, CHUNK)
-        z = tl.load(lses + i, i < SPLITS, -float("inf"))
-        # loaded beside the sums, not after them: what nobody wrote is dropped here
-        mask = (i < SPLITS)[:, None] & (dims < HV)[None, :]
-        at = (row * SPLITS + i)[:, None] * HV + dims[None, :]
-        sums = tl.load(parts_ptr + at, mask, 0.0)
-        sums = tl.where((z != -float("inf"))[:, None], sums, 0.0)
-        out += tl.sum(tl.exp2(z - base)[:, None] * sums, 0)
+    # loaded beside the log-sum-exps, not after them: what nobody wrote is dropped here
+    mask = (every < SPLITS)[:, None] & (dims < HV)[None, :]
+    at = (row * SPLITS + every)[:, None] * HV + dims[None, :]
+    sums = tl.load(parts_ptr + at, mask, 0.0)
+    sums = tl.where((z != -float("inf"))[:, None], sums, 0.0)
+    out = tl.sum(tl.exp2(z - base)[:, None] * sums, 0)
     tl.store(out_ptr + row * HV + dims, out / total, dims < HV)
     lse = tl.where(seen, base + tl.log2(total), top) / LOG2E
     tl.store(lse_ptr + row, lse, part == 0)
@@ -361,13 +362,19 @@ def launch(
     wide = key.dtype if native and native_sums else jnp.float32
     sizes = dict(sizes_of(h, hv, wide))
     block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
-    if 16 < block < s and b * k * s < 4 * num_sms() * block:
-        block //= 2  # too few to fill the GPU
-    sizes["BLOCK"] = block
-    stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
     keys = s if window is None else min(s, window + t - 1 + block)
-    uneven = b > 1 and kv_lengths is not None
-    splits = num_splits(b * k, keys, stage_bytes, uneven, sizes)
+    splits = -(-keys // block)
+    narrow = wide != jnp.float32  # wide blocks would spill
+    if narrow and splits <= MAX_SPLITS and b * k * splits <= AT_ONCE * num_sms():
+        sizes["num_stages"] = 1  # each program has one block
+    else:
+        if narrow and b * k <= num_sms() // FEW:
+            sizes = dict(sizes_of(h, hv, wide, few=True))
+            block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
+        stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
+        uneven = b > 1 and kv_lengths is not None
+        splits = num_splits(b * k, keys, stage_bytes, uneven, sizes)
+    sizes["BLOCK"] = block
     del sizes["PER_SM"]
     if block_tables is not None and page % block:
         # Triton divides the stages between a load and the load of its addresses
@@ -445,18 +452,21 @@ def run_and_merge(
     }
     sums, lses = sparse_call(kernel, (programs,), given, parts, constants)
     every = next_power_of_2(splits)
-    value_dims = max(next_power_of_2(hv), 16)
-    # many shares are loaded at once, so that their latency is paid once
-    chunk, dims = (every, min(value_dims, 32)) if every > 32 else (every, value_dims)
+    # all shares are loaded at once, so that their latency is paid once, by programs
+    # that are small if there are few
+    dims = max(next_power_of_2(hv), 16)
+    while dims > 16 and (
+        every * dims > 4096 or math.prod(rows) * hv <= num_sms() * dims
+    ):
+        dims //= 2
     merge = {
         "N": rows[-1],
         "HV": hv,
         "LOG2E": LOG2E,
         "SPLITS": splits,
         "ALL_SPLITS": every,
-        "CHUNK": chunk,
         "VALUE_DIMS": dims,
-        "num_warps": min(max(chunk * dims // (16 * WARP), 1), 8),
+        "num_warps": min(max(every * dims // (32 * WARP), 1), 8),
     }
     given = {"parts_ptr": sums, "part_lse_ptr": lses, "sinks_ptr": sinks}
     programs = math.prod(rows) * -(-hv // dims)

@@ -40,7 +40,7 @@ from jaxkern.triton.attention.decode_attention import (
     run_and_merge,
 )
 from jaxkern.triton.attention.quantized_levels import (
-    COPIES,
+    ENTRY_BYTES,
     FLOAT8,
     INT4,
     INT8,
@@ -62,7 +62,6 @@ from jaxkern.triton.triton_call import (
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 HEAD_DIMS = (64, 128, 256)
-TABLE_BYTES = 49152  # of both tables, what a kernel can have without being asked
 # bits: width of the main plane, of the second one, codes of one lookup
 FORMATS = {
     16: (16, 0, 0),  # float16 or bfloat16, not codes
@@ -76,9 +75,10 @@ FORMATS = {
 FLOAT8_SINCE = 89  # the compute capability that converts them
 # Of keys and values alike, on an H200 at 65536 tokens, batch 1 and 16.
 FASTEST = {
-    INT8: {"BLOCK": 32, "STAGES": 2, "PER_SM": 3},
-    INT4: {"BLOCK": 32, "STAGES": 3, "PER_SM": 3},
-    FORMATS[4]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 2},
+    INT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
+    INT4: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
+    FORMATS[8]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
+    FORMATS[4]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[3]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 3},
 }
 UNIT = 256.0  # the largest coordinate of a query in float16
@@ -124,9 +124,6 @@ def unsupported(
         x = rest.get(name)
         if x is not None and x.size == 0:
             return f"`{name}` is empty"
-    if key_codec is not None and value_codec is not None:
-        if tables_of(key_codec, value_codec) is None:
-            return "two codecs of 8 bits with different levels do not fit"
     return unsupported_anywhere(query=query, sinks=rest.get("sinks"))
 
 
@@ -144,25 +141,23 @@ def form_of(codec: VectorCodec | None) -> tuple[int, int, int]:
 
 
 def tables_of(key_codec: VectorCodec | None, value_codec: VectorCodec | None):
-    """((format, table) of keys, of values), the second table None if it is the first.
-
-    None where no two tables fit.
-    """
+    """((format, table) of keys, of values), no second table if it is the first."""
     codecs = key_codec, value_codec
     forms = [form_of(codec) for codec in codecs]
     levels = [
         codec.table().astype(np.float16) if codec is not None and form[2] > 0 else None
         for codec, form in zip(codecs, forms, strict=True)
     ]
-    ours, theirs = levels
-    if ours is not None and theirs is not None:
-        if np.array_equal(ours, theirs, equal_nan=True):
-            return (forms[0], entries(ours, forms[0])), (forms[1], None)
-        # codes of 4 bits can be looked up one by one, in a smaller table
-        forms = [{(4, 0, 2): (4, 0, 1)}.get(form, form) for form in forms]
-    both = [(f, entries(x, f)) for f, x in zip(forms, levels, strict=True)]
-    size = sum(COPIES * table.size for _, table in both if table is not None)
-    return None if size > TABLE_BYTES else both
+    ours, theirs = (entries(x, f) for f, x in zip(forms, levels, strict=True))
+    if ours is not None and theirs is not None and np.array_equal(ours, theirs):
+        theirs = None
+    return (forms[0], ours), (forms[1], theirs)
+
+
+def signs_of(codec: VectorCodec | None, d: int) -> np.ndarray | None:
+    """The diagonal of an orthonormal rotation: its signs times d^-1/2."""
+    signs = None if codec is None else codec.signs(d)
+    return None if signs is None else (signs * d**-0.5).astype(np.float32)
 
 
 def entries(levels: np.ndarray | None, form: tuple[int, int, int]) -> np.ndarray | None:
@@ -205,6 +200,26 @@ def lane_layout(WARPS, LOW, AXIS, HIGH):
     shape = [WARPS, LOW, HIGH] if AXIS == 1 else [WARPS, HIGH, LOW]
     lanes += [[0, 0, 0]] * (5 - len(lanes))
     return gl.DistributedLinearLayout([], lanes, bases(WARPS, 1, 0), [], shape)
+
+
+@constexpr_function
+def query_layout(WARPS, ROWS, DIMS, RUN):
+    """[warps, rows, dims]: a lane has RUN neighbouring dims of every 4 RUN."""
+    registers = bases(RUN, 1, 2) + bases(ROWS // 8, 8, 1)
+    registers += bases(DIMS // (4 * RUN), 4 * RUN, 2)
+    lanes = bases(4, RUN, 2) + bases(8, 1, 1)
+    shape = [WARPS, ROWS, DIMS]
+    return gl.DistributedLinearLayout(registers, lanes, bases(WARPS, 1, 0), [], shape)
+
+
+@constexpr_function
+def out_layout(WARPS, ROWS, DIMS, RUN):
+    """[warps, rows, dims]: a lane has RUN neighbouring dims of every 8 RUN."""
+    registers = bases(RUN, 1, 2) + bases(2, 1, 1) + bases(ROWS // 8, 8, 1)
+    registers += bases(DIMS // (8 * RUN), 8 * RUN, 2)
+    lanes = bases(4, 2, 1) + bases(8, RUN, 2)
+    shape = [WARPS, ROWS, DIMS]
+    return gl.DistributedLinearLayout(registers, lanes, bases(WARPS, 1, 0), [], shape)
 
 
 @constexpr_function
@@ -306,7 +321,8 @@ def copy_text(PART, BLOCK, K, PAIRED, SKIPS):
     """
     row, _, _, pitch = PART
     unit, _, rows = copies_of(PART, BLOCK)
-    kind = ("cg" if unit == 16 else "ca") + ".shared.global"
+    kind = ("cg" if unit == 16 else "ca") + ".shared.global.L2::256B"
+    # neighbouring heads are read by other warps: all of 256 bytes come at once
     text = "{ .reg .pred p; .reg .b32 n;"
     for i in range(0, BLOCK, rows):
         token = token_of(i, PAIRED)
@@ -412,15 +428,22 @@ def stacked(parts, START: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexp
     return y
 
 
+@constexpr_function
+def table_text(OFFSET):
+    """What is looked up depends on this, so it comes after the barrier."""
+    return f"bar.sync 0; mov.u32 $0, global_smem; add.u32 $0, $0, {OFFSET};"
+
+
 @gluon_jit
-def table_in_shared(table, table_ptr, ENTRIES: gl.constexpr):
+def table_in_shared(any, table_ptr, ENTRIES: gl.constexpr, OFFSET: gl.constexpr):
     """Writes a table of which every lane has a copy in a bank of its own: where."""
     WARPS: gl.constexpr = gl.num_warps()
     SIZE: gl.constexpr = max(ENTRIES, 32 * WARPS)
     i = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [WARPS], [0]))
     entry = gl.load(table_ptr + i % ENTRIES)
+    table = shared_address(any, 0) + OFFSET
     for copy in gl.static_range(32):
-        at = table + (i % ENTRIES) * 128 + (i + copy) % 32 * 4
+        at = table + (i % ENTRIES) * 256 + (i + copy) % 32 * 4
         gl.inline_asm_elementwise(
             "st.shared.b32 [$1], $2; mov.b32 $0, $2;",
             "=r,r,r",
@@ -429,14 +452,8 @@ def table_in_shared(table, table_ptr, ENTRIES: gl.constexpr):
             False,
             1,
         )
-    # what is looked up depends on this, so it comes after the barrier
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 t; bar.sync 0; mov.u32 t, %laneid; mad.lo.u32 $0, t, 4, $1; }",
-        "=r,r",
-        [table],
-        gl.int32,
-        False,
-        1,
+        table_text(OFFSET), "=r,r", [any], gl.int32, False, 1
     )
 
 
@@ -455,7 +472,7 @@ def first_copies(
 ):
     """What `copy_text` wants of a lane at first; zeros for an absent part."""
     PART: gl.constexpr = nth(PARTS, NUMBER)
-    before, begin, count, first, end, group = where
+    before, begin, first, end, group = where
     none = gl.to_tensor(0)
     copies = (none, none, none, none)
     if PART[2] != 0:
@@ -474,7 +491,7 @@ def first_copies(
             token = row // 8 * 8 + row % 4 * 2 + row // 4 % 2
             SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
             to = inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32
-        start = begin + warp // HEADS * count
+        start = begin + warp // HEADS * BLOCK
         vector = before + start.to(gl.int64) * K + (group * HEADS + warp % HEADS)
         origin = vector * PART[0] + token.to(gl.int64) * (K * PART[0])
         origin += (ptr.to(gl.int64) + PART[1]) + inner.to(gl.int64)
@@ -482,7 +499,7 @@ def first_copies(
         copies = (
             every + (shared + AT[NUMBER]) + row * PART[3] + to,
             origin,
-            every + gl.minimum(start + count, end) - start - token,
+            every + end - start - token,
             every + first - start - token,
         )
     return copies
@@ -495,10 +512,11 @@ def copy_block(
     K: gl.constexpr,
     PART: gl.constexpr,
     BLOCK: gl.constexpr,
+    STEP: gl.constexpr,
     PAIRED: gl.constexpr,
     SKIPS: gl.constexpr,
 ):
-    """Starts the copies of a block into a slot. Returns those of the next block."""
+    """Starts the copies of a block into a slot. Returns those of STEP tokens later."""
     to, origin, left, skip = copies
     if PART[2] != 0:
         gl.inline_asm_elementwise(
@@ -509,9 +527,9 @@ def copy_block(
             is_pure=False,
             pack=1,
         )
-        origin += BLOCK * K * PART[0]
-        left -= BLOCK
-        skip -= BLOCK
+        origin += STEP * K * PART[0]
+        left -= STEP
+        skip -= STEP
     return to, origin, left, skip
 
 
@@ -522,16 +540,25 @@ def copy_blocks(
     K: gl.constexpr,
     PARTS: gl.constexpr,
     BLOCK: gl.constexpr,
+    STEP: gl.constexpr,
     SKIPS: gl.constexpr,
 ):
     """`copy_block` of all parts, as one group."""
     key, key_second, key_scales, value, value_second, value_scales = copies
-    key = copy_block(key, slot, K, nth(PARTS, 0), BLOCK, False, SKIPS)
-    key_second = copy_block(key_second, slot, K, nth(PARTS, 1), BLOCK, False, SKIPS)
-    key_scales = copy_block(key_scales, slot, K, nth(PARTS, 2), BLOCK, False, SKIPS)
-    value = copy_block(value, slot, K, nth(PARTS, 3), BLOCK, True, SKIPS)
-    value_second = copy_block(value_second, slot, K, nth(PARTS, 4), BLOCK, True, SKIPS)
-    value_scales = copy_block(value_scales, slot, K, nth(PARTS, 5), BLOCK, False, SKIPS)
+    key = copy_block(key, slot, K, nth(PARTS, 0), BLOCK, STEP, False, SKIPS)
+    key_second = copy_block(
+        key_second, slot, K, nth(PARTS, 1), BLOCK, STEP, False, SKIPS
+    )
+    key_scales = copy_block(
+        key_scales, slot, K, nth(PARTS, 2), BLOCK, STEP, False, SKIPS
+    )
+    value = copy_block(value, slot, K, nth(PARTS, 3), BLOCK, STEP, True, SKIPS)
+    value_second = copy_block(
+        value_second, slot, K, nth(PARTS, 4), BLOCK, STEP, True, SKIPS
+    )
+    value_scales = copy_block(
+        value_scales, slot, K, nth(PARTS, 5), BLOCK, STEP, False, SKIPS
+    )
     in_place("cp.async.commit_group;", slot)
     return key, key_second, key_scales, value, value_second, value_scales
 
@@ -705,6 +732,44 @@ def power_of_2(x):
     )
 
 
+@constexpr_function
+def exchange_text(MASK):
+    return f"shfl.sync.bfly.b32 $0, $1, {MASK}, 0x1f, 0xffffffff;"
+
+
+@gluon_jit
+def hadamard_product(
+    x,
+    SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    LANES: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    """x [warps, rows, dims] times Hadamard matrices of SIZE along dims.
+
+    A lane has RUN neighbouring dims, then come LANES lanes, FIRST of them apart.
+    """
+    W: gl.constexpr = x.shape[0]
+    ROWS: gl.constexpr = x.shape[1]
+    D: gl.constexpr = x.shape[2]
+    L: gl.constexpr = x.type.layout
+    STEP: gl.constexpr = SIZE // 2
+    if STEP > 1:
+        x = hadamard_product(x, STEP, RUN, LANES, FIRST)
+    if RUN <= STEP and STEP < RUN * LANES:
+        other = gl.inline_asm_elementwise(
+            exchange_text(FIRST * STEP // RUN), "=f,f", [x], gl.float32, False, 1
+        )
+        dim = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        y = gl.where((dim & STEP == 0)[None, None, :], x, -x) + other
+    else:
+        y = gl.reshape(x, [W, ROWS, D // SIZE, 2, STEP])
+        a, b = gl.split(gl.permute(y, (0, 1, 2, 4, 3)))
+        y = gl.permute(gl.join(a + b, a - b), (0, 1, 2, 4, 3))
+        y = gl.convert_layout(gl.reshape(y, [W, ROWS, D]), L, assert_trivial=True)
+    return y
+
+
 @gluon_jit
 def halves(x, ROWS: gl.constexpr):
     """The 8 upper and the 8 lower of every 16 rows of x [warps, rows, ...]."""
@@ -756,6 +821,8 @@ def quantized_decode_kernel(
     value_scales_ptr,
     key_table_ptr,
     value_table_ptr,
+    key_signs_ptr,
+    value_signs_ptr,
     kv_lengths_ptr,
     q_offset_ptr,
     sinks_ptr,
@@ -807,7 +874,8 @@ def quantized_decode_kernel(
     split = program % (SPLITS // SHARES) * SHARES
     b = (program // (SPLITS // SHARES)).to(gl.int64)
 
-    # the keys that some row sees: first ... end - 1
+    # the keys that some row sees: first ... end - 1; a share has every SPLITS-th block
+    STEP: gl.constexpr = SPLITS * BLOCK
     first = gl.to_tensor(0)
     end = gl.to_tensor(S)
     position = gl.to_tensor(S - T)
@@ -821,74 +889,24 @@ def quantized_decode_kernel(
         end = gl.minimum(end, position + T)
     if WINDOW is not None:
         first = gl.minimum(gl.maximum(position - WINDOW + 1, 0), S)
-    aligned = first // 8 * 8
-    octets = (gl.maximum(end - aligned, 0) + 7) // 8
-    count = (octets + SPLITS - 1) // SPLITS * 8
+    begin = first // 8 * 8 + split * BLOCK
 
     PRODUCT: gl.constexpr = scores_layout(W)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
 
-    # the queries: row r as r % 8 + 16 (r // 8), what float16 leaves of it 8 below
-    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
-    line = gl.arange(0, 2 * ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))
-    number = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))
-    RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
-    pair = number // 2
-    dim = (pair // (2 * RUN) * 4 + pair % 4) * RUN + pair // 4 % (RUN // 2) * 2
-    dim += number % 2
-    if KEY[0] == 4 and KEY[2] == 0:
-        dim = dim // 8 * 8 + dim % 2 * 4 + dim % 8 // 2
-    r = tile * ROWS + line % 8 + line // 16 * 8
-    head = group * HEADS + warp % HEADS
-    row = (b * T + r // G) * (K * G) + r % G
-    row = (gl.expand_dims(row, 0) + gl.expand_dims(head * G, 1))[:, :, None]
-    present = (r < T * G)[None, :, None]
-    q = gl.load(query_ptr + row * H + dim[None, None, :], present, 0.0).to(gl.float32)
-    unit = gl.full([W, 2 * ROWS], SCALE, gl.float32, gl.SliceLayout(2, LEFT))
-    if KEY_TYPE == gl.float16:
-        largest = gl.max(gl.abs(q), 2)
-        largest = gl.where(largest == 0.0, 1.0, largest)
-        q = q * gl.expand_dims(UNIT / largest, 2)
-        unit = largest * (SCALE / UNIT)
-    near = q.to(KEY_TYPE)
-    left = (q - near.to(gl.float32)).to(KEY_TYPE)
-    q = gl.where((line % 16 < 8)[None, :, None], near, left)
-
-    VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
-    # scores [W, ROWS, BLOCK] are in the registers that the second product wants
-    none = gl.zeros([W, 2 * ROWS, BLOCK], gl.float32, PRODUCT)
-    zeros, _ = halves(none, ROWS)
-    SCORES: gl.constexpr = zeros.type.layout
-    STATE: gl.constexpr = gl.SliceLayout(2, SCORES)
-    TOKENS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    SUMS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
-    unit, _ = halves(unit, ROWS)
-    unit = gl.expand_dims(gl.convert_layout(unit, STATE), 2)
-    if SOFTCAP is None:
-        unit = unit * LOG2E
-
-    begin = aligned + split * count
-    many = gl.where(begin < end, count, 0)
     before = b * (S * K)
-    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, STATE))
-    p_at = (position + r // G)[None, :, None]
-    warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, TOKENS)), 1)
-    token = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, TOKENS)), 0)
-    start = begin + warp // HEADS * count
-    stop = gl.minimum(start + count, end)
 
-    # blocks are on their way while the table is written
+    # blocks are on their way while queries are split and the table is written
     SKIPS: gl.constexpr = WINDOW is not None
-    TABLES: gl.constexpr = (KEY_ENTRIES + VALUE_ENTRIES) * 128
+    TABLES: gl.constexpr = max(KEY_ENTRIES, VALUE_ENTRIES) * 256
     SLOT: gl.constexpr = AT[6]
     memory = gl.allocate_shared_memory(
         gl.int32, [SHARED // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     use_shared(memory)
-    tables = shared_address(program, 0)
     mine = shared_address(program, STAGES * SLOT) + TABLES
-    where = (before, begin, count, first, end, group)
+    where = (before, begin, first, end, group)
     copies = (
         first_copies(key_ptr, mine, where, K, HEADS, PARTS, AT, 0, BLOCK, False),
         first_copies(key_ptr, mine, where, K, HEADS, PARTS, AT, 1, BLOCK, False),
@@ -900,27 +918,78 @@ def quantized_decode_kernel(
         ),
     )
     for i in gl.static_range(STAGES - 1):
-        copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, SKIPS)
+        copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, STEP, SKIPS)
+
+    # a lane loads of its queries what it reads of keys
+    RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
+    VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
+    QUERIES: gl.constexpr = query_layout(W, ROWS, H, RUN)
+    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, QUERIES)))
+    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, QUERIES)))
+    dim = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, QUERIES)))
+    head = group * HEADS + warp % HEADS
+    row = (b * T + r // G) * (K * G) + r % G
+    row = gl.expand_dims(row, 0) + gl.expand_dims(head * G, 1)
+    at = row[:, :, None] * H + dim[None, None, :]
+    q = gl.load(query_ptr + at, (r < T * G)[None, :, None], 0.0)
     key_table = program
     value_table = program
     if key_table_ptr is not None:
-        key_table = table_in_shared(tables, key_table_ptr, KEY_ENTRIES)
+        key_table = table_in_shared(program, key_table_ptr, KEY_ENTRIES, 0)
         value_table = key_table
     if value_table_ptr is not None:
-        value_table = table_in_shared(
-            tables + KEY_ENTRIES * 128, value_table_ptr, VALUE_ENTRIES
-        )
+        value_table = table_in_shared(program, value_table_ptr, VALUE_ENTRIES, 128)
 
+    q = q.to(gl.float32)
+    if key_signs_ptr is not None:
+        q = q * gl.load(key_signs_ptr + dim)[None, None, :]
+        q = hadamard_product(q, H, RUN, 4, 1)
+    OUT: gl.constexpr = out_layout(W, ROWS, HV, VALUE_RUN)
+    out_dim = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
+    if value_signs_ptr is not None:
+        value_signs = gl.load(value_signs_ptr + out_dim)[None, None, :]
+    unit = gl.full([W, ROWS], SCALE, gl.float32, gl.SliceLayout(2, QUERIES))
+    if KEY_TYPE == gl.float16:
+        largest = gl.max(gl.abs(q), 2)
+        largest = gl.where(largest == 0.0, 1.0, largest)
+        q = q * gl.expand_dims(UNIT / largest, 2)
+        unit = largest * (SCALE / UNIT)
+    if SOFTCAP is None:
+        unit = unit * LOG2E
+    # row r becomes r % 8 + 16 (r // 8), what 16 bits leave of it lies 8 below
+    near = q.to(KEY_TYPE)
+    q = gl.join(near, (q - near.to(gl.float32)).to(KEY_TYPE))
+    q = gl.permute(gl.reshape(q, [W, ROWS // 8, 8, H, 2]), (0, 1, 4, 2, 3))
+    if KEY[0] == 4 and KEY[2] == 0:
+        q = gl.reshape(q, [W, 2 * ROWS, H // 8, 2, 4])
+        q = gl.permute(q, (0, 1, 2, 4, 3))
+    q = gl.reshape(q, [W, 2 * ROWS, H // (4 * RUN), 4, RUN // 2, 2])
+    q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 3, 5)), [W, 2 * ROWS, H])
+    q = gl.convert_layout(q, LEFT, assert_trivial=True)
+
+    # scores [W, ROWS, BLOCK] are in the registers that the second product wants
+    none = gl.zeros([W, 2 * ROWS, BLOCK], gl.float32, PRODUCT)
+    zeros, _ = halves(none, ROWS)
+    SCORES: gl.constexpr = zeros.type.layout
+    STATE: gl.constexpr = gl.SliceLayout(2, SCORES)
+    TOKENS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SUMS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    unit = gl.expand_dims(gl.convert_layout(unit, STATE), 2)
+    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, STATE))
+    p_at = (position + r // G)[None, :, None]
+    warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, TOKENS)), 1)
+    token = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, TOKENS)), 0)
+    start = begin + warp // HEADS * BLOCK
     top = gl.full([W, ROWS], -float("inf"), gl.float32, STATE)
     total = gl.zeros([W, ROWS], gl.float32, STATE)
     largest = gl.zeros([W], gl.float32, gl.SliceLayout(1, TOKENS))
     acc = gl.zeros([W, HV, ROWS], gl.float32, PRODUCT)
     ready = gl.to_tensor(0)
     free = gl.to_tensor((STAGES - 1) * SLOT)
-    for _ in range(0, many, BLOCK):
+    for _ in range(begin, end, STEP):
         # the slot that was read last is free once all lanes are here
         ready = in_place(wait_text(STAGES - 2), ready)
-        copies = copy_blocks(copies, free, K, PARTS, BLOCK, SKIPS)
+        copies = copy_blocks(copies, free, K, PARTS, BLOCK, STEP, SKIPS)
         here = mine + ready
         y = key_block(
             here, key_table, nth(PARTS, 0), nth(PARTS, 1), AT, BLOCK, H, KEY, KEY_TYPE
@@ -940,7 +1009,7 @@ def quantized_decode_kernel(
             z = z * gl.expand_dims(key_scale, 1)
         if SOFTCAP is not None:
             z = SOFTCAP * LOG2E * libdevice.tanh(z / SOFTCAP)
-        inside = token < stop - start
+        inside = token < end - start
         if WINDOW is not None:
             inside = inside & (token >= first - start)
         visible = gl.expand_dims(inside, 1)
@@ -948,7 +1017,7 @@ def quantized_decode_kernel(
             visible = visible & (gl.expand_dims(start + token, 1) <= p_at)
         if WINDOW is not None and T > 1:
             visible = visible & (gl.expand_dims(start + token, 1) > p_at - WINDOW)
-        start += BLOCK
+        start += STEP
         z = gl.where(visible, z, -float("inf"))
         higher = gl.maximum(top, gl.max(z, 2))
         base = gl.where(higher == -float("inf"), 0.0, higher)
@@ -1022,12 +1091,22 @@ def quantized_decode_kernel(
     # the merge reads no share without keys
     if SPLITS > 1:
         present = present & seen
-    number = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(2, PRODUCT)))
-    lane = number % 8
-    dim = (number // (8 * VALUE_RUN) * 8 + lane) * VALUE_RUN + number // 8 % VALUE_RUN
-    at = gl.expand_dims(to, 1) * HV + dim[None, :, None]
-    out = (acc / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + at, out, gl.expand_dims(present, 1))
+    # a lane has neighbouring dims and writes them together
+    out = acc / gl.expand_dims(total, 1)
+    out = gl.reshape(out, [W, HV // (8 * VALUE_RUN), VALUE_RUN, 8, ROWS])
+    out = gl.reshape(gl.permute(out, (0, 4, 1, 3, 2)), [W, ROWS, HV])
+    out = gl.convert_layout(out, OUT)
+    if value_signs_ptr is not None:
+        out = hadamard_product(out, HV, VALUE_RUN, 8, 4)
+        out = out * value_signs
+    out = out.to(out_ptr.dtype.element_ty)
+    to = gl.convert_layout(to, gl.SliceLayout(2, OUT))
+    present = gl.convert_layout(present, gl.SliceLayout(2, OUT))
+    gl.store(
+        out_ptr + (to[:, :, None] * HV + out_dim[None, None, :]),
+        out,
+        present[:, :, None],
+    )
 
 
 def sizes_of(
@@ -1048,15 +1127,19 @@ def sizes_of(
       dtype: of the cache.
     """
     heads = math.gcd(k, 4)
-    rule = {"HEADS": heads, "SHARES": 4 // heads, "ROUNDS": 2}
-    looked_up = any(form[2] > 0 for form in forms)
+    # a large table is for many warps
+    bytewise = FORMATS[8] in forms or FORMATS[4] in forms
+    warps = 8 if bytewise and not wide and groups <= 1 else 4
+    rule = {"HEADS": heads, "SHARES": warps // heads, "ROUNDS": 2}
     if wide or (groups > 1 and forms != (INT4, INT4)):
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}
     elif groups > 1:
         rule |= {"BLOCK": 32, "STAGES": 3, "PER_SM": 2}
     elif forms[0] == forms[1] and forms[0] in FASTEST:
         rule |= FASTEST[forms[0]]
-    elif looked_up:
+    elif bytewise:
+        rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 1}
+    elif any(form[2] > 0 for form in forms):
         rule |= {"BLOCK": 16, "STAGES": 4, "PER_SM": 3}
     else:
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 4}
@@ -1102,38 +1185,38 @@ def launch(
     hv = value.shape[-1]
     if value_codec is not None:
         hv = int(hv * 8 // value_codec.bits)
-    tables = tables_of(key_codec, value_codec)
-    assert tables is not None  # the row refuses
-    (key_format, key_table), (value_format, value_table) = tables
+    (key_format, key_table), (value_format, value_table) = tables_of(
+        key_codec, value_codec
+    )
     dims = max(h, hv)
     rows = 8 if t * g <= 8 or dims > 128 else 16
     tiles = -(-t * g // rows)
     groups = [0 if x is None else x.shape[-1] for x in (key_scales, value_scales)]
     forms = key_format, value_format
     wide = rows * dims > 1024
-    sizes = dict(sizes_of(k, forms, max(groups), wide, dims, key.dtype))
-    per_sm, rounds = sizes.pop("PER_SM"), sizes.pop("ROUNDS")
-    heads, shares, stages = (sizes.pop(x) for x in ("HEADS", "SHARES", "STAGES"))
-    block = sizes["BLOCK"]
+    sizes = sizes_of(k, forms, max(groups), wide, dims, key.dtype)
+    per_sm, rounds, block = (sizes[x] for x in ("PER_SM", "ROUNDS", "BLOCK"))
+    heads, shares, stages = (sizes[x] for x in ("HEADS", "SHARES", "STAGES"))
     keys = s if window is None else min(s, window + t - 1)
     whole = keys <= block * shares  # one part, which needs no merge
     shares = 1 if whole else shares
     rows_bytes = [x.shape[-1] * x.dtype.itemsize for x in (key, value)]
     parts = parts_of(h, hv, key_format, value_format, *rows_bytes, *groups)
-    offsets = offsets_of(block, parts)
-    tables_bytes = sum(
-        COPIES * x.size for x in (key_table, value_table) if x is not None
+    tables_bytes = ENTRY_BYTES * max(
+        0 if x is None else x.size for x in (key_table, value_table)
     )
-    room = (max_shared_bytes() - tables_bytes) // offsets[-1]
-    while heads * shares * stages > room:
-        if stages > 2:
+    room = max_shared_bytes() - tables_bytes
+    while heads * shares * stages * (slot := offsets_of(block, parts)[-1]) > room:
+        if block > 16:
+            block //= 2
+        elif stages > 2:
             stages -= 1
         elif shares > 1:
             shares //= 2
         else:
             heads //= 2
     warps = heads * shares
-    shared = -(-(tables_bytes + warps * stages * offsets[-1]) // COPIES) * COPIES
+    shared = -(-(tables_bytes + warps * stages * slot) // 128) * 128
     per_sm = min(per_sm, (max_shared_bytes() + 1024) // (shared + 1024))
     splits = 1
     if not whole:
@@ -1151,6 +1234,8 @@ def launch(
         "value_scales_ptr": value_scales,
         "key_table_ptr": key_table,
         "value_table_ptr": value_table,
+        "key_signs_ptr": signs_of(key_codec, h),
+        "value_signs_ptr": signs_of(value_codec, hv),
         "kv_lengths_ptr": kv_lengths,
         "q_offset_ptr": q_offset if causal or window is not None else None,
         "sinks_ptr": sinks if splits == 1 else None,
@@ -1184,10 +1269,11 @@ def launch(
         "ROWS": rows,
         "TILES": tiles,
         "PARTS": parts,
-        "AT": offsets,
+        "AT": offsets_of(block, parts),
         "SHARED": shared,
         "HEADS": heads,
         "SHARES": shares,
+        "BLOCK": block,
         "STAGES": stages,
         "num_warps": warps,
         "num_stages": 1,
@@ -1197,7 +1283,7 @@ def launch(
         quantized_decode_kernel,
         b * (k // heads) * tiles * splits // shares,
         in_all,
-        constants | sizes,
+        constants,
         jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
         sinks,
     )

@@ -9,7 +9,9 @@ where levels are computed.
 
 from jaxkern.triton.triton_call import constexpr_function
 
-COPIES = 128  # bytes that an entry takes: four for each lane
+# An entry has four bytes for each lane and leaves as many to another table, so that its
+# address is a code as the second byte: one instruction.
+ENTRY_BYTES = 256
 INT8 = (8, 0, 0)  # code - 128
 INT4 = (4, 0, 0)  # code - 8
 FLOAT8 = (8, 0, -1)  # the bits of an e4m3fn float
@@ -80,23 +82,27 @@ def index_bytes(form, word, second, odd):
 def looked_up(form, word, second, table, out):
     """PTX of lookups of all codes of a word; `out(i)` are the results of the i-th."""
     width, plane, together = form
-    text = ""
+    text = "mov.u32 c, %laneid; shl.b32 c, c, 2;"
     bytewise = width == 2
     for odd in (0, 1) if bytewise else (0,):
         if bytewise:
             text += index_bytes(form, word, second, odd)
         for i in range(4 if bytewise else 32 // (width * together)):
             if bytewise:
-                text += f"bfe.u32 b, a, {8 * i}, 8; mad.lo.u32 b, b, {COPIES}, {table};"
+                text += f"prmt.b32 b, a, c, 0x55{i}4;"
                 number = 2 * i + odd
             else:
                 field = width * together
-                text += f"bfe.u32 b, {word}, {field * i}, {field};"
-                text += f"mad.lo.u32 b, b, {COPIES}, {table};"
+                if field == 8:
+                    text += f"prmt.b32 b, {word}, c, 0x55{i}4;"
+                else:
+                    text += f"bfe.u32 b, {word}, {field * i}, {field};"
+                    text += f"mad.lo.u32 b, b, {ENTRY_BYTES}, c;"
                 if plane:
                     text += f"bfe.u32 s, {second}, {plane * i}, {plane};"
-                    text += f"mad.lo.u32 b, s, {COPIES << field}, b;"
+                    text += f"mad.lo.u32 b, s, {ENTRY_BYTES << field}, b;"
                 number = i
+            text += f"add.u32 b, b, {table};"
             if together == 2:
                 text += f"ld.shared.b32 b, [b]; mov.b32 {out(number)}, b;"
             else:
