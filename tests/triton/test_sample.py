@@ -28,7 +28,7 @@ def launches(v, options):
 @pytest.mark.parametrize(
     "v, options, kernels",
     [
-        (8192, {"top_p": 0.9}, [STATS, BY_GROUPS]),
+        (8192, {"top_p": 0.9}, [STATS, NARROW, NARROW, KEEP, BY_CHUNKS]),
         (128_256, {"top_k": 64, "top_p": 0.9, "min_p": 0.1}, [STATS, BY_GROUPS]),
         (128_256, {}, [STATS, BY_CHUNKS]),
         (128_256, {"min_p": 0.1}, [STATS, KEEP, BY_CHUNKS]),

@@ -16,7 +16,11 @@ import jax.numpy as jnp
 
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
-from jaxkern.triton.index.threshold import largest_threshold, ordered_bits
+from jaxkern.triton.index.threshold import (
+    largest_threshold,
+    order_within,
+    ordered_bits,
+)
 from jaxkern.triton.triton_call import jit, tl, triton_call
 
 CHUNK = 4096  # elements of one program of the first launch
@@ -64,14 +68,6 @@ def maxima_kernel(
 
 
 @jit
-def order_within(chosen):
-    """How many are chosen before each element of a matrix, row after row."""
-    one = chosen.to(tl.int32)
-    rows = tl.sum(one, 1)
-    return tl.cumsum(one, 1) - one + (tl.cumsum(rows, 0) - rows)[:, None]
-
-
-@jit
 def top_k_kernel(
     x_ptr,
     maxima_ptr,
@@ -99,9 +95,10 @@ def top_k_kernel(
     group = tl.arange(0, N)
     present = group < PARTS
     maxima = tl.load(maxima_ptr + row * PARTS + group, present, LOWEST)
-    high = tl.max(maxima, 0).to(tl.int64) + 1
+    high = tl.max(maxima, 0)
     low = tl.min(maxima, 0)
-    cut = largest_threshold(maxima, present.to(tl.float32), K, K, low, high)
+    every = tl.full([], PARTS, tl.int32)
+    cut = largest_threshold(maxima, present.to(tl.int32), K, K, low, high, every)
     above = present & (maxima > cut)
     equal = present & (maxima == cut)
     room = K - tl.sum(above.to(tl.int32), 0)
@@ -114,7 +111,9 @@ def top_k_kernel(
     at = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (slot < count)[:, None] & (at < V)
     key = ordered_bits(tl.load(x_ptr + at, inside, 0.0).to(tl.float32))
-    cut = largest_threshold(key, inside.to(tl.float32), K, K, cut, high)
+    one = inside.to(tl.int32)
+    reached = tl.sum(tl.where(key >= cut, one, 0))
+    cut = largest_threshold(key, one, K, K, cut, high, reached)
     above = inside & (key > cut)
     equal = inside & (key == cut)
     room = K - tl.sum(tl.sum(above.to(tl.int32), 1), 0)

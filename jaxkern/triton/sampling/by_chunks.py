@@ -15,7 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
-from jaxkern.triton.index.threshold import four_sums, largest_threshold, ordered_bits
+from jaxkern.triton.index.threshold import (
+    add_four,
+    largest_threshold,
+    order_within,
+    ordered_bits,
+)
 from jaxkern.triton.sampling.weights import (
     CHUNK,
     LOWEST,
@@ -35,7 +40,7 @@ from jaxkern.triton.triton_call import jit, sparse_call, tl
 PIVOTS = 8
 EDGES = 16  # the pivots with both ends, as a power of 2
 NARROWINGS = 2
-WINDOW = 256  # logits of a chunk near the cut that are collected
+WINDOW = 128  # logits of a chunk near the cut that are collected
 
 
 @jit
@@ -50,25 +55,100 @@ def row_stats(largest_ptr, total_ptr, row, slope, PARTS: tl.constexpr, N: tl.con
 
 
 @jit
-def place_of_cut(
-    edges_ptr,
+def weights_above(
     above_ptr,
     row,
-    target,
+    total,
     PARTS: tl.constexpr,
     N: tl.constexpr,
     PIVOTS: tl.constexpr,
     EDGES: tl.constexpr,
 ):
-    """[bottom, top) around the cut, from the weights above the pivots between."""
+    """The weight above each edge: the top, PIVOTS between, the bottom ever after."""
     part = tl.arange(0, N)[:, None]
-    k = tl.arange(0, PIVOTS)[None, :]
-    at = (row.to(tl.int64) * PARTS + part) * PIVOTS + k
-    above = tl.sum(tl.load(above_ptr + at, part < PARTS, 0.0), 0)
-    light = tl.sum((above < target).to(tl.int32), 0)
-    top = tl.load(edges_ptr + row * EDGES + light)
-    bottom = tl.load(edges_ptr + row * EDGES + light + 1)
+    k = tl.arange(0, EDGES)[None, :]
+    at = (row.to(tl.int64) * PARTS + part) * PIVOTS + k - 1
+    pivot = (k > 0) & (k <= PIVOTS)
+    above = tl.sum(tl.load(above_ptr + at, pivot & (part < PARTS), 0.0), 0)
+    return tl.where(tl.arange(0, EDGES) > PIVOTS, total, above)
+
+
+@jit
+def place_of_cut(edges_ptr, row, above, target, EDGES: tl.constexpr):
+    """(bottom, top] around the cut, from the weights above the edges."""
+    edges = tl.load(edges_ptr + row * EDGES + tl.arange(0, EDGES))
+    light = above < target
+    top = tl.min(tl.where(light, edges, float("inf")), 0)
+    bottom = tl.max(tl.where(light, -float("inf"), edges), 0)
     return bottom, top
+
+
+@jit
+def entry(values, k, N: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, N) == k, values, 0.0), 0)
+
+
+@jit
+def guess_of_cut(above, target, EDGES: tl.constexpr):
+    """How far below the top of its interval the cut is, of 1: edges are even.
+
+    As if the weights rose or fell evenly from the middle of the interval before to that
+    of the one after.
+    """
+    k = tl.sum((above < target).to(tl.int32), 0)
+    upto = entry(above, k - 1, EDGES)
+    inside = tl.maximum(entry(above, k, EDGES) - upto, 1e-30)
+    before = upto - entry(above, k - 2, EDGES)
+    after = entry(above, k + 1, EDGES) - upto - inside
+    rise = tl.minimum(tl.maximum((after - before) / (4 * inside), -0.95), 0.95)
+    share = tl.minimum(tl.maximum((target - upto) / inside, 0.0), 1.0)
+    # share = x + rise * (x * x - x)
+    flat = 1 - rise
+    return 2 * share / (flat + tl.sqrt(flat * flat + 4 * rise * share))
+
+
+@jit
+def four_sums_above(x, weight, a, b, c, d):
+    """The weights of the elements above each of four numbers.
+
+    What lies within 2**-64 of the number weighs a part of itself.
+    """
+    return tl.reduce(
+        (
+            weight * is_above(x, a),
+            weight * is_above(x, b),
+            weight * is_above(x, c),
+            weight * is_above(x, d),
+        ),
+        None,
+        add_four,
+    )
+
+
+@jit
+def is_above(x, a):
+    """1 or 0, in the units that multiply and add: twice as fast as a comparison."""
+    big: tl.constexpr = 2.0**64
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, 0f5F800000, $2;",
+        "=f,f,f",
+        [x, -a * big],
+        tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def place_of_pivot(k: tl.constexpr, guess, PIVOTS: tl.constexpr):
+    """Evenly first; then four close to the guess, and four in case it is wrong."""
+    if guess is None:
+        return (k + 1) / (PIVOTS + 1)
+    elif k >= 4:
+        return (k - 3) / (PIVOTS - 3)
+    else:
+        reach: tl.constexpr = (1 / 64 if k < 2 else 1 / 16) * (1 if k % 2 else -1)
+        return tl.minimum(tl.maximum(guess + reach, 0.0), 1.0)
 
 
 @jit
@@ -90,7 +170,7 @@ def narrow_kernel(
     EDGES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Weights above pivots that divide the place of top_p's cut evenly."""
+    """Weights above pivots that divide the place of top_p's cut."""
     row = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     share = tl.load(top_p_ptr + row).to(tl.float32)
@@ -105,30 +185,26 @@ def narrow_kernel(
             at = row.to(tl.int64) * PARTS + chunk
             smallest = tl.load(smallest_ptr + at, chunk < PARTS, float("inf"))
             bottom = tl.maximum(tl.min(smallest, 0), best - gap)
-            top = best + tl.maximum(tl.abs(best) * 1e-6, 1e-30)
+            bottom -= tl.maximum(tl.abs(bottom) * 1e-6, 1e-30)
+            top = best
+            guess = None
         else:
-            bottom, top = place_of_cut(
-                last_edges_ptr,
-                last_above_ptr,
-                row,
-                mass_of_top_p(share, total),
-                PARTS,
-                N,
-                PIVOTS,
-                EDGES,
-            )
+            above = weights_above(last_above_ptr, row, total, PARTS, N, PIVOTS, EDGES)
+            target = mass_of_top_p(share, total)
+            bottom, top = place_of_cut(last_edges_ptr, row, above, target, EDGES)
+            guess = guess_of_cut(above, target, EDGES)
         at = part * CHUNK + tl.arange(0, CHUNK)
         x = load_logits(logits_ptr + row.to(tl.int64) * V, at, at < V)
         weight = weight_of(x, best, slope)
-        step = (top - bottom) / (PIVOTS + 1)
         above_ptr += (row.to(tl.int64) * PARTS + part) * PIVOTS
         edges_ptr += row * EDGES
+        height = top - bottom
         for k in tl.static_range(0, PIVOTS, 4):
-            a = top - (k + 1) * step
-            b = top - (k + 2) * step
-            c = top - (k + 3) * step
-            d = top - (k + 4) * step
-            s1, s2, s3, s4 = four_sums(x, weight, a, b, c, d)
+            a = top - height * place_of_pivot(k, guess, PIVOTS)
+            b = top - height * place_of_pivot(k + 1, guess, PIVOTS)
+            c = top - height * place_of_pivot(k + 2, guess, PIVOTS)
+            d = top - height * place_of_pivot(k + 3, guess, PIVOTS)
+            s1, s2, s3, s4 = four_sums_above(x, weight, a, b, c, d)
             tl.store(above_ptr + k, s1)
             tl.store(above_ptr + k + 1, s2)
             tl.store(above_ptr + k + 2, s3)
@@ -140,7 +216,8 @@ def narrow_kernel(
                 tl.store(edges_ptr + k + 4, d)
         if part == 0:
             tl.store(edges_ptr, top)
-            tl.store(edges_ptr + PIVOTS + 1, bottom)
+            last = PIVOTS + 1 + tl.arange(0, EDGES)
+            tl.store(edges_ptr + last, bottom, last < EDGES)
 
 
 @jit
@@ -170,32 +247,35 @@ def keep_kernel(
     part = tl.program_id(0) % PARTS
     slope = slope_of(tl.load(temperature_ptr + row))
     best, totals = row_stats(largest_ptr, total_ptr, row, slope, PARTS, N)
-    at = part * CHUNK + tl.arange(0, CHUNK)
+    at = (
+        part * CHUNK
+        + tl.arange(0, CHUNK // 128)[:, None] * 128
+        + tl.arange(0, 128)[None, :]
+    )
     x = load_logits(logits_ptr + row.to(tl.int64) * V, at, at < V)
     weight = weight_of(x, best, slope)
     out = row.to(tl.int64) * PARTS + part
+    bottom = -float("inf")
+    top = -float("inf")
+    share = 1.0
     if top_p_ptr is not None:
         share = tl.load(top_p_ptr + row).to(tl.float32)
         if share < 1:
-            bottom, top = place_of_cut(
-                last_edges_ptr,
-                last_above_ptr,
-                row,
-                mass_of_top_p(share, tl.sum(totals, 0)),
-                PARTS,
-                N,
-                PIVOTS,
-                EDGES,
-            )
-            near = (x >= bottom) & (x < top)
-            place = tl.cumsum(near.to(tl.int32), 0) - 1
-            tl.store(window_ptr + out * WINDOW + place, x, near & (place < WINDOW))
-            tl.store(count_ptr + out, tl.sum(near.to(tl.int32), 0))
-            weight = tl.where(x >= top, weight, 0.0)
-            tl.store(above_ptr + out, tl.sum(weight, 0))
+            total = tl.sum(totals, 0)
+            above = weights_above(last_above_ptr, row, total, PARTS, N, PIVOTS, EDGES)
+            target = mass_of_top_p(share, total)
+            bottom, top = place_of_cut(last_edges_ptr, row, above, target, EDGES)
+        weight = tl.where(x > top, weight, 0.0)
+        tl.store(above_ptr + out, tl.sum(weight))
     least = least_weight(min_p_ptr, row)
-    weight = tl.where(weight < least, 0.0, weight)
-    tl.store(kept_ptr + out, tl.sum(weight, 0))
+    tl.store(kept_ptr + out, tl.sum(tl.where(weight < least, 0.0, weight)))
+    if top_p_ptr is not None:
+        if share < 1:
+            near = (x > bottom) & (x <= top)
+            tl.store(count_ptr + out, tl.sum(near.to(tl.int32)))
+            place = order_within(near)
+            window_ptr += out * WINDOW
+            tl.store(window_ptr + place, x, near & (place < WINDOW))
 
 
 @jit
@@ -250,9 +330,10 @@ def draw_by_chunks_kernel(
             if found:
                 keys = ordered_bits(x)
                 low = tl.min(tl.min(tl.where(near, keys, 0x7FFFFFFF), 1), 0)
-                high = tl.max(tl.max(keys, 1), 0) + 1
+                high = tl.max(tl.max(keys, 1), 0)
                 rest = target - above
-                cut = largest_threshold(keys, weight, rest, rest, low, high)
+                at_low = tl.sum(tl.sum(weight, 1), 0)
+                cut = largest_threshold(keys, weight, rest, rest, low, high, at_low)
                 mass += tl.sum(kept_weight(x, best, slope, cut, least), 1)
     if found:
         goal = u * tl.sum(mass, 0)
@@ -285,8 +366,10 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
     )
     *_, v = logits.shape
     rows, parts = logits.size // v, -(-v // CHUNK)
-    warps = tuned("sample_chunks", v, logits.dtype, {"num_warps": 8})
-    draw_warps = tuned("sample_draw_by_chunks", v, logits.dtype, {"num_warps": 16})
+
+    def warps(kernel: str, rule: int) -> dict:
+        return tuned(kernel, v, logits.dtype, {"num_warps": rule})
+
     constants = {"V": v, "PARTS": parts, "N": next_power_of_2(parts), "CHUNK": CHUNK}
     grid = (rows * parts,)
 
@@ -313,7 +396,7 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
                     "edges_ptr": jax.ShapeDtypeStruct((rows, EDGES), jnp.float32),
                     "above_ptr": per_chunk(PIVOTS),
                 },
-                constants | pivots | warps,
+                constants | pivots | warps("sample_narrow", 8),
             )
     if top_p is not None or min_p is not None:
         near = None if top_p is None else per_chunk(WINDOW)
@@ -330,7 +413,7 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
                 "window_ptr": near,
                 "count_ptr": None if top_p is None else per_chunk(dtype=jnp.int32),
             },
-            constants | pivots | {"WINDOW": WINDOW} | warps,
+            constants | pivots | {"WINDOW": WINDOW} | warps("sample_keep", 16),
         )
     [token] = sparse_call(
         draw_by_chunks_kernel,
@@ -341,6 +424,8 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
         | {"kept_ptr": kept, "above_ptr": above}
         | {"window_ptr": window, "count_ptr": count},
         {"token_ptr": jax.ShapeDtypeStruct((rows,), jnp.int32)},
-        constants | {"WINDOW": WINDOW, "LOWEST": LOWEST} | draw_warps,
+        constants
+        | {"WINDOW": WINDOW, "LOWEST": LOWEST}
+        | warps("sample_draw_by_chunks", 16),
     )
     return token

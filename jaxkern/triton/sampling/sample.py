@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.sampling.by_chunks import draw_by_chunks
-from jaxkern.triton.sampling.by_groups import CANDIDATES, GROUP, draw_by_groups
+from jaxkern.triton.sampling.by_groups import draw_by_groups
 
 LONGEST = 262_144
 
@@ -40,7 +40,7 @@ def sample(
         "temperature_ptr": temperature,
     }
     cuts = {"top_p_ptr": top_p, "min_p_ptr": min_p}
-    if top_k is not None or logits.shape[-1] <= GROUP * CANDIDATES:
+    if top_k is not None:
         token = draw_by_groups(draw, {"top_k_ptr": top_k} | cuts)
     else:
         token = draw_by_chunks(draw, cuts)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from jaxkern.triton.block_sizes import tuned
 from jaxkern.triton.index.threshold import (
-    fifth,
+    distance,
+    four_pivots,
     four_sums,
+    from_ordered_bits,
     narrowed,
     ordered_bits,
-    pivot,
 )
 from jaxkern.triton.triton_call import jit, sparse_call, tl
 
@@ -23,25 +24,37 @@ LOWEST = -2139095041  # -inf as ordered bits
 
 @jit
 def load_logits(ptr, at, inside):
+    """In float32; NaN counts as -inf: the larger of two is the one that is a number."""
     x = tl.load(ptr + at, inside, -float("inf")).to(tl.float32)
-    return tl.where(x == x, x, -float("inf"))
+    return tl.maximum(x, -float("inf"))
 
 
 @jit
 def slope_of(temperature):
-    """What a gap to the best logit is multiplied by in the exponent of 2."""
+    """What a gap to the best logit is multiplied by in the exponent of 2.
+
+    Above 0, so that a gap of inf weighs nothing at any temperature.
+    """
     log2_e: tl.constexpr = 1.4426950408889634
+    least = tl.full([], 1, tl.int32).to(tl.float32, bitcast=True)
     t = temperature.to(tl.float32)
-    return tl.where(t > 0, log2_e / t, float("inf"))
+    return tl.where(t > 0, tl.maximum(log2_e / t, least), float("inf"))
 
 
 @jit
 def weight_of(x, best, slope):
     """p / max(p): 1 for the best logit, 0 for -inf, also if that is the best."""
     best = tl.where(best == -float("inf"), 0.0, best)
-    gap = best - x
-    weight = tl.where(gap < float("inf"), tl.exp2(-gap * slope), 0.0)
-    return tl.where(x == best, 1.0, weight)
+    # NaN is inf - inf or 0 * inf: of the best logit
+    return power_of_2(tl.minimum((x - best) * slope, 0.0))
+
+
+@jit
+def power_of_2(x):
+    """2**x, 0 instead of denormal numbers."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+    )
 
 
 @jit
@@ -63,7 +76,7 @@ def least_weight(min_p_ptr, row):
 def kept_weight(x, best, slope, cut, least):
     """The weights that top_k and top_p keep, by their cut, and min_p."""
     weight = weight_of(x, best, slope)
-    weight = tl.where(ordered_bits(x) >= cut, weight, 0.0)
+    weight = tl.where(x >= from_ordered_bits(cut), weight, 0.0)
     return tl.where(weight < least, 0.0, weight)
 
 
@@ -140,25 +153,13 @@ def row_threshold(
     CHUNK: tl.constexpr,
 ):
     """`largest_threshold` over a row in memory."""
-    low = low.to(tl.int64)
-    high = high.to(tl.int64)
+    reach = distance(low, high)
     at_low = float("inf")
-    while (high - low > 1) & (at_low > target):
-        step = fifth(low, high)
-        s1, s2, s3, s4 = row_sums(
-            row_ptr,
-            best,
-            slope,
-            pivot(low, high, 1, step),
-            pivot(low, high, 2, step),
-            pivot(low, high, 3, step),
-            pivot(low, high, 4, step),
-            COUNT,
-            V,
-            CHUNK,
-        )
-        low, high, at_low = narrowed(low, high, step, target, at_low, s1, s2, s3, s4)
-    return low.to(tl.int32)
+    while (reach > 0) & (at_low > target):
+        step, a, b, c, d = four_pivots(low, reach)
+        s1, s2, s3, s4 = row_sums(row_ptr, best, slope, a, b, c, d, COUNT, V, CHUNK)
+        low, reach, at_low = narrowed(low, reach, at_low, step, target, s1, s2, s3, s4)
+    return low
 
 
 @jit
@@ -177,7 +178,7 @@ def draw_from_memory(
     CHUNK: tl.constexpr,
 ):
     """The token of a row by passes over all of it, one after the other."""
-    high = ordered_bits(best) + 1
+    high = ordered_bits(best)
     cut = tl.minimum(high, LOWEST)
     if TOP_K:
         cut = row_threshold(row_ptr, best, slope, asked, cut, high, True, V, CHUNK)
