@@ -39,17 +39,19 @@ def add_four(a, b, c, d, e, f, g, h):
 
 
 @jit
+def sums_of_four(a, b, c, d):
+    """In one reduction."""
+    return tl.reduce((a, b, c, d), None, add_four)
+
+
+@jit
 def four_sums(x, weight, a, b, c, d):
     """The weights of the elements not below each of four pivots."""
-    return tl.reduce(
-        (
-            tl.where(x >= a, weight, 0),
-            tl.where(x >= b, weight, 0),
-            tl.where(x >= c, weight, 0),
-            tl.where(x >= d, weight, 0),
-        ),
-        None,
-        add_four,
+    return sums_of_four(
+        tl.where(x >= a, weight, 0),
+        tl.where(x >= b, weight, 0),
+        tl.where(x >= c, weight, 0),
+        tl.where(x >= d, weight, 0),
     )
 
 

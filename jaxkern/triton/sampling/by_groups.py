@@ -2,8 +2,9 @@
 
 The first launch writes the largest logit of every GROUP. At least k logits are not
 below the k-th of these, so the k largest logits lie in groups that are not below it
-either: the second launch, one program a row, reads those into registers, cuts and
-draws.
+either: the second launch, one program a row, reads those and lists their logits that
+are not below it, which are few more than k. The list is sorted for the cuts; the draw
+follows the order of the row.
 """
 
 from typing import Any
@@ -28,13 +29,32 @@ from jaxkern.triton.sampling.weights import (
     load_logits,
     mass_of_top_p,
     slope_of,
-    stats,
     weight_of,
 )
 from jaxkern.triton.triton_call import jit, sparse_call, tl
 
 GROUP = 32  # logits of which the largest is written
 SLOTS = 256  # groups that are read again, and logits of them that are listed
+
+
+@jit
+def maxima_kernel(
+    logits_ptr,
+    largest_ptr,
+    V: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The largest logit of each group."""
+    row = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    first = tl.program_id(0) % PROGRAMS * (CHUNK // GROUP)
+    part = first + tl.arange(0, CHUNK // GROUP)[:, None]
+    at = part * GROUP + tl.arange(0, GROUP)[None, :]
+    x = load_logits(logits_ptr + row * V, at, at < V)
+    out = largest_ptr + row * PARTS + part
+    tl.store(out, tl.max(x, 1, keep_dims=True), part < PARTS)
 
 
 @jit
@@ -143,22 +163,32 @@ def draw_by_groups_kernel(
 
 
 def draw_by_groups(draw: dict, options: dict) -> Any:
-    logits, temperature = draw["logits_ptr"], draw["temperature_ptr"]
+    logits = draw["logits_ptr"]
     *_, v = logits.shape
-    rows, groups = logits.size // v, -(-v // GROUP)
+    rows, groups, programs = logits.size // v, -(-v // GROUP), -(-v // CHUNK)
+    n = {"V": v, "PARTS": groups, "GROUP": GROUP, "CHUNK": CHUNK}
+    [largest] = sparse_call(
+        maxima_kernel,
+        (rows * programs,),
+        {"logits_ptr": logits},
+        {"largest_ptr": jax.ShapeDtypeStruct((rows, groups), jnp.float32)},
+        n
+        | {"PROGRAMS": programs}
+        | tuned("sample_maxima", v, logits.dtype, {"num_warps": 8}),
+    )
     slots = jax.ShapeDtypeStruct((rows, SLOTS), jnp.int32)
     token, *_ = sparse_call(
         draw_by_groups_kernel,
         (rows,),
-        draw | options | stats(logits, temperature, GROUP, "largest_ptr"),
+        draw | options | {"largest_ptr": largest},
         {
             "token_ptr": jax.ShapeDtypeStruct((rows,), jnp.int32),
             "groups_ptr": slots,
             "logit_list_ptr": jax.ShapeDtypeStruct((rows, SLOTS), jnp.float32),
             "token_list_ptr": slots,
         },
-        {"V": v, "PARTS": groups, "N": next_power_of_2(groups), "GROUP": GROUP}
-        | {"SLOTS": SLOTS, "LOWEST": LOWEST, "CHUNK": CHUNK}
+        n
+        | {"N": next_power_of_2(groups), "SLOTS": SLOTS, "LOWEST": LOWEST}
         | tuned("sample_draw_by_groups", v, logits.dtype, {"num_warps": 8}),
     )
     return token

@@ -1,9 +1,8 @@
 """Sampling from rows of logits: the cuts are found by counting, nothing is sorted.
 
-With top_k, or in a row of at most 8192, two launches, see by_groups.py; else two to
-five, see by_chunks.py. What does not fit there (many ties at the cut, k above 256 in a
-long row, a row without k beside rows with it) is right and slow: one program passes
-over that row up to 32 times.
+With top_k two launches, see by_groups.py; else two to four, see by_chunks.py. What does
+not fit there (many ties at the cut, k above 256, a row without k beside rows with it)
+is right and slow: one program passes over that row up to 32 times.
 """
 
 from typing import Any

@@ -1,13 +1,9 @@
-"""What every way of sampling shares: weights, their statistics, the draw.
+"""What every way of sampling shares: weights and the draw.
 
 A weight is p / max(p). `draw_from_memory` is the way that always works: one program
 passes over its row again and again.
 """
 
-import jax
-import jax.numpy as jnp
-
-from jaxkern.triton.block_sizes import tuned
 from jaxkern.triton.index.threshold import (
     distance,
     four_pivots,
@@ -16,7 +12,7 @@ from jaxkern.triton.index.threshold import (
     narrowed,
     ordered_bits,
 )
-from jaxkern.triton.triton_call import jit, sparse_call, tl
+from jaxkern.triton.triton_call import jit, tl
 
 CHUNK = 4096  # logits of one program
 LOWEST = -2139095041  # -inf as ordered bits
@@ -209,54 +205,3 @@ def draw_from_memory(
         rest = tl.where(enters, goal - before, rest)
         before += kept
     return token_in(row_ptr, start, rest, best, slope, cut, least, CHUNK, V)
-
-
-@jit
-def stats_kernel(
-    logits_ptr,
-    temperature_ptr,
-    largest_ptr,
-    smallest_ptr,
-    total_ptr,
-    V: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Of every SIZE logits: the largest, the smallest above -inf, the weight."""
-    row = tl.program_id(0) // PROGRAMS
-    first = tl.program_id(0) % PROGRAMS * (CHUNK // SIZE)
-    part = first + tl.arange(0, CHUNK // SIZE)
-    at = part[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = load_logits(logits_ptr + row.to(tl.int64) * V, at, at < V)
-    largest = tl.max(x, 1, keep_dims=True)
-    out = row.to(tl.int64) * PARTS + part[:, None]
-    present = part[:, None] < PARTS
-    tl.store(largest_ptr + out, largest, present)
-    if smallest_ptr is not None:
-        possible = tl.where(x > -float("inf"), x, float("inf"))
-        tl.store(smallest_ptr + out, tl.min(possible, 1, keep_dims=True), present)
-    if total_ptr is not None:
-        weight = weight_of(x, largest, slope_of(tl.load(temperature_ptr + row)))
-        tl.store(total_ptr + out, tl.sum(weight, 1, keep_dims=True), present)
-
-
-def stats(
-    logits: jax.Array, temperature: jax.Array, size: int, *names: str
-) -> dict[str, jax.Array]:
-    """The named statistics of every `size` logits: float32, rows by parts."""
-    *_, v = logits.shape
-    rows, parts = logits.size // v, -(-v // size)
-    one = jax.ShapeDtypeStruct((rows, parts), jnp.float32)
-    wanted = ("largest_ptr", "smallest_ptr", "total_ptr")
-    programs = -(-v // CHUNK)
-    out = sparse_call(
-        stats_kernel,
-        (rows * programs,),
-        {"logits_ptr": logits, "temperature_ptr": temperature},
-        {n: one if n in names else None for n in wanted},
-        {"V": v, "PROGRAMS": programs, "PARTS": parts, "SIZE": size, "CHUNK": CHUNK}
-        | tuned("sample_stats", v, logits.dtype, {"num_warps": 8}),
-    )
-    return {n: x for n, x in zip(wanted, out, strict=True) if x is not None}
