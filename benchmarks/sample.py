@@ -75,9 +75,11 @@ BENCHMARKS = [
             "torch.compile": torch_compiled(functools.partial(draw_by_torch, **cuts))
         },
         sizes={
-            "sample_stats": {"num_warps": (4, 8, 16)},
-            "sample_chunks": {"num_warps": (4, 8, 16)},
+            "sample_maxima": {"num_warps": (4, 8, 16)},
             "sample_draw_by_groups": {"num_warps": (4, 8, 16, 32)},
+            "sample_stats": {"num_warps": (4, 8, 16)},
+            "sample_narrow": {"num_warps": (4, 8, 16)},
+            "sample_keep": {"num_warps": (8, 16, 32)},
             "sample_draw_by_chunks": {"num_warps": (8, 16, 32)},
         },
         differentiable=False,

@@ -120,6 +120,26 @@ def test_rows_with_options_of_their_own():
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_whose_largest_are_side_by_side(dtype, cuts):
+    """Each group of a sorted row holds larger logits than all groups before it."""
+    rng = np.random.default_rng(7)
+    rows = np.sort(2 * rng.standard_normal((6, 50_257)))
+    rows[1::2] = rows[1::2, ::-1]
+    rows[4:] = np.round(4 * rows[4:]) / 4
+    check_rows(jnp.asarray(rows, dtype), rng.random(6), **cuts)
+
+
+@pytest.mark.parametrize("k", [1, 2, 128, 255, 256, 257, 8000])
+def test_every_size_of_top_k(k):
+    rng = np.random.default_rng(k)
+    for v in (300, 8200, 128_256):
+        logits = jnp.asarray(rng.standard_normal((4, v)), jnp.float32)
+        check_rows(logits, rng.random(4), top_k=k)
+        check_rows(logits, rng.random(4), top_k=k, top_p=0.8)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("v", [100, 20_011])
 def test_special_rows(v, cuts):
     rng = np.random.default_rng(3)

@@ -11,7 +11,8 @@ from jaxkern.triton.triton_call import compiled, compiling_for
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
-STATS, NARROW, KEEP = "stats_kernel", "narrow_kernel", "keep_kernel"
+MAXIMA, STATS = "maxima_kernel", "stats_kernel"
+NARROW, KEEP = "narrow_kernel", "keep_kernel"
 BY_GROUPS, BY_CHUNKS = "draw_by_groups_kernel", "draw_by_chunks_kernel"
 
 
@@ -28,11 +29,11 @@ def launches(v, options):
 @pytest.mark.parametrize(
     "v, options, kernels",
     [
-        (8192, {"top_p": 0.9}, [STATS, BY_GROUPS]),
-        (128_256, {"top_k": 64, "top_p": 0.9, "min_p": 0.1}, [STATS, BY_GROUPS]),
+        (8192, {"top_p": 0.9}, [STATS, NARROW, KEEP, BY_CHUNKS]),
+        (128_256, {"top_k": 64, "top_p": 0.9, "min_p": 0.1}, [MAXIMA, BY_GROUPS]),
         (128_256, {}, [STATS, BY_CHUNKS]),
         (128_256, {"min_p": 0.1}, [STATS, KEEP, BY_CHUNKS]),
-        (128_256, {"top_p": 0.9}, [STATS, NARROW, NARROW, KEEP, BY_CHUNKS]),
+        (128_256, {"top_p": 0.9}, [STATS, NARROW, KEEP, BY_CHUNKS]),
     ],
 )
 @pytest.mark.parametrize("capability", [80, 90])

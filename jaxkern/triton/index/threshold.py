@@ -20,66 +20,90 @@ def ordered_bits(x):
 
 
 @jit
+def from_ordered_bits(bits):
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def order_within(chosen):
+    """How many are chosen before each element of a matrix, row after row."""
+    one = chosen.to(tl.int32)
+    rows = tl.sum(one, 1)
+    return tl.cumsum(one, 1) - one + (tl.cumsum(rows, 0) - rows)[:, None]
+
+
+@jit
 def add_four(a, b, c, d, e, f, g, h):
     return a + e, b + f, c + g, d + h
 
 
 @jit
+def sums_of_four(a, b, c, d):
+    """In one reduction."""
+    return tl.reduce((a, b, c, d), None, add_four)
+
+
+@jit
 def four_sums(x, weight, a, b, c, d):
     """The weights of the elements not below each of four pivots."""
-    return tl.reduce(
-        (
-            tl.where(x >= a, weight, 0),
-            tl.where(x >= b, weight, 0),
-            tl.where(x >= c, weight, 0),
-            tl.where(x >= d, weight, 0),
-        ),
-        None,
-        add_four,
+    return sums_of_four(
+        tl.where(x >= a, weight, 0),
+        tl.where(x >= b, weight, 0),
+        tl.where(x >= c, weight, 0),
+        tl.where(x >= d, weight, 0),
     )
 
 
 @jit
-def fifth(low, high):
-    """Distance of the pivots between low and high, at least 1; in int64."""
-    return (high - low + 4) // 5
+def pivot(low, k, step, reach):
+    """The k-th pivot: k steps above low, at most low + reach."""
+    return (low.to(tl.uint32) + tl.minimum(k * step, reach)).to(tl.int32)
 
 
 @jit
-def pivot(low, high, k, step):
-    return tl.minimum(low + k * step, high).to(tl.int32)
+def four_pivots(low, reach):
+    """Their distance, and four pivots that divide [low, low + reach] evenly."""
+    step = reach // 5 + 1
+    return (
+        step,
+        pivot(low, 1, step, reach),
+        pivot(low, 2, step, reach),
+        pivot(low, 3, step, reach),
+        pivot(low, 4, step, reach),
+    )
 
 
 @jit
-def narrowed(low, high, step, target, at_low, s1, s2, s3, s4):
-    """The bounds after a pass that found these sums at the pivots, and that at low."""
-    reached = 0
+def narrowed(low, reach, at_low, step, target, s1, s2, s3, s4):
+    """The interval after a pass that found these sums at the pivots, at_low before."""
+    steps = tl.zeros([], tl.uint32)
     for k in tl.static_range(1, 5):
         s = s1 if k == 1 else s2 if k == 2 else s3 if k == 3 else s4
-        enough = (s >= target) & (low + k * step < high)
-        reached += enough.to(tl.int64)
+        enough = (s >= target) & (k * step <= reach)
+        steps += enough.to(tl.uint32)
         at_low = tl.where(enough, s, at_low)
-    return low + reached * step, tl.minimum(high, low + (reached + 1) * step), at_low
+    gone = steps * step
+    low = (low.to(tl.uint32) + gone).to(tl.int32)
+    return low, tl.minimum(step - 1, reach - gone), at_low
 
 
 @jit
-def largest_threshold(keys, weight, target, most, low, high):
-    """The largest t in [low, high) where the keys >= t weigh `target`; low if none.
+def distance(low, high):
+    """high - low of two int32, as uint32."""
+    return high.to(tl.uint32) - low.to(tl.uint32)
 
-    Any t where they weigh from `target` to `most` does as well.
+
+@jit
+def largest_threshold(keys, weight, target, most, low, high, at_low):
+    """The largest t in [low, high] where the keys >= t weigh `target`; low if none.
+
+    Any t where they weigh from `target` to `most` does as well. They weigh `at_low` at
+    low.
     """
-    low = low.to(tl.int64)
-    high = high.to(tl.int64)
-    at_low = float("inf")
-    while (high - low > 1) & (at_low > most):
-        step = fifth(low, high)
-        s1, s2, s3, s4 = four_sums(
-            keys,
-            weight,
-            pivot(low, high, 1, step),
-            pivot(low, high, 2, step),
-            pivot(low, high, 3, step),
-            pivot(low, high, 4, step),
-        )
-        low, high, at_low = narrowed(low, high, step, target, at_low, s1, s2, s3, s4)
-    return low.to(tl.int32)
+    reach = distance(low, high)
+    while (reach > 0) & (at_low > most):
+        step, a, b, c, d = four_pivots(low, reach)
+        s1, s2, s3, s4 = four_sums(keys, weight, a, b, c, d)
+        low, reach, at_low = narrowed(low, reach, at_low, step, target, s1, s2, s3, s4)
+    return low

@@ -1,12 +1,12 @@
 """The k largest elements of long rows: found by counting, then k of them are sorted.
 
     maxima   the largest of every group of a row, from memory, by many programs
-    top_k    one program a row: the k groups with the largest maxima hold the k largest
-             elements, so only they are read again; of those the k largest are counted
-             out and sorted
+    top_k    one program a row: groups with the largest maxima hold the k largest
+             elements, so only they are read again; of those some more than k are
+             counted out and sorted
 
-Of groups whose maxima tie at the border the first are taken: an element of a later one
-has k elements before it that are larger, or equal with a smaller index.
+Where too many groups or elements tie at the border the first are taken: an element of a
+later one has k elements before it that are larger, or equal with a smaller index.
 """
 
 from typing import Any
@@ -16,13 +16,18 @@ import jax.numpy as jnp
 
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
-from jaxkern.triton.index.threshold import largest_threshold, ordered_bits
+from jaxkern.triton.index.threshold import (
+    largest_threshold,
+    order_within,
+    ordered_bits,
+)
 from jaxkern.triton.triton_call import jit, tl, triton_call
 
 CHUNK = 4096  # elements of one program of the first launch
 IN_REGISTERS = 16_384  # groups of a row, and elements of the k groups
 SHORTEST = 4096  # XLA sorts shorter rows as fast
 LARGEST_K = 1024
+FEW = 128  # up to 2 * k elements are sorted, which is less work than counting out k
 LONGEST = 262_144
 LOWEST = -0x80000000
 
@@ -64,14 +69,6 @@ def maxima_kernel(
 
 
 @jit
-def order_within(chosen):
-    """How many are chosen before each element of a matrix, row after row."""
-    one = chosen.to(tl.int32)
-    rows = tl.sum(one, 1)
-    return tl.cumsum(one, 1) - one + (tl.cumsum(rows, 0) - rows)[:, None]
-
-
-@jit
 def top_k_kernel(
     x_ptr,
     maxima_ptr,
@@ -99,33 +96,43 @@ def top_k_kernel(
     group = tl.arange(0, N)
     present = group < PARTS
     maxima = tl.load(maxima_ptr + row * PARTS + group, present, LOWEST)
-    high = tl.max(maxima, 0).to(tl.int64) + 1
-    low = tl.min(maxima, 0)
-    cut = largest_threshold(maxima, present.to(tl.float32), K, K, low, high)
-    above = present & (maxima > cut)
-    equal = present & (maxima == cut)
-    room = K - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
-    tl.store(groups_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, chosen)
+    high = tl.max(maxima, 0)
+    every = tl.full([], PARTS, tl.int32)
+    one = present.to(tl.int32)
+    cut = largest_threshold(maxima, one, K, SLOTS, tl.min(maxima, 0), high, every)
+    chosen = present & (maxima >= cut)
     count = tl.sum(chosen.to(tl.int32), 0)
+    if count > SLOTS:
+        above = present & (maxima > cut)
+        room = SLOTS - tl.sum(above.to(tl.int32), 0)
+        equal = chosen & (maxima == cut)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+        count = tl.full([], SLOTS, tl.int32)
+    tl.store(groups_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, chosen)
     tl.debug_barrier()
 
     groups = tl.load(groups_ptr + slot, slot < count, 0)
     at = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (slot < count)[:, None] & (at < V)
     key = ordered_bits(tl.load(x_ptr + at, inside, 0.0).to(tl.float32))
-    cut = largest_threshold(key, inside.to(tl.float32), K, K, cut, high)
-    above = inside & (key > cut)
-    equal = inside & (key == cut)
-    room = K - tl.sum(tl.sum(above.to(tl.int32), 1), 0)
-    chosen = above | (equal & (order_within(equal) < room))
-    place = order_within(chosen)
-    tl.store(keys_ptr + place, key, chosen)
-    tl.store(places_ptr + place, at, chosen)
+    one_each = inside.to(tl.int32)
+    count = tl.sum(tl.where(key >= cut, one_each, 0))
+    cut = largest_threshold(key, one_each, K, SLOTS, cut, high, count)
+    listed = inside & (key >= cut)
+    count = tl.sum(listed.to(tl.int32))
+    if count > SLOTS:
+        beyond = inside & (key > cut)
+        left = SLOTS - tl.sum(beyond.to(tl.int32))
+        level = inside & (key == cut)
+        listed = beyond | (level & (order_within(level) < left))
+        count = tl.full([], SLOTS, tl.int32)
+    place = order_within(listed)
+    tl.store(keys_ptr + place, key, listed)
+    tl.store(places_ptr + place, at, listed)
     tl.debug_barrier()
 
     # by falling key, then by slot: slots are in the order of the row
-    keys = tl.load(keys_ptr + slot, slot < K, LOWEST).to(tl.int64)
+    keys = tl.load(keys_ptr + slot, slot < count, LOWEST).to(tl.int64)
     order = tl.sort((-keys << 16) + slot)
     nth = (order & 0xFFFF).to(tl.int32)
     index = tl.load(places_ptr + nth, slot < K, 0)
@@ -152,7 +159,7 @@ def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
         CHUNK=CHUNK,
         **tuned("top_k_maxima", v, x.dtype, {"num_warps": 8}),
     )
-    slots = max(next_power_of_2(k), 16)
+    slots = max(next_power_of_2(2 * k if k <= FEW else k), 16)
     scratch = jax.ShapeDtypeStruct((rows, slots), jnp.int32)
     n = next_power_of_2(parts)
     rule = {"num_warps": min(max(max(n, slots * size) // 512, 8), 32)}

@@ -2,8 +2,9 @@
 
 The first launch writes the largest logit of every GROUP. At least k logits are not
 below the k-th of these, so the k largest logits lie in groups that are not below it
-either: the second launch, one program a row, reads those into registers, cuts and
-draws.
+either: the second launch, one program a row, reads those and lists their logits that
+are not below it, which are few more than k. The list is sorted for the cuts; the draw
+follows the order of the row.
 """
 
 from typing import Any
@@ -12,7 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
-from jaxkern.triton.index.threshold import largest_threshold, ordered_bits
+from jaxkern.triton.index.threshold import (
+    from_ordered_bits,
+    largest_threshold,
+    order_within,
+    ordered_bits,
+)
 from jaxkern.triton.sampling.weights import (
     CHUNK,
     LOWEST,
@@ -23,14 +29,32 @@ from jaxkern.triton.sampling.weights import (
     load_logits,
     mass_of_top_p,
     slope_of,
-    stats,
-    token_in,
     weight_of,
 )
 from jaxkern.triton.triton_call import jit, sparse_call, tl
 
 GROUP = 32  # logits of which the largest is written
-CANDIDATES = 256  # groups in registers
+SLOTS = 256  # groups that are read again, and logits of them that are listed
+
+
+@jit
+def maxima_kernel(
+    logits_ptr,
+    largest_ptr,
+    V: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The largest logit of each group."""
+    row = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    first = tl.program_id(0) % PROGRAMS * (CHUNK // GROUP)
+    part = first + tl.arange(0, CHUNK // GROUP)[:, None]
+    at = part * GROUP + tl.arange(0, GROUP)[None, :]
+    x = load_logits(logits_ptr + row * V, at, at < V)
+    out = largest_ptr + row * PARTS + part
+    tl.store(out, tl.max(x, 1, keep_dims=True), part < PARTS)
 
 
 @jit
@@ -43,18 +67,23 @@ def draw_by_groups_kernel(
     min_p_ptr,
     largest_ptr,
     token_ptr,
-    list_ptr,
+    groups_ptr,
+    logit_list_ptr,
+    token_list_ptr,
     V: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
     GROUP: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    SLOTS: tl.constexpr,
     LOWEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Cuts and draws among the groups whose largest logits are the k largest."""
+    """Cuts and draws among the logits not below the k-th largest maximum."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * V
+    logits_ptr += row * V
+    groups_ptr += row * SLOTS
+    logit_list_ptr += row * SLOTS
+    token_list_ptr += row * SLOTS
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
     slope = slope_of(temperature)
     # without a temperature the first of the best: all weight is theirs
@@ -63,58 +92,68 @@ def draw_by_groups_kernel(
     share = 1.0
     if top_p_ptr is not None:
         share = tl.load(top_p_ptr + row).to(tl.float32)
+    k = tl.load(top_k_ptr + row)
+    k = tl.where(k > 0, k, V)
+    slot = tl.arange(0, SLOTS)
+
     group = tl.arange(0, N)
-    largest = tl.load(largest_ptr + row * PARTS + group, group < PARTS, -float("inf"))
+    present = group < PARTS
+    largest = tl.load(largest_ptr + row * PARTS + group, present, -float("inf"))
     best = tl.max(largest, 0)
-    high = ordered_bits(best) + 1
-    cut = tl.minimum(high, LOWEST)
-    asked = 1.0 * V
-    best_of = ordered_bits(largest)
-    if top_k_ptr is not None:
-        k = tl.load(top_k_ptr + row)
-        asked = tl.where(k > 0, k.to(tl.float32), asked)
-        present = group < PARTS
-        # enough groups are not below the least of them, unless k exceeds their number
-        least_of = tl.min(tl.where(present, best_of, 0x7FFFFFFF), 0)
-        low = tl.where(asked <= PARTS, least_of, cut)
-        one = present.to(tl.float32)
-        cut = largest_threshold(best_of, one, asked, CANDIDATES, low, high)
-    chosen = (best_of >= cut) & (group < PARTS)
+    high = ordered_bits(best)
+    best_of = tl.where(present, ordered_bits(largest), LOWEST - 1)
+    # k groups are not below the least of them, unless k exceeds their number
+    low = tl.min(tl.where(present, best_of, 0x7FFFFFFF), 0)
+    low = tl.where(k <= PARTS, low, LOWEST)
+    every = tl.full([], PARTS, tl.int32)
+    cut = largest_threshold(best_of, 1, k, SLOTS, low, high, every)
+    chosen = best_of >= cut
     count = tl.sum(chosen.to(tl.int32), 0)
-    if count <= CANDIDATES:
-        list_ptr += row * CANDIDATES
-        tl.store(list_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, chosen)
+    few = count <= SLOTS
+    if few:
+        tl.store(groups_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, chosen)
         tl.debug_barrier()
-        slot = tl.arange(0, CANDIDATES)
-        listed = tl.load(list_ptr + slot, slot < count, 0)
-        at = listed[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        groups = tl.load(groups_ptr + slot, slot < count, 0)
+        at = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         inside = (slot < count)[:, None] & (at < V)
-        x = load_logits(row_ptr, at, inside)
-        keys = ordered_bits(x)
-        if top_k_ptr is not None:
-            each = inside.to(tl.float32)
-            cut = largest_threshold(keys, each, asked, asked, cut, high)
+        x = load_logits(logits_ptr, at, inside)
+        keys = tl.where(inside, ordered_bits(x), LOWEST - 1)
+        count = tl.sum((keys >= cut).to(tl.int32))
+        cut = largest_threshold(keys, 1, k, SLOTS, cut, high, count)
+        candidate = keys >= cut
+        count = tl.sum(candidate.to(tl.int32))
+        few = count <= SLOTS
+        if few:
+            place = order_within(candidate)
+            tl.store(logit_list_ptr + place, x, candidate)
+            tl.store(token_list_ptr + place, at, candidate)
+    if few:
+        tl.debug_barrier()
+        listed = slot < count
+        x = tl.load(logit_list_ptr + slot, listed, -float("inf"))
+        token = tl.load(token_list_ptr + slot, listed, 0)
+        keys = tl.where(listed, ordered_bits(x), LOWEST - 1)
+        falling = tl.sort(keys, descending=True)
+        cut = tl.min(tl.where(slot < tl.minimum(k, count), falling, 0x7FFFFFFF), 0)
         if top_p_ptr is not None:
-            if share < 1:
-                weight = tl.where(keys >= cut, weight_of(x, best, slope), 0.0)
-                target = mass_of_top_p(share, tl.sum(tl.sum(weight, 1), 0))
-                cut = largest_threshold(keys, weight, target, target, cut, high)
-        kept = tl.sum(kept_weight(x, best, slope, cut, least), 1)
-        goal = u * tl.sum(kept, 0)
-        it = first_beyond(kept, goal, CANDIDATES)
-        goal -= tl.sum(tl.where(slot < it, kept, 0.0), 0)
-        start = tl.sum(tl.where(slot == it, listed, 0), 0) * GROUP
-        token = token_in(row_ptr, start, goal, best, slope, cut, least, GROUP, V)
+            weight = weight_of(from_ordered_bits(falling), best, slope)
+            mass = tl.cumsum(tl.where(falling >= cut, weight, 0.0), 0)
+            target = mass_of_top_p(share, tl.max(mass, 0))
+            within = tl.max(tl.where(mass >= target, falling, cut), 0)
+            cut = tl.where(share < 1, within, cut)
+        weight = tl.where(listed, kept_weight(x, best, slope, cut, least), 0.0)
+        it = first_beyond(weight, u * tl.sum(weight, 0), SLOTS)
+        token = tl.sum(tl.where(slot == it, token, 0), 0)
     else:
         token = draw_from_memory(
-            row_ptr,
+            logits_ptr,
             u,
             best,
             slope,
-            asked,
+            k,
             share,
             least,
-            top_k_ptr is not None,
+            True,
             top_p_ptr is not None,
             LOWEST,
             V,
@@ -124,20 +163,32 @@ def draw_by_groups_kernel(
 
 
 def draw_by_groups(draw: dict, options: dict) -> Any:
-    logits, temperature = draw["logits_ptr"], draw["temperature_ptr"]
+    logits = draw["logits_ptr"]
     *_, v = logits.shape
-    rows, groups = logits.size // v, -(-v // GROUP)
-    sizes = {"GROUP": GROUP, "CANDIDATES": CANDIDATES, "CHUNK": CHUNK}
-    token, _ = sparse_call(
+    rows, groups, programs = logits.size // v, -(-v // GROUP), -(-v // CHUNK)
+    n = {"V": v, "PARTS": groups, "GROUP": GROUP, "CHUNK": CHUNK}
+    [largest] = sparse_call(
+        maxima_kernel,
+        (rows * programs,),
+        {"logits_ptr": logits},
+        {"largest_ptr": jax.ShapeDtypeStruct((rows, groups), jnp.float32)},
+        n
+        | {"PROGRAMS": programs}
+        | tuned("sample_maxima", v, logits.dtype, {"num_warps": 8}),
+    )
+    slots = jax.ShapeDtypeStruct((rows, SLOTS), jnp.int32)
+    token, *_ = sparse_call(
         draw_by_groups_kernel,
         (rows,),
-        draw | options | stats(logits, temperature, GROUP, "largest_ptr"),
+        draw | options | {"largest_ptr": largest},
         {
             "token_ptr": jax.ShapeDtypeStruct((rows,), jnp.int32),
-            "list_ptr": jax.ShapeDtypeStruct((rows, CANDIDATES), jnp.int32),
+            "groups_ptr": slots,
+            "logit_list_ptr": jax.ShapeDtypeStruct((rows, SLOTS), jnp.float32),
+            "token_list_ptr": slots,
         },
-        {"V": v, "PARTS": groups, "N": next_power_of_2(groups), "LOWEST": LOWEST}
-        | sizes
-        | tuned("sample_draw_by_groups", v, logits.dtype, {"num_warps": 16}),
+        n
+        | {"N": next_power_of_2(groups), "SLOTS": SLOTS, "LOWEST": LOWEST}
+        | tuned("sample_draw_by_groups", v, logits.dtype, {"num_warps": 8}),
     )
     return token

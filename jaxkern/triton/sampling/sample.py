@@ -1,9 +1,8 @@
 """Sampling from rows of logits: the cuts are found by counting, nothing is sorted.
 
-With top_k, or in a row of at most 8192, two launches, see by_groups.py; else two to
-five, see by_chunks.py. What does not fit there (many ties at the cut, k above 256 in a
-long row, a row without k beside rows with it) is right and slow: one program passes
-over that row up to 32 times.
+With top_k two launches, see by_groups.py; else two to four, see by_chunks.py. What does
+not fit there (many ties at the cut, k above 256, a row without k beside rows with it)
+is right and slow: one program passes over that row up to 32 times.
 """
 
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.sampling.by_chunks import draw_by_chunks
-from jaxkern.triton.sampling.by_groups import CANDIDATES, GROUP, draw_by_groups
+from jaxkern.triton.sampling.by_groups import draw_by_groups
 
 LONGEST = 262_144
 
@@ -40,7 +39,7 @@ def sample(
         "temperature_ptr": temperature,
     }
     cuts = {"top_p_ptr": top_p, "min_p_ptr": min_p}
-    if top_k is not None or logits.shape[-1] <= GROUP * CANDIDATES:
+    if top_k is not None:
         token = draw_by_groups(draw, {"top_k_ptr": top_k} | cuts)
     else:
         token = draw_by_chunks(draw, cuts)

@@ -1,21 +1,18 @@
-"""What every way of sampling shares: weights, their statistics, the draw.
+"""What every way of sampling shares: weights and the draw.
 
 A weight is p / max(p). `draw_from_memory` is the way that always works: one program
 passes over its row again and again.
 """
 
-import jax
-import jax.numpy as jnp
-
-from jaxkern.triton.block_sizes import tuned
 from jaxkern.triton.index.threshold import (
-    fifth,
+    distance,
+    four_pivots,
     four_sums,
+    from_ordered_bits,
     narrowed,
     ordered_bits,
-    pivot,
 )
-from jaxkern.triton.triton_call import jit, sparse_call, tl
+from jaxkern.triton.triton_call import jit, tl
 
 CHUNK = 4096  # logits of one program
 LOWEST = -2139095041  # -inf as ordered bits
@@ -23,25 +20,37 @@ LOWEST = -2139095041  # -inf as ordered bits
 
 @jit
 def load_logits(ptr, at, inside):
+    """In float32; NaN counts as -inf: the larger of two is the one that is a number."""
     x = tl.load(ptr + at, inside, -float("inf")).to(tl.float32)
-    return tl.where(x == x, x, -float("inf"))
+    return tl.maximum(x, -float("inf"))
 
 
 @jit
 def slope_of(temperature):
-    """What a gap to the best logit is multiplied by in the exponent of 2."""
+    """What a gap to the best logit is multiplied by in the exponent of 2.
+
+    Above 0, so that a gap of inf weighs nothing at any temperature.
+    """
     log2_e: tl.constexpr = 1.4426950408889634
+    least = tl.full([], 1, tl.int32).to(tl.float32, bitcast=True)
     t = temperature.to(tl.float32)
-    return tl.where(t > 0, log2_e / t, float("inf"))
+    return tl.where(t > 0, tl.maximum(log2_e / t, least), float("inf"))
 
 
 @jit
 def weight_of(x, best, slope):
     """p / max(p): 1 for the best logit, 0 for -inf, also if that is the best."""
     best = tl.where(best == -float("inf"), 0.0, best)
-    gap = best - x
-    weight = tl.where(gap < float("inf"), tl.exp2(-gap * slope), 0.0)
-    return tl.where(x == best, 1.0, weight)
+    # NaN is inf - inf or 0 * inf: of the best logit
+    return power_of_2(tl.minimum((x - best) * slope, 0.0))
+
+
+@jit
+def power_of_2(x):
+    """2**x, 0 instead of denormal numbers."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+    )
 
 
 @jit
@@ -63,7 +72,7 @@ def least_weight(min_p_ptr, row):
 def kept_weight(x, best, slope, cut, least):
     """The weights that top_k and top_p keep, by their cut, and min_p."""
     weight = weight_of(x, best, slope)
-    weight = tl.where(ordered_bits(x) >= cut, weight, 0.0)
+    weight = tl.where(x >= from_ordered_bits(cut), weight, 0.0)
     return tl.where(weight < least, 0.0, weight)
 
 
@@ -140,25 +149,13 @@ def row_threshold(
     CHUNK: tl.constexpr,
 ):
     """`largest_threshold` over a row in memory."""
-    low = low.to(tl.int64)
-    high = high.to(tl.int64)
+    reach = distance(low, high)
     at_low = float("inf")
-    while (high - low > 1) & (at_low > target):
-        step = fifth(low, high)
-        s1, s2, s3, s4 = row_sums(
-            row_ptr,
-            best,
-            slope,
-            pivot(low, high, 1, step),
-            pivot(low, high, 2, step),
-            pivot(low, high, 3, step),
-            pivot(low, high, 4, step),
-            COUNT,
-            V,
-            CHUNK,
-        )
-        low, high, at_low = narrowed(low, high, step, target, at_low, s1, s2, s3, s4)
-    return low.to(tl.int32)
+    while (reach > 0) & (at_low > target):
+        step, a, b, c, d = four_pivots(low, reach)
+        s1, s2, s3, s4 = row_sums(row_ptr, best, slope, a, b, c, d, COUNT, V, CHUNK)
+        low, reach, at_low = narrowed(low, reach, at_low, step, target, s1, s2, s3, s4)
+    return low
 
 
 @jit
@@ -177,7 +174,7 @@ def draw_from_memory(
     CHUNK: tl.constexpr,
 ):
     """The token of a row by passes over all of it, one after the other."""
-    high = ordered_bits(best) + 1
+    high = ordered_bits(best)
     cut = tl.minimum(high, LOWEST)
     if TOP_K:
         cut = row_threshold(row_ptr, best, slope, asked, cut, high, True, V, CHUNK)
@@ -208,54 +205,3 @@ def draw_from_memory(
         rest = tl.where(enters, goal - before, rest)
         before += kept
     return token_in(row_ptr, start, rest, best, slope, cut, least, CHUNK, V)
-
-
-@jit
-def stats_kernel(
-    logits_ptr,
-    temperature_ptr,
-    largest_ptr,
-    smallest_ptr,
-    total_ptr,
-    V: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Of every SIZE logits: the largest, the smallest above -inf, the weight."""
-    row = tl.program_id(0) // PROGRAMS
-    first = tl.program_id(0) % PROGRAMS * (CHUNK // SIZE)
-    part = first + tl.arange(0, CHUNK // SIZE)
-    at = part[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = load_logits(logits_ptr + row.to(tl.int64) * V, at, at < V)
-    largest = tl.max(x, 1, keep_dims=True)
-    out = row.to(tl.int64) * PARTS + part[:, None]
-    present = part[:, None] < PARTS
-    tl.store(largest_ptr + out, largest, present)
-    if smallest_ptr is not None:
-        possible = tl.where(x > -float("inf"), x, float("inf"))
-        tl.store(smallest_ptr + out, tl.min(possible, 1, keep_dims=True), present)
-    if total_ptr is not None:
-        weight = weight_of(x, largest, slope_of(tl.load(temperature_ptr + row)))
-        tl.store(total_ptr + out, tl.sum(weight, 1, keep_dims=True), present)
-
-
-def stats(
-    logits: jax.Array, temperature: jax.Array, size: int, *names: str
-) -> dict[str, jax.Array]:
-    """The named statistics of every `size` logits: float32, rows by parts."""
-    *_, v = logits.shape
-    rows, parts = logits.size // v, -(-v // size)
-    one = jax.ShapeDtypeStruct((rows, parts), jnp.float32)
-    wanted = ("largest_ptr", "smallest_ptr", "total_ptr")
-    programs = -(-v // CHUNK)
-    out = sparse_call(
-        stats_kernel,
-        (rows * programs,),
-        {"logits_ptr": logits, "temperature_ptr": temperature},
-        {n: one if n in names else None for n in wanted},
-        {"V": v, "PROGRAMS": programs, "PARTS": parts, "SIZE": size, "CHUNK": CHUNK}
-        | tuned("sample_stats", v, logits.dtype, {"num_warps": 8}),
-    )
-    return {n: x for n, x in zip(wanted, out, strict=True) if x is not None}
