@@ -73,6 +73,7 @@ from jaxkern.triton.block_sizes import next_power_of_2, tuned
 BLOCK = 64  # rows of the matrices that are walked over
 CONSUMERS = 2
 KEYS = CONSUMERS * ROWS  # of a program that holds keys
+STAGES = 2
 SHARED_BYTES = 232_448 - 2048  # of a program; the rest is for barriers
 P_SLOTS = 2  # tiles of weights between the consumers
 SHIFT = 15  # 2 to that scales weights that are kept in 16 bits
@@ -124,7 +125,14 @@ def in_order(first, whole, whole_end, last):
 
 
 def query_blocks(
-    batch, block, lengths_ref, offset_ref, bounds_ref, c: Problem, keys: int, rows: int
+    batch,
+    block,
+    lengths_ref,
+    offset_ref,
+    bounds_ref,
+    c: Problem,
+    keys: int = KEYS,
+    rows: int = BLOCK,
 ):
     """The blocks of `rows` queries that see some of the keys: [first, last).
 
@@ -851,8 +859,9 @@ def keys_plan(h: int, hv: int, bias_bytes: int) -> dict[str, int]:
     dk and dv of 64 keys take (h + hv) / 2 registers of a consumer, S and dP of a block
     32 each. With 64 keys a program the consumers share them.
     """
-    stages = 3 if NARROW < h + hv <= 320 and not bias_bytes else 2
-    return dict(KEYS=KEYS if h + hv <= 320 else ROWS, BLOCK_Q=BLOCK, STAGES=stages)
+    more = NARROW < h + hv <= 320 and not bias_bytes
+    keys = KEYS if h + hv <= 320 else ROWS
+    return dict(KEYS=keys, BLOCK_Q=BLOCK, STAGES=STAGES + more)
 
 
 def keys_scratch(c: Problem, dtype, bias, KEYS: int, BLOCK_Q: int, STAGES: int):
