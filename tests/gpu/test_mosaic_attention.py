@@ -132,16 +132,32 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("h", [64, 128])
+@pytest.mark.parametrize("h, hv", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option(name, h):
-    check(*operands(2, 300, 413, 2, 3, h), **as_jax(OPTIONS[name]))
+def test_every_option(name, h, hv):
+    check(*operands(2, 300, 413, 2, 3, h, hv), **as_jax(OPTIONS[name]))
+
+
+@pytest.mark.parametrize("name", ["all", "bias", "segments_causal", "sinks", "window"])
+def test_wide_heads(name):
+    """The forward kernel alone."""
+    check(*operands(2, 300, 413, 2, 3, 512), gradients=False, **as_jax(OPTIONS[name]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "h, hv",
-    [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (80, 32), (16, 16)],
+    [
+        (64, 64),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (192, 192),
+        (256, 256),
+        (256, 64),
+        (80, 32),
+        (16, 16),
+    ],
 )
 def test_head_dims(h, hv, dtype):
     check(*operands(1, 257, 257, 2, 2, h, hv, dtype), causal=True)
@@ -167,8 +183,9 @@ def test_long_sequences():
     check(q, k, v, causal=True, window=1000)
 
 
-def test_lse_far_below_zero():
-    q, k, v = operands(1, 256, 256, 2, 2, 64)
+@pytest.mark.parametrize("h, hv", [(64, 64), (192, 128), (256, 256)])
+def test_lse_far_below_zero(h, hv):
+    q, k, v = operands(1, 256, 256, 2, 2, h, hv)
     check(40 * q, 40 * k, v, causal=True, slack=20.0)  # weights of 0 and 1
 
 
@@ -207,23 +224,56 @@ def test_vmap():
     np.testing.assert_array_equal(np.float32(found[:, 0]), np.float32(whole))
 
 
-def test_the_same_gradients_every_time():
-    q, k, v = operands(2, 1000, 1000, 2, 4, 128)
+@pytest.mark.parametrize("h, hv", [(128, 128), (192, 128), (256, 256)])
+def test_the_same_gradients_every_time(h, hv):
+    q, k, v = operands(2, 1000, 1000, 2, 4, h, hv)
+    bias = draw(1, 8, 1000, 1000)
 
-    def loss(*x):
-        return jnp.sum(attend(*x, causal=True).astype(jnp.float32) ** 2)
+    def loss(q, k, v, bias):
+        out = attend(q, k, v, bias=bias, causal=True)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    run = jax.jit(jax.grad(loss, (0, 1, 2)))
-    first = run(q, k, v)
+    run = jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+    first = run(q, k, v, bias)
     for _ in range(20):
-        again = run(q, k, v)
+        again = run(q, k, v, bias)
         assert all((x == y).all() for x, y in zip(first, again, strict=True))
 
 
-def test_gradients_of_many_blocks():
-    q, k, v = operands(1, 2048, 2048, 2, 4, 128)
+@pytest.mark.parametrize("h, hv", [(128, 128), (192, 128), (256, 256)])
+def test_gradients_of_many_blocks(h, hv):
+    q, k, v = operands(1, 2048, 2048, 2, 4, h, hv)
     check(q, k, v, causal=True)
     check(q, k, v, segment_ids=jnp.arange(2048)[None] // 300, causal=True)
+    check(q, k, v, bias=draw(1, 8, 2048, 2048))
+
+
+@pytest.mark.parametrize("h", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(4, 1), (2, 3)])
+def test_errors_beside_those_of_cudnn(h, heads):
+    """At most 1.2 times as large: out, dq, dk, dv."""
+    operand = operands(1, 1024, 1024, *heads, h)
+    cotangent = draw(1, 1024, heads[0] * heads[1], h)
+
+    def run(f, operand, cotangent):
+        y, pull = jax.vjp(f, *operand)
+        return y, *pull(cotangent.astype(y.dtype))
+
+    def ours(*x):
+        return attend(*x, causal=True)
+
+    def cudnn(*x):
+        return jax.nn.dot_product_attention(*x, is_causal=True, implementation="cudnn")
+
+    with backend("auto", strict=True):
+        found = jax.jit(run, static_argnums=0)(ours, operand, cotangent)
+    peer = jax.jit(run, static_argnums=0)(cudnn, operand, cotangent)
+    with jax.enable_x64(True), backend("xla"):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), (operand, cotangent))
+        truth = jax.jit(run, static_argnums=0)(ours, *wide)
+    for y, other, e in zip(found, peer, truth, strict=True):
+        y, other, e = (np.asarray(x, np.float64) for x in (y, other, e))
+        assert np.linalg.norm(y - e) <= 1.2 * np.linalg.norm(other - e)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")

@@ -144,7 +144,10 @@ def test_every_option(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("h, hv", [(96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "h, hv",
+    [(96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (320, 288), (512, 64)],
+)
 def test_head_dims(h, hv):
     check(*operands(1, 130, 130, 1, 1, h, hv, "float16"), causal=True)
 
@@ -224,7 +227,9 @@ def test_lowers_for_cuda_without_a_gpu():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("h, hv", [(64, 64), (96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "h, hv", [(64, 64), (96, 96), (192, 128), (256, 256), (512, 512)]
+)
 def test_every_head_dim_lowers_with_every_option(h, hv):
     q, k, v = operands(2, 140, 300, 1, 2, h, hv)
     text = cuda_text(
@@ -259,6 +264,11 @@ def test_refuses_in_words():
     assert "8 queries are no more than 8" in refusals(q[:, :8], k, v)
     assert "multiples of 16" in refusals(q[..., :40], k[..., :40], v)
     assert "is float32" in refusals(*(x.astype(jnp.float32) for x in (q, k, v)))
+    q, k, v = operands(1, 16, 16, 1, 1, 528)
+    assert "of 32 to 512" in refusals(q, k, v)
+    assert "do not fit shared memory" in refusals(
+        q[..., :512], k[..., :512], v[..., :192]
+    )
 
 
 def test_runs_by_default_where_it_was_measured():
@@ -276,12 +286,14 @@ def test_runs_by_default_where_it_was_measured():
 
     backward = "runs mosaic_gpu: pallas.attention.flash_attention_bwd"
     assert "runs mosaic_gpu: pallas.attention" in chosen(128)
-    assert "runs triton" in chosen(64) and "no gain was measured" in chosen(64)
+    assert "runs mosaic_gpu" in chosen(64) and "runs mosaic_gpu" in chosen(512)
+    assert "runs triton" in chosen(80) and "no gain was measured" in chosen(80)
+    assert "no gain was measured at 64 dims" in chosen(64, bias="bfloat16")
     assert backward in chosen(128, gradient=True)
     assert backward in chosen(128, 1024, gradient=True)
-    few = chosen(128, 512, gradient=True)
+    assert backward in chosen(256, 256, gradient=True)
+    few = chosen(128, 120, gradient=True)
     assert backward not in few
-    assert "fewer than 1024 queries were not measured" in few
-    assert "runs mosaic_gpu: pallas.attention" in chosen(128, bias="bfloat16")
-    assert "`bias` of float32 was not measured" in chosen(128, bias="float32")
-    assert "slower than Triton's" in chosen(128, bias="bfloat16", gradient=True)
+    assert "fewer than 128 queries were not measured" in few
+    assert "runs mosaic_gpu: pallas.attention" in chosen(128, bias="float32")
+    assert backward in chosen(128, bias="bfloat16", gradient=True)

@@ -33,9 +33,13 @@ from jaxkern.pallas.attention.pairs import (
     BY_ROW,
     LOG2_E,
     bias_tile,
+    bias_tiles,
+    copied_bias,
     inside_both,
     is_set,
     mask_words,
+    own,
+    pair_bytes,
     whole_blocks,
     word_bounds,
 )
@@ -49,10 +53,19 @@ from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.triton_call import compute_capability
 
 ROWS = 64  # queries of a consumer: those of one WGMMA
+WIDTH = 256  # head dims that registers hold of the results of 64 queries
 SHORT = 8192  # keys in reach, up to which a causal tile has few blocks
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
-SHARED_BYTES = 232_448 - 4096  # of a program; the rest is for barriers
-FASTER = {(96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton, measured
+SHARED_BYTES = 232_448 - 3072  # of a program; the rest is for barriers
+LSE_BYTES = 1024
+FASTER = {  # than Triton or, at 512, than XLA: measured
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+    (512, 512),
+}
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -60,6 +73,7 @@ def unsupported(
     query: Any,
     key: Any,
     value: Any,
+    bias: Any = None,
     **_: Any,
 ) -> str | None:
     """A reason in words, or None."""
@@ -73,13 +87,18 @@ def unsupported(
         return f"{t} queries are no more than {FEW_QUERIES}: reading the keys decides"
     if not b * n * h * hv * s:
         return "an operand is empty"
-    if h % 16 or hv % 16 or max(h, hv) > 256:
-        return f"head dims {h} and {hv} are no multiples of 16 up to 256"
+    pieces, parts = in_pieces(h), in_pieces(hv)
+    if h % (16 * pieces) or hv % (16 * parts) or max(h, hv) > 2 * WIDTH:
+        return f"head dims {h} and {hv} are no multiples of 16 up to 256, of 32 to 512"
+    if memory(h, hv, 0, **sizes(h, hv, s, False)) is None:
+        return f"head dims {h} and {hv} together do not fit shared memory"
     if not query.dtype == key.dtype == value.dtype:
         names = [x.dtype.name for x in (query, key, value)]
         return f"query, key and value have the dtypes {', '.join(names)}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"`query` is {query.dtype.name}"
+    if bias is not None and bias.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"`bias` is {bias.dtype.name}"
     return None
 
 
@@ -88,8 +107,8 @@ def slower(query: Any, key: Any, value: Any, bias: Any = None, **_: Any) -> str 
     if (query.shape[3], value.shape[3]) not in FASTER:
         dims = f"head dims {query.shape[3]} and {value.shape[3]}"
         return f"no gain was measured at {dims}"
-    if bias is not None and bias.dtype.itemsize > 2:
-        return f"a `bias` of {bias.dtype.name} was not measured"
+    if bias is not None and value.shape[3] <= 64:
+        return f"no gain was measured at {value.shape[3]} dims with a `bias`"
     return slower_than_xla(query, key)
 
 
@@ -101,7 +120,9 @@ class Problem:
     """What shapes and options fix.
 
     Attributes:
-      b, t, s, n, group, h, hv: sizes; `group` query heads share a key head.
+      b, t, s, n, group: sizes; `group` query heads share a key head.
+      h, pieces: the head dim of queries and keys, and in how many pieces they lie.
+      hv, parts: dims of the values that a program takes, and how many programs do.
       scale: of q k^T, with log2 e where no cap comes after it.
       folded: the scale is applied as late as in the exponent; nothing is added.
       softcap, causal, window: options.
@@ -110,6 +131,9 @@ class Problem:
       stages: blocks of keys, and of values, in shared memory.
       overlap: the softmax does not wait for the product that was issued before it.
       turns: the consumers issue their products in turns.
+      copied_bias: the bias comes through shared memory.
+      out_in_query: results are staged where the queries lay, for want of space.
+      staged_lse: lse is staged at all.
       programs: of the grid.
     """
 
@@ -119,7 +143,9 @@ class Problem:
     n: int
     group: int
     h: int
+    pieces: int
     hv: int
+    parts: int
     scale: float
     folded: bool
     softcap: float | None
@@ -130,6 +156,9 @@ class Problem:
     stages: int
     overlap: bool
     turns: bool
+    copied_bias: bool
+    out_in_query: bool
+    staged_lse: bool
     programs: int
 
     @property
@@ -142,34 +171,70 @@ class Problem:
 
     @property
     def tiles(self) -> int:
-        return self.blocks * self.b * self.n
-
-    @property
-    def out_in_query(self) -> bool:
-        """Whether results are staged where the queries lay, for want of space."""
-        row = self.block_q * (self.h + self.hv) + self.stages * self.block_k * (
-            self.h + self.hv
-        )
-        return 2 * row > SHARED_BYTES
+        return self.blocks * self.b * self.n * self.parts
 
 
 def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
     """By head dims, keys that a query reaches, and mask; measured sizes go over them.
 
     Long causal tiles are best given to the multiprocessors by the hardware. Where
-    they are short, what begins and ends a tile decides: a program takes several.
+    they are short, what begins and ends a tile decides: a program takes several. With
+    narrow heads exponentials decide, of which three consumers keep more in flight.
     """
     width = max(h, hv)
     found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2)
     if width <= 64:
         found["STAGES"] = 4
+        if not causal or reach > SHORT:
+            several = dict(CONSUMERS=3, OVERLAP=1, TURNS=0)
+            return found | several | dict(PERSISTENT=int(not causal))
     elif width > 128:
-        found["BLOCK_K"] = 64
+        found["BLOCK_K"] = 64 if width <= WIDTH else 32
     if not causal:
         return found | dict(OVERLAP=1, TURNS=0, PERSISTENT=1)
     if width <= 128 and reach <= SHORT:
         return found | dict(OVERLAP=0, TURNS=0, PERSISTENT=1)
     return found | dict(OVERLAP=1, TURNS=1, PERSISTENT=0)
+
+
+def memory(
+    h: int,
+    hv: int,
+    bias_bytes: int,
+    CONSUMERS: int,
+    BLOCK_K: int,
+    STAGES: int,
+    **_: int,
+) -> dict[str, bool] | None:
+    """What shared memory has room for, as `Problem` names it; None if for too little.
+
+    `bias_bytes`: of the bias of a pair, 0 where not every pair has one.
+    """
+    block_q, lanes = CONSUMERS * ROWS, STAGES * BLOCK_K
+    pieces, parts = in_pieces(h), in_pieces(hv)
+    part = hv // parts
+    held = 2 * (block_q * h + lanes * (h + part))
+    for copied, out_in_query in (
+        (bias_bytes > 0, False),
+        (bias_bytes > 0, True),
+        (False, False),
+        (False, True),
+    ):
+        used = held + copied * lanes * block_q * bias_bytes
+        used += 0 if out_in_query else 2 * block_q * part
+        fits = used <= SHARED_BYTES
+        if fits and not (out_in_query and h // pieces != part):
+            staged_lse = used + LSE_BYTES <= SHARED_BYTES
+            return dict(
+                copied_bias=copied,
+                out_in_query=out_in_query,
+                staged_lse=staged_lse,
+            )
+    return None
+
+
+def in_pieces(dim: int) -> int:
+    return -(-dim // WIDTH)
 
 
 def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
@@ -188,8 +253,11 @@ def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
 
 
 def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
-    """(batch, head, block) of a tile: by sections of heads, the longest first."""
-    heads = c.b * c.n
+    """(batch, head, block) of a tile: by sections of heads, the longest first.
+
+    Where programs share the values of a head, it is `head * c.parts + part`.
+    """
+    heads = c.b * c.n * c.parts
     cached = max(1, CACHED_BYTES // (2 * c.s * (c.h + c.hv))) * c.group
     section = min(cached, heads)
     part = lax.div(index, section * c.blocks)
@@ -199,7 +267,7 @@ def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
     if c.causal:
         block = c.blocks - 1 - block
     head = part * section + lax.rem(within, present)
-    return lax.div(head, c.n), lax.rem(head, c.n), block
+    return lax.div(head, c.n * c.parts), lax.rem(head, c.n * c.parts), block
 
 
 def nth_tile(i: Any, program: Any, c: Problem) -> Any:
@@ -244,6 +312,14 @@ def key_blocks(batch, block, lengths_ref, offset_ref, bounds_ref, c: Problem):
     return first, whole, whole_end, last
 
 
+def opaque(x: Any) -> Any:
+    """x, but no loop holds in registers what is computed from it once and for all.
+
+    Descriptors of wide matrices would take a hundred of them.
+    """
+    return lax.optimization_barrier(x)
+
+
 def softmax_step(s, top, total, factor, infinite):
     """(top, total, weights, fade) with the logits `factor * s` of one more block.
 
@@ -254,6 +330,26 @@ def softmax_step(s, top, total, factor, infinite):
     weights = jnp.exp2(s * factor - by_row(base, s.shape))
     fade = jnp.exp2(top - base)
     return higher, total * fade + jnp.sum(weights, axis=1), weights, fade
+
+
+# A product that adds to what registers hold, its first matrix there too. The
+# interpreter has neither, so it computes the whole of it at the end.
+
+
+def set_sum(ref, x, interpret):
+    if not interpret:
+        ref[...] = x
+
+
+def issue_sum(ref, a, b, interpret):
+    if not interpret:
+        plgpu.wgmma(ref, a, b)
+
+
+def finished_sum(ref, x, a, b, interpret):
+    if interpret:
+        return x + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+    return ref[...]
 
 
 def by_row(x, shape):
@@ -280,10 +376,8 @@ def forward_kernel(
     c: Problem,
     interpret: bool,
 ):
-    q_smem, k_smem, v_smem, out_smem, lse_smem = buffers
+    q_smem, k_smem, v_smem, out_smem, lse_smem, bias_smem = buffers
     q_full, q_free, k_full, k_free, v_full, v_free, turn = barriers
-    if out_smem is None:
-        out_smem = q_smem
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
     rounds = jnp.int32(c.tiles // c.programs)
@@ -299,29 +393,58 @@ def forward_kernel(
     def slot_of(at):
         return lax.rem(at, jnp.int32(c.stages))
 
+    def place_part(i):
+        """(batch, head, what is taken of its values, block) of the i-th tile."""
+        batch, head, block = place(nth_tile(i, program, c), c)
+        if c.parts == 1:
+            return batch, head, (), block
+        part = lax.rem(head, jnp.int32(c.parts))
+        columns = pl.ds(pl.multiple_of(part * c.hv, c.hv), c.hv)
+        return batch, lax.div(head, jnp.int32(c.parts)), (columns,), block
+
+    def copy_pieces(source, target, full):
+        """Rows of queries or keys, piece by piece of their head dim."""
+        if c.pieces == 1:
+            plgpu.copy_gmem_to_smem(source, target.at[0], full)
+            return
+        width = c.h // c.pieces
+        for i in range(c.pieces):
+            piece = source.at[:, pl.ds(i * width, width)]
+            plgpu.copy_gmem_to_smem(piece, target.at[i], full)
+
+    def issue_scores(s_ref, slot):
+        for i in range(c.pieces):
+            held = q_smem.at[me if c.pieces == 1 else opaque(me), i]
+            plgpu.wgmma(s_ref, held, k_smem.at[slot, i].transpose((1, 0)))
+
     @pl.when(me == c.consumers)
     def load():
         plgpu.set_max_registers(40 if c.consumers == 2 else 32, action="decrease")
 
         def tile(i, at):
-            batch, head, block = place(nth_tile(i, program, c), c)
+            batch, head, columns, block = place_part(i)
             first, _, _, last = ranges(batch, block)
             for w in range(c.consumers):
                 rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
                 plgpu.barrier_wait(q_free.at[w])
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[batch, rows, head], q_smem.at[w], q_full.at[w]
-                )
+                copy_pieces(q_ref.at[batch, rows, head], q_smem.at[w], q_full.at[w])
 
             def step(j, at):
                 slot = slot_of(at)
                 keys = pl.ds((last - 1 - j) * c.block_k, c.block_k)
                 source = (batch, keys, lax.div(head, jnp.int32(c.group)))
                 plgpu.barrier_wait(k_free.at[slot])
-                plgpu.copy_gmem_to_smem(
-                    k_ref.at[source], k_smem.at[slot], k_full.at[slot]
-                )
+                copy_pieces(k_ref.at[source], k_smem.at[slot], k_full.at[slot])
+                if bias_smem is not None:
+                    for w in range(c.consumers):
+                        rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
+                        plgpu.copy_gmem_to_smem(
+                            bias_ref.at[*own(bias_ref, batch, head), rows, keys],
+                            bias_smem.at[slot, w],
+                            k_full.at[slot],
+                        )
                 plgpu.barrier_wait(v_free.at[slot])
+                source = (*source, *columns)
                 plgpu.copy_gmem_to_smem(
                     v_ref.at[source], v_smem.at[slot], v_full.at[slot]
                 )
@@ -351,19 +474,19 @@ def forward_kernel(
                 plgpu.barrier_arrive(turn.at[0])
 
         def tile(i, at):
-            batch, head, block = place(nth_tile(i, program, c), c)
+            batch, head, columns, block = place_part(i)
             first, whole, whole_end, last = ranges(batch, block)
-            attend_tile(batch, head, block, first, whole, whole_end, last, at)
+            attend_tile(batch, head, columns, block, first, whole, whole_end, last, at)
             return at + (last - first)
 
-        def attend_tile(batch, head, block, first, whole, whole_end, last, at):
+        def attend_tile(batch, head, columns, block, first, whole, whole_end, last, at):
             count = last - first
             row = block * c.block_q + me * ROWS
             offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
             ragged = lengths_ref is not None or c.s % c.block_k != 0
             ends = c.causal or ragged or bounds_ref is not None
             begins = c.window is not None or bounds_ref is not None
-            q = q_smem.at[me]
+            staged = q_smem.at[me, 0] if c.out_in_query else out_smem.at[me]
             q_ids = None
             if q_ids_ref is not None:
                 q_ids = plgpu.load(
@@ -404,45 +527,35 @@ def forward_kernel(
             def logits(s, j, masked):
                 if c.softcap is not None:
                     bent = jnp.exp2(s * (2 * LOG2_E * c.scale / c.softcap))
-                    s = (1.0 - 2.0 / (1.0 + bent)) * (c.softcap * LOG2_E)
+                    s = (1.0 - 2.0 / (1.0 + bent)) * (c.softcap * LOG2_E / factor)
                 elif not c.folded:
-                    s = s * c.scale
+                    s = s * (c.scale / factor)
                 start = (last - 1 - j) * c.block_k
-                if bias_ref is not None:
+                slot = slot_of(at + j)
+                if bias_smem is not None:
+                    s = s + copied_bias(bias_smem.at[slot, me])
+                    plgpu.barrier_arrive(k_free.at[slot])
+                elif bias_ref is not None:
                     s = s + bias_tile(bias_ref, batch, head, row, start, s.shape)
                 if masked:
                     s = jnp.where(visible(start, s.shape), s, -jnp.inf)
                 return s
 
-            factor = c.scale if c.folded else 1.0
+            factor = c.scale if c.folded else 1.0 if bias_ref is None else LOG2_E
             scores = plgpu.WGMMAAccumulatorRef((ROWS, c.block_k), jnp.float32)
             sums = plgpu.WGMMAAccumulatorRef((ROWS, c.hv), jnp.float32)
-
-            def set_sum(acc_ref, acc):
-                if not interpret:  # which has no accumulators that start from values
-                    acc_ref[...] = acc
-
-            def issue_sum(acc_ref, weights, v):
-                if not interpret:  # nor weights in registers
-                    plgpu.wgmma(acc_ref, weights, v)
-
-            def finished_sum(acc_ref, acc, weights, v):
-                if interpret:
-                    return acc + jnp.dot(
-                        weights, v[...], preferred_element_type=jnp.float32
-                    )
-                return acc_ref[...]
 
             plgpu.barrier_wait(q_full.at[me])
             slot = slot_of(at)
             plgpu.barrier_wait(k_full.at[slot])
 
             def first_scores(s_ref):
-                plgpu.wgmma(s_ref, q, k_smem.at[slot].transpose((1, 0)))
+                issue_scores(s_ref, slot)
                 return s_ref[...]
 
             s = pl.run_scoped(first_scores, scores)
-            plgpu.barrier_arrive(k_free.at[slot])
+            if bias_smem is None:
+                plgpu.barrier_arrive(k_free.at[slot])
             nothing = jnp.zeros((ROWS,), jnp.float32)
             nothing = plgpu.layout_cast(nothing, BY_ROW)
             acc = jnp.zeros((ROWS, c.hv), jnp.float32)
@@ -461,20 +574,21 @@ def forward_kernel(
             def step(j, carry, masked):
                 acc, top, total, weights = carry
                 slot, before = slot_of(at + j), slot_of(at + j - 1)
-                k, v = k_smem.at[slot], v_smem.at[before]
+                v = v_smem.at[before]
 
                 plgpu.barrier_wait(k_full.at[slot])
                 if c.turns:
                     plgpu.barrier_wait(turn.at[me])
 
                 def scoped(s_ref, acc_ref):
-                    set_sum(acc_ref, acc)
-                    plgpu.wgmma(s_ref, q, k.transpose((1, 0)))
-                    issue_sum(acc_ref, weights, v)
+                    set_sum(acc_ref, acc, interpret)
+                    issue_scores(s_ref, slot)
+                    issue_sum(acc_ref, weights, v, interpret)
                     if c.turns:
                         plgpu.barrier_arrive(turn.at[following])
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=int(c.overlap))
-                    plgpu.barrier_arrive(k_free.at[slot])
+                    if bias_smem is None:
+                        plgpu.barrier_arrive(k_free.at[slot])
                     higher, more, new, fade = softmax_step(
                         logits(s, j, masked),
                         top,
@@ -488,7 +602,7 @@ def forward_kernel(
                         (higher, more, new, fade)
                     )
                     plgpu.barrier_wait(v_full.at[slot])
-                    summed = finished_sum(acc_ref, acc, weights, v)
+                    summed = finished_sum(acc_ref, acc, weights, v, interpret)
                     plgpu.barrier_arrive(v_free.at[before])
                     # not before: the product in flight reads registers of the old ones
                     new = new.astype(q_ref.dtype)
@@ -520,9 +634,9 @@ def forward_kernel(
                 plgpu.barrier_arrive(q_free.at[me])
 
             def last_sum(acc_ref):
-                set_sum(acc_ref, acc)
-                issue_sum(acc_ref, weights, v)
-                return finished_sum(acc_ref, acc, weights, v)
+                set_sum(acc_ref, acc, interpret)
+                issue_sum(acc_ref, weights, v, interpret)
+                return finished_sum(acc_ref, acc, weights, v, interpret)
 
             acc = pl.run_scoped(last_sum, sums)
             plgpu.barrier_arrive(v_free.at[before])
@@ -538,16 +652,17 @@ def forward_kernel(
             total = jnp.where(seen, total, 1.0)
             share = 1.0 / total
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem.at[me][...] = (acc * by_row(share, acc.shape)).astype(q_ref.dtype)
+            staged[...] = (acc * by_row(share, acc.shape)).astype(q_ref.dtype)
             lse = top * math.log(2) + jnp.log(total)
-            lse_smem.at[me][...] = jnp.where(seen, lse, -jnp.inf)
+            lse = jnp.where(seen, lse, -jnp.inf)
+            lse_at = lse_ref.at[batch, head, pl.ds(row, ROWS)]
+            (lse_at if lse_smem is None else lse_smem.at[me])[...] = lse
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                out_smem.at[me], out_ref.at[batch, pl.ds(row, ROWS), head]
+                staged, out_ref.at[(batch, pl.ds(row, ROWS), head, *columns)]
             )
-            plgpu.copy_smem_to_gmem(
-                lse_smem.at[me], lse_ref.at[batch, head, pl.ds(row, ROWS)]
-            )
+            if lse_smem is not None:
+                plgpu.copy_smem_to_gmem(lse_smem.at[me], lse_at)
             if c.out_in_query:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free.at[me])
@@ -582,9 +697,17 @@ def int32(x: jax.Array | None) -> jax.Array | None:
 def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
+    parts = in_pieces(hv)
+    bias_bytes = pair_bytes(bias)
     rule = sizes(h, hv, min(s, window or s), causal)
+    if bias_bytes > 0:  # room for its blocks
+        rule["STAGES"] = 2
+    if bias_bytes > 2:
+        rule["BLOCK_K"] = min(rule["BLOCK_K"], 64)
     width = next_power_of_2(max(h, hv))
     found = tuned("hopper_flash_attention", width, query.dtype, rule)
+    room = memory(h, hv, bias_bytes, **found)
+    assert room is not None  # `unsupported` says so
     c = Problem(
         b=b,
         t=t,
@@ -592,7 +715,9 @@ def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
         n=n,
         group=n // heads,
         h=h,
-        hv=hv,
+        pieces=in_pieces(h),
+        hv=hv // parts,
+        parts=parts,
         scale=scale * (LOG2_E if softcap is None else 1.0),
         folded=softcap is None and bias is None and scale > 0,
         softcap=softcap,
@@ -604,6 +729,7 @@ def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
         stages=found["STAGES"],
         overlap=bool(found["OVERLAP"]),
         turns=bool(found["TURNS"]),
+        **room,
         programs=0,
     )
     programs = min(c.tiles, num_sms()) if found["PERSISTENT"] else c.tiles
@@ -642,24 +768,28 @@ def attention_fwd(
     padded_t = c.blocks * c.block_q
     query = copyable(query, ROWS)
     shared = functools.partial(plgpu.SMEM, dtype=query.dtype)
-    rows, lanes = (c.consumers, ROWS), c.stages
+    rows, lanes, piece = (c.consumers, ROWS), c.stages, c.h // c.pieces
     buffers = (
-        shared((*rows, c.h), transforms=tiled(ROWS, c.h)),
-        shared((lanes, c.block_k, c.h), transforms=tiled(c.block_k, c.h)),
+        shared((c.consumers, c.pieces, ROWS, piece), transforms=tiled(ROWS, piece)),
+        shared((lanes, c.pieces, c.block_k, piece), transforms=tiled(c.block_k, piece)),
         shared(
             (lanes, c.block_k, c.hv),
             transforms=tiled(c.block_k, c.hv, contract_rows=True),
         ),
         None if c.out_in_query else shared((*rows, c.hv), transforms=tiled(ROWS, c.hv)),
-        plgpu.SMEM(rows, jnp.float32),
+        plgpu.SMEM(rows, jnp.float32) if c.staged_lse else None,
+        bias_tiles(bias.dtype, lanes, *rows, c.block_k) if c.copied_bias else None,
     )
     ring = plgpu.Barrier(num_barriers=c.stages)
+    k_ring = plgpu.Barrier(
+        num_barriers=c.stages, num_arrivals=c.pieces + c.copied_bias * c.consumers
+    )
     free = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
     each = plgpu.Barrier(num_barriers=c.consumers)
     barriers = (
-        each,  # queries are there
+        plgpu.Barrier(num_barriers=c.consumers, num_arrivals=c.pieces),  # queries
         each,  # and are not needed any more
-        ring,  # keys
+        k_ring,  # keys
         free,
         ring,  # values
         free,
@@ -668,7 +798,7 @@ def attention_fwd(
     out, lse = plgpu.kernel(
         functools.partial(forward_kernel, c=c, interpret=interpret),
         out_type=(
-            jax.ShapeDtypeStruct((*query.shape[:3], c.hv), query.dtype),
+            jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
         ),
         grid=(c.programs,),

@@ -101,18 +101,42 @@ def whole_blocks(
 
 
 def bias_tile(bias_ref: Any, batch: Any, head: Any, row: Any, column: Any, shape: Any):
-    """[rows, columns] of a tile in float32, in units of log 2."""
+    """[rows, columns] of a tile in float32."""
     batch, head = own(bias_ref, batch, head)
     one_row, one_column = (n == 1 for n in bias_ref.shape[2:])
     rows = 0 if one_row else pl.ds(row, shape[0])
     columns = 0 if one_column else pl.ds(column, shape[1])
     source = bias_ref.at[batch, head, rows, columns]
     if one_row and one_column:
-        return source[()].astype(jnp.float32) * LOG2_E
+        return source[()].astype(jnp.float32)
     dims = [0] if one_column else [1] if one_row else [0, 1]
     layout = BY_ROW if one_column else BY_COLUMN if one_row else plgpu.Layout.WGMMA
     tile = plgpu.load(source, layout=layout, optimized=False)
-    return lax.broadcast_in_dim(tile.astype(jnp.float32) * LOG2_E, shape, dims)
+    return lax.broadcast_in_dim(tile.astype(jnp.float32), shape, dims)
+
+
+def pair_bytes(bias: Any) -> int:
+    """Of what one pair has of a bias, 0 where pairs share it or there is none."""
+    return 0 if bias is None or 1 in bias.shape[2:] else bias.dtype.itemsize
+
+
+def bias_tiles(dtype: Any, *shape: int) -> Any:
+    """Shared memory that threads read and write by the tiles of their registers."""
+    tiling: Any = plgpu.TilingTransform  # abstract only to a type checker
+    swizzling: Any = plgpu.SwizzleTransform
+    transforms = tiling((8, 128 // dtype.itemsize)), swizzling(128)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def copied_bias(tile: Any, turned: bool = False):
+    """[rows, columns] of a tile in shared memory, or transposed; as `bias_tile`."""
+    if turned:
+        layout = plgpu.Layout.WGMMA_TRANSPOSED
+        tile = plgpu.load(tile.transpose((1, 0)), layout=layout)
+        tile = plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
+    else:
+        tile = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
+    return tile.astype(jnp.float32)
 
 
 def own(ref: Any, batch: Any, head: Any) -> tuple[Any, Any]:

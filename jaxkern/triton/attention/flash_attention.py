@@ -40,6 +40,7 @@ FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
 LOG2_E = 1.4426950408889634
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
+MAX_SLOPES_BYTES = 2**32  # of dS, where it is only summed
 PADDING = 128  # of the rows of lse and delta; a multiple of every BLOCK_Q
 
 
@@ -791,11 +792,12 @@ def query_blocks(
     kv_ids_at,
     mask_at,
     bias_at,
+    slopes_at,
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds to dq, without its scale."""
+    """Adds to dq, without its scale, and writes dS where it is wanted."""
     FACTOR: tl.constexpr = C.SCALE if C.FOLDED else 1.0
     for block in range(first, last):
         start = block * BLOCK_K
@@ -822,6 +824,10 @@ def query_blocks(
         p = tl.exp2(z * FACTOR - lse2[:, None])
         dp = tl.dot(dout, tl.trans(v), input_precision="tf32x3")
         ds = p * (dp - delta[:, None])
+        if slopes_at is not None:
+            at = slopes_at + rows.to(tl.int64) * C.S + columns
+            slopes = ds.to(slopes_at.dtype.element_ty)
+            tl.store(at, slopes, (rows < C.T) & (columns < C.S))
         if C.SOFTCAP is not None:
             ds *= 1.0 - bent * bent
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="tf32x3")
@@ -844,12 +850,13 @@ def flash_attention_bwd_queries_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
+    slopes_ptr,
     C: tl.constexpr,
     SECTION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dq of BLOCK_Q queries of one head."""
+    """dq of BLOCK_Q queries of one head, and dS where slopes_ptr is given."""
     RAGGED: tl.constexpr = (
         C.S % BLOCK_K != 0
         or kv_lengths_ptr is not None
@@ -889,6 +896,15 @@ def flash_attention_bwd_queries_kernel(
     )
     if mask_ptr is not None:
         whole, whole_end = first, first
+    slopes_at = None
+    if slopes_ptr is not None:
+        slopes_at = slopes_ptr + head.to(tl.int64) * C.T * C.S
+        blocks_of_keys = (C.S + BLOCK_K - 1) // BLOCK_K
+        for block_k in range(0, blocks_of_keys):
+            if (block_k < first) | (block_k >= last):  # no loop visits it
+                columns = (block_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+                at = slopes_at + rows.to(tl.int64) * C.S + columns
+                tl.store(at, 0.0, (rows < C.T) & (columns < C.S))
     PADDED_H: tl.constexpr = C.PADDED_H
     dq = tl.zeros([BLOCK_Q, PADDED_H], tl.float32)
     for part in tl.static_range(3):
@@ -919,6 +935,7 @@ def flash_attention_bwd_queries_kernel(
                 kv_ids_at,
                 mask_at,
                 bias_at,
+                slopes_at,
                 C,
                 BLOCK_K,
                 part != 1,
@@ -1106,18 +1123,49 @@ def attention_fwd(
 
 
 def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
-    """`bwd` with the dbias of the reference, which alone is as large as the scores."""
+    """`bwd`, whose fourth result is dS, [b n t s], if it is wanted, with dbias instead.
+
+    No softmax sees what a bias adds to a whole row: dS of a row sums to what comes from
+    the cotangent of lse and from the sinks. Where the bias is broadcast and dS would be
+    too large, the reference sums it by rows.
+    """
 
     @functools.wraps(bwd)
     def complete(*operands, wanted, scale, causal, window, softcap, **own):
         options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
-        dq, dk, dv, _, dsinks = bwd(*operands, wanted=wanted, **options, **own)
-        dbias = None
-        if operands[3] is not None and wanted[3]:
-            dbias = attention_bwd_reference(*operands, **options)[3]
-        return dq, dk, dv, dbias, dsinks
+        bias: Any = operands[3]
+        *want_others, want_bias, want_sinks = wanted
+        if bias is None or not want_bias:
+            wanted = *want_others, False, want_sinks
+            return bwd(*operands, wanted=wanted, **options, **own)
+        (b, t, n, _), s = operands[0].shape, operands[1].shape[1]
+        of_rows = bias.shape[3] == 1
+        size = b * n * t * s * bias.dtype.itemsize
+        large = bias.shape != (b, n, t, s) and size > MAX_SLOPES_BYTES
+        wanted = *want_others, not (of_rows or large), want_sinks
+        slopes: Any
+        dq, dk, dv, slopes, dsinks = bwd(*operands, wanted=wanted, **options, **own)
+        if of_rows:
+            slopes = sums_of_rows(*operands[-5:])
+        elif large:
+            slopes = attention_bwd_reference(*operands, **options)[3]
+        axes = [i for i in range(4) if bias.shape[i] < slopes.shape[i]]
+        if axes:
+            slopes = jnp.sum(slopes, axes, dtype=jnp.float32, keepdims=True)
+        return dq, dk, dv, slopes.astype(bias.dtype), dsinks
 
     return complete
+
+
+def sums_of_rows(sinks, out, lse, dout, dlse) -> jax.Array:
+    """dS summed over the keys, [b n t 1]: 0 but for the sinks' share and for dlse."""
+    rows = dlse
+    if sinks is not None:
+        taken = jnp.exp(sinks.astype(jnp.float32) - lse)
+        slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
+        rows = rows + taken * slope
+    rows = jnp.where(lse == -jnp.inf, 0.0, rows)
+    return jnp.moveaxis(rows, 1, 2)[..., None]
 
 
 @with_bias_gradient
@@ -1145,7 +1193,7 @@ def attention_bwd(
 ):
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
-    want_q, want_k, want_v, _, want_sinks = wanted
+    want_q, want_k, want_v, want_slopes, want_sinks = wanted
     padded = -(-t // PADDING) * PADDING
     by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
     rows = 64 if hv <= 128 else 32
@@ -1181,7 +1229,7 @@ def attention_bwd(
     )
     given |= {"dout_ptr": dout, "lse2_ptr": lse2, "delta_ptr": delta}
     q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
-    dq = dk = dv = dsinks = None
+    dq = dk = dv = slopes = dsinks = None
     if want_k or want_v:
         sizes = sizes_of("flash_attention_bwd_keys", key_sizes, given)
         if q_ids is not None:
@@ -1196,18 +1244,20 @@ def attention_bwd(
             {"dk_ptr": like(key), "dv_ptr": like(value)},
             {"C": constants, "SECTION": together, **sizes},
         )
-    if want_q:
+    if want_q or want_slopes:
         sizes = sizes_of("flash_attention_bwd_queries", query_sizes, given)
         if q_ids is not None:
             given["bounds_ptr"] = segment_bounds(
                 q_ids, kv_ids, sizes["BLOCK_Q"], sizes["BLOCK_K"]
             )
         together = section(s, h + hv, key.dtype) * (n // heads)
-        (dq,) = sparse_call(
+        if want_slopes:
+            slopes = jax.ShapeDtypeStruct((b, n, t, s), bias.dtype)
+        dq, slopes = sparse_call(
             flash_attention_bwd_queries_kernel,
             (-(-t // sizes["BLOCK_Q"]) * b * n,),
             given,
-            {"dq_ptr": like(query)},
+            {"dq_ptr": like(query), "slopes_ptr": slopes},
             {"C": constants, "SECTION": together, **sizes},
         )
     if want_sinks:
@@ -1215,4 +1265,4 @@ def attention_bwd(
             sinks.astype(jnp.float32)[:, None] * LOG2_E - lse2[..., :t]
         )  # [b n t]; 0 where lse2 is inf
         dsinks = -jnp.sum(share * delta[..., :t], (0, 2)).astype(sinks.dtype)
-    return dq, dk, dv, None, dsinks
+    return dq, dk, dv, slopes, dsinks
