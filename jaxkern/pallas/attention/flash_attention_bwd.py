@@ -193,14 +193,22 @@ def exponents(s, bias, lse2, c: Problem):
     return z - lse2, bent
 
 
-def weights_and_slopes(s, dp, bias, lse2, delta, seen, c: Problem):
-    """(P, dS), with `seen` None where all pairs see each other."""
+def weights(s, bias, lse2, seen, c: Problem):
+    """(P, tanh of the cap), with `seen` None where all pairs see each other."""
     z, bent = exponents(s, bias, lse2, c)
     if seen is not None:
         z = jnp.where(seen, z, -jnp.inf)
-    p = jnp.exp2(z)
+    return jnp.exp2(z), bent
+
+
+def slopes(p, dp, delta, bent):
+    """dS."""
     ds = p * (dp - delta)
-    return p, ds if bent is None else ds * (1.0 - bent * bent)
+    return ds if bent is None else ds * (1.0 - bent * bent)
+
+
+def dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def dscale(c: Problem) -> float:
@@ -323,31 +331,49 @@ def keys_kernel(
             slot = lax.rem(member * count + j - first, jnp.int32(STAGES))
             plgpu.barrier_wait(full.at[slot])
             q, dout = q_smem.at[slot], dout_smem.at[slot]
-            s, dp = two_products(
-                k_smem.at[me],
-                q.transpose((1, 0)),
-                v_smem.at[me],
-                dout.transpose((1, 0)),
-            )
-            lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
-            delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
-            seen = bias = None
-            query, n = j * BLOCK, kv_head * c.group + member
-            if bias_ref is not None:
-                bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
-            if masked:
-                seen = visible(s.shape, 0, row, query, offset, length, c)
-                if kv_ids is not None:
-                    ids = q_ids_ref.at[batch, pl.ds(query, BLOCK)]
-                    seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
-                if words_ref is not None:
-                    bits = is_set(words_ref, batch, n, row, query, s.shape)
-                    seen = jnp.logical_and(seen, bits)
-            lse2, delta = by_column(lse2, s.shape), by_column(delta, s.shape)
-            p, ds = weights_and_slopes(s, dp, bias, lse2, delta, seen, c)
             dtype = q_ref.dtype
-            sums = accumulated(
-                sums, [(p.astype(dtype), dout), (ds.astype(dtype), q)], interpret
+            query, n = j * BLOCK, kv_head * c.group + member
+            dv, dk = sums
+
+            def products(s_acc, dp_acc, dv_acc):
+                if not interpret:  # which has no accumulators that start from values
+                    dv_acc[...] = dv
+                plgpu.wgmma(s_acc, k_smem.at[me], q.transpose((1, 0)))
+                plgpu.wgmma(dp_acc, v_smem.at[me], dout.transpose((1, 0)))
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
+                seen = bias = None
+                if bias_ref is not None:
+                    bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
+                if masked:
+                    seen = visible(s.shape, 0, row, query, offset, length, c)
+                    if kv_ids is not None:
+                        ids = q_ids_ref.at[batch, pl.ds(query, BLOCK)]
+                        seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
+                    if words_ref is not None:
+                        bits = is_set(words_ref, batch, n, row, query, s.shape)
+                        seen = jnp.logical_and(seen, bits)
+                p, bent = weights(s, bias, by_column(lse2, s.shape), seen, c)
+                p16 = p.astype(dtype)
+                if not interpret:
+                    plgpu.wgmma(dv_acc, p16, dout)
+                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=int(not interpret))
+                delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
+                ds = slopes(p, dp, by_column(delta, s.shape), bent).astype(dtype)
+
+                def rest(dk_acc):
+                    if interpret:
+                        return [dv + dot(p16, dout[...]), dk + dot(ds, q[...])]
+                    dk_acc[...] = dk
+                    plgpu.wgmma(dk_acc, ds, q)
+                    return [dv_acc[...], dk_acc[...]]
+
+                dk_shape = plgpu.WGMMAAccumulatorRef(dk.shape, jnp.float32)
+                return pl.run_scoped(rest, dk_shape)
+
+            shapes = (ROWS, BLOCK), (ROWS, BLOCK), dv.shape
+            sums = pl.run_scoped(
+                products, *(plgpu.WGMMAAccumulatorRef(x, jnp.float32) for x in shapes)
             )
             plgpu.barrier_arrive(free.at[slot])
             return sums
@@ -471,9 +497,8 @@ def queries_kernel(
                 if words_ref is not None:
                     bits = is_set(words_ref, batch, head, row, key, s.shape)
                     seen = jnp.logical_and(seen, bits)
-            _, ds = weights_and_slopes(
-                s, dp, bias, by_row(lse2, s.shape), by_row(delta, s.shape), seen, c
-            )
+            p, bent = weights(s, bias, by_row(lse2, s.shape), seen, c)
+            ds = slopes(p, dp, by_row(delta, s.shape), bent)
             (dq,) = accumulated([dq], [(ds.astype(q_ref.dtype), k)], interpret)
             plgpu.barrier_arrive(free.at[slot])
             return dq
@@ -501,6 +526,22 @@ def by_head(x: jax.Array, rows: int, fill: float) -> jax.Array:
     short = rows - x.shape[1]
     x = jnp.moveaxis(x, 1, 2)
     return jnp.pad(x, [(0, 0), (0, 0), (0, short)], constant_values=fill)
+
+
+def rows_of(c: Problem, sinks, out, lse, dout, dlse, want_sinks: bool):
+    """(lse log2 e, delta), both [b n rows], and dsinks or None."""
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    # XLA would reduce inside of the transpose of by_head, 6 times slower.
+    delta = lax.optimization_barrier(delta) - dlse
+    seen = jnp.isfinite(lse)
+    rows = c.blocks * c.block_q
+    lse2 = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), rows, math.inf)
+    delta = jnp.where(seen, delta, 0.0)
+    dsinks = None
+    if sinks is not None and want_sinks:
+        share = jnp.exp(sinks.astype(jnp.float32) - jnp.where(seen, lse, jnp.inf))
+        dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
+    return lse2, by_head(delta, rows, 0.0), dsinks
 
 
 @with_bias_gradient
@@ -531,16 +572,7 @@ def attention_bwd(
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1) - dlse
-    seen = jnp.isfinite(lse)
-    rows = c.blocks * c.block_q
-    lse2 = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), rows, math.inf)
-    delta = jnp.where(seen, delta, 0.0)
-    dsinks = None
-    if sinks is not None and wanted[4]:
-        share = jnp.exp(sinks.astype(jnp.float32) - jnp.where(seen, lse, jnp.inf))
-        dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
-    delta = by_head(delta, rows, 0.0)
+    lse2, delta, dsinks = rows_of(c, sinks, out, lse, dout, dlse, wanted[4])
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     by_keys = by_queries = words = turned_words = turned = None
     if q_ids is not None and kv_ids is not None:
