@@ -331,49 +331,31 @@ def keys_kernel(
             slot = lax.rem(member * count + j - first, jnp.int32(STAGES))
             plgpu.barrier_wait(full.at[slot])
             q, dout = q_smem.at[slot], dout_smem.at[slot]
-            dtype = q_ref.dtype
+            s, dp = two_products(
+                k_smem.at[me],
+                q.transpose((1, 0)),
+                v_smem.at[me],
+                dout.transpose((1, 0)),
+            )
+            lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
+            delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
+            seen = bias = None
             query, n = j * BLOCK, kv_head * c.group + member
-            dv, dk = sums
-
-            def products(s_acc, dp_acc, dv_acc):
-                if not interpret:  # which has no accumulators that start from values
-                    dv_acc[...] = dv
-                plgpu.wgmma(s_acc, k_smem.at[me], q.transpose((1, 0)))
-                plgpu.wgmma(dp_acc, v_smem.at[me], dout.transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
-                seen = bias = None
-                if bias_ref is not None:
-                    bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
-                if masked:
-                    seen = visible(s.shape, 0, row, query, offset, length, c)
-                    if kv_ids is not None:
-                        ids = q_ids_ref.at[batch, pl.ds(query, BLOCK)]
-                        seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
-                    if words_ref is not None:
-                        bits = is_set(words_ref, batch, n, row, query, s.shape)
-                        seen = jnp.logical_and(seen, bits)
-                p, bent = weights(s, bias, by_column(lse2, s.shape), seen, c)
-                p16 = p.astype(dtype)
-                if not interpret:
-                    plgpu.wgmma(dv_acc, p16, dout)
-                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=int(not interpret))
-                delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
-                ds = slopes(p, dp, by_column(delta, s.shape), bent).astype(dtype)
-
-                def rest(dk_acc):
-                    if interpret:
-                        return [dv + dot(p16, dout[...]), dk + dot(ds, q[...])]
-                    dk_acc[...] = dk
-                    plgpu.wgmma(dk_acc, ds, q)
-                    return [dv_acc[...], dk_acc[...]]
-
-                dk_shape = plgpu.WGMMAAccumulatorRef(dk.shape, jnp.float32)
-                return pl.run_scoped(rest, dk_shape)
-
-            shapes = (ROWS, BLOCK), (ROWS, BLOCK), dv.shape
-            sums = pl.run_scoped(
-                products, *(plgpu.WGMMAAccumulatorRef(x, jnp.float32) for x in shapes)
+            if bias_ref is not None:
+                bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
+            if masked:
+                seen = visible(s.shape, 0, row, query, offset, length, c)
+                if kv_ids is not None:
+                    ids = q_ids_ref.at[batch, pl.ds(query, BLOCK)]
+                    seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
+                if words_ref is not None:
+                    bits = is_set(words_ref, batch, n, row, query, s.shape)
+                    seen = jnp.logical_and(seen, bits)
+            p, bent = weights(s, bias, by_column(lse2, s.shape), seen, c)
+            ds = slopes(p, dp, by_column(delta, s.shape), bent)
+            dtype = q_ref.dtype
+            sums = accumulated(
+                sums, [(p.astype(dtype), dout), (ds.astype(dtype), q)], interpret
             )
             plgpu.barrier_arrive(free.at[slot])
             return sums

@@ -248,9 +248,8 @@ def joint_kernel(
             q, dout = q_smem.at[slot], dout_smem.at[slot]
             plgpu.barrier_wait(full.at[slot])
 
-            def products(s_acc, dp_acc, dv_acc):
-                if not interpret:  # which has no accumulators that start from values
-                    dv_acc[...] = dv
+            def rounded(s_acc, dp_acc):
+                """(P, dS)."""
                 mine = opaque(me)
                 plgpu.wgmma(s_acc, k_smem.at[mine], q.transpose((1, 0)))
                 plgpu.wgmma(dp_acc, v_smem.at[mine], dout.transpose((1, 0)))
@@ -263,41 +262,42 @@ def joint_kernel(
                         ids = q_ids_ref.at[batch, pl.ds(j * BLOCK, BLOCK)]
                         seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
                 p, _ = weights(s, None, by_column(lse2, s.shape), seen, c)
-                p16 = p.astype(dtype)
-                if not interpret:
-                    plgpu.wgmma(dv_acc, p16, dout)
-                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=int(not interpret))
+                dp = dp_acc[...]
                 delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
-                ds = slopes(p, dp, by_column(delta, s.shape), None).astype(dtype)
-                plgpu.barrier_wait(ds_free.at[ds_slot])
-                ds_smem.at[ds_slot, me][...] = ds
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(ds_ready.at[ds_slot])
-                plgpu.barrier_wait(ds_ready.at[before])
-                plgpu.barrier_wait(dq_free.at[me])
-
-                def rest(dk_acc, dq_acc):
-                    if not interpret:
-                        dk_acc[...] = dk
-                        # Zeros that are no constant: ptxas keeps an accumulator of
-                        # constants beside those of S and dP, has too few registers for
-                        # that, and serialises all products.
-                        nothing = jnp.minimum(jnp.abs(counts), 0.0)
-                        dq_acc[...] = by_row(nothing, dq_acc.shape)
-                    issue_dq(dq_acc, before)
-                    if not interpret:
-                        plgpu.wgmma(dk_acc, ds, q)
-                    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                    plgpu.barrier_arrive(ds_free.at[before])
-                    store_dq(dq, counts)
-                    if interpret:
-                        return dv + dot(p16, dout[...]), dk + dot(ds, q[...])
-                    return dv_acc[...], dk_acc[...]
-
-                return pl.run_scoped(rest, accumulator(dk.shape), accumulator(part))
+                ds = slopes(p, dp, by_column(delta, s.shape), None)
+                return p.astype(dtype), ds.astype(dtype)
 
             square = accumulator((ROWS, BLOCK))
-            dv, dk = pl.run_scoped(products, square, square, accumulator(dv.shape))
+            p, ds = pl.run_scoped(rounded, square, square)
+            plgpu.barrier_wait(ds_free.at[ds_slot])
+            ds_smem.at[ds_slot, me][...] = ds
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ds_ready.at[ds_slot])
+            plgpu.barrier_wait(ds_ready.at[before])
+            plgpu.barrier_wait(dq_free.at[me])
+
+            def products(dv_acc, dk_acc, dq_acc):
+                if not interpret:  # which has no accumulators that start from values
+                    dv_acc[...], dk_acc[...] = dv, dk
+                    # Zeros that are no constant: ptxas keeps an accumulator of
+                    # constants beside those of S and dP, has too few registers for
+                    # that, and serialises all products.
+                    nothing = jnp.minimum(jnp.abs(counts), 0.0)
+                    dq_acc[...] = by_row(nothing, dq_acc.shape)
+                issue_dq(dq_acc, before)
+                if not interpret:
+                    plgpu.wgmma(dv_acc, p, dout)
+                    plgpu.wgmma(dk_acc, ds, q)
+                dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
+                plgpu.barrier_arrive(ds_free.at[before])
+                store_dq(dq, counts)
+                if interpret:
+                    return dv + dot(p, dout[...]), dk + dot(ds, q[...])
+                return dv_acc[...], dk_acc[...]
+
+            dv, dk = pl.run_scoped(
+                products, *map(accumulator, (dv.shape, dk.shape, part))
+            )
             counts = plgpu.load(counts_smem.at[slot], layout=BY_ROW)
             plgpu.barrier_arrive(free.at[slot])
             return dv, dk, counts
