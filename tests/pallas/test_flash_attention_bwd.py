@@ -65,6 +65,23 @@ def test_gradients_of_one_kernel(name):
     check(joint_bwd.attention_bwd, name, 128, 128, softcap=None)
 
 
+@pytest.mark.parametrize(
+    "s, causal, window, ids, chosen",
+    [
+        (16384, True, None, None, True),
+        (4096, False, None, None, True),
+        (4096, True, None, None, False),
+        (16384, True, 1024, None, False),
+        (16384, True, None, jnp.zeros((1, 16384), jnp.int32), False),
+    ],
+)
+def test_one_kernel_where_queries_see_many_keys(s, causal, window, ids, chosen):
+    x = jax.ShapeDtypeStruct((1, s, 8, 128), jnp.bfloat16)
+    options: Any = dict(value=x, bias=None, causal=causal, window=window)
+    options["q_segment_ids"] = ids
+    assert (joint_bwd.slower_joint(query=x, key=x, **options) is None) == chosen
+
+
 @pytest.mark.full
 def test_a_bound_that_is_no_number_stays_visible():
     """Rows of dq are counted in units, which must not hide what is not finite."""

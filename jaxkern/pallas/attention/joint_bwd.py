@@ -60,7 +60,7 @@ from jaxkern.triton.attention.flash_attention import segment_bounds
 HEAD_DIM = 128
 HALF = HEAD_DIM // CONSUMERS  # columns of dq of a consumer
 SLOTS = 2  # of dS
-FAR = 8192  # keys in reach, from which on it was faster than two kernels
+MANY = 4096  # keys that a query sees, from which on it was faster than two kernels
 FRACTION = 2.0**-30  # of a bound of |dq|, in which dq is counted
 SMALLEST = 1e-28  # bound whose fraction is no denormal
 
@@ -79,14 +79,22 @@ def unsupported_joint(**operands: Any) -> str | None:
 
 
 def slower_joint(
-    query: Any, key: Any, causal: bool, window: int | None, **rest: Any
+    query: Any,
+    key: Any,
+    q_segment_ids: Any,
+    causal: bool,
+    window: int | None,
+    **rest: Any,
 ) -> str | None:
     """Why "auto" leaves the gradients to the next row, or None."""
     if reason := slower_bwd(query=query, key=key, **rest):
         return reason
-    reach = min(key.shape[1], window or key.shape[1])
-    if reach < FAR:
-        return f"queries reach {reach} keys, fewer than {FAR}"
+    if q_segment_ids is not None:
+        return "with segments it was not measured"
+    seen = key.shape[1] // 2 if causal else key.shape[1]
+    seen = min(seen, window or seen)
+    if seen < MANY:
+        return f"two kernels were as fast where queries see {seen} keys, below {MANY}"
     return None
 
 
