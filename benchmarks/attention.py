@@ -83,17 +83,15 @@ def torch_flash(case, *tensors):
     return f
 
 
-def flash_attention_3(window, case, *tensors):
-    from flash_attn_interface import flash_attn_func
+def flash_attention_3(window, q, k, v):
+    from dew_flash_attn import flash_mha
 
-    sizes = (-1, -1) if window is None else (window - 1, 0)
-    return functools.partial(flash_attn_func, causal=True, window_size=sizes)
+    sizes = {} if window is None else dict(window_size=(window - 1, 0))
+    return flash_mha(q, k, v, is_causal=True, **sizes)
 
 
 def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
-    torch_peers: dict[str, Callable] = {
-        "FA3": functools.partial(flash_attention_3, window)
-    }
+    torch_peers: dict[str, Callable] = {}
     if window is None:
         torch_peers["torch flash"] = torch_flash
     return Benchmark(
@@ -101,7 +99,10 @@ def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
         functools.partial(ours, window),
         cases,
         torch_peers=torch_peers,
-        jax_peers={"cuDNN": functools.partial(cudnn, window)},
+        jax_peers={
+            "cuDNN": functools.partial(cudnn, window),
+            "FA3": functools.partial(flash_attention_3, window),
+        },
         sizes={
             "flash_attention": {
                 "BLOCK_Q": (64, 128),

@@ -6,9 +6,10 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 import functools
 
-from jaxkern.lowering.lower import OnRequest, lower
+from jaxkern.lowering.lower import lower
 from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
+from jaxkern.pallas.attention import joint_bwd as hopper_joint_bwd
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.latent_attention import latent_attention_p
@@ -271,6 +272,14 @@ row(
     fwd=hopper_attention.attention_fwd,
     unless=hopper_attention.unsupported,
     slower=hopper_attention.slower,
+)
+row(
+    attention_p,
+    backend="mosaic_gpu",
+    fwd=None,
+    bwd=hopper_joint_bwd.attention_bwd,
+    unless=hopper_joint_bwd.unsupported_joint,
+    slower=hopper_joint_bwd.slower_joint,
 )
 row(
     attention_p,

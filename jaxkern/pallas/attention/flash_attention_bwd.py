@@ -226,6 +226,16 @@ def scaled_slopes(p, dp, delta):
     return p.astype(jnp.float32) * (dp * unit - by_column(delta * unit, dp.shape))
 
 
+def slopes(p, dp, delta, bent):
+    """dS."""
+    ds = p * (dp - delta)
+    return ds if bent is None else ds * (1.0 - bent * bent)
+
+
+def dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
 def dscale(c: Problem) -> float:
     """The scale, which `c.scale` is times log2 e where no cap comes after it."""
     return c.scale if c.softcap is not None else c.scale / LOG2_E
@@ -401,9 +411,7 @@ def keys_kernel(
             lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
             delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
             p, bent = weights_of(s, lse2, slot, j, masked, member)
-            ds = p * (dp - by_column(delta, s.shape))
-            if bent is not None:
-                ds = ds * (1.0 - bent * bent)
+            ds = slopes(p, dp, by_column(delta, s.shape), bent)
             dtype = q_ref.dtype
             sums = accumulated(
                 sums, [(p.astype(dtype), dout), (ds.astype(dtype), q)], interpret
@@ -937,6 +945,22 @@ def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
     return buffers, (slots(CONSUMERS, 2), *rings), copied
 
 
+def rows_of(c: Problem, sinks, out, lse, dout, dlse, want_sinks: bool):
+    """(lse log2 e, delta), both [b n rows], and dsinks or None."""
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    # XLA would reduce inside of the transpose of by_head, 6 times slower.
+    delta = lax.optimization_barrier(delta) - dlse
+    seen = jnp.isfinite(lse)
+    rows = c.blocks * c.block_q
+    lse2 = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), rows, math.inf)
+    delta = jnp.where(seen, delta, 0.0)
+    dsinks = None
+    if sinks is not None and want_sinks:
+        share = jnp.exp(sinks.astype(jnp.float32) - jnp.where(seen, lse, jnp.inf))
+        dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
+    return lse2, by_head(delta, rows, 0.0), dsinks
+
+
 @with_bias_gradient
 def attention_bwd(
     query,
@@ -965,16 +989,7 @@ def attention_bwd(
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1) - dlse
-    seen = jnp.isfinite(lse)
-    rows = c.blocks * c.block_q
-    lse2 = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), rows, math.inf)
-    delta = jnp.where(seen, delta, 0.0)
-    dsinks = None
-    if sinks is not None and wanted[4]:
-        share = jnp.exp(sinks.astype(jnp.float32) - jnp.where(seen, lse, jnp.inf))
-        dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
-    delta = by_head(delta, rows, 0.0)
+    lse2, delta, dsinks = rows_of(c, sinks, out, lse, dout, dlse, wanted[4])
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
     operands = (
