@@ -27,6 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from jaxkern.pallas.attention.pairs import (
     BY_COLUMN,
@@ -58,6 +60,8 @@ SHORT = 8192  # keys in reach, up to which a causal tile has few blocks
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 SHARED_BYTES = 232_448 - 3072  # of a program; the rest is for barriers
 LSE_BYTES = 1024
+WARPGROUP = 128  # threads
+FIRST_TURN = 8  # of 16 barriers, beyond those of Mosaic
 FASTER = {  # than Triton or, at 512, than XLA: measured
     (64, 64),
     (96, 96),
@@ -329,7 +333,14 @@ def softmax_step(s, top, total, factor, infinite):
     base = jnp.where(higher == -jnp.inf, 0.0, higher) if infinite else higher
     weights = jnp.exp2(s * factor - by_row(base, s.shape))
     fade = jnp.exp2(top - base)
-    return higher, total * fade + jnp.sum(weights, axis=1), weights, fade
+    total = total * by_row(fade, total.shape) + by_eighth(weights)
+    return higher, total, weights, fade
+
+
+def by_eighth(x):
+    """[rows, 8]: sums of every eighth column, of which a thread has all it needs."""
+    parts = (x[:, at : at + 8] for at in range(0, x.shape[1], 8))
+    return functools.reduce(lax.add, parts)
 
 
 # A product that adds to what registers hold, its first matrix there too. The
@@ -350,6 +361,26 @@ def finished_sum(ref, x, a, b, interpret):
     if interpret:
         return x + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
     return ref[...]
+
+
+def pass_turn(operation: str, consumer: Any) -> None:
+    """A barrier of the hardware, of the one who gives a turn and the one who takes it.
+
+    Nobody polls shared memory for it, and `arrive` does not wait. Mosaic itself uses
+    the first barriers, one for each warpgroup and one for all.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def emit(_, barrier):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [barrier.registers[()]],
+            f"bar.{operation} $0, {2 * WARPGROUP};",
+            "r",
+            has_side_effects=True,
+        )
+
+    emit(jnp.asarray(FIRST_TURN + consumer, jnp.int32))
 
 
 def by_row(x, shape):
@@ -417,6 +448,18 @@ def forward_kernel(
             held = q_smem.at[me if c.pieces == 1 else opaque(me), i]
             plgpu.wgmma(s_ref, held, k_smem.at[slot, i].transpose((1, 0)))
 
+    def give_turn(w):
+        if interpret:  # which does not know the barriers of the hardware
+            plgpu.barrier_arrive(turn.at[w])
+        else:
+            pass_turn("arrive", w)
+
+    def await_turn(w):
+        if interpret:
+            plgpu.barrier_wait(turn.at[w])
+        else:
+            pass_turn("sync", w)
+
     @pl.when(me == c.consumers)
     def load():
         plgpu.set_max_registers(40 if c.consumers == 2 else 32, action="decrease")
@@ -471,7 +514,7 @@ def forward_kernel(
 
             @pl.when(me == c.consumers - 1)
             def first_turn():
-                plgpu.barrier_arrive(turn.at[0])
+                give_turn(0)
 
         def tile(i, at):
             batch, head, columns, block = place_part(i)
@@ -564,7 +607,7 @@ def forward_kernel(
             top, total, weights, _ = softmax_step(
                 logits(s, 0, masked),
                 nothing - jnp.inf,
-                nothing,
+                plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), WGMMA),
                 factor,
                 masked or bias_ref is not None,
             )
@@ -578,14 +621,14 @@ def forward_kernel(
 
                 plgpu.barrier_wait(k_full.at[slot])
                 if c.turns:
-                    plgpu.barrier_wait(turn.at[me])
+                    await_turn(me)
 
                 def scoped(s_ref, acc_ref):
                     set_sum(acc_ref, acc, interpret)
                     issue_scores(s_ref, slot)
                     issue_sum(acc_ref, weights, v, interpret)
                     if c.turns:
-                        plgpu.barrier_arrive(turn.at[following])
+                        give_turn(following)
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=int(c.overlap))
                     if bias_smem is None:
                         plgpu.barrier_arrive(k_free.at[slot])
@@ -628,6 +671,7 @@ def forward_kernel(
                     left, count, functools.partial(step, masked=True), carry
                 )
             acc, top, total, weights = carry
+            total = jnp.sum(total, axis=1)
             before = slot_of(at + count - 1)
             v = v_smem.at[before]
             if not c.out_in_query:
@@ -673,7 +717,7 @@ def forward_kernel(
 
             @pl.when(me == 0)
             def last_turn():
-                plgpu.barrier_wait(turn.at[0])
+                await_turn(0)
 
 
 # Launcher.
