@@ -219,13 +219,14 @@ def refusal(
 def why_slower(
     p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
 ) -> str | None:
-    """Why "auto" prefers the reference, or None."""
+    """Why "auto" prefers the next row or the reference, or None."""
     # under vmap the operands' shapes do not say how large the work is
     unknown = call.vmaps and not isinstance(row.slower, OnRequest)
     if call.backend.name != "auto" or unknown:
         return None
     reason = row.slower(**named_operands(p, avals, call), **static)
-    return reason and f"XLA is faster, {reason}"
+    faster = "another kernel" if row.backend == "mosaic_gpu" else "XLA"
+    return reason and f"{faster} is faster, {reason}"
 
 
 def named_operands(

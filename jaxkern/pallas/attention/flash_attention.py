@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
+from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from jaxkern.pallas.attention.pairs import (
@@ -370,7 +370,6 @@ def pass_turn(operation: str, consumer: Any) -> None:
     the first barriers, one for each warpgroup and one for all.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
     def emit(_, barrier):
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
@@ -380,7 +379,9 @@ def pass_turn(operation: str, consumer: Any) -> None:
             has_side_effects=True,
         )
 
-    emit(jnp.asarray(FIRST_TURN + consumer, jnp.int32))
+    # what it decorates takes no context, which a type checker does not see
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    inline(emit)(jnp.asarray(FIRST_TURN + consumer, jnp.int32))
 
 
 def by_row(x, shape):

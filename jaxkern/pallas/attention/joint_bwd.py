@@ -96,7 +96,7 @@ def slower_joint(
     seen = key.shape[1] // 2 if causal else key.shape[1]
     seen = min(seen, window or seen)
     if seen < MANY:
-        return f"two kernels were as fast where queries see {seen} keys, below {MANY}"
+        return f"queries see {seen} keys, fewer than {MANY}"
     return None
 
 
