@@ -295,5 +295,7 @@ def test_runs_by_default_where_it_was_measured():
     few = chosen(128, 120, gradient=True)
     assert backward not in few
     assert "fewer than 128 queries were not measured" in few
+    assert backward not in chosen(512, gradient=True)
+    assert "above 256" in chosen(512, gradient=True)
     assert "runs mosaic_gpu: pallas.attention" in chosen(128, bias="float32")
     assert backward in chosen(128, bias="bfloat16", gradient=True)

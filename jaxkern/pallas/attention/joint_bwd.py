@@ -1,7 +1,7 @@
 """Gradients of attention on Hopper in one kernel of five products.
 
 A program holds 128 keys and walks over the queries that see them, through all heads of
-the group, as `keys_kernel` of flash_attention_bwd.py, which has the formulas. It also
+the group, as `keys_kernel` does; flash_attention_bwd.py has the formulas. It also
 computes what its keys add to dq, so S and dP are computed once.
 
 dS goes to shared memory. Each consumer reads that of both and computes half of the
@@ -35,6 +35,11 @@ from jaxkern.pallas.attention.flash_attention import (
     tiled,
 )
 from jaxkern.pallas.attention.flash_attention_bwd import (
+    rows_of,
+    slower_bwd,
+    unsupported_bwd,
+)
+from jaxkern.pallas.attention.gradient_blocks import (
     BLOCK,
     CONSUMERS,
     KEYS,
@@ -44,12 +49,9 @@ from jaxkern.pallas.attention.flash_attention_bwd import (
     dscale,
     place_keys,
     query_blocks,
-    rows_of,
     same_ids,
     slopes,
-    slower_bwd,
     sum_of,
-    unsupported_bwd,
     visible,
     walk,
     weights,

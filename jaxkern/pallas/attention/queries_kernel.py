@@ -1,0 +1,197 @@
+"""dq of attention on Hopper, and dS: programs hold queries and walk over keys."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.pallas.attention.flash_attention import (
+    ROWS,
+    Problem,
+    by_row,
+    key_blocks,
+    opaque,
+    place,
+    position_and_length,
+)
+from jaxkern.pallas.attention.gradient_blocks import (
+    CONSUMERS,
+    NARROW,
+    accumulated,
+    dscale,
+    in_order,
+    same_ids,
+    two_products,
+    visible,
+    walk,
+    weights,
+    zeros,
+)
+from jaxkern.pallas.attention.pairs import (
+    BY_ROW,
+    bias_tile,
+    copied_bias,
+    is_set,
+    own,
+)
+
+
+def queries_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    lse2_ref,
+    delta_ref,
+    q_ids_ref,
+    kv_ids_ref,
+    bias_ref,
+    words_ref,
+    bounds_ref,
+    lengths_ref,
+    offset_ref,
+    dq_ref,
+    slopes_ref,
+    buffers,
+    barriers,
+    *,
+    c: Problem,
+    interpret: bool,
+):
+    q_smem, dout_smem, k_smem, v_smem, bias_smem, slopes_smem = buffers
+    ready, k_full, k_free, v_full, v_free = barriers
+    free = [k_free] if v_free is None else [k_free, v_free]
+    me = lax.axis_index("warpgroup")
+    batch, head, block = place(lax.axis_index("program"), c)
+    blocks = in_order(*key_blocks(batch, block, lengths_ref, offset_ref, bounds_ref, c))
+    first, _, _, last = blocks
+
+    def slot_of(ring, j):
+        return lax.rem(j, jnp.int32(ring.shape[0]))
+
+    @pl.when(me == CONSUMERS)
+    def load():
+        plgpu.set_max_registers(24, action="decrease")
+        for w in range(CONSUMERS):
+            rows = pl.ds((block * CONSUMERS + w) * ROWS, ROWS)
+            for source, target in ((q_ref, q_smem), (dout_ref, dout_smem)):
+                plgpu.copy_gmem_to_smem(
+                    source.at[batch, rows, head], target.at[w], ready.at[w]
+                )
+
+        def step(j, _):
+            keys = pl.ds((first + j) * c.block_k, c.block_k)
+            source = (batch, keys, lax.div(head, jnp.int32(c.group)))
+            slot = slot_of(k_smem, j)
+            plgpu.barrier_wait(k_free.at[slot])
+            plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[slot], k_full.at[slot])
+            full = k_full if v_full is None else v_full
+            slot = slot_of(v_smem, j)
+            if v_free is not None:
+                plgpu.barrier_wait(v_free.at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[slot], full.at[slot])
+            if bias_smem is not None:
+                for w in range(CONSUMERS):
+                    rows = pl.ds((block * CONSUMERS + w) * ROWS, ROWS)
+                    plgpu.copy_gmem_to_smem(
+                        bias_ref.at[*own(bias_ref, batch, head), rows, keys],
+                        bias_smem.at[slot, w],
+                        full.at[slot],
+                    )
+
+        lax.fori_loop(0, last - first, step, None)
+        for ring in free:
+            for slot in range(ring.shape[0]):
+                plgpu.barrier_wait(ring.at[slot])
+
+    @pl.when(me < CONSUMERS)
+    def differentiate():
+        plgpu.set_max_registers(240, action="increase")
+        for ring in free:
+            for slot in range(ring.shape[0]):
+                plgpu.barrier_arrive(ring.at[slot])
+        offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
+        row = (block * CONSUMERS + me) * ROWS
+        rows = pl.ds(row, ROWS)
+        lse2, delta = (
+            plgpu.load(x.at[batch, head, rows], layout=BY_ROW, optimized=False)
+            for x in (lse2_ref, delta_ref)
+        )
+        plgpu.barrier_wait(ready.at[me])
+
+        q_ids = None
+        if q_ids_ref is not None:
+            ids = q_ids_ref.at[batch, rows]
+            q_ids = plgpu.load(ids, layout=BY_ROW, optimized=False)
+
+        def step(j, dq, masked):
+            k_slot, v_slot = slot_of(k_smem, j - first), slot_of(v_smem, j - first)
+            k, v = k_smem.at[k_slot], v_smem.at[v_slot]
+            plgpu.barrier_wait(k_full.at[k_slot])
+            if v_full is not None:
+                plgpu.barrier_wait(v_full.at[v_slot])
+            held = opaque(me) if c.h + c.hv > NARROW else me
+            s, dp = two_products(
+                q_smem.at[held],
+                k.transpose((1, 0)),
+                dout_smem.at[held],
+                v.transpose((1, 0)),
+            )
+            seen = bias = None
+            key = j * c.block_k
+            if bias_smem is not None:
+                bias = copied_bias(bias_smem.at[v_slot, me])
+            elif bias_ref is not None:
+                bias = bias_tile(bias_ref, batch, head, row, key, s.shape)
+            if v_free is not None:
+                plgpu.barrier_arrive(v_free.at[v_slot])
+            if masked:
+                seen = visible(s.shape, 1, key, row, offset, length, c)
+                if q_ids is not None:
+                    ids = kv_ids_ref.at[batch, pl.ds(key, c.block_k)]
+                    seen = jnp.logical_and(seen, same_ids(q_ids, ids, s.shape))
+                if words_ref is not None:
+                    bits = is_set(words_ref, batch, head, row, key, s.shape)
+                    seen = jnp.logical_and(seen, bits)
+            p, bent = weights(s, bias, by_row(lse2, s.shape), seen, c)
+            ds = p * (dp - by_row(delta, s.shape))
+            if slopes_ref is not None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                store_slopes(ds, j)
+            if bent is not None:
+                ds = ds * (1.0 - bent * bent)
+            (dq,) = accumulated([dq], [(ds.astype(q_ref.dtype), k)], interpret)
+            plgpu.barrier_arrive(k_free.at[k_slot])
+            return dq
+
+        def copy_slopes(j, _):
+            keys = pl.ds(j * c.block_k, c.block_k)
+            plgpu.copy_smem_to_gmem(
+                slopes_smem.at[me], slopes_ref.at[batch, head, rows, keys]
+            )
+
+        def store_slopes(ds, j):
+            slopes_smem.at[me][...] = ds.astype(slopes_ref.dtype)
+            plgpu.commit_smem()
+            copy_slopes(j, None)
+
+        if slopes_ref is not None:  # blocks that no loop visits
+            slopes_smem.at[me][...] = zeros((ROWS, c.block_k)).astype(slopes_ref.dtype)
+            plgpu.commit_smem()
+            end = -(-c.s // c.block_k)
+            lax.fori_loop(0, first, copy_slopes, None)
+            lax.fori_loop(last, end, copy_slopes, None)
+
+        ragged = lengths_ref is not None or c.s % c.block_k != 0
+        bounded = bounds_ref is not None
+        dq = walk(
+            step,
+            zeros((ROWS, c.h)),
+            blocks,
+            begins=c.window is not None or bounded,
+            ends=c.causal or ragged or bounded,
+        )
+        q_smem.at[me][...] = (dq * dscale(c)).astype(q_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_smem.at[me], dq_ref.at[batch, rows, head])
+        plgpu.wait_smem_to_gmem(0)
