@@ -5,9 +5,10 @@ the group, as `keys_kernel` does; flash_attention_bwd.py has the formulas. It al
 computes what its keys add to dq, so S and dP are computed once.
 
 dS goes to shared memory. Each consumer reads that of both and computes half of the
-columns of dS k, a block later, so that it does not wait for the other. The loader has
-the copy engine add the result to dq in memory. As integers: each row of dq is counted
-in units of 2^-30 of a bound of |dq|, and the sum is the same bits in any order.
+columns of dS k, a block later, so that it does not wait for the other. A warpgroup of
+its own has the copy engine add the result to dq in memory. As integers: each row of dq
+is counted in units of 2^-30 of a bound of |dq|, and the sum is the same bits in any
+order.
 """
 
 import dataclasses
