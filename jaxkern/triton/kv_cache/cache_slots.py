@@ -10,7 +10,7 @@ new one. `carry_over` compares the two addresses: it ends at once where those ar
 same, and else reads and writes the rows that are not written.
 
 CALL is (tokens, those of a sequence, slots of a sequence or of all pages, ring, rows of
-the cache).
+the cache), `places` the pointers (positions, lengths, slots), of which some are None.
 """
 
 from jaxkern.triton.block_sizes import next_power_of_2
@@ -26,18 +26,22 @@ def copy_tile(length: int) -> tuple[int, int, int]:
 
 
 @jit
-def rows_of(
-    token,
-    present,
-    positions_ptr,
-    lengths_ptr,
-    slots_ptr,
-    CALL: tl.constexpr,
-):
+def new_tokens(lengths_ptr, b, present, T: tl.constexpr):
+    """How many of its T tokens a sequence writes."""
+    count = b * 0 + T
+    if lengths_ptr is not None:
+        lengths = tl.load(lengths_ptr + b, present, 0).to(tl.int64)
+        count = tl.minimum(lengths, T)
+    return count
+
+
+@jit
+def rows_of(token, present, places, CALL: tl.constexpr):
     """The row of each token in the cache, as [b s] or [pages], and if it is written."""
     T: tl.constexpr = CALL[1]
     S: tl.constexpr = CALL[2]
     RING: tl.constexpr = CALL[3]
+    positions_ptr, lengths_ptr, slots_ptr = places
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + token, present, -1).to(tl.int64)
         return slot, present & (slot >= 0) & (slot < S)
@@ -45,10 +49,7 @@ def rows_of(
         b = token // T
         i = token % T
         slot = tl.load(positions_ptr + b, present, 0).to(tl.int64) + i
-        count = b * 0 + T
-        if lengths_ptr is not None:
-            lengths = tl.load(lengths_ptr + b, present, 0).to(tl.int64)
-            count = tl.minimum(lengths, T)
+        count = new_tokens(lengths_ptr, b, present, T)
         counts = present & (i < count)
         if RING:
             counts &= i >= count - S  # of more than s new tokens the last s
@@ -57,19 +58,14 @@ def rows_of(
 
 
 @jit
-def is_written(
-    row,
-    positions_ptr,
-    lengths_ptr,
-    slots_ptr,
-    CALL: tl.constexpr,
-):
+def is_written(row, places, CALL: tl.constexpr):
     """For rows [rows, 1] of the cache: the inverse of rows_of."""
     TOKENS: tl.constexpr = CALL[0]
     T: tl.constexpr = CALL[1]
     S: tl.constexpr = CALL[2]
     RING: tl.constexpr = CALL[3]
     NUM_ROWS: tl.constexpr = CALL[4]
+    positions_ptr, lengths_ptr, slots_ptr = places
     if slots_ptr is not None:
         count = tl.zeros(row.shape, tl.int32)
         for first in range(0, TOKENS, 64):
@@ -82,10 +78,7 @@ def is_written(
         i = row % S - tl.load(positions_ptr + b, row < NUM_ROWS, 0).to(tl.int64)
         if RING:
             i = (i % S + S) % S
-        count = b * 0 + T
-        if lengths_ptr is not None:
-            lengths = tl.load(lengths_ptr + b, row < NUM_ROWS, 0).to(tl.int64)
-            count = tl.minimum(lengths, T)
+        count = new_tokens(lengths_ptr, b, row < NUM_ROWS, T)
         return (i >= 0) & (i < count)
 
 
@@ -94,9 +87,7 @@ def carry_over(
     program,
     old_ptr,
     new_ptr,
-    positions_ptr,
-    lengths_ptr,
-    slots_ptr,
+    places,
     CALL: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
@@ -111,16 +102,7 @@ def carry_over(
         for k in range(0, (blocks + PROGRAMS - 1) // PROGRAMS):
             first = (program + k * PROGRAMS).to(tl.int64) * HEIGHT
             row = first + tl.arange(0, HEIGHT)[:, None]
-            stays = (row < NUM_ROWS) & (
-                is_written(
-                    row,
-                    positions_ptr,
-                    lengths_ptr,
-                    slots_ptr,
-                    CALL,
-                )
-                == 0
-            )
+            stays = (row < NUM_ROWS) & (is_written(row, places, CALL) == 0)
             for start in range(0, LENGTH, WIDTH):
                 column = start + tl.arange(0, WIDTH)[None, :]
                 at = row * LENGTH + column

@@ -101,9 +101,7 @@ def take_up(
     weight_ptr,
     cos_ptr,
     sin_ptr,
-    positions_ptr,
-    lengths_ptr,
-    slots_ptr,
+    places,
     cache_ptr,
     scales_ptr,
     signs_ptr,
@@ -128,9 +126,7 @@ def take_up(
         present,
         HEAD,
     )
-    place, written = rows_of(
-        token, present, positions_ptr, lengths_ptr, slots_ptr, CALL
-    )
+    place, written = rows_of(token, present, places, CALL)
     write_vectors(
         y,
         cache_ptr,
@@ -187,6 +183,7 @@ def qk_norm_rope_cache_kernel(
     VALUE_SCALES_COPY: tl.constexpr,
 ):
     program = tl.program_id(0)
+    places = positions_ptr, lengths_ptr, slots_ptr
     if program < QUERY_PROGRAMS:
         turn_queries(
             program,
@@ -207,9 +204,7 @@ def qk_norm_rope_cache_kernel(
             key_weight_ptr,
             cos_ptr,
             sin_ptr,
-            positions_ptr,
-            lengths_ptr,
-            slots_ptr,
+            places,
             key_cache_ptr,
             key_scales_ptr,
             key_signs_ptr,
@@ -227,9 +222,7 @@ def qk_norm_rope_cache_kernel(
             None,
             None,
             None,
-            positions_ptr,
-            lengths_ptr,
-            slots_ptr,
+            places,
             value_cache_ptr,
             value_scales_ptr,
             value_signs_ptr,
@@ -246,9 +239,7 @@ def qk_norm_rope_cache_kernel(
             copy,
             old_key_cache_ptr,
             key_cache_ptr,
-            positions_ptr,
-            lengths_ptr,
-            slots_ptr,
+            places,
             CALL,
             COPY_PROGRAMS,
             KEY_COPY,
@@ -257,9 +248,7 @@ def qk_norm_rope_cache_kernel(
             copy,
             old_value_cache_ptr,
             value_cache_ptr,
-            positions_ptr,
-            lengths_ptr,
-            slots_ptr,
+            places,
             CALL,
             COPY_PROGRAMS,
             VALUE_COPY,
@@ -269,9 +258,7 @@ def qk_norm_rope_cache_kernel(
                 copy,
                 old_key_scales_ptr,
                 key_scales_ptr,
-                positions_ptr,
-                lengths_ptr,
-                slots_ptr,
+                places,
                 CALL,
                 COPY_PROGRAMS,
                 KEY_SCALES_COPY,
@@ -280,9 +267,7 @@ def qk_norm_rope_cache_kernel(
                 copy,
                 old_value_scales_ptr,
                 value_scales_ptr,
-                positions_ptr,
-                lengths_ptr,
-                slots_ptr,
+                places,
                 CALL,
                 COPY_PROGRAMS,
                 VALUE_SCALES_COPY,
