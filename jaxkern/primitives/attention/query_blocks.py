@@ -32,11 +32,11 @@ def split_rows(rows, block):
     """
     t = rows["query"].shape[1]
     starts = jnp.arange(0, t, block)
-    has_rows = {
+    has_rows = [
         name
         for name, x in rows.items()
         if x is not None and x.shape[ROW_AXIS[name]] == t
-    }
+    ]
 
     def split(name, x):
         axis = ROW_AXIS[name]
