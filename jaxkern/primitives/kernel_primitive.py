@@ -395,9 +395,19 @@ def with_fixed(f: Callable, arrays: Sequence, free: Sequence[int]) -> Callable:
 
 
 def apply_vmaps(f: Callable, vmaps: Levels) -> Callable:
+    """`f` under the recorded vmaps, with the promotion that references are written for.
+
+    What the user forbids in his own code, by `jax_numpy_rank_promotion` and
+    `jax_numpy_dtype_promotion`, is not forbidden here.
+    """
     for axes in vmaps:
         f = jax.vmap(f, in_axes=axes)
-    return f
+
+    def promoting(*arrays):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return f(*arrays)
+
+    return promoting
 
 
 def float_positions(p: KernelPrimitive, absent: tuple[int, ...]) -> list[int]:
