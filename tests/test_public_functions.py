@@ -61,6 +61,23 @@ def test_a_wrong_option_is_named(wrong, message):
         jaxkern.attention(x, x, x, causal=True, **wrong)
 
 
+@pytest.mark.parametrize(
+    "name", ["softmax", "l2_norm", "cumsum", "fwht", "argsort", "argmax"]
+)
+def test_an_axis_outside_is_named(name):
+    with pytest.raises(
+        ValueError, match=f"^{name}: `axis` must name one of the 1 dims"
+    ):
+        getattr(jaxkern, name)(jnp.ones(4), axis=1)
+
+
+@pytest.mark.parametrize("window", [2**31, 2.5])
+def test_a_window_that_counts_no_keys_is_refused(window):
+    x = jnp.ones((1, 2, 1, 4))
+    with pytest.raises(ValueError, match=r"^attention: window is .* below 2\*\*31"):
+        jaxkern.attention(x, x, x, causal=True, window=window)
+
+
 @pytest.mark.parametrize("name", ["window", "scale", "softcap", "causal"])
 def test_a_traced_option_is_named(name):
     x = jnp.ones((1, 2, 1, 4))

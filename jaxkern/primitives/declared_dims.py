@@ -160,3 +160,12 @@ def check_static(op: str, static: dict[str, Any]) -> None:
                 f"{op}: option `{name}` must be a static, hashable value, got "
                 f"{type(value).__name__}. Arrays are operands, not options."
             ) from None
+
+
+def axis_within(op: str, axis: int, ndim: int) -> int:
+    """`axis` counted from the front, or a ValueError that names the op."""
+    if not -ndim <= axis < ndim:
+        raise ValueError(
+            f"{op}: `axis` must name one of the {ndim} dims of `x`, got {axis}."
+        )
+    return axis % ndim
