@@ -224,7 +224,9 @@ class Backward(KernelPrimitive):
         def unbatched(*arrays):
             out = fn(*with_absent(arrays, call.absent), **static)
             out = out if isinstance(out, tuple | list) else (out,)
-            return [g for g, w in zip(out, call.wanted, strict=True) if w]
+            wanted = [g for g, w in zip(out, call.wanted, strict=True) if w]
+            # a gradient of nothing but zeros varies as its operand does, too
+            return same_manual_axes([*wanted, *arrays])[: len(wanted)]
 
         return apply_vmaps(unbatched, call.vmaps)(*arrays)
 
