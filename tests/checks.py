@@ -25,12 +25,8 @@ from jax.test_util import check_grads
 from jaxkern.lowering import lower as lowering
 from jaxkern.lowering.explain import explain
 from jaxkern.lowering.sharded_call import Factors
-from jaxkern.primitives.kernel_primitive import (
-    Backend,
-    Call,
-    KernelPrimitive,
-    backend_context,
-)
+from jaxkern.primitives.call import Backend, Call, backend_context
+from jaxkern.primitives.kernel_primitive import KernelPrimitive
 
 SMALL = 6000  # elements: larger cases get values and dtypes only
 COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("

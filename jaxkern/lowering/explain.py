@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxkern.lowering.lower import Row, choose
-from jaxkern.primitives.kernel_primitive import Call, KernelPrimitive, Tangent
+from jaxkern.primitives.call import Call
+from jaxkern.primitives.kernel_primitive import KernelPrimitive, Tangent
 
 if TYPE_CHECKING:
     from jaxkern.triton.triton_call import Launch

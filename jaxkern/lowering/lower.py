@@ -20,13 +20,8 @@ import jax
 from jax.interpreters import mlir
 
 from jaxkern.lowering.sharded_call import partitioned, refusal_by_type, sharded_by_type
-from jaxkern.primitives.kernel_primitive import (
-    Backend,
-    Call,
-    KernelPrimitive,
-    backend_context,
-    lower_named,
-)
+from jaxkern.primitives.call import Backend, Call, backend_context
+from jaxkern.primitives.kernel_primitive import KernelPrimitive, lower_named
 
 # prim_requires_devices_during_lowering has no public name; custom_partitioning below a
 # primitive needs the device assignment while it lowers.

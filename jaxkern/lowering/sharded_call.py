@@ -23,7 +23,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern.primitives.kernel_primitive import Annotated, Call, KernelPrimitive
+from jaxkern.primitives.call import Call
+from jaxkern.primitives.kernel_primitive import Annotated, KernelPrimitive
 from jaxkern.primitives.leafwise_primitive import LeafwisePrimitive
 
 Axes = tuple[str, ...]

@@ -25,10 +25,10 @@ residuals), `rms_norm_tangent` (linear in the tangents, so that forward mode wor
 
 The second and higher derivatives differentiate the references.
 
-Dims are written and checked as `declared_dims.py` says.
+Dims are written and checked as `declared_dims.py` says; the rules are in `rules.py`,
+what an equation records in `call.py`.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -40,6 +40,17 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 
+from jaxkern.primitives import rules
+from jaxkern.primitives.call import (
+    Call,
+    apply_vmaps,
+    backend_context,
+    float_positions,
+    same_manual_axes,
+    with_absent,
+    with_fixed,
+    without,
+)
 from jaxkern.primitives.declared_dims import (
     Annotated,
     annotations,
@@ -48,61 +59,15 @@ from jaxkern.primitives.declared_dims import (
     check_static,
 )
 
-Levels = tuple[tuple[int | None, ...], ...]
-
-REGISTRY: dict[
-    str, "KernelPrimitive"
-] = {}  # every declared op, in order of declaration
-
-
-REWRITES: dict[
-    str, Callable[[Callable], Callable]
-] = {}  # by platform: makes of a reference one that the platform computes rightly
+# every declared op, in order of declaration
+REGISTRY: dict[str, "KernelPrimitive"] = {}
+# by platform: makes of a reference one that the platform computes rightly
+REWRITES: dict[str, Callable[[Callable], Callable]] = {}
 
 
 def at_least_f32(x: jax.Array) -> jax.Array:
     """`x` in float32, or in float64 if it is: arithmetic never runs below float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """Which implementation the user asked for; see `jaxkern.backend`."""
-
-    name: str = "auto"
-    strict: bool = False
-
-    def __repr__(self) -> str:
-        return self.name + (" strict" if self.strict else "")
-
-
-backend_context = jax.make_user_context(Backend())
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What an equation records beside the op's own options.
-
-    Attributes:
-      backend: the user's choice when the op was called. Carried, not read at lowering:
-        a backward pass is traced after the `with` block has ended.
-      absent: positions of the optional operands that were not given.
-      vmaps: recorded vmaps, innermost first: for each array 0 or None. The axes of an
-        array stand in front of its dims, outermost first.
-      wanted: for each float operand that is present: does it take part in this tangent
-        or want its gradient? Empty for the op itself.
-    """
-
-    backend: Backend = Backend()
-    absent: tuple[int, ...] = ()
-    vmaps: Levels = ()
-    wanted: tuple[bool, ...] = ()
-
-    def __repr__(self) -> str:
-        extra = {"absent": self.absent, "vmaps": self.vmaps, "wanted": self.wanted}
-        return " ".join(
-            [repr(self.backend), *(f"{k}={v}" for k, v in extra.items() if v)]
-        )
 
 
 class KernelPrimitive(Primitive):
@@ -323,21 +288,21 @@ def kernel_primitive(
             p.fwd = KernelPrimitive(fwd, replicated)
             residuals = p.fwd.results[len(p.results) :]
             register(p.fwd)
-            ad.primitive_jvps[p.fwd] = functools.partial(jvp_of_fwd, p)
-            partial_eval.dce_rules[p.fwd] = functools.partial(drop_residuals, p)
+            ad.primitive_jvps[p.fwd] = functools.partial(rules.jvp_of_fwd, p)
+            partial_eval.dce_rules[p.fwd] = functools.partial(rules.drop_residuals, p)
         p.bwd = Backward(bwd, p, len(residuals))
         register(p.bwd)
-        partial_eval.dce_rules[p.bwd] = drop_gradients
+        partial_eval.dce_rules[p.bwd] = rules.drop_gradients
         if linear:
-            ad.primitive_jvps[p] = functools.partial(jvp_of_linear, p)
-            ad.primitive_transposes[p] = functools.partial(transpose_of_linear, p)
+            ad.primitive_jvps[p] = functools.partial(rules.jvp_of_linear, p)
+            ad.primitive_transposes[p] = functools.partial(rules.transpose_of_linear, p)
         else:
             results = p.results if p.bwd.takes_results else ()
             p.tangent = Tangent(p, (*results, *residuals))
             register(p.tangent)
-            ad.primitive_jvps[p] = functools.partial(jvp_of_op, p)
+            ad.primitive_jvps[p] = functools.partial(rules.jvp_of_op, p)
             ad.primitive_transposes[p.tangent] = functools.partial(
-                transpose_of_tangent, p
+                rules.transpose_of_tangent, p
             )
     elif fwd is not None or linear:
         raise TypeError(f"kernel_primitive: {p.name} has fwd= or linear= but no bwd=.")
@@ -348,87 +313,10 @@ def kernel_primitive(
 def register(p: KernelPrimitive | Tangent) -> None:
     """The rules that every member of a family shares."""
     p.def_impl(functools.partial(xla.apply_primitive, p))
-    p.def_abstract_eval(functools.partial(abstract_eval, p))
-    batching.primitive_batchers[p] = functools.partial(batch, p)
-    ad.primitive_jvps[p] = functools.partial(jvp_by_reference, p)
+    p.def_abstract_eval(functools.partial(rules.abstract_eval, p))
+    batching.primitive_batchers[p] = functools.partial(rules.batch, p)
+    ad.primitive_jvps[p] = functools.partial(rules.jvp_by_reference, p)
     mlir.register_lowering(p, functools.partial(lower_reference, p))
-
-
-# Evaluation.
-
-
-def same_manual_axes(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Inside shard_map: lets every operand vary over the axes that any varies over."""
-
-    def varying(x):
-        return jax.typeof(x).manual_axis_type.varying
-
-    every = frozenset().union(*map(varying, arrays))
-    return [
-        jax.lax.pcast(x, tuple(sorted(every - varying(x))), to="varying")
-        if every - varying(x)
-        else x
-        for x in arrays
-    ]
-
-
-def with_absent(arrays: Sequence, absent: tuple[int, ...]) -> list:
-    """The arrays with None put back where an optional operand was not given."""
-    full = list(arrays)
-    for i in absent:
-        full.insert(i, None)
-    return full
-
-
-def without(items: Sequence, absent: tuple[int, ...]) -> list:
-    return [x for i, x in enumerate(items) if i not in absent]
-
-
-def with_fixed(f: Callable, arrays: Sequence, free: Sequence[int]) -> Callable:
-    """`f` as a function of the arrays at the positions `free`, the others held."""
-
-    def of_free(*values):
-        full = list(arrays)
-        for i, v in zip(free, values, strict=True):
-            full[i] = v
-        return f(*full)
-
-    return of_free
-
-
-def apply_vmaps(f: Callable, vmaps: Levels) -> Callable:
-    """`f` under the recorded vmaps, with the promotion that references are written for.
-
-    What the user forbids in his own code, by `jax_numpy_rank_promotion` and
-    `jax_numpy_dtype_promotion`, is not forbidden here.
-    """
-    for axes in vmaps:
-        f = jax.vmap(f, in_axes=axes)
-
-    def promoting(*arrays):
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return f(*arrays)
-
-    return promoting
-
-
-def float_positions(p: KernelPrimitive, absent: tuple[int, ...]) -> list[int]:
-    """Positions of the Float operands among the present ones."""
-    return [i for i, a in enumerate(without(p.operands, absent)) if a.is_float]
-
-
-@functools.lru_cache(maxsize=8192)
-def result_avals(
-    p: KernelPrimitive | Tangent, avals: tuple, params: tuple, context: tuple
-) -> tuple:
-    del context  # part of the key: the mesh and x64 mode change what tracing gives
-    f = functools.partial(p.evaluate, **dict(params))
-    return tuple(jax.make_jaxpr(f)(*avals).out_avals)
-
-
-def abstract_eval(p: KernelPrimitive | Tangent, *avals: Any, **params: Any) -> list:
-    context = (jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64)
-    return list(result_avals(p, avals, tuple(sorted(params.items())), context))
 
 
 def lower_reference(p: KernelPrimitive | Tangent, ctx, *args, **params):
@@ -454,253 +342,3 @@ def lower_named(p: Primitive, f: Callable, ctx, *args):
         f = functools.partial(lax.platform_dependent, default=f, **rewritten)
     f = jax.named_scope(p.name)(f)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
-
-
-# Batching.
-
-
-def batch(p, args: Sequence, axes: Sequence[int | None], *, call: Call, **static):
-    """Folds the new axis into `...` where that is exact, else records it."""
-    operands, results = p.array_annotations(call)
-    mapped = [a is not None for a in axes]
-    foldable = [a.has_leading for a in operands] == mapped and all(
-        r.has_leading for r in results
-    )
-    if foldable:
-        depth = [  # recorded axes stand in front of the leading dims
-            sum(level[i] is not None for level in call.vmaps) for i in range(len(args))
-        ]
-        moved = [
-            x if a is None else jnp.moveaxis(x, a, n)
-            for x, a, n in zip(args, axes, depth, strict=True)
-        ]
-        out = p.bind(*moved, call=call, **static)
-        return out, [len(call.vmaps)] * len(out)
-    moved = [
-        x if a is None else jnp.moveaxis(x, a, 0)
-        for x, a in zip(args, axes, strict=True)
-    ]
-    level = tuple(0 if m else None for m in mapped)
-    recorded = dataclasses.replace(call, vmaps=(*call.vmaps, level))
-    out = p.bind(*moved, call=recorded, **static)
-    return out, [0] * len(out)
-
-
-# Differentiation.
-
-
-def is_zero(tangent: Any) -> bool:
-    return type(tangent) is ad.Zero
-
-
-def zero_tangent(x: jax.Array) -> ad.Zero:
-    return ad.Zero(jax.typeof(x).to_tangent_aval())
-
-
-def jvp_of_reference(p, primals: Sequence, tangents: Sequence, params: dict) -> list:
-    """Result tangents of `p` by tracing its meaning; ad.Zero for integer results."""
-    moving = [i for i, t in enumerate(tangents) if not is_zero(t)]
-    f = with_fixed(functools.partial(p.evaluate, **params), primals, moving)
-    y, dots = jax.jvp(
-        f, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
-    )
-    return [
-        zero_tangent(v) if d.dtype == jax.dtypes.float0 else d
-        for v, d in zip(y, dots, strict=True)
-    ]
-
-
-def jvp_by_reference(p, primals, tangents, **params):
-    return p.bind(*primals, **params), jvp_of_reference(p, primals, tangents, params)
-
-
-def result_tangents(
-    p: KernelPrimitive, primals, results, residuals, tangents, call: Call, static: dict
-) -> list:
-    """Binds the tangent primitive for the operands that have a tangent."""
-    assert p.tangent is not None and p.bwd is not None
-    floats = float_positions(p, call.absent)
-    wanted = tuple(not is_zero(tangents[i]) for i in floats)
-    moving = [i for i, w in zip(floats, wanted, strict=True) if w]
-    if not moving:
-        return [zero_tangent(y) for y in results]
-    saved = [*(results if p.bwd.takes_results else ()), *residuals]
-    vmaps = tuple(
-        (*(axes[i] for i in moving), *axes, *(0,) * len(saved)) for axes in call.vmaps
-    )
-    dots = iter(
-        p.tangent.bind(
-            *(tangents[i] for i in moving),
-            *primals,
-            *saved,
-            call=dataclasses.replace(call, vmaps=vmaps, wanted=wanted),
-            **static,
-        )
-    )
-    return [
-        next(dots) if r.is_float else zero_tangent(y)
-        for r, y in zip(p.results, results, strict=True)
-    ]
-
-
-def jvp_of_op(p: KernelPrimitive, primals, tangents, *, call: Call, **static):
-    out = (p.fwd or p).bind(*primals, call=call, **static)
-    results, residuals = out[: len(p.results)], out[len(p.results) :]
-    dots = result_tangents(p, primals, results, residuals, tangents, call, static)
-    return results, dots
-
-
-def jvp_of_fwd(p: KernelPrimitive, primals, tangents, *, call: Call, **static):
-    assert p.fwd is not None
-    out = p.fwd.bind(*primals, call=call, **static)
-    n = len(p.results)
-    dots = result_tangents(p, primals, out[:n], out[n:], tangents, call, static)
-    params = {"call": call, **static}
-    return out, dots + jvp_of_reference(p.fwd, primals, tangents, params)[n:]
-
-
-def transpose_of_tangent(p: KernelPrimitive, cotangents, *args, call: Call, **static):
-    assert p.tangent is not None
-    tangents, operands, saved = p.tangent.split(args, call)
-    fixed = len(operands) + len(saved)
-    undefined = [ad.is_undefined_primal(t) for t in tangents]
-    if all(map(is_zero, cotangents)):
-        zeros = [
-            ad.Zero(t.aval) if u else None
-            for t, u in zip(tangents, undefined, strict=True)
-        ]
-        return zeros + [None] * fixed
-    asked = iter(undefined)
-    wanted = tuple(w and next(asked) for w in call.wanted)
-    num = len(tangents)
-    axes_of = [
-        p.tangent.split(level, call) for level in call.vmaps
-    ]  # (tangents, operands, saved) at each recorded vmap
-    grads = bind_backward(
-        p,
-        operands,
-        saved,
-        cotangents,
-        [(own, kept) for _, own, kept in axes_of],
-        dataclasses.replace(call, vmaps=(), wanted=wanted),
-        static,
-    )
-    out: list = [None] * (num + fixed)
-    for i in (i for i, u in enumerate(undefined) if u):
-        out[i] = sum_unmapped(next(grads), [axes[i] for axes, _, _ in axes_of])
-    return out
-
-
-def bind_backward(p, operands, saved, cotangents, axes, call: Call, static):
-    """Binds `bwd`; yields the wanted gradients, each with all recorded vmaps in front.
-
-    `axes` has, for each recorded vmap, those of the operands and of the saved values;
-    `call.wanted` is for each present float operand among the targets.
-    """
-    bwd: Backward = p.bwd
-    given = [i for i in range(len(p.operands)) if i not in call.absent]
-    at = {i: k for k, i in enumerate(given)}  # position of an operand among the present
-    cts = [
-        ad.instantiate_zeros(ct) for ct in cotangents if not is_integer_cotangent(ct)
-    ]
-    takes = [at[i] for i in bwd.operand_positions if i in at]
-    absent = tuple(k for k, i in enumerate(bwd.operand_positions) if i not in at)
-    vmaps = tuple(
-        (*(own[k] for k in takes), *kept, *(0,) * len(cts)) for own, kept in axes
-    )
-    present = iter(call.wanted)
-    wanted = tuple(i in at and next(present) for i in bwd.targets)
-    arrays = same_manual_axes([*(operands[k] for k in takes), *saved, *cts])
-    return iter(
-        bwd.bind(
-            *arrays,
-            call=Call(call.backend, absent, vmaps, wanted),
-            **static,
-        )
-    )
-
-
-def is_integer_cotangent(ct: Any) -> bool:
-    return is_zero(ct) and ct.aval.dtype == jax.dtypes.float0
-
-
-def sum_unmapped(gradient: jax.Array, axes: Sequence[int | None]) -> jax.Array:
-    """An operand that a vmap does not map gets its gradient summed over that level."""
-    levels = tuple(k for k, a in enumerate(reversed(axes)) if a is None)
-    return gradient.sum(levels) if levels else gradient
-
-
-def jvp_of_linear(p: KernelPrimitive, primals, tangents, *, call: Call, **static):
-    """The op on the tangents of its linear operands, plus the reference for others."""
-    operands = without(p.operands, call.absent)
-    linear = [a.name in p.linear for a in operands]
-    out = p.bind(*primals, call=call, **static)
-    dots = None
-    if not all(is_zero(t) for t, lin in zip(tangents, linear, strict=True) if lin):
-        moved = [
-            ad.instantiate_zeros(t) if lin else x
-            for x, t, lin in zip(primals, tangents, linear, strict=True)
-        ]
-        dots = p.bind(*same_manual_axes(moved), call=call, **static)
-    others = [
-        zero_tangent(x) if lin else t
-        for x, t, lin in zip(primals, tangents, linear, strict=True)
-    ]
-    if all(map(is_zero, others)):
-        return out, dots if dots is not None else [zero_tangent(y) for y in out]
-    rest = jvp_of_reference(p, primals, others, {"call": call, **static})
-    return out, rest if dots is None else [
-        ad.add_tangents(a, b) for a, b in zip(dots, rest, strict=True)
-    ]
-
-
-def transpose_of_linear(p: KernelPrimitive, cotangents, *args, call: Call, **static):
-    undefined = [ad.is_undefined_primal(x) for x in args]
-    if all(map(is_zero, cotangents)):
-        return [
-            ad.Zero(x.aval) if u else None for x, u in zip(args, undefined, strict=True)
-        ]
-    operands = without(p.operands, call.absent)
-    wanted = tuple(
-        u for u, a in zip(undefined, operands, strict=True) if a.name in p.linear
-    )
-    grads = bind_backward(
-        p,
-        args,
-        (),
-        cotangents,
-        [(level, ()) for level in call.vmaps],
-        dataclasses.replace(call, vmaps=(), wanted=wanted),
-        static,
-    )
-    return [
-        sum_unmapped(next(grads), [level[i] for level in call.vmaps]) if u else None
-        for i, u in enumerate(undefined)
-    ]
-
-
-# Dead code. The arguments are (used, eqn) in jax 0.11, (used, live, eqn) in 0.12.
-
-
-def drop_residuals(p: KernelPrimitive, used: Sequence[bool], *rest):
-    """`fwd` whose residuals nobody reads is the op itself."""
-    eqn = rest[-1]
-    n = len(p.results)
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    if any(used[n:]):
-        return [True] * len(eqn.invars), eqn
-    return [True] * len(eqn.invars), eqn.replace(primitive=p, outvars=eqn.outvars[:n])
-
-
-def drop_gradients(used: Sequence[bool], *rest):
-    """`bwd` computes only the gradients that somebody reads."""
-    eqn = rest[-1]
-    if not any(used):
-        return [False] * len(eqn.invars), None
-    call = eqn.params["call"]
-    asked = iter(used)
-    wanted = tuple(w and next(asked) for w in call.wanted)
-    outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
-    params = {**eqn.params, "call": dataclasses.replace(call, wanted=wanted)}
-    return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=params)

@@ -16,20 +16,14 @@ from typing import Any
 
 import jax
 
+from jaxkern.primitives.call import Call, apply_vmaps, backend_context, same_manual_axes
 from jaxkern.primitives.declared_dims import (
     Annotated,
     as_array,
     check_dims,
     check_static,
 )
-from jaxkern.primitives.kernel_primitive import (
-    Call,
-    KernelPrimitive,
-    apply_vmaps,
-    backend_context,
-    register,
-    same_manual_axes,
-)
+from jaxkern.primitives.kernel_primitive import KernelPrimitive, register
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,8 @@ import jax
 from jax.extend import core
 from jax.extend.core import Literal
 
-from jaxkern.primitives.kernel_primitive import (
-    Backend,
-    KernelPrimitive,
-    backend_context,
-)
+from jaxkern.primitives.call import Backend, backend_context
+from jaxkern.primitives.kernel_primitive import KernelPrimitive
 from jaxkern.runtime.op_kind import Jaxpr, JaxprEqn, public_primitive
 from jaxkern.runtime.replay import opened
 from jaxkern.runtime.spelling import (

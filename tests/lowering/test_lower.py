@@ -15,8 +15,9 @@ from jaxkern import backend, explain, rms_norm
 from jaxkern.lowering import cuda_later
 from jaxkern.lowering.lower import BACKENDS, lower, rows_on
 from jaxkern.lowering.sharded_call import Factors
+from jaxkern.primitives.call import Call
 from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse_p
-from jaxkern.primitives.kernel_primitive import REGISTRY, Call
+from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
     rms_norm_p,

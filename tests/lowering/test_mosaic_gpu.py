@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern import explain, rms_norm
 from jaxkern.lowering.lower import lower
-from jaxkern.primitives.kernel_primitive import Call
+from jaxkern.primitives.call import Call
 from jaxkern.primitives.norm.rms_norm import rms_norm_bwd_reference, rms_norm_p
 from tests import checks
 

@@ -17,7 +17,7 @@ import pytest
 from jaxkern import attention, backend, explain
 from jaxkern.pallas.attention import flash_attention as hopper
 from jaxkern.primitives.attention.attention import attention_p, attention_reference
-from jaxkern.primitives.kernel_primitive import Call
+from jaxkern.primitives.call import Call
 from jaxkern.triton import block_sizes
 from jaxkern.triton.triton_call import compiling_for
 

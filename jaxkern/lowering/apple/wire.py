@@ -120,7 +120,14 @@ def element_types(op: Any) -> Iterator[str]:
             yield str(value.type.element_type)
 
 
-MACHINERY = ("kernel_primitive.py", "wire.py", "portable.py", "/findings.py")
+MACHINERY = (
+    "primitives/call.py",
+    "primitives/rules.py",
+    "kernel_primitive.py",
+    "wire.py",
+    "portable.py",
+    "/findings.py",
+)
 FRAME = re.compile(r'"([^"]+\.py)":(\d+)')
 NAME = re.compile(r'^loc\("([^"]*)"')
 

@@ -22,7 +22,8 @@ from jaxkern.primitives.attention.query_blocks import (
     rows_at_once,
     split_rows,
 )
-from jaxkern.primitives.kernel_primitive import kernel_primitive, same_manual_axes
+from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
 def attention(

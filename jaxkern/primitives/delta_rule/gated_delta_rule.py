@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.delta_rule.gated_delta_step import (
     HeadOrder,
     by_key_head,
@@ -27,7 +28,7 @@ from jaxkern.primitives.delta_rule.packed_sequences import (
 from jaxkern.primitives.delta_rule.unit_lower_inverse import (
     unit_lower_inverse_reference,
 )
-from jaxkern.primitives.kernel_primitive import kernel_primitive, same_manual_axes
+from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 BACKWARD_CHUNK = 64  # of the recurrent form, which has no chunk of its own
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.delta_rule.packed_sequences import begins_segment
-from jaxkern.primitives.kernel_primitive import kernel_primitive, same_manual_axes
+from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
 def selective_scan(

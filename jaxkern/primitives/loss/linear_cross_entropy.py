@@ -7,12 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.index.embedding import explicit_spec
-from jaxkern.primitives.kernel_primitive import (
-    at_least_f32,
-    kernel_primitive,
-    same_manual_axes,
-)
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.loss.cross_entropy import (
     as_class,
     capped,

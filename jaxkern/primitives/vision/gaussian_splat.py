@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkern.primitives.kernel_primitive import kernel_primitive, same_manual_axes
+from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 LARGEST_ALPHA = 0.99  # the paper's, appendix C: what is behind never vanishes quite
 LEAST_ALPHA = 1 / 255  # less does not change an 8-bit image

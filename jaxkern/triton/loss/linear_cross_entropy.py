@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.primitives.kernel_primitive import same_manual_axes
+from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.loss.cross_entropy import (
     as_class,
     is_counted,

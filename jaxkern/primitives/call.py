@@ -1,0 +1,116 @@
+"""What an equation of an op records beside the op's own options, and what it does.
+
+Operands that are absent are left out of its arrays; vmaps that are recorded are applied
+when it is lowered.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+
+if TYPE_CHECKING:
+    from jaxkern.primitives.kernel_primitive import KernelPrimitive
+
+Levels = tuple[tuple[int | None, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """Which implementation the user asked for; see `jaxkern.backend`."""
+
+    name: str = "auto"
+    strict: bool = False
+
+    def __repr__(self) -> str:
+        return self.name + (" strict" if self.strict else "")
+
+
+backend_context = jax.make_user_context(Backend())
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What an equation records beside the op's own options.
+
+    Attributes:
+      backend: the user's choice when the op was called. Carried, not read at lowering:
+        a backward pass is traced after the `with` block has ended.
+      absent: positions of the optional operands that were not given.
+      vmaps: recorded vmaps, innermost first: for each array 0 or None. The axes of an
+        array stand in front of its dims, outermost first.
+      wanted: for each float operand that is present: does it take part in this tangent
+        or want its gradient? Empty for the op itself.
+    """
+
+    backend: Backend = Backend()
+    absent: tuple[int, ...] = ()
+    vmaps: Levels = ()
+    wanted: tuple[bool, ...] = ()
+
+    def __repr__(self) -> str:
+        extra = {"absent": self.absent, "vmaps": self.vmaps, "wanted": self.wanted}
+        return " ".join(
+            [repr(self.backend), *(f"{k}={v}" for k, v in extra.items() if v)]
+        )
+
+
+def same_manual_axes(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Inside shard_map: lets every operand vary over the axes that any varies over."""
+
+    def varying(x):
+        return jax.typeof(x).manual_axis_type.varying
+
+    every = frozenset().union(*map(varying, arrays))
+    return [
+        jax.lax.pcast(x, tuple(sorted(every - varying(x))), to="varying")
+        if every - varying(x)
+        else x
+        for x in arrays
+    ]
+
+
+def with_absent(arrays: Sequence, absent: tuple[int, ...]) -> list:
+    """The arrays with None put back where an optional operand was not given."""
+    full = list(arrays)
+    for i in absent:
+        full.insert(i, None)
+    return full
+
+
+def without(items: Sequence, absent: tuple[int, ...]) -> list:
+    return [x for i, x in enumerate(items) if i not in absent]
+
+
+def with_fixed(f: Callable, arrays: Sequence, free: Sequence[int]) -> Callable:
+    """`f` as a function of the arrays at the positions `free`, the others held."""
+
+    def of_free(*values):
+        full = list(arrays)
+        for i, v in zip(free, values, strict=True):
+            full[i] = v
+        return f(*full)
+
+    return of_free
+
+
+def apply_vmaps(f: Callable, vmaps: Levels) -> Callable:
+    """`f` under the recorded vmaps, with the promotion that references are written for.
+
+    What the user forbids in his own code, by `jax_numpy_rank_promotion` and
+    `jax_numpy_dtype_promotion`, is not forbidden here.
+    """
+    for axes in vmaps:
+        f = jax.vmap(f, in_axes=axes)
+
+    def promoting(*arrays):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return f(*arrays)
+
+    return promoting
+
+
+def float_positions(p: "KernelPrimitive", absent: tuple[int, ...]) -> list[int]:
+    """Positions of the Float operands among the present ones."""
+    return [i for i, a in enumerate(without(p.operands, absent)) if a.is_float]
