@@ -25,8 +25,15 @@ def f32(*shape):
         ),
         (lambda x: jk.swiglu(x, x), lambda b: [f32(b, 16)]),
         (lambda x: jk.top_k(x, 3)[0], lambda b: [f32(b, 16)]),
+        pytest.param(
+            lambda x, w: jk.linear_cross_entropy(
+                x, w, jnp.zeros_like(x[:, 0], jnp.int32), reduction="none"
+            ),
+            lambda b: [f32(b, 16), f32(9, 16)],
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["rms_norm", "attention", "swiglu", "top_k"],
+    ids=["rms_norm", "attention", "swiglu", "top_k", "linear_cross_entropy"],
 )
 def test_export_with_a_symbolic_batch(f, specs):
     (b,) = jax.export.symbolic_shape("b")

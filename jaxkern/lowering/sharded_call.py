@@ -28,6 +28,7 @@ from jaxkern.primitives.kernel_primitive import Annotated, KernelPrimitive
 from jaxkern.primitives.leafwise_primitive import LeafwisePrimitive
 
 Axes = tuple[str, ...]
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +247,8 @@ def partitioned(
         in_specs, out_specs = factors.specs(cut)
 
         def local_and_reduced(*arrays):
-            return factors.all_reduced(local(*arrays[:num_operands]), cut)
+            with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh is set
+                return factors.all_reduced(local(*arrays[:num_operands]), cut)
 
         def shardings(specs):
             return [NamedSharding(mesh, s) for s in specs]
@@ -286,6 +288,8 @@ def axes_of_dims(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> list[A
     Around a reshape Shardy may cut by a part of an axis, or into uneven pieces. Such a
     dim is gathered for the kernel.
     """
+    if mesh.empty:  # of arrays that lie on no mesh, while one is set
+        return [()] * len(shape)
     try:
         index_of = sharding.devices_indices_map(tuple(shape))
     except ValueError:  # uneven
@@ -324,7 +328,7 @@ def refusal_by_type(
         return None
     # a result may be all that says how a product splits
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         results = jax.eval_shape(
             functools.partial(p.evaluate, call=call, **static), *shapes
         )

@@ -89,3 +89,14 @@ def test_the_gradient_of_a_quantised_norm_with_groups_cut_in_two():
     with opaque_kernels(rms_norm_quantized_p):
         actual = jax.jit(jax.grad(loss))(sharded)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_kernel_on_arrays_that_do_not_lie_on_the_mesh_that_is_set(kind, jit):
+    x, w = jnp.arange(8.0).reshape(2, 4), jnp.arange(4.0)
+    expected = rms_norm(x, w)
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(kind,), devices=jax.devices()[:2])
+    with opaque_kernels(rms_norm_p), jax.set_mesh(mesh):
+        y = jit(rms_norm)(x, w)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)

@@ -171,7 +171,8 @@ def logits_of(x, rows):
 def size_of_blocks(num_tokens: int, v: int, block_size: int | None) -> int:
     """`block_size`, or blocks of about equal size for which products are fast."""
     if block_size is None:
-        most = max(2**27 // max(num_tokens, 1), 4096)
+        known = isinstance(num_tokens, int)  # not symbolic
+        most = max(2**27 // max(num_tokens, 1), 4096) if known else 4096
         num_blocks = max(-(-v // most), 1)
         block_size = -(-v // (256 * num_blocks)) * 256
     return min(block_size, v)

@@ -190,7 +190,13 @@ def test_a_window_must_fit_the_ring():
         cached_attention(q, k, v, CACHES["ring"][0], window=6)
 
 
-@pytest.mark.parametrize("name", ["linear", "ring", "paged"])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ring", pytest.param("linear", marks=FULL), pytest.param("paged", marks=FULL)],
+)
 def test_what_no_token_has_written_has_no_influence(name):
     """Nor have tokens that do not count, be all of it NaN; gradients too."""
     q, k, v = text(7)
