@@ -187,7 +187,8 @@ def joint_kernel(
 
         def add_block(_, head, j):
             for w in range(CONSUMERS):
-                target = dq_ref.at[batch, head, j, w]
+                lines = pl.ds((j * CONSUMERS + w) * LINES[0], LINES[0])
+                target = dq_ref.at[batch, head, lines]
                 plgpu.barrier_wait(dq_full.at[w])
                 if interpret:  # which cannot add as it copies
                     target[...] = target[...] + dq_smem.at[w][...]

@@ -89,8 +89,7 @@ def counted_rows(c: Problem, key, value, out, lse, dout, dlse, interpret: bool):
         lse2, delta, counts, units, zeros = triton.counted_rows(
             key, value, out, lse, dout, dlse, rows, dscale(c)
         )
-    zeros = zeros.reshape(c.b, c.n, rows // BLOCK, CONSUMERS, *LINES)
-    return lse2, delta, counts, units, zeros
+    return lse2, delta, counts, units, zeros.reshape(c.b, c.n, -1, LINES[1])
 
 
 def thread_order(x):
@@ -103,8 +102,9 @@ def counted(dq, units, t: int, dtype, interpret: bool):
     """dq [b t n h] of integers in thread_order, not a number where units are none."""
     if not (interpret or missing()):
         return triton.counted(dq, units, t, dtype)
-    b, n, blocks = dq.shape[:3]
+    b, n, rows = units.shape
+    blocks = rows // BLOCK
     dq = dq.reshape(b, n, blocks, CONSUMERS, 8, 4, 8, 4, 2, 2)
     dq = dq.transpose(0, 2, 5, 8, 6, 1, 3, 4, 7, 9)
-    dq = dq.reshape(b, blocks * BLOCK, n, HEAD_DIM)[:, :t]
+    dq = dq.reshape(b, rows, n, HEAD_DIM)[:, :t]
     return (dq * jnp.moveaxis(units, 1, 2)[:, :t, :, None]).astype(dtype)
