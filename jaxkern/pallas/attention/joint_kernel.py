@@ -241,10 +241,10 @@ def joint_kernel(
             def rounded(s_acc, dp_acc):
                 """(P, dS)."""
                 mine = opaque(jnp.int32(me))
-                lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
                 plgpu.wgmma(s_acc, k_smem.at[mine], q.transpose((1, 0)))
                 plgpu.wgmma(dp_acc, v_smem.at[mine], dout.transpose((1, 0)))
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
                 seen = None
                 if masked:
                     seen = visible(s.shape, 0, row, j * BLOCK, offset, length, c)
@@ -252,11 +252,11 @@ def joint_kernel(
                         ids = q_ids_ref.at[batch, pl.ds(j * BLOCK, BLOCK)]
                         seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
                 p, _ = weights(s, None, by_column(lse2, s.shape), seen, c)
-                delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
                 # The other has also read what is overwritten below. Here, as ptxas
                 # moves no exponentials over this branch, behind the end of dP.
                 plgpu.barrier_wait(ds_ready.at[before])
                 dp = dp_acc[...]
+                delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
                 ds = slopes(p, dp, by_column(delta, s.shape), None)
                 return p.astype(dtype), ds.astype(dtype)
 

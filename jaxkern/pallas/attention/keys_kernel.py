@@ -155,15 +155,15 @@ def keys_kernel(
             slot = lax.rem(member * count + j - first, jnp.int32(stages))
             plgpu.barrier_wait(full.at[slot])
             q, dout = q_smem.at[slot], dout_smem.at[slot]
-            # here it does not wait for each of these loads in turn
+            # Behind the products it would wait for each of these loads in turn.
             lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
+            delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
             s, dp = two_products(
                 k_smem.at[me],
                 q.transpose((1, 0)),
                 v_smem.at[me],
                 dout.transpose((1, 0)),
             )
-            delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
             p, bent = weights_of(s, lse2, slot, j, masked, member)
             ds = slopes(p, dp, by_column(delta, s.shape), bent)
             dtype = q_ref.dtype
