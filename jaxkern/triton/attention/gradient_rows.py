@@ -113,7 +113,9 @@ def gradient_rows_kernel(
         longest = largest_of(longest_ptr + parts, PARTS)
         widest = largest_of(widest_ptr + parts, PARTS)
         bound = tl.sqrt(tl.sum(dout * dout, 1)) * longest + tl.abs(delta)
-        bound = tl.maximum(bound * widest, SMALLEST, tl.PropagateNan.ALL)
+        bound *= widest
+        bound += bound - bound  # not a number where it is infinite
+        bound = tl.maximum(bound, SMALLEST, tl.PropagateNan.ALL)
         unit = bound * FRACTION
         tl.store(counts_ptr + by_head + r, tl.where(seen, 1.0 / unit, 0.0))
         tl.store(units_ptr + by_head + r, tl.where(seen, unit * DSCALE, 0.0))
