@@ -47,7 +47,7 @@ from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import segment_bounds
 from jaxkern.triton.attention.gradient_rows import HEAD_DIM
 
-MANY = 4096  # keys that a query sees, from which on it was faster than two kernels
+MANY = 2048  # keys that a query sees, from which on it was faster than two kernels
 
 
 def unsupported_joint(**operands: Any) -> str | None:
