@@ -8,7 +8,7 @@ dS goes to shared memory. Each consumer reads that of both and computes half of 
 columns of dS k, a block later, so that it does not wait for the other. A warpgroup of
 its own has the copy engine add the result to dq in memory. As integers: each row of dq
 is counted in units of 2^-30 of a bound of |dq|, and the sum is the same bits in any
-order.
+order. rows.py has the units and the zeros before it, and the conversion after.
 """
 
 import dataclasses
