@@ -138,7 +138,8 @@ class Problem:
       copied_bias: the bias comes through shared memory.
       out_in_query: results are staged where the queries lay, for want of space.
       staged_lse: lse is staged at all.
-      programs: of the grid.
+      team: programs that share the keys and values they load.
+      programs: teams of the grid.
     """
 
     b: int
@@ -163,6 +164,7 @@ class Problem:
     copied_bias: bool
     out_in_query: bool
     staged_lse: bool
+    team: int
     programs: int
 
     @property
@@ -175,7 +177,8 @@ class Problem:
 
     @property
     def tiles(self) -> int:
-        return self.blocks * self.b * self.n * self.parts
+        """Tiles of all, or those that a team takes together as one."""
+        return self.blocks * self.b * self.n * self.parts // self.team
 
 
 def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
@@ -186,7 +189,7 @@ def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
     narrow heads exponentials decide, of which three consumers keep more in flight.
     """
     width = max(h, hv)
-    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2)
+    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, TEAM=1)
     if width <= 64:
         found["STAGES"] = 4
         if not causal or reach > SHORT:
@@ -256,13 +259,14 @@ def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
 # The kernel.
 
 
-def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
+def place(index: Any, c: Problem, member: Any = 0) -> tuple[Any, Any, Any]:
     """(batch, head, block) of a tile: by sections of heads, the longest first.
 
-    Where programs share the values of a head, it is `head * c.parts + part`.
+    Where programs share the values of a head, it is `head * c.parts + part`. The
+    members of a team take heads of one group.
     """
-    heads = c.b * c.n * c.parts
-    cached = max(1, CACHED_BYTES // (2 * c.s * (c.h + c.hv))) * c.group
+    heads = c.b * c.n * c.parts // c.team
+    cached = max(1, CACHED_BYTES // (2 * c.s * (c.h + c.hv))) * c.group // c.team
     section = min(cached, heads)
     part = lax.div(index, section * c.blocks)
     within = lax.rem(index, section * c.blocks)
@@ -270,7 +274,7 @@ def place(index: Any, c: Problem) -> tuple[Any, Any, Any]:
     block = lax.div(within, present)
     if c.causal:
         block = c.blocks - 1 - block
-    head = part * section + lax.rem(within, present)
+    head = (part * section + lax.rem(within, present)) * c.team + member
     return lax.div(head, c.n * c.parts), lax.rem(head, c.n * c.parts), block
 
 
@@ -412,6 +416,8 @@ def forward_kernel(
     q_full, q_free, k_full, k_free, v_full, v_free, turn = barriers
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
+    member = 0 if c.team == 1 else lax.axis_index("member")
+    shared = None if c.team == 1 else "member"
     rounds = jnp.int32(c.tiles // c.programs)
     num_tiles = rounds + (nth_tile(rounds, program, c) < c.tiles).astype(jnp.int32)
     ranges = functools.partial(
@@ -427,22 +433,22 @@ def forward_kernel(
 
     def place_part(i):
         """(batch, head, what is taken of its values, block) of the i-th tile."""
-        batch, head, block = place(nth_tile(i, program, c), c)
+        batch, head, block = place(nth_tile(i, program, c), c, member)
         if c.parts == 1:
             return batch, head, (), block
         part = lax.rem(head, jnp.int32(c.parts))
         columns = pl.ds(pl.multiple_of(part * c.hv, c.hv), c.hv)
         return batch, lax.div(head, jnp.int32(c.parts)), (columns,), block
 
-    def copy_pieces(source, target, full):
+    def copy_pieces(source, target, full, **options):
         """Rows of queries or keys, piece by piece of their head dim."""
         if c.pieces == 1:
-            plgpu.copy_gmem_to_smem(source, target.at[0], full)
+            plgpu.copy_gmem_to_smem(source, target.at[0], full, **options)
             return
         width = c.h // c.pieces
         for i in range(c.pieces):
             piece = source.at[:, pl.ds(i * width, width)]
-            plgpu.copy_gmem_to_smem(piece, target.at[i], full)
+            plgpu.copy_gmem_to_smem(piece, target.at[i], full, **options)
 
     def issue_scores(s_ref, slot):
         for i in range(c.pieces):
@@ -478,7 +484,12 @@ def forward_kernel(
                 keys = pl.ds((last - 1 - j) * c.block_k, c.block_k)
                 source = (batch, keys, lax.div(head, jnp.int32(c.group)))
                 plgpu.barrier_wait(k_free.at[slot])
-                copy_pieces(k_ref.at[source], k_smem.at[slot], k_full.at[slot])
+                copy_pieces(
+                    k_ref.at[source],
+                    k_smem.at[slot],
+                    k_full.at[slot],
+                    collective_axes=shared,
+                )
                 if bias_smem is not None:
                     for w in range(c.consumers):
                         rows = pl.ds(block * c.block_q + w * ROWS, ROWS)
@@ -490,7 +501,10 @@ def forward_kernel(
                 plgpu.barrier_wait(v_free.at[slot])
                 source = (*source, *columns)
                 plgpu.copy_gmem_to_smem(
-                    v_ref.at[source], v_smem.at[slot], v_full.at[slot]
+                    v_ref.at[source],
+                    v_smem.at[slot],
+                    v_full.at[slot],
+                    collective_axes=shared,
                 )
                 return at + 1
 
@@ -775,9 +789,11 @@ def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
         overlap=bool(found["OVERLAP"]),
         turns=bool(found["TURNS"]),
         **room,
+        team=found["TEAM"] if parts == 1 and n // heads % found["TEAM"] == 0 else 1,
         programs=0,
     )
-    programs = min(c.tiles, num_sms()) if found["PERSISTENT"] else c.tiles
+    at_once = num_sms() // c.team
+    programs = min(c.tiles, at_once) if found["PERSISTENT"] else c.tiles
     return dataclasses.replace(c, programs=programs)
 
 
@@ -829,7 +845,15 @@ def attention_fwd(
     k_ring = plgpu.Barrier(
         num_barriers=c.stages, num_arrivals=c.pieces + c.copied_bias * c.consumers
     )
-    free = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
+    free: Any = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
+    team: dict[str, Any] = {}
+    if c.team > 1:
+        team = dict(cluster=(c.team,), cluster_names=("member",))
+        free = plgpu.ClusterBarrier(
+            collective_axes=("member",),
+            num_barriers=c.stages,
+            num_arrivals=c.consumers,
+        )
     each = plgpu.Barrier(num_barriers=c.consumers)
     barriers = (
         plgpu.Barrier(num_barriers=c.consumers, num_arrivals=c.pieces),  # queries
@@ -848,6 +872,7 @@ def attention_fwd(
         ),
         grid=(c.programs,),
         grid_names=("program",),
+        **team,
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
         scratch_types=(buffers, barriers),
