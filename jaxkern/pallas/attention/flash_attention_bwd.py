@@ -27,14 +27,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    WIDTH,
-    Problem,
     copyable,
     int32,
     padded_rows,
-    problem,
-    tiled,
     unsupported,
 )
 from jaxkern.pallas.attention.gradient_blocks import (
@@ -56,7 +51,9 @@ from jaxkern.pallas.attention.pairs import (
     whole_blocks,
     word_bounds,
 )
+from jaxkern.pallas.attention.problem import ROWS, WIDTH, Problem, problem
 from jaxkern.pallas.attention.queries_kernel import queries_kernel
+from jaxkern.pallas.attention.wgmma import tiled
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     segment_bounds,

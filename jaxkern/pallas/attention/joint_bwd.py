@@ -22,19 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
-from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    WGMMA,
-    Problem,
-    by_row,
-    copyable,
-    int32,
-    opaque,
-    padded_rows,
-    position_and_length,
-    problem,
-    tiled,
-)
+from jaxkern.pallas.attention.blocks import position_and_length
+from jaxkern.pallas.attention.flash_attention import copyable, int32, padded_rows
 from jaxkern.pallas.attention.flash_attention_bwd import (
     rows_of,
     slower_bwd,
@@ -59,6 +48,8 @@ from jaxkern.pallas.attention.gradient_blocks import (
     zeros,
 )
 from jaxkern.pallas.attention.pairs import BY_COLUMN, BY_ROW
+from jaxkern.pallas.attention.problem import ROWS, Problem, problem
+from jaxkern.pallas.attention.wgmma import WGMMA, by_row, opaque, tiled
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import segment_bounds
 

@@ -1,0 +1,121 @@
+"""The logits of a block, and the softmax that goes on from block to block."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.pallas.attention.blocks import position_and_length
+from jaxkern.pallas.attention.forward_tiles import Operands, Tile
+from jaxkern.pallas.attention.pairs import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2_E,
+    bias_tile,
+    copied_bias,
+    is_set,
+)
+from jaxkern.pallas.attention.problem import ROWS, Problem
+from jaxkern.pallas.attention.wgmma import WGMMA, by_row
+
+
+def softmax_step(s, top, total, factor, infinite):
+    """(top, total, weights, fade) with the logits `factor * s` of one more block.
+
+    `infinite`: all logits of a row may be -inf.
+    """
+    higher = lax.max(top, jnp.max(s, axis=1) * factor)
+    base = jnp.where(higher == -jnp.inf, 0.0, higher) if infinite else higher
+    weights = jnp.exp2(s * factor - by_row(base, s.shape))
+    fade = jnp.exp2(top - base)
+    total = total * by_row(fade, total.shape) + by_eighth(weights)
+    return higher, total, weights, fade
+
+
+def by_eighth(x):
+    """[rows, 8]: sums of every eighth column, of which a thread has all it needs."""
+    parts = (x[:, at : at + 8] for at in range(0, x.shape[1], 8))
+    return functools.reduce(lax.add, parts)
+
+
+class Logits:
+    """Of the queries of one consumer in one tile."""
+
+    def __init__(self, tile: Tile, me: Any, refs: Operands, c: Problem):
+        self.tile, self.me, self.refs, self.c = tile, me, refs, c
+        self.row = tile.block * c.block_q + me * ROWS
+        self.offset, self.length = position_and_length(
+            tile.batch, refs.lengths, refs.offset, c
+        )
+        self.ragged = refs.lengths is not None or c.s % c.block_k != 0
+        bounded = refs.bounds is not None
+        # whether the last blocks, and the first ones, may be masked
+        self.ends = c.causal or self.ragged or bounded
+        self.begins = c.window is not None or bounded
+        self.factor = c.scale if c.folded else 1.0 if refs.bias is None else LOG2_E
+        self.q_ids = None
+        if refs.q_ids is not None:
+            self.q_ids = plgpu.load(
+                refs.q_ids.at[tile.batch, pl.ds(self.row, ROWS)],
+                layout=BY_ROW,
+                optimized=False,
+            )
+
+    def infinite(self, masked: bool) -> bool:
+        return masked or self.refs.bias is not None
+
+    def visible(self, start, shape):
+        """Which of the queries see which of the keys from `start` on."""
+        tile, refs, c = self.tile, self.refs, self.c
+
+        def iota(axis):
+            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+        columns = iota(1)
+        terms = []
+        if self.ragged:
+            terms.append(columns < self.length - start)
+        if c.causal or c.window is not None:
+            ahead = columns - iota(0)
+            position = self.row + self.offset - start
+            if c.causal:
+                terms.append(ahead <= position)
+            if c.window is not None:
+                terms.append(ahead > position - c.window)
+        if self.q_ids is not None:
+            kv_ids = plgpu.load(
+                refs.kv_ids.at[tile.batch, pl.ds(start, c.block_k)],
+                layout=BY_COLUMN,
+                optimized=False,
+            )
+            kv_ids = lax.broadcast_in_dim(kv_ids, shape, [1])
+            terms.append(by_row(self.q_ids, shape) == kv_ids)
+        if refs.words is not None:
+            words = refs.words
+            terms.append(is_set(words, tile.batch, tile.head, self.row, start, shape))
+        return functools.reduce(jnp.logical_and, terms)
+
+    def __call__(self, s, j, masked, copied, k_free):
+        """Of block j from the end, over `factor`; s are its products.
+
+        `copied`: the bias in shared memory, which is left to `k_free` when it is read.
+        """
+        tile, refs, c, factor = self.tile, self.refs, self.c, self.factor
+        if c.softcap is not None:
+            bent = jnp.exp2(s * (2 * LOG2_E * c.scale / c.softcap))
+            s = (1.0 - 2.0 / (1.0 + bent)) * (c.softcap * LOG2_E / factor)
+        elif not c.folded:
+            s = s * (c.scale / factor)
+        start = (tile.last - 1 - j) * c.block_k
+        if copied is not None:
+            s = s + copied_bias(copied)
+            plgpu.barrier_arrive(k_free)
+        elif refs.bias is not None:
+            row, shape = self.row, s.shape
+            s = s + bias_tile(refs.bias, tile.batch, tile.head, row, start, shape)
+        if masked:
+            s = jnp.where(self.visible(start, s.shape), s, -jnp.inf)
+        return s
