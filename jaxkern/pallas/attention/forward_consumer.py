@@ -1,6 +1,7 @@
 """The warpgroups that compute: scores, softmax and the sums of 64 queries each."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jaxkern.pallas.attention.forward_softmax import Logits, softmax_step
+from jaxkern.pallas.attention.forward_softmax import (
+    Logits,
+    any_grew,
+    by_eighth,
+    fading,
+    powers,
+    row_tops,
+    scaled,
+)
 from jaxkern.pallas.attention.forward_tiles import (
     Barriers,
     Buffers,
@@ -152,6 +161,11 @@ def attend_tile(t: Tile, logits: Logits, ring: Ring, turns: Turns, interpret: bo
     sums = plgpu.WGMMAAccumulatorRef((ROWS, c.hv), jnp.float32)
     dtype = buffers.q.dtype
 
+    edges = sorted({0, c.early, c.block_k - c.late, c.block_k})
+
+    def in_parts(x):
+        return [x[:, start:stop] for start, stop in itertools.pairwise(edges)]
+
     plgpu.barrier_wait(barriers.q_full.at[me])
     slot = ring.slot(0)
     plgpu.barrier_wait(barriers.k_full.at[slot])
@@ -167,20 +181,19 @@ def attend_tile(t: Tile, logits: Logits, ring: Ring, turns: Turns, interpret: bo
     acc = jnp.zeros((ROWS, c.hv), jnp.float32)
     acc = plgpu.layout_cast(acc, WGMMA)
     masked = logits.ends or logits.begins
-    top, total, weights, _ = softmax_step(
-        logits(s, 0, masked, *ring.bias(slot)),
-        nothing - jnp.inf,
-        plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), WGMMA),
-        logits.factor,
-        logits.infinite(masked),
-    )
+    infinite, factor = logits.infinite(masked), logits.factor
+    s = logits(s, 0, masked, *ring.bias(slot))
+    top = row_tops(s, nothing - jnp.inf, factor)
+    weights = powers(s, top, factor, infinite)
+    total = by_eighth(weights)
     weights = weights.astype(dtype)
     plgpu.barrier_wait(barriers.v_full.at[slot])
 
     def step(j, carry, masked):
         acc, top, total, weights = carry
         slot, before = ring.slot(j), ring.slot(j - 1)
-        v = buffers.v.at[before]
+        infinite = logits.infinite(masked)
+        lazy = c.lazy and not infinite
 
         plgpu.barrier_wait(barriers.k_full.at[slot])
         turns.wait(me)
@@ -188,26 +201,47 @@ def attend_tile(t: Tile, logits: Logits, ring: Ring, turns: Turns, interpret: bo
         def scoped(s_ref, acc_ref):
             set_sum(acc_ref, acc, interpret)
             ring.issue_scores(s_ref, slot)
-            issue_sum(acc_ref, weights, v, interpret)
+            issue_sum(acc_ref, weights, buffers.v.at[before], interpret)
             turns.give(turns.following)
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=int(c.overlap))
             ring.release_keys(slot)
-            found = softmax_step(
-                logits(s, j, masked, *ring.bias(slot)),
-                top,
-                total,
-                logits.factor,
-                logits.infinite(masked),
-            )
+            s = logits(s, j, masked, *ring.bias(slot))
+            first, *rest = in_parts(s)
+            late = [rest.pop()] if c.late else []
+            higher = row_tops(s, top, factor)
+            if lazy:
+                guess = powers(first, top, factor, infinite)
+                grew = any_grew(top, higher, interpret)
+                base, guess = lax.cond(
+                    grew,
+                    lambda: (higher, powers(first, higher, factor, infinite)),
+                    lambda: (top, guess),
+                )
+            else:
+                base, guess = higher, powers(first, higher, factor, infinite)
+            early = [guess, *(powers(x, base, factor, infinite) for x in rest)]
             # What waits for a barrier is not moved, so it keeps the compiler from
             # moving the softmax behind the end of the product.
-            higher, more, new, fade = lax.optimization_barrier(found)
+            base, early = lax.optimization_barrier((base, early))
             plgpu.barrier_wait(barriers.v_full.at[slot])
-            summed = finished_sum(acc_ref, acc, weights, v, interpret)
+            summed = finished_sum(
+                acc_ref, acc, weights, buffers.v.at[before], interpret
+            )
             plgpu.barrier_arrive(barriers.v_free.at[before])
+
+            def faded():
+                fade = fading(top, base, infinite)
+                return scaled(summed, fade), scaled(total, fade)
+
+            if lazy:
+                summed, more = lax.cond(grew, faded, lambda: (summed, total))
+            else:
+                summed, more = faded()
+            new = early + [powers(x, base, factor, infinite) for x in late]
+            more = more + functools.reduce(lax.add, map(by_eighth, new))
             # not before: the product in flight reads registers of the old ones
-            new = new.astype(dtype)
-            return summed * by_row(fade, summed.shape), higher, more, new
+            new = [w.astype(dtype) for w in new]
+            return summed, base, more, jnp.concatenate(new, axis=1)
 
         return pl.run_scoped(scoped, scores, sums)
 
@@ -228,14 +262,13 @@ def attend_tile(t: Tile, logits: Logits, ring: Ring, turns: Turns, interpret: bo
     acc, top, total, weights = carry
     total = jnp.sum(total, axis=1)
     before = ring.slot(t.count - 1)
-    v = buffers.v.at[before]
     if not c.out_in_query:
         plgpu.barrier_arrive(barriers.q_free.at[me])
 
     def last_sum(acc_ref):
         set_sum(acc_ref, acc, interpret)
-        issue_sum(acc_ref, weights, v, interpret)
-        return finished_sum(acc_ref, acc, weights, v, interpret)
+        issue_sum(acc_ref, weights, buffers.v.at[before], interpret)
+        return finished_sum(acc_ref, acc, weights, buffers.v.at[before], interpret)
 
     acc = pl.run_scoped(last_sum, sums)
     plgpu.barrier_arrive(barriers.v_free.at[before])

@@ -6,7 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from jaxkern.pallas.attention.blocks import position_and_length
 from jaxkern.pallas.attention.forward_tiles import Operands, Tile
@@ -21,18 +24,53 @@ from jaxkern.pallas.attention.pairs import (
 from jaxkern.pallas.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.wgmma import WGMMA, by_row
 
+GROWN = 8.0  # in powers of 2: weights up to that are as exact in 16 bits
 
-def softmax_step(s, top, total, factor, infinite):
-    """(top, total, weights, fade) with the logits `factor * s` of one more block.
 
-    `infinite`: all logits of a row may be -inf.
-    """
-    higher = lax.max(top, jnp.max(s, axis=1) * factor)
+def powers(s, top, factor, infinite):
+    """2 to `factor * s - top`. `infinite`: all logits of a row may be -inf."""
+    base = jnp.where(top == -jnp.inf, 0.0, top) if infinite else top
+    return jnp.exp2(s * factor - by_row(base, s.shape))
+
+
+def row_tops(s, top, factor):
+    return lax.max(top, jnp.max(s, axis=1) * factor)
+
+
+def fading(top, higher, infinite):
+    """By what sums relative to `top` are scaled when they are relative to `higher`."""
     base = jnp.where(higher == -jnp.inf, 0.0, higher) if infinite else higher
-    weights = jnp.exp2(s * factor - by_row(base, s.shape))
-    fade = jnp.exp2(top - base)
-    total = total * by_row(fade, total.shape) + by_eighth(weights)
-    return higher, total, weights, fade
+    return jnp.exp2(top - base)
+
+
+def scaled(x, factor):
+    return x * by_row(factor, x.shape)
+
+
+def any_grew(top, higher, interpret):
+    """Whether a row of this warp has a maximum of more than 2**`GROWN` times `top`."""
+    if interpret:
+        return jnp.any(higher - top > GROWN)
+
+    def emit(_, growth):
+        i32 = ir.IntegerType.get_signless(32)
+        first, second = growth.registers.ravel()
+        found = llvm.inline_asm(
+            i32,
+            [first, second],
+            "{ .reg .pred a, b; "
+            f"setp.gt.f32 a, $1, {GROWN}; "
+            f"setp.gt.or.f32 b, $2, {GROWN}, a; "
+            "vote.sync.any.pred a, b, 0xffffffff; "
+            "selp.b32 $0, 1, 0, a; }",
+            "=r,f,f",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    flag = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
+    inline: Any = plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=flag)
+    return inline(emit)(higher - top) != 0
 
 
 def by_eighth(x):

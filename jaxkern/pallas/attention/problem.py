@@ -28,6 +28,9 @@ class Problem:
       stages: blocks of keys, and of values, in shared memory.
       overlap: the softmax does not wait for the product that was issued before it.
       turns: the consumers issue their products in turns.
+      early: keys whose weights are computed before the maximum is known, if `lazy`.
+      late: keys whose weights are computed when the product under way is there.
+      lazy: sums keep their scale until a maximum has grown by much.
       copied_bias: the bias comes through shared memory.
       out_in_query: results are staged where the queries lay, for want of space.
       staged_lse: lse is staged at all.
@@ -54,6 +57,9 @@ class Problem:
     stages: int
     overlap: bool
     turns: bool
+    early: int
+    late: int
+    lazy: bool
     copied_bias: bool
     out_in_query: bool
     staged_lse: bool
@@ -82,7 +88,7 @@ def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
     narrow heads exponentials decide, of which three consumers keep more in flight.
     """
     width = max(h, hv)
-    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, TEAM=1)
+    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, TEAM=1, EARLY=64, LATE=32, LAZY=1)
     if width <= 64:
         found["STAGES"] = 4
         if not causal or reach > SHORT:
@@ -172,6 +178,9 @@ def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
         stages=found["STAGES"],
         overlap=bool(found["OVERLAP"]),
         turns=bool(found["TURNS"]),
+        early=min(found["EARLY"], found["BLOCK_K"]),
+        late=found["LATE"],
+        lazy=bool(found["LAZY"]),
         **room,
         team=found["TEAM"] if parts == 1 and n // heads % found["TEAM"] == 0 else 1,
         programs=0,
