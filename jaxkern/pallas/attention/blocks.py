@@ -10,28 +10,34 @@ from jaxkern.pallas.attention.problem import Problem
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 
 
-def place(index: Any, c: Problem, member: Any = 0) -> tuple[Any, Any, Any]:
+def place(index: Any, c: Problem, taken_in_turn: bool = False) -> tuple[Any, Any, Any]:
     """(batch, head, block) of a tile: by sections of heads, the longest first.
 
-    Where programs share the values of a head, it is `head * c.parts + part`. The
-    members of a team take heads of one group.
+    Where programs share the values of a head, it is `head * c.parts + part`. A program
+    that takes several tiles has as much to do as the others if lengths do not jump
+    between sections: every other one begins with its shortest, not the last one.
     """
-    heads = c.b * c.n * c.parts // c.team
-    cached = max(1, CACHED_BYTES // (2 * c.s * (c.h + c.hv))) * c.group // c.team
+    heads = c.b * c.n * c.parts
+    cached = max(1, CACHED_BYTES // (2 * c.s * (c.h + c.hv))) * c.group
     section = min(cached, heads)
     part = lax.div(index, section * c.blocks)
     within = lax.rem(index, section * c.blocks)
     present = lax.min(section, heads - part * section)
     block = lax.div(within, present)
     if c.causal:
-        block = c.blocks - 1 - block
-    head = (part * section + lax.rem(within, present)) * c.team + member
+        down = c.blocks - 1 - block
+        if taken_in_turn and (sections := -(-heads // section)) > 1:
+            block = jnp.where(lax.rem(sections - 1 - part, 2) == 0, down, block)
+        else:
+            block = down
+    head = part * section + lax.rem(within, present)
     return lax.div(head, c.n * c.parts), lax.rem(head, c.n * c.parts), block
 
 
 def nth_tile(i: Any, program: Any, c: Problem) -> Any:
-    """Index of the tile that a program takes i-th."""
-    return i * c.programs + program
+    """Index of the tile that a program takes i-th: back and forth between them."""
+    back = c.programs - 1 - program
+    return i * c.programs + jnp.where(lax.rem(i, 2) == 0, program, back)
 
 
 def position_and_length(batch, lengths_ref, offset_ref, c: Problem):

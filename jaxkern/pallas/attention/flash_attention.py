@@ -115,8 +115,7 @@ def slower(query: Any, key: Any, value: Any, bias: Any = None, **_: Any) -> str 
 def forward_kernel(*refs: Any, c: Problem, interpret: bool) -> None:
     *operands, buffers, barriers = refs
     me = lax.axis_index("warpgroup")
-    member = 0 if c.team == 1 else lax.axis_index("member")
-    program = Program(lax.axis_index("program"), member, Operands(*operands), c)
+    program = Program(lax.axis_index("program"), Operands(*operands), c)
 
     @pl.when(me == c.consumers)
     def loader():
@@ -194,15 +193,7 @@ def attention_fwd(
     k_ring = plgpu.Barrier(
         num_barriers=c.stages, num_arrivals=c.pieces + c.copied_bias * c.consumers
     )
-    free: Any = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
-    team: dict[str, Any] = {}
-    if c.team > 1:
-        team = dict(cluster=(c.team,), cluster_names=("member",))
-        free = plgpu.ClusterBarrier(
-            collective_axes=("member",),
-            num_barriers=c.stages,
-            num_arrivals=c.consumers,
-        )
+    free = plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.consumers)
     each = plgpu.Barrier(num_barriers=c.consumers)
     barriers = Barriers(
         q_full=plgpu.Barrier(num_barriers=c.consumers, num_arrivals=c.pieces),
@@ -221,7 +212,6 @@ def attention_fwd(
         ),
         grid=(c.programs,),
         grid_names=("program",),
-        **team,
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
         scratch_types=(buffers, barriers),

@@ -113,7 +113,7 @@ def attend(
 
     def tile(i, at):
         t = program.tile(i)
-        logits = Logits(t, me, program.refs, c)
+        logits = Logits(t, me, program.refs, c, interpret)
         ring = Ring(at, buffers, barriers, me, c)
         acc, top, total = attend_tile(t, logits, ring, turns, interpret)
         acc, top, total = with_sink(acc, top, total, t, program.refs)

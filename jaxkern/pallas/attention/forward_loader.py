@@ -12,20 +12,19 @@ from jaxkern.pallas.attention.pairs import own
 from jaxkern.pallas.attention.problem import ROWS
 
 
-def copy_pieces(source: Any, target: Any, full: Any, **options: Any) -> None:
+def copy_pieces(source: Any, target: Any, full: Any) -> None:
     """Rows of queries or keys, piece by piece of their head dim."""
     pieces, _, width = target.shape
     if pieces == 1:
-        plgpu.copy_gmem_to_smem(source, target.at[0], full, **options)
+        plgpu.copy_gmem_to_smem(source, target.at[0], full)
         return
     for i in range(pieces):
         piece = source.at[:, pl.ds(i * width, width)]
-        plgpu.copy_gmem_to_smem(piece, target.at[i], full, **options)
+        plgpu.copy_gmem_to_smem(piece, target.at[i], full)
 
 
 def load(program: Program, buffers: Buffers, barriers: Barriers) -> None:
     refs, c = program.refs, program.c
-    shared = None if c.team == 1 else "member"
     plgpu.set_max_registers(40 if c.consumers == 2 else 32, action="decrease")
 
     def tile(i, at):
@@ -45,9 +44,7 @@ def load(program: Program, buffers: Buffers, barriers: Barriers) -> None:
             source = (t.batch, keys, lax.div(t.head, jnp.int32(c.group)))
             full = barriers.k_full.at[slot]
             plgpu.barrier_wait(barriers.k_free.at[slot])
-            copy_pieces(
-                refs.k.at[source], buffers.k.at[slot], full, collective_axes=shared
-            )
+            copy_pieces(refs.k.at[source], buffers.k.at[slot], full)
             if buffers.bias is not None:
                 for w in range(c.consumers):
                     mine = own(refs.bias, t.batch, t.head)
@@ -61,7 +58,6 @@ def load(program: Program, buffers: Buffers, barriers: Barriers) -> None:
                 refs.v.at[(*source, *t.columns)],
                 buffers.v.at[slot],
                 barriers.v_full.at[slot],
-                collective_axes=shared,
             )
             return at + 1
 

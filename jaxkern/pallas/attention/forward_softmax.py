@@ -4,12 +4,13 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxkern.pallas.attention.blocks import position_and_length
 from jaxkern.pallas.attention.forward_tiles import Operands, Tile
@@ -47,6 +48,11 @@ def scaled(x, factor):
     return x * by_row(factor, x.shape)
 
 
+def of_thread(rows):
+    """What a thread holds of an array with a number for each row: two numbers."""
+    return [vector.extract(x, [], [0]) for x in rows.registers.ravel()]
+
+
 def any_grew(top, higher, interpret):
     """Whether a row of this warp has a maximum of more than 2**`GROWN` times `top`."""
     if interpret:
@@ -54,10 +60,9 @@ def any_grew(top, higher, interpret):
 
     def emit(_, growth):
         i32 = ir.IntegerType.get_signless(32)
-        first, second = growth.registers.ravel()
         found = llvm.inline_asm(
             i32,
-            [first, second],
+            of_thread(growth),
             "{ .reg .pred a, b; "
             f"setp.gt.f32 a, $1, {GROWN}; "
             f"setp.gt.or.f32 b, $2, {GROWN}, a; "
@@ -79,11 +84,47 @@ def by_eighth(x):
     return functools.reduce(lax.add, parts)
 
 
+def up_to(last, shape, interpret):
+    """Whether the number of a column is at most `last` of its row.
+
+    Numbers of columns are constants here. As an array they would not change from tile
+    to tile, so that the compiler would keep them, and in memory.
+    """
+    if interpret:
+        columns = lax.broadcasted_iota(jnp.int32, shape, 1)
+        return columns <= by_row(last, shape)
+
+    def emit(_, last):
+        i1, i32 = (ir.IntegerType.get_signless(bits) for bits in (1, 32))
+        lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(4, i32))
+        first = arith.muli(lane, mgpu.c(2, i32))
+        halves = [arith.subi(x, first) for x in of_thread(last)]
+        layout = mgpu.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape(shape), object)
+        pair = ir.VectorType.get((2,), i1)
+        for at in np.ndindex(registers.shape):
+            half = halves[sum(at[2:])]
+            seen = [
+                arith.cmpi(arith.CmpIPredicate.sge, half, mgpu.c(8 * at[1] + i, i32))
+                for i in range(2)
+            ]
+            registers[at] = vector.from_elements(pair, seen)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=layout, _is_signed=False
+        )
+
+    seen = plgpu.ShapeDtypeStruct(shape, jnp.bool_, WGMMA)
+    inline: Any = plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=seen)
+    return inline(emit)(last)
+
+
 class Logits:
     """Of the queries of one consumer in one tile."""
 
-    def __init__(self, tile: Tile, me: Any, refs: Operands, c: Problem):
-        self.tile, self.me, self.refs, self.c = tile, me, refs, c
+    def __init__(
+        self, tile: Tile, me: Any, refs: Operands, c: Problem, interpret: bool
+    ):
+        self.tile, self.refs, self.c, self.interpret = tile, refs, c, interpret
         self.row = tile.block * c.block_q + me * ROWS
         self.offset, self.length = position_and_length(
             tile.batch, refs.lengths, refs.offset, c
@@ -109,20 +150,20 @@ class Logits:
         """Which of the queries see which of the keys from `start` on."""
         tile, refs, c = self.tile, self.refs, self.c
 
-        def iota(axis):
-            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
-
-        columns = iota(1)
-        terms = []
+        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
+        position = rows + (self.row + self.offset - start)
+        bounds = []
         if self.ragged:
-            terms.append(columns < self.length - start)
-        if c.causal or c.window is not None:
-            ahead = columns - iota(0)
-            position = self.row + self.offset - start
-            if c.causal:
-                terms.append(ahead <= position)
-            if c.window is not None:
-                terms.append(ahead > position - c.window)
+            bounds.append(jnp.broadcast_to(self.length - start - 1, (ROWS,)))
+        if c.causal:
+            bounds.append(position)
+        terms = []
+        if bounds:
+            last = functools.reduce(lax.min, bounds)
+            terms.append(up_to(last, shape, self.interpret))
+        if c.window is not None:
+            hidden = up_to(position - c.window, shape, self.interpret)
+            terms.append(jnp.logical_not(hidden))
         if self.q_ids is not None:
             kv_ids = plgpu.load(
                 refs.kv_ids.at[tile.batch, pl.ds(start, c.block_k)],

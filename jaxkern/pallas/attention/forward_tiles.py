@@ -70,7 +70,6 @@ class Program(NamedTuple):
     """The tiles that a program takes one after another."""
 
     index: Any
-    member: Any
     refs: Operands
     c: Problem
 
@@ -81,7 +80,8 @@ class Program(NamedTuple):
 
     def tile(self, i: Any) -> Tile:
         c, refs = self.c, self.refs
-        batch, head, block = place(nth_tile(i, self.index, c), c, self.member)
+        in_turn = c.programs < c.tiles
+        batch, head, block = place(nth_tile(i, self.index, c), c, in_turn)
         columns = ()
         if c.parts > 1:
             part = lax.rem(head, jnp.int32(c.parts))

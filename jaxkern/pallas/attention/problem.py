@@ -34,8 +34,7 @@ class Problem:
       copied_bias: the bias comes through shared memory.
       out_in_query: results are staged where the queries lay, for want of space.
       staged_lse: lse is staged at all.
-      team: programs that share the keys and values they load.
-      programs: teams of the grid.
+      programs: of the grid.
     """
 
     b: int
@@ -63,7 +62,6 @@ class Problem:
     copied_bias: bool
     out_in_query: bool
     staged_lse: bool
-    team: int
     programs: int
 
     @property
@@ -76,8 +74,7 @@ class Problem:
 
     @property
     def tiles(self) -> int:
-        """Tiles of all, or those that a team takes together as one."""
-        return self.blocks * self.b * self.n * self.parts // self.team
+        return self.blocks * self.b * self.n * self.parts
 
 
 def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
@@ -88,7 +85,7 @@ def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
     narrow heads exponentials decide, of which three consumers keep more in flight.
     """
     width = max(h, hv)
-    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, TEAM=1, EARLY=64, LATE=32, LAZY=1)
+    found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, EARLY=64, LATE=64, LAZY=1)
     if width <= 64:
         found["STAGES"] = 4
         if not causal or reach > SHORT:
@@ -157,6 +154,7 @@ def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
     found = tuned("hopper_flash_attention", width, query.dtype, rule)
     room = memory(h, hv, bias_bytes, **found)
     assert room is not None  # `unsupported` says so
+    early = min(found["EARLY"], found["BLOCK_K"])
     c = Problem(
         b=b,
         t=t,
@@ -178,13 +176,11 @@ def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
         stages=found["STAGES"],
         overlap=bool(found["OVERLAP"]),
         turns=bool(found["TURNS"]),
-        early=min(found["EARLY"], found["BLOCK_K"]),
-        late=found["LATE"],
+        early=early,
+        late=min(found["LATE"], found["BLOCK_K"] - early),
         lazy=bool(found["LAZY"]),
         **room,
-        team=found["TEAM"] if parts == 1 and n // heads % found["TEAM"] == 0 else 1,
         programs=0,
     )
-    at_once = num_sms() // c.team
-    programs = min(c.tiles, at_once) if found["PERSISTENT"] else c.tiles
+    programs = min(c.tiles, num_sms()) if found["PERSISTENT"] else c.tiles
     return dataclasses.replace(c, programs=programs)
