@@ -84,15 +84,16 @@ def by_eighth(x):
     return functools.reduce(lax.add, parts)
 
 
-def up_to(last, shape, interpret):
-    """Whether the number of a column is at most `last` of its row.
+def up_to(last, shape, interpret, beyond=False):
+    """Whether the number of a column is at most `last` of its row, or is `beyond` it.
 
     Numbers of columns are constants here. As an array they would not change from tile
     to tile, so that the compiler would keep them, and in memory.
     """
     if interpret:
         columns = lax.broadcasted_iota(jnp.int32, shape, 1)
-        return columns <= by_row(last, shape)
+        last = by_row(last, shape)
+        return columns > last if beyond else columns <= last
 
     def emit(_, last):
         i1, i32 = (ir.IntegerType.get_signless(bits) for bits in (1, 32))
@@ -101,12 +102,12 @@ def up_to(last, shape, interpret):
         halves = [arith.subi(x, first) for x in of_thread(last)]
         layout = mgpu.WGMMA_LAYOUT
         registers = np.empty(layout.registers_shape(shape), object)
+        order = arith.CmpIPredicate.slt if beyond else arith.CmpIPredicate.sge
         pair = ir.VectorType.get((2,), i1)
         for at in np.ndindex(registers.shape):
             half = halves[sum(at[2:])]
             seen = [
-                arith.cmpi(arith.CmpIPredicate.sge, half, mgpu.c(8 * at[1] + i, i32))
-                for i in range(2)
+                arith.cmpi(order, half, mgpu.c(8 * at[1] + i, i32)) for i in range(2)
             ]
             registers[at] = vector.from_elements(pair, seen)
         return mgpu.FragmentedArray(
@@ -162,8 +163,8 @@ class Logits:
             last = functools.reduce(lax.min, bounds)
             terms.append(up_to(last, shape, self.interpret))
         if c.window is not None:
-            hidden = up_to(position - c.window, shape, self.interpret)
-            terms.append(jnp.logical_not(hidden))
+            before = position - c.window
+            terms.append(up_to(before, shape, self.interpret, beyond=True))
         if self.q_ids is not None:
             kv_ids = plgpu.load(
                 refs.kv_ids.at[tile.batch, pl.ds(start, c.block_k)],
