@@ -25,6 +25,7 @@ from jaxkern.pallas.attention.pairs import (
 from jaxkern.pallas.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.wgmma import WGMMA, by_row
 
+FAR = 2**30  # no column is as far
 GROWN = 8.0  # in powers of 2: weights up to that are as exact in 16 bits
 
 
@@ -153,14 +154,11 @@ class Logits:
 
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
         position = rows + (self.row + self.offset - start)
-        bounds = []
-        if self.ragged:
-            bounds.append(jnp.broadcast_to(self.length - start - 1, (ROWS,)))
-        if c.causal:
-            bounds.append(position)
         terms = []
-        if bounds:
-            last = functools.reduce(lax.min, bounds)
+        if c.causal or self.ragged:
+            last = position if c.causal else rows + FAR
+            if self.ragged:
+                last = jnp.minimum(last, self.length - start - 1)
             terms.append(up_to(last, shape, self.interpret))
         if c.window is not None:
             before = position - c.window
