@@ -74,7 +74,7 @@ def any_grew(top, higher, interpret):
         )
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
-    flag = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
+    flag = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), plgpu.Layout.WG_SPLAT)
     inline: Any = plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=flag)
     return inline(emit)(higher - top) != 0
 
@@ -115,7 +115,7 @@ def up_to(last, shape, interpret, beyond=False):
             _registers=registers, _layout=layout, _is_signed=False
         )
 
-    seen = plgpu.ShapeDtypeStruct(shape, jnp.bool_, WGMMA)
+    seen = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=seen)
     return inline(emit)(last)
 

@@ -86,18 +86,22 @@ def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
     """
     width = max(h, hv)
     found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, EARLY=64, LATE=64, LAZY=1)
+    found |= dict(OVERLAP=1, TURNS=1, PERSISTENT=1)
     if width <= 64:
         found["STAGES"] = 4
-        if not causal or reach > SHORT:
-            several = dict(CONSUMERS=3, OVERLAP=1, TURNS=0)
-            return found | several | dict(PERSISTENT=int(not causal))
-    elif width > 128:
-        found["BLOCK_K"] = 64 if width <= WIDTH else 32
-    if not causal:
-        return found | dict(OVERLAP=1, TURNS=0, PERSISTENT=1)
-    if width <= 128 and reach <= SHORT:
-        return found | dict(OVERLAP=0, TURNS=0, PERSISTENT=1)
-    return found | dict(OVERLAP=1, TURNS=1, PERSISTENT=0)
+        if not causal or reach >= SHORT // 2:
+            found |= dict(CONSUMERS=3, TURNS=0, EARLY=32)
+    elif width < 128:
+        found["TURNS"] = 0
+    elif width == 128:
+        found["PERSISTENT"] = int(not causal or reach <= SHORT)
+    else:
+        found |= dict(TURNS=int(causal), PERSISTENT=int(not causal))
+        if width <= WIDTH:
+            found |= dict(BLOCK_K=64, EARLY=32, LATE=16)
+        else:
+            found |= dict(BLOCK_K=32, EARLY=32, LATE=0, LAZY=0)
+    return found
 
 
 def memory(
