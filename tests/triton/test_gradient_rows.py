@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern.pallas.attention import flash_attention, rows
+from jaxkern.pallas.attention import problem, rows
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.attention import gradient_rows
 from tests.triton import interpreted
@@ -53,7 +53,7 @@ def test_rows_as_xla_computes_them(monkeypatch, broken):
         value = value.at[1, 150, 1, 5].set(-jnp.inf)
     lse, dlse = (jnp.float32(RNG.standard_normal((b, t, n))) for _ in range(2))
     lse = lse.at[0, 3, 1].set(-jnp.inf)
-    c = flash_attention.problem(q, key, value, None, 0.1, True, None, None)
+    c = problem.problem(q, key, value, None, 0.1, True, None, None)
     c = dataclasses.replace(c, consumers=2, block_k=64)
     expected = rows.counted_rows(c, key, value, out, lse, dout, dlse, True)
     padded = expected[0].shape[2]

@@ -25,14 +25,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    WIDTH,
-    Problem,
     copyable,
     int32,
     padded_rows,
-    problem,
-    tiled,
     unsupported,
 )
 from jaxkern.pallas.attention.gradient_blocks import (
@@ -53,8 +48,10 @@ from jaxkern.pallas.attention.pairs import (
     whole_blocks,
     word_bounds,
 )
+from jaxkern.pallas.attention.problem import ROWS, WIDTH, Problem, problem
 from jaxkern.pallas.attention.queries_kernel import queries_kernel
 from jaxkern.pallas.attention.rows import rows_of, sinks_gradient
+from jaxkern.pallas.attention.wgmma import tiled
 from jaxkern.pallas.attention.wide_keys_kernel import wide_keys_kernel
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (

@@ -18,14 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    copyable,
-    int32,
-    padded_rows,
-    problem,
-    tiled,
-)
+from jaxkern.pallas.attention.flash_attention import copyable, int32, padded_rows
 from jaxkern.pallas.attention.flash_attention_bwd import (
     slower_bwd,
     unsupported_bwd,
@@ -37,12 +30,14 @@ from jaxkern.pallas.attention.gradient_blocks import (
     STAGES,
 )
 from jaxkern.pallas.attention.joint_kernel import SLOTS, joint_kernel
+from jaxkern.pallas.attention.problem import ROWS, problem
 from jaxkern.pallas.attention.rows import (
     LINES,
     counted,
     counted_rows,
     sinks_gradient,
 )
+from jaxkern.pallas.attention.wgmma import tiled
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import segment_bounds
 from jaxkern.triton.attention.gradient_rows import HEAD_DIM

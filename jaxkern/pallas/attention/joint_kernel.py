@@ -17,15 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import nvvm
 
-from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    WGMMA,
-    Problem,
-    by_row,
-    opaque,
-    position_and_length,
-    tiled,
-)
+from jaxkern.pallas.attention.blocks import position_and_length
 from jaxkern.pallas.attention.gradient_blocks import (
     BLOCK,
     CONSUMERS,
@@ -45,7 +37,9 @@ from jaxkern.pallas.attention.gradient_blocks import (
     zeros,
 )
 from jaxkern.pallas.attention.pairs import BY_COLUMN, BY_ROW
+from jaxkern.pallas.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.rows import HALF, LINES, thread_order
+from jaxkern.pallas.attention.wgmma import WGMMA, by_row, opaque, tiled
 
 SLOTS = 3  # of dS: the one written, the one read and the one before
 

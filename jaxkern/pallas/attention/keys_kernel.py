@@ -7,15 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    Problem,
-    finished_sum,
-    issue_sum,
-    opaque,
-    position_and_length,
-    set_sum,
-)
+from jaxkern.pallas.attention.blocks import position_and_length
 from jaxkern.pallas.attention.gradient_blocks import (
     CONSUMERS,
     KEYS,
@@ -44,6 +36,8 @@ from jaxkern.pallas.attention.pairs import (
     is_set,
     own,
 )
+from jaxkern.pallas.attention.problem import ROWS, Problem
+from jaxkern.pallas.attention.wgmma import finished_sum, issue_sum, opaque, set_sum
 
 
 def keys_kernel(

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.pallas.attention.flash_attention import Problem
 from jaxkern.pallas.attention.gradient_blocks import BLOCK, CONSUMERS, dscale
 from jaxkern.pallas.attention.pairs import LOG2_E
+from jaxkern.pallas.attention.problem import Problem
 from jaxkern.triton.attention import gradient_rows as triton
 from jaxkern.triton.attention.gradient_rows import FRACTION, HEAD_DIM, SMALLEST
 from jaxkern.triton.triton_call import missing

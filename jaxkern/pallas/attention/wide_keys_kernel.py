@@ -7,12 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    WGMMA,
-    Problem,
-    position_and_length,
-)
+from jaxkern.pallas.attention.blocks import position_and_length
 from jaxkern.pallas.attention.gradient_blocks import (
     CONSUMERS,
     SHIFT,
@@ -37,6 +32,8 @@ from jaxkern.pallas.attention.pairs import (
     is_set,
     own,
 )
+from jaxkern.pallas.attention.problem import ROWS, Problem
+from jaxkern.pallas.attention.wgmma import WGMMA
 
 
 def wide_keys_kernel(
