@@ -4,6 +4,7 @@ python docs/operator_table.py
 """
 
 import importlib
+import inspect
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,7 @@ def resolve(path: str) -> Any:
 def primitives_of(path: str) -> list[KernelPrimitive]:
     """The primitive of a function's name, else those that its file declares."""
     function = resolve(path)
-    module = getattr(function, "__module__", "")
+    module = getattr(inspect.unwrap(function), "__module__", "")
     declared = [p for p in REGISTRY.values() if p.reference.__module__ == module]
     return [p for p in declared if p.name == function.__name__] or declared
 

@@ -78,10 +78,16 @@ from jaxkern.triton.norm import (
     rms_norm,
     rms_norm_add,
     rms_norm_quantized,
+    sandwich_norm,
     sandwich_rms_norm,
 )
 from jaxkern.triton.optim import adamw
-from jaxkern.triton.rope import apply_rope, head_norm_rope, qk_norm_rope
+from jaxkern.triton.rope import (
+    apply_rope,
+    head_norm_rope,
+    qk_norm_rope,
+    qk_norm_rope_bwd,
+)
 from jaxkern.triton.sampling import sample
 from jaxkern.triton.triton_call import unsupported
 from jaxkern.triton.turboquant import fwht, quantize_vectors
@@ -157,32 +163,32 @@ row(
     rms_norm_add_p,
     fwd=rms_norm_add.rms_norm_add_fwd,
     bwd=rms_norm_add.rms_norm_add_bwd,
-    unless=sandwich_rms_norm.unsupported,
+    unless=sandwich_norm.unsupported,
     slower=rms_norm_add.slower,
 )
 row(
     dual_rms_norm_p,
     fwd=multi_rms_norm.multi_rms_norm_fwd,
     bwd=multi_rms_norm.dual_rms_norm_bwd,
-    unless=sandwich_rms_norm.unsupported,
+    unless=sandwich_norm.unsupported,
 )
 row(
     triple_rms_norm_p,
     fwd=multi_rms_norm.multi_rms_norm_fwd,
     bwd=multi_rms_norm.triple_rms_norm_bwd,
-    unless=sandwich_rms_norm.unsupported,
+    unless=sandwich_norm.unsupported,
 )
 row(
     sandwich_rms_norm_p,
     fwd=sandwich_rms_norm.sandwich_rms_norm_fwd,
     bwd=sandwich_rms_norm.sandwich_rms_norm_bwd,
-    unless=sandwich_rms_norm.unsupported,
+    unless=sandwich_norm.unsupported,
 )
 row(
     sandwich_triple_rms_norm_p,
     fwd=sandwich_rms_norm.sandwich_rms_norm_fwd,
     bwd=sandwich_rms_norm.sandwich_triple_rms_norm_bwd,
-    unless=sandwich_rms_norm.unsupported,
+    unless=sandwich_norm.unsupported,
 )
 row(
     moe_rms_norm_add_p,
@@ -209,7 +215,7 @@ row(
 row(
     qk_norm_rope_p,
     fwd=qk_norm_rope.qk_norm_rope_fwd,
-    bwd=qk_norm_rope.qk_norm_rope_bwd,
+    bwd=qk_norm_rope_bwd.qk_norm_rope_bwd,
     unless=qk_norm_rope.unsupported,
 )
 row(argmax_p, fwd=argmax.argmax, unless=argmax.unsupported, slower=argmax.slower)

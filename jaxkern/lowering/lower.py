@@ -69,15 +69,6 @@ def never_refuses(**_: Any) -> None:
     return None
 
 
-class OnRequest(NamedTuple):
-    """A `slower` that holds whatever the shapes: "auto" never takes the kernel."""
-
-    reason: str
-
-    def __call__(self, **_: Any) -> str:
-        return self.reason
-
-
 class Row(NamedTuple):
     """One kernel of one op on one platform."""
 
@@ -221,8 +212,7 @@ def why_slower(
 ) -> str | None:
     """Why "auto" prefers the next row or the reference, or None."""
     # under vmap the operands' shapes do not say how large the work is
-    unknown = call.vmaps and not isinstance(row.slower, OnRequest)
-    if call.backend.name != "auto" or unknown:
+    if call.backend.name != "auto" or call.vmaps:
         return None
     reason = row.slower(**named_operands(p, avals, call), **static)
     faster = "another kernel" if row.backend == "mosaic_gpu" else "XLA"

@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = f"{error}. Install the extra: pip install 'jaxkern-ops[models]'"
     except (ValueError, TypeError, OSError) as error:
         message = " ".join(str(error).split())
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130  # as a shell reports it
     print(f"jaxkern: {message}", file=sys.stderr)
     return 2
 
@@ -186,6 +189,12 @@ def _answer(options: argparse.Namespace, path: Path) -> dict:
     if not prompt:
         raise ValueError("--prompt: has no tokens. Give some text.")
     config, weights = load_llama(file, policy)
+    num_tokens = tokenizer.tokenizer.get_vocab_size()
+    if num_tokens > config.vocabulary:
+        raise ValueError(
+            f"{path}: the tokenizer has {num_tokens} tokens, the model knows "
+            f"{config.vocabulary}."
+        )
     load_seconds = time.perf_counter() - start
 
     generator = Generator(

@@ -239,6 +239,14 @@ class Generator:
             stop token that ends it is still there.
         """
         lengths = [len(prompt) for prompt in prompts]
+        batch = self.calls["prefill"][1][2].shape[0]
+        if len(prompts) != batch:
+            raise ValueError(
+                f"generate: this generator takes {batch} prompts at a time, got "
+                f"{len(prompts)}."
+            )
+        if not -(2**31) <= seed < 2**31:
+            raise ValueError(f"generate: `seed` must be 32 bits wide, got {seed}.")
         if not all(1 <= n <= self.prompt_slots for n in lengths):
             raise ValueError(
                 f"generate: prompts must have 1 to {self.prompt_slots} tokens, got "
@@ -298,6 +306,8 @@ def generate(
     Returns:
       One list of token ids per prompt, of at most `max_tokens`, without the stop token.
     """
+    if not prompts:
+        return []
     generator = Generator(
         config,
         weights,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +16,15 @@ from jaxtyping import Array, Float
 from jaxkern import (
     GGUFTensor,
     InterleavedTensor,
-    LinearScaling,
-    YarnScaling,
     dequantize,
 )
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import GGUFError, GGUFFile
 from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices, Matrix
+from jaxkern.models.llama_config import config_from_gguf
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, UNITS, interleaved
-from jaxkern.primitives.rope.rope import Pairing
-from jaxkern.primitives.rope.rope_frequencies import RopeScaling
-
-# GGUF files of `llama` have the rows of q and k permuted for pairs of neighbours.
-PAIRINGS: dict[str, Pairing] = {
-    "llama": "interleaved",
-    "qwen2": "neox",
-    "qwen3": "neox",
-}
 
 Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16"]
 
@@ -98,52 +88,6 @@ def available_memory() -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def config_from_gguf(file: GGUFFile) -> LlamaConfig:
-    """What the file's metadata say of the model.
-
-    Raises:
-      GGUFError: another architecture, a feature that is not built here, or metadata
-        that are missing or contradict the weights.
-    """
-    arch = file.architecture
-    if arch not in PAIRINGS:
-        raise GGUFError(
-            f"{file.path}: general.architecture is {arch!r}, known are "
-            f"{', '.join(PAIRINGS)}."
-        )
-    read = _Metadata(file, arch)
-    if read.integer("expert_count", 0):
-        raise GGUFError(f"{file.path}: a mixture of experts, which is not built here.")
-    table = file.tensors.get("token_embd.weight")
-    if table is None or len(table.shape) != 2:
-        raise GGUFError(f"{file.path}: has no tensor token_embd.weight of two dims.")
-    heads, d_model = read.integer("attention.head_count"), table.shape[1]
-    kv_heads = read.integer("attention.head_count_kv", heads)
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise GGUFError(
-            f"{file.path}: {heads} heads cannot share {kv_heads} key/value heads."
-        )
-    head_dim = read.integer("attention.key_length", d_model // heads)
-    if read.integer("attention.value_length", head_dim) != head_dim:
-        raise GGUFError(f"{file.path}: keys and values differ in length.")
-    return LlamaConfig(
-        architecture=arch,
-        context=read.integer("context_length"),
-        layers=read.integer("block_count"),
-        d_model=d_model,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=table.shape[0],
-        eps=read.number("attention.layer_norm_rms_epsilon"),
-        rotary_dim=read.integer("rope.dimension_count", head_dim),
-        theta=read.number("rope.freq_base", 10000.0),
-        pairing=PAIRINGS[arch],
-        scaling=_rope_scaling(read),
-        window=read.integer("attention.sliding_window", 0) or None,
-    )
 
 
 def load_llama(
@@ -316,60 +260,18 @@ def _check_tensors(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> Non
                 f"{file.path}: tensor {name} is {info.shape}, expected {shape} by the "
                 "metadata."
             )
+    for name in shapes:
+        blk, _, end = name.rpartition(".ffn_gate")
+        if end == ".weight":
+            gate, up = (file.tensors[f"{blk}.ffn_{n}.weight"] for n in ("gate", "up"))
+            down = file.tensors[f"{blk}.ffn_down.weight"]
+            if not gate.shape[0] == up.shape[0] == down.shape[1]:
+                raise GGUFError(
+                    f"{file.path}: {blk}.ffn_gate, ffn_up and ffn_down are "
+                    f"{gate.shape}, {up.shape} and {down.shape}: their width differs."
+                )
     if strangers := [name for name in file.tensors if name not in shapes]:
         raise GGUFError(
             f"{file.path}: tensor {strangers[0]} has no place in a model of "
             f"architecture {file.architecture}."
         )
-
-
-class _Metadata:
-    """Keys of one architecture, with their types checked."""
-
-    def __init__(self, file: GGUFFile, arch: str):
-        self.file, self.arch = file, arch
-
-    def get(self, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
-        name = f"{self.arch}.{key}"
-        value = self.file.metadata.get(name, default)
-        if value is None:
-            raise GGUFError(f"{self.file.path}: has no key {name}.")
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise GGUFError(
-                f"{self.file.path}: key {name} is {value!r}, expected {what}."
-            )
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, (int,), "an integer", default)
-        if value < 0:
-            raise GGUFError(
-                f"{self.file.path}: key {self.arch}.{key} is {value}, expected no "
-                "negative number."
-            )
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return float(self.get(key, (int, float), "a number", default))
-
-    def string(self, key: str, default: str) -> str:
-        return self.get(key, (str,), "a string", default)
-
-
-def _rope_scaling(read: _Metadata) -> RopeScaling | None:
-    kind = read.string("rope.scaling.type", "none")
-    factor = read.number("rope.scaling.factor", 1.0)
-    if kind == "none" or factor == 1.0:
-        return None
-    if kind == "linear":
-        return LinearScaling(factor)
-    if kind == "yarn":
-        scaling = YarnScaling(
-            factor, read.integer("rope.scaling.original_context_length")
-        )
-        attention_factor = read.number("rope.scaling.attn_factor", 1.0)
-        return replace(scaling, attention_factor=scaling.magnitude * attention_factor)
-    raise GGUFError(
-        f"{read.file.path}: {read.arch}.rope.scaling.type is {kind!r}, known are none, "
-        "linear and yarn."
-    )

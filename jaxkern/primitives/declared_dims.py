@@ -25,7 +25,7 @@ class Annotated:
     name: str
     dims: tuple[str, ...]
     kind: str  # Float, Int, Bool ...
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # none: any
     optional: bool
 
     @property
@@ -64,10 +64,9 @@ def annotated(fn: Callable, name: str, hint: Any) -> Annotated:
         )
     array = arrays[0]
     kind = array.__name__.split("[")[0]
+    dtypes = tuple(array.dtypes) if isinstance(array.dtypes, list | tuple) else ()
     optional = types.NoneType in parts
-    return Annotated(
-        name, tuple(array.dim_str.split()), kind, tuple(array.dtypes), optional
-    )
+    return Annotated(name, tuple(array.dim_str.split()), kind, dtypes, optional)
 
 
 def issubclass_safe(x: Any, kind: type) -> bool:
@@ -86,7 +85,7 @@ def as_array(op: str, operand: Annotated, x: Any) -> jax.Array | None:
                 f"{op}: `{operand.name}` must be an array, got {type(x).__name__}."
             )
         x = jnp.asarray(x)
-    if x.dtype.name not in operand.dtypes:
+    if operand.dtypes and x.dtype.name not in operand.dtypes:
         raise TypeError(
             f"{op}: `{operand.name}` must have a dtype of kind {operand.kind}, got "
             f"{x.dtype.name}{list(x.shape)}."
@@ -161,3 +160,12 @@ def check_static(op: str, static: dict[str, Any]) -> None:
                 f"{op}: option `{name}` must be a static, hashable value, got "
                 f"{type(value).__name__}. Arrays are operands, not options."
             ) from None
+
+
+def axis_within(op: str, axis: int, ndim: int) -> int:
+    """`axis` counted from the front, or a ValueError that names the op."""
+    if not -ndim <= axis < ndim:
+        raise ValueError(
+            f"{op}: `axis` must name one of the {ndim} dims of `x`, got {axis}."
+        )
+    return axis % ndim

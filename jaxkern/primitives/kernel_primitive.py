@@ -224,7 +224,9 @@ class Backward(KernelPrimitive):
         def unbatched(*arrays):
             out = fn(*with_absent(arrays, call.absent), **static)
             out = out if isinstance(out, tuple | list) else (out,)
-            return [g for g, w in zip(out, call.wanted, strict=True) if w]
+            wanted = [g for g, w in zip(out, call.wanted, strict=True) if w]
+            # a gradient of nothing but zeros varies as its operand does, too
+            return same_manual_axes([*wanted, *arrays])[: len(wanted)]
 
         return apply_vmaps(unbatched, call.vmaps)(*arrays)
 
@@ -395,9 +397,19 @@ def with_fixed(f: Callable, arrays: Sequence, free: Sequence[int]) -> Callable:
 
 
 def apply_vmaps(f: Callable, vmaps: Levels) -> Callable:
+    """`f` under the recorded vmaps, with the promotion that references are written for.
+
+    What the user forbids in his own code, by `jax_numpy_rank_promotion` and
+    `jax_numpy_dtype_promotion`, is not forbidden here.
+    """
     for axes in vmaps:
         f = jax.vmap(f, in_axes=axes)
-    return f
+
+    def promoting(*arrays):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return f(*arrays)
+
+    return promoting
 
 
 def float_positions(p: KernelPrimitive, absent: tuple[int, ...]) -> list[int]:

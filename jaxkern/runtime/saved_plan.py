@@ -30,6 +30,7 @@ from jaxkern.runtime.plan import Plan, compile
 MAGIC = b"jaxkern plan 1\n"
 LARGEST_HEADER = 1 << 20
 PARTS = ("stablehlo", "machine_code")
+FIELDS = {"made_by": dict, "machine": dict, "donate": list, "options": dict}
 # not on jax's list of stable calls: device code, which only a trusted file may bring
 OWN_TARGETS = ("triton_kernel_call_ffi", "mosaic_gpu_v2")
 TARGET = re.compile(r'custom_call\s*@"?([\w.$]+)|call_target_name\s*=\s*"([^"]*)"')
@@ -198,13 +199,13 @@ def read_parts(
         header = json.loads(data[start : start + length])
         sizes = [int(header["sizes"][name]) for name in names]
         digests = [header["sha256"][name] for name in names]
-        complete = names != PARTS or {"made_by", "machine", "donate", "options"} <= set(
-            header
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        for name, kind in FIELDS.items() if names == PARTS else ():
+            if not isinstance(header[name], kind):
+                raise TypeError(f"{name} is no {kind.__name__}")
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"load: {path} is damaged: its header: {error}.") from error
     at, parts = start + length, {}
-    if not complete or min(sizes) < 0 or at + sum(sizes) != len(data):
+    if min(sizes) < 0 or at + sum(sizes) != len(data):
         raise ValueError(
             f"load: {path} is truncated or damaged: {len(data)} bytes, its header says "
             f"{at + sum(sizes)}."

@@ -19,14 +19,10 @@ from jaxkern import (
     qk_norm_rope_paged_cache,
     qk_norm_rope_quantized_cache,
 )
-from jaxkern.lowering.explain import default_platform
 from jaxkern.primitives.turboquant.vector_codec import planes, unpack
-from tests.gpu.truth import EPSILON, poison, relative_errors
+from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 HEADS = [  # n, k, h, hv, pairs, options
     (32, 8, 128, 128, 64, {}),
     (14, 2, 64, 64, 32, {"eps": None}),

@@ -10,14 +10,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import attention, backend, paged_attention
-from jaxkern.lowering.explain import default_platform
-from tests.gpu.truth import poison
+from tests.checks import in_float64
+from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
-EPSILON = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+pytestmark = on_a_gpu
 
 
 def draw(shape, dtype="float32", seed=0):
@@ -34,31 +30,17 @@ def qkv(b, t, s, k, g, h, hv=None, dtype="bfloat16", kv_dtype=None):
     )
 
 
-def wide(x):
-    is_float = x is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    return jnp.asarray(x, jnp.float64) if is_float else x
-
-
 def check(f, *operands, slack=1.0):
     """(out, lse) by the kernel against the reference in float64."""
     poison(*operands[:1] * 8)
     with backend("triton", strict=True):
         found = jax.jit(f)(*operands)
     with jax.enable_x64(True), backend("xla"):
-        truth = jax.jit(f)(*jax.tree.map(wide, operands))
+        truth = jax.jit(f)(*jax.tree.map(in_float64, operands))
     tolerances = (EPSILON[operands[0].dtype.name], 4e-6)
     for y, t, tolerance in zip(found, truth, tolerances, strict=True):
-        check_close(y, t, tolerance * slack)
+        assert relative_error(y, t) < tolerance * slack
     return found
-
-
-def check_close(y, t, tolerance):
-    y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
-    finite = np.isfinite(t)
-    np.testing.assert_array_equal(y[~finite], t[~finite])
-    y, t = y[finite], t[finite]
-    error = np.linalg.norm(y - t) / max(np.linalg.norm(t), 1e-2 * t.size**0.5)
-    assert error < tolerance, error
 
 
 def with_lse(**options):
@@ -262,9 +244,9 @@ def test_transformations():
     with backend("triton", strict=True), exact:
         found = jax.jit(every)(query, key, value)
     with jax.enable_x64(True), backend("xla"):
-        truth = jax.jit(every)(*map(wide, (query, key, value)))
+        truth = jax.jit(every)(*map(in_float64, (query, key, value)))
     for y, t in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
-        check_close(y, t, 1e-5)
+        assert relative_error(y, t) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -291,9 +273,9 @@ def test_gradients_from_the_lse_of_the_kernel(dtype):
     with backend("triton"), exact:  # backward is the reference
         found = slopes(*operands)
     with jax.enable_x64(True), backend("xla"):
-        truth = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*map(wide, operands))
+        truth = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*map(in_float64, operands))
     for y, t in zip(found, truth, strict=True):
-        check_close(y, t, 2 * EPSILON[dtype])
+        assert relative_error(y, t) < 2 * EPSILON[dtype]
 
 
 def test_offsets_beyond_32_bits():
@@ -307,7 +289,7 @@ def test_offsets_beyond_32_bits():
         f = jax.jit(lambda q, k, v: attention(q, k, v, causal=True, window=window))
         far = f(query, in_large(last_key), in_large(last_value))
         near = attention(query, last_key, last_value)
-    check_close(far, near, EPSILON["bfloat16"])
+    assert relative_error(far, near) < EPSILON["bfloat16"]
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")

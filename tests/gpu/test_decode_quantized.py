@@ -16,14 +16,11 @@ from jaxkern import (
     quantize_vectors,
     quantized_cache_attention,
 )
-from jaxkern.lowering.explain import default_platform
+from tests.checks import in_float64
 from tests.gpu.test_decode_attention import OPTIONS, draw
-from tests.gpu.truth import poison
+from tests.gpu.truth import on_a_gpu, poison, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 # of the result; levels have 11 bits, and so have the weights
 EPSILON = {"float32": 5e-4, "bfloat16": 4e-3, "float16": 6e-4}
 CODECS = {
@@ -56,8 +53,7 @@ def caches(b, s, k, h, hv, key_codec, value_codec, dtype="bfloat16"):
 def wide(x):
     if isinstance(x, QuantizedVectors):
         return dataclasses.replace(x, scales=jnp.asarray(x.scales, jnp.float64))
-    is_float = x is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    return jnp.asarray(x, jnp.float64) if is_float else x
+    return in_float64(x)
 
 
 def check(query, key, value, slack=1.0, **options):
@@ -79,13 +75,8 @@ def check(query, key, value, slack=1.0, **options):
         truth = jax.jit(f)(*jax.tree.map(wide, operands, is_leaf=is_leaf))
     limits = (EPSILON[query.dtype.name], 5e-4)
     for y, t, limit in zip(found, truth, limits, strict=True):
-        y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
-        finite = np.isfinite(t)
-        np.testing.assert_array_equal(y[~finite], t[~finite])
-        y, t = y[finite], t[finite]
         least = 1e-2 if y.ndim == 4 else 1  # of a sum of products, its terms' size
-        error = np.linalg.norm(y - t) / max(np.linalg.norm(t), least * t.size**0.5)
-        assert error < limit * slack, error
+        assert relative_error(y, t, least) < limit * slack
     return found
 
 

@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, causal_conv1d, cumsum
-from jaxkern.lowering.explain import default_platform
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
-from tests.gpu.truth import check_against_float64
+from tests.gpu.truth import check_against_float64, on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

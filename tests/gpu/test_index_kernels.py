@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, explain
-from jaxkern.lowering.explain import default_platform
 from jaxkern.primitives.index.embedding import embedding
 from jaxkern.triton.index import embedding as kernel
-from tests.gpu.truth import EPSILON, poison
+from tests.gpu.truth import EPSILON, on_a_gpu, poison
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 
 
 def gradient(ids, table, dy, **options):

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, latent_attention
-from jaxkern.lowering.explain import default_platform
-from tests.gpu.test_decode_attention import check, check_close, draw
+from tests.gpu.test_decode_attention import check, draw
+from tests.gpu.truth import on_a_gpu, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 
 
 def ours(**options):
@@ -75,4 +72,4 @@ def test_vmap_of_sequences():
         found = jax.jit(jax.vmap(f))(query, latent)
         flat = f(query.reshape(6, 1, 32, 576), latent.reshape(6, 500, 576))
     for y, e in zip(found, flat, strict=True):
-        check_close(y.reshape(e.shape), e, 1e-6)
+        assert relative_error(y.reshape(e.shape), e) < 1e-6

@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, cross_entropy, linear_cross_entropy
-from jaxkern.lowering.explain import default_platform
-from tests.gpu.truth import check_against_float64
+from tests.gpu.truth import check_against_float64, on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 EVERY = dict(label_smoothing=0.1, z_loss=0.01, softcap=5.0, ignore_index=2)
 
 

@@ -1,5 +1,6 @@
 """The Hopper attention kernels on a GPU, against the reference in float64."""
 
+import functools
 import re
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxkern.triton.attention import flash_attention as triton
 from jaxkern.triton.triton_call import device_capability
 from tests import checks
 from tests.gpu.test_flash_attention import IDS, KV_IDS, as_jax, attend, draw, operands
-from tests.gpu.truth import EPSILON, poison
+from tests.gpu.test_flash_attention import check as check_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,43 +60,7 @@ def hopper_rows(request):
     jax.clear_caches()
 
 
-def check(q, k, v, slack=1.0, gradients=True, **options):
-    floats = {n: options.pop(n) for n in ("sinks", "bias") if n in options}
-    b, t, n, _ = q.shape
-    cotangents = draw(b, t, n, v.shape[-1]), draw(b, t, n, dtype="float32")
-    poison(q, k, v)
-
-    def run(q, k, v, floats, cotangents):
-        def f(q, k, v, floats):
-            return attend(q, k, v, return_lse=True, **floats, **options)
-
-        if not gradients:
-            return f(q, k, v, floats)
-        y, pull = jax.vjp(f, q, k, v, floats)
-        seen = [c.astype(x.dtype) for c, x in zip(cotangents, y, strict=True)]
-        return y, pull(tuple(seen))
-
-    arguments = (q, k, v, floats, cotangents)
-    with backend("auto", strict=True):
-        found = jax.jit(run)(*arguments)
-    with jax.enable_x64(True), backend("xla"):
-        wide = jax.tree.map(lambda x: x.astype(jnp.float64), arguments)
-        truth = jax.jit(run)(*wide)
-    (out, lse) = found[0] if gradients else found
-    true_lse = truth[0][1] if gradients else truth[1]
-    hidden = np.isneginf(np.asarray(true_lse))
-    np.testing.assert_array_equal(np.isneginf(np.asarray(lse)), hidden)
-    assert not np.asarray(out, np.float32)[hidden].any()
-    errors = []
-    for y, e in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
-        y, e = np.asarray(y, np.float64), np.asarray(e, np.float64)
-        assert y.shape == e.shape
-        finite = ~np.isneginf(e)
-        size = max(np.linalg.norm(e[finite]), 1e-2 * e.size**0.5)
-        errors.append(np.linalg.norm(y[finite] - e[finite]) / size)
-    assert max(errors) < slack * EPSILON[q.dtype.name], errors
-
-
+check = functools.partial(check_attention, kind="auto")
 BITS = np.random.default_rng(8).random((2, 6, 300, 413)) < 0.6
 BIAS = 2 * np.random.default_rng(9).standard_normal((2, 6, 300, 413)).astype("float32")
 BITS[0, :, 70:200] = False  # rows that see nothing

@@ -20,13 +20,9 @@ from jaxkern import (
     rms_norm_quantized,
     sandwich_rms_norm,
 )
-from jaxkern.lowering.explain import default_platform
-from tests.gpu.truth import check_against_float64, poison
+from tests.gpu.truth import check_against_float64, on_a_gpu, poison
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 DTYPES = ["bfloat16", "float16", "float32"]
 WIDTHS = [1, 13, 128, 1000, 1025, 2816, 4096]
 

@@ -11,15 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern import backend, explain, rms_norm
-from jaxkern.lowering.explain import default_platform
 from tests import checks
+from tests.gpu.truth import on_a_gpu
 from tests.lowering.test_mosaic_gpu import WEIGHT, X, truth
 from tests.test_every_op import OPS, is_small
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 
 
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)

@@ -10,13 +10,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import adamw_update, backend
-from jaxkern.lowering.explain import default_platform
 from tests import checks
+from tests.gpu.truth import on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 SHAPES = [(), (1,), (3, 5), (0, 4), (2048,), (16384,), (16385,), (40001,), (640, 513)]
 OPTIONS = dict(b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1)
 

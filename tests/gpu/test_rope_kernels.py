@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, explain, head_norm_rope, qk_norm_rope
-from jaxkern.lowering.explain import default_platform
-from tests.gpu.truth import check_against_float64
+from tests.gpu.truth import check_against_float64, on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 HEADS = [  # n, k, h, pairs, options
     (32, 8, 128, 64, {}),
     (40, 8, 128, 64, {"pairing": "interleaved"}),

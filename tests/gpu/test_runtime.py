@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, rms_norm, runtime
-from jaxkern.lowering.explain import default_platform
 from jaxkern.runtime.kernel_cache import KernelCache
+from tests.gpu.truth import on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 X = jax.random.normal(jax.random.key(0), (64, 1024), jnp.float32)
 WEIGHT = jnp.linspace(0.5, 1.5, 1024)
 W = jax.random.normal(jax.random.key(1), (1024, 1024), jnp.float32) / 32

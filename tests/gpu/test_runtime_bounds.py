@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxkern import dequantize, linear
-from jaxkern.lowering.explain import default_platform
 from jaxkern.runtime import (
     BufferPool,
     MemoryLimitExceeded,
@@ -24,11 +23,9 @@ from jaxkern.runtime import (
     with_oom_fallback,
 )
 from tests.gpu.full_device import medians, operands, truth
+from tests.gpu.truth import on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 
 
 def test_a_full_device_falls_back_to_the_host_and_works_in_parts():

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 from jaxkern import argmax, argsort, backend, top_k
-from jaxkern.lowering.explain import default_platform
+from tests.gpu.truth import on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 INF, NAN = np.inf, np.nan
 
 

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, sample
-from jaxkern.lowering.explain import default_platform
 from jaxkern.primitives.sampling.sample import sample_p
+from tests.gpu.truth import on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 INF, NAN = np.inf, np.nan
 ROUNDING = 2e-5  # of sums over a row in float32: where they decide, either is right
 CUTS = [

@@ -18,14 +18,10 @@ from jaxkern import (
     rms_norm,
     softmax,
 )
-from jaxkern.lowering.explain import default_platform
 from tests import checks
-from tests.gpu.truth import check_against_float64
+from tests.gpu.truth import check_against_float64, on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

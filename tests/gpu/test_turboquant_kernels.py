@@ -15,15 +15,11 @@ from jaxkern import (
     rotate,
     update_quantized_kv_cache,
 )
-from jaxkern.lowering.explain import default_platform
 from jaxkern.primitives.turboquant.fwht import fwht_p
 from jaxkern.primitives.turboquant.vector_codec import planes, unpack
-from tests.gpu.truth import check_against_float64
+from tests.gpu.truth import check_against_float64, on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
-]
+pytestmark = on_a_gpu
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -3,9 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxkern import backend
+from jaxkern.lowering.explain import default_platform
 
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
 EPSILON = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 
 
@@ -51,13 +57,23 @@ def check_against_float64(f, *operands, slack=1.0, least=1e-2):
 
 
 def relative_errors(found, truth, least):
-    """||y - truth|| / ||truth|| of every result."""
-    errors = []
-    for y, t in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
-        y, t = np.asarray(y, np.float64), np.asarray(t, np.float64)
-        size = max(np.linalg.norm(t.ravel()), least * t.size**0.5)
-        errors.append(np.linalg.norm((y - t).ravel()) / size)
-    return errors
+    """Of every result."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
+    return [relative_error(y, t, least) for y, t in pairs]
+
+
+def relative_error(y, truth, least=1e-2):
+    """||y - truth|| / ||truth||, or of numbers of size `least` if those are smaller.
+
+    What is not finite must be the same, and does not count.
+    """
+    y, truth = np.asarray(y, np.float64), np.asarray(truth, np.float64)
+    assert y.shape == truth.shape
+    finite = np.isfinite(truth)
+    np.testing.assert_array_equal(y[~finite], truth[~finite])
+    y, truth = y[finite], truth[finite]
+    size = max(np.linalg.norm(truth), least * truth.size**0.5)
+    return np.linalg.norm(y - truth) / size
 
 
 def as_tuple(y):

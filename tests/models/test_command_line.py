@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +86,26 @@ def error_of(arguments, capsys):
 def test_errors(path, capsys, change, message):
     arguments = ["generate", "--model", path, "--prompt", "hi", *change]
     assert message in error_of(arguments, capsys)
+
+
+def test_tokens_that_the_model_does_not_know(path, capsys, monkeypatch):
+    tokenizers = "jaxkern.models.tokenizer.tokenizer_from_gguf"
+    tokenizer = SimpleNamespace(
+        encode=lambda *_, **__: [1],
+        tokenizer=SimpleNamespace(get_vocab_size=lambda: 999),
+    )
+    monkeypatch.setattr(tokenizers, lambda metadata: tokenizer)
+    arguments = ["generate", "--model", path, "--prompt", "hi", "--raw"]
+    assert "999 tokens, the model knows 288" in error_of(arguments, capsys)
+
+
+def test_interrupted(path, capsys, monkeypatch):
+    def interrupt(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxkern.formats.gguf_report.describe", interrupt)
+    assert main(["info", path]) == 130
+    assert capsys.readouterr().err == "\n"
 
 
 def test_no_model(monkeypatch, capsys):

@@ -177,3 +177,8 @@ def test_refusals(model):
     generator = Generator(*model, batch=1, prompt_slots=4, max_tokens=1)
     with pytest.raises(ValueError, match="must have 1 to 4 tokens"):
         next(generator.stream([[]]))
+    with pytest.raises(ValueError, match="takes 1 prompts at a time, got 2"):
+        next(generator.stream([[1], [2]]))
+    with pytest.raises(ValueError, match="`seed` must be 32 bits wide, got 2147483648"):
+        next(generator.stream([[1]], seed=2**31))
+    assert generate(*model, [], max_tokens=1) == []

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxkern.formats.gguf import read_gguf
@@ -86,6 +87,8 @@ def test_chat(metadata):
         "{% for %}",
         "{{ 1 / 0 }}",
         "{% include '/etc/passwd' %}",
+        "{{ 'x'.encode('klingon') }}",
+        "{{ '%(x)s' % {} }}",
     ],
 )
 def test_hostile_templates(metadata, template):
@@ -112,6 +115,13 @@ def test_template_functions(metadata):
         ({"tokenizer.ggml.merges": ["x y z"]}, "merge 'x y z' names no tokens"),
         ({"tokenizer.ggml.eos_token_id": 288}, "eos_token_id is 288"),
         ({"tokenizer.ggml.model": "llama"}, "scores must be 288 numbers"),
+        ({"tokenizer.ggml.model": ["llama"]}, r"tokenizer.ggml.model is \['llama'\]"),
+        ({"tokenizer.ggml.pre": np.arange(2)}, "tokenizer.ggml.pre is array"),
+        ({"tokenizer.ggml.token_type": 3}, "token_type must be a list of numbers"),
+        ({"tokenizer.ggml.merges": np.arange(3)}, "merges must be a list of strings"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"tokenizer.ggml.bos_token_id": np.arange(2)}, "bos_token_id is array"),
+        ({"tokenizer.ggml.add_bos_token": [1]}, "add_bos_token must be true or false"),
     ],
 )
 def test_refusals(metadata, change, message):
@@ -138,6 +148,22 @@ def test_sentencepiece_refuses_equal_scores():
     metadata["tokenizer.ggml.scores"] = [0.0] * len(metadata["tokenizer.ggml.tokens"])
     with pytest.raises(ValueError, match="same score"):
         tokenizer_from_gguf(metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unknown_token_id": 2**31}, "unknown_token_id is 2147483648"),
+        ({"scores": ["high"]}, "scores must be a list of numbers"),
+        ({"tokens": ["a" * 10**7, "b"], "token_type": [1, 1]}, "10000000 characters"),
+    ],
+)
+def test_sentencepiece_refusals(change, message):
+    change = {f"tokenizer.ggml.{name}": value for name, value in change.items()}
+    if "tokenizer.ggml.tokens" in change:
+        change["tokenizer.ggml.scores"] = [0.0, 1.0]
+    with pytest.raises(ValueError, match=message):
+        tokenizer_from_gguf(sentencepiece_metadata() | change)
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken", "default"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 import jaxkern
@@ -21,6 +22,7 @@ from jaxkern.primitives.kernel_primitive import (
     result_avals,
 )
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
+from tests.checks import mesh_of
 
 pytestmark = pytest.mark.smoke
 
@@ -244,3 +246,19 @@ def test_decode_loop_holds_the_primitive_once():
     text = jax.jit(loop).lower(X).as_text()
     assert text.count("stablehlo.rsqrt") == 1
     np.testing.assert_allclose(loop(X), rms_norm(X), rtol=1e-4)
+
+
+def test_a_gradient_of_zeros_varies_as_its_operand_inside_shard_map():
+    mesh = mesh_of(2, jax.sharding.AxisType.Auto)
+
+    def loss(x, w):
+        y = jaxkern.grouped_matmul(x[0], w, jnp.zeros(1, jnp.int32))
+        return lax.psum(y.sum() + w.sum(), "m")
+
+    specs = (P("m"), P())
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+    dx, dw = jax.jit(jax.grad(sharded, (0, 1)))(
+        jnp.ones((2, 0, 4)), jnp.ones((1, 3, 4))
+    )
+    assert dx.shape == (2, 0, 4)
+    np.testing.assert_array_equal(dw, np.full((1, 3, 4), 2.0))

@@ -114,7 +114,16 @@ def test_truncated_and_foreign_files_are_refused(saved, tmp_path):
         runtime.load(tmp_path / "none.plan")
 
 
-@pytest.mark.parametrize("header", [b"[]", b"{}", b"null", b'{"sizes": 3}', b"\xff"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"[]", b"{}", b"null", b'{"sizes": 3}', b"\xff", b"[" * 10**5),
+        b'{"sizes": {"stablehlo": 1e999}}',
+        b'{"sizes": {"stablehlo": 0, "machine_code": 0}, "machine": [], "donate": [],'
+        b' "sha256": {"stablehlo": 0, "machine_code": 0}, "options": {}, "made_by": 1}',
+    ],
+    ids=range(8),
+)
 def test_any_json_in_the_header_is_refused_in_words(tmp_path, header):
     path = tmp_path / "odd.plan"
     path.write_bytes(MAGIC + len(header).to_bytes(8, "little") + header)

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.lowering.apple.portable import portable
-from jaxkern.primitives.attention.attention import attention_reference, without_rest
+from jaxkern.primitives.attention.attend import without_rest
+from jaxkern.primitives.attention.attention import attention_reference
 from jaxkern.primitives.attention.mask import make_mask, padding_mask, segment_mask
 
 TESTED = ((0, 11, 1), (0, 11, 2))  # from, up to but without: versions of jax-mps

@@ -4,13 +4,13 @@ The algorithm is FlashAttention-3 (https://arxiv.org/abs/2407.08608). A program 
 loader warpgroup and two or three consumers of 64 queries each. The loader keeps a ring
 of key and value blocks full. A consumer issues S_j = q k_j^T and, behind it, the
 product P_{j-1} v_{j-1}; the softmax of S_j runs while the second product and the
-products of the other consumers occupy the tensor cores.
+products of the other consumers occupy the tensor cores. The sums are relative to a
+maximum that is replaced only when a row has one much larger.
 
 Blocks are visited from the last that is seen to the first. Blocks that causal, window,
 lengths or segments hide are never loaded, and those that they show entirely are not
-masked. Tiles of queries go longest first. Where a program takes several, its loader
-fetches the next one while the last one is written. docs/design/attention.md has the
-measurements.
+masked. Where a program takes several tiles, its loader fetches the next one while the
+last one is written. docs/design/attention.md has the measurements.
 
 What lies beyond t or s is zero when it is loaded and dropped when it is stored: that is
 how the copy engine treats what is outside of an array. It moves tiles of 8 rows, so

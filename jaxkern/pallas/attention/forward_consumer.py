@@ -155,12 +155,11 @@ class Ring:
 
 
 def attend_tile(t: Tile, logits: Logits, ring: Ring, turns: Turns, interpret: bool):
-    """(sums, row maxima, row totals) over all blocks of a tile."""
+    """(sums, what they are relative to, row totals) over all blocks of a tile."""
     c, me, buffers, barriers = ring.c, ring.me, ring.buffers, ring.barriers
     scores = plgpu.WGMMAAccumulatorRef((ROWS, c.block_k), jnp.float32)
     sums = plgpu.WGMMAAccumulatorRef((ROWS, c.hv), jnp.float32)
     dtype = buffers.q.dtype
-
     edges = sorted({0, c.early, c.block_k - c.late, c.block_k})
 
     def in_parts(x):

@@ -80,9 +80,10 @@ class Problem:
 def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
     """By head dims, keys that a query reaches, and mask; measured sizes go over them.
 
-    Long causal tiles are best given to the multiprocessors by the hardware. Where
+    Tiles that take long are best given to the multiprocessors by the hardware. Where
     they are short, what begins and ends a tile decides: a program takes several. With
-    narrow heads exponentials decide, of which three consumers keep more in flight.
+    narrow heads exponentials decide, of which three consumers keep more in flight, with
+    registers for the guessed weights of 32 keys.
     """
     width = max(h, hv)
     found = dict(CONSUMERS=2, BLOCK_K=128, STAGES=2, EARLY=64, LATE=64, LAZY=1)

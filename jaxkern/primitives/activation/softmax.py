@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -38,6 +39,7 @@ def softmax(
     Raises:
       TypeError: `mask` is not bool or does not broadcast to x.
     """
+    axis = axis_within("softmax", axis, x.ndim)
     if mask is not None:
         mask = broadcast_mask(mask, x.shape)
         mask = jnp.moveaxis(mask, axis, -1)

@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkern.primitives.attention.mask import (
-    check_window,
-    make_mask,
-    padding_mask,
-    segment_mask,
+from jaxkern.primitives.attention.attend import (
+    attend,
+    attend_bwd,
+    score_dtype,
+    without_rest,
 )
-from jaxkern.primitives.kernel_primitive import (
-    at_least_f32,
-    kernel_primitive,
-    same_manual_axes,
+from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.attention.query_blocks import (
+    join_rows,
+    rows_at_once,
+    split_rows,
 )
-
-MAX_SCORES_BYTES = 2**28  # more than this goes through blocks of query rows
+from jaxkern.primitives.kernel_primitive import kernel_primitive, same_manual_axes
 
 
 def attention(
@@ -187,8 +187,15 @@ def per_sequence(name, x, b):
     return jnp.broadcast_to(x, (b,))
 
 
-# References. `scores` says what is visible; `attend` and `attend_bwd` are the
-# mathematics; the two references around them bound the memory.
+def first_positions(q_offset, query, key):
+    """Position of query row 0, `[b]`, or `[1]` for the default."""
+    if q_offset is None:
+        return jnp.full((1,), key.shape[1] - query.shape[1], jnp.int32)
+    return q_offset
+
+
+# References. `attend` and `attend_bwd` are the mathematics; the two around them bound
+# the memory, by blocks of query rows.
 
 
 def attention_reference(
@@ -298,235 +305,6 @@ def attention_bwd_reference(
         None if bias is None else grads["bias"].astype(bias.dtype),
         None if sinks is None else grads["sinks"].astype(sinks.dtype),
     )
-
-
-def attend(query, key, value, sinks, **visibility_and_options):
-    """(out, lse) for all query rows at once."""
-    logits, _ = scores(query, key, **visibility_and_options)  # [b k g t s]
-    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
-    if sinks is not None:
-        sink = per_head(sinks, key)
-        top = jnp.maximum(top, sink)
-    # Any finite number is right here, so it has no gradient; a hidden row gets 0.
-    top = lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
-    p = jnp.exp(logits - top)  # 0 where hidden
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sink - top)
-    seen = total > 0
-    total = jnp.where(seen, total, 1)
-    lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)
-    out = jnp.einsum("bkgts,bskh->bkgth", p, at_least_f32(value)) / total
-    return heads_inside(out).astype(query.dtype), heads_inside(lse)[..., 0]
-
-
-def attend_bwd(
-    query, key, value, bias, sinks, out, lse, dout, dlse, softcap, scale, **visibility
-):
-    """Float32 gradients by name, for all query rows at once.
-
-    With P = exp(S - lse) and dP = dout v^T (Dao 2023, section 2.2, and the two
-    results):
-        dv = P^T dout,   dS = P (dP - delta),   delta = rowsum(dout out) - dlse
-    """
-    logits, capped = scores(
-        query, key, bias=bias, softcap=softcap, scale=scale, **visibility
-    )
-    out, dout, lse, dlse = (
-        heads_outside(at_least_f32(x), key)
-        for x in (out, dout, lse[..., None], dlse[..., None])
-    )
-    seen = jnp.isfinite(lse)
-    lse = jnp.where(seen, lse, jnp.inf)  # then P = 0
-    p = jnp.exp(logits - lse)  # [b k g t s], 0 where hidden
-    delta = jnp.sum(dout * out, axis=-1, keepdims=True) - jnp.where(seen, dlse, 0)
-    ds = p * (jnp.einsum("bkgth,bskh->bkgts", dout, at_least_f32(value)) - delta)
-    grads = {"value": jnp.einsum("bkgts,bkgth->bskh", p, dout)}
-    if bias is not None:
-        dbias = ds.reshape(ds.shape[0], -1, *ds.shape[3:])  # [b n t s]
-        axes = tuple(i for i, n in enumerate(bias.shape) if n == 1)
-        grads["bias"] = jnp.sum(dbias, axis=axes, keepdims=True)
-    if sinks is not None:
-        dsink = jnp.exp(per_head(sinks, key) - lse) * -delta
-        grads["sinks"] = jnp.sum(dsink, axis=(0, 3, 4)).reshape(-1)
-    if softcap is not None:
-        ds = ds * (1 - (capped / softcap) ** 2)
-    ds = ds * scale
-    dquery = jnp.einsum("bkgts,bskh->bkgth", ds, at_least_f32(key))
-    q = heads_outside(at_least_f32(query), key)
-    grads["query"] = heads_inside(dquery)
-    grads["key"] = jnp.einsum("bkgts,bkgth->bskh", ds, q)
-    return grads
-
-
-def scores(
-    query,
-    key,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    scale,
-    causal,
-    window,
-    softcap,
-):
-    """Logits `[b k g t s]`, -inf where a key is hidden, and what the cap gave."""
-    t, s = query.shape[1], key.shape[1]
-    inside = None if kv_lengths is None else padding_mask(kv_lengths, s)
-    q = heads_outside(query, key)
-    capped = scale * (products(q, key) if inside is None else kept(q, key, inside))
-    if softcap is not None:
-        capped = softcap * jnp.tanh(capped / softcap)
-    logits = capped
-    if bias is not None:
-        logits = logits + per_pair(at_least_f32(bias), key)
-    masks = [] if mask is None else [mask]
-    if causal or window is not None:
-        masks.append(make_mask(t, s, causal=causal, window=window, q_offset=q_offset))
-    if q_segment_ids is not None:
-        masks.append(segment_mask(q_segment_ids, kv_segment_ids))
-    if inside is not None:
-        masks.append(inside)
-    for visible in masks:
-        logits = jnp.where(per_pair(visible, key), logits, -jnp.inf)
-    return logits, capped
-
-
-def products(q, key):
-    dtype = score_dtype(q, key)
-    return jnp.einsum("bkgth,bskh->bkgts", q, key, preferred_element_type=dtype)
-
-
-@jax.custom_jvp
-def kept(q, key, inside):
-    """`products` with the keys that are inside, 0 for the others, which may be NaN.
-
-    Replacing a score is enough here, and reads the keys once. Its derivative still
-    multiplies by the key, so there the key itself is replaced.
-    """
-    return jnp.where(inside[:, :, None], products(q, key), 0)
-
-
-@kept.defjvp
-def kept_jvp(primals, tangents):
-    (q, key, inside), (dq, dkey, _) = primals, tangents
-    dproducts = products(dq, rows_inside(key, inside)) + products(q, dkey)
-    return kept(*primals), jnp.where(inside[:, :, None], dproducts, 0)
-
-
-def rows_inside(rows, inside):
-    return jnp.where(inside[:, 0, 0, :, None, None], rows, 0)  # inside is [b 1 1 s]
-
-
-def without_rest(rows, kv_lengths):
-    """Key or value rows, 0 behind the lengths: a weight of 0 times NaN would be NaN.
-
-    Forward only the values need it; there XLA does it in the copy that it makes anyway.
-    """
-    if kv_lengths is None:
-        return rows
-    return rows_inside(rows, padding_mask(kv_lengths, rows.shape[1]))
-
-
-def score_dtype(query, key):
-    return jnp.result_type(query.dtype, key.dtype, jnp.float32)
-
-
-# Query heads and their rows in memory order are [b t k*g h]; the mathematics has
-# [b k g t h], so that the g query heads of a key head meet it in one product.
-
-
-def heads_outside(x, key):
-    """`[b t k*g h]` as `[b k g t h]`."""
-    b, t, n, h = x.shape
-    k = key.shape[2]
-    return jnp.moveaxis(x.reshape(b, t, k, n // max(k, 1), h), 1, 3)
-
-
-def heads_inside(x):
-    """`[b k g t h]` as `[b t k*g h]`."""
-    b, k, g, t, h = x.shape
-    return jnp.moveaxis(x, 3, 1).reshape(b, t, k * g, h)
-
-
-def per_pair(x, key):
-    """`[#b #k*g #t #s]` as `[#b #k #g #t #s]`."""
-    b, n, t, s = x.shape
-    k = key.shape[2] if n != 1 else 1
-    return x.reshape(b, k, n // max(k, 1), t, s)
-
-
-def per_head(sinks, key):
-    """`[k*g]` as `[1 k g 1 1]`."""
-    k = key.shape[2]
-    return at_least_f32(sinks).reshape(1, k, sinks.shape[0] // max(k, 1), 1, 1)
-
-
-def first_positions(q_offset, query, key):
-    """Position of query row 0, `[b]`, or `[1]` for the default."""
-    if q_offset is None:
-        return jnp.full((1,), key.shape[1] - query.shape[1], jnp.int32)
-    return q_offset
-
-
-# Blocks of query rows.
-
-ROW_AXIS = {  # where t stands in what has one row per query
-    "query": 1,
-    "bias": 2,
-    "mask": 2,
-    "q_segment_ids": 1,
-    "out": 1,
-    "lse": 1,
-    "dout": 1,
-    "dlse": 1,
-}
-
-
-def rows_at_once(query, key):
-    """How many query rows have at most MAX_SCORES_BYTES of float32 scores."""
-    b, t, n, _ = query.shape
-    row_bytes = 4 * b * n * key.shape[1]
-    if not isinstance(row_bytes, int):
-        return t  # symbolic sizes: all rows at once
-    return max(1, MAX_SCORES_BYTES // max(1, row_bytes))
-
-
-def split_rows(rows, block):
-    """((start, rows) stacked over blocks of t, what has no rows of its own).
-
-    The last block is padded with zeros; lse = -inf keeps those rows out of all sums.
-    """
-    t = rows["query"].shape[1]
-    starts = jnp.arange(0, t, block)
-    has_rows = {
-        name
-        for name, x in rows.items()
-        if x is not None and x.shape[ROW_AXIS[name]] == t
-    }
-
-    def split(name, x):
-        axis = ROW_AXIS[name]
-        pad = [(0, 0)] * x.ndim
-        pad[axis] = (0, len(starts) * block - t)
-        x = jnp.pad(x, pad, constant_values=-jnp.inf if name == "lse" else 0)
-        x = x.reshape(*x.shape[:axis], len(starts), block, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, 0)
-
-    blocks = {name: split(name, rows[name]) for name in has_rows}
-    shared = {name: x for name, x in rows.items() if name not in has_rows}
-    return (starts, blocks), shared
-
-
-def join_rows(blocks, name, query):
-    """The inverse of split for one result."""
-    axis = ROW_AXIS[name]
-    x = jnp.moveaxis(blocks, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return lax.slice_in_dim(x, 0, query.shape[1], axis=axis)
 
 
 attention_p = kernel_primitive(

@@ -178,5 +178,12 @@ def as_mask(visible, dtype):
 
 
 def check_window(op, window):
-    if window is not None and window < 1:
+    if window is None:
+        return
+    if window < 1:
         raise ValueError(f"{op}: window is {window}. It counts keys: 1 or more.")
+    if window != int(window) or window >= 2**31:
+        raise ValueError(
+            f"{op}: window is {window}. It counts keys: a whole number below 2**31, "
+            "None for all."
+        )

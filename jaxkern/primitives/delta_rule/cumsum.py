@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -39,6 +40,7 @@ def cumsum(
     Raises:
       TypeError: `x` is not an array of floats.
     """
+    axis = axis_within("cumsum", axis, x.ndim)
     y = cumsum_p(
         jnp.moveaxis(x, axis, -1), exclusive=bool(exclusive), reverse=bool(reverse)
     )

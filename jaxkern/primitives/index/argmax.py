@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -30,6 +31,7 @@ def argmax(
         raise ValueError(
             f"argmax: `nan_policy` must be 'propagate' or 'ignore', got {nan_policy!r}."
         )
+    axis = axis_within("argmax", axis, x.ndim)
     return argmax_p(jnp.moveaxis(x, axis, -1), nan_policy=nan_policy)
 
 

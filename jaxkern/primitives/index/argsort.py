@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.index.ordered_bits import ordered_bits
 from jaxkern.primitives.kernel_primitive import kernel_primitive
@@ -44,6 +45,7 @@ def argsort(
             f"argsort: `nan_policy` must be 'propagate' or 'ignore', got "
             f"{nan_policy!r}."
         )
+    axis = axis_within("argsort", axis, x.ndim)
     indices = argsort_p(
         jnp.moveaxis(x, axis, -1), descending=bool(descending), nan_policy=nan_policy
     )

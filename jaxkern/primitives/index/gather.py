@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.index.check_indices import OUTSIDE, check_indices
 from jaxkern.primitives.index.embedding import nearest_rows
 from jaxkern.primitives.index.rows import (
     add_rows,
-    axis_within,
     rows_back,
     rows_first,
     take_rows,

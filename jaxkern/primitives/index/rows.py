@@ -9,15 +9,6 @@ from jaxtyping import Array, Float, Int32
 from jaxkern.primitives.index.embedding import explicit_spec
 
 
-def axis_within(op: str, axis: int, ndim: int) -> int:
-    """`axis` counted from the front, or a ValueError that names the op."""
-    if not -ndim <= axis < ndim:
-        raise ValueError(
-            f"{op}: `axis` must name one of the {ndim} dims of `x`, got {axis}."
-        )
-    return axis % ndim
-
-
 def rows_first(x: Float[Array, "..."], axis: int) -> Float[Array, "... v d"]:
     """x with `axis` as the last dim but one; a last dim gets a 1 behind it."""
     return x[..., None] if axis == x.ndim - 1 else jnp.moveaxis(x, axis, -2)

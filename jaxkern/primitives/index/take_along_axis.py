@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Integer
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.index.check_indices import OUTSIDE, check_indices
 from jaxkern.primitives.index.embedding import explicit_spec, nearest_rows
-from jaxkern.primitives.index.rows import add_rows, axis_within
+from jaxkern.primitives.index.rows import add_rows
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -31,6 +32,7 @@ def top_k(
     Raises:
       ValueError: `k` is not within the size of x along `axis`.
     """
+    axis = axis_within("top_k", axis, x.ndim)
     values, indices = top_k_p(jnp.moveaxis(x, axis, -1), k=int(k))
     return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
 

@@ -108,12 +108,15 @@ def ring_rows(key, value, cache, after, new_lengths, window):
         kv_lengths = jnp.minimum(after.lengths, s)
     else:
         dtype = cache.keys.dtype  # as they will be in the ring
-        keys = jnp.concatenate([cache.keys, key.astype(dtype)], axis=1)
-        values = jnp.concatenate([cache.values, value.astype(dtype)], axis=1)
         new_at = q_at
         if new_lengths is not None:
             new_at = jnp.where(jnp.arange(t) < new_lengths[:, None], q_at, -1)
         key_at = jnp.concatenate([ring_positions(cache.lengths, s), new_at], axis=1)
+        held = (key_at >= 0)[:, :, None, None]  # what is in other rows may be NaN
+        keys, values = (
+            jnp.where(held, jnp.concatenate([old, new.astype(dtype)], axis=1), 0)
+            for old, new in ((cache.keys, key), (cache.values, value))
+        )
         kv_lengths = None
     behind = q_at[:, :, None] - key_at[:, None]  # [b t rows]
     mask = (key_at >= 0)[:, None] & (behind >= 0) & (behind < window)

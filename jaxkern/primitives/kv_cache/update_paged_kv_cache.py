@@ -68,6 +68,7 @@ def page_slots(
     column = p // page_size
     numbers = jnp.take_along_axis(block_tables, column, axis=1, mode="clip")
     counts = (p >= 0) & (column < block_tables.shape[1]) & (numbers >= 0)
+    counts &= numbers < (2**31 - 1) // page_size  # else its slots would wrap round
     if new_lengths is not None:
         counts &= jnp.arange(t) < new_lengths[:, None]
     slots = numbers * page_size + p % page_size

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -30,6 +31,7 @@ def l2_norm(
     Raises:
       TypeError: `x` is not an array of floats.
     """
+    axis = axis_within("l2_norm", axis, x.ndim)
     y = l2_norm_p(jnp.moveaxis(x, axis, -1), eps=eps)
     return jnp.moveaxis(y, -1, axis)
 

@@ -211,6 +211,11 @@ def rope_frequencies(
     """
     if rotary_dim % 2 or rotary_dim < 0:
         raise ValueError(f"rope: rotary_dim {rotary_dim} is not even. It counts dims.")
+    named = {"theta": theta, **(vars(scaling) if scaling else {})}
+    for name in ("theta", "factor", "original_length"):
+        value = named.get(name, 1)
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise ValueError(f"rope: `{name}` must be positive, got {value}.")
     freq_dim = rotary_dim if freq_dim is None else freq_dim
     pairs = rotary_dim // 2
     freqs = theta ** (-2 * np.arange(pairs) / max(freq_dim, 1))

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 FACTOR_BITS = 5  # a product with a 32 x 32 matrix for every 5 bits of the index
@@ -40,6 +41,7 @@ def fwht(
         raise ValueError(
             f"fwht: `scale` must be 'orthonormal' or 'none', got {scale!r}."
         )
+    axis = axis_within("fwht", axis, x.ndim)
     y = fwht_p(jnp.moveaxis(x, axis, -1), None, None, scale=scale)
     return jnp.moveaxis(y, -1, axis)
 

@@ -1,6 +1,6 @@
-"""multi_rms_norm: the second half of sandwich_rms_norm, for two or three weights."""
+"""multi_rms_norm: the second half of sandwich_norm, for two or three weights."""
 
-from jaxkern.triton.norm.sandwich_rms_norm import sandwich_norm_bwd, sandwich_norm_fwd
+from jaxkern.triton.norm.sandwich_norm import sandwich_norm_bwd, sandwich_norm_fwd
 
 
 def multi_rms_norm_fwd(x, *weights, eps, offset):

@@ -1,9 +1,9 @@
-"""rms_norm_add: the first half of sandwich_rms_norm, with a factor of the sum."""
+"""rms_norm_add: the first half of sandwich_norm, with a factor of the sum."""
 
 from typing import Any
 
 from jaxkern.triton.block_sizes import next_power_of_2
-from jaxkern.triton.norm.sandwich_rms_norm import sandwich_norm_bwd, sandwich_norm_fwd
+from jaxkern.triton.norm.sandwich_norm import sandwich_norm_bwd, sandwich_norm_fwd
 
 
 def slower(x: Any, dy: Any = None, **_: Any) -> str | None:

@@ -7,7 +7,9 @@ run): the heads of a run belong to one token and share what is read of the table
 
 import math
 
-from jaxkern.triton.block_sizes import next_power_of_2
+import jax
+
+from jaxkern.triton.block_sizes import WARP, next_power_of_2, tuned
 from jaxkern.triton.triton_call import jit, tl
 
 
@@ -22,6 +24,26 @@ def tile_of(heads: int, together: int) -> tuple[int, int]:
     """The constant TILE: `together` heads, of tokens that have `heads` each."""
     run = math.gcd(heads, together)
     return together // run, run
+
+
+def sizes_of(kernel: str, x: jax.Array, head: tuple[int, ...], elements: int) -> dict:
+    """Heads of a tile, of at most `elements` registers together, 16 a thread."""
+    *_, pairs, rest = head
+    together = max(1, elements // (2 * pairs + rest))
+    rule = {
+        "TOGETHER": next_power_of_2(together + 1) // 2,
+        "WAVES": 2,
+        "STAGES": 3,
+        "num_warps": elements // (16 * WARP),
+    }
+    return tuned(kernel, x.shape[-1], x.dtype, rule)
+
+
+def heads_and_tokens(query: jax.Array, key: jax.Array | None) -> tuple[int, int, int]:
+    """Heads of a token, its key heads, and the number of tokens."""
+    *_, heads, h = query.shape
+    tokens = query.size // (heads * h) if query.size else 0
+    return heads, 0 if key is None else key.shape[-2], tokens
 
 
 @jit

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxkern import attention
-from jaxkern.primitives.attention import attention as attention_file
-from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.attention import query_blocks
+from jaxkern.primitives.attention.attention import attention_bwd_reference, attention_p
 from tests.checks import (
     bf16,
     boolean,
@@ -368,7 +368,7 @@ def test_blocks_of_query_rows(monkeypatch, case, rows):
     f = bound(attention_p, case, reference=True)
     with jax.enable_x64(True):
         operands = [in_float64(x) for x in operands_of(attention_p, case)]
-        backward = attention_file.attention_bwd_reference
+        backward = attention_bwd_reference
         options = {n: case.arguments.get(n) for n in ("scale", "window", "softcap")}
         options["causal"] = case.arguments.get("causal", False)
 
@@ -383,7 +383,7 @@ def test_blocks_of_query_rows(monkeypatch, case, rows):
         expected = all_of(operands)
         b, _, n, _ = operands[0].shape
         row_bytes = 4 * b * n * operands[1].shape[1]
-        monkeypatch.setattr(attention_file, "MAX_SCORES_BYTES", rows * row_bytes)
+        monkeypatch.setattr(query_blocks, "MAX_SCORES_BYTES", rows * row_bytes)
         assert "scan" in str(jax.make_jaxpr(all_of)(operands))
         for i, (x, e) in enumerate(zip(all_of(operands), expected, strict=True)):
             np.testing.assert_allclose(x, e, atol=1e-11, err_msg=f"{i}")
@@ -400,7 +400,7 @@ def test_scores_of_long_texts_are_never_whole(backward):
 
     f = jax.grad(f, (0, 1, 2)) if backward else f
     memory = jax.jit(f).lower(q, k, k).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 4 * attention_file.MAX_SCORES_BYTES
+    assert memory.temp_size_in_bytes < 4 * query_blocks.MAX_SCORES_BYTES
 
 
 def test_every_error_says_what_to_do():

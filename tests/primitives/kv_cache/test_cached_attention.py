@@ -188,3 +188,24 @@ def test_a_window_must_fit_the_ring():
     q, k, v = text(2)
     with pytest.raises(ValueError, match=r"window is 6 but the ring has 5 slots"):
         cached_attention(q, k, v, CACHES["ring"][0], window=6)
+
+
+@pytest.mark.parametrize("name", ["linear", "ring", "paged"])
+def test_what_no_token_has_written_has_no_influence(name):
+    """Nor have tokens that do not count, be all of it NaN; gradients too."""
+    q, k, v = text(7)
+    cache, _ = CACHES[name]
+    used = jax.tree.map(
+        lambda x: x + jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, cache
+    )
+    padding = jnp.arange(7)[:, None, None] >= 4
+    padded = [jnp.where(padding, jnp.nan, x) for x in (q, k, v)]
+    counts = jnp.array([4, 4])
+
+    def first_four(cache, q, k, v):
+        return cached_attention(q, k, v, cache, counts)[0][:, :4]
+
+    expected = first_four(cache, q, k, v)
+    np.testing.assert_allclose(first_four(used, *padded), expected, atol=2e-6)
+    dq = jax.grad(lambda q: first_four(used, q, *padded[1:]).sum())(q)
+    assert jnp.isfinite(dq[:, :4]).all()

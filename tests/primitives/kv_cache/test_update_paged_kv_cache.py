@@ -69,6 +69,8 @@ def test_slots():
     # before the first and behind the last page
     edges = page_slots(jnp.asarray(TABLES), jnp.array([-1, 10]), 3, 4)
     np.testing.assert_array_equal(edges, [[-1, 20, 21], [14, 15, -1]])
+    beyond = jnp.array([[2**28, 2**31 - 1]])  # times 16 they would wrap round to page 0
+    assert (page_slots(beyond, jnp.array([0]), 32, 16) == -1).all()
     assert (page_slots(jnp.zeros((2, 0), int), jnp.zeros(2, int), 3, 4) == -1).all()
 
 

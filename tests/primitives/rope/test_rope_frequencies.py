@@ -192,3 +192,18 @@ def test_no_positions():
     assert cos.shape == sin.shape == (2, 0, 4)
     with pytest.raises(TypeError, match=r"got a scalar"):
         rope_cos_sin(jnp.array(3), 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"theta": 0.0}, "theta"),
+        ({"theta": -1e4}, "theta"),
+        ({"scaling": LinearScaling(0.0)}, "factor"),
+        ({"scaling": YarnScaling(2.0, 0)}, "original_length"),
+        ({"scaling": Llama3Scaling(math.nan)}, "factor"),
+    ],
+)
+def test_what_must_be_positive(options, name):
+    with pytest.raises(ValueError, match=f"^rope: `{name}` must be positive, got"):
+        rope_frequencies(8, **options)

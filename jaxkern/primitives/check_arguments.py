@@ -1,0 +1,116 @@
+"""Checks the arguments of a public function against its annotations."""
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import AbstractArray
+
+from jaxkern.primitives.declared_dims import (
+    Annotated,
+    annotated,
+    as_array,
+    issubclass_safe,
+)
+
+NUMBERS = {bool: (bool, np.bool_), int: (int, np.integer), float: (float, np.floating)}
+OWN = "jaxkern."
+WRONG = (str, bytes, list, tuple, dict, set, types.NoneType, types.FunctionType)
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """What an annotation allows: an array, classes of containers, numbers."""
+
+    array: Annotated | None
+    classes: tuple[type, ...]
+    numbers: tuple[type, ...]
+    optional: bool
+
+    def __str__(self) -> str:
+        names = [cls.__name__ for cls in (*self.classes, *self.numbers)]
+        return " or ".join(["array"] * (self.array is not None) + names)
+
+
+def check_arguments(fn: Callable) -> Callable:
+    """`fn` that first checks its arguments: each is what its annotation allows.
+
+    A list for an array, another dtype, a traced option: one TypeError with the names of
+    function and argument, before anything is computed.
+    What is annotated otherwise (strings, trees, tuples) is left to `fn`, and so is the
+    dtype of a mask: `fn` knows what else it can have been meant for.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    names = [q.name for q in parameters if q.kind is not q.KEYWORD_ONLY]
+
+    @functools.cache
+    def known() -> dict[str, Declared]:
+        hints = typing.get_type_hints(fn)
+        found = {name: declared(fn, name, hint) for name, hint in hints.items()}
+        return {n: d for n, d in found.items() if d is not None and n != "return"}
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        def argument(name: str, x: Any) -> Any:
+            kind = known().get(name)
+            return x if kind is None else checked_argument(fn.__name__, name, kind, x)
+
+        given = [argument(n, x) for n, x in zip(names, args, strict=False)]
+        named = {n: argument(n, x) for n, x in kwargs.items()}
+        return fn(*given, *args[len(given) :], **named)
+
+    checked.__module__ = "jaxkern"  # where users, and pickle, find it
+    return checked
+
+
+def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
+    """What `hint` allows, or None if that cannot be told by the type alone."""
+    union = isinstance(hint, types.UnionType)
+    parts = typing.get_args(hint) if union else (hint,)
+    arrays = [p for p in parts if issubclass_safe(p, AbstractArray)]
+    numbers = tuple(p for p in parts if p in NUMBERS)
+    classes = tuple(
+        p
+        for p in parts
+        if isinstance(p, type) and dataclasses.is_dataclass(p) and OWN in p.__module__
+    )
+    known = (*arrays, *numbers, *classes, types.NoneType)
+    if not (arrays or numbers or classes) or any(p not in known for p in parts):
+        return None
+    every = [annotated(fn, name, array) for array in arrays]
+    array = every[0] if every else None
+    if len(every) > 1:
+        kind = " or ".join(a.kind for a in every)
+        dtypes = tuple(d for a in every for d in a.dtypes)
+        array = dataclasses.replace(every[0], kind=kind, dtypes=dtypes)
+    elif array is not None and array.kind == "Bool":
+        array = dataclasses.replace(array, dtypes=())
+    return Declared(array, classes, numbers, types.NoneType in parts)
+
+
+def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
+    if (x is None and kind.optional) or isinstance(x, kind.classes):
+        return x
+    if isinstance(x, np.integer) and int in kind.numbers:
+        return int(x)  # so that options hash and compare as plain ones
+    if any(isinstance(x, NUMBERS[n]) for n in kind.numbers):
+        return x
+    if float in kind.numbers and isinstance(x, NUMBERS[int]):
+        return x
+    if kind.array is not None:
+        return as_array(op, kind.array, x)
+    if isinstance(x, Tracer):
+        raise TypeError(
+            f"{op}: `{name}` must be a static {kind}, got a traced array. Close over "
+            "the number, or name it in static_argnames."
+        )
+    if kind.numbers and not isinstance(x, WRONG):
+        return x  # another number, a concrete array, a symbolic size
+    got = repr(x) if isinstance(x, str) else type(x).__name__
+    raise TypeError(f"{op}: `{name}` must be {kind}, got {got}.")

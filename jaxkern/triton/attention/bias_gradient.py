@@ -1,0 +1,62 @@
+"""The gradient of attention's bias: dS, summed over the dims that it is broadcast in.
+
+Where that is the sum over all keys it is known without dS, from rows alone. Where dS,
+[b n t s], is larger than its sum and too large to be written, the reference sums it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.primitives.attention.attention import attention_bwd_reference
+
+MAX_SLOPES_BYTES = 2**32  # of dS, where it is only summed
+
+
+def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
+    """`bwd`, whose fourth result is dS, [b n t s], if it is wanted, with dbias instead.
+
+    No softmax sees what a bias adds to a whole row: dS of a row sums to what comes from
+    the cotangent of lse and from the sinks. Where the bias is broadcast and dS would be
+    too large, the reference sums it by rows.
+    """
+
+    @functools.wraps(bwd)
+    def complete(*operands, wanted, scale, causal, window, softcap, **own):
+        options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
+        bias: Any = operands[3]
+        *want_others, want_bias, want_sinks = wanted
+        if bias is None or not want_bias:
+            wanted = *want_others, False, want_sinks
+            return bwd(*operands, wanted=wanted, **options, **own)
+        (b, t, n, _), s = operands[0].shape, operands[1].shape[1]
+        of_rows = bias.shape[3] == 1
+        size = b * n * t * s * bias.dtype.itemsize
+        large = bias.shape != (b, n, t, s) and size > MAX_SLOPES_BYTES
+        wanted = *want_others, not (of_rows or large), want_sinks
+        slopes: Any
+        dq, dk, dv, slopes, dsinks = bwd(*operands, wanted=wanted, **options, **own)
+        if of_rows:
+            slopes = sums_of_rows(*operands[-5:])
+        elif large:
+            slopes = attention_bwd_reference(*operands, **options)[3]
+        axes = [i for i in range(4) if bias.shape[i] < slopes.shape[i]]
+        if axes:
+            slopes = jnp.sum(slopes, axes, dtype=jnp.float32, keepdims=True)
+        return dq, dk, dv, slopes.astype(bias.dtype), dsinks
+
+    return complete
+
+
+def sums_of_rows(sinks, out, lse, dout, dlse) -> jax.Array:
+    """dS summed over the keys, [b n t 1]: 0 but for the sinks' share and for dlse."""
+    rows = dlse
+    if sinks is not None:
+        taken = jnp.exp(sinks.astype(jnp.float32) - lse)
+        slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
+        rows = rows + taken * slope
+    rows = jnp.where(lse == -jnp.inf, 0.0, rows)
+    return jnp.moveaxis(rows, 1, 2)[..., None]

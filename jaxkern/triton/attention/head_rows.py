@@ -1,0 +1,62 @@
+"""Rows of one head in arrays [b t n h]: which a program takes, how it moves them."""
+
+from jaxkern.triton.triton_call import jit, tl
+
+
+@jit
+def place(
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SECTION: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
+):
+    """(block, head) of this program: by sections of heads, the longest blocks first."""
+    program = tl.program_id(0)
+    section = program // (SECTION * BLOCKS)
+    within = program % (SECTION * BLOCKS)
+    present = tl.minimum(SECTION, HEADS - section * SECTION)
+    block = within // present
+    if LAST_FIRST:
+        block = BLOCKS - 1 - block
+    return block, section * SECTION + within % present
+
+
+@jit
+def load_rows(
+    at,
+    count,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows of WIDTH elements, 0 beyond WIDTH and, if MASKED, beyond count rows."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    pointers = at + row * STRIDE + column
+    if MASKED and WIDTH != COLUMNS:
+        x = tl.load(pointers, (row < count) & (column < WIDTH), 0.0)
+    elif MASKED:
+        x = tl.load(pointers, row < count, 0.0)
+    elif WIDTH != COLUMNS:
+        x = tl.load(pointers, column < WIDTH, 0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@jit
+def store_rows(
+    at,
+    x,
+    count,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < count) & (column < WIDTH)
+    tl.store(at + row * STRIDE + column, x.to(at.dtype.element_ty), inside)

@@ -1,0 +1,119 @@
+"""What holds for every public function, and for none more than for another."""
+
+import inspect
+import pickle
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkern
+from tests.checks import operands_of, options_of
+from tests.test_every_op import OPS, smallest_case
+
+FUNCTIONS = [
+    getattr(jaxkern, name)
+    for name in jaxkern.__all__
+    if inspect.isfunction(getattr(jaxkern, name))
+]
+
+
+def takes_an_array(f):
+    """Its first parameter is an array and nothing else."""
+    first = str(next(iter(typing.get_type_hints(f).values())))
+    return "jaxtyping" in first and not any(k in first for k in ("tuple", "quant"))
+
+
+@pytest.mark.parametrize("wrong", [[[0.0]], "text"], ids=str)
+def test_what_is_no_array_is_refused_by_name(wrong):
+    functions = list(filter(takes_an_array, FUNCTIONS))
+    assert len(functions) > 100
+    for f in functions:
+        parameters = inspect.signature(f).parameters.values()
+        required = [q for q in parameters if q.default is q.empty]
+        arrays = [wrong for q in required if q.kind is q.POSITIONAL_OR_KEYWORD]
+        options = {q.name: 1 for q in required if q.kind is q.KEYWORD_ONLY}
+        with pytest.raises(TypeError, match=f"^{f.__name__}: `"):
+            f(*arrays, **options)
+
+
+def test_a_wrong_dtype_is_refused_before_it_is_converted():
+    pages, new = jnp.zeros((2, 4, 1, 8)), jnp.zeros((1, 1, 1, 8), jnp.int32)
+    with pytest.raises(TypeError, match=r"^update_paged_kv_cache: `new`.* Float"):
+        jaxkern.update_paged_kv_cache(pages, new, jnp.zeros((1, 1), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"window": (1, 0)}, "`window` must be int, got tuple"),
+        ({"scale": "1"}, "`scale` must be float, got '1'"),
+        ({"sinks": [0.0]}, "`sinks` must be an array, got list"),
+        ({"q_offset": 0.5}, "`q_offset` must have a dtype of kind Int, got float32"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_named(wrong, message):
+    x = jnp.ones((1, 2, 1, 4))
+    with pytest.raises(TypeError, match=f"^attention: {message}"):
+        jaxkern.attention(x, x, x, causal=True, **wrong)
+
+
+@pytest.mark.parametrize(
+    "name", ["softmax", "l2_norm", "cumsum", "fwht", "argsort", "argmax"]
+)
+def test_an_axis_outside_is_named(name):
+    with pytest.raises(
+        ValueError, match=f"^{name}: `axis` must name one of the 1 dims"
+    ):
+        getattr(jaxkern, name)(jnp.ones(4), axis=1)
+
+
+@pytest.mark.parametrize("window", [2**31, 2.5])
+def test_a_window_that_counts_no_keys_is_refused(window):
+    x = jnp.ones((1, 2, 1, 4))
+    with pytest.raises(ValueError, match=r"^attention: window is .* below 2\*\*31"):
+        jaxkern.attention(x, x, x, causal=True, window=window)
+
+
+@pytest.mark.parametrize("name", ["window", "scale", "softcap", "causal"])
+def test_a_traced_option_is_named(name):
+    x = jnp.ones((1, 2, 1, 4))
+    with pytest.raises(TypeError, match=f"^attention: `{name}` must be a static"):
+        jax.jit(lambda value: jaxkern.attention(x, x, x, **{name: value}))(1)
+
+
+def test_a_container_of_another_kind_is_named():
+    x = jnp.ones((1, 2, 1, 4))
+    message = "^cached_attention: `cache` must be KVCache or PagedKVCache, got dict"
+    with pytest.raises(TypeError, match=message):
+        jaxkern.cached_attention(x, x, x, {"keys": x})  # pyright: ignore
+
+
+def test_numbers_of_numpy_are_numbers():
+    x = jnp.arange(8.0).reshape(1, 2, 1, 4)
+    plain = jaxkern.attention(x, x, x, causal=True, window=1, scale=0.5)
+    options = {"causal": np.True_, "window": np.int64(1), "scale": np.float64(0.5)}
+    np.testing.assert_array_equal(jaxkern.attention(x, x, x, **options), plain)
+
+
+def test_a_public_function_pickles():
+    assert pickle.loads(pickle.dumps(jaxkern.gelu)) is jaxkern.gelu
+
+
+def test_references_promote_whatever_the_user_forbids_himself():
+    names = ("rms_norm", "attention", "rope_from", "cross_entropy", "dequantize_affine")
+    cases = {p: smallest_case(p) for p in OPS if p.name in names}
+
+    def every_op(operands):
+        return [
+            p(*operands[p.name], **options_of(p, case)) for p, case in cases.items()
+        ]
+
+    operands = {p.name: operands_of(p, case) for p, case in cases.items()}
+    x, w = jnp.ones((2, 8), jnp.bfloat16), jnp.ones(8)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.make_jaxpr(every_op)(operands)
+        jax.jit(jax.grad(lambda x: jaxkern.rms_norm(x, w).sum())).lower(x)
