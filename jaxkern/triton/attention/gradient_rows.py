@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.attention.flash_attention import load_rows
+from jaxkern.triton.attention.head_rows import load_rows
 from jaxkern.triton.block_sizes import next_power_of_2
 from jaxkern.triton.triton_call import jit, tl, triton_call
 
