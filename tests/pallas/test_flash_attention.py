@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxkern import attention, backend, explain
+from jaxkern.pallas.attention import blocks, problem
 from jaxkern.pallas.attention import flash_attention as hopper
 from jaxkern.primitives.attention.attention import attention_p, attention_reference
 from jaxkern.primitives.call import Call
@@ -72,7 +73,7 @@ def check(q, k, v, *, causal=False, window=None, softcap=None, scale=None, **arr
 
 
 def test_tiles_of_ragged_sequences_taken_in_turn(monkeypatch):
-    monkeypatch.setattr(hopper, "num_sms", lambda: 1)
+    monkeypatch.setattr(problem, "num_sms", lambda: 1)
     monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", {"PERSISTENT": 1})
     check(*operands(1, 150, 270, 1, 1, 64), causal=True)
 
@@ -80,16 +81,16 @@ def test_tiles_of_ragged_sequences_taken_in_turn(monkeypatch):
 @pytest.mark.parametrize("b, t, n, programs", [(2, 1000, 3, 5), (1, 100, 4, 4)])
 def test_every_tile_is_taken_once_the_longest_first(b, t, n, programs):
     q, k, v = (jax.ShapeDtypeStruct((b, t, n, 64), "bfloat16") for _ in range(3))
-    c = hopper.problem(q, k, v, None, 1.0, True, None, None)
+    c = problem.problem(q, k, v, None, 1.0, True, None, None)
     c = dataclasses.replace(c, programs=programs)
     taken = np.array(
         [
-            [int(hopper.nth_tile(i, p, c)) for p in range(programs)]
+            [int(blocks.nth_tile(i, p, c)) for p in range(programs)]
             for i in range(-(-c.tiles // programs))
         ]
     )
     assert sorted(taken.ravel())[: c.tiles] == list(range(c.tiles))
-    places = [tuple(map(int, hopper.place(i, c))) for i in range(c.tiles)]
+    places = [tuple(map(int, blocks.place(i, c))) for i in range(c.tiles)]
     assert len(set(places)) == c.tiles == b * n * c.blocks
     assert [block for _, _, block in places] == sorted(
         (block for _, _, block in places), reverse=True
@@ -166,6 +167,16 @@ def test_head_dims(h, hv):
 def test_every_size(sizes, monkeypatch):
     monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", sizes)
     check(*operands(1, 200, 260, 1, 2, 64), causal=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{}, dict(EARLY=32, LATE=64), dict(LAZY=0)])
+def test_maxima_that_grow_from_block_to_block(sizes, monkeypatch):
+    monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", sizes)
+    q, k, v = operands(1, 140, 400, 1, 2, 64, dtype="float16")
+    growing = jnp.linspace(8, 0.01, 400)[:, None, None].astype(k.dtype)
+    check(q, k * growing, v)
+    check(q, k * growing, v, causal=True, q_offset=jnp.array([-50]))
 
 
 @pytest.mark.full

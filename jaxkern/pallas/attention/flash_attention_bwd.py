@@ -18,23 +18,16 @@ The second kernel writes dS where the gradient of a bias asks for it, each block
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    WIDTH,
-    Problem,
     copyable,
     int32,
     padded_rows,
-    problem,
-    tiled,
     unsupported,
 )
 from jaxkern.pallas.attention.gradient_blocks import (
@@ -46,9 +39,8 @@ from jaxkern.pallas.attention.gradient_blocks import (
     SHIFT,
     STAGES,
 )
-from jaxkern.pallas.attention.keys_kernel import keys_kernel, wide_keys_kernel
+from jaxkern.pallas.attention.keys_kernel import keys_kernel
 from jaxkern.pallas.attention.pairs import (
-    LOG2_E,
     bias_tiles,
     inside_both,
     mask_words,
@@ -56,7 +48,11 @@ from jaxkern.pallas.attention.pairs import (
     whole_blocks,
     word_bounds,
 )
+from jaxkern.pallas.attention.problem import ROWS, WIDTH, Problem, problem
 from jaxkern.pallas.attention.queries_kernel import queries_kernel
+from jaxkern.pallas.attention.rows import rows_of, sinks_gradient
+from jaxkern.pallas.attention.wgmma import tiled
+from jaxkern.pallas.attention.wide_keys_kernel import wide_keys_kernel
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     segment_bounds,
@@ -88,13 +84,6 @@ def slower_bwd(query: Any, key: Any, value: Any, **_: Any) -> str | None:
     if query.shape[1] < MEASURED:
         return f"fewer than {MEASURED} queries were not measured"
     return slower_than_xla(query, key)
-
-
-def by_head(x: jax.Array, rows: int, fill: float) -> jax.Array:
-    """[b t n] as [b n rows]."""
-    short = rows - x.shape[1]
-    x = jnp.moveaxis(x, 1, 2)
-    return jnp.pad(x, [(0, 0), (0, 0), (0, short)], constant_values=fill)
 
 
 def matrix(dtype, block: int, *shape: int):
@@ -191,22 +180,6 @@ def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
     return buffers, (slots(CONSUMERS, 2), *rings), copied
 
 
-def rows_of(c: Problem, sinks, out, lse, dout, dlse, want_sinks: bool):
-    """(lse log2 e, delta), both [b n rows], and dsinks or None."""
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
-    # XLA would reduce inside of the transpose of by_head, 6 times slower.
-    delta = lax.optimization_barrier(delta) - dlse
-    seen = jnp.isfinite(lse)
-    rows = c.blocks * c.block_q
-    lse2 = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), rows, math.inf)
-    delta = jnp.where(seen, delta, 0.0)
-    dsinks = None
-    if sinks is not None and want_sinks:
-        share = jnp.exp(sinks.astype(jnp.float32) - jnp.where(seen, lse, jnp.inf))
-        dsinks = -jnp.sum(share * delta, (0, 1)).astype(sinks.dtype)
-    return lse2, by_head(delta, rows, 0.0), dsinks
-
-
 @with_bias_gradient
 def attention_bwd(
     query,
@@ -235,7 +208,7 @@ def attention_bwd(
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
-    lse2, delta, dsinks = rows_of(c, sinks, out, lse, dout, dlse, wanted[4])
+    lse2, delta = rows_of(c, out, lse, dout, dlse, interpret)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
     operands = (
@@ -283,7 +256,7 @@ def attention_bwd(
             interpret=plgpu.InterpretGPUParams() if interpret else None,
         )(*operands, lse2, delta, *ids, *pairs, int32(kv_lengths), int32(q_offset))
 
-    dq = dk = dv = slopes = None
+    dq = dk = dv = slopes = dsinks = None
     if wanted[1] or wanted[2]:
         found = tuned(
             "hopper_flash_attention_bwd_keys",
@@ -323,4 +296,6 @@ def attention_bwd(
         dq = dq[:, : c.t]
         if slopes is not None:
             slopes = slopes[:, :, : c.t, : c.s]
+    if wanted[4]:
+        dsinks = sinks_gradient(sinks, lse2, delta)
     return dq, dk, dv, slopes, dsinks

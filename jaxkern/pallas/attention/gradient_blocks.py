@@ -7,20 +7,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.flash_attention import (
-    CACHED_BYTES,
-    ROWS,
-    WGMMA,
-    Problem,
-    by_row,
-    finished_sum,
-    issue_sum,
-    position_and_length,
-    set_sum,
-)
+from jaxkern.pallas.attention.blocks import CACHED_BYTES, position_and_length
 from jaxkern.pallas.attention.pairs import (
     BY_COLUMN,
     LOG2_E,
+)
+from jaxkern.pallas.attention.problem import ROWS, Problem
+from jaxkern.pallas.attention.wgmma import (
+    WGMMA,
+    by_row,
+    finished_sum,
+    issue_sum,
+    set_sum,
 )
 
 BLOCK = 64  # rows of the matrices that are walked over

@@ -5,15 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.flash_attention import (
-    ROWS,
-    Problem,
-    by_row,
-    key_blocks,
-    opaque,
-    place,
-    position_and_length,
-)
+from jaxkern.pallas.attention.blocks import key_blocks, place, position_and_length
 from jaxkern.pallas.attention.gradient_blocks import (
     CONSUMERS,
     NARROW,
@@ -34,6 +26,8 @@ from jaxkern.pallas.attention.pairs import (
     is_set,
     own,
 )
+from jaxkern.pallas.attention.problem import ROWS, Problem
+from jaxkern.pallas.attention.wgmma import by_row, opaque
 
 
 def queries_kernel(
