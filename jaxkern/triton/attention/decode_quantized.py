@@ -403,6 +403,22 @@ def types_of(TYPE, COUNT):
 
 
 @constexpr_function
+def level_types(FORMAT, TYPE, COUNT):
+    return (gl.int32,) * (COUNT // 2) if FORMAT[2] == 2 else (TYPE,) * COUNT
+
+
+@gluon_jit
+def both_halves(words, COUNT: gl.constexpr):
+    """The float16 numbers of words, low halves first."""
+    parts = ()
+    for i in gl.static_range(COUNT):
+        low = words[i].to(gl.int16).to(gl.float16, bitcast=True)
+        high = (words[i] >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+        parts = parts + (low, high)
+    return parts
+
+
+@constexpr_function
 def in_place_text(TEXT):
     return TEXT + " mov.b32 $0, $1;"
 
@@ -608,10 +624,12 @@ def key_block(
         key_levels(FORMAT),
         levels_operands(FORMAT, 1),
         operands,
-        dtype=types_of(TYPE, COUNT),
+        dtype=level_types(FORMAT, TYPE, COUNT),
         is_pure=True,
         pack=1,
     )
+    if FORMAT[2] == 2:
+        parts = both_halves(parts, COUNT // 2)
     y = stacked(parts, 0, 1, COUNT)
     RUNS: gl.constexpr = H // (4 * RUN * COUNT)
     y = gl.reshape(y, [W, 8, 4, BLOCK // 8, RUNS, RUN * COUNT])
@@ -667,10 +685,12 @@ def value_block(
         value_levels(FORMAT),
         levels_operands(FORMAT, 2),
         operands,
-        dtype=types_of(TYPE, COUNT),
+        dtype=level_types(FORMAT, TYPE, COUNT),
         is_pure=True,
         pack=1,
     )
+    if FORMAT[2] == 2:
+        parts = both_halves(parts, COUNT // 2)
     y = stacked(parts, 0, 1, COUNT)
     DIMS: gl.constexpr = RUN * COUNT // 2
     y = gl.reshape(y, [W, 4, 8, BLOCK // 8, HV // (8 * DIMS), DIMS, 2])
