@@ -451,12 +451,17 @@ def table_text(OFFSET):
 
 
 @gluon_jit
-def table_in_shared(any, table_ptr, ENTRIES: gl.constexpr, OFFSET: gl.constexpr):
-    """Writes a table of which every lane has a copy in a bank of its own: where."""
+def table_numbers(ENTRIES: gl.constexpr):
+    """The entries that a lane loads and writes."""
     WARPS: gl.constexpr = gl.num_warps()
     SIZE: gl.constexpr = max(ENTRIES, 32 * WARPS)
-    i = gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    entry = gl.load(table_ptr + i % ENTRIES)
+    return gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [WARPS], [0]))
+
+
+@gluon_jit
+def table_in_shared(any, entry, ENTRIES: gl.constexpr, OFFSET: gl.constexpr):
+    """Writes a table of which every lane has a copy in a bank of its own: where."""
+    i = table_numbers(ENTRIES)
     table = shared_address(any, 0) + OFFSET
     for copy in gl.static_range(32):
         at = table + (i % ENTRIES) * 256 + (i + copy) % 32 * 4
@@ -894,16 +899,44 @@ def quantized_decode_kernel(
     split = program % (SPLITS // SHARES) * SHARES
     b = (program // (SPLITS // SHARES)).to(gl.int64)
 
+    if kv_lengths_ptr is not None:
+        length = gl.load(kv_lengths_ptr + b).to(gl.int64)
+    if q_offset_ptr is not None:
+        offset = gl.load(q_offset_ptr + b).to(gl.int64)
+    # all that is read once is on its way before the length is here
+    # a lane loads of its queries what it reads of keys
+    RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
+    VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
+    QUERIES: gl.constexpr = query_layout(W, ROWS, H, RUN)
+    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, QUERIES)))
+    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, QUERIES)))
+    dim = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, QUERIES)))
+    head = group * HEADS + warp % HEADS
+    row = (b * T + r // G) * (K * G) + r % G
+    row = gl.expand_dims(row, 0) + gl.expand_dims(head * G, 1)
+    at = row[:, :, None] * H + dim[None, None, :]
+    q = gl.load(query_ptr + at, (r < T * G)[None, :, None], 0.0)
+    if key_table_ptr is not None:
+        key_entry = gl.load(key_table_ptr + table_numbers(KEY_ENTRIES) % KEY_ENTRIES)
+    if value_table_ptr is not None:
+        number = table_numbers(VALUE_ENTRIES) % VALUE_ENTRIES
+        value_entry = gl.load(value_table_ptr + number)
+    if key_signs_ptr is not None:
+        key_signs = gl.load(key_signs_ptr + dim)
+    OUT: gl.constexpr = out_layout(W, ROWS, HV, VALUE_RUN)
+    out_dim = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
+    if value_signs_ptr is not None:
+        value_signs = gl.load(value_signs_ptr + out_dim)[None, None, :]
+    program = in_place("bar.warp.sync 0xffffffff;", program)
+
     # the keys that some row sees: first ... end - 1; a share has every SPLITS-th block
     STEP: gl.constexpr = SPLITS * BLOCK
     first = gl.to_tensor(0)
     end = gl.to_tensor(S)
     position = gl.to_tensor(S - T)
     if kv_lengths_ptr is not None:
-        length = gl.load(kv_lengths_ptr + b).to(gl.int64)
         end = gl.minimum(gl.maximum(length, 0), S).to(gl.int32)
     if q_offset_ptr is not None:
-        offset = gl.load(q_offset_ptr + b).to(gl.int64)
         position = gl.minimum(gl.maximum(offset, -FAR), FAR).to(gl.int32)
     if CAUSAL:
         end = gl.minimum(end, position + T)
@@ -940,34 +973,18 @@ def quantized_decode_kernel(
     for i in gl.static_range(STAGES - 1):
         copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, STEP, SKIPS)
 
-    # a lane loads of its queries what it reads of keys
-    RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
-    VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
-    QUERIES: gl.constexpr = query_layout(W, ROWS, H, RUN)
-    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, QUERIES)))
-    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, QUERIES)))
-    dim = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, QUERIES)))
-    head = group * HEADS + warp % HEADS
-    row = (b * T + r // G) * (K * G) + r % G
-    row = gl.expand_dims(row, 0) + gl.expand_dims(head * G, 1)
-    at = row[:, :, None] * H + dim[None, None, :]
-    q = gl.load(query_ptr + at, (r < T * G)[None, :, None], 0.0)
     key_table = program
     value_table = program
     if key_table_ptr is not None:
-        key_table = table_in_shared(program, key_table_ptr, KEY_ENTRIES, 0)
+        key_table = table_in_shared(program, key_entry, KEY_ENTRIES, 0)
         value_table = key_table
     if value_table_ptr is not None:
-        value_table = table_in_shared(program, value_table_ptr, VALUE_ENTRIES, 128)
+        value_table = table_in_shared(program, value_entry, VALUE_ENTRIES, 128)
 
     q = q.to(gl.float32)
     if key_signs_ptr is not None:
-        q = q * gl.load(key_signs_ptr + dim)[None, None, :]
+        q = q * key_signs[None, None, :]
         q = hadamard_product(q, H, RUN, 4, 1)
-    OUT: gl.constexpr = out_layout(W, ROWS, HV, VALUE_RUN)
-    out_dim = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
-    if value_signs_ptr is not None:
-        value_signs = gl.load(value_signs_ptr + out_dim)[None, None, :]
     unit = gl.full([W, ROWS], SCALE, gl.float32, gl.SliceLayout(2, QUERIES))
     if KEY_TYPE == gl.float16:
         largest = gl.max(gl.abs(q), 2)
