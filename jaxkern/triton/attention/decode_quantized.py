@@ -213,11 +213,18 @@ def query_layout(WARPS, ROWS, DIMS, RUN):
 
 
 @constexpr_function
+def token_layout(WARPS):
+    """[warps, 8]: a lane has the token of its key, lane // 4."""
+    lanes = bases(4, 0, 1, 2) + bases(8, 1, 1, 2)
+    return gl.DistributedLinearLayout([], lanes, bases(WARPS, 1, 0, 2), [], [WARPS, 8])
+
+
+@constexpr_function
 def out_layout(WARPS, ROWS, DIMS, RUN):
     """[warps, rows, dims]: a lane has RUN neighbouring dims of every 8 RUN."""
-    registers = bases(RUN, 1, 2) + bases(2, 1, 1) + bases(ROWS // 8, 8, 1)
+    registers = bases(RUN, 1, 2) + bases(ROWS // 4, 4, 1)
     registers += bases(DIMS // (8 * RUN), 8 * RUN, 2)
-    lanes = bases(4, 2, 1) + bases(8, RUN, 2)
+    lanes = bases(4, 1, 1) + bases(8, RUN, 2)
     shape = [WARPS, ROWS, DIMS]
     return gl.DistributedLinearLayout(registers, lanes, bases(WARPS, 1, 0), [], shape)
 
@@ -390,11 +397,9 @@ def value_loads(PART, SECOND, BLOCK, COUNT, SIZE):
 
 @constexpr_function
 def scale_loads(BLOCK):
-    """Scales of neighbouring tokens, of each octet two."""
-    return " ".join(
-        f"ld.shared.v2.f32 {{${2 * i}, ${2 * i + 1}}}, [${BLOCK // 4}+{32 * i}];"
-        for i in range(BLOCK // 8)
-    )
+    """Scales of tokens 8 apart."""
+    octets = BLOCK // 8
+    return " ".join(f"ld.shared.f32 ${i}, [${octets}+{32 * i}];" for i in range(octets))
 
 
 @constexpr_function
@@ -707,18 +712,18 @@ def value_block(
 def read_scales(shared, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     """Scales [warps, tokens] of one a token, as a lane has the tokens of scores."""
     W: gl.constexpr = gl.num_warps()
-    L: gl.constexpr = lane_layout(W, 4, 1, 1)
-    pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    L: gl.constexpr = token_layout(W)
+    token = gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
     parts = gl.inline_asm_elementwise(
         scale_loads(BLOCK),
-        registers("f", BLOCK // 4, 1),
-        [gl.zeros([W, 4, 1], gl.int32, L) + shared + pair * 8],
-        dtype=types_of(gl.float32, BLOCK // 4),
+        registers("f", BLOCK // 8, 1),
+        [gl.zeros([W, 8], gl.int32, L) + shared + token * 4],
+        dtype=types_of(gl.float32, BLOCK // 8),
         is_pure=False,
         pack=1,
     )
-    y = gl.reshape(stacked(parts, 0, 1, BLOCK // 4), [W, 4, BLOCK // 8, 2])
-    y = gl.reshape(gl.permute(y, (0, 2, 1, 3)), [W, BLOCK])
+    y = gl.reshape(stacked(parts, 0, 1, BLOCK // 8), [W, 8, BLOCK // 8])
+    y = gl.reshape(gl.permute(y, (0, 2, 1)), [W, BLOCK])
     return gl.convert_layout(y, LAYOUT, assert_trivial=True)
 
 
@@ -796,17 +801,78 @@ def hadamard_product(
 
 
 @gluon_jit
-def halves(x, ROWS: gl.constexpr):
-    """The 8 upper and the 8 lower of every 16 rows of x [warps, rows, ...]."""
-    if len(x.shape) == 3:
-        x = gl.reshape(x, [x.shape[0], ROWS // 8, 2, 8, x.shape[2]])
-        upper, lower = gl.split(gl.permute(x, (0, 1, 3, 4, 2)))
-        SHAPE: gl.constexpr = [x.shape[0], ROWS, x.shape[4]]
+def both_parts(x, ROWS: gl.constexpr):
+    """Sums of neighbouring columns of x [warps, tokens, 2 ROWS]."""
+    near, rest = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], ROWS, 2]))
+    return near + rest
+
+
+# Of the second product a column has the weights of a row. A lane has neighbouring
+# columns, and rows 4 apart: with 4 rows every other column is empty.
+
+
+@constexpr_function
+def transpose_text(TYPE):
+    """PTX of two weights of 8 tokens, as one operand of the tensor cores wants them."""
+    return f"""{{ .reg .b32 t; cvt.rn.{TYPE}x2.f32 t, $2, $1;
+        movmatrix.sync.aligned.m8n8.trans.b16 $0, t; }}"""
+
+
+@gluon_jit
+def weights_by_column(p, ROWS: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Weights [warps, tokens, rows] in 16 bits as [warps, tokens, columns]."""
+    W: gl.constexpr = p.shape[0]
+    BLOCK: gl.constexpr = p.shape[1]
+    TILES: gl.constexpr = max(ROWS // 8, 1)
+    if ROWS == 4:
+        even, odd = gl.reshape(p, [W, BLOCK, 1, 4]), 0.0
     else:
-        x = gl.reshape(x, [x.shape[0], ROWS // 8, 2, 8])
-        upper, lower = gl.split(gl.permute(x, (0, 1, 3, 2)))
-        SHAPE: gl.constexpr = [x.shape[0], ROWS]
-    return gl.reshape(upper, SHAPE), gl.reshape(lower, SHAPE)
+        p = gl.reshape(p, [W, BLOCK, TILES, 2, 4])
+        even, odd = gl.split(gl.permute(p, (0, 1, 2, 4, 3)))
+    words = gl.inline_asm_elementwise(
+        transpose_text("bf16" if TYPE == gl.bfloat16 else "f16"),
+        "=r,f,f",
+        [even, odd],
+        gl.int32,
+        False,
+        1,
+    )
+    # what lane // 4 had a token of it has a column of now, and of lane % 4 two tokens
+    low = words.to(gl.int16).to(TYPE, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(TYPE, bitcast=True)
+    y = gl.reshape(gl.join(low, high), [W, BLOCK // 8, 8, TILES, 4, 2])
+    y = gl.reshape(gl.permute(y, (0, 1, 4, 5, 3, 2)), [W, BLOCK, 8 * TILES])
+    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
+
+
+@gluon_jit
+def split_columns(acc, ROWS: gl.constexpr):
+    """acc [warps, dims, columns] of rows, and what other columns have, or None."""
+    W: gl.constexpr = acc.shape[0]
+    HV: gl.constexpr = acc.shape[1]
+    if ROWS == 4:
+        y, other = gl.split(gl.reshape(acc, [W, HV, 4, 2]))
+    else:
+        y = gl.permute(gl.reshape(acc, [W, HV, ROWS // 8, 4, 2]), (0, 1, 2, 4, 3))
+        y, other = gl.reshape(y, [W, HV, ROWS]), None
+    return y, other
+
+
+@gluon_jit
+def shrunk(acc, shrink, ROWS: gl.constexpr):
+    """acc [warps, dims, columns] times shrink [warps, rows]."""
+    L: gl.constexpr = acc.type.layout
+    W: gl.constexpr = acc.shape[0]
+    HV: gl.constexpr = acc.shape[1]
+    y, other = split_columns(acc, ROWS)
+    rows: gl.constexpr = gl.SliceLayout(1, y.type.layout)
+    y = y * gl.expand_dims(gl.convert_layout(shrink, rows, assert_trivial=True), 1)
+    if ROWS == 4:
+        y = gl.reshape(gl.join(y, other), [W, HV, 8])
+    else:
+        y = gl.permute(gl.reshape(y, [W, HV, ROWS // 8, 2, 4]), (0, 1, 2, 4, 3))
+        y = gl.reshape(y, [W, HV, ROWS])
+    return gl.convert_layout(y, L, assert_trivial=True)
 
 
 @constexpr_function
@@ -907,9 +973,11 @@ def quantized_decode_kernel(
     # a lane loads of its queries what it reads of keys
     RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
     VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
-    QUERIES: gl.constexpr = query_layout(W, ROWS, H, RUN)
+    # of every row the value in 16 bits and what that leaves
+    QUERIES: gl.constexpr = query_layout(W, 2 * ROWS, H, RUN)
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, QUERIES)))
-    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, QUERIES)))
+    part = gl.arange(0, 2 * ROWS, gl.SliceLayout(0, gl.SliceLayout(2, QUERIES)))
+    r = tile * ROWS + part // 2
     dim = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, QUERIES)))
     head = group * HEADS + warp % HEADS
     row = (b * T + r // G) * (K * G) + r % G
@@ -985,7 +1053,7 @@ def quantized_decode_kernel(
     if key_signs_ptr is not None:
         q = q * key_signs[None, None, :]
         q = hadamard_product(q, H, RUN, 4, 1)
-    unit = gl.full([W, ROWS], SCALE, gl.float32, gl.SliceLayout(2, QUERIES))
+    unit = gl.full([W, 2 * ROWS], SCALE, gl.float32, gl.SliceLayout(2, QUERIES))
     if KEY_TYPE == gl.float16:
         largest = gl.max(gl.abs(q), 2)
         largest = gl.where(largest == 0.0, 1.0, largest)
@@ -993,34 +1061,31 @@ def quantized_decode_kernel(
         unit = largest * (SCALE / UNIT)
     if SOFTCAP is None:
         unit = unit * LOG2E
-    # row r becomes r % 8 + 16 (r // 8), what 16 bits leave of it lies 8 below
-    near = q.to(KEY_TYPE)
-    q = gl.join(near, (q - near.to(gl.float32)).to(KEY_TYPE))
-    q = gl.permute(gl.reshape(q, [W, ROWS // 8, 8, H, 2]), (0, 1, 4, 2, 3))
+    near = q.to(KEY_TYPE).to(gl.float32)
+    q = gl.where((part % 2 == 0)[None, :, None], near, q - near).to(KEY_TYPE)
     if KEY[0] == 4 and KEY[2] == 0:
         q = gl.reshape(q, [W, 2 * ROWS, H // 8, 2, 4])
         q = gl.permute(q, (0, 1, 2, 4, 3))
     q = gl.reshape(q, [W, 2 * ROWS, H // (4 * RUN), 4, RUN // 2, 2])
-    q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 3, 5)), [W, 2 * ROWS, H])
-    q = gl.convert_layout(q, LEFT, assert_trivial=True)
+    q = gl.reshape(gl.permute(q, (0, 2, 4, 3, 5, 1)), [W, H, 2 * ROWS])
+    q = gl.convert_layout(q, RIGHT, assert_trivial=True)
 
-    # scores [W, ROWS, BLOCK] are in the registers that the second product wants
-    none = gl.zeros([W, 2 * ROWS, BLOCK], gl.float32, PRODUCT)
-    zeros, _ = halves(none, ROWS)
+    none = gl.zeros([W, BLOCK, 2 * ROWS], gl.float32, PRODUCT)
+    zeros = both_parts(none, ROWS)
     SCORES: gl.constexpr = zeros.type.layout
-    STATE: gl.constexpr = gl.SliceLayout(2, SCORES)
-    TOKENS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    SUMS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
-    unit = gl.expand_dims(gl.convert_layout(unit, STATE), 2)
+    STATE: gl.constexpr = gl.SliceLayout(1, SCORES)
+    TOKENS: gl.constexpr = gl.SliceLayout(2, SCORES)
+    unit = gl.max(gl.reshape(unit, [W, ROWS, 2]), 2)
+    unit = gl.expand_dims(gl.convert_layout(unit, STATE), 1)
     r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, STATE))
-    p_at = (position + r // G)[None, :, None]
+    p_at = (position + r // G)[None, None, :]
     warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, TOKENS)), 1)
     token = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, TOKENS)), 0)
     start = begin + warp // HEADS * BLOCK
     top = gl.full([W, ROWS], -float("inf"), gl.float32, STATE)
     total = gl.zeros([W, ROWS], gl.float32, STATE)
     largest = gl.zeros([W], gl.float32, gl.SliceLayout(1, TOKENS))
-    acc = gl.zeros([W, HV, ROWS], gl.float32, PRODUCT)
+    acc = gl.zeros([W, HV, max(ROWS, 8)], gl.float32, PRODUCT)
     ready = gl.to_tensor(0)
     free = gl.to_tensor((STAGES - 1) * SLOT)
     for _ in range(begin, end, STEP):
@@ -1038,29 +1103,28 @@ def quantized_decode_kernel(
         if KEY_GROUPS == 1:
             key_scale = read_scales(here + AT[2], BLOCK, TOKENS)
         y = gl.reshape(y, [W, BLOCK, H // (4 * RUN), 4, RUN // 2, 2])
-        y = gl.reshape(gl.permute(y, (0, 2, 4, 3, 5, 1)), [W, H, BLOCK])
-        y = gl.convert_layout(y, RIGHT, assert_trivial=True)
-        upper, lower = halves(mma_v2(q, y, none), ROWS)
-        z = (upper + lower) * unit
+        y = gl.reshape(gl.permute(y, (0, 1, 2, 4, 3, 5)), [W, BLOCK, H])
+        y = gl.convert_layout(y, LEFT, assert_trivial=True)
+        z = both_parts(mma_v2(y, q, none), ROWS) * unit
         if KEY_GROUPS > 0:
-            z = z * gl.expand_dims(key_scale, 1)
+            z = z * gl.expand_dims(key_scale, 2)
         if SOFTCAP is not None:
             z = SOFTCAP * LOG2E * libdevice.tanh(z / SOFTCAP)
         inside = token < end - start
         if WINDOW is not None:
             inside = inside & (token >= first - start)
-        visible = gl.expand_dims(inside, 1)
+        visible = gl.expand_dims(inside, 2)
         if CAUSAL and T > 1:
-            visible = visible & (gl.expand_dims(start + token, 1) <= p_at)
+            visible = visible & (gl.expand_dims(start + token, 2) <= p_at)
         if WINDOW is not None and T > 1:
-            visible = visible & (gl.expand_dims(start + token, 1) > p_at - WINDOW)
+            visible = visible & (gl.expand_dims(start + token, 2) > p_at - WINDOW)
         start += STEP
         z = gl.where(visible, z, -float("inf"))
-        higher = gl.maximum(top, gl.max(z, 2))
+        higher = gl.maximum(top, gl.max(z, 1))
         base = gl.where(higher == -float("inf"), 0.0, higher)
-        p = power_of_2(z - gl.expand_dims(base, 2))
+        p = power_of_2(z - gl.expand_dims(base, 1))
         shrink = power_of_2(top - base)
-        total = total * shrink + gl.sum(p, 2)
+        total = total * shrink + gl.sum(p, 1)
         top = higher
 
         y = value_block(
@@ -1083,22 +1147,21 @@ def quantized_decode_kernel(
         if VALUE_GROUPS > 0:
             larger = gl.maximum(largest, gl.max(gl.abs(scale), 1))
             one_over = gl.where(larger < 1e-37, 0.0, 1.0 / larger)
-            p = p * gl.expand_dims(scale * gl.expand_dims(one_over * WEIGHT, 1), 1)
+            p = p * gl.expand_dims(scale * gl.expand_dims(one_over * WEIGHT, 1), 2)
             rest = gl.convert_layout(largest * one_over, gl.SliceLayout(1, STATE))
             shrink = shrink * gl.expand_dims(rest, 1)
             largest = larger
-        p = gl.convert_layout(
-            gl.permute(p.to(VALUE_TYPE), (0, 2, 1)), RIGHT, assert_trivial=True
-        )
+        p = weights_by_column(p, ROWS, VALUE_TYPE, RIGHT)
         y = gl.reshape(y, [W, BLOCK, HV // (8 * VALUE_RUN), 8, VALUE_RUN])
         y = gl.reshape(gl.permute(y, (0, 2, 4, 3, 1)), [W, HV, BLOCK])
         y = gl.convert_layout(y, LEFT, assert_trivial=True)
-        acc = acc * gl.expand_dims(gl.convert_layout(shrink, SUMS), 1)
-        acc = mma_v2(y, p, acc)
+        acc = mma_v2(y, p, shrunk(acc, shrink, ROWS))
         free = ready
         ready = gl.where(ready == (STAGES - 1) * SLOT, 0, ready + SLOT)
     memory._keep_alive()
 
+    acc, _ = split_columns(acc, ROWS)
+    SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     top = gl.convert_layout(top, SUMS)
     total = gl.convert_layout(total, SUMS)
     if VALUE_GROUPS > 0:
@@ -1226,7 +1289,7 @@ def launch(
         key_codec, value_codec
     )
     dims = max(h, hv)
-    rows = 8 if t * g <= 8 or dims > 128 else 16
+    rows = 4 if t * g <= 4 else 8 if t * g <= 8 or dims > 128 else 16
     tiles = -(-t * g // rows)
     groups = [0 if x is None else x.shape[-1] for x in (key_scales, value_scales)]
     forms = key_format, value_format
