@@ -204,10 +204,10 @@ def lane_layout(WARPS, LOW, AXIS, HIGH):
 
 @constexpr_function
 def query_layout(WARPS, ROWS, DIMS, RUN):
-    """[warps, rows, dims]: a lane has RUN neighbouring dims of every 4 RUN."""
-    registers = bases(RUN, 1, 2) + bases(ROWS // 8, 8, 1)
+    """[warps, rows, dims]: two lanes have RUN neighbouring dims of every 4 RUN."""
+    registers = bases(RUN // 2, 1, 2) + bases(ROWS // 4, 4, 1)
     registers += bases(DIMS // (4 * RUN), 4 * RUN, 2)
-    lanes = bases(4, RUN, 2) + bases(8, 1, 1)
+    lanes = bases(4, RUN, 2) + [[0, 0, RUN // 2]] + bases(4, 1, 1)
     shape = [WARPS, ROWS, DIMS]
     return gl.DistributedLinearLayout(registers, lanes, bases(WARPS, 1, 0), [], shape)
 
@@ -767,17 +767,19 @@ def exchange_text(MASK):
     return f"shfl.sync.bfly.b32 $0, $1, {MASK}, 0x1f, 0xffffffff;"
 
 
+@constexpr_function
+def lane_of(MASKS, STEP):
+    """Of neighbours STEP runs apart."""
+    return MASKS[STEP.bit_length() - 1]
+
+
 @gluon_jit
 def hadamard_product(
-    x,
-    SIZE: gl.constexpr,
-    RUN: gl.constexpr,
-    LANES: gl.constexpr,
-    FIRST: gl.constexpr,
+    x, SIZE: gl.constexpr, RUN: gl.constexpr, MASKS: gl.constexpr
 ):
     """x [warps, rows, dims] times Hadamard matrices of SIZE along dims.
 
-    A lane has RUN neighbouring dims, then come LANES lanes, FIRST of them apart.
+    A lane has RUN neighbouring dims; bits of what lanes have beyond are those of MASKS.
     """
     W: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
@@ -785,10 +787,15 @@ def hadamard_product(
     L: gl.constexpr = x.type.layout
     STEP: gl.constexpr = SIZE // 2
     if STEP > 1:
-        x = hadamard_product(x, STEP, RUN, LANES, FIRST)
-    if RUN <= STEP and STEP < RUN * LANES:
+        x = hadamard_product(x, STEP, RUN, MASKS)
+    if RUN <= STEP and STEP < RUN * 2 ** len(MASKS):
         other = gl.inline_asm_elementwise(
-            exchange_text(FIRST * STEP // RUN), "=f,f", [x], gl.float32, False, 1
+            exchange_text(lane_of(MASKS, STEP // RUN)),
+            "=f,f",
+            [x],
+            gl.float32,
+            False,
+            1,
         )
         dim = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, L)))
         y = gl.where((dim & STEP == 0)[None, None, :], x, -x) + other
@@ -798,6 +805,48 @@ def hadamard_product(
         y = gl.permute(gl.join(a + b, a - b), (0, 1, 2, 4, 3))
         y = gl.convert_layout(gl.reshape(y, [W, ROWS, D]), L, assert_trivial=True)
     return y
+
+
+@constexpr_function
+def in_two_text(TYPE):
+    """PTX of two numbers in 16 bits and of what that leaves."""
+    widen = "mov.b32 {l, h}, $0; cvt.f32.f16 a, l; cvt.f32.f16 b, h;"
+    if TYPE == "bf16":
+        widen = "shl.b32 a, $0, 16; and.b32 b, $0, 0xffff0000;"
+    return f"""{{ .reg .b16 l, h; .reg .b32 a, b;
+        cvt.rn.{TYPE}x2.f32 $0, $3, $2; {widen}
+        sub.f32 a, $2, a; sub.f32 b, $3, b; cvt.rn.{TYPE}x2.f32 $1, b, a; }}"""
+
+
+@gluon_jit
+def query_columns(q, RUN: gl.constexpr, TYPE: gl.constexpr):
+    """Queries [warps, rows, dims] as [warps, 2 rows, dims]: in 16 bits, and the rest.
+
+    Lane 4 apart have halves of a run of one row; each gets the other's half of one.
+    """
+    W: gl.constexpr = q.shape[0]
+    ROWS: gl.constexpr = q.shape[1]
+    H: gl.constexpr = q.shape[2]
+    L: gl.constexpr = q.type.layout
+    near, rest = gl.inline_asm_elementwise(
+        in_two_text("bf16" if TYPE == gl.bfloat16 else "f16"),
+        "=&r,=&r,f,f",
+        [q],
+        dtype=types_of(TYPE, 2),
+        is_pure=True,
+        pack=2,
+    )
+    dim = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    lower = (dim & RUN // 2 == 0)[None, None, :]
+    mine = gl.where(lower, near, rest)
+    other = gl.inline_asm_elementwise(
+        exchange_text(4), "=r,r", [gl.where(lower, rest, near)], near.dtype, False, 2
+    )
+    low, high = gl.where(lower, mine, other), gl.where(lower, other, mine)
+    # the bit of dims that lanes 4 apart differ in says from here on which part it is
+    y = gl.reshape(gl.join(low, high), [W, ROWS, H // (4 * RUN), 4, 2, RUN // 2, 2])
+    y = gl.permute(y, (0, 1, 4, 2, 3, 6, 5))
+    return gl.reshape(y, [W, 2 * ROWS, H])
 
 
 @gluon_jit
@@ -973,11 +1022,9 @@ def quantized_decode_kernel(
     # a lane loads of its queries what it reads of keys
     RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
     VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
-    # of every row the value in 16 bits and what that leaves
-    QUERIES: gl.constexpr = query_layout(W, 2 * ROWS, H, RUN)
+    QUERIES: gl.constexpr = query_layout(W, ROWS, H, RUN)
     warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, QUERIES)))
-    part = gl.arange(0, 2 * ROWS, gl.SliceLayout(0, gl.SliceLayout(2, QUERIES)))
-    r = tile * ROWS + part // 2
+    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, QUERIES)))
     dim = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(1, QUERIES)))
     head = group * HEADS + warp % HEADS
     row = (b * T + r // G) * (K * G) + r % G
@@ -1038,8 +1085,10 @@ def quantized_decode_kernel(
             value_scales_ptr, mine, where, K, HEADS, PARTS, AT, 5, BLOCK, False
         ),
     )
-    for i in gl.static_range(STAGES - 1):
-        copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, STEP, SKIPS)
+    # a branch, or the assembler would do other work before it
+    if begin < end:
+        for i in gl.static_range(STAGES - 1):
+            copies = copy_blocks(copies, i * SLOT, K, PARTS, BLOCK, STEP, SKIPS)
 
     key_table = program
     value_table = program
@@ -1052,8 +1101,8 @@ def quantized_decode_kernel(
     q = q.to(gl.float32)
     if key_signs_ptr is not None:
         q = q * key_signs[None, None, :]
-        q = hadamard_product(q, H, RUN, 4, 1)
-    unit = gl.full([W, 2 * ROWS], SCALE, gl.float32, gl.SliceLayout(2, QUERIES))
+        q = hadamard_product(q, H, RUN // 2, (4, 1, 2))
+    unit = gl.full([W, ROWS], SCALE, gl.float32, gl.SliceLayout(2, QUERIES))
     if KEY_TYPE == gl.float16:
         largest = gl.max(gl.abs(q), 2)
         largest = gl.where(largest == 0.0, 1.0, largest)
@@ -1061,8 +1110,7 @@ def quantized_decode_kernel(
         unit = largest * (SCALE / UNIT)
     if SOFTCAP is None:
         unit = unit * LOG2E
-    near = q.to(KEY_TYPE).to(gl.float32)
-    q = gl.where((part % 2 == 0)[None, :, None], near, q - near).to(KEY_TYPE)
+    q = query_columns(q, RUN, KEY_TYPE)
     if KEY[0] == 4 and KEY[2] == 0:
         q = gl.reshape(q, [W, 2 * ROWS, H // 8, 2, 4])
         q = gl.permute(q, (0, 1, 2, 4, 3))
@@ -1075,7 +1123,6 @@ def quantized_decode_kernel(
     SCORES: gl.constexpr = zeros.type.layout
     STATE: gl.constexpr = gl.SliceLayout(1, SCORES)
     TOKENS: gl.constexpr = gl.SliceLayout(2, SCORES)
-    unit = gl.max(gl.reshape(unit, [W, ROWS, 2]), 2)
     unit = gl.expand_dims(gl.convert_layout(unit, STATE), 1)
     r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, STATE))
     p_at = (position + r // G)[None, None, :]
@@ -1197,7 +1244,7 @@ def quantized_decode_kernel(
     out = gl.reshape(gl.permute(out, (0, 4, 1, 3, 2)), [W, ROWS, HV])
     out = gl.convert_layout(out, OUT)
     if value_signs_ptr is not None:
-        out = hadamard_product(out, HV, VALUE_RUN, 8, 4)
+        out = hadamard_product(out, HV, VALUE_RUN, (4, 8, 16))
         out = out * value_signs
     out = out.to(out_ptr.dtype.element_ty)
     to = gl.convert_layout(to, gl.SliceLayout(2, OUT))
