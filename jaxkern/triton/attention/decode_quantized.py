@@ -61,6 +61,7 @@ from jaxkern.triton.triton_call import (
 )
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
+SPREADS = True
 HEAD_DIMS = (64, 128, 256)
 # bits: width of the main plane, of the second one, codes of one lookup
 FORMATS = {
@@ -437,6 +438,20 @@ def in_place(TEXT: gl.constexpr, x):
 
 
 @gluon_jit
+def warp_number(any):
+    """Of the lane's warp; by a shuffle, so that the assembler sees it to be one."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5;
+        shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }""",
+        "=r,r",
+        [any],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon_jit
 def stacked(parts, START: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexpr):
     """parts[START::STRIDE] along new dims of two, the last one the fastest."""
     if COUNT == STRIDE:
@@ -517,16 +532,15 @@ def first_copies(
             token = row // 8 * 8 + row % 4 * 2 + row // 4 % 2
             SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
             to = inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32
-        start = begin + warp // HEADS * BLOCK
-        vector = before + start.to(gl.int64) * K + (group * HEADS + warp % HEADS)
+        vector = before + begin.to(gl.int64) * K + (group * HEADS + warp % HEADS)
         origin = vector * PART[0] + token.to(gl.int64) * (K * PART[0])
         origin += (ptr.to(gl.int64) + PART[1]) + inner.to(gl.int64)
         every = gl.zeros([W, ROWS, UNITS], gl.int32, L)
         copies = (
             every + (shared + AT[NUMBER]) + row * PART[3] + to,
             origin,
-            every + end - start - token,
-            every + first - start - token,
+            every + end - begin - token,
+            every + first - begin - token,
         )
     return copies
 
@@ -993,6 +1007,7 @@ def quantized_decode_kernel(
     SPLITS: gl.constexpr,
     HEADS: gl.constexpr,
     SHARES: gl.constexpr,
+    SPREAD: gl.constexpr,
     ROWS: gl.constexpr,
     TILES: gl.constexpr,
     BLOCK: gl.constexpr,
@@ -1019,6 +1034,7 @@ def quantized_decode_kernel(
     if q_offset_ptr is not None:
         offset = gl.load(q_offset_ptr + b).to(gl.int64)
     # all that is read once is on its way before the length is here
+    program = in_place("bar.warp.sync 0xffffffff;", program)
     # a lane loads of its queries what it reads of keys
     RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
     VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
@@ -1057,7 +1073,10 @@ def quantized_decode_kernel(
         end = gl.minimum(end, position + T)
     if WINDOW is not None:
         first = gl.minimum(gl.maximum(position - WINDOW + 1, 0), S)
-    begin = first // 8 * 8 + split * BLOCK
+    # a warp has its own, and heads have different ones, so that no program has more
+    warp = warp_number(program)
+    share = (split + warp // HEADS + warp % HEADS * SPREAD) % SPLITS
+    begin = first // 8 * 8 + share * BLOCK
 
     PRODUCT: gl.constexpr = scores_layout(W)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
@@ -1126,9 +1145,9 @@ def quantized_decode_kernel(
     unit = gl.expand_dims(gl.convert_layout(unit, STATE), 1)
     r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, STATE))
     p_at = (position + r // G)[None, None, :]
-    warp = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, TOKENS)), 1)
-    token = gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, TOKENS)), 0)
-    start = begin + warp // HEADS * BLOCK
+    token = gl.zeros([W, BLOCK], gl.int32, TOKENS)
+    token += gl.expand_dims(gl.arange(0, BLOCK, gl.SliceLayout(0, TOKENS)), 0)
+    start = begin
     top = gl.full([W, ROWS], -float("inf"), gl.float32, STATE)
     total = gl.zeros([W, ROWS], gl.float32, STATE)
     largest = gl.zeros([W], gl.float32, gl.SliceLayout(1, TOKENS))
@@ -1420,6 +1439,7 @@ def launch(
         "SHARED": shared,
         "HEADS": heads,
         "SHARES": shares,
+        "SPREAD": splits // heads if SPREADS else 0,
         "BLOCK": block,
         "STAGES": stages,
         "num_warps": warps,
