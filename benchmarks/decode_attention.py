@@ -1,6 +1,6 @@
 """Decode attention over a bf16 cache, one new token a sequence.
 
-Ours, XLA, cuDNN, FA3 and torch; those without lengths read the same cache, which is full.
+Ours, XLA, cuDNN, FA3 and torch. Those without lengths read the same cache: it is full.
 """
 
 import jax

@@ -788,9 +788,7 @@ def lane_of(MASKS, STEP):
 
 
 @gluon_jit
-def hadamard_product(
-    x, SIZE: gl.constexpr, RUN: gl.constexpr, MASKS: gl.constexpr
-):
+def hadamard_product(x, SIZE: gl.constexpr, RUN: gl.constexpr, MASKS: gl.constexpr):
     """x [warps, rows, dims] times Hadamard matrices of SIZE along dims.
 
     A lane has RUN neighbouring dims; bits of what lanes have beyond are those of MASKS.
@@ -910,14 +908,15 @@ def weights_by_column(p, ROWS: gl.constexpr, TYPE: gl.constexpr, LAYOUT: gl.cons
 
 @gluon_jit
 def split_columns(acc, ROWS: gl.constexpr):
-    """acc [warps, dims, columns] of rows, and what other columns have, or None."""
+    """acc [warps, dims, columns] of rows, and of 4 rows what other columns have."""
     W: gl.constexpr = acc.shape[0]
     HV: gl.constexpr = acc.shape[1]
     if ROWS == 4:
         y, other = gl.split(gl.reshape(acc, [W, HV, 4, 2]))
     else:
         y = gl.permute(gl.reshape(acc, [W, HV, ROWS // 8, 4, 2]), (0, 1, 2, 4, 3))
-        y, other = gl.reshape(y, [W, HV, ROWS]), None
+        y = gl.reshape(y, [W, HV, ROWS])
+        other = y
     return y, other
 
 
@@ -1359,7 +1358,7 @@ def launch(
     tiles = -(-t * g // rows)
     groups = [0 if x is None else x.shape[-1] for x in (key_scales, value_scales)]
     forms = key_format, value_format
-    wide = rows * dims > 1024
+    wide = max(rows, 8) * dims > 1024
     sizes = sizes_of(k, forms, max(groups), wide, dims, key.dtype)
     per_sm, rounds, block = (sizes[x] for x in ("PER_SM", "ROUNDS", "BLOCK"))
     heads, shares, stages = (sizes[x] for x in ("HEADS", "SHARES", "STAGES"))
