@@ -35,7 +35,12 @@ from jaxkern.triton.attention.decode_attention import (
 )
 from jaxkern.triton.attention.merge_shares import run_and_merge
 from jaxkern.triton.attention.over_sequences import over_sequences
-from jaxkern.triton.attention.quantized_formats import FORMATS, signs_of, tables_of
+from jaxkern.triton.attention.quantized_formats import (
+    FORMATS,
+    level_bytes,
+    signs_of,
+    tables_of,
+)
 from jaxkern.triton.attention.quantized_kernel import quantized_decode_kernel
 from jaxkern.triton.attention.quantized_layouts import offsets_of, parts_of
 from jaxkern.triton.attention.quantized_levels import ENTRY_BYTES, INT4, INT8
@@ -50,7 +55,7 @@ FASTEST = {
     INT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     INT4: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     FORMATS[8]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
-    FORMATS[4]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1},
+    FORMATS[4]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1, "SELECT": 2},
     FORMATS[3]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 3},
 }
 UNIT = 256.0  # the largest coordinate of a query in float16
@@ -186,6 +191,7 @@ def launch(
     wide = max(rows, 8) * dims > 1024
     sizes = sizes_of(k, forms, max(groups), wide, dims, key.dtype)
     per_sm, rounds, block = (sizes[x] for x in ("PER_SM", "ROUNDS", "BLOCK"))
+    select = sizes.get("SELECT", 1)
     heads, shares, stages = (sizes[x] for x in ("HEADS", "SHARES", "STAGES"))
     keys = s if window is None else min(s, window + t - 1)
     whole = keys <= block * shares  # one part, which needs no merge
@@ -224,6 +230,7 @@ def launch(
         "value_scales_ptr": value_scales,
         "key_table_ptr": key_table,
         "value_table_ptr": value_table,
+        "key_levels_ptr": level_bytes(key_table) if select > 1 else None,
         "key_signs_ptr": signs_of(key_codec, h),
         "value_signs_ptr": signs_of(value_codec, hv),
         "kv_lengths_ptr": kv_lengths,
@@ -243,6 +250,7 @@ def launch(
         "VALUE": value_format,
         "KEY_TYPE": types[0],
         "VALUE_TYPE": types[1],
+        "SELECT": select,
         "KEY_GROUPS": groups[0],
         "VALUE_GROUPS": groups[1],
         "KEY_ENTRIES": 0 if key_table is None else key_table.size,

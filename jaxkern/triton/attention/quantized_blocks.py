@@ -17,6 +17,7 @@ from jaxkern.triton.attention.quantized_levels import (
     key_levels,
     levels_operands,
     registers,
+    selected,
     value_levels,
 )
 from jaxkern.triton.triton_call import constexpr_function, gl, gluon_jit
@@ -79,14 +80,28 @@ def value_loads(PART, SECOND, BLOCK, COUNT, SIZE):
 
 @constexpr_function
 def scale_loads(BLOCK):
-    """Scales of tokens 8 apart."""
+    """Scales of tokens 8 apart, neighbours in shared memory."""
     octets = BLOCK // 8
-    return " ".join(f"ld.shared.f32 ${i}, [${octets}+{32 * i}];" for i in range(octets))
+    return loads_text([(0, 0)], octets, False, 0).replace("b32", "f32")
 
 
 @constexpr_function
 def level_types(FORMAT, TYPE, COUNT):
     return (gl.int32,) * (COUNT // 2) if FORMAT[2] == 2 else (TYPE,) * COUNT
+
+
+@constexpr_function
+def selected_text():
+    return selected("$4", [f"${i}" for i in range(5, 13)], lambda i: f"${i}")
+
+
+@gluon_jit
+def joined(first, second, COUNT: gl.constexpr):
+    """Tensors of two tuples beside each other."""
+    parts = ()
+    for i in gl.static_range(COUNT):
+        parts += (gl.join(first[i], second[i]),)
+    return parts
 
 
 @gluon_jit
@@ -158,6 +173,8 @@ def key_block(
     H: gl.constexpr,
     FORMAT: gl.constexpr,
     TYPE: gl.constexpr,
+    levels,
+    SELECT: gl.constexpr,
 ):
     """Levels of keys as [warps, tokens, parts, 4 lanes, dims of a lane]."""
     W: gl.constexpr = gl.num_warps()
@@ -179,8 +196,10 @@ def key_block(
         is_pure=False,
         pack=1,
     )
-    words = stacked(loaded, 0, 1, WORDS)
     COUNT: gl.constexpr = 32 // FORMAT[0]
+    # the first of every STRIDE words is decoded without shared memory
+    STRIDE: gl.constexpr = 1 if levels is None else SELECT
+    words = stacked(loaded, STRIDE - 1, STRIDE, WORDS)
     if FORMAT[2] > 0:
         seconds = words
         if FORMAT[1] != 0:
@@ -196,6 +215,16 @@ def key_block(
         is_pure=True,
         pack=1,
     )
+    if STRIDE == 2:
+        others = gl.inline_asm_elementwise(
+            selected_text(),
+            registers("r", COUNT // 2, 9),
+            (stacked(loaded, 0, 2, WORDS),) + levels,
+            dtype=level_types(FORMAT, TYPE, COUNT),
+            is_pure=True,
+            pack=1,
+        )
+        parts = joined(others, parts, COUNT // 2)
     if FORMAT[2] == 2:
         parts = both_halves(parts, COUNT // 2)
     y = stacked(parts, 0, 1, COUNT)
@@ -275,7 +304,7 @@ def read_scales(shared, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     parts = gl.inline_asm_elementwise(
         scale_loads(BLOCK),
         registers("f", BLOCK // 8, 1),
-        [gl.zeros([W, 8], gl.int32, L) + shared + token * 4],
+        [gl.zeros([W, 8], gl.int32, L) + shared + token * (BLOCK // 2)],
         dtype=types_of(gl.float32, BLOCK // 8),
         is_pure=False,
         pack=1,

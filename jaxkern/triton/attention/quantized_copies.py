@@ -8,6 +8,7 @@ from jaxkern.triton.attention.quantized_layouts import (
     copies_of,
     lane_layout,
     nth,
+    place_of,
     swizzle_of,
     token_of,
 )
@@ -76,7 +77,7 @@ def copy_text(PART, BLOCK, K, PAIRED, SKIPS):
     Its operands are where to and where from for its first row, how many tokens are left
     from that row's on, and how many there are to skip.
     """
-    row, _, _, pitch = PART
+    row = PART[0]
     unit, _, rows = copies_of(PART, BLOCK)
     kind = ("cg" if unit == 16 else "ca") + ".shared.global.L2::256B"
     # neighbouring heads are read by other warps: all of 256 bytes come at once
@@ -86,7 +87,7 @@ def copy_text(PART, BLOCK, K, PAIRED, SKIPS):
         text += f" setp.gt.s32 p, $3, {token};"
         text += f" setp.le.and.s32 p, $4, {token}, p;" if SKIPS else ""
         text += f" selp.b32 n, {unit}, 0, p; cp.async.{kind}"
-        text += f" [$1+{i * pitch}], [$2+{token * K * row}], {unit}, n;"
+        text += f" [$1+{place_of(i, PART, BLOCK)}], [$2+{token * K * row}], {unit}, n;"
     return text + " mov.b32 $0, $1; }"
 
 
@@ -119,17 +120,19 @@ def first_copies(
         inner = gl.arange(0, UNITS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
         warp, row = warp[:, None, None], row[None, :, None]
         inner = inner[None, None, :] * BYTES
-        token, to = row, inner
+        token, to = row, row * PART[3] + inner
         if PAIRED:
             token = row // 8 * 8 + row % 4 * 2 + row // 4 % 2
             SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
-            to = inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32
+            to = row * PART[3] + (inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32)
+        if PART[2] == 4:
+            to = row // 8 * 4 + row % 8 * (BLOCK // 2)  # as place_of
         vector = before + begin.to(gl.int64) * K + (group * HEADS + warp % HEADS)
         origin = vector * PART[0] + token.to(gl.int64) * (K * PART[0])
         origin += (ptr.to(gl.int64) + PART[1]) + inner.to(gl.int64)
         every = gl.zeros([W, ROWS, UNITS], gl.int32, L)
         copies = (
-            every + (shared + AT[NUMBER]) + row * PART[3] + to,
+            every + (shared + AT[NUMBER]) + to,
             origin,
             every + end - begin - token,
             every + first - begin - token,

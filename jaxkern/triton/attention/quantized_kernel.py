@@ -46,6 +46,7 @@ def quantized_decode_kernel(
     value_scales_ptr,
     key_table_ptr,
     value_table_ptr,
+    key_levels_ptr,
     key_signs_ptr,
     value_signs_ptr,
     kv_lengths_ptr,
@@ -63,6 +64,7 @@ def quantized_decode_kernel(
     VALUE: gl.constexpr,
     KEY_TYPE: gl.constexpr,
     VALUE_TYPE: gl.constexpr,
+    SELECT: gl.constexpr,
     KEY_GROUPS: gl.constexpr,
     VALUE_GROUPS: gl.constexpr,
     KEY_ENTRIES: gl.constexpr,
@@ -123,6 +125,11 @@ def quantized_decode_kernel(
     if value_table_ptr is not None:
         number = table_numbers(VALUE_ENTRIES) % VALUE_ENTRIES
         value_entry = gl.load(value_table_ptr + number)
+    levels = None
+    if key_levels_ptr is not None:
+        levels = ()
+        for i in gl.static_range(8):
+            levels += (gl.load(key_levels_ptr + i),)
     if key_signs_ptr is not None:
         key_signs = gl.load(key_signs_ptr + dim)
     OUT: gl.constexpr = out_layout(W, ROWS, HV, VALUE_RUN)
@@ -231,7 +238,17 @@ def quantized_decode_kernel(
         copies = copy_blocks(copies, free, K, PARTS, BLOCK, STEP, SKIPS)
         here = mine + ready
         y = key_block(
-            here, key_table, nth(PARTS, 0), nth(PARTS, 1), AT, BLOCK, H, KEY, KEY_TYPE
+            here,
+            key_table,
+            nth(PARTS, 0),
+            nth(PARTS, 1),
+            AT,
+            BLOCK,
+            H,
+            KEY,
+            KEY_TYPE,
+            levels,
+            SELECT,
         )
         if KEY_GROUPS > 1:
             y = gl.reshape(y, [W, BLOCK, KEY_GROUPS, H // KEY_GROUPS])

@@ -127,6 +127,14 @@ def copies_of(PART, BLOCK):
 
 
 @constexpr_function
+def place_of(row, PART, BLOCK):
+    """In bytes; single scales of tokens 8 apart, of one lane, are neighbours."""
+    if PART[2] == 4:
+        return row // 8 * 4 + row % 8 * (BLOCK // 2)
+    return row * PART[3]
+
+
+@constexpr_function
 def token_of(row, PAIRED):
     """The token of a row: of values neighbours lie four rows apart, pairs together."""
     if PAIRED:
