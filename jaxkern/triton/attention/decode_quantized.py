@@ -230,7 +230,7 @@ def launch(
         "value_scales_ptr": value_scales,
         "key_table_ptr": key_table,
         "value_table_ptr": value_table,
-        "key_levels_ptr": level_bytes(key_table) if select > 1 else None,
+        "key_levels_ptr": level_bytes(key_table, select > 1),
         "key_signs_ptr": signs_of(key_codec, h),
         "value_signs_ptr": signs_of(value_codec, hv),
         "kv_lengths_ptr": kv_lengths,

@@ -4,7 +4,6 @@ Four lanes share a key, eight lanes a value, and dims are numbered as the lanes 
 them, which changes no sum and only permutes the result.
 """
 
-from jaxkern.triton.attention.quantized_copies import shared_address
 from jaxkern.triton.attention.quantized_layouts import (
     key_run,
     lane_layout,
@@ -128,40 +127,6 @@ def stacked(parts, START: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexp
     return y
 
 
-@constexpr_function
-def table_text(OFFSET):
-    """What is looked up depends on this, so it comes after the barrier."""
-    return f"bar.sync 0; mov.u32 $0, global_smem; add.u32 $0, $0, {OFFSET};"
-
-
-@gluon_jit
-def table_numbers(ENTRIES: gl.constexpr):
-    """The entries that a lane loads and writes."""
-    WARPS: gl.constexpr = gl.num_warps()
-    SIZE: gl.constexpr = max(ENTRIES, 32 * WARPS)
-    return gl.arange(0, SIZE, gl.BlockedLayout([1], [32], [WARPS], [0]))
-
-
-@gluon_jit
-def table_in_shared(any, entry, ENTRIES: gl.constexpr, OFFSET: gl.constexpr):
-    """Writes a table of which every lane has a copy in a bank of its own: where."""
-    i = table_numbers(ENTRIES)
-    table = shared_address(any, 0) + OFFSET
-    for copy in gl.static_range(32):
-        at = table + (i % ENTRIES) * 256 + (i + copy) % 32 * 4
-        gl.inline_asm_elementwise(
-            "st.shared.b32 [$1], $2; mov.b32 $0, $2;",
-            "=r,r,r",
-            [at, entry],
-            gl.int32,
-            False,
-            1,
-        )
-    return gl.inline_asm_elementwise(
-        table_text(OFFSET), "=r,r", [any], gl.int32, False, 1
-    )
-
-
 @gluon_jit
 def key_block(
     shared,
@@ -197,9 +162,8 @@ def key_block(
         pack=1,
     )
     COUNT: gl.constexpr = 32 // FORMAT[0]
-    # the first of every STRIDE words is decoded without shared memory
-    STRIDE: gl.constexpr = 1 if levels is None else SELECT
-    words = stacked(loaded, STRIDE - 1, STRIDE, WORDS)
+    # the first of every SELECT words is decoded without shared memory
+    words = stacked(loaded, SELECT - 1, SELECT, WORDS)
     if FORMAT[2] > 0:
         seconds = words
         if FORMAT[1] != 0:
@@ -215,11 +179,13 @@ def key_block(
         is_pure=True,
         pack=1,
     )
-    if STRIDE == 2:
+    if SELECT == 2:
+        operands = (stacked(loaded, 0, 2, WORDS),)
+        operands += levels
         others = gl.inline_asm_elementwise(
             selected_text(),
             registers("r", COUNT // 2, 9),
-            (stacked(loaded, 0, 2, WORDS),) + levels,
+            operands,
             dtype=level_types(FORMAT, TYPE, COUNT),
             is_pure=True,
             pack=1,

@@ -43,6 +43,31 @@ def warp_number(any):
 
 
 @gluon_jit
+def seen_keys(
+    length,
+    offset,
+    S: gl.constexpr,
+    T: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    FAR: gl.constexpr,
+):
+    """The keys first ... end - 1 that some row sees, and the first query's position."""
+    first = gl.to_tensor(0)
+    end = gl.to_tensor(S)
+    position = gl.to_tensor(S - T)
+    if length is not None:
+        end = gl.minimum(gl.maximum(length, 0), S).to(gl.int32)
+    if offset is not None:
+        position = gl.minimum(gl.maximum(offset, -FAR), FAR).to(gl.int32)
+    if CAUSAL:
+        end = gl.minimum(end, position + T)
+    if WINDOW is not None:
+        first = gl.minimum(gl.maximum(position - WINDOW + 1, 0), S)
+    return first, end, position
+
+
+@gluon_jit
 def use_shared(memory):
     """Has `global_smem` declared, the address of all shared memory; no instruction."""
     W: gl.constexpr = gl.num_warps()

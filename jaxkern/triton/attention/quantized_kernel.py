@@ -4,14 +4,13 @@ from jaxkern.triton.attention.quantized_blocks import (
     graded,
     key_block,
     read_scales,
-    table_in_shared,
-    table_numbers,
     value_block,
 )
 from jaxkern.triton.attention.quantized_copies import (
     copy_blocks,
     first_copies,
     in_place,
+    seen_keys,
     shared_address,
     use_shared,
     wait_text,
@@ -33,6 +32,11 @@ from jaxkern.triton.attention.quantized_rows import (
     shrunk,
     split_columns,
     weights_by_column,
+)
+from jaxkern.triton.attention.quantized_tables import (
+    table_in_shared,
+    table_numbers,
+    words_at,
 )
 from jaxkern.triton.triton_call import gl, gluon_jit, libdevice, mma_v2
 
@@ -101,14 +105,14 @@ def quantized_decode_kernel(
     program //= TILES
     split = program % (SPLITS // SHARES) * SHARES
     b = (program // (SPLITS // SHARES)).to(gl.int64)
-
+    length = None
+    offset = None
     if kv_lengths_ptr is not None:
         length = gl.load(kv_lengths_ptr + b).to(gl.int64)
     if q_offset_ptr is not None:
         offset = gl.load(q_offset_ptr + b).to(gl.int64)
     # all that is read once is on its way before the length is here
     program = in_place("bar.warp.sync 0xffffffff;", program)
-    # a lane loads of its queries what it reads of keys
     RUN: gl.constexpr = key_run(H, KEY) * (32 // KEY[0])
     VALUE_RUN: gl.constexpr = value_run(HV, VALUE) * (32 // VALUE[0])
     QUERIES: gl.constexpr = query_layout(W, ROWS, H, RUN)
@@ -125,11 +129,7 @@ def quantized_decode_kernel(
     if value_table_ptr is not None:
         number = table_numbers(VALUE_ENTRIES) % VALUE_ENTRIES
         value_entry = gl.load(value_table_ptr + number)
-    levels = None
-    if key_levels_ptr is not None:
-        levels = ()
-        for i in gl.static_range(8):
-            levels += (gl.load(key_levels_ptr + i),)
+    levels = words_at(key_levels_ptr, 8)
     if key_signs_ptr is not None:
         key_signs = gl.load(key_signs_ptr + dim)
     OUT: gl.constexpr = out_layout(W, ROWS, HV, VALUE_RUN)
@@ -137,29 +137,16 @@ def quantized_decode_kernel(
     if value_signs_ptr is not None:
         value_signs = gl.load(value_signs_ptr + out_dim)[None, None, :]
     program = in_place("bar.warp.sync 0xffffffff;", program)
-
     # the keys that some row sees: first ... end - 1; a share has every SPLITS-th block
     STEP: gl.constexpr = SPLITS * BLOCK
-    first = gl.to_tensor(0)
-    end = gl.to_tensor(S)
-    position = gl.to_tensor(S - T)
-    if kv_lengths_ptr is not None:
-        end = gl.minimum(gl.maximum(length, 0), S).to(gl.int32)
-    if q_offset_ptr is not None:
-        position = gl.minimum(gl.maximum(offset, -FAR), FAR).to(gl.int32)
-    if CAUSAL:
-        end = gl.minimum(end, position + T)
-    if WINDOW is not None:
-        first = gl.minimum(gl.maximum(position - WINDOW + 1, 0), S)
+    first, end, position = seen_keys(length, offset, S, T, CAUSAL, WINDOW, FAR)
     # a warp has its own, and heads have different ones, so that no program has more
     warp = warp_number(program)
     share = (split + warp // HEADS + warp % HEADS * SPREAD) % SPLITS
     begin = first // 8 * 8 + share * BLOCK
-
     PRODUCT: gl.constexpr = scores_layout(W)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
-
     before = b * (S * K)
 
     # blocks are on their way while queries are split and the table is written
