@@ -37,26 +37,25 @@ from jaxkern.triton.attention.merge_shares import run_and_merge
 from jaxkern.triton.attention.over_sequences import over_sequences
 from jaxkern.triton.attention.quantized_formats import (
     FORMATS,
-    level_bytes,
     signs_of,
     tables_of,
 )
 from jaxkern.triton.attention.quantized_kernel import quantized_decode_kernel
 from jaxkern.triton.attention.quantized_layouts import offsets_of, parts_of
-from jaxkern.triton.attention.quantized_levels import ENTRY_BYTES, INT4, INT8
+from jaxkern.triton.attention.quantized_levels import ENTRY_BYTES, FLOAT8, INT4, INT8
 from jaxkern.triton.block_sizes import num_sms, tuned
 from jaxkern.triton.triton_call import gl, max_shared_bytes
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
-SPREADS = True
 HEAD_DIMS = (64, 128, 256)
 # Of keys and values alike, on an H200 at 65536 tokens, batch 1 and 16.
 FASTEST = {
     INT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
+    FLOAT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     INT4: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     FORMATS[8]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
-    FORMATS[4]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1, "SELECT": 2},
-    FORMATS[3]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 3},
+    FORMATS[4]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1},
+    FORMATS[3]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
 }
 UNIT = 256.0  # the largest coordinate of a query in float16
 WEIGHT = 32768.0  # the largest weight in float16
@@ -191,7 +190,6 @@ def launch(
     wide = max(rows, 8) * dims > 1024
     sizes = sizes_of(k, forms, max(groups), wide, dims, key.dtype)
     per_sm, rounds, block = (sizes[x] for x in ("PER_SM", "ROUNDS", "BLOCK"))
-    select = sizes.get("SELECT", 1)
     heads, shares, stages = (sizes[x] for x in ("HEADS", "SHARES", "STAGES"))
     keys = s if window is None else min(s, window + t - 1)
     whole = keys <= block * shares  # one part, which needs no merge
@@ -230,7 +228,6 @@ def launch(
         "value_scales_ptr": value_scales,
         "key_table_ptr": key_table,
         "value_table_ptr": value_table,
-        "key_levels_ptr": level_bytes(key_table, select > 1),
         "key_signs_ptr": signs_of(key_codec, h),
         "value_signs_ptr": signs_of(value_codec, hv),
         "kv_lengths_ptr": kv_lengths,
@@ -250,7 +247,6 @@ def launch(
         "VALUE": value_format,
         "KEY_TYPE": types[0],
         "VALUE_TYPE": types[1],
-        "SELECT": select,
         "KEY_GROUPS": groups[0],
         "VALUE_GROUPS": groups[1],
         "KEY_ENTRIES": 0 if key_table is None else key_table.size,
@@ -271,7 +267,6 @@ def launch(
         "SHARED": shared,
         "HEADS": heads,
         "SHARES": shares,
-        "SPREAD": splits // heads if SPREADS else 0,
         "BLOCK": block,
         "STAGES": stages,
         "num_warps": warps,

@@ -16,7 +16,6 @@ from jaxkern.triton.attention.quantized_levels import (
     key_levels,
     levels_operands,
     registers,
-    selected,
     value_levels,
 )
 from jaxkern.triton.triton_call import constexpr_function, gl, gluon_jit
@@ -89,20 +88,6 @@ def level_types(FORMAT, TYPE, COUNT):
     return (gl.int32,) * (COUNT // 2) if FORMAT[2] == 2 else (TYPE,) * COUNT
 
 
-@constexpr_function
-def selected_text():
-    return selected("$4", [f"${i}" for i in range(5, 13)], lambda i: f"${i}")
-
-
-@gluon_jit
-def joined(first, second, COUNT: gl.constexpr):
-    """Tensors of two tuples beside each other."""
-    parts = ()
-    for i in gl.static_range(COUNT):
-        parts += (gl.join(first[i], second[i]),)
-    return parts
-
-
 @gluon_jit
 def both_halves(words, COUNT: gl.constexpr):
     """The float16 numbers of words, low halves first."""
@@ -138,8 +123,6 @@ def key_block(
     H: gl.constexpr,
     FORMAT: gl.constexpr,
     TYPE: gl.constexpr,
-    levels,
-    SELECT: gl.constexpr,
 ):
     """Levels of keys as [warps, tokens, parts, 4 lanes, dims of a lane]."""
     W: gl.constexpr = gl.num_warps()
@@ -162,8 +145,7 @@ def key_block(
         pack=1,
     )
     COUNT: gl.constexpr = 32 // FORMAT[0]
-    # the first of every SELECT words is decoded without shared memory
-    words = stacked(loaded, SELECT - 1, SELECT, WORDS)
+    words = stacked(loaded, 0, 1, WORDS)
     if FORMAT[2] > 0:
         seconds = words
         if FORMAT[1] != 0:
@@ -179,18 +161,6 @@ def key_block(
         is_pure=True,
         pack=1,
     )
-    if SELECT == 2:
-        operands = (stacked(loaded, 0, 2, WORDS),)
-        operands += levels
-        others = gl.inline_asm_elementwise(
-            selected_text(),
-            registers("r", COUNT // 2, 9),
-            operands,
-            dtype=level_types(FORMAT, TYPE, COUNT),
-            is_pure=True,
-            pack=1,
-        )
-        parts = joined(others, parts, COUNT // 2)
     if FORMAT[2] == 2:
         parts = both_halves(parts, COUNT // 2)
     y = stacked(parts, 0, 1, COUNT)

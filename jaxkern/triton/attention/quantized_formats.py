@@ -50,14 +50,6 @@ def tables_of(key_codec: VectorCodec | None, value_codec: VectorCodec | None):
     return (forms[0], ours), (forms[1], theirs)
 
 
-def level_bytes(table: np.ndarray | None, wanted: bool) -> np.ndarray | None:
-    """int32 words of the low bytes of 16 levels, then of the high ones."""
-    if table is None or not wanted:
-        return None
-    levels = (table[:16] & 0xFFFF).astype(np.uint16).view(np.uint8).reshape(16, 2)
-    return np.ascontiguousarray(levels.T).view(np.int32).ravel()
-
-
 def signs_of(codec: VectorCodec | None, d: int) -> np.ndarray | None:
     """The diagonal of an orthonormal rotation: its signs times d^-1/2."""
     signs = None if codec is None else codec.signs(d)

@@ -36,7 +36,6 @@ from jaxkern.triton.attention.quantized_rows import (
 from jaxkern.triton.attention.quantized_tables import (
     table_in_shared,
     table_numbers,
-    words_at,
 )
 from jaxkern.triton.triton_call import gl, gluon_jit, libdevice, mma_v2
 
@@ -50,7 +49,6 @@ def quantized_decode_kernel(
     value_scales_ptr,
     key_table_ptr,
     value_table_ptr,
-    key_levels_ptr,
     key_signs_ptr,
     value_signs_ptr,
     kv_lengths_ptr,
@@ -68,7 +66,6 @@ def quantized_decode_kernel(
     VALUE: gl.constexpr,
     KEY_TYPE: gl.constexpr,
     VALUE_TYPE: gl.constexpr,
-    SELECT: gl.constexpr,
     KEY_GROUPS: gl.constexpr,
     VALUE_GROUPS: gl.constexpr,
     KEY_ENTRIES: gl.constexpr,
@@ -84,7 +81,6 @@ def quantized_decode_kernel(
     SPLITS: gl.constexpr,
     HEADS: gl.constexpr,
     SHARES: gl.constexpr,
-    SPREAD: gl.constexpr,
     ROWS: gl.constexpr,
     TILES: gl.constexpr,
     BLOCK: gl.constexpr,
@@ -129,7 +125,6 @@ def quantized_decode_kernel(
     if value_table_ptr is not None:
         number = table_numbers(VALUE_ENTRIES) % VALUE_ENTRIES
         value_entry = gl.load(value_table_ptr + number)
-    levels = words_at(key_levels_ptr, 8)
     if key_signs_ptr is not None:
         key_signs = gl.load(key_signs_ptr + dim)
     OUT: gl.constexpr = out_layout(W, ROWS, HV, VALUE_RUN)
@@ -140,10 +135,7 @@ def quantized_decode_kernel(
     # the keys that some row sees: first ... end - 1; a share has every SPLITS-th block
     STEP: gl.constexpr = SPLITS * BLOCK
     first, end, position = seen_keys(length, offset, S, T, CAUSAL, WINDOW, FAR)
-    # a warp has its own, and heads have different ones, so that no program has more
-    warp = warp_number(program)
-    share = (split + warp // HEADS + warp % HEADS * SPREAD) % SPLITS
-    begin = first // 8 * 8 + share * BLOCK
+    begin = first // 8 * 8 + (split + warp_number(program) // HEADS) * BLOCK
     PRODUCT: gl.constexpr = scores_layout(W)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
@@ -234,8 +226,6 @@ def quantized_decode_kernel(
             H,
             KEY,
             KEY_TYPE,
-            levels,
-            SELECT,
         )
         if KEY_GROUPS > 1:
             y = gl.reshape(y, [W, BLOCK, KEY_GROUPS, H // KEY_GROUPS])

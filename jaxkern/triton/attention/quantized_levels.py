@@ -111,32 +111,6 @@ def looked_up(form, word, second, table, out):
 
 
 @constexpr_function
-def selected(word, levels, out):
-    """PTX of the levels of eight codes of 4 bits, chosen byte by byte from registers.
-
-    Args:
-      word: of the codes.
-      levels: operands: low bytes of 16 levels in four words, then the high ones.
-      out: `out(i)` is the result for codes 2 i and 2 i + 1.
-    """
-    text = f"and.b32 a, {word}, 0x77777777; shl.b32 b, {word}, 4;"
-    for half, upper in ((0, "0xd9c8"), (2, "0xfbea")):
-        # bytes of ones where the code is 8 or more
-        text += (
-            f"prmt.b32 c, b, {word}, {upper}; shr.u32 a, a, 16;"
-            if half
-            else (f"prmt.b32 c, b, {word}, {upper};")
-        )
-        for to, first in (("t", 0), ("u", 4)):
-            x, y, z, w = levels[first : first + 4]
-            text += f"prmt.b32 {to}, {x}, {y}, a; prmt.b32 s, {z}, {w}, a;"
-            text += f"lop3.b32 {to}, c, s, {to}, 0xca;"
-        text += f"prmt.b32 {out(half)}, t, u, 0x5140;"
-        text += f"prmt.b32 {out(half + 1)}, t, u, 0x7362;"
-    return REGISTERS + text + " }"
-
-
-@constexpr_function
 def alternating(to, x, y, width, odd):
     """PTX: the even or the odd fields of x and y, beside each other."""
     mask = sum((1 << width) - 1 << 2 * width * i for i in range(16 // width))

@@ -1,4 +1,4 @@
-"""Tables of levels: in shared memory, and a few words in registers."""
+"""Tables of levels in shared memory."""
 
 from jaxkern.triton.attention.quantized_copies import shared_address
 from jaxkern.triton.triton_call import constexpr_function, gl, gluon_jit
@@ -36,13 +36,3 @@ def table_in_shared(any, entry, ENTRIES: gl.constexpr, OFFSET: gl.constexpr):
     return gl.inline_asm_elementwise(
         table_text(OFFSET), "=r,r", [any], gl.int32, False, 1
     )
-
-
-@gluon_jit
-def words_at(ptr, COUNT: gl.constexpr):
-    """A tuple of words, of none without a pointer."""
-    words = ()
-    if ptr is not None:
-        for i in gl.static_range(COUNT):
-            words += (gl.load(ptr + i),)
-    return words
