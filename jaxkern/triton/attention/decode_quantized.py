@@ -52,9 +52,9 @@ HEAD_DIMS = (64, 128, 256)
 FASTEST = {
     INT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     FLOAT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
-    INT4: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
+    INT4: {"HEADS": 8, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[8]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
-    FORMATS[4]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1},
+    FORMATS[4]: {"HEADS": 8, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[3]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
 }
 UNIT = 256.0  # the largest coordinate of a query in float16
@@ -120,23 +120,27 @@ def sizes_of(
       h: head dim.
       dtype: of the cache.
     """
-    heads = math.gcd(k, 4)
+    narrow = not wide and groups <= 1
+    best = FASTEST.get(forms[0], {}) if narrow and forms[0] == forms[1] else {}
+    most = best.get("HEADS", 4)
     # a large table is for many warps
     bytewise = FORMATS[8] in forms or FORMATS[4] in forms
-    warps = 8 if bytewise and not wide and groups <= 1 else 4
-    rule = {"HEADS": heads, "SHARES": warps // heads, "ROUNDS": 2}
+    warps = 8 if bytewise and narrow else most
+    rule = {"ROUNDS": 2}
     if wide or (groups > 1 and forms != (INT4, INT4)):
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}
     elif groups > 1:
         rule |= {"BLOCK": 32, "STAGES": 3, "PER_SM": 2}
-    elif forms[0] == forms[1] and forms[0] in FASTEST:
-        rule |= FASTEST[forms[0]]
+    elif best:
+        rule |= best
     elif bytewise:
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 1}
     elif any(form[2] > 0 for form in forms):
         rule |= {"BLOCK": 16, "STAGES": 4, "PER_SM": 3}
     else:
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 4}
+    heads = math.gcd(k, most)
+    rule |= {"HEADS": heads, "SHARES": warps // heads}
     return tuned("decode_quantized", h, dtype, rule)
 
 
