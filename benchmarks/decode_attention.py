@@ -1,4 +1,7 @@
-"""Decode attention over a bf16 cache: cuDNN, XLA and ours, one new token a sequence."""
+"""Decode attention over a bf16 cache, one new token a sequence.
+
+Ours, XLA, cuDNN, FA3 and torch. Those without lengths read the same cache: it is full.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +57,33 @@ def cudnn(query, key, value, lengths):
     )
 
 
+def cudnn_without_lengths(query, key, value, lengths):
+    del lengths
+    return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
+
+
+def flash_attention_3(query, key, value, lengths):
+    from dew_flash_attn import flash_mha
+
+    del lengths
+    return flash_mha(query, key, value, is_causal=False)
+
+
+def torch_attention(case, *tensors):
+    """Without lengths, by the backend that torch chooses."""
+    import torch
+
+    del case, tensors
+
+    def f(*tensors):
+        query, key, value = (x.transpose(1, 2) for x in tensors[:3])
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, enable_gqa=True
+        ).transpose(1, 2)
+
+    return f
+
+
 BENCHMARK = Benchmark(
     "decode_attention",
     ours,
@@ -75,7 +105,10 @@ BENCHMARK = Benchmark(
         "jaxkern, pages of 16": paged(16),
         "jaxkern, pages of 64": paged(64),
         "cuDNN": cudnn,
+        "cuDNN, no lengths": cudnn_without_lengths,
+        "FA3, no lengths": flash_attention_3,
     },
+    torch_peers={"torch, no lengths": torch_attention},
     sizes={
         "decode_attention": {
             "BLOCK": (32, 64, 128),

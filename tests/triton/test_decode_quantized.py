@@ -15,7 +15,7 @@ from jaxkern import (
 )
 from jaxkern.primitives.turboquant.vector_codec import decode_levels, pack, planes
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.attention.decode_quantized import tables_of
+from jaxkern.triton.attention.quantized_formats import tables_of
 from jaxkern.triton.triton_call import compiling_for
 
 pytestmark = pytest.mark.skipif(

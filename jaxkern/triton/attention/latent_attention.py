@@ -3,7 +3,7 @@
 One program takes up to 64 rows, heads times queries, and a share of the tokens. The
 value part of a row is a key and a value in one tile of shared memory, so it is read
 once; the rotated part is a second, small product. Shares are merged as in
-decode_attention.py. Programs of further heads read the same tokens at the same time,
+merge_shares.py. Programs of further heads read the same tokens at the same time,
 from the L2 cache.
 """
 
@@ -12,15 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.attention.decode_attention import (
-    FAR,
-    LOG2E,
-    MAX_QUERIES,
-    num_splits,
-    over_sequences,
-    run_and_merge,
-    share_of_keys,
-)
+from jaxkern.triton.attention.decode_attention import FAR, MAX_QUERIES, num_splits
+from jaxkern.triton.attention.decode_kernel import share_of_keys
+from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
+from jaxkern.triton.attention.over_sequences import over_sequences
 from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.triton_call import jit, libdevice, max_shared_bytes, tl
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere

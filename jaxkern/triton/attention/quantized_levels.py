@@ -104,7 +104,7 @@ def looked_up(form, word, second, table, out):
                 number = i
             text += f"add.u32 b, b, {table};"
             if together == 2:
-                text += f"ld.shared.b32 b, [b]; mov.b32 {out(number)}, b;"
+                text += f"ld.shared.b32 {out(number)}, [b];"
             else:
                 text += f"ld.shared.b16 {out(number)}, [b];"
     return text
@@ -124,7 +124,7 @@ def alternating(to, x, y, width, odd):
 @constexpr_function
 def key_levels(FORMAT):
     """PTX of the levels of a word, given that of the second plane and the table."""
-    count = 32 // FORMAT[0]
+    count = 32 // FORMAT[0] // max(FORMAT[2], 1)
     word, second, table = (f"${count + i}" for i in range(3))
     if FORMAT[0] == 16:
         text = f"mov.b32 {pair(0)}, {word};"
@@ -135,8 +135,7 @@ def key_levels(FORMAT):
     elif FORMAT == FLOAT8:
         text = float8_levels(word, 0)
     else:
-        out = pair if FORMAT[2] == 2 else lambda i: f"${i}"
-        text = looked_up(FORMAT, word, second, table, out)
+        text = looked_up(FORMAT, word, second, table, lambda i: f"${i}")
     return REGISTERS + text + " }"
 
 
@@ -148,7 +147,8 @@ def value_levels(FORMAT):
     """
     width, plane, together = FORMAT
     count = 32 // width
-    x, y, p, q, table = (f"${2 * count + i}" for i in range(5))
+    results = count if together == 2 else 2 * count
+    x, y, p, q, table = (f"${results + i}" for i in range(5))
     halves = f"prmt.b32 t, {x}, {y}, 0x5410; prmt.b32 u, {x}, {y}, 0x7632;"
     octets = f"prmt.b32 t, {x}, {y}, 0x5140; prmt.b32 u, {x}, {y}, 0x7362;"
     if width == 16:
@@ -167,7 +167,7 @@ def value_levels(FORMAT):
         for odd in (0, 1):
             text += alternating("t", x, y, width, odd)
             text += alternating("u", p, q, plane, odd) if plane else ""
-            out = (lambda i: pair(2 * i)) if odd == 0 else (lambda i: pair(2 * i + 1))
+            out = (lambda i: f"${2 * i}") if odd == 0 else (lambda i: f"${2 * i + 1}")
             text += looked_up(FORMAT, "t", "u", table, out)
     return REGISTERS + text + " }"
 
@@ -176,4 +176,6 @@ def value_levels(FORMAT):
 def levels_operands(FORMAT, TOKENS):
     """Of the PTX above for a word of each of so many tokens."""
     inputs = 2 * TOKENS + 1 if FORMAT[2] > 0 else TOKENS
+    if FORMAT[2] == 2:
+        return registers("r", 32 // FORMAT[0] * TOKENS // 2, inputs)
     return registers("h", 32 // FORMAT[0] * TOKENS, inputs)

@@ -1,0 +1,277 @@
+"""Blocks of keys and values from shared memory, decoded as the tensor cores want them.
+
+Four lanes share a key, eight lanes a value, and dims are numbered as the lanes hold
+them, which changes no sum and only permutes the result.
+"""
+
+from jaxkern.triton.attention.quantized_layouts import (
+    key_run,
+    lane_layout,
+    swizzle_of,
+    token_layout,
+    types_of,
+    value_run,
+)
+from jaxkern.triton.attention.quantized_levels import (
+    key_levels,
+    levels_operands,
+    registers,
+    value_levels,
+)
+from jaxkern.triton.triton_call import constexpr_function, gl, gluon_jit
+
+
+@constexpr_function
+def loads_text(PLACES, COUNT, PAIRS, SIZE):
+    """PTX of loads of COUNT words from each place, then of SIZE bytes a word.
+
+    Args:
+      PLACES: in bytes, of words and of what the second plane has for them.
+      PAIRS: results of places 2 i and 2 i + 1 alternate.
+      SIZE: 0 without a second plane.
+    """
+    total = len(PLACES) * COUNT
+    inputs = total * (2 if SIZE else 1)
+
+    def number(i, j):
+        return 2 * (i // 2 * COUNT + j) + i % 2 if PAIRS else i * COUNT + j
+
+    text = ""
+    for i, places in enumerate(PLACES):
+        place, second = places
+        for j in range(0, COUNT, 4):
+            out = [f"${number(i, x)}" for x in range(j, min(j + 4, COUNT))]
+            kind = f"v{len(out)}.b32" if len(out) > 1 else "b32"
+            out = f"{{{', '.join(out)}}}" if len(out) > 1 else out[0]
+            text += f"ld.shared.{kind} {out}, [${inputs}+{place + 4 * j}]; "
+        for j in range(COUNT if SIZE else 0):
+            out = f"${total + number(i, j)}"
+            at = second + SIZE * j
+            text += f"ld.shared.u{8 * SIZE} {out}, [${inputs + 1}+{at}]; "
+    return text
+
+
+@constexpr_function
+def key_loads(PART, SECOND, BLOCK, COUNT, SIZE):
+    """COUNT words at once: of tokens 8 apart, then the parts of a token."""
+    _, _, size, pitch = PART
+    places = [
+        (i * pitch + j, i * SECOND[3] + j // 4 * SIZE)
+        for i in range(0, BLOCK, 8)
+        for j in range(0, size, 16 * COUNT)
+    ]
+    return loads_text(places, COUNT, False, SIZE)
+
+
+@constexpr_function
+def value_loads(PART, SECOND, BLOCK, COUNT, SIZE):
+    """COUNT words at once: of tokens 8 apart, parts of a token, both of a pair."""
+    _, _, size, pitch = PART
+    places = [
+        (i * pitch + j, i * SECOND[3] + j // 4 * SIZE)
+        for octet in range(0, BLOCK, 8)
+        for j in range(0, size, 32 * COUNT)
+        for i in (octet, octet + 4)
+    ]
+    return loads_text(places, COUNT, True, SIZE)
+
+
+@constexpr_function
+def scale_loads(BLOCK):
+    """Scales of tokens 8 apart, neighbours in shared memory."""
+    octets = BLOCK // 8
+    return loads_text([(0, 0)], octets, False, 0).replace("b32", "f32")
+
+
+@constexpr_function
+def level_types(FORMAT, TYPE, COUNT):
+    return (gl.int32,) * (COUNT // 2) if FORMAT[2] == 2 else (TYPE,) * COUNT
+
+
+@gluon_jit
+def both_halves(words, COUNT: gl.constexpr):
+    """The float16 numbers of words, low halves first."""
+    parts = ()
+    for i in gl.static_range(COUNT):
+        low = words[i].to(gl.int16).to(gl.float16, bitcast=True)
+        high = (words[i] >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+        parts += (low, high)
+    return parts
+
+
+@gluon_jit
+def stacked(parts, START: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexpr):
+    """parts[START::STRIDE] along new dims of two, the last one the fastest."""
+    if COUNT == STRIDE:
+        y = parts[START]
+    else:
+        y = gl.join(
+            stacked(parts, START, 2 * STRIDE, COUNT),
+            stacked(parts, START + STRIDE, 2 * STRIDE, COUNT),
+        )
+    return y
+
+
+@gluon_jit
+def key_block(
+    shared,
+    table,
+    PART: gl.constexpr,
+    SECOND: gl.constexpr,
+    AT: gl.constexpr,
+    BLOCK: gl.constexpr,
+    H: gl.constexpr,
+    FORMAT: gl.constexpr,
+    TYPE: gl.constexpr,
+):
+    """Levels of keys as [warps, tokens, parts, 4 lanes, dims of a lane]."""
+    W: gl.constexpr = gl.num_warps()
+    RUN: gl.constexpr = key_run(H, FORMAT)
+    SIZE: gl.constexpr = 4 * FORMAT[1] // FORMAT[0]
+    L: gl.constexpr = lane_layout(W, 4, 2, 8)
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    shared += gl.zeros([W, 8, 4], gl.int32, L)
+    main = shared + AT[0] + row * PART[3] + lane * (4 * RUN)
+    second = shared + AT[1] + row * SECOND[3] + lane * (RUN * SIZE)
+    WORDS: gl.constexpr = BLOCK // 8 * (H * FORMAT[0] // 128)
+    LOADED: gl.constexpr = WORDS * (2 if FORMAT[1] != 0 else 1)
+    loaded = gl.inline_asm_elementwise(
+        key_loads(PART, SECOND, BLOCK, RUN, SIZE),
+        registers("r", LOADED, 2),
+        [main, second],
+        dtype=types_of(gl.int32, LOADED),
+        is_pure=False,
+        pack=1,
+    )
+    COUNT: gl.constexpr = 32 // FORMAT[0]
+    words = stacked(loaded, 0, 1, WORDS)
+    if FORMAT[2] > 0:
+        seconds = words
+        if FORMAT[1] != 0:
+            seconds = stacked(loaded[WORDS:], 0, 1, WORDS)
+        operands = (words, seconds, table)
+    else:
+        operands = (words,)
+    parts = gl.inline_asm_elementwise(
+        key_levels(FORMAT),
+        levels_operands(FORMAT, 1),
+        operands,
+        dtype=level_types(FORMAT, TYPE, COUNT),
+        is_pure=True,
+        pack=1,
+    )
+    if FORMAT[2] == 2:
+        parts = both_halves(parts, COUNT // 2)
+    y = stacked(parts, 0, 1, COUNT)
+    RUNS: gl.constexpr = H // (4 * RUN * COUNT)
+    y = gl.reshape(y, [W, 8, 4, BLOCK // 8, RUNS, RUN * COUNT])
+    y = gl.permute(y, (0, 3, 1, 4, 2, 5))
+    return gl.reshape(y, [W, BLOCK, RUNS, 4, RUN * COUNT])
+
+
+@gluon_jit
+def value_block(
+    shared,
+    table,
+    PART: gl.constexpr,
+    SECOND: gl.constexpr,
+    AT: gl.constexpr,
+    BLOCK: gl.constexpr,
+    HV: gl.constexpr,
+    FORMAT: gl.constexpr,
+    TYPE: gl.constexpr,
+):
+    """Levels of values as [warps, tokens, parts, 8 lanes, dims of a lane]."""
+    W: gl.constexpr = gl.num_warps()
+    RUN: gl.constexpr = value_run(HV, FORMAT)
+    SIZE: gl.constexpr = 4 * FORMAT[1] // FORMAT[0]
+    L: gl.constexpr = lane_layout(W, 4, 1, 8)
+    row = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
+    shared += gl.zeros([W, 4, 8], gl.int32, L)
+    main = shared + AT[3] + row * PART[3]
+    main += lane * (4 * RUN) ^ row // SWIZZLE[0] % SWIZZLE[1] * 32
+    second = shared + AT[4] + row * SECOND[3] + lane * (RUN * SIZE)
+    WORDS: gl.constexpr = BLOCK // 4 * (HV * FORMAT[0] // 256)
+    LOADED: gl.constexpr = WORDS * (2 if FORMAT[1] != 0 else 1)
+    loaded = gl.inline_asm_elementwise(
+        value_loads(PART, SECOND, BLOCK, RUN, SIZE),
+        registers("r", LOADED, 2),
+        [main, second],
+        dtype=types_of(gl.int32, LOADED),
+        is_pure=False,
+        pack=1,
+    )
+    ours, theirs = stacked(loaded, 0, 2, WORDS), stacked(loaded, 1, 2, WORDS)
+    COUNT: gl.constexpr = 64 // FORMAT[0]
+    if FORMAT[2] > 0:
+        seconds, others = ours, theirs
+        if FORMAT[1] != 0:
+            seconds = stacked(loaded[WORDS:], 0, 2, WORDS)
+            others = stacked(loaded[WORDS:], 1, 2, WORDS)
+        operands = (ours, theirs, seconds, others, table)
+    else:
+        operands = (ours, theirs)
+    parts = gl.inline_asm_elementwise(
+        value_levels(FORMAT),
+        levels_operands(FORMAT, 2),
+        operands,
+        dtype=level_types(FORMAT, TYPE, COUNT),
+        is_pure=True,
+        pack=1,
+    )
+    if FORMAT[2] == 2:
+        parts = both_halves(parts, COUNT // 2)
+    y = stacked(parts, 0, 1, COUNT)
+    DIMS: gl.constexpr = RUN * COUNT // 2
+    y = gl.reshape(y, [W, 4, 8, BLOCK // 8, HV // (8 * DIMS), DIMS, 2])
+    y = gl.permute(y, (0, 3, 1, 6, 4, 2, 5))
+    return gl.reshape(y, [W, BLOCK, HV // (8 * DIMS), 8, DIMS])
+
+
+@gluon_jit
+def read_scales(shared, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scales [warps, tokens] of one a token, as a lane has the tokens of scores."""
+    W: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = token_layout(W)
+    token = gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
+    parts = gl.inline_asm_elementwise(
+        scale_loads(BLOCK),
+        registers("f", BLOCK // 8, 1),
+        [gl.zeros([W, 8], gl.int32, L) + shared + token * (BLOCK // 2)],
+        dtype=types_of(gl.float32, BLOCK // 8),
+        is_pure=False,
+        pack=1,
+    )
+    y = gl.reshape(stacked(parts, 0, 1, BLOCK // 8), [W, 8, BLOCK // 8])
+    y = gl.reshape(gl.permute(y, (0, 2, 1)), [W, BLOCK])
+    return gl.convert_layout(y, LAYOUT, assert_trivial=True)
+
+
+@gluon_jit
+def graded(y, shared):
+    """Levels [warps, tokens, groups, dims] times scales over the largest one, and that.
+
+    `shared`: where the scales are.
+    """
+    W: gl.constexpr = y.shape[0]
+    BLOCK: gl.constexpr = y.shape[1]
+    GROUPS: gl.constexpr = y.shape[2]
+    L: gl.constexpr = gl.SliceLayout(3, y.type.layout)
+    token = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    number = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    at = token[None, :, None] * (4 * GROUPS) + number[None, None, :] * 4
+    scales = gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];",
+        "=f,r",
+        [gl.zeros([W, BLOCK, GROUPS], gl.int32, L) + at + shared],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+    largest = gl.max(gl.abs(scales), 2)
+    one_over = gl.where(largest < 1e-37, 1.0, 1.0 / largest)
+    part = scales * gl.expand_dims(one_over, 2)
+    return y * gl.expand_dims(part.to(y.dtype), 3), largest

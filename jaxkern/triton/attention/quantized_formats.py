@@ -1,0 +1,75 @@
+"""How the codes of a cache are decoded: its format, table and rotation."""
+
+import numpy as np
+
+from jaxkern.primitives.turboquant.vector_codec import (
+    Float8Codec,
+    IntCodec,
+    VectorCodec,
+)
+from jaxkern.triton.attention.quantized_levels import FLOAT8, INT4, INT8
+from jaxkern.triton.triton_call import compute_capability
+
+# bits: width of the main plane, of the second one, codes of one lookup
+FORMATS = {
+    16: (16, 0, 0),  # float16 or bfloat16, not codes
+    8: (8, 0, 1),
+    6: (4, 2, 1),
+    5: (4, 1, 1),
+    4: (4, 0, 2),
+    3: (2, 1, 2),
+    2: (2, 0, 2),
+}
+FLOAT8_SINCE = 89  # the compute capability that converts them
+
+
+def form_of(codec: VectorCodec | None) -> tuple[int, int, int]:
+    """The format of a cache: `FORMATS`, or one of which the levels are computed."""
+    if codec is None:
+        return FORMATS[16]
+    if codec.bits == 8 and isinstance(codec, IntCodec):
+        return INT8
+    if codec.bits == 4 and isinstance(codec, IntCodec) and (codec.group or 8) >= 8:
+        return INT4
+    if isinstance(codec, Float8Codec) and compute_capability() >= FLOAT8_SINCE:
+        return FLOAT8
+    return FORMATS[int(codec.bits)]
+
+
+def tables_of(key_codec: VectorCodec | None, value_codec: VectorCodec | None):
+    """((format, table) of keys, of values), no second table if it is the first."""
+    codecs = key_codec, value_codec
+    forms = [form_of(codec) for codec in codecs]
+    levels = [
+        codec.table().astype(np.float16) if codec is not None and form[2] > 0 else None
+        for codec, form in zip(codecs, forms, strict=True)
+    ]
+    ours, theirs = (entries(x, f) for f, x in zip(forms, levels, strict=True))
+    if ours is not None and theirs is not None and np.array_equal(ours, theirs):
+        theirs = None
+    return (forms[0], ours), (forms[1], theirs)
+
+
+def signs_of(codec: VectorCodec | None, d: int) -> np.ndarray | None:
+    """The diagonal of an orthonormal rotation: its signs times d^-1/2."""
+    signs = None if codec is None else codec.signs(d)
+    return None if signs is None else (signs * d**-0.5).astype(np.float32)
+
+
+def entries(levels: np.ndarray | None, form: tuple[int, int, int]) -> np.ndarray | None:
+    """int32 words, each the levels of one or two codes in its low and high half."""
+    if levels is None:
+        return None
+    width, second, together = form
+    words = levels.view(np.uint16).astype(np.uint32)
+    if together == 1:
+        return words.view(np.int32)
+    number = np.arange(levels.size**2)
+    mains = number & (1 << 2 * width) - 1
+    seconds = number >> 2 * width
+    low, high = (
+        (mains >> width * i & (1 << width) - 1)
+        | (seconds >> second * i & (1 << second) - 1) << width
+        for i in (0, 1)
+    )
+    return (words[low] | words[high] << 16).view(np.int32)
