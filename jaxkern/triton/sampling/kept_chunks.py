@@ -1,8 +1,8 @@
 """The weight that each chunk keeps, the logits near the cut, and the token."""
 
 from jaxkern.triton.index.threshold import (
+    from_ordered_bits,
     largest_threshold,
-    order_within,
     ordered_bits,
 )
 from jaxkern.triton.sampling.chunk_sums import place_of_cut, row_stats, weights_above
@@ -20,6 +20,40 @@ from jaxkern.triton.sampling.weights import (
 from jaxkern.triton.triton_call import jit, tl
 
 WINDOW = 128  # logits of a chunk near the cut that are collected
+
+
+@jit
+def order_within(chosen):
+    """How many are chosen before each element of a matrix, row after row.
+
+    A row is shorter than 256: four are counted at once, each in a byte of a word.
+    """
+    ROWS: tl.constexpr = chosen.shape[0]
+    COLUMNS: tl.constexpr = chosen.shape[1]
+    four = tl.arange(0, 4)
+    shift = 8 * four[:, None, None]
+    one = tl.reshape(chosen.to(tl.int32), (4, ROWS // 4, COLUMNS))
+    packed = tl.sum(one << shift, 0)
+    before = tl.cumsum(packed, 1) - packed
+    rows = (tl.sum(packed, 1)[None, :] >> (8 * four)[:, None]) & 255
+    rows = tl.reshape(rows, (ROWS,))
+    rows = tl.cumsum(rows, 0) - rows
+    place = tl.reshape((before[None, :, :] >> shift) & 255, (ROWS, COLUMNS))
+    return place + rows[:, None]
+
+
+@jit
+def store_few(ptr, x, chosen):
+    """A store to which nothing moves: Triton would deal all of x out anew."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; setp.ne.b32 p, $3, 0;
+        @p st.global.f32 [$1], $2; mov.b32 $0, 0; }""",
+        "=r,l,f,r",
+        [ptr.to(tl.int64), x, chosen.to(tl.int32)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit
@@ -77,7 +111,70 @@ def keep_kernel(
             tl.store(count_ptr + out, tl.sum(near.to(tl.int32)))
             place = order_within(near)
             window_ptr += out * WINDOW
-            tl.store(window_ptr + place, x, near & (place < WINDOW))
+            store_few(window_ptr + place, x, near & (place < WINDOW))
+
+
+@jit
+def cut_near_it(
+    window_ptr,
+    count,
+    best,
+    slope,
+    least,
+    above,
+    total,
+    target,
+    WINDOW: tl.constexpr,
+):
+    """`cut_among` the collected logits, which mostly fill less than half their room."""
+    if tl.max(count, 0) <= WINDOW // 2:
+        found, cut, mass = cut_among(
+            window_ptr, count, best, slope, least, above, total, target, WINDOW // 2
+        )
+    else:
+        found, cut, mass = cut_among(
+            window_ptr, count, best, slope, least, above, total, target, WINDOW
+        )
+    return found, cut, mass
+
+
+@jit
+def cut_among(
+    window_ptr,
+    count,
+    best,
+    slope,
+    least,
+    above,
+    total,
+    target,
+    SLOTS: tl.constexpr,
+):
+    """Whether the cut is among these, the cut, and the weight of each chunk from it on.
+
+    `above` is the weight above all of them.
+    """
+    slot = tl.arange(0, SLOTS)[None, :]
+    near = slot < count[:, None]
+    x = tl.load(window_ptr + slot, near, -float("inf"))
+    weight = weight_of(x, best, slope)
+    collected = tl.sum(tl.sum(weight, 1), 0)
+    slack = 1e-6 * total  # sums in another order
+    found = (above - slack < target) & (above + collected + slack >= target)
+    found = found & (tl.max(count, 0) <= SLOTS)
+    keys = ordered_bits(x)
+    cut = tl.max(tl.max(keys, 1), 0)
+    mass = tl.zeros_like(above + count)
+    if found:
+        low = tl.min(tl.min(tl.where(near, keys, 0x7FFFFFFF), 1), 0)
+        rest = target - above
+        # another logit would weigh more than this
+        lightest = 0.99 * weight_of(from_ordered_bits(low), best, slope)
+        cut = largest_threshold(
+            keys, weight, rest, rest + lightest, low, cut, collected
+        )
+        mass = tl.sum(kept_weight(x, best, slope, cut, least), 1)
+    return found, cut, mass
 
 
 @jit
@@ -121,23 +218,19 @@ def draw_by_chunks_kernel(
         share = tl.load(top_p_ptr + row).to(tl.float32)
         if share < 1:
             count = tl.load(count_ptr + at, part < PARTS, 0)
-            slot = tl.arange(0, WINDOW)[None, :]
-            near = slot < count[:, None]
-            x = tl.load(window_ptr + at[:, None] * WINDOW + slot, near, -float("inf"))
-            weight = weight_of(x, best, slope)
             above = tl.sum(tl.load(above_ptr + at, part < PARTS, 0.0), 0)
-            target = mass_of_top_p(share, total)
-            collected = tl.sum(tl.sum(weight, 1), 0)
-            slack = 1e-6 * total  # sums in another order
-            found = (above - slack < target) & (above + collected + slack >= target)
-            found = found & (tl.max(count, 0) <= WINDOW)
-            if found:
-                keys = ordered_bits(x)
-                low = tl.min(tl.min(tl.where(near, keys, 0x7FFFFFFF), 1), 0)
-                high = tl.max(tl.max(keys, 1), 0)
-                rest = target - above
-                cut = largest_threshold(keys, weight, rest, rest, low, high, collected)
-                mass += tl.sum(kept_weight(x, best, slope, cut, least), 1)
+            found, cut, near = cut_near_it(
+                window_ptr + at[:, None] * WINDOW,
+                count,
+                best,
+                slope,
+                least,
+                above,
+                total,
+                mass_of_top_p(share, total),
+                WINDOW,
+            )
+            mass += near
     if found:
         goal = u * tl.sum(mass, 0)
         it = first_beyond(mass, goal, N)
