@@ -161,7 +161,8 @@ def cut_among(
     collected = tl.sum(tl.sum(weight, 1), 0)
     slack = 1e-6 * total  # sums in another order
     found = (above - slack < target) & (above + collected + slack >= target)
-    found = found & (tl.max(count, 0) <= SLOTS)
+    longest = tl.max(count, 0)
+    found = found & (longest > 0) & (longest <= SLOTS)
     keys = ordered_bits(x)
     cut = tl.max(tl.max(keys, 1), 0)
     mass = tl.zeros_like(above + count)
