@@ -49,6 +49,18 @@ def bottom_of(smallest, best, share, total, slope, SIZE: tl.constexpr):
 
 
 @jit
+def rounded_product(a, b):
+    """Rounded before it is added to another.
+
+    Fused with the sum over lanes that follows, each lane would round its own product
+    away and find another sum; but a loop must end in all lanes at once.
+    """
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1
+    )
+
+
+@jit
 def row_stats(largest_ptr, total_ptr, row, slope, PARTS: tl.constexpr, N: tl.constexpr):
     """The best logit of a row, and the weight of each chunk."""
     part = tl.arange(0, N)
@@ -56,7 +68,7 @@ def row_stats(largest_ptr, total_ptr, row, slope, PARTS: tl.constexpr, N: tl.con
     largest = tl.load(largest_ptr + at, part < PARTS, -float("inf"))
     total = tl.load(total_ptr + at, part < PARTS, 0.0)
     best = tl.max(largest, 0)
-    return best, total * weight_of(largest, best, slope)
+    return best, rounded_product(total, weight_of(largest, best, slope))
 
 
 @jit
