@@ -148,7 +148,7 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
             {"kept_ptr": per_chunk(), "above_ptr": if_top_p(per_chunk())}
             | {"window_ptr": if_top_p(per_chunk(WINDOW))}
             | {"count_ptr": if_top_p(per_chunk(dtype=jnp.int32))},
-            # a quarter of a chunk is an element of each thread in 4 warps: see order_within
+            # by 4 warps `order_within` adds inside threads, of 16-bit rows too
             n | pivots | window | warps("sample_keep", 16 if top_p is None else 8),
         )
     [token] = sparse_call(
