@@ -106,6 +106,15 @@ def test_top_p_of_flat_and_of_peaked_rows(p, scale):
     check_rows(logits, rng.random(32), top_p=p)
 
 
+@pytest.mark.parametrize("p", [0.5, 0.99])
+def test_top_p_of_rows_with_heavy_tails(p):
+    """Tokens near the cut weigh less than the sums are rounded by."""
+    rng = np.random.default_rng(5)
+    for _ in range(4):
+        logits = jnp.asarray(rng.laplace(size=(32, 128_256)), jnp.float32)
+        check_rows(logits, rng.random(32), top_p=p, temperature=0.8)
+
+
 def test_rows_with_options_of_their_own():
     rng = np.random.default_rng(2)
     logits = jnp.asarray(2 * rng.standard_normal((8, 30_001)), jnp.float32)

@@ -10,7 +10,7 @@ from jaxkern.triton import block_sizes
 from jaxkern.triton.activation import streamed_softmax
 from jaxkern.triton.block_sizes import num_sms
 from jaxkern.triton.norm import streamed_rows
-from jaxkern.triton.norm.row_norm import forward_tile
+from jaxkern.triton.norm.row_norm_forward import forward_tile
 from jaxkern.triton.triton_call import compiling_for, max_shared_bytes
 
 

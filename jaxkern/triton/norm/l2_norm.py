@@ -1,8 +1,9 @@
-"""l2_norm: rows of `row_norm` that divide by the sum of squares, not its mean."""
+"""l2_norm: rows of `row_norm_forward` divided by the sum of squares, not its mean."""
 
 from typing import Any
 
-from jaxkern.triton.norm.row_norm import row_norm_bwd, row_norm_fwd
+from jaxkern.triton.norm.row_norm_backward import row_norm_bwd
+from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
 
 
 def slower(x: Any, dy: Any = None, **_: Any) -> str | None:

@@ -1,6 +1,7 @@
-"""RMSNorm and its residual form: rows of `row_norm` that are not centred."""
+"""RMSNorm and its residual form: rows of `row_norm_forward` that are not centred."""
 
-from jaxkern.triton.norm.row_norm import row_norm_bwd, row_norm_fwd
+from jaxkern.triton.norm.row_norm_backward import row_norm_bwd
+from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
 
 
 def rms_norm_fwd(x, weight, bias, *, eps, offset):

@@ -1,0 +1,100 @@
+"""Sums over the logits of a chunk and over the chunks of a row."""
+
+from jaxkern.triton.index.threshold import sums_of_four
+from jaxkern.triton.sampling.weights import weight_of
+from jaxkern.triton.triton_call import jit, tl
+
+PIVOTS = 8
+EDGES = 16  # the pivots with both ends, as a power of 2
+
+
+@jit
+def four_sums_above(x, weight, a, b, c, d):
+    """The weights of the elements above each of four numbers.
+
+    What lies within 2**-64 of the number weighs a part of itself.
+    """
+    return sums_of_four(
+        weight * is_above(x, a),
+        weight * is_above(x, b),
+        weight * is_above(x, c),
+        weight * is_above(x, d),
+    )
+
+
+@jit
+def is_above(x, a):
+    """1 or 0, in the units that multiply and add: twice as fast as a comparison."""
+    big: tl.constexpr = 2.0**64
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, 0f5F800000, $2;",
+        "=f,f,f",
+        [x, -a * big],
+        tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def slightly_below(x):
+    return x - tl.maximum(tl.abs(x) * 1e-6, 1e-30)
+
+
+@jit
+def bottom_of(smallest, best, share, total, slope, SIZE: tl.constexpr):
+    """All of SIZE logits below this weigh less than half of what top_p drops."""
+    gap = (tl.log2(SIZE / ((1 - share) * total)) + 1) / slope
+    return slightly_below(tl.maximum(smallest, best - gap))
+
+
+@jit
+def rounded_product(a, b):
+    """Rounded before it is added to another.
+
+    Fused with the sum over lanes that follows, each lane would round its own product
+    away and find another sum; but a loop must end in all lanes at once.
+    """
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1
+    )
+
+
+@jit
+def row_stats(largest_ptr, total_ptr, row, slope, PARTS: tl.constexpr, N: tl.constexpr):
+    """The best logit of a row, and the weight of each chunk."""
+    part = tl.arange(0, N)
+    at = row.to(tl.int64) * PARTS + part
+    largest = tl.load(largest_ptr + at, part < PARTS, -float("inf"))
+    total = tl.load(total_ptr + at, part < PARTS, 0.0)
+    best = tl.max(largest, 0)
+    return best, rounded_product(total, weight_of(largest, best, slope))
+
+
+@jit
+def weights_above(
+    above_ptr,
+    row,
+    total,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    EDGES: tl.constexpr,
+):
+    """The weight above each edge: the top, PIVOTS between, the bottom ever after."""
+    part = tl.arange(0, N)[:, None]
+    k = tl.arange(0, EDGES)[None, :]
+    at = (row.to(tl.int64) * PARTS + part) * PIVOTS + k - 1
+    pivot = (k > 0) & (k <= PIVOTS)
+    above = tl.sum(tl.load(above_ptr + at, pivot & (part < PARTS), 0.0), 0)
+    return tl.where(tl.arange(0, EDGES) > PIVOTS, total, above)
+
+
+@jit
+def place_of_cut(edges_ptr, row, above, target, EDGES: tl.constexpr):
+    """(bottom, top] around the cut, from the weights above the edges."""
+    edges = tl.load(edges_ptr + row * EDGES + tl.arange(0, EDGES))
+    light = above < target
+    top = tl.min(tl.where(light, edges, float("inf")), 0)
+    bottom = tl.max(tl.where(light, -float("inf"), edges), 0)
+    return bottom, top
