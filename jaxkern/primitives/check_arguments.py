@@ -21,6 +21,10 @@ from jaxkern.primitives.declared_dims import (
 
 NUMBERS = {bool: (bool, np.bool_), int: (int, np.integer), float: (float, np.floating)}
 OWN = "jaxkern."
+INTEGERS = ("Int", "Int32", "Integer", "UInt")  # `fn` knows which widths it can take
+ANY_INTEGER = tuple(
+    f"{sign}int{n}" for sign in ("", "u") for n in (2, 4, 8, 16, 32, 64)
+)
 WRONG = (str, bytes, list, tuple, dict, set, types.NoneType, types.FunctionType)
 
 
@@ -91,6 +95,8 @@ def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
         array = dataclasses.replace(every[0], kind=kind, dtypes=dtypes)
     elif array is not None and array.kind == "Bool":
         array = dataclasses.replace(array, dtypes=())
+    elif array is not None and array.kind in INTEGERS:
+        array = dataclasses.replace(array, dtypes=ANY_INTEGER)
     return Declared(array, classes, numbers, types.NoneType in parts)
 
 

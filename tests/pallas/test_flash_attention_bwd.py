@@ -129,6 +129,20 @@ def check(gradients, name, h, hv, **forced):
         assert np.linalg.norm(y - e) < 4e-3 * np.linalg.norm(e)
 
 
+@pytest.mark.parametrize("gradients", [hopper.attention_bwd, joint_bwd.attention_bwd])
+def test_partitioned_calls_may_have_no_effects(gradients):
+    """custom_partitioning lowers no jaxpr with a ref that lives on its own in it."""
+    q, k, v = operands(1, 300, 300, 2, 2, 128)
+    options: Any = STATIC | dict(wanted=(True, True, True, False, False))
+    rest: Any = q, jnp.zeros(q.shape[:3]), q, jnp.zeros(q.shape[:3])
+
+    def dq(q, k, v):
+        return gradients(q, k, v, *[None] * 7, *rest, **options)[0]
+
+    with compiling_for(90):
+        assert not jax.make_jaxpr(dq)(q, k, v).effects
+
+
 def test_lowers_for_cuda_without_a_gpu():
     q, k, v = operands(1, 300, 300, 2, 2, 128)
 

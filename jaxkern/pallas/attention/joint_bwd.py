@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.attention.flash_attention import copyable, int32, padded_rows
@@ -146,15 +147,14 @@ def attention_bwd(
 
     @jax.jit
     def launch(nothing, *operands):
-        dq = jax.new_ref(nothing)
-
         def body(*refs):
             *ins, dq, dk, dv, buffers, barriers = refs
             kernel(*ins, dq, dk, dv, buffers, barriers)
 
-        dk, dv = plgpu.kernel(
+        # A ref made by `new_ref` is an effect, which no partitioned call may have.
+        results = tuple(jax.lax.empty(x.shape, x.dtype) for x in (k, v))
+        run = plgpu.kernel(
             body,
-            out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)),
             grid=(-(-c.s // KEYS) * c.b * (c.n // c.group),),
             grid_names=("program",),
             num_threads=CONSUMERS + 2,
@@ -162,8 +162,8 @@ def attention_bwd(
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands, dq)
-        return jax.freeze(dq), dk, dv
+        )
+        return pl.run_state(lambda refs: run(*operands, *refs))((nothing, *results))
 
     dq, dk, dv = launch(
         nothing,

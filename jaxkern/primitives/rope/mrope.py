@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling, rope_frequencies
 
@@ -16,7 +16,7 @@ Layout = Literal["contiguous", "interleaved"]
 
 
 def mrope_cos_sin(
-    positions: Int[Array, "axes ... t"],
+    positions: Real[Array, "axes ... t"],
     rotary_dim: int,
     *,
     sections: Sequence[int],
@@ -45,7 +45,8 @@ def mrope_cos_sin(
     pairs 61 and 62 turn by the time in the one and by the fourth axis in the other.
 
     Args:
-      positions: `[axes, ..., t]` int: time, height, width and perhaps a fourth.
+      positions: `[axes, ..., t]` int or float: time, height, width and perhaps a
+        fourth.
       rotary_dim: how many of the head's dims rotate; even.
       sections: how many pairs each axis has, one number per axis.
       layout: see the table.
