@@ -82,7 +82,22 @@ def causal_conv1d_step(
     *,
     activation: Activation = None,
 ) -> tuple[Float[Array, "b d"], Float[Array, "b past d"]]:
-    """One token of `causal_conv1d`: its output and the state for the next one."""
+    """One token of `causal_conv1d`: its output and the state for the next one.
+
+    Args:
+      x: `[b, d]`, the inputs of the token, any float dtype.
+      weight, bias: `[d, w]` and `[d]` or None, see `causal_conv1d`.
+      state: `[b, w - 1, d]`, the inputs before, the oldest first.
+      activation: "silu" or None.
+
+    Returns:
+      y: `[b, d]`, dtype of x.
+      state: `[b, w - 1, d]` with this token's inputs last, its dtype as before.
+
+    Raises:
+      TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: `activation` is neither of the two.
+    """
     y, state = causal_conv1d(x[:, None], weight, bias, state, activation=activation)
     return y[:, 0], state
 

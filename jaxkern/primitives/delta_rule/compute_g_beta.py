@@ -43,7 +43,14 @@ def compute_g_beta(
 
 
 def log_decay_from_positive(g: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The log-decay of a positive rate g, with which the state decays by exp(-g)."""
+    """The log-decay of a positive rate g, with which the state decays by exp(-g).
+
+    Args:
+      g: `[...]`, any float dtype, not negative.
+
+    Returns:
+      -g, the `g` of `gated_delta_rule`.
+    """
     return -g
 
 

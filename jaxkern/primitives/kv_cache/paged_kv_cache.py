@@ -148,6 +148,13 @@ def release_pages(cache: PagedKVCache, finished: Bool[Array, " b"]) -> PagedKVCa
 
     A page that another sequence shares stays taken. To move or share pages write the
     tables: they are plain arrays.
+
+    Args:
+      cache: of `empty_paged_kv_cache`, or returned by a later call.
+      finished: `[b]` bool.
+
+    Returns:
+      The cache with lengths of 0 and no pages where `finished`.
     """
     tables = jnp.where(finished[:, None], NO_PAGE, cache.block_tables)
     lengths = jnp.where(finished, 0, cache.lengths)

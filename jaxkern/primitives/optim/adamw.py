@@ -95,7 +95,21 @@ def adam_update(
     eps: float = 1e-8,
     eps_root: float = 0.0,
 ) -> tuple[Any, Any, Any]:
-    """`adamw_update` without weight decay: `optax.adam` on a whole pytree."""
+    """`adamw_update` without weight decay: `optax.adam` on a whole pytree.
+
+    https://arxiv.org/abs/1412.6980
+
+    Args:
+      params, grads, m, v: pytrees of one structure, see `adamw_update`.
+      step: which update this is, from 1 on.
+      learning_rate, b1, b2, eps, eps_root: see `adamw_update`.
+
+    Returns:
+      The new params, m and v, each of its old dtype.
+
+    Raises:
+      ValueError: the trees differ, or an option is out of its range.
+    """
     return adamw_update(
         params,
         grads,

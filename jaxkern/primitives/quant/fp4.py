@@ -86,7 +86,20 @@ def unpack_fp4(
     *,
     group_size: int | None = None,
 ) -> UInt8[Array, "f d"]:
-    """The inverse of `pack_fp4`: the codes `[f, d]` of a matrix of that `shape`."""
+    """The inverse of `pack_fp4`: the codes of a matrix.
+
+    Args:
+      packed: uint8, of the shape in the table.
+      layout: "pairs_d", "pairs_f" or "half_split".
+      shape: (f, d).
+      group_size: of "half_split", see `pack_fp4`.
+
+    Returns:
+      `[f, d]`, each code below 16.
+
+    Raises:
+      ValueError: the layout is none of these, or does not fit the shape.
+    """
     check_layout("unpack_fp4", layout, shape, group_size)
     f, d = shape
     expected = (-(-f * d // 2),) if layout == "pairs_f" else (f, d // 2)

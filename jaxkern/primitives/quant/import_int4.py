@@ -123,7 +123,15 @@ def int4_from_linear(
 
 
 def int4_to_linear(w: IntTensor) -> UInt8[Array, " bytes"]:
-    """The inverse of `int4_from_linear` for the codes of a `[f, d]` tensor."""
+    """The inverse of `int4_from_linear` for the codes of a `[f, d]` tensor.
+
+    Args:
+      w: `[f, d]` of 4 bits.
+
+    Returns:
+      `[d * f / 2]` bytes: nibbles in one run over the row-major `[d, f]` matrix, the
+      lower half first.
+    """
     codes = unpack_int(w.codes, 4, w.signed).T.reshape(-1)
     return pack_int(codes, 4, w.signed)
 

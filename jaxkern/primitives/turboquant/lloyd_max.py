@@ -42,7 +42,17 @@ def lloyd_max_codebook(bits: int) -> np.ndarray:
 
 
 def lloyd_max_error(bits: int) -> float:
-    """Mean squared error of `lloyd_max_codebook(bits)` on a standard normal number."""
+    """Mean squared error of `lloyd_max_codebook(bits)` on a standard normal number.
+
+    Args:
+      bits: 1 to 8.
+
+    Returns:
+      E (x - level(x))^2 with x ~ N(0, 1), as a Python float.
+
+    Raises:
+      ValueError: there is no such codebook.
+    """
     return entry(bits)["mse"]
 
 

@@ -75,14 +75,33 @@ def turboquant_encode(
     seed: int | None = None,
     codebook: tuple[float, ...] | None = None,
 ) -> QuantizedVectors:
-    """`quantize_vectors` with a TurboQuantCodec; its docstring has the options."""
+    """`quantize_vectors` with a TurboQuantCodec (https://arxiv.org/abs/2504.19874).
+
+    Args:
+      x: `[..., d]`, any float dtype, d a power of two.
+      bits, group, seed, codebook: see `TurboQuantCodec`.
+
+    Returns:
+      QuantizedVectors of shape `[..., d]` with float32 scales.
+
+    Raises:
+      TypeError: the codec does not fit d dims.
+      ValueError: there is no such codec.
+    """
     return quantize_vectors(x, TurboQuantCodec(bits, group, seed, codebook))
 
 
 def turboquant_decode(
     x: QuantizedVectors, *, unrotate: bool = True, dtype: DTypeLike | None = None
 ) -> Float[Array, "... d"]:
-    """The inverse of `turboquant_encode` up to its error; see `dequantize_vectors`."""
+    """The inverse of `turboquant_encode` up to its error.
+
+    Args:
+      x, unrotate, dtype: see `dequantize_vectors`.
+
+    Returns:
+      `[..., d]`, computed in float32 and rounded once.
+    """
     return dequantize_vectors(x, unrotate=unrotate, dtype=dtype)
 
 
@@ -92,6 +111,16 @@ def quantize_straight_through(
     """x as it comes back from the codec; its gradient is that of the identity.
 
     For training against a quantised cache (https://arxiv.org/abs/1308.3432).
+
+    Args:
+      x: `[..., d]`, any float dtype.
+      codec: IntCodec, Float8Codec or TurboQuantCodec.
+
+    Returns:
+      `[..., d]`, dtype of x.
+
+    Raises:
+      TypeError: the codec does not fit d dims.
     """
     y = dequantize_vectors(quantize_vectors(x, codec), dtype=x.dtype)
     return jax.lax.stop_gradient(y) + (x - jax.lax.stop_gradient(x))

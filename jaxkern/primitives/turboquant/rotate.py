@@ -44,7 +44,19 @@ def rotate(
 def unrotate(
     x: Float[Array, "... d"], signs: Int[Array | np.ndarray, " d"] | None = None
 ) -> Float[Array, "... d"]:
-    """The inverse of `rotate`, which is its transpose: diag(signs) d^-1/2 H_d x."""
+    """The inverse of `rotate`, which is its transpose: diag(signs) d^-1/2 H_d x.
+
+    Args:
+      x: `[..., d]`, any float dtype, d a power of two.
+      signs: `[d]` int, those of the rotation; `rotation_signs(d)` unless given.
+
+    Returns:
+      `[..., d]`, dtype of x.
+
+    Raises:
+      TypeError: d is no power of two, or not the size of signs.
+      ValueError: there is no sign table for d.
+    """
     signs = rotation_signs(x.shape[-1]) if signs is None else signs
     return fwht_p(x, None, signs, scale="orthonormal")
 

@@ -104,7 +104,19 @@ def block_merge(
 def block_unmerge(
     x: Shaped[Array, "... tokens d"], height: int, width: int, m: int = 2
 ) -> Shaped[Array, "... height width d"]:
-    """The inverse of `block_merge`: `[..., height * width, d]` to a grid."""
+    """The inverse of `block_merge`: `[..., height * width, d]` to a grid.
+
+    Args:
+      x: `[..., height * width, d]`, any dtype, block after block.
+      height, width: of the grid, in tokens; multiples of m.
+      m: side of a block.
+
+    Returns:
+      `[..., height, width, d]`, dtype of x.
+
+    Raises:
+      ValueError: the tokens do not fill the grid in such blocks.
+    """
     *lead, tokens, d = x.shape
     if tokens != height * width or tokens % (m * m):
         raise ValueError(
