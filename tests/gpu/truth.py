@@ -65,13 +65,15 @@ def relative_errors(found, truth, least):
 def relative_error(y, truth, least=1e-2):
     """||y - truth|| / ||truth||, or of numbers of size `least` if those are smaller.
 
-    What is not finite must be the same, and does not count.
+    What is not finite must be the same, and does not count. A NaN elsewhere fails here:
+    among other errors `max` would lose it.
     """
     y, truth = np.asarray(y, np.float64), np.asarray(truth, np.float64)
     assert y.shape == truth.shape
     finite = np.isfinite(truth)
     np.testing.assert_array_equal(y[~finite], truth[~finite])
     y, truth = y[finite], truth[finite]
+    assert not np.isnan(y).any()
     size = max(np.linalg.norm(truth), least * truth.size**0.5)
     return np.linalg.norm(y - truth) / size
 
