@@ -51,6 +51,7 @@ from jaxkern.pallas.attention.problem import (
     sizes,
 )
 from jaxkern.pallas.attention.wgmma import tiled
+from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     FEW_QUERIES,
@@ -214,6 +215,9 @@ def attention_fwd(
         grid_names=("program",),
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
+        kernel_name=kernel_name(
+            "attention_fwd", queries=c.block_q, keys=c.block_k, stages=c.stages
+        ),
         scratch_types=(buffers, barriers),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
