@@ -46,7 +46,8 @@ def triton_rows():
     for p in REGISTRY.values():
         if any(row.backend == "triton" for row in p.rows.get("cuda", ())):
             for k, case in enumerate(checks.cases_of(p)):
-                marks = [] if p is rms_norm_p and k == 0 else [pytest.mark.full]
+                first = p is rms_norm_p and k == 0
+                marks = pytest.mark.smoke if first else pytest.mark.full
                 yield pytest.param(p, case, id=f"{p.name}-{case.name}", marks=marks)
 
 
@@ -191,6 +192,16 @@ def test_cases_compile_and_fit(p, case, capability):
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_compile_and_fit(name, capability):
     check_launches([CALLS[name]], capability)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_on_a_gpu_of_little_shared_memory(dtype):
+    check_launches([attend(128, 128, dtype)], 86)
+    wide, operands = attend(192, 128, dtype)
+    with compiling_for(86):
+        text = str(explain(wide, *operands, platform="cuda"))
+    assert "head dims 192 and 128 need more than the GPU's shared memory" in text
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ def launches_of(f, *args):
     return [launch for row in rows for launch in row.launches]
 
 
+@pytest.mark.smoke
 def test_explain_names_kernel_sizes_registers_and_shared_memory():
     text = str(explain(rms_norm, X, WEIGHT, platform="cuda"))
     assert "rms_norm on cuda runs triton: triton.norm.rms_norm.rms_norm_fwd" in text
@@ -40,6 +41,7 @@ def test_loads_are_sixteen_bytes_wide():
     assert "LDG.E.128" in launch.sass or "LDG.E.EF.128" in launch.sass
 
 
+@pytest.mark.smoke
 def test_kernels_are_in_the_module_for_cuda():
     f = jax.jit(jax.grad(lambda x, w: rms_norm(x, w).sum(), (0, 1)))
     text = f.trace(X, WEIGHT).lower(lowering_platforms=("cuda",)).as_text()

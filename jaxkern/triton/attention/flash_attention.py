@@ -27,10 +27,16 @@ from jaxkern.triton.attention.tile_sizes import (
     sizes_of,
 )
 from jaxkern.triton.block_sizes import next_power_of_2
-from jaxkern.triton.triton_call import like, sparse_call, triton_call
+from jaxkern.triton.triton_call import (
+    like,
+    max_shared_bytes,
+    sparse_call,
+    triton_call,
+)
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_HEAD_DIM = 256
+LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
@@ -52,6 +58,8 @@ def unsupported(
         return f"{t} queries are no more than {FEW_QUERIES}: reading the keys decides"
     if max(h, hv) > MAX_HEAD_DIM:
         return f"head dims {h} and {hv} are above {MAX_HEAD_DIM}"
+    if max(h, hv) > 128 and max_shared_bytes() < LARGE_TILES:
+        return f"head dims {h} and {hv} need more than the GPU's shared memory"
     if not b * n * h * hv * s:
         return "an operand is empty"
     if not query.dtype == key.dtype == value.dtype:
