@@ -97,6 +97,10 @@ def attend(h, hv, dtype):
     return slopes(f, q, k, v, spec(1, 4, 300, 300), spec(4))
 
 
+def capped_softmax(x):
+    return softmax(x, jnp.ones(x.shape, bool), softcap=3.0)
+
+
 def decode(codec):
     cache = QuantizedVectors.zeros((2, 5000, 2, 128), codec)
     f = functools.partial(quantized_cache_attention, causal=True, window=77)
@@ -142,7 +146,7 @@ CALLS = {  # which the cases of the ops leave out
     **{f"fwht {t}": (fwht, (spec(4096, 8192, dtype=t),)) for t in DTYPES},
     **{
         f"{f.__name__} {d} {t}": slopes(f, spec(37, d, dtype=t))
-        for f in (softmax, rms_norm)
+        for f in (softmax, capped_softmax, rms_norm)
         for d in (5000, 16384, 32768, 131071)
         for t in DTYPES
     },
