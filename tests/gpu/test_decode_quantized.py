@@ -33,6 +33,7 @@ CODECS = {
     "turbo8": TurboQuantCodec(8),
     "turbo4": TurboQuantCodec(4),
     "turbo3": TurboQuantCodec(3),
+    "turbo5": TurboQuantCodec(5),
     "turbo6": TurboQuantCodec(6, group=64),
     "turbo2": TurboQuantCodec(2),
     "own levels": TurboQuantCodec(4, codebook=tuple(i**3 / 99 for i in range(-7, 9))),
