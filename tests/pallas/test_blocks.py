@@ -90,13 +90,16 @@ def check(found, some, all_of, at_least, spare):
     assert ((last - first).clip(0) <= np.maximum(needed, at_least) + spare).all()
 
 
-def cases():
-    for name in CASES:
-        common = name in ("causal_offsets", "segments_causal", "mask")
-        yield pytest.param(name, marks=[] if common else pytest.mark.full)
+COMMON = ("causal_offsets", "segments_causal", "mask")
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in COMMON else pytest.mark.full)
+        for name in CASES
+    ],
+)
 def test_of_keys_and_of_queries(name):
     given = CASES[name]
     some, all_of = in_blocks(seen(**given), ROWS, COLUMNS)
