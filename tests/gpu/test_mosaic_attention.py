@@ -203,6 +203,16 @@ def test_a_nan_stays_visible():
     assert jnp.isnan(by_key[0, 150:]).all() and jnp.isfinite(by_key[0, :150]).all()
 
 
+def test_a_nan_stays_visible_in_gradients():
+    q, k, v = operands(1, 200, 200, 1, 1, 128)
+
+    def loss(q):
+        return attend(q, k, v, causal=True).astype(jnp.float32).sum()
+
+    dq = jax.jit(jax.grad(loss))(q.at[0, 7].set(jnp.nan))
+    assert jnp.isnan(dq[0, 7]).all() and jnp.isfinite(dq[0, 8:]).all()
+
+
 def test_the_same_bits_every_time():
     q, k, v = operands(2, 1000, 1000, 2, 4, 128)
     run = jax.jit(lambda *x: attend(*x, causal=True))

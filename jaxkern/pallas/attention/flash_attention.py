@@ -80,8 +80,6 @@ def unsupported(
     """A reason in words, or None."""
     b, t, n, h = query.shape
     s, hv = value.shape[1], value.shape[3]
-    if not all(isinstance(size, int) for size in (b, t, n, h, s, hv)):
-        return "a size is symbolic"
     if compute_capability() != 90:
         return f"the compute capability is {compute_capability()}, not 90 (Hopper)"
     if t <= FEW_QUERIES:

@@ -120,6 +120,7 @@ def joint_kernel(
     c: Problem,
     interpret: bool,
 ):
+    """dk and dv of KEYS keys, 64 in each consumer, and what they add to dq."""
     k_smem, v_smem, q_smem, dout_smem, rows_smem, ds_smem, dq_smem = buffers
     lse2_smem, delta_smem, counts_smem = rows_smem
     held, full, free, ds_ready, keys_free, dq_full, dq_free = barriers

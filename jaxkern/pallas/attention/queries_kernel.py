@@ -52,6 +52,7 @@ def queries_kernel(
     c: Problem,
     interpret: bool,
 ):
+    """dq of c.block_q queries, 64 in each consumer, and dS of their pairs if wanted."""
     q_smem, dout_smem, k_smem, v_smem, bias_smem, slopes_smem = buffers
     ready, k_full, k_free, v_full, v_free = barriers
     free = [k_free] if v_free is None else [k_free, v_free]

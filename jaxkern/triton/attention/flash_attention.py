@@ -1,7 +1,7 @@
 """Attention of many queries, forward and backward, without a matrix of scores.
 
 One launch forward, out and lse (forward_kernel.py), and three backward: lse and delta,
-laid out by head (rows_kernel.py), dk and dv (keys_kernel.py), dq (queries_kernel.py).
+laid out by head (gradient_rows.py), dk and dv (keys_kernel.py), dq (queries_kernel.py).
 
 Exponentials are of base 2, with the scale folded into their argument. q, k, v, out and
 their gradients stay in [b t n h]; beside them only lse and delta are written, O(t).
@@ -16,22 +16,20 @@ import jax.numpy as jnp
 
 from jaxkern.triton.attention.bias_gradient import with_bias_gradient
 from jaxkern.triton.attention.forward_kernel import flash_attention_kernel
+from jaxkern.triton.attention.gradient_rows import gradient_rows
 from jaxkern.triton.attention.keys_kernel import flash_attention_bwd_keys_kernel
 from jaxkern.triton.attention.problem import LOG2_E, PADDING, operands_and_constants
 from jaxkern.triton.attention.queries_kernel import flash_attention_bwd_queries_kernel
-from jaxkern.triton.attention.rows_kernel import flash_attention_bwd_rows_kernel
 from jaxkern.triton.attention.tile_sizes import (
     forward_sizes,
     key_sizes,
     query_sizes,
     sizes_of,
 )
-from jaxkern.triton.block_sizes import next_power_of_2
 from jaxkern.triton.triton_call import (
     like,
     max_shared_bytes,
     sparse_call,
-    triton_call,
 )
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
@@ -127,6 +125,7 @@ def attention_fwd(
     window,
     softcap,
 ):
+    """(out, lse)"""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     given, constants = operands_and_constants(
@@ -192,27 +191,12 @@ def attention_bwd(
     softcap,
     wanted,
 ):
+    """(dq, dk, dv, dS, dsinks)"""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     want_q, want_k, want_v, want_slopes, want_sinks = wanted
     padded = -(-t // PADDING) * PADDING
-    by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
-    rows = 64 if hv <= 128 else 32
-    lse2, delta = triton_call(
-        flash_attention_bwd_rows_kernel,
-        out,
-        lse,
-        dout,
-        dlse,
-        out=[by_head, by_head],
-        grid=(padded // rows, n, b),
-        T=t,
-        PADDED_T=padded,
-        N=n,
-        HV=hv,
-        PADDED_HV=next_power_of_2(hv),
-        ROWS=rows,
-    )
+    lse2, delta = gradient_rows(out, lse, dout, dlse, padded)
     given, constants = operands_and_constants(
         query,
         key,
