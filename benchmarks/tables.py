@@ -1,4 +1,4 @@
-"""`python -m benchmarks tables DIR [NAME...]`: the records of `--out DIR` as markdown."""
+"""`python -m benchmarks tables DIR [NAME...]`: records of `--out DIR` as markdown."""
 
 import argparse
 import json
