@@ -70,6 +70,7 @@ class Benchmark:
       sizes: what `tune` tries, `{kernel: {size: values}}`.
       differentiable: whether to measure the backward pass.
       floats: positions of the operands to differentiate in; all floats if None.
+      together: whether to measure both passes in one executable as well.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Benchmark:
     sizes: dict[str, dict[str, Sequence]] = dataclasses.field(default_factory=dict)
     differentiable: bool = True
     floats: tuple[int, ...] | None = None
+    together: bool = False
 
 
 def num_sets(case: Case) -> int:
@@ -189,26 +191,36 @@ def forward_and_pull(f: Callable, floats: Sequence[int]) -> Callable:
     return run
 
 
+def both_passes(f: Callable, floats: Sequence[int], dy: Any, *args: jax.Array) -> Any:
+    """As a training step has them."""
+    y, pull = forward_and_pull(f, floats)(*args)
+    return y, pull(dy)
+
+
 def gradients(f: Callable, floats: Sequence[int], dy: Any, *args: jax.Array) -> Any:
     y, pull = forward_and_pull(f, floats)(*args)
     return pull(jax.tree.map(lambda v, c: c.astype(v.dtype), y, dy))
 
 
 def jax_programs(
-    f: Callable, sets: Sequence[tuple], floats: Sequence[int]
+    f: Callable, sets: Sequence[tuple], floats: Sequence[int], together: bool = False
 ) -> dict[str, Program]:
-    """The forward pass, and the backward pass of its residuals."""
+    """The forward pass, the backward pass of its residuals, both if asked for."""
     programs: dict[str, Program] = {"forward": JaxProgram.of(f, sets)}
     if floats:
-        both = jax.jit(forward_and_pull(f, floats)).lower(*sets[0]).compile()
+        begin = jax.jit(forward_and_pull(f, floats)).lower(*sets[0]).compile()
         pulls = []
         with device_alone():
             for s in sets:
-                y, pull = both(*s)
+                y, pull = begin(*s)
                 dy = jax.tree.map(lambda v: jax.random.normal(KEY, v.shape, v.dtype), y)
                 pulls.append((pull, dy))
             jax.block_until_ready(pulls)
         programs["backward"] = JaxProgram.of(lambda pull, dy: pull(dy), pulls)
+        if together:
+            cotangents = [(dy, *s) for s, (_, dy) in zip(sets, pulls, strict=True)]
+            both = functools.partial(both_passes, f, floats)
+            programs["both"] = JaxProgram.of(both, cotangents)
     with device_alone():
         for program in programs.values():
             program.warm()
@@ -288,7 +300,7 @@ def measure_case(
 
     def of_jax(f):
         errors = truth.errors(f, floats) if truth else {}
-        return errors, jax_programs(f, sets, floats)
+        return errors, jax_programs(f, sets, floats, benchmark.together)
 
     def of_torch(make):
         errors = torch_error(make, case, truth) if truth else {}

@@ -1,6 +1,7 @@
 """What a benchmark measured: a record, its table, its plot."""
 
-import importlib
+import contextlib
+import importlib.metadata
 import importlib.util
 import json
 from pathlib import Path
@@ -34,7 +35,7 @@ def table(record: Record) -> Table:
     for column in ("case", "by", "error", "forward us", "% of limit"):
         found.add_column(column, justify="right" if column[-1] in "st" else "left")
     if has_backward:
-        for column in ("grad. error", "backward us", "% of limit", "sum us"):
+        for column in ("grad. error", "backward us", "% of limit", "both us"):
             found.add_column(column, justify="right")
     for case, by in record["results"].items():
         for name, row in by.items():
@@ -46,7 +47,7 @@ def table(record: Record) -> Table:
             if has_backward:
                 cells.append(scientific(row.get("gradient error")))
                 cells += timed(record, case, "backward", row)
-                cells.append(f"{(row['forward'] + row['backward']) * 1e6:.1f}")
+                cells.append(both(row))
             found.add_row(*cells)
     return found
 
@@ -55,19 +56,26 @@ def markdown(record: Record) -> str:
     """The table for docs: microseconds, shares of the limit in brackets, errors."""
     rows = [row for by in record["results"].values() for row in by.values()]
     passes = [which for which in PASSES if any(which in row for row in rows)]
-    columns = ["case", "by", *(f"{which} us" for which in passes), "errors"]
+    last = ["both us"] if len(passes) > 1 else []
+    columns = ["case", "by", *(f"{which} us" for which in passes), *last, "errors"]
     lines = [columns, ["---"] * len(columns)]
     for case, by in record["results"].items():
         for name, row in by.items():
             if "failed" in row:
-                cells = [row["failed"][:60]] + [""] * (len(passes) - 1)
+                cells = [row["failed"][:60]] + [""] * (len(passes) - 1 + len(last))
             else:
                 times = (timed(record, case, which, row) for which in passes)
                 cells = [f"{us} ({float(share):.0f} %)" for us, share in times]
+                cells += [both(row)] if last else []
             errors = (row.get("error"), row.get("gradient error"))
             shown = ", ".join(scientific(e) for e in errors if e is not None)
             lines.append([case, name, *cells, shown])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def both(row: dict[str, Any]) -> str:
+    """Microseconds of both passes: in one executable if measured so, else the sum."""
+    return f"{row.get('both', row['forward'] + row['backward']) * 1e6:.1f}"
 
 
 def scientific(x: float | None) -> str:
@@ -91,10 +99,9 @@ def limits_line(record: Record) -> str:
 
 def versions() -> dict[str, str]:
     found = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    for name in ("torch", "triton", "liger_kernel", "tokamax"):
-        if importlib.util.find_spec(name):
-            module = importlib.import_module(name)
-            found[name] = str(getattr(module, "__version__", "?"))
+    for name in ("torch", "triton", "liger-kernel", "tokamax", "optax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 

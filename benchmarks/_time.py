@@ -195,17 +195,13 @@ def device_seconds(f: Callable, sets: Sequence[tuple]) -> float:
 def copy_rate() -> float:
     """Bytes a second, read and written, of a large copy."""
     x = jnp.arange(2**28, dtype=jnp.float32)
-    sets = [(x + i,) for i in range(4)]
-    programs: dict[str, Program] = {"jax": JaxProgram.of(jnp.negative, sets)}
-    if importlib.util.find_spec("torch"):
-        import torch
+    by_jax = JaxProgram.of(jnp.negative, [(x + i,) for i in range(4)])
 
+    def in_torch(torch):
         a, b = (torch.randn(2**28, device="cuda") for _ in range(2))
-        programs["torch"] = TorchProgram(lambda: b.copy_(a), [()] * 4)
-    with device_alone():
-        for program in programs.values():
-            program.warm()
-        return 2 * x.nbytes / min(seconds_in_turn(programs).values())
+        return lambda: b.copy_(a)
+
+    return 2 * x.nbytes / least_seconds(by_jax, in_torch)
 
 
 @functools.cache
@@ -213,5 +209,24 @@ def matmul_rate() -> float:
     """Flops a second of an 8192^3 bf16 product of random data."""
     keys = jax.random.split(jax.random.key(0), 8)
     draw = jax.jit(lambda k: jax.random.normal(k, (8192, 8192), jnp.bfloat16))
-    sets = [(draw(a), draw(b)) for a, b in keys.reshape(4, 2)]
-    return 2 * 8192**3 / device_seconds(jnp.dot, sets)
+    by_jax = JaxProgram.of(jnp.dot, [(draw(a), draw(b)) for a, b in keys.reshape(4, 2)])
+
+    def in_torch(torch):
+        options = dict(device="cuda", dtype=torch.bfloat16)
+        a, b = (torch.randn(8192, 8192, **options) for _ in range(2))
+        return lambda: a @ b
+
+    return 2 * 8192**3 / least_seconds(by_jax, in_torch)
+
+
+def least_seconds(by_jax: JaxProgram, in_torch: Callable[[Any], Callable]) -> float:
+    """Of one call by jax or, where torch is here, by torch."""
+    programs: dict[str, Program] = {"jax": by_jax}
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        programs["torch"] = TorchProgram(in_torch(torch), [()] * 4)
+    with device_alone():
+        for program in programs.values():
+            program.warm()
+        return min(seconds_in_turn(programs).values())

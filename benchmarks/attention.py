@@ -125,6 +125,7 @@ def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
         name,
         functools.partial(ours, window),
         cases,
+        together=True,
         torch_peers=torch_peers,
         jax_peers={
             "cuDNN": functools.partial(cudnn, window),
@@ -175,7 +176,8 @@ WINDOWED = benchmark(
 PACKED = Benchmark(
     "attention_documents",
     ours_packed,
-    [documents(1, 16384, 32, 8, 128), documents(4, 4096, 32, 8, 128)],
+    together=True,
+    cases=[documents(1, 16384, 32, 8, 128), documents(4, 4096, 32, 8, 128)],
     jax_peers={"cuDNN, mask": cudnn_packed},
 )
 

@@ -115,7 +115,7 @@ GOALS = (*row_goals(), *attention_goals())
 
 def figure(row: dict[str, Any], which: str) -> float | None:
     """Seconds of a pass or of both, or an error; None where there is none."""
-    if which == "both":
+    if which == "both" and "both" not in row:
         if "forward" not in row or "backward" not in row:
             return None
         return row["forward"] + row["backward"]
