@@ -18,7 +18,15 @@ import numpy as np
 from rich.progress import Progress
 
 import jaxkern
-from benchmarks._report import CONSOLE, limits_line, plot, table, versions, write_record
+from benchmarks._report import (
+    CONSOLE,
+    Record,
+    limits_line,
+    plot,
+    table,
+    versions,
+    write_record,
+)
 from benchmarks._time import (
     JaxProgram,
     Program,
@@ -364,23 +372,24 @@ def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
     chosen = [c for c in benchmark.cases if c.name in (options.shapes or [c.name])]
     if not chosen:
         return 0
-    limits = {"copy": copy_rate(), "matmul": matmul_rate()}
-    results = {}
+    record: Record = {
+        "name": benchmark.name,
+        "limits": {"copy": copy_rate(), "matmul": matmul_rate()},
+        "versions": versions(),
+        "cases": {c.name: {"bytes": c.bytes, "flops": c.flops} for c in chosen},
+        "results": {},
+    }
     with Progress(console=CONSOLE, transient=True) as progress:
         for case in progress.track(chosen, description=benchmark.name):
             check = not options.no_check
-            results[case.name] = measure_case(benchmark, case, options.peers, check)
-    record = {
-        "name": benchmark.name,
-        "limits": limits,
-        "versions": versions(),
-        "cases": {c.name: {"bytes": c.bytes, "flops": c.flops} for c in chosen},
-        "results": results,
-    }
+            record["results"][case.name] = measure_case(
+                benchmark, case, options.peers, check
+            )
+            if options.out:  # after each: a run that is cut short leaves the others
+                write_record(record, options.out)
     CONSOLE.print(table(record))
     CONSOLE.print(limits_line(record))
     if options.out:
-        write_record(record, options.out)
         plot(record, options.out / f"{benchmark.name}.png")
     return 0
 
