@@ -95,7 +95,8 @@ class Benchmark:
 def num_sets(case: Case) -> int:
     """So many that one executable runs half a millisecond and overfills the L2."""
     seconds = max(case.bytes[0] / 4e12, case.flops[0] / 7e14, 1e-6)
-    return int(min(max(5e-4 // seconds, 3 * L2_BYTES // case.bytes[0] + 1, 4), 32))
+    least = 4 if case.bytes[0] < 1e9 else 2
+    return int(min(max(5e-4 // seconds, 3 * L2_BYTES // case.bytes[0] + 1, least), 32))
 
 
 # Errors.
@@ -152,14 +153,15 @@ class Truth:
 
     @classmethod
     def of(cls, benchmark: Benchmark, case: Case) -> "Truth":
-        args = jax.jit((case.checked or case).arrays)(jax.random.key(0))
+        args = run_alone((case.checked or case).arrays, jax.random.key(0))
         floats = moving(benchmark, args)
         values = in_float64(benchmark.f, args)
         if not floats:
             return cls(args, values)
-        dy = jax.tree.map(
-            lambda v: jax.random.normal(KEY, v.shape, jnp.bfloat16), values
-        )
+        with device_alone():
+            dy = jax.tree.map(
+                lambda v: jax.random.normal(KEY, v.shape, jnp.bfloat16), values
+            )
         slope = functools.partial(gradients, benchmark.f, floats, dy)
         return cls(args, values, dy, in_float64(slope, args))
 
@@ -252,8 +254,10 @@ def torch_programs(
         with torch.no_grad():
             return f(*tensors)
 
-    tensors = [in_torch(s, floats) for s in sets]
+    with device_alone():
+        tensors = [in_torch(s, floats) for s in sets]
     f = make(case, *tensors[0])
+    f(*tensors[0])  # compiles
     with device_alone():
         programs: dict[str, Program] = {"forward": TorchProgram(inferred, tensors)}
         programs["forward"].warm()
@@ -295,7 +299,8 @@ def measure_case(
 ) -> dict[str, dict[str, Any]]:
     """{implementation: {"forward": s, "backward": s, "error": e}}."""
     keys = jax.random.split(jax.random.key(0), num_sets(case))
-    sets = [jax.jit(case.arrays)(k) for k in keys]
+    with device_alone():
+        sets = jax.block_until_ready([jax.jit(case.arrays)(k) for k in keys])
     floats = moving(benchmark, sets[0])
     by_jax: dict[str, Callable] = {"jaxkern": benchmark.f}
     if case.reference:

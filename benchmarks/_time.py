@@ -194,8 +194,10 @@ def device_seconds(f: Callable, sets: Sequence[tuple]) -> float:
 @functools.cache
 def copy_rate() -> float:
     """Bytes a second, read and written, of a large copy."""
-    x = jnp.arange(2**28, dtype=jnp.float32)
-    by_jax = JaxProgram.of(jnp.negative, [(x,), (x + 1,)])
+    with device_alone():
+        x = jnp.arange(2**28, dtype=jnp.float32)
+        sets = jax.block_until_ready([(x,), (x + 1,)])
+    by_jax = JaxProgram.of(jnp.negative, sets)
 
     def in_torch(torch):
         a, b = (torch.randn(2**28, device="cuda") for _ in range(2))
@@ -209,7 +211,10 @@ def matmul_rate() -> float:
     """Flops a second of an 8192^3 bf16 product of random data."""
     keys = jax.random.split(jax.random.key(0), 8)
     draw = jax.jit(lambda k: jax.random.normal(k, (8192, 8192), jnp.bfloat16))
-    by_jax = JaxProgram.of(jnp.dot, [(draw(a), draw(b)) for a, b in keys.reshape(4, 2)])
+    with device_alone():
+        pairs = [(draw(a), draw(b)) for a, b in keys.reshape(4, 2)]
+        jax.block_until_ready(pairs)
+    by_jax = JaxProgram.of(jnp.dot, pairs)
 
     def in_torch(torch):
         options = dict(device="cuda", dtype=torch.bfloat16)

@@ -99,15 +99,12 @@ def attention_goals() -> Iterator[Goal]:
     for tokens, us in ((4096, 11), (16384, 23), (65536, 70)):
         one = ("decode_attention", "decode_attention", f"B1 S{tokens} H32 kv8 D128")
         yield Goal(*one, "forward", us=us)
-    for batch, (codec, times) in (
-        (batch, goal)
-        for batch in (1, 16)
-        for goal in (("int8", 1.7), ("int4", 2.5), ("turbo4", 2.5))
-    ):
-        quantised = ("quantized_cache_attention", "quantized_cache_attention")
-        case = f"{codec} B{batch} S65536 H32 kv8 D128"
-        than = ("jaxkern, bf16 cache",)
-        yield Goal(*quantised, case, "forward", times=times, than=than)
+    quantised = ("quantized_cache_attention", "quantized_cache_attention")
+    for b in (1, 16):
+        for codec, times in (("int8", 1.7), ("int4", 2.5), ("turbo4", 2.5)):
+            case = f"{codec} B{b} S65536 H32 kv8 D128"
+            than = ("jaxkern, bf16 cache",)
+            yield Goal(*quantised, case, "forward", times=times, than=than)
 
 
 GOALS = (*row_goals(), *attention_goals())
@@ -178,14 +175,15 @@ def judged(folder: Path) -> list[tuple[str, ...]]:
 
 
 def commands(
-    folder: Path, only: Sequence[str] | None
+    folder: Path, options: argparse.Namespace
 ) -> Iterator[tuple[Callable[[list[str]], int], list[str]]]:
     """Each benchmark that a goal names, and the arguments that run its cases."""
     for module_name, name in dict.fromkeys((g.module, g.record) for g in GOALS):
-        if only and name not in only:
+        if options.only and name not in options.only:
             continue
         module = importlib.import_module(f"benchmarks.{module_name}")
-        cases = list(dict.fromkeys(g.case for g in GOALS if g.record == name))
+        cases = dict.fromkeys(g.case for g in GOALS if g.record == name)
+        cases = [case for case in cases if case in (options.shapes or [case])]
         command = ["--peers", "--out", str(folder), "--shapes", *cases]
         if hasattr(module, "BENCHMARK"):
             yield functools.partial(run, benchmark_named(module, name)), command
@@ -203,11 +201,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for the records and plots")
     parser.add_argument("--read", type=Path, help="folder of records to judge")
     parser.add_argument("--only", nargs="*", help="names of benchmarks to run")
+    parser.add_argument("--shapes", nargs="*", help="names of cases to run")
     parser.add_argument("--markdown", action="store_true", help="print lines for docs")
     options = parser.parse_args(arguments)
     folder = options.read or options.out or Path(tempfile.mkdtemp())
     if not options.read:
-        for benchmark, command in commands(folder, options.only):
+        for benchmark, command in commands(folder, options):
             if failed := benchmark(command):
                 return failed
     lines = judged(folder)
