@@ -134,6 +134,13 @@ def test_options(options, t, g, s):
     check(draw((4, t, k * g, 128)), key, value, slack=2, **options)
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4 by 32", "turbo4"])
+def test_64k_tokens(codec):
+    codec = CODECS[codec]
+    query = draw((1, 1, 8, 128), "bfloat16")
+    check(query, *caches(1, 65_536 + 77, 2, 128, 128, codec, codec))
+
+
 def test_scales_far_apart():
     """Weights stay within float16 though scales do not, whatever their order."""
     codec = IntCodec(8)
