@@ -4,9 +4,9 @@ query, cache[b, positions[b] + i] = qk_norm_rope(query, key)[..., i], likewise v
 """
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
@@ -94,7 +94,7 @@ def qk_norm_rope_cache(
         sin,
         key_cache,
         value_cache,
-        jnp.broadcast_to(positions, query.shape[:1]),
+        per_sequence(op, "positions", positions, query.shape[:1]),
         new_lengths,
         ring=ring,
         eps=eps,
@@ -160,7 +160,7 @@ def qk_norm_rope_quantized_cache(
             key_cache.scales,
             value_cache.codes,
             value_cache.scales,
-            jnp.broadcast_to(positions, query.shape[:1]),
+            per_sequence(op, "positions", positions, query.shape[:1]),
             new_lengths,
             key_codec=key_cache.codec,
             value_codec=value_cache.codec,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -51,8 +52,8 @@ def update_kv_cache(
     Returns:
       `[b, s, k, h]`, dtype of cache.
     """
-    positions = jnp.broadcast_to(positions, cache.shape[:1])
-    return update_kv_cache_p(cache, new, positions, new_lengths, ring=ring)
+    start = per_sequence("update_kv_cache", "positions", positions, cache.shape[:1])
+    return update_kv_cache_p(cache, new, start, new_lengths, ring=ring)
 
 
 def ring_positions(lengths: Int[Array, "..."], slots: int) -> Int[Array, "... s"]:
