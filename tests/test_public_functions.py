@@ -1,7 +1,9 @@
 """What holds for every public function, and for none more than for another."""
 
+import dataclasses
 import inspect
 import pickle
+import re
 import typing
 
 import jax
@@ -18,6 +20,28 @@ FUNCTIONS = [
     for name in jaxkern.__all__
     if inspect.isfunction(getattr(jaxkern, name))
 ]
+
+
+def sections(f):
+    """The sections of its docstring by name."""
+    parts = re.split(
+        r"^(Args|Attributes|Returns|Raises):", inspect.getdoc(f) or "", flags=re.M
+    )
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("name", jaxkern.__all__)
+def test_a_docstring_names_every_argument_result_and_error(name):
+    f = getattr(jaxkern, name)
+    found = sections(f)
+    if inspect.isfunction(f):
+        assert "Returns" in found and "Raises" in found
+        named, listed = inspect.signature(f).parameters, found.get("Args", "")
+    else:
+        named, listed = dataclasses.fields(f), found.get("Attributes", "")
+        named = [field.name for field in named]
+    missing = [n for n in named if not re.search(rf"\b{n}\b", listed)]
+    assert not missing, f"{name}: {missing}"
 
 
 def takes_an_array(f):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import AbstractArray, PRNGKeyArray
@@ -143,7 +144,7 @@ def check_number(op: str, name: str, kind: Declared, x: Any) -> None:
 def checked_key(op: str, name: str, x: Any) -> Any:
     """`x` if it is one key of `jax.random.key`, or one of `jax.random.PRNGKey`."""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         right = shape == ()
     else:
         raw = jax.eval_shape(jax.random.PRNGKey, 0)

@@ -79,7 +79,8 @@ def qk_norm_rope_cache(
     Raises:
       TypeError: shapes or dtypes that do not fit.
       ValueError: an unknown pairing, pairs that overlap or leave the head, weights
-        without a norm.
+        without a norm, or
+        an eps that is negative or not finite.
     """
     op = "qk_norm_rope_cache"
     check_weights(op, query_weight, key_weight, eps)
