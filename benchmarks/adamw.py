@@ -5,23 +5,33 @@ place. The limit is 28 bytes a float32 parameter, 22 with bfloat16 parameters.
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 
 import jaxkern
-from benchmarks._gpu import CONSOLE, REPEATS, copy_rate, versions
+from benchmarks._report import (
+    CONSOLE,
+    limits_line,
+    plot,
+    table,
+    versions,
+    write_record,
+)
+from benchmarks._time import Program, copy_rate, device_alone, seconds_in_turn
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 STEPS = 60  # of one call: the host takes milliseconds for its 1200 arrays
+WIDTHS = {"float32": 28, "bfloat16": 22}  # bytes a parameter, by its dtype
 
 
 def llama(layers: int, d: int, f: int, kv: int, v: int) -> list[tuple[int, ...]]:
@@ -88,44 +98,59 @@ def by_optax() -> tuple[Callable, Callable]:
     return step, start
 
 
-def seconds(step: Callable, state: Any, grads: list) -> tuple[float, list]:
-    """(seconds of one step, the parameters after the first STEPS steps)."""
+@dataclasses.dataclass
+class Steps:
+    """STEPS steps in one executable, whose state is updated in place."""
 
-    def steps(state, grads):
-        return jax.lax.fori_loop(1, STEPS + 1, lambda t, s: step(t, s, grads), state)
+    run: Callable
+    state: Any
+    grads: list
 
-    run = jax.jit(steps, donate_argnums=0).lower(state, grads).compile()
-    state = run(state, grads)
-    first = [x + 0 for x in state[0][:4]]
-    times = []
-    for _ in range(REPEATS):
-        jax.block_until_ready(state)
+    @classmethod
+    def of(cls, step: Callable, state: Any, grads: list) -> "Steps":
+        def steps(state, grads):
+            return jax.lax.fori_loop(
+                1, STEPS + 1, lambda t, s: step(t, s, grads), state
+            )
+
+        run = jax.jit(steps, donate_argnums=0).lower(state, grads).compile()
+        return cls(run, state, grads)
+
+    def warm(self) -> None:
+        self.state = jax.block_until_ready(self.run(self.state, self.grads))
+
+    def seconds(self) -> float:
         begin = time.perf_counter()
-        state = run(state, grads)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - begin) / STEPS)
-    return statistics.median(times), first
+        self.warm()
+        return (time.perf_counter() - begin) / STEPS
 
 
-def torch_seconds(params: list, grads: list) -> float:
-    import torch
+class TorchSteps:
+    """The same through torch.optim, each step one call."""
 
-    tensors = [torch.from_dlpack(x).clone().requires_grad_() for x in params]
-    for t, g in zip(tensors, grads, strict=True):
-        t.grad = torch.from_dlpack(g).clone()
-    optimiser = torch.optim.AdamW(
-        tensors, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    times = []
-    for _ in range(REPEATS + 1):
+    def __init__(self, params: list, grads: list) -> None:
+        import torch
+
+        tensors = [torch.from_dlpack(x).clone().requires_grad_() for x in params]
+        for t, g in zip(tensors, grads, strict=True):
+            t.grad = torch.from_dlpack(g).clone()
+        self.optimiser = torch.optim.AdamW(
+            tensors, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def warm(self) -> None:
+        self.seconds()
+
+    def seconds(self) -> float:
+        import torch
+
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(STEPS):
-            optimiser.step()
+            self.optimiser.step()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3 / STEPS)
-    return statistics.median(times[1:])
+        return begin.elapsed_time(end) * 1e-3 / STEPS
 
 
 def difference(found: list, expected: list) -> float:
@@ -139,10 +164,12 @@ def difference(found: list, expected: list) -> float:
     )
 
 
-def measure(
+def programs(
     shapes: list, dtype: str, peers: bool
-) -> Iterator[tuple[str, float, float]]:
-    """Of each implementation (name, seconds, distance from XLA's parameters)."""
+) -> tuple[dict[str, Program], dict[str, float]]:
+    """All warmed, and the distance of parameters from XLA's after STEPS steps."""
+    found: dict[str, Program] = {}
+    distance: dict[str, float] = {}
     expected = None
     for name in ("XLA", "jaxkern", "optax"):
         if name == "optax" and not (peers and importlib.util.find_spec("optax")):
@@ -154,38 +181,56 @@ def measure(
         else:
             step = ours("triton" if name == "jaxkern" else "xla")
             state = params, m, v
-        time_, first = seconds(step, state, grads)
+        found[name] = steps = Steps.of(step, state, grads)
+        with device_alone():
+            steps.warm()
+        first = [x + 0 for x in steps.state[0][:4]]
         expected = expected or first
-        yield name, time_, difference(first, expected)
-        del params, grads, m, v, state
+        distance[name] = difference(first, expected)
         jax.clear_caches()
     if peers and importlib.util.find_spec("torch"):
         params, grads, _, _ = draw(shapes, dtype)
-        yield "torch, fused", torch_seconds(params, grads), float("nan")
+        found["torch, fused"] = TorchSteps(params, grads)
+        with device_alone():
+            found["torch, fused"].warm()
+    return found, distance
+
+
+def measure(shapes: list, dtype: str, peers: bool) -> dict[str, dict[str, float]]:
+    found, distance = programs(shapes, dtype, peers)
+    with device_alone():
+        times = seconds_in_turn(found)
+    return {
+        name: {"forward": t} | ({"error": distance[name]} if name in distance else {})
+        for name, t in times.items()
+    }
 
 
 def main(arguments) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks adamw")
     parser.add_argument("--peers", action="store_true", help="also measure peers")
-    parser.add_argument("--shapes", nargs="*", help="names of models, by their start")
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--shapes", nargs="*", help="names of cases, by their start")
+    parser.add_argument("--out", type=Path, help="folder for the figures and the plot")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
-    for model, shapes in MODELS.items():
-        if options.shapes and not model.startswith(tuple(options.shapes)):
-            continue
-        table = Table(title=f"adamw, {model}: device time of a step in place")
-        for column in ("dtype", "by", "from XLA", "us", "% of copy rate"):
-            table.add_column(column, justify="right" if column in ("us",) else "left")
-        size = sum(map(math.prod, shapes))
-        for dtype in options.dtypes:
-            width = 28 if dtype == "float32" else 22
-            for name, time_, distance in measure(shapes, dtype, options.peers):
-                share = 100 * width * size / copy_rate() / time_
-                cells = f"{distance:.1e}", f"{time_ * 1e6:.1f}", f"{share:.1f}"
-                table.add_row(dtype, name, *cells)
-        CONSOLE.print(table)
-    CONSOLE.print(f"copy {copy_rate() / 1e12:.2f} TB/s; {versions()}")
+    record: dict[str, Any] = {
+        "name": "adamw",
+        "limits": {"copy": copy_rate()},
+        "versions": versions(),
+        "cases": {},
+        "results": {},
+    }
+    for model, dtype in itertools.product(MODELS, WIDTHS):
+        case = f"{model}, {dtype}"
+        if case.startswith(tuple(options.shapes or [case])):
+            size = WIDTHS[dtype] * sum(map(math.prod, MODELS[model]))
+            record["cases"][case] = {"bytes": (size, 0)}
+            record["results"][case] = measure(MODELS[model], dtype, options.peers)
+    CONSOLE.print(table(record))
+    CONSOLE.print("error: the distance from XLA's parameters. " + limits_line(record))
+    if options.out:
+        write_record(record, options.out)
+        plot(record, options.out / "adamw.png")
     return 0

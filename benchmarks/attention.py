@@ -1,4 +1,4 @@
-"""Causal attention of many queries: cuDNN, torch flash, FA3, XLA and ours."""
+"""Causal attention of many queries: cuDNN, FA3, jla, tokamax, torch, XLA and ours."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from benchmarks._gpu import Benchmark, Case, run
 
 WINDOW = 1024
 DOCUMENT = 1024  # tokens, of those packed into one sequence
+CHECKED = 2048  # tokens up to which scores in float64 fit
 
 
 def case(b: int, t: int, n: int, k: int, h: int, window: int | None = None) -> Case:
@@ -25,11 +26,14 @@ def case(b: int, t: int, n: int, k: int, h: int, window: int | None = None) -> C
     width = min(window or t, t)
     pairs = b * n * (t * width - width * (width - 1) / 2)
     queries, keys = 2.0 * b * t * n * h, 2.0 * b * t * k * h
+    large = t > CHECKED
     return Case(
         f"b{b}_s{t}_d{h}",
         arrays,
         (2 * queries + 2 * keys, 4 * queries + 4 * keys),
         (4 * pairs * h, 10 * pairs * h),
+        reference=not large,
+        checked=case(1, CHECKED, n, k, h, window) if large else None,
     )
 
 
@@ -43,7 +47,14 @@ def documents(b: int, t: int, n: int, k: int, h: int) -> Case:
         return *whole.arrays(key), ids
 
     forward, backward = (x * (t // DOCUMENT) for x in one.flops)
-    return Case(f"{whole.name}_documents", arrays, whole.bytes, (forward, backward))
+    return Case(
+        f"{whole.name}_documents",
+        arrays,
+        whole.bytes,
+        (forward, backward),
+        reference=whole.reference,
+        checked=documents(1, CHECKED, n, k, h) if whole.checked else None,
+    )
 
 
 def ours_packed(q, k, v, ids):
@@ -90,6 +101,22 @@ def flash_attention_3(window, q, k, v):
     return flash_mha(q, k, v, is_causal=True, **sizes)
 
 
+def jla(window, q, k, v):
+    from jla.ops.mosaic_gpu.attention import flash_attention
+
+    sizes = {} if window is None else dict(sliding_window=window)
+    return flash_attention(q, k, v, backward="ranged", **sizes)
+
+
+def tokamax(window, q, k, v):
+    from tokamax import dot_product_attention
+
+    sizes = {} if window is None else dict(local_window_size=(window - 1, 0))
+    return dot_product_attention(
+        q, k, v, is_causal=True, implementation="mosaic", **sizes
+    )
+
+
 def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
     torch_peers: dict[str, Callable] = {}
     if window is None:
@@ -98,10 +125,13 @@ def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
         name,
         functools.partial(ours, window),
         cases,
+        together=True,
         torch_peers=torch_peers,
         jax_peers={
             "cuDNN": functools.partial(cudnn, window),
             "FA3": functools.partial(flash_attention_3, window),
+            "jla": functools.partial(jla, window),
+            "tokamax": functools.partial(tokamax, window),
         },
         sizes={
             "flash_attention": {
@@ -146,10 +176,14 @@ WINDOWED = benchmark(
 PACKED = Benchmark(
     "attention_documents",
     ours_packed,
-    [documents(1, 16384, 32, 8, 128), documents(4, 4096, 32, 8, 128)],
+    together=True,
+    cases=[documents(1, 16384, 32, 8, 128), documents(4, 4096, 32, 8, 128)],
     jax_peers={"cuDNN, mask": cudnn_packed},
 )
 
 
+BENCHMARKS = [BENCHMARK, WINDOWED, PACKED]
+
+
 def main(arguments):
-    return max(run(b, arguments) for b in (BENCHMARK, WINDOWED, PACKED))
+    return max(run(benchmark, arguments) for benchmark in BENCHMARKS)

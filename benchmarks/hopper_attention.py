@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from rich.table import Table
 
 import jaxkern
-from benchmarks._gpu import CONSOLE, Case, device_seconds, relative_error
+from benchmarks._gpu import CONSOLE, Case, relative_error
+from benchmarks._time import device_seconds
 from benchmarks.attention import case
 from jaxkern.triton import block_sizes
 

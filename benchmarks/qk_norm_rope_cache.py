@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxkern
-from benchmarks._gpu import copy_rate, versions
+from benchmarks._report import versions
+from benchmarks._time import copy_rate
 from jaxkern import Float8Codec, IntCodec, QuantizedVectors, TurboQuantCodec
 
 LAYERS, STEPS, REPEATS = 8, 50, 5

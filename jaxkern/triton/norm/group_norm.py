@@ -18,6 +18,7 @@ from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.norm.row_tiles import read, read_and_keep, write
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
+FEW = 2**21  # elements of which XLA's fusions take as long
 LONGEST = 131072  # elements of a group: those in flight stay in the L2 cache
 SMALL = 8192  # elements of a group that a program reads at once
 
@@ -32,6 +33,8 @@ def unsupported(*, x, **named) -> str | None:
 
 
 def slower(x: Any, dy: Any = None, **_: Any) -> str | None:
+    if dy is not None and x.size < FEW:
+        return f"{x.size} elements: launches are most of the time, and XLA's are shorter"
     size = x.shape[-1] * x.shape[-2]
     if dy is not None and size > 65536:
         return f"a group has {size} elements: XLA spreads it over more programs"

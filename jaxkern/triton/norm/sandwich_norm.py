@@ -90,8 +90,10 @@ def sandwich_norm_fwd_kernel(
             mask = present & (columns < D)
             total = read_and_keep(x_ptr, start + columns, mask)
             if residual_ptr is not None:
-                total *= rstd * factor(weight_ptr, columns, columns < D, OFFSET)
-                total += read_and_keep(residual_ptr, start + columns, mask)
+                weight = factor(weight_ptr, columns, columns < D, OFFSET)
+                residual = read_and_keep(residual_ptr, start + columns, mask)
+                # rounded as the backward pass rounds it: next_rstd is of this total
+                total = residual + total * rstd * weight
             squares += total * total
         next_rstd = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / D + EPS)
         tl.store(next_rstd_ptr + rows, next_rstd, present)
@@ -102,8 +104,8 @@ def sandwich_norm_fwd_kernel(
         at = start + columns
         total = read(x_ptr, at, mask)
         if residual_ptr is not None:
-            total *= rstd * factor(weight_ptr, columns, inside, OFFSET)
-            total += read(residual_ptr, at, mask)
+            weight = factor(weight_ptr, columns, inside, OFFSET)
+            total = read(residual_ptr, at, mask) + total * rstd * weight
             total *= read_scale(scale_ptr, columns, inside, SCALE_STRIDE)
             write(total_ptr, at, total, mask)
         if next_rstd_ptr is not None:

@@ -1,0 +1,145 @@
+"""What a benchmark measured: a record, its table, its plot."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+CONSOLE = Console(width=150)
+PASSES = ("forward", "backward")
+
+Record = dict[str, Any]
+
+
+def share_of_limit(record: Record, case: str, which: str, seconds: float) -> float:
+    """The least time that memory or arithmetic allow over the time it took."""
+    limits, shape, k = record["limits"], record["cases"][case], PASSES.index(which)
+    floor = max(
+        shape["bytes"][k] / limits["copy"],
+        shape.get("flops", (0, 0))[k] / limits.get("matmul", float("inf")),
+    )
+    return floor / seconds
+
+
+def table(record: Record) -> Table:
+    rows = [row for by in record["results"].values() for row in by.values()]
+    has_backward = any("backward" in row for row in rows)
+    found = Table(title=f"{record['name']}: device time of one call")
+    for column in ("case", "by", "error", "forward us", "% of limit"):
+        found.add_column(column, justify="right" if column[-1] in "st" else "left")
+    if has_backward:
+        for column in ("grad. error", "backward us", "% of limit", "both us"):
+            found.add_column(column, justify="right")
+    for case, by in record["results"].items():
+        for name, row in by.items():
+            if "failed" in row:
+                found.add_row(case, name, row["failed"])
+                continue
+            cells = [case, name, scientific(row.get("error"))]
+            cells += timed(record, case, "forward", row)
+            if has_backward:
+                cells.append(scientific(row.get("gradient error")))
+                cells += timed(record, case, "backward", row)
+                cells.append(both(row))
+            found.add_row(*cells)
+    return found
+
+
+def markdown(record: Record) -> str:
+    """The table for docs: microseconds, shares of the limit in brackets, errors."""
+    rows = [row for by in record["results"].values() for row in by.values()]
+    passes = [which for which in PASSES if any(which in row for row in rows)]
+    last = ["both us"] if len(passes) > 1 else []
+    columns = ["case", "by", *(f"{which} us" for which in passes), *last, "errors"]
+    lines = [columns, ["---"] * len(columns)]
+    for case, by in record["results"].items():
+        for name, row in by.items():
+            if "failed" in row:
+                cells = [row["failed"][:60]] + [""] * (len(passes) - 1 + len(last))
+            else:
+                times = (timed(record, case, which, row) for which in passes)
+                cells = [f"{us} ({float(share):.0f} %)" for us, share in times]
+                cells += [both(row)] if last else []
+            errors = (row.get("error"), row.get("gradient error"))
+            shown = ", ".join(scientific(e) for e in errors if e is not None)
+            lines.append([case, name, *cells, shown])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def both(row: dict[str, Any]) -> str:
+    """Microseconds of both passes: in one executable if measured so, else the sum."""
+    return f"{row.get('both', row['forward'] + row['backward']) * 1e6:.1f}"
+
+
+def scientific(x: float | None) -> str:
+    return "" if x is None else f"{x:.1e}"
+
+
+def timed(record: Record, case: str, which: str, row: dict) -> list[str]:
+    share = share_of_limit(record, case, which, row[which])
+    return [f"{row[which] * 1e6:.1f}", f"{100 * share:.1f}"]
+
+
+def limits_line(record: Record) -> str:
+    limits = record["limits"]
+    matmul = (
+        f", matmul {limits['matmul'] / 1e12:.0f} TFLOP/s" if "matmul" in limits else ""
+    )
+    return (
+        f"limits: copy {limits['copy'] / 1e12:.2f} TB/s{matmul}; {record['versions']}"
+    )
+
+
+def versions() -> dict[str, str]:
+    found = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    for name in ("torch", "triton", "liger-kernel", "tokamax", "optax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def write_record(record: Record, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{record['name']}.json").write_text(json.dumps(record, indent=1))
+
+
+def plot(record: Record, file: Path) -> None:
+    """Shares of the limit, pass by pass; nothing without matplotlib."""
+    if not importlib.util.find_spec("matplotlib"):
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    results = record["results"]
+    by = list(dict.fromkeys(n for rows in results.values() for n in rows))
+    passes = [
+        which
+        for which in PASSES
+        if any(which in row for rows in results.values() for row in rows.values())
+    ]
+    figure, axes = plt.subplots(1, len(passes), figsize=(6 * len(passes), 4))
+    for which, ax in zip(passes, np.atleast_1d(axes), strict=True):
+        for k, implementation in enumerate(by):
+            shares = [
+                100 * share_of_limit(record, case, which, seconds)
+                if (seconds := rows.get(implementation, {}).get(which))
+                else 0.0
+                for case, rows in results.items()
+            ]
+            ax.bar(np.arange(len(shares)) + k * 0.8 / len(by), shares, 0.8 / len(by))
+        ax.set_xticks(np.arange(len(results)), list(results), rotation=20)
+        ax.set_ylabel("% of the measured limit")
+        ax.set_title(f"{record['name']} {which}")
+        ax.legend(by)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
