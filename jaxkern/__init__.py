@@ -79,8 +79,10 @@ from jaxkern.primitives.kv_cache.paged_kv_cache import (
 )
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
     qk_norm_rope_cache,
-    qk_norm_rope_paged_cache,
     qk_norm_rope_quantized_cache,
+)
+from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
+    qk_norm_rope_paged_cache,
 )
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions, update_kv_cache
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (

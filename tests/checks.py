@@ -594,6 +594,40 @@ def check_explicit_sharding(p: KernelPrimitive, case: Case) -> None:
             same(jax.jit(f)(*placed), expected, what=what)
 
 
+def check_explicit_vmap(p: KernelPrimitive, case: Case) -> None:
+    """vmap over an axis that an explicit mesh cuts: values, types, gradients."""
+    operands = operands_of(p, case)
+    present = [i for i, x in enumerate(operands) if x is not None]
+    f, mesh = bound(p, case), mesh_of(4, AxisType.Explicit)
+    for at in (present, present[:1]):
+        mapped = batched_operands(operands, 4, at)
+        axes = tuple(0 if i in at else None for i in range(len(operands)))
+        mapped_f = jax.vmap(f, axes)
+
+        def every(*mapped, f=f, mapped_f=mapped_f, axes=axes):
+            if not differentiable(p, operands):
+                return (mapped_f(*mapped),)
+            of_map = gradients(mapped_f, mapped)
+            return (
+                mapped_f(*mapped),
+                of_map(*mapped),
+                jax.vmap(gradients(f, operands), axes)(*mapped),
+            )
+
+        with jax.enable_x64(True):
+            mapped = [in_float64(x) for x in mapped]
+            expected = jax.jit(every)(*mapped)
+            with jax.set_mesh(mesh):
+                placed = [
+                    None if x is None else jax.device_put(x, P("m") if i in at else P())
+                    for i, x in enumerate(mapped)
+                ]
+                actual = jax.jit(every)(*placed)
+        for y, e in zip(actual, expected, strict=True):
+            same(y, e, ulps=2**20, what=f"{p.name} {at}")
+        assert all(y.sharding.spec[0] == "m" for y in as_tuple(actual[0])), p.name
+
+
 def label_of(p: KernelPrimitive, operands: Sequence, i: int, dim: int) -> str:
     """The label of a dim; leading dims are `l0`, `l1` ..."""
     labels = p.operands[i].labels

@@ -112,6 +112,12 @@ def test_numerical_gradients(p):
     checks.check_numerical_gradients(p, smallest_case(p))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
+def test_explicit_vmap(p):
+    checks.check_explicit_vmap(p, smallest_case(p))
+
+
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
 def test_op_has_small_cases(p):
     assert any(is_small(p, case) for case in checks.cases_of(p))

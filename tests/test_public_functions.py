@@ -1,7 +1,9 @@
 """What holds for every public function, and for none more than for another."""
 
+import dataclasses
 import inspect
 import pickle
+import re
 import typing
 
 import jax
@@ -18,6 +20,28 @@ FUNCTIONS = [
     for name in jaxkern.__all__
     if inspect.isfunction(getattr(jaxkern, name))
 ]
+
+
+def sections(f):
+    """The sections of its docstring by name."""
+    parts = re.split(
+        r"^(Args|Attributes|Returns|Raises):", inspect.getdoc(f) or "", flags=re.M
+    )
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("name", jaxkern.__all__)
+def test_a_docstring_names_every_argument_result_and_error(name):
+    f = getattr(jaxkern, name)
+    found = sections(f)
+    if inspect.isfunction(f):
+        assert "Returns" in found and "Raises" in found
+        named, listed = inspect.signature(f).parameters, found.get("Args", "")
+    else:
+        named, listed = dataclasses.fields(f), found.get("Attributes", "")
+        named = [field.name for field in named]
+    missing = [n for n in named if not re.search(rf"\b{n}\b", listed)]
+    assert not missing, f"{name}: {missing}"
 
 
 def takes_an_array(f):
@@ -59,6 +83,78 @@ def test_a_wrong_option_is_named(wrong, message):
     x = jnp.ones((1, 2, 1, 4))
     with pytest.raises(TypeError, match=f"^attention: {message}"):
         jaxkern.attention(x, x, x, causal=True, **wrong)
+
+
+def test_a_negative_or_no_eps_is_refused_by_every_function_that_has_one():
+    functions = [f for f in FUNCTIONS if "eps" in inspect.signature(f).parameters]
+    assert len(functions) > 20
+    for f in functions:
+        for wrong in (-1e-6, float("nan"), float("inf"), np.float32(-1)):
+            message = f"^{f.__name__}: `eps` must be finite and not negative, got"
+            with pytest.raises(ValueError, match=message):
+                f(eps=wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [2**40, -(2**31) - 1, np.int64(2**31), np.array([2**40])]
+)
+def test_an_integer_that_would_wrap_is_refused(wrong):
+    x = jnp.ones((1, 2, 1, 4))
+    message = "`{}` must fit in int32, got " + str(np.max(wrong))
+    with pytest.raises(ValueError, match="^attention: " + message.format("q_offset")):
+        jaxkern.attention(x, x, x, causal=True, q_offset=wrong)
+    with pytest.raises(
+        ValueError, match="^update_kv_cache: " + message.format("positions")
+    ):
+        jaxkern.update_kv_cache(x, x, wrong)
+    if np.ndim(wrong) == 0:
+        with pytest.raises(ValueError, match="^sample: " + message.format("top_k")):
+            jaxkern.sample(x, jax.random.key(0), top_k=wrong)
+        with pytest.raises(ValueError, match=message.format("ignore_index")):
+            jaxkern.cross_entropy(x, jnp.zeros((1, 2, 1), int), ignore_index=wrong)
+
+
+def test_the_largest_int32_is_taken():
+    x = jnp.ones((1, 2, 1, 4))
+    y = jaxkern.attention(x, x, x, causal=True, q_offset=2**31 - 1)
+    assert y.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (None, "NoneType"),
+        (0, "int"),
+        (np.zeros(3, np.uint32), r"uint32\[3\]"),
+        (np.zeros(2, np.float32), r"float32\[2\]"),
+        (jax.random.split(jax.random.key(0)), r"key<fry>\[2\]"),
+    ],
+    ids=str,
+)
+def test_what_is_no_key_is_refused(wrong, got):
+    with pytest.raises(TypeError, match=f"^sample: `key` must be one PRNG key.* {got}"):
+        jaxkern.sample(jnp.ones((2, 5)), wrong)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [jax.random.key, jax.random.PRNGKey, lambda n: jax.random.key(n, impl="rbg")],
+)
+def test_a_key_of_each_kind_is_taken(make):
+    assert jaxkern.sample(jnp.ones((2, 5)), make(0)).shape == (2,)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4, 1), (0,)])
+def test_positions_of_another_number_of_sequences_are_refused(shape):
+    cache, positions = jnp.ones((4, 2, 1, 8)), jnp.zeros(shape, int)
+    turned = jnp.ones((4, 2, 4))
+    message = r"`positions` must be a number or one per sequence, \[4\], got shape"
+    with pytest.raises(TypeError, match=f"^update_kv_cache: {message}"):
+        jaxkern.update_kv_cache(cache, cache, positions)
+    with pytest.raises(TypeError, match=f"^qk_norm_rope_cache: {message}"):
+        jaxkern.qk_norm_rope_cache(
+            cache, cache, cache, None, None, turned, turned, cache, cache, positions
+        )
 
 
 @pytest.mark.parametrize(

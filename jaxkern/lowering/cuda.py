@@ -24,8 +24,10 @@ from jaxkern.primitives.index.embedding import embedding_p
 from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
     qk_norm_rope_cache_p,
-    qk_norm_rope_paged_cache_p,
     qk_norm_rope_quantized_cache_p,
+)
+from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
+    qk_norm_rope_paged_cache_p,
 )
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,

@@ -72,10 +72,14 @@ def explain(
 
     Args:
       f: any traceable function: an op, a jitted model, a gradient.
+      args, kwargs: what f is called with; arrays, or `jax.ShapeDtypeStruct`s of them.
       platform: "cpu", "cuda", ...; the default device's if None.
 
     Returns:
       An `Explanation`.
+
+    Raises:
+      TypeError, ValueError: what `f` itself raises for its arguments.
     """
     platform = platform or default_platform()
     found: dict[tuple, int] = {}

@@ -52,6 +52,9 @@ def backend(
       strict: raise, naming every refusal, where no such kernel runs. With "auto" only
         ops that have a row for the platform can raise.
 
+    Returns:
+      A context manager; nothing else holds the choice.
+
     Raises:
       ValueError: unknown name.
     """

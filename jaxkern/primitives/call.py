@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 if TYPE_CHECKING:
     from jaxkern.primitives.kernel_primitive import KernelPrimitive
@@ -106,9 +108,53 @@ def apply_vmaps(f: Callable, vmaps: Levels) -> Callable:
 
     def promoting(*arrays):
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return f(*arrays)
+            return with_automatic_axes(f, arrays, cuts_of_mapped(arrays, vmaps))
 
     return promoting
+
+
+def cuts_of_mapped(arrays: Sequence[jax.Array], vmaps: Levels) -> list:
+    """Which explicit mesh axes cut each recorded axis, outermost first."""
+    front = [iter(jax.typeof(x).sharding.spec) for x in arrays]
+    cuts = []
+    for axes in reversed(vmaps):
+        every = [next(c) for c, a in zip(front, axes, strict=True) if a is not None]
+        cuts.append(next(filter(None, every), None))
+    return cuts
+
+
+def with_automatic_axes(f: Callable, arrays: Sequence[jax.Array], cuts: list) -> list:
+    """`f(*arrays)`, where each result begins with dims that are cut as `cuts` says.
+
+    Inside, the mesh axes of `cuts` are automatic. Several batching rules of JAX (stack,
+    select, gather, convolutions) refuse a mapped axis that an explicit one cuts.
+    """
+    names = {name for cut in cuts for name in axis_names(cut)}
+    if not names:
+        return f(*arrays)
+    specs = [jax.typeof(x).sharding.spec for x in arrays]
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    inside = mesh.update_axis_types(dict.fromkeys(names, AxisType.Auto))
+
+    def kept(cut):
+        return tuple(n for n in axis_names(cut) if n not in names) or None
+
+    with jax.sharding.use_abstract_mesh(inside):
+        out = f(
+            *(
+                jax.sharding.reshard(x, NamedSharding(inside, P(*map(kept, spec))))
+                for x, spec in zip(arrays, specs, strict=True)
+            )
+        )
+    inner = [jax.typeof(y).sharding.spec[len(cuts) :] for y in out]
+    return [
+        jax.sharding.reshard(y, NamedSharding(mesh, P(*cuts, *spec)))
+        for y, spec in zip(out, inner, strict=True)
+    ]
+
+
+def axis_names(cut: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (cut,) if isinstance(cut, str) else cut or ()
 
 
 def float_positions(p: "KernelPrimitive", absent: tuple[int, ...]) -> list[int]:

@@ -3,19 +3,23 @@
 import dataclasses
 import functools
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import AbstractArray
+from jaxtyping import AbstractArray, PRNGKeyArray
 
 from jaxkern.primitives.declared_dims import (
     Annotated,
     annotated,
     as_array,
+    check_range,
     issubclass_safe,
 )
 
@@ -25,6 +29,8 @@ INTEGERS = ("Int", "Int32", "Integer", "UInt")  # `fn` knows which widths it can
 ANY_INTEGER = tuple(
     f"{sign}int{n}" for sign in ("", "u") for n in (2, 4, 8, 16, 32, 64)
 )
+NOT_NEGATIVE = ("eps", "eps_root")  # options that are bounded wherever they stand
+LABELS = ("ignore_index",)  # options that are compared with int32
 WRONG = (str, bytes, list, tuple, dict, set, types.NoneType, types.FunctionType)
 
 
@@ -36,6 +42,7 @@ class Declared:
     classes: tuple[type, ...]
     numbers: tuple[type, ...]
     optional: bool
+    is_key: bool = False
 
     def __str__(self) -> str:
         names = [cls.__name__ for cls in (*self.classes, *self.numbers)]
@@ -75,6 +82,8 @@ def check_arguments(fn: Callable) -> Callable:
 
 def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
     """What `hint` allows, or None if that cannot be told by the type alone."""
+    if hint == PRNGKeyArray:
+        return Declared(None, (), (), optional=False, is_key=True)
     union = isinstance(hint, types.UnionType)
     parts = typing.get_args(hint) if union else (hint,)
     arrays = [p for p in parts if issubclass_safe(p, AbstractArray)]
@@ -101,13 +110,15 @@ def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
 
 
 def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
+    if kind.is_key:
+        return checked_key(op, name, x)
     if (x is None and kind.optional) or isinstance(x, kind.classes):
         return x
     if isinstance(x, np.integer) and int in kind.numbers:
-        return int(x)  # so that options hash and compare as plain ones
-    if any(isinstance(x, NUMBERS[n]) for n in kind.numbers):
-        return x
-    if float in kind.numbers and isinstance(x, NUMBERS[int]):
+        x = int(x)  # so that options hash and compare as plain ones
+    allowed = (*kind.numbers, *((int,) if float in kind.numbers else ()))
+    if any(isinstance(x, NUMBERS[n]) for n in allowed):
+        check_number(op, name, kind, x)
         return x
     if kind.array is not None:
         return as_array(op, kind.array, x)
@@ -120,3 +131,28 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
         return x  # another number, a concrete array, a symbolic size
     got = repr(x) if isinstance(x, str) else type(x).__name__
     raise TypeError(f"{op}: `{name}` must be {kind}, got {got}.")
+
+
+def check_number(op: str, name: str, kind: Declared, x: Any) -> None:
+    if name in NOT_NEGATIVE and not 0 <= x < math.inf:
+        raise ValueError(f"{op}: `{name}` must be finite and not negative, got {x}.")
+    of_integers = kind.array is not None and "int32" in kind.array.dtypes
+    if isinstance(x, int) and (of_integers or name in LABELS):
+        check_range(op, name, x, np.int32)
+
+
+def checked_key(op: str, name: str, x: Any) -> Any:
+    """`x` if it is one key of `jax.random.key`, or one of `jax.random.PRNGKey`."""
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        right = shape == ()
+    else:
+        raw = jax.eval_shape(jax.random.PRNGKey, 0)
+        right = dtype == raw.dtype and shape == raw.shape
+    if not right:
+        got = type(x).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
+        raise TypeError(
+            f"{op}: `{name}` must be one PRNG key, such as jax.random.key(0), got "
+            f"{got}."
+        )
+    return x

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import AbstractArray
 
 
@@ -84,6 +85,7 @@ def as_array(op: str, operand: Annotated, x: Any) -> jax.Array | None:
             raise TypeError(
                 f"{op}: `{operand.name}` must be an array, got {type(x).__name__}."
             )
+        check_held(op, operand.name, x)
         x = jnp.asarray(x)
     if operand.dtypes and x.dtype.name not in operand.dtypes:
         raise TypeError(
@@ -91,6 +93,39 @@ def as_array(op: str, operand: Annotated, x: Any) -> jax.Array | None:
             f"{x.dtype.name}{list(x.shape)}."
         )
     return x
+
+
+def check_held(op: str, name: str, x: Any) -> None:
+    """Raises ValueError for integers that JAX would wrap: x64 mode is off, say."""
+    given = np.asarray(x)
+    if given.dtype.kind not in "iuO" or not given.size:
+        return
+    whole = isinstance(x, int)
+    dtype = jax.dtypes.canonicalize_dtype(np.int64 if whole else given.dtype)
+    if dtype != given.dtype:
+        check_range(op, name, given.min(), dtype)
+        check_range(op, name, given.max(), dtype)
+
+
+def check_range(op: str, name: str, value: Any, dtype: Any) -> None:
+    limits = np.iinfo(dtype)
+    if not limits.min <= value <= limits.max:
+        raise ValueError(f"{op}: `{name}` must fit in {limits.dtype}, got {value}.")
+
+
+def per_sequence(
+    op: str, name: str, x: Any, batch: tuple[int, ...]
+) -> jax.Array | None:
+    """A number for all sequences or one for each as an array `[b]`; None stays."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.shape not in ((), batch):
+        raise TypeError(
+            f"{op}: `{name}` must be a number or one per sequence, {list(batch)}, got "
+            f"shape {x.shape}."
+        )
+    return jnp.broadcast_to(x, batch)
 
 
 def check_dims(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.interpreters import partial_eval
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -63,6 +64,13 @@ def largest_bwd_reference(
     return jax.nn.one_hot(index, x.shape[-1], dtype=x.dtype) * dlargest[..., None]
 
 
+def with_mean_reference(
+    x: Float[Array, "n d"], offset: Float[Array, " d"]
+) -> Float[Array, "d 2"]:
+    return jnp.stack([x.mean(0), offset], -1)
+
+
+with_mean_p = undeclare(kernel_primitive(with_mean_reference))
 scaled_rows_p = undeclare(kernel_primitive(scaled_rows_reference))
 spin_p = undeclare(
     kernel_primitive(spin_reference, bwd=spin_bwd_reference, linear=("x",))
@@ -147,6 +155,27 @@ def test_vmap_folds_into_leading_dims_and_else_is_recorded():
     assert jaxpr.eqns[0].params["call"].vmaps == ((0, 0),)
     per_example = jax.vmap(jax.grad(lambda w, x: rms_norm(x, w).sum()))(weights, X)
     np.testing.assert_allclose(per_example, rms_norm(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_recorded_vmap_over_an_axis_that_an_explicit_mesh_cuts(jit):
+    """JAX's own rule for stack refuses it where an operand is not mapped."""
+    mesh = mesh_of(4, AxisType.Explicit)
+    x, offset = jnp.arange(32.0).reshape(4, 2, 4), jnp.arange(4.0)
+
+    def op(x):
+        return with_mean_p(x, offset)
+
+    def grads(x):
+        return jax.grad(lambda x: jnp.sin(jax.vmap(op)(x)).sum())(x)
+
+    expected = jax.vmap(op)(x), grads(x)
+    with jax.set_mesh(mesh):
+        cut = jax.device_put(x, P("m", None, None))
+        y, dx = jit(jax.vmap(op))(cut), jit(grads)(cut)
+    assert y.sharding.spec[0] == dx.sharding.spec[0] == "m"
+    np.testing.assert_allclose(y, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(dx, expected[1], rtol=1e-6)
 
 
 def test_folded_vmap_of_gradient_gives_one_summed_weight_gradient():

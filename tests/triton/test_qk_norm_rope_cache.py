@@ -20,6 +20,9 @@ from jaxkern import (
     qk_norm_rope_cache,
 )
 from jaxkern.primitives.kv_cache import qk_norm_rope_cache as meaning
+from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
+    qk_norm_rope_paged_cache_reference,
+)
 from jaxkern.primitives.turboquant.vector_codec import planes, unpack
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.kv_cache import qk_norm_rope_cache as kernel
@@ -131,7 +134,7 @@ def test_pages():
     slots = jnp.array([[3, 11, -1, 12, 0], [7, 2, 99, 5, 4]])
     check(
         kernel.qk_norm_rope_paged_cache,
-        meaning.qk_norm_rope_paged_cache_reference,
+        qk_norm_rope_paged_cache_reference,
         *(*new, cache(3, 4, 2, 16), cache(3, 4, 2, 8), slots),
         **options,
     )

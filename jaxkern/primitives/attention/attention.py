@@ -23,6 +23,7 @@ from jaxkern.primitives.attention.query_blocks import (
     split_rows,
 )
 from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -149,8 +150,8 @@ def attention(
         broadcastable("mask", mask, (b, n, t, s)),
         q_segment_ids,
         kv_segment_ids,
-        per_sequence("kv_lengths", kv_lengths, b),
-        per_sequence("q_offset", q_offset, b),
+        per_sequence("attention", "kv_lengths", kv_lengths, (b,)),
+        per_sequence("attention", "q_offset", q_offset, (b,)),
         sinks,
         scale=max(h, 1) ** -0.5 if scale is None else float(scale),
         causal=causal,
@@ -173,19 +174,6 @@ def broadcastable(name, x, shape):
             f"{list(shape)}, got shape {x.shape}."
         )
     return x.reshape(full)
-
-
-def per_sequence(name, x, b):
-    """x as int `[b]`."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    if x.shape not in ((), (b,)):
-        raise TypeError(
-            f"attention: `{name}` must be a number or one per sequence, [{b}], got "
-            f"shape {x.shape}."
-        )
-    return jnp.broadcast_to(x, (b,))
 
 
 def first_positions(q_offset, query, key):

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 from jaxkern.primitives.attention.attention import (
     attention_bwd_reference,
     attention_reference,
-    per_sequence,
 )
 from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -73,8 +73,10 @@ def latent_attention(
     out, lse = latent_attention_p(
         query,
         latent,
-        per_sequence("kv_lengths", kv_lengths, b),
-        per_sequence("q_offset", q_offset if positioned else None, b),
+        per_sequence("latent_attention", "kv_lengths", kv_lengths, (b,)),
+        per_sequence(
+            "latent_attention", "q_offset", q_offset if positioned else None, (b,)
+        ),
         value_dim=int(value_dim),
         scale=float(scale),
         causal=causal,

@@ -70,6 +70,9 @@ def segment_mask(
 
     Returns:
       `[b, 1, t, s]`.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
     return as_mask(same[:, None], dtype)
@@ -87,6 +90,9 @@ def padding_mask(
 
     Returns:
       `[b, 1, 1, s]`.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     inside = jnp.arange(kv_len) < kv_lengths[:, None]
     return as_mask(inside[:, None, None], dtype)
@@ -115,6 +121,9 @@ def block_mask(
 
     Returns:
       uint8 `[..., ceil(t / block_q), ceil(s / block_kv)]`.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     is_bool = mask.dtype == jnp.bool_
     # a NaN is neither hidden nor nothing: its tile is mixed
@@ -144,10 +153,17 @@ def make_block_mask(
 ) -> UInt8[Array, "... i j"]:
     """`block_mask(make_mask(...))` without the mask: work and memory per tile.
 
-    Args: as in `make_mask` and `block_mask`.
+    Args:
+      q_len, kv_len: t queries and s keys.
+      block_q, block_kv: size of a tile, in queries and keys.
+      causal, window, q_offset: see make_mask.
 
     Returns:
       uint8 `[i, j]`, or `[b, 1, i, j]` where q_offset is `[b]`.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
+      ValueError: window is below 1.
     """
     check_window("make_block_mask", window)
     offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset)

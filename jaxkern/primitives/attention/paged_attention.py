@@ -6,9 +6,9 @@ from jaxtyping import Array, Float, Int
 from jaxkern.primitives.attention.attention import (
     attention_bwd_reference,
     attention_reference,
-    per_sequence,
 )
 from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
     gather_pages,
@@ -84,7 +84,9 @@ def paged_attention(
         value_pages,
         block_tables,
         kv_lengths,
-        per_sequence("q_offset", q_offset, b) if positioned else None,
+        per_sequence("paged_attention", "q_offset", q_offset, (b,))
+        if positioned
+        else None,
         sinks,
         scale=max(h, 1) ** -0.5 if scale is None else float(scale),
         causal=causal,

@@ -13,8 +13,8 @@ from jaxkern.primitives.attention.attention import (
     attention_bwd_reference,
     attention_reference,
     broadcastable,
-    per_sequence,
 )
+from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.turboquant.fwht import fwht_reference
 from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
@@ -100,8 +100,13 @@ def quantized_cache_attention(
         value_codes,
         value_scales,
         broadcastable("mask", mask, (b, n, t, s)),
-        per_sequence("kv_lengths", kv_lengths, b),
-        per_sequence("q_offset", q_offset if positioned else None, b),
+        per_sequence("quantized_cache_attention", "kv_lengths", kv_lengths, (b,)),
+        per_sequence(
+            "quantized_cache_attention",
+            "q_offset",
+            q_offset if positioned else None,
+            (b,),
+        ),
         sinks,
         key_codec=key_codec,
         value_codec=value_codec,

@@ -50,6 +50,9 @@ def log_decay_from_positive(g: Float[Array, "..."]) -> Float[Array, "..."]:
 
     Returns:
       -g, the `g` of `gated_delta_rule`.
+
+    Raises:
+      TypeError: g is no float array.
     """
     return -g
 

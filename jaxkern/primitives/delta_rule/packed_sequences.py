@@ -17,6 +17,9 @@ def segment_ids_from_cu_seqlens(
     Returns:
       `[1, t]` int32: 0 for tokens of the first sequence, 1 for the second and so on;
       tokens after the last sequence have an id of their own.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     ends = jnp.asarray(cu_seqlens)[1:]
     tokens = jnp.arange(length, dtype=ends.dtype)

@@ -1,5 +1,7 @@
 """X = L^-1 B for a unit lower triangular L."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -53,13 +55,27 @@ def substituted(lower, rhs, transpose):
     dtype = jnp.result_type(at_least_f32(lower), at_least_f32(rhs))
     # zeros above, since a solver may multiply what it does not need
     matrix = jnp.tril(lower, -1).astype(dtype)
-    return lax.linalg.triangular_solve(
-        matrix,
+
+    def product(x):
+        m = jnp.swapaxes(matrix, -1, -2) if transpose else matrix
+        return x + jnp.matmul(m, x, precision=lax.Precision.HIGHEST)
+
+    def solve(_, rhs, transpose=transpose):
+        return lax.linalg.triangular_solve(
+            matrix,
+            rhs,
+            left_side=True,
+            lower=True,
+            unit_diagonal=True,
+            transpose_a=transpose,
+        )
+
+    # differentiates `product`: the jvp of triangular_solve refuses explicit meshes
+    return lax.custom_linear_solve(
+        product,
         rhs.astype(dtype),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-        transpose_a=transpose,
+        solve,
+        functools.partial(solve, transpose=not transpose),
     )
 
 

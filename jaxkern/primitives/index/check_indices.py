@@ -28,7 +28,11 @@ def check_indices(
       size: how many slices the axis has, static.
       name: of the caller, with which the message begins.
 
+    Returns:
+      None.
+
     Raises:
+      TypeError: indices are no integer array.
       checkify.JaxRuntimeError: an index is out of bounds, from `errors.throw()`.
     """
     if not indices.size:

@@ -59,6 +59,12 @@ def empty_kv_cache(
       value_dim: hv, default h.
       dtype: of keys and values.
       ring: see `KVCache`.
+
+    Returns:
+      A `KVCache` of zeros, its lengths 0.
+
+    Raises:
+      TypeError: a size or flag is not of its kind.
     """
     value_dim = head_dim if value_dim is None else value_dim
     keys = jnp.zeros((batch, slots, kv_heads, head_dim), dtype)
@@ -78,6 +84,12 @@ def append_kv_cache(
       cache: of `empty_kv_cache`, or returned by an earlier call.
       key, value: `[b, t, k, h]` and `[b, t, k, hv]`, converted to the cache's dtype.
       new_lengths: `[b]` int in 0 ... t, how many of the t tokens count, default all.
+
+    Returns:
+      The cache, its lengths grown by the tokens that count.
+
+    Raises:
+      TypeError: `cache` is no KVCache, or shapes or dtypes do not fit.
     """
     t = key.shape[1]
     write = functools.partial(update_kv_cache, ring=cache.ring)

@@ -66,6 +66,12 @@ def empty_paged_kv_cache(
       page_size, kv_heads, head_dim: page, k, h.
       value_dim: hv, default h.
       dtype: of keys and values.
+
+    Returns:
+      A `PagedKVCache` of zeros, its tables without pages and its lengths 0.
+
+    Raises:
+      TypeError: a size is not of its kind.
     """
     value_dim = head_dim if value_dim is None else value_dim
     return PagedKVCache(
@@ -91,6 +97,13 @@ def append_paged_kv_cache(
       cache: of `empty_paged_kv_cache`, or returned by an earlier call.
       key, value: `[b, t, k, h]` and `[b, t, k, hv]`, converted to the cache's dtype.
       new_lengths: `[b]` int in 0 ... t, how many of the t tokens count, default all.
+
+    Returns:
+      The cache with the tokens and the pages that they begin, its lengths grown by
+        the tokens that count.
+
+    Raises:
+      TypeError: `cache` is no PagedKVCache, or shapes or dtypes do not fit.
     """
     t = key.shape[1]
     new = t if new_lengths is None else new_lengths.astype(jnp.int32)
@@ -130,6 +143,12 @@ def allocate_pages(
       block_tables: `[b, pages]` int, negative for no page.
       lengths, new_lengths: `[b]` int, tokens before and after.
       num_pages, page_size: how many pages there are, and tokens in one.
+
+    Returns:
+      `[b, pages]`, dtype of block_tables: the tables with the new pages.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     first_token = page_size * jnp.arange(block_tables.shape[1])
     begins = (first_token >= lengths[:, None]) & (first_token < new_lengths[:, None])
@@ -155,6 +174,9 @@ def release_pages(cache: PagedKVCache, finished: Bool[Array, " b"]) -> PagedKVCa
 
     Returns:
       The cache with lengths of 0 and no pages where `finished`.
+
+    Raises:
+      TypeError: `cache` is no PagedKVCache, or finished is no array.
     """
     tables = jnp.where(finished[:, None], NO_PAGE, cache.block_tables)
     lengths = jnp.where(finished, 0, cache.lengths)

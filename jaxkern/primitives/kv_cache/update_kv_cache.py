@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -50,9 +51,14 @@ def update_kv_cache(
 
     Returns:
       `[b, s, k, h]`, dtype of cache.
+
+    Raises:
+      TypeError: shapes or dtypes do not fit, or positions are for another number of
+        sequences.
+      ValueError: a position does not fit in int32.
     """
-    positions = jnp.broadcast_to(positions, cache.shape[:1])
-    return update_kv_cache_p(cache, new, positions, new_lengths, ring=ring)
+    start = per_sequence("update_kv_cache", "positions", positions, cache.shape[:1])
+    return update_kv_cache_p(cache, new, start, new_lengths, ring=ring)
 
 
 def ring_positions(lengths: Int[Array, "..."], slots: int) -> Int[Array, "... s"]:
@@ -69,6 +75,9 @@ def ring_positions(lengths: Int[Array, "..."], slots: int) -> Int[Array, "... s"
 
     Returns:
       `[..., s]` int.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     last = jnp.asarray(lengths)[..., None] - 1
     return last - (last - jnp.arange(slots)) % max(slots, 1)

@@ -35,6 +35,9 @@ def update_paged_kv_cache(
 
     Returns:
       `[num_pages, page, k, h]`, dtype of pages.
+
+    Raises:
+      TypeError: shapes or dtypes do not fit.
     """
     return update_paged_kv_cache_p(pages, new.astype(pages.dtype), slots)
 
@@ -61,6 +64,9 @@ def page_slots(
 
     Returns:
       int32 `[b, t]`, -1 for a token without a page or that does not count.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     p = positions[:, None] + jnp.arange(t)
     if block_tables.shape[1] == 0:
@@ -86,6 +92,9 @@ def gather_pages(
 
     Returns:
       `[b, pages * page, k, h]`.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     n, page, k, h = pages.shape
     b, m = block_tables.shape

@@ -4,9 +4,9 @@ cache[b, positions[b] + i] = quantize(new[b, i])      (ring: slot modulo s)
 """
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
 from jaxkern.primitives.turboquant.quantized_vectors import (
@@ -56,12 +56,13 @@ def update_quantized_kv_cache(
     Raises:
       TypeError: shapes that do not fit.
     """
-    check_quantized_vectors("update_quantized_kv_cache", "cache", cache)
+    op = "update_quantized_kv_cache"
+    check_quantized_vectors(op, "cache", cache)
     codes, scales = update_quantized_kv_cache_p(
         cache.codes,
         cache.scales,
         new,
-        jnp.broadcast_to(positions, cache.codes.shape[:1]),
+        per_sequence(op, "positions", positions, cache.codes.shape[:1]),
         new_lengths,
         codec=cache.codec,
         ring=ring,

@@ -64,6 +64,9 @@ def router_z_loss(
 
     Returns:
       loss: scalar, float32 (float64 for float64 logits); 0 without tokens.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     square = jax.nn.logsumexp(at_least_f32(logits), axis=-1) ** 2
     every = None if where is None else where.reshape(-1)

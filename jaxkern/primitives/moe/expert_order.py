@@ -20,6 +20,9 @@ def expert_order(
     Returns:
       order: `[r]`, int32: the i-th sorted slot is slot `order[i]`.
       group_sizes: `[e]`, int32, how many slots each expert has.
+
+    Raises:
+      TypeError: an argument is not of its kind or dtype.
     """
     slots = ids.reshape(-1)
     slots = slots.astype(jnp.promote_types(slots.dtype, jnp.int32))

@@ -121,8 +121,9 @@ def route_reference(
     chosen = jnp.take_along_axis(log_score, ids, axis=-1, mode="clip")
     weights = softmax_or_zeros(chosen) if normalize else jnp.exp(chosen)
     if per_expert_scale is not None:
-        scale = at_least_f32(per_expert_scale) + jnp.zeros_like(logits32)
-        weights = weights * jnp.take_along_axis(scale, ids, axis=-1, mode="clip")
+        chosen = ids[..., None] == jnp.arange(logits.shape[-1])
+        scale = jnp.where(chosen, at_least_f32(per_expert_scale), 0).sum(axis=-1)
+        weights = weights * scale
     if scale_then_renorm:
         total = weights.sum(axis=-1, keepdims=True)
         weights = weights / jnp.where(total == 0, 1, total)

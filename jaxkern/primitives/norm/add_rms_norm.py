@@ -41,6 +41,7 @@ def add_rms_norm(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: eps is negative or not finite.
     """
     return add_rms_norm_p(x, residual, weight, bias, eps=eps, offset=offset)
 

@@ -42,6 +42,7 @@ def batch_norm(
 
     Raises:
       TypeError: a dtype is not a float, or a size is not the number of channels.
+      ValueError: eps is negative or not finite.
     """
     images = jnp.moveaxis(x, axis, 1)
     rows = images.reshape(*images.shape[:2], math.prod(images.shape[2:]))

@@ -55,6 +55,7 @@ def batch_norm_training(
 
     Raises:
       TypeError: a dtype is not a float, or a size is not the number of channels.
+      ValueError: eps is negative or not finite.
     """
     images = jnp.moveaxis(x, axis, 1)
     for name, v in (("mean", running_mean), ("variance", running_variance)):

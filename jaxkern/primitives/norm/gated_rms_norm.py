@@ -38,6 +38,7 @@ def gated_rms_norm(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: eps is negative or not finite.
     """
     return gated_rms_norm_p(
         x, gate, weight, eps=eps, norm_before_gate=bool(norm_before_gate)

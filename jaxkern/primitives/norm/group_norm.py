@@ -42,7 +42,8 @@ def group_norm(
 
     Raises:
       TypeError: a dtype is not a float, or `weight` or `bias` does not fit.
-      ValueError: `groups` does not divide the channels.
+      ValueError: `groups` does not divide the channels, or
+        an eps that is negative or not finite.
     """
     images = jnp.moveaxis(x, axis, 1)
     channels = images.shape[1]

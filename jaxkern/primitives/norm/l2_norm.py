@@ -30,6 +30,7 @@ def l2_norm(
 
     Raises:
       TypeError: `x` is not an array of floats.
+      ValueError: eps is negative or not finite.
     """
     axis = axis_within("l2_norm", axis, x.ndim)
     y = l2_norm_p(jnp.moveaxis(x, axis, -1), eps=eps)

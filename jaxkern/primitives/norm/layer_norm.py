@@ -36,6 +36,7 @@ def layer_norm(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: eps is negative or not finite.
     """
     return layer_norm_p(x, weight, bias, eps=eps)
 

@@ -34,6 +34,7 @@ def layer_norm_2d(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: eps is negative or not finite.
     """
     y = layer_norm(jnp.moveaxis(x, axis, -1), weight, bias, eps=eps)
     return jnp.moveaxis(y, -1, axis)

@@ -49,7 +49,8 @@ def moe_rms_norm_add(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
-      ValueError: a residual_weight without normalize_residual.
+      ValueError: a residual_weight without normalize_residual, or
+        an eps that is negative or not finite.
     """
     if residual_weight is not None and not normalize_residual:
         raise ValueError(

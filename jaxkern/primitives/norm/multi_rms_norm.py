@@ -39,6 +39,7 @@ def multi_rms_norm(
 
     Raises:
       TypeError: another number of weights, a dtype is not a float, or a dim differs.
+      ValueError: eps is negative or not finite.
     """
     arity = {2: dual_rms_norm_p, 3: triple_rms_norm_p}
     if len(weights) not in arity:

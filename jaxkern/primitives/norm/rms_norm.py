@@ -33,6 +33,7 @@ def rms_norm(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: eps is negative or not finite.
     """
     return rms_norm_p(x, weight, bias, eps=eps, offset=offset)
 

@@ -41,6 +41,7 @@ def rms_norm_add(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: eps is negative or not finite.
     """
     if scale is not None and jnp.ndim(scale) == 0:
         scale = jnp.reshape(scale, 1)

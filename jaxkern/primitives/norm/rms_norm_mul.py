@@ -36,6 +36,7 @@ def rms_norm_mul(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+      ValueError: eps is negative or not finite.
     """
     return rms_norm_mul_p(x, scale, weight, eps=eps, offset=offset)
 

@@ -53,7 +53,8 @@ def rms_norm_quantized(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
-      ValueError: another format, or a block below 1.
+      ValueError: another format, or a block below 1, or
+        an eps that is negative or not finite.
     """
     check_format("rms_norm_quantized", format, block)
     width = x.shape[-1] if block is None else block
@@ -88,7 +89,8 @@ def add_rms_norm_quantized(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
-      ValueError: another format, or a block below 1.
+      ValueError: another format, or a block below 1, or
+        an eps that is negative or not finite.
     """
     check_format("add_rms_norm_quantized", format, block)
     width = x.shape[-1] if block is None else block

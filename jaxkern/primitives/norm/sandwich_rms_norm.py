@@ -47,6 +47,7 @@ def sandwich_rms_norm(
 
     Raises:
       TypeError: another number of weights, a dtype is not a float, or a dim differs.
+      ValueError: eps is negative or not finite.
     """
     arity = {1: sandwich_rms_norm_p, 3: sandwich_triple_rms_norm_p}
     if len(next_weights) not in arity:

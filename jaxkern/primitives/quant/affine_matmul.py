@@ -50,6 +50,9 @@ def dequantize_affine(
 
     Returns:
       `[..., d]`, `dtype`.
+
+    Raises:
+      TypeError: `w` is no AffineTensor.
     """
     return dequantize_affine_p(
         w.codes,

@@ -96,7 +96,7 @@ def routed_product(
     def product(w, dims):
         return _dot(x_in, w, dims, x.dtype).astype(x.dtype)
 
-    if ids.size <= arrays[0].shape[0]:
+    if at_most_experts(ids, arrays):
         experts, inside = _gathered(ids, arrays)
         w = decode(*experts, dtype=dtype)  # [... k f d]
         y = product(w, (((x.ndim - 1,), (w.ndim - 1,)), (lead, lead)))
@@ -119,7 +119,7 @@ def routed_product_transpose(
 ) -> Float[Array, "... d"]:
     """dx = sum over k of w[ids[..., k]]^T dy[..., k, :]."""
     dtype, lead = operand_dtype(dy, compute_dtype), tuple(range(dy.ndim - 2))
-    if ids.size <= arrays[0].shape[0]:
+    if at_most_experts(ids, arrays):
         experts, inside = _gathered(ids, arrays)
         w = decode(*experts, dtype=dtype)  # [... k f d]
         dy_in = jnp.where(inside[..., None], dy, 0).astype(dtype)
@@ -133,6 +133,11 @@ def routed_product_transpose(
         return _dot(jnp.sum(asked, axis=-2).astype(dtype), w, dims, dy.dtype)
 
     return _sum_over_experts(of_expert, arrays).astype(dy.dtype)
+
+
+def at_most_experts(ids: Integer[Array, "..."], arrays: Sequence[Array]) -> bool:
+    """Are there at most e ids? A symbolic number counts as more."""
+    return isinstance(ids.size, int) and ids.size <= arrays[0].shape[0]
 
 
 def _dot(x: Array, w: Array, dims: Any, dtype: Any) -> Array:

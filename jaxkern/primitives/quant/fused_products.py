@@ -53,6 +53,7 @@ def quantized_rms_norm_matmul(
 
     Raises:
       TypeError: see `rms_norm` and `quantized_matmul`.
+      ValueError: eps is negative or not finite.
     """
     if not isinstance(w, InterleavedTensor) or w.ndim != 2:
         x = rms_norm(x, norm, eps=eps)
@@ -93,6 +94,7 @@ def quantized_swiglu(
 
     Raises:
       TypeError: see `quantized_matmul` and `swiglu`.
+      ValueError: eps is negative or not finite.
     """
     if not isinstance(w, InterleavedTensor) or w.ndim != 2 or w.shape[0] % (2 * ROWS):
         x = x if norm is None else rms_norm(x, norm, eps=eps)

@@ -62,7 +62,7 @@ def decode_rows(
     *lead, row_bytes = rows.shape
     blocks = rows.reshape(*lead, row_bytes // form.bytes, form.bytes)
     if form.unpack is None:
-        return lax.bitcast_convert_type(blocks, FLOAT_TYPES[qtype]).astype(dtype)
+        return from_bytes(blocks, FLOAT_TYPES[qtype]).astype(dtype)
     code, scale, offset = form.unpack(blocks)
     value = scale * code.astype(jnp.float32)
     if qtype in ("MXFP4", "Q8_K"):  # the formats that reach below 2**-126
@@ -73,9 +73,32 @@ def decode_rows(
     return value.reshape(*lead, blocks.shape[-2] * form.elements).astype(dtype)
 
 
+def from_bytes(b: UInt8[Array, "... bytes"], dtype: DTypeLike) -> Float[Array, "..."]:
+    """The number that the bytes of the last dim are, lowest first."""
+    if not has_symbolic_size(b):
+        return lax.bitcast_convert_type(b, dtype)
+    n = jnp.dtype(dtype).itemsize
+    parts = b.astype(f"uint{8 * n}") << jnp.arange(0, 8 * n, 8, dtype=f"uint{8 * n}")
+    return lax.bitcast_convert_type(parts.sum(-1, dtype=parts.dtype), dtype)
+
+
+def to_bytes(x: Array) -> UInt8[Array, "... bytes"]:
+    """The bytes of the numbers of the last dim, lowest first."""
+    if not has_symbolic_size(x):
+        return x.view(jnp.uint8)
+    bits = 8 * x.dtype.itemsize
+    word = lax.bitcast_convert_type(x, f"uint{bits}")[..., None]
+    parts = (word >> jnp.arange(0, bits, 8, dtype=word.dtype)).astype(jnp.uint8)
+    return parts.reshape(*x.shape[:-1], x.shape[-1] * bits // 8)
+
+
+def has_symbolic_size(x: Array) -> bool:
+    """Then XLA refuses a bitcast to wider or narrower elements."""
+    return not all(isinstance(n, int) for n in x.shape)
+
+
 def _f16(b: UInt8[Array, "... 2"]) -> Float32[Array, "... 1 1"]:
-    half = lax.bitcast_convert_type(b, jnp.float16)
-    return half.astype(jnp.float32)[..., None, None]
+    return from_bytes(b, jnp.float16).astype(jnp.float32)[..., None, None]
 
 
 def _i8(b: UInt8[Array, "..."]) -> Int[Array, "..."]:
@@ -183,7 +206,7 @@ def _q6_k(b):  # ql[128] qh[64] scales[16] d
 
 
 def _q8_k(b):  # d (f32) qs[256] bsums[16], sums of codes that decoding does not need
-    d = lax.bitcast_convert_type(b[..., :4], jnp.float32)[..., None, None]
+    d = from_bytes(b[..., :4], jnp.float32)[..., None, None]
     return Unpacked(_i8(b[..., None, 4:260]), d)
 
 

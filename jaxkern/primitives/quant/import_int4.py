@@ -32,6 +32,10 @@ def int4_from_gptq(
 
     Returns:
       `[f, d]`, unsigned with zeros; with an `order` if g_idx is not sorted.
+
+    Raises:
+      TypeError: dtypes or shapes do not fit, or g_idx names a group too often.
+      ValueError: an unknown version.
     """
     if version not in (1, 2):
         raise ValueError(f"int4_from_gptq: `version` must be 1 or 2, got {version}.")
@@ -68,6 +72,9 @@ def int4_from_awq(
 
     Returns:
       `[f, d]`, unsigned with zeros.
+
+    Raises:
+      TypeError: dtypes or shapes do not fit.
     """
     d = qweight.shape[0]
     check_import("int4_from_awq", d, qzeros, scales, 8 * qweight.shape[1])
@@ -104,6 +111,9 @@ def int4_from_linear(
 
     Returns:
       `[f, d]`.
+
+    Raises:
+      TypeError: dtypes or shapes do not fit, or d is odd.
     """
     groups, f = scales.shape
     if packed.shape != (d * f // 2,) or d % 2:
@@ -131,6 +141,9 @@ def int4_to_linear(w: IntTensor) -> UInt8[Array, " bytes"]:
     Returns:
       `[d * f / 2]` bytes: nibbles in one run over the row-major `[d, f]` matrix, the
       lower half first.
+
+    Raises:
+      TypeError: `w` is no IntTensor.
     """
     codes = unpack_int(w.codes, 4, w.signed).T.reshape(-1)
     return pack_int(codes, 4, w.signed)

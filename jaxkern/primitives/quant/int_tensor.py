@@ -100,6 +100,10 @@ def quantize_int(
 
     Returns:
       The container, its scales in w.dtype.
+
+    Raises:
+      TypeError: w is no float array, or d is odd with 4 bits.
+      ValueError: `bits` or `group_size` out of range.
     """
     *lead, d = w.shape
     size = max(d, 1) if group_size is None else group_size

@@ -85,6 +85,9 @@ def interleave(w: GGUFTensor) -> InterleavedTensor:
     Args:
       w: `[..., f, d]` of a block format, f a multiple of 16.
 
+    Returns:
+      `[..., f, d]`, the same bits.
+
     Raises:
       TypeError: w is no matrix, f is no multiple of 16, or the format has no blocks.
     """

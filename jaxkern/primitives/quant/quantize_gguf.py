@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, to_bytes
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.rounding import divide, multiply, round_half_away
 
@@ -98,7 +98,7 @@ def _absmax(x: Float32[Array, "... 32"]) -> UInt8[Array, "... bytes"]:
 def _q8_0(x: Float32[Array, "... 32"]) -> UInt8[Array, "... bytes"]:
     d = divide(jnp.max(jnp.abs(x), -1, keepdims=True), 127)
     code = round_half_away(multiply(x, _inverse(d)))
-    return jnp.concatenate([_f16(d), code.astype(jnp.int8).view(jnp.uint8)], axis=-1)
+    return jnp.concatenate([_f16(d), to_bytes(code.astype(jnp.int8))], axis=-1)
 
 
 def _q8_k(x: Float32[Array, "... 256"]) -> UInt8[Array, "... bytes"]:
@@ -107,7 +107,7 @@ def _q8_k(x: Float32[Array, "... 256"]) -> UInt8[Array, "... bytes"]:
     d = jnp.where(v == 0, 0, divide(jnp.ones_like(v), inverse))
     code = jnp.minimum(jnp.round(multiply(x, inverse)), 127).astype(jnp.int8)
     sums = code.reshape(*code.shape[:-1], 16, 16).sum(-1, dtype=jnp.int16)
-    return jnp.concatenate([part.view(jnp.uint8) for part in (d, code, sums)], axis=-1)
+    return jnp.concatenate([to_bytes(part) for part in (d, code, sums)], axis=-1)
 
 
 def _packed(code: Int32[Array, "... 32"], bits: int, *scales) -> UInt8[Array, "... b"]:
@@ -121,7 +121,7 @@ def _packed(code: Int32[Array, "... 32"], bits: int, *scales) -> UInt8[Array, ".
 
 
 def _f16(x: Float32[Array, "... 1"]) -> UInt8[Array, "... 2"]:
-    return x.astype(jnp.float16).view(jnp.uint8)
+    return to_bytes(x.astype(jnp.float16))
 
 
 ENCODERS = {

@@ -50,7 +50,8 @@ def head_norm_rope(
 
     Raises:
       TypeError: shapes or dtypes that do not fit.
-      ValueError: an unknown pairing, or pairs that overlap or leave the head.
+      ValueError: an unknown pairing, or pairs that overlap or leave the head, or
+        an eps that is negative or not finite.
     """
     cos, sin, pair_offset = rotary_tables(
         "head_norm_rope", x, cos, sin, pairing, pair_offset

@@ -45,7 +45,8 @@ def qk_norm_rope(
 
     Raises:
       TypeError: shapes or dtypes that do not fit.
-      ValueError: an unknown pairing, or pairs that overlap or leave the head.
+      ValueError: an unknown pairing, or pairs that overlap or leave the head, or
+        an eps that is negative or not finite.
     """
     cos, sin, pair_offset = rotary_tables(
         "qk_norm_rope", query, cos, sin, pairing, pair_offset

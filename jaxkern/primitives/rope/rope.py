@@ -52,6 +52,11 @@ def rope(
 
     Returns:
       `[..., t, n, h]`, dtype of x.
+
+    Raises:
+      TypeError: shapes or dtypes do not fit.
+      ValueError: an unknown pairing, or a number of dims, theta or scaling that is not
+        possible.
     """
     cos, sin = rope_cos_sin(
         positions,

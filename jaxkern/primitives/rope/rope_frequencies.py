@@ -28,7 +28,11 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation: f / factor (https://arxiv.org/abs/2306.15595)."""
+    """Position interpolation: f / factor (https://arxiv.org/abs/2306.15595).
+
+    Attributes:
+      factor: by how much longer a text may be than in training.
+    """
 
     factor: float
     magnitude: ClassVar[float] = 1.0
@@ -48,6 +52,10 @@ class DynamicScaling:
     "Dynamically Scaled RoPE", 2023; section 3.3 of https://arxiv.org/abs/2309.00071).
     L is `length`, else the highest position + 1 of each sequence, so keys that were
     cached while L was smaller keep their smaller theta.
+
+    Attributes:
+      factor: see the formula.
+      original_length: of the texts in training, in tokens.
     """
 
     factor: float
@@ -71,6 +79,11 @@ class Llama3Scaling:
         f'     = (1 - smooth) * f / factor + smooth * f
 
     Source: https://github.com/meta-llama/llama-models, `apply_scaling`.
+
+    Attributes:
+      factor: by which the long waves are slowed.
+      low_freq_factor, high_freq_factor: turns at which the ramp begins and ends.
+      original_length: of the texts in training, in tokens.
     """
 
     factor: float = 8.0
@@ -100,6 +113,12 @@ class YarnScaling:
     with both of DeepSeek's mscale numbers, (0.1 mscale ln(factor) + 1) / (0.1
     mscale_all_dim ln(factor) + 1). `truncate` rounds the ends of the ramp outwards to
     whole pairs as in Hugging Face and llama.cpp (gpt-oss: False).
+
+    Attributes:
+      factor: by which the slow pairs are interpolated.
+      original_length: of the texts in training, in tokens.
+      beta_fast, beta_slow: turns over original_length at the ends of the ramp.
+      truncate, mscale, mscale_all_dim, attention_factor: see above.
     """
 
     factor: float
@@ -146,6 +165,11 @@ class LongRopeScaling:
     and Phi-3's rule), the short ones elsewhere; `length` as in DynamicScaling. cos and
     sin are multiplied by `attention_factor`, by default sqrt(1 + ln(factor) /
     ln(original_length)) with factor = (longest supported length) / original_length.
+
+    Attributes:
+      short_factor, long_factor: one per rotated pair.
+      original_length: of the texts in training, in tokens.
+      factor, attention_factor: see above.
     """
 
     short_factor: tuple[float, ...]
@@ -208,6 +232,10 @@ def rope_frequencies(
     Returns:
       `[r]` in float32, or `[..., r]` for a `length` of shape `[...]` that is read. What
       is static is computed in float64 and rounded once.
+
+    Raises:
+      TypeError: a shape or dtype does not fit.
+      ValueError: rotary_dim is odd, or theta or scaling not positive.
     """
     if rotary_dim % 2 or rotary_dim < 0:
         raise ValueError(f"rope: rotary_dim {rotary_dim} is not even. It counts dims.")
@@ -257,6 +285,10 @@ def rope_cos_sin(
 
     Returns:
       cos, sin: `[..., t, r]` float32, r = rotary_dim / 2.
+
+    Raises:
+      TypeError: positions are a scalar, or a shape or dtype does not fit.
+      ValueError: rotary_dim is odd, or theta or scaling not positive.
     """
     positions = jnp.asarray(positions)
     if positions.ndim < 1:

@@ -6,7 +6,7 @@ top-p: https://arxiv.org/abs/1904.09751, min-p: https://arxiv.org/abs/2407.01082
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 
 from jaxkern.primitives.index.argmax import argmax, argmax_reference, first_true
 from jaxkern.primitives.index.ordered_bits import from_ordered_bits, ordered_bits
@@ -15,7 +15,7 @@ from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 def sample(
     logits: Float[Array, "... v"],
-    key: jax.Array,
+    key: PRNGKeyArray,
     *,
     temperature: Float[Array, "..."] | float = 1.0,
     top_k: Int[Array, "..."] | int | None = None,
@@ -57,7 +57,7 @@ def sample(
       ids: int32, `[...]`.
 
     Raises:
-      TypeError: an option does not broadcast to the rows.
+      TypeError: `key` is no key, or an option does not broadcast to the rows.
       ValueError: v is 0, or top_p or min_p is a number outside [0, 1].
     """
     rows = logits.shape[:-1]

@@ -56,6 +56,9 @@ def dequantize_vectors(
 
     Returns:
       `[..., d]`, computed in float32 and rounded once.
+
+    Raises:
+      TypeError: `x` is no well-formed QuantizedVectors.
     """
     check_quantized_vectors("dequantize_vectors", "x", x)
     return dequantize_vectors_p(
@@ -101,6 +104,9 @@ def turboquant_decode(
 
     Returns:
       `[..., d]`, computed in float32 and rounded once.
+
+    Raises:
+      TypeError: `x` is no well-formed QuantizedVectors.
     """
     return dequantize_vectors(x, unrotate=unrotate, dtype=dtype)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import gated_delta_rule, segment_ids_from_cu_seqlens
-from jaxkern.primitives.delta_rule import gated_delta_rule as stages
+from jaxkern.primitives.delta_rule import gated_delta_chunks as stages
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
 from tests.checks import bf16, case, f16, f32, uniform
 
