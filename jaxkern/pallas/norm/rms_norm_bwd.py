@@ -7,9 +7,7 @@ has the copy engine fill a ring of tiles; each of the others computes tiles of i
 and has the engine store them. So copies, sums and stores of different tiles overlap,
 and no barrier spans the program. Rows beyond the last are zeros when they are loaded
 and dropped when they are stored. A second kernel adds the programs' shares of dweight.
-
-Both kernels are launched while the one before them ends, and wait for its results when
-they are set up. docs/design/triton_kernels.md has the measurements.
+docs/design/triton_kernels.md has the measurements.
 """
 
 import functools
@@ -40,7 +38,7 @@ SUMMED = 8  # rows that it holds at least
 
 
 class Problem(NamedTuple):
-    """Rows, columns, what is added to the weight, sizes; how it is run."""
+    """Rows, columns, what is added to the weight, sizes."""
 
     n: int
     d: int
@@ -49,7 +47,6 @@ class Problem(NamedTuple):
     consumers: int
     depth: int  # tiles in the ring for each consumer
     stores: int  # tiles on their way back, likewise
-    interpret: bool
 
 
 def unsupported(x: Any, weight: Any, bias: Any, dy: Any, **_: Any) -> str | None:
@@ -67,15 +64,15 @@ def unsupported(x: Any, weight: Any, bias: Any, dy: Any, **_: Any) -> str | None
     return None if x.size else "there are no rows"
 
 
-def problem(x: jax.Array, offset: float, interpret: bool) -> Problem:
+def problem(x: jax.Array, offset: float) -> Problem:
     n, d = num_rows(x), x.shape[-1]
-    rule = {"CONSUMERS": 2, "DEPTH": 2, "STORES": 2 if d <= 128 else 1}
+    # most are as fast with 64 KB of tiles in the ring; more slows the memory down
+    rule = {"CONSUMERS": 1 if d > 192 else 2, "DEPTH": 2 if d > 64 else 3, "STORES": 2}
     sizes = tuned("short_row_norm_bwd", d, x.dtype, rule)
     # a whole number of what the second kernel adds at once; some have no tile
     programs = SUMMED * min(num_sms() // SUMMED, -(-n // (SUMMED * TILE)))
-    names = ("CONSUMERS", "DEPTH", "STORES")
-    consumers, depth, stores = (sizes[name] for name in names)
-    return Problem(n, d, offset, programs, consumers, depth, stores, interpret)
+    consumers, depth, stores = (sizes[s] for s in ("CONSUMERS", "DEPTH", "STORES"))
+    return Problem(n, d, offset, programs, consumers, depth, stores)
 
 
 def per_row(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -104,8 +101,6 @@ def walk_kernel(
     slots = jnp.int32(c.consumers * c.depth)  # a slot is always of one consumer
     tiles = -(-c.n // TILE)
     count = lax.div(tiles - program + c.programs - 1, jnp.int32(c.programs))
-    if not c.interpret:
-        plgpu.griddepcontrol_wait()
 
     def place(j):
         return pl.ds((program + j * c.programs) * TILE, TILE)
@@ -165,8 +160,6 @@ def walk_kernel(
             plgpu.copy_smem_to_gmem(dx_smem.at[me, back], dx_ref.at[place(j)])
             return dweight
 
-        if not c.interpret:
-            plgpu.griddepcontrol_launch_dependents()
         zeros = plgpu.layout_cast(jnp.zeros((STEP, c.d), jnp.float32), ROWS)
         mine = lax.div(count - me + c.consumers - 1, jnp.int32(c.consumers))
         dweight = lax.fori_loop(0, mine, step, zeros)
@@ -182,25 +175,23 @@ def walk_kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def add_kernel(shares_ref, sum_ref, *, c: Problem):
+def add_kernel(shares_ref, sum_ref):
     """Some columns of dweight."""
-    if not c.interpret:
-        plgpu.griddepcontrol_wait()
     columns = pl.ds(lax.axis_index("program") * WIDTH, WIDTH)
     shares = plgpu.load(shares_ref.at[:, columns], layout=COLUMNS, optimized=False)
     sum_ref.at[columns][...] = jnp.sum(shares, axis=0).astype(sum_ref.dtype)
 
 
-def launch(kernel: Any, c: Problem, **rest: Any) -> Any:
+def launch(kernel: Any, interpret: bool, **rest: Any) -> Any:
     return plgpu.kernel(
-        functools.partial(kernel, c=c),
+        kernel,
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(
             # rows lie in shared memory as in memory, and no barrier is added
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),
-        interpret=plgpu.InterpretGPUParams() if c.interpret else None,
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
         **rest,
     )
 
@@ -219,11 +210,11 @@ def rms_norm_bwd(
 ) -> tuple[jax.Array | None, jax.Array | None, None]:
     """(dx, dweight, None); `interpret` runs the kernels on a CPU."""
     del eps, bias  # in rstd; absent
-    c = problem(x, offset, interpret)
+    c = problem(x, offset)
     slots, tile = c.consumers * c.depth, (TILE, c.d)
     dx, shares = launch(
-        walk_kernel,
-        c,
+        functools.partial(walk_kernel, c=c),
+        interpret,
         out_type=(
             jax.ShapeDtypeStruct((c.n, c.d), x.dtype),
             jax.ShapeDtypeStruct((c.programs, c.d), jnp.float32),
@@ -250,4 +241,8 @@ def rms_norm_bwd(
     if not wanted[1]:
         return dx, None, None
     out = jax.ShapeDtypeStruct((c.d,), weight.dtype)
-    return dx, launch(add_kernel, c, out_type=out, grid=(c.d // WIDTH,))(shares), None
+    return (
+        dx,
+        launch(add_kernel, interpret, out_type=out, grid=(c.d // WIDTH,))(shares),
+        None,
+    )
