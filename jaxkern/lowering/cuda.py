@@ -10,6 +10,7 @@ from jaxkern.lowering.lower import lower
 from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.pallas.attention import joint_bwd as hopper_joint_bwd
+from jaxkern.pallas.norm import rms_norm_bwd as hopper_rms_norm_bwd
 from jaxkern.primitives.activation.softmax import softcap_softmax_p, softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.latent_attention import latent_attention_p
@@ -96,6 +97,13 @@ from jaxkern.triton.turboquant import fwht, quantize_vectors
 
 row = functools.partial(lower, platform="cuda", backend="triton")
 
+row(
+    rms_norm_p,
+    backend="mosaic_gpu",
+    fwd=None,
+    bwd=hopper_rms_norm_bwd.rms_norm_bwd,
+    unless=hopper_rms_norm_bwd.unsupported,
+)
 row(
     rms_norm_p, fwd=rms_norm.rms_norm_fwd, bwd=rms_norm.rms_norm_bwd, unless=unsupported
 )
