@@ -101,7 +101,9 @@ def gated_norm_fwd(
     norm_first: bool,
 ) -> tuple[jax.Array | None, ...]:
     rows = num_rows(x)
-    sizes = forward_tile("gated_norm_fwd", rows, x.shape[-1], x.dtype)
+    d = x.shape[-1]
+    small = 2048 < d < 4096  # there a chunk of 4096 is half empty
+    sizes = forward_tile("gated_norm_fwd", rows, d, x.dtype, small)
     return sparse_call(
         gated_norm_fwd_kernel,
         (-(-rows // sizes["ROWS"]),),

@@ -34,7 +34,9 @@ def unsupported(*, x, **named) -> str | None:
 
 def slower(x: Any, dy: Any = None, **_: Any) -> str | None:
     if dy is not None and x.size < FEW:
-        return f"{x.size} elements: launches are most of the time, and XLA's are shorter"
+        return (
+            f"{x.size} elements: launches are most of the time, and XLA's are shorter"
+        )
     size = x.shape[-1] * x.shape[-2]
     if dy is not None and size > 65536:
         return f"a group has {size} elements: XLA spreads it over more programs"

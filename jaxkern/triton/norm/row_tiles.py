@@ -16,12 +16,19 @@ from jaxkern.triton.triton_call import jit, max_shared_bytes, tl
 NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
 
 
-def forward_tile(kernel: str, rows: int, d: int, dtype: Any) -> dict:
-    """About 16 elements a thread; large chunks, with little waste for odd d."""
+def forward_tile(
+    kernel: str, rows: int, d: int, dtype: Any, in_small_chunks: bool = False
+) -> dict:
+    """About 16 elements a thread; large chunks, with little waste for odd d.
+
+    Or chunks of 1024 by 4 warps: twice as many programs, each with less to wait for.
+    """
     block, together = next_power_of_2(d), 1
     if d <= NARROW:
         together = max(1, min(2048 // block, next_power_of_2(rows)))
         warps = max(together * block // (16 * WARP), 1)
+    elif in_small_chunks:
+        block, warps = 512 if d % 1024 == 512 else 1024, 4
     else:
         block = 16384 if d > 65536 else 4096 if d > 2048 else 1024
         warps = block // 512 if d < 8192 else max(16, block // 512)
