@@ -10,7 +10,7 @@ from jaxkern.lowering.lower import lower
 from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.pallas.attention import joint_bwd as hopper_joint_bwd
-from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.activation.softmax import softcap_softmax_p, softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.latent_attention import latent_attention_p
 from jaxkern.primitives.attention.paged_attention import paged_attention_p
@@ -112,6 +112,13 @@ row(
     unless=unsupported,
 )
 row(softmax_p, fwd=softmax.softmax_fwd, bwd=softmax.softmax_bwd, unless=unsupported)
+row(
+    softcap_softmax_p,
+    fwd=softmax.softmax_fwd,
+    bwd=softmax.softcap_softmax_bwd,
+    unless=unsupported,
+    slower=softmax.slower_with_softcap,
+)
 row(
     apply_rope_p,
     fwd=apply_rope.apply_rope_fwd,

@@ -4,7 +4,7 @@ Triton and Mosaic take 100 MB and a second, which a machine without a GPU need n
 """
 
 from jaxkern.lowering.lower import add_rows_later
-from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.activation.softmax import softcap_softmax_p, softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.latent_attention import latent_attention_p
 from jaxkern.primitives.attention.paged_attention import paged_attention_p
@@ -55,6 +55,7 @@ from jaxkern.primitives.turboquant.fwht import fwht_p
 from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
 
 OPS = (
+    softcap_softmax_p,
     softmax_p,
     attention_p,
     latent_attention_p,

@@ -12,6 +12,7 @@ from jaxkern.primitives.call import Call
 from jaxkern.primitives.kernel_primitive import KernelPrimitive, Tangent
 
 if TYPE_CHECKING:
+    from jaxkern.pallas.mosaic_launch import MosaicLaunch
     from jaxkern.triton.triton_call import Launch
 
 
@@ -24,15 +25,16 @@ class Choice:
       sites: number of calls in the function.
       runs: the backend and the kernel or reference.
       refused: why the rows before it do not run.
-      launches: the Triton launches of one call; each knows its grid, constants, and as
-        compiled its registers, shared memory, `ttir`, `ptx` and `sass`.
+      launches: what one call launches. A Triton launch knows its grid, constants, and
+        as compiled its registers, shared memory, `ttir`, `ptx` and `sass`; a Mosaic
+        launch its grid, block sizes, registers, shared memory and `mlir`.
     """
 
     op: str
     sites: int
     runs: str
     refused: tuple[str, ...]
-    launches: "tuple[Launch, ...]"
+    launches: "tuple[Launch | MosaicLaunch, ...]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +66,9 @@ def explain(
 ) -> Explanation:
     """Says for each op in `f(*args, **kwargs)` which implementation runs, and why.
 
-    Traces `f` and compiles its Triton kernels, runs nothing. Print the result, or read
-    its `rows`; `rows[0].launches[0].ptx` is the kernel's PTX, likewise `ttir`, `sass`.
+    Traces `f`, runs nothing. Print the result, for which kernels are compiled as far as
+    that goes here, or read its `rows`: `rows[0].launches[0].ptx` is the PTX of a Triton
+    kernel, likewise `ttir` and `sass`; a Mosaic kernel has its `mlir`.
 
     Args:
       f: any traceable function: an op, a jitted model, a gradient.
@@ -107,29 +110,37 @@ def explain_equation(eqn, platform: str) -> tuple:
     if row is None:
         return p.name, f"xla: {p.reference.__name__}", refused, ()
     runs = f"{row.backend}: {row.title}"
-    triton = row.backend == "triton"
+    on_a_gpu = row.backend in ("triton", "mosaic_gpu")
     return (
         p.name,
         runs,
         refused,
-        launches(p, row, avals, call, params) if triton else (),
+        launches(p, row, avals, call, params) if on_a_gpu else (),
     )
 
 
 def launches(
     p: KernelPrimitive, row: Row, avals: list, call: Call, static: dict
-) -> "tuple[Launch, ...]":
-    """The Triton launches of one call of an op, on unsharded operands."""
+) -> "tuple[Launch | MosaicLaunch, ...]":
+    """The launches of one call of an op, on unsharded operands."""
+    from jaxkern.pallas.mosaic_launch import mosaic_launch, mosaic_modules
     from jaxkern.triton.triton_call import triton_call_p  # imports Triton
 
-    f = functools.partial(p.evaluate_with, row.kernel, call=call, **static)
+    f = jax.jit(functools.partial(p.evaluate_with, row.kernel, call=call, **static))
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    jaxpr = jax.make_jaxpr(f)(*plain).jaxpr
-    return tuple(
-        eqn.params["launch"]
-        for eqn in every_equation(jaxpr)
-        if eqn.primitive is triton_call_p
-    )
+    traced = f.trace(*plain)
+
+    @functools.cache
+    def modules():
+        return mosaic_modules(traced.lower(lowering_platforms=("cuda",)))
+
+    found = []
+    for eqn in every_equation(traced.jaxpr):
+        if eqn.primitive is triton_call_p:
+            found.append(eqn.params["launch"])
+        elif launch := mosaic_launch(eqn, every_equation, modules):
+            found.append(launch)
+    return tuple(found)
 
 
 def equations(jaxpr) -> Iterator[Any]:

@@ -81,7 +81,7 @@ class Row(NamedTuple):
         return f"{module}.{getattr(self.kernel, '__name__', self.kernel)}"
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """The row that runs, or None for the reference, and why the others do not."""
 
     row: Row | None
@@ -170,7 +170,7 @@ def rows_on(p: KernelPrimitive, platform: str) -> Sequence[Row]:
 
 def choose(
     p: KernelPrimitive, platform: str, avals: Sequence, call: Call, static: dict
-) -> Choice:
+) -> Chosen:
     """The first row that does not refuse; raises under strict if none runs."""
     rows = rows_on(p, platform)
     wanted = call.backend.name
@@ -181,7 +181,7 @@ def choose(
         elif reason := why_slower(p, row, avals, call, static):
             slower.append(f"{row.title}: {reason}")
         else:
-            return Choice(row, (*refused, *slower))
+            return Chosen(row, (*refused, *slower))
     if wanted not in ("auto", "xla") and all(r.backend != wanted for r in rows):
         refused.append(f"no {wanted} kernel on {platform}")
     if call.backend.strict and wanted != "xla" and refused and not slower:
@@ -189,7 +189,7 @@ def choose(
         raise ValueError(
             f"{p.name}: backend {call.backend!r} on {platform}: {reasons}."
         )
-    return Choice(None, (*refused, *slower))
+    return Chosen(None, (*refused, *slower))
 
 
 def refusal(

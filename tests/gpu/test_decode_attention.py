@@ -113,6 +113,10 @@ def test_as_many_rows_as_there_can_be_in_float32(t, g, h):
     check(with_lse(causal=True), *qkv(2, t, 1500, 2, g, h, dtype="float32"))
 
 
+def test_64k_tokens():
+    check(with_lse(), *qkv(1, 1, 65_536 + 77, 2, 4, 128))
+
+
 @pytest.mark.parametrize(
     "dtype, kv_dtype",
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "float16")],

@@ -33,6 +33,7 @@ CODECS = {
     "turbo8": TurboQuantCodec(8),
     "turbo4": TurboQuantCodec(4),
     "turbo3": TurboQuantCodec(3),
+    "turbo5": TurboQuantCodec(5),
     "turbo6": TurboQuantCodec(6, group=64),
     "turbo2": TurboQuantCodec(2),
     "own levels": TurboQuantCodec(4, codebook=tuple(i**3 / 99 for i in range(-7, 9))),
@@ -131,6 +132,13 @@ def test_options(options, t, g, s):
     codec = CODECS["turbo4"]
     key, value = caches(4, s, k, 128, 128, codec, codec)
     check(draw((4, t, k * g, 128)), key, value, slack=2, **options)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4 by 32", "turbo4"])
+def test_64k_tokens(codec):
+    codec = CODECS[codec]
+    query = draw((1, 1, 8, 128), "bfloat16")
+    check(query, *caches(1, 65_536 + 77, 2, 128, 128, codec, codec))
 
 
 def test_scales_far_apart():

@@ -63,7 +63,7 @@ def test_a_cut_sequence_continues_and_padding_does_not_enter():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("n", [1, 7, 64, 1000, 4096, 4097, 20000])
+@pytest.mark.parametrize("n", [1, 7, 64, 1000, 4096, 4097, 20000, 131_073])
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("reverse", [True, False])
 def test_running_sums(n, exclusive, reverse, dtype):

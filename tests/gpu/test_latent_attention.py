@@ -33,7 +33,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("n, t", [(64, 1), (20, 4)])
+@pytest.mark.parametrize("n, t", [(64, 1), (20, 4), (16, 8)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options, n, t):
     options = dict(options)

@@ -23,6 +23,7 @@ from jaxkern.triton.triton_call import device_capability
 from tests import checks
 from tests.gpu.test_flash_attention import IDS, KV_IDS, as_jax, attend, draw, operands
 from tests.gpu.test_flash_attention import check as check_attention
+from tests.gpu.truth import EPSILON, relative_errors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,10 +149,39 @@ def test_long_sequences():
     check(q, k, v, causal=True, window=1000)
 
 
-@pytest.mark.parametrize("h, hv", [(64, 64), (192, 128), (256, 256)])
+def test_64k_tokens():
+    """A few queries, and the gradients from them alone, against float64."""
+    t, chosen = 65536, jnp.array([0, 1, 127, 128, 30_001, 65_407, 65_408, 65_535])
+    operand, cotangent = operands(1, t, t, 1, 2, 128), draw(1, chosen.size, 2, 128)
+
+    def ours(q, k, v):
+        return attend(q, k, v, causal=True)[:, chosen]
+
+    def alone(q, k, v):
+        seen = jnp.arange(t) <= chosen[:, None]
+        return attend(q[:, chosen], k, v, mask=seen[None, None])
+
+    def run(f, operand, cotangent):
+        y, pull = jax.vjp(f, *operand)
+        return y, *pull(cotangent.astype(y.dtype))
+
+    with backend("auto", strict=True):
+        found = jax.jit(run, static_argnums=0)(ours, operand, cotangent)
+    with jax.enable_x64(True), backend("xla"):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), (operand, cotangent))
+        truth = jax.jit(run, static_argnums=0)(alone, *wide)
+    errors = relative_errors(found, truth, 0.0)
+    assert max(errors) < EPSILON["bfloat16"], errors
+
+
+@pytest.mark.parametrize("h, hv", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_lse_far_below_zero(h, hv):
+    """At lengths divisible by 128, where cuDNN's backward pass gives NaN."""
     q, k, v = operands(1, 256, 256, 2, 2, h, hv)
     check(40 * q, 40 * k, v, causal=True, slack=20.0)  # weights of 0 and 1
+    far = jnp.full((1, 1, 1, 256), -1000.0)
+    check(q, k, v, bias=far, causal=True)
+    check(q, k, v, bias=far, mask=jnp.asarray(BITS[:1, :1, :256, :256]))
 
 
 def test_what_lies_behind_the_lengths_has_no_influence():
@@ -173,6 +203,16 @@ def test_a_nan_stays_visible():
     assert jnp.isnan(by_key[0, 150:]).all() and jnp.isfinite(by_key[0, :150]).all()
 
 
+def test_a_nan_stays_visible_in_gradients():
+    q, k, v = operands(1, 200, 200, 1, 1, 128)
+
+    def loss(q):
+        return attend(q, k, v, causal=True).astype(jnp.float32).sum()
+
+    dq = jax.jit(jax.grad(loss))(q.at[0, 7].set(jnp.nan))
+    assert jnp.isnan(dq[0, 7]).all() and jnp.isfinite(dq[0, 8:]).all()
+
+
 def test_the_same_bits_every_time():
     q, k, v = operands(2, 1000, 1000, 2, 4, 128)
     run = jax.jit(lambda *x: attend(*x, causal=True))
@@ -187,6 +227,42 @@ def test_vmap():
     found = jax.jit(jax.vmap(lambda *x: attend(*x, causal=True)))(*batched)
     whole = attend(q, k, v, causal=True)
     np.testing.assert_array_equal(np.float32(found[:, 0]), np.float32(whole))
+
+    def loss(*x):
+        return jnp.sin(attend(*x, causal=True).astype(jnp.float32)).sum()
+
+    slopes = jax.grad(loss, (0, 1, 2))
+    found, whole = jax.jit(jax.vmap(slopes))(*batched), jax.jit(slopes)(q, k, v)
+    whole = jax.tree.map(lambda x: x[:, None], whole)
+    assert max(relative_errors(found, whole, 1e-2)) < EPSILON["bfloat16"]
+
+
+@pytest.mark.parametrize("h, hv", [(64, 64), (128, 128), (192, 128)])
+def test_forward_mode_and_second_derivatives(h, hv):
+    q, k, v = operands(1, 130, 130, 2, 2, h, hv)
+
+    def every(q, k, v):
+        def f(q, k, v):
+            return attend(q, k, v, causal=True)
+
+        def loss(q):
+            return jnp.sin(f(q, k, v).astype(jnp.float32)).sum()
+
+        def steepness(q):
+            return jnp.sum(jax.grad(loss)(q).astype(jnp.float32) ** 2)
+
+        tangents = q[:, ::-1], k[:, ::-1], v[:, ::-1]
+        return *jax.jvp(f, (q, k, v), tangents), jax.grad(steepness)(q)
+
+    exact = jax.default_matmul_precision("highest")  # of what has no kernel
+    with backend("auto", strict=True), exact:
+        compiled = jax.jit(every).lower(q, k, v).compile()
+    assert compiled.as_text().count("mosaic_gpu_v2") >= 2
+    with jax.enable_x64(True), backend("xla"):
+        wide = (x.astype(jnp.float64) for x in (q, k, v))
+        truth = jax.jit(every)(*wide)
+    errors = relative_errors(compiled(q, k, v), truth, 1e-2)
+    assert max(errors) < 3 * EPSILON["bfloat16"], errors
 
 
 @pytest.mark.parametrize("h, hv", [(128, 128), (192, 128), (256, 256)])

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern import backend, explain, rms_norm
 from tests import checks
-from tests.gpu.truth import on_a_gpu
+from tests.gpu.truth import on_a_gpu, seconds_a_kernel
 from tests.lowering.test_mosaic_gpu import WEIGHT, X, truth
 from tests.test_every_op import OPS, is_small
 
@@ -50,6 +51,27 @@ def test_mosaic_kernel_values_vmap_and_gradients(mosaic_rows):
     for g, e in zip(grads, expected, strict=True):
         np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-4)
     assert np.isfinite(scanned[0]).all()
+
+
+def test_a_chain_of_mosaic_kernels_is_captured_into_a_graph():
+    """What is launched one by one takes more than 4 us."""
+    layout = plgpu.Layout.WG_STRIDED((128,), 1)
+
+    def add_one_kernel(x_ref, y_ref):
+        y_ref[...] = plgpu.load(x_ref, layout=layout, optimized=False) + 1
+
+    add_one = plgpu.kernel(
+        add_one_kernel, out_type=jax.ShapeDtypeStruct((128,), jnp.float32)
+    )
+
+    def chain(x):
+        for _ in range(100):
+            x = add_one(x)
+        return x
+
+    x = jnp.arange(128.0)
+    np.testing.assert_array_equal(jax.jit(chain)(x), x + 100)
+    assert seconds_a_kernel(chain, x) < 2.6e-6
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")

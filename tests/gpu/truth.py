@@ -1,5 +1,7 @@
 """Kernels on a GPU against their references in float64, memory poisoned first."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,3 +82,17 @@ def relative_error(y, truth, least=1e-2):
 
 def as_tuple(y):
     return y if isinstance(y, tuple) else (y,)
+
+
+def seconds_a_kernel(chain, x, kernels=100):
+    """The least time of a launch among so many in one jit, one behind the other."""
+    run = jax.jit(chain)
+    run(x).block_until_ready()
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(10):
+            y = run(x)
+        y.block_until_ready()
+        times.append((time.perf_counter() - begin) / (10 * kernels))
+    return min(times)

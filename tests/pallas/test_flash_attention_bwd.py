@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from jaxkern.primitives.attention.attention import (
     attention_bwd_reference,
     attention_reference,
 )
+from jaxkern.runtime.saved_plan import OWN_TARGETS
 from jaxkern.triton.triton_call import compiling_for
 from tests.pallas.test_flash_attention import ABSENT, operands
 
@@ -50,6 +52,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         kv_segment_ids=jnp.asarray(np.sort(RNG.integers(0, 4, (2, 150)), 1), jnp.int32),
     ),
 }
+
+
+def test_gradients_of_one_block():
+    check(joint_bwd.attention_bwd, "causal", 128, 128, sizes=(1, 40, 64, 1, 1))
 
 
 @pytest.mark.full
@@ -98,11 +104,11 @@ def test_a_bound_that_is_no_number_stays_visible():
     assert np.isnan(np.asarray(dq, np.float32)).all()
 
 
-def check(gradients, name, h, hv, **forced):
+def check(gradients, name, h, hv, sizes=(2, 70, 150, 1, 2), **forced):
     """In the interpreter, against those of the reference in float32."""
     given = STATIC | OPTIONS[name] | forced
     arrays: Any = [given.pop(n, None) for n in ABSENT]
-    operand: Any = [*operands(2, 70, 150, 1, 2, h, hv), *arrays]
+    operand: Any = [*operands(*sizes, h, hv), *arrays]
 
     def wide(xs) -> Any:
         return [
@@ -143,17 +149,32 @@ def test_partitioned_calls_may_have_no_effects(gradients):
         assert not jax.make_jaxpr(dq)(q, k, v).effects
 
 
+def gradients_of(**options):
+    def loss(q, k, v):
+        out: Any = attention(q, k, v, causal=True, **options)
+        return out.astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+
 def test_lowers_for_cuda_without_a_gpu():
     q, k, v = operands(1, 300, 300, 2, 2, 128)
-
     mask, bias = jnp.ones((1, 1, 300, 300), bool), jnp.ones((1, 4, 300, 300))
-    for kernels, pairs in ((2, {}), (3, dict(mask=mask, bias=bias))):
+    with compiling_for(90), backend("mosaic_gpu", strict=True):
+        traced = gradients_of(mask=mask, bias=bias).trace(q, k, v)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 3
 
-        def loss(*x, pairs=pairs):
-            out: Any = attention(*x, causal=True, **pairs)
-            return out.astype(jnp.float32).sum()
 
-        with compiling_for(90), backend("mosaic_gpu", strict=True):
-            traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v)
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("@mosaic_gpu_v2") == kernels
+@pytest.mark.full
+def test_is_exported_without_a_gpu():
+    pytest.importorskip("flatbuffers")  # jax.export needs it to serialise
+    q, k, v = operands(1, 300, 300, 2, 2, 128)
+    # jax promises nothing for the kernels of Triton beside them
+    unchecked = map(jax.export.DisabledSafetyCheck.custom_call, OWN_TARGETS)
+    with compiling_for(90), backend("mosaic_gpu", strict=True):
+        exported = jax.export.export(
+            gradients_of(), platforms=("cuda",), disabled_checks=list(unchecked)
+        )(q, k, v)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.mlir_module().count("@mosaic_gpu_v2") == 2

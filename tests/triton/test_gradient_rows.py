@@ -52,7 +52,7 @@ def test_rows_as_xla_computes_them(monkeypatch, broken):
         key = key.at[0, 150, 0, 5].set(jnp.nan)
         value = value.at[1, 150, 1, 5].set(-jnp.inf)
     lse, dlse = (jnp.float32(RNG.standard_normal((b, t, n))) for _ in range(2))
-    lse = lse.at[0, 3, 1].set(-jnp.inf)
+    lse = lse.at[0, 3, 1].set(-jnp.inf).at[1, 7, 2].set(jnp.nan)
     c = problem.problem(q, key, value, None, 0.1, True, None, None)
     c = dataclasses.replace(c, consumers=2, block_k=64)
     expected = rows.counted_rows(c, key, value, out, lse, dout, dlse, True)

@@ -51,6 +51,7 @@ from jaxkern.pallas.attention.problem import (
     sizes,
 )
 from jaxkern.pallas.attention.wgmma import tiled
+from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     FEW_QUERIES,
@@ -79,8 +80,6 @@ def unsupported(
     """A reason in words, or None."""
     b, t, n, h = query.shape
     s, hv = value.shape[1], value.shape[3]
-    if not all(isinstance(size, int) for size in (b, t, n, h, s, hv)):
-        return "a size is symbolic"
     if compute_capability() != 90:
         return f"the compute capability is {compute_capability()}, not 90 (Hopper)"
     if t <= FEW_QUERIES:
@@ -214,6 +213,9 @@ def attention_fwd(
         grid_names=("program",),
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
+        kernel_name=kernel_name(
+            "attention_fwd", queries=c.block_q, keys=c.block_k, stages=c.stages
+        ),
         scratch_types=(buffers, barriers),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,

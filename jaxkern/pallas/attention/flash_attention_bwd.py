@@ -53,6 +53,7 @@ from jaxkern.pallas.attention.queries_kernel import queries_kernel
 from jaxkern.pallas.attention.rows import rows_of, sinks_gradient
 from jaxkern.pallas.attention.wgmma import tiled
 from jaxkern.pallas.attention.wide_keys_kernel import wide_keys_kernel
+from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     segment_bounds,
@@ -241,7 +242,7 @@ def attention_bwd(
             )
         return own_bias, words, bounds
 
-    def launch(kernel, like, programs, buffers, barriers, lse2, pairs):
+    def launch(kernel, name, like, programs, buffers, barriers, lse2, pairs):
         return plgpu.kernel(
             functools.partial(kernel, c=c, interpret=interpret),
             out_type=tuple(
@@ -251,6 +252,7 @@ def attention_bwd(
             grid_names=("program",),
             num_threads=CONSUMERS + 1,
             thread_name="warpgroup",
+            kernel_name=name,
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
@@ -271,6 +273,9 @@ def attention_bwd(
             wide_keys_kernel
             if shared
             else functools.partial(keys_kernel, in_turn=in_turn),
+            kernel_name(
+                "attention_bwd_keys", keys=keys, queries=block, stages=found["STAGES"]
+            ),
             (k, v),
             -(-c.s // keys) * c.b * (c.n // c.group),
             buffers,
@@ -286,6 +291,7 @@ def attention_bwd(
         buffers, barriers, copied = queries_scratch(c, query.dtype, bias, wanted[3])
         dq, slopes = launch(
             queries_kernel,
+            kernel_name("attention_bwd_queries", queries=c.block_q, keys=BLOCK),
             (q, slopes),
             c.tiles,
             buffers,

@@ -288,7 +288,7 @@ def with_sink(acc, top, total, t: Tile, refs):
 def store(acc, top, total, row, t: Tile, refs, ring: Ring) -> None:
     """Results go to memory behind what is computed next."""
     c, me, buffers = ring.c, ring.me, ring.buffers
-    seen = total > 0
+    seen = total != 0
     total = jnp.where(seen, total, 1.0)
     share = 1.0 / total
     staged = buffers.q.at[me, 0] if c.out_in_query else buffers.out.at[me]

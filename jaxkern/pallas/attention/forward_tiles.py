@@ -41,7 +41,7 @@ class Buffers(NamedTuple):
 
 class Barriers(NamedTuple):
     q_full: Any
-    q_free: Any  # and queries are not needed any more
+    q_free: Any  # the queries are not needed any more
     k_full: Any
     k_free: Any
     v_full: Any

@@ -8,10 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.attention.blocks import CACHED_BYTES, position_and_length
-from jaxkern.pallas.attention.pairs import (
-    BY_COLUMN,
-    LOG2_E,
-)
+from jaxkern.pallas.attention.pairs import BY_COLUMN, LOG2_E, is_set
 from jaxkern.pallas.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.wgmma import (
     WGMMA,
@@ -112,8 +109,25 @@ def walk(step, carry, blocks, begins: bool, ends: bool):
     return carry
 
 
+def walk_heads(step, carry, blocks, lengths_ref, bounds_ref, c: Problem, keys: int):
+    """step(j, carry, masked, member) for the queries of every head of the group."""
+    ragged = lengths_ref is not None or c.s % keys != 0
+    bounded = bounds_ref is not None
+
+    def head(member, carry):
+        return walk(
+            functools.partial(step, member=member),
+            carry,
+            blocks,
+            begins=c.causal or bounded,
+            ends=ragged or c.window is not None or bounded,
+        )
+
+    return lax.fori_loop(0, c.group, head, carry)
+
+
 def visible(shape, key_axis, first_key, first_query, offset, length, c: Problem):
-    """Which pairs of a block see each other, segments aside."""
+    """Which pairs of a block see each other, segments and mask aside."""
 
     def iota(axis):
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
@@ -132,6 +146,18 @@ def visible(shape, key_axis, first_key, first_query, offset, length, c: Problem)
 def same_ids(row_ids, column_ids_ref, shape):
     columns = plgpu.load(column_ids_ref, layout=BY_COLUMN, optimized=False)
     return by_row(row_ids, shape) == by_column(columns, shape)
+
+
+def shown(seen, row_ids, column_ids_ref, words_ref, batch, head, row, column):
+    """`seen` without the pairs that segments and mask hide."""
+    shape = seen.shape
+    if row_ids is not None:
+        ids = column_ids_ref.at[batch, pl.ds(column, shape[1])]
+        seen = jnp.logical_and(seen, same_ids(row_ids, ids, shape))
+    if words_ref is not None:
+        bits = is_set(words_ref, batch, head, row, column, shape)
+        seen = jnp.logical_and(seen, bits)
+    return seen
 
 
 # P and dS.
@@ -231,3 +257,10 @@ def accumulated(sums, products, interpret):
         ]
 
     return pl.run_scoped(scoped, *(sum_of(x.shape) for x in sums))
+
+
+def store(x, staged, target) -> None:
+    """x to memory by way of shared memory, while what comes next is computed."""
+    staged[...] = x.astype(target.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, target)

@@ -39,6 +39,7 @@ from jaxkern.pallas.attention.rows import (
     sinks_gradient,
 )
 from jaxkern.pallas.attention.wgmma import tiled
+from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import segment_bounds
 from jaxkern.triton.attention.gradient_rows import HEAD_DIM
@@ -159,6 +160,9 @@ def attention_bwd(
             grid_names=("program",),
             num_threads=CONSUMERS + 2,
             thread_name="warpgroup",
+            kernel_name=kernel_name(
+                "attention_bwd", keys=KEYS, queries=BLOCK, stages=STAGES
+            ),
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,

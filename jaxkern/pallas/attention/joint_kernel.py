@@ -4,7 +4,6 @@ joint_bwd.py has the idea. No barrier of a whole warpgroup is in the loop: threa
 what they hold, and what waits for it counts all of them.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,11 +27,12 @@ from jaxkern.pallas.attention.gradient_blocks import (
     dscale,
     place_keys,
     query_blocks,
-    same_ids,
+    shown,
     slopes,
+    store,
     sum_of,
     visible,
-    walk,
+    walk_heads,
     weights,
     zeros,
 )
@@ -120,6 +120,7 @@ def joint_kernel(
     c: Problem,
     interpret: bool,
 ):
+    """dk and dv of KEYS keys, 64 in each consumer, and what they add to dq."""
     k_smem, v_smem, q_smem, dout_smem, rows_smem, ds_smem, dq_smem = buffers
     lse2_smem, delta_smem, counts_smem = rows_smem
     held, full, free, ds_ready, keys_free, dq_full, dq_free = barriers
@@ -174,7 +175,7 @@ def joint_kernel(
         plgpu.set_max_registers(24, action="decrease")
         for w in range(CONSUMERS):
             plgpu.barrier_arrive(dq_free.at[w])
-
+        # dq of the first step, which is nobody's
         for w in range(CONSUMERS):
             plgpu.barrier_wait(dq_full.at[w])
             plgpu.barrier_arrive(dq_free.at[w])
@@ -242,9 +243,8 @@ def joint_kernel(
                 seen = None
                 if masked:
                     seen = visible(s.shape, 0, row, j * BLOCK, offset, length, c)
-                    if kv_ids is not None:
-                        ids = q_ids_ref.at[batch, pl.ds(j * BLOCK, BLOCK)]
-                        seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
+                    at = batch, kv_head, row, j * BLOCK
+                    seen = shown(seen, kv_ids, q_ids_ref, None, *at)
                 p, _ = weights(s, None, by_column(lse2, s.shape), seen, c)
                 # The other has also read what is overwritten below. Here, as ptxas
                 # moves no exponentials over this branch, behind the end of dP.
@@ -282,20 +282,11 @@ def joint_kernel(
             plgpu.barrier_arrive(free.at[slot])
             return dv, dk, counts
 
-        def head(member, carry):
-            ragged = lengths_ref is not None or c.s % KEYS != 0
-            bounded = bounds_ref is not None
-            return walk(
-                functools.partial(step, member=member),
-                carry,
-                blocks,
-                begins=c.causal or bounded,
-                ends=ragged or c.window is not None or bounded,
-            )
-
         counts = plgpu.layout_cast(jnp.zeros((BLOCK,), jnp.float32), BY_ROW)
         start = zeros((ROWS, c.hv)), zeros((ROWS, c.h)), counts
-        dv, dk, counts = lax.fori_loop(0, c.group, head, start)
+        dv, dk, counts = walk_heads(
+            step, start, blocks, lengths_ref, bounds_ref, c, KEYS
+        )
         slot = lax.rem(steps + SLOTS - 1, jnp.int32(SLOTS))
         plgpu.barrier_wait(ds_ready.at[slot])
 
@@ -306,14 +297,8 @@ def joint_kernel(
         store_dq(pl.run_scoped(rest, sum_of(part)), counts)
         plgpu.barrier_arrive(keys_free)
         plgpu.barrier_wait(keys_free)  # which the other consumer reads too
-        for x, staged, target in (
-            (dk * dscale(c), k_smem, dk_ref),
-            (dv, v_smem, dv_ref),
-        ):
-            staged.at[me][...] = x.astype(target.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                staged.at[me], target.at[batch, pl.ds(row, ROWS), kv_head]
-            )
+        mine = batch, pl.ds(row, ROWS), kv_head
+        store(dk * dscale(c), k_smem.at[me], dk_ref.at[mine])
+        store(dv, v_smem.at[me], dv_ref.at[mine])
         plgpu.barrier_wait(dq_free.at[me])
         plgpu.wait_smem_to_gmem(0)

@@ -1,7 +1,5 @@
 """dk and dv of attention on Hopper: programs hold keys and walk over queries."""
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,13 +16,14 @@ from jaxkern.pallas.attention.gradient_blocks import (
     place_keys,
     product,
     query_blocks,
-    same_ids,
     scaled_slopes,
+    shown,
     slopes,
+    store,
     sum_of,
     two_products,
     visible,
-    walk,
+    walk_heads,
     weights,
     zeros,
 )
@@ -33,7 +32,6 @@ from jaxkern.pallas.attention.pairs import (
     BY_ROW,
     bias_tile,
     copied_bias,
-    is_set,
     own,
 )
 from jaxkern.pallas.attention.problem import ROWS, Problem
@@ -137,12 +135,7 @@ def keys_kernel(
                 bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
             if masked:
                 seen = visible(s.shape, 0, row, query, offset, length, c)
-                if kv_ids is not None:
-                    ids = q_ids_ref.at[batch, pl.ds(query, block_q)]
-                    seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
-                if words_ref is not None:
-                    bits = is_set(words_ref, batch, n, row, query, s.shape)
-                    seen = jnp.logical_and(seen, bits)
+                seen = shown(seen, kv_ids, q_ids_ref, words_ref, batch, n, row, query)
             return weights(s, bias, by_column(lse2, s.shape), seen, c)
 
         def step(j, sums, masked, member):
@@ -205,21 +198,13 @@ def keys_kernel(
             delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
             return dv, dk, scaled_slopes(curve, dp, delta).astype(q_ref.dtype)
 
-        def head(member, sums):
-            ragged = lengths_ref is not None or c.s % KEYS != 0
-            bounded = bounds_ref is not None
-            return walk(
-                functools.partial(step_in_turn if in_turn else step, member=member),
-                sums,
-                blocks,
-                begins=c.causal or bounded,
-                ends=ragged or c.window is not None or bounded,
-            )
+        def walk_all(step, carry):
+            return walk_heads(step, carry, blocks, lengths_ref, bounds_ref, c, KEYS)
 
         start = [zeros((ROWS, c.hv)), zeros((ROWS, c.h))]
         if in_turn:
             none = zeros((ROWS, block_q)).astype(q_ref.dtype)
-            dv, dk, ds = lax.fori_loop(0, c.group, head, (*start, none))
+            dv, dk, ds = walk_all(step_in_turn, (*start, none))
             dv = dv * 2.0**-SHIFT
 
             def last_block(i, dk):
@@ -233,14 +218,8 @@ def keys_kernel(
                 lax.max(visits - 1, jnp.int32(0)), visits, last_block, dk
             )
         else:
-            dv, dk = lax.fori_loop(0, c.group, head, start)
-        for x, staged, target in (
-            (dk * dscale(c), k_smem, dk_ref),
-            (dv, v_smem, dv_ref),
-        ):
-            staged.at[me][...] = x.astype(target.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                staged.at[me], target.at[batch, pl.ds(row, ROWS), kv_head]
-            )
+            dv, dk = walk_all(step, start)
+        mine = batch, pl.ds(row, ROWS), kv_head
+        store(dk * dscale(c), k_smem.at[me], dk_ref.at[mine])
+        store(dv, v_smem.at[me], dv_ref.at[mine])
         plgpu.wait_smem_to_gmem(0)

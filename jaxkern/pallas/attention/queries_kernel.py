@@ -12,7 +12,8 @@ from jaxkern.pallas.attention.gradient_blocks import (
     accumulated,
     dscale,
     in_order,
-    same_ids,
+    shown,
+    store,
     two_products,
     visible,
     walk,
@@ -23,7 +24,6 @@ from jaxkern.pallas.attention.pairs import (
     BY_ROW,
     bias_tile,
     copied_bias,
-    is_set,
     own,
 )
 from jaxkern.pallas.attention.problem import ROWS, Problem
@@ -52,6 +52,7 @@ def queries_kernel(
     c: Problem,
     interpret: bool,
 ):
+    """dq of c.block_q queries, 64 in each consumer, and dS of their pairs if wanted."""
     q_smem, dout_smem, k_smem, v_smem, bias_smem, slopes_smem = buffers
     ready, k_full, k_free, v_full, v_free = barriers
     free = [k_free] if v_free is None else [k_free, v_free]
@@ -141,12 +142,8 @@ def queries_kernel(
                 plgpu.barrier_arrive(v_free.at[v_slot])
             if masked:
                 seen = visible(s.shape, 1, key, row, offset, length, c)
-                if q_ids is not None:
-                    ids = kv_ids_ref.at[batch, pl.ds(key, c.block_k)]
-                    seen = jnp.logical_and(seen, same_ids(q_ids, ids, s.shape))
-                if words_ref is not None:
-                    bits = is_set(words_ref, batch, head, row, key, s.shape)
-                    seen = jnp.logical_and(seen, bits)
+                at = batch, head, row, key
+                seen = shown(seen, q_ids, kv_ids_ref, words_ref, *at)
             p, bent = weights(s, bias, by_row(lse2, s.shape), seen, c)
             ds = p * (dp - by_row(delta, s.shape))
             if slopes_ref is not None:
@@ -185,7 +182,5 @@ def queries_kernel(
             begins=c.window is not None or bounded,
             ends=c.causal or ragged or bounded,
         )
-        q_smem.at[me][...] = (dq * dscale(c)).astype(q_ref.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_smem.at[me], dq_ref.at[batch, rows, head])
+        store(dq * dscale(c), q_smem.at[me], dq_ref.at[batch, rows, head])
         plgpu.wait_smem_to_gmem(0)

@@ -31,7 +31,7 @@ def rows_by_xla(out, lse, dout, dlse, rows: int):
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
     # XLA would reduce inside of the transpose of by_head, 6 times slower.
     delta = lax.optimization_barrier(delta) - dlse
-    seen = jnp.isfinite(lse)
+    seen = lse != -jnp.inf  # what is not a number stays so
     lse2 = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), rows, math.inf)
     return lse2, by_head(jnp.where(seen, delta, 0.0), rows, 0.0)
 
@@ -81,7 +81,7 @@ def counted_rows(c: Problem, key, value, out, lse, dout, dlse, interpret: bool):
     if interpret or missing():
         lse2, delta = rows_by_xla(out, lse, dout, dlse, rows)
         units = dq_units(key, value, dout, delta)
-        seen = jnp.isfinite(lse2)
+        seen = lse2 != jnp.inf
         counts = jnp.where(seen, 1 / units, 0.0)
         units = jnp.where(seen, units * dscale(c), 0.0)
         zeros = jnp.zeros((*lse2.shape, HEAD_DIM), jnp.int32)

@@ -1,7 +1,5 @@
 """keys_kernel for head dims whose sums are too wide for one consumer."""
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,10 +15,11 @@ from jaxkern.pallas.attention.gradient_blocks import (
     place_keys,
     product,
     query_blocks,
-    same_ids,
     scaled_slopes,
+    shown,
+    store,
     visible,
-    walk,
+    walk_heads,
     weights,
     zeros,
 )
@@ -29,7 +28,6 @@ from jaxkern.pallas.attention.pairs import (
     BY_ROW,
     bias_tile,
     copied_bias,
-    is_set,
     own,
 )
 from jaxkern.pallas.attention.problem import ROWS, Problem
@@ -82,20 +80,8 @@ def wide_keys_kernel(
     def slot_of(ring, j, member):
         return lax.rem(member * count + j - first, jnp.int32(ring.shape[0]))
 
-    def all_blocks(step, carry):
-        ragged = lengths_ref is not None or c.s % ROWS != 0
-        bounded = bounds_ref is not None
-
-        def head(member, carry):
-            return walk(
-                functools.partial(step, member=member),
-                carry,
-                blocks,
-                begins=c.causal or bounded,
-                ends=ragged or c.window is not None or bounded,
-            )
-
-        return lax.fori_loop(0, c.group, head, carry)
+    def walk_all(step, carry):
+        return walk_heads(step, carry, blocks, lengths_ref, bounds_ref, c, ROWS)
 
     @pl.when(me == CONSUMERS)
     def load():
@@ -137,9 +123,7 @@ def wide_keys_kernel(
         plgpu.barrier_wait(ready.at[me])
 
     def finish(x, staged, target):
-        staged[...] = x.astype(target.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, target.at[batch, keys, kv_head])
+        store(x, staged, target.at[batch, keys, kv_head])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(me == 0)
@@ -165,12 +149,7 @@ def wide_keys_kernel(
             plgpu.barrier_arrive(q_free.at[slot])
             if masked:
                 seen = visible(s.shape, 0, row, query, offset, length, c)
-                if kv_ids is not None:
-                    ids = q_ids_ref.at[batch, pl.ds(query, block_q)]
-                    seen = jnp.logical_and(seen, same_ids(kv_ids, ids, s.shape))
-                if words_ref is not None:
-                    bits = is_set(words_ref, batch, n, row, query, s.shape)
-                    seen = jnp.logical_and(seen, bits)
+                seen = shown(seen, kv_ids, q_ids_ref, words_ref, batch, n, row, query)
             p, bent = weights(s, bias, by_column(lse2, s.shape), seen, c)
             slope = p if bent is None else p * (1.0 - bent * bent)
             plgpu.barrier_wait(p_free.at[p_slot])
@@ -183,7 +162,7 @@ def wide_keys_kernel(
             plgpu.barrier_arrive(dout_free.at[slot])
             return dv
 
-        dv = all_blocks(step, zeros((ROWS, c.hv)))
+        dv = walk_all(step, zeros((ROWS, c.hv)))
         for slot in range(p_smem.shape[0]):
             plgpu.barrier_wait(p_free.at[slot])
         plgpu.barrier_wait(read)  # before dv lies where the values lay
@@ -213,6 +192,6 @@ def wide_keys_kernel(
             plgpu.barrier_arrive(q_free.at[slot])
             return dk
 
-        dk = all_blocks(step, zeros((ROWS, c.h)))
+        dk = walk_all(step, zeros((ROWS, c.h)))
         plgpu.barrier_arrive(read)
         finish(dk * dscale(c), k_smem, dk_ref)

@@ -27,7 +27,7 @@ def attend(query, key, value, sinks, **visibility_and_options):
     total = jnp.sum(p, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sink - top)
-    seen = total > 0
+    seen = total != 0  # a NaN is no row that sees nothing
     total = jnp.where(seen, total, 1)
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)
     out = jnp.einsum("bkgts,bskh->bkgth", p, at_least_f32(value)) / total

@@ -1,11 +1,14 @@
-"""Softmax over rows, scaled and masked; a row without a kept element gives zeros.
+"""Softmax over rows, scaled, capped and masked; a row that keeps nothing gives zeros.
 
 A row up to NARROW elements stays in registers. A longer one is read twice, the second
 time mostly from the caches: once for its running maximum and sum, once to write.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 
+from jaxkern.triton.activation.softcap import scaled_logits, softcap_slope
 from jaxkern.triton.activation.streamed_softmax import (
     stream_sizes,
     streamed_softmax_fwd,
@@ -15,6 +18,10 @@ from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 NARROW = 32768  # elements of a row that stay in registers, forward
 NARROW_BACKWARD = 2048
+
+
+def slower_with_softcap(**_: Any) -> str | None:
+    return "no gain was measured with a softcap"
 
 
 def row_tile(kernel: str, rows: int, d: int, dtype) -> dict:
@@ -41,6 +48,7 @@ def softmax_kernel(
     NUM_ROWS: tl.constexpr,
     D: tl.constexpr,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -48,11 +56,11 @@ def softmax_kernel(
     columns = tl.arange(0, BLOCK)[None, :]
     at = rows.to(tl.int64) * D + columns  # [ROWS, BLOCK]
     inside = (rows < NUM_ROWS) & (columns < D)
-    x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first")
     kept = inside
     if mask_ptr is not None:
         kept = inside & tl.load(mask_ptr + at, inside, 0).to(tl.int1)
-    z = tl.where(kept, x * SCALE, -float("inf"))
+    z = tl.where(kept, scaled_logits(x, SCALE, SOFTCAP), -float("inf"))
     top = tl.max(z, 1, keep_dims=True)
     weight = tl.exp(z - tl.where(top == -float("inf"), 0.0, top))
     total = tl.sum(weight, 1, keep_dims=True)
@@ -67,6 +75,7 @@ def long_softmax_kernel(
     y_ptr,
     D: tl.constexpr,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * D
@@ -78,7 +87,7 @@ def long_softmax_kernel(
         inside = first + columns < D
         at = start + first + columns
         z = tl.load(x_ptr + at, inside, -float("inf"), eviction_policy="evict_last")
-        z = tl.where(inside, z.to(tl.float32) * SCALE, -float("inf"))
+        z = tl.where(inside, scaled_logits(z, SCALE, SOFTCAP), -float("inf"))
         if mask_ptr is not None:
             z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z, -float("inf"))
         higher = tl.maximum(top, z)
@@ -93,21 +102,21 @@ def long_softmax_kernel(
         inside = first + columns < D
         at = start + first + columns
         z = tl.load(x_ptr + at, inside, -float("inf"), eviction_policy="evict_first")
-        z = z.to(tl.float32) * SCALE
+        z = scaled_logits(z, SCALE, SOFTCAP)
         if mask_ptr is not None:
             z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z, -float("inf"))
         y = tl.exp(z - peak) * factor
         tl.store(y_ptr + at, y, inside, eviction_policy="evict_first")
 
 
-def softmax_fwd(x, mask, *, scale):
+def softmax_fwd(x, mask, *, scale, softcap=None):
     *_, d = x.shape
-    if mask is None and (streamed := stream_sizes(x)):
+    if mask is None and softcap is None and (streamed := stream_sizes(x)):
         return streamed_softmax_fwd(x, SCALE=scale, **streamed)
     rows = x.size // d if d else 0
     given = {"x_ptr": x, "mask_ptr": mask}
     results = {"y_ptr": like(x)}
-    constants = {"D": d, "SCALE": scale}
+    constants = {"D": d, "SCALE": scale, "SOFTCAP": softcap}
     if d <= NARROW:
         sizes = row_tile("softmax", rows, d, x.dtype) | {"NUM_ROWS": rows}
         grid = (-(-rows // sizes["ROWS"]),)
@@ -119,13 +128,25 @@ def softmax_fwd(x, mask, *, scale):
 
 
 @jit
+def gradient(x_ptr, y, dy, mean, at, inside, SCALE, SOFTCAP: tl.constexpr):
+    dx = SCALE * y * (dy - mean)
+    if x_ptr is not None:
+        x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first")
+        # what is hidden may be NaN
+        dx *= softcap_slope(tl.where(y == 0.0, 0.0, x.to(tl.float32) * SCALE), SOFTCAP)
+    return dx
+
+
+@jit
 def softmax_bwd_kernel(
+    x_ptr,
     y_ptr,
     dy_ptr,
     dx_ptr,
     NUM_ROWS: tl.constexpr,
     D: tl.constexpr,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -137,16 +158,19 @@ def softmax_bwd_kernel(
     dy = tl.load(dy_ptr + at, inside, 0.0, eviction_policy="evict_first")
     dy = dy.to(tl.float32)
     mean = tl.sum(y * dy, 1, keep_dims=True)
-    tl.store(dx_ptr + at, SCALE * y * (dy - mean), inside)
+    dx = gradient(x_ptr, y, dy, mean, at, inside, SCALE, SOFTCAP)
+    tl.store(dx_ptr + at, dx, inside)
 
 
 @jit
 def long_softmax_bwd_kernel(
+    x_ptr,
     y_ptr,
     dy_ptr,
     dx_ptr,
     D: tl.constexpr,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * D
@@ -164,16 +188,21 @@ def long_softmax_bwd_kernel(
         at = start + first + columns
         y = tl.load(y_ptr + at, inside, 0.0, eviction_policy="evict_first")
         dy = tl.load(dy_ptr + at, inside, 0.0, eviction_policy="evict_first")
-        dx = SCALE * y.to(tl.float32) * (dy.to(tl.float32) - mean)
+        y, dy = y.to(tl.float32), dy.to(tl.float32)
+        dx = gradient(x_ptr, y, dy, mean, at, inside, SCALE, SOFTCAP)
         tl.store(dx_ptr + at, dx, inside, eviction_policy="evict_first")
 
 
 def softmax_bwd(y, dy, *, scale):
+    return softcap_softmax_bwd(None, y, dy, scale=scale, softcap=None)
+
+
+def softcap_softmax_bwd(x, y, dy, *, scale, softcap):
     *_, d = y.shape
     rows = y.size // d if d else 0
-    given = {"y_ptr": y, "dy_ptr": dy}
+    given = {"x_ptr": x, "y_ptr": y, "dy_ptr": dy}
     results = {"dx_ptr": like(y)}
-    constants = {"D": d, "SCALE": scale}
+    constants = {"D": d, "SCALE": scale, "SOFTCAP": softcap}
     if d <= NARROW_BACKWARD:
         sizes = row_tile("softmax_bwd", rows, d, y.dtype) | {"NUM_ROWS": rows}
         grid = (-(-rows // sizes["ROWS"]),)

@@ -1,7 +1,7 @@
 """Attention of many queries, forward and backward, without a matrix of scores.
 
 One launch forward, out and lse (forward_kernel.py), and three backward: lse and delta,
-laid out by head (rows_kernel.py), dk and dv (keys_kernel.py), dq (queries_kernel.py).
+laid out by head (gradient_rows.py), dk and dv (keys_kernel.py), dq (queries_kernel.py).
 
 Exponentials are of base 2, with the scale folded into their argument. q, k, v, out and
 their gradients stay in [b t n h]; beside them only lse and delta are written, O(t).
@@ -16,21 +16,25 @@ import jax.numpy as jnp
 
 from jaxkern.triton.attention.bias_gradient import with_bias_gradient
 from jaxkern.triton.attention.forward_kernel import flash_attention_kernel
+from jaxkern.triton.attention.gradient_rows import gradient_rows
 from jaxkern.triton.attention.keys_kernel import flash_attention_bwd_keys_kernel
 from jaxkern.triton.attention.problem import LOG2_E, PADDING, operands_and_constants
 from jaxkern.triton.attention.queries_kernel import flash_attention_bwd_queries_kernel
-from jaxkern.triton.attention.rows_kernel import flash_attention_bwd_rows_kernel
 from jaxkern.triton.attention.tile_sizes import (
     forward_sizes,
     key_sizes,
     query_sizes,
     sizes_of,
 )
-from jaxkern.triton.block_sizes import next_power_of_2
-from jaxkern.triton.triton_call import like, sparse_call, triton_call
+from jaxkern.triton.triton_call import (
+    like,
+    max_shared_bytes,
+    sparse_call,
+)
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_HEAD_DIM = 256
+LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
@@ -52,6 +56,8 @@ def unsupported(
         return f"{t} queries are no more than {FEW_QUERIES}: reading the keys decides"
     if max(h, hv) > MAX_HEAD_DIM:
         return f"head dims {h} and {hv} are above {MAX_HEAD_DIM}"
+    if max(h, hv) > 128 and max_shared_bytes() < LARGE_TILES:
+        return f"head dims {h} and {hv} need more than the GPU's shared memory"
     if not b * n * h * hv * s:
         return "an operand is empty"
     if not query.dtype == key.dtype == value.dtype:
@@ -119,6 +125,7 @@ def attention_fwd(
     window,
     softcap,
 ):
+    """(out, lse)"""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     given, constants = operands_and_constants(
@@ -184,27 +191,12 @@ def attention_bwd(
     softcap,
     wanted,
 ):
+    """(dq, dk, dv, dS, dsinks)"""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     want_q, want_k, want_v, want_slopes, want_sinks = wanted
     padded = -(-t // PADDING) * PADDING
-    by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
-    rows = 64 if hv <= 128 else 32
-    lse2, delta = triton_call(
-        flash_attention_bwd_rows_kernel,
-        out,
-        lse,
-        dout,
-        dlse,
-        out=[by_head, by_head],
-        grid=(padded // rows, n, b),
-        T=t,
-        PADDED_T=padded,
-        N=n,
-        HV=hv,
-        PADDED_HV=next_power_of_2(hv),
-        ROWS=rows,
-    )
+    lse2, delta = gradient_rows(out, lse, dout, dlse, padded)
     given, constants = operands_and_constants(
         query,
         key,

@@ -1,8 +1,9 @@
-"""What the gradients of attention on Hopper take beside their products, in Triton.
+"""What the gradients of attention take beside their products.
 
 Before: delta = rowsum(dout out) - dlse and log2 e lse, laid out by head; where dq is
-counted in integers, in units of 2^-30 of a bound of each row, also these units and the
-zeros that are added to. After: integers as dq. All is read and written once.
+counted in integers on Hopper, in units of 2^-30 of a bound of each row, also these
+units and the zeros that are added to. After: integers as dq. All is read and written
+once.
 """
 
 from typing import Any
@@ -102,7 +103,7 @@ def gradient_rows_kernel(
     inside = r < T - row
     lse = tl.load(lse_ptr + first + r * N, inside, -float("inf"))
     dlse = tl.load(dlse_ptr + first + r * N, inside, 0.0)
-    seen = tl.abs(lse) < float("inf")
+    seen = lse != -float("inf")  # what is not a number stays so
     delta = tl.where(seen, tl.sum(out * dout, 1) - dlse, 0.0)
     by_head = (batch * N + n) * PADDED_T + row
     tl.store(delta_ptr + by_head + r, delta)

@@ -20,6 +20,7 @@ from jaxkern.primitives.loss.cross_entropy import (
     loss_of_sums,
     sums_gradient,
 )
+from jaxkern.triton.activation.softcap import softcap_slope, softcapped
 from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms, tuned
 from jaxkern.triton.triton_call import jit, sparse_call, tl
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
@@ -55,24 +56,6 @@ def slower(logits: Any, **_: Any) -> str | None:
     if v >= 65536 and 2 * rows < num_sms():
         return f"{rows} rows of {v} logits fill half of the GPU or less"
     return None
-
-
-@jit
-def softcapped(x, CAP: tl.constexpr):
-    """CAP * tanh(x / CAP), exact to rounding also near 0."""
-    u = x / CAP
-    e = tl.exp(-2.0 * tl.abs(u))
-    far = tl.where(u < 0, e - 1.0, 1.0 - e) / (1.0 + e)
-    s = u * u
-    near = u - u * s * (1 / 3 - s * (2 / 15 - s * (17 / 315)))
-    return CAP * tl.where(s < 0.04, near, far)
-
-
-@jit
-def softcap_slope(x, CAP: tl.constexpr):
-    """1 - tanh(x / CAP)**2 without the cancellation."""
-    e = tl.exp(-2.0 / CAP * tl.abs(x))
-    return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @jit

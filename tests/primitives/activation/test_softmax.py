@@ -8,15 +8,23 @@ import pytest
 from jaxkern.primitives.activation.softmax import softmax
 from tests.checks import bf16, boolean, case, f32
 
-CASES = [
-    case("llama3_8b_scores", x=bf16(2, 32, 4, 512), mask=boolean(2, 32, 4, 512)),
-    case("odd", x=f32(3, 7, 13), mask=boolean(3, 7, 13), scale=0.3),
-    case("even_unmasked", x=f32(8, 2, 16), mask=None),
-    case("sparse", x=f32(16, 4), mask=boolean(16, 4, probability=0.2)),
-    case("row", x=f32(5), mask=boolean(5)),
-    case("empty_rows", x=f32(0, 4), mask=None),
-    case("empty_dim", x=f32(4, 0), mask=None),
-]
+CASES = {
+    "softmax": [
+        case("llama3_8b_scores", x=bf16(2, 32, 4, 512), mask=boolean(2, 32, 4, 512)),
+        case("odd", x=f32(3, 7, 13), mask=boolean(3, 7, 13), scale=0.3),
+        case("even_unmasked", x=f32(8, 2, 16), mask=None),
+        case("sparse", x=f32(16, 4), mask=boolean(16, 4, probability=0.2)),
+        case("row", x=f32(5), mask=boolean(5)),
+        case("empty_rows", x=f32(0, 4), mask=None),
+        case("empty_dim", x=f32(4, 0), mask=None),
+    ],
+    "softcap_softmax": [
+        case("odd", x=f32(3, 7, 13), mask=boolean(3, 7, 13), scale=0.3, softcap=2.0),
+        case("gemma2_scores", x=bf16(2, 8, 4, 16), mask=None, scale=9.0, softcap=50.0),
+        case("empty_dim", x=f32(4, 0), mask=None, scale=1.0, softcap=1.0),
+        case("long", full=True, x=bf16(9, 4096), mask=None, scale=4.0, softcap=5.0),
+    ],
+}
 
 
 def formula(x, mask, scale, axis=-1):
@@ -46,6 +54,33 @@ def test_values_and_gradients_match_the_formula(axis, scale):
     np.testing.assert_allclose(actual, y, 1e-5, 1e-7)
     (grad,) = vjp(jnp.asarray(dy, jnp.float32))
     np.testing.assert_allclose(grad, dx, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("scale, cap", [(1.0, 0.5), (-0.7, 2.0), (3.0, 30.0)])
+def test_a_softcap_bounds_what_is_summed(scale, cap):
+    x, mask, dy = operands()
+    z = cap * np.tanh(scale * x / cap)
+    y = formula(z, mask, 1.0)
+    dx = y * (dy - (y * dy).sum(-1, keepdims=True)) * scale * (1 - (z / cap) ** 2)
+    actual, vjp = jax.vjp(
+        lambda x: softmax(x, jnp.asarray(mask), scale=scale, softcap=cap),
+        jnp.asarray(x, jnp.float32),
+    )
+    np.testing.assert_allclose(actual, y, 1e-5, 1e-7)
+    (grad,) = vjp(jnp.asarray(dy, jnp.float32))
+    np.testing.assert_allclose(grad, dx, 1e-5, 1e-6)
+
+
+def test_a_softcap_sees_infinities_and_no_hidden_nan():
+    inf, nan = jnp.inf, jnp.nan
+    x = jnp.asarray([[nan, 0.0, 0.0], [nan, inf, -inf]])
+    mask = jnp.asarray([False, True, True])
+    y, vjp = jax.vjp(lambda x: softmax(x, mask, softcap=1.0), x)
+    far = 1 / (1 + np.exp(-2))
+    np.testing.assert_allclose(y, [[0, 0.5, 0.5], [0, far, 1 - far]], 1e-6)
+    (dx,) = vjp(jnp.asarray([[9.0, 1, 2]] * 2))
+    np.testing.assert_allclose(dx, [[0, -0.25, 0.25], [0, 0, 0]], atol=1e-7)
+    assert np.isnan(softmax(x, softcap=1.0)).all()
 
 
 @pytest.mark.parametrize("mask_shape", [(9,), (6, 9), (3, 1, 9), (3, 6, 1), ()])
@@ -95,6 +130,8 @@ def test_errors_say_what_to_do():
         TypeError, match=r"softmax: `mask` of shape \(4,\) must broadcast"
     ):
         softmax(jnp.ones((2, 3)), jnp.ones(4, bool))
+    with pytest.raises(ValueError, match="softmax: `softcap` must be positive"):
+        softmax(jnp.ones((2, 3)), softcap=0.0)
     with pytest.raises(
         TypeError, match="softmax: `mask` must have a dtype of kind Bool"
     ):

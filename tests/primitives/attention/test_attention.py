@@ -431,6 +431,14 @@ def test_every_error_says_what_to_do():
     attention(q, k, v, kv_lengths=two, q_offset=two - 3, causal=True)
 
 
+def test_a_nan_is_no_row_that_sees_nothing():
+    query, key, value = (jnp.ones((1, 4, 1, 8)) for _ in range(3))
+    query = query.at[0, 1].set(jnp.nan)
+    out, lse = attention(query, key, value, causal=True, return_lse=True)
+    assert jnp.isnan(out[0, 1]).all() and jnp.isnan(lse[0, 1]).all()
+    assert jnp.isfinite(jnp.delete(lse, 1, axis=1)).all()
+
+
 @pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.full), 2.0])
 def test_nan_behind_the_lengths_reaches_no_derivative(softcap):
     query = jnp.asarray(draw(2, 2, 4, 3), jnp.float32)

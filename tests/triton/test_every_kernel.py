@@ -1,0 +1,227 @@
+"""Every Triton kernel compiles to machine code for sm_80 and sm_90, and fits there."""
+
+import functools
+import importlib
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkern.triton
+from jaxkern import (
+    Float8Codec,
+    IntCodec,
+    QuantizedVectors,
+    TurboQuantCodec,
+    adamw_update,
+    attention,
+    embedding,
+    explain,
+    fwht,
+    quantized_cache_attention,
+    rms_norm,
+    softmax,
+)
+from jaxkern.lowering.explain import every_equation
+from jaxkern.primitives.kernel_primitive import REGISTRY
+from jaxkern.primitives.norm.rms_norm import rms_norm_p
+from jaxkern.triton import triton_call as bridge
+from jaxkern.triton.attention import gradient_rows
+from jaxkern.triton.triton_call import compiled, compiling_for
+from tests import checks
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+
+
+def triton_rows():
+    """(primitive, its case) for every op that has Triton kernels.
+
+    To compile all of them takes minutes: `make test` takes the first.
+    """
+    if bridge.missing() is None:
+        importlib.import_module("jaxkern.lowering.cuda")
+    for p in REGISTRY.values():
+        if any(row.backend == "triton" for row in p.rows.get("cuda", ())):
+            for k, case in enumerate(checks.cases_of(p)):
+                first = p is rms_norm_p and k == 0
+                marks = pytest.mark.smoke if first else pytest.mark.full
+                yield pytest.param(p, case, id=f"{p.name}-{case.name}", marks=marks)
+
+
+ROWS = list(triton_rows())
+
+
+def functions_of(p, case):
+    """The op and its gradients."""
+    operands = checks.operands_of(p, case)
+    f = checks.bound(p, case)
+    yield f, operands
+    if checks.differentiable(p, operands):
+        yield checks.gradients(f, operands), operands
+
+
+def spec(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def slopes(f, *operands):
+    """Of all float operands."""
+    return checks.gradients(f, operands), operands
+
+
+def attend(h, hv, dtype):
+    """With every operand and option."""
+    ids = jnp.zeros((1, 300), jnp.int32)
+
+    def f(q, k, v, bias, sinks):
+        return attention(
+            q,
+            k,
+            v,
+            bias=bias,
+            sinks=sinks,
+            mask=jnp.ones((1, 1, 300, 300), bool),
+            segment_ids=(ids, ids),
+            kv_lengths=jnp.ones(1, jnp.int32),
+            q_offset=jnp.zeros(1, jnp.int32),
+            causal=True,
+            window=100,
+            softcap=3.0,
+        )
+
+    q, k = (spec(1, 300, n, h, dtype=dtype) for n in (4, 2))
+    v = spec(1, 300, 2, hv, dtype=dtype)
+    return slopes(f, q, k, v, spec(1, 4, 300, 300), spec(4))
+
+
+def capped_softmax(x):
+    return softmax(x, jnp.ones(x.shape, bool), softcap=3.0)
+
+
+def decode(codec):
+    cache = QuantizedVectors.zeros((2, 5000, 2, 128), codec)
+    f = functools.partial(quantized_cache_attention, causal=True, window=77)
+    return f, (spec(2, 8, 8, 128), cache, cache)
+
+
+def embed(dtype):
+    ids = jnp.zeros((4, 2048), jnp.int32)
+    return slopes(lambda table: embedding(ids, table), spec(32768, 1024, dtype=dtype))
+
+
+def update(dtype):
+    given, moments = [spec(40000, dtype=dtype)], [spec(40000, dtype="float32")]
+    f = functools.partial(adamw_update, step=3, learning_rate=0.1)
+    return f, (given, given, moments, moments)
+
+
+def rows_of_gradients(t=300, s=500):
+    """What the gradients of attention on Hopper take beside their products."""
+
+    def f(key, value, out, lse, dout, dlse):
+        plain = gradient_rows.gradient_rows(out, lse, dout, dlse, 384)
+        rows = gradient_rows.counted_rows(key, value, out, lse, dout, dlse, 384, 0.1)
+        return plain, gradient_rows.counted(rows[4], rows[3], t, jnp.bfloat16)
+
+    key, out = spec(1, s, 2, 128), spec(1, t, 4, 128)
+    lse = spec(1, t, 4, dtype="float32")
+    return f, (key, key, out, lse, out, lse)
+
+
+DTYPES = ["bfloat16", "float32"]
+CODECS = [
+    IntCodec(8),
+    IntCodec(4),
+    Float8Codec(),
+    *(TurboQuantCodec(bits) for bits in (3, 4, 5, 6, 8)),
+]
+CALLS = {  # which the cases of the ops leave out
+    "rows of gradients": rows_of_gradients(),
+    **{f"decode {c}": decode(c) for c in CODECS},
+    **{f"embedding {t}": embed(t) for t in DTYPES},
+    **{f"adamw {t}": update(t) for t in DTYPES},
+    **{f"fwht {t}": (fwht, (spec(4096, 8192, dtype=t),)) for t in DTYPES},
+    **{
+        f"{f.__name__} {d} {t}": slopes(f, spec(37, d, dtype=t))
+        for f in (softmax, capped_softmax, rms_norm)
+        for d in (5000, 16384, 32768, 131071)
+        for t in DTYPES
+    },
+    **{
+        f"attention {h} {hv} {t}": attend(h, hv, t)
+        for h, hv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (5, 3))
+        for t in DTYPES
+    },
+}
+
+
+def launches_of(f, operands):
+    launches = [
+        launch
+        for row in explain(f, *operands, platform="cuda").rows
+        for launch in row.launches
+    ]
+    traced = jax.make_jaxpr(f)(*operands).jaxpr
+    equations = every_equation(traced)
+    direct = [e for e in equations if e.primitive is bridge.triton_call_p]
+    return launches + [e.params["launch"] for e in direct]
+
+
+def check_launches(functions, capability):
+    with compiling_for(capability):
+        for f, operands in functions:
+            for launch in launches_of(f, operands):
+                binary = compiled(launch, capability)
+                assert binary.asm["ptx"] and binary.asm["cubin"]
+                room = bridge.max_shared_bytes()
+                assert launch.shared_bytes <= room, launch.describe()
+
+
+every_capability = pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.full), 90]
+)
+
+
+@every_capability
+@pytest.mark.parametrize("p, case", ROWS)
+def test_cases_compile_and_fit(p, case, capability):
+    check_launches(functions_of(p, case), capability)
+
+
+@pytest.mark.full
+@every_capability
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_compile_and_fit(name, capability):
+    check_launches([CALLS[name]], capability)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_on_a_gpu_of_little_shared_memory(dtype):
+    check_launches([attend(128, 128, dtype)], 86)
+    wide, operands = attend(192, 128, dtype)
+    with compiling_for(86):
+        text = str(explain(wide, *operands, platform="cuda"))
+    assert "head dims 192 and 128 need more than the GPU's shared memory" in text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 90])
+def test_no_kernel_is_left_out(capability):
+    folder = pkgutil.walk_packages(jaxkern.triton.__path__, "jaxkern.triton.")
+    modules = [importlib.import_module(module.name) for module in folder]
+    kernels = {
+        name
+        for module in modules
+        for name, f in vars(module).items()
+        if name.endswith("_kernel") and hasattr(f, "arg_names")
+    }
+    functions = list(CALLS.values())
+    for row in ROWS:
+        functions += functions_of(*row.values)
+    with compiling_for(capability):
+        found = {x.name for call in functions for x in launches_of(*call)}
+    assert not kernels - found
