@@ -4,7 +4,7 @@ import pytest
 
 import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern.primitives.kernel_primitive import REGISTRY
-from tests import checks
+from tests import checks, sharding_checks
 
 OPS = [p for p in REGISTRY.values() if p.reference.__module__.startswith("jaxkern.")]
 MID = 2**20  # elements: larger cases only with `make test-full`
@@ -17,13 +17,13 @@ EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-fu
 # op of each family, `test-full` all.
 EACH_FAMILY = {
     checks.check_dtypes: 1,
-    checks.check_kernel_sharding: 1,
+    sharding_checks.check_kernel_sharding: 1,
     checks.check_degenerate_dims: 1,
     checks.check_vmap: 1,
     checks.check_transforms: 1,
-    checks.check_sharding: 1,
-    checks.check_explicit_sharding: 1,
-    checks.check_shard_map: 1,
+    sharding_checks.check_sharding: 1,
+    sharding_checks.check_explicit_sharding: 1,
+    sharding_checks.check_shard_map: 1,
     checks.check_kernel_is_used: 1,
 }
 
@@ -64,7 +64,11 @@ def smoke(p, check, k):
 
     The rules are those of one helper, so a few families stand for all.
     """
-    shared = (checks.check_gradients, checks.check_kernel_sharding, checks.check_vmap)
+    shared = (
+        checks.check_gradients,
+        sharding_checks.check_kernel_sharding,
+        checks.check_vmap,
+    )
     of_rules = check in shared and family(p).rpartition(".")[2] in RULES_BY
     api = check is checks.check_values or of_rules
     first = FIRST_OF_FAMILY[family(p)] is p
@@ -115,7 +119,7 @@ def test_numerical_gradients(p):
 @pytest.mark.full
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
 def test_explicit_vmap(p):
-    checks.check_explicit_vmap(p, smallest_case(p))
+    sharding_checks.check_explicit_vmap(p, smallest_case(p))
 
 
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)

@@ -20,7 +20,7 @@ from jaxkern.primitives.declared_dims import annotations
 from jaxkern.primitives.kernel_primitive import REGISTRY, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.rules import result_avals
-from tests.checks import mesh_of
+from tests.sharding_checks import mesh_of
 
 pytestmark = pytest.mark.smoke
 

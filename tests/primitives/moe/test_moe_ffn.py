@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import moe_ffn
-from tests.checks import mesh_of
 from tests.primitives.quant.block_bytes import weight
+from tests.sharding_checks import mesh_of
 
 T, K, E, D, F = 6, 2, 4, 5, 3
 

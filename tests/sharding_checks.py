@@ -1,0 +1,235 @@
+"""What every op must pass on a mesh: `jit`, explicit axes, shard_map, with kernels.
+
+`tests/checks.py` has the rest; the devices are those of `tests/conftest.py`.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkern.lowering.sharded_call import Factors
+from jaxkern.primitives.call import Call
+from jaxkern.primitives.kernel_primitive import KernelPrimitive
+from tests.checks import (
+    Case,
+    as_tuple,
+    batched_operands,
+    bound,
+    differentiable,
+    gradients,
+    in_float64,
+    label_of,
+    opaque_kernels,
+    operands_of,
+    same,
+)
+
+COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+
+
+def collectives(compiled) -> list[str]:
+    return re.findall(COLLECTIVES, compiled.as_text())
+
+
+def mesh_of(parts: int, kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh(
+        (parts,), ("m",), axis_types=(kind,), devices=jax.devices()[:parts]
+    )
+
+
+def parts_of(n: int) -> int:
+    """The largest number of our devices that cuts a dim of size n evenly, or 1."""
+    return next(parts for parts in (8, 4, 2, 1) if n % parts == 0)
+
+
+def shardings_of(p: KernelPrimitive, operands: Sequence) -> list[tuple[int, int, int]]:
+    """(operand, dim, parts) for every dim of every operand that can be cut evenly."""
+    return [
+        (i, dim, parts_of(n))
+        for i, x in enumerate(operands)
+        if x is not None and x.size
+        for dim, n in enumerate(x.shape)
+        if parts_of(n) > 1
+    ]
+
+
+def check_sharding(p: KernelPrimitive, case: Case) -> None:
+    """Cuts each dim of each operand: plain `jit` gives the unsharded result."""
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    expected = f(*operands)
+    for i, dim, parts in shardings_of(p, operands):
+        sharded = place(operands, i, dim, mesh_of(parts, AxisType.Auto))
+        what = f"{p.name} operand {p.operands[i].name} dim {dim}"
+        same(jax.jit(f)(*sharded), expected, what=what)
+
+
+def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
+    """The same around opaque kernels, with the collectives that the dims imply."""
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    expected = f(*operands)
+    grad = gradients(f, operands) if differentiable(p, operands) else None
+    expected_grads = grad(*operands) if grad else ()
+    with opaque_kernels(p):
+        for i, dim, parts in shardings_of(p, operands):
+            mesh = mesh_of(parts, AxisType.Auto)
+            sharded = place(operands, i, dim, mesh)
+            what = f"{p.name} kernel, operand {p.operands[i].name} dim {dim}"
+            compiled = jax.jit(f).lower(*sharded).compile()
+            same(compiled(*sharded), expected, what=what)
+            assert_expected_collectives(p, operands, i, dim, parts, compiled, what)
+            if grad:
+                same(
+                    jax.jit(grad)(*sharded),
+                    expected_grads,
+                    ulps=256,
+                    what=f"grad {what}",
+                )
+
+
+def assert_expected_collectives(p, operands, i, dim, parts, compiled, what) -> None:
+    """A dim that may be cut moves no operand; a result that lacks it is one sum."""
+    present = [x for x in operands if x is not None]
+    absent = tuple(k for k, x in enumerate(operands) if x is None)
+    avals = [jax.typeof(x) for x in present]
+    out = jax.tree.leaves(compiled.out_info)
+    factors = Factors.of(p, Call(absent=absent), avals, out)
+    k = sum(x is not None for x in operands[:i])
+    specs: list[Sequence] = [[None] * x.ndim for x in present]
+    specs[k] = ["m" if d == dim else None for d in range(present[k].ndim)]
+    cut = factors.cuts(specs, {"m": parts})
+    found = collectives(compiled)
+    if not cut:
+        if all(math.prod(y.shape) == 0 for y in out) or any(
+            not x.size for x in present
+        ):
+            return  # nothing is computed, or of nothing
+        assert "all-gather" in found, f"{what}: expected a gather, found {found}"
+        return
+    (name,) = cut
+    # another operand with the cut dim is held whole here and is sliced, not moved
+    summed = any(name not in {f[0] for f in dims} for dims in factors.outs)
+    assert set(found) <= ({"all-reduce"} if summed else set()), f"{what}: {found}"
+
+
+def place(operands: Sequence, i: int, dim: int, mesh) -> list:
+    def sharding(k, x):
+        spec = ["m" if (k, d) == (i, dim) else None for d in range(x.ndim)]
+        return NamedSharding(mesh, P(*spec))
+
+    return [
+        None if x is None else jax.device_put(x, sharding(k, x))
+        for k, x in enumerate(operands)
+    ]
+
+
+def check_explicit_sharding(p: KernelPrimitive, case: Case) -> None:
+    """On an explicit mesh: leading and named dims that may be cut, types and values."""
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    expected = f(*operands)
+    for i, dim, parts in shardings_of(p, operands):
+        label = label_of(p, operands, i, dim)
+        if label in p.replicated or not label.isidentifier():
+            continue
+        mesh = mesh_of(parts, AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            placed = place_by_label(p, operands, label, mesh)
+            what = f"{p.name} explicit {label}"
+            with opaque_kernels(p):
+                same(jax.jit(f)(*placed), expected, what=what)
+            same(jax.jit(f)(*placed), expected, what=what)
+
+
+def check_explicit_vmap(p: KernelPrimitive, case: Case) -> None:
+    """vmap over an axis that an explicit mesh cuts: values, types, gradients."""
+    operands = operands_of(p, case)
+    present = [i for i, x in enumerate(operands) if x is not None]
+    f, mesh = bound(p, case), mesh_of(4, AxisType.Explicit)
+    for at in (present, present[:1]):
+        mapped = batched_operands(operands, 4, at)
+        axes = tuple(0 if i in at else None for i in range(len(operands)))
+        mapped_f = jax.vmap(f, axes)
+
+        def every(*mapped, f=f, mapped_f=mapped_f, axes=axes):
+            if not differentiable(p, operands):
+                return (mapped_f(*mapped),)
+            of_map = gradients(mapped_f, mapped)
+            return (
+                mapped_f(*mapped),
+                of_map(*mapped),
+                jax.vmap(gradients(f, operands), axes)(*mapped),
+            )
+
+        with jax.enable_x64(True):
+            mapped = [in_float64(x) for x in mapped]
+            expected = jax.jit(every)(*mapped)
+            with jax.set_mesh(mesh):
+                placed = [
+                    None if x is None else jax.device_put(x, P("m") if i in at else P())
+                    for i, x in enumerate(mapped)
+                ]
+                actual = jax.jit(every)(*placed)
+        for y, e in zip(actual, expected, strict=True):
+            same(y, e, ulps=2**20, what=f"{p.name} {at}")
+        assert all(y.sharding.spec[0] == "m" for y in as_tuple(actual[0])), p.name
+
+
+def place_by_label(p: KernelPrimitive, operands: Sequence, label: str, mesh) -> list:
+    def sharding(i, x):
+        labels = [label_of(p, operands, i, d) for d in range(x.ndim)]
+        major = [name.split("*")[0].removeprefix("#") for name in labels]
+        spec = [
+            "m" if name == label and (n > 1 or not full.startswith("#")) else None
+            for name, full, n in zip(major, labels, x.shape, strict=True)
+        ]
+        return NamedSharding(mesh, P(*spec))
+
+    return [
+        None if x is None else jax.device_put(x, sharding(i, x))
+        for i, x in enumerate(operands)
+    ]
+
+
+def check_shard_map(p: KernelPrimitive, case: Case) -> None:
+    """Inside shard_map with checked axes: cut leading dims, values and gradients."""
+    operands = operands_of(p, case)
+    present = [i for i, x in enumerate(operands) if x is not None]
+    leading = [
+        i for i in present if p.operands[i].has_leading and label_is_cut(p, operands, i)
+    ]
+    if not leading:
+        return
+    n = operands[leading[0]].shape[0]
+    mesh = mesh_of(parts_of(n), AxisType.Auto)
+    specs = tuple(P("m") if i in leading else P() for i in present)
+    f, reference = bound(p, case), bound(p, case, reference=True)
+
+    def of_present(f):
+        def g(*arrays):
+            full: list = [None] * len(operands)
+            for i, x in zip(present, arrays, strict=True):
+                full[i] = x
+            return f(*full)
+
+        return g
+
+    arrays = [operands[i] for i in present]
+    if not all(r.has_leading for r in p.results):
+        return
+    mapped = jax.shard_map(of_present(f), mesh=mesh, in_specs=specs, out_specs=P("m"))
+    same(jax.jit(mapped)(*arrays), of_present(reference)(*arrays), what="shard_map")
+    if differentiable(p, operands):
+        grads = jax.jit(gradients(mapped, arrays))(*arrays)
+        expected = gradients(of_present(reference), arrays)(*arrays)
+        same(grads, expected, ulps=256, what="grad of shard_map")
+
+
+def label_is_cut(p: KernelPrimitive, operands: Sequence, i: int) -> bool:
+    x = operands[i]
+    return x.ndim > len(p.operands[i].labels) and parts_of(x.shape[0]) > 1
