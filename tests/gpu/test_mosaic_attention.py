@@ -20,7 +20,7 @@ from jaxkern.pallas.attention import joint_bwd
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.triton.attention import flash_attention as triton
 from jaxkern.triton.triton_call import device_capability
-from tests import checks
+from tests import checks, sharding_checks
 from tests.gpu.test_flash_attention import IDS, KV_IDS, as_jax, attend, draw, operands
 from tests.gpu.test_flash_attention import check as check_attention
 from tests.gpu.truth import EPSILON, relative_errors
@@ -334,6 +334,6 @@ def test_two_gpus_share_sequences_or_heads(spec):
         expected = jax.jit(both)(*whole)
     text = run.as_text()
     assert text.count("mosaic_gpu_v2") >= 2
-    assert not re.findall(checks.COLLECTIVES, text)
+    assert not re.findall(sharding_checks.COLLECTIVES, text)
     for y, e in zip(jax.tree.leaves(run(*cut)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.float32(y), np.float32(e))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern import backend, explain, rms_norm
-from tests import checks
+from tests import checks, sharding_checks
 from tests.gpu.truth import on_a_gpu, seconds_a_kernel
 from tests.lowering.test_mosaic_gpu import WEIGHT, X, truth
 from tests.test_every_op import OPS, is_small
@@ -84,7 +84,7 @@ def test_mosaic_kernel_partitions_under_plain_jit(mosaic_rows, spec, expected):
     compiled = jax.jit(rms_norm).lower(x, WEIGHT).compile()
     text = compiled.as_text()
     assert "mosaic_gpu" in text
-    assert set(re.findall(checks.COLLECTIVES, text)) == expected
+    assert set(re.findall(sharding_checks.COLLECTIVES, text)) == expected
     np.testing.assert_allclose(compiled(x, WEIGHT), truth(X, WEIGHT), rtol=1e-5)
 
 

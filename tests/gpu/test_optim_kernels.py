@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import adamw_update, backend
-from tests import checks
+from tests import sharding_checks
 from tests.gpu.truth import on_a_gpu
 
 pytestmark = on_a_gpu
@@ -101,6 +101,6 @@ def test_each_leaf_is_cut_its_own_way():
     with backend("triton", strict=True):
         compiled = jax.jit(update).lower(*cut, 3).compile()
         found = compiled(*cut, 3)
-    assert not re.findall(checks.COLLECTIVES, compiled.as_text())
+    assert not re.findall(sharding_checks.COLLECTIVES, compiled.as_text())
     with backend("xla"):
         assert_near(found, jax.jit(update)(*state, 3))

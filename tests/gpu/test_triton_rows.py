@@ -17,7 +17,7 @@ from jaxkern import (
     rms_norm,
     softmax,
 )
-from tests import checks
+from tests import sharding_checks
 from tests.gpu.truth import check_against_float64, on_a_gpu, seconds_a_kernel
 
 pytestmark = on_a_gpu
@@ -187,7 +187,7 @@ def test_kernels_partition_under_plain_jit(spec, expected):
     compiled = jax.jit(rms_norm).lower(cut, weight).compile()
     text = compiled.as_text()
     assert "triton_kernel_call" in text
-    assert set(re.findall(checks.COLLECTIVES, text)) == expected
+    assert set(re.findall(sharding_checks.COLLECTIVES, text)) == expected
     np.testing.assert_allclose(compiled(cut, weight), rms_norm(x, weight), rtol=1e-5)
     slope = jax.jit(jax.grad(lambda x, w: jnp.sin(rms_norm(x, w)).sum(), (0, 1)))
     for y, e in zip(slope(cut, weight), slope(x, weight), strict=True):

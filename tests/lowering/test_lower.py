@@ -22,7 +22,7 @@ from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
     rms_norm_p,
 )
-from tests import checks
+from tests import checks, sharding_checks
 
 pytestmark = pytest.mark.smoke
 
@@ -162,7 +162,7 @@ def test_plain_jit_partitions_a_kernel(
     grad = jax.grad(loss, (0, 1))
     for f, expected in ((rms_norm, forward), (grad, backward)):
         compiled = jax.jit(f).lower(x, weight).compile()
-        assert set(re.findall(checks.COLLECTIVES, compiled.as_text())) == expected
+        assert set(re.findall(sharding_checks.COLLECTIVES, compiled.as_text())) == expected
         outputs = jax.tree.leaves(compiled(x, weight))
         truth = jax.tree.leaves(reference_of(f, X, WEIGHT))
         for a, e in zip(outputs, truth, strict=True):
@@ -191,7 +191,7 @@ def test_a_kernel_may_hold_a_table():
         compiled = jax.jit(rms_norm).lower(x, WEIGHT).compile()
     np.testing.assert_allclose(compiled(x, WEIGHT), X * table * WEIGHT, rtol=1e-6)
     assert "f32[1,4,32]" in compiled.as_text()
-    assert not re.findall(checks.COLLECTIVES, compiled.as_text())
+    assert not re.findall(sharding_checks.COLLECTIVES, compiled.as_text())
     jax.clear_caches()
 
 

@@ -13,7 +13,7 @@ from jaxkern import adamw_update, backend, explain
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.leafwise_primitive import leafwise_primitive
 from jaxkern.primitives.optim.adamw import adamw_p, adamw_tree_p
-from tests import checks
+from tests import checks, sharding_checks
 
 pytestmark = pytest.mark.smoke
 OPTIONS = dict(b1=0.9, b2=0.6, eps=0.3, eps_root=0.2, weight_decay=0.1)
@@ -89,7 +89,7 @@ def test_a_kernel_gets_the_lists_and_each_leaf_is_cut_its_own_way():
         assert row.runs.startswith("opaque")
         compiled = jax.jit(update).lower(*state).compile()
         found = compiled(*state)
-    assert not re.findall(checks.COLLECTIVES, compiled.as_text())
+    assert not re.findall(sharding_checks.COLLECTIVES, compiled.as_text())
     assert_near(found, expected)
     for new in found:
         assert {n: x.sharding.spec for n, x in new.items() if x.size} == {
