@@ -162,7 +162,9 @@ def test_plain_jit_partitions_a_kernel(
     grad = jax.grad(loss, (0, 1))
     for f, expected in ((rms_norm, forward), (grad, backward)):
         compiled = jax.jit(f).lower(x, weight).compile()
-        assert set(re.findall(sharding_checks.COLLECTIVES, compiled.as_text())) == expected
+        assert (
+            set(re.findall(sharding_checks.COLLECTIVES, compiled.as_text())) == expected
+        )
         outputs = jax.tree.leaves(compiled(x, weight))
         truth = jax.tree.leaves(reference_of(f, X, WEIGHT))
         for a, e in zip(outputs, truth, strict=True):
