@@ -37,6 +37,7 @@ KEY_US = 0.01  # and of each of its keys
 START_US = 1.5
 MERGE_US = 4.0
 SPLIT_US = 0.05
+MAX_COMPARED = 1024  # lengths that every program reads
 
 
 def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
@@ -146,7 +147,7 @@ def launch(
     sizes = dict(sizes_of(h, hv, wide))
     block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
     keys = s if window is None else min(s, window + t - 1 + block)
-    splits = -(-keys // block)
+    splits = alike = -(-keys // block)
     narrow = wide != jnp.float32  # wide blocks would spill
     if narrow and splits <= MAX_SPLITS and b * k * splits <= AT_ONCE * num_sms():
         sizes["num_stages"] = 1  # each program has one block
@@ -155,8 +156,11 @@ def launch(
             sizes = dict(sizes_of(h, hv, wide, few=True))
             block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
         stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
-        uneven = b > 1 and kv_lengths is not None
-        splits = num_splits(b * k, keys, stage_bytes, uneven, sizes)
+        splits = alike = num_splits(b * k, keys, stage_bytes, False, sizes)
+        if kv_lengths is not None and 1 < b <= MAX_COMPARED:
+            splits = num_splits(b * k, keys, stage_bytes, True, sizes)
+            # so many that one sequence alone has the whole device
+            splits = max(min(splits, num_sms() * sizes["PER_SM"] // k), alike)
     sizes["BLOCK"] = block
     del sizes["PER_SM"]
     if block_tables is not None and page % block:
@@ -188,7 +192,10 @@ def launch(
         "LOG2E": LOG2E,
         "NATIVE_SCORES": native,
         "NATIVE_SUMS": native_sums,
+        "B": b,
+        "ALL_B": next_power_of_2(b),
         "SPLITS": splits,
+        "ALIKE": alike,
         "ROWS": max(next_power_of_2(t * n // k), 16),
         "DIMS": max(next_power_of_2(h), 16),
         "VALUE_DIMS": max(next_power_of_2(hv), 16),

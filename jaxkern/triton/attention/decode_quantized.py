@@ -144,16 +144,20 @@ def sizes_of(
     return tuned("decode_quantized", h, dtype, rule)
 
 
-def num_shares(pairs: int, blocks: int, rounds: int, slots: int) -> int:
+def num_shares(pairs: int, blocks: int, rounds: int, slots: int, alone: bool) -> int:
     """Programs for the tokens of each pair, so that all take the slots `rounds` times.
 
     Args:
       pairs: programs beside each other, of sequences, groups of heads and of rows.
-      blocks: of tokens, the most that a warp can have.
+      blocks: of tokens, the most that a program's warps of one head can have.
       rounds: more than one if sequences can differ in length.
       slots: programs that run at once; one more than fit would cost a round.
+      alone: a program has a multiprocessor for itself, where the longest share decides:
+        no more than have the same longest one, as long as few slots stay empty.
     """
-    return max(min(rounds * slots // pairs, blocks, MAX_SPLITS), 1)
+    most = max(min(rounds * slots // pairs, blocks, MAX_SPLITS), 1)
+    even = -(-blocks // -(-blocks // most))
+    return even if alone and 16 * even >= 15 * most else most
 
 
 def launch(
@@ -196,7 +200,7 @@ def launch(
     per_sm, rounds, block = (sizes[x] for x in ("PER_SM", "ROUNDS", "BLOCK"))
     heads, shares, stages = (sizes[x] for x in ("HEADS", "SHARES", "STAGES"))
     keys = s if window is None else min(s, window + t - 1)
-    whole = keys <= block * shares  # one part, which needs no merge
+    whole = keys <= block
     shares = 1 if whole else shares
     rows_bytes = [x.shape[-1] * x.dtype.itemsize for x in (key, value)]
     parts = parts_of(h, hv, key_format, value_format, *rows_bytes, *groups)
@@ -204,7 +208,13 @@ def launch(
         0 if x is None else x.size for x in (key_table, value_table)
     )
     room = max_shared_bytes() - tables_bytes
-    while heads * shares * stages * (slot := offsets_of(block, parts)[-1]) > room:
+
+    def region() -> int:
+        """Blocks of a warp, and later the sums that it leaves for those of its head."""
+        sums = 4 * rows * (hv + 1) if shares > 1 else 0
+        return max(stages * offsets_of(block, parts)[-1], sums)
+
+    while heads * shares * region() > room:
         if block > 16:
             block //= 2
         elif stages > 2:
@@ -214,15 +224,16 @@ def launch(
         else:
             heads //= 2
     warps = heads * shares
-    shared = -(-(tables_bytes + warps * stages * slot) // 128) * 128
+    shared = -(-(tables_bytes + warps * region()) // 128) * 128
     per_sm = min(per_sm, (max_shared_bytes() + 1024) // (shared + 1024))
     splits = 1
     if not whole:
-        splits = shares * num_shares(
+        splits = num_shares(
             b * (k // heads) * tiles,
             -(-keys // (shares * block)),
             rounds if b > 1 and kv_lengths is not None else 1,
             num_sms() * per_sm,
+            per_sm == 1,
         )
     in_all = {
         "query_ptr": query,
@@ -268,6 +279,7 @@ def launch(
         "TILES": tiles,
         "PARTS": parts,
         "AT": offsets_of(block, parts),
+        "REGION": region(),
         "SHARED": shared,
         "HEADS": heads,
         "SHARES": shares,
@@ -279,7 +291,7 @@ def launch(
     }
     return run_and_merge(
         quantized_decode_kernel,
-        b * (k // heads) * tiles * splits // shares,
+        b * (k // heads) * tiles * splits,
         in_all,
         constants,
         jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
