@@ -38,6 +38,7 @@ START_US = 1.5
 MERGE_US = 4.0
 SPLIT_US = 0.05
 MAX_COMPARED = 1024  # lengths that every program reads
+MAX_SHARE = 4096  # keys, where lengths are alike
 
 
 def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
@@ -152,15 +153,18 @@ def launch(
     if narrow and splits <= MAX_SPLITS and b * k * splits <= AT_ONCE * num_sms():
         sizes["num_stages"] = 1  # each program has one block
     else:
-        if narrow and b * k <= num_sms() // FEW:
+        few = narrow and b * k <= num_sms() // FEW
+        if few:
             sizes = dict(sizes_of(h, hv, wide, few=True))
             block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
         stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
         splits = alike = num_splits(b * k, keys, stage_bytes, False, sizes)
-        if kv_lengths is not None and 1 < b <= MAX_COMPARED:
+        if b > 1 and kv_lengths is not None:
             splits = num_splits(b * k, keys, stage_bytes, True, sizes)
-            # so many that one sequence alone has the whole device
-            splits = max(min(splits, num_sms() * sizes["PER_SM"] // k), alike)
+            if few:  # so many that one sequence alone has the whole device
+                splits = max(min(splits, num_sms() // k), alike)
+            if few or b > MAX_COMPARED or keys > alike * MAX_SHARE:
+                alike = splits
     sizes["BLOCK"] = block
     del sizes["PER_SM"]
     if block_tables is not None and page % block:

@@ -103,11 +103,15 @@ def decode_attention_kernel(
     """
     program = tl.program_id(0)
     head = program % K
-    # shares that may have no keys come last
-    b = (program // K % B).to(tl.int64)
-    split = program // (K * B)
-
+    split = program // K % SPLITS
+    b = program // (K * SPLITS)
     shares = num_shares(kv_lengths_ptr, B, ALL_B, S, SPLITS, ALIKE)
+    if ALIKE < SPLITS:
+        # shares without keys come last
+        b = tl.where(shares == ALIKE, program // K % B, b)
+        split = tl.where(shares == ALIKE, program // (K * B), split)
+    b = b.to(tl.int64)
+
     first, start, stop, position = share_of_keys(
         b, split, shares, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, BLOCK
     )

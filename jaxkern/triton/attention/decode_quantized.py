@@ -17,7 +17,8 @@ scales belong to a vector the largest does that, and levels take the quotients.
 Tokens are the rows of the first product and queries its columns, two each: the value in
 float16 and what that leaves, so products are exact to 22 bits. Four queries fill the
 eight columns of the tensor cores, and a lane has no score of padding. Weights pass to
-the second product by transposing 8 by 8 of them. Shares are merged by merge_shares.py.
+the second product by transposing 8 by 8 of them. Warps of a program merge their shares
+of a head in shared memory, and merge_shares.py those of the programs.
 """
 
 import math
@@ -52,9 +53,9 @@ HEAD_DIMS = (64, 128, 256)
 FASTEST = {
     INT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     FLOAT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
-    INT4: {"HEADS": 8, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
+    INT4: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[8]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
-    FORMATS[4]: {"HEADS": 8, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
+    FORMATS[4]: {"HEADS": 2, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[3]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
 }
 UNIT = 256.0  # the largest coordinate of a query in float16
@@ -123,9 +124,9 @@ def sizes_of(
     narrow = not wide and groups <= 1
     best = FASTEST.get(forms[0], {}) if narrow and forms[0] == forms[1] else {}
     most = best.get("HEADS", 4)
-    # a large table is for many warps
+    # a large table is for many warps, and so is a multiprocessor
     bytewise = FORMATS[8] in forms or FORMATS[4] in forms
-    warps = 8 if bytewise and narrow else most
+    warps = 8 if narrow and (bytewise or best.get("PER_SM") == 1) else most
     rule = {"ROUNDS": 2}
     if wide or (groups > 1 and forms != (INT4, INT4)):
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}
