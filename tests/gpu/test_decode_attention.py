@@ -170,6 +170,14 @@ def test_lengths_may_change_between_replays(s):
     assert not first[0].any() and all(y.any() for y in first[1:])
 
 
+@pytest.mark.parametrize("shortest", [4000, 3500, 0])
+def test_shares_follow_from_whether_lengths_are_alike(shortest):
+    operands = qkv(34, 1, 4096, 1, 4, 128)
+    lengths = jnp.linspace(shortest, 4096, 34).astype(jnp.int32)
+    f = lambda q, k, v, n: with_lse()(q, k, v, kv_lengths=n)  # noqa: E731
+    check(f, *operands, lengths[::-1])
+
+
 def test_nan_among_the_keys_reaches_its_sequence_alone():
     query, key, value = qkv(2, 1, 3000, 2, 4, 128)
     with backend("triton", strict=True):

@@ -64,6 +64,18 @@ def test_one_share_is_one_launch_and_a_vmap_of_sequences_no_more():
     assert launch.grid == (10,)
 
 
+def test_sequences_of_about_one_length_have_fewer_shares():
+    lengths = jnp.zeros(34, jnp.int32)
+    with_lengths = lambda *x: attention(*x, kv_lengths=lengths)  # noqa: E731
+    cut, _ = launches_of(with_lengths, *qkv(34, 1, 4096, 1, 4, 128))
+    shares = dict(cut.constants)
+    assert 1 < shares["ALIKE"] < shares["SPLITS"]
+    assert cut.grid == (34 * shares["SPLITS"],)
+    far = jax.eval_shape(lambda: qkv(34, 1, 65536, 1, 4, 128))
+    long, _ = launches_of(with_lengths, *far)
+    assert dict(long.constants)["ALIKE"] == dict(long.constants)["SPLITS"]
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize(
     "shape",

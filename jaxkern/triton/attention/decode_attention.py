@@ -37,6 +37,8 @@ KEY_US = 0.01  # and of each of its keys
 START_US = 1.5
 MERGE_US = 4.0
 SPLIT_US = 0.05
+MAX_COMPARED = 1024  # lengths that every program reads
+MAX_SHARE = 4096  # keys, where lengths are alike
 
 
 def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
@@ -146,17 +148,23 @@ def launch(
     sizes = dict(sizes_of(h, hv, wide))
     block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
     keys = s if window is None else min(s, window + t - 1 + block)
-    splits = -(-keys // block)
+    splits = alike = -(-keys // block)
     narrow = wide != jnp.float32  # wide blocks would spill
     if narrow and splits <= MAX_SPLITS and b * k * splits <= AT_ONCE * num_sms():
         sizes["num_stages"] = 1  # each program has one block
     else:
-        if narrow and b * k <= num_sms() // FEW:
+        few = narrow and b * k <= num_sms() // FEW
+        if few:
             sizes = dict(sizes_of(h, hv, wide, few=True))
             block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
         stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
-        uneven = b > 1 and kv_lengths is not None
-        splits = num_splits(b * k, keys, stage_bytes, uneven, sizes)
+        splits = alike = num_splits(b * k, keys, stage_bytes, False, sizes)
+        if b > 1 and kv_lengths is not None:
+            splits = num_splits(b * k, keys, stage_bytes, True, sizes)
+            if few:  # so many that one sequence alone has the whole device
+                splits = max(min(splits, num_sms() // k), alike)
+            if few or b > MAX_COMPARED or keys > alike * MAX_SHARE:
+                alike = splits
     sizes["BLOCK"] = block
     del sizes["PER_SM"]
     if block_tables is not None and page % block:
@@ -188,7 +196,10 @@ def launch(
         "LOG2E": LOG2E,
         "NATIVE_SCORES": native,
         "NATIVE_SUMS": native_sums,
+        "B": b,
+        "ALL_B": next_power_of_2(b),
         "SPLITS": splits,
+        "ALIKE": alike,
         "ROWS": max(next_power_of_2(t * n // k), 16),
         "DIMS": max(next_power_of_2(h), 16),
         "VALUE_DIMS": max(next_power_of_2(hv), 16),

@@ -4,9 +4,30 @@ from jaxkern.triton.triton_call import jit, libdevice, tl
 
 
 @jit
+def num_shares(
+    kv_lengths_ptr,
+    B: tl.constexpr,
+    ALL_B: tl.constexpr,
+    S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALIKE: tl.constexpr,
+):
+    """SPLITS, or ALIKE where no sequence is more than 5/4 as long as their mean."""
+    shares = tl.full([], SPLITS, tl.int32)
+    if ALIKE < SPLITS:
+        every = tl.arange(0, ALL_B)
+        lengths = tl.load(kv_lengths_ptr + every, every < B, 0).to(tl.int64)
+        lengths = tl.minimum(tl.maximum(lengths, 0), S)
+        alike = 4 * B * tl.max(lengths, 0) <= 5 * tl.sum(lengths, 0)
+        shares = tl.where(alike, ALIKE, SPLITS)
+    return shares
+
+
+@jit
 def share_of_keys(
     b,
     split,
+    shares,
     kv_lengths_ptr,
     q_offset_ptr,
     S: tl.constexpr,
@@ -14,12 +35,11 @@ def share_of_keys(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     FAR: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The keys first ... of all shares, start ... stop - 1 of this; the first position.
 
-    Together the shares have the keys that some row sees.
+    Together the first `shares` shares have the keys that some row sees.
     """
     first = tl.full([], 0, tl.int32)
     end = tl.full([], S, tl.int32)
@@ -35,7 +55,7 @@ def share_of_keys(
     if WINDOW is not None:
         first = tl.minimum(tl.maximum(position - WINDOW + 1, 0), S)
     aligned = first // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - aligned, 0), BLOCK), SPLITS) * BLOCK
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - aligned, 0), BLOCK), shares) * BLOCK
     start = aligned + split * share
     stop = tl.minimum(start + share, end)
     return first, start, stop, position
@@ -66,9 +86,12 @@ def decode_attention_kernel(
     SOFTCAP: tl.constexpr,
     FAR: tl.constexpr,
     LOG2E: tl.constexpr,
+    B: tl.constexpr,
+    ALL_B: tl.constexpr,
     NATIVE_SCORES: tl.constexpr,
     NATIVE_SUMS: tl.constexpr,
     SPLITS: tl.constexpr,
+    ALIKE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIMS: tl.constexpr,
@@ -81,10 +104,16 @@ def decode_attention_kernel(
     program = tl.program_id(0)
     head = program % K
     split = program // K % SPLITS
-    b = (program // (K * SPLITS)).to(tl.int64)
+    b = program // (K * SPLITS)
+    shares = num_shares(kv_lengths_ptr, B, ALL_B, S, SPLITS, ALIKE)
+    if ALIKE < SPLITS:
+        # shares without keys come last
+        b = tl.where(shares == ALIKE, program // K % B, b)
+        split = tl.where(shares == ALIKE, program // (K * B), split)
+    b = b.to(tl.int64)
 
     first, start, stop, position = share_of_keys(
-        b, split, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, SPLITS, BLOCK
+        b, split, shares, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, BLOCK
     )
 
     # row r is query r // G of head r % G

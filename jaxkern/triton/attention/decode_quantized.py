@@ -17,7 +17,8 @@ scales belong to a vector the largest does that, and levels take the quotients.
 Tokens are the rows of the first product and queries its columns, two each: the value in
 float16 and what that leaves, so products are exact to 22 bits. Four queries fill the
 eight columns of the tensor cores, and a lane has no score of padding. Weights pass to
-the second product by transposing 8 by 8 of them. Shares are merged by merge_shares.py.
+the second product by transposing 8 by 8 of them. Warps of a program merge their shares
+of a head in shared memory, and merge_shares.py those of the programs.
 """
 
 import math
@@ -52,9 +53,9 @@ HEAD_DIMS = (64, 128, 256)
 FASTEST = {
     INT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     FLOAT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
-    INT4: {"HEADS": 8, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
+    INT4: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[8]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
-    FORMATS[4]: {"HEADS": 8, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
+    FORMATS[4]: {"HEADS": 2, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[3]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
 }
 UNIT = 256.0  # the largest coordinate of a query in float16
@@ -123,9 +124,9 @@ def sizes_of(
     narrow = not wide and groups <= 1
     best = FASTEST.get(forms[0], {}) if narrow and forms[0] == forms[1] else {}
     most = best.get("HEADS", 4)
-    # a large table is for many warps
+    # a large table is for many warps, and so is a multiprocessor
     bytewise = FORMATS[8] in forms or FORMATS[4] in forms
-    warps = 8 if bytewise and narrow else most
+    warps = 8 if narrow and (bytewise or best.get("PER_SM") == 1) else most
     rule = {"ROUNDS": 2}
     if wide or (groups > 1 and forms != (INT4, INT4)):
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}
@@ -144,16 +145,20 @@ def sizes_of(
     return tuned("decode_quantized", h, dtype, rule)
 
 
-def num_shares(pairs: int, blocks: int, rounds: int, slots: int) -> int:
+def num_shares(pairs: int, blocks: int, rounds: int, slots: int, alone: bool) -> int:
     """Programs for the tokens of each pair, so that all take the slots `rounds` times.
 
     Args:
       pairs: programs beside each other, of sequences, groups of heads and of rows.
-      blocks: of tokens, the most that a warp can have.
+      blocks: of tokens, the most that a program's warps of one head can have.
       rounds: more than one if sequences can differ in length.
       slots: programs that run at once; one more than fit would cost a round.
+      alone: a program has a multiprocessor for itself, where the longest share decides:
+        no more than have the same longest one, as long as few slots stay empty.
     """
-    return max(min(rounds * slots // pairs, blocks, MAX_SPLITS), 1)
+    most = max(min(rounds * slots // pairs, blocks, MAX_SPLITS), 1)
+    even = -(-blocks // -(-blocks // most))
+    return even if alone and 16 * even >= 15 * most else most
 
 
 def launch(
@@ -196,7 +201,7 @@ def launch(
     per_sm, rounds, block = (sizes[x] for x in ("PER_SM", "ROUNDS", "BLOCK"))
     heads, shares, stages = (sizes[x] for x in ("HEADS", "SHARES", "STAGES"))
     keys = s if window is None else min(s, window + t - 1)
-    whole = keys <= block * shares  # one part, which needs no merge
+    whole = keys <= block
     shares = 1 if whole else shares
     rows_bytes = [x.shape[-1] * x.dtype.itemsize for x in (key, value)]
     parts = parts_of(h, hv, key_format, value_format, *rows_bytes, *groups)
@@ -204,7 +209,13 @@ def launch(
         0 if x is None else x.size for x in (key_table, value_table)
     )
     room = max_shared_bytes() - tables_bytes
-    while heads * shares * stages * (slot := offsets_of(block, parts)[-1]) > room:
+
+    def region() -> int:
+        """Blocks of a warp, and later the sums that it leaves for those of its head."""
+        sums = 4 * rows * (hv + 1) if shares > 1 else 0
+        return max(stages * offsets_of(block, parts)[-1], sums)
+
+    while heads * shares * region() > room:
         if block > 16:
             block //= 2
         elif stages > 2:
@@ -214,15 +225,16 @@ def launch(
         else:
             heads //= 2
     warps = heads * shares
-    shared = -(-(tables_bytes + warps * stages * slot) // 128) * 128
+    shared = -(-(tables_bytes + warps * region()) // 128) * 128
     per_sm = min(per_sm, (max_shared_bytes() + 1024) // (shared + 1024))
     splits = 1
     if not whole:
-        splits = shares * num_shares(
+        splits = num_shares(
             b * (k // heads) * tiles,
             -(-keys // (shares * block)),
             rounds if b > 1 and kv_lengths is not None else 1,
             num_sms() * per_sm,
+            per_sm == 1,
         )
     in_all = {
         "query_ptr": query,
@@ -268,6 +280,7 @@ def launch(
         "TILES": tiles,
         "PARTS": parts,
         "AT": offsets_of(block, parts),
+        "REGION": region(),
         "SHARED": shared,
         "HEADS": heads,
         "SHARES": shares,
@@ -279,7 +292,7 @@ def launch(
     }
     return run_and_merge(
         quantized_decode_kernel,
-        b * (k // heads) * tiles * splits // shares,
+        b * (k // heads) * tiles * splits,
         in_all,
         constants,
         jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),

@@ -94,7 +94,7 @@ def latent_attention_kernel(
     b = (program // (TILES * SPLITS)).to(tl.int64)
 
     first, start, stop, position = share_of_keys(
-        b, split, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, SPLITS, BLOCK
+        b, split, SPLITS, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, BLOCK
     )
 
     # row r is query r // N of head r % N

@@ -27,11 +27,13 @@ from jaxkern.triton.attention.quantized_layouts import (
 from jaxkern.triton.attention.quantized_rows import (
     both_parts,
     hadamard_product,
+    merged_shares,
     power_of_2,
     query_columns,
     shrunk,
     split_columns,
     weights_by_column,
+    with_sink,
 )
 from jaxkern.triton.attention.quantized_tables import (
     table_in_shared,
@@ -87,9 +89,10 @@ def quantized_decode_kernel(
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
     AT: gl.constexpr,
+    REGION: gl.constexpr,
     SHARED: gl.constexpr,
 ):
-    """SHARES of the SPLITS shares of tokens, HEADS key heads, ROWS rows of each.
+    """SHARES of the shares of tokens, HEADS key heads, ROWS rows of each.
 
     As decode_attention_kernel: normalised sums and base-2 log-sum-exps, or the result.
     """
@@ -99,8 +102,8 @@ def quantized_decode_kernel(
     program //= K // HEADS
     tile = program % TILES
     program //= TILES
-    split = program % (SPLITS // SHARES) * SHARES
-    b = (program // (SPLITS // SHARES)).to(gl.int64)
+    split = program % SPLITS
+    b = (program // SPLITS).to(gl.int64)
     length = None
     offset = None
     if kv_lengths_ptr is not None:
@@ -132,11 +135,12 @@ def quantized_decode_kernel(
     if value_signs_ptr is not None:
         value_signs = gl.load(value_signs_ptr + out_dim)[None, None, :]
     program = in_place("bar.warp.sync 0xffffffff;", program)
-    # the keys that some row sees: first ... end - 1; a share has every SPLITS-th block
-    STEP: gl.constexpr = SPLITS * BLOCK
+    # the keys that some row sees: first ... end - 1; a share has every so many blocks,
+    # and those of a program lie far apart, so that not one program has all longer ones
+    STEP: gl.constexpr = SPLITS * SHARES * BLOCK
     first, end, position = seen_keys(length, offset, S, T, CAUSAL, WINDOW, FAR)
     # the remainder tells the compiler a range, which saves 40 registers
-    share = (split + warp_number(program) // HEADS) % SPLITS
+    share = (split + warp_number(program) // HEADS * SPLITS) % (SPLITS * SHARES)
     begin = first // 8 * 8 + share * BLOCK
     PRODUCT: gl.constexpr = scores_layout(W)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
@@ -151,7 +155,7 @@ def quantized_decode_kernel(
         gl.int32, [SHARED // 128, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     use_shared(memory)
-    mine = shared_address(program, STAGES * SLOT) + TABLES
+    mine = shared_address(program, REGION) + TABLES
     where = (before, begin, first, end, group)
     copies = (
         first_copies(key_ptr, mine, where, K, HEADS, PARTS, AT, 0, BLOCK, False),
@@ -291,7 +295,6 @@ def quantized_decode_kernel(
         acc = mma_v2(y, p, shrunk(acc, shrink, ROWS))
         free = ready
         ready = gl.where(ready == (STAGES - 1) * SLOT, 0, ready + SLOT)
-    memory._keep_alive()
 
     acc, _ = split_columns(acc, ROWS)
     SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -300,30 +303,9 @@ def quantized_decode_kernel(
     if VALUE_GROUPS > 0:
         unit = gl.convert_layout(largest, gl.SliceLayout(1, SUMS)) / WEIGHT
         acc = acc * gl.expand_dims(gl.expand_dims(unit, 1), 1)
-    warp = gl.arange(0, W, gl.SliceLayout(1, SUMS))
-    head = group * HEADS + warp % HEADS
-    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
-    of_head = gl.expand_dims(head * G, 1) + gl.expand_dims(r % G, 0)
-    row = gl.expand_dims((b * T + r // G) * (K * G), 0) + of_head
-    present = gl.expand_dims(r < T * G, 0) & (of_head >= 0)
-    if SPLITS == 1 and sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + of_head, present, 0.0).to(gl.float32) * LOG2E
-        higher = gl.maximum(top, sink)
-        base = gl.where(higher == -float("inf"), 0.0, higher)
-        shrink = gl.exp2(top - base)
-        total = total * shrink + gl.exp2(sink - base)
-        acc = acc * gl.expand_dims(shrink, 1)
-        top = base
     seen = total != 0.0
     total = gl.where(seen, total, 1.0)
     lse = gl.where(seen, top + gl.log2(total), -float("inf"))
-    if SPLITS == 1:
-        lse = lse / LOG2E
-    to = row * SPLITS + gl.expand_dims(split + warp // HEADS, 1)
-    gl.store(lse_ptr + to, lse, present)
-    # the merge reads no share without keys
-    if SPLITS > 1:
-        present = present & seen
     # a lane has neighbouring dims and writes them together
     out = acc / gl.expand_dims(total, 1)
     out = gl.reshape(out, [W, HV // (8 * VALUE_RUN), VALUE_RUN, 8, ROWS])
@@ -332,11 +314,31 @@ def quantized_decode_kernel(
     if value_signs_ptr is not None:
         out = hadamard_product(out, HV, VALUE_RUN, (4, 8, 16))
         out = out * value_signs
-    out = out.to(out_ptr.dtype.element_ty)
-    to = gl.convert_layout(to, gl.SliceLayout(2, OUT))
-    present = gl.convert_layout(present, gl.SliceLayout(2, OUT))
+    lse = gl.convert_layout(lse, gl.SliceLayout(2, OUT))
+    if SHARES > 1:
+        out, lse = merged_shares(out, lse, mine, VALUE_RUN, HEADS, SHARES, REGION)
+    memory._keep_alive()
+
+    LAST: gl.constexpr = lse.type.layout
+    warp = gl.arange(0, W, gl.SliceLayout(1, LAST))
+    head = group * HEADS + warp % HEADS
+    r = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LAST))
+    of_head = gl.expand_dims(head * G, 1) + gl.expand_dims(r % G, 0)
+    row = gl.expand_dims((b * T + r // G) * (K * G), 0) + of_head
+    present = gl.expand_dims(r < T * G, 0) & gl.expand_dims(warp < HEADS, 1)
+    if SPLITS == 1:
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr + of_head, present, 0.0).to(gl.float32) * LOG2E
+            out, lse = with_sink(out, lse, sink)
+        lse = lse / LOG2E
+    seen = lse != -float("inf")
+    to = row * SPLITS + split
+    gl.store(lse_ptr + to, lse, present)
+    # the merge reads no share without keys
+    if SPLITS > 1:
+        present = present & seen
     gl.store(
         out_ptr + (to[:, :, None] * HV + out_dim[None, None, :]),
-        out,
+        out.to(out_ptr.dtype.element_ty),
         present[:, :, None],
     )

@@ -5,6 +5,7 @@ Of the second product a column has the weights of a row. A lane has neighbouring
 columns, and rows 4 apart: with 4 rows every other column is empty.
 """
 
+from jaxkern.triton.attention.quantized_copies import in_place, warp_number
 from jaxkern.triton.attention.quantized_layouts import types_of
 from jaxkern.triton.triton_call import constexpr_function, gl, gluon_jit
 
@@ -172,3 +173,76 @@ def shrunk(acc, shrink, ROWS: gl.constexpr):
         y = gl.permute(gl.reshape(y, [W, HV, ROWS // 8, 2, 4]), (0, 1, 2, 4, 3))
         y = gl.reshape(y, [W, HV, ROWS])
     return gl.convert_layout(y, L, assert_trivial=True)
+
+
+@gluon_jit
+def merged_shares(
+    out,
+    lse,
+    mine,
+    RUN: gl.constexpr,
+    HEADS: gl.constexpr,
+    SHARES: gl.constexpr,
+    REGION: gl.constexpr,
+):
+    """out [warps, rows, dims], lse [warps, rows] of all shares of the warp's head.
+
+    Warps are numbered [shares, heads]; `mine` is where REGION bytes of a warp begin. A
+    lane has the same elements in all warps, and reads what its likes have written.
+    """
+    ROWS: gl.constexpr = out.shape[1]
+    HV: gl.constexpr = out.shape[2]
+    L: gl.constexpr = out.type.layout
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
+    dim = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    # neighbouring lanes have neighbouring words
+    lane = row[:, :, None] % 4 + dim // RUN % 8 * 4
+    element = (row[:, :, None] // 4 * (HV // (8 * RUN)) + dim // (8 * RUN)) * RUN
+    at = ((element + dim % RUN) * 32 + lane) * 4
+    row = row * 4 + ROWS * HV * 4
+    mine = in_place("cp.async.wait_all; bar.warp.sync 0xffffffff;", mine)
+    write_shared(mine + at, out)
+    write_shared(mine + row, lse)
+    mine = in_place("bar.sync 0;", mine)
+    first = mine - warp_number(mine) // HEADS * (HEADS * REGION)
+    top = lse
+    for i in gl.static_range(SHARES):
+        top = gl.maximum(top, read_shared(first + i * HEADS * REGION + row, lse))
+    base = gl.where(top == -float("inf"), 0.0, top)
+    total = gl.zeros_like(lse)
+    y = gl.zeros_like(out)
+    for i in gl.static_range(SHARES):
+        there = first + i * HEADS * REGION
+        weight = power_of_2(read_shared(there + row, lse) - base)
+        total += weight
+        y += read_shared(there + at, out) * gl.expand_dims(weight, 2)
+    y = y / gl.expand_dims(gl.where(total == 0.0, 1.0, total), 2)
+    return y, base + gl.log2(total)
+
+
+@gluon_jit
+def with_sink(out, lse, sink):
+    """Normalised sums and base-2 log-sum-exps with a sink of each row."""
+    top = gl.maximum(lse, sink)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    weight = gl.exp2(lse - base)
+    total = weight + gl.exp2(sink - base)
+    weight = weight / gl.where(total == 0.0, 1.0, total)
+    return out * gl.expand_dims(weight, 2), base + gl.log2(total)
+
+
+@gluon_jit
+def write_shared(at, x):
+    at, x = gl.broadcast(at, x)
+    gl.inline_asm_elementwise(
+        "st.shared.f32 [$1], $2; mov.b32 $0, $1;", "=r,r,f", [at, x], gl.int32, False, 1
+    )
+
+
+@gluon_jit
+def read_shared(at, like):
+    """Words of the shape of `like`."""
+    at, _ = gl.broadcast(at, like)
+    return gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];", "=f,r", [at], gl.float32, False, 1
+    )
