@@ -125,7 +125,6 @@ row(
     fwd=softmax.softmax_fwd,
     bwd=softmax.softcap_softmax_bwd,
     unless=unsupported,
-    slower=softmax.slower_with_softcap,
 )
 row(
     apply_rope_p,

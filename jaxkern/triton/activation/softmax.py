@@ -4,7 +4,6 @@ A row up to NARROW elements stays in registers. A longer one is read twice, the 
 time mostly from the caches: once for its running maximum and sum, once to write.
 """
 
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,10 +17,6 @@ from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 NARROW = 32768  # elements of a row that stay in registers, forward
 NARROW_BACKWARD = 2048
-
-
-def slower_with_softcap(**_: Any) -> str | None:
-    return "no gain was measured with a softcap"
 
 
 def row_tile(kernel: str, rows: int, d: int, dtype) -> dict:
