@@ -4,7 +4,6 @@ A row up to NARROW elements stays in registers. A longer one is read twice, the 
 time mostly from the caches: once for its running maximum and sum, once to write.
 """
 
-
 import jax.numpy as jnp
 
 from jaxkern.triton.activation.softcap import scaled_logits, softcap_slope
