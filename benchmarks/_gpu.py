@@ -202,14 +202,13 @@ def forward_and_pull(f: Callable, floats: Sequence[int]) -> Callable:
 
 
 def both_passes(f: Callable, floats: Sequence[int], dy: Any, *args: jax.Array) -> Any:
-    """As a training step has them."""
+    """As a training step has them: values, then gradients."""
     y, pull = forward_and_pull(f, floats)(*args)
-    return y, pull(dy)
+    return y, pull(jax.tree.map(lambda v, c: c.astype(v.dtype), y, dy))
 
 
 def gradients(f: Callable, floats: Sequence[int], dy: Any, *args: jax.Array) -> Any:
-    y, pull = forward_and_pull(f, floats)(*args)
-    return pull(jax.tree.map(lambda v, c: c.astype(v.dtype), y, dy))
+    return both_passes(f, floats, dy, *args)[1]
 
 
 def jax_programs(

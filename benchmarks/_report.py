@@ -29,62 +29,51 @@ def share_of_limit(record: Record, case: str, which: str, seconds: float) -> flo
 
 
 def table(record: Record) -> Table:
-    rows = [row for by in record["results"].values() for row in by.values()]
-    has_backward = any("backward" in row for row in rows)
+    columns, lines = cells(record)
     found = Table(title=f"{record['name']}: device time of one call")
-    for column in ("case", "by", "error", "forward us", "% of limit"):
-        found.add_column(column, justify="right" if column[-1] in "st" else "left")
-    if has_backward:
-        for column in ("grad. error", "backward us", "% of limit", "both us"):
-            found.add_column(column, justify="right")
-    for case, by in record["results"].items():
-        for name, row in by.items():
-            if "failed" in row:
-                found.add_row(case, name, row["failed"])
-                continue
-            cells = [case, name, scientific(row.get("error"))]
-            cells += timed(record, case, "forward", row)
-            if has_backward:
-                cells.append(scientific(row.get("gradient error")))
-                cells += timed(record, case, "backward", row)
-                cells.append(both(row))
-            found.add_row(*cells)
+    for column in columns:
+        found.add_column(column, justify="right" if column.endswith("us") else "left")
+    for line in lines:
+        found.add_row(*line)
     return found
 
 
 def markdown(record: Record) -> str:
-    """The table for docs: microseconds, shares of the limit in brackets, errors."""
-    rows = [row for by in record["results"].values() for row in by.values()]
-    passes = [which for which in PASSES if any(which in row for row in rows)]
-    last = ["both us"] if len(passes) > 1 else []
-    columns = ["case", "by", *(f"{which} us" for which in passes), *last, "errors"]
-    lines = [columns, ["---"] * len(columns)]
-    for case, by in record["results"].items():
-        for name, row in by.items():
-            if "failed" in row:
-                cells = [row["failed"][:60]] + [""] * (len(passes) - 1 + len(last))
-            else:
-                times = (timed(record, case, which, row) for which in passes)
-                cells = [f"{us} ({float(share):.0f} %)" for us, share in times]
-                cells += [both(row)] if last else []
-            errors = (row.get("error"), row.get("gradient error"))
-            shown = ", ".join(scientific(e) for e in errors if e is not None)
-            lines.append([case, name, *cells, shown])
+    columns, lines = cells(record)
+    lines = [columns, ["---"] * len(columns), *lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def both(row: dict[str, Any]) -> str:
+def cells(record: Record) -> tuple[list[str], list[list[str]]]:
+    """Columns and lines: microseconds, shares of the limit in brackets, errors."""
+    results = record["results"]
+    rows = [row for by in results.values() for row in by.values()]
+    passes = [which for which in PASSES if any(which in row for row in rows)]
+    both = ["both us"] if len(passes) == 2 else []
+    columns = ["case", "by", *(f"{which} us" for which in passes), *both, "errors"]
+    lines = []
+    for case, by in results.items():
+        for name, row in by.items():
+            line = [case, name]
+            if "failed" in row:
+                line += [row["failed"][:60], *[""] * (len(columns) - 3)]
+            else:
+                line += [timed(record, case, which, row[which]) for which in passes]
+                line += [of_both(row)] if both else []
+                errors = (row.get("error"), row.get("gradient error"))
+                line.append(", ".join(f"{e:.1e}" for e in errors if e is not None))
+            lines.append(line)
+    return columns, lines
+
+
+def timed(record: Record, case: str, which: str, seconds: float) -> str:
+    share = 100 * share_of_limit(record, case, which, seconds)
+    return f"{seconds * 1e6:.1f} ({share:.0f} %)"
+
+
+def of_both(row: dict[str, Any]) -> str:
     """Microseconds of both passes: in one executable if measured so, else the sum."""
     return f"{row.get('both', row['forward'] + row['backward']) * 1e6:.1f}"
-
-
-def scientific(x: float | None) -> str:
-    return "" if x is None else f"{x:.1e}"
-
-
-def timed(record: Record, case: str, which: str, row: dict) -> list[str]:
-    share = share_of_limit(record, case, which, row[which])
-    return [f"{row[which] * 1e6:.1f}", f"{100 * share:.1f}"]
 
 
 def limits_line(record: Record) -> str:
