@@ -65,6 +65,8 @@ def row_goals() -> Iterator[Goal]:
     yield Goal("softmax", "softmax", "2048x131072", "both", times=1.5, than=("XLA",))
     loss = ("cross_entropy", "cross_entropy", "8192x128256")
     yield Goal(*loss, "both", times=1.5, than=("Liger",))
+    trained = ("cross_entropy", "cross_entropy_trained", "8192x128256")
+    yield Goal(*trained, "forward", times=1.5, than=("Liger",))
     for which in ("forward", "backward"):
         yield Goal("swiglu", "swiglu", "8192x14336", which, share=92)
         yield Goal("rope", "rope", "llama3_8b_8192", which, share=88)

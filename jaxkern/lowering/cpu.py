@@ -23,7 +23,7 @@ from jaxkern.cpu.quant import (
 )
 from jaxkern.cpu.rope import rope
 from jaxkern.cpu.sampling import sample
-from jaxkern.lowering.lower import lower
+from jaxkern.lowering.lower import lower, never_refuses
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.quantized_cache_attention import (
@@ -91,8 +91,8 @@ ROWS = (
 # fmt: on
 
 for op, forward, refuses, *slower in ROWS:
-    options = {"slower": slower[0]} if slower else {}
-    lower(op, "cpu", "cpp", fwd=forward, unless=refuses, **options)
+    than_xla = slower[0] if slower else never_refuses
+    lower(op, "cpu", "cpp", fwd=forward, unless=refuses, slower=than_xla)
 
 for op, forward, backward in (
     (rms_norm_p, norm.rms_norm_fwd, norm.rms_norm_bwd),

@@ -11,6 +11,8 @@ from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.pallas.attention import joint_bwd as hopper_joint_bwd
 from jaxkern.pallas.norm import rms_norm_bwd as hopper_rms_norm_bwd
+from jaxkern.pallas.rows import cross_entropy as hopper_cross_entropy
+from jaxkern.pallas.rows import softmax as hopper_softmax
 from jaxkern.primitives.activation.softmax import softcap_softmax_p, softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.latent_attention import latent_attention_p
@@ -33,7 +35,10 @@ from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,
 )
-from jaxkern.primitives.loss.cross_entropy import cross_entropy_p
+from jaxkern.primitives.loss.cross_entropy import (
+    cross_entropy_p,
+    weighted_cross_entropy_p,
+)
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm_p
@@ -119,7 +124,21 @@ row(
     bwd=layer_norm.layer_norm_bwd,
     unless=unsupported,
 )
-row(softmax_p, fwd=softmax.softmax_fwd, bwd=softmax.softmax_bwd, unless=unsupported)
+row(
+    softmax_p,
+    backend="mosaic_gpu",
+    fwd=hopper_softmax.softmax_fwd,
+    bwd=hopper_softmax.softmax_bwd,
+    unless=hopper_softmax.unsupported,
+    slower=hopper_softmax.slower,
+)
+row(
+    softmax_p,
+    fwd=softmax.softmax_fwd,
+    bwd=softmax.softmax_bwd,
+    unless=unsupported,
+    slower=softmax.slower,
+)
 row(
     softcap_softmax_p,
     fwd=softmax.softmax_fwd,
@@ -150,6 +169,21 @@ row(
     cross_entropy_p,
     fwd=cross_entropy.cross_entropy_fwd,
     bwd=cross_entropy.cross_entropy_bwd,
+    unless=cross_entropy.unsupported,
+    slower=cross_entropy.slower,
+)
+row(
+    weighted_cross_entropy_p,
+    backend="mosaic_gpu",
+    fwd=hopper_cross_entropy.weighted_cross_entropy_fwd,
+    inference=False,  # which writes no gradient: that is Triton's
+    unless=hopper_cross_entropy.unsupported,
+    slower=hopper_cross_entropy.slower,
+)
+row(
+    weighted_cross_entropy_p,
+    fwd=cross_entropy.weighted_cross_entropy_fwd,
+    primal=cross_entropy.weighted_cross_entropy,
     unless=cross_entropy.unsupported,
     slower=cross_entropy.slower,
 )

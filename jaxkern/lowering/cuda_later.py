@@ -26,7 +26,10 @@ from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,
 )
-from jaxkern.primitives.loss.cross_entropy import cross_entropy_p
+from jaxkern.primitives.loss.cross_entropy import (
+    cross_entropy_p,
+    weighted_cross_entropy_p,
+)
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm_p
@@ -71,6 +74,7 @@ OPS = (
     qk_norm_rope_paged_cache_p,
     qk_norm_rope_quantized_cache_p,
     cross_entropy_p,
+    weighted_cross_entropy_p,
     linear_cross_entropy_p,
     add_rms_norm_p,
     gated_rms_norm_p,

@@ -96,6 +96,7 @@ def lower(
     fwd: Callable | None,
     bwd: Callable | None = None,
     primal: Callable | None = None,
+    inference: bool = True,
     unless: Callable[..., str | None] = never_refuses,
     slower: Callable[..., str | None] = never_refuses,
 ) -> None:
@@ -109,6 +110,7 @@ def lower(
         where only the backward pass has a kernel.
       bwd: kernel for the gradients; where it takes `wanted` it learns which.
       primal: kernel for inference; without it `fwd` with its residuals dropped.
+      inference: whether the row is for inference too.
       unless: called with the operands' shapes and dtypes by name (None where absent)
         and the options; returns a reason in words, or None.
       slower: called likewise; where the reference is faster, "auto" takes that. Naming
@@ -121,7 +123,7 @@ def lower(
     if p.fwd is not None and fwd is not None:
         add_row(p.fwd, platform, Row(backend, fwd, unless, slower))
         primal = primal or without_residuals(fwd, len(p.results))
-    if kernel := primal or fwd:
+    if inference and (kernel := primal or fwd):
         add_row(p, platform, Row(backend, kernel, unless, slower))
     if bwd is not None:
         if p.bwd is None:

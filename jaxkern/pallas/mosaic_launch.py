@@ -22,13 +22,15 @@ class MosaicLaunch:
 
     Attributes:
       name: of the kernel, with its block sizes.
-      grid: number of programs along each axis.
+      grid: number of programs along each axis, or of clusters.
+      cluster: number of programs of a cluster along each axis; empty for none.
       num_warpgroups: of one program, 128 threads each.
       registers: of one thread, by what a warpgroup does: loaders have few.
     """
 
     name: str
     grid: tuple[int, ...]
+    cluster: tuple[int, ...]
     num_warpgroups: int
     registers: tuple[int, ...]
     modules: Callable[[], dict[str, Any]] = dataclasses.field(compare=False, repr=False)
@@ -47,6 +49,8 @@ class MosaicLaunch:
     def describe(self) -> str:
         """One line: grid, warpgroups, registers, shared memory."""
         grid = "x".join(map(str, self.grid))
+        if self.cluster:
+            grid += f" clusters of {'x'.join(map(str, self.cluster))}"
         line = f"{self.name}: {grid} programs of {self.num_warpgroups} warpgroups"
         if self.registers:
             line += f", {' or '.join(map(str, self.registers))} registers"
@@ -73,6 +77,7 @@ def mosaic_launch(eqn: Any, inside: Callable[[Any], Iterator], modules: Callable
     return MosaicLaunch(
         eqn.params["name"],
         tuple(mesh.grid),
+        tuple(mesh.cluster or ()),
         mesh.num_threads or 1,
         tuple(sorted(registers, reverse=True)),
         modules,

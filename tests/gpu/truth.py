@@ -23,7 +23,9 @@ def poison(*like):
     jax.block_until_ready(junk)
 
 
-def check_against_float64(f, *operands, slack=1.0, least=1e-2):
+def check_against_float64(
+    f, *operands, slack=1.0, least=1e-2, kernels="triton", strict=True
+):
     """Values and gradients by kernels against the reference in float64 on the CPU.
 
     Errors, relative to the result or to `least` where terms of that size cancel, stay
@@ -41,7 +43,7 @@ def check_against_float64(f, *operands, slack=1.0, least=1e-2):
         )
 
     poison(*operands)
-    with backend("triton", strict=True):
+    with backend(kernels, strict=strict):
         found = jax.jit(run)(cotangents, *operands)
     cpu = jax.devices("cpu")[0]
     with jax.enable_x64(True), backend("xla"), jax.default_device(cpu):

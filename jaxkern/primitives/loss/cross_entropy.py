@@ -1,6 +1,7 @@
 """Cross entropy of a softmax: loss = lse(logits) - logits[label]  (https://arxiv.org/abs/1512.00567)."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -38,6 +39,13 @@ def cross_entropy(
         dlogits = (dloss * (1 + 2 * z_loss * lse) + dlse) * exp(z - lse)
                   - dloss * ((1 - e) * one_hot(label) + e / v)
 
+    With a reduction and without `return_lse` the forward pass of a derivative makes the
+    gradient too, from one read of the logits, and keeps it in the place of the logits
+    (https://arxiv.org/abs/2410.10989). The backward pass multiplies it by the cotangent
+    of the sum, which is 1 as a rule; a factor that is not costs another pass over the
+    gradient, less so with "none". Not of float16 logits: a small gradient would be
+    rounded before the factor of a scaled loss can save it.
+
     A token with `ignore_index` has zero loss and zero gradient. Logits of -inf are
     classes of probability zero: where the label is one of them the loss is inf, and so
     it is in a row of nothing else, whose gradient is zero. A label outside [0, v) that
@@ -64,14 +72,16 @@ def cross_entropy(
       ValueError: an option out of range.
     """
     check_options("cross_entropy", label_smoothing, z_loss, softcap, reduction)
-    loss, lse = cross_entropy_p(
-        logits,
-        labels,
+    options: dict[str, Any] = dict(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
         ignore_index=ignore_index,
     )
+    if reduction != "none" and not return_lse and logits.dtype != jnp.float16:
+        weight = reduced_weight(labels, ignore_index, reduction, logits.dtype)
+        return jnp.sum(weighted_cross_entropy_p(logits, labels, weight, **options))
+    loss, lse = cross_entropy_p(logits, labels, **options)
     loss = reduced(loss, labels, ignore_index, reduction)
     return (loss, lse) if return_lse else loss
 
@@ -110,6 +120,15 @@ def reduced(loss, labels, ignore_index, reduction):
         return total
     counted = jnp.sum(is_counted(as_class(labels), ignore_index))
     return total / jnp.maximum(counted, 1).astype(loss.dtype)
+
+
+def reduced_weight(labels, ignore_index, reduction, dtype):
+    """The factor of each token's loss in the sum."""
+    counted = is_counted(as_class(labels), ignore_index)
+    weight = counted.astype(jnp.promote_types(dtype, jnp.float32))
+    if reduction == "mean":
+        weight = weight / jnp.maximum(jnp.sum(counted), 1).astype(weight.dtype)
+    return weight
 
 
 def cross_entropy_reference(
@@ -225,8 +244,77 @@ def logits_gradient(x, is_label, lse, slope, on_label, on_every, softcap):
     return softcap_bwd_reference(x, dz, cap=softcap)
 
 
+def weighted_cross_entropy_reference(
+    logits: Float[Array, "... v"],
+    labels: Integer[Array, "..."],
+    weight: Float[Array, "..."],
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    ignore_index: int | None,
+) -> Float[Array, "..."]:
+    """weight * loss, whose backward pass reads no logits."""
+    loss, _ = cross_entropy_reference(
+        logits,
+        labels,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        ignore_index=ignore_index,
+    )
+    return loss * weight.astype(loss.dtype)
+
+
+def weighted_cross_entropy_fwd_reference(
+    logits: Float[Array, "... v"],
+    labels: Integer[Array, "..."],
+    weight: Float[Array, "..."],
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    ignore_index: int | None,
+) -> tuple[Float[Array, "..."], Float[Array, "... v"], Float[Array, "..."]]:
+    """(weight * loss, its gradient of the logits, loss)."""
+    options: dict[str, Any] = dict(
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        ignore_index=ignore_index,
+    )
+    loss, lse = cross_entropy_reference(logits, labels, **options)
+    weight = weight.astype(loss.dtype)
+    gradient = cross_entropy_bwd_reference(
+        logits, labels, loss, lse, weight, jnp.zeros_like(lse), **options
+    )
+    return loss * weight, gradient, loss
+
+
+def weighted_cross_entropy_bwd_reference(
+    weight: Float[Array, "..."],
+    gradient: Float[Array, "... v"],
+    loss: Float[Array, "..."],
+    dweighted: Float[Array, "..."],
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    ignore_index: int | None,
+) -> tuple[Float[Array, "... v"], Float[Array, "..."]]:
+    del label_smoothing, z_loss, softcap, ignore_index  # in the gradient
+    dlogits = gradient * dweighted[..., None]
+    return dlogits.astype(gradient.dtype), (loss * dweighted).astype(weight.dtype)
+
+
 cross_entropy_p = kernel_primitive(
     cross_entropy_reference,
     bwd=cross_entropy_bwd_reference,
     replicated=("v",),  # the sum runs over v: each device needs all of it
+)
+weighted_cross_entropy_p = kernel_primitive(
+    weighted_cross_entropy_reference,
+    fwd=weighted_cross_entropy_fwd_reference,
+    bwd=weighted_cross_entropy_bwd_reference,
+    replicated=("v",),
 )

@@ -4,6 +4,8 @@ A row up to NARROW elements stays in registers. A longer one is read twice, the 
 time mostly from the caches: once for its running maximum and sum, once to write.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jaxkern.triton.activation.softcap import scaled_logits, softcap_slope
@@ -11,11 +13,19 @@ from jaxkern.triton.activation.streamed_softmax import (
     stream_sizes,
     streamed_softmax_fwd,
 )
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, tuned
+from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.triton.norm.row_tiles import num_rows
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 NARROW = 32768  # elements of a row that stay in registers, forward
 NARROW_BACKWARD = 2048
+
+
+def slower(x: Any = None, y: Any = None, **_: Any) -> str | None:
+    rows, d = num_rows(x if y is None else y), (x if y is None else y).shape[-1]
+    if d >= 65536 and 4 * rows < num_sms():
+        return f"{rows} rows of {d} elements leave most of the GPU idle"
+    return None
 
 
 def row_tile(kernel: str, rows: int, d: int, dtype) -> dict:

@@ -249,3 +249,18 @@ def cross_entropy_bwd(
     dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
     factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
     return row_gradients(logits, label, factors, softcap, label_smoothing, logits.dtype)
+
+
+def weighted_cross_entropy(logits, labels, weight, **options):
+    loss, _ = cross_entropy_fwd(logits, labels, **options)
+    return loss * weight.astype(loss.dtype)
+
+
+def weighted_cross_entropy_fwd(logits, labels, weight, **options):
+    """The two kernels one after the other: the logits are read twice."""
+    loss, lse = cross_entropy_fwd(logits, labels, **options)
+    weight = weight.astype(loss.dtype)
+    gradient = cross_entropy_bwd(
+        logits, labels, loss, lse, weight, jnp.zeros_like(lse), **options
+    )
+    return loss * weight, gradient, loss

@@ -11,21 +11,52 @@ from tests.checks import bf16, case, f32, i32
 from tests.golden.torch_losses_vision import assert_equals_torch
 
 EVERY = dict(label_smoothing=0.1, z_loss=0.01, softcap=3.0, ignore_index=2)
-CASES = [
-    case("plain", full=True, logits=f32(4, 11), labels=i32(4, high=11)),
-    case(
-        "every_option", logits=f32(2, 8, 5, scale=2), labels=i32(2, 8, high=5), **EVERY
-    ),
-    case("bf16_one_token", logits=bf16(9), labels=i32(high=9), z_loss=1e-3),
-    case(
-        "gemma2_2b",
-        full=True,
-        logits=bf16(16, 256000),
-        labels=i32(16, high=256000),
-        softcap=30.0,
-        ulps=16,
-    ),
-]
+PLAIN = dict(label_smoothing=0.0, z_loss=0.0, softcap=None, ignore_index=None)
+CASES = {
+    "cross_entropy": [
+        case("plain", full=True, logits=f32(4, 11), labels=i32(4, high=11)),
+        case(
+            "every_option",
+            logits=f32(2, 8, 5, scale=2),
+            labels=i32(2, 8, high=5),
+            **EVERY,
+        ),
+        case("bf16_one_token", logits=bf16(9), labels=i32(high=9), z_loss=1e-3),
+        case(
+            "gemma2_2b",
+            full=True,
+            logits=bf16(16, 256000),
+            labels=i32(16, high=256000),
+            softcap=30.0,
+            ulps=16,
+        ),
+    ],
+    "weighted_cross_entropy": [
+        case(
+            "every_option",
+            logits=f32(2, 8, 5, scale=2),
+            labels=i32(2, 8, high=5),
+            weight=f32(2, 8),
+            **EVERY,
+        ),
+        case(
+            "bf16",
+            logits=bf16(3, 17),
+            labels=i32(3, high=17),
+            weight=f32(3),
+            **PLAIN,
+        ),
+        case(
+            "llama3_8b",
+            full=True,
+            logits=bf16(16, 128256),
+            labels=i32(16, high=128256),
+            weight=f32(16),
+            **PLAIN,
+            ulps=16,
+        ),
+    ],
+}
 LABELS = jnp.array([3, 0, -100, 6, 2])
 
 
