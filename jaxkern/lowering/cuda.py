@@ -165,15 +165,13 @@ row(
     gated_rms_norm_p,
     fwd=gated_rms_norm.gated_rms_norm_fwd,
     bwd=gated_rms_norm.gated_rms_norm_bwd,
-    unless=gated_rms_norm.unsupported,
-    slower=gated_rms_norm.slower,
+    unless=unsupported,
 )
 row(
     rms_norm_mul_p,
     fwd=gated_rms_norm.rms_norm_mul_fwd,
     bwd=gated_rms_norm.rms_norm_mul_bwd,
-    unless=gated_rms_norm.unsupported,
-    slower=gated_rms_norm.slower,
+    unless=unsupported,
 )
 row(
     rms_norm_add_p,

@@ -10,7 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_programs, tuned
+from jaxkern.triton.block_sizes import (
+    WARP,
+    next_power_of_2,
+    num_programs,
+    num_sms,
+    tuned,
+)
 from jaxkern.triton.triton_call import jit, max_shared_bytes, tl
 
 NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
@@ -64,6 +70,31 @@ def backward_tile(
     sizes = tuned(kernel, d, x.dtype, rule)
     programs = num_programs(-(-rows // sizes["ROWS"]), sizes.pop("WAVES"))
     return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
+
+
+def backward_chunks(kernel: str, x: jax.Array) -> dict:
+    """Rows in chunks, one program a multiprocessor: its registers hold the sums."""
+    rows, d = num_rows(x), x.shape[-1]
+    rule = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
+    sizes = tuned(kernel, d, x.dtype, rule)
+    programs = num_programs(rows, sizes.pop("WAVES"))
+    return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
+
+
+def backward_stripes(kernel: str, x: jax.Array) -> dict:
+    """Stripes of columns, each for as many programs as fill the GPU together."""
+    rows, d = num_rows(x), x.shape[-1]
+    rule = {"BLOCK": 1024, "ROWS": 2, "WAVES": 4, "STAGES": 1, "num_warps": 4}
+    sizes = tuned(kernel, d, x.dtype, rule)
+    stripes, blocks = -(-d // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
+    programs = max(1, min(sizes.pop("WAVES") * num_sms() // stripes, blocks))
+    return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
+
+
+def means_tile(kernel: str, x: jax.Array) -> dict:
+    """A program a row, in chunks, where only means along rows are wanted."""
+    d = x.shape[-1]
+    return tuned(kernel, d, x.dtype, {"BLOCK": 4096, "num_warps": 16}) | {"D": d}
 
 
 def num_rows(x: jax.Array) -> int:
