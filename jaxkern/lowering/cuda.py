@@ -81,7 +81,6 @@ from jaxkern.triton.norm import (
     rms_norm,
     rms_norm_add,
     rms_norm_quantized,
-    sandwich_norm,
     sandwich_rms_norm,
 )
 from jaxkern.triton.optim import adamw
@@ -177,32 +176,32 @@ row(
     rms_norm_add_p,
     fwd=rms_norm_add.rms_norm_add_fwd,
     bwd=rms_norm_add.rms_norm_add_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
     slower=rms_norm_add.slower,
 )
 row(
     dual_rms_norm_p,
     fwd=multi_rms_norm.multi_rms_norm_fwd,
     bwd=multi_rms_norm.dual_rms_norm_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
 )
 row(
     triple_rms_norm_p,
     fwd=multi_rms_norm.multi_rms_norm_fwd,
     bwd=multi_rms_norm.triple_rms_norm_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
 )
 row(
     sandwich_rms_norm_p,
     fwd=sandwich_rms_norm.sandwich_rms_norm_fwd,
     bwd=sandwich_rms_norm.sandwich_rms_norm_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
 )
 row(
     sandwich_triple_rms_norm_p,
     fwd=sandwich_rms_norm.sandwich_rms_norm_fwd,
     bwd=sandwich_rms_norm.sandwich_triple_rms_norm_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
 )
 row(
     moe_rms_norm_add_p,

@@ -20,6 +20,7 @@ from jaxkern.triton.block_sizes import (
 from jaxkern.triton.triton_call import jit, max_shared_bytes, tl
 
 NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
+SUMS = 32768  # elements in registers, half of which they fill
 
 
 def forward_tile(
@@ -72,29 +73,45 @@ def backward_tile(
     return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
 
 
-def backward_chunks(kernel: str, x: jax.Array) -> dict:
-    """Rows in chunks, one program a multiprocessor: its registers hold the sums."""
+def backward_sizes(
+    kernel: str, x: jax.Array, streams: int, sums: int, elements: int, longest: int
+) -> tuple[dict, int]:
+    """Sizes of a backward pass at any row length, and how many stripes of columns.
+
+    A short row is one chunk, in registers. A long one is read twice, in chunks, as long
+    as registers hold its sums. Beyond, programs walk down stripes of columns, and means
+    along rows are known before.
+
+    Args:
+      kernel, x, streams: as of `backward_tile`.
+      sums: how many vectors have gradients.
+      elements: of a tile of short rows.
+      longest: columns of a short row.
+    """
     rows, d = num_rows(x), x.shape[-1]
-    rule = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
-    sizes = tuned(kernel, d, x.dtype, rule)
-    programs = num_programs(rows, sizes.pop("WAVES"))
-    return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
+    if d <= longest:
+        stages = 3 if d <= 4096 else 2
+        return backward_tile(kernel, x, streams, elements, stages) | {"CHUNKS": 1}, 1
+    if d * sums <= SUMS:
+        rule = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
+        sizes = {"ROWS": 1, "STAGES": 1}
+        sizes |= tuned(f"chunked_{kernel}", d, x.dtype, rule)
+        chunks = -(-d // sizes["BLOCK"])
+        programs, stripes = num_programs(rows, sizes.pop("WAVES")), 1
+    else:
+        rule = {"BLOCK": 1024, "ROWS": 2, "WAVES": 4, "STAGES": 1, "num_warps": 4}
+        sizes, chunks = tuned(f"striped_{kernel}", d, x.dtype, rule), 1
+        stripes, blocks = -(-d // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
+        programs = max(1, min(sizes.pop("WAVES") * num_sms() // stripes, blocks))
+    plan = {"NUM_ROWS": rows, "D": d, "CHUNKS": chunks, "PROGRAMS": programs}
+    return sizes | plan, stripes
 
 
-def backward_stripes(kernel: str, x: jax.Array) -> dict:
-    """Stripes of columns, each for as many programs as fill the GPU together."""
-    rows, d = num_rows(x), x.shape[-1]
-    rule = {"BLOCK": 1024, "ROWS": 2, "WAVES": 4, "STAGES": 1, "num_warps": 4}
-    sizes = tuned(kernel, d, x.dtype, rule)
-    stripes, blocks = -(-d // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
-    programs = max(1, min(sizes.pop("WAVES") * num_sms() // stripes, blocks))
-    return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
-
-
-def means_tile(kernel: str, x: jax.Array) -> dict:
+def means_sizes(kernel: str, x: jax.Array) -> dict:
     """A program a row, in chunks, where only means along rows are wanted."""
+    rule = {"BLOCK": 4096, "num_warps": 16}
     d = x.shape[-1]
-    return tuned(kernel, d, x.dtype, {"BLOCK": 4096, "num_warps": 16}) | {"D": d}
+    return tuned(kernel, d, x.dtype, rule) | {"D": d}
 
 
 def num_rows(x: jax.Array) -> int:
@@ -125,6 +142,15 @@ def read_and_keep(ptr, at, mask):
 
 
 @jit
+def read_again(ptr, at, mask, AGAIN: tl.constexpr):
+    """To be read again soon if `AGAIN`."""
+    if AGAIN:
+        return read_and_keep(ptr, at, mask)
+    else:
+        return read(ptr, at, mask)
+
+
+@jit
 def write(ptr, at, value, mask):
     """Nothing where the result is not wanted."""
     if ptr is not None:
@@ -138,3 +164,12 @@ def factor(weight_ptr, columns, inside, OFFSET: tl.constexpr):
         return 1.0
     else:
         return tl.load(weight_ptr + columns, inside, 0.0).to(tl.float32) + OFFSET
+
+
+@jit
+def read_scale(scale_ptr, columns, inside, STRIDE: tl.constexpr):
+    """The factor of a sum: one number or a vector; 1 without."""
+    if scale_ptr is None:
+        return 1.0
+    else:
+        return tl.load(scale_ptr + columns * STRIDE, inside, 0.0).to(tl.float32)
