@@ -77,6 +77,7 @@ from jaxkern.triton.norm import (
     l2_norm,
     layer_norm,
     moe_rms_norm_add,
+    moe_rms_norm_add_backward,
     multi_rms_norm,
     rms_norm,
     rms_norm_add,
@@ -206,7 +207,7 @@ row(
 row(
     moe_rms_norm_add_p,
     fwd=moe_rms_norm_add.moe_rms_norm_add_fwd,
-    bwd=moe_rms_norm_add.moe_rms_norm_add_bwd,
+    bwd=moe_rms_norm_add_backward.moe_rms_norm_add_bwd,
     unless=moe_rms_norm_add.unsupported,
 )
 row(

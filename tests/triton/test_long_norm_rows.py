@@ -16,6 +16,8 @@ from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.norm import (
     gated_rms_norm,
     gated_rms_norm_backward,
+    moe_rms_norm_add,
+    moe_rms_norm_add_backward,
     multi_rms_norm,
     rms_norm_add,
     row_tiles,
@@ -29,7 +31,14 @@ pytestmark = pytest.mark.skipif(
     bridge.triton is None, reason="triton is not installed"
 )
 ROWS, D = 9, 9001
-MODULES = (gated_rms_norm, multi_rms_norm, rms_norm_add, sandwich_rms_norm)
+MODULES = (
+    gated_rms_norm,
+    moe_rms_norm_add,
+    moe_rms_norm_add_backward,
+    multi_rms_norm,
+    rms_norm_add,
+    sandwich_rms_norm,
+)
 T, V, NONE = (ROWS, D), (D,), None  # a tensor, a vector, absent
 CASES = {
     "gated": ("gated_rms_norm", (T, T, V), {"norm_before_gate": True}),
@@ -43,6 +52,16 @@ CASES = {
     "dual": ("dual_rms_norm", (T, V, V), {"offset": 0.0}),
     "triple": ("triple_rms_norm", (T, V, NONE, V), {"offset": 1.0}),
     "sandwich": ("sandwich_rms_norm", (T, T, V, V), {"offset": 1.0}),
+    "experts": (
+        "moe_rms_norm_add",
+        ((ROWS, 3, D), (ROWS, 3), T, V, V),
+        {"offset": 1.0, "normalize_residual": True},
+    ),
+    "two experts": (
+        "moe_rms_norm_add",
+        ((ROWS, 2, D), (ROWS, 2), T, NONE, NONE),
+        {"offset": 0.0, "normalize_residual": False},
+    ),
     "sandwich of three": ("sandwich_triple_rms_norm", (T, T, V, V, NONE, V), {"offset": 0.0}),
 }
 
@@ -69,7 +88,8 @@ def draw(seed):
 @pytest.mark.parametrize("sums", [10**6, 0], ids=["chunks", "stripes"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_long_rows(monkeypatch, name, sums):
-    for module in (gated_rms_norm_backward, sandwich_norm_backward):
+    modules = gated_rms_norm_backward, moe_rms_norm_add, sandwich_norm_backward
+    for module in (*modules, moe_rms_norm_add_backward):
         monkeypatch.setattr(module, "LONGEST", 512)
     monkeypatch.setattr(sandwich_norm_backward, "LONGEST_OF_THREE", 512)
     monkeypatch.setattr(row_tiles, "SUMS", sums)

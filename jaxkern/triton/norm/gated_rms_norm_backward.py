@@ -162,15 +162,16 @@ def gated_norm_bwd_kernel(
             x = read(x_ptr, at, mask)
             z = read(gate_ptr, at, mask)
             dy = read(dy_ptr, at, mask)
-            # read each time: held over the loop it would cost registers
-            scale = factor(weight_ptr, columns, inside, OFFSET)
             xhat, dnormed, gate, slope = opened_and_normed(
                 x, z, dy, rstd, SILU, NORM_FIRST
             )
+            # read each time: held over the loop it would cost registers
+            scale = factor(weight_ptr, columns, inside, OFFSET)
             dxhat = dnormed * scale
             if along_ptr is None and CHUNKS == 1:
                 along = tl.sum(dxhat * xhat, 1, keep_dims=True) / D
             du = (dxhat - xhat * along) * rstd
+            sums = sums + (dweight[k] + dnormed * xhat,)
             if NORM_FIRST:
                 write(dx_ptr, at, du, mask)
                 dgate = dy * xhat * scale
@@ -178,7 +179,6 @@ def gated_norm_bwd_kernel(
                 write(dx_ptr, at, du * gate, mask)
                 dgate = du * x
             write(dgate_ptr, at, dgate * slope, mask)
-            sums = sums + (dweight[k] + dnormed * xhat,)
         dweight = sums
     start = tl.program_id(0).to(tl.int64) * D
     for k in tl.static_range(CHUNKS):
