@@ -143,7 +143,7 @@ row(
     group_norm_p,
     fwd=group_norm.group_norm_fwd,
     bwd=group_norm.group_norm_bwd,
-    unless=group_norm.unsupported,
+    unless=unsupported,
     slower=group_norm.slower,
 )
 row(

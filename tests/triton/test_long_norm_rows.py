@@ -27,9 +27,7 @@ from jaxkern.triton.norm import (
 from tests.triton.interpreted import interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    bridge.triton is None, reason="triton is not installed"
-)
+pytestmark = pytest.mark.skipif(bridge.triton is None, reason="triton is not installed")
 ROWS, D = 9, 9001
 MODULES = (
     gated_rms_norm,
@@ -43,7 +41,11 @@ T, V, NONE = (ROWS, D), (D,), None  # a tensor, a vector, absent
 CASES = {
     "gated": ("gated_rms_norm", (T, T, V), {"norm_before_gate": True}),
     "gate first": ("gated_rms_norm", (T, T, V), {"norm_before_gate": False}),
-    "gate without a weight": ("gated_rms_norm", (T, T, NONE), {"norm_before_gate": True}),
+    "gate without a weight": (
+        "gated_rms_norm",
+        (T, T, NONE),
+        {"norm_before_gate": True},
+    ),
     "times a factor": ("rms_norm_mul", (T, T, V), {"offset": 1.0}),
     "added": ("rms_norm_add", (T, T, V, NONE), {"offset": 1.0}),
     "added without a weight": ("rms_norm_add", (T, T, NONE, NONE), {"offset": 0.0}),
@@ -62,7 +64,11 @@ CASES = {
         ((ROWS, 2, D), (ROWS, 2), T, NONE, NONE),
         {"offset": 0.0, "normalize_residual": False},
     ),
-    "sandwich of three": ("sandwich_triple_rms_norm", (T, T, V, V, NONE, V), {"offset": 0.0}),
+    "sandwich of three": (
+        "sandwich_triple_rms_norm",
+        (T, T, V, V, NONE, V),
+        {"offset": 0.0},
+    ),
 }
 
 

@@ -13,23 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton import triton_call
 from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.norm.row_tiles import read, read_and_keep, write
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 FEW = 2**21  # elements of which XLA's fusions take as long
 LONGEST = 131072  # elements of a group: those in flight stay in the L2 cache
+WAVES = 4  # programs of a multiprocessor, where groups are cut into parts
 SMALL = 8192  # elements of a group that a program reads at once
-
-
-def unsupported(*, x, **named) -> str | None:
-    size = x.shape[-1] * x.shape[-2]
-    if size > LONGEST:
-        return f"a group has {size} elements, more than {LONGEST}"
-    if size > SMALL and x.size // size < num_sms():
-        return f"{x.size // size} groups of {size} elements do not fill the GPU"
-    return triton_call.unsupported(x=x, **named)
 
 
 def slower(x: Any, dy: Any = None, **_: Any) -> str | None:
@@ -55,6 +46,15 @@ def tile_sizes(kernel: str, x: jax.Array, elements: int) -> dict:
     return sizes | {"GROUPS": groups, "C": channels, "P": pixels, "TILES": tiles}
 
 
+def num_parts(rows: int, size: int, tiles: int) -> int:
+    """Of a group: 1 where groups fill the GPU and stay in its L2 cache."""
+    if size <= SMALL or (size <= LONGEST and rows >= num_sms()):
+        return 1
+    parts = max(WAVES * num_sms() // max(rows, 1), -(-size // LONGEST))
+    share = -(-tiles // min(tiles, parts))
+    return -(-tiles // share)
+
+
 @jit
 def tile_at(tile, P: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
     """Channels [HIGH, 1] and pixels [1, WIDE]; tiles of a channel are neighbours."""
@@ -74,10 +74,77 @@ def factors_of(ptr, group, channel, inside, C: tl.constexpr, ABSENT: tl.constexp
 
 
 @jit
+def combined(counts, means, squares, count):
+    """Mean and sum of squares about it of all lanes of [HIGH, WIDE] (Chan 1979)."""
+    mean = tl.sum(tl.sum(counts * means, 1), 0) / count
+    # far from zero the first sum is off by a rounding of its own size
+    mean += tl.sum(tl.sum(counts * (means - mean), 1), 0) / count
+    means -= mean
+    squares += counts * means * means
+    return mean, tl.sum(tl.sum(squares, 1), 0)
+
+
+@jit
+def moments(
+    x_ptr,
+    start,
+    first,
+    last,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Of some tiles of a group, each lane's count, mean and sum of squares about it."""
+    count = tl.zeros([HIGH, WIDE], tl.float32)
+    means = tl.zeros([HIGH, WIDE], tl.float32)
+    squares = tl.zeros([HIGH, WIDE], tl.float32)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        channel, pixel = tile_at(tile, P, HIGH, WIDE)
+        mask = (channel < C) & (pixel < P)
+        x = read_and_keep(x_ptr, start + channel * P + pixel, mask)
+        count += tl.where(mask, 1.0, 0.0)
+        step = tl.where(mask, x - means, 0.0)
+        means += step / tl.maximum(count, 1.0)
+        squares += step * tl.where(mask, x - means, 0.0)
+    return count, means, squares
+
+
+@jit
+def group_norm_moments_kernel(
+    x_ptr,
+    moments_ptr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Count, mean and sum of squares of a part of a group."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    share: tl.constexpr = (TILES + PARTS - 1) // PARTS
+    last = tl.minimum((part + 1) * share, TILES)
+    counts, means, squares = moments(
+        x_ptr, row * (C * P), part * share, last, C, P, HIGH, WIDE, STAGES
+    )
+    count = tl.sum(tl.sum(counts, 1), 0)
+    mean, square = combined(counts, means, squares, count)
+    to = moments_ptr + row * (3 * PARTS) + part
+    tl.store(to, count)
+    tl.store(to + PARTS, mean)
+    tl.store(to + 2 * PARTS, square)
+
+
+@jit
 def group_norm_fwd_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    moments_ptr,
     y_ptr,
     mean_ptr,
     rstd_ptr,
@@ -88,31 +155,31 @@ def group_norm_fwd_kernel(
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """A group, or a part of one where the moments of all parts are given."""
     row = tl.program_id(0)
+    part = tl.program_id(1)
     start = row.to(tl.int64) * (C * P)
-    # each lane's own count, mean and sum of squares about it
-    count = tl.zeros([HIGH, WIDE], tl.float32)
-    means = tl.zeros([HIGH, WIDE], tl.float32)
-    squares = tl.zeros([HIGH, WIDE], tl.float32)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        channel, pixel = tile_at(tile, P, HIGH, WIDE)
-        mask = (channel < C) & (pixel < P)
-        x = read_and_keep(x_ptr, start + channel * P + pixel, mask)
-        count += tl.where(mask, 1.0, 0.0)
-        step = tl.where(mask, x - means, 0.0)
-        means += step / tl.maximum(count, 1.0)
-        squares += step * tl.where(mask, x - means, 0.0)
-    mean = tl.sum(tl.sum(count * means, 1), 0) / (C * P)
-    # far from zero the first sum is off by a rounding of its own size
-    mean += tl.sum(tl.sum(count * (means - mean), 1), 0) / (C * P)
-    means -= mean
-    squares += count * means * means
-    rstd = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (C * P) + EPS)
-    tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
+    if moments_ptr is None:
+        counts, means, squares = moments(
+            x_ptr, start, 0, TILES, C, P, HIGH, WIDE, STAGES
+        )
+    else:
+        lane = tl.arange(0, LANES)[None, :]
+        at = moments_ptr + row.to(tl.int64) * (3 * PARTS) + lane
+        counts = tl.load(at, lane < PARTS, 0.0)
+        means = tl.load(at + PARTS, lane < PARTS, 0.0)
+        squares = tl.load(at + 2 * PARTS, lane < PARTS, 0.0)
+    mean, square = combined(counts, means, squares, C * P)
+    rstd = tl.rsqrt(square / (C * P) + EPS)
+    tl.store(mean_ptr + row, mean, part == 0)
+    tl.store(rstd_ptr + row, rstd, part == 0)
+    share: tl.constexpr = (TILES + PARTS - 1) // PARTS
+    last = tl.minimum((part + 1) * share, TILES)
+    for tile in tl.range(part * share, last, num_stages=STAGES):
         channel, pixel = tile_at(tile, P, HIGH, WIDE)
         mask = (channel < C) & (pixel < P)
         scale = factors_of(weight_ptr, row % GROUPS, channel, channel < C, C, 1.0)
@@ -123,15 +190,26 @@ def group_norm_fwd_kernel(
 
 
 def group_norm_fwd(x, weight, bias, *, eps):
-    *lead, _, _ = x.shape
-    rows = x.size // (x.shape[-1] * x.shape[-2]) if x.size else 0
+    *lead, channels, pixels = x.shape
+    rows = x.size // (channels * pixels) if x.size else 0
     per_group = jax.ShapeDtypeStruct((*lead, 1, 1), jnp.float32)
+    sizes = tile_sizes("group_norm_fwd", x, 4096)
+    parts = num_parts(rows, channels * pixels, sizes["TILES"])
+    found = None
+    if parts > 1:
+        [found] = sparse_call(
+            group_norm_moments_kernel,
+            (rows, parts),
+            {"x_ptr": x},
+            {"moments_ptr": jax.ShapeDtypeStruct((rows, 3, parts), jnp.float32)},
+            {n: s for n, s in sizes.items() if n != "GROUPS"} | {"PARTS": parts},
+        )
     return sparse_call(
         group_norm_fwd_kernel,
-        (rows,),
-        {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias},
+        (rows, parts),
+        {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias, "moments_ptr": found},
         {"y_ptr": like(x), "mean_ptr": per_group, "rstd_ptr": per_group},
-        tile_sizes("group_norm_fwd", x, 4096) | {"EPS": eps},
+        sizes | {"EPS": eps, "PARTS": parts, "LANES": next_power_of_2(parts)},
     )
 
 

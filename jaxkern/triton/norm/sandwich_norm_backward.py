@@ -41,9 +41,7 @@ def rstd_of(ptr, rows, present):
 
 
 @jit
-def normed_and_summed(
-    x_ptr, residual_ptr, weight, rstd, at, mask, AGAIN: tl.constexpr
-):
+def normed_and_summed(x_ptr, residual_ptr, weight, rstd, at, mask, AGAIN: tl.constexpr):
     """xhat of the first norm, and what the second one sees."""
     xhat = read_again(x_ptr, at, mask, AGAIN) * rstd
     if residual_ptr is None:
