@@ -169,10 +169,10 @@ def group_norm_fwd_kernel(
         )
     else:
         lane = tl.arange(0, LANES)[None, :]
-        at = moments_ptr + row.to(tl.int64) * (3 * PARTS) + lane
-        counts = tl.load(at, lane < PARTS, 0.0)
-        means = tl.load(at + PARTS, lane < PARTS, 0.0)
-        squares = tl.load(at + 2 * PARTS, lane < PARTS, 0.0)
+        given = moments_ptr + row.to(tl.int64) * (3 * PARTS) + lane
+        counts = tl.load(given, lane < PARTS, 0.0)
+        means = tl.load(given + PARTS, lane < PARTS, 0.0)
+        squares = tl.load(given + 2 * PARTS, lane < PARTS, 0.0)
     mean, square = combined(counts, means, squares, C * P)
     rstd = tl.rsqrt(square / (C * P) + EPS)
     tl.store(mean_ptr + row, mean, part == 0)
