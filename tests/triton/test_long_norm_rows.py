@@ -103,6 +103,7 @@ def test_gradients_of_long_rows(monkeypatch, name, sums):
     options = options | {"eps": 1e-6}
     p = REGISTRY[op]
     operands = [draw(k)(shape) for k, shape in enumerate(shapes)]
+    assert p.fwd is not None and p.bwd is not None
     out = p.fwd.reference(*operands, **options)
     results, residuals = out[: len(p.results)], out[len(p.results) :]
     dys = [draw(10 + k)(y.shape) for k, y in enumerate(results)]

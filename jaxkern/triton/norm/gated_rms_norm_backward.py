@@ -1,10 +1,11 @@
 """The backward kernels of the norms beside a gate.
 
-dx needs a mean along the row. A short row lies in registers; a long one is read once for
-the mean and again, mostly from the caches, in chunks whose sums for the weight stay in
-registers. Where they do not fit, a kernel of its own finds the means, and programs walk
-down stripes of columns.
+dx needs a mean along the row. A short row lies in registers; a long one is read once
+for the mean and again, mostly from the caches, in chunks whose sums for the weight stay
+in registers. Where they do not fit, a kernel of its own finds the means, and programs
+walk down stripes of columns.
 """
+# ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
 import jax
 import jax.numpy as jnp
@@ -207,7 +208,9 @@ def gated_norm_bwd(
         "rstd_ptr": rstd,
         "dy_ptr": dy,
     }
-    sizes, stripes = backward_sizes("gated_norm_bwd", x, 4, 1, LONGEST, LONGEST)
+    sizes, stripes = backward_sizes(
+        "gated_norm_bwd", x, streams=4, sums=1, elements=LONGEST, longest=LONGEST
+    )
     along = None
     if stripes > 1:
         [along] = sparse_call(

@@ -1,13 +1,11 @@
-"""The backward kernels of two norms with a sum between them.
+"""The backward kernel of two norms with a sum between them.
 
 Each norm needs a mean along the row. A short row lies in registers; a long one is read
 once for the means and again, mostly from the caches, in chunks whose sums for the
-vectors stay in registers. Where they do not fit, a kernel of its own finds the means, and
-programs walk down stripes of columns.
-
-The gradient of the sum, of which the first norm needs a mean, is linear in the mean that
-the second one needs: products of both kinds are added up in one pass.
+vectors stay in registers. Where they do not fit, a kernel of its own finds the means,
+and programs walk down stripes of columns.
 """
+# ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
 from collections.abc import Sequence
 
@@ -25,145 +23,17 @@ from jaxkern.triton.norm.row_tiles import (
     summed,
     write,
 )
+from jaxkern.triton.norm.sandwich_norm_means import (
+    means_along,
+    normed_and_summed,
+    read_readers,
+    rstd_of,
+    sandwich_norm_means_kernel,
+)
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 LONGEST = 8192  # columns of a row that stays in registers
 LONGEST_OF_THREE = 4096  # beside the sums of three weights and more
-
-
-@jit
-def rstd_of(ptr, rows, present):
-    """Of rows, [ROWS, 1]; 1 where there is no norm."""
-    if ptr is None:
-        return 1.0
-    else:
-        return tl.load(ptr + rows, present, 0.0)
-
-
-@jit
-def normed_and_summed(x_ptr, residual_ptr, weight, rstd, at, mask, AGAIN: tl.constexpr):
-    """xhat of the first norm, and what the second one sees."""
-    xhat = read_again(x_ptr, at, mask, AGAIN) * rstd
-    if residual_ptr is None:
-        return xhat, xhat
-    else:
-        return xhat, read_again(residual_ptr, at, mask, AGAIN) + xhat * weight
-
-
-@jit
-def read_readers(
-    dy_ptrs,
-    next_ptrs,
-    at,
-    columns,
-    mask,
-    inside,
-    OFFSET: tl.constexpr,
-    AGAIN: tl.constexpr,
-):
-    """The gradient of the normed sum, and those of its readers."""
-    dnormed = 0.0
-    dys = ()
-    for i in tl.static_range(3):
-        if dy_ptrs[i] is not None:
-            dy = read_again(dy_ptrs[i], at, mask, AGAIN)
-            dnormed += dy * factor(next_ptrs[i], columns, inside, OFFSET)
-            dys = dys + (dy,)
-    return dnormed, dys
-
-
-@jit
-def means_along(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    scale_ptr,
-    dtotal_ptr,
-    dy_ptrs,
-    next_ptrs,
-    start,
-    present,
-    rstd,
-    next_rstd,
-    D: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The means of dxhat xhat over rows, [ROWS, 1], for the first and second norm."""
-    by_next = tl.zeros([ROWS, BLOCK], tl.float32)
-    direct = tl.zeros([ROWS, BLOCK], tl.float32)
-    across = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, D, BLOCK):
-        columns = first + tl.arange(0, BLOCK)[None, :]
-        inside = columns < D
-        mask = present & inside
-        at = start + columns
-        weight = factor(weight_ptr, columns, inside, OFFSET)
-        xhat, total = normed_and_summed(
-            x_ptr, residual_ptr, weight, rstd, at, mask, True
-        )
-        xhat *= weight
-        if dtotal_ptr is not None:
-            dsum = read_again(dtotal_ptr, at, mask, True)
-            direct += dsum * read_scale(scale_ptr, columns, inside, SCALE_STRIDE) * xhat
-        if dy_ptrs[0] is not None:
-            dnormed, _ = read_readers(
-                dy_ptrs, next_ptrs, at, columns, mask, inside, OFFSET, True
-            )
-            total *= next_rstd
-            by_next += dnormed * total
-            direct += dnormed * next_rstd * xhat
-            across += total * next_rstd * xhat
-    next_along = tl.sum(by_next, 1, keep_dims=True) / D
-    direct -= next_along * across
-    return tl.sum(direct, 1, keep_dims=True) / D, next_along
-
-
-@jit
-def sandwich_norm_means_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    scale_ptr,
-    next1_ptr,
-    next2_ptr,
-    next3_ptr,
-    rstd_ptr,
-    next_rstd_ptr,
-    dy1_ptr,
-    dy2_ptr,
-    dy3_ptr,
-    dtotal_ptr,
-    along_ptr,
-    next_along_ptr,
-    D: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) + tl.zeros([1, 1], tl.int32)
-    along, next_along = means_along(
-        x_ptr,
-        residual_ptr,
-        weight_ptr,
-        scale_ptr,
-        dtotal_ptr,
-        (dy1_ptr, dy2_ptr, dy3_ptr),
-        (next1_ptr, next2_ptr, next3_ptr),
-        row.to(tl.int64) * D,
-        row >= 0,
-        rstd_of(rstd_ptr, row, row >= 0),
-        rstd_of(next_rstd_ptr, row, row >= 0),
-        D,
-        OFFSET,
-        SCALE_STRIDE,
-        1,
-        BLOCK,
-    )
-    write(along_ptr, row, along, row >= 0)
-    write(next_along_ptr, row, next_along, row >= 0)
 
 
 @jit
@@ -335,7 +205,15 @@ def sandwich_norm_bwd(
     given |= {"dtotal_ptr": dtotal}
     stride = 0 if scale is None or scale.size == 1 else 1
     options = {"OFFSET": offset, "SCALE_STRIDE": stride}
-    sizes, stripes = sandwich_sizes(x, (x, held, dtotal, *dys, *vectors), wanted)
+    read_once = (x, held, dtotal, *dys, *vectors)
+    sizes, stripes = backward_sizes(
+        "sandwich_norm_bwd",
+        x,
+        streams=sum(v is not None for v in read_once),
+        sums=sum(wanted[2:]),
+        elements=LONGEST_OF_THREE,
+        longest=LONGEST if count < 3 else LONGEST_OF_THREE,
+    )
     means = dict.fromkeys(("along_ptr", "next_along_ptr"))
     if stripes > 1:
         wanted_means = {
@@ -366,14 +244,3 @@ def sandwich_norm_bwd(
     if scale is not None and sums[1] is not None and scale.size == 1:
         sums[1] = sums[1].sum(-1, keepdims=True)
     return dx, dresidual, *map(summed, sums, vectors)
-
-
-def sandwich_sizes(
-    x: jax.Array, operands: Sequence[jax.Array | None], wanted: Sequence[bool]
-) -> tuple[dict, int]:
-    streams = sum(v is not None for v in operands)
-    sums = sum(wanted[2:])
-    longest = LONGEST_OF_THREE if operands[5] is not None else LONGEST
-    return backward_sizes(
-        "sandwich_norm_bwd", x, streams, sums, LONGEST_OF_THREE, longest
-    )
