@@ -80,7 +80,7 @@ def gated_norm_fwd(
 ) -> tuple[jax.Array | None, ...]:
     rows = num_rows(x)
     d = x.shape[-1]
-    small = 2048 < d < 4096  # there a chunk of 4096 is half empty
+    small = 1024 if 2048 < d < 4096 else None  # a chunk of 4096 is half empty
     sizes = forward_tile("gated_norm_fwd", rows, d, x.dtype, small)
     return sparse_call(
         gated_norm_fwd_kernel,

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.triton.norm.row_tiles import (
+    as_float32,
     backward_sizes,
     factor,
     means_sizes,
     num_rows,
     per_row,
-    read,
-    read_and_keep,
+    prefetch_rows,
+    read_each,
     summed,
     write,
 )
@@ -42,11 +43,9 @@ def opened_and_normed(x, z, dy, rstd, SILU: tl.constexpr, NORM_FIRST: tl.constex
 
 
 @jit
-def mean_along(
-    x_ptr,
-    gate_ptr,
+def products_along(
+    ptrs,
     weight_ptr,
-    dy_ptr,
     start,
     present,
     rstd,
@@ -56,19 +55,18 @@ def mean_along(
     NORM_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """The mean of dxhat xhat over rows, [ROWS, 1]."""
+    """dxhat xhat of rows, added up over chunks, [ROWS, BLOCK]."""
     products = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, D, BLOCK):
+    for first in tl.range(0, D, BLOCK, loop_unroll_factor=UNROLL):
         columns = first + tl.arange(0, BLOCK)[None, :]
         inside = columns < D
-        mask = present & inside
-        x = read_and_keep(x_ptr, start + columns, mask)
-        z = read_and_keep(gate_ptr, start + columns, mask)
-        dy = read_and_keep(dy_ptr, start + columns, mask)
+        tiles = read_each(ptrs, 3, start + columns, present & inside, True)
+        x, z, dy = as_float32(tiles)
         xhat, dnormed, _, _ = opened_and_normed(x, z, dy, rstd, SILU, NORM_FIRST)
         products += dnormed * factor(weight_ptr, columns, inside, OFFSET) * xhat
-    return tl.sum(products, 1, keep_dims=True) / D
+    return products
 
 
 @jit
@@ -85,23 +83,22 @@ def gated_norm_means_kernel(
     NORM_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    rows = tl.program_id(0) + tl.zeros([1, 1], tl.int32)
-    along = mean_along(
-        x_ptr,
-        gate_ptr,
+    row = tl.program_id(0) + tl.zeros([1, 1], tl.int32)
+    products = products_along(
+        (x_ptr, gate_ptr, dy_ptr),
         weight_ptr,
-        dy_ptr,
-        rows.to(tl.int64) * D,
-        rows >= 0,
-        tl.load(rstd_ptr + rows),
+        row.to(tl.int64) * D,
+        row >= 0,
+        tl.load(rstd_ptr + row),
         D,
         OFFSET,
         SILU,
         NORM_FIRST,
         1,
         BLOCK,
+        4,
     )
-    tl.store(along_ptr + rows, along)
+    tl.store(along_ptr + row, tl.sum(products, 1, keep_dims=True) / D)
 
 
 @jit
@@ -123,9 +120,12 @@ def gated_norm_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    UNROLL: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    ptrs = (x_ptr, gate_ptr, dy_ptr)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     dweight = ()
     for _ in tl.static_range(CHUNKS):
@@ -136,14 +136,10 @@ def gated_norm_bwd_kernel(
         present = rows < NUM_ROWS
         start = rows.to(tl.int64) * D
         rstd = tl.load(rstd_ptr + rows, present, 0.0)
-        if along_ptr is not None:
-            along = tl.load(along_ptr + rows, present, 0.0)
-        elif CHUNKS > 1:
-            along = mean_along(
-                x_ptr,
-                gate_ptr,
+        if CHUNKS > 1:
+            products = products_along(
+                ptrs,
                 weight_ptr,
-                dy_ptr,
                 start,
                 present,
                 rstd,
@@ -153,16 +149,27 @@ def gated_norm_bwd_kernel(
                 NORM_FIRST,
                 ROWS,
                 BLOCK,
+                UNROLL,
             )
+        tiles = read_each(ptrs, 3, start + lanes, present & (lanes < D), False)
+        if PREFETCH:
+            further = tl.minimum(block + PROGRAMS, NUM_ROWS - 1)
+            prefetch_rows(ptrs, 3, further.to(tl.int64), D)
+        if CHUNKS > 1:
+            along = tl.sum(products, 1, keep_dims=True) / D
+        elif along_ptr is not None:
+            along = tl.load(along_ptr + rows, present, 0.0)
         sums = ()
         for k in tl.static_range(CHUNKS):
             columns = k * BLOCK + lanes
             inside = columns < D
             mask = present & inside
             at = start + columns  # [ROWS, BLOCK]
-            x = read(x_ptr, at, mask)
-            z = read(gate_ptr, at, mask)
-            dy = read(dy_ptr, at, mask)
+            x, z, dy = as_float32(tiles)
+            if k + 1 < CHUNKS:
+                # ahead of the stores, which loads behind them would wait for
+                ahead = columns + BLOCK
+                tiles = read_each(ptrs, 3, start + ahead, present & (ahead < D), False)
             xhat, dnormed, gate, slope = opened_and_normed(
                 x, z, dy, rstd, SILU, NORM_FIRST
             )

@@ -3,9 +3,10 @@
     y = (x - mean) * rstd * weight + bias, mean and variance over a group
 
 A program takes a group of an image, in tiles of channels by pixels: once for mean and
-variance, each thread by Welford's update of its own lanes, so that no digits are lost
-far from zero, and again, mostly from the L2 cache, to write. Backward likewise; the
-sums over the pixels of each channel serve dx, dweight and dbias.
+variance, each lane about an element of its own, so that no digits are lost far from
+zero, and again, mostly from the L2 cache, to write. Groups that are few or large are cut
+into parts, whose moments a first kernel finds. Backward without parts; the sums over the
+pixels of each channel serve dx, dweight and dbias.
 """
 
 from typing import Any
@@ -96,19 +97,26 @@ def moments(
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Of some tiles of a group, each lane's count, mean and sum of squares about it."""
+    """Of some tiles of a group, each lane's count, mean and sum of squares about it.
+
+    Sums are of what differs from a lane's first element, which costs no division, and
+    no more digits than the sum of squares has that this element belongs to.
+    """
     count = tl.zeros([HIGH, WIDE], tl.float32)
-    means = tl.zeros([HIGH, WIDE], tl.float32)
+    origin = tl.zeros([HIGH, WIDE], tl.float32)
+    sums = tl.zeros([HIGH, WIDE], tl.float32)
     squares = tl.zeros([HIGH, WIDE], tl.float32)
     for tile in tl.range(first, last, num_stages=STAGES):
         channel, pixel = tile_at(tile, P, HIGH, WIDE)
         mask = (channel < C) & (pixel < P)
         x = read_and_keep(x_ptr, start + channel * P + pixel, mask)
+        origin = tl.where(count == 0.0, x, origin)
         count += tl.where(mask, 1.0, 0.0)
-        step = tl.where(mask, x - means, 0.0)
-        means += step / tl.maximum(count, 1.0)
-        squares += step * tl.where(mask, x - means, 0.0)
-    return count, means, squares
+        change = tl.where(mask, x - origin, 0.0)
+        sums += change
+        squares += change * change
+    shift = sums / tl.maximum(count, 1.0)
+    return count, origin + shift, squares - sums * shift
 
 
 @jit

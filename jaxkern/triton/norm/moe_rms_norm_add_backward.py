@@ -6,11 +6,12 @@ cut into stripes of columns. Before, a kernel of its own finds the means along t
 the gradient of the router: dmixed is linear in the mean that it needs, so that products
 with what it is made of are added up in one pass.
 """
+# ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import next_power_of_2, num_programs, num_sms, tuned
+from jaxkern.triton.block_sizes import num_programs, num_sms, tuned
 from jaxkern.triton.norm.moe_rms_norm_add import LONGEST, mix, row_sizes
 from jaxkern.triton.norm.row_tiles import (
     factor,
@@ -39,40 +40,54 @@ def moe_norm_means_kernel(
     E: tl.constexpr,
     D: tl.constexpr,
     OFFSET: tl.constexpr,
-    EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Means of dxhat xhat, of the mixed row and the residual; the router's gradient."""
-    row = tl.program_id(0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
-    expert = tl.arange(0, EXPERTS)[:, None]
-    there = expert < E
-    w = tl.load(weights_ptr + row * E + expert, there, 0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
-    by_dxhat = tl.zeros([EXPERTS, BLOCK], tl.float32)
-    by_mixed = tl.zeros([EXPERTS, BLOCK], tl.float32)
-    of_residual = tl.zeros([1, BLOCK], tl.float32)
+    weights = ()
+    by_dxhat = ()
+    by_mixed = ()
+    for e in tl.static_range(E):
+        zeros = tl.zeros([BLOCK], tl.float32)
+        weights = weights + (tl.load(weights_ptr + row * E + e).to(tl.float32),)
+        by_dxhat = by_dxhat + (zeros,)
+        by_mixed = by_mixed + (zeros,)
+    of_residual = tl.zeros([BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
-        columns = first + tl.arange(0, BLOCK)[None, :]
+        columns = first + tl.arange(0, BLOCK)
         inside = columns < D
-        at = (row * E + expert) * D + columns
-        outputs = read(outputs_ptr, at, there & inside)
-        mixed = tl.sum(w * outputs, 0, keep_dims=True)
         dy = read(dy_ptr, row * D + columns, inside)
-        by_dxhat += outputs * (dy * factor(weight_ptr, columns, inside, OFFSET))
-        by_mixed += outputs * mixed
         if residual_along_ptr is not None:
             scale = factor(residual_weight_ptr, columns, inside, OFFSET)
             of_residual += dy * scale * read(residual_ptr, row * D + columns, inside)
-    by_dxhat = tl.sum(by_dxhat, 1, keep_dims=True)
-    along = tl.sum(w * by_dxhat, 0, keep_dims=True) * rstd / D
+        mixed = tl.zeros([BLOCK], tl.float32)
+        outputs = ()
+        for e in tl.static_range(E):
+            output = read(outputs_ptr, (row * E + e) * D + columns, inside)
+            mixed += weights[e] * output
+            outputs = outputs + (output,)
+        dxhat = dy * factor(weight_ptr, columns, inside, OFFSET)
+        more_dxhat = ()
+        more_mixed = ()
+        for e in tl.static_range(E):
+            more_dxhat = more_dxhat + (by_dxhat[e] + outputs[e] * dxhat,)
+            more_mixed = more_mixed + (by_mixed[e] + outputs[e] * mixed,)
+        by_dxhat = more_dxhat
+        by_mixed = more_mixed
+    along = 0.0
+    sums = ()
+    for e in tl.static_range(E):
+        sums = sums + (tl.sum(by_dxhat[e], 0),)
+        along += weights[e] * sums[e] * rstd / D
     tl.store(along_ptr + row, along)
     if dexperts_ptr is not None:
-        by_mixed = tl.sum(by_mixed, 1, keep_dims=True)
-        dexperts = (by_dxhat - by_mixed * rstd * along) * rstd
-        tl.store(dexperts_ptr + row * E + expert, dexperts, there)
+        for e in tl.static_range(E):
+            dexpert = (sums[e] - tl.sum(by_mixed[e], 0) * rstd * along) * rstd
+            tl.store(dexperts_ptr + row * E + e, dexpert)
     if residual_along_ptr is not None:
-        along = tl.sum(of_residual, 1, keep_dims=True) / D
-        tl.store(residual_along_ptr + row, along * tl.load(residual_rstd_ptr + row))
+        along = tl.sum(of_residual, 0) / D * tl.load(residual_rstd_ptr + row)
+        tl.store(residual_along_ptr + row, along)
 
 
 @jit
@@ -221,10 +236,9 @@ def moe_rms_norm_add_bwd(
 
 
 def means_sizes(experts: int, d: int, dtype) -> dict:
-    """Chunks of all experts of a token."""
-    together = next_power_of_2(experts)
-    rule = {"BLOCK": 4096 // together, "num_warps": 8}
-    return tuned("moe_norm_means", d, dtype, rule) | {"EXPERTS": together}
+    """A chunk: two sums an expert stay in registers."""
+    block = 1024 if experts <= 8 else 256
+    return tuned("moe_norm_means", d, dtype, {"BLOCK": block, "num_warps": 4})
 
 
 def backward_sizes(residual: jax.Array) -> tuple[dict, int]:

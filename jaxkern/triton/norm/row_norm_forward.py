@@ -110,7 +110,6 @@ def long_row_norm_fwd_kernel(
     row = tl.program_id(0)
     start = row.to(tl.int64) * D
     # each lane keeps mean and sum of squares of its own columns (Welford 1962)
-    count = tl.zeros([BLOCK], tl.float32)
     means = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
@@ -120,14 +119,15 @@ def long_row_norm_fwd_kernel(
         if residual_ptr is not None:
             u += tl.load(residual_ptr + at, mask, 0.0).to(tl.float32)
         if CENTER:
-            count += tl.where(mask, 1.0, 0.0)
             change = tl.where(mask, u - means, 0.0)
-            means += change / tl.maximum(count, 1.0)
+            # all lanes that are not past the end have seen as many columns
+            means += change * (1.0 / (first // BLOCK + 1))
             squares += change * tl.where(mask, u - means, 0.0)
         else:
             squares += u * u
     mean = 0.0
     if CENTER:
+        count = tl.maximum((D - columns + BLOCK - 1) // BLOCK, 0).to(tl.float32)
         mean = tl.sum(count * means, 0) / D
         squares += count * (means - mean) * (means - mean)
         if mean_ptr is not None:

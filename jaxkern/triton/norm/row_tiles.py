@@ -4,6 +4,7 @@ A forward program reads its rows in chunks, once for the statistics and once mor
 mostly from the caches, to write the results. A backward program keeps its rows in
 registers, walks over many of them, and holds the sums that gradients of weights are.
 """
+# ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
 from typing import Any
 
@@ -17,25 +18,26 @@ from jaxkern.triton.block_sizes import (
     num_sms,
     tuned,
 )
-from jaxkern.triton.triton_call import jit, max_shared_bytes, tl
+from jaxkern.triton.triton_call import constexpr_function, jit, max_shared_bytes, tl
 
 NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
+PREFETCH = True  # a program's next row
 SUMS = 32768  # elements in registers, half of which they fill
 
 
 def forward_tile(
-    kernel: str, rows: int, d: int, dtype: Any, in_small_chunks: bool = False
+    kernel: str, rows: int, d: int, dtype: Any, small: int | None = None
 ) -> dict:
     """About 16 elements a thread; large chunks, with little waste for odd d.
 
-    Or chunks of 1024 by 4 warps: twice as many programs, each with less to wait for.
+    Or `small` chunks by 4 warps: twice as many programs, each with less to wait for.
     """
     block, together = next_power_of_2(d), 1
     if d <= NARROW:
         together = max(1, min(2048 // block, next_power_of_2(rows)))
         warps = max(together * block // (16 * WARP), 1)
-    elif in_small_chunks:
-        block, warps = 512 if d % 1024 == 512 else 1024, 4
+    elif small is not None:
+        block, warps = small, 4
     else:
         block = 16384 if d > 65536 else 4096 if d > 2048 else 1024
         warps = block // 512 if d < 8192 else max(16, block // 512)
@@ -90,17 +92,21 @@ def backward_sizes(
     """
     rows, d = num_rows(x), x.shape[-1]
     if d <= longest:
-        stages = 3 if d <= 4096 else 2
-        return backward_tile(kernel, x, streams, elements, stages) | {"CHUNKS": 1}, 1
+        stages, short = (
+            3 if d <= 4096 else 2,
+            {"CHUNKS": 1, "PREFETCH": False, "UNROLL": 1},
+        )
+        return backward_tile(kernel, x, streams, elements, stages) | short, 1
     if d * sums <= SUMS:
         rule = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
-        sizes = {"ROWS": 1, "STAGES": 1}
+        sizes = {"ROWS": 1, "STAGES": 1, "PREFETCH": PREFETCH, "UNROLL": 2}
         sizes |= tuned(f"chunked_{kernel}", d, x.dtype, rule)
         chunks = -(-d // sizes["BLOCK"])
         programs, stripes = num_programs(rows, sizes.pop("WAVES")), 1
     else:
         rule = {"BLOCK": 1024, "ROWS": 2, "WAVES": 4, "STAGES": 1, "num_warps": 4}
         sizes, chunks = tuned(f"striped_{kernel}", d, x.dtype, rule), 1
+        sizes |= {"PREFETCH": False, "UNROLL": 1}
         stripes, blocks = -(-d // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
         programs = max(1, min(sizes.pop("WAVES") * num_sms() // stripes, blocks))
     plan = {"NUM_ROWS": rows, "D": d, "CHUNKS": chunks, "PROGRAMS": programs}
@@ -142,12 +148,56 @@ def read_and_keep(ptr, at, mask):
 
 
 @jit
-def read_again(ptr, at, mask, AGAIN: tl.constexpr):
-    """To be read again soon if `AGAIN`."""
-    if AGAIN:
-        return read_and_keep(ptr, at, mask)
-    else:
-        return read(ptr, at, mask)
+def read_each(ptrs, COUNT: tl.constexpr, at, mask, AGAIN: tl.constexpr):
+    """Tiles of several tensors as they are stored, to be read again soon if `AGAIN`."""
+    tiles = ()
+    for i in tl.static_range(COUNT):
+        if ptrs[i] is None:
+            tiles = tiles + (0.0,)
+        elif AGAIN:
+            tile = tl.load(ptrs[i] + at, mask, 0.0, eviction_policy="evict_last")
+            tiles = tiles + (tile,)
+        else:
+            tile = tl.load(ptrs[i] + at, mask, 0.0, eviction_policy="evict_first")
+            tiles = tiles + (tile,)
+    return tiles
+
+
+@jit
+def as_float32(tiles):
+    wide = ()
+    for i in tl.static_range(len(tiles)):
+        wide = wide + (tiles[i].to(tl.float32),)
+    return wide
+
+
+@constexpr_function
+def num_lines(bits, d):
+    """Of a row in the caches, rounded up to a power of 2."""
+    return 1 << ((d * bits + 1023) // 1024 - 1).bit_length()
+
+
+@jit
+def prefetch_row(ptr, row, D: tl.constexpr):
+    """Asks for a row to be in the L2 cache soon."""
+    bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, num_lines(bits, D))
+    at = row * D + tl.minimum(line * (1024 // bits), D - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(ptr + at).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def prefetch_rows(ptrs, COUNT: tl.constexpr, row, D: tl.constexpr):
+    for i in tl.static_range(COUNT):
+        if ptrs[i] is not None:
+            prefetch_row(ptrs[i], row, D)
 
 
 @jit

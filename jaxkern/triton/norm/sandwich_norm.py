@@ -116,7 +116,9 @@ def sandwich_norm_fwd(
     rows, count = num_rows(x), len(next_weights)
     d = x.shape[-1]
     seen_three_times = residual is not None and count > 0
-    small = seen_three_times and 2048 < d < 8192
+    small = None
+    if seen_three_times and 2048 < d < 8192:
+        small = 512 if d % 1024 == 512 else 1024
     sizes = forward_tile("sandwich_norm_fwd", rows, d, x.dtype, small)
     weights = [*next_weights, *[None] * (3 - count)]
     given = {

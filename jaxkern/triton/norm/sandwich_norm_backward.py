@@ -18,17 +18,19 @@ from jaxkern.triton.norm.row_tiles import (
     means_sizes,
     num_rows,
     per_row,
-    read_again,
+    prefetch_rows,
+    read_each,
     read_scale,
     summed,
     write,
 )
 from jaxkern.triton.norm.sandwich_norm_means import (
-    means_along,
+    means_of,
     normed_and_summed,
-    read_readers,
+    products_along,
     rstd_of,
     sandwich_norm_means_kernel,
+    through_readers,
 )
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
@@ -67,14 +69,16 @@ def sandwich_norm_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    UNROLL: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    dy_ptrs = (dy1_ptr, dy2_ptr, dy3_ptr)
+    ptrs = (x_ptr, residual_ptr, dtotal_ptr, dy1_ptr, dy2_ptr, dy3_ptr)
     next_ptrs = (next1_ptr, next2_ptr, next3_ptr)
     dnext_ptrs = (dnext1_ptr, dnext2_ptr, dnext3_ptr)
     GIVEN: tl.constexpr = along_ptr is not None or next_along_ptr is not None
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     dweight = ()
     dscale = ()
     dnexts = ()
@@ -90,17 +94,11 @@ def sandwich_norm_bwd_kernel(
         start = rows.to(tl.int64) * D
         rstd = rstd_of(rstd_ptr, rows, present)
         next_rstd = rstd_of(next_rstd_ptr, rows, present)
-        if GIVEN:
-            along = rstd_of(along_ptr, rows, present)
-            next_along = rstd_of(next_along_ptr, rows, present)
-        elif CHUNKS > 1:
-            along, next_along = means_along(
-                x_ptr,
-                residual_ptr,
+        if CHUNKS > 1:
+            by_next, direct, across = products_along(
+                ptrs,
                 weight_ptr,
                 scale_ptr,
-                dtotal_ptr,
-                dy_ptrs,
                 next_ptrs,
                 start,
                 present,
@@ -111,7 +109,17 @@ def sandwich_norm_bwd_kernel(
                 SCALE_STRIDE,
                 ROWS,
                 BLOCK,
+                UNROLL,
             )
+        tiles = read_each(ptrs, 6, start + lanes, present & (lanes < D), False)
+        if PREFETCH:
+            further = tl.minimum(block + PROGRAMS, NUM_ROWS - 1)
+            prefetch_rows(ptrs, 6, further.to(tl.int64), D)
+        if CHUNKS > 1:
+            along, next_along = means_of(by_next, direct, across, D)
+        elif GIVEN:
+            along = rstd_of(along_ptr, rows, present)
+            next_along = rstd_of(next_along_ptr, rows, present)
         of_weight = ()
         of_scale = ()
         of_nexts = ()
@@ -120,35 +128,35 @@ def sandwich_norm_bwd_kernel(
             inside = columns < D
             mask = present & inside
             at = start + columns  # [ROWS, BLOCK]
+            now = tiles
+            if k + 1 < CHUNKS:
+                # ahead of the stores, which loads behind them would wait for
+                ahead = columns + BLOCK
+                tiles = read_each(ptrs, 6, start + ahead, present & (ahead < D), False)
             # vectors are read each time: held over the loop they would cost registers
             weight = factor(weight_ptr, columns, inside, OFFSET)
-            xhat, total = normed_and_summed(
-                x_ptr, residual_ptr, weight, rstd, at, mask, False
-            )
+            xhat, total = normed_and_summed(now, ptrs, weight, rstd)
             dsum = tl.zeros([ROWS, BLOCK], tl.float32)
             if dtotal_ptr is not None:
-                dsum = read_again(dtotal_ptr, at, mask, False)
+                dsum = now[2].to(tl.float32)
                 of_scale = of_scale + (dscale[k] + dsum * total,)
                 dsum *= read_scale(scale_ptr, columns, inside, SCALE_STRIDE)
             else:
                 of_scale = of_scale + (dscale[k],)
+            of_next = ()
             if dy1_ptr is not None:
-                dnormed, dys = read_readers(
-                    dy_ptrs, next_ptrs, at, columns, mask, inside, OFFSET, False
+                dnormed, dys = through_readers(
+                    now, ptrs, next_ptrs, columns, inside, OFFSET
                 )
                 total *= next_rstd
-                of_next = ()
-                for i in tl.static_range(3):
-                    if dy_ptrs[i] is None:
-                        of_next = of_next + (dnexts[k][i],)
-                    else:
-                        of_next = of_next + (dnexts[k][i] + dys[i] * total,)
-                of_nexts = of_nexts + (of_next,)
+                for i in tl.static_range(len(dys)):
+                    of_next = of_next + (dnexts[k][i] + dys[i] * total,)
                 if CHUNKS == 1 and not GIVEN:
                     next_along = tl.sum(dnormed * total, 1, keep_dims=True) / D
                 dsum += (dnormed - total * next_along) * next_rstd
-            else:
-                of_nexts = of_nexts + (dnexts[k],)
+            for i in tl.static_range(len(of_next), 3):
+                of_next = of_next + (dnexts[k][i],)
+            of_nexts = of_nexts + (of_next,)
             write(dresidual_ptr, at, dsum, mask)
             of_weight = of_weight + (dweight[k] + dsum * xhat,)
             if rstd_ptr is not None:

@@ -6,7 +6,7 @@ of both.
 """
 # ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
-from jaxkern.triton.norm.row_tiles import factor, read_again, read_scale, write
+from jaxkern.triton.norm.row_tiles import factor, read_each, read_scale, write
 from jaxkern.triton.triton_call import jit, tl
 
 
@@ -20,45 +20,33 @@ def rstd_of(ptr, rows, present):
 
 
 @jit
-def normed_and_summed(x_ptr, residual_ptr, weight, rstd, at, mask, AGAIN: tl.constexpr):
+def normed_and_summed(tiles, ptrs, weight, rstd):
     """xhat of the first norm, and what the second one sees."""
-    xhat = read_again(x_ptr, at, mask, AGAIN) * rstd
-    if residual_ptr is None:
+    xhat = tiles[0].to(tl.float32) * rstd
+    if ptrs[1] is None:
         return xhat, xhat
     else:
-        return xhat, read_again(residual_ptr, at, mask, AGAIN) + xhat * weight
+        return xhat, tiles[1].to(tl.float32) + xhat * weight
 
 
 @jit
-def read_readers(
-    dy_ptrs,
-    next_ptrs,
-    at,
-    columns,
-    mask,
-    inside,
-    OFFSET: tl.constexpr,
-    AGAIN: tl.constexpr,
-):
+def through_readers(tiles, ptrs, next_ptrs, columns, inside, OFFSET: tl.constexpr):
     """The gradient of the normed sum, and those of its readers."""
     dnormed = 0.0
     dys = ()
     for i in tl.static_range(3):
-        if dy_ptrs[i] is not None:
-            dy = read_again(dy_ptrs[i], at, mask, AGAIN)
+        if ptrs[3 + i] is not None:
+            dy = tiles[3 + i].to(tl.float32)
             dnormed += dy * factor(next_ptrs[i], columns, inside, OFFSET)
             dys = dys + (dy,)
     return dnormed, dys
 
 
 @jit
-def means_along(
-    x_ptr,
-    residual_ptr,
+def products_along(
+    ptrs,
     weight_ptr,
     scale_ptr,
-    dtotal_ptr,
-    dy_ptrs,
     next_ptrs,
     start,
     present,
@@ -69,32 +57,36 @@ def means_along(
     SCALE_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """The means of dxhat xhat over rows, [ROWS, 1], for the first and second norm."""
+    """Products of rows added up over chunks, [ROWS, BLOCK], for `means_of`."""
     by_next = tl.zeros([ROWS, BLOCK], tl.float32)
     direct = tl.zeros([ROWS, BLOCK], tl.float32)
     across = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, D, BLOCK):
+    for first in tl.range(0, D, BLOCK, loop_unroll_factor=UNROLL):
         columns = first + tl.arange(0, BLOCK)[None, :]
         inside = columns < D
-        mask = present & inside
-        at = start + columns
+        tiles = read_each(ptrs, 6, start + columns, present & inside, True)
         weight = factor(weight_ptr, columns, inside, OFFSET)
-        xhat, total = normed_and_summed(
-            x_ptr, residual_ptr, weight, rstd, at, mask, True
-        )
+        xhat, total = normed_and_summed(tiles, ptrs, weight, rstd)
         xhat *= weight
-        if dtotal_ptr is not None:
-            dsum = read_again(dtotal_ptr, at, mask, True)
-            direct += dsum * read_scale(scale_ptr, columns, inside, SCALE_STRIDE) * xhat
-        if dy_ptrs[0] is not None:
-            dnormed, _ = read_readers(
-                dy_ptrs, next_ptrs, at, columns, mask, inside, OFFSET, True
+        if ptrs[2] is not None:
+            scale = read_scale(scale_ptr, columns, inside, SCALE_STRIDE)
+            direct += tiles[2].to(tl.float32) * scale * xhat
+        if ptrs[3] is not None:
+            dnormed, _ = through_readers(
+                tiles, ptrs, next_ptrs, columns, inside, OFFSET
             )
             total *= next_rstd
             by_next += dnormed * total
             direct += dnormed * next_rstd * xhat
             across += total * next_rstd * xhat
+    return by_next, direct, across
+
+
+@jit
+def means_of(by_next, direct, across, D: tl.constexpr):
+    """Of dxhat xhat over rows, [ROWS, 1], for the first norm and the second."""
     next_along = tl.sum(by_next, 1, keep_dims=True) / D
     direct -= next_along * across
     return tl.sum(direct, 1, keep_dims=True) / D, next_along
@@ -123,13 +115,10 @@ def sandwich_norm_means_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) + tl.zeros([1, 1], tl.int32)
-    along, next_along = means_along(
-        x_ptr,
-        residual_ptr,
+    by_next, direct, across = products_along(
+        (x_ptr, residual_ptr, dtotal_ptr, dy1_ptr, dy2_ptr, dy3_ptr),
         weight_ptr,
         scale_ptr,
-        dtotal_ptr,
-        (dy1_ptr, dy2_ptr, dy3_ptr),
         (next1_ptr, next2_ptr, next3_ptr),
         row.to(tl.int64) * D,
         row >= 0,
@@ -140,6 +129,8 @@ def sandwich_norm_means_kernel(
         SCALE_STRIDE,
         1,
         BLOCK,
+        2,
     )
+    along, next_along = means_of(by_next, direct, across, D)
     write(along_ptr, row, along, row >= 0)
     write(next_along_ptr, row, next_along, row >= 0)
