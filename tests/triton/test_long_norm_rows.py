@@ -91,14 +91,15 @@ def draw(seed):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("sums", [10**6, 0], ids=["chunks", "stripes"])
+@pytest.mark.parametrize("most", [10**6, 0], ids=["chunks", "stripes"])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_of_long_rows(monkeypatch, name, sums):
+def test_gradients_of_long_rows(monkeypatch, name, most):
     modules = gated_rms_norm_backward, moe_rms_norm_add, sandwich_norm_backward
     for module in (*modules, moe_rms_norm_add_backward):
         monkeypatch.setattr(module, "LONGEST", 512)
-    monkeypatch.setattr(sandwich_norm_backward, "LONGEST_OF_THREE", 512)
-    monkeypatch.setattr(row_tiles, "SUMS", sums)
+        monkeypatch.setattr(module, "LONGEST_OF_TWO", 512, raising=False)
+        monkeypatch.setattr(module, "MOST", most, raising=False)
+        monkeypatch.setattr(module, "MOST_OF_TWO", most, raising=False)
     # which the interpreter has no instruction for
     monkeypatch.setattr(row_tiles, "PREFETCH", False)
     op, shapes, options = CASES[name]

@@ -25,6 +25,7 @@ from jaxkern.triton.norm.row_tiles import (
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 LONGEST = 8192  # columns of a row that stays in registers
+MOST = 16384  # of one of which the sums do
 
 
 @jit
@@ -55,11 +56,10 @@ def products_along(
     NORM_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """dxhat xhat of rows, added up over chunks, [ROWS, BLOCK]."""
     products = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in tl.range(0, D, BLOCK, loop_unroll_factor=UNROLL):
+    for first in tl.range(0, D, BLOCK, loop_unroll_factor=2):
         columns = first + tl.arange(0, BLOCK)[None, :]
         inside = columns < D
         tiles = read_each(ptrs, 3, start + columns, present & inside, True)
@@ -96,7 +96,6 @@ def gated_norm_means_kernel(
         NORM_FIRST,
         1,
         BLOCK,
-        4,
     )
     tl.store(along_ptr + row, tl.sum(products, 1, keep_dims=True) / D)
 
@@ -121,7 +120,6 @@ def gated_norm_bwd_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PREFETCH: tl.constexpr,
-    UNROLL: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -149,7 +147,6 @@ def gated_norm_bwd_kernel(
                 NORM_FIRST,
                 ROWS,
                 BLOCK,
-                UNROLL,
             )
         tiles = read_each(ptrs, 3, start + lanes, present & (lanes < D), False)
         if PREFETCH:
@@ -216,7 +213,13 @@ def gated_norm_bwd(
         "dy_ptr": dy,
     }
     sizes, stripes = backward_sizes(
-        "gated_norm_bwd", x, streams=4, sums=1, elements=LONGEST, longest=LONGEST
+        "gated_norm_bwd",
+        x,
+        streams=4,
+        sums=1,
+        elements=LONGEST,
+        longest=LONGEST,
+        most=MOST,
     )
     along = None
     if stripes > 1:

@@ -4,9 +4,9 @@
 
 A program takes a group of an image, in tiles of channels by pixels: once for mean and
 variance, each lane about an element of its own, so that no digits are lost far from
-zero, and again, mostly from the L2 cache, to write. Groups that are few or large are cut
-into parts, whose moments a first kernel finds. Backward without parts; the sums over the
-pixels of each channel serve dx, dweight and dbias.
+zero, and again, mostly from the L2 cache, to write. Groups that are few or large are
+cut into parts, whose moments a first kernel finds. Backward without parts; the sums
+over the pixels of each channel serve dx, dweight and dbias.
 """
 
 from typing import Any
@@ -41,7 +41,9 @@ def tile_sizes(kernel: str, x: jax.Array, elements: int) -> dict:
     wide = min(next_power_of_2(pixels), elements)
     high = min(next_power_of_2(channels), elements // wide)
     warps = max(1, min(8, high * wide // 256))
-    rule = {"HIGH": high, "WIDE": wide, "STAGES": 3, "num_warps": warps}
+    # further tiles in flight cost the small groups more programs than they are worth
+    stages = 1 if channels * pixels < LONGEST and kernel == "group_norm_fwd" else 3
+    rule = {"HIGH": high, "WIDE": wide, "STAGES": stages, "num_warps": warps}
     sizes = tuned(kernel, channels * pixels, x.dtype, rule)
     tiles = -(-channels // sizes["HIGH"]) * -(-pixels // sizes["WIDE"])
     return sizes | {"GROUPS": groups, "C": channels, "P": pixels, "TILES": tiles}
@@ -49,7 +51,7 @@ def tile_sizes(kernel: str, x: jax.Array, elements: int) -> dict:
 
 def num_parts(rows: int, size: int, tiles: int) -> int:
     """Of a group: 1 where groups fill the GPU and stay in its L2 cache."""
-    if size <= SMALL or (size <= LONGEST and rows >= num_sms()):
+    if size <= SMALL or (size <= LONGEST and 4 * rows >= 3 * num_sms()):
         return 1
     parts = max(WAVES * num_sms() // max(rows, 1), -(-size // LONGEST))
     share = -(-tiles // min(tiles, parts))

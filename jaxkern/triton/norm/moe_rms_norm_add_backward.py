@@ -248,7 +248,7 @@ def backward_sizes(residual: jax.Array) -> tuple[dict, int]:
         sizes = row_sizes("moe_norm_bwd", d, residual.dtype)
         programs, stripes = num_programs(rows, sizes.pop("WAVES")), 1
     else:
-        rule = {"BLOCK": 2048, "WAVES": 4, "num_warps": 4}
+        rule = {"BLOCK": 1024, "WAVES": 4, "num_warps": 4}
         sizes = tuned("striped_moe_norm_bwd", d, residual.dtype, rule)
         stripes = -(-d // sizes["BLOCK"])
         programs = max(1, min(sizes.pop("WAVES") * num_sms() // stripes, rows))

@@ -21,8 +21,9 @@ from jaxkern.triton.block_sizes import (
 from jaxkern.triton.triton_call import constexpr_function, jit, max_shared_bytes, tl
 
 NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
+FULL = 4096  # a row up to here leaves registers for what loads meanwhile
+WAVES = 4  # programs of a multiprocessor that walk down stripes
 PREFETCH = True  # a program's next row
-SUMS = 32768  # elements in registers, half of which they fill
 
 
 def forward_tile(
@@ -76,7 +77,14 @@ def backward_tile(
 
 
 def backward_sizes(
-    kernel: str, x: jax.Array, streams: int, sums: int, elements: int, longest: int
+    kernel: str,
+    x: jax.Array,
+    *,
+    streams: int,
+    sums: int,
+    elements: int,
+    longest: int,
+    most: int,
 ) -> tuple[dict, int]:
     """Sizes of a backward pass at any row length, and how many stripes of columns.
 
@@ -89,26 +97,30 @@ def backward_sizes(
       sums: how many vectors have gradients.
       elements: of a tile of short rows.
       longest: columns of a short row.
+      most: elements of the sums of a row that is read twice.
     """
     rows, d = num_rows(x), x.shape[-1]
-    if d <= longest:
-        stages, short = (
-            3 if d <= 4096 else 2,
-            {"CHUNKS": 1, "PREFETCH": False, "UNROLL": 1},
-        )
+    idle = d > FULL and 5 * d <= 4 * next_power_of_2(d)
+    if d <= longest and not idle:
+        stages, short = 3 if d <= FULL else 2, {"CHUNKS": 1, "PREFETCH": False}
         return backward_tile(kernel, x, streams, elements, stages) | short, 1
-    if d * sums <= SUMS:
-        rule = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
-        sizes = {"ROWS": 1, "STAGES": 1, "PREFETCH": PREFETCH, "UNROLL": 2}
-        sizes |= tuned(f"chunked_{kernel}", d, x.dtype, rule)
+    if d <= 16384 and d * sums <= most:
+        # two programs of a multiprocessor; one where sums fill half of its registers
+        few = d <= 8192 or (sums > 1 and d % 8 == 0)
+        rule = {"BLOCK": 2048, "WAVES": 2 if d <= 8192 else 1}
+        rule |= {"num_warps": 8 if few else 16, "PREFETCH": PREFETCH}
+        sizes = tuned(f"chunked_{kernel}", d, x.dtype, rule) | {"ROWS": 1, "STAGES": 1}
         chunks = -(-d // sizes["BLOCK"])
         programs, stripes = num_programs(rows, sizes.pop("WAVES")), 1
     else:
-        rule = {"BLOCK": 1024, "ROWS": 2, "WAVES": 4, "STAGES": 1, "num_warps": 4}
+        room = max_shared_bytes() // WAVES
+        tile_bytes = 2048 * x.dtype.itemsize * streams
+        stages = max(1, min(3, 1 + room // tile_bytes))
+        rule = {"BLOCK": 1024, "ROWS": 2, "STAGES": stages, "num_warps": 4}
         sizes, chunks = tuned(f"striped_{kernel}", d, x.dtype, rule), 1
-        sizes |= {"PREFETCH": False, "UNROLL": 1}
+        sizes |= {"PREFETCH": False}
         stripes, blocks = -(-d // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
-        programs = max(1, min(sizes.pop("WAVES") * num_sms() // stripes, blocks))
+        programs = max(1, min(WAVES * num_sms() // stripes, blocks))
     plan = {"NUM_ROWS": rows, "D": d, "CHUNKS": chunks, "PROGRAMS": programs}
     return sizes | plan, stripes
 

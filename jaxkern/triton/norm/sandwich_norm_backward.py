@@ -34,8 +34,9 @@ from jaxkern.triton.norm.sandwich_norm_means import (
 )
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
-LONGEST = 8192  # columns of a row that stays in registers
-LONGEST_OF_THREE = 4096  # beside the sums of three weights and more
+LONGEST = 8192  # columns of a row that stays in registers, where there is one norm
+LONGEST_OF_TWO = 4096  # and where a norm or a residual stands before it
+MOST, MOST_OF_TWO = 32768, 16384  # elements of the sums that stay there
 
 
 @jit
@@ -70,7 +71,6 @@ def sandwich_norm_bwd_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PREFETCH: tl.constexpr,
-    UNROLL: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -109,7 +109,6 @@ def sandwich_norm_bwd_kernel(
                 SCALE_STRIDE,
                 ROWS,
                 BLOCK,
-                UNROLL,
             )
         tiles = read_each(ptrs, 6, start + lanes, present & (lanes < D), False)
         if PREFETCH:
@@ -219,8 +218,9 @@ def sandwich_norm_bwd(
         x,
         streams=sum(v is not None for v in read_once),
         sums=sum(wanted[2:]),
-        elements=LONGEST_OF_THREE,
-        longest=LONGEST if count < 3 else LONGEST_OF_THREE,
+        elements=LONGEST_OF_TWO,
+        longest=LONGEST if rstd is None else LONGEST_OF_TWO,
+        most=MOST if rstd is None or next_rstd is None else MOST_OF_TWO,
     )
     means = dict.fromkeys(("along_ptr", "next_along_ptr"))
     if stripes > 1:

@@ -57,13 +57,12 @@ def products_along(
     SCALE_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     """Products of rows added up over chunks, [ROWS, BLOCK], for `means_of`."""
     by_next = tl.zeros([ROWS, BLOCK], tl.float32)
     direct = tl.zeros([ROWS, BLOCK], tl.float32)
     across = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in tl.range(0, D, BLOCK, loop_unroll_factor=UNROLL):
+    for first in tl.range(0, D, BLOCK, loop_unroll_factor=2):
         columns = first + tl.arange(0, BLOCK)[None, :]
         inside = columns < D
         tiles = read_each(ptrs, 6, start + columns, present & inside, True)
@@ -129,7 +128,6 @@ def sandwich_norm_means_kernel(
         SCALE_STRIDE,
         1,
         BLOCK,
-        2,
     )
     along, next_along = means_of(by_next, direct, across, D)
     write(along_ptr, row, along, row >= 0)
