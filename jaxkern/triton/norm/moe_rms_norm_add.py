@@ -33,8 +33,12 @@ def unsupported(*, expert_outputs, residual, **named) -> str | None:
 
 
 def row_sizes(kernel: str, d: int, dtype) -> dict:
-    block = next_power_of_2(d) if d <= LONGEST else 4096
-    rule = {"BLOCK": block, "WAVES": 2, "num_warps": min(16, max(1, block // 512))}
+    """A whole row, or chunks of it by many warps: fewer rows compete for the caches."""
+    block = next_power_of_2(d)
+    warps = min(16, max(1, block // 512))
+    if d > LONGEST:
+        block = 4096
+    rule = {"BLOCK": block, "WAVES": 2, "num_warps": warps}
     return tuned(kernel, d, dtype, rule)
 
 
@@ -75,6 +79,7 @@ def moe_norm_fwd_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    mixed = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     residual_squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
