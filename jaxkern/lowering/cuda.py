@@ -209,6 +209,7 @@ row(
     fwd=moe_rms_norm_add.moe_rms_norm_add_fwd,
     bwd=moe_rms_norm_add_backward.moe_rms_norm_add_bwd,
     unless=moe_rms_norm_add.unsupported,
+    slower=moe_rms_norm_add.slower,
 )
 row(
     rms_norm_quantized_p,

@@ -7,6 +7,10 @@ A program holds the mixed row in registers: the experts' outputs are read once. 
 row is mixed once for the statistics and again, mostly from the caches, for the result.
 """
 
+from typing import Any
+
+import jax.numpy as jnp
+
 from jaxkern.triton import triton_call
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
 from jaxkern.triton.norm.row_tiles import (
@@ -20,6 +24,7 @@ from jaxkern.triton.norm.row_tiles import (
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 LONGEST = 8192  # columns of a row that stays in registers
+MOST_BYTES = 2**19  # of a token that is read twice: XLA mixes larger ones faster
 MOST_EXPERTS = 32  # of a token: the loop over them is unrolled
 
 
@@ -32,12 +37,21 @@ def unsupported(*, expert_outputs, residual, **named) -> str | None:
     )
 
 
+def slower(expert_outputs: Any, dy: Any = None, **_: Any) -> str | None:
+    experts, d = expert_outputs.shape[-2:]
+    size = experts * d * expert_outputs.dtype.itemsize
+    if dy is None and d > LONGEST and size > MOST_BYTES:
+        return f"the {size} bytes of a token's experts do not stay in the caches"
+    return None
+
+
 def row_sizes(kernel: str, d: int, dtype) -> dict:
     """A whole row, or chunks of it by many warps: fewer rows compete for the caches."""
     block = next_power_of_2(d)
     warps = min(16, max(1, block // 512))
     if d > LONGEST:
-        block = 4096
+        aligned = d * jnp.dtype(dtype).itemsize % 16 == 0
+        block, warps = (8192, 32) if aligned else (2048, 16)
     rule = {"BLOCK": block, "WAVES": 2, "num_warps": warps}
     return tuned(kernel, d, dtype, rule)
 

@@ -30,9 +30,20 @@ def forward_chunks(d: int, dtype, center: bool, with_residual: bool) -> dict:
     """Chunks that a program loads at once: large ones, with little waste for odd d."""
     block = 16384 if d > 65536 else 4096 if d > 2048 else 1024
     warps = block // 512 if d < 8192 else max(16, block // 512)
-    if 2048 < d < (4096 if center else 3072) and not with_residual:
+    if center and d <= 8192:
+        block, warps = centered_chunks(d)
+    elif 2048 < d < 3072 and not with_residual:
         block, warps = 1024, 4  # a chunk of 4096 would be half empty
     return tuned("long_row_norm_fwd", d, dtype, {"BLOCK": block, "num_warps": warps})
+
+
+def centered_chunks(d: int) -> tuple[int, int]:
+    """(elements, warps) where a mean is subtracted: smaller, as more is computed."""
+    if d <= 2048:
+        return 512, 2
+    if d < 4096:
+        return (512, 4) if 0 < d % 1024 <= 512 else (1024, 2)
+    return 2048, 4 if d < 8192 else 8
 
 
 @jit

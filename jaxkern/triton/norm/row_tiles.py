@@ -105,11 +105,15 @@ def backward_sizes(
         stages, short = 3 if d <= FULL else 2, {"CHUNKS": 1, "PREFETCH": False}
         return backward_tile(kernel, x, streams, elements, stages) | short, 1
     if d <= 16384 and d * sums <= most:
-        # two programs of a multiprocessor; one where sums fill half of its registers
-        few = d <= 8192 or (sums > 1 and d % 8 == 0)
-        rule = {"BLOCK": 2048, "WAVES": 2 if d <= 8192 else 1}
-        rule |= {"num_warps": 8 if few else 16, "PREFETCH": PREFETCH}
-        sizes = tuned(f"chunked_{kernel}", d, x.dtype, rule) | {"ROWS": 1, "STAGES": 1}
+        if d * x.dtype.itemsize % 16:  # loads of one element: many warps for them
+            block, warps, waves = 1024, 16, 1
+        elif d <= 8192:
+            block, warps, waves = 2048, 8, 2
+        else:
+            block, warps, waves = (4096, 16, 1) if sums < 2 else (2048, 8, 1)
+        rule = {"BLOCK": block, "WAVES": waves, "num_warps": warps}
+        sizes = tuned(f"chunked_{kernel}", d, x.dtype, rule | {"PREFETCH": PREFETCH})
+        sizes |= {"ROWS": 1, "STAGES": 1}
         chunks = -(-d // sizes["BLOCK"])
         programs, stripes = num_programs(rows, sizes.pop("WAVES")), 1
     else:

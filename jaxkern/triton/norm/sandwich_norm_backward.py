@@ -36,7 +36,7 @@ from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 LONGEST = 8192  # columns of a row that stays in registers, where there is one norm
 LONGEST_OF_TWO = 4096  # and where a norm or a residual stands before it
-MOST, MOST_OF_TWO = 32768, 16384  # elements of the sums that stay there
+MOST, MOST_OF_TWO = 32768, 24576  # elements of the sums that stay there
 
 
 @jit
