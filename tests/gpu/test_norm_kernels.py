@@ -166,6 +166,16 @@ def test_images_far_from_zero_keep_their_variance(shape):
     check_against_float64(lambda x: group_norm(x, groups=32), x, slack=20)
 
 
+def test_what_xla_does_faster_is_refused_in_words():
+    x = jnp.zeros((1, 32, 256, 256))
+    token = jnp.zeros((2, 3, 65536)), jnp.zeros((2, 3)), jnp.zeros((2, 65536))
+    with backend("auto", strict=True):
+        with pytest.raises(ValueError, match="32 groups of 65536 elements do not fill"):
+            jax.jit(jax.grad(lambda x: group_norm(x, groups=32).sum()))(x)
+        with pytest.raises(ValueError, match="do not stay in the caches"):
+            jax.jit(moe_rms_norm_add)(*token)
+
+
 def decoded(codes, scales, block):
     if codes.dtype == jnp.uint8:
         codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)

@@ -25,12 +25,17 @@ SMALL = 8192  # elements of a group that a program reads at once
 
 
 def slower(x: Any, dy: Any = None, **_: Any) -> str | None:
-    if dy is not None and x.size < FEW:
+    if dy is None:
+        return None
+    if x.size < FEW:
         return (
             f"{x.size} elements: launches are most of the time, and XLA's are shorter"
         )
     size = x.shape[-1] * x.shape[-2]
-    if dy is not None and size > 65536:
+    groups = x.size // size
+    if size > SMALL and groups < num_sms():
+        return f"{groups} groups of {size} elements do not fill the GPU"
+    if size > 65536:
         return f"a group has {size} elements: XLA spreads it over more programs"
     return None
 
