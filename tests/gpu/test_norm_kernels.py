@@ -10,6 +10,7 @@ import pytest
 from jaxkern import (
     add_rms_norm_quantized,
     backend,
+    explain,
     gated_rms_norm,
     group_norm,
     l2_norm,
@@ -168,12 +169,11 @@ def test_images_far_from_zero_keep_their_variance(shape):
 
 def test_what_xla_does_faster_is_refused_in_words():
     x = jnp.zeros((1, 32, 256, 256))
+    text = str(explain(jax.grad(lambda x: group_norm(x, groups=32).sum()), x))
+    assert "group_norm_fwd on cuda runs triton" in text
+    assert "32 groups of 65536 elements do not fill" in text
     token = jnp.zeros((2, 3, 65536)), jnp.zeros((2, 3)), jnp.zeros((2, 65536))
-    with backend("auto", strict=True):
-        with pytest.raises(ValueError, match="32 groups of 65536 elements do not fill"):
-            jax.jit(jax.grad(lambda x: group_norm(x, groups=32).sum()))(x)
-        with pytest.raises(ValueError, match="do not stay in the caches"):
-            jax.jit(moe_rms_norm_add)(*token)
+    assert "do not stay in the caches" in str(explain(moe_rms_norm_add, *token))
 
 
 def decoded(codes, scales, block):
