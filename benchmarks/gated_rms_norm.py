@@ -36,6 +36,8 @@ BENCHMARK = Benchmark(
         case("mamba2_2p7b", 16384, 5120),
         case("16384x4096", 16384, 4096),
         case("8192x8192", 8192, 8192),
+        case("4096x16384", 4096, 16384),
+        case("512x131072", 512, 131072),
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch)},
 )

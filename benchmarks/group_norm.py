@@ -40,6 +40,7 @@ BENCHMARK = Benchmark(
         case("unet_32x32", 16, 640, 32, 32),
         case("unet_8x8", 16, 1280, 8, 8),
         case("vae_128x128", 8, 256, 128, 128),
+        case("vae_512x512", 1, 128, 512, 512),
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch)},
 )

@@ -24,7 +24,11 @@ def case(name: str, rows: int, experts: int, d: int) -> Case:
 BENCHMARK = Benchmark(
     "moe_rms_norm_add",
     lambda *operands: jaxkern.moe_rms_norm_add(*operands, normalize_residual=True),
-    [case("gemma4_26b", 8192, 8, 2816), case("4096x8x4096", 4096, 8, 4096)],
+    [
+        case("gemma4_26b", 8192, 8, 2816),
+        case("4096x8x4096", 4096, 8, 4096),
+        case("1024x8x16384", 1024, 8, 16384),
+    ],
 )
 
 

@@ -23,7 +23,13 @@ def case(rows: int, d: int, readers: int) -> Case:
 BENCHMARK = Benchmark(
     "multi_rms_norm",
     jaxkern.multi_rms_norm,
-    [case(16384, 2816, 3), case(16384, 4096, 2), case(8192, 8192, 2)],
+    [
+        case(16384, 2816, 3),
+        case(16384, 4096, 2),
+        case(8192, 8192, 2),
+        case(4096, 16384, 2),
+        case(4096, 16384, 3),
+    ],
 )
 
 

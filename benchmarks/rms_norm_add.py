@@ -28,6 +28,7 @@ BENCHMARK = Benchmark(
         case("gemma3_27b", 8192, 5376),
         case("16384x4096", 16384, 4096),
         case("8192x8192", 8192, 8192),
+        case("4096x16384", 4096, 16384),
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch)},
     floats=(0, 2),  # the gradient of the residual is that of the sum: no work

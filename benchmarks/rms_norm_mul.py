@@ -17,6 +17,7 @@ BENCHMARK = Benchmark(
         case("gemma2_2b", 16384, 2304),
         case("16384x4096", 16384, 4096),
         case("8192x8192", 8192, 8192),
+        case("4096x16384", 4096, 16384),
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch)},
 )

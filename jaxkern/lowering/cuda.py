@@ -82,11 +82,11 @@ from jaxkern.triton.norm import (
     l2_norm,
     layer_norm,
     moe_rms_norm_add,
+    moe_rms_norm_add_backward,
     multi_rms_norm,
     rms_norm,
     rms_norm_add,
     rms_norm_quantized,
-    sandwich_norm,
     sandwich_rms_norm,
 )
 from jaxkern.triton.optim import adamw
@@ -162,7 +162,7 @@ row(
     group_norm_p,
     fwd=group_norm.group_norm_fwd,
     bwd=group_norm.group_norm_bwd,
-    unless=group_norm.unsupported,
+    unless=unsupported,
     slower=group_norm.slower,
 )
 row(
@@ -199,52 +199,51 @@ row(
     gated_rms_norm_p,
     fwd=gated_rms_norm.gated_rms_norm_fwd,
     bwd=gated_rms_norm.gated_rms_norm_bwd,
-    unless=gated_rms_norm.unsupported,
-    slower=gated_rms_norm.slower,
+    unless=unsupported,
 )
 row(
     rms_norm_mul_p,
     fwd=gated_rms_norm.rms_norm_mul_fwd,
     bwd=gated_rms_norm.rms_norm_mul_bwd,
-    unless=gated_rms_norm.unsupported,
-    slower=gated_rms_norm.slower,
+    unless=unsupported,
 )
 row(
     rms_norm_add_p,
     fwd=rms_norm_add.rms_norm_add_fwd,
     bwd=rms_norm_add.rms_norm_add_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
     slower=rms_norm_add.slower,
 )
 row(
     dual_rms_norm_p,
     fwd=multi_rms_norm.multi_rms_norm_fwd,
     bwd=multi_rms_norm.dual_rms_norm_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
 )
 row(
     triple_rms_norm_p,
     fwd=multi_rms_norm.multi_rms_norm_fwd,
     bwd=multi_rms_norm.triple_rms_norm_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
 )
 row(
     sandwich_rms_norm_p,
     fwd=sandwich_rms_norm.sandwich_rms_norm_fwd,
     bwd=sandwich_rms_norm.sandwich_rms_norm_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
 )
 row(
     sandwich_triple_rms_norm_p,
     fwd=sandwich_rms_norm.sandwich_rms_norm_fwd,
     bwd=sandwich_rms_norm.sandwich_triple_rms_norm_bwd,
-    unless=sandwich_norm.unsupported,
+    unless=unsupported,
 )
 row(
     moe_rms_norm_add_p,
     fwd=moe_rms_norm_add.moe_rms_norm_add_fwd,
-    bwd=moe_rms_norm_add.moe_rms_norm_add_bwd,
+    bwd=moe_rms_norm_add_backward.moe_rms_norm_add_bwd,
     unless=moe_rms_norm_add.unsupported,
+    slower=moe_rms_norm_add.slower,
 )
 row(
     rms_norm_quantized_p,

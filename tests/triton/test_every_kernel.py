@@ -19,8 +19,13 @@ from jaxkern import (
     embedding,
     explain,
     fwht,
+    gated_rms_norm,
+    group_norm,
+    moe_rms_norm_add,
     quantized_cache_attention,
     rms_norm,
+    rms_norm_add,
+    sandwich_rms_norm,
     softmax,
 )
 from jaxkern.lowering.explain import every_equation
@@ -107,6 +112,29 @@ def decode(codec):
     return f, (spec(2, 8, 8, 128), cache, cache)
 
 
+def long_rows(d, dtype):
+    """The fused norms: operators with their shapes, a name each."""
+    x, v = spec(37, d, dtype=dtype), spec(d, dtype=dtype)
+    experts = spec(37, 3, d, dtype=dtype), spec(37, 3, dtype=dtype)
+
+    def mixed(*operands):
+        return moe_rms_norm_add(*operands, normalize_residual=True)
+
+    return {
+        f"gated_rms_norm {d} {dtype}": slopes(gated_rms_norm, x, x, v),
+        f"rms_norm_add {d} {dtype}": slopes(rms_norm_add, x, x, v, v),
+        f"sandwich_rms_norm {d} {dtype}": slopes(sandwich_rms_norm, x, x, v, v),
+        f"sandwich of three {d} {dtype}": slopes(sandwich_rms_norm, x, x, *[v] * 4),
+        f"moe_rms_norm_add {d} {dtype}": slopes(mixed, *experts, x, v, v),
+    }
+
+
+def large_groups(dtype):
+    image, channel = spec(1, 64, 300, 301, dtype=dtype), spec(64, dtype=dtype)
+    f = functools.partial(group_norm, groups=2)
+    return slopes(f, image, channel, channel)
+
+
 def embed(dtype):
     ids = jnp.zeros((4, 2048), jnp.int32)
     return slopes(lambda table: embedding(ids, table), spec(32768, 1024, dtype=dtype))
@@ -143,6 +171,13 @@ CALLS = {  # which the cases of the ops leave out
     **{f"decode {c}": decode(c) for c in CODECS},
     **{f"embedding {t}": embed(t) for t in DTYPES},
     **{f"adamw {t}": update(t) for t in DTYPES},
+    **{f"large groups {t}": large_groups(t) for t in DTYPES},
+    **{
+        name: call
+        for d in (10007, 16384, 131072)
+        for t in DTYPES
+        for name, call in long_rows(d, t).items()
+    },
     **{f"fwht {t}": (fwht, (spec(4096, 8192, dtype=t),)) for t in DTYPES},
     **{
         f"{f.__name__} {d} {t}": slopes(f, spec(37, d, dtype=t))

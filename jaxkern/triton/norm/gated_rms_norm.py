@@ -7,41 +7,19 @@ with open(z) = z / (1 + exp(-z)) where SILU is set, else z. Forward moves 3 tens
 backward 5 (reads x, gate and dy, writes dx and dgate).
 """
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 
-from jaxkern.triton import triton_call
-from jaxkern.triton.block_sizes import next_power_of_2
+from jaxkern.triton.norm.gated_rms_norm_backward import gated_norm_bwd
 from jaxkern.triton.norm.row_tiles import (
-    backward_tile,
     factor,
     forward_tile,
     num_rows,
     per_row,
     read,
     read_and_keep,
-    summed,
     write,
 )
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
-
-LONGEST = 8192  # columns of a row that stays in registers, backward
-
-
-def unsupported(*, x, rstd=None, **named) -> str | None:
-    if rstd is not None and x.shape[-1] > LONGEST:
-        return f"a row has {x.shape[-1]} columns, more than {LONGEST}"
-    return triton_call.unsupported(x=x, **named)
-
-
-def slower(*, x: Any, dy: Any = None, **_: Any) -> str | None:
-    d = x.shape[-1]
-    block = next_power_of_2(d)
-    if dy is not None and d > 4096 and 3 * d < 2 * block:
-        return f"a row of {d} columns leaves a third of a block of {block} idle"
-    return None
 
 
 @jit
@@ -102,7 +80,7 @@ def gated_norm_fwd(
 ) -> tuple[jax.Array | None, ...]:
     rows = num_rows(x)
     d = x.shape[-1]
-    small = 2048 < d < 4096  # there a chunk of 4096 is half empty
+    small = 1024 if 2048 < d < 4096 else None  # a chunk of 4096 is half empty
     sizes = forward_tile("gated_norm_fwd", rows, d, x.dtype, small)
     return sparse_call(
         gated_norm_fwd_kernel,
@@ -111,106 +89,6 @@ def gated_norm_fwd(
         {"y_ptr": like(x), "rstd_ptr": per_row(x)},
         sizes | {"EPS": eps, "OFFSET": offset, "SILU": silu, "NORM_FIRST": norm_first},
     )
-
-
-@jit
-def gated_norm_bwd_kernel(
-    x_ptr,
-    gate_ptr,
-    weight_ptr,
-    rstd_ptr,
-    dy_ptr,
-    dx_ptr,
-    dgate_ptr,
-    dweight_ptr,
-    NUM_ROWS: tl.constexpr,
-    D: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM_FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    columns = tl.arange(0, BLOCK)[None, :]
-    inside = columns < D
-    if dweight_ptr is not None:
-        dweight = tl.zeros([ROWS, BLOCK], tl.float32)
-    num_blocks: tl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
-    for block in tl.range(tl.program_id(0), num_blocks, PROGRAMS, num_stages=STAGES):
-        rows = block * ROWS + tl.arange(0, ROWS)[:, None]
-        present = rows < NUM_ROWS
-        mask = present & inside
-        at = rows.to(tl.int64) * D + columns  # [ROWS, BLOCK]
-        x = read(x_ptr, at, mask)
-        z = read(gate_ptr, at, mask)
-        dy = read(dy_ptr, at, mask)
-        rstd = tl.load(rstd_ptr + rows, present, 0.0)
-        gate = z
-        if SILU:
-            s = 1.0 / (1.0 + tl.exp(-z))
-            gate = z * s
-            slope = s * (1.0 + z * (1.0 - s))
-        if NORM_FIRST:
-            xhat = x * rstd
-            dnormed = dy * gate
-        else:
-            xhat = x * gate * rstd
-            dnormed = dy
-        # read each time: held over the loop it would cost registers
-        scale = factor(weight_ptr, columns, inside, OFFSET)
-        dxhat = dnormed * scale
-        du = dxhat - xhat * (tl.sum(dxhat * xhat, 1, keep_dims=True) / D)
-        du *= rstd
-        if dweight_ptr is not None:
-            dweight += dnormed * xhat
-        if NORM_FIRST:
-            write(dx_ptr, at, du, mask)
-            dgate = dy * xhat * scale
-        else:
-            write(dx_ptr, at, du * gate, mask)
-            dgate = du * x
-        if SILU:
-            dgate *= slope
-        write(dgate_ptr, at, dgate, mask)
-    if dweight_ptr is not None:
-        at = tl.program_id(0).to(tl.int64) * D + columns
-        tl.store(dweight_ptr + at, tl.sum(dweight, 0, keep_dims=True), inside)
-
-
-def gated_norm_bwd(
-    x: jax.Array,
-    gate: jax.Array,
-    weight: jax.Array | None,
-    rstd: jax.Array,
-    dy: jax.Array,
-    *,
-    offset: float,
-    silu: bool,
-    norm_first: bool,
-    wanted: tuple[bool, bool, bool],
-) -> tuple[jax.Array | None, ...]:
-    d = x.shape[-1]
-    stages = 3 if d <= LONGEST // 2 else 2
-    sizes = backward_tile("gated_norm_bwd", x, 4, LONGEST, stages)
-    partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], d), jnp.float32)
-    results = [like(x), like(gate), None if weight is None else partial]
-    names = ("dx_ptr", "dgate_ptr", "dweight_ptr")
-    dx, dgate, dweight = sparse_call(
-        gated_norm_bwd_kernel,
-        (sizes["PROGRAMS"],),
-        {
-            "x_ptr": x,
-            "gate_ptr": gate,
-            "weight_ptr": weight,
-            "rstd_ptr": rstd,
-            "dy_ptr": dy,
-        },
-        {n: r if w else None for n, r, w in zip(names, results, wanted, strict=True)},
-        sizes | {"OFFSET": offset, "SILU": silu, "NORM_FIRST": norm_first},
-    )
-    return dx, dgate, summed(dweight, weight)
 
 
 def gated_rms_norm_fwd(x, gate, weight, *, eps, norm_before_gate):

@@ -1,6 +1,7 @@
 """multi_rms_norm: the second half of sandwich_norm, for two or three weights."""
 
-from jaxkern.triton.norm.sandwich_norm import sandwich_norm_bwd, sandwich_norm_fwd
+from jaxkern.triton.norm.sandwich_norm import sandwich_norm_fwd
+from jaxkern.triton.norm.sandwich_norm_backward import sandwich_norm_bwd
 
 
 def multi_rms_norm_fwd(x, *weights, eps, offset):

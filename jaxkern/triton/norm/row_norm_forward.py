@@ -15,7 +15,6 @@ from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_programs, tune
 from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 NARROW = 1024  # a row up to here stays in registers
-CENTERED = 4096  # also where the mean is subtracted, which takes two passes
 
 
 def forward_tile(rows: int, d: int, dtype) -> dict:
@@ -27,11 +26,24 @@ def forward_tile(rows: int, d: int, dtype) -> dict:
     return tuned("row_norm_fwd", d, dtype, rule)
 
 
-def forward_chunks(d: int, dtype) -> dict:
+def forward_chunks(d: int, dtype, center: bool, with_residual: bool) -> dict:
     """Chunks that a program loads at once: large ones, with little waste for odd d."""
     block = 16384 if d > 65536 else 4096 if d > 2048 else 1024
     warps = block // 512 if d < 8192 else max(16, block // 512)
+    if center and d <= 8192:
+        block, warps = centered_chunks(d)
+    elif 2048 < d < 3072 and not with_residual:
+        block, warps = 1024, 4  # a chunk of 4096 would be half empty
     return tuned("long_row_norm_fwd", d, dtype, {"BLOCK": block, "num_warps": warps})
+
+
+def centered_chunks(d: int) -> tuple[int, int]:
+    """(elements, warps) where a mean is subtracted: smaller, as more is computed."""
+    if d <= 2048:
+        return 512, 2
+    if d < 4096:
+        return (512, 4) if 0 < d % 1024 <= 512 else (1024, 2)
+    return 2048, 4 if d < 8192 else 8
 
 
 @jit
@@ -109,25 +121,34 @@ def long_row_norm_fwd_kernel(
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0)
     start = row.to(tl.int64) * D
-    # each lane keeps mean and sum of squares of its own columns (Welford 1962)
-    count = tl.zeros([BLOCK], tl.float32)
-    means = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, D, BLOCK):
+    if CENTER:
+        # each lane adds up what differs from its first element: no digits are lost far
+        # from zero, and no division is needed
+        sums = tl.zeros([BLOCK], tl.float32)
+        at = start + columns
+        origin = tl.load(x_ptr + at, columns < D, 0.0, eviction_policy="evict_last")
+        origin = origin.to(tl.float32)
+        if residual_ptr is not None:
+            origin += tl.load(residual_ptr + at, columns < D, 0.0).to(tl.float32)
+    for first in range(BLOCK if CENTER else 0, D, BLOCK):
         mask = first + columns < D
         at = start + first + columns
         u = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         if residual_ptr is not None:
             u += tl.load(residual_ptr + at, mask, 0.0).to(tl.float32)
         if CENTER:
-            count += tl.where(mask, 1.0, 0.0)
-            change = tl.where(mask, u - means, 0.0)
-            means += change / tl.maximum(count, 1.0)
-            squares += change * tl.where(mask, u - means, 0.0)
+            change = tl.where(mask, u - origin, 0.0)
+            sums += change
+            squares += change * change
         else:
             squares += u * u
     mean = 0.0
     if CENTER:
+        count = tl.maximum((D - columns + BLOCK - 1) // BLOCK, 0).to(tl.float32)
+        shift = sums / tl.maximum(count, 1.0)
+        means = origin + shift
+        squares -= sums * shift
         mean = tl.sum(count * means, 0) / D
         squares += count * (means - mean) * (means - mean)
         if mean_ptr is not None:
@@ -182,7 +203,7 @@ def row_norm_fwd(
     }
     count = d if mean_square else 1
     constants = {"D": d, "EPS": eps, "OFFSET": offset, "CENTER": center, "COUNT": count}
-    if d <= (CENTERED if center else NARROW):
+    if d <= NARROW:
         sizes = forward_tile(rows, d, x.dtype)
         blocks = -(-rows // sizes["ROWS"])
         programs = num_programs(blocks, sizes.pop("WAVES"))
@@ -190,7 +211,7 @@ def row_norm_fwd(
         grid = (programs,)
         constants |= sizes
         return sparse_call(row_norm_fwd_kernel, grid, given, results, constants)
-    sizes = forward_chunks(d, x.dtype)
+    sizes = forward_chunks(d, x.dtype, center, residual is not None)
     return sparse_call(
         long_row_norm_fwd_kernel, (rows,), given, results, constants | sizes
     )

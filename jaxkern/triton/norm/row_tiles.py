@@ -4,31 +4,41 @@ A forward program reads its rows in chunks, once for the statistics and once mor
 mostly from the caches, to write the results. A backward program keeps its rows in
 registers, walks over many of them, and holds the sums that gradients of weights are.
 """
+# ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_programs, tuned
-from jaxkern.triton.triton_call import jit, max_shared_bytes, tl
+from jaxkern.triton.block_sizes import (
+    WARP,
+    next_power_of_2,
+    num_programs,
+    num_sms,
+    tuned,
+)
+from jaxkern.triton.triton_call import constexpr_function, jit, max_shared_bytes, tl
 
 NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
+FULL = 4096  # a row up to here leaves registers for what loads meanwhile
+WAVES = 4  # programs of a multiprocessor that walk down stripes
+PREFETCH = True  # a program's next row
 
 
 def forward_tile(
-    kernel: str, rows: int, d: int, dtype: Any, in_small_chunks: bool = False
+    kernel: str, rows: int, d: int, dtype: Any, small: int | None = None
 ) -> dict:
     """About 16 elements a thread; large chunks, with little waste for odd d.
 
-    Or chunks of 1024 by 4 warps: twice as many programs, each with less to wait for.
+    Or `small` chunks by 4 warps: twice as many programs, each with less to wait for.
     """
     block, together = next_power_of_2(d), 1
     if d <= NARROW:
         together = max(1, min(2048 // block, next_power_of_2(rows)))
         warps = max(together * block // (16 * WARP), 1)
-    elif in_small_chunks:
-        block, warps = 512 if d % 1024 == 512 else 1024, 4
+    elif small is not None:
+        block, warps = small, 4
     else:
         block = 16384 if d > 65536 else 4096 if d > 2048 else 1024
         warps = block // 512 if d < 8192 else max(16, block // 512)
@@ -66,6 +76,66 @@ def backward_tile(
     return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
 
 
+def backward_sizes(
+    kernel: str,
+    x: jax.Array,
+    *,
+    streams: int,
+    sums: int,
+    elements: int,
+    longest: int,
+    most: int,
+) -> tuple[dict, int]:
+    """Sizes of a backward pass at any row length, and how many stripes of columns.
+
+    A short row is one chunk, in registers. A long one is read twice, in chunks, as long
+    as registers hold its sums. Beyond, programs walk down stripes of columns, and means
+    along rows are known before.
+
+    Args:
+      kernel, x, streams: as of `backward_tile`.
+      sums: how many vectors have gradients.
+      elements: of a tile of short rows.
+      longest: columns of a short row.
+      most: elements of the sums of a row that is read twice.
+    """
+    rows, d = num_rows(x), x.shape[-1]
+    idle = d > FULL and 5 * d <= 4 * next_power_of_2(d)
+    if d <= longest and not idle:
+        stages, short = 3 if d <= FULL else 2, {"CHUNKS": 1, "PREFETCH": False}
+        return backward_tile(kernel, x, streams, elements, stages) | short, 1
+    if d <= 16384 and d * sums <= most:
+        if d * x.dtype.itemsize % 16:  # loads of one element: many warps for them
+            block, warps, waves = 1024, 16, 1
+        elif d <= 8192:
+            block, warps, waves = 2048, 8, 2
+        else:
+            block, warps, waves = (4096, 16, 1) if sums < 2 else (2048, 8, 1)
+        rule = {"BLOCK": block, "WAVES": waves, "num_warps": warps}
+        sizes = tuned(f"chunked_{kernel}", d, x.dtype, rule | {"PREFETCH": PREFETCH})
+        sizes |= {"ROWS": 1, "STAGES": 1}
+        chunks = -(-d // sizes["BLOCK"])
+        programs, stripes = num_programs(rows, sizes.pop("WAVES")), 1
+    else:
+        room = max_shared_bytes() // WAVES
+        tile_bytes = 2048 * x.dtype.itemsize * streams
+        stages = max(1, min(3, 1 + room // tile_bytes))
+        rule = {"BLOCK": 1024, "ROWS": 2, "STAGES": stages, "num_warps": 4}
+        sizes, chunks = tuned(f"striped_{kernel}", d, x.dtype, rule), 1
+        sizes |= {"PREFETCH": False}
+        stripes, blocks = -(-d // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
+        programs = max(1, min(WAVES * num_sms() // stripes, blocks))
+    plan = {"NUM_ROWS": rows, "D": d, "CHUNKS": chunks, "PROGRAMS": programs}
+    return sizes | plan, stripes
+
+
+def means_sizes(kernel: str, x: jax.Array) -> dict:
+    """A program a row, in chunks, where only means along rows are wanted."""
+    rule = {"BLOCK": 4096, "num_warps": 16}
+    d = x.shape[-1]
+    return tuned(kernel, d, x.dtype, rule) | {"D": d}
+
+
 def num_rows(x: jax.Array) -> int:
     return x.size // x.shape[-1] if x.shape[-1] else 0
 
@@ -94,6 +164,59 @@ def read_and_keep(ptr, at, mask):
 
 
 @jit
+def read_each(ptrs, COUNT: tl.constexpr, at, mask, AGAIN: tl.constexpr):
+    """Tiles of several tensors as they are stored, to be read again soon if `AGAIN`."""
+    tiles = ()
+    for i in tl.static_range(COUNT):
+        if ptrs[i] is None:
+            tiles = tiles + (0.0,)
+        elif AGAIN:
+            tile = tl.load(ptrs[i] + at, mask, 0.0, eviction_policy="evict_last")
+            tiles = tiles + (tile,)
+        else:
+            tile = tl.load(ptrs[i] + at, mask, 0.0, eviction_policy="evict_first")
+            tiles = tiles + (tile,)
+    return tiles
+
+
+@jit
+def as_float32(tiles):
+    wide = ()
+    for i in tl.static_range(len(tiles)):
+        wide = wide + (tiles[i].to(tl.float32),)
+    return wide
+
+
+@constexpr_function
+def num_lines(bits, d):
+    """Of a row in the caches, rounded up to a power of 2."""
+    return 1 << ((d * bits + 1023) // 1024 - 1).bit_length()
+
+
+@jit
+def prefetch_row(ptr, row, D: tl.constexpr):
+    """Asks for a row to be in the L2 cache soon."""
+    bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, num_lines(bits, D))
+    at = row * D + tl.minimum(line * (1024 // bits), D - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(ptr + at).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def prefetch_rows(ptrs, COUNT: tl.constexpr, row, D: tl.constexpr):
+    for i in tl.static_range(COUNT):
+        if ptrs[i] is not None:
+            prefetch_row(ptrs[i], row, D)
+
+
+@jit
 def write(ptr, at, value, mask):
     """Nothing where the result is not wanted."""
     if ptr is not None:
@@ -107,3 +230,12 @@ def factor(weight_ptr, columns, inside, OFFSET: tl.constexpr):
         return 1.0
     else:
         return tl.load(weight_ptr + columns, inside, 0.0).to(tl.float32) + OFFSET
+
+
+@jit
+def read_scale(scale_ptr, columns, inside, STRIDE: tl.constexpr):
+    """The factor of a sum: one number or a vector; 1 without."""
+    if scale_ptr is None:
+        return 1.0
+    else:
+        return tl.load(scale_ptr + columns * STRIDE, inside, 0.0).to(tl.float32)

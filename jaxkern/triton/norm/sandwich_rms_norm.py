@@ -1,6 +1,7 @@
 """sandwich_rms_norm: both halves of sandwich_norm, with one next weight or three."""
 
-from jaxkern.triton.norm.sandwich_norm import sandwich_norm_bwd, sandwich_norm_fwd
+from jaxkern.triton.norm.sandwich_norm import sandwich_norm_fwd
+from jaxkern.triton.norm.sandwich_norm_backward import sandwich_norm_bwd
 
 
 def sandwich_rms_norm_fwd(x, residual, weight, *next_weights, eps, offset):
