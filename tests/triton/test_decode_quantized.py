@@ -15,8 +15,11 @@ from jaxkern import (
 )
 from jaxkern.primitives.turboquant.vector_codec import decode_levels, pack, planes
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.attention.quantized_formats import tables_of
+from jaxkern.triton.attention.quantized_formats import form_of, tables_of
+from jaxkern.triton.attention.quantized_layouts import planes_of
+from jaxkern.triton.attention.quantized_levels import key_levels, value_levels
 from jaxkern.triton.triton_call import compiling_for
+from tests.triton import ptx
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
@@ -60,43 +63,61 @@ def test_refusals_in_words(codecs, options, reason):
     assert reason in text and "quantized_decode_kernel" not in text
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [IntCodec(b) for b in (2, 3, 5, 6)] + [TURBO4, TURBO8, Float8Codec()],
-    ids=str,
-)
+LOOKED_UP = [
+    *(TurboQuantCodec(bits) for bits in range(1, 9)),
+    *(IntCodec(bits) for bits in (2, 3, 5, 6, 7)),
+    Float8Codec(),
+]
+
+
+@pytest.mark.parametrize("codec", LOOKED_UP, ids=str)
 def test_lookups_give_the_levels_that_codes_mean(codec):
-    """Fields of packed words, as the kernel takes them, are entries of the table."""
-    d, bits = 128, int(codec.bits)
-    codes = np.random.default_rng(bits).integers(0, 2**bits, (3, d)).astype(np.uint8)
-    packed = np.asarray(pack(jnp.asarray(codes), planes(codec, d)))
+    """The kernel's PTX of words of a key, and of two values, for one lane."""
+    bits, lane, rng = int(codec.bits), 13, np.random.default_rng(0)
     with compiling_for(80):  # later GPUs convert float8 themselves
-        both = tables_of(codec, codec)
-        other = tables_of(codec, TurboQuantCodec(3))
-    assert both[1][1] is None  # one table for both
-    for tables in (both, other):
-        (width, second, together), table = tables[0]
-        assert table is not None
-        main = packed[:, : d * width // 8]
-        rest = packed[:, d * width // 8 :]
+        form = form_of(codec)
+        table, other = tables_of(codec, codec)
+        separate, theirs = tables_of(codec, TurboQuantCodec(3 if bits != 3 else 4))
+    assert table is not None and other is None and theirs is not None
+    np.testing.assert_array_equal(table, separate)
+    width, _, together = form
+    count, d = 32 // width, 128
+    shared = rng.integers(0, 256, 128 + table.size * 256).astype(np.uint8)
+    for i, entry in enumerate(table.view(np.uint32)):
+        at = 128 + i * 256 + 4 * lane
+        shared[at : at + 4] = np.frombuffer(entry.tobytes(), np.uint8)
+    codes = rng.integers(0, 2**bits, (2, d)).astype(np.uint8)
+    packed = pack(jnp.asarray(codes), planes(codec, d))
+    levels = np.asarray(decode_levels("test", packed, 1, codec, jnp.float32))
+    levels = levels.reshape(2, d // count, count).astype(np.float16)
+    packed, others = np.asarray(packed), planes_of(form)
 
-        def field(row, i, size):
-            number = int.from_bytes(row.tobytes(), "little")
-            return number >> (size * i) & (1 << size) - 1
+    def words(token, i):
+        """The i-th one, and what other planes have for it below others' bits."""
+        plane = packed[token, : d * width // 8].view(np.uint32)
+        found, start = [int(plane[i])], d * width // 8
+        for behind in others:
+            size = 4 * behind // width
+            own = packed[token, start + size * i : start + size * (i + 1)]
+            above = int(rng.integers(0, 2 ** (32 - 8 * size))) << 8 * size
+            found.append(int.from_bytes(own.tobytes(), "little") | above)
+            start += d * behind // 8
+        return found
 
-        found = np.zeros((3, d))
-        for r in range(3):
-            for i in range(d // together):
-                index = field(main[r], i, width * together)
-                if second:
-                    extra = field(rest[r], i, second * together)
-                    index |= extra << width * together
-                word = table[index].view(np.uint32)
-                halves = np.array([word & 0xFFFF, word >> 16], np.uint16)
-                floats = halves.view(np.float16)[:together]
-                found[r, i * together : (i + 1) * together] = floats
-        levels = decode_levels("test", jnp.asarray(packed), 1, codec, jnp.float32)
-        np.testing.assert_array_equal(found, np.float16(levels).reshape(3, d))
+    def run(text, results, operands):
+        inputs = {f"${results + i}": x for i, x in enumerate(operands)}
+        after = ptx.run(text, inputs | {"%laneid": lane}, shared)
+        size = np.uint32 if together == 2 else np.uint16
+        return np.array([after[f"${i}"] for i in range(results)], size)
+
+    for i in range(d // count):
+        (main, *behind), (second, *beside) = words(0, i), words(1, i)
+        y = run(key_levels(form), count // together, [main, 128, *behind])
+        np.testing.assert_array_equal(y.view(np.float16), levels[0, i])
+        both = [x for pair in zip(behind, beside, strict=True) for x in pair]
+        operands = [main, second, 128, *both]
+        y = run(value_levels(form), 2 * count // together, operands)
+        np.testing.assert_array_equal(y.view(np.float16), levels[:, i].T.reshape(-1))
 
 
 FORMS = {
