@@ -10,9 +10,7 @@ WORD = 0xFFFFFFFF
 def prmt(a: int, b: int, selection: int) -> int:
     """Byte i of the result is the byte of b : a that digit i of `selection` says."""
     both = a | b << 32
-    return sum(
-        (both >> 8 * (selection >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4)
-    )
+    return sum((both >> 8 * (selection >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
 
 
 def lop3(a: int, b: int, c: int, table: int) -> int:

@@ -86,7 +86,7 @@ def parts_of(d: int, dims: int, form: tuple, row: int, groups: int, keys: bool):
 
     Each is (bytes of a vector in memory, where the part begins, room in shared memory,
     pitch, bytes that it has); the rest of the room is zeros. The pitch is that of rows
-    in shared memory: of keys such that eight lanes that read of two rows meet all banks.
+    in shared memory: of keys such that eight lanes reading two rows meet all banks.
 
     Args:
       d: of a vector, of which shared memory has `dims`.

@@ -79,7 +79,7 @@ def spread_bits(plane, odd, place):
 
 @constexpr_function
 def spread_pairs(plane, odd):
-    """PTX: the even or the odd pairs of bits of two bytes at bit 4 of four bytes in a."""
+    """PTX: the even or the odd pairs of bits of two bytes at bit 4 of bytes in a."""
     return f"""
         prmt.b32 b, {plane}, {plane}, 0x1100; shl.b32 s, b, {2 if odd else 4};
         {"shr.u32 b, b, 2;" if odd else ""} lop3.b32 s, s, b, 0x00ff00ff, 0xe4;

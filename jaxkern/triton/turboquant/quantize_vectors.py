@@ -1,44 +1,48 @@
 """Rotates, scales, quantises and packs vectors in one launch.
 
 The transform of fwht.py leaves neighbouring dims in one thread, as packed codes want
-them. Each vector is read once; its codes and scales are written once.
+them. Each vector is read once; its codes and scales are written once. Vectors of which
+the dims are no power of two are those of a cache, see cache_codes.py.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
-from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook
 from jaxkern.primitives.turboquant.vector_codec import (
-    Float8Codec,
-    TurboQuantCodec,
     VectorCodec,
     code_bytes,
     group_size,
 )
 from jaxkern.triton.block_sizes import tuned
-from jaxkern.triton.triton_call import gl, gluon_jit, sparse_call
+from jaxkern.triton.kv_cache.cache_codes import (
+    codes_of,
+    constants_of,
+    num_planes,
+    of_plane,
+    plane_bytes,
+    scales_of,
+    unsupported_codec,
+    vector_of,
+    write_vectors,
+)
+from jaxkern.triton.triton_call import gl, gluon_jit, jit, sparse_call, tl
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
-from jaxkern.triton.turboquant.fwht import transformed
+from jaxkern.triton.turboquant.fwht import LONGEST, transformed
 
-LONGEST = 4096
-WIDTHS = (2, 4, 8)  # bits of a code; others are not whole planes of a byte
+TILE = 4096  # elements of a program, or one vector
 
 
 def unsupported(codec: VectorCodec, x: Any = None, **rest: Any) -> str | None:
     """A reason in words, or None."""
     d = x.shape[-1]
-    size = group_size(codec, d)
-    if isinstance(codec, Float8Codec):
-        return "codes that are floats"
-    if codec.bits not in WIDTHS:
-        return f"codes of {codec.bits} bits lie in more than one plane of 2, 4, 8 bits"
-    if d & (d - 1) or size & (size - 1) or not 8 <= d <= LONGEST:
-        return f"{d} dims in groups of {size} are no powers of two from 8 to {LONGEST}"
-    return "`x` is float8" if x.dtype.itemsize == 1 else unsupported_anywhere(x=x)
+    if d > LONGEST:
+        return f"vectors of {d} dims, above {LONGEST}, are too long"
+    if x.dtype.itemsize == 1:
+        return "`x` is float8"
+    return unsupported_codec(codec, d) or unsupported_anywhere(x=x)
 
 
 def unsupported_in_cache(
@@ -50,31 +54,27 @@ def unsupported_in_cache(
 
 
 def tile_sizes(d: int, dtype) -> dict:
-    """32 elements a thread: scales and codes need registers too."""
-    return tuned("quantize_vectors", d, dtype, {"TILE": LONGEST, "num_warps": 4})
+    """32 elements a thread, or 64: scales and codes need registers too."""
+    tile = max(d, TILE)
+    rule = {"TILE": tile, "num_warps": min(tile // 1024, 16)}
+    return tuned("quantize_vectors", d, dtype, rule)
 
 
 @gluon_jit
-def nearest_level(z, midpoints_ptr, BITS: gl.constexpr):
-    """The number of the level nearest to z, by bisection over the midpoints."""
-    half: gl.constexpr = 1 << (BITS - 1)
-    code = gl.where(z > gl.load(midpoints_ptr + half - 1), half, 0)
-    for i in gl.static_range(1, BITS):
-        above = z > gl.load(midpoints_ptr + code + ((half >> i) - 1))
-        code += gl.where(above, half >> i, 0)
-    return code
-
-
-@gluon_jit
-def packed(code, BITS: gl.constexpr):
-    """Whole bytes of neighbouring codes, the first one in the lowest bits."""
-    if BITS <= 2:
-        low, high = gl.split(gl.reshape(code, [code.shape[0] // 2, 2]))
-        code = low | (high << 2)
-    if BITS <= 4:
-        low, high = gl.split(gl.reshape(code, [code.shape[0] // 2, 2]))
-        code = low | (high << 4)
-    return code
+def store_plane(code, codes_ptr, left, VECTOR: gl.constexpr, NUMBER: gl.constexpr):
+    """One of the planes of whole vectors, of which `left` are to be written."""
+    BYTES: gl.constexpr = VECTOR[3]
+    WIDTH: gl.constexpr = of_plane(VECTOR, NUMBER, 0)
+    COUNT: gl.constexpr = of_plane(VECTOR, NUMBER, 1)
+    WIDE: gl.constexpr = VECTOR[0] * WIDTH // 8
+    part = plane_bytes(code, VECTOR, NUMBER)
+    at = gl.arange(0, part.shape[0], part.type.layout)
+    inside = at < left * WIDE
+    if WIDE != BYTES:  # beside other planes
+        byte = at % WIDE
+        inside = inside & (byte < WIDTH * COUNT // 8)
+        at = at // WIDE * BYTES + of_plane(VECTOR, NUMBER, 3) + byte
+    gl.store(codes_ptr + at, part, inside)
 
 
 @gluon_jit
@@ -85,68 +85,88 @@ def quantize_vectors_kernel(
     codes_ptr,
     scales_ptr,
     SIZE: gl.constexpr,
-    D: gl.constexpr,
-    ROOT: gl.constexpr,
-    GROUP: gl.constexpr,
-    BITS: gl.constexpr,
+    VECTOR: gl.constexpr,
     TILE: gl.constexpr,
     ITEM: gl.constexpr,
 ):
-    """Without midpoints the levels are integers; D is 1 where nothing rotates."""
-    y = transformed(x_ptr, signs_ptr, SIZE, D, TILE, ITEM)
-    flat: gl.constexpr = y.type.layout
-    top: gl.constexpr = 2 ** (BITS - 1) - 1
-    y = gl.reshape(y * ROOT, [TILE // GROUP, GROUP])
-    if midpoints_ptr is not None:
-        scale = gl.sqrt(gl.sum(y * y, 1) / GROUP)
+    """A tile of whole vectors; VECTOR as in cache_codes.py."""
+    D: gl.constexpr = VECTOR[0]
+    BYTES: gl.constexpr = VECTOR[3]
+    GROUP: gl.constexpr = VECTOR[4]
+    if signs_ptr is not None:
+        ROOT: gl.constexpr = VECTOR[8]
+        y = transformed(x_ptr, signs_ptr, SIZE, D, TILE, ITEM) * ROOT
     else:
-        scale = gl.max(gl.abs(y), 1) / top
+        y = transformed(x_ptr, signs_ptr, SIZE, 1, TILE, ITEM)
+    flat: gl.constexpr = y.type.layout
+    y = gl.reshape(y, [TILE // GROUP, GROUP])
+    scale = scales_of(y, midpoints_ptr, VECTOR[5])
     z = y / gl.expand_dims(gl.where(scale == 0.0, 1.0, scale), 1)
     z = gl.convert_layout(gl.reshape(z, [TILE]), flat)
-    if midpoints_ptr is not None:
-        code = nearest_level(z, midpoints_ptr, BITS)
-    else:
-        q = (z + 12582912.0) - 12582912.0  # 1.5 * 2**23: to the nearest, halves to even
-        q = gl.minimum(gl.maximum(q, -top), top)
-        code = (q + 2 ** (BITS - 1)).to(gl.int32)
-    code = packed(code, BITS).to(gl.uint8)
+    code = codes_of(z, gl.arange(0, TILE, flat) % D, midpoints_ptr, VECTOR)
 
     tile = gl.program_id(0).to(gl.int64)
-    at = gl.arange(0, TILE * BITS // 8, code.type.layout)
-    start = tile * (TILE * BITS // 8)
-    gl.store(codes_ptr + start + at, code, at < SIZE * BITS // 8 - start)
+    codes_ptr += tile * (TILE // D * BYTES)
+    left = SIZE // D - tile * (TILE // D)
+    for i in gl.static_range(num_planes(VECTOR)):
+        store_plane(code, codes_ptr, left, VECTOR, i)
     at = gl.arange(0, TILE // GROUP, scale.type.layout)
     start = tile * (TILE // GROUP)
     gl.store(scales_ptr + start + at, scale, at < SIZE // GROUP - start)
 
 
+@jit
+def quantize_rows_kernel(
+    x_ptr,
+    signs_ptr,
+    midpoints_ptr,
+    codes_ptr,
+    scales_ptr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Whole vectors with zeros behind their dims."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    dim = tl.arange(0, VECTOR[1])[None, :]
+    present = row < COUNT
+    x = tl.load(x_ptr + row * VECTOR[0] + dim, present & (dim < VECTOR[0]), 0.0)
+    write_vectors(
+        x.to(tl.float32),
+        codes_ptr,
+        scales_ptr,
+        signs_ptr,
+        midpoints_ptr,
+        row,
+        present,
+        ROWS,
+        VECTOR,
+    )
+
+
 def quantize_vectors_fwd(x: jax.Array, *, codec: VectorCodec):
     *lead, d = x.shape
-    rotates = isinstance(codec, TurboQuantCodec)
-    signs = midpoints = None
-    if rotates:
-        levels = np.asarray(codec.codebook or lloyd_max_codebook(int(codec.bits)))
-        midpoints = jnp.asarray((levels[1:] + levels[:-1]) / 2, jnp.float32)
-        signs = jnp.asarray(codec.signs(d))
-    sizes = tile_sizes(d, x.dtype)
-    group = group_size(codec, d)
-    constants = {
-        "SIZE": x.size,
-        "D": d if rotates else 1,
-        "ROOT": d**-0.5 if rotates else 1.0,
-        "GROUP": group,
-        "BITS": int(codec.bits),
-        "ITEM": x.dtype.itemsize,
-    }
+    vector = vector_of(d, codec)
+    signs, midpoints = constants_of(d, codec)
     given = {"x_ptr": x, "signs_ptr": signs, "midpoints_ptr": midpoints}
+    groups = d // group_size(codec, d)
     results = {
         "codes_ptr": jax.ShapeDtypeStruct((*lead, code_bytes(codec, d)), jnp.uint8),
-        "scales_ptr": jax.ShapeDtypeStruct((*lead, d // group), jnp.float32),
+        "scales_ptr": jax.ShapeDtypeStruct((*lead, groups), jnp.float32),
     }
-    grid = (-(-x.size // sizes["TILE"]),)
-    out: Any = sparse_call(
-        quantize_vectors_kernel, grid, given, results, constants | sizes
-    )
+    sizes = tile_sizes(vector[1], x.dtype)
+    if d == vector[1]:
+        kernel, per_program = quantize_vectors_kernel, sizes["TILE"] // d
+        # a thread has whole bytes of each plane
+        item = 2 if int(codec.bits) & 1 or codec.bits == 2.25 else x.dtype.itemsize
+        constants = sizes | {"SIZE": x.size, "ITEM": item}
+    else:
+        kernel, per_program = quantize_rows_kernel, sizes["TILE"] // vector[1]
+        constants = {"COUNT": x.size // d, "ROWS": per_program}
+        constants |= {"num_warps": sizes["num_warps"]}
+    grid = (-(-x.size // (d * per_program)),)
+    constants |= {"VECTOR": vector}
+    out: Any = sparse_call(kernel, grid, given, results, constants)
     return out
 
 
