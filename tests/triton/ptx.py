@@ -31,6 +31,8 @@ OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "add.u32": lambda a, b: a + b,
     "mul.lo.u32": lambda a, b: a * b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "min.u32": min,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
 }

@@ -16,7 +16,7 @@ from jaxkern import (
 from jaxkern.primitives.turboquant.vector_codec import decode_levels, pack, planes
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.attention.quantized_formats import form_of, tables_of
-from jaxkern.triton.attention.quantized_layouts import planes_of
+from jaxkern.triton.attention.quantized_layouts import copies_of, planes_of
 from jaxkern.triton.attention.quantized_levels import key_levels, value_levels
 from jaxkern.triton.triton_call import compiling_for
 from tests.triton import ptx
@@ -50,10 +50,9 @@ def launches_of(*args, **options):
     "codecs, options, reason",
     [
         ((TURBO4, TURBO4), dict(t=9), "9 queries, more than 8"),
-        ((TURBO4, TURBO4), dict(h=32), "head dim 32 of `key` is none of"),
-        ((IntCodec(2), TURBO4), dict(h=64), "less than a word for each lane"),
-        ((TurboQuantCodec(2.25), TURBO4), {}, "codes of 2.25 bits in `key`"),
-        ((TURBO4, IntCodec(7)), {}, "codes of 7 bits in `value`"),
+        ((TurboQuantCodec(2.25),) * 2, dict(h=64), "`key` has vectors of 18 bytes"),
+        ((INT4, IntCodec(8, group=24)), dict(h=96), "scales of 24 dims each"),
+        ((IntCodec(8),) * 2, dict(h=320), "`key` has head dim 320, above 256"),
         ((TURBO4, TURBO4), dict(mask=jnp.ones((1, 40), bool)), "`mask` is not in"),
         ((TURBO4, TURBO4), dict(s=0), "`key_codes` is empty"),
     ],
@@ -64,7 +63,7 @@ def test_refusals_in_words(codecs, options, reason):
 
 
 LOOKED_UP = [
-    *(TurboQuantCodec(bits) for bits in range(1, 9)),
+    *(TurboQuantCodec(bits) for bits in (1, 2, 2.25, 3, 4, 5, 6, 7, 8)),
     *(IntCodec(bits) for bits in (2, 3, 5, 6, 7)),
     Float8Codec(),
 ]
@@ -72,25 +71,23 @@ LOOKED_UP = [
 
 @pytest.mark.parametrize("codec", LOOKED_UP, ids=str)
 def test_lookups_give_the_levels_that_codes_mean(codec):
-    """The kernel's PTX of words of a key, and of two values, for one lane."""
-    bits, lane, rng = int(codec.bits), 13, np.random.default_rng(0)
+    """The kernel's PTX of words of a key, and of two values, in lanes that have them."""
+    rng = np.random.default_rng(0)
     with compiling_for(80):  # later GPUs convert float8 themselves
         form = form_of(codec)
         table, other = tables_of(codec, codec)
-        separate, theirs = tables_of(codec, TurboQuantCodec(3 if bits != 3 else 4))
+        separate, theirs = tables_of(codec, TurboQuantCodec(3 if codec.bits != 3 else 4))
     assert table is not None and other is None and theirs is not None
     np.testing.assert_array_equal(table, separate)
-    width, _, together = form
+    width, together, others = form[0], form[2], planes_of(form)
     count, d = 32 // width, 128
-    shared = rng.integers(0, 256, 128 + table.size * 256).astype(np.uint8)
-    for i, entry in enumerate(table.view(np.uint32)):
-        at = 128 + i * 256 + 4 * lane
-        shared[at : at + 4] = np.frombuffer(entry.tobytes(), np.uint8)
-    codes = rng.integers(0, 2**bits, (2, d)).astype(np.uint8)
+    num_words = d // count
+    noise = rng.integers(0, 2**32, (table.size, 64), np.uint32)
+    codes = rng.integers(0, 2**8, (2, d)).astype(np.uint8)
     packed = pack(jnp.asarray(codes), planes(codec, d))
     levels = np.asarray(decode_levels("test", packed, 1, codec, jnp.float32))
-    levels = levels.reshape(2, d // count, count).astype(np.float16)
-    packed, others = np.asarray(packed), planes_of(form)
+    levels = levels.reshape(2, num_words, count).astype(np.float16)
+    packed = np.pad(packed, ((0, 0), (0, d // 8)))  # zeros behind the last plane
 
     def words(token, i):
         """The i-th one, and what other planes have for it below others' bits."""
@@ -104,19 +101,24 @@ def test_lookups_give_the_levels_that_codes_mean(codec):
             start += d * behind // 8
         return found
 
-    def run(text, results, operands):
+    def run(text, lane, results, operands):
         inputs = {f"${results + i}": x for i, x in enumerate(operands)}
+        shared = noise.copy()
+        shared[:, 32 + lane] = table.view(np.uint32)
+        shared = shared.reshape(-1).view(np.uint8)
         after = ptx.run(text, inputs | {"%laneid": lane}, shared)
         size = np.uint32 if together == 2 else np.uint16
         return np.array([after[f"${i}"] for i in range(results)], size)
 
-    for i in range(d // count):
+    for i in range(num_words):
+        lane = 12 + 4 * i // num_words  # of the four that have a key
         (main, *behind), (second, *beside) = words(0, i), words(1, i)
-        y = run(key_levels(form), count // together, [main, 128, *behind])
+        y = run(key_levels(form), lane, count // together, [main, 128, *behind])
         np.testing.assert_array_equal(y.view(np.float16), levels[0, i])
         both = [x for pair in zip(behind, beside, strict=True) for x in pair]
         operands = [main, second, 128, *both]
-        y = run(value_levels(form), 2 * count // together, operands)
+        lane = 8 * i // num_words * 4 + 1  # of the eight that have a value
+        y = run(value_levels(form), lane, 2 * count // together, operands)
         np.testing.assert_array_equal(y.view(np.float16), levels[:, i].T.reshape(-1))
 
 
@@ -128,6 +130,11 @@ FORMS = {
     "turbo8 turbo4": (TURBO8, TURBO4, dict(s=5000, softcap=3.0)),
     "turbo8 other": (TURBO8, OTHER8, dict(s=5000)),
     "turbo3": (TurboQuantCodec(3), TurboQuantCodec(3), dict(h=256)),
+    "turbo2.25": (TurboQuantCodec(2.25), TurboQuantCodec(2.25), {}),
+    "turbo7": (TurboQuantCodec(7), TurboQuantCodec(7), dict(s=5000, g=4)),
+    "turbo1": (TurboQuantCodec(1), TurboQuantCodec(1), dict(h=32)),
+    "int5 by 32": (IntCodec(5, group=32), IntCodec(5, group=32), dict(h=96, g=4)),
+    "int8 of 192": (IntCodec(8), IntCodec(8), dict(h=192, s=5000, g=4)),
     "int6 none": (IntCodec(6), None, dict(g=3, causal=True, window=7, t=2)),
     "none turbo8": (None, TURBO8, dict(k=3, g=2)),
 }
@@ -150,10 +157,10 @@ def test_kernels_compile_and_do_not_spill(form, capability):
             assert launch.stack_bytes == 0, launch.describe()
             assert launch.shared_bytes <= bridge.max_shared_bytes()
             if "q" in launch.name:
-                assert (
-                    "HMMA" in launch.sass
-                    and "LDGSTS.E.BYPASS.LTC256B.128" in launch.sass
-                )
+                parts = dict(launch.constants)["PARTS"]
+                wide = any(p[2] and copies_of(p, 16)[0] == 16 for p in parts)
+                assert "HMMA" in launch.sass and "LDGSTS.E" in launch.sass
+                assert wide == ("LDGSTS.E.BYPASS.LTC256B.128" in launch.sass)
                 # Triton has put nothing of its own beside what is addressed in PTX
                 assert launch.shared_bytes == dict(launch.constants)["SHARED"]
 

@@ -19,6 +19,7 @@ from jaxkern import (
     embedding,
     explain,
     fwht,
+    quantize_vectors,
     quantized_cache_attention,
     rms_norm,
     softmax,
@@ -107,6 +108,10 @@ def decode(codec):
     return f, (spec(2, 8, 8, 128), cache, cache)
 
 
+def quantize(codec, d):
+    return functools.partial(quantize_vectors, codec=codec), (spec(300, d),)
+
+
 def embed(dtype):
     ids = jnp.zeros((4, 2048), jnp.int32)
     return slopes(lambda table: embedding(ids, table), spec(32768, 1024, dtype=dtype))
@@ -136,11 +141,13 @@ CODECS = [
     IntCodec(8),
     IntCodec(4),
     Float8Codec(),
-    *(TurboQuantCodec(bits) for bits in (3, 4, 5, 6, 8)),
+    *(TurboQuantCodec(bits) for bits in (1, 2.25, 3, 4, 5, 6, 7, 8)),
 ]
 CALLS = {  # which the cases of the ops leave out
     "rows of gradients": rows_of_gradients(),
     **{f"decode {c}": decode(c) for c in CODECS},
+    **{f"quantize {c}": quantize(c, 128) for c in CODECS},
+    "quantize 80 dims": quantize(IntCodec(5), 80),
     **{f"embedding {t}": embed(t) for t in DTYPES},
     **{f"adamw {t}": update(t) for t in DTYPES},
     **{f"fwht {t}": (fwht, (spec(4096, 8192, dtype=t),)) for t in DTYPES},

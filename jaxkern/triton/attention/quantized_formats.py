@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook
 from jaxkern.primitives.turboquant.vector_codec import (
     Float8Codec,
     IntCodec,
@@ -30,6 +31,7 @@ FORMATS = {
     5: (4, 1, 1),
     4: (4, 0, 2),
     3: (2, 1, 2),
+    2.25: (2, 1, 2, 64),  # for dims behind the first quarter entries from here on
     2: (2, 0, 2),
     1: (1, 0, 2),
 }
@@ -37,7 +39,7 @@ LONGEST = 256  # dims of a vector
 FLOAT8_SINCE = 89  # the compute capability that converts them
 
 
-def form_of(codec: VectorCodec | None) -> tuple[int, int, int]:
+def form_of(codec: VectorCodec | None) -> tuple[int, ...]:
     """The format of a cache: `FORMATS`, or one of which the levels are computed."""
     if codec is None:
         return FORMATS[16]
@@ -47,7 +49,7 @@ def form_of(codec: VectorCodec | None) -> tuple[int, int, int]:
         return INT4
     if isinstance(codec, Float8Codec) and compute_capability() >= FLOAT8_SINCE:
         return FLOAT8
-    return FORMATS[int(codec.bits)]
+    return FORMATS[codec.bits]
 
 
 class Cache(NamedTuple):
@@ -63,7 +65,7 @@ class Cache(NamedTuple):
 
     dims: int
     room: int
-    form: tuple[int, int, int]
+    form: tuple[int, ...]
     groups: int
     parts: tuple[tuple[int, ...], ...]
 
@@ -107,11 +109,7 @@ def tables_of(key_codec: VectorCodec | None, value_codec: VectorCodec | None):
     """The tables of keys and of values, no second one if it is the first."""
     codecs = key_codec, value_codec
     forms = [form_of(codec) for codec in codecs]
-    levels = [
-        codec.table().astype(np.float16) if codec is not None and form[2] > 0 else None
-        for codec, form in zip(codecs, forms, strict=True)
-    ]
-    ours, theirs = (entries(x, f) for f, x in zip(forms, levels, strict=True))
+    ours, theirs = map(entries, codecs, forms)
     if ours is not None and theirs is not None and np.array_equal(ours, theirs):
         theirs = None
     return ours, theirs
@@ -123,20 +121,29 @@ def signs_of(codec: VectorCodec | None, d: int) -> np.ndarray | None:
     return None if signs is None else (signs * d**-0.5).astype(np.float32)
 
 
-def entries(levels: np.ndarray | None, form: tuple[int, int, int]) -> np.ndarray | None:
+def entries(codec: VectorCodec | None, form: tuple[int, ...]) -> np.ndarray | None:
     """int32 words, each the levels of one or two codes in its low and high half."""
-    if levels is None:
+    if codec is None or form[2] < 1:
         return None
-    width, second, together = form
-    words = levels.view(np.uint16).astype(np.uint32)
+    if codec.bits == 2.25:
+        parts = ((lloyd_max_codebook(bits), FORMATS[bits]) for bits in (3, 2))
+        words = np.concatenate([words_of(*part) for part in parts])
+        return np.pad(words, (0, 128 - words.size))  # a power of two
+    return words_of(codec.table(), form)
+
+
+def words_of(table: np.ndarray, form: tuple[int, ...]) -> np.ndarray:
+    """`entries` of levels for which a form has all bits."""
+    width, behind, together = form
+    words = table.astype(np.float16).view(np.uint16).astype(np.uint32)
     if together == 1:
         return words.view(np.int32)
-    number = np.arange(levels.size**2)
+    number = np.arange(words.size**2)
     mains = number & (1 << 2 * width) - 1
-    seconds = number >> 2 * width
+    others = number >> 2 * width
     low, high = (
         (mains >> width * i & (1 << width) - 1)
-        | (seconds >> second * i & (1 << second) - 1) << width
+        | (others >> behind * i & (1 << behind) - 1) << width
         for i in (0, 1)
     )
     return (words[low] | words[high] << 16).view(np.int32)

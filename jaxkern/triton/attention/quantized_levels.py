@@ -4,7 +4,8 @@ A word has 32 bits of neighbouring codes. Of keys a register holds two dims of a
 of values it holds two tokens for a dim, whose codes are brought together first.
 
 A format is (bits of the main plane, of those behind it together, codes of one lookup),
-the last 0 or less where levels are computed.
+the last 0 or less where levels are computed; and, where only the first quarter of a
+vector has bits behind the main plane, the entry that is the first of the other dims'.
 """
 
 from jaxkern.triton.attention.quantized_layouts import planes_of
@@ -89,7 +90,7 @@ def spread_pairs(plane, odd):
 @constexpr_function
 def index_bytes(form, word, planes, number):
     """PTX of what four lookups are numbered by, in the bytes of a."""
-    width, _, together = form
+    width, together = form[0], form[2]
     field = width * together
     mask = ((1 << field) - 1) * 0x01010101
     text = f"shr.u32 a, {word}, {field * number};" if number else f"mov.b32 a, {word};"
@@ -107,14 +108,22 @@ def index_bytes(form, word, planes, number):
 
 
 @constexpr_function
-def looked_up(form, word, planes, table, out):
+def looked_up(form, word, planes, table, out, later):
     """PTX of lookups of all codes of a word; `out(i)` are the results of the i-th.
 
-    `planes`: what the planes behind the main one have for the word, in the low bits.
+    Args:
+      form, word, table: see the module; `table` is where it begins.
+      planes: what the planes behind the main one have for the word, in the low bits.
+      later: PTX that sets e to 0 in lanes that have the first quarter of a vector, from
+        c, four times their number.
     """
-    width, _, together = form
+    width, together = form[0], form[2]
     steps = 8 // (width * together)
     text = "mov.u32 c, %laneid; shl.b32 c, c, 2;"
+    if len(form) > 3:
+        text += f"{later} min.u32 e, e, 1;"
+        text += f"mad.lo.u32 e, e, {form[3] * ENTRY_BYTES}, {table};"
+        table = "e"
     kind = "b32" if together == 2 else "b16"
     for step in range(steps):
         text += index_bytes(form, word, planes, step)
@@ -149,7 +158,8 @@ def key_levels(FORMAT):
     elif FORMAT == FLOAT8:
         text = float8_levels(word, 0)
     else:
-        text = looked_up(FORMAT, word, planes, table, lambda i: f"${i}")
+        later = "and.b32 e, c, 12;"
+        text = looked_up(FORMAT, word, planes, table, lambda i: f"${i}", later)
     return REGISTERS + text + " }"
 
 
@@ -159,8 +169,9 @@ def value_levels(FORMAT):
 
     What tokens have for a dim is brought together before it is decoded, not after.
     """
-    width, _, together = FORMAT
+    width, together = FORMAT[0], FORMAT[2]
     count = 32 // width
+    later = "shr.u32 e, c, 5;"
     results = count if together == 2 else 2 * count
     x, y, table, *planes = (f"${results + i}" for i in range(7))
     ours, theirs = planes[::2], planes[1::2]
@@ -175,8 +186,8 @@ def value_levels(FORMAT):
     elif FORMAT == FLOAT8:
         text = octets + float8_levels("t", 0) + float8_levels("u", 2)
     elif together == 1:
-        text = looked_up(FORMAT, x, ours, table, lambda i: f"${2 * i}")
-        text += looked_up(FORMAT, y, theirs, table, lambda i: f"${2 * i + 1}")
+        text = looked_up(FORMAT, x, ours, table, lambda i: f"${2 * i}", later)
+        text += looked_up(FORMAT, y, theirs, table, lambda i: f"${2 * i + 1}", later)
     else:
         text = ""
         for odd in (0, 1):
@@ -184,7 +195,7 @@ def value_levels(FORMAT):
             if planes_of(FORMAT):
                 text += alternating("u", ours[0], theirs[0], FORMAT[1], odd)
             out = (lambda i: f"${2 * i}") if odd == 0 else (lambda i: f"${2 * i + 1}")
-            text += looked_up(FORMAT, "t", ("u",), table, out)
+            text += looked_up(FORMAT, "t", ("u",), table, out, later)
     return REGISTERS + text + " }"
 
 
