@@ -38,6 +38,7 @@ CODECS = {
     "turbo7": TurboQuantCodec(7),
     "turbo2": TurboQuantCodec(2),
     "turbo1": TurboQuantCodec(1),
+    "turbo2.25": TurboQuantCodec(2.25),
     "own levels": TurboQuantCodec(4, codebook=tuple(i**3 / 99 for i in range(-7, 9))),
 }
 

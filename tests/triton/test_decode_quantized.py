@@ -71,12 +71,14 @@ LOOKED_UP = [
 
 @pytest.mark.parametrize("codec", LOOKED_UP, ids=str)
 def test_lookups_give_the_levels_that_codes_mean(codec):
-    """The kernel's PTX of words of a key, and of two values, in lanes that have them."""
+    """The kernel's PTX of words of a key and of two values, in lanes that have them."""
     rng = np.random.default_rng(0)
     with compiling_for(80):  # later GPUs convert float8 themselves
         form = form_of(codec)
         table, other = tables_of(codec, codec)
-        separate, theirs = tables_of(codec, TurboQuantCodec(3 if codec.bits != 3 else 4))
+        separate, theirs = tables_of(
+            codec, TurboQuantCodec(3 if codec.bits != 3 else 4)
+        )
     assert table is not None and other is None and theirs is not None
     np.testing.assert_array_equal(table, separate)
     width, together, others = form[0], form[2], planes_of(form)

@@ -66,25 +66,22 @@ def float8_levels(word, first):
 
 
 @constexpr_function
-def spread_bits(plane, odd, place):
-    """PTX: the even or the odd bits of a byte at `place` of four bytes in a.
+def spread_fields(plane, width, odd, place):
+    """PTX: the even or the odd of eight fields of 1 or 2 bits at `place` of bytes in a.
 
-    A product moves bit 2 i, or 2 i + 1, to 8 i + place; what else it has is in other
-    bits, from which no carry reaches these.
+    One product has each field where it belongs. What else it has lies in between, from
+    where no carry gets there.
     """
-    factor = 0x41041 << place - odd
-    return f"""
-        and.b32 b, {plane}, {0xAA if odd else 0x55}; mul.lo.u32 b, b, {factor};
-        lop3.b32 a, b, {0x01010101 << place}, a, 0xea;"""
-
-
-@constexpr_function
-def spread_pairs(plane, odd):
-    """PTX: the even or the odd pairs of bits of two bytes at bit 4 of bytes in a."""
-    return f"""
-        prmt.b32 b, {plane}, {plane}, 0x1100; shl.b32 s, b, {2 if odd else 4};
-        {"shr.u32 b, b, 2;" if odd else ""} lop3.b32 s, s, b, 0x00ff00ff, 0xe4;
-        lop3.b32 a, s, 0x30303030, a, 0xea;"""
+    if width == 2:  # each byte has four of them, which go to two
+        text = f"prmt.b32 b, {plane}, 0, 0x4140;"
+        plane, mask, factor = "b", 0x330033, 0x11
+    else:
+        text, mask, factor = "", 0x55, 0x41041
+    first = width * odd
+    fields = ((1 << width) - 1) * 0x01010101
+    return f"""{text} and.b32 b, {plane}, {mask << first};
+        mul.lo.u32 b, b, {factor << place >> first};
+        lop3.b32 a, b, {fields << place}, a, 0xea;"""
 
 
 @constexpr_function
@@ -98,11 +95,7 @@ def index_bytes(form, word, planes, number):
     place = field
     widths = planes_of(form)
     for i in range(len(widths)):
-        plane = planes[i]
-        if widths[i] * together == 2:
-            text += spread_pairs(plane, number)
-        else:
-            text += spread_bits(plane, number, place)
+        text += spread_fields(planes[i], widths[i] * together, number, place)
         place += widths[i] * together
     return text
 
