@@ -16,6 +16,7 @@ from jaxkern import (
     TurboQuantCodec,
     adamw_update,
     attention,
+    dequantize_vectors,
     embedding,
     explain,
     fwht,
@@ -112,6 +113,10 @@ def quantize(codec, d):
     return functools.partial(quantize_vectors, codec=codec), (spec(300, d),)
 
 
+def dequantize(codec):
+    return dequantize_vectors, (QuantizedVectors.zeros((300, 128), codec),)
+
+
 def embed(dtype):
     ids = jnp.zeros((4, 2048), jnp.int32)
     return slopes(lambda table: embedding(ids, table), spec(32768, 1024, dtype=dtype))
@@ -148,6 +153,7 @@ CALLS = {  # which the cases of the ops leave out
     **{f"decode {c}": decode(c) for c in CODECS},
     **{f"quantize {c}": quantize(c, 128) for c in CODECS},
     "quantize 80 dims": quantize(IntCodec(5), 80),
+    **{f"dequantize {c}": dequantize(c) for c in CODECS},
     **{f"embedding {t}": embed(t) for t in DTYPES},
     **{f"adamw {t}": update(t) for t in DTYPES},
     **{f"fwht {t}": (fwht, (spec(4096, 8192, dtype=t),)) for t in DTYPES},

@@ -9,8 +9,10 @@ import pytest
 from jaxkern import (
     Float8Codec,
     IntCodec,
+    QuantizedVectors,
     TurboQuantCodec,
     cumsum,
+    dequantize_vectors,
     explain,
     fwht,
     quantize_vectors,
@@ -99,6 +101,12 @@ def test_codes(codec, d):
     f = functools.partial(quantize_vectors, codec=codec)
     for dtype in (jnp.bfloat16, jnp.float32):
         check_launches(f, jnp.ones((33, d), dtype))
+
+
+@pytest.mark.parametrize("bits, d", [(4, 128), (7, 256), (2.25, 64), (8, 16384)])
+def test_vectors_of_codes(bits, d):
+    codes = QuantizedVectors.zeros((33, d), TurboQuantCodec(bits, seed=1))
+    check_launches(dequantize_vectors, codes)
 
 
 @pytest.mark.parametrize(

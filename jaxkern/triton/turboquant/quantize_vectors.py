@@ -60,20 +60,27 @@ def tile_sizes(d: int, dtype) -> dict:
     return tuned("quantize_vectors", d, dtype, rule)
 
 
-@gluon_jit
-def store_plane(code, codes_ptr, left, VECTOR: gl.constexpr, NUMBER: gl.constexpr):
-    """One of the planes of whole vectors, of which `left` are to be written."""
-    BYTES: gl.constexpr = VECTOR[3]
-    WIDTH: gl.constexpr = of_plane(VECTOR, NUMBER, 0)
-    COUNT: gl.constexpr = of_plane(VECTOR, NUMBER, 1)
-    WIDE: gl.constexpr = VECTOR[0] * WIDTH // 8
-    part = plane_bytes(code, VECTOR, NUMBER)
-    at = gl.arange(0, part.shape[0], part.type.layout)
+@jit
+def places_in_plane(at, left, VECTOR: tl.constexpr, NUMBER: tl.constexpr):
+    """Where the bytes of a plane of whole vectors lie, and whether they are there."""
+    BYTES: tl.constexpr = VECTOR[3]
+    WIDTH: tl.constexpr = of_plane(VECTOR, NUMBER, 0)
+    COUNT: tl.constexpr = of_plane(VECTOR, NUMBER, 1)
+    WIDE: tl.constexpr = VECTOR[0] * WIDTH // 8
     inside = at < left * WIDE
     if WIDE != BYTES:  # beside other planes
         byte = at % WIDE
         inside = inside & (byte < WIDTH * COUNT // 8)
         at = at // WIDE * BYTES + of_plane(VECTOR, NUMBER, 3) + byte
+    return at, inside
+
+
+@gluon_jit
+def store_plane(code, codes_ptr, left, VECTOR: gl.constexpr, NUMBER: gl.constexpr):
+    """One of the planes of whole vectors, of which `left` are to be written."""
+    part = plane_bytes(code, VECTOR, NUMBER)
+    at = gl.arange(0, part.shape[0], part.type.layout)
+    at, inside = places_in_plane(at, left, VECTOR, NUMBER)
     gl.store(codes_ptr + at, part, inside)
 
 
