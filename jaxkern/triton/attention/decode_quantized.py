@@ -56,8 +56,11 @@ FASTEST = {
     FLOAT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     INT4: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[8]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
+    FORMATS[7]: {"HEADS": 8, "BLOCK": 32, "STAGES": 2, "PER_SM": 1},
+    FORMATS[6]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
+    FORMATS[5]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
     FORMATS[4]: {"HEADS": 2, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
-    FORMATS[3]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
+    FORMATS[3]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 2},
 }
 UNIT = 256.0  # the largest coordinate of a query in float16
 WEIGHT = 32768.0  # the largest weight in float16
