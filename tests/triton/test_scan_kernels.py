@@ -120,3 +120,9 @@ def test_vectors_of_codes(bits, d):
 def test_codes_that_are_refused_in_words(codec, d, reason):
     f = functools.partial(quantize_vectors, codec=codec)
     assert reason in str(explain(f, jnp.ones((2, d)), platform="cuda"))
+
+
+def test_vectors_that_are_refused_in_words():
+    codes = QuantizedVectors.zeros((2, 80), IntCodec(8))
+    text = str(explain(dequantize_vectors, codes, platform="cuda"))
+    assert "vectors of 80 dims are no power of 2" in text

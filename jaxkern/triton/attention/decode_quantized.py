@@ -7,8 +7,11 @@ four lanes share a key, eight lanes a value, and dims are numbered as the lanes 
 them, which changes no sum and only permutes the result. Where levels are integers of 4
 or 8 bits or floats they are computed; else a code, or two of up to 4 bits, is the
 number of an entry in a table of float16 levels, of which every lane has a copy in a
-bank of its own. A register of values has two tokens: their codes are put together
-before they are decoded.
+bank of its own; up to three planes make the bytes of four numbers at once. A register
+of values has two tokens: their codes are put together before they are decoded.
+
+A vector lies in shared memory with zeros up to the next power of two, and so that each
+lane has a word: dims that a query has not, and that no result takes.
 
 Scales never meet an element. Those of keys multiply scores; those of values multiply
 weights, relative to the largest so far, so that float16 holds them. Where several

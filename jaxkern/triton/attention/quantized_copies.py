@@ -6,6 +6,7 @@ around every read.
 
 from jaxkern.triton.attention.quantized_layouts import (
     copies_of,
+    is_one_scale,
     lane_layout,
     nth,
     place_of,
@@ -150,7 +151,7 @@ def first_copies(
             token = row // 8 * 8 + row % 4 * 2 + row // 4 % 2
             SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
             to = row * PART[3] + (inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32)
-        if PART[2] == 4:
+        if is_one_scale(PART):
             to = row // 8 * 4 + row % 8 * (BLOCK // 2)  # as place_of
         # zeros where the room has more than a vector
         here = end - begin - token

@@ -154,9 +154,15 @@ def can_be_copied(part: tuple) -> bool:
 
 
 @constexpr_function
+def is_one_scale(PART):
+    """Of a vector; no plane begins at 0 with so few bytes."""
+    return PART[1] == 0 and PART[2] == 4
+
+
+@constexpr_function
 def place_of(row, PART, BLOCK):
     """In bytes; single scales of tokens 8 apart, of one lane, are neighbours."""
-    if PART[2] == 4:
+    if is_one_scale(PART):
         return row // 8 * 4 + row % 8 * (BLOCK // 2)
     return row * PART[3]
 

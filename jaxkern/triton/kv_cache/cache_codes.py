@@ -7,6 +7,7 @@ on its way: its codes and scales are written once, and the tables of a codec rea
 VECTOR is what `vector_of` says.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -31,6 +32,8 @@ from jaxkern.triton.triton_call import (
     tl,
 )
 
+MOST_CELLS = 2048  # 16 KB with what lies below
+
 
 def unsupported_codec(codec: VectorCodec, d: int) -> str | None:
     size = group_size(codec, d)
@@ -54,7 +57,7 @@ def vector_of(d: int, codec: VectorCodec | None) -> tuple:
 
     (d, the power of 2 that holds it) and, of codes, (planes, bytes of a vector, dims of
     a group, largest number or 0 for levels, bits of a dim's number, conversion in
-    hardware, d ** -0.5).
+    hardware, d ** -0.5, the first three of `cells_of`).
     """
     dims = next_power_of_2(d)
     if codec is None:
@@ -65,7 +68,8 @@ def vector_of(d: int, codec: VectorCodec | None) -> tuple:
     hardware = compute_capability() >= FP8_CONVERSION
     stages = dims.bit_length() - 1
     parts = planes_of(codec, d), code_bytes(codec, d)
-    return d, dims, *parts, group, top, stages, hardware, d**-0.5
+    cells = None if top else cells_of(midpoints_of(codec))[:3]
+    return d, dims, *parts, group, top, stages, hardware, d**-0.5, cells
 
 
 def codec_top(codec) -> float:
@@ -76,12 +80,40 @@ def constants_of(d: int, codec: VectorCodec | None) -> Sequence[jax.Array | None
     """Signs and midpoints of a codec that has them."""
     if not isinstance(codec, TurboQuantCodec):
         return None, None
+    midpoints = midpoints_of(codec)
+    return jnp.asarray(codec.signs(d)), jnp.asarray(cells_of(midpoints)[3])
+
+
+def midpoints_of(codec: TurboQuantCodec) -> tuple[float, ...]:
+    """Between levels; of 3 bits, then of 2, for a codec that has both."""
     tables = [codec.codebook or lloyd_max_codebook(int(codec.bits))]
     if codec.bits == 2.25:
         tables = [lloyd_max_codebook(bits) for bits in (3, 2)]
     levels = map(np.asarray, tables)
-    midpoints = np.concatenate([(x[1:] + x[:-1]) / 2 for x in levels])
-    return jnp.asarray(codec.signs(d)), jnp.asarray(midpoints, jnp.float32)
+    return tuple(np.concatenate([(x[1:] + x[:-1]) / 2 for x in levels]).tolist())
+
+
+@functools.cache
+def cells_of(midpoints: tuple[float, ...]) -> tuple[float, float, int, np.ndarray]:
+    """(a, b, n, table) for cells int(a z + b) of a number z, at most one midpoint each.
+
+    The table has the midpoint of each of n cells, or inf, then how many lie below. With
+    a power of two for a the sum is the only rounding, so a cell is the same wherever it
+    is computed, and never lower for a larger z. Where levels lie too close for that, or
+    are not ascending, n is 0 and the table has the midpoints.
+    """
+    x = np.float32(midpoints)
+    for bits in range(10):
+        per = np.float32(2.0**bits)
+        first = 1 - np.floor(x[0] * per)
+        cell = (x * per + first).astype(np.int32)
+        count = int(cell[-1]) + 2
+        if count <= MOST_CELLS and (np.diff(cell) > 0).all():
+            table = np.full(2 * count, np.inf, np.float32)
+            table[cell] = x
+            table[count:] = np.searchsorted(cell, np.arange(count))
+            return float(per), float(first), count, table
+    return 0.0, 0.0, 0, x
 
 
 @jit
@@ -126,6 +158,21 @@ def scales_of(groups, midpoints_ptr, TOP: tl.constexpr):
         return tl.reduce(tl.abs(groups), 1, larger) / TOP
 
 
+@constexpr_function
+def of_cells(VECTOR, NUMBER):
+    return VECTOR[9][NUMBER]
+
+
+@jit
+def level_of_cell(z, cells_ptr, VECTOR: tl.constexpr):
+    """The number of the level nearest to z, see `cells_of`."""
+    COUNT: tl.constexpr = of_cells(VECTOR, 2)
+    cell = tl.maximum(z * of_cells(VECTOR, 0) + of_cells(VECTOR, 1), 0.0)
+    cell = tl.minimum(cell, COUNT - 1.0).to(tl.int32)
+    below = tl.load(cells_ptr + COUNT + cell)
+    return (below + tl.where(z > tl.load(cells_ptr + cell), 1.0, 0.0)).to(tl.int32)
+
+
 @jit
 def nearest_level(z, midpoints_ptr, BITS: tl.constexpr):
     """The number of the level nearest to z, by bisection over the midpoints."""
@@ -144,7 +191,10 @@ def codes_of(z, dim, midpoints_ptr, VECTOR: tl.constexpr):
     DIMS: tl.constexpr = most_bits(VECTOR)[1]
     TOP: tl.constexpr = VECTOR[5]
     if midpoints_ptr is not None:
-        code = nearest_level(z, midpoints_ptr, BITS)
+        if of_cells(VECTOR, 2) > 0:
+            code = level_of_cell(z, midpoints_ptr, VECTOR)
+        else:
+            code = nearest_level(z, midpoints_ptr, BITS)
         if DIMS < VECTOR[0]:  # a bit less for the dims behind
             less = nearest_level(z, midpoints_ptr + ((1 << BITS) - 1), BITS - 1)
             code = tl.where(dim < DIMS, code, less)

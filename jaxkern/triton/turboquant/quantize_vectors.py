@@ -1,8 +1,8 @@
 """Rotates, scales, quantises and packs vectors in one launch.
 
 The transform of fwht.py leaves neighbouring dims in one thread, as packed codes want
-them. Each vector is read once; its codes and scales are written once. Vectors of which
-the dims are no power of two are those of a cache, see cache_codes.py.
+them. Each vector is read once; its codes and scales are written once. Dims that are no
+power of two have zeros behind them, in registers.
 """
 
 from typing import Any
@@ -26,11 +26,10 @@ from jaxkern.triton.kv_cache.cache_codes import (
     scales_of,
     unsupported_codec,
     vector_of,
-    write_vectors,
 )
 from jaxkern.triton.triton_call import gl, gluon_jit, jit, sparse_call, tl
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
-from jaxkern.triton.turboquant.fwht import LONGEST, transformed
+from jaxkern.triton.turboquant.fwht import LONGEST, layouts, transformed
 
 TILE = 4096  # elements of a program, or one vector
 
@@ -66,7 +65,7 @@ def places_in_plane(at, left, VECTOR: tl.constexpr, NUMBER: tl.constexpr):
     BYTES: tl.constexpr = VECTOR[3]
     WIDTH: tl.constexpr = of_plane(VECTOR, NUMBER, 0)
     COUNT: tl.constexpr = of_plane(VECTOR, NUMBER, 1)
-    WIDE: tl.constexpr = VECTOR[0] * WIDTH // 8
+    WIDE: tl.constexpr = VECTOR[1] * WIDTH // 8
     inside = at < left * WIDE
     if WIDE != BYTES:  # beside other planes
         byte = at % WIDE
@@ -85,95 +84,85 @@ def store_plane(code, codes_ptr, left, VECTOR: gl.constexpr, NUMBER: gl.constexp
 
 
 @gluon_jit
+def load_padded(
+    x_ptr,
+    left,
+    VECTOR: gl.constexpr,
+    TILE: gl.constexpr,
+    ITEM: gl.constexpr,
+):
+    """Whole vectors in float32, zeros behind their dims, in the layout for stores."""
+    D: gl.constexpr = VECTOR[0]
+    DIMS: gl.constexpr = VECTOR[1]
+    at = gl.arange(0, TILE, layouts(1, TILE, ITEM, gl.num_warps())[2])
+    row = at // DIMS
+    inside = (at % DIMS < D) & (row < left)
+    x = gl.load(x_ptr + row * D + at % DIMS, inside, 0.0, eviction_policy="evict_first")
+    return x.to(gl.float32)
+
+
+@gluon_jit
 def quantize_vectors_kernel(
     x_ptr,
     signs_ptr,
     midpoints_ptr,
     codes_ptr,
     scales_ptr,
-    SIZE: gl.constexpr,
+    COUNT: gl.constexpr,
     VECTOR: gl.constexpr,
     TILE: gl.constexpr,
     ITEM: gl.constexpr,
 ):
-    """A tile of whole vectors; VECTOR as in cache_codes.py."""
+    """A tile of whole vectors of all COUNT; VECTOR as in cache_codes.py."""
     D: gl.constexpr = VECTOR[0]
-    BYTES: gl.constexpr = VECTOR[3]
+    DIMS: gl.constexpr = VECTOR[1]
     GROUP: gl.constexpr = VECTOR[4]
+    VECTORS: gl.constexpr = TILE // DIMS
+    first = gl.program_id(0).to(gl.int64) * VECTORS
+    left = COUNT - first
     if signs_ptr is not None:
         ROOT: gl.constexpr = VECTOR[8]
-        y = transformed(x_ptr, signs_ptr, SIZE, D, TILE, ITEM) * ROOT
+        y = transformed(x_ptr, signs_ptr, COUNT * D, D, TILE, ITEM) * ROOT
+    elif D == DIMS:
+        y = transformed(x_ptr, signs_ptr, COUNT * D, 1, TILE, ITEM)
     else:
-        y = transformed(x_ptr, signs_ptr, SIZE, 1, TILE, ITEM)
+        y = load_padded(x_ptr + first * D, left, VECTOR, TILE, ITEM)
     flat: gl.constexpr = y.type.layout
     y = gl.reshape(y, [TILE // GROUP, GROUP])
     scale = scales_of(y, midpoints_ptr, VECTOR[5])
     z = y / gl.expand_dims(gl.where(scale == 0.0, 1.0, scale), 1)
     z = gl.convert_layout(gl.reshape(z, [TILE]), flat)
-    code = codes_of(z, gl.arange(0, TILE, flat) % D, midpoints_ptr, VECTOR)
-
-    tile = gl.program_id(0).to(gl.int64)
-    codes_ptr += tile * (TILE // D * BYTES)
-    left = SIZE // D - tile * (TILE // D)
+    code = codes_of(z, gl.arange(0, TILE, flat) % DIMS, midpoints_ptr, VECTOR)
     for i in gl.static_range(num_planes(VECTOR)):
-        store_plane(code, codes_ptr, left, VECTOR, i)
+        store_plane(code, codes_ptr + first * VECTOR[3], left, VECTOR, i)
+    GROUPS: gl.constexpr = (D + GROUP - 1) // GROUP
+    ALL_GROUPS: gl.constexpr = DIMS // GROUP
     at = gl.arange(0, TILE // GROUP, scale.type.layout)
-    start = tile * (TILE // GROUP)
-    gl.store(scales_ptr + start + at, scale, at < SIZE // GROUP - start)
-
-
-@jit
-def quantize_rows_kernel(
-    x_ptr,
-    signs_ptr,
-    midpoints_ptr,
-    codes_ptr,
-    scales_ptr,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Whole vectors with zeros behind their dims."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    dim = tl.arange(0, VECTOR[1])[None, :]
-    present = row < COUNT
-    x = tl.load(x_ptr + row * VECTOR[0] + dim, present & (dim < VECTOR[0]), 0.0)
-    write_vectors(
-        x.to(tl.float32),
-        codes_ptr,
-        scales_ptr,
-        signs_ptr,
-        midpoints_ptr,
-        row,
-        present,
-        ROWS,
-        VECTOR,
-    )
+    inside = at // ALL_GROUPS < left
+    if GROUPS != ALL_GROUPS:
+        inside = inside & (at % ALL_GROUPS < GROUPS)
+        at = at // ALL_GROUPS * GROUPS + at % ALL_GROUPS
+    gl.store(scales_ptr + first * GROUPS + at, scale, inside)
 
 
 def quantize_vectors_fwd(x: jax.Array, *, codec: VectorCodec):
     *lead, d = x.shape
     vector = vector_of(d, codec)
     signs, midpoints = constants_of(d, codec)
-    given = {"x_ptr": x, "signs_ptr": signs, "midpoints_ptr": midpoints}
-    groups = d // group_size(codec, d)
-    results = {
-        "codes_ptr": jax.ShapeDtypeStruct((*lead, code_bytes(codec, d)), jnp.uint8),
-        "scales_ptr": jax.ShapeDtypeStruct((*lead, groups), jnp.float32),
-    }
     sizes = tile_sizes(vector[1], x.dtype)
-    if d == vector[1]:
-        kernel, per_program = quantize_vectors_kernel, sizes["TILE"] // d
-        # a thread has whole bytes of each plane
-        item = 2 if int(codec.bits) & 1 or codec.bits == 2.25 else x.dtype.itemsize
-        constants = sizes | {"SIZE": x.size, "ITEM": item}
-    else:
-        kernel, per_program = quantize_rows_kernel, sizes["TILE"] // vector[1]
-        constants = {"COUNT": x.size // d, "ROWS": per_program}
-        constants |= {"num_warps": sizes["num_warps"]}
-    grid = (-(-x.size // (d * per_program)),)
-    constants |= {"VECTOR": vector}
-    out: Any = sparse_call(kernel, grid, given, results, constants)
+    count, groups = x.size // d, d // group_size(codec, d)
+    # a thread has whole bytes of each plane
+    item = 2 if int(codec.bits) & 1 or codec.bits == 2.25 else x.dtype.itemsize
+    out: Any = sparse_call(
+        quantize_vectors_kernel,
+        (-(-count // (sizes["TILE"] // vector[1])),),
+        {"x_ptr": x, "signs_ptr": signs, "midpoints_ptr": midpoints},
+        {
+            "codes_ptr": jax.ShapeDtypeStruct((*lead, code_bytes(codec, d)), jnp.uint8),
+            "scales_ptr": jax.ShapeDtypeStruct((*lead, groups), jnp.float32),
+        },
+        {"COUNT": count, "VECTOR": vector, "ITEM": item} | sizes,
+    )
     return out
 
 
