@@ -10,8 +10,8 @@ from jaxkern.triton.kv_cache.cache_codes import cells_of, midpoints_of
 @pytest.mark.parametrize(
     "codec",
     [
-        *(TurboQuantCodec(bits) for bits in range(1, 9)),
-        TurboQuantCodec(2, codebook=(-3.0, 0.25, 0.5, 900.0)),
+        *(TurboQuantCodec(bits) for bits in range(3, 9)),
+        TurboQuantCodec(3, codebook=(-3.0, 0.25, 0.5, 3.0, 4.0, 5.0, 6.0, 900.0)),
     ],
     ids=str,
 )
@@ -32,9 +32,9 @@ def test_a_cell_has_the_level_that_bisection_finds(codec):
     np.testing.assert_array_equal(found, np.searchsorted(x, z))
 
 
-def test_levels_too_close_or_not_ascending_are_bisected():
-    close = TurboQuantCodec(2, codebook=(0.0, 1e-6, 2e-6, 1.0))
-    for codec in (close, TurboQuantCodec(2.25)):
+def test_levels_too_close_not_ascending_or_few_are_bisected():
+    close = TurboQuantCodec(3, codebook=(0.0, 1e-6, 2e-6, 1.0, 2.0, 3.0, 4.0, 5.0))
+    for codec in (close, TurboQuantCodec(2.25), TurboQuantCodec(2)):
         midpoints = midpoints_of(codec)
         *_, count, table = cells_of(midpoints)
         assert count == 0

@@ -64,7 +64,10 @@ FASTEST = {
     FORMATS[5]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
     FORMATS[4]: {"HEADS": 2, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[3]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 2},
+    FORMATS[2]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 2},
 }
+# where that differs for up to 64 dims
+FASTEST_NARROW = FASTEST | {FORMATS[7]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 2}}
 UNIT = 256.0  # the largest coordinate of a query in float16
 WEIGHT = 32768.0  # the largest weight in float16
 
@@ -123,11 +126,13 @@ def sizes_of(
       dtype: of the cache.
     """
     narrow = not wide and groups <= 1
-    best = FASTEST.get(forms[0], {}) if narrow and forms[0] == forms[1] else {}
+    table = FASTEST if h > 64 else FASTEST_NARROW
+    best = table.get(forms[0], {}) if narrow and forms[0] == forms[1] else {}
     most = best.get("HEADS", 4)
     # a large table is for many warps, and so is a multiprocessor
     bytewise = any(FORMATS[bits] in forms for bits in (4, 7, 8))
-    warps = 8 if narrow and (bytewise or best.get("PER_SM") == 1) else most
+    alone = best.get("PER_SM", 1 if bytewise else 2) == 1
+    warps = 8 if narrow and alone else most
     rule = {"ROUNDS": 2}
     if wide or (groups > 1 and forms != (INT4, INT4)):
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}

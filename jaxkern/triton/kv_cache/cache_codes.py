@@ -99,11 +99,12 @@ def cells_of(midpoints: tuple[float, ...]) -> tuple[float, float, int, np.ndarra
 
     The table has the midpoint of each of n cells, or inf, then how many lie below. With
     a power of two for a the sum is the only rounding, so a cell is the same wherever it
-    is computed, and never lower for a larger z. Where levels lie too close for that, or
-    are not ascending, n is 0 and the table has the midpoints.
+    is computed, and never lower for a larger z. Where levels lie too close for that,
+    are not ascending, or few, which bisection finds as fast, n is 0 and the table has
+    the midpoints.
     """
     x = np.float32(midpoints)
-    for bits in range(10):
+    for bits in range(10 if x.size > 3 else 0):
         per = np.float32(2.0**bits)
         first = 1 - np.floor(x[0] * per)
         cell = (x * per + first).astype(np.int32)
