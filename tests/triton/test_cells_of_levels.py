@@ -18,13 +18,13 @@ from jaxkern.triton.kv_cache.cache_codes import cells_of, midpoints_of
 def test_a_cell_has_the_level_that_bisection_finds(codec):
     midpoints = midpoints_of(codec)
     per, first, count, table = cells_of(midpoints)
-    x = np.float32(midpoints)
+    x = np.array(midpoints, np.float32)
     rng = np.random.default_rng(0)
     z = np.concatenate(
         [
             *(np.nextafter(x, x + step, dtype=np.float32) for step in (-1, 0, 1)),
             np.float32(rng.standard_normal(10_000) * 2),
-            np.float32([-np.inf, -1e30, 1e30, np.inf]),
+            np.array([-np.inf, -1e30, 1e30, np.inf], np.float32),
         ]
     )
     cell = np.clip(z * np.float32(per) + np.float32(first), 0, count - 1).astype(int)
@@ -38,4 +38,4 @@ def test_levels_too_close_not_ascending_or_few_are_bisected():
         midpoints = midpoints_of(codec)
         *_, count, table = cells_of(midpoints)
         assert count == 0
-        np.testing.assert_array_equal(table, np.float32(midpoints))
+        np.testing.assert_array_equal(table, np.array(midpoints, np.float32))

@@ -64,11 +64,14 @@ def vector_of(d: int, codec: VectorCodec | None) -> tuple:
         return d, dims
     size = group_size(codec, d)
     group = dims if size == d else size
-    top = 0.0 if isinstance(codec, TurboQuantCodec) else codec_top(codec)
+    top, cells = 0.0, None
+    if isinstance(codec, TurboQuantCodec):
+        cells = cells_of(midpoints_of(codec))[:3]
+    else:
+        top = codec_top(codec)
     hardware = compute_capability() >= FP8_CONVERSION
     stages = dims.bit_length() - 1
     parts = planes_of(codec, d), code_bytes(codec, d)
-    cells = None if top else cells_of(midpoints_of(codec))[:3]
     return d, dims, *parts, group, top, stages, hardware, d**-0.5, cells
 
 
@@ -103,7 +106,7 @@ def cells_of(midpoints: tuple[float, ...]) -> tuple[float, float, int, np.ndarra
     are not ascending, or few, which bisection finds as fast, n is 0 and the table has
     the midpoints.
     """
-    x = np.float32(midpoints)
+    x = np.array(midpoints, np.float32)
     for bits in range(10 if x.size > 3 else 0):
         per = np.float32(2.0**bits)
         first = 1 - np.floor(x[0] * per)
