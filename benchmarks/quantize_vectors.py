@@ -5,13 +5,13 @@ import jax.numpy as jnp
 
 import jaxkern
 from benchmarks._gpu import Benchmark, Case, run
-from jaxkern import IntCodec, TurboQuantCodec
+from jaxkern import Float8Codec, IntCodec, TurboQuantCodec
 
 CODECS = {
-    "turboquant 4": TurboQuantCodec(4),
-    "turboquant 8": TurboQuantCodec(8),
+    **{f"turboquant {bits}": TurboQuantCodec(bits) for bits in range(2, 9)},
     "int8": IntCodec(8),
     "int4 group 32": IntCodec(4, group=32),
+    "float8": Float8Codec(),
 }
 
 

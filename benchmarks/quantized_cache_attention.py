@@ -12,9 +12,7 @@ CODECS = {
     "float8": Float8Codec(),
     "int4": IntCodec(4),
     "int4 by 32": IntCodec(4, group=32),
-    "turbo8": TurboQuantCodec(8),
-    "turbo4": TurboQuantCodec(4),
-    "turbo3": TurboQuantCodec(3),
+    **{f"turbo{bits}": TurboQuantCodec(bits) for bits in (8, 7, 6, 5, 4, 3)},
 }
 
 BFLOAT16 = "jaxkern, bf16 cache"

@@ -64,7 +64,10 @@ from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.primitives.sampling.sample import sample_p
 from jaxkern.primitives.turboquant.fwht import fwht_p
-from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
+from jaxkern.primitives.turboquant.quantize_vectors import (
+    dequantize_vectors_p,
+    quantize_vectors_p,
+)
 from jaxkern.triton.activation import softmax
 from jaxkern.triton.attention import (
     decode_attention,
@@ -98,7 +101,7 @@ from jaxkern.triton.rope import (
 )
 from jaxkern.triton.sampling import sample
 from jaxkern.triton.triton_call import unsupported
-from jaxkern.triton.turboquant import fwht, quantize_vectors
+from jaxkern.triton.turboquant import dequantize_vectors, fwht, quantize_vectors
 
 row = functools.partial(lower, platform="cuda", backend="triton")
 
@@ -276,6 +279,11 @@ row(
     quantize_vectors_p,
     fwd=quantize_vectors.quantize_vectors_fwd,
     unless=quantize_vectors.unsupported,
+)
+row(
+    dequantize_vectors_p,
+    fwd=dequantize_vectors.dequantize_vectors_fwd,
+    unless=dequantize_vectors.unsupported,
 )
 row(
     update_quantized_kv_cache_p,

@@ -55,7 +55,10 @@ from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
 from jaxkern.primitives.sampling.sample import sample_p
 from jaxkern.primitives.turboquant.fwht import fwht_p
-from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors_p
+from jaxkern.primitives.turboquant.quantize_vectors import (
+    dequantize_vectors_p,
+    quantize_vectors_p,
+)
 
 OPS = (
     softcap_softmax_p,
@@ -97,6 +100,7 @@ OPS = (
     apply_rope_p,
     sample_p,
     fwht_p,
+    dequantize_vectors_p,
     quantize_vectors_p,
 )
 

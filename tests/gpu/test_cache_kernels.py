@@ -147,6 +147,9 @@ CODECS = [  # of keys, of values, their dims
     (TurboQuantCodec(2, seed=3), TurboQuantCodec(6), 256),
     (IntCodec(3), TurboQuantCodec(4, codebook=tuple(i - 7.5 for i in range(16))), 64),
     (IntCodec(8), IntCodec(4, group=16), 80),
+    (TurboQuantCodec(7), TurboQuantCodec(1), 64),
+    (TurboQuantCodec(2.25), IntCodec(7, group=32), 128),
+    (IntCodec(5), IntCodec(6), 96),
 ]
 
 

@@ -28,14 +28,17 @@ CODECS = {
     "int4": IntCodec(4),
     "int4 by 32": IntCodec(4, group=32),
     "int8 by 16": IntCodec(8, group=16),
-    "int5": IntCodec(5),
+    **{f"int{bits}": IntCodec(bits) for bits in (3, 5, 6, 7)},
     "float8": Float8Codec(),
     "turbo8": TurboQuantCodec(8),
     "turbo4": TurboQuantCodec(4),
     "turbo3": TurboQuantCodec(3),
     "turbo5": TurboQuantCodec(5),
     "turbo6": TurboQuantCodec(6, group=64),
+    "turbo7": TurboQuantCodec(7),
     "turbo2": TurboQuantCodec(2),
+    "turbo1": TurboQuantCodec(1),
+    "turbo2.25": TurboQuantCodec(2.25),
     "own levels": TurboQuantCodec(4, codebook=tuple(i**3 / 99 for i in range(-7, 9))),
 }
 
@@ -102,12 +105,40 @@ def test_head_dims(codec, h, hv):
     check(draw((2, 2, 8, h), "bfloat16"), *caches(2, 700, 4, h, hv, codec, codec))
 
 
+@pytest.mark.parametrize("h", [32, 64, 256])
+@pytest.mark.parametrize("bits", [1, 2, 3, 5, 6, 7])
+def test_planes_of_other_head_dims(bits, h):
+    codec = TurboQuantCodec(bits)
+    check(draw((2, 2, 8, h)), *caches(2, 700, 4, h, h, codec, codec))
+
+
+@pytest.mark.parametrize(
+    "codec", ["int8", "float8", "int4", "int4 by 32", "int8 by 16", "int3", "int7"]
+)
+@pytest.mark.parametrize("h, hv", [(96, 96), (192, 128), (160, 224), (32, 256)])
+def test_head_dims_with_zeros_behind_them(codec, h, hv):
+    codec = CODECS[codec]
+    check(draw((2, 3, 8, h), "bfloat16"), *caches(2, 700, 4, h, hv, codec, codec))
+
+
+@pytest.mark.parametrize("h, codec", [(80, "int8"), (72, "int4"), (112, "none")])
+def test_head_dims_of_few_whole_words(h, codec):
+    codec = CODECS.get(codec)
+    value = codec or IntCodec(8)
+    check(
+        draw((2, 1, 8, h), "float16"), *caches(2, 300, 4, h, h, codec, value, "float16")
+    )
+
+
 PAIRS = {
     "8 4": (TurboQuantCodec(8), TurboQuantCodec(4)),
     "4 3": (TurboQuantCodec(4), TurboQuantCodec(3)),
     "int4 8": (IntCodec(4, group=32), IntCodec(8)),
     "none 8": (None, TurboQuantCodec(8)),
     "4 none": (IntCodec(4), None),
+    "7 5": (TurboQuantCodec(7), TurboQuantCodec(5)),
+    "int7 7": (IntCodec(7, group=32), TurboQuantCodec(7, group=64)),
+    "6 1": (TurboQuantCodec(6), TurboQuantCodec(1)),
 }
 
 
@@ -119,22 +150,30 @@ def test_keys_and_values_of_different_codecs(pair, dtype):
 
 
 @pytest.mark.parametrize(
-    "t, g, s", [(1, 4, 1000), (4, 3, 50), (4, 3, 1000), (8, 4, 1000)]
+    "codec, t, g, s",
+    [
+        ("turbo4", 1, 4, 1000),
+        ("turbo4", 4, 3, 50),
+        ("turbo4", 4, 3, 1000),
+        ("turbo4", 8, 4, 1000),
+        ("turbo7", 2, 4, 1000),
+        ("int7", 1, 3, 1000),
+    ],
 )
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(options, t, g, s):
+def test_options(options, codec, t, g, s):
     options, k = dict(options), 2
     for name in ("kv_lengths", "q_offset"):
         if name in options:
             options[name] = jnp.asarray(options[name], jnp.int32)
     if options.pop("sinks", False):
         options["sinks"] = draw((k * g,))
-    codec = CODECS["turbo4"]
+    codec = CODECS[codec]
     key, value = caches(4, s, k, 128, 128, codec, codec)
     check(draw((4, t, k * g, 128)), key, value, slack=2, **options)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4 by 32", "turbo4"])
+@pytest.mark.parametrize("codec", ["int8", "int4 by 32", "turbo4", "turbo7"])
 def test_64k_tokens(codec):
     codec = CODECS[codec]
     query = draw((1, 1, 8, 128), "bfloat16")
@@ -183,7 +222,7 @@ def test_nan_behind_the_lengths_has_no_influence(s):
     assert (spoiled[0] == 0).all()
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "turbo4"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "turbo4", "turbo7"])
 def test_lengths_may_change_between_replays(codec):
     codec, s = CODECS[codec], 9000
     key, value = caches(1, s, 8, 128, 128, codec, codec)

@@ -1,15 +1,20 @@
 """Kernels of the Walsh-Hadamard transform and of the vector codecs on a GPU."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkern import (
+    Float8Codec,
     IntCodec,
     QuantizedVectors,
     TurboQuantCodec,
     backend,
+    dequantize_vectors,
     fwht,
     quantize_vectors,
     rotate,
@@ -17,7 +22,13 @@ from jaxkern import (
 )
 from jaxkern.primitives.turboquant.fwht import fwht_p
 from jaxkern.primitives.turboquant.vector_codec import planes, unpack
-from tests.gpu.truth import check_against_float64, on_a_gpu
+from tests.gpu.truth import (
+    EPSILON,
+    check_against_float64,
+    on_a_gpu,
+    poison,
+    relative_error,
+)
 
 pytestmark = on_a_gpu
 
@@ -45,37 +56,121 @@ def test_whole_tiles_and_a_transform_that_returns():
 
 
 CODECS = [
-    TurboQuantCodec(4),
-    TurboQuantCodec(8),
+    *(TurboQuantCodec(bits) for bits in (1, 2.25, 3, 4, 5, 6, 7, 8)),
     TurboQuantCodec(2, group=32, seed=3),
     TurboQuantCodec(4, codebook=tuple(i - 7.5 for i in range(16))),
     IntCodec(8),
     IntCodec(4, group=32),
+    IntCodec(7, group=16),
+    Float8Codec(),
+    Float8Codec(group=32),
 ]
+
+
+def codes_of(x, codec, d):
+    """Numbers of the levels in their order."""
+    codes = np.asarray(unpack(x.codes, planes(codec, d), d), np.int32)
+    if isinstance(codec, Float8Codec):  # the two zeros are neighbours
+        return np.where(codes & 0x80, -(codes & 0x7F), codes)
+    return codes
+
+
+def check_codes(x, codec, mean=2e-3):
+    """A code may differ by one where its number lies between two levels.
+
+    x: the vectors [5, 1] are zeros.
+    """
+    d = x.shape[-1]
+    poison(*[x] * 2)
+    with backend("triton", strict=True):
+        found = jax.jit(lambda x: quantize_vectors(x, codec))(x)
+    with backend("xla"):
+        truth = quantize_vectors(x, codec)
+    np.testing.assert_allclose(found.scales, truth.scales, rtol=1e-5)
+    a, b = (codes_of(v, codec, d) for v in (found, truth))
+    moved = np.abs(a - b)
+    assert moved.max() <= 1 and moved.mean() < mean
+    assert (found.scales[5, 1] == 0).all() and (a[5, 1] == b[5, 1]).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_codes_and_scales(codec, d, dtype):
-    """A code may differ by one where its number lies between two levels."""
     x = jax.random.normal(jax.random.key(d), (333, 3, d), dtype).at[5, 1].set(0)
-    with backend("triton", strict=True):
-        found = jax.jit(lambda x: quantize_vectors(x, codec))(x)
+    check_codes(x, codec)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 5, 10, 12, 13, 14, 15])
+def test_codes_of_every_size_that_is_transformed(k, dtype):
+    bits = {0: (8,), 1: (4, 8), 2: (2, 4, 6)}.get(k, (1, 3, 4, 7, 8))
+    x = jax.random.normal(jax.random.key(k), (9, 3, 2**k), dtype).at[5, 1].set(0)
+    for n in bits:
+        check_codes(x, TurboQuantCodec(n, seed=3))
+
+
+@pytest.mark.parametrize("d", [24, 80, 96, 3000])
+@pytest.mark.parametrize(
+    "codec", [IntCodec(8), IntCodec(5), IntCodec(4, group=8), Float8Codec()], ids=str
+)
+def test_codes_of_dims_that_are_no_power_of_2(codec, d):
+    x = jax.random.normal(jax.random.key(d), (33, 3, d), "bfloat16").at[5, 1].set(0)
+    check_codes(x, codec)
+
+
+@pytest.mark.parametrize("d", [64, 96])
+def test_nan_is_not_hidden(d):
+    x = jax.random.normal(jax.random.key(0), (20, d)).at[7, 5].set(jnp.nan)
+    for codec in (IntCodec(8), IntCodec(3), Float8Codec()):
+        with backend("triton", strict=True):
+            scales = np.asarray(quantize_vectors(x, codec).scales)
+        np.testing.assert_array_equal(np.isnan(scales)[:, 0], np.arange(20) == 7)
+
+
+def check_vectors(shape, codec, dtype, unrotate=True):
+    x = jax.random.normal(jax.random.key(0), shape)
     with backend("xla"):
-        truth = quantize_vectors(x, codec)
-    np.testing.assert_allclose(found.scales, truth.scales, rtol=1e-5)
-    a, b = (
-        np.asarray(unpack(v.codes, planes(codec, d), d), np.int32)
-        for v in (found, truth)
-    )
-    moved = np.abs(a - b)
-    assert moved.max() <= 1 and moved.mean() < 2e-3
-    assert (found.scales[5, 1] == 0).all() and (a[5, 1] == b[5, 1]).all()
+        cache = quantize_vectors(x, codec)
+    f = functools.partial(dequantize_vectors, unrotate=unrotate)
+    poison(x, x)
+    with backend("triton", strict=True):
+        found = jax.jit(functools.partial(f, dtype=dtype))(cache)
+    with jax.enable_x64(True), backend("xla"):
+        scales = jnp.asarray(cache.scales, jnp.float64)
+        truth = f(QuantizedVectors(cache.codes, scales, codec), dtype="float64")
+    assert found.dtype == dtype
+    assert relative_error(found, truth) < EPSILON[dtype]
 
 
-def test_a_cache_takes_new_tokens():
-    codec = TurboQuantCodec(4)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("d", [64, 128, 512])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_vectors_of_codes(codec, d, dtype):
+    check_vectors((333, 3, d), codec, dtype)
+    check_vectors((5, d), codec, dtype, unrotate=False)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 5, 10, 12, 13, 14, 15])
+def test_vectors_of_every_size_that_is_transformed(k):
+    for bits in {0: (8,), 1: (4, 8), 2: (2, 4, 6)}.get(k, (1, 3, 4, 7, 8)):
+        check_vectors((27, 2**k), TurboQuantCodec(bits, seed=3), "float16")
+
+
+def test_scales_of_other_dtypes():
+    cache = quantize_vectors(jax.random.normal(jax.random.key(0), (9, 64)), CODECS[3])
+    for dtype in ("bfloat16", "float16"):
+        cast = dataclasses.replace(cache, scales=cache.scales.astype(dtype))
+        with backend("triton", strict=True):
+            found = dequantize_vectors(cast)
+        with backend("xla"):
+            truth = dequantize_vectors(cast)
+        np.testing.assert_allclose(found, truth, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 7])
+def test_a_cache_takes_new_tokens(bits):
+    codec = TurboQuantCodec(bits)
     cache = QuantizedVectors.zeros((2, 16, 3, 128), codec)
     new = jax.random.normal(jax.random.key(0), (2, 5, 3, 128), jnp.bfloat16)
     written = {}

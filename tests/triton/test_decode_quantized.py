@@ -15,8 +15,11 @@ from jaxkern import (
 )
 from jaxkern.primitives.turboquant.vector_codec import decode_levels, pack, planes
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.attention.quantized_formats import tables_of
+from jaxkern.triton.attention.quantized_formats import form_of, tables_of
+from jaxkern.triton.attention.quantized_layouts import copies_of, planes_of
+from jaxkern.triton.attention.quantized_levels import key_levels, value_levels
 from jaxkern.triton.triton_call import compiling_for
+from tests.triton import ptx
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
@@ -47,10 +50,9 @@ def launches_of(*args, **options):
     "codecs, options, reason",
     [
         ((TURBO4, TURBO4), dict(t=9), "9 queries, more than 8"),
-        ((TURBO4, TURBO4), dict(h=32), "head dim 32 of `key` is none of"),
-        ((IntCodec(2), TURBO4), dict(h=64), "less than a word for each lane"),
-        ((TurboQuantCodec(2.25), TURBO4), {}, "codes of 2.25 bits in `key`"),
-        ((TURBO4, IntCodec(7)), {}, "codes of 7 bits in `value`"),
+        ((TurboQuantCodec(2.25),) * 2, dict(h=64), "`key` has vectors of 18 bytes"),
+        ((INT4, IntCodec(8, group=24)), dict(h=96), "scales of 24 dims each"),
+        ((IntCodec(8),) * 2, dict(h=320), "`key` has head dim 320, above 256"),
         ((TURBO4, TURBO4), dict(mask=jnp.ones((1, 40), bool)), "`mask` is not in"),
         ((TURBO4, TURBO4), dict(s=0), "`key_codes` is empty"),
     ],
@@ -60,43 +62,66 @@ def test_refusals_in_words(codecs, options, reason):
     assert reason in text and "quantized_decode_kernel" not in text
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [IntCodec(b) for b in (2, 3, 5, 6)] + [TURBO4, TURBO8, Float8Codec()],
-    ids=str,
-)
+LOOKED_UP = [
+    *(TurboQuantCodec(bits) for bits in (1, 2, 2.25, 3, 4, 5, 6, 7, 8)),
+    *(IntCodec(bits) for bits in (2, 3, 5, 6, 7)),
+    Float8Codec(),
+]
+
+
+@pytest.mark.parametrize("codec", LOOKED_UP, ids=str)
 def test_lookups_give_the_levels_that_codes_mean(codec):
-    """Fields of packed words, as the kernel takes them, are entries of the table."""
-    d, bits = 128, int(codec.bits)
-    codes = np.random.default_rng(bits).integers(0, 2**bits, (3, d)).astype(np.uint8)
-    packed = np.asarray(pack(jnp.asarray(codes), planes(codec, d)))
+    """The kernel's PTX of words of a key and of two values, in lanes that have them."""
+    rng = np.random.default_rng(0)
     with compiling_for(80):  # later GPUs convert float8 themselves
-        both = tables_of(codec, codec)
-        other = tables_of(codec, TurboQuantCodec(3))
-    assert both[1][1] is None  # one table for both
-    for tables in (both, other):
-        (width, second, together), table = tables[0]
-        assert table is not None
-        main = packed[:, : d * width // 8]
-        rest = packed[:, d * width // 8 :]
+        form = form_of(codec)
+        table, other = tables_of(codec, codec)
+        separate, theirs = tables_of(
+            codec, TurboQuantCodec(3 if codec.bits != 3 else 4)
+        )
+    assert table is not None and other is None and theirs is not None
+    np.testing.assert_array_equal(table, separate)
+    width, together, others = form[0], form[2], planes_of(form)
+    count, d = 32 // width, 128
+    num_words = d // count
+    noise = rng.integers(0, 2**32, (table.size, 64), np.uint32)
+    codes = rng.integers(0, 2**8, (2, d)).astype(np.uint8)
+    packed = pack(jnp.asarray(codes), planes(codec, d))
+    levels = np.asarray(decode_levels("test", packed, 1, codec, jnp.float32))
+    levels = levels.reshape(2, num_words, count).astype(np.float16)
+    packed = np.pad(packed, ((0, 0), (0, d // 8)))  # zeros behind the last plane
 
-        def field(row, i, size):
-            number = int.from_bytes(row.tobytes(), "little")
-            return number >> (size * i) & (1 << size) - 1
+    def words(token, i):
+        """The i-th one, and what other planes have for it below others' bits."""
+        plane = packed[token, : d * width // 8].view(np.uint32)
+        found, start = [int(plane[i])], d * width // 8
+        for behind in others:
+            size = 4 * behind // width
+            own = packed[token, start + size * i : start + size * (i + 1)]
+            above = int(rng.integers(0, 2 ** (32 - 8 * size))) << 8 * size
+            found.append(int.from_bytes(own.tobytes(), "little") | above)
+            start += d * behind // 8
+        return found
 
-        found = np.zeros((3, d))
-        for r in range(3):
-            for i in range(d // together):
-                index = field(main[r], i, width * together)
-                if second:
-                    extra = field(rest[r], i, second * together)
-                    index |= extra << width * together
-                word = table[index].view(np.uint32)
-                halves = np.array([word & 0xFFFF, word >> 16], np.uint16)
-                floats = halves.view(np.float16)[:together]
-                found[r, i * together : (i + 1) * together] = floats
-        levels = decode_levels("test", jnp.asarray(packed), 1, codec, jnp.float32)
-        np.testing.assert_array_equal(found, np.float16(levels).reshape(3, d))
+    def run(text, lane, results, operands):
+        inputs = {f"${results + i}": x for i, x in enumerate(operands)}
+        shared = noise.copy()
+        shared[:, 32 + lane] = table.view(np.uint32)
+        shared = shared.reshape(-1).view(np.uint8)
+        after = ptx.run(text, inputs | {"%laneid": lane}, shared)
+        size = np.uint32 if together == 2 else np.uint16
+        return np.array([after[f"${i}"] for i in range(results)], size)
+
+    for i in range(num_words):
+        lane = 12 + 4 * i // num_words  # of the four that have a key
+        (main, *behind), (second, *beside) = words(0, i), words(1, i)
+        y = run(key_levels(form), lane, count // together, [main, 128, *behind])
+        np.testing.assert_array_equal(y.view(np.float16), levels[0, i])
+        both = [x for pair in zip(behind, beside, strict=True) for x in pair]
+        operands = [main, second, 128, *both]
+        lane = 8 * i // num_words * 4 + 1  # of the eight that have a value
+        y = run(value_levels(form), lane, 2 * count // together, operands)
+        np.testing.assert_array_equal(y.view(np.float16), levels[:, i].T.reshape(-1))
 
 
 FORMS = {
@@ -107,6 +132,11 @@ FORMS = {
     "turbo8 turbo4": (TURBO8, TURBO4, dict(s=5000, softcap=3.0)),
     "turbo8 other": (TURBO8, OTHER8, dict(s=5000)),
     "turbo3": (TurboQuantCodec(3), TurboQuantCodec(3), dict(h=256)),
+    "turbo2.25": (TurboQuantCodec(2.25), TurboQuantCodec(2.25), {}),
+    "turbo7": (TurboQuantCodec(7), TurboQuantCodec(7), dict(s=5000, g=4)),
+    "turbo1": (TurboQuantCodec(1), TurboQuantCodec(1), dict(h=32)),
+    "int5 by 32": (IntCodec(5, group=32), IntCodec(5, group=32), dict(h=96, g=4)),
+    "int8 of 192": (IntCodec(8), IntCodec(8), dict(h=192, s=5000, g=4)),
     "int6 none": (IntCodec(6), None, dict(g=3, causal=True, window=7, t=2)),
     "none turbo8": (None, TURBO8, dict(k=3, g=2)),
 }
@@ -129,10 +159,10 @@ def test_kernels_compile_and_do_not_spill(form, capability):
             assert launch.stack_bytes == 0, launch.describe()
             assert launch.shared_bytes <= bridge.max_shared_bytes()
             if "q" in launch.name:
-                assert (
-                    "HMMA" in launch.sass
-                    and "LDGSTS.E.BYPASS.LTC256B.128" in launch.sass
-                )
+                parts = dict(launch.constants)["PARTS"]
+                wide = any(p[2] and copies_of(p, 16)[0] == 16 for p in parts)
+                assert "HMMA" in launch.sass and "LDGSTS.E" in launch.sass
+                assert wide == ("LDGSTS.E.BYPASS.LTC256B.128" in launch.sass)
                 # Triton has put nothing of its own beside what is addressed in PTX
                 assert launch.shared_bytes == dict(launch.constants)["SHARED"]
 

@@ -16,12 +16,14 @@ from jaxkern import (
     TurboQuantCodec,
     adamw_update,
     attention,
+    dequantize_vectors,
     embedding,
     explain,
     fwht,
     gated_rms_norm,
     group_norm,
     moe_rms_norm_add,
+    quantize_vectors,
     quantized_cache_attention,
     rms_norm,
     rms_norm_add,
@@ -135,6 +137,14 @@ def large_groups(dtype):
     return slopes(f, image, channel, channel)
 
 
+def quantize(codec, d):
+    return functools.partial(quantize_vectors, codec=codec), (spec(300, d),)
+
+
+def dequantize(codec):
+    return dequantize_vectors, (QuantizedVectors.zeros((300, 128), codec),)
+
+
 def embed(dtype):
     ids = jnp.zeros((4, 2048), jnp.int32)
     return slopes(lambda table: embedding(ids, table), spec(32768, 1024, dtype=dtype))
@@ -164,11 +174,14 @@ CODECS = [
     IntCodec(8),
     IntCodec(4),
     Float8Codec(),
-    *(TurboQuantCodec(bits) for bits in (3, 4, 5, 6, 8)),
+    *(TurboQuantCodec(bits) for bits in (1, 2.25, 3, 4, 5, 6, 7, 8)),
 ]
 CALLS = {  # which the cases of the ops leave out
     "rows of gradients": rows_of_gradients(),
     **{f"decode {c}": decode(c) for c in CODECS},
+    **{f"quantize {c}": quantize(c, 128) for c in CODECS},
+    "quantize 80 dims": quantize(IntCodec(5), 80),
+    **{f"dequantize {c}": dequantize(c) for c in CODECS},
     **{f"embedding {t}": embed(t) for t in DTYPES},
     **{f"adamw {t}": update(t) for t in DTYPES},
     **{f"large groups {t}": large_groups(t) for t in DTYPES},

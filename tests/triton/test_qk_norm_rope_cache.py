@@ -37,6 +37,7 @@ CODECS = [  # of keys, of values, of 80 dims where no rotation needs a power of 
     (TurboQuantCodec(4), TurboQuantCodec(8, group=16)),
     (TurboQuantCodec(3), TurboQuantCodec(7)),
     (TurboQuantCodec(2, seed=3), TurboQuantCodec(4, codebook=OWN)),
+    (TurboQuantCodec(2.25), TurboQuantCodec(1)),
 ]
 PLACES = [  # positions and new_lengths of 2 x 5 tokens for 4 slots, ring
     ([-2, 3], None, False),

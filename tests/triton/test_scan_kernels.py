@@ -1,10 +1,22 @@
 """Kernels of causal_conv1d, cumsum and the transforms compile without spilling."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkern import TurboQuantCodec, cumsum, explain, fwht, quantize_vectors
+from jaxkern import (
+    Float8Codec,
+    IntCodec,
+    QuantizedVectors,
+    TurboQuantCodec,
+    cumsum,
+    dequantize_vectors,
+    explain,
+    fwht,
+    quantize_vectors,
+)
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.triton_call import compiling_for
@@ -71,16 +83,46 @@ def test_transforms(d, dtype):
     check_launches(fwht, jnp.ones((5, d), dtype))
 
 
-@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.full)])
-def test_codes(bits):
-    codec = TurboQuantCodec(bits)
-    check_launches(
-        lambda x: quantize_vectors(x, codec), jnp.ones((33, 256), jnp.bfloat16)
-    )
+@pytest.mark.parametrize(
+    "codec, d",
+    [
+        (TurboQuantCodec(4), 256),
+        (TurboQuantCodec(7), 256),
+        (IntCodec(5, group=16), 96),
+        pytest.param(TurboQuantCodec(8), 256, marks=pytest.mark.full),
+        pytest.param(TurboQuantCodec(2.25), 64, marks=pytest.mark.full),
+        pytest.param(TurboQuantCodec(8, seed=1), 32768, marks=pytest.mark.full),
+        pytest.param(TurboQuantCodec(7, seed=1), 16384, marks=pytest.mark.full),
+        pytest.param(Float8Codec(), 20000, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_codes(codec, d):
+    f = functools.partial(quantize_vectors, codec=codec)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        check_launches(f, jnp.ones((33, d), dtype))
 
 
-def test_codes_in_several_planes_are_refused_in_words():
-    codec = TurboQuantCodec(3)
-    x = jnp.ones((2, 64))
-    text = str(explain(lambda x: quantize_vectors(x, codec), x, platform="cuda"))
-    assert "codes of 3 bits" in text
+@pytest.mark.parametrize("bits, d", [(4, 128), (7, 256), (2.25, 64), (8, 16384)])
+def test_vectors_of_codes(bits, d):
+    codes = QuantizedVectors.zeros((33, d), TurboQuantCodec(bits, seed=1))
+    check_launches(dequantize_vectors, codes)
+
+
+@pytest.mark.parametrize(
+    "codec, d, reason",
+    [
+        (IntCodec(8), 65536, "vectors of 65536 dims, above 32768, are too long"),
+        (IntCodec(8, group=24), 48, "groups of 24 dims, not a power of 2"),
+    ],
+    ids=str,
+)
+def test_codes_that_are_refused_in_words(codec, d, reason):
+    f = functools.partial(quantize_vectors, codec=codec)
+    assert reason in str(explain(f, jnp.ones((2, d)), platform="cuda"))
+
+
+def test_vectors_that_are_refused_in_words():
+    codes = QuantizedVectors.zeros((2, 80), IntCodec(8))
+    text = str(explain(dequantize_vectors, codes, platform="cuda"))
+    assert "vectors of 80 dims are no power of 2" in text

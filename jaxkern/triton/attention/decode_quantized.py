@@ -7,8 +7,11 @@ four lanes share a key, eight lanes a value, and dims are numbered as the lanes 
 them, which changes no sum and only permutes the result. Where levels are integers of 4
 or 8 bits or floats they are computed; else a code, or two of up to 4 bits, is the
 number of an entry in a table of float16 levels, of which every lane has a copy in a
-bank of its own. A register of values has two tokens: their codes are put together
-before they are decoded.
+bank of its own; up to three planes make the bytes of four numbers at once. A register
+of values has two tokens: their codes are put together before they are decoded.
+
+A vector lies in shared memory with zeros up to the next power of two, and so that each
+lane has a word: dims that a query has not, and that no result takes.
 
 Scales never meet an element. Those of keys multiply scores; those of values multiply
 weights, relative to the largest so far, so that float16 holds them. Where several
@@ -38,26 +41,33 @@ from jaxkern.triton.attention.merge_shares import run_and_merge
 from jaxkern.triton.attention.over_sequences import over_sequences
 from jaxkern.triton.attention.quantized_formats import (
     FORMATS,
+    cache_of,
     signs_of,
     tables_of,
+    unsupported_cache,
 )
 from jaxkern.triton.attention.quantized_kernel import quantized_decode_kernel
-from jaxkern.triton.attention.quantized_layouts import offsets_of, parts_of
+from jaxkern.triton.attention.quantized_layouts import offsets_of
 from jaxkern.triton.attention.quantized_levels import ENTRY_BYTES, FLOAT8, INT4, INT8
 from jaxkern.triton.block_sizes import num_sms, tuned
 from jaxkern.triton.triton_call import gl, max_shared_bytes
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
-HEAD_DIMS = (64, 128, 256)
 # Of keys and values alike, on an H200 at 65536 tokens, batch 1 and 16.
 FASTEST = {
     INT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     FLOAT8: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
     INT4: {"BLOCK": 64, "STAGES": 2, "PER_SM": 1},
     FORMATS[8]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
+    FORMATS[7]: {"HEADS": 8, "BLOCK": 32, "STAGES": 2, "PER_SM": 1},
+    FORMATS[6]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
+    FORMATS[5]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 1},
     FORMATS[4]: {"HEADS": 2, "BLOCK": 64, "STAGES": 2, "PER_SM": 1},
-    FORMATS[3]: {"BLOCK": 64, "STAGES": 2, "PER_SM": 2},
+    FORMATS[3]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 2},
+    FORMATS[2]: {"BLOCK": 32, "STAGES": 3, "PER_SM": 2},
 }
+# where that differs for up to 64 dims
+FASTEST_NARROW = FASTEST | {FORMATS[7]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 2}}
 UNIT = 256.0  # the largest coordinate of a query in float16
 WEIGHT = 32768.0  # the largest weight in float16
 
@@ -69,6 +79,7 @@ def unsupported(
     mask: Any = None,
     key_codec: VectorCodec | None = None,
     value_codec: VectorCodec | None = None,
+    key_codes: Any = None,
     value_codes: Any = None,
     **rest: Any,
 ) -> str | None:
@@ -77,30 +88,23 @@ def unsupported(
         return "the gradient has no kernel"
     if mask is not None:
         return "`mask` is not in the decode kernel"
-    _, t, _, h = query.shape
-    if t > MAX_QUERIES:
-        return f"{t} queries, more than {MAX_QUERIES}"
-    hv = h
-    for name, x, codec in (("key", key, key_codec), ("value", value, value_codec)):
-        if codec is not None and codec.bits not in FORMATS:
-            return f"codes of {codec.bits} bits in `{name}`"
-        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"`{name}` is {x.dtype}"
-    if value is not None:
-        hv = value.shape[-1]
-    elif value_codec is not None:
-        hv = int(value_codes.shape[-1] * 8 // value_codec.bits)
-    for name, d, codec in (("key", h, key_codec), ("value", hv, value_codec)):
-        if d not in HEAD_DIMS:
-            return f"head dim {d} of `{name}` is none of {HEAD_DIMS}"
-        if codec is not None and d * FORMATS[int(codec.bits)][0] < 256:
-            return f"{d} dims of {codec.bits} bits are less than a word for each lane"
-    if 0 in query.shape or rest.get("s") == 0:
-        return "an operand is empty"
-    for name in ("key_codes", "key_scales", "value_scales", "sinks", "kv_lengths"):
-        x = rest.get(name)
-        if x is not None and x.size == 0:
+    if query.shape[1] > MAX_QUERIES:
+        return f"{query.shape[1]} queries, more than {MAX_QUERIES}"
+    given = {
+        **{"query": query, "key": key, "value": value},
+        **{"key_codes": key_codes, "value_codes": value_codes, **rest},
+    }
+    for name, x in given.items():
+        if getattr(x, "size", 1) == 0:
             return f"`{name}` is empty"
+    caches = (
+        ("key", key, key_codes, rest.get("key_scales"), key_codec),
+        ("value", value, value_codes, rest.get("value_scales"), value_codec),
+    )
+    for name, x, codes, scales, codec in caches:
+        reason = unsupported_cache(codes if x is None else x, scales, codec)
+        if reason:
+            return f"`{name}` has {reason}"
     return unsupported_anywhere(query=query, sinks=rest.get("sinks"))
 
 
@@ -118,15 +122,17 @@ def sizes_of(
       forms: formats of keys and of values.
       groups: the most scales that a vector has.
       wide: more than 8 rows of 128 dims.
-      h: head dim.
+      h: dims that the kernel has room for.
       dtype: of the cache.
     """
     narrow = not wide and groups <= 1
-    best = FASTEST.get(forms[0], {}) if narrow and forms[0] == forms[1] else {}
+    table = FASTEST if h > 64 else FASTEST_NARROW
+    best = table.get(forms[0], {}) if narrow and forms[0] == forms[1] else {}
     most = best.get("HEADS", 4)
     # a large table is for many warps, and so is a multiprocessor
-    bytewise = FORMATS[8] in forms or FORMATS[4] in forms
-    warps = 8 if narrow and (bytewise or best.get("PER_SM") == 1) else most
+    bytewise = any(FORMATS[bits] in forms for bits in (4, 7, 8))
+    alone = best.get("PER_SM", 1 if bytewise else 2) == 1
+    warps = 8 if narrow and alone else most
     rule = {"ROUNDS": 2}
     if wide or (groups > 1 and forms != (INT4, INT4)):
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 2}
@@ -185,26 +191,22 @@ def launch(
     key_scales, value_scales = (
         None if x is None else x.astype(jnp.float32) for x in (key_scales, value_scales)
     )
-    hv = value.shape[-1]
-    if value_codec is not None:
-        hv = int(hv * 8 // value_codec.bits)
-    (key_format, key_table), (value_format, value_table) = tables_of(
-        key_codec, value_codec
-    )
-    dims = max(h, hv)
+    keys = cache_of(key, key_scales, key_codec, True)
+    values = cache_of(value, value_scales, value_codec, False)
+    key_table, value_table = tables_of(key_codec, value_codec)
+    dims = max(keys.room, values.room)
     rows = 4 if t * g <= 4 else 8 if t * g <= 8 or dims > 128 else 16
     tiles = -(-t * g // rows)
-    groups = [0 if x is None else x.shape[-1] for x in (key_scales, value_scales)]
-    forms = key_format, value_format
+    forms = keys.form, values.form
     wide = max(rows, 8) * dims > 1024
-    sizes = sizes_of(k, forms, max(groups), wide, dims, key.dtype)
+    groups = max(keys.groups, values.groups)
+    sizes = sizes_of(k, forms, groups, wide, dims, key.dtype)
     per_sm, rounds, block = (sizes[x] for x in ("PER_SM", "ROUNDS", "BLOCK"))
     heads, shares, stages = (sizes[x] for x in ("HEADS", "SHARES", "STAGES"))
-    keys = s if window is None else min(s, window + t - 1)
-    whole = keys <= block
+    seen = s if window is None else min(s, window + t - 1)
+    whole = seen <= block
     shares = 1 if whole else shares
-    rows_bytes = [x.shape[-1] * x.dtype.itemsize for x in (key, value)]
-    parts = parts_of(h, hv, key_format, value_format, *rows_bytes, *groups)
+    parts = keys.parts + values.parts
     tables_bytes = ENTRY_BYTES * max(
         0 if x is None else x.size for x in (key_table, value_table)
     )
@@ -212,7 +214,7 @@ def launch(
 
     def region() -> int:
         """Blocks of a warp, and later the sums that it leaves for those of its head."""
-        sums = 4 * rows * (hv + 1) if shares > 1 else 0
+        sums = 4 * rows * (values.room + 1) if shares > 1 else 0
         return max(stages * offsets_of(block, parts)[-1], sums)
 
     while heads * shares * region() > room:
@@ -231,7 +233,7 @@ def launch(
     if not whole:
         splits = num_shares(
             b * (k // heads) * tiles,
-            -(-keys // (shares * block)),
+            -(-seen // (shares * block)),
             rounds if b > 1 and kv_lengths is not None else 1,
             num_sms() * per_sm,
             per_sm == 1,
@@ -245,7 +247,7 @@ def launch(
         "key_table_ptr": key_table,
         "value_table_ptr": value_table,
         "key_signs_ptr": signs_of(key_codec, h),
-        "value_signs_ptr": signs_of(value_codec, hv),
+        "value_signs_ptr": signs_of(value_codec, values.dims),
         "kv_lengths_ptr": kv_lengths,
         "q_offset_ptr": q_offset if causal or window is not None else None,
         "sinks_ptr": sinks if splits == 1 else None,
@@ -256,15 +258,17 @@ def launch(
         "T": t,
         "K": k,
         "G": g,
-        "H": h,
-        "HV": hv,
+        "KEY_DIMS": h,
+        "VALUE_DIMS": values.dims,
+        "H": keys.room,
+        "HV": values.room,
         "S": s,
-        "KEY": key_format,
-        "VALUE": value_format,
+        "KEY": keys.form,
+        "VALUE": values.form,
         "KEY_TYPE": types[0],
         "VALUE_TYPE": types[1],
-        "KEY_GROUPS": groups[0],
-        "VALUE_GROUPS": groups[1],
+        "KEY_GROUPS": keys.groups,
+        "VALUE_GROUPS": values.groups,
         "KEY_ENTRIES": 0 if key_table is None else key_table.size,
         "VALUE_ENTRIES": 0 if value_table is None else value_table.size,
         "SCALE": scale,
@@ -295,7 +299,7 @@ def launch(
         b * (k // heads) * tiles * splits,
         in_all,
         constants,
-        jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
+        jax.ShapeDtypeStruct((b, t, n, values.dims), query.dtype),
         sinks,
     )
 

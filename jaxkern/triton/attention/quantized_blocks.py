@@ -7,6 +7,8 @@ them, which changes no sum and only permutes the result.
 from jaxkern.triton.attention.quantized_layouts import (
     key_run,
     lane_layout,
+    plane_at,
+    planes_of,
     swizzle_of,
     token_layout,
     types_of,
@@ -22,65 +24,88 @@ from jaxkern.triton.triton_call import constexpr_function, gl, gluon_jit
 
 
 @constexpr_function
-def loads_text(PLACES, COUNT, PAIRS, SIZE):
-    """PTX of loads of COUNT words from each place, then of SIZE bytes a word.
+def loads_text(PLACES, COUNT, PAIRS, SIZES):
+    """PTX of loads of COUNT words from each place, then of what other planes have.
+
+    What belongs to a word comes in the low bits of a register. Up to 4 bytes are loaded
+    at once, and above what belongs to it a register has others'.
 
     Args:
-      PLACES: in bytes, of words and of what the second plane has for them.
+      PLACES: in bytes, of words and of what each other plane has for them.
       PAIRS: results of places 2 i and 2 i + 1 alternate.
-      SIZE: 0 without a second plane.
+      SIZES: bytes that each other plane has for a word.
     """
     total = len(PLACES) * COUNT
-    inputs = total * (2 if SIZE else 1)
+    inputs = total * (1 + len(SIZES))
 
     def number(i, j):
         return 2 * (i // 2 * COUNT + j) + i % 2 if PAIRS else i * COUNT + j
 
     text = ""
     for i, places in enumerate(PLACES):
-        place, second = places
+        place = places[0]
         for j in range(0, COUNT, 4):
             out = [f"${number(i, x)}" for x in range(j, min(j + 4, COUNT))]
             kind = f"v{len(out)}.b32" if len(out) > 1 else "b32"
             out = f"{{{', '.join(out)}}}" if len(out) > 1 else out[0]
             text += f"ld.shared.{kind} {out}, [${inputs}+{place + 4 * j}]; "
-        for j in range(COUNT if SIZE else 0):
-            out = f"${total + number(i, j)}"
-            at = second + SIZE * j
-            text += f"ld.shared.u{8 * SIZE} {out}, [${inputs + 1}+{at}]; "
+        for k in range(1, 1 + len(SIZES)):
+            size = SIZES[k - 1]
+            load = min(4, COUNT * size)
+            kind = "b32" if load == 4 else f"u{8 * load}"
+            for j in range(0, COUNT, load // size):
+                words = range(j, j + load // size)
+                out = [f"${total * k + number(i, x)}" for x in words]
+                at = places[k] + size * j
+                text += f"ld.shared.{kind} {out[0]}, [${inputs + k}+{at}]; "
+                for x in range(1, len(out)):
+                    text += f"shr.u32 {out[x]}, {out[0]}, {8 * size * x}; "
     return text
 
 
 @constexpr_function
-def key_loads(PART, SECOND, BLOCK, COUNT, SIZE):
-    """COUNT words at once: of tokens 8 apart, then the parts of a token."""
-    _, _, size, pitch = PART
-    places = [
-        (i * pitch + j, i * SECOND[3] + j // 4 * SIZE)
-        for i in range(0, BLOCK, 8)
-        for j in range(0, size, 16 * COUNT)
-    ]
-    return loads_text(places, COUNT, False, SIZE)
+def bytes_behind(FORMAT):
+    """Of each other plane, for a word of the main one."""
+    return tuple(4 * width // FORMAT[0] for width in planes_of(FORMAT))
 
 
 @constexpr_function
-def value_loads(PART, SECOND, BLOCK, COUNT, SIZE):
-    """COUNT words at once: of tokens 8 apart, parts of a token, both of a pair."""
-    _, _, size, pitch = PART
+def run_behind(RUN, FORMAT, NUMBER):
+    """Bytes that a lane has of one of the other planes for neighbouring words."""
+    sizes = bytes_behind(FORMAT)
+    return RUN * sizes[NUMBER] if NUMBER < len(sizes) else 0
+
+
+@constexpr_function
+def key_loads(PART, SECOND, BLOCK, COUNT, FORMAT):
+    """COUNT words at once: of tokens 8 apart, then the parts of a token."""
+    sizes = bytes_behind(FORMAT)
     places = [
-        (i * pitch + j, i * SECOND[3] + j // 4 * SIZE)
+        (i * PART[3] + j, *(i * SECOND[3] + j // 4 * size for size in sizes))
+        for i in range(0, BLOCK, 8)
+        for j in range(0, PART[2], 16 * COUNT)
+    ]
+    return loads_text(places, COUNT, False, sizes)
+
+
+@constexpr_function
+def value_loads(PART, SECOND, BLOCK, COUNT, FORMAT):
+    """COUNT words at once: of tokens 8 apart, parts of a token, both of a pair."""
+    sizes = bytes_behind(FORMAT)
+    places = [
+        (i * PART[3] + j, *(i * SECOND[3] + j // 4 * size for size in sizes))
         for octet in range(0, BLOCK, 8)
-        for j in range(0, size, 32 * COUNT)
+        for j in range(0, PART[2], 32 * COUNT)
         for i in (octet, octet + 4)
     ]
-    return loads_text(places, COUNT, True, SIZE)
+    return loads_text(places, COUNT, True, sizes)
 
 
 @constexpr_function
 def scale_loads(BLOCK):
     """Scales of tokens 8 apart, neighbours in shared memory."""
     octets = BLOCK // 8
-    return loads_text([(0, 0)], octets, False, 0).replace("b32", "f32")
+    return loads_text([(0,)], octets, False, ()).replace("b32", "f32")
 
 
 @constexpr_function
@@ -127,32 +152,33 @@ def key_block(
     """Levels of keys as [warps, tokens, parts, 4 lanes, dims of a lane]."""
     W: gl.constexpr = gl.num_warps()
     RUN: gl.constexpr = key_run(H, FORMAT)
-    SIZE: gl.constexpr = 4 * FORMAT[1] // FORMAT[0]
     L: gl.constexpr = lane_layout(W, 4, 2, 8)
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     shared += gl.zeros([W, 8, 4], gl.int32, L)
     main = shared + AT[0] + row * PART[3] + lane * (4 * RUN)
-    second = shared + AT[1] + row * SECOND[3] + lane * (RUN * SIZE)
+    behind = shared + AT[1] + row * SECOND[3]
     WORDS: gl.constexpr = BLOCK // 8 * (H * FORMAT[0] // 128)
-    LOADED: gl.constexpr = WORDS * (2 if FORMAT[1] != 0 else 1)
+    PLANES: gl.constexpr = len(planes_of(FORMAT))
+    LOADED: gl.constexpr = WORDS * (1 + PLANES)
     loaded = gl.inline_asm_elementwise(
-        key_loads(PART, SECOND, BLOCK, RUN, SIZE),
-        registers("r", LOADED, 2),
-        [main, second],
+        key_loads(PART, SECOND, BLOCK, RUN, FORMAT),
+        registers("r", LOADED, 3),
+        [
+            main,
+            behind + lane * run_behind(RUN, FORMAT, 0),
+            behind + lane * run_behind(RUN, FORMAT, 1) + plane_at(SECOND, FORMAT, 1),
+        ],
         dtype=types_of(gl.int32, LOADED),
         is_pure=False,
         pack=1,
     )
     COUNT: gl.constexpr = 32 // FORMAT[0]
-    words = stacked(loaded, 0, 1, WORDS)
+    operands = (stacked(loaded, 0, 1, WORDS),)
     if FORMAT[2] > 0:
-        seconds = words
-        if FORMAT[1] != 0:
-            seconds = stacked(loaded[WORDS:], 0, 1, WORDS)
-        operands = (words, seconds, table)
-    else:
-        operands = (words,)
+        operands += (table,)
+        for i in gl.static_range(1, 1 + PLANES):
+            operands += (stacked(loaded[WORDS * i :], 0, 1, WORDS),)
     parts = gl.inline_asm_elementwise(
         key_levels(FORMAT),
         levels_operands(FORMAT, 1),
@@ -185,7 +211,6 @@ def value_block(
     """Levels of values as [warps, tokens, parts, 8 lanes, dims of a lane]."""
     W: gl.constexpr = gl.num_warps()
     RUN: gl.constexpr = value_run(HV, FORMAT)
-    SIZE: gl.constexpr = 4 * FORMAT[1] // FORMAT[0]
     L: gl.constexpr = lane_layout(W, 4, 1, 8)
     row = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
@@ -193,27 +218,29 @@ def value_block(
     shared += gl.zeros([W, 4, 8], gl.int32, L)
     main = shared + AT[3] + row * PART[3]
     main += lane * (4 * RUN) ^ row // SWIZZLE[0] % SWIZZLE[1] * 32
-    second = shared + AT[4] + row * SECOND[3] + lane * (RUN * SIZE)
+    behind = shared + AT[4] + row * SECOND[3]
     WORDS: gl.constexpr = BLOCK // 4 * (HV * FORMAT[0] // 256)
-    LOADED: gl.constexpr = WORDS * (2 if FORMAT[1] != 0 else 1)
+    PLANES: gl.constexpr = len(planes_of(FORMAT))
+    LOADED: gl.constexpr = WORDS * (1 + PLANES)
     loaded = gl.inline_asm_elementwise(
-        value_loads(PART, SECOND, BLOCK, RUN, SIZE),
-        registers("r", LOADED, 2),
-        [main, second],
+        value_loads(PART, SECOND, BLOCK, RUN, FORMAT),
+        registers("r", LOADED, 3),
+        [
+            main,
+            behind + lane * run_behind(RUN, FORMAT, 0),
+            behind + lane * run_behind(RUN, FORMAT, 1) + plane_at(SECOND, FORMAT, 1),
+        ],
         dtype=types_of(gl.int32, LOADED),
         is_pure=False,
         pack=1,
     )
-    ours, theirs = stacked(loaded, 0, 2, WORDS), stacked(loaded, 1, 2, WORDS)
+    operands = stacked(loaded, 0, 2, WORDS), stacked(loaded, 1, 2, WORDS)
     COUNT: gl.constexpr = 64 // FORMAT[0]
     if FORMAT[2] > 0:
-        seconds, others = ours, theirs
-        if FORMAT[1] != 0:
-            seconds = stacked(loaded[WORDS:], 0, 2, WORDS)
-            others = stacked(loaded[WORDS:], 1, 2, WORDS)
-        operands = (ours, theirs, seconds, others, table)
-    else:
-        operands = (ours, theirs)
+        operands += (table,)
+        for i in gl.static_range(1, 1 + PLANES):
+            plane = loaded[WORDS * i :]
+            operands += (stacked(plane, 0, 2, WORDS), stacked(plane, 1, 2, WORDS))
     parts = gl.inline_asm_elementwise(
         value_levels(FORMAT),
         levels_operands(FORMAT, 2),

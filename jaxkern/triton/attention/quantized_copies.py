@@ -6,6 +6,7 @@ around every read.
 
 from jaxkern.triton.attention.quantized_layouts import (
     copies_of,
+    is_one_scale,
     lane_layout,
     nth,
     place_of,
@@ -150,8 +151,12 @@ def first_copies(
             token = row // 8 * 8 + row % 4 * 2 + row // 4 % 2
             SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
             to = row * PART[3] + (inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32)
-        if PART[2] == 4:
+        if is_one_scale(PART):
             to = row // 8 * 4 + row % 8 * (BLOCK // 2)  # as place_of
+        # zeros where the room has more than a vector
+        here = end - begin - token
+        if PART[4] < PART[2]:
+            here = gl.where(inner < PART[4], here, 0)
         vector = before + begin.to(gl.int64) * K + (group * HEADS + warp % HEADS)
         origin = vector * PART[0] + token.to(gl.int64) * (K * PART[0])
         origin += (ptr.to(gl.int64) + PART[1]) + inner.to(gl.int64)
@@ -159,7 +164,7 @@ def first_copies(
         copies = (
             every + (shared + AT[NUMBER]) + to,
             origin,
-            every + end - begin - token,
+            every + here,
             every + first - begin - token,
         )
     return copies

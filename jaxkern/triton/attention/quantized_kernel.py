@@ -61,6 +61,8 @@ def quantized_decode_kernel(
     T: gl.constexpr,
     K: gl.constexpr,
     G: gl.constexpr,
+    KEY_DIMS: gl.constexpr,
+    VALUE_DIMS: gl.constexpr,
     H: gl.constexpr,
     HV: gl.constexpr,
     S: gl.constexpr,
@@ -95,6 +97,7 @@ def quantized_decode_kernel(
     """SHARES of the shares of tokens, HEADS key heads, ROWS rows of each.
 
     As decode_attention_kernel: normalised sums and base-2 log-sum-exps, or the result.
+    H and HV are KEY_DIMS and VALUE_DIMS with dims of zeros behind them.
     """
     W: gl.constexpr = HEADS * SHARES
     program = gl.program_id(0)
@@ -121,19 +124,20 @@ def quantized_decode_kernel(
     head = group * HEADS + warp % HEADS
     row = (b * T + r // G) * (K * G) + r % G
     row = gl.expand_dims(row, 0) + gl.expand_dims(head * G, 1)
-    at = row[:, :, None] * H + dim[None, None, :]
-    q = gl.load(query_ptr + at, (r < T * G)[None, :, None], 0.0)
+    at = row[:, :, None] * KEY_DIMS + dim[None, None, :]
+    present = (r < T * G)[None, :, None] & (dim < KEY_DIMS)[None, None, :]
+    q = gl.load(query_ptr + at, present, 0.0)
     if key_table_ptr is not None:
         key_entry = gl.load(key_table_ptr + table_numbers(KEY_ENTRIES) % KEY_ENTRIES)
     if value_table_ptr is not None:
         number = table_numbers(VALUE_ENTRIES) % VALUE_ENTRIES
         value_entry = gl.load(value_table_ptr + number)
     if key_signs_ptr is not None:
-        key_signs = gl.load(key_signs_ptr + dim)
+        key_signs = gl.load(key_signs_ptr + dim, dim < KEY_DIMS, 0.0)
     OUT: gl.constexpr = out_layout(W, ROWS, HV, VALUE_RUN)
     out_dim = gl.arange(0, HV, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
     if value_signs_ptr is not None:
-        value_signs = gl.load(value_signs_ptr + out_dim)[None, None, :]
+        value_signs = gl.load(value_signs_ptr + out_dim, out_dim < VALUE_DIMS, 0.0)
     program = in_place("bar.warp.sync 0xffffffff;", program)
     # the keys that some row sees: first ... end - 1; a share has every so many blocks,
     # and those of a program lie far apart, so that not one program has all longer ones
@@ -183,7 +187,7 @@ def quantized_decode_kernel(
     q = q.to(gl.float32)
     if key_signs_ptr is not None:
         q = q * key_signs[None, None, :]
-        q = hadamard_product(q, H, RUN // 2, (4, 1, 2))
+        q = hadamard_product(q, KEY_DIMS, RUN // 2, (4, 1, 2))
     unit = gl.full([W, ROWS], SCALE, gl.float32, gl.SliceLayout(2, QUERIES))
     if KEY_TYPE == gl.float16:
         largest = gl.max(gl.abs(q), 2)
@@ -312,8 +316,8 @@ def quantized_decode_kernel(
     out = gl.reshape(gl.permute(out, (0, 4, 1, 3, 2)), [W, ROWS, HV])
     out = gl.convert_layout(out, OUT)
     if value_signs_ptr is not None:
-        out = hadamard_product(out, HV, VALUE_RUN, (4, 8, 16))
-        out = out * value_signs
+        out = hadamard_product(out, VALUE_DIMS, VALUE_RUN, (4, 8, 16))
+        out = out * value_signs[None, None, :]
     lse = gl.convert_layout(lse, gl.SliceLayout(2, OUT))
     if SHARES > 1:
         out, lse = merged_shares(out, lse, mine, VALUE_RUN, HEADS, SHARES, REGION)
@@ -338,7 +342,7 @@ def quantized_decode_kernel(
     if SPLITS > 1:
         present = present & seen
     gl.store(
-        out_ptr + (to[:, :, None] * HV + out_dim[None, None, :]),
+        out_ptr + (to[:, :, None] * VALUE_DIMS + out_dim[None, None, :]),
         out.to(out_ptr.dtype.element_ty),
-        present[:, :, None],
+        present[:, :, None] & (out_dim < VALUE_DIMS)[None, None, :],
     )

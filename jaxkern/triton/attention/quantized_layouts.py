@@ -7,6 +7,7 @@ A warp has of a block in shared memory rows of the planes and scales of keys and
 values. It alone writes and reads them, so it waits for no other warp.
 """
 
+from jaxkern.triton.block_sizes import next_power_of_2
 from jaxkern.triton.triton_call import constexpr_function, gl
 
 
@@ -75,21 +76,47 @@ def value_run(D, FORMAT):
     return min(4, D * FORMAT[0] // 256)
 
 
-@constexpr_function
-def part_of(PART, H, HV, KEY, VALUE, KEY_ROW, VALUE_ROW, KEY_GROUPS, VALUE_GROUPS):
-    """(bytes of a vector in memory, where a part begins, its size, pitch) of a part.
+def padded_dims(d: int, form: tuple, lanes: int) -> int:
+    """The power of two that holds d dims and gives each of the lanes a word."""
+    return max(next_power_of_2(d), 32 * lanes // form[0])
 
-    The pitch is that of rows in shared memory: of keys such that eight lanes that read
-    of two rows meet all banks.
+
+def parts_of(d: int, dims: int, form: tuple, row: int, groups: int, keys: bool):
+    """The main plane, the planes behind it and the scales of keys, or of values.
+
+    Each is (bytes of a vector in memory, where the part begins, room in shared memory,
+    pitch, bytes that it has); the rest of the room is zeros. The pitch is that of rows
+    in shared memory: of keys such that eight lanes reading two rows meet all banks.
+
+    Args:
+      d: of a vector, of which shared memory has `dims`.
+      form: see quantized_levels.py.
+      row: bytes of a vector.
+      groups: scales of a vector.
+      keys: eight lanes read of two rows.
     """
-    dims, form, row = (H, KEY, KEY_ROW) if PART < 3 else (HV, VALUE, VALUE_ROW)
-    main, second = dims * form[0] // 8, dims * form[1] // 8
-    if PART % 3 == 0:
-        return row, 0, main, main + (16 if PART == 0 and main >= 128 else 0)
-    if PART % 3 == 1:
-        return row, main, second, second
-    size = 4 * (KEY_GROUPS if PART < 3 else VALUE_GROUPS)
-    return size, 0, size, size
+    main, room = d * form[0] // 8, dims * form[0] // 8
+    planes = next_power_of_2(dims * form[1] // 8) if form[1] else 0
+    scales = 4 * min(groups, 1) if groups < 2 else 4 * (dims * groups // d)
+    return (
+        (row, 0, room, room + (16 if keys and room >= 128 else 0), main),
+        (row, main, planes, planes, row - main),
+        (4 * groups, 0, scales, scales, 4 * groups),
+    )
+
+
+@constexpr_function
+def planes_of(FORMAT):
+    """Widths of the planes behind the main one, as they follow each other."""
+    return tuple(width for width in (2, 1) if FORMAT[1] & width)
+
+
+@constexpr_function
+def plane_at(PART, FORMAT, NUMBER):
+    """Where one of them begins within their part."""
+    if NUMBER == 0 or NUMBER >= len(planes_of(FORMAT)):
+        return 0
+    return PART[4] * planes_of(FORMAT)[0] // FORMAT[1]
 
 
 @constexpr_function
@@ -99,12 +126,6 @@ def offsets_of(BLOCK, PARTS):
     for part in PARTS:
         at.append(at[-1] + BLOCK * part[3])
     return tuple(at)
-
-
-@constexpr_function
-def parts_of(*SIZES):
-    """Of keys the main and second plane and the scales, then of values."""
-    return tuple(part_of(i, *SIZES) for i in range(6))
 
 
 @constexpr_function
@@ -121,15 +142,27 @@ def types_of(TYPE, COUNT):
 @constexpr_function
 def copies_of(PART, BLOCK):
     """(bytes of a copy, copies of a row, rows that a warp copies at once)."""
-    row, at, size, _ = PART
+    row, at, room, _, size = PART
     unit = min(16, *(x & -x for x in (row, at or 16, size)))
-    return unit, size // unit, min(32 * unit // size, BLOCK)
+    return unit, room // unit, min(32 * unit // room, BLOCK)
+
+
+def can_be_copied(part: tuple) -> bool:
+    """By a warp, in words of 4, 8 or 16 bytes."""
+    unit, count, _ = copies_of(part, 1)
+    return unit >= 4 and count <= 32
+
+
+@constexpr_function
+def is_one_scale(PART):
+    """Of a vector; no plane begins at 0 with so few bytes."""
+    return PART[1] == 0 and PART[2] == 4
 
 
 @constexpr_function
 def place_of(row, PART, BLOCK):
     """In bytes; single scales of tokens 8 apart, of one lane, are neighbours."""
-    if PART[2] == 4:
+    if is_one_scale(PART):
         return row // 8 * 4 + row % 8 * (BLOCK // 2)
     return row * PART[3]
 
@@ -148,8 +181,8 @@ def swizzle_of(PART, BLOCK):
 
     So that eight or sixteen lanes that read of four rows of values meet all banks.
     """
-    _, at, size, _ = PART
-    rows = max(128 // size, 1)
+    _, at, room, _, _ = PART
+    rows = max(128 // room, 1)
     if at != 0:
         return rows, 1
-    return rows, max(min(size // 32, copies_of(PART, BLOCK)[2] // rows, 4), 1)
+    return rows, max(min(room // 32, copies_of(PART, BLOCK)[2] // rows, 4), 1)

@@ -3,10 +3,12 @@
 A word has 32 bits of neighbouring codes. Of keys a register holds two dims of a token;
 of values it holds two tokens for a dim, whose codes are brought together first.
 
-A format is (bits of the main plane, of the second one, codes of one lookup), 0 or less
-where levels are computed.
+A format is (bits of the main plane, of those behind it together, codes of one lookup),
+the last 0 or less where levels are computed; and, where only the first quarter of a
+vector has bits behind the main plane, the entry that is the first of the other dims'.
 """
 
+from jaxkern.triton.attention.quantized_layouts import planes_of
 from jaxkern.triton.triton_call import constexpr_function
 
 # An entry has four bytes for each lane and leaves as many to another table, so that its
@@ -64,49 +66,63 @@ def float8_levels(word, first):
 
 
 @constexpr_function
-def index_bytes(form, word, second, odd):
-    """PTX of what four lookups of two codes of 2 or 3 bits are numbered by."""
-    text = f"shr.u32 a, {word}, 4;" if odd else f"mov.b32 a, {word};"
-    text += "and.b32 a, a, 0x0f0f0f0f;"
-    if form[1]:
-        # fields of 2 bits go to bits 4 and 5 of bytes
-        text += f"prmt.b32 b, {second}, {second}, 0x1100;"
-        text += f"shl.b32 s, b, {2 if odd else 4};"
-        text += "shr.u32 b, b, 2;" if odd else ""
-        text += "lop3.b32 s, s, b, 0x00ff00ff, 0xe4;"
-        text += "lop3.b32 a, s, 0x30303030, a, 0xea;"
+def spread_fields(plane, width, odd, place):
+    """PTX: the even or the odd of eight fields of 1 or 2 bits at `place` of bytes in a.
+
+    One product has each field where it belongs. What else it has lies in between, from
+    where no carry gets there.
+    """
+    if width == 2:  # each byte has four of them, which go to two
+        text = f"prmt.b32 b, {plane}, 0, 0x4140;"
+        plane, mask, factor = "b", 0x330033, 0x11
+    else:
+        text, mask, factor = "", 0x55, 0x41041
+    first = width * odd
+    fields = ((1 << width) - 1) * 0x01010101
+    return f"""{text} and.b32 b, {plane}, {mask << first};
+        mul.lo.u32 b, b, {factor << place >> first};
+        lop3.b32 a, b, {fields << place}, a, 0xea;"""
+
+
+@constexpr_function
+def index_bytes(form, word, planes, number):
+    """PTX of what four lookups are numbered by, in the bytes of a."""
+    width, together = form[0], form[2]
+    field = width * together
+    mask = ((1 << field) - 1) * 0x01010101
+    text = f"shr.u32 a, {word}, {field * number};" if number else f"mov.b32 a, {word};"
+    text += f"and.b32 a, a, {mask};" if field < 8 else ""
+    place = field
+    widths = planes_of(form)
+    for i in range(len(widths)):
+        text += spread_fields(planes[i], widths[i] * together, number, place)
+        place += widths[i] * together
     return text
 
 
 @constexpr_function
-def looked_up(form, word, second, table, out):
-    """PTX of lookups of all codes of a word; `out(i)` are the results of the i-th."""
-    width, plane, together = form
+def looked_up(form, word, planes, table, out, later):
+    """PTX of lookups of all codes of a word; `out(i)` are the results of the i-th.
+
+    Args:
+      form, word, table: see the module; `table` is where it begins.
+      planes: what the planes behind the main one have for the word, in the low bits.
+      later: PTX that sets e to 0 in lanes that have the first quarter of a vector, from
+        c, four times their number.
+    """
+    width, together = form[0], form[2]
+    steps = 8 // (width * together)
     text = "mov.u32 c, %laneid; shl.b32 c, c, 2;"
-    bytewise = width == 2
-    for odd in (0, 1) if bytewise else (0,):
-        if bytewise:
-            text += index_bytes(form, word, second, odd)
-        for i in range(4 if bytewise else 32 // (width * together)):
-            if bytewise:
-                text += f"prmt.b32 b, a, c, 0x55{i}4;"
-                number = 2 * i + odd
-            else:
-                field = width * together
-                if field == 8:
-                    text += f"prmt.b32 b, {word}, c, 0x55{i}4;"
-                else:
-                    text += f"bfe.u32 b, {word}, {field * i}, {field};"
-                    text += f"mad.lo.u32 b, b, {ENTRY_BYTES}, c;"
-                if plane:
-                    text += f"bfe.u32 s, {second}, {plane * i}, {plane};"
-                    text += f"mad.lo.u32 b, s, {ENTRY_BYTES << field}, b;"
-                number = i
-            text += f"add.u32 b, b, {table};"
-            if together == 2:
-                text += f"ld.shared.b32 {out(number)}, [b];"
-            else:
-                text += f"ld.shared.b16 {out(number)}, [b];"
+    if len(form) > 3:
+        text += f"{later} min.u32 e, e, 1;"
+        text += f"mad.lo.u32 e, e, {form[3] * ENTRY_BYTES}, {table};"
+        table = "e"
+    kind = "b32" if together == 2 else "b16"
+    for step in range(steps):
+        text += index_bytes(form, word, planes, step)
+        for i in range(4):
+            text += f"prmt.b32 b, a, c, 0x55{i}4; add.u32 b, b, {table};"
+            text += f"ld.shared.{kind} {out(steps * i + step)}, [b];"
     return text
 
 
@@ -123,9 +139,9 @@ def alternating(to, x, y, width, odd):
 
 @constexpr_function
 def key_levels(FORMAT):
-    """PTX of the levels of a word, given that of the second plane and the table."""
+    """PTX of the levels of a word, given the table and words of the other planes."""
     count = 32 // FORMAT[0] // max(FORMAT[2], 1)
-    word, second, table = (f"${count + i}" for i in range(3))
+    word, table, *planes = (f"${count + i}" for i in range(4))
     if FORMAT[0] == 16:
         text = f"mov.b32 {pair(0)}, {word};"
     elif FORMAT == INT4:
@@ -135,7 +151,8 @@ def key_levels(FORMAT):
     elif FORMAT == FLOAT8:
         text = float8_levels(word, 0)
     else:
-        text = looked_up(FORMAT, word, second, table, lambda i: f"${i}")
+        later = "and.b32 e, c, 12;"
+        text = looked_up(FORMAT, word, planes, table, lambda i: f"${i}", later)
     return REGISTERS + text + " }"
 
 
@@ -145,10 +162,12 @@ def value_levels(FORMAT):
 
     What tokens have for a dim is brought together before it is decoded, not after.
     """
-    width, plane, together = FORMAT
+    width, together = FORMAT[0], FORMAT[2]
     count = 32 // width
+    later = "shr.u32 e, c, 5;"
     results = count if together == 2 else 2 * count
-    x, y, p, q, table = (f"${results + i}" for i in range(5))
+    x, y, table, *planes = (f"${results + i}" for i in range(7))
+    ours, theirs = planes[::2], planes[1::2]
     halves = f"prmt.b32 t, {x}, {y}, 0x5410; prmt.b32 u, {x}, {y}, 0x7632;"
     octets = f"prmt.b32 t, {x}, {y}, 0x5140; prmt.b32 u, {x}, {y}, 0x7362;"
     if width == 16:
@@ -160,22 +179,25 @@ def value_levels(FORMAT):
     elif FORMAT == FLOAT8:
         text = octets + float8_levels("t", 0) + float8_levels("u", 2)
     elif together == 1:
-        text = looked_up(FORMAT, x, p, table, lambda i: f"${2 * i}")
-        text += looked_up(FORMAT, y, q, table, lambda i: f"${2 * i + 1}")
+        text = looked_up(FORMAT, x, ours, table, lambda i: f"${2 * i}", later)
+        text += looked_up(FORMAT, y, theirs, table, lambda i: f"${2 * i + 1}", later)
     else:
         text = ""
         for odd in (0, 1):
             text += alternating("t", x, y, width, odd)
-            text += alternating("u", p, q, plane, odd) if plane else ""
+            if planes_of(FORMAT):
+                text += alternating("u", ours[0], theirs[0], FORMAT[1], odd)
             out = (lambda i: f"${2 * i}") if odd == 0 else (lambda i: f"${2 * i + 1}")
-            text += looked_up(FORMAT, "t", "u", table, out)
+            text += looked_up(FORMAT, "t", ("u",), table, out, later)
     return REGISTERS + text + " }"
 
 
 @constexpr_function
 def levels_operands(FORMAT, TOKENS):
     """Of the PTX above for a word of each of so many tokens."""
-    inputs = 2 * TOKENS + 1 if FORMAT[2] > 0 else TOKENS
+    inputs = TOKENS
+    if FORMAT[2] > 0:
+        inputs += 1 + TOKENS * len(planes_of(FORMAT))
     if FORMAT[2] == 2:
         return registers("r", 32 // FORMAT[0] * TOKENS // 2, inputs)
     return registers("h", 32 // FORMAT[0] * TOKENS, inputs)

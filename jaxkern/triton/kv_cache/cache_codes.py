@@ -7,6 +7,7 @@ on its way: its codes and scales are written once, and the tables of a codec rea
 VECTOR is what `vector_of` says.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -18,37 +19,60 @@ from jaxkern.primitives.turboquant.vector_codec import (
     Float8Codec,
     TurboQuantCodec,
     VectorCodec,
+    code_bytes,
     group_size,
+    planes,
 )
 from jaxkern.triton.block_sizes import next_power_of_2
 from jaxkern.triton.norm.rms_norm_quantized import FP8_CONVERSION, round_to_e4m3fn
-from jaxkern.triton.triton_call import compute_capability, jit, tl
+from jaxkern.triton.triton_call import (
+    compute_capability,
+    constexpr_function,
+    jit,
+    tl,
+)
+
+MOST_CELLS = 2048  # 16 KB with what lies below
 
 
 def unsupported_codec(codec: VectorCodec, d: int) -> str | None:
     size = group_size(codec, d)
-    if codec.bits == 2.25:
-        return "codes of two sizes"
     if size != d and size & (size - 1):
         return f"groups of {size} dims, not a power of 2"
     return None
 
 
+def planes_of(codec: VectorCodec, d: int) -> tuple[tuple[int, int, int, int], ...]:
+    """(bits, how many dims have them, bits before, where it begins) of each plane."""
+    found, below, start = [], 0, 0
+    for width, count in planes(codec, d):
+        found.append((width, count, below, start))
+        below += width
+        start += width * count // 8
+    return tuple(found)
+
+
 def vector_of(d: int, codec: VectorCodec | None) -> tuple:
     """The constant VECTOR of a cache.
 
-    (d, the power of 2 that holds it) and, of codes, (bits, dims of a group, largest
-    number or 0 for levels, bits of a dim's number, conversion in hardware, d ** -0.5).
+    (d, the power of 2 that holds it) and, of codes, (planes, bytes of a vector, dims of
+    a group, largest number or 0 for levels, bits of a dim's number, conversion in
+    hardware, d ** -0.5, the first three of `cells_of`).
     """
     dims = next_power_of_2(d)
     if codec is None:
         return d, dims
     size = group_size(codec, d)
     group = dims if size == d else size
-    top = 0.0 if isinstance(codec, TurboQuantCodec) else codec_top(codec)
+    top, cells = 0.0, None
+    if isinstance(codec, TurboQuantCodec):
+        cells = cells_of(midpoints_of(codec))[:3]
+    else:
+        top = codec_top(codec)
     hardware = compute_capability() >= FP8_CONVERSION
     stages = dims.bit_length() - 1
-    return d, dims, int(codec.bits), group, top, stages, hardware, d**-0.5
+    parts = planes_of(codec, d), code_bytes(codec, d)
+    return d, dims, *parts, group, top, stages, hardware, d**-0.5, cells
 
 
 def codec_top(codec) -> float:
@@ -59,9 +83,41 @@ def constants_of(d: int, codec: VectorCodec | None) -> Sequence[jax.Array | None
     """Signs and midpoints of a codec that has them."""
     if not isinstance(codec, TurboQuantCodec):
         return None, None
-    levels = np.asarray(codec.codebook or lloyd_max_codebook(int(codec.bits)))
-    midpoints = jnp.asarray((levels[1:] + levels[:-1]) / 2, jnp.float32)
-    return jnp.asarray(codec.signs(d)), midpoints
+    midpoints = midpoints_of(codec)
+    return jnp.asarray(codec.signs(d)), jnp.asarray(cells_of(midpoints)[3])
+
+
+def midpoints_of(codec: TurboQuantCodec) -> tuple[float, ...]:
+    """Between levels; of 3 bits, then of 2, for a codec that has both."""
+    tables = [codec.codebook or lloyd_max_codebook(int(codec.bits))]
+    if codec.bits == 2.25:
+        tables = [lloyd_max_codebook(bits) for bits in (3, 2)]
+    levels = map(np.asarray, tables)
+    return tuple(np.concatenate([(x[1:] + x[:-1]) / 2 for x in levels]).tolist())
+
+
+@functools.cache
+def cells_of(midpoints: tuple[float, ...]) -> tuple[float, float, int, np.ndarray]:
+    """(a, b, n, table) for cells int(a z + b) of a number z, at most one midpoint each.
+
+    The table has the midpoint of each of n cells, or inf, then how many lie below. With
+    a power of two for a the sum is the only rounding, so a cell is the same wherever it
+    is computed, and never lower for a larger z. Where levels lie too close for that,
+    are not ascending, or few, which bisection finds as fast, n is 0 and the table has
+    the midpoints.
+    """
+    x = np.array(midpoints, np.float32)
+    for bits in range(10 if x.size > 3 else 0):
+        per = np.float32(2.0**bits)
+        first = 1 - np.floor(x[0] * per)
+        cell = (x * per + first).astype(np.int32)
+        count = int(cell[-1]) + 2
+        if count <= MOST_CELLS and (np.diff(cell) > 0).all():
+            table = np.full(2 * count, np.inf, np.float32)
+            table[cell] = x
+            table[count:] = np.searchsorted(cell, np.arange(count))
+            return float(per), float(first), count, table
+    return 0.0, 0.0, 0, x
 
 
 @jit
@@ -75,45 +131,122 @@ def hadamard(y, ROWS: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr):
     return y
 
 
+@constexpr_function
+def num_planes(VECTOR):
+    return len(VECTOR[2])
+
+
+@constexpr_function
+def of_plane(VECTOR, NUMBER, WHAT):
+    """One of the numbers of one of the planes."""
+    return VECTOR[2][NUMBER][WHAT]
+
+
+@constexpr_function
+def most_bits(VECTOR):
+    """Of the codes that have the most, and how many dims have them."""
+    return sum(plane[0] for plane in VECTOR[2]), VECTOR[2][-1][1]
+
+
+@jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def scales_of(groups, midpoints_ptr, TOP: tl.constexpr):
+    """Of groups [groups, dims]."""
+    if midpoints_ptr is not None:
+        return tl.sqrt_rn(tl.sum(groups * groups, 1) / groups.shape[1])
+    else:
+        return tl.reduce(tl.abs(groups), 1, larger) / TOP
+
+
+@constexpr_function
+def of_cells(VECTOR, NUMBER):
+    return VECTOR[9][NUMBER]
+
+
+@jit
+def level_of_cell(z, cells_ptr, VECTOR: tl.constexpr):
+    """The number of the level nearest to z, see `cells_of`."""
+    COUNT: tl.constexpr = of_cells(VECTOR, 2)
+    cell = tl.maximum(z * of_cells(VECTOR, 0) + of_cells(VECTOR, 1), 0.0)
+    cell = tl.minimum(cell, COUNT - 1.0).to(tl.int32)
+    below = tl.load(cells_ptr + COUNT + cell)
+    return (below + tl.where(z > tl.load(cells_ptr + cell), 1.0, 0.0)).to(tl.int32)
+
+
 @jit
 def nearest_level(z, midpoints_ptr, BITS: tl.constexpr):
     """The number of the level nearest to z, by bisection over the midpoints."""
     HALF: tl.constexpr = 1 << (BITS - 1)
-    code = tl.zeros(z.shape, tl.int32)
-    for k in tl.static_range(BITS):
+    code = tl.where(z > tl.load(midpoints_ptr + HALF - 1), HALF, 0)
+    for k in tl.static_range(1, BITS):
         above = z > tl.load(midpoints_ptr + code + ((HALF >> k) - 1))
         code += tl.where(above, HALF >> k, 0)
     return code
 
 
 @jit
-def write_plane(
-    code,
-    codes_ptr,
-    row,
-    written,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """The bits of the codes that lie in the plane of WIDTH; see vector_codec.py."""
-    H: tl.constexpr = VECTOR[0]
-    DIMS: tl.constexpr = VECTOR[1]
-    BITS: tl.constexpr = VECTOR[2]
-    BELOW: tl.constexpr = BITS & (16 - 2 * WIDTH)  # bits in the planes before
+def codes_of(z, dim, midpoints_ptr, VECTOR: tl.constexpr):
+    """Codes of what a scale leaves, at dims of the same shape."""
+    BITS: tl.constexpr = most_bits(VECTOR)[0]
+    DIMS: tl.constexpr = most_bits(VECTOR)[1]
+    TOP: tl.constexpr = VECTOR[5]
+    if midpoints_ptr is not None:
+        if of_cells(VECTOR, 2) > 0:
+            code = level_of_cell(z, midpoints_ptr, VECTOR)
+        else:
+            code = nearest_level(z, midpoints_ptr, BITS)
+        if DIMS < VECTOR[0]:  # a bit less for the dims behind
+            less = nearest_level(z, midpoints_ptr + ((1 << BITS) - 1), BITS - 1)
+            code = tl.where(dim < DIMS, code, less)
+        return code
+    elif TOP == 448.0:
+        return round_to_e4m3fn(z, VECTOR[7]).to(tl.int32)
+    else:
+        q = (z + 12582912.0) - 12582912.0  # 1.5 * 2**23: to the nearest, to even
+        q = tl.minimum(tl.maximum(q, -TOP), TOP)
+        return (q + 2 ** (BITS - 1)).to(tl.int32)
+
+
+@jit
+def plane_bytes(code, VECTOR: tl.constexpr, NUMBER: tl.constexpr):
+    """Bytes of a plane of neighbouring codes, in one dim; see vector_codec.py."""
+    WIDTH: tl.constexpr = of_plane(VECTOR, NUMBER, 0)
+    BELOW: tl.constexpr = of_plane(VECTOR, NUMBER, 2)
+    SIZE: tl.constexpr = code.numel * WIDTH // 8
     part = (code >> BELOW) & ((1 << WIDTH) - 1)
     if WIDTH <= 1:
-        low, high = tl.split(tl.reshape(part, [ROWS, DIMS // 2, 2]))
+        low, high = tl.split(tl.reshape(part, [SIZE * 4, 2]))
         part = low | (high << 1)
     if WIDTH <= 2:
-        low, high = tl.split(tl.reshape(part, [ROWS, DIMS * WIDTH // 4, 2]))
+        low, high = tl.split(tl.reshape(part, [SIZE * 2, 2]))
         part = low | (high << 2)
     if WIDTH <= 4:
-        low, high = tl.split(tl.reshape(part, [ROWS, DIMS * WIDTH // 8, 2]))
+        low, high = tl.split(tl.reshape(part, [SIZE, 2]))
         part = low | (high << 4)
-    byte = tl.arange(0, DIMS * WIDTH // 8)[None, :]
-    at = row * (H * BITS // 8) + H * BELOW // 8 + byte
-    tl.store(codes_ptr + at, part.to(tl.uint8), written & (byte < H * WIDTH // 8))
+    return part.to(tl.uint8)
+
+
+@jit
+def write_plane(
+    code,
+    row_ptr,
+    written,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    NUMBER: tl.constexpr,
+):
+    """One of the planes of codes [rows, dims] to where [rows, 1] are to be."""
+    WIDTH: tl.constexpr = of_plane(VECTOR, NUMBER, 0)
+    COUNT: tl.constexpr = of_plane(VECTOR, NUMBER, 1)
+    SIZE: tl.constexpr = VECTOR[1] * WIDTH // 8
+    part = tl.reshape(plane_bytes(code, VECTOR, NUMBER), [ROWS, SIZE])
+    byte = tl.arange(0, SIZE)[None, :]
+    at = of_plane(VECTOR, NUMBER, 3) + byte
+    tl.store(row_ptr + at, part, written & (byte < WIDTH * COUNT // 8))
 
 
 @jit
@@ -135,40 +268,20 @@ def write_vectors(
         dim = tl.arange(0, DIMS)[None, :]
         tl.store(cache_ptr + row * H + dim, y, written & (dim < H))
     else:
-        BITS: tl.constexpr = VECTOR[2]
-        GROUP: tl.constexpr = VECTOR[3]
-        TOP: tl.constexpr = VECTOR[4]  # of the codes that are numbers
-        STAGES: tl.constexpr = VECTOR[5]
-        HARDWARE: tl.constexpr = VECTOR[6]
+        BYTES: tl.constexpr = VECTOR[3]
+        GROUP: tl.constexpr = VECTOR[4]
+        STAGES: tl.constexpr = VECTOR[6]
+        dim = tl.arange(0, DIMS)[None, :]
         if signs_ptr is not None:
-            signs = tl.load(signs_ptr + tl.arange(0, DIMS)[None, :]).to(tl.float32)
-            ROOT: tl.constexpr = VECTOR[7]
+            ROOT: tl.constexpr = VECTOR[8]
+            signs = tl.load(signs_ptr + dim).to(tl.float32)
             y = hadamard(y * signs, ROWS, DIMS, STAGES) * ROOT
-        groups = tl.reshape(y, [ROWS, DIMS // GROUP, GROUP])
-        if midpoints_ptr is not None:
-            scale = tl.sqrt_rn(tl.sum(groups * groups, 2, keep_dims=True) / GROUP)
-        else:
-            largest = tl.max(tl.abs(groups), 2, keep_dims=True)
-            bad = tl.max((groups != groups).to(tl.int32), 2, keep_dims=True)
-            scale = tl.where(bad > 0, float("nan"), largest / TOP)
-        z = tl.div_rn(groups, tl.where(scale == 0.0, 1.0, scale))
-        z = tl.reshape(z, [ROWS, DIMS])
-        if midpoints_ptr is not None:
-            code = nearest_level(z, midpoints_ptr, BITS)
-        elif TOP == 448.0:
-            code = round_to_e4m3fn(z, HARDWARE).to(tl.int32)
-        else:
-            q = (z + 12582912.0) - 12582912.0  # 1.5 * 2**23: to the nearest, to even
-            q = tl.minimum(tl.maximum(q, -TOP), TOP)
-            code = (q + 2 ** (BITS - 1)).to(tl.int32)
-        if BITS & 8:
-            write_plane(code, cache_ptr, row, written, 8, ROWS, VECTOR)
-        if BITS & 4:
-            write_plane(code, cache_ptr, row, written, 4, ROWS, VECTOR)
-        if BITS & 2:
-            write_plane(code, cache_ptr, row, written, 2, ROWS, VECTOR)
-        if BITS & 1:
-            write_plane(code, cache_ptr, row, written, 1, ROWS, VECTOR)
+        groups = tl.reshape(y, [ROWS * DIMS // GROUP, GROUP])
+        scale = scales_of(groups, midpoints_ptr, VECTOR[5])
+        z = tl.div_rn(groups, tl.where(scale == 0.0, 1.0, scale)[:, None])
+        code = codes_of(tl.reshape(z, [ROWS, DIMS]), dim, midpoints_ptr, VECTOR)
+        for i in tl.static_range(num_planes(VECTOR)):
+            write_plane(code, cache_ptr + row * BYTES, written, ROWS, VECTOR, i)
         group = tl.arange(0, DIMS // GROUP)[None, :]
         groups_of_row: tl.constexpr = (H + GROUP - 1) // GROUP
         at = row * groups_of_row + group

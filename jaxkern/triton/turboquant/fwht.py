@@ -174,6 +174,13 @@ def transformed(
     if signs_ptr is not None:
         signs = gl.load(signs_ptr + at % D, eviction_policy="evict_last")
         x = x * signs.to(gl.float32)
+    return in_three_phases(x, D, TILE, ITEM)
+
+
+@gluon_jit
+def in_three_phases(x, D: gl.constexpr, TILE: gl.constexpr, ITEM: gl.constexpr):
+    """H_D x, from the layout for loads to that for stores."""
+    PLAN: gl.constexpr = layouts(D, TILE, ITEM, gl.num_warps())
     x = butterflies(x, 0, D, TILE, ITEM)
     x = butterflies(gl.convert_layout(x, PLAN[1]), 1, D, TILE, ITEM)
     return butterflies(gl.convert_layout(x, PLAN[2]), 2, D, TILE, ITEM)

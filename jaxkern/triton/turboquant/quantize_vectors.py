@@ -1,44 +1,47 @@
 """Rotates, scales, quantises and packs vectors in one launch.
 
 The transform of fwht.py leaves neighbouring dims in one thread, as packed codes want
-them. Each vector is read once; its codes and scales are written once.
+them. Each vector is read once; its codes and scales are written once. Dims that are no
+power of two have zeros behind them, in registers.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
-from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook
 from jaxkern.primitives.turboquant.vector_codec import (
-    Float8Codec,
-    TurboQuantCodec,
     VectorCodec,
     code_bytes,
     group_size,
 )
 from jaxkern.triton.block_sizes import tuned
-from jaxkern.triton.triton_call import gl, gluon_jit, sparse_call
+from jaxkern.triton.kv_cache.cache_codes import (
+    codes_of,
+    constants_of,
+    num_planes,
+    of_plane,
+    plane_bytes,
+    scales_of,
+    unsupported_codec,
+    vector_of,
+)
+from jaxkern.triton.triton_call import gl, gluon_jit, jit, sparse_call, tl
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
-from jaxkern.triton.turboquant.fwht import transformed
+from jaxkern.triton.turboquant.fwht import LONGEST, layouts, transformed
 
-LONGEST = 4096
-WIDTHS = (2, 4, 8)  # bits of a code; others are not whole planes of a byte
+TILE = 4096  # elements of a program, or one vector
 
 
 def unsupported(codec: VectorCodec, x: Any = None, **rest: Any) -> str | None:
     """A reason in words, or None."""
     d = x.shape[-1]
-    size = group_size(codec, d)
-    if isinstance(codec, Float8Codec):
-        return "codes that are floats"
-    if codec.bits not in WIDTHS:
-        return f"codes of {codec.bits} bits lie in more than one plane of 2, 4, 8 bits"
-    if d & (d - 1) or size & (size - 1) or not 8 <= d <= LONGEST:
-        return f"{d} dims in groups of {size} are no powers of two from 8 to {LONGEST}"
-    return "`x` is float8" if x.dtype.itemsize == 1 else unsupported_anywhere(x=x)
+    if d > LONGEST:
+        return f"vectors of {d} dims, above {LONGEST}, are too long"
+    if x.dtype.itemsize == 1:
+        return "`x` is float8"
+    return unsupported_codec(codec, d) or unsupported_anywhere(x=x)
 
 
 def unsupported_in_cache(
@@ -50,31 +53,52 @@ def unsupported_in_cache(
 
 
 def tile_sizes(d: int, dtype) -> dict:
-    """32 elements a thread: scales and codes need registers too."""
-    return tuned("quantize_vectors", d, dtype, {"TILE": LONGEST, "num_warps": 4})
+    """32 elements a thread, or 64: scales and codes need registers too."""
+    tile = max(d, TILE)
+    rule = {"TILE": tile, "num_warps": min(tile // 1024, 16)}
+    return tuned("quantize_vectors", d, dtype, rule)
+
+
+@jit
+def places_in_plane(at, left, VECTOR: tl.constexpr, NUMBER: tl.constexpr):
+    """Where the bytes of a plane of whole vectors lie, and whether they are there."""
+    BYTES: tl.constexpr = VECTOR[3]
+    WIDTH: tl.constexpr = of_plane(VECTOR, NUMBER, 0)
+    COUNT: tl.constexpr = of_plane(VECTOR, NUMBER, 1)
+    WIDE: tl.constexpr = VECTOR[1] * WIDTH // 8
+    inside = at < left * WIDE
+    if WIDE != BYTES:  # beside other planes
+        byte = at % WIDE
+        inside = inside & (byte < WIDTH * COUNT // 8)
+        at = at // WIDE * BYTES + of_plane(VECTOR, NUMBER, 3) + byte
+    return at, inside
 
 
 @gluon_jit
-def nearest_level(z, midpoints_ptr, BITS: gl.constexpr):
-    """The number of the level nearest to z, by bisection over the midpoints."""
-    half: gl.constexpr = 1 << (BITS - 1)
-    code = gl.where(z > gl.load(midpoints_ptr + half - 1), half, 0)
-    for i in gl.static_range(1, BITS):
-        above = z > gl.load(midpoints_ptr + code + ((half >> i) - 1))
-        code += gl.where(above, half >> i, 0)
-    return code
+def store_plane(code, codes_ptr, left, VECTOR: gl.constexpr, NUMBER: gl.constexpr):
+    """One of the planes of whole vectors, of which `left` are to be written."""
+    part = plane_bytes(code, VECTOR, NUMBER)
+    at = gl.arange(0, part.shape[0], part.type.layout)
+    at, inside = places_in_plane(at, left, VECTOR, NUMBER)
+    gl.store(codes_ptr + at, part, inside)
 
 
 @gluon_jit
-def packed(code, BITS: gl.constexpr):
-    """Whole bytes of neighbouring codes, the first one in the lowest bits."""
-    if BITS <= 2:
-        low, high = gl.split(gl.reshape(code, [code.shape[0] // 2, 2]))
-        code = low | (high << 2)
-    if BITS <= 4:
-        low, high = gl.split(gl.reshape(code, [code.shape[0] // 2, 2]))
-        code = low | (high << 4)
-    return code
+def load_padded(
+    x_ptr,
+    left,
+    VECTOR: gl.constexpr,
+    TILE: gl.constexpr,
+    ITEM: gl.constexpr,
+):
+    """Whole vectors in float32, zeros behind their dims, in the layout for stores."""
+    D: gl.constexpr = VECTOR[0]
+    DIMS: gl.constexpr = VECTOR[1]
+    at = gl.arange(0, TILE, layouts(1, TILE, ITEM, gl.num_warps())[2])
+    row = at // DIMS
+    inside = (at % DIMS < D) & (row < left)
+    x = gl.load(x_ptr + row * D + at % DIMS, inside, 0.0, eviction_policy="evict_first")
+    return x.to(gl.float32)
 
 
 @gluon_jit
@@ -84,68 +108,60 @@ def quantize_vectors_kernel(
     midpoints_ptr,
     codes_ptr,
     scales_ptr,
-    SIZE: gl.constexpr,
-    D: gl.constexpr,
-    ROOT: gl.constexpr,
-    GROUP: gl.constexpr,
-    BITS: gl.constexpr,
+    COUNT: gl.constexpr,
+    VECTOR: gl.constexpr,
     TILE: gl.constexpr,
     ITEM: gl.constexpr,
 ):
-    """Without midpoints the levels are integers; D is 1 where nothing rotates."""
-    y = transformed(x_ptr, signs_ptr, SIZE, D, TILE, ITEM)
-    flat: gl.constexpr = y.type.layout
-    top: gl.constexpr = 2 ** (BITS - 1) - 1
-    y = gl.reshape(y * ROOT, [TILE // GROUP, GROUP])
-    if midpoints_ptr is not None:
-        scale = gl.sqrt(gl.sum(y * y, 1) / GROUP)
+    """A tile of whole vectors of all COUNT; VECTOR as in cache_codes.py."""
+    D: gl.constexpr = VECTOR[0]
+    DIMS: gl.constexpr = VECTOR[1]
+    GROUP: gl.constexpr = VECTOR[4]
+    VECTORS: gl.constexpr = TILE // DIMS
+    first = gl.program_id(0).to(gl.int64) * VECTORS
+    left = COUNT - first
+    if signs_ptr is not None:
+        ROOT: gl.constexpr = VECTOR[8]
+        y = transformed(x_ptr, signs_ptr, COUNT * D, D, TILE, ITEM) * ROOT
+    elif D == DIMS:
+        y = transformed(x_ptr, signs_ptr, COUNT * D, 1, TILE, ITEM)
     else:
-        scale = gl.max(gl.abs(y), 1) / top
+        y = load_padded(x_ptr + first * D, left, VECTOR, TILE, ITEM)
+    flat: gl.constexpr = y.type.layout
+    y = gl.reshape(y, [TILE // GROUP, GROUP])
+    scale = scales_of(y, midpoints_ptr, VECTOR[5])
     z = y / gl.expand_dims(gl.where(scale == 0.0, 1.0, scale), 1)
     z = gl.convert_layout(gl.reshape(z, [TILE]), flat)
-    if midpoints_ptr is not None:
-        code = nearest_level(z, midpoints_ptr, BITS)
-    else:
-        q = (z + 12582912.0) - 12582912.0  # 1.5 * 2**23: to the nearest, halves to even
-        q = gl.minimum(gl.maximum(q, -top), top)
-        code = (q + 2 ** (BITS - 1)).to(gl.int32)
-    code = packed(code, BITS).to(gl.uint8)
-
-    tile = gl.program_id(0).to(gl.int64)
-    at = gl.arange(0, TILE * BITS // 8, code.type.layout)
-    start = tile * (TILE * BITS // 8)
-    gl.store(codes_ptr + start + at, code, at < SIZE * BITS // 8 - start)
+    code = codes_of(z, gl.arange(0, TILE, flat) % DIMS, midpoints_ptr, VECTOR)
+    for i in gl.static_range(num_planes(VECTOR)):
+        store_plane(code, codes_ptr + first * VECTOR[3], left, VECTOR, i)
+    GROUPS: gl.constexpr = (D + GROUP - 1) // GROUP
+    ALL_GROUPS: gl.constexpr = DIMS // GROUP
     at = gl.arange(0, TILE // GROUP, scale.type.layout)
-    start = tile * (TILE // GROUP)
-    gl.store(scales_ptr + start + at, scale, at < SIZE // GROUP - start)
+    inside = at // ALL_GROUPS < left
+    if GROUPS != ALL_GROUPS:
+        inside = inside & (at % ALL_GROUPS < GROUPS)
+        at = at // ALL_GROUPS * GROUPS + at % ALL_GROUPS
+    gl.store(scales_ptr + first * GROUPS + at, scale, inside)
 
 
 def quantize_vectors_fwd(x: jax.Array, *, codec: VectorCodec):
     *lead, d = x.shape
-    rotates = isinstance(codec, TurboQuantCodec)
-    signs = midpoints = None
-    if rotates:
-        levels = np.asarray(codec.codebook or lloyd_max_codebook(int(codec.bits)))
-        midpoints = jnp.asarray((levels[1:] + levels[:-1]) / 2, jnp.float32)
-        signs = jnp.asarray(codec.signs(d))
-    sizes = tile_sizes(d, x.dtype)
-    group = group_size(codec, d)
-    constants = {
-        "SIZE": x.size,
-        "D": d if rotates else 1,
-        "ROOT": d**-0.5 if rotates else 1.0,
-        "GROUP": group,
-        "BITS": int(codec.bits),
-        "ITEM": x.dtype.itemsize,
-    }
-    given = {"x_ptr": x, "signs_ptr": signs, "midpoints_ptr": midpoints}
-    results = {
-        "codes_ptr": jax.ShapeDtypeStruct((*lead, code_bytes(codec, d)), jnp.uint8),
-        "scales_ptr": jax.ShapeDtypeStruct((*lead, d // group), jnp.float32),
-    }
-    grid = (-(-x.size // sizes["TILE"]),)
+    vector = vector_of(d, codec)
+    signs, midpoints = constants_of(d, codec)
+    sizes = tile_sizes(vector[1], x.dtype)
+    count, groups = x.size // d, d // group_size(codec, d)
+    # a thread has whole bytes of each plane
+    item = 2 if int(codec.bits) & 1 or codec.bits == 2.25 else x.dtype.itemsize
     out: Any = sparse_call(
-        quantize_vectors_kernel, grid, given, results, constants | sizes
+        quantize_vectors_kernel,
+        (-(-count // (sizes["TILE"] // vector[1])),),
+        {"x_ptr": x, "signs_ptr": signs, "midpoints_ptr": midpoints},
+        {
+            "codes_ptr": jax.ShapeDtypeStruct((*lead, code_bytes(codec, d)), jnp.uint8),
+            "scales_ptr": jax.ShapeDtypeStruct((*lead, groups), jnp.float32),
+        },
+        {"COUNT": count, "VECTOR": vector, "ITEM": item} | sizes,
     )
     return out
 
