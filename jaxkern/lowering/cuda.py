@@ -314,7 +314,13 @@ row(
 row(
     attention_p,
     fwd=flash_attention.attention_fwd,
-    bwd=flash_attention.attention_bwd,
     unless=flash_attention.unsupported,
+    slower=flash_attention.slower,
+)
+row(
+    attention_p,
+    fwd=None,
+    bwd=flash_attention.attention_bwd,
+    unless=flash_attention.unsupported_bwd,
     slower=flash_attention.slower,
 )

@@ -31,9 +31,7 @@ def launches_of(f, *args):
     "shape, options, reason",
     [
         ((1, 9, 20, 1, 1, 16), {}, "9 queries, more than 8"),
-        ((1, 8, 20, 1, 9, 16), {}, "8 queries of 9 heads a key head, more than 64"),
-        ((1, 8, 20, 1, 8, 16, jnp.float32), {}, "more than 32 rows"),
-        ((1, 1, 20, 1, 1, 512), {}, "head dims 512 and 512, more than 256"),
+        ((1, 1, 20, 1, 1, 576), {}, "head dims 576 and 576, more than 512"),
         ((1, 1, 0, 1, 1, 16), {}, "`key` is empty"),
         ((1, 1, 4, 1, 1, 16), {"mask": jnp.ones((1, 4), bool)}, "`mask` is not in"),
     ],
@@ -64,6 +62,20 @@ def test_one_share_is_one_launch_and_a_vmap_of_sequences_no_more():
     assert launch.grid == (10,)
 
 
+def test_more_rows_than_a_program_holds_are_cut():
+    shapes = {(8, 8, jnp.bfloat16): 2, (8, 9, jnp.bfloat16): 4, (3, 7, jnp.float32): 2}
+    for (t, g, dtype), programs in shapes.items():
+        [launch] = launches_of(attention, *qkv(1, t, 64, 2, g, 64, dtype))
+        assert launch.grid == (programs,)
+    rows = [dict(launch.constants)["ROWS"] for launch in wide_launches()]
+    assert rows == [32, 16]
+
+
+def wide_launches():
+    for dtype in (jnp.bfloat16, jnp.float32):
+        yield from launches_of(attention, *qkv(1, 8, 16, 2, 9, 512, dtype))
+
+
 def test_sequences_of_about_one_length_have_fewer_shares():
     lengths = jnp.zeros(34, jnp.int32)
     with_lengths = lambda *x: attention(*x, kv_lengths=lengths)  # noqa: E731
@@ -81,6 +93,8 @@ def test_sequences_of_about_one_length_have_fewer_shares():
     "shape",
     [
         (2, 8, 1500, 2, 8, 256),
+        (2, 8, 1500, 2, 8, 512),
+        (2, 8, 1500, 2, 8, 512, jnp.float32),
         (2, 3, 1000, 2, 3, 256, jnp.float32),
         pytest.param((2, 3, 1000, 2, 3, 80, jnp.bfloat16, 37), marks=pytest.mark.full),
         pytest.param((2, 4, 1000, 2, 8, 64, jnp.float32), marks=pytest.mark.full),

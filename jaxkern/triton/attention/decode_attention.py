@@ -2,9 +2,10 @@
 
 Every key and value is read once, in place. One program takes the g query heads of a key
 head and all t queries together as rows of one matrix, and a share of the keys that they
-see; a second kernel merges the shares. How many shares there are follows from the
-shapes. How long they are follows from the lengths, so that a short sequence in a large
-cache, or a window, is spread as well as a full cache.
+see; a second kernel merges the shares. More rows than a program holds are cut over
+programs beside each other, which read the same keys. How many shares there are follows
+from the shapes. How long they are follows from the lengths, so that a short sequence in
+a large cache, or a window, is spread as well as a full cache.
 """
 
 import math
@@ -21,10 +22,12 @@ from jaxkern.triton.triton_call import max_shared_bytes
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_QUERIES = 8
-MAX_ROWS = 64  # queries times heads of one key head
-MAX_WIDE_ROWS = 32  # in float32, and at most WIDE_ELEMENTS: more would spill
-WIDE_ELEMENTS = 4096  # of the padded queries
-MAX_HEAD_DIM = 256
+MAX_ROWS = 64  # of a program: queries times heads of one key head
+MAX_ELEMENTS = 16384  # of its padded queries: more would spill
+MAX_WIDE_ROWS = 32  # in float32
+MAX_WIDE_ELEMENTS = 4096
+WIDE_PIECE = 64  # dims of a product of scores in float32 above head dims of 256
+MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
 STAGE_BYTES = 32768  # keys and values that are loaded together
 AT_ONCE = 4  # programs of one block that a multiprocessor runs at once
@@ -52,18 +55,12 @@ def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
             return f"`{name}` is {x.dtype}"
         if x.size == 0:
             return f"`{name}` is empty"
-    _, t, n, h = query.shape
-    group, hv = n // key.shape[2], value.shape[-1]
+    t, h = query.shape[1], query.shape[3]
+    hv = value.shape[-1]
     if t > MAX_QUERIES:
         return f"{t} queries, more than {MAX_QUERIES}"
     if max(h, hv) > MAX_HEAD_DIM:
         return f"head dims {h} and {hv}, more than {MAX_HEAD_DIM}"
-    rows, most = max(next_power_of_2(t * group), 16), MAX_ROWS
-    if not query.dtype == key.dtype == value.dtype or query.dtype == jnp.float32:
-        dims = max(next_power_of_2(h), next_power_of_2(hv))
-        most = min(MAX_WIDE_ROWS, WIDE_ELEMENTS // dims)
-    if rows > most:
-        return f"{t} queries of {group} heads a key head, more than {most} rows"
     tables = rest.get("block_tables")
     if tables is not None and tables.size == 0:
         return "`block_tables` is empty"
@@ -76,17 +73,31 @@ def unsupported_paged(
     return unsupported(query, value_pages, key_pages=key_pages, **rest)
 
 
+def rows_of(rows: int, h: int, hv: int, dtype: Any) -> int:
+    """Rows of a program; what has more is cut over programs that read the same keys."""
+    dims = max(next_power_of_2(h), next_power_of_2(hv))
+    most = min(MAX_ROWS, MAX_ELEMENTS // dims)
+    if dtype == jnp.float32:
+        most = min(MAX_WIDE_ROWS, MAX_WIDE_ELEMENTS // dims)
+    return max(min(next_power_of_2(rows), most), 16)
+
+
 def sizes_of(h: int, hv: int, dtype: Any, few: bool = False) -> dict[str, int]:
     """Blocks of about STAGE_BYTES, and as many programs as fit a multiprocessor.
 
     With `few` sequences one program has a multiprocessor: fewer shares to merge.
     """
-    row = (next_power_of_2(h) + next_power_of_2(hv)) * jnp.dtype(dtype).itemsize
+    dims = next_power_of_2(h), next_power_of_2(hv)
+    row = sum(dims) * jnp.dtype(dtype).itemsize
     large = max_shared_bytes() > 128 * 1024
     most = (STAGE_BYTES if large else STAGE_BYTES // 2) // row
     stages, warps = (4, 4) if large else (3, 4)
     if few and large:
         most, stages, warps = 2 * STAGE_BYTES // row, 3, 8
+    elif max(dims) > 256 and dtype == jnp.float32:
+        stages, warps = 2 if large else 1, 8
+    elif max(dims) > 256:
+        stages = 3
     block = min(max(next_power_of_2(most + 1) // 2, 16), 128)
     held = (stages - 1) * block * row + 8192
     per_sm = 1 if few else max_shared_bytes() // held
@@ -98,7 +109,7 @@ def num_splits(pairs: int, keys: int, stage_bytes: int, uneven: bool, sizes) -> 
     """The number of shares of each sequence's keys, for the least expected time.
 
     Args:
-      pairs: sequences times key heads.
+      pairs: sequences times key heads times tiles of rows.
       keys: the most that a query sees.
       stage_bytes: of one block of keys and values.
       uneven: sequences can differ in length: so many programs that those of short
@@ -146,23 +157,27 @@ def launch(
     native_sums = query.dtype == value.dtype and query.dtype != jnp.float32
     wide = key.dtype if native and native_sums else jnp.float32
     sizes = dict(sizes_of(h, hv, wide))
+    rows = rows_of(t * n // k, h, hv, wide)
+    tiles = -(-t * n // k // rows)
+    dims = max(next_power_of_2(h), 16)
+    pairs = b * k * tiles
     block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
     keys = s if window is None else min(s, window + t - 1 + block)
     splits = alike = -(-keys // block)
     narrow = wide != jnp.float32  # wide blocks would spill
-    if narrow and splits <= MAX_SPLITS and b * k * splits <= AT_ONCE * num_sms():
+    if narrow and splits <= MAX_SPLITS and pairs * splits <= AT_ONCE * num_sms():
         sizes["num_stages"] = 1  # each program has one block
     else:
-        few = narrow and b * k <= num_sms() // FEW
+        few = narrow and pairs <= num_sms() // FEW
         if few:
             sizes = dict(sizes_of(h, hv, wide, few=True))
             block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
         stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
-        splits = alike = num_splits(b * k, keys, stage_bytes, False, sizes)
+        splits = alike = num_splits(pairs, keys, stage_bytes, False, sizes)
         if b > 1 and kv_lengths is not None:
-            splits = num_splits(b * k, keys, stage_bytes, True, sizes)
+            splits = num_splits(pairs, keys, stage_bytes, True, sizes)
             if few:  # so many that one sequence alone has the whole device
-                splits = max(min(splits, num_sms() // k), alike)
+                splits = max(min(splits, num_sms() // (k * tiles)), alike)
             if few or b > MAX_COMPARED or keys > alike * MAX_SHARE:
                 alike = splits
     sizes["BLOCK"] = block
@@ -200,13 +215,15 @@ def launch(
         "ALL_B": next_power_of_2(b),
         "SPLITS": splits,
         "ALIKE": alike,
-        "ROWS": max(next_power_of_2(t * n // k), 16),
-        "DIMS": max(next_power_of_2(h), 16),
+        "ROWS": rows,
+        "TILES": tiles,
+        "PIECE": WIDE_PIECE if wide == jnp.float32 and max(h, hv) > 256 else dims,
+        "DIMS": dims,
         "VALUE_DIMS": max(next_power_of_2(hv), 16),
     }
     return run_and_merge(
         decode_attention_kernel,
-        b * k * splits,
+        pairs * splits,
         given,
         constants | sizes,
         jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),

@@ -23,6 +23,7 @@ from jaxkern.triton.attention.queries_kernel import flash_attention_bwd_queries_
 from jaxkern.triton.attention.tile_sizes import (
     forward_sizes,
     key_sizes,
+    piece,
     query_sizes,
     sizes_of,
 )
@@ -33,7 +34,8 @@ from jaxkern.triton.triton_call import (
 )
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+MAX_GRADIENT_DIM = 256
 LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
@@ -66,6 +68,16 @@ def unsupported(
     if query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"`query` is {query.dtype.name}"
     return unsupported_anywhere(query=query, bias=rest.get("bias"))
+
+
+def unsupported_bwd(query: Any, value: Any, **rest: Any) -> str | None:
+    """A reason in words, or None."""
+    if reason := unsupported(query=query, value=value, **rest):
+        return reason
+    h, hv = query.shape[3], value.shape[3]
+    if max(h, hv) > MAX_GRADIENT_DIM:
+        return f"gradients at head dims of {h} and {hv}, above {MAX_GRADIENT_DIM}"
+    return None
 
 
 def segment_bounds(
@@ -163,6 +175,7 @@ def attention_fwd(
         {
             "C": constants,
             "SECTION": section(s, h + hv, key.dtype) * (n // heads),
+            "PIECE": piece(constants, query.dtype),
             **sizes,
         },
     )
