@@ -102,6 +102,16 @@ def test_head_dims(codec, h, hv):
     check(draw((2, 2, 8, h), "bfloat16"), *caches(2, 700, 4, h, hv, codec, codec))
 
 
+@pytest.mark.parametrize("t, g", [(8, 12), (8, 16), (4, 32), (2, 71), (8, 128)])
+@pytest.mark.parametrize("codec", ["int8", "turbo4"])
+def test_rows_of_several_programs(codec, t, g):
+    codec, lengths = CODECS[codec], jnp.array([700, 90])
+    query = draw((2, t, 2 * g, 128), "bfloat16")
+    cache = caches(2, 700, 2, 128, 128, codec, codec)
+    given = dict(kv_lengths=lengths, q_offset=lengths - t, causal=True)
+    check(query, *cache, **given)
+
+
 PAIRS = {
     "8 4": (TurboQuantCodec(8), TurboQuantCodec(4)),
     "4 3": (TurboQuantCodec(4), TurboQuantCodec(3)),

@@ -62,18 +62,18 @@ def test_one_share_is_one_launch_and_a_vmap_of_sequences_no_more():
     assert launch.grid == (10,)
 
 
-def test_more_rows_than_a_program_holds_are_cut():
-    shapes = {(8, 8, jnp.bfloat16): 2, (8, 9, jnp.bfloat16): 4, (3, 7, jnp.float32): 2}
-    for (t, g, dtype), programs in shapes.items():
-        [launch] = launches_of(attention, *qkv(1, t, 64, 2, g, 64, dtype))
-        assert launch.grid == (programs,)
-    rows = [dict(launch.constants)["ROWS"] for launch in wide_launches()]
-    assert rows == [32, 16]
-
-
-def wide_launches():
-    for dtype in (jnp.bfloat16, jnp.float32):
-        yield from launches_of(attention, *qkv(1, 8, 16, 2, 9, 512, dtype))
+@pytest.mark.parametrize(
+    "t, g, h, dtype, tiles",
+    [
+        (8, 16, 128, jnp.bfloat16, 1),
+        (8, 17, 128, jnp.bfloat16, 2),
+        (8, 9, 512, jnp.bfloat16, 3),
+        (8, 9, 512, jnp.float32, 5),
+    ],
+)
+def test_more_rows_than_a_program_holds_are_cut(t, g, h, dtype, tiles):
+    [launch] = launches_of(attention, *qkv(1, t, 16, 2, g, h, dtype))
+    assert launch.grid == (2 * tiles,)
 
 
 def test_sequences_of_about_one_length_have_fewer_shares():

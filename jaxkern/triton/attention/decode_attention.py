@@ -22,7 +22,8 @@ from jaxkern.triton.triton_call import max_shared_bytes
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_QUERIES = 8
-MAX_ROWS = 64  # of a program: queries times heads of one key head
+MAX_ROWS = 128  # of a program: queries times heads of one key head
+FEW_ROWS = 64  # of 4 warps
 MAX_ELEMENTS = 16384  # of its padded queries: more would spill
 MAX_WIDE_ROWS = 32  # in float32
 MAX_WIDE_ELEMENTS = 4096
@@ -82,11 +83,14 @@ def rows_of(rows: int, h: int, hv: int, dtype: Any) -> int:
     return max(min(next_power_of_2(rows), most), 16)
 
 
-def sizes_of(h: int, hv: int, dtype: Any, few: bool = False) -> dict[str, int]:
+def sizes_of(
+    h: int, hv: int, dtype: Any, rows: int, few: bool = False
+) -> dict[str, int]:
     """Blocks of about STAGE_BYTES, and as many programs as fit a multiprocessor.
 
     With `few` sequences one program has a multiprocessor: fewer shares to merge.
     """
+    alone = few
     dims = next_power_of_2(h), next_power_of_2(hv)
     row = sum(dims) * jnp.dtype(dtype).itemsize
     large = max_shared_bytes() > 128 * 1024
@@ -95,12 +99,17 @@ def sizes_of(h: int, hv: int, dtype: Any, few: bool = False) -> dict[str, int]:
     if few and large:
         most, stages, warps = 2 * STAGE_BYTES // row, 3, 8
     elif max(dims) > 256 and dtype == jnp.float32:
-        stages, warps = 2 if large else 1, 8
+        most, stages, warps, alone = 4 * most, 1, 8, True
     elif max(dims) > 256:
         stages = 3
+    if rows > FEW_ROWS:
+        warps, alone = 8, True
     block = min(max(next_power_of_2(most + 1) // 2, 16), 128)
+    queries = rows * (dims[0] + block) * jnp.dtype(dtype).itemsize
+    if (stages - 1) * block * row + queries > max_shared_bytes():
+        stages -= 1
     held = (stages - 1) * block * row + 8192
-    per_sm = 1 if few else max_shared_bytes() // held
+    per_sm = 1 if alone else max_shared_bytes() // held
     rule = {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
     return tuned("decode_attention", h, dtype, rule)
 
@@ -156,8 +165,8 @@ def launch(
     native = query.dtype == key.dtype and query.dtype != jnp.float32
     native_sums = query.dtype == value.dtype and query.dtype != jnp.float32
     wide = key.dtype if native and native_sums else jnp.float32
-    sizes = dict(sizes_of(h, hv, wide))
     rows = rows_of(t * n // k, h, hv, wide)
+    sizes = dict(sizes_of(h, hv, wide, rows))
     tiles = -(-t * n // k // rows)
     dims = max(next_power_of_2(h), 16)
     pairs = b * k * tiles
@@ -170,7 +179,7 @@ def launch(
     else:
         few = narrow and pairs <= num_sms() // FEW
         if few:
-            sizes = dict(sizes_of(h, hv, wide, few=True))
+            sizes = dict(sizes_of(h, hv, wide, rows, few=True))
             block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
         stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
         splits = alike = num_splits(pairs, keys, stage_bytes, False, sizes)

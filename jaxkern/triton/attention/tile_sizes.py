@@ -18,7 +18,7 @@ def forward_sizes(width: int, dtype: Any) -> dict[str, int]:
     """Sizes by the wider head dim, as a power of 2."""
     large = roomy()
     if dtype == jnp.float32 and width > 256:
-        return dict(BLOCK_Q=32, BLOCK_K=16, warps=8, stages=1)
+        return dict(BLOCK_Q=16, BLOCK_K=16, warps=4, stages=1)
     if dtype == jnp.float32:  # each product is three
         return dict(BLOCK_Q=64 if width < 256 else 32, BLOCK_K=32, warps=4, stages=1)
     if width > 256:
