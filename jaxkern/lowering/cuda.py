@@ -271,7 +271,10 @@ row(
     unless=causal_conv1d.unsupported,
 )
 row(
-    attention_p, fwd=decode_attention.attention_fwd, unless=decode_attention.unsupported
+    attention_p,
+    fwd=decode_attention.attention_fwd,
+    unless=decode_attention.unsupported,
+    slower=decode_attention.slower,
 )
 row(
     paged_attention_p,

@@ -29,6 +29,7 @@ from tests.gpu.test_flash_attention import (
     draw,
     operands,
 )
+from tests.gpu.test_flash_attention import OPTIONS as of_triton
 from tests.gpu.test_flash_attention import check as check_attention
 from tests.gpu.truth import EPSILON, relative_errors
 
@@ -102,6 +103,7 @@ OPTIONS: dict[str, Any] = {
     "segments": dict(segment_ids=(IDS, KV_IDS)),
     "segments_causal": dict(segment_ids=(IDS, KV_IDS), causal=True, window=200),
     "unordered_segments": dict(segment_ids=(IDS[:, ::-1] % 3, KV_IDS * 7 % 3)),
+    "everything": of_triton["everything"],
 }
 
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkern import attention, explain, paged_attention
+from jaxkern import attention, backend, explain, paged_attention
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.attention.decode_attention import num_splits
+from jaxkern.triton.attention.decode_sizes import num_splits
 from jaxkern.triton.triton_call import compiling_for
 
 pytestmark = pytest.mark.skipif(
@@ -67,13 +67,26 @@ def test_one_share_is_one_launch_and_a_vmap_of_sequences_no_more():
     [
         (8, 16, 128, jnp.bfloat16, 1),
         (8, 17, 128, jnp.bfloat16, 2),
-        (8, 9, 512, jnp.bfloat16, 3),
+        (8, 9, 512, jnp.bfloat16, 2),
         (8, 9, 512, jnp.float32, 5),
     ],
 )
 def test_more_rows_than_a_program_holds_are_cut(t, g, h, dtype, tiles):
     [launch] = launches_of(attention, *qkv(1, t, 16, 2, g, h, dtype))
     assert launch.grid == (2 * tiles,)
+
+
+def test_float32_of_more_rows_than_xla_is_slower_at_is_left_to_it():
+    def by(t, g, h):
+        with backend("auto"):
+            return str(
+                explain(attention, *qkv(1, t, 99, 2, g, h, "float32"), platform="cuda")
+            )
+
+    for rows in ((8, 8, 128), (8, 16, 64), (8, 2, 256), (8, 2, 512)):
+        assert "runs triton" in by(*rows)
+    for rows in ((8, 9, 128), (8, 17, 64), (8, 3, 256), (8, 3, 512)):
+        assert "XLA is faster, 8 queries of" in by(*rows)
 
 
 def test_sequences_of_about_one_length_have_fewer_shares():
@@ -115,3 +128,16 @@ def test_blocks_of_pages_are_in_flight_too(page):
     with compiling_for(90):
         launch, _ = launches_of(paged_attention, query, pages, pages, tables, lengths)
         assert launch.shared_bytes > 90_000  # three blocks of 32 KB
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 86, 90])
+@pytest.mark.parametrize("b", [1, 16])
+@pytest.mark.parametrize("g, h", [(8, 64), (16, 128), (16, 256), (8, 512)])
+def test_tiles_over_small_pages_fit(g, h, b, capability):
+    query, pages, _ = qkv(b, 8, 3, 8, g, h)
+    pages = jnp.zeros((10, *pages.shape[1:]), pages.dtype)
+    tables, lengths = jnp.zeros((b, 5000), jnp.int32), jnp.ones(b, jnp.int32)
+    with compiling_for(capability):
+        launch, _ = launches_of(paged_attention, query, pages, pages, tables, lengths)
+        assert launch.shared_bytes <= bridge.max_shared_bytes(), launch.describe()

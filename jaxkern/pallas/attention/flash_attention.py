@@ -110,7 +110,7 @@ def slower(query: Any, key: Any, value: Any, bias: Any = None, **_: Any) -> str 
         return f"no gain was measured at {dims}"
     if bias is not None and value.shape[3] <= 64:
         return f"no gain was measured at {value.shape[3]} dims with a `bias`"
-    return slower_than_xla(query, key)
+    return slower_than_xla(query, key, value)
 
 
 def forward_kernel(*refs: Any, c: Problem, interpret: bool) -> None:

@@ -8,39 +8,31 @@ from the shapes. How long they are follows from the lengths, so that a short seq
 a large cache, or a window, is spread as well as a full cache.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.triton.attention.decode_kernel import decode_attention_kernel
+from jaxkern.triton.attention.decode_sizes import (
+    FEW_ROWS,
+    MAX_SPLITS,
+    WIDE_PIECE,
+    num_splits,
+    rows_of,
+    sizes_of,
+)
 from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
 from jaxkern.triton.attention.over_sequences import over_sequences
-from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
-from jaxkern.triton.triton_call import max_shared_bytes
+from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_QUERIES = 8
-MAX_ROWS = 128  # of a program: queries times heads of one key head
-FEW_ROWS = 64  # of 4 warps
-MAX_ELEMENTS = 16384  # of its padded queries: more would spill
-MAX_WIDE_ROWS = 32  # in float32
-MAX_WIDE_ELEMENTS = 4096
-WIDE_PIECE = 64  # dims of a product of scores in float32 above head dims of 256
 MAX_HEAD_DIM = 512
-MAX_SPLITS = 256
-STAGE_BYTES = 32768  # keys and values that are loaded together
+MAX_WIDE_TILES = 256  # of rows, in float32, times head dims
 AT_ONCE = 4  # programs of one block that a multiprocessor runs at once
 FEW = 8  # programs for each key head, or more, make sequences few
 FAR = 2**30  # positions are clipped to it
-# What the plan assumes, in microseconds: H200, measured by `benchmarks`.
-BYTES_PER_US = 4.3e6
-BLOCK_US = 0.25  # of a block of keys in a program that has its memory to itself
-KEY_US = 0.01  # and of each of its keys
-START_US = 1.5
-MERGE_US = 4.0
-SPLIT_US = 0.05
 MAX_COMPARED = 1024  # lengths that every program reads
 MAX_SHARE = 4096  # keys, where lengths are alike
 
@@ -74,71 +66,22 @@ def unsupported_paged(
     return unsupported(query, value_pages, key_pages=key_pages, **rest)
 
 
-def rows_of(rows: int, h: int, hv: int, dtype: Any) -> int:
-    """Rows of a program; what has more is cut over programs that read the same keys."""
-    dims = max(next_power_of_2(h), next_power_of_2(hv))
-    most = min(MAX_ROWS, MAX_ELEMENTS // dims)
-    if dtype == jnp.float32:
-        most = min(MAX_WIDE_ROWS, MAX_WIDE_ELEMENTS // dims)
-    return max(min(next_power_of_2(rows), most), 16)
+def wide_dtype(query: Any, key: Any, value: Any) -> Any:
+    """Of both products; narrower operands than their partner are widened."""
+    alike = query.dtype == key.dtype == value.dtype
+    return query.dtype if alike else jnp.float32
 
 
-def sizes_of(
-    h: int, hv: int, dtype: Any, rows: int, few: bool = False
-) -> dict[str, int]:
-    """Blocks of about STAGE_BYTES, and as many programs as fit a multiprocessor.
-
-    With `few` sequences one program has a multiprocessor: fewer shares to merge.
-    """
-    alone = few
-    dims = next_power_of_2(h), next_power_of_2(hv)
-    row = sum(dims) * jnp.dtype(dtype).itemsize
-    large = max_shared_bytes() > 128 * 1024
-    most = (STAGE_BYTES if large else STAGE_BYTES // 2) // row
-    stages, warps = (4, 4) if large else (3, 4)
-    if few and large:
-        most, stages, warps = 2 * STAGE_BYTES // row, 3, 8
-    elif max(dims) > 256 and dtype == jnp.float32:
-        most, stages, warps, alone = 4 * most, 1, 8, True
-    elif max(dims) > 256:
-        stages = 3
-    if rows > FEW_ROWS:
-        warps, alone = 8, True
-    block = min(max(next_power_of_2(most + 1) // 2, 16), 128)
-    queries = rows * (dims[0] + block) * jnp.dtype(dtype).itemsize
-    if (stages - 1) * block * row + queries > max_shared_bytes():
-        stages -= 1
-    held = (stages - 1) * block * row + 8192
-    per_sm = 1 if alone else max_shared_bytes() // held
-    rule = {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
-    return tuned("decode_attention", h, dtype, rule)
-
-
-def num_splits(pairs: int, keys: int, stage_bytes: int, uneven: bool, sizes) -> int:
-    """The number of shares of each sequence's keys, for the least expected time.
-
-    Args:
-      pairs: sequences times key heads times tiles of rows.
-      keys: the most that a query sees.
-      stage_bytes: of one block of keys and values.
-      uneven: sequences can differ in length: so many programs that those of short
-        sequences make room for others.
-      sizes: of `sizes_of`.
-    """
-    slots = num_sms() * max(sizes["PER_SM"], 1)
-    blocks = -(-keys // sizes["BLOCK"])
-
-    def microseconds(splits: int) -> float:
-        programs = pairs * splits
-        together = min(programs, slots) * stage_bytes / BYTES_PER_US
-        alone = BLOCK_US + KEY_US * sizes["BLOCK"]
-        share = -(-blocks // splits) * math.hypot(alone, together)
-        merge = MERGE_US + SPLIT_US * splits if splits > 1 else 0
-        return -(-programs // slots) * (share + START_US) + merge
-
-    least = min(-(-2 * slots // pairs), blocks // 8) if uneven else 1
-    least = min(max(least, 1), MAX_SPLITS)
-    return min(range(least, max(least, min(blocks, MAX_SPLITS)) + 1), key=microseconds)
+def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+    """Why XLA is faster, or None: float32 whose arithmetic decides."""
+    _, t, n, h = query.shape
+    group, hv = n // key.shape[2], value.shape[3]
+    if wide_dtype(query, key, value) != jnp.float32:
+        return None
+    tiles = -(-t * group // rows_of(t * group, h, hv, jnp.float32))
+    if tiles > 1 and tiles * next_power_of_2(max(h, hv)) > MAX_WIDE_TILES:
+        return f"{t} queries of {group} heads a key head of {h} dims in float32"
+    return None
 
 
 def launch(
@@ -161,10 +104,9 @@ def launch(
     page, hv, num_pages = s, value.shape[-1], key.shape[0]
     if block_tables is not None:
         s = page * block_tables.shape[1]
-    # narrower operands than their partner are widened by the kernel
     native = query.dtype == key.dtype and query.dtype != jnp.float32
     native_sums = query.dtype == value.dtype and query.dtype != jnp.float32
-    wide = key.dtype if native and native_sums else jnp.float32
+    wide = wide_dtype(query, key, value)
     rows = rows_of(t * n // k, h, hv, wide)
     sizes = dict(sizes_of(h, hv, wide, rows))
     tiles = -(-t * n // k // rows)
@@ -174,7 +116,8 @@ def launch(
     keys = s if window is None else min(s, window + t - 1 + block)
     splits = alike = -(-keys // block)
     narrow = wide != jnp.float32  # wide blocks would spill
-    if narrow and splits <= MAX_SPLITS and pairs * splits <= AT_ONCE * num_sms():
+    at_once = AT_ONCE if rows < FEW_ROWS else 1
+    if narrow and splits <= MAX_SPLITS and pairs * splits <= at_once * num_sms():
         sizes["num_stages"] = 1  # each program has one block
     else:
         few = narrow and pairs <= num_sms() // FEW
@@ -191,8 +134,9 @@ def launch(
                 alike = splits
     sizes["BLOCK"] = block
     del sizes["PER_SM"]
-    if block_tables is not None and page % block:
-        # Triton divides the stages between a load and the load of its addresses
+    if block_tables is not None and page % block and block < WARP * sizes["num_warps"]:
+        # Triton divides the stages between a load and the load of its addresses, but
+        # where each thread loads one
         sizes["num_stages"] = 2 * sizes["num_stages"] - 1
     given = {
         "query_ptr": query,
@@ -226,7 +170,7 @@ def launch(
         "ALIKE": alike,
         "ROWS": rows,
         "TILES": tiles,
-        "PIECE": WIDE_PIECE if wide == jnp.float32 and max(h, hv) > 256 else dims,
+        "PIECE": min(dims, WIDE_PIECE) if wide == jnp.float32 else dims,
         "DIMS": dims,
         "VALUE_DIMS": max(next_power_of_2(hv), 16),
     }

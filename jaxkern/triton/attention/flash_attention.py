@@ -36,16 +36,21 @@ from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_HEAD_DIM = 512
 MAX_GRADIENT_DIM = 256
+MAX_WIDE_DIM = 256  # where XLA's products of float32 are not faster, nor as exact
 LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 
 
-def slower(query: Any, key: Any, **_: Any) -> str | None:
-    b, t, n, _ = query.shape
+def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+    b, t, n, h = query.shape
     scores = b * t * n * key.shape[1]
-    return f"{scores} scores are few" if scores <= FEW_SCORES else None
+    if scores <= FEW_SCORES:
+        return f"{scores} scores are few"
+    if query.dtype == jnp.float32 and max(h, value.shape[3]) > MAX_WIDE_DIM:
+        return f"float32 at head dims of {h} and {value.shape[3]}"
+    return None
 
 
 def unsupported(

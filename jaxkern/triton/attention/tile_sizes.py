@@ -32,7 +32,7 @@ def forward_sizes(width: int, dtype: Any) -> dict[str, int]:
 
 def piece(constants: Constants, dtype: Any) -> int:
     """Dims of the head in one product of scores; more float32 than this would spill."""
-    wide = max(constants.PADDED_H, constants.PADDED_HV) > 256
+    wide = max(constants.PADDED_H, constants.PADDED_HV) >= 256
     return min(constants.PADDED_H, 64 if wide and dtype == jnp.float32 else 512)
 
 
