@@ -77,16 +77,16 @@ def test_more_rows_than_a_program_holds_are_cut(t, g, h, dtype, tiles):
 
 
 def test_float32_of_more_rows_than_xla_is_slower_at_is_left_to_it():
-    def by(t, g, h):
+    def by(t, g, h, **options):
+        f = lambda *x: attention(*x, **options)  # noqa: E731
         with backend("auto"):
-            return str(
-                explain(attention, *qkv(1, t, 99, 2, g, h, "float32"), platform="cuda")
-            )
+            return str(explain(f, *qkv(1, t, 99, 2, g, h, "float32"), platform="cuda"))
 
     for rows in ((8, 8, 128), (8, 16, 64), (8, 2, 256), (8, 2, 512)):
         assert "runs triton" in by(*rows)
     for rows in ((8, 9, 128), (8, 17, 64), (8, 3, 256), (8, 3, 512)):
         assert "XLA is faster, 8 queries of" in by(*rows)
+        assert "runs triton" in by(*rows, kv_lengths=jnp.array([7]))
 
 
 def test_sequences_of_about_one_length_have_fewer_shares():

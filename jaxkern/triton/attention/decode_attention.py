@@ -72,11 +72,13 @@ def wide_dtype(query: Any, key: Any, value: Any) -> Any:
     return query.dtype if alike else jnp.float32
 
 
-def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
-    """Why XLA is faster, or None: float32 whose arithmetic decides."""
+def slower(query: Any, key: Any, value: Any, **rest: Any) -> str | None:
+    """Why XLA is faster, or None: arithmetic in float32, where all keys are seen."""
     _, t, n, h = query.shape
     group, hv = n // key.shape[2], value.shape[3]
     if wide_dtype(query, key, value) != jnp.float32:
+        return None
+    if rest.get("kv_lengths") is not None or rest.get("window") is not None:
         return None
     tiles = -(-t * group // rows_of(t * group, h, hv, jnp.float32))
     if tiles > 1 and tiles * next_power_of_2(max(h, hv)) > MAX_WIDE_TILES:
