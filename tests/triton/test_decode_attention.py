@@ -46,11 +46,13 @@ def test_refusals_in_words(shape, options, reason):
 def test_shares_fill_the_device_once_and_short_caches_are_not_cut():
     sizes = {"BLOCK": 64, "PER_SM": 2}
     stage = 64 * 512
-    assert num_splits(8, 128, stage, False, sizes) == 1
-    assert 100 <= 8 * num_splits(8, 4096, stage, False, sizes) <= 264
-    assert 200 <= 8 * num_splits(8, 65536, stage, False, sizes) <= 264
-    assert num_splits(256, 4096, stage, False, sizes) == 1
-    assert 256 * num_splits(256, 4096, stage, True, sizes) >= 2 * 264
+    assert num_splits(8, 32, 128, stage, False, sizes) == 1
+    assert 100 <= 8 * num_splits(8, 32, 4096, stage, False, sizes) <= 264
+    assert 200 <= 8 * num_splits(8, 32, 65536, stage, False, sizes) <= 264
+    assert num_splits(256, 1024, 4096, stage, False, sizes) == 1
+    assert 256 * num_splits(256, 1024, 4096, stage, True, sizes) >= 2 * 264
+    few, many = (num_splits(128, n, 4096, stage, False, sizes) for n in (512, 65536))
+    assert few == 2 and many == 1  # to merge so many rows costs more
 
 
 def test_one_share_is_one_launch_and_a_vmap_of_sequences_no_more():

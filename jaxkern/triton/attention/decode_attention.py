@@ -35,6 +35,7 @@ FEW = 8  # programs for each key head, or more, make sequences few
 FAR = 2**30  # positions are clipped to it
 MAX_COMPARED = 1024  # lengths that every program reads
 MAX_SHARE = 4096  # keys, where lengths are alike
+MAX_MERGED = 4096  # rows; to merge more costs more than to balance lengths gives
 
 
 def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
@@ -127,9 +128,10 @@ def launch(
             sizes = dict(sizes_of(h, hv, wide, rows, few=True))
             block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
         stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
-        splits = alike = num_splits(pairs, keys, stage_bytes, False, sizes)
-        if b > 1 and kv_lengths is not None:
-            splits = num_splits(pairs, keys, stage_bytes, True, sizes)
+        work = pairs, b * t * n, keys, stage_bytes
+        splits = alike = num_splits(*work, False, sizes)
+        if b > 1 and kv_lengths is not None and b * t * n <= MAX_MERGED:
+            splits = num_splits(*work, True, sizes)
             if few:  # so many that one sequence alone has the whole device
                 splits = max(min(splits, num_sms() // (k * tiles)), alike)
             if few or b > MAX_COMPARED or keys > alike * MAX_SHARE:

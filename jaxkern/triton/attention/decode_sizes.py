@@ -21,6 +21,7 @@ BLOCK_US = 0.25  # of a block of keys in a program that has its memory to itself
 KEY_US = 0.01  # and of each of its keys
 START_US = 1.5
 MERGE_US = 4.0
+ROW_US = 0.0012  # of each row that is merged
 SPLIT_US = 0.05
 
 
@@ -68,11 +69,14 @@ def sizes_of(
     return tuned("decode_attention", h, dtype, rule)
 
 
-def num_splits(pairs: int, keys: int, stage_bytes: int, uneven: bool, sizes) -> int:
+def num_splits(
+    pairs: int, rows: int, keys: int, stage_bytes: int, uneven: bool, sizes
+) -> int:
     """The number of shares of each sequence's keys, for the least expected time.
 
     Args:
       pairs: sequences times key heads times tiles of rows.
+      rows: queries times heads of all sequences, to be merged.
       keys: the most that a query sees.
       stage_bytes: of one block of keys and values.
       uneven: sequences can differ in length: so many programs that those of short
@@ -87,7 +91,7 @@ def num_splits(pairs: int, keys: int, stage_bytes: int, uneven: bool, sizes) -> 
         together = min(programs, slots) * stage_bytes / BYTES_PER_US
         alone = BLOCK_US + KEY_US * sizes["BLOCK"]
         share = -(-blocks // splits) * math.hypot(alone, together)
-        merge = MERGE_US + SPLIT_US * splits if splits > 1 else 0
+        merge = MERGE_US + ROW_US * rows + SPLIT_US * splits if splits > 1 else 0
         return -(-programs // slots) * (share + START_US) + merge
 
     least = min(-(-2 * slots // pairs), blocks // 8) if uneven else 1
