@@ -141,5 +141,5 @@ def test_tiles_over_small_pages_fit(g, h, b, capability):
     pages = jnp.zeros((10, *pages.shape[1:]), pages.dtype)
     tables, lengths = jnp.zeros((b, 5000), jnp.int32), jnp.ones(b, jnp.int32)
     with compiling_for(capability):
-        launch, _ = launches_of(paged_attention, query, pages, pages, tables, lengths)
+        launch, *_ = launches_of(paged_attention, query, pages, pages, tables, lengths)
         assert launch.shared_bytes <= bridge.max_shared_bytes(), launch.describe()
