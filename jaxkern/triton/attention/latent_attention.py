@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.triton.attention.decode_attention import FAR, MAX_QUERIES
-from jaxkern.triton.attention.decode_sizes import num_splits
 from jaxkern.triton.attention.decode_kernel import share_of_keys
+from jaxkern.triton.attention.decode_sizes import num_splits
 from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
 from jaxkern.triton.attention.over_sequences import over_sequences
 from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
