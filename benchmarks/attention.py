@@ -182,7 +182,15 @@ PACKED = Benchmark(
 )
 
 
-BENCHMARKS = [BENCHMARK, WINDOWED, PACKED]
+WIDE = Benchmark(
+    "attention_wide_heads",
+    functools.partial(ours, None),
+    [case(1, 4096, 16, 16, h) for h in (320, 384, 512)],
+    differentiable=False,
+)
+
+
+BENCHMARKS = [BENCHMARK, WINDOWED, PACKED, WIDE]
 
 
 def main(arguments):

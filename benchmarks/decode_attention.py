@@ -1,4 +1,4 @@
-"""Decode attention over a bf16 cache, one new token a sequence.
+"""Decode attention over a bf16 cache, one new token a sequence or several.
 
 Ours, XLA, cuDNN, FA3 and torch. Those without lengths read the same cache: it is full.
 """
@@ -10,18 +10,19 @@ import jaxkern
 from benchmarks._gpu import Benchmark, Case, run
 
 
-def case(b: int, s: int, n: int = 32, k: int = 8, h: int = 128) -> Case:
+def case(b: int, s: int, n: int = 32, k: int = 8, h: int = 128, t: int = 1) -> Case:
     def arrays(key):
         q, k_, v = jax.random.split(key, 3)
         return (
-            jax.random.normal(q, (b, 1, n, h), jnp.bfloat16),
+            jax.random.normal(q, (b, t, n, h), jnp.bfloat16),
             jax.random.normal(k_, (b, s, k, h), jnp.bfloat16),
             jax.random.normal(v, (b, s, k, h), jnp.bfloat16),
             jnp.full((b,), s, jnp.int32),
         )
 
-    size = 2.0 * (2 * b * s * k * h + 2 * b * n * h)
-    return Case(f"B{b} S{s} H{n} kv{k} D{h}", arrays, (size, 0.0))
+    size = 2.0 * (2 * b * s * k * h + 2 * b * t * n * h)
+    name = f"B{b} S{s} H{n} kv{k} D{h}" + (f" T{t}" if t > 1 else "")
+    return Case(name, arrays, (size, 0.0))
 
 
 def ours(query, key, value, lengths):
@@ -120,6 +121,26 @@ BENCHMARK = Benchmark(
     differentiable=False,
 )
 
+ROWS = Benchmark(
+    "decode_attention_rows",
+    without_lengths,
+    [
+        case(32, 4096, n=128, t=8),
+        case(8, 16384, n=256, t=4),
+        case(8, 4096, n=128, k=1, t=8),
+        case(8, 4096, n=64, k=4, h=256, t=8),
+        case(8, 4096, n=32, k=4, h=512),
+        case(8, 4096, n=32, k=2, h=512, t=8),
+        case(1, 4096, n=128, t=8),
+    ],
+    jax_peers={
+        "jaxkern, pages of 64": paged(64),
+        "cuDNN, no lengths": cudnn_without_lengths,
+    },
+    differentiable=False,
+)
+BENCHMARKS = [BENCHMARK, ROWS]
+
 
 def main(arguments):
-    return run(BENCHMARK, arguments)
+    return max(run(benchmark, arguments) for benchmark in BENCHMARKS)

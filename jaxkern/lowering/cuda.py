@@ -312,7 +312,10 @@ row(
     unless=causal_conv1d.unsupported,
 )
 row(
-    attention_p, fwd=decode_attention.attention_fwd, unless=decode_attention.unsupported
+    attention_p,
+    fwd=decode_attention.attention_fwd,
+    unless=decode_attention.unsupported,
+    slower=decode_attention.slower,
 )
 row(
     paged_attention_p,
@@ -355,7 +358,13 @@ row(
 row(
     attention_p,
     fwd=flash_attention.attention_fwd,
-    bwd=flash_attention.attention_bwd,
     unless=flash_attention.unsupported,
+    slower=flash_attention.slower,
+)
+row(
+    attention_p,
+    fwd=None,
+    bwd=flash_attention.attention_bwd,
+    unless=flash_attention.unsupported_bwd,
     slower=flash_attention.slower,
 )

@@ -130,6 +130,16 @@ def test_head_dims_of_few_whole_words(h, codec):
     )
 
 
+@pytest.mark.parametrize("t, g", [(8, 12), (8, 16), (4, 32), (2, 71), (8, 128)])
+@pytest.mark.parametrize("codec", ["int8", "turbo4"])
+def test_rows_of_several_programs(codec, t, g):
+    codec, lengths = CODECS[codec], jnp.array([700, 90])
+    query = draw((2, t, 2 * g, 128), "bfloat16")
+    cache = caches(2, 700, 2, 128, 128, codec, codec)
+    given = dict(kv_lengths=lengths, q_offset=lengths - t, causal=True)
+    check(query, *cache, **given)
+
+
 PAIRS = {
     "8 4": (TurboQuantCodec(8), TurboQuantCodec(4)),
     "4 3": (TurboQuantCodec(4), TurboQuantCodec(3)),

@@ -1,14 +1,18 @@
 """Attention of many queries by kernel on a GPU, against the reference in float64."""
 
 import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import attention, backend, explain
+from tests import sharding_checks
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
 
 pytestmark = on_a_gpu
@@ -84,6 +88,7 @@ OPTIONS: dict[str, Any] = {
     "mask": dict(mask=RNG.random((2, 1, 300, 413)) < 0.3),
     "mask_by_head": dict(mask=RNG.random((1, 6, 300, 413)) < 0.3, causal=True),
     "mask_of_keys": dict(mask=RNG.random((2, 1, 1, 413)) < 0.5),
+    "mask_of_queries": dict(mask=RNG.random((2, 1, 300, 1)) < 0.5, window=90),
     "bias": dict(bias=draw(1, 6, 300, 413, dtype="float32"), causal=True),
     "bias_of_keys": dict(bias=draw(2, 1, 1, 413, dtype="float32")),
     "everything": dict(
@@ -121,6 +126,41 @@ def test_head_dims(h, hv, dtype):
     check(*operands(1, 257, 257, 2, 2, h, hv, dtype), causal=True)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "h, hv", [(512, 512), (384, 384), (320, 320), (272, 256), (512, 64), (64, 512)]
+)
+def test_wide_heads(h, hv, dtype):
+    """The forward kernel alone."""
+    check(*operands(1, 257, 257, 2, 2, h, hv, dtype), causal=True, gradients=False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_of_wide_heads(name, dtype):
+    qkv = operands(2, 300, 413, 2, 3, 512, dtype=dtype)
+    check(*qkv, gradients=False, **as_jax(OPTIONS[name]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_of_wide_heads_are_those_of_the_reference(dtype):
+    q, k, v = operands(1, 300, 300, 2, 2, 512, dtype=dtype)
+
+    def loss(*x):
+        out = attend(*x, causal=True)
+        return jnp.sum(jnp.sin(out.astype(jnp.promote_types(out.dtype, jnp.float32))))
+
+    slopes = jax.grad(loss, (0, 1, 2))
+    with backend("triton"), jax.default_matmul_precision("highest"):
+        forward, backward = explain(slopes, q, k, v).rows
+        found = jax.jit(slopes)(q, k, v)
+    assert forward.runs.startswith("triton: triton.attention.flash_attention")
+    assert "gradients at head dims of 512 and 512, above 256" in str(backward)
+    with jax.enable_x64(True), backend("xla"):
+        truth = jax.jit(slopes)(*(x.astype(jnp.float64) for x in (q, k, v)))
+    assert max(relative_errors(found, truth, 1e-2)) < 2 * EPSILON[dtype]
+
+
 @pytest.mark.parametrize("h", [64, 128, 256])
 @pytest.mark.parametrize("window", [None, 300])
 def test_whole_blocks(h, window):
@@ -147,6 +187,7 @@ def test_lse_far_below_zero():
     check(40 * q, 40 * k, v, causal=True, slack=20.0)  # weights of 0 and 1
     far = jnp.full((1, 1, 1, 256), -1000.0)
     check(q, k, v, bias=far, causal=True)
+    check(q, k, v, bias=far, mask=jnp.asarray(RNG.random((1, 1, 256, 256)) < 0.6))
 
 
 def test_what_lies_behind_the_lengths_has_no_influence():
@@ -228,6 +269,61 @@ def test_memory_grows_with_the_length_alone():
     memory: Any = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 4 * q.nbytes
     assert all(jnp.isfinite(x).all() for x in compiled(q, k, v))
+
+
+def check_64k_tokens(kind):
+    """A few queries, and the gradients from them alone, against float64."""
+    t, chosen = 65536, jnp.array([0, 1, 127, 128, 30_001, 65_407, 65_408, 65_535])
+    operand, cotangent = operands(1, t, t, 1, 2, 128), draw(1, chosen.size, 2, 128)
+
+    def ours(q, k, v):
+        return attend(q, k, v, causal=True)[:, chosen]
+
+    def alone(q, k, v):
+        seen = jnp.arange(t) <= chosen[:, None]
+        return attend(q[:, chosen], k, v, mask=seen[None, None])
+
+    def run(f, operand, cotangent):
+        y, pull = jax.vjp(f, *operand)
+        return y, *pull(cotangent.astype(y.dtype))
+
+    with backend(kind, strict=True):
+        found = jax.jit(run, static_argnums=0)(ours, operand, cotangent)
+    with jax.enable_x64(True), backend("xla"):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), (operand, cotangent))
+        truth = jax.jit(run, static_argnums=0)(alone, *wide)
+    errors = relative_errors(found, truth, 0.0)
+    assert max(errors) < EPSILON["bfloat16"], errors
+
+
+def test_64k_tokens():
+    check_64k_tokens("triton")
+
+
+def check_on_two_gpus(spec, kind, call):
+    """Under plain jit, forward and backward, each does its own without the other."""
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,))
+    whole = operands(2, 300, 300, 2, 2, 128)
+    cut = [jax.device_put(x, NamedSharding(mesh, spec)) for x in whole]
+
+    def both(q, k, v):
+        y, pull = jax.vjp(lambda *x: attend(*x, causal=True), q, k, v)
+        return y, pull(y)
+
+    with backend(kind, strict=True):
+        run = jax.jit(both).lower(*cut).compile()
+        expected = jax.jit(both)(*whole)
+    text = run.as_text()
+    assert text.count(call) >= 2
+    assert not re.findall(sharding_checks.COLLECTIVES, text)
+    for y, e in zip(jax.tree.leaves(run(*cut)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.float32(y), np.float32(e))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("spec", [P("m"), P(None, None, "m")])
+def test_two_gpus_share_sequences_or_heads(spec):
+    check_on_two_gpus(spec, "triton", "triton_kernel_call")
 
 
 def test_few_queries_are_refused_in_words():

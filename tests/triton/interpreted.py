@@ -5,6 +5,7 @@ when they are decorated. The interpreter cuts float32 to bfloat16, where a GPU r
 """
 
 import functools
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -81,15 +82,34 @@ def unwritten(shape, dtype) -> np.ndarray:
     return y
 
 
+def as_index(tensor) -> int:
+    """Triton 3.6 takes `int` of an array of one element, which NumPy 2.5 refuses."""
+    return int(tensor.handle.data.item())
+
+
+def with_index(patch):
+    """`patch` of the interpreter, after which a scalar tensor bounds a loop."""
+
+    @functools.wraps(patch)
+    def patched(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = as_index
+
+    return patched
+
+
 @contextmanager
 def interpreted(in_place: bool = True) -> Iterator[None]:
     """In the block, launchers that use `sparse_call` run here.
 
     Without `in_place` aliased results have memory of their own, as XLA may give them.
     """
-    compiled_call = bridge.triton_call
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    compiled_call, patch = bridge.triton_call, interpreter._patch_lang_tensor
     bridge.triton_call = functools.partial(call, in_place=in_place)
+    interpreter._patch_lang_tensor = with_index(patch)
     try:
         yield
     finally:
         bridge.triton_call = compiled_call
+        interpreter._patch_lang_tensor = patch

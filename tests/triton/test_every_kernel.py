@@ -170,6 +170,17 @@ def rows_of_gradients(t=300, s=500):
 
 
 DTYPES = ["bfloat16", "float32"]
+HEAD_DIMS = [
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+    (512, 512),
+    (64, 384),
+    (272, 48),
+    (5, 3),
+]
 CODECS = [
     IntCodec(8),
     IntCodec(4),
@@ -200,7 +211,7 @@ CALLS = {  # which the cases of the ops leave out
     },
     **{
         f"attention {h} {hv} {t}": attend(h, hv, t)
-        for h, hv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (5, 3))
+        for h, hv in HEAD_DIMS
         for t in DTYPES
     },
 }

@@ -60,12 +60,14 @@ from jaxkern.triton.attention.flash_attention import (
 from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
 from jaxkern.triton.triton_call import compute_capability
 
-FASTER = {  # than Triton or, at 512, than XLA: measured
+FASTER = {  # than Triton: measured
     (64, 64),
     (96, 96),
     (128, 128),
     (192, 128),
     (256, 256),
+    (320, 320),
+    (384, 384),
     (512, 512),
 }
 
@@ -108,7 +110,7 @@ def slower(query: Any, key: Any, value: Any, bias: Any = None, **_: Any) -> str 
         return f"no gain was measured at {dims}"
     if bias is not None and value.shape[3] <= 64:
         return f"no gain was measured at {value.shape[3]} dims with a `bias`"
-    return slower_than_xla(query, key)
+    return slower_than_xla(query, key, value)
 
 
 def forward_kernel(*refs: Any, c: Problem, interpret: bool) -> None:

@@ -84,7 +84,7 @@ def slower_bwd(query: Any, key: Any, value: Any, **_: Any) -> str | None:
         return f"no gain was measured at {dims}"
     if query.shape[1] < MEASURED:
         return f"fewer than {MEASURED} queries were not measured"
-    return slower_than_xla(query, key)
+    return slower_than_xla(query, key, value)
 
 
 def matrix(dtype, block: int, *shape: int):

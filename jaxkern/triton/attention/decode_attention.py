@@ -2,43 +2,40 @@
 
 Every key and value is read once, in place. One program takes the g query heads of a key
 head and all t queries together as rows of one matrix, and a share of the keys that they
-see; a second kernel merges the shares. How many shares there are follows from the
-shapes. How long they are follows from the lengths, so that a short sequence in a large
-cache, or a window, is spread as well as a full cache.
+see; a second kernel merges the shares. More rows than a program holds are cut over
+programs beside each other, which read the same keys. How many shares there are follows
+from the shapes. How long they are follows from the lengths, so that a short sequence in
+a large cache, or a window, is spread as well as a full cache.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.triton.attention.decode_kernel import decode_attention_kernel
+from jaxkern.triton.attention.decode_sizes import (
+    FEW_ROWS,
+    MAX_SPLITS,
+    WIDE_PIECE,
+    num_splits,
+    rows_of,
+    sizes_of,
+)
 from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
 from jaxkern.triton.attention.over_sequences import over_sequences
-from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
-from jaxkern.triton.triton_call import max_shared_bytes
+from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_QUERIES = 8
-MAX_ROWS = 64  # queries times heads of one key head
-MAX_WIDE_ROWS = 32  # in float32, and at most WIDE_ELEMENTS: more would spill
-WIDE_ELEMENTS = 4096  # of the padded queries
-MAX_HEAD_DIM = 256
-MAX_SPLITS = 256
-STAGE_BYTES = 32768  # keys and values that are loaded together
+MAX_HEAD_DIM = 512
+MAX_WIDE_TILES = 256  # of rows, in float32, times head dims
 AT_ONCE = 4  # programs of one block that a multiprocessor runs at once
 FEW = 8  # programs for each key head, or more, make sequences few
 FAR = 2**30  # positions are clipped to it
-# What the plan assumes, in microseconds: H200, measured by `benchmarks`.
-BYTES_PER_US = 4.3e6
-BLOCK_US = 0.25  # of a block of keys in a program that has its memory to itself
-KEY_US = 0.01  # and of each of its keys
-START_US = 1.5
-MERGE_US = 4.0
-SPLIT_US = 0.05
 MAX_COMPARED = 1024  # lengths that every program reads
 MAX_SHARE = 4096  # keys, where lengths are alike
+MAX_MERGED = 4096  # rows; to merge more costs more than to balance lengths gives
 
 
 def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
@@ -52,18 +49,12 @@ def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
             return f"`{name}` is {x.dtype}"
         if x.size == 0:
             return f"`{name}` is empty"
-    _, t, n, h = query.shape
-    group, hv = n // key.shape[2], value.shape[-1]
+    t, h = query.shape[1], query.shape[3]
+    hv = value.shape[-1]
     if t > MAX_QUERIES:
         return f"{t} queries, more than {MAX_QUERIES}"
     if max(h, hv) > MAX_HEAD_DIM:
         return f"head dims {h} and {hv}, more than {MAX_HEAD_DIM}"
-    rows, most = max(next_power_of_2(t * group), 16), MAX_ROWS
-    if not query.dtype == key.dtype == value.dtype or query.dtype == jnp.float32:
-        dims = max(next_power_of_2(h), next_power_of_2(hv))
-        most = min(MAX_WIDE_ROWS, WIDE_ELEMENTS // dims)
-    if rows > most:
-        return f"{t} queries of {group} heads a key head, more than {most} rows"
     tables = rest.get("block_tables")
     if tables is not None and tables.size == 0:
         return "`block_tables` is empty"
@@ -76,49 +67,24 @@ def unsupported_paged(
     return unsupported(query, value_pages, key_pages=key_pages, **rest)
 
 
-def sizes_of(h: int, hv: int, dtype: Any, few: bool = False) -> dict[str, int]:
-    """Blocks of about STAGE_BYTES, and as many programs as fit a multiprocessor.
-
-    With `few` sequences one program has a multiprocessor: fewer shares to merge.
-    """
-    row = (next_power_of_2(h) + next_power_of_2(hv)) * jnp.dtype(dtype).itemsize
-    large = max_shared_bytes() > 128 * 1024
-    most = (STAGE_BYTES if large else STAGE_BYTES // 2) // row
-    stages, warps = (4, 4) if large else (3, 4)
-    if few and large:
-        most, stages, warps = 2 * STAGE_BYTES // row, 3, 8
-    block = min(max(next_power_of_2(most + 1) // 2, 16), 128)
-    held = (stages - 1) * block * row + 8192
-    per_sm = 1 if few else max_shared_bytes() // held
-    rule = {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
-    return tuned("decode_attention", h, dtype, rule)
+def wide_dtype(query: Any, key: Any, value: Any) -> Any:
+    """Of both products; narrower operands than their partner are widened."""
+    alike = query.dtype == key.dtype == value.dtype
+    return query.dtype if alike else jnp.float32
 
 
-def num_splits(pairs: int, keys: int, stage_bytes: int, uneven: bool, sizes) -> int:
-    """The number of shares of each sequence's keys, for the least expected time.
-
-    Args:
-      pairs: sequences times key heads.
-      keys: the most that a query sees.
-      stage_bytes: of one block of keys and values.
-      uneven: sequences can differ in length: so many programs that those of short
-        sequences make room for others.
-      sizes: of `sizes_of`.
-    """
-    slots = num_sms() * max(sizes["PER_SM"], 1)
-    blocks = -(-keys // sizes["BLOCK"])
-
-    def microseconds(splits: int) -> float:
-        programs = pairs * splits
-        together = min(programs, slots) * stage_bytes / BYTES_PER_US
-        alone = BLOCK_US + KEY_US * sizes["BLOCK"]
-        share = -(-blocks // splits) * math.hypot(alone, together)
-        merge = MERGE_US + SPLIT_US * splits if splits > 1 else 0
-        return -(-programs // slots) * (share + START_US) + merge
-
-    least = min(-(-2 * slots // pairs), blocks // 8) if uneven else 1
-    least = min(max(least, 1), MAX_SPLITS)
-    return min(range(least, max(least, min(blocks, MAX_SPLITS)) + 1), key=microseconds)
+def slower(query: Any, key: Any, value: Any, **rest: Any) -> str | None:
+    """Why XLA is faster, or None: arithmetic in float32, where all keys are seen."""
+    _, t, n, h = query.shape
+    group, hv = n // key.shape[2], value.shape[3]
+    if wide_dtype(query, key, value) != jnp.float32:
+        return None
+    if rest.get("kv_lengths") is not None or rest.get("window") is not None:
+        return None
+    tiles = -(-t * group // rows_of(t * group, h, hv, jnp.float32))
+    if tiles > 1 and tiles * next_power_of_2(max(h, hv)) > MAX_WIDE_TILES:
+        return f"{t} queries of {group} heads a key head of {h} dims in float32"
+    return None
 
 
 def launch(
@@ -141,34 +107,40 @@ def launch(
     page, hv, num_pages = s, value.shape[-1], key.shape[0]
     if block_tables is not None:
         s = page * block_tables.shape[1]
-    # narrower operands than their partner are widened by the kernel
     native = query.dtype == key.dtype and query.dtype != jnp.float32
     native_sums = query.dtype == value.dtype and query.dtype != jnp.float32
-    wide = key.dtype if native and native_sums else jnp.float32
-    sizes = dict(sizes_of(h, hv, wide))
+    wide = wide_dtype(query, key, value)
+    rows = rows_of(t * n // k, h, hv, wide)
+    sizes = dict(sizes_of(h, hv, wide, rows))
+    tiles = -(-t * n // k // rows)
+    dims = max(next_power_of_2(h), 16)
+    pairs = b * k * tiles
     block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
     keys = s if window is None else min(s, window + t - 1 + block)
     splits = alike = -(-keys // block)
     narrow = wide != jnp.float32  # wide blocks would spill
-    if narrow and splits <= MAX_SPLITS and b * k * splits <= AT_ONCE * num_sms():
+    at_once = AT_ONCE if rows < FEW_ROWS else 1
+    if narrow and splits <= MAX_SPLITS and pairs * splits <= at_once * num_sms():
         sizes["num_stages"] = 1  # each program has one block
     else:
-        few = narrow and b * k <= num_sms() // FEW
+        few = narrow and pairs <= num_sms() // FEW
         if few:
-            sizes = dict(sizes_of(h, hv, wide, few=True))
+            sizes = dict(sizes_of(h, hv, wide, rows, few=True))
             block = min(sizes["BLOCK"], max(next_power_of_2(s), 16))
         stage_bytes = block * (h * key.dtype.itemsize + hv * value.dtype.itemsize)
-        splits = alike = num_splits(b * k, keys, stage_bytes, False, sizes)
-        if b > 1 and kv_lengths is not None:
-            splits = num_splits(b * k, keys, stage_bytes, True, sizes)
+        work = pairs, b * t * n, keys, stage_bytes
+        splits = alike = num_splits(*work, False, sizes)
+        if b > 1 and kv_lengths is not None and b * t * n <= MAX_MERGED:
+            splits = num_splits(*work, True, sizes)
             if few:  # so many that one sequence alone has the whole device
-                splits = max(min(splits, num_sms() // k), alike)
+                splits = max(min(splits, num_sms() // (k * tiles)), alike)
             if few or b > MAX_COMPARED or keys > alike * MAX_SHARE:
                 alike = splits
     sizes["BLOCK"] = block
     del sizes["PER_SM"]
-    if block_tables is not None and page % block:
-        # Triton divides the stages between a load and the load of its addresses
+    if block_tables is not None and page % block and block < WARP * sizes["num_warps"]:
+        # Triton divides the stages between a load and the load of its addresses, but
+        # where each thread loads one
         sizes["num_stages"] = 2 * sizes["num_stages"] - 1
     given = {
         "query_ptr": query,
@@ -200,13 +172,15 @@ def launch(
         "ALL_B": next_power_of_2(b),
         "SPLITS": splits,
         "ALIKE": alike,
-        "ROWS": max(next_power_of_2(t * n // k), 16),
-        "DIMS": max(next_power_of_2(h), 16),
+        "ROWS": rows,
+        "TILES": tiles,
+        "PIECE": min(dims, WIDE_PIECE) if wide == jnp.float32 else dims,
+        "DIMS": dims,
         "VALUE_DIMS": max(next_power_of_2(hv), 16),
     }
     return run_and_merge(
         decode_attention_kernel,
-        b * k * splits,
+        pairs * splits,
         given,
         constants | sizes,
         jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),

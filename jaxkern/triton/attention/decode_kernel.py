@@ -62,6 +62,14 @@ def share_of_keys(
 
 
 @jit
+def load_wide(x_ptr, rows, present, start, WIDTH, PIECE: tl.constexpr):
+    """PIECE dims from `start` on of rows of WIDTH, as float32."""
+    dims = start + tl.arange(0, PIECE)
+    mask = present[:, None] & (dims < WIDTH)[None, :]
+    return tl.load(x_ptr + rows * WIDTH + dims[None, :], mask, 0.0).to(tl.float32)
+
+
+@jit
 def decode_attention_kernel(
     query_ptr,
     key_ptr,
@@ -93,15 +101,19 @@ def decode_attention_kernel(
     SPLITS: tl.constexpr,
     ALIKE: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
     DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
 ):
-    """One share of the keys: its normalised sum and base-2 log-sum-exp.
+    """ROWS rows over one share of the keys: normalised sums and base-2 log-sum-exps.
 
     With one share: the result, and the natural log-sum-exp with the sinks.
     """
-    program = tl.program_id(0)
+    # neighbours, so that the tiles of a head read its keys from the caches
+    tile = tl.program_id(0) % TILES
+    program = tl.program_id(0) // TILES
     head = program % K
     split = program // K % SPLITS
     b = program // (K * SPLITS)
@@ -117,16 +129,17 @@ def decode_attention_kernel(
     )
 
     # row r is query r // G of head r % G
-    r = tl.arange(0, ROWS)
+    r = tile * ROWS + tl.arange(0, ROWS)
     present = r < T * G
     row = (b * T + r // G) * (K * G) + head * G + r % G
     p_at = position + r // G
     dims = tl.arange(0, DIMS)
     value_dims = tl.arange(0, VALUE_DIMS)
-    q_mask = present[:, None] & (dims < H)[None, :]
-    q = tl.load(query_ptr + row[:, None] * H + dims[None, :], q_mask, 0.0)
-    if not NATIVE_SCORES:
-        q = q.to(tl.float32)
+    if PIECE == DIMS:
+        q_mask = present[:, None] & (dims < H)[None, :]
+        q = tl.load(query_ptr + row[:, None] * H + dims[None, :], q_mask, 0.0)
+        if not NATIVE_SCORES:
+            q = q.to(tl.float32)
 
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -146,13 +159,22 @@ def decode_attention_kernel(
             inside = inside & exists
             where = tl.where(exists, page, 0) * PAGE + j % PAGE
         where = where[:, None] * K + head
-        k_mask = inside[:, None] & (dims < H)[None, :]
         v_mask = inside[:, None] & (value_dims < HV)[None, :]
-        k = tl.load(key_ptr + where * H + dims[None, :], k_mask, 0.0)
+        if PIECE == DIMS:
+            k_mask = inside[:, None] & (dims < H)[None, :]
+            k = tl.load(key_ptr + where * H + dims[None, :], k_mask, 0.0)
         v = tl.load(value_ptr + where * HV + value_dims[None, :], v_mask, 0.0)
-        if not NATIVE_SCORES:
-            k = k.to(tl.float32)
-        z = tl.dot(q, tl.trans(k), input_precision="tf32x3") * SCALE
+        if PIECE == DIMS:
+            if not NATIVE_SCORES:
+                k = k.to(tl.float32)
+            z = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        else:
+            z = tl.zeros([ROWS, BLOCK], tl.float32)
+            for d in tl.static_range(0, H, PIECE):
+                q = load_wide(query_ptr, row[:, None], present, d, H, PIECE)
+                k = load_wide(key_ptr, where, inside, d, H, PIECE)
+                z = tl.dot(q, tl.trans(k), z, input_precision="tf32x3")
+        z = z * SCALE
         if SOFTCAP is not None:
             z = SOFTCAP * libdevice.tanh(z / SOFTCAP)
         visible = inside[None, :]

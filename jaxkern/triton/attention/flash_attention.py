@@ -23,6 +23,7 @@ from jaxkern.triton.attention.queries_kernel import flash_attention_bwd_queries_
 from jaxkern.triton.attention.tile_sizes import (
     forward_sizes,
     key_sizes,
+    piece,
     query_sizes,
     sizes_of,
 )
@@ -33,17 +34,23 @@ from jaxkern.triton.triton_call import (
 )
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+MAX_GRADIENT_DIM = 256
+MAX_WIDE_DIM = 256  # where XLA's products of float32 are not faster, nor as exact
 LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 
 
-def slower(query: Any, key: Any, **_: Any) -> str | None:
-    b, t, n, _ = query.shape
+def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+    b, t, n, h = query.shape
     scores = b * t * n * key.shape[1]
-    return f"{scores} scores are few" if scores <= FEW_SCORES else None
+    if scores <= FEW_SCORES:
+        return f"{scores} scores are few"
+    if query.dtype == jnp.float32 and max(h, value.shape[3]) > MAX_WIDE_DIM:
+        return f"float32 at head dims of {h} and {value.shape[3]}"
+    return None
 
 
 def unsupported(
@@ -66,6 +73,16 @@ def unsupported(
     if query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"`query` is {query.dtype.name}"
     return unsupported_anywhere(query=query, bias=rest.get("bias"))
+
+
+def unsupported_bwd(query: Any, value: Any, **rest: Any) -> str | None:
+    """A reason in words, or None."""
+    if reason := unsupported(query=query, value=value, **rest):
+        return reason
+    h, hv = query.shape[3], value.shape[3]
+    if max(h, hv) > MAX_GRADIENT_DIM:
+        return f"gradients at head dims of {h} and {hv}, above {MAX_GRADIENT_DIM}"
+    return None
 
 
 def segment_bounds(
@@ -163,6 +180,7 @@ def attention_fwd(
         {
             "C": constants,
             "SECTION": section(s, h + hv, key.dtype) * (n // heads),
+            "PIECE": piece(constants, query.dtype),
             **sizes,
         },
     )

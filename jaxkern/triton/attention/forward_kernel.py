@@ -17,11 +17,38 @@ from jaxkern.triton.triton_call import jit, tl
 
 
 @jit
+def products(
+    q,
+    q_left,
+    k_at,
+    k_left,
+    C: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PIECE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """q k^T of a block of keys; by pieces of the head dim q is where the rows lie."""
+    if PIECE == C.PADDED_H:
+        k = load_rows(k_at, k_left, C.K_STRIDE, C.H, BLOCK_K, PIECE, MASKED)
+        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    else:
+        qk = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+        H: tl.constexpr = C.H
+        for d in tl.static_range(0, H, PIECE):
+            rows = load_rows(q + d, q_left, C.Q_STRIDE, H - d, BLOCK_Q, PIECE, True)
+            k = load_rows(k_at + d, k_left, C.K_STRIDE, H - d, BLOCK_K, PIECE, MASKED)
+            qk = tl.dot(rows, tl.trans(k), qk, input_precision="tf32x3")
+    return qk
+
+
+@jit
 def forward_blocks(
     top,
     total,
     acc,
     q,
+    q_left,
     q_ids,
     rows,
     offset,
@@ -34,23 +61,26 @@ def forward_blocks(
     mask_at,
     bias_at,
     C: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PIECE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     FACTOR: tl.constexpr = C.SCALE if C.FOLDED else 1.0
     for block in range(first, last):
         start = block * BLOCK_K
         skip = start.to(tl.int64)
-        k = load_rows(
+        qk = products(
+            q,
+            q_left,
             k_at + skip * C.K_STRIDE,
             length - start,
-            C.K_STRIDE,
-            C.H,
+            C,
+            BLOCK_Q,
             BLOCK_K,
-            C.PADDED_H,
+            PIECE,
             MASKED,
         )
-        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         columns = (start + tl.arange(0, BLOCK_K))[None, :]
         z, _ = logits(qk, rows, columns, length, bias_at, C)
         if MASKED:
@@ -95,6 +125,7 @@ def flash_attention_kernel(
     SECTION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """out and lse of BLOCK_Q queries of one head."""
     RAGGED: tl.constexpr = (
@@ -114,15 +145,9 @@ def flash_attention_kernel(
     kv_row = batch.to(tl.int64) * C.S
     k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
     v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
-    q = load_rows(
-        q_ptr + (q_row * C.N + n) * C.H,
-        C.T - row,
-        C.Q_STRIDE,
-        C.H,
-        BLOCK_Q,
-        C.PADDED_H,
-        True,
-    )
+    q, q_left = q_ptr + (q_row * C.N + n) * C.H, C.T - row
+    if PIECE == C.PADDED_H:
+        q = load_rows(q, q_left, C.Q_STRIDE, C.H, BLOCK_Q, PIECE, True)
     q_ids, kv_ids_at, mask_at, bias_at = None, None, None, None
     if q_ids_ptr is not None:
         q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * C.T + rows, rows < C.T, 0)
@@ -155,6 +180,7 @@ def flash_attention_kernel(
                 total,
                 acc,
                 q,
+                q_left,
                 q_ids,
                 rows,
                 offset,
@@ -167,7 +193,9 @@ def flash_attention_kernel(
                 mask_at,
                 bias_at,
                 C,
+                BLOCK_Q,
                 BLOCK_K,
+                PIECE,
                 part != 1,
             )
     if sinks_ptr is not None:

@@ -35,11 +35,11 @@ def load_rows(
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     pointers = at + row * STRIDE + column
-    if MASKED and WIDTH != COLUMNS:
+    if MASKED and WIDTH < COLUMNS:
         x = tl.load(pointers, (row < count) & (column < WIDTH), 0.0)
     elif MASKED:
         x = tl.load(pointers, row < count, 0.0)
-    elif WIDTH != COLUMNS:
+    elif WIDTH < COLUMNS:
         x = tl.load(pointers, column < WIDTH, 0.0)
     else:
         x = tl.load(pointers)

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.attention.decode_attention import FAR, MAX_QUERIES, num_splits
+from jaxkern.triton.attention.decode_attention import FAR, MAX_QUERIES
 from jaxkern.triton.attention.decode_kernel import share_of_keys
+from jaxkern.triton.attention.decode_sizes import num_splits
 from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
 from jaxkern.triton.attention.over_sequences import over_sequences
 from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
@@ -172,6 +173,7 @@ def launch(
     tiles, block = -(-t * n // sizes["ROWS"]), sizes["BLOCK"]
     splits = num_splits(
         b * tiles,
+        0,  # rows of the merge: the shares were measured without them
         s if window is None else min(s, window + t - 1 + block),
         block * h * latent.dtype.itemsize,
         b > 1 and kv_lengths is not None,

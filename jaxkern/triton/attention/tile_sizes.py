@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkern.triton.attention.problem import Constants
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
 from jaxkern.triton.triton_call import max_shared_bytes
 
@@ -16,13 +17,23 @@ def roomy() -> bool:
 def forward_sizes(width: int, dtype: Any) -> dict[str, int]:
     """Sizes by the wider head dim, as a power of 2."""
     large = roomy()
+    if dtype == jnp.float32 and width > 256:
+        return dict(BLOCK_Q=16, BLOCK_K=16, warps=4, stages=1)
     if dtype == jnp.float32:  # each product is three
         return dict(BLOCK_Q=64 if width < 256 else 32, BLOCK_K=32, warps=4, stages=1)
+    if width > 256:
+        return dict(BLOCK_Q=64, BLOCK_K=32, warps=8, stages=2)
     if width <= 64:
         return dict(BLOCK_Q=128, BLOCK_K=128 if large else 64, warps=4, stages=3)
     if width == 128:
         return dict(BLOCK_Q=128, BLOCK_K=128 if large else 64, warps=8, stages=2)
     return dict(BLOCK_Q=128, BLOCK_K=64 if large else 32, warps=8, stages=2)
+
+
+def piece(constants: Constants, dtype: Any) -> int:
+    """Dims of the head in one product of scores; more float32 than this would spill."""
+    wide = max(constants.PADDED_H, constants.PADDED_HV) >= 256
+    return min(constants.PADDED_H, 64 if wide and dtype == jnp.float32 else 512)
 
 
 def key_sizes(width: int, dtype: Any) -> dict[str, int]:
