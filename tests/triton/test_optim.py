@@ -83,7 +83,7 @@ def test_leaves_of_other_dtypes_share_a_launch():
     ]
     [launch] = launches_of(mixed, mixed, *[tree(shapes)] * 2)
     constants = dict(launch.constants)
-    assert constants["GROUPS"] == (3, 1)
+    assert constants["GROUPS"] == ((0, 0, 9), (3, 9, 10))
     assert constants["SIZES"] == (8, 9000, 5000, 1)
     assert launch.stack_bytes == 0
 

@@ -31,55 +31,65 @@ def unsupported(learning_rate: Any, step: Any, **named: Any) -> str | None:
 
 
 @constexpr_function
-def distinct_move(n):
-    return f"mov.b32 $0, {n};"
+def halving(begins, sizes):
+    """PTX that finds the leaf of program $9 by comparing it with first programs.
 
+    To $0 to $6 go its pointers, to $7 its first program, to $8 its size.
+    """
+    lines = []
 
-@constexpr_function
-def first(numbers, n):
-    return numbers[:n]
+    def among(low: int, high: int) -> None:
+        if high - low > 1:
+            middle = (low + high) // 2
+            lines.append(f"setp.ge.s32 p, $9, {begins[middle]}; @p bra LEAF{middle};")
+            among(low, middle)
+            lines.append(f"LEAF{middle}:")
+            among(middle, high)
+        else:
+            for k in range(POINTERS):
+                n = (
+                    k * len(begins) + low + (k > 3)
+                )  # the scalars lie before the results
+                lines.append(f"ld.param.u64 ${k}, [adamw_kernel_param_{n}];")
+            lines.append(f"mov.u32 $7, {begins[low]}; mov.u64 $8, {sizes[low]};")
+            lines.append("bra FOUND;")
 
-
-@constexpr_function
-def rest(numbers, n):
-    return numbers[n:]
+    among(0, len(begins))
+    return "\n".join(["{ .reg .pred p;", *lines, "FOUND: }"])
 
 
 @jit
-def divided(leaves, N: tl.constexpr):
-    """Lists of pointers, each in two: N, and the rest."""
-    p, g, m, v, new_p, new_m, new_v = leaves
-    return (
-        (p[:N], g[:N], m[:N], v[:N], new_p[:N], new_m[:N], new_v[:N]),
-        (p[N:], g[N:], m[N:], v[N:], new_p[N:], new_m[N:], new_v[N:]),
+def leaf_of(program, BEGINS: tl.constexpr, SIZES: tl.constexpr):
+    """(seven pointers as integers, first program, size) of the leaf of a program.
+
+    Tuples take no index known at run time only, and branches of Triton's own take it
+    20 s for 500 leaves. The branches are the same for a whole program: a comparison for
+    each half, and the pointers of one leaf are read.
+    """
+    return tl.inline_asm_elementwise(
+        halving(BEGINS, SIZES),
+        "=l,=l,=l,=l,=l,=l,=l,=r,=l,r",
+        [program],
+        (
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int32,
+            tl.int64,
+        ),
+        is_pure=True,
+        pack=1,
     )
 
 
 @jit
-def leaf_of(program, leaves, BEGINS: tl.constexpr, SIZES: tl.constexpr):
-    """(pointers, first program, size) of the leaf of a program, by halving.
-
-    Tuples take no index known at run time only. The branches are the same for a whole
-    program: a comparison for each half, and the pointers of one leaf are read. A call
-    is given its own leaves and no others, else time to compile would be quadratic.
-    """
-    if len(BEGINS) == 1:
-        # the move differs from leaf to leaf and may not be moved; else the compiler
-        # merges the leaves into one block and selects its operands one by one
-        begin = tl.inline_asm_elementwise(
-            distinct_move(BEGINS[0]), "=r", [], tl.int32, is_pure=False, pack=1
-        )
-        p, g, m, v, new_p, new_m, new_v = leaves
-        pointers = (p[0], g[0], m[0], v[0], new_p[0], new_m[0], new_v[0])
-        return pointers, begin, tl.full([], SIZES[0], tl.int64)
-    else:
-        H: tl.constexpr = len(BEGINS) // 2
-        low, high = divided(leaves, H)
-        if program < BEGINS[H]:
-            found = leaf_of(program, low, first(BEGINS, H), first(SIZES, H))
-        else:
-            found = leaf_of(program, high, rest(BEGINS, H), rest(SIZES, H))
-        return found
+def pointer(address, like):
+    """Aligned to 16 bytes, as XLA's buffers are."""
+    return tl.multiple_of(address.to(like.dtype), 16)
 
 
 @jit
@@ -112,68 +122,33 @@ def update_block(
 
 
 @jit
-def update_leaves(
-    program,
+def update_leaf(
+    found,
     leaves,
+    start,
+    count,
     scalars,
-    BEGINS: tl.constexpr,
-    SIZES: tl.constexpr,
+    AT: tl.constexpr,
     OPTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The block of a program, among leaves of the same dtypes."""
-    found, begin, size = leaf_of(program, leaves, BEGINS, SIZES)
+    """A block of a leaf of the same dtypes as the one AT."""
     p, g, m, v, new_p, new_m, new_v = found
-    start = (program - begin).to(tl.int64) * BLOCK
     pointers = (
-        p + start,
-        g + start,
-        m + start,
-        v + start,
-        new_p + start,
-        new_m + start,
-        new_v + start,
+        pointer(p, leaves[0][AT]) + start,
+        pointer(g, leaves[1][AT]) + start,
+        pointer(m, leaves[2][AT]) + start,
+        pointer(v, leaves[3][AT]) + start,
+        pointer(new_p, leaves[4][AT]) + start,
+        pointer(new_m, leaves[5][AT]) + start,
+        pointer(new_v, leaves[6][AT]) + start,
     )
-    count = tl.minimum(size - start, BLOCK).to(tl.int32)
     at = tl.arange(0, BLOCK)
     if count == BLOCK:  # without a mask loads are 16 bytes wide
         update_block(pointers, scalars, at, None, OPTIONS)
     else:
         inside = at < count
         update_block(pointers, scalars, at, inside, OPTIONS)
-
-
-@jit
-def update_groups(
-    program,
-    leaves,
-    scalars,
-    GROUPS: tl.constexpr,
-    BEGINS: tl.constexpr,
-    SIZES: tl.constexpr,
-    OPTIONS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """GROUPS: how many leaves have the same dtypes, group after group."""
-    N: tl.constexpr = GROUPS[0]
-    if len(GROUPS) == 1:
-        update_leaves(program, leaves, scalars, BEGINS, SIZES, OPTIONS, BLOCK)
-    else:
-        low, high = divided(leaves, N)
-        if program < BEGINS[N]:
-            B: tl.constexpr = first(BEGINS, N)
-            update_leaves(program, low, scalars, B, first(SIZES, N), OPTIONS, BLOCK)
-        else:
-            update_groups(
-                program,
-                high,
-                scalars,
-                rest(GROUPS, 1),
-                rest(BEGINS, N),
-                rest(SIZES, N),
-                OPTIONS,
-                BLOCK,
-            )
 
 
 @jit
@@ -196,21 +171,28 @@ def adamw_kernel(
     WEIGHT_DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """GROUPS: where leaves of the same dtypes begin, see `groups_of`."""
     scalars = (
         tl.load(scalars_ptr),
         tl.load(scalars_ptr + 1),
         tl.load(scalars_ptr + 2),
     )
-    update_groups(
-        tl.program_id(0),
-        (params, grads, ms, vs, new_params, new_ms, new_vs),
-        scalars,
-        GROUPS,
-        BEGINS,
-        SIZES,
-        (B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY),
-        BLOCK,
-    )
+    program = tl.program_id(0)
+    p, g, m, v, new_p, new_m, new_v, begin, size = leaf_of(program, BEGINS, SIZES)
+    start = (program - begin).to(tl.int64) * BLOCK
+    count = tl.minimum(size - start, BLOCK).to(tl.int32)
+    for k in tl.static_range(len(GROUPS)):
+        if (program >= GROUPS[k][1]) & (program < GROUPS[k][2]):
+            update_leaf(
+                (p, g, m, v, new_p, new_m, new_v),
+                (params, grads, ms, vs, new_params, new_ms, new_vs),
+                start,
+                count,
+                scalars,
+                GROUPS[k][0],
+                (B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY),
+                BLOCK,
+            )
 
 
 def launches(*lists: Sequence[jax.Array]) -> Iterator[list[int]]:
@@ -225,10 +207,12 @@ def launches(*lists: Sequence[jax.Array]) -> Iterator[list[int]]:
         yield launch
 
 
-def sizes_of_groups(*lists: Sequence[jax.Array]) -> tuple[int, ...]:
-    """How many leaves side by side have the same dtypes."""
+def groups_of(begins: Sequence[int], *lists: Sequence[jax.Array]) -> tuple:
+    """Where leaves of the same dtypes begin: (leaf, program, program of the next)."""
     dtypes = [tuple(x.dtype for x in leaf) for leaf in zip(*lists, strict=True)]
-    return tuple(len(list(same)) for _, same in itertools.groupby(dtypes))
+    firsts = [k for k, t in enumerate(dtypes) if not k or t != dtypes[k - 1]]
+    ends = [*(begins[k] for k in firsts[1:]), begins[-1]]
+    return tuple((k, begins[k], e) for k, e in zip(firsts, ends, strict=True))
 
 
 def adamw_tree(
@@ -253,22 +237,22 @@ def adamw_tree(
         given = [[leaves[i] for i in launch] for leaves in (params, grads, m, v)]
         n = len(launch)
         sizes = tuple(x.size for x in given[0])
-        *begins, programs = itertools.accumulate(
-            (-(-size // BLOCK) for size in sizes), initial=0
+        begins = tuple(
+            itertools.accumulate((-(-size // BLOCK) for size in sizes), initial=0)
         )
         out = triton_call(
             adamw_kernel,
             *given,
             scalars,
             out=[list(map(like, given[k])) for k in (0, 2, 3)],
-            grid=(programs,),
+            grid=begins[-1:],
             aliases=tuple(
                 (operand * n + k, result * n + k)
                 for operand, result in ((0, 0), (2, 1), (3, 2))
                 for k in range(n)
             ),
-            GROUPS=sizes_of_groups(*given),
-            BEGINS=tuple(begins),
+            GROUPS=groups_of(begins, *given),
+            BEGINS=begins[:-1],
             SIZES=sizes,
             B1=b1,
             B2=b2,

@@ -1,11 +1,12 @@
-"""The weight that each chunk keeps, the logits near the cut, and the token."""
+"""The weight that each part of a row keeps, the logits near the cut, and the token."""
 
 from jaxkern.triton.index.threshold import (
     from_ordered_bits,
     largest_threshold,
     ordered_bits,
 )
-from jaxkern.triton.sampling.chunk_sums import place_of_cut, row_stats, weights_above
+from jaxkern.triton.sampling.chunk_sums import row_stats
+from jaxkern.triton.sampling.guess_of_cut import window_of_cut
 from jaxkern.triton.sampling.weights import (
     draw_from_memory,
     first_beyond,
@@ -19,7 +20,7 @@ from jaxkern.triton.sampling.weights import (
 )
 from jaxkern.triton.triton_call import jit, tl
 
-WINDOW = 128  # logits of a chunk near the cut that are collected
+WINDOW = 512  # logits near the cut that a program collects
 
 
 @jit
@@ -43,75 +44,22 @@ def order_within(chosen):
 
 
 @jit
-def store_few(ptr, x, chosen):
-    """A store to which nothing moves: Triton would deal all of x out anew."""
+def store_window(window_ptr, place, x, low, high, WINDOW: tl.constexpr):
+    """Stores what is in (low, high] and has a place.
+
+    Nothing moves to be stored: Triton would deal all of x out anew.
+    """
     tl.inline_asm_elementwise(
-        """{ .reg .pred p; setp.ne.b32 p, $3, 0;
-        @p st.global.f32 [$1], $2; mov.b32 $0, 0; }""",
-        "=r,l,f,r",
-        [ptr.to(tl.int64), x, chosen.to(tl.int32)],
+        """{ .reg .pred p; .reg .u64 at;
+        setp.gt.f32 p, $3, $4; setp.le.and.f32 p, $3, $5, p;
+        setp.lt.and.s32 p, $2, $6, p;
+        mad.wide.s32 at, $2, 4, $1; @p st.global.f32 [at], $3; mov.b32 $0, 0; }""",
+        "=r,l,r,f,f,f,r",
+        [window_ptr.to(tl.int64), place, x, low, high, WINDOW],
         tl.int32,
         is_pure=False,
         pack=1,
     )
-
-
-@jit
-def keep_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    largest_ptr,
-    total_ptr,
-    edges_ptr,
-    pivots_ptr,
-    kept_ptr,
-    above_ptr,
-    window_ptr,
-    count_ptr,
-    V: tl.constexpr,
-    PARTS: tl.constexpr,
-    N: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    EDGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The weight that a chunk surely keeps, and its logits where top_p may cut."""
-    row = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    slope = slope_of(tl.load(temperature_ptr + row))
-    best, totals = row_stats(largest_ptr, total_ptr, row, slope, PARTS, N)
-    at = (
-        part * CHUNK
-        + tl.arange(0, CHUNK // 128)[:, None] * 128
-        + tl.arange(0, 128)[None, :]
-    )
-    x = load_logits(logits_ptr + row.to(tl.int64) * V, at, at < V)
-    weight = weight_of(x, best, slope)
-    out = row.to(tl.int64) * PARTS + part
-    bottom = -float("inf")
-    top = -float("inf")
-    share = 1.0
-    if top_p_ptr is not None:
-        share = tl.load(top_p_ptr + row).to(tl.float32)
-        if share < 1:
-            total = tl.sum(totals, 0)
-            above = weights_above(pivots_ptr, row, total, PARTS, N, PIVOTS, EDGES)
-            target = mass_of_top_p(share, total)
-            bottom, top = place_of_cut(edges_ptr, row, above, target, EDGES)
-        weight = tl.where(x > top, weight, 0.0)
-        tl.store(above_ptr + out, tl.sum(weight))
-    least = least_weight(min_p_ptr, row)
-    tl.store(kept_ptr + out, tl.sum(tl.where(weight < least, 0.0, weight)))
-    if top_p_ptr is not None:
-        if share < 1:
-            near = (x > bottom) & (x <= top)
-            tl.store(count_ptr + out, tl.sum(near.to(tl.int32)))
-            place = order_within(near)
-            window_ptr += out * WINDOW
-            store_few(window_ptr + place, x, near & (place < WINDOW))
 
 
 @jit
@@ -150,7 +98,7 @@ def cut_among(
     target,
     SLOTS: tl.constexpr,
 ):
-    """Whether the cut is among these, the cut, and the weight of each chunk from it on.
+    """Whether the cut is among these, the cut, and the weight of each part from it on.
 
     `above` is the weight above all of them.
     """
@@ -179,7 +127,7 @@ def cut_among(
 
 
 @jit
-def draw_by_chunks_kernel(
+def cut_kernel(
     logits_ptr,
     uniform_ptr,
     temperature_ptr,
@@ -187,39 +135,142 @@ def draw_by_chunks_kernel(
     min_p_ptr,
     largest_ptr,
     total_ptr,
+    bottom_ptr,
+    pivots_ptr,
+    zeros_ptr,
+    token_ptr,
+    arrived_ptr,
     kept_ptr,
     above_ptr,
     window_ptr,
     count_ptr,
-    token_ptr,
     V: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    EDGES: tl.constexpr,
     WINDOW: tl.constexpr,
     LOWEST: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """Finds top_p's cut among the collected logits, then the chunk and the token."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * V
-    temperature = tl.load(temperature_ptr + row).to(tl.float32)
-    slope = slope_of(temperature)
-    u = tl.where(temperature > 0, tl.load(uniform_ptr + row).to(tl.float32), 0.0)
-    least = least_weight(min_p_ptr, row)
-    best, mass = row_stats(largest_ptr, total_ptr, row, slope, PARTS, N)
-    total = tl.sum(mass, 0)
-    part = tl.arange(0, N)
-    at = row * PARTS + part
-    if kept_ptr is not None:
-        mass = tl.load(kept_ptr + at, part < PARTS, 0.0)
-    cut = tl.minimum(ordered_bits(best), LOWEST)
+    """The weight that CHUNKS chunks surely keep, and their logits where top_p may cut.
+
+    The program of a row that ends last finds the cut and draws: of each row the counter
+    at arrived_ptr, the buffer of zeros_ptr, says how many have.
+    """
+    SIZE: tl.constexpr = CHUNK * CHUNKS
+    row = tl.program_id(0) // PROGRAMS
+    part = tl.program_id(0) % PROGRAMS
+    row_ptr = logits_ptr + row.to(tl.int64) * V
+    slope = slope_of(tl.load(temperature_ptr + row))
+    at = (
+        part * SIZE
+        + tl.arange(0, SIZE // 128)[:, None] * 128
+        + tl.arange(0, 128)[None, :]
+    )
+    x = load_logits(row_ptr, at, at < V)
+    best, totals = row_stats(largest_ptr, total_ptr, row, slope, PARTS, N)
+    total = tl.sum(totals, 0)
     share = 1.0
-    found = best == best
+    low = -float("inf")
+    high = -float("inf")
     if top_p_ptr is not None:
         share = tl.load(top_p_ptr + row).to(tl.float32)
         if share < 1:
-            count = tl.load(count_ptr + at, part < PARTS, 0)
-            above = tl.sum(tl.load(above_ptr + at, part < PARTS, 0.0), 0)
+            low, high = window_of_cut(
+                largest_ptr,
+                total_ptr,
+                bottom_ptr,
+                pivots_ptr,
+                row,
+                best,
+                share,
+                total,
+                slope,
+                PARTS,
+                N,
+                PIVOTS,
+                EDGES,
+                CHUNKS,
+                WINDOW,
+                V,
+            )
+    least = least_weight(min_p_ptr, row)
+    out = row * PROGRAMS + part
+    weight = weight_of(x, best, slope)
+    if top_p_ptr is not None:
+        weight = tl.where(x > high, weight, 0.0)
+        tl.store(above_ptr + out, tl.sum(weight))
+    tl.store(kept_ptr + out, tl.sum(tl.where(weight < least, 0.0, weight)))
+    if top_p_ptr is not None:
+        if share < 1:
+            near = (x > low) & (x <= high)
+            tl.store(count_ptr + out, tl.sum(near.to(tl.int32)))
+            place = order_within(near)
+            store_window(window_ptr + out * WINDOW, place, x, low, high, WINDOW)
+    tl.debug_barrier()  # all of this program is stored before it is counted
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == PROGRAMS - 1:
+        token = token_of_row(
+            row_ptr,
+            uniform_ptr,
+            temperature_ptr,
+            kept_ptr,
+            above_ptr,
+            window_ptr,
+            count_ptr,
+            row,
+            best,
+            slope,
+            share,
+            least,
+            total,
+            PROGRAMS,
+            SLOTS,
+            WINDOW,
+            LOWEST,
+            CHUNK,
+            SIZE,
+            V,
+        )
+        tl.store(token_ptr + row, token)
+
+
+@jit
+def token_of_row(
+    row_ptr,
+    uniform_ptr,
+    temperature_ptr,
+    kept_ptr,
+    above_ptr,
+    window_ptr,
+    count_ptr,
+    row,
+    best,
+    slope,
+    share,
+    least,
+    total,
+    PROGRAMS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LOWEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr,
+    V: tl.constexpr,
+):
+    """The cut of top_p among the collected logits, then the part, chunk and token."""
+    part = tl.arange(0, SLOTS)
+    at = row * PROGRAMS + part
+    mass = tl.load(kept_ptr + at, part < PROGRAMS, 0.0)
+    cut = tl.minimum(ordered_bits(best), LOWEST)
+    found = best == best
+    if above_ptr is not None:
+        if share < 1:
+            count = tl.load(count_ptr + at, part < PROGRAMS, 0)
+            above = tl.sum(tl.load(above_ptr + at, part < PROGRAMS, 0.0), 0)
             found, cut, near = cut_near_it(
                 window_ptr + at[:, None] * WINDOW,
                 count,
@@ -232,11 +283,14 @@ def draw_by_chunks_kernel(
                 WINDOW,
             )
             mass += near
+    u = uniform_of(uniform_ptr, temperature_ptr, row)
     if found:
         goal = u * tl.sum(mass, 0)
-        it = first_beyond(mass, goal, N)
+        it = first_beyond(mass, goal, SLOTS)
         goal -= tl.sum(tl.where(part < it, mass, 0.0), 0)
-        token = token_in(row_ptr, it * CHUNK, goal, best, slope, cut, least, CHUNK, V)
+        token = token_in_part(
+            row_ptr, it * SIZE, goal, best, slope, cut, least, SIZE, CHUNK, V
+        )
     else:
         token = draw_from_memory(
             row_ptr,
@@ -247,9 +301,68 @@ def draw_by_chunks_kernel(
             share,
             least,
             False,
-            top_p_ptr is not None,
+            above_ptr is not None,
             LOWEST,
             V,
             CHUNK,
         )
+    return token
+
+
+@jit
+def token_in_part(
+    row_ptr,
+    start,
+    goal,
+    best,
+    slope,
+    cut,
+    least,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    V: tl.constexpr,
+):
+    """`token_in`, by the sums of chunks first: scanning all takes more registers."""
+    CHUNKS: tl.constexpr = SIZE // CHUNK
+    chunk = tl.arange(0, CHUNKS)
+    at = start + chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = load_logits(row_ptr, at, at < V)
+    mass = tl.sum(kept_weight(x, best, slope, cut, least), 1)
+    it = first_beyond(mass, goal, CHUNKS)
+    goal -= tl.sum(tl.where(chunk < it, mass, 0.0), 0)
+    start += it * CHUNK
+    return token_in(row_ptr, start, goal, best, slope, cut, least, CHUNK, V)
+
+
+@jit
+def uniform_of(uniform_ptr, temperature_ptr, row):
+    """Without a temperature the first of the best: all weight is theirs."""
+    u = tl.load(uniform_ptr + row).to(tl.float32)
+    return tl.where(tl.load(temperature_ptr + row).to(tl.float32) > 0, u, 0.0)
+
+
+@jit
+def draw_kernel(
+    logits_ptr,
+    uniform_ptr,
+    temperature_ptr,
+    largest_ptr,
+    total_ptr,
+    token_ptr,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+    LOWEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The token of a row that keeps all."""
+    row = tl.program_id(0)
+    slope = slope_of(tl.load(temperature_ptr + row))
+    best, mass = row_stats(largest_ptr, total_ptr, row, slope, PARTS, N)
+    goal = uniform_of(uniform_ptr, temperature_ptr, row) * tl.sum(mass, 0)
+    it = first_beyond(mass, goal, N)
+    goal -= tl.sum(tl.where(tl.arange(0, N) < it, mass, 0.0), 0)
+    cut = tl.minimum(ordered_bits(best), LOWEST)
+    row_ptr = logits_ptr + row.to(tl.int64) * V
+    token = token_in(row_ptr, it * CHUNK, goal, best, slope, cut, -1.0, CHUNK, V)
     tl.store(token_ptr + row, token)
