@@ -130,6 +130,9 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
             sizes | warps("sample_draw", 16),
         )
         return drawn
+    # 128 registers, so that two programs run beside each other
+    rule = {"num_warps": 8, "max_registers": 128}
+    launch = tuned("sample_cut", v, logits.dtype, rule)
     chunks = min(CHUNKS, n)
     parts = -(-parts // chunks)
     drawn, *_ = sparse_call(
@@ -146,8 +149,8 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
         sizes
         | {"CHUNKS": chunks, "PROGRAMS": parts, "SLOTS": next_power_of_2(parts)}
         | {"PIVOTS": PIVOTS, "EDGES": EDGES, "WINDOW": WINDOW}
-        # 128, so that two programs run beside each other
-        | tuned("sample_cut", v, logits.dtype, {"num_warps": 8, "max_registers": 128}),
+        | {"WARPS": launch["num_warps"]}
+        | launch,
         {"zeros_ptr": "arrived_ptr"},
     )
     return drawn

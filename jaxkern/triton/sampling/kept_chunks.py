@@ -24,23 +24,30 @@ WINDOW = 512  # logits near the cut that a program collects
 
 
 @jit
-def order_within(chosen):
-    """How many are chosen before each element of a matrix, row after row.
+def ones_of(x):
+    """How many bits are set."""
+    return tl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1
+    )
 
-    A row is shorter than 256: four are counted at once, each in a byte of a word.
+
+@jit
+def places_of(chosen, WARPS: tl.constexpr):
+    """A place for each that is chosen, and their number.
+
+    A warp has every so many rows, and the order is that of warps, lanes, rows: those of
+    a lane are bits of a word, which no other thread needs.
     """
-    ROWS: tl.constexpr = chosen.shape[0]
-    COLUMNS: tl.constexpr = chosen.shape[1]
-    four = tl.arange(0, 4)
-    shift = 8 * four[:, None, None]
-    one = tl.reshape(chosen.to(tl.int32), (4, ROWS // 4, COLUMNS))
-    packed = tl.sum(one << shift, 0)
-    before = tl.cumsum(packed, 1) - packed
-    rows = (tl.sum(packed, 1)[None, :] >> (8 * four)[:, None]) & 255
-    rows = tl.reshape(rows, (ROWS,))
-    rows = tl.cumsum(rows, 0) - rows
-    place = tl.reshape((before[None, :, :] >> shift) & 255, (ROWS, COLUMNS))
-    return place + rows[:, None]
+    STEPS: tl.constexpr = chosen.shape[0] // WARPS
+    step = tl.arange(0, STEPS)[:, None, None]
+    one = tl.reshape(chosen.to(tl.int32), (STEPS, WARPS, 128))
+    word = tl.sum(one << step, 0)
+    of_lane = ones_of(word)
+    of_warp = tl.sum(of_lane, 1)
+    first = tl.cumsum(of_lane, 1) - of_lane
+    first += (tl.cumsum(of_warp, 0) - of_warp)[:, None]
+    place = ones_of(word[None, :, :] & ((1 << step) - 1)) + first[None, :, :]
+    return tl.reshape(place, chosen.shape), tl.sum(of_warp, 0)
 
 
 @jit
@@ -155,6 +162,7 @@ def cut_kernel(
     EDGES: tl.constexpr,
     WINDOW: tl.constexpr,
     LOWEST: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """The weight that CHUNKS chunks surely keep, and their logits where top_p may cut.
 
@@ -208,8 +216,8 @@ def cut_kernel(
     if top_p_ptr is not None:
         if share < 1:
             near = (x > low) & (x <= high)
-            tl.store(count_ptr + out, tl.sum(near.to(tl.int32)))
-            place = order_within(near)
+            place, count = places_of(near, WARPS)
+            tl.store(count_ptr + out, count)
             store_window(window_ptr + out * WINDOW, place, x, low, high, WINDOW)
     tl.debug_barrier()  # all of this program is stored before it is counted
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == PROGRAMS - 1:
