@@ -130,10 +130,11 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
             sizes | warps("sample_draw", 16),
         )
         return drawn
-    # 128 registers, so that two programs run beside each other
-    rule = {"num_warps": 8, "max_registers": 128}
+    # 16 warps of 128 registers run on a multiprocessor
+    rule = {"num_warps": 8 if n <= 32 else 16, "max_registers": 128}
     launch = tuned("sample_cut", v, logits.dtype, rule)
-    chunks = min(CHUNKS, n)
+    # a guess of the cut is dear, and many chunks share it
+    chunks = 1 if top_p is None else min(CHUNKS, n)
     parts = -(-parts // chunks)
     drawn, *_ = sparse_call(
         cut_kernel,

@@ -55,40 +55,55 @@ def part_of(a, b):
 
 
 @jit
-def window_of_cut(
+def curve_of_row(
     largest_ptr,
     total_ptr,
     bottom_ptr,
     pivots_ptr,
     row,
-    best,
-    share,
-    total,
-    slope,
     PARTS: tl.constexpr,
     N: tl.constexpr,
     PIVOTS: tl.constexpr,
     EDGES: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    V: tl.constexpr,
 ):
-    """(low, high] around the cut: half of WINDOW logits in the fullest CHUNKS chunks.
-
-    Narrower or wider only where that is beyond 1 / 1000 or 1 / 4 of the height.
-    """
+    """Of each chunk the largest logit, the bottom, the weight above edges and next."""
     part = tl.arange(0, N)[:, None]
     present = part < PARTS
     at = row.to(tl.int64) * PARTS + part
     largest = tl.load(largest_ptr + at, present, -float("inf"))
     bottom = tl.load(bottom_ptr + at, present, float("inf"))
-    of_chunk = tl.load(total_ptr + at, present, 0.0)
+    total = tl.load(total_ptr + at, present, 0.0)
     j = tl.arange(0, EDGES)[None, :]
     pivots_ptr += at * PIVOTS
-    before = weight_at(pivots_ptr, j - 1, of_chunk, present, PIVOTS)
-    upto = weight_at(pivots_ptr, j, of_chunk, present, PIVOTS)
-    through = weight_at(pivots_ptr, j + 1, of_chunk, present, PIVOTS)
-    after = weight_at(pivots_ptr, j + 2, of_chunk, present, PIVOTS)
+    return (
+        largest,
+        bottom,
+        weight_at(pivots_ptr, j - 1, total, present, PIVOTS),
+        weight_at(pivots_ptr, j, total, present, PIVOTS),
+        weight_at(pivots_ptr, j + 1, total, present, PIVOTS),
+        weight_at(pivots_ptr, j + 2, total, present, PIVOTS),
+    )
+
+
+@jit
+def window_of_cut(
+    curve,
+    best,
+    share,
+    total,
+    slope,
+    PIVOTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    V: tl.constexpr,
+):
+    """(low, high] around the cut: 2 / 5 of WINDOW logits in the fullest CHUNKS chunks.
+
+    Narrower or wider only where that is beyond 1 / 1000 or 1 / 4 of the height.
+    """
+    largest, bottom, before, upto, through, after = curve
+    N: tl.constexpr = upto.shape[0]
+    j = tl.arange(0, upto.shape[1])[None, :]
     # at both ends as it rises or falls between the outer two
     inside = tl.maximum(through - upto, 0.0)
     above = tl.where(j > 0, upto - before, 2 * inside - (after - through))
@@ -97,9 +112,10 @@ def window_of_cut(
     rise = tl.minimum(tl.maximum(rise, -0.95), 0.95)
     inside *= weight_of(largest, best, slope)
 
-    lowest = bottom_of(tl.min(tl.min(bottom, 1), 0), best, share, total, slope, V)
-    height = best - lowest
+    lowest = tl.min(tl.min(bottom, 1), 0)
+    height = best - bottom_of(lowest, best, share, total, slope, V)
     step = (largest - bottom) / (PIVOTS + 1)
+    present = bottom < float("inf")
     fall = tl.where(present, height / step, 0.0)
     start = tl.where(present, (best - largest) / step + j, 0.0)
     target = mass_of_top_p(share, total)
@@ -113,8 +129,7 @@ def window_of_cut(
     guess += (2 * part_near - 1) * near
     # logits by their weight there
     dense = fullest / (2 * near) / weight_of(best - guess * height, best, slope)
-    away = tl.minimum(
-        tl.maximum(WINDOW / 4 / tl.maximum(dense, 1e-30), 1 / 1000), 1 / 4
-    )
+    away = WINDOW / 5 / tl.maximum(dense, 1e-30)
+    away = tl.minimum(tl.maximum(away, 1 / 1000), 1 / 4)
     away = tl.where(slope < float("inf"), away, 1.0)  # the best logit alone has weight
     return best - (guess + away) * height, best - (guess - away) * height

@@ -1,12 +1,13 @@
 """The weight that each part of a row keeps, the logits near the cut, and the token."""
 
 from jaxkern.triton.index.threshold import (
+    four_sums,
     from_ordered_bits,
     largest_threshold,
     ordered_bits,
 )
 from jaxkern.triton.sampling.chunk_sums import row_stats
-from jaxkern.triton.sampling.guess_of_cut import window_of_cut
+from jaxkern.triton.sampling.guess_of_cut import curve_of_row, window_of_cut
 from jaxkern.triton.sampling.weights import (
     draw_from_memory,
     first_beyond,
@@ -94,6 +95,27 @@ def cut_near_it(
 
 
 @jit
+def near_its_share(keys, weight, target, low, high, at_low):
+    """`largest_threshold` begun: what is left of [low, high], as if they lay evenly."""
+    top = from_ordered_bits(high)
+    span = top - from_ordered_bits(low)
+    place = top - span * target / at_low
+    a = ordered_bits(place - 0.04 * span)
+    b = ordered_bits(place - 0.01 * span)
+    c = ordered_bits(place + 0.01 * span)
+    d = ordered_bits(place + 0.04 * span)
+    s1, s2, s3, s4 = four_sums(keys, weight, a, b, c, d)
+    for k in tl.static_range(4):
+        pivot = a if k == 0 else b if k == 1 else c if k == 2 else d
+        s = s1 if k == 0 else s2 if k == 1 else s3 if k == 2 else s4
+        enough = s >= target
+        low = tl.where(enough, tl.maximum(low, pivot), low)
+        at_low = tl.where(enough, s, at_low)
+        high = tl.where(enough, high, tl.minimum(high, pivot - 1))
+    return tl.minimum(low, high), high, at_low
+
+
+@jit
 def cut_among(
     window_ptr,
     count,
@@ -126,9 +148,8 @@ def cut_among(
         rest = target - above
         # another logit would weigh more than this
         lightest = 0.99 * weight_of(from_ordered_bits(low), best, slope)
-        cut = largest_threshold(
-            keys, weight, rest, rest + lightest, low, cut, collected
-        )
+        low, high, at_low = near_its_share(keys, weight, rest, low, cut, collected)
+        cut = largest_threshold(keys, weight, rest, rest + lightest, low, high, at_low)
         mass = tl.sum(kept_weight(x, best, slope, cut, least), 1)
     return found, cut, mass
 
@@ -179,40 +200,33 @@ def cut_kernel(
         + tl.arange(0, SIZE // 128)[:, None] * 128
         + tl.arange(0, 128)[None, :]
     )
-    x = load_logits(row_ptr, at, at < V)
-    best, totals = row_stats(largest_ptr, total_ptr, row, slope, PARTS, N)
-    total = tl.sum(totals, 0)
     share = 1.0
     low = -float("inf")
     high = -float("inf")
+    # what is small is asked for first: all logits of a program take longer
     if top_p_ptr is not None:
         share = tl.load(top_p_ptr + row).to(tl.float32)
+        curve = curve_of_row(
+            largest_ptr, total_ptr, bottom_ptr, pivots_ptr, row, PARTS, N, PIVOTS, EDGES
+        )
+    best, totals = row_stats(largest_ptr, total_ptr, row, slope, PARTS, N)
+    x = load_logits(row_ptr, at, at < V)
+    total = tl.sum(totals, 0)
+    if top_p_ptr is not None:
         if share < 1:
             low, high = window_of_cut(
-                largest_ptr,
-                total_ptr,
-                bottom_ptr,
-                pivots_ptr,
-                row,
-                best,
-                share,
-                total,
-                slope,
-                PARTS,
-                N,
-                PIVOTS,
-                EDGES,
-                CHUNKS,
-                WINDOW,
-                V,
+                curve, best, share, total, slope, PIVOTS, CHUNKS, WINDOW, V
             )
     least = least_weight(min_p_ptr, row)
     out = row * PROGRAMS + part
-    weight = weight_of(x, best, slope)
+    weight = tl.where(x > high, weight_of(x, best, slope), 0.0)
+    above = tl.sum(weight)
+    kept = above
+    if min_p_ptr is not None:
+        kept = tl.sum(tl.where(weight < least, 0.0, weight))
+    tl.store(kept_ptr + out, kept)
     if top_p_ptr is not None:
-        weight = tl.where(x > high, weight, 0.0)
-        tl.store(above_ptr + out, tl.sum(weight))
-    tl.store(kept_ptr + out, tl.sum(tl.where(weight < least, 0.0, weight)))
+        tl.store(above_ptr + out, above)
     if top_p_ptr is not None:
         if share < 1:
             near = (x > low) & (x <= high)
@@ -297,7 +311,7 @@ def token_of_row(
         it = first_beyond(mass, goal, SLOTS)
         goal -= tl.sum(tl.where(part < it, mass, 0.0), 0)
         token = token_in_part(
-            row_ptr, it * SIZE, goal, best, slope, cut, least, SIZE, CHUNK, V
+            row_ptr, it * SIZE, goal, best, slope, cut, least, SIZE, V
         )
     else:
         token = draw_from_memory(
@@ -327,19 +341,17 @@ def token_in_part(
     cut,
     least,
     SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
     V: tl.constexpr,
 ):
-    """`token_in`, by the sums of chunks first: scanning all takes more registers."""
-    CHUNKS: tl.constexpr = SIZE // CHUNK
-    chunk = tl.arange(0, CHUNKS)
-    at = start + chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    x = load_logits(row_ptr, at, at < V)
-    mass = tl.sum(kept_weight(x, best, slope, cut, least), 1)
-    it = first_beyond(mass, goal, CHUNKS)
-    goal -= tl.sum(tl.where(chunk < it, mass, 0.0), 0)
-    start += it * CHUNK
-    return token_in(row_ptr, start, goal, best, slope, cut, least, CHUNK, V)
+    """`token_in`, by sums of 128 first: to scan all takes more registers."""
+    line = tl.arange(0, SIZE // 128)
+    at = start + line[:, None] * 128 + tl.arange(0, 128)[None, :]
+    weight = kept_weight(load_logits(row_ptr, at, at < V), best, slope, cut, least)
+    mass = tl.sum(weight, 1)
+    it = first_beyond(mass, goal, SIZE // 128)
+    goal -= tl.sum(tl.where(line < it, mass, 0.0), 0)
+    weight = tl.sum(tl.where(line[:, None] == it, weight, 0.0), 0)
+    return start + it * 128 + first_beyond(weight, goal, 128)
 
 
 @jit
