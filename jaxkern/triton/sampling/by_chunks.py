@@ -130,11 +130,12 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
             sizes | warps("sample_draw", 16),
         )
         return drawn
-    # 16 warps of 128 registers run on a multiprocessor
-    rule = {"num_warps": 8 if n <= 32 else 16, "max_registers": 128}
-    launch = tuned("sample_cut", v, logits.dtype, rule)
     # a guess of the cut is dear, and many chunks share it
     chunks = 1 if top_p is None else min(CHUNKS, n)
+    num_warps = 4 if top_p is None else 8 if n <= 32 else 16
+    # 16 warps of 128 registers run on a multiprocessor
+    rule = {"num_warps": num_warps, "max_registers": 128}
+    launch = tuned("sample_cut", v, logits.dtype, rule)
     parts = -(-parts // chunks)
     drawn, *_ = sparse_call(
         cut_kernel,

@@ -1,9 +1,9 @@
 """The weight that each part of a row keeps, the logits near the cut, and the token."""
 
 from jaxkern.triton.index.threshold import (
+    distance,
     four_sums,
     from_ordered_bits,
-    largest_threshold,
     ordered_bits,
 )
 from jaxkern.triton.sampling.chunk_sums import row_stats
@@ -25,29 +25,23 @@ WINDOW = 512  # logits near the cut that a program collects
 
 
 @jit
-def ones_of(x):
-    """How many bits are set."""
-    return tl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1
-    )
-
-
-@jit
 def places_of(chosen, WARPS: tl.constexpr):
     """A place for each that is chosen, and their number.
 
-    A warp has every so many rows, and the order is that of warps, lanes, rows: those of
-    a lane are bits of a word, which no other thread needs.
+    A warp has every so many rows, and the order is that of warps, lanes, rows, so that
+    sums over rows stay in a thread. Four are counted at once, each in a byte of a word.
     """
-    STEPS: tl.constexpr = chosen.shape[0] // WARPS
-    step = tl.arange(0, STEPS)[:, None, None]
-    one = tl.reshape(chosen.to(tl.int32), (STEPS, WARPS, 128))
-    word = tl.sum(one << step, 0)
-    of_lane = ones_of(word)
+    STEPS: tl.constexpr = chosen.shape[0] // WARPS // 4
+    shift = (8 * tl.arange(0, 4).to(tl.uint32))[:, None, None, None]
+    one = tl.reshape(chosen.to(tl.uint32), (4, STEPS, WARPS, 128))
+    four = tl.sum(one << shift, 0)
+    total = tl.sum(four, 0)
+    before = tl.cumsum(four, 0) - four + (total * 0x01010100)[None, :, :]
+    of_lane = ((total * 0x01010101) >> 24).to(tl.int32)
     of_warp = tl.sum(of_lane, 1)
     first = tl.cumsum(of_lane, 1) - of_lane
     first += (tl.cumsum(of_warp, 0) - of_warp)[:, None]
-    place = ones_of(word[None, :, :] & ((1 << step) - 1)) + first[None, :, :]
+    place = ((before[None, :, :, :] >> shift) & 255).to(tl.int32) + first[None, None]
     return tl.reshape(place, chosen.shape), tl.sum(of_warp, 0)
 
 
@@ -95,24 +89,42 @@ def cut_near_it(
 
 
 @jit
-def near_its_share(keys, weight, target, low, high, at_low):
-    """`largest_threshold` begun: what is left of [low, high], as if they lay evenly."""
-    top = from_ordered_bits(high)
-    span = top - from_ordered_bits(low)
-    place = top - span * target / at_low
-    a = ordered_bits(place - 0.04 * span)
-    b = ordered_bits(place - 0.01 * span)
-    c = ordered_bits(place + 0.01 * span)
-    d = ordered_bits(place + 0.04 * span)
-    s1, s2, s3, s4 = four_sums(keys, weight, a, b, c, d)
-    for k in tl.static_range(4):
-        pivot = a if k == 0 else b if k == 1 else c if k == 2 else d
-        s = s1 if k == 0 else s2 if k == 1 else s3 if k == 2 else s4
-        enough = s >= target
-        low = tl.where(enough, tl.maximum(low, pivot), low)
-        at_low = tl.where(enough, s, at_low)
-        high = tl.where(enough, high, tl.minimum(high, pivot - 1))
-    return tl.minimum(low, high), high, at_low
+def cut_of_share(keys, weight, target, most, low, high, at_low, best, slope):
+    """`largest_threshold`, or another that keeps the same: a single key is between.
+
+    Two pivots lie beside where the weight is the target if it rises evenly, and two
+    divide what is left in three.
+    """
+    at_high = 0.0
+    away = 1 / 32
+    lightest = weight_of(from_ordered_bits(low), best, slope)
+    while (low < high) & (at_low > most) & (at_low - at_high > 1.98 * lightest):
+        bottom = from_ordered_bits(low)
+        span = from_ordered_bits(high) - bottom
+        place = bottom + span * (at_low - target) / (at_low - at_high)
+        third = (distance(low, high) // 3).to(tl.int32)
+        a = within(ordered_bits(place - away * span), low, high)
+        b = within(ordered_bits(place + away * span), low, high)
+        c = low + third + 1
+        d = high - third
+        s1, s2, s3, s4 = four_sums(keys, weight, a, b, c, d)
+        for k in tl.static_range(4):
+            pivot = a if k == 0 else b if k == 1 else c if k == 2 else d
+            s = s1 if k == 0 else s2 if k == 1 else s3 if k == 2 else s4
+            enough = s >= target
+            low = tl.where(enough, tl.maximum(low, pivot), low)
+            at_low = tl.where(enough, tl.minimum(at_low, s), at_low)
+            high = tl.where(enough, high, tl.minimum(high, pivot - 1))
+            at_high = tl.where(enough, at_high, tl.maximum(at_high, s))
+        away = tl.minimum(2 * away, 1 / 8)
+        lightest = weight_of(from_ordered_bits(low), best, slope)
+    return low
+
+
+@jit
+def within(pivot, low, high):
+    """Above low, or nothing is gained."""
+    return tl.minimum(tl.maximum(pivot, low + 1), high)
 
 
 @jit
@@ -148,8 +160,8 @@ def cut_among(
         rest = target - above
         # another logit would weigh more than this
         lightest = 0.99 * weight_of(from_ordered_bits(low), best, slope)
-        low, high, at_low = near_its_share(keys, weight, rest, low, cut, collected)
-        cut = largest_threshold(keys, weight, rest, rest + lightest, low, high, at_low)
+        most = rest + lightest
+        cut = cut_of_share(keys, weight, rest, most, low, cut, collected, best, slope)
         mass = tl.sum(kept_weight(x, best, slope, cut, least), 1)
     return found, cut, mass
 
@@ -311,7 +323,7 @@ def token_of_row(
         it = first_beyond(mass, goal, SLOTS)
         goal -= tl.sum(tl.where(part < it, mass, 0.0), 0)
         token = token_in_part(
-            row_ptr, it * SIZE, goal, best, slope, cut, least, SIZE, V
+            row_ptr, it * SIZE, goal, best, slope, cut, least, SIZE, CHUNK, V
         )
     else:
         token = draw_from_memory(
@@ -341,17 +353,20 @@ def token_in_part(
     cut,
     least,
     SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
     V: tl.constexpr,
 ):
-    """`token_in`, by sums of 128 first: to scan all takes more registers."""
-    line = tl.arange(0, SIZE // 128)
-    at = start + line[:, None] * 128 + tl.arange(0, 128)[None, :]
-    weight = kept_weight(load_logits(row_ptr, at, at < V), best, slope, cut, least)
-    mass = tl.sum(weight, 1)
-    it = first_beyond(mass, goal, SIZE // 128)
-    goal -= tl.sum(tl.where(line < it, mass, 0.0), 0)
-    weight = tl.sum(tl.where(line[:, None] == it, weight, 0.0), 0)
-    return start + it * 128 + first_beyond(weight, goal, 128)
+    """`token_in`, by the sums of chunks first: to scan all takes more registers."""
+    if SIZE > CHUNK:
+        CHUNKS: tl.constexpr = SIZE // CHUNK
+        chunk = tl.arange(0, CHUNKS)
+        at = start + chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        x = load_logits(row_ptr, at, at < V)
+        mass = tl.sum(kept_weight(x, best, slope, cut, least), 1)
+        it = first_beyond(mass, goal, CHUNKS)
+        goal -= tl.sum(tl.where(chunk < it, mass, 0.0), 0)
+        start += it * CHUNK
+    return token_in(row_ptr, start, goal, best, slope, cut, least, CHUNK, V)
 
 
 @jit
