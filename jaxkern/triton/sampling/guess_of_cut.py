@@ -97,7 +97,7 @@ def window_of_cut(
     WINDOW: tl.constexpr,
     V: tl.constexpr,
 ):
-    """(low, high] around the cut: 2 / 5 of WINDOW logits in the fullest CHUNKS chunks.
+    """(low, high] around the cut: half of WINDOW logits in the fullest CHUNKS chunks.
 
     Narrower or wider only where that is beyond 1 / 1000 or 1 / 4 of the height.
     """
@@ -129,7 +129,7 @@ def window_of_cut(
     guess += (2 * part_near - 1) * near
     # logits by their weight there
     dense = fullest / (2 * near) / weight_of(best - guess * height, best, slope)
-    away = WINDOW / 5 / tl.maximum(dense, 1e-30)
+    away = WINDOW / 4 / tl.maximum(dense, 1e-30)
     away = tl.minimum(tl.maximum(away, 1 / 1000), 1 / 4)
     away = tl.where(slope < float("inf"), away, 1.0)  # the best logit alone has weight
     return best - (guess + away) * height, best - (guess - away) * height
