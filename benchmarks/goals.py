@@ -72,8 +72,10 @@ def row_goals() -> Iterator[Goal]:
         yield Goal("rope", "rope", "llama3_8b_8192", which, share=88)
         interleaved = ("rope_interleaved", "rope_interleaved", "llama3_8b_8192")
         yield Goal(*interleaved, which, share=88)
-    yield Goal("sample", "sample_all", "32x128256 float32 scale 1", "forward", us=25)
-    yield Goal("sample", "sample_all", "32x128256 float32 scale 4", "forward", us=25)
+    for name in ("sample_all", "sample_top_p", "sample_min_p"):
+        for scale in (1, 4):
+            case = f"32x128256 float32 scale {scale}"
+            yield Goal("sample", name, case, "forward", us=25)
     yield Goal("fwht", "fwht", "16384x8192 bfloat16", "forward", share=90)
     leaves = ("adamw", "adamw", "300 leaves of 1e6, float32")
     yield Goal(*leaves, "forward", times=1.1, than=("optax",))

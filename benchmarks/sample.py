@@ -90,9 +90,8 @@ BENCHMARKS = [
             "sample_maxima": {"num_warps": (4, 8, 16)},
             "sample_draw_by_groups": {"num_warps": (4, 8, 16, 32)},
             "sample_stats": {"num_warps": (4, 8, 16)},
-            "sample_narrow": {"num_warps": (4, 8, 16)},
-            "sample_keep": {"num_warps": (8, 16, 32)},
-            "sample_draw_by_chunks": {"num_warps": (8, 16, 32)},
+            "sample_draw": {"num_warps": (8, 16, 32)},
+            "sample_cut": {"num_warps": (4, 8, 16), "max_registers": (64, 128)},
         },
         differentiable=False,
     )

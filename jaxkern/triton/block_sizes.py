@@ -35,6 +35,24 @@ def num_sms() -> int:
 
 
 @functools.cache
+def driver_version() -> int:
+    """12010 for a driver of CUDA 12.1; 0 on a machine without a driver."""
+    try:
+        from jax._src.lib import cuda_versions
+    except ImportError:
+        return 0
+    return getattr(cuda_versions, "cuda_driver_get_version", int)()
+
+
+def max_parameter_bytes() -> int:
+    """Of all parameters of a kernel: more than 4 KiB since CUDA 12.1.
+
+    Where no driver is, what is compiled is for a machine with a newer one.
+    """
+    return 4096 if 0 < driver_version() < 12_010 else 32_764
+
+
+@functools.cache
 def table(device: str) -> dict[str, dict[str, dict[str, Any]]]:
     """{kernel: {key: sizes}} of a device, empty where none was measured."""
     file = resources.files("jaxkern.lowering") / "tuned" / f"{device}.json"

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern import adamw_update, backend
+from jaxkern import adamw_update, backend, explain
 from tests import sharding_checks
 from tests.gpu.truth import on_a_gpu
 
@@ -43,8 +43,58 @@ def assert_near(found, expected):
         np.testing.assert_allclose(y, e, rtol=tolerance, atol=tolerance)
 
 
+def exact_update(params, grads, m, v, step):
+    """`update` in float64; leaves in the dtypes that they had."""
+
+    def leaf(p, g, m, v):
+        dtypes = p.dtype, m.dtype, v.dtype
+        p, g, m, v = (np.asarray(x, np.float64) for x in (p, g, m, v))
+        b1, b2 = OPTIONS["b1"], OPTIONS["b2"]
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g * g
+        m_hat, v_hat = m / (1 - b1**step), v / (1 - b2**step)
+        slope = m_hat / (np.sqrt(v_hat) + OPTIONS["eps"])
+        p = p - 0.1 * (slope + OPTIONS["weight_decay"] * p)
+        return [np.asarray(x, t) for x, t in zip((p, m, v), dtypes, strict=True)]
+
+    new = [leaf(*x) for x in zip(params, grads, m, v, strict=True)]
+    return tuple(map(list, zip(*new, strict=True)))
+
+
+@pytest.mark.parametrize("repeat", [34, 130])  # 272 leaves with elements, and 1040
+def test_large_trees_in_float64(repeat):
+    state = state_of(SHAPES[:5] + [(300 + k,) for k in range(4)], "bfloat16")
+    state = tuple(leaves * repeat for leaves in state)
+    with backend("triton", strict=True):
+        [row] = explain(update, *state, 3, platform="cuda").rows
+        assert len(row.launches) == (1 if repeat == 34 else 2)
+        found = jax.jit(update)(*state, 3)
+    assert_near(found, exact_update(*state, 3))
+
+
+def test_steps_of_optax():
+    optax = pytest.importorskip("optax")
+    params, grads, *_ = state_of(SHAPES, "float32")
+    zeros = [jnp.zeros(x.shape) for x in params]
+    optimiser = optax.adamw(0.1, **OPTIONS)
+
+    @jax.jit
+    def by_optax(params, state):
+        updates, state = optimiser.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    m, v, ours, theirs = zeros, zeros, params, params
+    state = optimiser.init(theirs)
+    for step in range(1, 4):
+        with backend("triton", strict=True):
+            ours, m, v = jax.jit(update)(ours, grads, m, v, step)
+        theirs, state = by_optax(theirs, state)
+    assert_near(ours, theirs)
+    assert_near((m, v), (state[0].mu, state[0].nu))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("repeat", [1, 34])  # 306 leaves: several launches
+@pytest.mark.parametrize("repeat", [1, 34])  # 306 leaves of several dtypes
 def test_adamw_of_trees(dtype, repeat):
     state = state_of(SHAPES * repeat, dtype)
     with backend("xla"):

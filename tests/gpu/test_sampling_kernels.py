@@ -115,6 +115,46 @@ def test_top_p_of_rows_with_heavy_tails(p):
         check_rows(logits, rng.random(32), top_p=p, temperature=0.8)
 
 
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_top_p_of_other_distributions(p, dtype):
+    rng = np.random.default_rng(6)
+    v = 128_256
+    falling = -1.1 * np.log(np.arange(v) + 3.7)
+    rows = [
+        rng.random(v),
+        10 * rng.random(v),
+        rng.gumbel(size=v),
+        rng.permutation(falling),
+        falling,
+        np.where(np.arange(v) == 777, 10, rng.standard_normal(v)),
+        2 * np.sort(rng.standard_normal(v)),
+        rng.standard_normal(v) - np.linspace(0, 3, v),
+    ]
+    for u in (0.02, 0.6, 0.999):
+        check_rows(jnp.asarray(np.stack(rows), dtype), np.full(8, u), top_p=p)
+
+
+@pytest.mark.parametrize("cuts", [{"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_draws_of_one_executable_do_not_disturb_each_other(cuts):
+    """They share the first launch, and each counts its programs for itself."""
+    logits = 2 * jax.random.normal(jax.random.key(0), (64, 50_257))
+    keys = jax.random.split(jax.random.key(1), 3)
+
+    def together(logits, keys):
+        return [sample(logits, key, **cuts) for key in keys]
+
+    with backend("triton", strict=True):
+        run = jax.jit(together)
+        first = run(logits, keys)
+        for _ in range(20):
+            for found, expected in zip(run(logits, keys), first, strict=True):
+                np.testing.assert_array_equal(found, expected)
+        apart = [sample(logits, key, **cuts) for key in keys]
+    for found, expected in zip(first, apart, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_rows_with_options_of_their_own():
     rng = np.random.default_rng(2)
     logits = jnp.asarray(2 * rng.standard_normal((8, 30_001)), jnp.float32)

@@ -12,8 +12,7 @@ pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
 MAXIMA, STATS = "maxima_kernel", "stats_kernel"
-NARROW, KEEP = "narrow_kernel", "keep_kernel"
-BY_GROUPS, BY_CHUNKS = "draw_by_groups_kernel", "draw_by_chunks_kernel"
+BY_GROUPS, CUT, DRAW = "draw_by_groups_kernel", "cut_kernel", "draw_kernel"
 
 
 def launches(v, options):
@@ -29,11 +28,13 @@ def launches(v, options):
 @pytest.mark.parametrize(
     "v, options, kernels",
     [
-        (8192, {"top_p": 0.9}, [STATS, NARROW, KEEP, BY_CHUNKS]),
+        (100, {"top_p": 0.9}, [STATS, CUT]),
+        (8192, {"top_p": 0.9}, [STATS, CUT]),
         (128_256, {"top_k": 64, "top_p": 0.9, "min_p": 0.1}, [MAXIMA, BY_GROUPS]),
-        (128_256, {}, [STATS, BY_CHUNKS]),
-        (128_256, {"min_p": 0.1}, [STATS, KEEP, BY_CHUNKS]),
-        (128_256, {"top_p": 0.9}, [STATS, NARROW, KEEP, BY_CHUNKS]),
+        (128_256, {}, [STATS, DRAW]),
+        (128_256, {"min_p": 0.1}, [STATS, CUT]),
+        (128_256, {"top_p": 0.9}, [STATS, CUT]),
+        (262_144, {"top_p": 0.9, "min_p": 0.1}, [STATS, CUT]),
     ],
 )
 @pytest.mark.parametrize("capability", [80, 90])

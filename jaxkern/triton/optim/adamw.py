@@ -1,10 +1,11 @@
-"""AdamW over a whole tree: one launch for up to 64 leaves of any sizes.
+"""AdamW over a whole tree in one launch, for leaves of any sizes.
 
 A program updates BLOCK elements of one leaf, which it finds by halving: its number
-against six first programs of leaves. The kernel's parameters are the pointers of all
-leaves, 7 a leaf, and 64 leaves fill the 4 KiB that every driver passes: 300 leaves are
-5 launches, about 10 us, where a launch per leaf costs 600. Bytes: 28 a parameter in
-float32, of which 16 are read. The results lie in the buffers of params, m and v.
+against the first programs of leaves. The kernel's parameters are the pointers of all
+leaves, 7 a leaf: 584 leaves fill the 32764 bytes that drivers pass since CUDA 12.1, 72
+the 4096 of older ones. Results have pointers of their own, since XLA may give a slice
+of a larger array another buffer. Bytes: 28 a parameter in float32, of which 16 are
+read. The results lie in the buffers of params, m and v.
 """
 
 import itertools
@@ -15,10 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.primitives.optim.adamw import one_minus_power
+from jaxkern.triton.block_sizes import max_parameter_bytes
 from jaxkern.triton.triton_call import constexpr_function, jit, like, tl, triton_call
 from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
-MOST_LEAVES = 64  # of one launch
+POINTERS = 7  # of a leaf
+OTHERS = 3  # parameters: the scalars, and two that Triton adds to every kernel
 BLOCK, NUM_WARPS = 2048, 8  # elements of a program
 
 
@@ -28,49 +31,65 @@ def unsupported(learning_rate: Any, step: Any, **named: Any) -> str | None:
 
 
 @constexpr_function
-def distinct_move(n):
-    return f"mov.b32 $0, {n};"
+def halving(begins, sizes):
+    """PTX that finds the leaf of program $9 by comparing it with first programs.
+
+    To $0 to $6 go its pointers, to $7 its first program, to $8 its size.
+    """
+    lines = []
+
+    def among(low: int, high: int) -> None:
+        if high - low > 1:
+            middle = (low + high) // 2
+            lines.append(f"setp.ge.s32 p, $9, {begins[middle]}; @p bra LEAF{middle};")
+            among(low, middle)
+            lines.append(f"LEAF{middle}:")
+            among(middle, high)
+        else:
+            for k in range(POINTERS):
+                n = (
+                    k * len(begins) + low + (k > 3)
+                )  # the scalars lie before the results
+                lines.append(f"ld.param.u64 ${k}, [adamw_kernel_param_{n}];")
+            lines.append(f"mov.u32 $7, {begins[low]}; mov.u64 $8, {sizes[low]};")
+            lines.append("bra FOUND;")
+
+    among(0, len(begins))
+    return "\n".join(["{ .reg .pred p;", *lines, "FOUND: }"])
 
 
 @jit
-def share_of(
-    program,
-    leaves,
-    BEGINS: tl.constexpr,
-    SIZES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
-    """(pointers, count) of a program whose leaf is one of LOW to HIGH, by halving.
+def leaf_of(program, BEGINS: tl.constexpr, SIZES: tl.constexpr):
+    """(seven pointers as integers, first program, size) of the leaf of a program.
 
-    Tuples take no index known at run time only. The branches are the same for a whole
-    program: six comparisons, and the pointers of one leaf are read, not of all.
+    Tuples take no index known at run time only, and branches of Triton's own take it
+    20 s for 500 leaves. The branches are the same for a whole program: a comparison for
+    each half, and the pointers of one leaf are read.
     """
-    if HIGH - LOW == 1:
-        # the move differs from leaf to leaf and may not be moved; else the compiler
-        # merges the leaves into one block and selects its operands one by one
-        begin = tl.inline_asm_elementwise(
-            distinct_move(BEGINS[LOW]), "=r", [], tl.int32, is_pure=False, pack=1
-        )
-        first = (program - begin).to(tl.int64) * BLOCK
-        pointers = (
-            leaves[0][LOW] + first,
-            leaves[1][LOW] + first,
-            leaves[2][LOW] + first,
-            leaves[3][LOW] + first,
-            leaves[4][LOW] + first,
-            leaves[5][LOW] + first,
-            leaves[6][LOW] + first,
-        )
-        return pointers, tl.minimum(SIZES[LOW] - first, BLOCK).to(tl.int32)
-    else:
-        MIDDLE: tl.constexpr = (LOW + HIGH) // 2
-        if program < BEGINS[MIDDLE]:
-            found = share_of(program, leaves, BEGINS, SIZES, BLOCK, LOW, MIDDLE)
-        else:
-            found = share_of(program, leaves, BEGINS, SIZES, BLOCK, MIDDLE, HIGH)
-        return found
+    return tl.inline_asm_elementwise(
+        halving(BEGINS, SIZES),
+        "=l,=l,=l,=l,=l,=l,=l,=r,=l,r",
+        [program],
+        (
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int64,
+            tl.int32,
+            tl.int64,
+        ),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@jit
+def pointer(address, like):
+    """Aligned to 16 bytes, as XLA's buffers are."""
+    return tl.multiple_of(address.to(like.dtype), 16)
 
 
 @jit
@@ -79,14 +98,15 @@ def update_block(
     scalars,
     at,
     inside,
-    B1: tl.constexpr,
-    B2: tl.constexpr,
-    EPS: tl.constexpr,
-    EPS_ROOT: tl.constexpr,
-    WEIGHT_DECAY: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     param_ptr, grad_ptr, m_ptr, v_ptr, new_param_ptr, new_m_ptr, new_v_ptr = pointers
     learning_rate, m_scale, v_scale = scalars
+    B1: tl.constexpr = OPTIONS[0]
+    B2: tl.constexpr = OPTIONS[1]
+    EPS: tl.constexpr = OPTIONS[2]
+    EPS_ROOT: tl.constexpr = OPTIONS[3]
+    WEIGHT_DECAY: tl.constexpr = OPTIONS[4]
     p = tl.load(param_ptr + at, inside).to(tl.float32)
     g = tl.load(grad_ptr + at, inside).to(tl.float32)
     m = tl.load(m_ptr + at, inside).to(tl.float32)
@@ -102,6 +122,36 @@ def update_block(
 
 
 @jit
+def update_leaf(
+    found,
+    leaves,
+    start,
+    count,
+    scalars,
+    AT: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of a leaf of the same dtypes as the one AT."""
+    p, g, m, v, new_p, new_m, new_v = found
+    pointers = (
+        pointer(p, leaves[0][AT]) + start,
+        pointer(g, leaves[1][AT]) + start,
+        pointer(m, leaves[2][AT]) + start,
+        pointer(v, leaves[3][AT]) + start,
+        pointer(new_p, leaves[4][AT]) + start,
+        pointer(new_m, leaves[5][AT]) + start,
+        pointer(new_v, leaves[6][AT]) + start,
+    )
+    at = tl.arange(0, BLOCK)
+    if count == BLOCK:  # without a mask loads are 16 bytes wide
+        update_block(pointers, scalars, at, None, OPTIONS)
+    else:
+        inside = at < count
+        update_block(pointers, scalars, at, inside, OPTIONS)
+
+
+@jit
 def adamw_kernel(
     params,
     grads,
@@ -111,6 +161,7 @@ def adamw_kernel(
     new_params,
     new_ms,
     new_vs,
+    GROUPS: tl.constexpr,
     BEGINS: tl.constexpr,
     SIZES: tl.constexpr,
     B1: tl.constexpr,
@@ -120,32 +171,48 @@ def adamw_kernel(
     WEIGHT_DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    leaves = (params, grads, ms, vs, new_params, new_ms, new_vs)
-    pointers, count = share_of(
-        tl.program_id(0), leaves, BEGINS, SIZES, BLOCK, 0, len(BEGINS)
-    )
+    """GROUPS: where leaves of the same dtypes begin, see `groups_of`."""
     scalars = (
         tl.load(scalars_ptr),
         tl.load(scalars_ptr + 1),
         tl.load(scalars_ptr + 2),
     )
-    at = tl.arange(0, BLOCK)
-    if count == BLOCK:  # without a mask loads are 16 bytes wide
-        update_block(pointers, scalars, at, None, B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY)
-    else:
-        inside = at < count
-        update_block(pointers, scalars, at, inside, B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY)
+    program = tl.program_id(0)
+    p, g, m, v, new_p, new_m, new_v, begin, size = leaf_of(program, BEGINS, SIZES)
+    start = (program - begin).to(tl.int64) * BLOCK
+    count = tl.minimum(size - start, BLOCK).to(tl.int32)
+    for k in tl.static_range(len(GROUPS)):
+        if (program >= GROUPS[k][1]) & (program < GROUPS[k][2]):
+            update_leaf(
+                (p, g, m, v, new_p, new_m, new_v),
+                (params, grads, ms, vs, new_params, new_ms, new_vs),
+                start,
+                count,
+                scalars,
+                GROUPS[k][0],
+                (B1, B2, EPS, EPS_ROOT, WEIGHT_DECAY),
+                BLOCK,
+            )
 
 
 def launches(*lists: Sequence[jax.Array]) -> Iterator[list[int]]:
-    """Positions of leaves that share a launch: of the same dtypes, at most 64."""
+    """Positions of leaves that share a launch, side by side where dtypes agree."""
     alike: dict[tuple, list[int]] = {}
     for i, leaf in enumerate(zip(*lists, strict=True)):
         if leaf[0].size:
             alike.setdefault(tuple(x.dtype for x in leaf), []).append(i)
-    for group in alike.values():
-        for start in range(0, len(group), MOST_LEAVES):
-            yield group[start : start + MOST_LEAVES]
+    most = (max_parameter_bytes() // 8 - OTHERS) // POINTERS
+    leaves = itertools.chain.from_iterable(alike.values())
+    while launch := list(itertools.islice(leaves, most)):
+        yield launch
+
+
+def groups_of(begins: Sequence[int], *lists: Sequence[jax.Array]) -> tuple:
+    """Where leaves of the same dtypes begin: (leaf, program, program of the next)."""
+    dtypes = [tuple(x.dtype for x in leaf) for leaf in zip(*lists, strict=True)]
+    firsts = [k for k, t in enumerate(dtypes) if not k or t != dtypes[k - 1]]
+    ends = [*(begins[k] for k in firsts[1:]), begins[-1]]
+    return tuple((k, begins[k], e) for k, e in zip(firsts, ends, strict=True))
 
 
 def adamw_tree(
@@ -166,25 +233,26 @@ def adamw_tree(
     scales = [1 / one_minus_power(b, t) for b in (b1, b2)]
     scalars = jnp.stack([learning_rate.astype(jnp.float32), *scales])
     new_params, new_m, new_v = list(params), list(m), list(v)
-    for group in launches(params, grads, m, v):
-        given = [[leaves[i] for i in group] for leaves in (params, grads, m, v)]
-        n = len(group)
+    for launch in launches(params, grads, m, v):
+        given = [[leaves[i] for i in launch] for leaves in (params, grads, m, v)]
+        n = len(launch)
         sizes = tuple(x.size for x in given[0])
-        *begins, programs = itertools.accumulate(
-            (-(-size // BLOCK) for size in sizes), initial=0
+        begins = tuple(
+            itertools.accumulate((-(-size // BLOCK) for size in sizes), initial=0)
         )
         out = triton_call(
             adamw_kernel,
             *given,
             scalars,
             out=[list(map(like, given[k])) for k in (0, 2, 3)],
-            grid=(programs,),
+            grid=begins[-1:],
             aliases=tuple(
                 (operand * n + k, result * n + k)
                 for operand, result in ((0, 0), (2, 1), (3, 2))
                 for k in range(n)
             ),
-            BEGINS=tuple(begins),
+            GROUPS=groups_of(begins, *given),
+            BEGINS=begins[:-1],
             SIZES=sizes,
             B1=b1,
             B2=b2,
@@ -194,6 +262,6 @@ def adamw_tree(
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
-        for k, i in enumerate(group):
+        for k, i in enumerate(launch):
             new_params[i], new_m[i], new_v[i] = out[k::n]
     return new_params, new_m, new_v

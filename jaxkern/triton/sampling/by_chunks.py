@@ -2,12 +2,12 @@
 
     stats    largest logit and weight of each chunk, from memory; for top_p also the
              weights above 8 pivots of its own
-    narrow   top_p: from these a guess of the cut, which is wrong by 2 / 1000 of where
-             it can be in a row of many logits; weights above pivots around it
-    keep     the weight that each chunk surely keeps, and its logits in that place
-    draw     the cut among the collected logits, the chunk, and the token in it
+    draw     without a cut: the chunk, and the token in it
+    cut      else: for top_p a window around a guess of the cut, the weight that each
+             part of the row surely keeps, its logits in the window; the program of a
+             row that ends last finds the cut among these, the part, and the token in it
 
-Each launch after the first reads the logits from the L2 cache.
+The second launch reads the logits from the L2 cache.
 """
 
 from typing import Any
@@ -17,17 +17,13 @@ import jax.numpy as jnp
 
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
 from jaxkern.triton.sampling.chunk_sums import (
+    CHUNKS,
     EDGES,
     PIVOTS,
     bottom_of,
     four_sums_above,
 )
-from jaxkern.triton.sampling.guess_of_cut import narrow_kernel
-from jaxkern.triton.sampling.kept_chunks import (
-    WINDOW,
-    draw_by_chunks_kernel,
-    keep_kernel,
-)
+from jaxkern.triton.sampling.kept_chunks import WINDOW, cut_kernel, draw_kernel
 from jaxkern.triton.sampling.weights import (
     CHUNK,
     LOWEST,
@@ -47,6 +43,7 @@ def stats_kernel(
     total_ptr,
     bottom_ptr,
     above_ptr,
+    arrived_ptr,
     V: tl.constexpr,
     PARTS: tl.constexpr,
     PIVOTS: tl.constexpr,
@@ -58,6 +55,9 @@ def stats_kernel(
     """
     row = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
+    if arrived_ptr is not None:
+        if part == 0:
+            tl.store(arrived_ptr + row, 0)  # of the next launch
     slope = slope_of(tl.load(temperature_ptr + row))
     at = part * CHUNK + tl.arange(0, CHUNK)
     x = load_logits(logits_ptr + row.to(tl.int64) * V, at, at < V)
@@ -91,75 +91,68 @@ def stats_kernel(
 
 
 def draw_by_chunks(draw: dict, options: dict) -> Any:
-    logits, top_p, min_p = (
-        draw["logits_ptr"],
-        options["top_p_ptr"],
-        options["min_p_ptr"],
-    )
+    logits, top_p = draw["logits_ptr"], options["top_p_ptr"]
     *_, v = logits.shape
     rows, parts = logits.size // v, -(-v // CHUNK)
-    n = {"V": v, "PARTS": parts, "N": next_power_of_2(parts), "CHUNK": CHUNK}
-    pivots = {"PIVOTS": PIVOTS, "EDGES": EDGES}
-    window = {"WINDOW": WINDOW}
-    grid = (rows * parts,)
+    n = next_power_of_2(parts)
+    sizes = {"V": v, "PARTS": parts, "CHUNK": CHUNK}
+    cuts = any(x is not None for x in options.values())
+    token = jax.ShapeDtypeStruct((rows,), jnp.int32)
 
-    def per_chunk(*last: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    def per_part(*last: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, parts, *last), dtype)
 
     def if_top_p(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
         return None if top_p is None else shape
 
     def warps(kernel: str, rule: int) -> dict:
-        # for top_p half as many: its sums over a chunk cost more than its reads
-        rule //= 1 if top_p is None else 2
         return tuned(kernel, v, logits.dtype, {"num_warps": rule})
 
-    given = {n: draw[n] for n in ("logits_ptr", "temperature_ptr")}
-    given |= {"top_p_ptr": top_p}
-    largest, total, bottom, above = sparse_call(
+    # for top_p half as many: its sums over a chunk cost more than its reads
+    largest, total, bottom, above, zeros = sparse_call(
         stats_kernel,
-        grid,
-        given,
-        {"largest_ptr": per_chunk(), "total_ptr": per_chunk()}
-        | {"bottom_ptr": if_top_p(per_chunk())}
-        | {"above_ptr": if_top_p(per_chunk(PIVOTS))},
-        {"V": v, "PARTS": parts, "PIVOTS": PIVOTS, "CHUNK": CHUNK}
-        | warps("sample_stats", 8),
+        (rows * parts,),
+        {n: draw[n] for n in ("logits_ptr", "temperature_ptr")} | {"top_p_ptr": top_p},
+        {"largest_ptr": per_part(), "total_ptr": per_part()}
+        | {"bottom_ptr": if_top_p(per_part())}
+        | {"above_ptr": if_top_p(per_part(PIVOTS))}
+        | {"arrived_ptr": token if cuts else None},
+        sizes | {"PIVOTS": PIVOTS} | warps("sample_stats", 8 if top_p is None else 4),
     )
+    sizes |= {"N": n, "LOWEST": LOWEST}
     found = {"largest_ptr": largest, "total_ptr": total}
-    edges = kept = near = count = None
-    if top_p is not None:
-        edges, above = sparse_call(
-            narrow_kernel,
-            grid,
-            given | found | {"bottom_ptr": bottom, "pivots_ptr": above},
-            {"edges_ptr": jax.ShapeDtypeStruct((rows, EDGES), jnp.float32)}
-            | {"above_ptr": per_chunk(PIVOTS)},
-            n | pivots | warps("sample_narrow", 8),
+    if not cuts:
+        [drawn] = sparse_call(
+            draw_kernel,
+            (rows,),
+            draw | found,
+            {"token_ptr": token},
+            sizes | warps("sample_draw", 16),
         )
-    if top_p is not None or min_p is not None:
-        kept, above, near, count = sparse_call(
-            keep_kernel,
-            grid,
-            given
-            | {"min_p_ptr": min_p}
-            | found
-            | {"edges_ptr": edges, "pivots_ptr": above},
-            {"kept_ptr": per_chunk(), "above_ptr": if_top_p(per_chunk())}
-            | {"window_ptr": if_top_p(per_chunk(WINDOW))}
-            | {"count_ptr": if_top_p(per_chunk(dtype=jnp.int32))},
-            # by 4 warps `order_within` adds inside threads, of 16-bit rows too
-            n | pivots | window | warps("sample_keep", 16 if top_p is None else 8),
-        )
-    [token] = sparse_call(
-        draw_by_chunks_kernel,
-        (rows,),
+        return drawn
+    # a guess of the cut is dear, and many chunks share it
+    chunks = 1 if top_p is None else min(CHUNKS, n)
+    num_warps = 4 if top_p is None else 8 if n <= 32 else 16
+    # 16 warps of 128 registers run on a multiprocessor
+    rule = {"num_warps": num_warps, "max_registers": 128}
+    launch = tuned("sample_cut", v, logits.dtype, rule)
+    parts = -(-parts // chunks)
+    drawn, *_ = sparse_call(
+        cut_kernel,
+        (rows * parts,),
         draw
         | options
         | found
-        | {"kept_ptr": kept, "above_ptr": above}
-        | {"window_ptr": near, "count_ptr": count},
-        {"token_ptr": jax.ShapeDtypeStruct((rows,), jnp.int32)},
-        n | window | {"LOWEST": LOWEST} | warps("sample_draw_by_chunks", 16),
+        | {"bottom_ptr": bottom, "pivots_ptr": above, "zeros_ptr": zeros},
+        {"token_ptr": token, "arrived_ptr": token, "kept_ptr": per_part()}
+        | {"above_ptr": if_top_p(per_part())}
+        | {"window_ptr": if_top_p(per_part(WINDOW))}
+        | {"count_ptr": if_top_p(per_part(dtype=jnp.int32))},
+        sizes
+        | {"CHUNKS": chunks, "PROGRAMS": parts, "SLOTS": next_power_of_2(parts)}
+        | {"PIVOTS": PIVOTS, "EDGES": EDGES, "WINDOW": WINDOW}
+        | {"WARPS": launch["num_warps"]}
+        | launch,
+        {"zeros_ptr": "arrived_ptr"},
     )
-    return token
+    return drawn

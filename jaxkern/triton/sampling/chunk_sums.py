@@ -6,6 +6,7 @@ from jaxkern.triton.triton_call import jit, tl
 
 PIVOTS = 8
 EDGES = 16  # the pivots with both ends, as a power of 2
+CHUNKS = 4  # of one program that makes cuts
 
 
 @jit
@@ -69,32 +70,3 @@ def row_stats(largest_ptr, total_ptr, row, slope, PARTS: tl.constexpr, N: tl.con
     total = tl.load(total_ptr + at, part < PARTS, 0.0)
     best = tl.max(largest, 0)
     return best, rounded_product(total, weight_of(largest, best, slope))
-
-
-@jit
-def weights_above(
-    above_ptr,
-    row,
-    total,
-    PARTS: tl.constexpr,
-    N: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    EDGES: tl.constexpr,
-):
-    """The weight above each edge: the top, PIVOTS between, the bottom ever after."""
-    part = tl.arange(0, N)[:, None]
-    k = tl.arange(0, EDGES)[None, :]
-    at = (row.to(tl.int64) * PARTS + part) * PIVOTS + k - 1
-    pivot = (k > 0) & (k <= PIVOTS)
-    above = tl.sum(tl.load(above_ptr + at, pivot & (part < PARTS), 0.0), 0)
-    return tl.where(tl.arange(0, EDGES) > PIVOTS, total, above)
-
-
-@jit
-def place_of_cut(edges_ptr, row, above, target, EDGES: tl.constexpr):
-    """(bottom, top] around the cut, from the weights above the edges."""
-    edges = tl.load(edges_ptr + row * EDGES + tl.arange(0, EDGES))
-    light = above < target
-    top = tl.min(tl.where(light, edges, float("inf")), 0)
-    bottom = tl.max(tl.where(light, -float("inf"), edges), 0)
-    return bottom, top

@@ -1,8 +1,8 @@
 """Sampling from rows of logits: the cuts are found by counting, nothing is sorted.
 
-With top_k two launches, see by_groups.py; else two to four, see by_chunks.py. What does
-not fit there (many ties at the cut, k above 256, a row without k beside rows with it)
-is right and slow: one program passes over that row up to 32 times.
+Two launches: with top_k see by_groups.py, else by_chunks.py. What does not fit there
+(many ties at the cut, k above 256, a row without k beside rows with it) is right and
+slow: one program passes over that row up to 32 times.
 """
 
 from typing import Any
