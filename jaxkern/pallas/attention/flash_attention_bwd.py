@@ -64,6 +64,7 @@ from jaxkern.triton.block_sizes import next_power_of_2, tuned
 
 SHARED_BYTES = 232_448 - 2048  # of a program; the rest is for barriers
 FASTER = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton
+WALKED = 4, 3
 MEASURED = 128  # queries of the shortest sequence that was measured
 
 
@@ -149,7 +150,9 @@ def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
     tile = c.block_q * BLOCK
     used = 2 * c.block_q * (c.h + c.hv)
     used += tile * bias.dtype.itemsize if want_slopes else 0
+    narrow = c.h + c.hv <= NARROW
     for copied, k_stages, v_stages in (
+        *((size > 0, n, n) for n in WALKED if narrow),
         (size > 0, 2, 2),
         (size > 0, 2, 1),
         (size > 0, 1, 1),

@@ -55,6 +55,12 @@ def in_order(first, whole, whole_end, last):
     return first, whole, lax.max(lax.min(whole_end, last), whole), last
 
 
+def inside(blocks, part):
+    """Of a program's blocks those that a consumer needs."""
+    first, _, _, last = blocks
+    return in_order(*(lax.min(lax.max(x, first), last) for x in part))
+
+
 def query_blocks(
     batch,
     block,
@@ -64,13 +70,16 @@ def query_blocks(
     c: Problem,
     keys: int = KEYS,
     rows: int = BLOCK,
+    consumer=None,
 ):
     """The blocks of `rows` queries that see some of the keys: [first, last).
 
-    Of these [whole, whole_end) see all keys of the block.
+    Of these [whole, whole_end) see all keys of the block. `consumer`: of its keys alone.
     """
     offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
     column = block * keys
+    if consumer is not None:
+        column, keys = column + consumer * ROWS, ROWS
     end = -(-c.t // rows) * rows  # rows behind t have no weights
     start, stop, whole_start, whole_stop = 0, end, 0, end
     if c.causal:
@@ -109,19 +118,35 @@ def walk(step, carry, blocks, begins: bool, ends: bool):
     return carry
 
 
-def walk_heads(step, carry, blocks, lengths_ref, bounds_ref, c: Problem, keys: int):
-    """step(j, carry, masked, member) for the queries of every head of the group."""
+def walk_part(step, skip, carry, blocks, part, **ends):
+    """As `walk` for the `part` of the blocks that a consumer needs; skip(j) others."""
+    (first, _, _, last), (begin, _, _, end) = blocks, part
+    lax.fori_loop(first, begin, skip, None)
+    carry = walk(step, carry, part, **ends)
+    lax.fori_loop(end, last, skip, None)
+    return carry
+
+
+def walk_heads(
+    step, carry, blocks, lengths_ref, bounds_ref, c: Problem, keys: int, part=None, skip=None
+):
+    """step(j, carry, masked, member) for the queries of every head of the group.
+
+    `part` and `skip(j, None, member)` as in walk_part.
+    """
     ragged = lengths_ref is not None or c.s % keys != 0
     bounded = bounds_ref is not None
 
     def head(member, carry):
-        return walk(
-            functools.partial(step, member=member),
-            carry,
-            blocks,
+        of_head = functools.partial(step, member=member)
+        ends = dict(
             begins=c.causal or bounded,
             ends=ragged or c.window is not None or bounded,
         )
+        if part is None:
+            return walk(of_head, carry, blocks, **ends)
+        skipped = functools.partial(skip, member=member)
+        return walk_part(of_head, skipped, carry, blocks, part, **ends)
 
     return lax.fori_loop(0, c.group, head, carry)
 

@@ -13,6 +13,7 @@ from jaxkern.pallas.attention.gradient_blocks import (
     accumulated,
     by_column,
     dscale,
+    inside,
     place_keys,
     product,
     query_blocks,
@@ -71,9 +72,12 @@ def keys_kernel(
     stages, block_q, _ = q_smem.shape
     me = lax.axis_index("warpgroup")
     batch, kv_head, block = place_keys(lax.axis_index("program"), c)
-    blocks = query_blocks(
-        batch, block, lengths_ref, offset_ref, bounds_ref, c, KEYS, block_q
-    )
+
+    def blocks_of(consumer):
+        at = batch, block, lengths_ref, offset_ref, bounds_ref
+        return query_blocks(*at, c, KEYS, block_q, consumer)
+
+    blocks = blocks_of(None)
     first, _, _, last = blocks
     count = last - first
 
@@ -198,8 +202,14 @@ def keys_kernel(
             delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
             return dv, dk, scaled_slopes(curve, dp, delta).astype(q_ref.dtype)
 
-        def walk_all(step, carry):
-            return walk_heads(step, carry, blocks, lengths_ref, bounds_ref, c, KEYS)
+        def skip(j, _, member):
+            slot = lax.rem(member * count + j - first, jnp.int32(stages))
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.barrier_arrive(free.at[slot])
+
+        def walk_all(step, carry, part=None):
+            at = blocks, lengths_ref, bounds_ref, c, KEYS
+            return walk_heads(step, carry, *at, part, skip)
 
         start = [zeros((ROWS, c.hv)), zeros((ROWS, c.h))]
         if in_turn:
@@ -218,7 +228,7 @@ def keys_kernel(
                 lax.max(visits - 1, jnp.int32(0)), visits, last_block, dk
             )
         else:
-            dv, dk = walk_all(step, start)
+            dv, dk = walk_all(step, start, inside(blocks, blocks_of(me)))
         mine = batch, pl.ds(row, ROWS), kv_head
         store(dk * dscale(c), k_smem.at[me], dk_ref.at[mine])
         store(dv, v_smem.at[me], dv_ref.at[mine])
