@@ -50,7 +50,7 @@ from jaxkern.pallas.attention.pairs import (
 )
 from jaxkern.pallas.attention.problem import ROWS, WIDTH, Problem, problem
 from jaxkern.pallas.attention.queries_kernel import queries_kernel
-from jaxkern.pallas.attention.rows import rows_of, sinks_gradient
+from jaxkern.pallas.attention.rows import laid_out, rows_of, sinks_gradient
 from jaxkern.pallas.attention.wgmma import tiled
 from jaxkern.pallas.attention.wide_keys_kernel import wide_keys_kernel
 from jaxkern.pallas.mosaic_launch import kernel_name
@@ -60,11 +60,12 @@ from jaxkern.triton.attention.flash_attention import (
     with_bias_gradient,
 )
 from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
-from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 
 SHARED_BYTES = 232_448 - 2048  # of a program; the rest is for barriers
 FASTER = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton
 WALKED = 4, 3
+PERSISTENT = True
 MEASURED = 128  # queries of the shortest sequence that was measured
 
 
@@ -145,12 +146,16 @@ def keys_scratch(c: Problem, dtype, bias, KEYS: int, BLOCK_Q: int, STAGES: int):
 
 
 def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
-    """As keys_scratch. What is wide has one stage of values, or of both."""
+    """As keys_scratch. What is wide has one stage of values, or of both.
+
+    What is narrow and without a bias has buffers of its own for `out` and dq.
+    """
     size = pair_bytes(bias)
     tile = c.block_q * BLOCK
-    used = 2 * c.block_q * (c.h + c.hv)
-    used += tile * bias.dtype.itemsize if want_slopes else 0
     narrow = c.h + c.hv <= NARROW
+    apart = narrow and bias is None
+    used = 2 * c.block_q * (c.h + c.hv) * (1 + apart)
+    used += tile * bias.dtype.itemsize if want_slopes else 0
     for copied, k_stages, v_stages in (
         *((size > 0, n, n) for n in WALKED if narrow),
         (size > 0, 2, 2),
@@ -166,12 +171,16 @@ def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
     buffers = (
         matrix(dtype, BLOCK, *pair, c.h),
         matrix(dtype, BLOCK, *pair, c.hv),
+        matrix(dtype, BLOCK, *pair, c.hv) if apart else None,
         matrix(dtype, BLOCK, k_stages, BLOCK, c.h),
         matrix(dtype, BLOCK, v_stages, BLOCK, c.hv),
         bias_tiles(bias.dtype, v_stages, *pair, BLOCK) if copied else None,
+        matrix(dtype, BLOCK, *pair, c.h) if apart else None,
         bias_tiles(bias.dtype, *pair, BLOCK) if want_slopes else None,
     )
     beside = 1 + CONSUMERS * copied  # copies of values and of the bias
+    one = slots(CONSUMERS, 1)
+    of_queries = slots(CONSUMERS, 2 + apart), one, one
     if k_stages == v_stages:  # one ring: they come and go with the keys
         rings = slots(k_stages, 1 + beside), slots(k_stages, CONSUMERS), None, None
     else:
@@ -181,7 +190,7 @@ def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
             slots(v_stages, beside),
             slots(v_stages, CONSUMERS),
         )
-    return buffers, (slots(CONSUMERS, 2), *rings), copied
+    return buffers, (*of_queries, *rings), copied, apart
 
 
 @with_bias_gradient
@@ -212,7 +221,14 @@ def attention_bwd(
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
-    lse2, delta = rows_of(c, out, lse, dout, dlse, interpret)
+    queries = queries_scratch(c, query.dtype, bias, wanted[3])
+    apart = wanted[0] and queries[3]
+    if apart:  # the kernel that holds queries adds rowsum(dout out)
+        lse2, delta = laid_out(lse, -dlse, c.blocks * c.block_q)
+    else:
+        lse2, delta = rows_of(c, out, lse, dout, dlse, interpret)
+    programs = min(c.tiles, num_sms()) if apart and PERSISTENT else c.tiles
+    c = dataclasses.replace(c, programs=programs)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
     operands = (
@@ -245,7 +261,7 @@ def attention_bwd(
             )
         return own_bias, words, bounds
 
-    def launch(kernel, name, like, programs, buffers, barriers, lse2, pairs):
+    def launch(kernel, name, like, programs, buffers, barriers, pairs, *operands):
         return plgpu.kernel(
             functools.partial(kernel, c=c, interpret=interpret),
             out_type=tuple(
@@ -259,9 +275,31 @@ def attention_bwd(
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands, lse2, delta, *ids, *pairs, int32(kv_lengths), int32(q_offset))
+        )(*operands, *ids, *pairs, int32(kv_lengths), int32(q_offset))
 
     dq = dk = dv = slopes = dsinks = None
+    if wanted[0] or wanted[3]:
+        if wanted[3]:
+            shape = c.b, c.n, q.shape[1], -(-c.s // BLOCK) * BLOCK
+            slopes = jax.ShapeDtypeStruct(shape, bias.dtype)
+        buffers, barriers, copied, _ = queries
+        dq, slopes, summed = launch(
+            queries_kernel,
+            kernel_name("attention_bwd_queries", queries=c.block_q, keys=BLOCK),
+            (q, slopes, delta if apart else None),
+            c.programs,
+            buffers,
+            barriers,
+            pairs(c.block_q, BLOCK, False, copied),
+            copyable(out, ROWS) if apart else None,
+            *operands,
+            lse2,
+            delta,
+        )
+        delta = summed if apart else delta
+        dq = dq[:, : c.t]
+        if slopes is not None:
+            slopes = slopes[:, :, : c.t, : c.s]
     if wanted[1] or wanted[2]:
         found = tuned(
             "hopper_flash_attention_bwd_keys",
@@ -283,28 +321,12 @@ def attention_bwd(
             -(-c.s // keys) * c.b * (c.n // c.group),
             buffers,
             barriers,
-            lse2 - SHIFT if shared or in_turn else lse2,
             pairs(keys, block, True, copied),
+            *operands,
+            lse2 - SHIFT if shared or in_turn else lse2,
+            delta,
         )
         dk, dv = dk[:, : c.s], dv[:, : c.s]
-    if wanted[0] or wanted[3]:
-        if wanted[3]:
-            shape = c.b, c.n, q.shape[1], -(-c.s // BLOCK) * BLOCK
-            slopes = jax.ShapeDtypeStruct(shape, bias.dtype)
-        buffers, barriers, copied = queries_scratch(c, query.dtype, bias, wanted[3])
-        dq, slopes = launch(
-            queries_kernel,
-            kernel_name("attention_bwd_queries", queries=c.block_q, keys=BLOCK),
-            (q, slopes),
-            c.tiles,
-            buffers,
-            barriers,
-            lse2,
-            pairs(c.block_q, BLOCK, False, copied),
-        )
-        dq = dq[:, : c.t]
-        if slopes is not None:
-            slopes = slopes[:, :, : c.t, : c.s]
     if wanted[4]:
         dsinks = sinks_gradient(sinks, lse2, delta)
     return dq, dk, dv, slopes, dsinks

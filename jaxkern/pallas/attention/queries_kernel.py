@@ -5,7 +5,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.blocks import key_blocks, place, position_and_length
+from jaxkern.pallas.attention.blocks import (
+    key_blocks,
+    nth_tile,
+    place,
+    position_and_length,
+)
 from jaxkern.pallas.attention.gradient_blocks import (
     CONSUMERS,
     NARROW,
@@ -31,6 +36,7 @@ from jaxkern.pallas.attention.pairs import (
 )
 from jaxkern.pallas.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.wgmma import (
+    WGMMA,
     by_row,
     finished_sum,
     issue_sum,
@@ -40,6 +46,7 @@ from jaxkern.pallas.attention.wgmma import (
 
 
 def queries_kernel(
+    out_ref,
     q_ref,
     k_ref,
     v_ref,
@@ -55,25 +62,40 @@ def queries_kernel(
     offset_ref,
     dq_ref,
     slopes_ref,
+    delta_out_ref,
     buffers,
     barriers,
     *,
     c: Problem,
     interpret: bool,
 ):
-    """dq of c.block_q queries, 64 in each consumer, and dS of their pairs if wanted."""
-    q_smem, dout_smem, k_smem, v_smem, bias_smem, slopes_smem = buffers
-    ready, k_full, k_free, v_full, v_free = barriers
+    """dq of c.block_q queries, 64 in each consumer, and dS of their pairs if wanted.
+
+    With `out`, delta is rowsum(dout out) more than `delta_ref`, and written too.
+    """
+    q_smem, dout_smem, out_smem, k_smem, v_smem, bias_smem = buffers[:6]
+    dq_smem, slopes_smem = buffers[6:]
+    ready, q_free, pause, k_full, k_free, v_full, v_free = barriers
     free = [k_free] if v_free is None else [k_free, v_free]
     me = lax.axis_index("warpgroup")
-    batch, head, block = place(lax.axis_index("program"), c)
+    program = lax.axis_index("program")
+    several = c.programs < c.tiles  # tiles a program
 
-    def blocks_of(consumer):
+    def place_of(i):
+        """(batch, head, block) of the i-th tile of the program."""
+        return place(nth_tile(i, program, c), c, several)
+
+    def blocks_of(batch, block, consumer=None):
         at = batch, block, lengths_ref, offset_ref, bounds_ref
         return in_order(*key_blocks(*at, c, consumer))
 
-    blocks = blocks_of(None)
-    first, _, _, last = blocks
+    def walk_tiles(tile):
+        """tile(i, number of blocks before it) for each; returns the next number."""
+        if not several:
+            return tile(0, jnp.int32(0))
+        rounds = jnp.int32(c.tiles // c.programs)
+        more = nth_tile(rounds, program, c) < c.tiles
+        return lax.fori_loop(0, rounds + more.astype(jnp.int32), tile, jnp.int32(0))
 
     def slot_of(ring, j):
         return lax.rem(j, jnp.int32(ring.shape[0]))
@@ -81,44 +103,60 @@ def queries_kernel(
     @pl.when(me == CONSUMERS)
     def load():
         plgpu.set_max_registers(24, action="decrease")
-        for w in range(CONSUMERS):
-            rows = pl.ds((block * CONSUMERS + w) * ROWS, ROWS)
-            for source, target in ((q_ref, q_smem), (dout_ref, dout_smem)):
-                plgpu.copy_gmem_to_smem(
-                    source.at[batch, rows, head], target.at[w], ready.at[w]
-                )
 
-        def step(j, _):
-            keys = pl.ds((first + j) * c.block_k, c.block_k)
-            source = (batch, keys, lax.div(head, jnp.int32(c.group)))
-            slot = slot_of(k_smem, j)
-            plgpu.barrier_wait(k_free.at[slot])
-            plgpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[slot], k_full.at[slot])
-            full = k_full if v_full is None else v_full
-            slot = slot_of(v_smem, j)
-            if v_free is not None:
-                plgpu.barrier_wait(v_free.at[slot])
-            plgpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[slot], full.at[slot])
-            if bias_smem is not None:
-                for w in range(CONSUMERS):
-                    rows = pl.ds((block * CONSUMERS + w) * ROWS, ROWS)
+        def tile(i, at):
+            batch, head, block = place_of(i)
+            first, _, _, last = blocks_of(batch, block)
+
+            def rows(w):
+                return pl.ds((block * CONSUMERS + w) * ROWS, ROWS)
+
+            of_queries = [(q_ref, q_smem), (dout_ref, dout_smem)]
+            if out_smem is not None:
+                of_queries.append((out_ref, out_smem))
+            for w in range(CONSUMERS):
+                plgpu.barrier_wait(q_free.at[w])
+                for source, target in of_queries:
                     plgpu.copy_gmem_to_smem(
-                        bias_ref.at[*own(bias_ref, batch, head), rows, keys],
-                        bias_smem.at[slot, w],
-                        full.at[slot],
+                        source.at[batch, rows(w), head], target.at[w], ready.at[w]
                     )
 
-        lax.fori_loop(0, last - first, step, None)
-        for ring in free:
+            def step(j, at):
+                keys = pl.ds(j * c.block_k, c.block_k)
+                source = (batch, keys, lax.div(head, jnp.int32(c.group)))
+                slot = slot_of(k_smem, at)
+                plgpu.barrier_wait(k_free.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    k_ref.at[source], k_smem.at[slot], k_full.at[slot]
+                )
+                full = k_full if v_full is None else v_full
+                slot = slot_of(v_smem, at)
+                if v_free is not None:
+                    plgpu.barrier_wait(v_free.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    v_ref.at[source], v_smem.at[slot], full.at[slot]
+                )
+                if bias_smem is not None:
+                    for w in range(CONSUMERS):
+                        plgpu.copy_gmem_to_smem(
+                            bias_ref.at[*own(bias_ref, batch, head), rows(w), keys],
+                            bias_smem.at[slot, w],
+                            full.at[slot],
+                        )
+                return at + 1
+
+            return lax.fori_loop(first, last, step, at)
+
+        walk_tiles(tile)
+        for ring in (*free, q_free):
             for slot in range(ring.shape[0]):
                 plgpu.barrier_wait(ring.at[slot])
 
-    @pl.when(me < CONSUMERS)
-    def differentiate():
-        plgpu.set_max_registers(240, action="increase")
-        for ring in free:
-            for slot in range(ring.shape[0]):
-                plgpu.barrier_arrive(ring.at[slot])
+    def differentiate_tile(i, at):
+        batch, head, block = place_of(i)
+        blocks, part = blocks_of(batch, block), blocks_of(batch, block, me)
+        part = inside(blocks, part)
+        first, _, _, last = blocks
         offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
         row = (block * CONSUMERS + me) * ROWS
         rows = pl.ds(row, ROWS)
@@ -127,15 +165,18 @@ def queries_kernel(
             for x in (lse2_ref, delta_ref)
         )
         plgpu.barrier_wait(ready.at[me])
-
-        part = inside(blocks, blocks_of(me))
+        if out_smem is not None:
+            both = (plgpu.load(x.at[me], layout=WGMMA) for x in (dout_smem, out_smem))
+            dout, out = (x.astype(jnp.float32) for x in both)
+            delta = delta + jnp.sum(dout * out, axis=1)
+            delta_out_ref.at[batch, head, rows][...] = delta
         q_ids = None
         if q_ids_ref is not None:
             ids = q_ids_ref.at[batch, rows]
             q_ids = plgpu.load(ids, layout=BY_ROW, optimized=False)
 
         def slot_at(j):
-            return slot_of(k_smem, j - first), slot_of(v_smem, j - first)
+            return slot_of(k_smem, at + j - first), slot_of(v_smem, at + j - first)
 
         def keys_and_values(j):
             """Of a block, when they are there."""
@@ -156,8 +197,8 @@ def queries_kernel(
                 plgpu.barrier_arrive(v_free.at[v_slot])
             if masked:
                 seen = visible(s.shape, 1, key, row, offset, length, c)
-                at = batch, head, row, key
-                seen = shown(seen, q_ids, kv_ids_ref, words_ref, *at)
+                where = batch, head, row, key
+                seen = shown(seen, q_ids, kv_ids_ref, words_ref, *where)
             return weights(s, bias, by_row(lse2, s.shape), seen, c)
 
         def slopes_of(p, bent, dp, j):
@@ -190,18 +231,12 @@ def queries_kernel(
         def step(j, dq, masked):
             return add(j, dq, slopes_at_once(j, masked))
 
-        def await_keys(j):
-            @pl.when(j < part[3])
-            def wait():
-                keys_and_values(j)
-
         def step_behind(j, carry, masked):
             """The product for dq of the block before lies under the exponentials."""
             dq, before = carry
             k_slot_before, _ = slot_at(j - 1)
             k_before = k_smem.at[k_slot_before]
-            k_slot, v_slot = slot_at(j)
-            k, v = k_smem.at[k_slot], v_smem.at[v_slot]
+            k, v = keys_and_values(j)
 
             def products(s_acc, dp_acc, dq_acc):
                 set_sum(dq_acc, dq, interpret)
@@ -210,7 +245,9 @@ def queries_kernel(
                 plgpu.wgmma(dp_acc, dout_smem.at[me], v.transpose((1, 0)))
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2)
                 p, bent = weights_of(s, j, masked)
-                await_keys(j + 1)
+                # ptxas moves no exponentials over a wait, behind the end of dP.
+                plgpu.barrier_arrive(pause.at[me])
+                plgpu.barrier_wait(pause.at[me])
                 dp = dp_acc[...]
                 summed = finished_sum(dq_acc, dq, before, k_before, interpret)
                 return summed, p, bent, dp
@@ -255,9 +292,10 @@ def queries_kernel(
             none = zeros((ROWS, c.block_k)).astype(q_ref.dtype)
             lax.fori_loop(first, start, skip, None)
             ds = lax.fori_loop(start, second, first_block, none)
-            await_keys(second)
             others = in_order(second, whole, whole_end, stop)
             carry = walk(step_behind, (dq, ds), others, begins, ends)
+            if dq_smem is not None:
+                plgpu.barrier_arrive(q_free.at[me])
             dq = lax.fori_loop(
                 lax.max(start, stop - 1),
                 stop,
@@ -271,9 +309,23 @@ def queries_kernel(
         bounded = bounds_ref is not None
         begins, ends = c.window is not None or bounded, c.causal or ragged or bounded
         dq = zeros((ROWS, c.h))
-        if k_smem.shape[0] <= 2:
+        if c.h + c.hv > NARROW:
             dq = walk_part(step, skip, dq, blocks, part, begins=begins, ends=ends)
         else:
             dq = walk_behind(dq, begins, ends)
-        store(dq * dscale(c), q_smem.at[me], dq_ref.at[batch, rows, head])
+        staged = q_smem if dq_smem is None else dq_smem
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store(dq * dscale(c), staged.at[me], dq_ref.at[batch, rows, head])
+        if dq_smem is None:
+            plgpu.barrier_arrive(q_free.at[me])
+        return at + last - first
+
+    @pl.when(me < CONSUMERS)
+    def differentiate():
+        plgpu.set_max_registers(240, action="increase")
+        for ring in free:
+            for slot in range(ring.shape[0]):
+                plgpu.barrier_arrive(ring.at[slot])
+        plgpu.barrier_arrive(q_free.at[me])
+        walk_tiles(differentiate_tile)
         plgpu.wait_smem_to_gmem(0)
