@@ -18,7 +18,8 @@ def place(index: Any, c: Problem, taken_in_turn: bool = False) -> tuple[Any, Any
     between sections: every other one begins with its shortest, not the last one.
     """
     heads = c.b * c.n * c.parts
-    cached = max(1, CACHED_BYTES // (2 * c.s * (c.h + c.hv))) * c.group
+    rows = c.s if c.window is None else min(c.s, c.window + c.block_q)
+    cached = max(1, CACHED_BYTES // (2 * rows * (c.h + c.hv))) * c.group
     section = min(cached, heads)
     part = lax.div(index, section * c.blocks)
     within = lax.rem(index, section * c.blocks)

@@ -66,6 +66,8 @@ SHARED_BYTES = 232_448 - 2048  # of a program; the rest is for barriers
 FASTER = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton
 WALKED = 4, 3
 PERSISTENT = True
+HALVES = True
+APART = True
 MEASURED = 128  # queries of the shortest sequence that was measured
 
 
@@ -110,7 +112,9 @@ def keys_plan(h: int, hv: int, bias_bytes: int) -> dict[str, int]:
     return dict(KEYS=keys, BLOCK_Q=BLOCK, STAGES=STAGES + more)
 
 
-def keys_scratch(c: Problem, dtype, bias, KEYS: int, BLOCK_Q: int, STAGES: int):
+def keys_scratch(
+    c: Problem, dtype, bias, halves: bool, KEYS: int, BLOCK_Q: int, STAGES: int
+):
     """(buffers, barriers, whether the bias comes through shared memory)."""
     wide = KEYS == ROWS
     ring = STAGES, BLOCK_Q
@@ -134,7 +138,13 @@ def keys_scratch(c: Problem, dtype, bias, KEYS: int, BLOCK_Q: int, STAGES: int):
     if not wide:
         copies = 4 + CONSUMERS * copied
         full, free = slots(STAGES, copies), slots(STAGES, CONSUMERS)
-        return (*buffers, tiles), (slots(CONSUMERS, 2), full, free), copied
+        barriers = [slots(CONSUMERS, 2), full, free, slots(CONSUMERS, 1)]
+        if halves:
+            float32: Any = jnp.dtype(jnp.float32)
+            tiles = tiles, bias_tiles(float32, ROWS, max(c.h, c.hv))
+            barriers += [plgpu.Barrier(), plgpu.Barrier()]
+            return (*buffers, *tiles), barriers, copied
+        return (*buffers, tiles), barriers, copied
     exchanged = bias_tiles(jnp.dtype(jnp.float16), P_SLOTS, ROWS, BLOCK_Q)
     free, one = slots(STAGES, CONSUMERS), slots(P_SLOTS, 1)
     rings = slots(STAGES, 2 + copied), free, slots(STAGES, 2), free, one, one
@@ -153,7 +163,7 @@ def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
     size = pair_bytes(bias)
     tile = c.block_q * BLOCK
     narrow = c.h + c.hv <= NARROW
-    apart = narrow and bias is None
+    apart = narrow and bias is None and APART
     used = 2 * c.block_q * (c.h + c.hv) * (1 + apart)
     used += tile * bias.dtype.itemsize if want_slopes else 0
     for copied, k_stages, v_stages in (
@@ -307,18 +317,27 @@ def attention_bwd(
             query.dtype,
             keys_plan(c.h, c.hv, pair_bytes(bias)),
         )
-        buffers, barriers, copied = keys_scratch(c, query.dtype, bias, **found)
         keys, block = found["KEYS"], found["BLOCK_Q"]
         shared, in_turn = keys == ROWS, c.h + c.hv > NARROW
+        programs = -(-c.s // keys) * c.b * (c.n // c.group)
+        behind = programs % num_sms()
+        halves = HALVES and not (shared or in_turn or c.group % 2 or bias is not None)
+        halves = halves and (c.window is not None or behind <= num_sms() // 2)
+        halves = halves and behind > 0
+        if halves:
+            found["STAGES"] = 4
+        whole = programs - behind if halves else programs
+        scratch = keys_scratch(c, query.dtype, bias, halves, **found)
+        buffers, barriers, copied = scratch
         dk, dv = launch(
             wide_keys_kernel
             if shared
-            else functools.partial(keys_kernel, in_turn=in_turn),
+            else functools.partial(keys_kernel, whole=whole, in_turn=in_turn),
             kernel_name(
                 "attention_bwd_keys", keys=keys, queries=block, stages=found["STAGES"]
             ),
             (k, v),
-            -(-c.s // keys) * c.b * (c.n // c.group),
+            2 * programs - whole,
             buffers,
             barriers,
             pairs(keys, block, True, copied),

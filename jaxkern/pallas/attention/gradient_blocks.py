@@ -8,7 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.attention.blocks import CACHED_BYTES, position_and_length
-from jaxkern.pallas.attention.pairs import BY_COLUMN, LOG2_E, is_set
+from jaxkern.pallas.attention.masks import FAR, up_to
+from jaxkern.pallas.attention.pairs import BY_COLUMN, BY_ROW, LOG2_E, is_set
 from jaxkern.pallas.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.wgmma import (
     WGMMA,
@@ -37,7 +38,8 @@ def place_keys(index, c: Problem, keys: int = KEYS):
     """
     heads = c.b * (c.n // c.group)
     blocks = -(-c.s // keys)
-    cached = max(1, CACHED_BYTES // (2 * c.t * c.group * (c.h + c.hv)))
+    rows = c.t if c.window is None else min(c.t, c.window + keys)
+    cached = max(1, CACHED_BYTES // (2 * rows * c.group * (c.h + c.hv)))
     section = min(cached, heads)
     part = lax.div(index, jnp.int32(section * blocks))
     within = lax.rem(index, jnp.int32(section * blocks))
@@ -128,11 +130,20 @@ def walk_part(step, skip, carry, blocks, part, **ends):
 
 
 def walk_heads(
-    step, carry, blocks, lengths_ref, bounds_ref, c: Problem, keys: int, part=None, skip=None
+    step,
+    carry,
+    blocks,
+    lengths_ref,
+    bounds_ref,
+    c: Problem,
+    keys: int,
+    members=None,
+    part=None,
+    skip=None,
 ):
     """step(j, carry, masked, member) for the queries of every head of the group.
 
-    `part` and `skip(j, None, member)` as in walk_part.
+    `members`: of its first ones alone. `part` and `skip(j, None, member)` as in walk_part.
     """
     ragged = lengths_ref is not None or c.s % keys != 0
     bounded = bounds_ref is not None
@@ -148,24 +159,30 @@ def walk_heads(
         skipped = functools.partial(skip, member=member)
         return walk_part(of_head, skipped, carry, blocks, part, **ends)
 
-    return lax.fori_loop(0, c.group, head, carry)
+    return lax.fori_loop(0, c.group if members is None else members, head, carry)
 
 
-def visible(shape, key_axis, first_key, first_query, offset, length, c: Problem):
+def visible(
+    shape, key_axis, first_key, first_query, offset, length, c: Problem, interpret
+):
     """Which pairs of a block see each other, segments and mask aside."""
-
-    def iota(axis):
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
-
-    keys = iota(key_axis)
-    seen = keys < length - first_key
-    ahead = keys - iota(1 - key_axis)
-    position = first_query + offset - first_key
-    if c.causal:
-        seen = jnp.logical_and(seen, ahead <= position)
-    if c.window is not None:
-        seen = jnp.logical_and(seen, ahead > position - c.window)
-    return seen
+    rows = plgpu.broadcasted_iota(jnp.int32, (shape[0],), 0, layout=BY_ROW)
+    first = first_query + offset - first_key  # position of a query less that of a key
+    if key_axis == 1:
+        last = rows + first if c.causal else rows + FAR
+        last = jnp.minimum(last, length - first_key - 1)
+        before = rows + first - (c.window or 0)
+        seen = up_to(last, shape, interpret)
+        if c.window is None:
+            return seen
+        return jnp.logical_and(seen, up_to(before, shape, interpret, beyond=True))
+    before = rows - first - 1 if c.causal else rows - FAR
+    before = jnp.where(rows < length - first_key, before, FAR)
+    seen = up_to(before, shape, interpret, beyond=True)
+    if c.window is None:
+        return seen
+    last = rows - first + c.window - 1
+    return jnp.logical_and(seen, up_to(last, shape, interpret))
 
 
 def same_ids(row_ids, column_ids_ref, shape):

@@ -196,7 +196,7 @@ def queries_kernel(
             if v_free is not None:
                 plgpu.barrier_arrive(v_free.at[v_slot])
             if masked:
-                seen = visible(s.shape, 1, key, row, offset, length, c)
+                seen = visible(s.shape, 1, key, row, offset, length, c, interpret)
                 where = batch, head, row, key
                 seen = shown(seen, q_ids, kv_ids_ref, words_ref, *where)
             return weights(s, bias, by_row(lse2, s.shape), seen, c)
