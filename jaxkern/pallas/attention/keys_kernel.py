@@ -44,6 +44,7 @@ from jaxkern.pallas.attention.wgmma import (
 )
 
 PAUSE = False
+OPAQUE = True
 EARLY = False
 
 
@@ -215,9 +216,11 @@ def keys_kernel(
                 release(slot)
                 return sums
 
+            held = opaque(jnp.int32(me)) if OPAQUE else me
+
             def products(s_acc, dp_acc):
-                plgpu.wgmma(s_acc, k_smem.at[me], q.transpose((1, 0)))
-                plgpu.wgmma(dp_acc, v_smem.at[me], dout.transpose((1, 0)))
+                plgpu.wgmma(s_acc, k_smem.at[held], q.transpose((1, 0)))
+                plgpu.wgmma(dp_acc, v_smem.at[held], dout.transpose((1, 0)))
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 p, bent = weights_of(s, lse2, slot, j, masked, member)
                 if PAUSE:
