@@ -165,11 +165,6 @@ def queries_kernel(
             for x in (lse2_ref, delta_ref)
         )
         plgpu.barrier_wait(ready.at[me])
-        if out_smem is not None:
-            both = (plgpu.load(x.at[me], layout=WGMMA) for x in (dout_smem, out_smem))
-            dout, out = (x.astype(jnp.float32) for x in both)
-            delta = delta + jnp.sum(dout * out, axis=1)
-            delta_out_ref.at[batch, head, rows][...] = delta
         q_ids = None
         if q_ids_ref is not None:
             ids = q_ids_ref.at[batch, rows]
@@ -201,7 +196,16 @@ def queries_kernel(
                 seen = shown(seen, q_ids, kv_ids_ref, words_ref, *where)
             return weights(s, bias, by_row(lse2, s.shape), seen, c)
 
-        def slopes_of(p, bent, dp, j):
+        def whole_delta():
+            if out_smem is None:
+                return delta
+            both = (plgpu.load(x.at[me], layout=WGMMA) for x in (dout_smem, out_smem))
+            dout, out = (x.astype(jnp.float32) for x in both)
+            summed = delta + jnp.sum(dout * out, axis=1)
+            delta_out_ref.at[batch, head, rows][...] = summed
+            return summed
+
+        def slopes_of(p, bent, dp, delta, j):
             """dS of S before the cap."""
             ds = p * (dp - by_row(delta, dp.shape))
             if slopes_ref is not None:
@@ -220,7 +224,7 @@ def queries_kernel(
                 dout_smem.at[held],
                 v.transpose((1, 0)),
             )
-            return slopes_of(*weights_of(s, j, masked), dp, j)
+            return slopes_of(*weights_of(s, j, masked), dp, delta, j)
 
         def add(j, dq, ds):
             k_slot, _ = slot_at(j)
@@ -231,9 +235,31 @@ def queries_kernel(
         def step(j, dq, masked):
             return add(j, dq, slopes_at_once(j, masked))
 
+        def hold():
+            """ptxas moves no exponentials over a wait, behind the end of dP."""
+            plgpu.barrier_arrive(pause.at[me])
+            plgpu.barrier_wait(pause.at[me])
+
+        def first_slopes(j, masked):
+            """(dS, delta); delta is summed beside the products."""
+            k, v = keys_and_values(j)
+
+            def products(s_acc, dp_acc):
+                plgpu.wgmma(s_acc, q_smem.at[me], k.transpose((1, 0)))
+                plgpu.wgmma(dp_acc, dout_smem.at[me], v.transpose((1, 0)))
+                delta = whole_delta()
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                p, bent = weights_of(s, j, masked)
+                hold()
+                return p, bent, dp_acc[...], delta
+
+            square = sum_of((ROWS, c.block_k))
+            p, bent, dp, delta = pl.run_scoped(products, square, square)
+            return slopes_of(p, bent, dp, delta, j), delta
+
         def step_behind(j, carry, masked):
             """The product for dq of the block before lies under the exponentials."""
-            dq, before = carry
+            dq, before, delta = carry
             k_slot_before, _ = slot_at(j - 1)
             k_before = k_smem.at[k_slot_before]
             k, v = keys_and_values(j)
@@ -245,9 +271,7 @@ def queries_kernel(
                 plgpu.wgmma(dp_acc, dout_smem.at[me], v.transpose((1, 0)))
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2)
                 p, bent = weights_of(s, j, masked)
-                # ptxas moves no exponentials over a wait, behind the end of dP.
-                plgpu.barrier_arrive(pause.at[me])
-                plgpu.barrier_wait(pause.at[me])
+                hold()
                 dp = dp_acc[...]
                 summed = finished_sum(dq_acc, dq, before, k_before, interpret)
                 return summed, p, bent, dp
@@ -255,7 +279,7 @@ def queries_kernel(
             square = sum_of((ROWS, c.block_k))
             dq, p, bent, dp = pl.run_scoped(products, square, square, sum_of(dq.shape))
             plgpu.barrier_arrive(k_free.at[k_slot_before])
-            return dq, slopes_of(p, bent, dp, j)
+            return dq, slopes_of(p, bent, dp, delta, j), delta
 
         def copy_slopes(j, _):
             keys = pl.ds(j * c.block_k, c.block_k)
@@ -284,24 +308,15 @@ def queries_kernel(
 
         def walk_behind(dq, begins, ends):
             start, whole, whole_end, stop = part
-            second = lax.min(start + 1, stop)
-
-            def first_block(j, _):
-                return slopes_at_once(j, begins or ends)
-
-            none = zeros((ROWS, c.block_k)).astype(q_ref.dtype)
+            start = lax.min(start, last - 1)  # one at least
+            stop = lax.max(stop, start + 1)
             lax.fori_loop(first, start, skip, None)
-            ds = lax.fori_loop(start, second, first_block, none)
-            others = in_order(second, whole, whole_end, stop)
-            carry = walk(step_behind, (dq, ds), others, begins, ends)
+            others = in_order(start + 1, whole, whole_end, stop)
+            carry = dq, *first_slopes(start, begins or ends)
+            dq, ds, _ = walk(step_behind, carry, others, begins, ends)
             if dq_smem is not None:
                 plgpu.barrier_arrive(q_free.at[me])
-            dq = lax.fori_loop(
-                lax.max(start, stop - 1),
-                stop,
-                lambda j, dq: add(j, dq, carry[1]),
-                carry[0],
-            )
+            dq = add(stop - 1, dq, ds)
             lax.fori_loop(stop, last, skip, None)
             return dq
 
