@@ -14,6 +14,7 @@ not hold all of that: the consumers of the first kernel compute dP when P has be
 and above those of 192 and 128 they share 64 keys.
 
 The second kernel writes dS where the gradient of a bias asks for it, each block once.
+Where it has room for `out` it runs first and sums delta too, for both.
 """
 
 import dataclasses
@@ -35,23 +36,26 @@ from jaxkern.pallas.attention.gradient_blocks import (
     CONSUMERS,
     KEYS,
     NARROW,
-    P_SLOTS,
     SHIFT,
-    STAGES,
+)
+from jaxkern.pallas.attention.gradient_memory import (
+    HALVES_STAGES,
+    keys_plan,
+    keys_scratch,
+    queries_scratch,
+    whole_programs,
 )
 from jaxkern.pallas.attention.keys_kernel import keys_kernel
 from jaxkern.pallas.attention.pairs import (
-    bias_tiles,
     inside_both,
     mask_words,
     pair_bytes,
     whole_blocks,
     word_bounds,
 )
-from jaxkern.pallas.attention.problem import ROWS, WIDTH, Problem, problem
+from jaxkern.pallas.attention.problem import ROWS, SHORT, WIDTH, problem
 from jaxkern.pallas.attention.queries_kernel import queries_kernel
 from jaxkern.pallas.attention.rows import laid_out, rows_of, sinks_gradient
-from jaxkern.pallas.attention.wgmma import tiled
 from jaxkern.pallas.attention.wide_keys_kernel import wide_keys_kernel
 from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attention import without_rest
@@ -62,12 +66,7 @@ from jaxkern.triton.attention.flash_attention import (
 from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
 from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 
-SHARED_BYTES = 232_448 - 2048  # of a program; the rest is for barriers
 FASTER = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton
-WALKED = 4, 3
-PERSISTENT = True
-HALVES = True
-APART = True
 MEASURED = 128  # queries of the shortest sequence that was measured
 
 
@@ -89,118 +88,6 @@ def slower_bwd(query: Any, key: Any, value: Any, **_: Any) -> str | None:
     if query.shape[1] < MEASURED:
         return f"fewer than {MEASURED} queries were not measured"
     return slower_than_xla(query, key)
-
-
-def matrix(dtype, block: int, *shape: int):
-    """Shared memory of 16 bits; `block` is the least number of rows contracted over."""
-    transforms = tiled(block, shape[-1], contract_rows=True)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def slots(stages: int, arrivals: int):
-    return plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
-
-
-def keys_plan(h: int, hv: int, bias_bytes: int) -> dict[str, int]:
-    """KEYS of a program, BLOCK_Q walked over, STAGES of them; by what fits.
-
-    dk and dv of 64 keys take (h + hv) / 2 registers of a consumer, S and dP of a block
-    32 each. With 64 keys a program the consumers share them.
-    """
-    more = NARROW < h + hv <= 320 and not bias_bytes
-    keys = KEYS if h + hv <= 320 else ROWS
-    return dict(KEYS=keys, BLOCK_Q=BLOCK, STAGES=STAGES + more)
-
-
-def keys_scratch(
-    c: Problem, dtype, bias, halves: bool, KEYS: int, BLOCK_Q: int, STAGES: int
-):
-    """(buffers, barriers, whether the bias comes through shared memory)."""
-    wide = KEYS == ROWS
-    ring = STAGES, BLOCK_Q
-    held = (ROWS,) if wide else (CONSUMERS, ROWS)
-    used = 2 * (KEYS + STAGES * BLOCK_Q) * (c.h + c.hv) + 8 * STAGES * BLOCK_Q
-    used += 2 * P_SLOTS * KEYS * BLOCK_Q if wide else 0
-    tile = STAGES * BLOCK_Q * KEYS * pair_bytes(bias)
-    copied = 0 < tile <= SHARED_BYTES - used
-    buffers = [
-        matrix(dtype, BLOCK_Q, *held, c.h),
-        matrix(dtype, BLOCK_Q, *held, c.hv),
-        matrix(dtype, BLOCK_Q, *ring, c.h),
-        matrix(dtype, BLOCK_Q, *ring, c.hv),
-        plgpu.SMEM(ring, jnp.float32),
-        plgpu.SMEM(ring, jnp.float32),
-    ]
-    consumers = () if wide else (CONSUMERS,)
-    tiles = None
-    if copied:
-        tiles = bias_tiles(bias.dtype, STAGES, *consumers, BLOCK_Q, ROWS)
-    if not wide:
-        copies = 4 + CONSUMERS * copied
-        full, free = slots(STAGES, copies), slots(STAGES, CONSUMERS)
-        barriers = [slots(CONSUMERS, 2), full, free, slots(CONSUMERS, 1)]
-        if halves:
-            float32: Any = jnp.dtype(jnp.float32)
-            tiles = tiles, bias_tiles(float32, ROWS, max(c.h, c.hv))
-            barriers += [plgpu.Barrier(), plgpu.Barrier()]
-            return (*buffers, *tiles), barriers, copied
-        return (*buffers, tiles), barriers, copied
-    exchanged = bias_tiles(jnp.dtype(jnp.float16), P_SLOTS, ROWS, BLOCK_Q)
-    free, one = slots(STAGES, CONSUMERS), slots(P_SLOTS, 1)
-    rings = slots(STAGES, 2 + copied), free, slots(STAGES, 2), free, one, one
-    return (
-        (*buffers, exchanged, tiles),
-        (slots(CONSUMERS, 1), *rings, plgpu.Barrier()),
-        copied,
-    )
-
-
-def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
-    """As keys_scratch. What is wide has one stage of values, or of both.
-
-    What is narrow and without a bias has buffers of its own for `out` and dq.
-    """
-    size = pair_bytes(bias)
-    tile = c.block_q * BLOCK
-    narrow = c.h + c.hv <= NARROW
-    apart = narrow and bias is None and APART
-    used = 2 * c.block_q * (c.h + c.hv) * (1 + apart)
-    used += tile * bias.dtype.itemsize if want_slopes else 0
-    for copied, k_stages, v_stages in (
-        *((size > 0, n, n) for n in WALKED if narrow),
-        (size > 0, 2, 2),
-        (size > 0, 2, 1),
-        (size > 0, 1, 1),
-        (False, 1, 1),
-    ):
-        ring = 2 * BLOCK * (k_stages * c.h + v_stages * c.hv)
-        ring += v_stages * tile * size if copied else 0
-        if used + ring <= SHARED_BYTES:
-            break
-    pair = CONSUMERS, ROWS
-    buffers = (
-        matrix(dtype, BLOCK, *pair, c.h),
-        matrix(dtype, BLOCK, *pair, c.hv),
-        matrix(dtype, BLOCK, *pair, c.hv) if apart else None,
-        matrix(dtype, BLOCK, k_stages, BLOCK, c.h),
-        matrix(dtype, BLOCK, v_stages, BLOCK, c.hv),
-        bias_tiles(bias.dtype, v_stages, *pair, BLOCK) if copied else None,
-        matrix(dtype, BLOCK, *pair, c.h) if apart else None,
-        bias_tiles(bias.dtype, *pair, BLOCK) if want_slopes else None,
-    )
-    beside = 1 + CONSUMERS * copied  # copies of values and of the bias
-    one = slots(CONSUMERS, 1)
-    of_queries = slots(CONSUMERS, 2 + apart), one, one
-    if k_stages == v_stages:  # one ring: they come and go with the keys
-        rings = slots(k_stages, 1 + beside), slots(k_stages, CONSUMERS), None, None
-    else:
-        rings = (
-            slots(k_stages, 1),
-            slots(k_stages, CONSUMERS),
-            slots(v_stages, beside),
-            slots(v_stages, CONSUMERS),
-        )
-    return buffers, (*of_queries, *rings), copied, apart
 
 
 @with_bias_gradient
@@ -229,15 +116,17 @@ def attention_bwd(
 ):
     """(dq, dk, dv, dS, dsinks); `interpret` runs the kernels on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
-    # With block_q = CONSUMERS * ROWS and one tile a program.
-    c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
+    c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)  # and block_q
     queries = queries_scratch(c, query.dtype, bias, wanted[3])
     apart = wanted[0] and queries[3]
     if apart:  # the kernel that holds queries adds rowsum(dout out)
         lse2, delta = laid_out(lse, -dlse, c.blocks * c.block_q)
     else:
         lse2, delta = rows_of(c, out, lse, dout, dlse, interpret)
-    programs = min(c.tiles, num_sms()) if apart and PERSISTENT else c.tiles
+    # Tiles of lengths that are known can be dealt; few tiles of long ones cannot.
+    known = mask is None and q_segment_ids is None and kv_lengths is None
+    several = apart and known and (not causal or min(c.s, window or c.s) <= SHORT)
+    programs = min(c.tiles, num_sms()) if several else c.tiles
     c = dataclasses.replace(c, programs=programs)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
@@ -319,16 +208,14 @@ def attention_bwd(
         )
         keys, block = found["KEYS"], found["BLOCK_Q"]
         shared, in_turn = keys == ROWS, c.h + c.hv > NARROW
-        programs = -(-c.s // keys) * c.b * (c.n // c.group)
-        behind = programs % num_sms()
-        halves = HALVES and not (shared or in_turn or c.group % 2 or bias is not None)
-        halves = halves and (c.window is not None or behind <= num_sms() // 2)
-        halves = halves and behind > 0
-        if halves:
-            found["STAGES"] = 4
-        whole = programs - behind if halves else programs
-        scratch = keys_scratch(c, query.dtype, bias, halves, **found)
-        buffers, barriers, copied = scratch
+        programs = whole = -(-c.s // keys) * c.b * (c.n // c.group)
+        if not (shared or in_turn or bias is not None):
+            whole = whole_programs(c, programs)
+        if whole < programs:
+            found["STAGES"] = HALVES_STAGES
+        buffers, barriers, copied = keys_scratch(
+            c, query.dtype, bias, whole < programs, **found
+        )
         dk, dv = launch(
             wide_keys_kernel
             if shared

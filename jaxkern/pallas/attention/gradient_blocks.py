@@ -1,6 +1,7 @@
 """Gradients of attention on Hopper: which blocks meet, P and dS, products."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -72,16 +73,16 @@ def query_blocks(
     c: Problem,
     keys: int = KEYS,
     rows: int = BLOCK,
-    consumer=None,
+    part=None,
 ):
     """The blocks of `rows` queries that see some of the keys: [first, last).
 
-    Of these [whole, whole_end) see all keys of the block. `consumer`: of its keys alone.
+    Of these [whole, whole_end) see all keys of the block. `part`: of 64 of them alone.
     """
     offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
     column = block * keys
-    if consumer is not None:
-        column, keys = column + consumer * ROWS, ROWS
+    if part is not None:
+        column, keys = column + part * ROWS, ROWS
     end = -(-c.t // rows) * rows  # rows behind t have no weights
     start, stop, whole_start, whole_stop = 0, end, 0, end
     if c.causal:
@@ -139,11 +140,11 @@ def walk_heads(
     keys: int,
     members=None,
     part=None,
-    skip=None,
+    skip: Any = None,
 ):
     """step(j, carry, masked, member) for the queries of every head of the group.
 
-    `members`: of its first ones alone. `part` and `skip(j, None, member)` as in walk_part.
+    `members`: of so many. `part` and `skip(j, None, member)` as in walk_part.
     """
     ragged = lengths_ref is not None or c.s % keys != 0
     bounded = bounds_ref is not None

@@ -14,7 +14,6 @@ from jaxkern.pallas.attention.gradient_blocks import (
     by_column,
     dscale,
     inside,
-    place_keys,
     product,
     query_blocks,
     scaled_slopes,
@@ -22,11 +21,13 @@ from jaxkern.pallas.attention.gradient_blocks import (
     slopes,
     store,
     sum_of,
+    two_products,
     visible,
     walk_heads,
     weights,
     zeros,
 )
+from jaxkern.pallas.attention.keys_share import Share
 from jaxkern.pallas.attention.pairs import (
     BY_COLUMN,
     BY_ROW,
@@ -36,16 +37,11 @@ from jaxkern.pallas.attention.pairs import (
 )
 from jaxkern.pallas.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.wgmma import (
-    WGMMA,
     finished_sum,
     issue_sum,
     opaque,
     set_sum,
 )
-
-PAUSE = False
-OPAQUE = True
-EARLY = False
 
 
 def keys_kernel(
@@ -72,51 +68,35 @@ def keys_kernel(
     whole: int,
     in_turn: bool = False,
 ):
-    """dk and dv of KEYS keys, 64 in each consumer.
-
-    Programs behind the first `whole` are halves: of 64 keys, which both consumers hold,
-    each for half of the heads. Their sums are added at the end.
+    """dk and dv of KEYS keys, 64 in each consumer; behind the first `whole` programs of
+    half of them, as Share has it.
 
     `in_turn`: dP is computed when P has been rounded and dv added to, as registers have
     no room for both. P is then scaled as in wide_keys_kernel.
     """
-    k_smem, v_smem, q_smem, dout_smem, lse2_smem, delta_smem, bias_smem = buffers[:7]
-    ready, full, free, pause = barriers[:4]
+    k_smem, v_smem, q_smem, dout_smem, lse2_smem, delta_smem = buffers[:6]
+    bias_smem, sum_smem = buffers[6:]
+    ready, full, free, written, read = barriers
     stages, block_q, _ = q_smem.shape
     me = lax.axis_index("warpgroup")
-    program = lax.axis_index("program")
-    halves = len(barriers) > 4
-    half, which = False, 0
-    if halves:
-        half, which = program >= whole, lax.rem(lax.max(program - whole, 0), 2)
-        program = jnp.where(half, whole + lax.div(program - whole, 2), program)
-    batch, kv_head, block = place_keys(program, c)
+    share = Share(lax.axis_index("program"), whole, sum_smem is not None, c)
+    batch, kv_head, block = share.batch, share.kv_head, share.block
 
-    def of(full, half_value):
-        return jnp.where(half, half_value, full) if halves else full
-
-    def row_of(consumer):
-        return (block * CONSUMERS + of(consumer, which)) * ROWS
-
-    def blocks_of(consumer):
+    def blocks_of(part):
         at = batch, block, lengths_ref, offset_ref, bounds_ref
-        return query_blocks(*at, c, KEYS, block_q, consumer)
+        return query_blocks(*at, c, KEYS, block_q, part)
 
     blocks = blocks_of(None)
-    if halves:
-        blocks = tuple(map(of, blocks, blocks_of(which)))
+    if share.halves:
+        blocks = tuple(map(share.either, blocks, blocks_of(share.which)))
     first, _, _, last = blocks
     count = last - first
-    members = of(c.group, c.group // 2)
-
-    def head_of(lane, member):
-        return kv_head * c.group + of(0, lane * (c.group // 2)) + member
 
     @pl.when(me == CONSUMERS)
     def load():
         plgpu.set_max_registers(24, action="decrease")
         for w in range(CONSUMERS):
-            rows = pl.ds(row_of(w), ROWS)
+            rows = pl.ds(share.row(w), ROWS)
             for source, target in ((k_ref, k_smem), (v_ref, v_smem)):
                 plgpu.copy_gmem_to_smem(
                     source.at[batch, rows, kv_head], target.at[w], ready.at[w]
@@ -124,8 +104,8 @@ def keys_kernel(
 
         def step(i, _):
             slot = lax.rem(i, jnp.int32(stages))
-            j = of(i, lax.div(i, 2))  # halves: one block for each consumer by turns
-            head = head_of(lax.rem(i, 2), lax.div(j, count))
+            whose, j = share.from_ring(i)
+            head = share.head(whose, lax.div(j, count))
             rows = pl.ds((first + lax.rem(j, count)) * block_q, block_q)
             plgpu.barrier_wait(free.at[slot])
             for source, target in ((q_ref, q_smem), (dout_ref, dout_smem)):
@@ -156,7 +136,7 @@ def keys_kernel(
             plgpu.barrier_arrive(free.at[slot])
         plgpu.barrier_wait(ready.at[me])
         offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
-        row = row_of(me)
+        row = share.row(me)
         kv_ids = None
         if kv_ids_ref is not None:
             ids = kv_ids_ref.at[batch, pl.ds(row, ROWS)]
@@ -164,7 +144,7 @@ def keys_kernel(
 
         def weights_of(s, lse2, slot, j, masked, member):
             seen = bias = None
-            query, n = j * block_q, head_of(me, member)
+            query, n = j * block_q, share.head(me, member)
             if bias_smem is not None:
                 bias = copied_bias(bias_smem.at[slot, me], turned=True)
             elif bias_ref is not None:
@@ -175,16 +155,8 @@ def keys_kernel(
             return weights(s, bias, by_column(lse2, s.shape), seen, c)
 
         def slot_of(member, j):
-            i = member * count + j - first
-            return lax.rem(of(i, 2 * i + me), jnp.int32(stages))
-
-        def release(slot):
-            plgpu.barrier_arrive(free.at[slot])
-            if halves:  # the other does not read it
-
-                @pl.when(half)
-                def for_the_other():
-                    plgpu.barrier_arrive(free.at[slot])
+            i = share.in_ring(me, member * count + j - first)
+            return lax.rem(i, jnp.int32(stages))
 
         def step(j, sums, masked, member):
             slot = slot_of(member, j)
@@ -194,48 +166,20 @@ def keys_kernel(
             lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
             delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
 
-            def all_products(s_acc, dp_acc, dv_acc, dk_acc):
-                dv, dk = sums
-                plgpu.wgmma(s_acc, k_smem.at[me], q.transpose((1, 0)))
-                plgpu.wgmma(dp_acc, v_smem.at[me], dout.transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                p, bent = weights_of(s, lse2, slot, j, masked, member)
-                plgpu.barrier_arrive(pause.at[me])
-                plgpu.barrier_wait(pause.at[me])
-                dv_acc[...] = dv
-                plgpu.wgmma(dv_acc, p.astype(q_ref.dtype), dout)
-                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                ds = slopes(p, dp, by_column(delta, dp.shape), bent)
-                dk_acc[...] = dk
-                plgpu.wgmma(dk_acc, ds.astype(q_ref.dtype), q)
-                return [dv_acc[...], dk_acc[...]]
-
-            if EARLY:
-                square = sum_of((ROWS, block_q))
-                sums = pl.run_scoped(all_products, square, square, sum_of(sums[0].shape), sum_of(sums[1].shape))
-                release(slot)
-                return sums
-
-            held = opaque(jnp.int32(me)) if OPAQUE else me
-
-            def products(s_acc, dp_acc):
-                plgpu.wgmma(s_acc, k_smem.at[held], q.transpose((1, 0)))
-                plgpu.wgmma(dp_acc, v_smem.at[held], dout.transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                p, bent = weights_of(s, lse2, slot, j, masked, member)
-                if PAUSE:
-                    plgpu.barrier_arrive(pause.at[me])
-                    plgpu.barrier_wait(pause.at[me])
-                return p, bent, dp_acc[...]
-
-            square = sum_of((ROWS, block_q))
-            p, bent, dp = pl.run_scoped(products, square, square)
+            held = opaque(jnp.int32(me))  # no descriptors that would be spilled
+            s, dp = two_products(
+                k_smem.at[held],
+                q.transpose((1, 0)),
+                v_smem.at[held],
+                dout.transpose((1, 0)),
+            )
+            p, bent = weights_of(s, lse2, slot, j, masked, member)
             ds = slopes(p, dp, by_column(delta, dp.shape), bent)
             dtype = q_ref.dtype
             sums = accumulated(
                 sums, [(p.astype(dtype), dout), (ds.astype(dtype), q)], interpret
             )
-            release(slot)
+            share.release(free.at[slot])
             return sums
 
         def step_in_turn(j, carry, masked, member):
@@ -268,7 +212,7 @@ def keys_kernel(
             )
 
             @pl.when(i > 0)
-            def release():
+            def release_before():
                 plgpu.barrier_arrive(free.at[slot_before])
 
             (dv,) = accumulated([dv], [(p, dout)], interpret)
@@ -279,34 +223,11 @@ def keys_kernel(
         def skip(j, _, member):
             slot = slot_of(member, j)
             plgpu.barrier_wait(full.at[slot])
-            release(slot)
+            share.release(free.at[slot])
 
         def walk_all(step, carry, part=None):
             at = blocks, lengths_ref, bounds_ref, c, KEYS
-            return walk_heads(step, carry, *at, members, part, skip)
-
-        def of_both(dv, dk):
-            """Sums of both halves of the heads, in the first consumer."""
-            sum_smem, (written, read) = buffers[7], barriers[4:]
-
-            @pl.when(jnp.logical_and(half, me > 0))
-            def give():
-                sum_smem.at[:, pl.ds(0, c.hv)][...] = dv
-                plgpu.barrier_arrive(written)
-                plgpu.barrier_wait(read)
-                sum_smem.at[:, pl.ds(0, c.h)][...] = dk
-                plgpu.barrier_arrive(written)
-
-            def take(_, sums):
-                dv, dk = sums
-                plgpu.barrier_wait(written)
-                dv = dv + plgpu.load(sum_smem.at[:, pl.ds(0, c.hv)], layout=WGMMA)
-                plgpu.barrier_arrive(read)
-                plgpu.barrier_wait(written)
-                return dv, dk + plgpu.load(sum_smem.at[:, pl.ds(0, c.h)], layout=WGMMA)
-
-            takes = jnp.logical_and(half, me == 0).astype(jnp.int32)
-            return lax.fori_loop(0, takes, take, (dv, dk))
+            return walk_heads(step, carry, *at, share.members, part, skip)
 
         start = [zeros((ROWS, c.hv)), zeros((ROWS, c.h))]
         if in_turn:
@@ -325,12 +246,11 @@ def keys_kernel(
                 lax.max(visits - 1, jnp.int32(0)), visits, last_block, dk
             )
         else:
-            part = inside(blocks, blocks_of(of(me, which)))
-            dv, dk = walk_all(step, start, part)
-        if halves:
-            dv, dk = of_both(dv, dk)
+            part = inside(blocks, blocks_of(share.part(me)))
+            sums = walk_all(step, start, part)
+            dv, dk = share.summed(me, sums, sum_smem, written, read)
 
-        @pl.when(jnp.logical_not(jnp.logical_and(half, me > 0)))
+        @pl.when(share.stores(me))
         def results():
             mine = batch, pl.ds(row, ROWS), kv_head
             store(dk * dscale(c), k_smem.at[me], dk_ref.at[mine])
