@@ -117,8 +117,7 @@ def attention_bwd(
     """(dq, dk, dv, dS, dsinks); `interpret` runs the kernels on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)  # and block_q
-    queries = queries_scratch(c, query.dtype, bias, wanted[3])
-    apart = wanted[0] and queries[3]
+    apart = wanted[0] and bias is None and c.h + c.hv <= NARROW
     if apart:  # the kernel that holds queries adds rowsum(dout out)
         lse2, delta = laid_out(lse, -dlse, c.blocks * c.block_q)
     else:
@@ -181,7 +180,9 @@ def attention_bwd(
         if wanted[3]:
             shape = c.b, c.n, q.shape[1], -(-c.s // BLOCK) * BLOCK
             slopes = jax.ShapeDtypeStruct(shape, bias.dtype)
-        buffers, barriers, copied, _ = queries
+        buffers, barriers, copied = queries_scratch(
+            c, query.dtype, bias, wanted[3], apart
+        )
         dq, slopes, summed = launch(
             queries_kernel,
             kernel_name("attention_bwd_queries", queries=c.block_q, keys=BLOCK),

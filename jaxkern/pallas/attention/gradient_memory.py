@@ -94,16 +94,14 @@ def keys_scratch(
     )
 
 
-def queries_scratch(c: Problem, dtype, bias: Any, want_slopes: bool):
+def queries_scratch(c: Problem, dtype, bias: Any, want_slopes: bool, apart: bool):
     """As keys_scratch. What is wide has one stage of values, or of both.
 
-    What is narrow and without a bias has buffers of its own for `out` and dq.
+    `apart`: with buffers of their own for `out` and dq.
     """
     size = pair_bytes(bias)
     tile = c.block_q * BLOCK
     narrow = c.h + c.hv <= NARROW
-    unbiased = bias is None
-    apart = narrow and unbiased
     used = 2 * c.block_q * (c.h + c.hv) * (1 + apart)
     used += tile * bias.dtype.itemsize if want_slopes else 0
     rings = [(size > 0, n, n) for n in ((4, 3, 2) if narrow else (2,))]
@@ -137,4 +135,4 @@ def queries_scratch(c: Problem, dtype, bias: Any, want_slopes: bool):
             slots(v_stages, beside),
             slots(v_stages, CONSUMERS),
         )
-    return buffers, (*of_queries, *rings), copied, apart
+    return buffers, (*of_queries, *rings), copied
