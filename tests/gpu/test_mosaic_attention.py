@@ -219,7 +219,7 @@ def test_a_nan_stays_visible_in_gradients():
     assert jnp.isnan(dq[0, 7]).all() and jnp.isfinite(dq[0, 8:]).all()
 
 
-def test_the_same_gradients_every_time():
+def test_the_same_gradients_of_a_window_every_time():
     q, k, v = operands(10, 300, 900, 2, 4, 128)
 
     def loss(*x):
