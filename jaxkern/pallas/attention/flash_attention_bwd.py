@@ -178,6 +178,7 @@ def attention_bwd(
     dq = dk = dv = slopes = dsinks = None
     if wanted[0] or wanted[3]:
         if wanted[3]:
+            assert bias is not None  # whose gradient they are
             shape = c.b, c.n, q.shape[1], -(-c.s // BLOCK) * BLOCK
             slopes = jax.ShapeDtypeStruct(shape, bias.dtype)
         buffers, barriers, copied = queries_scratch(
