@@ -159,6 +159,12 @@ def test_long_sequences():
     check(q, k, v, causal=True, window=1000)
 
 
+@pytest.mark.parametrize("h", [64, 128])
+def test_windows_of_many_programs(h):
+    """More blocks of keys than multiprocessors, the last of them in halves."""
+    check(*operands(10, 300, 900, 2, 4, h), causal=True, window=200)
+
+
 def test_64k_tokens():
     check_64k_tokens("auto")
 
@@ -200,6 +206,18 @@ def test_a_nan_stays_visible_in_gradients():
 
     dq = jax.jit(jax.grad(loss))(q.at[0, 7].set(jnp.nan))
     assert jnp.isnan(dq[0, 7]).all() and jnp.isfinite(dq[0, 8:]).all()
+
+
+def test_the_same_gradients_of_a_window_every_time():
+    q, k, v = operands(10, 300, 900, 2, 4, 128)
+
+    def loss(*x):
+        return attend(*x, causal=True, window=200).astype(jnp.float32).sum()
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2)))
+    first = run(q, k, v)
+    for _ in range(20):
+        assert all((x == y).all() for x, y in zip(run(q, k, v), first, strict=True))
 
 
 def test_the_same_bits_every_time():

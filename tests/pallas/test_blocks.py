@@ -128,3 +128,27 @@ def test_of_keys_and_of_queries(name):
     some, all_of = some.swapaxes(1, 2), all_of.swapaxes(1, 2)
     found = visited(of_queries, some.shape[1], bounds, *places, c)
     check(found, some, all_of, 0, spare)
+
+
+@pytest.mark.parametrize("name", ["causal_offsets", "window", "lengths_causal"])
+@pytest.mark.parametrize("consumer", [0, 1])
+def test_of_consumers(name, consumer):
+    """Of 64 rows of the 128 of a program."""
+    given = CASES[name]
+    q, k = (jax.ShapeDtypeStruct((B, n, 1, 64), jnp.bfloat16) for n in (T, S))
+    options = given.get("causal", False), given.get("window"), None
+    c = problem(q, k, k, None, 1.0, *options)
+    c = dataclasses.replace(c, consumers=2, block_k=COLUMNS)
+    places = given.get("lengths"), given.get("offsets")
+    some, all_of = in_blocks(seen(**given), ROWS, COLUMNS)
+    some, all_of = some[:, consumer::2], all_of[:, consumer::2]
+    of_keys = functools.partial(key_blocks, consumer=consumer)
+    found = visited(of_keys, some.shape[1], None, *places, c)
+    check(found, some, all_of, 1, 0)
+    some, all_of = in_blocks(seen(**given), COLUMNS, ROWS)
+    some, all_of = (x.swapaxes(1, 2)[:, consumer::2] for x in (some, all_of))
+    of_queries = functools.partial(
+        query_blocks, keys=2 * ROWS, rows=COLUMNS, part=consumer
+    )
+    found = visited(of_queries, some.shape[1], None, *places, c)
+    check(found, some, all_of, 0, 0)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkern import attention, backend
 from jaxkern.pallas.attention import flash_attention_bwd as hopper
-from jaxkern.pallas.attention import joint_bwd
+from jaxkern.pallas.attention import gradient_memory, joint_bwd
 from jaxkern.primitives.attention.attention import (
     attention_bwd_reference,
     attention_reference,
@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         softcap=3.0,
         sinks=jnp.array([0.5, -2.0]),
     ),
+    "window": dict(causal=True, window=70),
     "mask": dict(mask=jnp.asarray(BITS)),
     "bias": dict(bias=jnp.asarray(np.where(BITS, BIAS, -np.inf)), causal=True),
     "bias_of_keys": dict(bias=jnp.asarray(BIAS[:1, :, :1]), softcap=2.0),
@@ -63,6 +64,13 @@ def test_gradients_of_one_block():
 @pytest.mark.parametrize("h, hv", [(64, 64), (128, 96), (192, 128), (256, 256)])
 def test_gradients(name, h, hv):
     check(hopper.attention_bwd, name, h, hv)
+
+
+@pytest.mark.full
+def test_programs_of_many_tiles_and_of_half_as_many_keys(monkeypatch):
+    for module in (hopper, gradient_memory):
+        monkeypatch.setattr(module, "num_sms", lambda: 5)
+    check(hopper.attention_bwd, "window", 128, 128, sizes=(1, 280, 330, 2, 2))
 
 
 @pytest.mark.full

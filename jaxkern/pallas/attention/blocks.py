@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.pallas.attention.problem import Problem
+from jaxkern.pallas.attention.problem import ROWS, Problem
 
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 
@@ -18,7 +18,8 @@ def place(index: Any, c: Problem, taken_in_turn: bool = False) -> tuple[Any, Any
     between sections: every other one begins with its shortest, not the last one.
     """
     heads = c.b * c.n * c.parts
-    cached = max(1, CACHED_BYTES // (2 * c.s * (c.h + c.hv))) * c.group
+    rows = c.s if c.window is None else min(c.s, c.window + c.block_q)
+    cached = max(1, CACHED_BYTES // (2 * rows * (c.h + c.hv))) * c.group
     section = min(cached, heads)
     part = lax.div(index, section * c.blocks)
     within = lax.rem(index, section * c.blocks)
@@ -46,20 +47,25 @@ def position_and_length(batch, lengths_ref, offset_ref, c: Problem):
     return offset, length
 
 
-def key_blocks(batch, block, lengths_ref, offset_ref, bounds_ref, c: Problem):
+def key_blocks(
+    batch, block, lengths_ref, offset_ref, bounds_ref, c: Problem, consumer=None
+):
     """The blocks to visit: [first, last), of these [whole, whole_end) without a mask.
 
     At least one: a tile that sees nothing visits a block of which all is masked.
+    `consumer`: those of its queries alone.
     """
     offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
     start, stop, whole_start, whole_stop = 0, length, 0, length
-    position = block * c.block_q + offset
+    position, rows = block * c.block_q + offset, c.block_q
+    if consumer is not None:
+        position, rows = position + consumer * ROWS, ROWS
     if c.causal:
-        stop = lax.min(length, position + c.block_q)
+        stop = lax.min(length, position + rows)
         whole_stop = lax.min(length, position + 1)
     if c.window is not None:
         start = position - c.window + 1
-        whole_start = position + c.block_q - c.window
+        whole_start = position + rows - c.window
 
     def blocks(row, round_up=0):
         row = lax.max(jnp.int32(0), jnp.int32(row)) + round_up * (c.block_k - 1)

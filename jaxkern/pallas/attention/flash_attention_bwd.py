@@ -14,6 +14,7 @@ not hold all of that: the consumers of the first kernel compute dP when P has be
 and above those of 192 and 128 they share 64 keys.
 
 The second kernel writes dS where the gradient of a bias asks for it, each block once.
+Where it has room for `out` it runs first and sums delta too, for both.
 """
 
 import dataclasses
@@ -35,23 +36,26 @@ from jaxkern.pallas.attention.gradient_blocks import (
     CONSUMERS,
     KEYS,
     NARROW,
-    P_SLOTS,
     SHIFT,
-    STAGES,
+)
+from jaxkern.pallas.attention.gradient_memory import (
+    HALVES_STAGES,
+    keys_plan,
+    keys_scratch,
+    queries_scratch,
+    whole_programs,
 )
 from jaxkern.pallas.attention.keys_kernel import keys_kernel
 from jaxkern.pallas.attention.pairs import (
-    bias_tiles,
     inside_both,
     mask_words,
     pair_bytes,
     whole_blocks,
     word_bounds,
 )
-from jaxkern.pallas.attention.problem import ROWS, WIDTH, Problem, problem
+from jaxkern.pallas.attention.problem import ROWS, SHORT, WIDTH, problem
 from jaxkern.pallas.attention.queries_kernel import queries_kernel
-from jaxkern.pallas.attention.rows import rows_of, sinks_gradient
-from jaxkern.pallas.attention.wgmma import tiled
+from jaxkern.pallas.attention.rows import laid_out, rows_of, sinks_gradient
 from jaxkern.pallas.attention.wide_keys_kernel import wide_keys_kernel
 from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attention import without_rest
@@ -60,9 +64,8 @@ from jaxkern.triton.attention.flash_attention import (
     with_bias_gradient,
 )
 from jaxkern.triton.attention.flash_attention import slower as slower_than_xla
-from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 
-SHARED_BYTES = 232_448 - 2048  # of a program; the rest is for barriers
 FASTER = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton
 MEASURED = 128  # queries of the shortest sequence that was measured
 
@@ -85,100 +88,6 @@ def slower_bwd(query: Any, key: Any, value: Any, **_: Any) -> str | None:
     if query.shape[1] < MEASURED:
         return f"fewer than {MEASURED} queries were not measured"
     return slower_than_xla(query, key, value)
-
-
-def matrix(dtype, block: int, *shape: int):
-    """Shared memory of 16 bits; `block` is the least number of rows contracted over."""
-    transforms = tiled(block, shape[-1], contract_rows=True)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def slots(stages: int, arrivals: int):
-    return plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)
-
-
-def keys_plan(h: int, hv: int, bias_bytes: int) -> dict[str, int]:
-    """KEYS of a program, BLOCK_Q walked over, STAGES of them; by what fits.
-
-    dk and dv of 64 keys take (h + hv) / 2 registers of a consumer, S and dP of a block
-    32 each. With 64 keys a program the consumers share them.
-    """
-    more = NARROW < h + hv <= 320 and not bias_bytes
-    keys = KEYS if h + hv <= 320 else ROWS
-    return dict(KEYS=keys, BLOCK_Q=BLOCK, STAGES=STAGES + more)
-
-
-def keys_scratch(c: Problem, dtype, bias, KEYS: int, BLOCK_Q: int, STAGES: int):
-    """(buffers, barriers, whether the bias comes through shared memory)."""
-    wide = KEYS == ROWS
-    ring = STAGES, BLOCK_Q
-    held = (ROWS,) if wide else (CONSUMERS, ROWS)
-    used = 2 * (KEYS + STAGES * BLOCK_Q) * (c.h + c.hv) + 8 * STAGES * BLOCK_Q
-    used += 2 * P_SLOTS * KEYS * BLOCK_Q if wide else 0
-    tile = STAGES * BLOCK_Q * KEYS * pair_bytes(bias)
-    copied = 0 < tile <= SHARED_BYTES - used
-    buffers = [
-        matrix(dtype, BLOCK_Q, *held, c.h),
-        matrix(dtype, BLOCK_Q, *held, c.hv),
-        matrix(dtype, BLOCK_Q, *ring, c.h),
-        matrix(dtype, BLOCK_Q, *ring, c.hv),
-        plgpu.SMEM(ring, jnp.float32),
-        plgpu.SMEM(ring, jnp.float32),
-    ]
-    consumers = () if wide else (CONSUMERS,)
-    tiles = None
-    if copied:
-        tiles = bias_tiles(bias.dtype, STAGES, *consumers, BLOCK_Q, ROWS)
-    if not wide:
-        copies = 4 + CONSUMERS * copied
-        full, free = slots(STAGES, copies), slots(STAGES, CONSUMERS)
-        return (*buffers, tiles), (slots(CONSUMERS, 2), full, free), copied
-    exchanged = bias_tiles(jnp.dtype(jnp.float16), P_SLOTS, ROWS, BLOCK_Q)
-    free, one = slots(STAGES, CONSUMERS), slots(P_SLOTS, 1)
-    rings = slots(STAGES, 2 + copied), free, slots(STAGES, 2), free, one, one
-    return (
-        (*buffers, exchanged, tiles),
-        (slots(CONSUMERS, 1), *rings, plgpu.Barrier()),
-        copied,
-    )
-
-
-def queries_scratch(c: Problem, dtype, bias, want_slopes: bool):
-    """As keys_scratch. What is wide has one stage of values, or of both."""
-    size = pair_bytes(bias)
-    tile = c.block_q * BLOCK
-    used = 2 * c.block_q * (c.h + c.hv)
-    used += tile * bias.dtype.itemsize if want_slopes else 0
-    for copied, k_stages, v_stages in (
-        (size > 0, 2, 2),
-        (size > 0, 2, 1),
-        (size > 0, 1, 1),
-        (False, 1, 1),
-    ):
-        ring = 2 * BLOCK * (k_stages * c.h + v_stages * c.hv)
-        ring += v_stages * tile * size if copied else 0
-        if used + ring <= SHARED_BYTES:
-            break
-    pair = CONSUMERS, ROWS
-    buffers = (
-        matrix(dtype, BLOCK, *pair, c.h),
-        matrix(dtype, BLOCK, *pair, c.hv),
-        matrix(dtype, BLOCK, k_stages, BLOCK, c.h),
-        matrix(dtype, BLOCK, v_stages, BLOCK, c.hv),
-        bias_tiles(bias.dtype, v_stages, *pair, BLOCK) if copied else None,
-        bias_tiles(bias.dtype, *pair, BLOCK) if want_slopes else None,
-    )
-    beside = 1 + CONSUMERS * copied  # copies of values and of the bias
-    if k_stages == v_stages:  # one ring: they come and go with the keys
-        rings = slots(k_stages, 1 + beside), slots(k_stages, CONSUMERS), None, None
-    else:
-        rings = (
-            slots(k_stages, 1),
-            slots(k_stages, CONSUMERS),
-            slots(v_stages, beside),
-            slots(v_stages, CONSUMERS),
-        )
-    return buffers, (slots(CONSUMERS, 2), *rings), copied
 
 
 @with_bias_gradient
@@ -207,9 +116,17 @@ def attention_bwd(
 ):
     """(dq, dk, dv, dS, dsinks); `interpret` runs the kernels on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
-    # With block_q = CONSUMERS * ROWS and one tile a program.
-    c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
-    lse2, delta = rows_of(c, out, lse, dout, dlse, interpret)
+    c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)  # and block_q
+    apart = wanted[0] and bias is None and c.h + c.hv <= NARROW
+    if apart:  # the kernel that holds queries adds rowsum(dout out)
+        lse2, delta = laid_out(lse, -dlse, c.blocks * c.block_q)
+    else:
+        lse2, delta = rows_of(c, out, lse, dout, dlse, interpret)
+    # Tiles of lengths that are known can be dealt; few tiles of long ones cannot.
+    known = mask is None and q_segment_ids is None and kv_lengths is None
+    several = apart and known and (not causal or min(c.s, window or c.s) <= SHORT)
+    programs = min(c.tiles, num_sms()) if several else c.tiles
+    c = dataclasses.replace(c, programs=programs)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
     operands = (
@@ -242,7 +159,7 @@ def attention_bwd(
             )
         return own_bias, words, bounds
 
-    def launch(kernel, name, like, programs, buffers, barriers, lse2, pairs):
+    def launch(kernel, name, like, programs, buffers, barriers, pairs, *operands):
         return plgpu.kernel(
             functools.partial(kernel, c=c, interpret=interpret),
             out_type=tuple(
@@ -256,9 +173,34 @@ def attention_bwd(
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands, lse2, delta, *ids, *pairs, int32(kv_lengths), int32(q_offset))
+        )(*operands, *ids, *pairs, int32(kv_lengths), int32(q_offset))
 
     dq = dk = dv = slopes = dsinks = None
+    if wanted[0] or wanted[3]:
+        if wanted[3]:
+            assert bias is not None  # whose gradient they are
+            shape = c.b, c.n, q.shape[1], -(-c.s // BLOCK) * BLOCK
+            slopes = jax.ShapeDtypeStruct(shape, bias.dtype)
+        buffers, barriers, copied = queries_scratch(
+            c, query.dtype, bias, wanted[3], apart
+        )
+        dq, slopes, summed = launch(
+            queries_kernel,
+            kernel_name("attention_bwd_queries", queries=c.block_q, keys=BLOCK),
+            (q, slopes, delta if apart else None),
+            c.programs,
+            buffers,
+            barriers,
+            pairs(c.block_q, BLOCK, False, copied),
+            copyable(out, ROWS) if apart else None,
+            *operands,
+            lse2,
+            delta,
+        )
+        delta = summed if apart else delta
+        dq = dq[:, : c.t]
+        if slopes is not None:
+            slopes = slopes[:, :, : c.t, : c.s]
     if wanted[1] or wanted[2]:
         found = tuned(
             "hopper_flash_attention_bwd_keys",
@@ -266,42 +208,33 @@ def attention_bwd(
             query.dtype,
             keys_plan(c.h, c.hv, pair_bytes(bias)),
         )
-        buffers, barriers, copied = keys_scratch(c, query.dtype, bias, **found)
         keys, block = found["KEYS"], found["BLOCK_Q"]
         shared, in_turn = keys == ROWS, c.h + c.hv > NARROW
+        programs = whole = -(-c.s // keys) * c.b * (c.n // c.group)
+        if not (shared or in_turn or bias is not None):
+            whole = whole_programs(c, programs)
+        if whole < programs:
+            found["STAGES"] = HALVES_STAGES
+        buffers, barriers, copied = keys_scratch(
+            c, query.dtype, bias, whole < programs, **found
+        )
         dk, dv = launch(
             wide_keys_kernel
             if shared
-            else functools.partial(keys_kernel, in_turn=in_turn),
+            else functools.partial(keys_kernel, whole=whole, in_turn=in_turn),
             kernel_name(
                 "attention_bwd_keys", keys=keys, queries=block, stages=found["STAGES"]
             ),
             (k, v),
-            -(-c.s // keys) * c.b * (c.n // c.group),
+            2 * programs - whole,
             buffers,
             barriers,
-            lse2 - SHIFT if shared or in_turn else lse2,
             pairs(keys, block, True, copied),
+            *operands,
+            lse2 - SHIFT if shared or in_turn else lse2,
+            delta,
         )
         dk, dv = dk[:, : c.s], dv[:, : c.s]
-    if wanted[0] or wanted[3]:
-        if wanted[3]:
-            shape = c.b, c.n, q.shape[1], -(-c.s // BLOCK) * BLOCK
-            slopes = jax.ShapeDtypeStruct(shape, bias.dtype)
-        buffers, barriers, copied = queries_scratch(c, query.dtype, bias, wanted[3])
-        dq, slopes = launch(
-            queries_kernel,
-            kernel_name("attention_bwd_queries", queries=c.block_q, keys=BLOCK),
-            (q, slopes),
-            c.tiles,
-            buffers,
-            barriers,
-            lse2,
-            pairs(c.block_q, BLOCK, False, copied),
-        )
-        dq = dq[:, : c.t]
-        if slopes is not None:
-            slopes = slopes[:, :, : c.t, : c.s]
     if wanted[4]:
         dsinks = sinks_gradient(sinks, lse2, delta)
     return dq, dk, dv, slopes, dsinks

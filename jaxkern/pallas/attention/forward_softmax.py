@@ -4,16 +4,16 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import llvm
 
 from jaxkern.pallas.attention.blocks import position_and_length
 from jaxkern.pallas.attention.forward_tiles import Operands, Tile
+from jaxkern.pallas.attention.masks import FAR, of_thread, up_to
 from jaxkern.pallas.attention.pairs import (
     BY_COLUMN,
     BY_ROW,
@@ -23,9 +23,8 @@ from jaxkern.pallas.attention.pairs import (
     is_set,
 )
 from jaxkern.pallas.attention.problem import ROWS, Problem
-from jaxkern.pallas.attention.wgmma import WGMMA, by_row
+from jaxkern.pallas.attention.wgmma import by_row
 
-FAR = 2**30  # no column is as far
 GROWN = 8.0  # in powers of 2: weights up to that are as exact in 16 bits
 
 
@@ -47,11 +46,6 @@ def fading(top, higher, infinite):
 
 def scaled(x, factor):
     return x * by_row(factor, x.shape)
-
-
-def of_thread(rows):
-    """What a thread holds of an array with a number for each row: two numbers."""
-    return [vector.extract(x, [], [0]) for x in rows.registers.ravel()]
 
 
 def any_grew(top, higher, interpret):
@@ -83,41 +77,6 @@ def by_eighth(x):
     """[rows, 8]: sums of every eighth column, of which a thread has all it needs."""
     parts = (x[:, at : at + 8] for at in range(0, x.shape[1], 8))
     return functools.reduce(lax.add, parts)
-
-
-def up_to(last, shape, interpret, beyond=False):
-    """Whether the number of a column is at most `last` of its row, or is `beyond` it.
-
-    Numbers of columns are constants here. As an array they would not change from tile
-    to tile, so that the compiler would keep them, and in memory.
-    """
-    if interpret:
-        columns = lax.broadcasted_iota(jnp.int32, shape, 1)
-        last = by_row(last, shape)
-        return columns > last if beyond else columns <= last
-
-    def emit(_, last):
-        i1, i32 = (ir.IntegerType.get_signless(bits) for bits in (1, 32))
-        lane = arith.remui(mgpu.utils.thread_idx(), mgpu.c(4, i32))
-        first = arith.muli(lane, mgpu.c(2, i32))
-        halves = [arith.subi(x, first) for x in of_thread(last)]
-        layout = mgpu.WGMMA_LAYOUT
-        registers = np.empty(layout.registers_shape(shape), object)
-        order = arith.CmpIPredicate.slt if beyond else arith.CmpIPredicate.sge
-        pair = ir.VectorType.get((2,), i1)
-        for at in np.ndindex(registers.shape):
-            half = halves[sum(at[2:])]
-            seen = [
-                arith.cmpi(order, half, mgpu.c(8 * at[1] + i, i32)) for i in range(2)
-            ]
-            registers[at] = vector.from_elements(pair, seen)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=layout, _is_signed=False
-        )
-
-    seen = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bool_), WGMMA)
-    inline: Any = plgpu.inline_mgpu(arg_types=(BY_ROW,), return_type=seen)
-    return inline(emit)(last)
 
 
 class Logits:

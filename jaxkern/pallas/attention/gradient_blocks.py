@@ -1,6 +1,7 @@
 """Gradients of attention on Hopper: which blocks meet, P and dS, products."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.attention.blocks import CACHED_BYTES, position_and_length
-from jaxkern.pallas.attention.pairs import BY_COLUMN, LOG2_E, is_set
+from jaxkern.pallas.attention.masks import FAR, up_to
+from jaxkern.pallas.attention.pairs import BY_COLUMN, BY_ROW, LOG2_E, is_set
 from jaxkern.pallas.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.wgmma import (
     WGMMA,
@@ -37,7 +39,8 @@ def place_keys(index, c: Problem, keys: int = KEYS):
     """
     heads = c.b * (c.n // c.group)
     blocks = -(-c.s // keys)
-    cached = max(1, CACHED_BYTES // (2 * c.t * c.group * (c.h + c.hv)))
+    rows = c.t if c.window is None else min(c.t, c.window + keys)
+    cached = max(1, CACHED_BYTES // (2 * rows * c.group * (c.h + c.hv)))
     section = min(cached, heads)
     part = lax.div(index, jnp.int32(section * blocks))
     within = lax.rem(index, jnp.int32(section * blocks))
@@ -55,6 +58,12 @@ def in_order(first, whole, whole_end, last):
     return first, whole, lax.max(lax.min(whole_end, last), whole), last
 
 
+def inside(blocks, part):
+    """Of a program's blocks those that a consumer needs."""
+    first, _, _, last = blocks
+    return in_order(*(lax.min(lax.max(x, first), last) for x in part))
+
+
 def query_blocks(
     batch,
     block,
@@ -64,13 +73,16 @@ def query_blocks(
     c: Problem,
     keys: int = KEYS,
     rows: int = BLOCK,
+    part=None,
 ):
     """The blocks of `rows` queries that see some of the keys: [first, last).
 
-    Of these [whole, whole_end) see all keys of the block.
+    Of these [whole, whole_end) see all keys of the block. `part`: of 64 of them alone.
     """
     offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
     column = block * keys
+    if part is not None:
+        column, keys = column + part * ROWS, ROWS
     end = -(-c.t // rows) * rows  # rows behind t have no weights
     start, stop, whole_start, whole_stop = 0, end, 0, end
     if c.causal:
@@ -109,38 +121,69 @@ def walk(step, carry, blocks, begins: bool, ends: bool):
     return carry
 
 
-def walk_heads(step, carry, blocks, lengths_ref, bounds_ref, c: Problem, keys: int):
-    """step(j, carry, masked, member) for the queries of every head of the group."""
+def walk_part(step, skip, carry, blocks, part, **ends):
+    """As `walk` for the `part` of the blocks that a consumer needs; skip(j) others."""
+    (first, _, _, last), (begin, _, _, end) = blocks, part
+    lax.fori_loop(first, begin, skip, None)
+    carry = walk(step, carry, part, **ends)
+    lax.fori_loop(end, last, skip, None)
+    return carry
+
+
+def walk_heads(
+    step,
+    carry,
+    blocks,
+    lengths_ref,
+    bounds_ref,
+    c: Problem,
+    keys: int,
+    members=None,
+    part=None,
+    skip: Any = None,
+):
+    """step(j, carry, masked, member) for the queries of every head of the group.
+
+    `members`: of so many. `part` and `skip(j, None, member)` as in walk_part.
+    """
     ragged = lengths_ref is not None or c.s % keys != 0
     bounded = bounds_ref is not None
 
     def head(member, carry):
-        return walk(
-            functools.partial(step, member=member),
-            carry,
-            blocks,
+        of_head = functools.partial(step, member=member)
+        ends = dict(
             begins=c.causal or bounded,
             ends=ragged or c.window is not None or bounded,
         )
+        if part is None:
+            return walk(of_head, carry, blocks, **ends)
+        skipped = functools.partial(skip, member=member)
+        return walk_part(of_head, skipped, carry, blocks, part, **ends)
 
-    return lax.fori_loop(0, c.group, head, carry)
+    return lax.fori_loop(0, c.group if members is None else members, head, carry)
 
 
-def visible(shape, key_axis, first_key, first_query, offset, length, c: Problem):
+def visible(
+    shape, key_axis, first_key, first_query, offset, length, c: Problem, interpret
+):
     """Which pairs of a block see each other, segments and mask aside."""
-
-    def iota(axis):
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
-
-    keys = iota(key_axis)
-    seen = keys < length - first_key
-    ahead = keys - iota(1 - key_axis)
-    position = first_query + offset - first_key
-    if c.causal:
-        seen = jnp.logical_and(seen, ahead <= position)
-    if c.window is not None:
-        seen = jnp.logical_and(seen, ahead > position - c.window)
-    return seen
+    rows = plgpu.broadcasted_iota(jnp.int32, (shape[0],), 0, layout=BY_ROW)
+    first = first_query + offset - first_key  # position of a query less that of a key
+    if key_axis == 1:
+        last = rows + first if c.causal else rows + FAR
+        last = jnp.minimum(last, length - first_key - 1)
+        before = rows + first - (c.window or 0)
+        seen = up_to(last, shape, interpret)
+        if c.window is None:
+            return seen
+        return jnp.logical_and(seen, up_to(before, shape, interpret, beyond=True))
+    before = rows - first - 1 if c.causal else rows - FAR
+    before = jnp.where(rows < length - first_key, before, FAR)
+    seen = up_to(before, shape, interpret, beyond=True)
+    if c.window is None:
+        return seen
+    last = rows - first + c.window - 1
+    return jnp.logical_and(seen, up_to(last, shape, interpret))
 
 
 def same_ids(row_ids, column_ids_ref, shape):

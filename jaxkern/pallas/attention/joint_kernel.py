@@ -242,7 +242,9 @@ def joint_kernel(
                 lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
                 seen = None
                 if masked:
-                    seen = visible(s.shape, 0, row, j * BLOCK, offset, length, c)
+                    seen = visible(
+                        s.shape, 0, row, j * BLOCK, offset, length, c, interpret
+                    )
                     at = batch, kv_head, row, j * BLOCK
                     seen = shown(seen, kv_ids, q_ids_ref, None, *at)
                 p, _ = weights(s, None, by_column(lse2, s.shape), seen, c)

@@ -13,7 +13,7 @@ from jaxkern.pallas.attention.gradient_blocks import (
     accumulated,
     by_column,
     dscale,
-    place_keys,
+    inside,
     product,
     query_blocks,
     scaled_slopes,
@@ -27,6 +27,7 @@ from jaxkern.pallas.attention.gradient_blocks import (
     weights,
     zeros,
 )
+from jaxkern.pallas.attention.keys_share import Share
 from jaxkern.pallas.attention.pairs import (
     BY_COLUMN,
     BY_ROW,
@@ -35,7 +36,12 @@ from jaxkern.pallas.attention.pairs import (
     own,
 )
 from jaxkern.pallas.attention.problem import ROWS, Problem
-from jaxkern.pallas.attention.wgmma import finished_sum, issue_sum, opaque, set_sum
+from jaxkern.pallas.attention.wgmma import (
+    finished_sum,
+    issue_sum,
+    opaque,
+    set_sum,
+)
 
 
 def keys_kernel(
@@ -59,21 +65,30 @@ def keys_kernel(
     *,
     c: Problem,
     interpret: bool,
+    whole: int,
     in_turn: bool = False,
 ):
-    """dk and dv of KEYS keys, 64 in each consumer.
+    """dk and dv of KEYS keys, 64 in each consumer; behind the first `whole` programs of
+    half of them, as Share has it.
 
     `in_turn`: dP is computed when P has been rounded and dv added to, as registers have
     no room for both. P is then scaled as in wide_keys_kernel.
     """
-    k_smem, v_smem, q_smem, dout_smem, lse2_smem, delta_smem, bias_smem = buffers
-    ready, full, free = barriers
+    k_smem, v_smem, q_smem, dout_smem, lse2_smem, delta_smem = buffers[:6]
+    bias_smem, sum_smem = buffers[6:]
+    ready, full, free, written, read = barriers
     stages, block_q, _ = q_smem.shape
     me = lax.axis_index("warpgroup")
-    batch, kv_head, block = place_keys(lax.axis_index("program"), c)
-    blocks = query_blocks(
-        batch, block, lengths_ref, offset_ref, bounds_ref, c, KEYS, block_q
-    )
+    share = Share(lax.axis_index("program"), whole, sum_smem is not None, c)
+    batch, kv_head, block = share.batch, share.kv_head, share.block
+
+    def blocks_of(part):
+        at = batch, block, lengths_ref, offset_ref, bounds_ref
+        return query_blocks(*at, c, KEYS, block_q, part)
+
+    blocks = blocks_of(None)
+    if share.halves:
+        blocks = tuple(map(share.either, blocks, blocks_of(share.which)))
     first, _, _, last = blocks
     count = last - first
 
@@ -81,15 +96,16 @@ def keys_kernel(
     def load():
         plgpu.set_max_registers(24, action="decrease")
         for w in range(CONSUMERS):
-            rows = pl.ds((block * CONSUMERS + w) * ROWS, ROWS)
+            rows = pl.ds(share.row(w), ROWS)
             for source, target in ((k_ref, k_smem), (v_ref, v_smem)):
                 plgpu.copy_gmem_to_smem(
                     source.at[batch, rows, kv_head], target.at[w], ready.at[w]
                 )
 
-        def step(j, _):
-            head = kv_head * c.group + lax.div(j, count)
-            slot = lax.rem(j, jnp.int32(stages))
+        def step(i, _):
+            slot = lax.rem(i, jnp.int32(stages))
+            whose, j = share.from_ring(i)
+            head = share.head(whose, lax.div(j, count))
             rows = pl.ds((first + lax.rem(j, count)) * block_q, block_q)
             plgpu.barrier_wait(free.at[slot])
             for source, target in ((q_ref, q_smem), (dout_ref, dout_smem)):
@@ -120,7 +136,7 @@ def keys_kernel(
             plgpu.barrier_arrive(free.at[slot])
         plgpu.barrier_wait(ready.at[me])
         offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
-        row = (block * CONSUMERS + me) * ROWS
+        row = share.row(me)
         kv_ids = None
         if kv_ids_ref is not None:
             ids = kv_ids_ref.at[batch, pl.ds(row, ROWS)]
@@ -128,36 +144,42 @@ def keys_kernel(
 
         def weights_of(s, lse2, slot, j, masked, member):
             seen = bias = None
-            query, n = j * block_q, kv_head * c.group + member
+            query, n = j * block_q, share.head(me, member)
             if bias_smem is not None:
                 bias = copied_bias(bias_smem.at[slot, me], turned=True)
             elif bias_ref is not None:
                 bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
             if masked:
-                seen = visible(s.shape, 0, row, query, offset, length, c)
+                seen = visible(s.shape, 0, row, query, offset, length, c, interpret)
                 seen = shown(seen, kv_ids, q_ids_ref, words_ref, batch, n, row, query)
             return weights(s, bias, by_column(lse2, s.shape), seen, c)
 
+        def slot_of(member, j):
+            i = share.in_ring(me, member * count + j - first)
+            return lax.rem(i, jnp.int32(stages))
+
         def step(j, sums, masked, member):
-            slot = lax.rem(member * count + j - first, jnp.int32(stages))
+            slot = slot_of(member, j)
             plgpu.barrier_wait(full.at[slot])
             q, dout = q_smem.at[slot], dout_smem.at[slot]
             # Behind the products it would wait for each of these loads in turn.
             lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
             delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
+
+            held = opaque(jnp.int32(me))  # no descriptors that would be spilled
             s, dp = two_products(
-                k_smem.at[me],
+                k_smem.at[held],
                 q.transpose((1, 0)),
-                v_smem.at[me],
+                v_smem.at[held],
                 dout.transpose((1, 0)),
             )
             p, bent = weights_of(s, lse2, slot, j, masked, member)
-            ds = slopes(p, dp, by_column(delta, s.shape), bent)
+            ds = slopes(p, dp, by_column(delta, dp.shape), bent)
             dtype = q_ref.dtype
             sums = accumulated(
                 sums, [(p.astype(dtype), dout), (ds.astype(dtype), q)], interpret
             )
-            plgpu.barrier_arrive(free.at[slot])
+            share.release(free.at[slot])
             return sums
 
         def step_in_turn(j, carry, masked, member):
@@ -190,7 +212,7 @@ def keys_kernel(
             )
 
             @pl.when(i > 0)
-            def release():
+            def release_before():
                 plgpu.barrier_arrive(free.at[slot_before])
 
             (dv,) = accumulated([dv], [(p, dout)], interpret)
@@ -198,8 +220,14 @@ def keys_kernel(
             delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
             return dv, dk, scaled_slopes(curve, dp, delta).astype(q_ref.dtype)
 
-        def walk_all(step, carry):
-            return walk_heads(step, carry, blocks, lengths_ref, bounds_ref, c, KEYS)
+        def skip(j, _, member):
+            slot = slot_of(member, j)
+            plgpu.barrier_wait(full.at[slot])
+            share.release(free.at[slot])
+
+        def walk_all(step, carry, part=None):
+            at = blocks, lengths_ref, bounds_ref, c, KEYS
+            return walk_heads(step, carry, *at, share.members, part, skip)
 
         start = [zeros((ROWS, c.hv)), zeros((ROWS, c.h))]
         if in_turn:
@@ -218,8 +246,13 @@ def keys_kernel(
                 lax.max(visits - 1, jnp.int32(0)), visits, last_block, dk
             )
         else:
-            dv, dk = walk_all(step, start)
-        mine = batch, pl.ds(row, ROWS), kv_head
-        store(dk * dscale(c), k_smem.at[me], dk_ref.at[mine])
-        store(dv, v_smem.at[me], dv_ref.at[mine])
-        plgpu.wait_smem_to_gmem(0)
+            part = inside(blocks, blocks_of(share.part(me)))
+            sums = walk_all(step, start, part)
+            dv, dk = share.summed(me, sums, sum_smem, written, read)
+
+        @pl.when(share.stores(me))
+        def results():
+            mine = batch, pl.ds(row, ROWS), kv_head
+            store(dk * dscale(c), k_smem.at[me], dk_ref.at[mine])
+            store(dv, v_smem.at[me], dv_ref.at[mine])
+            plgpu.wait_smem_to_gmem(0)

@@ -27,13 +27,17 @@ def by_head(x: jax.Array, rows: int, fill: float) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, 0), (0, short)], constant_values=fill)
 
 
-def rows_by_xla(out, lse, dout, dlse, rows: int):
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
-    # XLA would reduce inside of the transpose of by_head, 6 times slower.
-    delta = lax.optimization_barrier(delta) - dlse
+def laid_out(lse, delta, rows: int):
+    """(lse log2 e, delta), both [b n rows]; inf and 0 where a query sees nothing."""
     seen = lse != -jnp.inf  # what is not a number stays so
     lse2 = by_head(jnp.where(seen, lse * LOG2_E, jnp.inf), rows, math.inf)
     return lse2, by_head(jnp.where(seen, delta, 0.0), rows, 0.0)
+
+
+def rows_by_xla(out, lse, dout, dlse, rows: int):
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    # XLA would reduce inside of the transpose of by_head, 6 times slower.
+    return laid_out(lse, lax.optimization_barrier(delta) - dlse, rows)
 
 
 def rows_of(c: Problem, out, lse, dout, dlse, interpret: bool):

@@ -148,7 +148,7 @@ def wide_keys_kernel(
                 bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
             plgpu.barrier_arrive(q_free.at[slot])
             if masked:
-                seen = visible(s.shape, 0, row, query, offset, length, c)
+                seen = visible(s.shape, 0, row, query, offset, length, c, interpret)
                 seen = shown(seen, kv_ids, q_ids_ref, words_ref, batch, n, row, query)
             p, bent = weights(s, bias, by_column(lse2, s.shape), seen, c)
             slope = p if bent is None else p * (1.0 - bent * bent)
