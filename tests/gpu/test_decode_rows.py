@@ -124,5 +124,6 @@ def test_second_derivatives():
 
 def test_explain_names_the_kernel():
     for dtype in DTYPES:
-        [row] = explain(attention, *qkv(1, 8, 300, 1, 128, 64, dtype=dtype)).rows
+        with backend("triton"):  # "auto" leaves many rows of float32 to XLA
+            [row] = explain(attention, *qkv(1, 8, 300, 1, 128, 64, dtype=dtype)).rows
         assert row.runs.startswith("triton: triton.attention.decode_attention")

@@ -89,7 +89,13 @@ def check_codes(x, codec, mean=2e-3):
     np.testing.assert_allclose(found.scales, truth.scales, rtol=1e-5)
     a, b = (codes_of(v, codec, d) for v in (found, truth))
     moved = np.abs(a - b)
-    assert moved.max() <= 1 and moved.mean() < mean
+    assert moved.max() <= 1
+    if isinstance(codec, IntCodec):  # of 16-bit numbers many lie midway, and no others
+        size = np.repeat(np.asarray(truth.scales), codec.group or d, axis=-1)
+        z = np.asarray(x, np.float64) / np.where(size == 0, 1, size)[..., :d]
+        assert (np.abs(z[moved > 0] % 1 - 0.5) < 1e-4).all()
+    else:
+        assert moved.mean() < mean
     assert (found.scales[5, 1] == 0).all() and (a[5, 1] == b[5, 1]).all()
 
 

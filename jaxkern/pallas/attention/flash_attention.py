@@ -77,6 +77,7 @@ def unsupported(
     key: Any,
     value: Any,
     bias: Any = None,
+    mask: Any = None,
     **_: Any,
 ) -> str | None:
     """A reason in words, or None."""
@@ -100,6 +101,8 @@ def unsupported(
         return f"`query` is {query.dtype.name}"
     if bias is not None and bias.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"`bias` is {bias.dtype.name}"
+    if bias is not None and mask is not None and 1 in bias.shape[2:]:
+        return "a `bias` that all queries or keys share stands beside a mask"
     return None
 
 

@@ -9,6 +9,7 @@ ROWS = 64  # queries of a consumer: those of one WGMMA
 WIDTH = 256  # head dims that registers hold of the results of 64 queries
 SHORT = 8192  # keys in reach, up to which a causal tile has few blocks
 SHARED_BYTES = 232_448 - 3072  # of a program; the rest is for barriers
+LINE = 128  # bytes of a tile's row as it is swizzled
 LSE_BYTES = 1024
 
 
@@ -122,9 +123,10 @@ def memory(
     pieces, parts = in_pieces(h), in_pieces(hv)
     part = hv // parts
     held = 2 * (block_q * h + lanes * (h + part))
+    lines = bias_bytes > 0 and BLOCK_K * bias_bytes % LINE == 0
     for copied, out_in_query in (
-        (bias_bytes > 0, False),
-        (bias_bytes > 0, True),
+        (lines, False),
+        (lines, True),
         (False, False),
         (False, True),
     ):
