@@ -78,6 +78,10 @@ def unsupported(
     value: Any,
     bias: Any = None,
     mask: Any = None,
+    kv_segment_ids: Any = None,
+    kv_lengths: Any = None,
+    causal: bool = False,
+    window: int | None = None,
     **_: Any,
 ) -> str | None:
     """A reason in words, or None."""
@@ -101,8 +105,9 @@ def unsupported(
         return f"`query` is {query.dtype.name}"
     if bias is not None and bias.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"`bias` is {bias.dtype.name}"
-    if bias is not None and mask is not None and 1 in bias.shape[2:]:
-        return "a `bias` that all queries or keys share stands beside a mask"
+    bounds = causal, window, kv_lengths is not None, kv_segment_ids is not None
+    if mask is not None and s % 64 == 0 and not any(bounds):
+        return f"a `mask` alone over {s} keys, whole blocks: no layouts are found"
     return None
 
 
