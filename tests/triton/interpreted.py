@@ -6,13 +6,29 @@ when they are decorated. The interpreter cuts float32 to bfloat16, where a GPU r
 
 import functools
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
 import numpy as np
+import pytest
 
 from jaxkern.triton import triton_call as bridge
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+alone = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+starts_it = pytest.mark.skipif(INTERPRETED, reason="this is that process")
+
+
+def check_in_its_own_process(file: str, count: int | str = "") -> None:
+    """Kernels must not have been decorated when the interpreter is asked for."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and f"{count} passed" in run.stdout, run.stdout
 
 
 class Host:

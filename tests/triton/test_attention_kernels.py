@@ -1,8 +1,5 @@
 """Kernels of attention in Triton's interpreter, against the reference."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,24 +9,23 @@ import pytest
 from jaxkern import attention, backend, paged_attention
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.attention import decode_attention, flash_attention
-from tests.triton.interpreted import interpreted
+from tests.triton.interpreted import (
+    alone,
+    check_in_its_own_process,
+    interpreted,
+    starts_it,
+)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
-alone = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 RNG = np.random.default_rng(0)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@starts_it
 def test_in_a_process_of_its_own():
-    """Kernels must not have been decorated when the interpreter is asked for."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0 and "12 passed" in run.stdout, run.stdout
+    check_in_its_own_process(__file__, 12)
 
 
 def draw(*shape):

@@ -1,9 +1,6 @@
 """The kernels beside those of attention's gradients, in Triton's interpreter."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +10,8 @@ from jaxkern.pallas.attention import problem, rows
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.attention import gradient_rows
 from tests.triton import interpreted
+from tests.triton.interpreted import alone, check_in_its_own_process, starts_it
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
@@ -22,20 +19,13 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@starts_it
 def test_in_a_process_of_its_own():
-    """Kernels must not have been decorated when the interpreter is asked for."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0 and "2 passed" in run.stdout, run.stdout
+    check_in_its_own_process(__file__, 2)
 
 
 def draw(*shape):
     return jnp.asarray(RNG.standard_normal(shape), jnp.bfloat16)
-
-
-alone = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 @alone

@@ -3,10 +3,6 @@
 What a row needs beyond registers is tried on short rows, by lower limits.
 """
 
-import os
-import subprocess
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,9 +20,13 @@ from jaxkern.triton.norm import (
     sandwich_norm_backward,
     sandwich_rms_norm,
 )
-from tests.triton.interpreted import interpreted
+from tests.triton.interpreted import (
+    alone,
+    check_in_its_own_process,
+    interpreted,
+    starts_it,
+)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(bridge.triton is None, reason="triton is not installed")
 ROWS, D = 9, 9001
 MODULES = (
@@ -73,14 +73,9 @@ CASES = {
 
 
 @pytest.mark.full
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@starts_it
 def test_in_a_process_of_its_own():
-    """Kernels must not have been decorated when the interpreter is asked for."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    expected = f"{2 * len(CASES)} passed"
-    assert run.returncode == 0 and expected in run.stdout, run.stdout
+    check_in_its_own_process(__file__, 2 * len(CASES))
 
 
 def draw(seed):
@@ -90,7 +85,7 @@ def draw(seed):
     )
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@alone
 @pytest.mark.parametrize("most", [10**6, 0], ids=["chunks", "stripes"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_long_rows(monkeypatch, name, most):

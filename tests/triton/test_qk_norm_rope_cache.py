@@ -1,10 +1,7 @@
 """The kernel of qk_norm_rope_cache: its launch, and its rows in the interpreter."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +23,14 @@ from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
 from jaxkern.primitives.turboquant.vector_codec import planes, unpack
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.kv_cache import qk_norm_rope_cache as kernel
-from tests.triton.interpreted import interpreted
+from tests.triton.interpreted import (
+    INTERPRETED,
+    alone,
+    check_in_its_own_process,
+    interpreted,
+    starts_it,
+)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INT4, OWN = IntCodec(4, group=16), tuple(i - 7.5 for i in range(16))
 CODECS = [  # of keys, of values, of 80 dims where no rotation needs a power of two
     (IntCodec(8), INT4),
@@ -53,16 +55,12 @@ HEADS = [  # n, k, h, hv, pairs, options
 
 
 @pytest.mark.full
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@starts_it
 @pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
 def test_in_a_process_of_its_own():
-    """Kernels must not have been decorated when the interpreter is asked for."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout
+    check_in_its_own_process(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
@@ -82,9 +80,6 @@ def test_it_is_one_launch_in_place():
     for f, query in ((write, operands[0]), (by_sequence, stacked)):
         [row] = explain(f, query, *operands[1:], platform="cuda").rows
         assert row.runs.startswith("triton")
-
-
-alone = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 def draw(b, t, n, k, h, hv, pairs, eps=1e-6, **options):

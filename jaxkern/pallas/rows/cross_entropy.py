@@ -1,4 +1,10 @@
-"""Loss and gradient of the logits in one read and one write, on Hopper."""
+"""Loss and gradient of the logits `[..., v]` in one read and one write, on Hopper.
+
+    loss = weight (lse - logits[label] + z_loss lse^2)
+    dlogits = weight ((1 + 2 z_loss lse) exp(logits - lse) - one_hot(label))
+
+As in Liger (https://arxiv.org/abs/2410.10989) the forward pass makes the gradient.
+"""
 
 from typing import Any
 
@@ -71,19 +77,19 @@ def weighted_cross_entropy_fwd(
 def gradient_and_lse(
     logits: jax.Array,
     label: jax.Array,
-    dloss: jax.Array,
+    weight: jax.Array,
     *,
     z_loss: float,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(weight * ((1 + 2 z_loss lse) softmax - one_hot), lse)."""
+    """dlogits `[..., v]` in the dtype of the logits, and lse of each row, float32."""
     v = logits.shape[-1]
     n = logits.size // v
     c = plan(n, v, logits.dtype.itemsize)
-    assert c is not None
+    assert c is not None  # as `unsupported` found
 
     def consume(walk, extra_refs, more_refs):
-        label_ref, dloss_ref = extra_refs
+        label_ref, weight_ref = extra_refs
         [lse_ref] = more_refs
 
         def total(i, carry):
@@ -96,13 +102,13 @@ def gradient_and_lse(
                 lse_ref[row] = lse
 
             none = total == 0.0
-            label, dloss = label_ref[row], jnp.where(none, 0.0, dloss_ref[row])
+            label, weight = label_ref[row], jnp.where(none, 0.0, weight_ref[row])
             lse2 = jnp.where(none, 0.0, lse2)
-            return lse2, dloss, label
+            return lse2, weight, label
 
         def write(slot, j, sums):
-            lse2, dloss, label = sums
-            slope = dloss * (1 + 2 * z_loss / LOG2E * lse2)
+            lse2, weight, label = sums
+            slope = weight * (1 + 2 * z_loss / LOG2E * lse2)
             line, column = lax.div(label, c.width), lax.rem(label, c.width)
             first = walk.first_line(j) + walk.me * c.share
 
@@ -117,7 +123,7 @@ def gradient_and_lse(
                         jnp.int32, c.piece, 1, layout=c.layout
                     )
                     hit = (lines == line - first - k * c.piece[0]) & (columns == column)
-                    dz = jnp.where(hit, dz - dloss, dz)
+                    dz = jnp.where(hit, dz - weight, dz)
                 walk.write(slot, k, dz)
 
             here = (line >= first) & (line < first + c.share)
@@ -138,7 +144,7 @@ def gradient_and_lse(
     dlogits, lse = walk_rows(
         c,
         (logits,),
-        (label.reshape(n), dloss.reshape(n)),
+        (label.reshape(n), weight.reshape(n)),
         2,
         consume,
         interpret,

@@ -1,4 +1,10 @@
-"""Softmax of rows that only a cluster of multiprocessors holds, on Hopper."""
+"""Softmax of rows that only a cluster of multiprocessors holds, on Hopper.
+
+    y = exp(scale x - m) / sum(exp(scale x - m)),   dx = scale y (dy - sum(y dy))
+
+Maximum and sum are kept for each place of a piece, raised once for all pieces of a
+chunk (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), then joined.
+"""
 
 import math
 from collections.abc import Callable
