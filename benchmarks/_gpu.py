@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.progress import Progress
 
 import jaxkern
 from benchmarks._report import (
+    BYTES_ONLY,
     CONSOLE,
     Record,
     limits_line,
@@ -36,9 +36,16 @@ from benchmarks._time import (
     matmul_rate,
     seconds_in_turn,
 )
+from benchmarks._truth import (
+    KEY,
+    Truth,
+    both_passes,
+    forward_and_pull,
+    relative_error,
+    run_alone,
+)
 
 L2_BYTES = 60e6
-KEY = jax.random.key(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Benchmark:
       differentiable: whether to measure the backward pass.
       floats: positions of the operands to differentiate in; all floats if None.
       together: whether to measure both passes in one executable as well.
+      bytes_only: whether to measure what only moves the bytes of each pass as well.
     """
 
     name: str
@@ -90,6 +98,7 @@ class Benchmark:
     differentiable: bool = True
     floats: tuple[int, ...] | None = None
     together: bool = False
+    bytes_only: bool = False
 
 
 def num_sets(case: Case) -> int:
@@ -99,84 +108,6 @@ def num_sets(case: Case) -> int:
     return int(min(max(5e-4 // seconds, 3 * L2_BYTES // case.bytes[0] + 1, least), 32))
 
 
-# Errors.
-
-
-def relative_error(out: Any, truth: Any) -> float:
-    """The largest ||out - truth|| / ||truth|| over all results; NaN if one is NaN.
-
-    Of integers the share that differs.
-    """
-    with jax.enable_x64(True):
-        pairs = zip(jax.tree.leaves(out), jax.tree.leaves(truth), strict=True)
-        return float(np.max([error_norm(jnp.asarray(y), t) for y, t in pairs]))
-
-
-@jax.jit
-def error_norm(y: jax.Array, truth: jax.Array) -> jax.Array:
-    if jnp.issubdtype(y.dtype, jnp.integer):
-        return jnp.mean(y != truth, dtype=jnp.float64)
-
-    def norm(x):
-        return jnp.sqrt(jnp.sum(x.astype(jnp.float64) ** 2))
-
-    return norm(y.astype(jnp.float64) - truth) / norm(truth)
-
-
-def in_float64(f: Callable, args: tuple) -> Any:
-    """`f` of the same numbers in float64, by the reference."""
-    with jax.enable_x64(True), jaxkern.backend("xla"):
-        wide = jax.tree.map(
-            lambda x: (
-                x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            ),
-            args,
-        )
-        return run_alone(f, *wide)
-
-
-def run_alone(f: Callable, *args: Any) -> Any:
-    """Compiled beside other benchmarks, run without them."""
-    compiled = jax.jit(f).lower(*args).compile()
-    with device_alone():
-        return jax.block_until_ready(compiled(*args))
-
-
-@dataclasses.dataclass
-class Truth:
-    """Operands, and values and gradients of them in float64."""
-
-    args: tuple
-    values: Any
-    dy: Any = None
-    slopes: Any = None
-
-    @classmethod
-    def of(cls, benchmark: Benchmark, case: Case) -> "Truth":
-        args = run_alone((case.checked or case).arrays, jax.random.key(0))
-        floats = moving(benchmark, args)
-        values = in_float64(benchmark.f, args)
-        if not floats:
-            return cls(args, values)
-        with device_alone():
-            dy = jax.tree.map(
-                lambda v: jax.random.normal(KEY, v.shape, jnp.bfloat16), values
-            )
-        slope = functools.partial(gradients, benchmark.f, floats, dy)
-        return cls(args, values, dy, in_float64(slope, args))
-
-    def errors(self, f: Callable, floats: Sequence[int]) -> dict[str, float]:
-        found = {"error": relative_error(run_alone(f, *self.args), self.values)}
-        if floats:
-            slope = functools.partial(gradients, f, floats)
-            slopes = run_alone(slope, self.dy, *self.args)
-            found["gradient error"] = relative_error(slopes, self.slopes)
-        return found
-
-
-# One measurement.
-
-
 def moving(benchmark: Benchmark, args: Sequence) -> list[int]:
     """Positions of the operands to differentiate in."""
     if not benchmark.differentiable:
@@ -184,31 +115,6 @@ def moving(benchmark: Benchmark, args: Sequence) -> list[int]:
     if benchmark.floats is not None:
         return list(benchmark.floats)
     return [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def forward_and_pull(f: Callable, floats: Sequence[int]) -> Callable:
-    """`(*args) -> (y, pull)`, where `pull` can be passed to another executable."""
-
-    def run(*args):
-        def of_floats(*moving):
-            full = list(args)
-            for i, x in zip(floats, moving, strict=True):
-                full[i] = x
-            return f(*full)
-
-        return jax.vjp(of_floats, *(args[i] for i in floats))
-
-    return run
-
-
-def both_passes(f: Callable, floats: Sequence[int], dy: Any, *args: jax.Array) -> Any:
-    """As a training step has them: values, then gradients."""
-    y, pull = forward_and_pull(f, floats)(*args)
-    return y, pull(jax.tree.map(lambda v, c: c.astype(v.dtype), y, dy))
-
-
-def gradients(f: Callable, floats: Sequence[int], dy: Any, *args: jax.Array) -> Any:
-    return both_passes(f, floats, dy, *args)[1]
 
 
 def jax_programs(
@@ -275,6 +181,29 @@ def torch_programs(
     return programs
 
 
+def bytes_only(case: Case) -> dict[str, Program]:
+    """A copy of the bytes of the forward pass; for the backward pass a sum of two."""
+    import torch
+
+    def arrays(count: int, size: float) -> tuple:
+        n = int(size) // (2 * count)
+        return tuple(torch.randn(n, device="cuda").bfloat16() for _ in range(count))
+
+    forward, backward = case.bytes
+    with device_alone():
+        pairs = [arrays(2, forward) for _ in range(num_sets(case))]
+        triples = [arrays(3, backward) for _ in range(num_sets(case))]
+        programs: dict[str, Program] = {
+            "forward": TorchProgram(lambda x, out: out.copy_(x), pairs),
+            "backward": TorchProgram(
+                lambda x, y, out: torch.add(x, y, out=out), triples
+            ),
+        }
+        for program in programs.values():
+            program.warm()
+    return programs
+
+
 def torch_error(make: Callable, case: Case, truth: Truth) -> dict[str, float]:
     tensors = in_torch(truth.args, ())
     y = first(make(case.checked or case, *tensors)(*tensors)).detach().contiguous()
@@ -308,7 +237,10 @@ def measure_case(
         by_jax |= benchmark.jax_peers
     # without a smaller case nor a reference there is no truth
     check = check and (case.reference or case.checked is not None)
-    truth = Truth.of(benchmark, case) if check else None
+    truth = None
+    if check:
+        args = run_alone((case.checked or case).arrays, jax.random.key(0))
+        truth = Truth.of(benchmark.f, args, floats)
 
     def of_jax(f):
         errors = truth.errors(f, floats) if truth else {}
@@ -336,6 +268,10 @@ def measure_case(
         else:
             programs |= {(name, which): program for which, program in found.items()}
         jax.clear_caches()
+    if peers and benchmark.bytes_only:
+        rows[BYTES_ONLY] = {}
+        moved = bytes_only(case)
+        programs |= {(BYTES_ONLY, which): program for which, program in moved.items()}
     with device_alone():
         for (name, which), seconds in seconds_in_turn(programs).items():
             rows[name][which] = seconds

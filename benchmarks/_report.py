@@ -14,6 +14,7 @@ from rich.table import Table
 
 CONSOLE = Console(width=150)
 PASSES = ("forward", "backward")
+BYTES_ONLY = "only its bytes"
 
 Record = dict[str, Any]
 

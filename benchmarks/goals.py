@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks._gpu import Benchmark, run
-from benchmarks._report import CONSOLE, Record, share_of_limit
+from benchmarks._report import BYTES_ONLY, CONSOLE, Record, share_of_limit
 
 JAXKERN = "jaxkern"
 COMPILED = ("XLA", "torch.compile", "Liger")
@@ -138,7 +138,10 @@ def outcome(goal: Goal, record: Record) -> tuple[str, bool]:
         return f"{shown}: {rate:.0f} TFLOP/s", rate >= goal.tflops
     if goal.share is not None:
         share = 100 * share_of_limit(record, goal.case, goal.which, ours)
-        return f"{shown}: {share:.1f} %", share >= goal.share
+        shown = f"{shown}: {share:.1f} %"
+        if moved := by.get(BYTES_ONLY, {}).get(goal.which):
+            shown += f", {BYTES_ONLY} {moved * 1e6:.1f}"
+        return shown, share >= goal.share
     theirs = {n: figure(by.get(n, {}), goal.which) for n in goal.than}
     present = {n: x for n, x in theirs.items() if x is not None}
     if not present or goal.times is None:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from rich.table import Table
 
 import jaxkern
-from benchmarks._gpu import CONSOLE, Case, relative_error
+from benchmarks._gpu import CONSOLE, Case
 from benchmarks._time import device_seconds
+from benchmarks._truth import relative_error
 from benchmarks.attention import case
 from jaxkern.triton import block_sizes
 

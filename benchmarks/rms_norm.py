@@ -57,6 +57,7 @@ BENCHMARK = Benchmark(
             "STAGES": (2, 3),
         },
     },
+    bytes_only=True,
 )
 
 
