@@ -191,6 +191,24 @@ def device_seconds(f: Callable, sets: Sequence[tuple]) -> float:
         return seconds_in_turn({"f": program})["f"]
 
 
+@jit
+def sum_kernel(in_ptrs, out_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(in_ptrs[0] + at, eviction_policy="evict_first")
+    for k in tl.static_range(1, len(in_ptrs)):
+        total += tl.load(in_ptrs[k] + at, eviction_policy="evict_first")
+    tl.store(out_ptr + at, total)
+
+
+def moved(*arrays: jax.Array) -> jax.Array:
+    """Their sum, by the fastest kernel found that reads and writes as many bytes."""
+    out = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)]
+    block = 2048
+    grid = (arrays[0].size // block,)
+    [total] = triton_call(sum_kernel, [*arrays], out=out, grid=grid, BLOCK=block)
+    return total
+
+
 @functools.cache
 def copy_rate() -> float:
     """Bytes a second, read and written, of a large copy."""

@@ -139,14 +139,16 @@ FORMS = {
     "int8 of 192": (IntCodec(8), IntCodec(8), dict(h=192, s=5000, g=4)),
     "int6 none": (IntCodec(6), None, dict(g=3, causal=True, window=7, t=2)),
     "none turbo8": (None, TURBO8, dict(k=3, g=2)),
+    "narrow": (None, IntCodec(8), dict(h=8)),
 }
+DEFAULT = ("turbo4", "narrow")
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(x, id=n, marks=[] if n == "turbo4" else [pytest.mark.full])
+        pytest.param(x, id=n, marks=[] if n in DEFAULT else [pytest.mark.full])
         for n, x in FORMS.items()
     ],
 )

@@ -77,8 +77,9 @@ def value_run(D, FORMAT):
 
 
 def padded_dims(d: int, form: tuple, lanes: int) -> int:
-    """The power of two that holds d dims and gives each of the lanes a word."""
-    return max(next_power_of_2(d), 32 * lanes // form[0])
+    """The power of two that holds d dims, gives each of the lanes a word and a product
+    its 16 terms."""
+    return max(next_power_of_2(d), 32 * lanes // form[0], 16)
 
 
 def parts_of(d: int, dims: int, form: tuple, row: int, groups: int, keys: bool):
