@@ -17,8 +17,9 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from jaxkern.runtime.buffers import buffers, is_view, value_ids, variables
-from jaxkern.runtime.conflicts import ConflictTracker, Region, conflicts_between
+from jaxkern.runtime.conflicts import Region, conflicts_between
 from jaxkern.runtime.fuse import Fusion, NotFused, Pattern, fused
+from jaxkern.runtime.levels import barriers, levels
 from jaxkern.runtime.op_kind import (
     Jaxpr,
     JaxprEqn,
@@ -136,20 +137,7 @@ class Graph:
 
         A view costs nothing: it stands in the group of what it views.
         """
-        groups: list[list[int]] = []
-        done: dict[int, int] = {}  # the group after which a node's result is there
-        floor = 0
-        for node, waits in zip(self.nodes, self._waits_for, strict=True):
-            last = max((done[id] for id in waits), default=-1)
-            level = max(last + (not node.is_view), floor)
-            if node.barrier:
-                level = floor = len(groups)
-                floor += 1
-            while len(groups) <= level:
-                groups.append([])
-            groups[level].append(node.id)
-            done[node.id] = max(last, floor - 1) if node.is_view else level
-        return tuple(map(tuple, groups))
+        return self._levels
 
     def barriers(self) -> tuple[int, ...]:
         """Ids of the nodes before which a device that runs in this order must wait.
@@ -157,16 +145,7 @@ class Graph:
         The fewest barriers for this order: one where a node conflicts with what has
         been issued since the last, and one on each side of a barrier.
         """
-        found, group = [], ConflictTracker()
-        issued = after_barrier = False
-        for node in self.nodes:
-            if node.is_view:
-                continue
-            wait = group.barrier_between(node.reads, node.writes)
-            if issued and (wait or after_barrier or node.barrier):
-                found.append(node.id)
-            after_barrier, issued = node.barrier is not None, True
-        return tuple(found)
+        return barriers(self.nodes)
 
     @property
     def dispatch_count(self) -> int:
@@ -187,29 +166,8 @@ class Graph:
         return {node.id: k for k, node in enumerate(self.nodes)}
 
     @functools.cached_property
-    def _waits_for(self) -> tuple[frozenset[int], ...]:
-        """For each node the ids of those before it that it conflicts with."""
-        maker: dict[int, int] = {}
-        reads: dict[str, list[tuple[Region, int]]] = {}
-        writes: dict[str, list[tuple[Region, int]]] = {}
-        found = []
-        for node in self.nodes:
-            waits = {maker[v] for v in node.inputs if v in maker}
-            for regions, table in (
-                (node.reads, writes),
-                (node.writes, reads),
-                (node.writes, writes),
-            ):
-                for region in regions:
-                    for other, id in table.get(region.buffer, ()):
-                        if region.overlaps(other):
-                            waits.add(id)
-            for regions, table in ((node.reads, reads), (node.writes, writes)):
-                for region in regions:
-                    table.setdefault(region.buffer, []).append((region, node.id))
-            maker.update(dict.fromkeys(node.outputs, node.id))
-            found.append(frozenset(waits))
-        return tuple(found)
+    def _levels(self) -> tuple[tuple[int, ...], ...]:
+        return levels(self.nodes)
 
     # New graphs.
 

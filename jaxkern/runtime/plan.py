@@ -5,19 +5,14 @@ hand. A `Plan` is that executable with the list in view: instructions, memory ma
 launches, times. Nothing of it is computed before it is asked for.
 """
 
-import collections
-import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 
-from jaxkern.lowering.explain import every_equation
 from jaxkern.primitives.linear.policy import Policy, current_policy
 from jaxkern.runtime import fault_points
 from jaxkern.runtime.compiler_dump import (
@@ -30,7 +25,13 @@ from jaxkern.runtime.compiler_dump import (
 from jaxkern.runtime.hlo_module import HloModule
 from jaxkern.runtime.instructions import Instruction, count_views, list_instructions
 from jaxkern.runtime.memory_map import MemoryMap, memory_map
-from jaxkern.runtime.profile import Limits, Profile, profile_executable
+from jaxkern.runtime.profile import (
+    Limits,
+    Profile,
+    dispatch_seconds,
+    profile_executable,
+)
+from jaxkern.runtime.report import Report, report_of
 
 if TYPE_CHECKING:
     from jaxkern.runtime.symbolic_plan import SymbolicPlan
@@ -265,24 +266,9 @@ class Plan:
         """
         return self._command_buffers
 
-    def report(self) -> "Report":
+    def report(self) -> Report:
         """What XLA made of the function: equations before, instructions after."""
-        found = every_equation(self.stage.traced.jaxpr.jaxpr) if self.stage else ()
-        names = collections.Counter(e.primitive.name for e in found)
-        return Report(
-            equations=dict(names.most_common()),
-            instructions=dict(
-                collections.Counter(i.kind for i in self._instructions).most_common()
-            ),
-            views=self.nops,
-            kernels=dict(
-                collections.Counter(
-                    i.kernel for i in self._instructions if i.kernel
-                ).most_common()
-            ),
-            command_buffers=self.command_buffer_report(),
-            policy=self.policy,
-        )
+        return report_of(self)
 
     def dispatch_overhead(self, *args: Any, calls: int = 200) -> float:
         """Seconds that one call costs the host beside the work, measured.
@@ -293,18 +279,7 @@ class Plan:
           args: of the function; zeros if there are none.
           calls: number of calls; the median of their times counts.
         """
-        if not args:
-            args = jax.tree.map(zeros, self.compiled.in_avals[0])
-        idle = jax.jit(lambda *_: jnp.int32(0), keep_unused=True)
-        run = idle.lower(*args).compile()
-        jax.block_until_ready(run(*args))
-        seconds = []
-        for _ in range(calls):
-            start = time.perf_counter()
-            out = run(*args)
-            seconds.append(time.perf_counter() - start)
-            jax.block_until_ready(out)
-        return statistics.median(seconds)
+        return dispatch_seconds(self, args, calls)
 
     def profile(
         self, *args: Any, calls: int = 5, limits: Limits | None = None
@@ -365,44 +340,3 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.module.name}, {len(self)} instructions, {self.platform})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What XLA made of a function.
-
-    Attributes:
-      equations: of the jaxpr by primitive, bodies of loops counted once.
-      instructions: of the executable by kind, likewise.
-      views: instructions that cost nothing, not among them.
-      kernels: that XLA did not write itself, by name.
-      command_buffers: launches in CUDA graphs.
-      policy: of dtypes; None where the operands' hold.
-    """
-
-    equations: dict[str, int]
-    instructions: dict[str, int]
-    views: int
-    kernels: dict[str, int]
-    command_buffers: CommandBufferReport
-    policy: Policy | None
-
-    def __str__(self) -> str:
-        def count(found: dict[str, int]) -> str:
-            shown = ", ".join(f"{n} {name}" for name, n in found.items())
-            return f"{sum(found.values())}" + (f": {shown}" if shown else "")
-
-        return "\n".join(
-            (
-                f"equations before     {count(self.equations)}",
-                f"instructions after   {count(self.instructions)}",
-                f"views, free          {self.views}",
-                f"kernels of others    {count(self.kernels)}",
-                f"command buffers      {self.command_buffers}",
-                f"dtype policy         {self.policy or 'that of the operands'}",
-            )
-        )
-
-
-def zeros(aval: Any) -> jax.Array:
-    return jnp.zeros(aval.shape, aval.dtype)

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import re
+import statistics
 import tempfile
 import threading
 import time
@@ -128,6 +129,26 @@ class Profile:
                 f"{row.share:7.1%} of the limit  {row.runs:g}x {row.name} ({row.kind})"
             )
         return "\n".join([*lines, self.note] if self.note else lines)
+
+
+def dispatch_seconds(plan: "Plan", args: tuple, calls: int) -> float:
+    """What `Plan.dispatch_overhead` documents."""
+    if not args:
+        args = jax.tree.map(zeros, plan.compiled.in_avals[0])
+    idle = jax.jit(lambda *_: jnp.int32(0), keep_unused=True)
+    run = idle.lower(*args).compile()
+    jax.block_until_ready(run(*args))
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        out = run(*args)
+        seconds.append(time.perf_counter() - start)
+        jax.block_until_ready(out)
+    return statistics.median(seconds)
+
+
+def zeros(aval: Any) -> jax.Array:
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def profile_executable(
