@@ -17,7 +17,6 @@ from jaxkern.primitives.kernel_primitive import KernelPrimitive
 from tests.checks import (
     Case,
     as_tuple,
-    batched_operands,
     bound,
     differentiable,
     gradients,
@@ -27,6 +26,7 @@ from tests.checks import (
     operands_of,
     same,
 )
+from tests.transform_checks import batched_operands
 
 COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
 

@@ -4,23 +4,23 @@ import pytest
 
 import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern.primitives.kernel_primitive import REGISTRY
-from tests import checks, sharding_checks
+from tests import checks, edge_checks, sharding_checks, transform_checks
 
 OPS = [p for p in REGISTRY.values() if p.reference.__module__.startswith("jaxkern.")]
 MID = 2**20  # elements: larger cases only with `make test-full`
 EACH_CASE = {checks.check_values: 9, checks.check_dtypes: 9}
 EACH_SMALL_CASE = {  # how many small cases of an op `make test` takes; `test-full` all
-    checks.check_gradients: 1,
-    checks.check_errors: 1,
+    transform_checks.check_gradients: 1,
+    edge_checks.check_errors: 1,
 }
 # What follows from the shared rules more than from the op: `make test` takes the first
 # op of each family, `test-full` all.
 EACH_FAMILY = {
     checks.check_dtypes: 1,
     sharding_checks.check_kernel_sharding: 1,
-    checks.check_degenerate_dims: 1,
-    checks.check_vmap: 1,
-    checks.check_transforms: 1,
+    edge_checks.check_degenerate_dims: 1,
+    transform_checks.check_vmap: 1,
+    transform_checks.check_transforms: 1,
     sharding_checks.check_sharding: 1,
     sharding_checks.check_explicit_sharding: 1,
     sharding_checks.check_shard_map: 1,
@@ -65,9 +65,9 @@ def smoke(p, check, k):
     The rules are those of one helper, so a few families stand for all.
     """
     shared = (
-        checks.check_gradients,
+        transform_checks.check_gradients,
         sharding_checks.check_kernel_sharding,
-        checks.check_vmap,
+        transform_checks.check_vmap,
     )
     of_rules = check in shared and family(p).rpartition(".")[2] in RULES_BY
     api = check is checks.check_values or of_rules
@@ -113,7 +113,7 @@ def first_of_families():
 
 @pytest.mark.parametrize("p", list(first_of_families()))
 def test_numerical_gradients(p):
-    checks.check_numerical_gradients(p, smallest_case(p))
+    transform_checks.check_numerical_gradients(p, smallest_case(p))
 
 
 @pytest.mark.full

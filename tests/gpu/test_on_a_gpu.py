@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern import backend, explain, rms_norm
-from tests import checks, sharding_checks
+from tests import checks, sharding_checks, transform_checks
 from tests.gpu.truth import on_a_gpu, seconds_a_kernel
 from tests.lowering.test_mosaic_gpu import WEIGHT, X, truth
 from tests.test_every_op import OPS, is_small
@@ -28,8 +28,8 @@ def test_values_and_gradients_on_the_gpu(p):
         with jax.default_matmul_precision("highest"):
             checks.check_values(p, case)
             if is_small(p, case):
-                checks.check_gradients(p, case)
-                checks.check_vmap(p, case)
+                transform_checks.check_gradients(p, case)
+                transform_checks.check_vmap(p, case)
 
 
 def test_mosaic_kernel_values_vmap_and_gradients(mosaic_rows):
