@@ -13,7 +13,7 @@ from jaxkern.primitives.kernel_primitive import KernelPrimitive, Tangent
 
 if TYPE_CHECKING:
     from jaxkern.pallas.mosaic_launch import MosaicLaunch
-    from jaxkern.triton.triton_call import Launch
+    from jaxkern.triton.launch import Launch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxkern.pallas.attention import flash_attention_bwd as hopper_bwd
 from jaxkern.pallas.attention import joint_bwd
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.triton.attention import flash_attention as triton
-from jaxkern.triton.triton_call import device_capability
+from jaxkern.triton.launch import device_capability
 from tests import checks
 from tests.gpu.test_flash_attention import (
     IDS,

@@ -8,7 +8,7 @@ import pytest
 from jaxkern import rms_norm
 from jaxkern.lowering.explain import default_platform
 from jaxkern.pallas.norm import rms_norm_bwd as hopper
-from jaxkern.triton.triton_call import device_capability
+from jaxkern.triton.launch import device_capability
 from tests.gpu.truth import EPSILON, poison, relative_error
 
 pytestmark = [

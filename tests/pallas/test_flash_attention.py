@@ -20,7 +20,7 @@ from jaxkern.pallas.attention import flash_attention as hopper
 from jaxkern.primitives.attention.attention import attention_p, attention_reference
 from jaxkern.primitives.call import Call
 from jaxkern.triton import block_sizes
-from jaxkern.triton.triton_call import compiling_for
+from jaxkern.triton.launch import compiling_for
 
 RNG = np.random.default_rng(0)
 ABSENT = dict.fromkeys(

@@ -16,7 +16,7 @@ from jaxkern.primitives.attention.attention import (
     attention_reference,
 )
 from jaxkern.runtime.saved_plan import OWN_TARGETS
-from jaxkern.triton.triton_call import compiling_for
+from jaxkern.triton.launch import compiling_for
 from tests.pallas.test_flash_attention import ABSENT, operands
 
 RNG = np.random.default_rng(1)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkern import explain, rms_norm
 from jaxkern.pallas.norm import rms_norm_bwd as hopper
-from jaxkern.triton.triton_call import compiling_for
+from jaxkern.triton.launch import compiling_for
 
 RNG = np.random.default_rng(0)
 

@@ -11,7 +11,7 @@ import pytest
 from jaxkern import cross_entropy, explain, softmax
 from jaxkern.pallas.rows import plan as plans
 from jaxkern.pallas.rows import softmax as hopper
-from jaxkern.triton.triton_call import compiling_for
+from jaxkern.triton.launch import compiling_for
 
 ROWS = jax.ShapeDtypeStruct((64, 131072), jnp.bfloat16)
 

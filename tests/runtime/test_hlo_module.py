@@ -9,7 +9,8 @@ import pytest
 from jaxkern import rms_norm
 from jaxkern.runtime.hlo_module import HloModule, Message, Shape
 from jaxkern.runtime.triton_launch import read_launch, triton_launch
-from jaxkern.triton.triton_call import compiling_for, missing
+from jaxkern.triton.launch import compiling_for
+from jaxkern.triton.triton_call import missing
 
 
 def test_the_wire_format():

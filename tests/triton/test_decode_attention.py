@@ -7,7 +7,7 @@ import pytest
 from jaxkern import attention, backend, explain, paged_attention
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.attention.decode_sizes import num_splits
-from jaxkern.triton.triton_call import compiling_for
+from jaxkern.triton.launch import compiling_for
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"

@@ -18,7 +18,7 @@ from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.attention.quantized_formats import form_of, tables_of
 from jaxkern.triton.attention.quantized_layouts import copies_of, planes_of
 from jaxkern.triton.attention.quantized_levels import key_levels, value_levels
-from jaxkern.triton.triton_call import compiling_for
+from jaxkern.triton.launch import compiling_for
 from tests.triton import ptx
 
 pytestmark = pytest.mark.skipif(

@@ -35,7 +35,7 @@ from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.attention import gradient_rows
-from jaxkern.triton.triton_call import compiled, compiling_for
+from jaxkern.triton.launch import compiled, compiling_for
 from tests import checks
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import pytest
 
 from jaxkern import explain, sample
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.triton_call import compiled, compiling_for
+from jaxkern.triton.launch import compiled, compiling_for
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"

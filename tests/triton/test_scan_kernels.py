@@ -19,7 +19,7 @@ from jaxkern import (
 )
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.triton_call import compiling_for
+from jaxkern.triton.launch import compiling_for
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"

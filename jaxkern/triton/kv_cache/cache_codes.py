@@ -24,13 +24,9 @@ from jaxkern.primitives.turboquant.vector_codec import (
     planes,
 )
 from jaxkern.triton.block_sizes import next_power_of_2
+from jaxkern.triton.launch import compute_capability
 from jaxkern.triton.norm.rms_norm_quantized import FP8_CONVERSION, round_to_e4m3fn
-from jaxkern.triton.triton_call import (
-    compute_capability,
-    constexpr_function,
-    jit,
-    tl,
-)
+from jaxkern.triton.triton_call import constexpr_function, jit, tl
 
 MOST_CELLS = 2048  # 16 KB with what lies below
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxkern.triton import triton_call
 from jaxkern.triton.block_sizes import next_power_of_2
+from jaxkern.triton.launch import compute_capability
 from jaxkern.triton.norm.row_tiles import (
     factor,
     forward_tile,
@@ -20,7 +21,7 @@ from jaxkern.triton.norm.row_tiles import (
     read_and_keep,
     write,
 )
-from jaxkern.triton.triton_call import compute_capability, jit, like, sparse_call, tl
+from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 LONGEST = 8192  # elements of a block
 FP8_CONVERSION = 89  # the compute capability that has it
