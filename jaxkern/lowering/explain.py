@@ -27,7 +27,8 @@ class Choice:
       refused: why the rows before it do not run.
       launches: what one call launches. A Triton launch knows its grid, constants, and
         as compiled its registers, shared memory, `ttir`, `ptx` and `sass`; a Mosaic
-        launch its grid, block sizes, registers, shared memory and `mlir`.
+        launch its grid, block sizes, registers, shared memory and `mlir`, and on a
+        machine with a GPU its `ptx` and `sass`.
     """
 
     op: str
@@ -67,8 +68,9 @@ def explain(
     """Says for each op in `f(*args, **kwargs)` which implementation runs, and why.
 
     Traces `f`, runs nothing. Print the result, for which kernels are compiled as far as
-    that goes here, or read its `rows`: `rows[0].launches[0].ptx` is the PTX of a Triton
-    kernel, likewise `ttir` and `sass`; a Mosaic kernel has its `mlir`.
+    that goes here, or read its `rows`: `rows[0].launches[0].ptx` is the PTX of its
+    first kernel, `sass` the machine code; a Triton kernel has its `ttir`, a Mosaic
+    kernel its `mlir`. PTX and SASS of a Mosaic kernel need a GPU.
 
     Args:
       f: any traceable function: an op, a jitted model, a gradient.
@@ -123,22 +125,19 @@ def launches(
     p: KernelPrimitive, row: Row, avals: list, call: Call, static: dict
 ) -> "tuple[Launch | MosaicLaunch, ...]":
     """The launches of one call of an op, on unsharded operands."""
-    from jaxkern.pallas.mosaic_launch import mosaic_launch, mosaic_modules
+    from jaxkern.pallas.mosaic_launch import MosaicKernels, mosaic_launch
     from jaxkern.triton.triton_call import triton_call_p  # imports Triton
 
     f = jax.jit(functools.partial(p.evaluate_with, row.kernel, call=call, **static))
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     traced = f.trace(*plain)
 
-    @functools.cache
-    def modules():
-        return mosaic_modules(traced.lower(lowering_platforms=("cuda",)))
-
+    kernels = MosaicKernels(traced)
     found = []
     for eqn in every_equation(traced.jaxpr):
         if eqn.primitive is triton_call_p:
             found.append(eqn.params["launch"])
-        elif launch := mosaic_launch(eqn, every_equation, modules):
+        elif launch := mosaic_launch(eqn, every_equation, kernels):
             found.append(launch)
     return tuple(found)
 

@@ -1,11 +1,19 @@
 """One launch of a Mosaic GPU kernel, as `explain` shows it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
+
+from jaxkern.pallas.mosaic_assembly import (
+    Assembly,
+    assemblies,
+    mosaic_calls,
+    operations,
+)
 
 
 def kernel_name(kernel: str, **sizes: int) -> str:
@@ -13,12 +21,34 @@ def kernel_name(kernel: str, **sizes: int) -> str:
     return "_".join([kernel, *(f"{n}{name}" for name, n in sizes.items())])
 
 
+class MosaicKernels:
+    """The Mosaic kernels of a traced function by their names, made when asked for."""
+
+    def __init__(self, traced: Any):
+        self.traced = traced
+
+    @functools.cached_property
+    def modules(self) -> dict[str, ir.Module]:
+        """As Mosaic hands them to XLA."""
+        module = self.traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+        with module.context:
+            module.context.allow_unregistered_dialects = True
+            found = [
+                ir.Module.parse(ir.StringAttr(config["module"]).value_bytes)
+                for call in mosaic_calls(module)
+                for config in [ir.DictAttr(call.attributes["mhlo.backend_config"])]
+            ]
+        names = [ir.StringAttr(m.operation.attributes["sym_name"]).value for m in found]
+        return dict(zip(names, found, strict=True))
+
+    @functools.cached_property
+    def assemblies(self) -> dict[str, Assembly]:
+        return assemblies(self.traced)
+
+
 @dataclasses.dataclass(frozen=True)
 class MosaicLaunch:
     """One launch of one kernel, all of it static.
-
-    The assembly is made where the executable is: MOSAIC_GPU_DUMP_PTX=1, _PTXAS=1 and
-    _SASS=1 in the environment print it then, MOSAIC_GPU_DUMP_TO=DIRECTORY writes it.
 
     Attributes:
       name: of the kernel, with its block sizes.
@@ -33,17 +63,42 @@ class MosaicLaunch:
     cluster: tuple[int, ...]
     num_warpgroups: int
     registers: tuple[int, ...]
-    modules: Callable[[], dict[str, Any]] = dataclasses.field(compare=False, repr=False)
+    kernels: MosaicKernels = dataclasses.field(compare=False, repr=False)
 
     @property
     def mlir(self) -> str:
         """The kernel as Mosaic hands it to XLA."""
-        return str(self.modules()[self.name])
+        return str(self.kernels.modules[self.name])
+
+    @property
+    def ptx(self) -> str:
+        """Compiled once more, for this machine's GPU, which takes some seconds."""
+        return self.assembly.ptx
+
+    @property
+    def sass(self) -> str:
+        """The machine code of this machine's GPU, disassembled, with control codes."""
+        if self.assembly.sass is None:
+            raise RuntimeError(
+                f"explain: {self.name}: SASS needs nvdisasm, of the CUDA toolkit or of "
+                "the package triton; `ptx` does not."
+            )
+        return self.assembly.sass
+
+    @property
+    def assembly(self) -> Assembly:
+        found = self.kernels.assemblies
+        if self.name not in found:
+            raise RuntimeError(
+                f"explain: {self.name}: jax's CUDA plugin wrote no PTX of it, only of "
+                f"{', '.join(found) or 'nothing'}."
+            )
+        return found[self.name]
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of one program."""
-        [launch] = operations(self.modules()[self.name].operation, "gpu.launch")
+        [launch] = operations(self.kernels.modules[self.name].operation, "gpu.launch")
         return ir.IntegerAttr(launch.operands[-1].owner.attributes["value"]).value
 
     def describe(self) -> str:
@@ -57,12 +112,14 @@ class MosaicLaunch:
         return line + f", {self.shared_bytes} B shared"
 
 
-def mosaic_launch(eqn: Any, inside: Callable[[Any], Iterator], modules: Callable):
+def mosaic_launch(
+    eqn: Any, inside: Callable[[Any], Iterator], kernels: MosaicKernels
+) -> MosaicLaunch | None:
     """What an equation launches, or None if it launches no Mosaic kernel.
 
     Args:
       inside: every equation of a jaxpr.
-      modules: the result of `mosaic_modules` for what the equation is part of.
+      kernels: those of what the equation is part of.
     """
     meshes = [m for m in eqn.params.get("meshes", ()) if isinstance(m, plgpu.Mesh)]
     if not meshes:
@@ -80,32 +137,5 @@ def mosaic_launch(eqn: Any, inside: Callable[[Any], Iterator], modules: Callable
         tuple(mesh.cluster or ()),
         mesh.num_threads or 1,
         tuple(sorted(registers, reverse=True)),
-        modules,
+        kernels,
     )
-
-
-def mosaic_modules(lowered: Any) -> dict[str, ir.Module]:
-    """The Mosaic kernels of a lowered function by their names."""
-    module = lowered.compiler_ir()
-    with module.context:
-        module.context.allow_unregistered_dialects = True
-        found = [
-            ir.Module.parse(ir.StringAttr(config["module"]).value_bytes)
-            for call in operations(module.operation, "stablehlo.custom_call")
-            if "mosaic_gpu" in str(call.attributes["call_target_name"])
-            for config in [ir.DictAttr(call.attributes["mhlo.backend_config"])]
-        ]
-    return {ir.StringAttr(m.operation.attributes["sym_name"]).value: m for m in found}
-
-
-def operations(root: Any, name: str) -> list[Any]:
-    """Those below `root` whose name ends so: dialects are versioned in its front."""
-    found = []
-
-    def visit(operation):
-        if operation.name.endswith(name):
-            found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    root.walk(visit)
-    return found
