@@ -1,5 +1,8 @@
 """Codecs of vectors: x = scale * level(code), a scale per group of dims.
 
+Divisions by a scale and by the largest level are products with a rounded reciprocal:
+XLA makes them of a division too, and kernels can round alike.
+
 `IntCodec` has evenly spaced levels, `Float8Codec` those of an 8-bit float, and
 `TurboQuantCodec` those that are best for normal numbers, after a rotation that makes
 them so (https://arxiv.org/abs/2504.19874).
@@ -57,7 +60,7 @@ class IntCodec:
         """No rotation."""
 
     def scales(self, x: Float[Array, "... g"]) -> Float[Array, "..."]:
-        return jnp.max(jnp.abs(x), axis=-1) / self.top
+        return jnp.max(jnp.abs(x), axis=-1) * (1 / self.top)
 
     def codes(self, z: Float[Array, "... d"]) -> UInt8[Array, "... d"]:
         q = jnp.clip(jnp.round(z), -self.top, self.top)
@@ -100,7 +103,7 @@ class Float8Codec:
         """No rotation."""
 
     def scales(self, x: Float[Array, "... g"]) -> Float[Array, "..."]:
-        return jnp.max(jnp.abs(x), axis=-1) / largest_float8(self.form)
+        return jnp.max(jnp.abs(x), axis=-1) * (1 / largest_float8(self.form))
 
     def codes(self, z: Float[Array, "... d"]) -> UInt8[Array, "... d"]:
         return encode_float8(z, self.form)
@@ -224,7 +227,8 @@ def encode(
     size = group_size(codec, d)
     y = y.reshape(*lead, d // size, size)
     scales = codec.scales(y)
-    z = lax.stop_gradient(y / jnp.where(scales == 0, 1, scales)[..., None])
+    inverse = 1 / jnp.where(scales == 0, 1, scales)
+    z = lax.stop_gradient(y * inverse[..., None])
     return pack(codec.codes(z.reshape(*lead, d)), planes(codec, d)), scales
 
 

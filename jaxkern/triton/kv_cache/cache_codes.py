@@ -155,7 +155,16 @@ def scales_of(groups, midpoints_ptr, TOP: tl.constexpr):
     if midpoints_ptr is not None:
         return tl.sqrt_rn(tl.sum(groups * groups, 1) / groups.shape[1])
     else:
-        return tl.reduce(tl.abs(groups), 1, larger) / TOP
+        return tl.reduce(tl.abs(groups), 1, larger) * (1.0 / TOP)
+
+
+@jit
+def over_scale(groups, inverse, TOP: tl.constexpr):
+    """Groups [groups, dims] times 1 / scale, rounded as the reference rounds it."""
+    if TOP == 448.0:
+        return groups * inverse[:, None]
+    else:  # a sum of its own: none that follows can take in the product unrounded
+        return tl.fma(groups, inverse[:, None], 0.0)
 
 
 @constexpr_function
@@ -202,9 +211,9 @@ def codes_of(z, dim, midpoints_ptr, VECTOR: tl.constexpr):
     elif TOP == 448.0:
         return round_to_e4m3fn(z, VECTOR[7]).to(tl.int32)
     else:
-        q = (z + 12582912.0) - 12582912.0  # 1.5 * 2**23: to the nearest, to even
-        q = tl.minimum(tl.maximum(q, -TOP), TOP)
-        return (q + 2 ** (BITS - 1)).to(tl.int32)
+        # 1.5 * 2**23 leaves the nearest integer in the low bits, halves to even
+        q = tl.minimum(tl.maximum(z + 12582912.0, 12582912.0 - TOP), 12582912.0 + TOP)
+        return q.to(tl.int32, bitcast=True) - (0x4B400000 - 2 ** (BITS - 1))
 
 
 @jit
@@ -274,7 +283,8 @@ def write_vectors(
             y = hadamard(y * signs, ROWS, DIMS, STAGES) * ROOT
         groups = tl.reshape(y, [ROWS * DIMS // GROUP, GROUP])
         scale = scales_of(groups, midpoints_ptr, VECTOR[5])
-        z = tl.div_rn(groups, tl.where(scale == 0.0, 1.0, scale)[:, None])
+        inverse = tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale))
+        z = over_scale(groups, inverse, VECTOR[5])
         code = codes_of(tl.reshape(z, [ROWS, DIMS]), dim, midpoints_ptr, VECTOR)
         for i in tl.static_range(num_planes(VECTOR)):
             write_plane(code, cache_ptr + row * BYTES, written, ROWS, VECTOR, i)

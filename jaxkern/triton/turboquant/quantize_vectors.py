@@ -22,6 +22,7 @@ from jaxkern.triton.kv_cache.cache_codes import (
     constants_of,
     num_planes,
     of_plane,
+    over_scale,
     plane_bytes,
     scales_of,
     unsupported_codec,
@@ -102,6 +103,15 @@ def load_padded(
 
 
 @gluon_jit
+def reciprocal(x):
+    """1 / x to the nearest, in half the registers of a division that is."""
+    y = 1.0 / x
+    rest = gl.fma(-x, y, 1.0)
+    # nothing to correct where y overflows, or x is infinite or NaN
+    return gl.where(gl.abs(rest) < 1.0, gl.fma(rest, y, y), y)
+
+
+@gluon_jit
 def quantize_vectors_kernel(
     x_ptr,
     signs_ptr,
@@ -130,8 +140,9 @@ def quantize_vectors_kernel(
     flat: gl.constexpr = y.type.layout
     y = gl.reshape(y, [TILE // GROUP, GROUP])
     scale = scales_of(y, midpoints_ptr, VECTOR[5])
-    z = y / gl.expand_dims(gl.where(scale == 0.0, 1.0, scale), 1)
-    z = gl.convert_layout(gl.reshape(z, [TILE]), flat)
+    inverse = reciprocal(gl.where(scale == 0.0, 1.0, scale))
+    z = gl.reshape(over_scale(y, inverse, VECTOR[5]), [TILE])
+    z = gl.convert_layout(z, flat)
     code = codes_of(z, gl.arange(0, TILE, flat) % DIMS, midpoints_ptr, VECTOR)
     for i in gl.static_range(num_planes(VECTOR)):
         store_plane(code, codes_ptr + first * VECTOR[3], left, VECTOR, i)
