@@ -205,7 +205,8 @@ def moved(*arrays: jax.Array) -> jax.Array:
     out = [jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)]
     block = 2048
     grid = (arrays[0].size // block,)
-    [total] = triton_call(sum_kernel, [*arrays], out=out, grid=grid, BLOCK=block)
+    sizes = dict(grid=grid, num_warps=8, BLOCK=block)
+    [total] = triton_call(sum_kernel, [*arrays], out=out, **sizes)
     return total
 
 
