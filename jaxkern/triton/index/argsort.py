@@ -1,0 +1,332 @@
+"""Stable radix sort of (key, index) by digits of 8 bits, the lowest first.
+
+A row of one tile is sorted by one program in shared memory. Of a longer row every digit
+takes three launches:
+
+    counts    how many elements of each tile have each digit
+    offsets   the same of all tiles before
+    scatter   a tile sorts its elements by the digit in shared memory, so that they go
+              to memory in runs, to where its elements of that digit begin
+
+The first digit reads x, the last one writes indices only.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.triton.index.radix import (
+    BITS,
+    DIGITS,
+    SUMS,
+    barrier,
+    clear,
+    line_layout,
+    load_shared,
+    places_of_lanes,
+    shared_memory,
+    sorted_places,
+    store_shared,
+)
+from jaxkern.triton.triton_call import gl, gluon_jit, jit, sparse_call, tl, triton_call
+
+LONGEST_TILE = 8192
+FEW_TILES = 16
+GROUP = 32  # digits of one program that adds tiles
+INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+SHORTEST = 512
+COPIES = 8  # of the counts of a tile: lanes with the same digit collide
+
+
+def slower(*, x: Any, **_: Any) -> str | None:
+    v = x.shape[-1]
+    return f"XLA is as fast for rows of {v} elements" if v < SHORTEST else None
+
+
+@gluon_jit
+def sort_key(x, inside, KEY: gl.constexpr):
+    """Unsigned integers in the order asked for; what is outside comes last.
+
+    KEY: (infinity's bits, descending, NaN comes first) of floats, None of keys.
+    """
+    WIDTH: gl.constexpr = x.dtype.primitive_bitwidth
+    ALL: gl.constexpr = 2**WIDTH - 1
+    if KEY is None:
+        key = x.to(gl.uint32)
+    else:
+        if WIDTH == 32:
+            bits = x.to(gl.uint32, bitcast=True)
+        else:
+            bits = x.to(gl.uint16, bitcast=True).to(gl.uint32)
+        HALF: gl.constexpr = ALL // 2
+        size = bits & HALF
+        below = (bits != size) & (size != 0)
+        key = gl.where(below, HALF - size, size + (HALF + 1))
+        if KEY[1]:
+            key = key ^ ALL
+        key = gl.where(size > KEY[0], 0 if KEY[2] else ALL, key)
+    return gl.where(inside, key, ALL).to(gl.uint32)
+
+
+@gluon_jit
+def digit_of(key, SHIFT: gl.constexpr, DIGITS: gl.constexpr):
+    return ((key >> SHIFT) & (DIGITS - 1)).to(gl.int32)
+
+
+@gluon_jit
+def counts_kernel(
+    source_ptr,
+    counts_ptr,
+    V: gl.constexpr,
+    TILES: gl.constexpr,
+    TILE: gl.constexpr,
+    SHIFT: gl.constexpr,
+    KEY: gl.constexpr,
+    DIGITS: gl.constexpr,
+    COPIES: gl.constexpr,
+):
+    """Elements of each digit in a tile."""
+    W: gl.constexpr = gl.num_warps()
+    program = gl.program_id(0)
+    row = (program // TILES).to(gl.int64)
+    at = program % TILES * TILE + gl.arange(
+        0, TILE, gl.BlockedLayout([4], [32], [W], [0])
+    )
+    inside = at < V
+    key = sort_key(gl.load(source_ptr + row * V + at, inside, 0), inside, KEY)
+    memory, base = shared_memory(DIGITS * COPIES)
+    clear(base, DIGITS * COPIES)
+    base = barrier(base)
+    slot = digit_of(key, SHIFT, DIGITS) * COPIES + at // 4 % COPIES
+    gl.inline_asm_elementwise(
+        "red.shared.add.u32 [$1], $2; mov.b32 $0, $1;",
+        "=r,r,r",
+        [base + slot * 4, inside.to(gl.int32)],
+        gl.int32,
+        False,
+        1,
+    )
+    base = barrier(base)
+    d = gl.arange(0, DIGITS, line_layout(W))
+    count = gl.zeros_like(d)
+    for k in gl.static_range(COPIES):
+        # lanes begin at different copies, or they would meet in a bank
+        count += load_shared(base + (d * COPIES + (d // 4 + k) % COPIES) * 4)
+    memory._keep_alive()
+    gl.store(counts_ptr + program.to(gl.int64) * DIGITS + d, count)
+
+
+@jit
+def offsets_kernel(
+    counts_ptr,
+    offsets_ptr,
+    totals_ptr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIGITS: tl.constexpr,
+):
+    """Of GROUP digits: how many are in the tiles before each tile, and in the row."""
+    row = tl.program_id(0) // (DIGITS // GROUP)
+    digit = tl.program_id(0) % (DIGITS // GROUP) * GROUP + tl.arange(0, GROUP)
+    before = tl.zeros([GROUP], tl.int32)
+    for first in range(0, TILES, BLOCK):
+        tile = first + tl.arange(0, BLOCK)[:, None]
+        at = (row.to(tl.int64) * TILES + tile) * DIGITS + digit[None, :]
+        count = tl.load(counts_ptr + at, tile < TILES, 0)
+        through = tl.cumsum(count, 0) + before[None, :]
+        tl.store(offsets_ptr + at, through - count, tile < TILES)
+        before += tl.sum(count, 0)
+    tl.store(totals_ptr + row * DIGITS + digit, before)
+
+
+@gluon_jit
+def scatter_kernel(
+    source_ptr,
+    index_ptr,
+    offsets_ptr,
+    totals_ptr,
+    out_key_ptr,
+    out_index_ptr,
+    V: gl.constexpr,
+    TILES: gl.constexpr,
+    RUN: gl.constexpr,
+    SHIFT: gl.constexpr,
+    KEY: gl.constexpr,
+    DIGITS: gl.constexpr,
+    SUMS: gl.constexpr,
+):
+    """The pairs of a tile to where its elements of each digit begin in the row."""
+    W: gl.constexpr = gl.num_warps()
+    TILE: gl.constexpr = W * RUN * 32
+    program = gl.program_id(0)
+    begin = program % TILES * TILE
+    row = (program // TILES).to(gl.int64)
+    warp, place = places_of_lanes(W, RUN)
+    at = begin + place
+    inside = at < V
+    source_ptr += row * V
+    key = sort_key(gl.load(source_ptr + at, inside, 0), inside, KEY)
+    if index_ptr is None:
+        index = at
+    else:
+        index = gl.load(index_ptr + row * V + at, inside, 0)
+    d = gl.arange(0, DIGITS, line_layout(W))
+    offsets = gl.zeros_like(d)
+    totals = gl.zeros_like(d)
+    if totals_ptr is None:
+        for tile in gl.static_range(TILES):
+            count = gl.load(offsets_ptr + (row * TILES + tile) * DIGITS + d)
+            totals += count
+            offsets += gl.where(tile < program % TILES, count, 0)
+    else:
+        totals = gl.load(totals_ptr + row * DIGITS + d)
+        offsets = gl.load(offsets_ptr + program.to(gl.int64) * DIGITS + d)
+
+    # counts of warps, 2 * SUMS and padding, where digits go, the tile
+    FIRST: gl.constexpr = W * DIGITS + 32
+    memory, base = shared_memory(FIRST + DIGITS + TILE)
+    to = base + FIRST * 4
+    tile = to + DIGITS * 4
+    digit = digit_of(key, SHIFT, DIGITS)
+    local, d, start, row_start = sorted_places(digit, warp, base, totals, DIGITS, SUMS)
+    store_shared(to + d * 4, row_start + offsets - start)
+    store_shared(tile + local * 4, key)
+    tile = barrier(tile)
+    p = gl.arange(0, TILE, line_layout(W))
+    sorted_key = load_shared(tile + p * 4).to(gl.uint32, bitcast=True)
+    target = p + load_shared(to + digit_of(sorted_key, SHIFT, DIGITS) * 4)
+    present = p < V - begin
+    if out_key_ptr is not None:
+        word = sorted_key.to(out_key_ptr.dtype.element_ty)
+        gl.store(out_key_ptr + row * V + target, word, present)
+    tile = barrier(tile)
+    store_shared(tile + local * 4, index)
+    tile = barrier(tile)
+    sorted_index = load_shared(tile + p * 4)
+    memory._keep_alive()
+    gl.store(out_index_ptr + row * V + target, sorted_index, present)
+
+
+@gluon_jit
+def sort_row_kernel(
+    x_ptr,
+    index_ptr,
+    V: gl.constexpr,
+    RUN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BITS: gl.constexpr,
+    KEY: gl.constexpr,
+    DIGITS: gl.constexpr,
+    SUMS: gl.constexpr,
+):
+    """A row of one tile: every digit in shared memory."""
+    W: gl.constexpr = gl.num_warps()
+    TILE: gl.constexpr = W * RUN * 32
+    row = gl.program_id(0).to(gl.int64)
+    warp, place = places_of_lanes(W, RUN)
+    inside = place < V
+    key = sort_key(gl.load(x_ptr + row * V + place, inside, 0), inside, KEY)
+    index = place
+    FIRST: gl.constexpr = W * DIGITS + 32
+    memory, base = shared_memory(FIRST + 2 * TILE)
+    keys = base + FIRST * 4
+    indices = keys + TILE * 4
+    for shift in gl.static_range(0, WIDTH, BITS):
+        digit = digit_of(key, shift, DIGITS)
+        local = sorted_places(digit, warp, base, None, DIGITS, SUMS)[0]
+        store_shared(keys + local * 4, key)
+        store_shared(indices + local * 4, index)
+        indices = barrier(indices)
+        key = load_shared(keys + place * 4).to(gl.uint32, bitcast=True)
+        index = load_shared(indices + place * 4)
+    memory._keep_alive()
+    gl.store(index_ptr + row * V + place, index, inside)
+
+
+def argsort(x: jax.Array, *, descending: bool, nan_policy: str) -> jax.Array:
+    if x.size == 0:
+        return jnp.zeros(x.shape, jnp.int32)
+    nan_first = descending and nan_policy == "propagate"
+    key = INFINITY[x.dtype.name], descending, nan_first
+    sort = sorted_rows if x.shape[-1] <= LONGEST_TILE else sorted_by_tiles
+    return sort(x, key)
+
+
+def sorted_rows(x: jax.Array, key: tuple) -> jax.Array:
+    v = x.shape[-1]
+    tile = max(next_power_of_2(v), 32)
+    run = min(16, tile // 32)
+    rule = {"num_warps": tile // 32 // run, "RUN": run}
+    [index] = triton_call(
+        sort_row_kernel,
+        x,
+        out=[jax.ShapeDtypeStruct(x.shape, jnp.int32)],
+        grid=(x.size // v,),
+        V=v,
+        WIDTH=8 * x.dtype.itemsize,
+        BITS=BITS,
+        KEY=key,
+        DIGITS=DIGITS,
+        SUMS=SUMS,
+        **tuned("argsort_row", v, x.dtype, rule),
+    )
+    return index
+
+
+def sorted_by_tiles(x: jax.Array, key: tuple) -> jax.Array:
+    v, width = x.shape[-1], 8 * x.dtype.itemsize
+    rule = {"num_warps": 8, "RUN": 16}
+    sizes = tuned("argsort_tiles", v, x.dtype, rule)
+    tile = 32 * sizes["RUN"] * sizes["num_warps"]
+    rows, tiles = x.size // v, -(-v // tile)
+    per_tile = jax.ShapeDtypeStruct((rows, tiles, DIGITS), jnp.int32)
+    keys = jax.ShapeDtypeStruct(x.shape, f"uint{width}")
+    indices = jax.ShapeDtypeStruct(x.shape, jnp.int32)
+    shape = {"V": v, "TILES": tiles}
+    source: Any = x
+    index: Any = None
+    order: Any = key
+    for shift in range(0, width, BITS):
+        digit = {"SHIFT": shift, "KEY": order, "DIGITS": DIGITS}
+        [counts] = triton_call(
+            counts_kernel,
+            source,
+            out=[per_tile],
+            grid=(rows * tiles,),
+            num_warps=8,
+            TILE=tile,
+            COPIES=COPIES,
+            **shape,
+            **digit,
+        )
+        offsets, totals = counts, None
+        if tiles > FEW_TILES:
+            offsets, totals = triton_call(
+                offsets_kernel,
+                counts,
+                out=[per_tile, jax.ShapeDtypeStruct((rows, DIGITS), jnp.int32)],
+                grid=(rows * (DIGITS // GROUP),),
+                num_warps=8,
+                TILES=tiles,
+                BLOCK=min(next_power_of_2(tiles), 256),
+                GROUP=GROUP,
+                DIGITS=DIGITS,
+            )
+        last = shift + BITS == width
+        source, index = sparse_call(
+            scatter_kernel,
+            (rows * tiles,),
+            {
+                "source_ptr": source,
+                "index_ptr": index,
+                "offsets_ptr": offsets,
+                "totals_ptr": totals,
+            },
+            {"out_key_ptr": None if last else keys, "out_index_ptr": indices},
+            shape | digit | {"SUMS": SUMS} | sizes,
+        )
+        order = None
+    return index
