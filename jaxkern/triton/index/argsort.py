@@ -23,11 +23,15 @@ from jaxkern.triton.index.radix import (
     SUMS,
     barrier,
     clear,
+    counts_to_places,
     line_layout,
+    load_pair,
     load_shared,
+    places,
     places_of_lanes,
+    ranks,
     shared_memory,
-    sorted_places,
+    store_pair,
     store_shared,
 )
 from jaxkern.triton.triton_call import gl, gluon_jit, jit, sparse_call, tl, triton_call
@@ -169,10 +173,6 @@ def scatter_kernel(
     inside = at < V
     source_ptr += row * V
     key = sort_key(gl.load(source_ptr + at, inside, 0), inside, KEY)
-    if index_ptr is None:
-        index = at
-    else:
-        index = gl.load(index_ptr + row * V + at, inside, 0)
     d = gl.arange(0, DIGITS, line_layout(W))
     offsets = gl.zeros_like(d)
     totals = gl.zeros_like(d)
@@ -187,27 +187,29 @@ def scatter_kernel(
 
     # counts of warps, 2 * SUMS and padding, where digits go, the tile
     FIRST: gl.constexpr = W * DIGITS + 32
-    memory, base = shared_memory(FIRST + DIGITS + TILE)
+    memory, base = shared_memory(FIRST + DIGITS + 2 * TILE)
     to = base + FIRST * 4
-    tile = to + DIGITS * 4
-    digit = digit_of(key, SHIFT, DIGITS)
-    local, d, start, row_start = sorted_places(digit, warp, base, totals, DIGITS, SUMS)
+    pairs = to + DIGITS * 4
+    rank = ranks(digit_of(key, SHIFT, DIGITS), warp, base, DIGITS)
+    # not before: registers are scarce
+    if index_ptr is None:
+        index = at
+    else:
+        index = gl.load(index_ptr + row * V + at, inside, 0)
+    start, row_start = counts_to_places(base, totals, DIGITS, SUMS)
     store_shared(to + d * 4, row_start + offsets - start)
-    store_shared(tile + local * 4, key)
-    tile = barrier(tile)
+    store_pair(pairs + places(rank) * 8, key, index)
+    pairs = barrier(pairs)
     p = gl.arange(0, TILE, line_layout(W))
-    sorted_key = load_shared(tile + p * 4).to(gl.uint32, bitcast=True)
-    target = p + load_shared(to + digit_of(sorted_key, SHIFT, DIGITS) * 4)
+    key, index = load_pair(pairs + p * 8)
+    target = p + load_shared(to + digit_of(key, SHIFT, DIGITS) * 4)
+    memory._keep_alive()
     present = p < V - begin
     if out_key_ptr is not None:
-        word = sorted_key.to(out_key_ptr.dtype.element_ty)
-        gl.store(out_key_ptr + row * V + target, word, present)
-    tile = barrier(tile)
-    store_shared(tile + local * 4, index)
-    tile = barrier(tile)
-    sorted_index = load_shared(tile + p * 4)
-    memory._keep_alive()
-    gl.store(out_index_ptr + row * V + target, sorted_index, present)
+        out_key_ptr += row * V
+        gl.store(out_key_ptr + target, key.to(out_key_ptr.dtype.element_ty), present)
+    out_index_ptr += row * V
+    gl.store(out_index_ptr + target, index, present)
 
 
 @gluon_jit
@@ -232,16 +234,13 @@ def sort_row_kernel(
     index = place
     FIRST: gl.constexpr = W * DIGITS + 32
     memory, base = shared_memory(FIRST + 2 * TILE)
-    keys = base + FIRST * 4
-    indices = keys + TILE * 4
+    pairs = base + FIRST * 4
     for shift in gl.static_range(0, WIDTH, BITS):
-        digit = digit_of(key, shift, DIGITS)
-        local = sorted_places(digit, warp, base, None, DIGITS, SUMS)[0]
-        store_shared(keys + local * 4, key)
-        store_shared(indices + local * 4, index)
-        indices = barrier(indices)
-        key = load_shared(keys + place * 4).to(gl.uint32, bitcast=True)
-        index = load_shared(indices + place * 4)
+        rank = ranks(digit_of(key, shift, DIGITS), warp, base, DIGITS)
+        counts_to_places(base, None, DIGITS, SUMS)
+        store_pair(pairs + places(rank) * 8, key, index)
+        pairs = barrier(pairs)
+        key, index = load_pair(pairs + place * 8)
     memory._keep_alive()
     gl.store(index_ptr + row * V + place, index, inside)
 

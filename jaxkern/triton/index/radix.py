@@ -30,14 +30,17 @@ def same_digit_text():
 
 @constexpr_function
 def rank_text():
-    """Of a digit: how many lie before in this warp. $1: lanes of it, $2: its count."""
-    return """{ .reg .pred p; .reg .b32 lower, before, all;
-        mov.u32 lower, %lanemask_lt; and.b32 lower, lower, $1;
-        popc.b32 lower, lower; popc.b32 all, $1;
-        ld.shared.u32 before, [$2]; bar.warp.sync 0xffffffff;
-        setp.eq.u32 p, lower, 0; add.u32 all, all, before;
-        @p st.shared.u32 [$2], all; bar.warp.sync 0xffffffff;
-        add.u32 $0, before, lower; }"""
+    """How many of a digit lie before in this warp, with the place of its count below.
+
+    $1: the lanes of this digit, the last of which stores the count; $2: its place.
+    """
+    return """{ .reg .pred p; .reg .b32 lanes, count;
+        ld.shared.u32 $0, [$2]; bar.warp.sync 0xffffffff;
+        mov.u32 lanes, %lanemask_lt; and.b32 lanes, lanes, $1; popc.b32 lanes, lanes;
+        add.u32 $0, $0, lanes; add.u32 count, $0, 1;
+        mov.u32 lanes, %lanemask_gt; and.b32 lanes, lanes, $1; setp.eq.u32 p, lanes, 0;
+        @p st.shared.u32 [$2], count; bar.warp.sync 0xffffffff;
+        shl.b32 $0, $0, 16; or.b32 $0, $0, $2; }"""
 
 
 @constexpr_function
@@ -76,6 +79,30 @@ def store_shared(at, word):
         "=r,r,r",
         [at, word],
         gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon_jit
+def store_pair(at, a, b):
+    gl.inline_asm_elementwise(
+        "st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, $1;",
+        "=r,r,r,r",
+        [at, a, b],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon_jit
+def load_pair(at):
+    return gl.inline_asm_elementwise(
+        "ld.shared.v2.b32 {$0, $1}, [$2];",
+        "=r,=r,r",
+        [at],
+        (gl.uint32, gl.int32),
         False,
         1,
     )
@@ -136,31 +163,45 @@ def places_of_lanes(W: gl.constexpr, RUN: gl.constexpr):
 
 
 @gluon_jit
-def sorted_places(
-    digit,
-    warp,
-    base,
-    row_totals,
-    DIGITS: gl.constexpr,
-    SUMS: gl.constexpr,
-):
-    """The place of each element in the tile sorted by this digit, and of each digit.
+def ranks(digit, warp, base, DIGITS: gl.constexpr):
+    """Of each element: how many of its digit lie before in its warp; see `rank_text`.
 
-    Shared memory at `base`: DIGITS counts of each warp, then twice SUMS. With
-    `row_totals`, the elements of each digit in a row, also the place of each digit in
-    the sorted row.
+    Leaves DIGITS counts of each warp at `base` in shared memory.
     """
-    W: gl.constexpr = gl.num_warps()
-    sums = base + W * DIGITS * 4
-    clear(base, W * DIGITS)
+    clear(base, gl.num_warps() * DIGITS)
     base = barrier(base)
-    mine = base + (warp * DIGITS + digit) * 4
     same = gl.inline_asm_elementwise(
         same_digit_text(), "=&r,r", [digit], gl.int32, False, 1
     )
-    rank = gl.inline_asm_elementwise(
-        rank_text(), "=&r,r,r", [same, mine], gl.int32, False, 1
+    count = base + (warp * DIGITS + digit) * 4
+    return gl.inline_asm_elementwise(
+        rank_text(), "=&r,r,r", [same, count], gl.int32, False, 1
     )
+
+
+@gluon_jit
+def places(rank):
+    """Of what `ranks` returned, once `counts_to_places` is done."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 rank; shr.u32 rank, $1, 16; and.b32 $0, $1, 0xffff;
+        ld.shared.u32 $0, [$0]; add.u32 $0, $0, rank; }""",
+        "=&r,r",
+        [rank],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon_jit
+def counts_to_places(base, row_totals, DIGITS: gl.constexpr, SUMS: gl.constexpr):
+    """What `ranks` left becomes where each warp's elements of a digit begin.
+
+    Returns where each digit begins in the sorted tile and, with `row_totals`, elements
+    of each digit in a row, in the sorted row. 2 * SUMS words lie behind the counts.
+    """
+    W: gl.constexpr = gl.num_warps()
+    sums = base + W * DIGITS * 4
     base = barrier(base)
     d = gl.arange(0, DIGITS, line_layout(W))
     counts = ()
@@ -170,17 +211,16 @@ def sorted_places(
         counts += (count,)
         total += count
     start = warp_sums(total, d, sums) - total
+    row_start = start
     if row_totals is not None:
         row_start = warp_sums(row_totals, d, sums + SUMS * 4) - row_totals
     base = barrier(base)
     start += sums_before(d, sums, SUMS)
     if row_totals is not None:
         row_start += sums_before(d, sums + SUMS * 4, SUMS)
-    else:
-        row_start = start
     before = start
     for w in gl.static_range(W):
         store_shared(base + (w * DIGITS + d) * 4, before)
         before += counts[w]
-    base = barrier(base)
-    return rank + load_shared(mine), d, start, row_start
+    barrier(base)
+    return start, row_start
