@@ -273,7 +273,12 @@ row(
 )
 row(argmax_p, fwd=argmax.argmax, unless=argmax.unsupported, slower=argmax.slower)
 row(top_k_p, fwd=top_k.top_k, unless=top_k.unsupported)
-row(argsort_p, fwd=argsort.argsort, unless=unsupported, slower=argsort.slower)
+row(
+    argsort_p,
+    fwd=argsort.argsort,
+    unless=argsort.unsupported,
+    slower=argsort.slower,
+)
 row(sample_p, fwd=sample.sample, unless=sample.unsupported)
 row(fwht_p, fwd=fwht.fwht_fwd, bwd=fwht.fwht_bwd, unless=fwht.unsupported)
 row(cumsum_p, fwd=cumsum.cumsum_fwd, bwd=cumsum.cumsum_bwd, unless=cumsum.unsupported)
