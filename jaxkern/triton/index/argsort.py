@@ -4,7 +4,7 @@ A row of one tile is sorted by one program in shared memory. Of a longer row eve
 takes three launches:
 
     counts    how many elements of each tile have each digit
-    offsets   the same of all tiles before
+    offsets   the same of all tiles before; where tiles are few the next launch adds
     scatter   a tile sorts its elements by the digit in shared memory, so that they go
               to memory in runs, to where its elements of that digit begin
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.index.radix import BITS, DIGITS, SUMS
 from jaxkern.triton.index.radix_kernels import (
     counts_kernel,
@@ -27,12 +27,12 @@ from jaxkern.triton.index.radix_kernels import (
 )
 from jaxkern.triton.triton_call import sparse_call, triton_call
 
+SHORTEST = 128  # rows that XLA does not sort as fast
 LONGEST_TILE = 8192
-FEW_TILES = 16
-GROUP = 32  # digits of one program that adds tiles
-INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
-SHORTEST = 512
+FEW_TILES = 32  # of a row: each adds the counts of all itself
+GROUP = 8  # digits of one program that adds tiles
 COPIES = 8  # of the counts of a tile: lanes with the same digit collide
+INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 def unsupported(*, x: Any, **named: Any) -> str | None:
@@ -56,9 +56,10 @@ def argsort(x: jax.Array, *, descending: bool, nan_policy: str) -> jax.Array:
 
 
 def sorted_rows(x: jax.Array, key: tuple) -> jax.Array:
+    """By one launch, a program a row."""
     v = x.shape[-1]
     tile = max(next_power_of_2(v), 32)
-    run = min(16, tile // 32)
+    run = min(16 if tile > 1024 else 8, tile // 32)
     rule = {"num_warps": tile // 32 // run, "RUN": run}
     [index] = triton_call(
         sort_row_kernel,
@@ -78,43 +79,30 @@ def sorted_rows(x: jax.Array, key: tuple) -> jax.Array:
 
 def sorted_by_tiles(x: jax.Array, key: tuple) -> jax.Array:
     v, width = x.shape[-1], 8 * x.dtype.itemsize
-    rule = {"num_warps": 8, "RUN": 16}
+    rows = x.size // v
+    # long runs, unless that leaves multiprocessors idle
+    rule = {"num_warps": 8, "RUN": 16 if rows * (v // 4096) >= num_sms() else 8}
     sizes = tuned("argsort_tiles", v, x.dtype, rule)
     tile = 32 * sizes["RUN"] * sizes["num_warps"]
-    rows, tiles = x.size // v, -(-v // tile)
-    per_tile = jax.ShapeDtypeStruct((rows, tiles, DIGITS), jnp.int32)
+    tiles = -(-v // tile)
     keys = jax.ShapeDtypeStruct(x.shape, f"uint{width}")
     indices = jax.ShapeDtypeStruct(x.shape, jnp.int32)
-    shape = {"V": v, "TILES": tiles}
     source: Any = x
     index: Any = None
-    order: Any = key
+    order: tuple | None = key
     for shift in range(0, width, BITS):
-        digit = {"SHIFT": shift, "KEY": order, "DIGITS": DIGITS}
+        digit = {"V": v, "TILES": tiles, "SHIFT": shift, "KEY": order, "DIGITS": DIGITS}
         [counts] = triton_call(
             counts_kernel,
             source,
-            out=[per_tile],
+            out=[jax.ShapeDtypeStruct((rows, tiles, DIGITS), jnp.int32)],
             grid=(rows * tiles,),
             num_warps=8,
             TILE=tile,
             COPIES=COPIES,
-            **shape,
             **digit,
         )
-        offsets, totals = counts, None
-        if tiles > FEW_TILES:
-            offsets, totals = triton_call(
-                offsets_kernel,
-                counts,
-                out=[per_tile, jax.ShapeDtypeStruct((rows, DIGITS), jnp.int32)],
-                grid=(rows * (DIGITS // GROUP),),
-                num_warps=8,
-                TILES=tiles,
-                BLOCK=min(next_power_of_2(tiles), 8192 // GROUP),
-                GROUP=GROUP,
-                DIGITS=DIGITS,
-            )
+        offsets, totals = over_tiles(counts)
         last = shift + BITS == width
         source, index = sparse_call(
             scatter_kernel,
@@ -122,11 +110,30 @@ def sorted_by_tiles(x: jax.Array, key: tuple) -> jax.Array:
             {
                 "source_ptr": source,
                 "index_ptr": index,
-                "offsets_ptr": offsets,
+                "counts_ptr": offsets,
                 "totals_ptr": totals,
             },
             {"out_key_ptr": None if last else keys, "out_index_ptr": indices},
-            shape | digit | {"SUMS": SUMS} | sizes,
+            digit | {"SUMS": SUMS} | sizes,
         )
         order = None
     return index
+
+
+def over_tiles(counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Sums over the tiles before each and over all; of few the counts, and None."""
+    rows, tiles, _ = counts.shape
+    if tiles <= FEW_TILES and rows * tiles <= num_sms():
+        return counts, None
+    offsets, totals = triton_call(
+        offsets_kernel,
+        counts,
+        out=[counts, jax.ShapeDtypeStruct((rows, DIGITS), jnp.int32)],
+        grid=(rows * (DIGITS // GROUP),),
+        num_warps=8,
+        TILES=tiles,
+        BLOCK=min(next_power_of_2(tiles), 1024),
+        GROUP=GROUP,
+        DIGITS=DIGITS,
+    )
+    return offsets, totals

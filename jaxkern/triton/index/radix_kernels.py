@@ -118,7 +118,7 @@ def offsets_kernel(
 def scatter_kernel(
     source_ptr,
     index_ptr,
-    offsets_ptr,
+    counts_ptr,
     totals_ptr,
     out_key_ptr,
     out_index_ptr,
@@ -130,7 +130,10 @@ def scatter_kernel(
     DIGITS: gl.constexpr,
     SUMS: gl.constexpr,
 ):
-    """The pairs of a tile to where its elements of each digit begin in the row."""
+    """The pairs of a tile to where its elements of each digit begin in the row.
+
+    counts: of each tile or, with the totals of the rows, of all tiles before it.
+    """
     W: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = W * RUN * 32
     program = gl.program_id(0)
@@ -142,16 +145,17 @@ def scatter_kernel(
     source_ptr += row * V
     key = sort_key(gl.load(source_ptr + at, inside, 0), inside, KEY)
     d = gl.arange(0, DIGITS, line_layout(W))
+    counts_ptr += row * (TILES * DIGITS) + d
     offsets = gl.zeros_like(d)
     totals = gl.zeros_like(d)
     if totals_ptr is None:
         for tile in gl.static_range(TILES):
-            count = gl.load(offsets_ptr + (row * TILES + tile) * DIGITS + d)
+            count = gl.load(counts_ptr + tile * DIGITS)
             totals += count
             offsets += gl.where(tile < program % TILES, count, 0)
     else:
         totals = gl.load(totals_ptr + row * DIGITS + d)
-        offsets = gl.load(offsets_ptr + program.to(gl.int64) * DIGITS + d)
+        offsets = gl.load(counts_ptr + program % TILES * DIGITS)
 
     # counts of warps, 2 * SUMS and padding, where digits go, the tile
     FIRST: gl.constexpr = W * DIGITS + 32
