@@ -59,20 +59,21 @@ def sorted_rows(x: jax.Array, key: tuple) -> jax.Array:
     """By one launch, a program a row."""
     v = x.shape[-1]
     tile = max(next_power_of_2(v), 32)
-    run = min(16 if tile > 1024 else 8, tile // 32)
-    rule = {"num_warps": tile // 32 // run, "RUN": run}
+    rule = {"RUN": 16 if tile > 1024 else 8}
+    run = min(tuned("argsort_row", v, x.dtype, rule)["RUN"], tile // 32)
     [index] = triton_call(
         sort_row_kernel,
         x,
         out=[jax.ShapeDtypeStruct(x.shape, jnp.int32)],
         grid=(x.size // v,),
+        num_warps=tile // (32 * run),
         V=v,
+        RUN=run,
         WIDTH=8 * x.dtype.itemsize,
         BITS=BITS,
         KEY=key,
         DIGITS=DIGITS,
         SUMS=SUMS,
-        **tuned("argsort_row", v, x.dtype, rule),
     )
     return index
 
