@@ -145,6 +145,12 @@ def test_argsort_of_rows_in_order_or_of_few_values(v):
     check_argsort(x)
 
 
+def test_argsort_of_many_long_rows():
+    x = jnp.round(jax.random.normal(jax.random.key(0), (200, 16_000)), 2)
+    check_argsort(x)
+    check_argsort(x[:, :13_001].astype(jnp.bfloat16), descending=True)
+
+
 def test_argsort_of_one_long_row():
     check_argsort(jax.random.normal(jax.random.key(0), (1, 2**22)))
 

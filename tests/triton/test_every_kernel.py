@@ -204,8 +204,8 @@ CALLS = {  # which the cases of the ops leave out
         for name, call in long_rows(d, t).items()
     },
     **{
-        f"argsort {v} {t}": (argsort, (spec(3, v, dtype=t),))
-        for v in (1, 8192, 128_256)
+        f"argsort {rows} {v} {t}": (argsort, (spec(rows, v, dtype=t),))
+        for rows, v in ((3, 1), (3, 8192), (500, 16_384), (3, 128_256), (1, 2**20))
         for t in DTYPES
     },
     **{f"fwht {t}": (fwht, (spec(4096, 8192, dtype=t),)) for t in DTYPES},

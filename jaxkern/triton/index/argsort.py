@@ -27,9 +27,11 @@ from jaxkern.triton.index.radix_kernels import (
 )
 from jaxkern.triton.triton_call import sparse_call, triton_call
 
-SHORTEST = 128  # rows that XLA does not sort as fast
-LONGEST_TILE = 8192
-FEW_TILES = 32  # of a row: each adds the counts of all itself
+SHORTEST = 64  # rows that XLA does not sort as fast
+LONGEST_TILE = 8192  # a row of one program
+LONGER_ROWS = (12_288, 16_384)  # by one program each where they are many
+LONGER_BYTES = 163_968  # its shared memory
+FEW_TILES = 64  # of a row: each adds the counts of all itself
 GROUP = 8  # digits of one program that adds tiles
 COPIES = 8  # of the counts of a tile: lanes with the same digit collide
 INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
@@ -51,8 +53,16 @@ def argsort(x: jax.Array, *, descending: bool, nan_policy: str) -> jax.Array:
         return jnp.zeros(x.shape, jnp.int32)
     nan_first = descending and nan_policy == "propagate"
     key = INFINITY[x.dtype.name], descending, nan_first
-    sort = sorted_rows if x.shape[-1] <= LONGEST_TILE else sorted_by_tiles
+    v = x.shape[-1]
+    sort = sorted_rows if one_tile(x.size // v, v) else sorted_by_tiles
     return sort(x, key)
+
+
+def one_tile(rows: int, v: int) -> bool:
+    """Whether one program sorts a row."""
+    least, most = LONGER_ROWS
+    longer = rows >= num_sms() and bridge.max_shared_bytes() >= LONGER_BYTES
+    return v <= LONGEST_TILE or (longer and least < v <= most)
 
 
 def sorted_rows(x: jax.Array, key: tuple) -> jax.Array:
@@ -82,7 +92,7 @@ def sorted_by_tiles(x: jax.Array, key: tuple) -> jax.Array:
     v, width = x.shape[-1], 8 * x.dtype.itemsize
     rows = x.size // v
     # long runs, unless that leaves multiprocessors idle
-    rule = {"num_warps": 8, "RUN": 16 if rows * (v // 4096) >= num_sms() else 8}
+    rule = {"num_warps": 8, "RUN": 16 if 2 * rows * (v // 4096) >= num_sms() else 8}
     sizes = tuned("argsort_tiles", v, x.dtype, rule)
     tile = 32 * sizes["RUN"] * sizes["num_warps"]
     tiles = -(-v // tile)
