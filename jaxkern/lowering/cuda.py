@@ -23,6 +23,7 @@ from jaxkern.primitives.attention.quantized_cache_attention import (
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.index.argmax import argmax_p
+from jaxkern.primitives.index.argsort import argsort_p
 from jaxkern.primitives.index.embedding import embedding_p
 from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
@@ -76,7 +77,7 @@ from jaxkern.triton.attention import (
     latent_attention,
 )
 from jaxkern.triton.delta_rule import causal_conv1d, cumsum
-from jaxkern.triton.index import argmax, embedding, top_k
+from jaxkern.triton.index import argmax, argsort, embedding, top_k
 from jaxkern.triton.kv_cache import qk_norm_rope_cache
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
 from jaxkern.triton.norm import (
@@ -272,6 +273,12 @@ row(
 )
 row(argmax_p, fwd=argmax.argmax, unless=argmax.unsupported, slower=argmax.slower)
 row(top_k_p, fwd=top_k.top_k, unless=top_k.unsupported)
+row(
+    argsort_p,
+    fwd=argsort.argsort,
+    unless=argsort.unsupported,
+    slower=argsort.slower,
+)
 row(sample_p, fwd=sample.sample, unless=sample.unsupported)
 row(fwht_p, fwd=fwht.fwht_fwd, bwd=fwht.fwht_bwd, unless=fwht.unsupported)
 row(cumsum_p, fwd=cumsum.cumsum_fwd, bwd=cumsum.cumsum_bwd, unless=cumsum.unsupported)

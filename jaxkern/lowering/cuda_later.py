@@ -14,6 +14,7 @@ from jaxkern.primitives.attention.quantized_cache_attention import (
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.delta_rule.cumsum import cumsum_p
 from jaxkern.primitives.index.argmax import argmax_p
+from jaxkern.primitives.index.argsort import argsort_p
 from jaxkern.primitives.index.embedding import embedding_p
 from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
@@ -70,6 +71,7 @@ OPS = (
     causal_conv1d_p,
     cumsum_p,
     argmax_p,
+    argsort_p,
     embedding_p,
     top_k_p,
     update_quantized_kv_cache_p,

@@ -15,6 +15,7 @@ from jaxkern import (
     QuantizedVectors,
     TurboQuantCodec,
     adamw_update,
+    argsort,
     attention,
     dequantize_vectors,
     embedding,
@@ -201,6 +202,11 @@ CALLS = {  # which the cases of the ops leave out
         for d in (10007, 16384, 131072)
         for t in DTYPES
         for name, call in long_rows(d, t).items()
+    },
+    **{
+        f"argsort {rows} {v} {t}": (argsort, (spec(rows, v, dtype=t),))
+        for rows, v in ((3, 1), (3, 8192), (500, 16_384), (3, 128_256), (1, 2**20))
+        for t in DTYPES
     },
     **{f"fwht {t}": (fwht, (spec(4096, 8192, dtype=t),)) for t in DTYPES},
     **{
