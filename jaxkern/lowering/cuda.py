@@ -7,6 +7,7 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 import functools
 
 from jaxkern.lowering.lower import lower
+from jaxkern.pallas.attention import decode_attention as hopper_decode
 from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.pallas.attention import joint_bwd as hopper_joint_bwd
@@ -317,6 +318,13 @@ row(
     fwd=causal_conv1d.causal_conv1d_fwd,
     bwd=causal_conv1d.causal_conv1d_bwd,
     unless=causal_conv1d.unsupported,
+)
+row(
+    attention_p,
+    backend="mosaic_gpu",
+    fwd=hopper_decode.attention_fwd,
+    unless=hopper_decode.unsupported,
+    slower=hopper_decode.slower,
 )
 row(
     attention_p,

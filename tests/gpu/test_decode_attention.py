@@ -30,10 +30,10 @@ def qkv(b, t, s, k, g, h, hv=None, dtype="bfloat16", kv_dtype=None):
     )
 
 
-def check(f, *operands, slack=1.0):
+def check(f, *operands, slack=1.0, by="triton"):
     """(out, lse) by the kernel against the reference in float64."""
     poison(*operands[:1] * 8)
-    with backend("triton", strict=True):
+    with backend(by, strict=True):
         found = jax.jit(f)(*operands)
     with jax.enable_x64(True), backend("xla"):
         truth = jax.jit(f)(*jax.tree.map(in_float64, operands))

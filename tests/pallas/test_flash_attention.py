@@ -41,7 +41,18 @@ def operands(b, t, s, k, g, h, hv=None, dtype="bfloat16") -> Any:
     return tuple(jnp.asarray(RNG.standard_normal(x), dtype) for x in shapes)
 
 
-def check(q, k, v, *, causal=False, window=None, softcap=None, scale=None, **arrays):
+def check(
+    q,
+    k,
+    v,
+    *,
+    fwd=hopper.attention_fwd,
+    causal=False,
+    window=None,
+    softcap=None,
+    scale=None,
+    **arrays,
+):
     """Results in the interpreter against those of the reference in float64."""
     options: dict[str, Any] = dict(
         causal=causal,
@@ -50,7 +61,7 @@ def check(q, k, v, *, causal=False, window=None, softcap=None, scale=None, **arr
         scale=q.shape[3] ** -0.5 if scale is None else scale,
     )
     rest = list((ABSENT | arrays).values())
-    found = hopper.attention_fwd(q, k, v, *rest, **options, interpret=True)
+    found = fwd(q, k, v, *rest, **options, interpret=True)
     with jax.enable_x64(True):
         wide = jax.tree.map(
             lambda x: (
@@ -245,6 +256,7 @@ def test_explain_names_block_sizes_registers_and_shared_memory():
     q, k, v = operands(1, 300, 300, 2, 2, 128)
     with compiling_for(90), backend("mosaic_gpu", strict=True):
         [row] = explain(lambda *x: attention(*x), q, k, v, platform="cuda").rows
+        launch: Any
         [launch] = row.launches
     assert launch.describe().startswith(
         "attention_fwd_128queries_128keys_2stages: 12 programs of 3 warpgroups, "
