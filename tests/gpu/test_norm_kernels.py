@@ -16,6 +16,7 @@ from jaxkern import (
     l2_norm,
     moe_rms_norm_add,
     multi_rms_norm,
+    rms_norm,
     rms_norm_add,
     rms_norm_mul,
     rms_norm_quantized,
@@ -121,6 +122,27 @@ def test_experts_are_mixed_normed_and_added(d, e, dtype):
         residual_weight,
         slack=4,
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 31, 4097])
+def test_short_rows_for_inference(rows, d, dtype):
+    draw = draws(dtype, d)
+    x, weight = draw(rows, d), draw(d)
+    u, w = (np.asarray(v, np.float64) for v in (x, weight))
+    truth = u / np.sqrt((u * u).mean(-1, keepdims=True) + 1e-6)
+    step = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    cases = [
+        (rms_norm, (x,), truth),
+        (rms_norm, (x, weight.astype("float32")), truth * w),
+        (lambda *a: rms_norm(*a, offset=1.0), (x, weight), truth * (w + 1)),
+    ]
+    for f, operands, expected in cases:
+        poison(x)
+        with backend("triton", strict=True):
+            y = np.asarray(jax.jit(f)(*operands), np.float64)
+        np.testing.assert_allclose(y, expected, rtol=step, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

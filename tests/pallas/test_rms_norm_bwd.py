@@ -17,6 +17,7 @@ RNG = np.random.default_rng(0)
     [
         pytest.param(1, 128, "bfloat16", marks=pytest.mark.full),
         (37, 64, "float16"),
+        (64, 128, "bfloat16"),  # whole tiles
         pytest.param(300, 256, "bfloat16", marks=pytest.mark.full),
         pytest.param(1485, 128, "bfloat16", marks=pytest.mark.full),  # many rounds
     ],

@@ -216,6 +216,10 @@ CALLS = {  # which the cases of the ops leave out
         for t in DTYPES
     },
     **{
+        f"rms_norm {d} for inference": (rms_norm, (spec(37, d), spec(d)))
+        for d in (64, 128, 256)
+    },
+    **{
         f"attention {h} {hv} {t}": attend(h, hv, t)
         for h, hv in HEAD_DIMS
         for t in DTYPES

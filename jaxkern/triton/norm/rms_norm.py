@@ -2,9 +2,12 @@
 
 from jaxkern.triton.norm.row_norm_backward import row_norm_bwd
 from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
+from jaxkern.triton.norm.short_rms_norm import is_short, short_rms_norm
 
 
-def rms_norm_fwd(x, weight, bias, *, eps, offset):
+def rms_norm_fwd(x, weight, bias, *, eps, offset, saved=True):
+    if not saved and bias is None and is_short(x):
+        return short_rms_norm(x, weight, eps=eps, offset=offset), None
     y, _, _, rstd = row_norm_fwd(x, weight, bias, eps=eps, offset=offset)
     return y, rstd
 
