@@ -113,6 +113,15 @@ def test_every_option(name, h, hv):
     check(*operands(2, 300, 413, 2, 3, h, hv), **as_jax(OPTIONS[name]))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("h", [64, 96, 128, 256, 320, 512])
+def test_a_mask_alone_over_whole_blocks(h, softcap):
+    mask = jnp.asarray(BITS[:, :, :256, :384])
+    q, k, v = operands(2, 256, 384, 2, 3, h)
+    check(q, k, v, mask=mask, softcap=softcap, gradients=h <= 256)
+    check(q, k, v, mask=mask[:1, :1], softcap=softcap, gradients=False)
+
+
 @pytest.mark.parametrize("h", [320, 384, 512])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_wide_heads(name, h):

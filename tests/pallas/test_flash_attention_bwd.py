@@ -174,6 +174,28 @@ def test_lowers_for_cuda_without_a_gpu():
     assert text.count("@mosaic_gpu_v2") == 3
 
 
+DIMS = [(64, 64), (96, 96), (192, 128), (256, 256), (320, 320), (512, 512)]
+
+
+@pytest.mark.parametrize(
+    "h, hv",
+    [(128, 128), *(pytest.param(*dims, marks=pytest.mark.full) for dims in DIMS)],
+)
+def test_a_mask_alone_over_whole_blocks_lowers(h, hv):
+    """Of keys that end with a block nothing but the mask says which are seen."""
+    q, k, v = operands(1, 256, 384, 2, 2, h, hv)
+
+    def loss(q, k, v):
+        out: Any = attention(q, k, v, mask=jnp.ones((1, 4, 256, 384), bool))
+        return out.astype(jnp.float32).sum()
+
+    forward_alone = h > 256
+    f = jax.jit(loss if forward_alone else jax.grad(loss, (0, 1, 2)))
+    with compiling_for(90), backend("mosaic_gpu", strict=True):
+        text = f.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == (1 if forward_alone else 3)
+
+
 @pytest.mark.full
 def test_is_exported_without_a_gpu():
     pytest.importorskip("flatbuffers")  # jax.export needs it to serialise

@@ -105,9 +105,6 @@ def unsupported(
         return f"`query` is {query.dtype.name}"
     if bias is not None and bias.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"`bias` is {bias.dtype.name}"
-    bounds = causal, window, kv_lengths is not None, kv_segment_ids is not None
-    if mask is not None and s % 64 == 0 and not any(bounds):
-        return f"a `mask` alone over {s} keys, whole blocks: no layouts are found"
     return None
 
 
