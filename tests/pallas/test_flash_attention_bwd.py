@@ -86,7 +86,9 @@ def test_gradients_of_one_kernel(name):
         (4096, False, None, None, True),
         (4096, True, None, None, True),
         (2048, True, None, None, False),
-        (16384, True, 1024, None, False),
+        (16384, True, 2048, None, False),
+        (16384, True, 3072, None, True),
+        (4096, True, 3072, None, True),
         (16384, True, None, jnp.zeros((1, 16384), jnp.int32), False),
     ],
 )

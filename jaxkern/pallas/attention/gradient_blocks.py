@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.blocks import CACHED_BYTES, position_and_length
+from jaxkern.pallas.attention.blocks import position_and_length
 from jaxkern.pallas.attention.masks import FAR, up_to
 from jaxkern.pallas.attention.pairs import BY_COLUMN, BY_ROW, LOG2_E, is_set
 from jaxkern.pallas.attention.problem import ROWS, Problem
@@ -27,6 +27,7 @@ KEYS = CONSUMERS * ROWS  # of a program that holds keys
 STAGES = 2
 SHIFT = 15  # 2 to that scales weights that are kept in 16 bits
 NARROW = 256  # head dims together, with which registers hold S and dP at once
+CACHED_BYTES = 2**25  # of the L2 cache, for queries and cotangents of one section
 ROUNDS = 3  # of programs, in the last section of causal ones
 P_SLOTS = 2  # tiles of weights between the consumers
 

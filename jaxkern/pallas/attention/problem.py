@@ -95,9 +95,7 @@ def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
             found |= dict(CONSUMERS=3, TURNS=0, EARLY=32)
     elif width < 128:
         found["TURNS"] = 0
-    elif width == 128:
-        found["PERSISTENT"] = int(not causal or reach <= SHORT)
-    else:
+    elif width > 128:
         found |= dict(TURNS=int(causal), PERSISTENT=int(not causal))
         if width <= WIDTH:
             found |= dict(BLOCK_K=64, EARLY=32, LATE=16)
