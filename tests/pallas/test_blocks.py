@@ -12,7 +12,6 @@ import pytest
 from jaxkern.pallas.attention.blocks import key_blocks
 from jaxkern.pallas.attention.gradient_blocks import (
     KEYS,
-    key_sections,
     place_keys,
     query_blocks,
 )
@@ -159,27 +158,12 @@ def test_of_consumers(name, consumer):
     check(found, some, all_of, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "b, t, kv_heads, causal, sections",
-    [
-        (1, 16384, 8, True, (1, 5)),
-        (4, 4096, 8, True, (4, 5)),
-        (4, 4096, 8, False, (4, 7)),
-        (3, 1000, 3, True, (9, 0)),
-    ],
-)
-def test_every_block_of_keys_is_taken_once(b, t, kv_heads, causal, sections):
-    """Sections of heads that fit the cache, the last one larger where causal."""
+@pytest.mark.parametrize("b, t, kv_heads", [(1, 16384, 8), (4, 4096, 8), (3, 1000, 3)])
+def test_every_block_of_keys_is_taken_once(b, t, kv_heads):
     heads = 4 * kv_heads, kv_heads
     q, k = (jax.ShapeDtypeStruct((b, t, n, 128), jnp.bfloat16) for n in heads)
-    c = problem(q, k, k, None, 1.0, causal, None, None)
-    assert key_sections(c) == sections
+    c = problem(q, k, k, None, 1.0, True, None, None)
     blocks = -(-t // KEYS)
     programs = jnp.arange(b * kv_heads * blocks)
-    batch, head, block = map(np.asarray, jax.vmap(lambda i: place_keys(i, c))(programs))
-    head = batch * kv_heads + head
-    assert len(set(zip(head, block, strict=True))) == len(programs)
-    section, before = sections
-    part = np.minimum(head // section, before)
-    assert (np.diff(part) >= 0).all()
-    assert (np.diff(block)[np.diff(part) == 0] >= 0).all()
+    taken = map(np.asarray, jax.vmap(lambda i: place_keys(i, c))(programs))
+    assert len(set(zip(*taken, strict=True))) == len(programs)

@@ -17,6 +17,7 @@ how the copy engine treats what is outside of an array. It moves tiles of 8 rows
 lengths that are no multiples of 8 cost a copy that pads them.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -43,6 +44,7 @@ from jaxkern.pallas.attention.pairs import (
 )
 from jaxkern.pallas.attention.problem import (
     ROWS,
+    SHORT,
     WIDTH,
     Problem,
     in_pieces,
@@ -167,6 +169,9 @@ def attention_fwd(
 ):
     """(out, lse); `interpret` runs the kernel on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
+    known = mask is None and q_segment_ids is None and kv_lengths is None
+    if not known and min(c.s, window or c.s) > SHORT:  # too unlike each other to deal
+        c = dataclasses.replace(c, programs=c.tiles)
     value = without_rest(value, kv_lengths)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     words = bounds = None

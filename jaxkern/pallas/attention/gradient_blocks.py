@@ -19,7 +19,6 @@ from jaxkern.pallas.attention.wgmma import (
     issue_sum,
     set_sum,
 )
-from jaxkern.triton.block_sizes import num_sms
 
 BLOCK = 64  # rows of the matrices that are walked over
 CONSUMERS = 2
@@ -28,37 +27,27 @@ STAGES = 2
 SHIFT = 15  # 2 to that scales weights that are kept in 16 bits
 NARROW = 256  # head dims together, with which registers hold S and dP at once
 CACHED_BYTES = 2**25  # of the L2 cache, for queries and cotangents of one section
-ROUNDS = 3  # of programs, in the last section of causal ones
 P_SLOTS = 2  # tiles of weights between the consumers
 
 
 # Which blocks meet.
 
 
-def key_sections(c: Problem, keys: int = KEYS) -> tuple[int, int]:
-    """(heads of a section of key heads, number of these before the last section).
+def place_keys(index, c: Problem, keys: int = KEYS):
+    """(batch, key head, block of keys) of a program, by sections of heads.
 
-    The queries and cotangents of a section fit the cache. Causal programs are of all
-    lengths: the last section has enough to let them end together, long ones first.
+    Of so many heads that their queries and cotangents fit the cache.
     """
-    heads, blocks = c.b * (c.n // c.group), -(-c.s // keys)
+    heads = c.b * (c.n // c.group)
+    blocks = -(-c.s // keys)
     rows = c.t if c.window is None else min(c.t, c.window + keys)
     cached = max(1, CACHED_BYTES // (2 * rows * c.group * (c.h + c.hv)))
-    section = last = min(cached, heads)
-    if c.causal and c.window is None:
-        last = max(section, ROUNDS * num_sms() // blocks)
-    return section, max(0, heads - last) // section
-
-
-def place_keys(index, c: Problem, keys: int = KEYS):
-    """(batch, key head, block of keys) of a program, by sections of heads."""
-    heads, kv_heads = c.b * (c.n // c.group), jnp.int32(c.n // c.group)
-    section, before = key_sections(c, keys)
-    programs = jnp.int32(section * -(-c.s // keys))
-    part = lax.min(lax.div(index, programs), jnp.int32(before))
-    within = index - part * programs
-    present = jnp.where(part < before, section, heads - before * section)
+    section = min(cached, heads)
+    part = lax.div(index, jnp.int32(section * blocks))
+    within = lax.rem(index, jnp.int32(section * blocks))
+    present = lax.min(section, heads - part * section)
     head = part * section + lax.rem(within, present)
+    kv_heads = jnp.int32(c.n // c.group)
     # the first blocks see the most queries
     return lax.div(head, kv_heads), lax.rem(head, kv_heads), lax.div(within, present)
 
@@ -118,6 +107,17 @@ def query_blocks(
         whole_end = lax.min(whole_end, bounds_ref[batch, block, 2])
         last = lax.min(last, bounds_ref[batch, block, 3])
     return in_order(first, whole, whole_end, last)
+
+
+def back_and_forth(n, member, blocks):
+    """The n-th block of a head: every other head from its last one, masks aside.
+
+    Programs of other keys are then at the same queries at more nearly the same time.
+    """
+    _, whole, whole_end, _ = blocks
+    turned = jnp.logical_and(n >= whole, n < whole_end)
+    turned = jnp.logical_and(turned, lax.rem(member, jnp.int32(2)) == 1)
+    return jnp.where(turned, whole + whole_end - 1 - n, n)
 
 
 def walk(step, carry, blocks, begins: bool, ends: bool):

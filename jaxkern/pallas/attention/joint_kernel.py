@@ -22,6 +22,7 @@ from jaxkern.pallas.attention.gradient_blocks import (
     CONSUMERS,
     KEYS,
     STAGES,
+    back_and_forth,
     by_column,
     dot,
     dscale,
@@ -135,8 +136,8 @@ def joint_kernel(
         """f(i, head, block of queries) for every step."""
 
         def head(member, i):
-            def step(j, i):
-                f(i, kv_head * c.group + member, j)
+            def step(n, i):
+                f(i, kv_head * c.group + member, back_and_forth(n, member, blocks))
                 return i + 1
 
             return lax.fori_loop(first, last, step, i)

@@ -7,7 +7,7 @@ from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 
 ROWS = 64  # queries of a consumer: those of one WGMMA
 WIDTH = 256  # head dims that registers hold of the results of 64 queries
-SHORT = 8192  # keys in reach, up to which a causal tile has few blocks
+SHORT = 8192  # keys in reach, up to which tiles have few blocks
 SHARED_BYTES = 232_448 - 3072  # of a program; the rest is for barriers
 LINE = 128  # bytes of a tile's row as it is swizzled
 LSE_BYTES = 1024
@@ -81,8 +81,8 @@ class Problem:
 def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
     """By head dims, keys that a query reaches, and mask; measured sizes go over them.
 
-    Tiles that take long are best given to the multiprocessors by the hardware. Where
-    they are short, what begins and ends a tile decides: a program takes several. With
+    A program takes several tiles, so that it loads the next one while it ends the last.
+    Long tiles of wide heads are best given to the multiprocessors by the hardware. With
     narrow heads exponentials decide, of which three consumers keep more in flight, with
     registers for the guessed weights of 32 keys.
     """
