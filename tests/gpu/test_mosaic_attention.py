@@ -168,6 +168,13 @@ def test_long_sequences():
     check(q, k, v, causal=True, window=1000)
 
 
+def test_one_group_of_heads():
+    """Every other head from its last queries on, in one kernel."""
+    check(*operands(1, 1500, 1500, 1, 4, 128), causal=True)
+    lengths = jnp.array([1601])
+    check(*operands(1, 1500, 1700, 1, 4, 128), causal=True, kv_lengths=lengths)
+
+
 @pytest.mark.parametrize("h", [64, 128])
 def test_windows_of_many_programs(h):
     """More blocks of keys than multiprocessors, the last of them in halves."""

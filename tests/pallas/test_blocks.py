@@ -12,6 +12,7 @@ import pytest
 from jaxkern.pallas.attention.blocks import key_blocks
 from jaxkern.pallas.attention.gradient_blocks import (
     KEYS,
+    back_and_forth,
     place_keys,
     query_blocks,
 )
@@ -167,3 +168,23 @@ def test_every_block_of_keys_is_taken_once(b, t, kv_heads):
     programs = jnp.arange(b * kv_heads * blocks)
     taken = map(np.asarray, jax.vmap(lambda i: place_keys(i, c))(programs))
     assert len(set(zip(*taken, strict=True))) == len(programs)
+
+
+@pytest.mark.parametrize(
+    "t, window, head, member, turned",
+    [
+        (16384, None, 0, 0, False),
+        (16384, None, 2, 1, True),
+        (16384, None, 1, 1, False),
+        (16384, 4096, 2, 1, False),
+        (4096, None, 2, 1, False),
+    ],
+)
+def test_heads_that_are_visited_from_their_last_queries(
+    t, window, head, member, turned
+):
+    q, k = (jax.ShapeDtypeStruct((1, t, n, 128), jnp.bfloat16) for n in (32, 8))
+    c = problem(q, k, k, None, 1.0, True, window, None)
+    blocks = 2, 4, 9, 10
+    order = [int(back_and_forth(n, head, member, blocks, c)) for n in range(2, 10)]
+    assert order == ([2, 3, 8, 7, 6, 5, 4, 9] if turned else list(range(2, 10)))

@@ -79,6 +79,11 @@ def test_gradients_of_one_kernel(name):
     check(joint_bwd.attention_bwd, name, 128, 128, softcap=None)
 
 
+@pytest.mark.full
+def test_one_kernel_of_heads_from_their_last_queries():
+    check(joint_bwd.attention_bwd, "causal", 128, 128, sizes=(1, 330, 330, 1, 3))
+
+
 @pytest.mark.parametrize(
     "s, causal, window, ids, chosen",
     [

@@ -33,16 +33,17 @@ P_SLOTS = 2  # tiles of weights between the consumers
 # Which blocks meet.
 
 
-def place_keys(index, c: Problem, keys: int = KEYS):
-    """(batch, key head, block of keys) of a program, by sections of heads.
-
-    Of so many heads that their queries and cotangents fit the cache.
-    """
-    heads = c.b * (c.n // c.group)
-    blocks = -(-c.s // keys)
+def heads_at_once(c: Problem, keys: int = KEYS) -> int:
+    """Key heads of a section: their queries and cotangents fit the cache."""
     rows = c.t if c.window is None else min(c.t, c.window + keys)
-    cached = max(1, CACHED_BYTES // (2 * rows * c.group * (c.h + c.hv)))
-    section = min(cached, heads)
+    cached = CACHED_BYTES // (2 * rows * c.group * (c.h + c.hv))
+    return min(max(1, cached), c.b * (c.n // c.group))
+
+
+def place_keys(index, c: Problem, keys: int = KEYS):
+    """(batch, key head, block of keys) of a program, by sections of heads."""
+    heads, section = c.b * (c.n // c.group), heads_at_once(c, keys)
+    blocks = -(-c.s // keys)
     part = lax.div(index, jnp.int32(section * blocks))
     within = lax.rem(index, jnp.int32(section * blocks))
     present = lax.min(section, heads - part * section)
@@ -109,14 +110,21 @@ def query_blocks(
     return in_order(first, whole, whole_end, last)
 
 
-def back_and_forth(n, member, blocks):
-    """The n-th block of a head: every other head from its last one, masks aside.
+def back_and_forth(n, kv_head, member, blocks, c: Problem):
+    """The n-th block to visit of the queries of a head of the group.
 
-    Programs of other keys are then at the same queries at more nearly the same time.
+    Where causal sections are single heads, every other head of every other group is
+    visited from its last block on, masks aside. The programs of a group, which start
+    together or one after another, then are at the same queries at more nearly the same
+    time: the cache does not hold all that they read and add to.
     """
+    if not c.causal or c.window is not None or heads_at_once(c) > 1:
+        return n
     _, whole, whole_end, _ = blocks
-    turned = jnp.logical_and(n >= whole, n < whole_end)
-    turned = jnp.logical_and(turned, lax.rem(member, jnp.int32(2)) == 1)
+    two = jnp.int32(2)
+    turned = jnp.logical_and(lax.rem(kv_head, two) == 0, lax.rem(member, two) == 1)
+    inside = jnp.logical_and(n >= whole, n < whole_end)
+    turned = jnp.logical_and(turned, inside)
     return jnp.where(turned, whole + whole_end - 1 - n, n)
 
 

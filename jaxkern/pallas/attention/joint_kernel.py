@@ -137,7 +137,8 @@ def joint_kernel(
 
         def head(member, i):
             def step(n, i):
-                f(i, kv_head * c.group + member, back_and_forth(n, member, blocks))
+                j = back_and_forth(n, kv_head, member, blocks, c)
+                f(i, kv_head * c.group + member, j)
                 return i + 1
 
             return lax.fori_loop(first, last, step, i)
