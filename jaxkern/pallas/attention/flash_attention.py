@@ -170,8 +170,8 @@ def attention_fwd(
     """(out, lse); `interpret` runs the kernel on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     known = mask is None and q_segment_ids is None and kv_lengths is None
-    if not known and min(c.s, window or c.s) > SHORT:  # too unlike each other to deal
-        c = dataclasses.replace(c, programs=c.tiles)
+    if causal and not known and min(c.s, window or c.s) > SHORT:
+        c = dataclasses.replace(c, programs=c.tiles)  # too unlike each other to deal
     value = without_rest(value, kv_lengths)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     words = bounds = None

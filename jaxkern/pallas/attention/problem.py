@@ -7,7 +7,7 @@ from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 
 ROWS = 64  # queries of a consumer: those of one WGMMA
 WIDTH = 256  # head dims that registers hold of the results of 64 queries
-SHORT = 8192  # keys in reach, up to which tiles have few blocks
+SHORT = 8192  # keys in reach, up to which a causal tile has few blocks
 SHARED_BYTES = 232_448 - 3072  # of a program; the rest is for barriers
 LINE = 128  # bytes of a tile's row as it is swizzled
 LSE_BYTES = 1024
