@@ -113,6 +113,15 @@ def test_every_option(name, h, hv):
     check(*operands(2, 300, 413, 2, 3, h, hv), **as_jax(OPTIONS[name]))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("h", [64, 96, 128, 256, 320, 512])
+def test_a_mask_alone_over_whole_blocks(h, softcap):
+    mask = jnp.asarray(BITS[:, :, :256, :384])
+    q, k, v = operands(2, 256, 384, 2, 3, h)
+    check(q, k, v, mask=mask, softcap=softcap, gradients=h <= 256)
+    check(q, k, v, mask=mask[:1, :1], softcap=softcap, gradients=False)
+
+
 @pytest.mark.parametrize("h", [320, 384, 512])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_wide_heads(name, h):
@@ -157,6 +166,14 @@ def test_long_sequences():
     q, k, v = operands(1, 16384, 16384, 1, 1, 128)
     check(q, k, v, causal=True)
     check(q, k, v, causal=True, window=1000)
+
+
+def test_one_group_of_heads():
+    """Every other head from its last queries on, in one kernel."""
+    check(*operands(1, 1500, 1500, 1, 4, 128), causal=True)
+    lengths = jnp.array([1601])
+    options: Any = dict(kv_lengths=lengths, q_offset=lengths - 1500)
+    check(*operands(1, 1500, 1700, 1, 4, 128), causal=True, **options)
 
 
 @pytest.mark.parametrize("h", [64, 128])

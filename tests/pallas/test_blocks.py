@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from jaxkern.pallas.attention.blocks import key_blocks
-from jaxkern.pallas.attention.gradient_blocks import query_blocks
+from jaxkern.pallas.attention.gradient_blocks import (
+    KEYS,
+    back_and_forth,
+    place_keys,
+    query_blocks,
+)
 from jaxkern.pallas.attention.pairs import inside_both, mask_words, word_bounds
 from jaxkern.pallas.attention.problem import problem
 from jaxkern.triton.attention.flash_attention import segment_bounds
@@ -152,3 +157,34 @@ def test_of_consumers(name, consumer):
     )
     found = visited(of_queries, some.shape[1], None, *places, c)
     check(found, some, all_of, 0, 0)
+
+
+@pytest.mark.parametrize("b, t, kv_heads", [(1, 16384, 8), (4, 4096, 8), (3, 1000, 3)])
+def test_every_block_of_keys_is_taken_once(b, t, kv_heads):
+    heads = 4 * kv_heads, kv_heads
+    q, k = (jax.ShapeDtypeStruct((b, t, n, 128), jnp.bfloat16) for n in heads)
+    c = problem(q, k, k, None, 1.0, True, None, None)
+    blocks = -(-t // KEYS)
+    programs = jnp.arange(b * kv_heads * blocks)
+    taken = map(np.asarray, jax.vmap(lambda i: place_keys(i, c))(programs))
+    assert len(set(zip(*taken, strict=True))) == len(programs)
+
+
+@pytest.mark.parametrize(
+    "t, window, head, member, turned",
+    [
+        (16384, None, 0, 0, False),
+        (16384, None, 2, 1, True),
+        (16384, None, 1, 1, False),
+        (16384, 4096, 2, 1, False),
+        (4096, None, 2, 1, False),
+    ],
+)
+def test_heads_that_are_visited_from_their_last_queries(
+    t, window, head, member, turned
+):
+    q, k = (jax.ShapeDtypeStruct((1, t, n, 128), jnp.bfloat16) for n in (32, 8))
+    c = problem(q, k, k, None, 1.0, True, window, None)
+    blocks = 2, 4, 9, 10
+    order = [int(back_and_forth(n, head, member, blocks, c)) for n in range(2, 10)]
+    assert order == ([2, 3, 8, 7, 6, 5, 4, 9] if turned else list(range(2, 10)))

@@ -197,6 +197,11 @@ def test_few_rows(t, s):
 
 
 @pytest.mark.full
+def test_a_mask_alone_over_whole_blocks():
+    check(*operands(2, 140, 256, 1, 2, 32), mask=jnp.asarray(BITS[..., :256]))
+
+
+@pytest.mark.full
 def test_what_lies_behind_the_lengths_has_no_influence():
     q, k, v = operands(1, 16, 140, 1, 1, 64)
     run = functools.partial(

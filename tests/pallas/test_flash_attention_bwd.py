@@ -79,6 +79,11 @@ def test_gradients_of_one_kernel(name):
     check(joint_bwd.attention_bwd, name, 128, 128, softcap=None)
 
 
+@pytest.mark.full
+def test_one_kernel_of_heads_from_their_last_queries():
+    check(joint_bwd.attention_bwd, "causal", 128, 128, sizes=(1, 330, 330, 1, 3))
+
+
 @pytest.mark.parametrize(
     "s, causal, window, ids, chosen",
     [
@@ -86,7 +91,9 @@ def test_gradients_of_one_kernel(name):
         (4096, False, None, None, True),
         (4096, True, None, None, True),
         (2048, True, None, None, False),
-        (16384, True, 1024, None, False),
+        (16384, True, 2048, None, False),
+        (16384, True, 3072, None, True),
+        (4096, True, 3072, None, True),
         (16384, True, None, jnp.zeros((1, 16384), jnp.int32), False),
     ],
 )
@@ -172,6 +179,28 @@ def test_lowers_for_cuda_without_a_gpu():
         traced = gradients_of(mask=mask, bias=bias).trace(q, k, v)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 3
+
+
+DIMS = [(64, 64), (96, 96), (192, 128), (256, 256), (320, 320), (512, 512)]
+
+
+@pytest.mark.parametrize(
+    "h, hv",
+    [(128, 128), *(pytest.param(*dims, marks=pytest.mark.full) for dims in DIMS)],
+)
+def test_a_mask_alone_over_whole_blocks_lowers(h, hv):
+    """Of keys that end with a block nothing but the mask says which are seen."""
+    q, k, v = operands(1, 256, 384, 2, 2, h, hv)
+
+    def loss(q, k, v):
+        out: Any = attention(q, k, v, mask=jnp.ones((1, 4, 256, 384), bool))
+        return out.astype(jnp.float32).sum()
+
+    forward_alone = h > 256
+    f = jax.jit(loss if forward_alone else jax.grad(loss, (0, 1, 2)))
+    with compiling_for(90), backend("mosaic_gpu", strict=True):
+        text = f.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == (1 if forward_alone else 3)
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ how the copy engine treats what is outside of an array. It moves tiles of 8 rows
 lengths that are no multiples of 8 cost a copy that pads them.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -43,6 +44,7 @@ from jaxkern.pallas.attention.pairs import (
 )
 from jaxkern.pallas.attention.problem import (
     ROWS,
+    SHORT,
     WIDTH,
     Problem,
     in_pieces,
@@ -105,9 +107,6 @@ def unsupported(
         return f"`query` is {query.dtype.name}"
     if bias is not None and bias.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"`bias` is {bias.dtype.name}"
-    bounds = causal, window, kv_lengths is not None, kv_segment_ids is not None
-    if mask is not None and s % 64 == 0 and not any(bounds):
-        return f"a `mask` alone over {s} keys, whole blocks: no layouts are found"
     return None
 
 
@@ -170,6 +169,9 @@ def attention_fwd(
 ):
     """(out, lse); `interpret` runs the kernel on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
+    known = mask is None and q_segment_ids is None and kv_lengths is None
+    if causal and not known and min(c.s, window or c.s) > SHORT:
+        c = dataclasses.replace(c, programs=c.tiles)  # too unlike each other to deal
     value = without_rest(value, kv_lengths)
     q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
     words = bounds = None

@@ -110,18 +110,9 @@ class Logits:
     def visible(self, start, shape):
         """Which of the queries see which of the keys from `start` on."""
         tile, refs, c = self.tile, self.refs, self.c
-
-        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
-        position = rows + (self.row + self.offset - start)
         terms = []
-        if c.causal or self.ragged:
-            last = position if c.causal else rows + FAR
-            if self.ragged:
-                last = jnp.minimum(last, self.length - start - 1)
-            terms.append(up_to(last, shape, self.interpret))
-        if c.window is not None:
-            before = position - c.window
-            terms.append(up_to(before, shape, self.interpret, beyond=True))
+        if c.causal or self.ragged or c.window is not None:
+            terms = self.bounded(start, shape)
         if self.q_ids is not None:
             kv_ids = plgpu.load(
                 refs.kv_ids.at[tile.batch, pl.ds(start, c.block_k)],
@@ -134,6 +125,25 @@ class Logits:
             words = refs.words
             terms.append(is_set(words, tile.batch, tile.head, self.row, start, shape))
         return functools.reduce(jnp.logical_and, terms)
+
+    def bounded(self, start, shape):
+        """What causal, window and lengths say of it, of which there is one at least.
+
+        Rows that nothing is compared with would have no layout.
+        """
+        c = self.c
+        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
+        position = rows + (self.row + self.offset - start)
+        terms = []
+        if c.causal or self.ragged:
+            last = position if c.causal else rows + FAR
+            if self.ragged:
+                last = jnp.minimum(last, self.length - start - 1)
+            terms.append(up_to(last, shape, self.interpret))
+        if c.window is not None:
+            before = position - c.window
+            terms.append(up_to(before, shape, self.interpret, beyond=True))
+        return terms
 
     def __call__(self, s, j, masked, copied, k_free):
         """Of block j from the end, over `factor`; s are its products.

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.blocks import CACHED_BYTES, position_and_length
+from jaxkern.pallas.attention.blocks import position_and_length
 from jaxkern.pallas.attention.masks import FAR, up_to
 from jaxkern.pallas.attention.pairs import BY_COLUMN, BY_ROW, LOG2_E, is_set
 from jaxkern.pallas.attention.problem import ROWS, Problem
@@ -26,22 +26,24 @@ KEYS = CONSUMERS * ROWS  # of a program that holds keys
 STAGES = 2
 SHIFT = 15  # 2 to that scales weights that are kept in 16 bits
 NARROW = 256  # head dims together, with which registers hold S and dP at once
+CACHED_BYTES = 2**25  # of the L2 cache, for queries and cotangents of one section
 P_SLOTS = 2  # tiles of weights between the consumers
 
 
 # Which blocks meet.
 
 
-def place_keys(index, c: Problem, keys: int = KEYS):
-    """(batch, key head, block of keys) of a program, by sections of heads.
-
-    Of so many heads that their queries and cotangents fit the cache.
-    """
-    heads = c.b * (c.n // c.group)
-    blocks = -(-c.s // keys)
+def heads_at_once(c: Problem, keys: int = KEYS) -> int:
+    """Key heads of a section: their queries and cotangents fit the cache."""
     rows = c.t if c.window is None else min(c.t, c.window + keys)
-    cached = max(1, CACHED_BYTES // (2 * rows * c.group * (c.h + c.hv)))
-    section = min(cached, heads)
+    cached = CACHED_BYTES // (2 * rows * c.group * (c.h + c.hv))
+    return min(max(1, cached), c.b * (c.n // c.group))
+
+
+def place_keys(index, c: Problem, keys: int = KEYS):
+    """(batch, key head, block of keys) of a program, by sections of heads."""
+    heads, section = c.b * (c.n // c.group), heads_at_once(c, keys)
+    blocks = -(-c.s // keys)
     part = lax.div(index, jnp.int32(section * blocks))
     within = lax.rem(index, jnp.int32(section * blocks))
     present = lax.min(section, heads - part * section)
@@ -106,6 +108,24 @@ def query_blocks(
         whole_end = lax.min(whole_end, bounds_ref[batch, block, 2])
         last = lax.min(last, bounds_ref[batch, block, 3])
     return in_order(first, whole, whole_end, last)
+
+
+def back_and_forth(n, kv_head, member, blocks, c: Problem):
+    """The n-th block to visit of the queries of a head of the group.
+
+    Where causal sections are single heads, every other head of every other group is
+    visited from its last block on, masks aside. The programs of a group, which start
+    together or one after another, then are at the same queries at more nearly the same
+    time: the cache does not hold all that they read and add to.
+    """
+    if not c.causal or c.window is not None or heads_at_once(c) > 1:
+        return n
+    _, whole, whole_end, _ = blocks
+    two = jnp.int32(2)
+    turned = jnp.logical_and(lax.rem(kv_head, two) == 0, lax.rem(member, two) == 1)
+    inside = jnp.logical_and(n >= whole, n < whole_end)
+    turned = jnp.logical_and(turned, inside)
+    return jnp.where(turned, whole + whole_end - 1 - n, n)
 
 
 def walk(step, carry, blocks, begins: bool, ends: bool):

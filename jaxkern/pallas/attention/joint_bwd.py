@@ -45,6 +45,7 @@ from jaxkern.triton.attention.flash_attention import segment_bounds
 from jaxkern.triton.attention.gradient_rows import HEAD_DIM
 
 MANY = 2048  # keys that a query sees, from which on it was faster than two kernels
+MANY_IN_WINDOW = 3072  # where two kernels share out the last round of programs
 
 
 def unsupported_joint(**operands: Any) -> str | None:
@@ -74,9 +75,11 @@ def slower_joint(
     if q_segment_ids is not None:
         return "with segments it was not measured"
     seen = key.shape[1] // 2 if causal else key.shape[1]
-    seen = min(seen, window or seen)
-    if seen < MANY:
-        return f"queries see {seen} keys, fewer than {MANY}"
+    least = MANY
+    if window is not None and window < seen:
+        seen, least = window, MANY_IN_WINDOW
+    if seen < least:
+        return f"queries see {seen} keys, fewer than {least}"
     return None
 
 

@@ -22,6 +22,7 @@ from jaxkern.pallas.attention.gradient_blocks import (
     CONSUMERS,
     KEYS,
     STAGES,
+    back_and_forth,
     by_column,
     dot,
     dscale,
@@ -135,7 +136,8 @@ def joint_kernel(
         """f(i, head, block of queries) for every step."""
 
         def head(member, i):
-            def step(j, i):
+            def step(n, i):
+                j = back_and_forth(n, kv_head, member, blocks, c)
                 f(i, kv_head * c.group + member, j)
                 return i + 1
 

@@ -81,8 +81,8 @@ class Problem:
 def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
     """By head dims, keys that a query reaches, and mask; measured sizes go over them.
 
-    Tiles that take long are best given to the multiprocessors by the hardware. Where
-    they are short, what begins and ends a tile decides: a program takes several. With
+    A program takes several tiles, so that it loads the next one while it ends the last.
+    Long tiles of wide heads are best given to the multiprocessors by the hardware. With
     narrow heads exponentials decide, of which three consumers keep more in flight, with
     registers for the guessed weights of 32 keys.
     """
@@ -95,9 +95,7 @@ def sizes(h: int, hv: int, reach: int, causal: bool) -> dict[str, int]:
             found |= dict(CONSUMERS=3, TURNS=0, EARLY=32)
     elif width < 128:
         found["TURNS"] = 0
-    elif width == 128:
-        found["PERSISTENT"] = int(not causal or reach <= SHORT)
-    else:
+    elif width > 128:
         found |= dict(TURNS=int(causal), PERSISTENT=int(not causal))
         if width <= WIDTH:
             found |= dict(BLOCK_K=64, EARLY=32, LATE=16)

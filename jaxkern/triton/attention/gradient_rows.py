@@ -17,7 +17,7 @@ from jaxkern.triton.triton_call import jit, tl, triton_call
 
 BLOCK = 64  # rows of dq that are laid out together
 HEAD_DIM = 128  # of what is counted
-PARTS = 64  # programs that share the keys of a head
+PARTS = 128  # programs that share the keys of a head
 FRACTION = 2.0**-30  # of a bound of |dq|, in which dq is counted
 SMALLEST = 1e-28  # bound whose fraction is no denormal
 COUNTING = "widest_ptr", "longest_ptr", "counts_ptr", "units_ptr", "dq_ptr"
@@ -189,6 +189,7 @@ def counted_rows(key, value, out, lse, dout, dlse, padded: int, dscale: float):
         value,
         out=[part, part],
         grid=(heads, PARTS, b),
+        num_warps=8,
         S=s,
         HEADS=heads,
         H=h,
