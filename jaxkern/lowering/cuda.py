@@ -115,7 +115,11 @@ row(
     unless=hopper_rms_norm_bwd.unsupported,
 )
 row(
-    rms_norm_p, fwd=rms_norm.rms_norm_fwd, bwd=rms_norm.rms_norm_bwd, unless=unsupported
+    rms_norm_p,
+    fwd=rms_norm.rms_norm_fwd,
+    bwd=rms_norm.rms_norm_bwd,
+    primal=rms_norm.rms_norm,
+    unless=unsupported,
 )
 row(
     add_rms_norm_p,

@@ -13,7 +13,6 @@ refusal, and `backend(..., strict=True)` raises instead of falling back.
 import contextlib
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -108,8 +107,7 @@ def lower(
       platform: "cpu", "cuda", or the name of a plugin's platform.
       backend: the kind of kernel, one of `BACKENDS`.
       fwd: kernel for the op with residuals (for the op itself if it saves none); None
-        where only the backward pass has a kernel. Where it takes `saved` it learns
-        whether they are wanted, and gives None for them in inference.
+        where only the backward pass has a kernel.
       bwd: kernel for the gradients; where it takes `wanted` it learns which.
       primal: kernel for inference; without it `fwd` with its residuals dropped.
       inference: whether the row is for inference too.
@@ -134,12 +132,9 @@ def lower(
 
 
 def without_residuals(fwd: Callable, num_results: int) -> Callable:
-    takes_saved = "saved" in inspect.signature(fwd).parameters
-    options = {"saved": False} if takes_saved else {}
-
     @functools.wraps(fwd)
     def primal(*arrays, **static):
-        out = fwd(*arrays, **static, **options)[:num_results]
+        out = fwd(*arrays, **static)[:num_results]
         return out[0] if num_results == 1 else out
 
     return primal

@@ -5,9 +5,13 @@ from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
 from jaxkern.triton.norm.short_rms_norm import is_short, short_rms_norm
 
 
-def rms_norm_fwd(x, weight, bias, *, eps, offset, saved=True):
-    if not saved and bias is None and is_short(x):
-        return short_rms_norm(x, weight, eps=eps, offset=offset), None
+def rms_norm(x, weight, bias, *, eps, offset):
+    if bias is None and is_short(x):
+        return short_rms_norm(x, weight, eps=eps, offset=offset)
+    return rms_norm_fwd(x, weight, bias, eps=eps, offset=offset)[0]
+
+
+def rms_norm_fwd(x, weight, bias, *, eps, offset):
     y, _, _, rstd = row_norm_fwd(x, weight, bias, eps=eps, offset=offset)
     return y, rstd
 
