@@ -1,0 +1,226 @@
+"""A row of logits in the shared memory of a cluster: passes over it, and exchanges."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from jaxkern.pallas.rows.clusters import join, ordered, store
+from jaxkern.pallas.sampling.plan import (
+    BINS,
+    COPIES,
+    LANES,
+    STEP,
+    WARPGROUPS,
+    WARPS,
+    Plan,
+    by_thread,
+    in_each_warp,
+)
+
+
+def element(register: ir.Value, i: int) -> ir.Value:
+    return vector.extract(register, dynamic_position=[], static_position=[i])
+
+
+def lane() -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.andi(utils.thread_idx(), utils.c(LANES - 1, i32))
+
+
+def running_sum(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
+    """The cumulative sum along the last axis, which a warp holds."""
+    if interpret:
+        return jnp.cumsum(x, -1)
+
+    def emit(_, x):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        [register] = x.registers.flat
+        [size] = ir.VectorType(register.type).shape
+        upto = [element(register, 0)]
+        for i in range(1, size):
+            upto.append(arith.addf(upto[-1], element(register, i)))
+
+        def of_lane_before(value, distance):
+            """0 in the first lanes."""
+            bits = nvvm.shfl_sync(
+                utils.c(0xFFFFFFFF, i32),
+                arith.bitcast(i32, value),
+                utils.c(distance, i32),
+                utils.c(0, i32),
+                nvvm.ShflKind.up,
+            )
+            there = arith.cmpi(
+                arith.CmpIPredicate.sge, lane(), utils.c(distance, i32)
+            )
+            return arith.select(there, arith.bitcast(f32, bits), utils.c(0.0, f32))
+
+        total, distance = upto[-1], 1
+        while distance < LANES:
+            total = arith.addf(total, of_lane_before(total, distance))
+            distance *= 2
+        before = of_lane_before(total, 1)
+        sums = vector.from_elements(
+            register.type, [arith.addf(before, s) for s in upto]
+        )
+        registers = x.registers.copy()
+        registers.flat[0] = sums
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    return inline(emit)(x)
+
+
+def add_units(bins_ref: Any, bin_: Any, units: Any) -> None:
+    """Adds units to bins; what has none of these bins is left out."""
+    i32 = ir.IntegerType.get_signless(32)
+    address = llvm.ptrtoint(i32, utils.memref_ptr(bins_ref))
+    copy = arith.remui(lane(), utils.c(COPIES, i32))
+    address = arith.addi(address, arith.muli(copy, utils.c(4, i32)))
+    for which, many in zip(bin_.registers.flat, units.registers.flat, strict=True):
+        [size] = ir.VectorType(which.type).shape
+        for i in range(size):
+            llvm.inline_asm(
+                None,
+                [address, element(which, i), element(many, i)],
+                "{ .reg .pred p; .reg .b32 at; "
+                f"setp.lt.u32 p, $1, {BINS}; "
+                f"mad.lo.u32 at, $1, {4 * COPIES}, $0; "
+                "@p red.shared.add.u32 [at], $2; }",
+                "r,r,r",
+                has_side_effects=True,
+            )
+
+
+class ClusterRow:
+    """The part of a warpgroup of a program."""
+
+    def __init__(self, c: Plan, scratch: Any, exchanged: Any, interpret: bool):
+        self.c, self.interpret = c, interpret
+        self.logits, self.bins, self.upto, self.place = scratch[:4]
+        self.full, self.counted, self.met = scratch[4:]
+        self.sums_ref, self.bins_ref = exchanged
+        self.row, self.rank = lax.axis_index("row"), lax.axis_index("cluster")
+        self.me = lax.axis_index("warpgroup")
+        self.first_warp = (self.rank * WARPGROUPS + self.me) * WARPS
+
+    def fetch(self, ref: Any) -> None:
+        """All of this warpgroup at once. What lies behind the row is left out later."""
+        c = self.c
+        for w in range(WARPS):
+            lines = pl.ds((self.first_warp + w) * c.lines_of_warp, c.lines_of_warp)
+            plgpu.copy_gmem_to_smem(
+                ref.at[self.row, lines],
+                self.logits.at[self.me * WARPS + w],
+                self.full.at[self.me],
+            )
+
+    def line(self, k):
+        return self.logits.at[pl.ds(self.me * WARPS, WARPS), k]
+
+    def read(self, k):
+        x = plgpu.load(self.line(k), layout=self.c.layout, optimized=False)
+        return x.astype(jnp.float32)
+
+    def over_lines(self, add: Callable, init: Any = None) -> Any:
+        """carry = add(logits of a line of each warp, carry) of all lines."""
+
+        def step(i, carry):
+            for k in range(STEP):
+                carry = add(self.read(i * STEP + k), carry)
+            return carry
+
+        return lax.fori_loop(0, self.c.lines_of_warp // STEP, step, init)
+
+    def clean(self) -> None:
+        """-inf for NaN and for what lies behind the row."""
+        c = self.c
+
+        def rewrite(k, _):
+            x = self.read(k)
+            warp = plgpu.broadcasted_iota(jnp.int32, c.piece, 0, layout=c.layout)
+            line = (self.first_warp + warp) * c.lines_of_warp + k
+            x = jnp.where((x == x) & (line < c.lines), x, self.splat(-jnp.inf))
+            store(self.line(k), x.astype(self.logits.dtype))
+
+        lax.fori_loop(0, c.lines_of_warp, rewrite, None)
+
+    def splat(self, value):
+        return plgpu.layout_cast(
+            jnp.full(self.c.piece, value, jnp.float32), self.c.layout
+        )
+
+    def arrive(self) -> None:
+        """All that the cluster stored before is seen after."""
+        ordered(self.interpret)
+        join(self.interpret)
+        plgpu.barrier_arrive(self.met)
+        plgpu.barrier_wait(self.met)
+        ordered(self.interpret)
+
+    def by_warp(self, turn: int, value: jax.Array) -> jax.Array:
+        """The value per line of every warp of the cluster, in the order of the row."""
+        store(self.sums_ref.at[self.row, turn, pl.ds(self.first_warp, WARPS)], value)
+        self.arrive()
+        return plgpu.load(
+            self.sums_ref.at[self.row, turn],
+            layout=in_each_warp(self.c.warps),
+            optimized=False,
+        )
+
+    def mine(self):
+        """The bins that this warpgroup adds up."""
+        return pl.ds(self.me * WARPS * LANES, WARPS * LANES)
+
+    def clear(self) -> None:
+        zeros = jnp.zeros((WARPS * LANES, COPIES), jnp.int32)
+        mine = self.bins.at[self.mine()]
+        store(mine, plgpu.layout_cast(zeros, by_thread(COPIES)))
+
+    def count(self, bin_: jax.Array, units: jax.Array) -> None:
+        """Adds units to bins; what has none of these bins is left out."""
+        if self.interpret:
+            here = jnp.where((bin_ >= 0) & (bin_ < BINS), bin_, BINS).reshape(-1)
+            sums = jnp.zeros(BINS + 1, jnp.int32).at[here].add(units.reshape(-1))
+            self.bins[:, self.me] += sums[:BINS]
+        else:
+            kinds = plgpu.RefType(), self.c.layout, self.c.layout
+            inline: Any = plgpu.inline_mgpu(arg_types=kinds)
+            inline(lambda _, *args: add_units(*args))(self.bins, bin_, units)
+
+    def arrive_in_program(self) -> None:
+        join(self.interpret)
+        plgpu.barrier_arrive(self.counted)
+        plgpu.barrier_wait(self.counted)
+
+    def bins_of_row(self, turn) -> jax.Array:
+        """The sums of all bins; clears them."""
+        self.arrive_in_program()
+        layout = by_thread(COPIES)
+        units = plgpu.load(self.bins.at[self.mine()], layout=layout, optimized=False)
+        of_program = jnp.sum(units.astype(jnp.float32), axis=1)
+        store(self.bins_ref.at[self.row, turn, self.rank, self.mine()], of_program)
+        self.clear()
+        self.arrive()
+        total = None
+        for rank in range(self.c.cluster):
+            part = plgpu.load(
+                self.bins_ref.at[self.row, turn, rank, self.mine()],
+                layout=plgpu.Layout.WG_STRIDED((WARPS * LANES,), 1),
+                optimized=False,
+            )
+            total = part if total is None else total + part
+        store(self.upto.at[self.mine()], total)
+        self.arrive_in_program()
+        return plgpu.load(self.upto, layout=in_each_warp(BINS), optimized=False)
