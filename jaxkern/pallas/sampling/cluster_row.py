@@ -1,4 +1,4 @@
-"""A row of logits in the shared memory of a cluster: passes over it, and exchanges."""
+"""A row of logits in the shared memory of a cluster: passes over it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
 
-from jaxkern.pallas.rows.clusters import join, ordered, store
+from jaxkern.pallas.rows.clusters import store
+from jaxkern.pallas.sampling.exchange import (
+    Exchange,
+    address_of,
+    bytes_beyond,
+    element,
+    integer,
+    lane,
+)
 from jaxkern.pallas.sampling.plan import (
     BINS,
     COPIES,
@@ -23,17 +30,7 @@ from jaxkern.pallas.sampling.plan import (
     WARPS,
     Plan,
     by_thread,
-    in_each_warp,
 )
-
-
-def element(register: ir.Value, i: int) -> ir.Value:
-    return vector.extract(register, dynamic_position=[], static_position=[i])
-
-
-def lane() -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.andi(utils.thread_idx(), utils.c(LANES - 1, i32))
 
 
 def running_sum(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
@@ -52,16 +49,16 @@ def running_sum(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
         def of_lane_before(value, distance):
             """0 in the first lanes."""
             bits = nvvm.shfl_sync(
-                utils.c(0xFFFFFFFF, i32),
+                integer(0xFFFFFFFF),
                 arith.bitcast(i32, value),
-                utils.c(distance, i32),
-                utils.c(0, i32),
+                integer(distance),
+                integer(0),
                 nvvm.ShflKind.up,
             )
             there = arith.cmpi(
-                arith.CmpIPredicate.sge, lane(), utils.c(distance, i32)
+                arith.CmpIPredicate.sge, lane(), integer(distance)
             )
-            return arith.select(there, arith.bitcast(f32, bits), utils.c(0.0, f32))
+            return arith.select(there, arith.bitcast(f32, bits), mgpu.c(0.0, f32))
 
         total, distance = upto[-1], 1
         while distance < LANES:
@@ -84,10 +81,8 @@ def running_sum(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
 
 def add_units(bins_ref: Any, bin_: Any, units: Any) -> None:
     """Adds units to bins; what has none of these bins is left out."""
-    i32 = ir.IntegerType.get_signless(32)
-    address = llvm.ptrtoint(i32, utils.memref_ptr(bins_ref))
-    copy = arith.remui(lane(), utils.c(COPIES, i32))
-    address = arith.addi(address, arith.muli(copy, utils.c(4, i32)))
+    copy = arith.remui(lane(), integer(COPIES))
+    address = bytes_beyond(address_of(bins_ref), copy)
     for which, many in zip(bin_.registers.flat, units.registers.flat, strict=True):
         [size] = ir.VectorType(which.type).shape
         for i in range(size):
@@ -103,16 +98,20 @@ def add_units(bins_ref: Any, bin_: Any, units: Any) -> None:
             )
 
 
+def join_program(_) -> None:
+    gpu.barrier()
+
+
 class ClusterRow:
     """The part of a warpgroup of a program."""
 
-    def __init__(self, c: Plan, scratch: Any, exchanged: Any, interpret: bool):
+    def __init__(self, c: Plan, scratch: Any, device: Any, interpret: bool):
         self.c, self.interpret = c, interpret
-        self.logits, self.bins, self.upto, self.place = scratch[:4]
-        self.full, self.counted, self.met = scratch[4:]
-        self.sums_ref, self.bins_ref = exchanged
+        self.logits, self.bins, self.place, self.full, self.counted = scratch[:5]
         self.row, self.rank = lax.axis_index("row"), lax.axis_index("cluster")
         self.me = lax.axis_index("warpgroup")
+        place = self.row, self.rank, self.me
+        self.exchange = Exchange(c, place, scratch[5:], device, interpret)
         self.first_warp = (self.rank * WARPGROUPS + self.me) * WARPS
 
     def fetch(self, ref: Any) -> None:
@@ -161,30 +160,12 @@ class ClusterRow:
             jnp.full(self.c.piece, value, jnp.float32), self.c.layout
         )
 
-    def arrive(self) -> None:
-        """All that the cluster stored before is seen after."""
-        ordered(self.interpret)
-        join(self.interpret)
-        plgpu.barrier_arrive(self.met)
-        plgpu.barrier_wait(self.met)
-        ordered(self.interpret)
-
-    def by_warp(self, turn: int, value: jax.Array) -> jax.Array:
-        """The value per line of every warp of the cluster, in the order of the row."""
-        store(self.sums_ref.at[self.row, turn, pl.ds(self.first_warp, WARPS)], value)
-        self.arrive()
-        return plgpu.load(
-            self.sums_ref.at[self.row, turn],
-            layout=in_each_warp(self.c.warps),
-            optimized=False,
-        )
-
     def mine(self):
         """The bins that this warpgroup adds up."""
         return pl.ds(self.me * WARPS * LANES, WARPS * LANES)
 
     def clear(self) -> None:
-        zeros = jnp.zeros((WARPS * LANES, COPIES), jnp.int32)
+        zeros = jnp.zeros((WARPS * LANES, COPIES), jnp.uint32)
         mine = self.bins.at[self.mine()]
         store(mine, plgpu.layout_cast(zeros, by_thread(COPIES)))
 
@@ -193,34 +174,26 @@ class ClusterRow:
         if self.interpret:
             here = jnp.where((bin_ >= 0) & (bin_ < BINS), bin_, BINS).reshape(-1)
             sums = jnp.zeros(BINS + 1, jnp.int32).at[here].add(units.reshape(-1))
-            self.bins[:, self.me] += sums[:BINS]
+            self.bins[:, self.me] += sums[:BINS].astype(jnp.uint32)
         else:
             kinds = plgpu.RefType(), self.c.layout, self.c.layout
             inline: Any = plgpu.inline_mgpu(arg_types=kinds)
             inline(lambda _, *args: add_units(*args))(self.bins, bin_, units)
 
-    def arrive_in_program(self) -> None:
-        join(self.interpret)
-        plgpu.barrier_arrive(self.counted)
-        plgpu.barrier_wait(self.counted)
+    def join(self) -> None:
+        """All threads of the program arrive."""
+        if self.interpret:
+            plgpu.barrier_arrive(self.counted)
+            plgpu.barrier_wait(self.counted)
+        else:
+            inline: Any = plgpu.inline_mgpu()
+            inline(join_program)()
 
     def bins_of_row(self, turn) -> jax.Array:
         """The sums of all bins; clears them."""
-        self.arrive_in_program()
+        self.join()
         layout = by_thread(COPIES)
         units = plgpu.load(self.bins.at[self.mine()], layout=layout, optimized=False)
         of_program = jnp.sum(units.astype(jnp.float32), axis=1)
-        store(self.bins_ref.at[self.row, turn, self.rank, self.mine()], of_program)
         self.clear()
-        self.arrive()
-        total = None
-        for rank in range(self.c.cluster):
-            part = plgpu.load(
-                self.bins_ref.at[self.row, turn, rank, self.mine()],
-                layout=plgpu.Layout.WG_STRIDED((WARPS * LANES,), 1),
-                optimized=False,
-            )
-            total = part if total is None else total + part
-        store(self.upto.at[self.mine()], total)
-        self.arrive_in_program()
-        return plgpu.load(self.upto, layout=in_each_warp(BINS), optimized=False)
+        return self.exchange.of_bins(turn, of_program)

@@ -17,7 +17,7 @@ LANES = 32
 WARPGROUPS = 2
 STEP = 4  # lines that a warp reads at once
 BINS = 256
-COPIES = 8  # of a bin, or lanes would wait for each other
+COPIES = 4  # of a bin, or lanes would wait for each other
 RESIDENT = 64 * 1024  # bytes of logits: three programs run on a multiprocessor
 SHARED = 208 * 1024  # bytes of logits that one program can hold
 
@@ -60,8 +60,9 @@ class Plan(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """Bits behind the point of a weight: so many sum up below 2**30."""
-        return 30 - (self.lines_of_warp * self.width - 1).bit_length()
+        """Bits behind the point of a weight: so many sum up below 2**32."""
+        logits = WARPGROUPS * WARPS * self.lines_of_warp * self.width // COPIES
+        return 31 - (logits - 1).bit_length()
 
 
 def in_each_warp(size: int) -> Any:

@@ -99,11 +99,13 @@ def sample(
         scratch_types=(
             (
                 plgpu.SMEM(c.held, logits.dtype),
-                plgpu.SMEM((BINS, COPIES), jnp.int32),
-                plgpu.SMEM((BINS,), jnp.float32),
+                plgpu.SMEM((BINS, COPIES), jnp.uint32),
                 plgpu.SMEM((3, WARPGROUPS, WARPS), jnp.float32),
                 plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=WARPS),
                 plgpu.Barrier(num_arrivals=WARPGROUPS),
+                plgpu.SMEM((3, c.warps), jnp.float32),
+                plgpu.SMEM((BINS,), jnp.float32),
+                plgpu.SMEM((BINS,), jnp.float32),
                 plgpu.ClusterBarrier(
                     collective_axes=("cluster",), num_arrivals=WARPGROUPS
                 ),
@@ -113,6 +115,7 @@ def sample(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
             approx_math=True,
+            reduction_scratch_bytes=0,  # no sum goes over warps
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(logits.reshape(n, c.lines, c.width), *options)
@@ -131,7 +134,7 @@ def weights_of(row: ClusterRow, logits_ref: Any, t) -> Weights:
 
     def best_of(turn):
         peak = row.over_lines(jnp.maximum, row.splat(-jnp.inf))
-        tops = row.by_warp(turn, jnp.max(peak, axis=1))
+        tops = row.exchange.of_warps(turn, jnp.max(peak, axis=1))
         return jnp.max(tops, axis=0)
 
     def cleaned():
@@ -156,7 +159,7 @@ def draw(row: ClusterRow, token_ref: Any, w: Weights, u, cut, least) -> None:
         return jnp.where(weight < least, 0.0, weight)
 
     total = row.over_lines(lambda x, sums: sums + kept(x), row.splat(0.0))
-    mass = row.by_warp(2, jnp.sum(total, axis=1))
+    mass = row.exchange.of_warps(2, jnp.sum(total, axis=1))
     layout = in_each_warp(c.warps)
     upto = running_sum(mass, layout, row.interpret)
     warp = plgpu.broadcasted_iota(jnp.int32, (c.warps,), 0, layout=layout)
