@@ -10,19 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, gpu, nvvm, vector
 
 from jaxkern.pallas.rows.clusters import store
-from jaxkern.pallas.sampling.exchange import (
-    Exchange,
-    address_of,
-    bytes_beyond,
-    element,
-    integer,
-    lane,
-)
+from jaxkern.pallas.sampling.exchange import Exchange, element, integer, lane
 from jaxkern.pallas.sampling.plan import (
-    BINS,
     COPIES,
     LANES,
     STEP,
@@ -42,6 +34,8 @@ def running_sum(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         [register] = x.registers.flat
         [size] = ir.VectorType(register.type).shape
+        lanes = x.shape[-1] // size  # others have copies
+        place = arith.remui(lane(), integer(lanes))
         upto = [element(register, 0)]
         for i in range(1, size):
             upto.append(arith.addf(upto[-1], element(register, i)))
@@ -55,13 +49,11 @@ def running_sum(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
                 integer(0),
                 nvvm.ShflKind.up,
             )
-            there = arith.cmpi(
-                arith.CmpIPredicate.sge, lane(), integer(distance)
-            )
+            there = arith.cmpi(arith.CmpIPredicate.sge, place, integer(distance))
             return arith.select(there, arith.bitcast(f32, bits), mgpu.c(0.0, f32))
 
         total, distance = upto[-1], 1
-        while distance < LANES:
+        while distance < lanes:
             total = arith.addf(total, of_lane_before(total, distance))
             distance *= 2
         before = of_lane_before(total, 1)
@@ -77,25 +69,6 @@ def running_sum(x: jax.Array, layout: Any, interpret: bool) -> jax.Array:
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
     inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     return inline(emit)(x)
-
-
-def add_units(bins_ref: Any, bin_: Any, units: Any) -> None:
-    """Adds units to bins; what has none of these bins is left out."""
-    copy = arith.remui(lane(), integer(COPIES))
-    address = bytes_beyond(address_of(bins_ref), copy)
-    for which, many in zip(bin_.registers.flat, units.registers.flat, strict=True):
-        [size] = ir.VectorType(which.type).shape
-        for i in range(size):
-            llvm.inline_asm(
-                None,
-                [address, element(which, i), element(many, i)],
-                "{ .reg .pred p; .reg .b32 at; "
-                f"setp.lt.u32 p, $1, {BINS}; "
-                f"mad.lo.u32 at, $1, {4 * COPIES}, $0; "
-                "@p red.shared.add.u32 [at], $2; }",
-                "r,r,r",
-                has_side_effects=True,
-            )
 
 
 def join_program(_) -> None:
@@ -168,17 +141,6 @@ class ClusterRow:
         zeros = jnp.zeros((WARPS * LANES, COPIES), jnp.uint32)
         mine = self.bins.at[self.mine()]
         store(mine, plgpu.layout_cast(zeros, by_thread(COPIES)))
-
-    def count(self, bin_: jax.Array, units: jax.Array) -> None:
-        """Adds units to bins; what has none of these bins is left out."""
-        if self.interpret:
-            here = jnp.where((bin_ >= 0) & (bin_ < BINS), bin_, BINS).reshape(-1)
-            sums = jnp.zeros(BINS + 1, jnp.int32).at[here].add(units.reshape(-1))
-            self.bins[:, self.me] += sums[:BINS].astype(jnp.uint32)
-        else:
-            kinds = plgpu.RefType(), self.c.layout, self.c.layout
-            inline: Any = plgpu.inline_mgpu(arg_types=kinds)
-            inline(lambda _, *args: add_units(*args))(self.bins, bin_, units)
 
     def join(self) -> None:
         """All threads of the program arrive."""

@@ -141,9 +141,7 @@ class Exchange:
             [register] = value.registers.flat
             [size] = ir.VectorType(register.type).shape
             to = arith.remui(warp_of_program(), integer(c.cluster))
-            first = arith.remui(
-                arith.muli(lane(), integer(size)), integer(share)
-            )
+            first = arith.remui(arith.muli(lane(), integer(size)), integer(share))
             for i in range(size):
                 at = arith.addi(first, integer(i))
                 store_in(to, bytes_beyond(address_of(ref), at), element(register, i))

@@ -20,6 +20,7 @@ from jaxkern.pallas.sampling.cut import Weights, cut_of_share
 from jaxkern.pallas.sampling.plan import (
     BINS,
     COPIES,
+    STEP,
     WARPGROUPS,
     WARPS,
     in_each_warp,
@@ -73,12 +74,8 @@ def sample(
         if top_p_ref is not None:
             share = top_p_ref[i]
             searched = jnp.logical_not(greedy) & (share < 1)
-            cut = lax.cond(
-                searched, lambda: cut_of_share(row, w, share), lambda: cut
-            )
-        least = jnp.float32(-1.0)
-        if min_p_ref is not None:
-            least = jnp.minimum(min_p_ref[i], 1.0)
+            cut = lax.cond(searched, lambda: cut_of_share(row, w, share), lambda: cut)
+        least = None if min_p_ref is None else jnp.minimum(min_p_ref[i], 1.0)
         u = jnp.where(t > 0, uniform_ref[i], 0.0)
         draw(row, token_ref, w, u, cut, least)
 
@@ -156,7 +153,7 @@ def draw(row: ClusterRow, token_ref: Any, w: Weights, u, cut, least) -> None:
     def kept(x):
         weight = w.of(x)
         weight = jnp.where(x >= cut, weight, 0.0)
-        return jnp.where(weight < least, 0.0, weight)
+        return weight if least is None else jnp.where(weight < least, 0.0, weight)
 
     total = row.over_lines(lambda x, sums: sums + kept(x), row.splat(0.0))
     mass = row.exchange.of_warps(2, jnp.sum(total, axis=1))
@@ -180,16 +177,18 @@ def token_of_warp(row: ClusterRow, kept, goal, mine):
     """The place among the logits of a warp: its line, then the logit in it."""
     c = row.c
 
-    def line(k, carry):
-        before, start, rest = carry
-        weight = jnp.sum(kept(row.read(k)), axis=1)
-        enters = (weight > 0.0) & (before <= goal)
-        start = jnp.where(enters, k.astype(jnp.float32), start)
-        rest = jnp.where(enters, goal - before, rest)
-        return before + weight, start, rest
+    def lines(i, carry):
+        sums = [jnp.sum(kept(row.read(i * STEP + k)), axis=1) for k in range(STEP)]
+        for k, weight in enumerate(sums):
+            before, start, rest = carry
+            enters = (weight > 0.0) & (before <= goal)
+            start = jnp.where(enters, (i * STEP + k).astype(jnp.float32), start)
+            rest = jnp.where(enters, goal - before, rest)
+            carry = before + weight, start, rest
+        return carry
 
     none = jnp.sum(row.splat(0.0), axis=1)
-    _, start, rest = lax.fori_loop(0, c.lines_of_warp, line, (none, none, none))
+    _, start, rest = lax.fori_loop(0, c.lines_of_warp // STEP, lines, (none,) * 3)
     start, rest = of_warp(row, 0, start, mine), of_warp(row, 1, rest, mine)
     weight = kept(row.read(start.astype(jnp.int32)))
     upto = running_sum(weight, c.layout, row.interpret)

@@ -1,0 +1,146 @@
+"""Weights of logits, as integers, added to the bins of a program.
+
+A thread does more only for logits that count. The interpreter, which cannot branch for
+one of many elements, has the same in arrays.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jaxkern.pallas.sampling.cluster_row import ClusterRow
+from jaxkern.pallas.sampling.exchange import (
+    address_of,
+    bytes_beyond,
+    element,
+    integer,
+    lane,
+)
+from jaxkern.pallas.sampling.plan import BINS, COPIES
+
+ROUND = 1.5 * 2**23  # what is added to it is rounded to an integer
+WHOLE = 2.0**23  # the last bits of the sum are the integer
+WHOLE_BITS = 0x4B000000
+
+
+def bits_of(x):
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def float_of(bits):
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def flipped_if_negative(bits):
+    return bits ^ (lax.shift_right_arithmetic(bits, jnp.int32(31)) & 0x7FFFFFFF)
+
+
+def ordered(x):
+    """Integers of the same order; -0.0 and 0.0 are equal."""
+    return flipped_if_negative(bits_of(x + 0.0))
+
+
+def from_ordered(bits):
+    return float_of(flipped_if_negative(bits))
+
+
+def units(x, top, slope, fixed):
+    """The weight relative to that of `top`, as an integer."""
+    y = jnp.exp2(jnp.minimum((x - top) * slope + fixed, fixed)) + WHOLE
+    return bits_of(y) - WHOLE_BITS
+
+
+# $0 address, $1 logit; r is the distance to the top, a the bin
+ADD_UNITS = f"""
+    fma.rn.f32 r, r, slope, fixed; min.f32 r, r, fixed; ex2.approx.ftz.f32 r, r;
+    add.rn.f32 r, r, 0f{WHOLE_BITS:08X}; mov.b32 n, r; sub.u32 n, n, {WHOLE_BITS};
+    mad.lo.u32 a, a, {4 * COPIES}, $0; red.shared.add.u32 [a], n;
+    OUT: }}"""
+
+
+class Even(NamedTuple):
+    """Bins of equal width below the best logit, as many as there are."""
+
+    first: Any  # the bits of the best, rounded
+    inverse: Any  # of the width, which is a power of 2
+    width: Any
+    highest: Any
+    slope: Any
+    fixed: Any
+
+    ASSEMBLY = (
+        """{ .reg .pred p; .reg .b32 a, n; .reg .f32 t, r, slope, fixed;
+        mov.f32 slope, $6; mov.f32 fixed, $7;
+        fma.rn.f32 t, $1, $3, 0f4B400000; mov.b32 a, t; sub.s32 a, $2, a;
+        setp.lt.u32 p, a, 256; @!p bra OUT;
+        sub.rn.f32 t, t, 0f4B400000; add.rn.f32 t, t, 0f3F000000;
+        mul.rn.f32 t, t, $4; min.f32 t, t, $5; sub.rn.f32 r, $1, t;"""
+        + ADD_UNITS
+    )
+    CONSTRAINTS = "r,f,r,f,f,f,f,f"
+
+    def in_arrays(self, x):
+        nearest = x * self.inverse + ROUND
+        top = (nearest - ROUND + 0.5) * self.width
+        top = jnp.minimum(top, self.highest)
+        return self.first - bits_of(nearest), units(x, top, self.slope, self.fixed)
+
+
+class InOrder(NamedTuple):
+    """Bins of so many floats each, from `high` down to `lowest`."""
+
+    lowest: Any
+    highest: Any
+    high: Any  # as an ordered integer
+    shift: Any
+    top: Any
+    slope: Any
+    fixed: Any
+
+    ASSEMBLY = (
+        """{ .reg .pred p; .reg .b32 a, n; .reg .f32 t, r, slope, fixed;
+        setp.ge.f32 p, $1, $2; setp.le.and.f32 p, $1, $3, p; @!p bra OUT;
+        mov.f32 slope, $7; mov.f32 fixed, $8;
+        add.rn.f32 t, $1, 0f00000000; mov.b32 a, t; shr.s32 n, a, 31;
+        and.b32 n, n, 0x7FFFFFFF; xor.b32 a, a, n; sub.s32 a, $4, a;
+        shr.u32 a, a, $5; sub.rn.f32 r, $1, $6;"""
+        + ADD_UNITS
+    )
+    CONSTRAINTS = "r,f,f,f,r,r,f,f,f"
+
+    def in_arrays(self, x):
+        inside = (x >= self.lowest) & (x <= self.highest)
+        bin_ = lax.shift_right_logical(self.high - ordered(x), self.shift)
+        return jnp.where(inside, bin_, BINS), units(x, self.top, self.slope, self.fixed)
+
+
+def add_to_bins(row: ClusterRow, x, kind: Even | InOrder) -> None:
+    if row.interpret:
+        bin_, many = kind.in_arrays(x)
+        here = jnp.where((bin_ >= 0) & (bin_ < BINS), bin_, BINS).reshape(-1)
+        sums = jnp.zeros(BINS + 1, jnp.int32).at[here].add(many.reshape(-1))
+        row.bins[:, row.me] += sums[:BINS].astype(jnp.uint32)
+        return
+
+    def emit(_, x, ref, *options):
+        copy = arith.remui(lane(), integer(COPIES))
+        address = bytes_beyond(address_of(ref), copy)
+        options = [o.registers.item() for o in options]
+        for register in x.registers.flat:
+            [size] = ir.VectorType(register.type).shape
+            for i in range(size):
+                llvm.inline_asm(
+                    None,
+                    [address, element(register, i), *options],
+                    kind.ASSEMBLY,
+                    kind.CONSTRAINTS,
+                    has_side_effects=True,
+                )
+
+    splats = [plgpu.Layout.WG_SPLAT] * len(kind)
+    inline: Any = plgpu.inline_mgpu(arg_types=(row.c.layout, plgpu.RefType(), *splats))
+    inline(emit)(x, row.bins, *kind)
