@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -20,7 +21,7 @@ from jaxkern.pallas.sampling.exchange import (
     integer,
     lane,
 )
-from jaxkern.pallas.sampling.plan import BINS, COPIES
+from jaxkern.pallas.sampling.plan import BINS, COPIES, WARPGROUPS
 
 ROUND = 1.5 * 2**23  # what is added to it is rounded to an integer
 WHOLE = 2.0**23  # the last bits of the sum are the integer
@@ -121,9 +122,12 @@ class InOrder(NamedTuple):
 def add_to_bins(row: ClusterRow, x, kind: Even | InOrder) -> None:
     if row.interpret:
         bin_, many = kind.in_arrays(x)
+        each = COPIES // WARPGROUPS
         here = jnp.where((bin_ >= 0) & (bin_ < BINS), bin_, BINS).reshape(-1)
-        sums = jnp.zeros(BINS + 1, jnp.int32).at[here].add(many.reshape(-1))
-        row.bins[:, row.me] += sums[:BINS].astype(jnp.uint32)
+        copy = lax.iota(jnp.int32, here.size) % each
+        sums = jnp.zeros((BINS + 1, each), jnp.uint32)
+        sums = sums.at[here, copy].add(many.reshape(-1).astype(jnp.uint32))
+        row.bins[:, pl.ds(row.me * each, each)] += sums[:BINS]
         return
 
     def emit(_, x, ref, *options):

@@ -122,7 +122,9 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
         target - found.before,
         found.units < alone,
     )
-    last = lax.while_loop(
-        lambda s: (s.low != s.high) & jnp.logical_not(s.alone), narrow, first
-    )
-    return from_ordered(last.low)
+
+    def several(s: Search):
+        span = s.high - s.low
+        return ((span < 0) | (span >= row.c.spacing)) & jnp.logical_not(s.alone)
+
+    return from_ordered(lax.while_loop(several, narrow, first).low)

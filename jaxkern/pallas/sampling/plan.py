@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     v: int
     width: int  # logits of a line, of which a lane has up to 16 bytes
     cluster: int
+    spacing: int  # of the dtype's numbers, as floats of 32 bits
 
     @property
     def lines(self) -> int:
@@ -87,17 +88,18 @@ def line_width(v: int, bytes_of_element: int) -> int:
     return next((w for w in (most, most // 2, most // 4) if w >= 64 and v % w == 0), 0)
 
 
-def plan(n: int, v: int, bytes_of_element: int) -> Plan | None:
+def plan(n: int, v: int, dtype: Any) -> Plan | None:
     """The smallest cluster of which many run at once; for few rows the largest."""
-    width = line_width(v, bytes_of_element)
+    size = jnp.dtype(dtype).itemsize
+    width, spacing = line_width(v, size), 2 ** (23 - jnp.finfo(dtype).nmant)
     if not width:
         return None
     few = 8 * n <= 2 * num_sms()
     sizes = (8,) if few else (1, 2, 4, 8)
     for room, cluster in itertools.product((RESIDENT, SHARED), sizes):
-        c = Plan(n, v, width, cluster)
+        c = Plan(n, v, width, cluster, spacing)
         warps, lines, _ = c.held
-        if warps * lines * width * bytes_of_element <= room:
+        if warps * lines * width * size <= room:
             return c
     return None
 
@@ -113,6 +115,6 @@ def refusal(logits: jax.ShapeDtypeStruct | jax.Array) -> str | None:
     v, size = logits.shape[-1], logits.dtype.itemsize
     if not line_width(v, size):
         return f"a row has {v} logits, no multiple of 64"
-    if plan(logits.size // v, v, size) is None:
+    if plan(logits.size // v, v, logits.dtype) is None:
         return f"no cluster of 8 holds {v} logits"
     return None

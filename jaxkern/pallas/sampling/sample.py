@@ -54,7 +54,7 @@ def sample(
     del top_k  # absent
     v = logits.shape[-1]
     n = logits.size // v
-    c = plan(n, v, logits.dtype.itemsize)
+    c = plan(n, v, logits.dtype)
     assert c is not None  # as `unsupported` found
     options = [x for x in (uniform, temperature, top_p, min_p) if x is not None]
     options = [x.reshape(n).astype(jnp.float32) for x in options]
