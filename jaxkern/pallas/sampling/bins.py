@@ -1,7 +1,7 @@
 """Weights of logits, as integers, added to the bins of a program.
 
-A thread does more only for logits that count. The interpreter, which cannot branch for
-one of many elements, has the same in arrays.
+In assembly, so that a thread can pass over logits that do not count. The interpreter
+has the same in arrays.
 """
 
 from typing import Any, NamedTuple
@@ -11,15 +11,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from jaxkern.pallas.sampling.cluster_row import ClusterRow
 from jaxkern.pallas.sampling.exchange import (
     address_of,
-    bytes_beyond,
+    assembly,
     element,
     integer,
     lane,
+    words_beyond,
 )
 from jaxkern.pallas.sampling.plan import BINS, COPIES, WARPGROUPS
 
@@ -51,16 +52,15 @@ def from_ordered(bits):
 
 def units(x, top, slope, fixed):
     """The weight relative to that of `top`, as an integer."""
-    y = jnp.exp2(jnp.minimum((x - top) * slope + fixed, fixed)) + WHOLE
+    y = jnp.exp2((x - top) * slope + fixed) + WHOLE
     return bits_of(y) - WHOLE_BITS
 
 
-# $0 address, $1 logit; r is the distance to the top, a the bin
-ADD_UNITS = f"""
-    fma.rn.f32 r, r, slope, fixed; min.f32 r, r, fixed; ex2.approx.ftz.f32 r, r;
+# of the distance r to the top: the weight as an integer, added to bin a
+UNITS = f"""
+    fma.rn.f32 r, r, slope, fixed; ex2.approx.ftz.f32 r, r;
     add.rn.f32 r, r, 0f{WHOLE_BITS:08X}; mov.b32 n, r; sub.u32 n, n, {WHOLE_BITS};
-    mad.lo.u32 a, a, {4 * COPIES}, $0; red.shared.add.u32 [a], n;
-    OUT: }}"""
+    mad.lo.u32 a, a, {4 * COPIES}, $0; @p red.shared.add.u32 [a], n;"""
 
 
 class Even(NamedTuple):
@@ -73,16 +73,19 @@ class Even(NamedTuple):
     slope: Any
     fixed: Any
 
-    ASSEMBLY = (
-        """{ .reg .pred p; .reg .b32 a, n; .reg .f32 t, r, slope, fixed;
-        mov.f32 slope, $6; mov.f32 fixed, $7;
-        fma.rn.f32 t, $1, $3, 0f4B400000; mov.b32 a, t; sub.s32 a, $2, a;
-        setp.lt.u32 p, a, 256; @!p bra OUT;
-        sub.rn.f32 t, t, 0f4B400000; add.rn.f32 t, t, 0f3F000000;
-        mul.rn.f32 t, t, $4; min.f32 t, t, $5; sub.rn.f32 r, $1, t;"""
-        + ADD_UNITS
-    )
-    CONSTRAINTS = "r,f,r,f,f,f,f,f"
+    @staticmethod
+    def assembly(logits: list[str], options: list[str]) -> str:
+        first, inverse, width, highest, slope, fixed = options
+        each = "".join(
+            f"""fma.rn.f32 t, {x}, {inverse}, 0f4B400000; mov.b32 a, t;
+            sub.s32 a, {first}, a; setp.lt.u32 p, a, {BINS};
+            sub.rn.f32 t, t, 0f4B400000; fma.rn.f32 t, t, {width}, half;
+            min.f32 t, t, {highest}; sub.rn.f32 r, {x}, t;{UNITS}"""
+            for x in logits
+        )
+        return f"""{{ .reg .pred p; .reg .b32 a, n; .reg .f32 t, r, half, slope, fixed;
+            mov.f32 slope, {slope}; mov.f32 fixed, {fixed};
+            mul.rn.f32 half, {width}, 0f3F000000; {each} }}"""
 
     def in_arrays(self, x):
         nearest = x * self.inverse + ROUND
@@ -102,16 +105,26 @@ class InOrder(NamedTuple):
     slope: Any
     fixed: Any
 
-    ASSEMBLY = (
-        """{ .reg .pred p; .reg .b32 a, n; .reg .f32 t, r, slope, fixed;
-        setp.ge.f32 p, $1, $2; setp.le.and.f32 p, $1, $3, p; @!p bra OUT;
-        mov.f32 slope, $7; mov.f32 fixed, $8;
-        add.rn.f32 t, $1, 0f00000000; mov.b32 a, t; shr.s32 n, a, 31;
-        and.b32 n, n, 0x7FFFFFFF; xor.b32 a, a, n; sub.s32 a, $4, a;
-        shr.u32 a, a, $5; sub.rn.f32 r, $1, $6;"""
-        + ADD_UNITS
-    )
-    CONSTRAINTS = "r,f,f,f,r,r,f,f,f"
+    @staticmethod
+    def assembly(logits: list[str], options: list[str]) -> str:
+        """Most threads have no logit here."""
+        lowest, highest, high, shift, top, slope, fixed = options
+        inside = "".join(
+            f"setp.ge.f32 p{i}, {x}, {lowest}; "
+            f"setp.le.and.f32 p{i}, {x}, {highest}, p{i}; or.pred any, any, p{i}; "
+            for i, x in enumerate(logits)
+        )
+        each = "".join(
+            f"""mov.pred p, p{i}; add.rn.f32 t, {x}, 0f00000000; mov.b32 a, t;
+            shr.s32 n, a, 31; and.b32 n, n, 0x7FFFFFFF; xor.b32 a, a, n;
+            sub.s32 a, {high}, a; shr.u32 a, a, {shift};
+            sub.rn.f32 r, {x}, {top};{UNITS}"""
+            for i, x in enumerate(logits)
+        )
+        return f"""{{ .reg .pred p, any, p<{len(logits)}>; .reg .b32 a, n;
+            .reg .f32 t, r, slope, fixed; setp.ne.u32 any, 0, 0; {inside}
+            @!any bra OUT; mov.f32 slope, {slope}; mov.f32 fixed, {fixed}; {each}
+            OUT: }}"""
 
     def in_arrays(self, x):
         inside = (x >= self.lowest) & (x <= self.highest)
@@ -132,18 +145,14 @@ def add_to_bins(row: ClusterRow, x, kind: Even | InOrder) -> None:
 
     def emit(_, x, ref, *options):
         copy = arith.remui(lane(), integer(COPIES))
-        address = bytes_beyond(address_of(ref), copy)
+        address = words_beyond(address_of(ref), copy)
         options = [o.registers.item() for o in options]
         for register in x.registers.flat:
             [size] = ir.VectorType(register.type).shape
-            for i in range(size):
-                llvm.inline_asm(
-                    None,
-                    [address, element(register, i), *options],
-                    kind.ASSEMBLY,
-                    kind.CONSTRAINTS,
-                    has_side_effects=True,
-                )
+            names = [f"${i}" for i in range(1, 1 + size + len(options))]
+            text = kind.assembly(names[:size], names[size:])
+            logits = [element(register, i) for i in range(size)]
+            assembly(text, address, *logits, *options)
 
     splats = [plgpu.Layout.WG_SPLAT] * len(kind)
     inline: Any = plgpu.inline_mgpu(arg_types=(row.c.layout, plgpu.RefType(), *splats))

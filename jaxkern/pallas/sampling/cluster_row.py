@@ -115,18 +115,20 @@ class ClusterRow:
 
         return lax.fori_loop(0, self.c.lines_of_warp // STEP, step, init)
 
-    def clean(self) -> None:
-        """-inf for NaN and for what lies behind the row."""
+    def leave_out(self) -> None:
+        """-inf for what lies behind the row."""
         c = self.c
 
         def rewrite(k, _):
             x = self.read(k)
             warp = plgpu.broadcasted_iota(jnp.int32, c.piece, 0, layout=c.layout)
             line = (self.first_warp + warp) * c.lines_of_warp + k
-            x = jnp.where((x == x) & (line < c.lines), x, self.splat(-jnp.inf))
+            x = jnp.where(line < c.lines, x, self.splat(-jnp.inf))
             store(self.line(k), x.astype(self.logits.dtype))
 
-        lax.fori_loop(0, c.lines_of_warp, rewrite, None)
+        @pl.when((self.first_warp + WARPS) * c.lines_of_warp > c.lines)
+        def _():
+            lax.fori_loop(0, c.lines_of_warp, rewrite, None)
 
     def splat(self, value):
         return plgpu.layout_cast(

@@ -17,6 +17,7 @@ from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.pallas.rows.clusters import join, store
 from jaxkern.pallas.sampling.cluster_row import ClusterRow, running_sum
 from jaxkern.pallas.sampling.cut import Weights, cut_of_share
+from jaxkern.pallas.sampling.exchange import BARRIERS
 from jaxkern.pallas.sampling.plan import (
     BINS,
     COPIES,
@@ -84,7 +85,7 @@ def sample(
         kernel_name=kernel_name("sample", cluster=c.cluster, lines=c.lines_of_warp),
         out_type=(
             jax.ShapeDtypeStruct((n,), jnp.int32),
-            jax.ShapeDtypeStruct((n, 3, c.warps), jnp.float32),
+            jax.ShapeDtypeStruct((n, 2, c.warps), jnp.float32),
             jax.ShapeDtypeStruct((n, 2, c.cluster, BINS), jnp.float32),
         ),
         grid=(n,),
@@ -100,9 +101,10 @@ def sample(
                 plgpu.SMEM((3, WARPGROUPS, WARPS), jnp.float32),
                 plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=WARPS),
                 plgpu.Barrier(num_arrivals=WARPGROUPS),
-                plgpu.SMEM((3, c.warps), jnp.float32),
+                plgpu.SMEM((2, c.warps), jnp.float32),
+                plgpu.SMEM((2, BINS), jnp.float32),
                 plgpu.SMEM((BINS,), jnp.float32),
-                plgpu.SMEM((BINS,), jnp.float32),
+                plgpu.SMEM((2 * BARRIERS,), jnp.int32),
                 plgpu.ClusterBarrier(
                     collective_axes=("cluster",), num_arrivals=WARPGROUPS
                 ),
@@ -123,23 +125,14 @@ def weights_of(row: ClusterRow, logits_ref: Any, t) -> Weights:
     """Reads the row; the best logit is found."""
     row.fetch(logits_ref)
     row.clear()
+    row.exchange.start()
     plgpu.barrier_wait(row.full.at[row.me])
-
-    @pl.when((row.first_warp + WARPS) * row.c.lines_of_warp > row.c.lines)
-    def _():
-        row.clean()
-
-    def best_of(turn):
-        peak = row.over_lines(jnp.maximum, row.splat(-jnp.inf))
-        tops = row.exchange.of_warps(turn, jnp.max(peak, axis=1))
-        return jnp.max(tops, axis=0)
-
-    def cleaned():
-        row.clean()
-        return best_of(1)
-
-    best = best_of(0)
-    best = lax.cond(best == best, lambda: best, cleaned)
+    row.leave_out()
+    # NaN is above nothing
+    peak = row.over_lines(
+        lambda x, peak: jnp.where(x > peak, x, peak), row.splat(-jnp.inf)
+    )
+    best = jnp.max(row.exchange.of_warps(0, jnp.max(peak, axis=1)), axis=0)
     slope = jnp.maximum(LOG2E / jnp.where(t > 0, t, 1.0), DENORMAL)
     # of a best logit of inf all weight is at `base` and above
     base = jnp.where(jnp.abs(best) == jnp.inf, 0.0, best)
@@ -156,7 +149,7 @@ def draw(row: ClusterRow, token_ref: Any, w: Weights, u, cut, least) -> None:
         return weight if least is None else jnp.where(weight < least, 0.0, weight)
 
     total = row.over_lines(lambda x, sums: sums + kept(x), row.splat(0.0))
-    mass = row.exchange.of_warps(2, jnp.sum(total, axis=1))
+    mass = row.exchange.of_warps(1, jnp.sum(total, axis=1))
     layout = in_each_warp(c.warps)
     upto = running_sum(mass, layout, row.interpret)
     warp = plgpu.broadcasted_iota(jnp.int32, (c.warps,), 0, layout=layout)
