@@ -95,7 +95,7 @@ def plan(n: int, v: int, dtype: Any) -> Plan | None:
     if not width:
         return None
     few = 8 * n <= 2 * num_sms()
-    sizes = (8,) if few else (1, 2, 4, 8)
+    sizes = (8,) if few else (2, 4, 8)
     for room, cluster in itertools.product((RESIDENT, SHARED), sizes):
         c = Plan(n, v, width, cluster, spacing)
         warps, lines, _ = c.held
