@@ -115,7 +115,7 @@ class InOrder(NamedTuple):
 
     @staticmethod
     def assembly(logits: list[str], options: list[str]) -> str:
-        """Most threads have no logit here."""
+        """Most threads have no logit here; those that do add others to no bin."""
         lowest, highest, high, shift, top, slope, fixed = options
         inside = "".join(
             f"setp.ge.f32 p{i}, {x}, {lowest}; "
@@ -123,15 +123,19 @@ class InOrder(NamedTuple):
             for i, x in enumerate(logits)
         )
         each = "".join(
-            f"""mov.pred p, p{i}; add.rn.f32 t, {x}, 0f00000000; mov.b32 a, t;
+            f"""add.rn.f32 t, {x}, 0f00000000; mov.b32 a, t;
             shr.s32 n, a, 31; and.b32 n, n, 0x7FFFFFFF; xor.b32 a, a, n;
             sub.s32 a, {high}, a; shr.u32 a, a, {shift};
-            sub.rn.f32 r, {x}, {top};{UNITS} @p red.shared.add.u32 [a], n;"""
+            sub.rn.f32 r, {x}, {top};{UNITS} selp.b32 a, a, nowhere, p{i};
+            red.shared.add.u32 [a], n;"""
             for i, x in enumerate(logits)
         )
-        return f"""{{ .reg .pred p, any, p<{len(logits)}>; .reg .b32 a, n;
+        return f"""{{ .reg .pred any, p<{len(logits)}>; .reg .b32 a, n, nowhere;
             .reg .f32 t, r, slope, fixed; setp.ne.u32 any, 0, 0; {inside}
-            @!any bra OUT; mov.f32 slope, {slope}; mov.f32 fixed, {fixed}; {each}
+            @!any bra OUT; mov.f32 slope, {slope}; mov.f32 fixed, {fixed};
+            mov.u32 nowhere, %laneid; and.b32 nowhere, nowhere, {-COPIES & 31};
+            mad.lo.u32 nowhere, nowhere, 4, $0;
+            add.u32 nowhere, nowhere, {4 * COPIES * BINS}; {each}
             OUT: }}"""
 
     def in_arrays(self, x):
@@ -148,7 +152,7 @@ def add_to_bins(row: ClusterRow, x, kind: Even | InOrder) -> None:
         copy = lax.iota(jnp.int32, here.size) % each
         sums = jnp.zeros((BINS + 1, each), jnp.uint32)
         sums = sums.at[here, copy].add(many.reshape(-1).astype(jnp.uint32))
-        row.bins[:, pl.ds(row.me * each, each)] += sums[:BINS]
+        row.bins[pl.ds(0, BINS), pl.ds(row.me * each, each)] += sums[:BINS]
         return
 
     def emit(_, x, ref, *options):

@@ -80,11 +80,11 @@ class ClusterRow:
 
     def __init__(self, c: Plan, scratch: Any, device: Any, interpret: bool):
         self.c, self.interpret = c, interpret
-        self.logits, self.bins, self.place, self.full, self.counted = scratch[:5]
+        self.logits, self.bins, self.full, self.counted = scratch[:4]
         self.row, self.rank = lax.axis_index("row"), lax.axis_index("cluster")
         self.me = lax.axis_index("warpgroup")
         place = self.row, self.rank, self.me
-        self.exchange = Exchange(c, place, scratch[5:], device, interpret)
+        self.exchange = Exchange(c, place, scratch[4:], device, interpret)
         self.first_warp = (self.rank * WARPGROUPS + self.me) * WARPS
 
     def fetch(self, ref: Any) -> None:

@@ -70,11 +70,15 @@ def crossing(sums, weight, rest, interpret: bool) -> Crossing:
     layout = in_each_warp(BINS)
     upto = running_sum(weight, layout, interpret)
     bin_ = plgpu.broadcasted_iota(jnp.int32, (BINS,), 0, layout=layout)
-    first = jnp.min(jnp.where(upto >= rest, bin_, BINS), axis=0)
+    # the largest integer of a warp is one instruction
+    beyond = jnp.max(jnp.where(upto >= rest, BINS - bin_, 0), axis=0)
     last = jnp.max(jnp.where(sums > 0.0, bin_, 0), axis=0)
-    at = jnp.minimum(first, last)
-    before = jnp.sum(jnp.where(bin_ == at - 1, upto, 0.0), axis=0)
-    return Crossing(at, before, jnp.sum(jnp.where(bin_ == at, sums, 0.0), axis=0))
+    at = jnp.minimum(BINS - beyond, last)
+
+    def value(x, at):
+        return float_of(jnp.max(jnp.where(bin_ == at, bits_of(x), 0), axis=0))
+
+    return Crossing(at, value(upto, at - 1), value(sums, at))
 
 
 def cut_of_share(row: ClusterRow, w: Weights, share):

@@ -18,6 +18,7 @@ WARPGROUPS = 2
 STEP = 4  # lines that a warp reads at once
 BINS = 256
 COPIES = 4  # of a bin, or lanes would wait for each other
+NOWHERE = LANES // COPIES  # more of them: a place for each lane that counts nothing
 RESIDENT = 64 * 1024  # bytes of logits: three programs run on a multiprocessor
 SHARED = 208 * 1024  # bytes of logits that one program can hold
 

@@ -21,6 +21,7 @@ from jaxkern.pallas.sampling.exchange import BARRIERS
 from jaxkern.pallas.sampling.plan import (
     BINS,
     COPIES,
+    NOWHERE,
     STEP,
     WARPGROUPS,
     WARPS,
@@ -97,11 +98,10 @@ def sample(
         scratch_types=(
             (
                 plgpu.SMEM(c.held, logits.dtype),
-                plgpu.SMEM((BINS, COPIES), jnp.uint32),
-                plgpu.SMEM((3, WARPGROUPS, WARPS), jnp.float32),
+                plgpu.SMEM((BINS + NOWHERE, COPIES), jnp.uint32),
                 plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=WARPS),
                 plgpu.Barrier(num_arrivals=WARPGROUPS),
-                plgpu.SMEM((2, c.warps), jnp.float32),
+                plgpu.SMEM((4, c.warps), jnp.float32),
                 plgpu.SMEM((2, BINS), jnp.float32),
                 plgpu.SMEM((BINS,), jnp.float32),
                 plgpu.SMEM((2 * BARRIERS,), jnp.int32),
@@ -170,18 +170,21 @@ def token_of_warp(row: ClusterRow, kept, goal, mine):
     """The place among the logits of a warp: its line, then the logit in it."""
     c = row.c
 
+    group = math.gcd(c.lines_of_warp, 2 * STEP)
+
     def lines(i, carry):
-        sums = [jnp.sum(kept(row.read(i * STEP + k)), axis=1) for k in range(STEP)]
-        for k, weight in enumerate(sums):
+        places = [i * group + k for k in range(group)]
+        weights = [jnp.sum(kept(row.read(k)), axis=1) for k in places]
+        for place, weight in zip(places, weights, strict=True):
             before, start, rest = carry
             enters = (weight > 0.0) & (before <= goal)
-            start = jnp.where(enters, (i * STEP + k).astype(jnp.float32), start)
+            start = jnp.where(enters, place.astype(jnp.float32), start)
             rest = jnp.where(enters, goal - before, rest)
             carry = before + weight, start, rest
         return carry
 
     none = jnp.sum(row.splat(0.0), axis=1)
-    _, start, rest = lax.fori_loop(0, c.lines_of_warp // STEP, lines, (none,) * 3)
+    _, start, rest = lax.fori_loop(0, c.lines_of_warp // group, lines, (none,) * 3)
     start, rest = of_warp(row, 0, start, mine), of_warp(row, 1, rest, mine)
     weight = kept(row.read(start.astype(jnp.int32)))
     upto = running_sum(weight, c.layout, row.interpret)
@@ -195,6 +198,8 @@ def token_of_warp(row: ClusterRow, kept, goal, mine):
 
 def of_warp(row: ClusterRow, number: int, value, mine):
     """The value of one warp, in all of the warpgroup."""
-    store(row.place.at[number, row.me], value)
+    own = row.exchange.by_warp.at[2 + number // 2]
+    first = (number % 2 * WARPGROUPS + row.me) * WARPS
+    store(own.at[pl.ds(first, WARPS)], value)
     join(row.interpret)
-    return row.place[number, row.me, mine]
+    return own[first + mine]
