@@ -31,10 +31,10 @@ CUTS = [dict(top_p=0.9), dict(top_p=0.3, min_p=0.02)]
 def test_tokens_are_those_of_their_uniforms(rows, v, dtype, cuts):
     rng = np.random.default_rng(v)
     logits = jnp.asarray(3 * rng.standard_normal((rows, v)), dtype)
-    u = np.float32(rng.random(rows))
+    u = rng.random(rows).astype(np.float32)
     u[:3] = 0, 0.3, 1 - 2**-24
     check_rows(logits, u, HOPPER, **cuts)
-    temperature = np.resize(np.float32([0.3, 1, 2, 0, INF]), rows)
+    temperature = np.resize([0.3, 1, 2, 0, INF], rows)
     check_rows(logits, u, HOPPER, temperature=temperature, **cuts)
 
 
@@ -82,7 +82,7 @@ def test_special_rows(v, cuts):
 def test_rows_with_options_of_their_own():
     rng = np.random.default_rng(2)
     logits = jnp.asarray(2 * rng.standard_normal((8, 128_256)), jnp.float32)
-    top_p = np.float32([0.9, 1, 0.5, 0, 0.8, 1, 0.6, 0.2])
+    top_p = np.array([0.9, 1, 0.5, 0, 0.8, 1, 0.6, 0.2])
     options = dict(top_p=top_p, min_p=np.linspace(0, 1.2, 8))
     check_rows(logits, rng.random(8), HOPPER, **options)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkern import explain, sample
+from jaxkern.pallas.mosaic_launch import MosaicLaunch
 from jaxkern.pallas.sampling import plan as plans
 from jaxkern.pallas.sampling.sample import unsupported
 from jaxkern.triton.triton_call import compiling_for
@@ -57,6 +58,7 @@ def test_it_lowers_for_hopper(rows, v, dtype, cluster):
     with compiling_for(90):
         [row] = explain(f, logits, KEY, platform="cuda").rows
         [launch] = row.launches
+        assert isinstance(launch, MosaicLaunch)
         assert launch.cluster == (cluster,)
         # three of them share a multiprocessor: some clusters would wait otherwise
         assert launch.shared_bytes + 1024 <= 228 * 1024 // 3

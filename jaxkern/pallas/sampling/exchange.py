@@ -91,6 +91,25 @@ def send(
     )
 
 
+def exchange_memory(c: Plan) -> tuple:
+    """Of a program: numbers by warps and of warps, parts, sums, barriers."""
+    return (
+        plgpu.SMEM((4, c.warps), jnp.float32),
+        plgpu.SMEM((2, BINS), jnp.float32),
+        plgpu.SMEM((BINS,), jnp.float32),
+        plgpu.SMEM((2 * BARRIERS,), jnp.int32),
+        plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=WARPGROUPS),
+    )
+
+
+def exchanged_by_device(c: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """In the interpreter."""
+    return (
+        jax.ShapeDtypeStruct((c.n, 2, c.warps), jnp.float32),
+        jax.ShapeDtypeStruct((c.n, 2, c.cluster, BINS), jnp.float32),
+    )
+
+
 class Exchange:
     """By warps in the order of the row, or by bins; all take part in each."""
 
@@ -98,7 +117,7 @@ class Exchange:
         self.c, self.interpret = c, interpret
         self.row, self.rank, self.me = place
         self.by_warp, self.parts, self.sums, self.barriers, self.met = shared
-        self.by_warp_of_device, self.parts_of_device = device
+        self.device = device
 
     def start(self) -> None:
         """Before anything is sent."""
@@ -156,9 +175,9 @@ class Exchange:
         mine = pl.ds((self.rank * WARPGROUPS + self.me) * WARPS, WARPS)
         layout = in_each_warp(c.warps)
         if self.interpret:
-            store(self.by_warp_of_device.at[self.row, turn, mine], value)
+            ref = self.device[0].at[self.row, turn]
+            store(ref.at[mine], value)
             self.meet()
-            ref = self.by_warp_of_device.at[self.row, turn]
             return plgpu.load(ref, layout=layout, optimized=False)
 
         def give(_, value, ref, barriers):
@@ -187,9 +206,10 @@ class Exchange:
         parity = lax.rem(turn, jnp.int32(2))
         if self.interpret:
             mine = pl.ds(self.me * WARPS * LANES, WARPS * LANES)
-            store(self.parts_of_device.at[self.row, parity, self.rank, mine], value)
+            ref = self.device[1].at[self.row, parity]
+            store(ref.at[self.rank, mine], value)
             self.meet()
-            return jnp.sum(self.parts_of_device[self.row, parity], axis=0)
+            return jnp.sum(ref[...], axis=0)
         c = self.c
         share = BINS // c.cluster  # of bins, that a program sums up
 

@@ -17,7 +17,7 @@ from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.pallas.rows.clusters import join, store
 from jaxkern.pallas.sampling.cluster_row import ClusterRow, running_sum
 from jaxkern.pallas.sampling.cut import Weights, cut_of_share
-from jaxkern.pallas.sampling.exchange import BARRIERS
+from jaxkern.pallas.sampling.exchange import exchange_memory, exchanged_by_device
 from jaxkern.pallas.sampling.plan import (
     BINS,
     COPIES,
@@ -66,8 +66,8 @@ def sample(
         uniform_ref, temperature_ref = refs.pop(0), refs.pop(0)
         top_p_ref = None if top_p is None else refs.pop(0)
         min_p_ref = None if min_p is None else refs.pop(0)
-        token_ref, sums_ref, bins_ref, scratch = refs
-        row = ClusterRow(c, scratch, (sums_ref, bins_ref), interpret)
+        token_ref, *device, scratch = refs
+        row = ClusterRow(c, scratch, device, interpret)
         i = row.row
         t = temperature_ref[i]
         w = weights_of(row, logits_ref, t)
@@ -86,8 +86,7 @@ def sample(
         kernel_name=kernel_name("sample", cluster=c.cluster, lines=c.lines_of_warp),
         out_type=(
             jax.ShapeDtypeStruct((n,), jnp.int32),
-            jax.ShapeDtypeStruct((n, 2, c.warps), jnp.float32),
-            jax.ShapeDtypeStruct((n, 2, c.cluster, BINS), jnp.float32),
+            *(exchanged_by_device(c) if interpret else ()),
         ),
         grid=(n,),
         grid_names=("row",),
@@ -101,13 +100,7 @@ def sample(
                 plgpu.SMEM((BINS + NOWHERE, COPIES), jnp.uint32),
                 plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=WARPS),
                 plgpu.Barrier(num_arrivals=WARPGROUPS),
-                plgpu.SMEM((4, c.warps), jnp.float32),
-                plgpu.SMEM((2, BINS), jnp.float32),
-                plgpu.SMEM((BINS,), jnp.float32),
-                plgpu.SMEM((2 * BARRIERS,), jnp.int32),
-                plgpu.ClusterBarrier(
-                    collective_axes=("cluster",), num_arrivals=WARPGROUPS
-                ),
+                *exchange_memory(c),
             ),
         ),
         compiler_params=plgpu.CompilerParams(
@@ -169,7 +162,6 @@ def draw(row: ClusterRow, token_ref: Any, w: Weights, u, cut, least) -> None:
 def token_of_warp(row: ClusterRow, kept, goal, mine):
     """The place among the logits of a warp: its line, then the logit in it."""
     c = row.c
-
     group = math.gcd(c.lines_of_warp, 2 * STEP)
 
     def lines(i, carry):
