@@ -22,7 +22,7 @@ from jaxkern.pallas.sampling.exchange import (
     lane,
     words_beyond,
 )
-from jaxkern.pallas.sampling.plan import BINS, COPIES, WARPGROUPS
+from jaxkern.pallas.sampling.plan import BINS, COPIES, LANES, WARPGROUPS
 
 ROUND = 1.5 * 2**23  # what is added to it is rounded to an integer
 WHOLE = 2.0**23  # the last bits of the sum are the integer
@@ -102,6 +102,57 @@ class Even(NamedTuple):
         return bin_, units(x, top, self.slope, self.fixed)
 
 
+def for_those_inside(logits: list[str], options: list[str], bin_of: str) -> str:
+    """Most threads have no logit inside; those that do add others to no bin.
+
+    `bin_of` has the logit as X.
+    """
+    lowest, highest, top, slope, fixed = options
+    inside = "".join(
+        f"setp.ge.f32 p{i}, {x}, {lowest}; "
+        f"setp.le.and.f32 p{i}, {x}, {highest}, p{i}; or.pred any, any, p{i}; "
+        for i, x in enumerate(logits)
+    )
+    each = "".join(
+        f"""{bin_of.replace("X", x)} sub.rn.f32 r, {x}, {top};{UNITS}
+        selp.b32 a, a, nowhere, p{i}; red.shared.add.u32 [a], n;"""
+        for i, x in enumerate(logits)
+    )
+    return f"""{{ .reg .pred any, p<{len(logits)}>; .reg .b32 a, n, nowhere;
+        .reg .f32 t, r, slope, fixed; setp.ne.u32 any, 0, 0; {inside}
+        @!any bra OUT; mov.f32 slope, {slope}; mov.f32 fixed, {fixed};
+        mov.u32 nowhere, %laneid; and.b32 nowhere, nowhere, {-COPIES & (LANES - 1)};
+        mad.lo.u32 nowhere, nowhere, 4, $0;
+        add.u32 nowhere, nowhere, {4 * COPIES * BINS}; {each}
+        OUT: }}"""
+
+
+class Finer(NamedTuple):
+    """Bins of equal width in one of the bins before."""
+
+    lowest: Any
+    highest: Any
+    first: Any  # the bits of the upper end, rounded
+    inverse: Any  # of the width
+    top: Any
+    slope: Any
+    fixed: Any
+
+    @staticmethod
+    def assembly(logits: list[str], options: list[str]) -> str:
+        lowest, highest, first, inverse, *rest = options
+        bin_of = f"""fma.rn.f32 t, X, {inverse}, 0f4B400000; mov.b32 a, t;
+            sub.s32 a, {first}, a; min.u32 a, a, {BINS - 1};"""
+        return for_those_inside(logits, [lowest, highest, *rest], bin_of)
+
+    def in_arrays(self, x):
+        bin_ = self.first - bits_of(x * self.inverse + ROUND)
+        bin_ = jnp.where(bin_ >= BINS, BINS - 1, bin_)
+        inside = (x >= self.lowest) & (x <= self.highest)
+        many = units(x, self.top, self.slope, self.fixed)
+        return jnp.where(inside, bin_, BINS), many
+
+
 class InOrder(NamedTuple):
     """Bins of so many floats each, from `high` down to `lowest`."""
 
@@ -115,36 +166,20 @@ class InOrder(NamedTuple):
 
     @staticmethod
     def assembly(logits: list[str], options: list[str]) -> str:
-        """Most threads have no logit here; those that do add others to no bin."""
-        lowest, highest, high, shift, top, slope, fixed = options
-        inside = "".join(
-            f"setp.ge.f32 p{i}, {x}, {lowest}; "
-            f"setp.le.and.f32 p{i}, {x}, {highest}, p{i}; or.pred any, any, p{i}; "
-            for i, x in enumerate(logits)
-        )
-        each = "".join(
-            f"""add.rn.f32 t, {x}, 0f00000000; mov.b32 a, t;
+        lowest, highest, high, shift, *rest = options
+        bin_of = f"""add.rn.f32 t, X, 0f00000000; mov.b32 a, t;
             shr.s32 n, a, 31; and.b32 n, n, 0x7FFFFFFF; xor.b32 a, a, n;
-            sub.s32 a, {high}, a; shr.u32 a, a, {shift};
-            sub.rn.f32 r, {x}, {top};{UNITS} selp.b32 a, a, nowhere, p{i};
-            red.shared.add.u32 [a], n;"""
-            for i, x in enumerate(logits)
-        )
-        return f"""{{ .reg .pred any, p<{len(logits)}>; .reg .b32 a, n, nowhere;
-            .reg .f32 t, r, slope, fixed; setp.ne.u32 any, 0, 0; {inside}
-            @!any bra OUT; mov.f32 slope, {slope}; mov.f32 fixed, {fixed};
-            mov.u32 nowhere, %laneid; and.b32 nowhere, nowhere, {-COPIES & 31};
-            mad.lo.u32 nowhere, nowhere, 4, $0;
-            add.u32 nowhere, nowhere, {4 * COPIES * BINS}; {each}
-            OUT: }}"""
+            sub.s32 a, {high}, a; shr.u32 a, a, {shift};"""
+        return for_those_inside(logits, [lowest, highest, *rest], bin_of)
 
     def in_arrays(self, x):
         inside = (x >= self.lowest) & (x <= self.highest)
         bin_ = lax.shift_right_logical(self.high - ordered(x), self.shift)
-        return jnp.where(inside, bin_, BINS), units(x, self.top, self.slope, self.fixed)
+        many = units(x, self.top, self.slope, self.fixed)
+        return jnp.where(inside, bin_, BINS), many
 
 
-def add_to_bins(row: ClusterRow, x, kind: Even | InOrder) -> None:
+def add_to_bins(row: ClusterRow, x, kind: Even | Finer | InOrder) -> None:
     if row.interpret:
         bin_, many = kind.in_arrays(x)
         each = COPIES // WARPGROUPS

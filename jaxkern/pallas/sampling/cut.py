@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.pallas.sampling.bins import (
     ROUND,
     Even,
+    Finer,
     InOrder,
     add_to_bins,
     bits_of,
@@ -101,34 +102,58 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
     target = jnp.maximum(share * jnp.sum(weight, axis=0), 1e-30)
     found = crossing(sums, weight, target, row.interpret)
     top, highest, one = top_of(found.bin)
-    alone = ALONE * jnp.exp2(fixed - width * w.slope)
-    # ends of bins are rounded to even numbers
-    odd = (even.first - found.bin) & 1
+    lightest = ALONE * jnp.exp2(fixed - width * w.slope)
 
-    def narrow(s: Search) -> Search:
-        shift = jnp.maximum(24 - lax.clz(s.high - s.low), 0)
-        ends = from_ordered(s.low), from_ordered(s.high)
-        bins = InOrder(*ends, s.high, shift, highest, w.slope, fixed)
+    def narrowed(s: Search, bins: Finer | InOrder, ends_of) -> Search:
         row.over_lines(lambda x, _: add_to_bins(row, x, bins))
         sums = row.bins_of_row(s.turn)
         found = crossing(sums, sums * one, s.rest, row.interpret)
-        high = s.high - lax.shift_left(found.bin, shift)
-        reach = lax.shift_left(jnp.int32(1), shift) - 1
-        # high - low as an unsigned number
-        near = (high - s.low >= 0) & (high - s.low <= reach)
-        low = jnp.where(near, s.low, high - reach)
-        return Search(s.turn + 1, low, high, s.rest - found.before, found.units < alone)
+        rest, alone = s.rest - found.before, found.units < lightest
+        return Search(s.turn + 1, *ends_of(found.bin), rest, alone)
 
-    first = Search(
-        jnp.int32(1),
-        ordered(top - width) + odd,
-        jnp.minimum(ordered(top) - odd, ordered(w.best)),
-        target - found.before,
-        found.units < alone,
-    )
+    def ends_of(first, bin_, width):
+        """Of a bin; where two meet, a logit is rounded to the even one."""
+        middle = float_of(first - bin_) - ROUND
+        odd = (first - bin_) & 1
+        low, high = ordered((middle - 0.5) * width), ordered((middle + 0.5) * width)
+        return low + odd, high - odd
+
+    def finer(s: Search) -> Search:
+        """As many bins as numbers beside ROUND have bits for, 256 or fewer."""
+        parts = power_of_2_below(2.0**21 / jnp.maximum(jnp.abs(top * inverse), 1.0))
+        parts = jnp.minimum(parts, BINS)
+        first = bits_of(top * inverse * parts + ROUND)
+        ends = from_ordered(s.low), from_ordered(s.high)
+        bins = Finer(*ends, first, inverse * parts, highest, w.slope, fixed)
+
+        def ends_inside(bin_):
+            low, high = ends_of(first, bin_, width / parts)
+            low = jnp.where(bin_ == BINS - 1, s.low, jnp.maximum(low, s.low))
+            return low, jnp.minimum(high, s.high)
+
+        return narrowed(s, bins, ends_inside)
+
+    def in_order(s: Search) -> Search:
+        shift = jnp.maximum(24 - lax.clz(s.high - s.low), 0)
+        ends = from_ordered(s.low), from_ordered(s.high)
+        bins = InOrder(*ends, s.high, shift, highest, w.slope, fixed)
+
+        def ends_inside(bin_):
+            high = s.high - lax.shift_left(bin_, shift)
+            reach = lax.shift_left(jnp.int32(1), shift) - 1
+            # high - low as an unsigned number
+            near = (high - s.low >= 0) & (high - s.low <= reach)
+            return jnp.where(near, s.low, high - reach), high
+
+        return narrowed(s, bins, ends_inside)
+
+    low, high = ends_of(even.first, found.bin, width)
+    high = jnp.minimum(high, ordered(w.best))
+    rest, alone = target - found.before, found.units < lightest
 
     def several(s: Search):
         span = s.high - s.low
         return ((span < 0) | (span >= row.c.spacing)) & jnp.logical_not(s.alone)
 
-    return from_ordered(lax.while_loop(several, narrow, first).low)
+    second = finer(Search(jnp.int32(1), low, high, rest, alone))
+    return from_ordered(lax.while_loop(several, in_order, second).low)
