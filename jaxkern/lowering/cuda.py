@@ -286,6 +286,7 @@ row(
     backend="mosaic_gpu",
     fwd=hopper_sample.sample,
     unless=hopper_sample.unsupported,
+    slower=hopper_sample.slower,
 )
 row(sample_p, fwd=sample.sample, unless=sample.unsupported)
 row(fwht_p, fwd=fwht.fwht_fwd, bwd=fwht.fwht_bwd, unless=fwht.unsupported)

@@ -11,8 +11,8 @@ import pytest
 from jaxkern import explain, sample
 from jaxkern.pallas.mosaic_launch import MosaicLaunch
 from jaxkern.pallas.sampling import plan as plans
-from jaxkern.pallas.sampling.sample import unsupported
-from jaxkern.triton.triton_call import compiling_for
+from jaxkern.pallas.sampling.sample import slower, unsupported
+from jaxkern.triton.launch import compiling_for
 
 KEY = jax.eval_shape(jax.random.key, 0)
 
@@ -80,6 +80,9 @@ def test_what_it_refuses():
             (long, None, p, "no cluster of 8 holds"),
         ):
             assert why in str(unsupported(logits=logits, top_k=top_k, top_p=top_p))
+    short = jax.ShapeDtypeStruct((32, 4096), jnp.float32)
+    assert "less than 8192" in str(slower(logits=short))
+    assert slower(logits=rows) is None
     with compiling_for(80):
         found = unsupported(logits=rows, top_k=None, top_p=p)
         assert "not 90" in str(found)

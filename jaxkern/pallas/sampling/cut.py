@@ -109,7 +109,8 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
         sums = row.bins_of_row(s.turn)
         found = crossing(sums, sums * one, s.rest, row.interpret)
         rest, alone = s.rest - found.before, found.units < lightest
-        return Search(s.turn + 1, *ends_of(found.bin), rest, alone)
+        low, high = ends_of(found.bin)
+        return Search(s.turn + 1, low, high, rest, alone)
 
     def ends_of(first, bin_, width):
         """Of a bin; where two meet, a logit is rounded to the even one."""

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.pallas.rows.plan import DTYPES
 from jaxkern.triton.block_sizes import num_sms
-from jaxkern.triton.triton_call import compute_capability
+from jaxkern.triton.launch import compute_capability
 
 WARPS = 4  # of a warpgroup
 LANES = 32

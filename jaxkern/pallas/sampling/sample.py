@@ -30,6 +30,7 @@ from jaxkern.pallas.sampling.plan import (
     refusal,
 )
 
+SHORTEST = 8192  # logits, as measured
 LOG2E = math.log2(math.e)
 DENORMAL = 2.0**-149  # so that a gap of inf weighs nothing at any temperature
 
@@ -41,6 +42,12 @@ def unsupported(*, logits: Any, top_k: Any, top_p: Any, **_: Any) -> str | None:
     if top_p is None:
         return "without `top_p` two launches of Triton are as fast"
     return refusal(logits)
+
+
+def slower(*, logits: Any, **_: Any) -> str | None:
+    if logits.shape[-1] < SHORTEST:
+        return f"a row has {logits.shape[-1]} logits, less than {SHORTEST}"
+    return None
 
 
 def sample(
