@@ -14,6 +14,7 @@ from jaxkern.pallas.attention import joint_bwd as hopper_joint_bwd
 from jaxkern.pallas.norm import rms_norm_bwd as hopper_rms_norm_bwd
 from jaxkern.pallas.rows import cross_entropy as hopper_cross_entropy
 from jaxkern.pallas.rows import softmax as hopper_softmax
+from jaxkern.pallas.sampling import sample as hopper_sample
 from jaxkern.primitives.activation.softmax import softcap_softmax_p, softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.latent_attention import latent_attention_p
@@ -283,6 +284,13 @@ row(
     fwd=argsort.argsort,
     unless=argsort.unsupported,
     slower=argsort.slower,
+)
+row(
+    sample_p,
+    backend="mosaic_gpu",
+    fwd=hopper_sample.sample,
+    unless=hopper_sample.unsupported,
+    slower=hopper_sample.slower,
 )
 row(sample_p, fwd=sample.sample, unless=sample.unsupported)
 row(fwht_p, fwd=fwht.fwht_fwd, bwd=fwht.fwht_bwd, unless=fwht.unsupported)

@@ -1,0 +1,160 @@
+"""The threshold of top_p in a row that a cluster holds, by the weights of bins.
+
+Bins first divide the logits below the best evenly, then the floats in the bin of the
+cut, in their order, until that holds a single logit or equal ones. A bin sums integers,
+so that neither the order nor the place of logits counts.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.pallas.sampling.bins import (
+    ROUND,
+    Even,
+    Finer,
+    InOrder,
+    add_to_bins,
+    bits_of,
+    float_of,
+    from_ordered,
+    ordered,
+)
+from jaxkern.pallas.sampling.cluster_row import ClusterRow, running_sum
+from jaxkern.pallas.sampling.plan import BINS, in_each_warp
+
+ALONE = 1.99  # units of the lightest: one logit has fewer, two have more
+
+
+class Weights(NamedTuple):
+    """exp2((x - base) slope) of logits: 1 of the best."""
+
+    best: Any
+    base: Any
+    slope: Any
+
+    def of(self, x):
+        return jnp.exp2(jnp.minimum((x - self.base) * self.slope, 0.0))
+
+
+class Crossing(NamedTuple):
+    bin: Any
+    before: Any  # weight of the bins before it
+    units: Any  # that it has
+
+
+class Search(NamedTuple):
+    """The cut lies among the floats from low to high, as ordered integers."""
+
+    turn: Any
+    low: Any
+    high: Any
+    rest: Any  # weight that these are to reach
+    alone: Any  # whether they hold one logit
+
+
+def power_of_2_below(x):
+    return float_of(bits_of(x) & 0x7F800000)
+
+
+def width_of_bins(w: Weights):
+    """A power of 2 that weighs 3/16 to 3/8 octaves, but not too small to count in."""
+    width = power_of_2_below(0.375 / w.slope)
+    least = power_of_2_below(jnp.abs(w.base) * 2.0**-20)
+    return jnp.minimum(jnp.maximum(jnp.maximum(width, least), 2.0**-100), 2.0**121)
+
+
+def crossing(sums, weight, rest, interpret: bool) -> Crossing:
+    """The bin where the cumulative weight reaches `rest`, else the last not empty."""
+    layout = in_each_warp(BINS)
+    upto = running_sum(weight, layout, interpret)
+    bin_ = plgpu.broadcasted_iota(jnp.int32, (BINS,), 0, layout=layout)
+    # the largest integer of a warp is one instruction
+    beyond = jnp.max(jnp.where(upto >= rest, BINS - bin_, 0), axis=0)
+    last = jnp.max(jnp.where(sums > 0.0, bin_, 0), axis=0)
+    at = jnp.minimum(BINS - beyond, last)
+
+    def value(x, at):
+        return float_of(jnp.max(jnp.where(bin_ == at, bits_of(x), 0), axis=0))
+
+    return Crossing(at, value(upto, at - 1), value(sums, at))
+
+
+def cut_of_share(row: ClusterRow, w: Weights, share):
+    """The largest t for which the logits >= t weigh `share` of all."""
+    fixed, width = jnp.float32(row.c.fixed), width_of_bins(w)
+    inverse = 1.0 / width
+    nearest = w.best * inverse + ROUND
+    even = Even(bits_of(nearest), inverse, width, w.base, w.slope, fixed)
+    row.over_lines(lambda x, _: add_to_bins(row, x, even))
+    sums = row.bins_of_row(jnp.int32(0))
+
+    def top_of(bin_):
+        """The upper end of a bin, and what a unit of it weighs."""
+        top = (nearest - ROUND - bin_.astype(jnp.float32) + 0.5) * width
+        highest = jnp.minimum(top, w.base)
+        return top, highest, jnp.exp2((highest - w.base) * w.slope - fixed)
+
+    bin_ = plgpu.broadcasted_iota(jnp.int32, (BINS,), 0, layout=in_each_warp(BINS))
+    weight = sums * top_of(bin_)[2]
+    target = jnp.maximum(share * jnp.sum(weight, axis=0), 1e-30)
+    found = crossing(sums, weight, target, row.interpret)
+    top, highest, one = top_of(found.bin)
+    lightest = ALONE * jnp.exp2(fixed - width * w.slope)
+
+    def narrowed(s: Search, bins: Finer | InOrder, ends_of) -> Search:
+        row.over_lines(lambda x, _: add_to_bins(row, x, bins))
+        sums = row.bins_of_row(s.turn)
+        found = crossing(sums, sums * one, s.rest, row.interpret)
+        rest, alone = s.rest - found.before, found.units < lightest
+        low, high = ends_of(found.bin)
+        return Search(s.turn + 1, low, high, rest, alone)
+
+    def ends_of(first, bin_, width):
+        """Of a bin; where two meet, a logit is rounded to the even one."""
+        middle = float_of(first - bin_) - ROUND
+        odd = (first - bin_) & 1
+        low, high = ordered((middle - 0.5) * width), ordered((middle + 0.5) * width)
+        return low + odd, high - odd
+
+    def finer(s: Search) -> Search:
+        """As many bins as numbers beside ROUND have bits for, 256 or fewer."""
+        parts = power_of_2_below(2.0**21 / jnp.maximum(jnp.abs(top * inverse), 1.0))
+        parts = jnp.minimum(parts, BINS)
+        first = bits_of(top * inverse * parts + ROUND)
+        ends = from_ordered(s.low), from_ordered(s.high)
+        bins = Finer(*ends, first, inverse * parts, highest, w.slope, fixed)
+
+        def ends_inside(bin_):
+            low, high = ends_of(first, bin_, width / parts)
+            low = jnp.where(bin_ == BINS - 1, s.low, jnp.maximum(low, s.low))
+            return low, jnp.minimum(high, s.high)
+
+        return narrowed(s, bins, ends_inside)
+
+    def in_order(s: Search) -> Search:
+        shift = jnp.maximum(24 - lax.clz(s.high - s.low), 0)
+        ends = from_ordered(s.low), from_ordered(s.high)
+        bins = InOrder(*ends, s.high, shift, highest, w.slope, fixed)
+
+        def ends_inside(bin_):
+            high = s.high - lax.shift_left(bin_, shift)
+            reach = lax.shift_left(jnp.int32(1), shift) - 1
+            # high - low as an unsigned number
+            near = (high - s.low >= 0) & (high - s.low <= reach)
+            return jnp.where(near, s.low, high - reach), high
+
+        return narrowed(s, bins, ends_inside)
+
+    low, high = ends_of(even.first, found.bin, width)
+    high = jnp.minimum(high, ordered(w.best))
+    rest, alone = target - found.before, found.units < lightest
+
+    def several(s: Search):
+        span = s.high - s.low
+        return ((span < 0) | (span >= row.c.spacing)) & jnp.logical_not(s.alone)
+
+    second = finer(Search(jnp.int32(1), low, high, rest, alone))
+    return from_ordered(lax.while_loop(several, in_order, second).low)

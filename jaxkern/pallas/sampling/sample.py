@@ -1,0 +1,204 @@
+"""Sampling by top_p, min_p and temperature in one launch, on Hopper.
+
+A cluster of programs holds a row in shared memory: one read of the logits, then passes
+over them there. docs/design/sampling.md has the measurements.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.pallas.mosaic_launch import kernel_name
+from jaxkern.pallas.rows.clusters import join, store
+from jaxkern.pallas.sampling.cluster_row import ClusterRow, running_sum
+from jaxkern.pallas.sampling.cut import Weights, cut_of_share
+from jaxkern.pallas.sampling.exchange import exchange_memory, exchanged_by_device
+from jaxkern.pallas.sampling.plan import (
+    BINS,
+    COPIES,
+    NOWHERE,
+    STEP,
+    WARPGROUPS,
+    WARPS,
+    in_each_warp,
+    plan,
+    refusal,
+)
+
+SHORTEST = 8192  # logits, as measured
+LOG2E = math.log2(math.e)
+DENORMAL = 2.0**-149  # so that a gap of inf weighs nothing at any temperature
+
+
+def unsupported(*, logits: Any, top_k: Any, top_p: Any, **_: Any) -> str | None:
+    """A reason in words, or None."""
+    if top_k is not None:
+        return "`top_k` is Triton's"
+    if top_p is None:
+        return "without `top_p` two launches of Triton are as fast"
+    return refusal(logits)
+
+
+def slower(*, logits: Any, **_: Any) -> str | None:
+    if logits.shape[-1] < SHORTEST:
+        return f"a row has {logits.shape[-1]} logits, less than {SHORTEST}"
+    return None
+
+
+def sample(
+    logits: jax.Array,
+    uniform: jax.Array,
+    temperature: jax.Array,
+    top_k: None,
+    top_p: jax.Array | None,
+    min_p: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    del top_k  # absent
+    v = logits.shape[-1]
+    n = logits.size // v
+    c = plan(n, v, logits.dtype)
+    assert c is not None  # as `unsupported` found
+    options = [x for x in (uniform, temperature, top_p, min_p) if x is not None]
+    options = [x.reshape(n).astype(jnp.float32) for x in options]
+
+    def kernel(logits_ref, *refs):
+        refs = list(refs)
+        uniform_ref, temperature_ref = refs.pop(0), refs.pop(0)
+        top_p_ref = None if top_p is None else refs.pop(0)
+        min_p_ref = None if min_p is None else refs.pop(0)
+        token_ref, *device, scratch = refs
+        row = ClusterRow(c, scratch, device, interpret)
+        i = row.row
+        t = temperature_ref[i]
+        w = weights_of(row, logits_ref, t)
+        greedy = jnp.logical_not(t > 0) | (w.best == jnp.inf)
+        cut = jnp.where(greedy, w.best, -jnp.inf)
+        if top_p_ref is not None:
+            share = top_p_ref[i]
+            searched = jnp.logical_not(greedy) & (share < 1)
+            cut = lax.cond(searched, lambda: cut_of_share(row, w, share), lambda: cut)
+        least = None if min_p_ref is None else jnp.minimum(min_p_ref[i], 1.0)
+        u = jnp.where(t > 0, uniform_ref[i], 0.0)
+        draw(row, token_ref, w, u, cut, least)
+
+    [token, *_] = plgpu.kernel(
+        kernel,
+        kernel_name=kernel_name("sample", cluster=c.cluster, lines=c.lines_of_warp),
+        out_type=(
+            jax.ShapeDtypeStruct((n,), jnp.int32),
+            *(exchanged_by_device(c) if interpret else ()),
+        ),
+        grid=(n,),
+        grid_names=("row",),
+        cluster=(c.cluster,),
+        cluster_names=("cluster",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=(
+            (
+                plgpu.SMEM(c.held, logits.dtype),
+                plgpu.SMEM((BINS + NOWHERE, COPIES), jnp.uint32),
+                plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=WARPS),
+                plgpu.Barrier(num_arrivals=WARPGROUPS),
+                *exchange_memory(c),
+            ),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+            approx_math=True,
+            reduction_scratch_bytes=0,  # no sum goes over warps
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(logits.reshape(n, c.lines, c.width), *options)
+    return token.reshape(uniform.shape)
+
+
+def weights_of(row: ClusterRow, logits_ref: Any, t) -> Weights:
+    """Reads the row; the best logit is found."""
+    row.fetch(logits_ref)
+    row.clear()
+    row.exchange.start()
+    plgpu.barrier_wait(row.full.at[row.me])
+    row.leave_out()
+    # NaN is above nothing
+    peak = row.over_lines(
+        lambda x, peak: jnp.where(x > peak, x, peak), row.splat(-jnp.inf)
+    )
+    best = jnp.max(row.exchange.of_warps(0, jnp.max(peak, axis=1)), axis=0)
+    slope = jnp.maximum(LOG2E / jnp.where(t > 0, t, 1.0), DENORMAL)
+    # of a best logit of inf all weight is at `base` and above
+    base = jnp.where(jnp.abs(best) == jnp.inf, 0.0, best)
+    return Weights(best, base, slope)
+
+
+def draw(row: ClusterRow, token_ref: Any, w: Weights, u, cut, least) -> None:
+    """The first token whose cumulative kept weight exceeds u of all of it."""
+    c = row.c
+
+    def kept(x):
+        weight = w.of(x)
+        weight = jnp.where(x >= cut, weight, 0.0)
+        return weight if least is None else jnp.where(weight < least, 0.0, weight)
+
+    total = row.over_lines(lambda x, sums: sums + kept(x), row.splat(0.0))
+    mass = row.exchange.of_warps(1, jnp.sum(total, axis=1))
+    layout = in_each_warp(c.warps)
+    upto = running_sum(mass, layout, row.interpret)
+    warp = plgpu.broadcasted_iota(jnp.int32, (c.warps,), 0, layout=layout)
+    goal = u * jnp.sum(mass, axis=0)
+    last = jnp.max(jnp.where(mass > 0.0, warp, 0), axis=0)
+    first = jnp.min(jnp.where((upto > goal) & (mass > 0.0), warp, c.warps), axis=0)
+    winner = jnp.minimum(first, last)
+    before = jnp.sum(jnp.where(warp == winner - 1, upto, 0.0), axis=0)
+    mine = winner - row.first_warp
+
+    @pl.when((mine >= 0) & (mine < WARPS))
+    def _():
+        token = token_of_warp(row, kept, goal - before, mine)
+        token_ref[row.row] = winner * (c.lines_of_warp * c.width) + token
+
+
+def token_of_warp(row: ClusterRow, kept, goal, mine):
+    """The place among the logits of a warp: its line, then the logit in it."""
+    c = row.c
+    group = math.gcd(c.lines_of_warp, 2 * STEP)
+
+    def lines(i, carry):
+        places = [i * group + k for k in range(group)]
+        weights = [jnp.sum(kept(row.read(k)), axis=1) for k in places]
+        for place, weight in zip(places, weights, strict=True):
+            before, start, rest = carry
+            enters = (weight > 0.0) & (before <= goal)
+            start = jnp.where(enters, place.astype(jnp.float32), start)
+            rest = jnp.where(enters, goal - before, rest)
+            carry = before + weight, start, rest
+        return carry
+
+    none = jnp.sum(row.splat(0.0), axis=1)
+    _, start, rest = lax.fori_loop(0, c.lines_of_warp // group, lines, (none,) * 3)
+    start, rest = of_warp(row, 0, start, mine), of_warp(row, 1, rest, mine)
+    weight = kept(row.read(start.astype(jnp.int32)))
+    upto = running_sum(weight, c.layout, row.interpret)
+    place = plgpu.broadcasted_iota(jnp.int32, c.piece, 1, layout=c.layout)
+    passes = (upto > rest) & (weight > 0.0)
+    first = jnp.min(jnp.where(passes, place, c.width), axis=1)
+    last = jnp.max(jnp.where(weight > 0.0, place, 0), axis=1)
+    token = of_warp(row, 2, jnp.minimum(first, last).astype(jnp.float32), mine)
+    return start.astype(jnp.int32) * c.width + token.astype(jnp.int32)
+
+
+def of_warp(row: ClusterRow, number: int, value, mine):
+    """The value of one warp, in all of the warpgroup."""
+    own = row.exchange.by_warp.at[2 + number // 2]
+    first = (number % 2 * WARPGROUPS + row.me) * WARPS
+    store(own.at[pl.ds(first, WARPS)], value)
+    join(row.interpret)
+    return own[first + mine]
