@@ -104,10 +104,12 @@ class Benchmark:
 
 
 def num_sets(case: Case) -> int:
-    """So many that one executable runs a millisecond and overfills the L2."""
+    """So many that one executable runs half a millisecond, or one if its operands are
+    small, and overfills the L2."""
     seconds = max(case.bytes[0] / 4e12, case.flops[0] / 7e14, 1e-6)
     least = 4 if case.bytes[0] < 1e9 else 2
-    return int(min(max(1e-3 // seconds, 3 * L2_BYTES // case.bytes[0] + 1, least), 64))
+    span = 1e-3 if case.bytes[0] < 1e8 else 5e-4
+    return int(min(max(span // seconds, 3 * L2_BYTES // case.bytes[0] + 1, least), 64))
 
 
 def moving(benchmark: Benchmark, args: Sequence) -> list[int]:
