@@ -34,6 +34,8 @@ test-full: lint $(NEWEST)/ready $(NEWEST)/demo $(OLDEST)/ready
 	$(NEWEST)/bin/python $(PYTEST) -m "not gpu"
 	$(OLDEST)/bin/python $(PYTEST) -m "not gpu"
 
+# Of several GPUs each worker takes one: make test-gpu TEST_GPUS=0,1,2 TEST_WORKERS=48.
+# Without TEST_GPUS every worker sees all, as the tests of two GPUs need.
 test-gpu: $(NEWEST)/ready
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 		$(NEWEST)/bin/python $(PYTEST) -m gpu tests/gpu

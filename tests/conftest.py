@@ -1,8 +1,16 @@
-"""A CPU with eight host devices unless told otherwise; set before JAX starts."""
+"""A CPU with eight host devices unless told otherwise; set before JAX starts.
+
+TEST_GPUS=0,1,2 gives each worker one of these GPUs.
+"""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+gpus, worker = os.environ.get("TEST_GPUS"), os.environ.get("PYTEST_XDIST_WORKER")
+if gpus and worker:
+    several = gpus.split(",")
+    number = int(worker.removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = several[number % len(several)]
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

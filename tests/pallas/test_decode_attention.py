@@ -15,8 +15,13 @@ from jaxkern.pallas.attention import decode_attention as hopper
 from jaxkern.triton.launch import compiling_for
 from tests.pallas.interpreted_decode import CASES
 
+DEFAULT = ("together", "divided")
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.full]) for n in CASES],
+)
 def test_in_the_interpreter(name):
     """Twelve threads wait for each other, so the runtime needs as many."""
     subprocess.run(
