@@ -1,5 +1,10 @@
 """Attention of one query over a long cache on Hopper: TMA and WGMMA.
 
+    out = softmax(scale q k^T) v        lse = log(sum(exp(scale q k^T)))
+
+for q `[b, 1, n, h]`, k and v `[b, s, k, h]`, in parts that are merged as in
+Flash-Decoding (https://pytorch.org/blog/flash-decoding).
+
 A multiprocessor has one program. Its loader keeps a ring of blocks of keys and values
 full, across the heads that the program takes one after the other, so memory never waits
 for what begins or ends a head. There is one launch: a head's keys are read by one

@@ -1,5 +1,10 @@
 """Sampling by top_p, min_p and temperature in one launch, on Hopper.
 
+    kept: the largest t for which the weights exp(x / temperature) of the logits x >= t
+    are at least top_p of all. Of these the first at which their running sum exceeds
+    uniform times their sum
+
+for logits `[..., v]`, as nucleus sampling has it (https://arxiv.org/abs/1904.09751).
 A cluster of programs holds a row in shared memory: one read of the logits, then passes
 over them there. docs/design/sampling.md has the measurements.
 """

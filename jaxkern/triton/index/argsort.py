@@ -1,5 +1,7 @@
 """Stable radix sort of (key, index) by digits of 8 bits, the lowest first.
 
+    x[indices[0]] <= x[indices[1]] <= ...        of rows `[..., v]`, equal ones in order
+
 A row of one tile is sorted by one program in shared memory. Of a longer row every digit
 takes three launches:
 
