@@ -121,7 +121,9 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
         check_number(op, name, kind, x)
         return x
     if kind.array is not None:
-        return as_array(op, kind.array, x)
+        array = as_array(op, kind.array, x)
+        counts = "int32" in kind.array.dtypes
+        return at_least_int32(array) if counts else array
     if isinstance(x, Tracer):
         raise TypeError(
             f"{op}: `{name}` must be a static {kind}, got a traced array. Close over "
@@ -131,6 +133,12 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
         return x  # another number, a concrete array, a symbolic size
     got = repr(x) if isinstance(x, str) else type(x).__name__
     raise TypeError(f"{op}: `{name}` must be {kind}, got {got}.")
+
+
+def at_least_int32(x: jax.Array) -> jax.Array:
+    """`x`, narrow integers in int32: what is counted from them would wrap in int8."""
+    narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 32
+    return x.astype(jnp.int32) if narrow else x
 
 
 def check_number(op: str, name: str, kind: Declared, x: Any) -> None:
