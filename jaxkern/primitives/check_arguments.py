@@ -121,9 +121,7 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
         check_number(op, name, kind, x)
         return x
     if kind.array is not None:
-        array = as_array(op, kind.array, x)
-        counts = "int32" in kind.array.dtypes
-        return at_least_int32(array) if counts else array
+        return at_least_int32(kind.array, as_array(op, kind.array, x))
     if isinstance(x, Tracer):
         raise TypeError(
             f"{op}: `{name}` must be a static {kind}, got a traced array. Close over "
@@ -135,8 +133,10 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
     raise TypeError(f"{op}: `{name}` must be {kind}, got {got}.")
 
 
-def at_least_int32(x: jax.Array) -> jax.Array:
+def at_least_int32(declared: Annotated, x: jax.Array | None) -> jax.Array | None:
     """`x`, narrow integers in int32: what is counted from them would wrap in int8."""
+    if x is None or "int32" not in declared.dtypes:
+        return x
     narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 32
     return x.astype(jnp.int32) if narrow else x
 
