@@ -167,6 +167,30 @@ def test_an_axis_outside_is_named(name):
         getattr(jaxkern, name)(jnp.ones(4), axis=1)
 
 
+X = jnp.arange(1200.0).reshape(1, 300, 1, 4) / 1200
+Q = X[:, :40]
+DYNAMIC = jaxkern.DynamicScaling(2.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("number", "f"),
+    [
+        (100, lambda i: jaxkern.update_kv_cache(X, Q, i)),
+        (100, lambda i: jaxkern.update_kv_cache(X, Q, i, ring=True)),
+        (100, lambda i: jaxkern.attention(Q, X, X, causal=True, q_offset=i)),
+        (100, lambda i: jaxkern.attention(Q, X, X, kv_lengths=i)),
+        (100, lambda i: jaxkern.segment_ids_from_cu_seqlens(i, 300)),
+        (100, lambda i: jaxkern.page_slots(i[None], i, 9, 70)),
+        (100, lambda i: jaxkern.gather_pages(X.reshape(300, 1, 1, 4), i[None])),
+        (255, lambda i: jaxkern.rope_cos_sin(i, 8, scaling=DYNAMIC)[0]),
+    ],
+)
+def test_narrow_integers_do_not_wrap(number, f):
+    expected = f(jnp.full(1, number, jnp.int32))
+    for dtype in (np.int8, np.uint8) if number < 128 else (np.uint8, np.uint32):
+        np.testing.assert_array_equal(f(np.full(1, number, dtype)), expected)
+
+
 @pytest.mark.parametrize("window", [2**31, 2.5])
 def test_a_window_that_counts_no_keys_is_refused(window):
     x = jnp.ones((1, 2, 1, 4))

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxkern.formats.gguf import GGUFFile, read_gguf
+from jaxkern.formats.printable import printable
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 
 
@@ -67,7 +68,7 @@ def _heads(heads: Any, kv_heads: Any) -> str | None:
 def _model_table(file: GGUFFile) -> Table:
     table = Table(show_header=False, title="Model", title_justify="left")
     for name, value in model_facts(file).items():
-        table.add_row(name, Text(value))  # Text: brackets in a name are no markup
+        table.add_row(name, Text(printable(value)))  # Text: brackets are no markup
     return table
 
 

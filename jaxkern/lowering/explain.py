@@ -75,6 +75,7 @@ def explain(
     Args:
       f: any traceable function: an op, a jitted model, a gradient.
       args, kwargs: what f is called with; arrays, or `jax.ShapeDtypeStruct`s of them.
+        What is no array, such as `causal=True`, reaches f as it is.
       platform: "cpu", "cuda", ...; the default device's if None.
 
     Returns:
@@ -84,8 +85,16 @@ def explain(
       TypeError, ValueError: what `f` itself raises for its arguments.
     """
     platform = platform or default_platform()
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}
+
+    def called(arrays: dict[int, Any]) -> Any:
+        every = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, every)
+        return f(*args, **kwargs)
+
     found: dict[tuple, int] = {}
-    for eqn in equations(jax.make_jaxpr(f)(*args, **kwargs).jaxpr):
+    for eqn in equations(jax.make_jaxpr(called)(arrays).jaxpr):
         row = explain_equation(eqn, platform)
         found[row] = found.get(row, 0) + 1
     return Explanation(

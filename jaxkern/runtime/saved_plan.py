@@ -24,6 +24,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from jaxkern.cpu.cpu_call import HANDLERS, library
 from jaxkern.lowering.explain import default_platform
 from jaxkern.runtime.plan import Plan, compile
 
@@ -31,8 +32,12 @@ MAGIC = b"jaxkern plan 1\n"
 LARGEST_HEADER = 1 << 20
 PARTS = ("stablehlo", "machine_code")
 FIELDS = {"made_by": dict, "machine": dict, "donate": list, "options": dict}
-# not on jax's list of stable calls: device code, which only a trusted file may bring
-OWN_TARGETS = ("triton_kernel_call_ffi", "mosaic_gpu_v2")
+# not on jax's list of stable calls: kernels, which only a trusted file may call
+OWN_TARGETS = (
+    "triton_kernel_call_ffi",
+    "mosaic_gpu_v2",
+    *(f"jaxkern_{name}" for name in HANDLERS),
+)
 TARGET = re.compile(r'custom_call\s*@"?([\w.$]+)|call_target_name\s*=\s*"([^"]*)"')
 # calls into jaxlib's numerics and XLA's own markers; none takes code or an address
 HARMLESS = re.compile(
@@ -148,6 +153,8 @@ def load(
             "trusted=True as well."
         )
     header, parts = read_parts(Path(path))
+    if trusted:
+        library()  # makes the C++ kernels known that the file may call
     exported = deserialize(path, header, parts["stablehlo"])
     if machine_code:
         if reason := misfit(header):

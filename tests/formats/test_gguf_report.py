@@ -73,6 +73,11 @@ def test_heads_per_layer_and_brackets_in_a_name(writer):
     assert row_of(text, "name")[1] == "a [bold] name"
 
 
+def test_a_name_does_not_steer_the_terminal(writer):
+    writer.add_name("\x1b[2Ja\x1b]0;name\x07")
+    assert row_of(shown(written(writer)), "name")[1] == "[2Ja]0;name"
+
+
 def test_a_file_without_tensors(writer):
     assert row_of(shown(written(writer)), "parameters") == ["parameters", "0"]
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern import backend, explain, rms_norm
+from jaxkern import attention, backend, explain, rms_norm, softcap
 from jaxkern.lowering import cuda_later
 from jaxkern.lowering.lower import BACKENDS, lower, rows_on
 from jaxkern.lowering.sharded_call import Factors
@@ -108,6 +108,13 @@ def test_explain_looks_into_jit_scan_and_gradients(pallas_row):
     tangents = explain(lambda x: jax.jvp(rms_norm, (x,), (x,)), X)
     assert "rms_norm_tangent on cpu runs xla: jvp of" in str(tangents)
     assert str(explain(jnp.sin, X)) == "no jaxkern op on cpu"
+
+
+def test_explain_takes_options_as_the_function_does():
+    q = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32)
+    [row] = explain(attention, q, q, q, causal=True, window=2).rows
+    assert row.op == "attention"
+    assert explain(softcap, X, 2.0).rows[0].op == "softcap"
 
 
 def test_strict_raises_instead_of_falling_back(pallas_row):

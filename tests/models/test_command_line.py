@@ -88,6 +88,11 @@ def test_errors(path, capsys, change, message):
     assert message in error_of(arguments, capsys)
 
 
+def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
+    arguments = ["info", str(tmp_path / "\x1b[2Jm.gguf")]
+    assert "\x1b" not in error_of(arguments, capsys)
+
+
 def test_tokens_that_the_model_does_not_know(path, capsys, monkeypatch):
     tokenizers = "jaxkern.models.tokenizer.tokenizer_from_gguf"
     tokenizer = SimpleNamespace(

@@ -177,6 +177,11 @@ def test_refusals(model):
     generator = Generator(*model, batch=1, prompt_slots=4, max_tokens=1)
     with pytest.raises(ValueError, match="must have 1 to 4 tokens"):
         next(generator.stream([[]]))
+    for wrong in (-1, 288, 2**40, 1.5):
+        with pytest.raises(
+            ValueError, match="integers below 288, the number of tokens"
+        ):
+            next(generator.stream([[1, wrong]]))
     with pytest.raises(ValueError, match="takes 1 prompts at a time, got 2"):
         next(generator.stream([[1], [2]]))
     with pytest.raises(ValueError, match="`seed` must be 32 bits wide, got 2147483648"):

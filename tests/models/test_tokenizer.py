@@ -117,7 +117,8 @@ def test_template_functions(metadata):
         ({"tokenizer.ggml.model": "llama"}, "scores must be 288 numbers"),
         ({"tokenizer.ggml.model": ["llama"]}, r"tokenizer.ggml.model is \['llama'\]"),
         ({"tokenizer.ggml.pre": np.arange(2)}, "tokenizer.ggml.pre is array"),
-        ({"tokenizer.ggml.token_type": 3}, "token_type must be a list of numbers"),
+        ({"tokenizer.ggml.token_type": 3}, "token_type must be a list of integers"),
+        ({"tokenizer.ggml.token_type": [np.inf]}, "must be a list of integers"),
         ({"tokenizer.ggml.merges": np.arange(3)}, "merges must be a list of strings"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id is 'x'"),
         ({"tokenizer.ggml.bos_token_id": np.arange(2)}, "bos_token_id is array"),
@@ -155,6 +156,7 @@ def test_sentencepiece_refuses_equal_scores():
     [
         ({"unknown_token_id": 2**31}, "unknown_token_id is 2147483648"),
         ({"scores": ["high"]}, "scores must be a list of numbers"),
+        ({"add_space_prefix": np.arange(2)}, "add_space_prefix must be true or false"),
         ({"tokens": ["a" * 10**7, "b"], "token_type": [1, 1]}, "10000000 characters"),
     ],
 )

@@ -82,6 +82,35 @@ def test_equal_programs_share_and_others_do_not():
     assert len(first.key) == 64
 
 
+def test_callbacks_are_told_apart():
+    x, cache = jnp.ones(2), KernelCache()
+
+    def on_host(f):
+        return lambda x: jax.pure_callback(f, jax.typeof(x), x)
+
+    sin, cos = on_host(np.sin), on_host(np.cos)
+    for f, y in ((sin, np.sin(x)), (cos, np.cos(x)), (sin, np.sin(x))):
+        np.testing.assert_allclose(cache.get_or_compile(f, x)(x), y, rtol=1e-6)
+    assert (cache.stats().hits, cache.stats().misses) == (1, 2)
+
+
+def test_flags_of_xla_are_part_of_the_key(monkeypatch):
+    cache, flags = KernelCache(), os.environ.get("XLA_FLAGS", "")
+    cache.get_or_compile(jnp.sin, X)
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_cpu_enable_fast_math=true")
+    cache.get_or_compile(jnp.sin, X)
+    assert cache.stats().misses == 2
+
+
+def test_a_folder_that_takes_nothing_is_counted(tmp_path):
+    folder = tmp_path / "cache"
+    cache = KernelCache(folder)
+    folder.rmdir()
+    kernel = cache.get_or_compile(jnp.sin, X)
+    np.testing.assert_allclose(kernel(X), np.sin(X), rtol=1e-5)
+    assert (cache.stats().misses, cache.stats().unwritten) == (1, 1)
+
+
 def test_effects_are_not_safe_in_parallel():
     def f(x):
         jax.debug.callback(lambda v: None, x)

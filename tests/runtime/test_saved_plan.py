@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import rms_norm, runtime
+from jaxkern import rms_norm, runtime, softmax
+from jaxkern.cpu.cpu_call import missing
 from jaxkern.runtime import saved_plan
 from jaxkern.runtime.saved_plan import MAGIC
 
@@ -202,6 +203,16 @@ def test_calls_of_other_code_need_trust(tmp_path):
         runtime.load(path)
     with pytest.raises(ValueError, match=r"cannot be compiled: .*some_library"):
         runtime.load(path, trusted=True)  # which then reaches the compiler
+
+
+@pytest.mark.skipif(missing() is not None, reason="no C++ kernels")
+def test_a_plan_with_a_cpp_kernel_needs_trust(tmp_path):
+    plan = runtime.compile(softmax, X)
+    plan.save(tmp_path / "softmax.plan")
+    with pytest.raises(ValueError, match="calls code outside XLA: jaxkern_softmax"):
+        runtime.load(tmp_path / "softmax.plan")
+    again = runtime.load(tmp_path / "softmax.plan", trusted=True)
+    np.testing.assert_array_equal(again(X), plan(X))
 
 
 def test_what_cannot_be_saved_says_why(tmp_path):

@@ -51,6 +51,7 @@ def sequences_in_a_row(
     sequence = segment_ids_from_cu_seqlens(cu_seqlens, t)[0]
     place = token - starts[jnp.minimum(sequence, count - 1)]
     flat = jnp.where(place < length, sequence * length + place, count * length)
+    packed = token < starts[-1]
+    flat = jnp.where(packed, flat, 0)  # no NaN that `jax_debug_nans` would meet
     x = jnp.take(rows.reshape(-1, *rows.shape[2:]), flat, axis=0, mode="fill")
-    packed = (token < starts[-1]).reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(packed, x, 0)[None]
+    return jnp.where(packed.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)[None]

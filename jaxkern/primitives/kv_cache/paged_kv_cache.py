@@ -145,7 +145,8 @@ def allocate_pages(
       num_pages, page_size: how many pages there are, and tokens in one.
 
     Returns:
-      `[b, pages]`, dtype of block_tables: the tables with the new pages.
+      `[b, pages]`, dtype of block_tables, at least int32: the tables with the new
+      pages.
 
     Raises:
       TypeError: an argument is not of its kind or dtype.

@@ -153,6 +153,7 @@ def multiply_quantized_groups(
     if x.shape[0] == 0 or w.shape[0] == 0:
         return jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
     blocks = row_blocks(group_sizes, x.shape[0])
+    w = jax.tree.map(jnp.asarray, w)  # a traced number indexes no NumPy array
     y = lax.map(
         lambda block: quantized_matmul(
             block[0], w[block[1]], compute_dtype=compute_dtype

@@ -41,7 +41,8 @@ def row_blocks(group_sizes: Integer[Array, " e"], r: int) -> RowBlocks:
     size = block_size(r, e)
     nonempty = min(e, r)
     block = jnp.arange((r - nonempty) // size + nonempty, dtype=jnp.int32)
-    end = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), r)
+    sizes = jnp.minimum(group_sizes, r).astype(jnp.int32)  # their sums do not wrap
+    end = jnp.minimum(jnp.cumsum(sizes), r)
     start = jnp.concatenate([jnp.zeros_like(end, shape=1), end[:-1]])
     blocks_end = jnp.cumsum((end - start + size - 1) // size)
     blocks_start = jnp.concatenate([jnp.zeros_like(end, shape=1), blocks_end[:-1]])

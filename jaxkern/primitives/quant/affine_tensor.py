@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt, UInt8, UInt32
 
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index
+from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
 
 BITS = (2, 3, 4, 5, 6, 8)
 
@@ -69,7 +69,7 @@ class AffineTensor:
         return jax.tree.map(lambda a: a[index], self)
 
     def __repr__(self) -> str:
-        return f"AffineTensor({self.bits} bits / {self.group_size}, shape={self.shape})"
+        return repr_of(self, f"{self.bits} bits / {self.group_size}")
 
 
 def affine_width(

@@ -62,7 +62,8 @@ def rounded_activations(
             f"quantized_matmul: int8 activations need a multiple of {ACTIVATION_BLOCK} "
             f"columns, got {x.shape[-1]}. Use compute_dtype=None."
         )
-    blocks = x.reshape(*x.shape[:-1], -1, ACTIVATION_BLOCK)
+    groups = x.shape[-1] // ACTIVATION_BLOCK
+    blocks = x.reshape(*x.shape[:-1], groups, ACTIVATION_BLOCK)
     scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
     code = jnp.round(blocks / jnp.where(scale == 0, 1, scale))
     rounded = (code * scale).reshape(x.shape)

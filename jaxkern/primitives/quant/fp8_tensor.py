@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.quant.float8 import check_float8
+from jaxkern.primitives.quant.quantized_tensor import repr_of
 
 WHOLE = 0  # a block that spans its dim
 
@@ -77,7 +78,7 @@ class FP8Tensor:
         return jax.tree.map(lambda a: a[index], self)
 
     def __repr__(self) -> str:
-        return f"FP8Tensor({self.format} / {self.block}, shape={self.shape})"
+        return repr_of(self, f"{self.format} / {self.block}")
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, UInt8
 
 from jaxkern.primitives.quant.gguf_blocks import elements_per_row
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index
+from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
 
 
 @jax.tree_util.register_dataclass
@@ -60,4 +60,4 @@ class GGUFTensor:
         return GGUFTensor(self.blocks[index], self.qtype)
 
     def __repr__(self) -> str:
-        return f"GGUFTensor({self.qtype}, shape={self.shape})"
+        return repr_of(self, self.qtype)

@@ -74,7 +74,8 @@ def _rounded(x_scale, x, codes, scales):
     else:
         whole = quantize_int(x32.reshape(1, -1))
         x_codes = whole.codes.reshape(x.shape)
-        x_scales = jnp.broadcast_to(whole.scales[0], (*x.shape[:-1], 1))
+        scale = jnp.sum(whole.scales)  # the one there is, if x has any number
+        x_scales = jnp.broadcast_to(scale, (*x.shape[:-1], 1))
     y = int8_matmul_p(x_codes, x_scales, codes, scales.astype(x_scales.dtype))
     return y.astype(x.dtype)
 

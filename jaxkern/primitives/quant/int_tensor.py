@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Int32, UInt8
 
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index
+from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
 from jaxkern.primitives.quant.rounding import divide
 
 
@@ -74,7 +74,7 @@ class IntTensor:
 
     def __repr__(self) -> str:
         kind = f"{'int' if self.signed else 'uint'}{self.bits} / {self.group_size}"
-        return f"IntTensor({kind}, shape={self.shape})"
+        return repr_of(self, kind)
 
 
 def quantize_int(

@@ -15,7 +15,7 @@ from jaxtyping import Array, UInt8
 
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index
+from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
 
 ROWS = 16  # of a tile
 
@@ -76,7 +76,7 @@ class InterleavedTensor:
         return InterleavedTensor(self.tiles[index], self.qtype)
 
     def __repr__(self) -> str:
-        return f"InterleavedTensor({self.qtype}, shape={self.shape})"
+        return repr_of(self, self.qtype)
 
 
 def interleave(w: GGUFTensor) -> InterleavedTensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, UInt8
 
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index
+from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
 
 
 class MicroscaledFormat(NamedTuple):
@@ -97,7 +97,7 @@ class MicroscaledTensor:
         )
 
     def __repr__(self) -> str:
-        return f"MicroscaledTensor({self.format}, shape={self.shape})"
+        return repr_of(self, self.format)
 
 
 def format_of(op: str, name: str) -> MicroscaledFormat:

@@ -9,6 +9,7 @@ that names the functions that read it:
     QUANTIZED_EMBEDDING[MyTensor] = my_embedding  # (ids, w, dtype) -> [..., d]
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -69,6 +70,17 @@ def check_leading_index(w: QuantizedTensor, index: Any) -> None:
             f"{type(w).__name__}: only the {w.ndim - 1} leading dims of {w.shape} can "
             "be indexed, the last one is packed. Use dequantize(w)[...] instead."
         )
+
+
+def repr_of(w: Any, kind: str) -> str:
+    """Its kind and shape; where JAX or the user has put other things than arrays into
+    it, shardings, say, or None, these."""
+    try:
+        inside = f"shape={w.shape}"
+    except (AttributeError, TypeError, ValueError):
+        static = {f.name for f in dataclasses.fields(w) if f.metadata.get("static")}
+        inside = ", ".join(f"{k}={v!r}" for k, v in vars(w).items() if k not in static)
+    return f"{type(w).__name__}({kind}, {inside})"
 
 
 def float_dtype(op: str, dtype: DTypeLike) -> jnp.dtype:

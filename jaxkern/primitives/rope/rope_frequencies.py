@@ -297,7 +297,7 @@ def rope_cos_sin(
         )
     reads_length = isinstance(scaling, DynamicScaling | LongRopeScaling)
     if length is None and reads_length:
-        length = jnp.max(positions, axis=-1, initial=-1) + 1
+        length = jnp.max(positions, axis=-1, initial=0) + 1
     freqs = rope_frequencies(
         rotary_dim,
         theta=theta,

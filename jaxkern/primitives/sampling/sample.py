@@ -3,6 +3,8 @@
 top-p: https://arxiv.org/abs/1904.09751, min-p: https://arxiv.org/abs/2407.01082.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -58,12 +60,15 @@ def sample(
 
     Raises:
       TypeError: `key` is no key, or an option does not broadcast to the rows.
-      ValueError: v is 0, or top_p or min_p is a number outside [0, 1].
+      ValueError: v is 0, top_p or min_p is a number outside [0, 1], or temperature
+        is NaN.
     """
     rows = logits.shape[:-1]
     for name, p in (("top_p", top_p), ("min_p", min_p)):
         if isinstance(p, int | float) and not 0 <= p <= 1:
             raise ValueError(f"sample: `{name}` must lie between 0 and 1, got {p}.")
+    if isinstance(temperature, float) and math.isnan(temperature):
+        raise ValueError("sample: `temperature` must be a number, got nan.")
     if isinstance(temperature, int | float) and temperature <= 0:
         return argmax(logits, nan_policy="ignore")
     uniform = jax.random.uniform(key, rows, jnp.float32)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from jaxkern.primitives.quant.quantized_tensor import repr_of
 from jaxkern.primitives.turboquant.vector_codec import (
     VectorCodec,
     check_dims,
@@ -74,7 +75,7 @@ class QuantizedVectors:
         return QuantizedVectors(self.codes[index], self.scales[index], self.codec)
 
     def __repr__(self) -> str:
-        return f"QuantizedVectors({self.codec}, shape={self.shape})"
+        return repr_of(self, str(self.codec))
 
 
 def check_quantized_vectors(op: str, name: str, x: object) -> None:

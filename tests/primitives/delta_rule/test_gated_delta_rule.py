@@ -10,6 +10,7 @@ import pytest
 from jaxkern import gated_delta_rule, segment_ids_from_cu_seqlens
 from jaxkern.primitives.delta_rule import gated_delta_chunks as stages
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
+from jaxkern.primitives.delta_rule.packed_sequences import sequences_in_a_row
 from tests.checks import bf16, case, f16, f32, uniform
 
 
@@ -165,6 +166,12 @@ def test_small_decays_survive_beside_a_huge_one():
     out, _ = gated_delta_rule(*as_jax((query, key, value, g, beta, state), jnp.float32))
     expected, *_ = recurrence(query, key, value, g, beta, state, 0.5)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_tokens_behind_the_last_sequence_make_no_nan_on_the_way():
+    with jax.debug_nans(True):
+        row = sequences_in_a_row(jnp.ones((2, 3, 1)), jnp.array([0, 2, 4]), 6)
+    np.testing.assert_array_equal(row[0, :, 0], [1, 1, 1, 1, 0, 0])
 
 
 def test_g_of_minus_infinity_forgets_and_all_gradients_are_finite():

@@ -132,6 +132,20 @@ def test_rows_name_the_experts_of_a_float_format(quantize):
         np.testing.assert_allclose(y[r], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [2**31 - 1, 100])
+def test_a_group_that_reaches_beyond_the_rows_ends_with_them(size):
+    x, w = jnp.eye(4), jnp.arange(24.0).reshape(2, 3, 4)
+    y = grouped_matmul(x, w, jnp.array([size, size]))
+    np.testing.assert_array_equal(y, w[0].T)
+
+
+def test_experts_may_be_arrays_of_numpy():
+    w = quantize_fp8(jax.random.normal(jax.random.key(0), (3, 4, 32)))
+    x, group_sizes = jnp.ones((5, 32)), np.array([2, 0, 3])
+    y = grouped_matmul(x, jax.tree.map(np.asarray, w), group_sizes)
+    np.testing.assert_array_equal(y, grouped_matmul(x, w, group_sizes))
+
+
 def test_quantised_experts_are_decoded_one_at_a_time():
     w, _ = weight("Q8_0", 64, 128, 256)
     shape = jax.ShapeDtypeStruct((16, 256), jnp.float32)

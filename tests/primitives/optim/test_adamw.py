@@ -146,3 +146,14 @@ def test_every_error_says_what_to_do():
         adamw_update(p, p, p, p, 1.0, learning_rate=1.0)
     with pytest.raises(TypeError, match=r"the leading dims are \(3,\) in `param`"):
         adamw_update(p, jnp.ones(2), p, p, 1, learning_rate=1.0)
+
+
+def test_a_step_that_is_a_number_survives_checkpoint():
+    def loss(p):
+        new, *_ = adamw_update([p], [p], [p], [p * p], 3, learning_rate=0.1)
+        return jnp.sum(new[0])
+
+    p = jnp.arange(1.0, 4.0)
+    kept = jax.jit(jax.grad(loss))(p)
+    again = jax.jit(jax.grad(jax.checkpoint(loss)))(p)
+    np.testing.assert_allclose(again, kept, rtol=1e-6)

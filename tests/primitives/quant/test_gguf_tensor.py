@@ -16,6 +16,8 @@ def test_shape_is_that_of_the_weights():
     assert (w.shape, w.ndim, w.size) == ((3, 5, 512), 3, 7680)
     assert w.nbytes == 3 * 5 * 2 * 144
     assert repr(w) == "GGUFTensor(Q4_K, shape=(3, 5, 512))"
+    placed = jax.tree.map(lambda _: P("x"), w)
+    assert repr(placed) == f"GGUFTensor(Q4_K, blocks={P('x')!r})"
 
 
 def test_one_leaf_and_a_static_qtype():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import int8_matmul, quantize_int
+from jaxkern import int8_matmul, quantize_int, quantized_matmul
 from tests.checks import case, uniform
 from tests.primitives.quant.test_int_matmul import int8
 
@@ -86,6 +86,12 @@ def test_one_scale_for_all_of_x_and_scales_of_columns():
     np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-5)
     expected = values * X.sum((0, 1))
     np.testing.assert_allclose(dcolumns, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("x_scale", ["row", "tensor"])
+def test_no_rows(x_scale):
+    assert int8_matmul(X[:0], W, x_scale=x_scale).shape == (0, 3, 8)
+    assert quantized_matmul(X[:0], W, compute_dtype=jnp.int8).shape == (0, 3, 8)
 
 
 def test_refusals():

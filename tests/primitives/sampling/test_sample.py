@@ -259,6 +259,8 @@ def test_errors_say_what_to_do():
         sample(logits, key, top_p=1.5)
     with pytest.raises(ValueError, match="sample: `min_p` must lie between 0 and 1"):
         sample(logits, key, min_p=-0.1)
+    with pytest.raises(ValueError, match="sample: `temperature` must be a number"):
+        sample(logits, key, temperature=float("nan"))
     with pytest.raises(ValueError, match="sample: `logits` has no token to draw from"):
         sample(jnp.ones((2, 0)), key)
     with pytest.raises(TypeError, match=r"sample: `top_k` of shape \(3,\)"):
