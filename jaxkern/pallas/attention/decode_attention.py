@@ -159,7 +159,7 @@ def launch(
     shared = functools.partial(plgpu.SMEM, dtype=query.dtype)
     ring, each = (c.stages, c.block, h), plgpu.Barrier(num_barriers=c.stages)
     buffers = Buffers(
-        q=shared((COLUMNS, h), transforms=tiled(COLUMNS, h)),
+        q=shared((2, COLUMNS, h), transforms=tiled(COLUMNS, h)),
         k=shared(ring, transforms=tiled(c.block, h)),
         v=shared(ring, transforms=tiled(c.block, h, contract_rows=True)),
         weights=shared((COLUMNS, c.block), transforms=tiled(COLUMNS, c.block)),
@@ -167,7 +167,7 @@ def launch(
         order=plgpu.SMEM((2, LANES), jnp.int32) if c.uneven else None,
     )
     met = plgpu.ClusterBarrier(collective_axes=("rank",)) if c.cluster > 1 else each
-    barriers = Barriers(plgpu.Barrier(), each, each, each, each, met)
+    barriers = Barriers(plgpu.Barrier(num_barriers=2), each, each, each, each, met)
     exchanged = (c.clusters, 2, PAIR) if c.cluster > 1 else (1, 1, 1)
     out, lse, *_ = plgpu.kernel(
         functools.partial(decode_kernel, c=c, interpret=interpret),

@@ -19,6 +19,7 @@ from jaxkern.pallas.rows.clusters import join, ordered, store
 
 PIECES = 4  # of a block, of which those are loaded that are seen
 COLUMNS = 8  # queries: the fewest that WGMMA takes
+ROWS = 64  # likewise
 BY_COLUMN = WGMMA.reduce(0)
 LEAST = -3e38  # below every logit, and finite
 
@@ -144,8 +145,9 @@ class Program:
     def fetch_queries(self, i) -> None:
         """The eight rows in which those of a head are."""
         first = lax.div(self.walk.part(i).head * self.c.group, int32(COLUMNS)) * COLUMNS
-        rows = self.refs.q.at[pl.ds(first, COLUMNS)]
-        plgpu.copy_gmem_to_smem(rows, self.buffers.q, self.barriers.q_full)
+        rows, slot = self.refs.q.at[pl.ds(first, COLUMNS)], lax.rem(i, int32(2))
+        full = self.barriers.q_full.at[slot]
+        plgpu.copy_gmem_to_smem(rows, self.buffers.q.at[slot], full)
 
     def attend(self, interpret: bool) -> None:
         walk = self.walk = self.new_walk()
@@ -159,13 +161,15 @@ class Program:
             self.fetch_queries(int32(0))
 
         def head(i, at):
-            part = walk.part(i)
-            plgpu.barrier_wait(self.barriers.q_full)
-            out, lse = self.sums(part, at, interpret)
+            part, slot = walk.part(i), lax.rem(i, int32(2))
 
             @pl.when(i + 1 < walk.count)
             def _():
                 self.fetch_queries(i + 1)
+
+            plgpu.barrier_wait(self.barriers.q_full.at[slot])
+            queries = self.buffers.q.at[slot]
+            out, lse = self.sums(part, queries, at, interpret)
 
             if self.c.cluster > 1:
                 out, lse = lax.cond(
@@ -184,7 +188,7 @@ class Program:
         lax.fori_loop(0, walk.count, head, at)
         plgpu.wait_smem_to_gmem(0)
 
-    def sums(self, part: Part, at, interpret: bool):
+    def sums(self, part: Part, queries, at, interpret: bool):
         """(out transposed, base-2 log-sum-exp) over a part of a head's keys."""
         c, buffers, barriers = self.c, self.buffers, self.barriers
         shape = c.block, COLUMNS
@@ -199,7 +203,7 @@ class Program:
             plgpu.barrier_wait(barriers.k_full.at[slot])
 
             def first(ref):
-                plgpu.wgmma(ref, buffers.k.at[slot], buffers.q.transpose((1, 0)))
+                plgpu.wgmma(ref, buffers.k.at[slot], queries.transpose((1, 0)))
                 return ref[...]
 
             z = pl.run_scoped(first, scores) * c.scale
@@ -215,19 +219,25 @@ class Program:
             # its maximum was a barrier: no product reads the weights any more
             weights[...] = plgpu.layout_cast(p.astype(buffers.weights.dtype), WGMMA)
             plgpu.barrier_wait(barriers.v_full.at[slot])
-            if masked:  # 0 * NaN
-                x = plgpu.load(buffers.v.at[slot], layout=WGMMA, optimized=False)
-                row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=WGMMA)
-                buffers.v[slot] = jnp.where(row < left, x, jnp.zeros_like(x))
+            if masked:
+                self.clear(slot, left)
             plgpu.commit_smem()
 
-            def second(ref):
-                if not interpret:
-                    ref[...] = acc
-                plgpu.wgmma(ref, buffers.v.at[slot].transpose((1, 0)), weights)
-                return acc + ref[...] if interpret else ref[...]
+            def second(rows, acc):
+                of_rows = pl.ds(0, rows)
 
-            acc = pl.run_scoped(second, sums)
+                def product(ref):
+                    if not interpret:
+                        ref[...] = acc
+                    values = buffers.v.at[slot, of_rows].transpose((1, 0))
+                    some = buffers.weights.at[:, of_rows].transpose((1, 0))
+                    plgpu.wgmma(ref, values, some)
+                    return acc + ref[...] if interpret else ref[...]
+
+                return pl.run_scoped(product, sums)
+
+            # keys of which none is seen may never have been loaded
+            acc = self.for_rows(left, second, acc) if masked else second(c.block, acc)
             plgpu.barrier_arrive(barriers.v_free.at[slot])
             return acc, higher, total
 
@@ -248,6 +258,31 @@ class Program:
         total = jnp.where(seen, total, 1.0)
         lse = jnp.where(seen, top + jnp.log2(total), -jnp.inf)
         return acc * by_column(1.0 / total, acc.shape), lse
+
+    def for_rows(self, left, f, x):
+        """f(rows, x) with as many rows, in tiles of ROWS, as have the `left` first."""
+        rows = self.c.block
+
+        def of_fewer(rows, x):
+            if rows == ROWS:
+                return f(rows, x)
+            fewer = functools.partial(of_fewer, rows - ROWS)
+            return lax.cond(left <= rows - ROWS, fewer, functools.partial(f, rows), x)
+
+        return of_fewer(rows, x)
+
+    def clear(self, slot, left) -> None:
+        """Zeros for values behind the `left` first ones of a tile: 0 * NaN is NaN."""
+        for first in range(0, self.c.block, ROWS):
+
+            def clear_tile(first=first):
+                tile = self.buffers.v.at[slot, pl.ds(first, ROWS)]
+                x = plgpu.load(tile, layout=WGMMA, optimized=False)
+                row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=WGMMA)
+                tile[...] = jnp.where(row < left - first, x, jnp.zeros_like(x))
+
+            begun = (left > first) | (first == 0)
+            pl.when(begun & (left < first + ROWS))(clear_tile)
 
     def merged(self, i, out, lse, interpret: bool):
         """With the other half of the head's keys."""

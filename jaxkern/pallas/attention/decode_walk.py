@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LANES = 128  # threads of a warpgroup, one sequence each
@@ -75,7 +74,8 @@ class Walk:
 
     Where sequences are not about as long as each other, programs or clusters take the
     heads from the longest sequence to the shortest, back and forth, so that each has as
-    many keys. Clusters do if the longest would take one program too long.
+    many keys. Clusters do if the longest would take one program too long. A head with
+    more keys than there are for each of them has one for itself.
     """
 
     def __init__(self, c: Problem, lengths_ref: Any, offset_ref: Any, order_ref: Any):
@@ -84,6 +84,7 @@ class Walk:
         self.cluster = lax.axis_index("cluster")
         self.rank = lax.axis_index("rank") if c.cluster > 1 else int32(0)
         self.alike, divided = jnp.asarray(True), jnp.asarray(False)
+        some, lone = int32(c.cluster * c.clusters), int32(0)
         if c.uneven:
             longest, total = self.over_sequences(
                 self.end,
@@ -92,20 +93,23 @@ class Walk:
                 LANES,
             )
             self.alike = c.b * longest - total <= lax.div(total, int32(4))
-            pl.when(jnp.logical_not(self.alike))(self.sort)
             # programs read a third faster if others have nothing to read
             share = lax.div(total, int32(PAIR * c.clusters)) * c.k
             merges = c.heads // c.clusters * (MERGE_BYTES // (4 * c.h))
             divided = 3 * lax.div(longest, int32(4)) > share + merges
+            some = jnp.where(divided, c.clusters, some)
+            most = (lax.div(total, some) + 1) * c.k
+            lone = lax.cond(self.alike, lambda: int32(0), lambda: self.sort(most))
+        self.lone = lone
         self.together = jnp.where(self.alike, not c.alone, divided)
         alone = self.cluster * c.cluster + self.rank
         self.worker = jnp.where(self.together, self.cluster, alone)
-        some = jnp.where(divided, c.clusters, c.cluster * c.clusters)
-        self.workers = jnp.where(self.alike, c.workers, some)
-        rounds = lax.div(int32(c.heads), self.workers)
-        rest = c.heads - rounds * self.workers
+        self.workers = jnp.where(self.alike, c.workers, some) - lone
+        rounds = lax.div(c.heads - lone, self.workers)
+        rest = c.heads - lone - rounds * self.workers
         self.count = rounds + jnp.where(self.place(rounds) < rest, 1, 0)
-        self.count = jnp.where(self.worker < self.workers, self.count, 0)
+        there = self.worker < self.workers + lone
+        self.count = jnp.where(self.worker < lone, 1, jnp.where(there, self.count, 0))
         # with the first block of the head of its own number
         self.begun = self.alike & c.alone & (self.count > 0)
 
@@ -133,8 +137,11 @@ class Walk:
     def sequences(self):
         return plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=BY_THREAD)
 
-    def sort(self) -> None:
-        """Numbers of sequences, from the longest to the shortest, to `order_ref`."""
+    def sort(self, most):
+        """Numbers of sequences, from the longest to the shortest, to `order_ref`.
+
+        Returns the number of heads with more keys than `most`.
+        """
         sequence = self.sequences()
         nothing = plgpu.layout_cast(jnp.zeros((LANES,), jnp.int32), BY_THREAD)
 
@@ -143,12 +150,14 @@ class Walk:
 
         own = self.over_sequences(self.end, place, nothing)
 
-        def count(j, end, rank):
+        def count(j, end, carry):
+            rank, longer = carry
             before = (end > own) | ((end == own) & (sequence > j))
-            return rank + jnp.where(before, 1, 0)
+            return rank + jnp.where(before, 1, 0), longer + jnp.where(end > most, 1, 0)
 
         # a sum over threads would take the shared memory of another warpgroup's
-        self.order_ref[...] = self.over_sequences(self.end, count, nothing)
+        rank, longer = self.over_sequences(self.end, count, (nothing, int32(0)))
+        self.order_ref[...] = rank
         plgpu.commit_smem()
 
         def invert(j, rank, order):
@@ -158,15 +167,18 @@ class Walk:
         plgpu.commit_smem()
         self.order_ref[...] = order
         plgpu.commit_smem()
+        return longer * self.c.k
 
     def place(self, i):
         """Of the worker's i-th head among those that all take then."""
-        back = self.workers - 1 - self.worker
-        return jnp.where(lax.rem(i, int32(2)) == 0, self.worker, back)
+        worker = self.worker - self.lone
+        back = self.workers - 1 - worker
+        return jnp.where(lax.rem(i, int32(2)) == 0, worker, back)
 
     def part(self, i) -> Part:
         c = self.c
-        index = i * self.workers + self.place(i)
+        index = self.lone + i * self.workers + self.place(i)
+        index = jnp.where(self.worker < self.lone, self.worker, index)
         batch, head = lax.div(index, int32(c.k)), lax.rem(index, int32(c.k))
         if c.uneven:
             batch = lax.cond(self.alike, lambda: batch, lambda: self.order_ref[batch])
