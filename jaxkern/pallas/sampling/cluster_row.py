@@ -101,9 +101,11 @@ class ClusterRow:
     def line(self, k):
         return self.logits.at[pl.ds(self.me * WARPS, WARPS), k]
 
+    def load(self, ref, layout):
+        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
     def read(self, k):
-        x = plgpu.load(self.line(k), layout=self.c.layout, optimized=False)
-        return x.astype(jnp.float32)
+        return self.load(self.line(k), self.c.layout)
 
     def over_lines(self, add: Callable, init: Any = None) -> Any:
         """carry = add(logits of a line of each warp, carry) of all lines."""

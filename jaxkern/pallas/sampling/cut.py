@@ -66,20 +66,26 @@ def width_of_bins(w: Weights):
     return jnp.minimum(jnp.maximum(jnp.maximum(width, least), 2.0**-100), 2.0**121)
 
 
+def number(size: int):
+    layout = in_each_warp(size)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
+def value_at(x, place):
+    """Of numbers none of which is negative; 0 where there is none.
+
+    The largest integer of a warp is one instruction, a sum over lanes is ten.
+    """
+    return float_of(jnp.max(jnp.where(number(x.size) == place, bits_of(x), 0), axis=0))
+
+
 def crossing(sums, weight, rest, interpret: bool) -> Crossing:
     """The bin where the cumulative weight reaches `rest`, else the last not empty."""
-    layout = in_each_warp(BINS)
-    upto = running_sum(weight, layout, interpret)
-    bin_ = plgpu.broadcasted_iota(jnp.int32, (BINS,), 0, layout=layout)
-    # the largest integer of a warp is one instruction
+    upto, bin_ = running_sum(weight, in_each_warp(BINS), interpret), number(BINS)
     beyond = jnp.max(jnp.where(upto >= rest, BINS - bin_, 0), axis=0)
     last = jnp.max(jnp.where(sums > 0.0, bin_, 0), axis=0)
     at = jnp.minimum(BINS - beyond, last)
-
-    def value(x, at):
-        return float_of(jnp.max(jnp.where(bin_ == at, bits_of(x), 0), axis=0))
-
-    return Crossing(at, value(upto, at - 1), value(sums, at))
+    return Crossing(at, value_at(upto, at - 1), value_at(sums, at))
 
 
 def cut_of_share(row: ClusterRow, w: Weights, share):
@@ -97,8 +103,7 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
         highest = jnp.minimum(top, w.base)
         return top, highest, jnp.exp2((highest - w.base) * w.slope - fixed)
 
-    bin_ = plgpu.broadcasted_iota(jnp.int32, (BINS,), 0, layout=in_each_warp(BINS))
-    weight = sums * top_of(bin_)[2]
+    weight = sums * top_of(number(BINS))[2]
     target = jnp.maximum(share * jnp.sum(weight, axis=0), 1e-30)
     found = crossing(sums, weight, target, row.interpret)
     top, highest, one = top_of(found.bin)

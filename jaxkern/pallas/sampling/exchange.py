@@ -94,7 +94,7 @@ def send(
 def exchange_memory(c: Plan) -> tuple:
     """Of a program: numbers by warps and of warps, parts, sums, barriers."""
     return (
-        plgpu.SMEM((4, c.warps), jnp.float32),
+        plgpu.SMEM((2, c.warps), jnp.float32),
         plgpu.SMEM((2, BINS), jnp.float32),
         plgpu.SMEM((BINS,), jnp.float32),
         plgpu.SMEM((2 * BARRIERS,), jnp.int32),
