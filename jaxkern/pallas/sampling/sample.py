@@ -111,7 +111,7 @@ def sample(
             (
                 plgpu.SMEM(c.held, logits.dtype),
                 plgpu.SMEM((BINS + NOWHERE, COPIES), jnp.uint32),
-                plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=WARPS),
+                plgpu.Barrier(num_barriers=WARPGROUPS * c.chunks, num_arrivals=WARPS),
                 plgpu.Barrier(num_arrivals=WARPGROUPS),
                 *exchange_memory(c),
             ),
@@ -132,12 +132,11 @@ def weights_of(row: ClusterRow, logits_ref: Any, t) -> Weights:
     row.fetch(logits_ref)
     row.clear()
     row.exchange.start()
-    plgpu.barrier_wait(row.full.at[row.me])
-    row.leave_out()
     # NaN is above nothing
-    peak = row.over_lines(
+    peak = row.as_it_comes(
         lambda x, peak: jnp.where(x > peak, x, peak), row.splat(-jnp.inf)
     )
+    row.exchange.await_start()
     best = jnp.max(row.exchange.of_warps(0, jnp.max(peak, axis=1)), axis=0)
     slope = jnp.maximum(LOG2E / jnp.where(t > 0, t, 1.0), DENORMAL)
     # of a best logit of inf all weight is at `base` and above
