@@ -24,6 +24,16 @@ def test_a_table_overrides_the_rule_on_its_device_only(device, rows, monkeypatch
     assert forward_tile(131072, 128, jnp.float32)["ROWS"] == 16
 
 
+@pytest.mark.parametrize("rows", [0, 1, 131, 133, 264, 4096, 5461])
+def test_as_few_programs_stream_as_are_needed(rows, monkeypatch):
+    monkeypatch.setattr(streamed_rows, "num_sms", lambda: 132)
+    programs = streamed_rows.even_programs(rows)
+    most = -(-rows // 132)
+    assert programs <= min(rows, 132)
+    assert rows == 0 or -(-rows // programs) == most
+    assert programs < 2 or -(-rows // (programs - 1)) > most
+
+
 @pytest.mark.parametrize("capability", [80, 86, 90])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_that_stream_fit_in_shared_memory(capability, dtype):
@@ -37,7 +47,7 @@ def test_rows_that_stream_fit_in_shared_memory(capability, dtype):
                 columns = sizes["BLOCK"] * -(-d // sizes["BLOCK"])
                 used = 4 * columns * sizes["AHEAD"] + 1024
                 used += columns * weight.dtype.itemsize * sizes["SHARED_WEIGHT"]
-                waves = sizes["PROGRAMS"] // num_sms()
+                waves = -(-sizes["PROGRAMS"] // num_sms())
                 assert used * waves <= max_shared_bytes()
                 taken.add(d)
             if sizes := streamed_softmax.stream_sizes(x):

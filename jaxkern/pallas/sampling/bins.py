@@ -51,16 +51,15 @@ def from_ordered(bits):
     return float_of(flipped_if_negative(bits))
 
 
-def units(x, top, slope, fixed):
-    """The weight relative to that of `top`, as an integer."""
-    y = (x - top) * slope + fixed
+def units(y):
+    """2**y as an integer."""
     y = jnp.exp2(jnp.where(y > LEAST, y, LEAST)) + WHOLE
     return bits_of(y) - WHOLE_BITS
 
 
-# of the distance r to the top: the weight as an integer, added to bin a
+# 2**r as an integer n; the address of bin a
 UNITS = f"""
-    fma.rn.f32 r, r, slope, fixed; max.f32 r, r, 0fC2FC0000; ex2.approx.ftz.f32 r, r;
+    max.f32 r, r, 0fC2FC0000; ex2.approx.ftz.f32 r, r;
     add.rn.f32 r, r, 0f{WHOLE_BITS:08X}; mov.b32 n, r; sub.u32 n, n, {WHOLE_BITS};
     mad.lo.u32 a, a, {4 * COPIES}, $0;"""
 
@@ -73,37 +72,34 @@ class Even(NamedTuple):
 
     first: Any  # the bits of the best, rounded
     inverse: Any  # of the width, which is a power of 2
-    width: Any
-    highest: Any
-    slope: Any
-    fixed: Any
+    octaves: Any  # of a bin
+    middle: Any  # log2 of the units of a logit in the middle of its bin
 
     @staticmethod
     def assembly(logits: list[str], options: list[str]) -> str:
-        first, inverse, width, highest, slope, fixed = options
+        first, inverse, octaves, middle = options
         each = "".join(
             f"""fma.rn.f32 t, {x}, {inverse}, 0f4B400000; mov.b32 a, t;
             sub.s32 a, {first}, a; min.u32 a, a, {BINS - 1};
-            sub.rn.f32 t, t, 0f4B400000; fma.rn.f32 t, t, {width}, half;
-            min.f32 t, t, {highest}; sub.rn.f32 r, {x}, t;{UNITS}
+            sub.rn.f32 t, 0f4B400000, t; fma.rn.f32 r, {x}, {inverse}, t;
+            fma.rn.f32 r, r, {octaves}, {middle}; {UNITS}
             red.shared.add.u32 [a], n;"""
             for x in logits
         )
-        return f"""{{ .reg .b32 a, n; .reg .f32 t, r, half, slope, fixed;
-            mov.f32 slope, {slope}; mov.f32 fixed, {fixed};
-            mul.rn.f32 half, {width}, 0f3F000000; {each} }}"""
+        return f"{{ .reg .b32 a, n; .reg .f32 t, r; {each} }}"
 
     def in_arrays(self, x):
         nearest = x * self.inverse + ROUND
-        top = (nearest - ROUND + 0.5) * self.width
-        top = jnp.minimum(top, self.highest)
+        beside = x * self.inverse + (ROUND - nearest)
         bin_ = self.first - bits_of(nearest)
         bin_ = jnp.where((bin_ < 0) | (bin_ >= BINS), BINS - 1, bin_)
-        return bin_, units(x, top, self.slope, self.fixed)
+        return bin_, units(beside * self.octaves + self.middle)
 
 
 def for_those_inside(logits: list[str], options: list[str], bin_of: str) -> str:
     """Most threads have no logit inside; those that do add others to no bin.
+
+    A predicate there would be a branch each in machine code, one after the other.
 
     `bin_of` has the logit as X.
     """
@@ -114,13 +110,13 @@ def for_those_inside(logits: list[str], options: list[str], bin_of: str) -> str:
         for i, x in enumerate(logits)
     )
     each = "".join(
-        f"""{bin_of.replace("X", x)} sub.rn.f32 r, {x}, {top};{UNITS}
+        f"""{bin_of.replace("X", x)} sub.rn.f32 r, {x}, {top};
+        fma.rn.f32 r, r, {slope}, {fixed}; {UNITS}
         selp.b32 a, a, nowhere, p{i}; red.shared.add.u32 [a], n;"""
         for i, x in enumerate(logits)
     )
     return f"""{{ .reg .pred any, p<{len(logits)}>; .reg .b32 a, n, nowhere;
-        .reg .f32 t, r, slope, fixed; setp.ne.u32 any, 0, 0; {inside}
-        @!any bra OUT; mov.f32 slope, {slope}; mov.f32 fixed, {fixed};
+        .reg .f32 t, r; setp.ne.u32 any, 0, 0; {inside} @!any bra OUT;
         mov.u32 nowhere, %laneid; and.b32 nowhere, nowhere, {-COPIES & (LANES - 1)};
         mad.lo.u32 nowhere, nowhere, 4, $0;
         add.u32 nowhere, nowhere, {4 * COPIES * BINS}; {each}
@@ -149,7 +145,7 @@ class Finer(NamedTuple):
         bin_ = self.first - bits_of(x * self.inverse + ROUND)
         bin_ = jnp.where(bin_ >= BINS, BINS - 1, bin_)
         inside = (x >= self.lowest) & (x <= self.highest)
-        many = units(x, self.top, self.slope, self.fixed)
+        many = units((x - self.top) * self.slope + self.fixed)
         return jnp.where(inside, bin_, BINS), many
 
 
@@ -175,7 +171,7 @@ class InOrder(NamedTuple):
     def in_arrays(self, x):
         inside = (x >= self.lowest) & (x <= self.highest)
         bin_ = lax.shift_right_logical(self.high - ordered(x), self.shift)
-        many = units(x, self.top, self.slope, self.fixed)
+        many = units((x - self.top) * self.slope + self.fixed)
         return jnp.where(inside, bin_, BINS), many
 
 

@@ -1,5 +1,6 @@
 """A row of logits in the shared memory of a cluster: passes over it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -90,34 +91,52 @@ class ClusterRow:
     def fetch(self, ref: Any) -> None:
         """All of this warpgroup at once. What lies behind the row is left out later."""
         c = self.c
-        for w in range(WARPS):
-            lines = pl.ds((self.first_warp + w) * c.lines_of_warp, c.lines_of_warp)
+        lines = c.lines_of_warp // c.chunks
+        for k, w in itertools.product(range(c.chunks), range(WARPS)):
+            first = (self.first_warp + w) * c.lines_of_warp + k * lines
             plgpu.copy_gmem_to_smem(
-                ref.at[self.row, lines],
-                self.logits.at[self.me * WARPS + w],
-                self.full.at[self.me],
+                ref.at[self.row, pl.ds(first, lines)],
+                self.logits.at[self.me * WARPS + w, pl.ds(k * lines, lines)],
+                self.full.at[self.me * c.chunks + k],
             )
 
     def line(self, k):
         return self.logits.at[pl.ds(self.me * WARPS, WARPS), k]
 
-    def read(self, k):
-        x = plgpu.load(self.line(k), layout=self.c.layout, optimized=False)
-        return x.astype(jnp.float32)
+    def load(self, ref, layout):
+        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-    def over_lines(self, add: Callable, init: Any = None) -> Any:
-        """carry = add(logits of a line of each warp, carry) of all lines."""
+    def read(self, k):
+        return self.load(self.line(k), self.c.layout)
+
+    def over_lines(self, add: Callable, init: Any = None, chunk: Any = None) -> Any:
+        """carry = add(logits of a line of each warp, carry), all lines or a chunk's."""
+        steps = self.c.lines_of_warp // STEP
 
         def step(i, carry):
             for k in range(STEP):
                 carry = add(self.read(i * STEP + k), carry)
             return carry
 
-        return lax.fori_loop(0, self.c.lines_of_warp // STEP, step, init)
+        if chunk is None:
+            return lax.fori_loop(0, steps, step, init)
+        steps //= self.c.chunks
+        return lax.fori_loop(chunk * steps, (chunk + 1) * steps, step, init)
 
-    def leave_out(self) -> None:
+    def as_it_comes(self, add: Callable, init: Any) -> Any:
+        """`over_lines` while the last of them are still read."""
+
+        def next_chunk(i, carry):
+            plgpu.barrier_wait(self.full.at[self.me * self.c.chunks + i])
+            self.leave_out(i)
+            return self.over_lines(add, carry, i)
+
+        return lax.fori_loop(0, self.c.chunks, next_chunk, init)
+
+    def leave_out(self, chunk) -> None:
         """-inf for what lies behind the row."""
         c = self.c
+        lines = c.lines_of_warp // c.chunks
 
         def rewrite(k, _):
             x = self.read(k)
@@ -128,7 +147,7 @@ class ClusterRow:
 
         @pl.when((self.first_warp + WARPS) * c.lines_of_warp > c.lines)
         def _():
-            lax.fori_loop(0, c.lines_of_warp, rewrite, None)
+            lax.fori_loop(chunk * lines, (chunk + 1) * lines, rewrite, None)
 
     def splat(self, value):
         return plgpu.layout_cast(

@@ -66,20 +66,29 @@ def width_of_bins(w: Weights):
     return jnp.minimum(jnp.maximum(jnp.maximum(width, least), 2.0**-100), 2.0**121)
 
 
-def crossing(sums, weight, rest, interpret: bool) -> Crossing:
+def number(size: int):
+    layout = in_each_warp(size)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
+def value_at(x, place):
+    """Of numbers none of which is negative; 0 where there is none.
+
+    The largest integer of a warp is one instruction, a sum over lanes is ten.
+    """
+    return float_of(jnp.max(jnp.where(number(x.size) == place, bits_of(x), 0), axis=0))
+
+
+def crossing(row: ClusterRow, sums, upto, rest) -> Crossing:
     """The bin where the cumulative weight reaches `rest`, else the last not empty."""
-    layout = in_each_warp(BINS)
-    upto = running_sum(weight, layout, interpret)
-    bin_ = plgpu.broadcasted_iota(jnp.int32, (BINS,), 0, layout=layout)
-    # the largest integer of a warp is one instruction
+    bin_ = number(BINS)
+
+    def last():
+        return jnp.max(jnp.where(sums > 0.0, bin_, 0), axis=0)
+
     beyond = jnp.max(jnp.where(upto >= rest, BINS - bin_, 0), axis=0)
-    last = jnp.max(jnp.where(sums > 0.0, bin_, 0), axis=0)
-    at = jnp.minimum(BINS - beyond, last)
-
-    def value(x, at):
-        return float_of(jnp.max(jnp.where(bin_ == at, bits_of(x), 0), axis=0))
-
-    return Crossing(at, value(upto, at - 1), value(sums, at))
+    at = lax.cond(beyond > 0, lambda: BINS - beyond, last)
+    return Crossing(at, value_at(upto, at - 1), value_at(sums, at))
 
 
 def cut_of_share(row: ClusterRow, w: Weights, share):
@@ -87,27 +96,27 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
     fixed, width = jnp.float32(row.c.fixed), width_of_bins(w)
     inverse = 1.0 / width
     nearest = w.best * inverse + ROUND
-    even = Even(bits_of(nearest), inverse, width, w.base, w.slope, fixed)
+    octaves = width * w.slope
+    even = Even(bits_of(nearest), inverse, octaves, fixed - 0.5 * octaves)
     row.over_lines(lambda x, _: add_to_bins(row, x, even))
     sums = row.bins_of_row(jnp.int32(0))
 
-    def top_of(bin_):
-        """The upper end of a bin, and what a unit of it weighs."""
-        top = (nearest - ROUND - bin_.astype(jnp.float32) + 0.5) * width
-        highest = jnp.minimum(top, w.base)
-        return top, highest, jnp.exp2((highest - w.base) * w.slope - fixed)
-
-    bin_ = plgpu.broadcasted_iota(jnp.int32, (BINS,), 0, layout=in_each_warp(BINS))
-    weight = sums * top_of(bin_)[2]
-    target = jnp.maximum(share * jnp.sum(weight, axis=0), 1e-30)
-    found = crossing(sums, weight, target, row.interpret)
-    top, highest, one = top_of(found.bin)
-    lightest = ALONE * jnp.exp2(fixed - width * w.slope)
+    # of a unit of the first bin; its upper end may be no float
+    exponent = (nearest - ROUND + 0.5 - w.base * inverse) * octaves - fixed
+    weight = sums * jnp.exp2(exponent - number(BINS).astype(jnp.float32) * octaves)
+    upto = running_sum(weight, in_each_warp(BINS), row.interpret)
+    target = jnp.maximum(share * float_of(jnp.max(bits_of(upto), axis=0)), 1e-30)
+    found = crossing(row, sums, upto, target)
+    top = (nearest - ROUND - found.bin.astype(jnp.float32) + 0.5) * width
+    highest = jnp.minimum(top, w.base)
+    one = jnp.exp2((highest - w.base) * w.slope - fixed)
+    lightest = ALONE * jnp.exp2(fixed - octaves)
 
     def narrowed(s: Search, bins: Finer | InOrder, ends_of) -> Search:
         row.over_lines(lambda x, _: add_to_bins(row, x, bins))
         sums = row.bins_of_row(s.turn)
-        found = crossing(sums, sums * one, s.rest, row.interpret)
+        upto = running_sum(sums * one, in_each_warp(BINS), row.interpret)
+        found = crossing(row, sums, upto, s.rest)
         rest, alone = s.rest - found.before, found.units < lightest
         low, high = ends_of(found.bin)
         return Search(s.turn + 1, low, high, rest, alone)

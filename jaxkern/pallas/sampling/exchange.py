@@ -94,7 +94,7 @@ def send(
 def exchange_memory(c: Plan) -> tuple:
     """Of a program: numbers by warps and of warps, parts, sums, barriers."""
     return (
-        plgpu.SMEM((4, c.warps), jnp.float32),
+        plgpu.SMEM((2, c.warps), jnp.float32),
         plgpu.SMEM((2, BINS), jnp.float32),
         plgpu.SMEM((BINS,), jnp.float32),
         plgpu.SMEM((2 * BARRIERS,), jnp.int32),
@@ -120,10 +120,15 @@ class Exchange:
         self.device = device
 
     def start(self) -> None:
-        """Before anything is sent."""
+        """All of the cluster do, and `await_start` before anything is sent."""
         if not self.interpret:
             inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
             inline(self.arm)(self.barriers)
+
+    def await_start(self) -> None:
+        if not self.interpret:
+            inline: Any = plgpu.inline_mgpu()
+            inline(lambda _: assembly("barrier.cluster.wait.acquire;"))()
 
     def arm(self, _, barriers) -> None:
         bytes_of = [4 * self.c.warps] * 2 + [4 * BINS] * 2
@@ -136,8 +141,7 @@ class Exchange:
         )
         assembly(
             f"{{ .reg .pred p; {first}{arms}"
-            "fence.mbarrier_init.release.cluster; "
-            "barrier.cluster.arrive.release; barrier.cluster.wait.acquire; }",
+            "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; }",
             address_of(barriers),
             utils.thread_idx(),
         )

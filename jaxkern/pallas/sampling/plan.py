@@ -1,6 +1,7 @@
 """How the logits of a row lie in a cluster, and which rows cannot."""
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,11 @@ class Plan(NamedTuple):
     def lines_of_warp(self) -> int:
         """The last warps may have fewer."""
         return STEP * -(-self.lines // (self.warps * STEP))
+
+    @property
+    def chunks(self) -> int:
+        """That the lines of a warp come in."""
+        return math.gcd(self.lines_of_warp // STEP, 2)
 
     @property
     def held(self) -> tuple[int, int, int]:

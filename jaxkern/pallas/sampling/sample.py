@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.pallas.rows.clusters import join, store
 from jaxkern.pallas.sampling.cluster_row import ClusterRow, running_sum
-from jaxkern.pallas.sampling.cut import Weights, cut_of_share
+from jaxkern.pallas.sampling.cut import Weights, cut_of_share, number, value_at
 from jaxkern.pallas.sampling.exchange import exchange_memory, exchanged_by_device
 from jaxkern.pallas.sampling.plan import (
     BINS,
@@ -34,6 +34,7 @@ from jaxkern.pallas.sampling.plan import (
     plan,
     refusal,
 )
+from jaxkern.triton.block_sizes import next_power_of_2
 
 SHORTEST = 8192  # logits, as measured
 LOG2E = math.log2(math.e)
@@ -110,7 +111,7 @@ def sample(
             (
                 plgpu.SMEM(c.held, logits.dtype),
                 plgpu.SMEM((BINS + NOWHERE, COPIES), jnp.uint32),
-                plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=WARPS),
+                plgpu.Barrier(num_barriers=WARPGROUPS * c.chunks, num_arrivals=WARPS),
                 plgpu.Barrier(num_arrivals=WARPGROUPS),
                 *exchange_memory(c),
             ),
@@ -131,17 +132,27 @@ def weights_of(row: ClusterRow, logits_ref: Any, t) -> Weights:
     row.fetch(logits_ref)
     row.clear()
     row.exchange.start()
-    plgpu.barrier_wait(row.full.at[row.me])
-    row.leave_out()
     # NaN is above nothing
-    peak = row.over_lines(
+    peak = row.as_it_comes(
         lambda x, peak: jnp.where(x > peak, x, peak), row.splat(-jnp.inf)
     )
+    row.exchange.await_start()
     best = jnp.max(row.exchange.of_warps(0, jnp.max(peak, axis=1)), axis=0)
     slope = jnp.maximum(LOG2E / jnp.where(t > 0, t, 1.0), DENORMAL)
     # of a best logit of inf all weight is at `base` and above
     base = jnp.where(jnp.abs(best) == jnp.inf, 0.0, best)
     return Weights(best, base, slope)
+
+
+def first_beyond(weight, goal, interpret: bool):
+    """Where the running sum exceeds `goal`, or the last weight is; the sum before."""
+    [size] = weight.shape
+    upto = running_sum(weight, in_each_warp(size), interpret)
+    place, counts = number(size), weight > 0.0
+    beyond = jnp.max(jnp.where((upto > goal) & counts, size - place, 0), axis=0)
+    last = jnp.max(jnp.where(counts, place, 0), axis=0)
+    first = jnp.minimum(size - beyond, last)
+    return first, value_at(upto, first - 1)
 
 
 def draw(row: ClusterRow, token_ref: Any, w: Weights, u, cut, least) -> None:
@@ -155,14 +166,8 @@ def draw(row: ClusterRow, token_ref: Any, w: Weights, u, cut, least) -> None:
 
     total = row.over_lines(lambda x, sums: sums + kept(x), row.splat(0.0))
     mass = row.exchange.of_warps(1, jnp.sum(total, axis=1))
-    layout = in_each_warp(c.warps)
-    upto = running_sum(mass, layout, row.interpret)
-    warp = plgpu.broadcasted_iota(jnp.int32, (c.warps,), 0, layout=layout)
     goal = u * jnp.sum(mass, axis=0)
-    last = jnp.max(jnp.where(mass > 0.0, warp, 0), axis=0)
-    first = jnp.min(jnp.where((upto > goal) & (mass > 0.0), warp, c.warps), axis=0)
-    winner = jnp.minimum(first, last)
-    before = jnp.sum(jnp.where(warp == winner - 1, upto, 0.0), axis=0)
+    winner, before = first_beyond(mass, goal, row.interpret)
     mine = winner - row.first_warp
 
     @pl.when((mine >= 0) & (mine < WARPS))
@@ -172,38 +177,26 @@ def draw(row: ClusterRow, token_ref: Any, w: Weights, u, cut, least) -> None:
 
 
 def token_of_warp(row: ClusterRow, kept, goal, mine):
-    """The place among the logits of a warp: its line, then the logit in it."""
+    """The place among the logits of a warp: its line, then the logit in it.
+
+    The four warps of its warpgroup have every fourth line each.
+    """
     c = row.c
-    group = math.gcd(c.lines_of_warp, 2 * STEP)
+    lines = row.logits.at[row.me * WARPS + mine]
+    together = math.gcd(c.lines_of_warp // WARPS, STEP)
 
-    def lines(i, carry):
-        places = [i * group + k for k in range(group)]
-        weights = [jnp.sum(kept(row.read(k)), axis=1) for k in places]
-        for place, weight in zip(places, weights, strict=True):
-            before, start, rest = carry
-            enters = (weight > 0.0) & (before <= goal)
-            start = jnp.where(enters, place.astype(jnp.float32), start)
-            rest = jnp.where(enters, goal - before, rest)
-            carry = before + weight, start, rest
-        return carry
+    def add_up(i, _):
+        first = [(i * together + k) * WARPS for k in range(together)]
+        read = [row.load(lines.at[pl.ds(k, WARPS)], c.layout) for k in first]
+        for k, weight in zip(first, [kept(x).sum(axis=1) for x in read], strict=True):
+            store(row.exchange.sums.at[pl.ds(k, WARPS)], weight)
 
-    none = jnp.sum(row.splat(0.0), axis=1)
-    _, start, rest = lax.fori_loop(0, c.lines_of_warp // group, lines, (none,) * 3)
-    start, rest = of_warp(row, 0, start, mine), of_warp(row, 1, rest, mine)
-    weight = kept(row.read(start.astype(jnp.int32)))
-    upto = running_sum(weight, c.layout, row.interpret)
-    place = plgpu.broadcasted_iota(jnp.int32, c.piece, 1, layout=c.layout)
-    passes = (upto > rest) & (weight > 0.0)
-    first = jnp.min(jnp.where(passes, place, c.width), axis=1)
-    last = jnp.max(jnp.where(weight > 0.0, place, 0), axis=1)
-    token = of_warp(row, 2, jnp.minimum(first, last).astype(jnp.float32), mine)
-    return start.astype(jnp.int32) * c.width + token.astype(jnp.int32)
-
-
-def of_warp(row: ClusterRow, number: int, value, mine):
-    """The value of one warp, in all of the warpgroup."""
-    own = row.exchange.by_warp.at[2 + number // 2]
-    first = (number % 2 * WARPGROUPS + row.me) * WARPS
-    store(own.at[pl.ds(first, WARPS)], value)
+    lax.fori_loop(0, c.lines_of_warp // (together * WARPS), add_up, None)
     join(row.interpret)
-    return own[first + mine]
+    size = next_power_of_2(c.lines_of_warp)
+    weight = row.load(row.exchange.sums.at[pl.ds(0, size)], in_each_warp(size))
+    weight = jnp.where(number(size) < c.lines_of_warp, weight, 0.0)
+    line, before = first_beyond(weight, goal, row.interpret)
+    weight = kept(row.load(lines.at[line], in_each_warp(c.width)))
+    token, _ = first_beyond(weight, goal - before, row.interpret)
+    return line * c.width + token

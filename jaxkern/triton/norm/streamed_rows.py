@@ -49,13 +49,21 @@ def stream_sizes(x: jax.Array, weight: jax.Array | None) -> dict | None:
     ahead = (spared - weight_bytes * shared_weight) // (4 * columns)
     if ahead < 1:
         return None
+    long = waves == 1
+    programs = even_programs(rows) if long else min(rows, waves * num_sms())
     return sizes | {
-        "AHEAD": min(3, ahead),
+        "AHEAD": min(2 if long else 3, ahead),  # as measured
         "SHARED_WEIGHT": shared_weight,
         "NUM_ROWS": rows,
-        "PROGRAMS": min(rows, waves * num_sms()),
+        "PROGRAMS": programs,
         "max_registers": min(255, 65536 // (waves * sizes["num_warps"] * WARP)),
     }
+
+
+def even_programs(rows: int) -> int:
+    """As few as have no more rows each than with all multiprocessors."""
+    most = -(-rows // num_sms())
+    return -(-rows // max(1, most))
 
 
 @gluon_jit
@@ -118,6 +126,8 @@ def streamed_row_norm_bwd_kernel(
     CHUNKS: gl.constexpr = (D + BLOCK - 1) // BLOCK
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # float32 leaves in whole sectors of memory
+    SUMS: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     columns = gl.arange(0, BLOCK, LAYOUT)
     first = gl.program_id(0).to(gl.int64)
     buffers = ()
@@ -168,9 +178,10 @@ def streamed_row_norm_bwd_kernel(
     async_copy.wait_group(0)
     if dweight_ptr is not None:
         for k in gl.static_range(CHUNKS):
-            at = k * BLOCK + columns
+            at = k * BLOCK + gl.arange(0, BLOCK, SUMS)
             to = dweight_ptr + first * D + at
-            gl.store(to, dweight[k], at < D)
+            sums = gl.convert_layout(dweight[k], SUMS)
+            gl.store(to, sums, at < D, eviction_policy="evict_last")  # read next
 
 
 def streamed_row_norm_bwd(
