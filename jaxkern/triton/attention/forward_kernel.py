@@ -31,14 +31,14 @@ def products(
     """q k^T of a block of keys; by pieces of the head dim q is where the rows lie."""
     if PIECE == C.PADDED_H:
         k = load_rows(k_at, k_left, C.K_STRIDE, C.H, BLOCK_K, PIECE, MASKED)
-        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        qk = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
     else:
         qk = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         H: tl.constexpr = C.H
         for d in tl.static_range(0, H, PIECE):
             rows = load_rows(q + d, q_left, C.Q_STRIDE, H - d, BLOCK_Q, PIECE, True)
             k = load_rows(k_at + d, k_left, C.K_STRIDE, H - d, BLOCK_K, PIECE, MASKED)
-            qk = tl.dot(rows, tl.trans(k), qk, input_precision="tf32x3")
+            qk = tl.dot(rows, tl.trans(k), qk, input_precision=C.PRECISION)
     return qk
 
 
@@ -101,7 +101,7 @@ def forward_blocks(
             C.PADDED_HV,
             MASKED,
         )
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="tf32x3")
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
         top = higher
     return top, total, acc
 

@@ -64,9 +64,9 @@ def key_blocks(
         # what is subtracted starts the sum, so that no registers hold it
         minus_lse = tl.broadcast_to(-lse2[None, :], [BLOCK_K, BLOCK_Q])
         if C.FOLDED:
-            qk = tl.dot(k, tl.trans(q), minus_lse / FACTOR, input_precision="tf32x3")
+            qk = tl.dot(k, tl.trans(q), minus_lse / FACTOR, input_precision=C.PRECISION)
         else:
-            qk = tl.dot(k, tl.trans(q), input_precision="tf32x3")
+            qk = tl.dot(k, tl.trans(q), input_precision=C.PRECISION)
         z, bent = logits(qk, rows, columns, length, bias_at, C)
         if MASKED:
             q_ids = None
@@ -84,13 +84,13 @@ def key_blocks(
             C.PADDED_HV,
             MASKED,
         )
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="tf32x3")
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
         delta = tl.load(delta_at + within)
         minus_delta = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
-        ds = p * tl.dot(v, tl.trans(dout), minus_delta, input_precision="tf32x3")
+        ds = p * tl.dot(v, tl.trans(dout), minus_delta, input_precision=C.PRECISION)
         if C.SOFTCAP is not None:
             ds *= 1.0 - bent * bent
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="tf32x3")
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=C.PRECISION)
     return dk, dv
 
 

@@ -1,13 +1,29 @@
 """What one problem fixes for all of its kernels: operands and constants."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxkern.primitives.call import matmul_precision
 from jaxkern.triton.block_sizes import next_power_of_2
 
 LOG2_E = 1.4426950408889634
+# `jax_default_matmul_precision` of which one TF32 product falls short; XLA multiplies
+# float32 so at every other one on these GPUs, "high" included
+EXACT = frozenset(
+    (
+        "highest",
+        "float32",
+        "BF16_BF16_F32_X3",
+        "BF16_BF16_F32_X6",
+        "BF16_BF16_F32_X9",
+        "TF32_TF32_F32_X3",
+        "F32_F32_F32",
+        "F64_F64_F64",
+    )
+)
 PADDING = 128  # of the rows of lse and delta; a multiple of every BLOCK_Q
 
 
@@ -24,6 +40,7 @@ class Constants:
       DSCALE: of dq and dk.
       FOLDED: SCALE is applied as late as in the exponent.
       SOFTCAP, CAUSAL, WINDOW: options.
+      PRECISION: of products of float32, "tf32" or "tf32x3".
     """
 
     B: int
@@ -55,6 +72,7 @@ class Constants:
     FOLDED: bool
     CAUSAL: bool
     WINDOW: int | None
+    PRECISION: str
 
 
 def strides(x: jax.Array | None, name: str) -> dict[str, int]:
@@ -71,6 +89,11 @@ def strides(x: jax.Array | None, name: str) -> dict[str, int]:
 
 def int32(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.astype(jnp.int32)
+
+
+def exact(dtype: Any) -> bool:
+    """Whether products are those of float32, by three of TF32."""
+    return dtype == jnp.float32 and matmul_precision() in EXACT
 
 
 def operands_and_constants(
@@ -128,5 +151,6 @@ def operands_and_constants(
         CAUSAL=causal,
         # no position is as far as 2^30, and more could overflow
         WINDOW=None if window is None else min(window, 2**30),
+        PRECISION="tf32x3" if exact(query.dtype) else "tf32",
     )
     return given, constants

@@ -58,14 +58,14 @@ def query_blocks(
             C.PADDED_HV,
             MASKED,
         )
-        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        qk = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
         columns = (start + tl.arange(0, BLOCK_K))[None, :]
         z, bent = logits(qk, rows, columns, length, bias_at, C)
         if MASKED:
             seen = visible(rows, columns, offset, length, q_ids, kv_ids_at, mask_at, C)
             z = tl.where(seen, z, -float("inf"))
         p = tl.exp2(z * FACTOR - lse2[:, None])
-        dp = tl.dot(dout, tl.trans(v), input_precision="tf32x3")
+        dp = tl.dot(dout, tl.trans(v), input_precision=C.PRECISION)
         ds = p * (dp - delta[:, None])
         if slopes_at is not None:
             at = slopes_at + rows.to(tl.int64) * C.S + columns
@@ -73,7 +73,7 @@ def query_blocks(
             tl.store(at, slopes, (rows < C.T) & (columns < C.S))
         if C.SOFTCAP is not None:
             ds *= 1.0 - bent * bent
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="tf32x3")
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=C.PRECISION)
     return dq
 
 
