@@ -18,7 +18,13 @@ from jaxkern.triton.attention.bias_gradient import with_bias_gradient
 from jaxkern.triton.attention.forward_kernel import flash_attention_kernel
 from jaxkern.triton.attention.gradient_rows import gradient_rows
 from jaxkern.triton.attention.keys_kernel import flash_attention_bwd_keys_kernel
-from jaxkern.triton.attention.problem import LOG2_E, PADDING, operands_and_constants
+from jaxkern.triton.attention.problem import (
+    LOG2_E,
+    PADDING,
+    factor,
+    operands_and_constants,
+    turned,
+)
 from jaxkern.triton.attention.queries_kernel import flash_attention_bwd_queries_kernel
 from jaxkern.triton.attention.tile_sizes import (
     forward_sizes,
@@ -175,7 +181,7 @@ def attention_fwd(
     return sparse_call(
         flash_attention_kernel,
         (-(-t // sizes["BLOCK_Q"]) * b * n,),
-        given | {"sinks_ptr": sinks},
+        given | {"sinks_ptr": sinks, "turned_v_ptr": turned(value)},
         results,
         {
             "C": constants,
@@ -230,7 +236,7 @@ def attention_bwd(
         window,
         softcap,
     )
-    given |= {"dout_ptr": dout, "lse2_ptr": lse2, "delta_ptr": delta}
+    given |= {"dout_ptr": factor(dout), "lse2_ptr": lse2, "delta_ptr": delta}
     q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
     dq = dk = dv = slopes = dsinks = None
     if want_k or want_v:
@@ -243,7 +249,7 @@ def attention_bwd(
         dk, dv = sparse_call(
             flash_attention_bwd_keys_kernel,
             (-(-s // sizes["BLOCK_K"]) * b * heads,),
-            given,
+            given | {"turned_q_ptr": turned(query), "turned_dout_ptr": turned(dout)},
             {"dk_ptr": like(key), "dv_ptr": like(value)},
             {"C": constants, "SECTION": together, **sizes},
         )
@@ -259,7 +265,7 @@ def attention_bwd(
         dq, slopes = sparse_call(
             flash_attention_bwd_queries_kernel,
             (-(-t // sizes["BLOCK_Q"]) * b * n,),
-            given,
+            given | {"turned_k_ptr": turned(key)},
             {"dq_ptr": like(query), "slopes_ptr": slopes},
             {"C": constants, "SECTION": together, **sizes},
         )

@@ -6,7 +6,7 @@ A program walks over the blocks of keys that its queries see, as in FlashAttenti
 k and v of the blocks that it visits, and writes out and lse once.
 """
 
-from jaxkern.triton.attention.head_rows import load_rows, place, store_rows
+from jaxkern.triton.attention.head_rows import factor, load_rows, load_turned, place, store_rows
 from jaxkern.triton.attention.pairs import (
     key_ranges,
     logits,
@@ -57,6 +57,7 @@ def forward_blocks(
     last,
     k_at,
     v_at,
+    turned_v_at,
     kv_ids_at,
     mask_at,
     bias_at,
@@ -92,16 +93,27 @@ def forward_blocks(
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
         acc = acc * fade[:, None]
-        v = load_rows(
-            v_at + skip * C.V_STRIDE,
-            length - start,
-            C.V_STRIDE,
-            C.HV,
-            BLOCK_K,
-            C.PADDED_HV,
-            MASKED,
-        )
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
+        if turned_v_at is not None:
+            v = load_turned(
+                turned_v_at + start,
+                length - start,
+                C.PADDED_S,
+                C.HV,
+                BLOCK_K,
+                C.PADDED_HV,
+                MASKED,
+            )
+        else:
+            v = load_rows(
+                v_at + skip * C.V_STRIDE,
+                length - start,
+                C.V_STRIDE,
+                C.HV,
+                BLOCK_K,
+                C.PADDED_HV,
+                MASKED,
+            )
+        acc = tl.dot(factor(p, v, C), v, acc, input_precision=C.PRECISION)
         top = higher
     return top, total, acc
 
@@ -119,6 +131,7 @@ def flash_attention_kernel(
     kv_lengths_ptr,
     q_offset_ptr,
     sinks_ptr,
+    turned_v_ptr,
     out_ptr,
     lse_ptr,
     C: tl.constexpr,
@@ -145,6 +158,9 @@ def flash_attention_kernel(
     kv_row = batch.to(tl.int64) * C.S
     k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
     v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
+    turned_v_at = None
+    if turned_v_ptr is not None:
+        turned_v_at = turned_v_ptr + (batch * C.HEADS + kv_head).to(tl.int64) * C.HV * C.PADDED_S
     q, q_left = q_ptr + (q_row * C.N + n) * C.H, C.T - row
     if PIECE == C.PADDED_H:
         q = load_rows(q, q_left, C.Q_STRIDE, C.H, BLOCK_Q, PIECE, True)
@@ -189,6 +205,7 @@ def flash_attention_kernel(
                 edges[part + 1],
                 k_at,
                 v_at,
+                turned_v_at,
                 kv_ids_at,
                 mask_at,
                 bias_at,

@@ -10,7 +10,7 @@ Triton 3.4 to 3.7 miscompiles a transposed product that feeds another on Hopper,
 kernel computes k q^T and v dout^T as such: all scores are [keys, queries].
 """
 
-from jaxkern.triton.attention.head_rows import load_rows, place, store_rows
+from jaxkern.triton.attention.head_rows import factor, load_rows, load_turned, place, store_rows
 from jaxkern.triton.attention.pairs import (
     logits,
     position_and_length,
@@ -33,6 +33,8 @@ def key_blocks(
     last,
     q_at,
     dout_at,
+    turned_q_at,
+    turned_dout_at,
     lse2_at,
     delta_at,
     q_ids_at,
@@ -84,13 +86,35 @@ def key_blocks(
             C.PADDED_HV,
             MASKED,
         )
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
+        if turned_dout_at is not None:
+            by_rows = load_turned(
+                turned_dout_at + start,
+                C.T - start,
+                C.PADDED_T,
+                C.HV,
+                BLOCK_Q,
+                C.PADDED_HV,
+                False,
+            )
+        else:
+            by_rows = dout
+        dv = tl.dot(factor(p, dout, C), by_rows, dv, input_precision=C.PRECISION)
         delta = tl.load(delta_at + within)
         minus_delta = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
         ds = p * tl.dot(v, tl.trans(dout), minus_delta, input_precision=C.PRECISION)
         if C.SOFTCAP is not None:
             ds *= 1.0 - bent * bent
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=C.PRECISION)
+        if turned_q_at is not None:
+            q = load_turned(
+                turned_q_at + start,
+                C.T - start,
+                C.PADDED_T,
+                C.H,
+                BLOCK_Q,
+                C.PADDED_H,
+                False,
+            )
+        dk = tl.dot(factor(ds, q, C), q, dk, input_precision=C.PRECISION)
     return dk, dv
 
 
@@ -109,6 +133,8 @@ def flash_attention_bwd_keys_kernel(
     dout_ptr,
     lse2_ptr,
     delta_ptr,
+    turned_q_ptr,
+    turned_dout_ptr,
     dk_ptr,
     dv_ptr,
     C: tl.constexpr,
@@ -178,6 +204,10 @@ def flash_attention_bwd_keys_kernel(
                 bias_ptr + batch.to(tl.int64) * C.BIAS_B + n.to(tl.int64) * C.BIAS_N
             )
         by_head = (batch * C.N + n).to(tl.int64) * C.PADDED_T
+        turned_q_at, turned_dout_at = None, None
+        if turned_q_ptr is not None:
+            turned_q_at = turned_q_ptr + by_head * C.H
+            turned_dout_at = turned_dout_ptr + by_head * C.HV
         for part in tl.static_range(3):
             if EXISTS[part]:
                 dk, dv = key_blocks(
@@ -192,6 +222,8 @@ def flash_attention_bwd_keys_kernel(
                     edges[part + 1],
                     q_ptr + (q_row * C.N + n) * C.H,
                     dout_ptr + (q_row * C.N + n) * C.HV,
+                    turned_q_at,
+                    turned_dout_at,
                     lse2_ptr + by_head,
                     delta_ptr + by_head,
                     q_ids_at,

@@ -33,14 +33,14 @@ class Constants:
 
     Attributes:
       B, T, S, N, HEADS, GROUP, H, HV: sizes; N = HEADS * GROUP.
-      PADDED_T, PADDED_H, PADDED_HV: what the kernels hold of T, H, HV.
+      PADDED_T, PADDED_S, PADDED_H, PADDED_HV: what the kernels hold of T, S, H, HV.
       Q_STRIDE, K_STRIDE, V_STRIDE, OUT_STRIDE: from one row to the next.
       MASK_B, ..., BIAS_S: strides of mask and bias.
       SCALE: of q k^T, with log2 e where no cap comes after it.
       DSCALE: of dq and dk.
       FOLDED: SCALE is applied as late as in the exponent.
       SOFTCAP, CAUSAL, WINDOW: options.
-      PRECISION: of products of float32, "tf32" or "tf32x3".
+      PRECISION: of products; "tf32" only of float32.
     """
 
     B: int
@@ -52,6 +52,7 @@ class Constants:
     H: int
     HV: int
     PADDED_T: int
+    PADDED_S: int
     PADDED_H: int
     PADDED_HV: int
     Q_STRIDE: int
@@ -91,9 +92,29 @@ def int32(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.astype(jnp.int32)
 
 
-def exact(dtype: Any) -> bool:
-    """Whether products are those of float32, by three of TF32."""
-    return dtype == jnp.float32 and matmul_precision() in EXACT
+def one_product(dtype: Any) -> bool:
+    """Whether float32 is multiplied as TF32, not by three such products."""
+    return dtype == jnp.float32 and matmul_precision() not in EXACT
+
+
+def factor(x: jax.Array) -> jax.Array:
+    """x as a factor of products; one of TF32 cuts off what it does not hold."""
+    if one_product(x.dtype):
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    return x
+
+
+def turned(x: jax.Array) -> jax.Array | None:
+    """[b t n h] of float32 as [b n h t], t padded with zeros.
+
+    Products of 32 bits sum over what is contiguous in shared memory; without this
+    kernels would turn every tile there.
+    """
+    if x.dtype != jnp.float32:
+        return None
+    short = -x.shape[1] % PADDING
+    by_head = jnp.transpose(factor(x), (0, 2, 3, 1))
+    return jnp.pad(by_head, ((0, 0), (0, 0), (0, 0), (0, short)))
 
 
 def operands_and_constants(
@@ -115,9 +136,9 @@ def operands_and_constants(
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     given = {
-        "q_ptr": query,
-        "k_ptr": key,
-        "v_ptr": value,
+        "q_ptr": factor(query),
+        "k_ptr": factor(key),
+        "v_ptr": factor(value),
         "bias_ptr": bias,
         "mask_ptr": mask,
         "q_ids_ptr": int32(q_segment_ids),
@@ -136,6 +157,7 @@ def operands_and_constants(
         H=h,
         HV=hv,
         PADDED_T=-(-t // PADDING) * PADDING,
+        PADDED_S=-(-s // PADDING) * PADDING,
         PADDED_H=max(16, next_power_of_2(h)),
         PADDED_HV=max(16, next_power_of_2(hv)),
         Q_STRIDE=n * h,
@@ -151,6 +173,6 @@ def operands_and_constants(
         CAUSAL=causal,
         # no position is as far as 2^30, and more could overflow
         WINDOW=None if window is None else min(window, 2**30),
-        PRECISION="tf32x3" if exact(query.dtype) else "tf32",
+        PRECISION="tf32" if one_product(query.dtype) else "tf32x3",
     )
     return given, constants

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkern.triton.attention.problem import Constants, exact
+from jaxkern.triton.attention.problem import Constants, one_product
 from jaxkern.triton.block_sizes import next_power_of_2, tuned
 from jaxkern.triton.triton_call import max_shared_bytes
 
@@ -32,7 +32,7 @@ def forward_sizes(width: int, dtype: Any) -> dict[str, int]:
 
 def piece(constants: Constants, dtype: Any) -> int:
     """Dims of the head in one product of scores; more float32 than this would spill."""
-    wide = max(constants.PADDED_H, constants.PADDED_HV) >= (256 if exact(dtype) else 512)
+    wide = max(constants.PADDED_H, constants.PADDED_HV) >= (512 if one_product(dtype) else 256)
     return min(constants.PADDED_H, 64 if wide and dtype == jnp.float32 else 512)
 
 
