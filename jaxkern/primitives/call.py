@@ -43,12 +43,12 @@ class Call:
     Attributes:
       backend: the user's choice when the op was called. Carried, not read at lowering:
         a backward pass is traced after the `with` block has ended.
-      precision: `jax_default_matmul_precision` when the op was called, carried likewise.
       absent: positions of the optional operands that were not given.
       vmaps: recorded vmaps, innermost first: for each array 0 or None. The axes of an
         array stand in front of its dims, outermost first.
       wanted: for each float operand that is present: does it take part in this tangent
         or want its gradient? Empty for the op itself.
+      precision: `jax_default_matmul_precision` at the call, carried as the backend is.
     """
 
     backend: Backend = Backend()

@@ -1,4 +1,4 @@
-"""Float32 attention multiplies as `jax.default_matmul_precision` says, and keeps to it."""
+"""Float32 attention multiplies as `jax.default_matmul_precision` of the call says."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import pytest
 
 from jaxkern import attention, explain
 from jaxkern.triton import triton_call as bridge
+from jaxkern.triton.attention.flash_attention import slower
 from jaxkern.triton.launch import compiling_for
 
 pytestmark = pytest.mark.skipif(
@@ -99,3 +100,30 @@ def test_one_function_compiles_anew_for_another_precision():
         with jax.default_matmul_precision(precision):
             run(x, x, x)
     assert run._cache_size() == 2
+
+
+@pytest.mark.parametrize(
+    "precision, h, options, forward, backward",
+    [
+        ("default", 128, {}, None, None),
+        ("default", 256, {}, None, 100),
+        ("default", 256, dict(causal=True), None, 50),
+        ("default", 256, dict(causal=True, window=64), None, None),
+        ("default", 320, dict(causal=True), 50, 50),
+        ("highest", 64, {}, None, None),
+        ("highest", 128, {}, None, 100),
+        ("highest", 128, dict(causal=True), None, None),
+        ("highest", 256, {}, 100, 100),
+        ("highest", 256, dict(window=64), None, 56),
+    ],
+)
+def test_where_xla_is_faster(precision, h, options, forward, backward):
+    """By what is seen of all pairs, in percent."""
+    x = jax.ShapeDtypeStruct((1, 1024, 8, h), "float32")
+    given = dict(query=x, key=x, value=x, q_segment_ids=None)
+    given |= dict(causal=False, window=None) | options
+    with jax.default_matmul_precision(precision):
+        reasons = slower(**given), slower(**given, dout=x)
+    for reason, share in zip(reasons, (forward, backward), strict=True):
+        words = f"float32 at head dims of {h} and {h} with {share}% of the pairs seen"
+        assert reason == (share and words)

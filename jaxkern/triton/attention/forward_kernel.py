@@ -6,7 +6,13 @@ A program walks over the blocks of keys that its queries see, as in FlashAttenti
 k and v of the blocks that it visits, and writes out and lse once.
 """
 
-from jaxkern.triton.attention.head_rows import factor, load_rows, load_turned, place, store_rows
+from jaxkern.triton.attention.head_rows import (
+    factor,
+    load_rows,
+    load_turned,
+    place,
+    store_rows,
+)
 from jaxkern.triton.attention.pairs import (
     key_ranges,
     logits,
@@ -160,7 +166,9 @@ def flash_attention_kernel(
     v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
     turned_v_at = None
     if turned_v_ptr is not None:
-        turned_v_at = turned_v_ptr + (batch * C.HEADS + kv_head).to(tl.int64) * C.HV * C.PADDED_S
+        turned_v_at = (
+            turned_v_ptr + (batch * C.HEADS + kv_head).to(tl.int64) * C.HV * C.PADDED_S
+        )
     q, q_left = q_ptr + (q_row * C.N + n) * C.H, C.T - row
     if PIECE == C.PADDED_H:
         q = load_rows(q, q_left, C.Q_STRIDE, C.H, BLOCK_Q, PIECE, True)

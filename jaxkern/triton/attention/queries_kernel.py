@@ -7,7 +7,13 @@ it reads k and v of these, and writes dq once. dS, [b n t s], is written only wh
 is asked for: it is the gradient of a bias.
 """
 
-from jaxkern.triton.attention.head_rows import factor, load_rows, load_turned, place, store_rows
+from jaxkern.triton.attention.head_rows import (
+    factor,
+    load_rows,
+    load_turned,
+    place,
+    store_rows,
+)
 from jaxkern.triton.attention.pairs import (
     key_ranges,
     logits,
