@@ -48,8 +48,9 @@ MAX_GRADIENT_DIM = 256
 # them, and what is hidden costs these kernels nothing
 MAX_SHARE = {  # multiplied as TF32; by three such products
     "forward": ({256: 1.0}, {128: 1.0, 256: 0.9}),
-    "backward": ({128: 1.0, 256: 0.45}, {64: 1.0, 128: 0.75, 256: 0.3}),
+    "backward": ({64: 1.0, 128: 0.7, 256: 0.45}, {64: 1.0, 128: 0.7, 256: 0.3}),
 }
+EDGE = 64  # queries and keys of a block
 LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
@@ -76,10 +77,10 @@ def slower(query: Any, key: Any, value: Any, **rest: Any) -> str | None:
 def share_seen(
     t: int, s: int, causal: bool, window: int | None, q_segment_ids: Any, **_: Any
 ) -> float:
-    """Of all pairs those that are in sight, as far as that is known without values."""
-    share = max(1 - t / (2 * s), 0.5) if causal else 1.0
+    """Of all pairs those in blocks with one in sight, as far as shapes say."""
+    share = min(max(1 - (t - EDGE) / (2 * s), 0.5), 1.0) if causal else 1.0
     if window is not None:
-        share = min(share, window / s + (0.0 if causal else 0.5))
+        share = min(share, (window + EDGE) / s + (0.0 if causal else 0.5))
     return share if q_segment_ids is None else share / 2  # there are several
 
 
