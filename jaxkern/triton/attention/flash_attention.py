@@ -31,6 +31,7 @@ from jaxkern.triton.attention.tile_sizes import (
     FORWARD,
     KEYS,
     QUERIES,
+    VALUES,
     piece,
     separate,
     sizes_of,
@@ -226,7 +227,7 @@ def key_gradients(given, constants, query, dout, key, value):
         [dk, _] = key_gradients(given, c, query, dout, key, None)
         [_, dv] = key_gradients(given, c, query, dout, None, value)
         return dk, dv
-    sizes = sizes_of(KEYS, given)
+    sizes = sizes_of(VALUES if key is None else KEYS, given)
     bounds = None
     if given["q_ids_ptr"] is not None:
         bounds = segment_bounds(

@@ -10,6 +10,7 @@ from jaxkern.triton.triton_call import max_shared_bytes
 
 FORWARD = "flash_attention"
 KEYS = "flash_attention_bwd_keys"
+VALUES = "flash_attention_bwd_values"  # dv alone
 QUERIES = "flash_attention_bwd_queries"
 
 # BLOCK_Q, BLOCK_K, warps and stages of float32, up to a head dim: multiplied as TF32 on
@@ -23,6 +24,7 @@ TF32: Table = {
         512: (64, 32, 8, 1),
     },
     KEYS: {64: (64, 128, 8, 1), 128: (32, 64, 4, 2), 256: (16, 64, 4, 2)},
+    VALUES: {64: (64, 128, 8, 1), 128: (32, 64, 4, 2), 256: (32, 64, 4, 2)},
     QUERIES: {64: (128, 32, 8, 2), 128: (128, 64, 8, 1), 256: (64, 16, 4, 2)},
 }
 FLOAT32: Table = {
@@ -33,7 +35,8 @@ FLOAT32: Table = {
         512: (16, 16, 4, 1),
     },
     KEYS: {64: (32, 64, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
-    QUERIES: {64: (64, 32, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
+    VALUES: {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 16, 4, 1)},
+    QUERIES: {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1)},
 }
 
 
@@ -86,7 +89,12 @@ def query_sizes(width: int) -> dict[str, int]:
     return dict(BLOCK_Q=128 if large else 64, BLOCK_K=32, warps=8, stages=2)
 
 
-RULES = {FORWARD: forward_sizes, KEYS: key_sizes, QUERIES: query_sizes}
+RULES = {
+    FORWARD: forward_sizes,
+    KEYS: key_sizes,
+    VALUES: key_sizes,
+    QUERIES: query_sizes,
+}
 
 
 def float32_sizes(kernel: str, width: int) -> dict[str, int]:
