@@ -105,7 +105,7 @@ def test_one_function_compiles_anew_for_another_precision():
 @pytest.mark.parametrize(
     "precision, h, options, forward, backward",
     [
-        ("default", 128, {}, None, 100),
+        ("default", 128, {}, None, None),
         ("default", 256, {}, None, 100),
         ("default", 128, dict(causal=True), None, None),
         ("default", 256, dict(causal=True), None, 53),
@@ -118,8 +118,8 @@ def test_one_function_compiles_anew_for_another_precision():
         ("highest", 256, dict(window=64), None, 62),
     ],
 )
-def test_where_xla_is_faster(precision, h, options, forward, backward):
-    """By what is seen of all pairs, in percent."""
+def test_where_xla_is_faster_by_what_is_seen(precision, h, options, forward, backward):
+    """In percent of all pairs."""
     x = jax.ShapeDtypeStruct((1, 1024, 8, h), "float32")
     given = dict(query=x, key=x, value=x, q_segment_ids=None)
     given |= dict(causal=False, window=None) | options
@@ -128,3 +128,10 @@ def test_where_xla_is_faster(precision, h, options, forward, backward):
     for reason, share in zip(reasons, (forward, backward), strict=True):
         words = f"float32 at head dims of {h} and {h} with {share}% of the pairs seen"
         assert reason == (share and words)
+
+
+def test_gradients_of_few_queries_are_left_to_xla():
+    x = jax.ShapeDtypeStruct((8, 128, 32, 128), "float32")
+    given = dict(query=x, key=x, value=x, q_segment_ids=None, causal=True, window=None)
+    assert slower(**given) is None
+    assert "gradients of 128 queries in float32" in str(slower(**given, dout=x))

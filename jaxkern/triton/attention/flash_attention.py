@@ -49,9 +49,10 @@ MAX_GRADIENT_DIM = 256
 # them, and what is hidden costs these kernels nothing
 MAX_SHARE = {  # multiplied as TF32; by three such products
     "forward": ({256: 1.0}, {128: 1.0, 256: 0.9}),
-    "backward": ({64: 1.0, 128: 0.7, 256: 0.45}, {64: 1.0, 128: 0.7, 256: 0.3}),
+    "backward": ({128: 1.0, 256: 0.45}, {64: 1.0, 128: 0.7, 256: 0.3}),
 }
 EDGE = 64  # queries and keys of a block
+SHORT = 128  # queries whose tiles are too few for gradients of wider heads than 64
 LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
@@ -67,6 +68,8 @@ def slower(query: Any, key: Any, value: Any, **rest: Any) -> str | None:
         return None
     hv = value.shape[3]
     which = "backward" if "dout" in rest else "forward"
+    if which == "backward" and t <= SHORT and max(h, hv) > 64:
+        return f"gradients of {t} queries in float32 at head dims of {h} and {hv}"
     by_width = MAX_SHARE[which][0 if one_product(query.dtype) else 1]
     largest = next((x for up_to, x in by_width.items() if max(h, hv) <= up_to), 0.0)
     share = share_seen(t, key.shape[1], **rest)
