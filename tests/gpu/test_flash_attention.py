@@ -115,34 +115,24 @@ def as_jax(options):
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+PRECISIONS = [("bfloat16", "highest"), ("float32", "highest"), ("float32", None)]
+
+
+@pytest.mark.parametrize("dtype, precision", PRECISIONS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option(name, dtype):
-    check(*operands(2, 300, 413, 2, 3, 64, dtype=dtype), **as_jax(OPTIONS[name]))
+def test_every_option(name, dtype, precision):
+    qkv = operands(2, 300, 413, 2, 3, 64, dtype=dtype)
+    check(*qkv, precision=precision, **as_jax(OPTIONS[name]))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype, precision", [*PRECISIONS, ("float16", "highest")])
 @pytest.mark.parametrize(
     "h, hv",
     [(64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (80, 32), (5, 3)],
 )
-def test_head_dims(h, hv, dtype):
-    check(*operands(1, 257, 257, 2, 2, h, hv, dtype), causal=True)
-
-
-@pytest.mark.parametrize(
-    "h, hv", [(64, 64), (128, 128), (256, 256), (192, 128), (80, 32), (5, 3)]
-)
-def test_float32_by_default(h, hv):
-    """TF32, rounded to nearest as XLA's products are."""
-    qkv = operands(1, 257, 257, 2, 2, h, hv, "float32")
-    check(*qkv, causal=True, precision="default")
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_of_float32_by_default(name):
-    qkv = operands(2, 300, 413, 2, 3, 64, dtype="float32")
-    check(*qkv, precision="default", **as_jax(OPTIONS[name]))
+def test_head_dims(h, hv, dtype, precision):
+    qkv = operands(1, 257, 257, 2, 2, h, hv, dtype)
+    check(*qkv, causal=True, precision=precision)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
