@@ -214,7 +214,8 @@ def why_slower(
     # under vmap the operands' shapes do not say how large the work is
     if call.backend.name != "auto" or call.vmaps:
         return None
-    reason = row.slower(**named_operands(p, avals, call), **static)
+    with jax.default_matmul_precision(call.precision):
+        reason = row.slower(**named_operands(p, avals, call), **static)
     faster = "another kernel" if row.backend == "mosaic_gpu" else "XLA"
     return reason and f"{faster} is faster, {reason}"
 

@@ -32,6 +32,10 @@ class Backend:
 backend_context = jax.make_user_context(Backend())
 
 
+def matmul_precision() -> str | None:
+    return jax.config.jax_default_matmul_precision
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """What an equation records beside the op's own options.
@@ -44,15 +48,18 @@ class Call:
         array stand in front of its dims, outermost first.
       wanted: for each float operand that is present: does it take part in this tangent
         or want its gradient? Empty for the op itself.
+      precision: `jax_default_matmul_precision` at the call, carried as the backend is.
     """
 
     backend: Backend = Backend()
     absent: tuple[int, ...] = ()
     vmaps: Levels = ()
     wanted: tuple[bool, ...] = ()
+    precision: str | None = dataclasses.field(default_factory=matmul_precision)
 
     def __repr__(self) -> str:
-        extra = {"absent": self.absent, "vmaps": self.vmaps, "wanted": self.wanted}
+        fields = "absent", "vmaps", "wanted", "precision"
+        extra = {name: getattr(self, name) for name in fields}
         return " ".join(
             [repr(self.backend), *(f"{k}={v}" for k, v in extra.items() if v)]
         )
@@ -97,18 +104,22 @@ def with_fixed(f: Callable, arrays: Sequence, free: Sequence[int]) -> Callable:
     return of_free
 
 
-def apply_vmaps(f: Callable, vmaps: Levels) -> Callable:
-    """`f` under the recorded vmaps, with the promotion that references are written for.
+def apply_call(f: Callable, call: Call) -> Callable:
+    """`f` under the recorded vmaps and precision.
 
     What the user forbids in his own code, by `jax_numpy_rank_promotion` and
-    `jax_numpy_dtype_promotion`, is not forbidden here.
+    `jax_numpy_dtype_promotion`, is not forbidden here: references rely on it.
     """
-    for axes in vmaps:
+    for axes in call.vmaps:
         f = jax.vmap(f, in_axes=axes)
 
     def promoting(*arrays):
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return with_automatic_axes(f, arrays, cuts_of_mapped(arrays, vmaps))
+        with (
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
+            jax.default_matmul_precision(call.precision),
+        ):
+            return with_automatic_axes(f, arrays, cuts_of_mapped(arrays, call.vmaps))
 
     return promoting
 

@@ -29,6 +29,7 @@ Dims are written and checked as `declared_dims.py` says; the rules are in `rules
 what an equation records in `call.py`.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jaxkern.primitives import rules
 from jaxkern.primitives.call import (
     Call,
-    apply_vmaps,
+    apply_call,
     backend_context,
     float_positions,
     same_manual_axes,
@@ -127,7 +128,7 @@ class KernelPrimitive(Primitive):
             out = fn(*with_absent(arrays, call.absent), **static)
             return list(out) if isinstance(out, tuple | list) else [out]
 
-        return apply_vmaps(unbatched, call.vmaps)(*arrays)
+        return apply_call(unbatched, call)(*arrays)
 
     def array_annotations(
         self, call: Call
@@ -193,7 +194,7 @@ class Backward(KernelPrimitive):
             # a gradient of nothing but zeros varies as its operand does, too
             return same_manual_axes([*wanted, *arrays])[: len(wanted)]
 
-        return apply_vmaps(unbatched, call.vmaps)(*arrays)
+        return apply_call(unbatched, call)(*arrays)
 
     def array_annotations(
         self, call: Call
@@ -225,7 +226,7 @@ class Tangent(Primitive):
     def evaluate(self, *arrays: Any, call: Call, **static: Any) -> list:
         floats = float_positions(self.op, call.absent)
         wanted = [i for i, w in zip(floats, call.wanted, strict=True) if w]
-        unbatched_call = Call(call.backend, call.absent)
+        unbatched_call = dataclasses.replace(call, vmaps=(), wanted=())
 
         def unbatched(*arrays):
             tangents, operands, _ = self.split(arrays, call)
@@ -237,7 +238,7 @@ class Tangent(Primitive):
             dots = jax.jvp(f, tuple(operands[i] for i in wanted), tuple(tangents))[1]
             return [d for d, r in zip(dots, self.op.results, strict=True) if r.is_float]
 
-        return apply_vmaps(unbatched, call.vmaps)(*arrays)
+        return apply_call(unbatched, call)(*arrays)
 
     def array_annotations(
         self, call: Call

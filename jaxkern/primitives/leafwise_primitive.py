@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxkern.primitives.call import Call, apply_vmaps, backend_context, same_manual_axes
+from jaxkern.primitives.call import Call, apply_call, backend_context, same_manual_axes
 from jaxkern.primitives.declared_dims import (
     Annotated,
     as_array,
@@ -102,7 +102,7 @@ class LeafwisePrimitive(KernelPrimitive):
             out = fn(*self.as_lists(arrays[:end], num_leaves), *arrays[end:], **static)
             return [y for leaves in out for y in leaves]
 
-        return apply_vmaps(unbatched, call.vmaps)(*arrays)
+        return apply_call(unbatched, call)(*arrays)
 
     def array_annotations(
         self, call: Call

@@ -205,7 +205,7 @@ def bind_backward(p, operands, saved, cotangents, axes, call: Call, static):
     return iter(
         bwd.bind(
             *arrays,
-            call=Call(call.backend, absent, vmaps, wanted),
+            call=dataclasses.replace(call, absent=absent, vmaps=vmaps, wanted=wanted),
             **static,
         )
     )

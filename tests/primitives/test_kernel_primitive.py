@@ -217,6 +217,21 @@ def test_backend_is_carried_into_the_backward_pass():
     assert backends == {"xla"}
 
 
+def test_matmul_precision_is_carried_into_the_backward_pass():
+    x, w = jnp.ones((4, 16)), jnp.ones((8, 16))
+    f = jax.jit(jaxkern.linear)
+
+    def lowered_backward(precision):
+        with jax.default_matmul_precision(precision):
+            f(x, w)
+            _, pull = jax.vjp(jax.checkpoint(jax.vmap(f, (0, None))), x[None], w)
+        return jax.jit(pull).lower(jnp.ones((1, 4, 8))).as_text()
+
+    assert "HIGHEST" in lowered_backward("highest")
+    assert "HIGH" not in lowered_backward("default")
+    assert f._cache_size() == 2
+
+
 def test_primitives_print_as_their_dims():
     assert repr(rms_norm_p) == "rms_norm: ... d, d, d -> ... d"
     assert (

@@ -2,13 +2,19 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkern import attention, backend, paged_attention
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.attention import decode_attention, flash_attention
+from jaxkern.triton.attention import (
+    decode_attention,
+    flash_attention,
+    gradient_rows,
+)
+from tests.triton import interpreted as interpreter
 from tests.triton.interpreted import (
     alone,
     check_in_its_own_process,
@@ -25,7 +31,7 @@ RNG = np.random.default_rng(0)
 @pytest.mark.full
 @starts_it
 def test_in_a_process_of_its_own():
-    check_in_its_own_process(__file__, 12)
+    check_in_its_own_process(__file__, 16)
 
 
 def draw(*shape):
@@ -62,10 +68,35 @@ def test_wide_heads(h, hv, plain):
         )
     ids = dict(q_segment_ids=None, kv_segment_ids=None)
     options = OPTIONS | (dict() if plain else dict(window=30, softcap=2.0))
-    with interpreted():
+    with interpreted(), jax.default_matmul_precision("highest"):
         found = flash_attention.attention_fwd(q, k, v, **given, **ids, **options)
     with backend("xla"):
         check(found, attention(q, k, v, return_lse=True, **given, **options))
+
+
+@alone
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("precision, limit", [("highest", 1e-6), ("default", 2**-10)])
+@pytest.mark.parametrize("h, hv", [(24, 16), (64, 64)])
+def test_gradients_of_float32(monkeypatch, h, hv, precision, limit):
+    """Products sum over what lies turned, padded and behind the lengths NaN."""
+    monkeypatch.setattr(gradient_rows, "triton_call", interpreter.call)
+    q, k, v = qkv(2, 40, 56, 2, 2, h, hv)
+    dout, lengths, offsets = draw(2, 40, 4, hv), jnp.array([50, 9]), jnp.array([12, 0])
+    behind = jnp.arange(56)[:, None, None] >= lengths[:, None, None, None]
+    given = jnp.where(behind, jnp.nan, k), jnp.where(behind, jnp.nan, v)
+    operands = q, *given, None, None, None, None, lengths, offsets, None
+    with interpreted(), jax.default_matmul_precision(precision):
+        out, lse = flash_attention.attention_fwd(*operands, **OPTIONS)
+        saved, wanted = (out, lse, dout, 0 * lse), (True, True, True, False, False)
+        slopes = flash_attention.attention_bwd(
+            *operands, *saved, wanted=wanted, **OPTIONS
+        )
+    options = OPTIONS | dict(kv_lengths=lengths, q_offset=offsets)
+    with backend("xla"):
+        expected, pull = jax.vjp(lambda *x: attention(*x, **options), q, k, v)
+    for x, e in zip((out, *slopes[:3]), (expected, *pull(dout)), strict=True):
+        assert jnp.linalg.norm(x - e) < limit * jnp.linalg.norm(e)
 
 
 @alone

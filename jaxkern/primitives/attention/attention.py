@@ -104,6 +104,10 @@ def attention(
       return_lse: return (out, lse); both are differentiable. `merge_partials` makes one
         of results over disjoint keys.
 
+    Float32 is multiplied at the precision of `jax.default_matmul_precision` when this
+    is called, in the gradients too. On a GPU that is TF32 unless it is "highest" or
+    "float32", by kernels and by XLA alike.
+
     Returns:
       out: `[b, t, n, hv]`, dtype of query.
       lse: `[b, t, n]`, natural logarithm, float32; only with return_lse.

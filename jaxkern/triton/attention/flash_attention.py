@@ -18,13 +18,22 @@ from jaxkern.triton.attention.bias_gradient import with_bias_gradient
 from jaxkern.triton.attention.forward_kernel import flash_attention_kernel
 from jaxkern.triton.attention.gradient_rows import gradient_rows
 from jaxkern.triton.attention.keys_kernel import flash_attention_bwd_keys_kernel
-from jaxkern.triton.attention.problem import LOG2_E, PADDING, operands_and_constants
+from jaxkern.triton.attention.problem import (
+    LOG2_E,
+    PADDING,
+    factor,
+    one_product,
+    operands_and_constants,
+    turned,
+)
 from jaxkern.triton.attention.queries_kernel import flash_attention_bwd_queries_kernel
 from jaxkern.triton.attention.tile_sizes import (
-    forward_sizes,
-    key_sizes,
+    FORWARD,
+    KEYS,
+    QUERIES,
+    VALUES,
     piece,
-    query_sizes,
+    separate,
     sizes_of,
 )
 from jaxkern.triton.triton_call import (
@@ -36,21 +45,47 @@ from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_HEAD_DIM = 512
 MAX_GRADIENT_DIM = 256
-MAX_WIDE_DIM = 256  # where XLA's products of float32 are not faster, nor as exact
+# of all pairs, how many may be seen in float32 up to a head dim: XLA computes all of
+# them, and what is hidden costs these kernels nothing
+MAX_SHARE = {  # multiplied as TF32; by three such products
+    "forward": ({256: 1.0}, {128: 1.0, 256: 0.9}),
+    "backward": ({128: 1.0, 256: 0.45}, {64: 1.0, 128: 0.7, 256: 0.3}),
+}
+EDGE = 64  # queries and keys of a block
+SHORT = 128  # queries whose tiles are too few for gradients of wider heads than 64
 LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
 FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
 
 
-def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+def slower(query: Any, key: Any, value: Any, **rest: Any) -> str | None:
     b, t, n, h = query.shape
     scores = b * t * n * key.shape[1]
     if scores <= FEW_SCORES:
         return f"{scores} scores are few"
-    if query.dtype == jnp.float32 and max(h, value.shape[3]) > MAX_WIDE_DIM:
-        return f"float32 at head dims of {h} and {value.shape[3]}"
-    return None
+    if query.dtype != jnp.float32:
+        return None
+    hv = value.shape[3]
+    which = "backward" if "dout" in rest else "forward"
+    if which == "backward" and t <= SHORT and max(h, hv) > 64:
+        return f"gradients of {t} queries in float32 at head dims of {h} and {hv}"
+    by_width = MAX_SHARE[which][0 if one_product(query.dtype) else 1]
+    largest = next((x for up_to, x in by_width.items() if max(h, hv) <= up_to), 0.0)
+    share = share_seen(t, key.shape[1], **rest)
+    if share <= largest:
+        return None
+    return f"float32 at head dims of {h} and {hv} with {share:.0%} of the pairs seen"
+
+
+def share_seen(
+    t: int, s: int, causal: bool, window: int | None, q_segment_ids: Any, **_: Any
+) -> float:
+    """Of all pairs those in blocks with one in sight, as far as shapes say."""
+    share = min(max(1 - (t - EDGE) / (2 * s), 0.5), 1.0) if causal else 1.0
+    if window is not None:
+        share = min(share, (window + EDGE) / s + (0.0 if causal else 0.5))
+    return share if q_segment_ids is None else share / 2  # there are several
 
 
 def unsupported(
@@ -160,7 +195,7 @@ def attention_fwd(
         window,
         softcap,
     )
-    sizes = sizes_of("flash_attention", forward_sizes, given)
+    sizes = sizes_of(FORWARD, given)
     if q_segment_ids is not None:
         given["bounds_ptr"] = segment_bounds(
             given["q_ids_ptr"],
@@ -175,7 +210,7 @@ def attention_fwd(
     return sparse_call(
         flash_attention_kernel,
         (-(-t // sizes["BLOCK_Q"]) * b * n,),
-        given | {"sinks_ptr": sinks},
+        given | {"sinks_ptr": sinks, "turned_v_ptr": turned(value)},
         results,
         {
             "C": constants,
@@ -183,6 +218,36 @@ def attention_fwd(
             "PIECE": piece(constants, query.dtype),
             **sizes,
         },
+    )
+
+
+def key_gradients(given, constants, query, dout, key, value):
+    """(dk, dv), of those of key and value that are not None."""
+    if key is None and value is None:
+        return None, None
+    c = constants
+    if key is not None and value is not None and separate(c, query.dtype):
+        [dk, _] = key_gradients(given, c, query, dout, key, None)
+        [_, dv] = key_gradients(given, c, query, dout, None, value)
+        return dk, dv
+    sizes = sizes_of(VALUES if key is None else KEYS, given)
+    bounds = None
+    if given["q_ids_ptr"] is not None:
+        bounds = segment_bounds(
+            given["kv_ids_ptr"], given["q_ids_ptr"], sizes["BLOCK_K"], sizes["BLOCK_Q"]
+        )
+    together = section(c.T * c.GROUP, c.H + c.HV, query.dtype)
+    return sparse_call(
+        flash_attention_bwd_keys_kernel,
+        (-(-c.S // sizes["BLOCK_K"]) * c.B * c.HEADS,),
+        given
+        | {
+            "bounds_ptr": bounds,
+            "turned_q_ptr": None if key is None else turned(query),
+            "turned_dout_ptr": None if value is None else turned(dout),
+        },
+        {"dk_ptr": like(key), "dv_ptr": like(value)},
+        {"C": c, "SECTION": together, **sizes},
     )
 
 
@@ -230,25 +295,19 @@ def attention_bwd(
         window,
         softcap,
     )
-    given |= {"dout_ptr": dout, "lse2_ptr": lse2, "delta_ptr": delta}
+    given |= {"dout_ptr": factor(dout), "lse2_ptr": lse2, "delta_ptr": delta}
     q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
-    dq = dk = dv = slopes = dsinks = None
-    if want_k or want_v:
-        sizes = sizes_of("flash_attention_bwd_keys", key_sizes, given)
-        if q_ids is not None:
-            given["bounds_ptr"] = segment_bounds(
-                kv_ids, q_ids, sizes["BLOCK_K"], sizes["BLOCK_Q"]
-            )
-        together = section(t * (n // heads), h + hv, query.dtype)
-        dk, dv = sparse_call(
-            flash_attention_bwd_keys_kernel,
-            (-(-s // sizes["BLOCK_K"]) * b * heads,),
-            given,
-            {"dk_ptr": like(key), "dv_ptr": like(value)},
-            {"C": constants, "SECTION": together, **sizes},
-        )
+    dq = slopes = dsinks = None
+    dk, dv = key_gradients(
+        given,
+        constants,
+        query,
+        dout,
+        key if want_k else None,
+        value if want_v else None,
+    )
     if want_q or want_slopes:
-        sizes = sizes_of("flash_attention_bwd_queries", query_sizes, given)
+        sizes = sizes_of(QUERIES, given)
         if q_ids is not None:
             given["bounds_ptr"] = segment_bounds(
                 q_ids, kv_ids, sizes["BLOCK_Q"], sizes["BLOCK_K"]
@@ -259,7 +318,7 @@ def attention_bwd(
         dq, slopes = sparse_call(
             flash_attention_bwd_queries_kernel,
             (-(-t // sizes["BLOCK_Q"]) * b * n,),
-            given,
+            given | {"turned_k_ptr": turned(key)},
             {"dq_ptr": like(query), "slopes_ptr": slopes},
             {"C": constants, "SECTION": together, **sizes},
         )

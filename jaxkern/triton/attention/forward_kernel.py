@@ -6,7 +6,13 @@ A program walks over the blocks of keys that its queries see, as in FlashAttenti
 k and v of the blocks that it visits, and writes out and lse once.
 """
 
-from jaxkern.triton.attention.head_rows import load_rows, place, store_rows
+from jaxkern.triton.attention.head_rows import (
+    factor,
+    load_rows,
+    load_turned,
+    place,
+    store_rows,
+)
 from jaxkern.triton.attention.pairs import (
     key_ranges,
     logits,
@@ -31,14 +37,14 @@ def products(
     """q k^T of a block of keys; by pieces of the head dim q is where the rows lie."""
     if PIECE == C.PADDED_H:
         k = load_rows(k_at, k_left, C.K_STRIDE, C.H, BLOCK_K, PIECE, MASKED)
-        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        qk = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
     else:
         qk = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         H: tl.constexpr = C.H
         for d in tl.static_range(0, H, PIECE):
             rows = load_rows(q + d, q_left, C.Q_STRIDE, H - d, BLOCK_Q, PIECE, True)
             k = load_rows(k_at + d, k_left, C.K_STRIDE, H - d, BLOCK_K, PIECE, MASKED)
-            qk = tl.dot(rows, tl.trans(k), qk, input_precision="tf32x3")
+            qk = tl.dot(rows, tl.trans(k), qk, input_precision=C.PRECISION)
     return qk
 
 
@@ -57,6 +63,7 @@ def forward_blocks(
     last,
     k_at,
     v_at,
+    turned_v_at,
     kv_ids_at,
     mask_at,
     bias_at,
@@ -92,16 +99,27 @@ def forward_blocks(
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
         acc = acc * fade[:, None]
-        v = load_rows(
-            v_at + skip * C.V_STRIDE,
-            length - start,
-            C.V_STRIDE,
-            C.HV,
-            BLOCK_K,
-            C.PADDED_HV,
-            MASKED,
-        )
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="tf32x3")
+        if turned_v_at is not None:
+            v = load_turned(
+                turned_v_at + start,
+                length - start,
+                C.PADDED_S,
+                C.HV,
+                BLOCK_K,
+                C.PADDED_HV,
+                MASKED,
+            )
+        else:
+            v = load_rows(
+                v_at + skip * C.V_STRIDE,
+                length - start,
+                C.V_STRIDE,
+                C.HV,
+                BLOCK_K,
+                C.PADDED_HV,
+                MASKED,
+            )
+        acc = tl.dot(factor(p, v, C), v, acc, input_precision=C.PRECISION)
         top = higher
     return top, total, acc
 
@@ -119,6 +137,7 @@ def flash_attention_kernel(
     kv_lengths_ptr,
     q_offset_ptr,
     sinks_ptr,
+    turned_v_ptr,
     out_ptr,
     lse_ptr,
     C: tl.constexpr,
@@ -145,6 +164,11 @@ def flash_attention_kernel(
     kv_row = batch.to(tl.int64) * C.S
     k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
     v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
+    turned_v_at = None
+    if turned_v_ptr is not None:
+        turned_v_at = (
+            turned_v_ptr + (batch * C.HEADS + kv_head).to(tl.int64) * C.HV * C.PADDED_S
+        )
     q, q_left = q_ptr + (q_row * C.N + n) * C.H, C.T - row
     if PIECE == C.PADDED_H:
         q = load_rows(q, q_left, C.Q_STRIDE, C.H, BLOCK_Q, PIECE, True)
@@ -189,6 +213,7 @@ def flash_attention_kernel(
                 edges[part + 1],
                 k_at,
                 v_at,
+                turned_v_at,
                 kv_ids_at,
                 mask_at,
                 bias_at,

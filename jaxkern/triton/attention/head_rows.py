@@ -47,6 +47,43 @@ def load_rows(
 
 
 @jit
+def load_turned(
+    at,
+    count,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """`load_rows` of an array [b n h t]: what Hopper's products of float32 sum over."""
+    row = tl.arange(0, ROWS)[None, :]
+    column = tl.arange(0, COLUMNS)[:, None]
+    pointers = at + column * STRIDE + row
+    if MASKED and WIDTH < COLUMNS:
+        x = tl.load(pointers, (row < count) & (column < WIDTH), 0.0)
+    elif MASKED:
+        x = tl.load(pointers, row < count, 0.0)
+    elif WIDTH < COLUMNS:
+        x = tl.load(pointers, column < WIDTH, 0.0)
+    else:
+        x = tl.load(pointers)
+    return tl.trans(x)
+
+
+@jit
+def factor(x, like, C: tl.constexpr):
+    """x as a factor of a product; one of TF32 cuts off what it does not hold."""
+    if C.PRECISION == "tf32":
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x1000, bits)
+        y = bits.to(tl.float32, bitcast=True)
+    else:
+        y = x.to(like.dtype)
+    return y
+
+
+@jit
 def store_rows(
     at,
     x,

@@ -10,7 +10,13 @@ Triton 3.4 to 3.7 miscompiles a transposed product that feeds another on Hopper,
 kernel computes k q^T and v dout^T as such: all scores are [keys, queries].
 """
 
-from jaxkern.triton.attention.head_rows import load_rows, place, store_rows
+from jaxkern.triton.attention.head_rows import (
+    factor,
+    load_rows,
+    load_turned,
+    place,
+    store_rows,
+)
 from jaxkern.triton.attention.pairs import (
     logits,
     position_and_length,
@@ -33,6 +39,8 @@ def key_blocks(
     last,
     q_at,
     dout_at,
+    turned_q_at,
+    turned_dout_at,
     lse2_at,
     delta_at,
     q_ids_at,
@@ -43,6 +51,8 @@ def key_blocks(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
+    WANT_K: tl.constexpr,
+    WANT_V: tl.constexpr,
 ):
     """Adds to dk (without its scale) and dv; all products are [keys, queries]."""
     FACTOR: tl.constexpr = C.SCALE if C.FOLDED else 1.0
@@ -64,9 +74,9 @@ def key_blocks(
         # what is subtracted starts the sum, so that no registers hold it
         minus_lse = tl.broadcast_to(-lse2[None, :], [BLOCK_K, BLOCK_Q])
         if C.FOLDED:
-            qk = tl.dot(k, tl.trans(q), minus_lse / FACTOR, input_precision="tf32x3")
+            qk = tl.dot(k, tl.trans(q), minus_lse / FACTOR, input_precision=C.PRECISION)
         else:
-            qk = tl.dot(k, tl.trans(q), input_precision="tf32x3")
+            qk = tl.dot(k, tl.trans(q), input_precision=C.PRECISION)
         z, bent = logits(qk, rows, columns, length, bias_at, C)
         if MASKED:
             q_ids = None
@@ -84,13 +94,37 @@ def key_blocks(
             C.PADDED_HV,
             MASKED,
         )
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="tf32x3")
-        delta = tl.load(delta_at + within)
-        minus_delta = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
-        ds = p * tl.dot(v, tl.trans(dout), minus_delta, input_precision="tf32x3")
-        if C.SOFTCAP is not None:
-            ds *= 1.0 - bent * bent
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="tf32x3")
+        if WANT_V:
+            by_rows = dout
+            if turned_dout_at is not None:
+                by_rows = load_turned(
+                    turned_dout_at + start,
+                    C.T - start,
+                    C.PADDED_T,
+                    C.HV,
+                    BLOCK_Q,
+                    C.PADDED_HV,
+                    False,
+                )
+            dv = tl.dot(factor(p, dout, C), by_rows, dv, input_precision=C.PRECISION)
+        if WANT_K:
+            delta = tl.load(delta_at + within)
+            minus_delta = tl.broadcast_to(-delta[None, :], [BLOCK_K, BLOCK_Q])
+            dp = tl.dot(v, tl.trans(dout), minus_delta, input_precision=C.PRECISION)
+            ds = p * dp
+            if C.SOFTCAP is not None:
+                ds *= 1.0 - bent * bent
+            if turned_q_at is not None:
+                q = load_turned(
+                    turned_q_at + start,
+                    C.T - start,
+                    C.PADDED_T,
+                    C.H,
+                    BLOCK_Q,
+                    C.PADDED_H,
+                    False,
+                )
+            dk = tl.dot(factor(ds, q, C), q, dk, input_precision=C.PRECISION)
     return dk, dv
 
 
@@ -109,6 +143,8 @@ def flash_attention_bwd_keys_kernel(
     dout_ptr,
     lse2_ptr,
     delta_ptr,
+    turned_q_ptr,
+    turned_dout_ptr,
     dk_ptr,
     dv_ptr,
     C: tl.constexpr,
@@ -116,7 +152,7 @@ def flash_attention_bwd_keys_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dk and dv of BLOCK_K keys of one key head, summed over the heads of its group."""
+    """dk and dv of BLOCK_K keys of one key head, summed over its group, if given."""
     RAGGED: tl.constexpr = (
         C.S % BLOCK_K != 0
         or C.T % BLOCK_Q != 0
@@ -162,8 +198,10 @@ def flash_attention_bwd_keys_kernel(
         mask_ptr is None,
         RAGGED,
     )
-    PADDED_H: tl.constexpr = C.PADDED_H
-    PADDED_HV: tl.constexpr = C.PADDED_HV
+    WANT_K: tl.constexpr = dk_ptr is not None
+    WANT_V: tl.constexpr = dv_ptr is not None
+    PADDED_H: tl.constexpr = C.PADDED_H if WANT_K else 1
+    PADDED_HV: tl.constexpr = C.PADDED_HV if WANT_V else 1
     dk = tl.zeros([BLOCK_K, PADDED_H], tl.float32)
     dv = tl.zeros([BLOCK_K, PADDED_HV], tl.float32)
     for member in range(0, C.GROUP):
@@ -178,6 +216,11 @@ def flash_attention_bwd_keys_kernel(
                 bias_ptr + batch.to(tl.int64) * C.BIAS_B + n.to(tl.int64) * C.BIAS_N
             )
         by_head = (batch * C.N + n).to(tl.int64) * C.PADDED_T
+        turned_q_at, turned_dout_at = None, None
+        if turned_q_ptr is not None:
+            turned_q_at = turned_q_ptr + by_head * C.H
+        if turned_dout_ptr is not None:
+            turned_dout_at = turned_dout_ptr + by_head * C.HV
         for part in tl.static_range(3):
             if EXISTS[part]:
                 dk, dv = key_blocks(
@@ -192,6 +235,8 @@ def flash_attention_bwd_keys_kernel(
                     edges[part + 1],
                     q_ptr + (q_row * C.N + n) * C.H,
                     dout_ptr + (q_row * C.N + n) * C.HV,
+                    turned_q_at,
+                    turned_dout_at,
                     lse2_ptr + by_head,
                     delta_ptr + by_head,
                     q_ids_at,
@@ -202,12 +247,15 @@ def flash_attention_bwd_keys_kernel(
                     BLOCK_Q,
                     BLOCK_K,
                     part != 1,
+                    WANT_K,
+                    WANT_V,
                 )
     kv_row = kv_row * C.HEADS + kv_head
-    dk *= C.DSCALE
-    store_rows(
-        dk_ptr + kv_row * C.H, dk, C.S - column, C.K_STRIDE, C.H, BLOCK_K, C.PADDED_H
-    )
-    store_rows(
-        dv_ptr + kv_row * C.HV, dv, C.S - column, C.V_STRIDE, C.HV, BLOCK_K, C.PADDED_HV
-    )
+    left = C.S - column
+    if WANT_K:
+        dk *= C.DSCALE
+        dk_at = dk_ptr + kv_row * C.H
+        store_rows(dk_at, dk, left, C.K_STRIDE, C.H, BLOCK_K, C.PADDED_H)
+    if WANT_V:
+        dv_at = dv_ptr + kv_row * C.HV
+        store_rows(dv_at, dv, left, C.V_STRIDE, C.HV, BLOCK_K, C.PADDED_HV)

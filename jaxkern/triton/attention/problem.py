@@ -1,13 +1,29 @@
 """What one problem fixes for all of its kernels: operands and constants."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxkern.primitives.call import matmul_precision
 from jaxkern.triton.block_sizes import next_power_of_2
 
 LOG2_E = 1.4426950408889634
+# `jax_default_matmul_precision` of which one TF32 product falls short; XLA multiplies
+# float32 so at every other one on these GPUs, "high" included
+EXACT = frozenset(
+    (
+        "highest",
+        "float32",
+        "BF16_BF16_F32_X3",
+        "BF16_BF16_F32_X6",
+        "BF16_BF16_F32_X9",
+        "TF32_TF32_F32_X3",
+        "F32_F32_F32",
+        "F64_F64_F64",
+    )
+)
 PADDING = 128  # of the rows of lse and delta; a multiple of every BLOCK_Q
 
 
@@ -17,13 +33,14 @@ class Constants:
 
     Attributes:
       B, T, S, N, HEADS, GROUP, H, HV: sizes; N = HEADS * GROUP.
-      PADDED_T, PADDED_H, PADDED_HV: what the kernels hold of T, H, HV.
+      PADDED_T, PADDED_S, PADDED_H, PADDED_HV: what the kernels hold of T, S, H, HV.
       Q_STRIDE, K_STRIDE, V_STRIDE, OUT_STRIDE: from one row to the next.
       MASK_B, ..., BIAS_S: strides of mask and bias.
       SCALE: of q k^T, with log2 e where no cap comes after it.
       DSCALE: of dq and dk.
       FOLDED: SCALE is applied as late as in the exponent.
       SOFTCAP, CAUSAL, WINDOW: options.
+      PRECISION: of products; "tf32" only of float32.
     """
 
     B: int
@@ -35,6 +52,7 @@ class Constants:
     H: int
     HV: int
     PADDED_T: int
+    PADDED_S: int
     PADDED_H: int
     PADDED_HV: int
     Q_STRIDE: int
@@ -55,6 +73,7 @@ class Constants:
     FOLDED: bool
     CAUSAL: bool
     WINDOW: int | None
+    PRECISION: str
 
 
 def strides(x: jax.Array | None, name: str) -> dict[str, int]:
@@ -71,6 +90,31 @@ def strides(x: jax.Array | None, name: str) -> dict[str, int]:
 
 def int32(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.astype(jnp.int32)
+
+
+def one_product(dtype: Any) -> bool:
+    """Whether float32 is multiplied as TF32, not by three such products."""
+    return dtype == jnp.float32 and matmul_precision() not in EXACT
+
+
+def factor(x: jax.Array) -> jax.Array:
+    """x as a factor of products; one of TF32 cuts off what it does not hold."""
+    if one_product(x.dtype):
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    return x
+
+
+def turned(x: jax.Array) -> jax.Array | None:
+    """[b t n h] of float32 as [b n h t], t padded with zeros.
+
+    Products of 32 bits sum over what is contiguous in shared memory; without this
+    kernels would turn every tile there.
+    """
+    if x.dtype != jnp.float32:
+        return None
+    short = -x.shape[1] % PADDING
+    by_head = jnp.transpose(factor(x), (0, 2, 3, 1))
+    return jnp.pad(by_head, ((0, 0), (0, 0), (0, 0), (0, short)))
 
 
 def operands_and_constants(
@@ -92,9 +136,9 @@ def operands_and_constants(
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     given = {
-        "q_ptr": query,
-        "k_ptr": key,
-        "v_ptr": value,
+        "q_ptr": factor(query),
+        "k_ptr": factor(key),
+        "v_ptr": factor(value),
         "bias_ptr": bias,
         "mask_ptr": mask,
         "q_ids_ptr": int32(q_segment_ids),
@@ -113,6 +157,7 @@ def operands_and_constants(
         H=h,
         HV=hv,
         PADDED_T=-(-t // PADDING) * PADDING,
+        PADDED_S=-(-s // PADDING) * PADDING,
         PADDED_H=max(16, next_power_of_2(h)),
         PADDED_HV=max(16, next_power_of_2(hv)),
         Q_STRIDE=n * h,
@@ -128,5 +173,6 @@ def operands_and_constants(
         CAUSAL=causal,
         # no position is as far as 2^30, and more could overflow
         WINDOW=None if window is None else min(window, 2**30),
+        PRECISION="tf32" if one_product(query.dtype) else "tf32x3",
     )
     return given, constants

@@ -7,7 +7,13 @@ it reads k and v of these, and writes dq once. dS, [b n t s], is written only wh
 is asked for: it is the gradient of a bias.
 """
 
-from jaxkern.triton.attention.head_rows import load_rows, place, store_rows
+from jaxkern.triton.attention.head_rows import (
+    factor,
+    load_rows,
+    load_turned,
+    place,
+    store_rows,
+)
 from jaxkern.triton.attention.pairs import (
     key_ranges,
     logits,
@@ -32,6 +38,7 @@ def query_blocks(
     last,
     k_at,
     v_at,
+    turned_k_at,
     kv_ids_at,
     mask_at,
     bias_at,
@@ -58,14 +65,14 @@ def query_blocks(
             C.PADDED_HV,
             MASKED,
         )
-        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        qk = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
         columns = (start + tl.arange(0, BLOCK_K))[None, :]
         z, bent = logits(qk, rows, columns, length, bias_at, C)
         if MASKED:
             seen = visible(rows, columns, offset, length, q_ids, kv_ids_at, mask_at, C)
             z = tl.where(seen, z, -float("inf"))
         p = tl.exp2(z * FACTOR - lse2[:, None])
-        dp = tl.dot(dout, tl.trans(v), input_precision="tf32x3")
+        dp = tl.dot(dout, tl.trans(v), input_precision=C.PRECISION)
         ds = p * (dp - delta[:, None])
         if slopes_at is not None:
             at = slopes_at + rows.to(tl.int64) * C.S + columns
@@ -73,7 +80,11 @@ def query_blocks(
             tl.store(at, slopes, (rows < C.T) & (columns < C.S))
         if C.SOFTCAP is not None:
             ds *= 1.0 - bent * bent
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="tf32x3")
+        if turned_k_at is not None:
+            k = load_turned(
+                turned_k_at + start, left, C.PADDED_S, C.H, BLOCK_K, C.PADDED_H, MASKED
+            )
+        dq = tl.dot(factor(ds, k, C), k, dq, input_precision=C.PRECISION)
     return dq
 
 
@@ -92,6 +103,7 @@ def flash_attention_bwd_queries_kernel(
     dout_ptr,
     lse2_ptr,
     delta_ptr,
+    turned_k_ptr,
     dq_ptr,
     slopes_ptr,
     C: tl.constexpr,
@@ -117,6 +129,11 @@ def flash_attention_bwd_queries_kernel(
     kv_row = batch.to(tl.int64) * C.S
     k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
     v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
+    turned_k_at = None
+    if turned_k_ptr is not None:
+        turned_k_at = (
+            turned_k_ptr + (batch * C.HEADS + kv_head).to(tl.int64) * C.H * C.PADDED_S
+        )
     left = C.T - row
     q_at = q_ptr + (q_row * C.N + n) * C.H
     dout_at = dout_ptr + (q_row * C.N + n) * C.HV
@@ -173,6 +190,7 @@ def flash_attention_bwd_queries_kernel(
                 edges[part + 1],
                 k_at,
                 v_at,
+                turned_k_at,
                 kv_ids_at,
                 mask_at,
                 bias_at,
