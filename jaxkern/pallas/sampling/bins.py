@@ -38,6 +38,13 @@ def float_of(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def whole(nearest, interpret: bool):
+    """`nearest` without ROUND, which jax 0.11 folds into other terms on a CPU."""
+    if interpret:
+        return (bits_of(nearest) - bits_of(jnp.float32(ROUND))).astype(jnp.float32)
+    return nearest - ROUND
+
+
 def flipped_if_negative(bits):
     return bits ^ (lax.shift_right_arithmetic(bits, jnp.int32(31)) & 0x7FFFFFFF)
 
@@ -90,7 +97,7 @@ class Even(NamedTuple):
 
     def in_arrays(self, x):
         nearest = x * self.inverse + ROUND
-        beside = x * self.inverse + (ROUND - nearest)
+        beside = x * self.inverse - whole(nearest, True)
         bin_ = self.first - bits_of(nearest)
         bin_ = jnp.where((bin_ < 0) | (bin_ >= BINS), BINS - 1, bin_)
         return bin_, units(beside * self.octaves + self.middle)

@@ -21,6 +21,7 @@ from jaxkern.pallas.sampling.bins import (
     float_of,
     from_ordered,
     ordered,
+    whole,
 )
 from jaxkern.pallas.sampling.cluster_row import ClusterRow, running_sum
 from jaxkern.pallas.sampling.plan import BINS, in_each_warp
@@ -102,12 +103,14 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
     sums = row.bins_of_row(jnp.int32(0))
 
     # of a unit of the first bin; its upper end may be no float
-    exponent = (nearest - ROUND + 0.5 - w.base * inverse) * octaves - fixed
+    exponent = whole(nearest, row.interpret) + 0.5 - w.base * inverse
+    exponent = exponent * octaves - fixed
     weight = sums * jnp.exp2(exponent - number(BINS).astype(jnp.float32) * octaves)
     upto = running_sum(weight, in_each_warp(BINS), row.interpret)
     target = jnp.maximum(share * float_of(jnp.max(bits_of(upto), axis=0)), 1e-30)
     found = crossing(row, sums, upto, target)
-    top = (nearest - ROUND - found.bin.astype(jnp.float32) + 0.5) * width
+    top = whole(nearest, row.interpret) - found.bin.astype(jnp.float32) + 0.5
+    top = top * width
     highest = jnp.minimum(top, w.base)
     one = jnp.exp2((highest - w.base) * w.slope - fixed)
     lightest = ALONE * jnp.exp2(fixed - octaves)
@@ -123,7 +126,7 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
 
     def ends_of(first, bin_, width):
         """Of a bin; where two meet, a logit is rounded to the even one."""
-        middle = float_of(first - bin_) - ROUND
+        middle = whole(float_of(first - bin_), row.interpret)
         odd = (first - bin_) & 1
         low, high = ordered((middle - 0.5) * width), ordered((middle + 0.5) * width)
         return low + odd, high - odd
