@@ -22,6 +22,28 @@ def place(
 
 
 @jit
+def load_within(
+    pointers,
+    row,
+    column,
+    count,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """0 beyond WIDTH of COLUMNS and, if MASKED, beyond count rows."""
+    if MASKED and WIDTH < COLUMNS:
+        x = tl.load(pointers, (row < count) & (column < WIDTH), 0.0)
+    elif MASKED:
+        x = tl.load(pointers, row < count, 0.0)
+    elif WIDTH < COLUMNS:
+        x = tl.load(pointers, column < WIDTH, 0.0)
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@jit
 def load_rows(
     at,
     count,
@@ -35,15 +57,7 @@ def load_rows(
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     pointers = at + row * STRIDE + column
-    if MASKED and WIDTH < COLUMNS:
-        x = tl.load(pointers, (row < count) & (column < WIDTH), 0.0)
-    elif MASKED:
-        x = tl.load(pointers, row < count, 0.0)
-    elif WIDTH < COLUMNS:
-        x = tl.load(pointers, column < WIDTH, 0.0)
-    else:
-        x = tl.load(pointers)
-    return x
+    return load_within(pointers, row, column, count, WIDTH, COLUMNS, MASKED)
 
 
 @jit
@@ -60,14 +74,7 @@ def load_turned(
     row = tl.arange(0, ROWS)[None, :]
     column = tl.arange(0, COLUMNS)[:, None]
     pointers = at + column * STRIDE + row
-    if MASKED and WIDTH < COLUMNS:
-        x = tl.load(pointers, (row < count) & (column < WIDTH), 0.0)
-    elif MASKED:
-        x = tl.load(pointers, row < count, 0.0)
-    elif WIDTH < COLUMNS:
-        x = tl.load(pointers, column < WIDTH, 0.0)
-    else:
-        x = tl.load(pointers)
+    x = load_within(pointers, row, column, count, WIDTH, COLUMNS, MASKED)
     return tl.trans(x)
 
 
