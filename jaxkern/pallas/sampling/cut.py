@@ -68,6 +68,7 @@ def width_of_bins(w: Weights):
 
 
 def number(size: int):
+    """0, 1, ... size - 1 in each warp."""
     layout = in_each_warp(size)
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
@@ -80,7 +81,7 @@ def value_at(x, place):
     return float_of(jnp.max(jnp.where(number(x.size) == place, bits_of(x), 0), axis=0))
 
 
-def crossing(row: ClusterRow, sums, upto, rest) -> Crossing:
+def crossing(sums, upto, rest) -> Crossing:
     """The bin where the cumulative weight reaches `rest`, else the last not empty."""
     bin_ = number(BINS)
 
@@ -108,7 +109,7 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
     weight = sums * jnp.exp2(exponent - number(BINS).astype(jnp.float32) * octaves)
     upto = running_sum(weight, in_each_warp(BINS), row.interpret)
     target = jnp.maximum(share * float_of(jnp.max(bits_of(upto), axis=0)), 1e-30)
-    found = crossing(row, sums, upto, target)
+    found = crossing(sums, upto, target)
     top = whole(nearest, row.interpret) - found.bin.astype(jnp.float32) + 0.5
     top = top * width
     highest = jnp.minimum(top, w.base)
@@ -119,7 +120,7 @@ def cut_of_share(row: ClusterRow, w: Weights, share):
         row.over_lines(lambda x, _: add_to_bins(row, x, bins))
         sums = row.bins_of_row(s.turn)
         upto = running_sum(sums * one, in_each_warp(BINS), row.interpret)
-        found = crossing(row, sums, upto, s.rest)
+        found = crossing(sums, upto, s.rest)
         rest, alone = s.rest - found.before, found.units < lightest
         low, high = ends_of(found.bin)
         return Search(s.turn + 1, low, high, rest, alone)

@@ -59,9 +59,8 @@ def forward_sizes(width: int) -> dict[str, int]:
 
 def piece(constants: Constants, dtype: Any) -> int:
     """Dims of the head in one product of scores; more float32 than this would spill."""
-    wide = max(constants.PADDED_H, constants.PADDED_HV) >= (
-        512 if one_product(dtype) else 256
-    )
+    least = 512 if one_product(dtype) else 256
+    wide = max(constants.PADDED_H, constants.PADDED_HV) >= least
     return min(constants.PADDED_H, 64 if wide and dtype == jnp.float32 else 512)
 
 
