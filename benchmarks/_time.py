@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.triton.triton_call import jit, tl, triton_call
+from jaxkern.gpu.triton_call import jit, tl, triton_call
 
 REPEATS = 7
 

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 import jaxkern
 from benchmarks._gpu import CONSOLE, Benchmark, Case, measure_jax, moving, num_sets
-from jaxkern.triton import block_sizes
+from jaxkern.gpu import device as block_sizes
 
 NOISE = 0.02
 TABLES = Path(jaxkern.__file__).parent / "lowering" / "tuned"

@@ -6,15 +6,16 @@ reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
 
 import functools
 
+from jaxkern.gpu.triton_call import unsupported
 from jaxkern.lowering.lower import lower
-from jaxkern.pallas.attention import decode_attention as hopper_decode
-from jaxkern.pallas.attention import flash_attention as hopper_attention
-from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
-from jaxkern.pallas.attention import joint_bwd as hopper_joint_bwd
-from jaxkern.pallas.norm import rms_norm_bwd as hopper_rms_norm_bwd
-from jaxkern.pallas.rows import cross_entropy as hopper_cross_entropy
-from jaxkern.pallas.rows import softmax as hopper_softmax
-from jaxkern.pallas.sampling import sample as hopper_sample
+from jaxkern.pallas.activation import softmax as hopper_softmax
+from jaxkern.pallas.attention.attention import bwd as hopper_attention_bwd
+from jaxkern.pallas.attention.attention import fwd as hopper_attention
+from jaxkern.pallas.attention.attention import joint_bwd as hopper_joint_bwd
+from jaxkern.pallas.attention.decode import attention as hopper_decode
+from jaxkern.pallas.loss import cross_entropy as hopper_cross_entropy
+from jaxkern.pallas.norm import rms_norm as hopper_rms_norm_bwd
+from jaxkern.pallas.sampling.sample.fwd import fwd as hopper_sample
 from jaxkern.primitives.activation.softmax import softcap_softmax_p, softmax_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.latent_attention import latent_attention_p
@@ -72,12 +73,10 @@ from jaxkern.primitives.turboquant.quantize_vectors import (
     quantize_vectors_p,
 )
 from jaxkern.triton.activation import softmax
-from jaxkern.triton.attention import (
-    decode_attention,
-    decode_quantized,
-    flash_attention,
-    latent_attention,
-)
+from jaxkern.triton.attention import latent_attention
+from jaxkern.triton.attention.attention import fwd as flash_attention
+from jaxkern.triton.attention.decode import attention as decode_attention
+from jaxkern.triton.attention.quantized_cache_attention import fwd as decode_quantized
 from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, argsort, embedding, top_k
 from jaxkern.triton.kv_cache import qk_norm_rope_cache
@@ -87,23 +86,22 @@ from jaxkern.triton.norm import (
     group_norm,
     l2_norm,
     layer_norm,
-    moe_rms_norm_add,
-    moe_rms_norm_add_backward,
     multi_rms_norm,
     rms_norm,
     rms_norm_add,
     rms_norm_quantized,
     sandwich_rms_norm,
 )
-from jaxkern.triton.optim import adamw
-from jaxkern.triton.rope import (
-    apply_rope,
-    head_norm_rope,
-    qk_norm_rope,
-    qk_norm_rope_bwd,
+from jaxkern.triton.norm.moe_rms_norm_add.fwd import (
+    bwd as moe_rms_norm_add_backward,
 )
-from jaxkern.triton.sampling import sample
-from jaxkern.triton.triton_call import unsupported
+from jaxkern.triton.norm.moe_rms_norm_add.fwd import fwd as moe_rms_norm_add
+from jaxkern.triton.optim import adamw
+from jaxkern.triton.rope import head_norm_rope
+from jaxkern.triton.rope import rope as apply_rope
+from jaxkern.triton.rope.qk_norm_rope.fwd import bwd as qk_norm_rope_bwd
+from jaxkern.triton.rope.qk_norm_rope.fwd import fwd as qk_norm_rope
+from jaxkern.triton.sampling.sample.fwd import fwd as sample
 from jaxkern.triton.turboquant import dequantize_vectors, fwht, quantize_vectors
 
 row = functools.partial(lower, platform="cuda", backend="triton")

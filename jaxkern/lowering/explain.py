@@ -12,8 +12,8 @@ from jaxkern.primitives.call import Call
 from jaxkern.primitives.kernel_primitive import KernelPrimitive, Tangent
 
 if TYPE_CHECKING:
+    from jaxkern.gpu.launch import Launch
     from jaxkern.pallas.mosaic_launch import MosaicLaunch
-    from jaxkern.triton.launch import Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +134,8 @@ def launches(
     p: KernelPrimitive, row: Row, avals: list, call: Call, static: dict
 ) -> "tuple[Launch | MosaicLaunch, ...]":
     """The launches of one call of an op, on unsharded operands."""
+    from jaxkern.gpu.triton_call import triton_call_p  # imports Triton
     from jaxkern.pallas.mosaic_launch import MosaicKernels, mosaic_launch
-    from jaxkern.triton.triton_call import triton_call_p  # imports Triton
 
     f = jax.jit(functools.partial(p.evaluate_with, row.kernel, call=call, **static))
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]

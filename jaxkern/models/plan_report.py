@@ -15,8 +15,8 @@ from jaxkern import runtime
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.models.llama import decode, empty_cache
 from jaxkern.models.llama_gguf import Policy, choose_policy, load_llama
-from jaxkern.runtime.instructions import Instruction
-from jaxkern.runtime.profile import Profile
+from jaxkern.runtime.plan.instructions import Instruction
+from jaxkern.runtime.plan.profile import Profile
 
 COUNTED = re.compile(r"\.\d+|_\d+$|\d+$")  # what XLA appends to make a name unique
 EDGE = 20  # rows of the two long tables

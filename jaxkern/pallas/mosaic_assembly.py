@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir
 
-from jaxkern.triton.block_sizes import cuda_device
-from jaxkern.triton.launch import triton
+from jaxkern.gpu.device import cuda_device
+from jaxkern.gpu.launch import triton
 
 HASH_BYTES = 32
 

@@ -4,30 +4,32 @@ Nothing here costs anything until it is called.
 """
 
 from jaxkern.primitives.linear.policy import Policy, current_policy, policy
-from jaxkern.runtime import events, kernel_cache, testing
-from jaxkern.runtime.bucketed import bucketed
-from jaxkern.runtime.buffer_pool import BufferPool
-from jaxkern.runtime.compilation_cache import enable_compilation_cache
-from jaxkern.runtime.conflicts import ConflictTracker, Region
-from jaxkern.runtime.events import reset_stats, stats
-from jaxkern.runtime.fuse import Fusion, NotFused, Pattern
-from jaxkern.runtime.graph import Graph, Node, graph
-from jaxkern.runtime.implementations import implementations
-from jaxkern.runtime.memory_limit import (
+from jaxkern.runtime import testing
+from jaxkern.runtime.graph.conflicts import ConflictTracker, Region
+from jaxkern.runtime.graph.fuse import Fusion, NotFused, Pattern
+from jaxkern.runtime.graph.graph import Graph, Node, graph
+from jaxkern.runtime.graph.op_kind import OpKind
+from jaxkern.runtime.memory.buffer_pool import BufferPool
+from jaxkern.runtime.memory.memory_limit import (
     MemoryLimitExceeded,
     allocated_bytes,
     limited,
     memory_limit,
 )
-from jaxkern.runtime.memory_tracker import MemoryTracker
-from jaxkern.runtime.op_kind import OpKind
-from jaxkern.runtime.plan import Plan, compile
-from jaxkern.runtime.profile import Limits, measured_limits
-from jaxkern.runtime.saved_plan import load
-from jaxkern.runtime.symbolic_plan import SymbolicPlan
-from jaxkern.runtime.trace import OpaqueOp, Trace, TracedOp, TracedPlan, trace
-from jaxkern.runtime.upload import UploadReport, upload
-from jaxkern.runtime.with_oom_fallback import with_oom_fallback
+from jaxkern.runtime.memory.memory_tracker import MemoryTracker
+from jaxkern.runtime.memory.upload import UploadReport, upload
+from jaxkern.runtime.memory.with_oom_fallback import with_oom_fallback
+from jaxkern.runtime.plan import kernel_cache
+from jaxkern.runtime.plan.bucketed import bucketed
+from jaxkern.runtime.plan.compilation_cache import enable_compilation_cache
+from jaxkern.runtime.plan.implementations import implementations
+from jaxkern.runtime.plan.plan import Plan, compile
+from jaxkern.runtime.plan.profile import Limits, measured_limits
+from jaxkern.runtime.plan.saved_plan import load
+from jaxkern.runtime.plan.symbolic_plan import SymbolicPlan
+from jaxkern.runtime.trace import events
+from jaxkern.runtime.trace.events import reset_stats, stats
+from jaxkern.runtime.trace.trace import OpaqueOp, Trace, TracedOp, TracedPlan, trace
 
 __all__ = [
     "BufferPool",

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.runtime import events, stats, with_oom_fallback
+from jaxkern.runtime import stats, with_oom_fallback
+from jaxkern.runtime.trace import events
 
 FREE = 256 << 20  # bytes that stay free
 ROWS, COLUMNS = 1 << 17, 1 << 10  # sorted: 512 MB of float32

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkern import attention, backend, explain
+from jaxkern.gpu.device import device_capability
 from jaxkern.lowering.explain import default_platform
-from jaxkern.triton.launch import device_capability
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, rms_norm, runtime
-from jaxkern.runtime.kernel_cache import KernelCache
+from jaxkern.runtime.plan.kernel_cache import KernelCache
 from tests.gpu.truth import on_a_gpu
 
 pytestmark = on_a_gpu

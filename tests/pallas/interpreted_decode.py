@@ -8,9 +8,9 @@ import sys
 
 import jax.numpy as jnp
 
-from jaxkern.pallas.attention import decode_attention as hopper
-from jaxkern.pallas.attention import decode_walk
-from tests.pallas.test_flash_attention import check, operands
+from jaxkern.pallas.attention.decode import attention as hopper
+from jaxkern.pallas.attention.decode import decode_walk
+from tests.pallas.attention.test_attention import check, operands
 
 ALIKE, UNEVEN = [256, 250, 211, 240], [256, 0, 1, 140]
 OFFSET = [5, 500, -3, 299]

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkern.pallas.activation.softmax import softmax_bwd, softmax_fwd
+from jaxkern.pallas.loss.cross_entropy import weighted_cross_entropy_fwd
 from jaxkern.pallas.rows import plan as plans
-from jaxkern.pallas.rows.cross_entropy import weighted_cross_entropy_fwd
-from jaxkern.pallas.rows.softmax import softmax_bwd, softmax_fwd
 from jaxkern.primitives.activation.softmax import (
     softmax_bwd_reference,
     softmax_reference,

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.pallas.sampling import plan as plans
-from jaxkern.pallas.sampling.sample import sample
+from jaxkern.pallas.sampling.sample.fwd import plan as plans
+from jaxkern.pallas.sampling.sample.fwd import sample
 from tests.sampled import check_tokens, special_rows
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.extend.mlir import ir
 
 from jaxkern import backend, explain, rms_norm
+from jaxkern.gpu.device import compiling_for, device_capability
 from jaxkern.pallas.mosaic_assembly import (
     Assembly,
     environment,
@@ -18,7 +19,6 @@ from jaxkern.pallas.mosaic_assembly import (
     read_assemblies,
 )
 from jaxkern.pallas.mosaic_launch import MosaicKernels, MosaicLaunch
-from jaxkern.triton.launch import compiling_for, device_capability
 
 
 def gradient(x):

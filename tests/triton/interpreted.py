@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkern.triton import triton_call as bridge
+from jaxkern.gpu import triton_call as bridge
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 alone = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

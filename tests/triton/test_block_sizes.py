@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkern.triton import block_sizes
+from jaxkern.gpu import device as block_sizes
+from jaxkern.gpu.device import compiling_for, num_sms
+from jaxkern.gpu.triton_call import max_shared_bytes
 from jaxkern.triton.activation import streamed_softmax
-from jaxkern.triton.block_sizes import num_sms
-from jaxkern.triton.launch import compiling_for
 from jaxkern.triton.norm import streamed_rows
 from jaxkern.triton.norm.row_norm_forward import forward_tile
-from jaxkern.triton.triton_call import max_shared_bytes
 
 
 @pytest.mark.parametrize("device, rows", [("NVIDIA H200", 32), ("NVIDIA A100", 16)])

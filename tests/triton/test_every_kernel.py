@@ -31,12 +31,13 @@ from jaxkern import (
     sandwich_rms_norm,
     softmax,
 )
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.attention import gradient_rows
+from jaxkern.gpu.device import compiling_for
+from jaxkern.gpu.launch import compiled
 from jaxkern.lowering.explain import every_equation
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
-from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.attention import gradient_rows
-from jaxkern.triton.launch import compiled, compiling_for
 from tests import checks
 
 pytestmark = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend, explain, rms_norm
-from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.triton_call import triton_call
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.triton_call import triton_call
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.triton.block_sizes import num_sms
-from jaxkern.triton.norm.row_tiles import num_rows
-from jaxkern.triton.triton_call import compute_capability
+from jaxkern.gpu.device import compute_capability, num_sms
+from jaxkern.gpu.rows import num_rows
 
 WARPS = 4  # of a warpgroup
 LANES = 32

@@ -1,6 +1,6 @@
 """The soft cap of logits and its slope, for kernels that read them."""
 
-from jaxkern.triton.triton_call import jit, tl
+from jaxkern.gpu.triton_call import jit, tl
 
 
 @jit

@@ -8,14 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.activation.softcap import scaled_logits, softcap_slope
 from jaxkern.triton.activation.streamed_softmax import (
     stream_sizes,
     streamed_softmax_fwd,
 )
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms, tuned
-from jaxkern.triton.norm.row_tiles import num_rows
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 NARROW = 32768  # elements of a row that stay in registers, forward
 NARROW_BACKWARD = 2048

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from jaxkern.triton.block_sizes import WARP, num_sms, tuned
-from jaxkern.triton.norm.row_tiles import num_rows
-from jaxkern.triton.triton_call import (
+from jaxkern.gpu.device import WARP, num_sms, tuned
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import (
     async_copy,
     async_load,
     gl,

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.attention.decode_attention import FAR, MAX_QUERIES
-from jaxkern.triton.attention.decode_kernel import share_of_keys
-from jaxkern.triton.attention.decode_sizes import num_splits
+from jaxkern.gpu.attention.over_sequences import over_sequences
+from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.triton_call import jit, libdevice, max_shared_bytes, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.triton.attention.decode.attention import FAR, MAX_QUERIES
+from jaxkern.triton.attention.decode.decode_kernel import share_of_keys
+from jaxkern.triton.attention.decode.decode_sizes import num_splits
 from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
-from jaxkern.triton.attention.over_sequences import over_sequences
-from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
-from jaxkern.triton.triton_call import jit, libdevice, max_shared_bytes, tl
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 MAX_VALUE_DIM = 512
 MAX_REST = 128

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms
-from jaxkern.triton.triton_call import jit, sparse_call, tl
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
+from jaxkern.gpu.triton_call import jit, sparse_call, tl
 
 LOG2E = math.log2(math.e)
 

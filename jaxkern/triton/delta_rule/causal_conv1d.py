@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms, tuned
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 
 WIDEST, FEWEST = 8, 16
 

@@ -7,9 +7,9 @@ elements one place before, whose lines the caches hold.
 
 from typing import Any
 
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms, tuned
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 
 CHUNK = 4096
 

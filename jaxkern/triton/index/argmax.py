@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.triton_call import jit, sparse_call, tl, triton_call
 from jaxkern.triton.index.threshold import ordered_bits
-from jaxkern.triton.triton_call import jit, sparse_call, tl, triton_call
 
 CHUNK = 4096  # elements of one program
 LONGEST = 2**24  # the chunks of a row are the elements of one program

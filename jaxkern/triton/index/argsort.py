@@ -18,8 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.triton_call import sparse_call, triton_call
 from jaxkern.triton.index.radix import BITS, DIGITS, SUMS
 from jaxkern.triton.index.radix_kernels import (
     counts_kernel,
@@ -27,7 +28,6 @@ from jaxkern.triton.index.radix_kernels import (
     scatter_kernel,
     sort_row_kernel,
 )
-from jaxkern.triton.triton_call import sparse_call, triton_call
 
 SHORTEST = 64  # rows that XLA does not sort as fast
 LONGEST_TILE = 8192  # a row of one program

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.triton_call import jit, like, tl, triton_call
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.index.embedding import nearest_rows
-from jaxkern.triton.block_sizes import next_power_of_2
-from jaxkern.triton.triton_call import jit, like, tl, triton_call
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 PIECE = 128  # positions
 TOGETHER = 8  # rows that are loaded at once

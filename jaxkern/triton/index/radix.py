@@ -6,12 +6,12 @@ the counts become places: of the digits below, and of the warps before. PTX, sin
 tensor cannot be scattered to shared memory.
 """
 
-from jaxkern.triton.attention.quantized_copies import (
+from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.triton.attention.quantized_cache_attention.copies import (
     in_place,
     shared_address,
     use_shared,
 )
-from jaxkern.triton.triton_call import constexpr_function, gl, gluon_jit
 
 BITS = 8
 DIGITS = 2**BITS

@@ -1,5 +1,6 @@
 """Kernels of a stable radix sort of (key, index); see argsort.py."""
 
+from jaxkern.gpu.triton_call import gl, gluon_jit, jit, tl
 from jaxkern.triton.index.radix import (
     barrier,
     clear,
@@ -14,7 +15,6 @@ from jaxkern.triton.index.radix import (
     store_pair,
     store_shared,
 )
-from jaxkern.triton.triton_call import gl, gluon_jit, jit, tl
 
 
 @gluon_jit

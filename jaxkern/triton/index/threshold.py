@@ -5,7 +5,7 @@ it in five, one pass over the elements says in which fifth it lies, and 14 passe
 a single one.
 """
 
-from jaxkern.triton.triton_call import jit, tl
+from jaxkern.gpu.triton_call import jit, tl
 
 
 @jit

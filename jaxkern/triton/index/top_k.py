@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.block_sizes import next_power_of_2, tuned
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.triton_call import jit, tl, triton_call
 from jaxkern.triton.index.threshold import (
     largest_threshold,
     order_within,
     ordered_bits,
 )
-from jaxkern.triton.triton_call import jit, tl, triton_call
 
 CHUNK = 4096  # elements of one program of the first launch
 IN_REGISTERS = 16_384  # groups of a row, and elements of the k groups

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkern.gpu.device import compute_capability, next_power_of_2
+from jaxkern.gpu.triton_call import constexpr_function, jit, tl
 from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook
 from jaxkern.primitives.turboquant.vector_codec import (
     Float8Codec,
@@ -23,10 +25,7 @@ from jaxkern.primitives.turboquant.vector_codec import (
     group_size,
     planes,
 )
-from jaxkern.triton.block_sizes import next_power_of_2
-from jaxkern.triton.launch import compute_capability
 from jaxkern.triton.norm.rms_norm_quantized import FP8_CONVERSION, round_to_e4m3fn
-from jaxkern.triton.triton_call import constexpr_function, jit, tl
 
 MOST_CELLS = 2048  # 16 KB with what lies below
 

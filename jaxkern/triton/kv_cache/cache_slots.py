@@ -13,8 +13,8 @@ CALL is (tokens, those of a sequence, slots of a sequence or of all pages, ring,
 the cache), `places` the pointers (positions, lengths, slots), of which some are None.
 """
 
-from jaxkern.triton.block_sizes import next_power_of_2
-from jaxkern.triton.triton_call import jit, tl
+from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.triton_call import jit, tl
 
 COPIED = 1024  # elements at once
 

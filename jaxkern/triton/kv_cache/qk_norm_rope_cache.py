@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu import triton_call
+from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.primitives.turboquant.vector_codec import VectorCodec
-from jaxkern.triton import triton_call
-from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
 from jaxkern.triton.kv_cache.cache_codes import (
     constants_of,
     unsupported_codec,
@@ -22,7 +23,6 @@ from jaxkern.triton.kv_cache.cache_codes import (
 )
 from jaxkern.triton.kv_cache.cache_slots import copy_tile
 from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import qk_norm_rope_cache_kernel
-from jaxkern.triton.triton_call import like, sparse_call
 
 LONGEST = 2048  # dims of a vector: a program holds one whole
 

@@ -12,9 +12,9 @@ HEAD is (h, the power of 2 that holds it, number of pairs, their distance or 0 f
 neighbours, eps, offset); CALL and VECTOR as in cache_slots.py and cache_codes.py.
 """
 
+from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.kv_cache.cache_codes import write_vectors
 from jaxkern.triton.kv_cache.cache_slots import carry_over, rows_of
-from jaxkern.triton.triton_call import jit, tl
 
 
 @jit

@@ -14,6 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.triton_call import jit, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.loss.cross_entropy import (
     as_class,
     is_counted,
@@ -21,9 +24,6 @@ from jaxkern.primitives.loss.cross_entropy import (
     sums_gradient,
 )
 from jaxkern.triton.activation.softcap import softcap_slope, softcapped
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_sms, tuned
-from jaxkern.triton.triton_call import jit, sparse_call, tl
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 VECTOR = 8  # elements of a thread that stand side by side: 16 bytes in bfloat16
 

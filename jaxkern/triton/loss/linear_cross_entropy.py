@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.loss.cross_entropy import (
     as_class,
@@ -24,7 +25,6 @@ from jaxkern.primitives.loss.cross_entropy import (
 )
 from jaxkern.primitives.loss.linear_cross_entropy import logits_of, size_of_blocks
 from jaxkern.triton.loss.cross_entropy import row_gradients, row_sums
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 
 def unsupported(x: Any, weight: Any, **rest: Any) -> str | None:

@@ -9,17 +9,17 @@ backward 5 (reads x, gate and dy, writes dx and dgate).
 
 import jax
 
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.gated_rms_norm_backward import gated_norm_bwd
 from jaxkern.triton.norm.row_tiles import (
     factor,
     forward_tile,
-    num_rows,
     per_row,
     read,
     read_and_keep,
     write,
 )
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 
 @jit

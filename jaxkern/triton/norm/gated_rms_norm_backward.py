@@ -10,19 +10,19 @@ walk down stripes of columns.
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.row_tiles import (
     as_float32,
     backward_sizes,
     factor,
     means_sizes,
-    num_rows,
     per_row,
     prefetch_rows,
     read_each,
     summed,
     write,
 )
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 LONGEST = 8192  # columns of a row that stays in registers
 MOST = 16384  # of one of which the sums do

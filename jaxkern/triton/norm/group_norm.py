@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.row_tiles import read, read_and_keep, write
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 FEW = 2**21  # elements of which XLA's fusions take as long
 LONGEST = 131072  # elements of a group: those in flight stay in the L2 cache

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import next_power_of_2, num_sms, tuned
-from jaxkern.triton.triton_call import jit, sparse_call, tl
+from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.triton_call import jit, sparse_call, tl
 
 CHUNKED = 16384  # up to here the sums stay in registers; beyond, two kernels
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxkern.triton.block_sizes import next_power_of_2
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.triton.norm.sandwich_norm import sandwich_norm_fwd
 from jaxkern.triton.norm.sandwich_norm_backward import sandwich_norm_bwd
 

@@ -10,18 +10,17 @@ bfloat16 norm: 1.5 tensors are moved where that moves 2.
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton import triton_call
-from jaxkern.triton.block_sizes import next_power_of_2
-from jaxkern.triton.launch import compute_capability
+from jaxkern.gpu import triton_call
+from jaxkern.gpu.device import compute_capability, next_power_of_2
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.row_tiles import (
     factor,
     forward_tile,
-    num_rows,
     read,
     read_and_keep,
     write,
 )
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 LONGEST = 8192  # elements of a block
 FP8_CONVERSION = 89  # the compute capability that has it

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import next_power_of_2, num_programs, tuned
+from jaxkern.gpu.device import next_power_of_2, num_programs, tuned
+from jaxkern.gpu.triton_call import jit, like, max_shared_bytes, sparse_call, tl
 from jaxkern.triton.norm.long_row_norm_backward import (
     CHUNKED,
     backward_chunks,
@@ -17,7 +18,6 @@ from jaxkern.triton.norm.long_row_norm_backward import (
     long_row_norm_bwd,
 )
 from jaxkern.triton.norm.streamed_rows import stream_sizes, streamed_row_norm_bwd
-from jaxkern.triton.triton_call import jit, like, max_shared_bytes, sparse_call, tl
 
 LONGEST = 8192  # a row up to here stays in registers, beside its share of dweight
 

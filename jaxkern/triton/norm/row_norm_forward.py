@@ -11,8 +11,8 @@ again from the caches.
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, num_programs, tuned
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
+from jaxkern.gpu.device import WARP, next_power_of_2, num_programs, tuned
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 
 NARROW = 1024  # a row up to here stays in registers
 

@@ -11,14 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.triton.block_sizes import (
-    WARP,
-    next_power_of_2,
-    num_programs,
-    num_sms,
-    tuned,
-)
-from jaxkern.triton.triton_call import constexpr_function, jit, max_shared_bytes, tl
+from jaxkern.gpu.device import WARP, next_power_of_2, num_programs, num_sms, tuned
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import constexpr_function, jit, max_shared_bytes, tl
 
 NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
 FULL = 4096  # a row up to here leaves registers for what loads meanwhile
@@ -134,10 +129,6 @@ def means_sizes(kernel: str, x: jax.Array) -> dict:
     rule = {"BLOCK": 4096, "num_warps": 16}
     d = x.shape[-1]
     return tuned(kernel, d, x.dtype, rule) | {"D": d}
-
-
-def num_rows(x: jax.Array) -> int:
-    return x.size // x.shape[-1] if x.shape[-1] else 0
 
 
 def per_row(x: jax.Array) -> jax.ShapeDtypeStruct:

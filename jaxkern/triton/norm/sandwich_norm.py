@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.row_tiles import (
     factor,
     forward_tile,
-    num_rows,
     per_row,
     read,
     read_and_keep,
     read_scale,
     write,
 )
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 
 @jit

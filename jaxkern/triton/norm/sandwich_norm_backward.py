@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.row_tiles import (
     backward_sizes,
     factor,
     means_sizes,
-    num_rows,
     per_row,
     prefetch_rows,
     read_each,
@@ -32,7 +33,6 @@ from jaxkern.triton.norm.sandwich_norm_means import (
     sandwich_norm_means_kernel,
     through_readers,
 )
-from jaxkern.triton.triton_call import jit, like, sparse_call, tl
 
 LONGEST = 8192  # columns of a row that stays in registers, where there is one norm
 LONGEST_OF_TWO = 4096  # and where a norm or a residual stands before it

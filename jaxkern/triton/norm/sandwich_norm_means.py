@@ -6,8 +6,8 @@ of both.
 """
 # ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
+from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.norm.row_tiles import factor, read_each, read_scale, write
-from jaxkern.triton.triton_call import jit, tl
 
 
 @jit

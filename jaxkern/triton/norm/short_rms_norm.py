@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from jaxkern.triton.block_sizes import WARP
-from jaxkern.triton.norm.row_tiles import num_rows
-from jaxkern.triton.triton_call import gl, gluon_jit, like, sparse_call
+from jaxkern.gpu.device import WARP
+from jaxkern.gpu.rows import num_rows
+from jaxkern.gpu.triton_call import gl, gluon_jit, like, sparse_call
 
 COLUMNS = (64, 128, 256)  # 8, 16 or 32 lanes a row
 ELEMENTS = 8  # of a lane: 16 bytes

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.device import max_parameter_bytes
+from jaxkern.gpu.triton_call import constexpr_function, jit, like, tl, triton_call
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.optim.adamw import one_minus_power
-from jaxkern.triton.block_sizes import max_parameter_bytes
-from jaxkern.triton.triton_call import constexpr_function, jit, like, tl, triton_call
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 
 POINTERS = 7  # of a leaf
 OTHERS = 3  # parameters: the scalars, and two that Triton adds to every kernel

@@ -9,8 +9,8 @@ import math
 
 import jax
 
-from jaxkern.triton.block_sizes import WARP, next_power_of_2, tuned
-from jaxkern.triton.triton_call import jit, tl
+from jaxkern.gpu.device import WARP, next_power_of_2, tuned
+from jaxkern.gpu.triton_call import jit, tl
 
 
 def head_of(h: int, pairs: int, pairing: str, pair_offset: int) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkern.gpu.triton_call import gl, gluon_jit, jit, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.kernel_primitive import at_least_f32
 from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook
 from jaxkern.primitives.turboquant.vector_codec import (
@@ -25,8 +27,6 @@ from jaxkern.triton.kv_cache.cache_codes import (
     of_plane,
     vector_of,
 )
-from jaxkern.triton.triton_call import gl, gluon_jit, jit, sparse_call, tl
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.turboquant.fwht import LONGEST, in_three_phases, layouts
 from jaxkern.triton.turboquant.quantize_vectors import places_in_plane, tile_sizes
 

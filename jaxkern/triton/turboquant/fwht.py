@@ -20,9 +20,8 @@ caches hold, and makes its half of the result.
 
 from typing import Any
 
-from jaxkern.primitives.turboquant.fwht import hadamard_matrix
-from jaxkern.triton.block_sizes import tuned
-from jaxkern.triton.triton_call import (
+from jaxkern.gpu.device import tuned
+from jaxkern.gpu.triton_call import (
     constexpr_function,
     gl,
     gluon_jit,
@@ -30,7 +29,8 @@ from jaxkern.triton.triton_call import (
     mma_v2,
     sparse_call,
 )
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.primitives.turboquant.fwht import hadamard_matrix
 
 LONGEST = 32768  # a row must fit the registers of one multiprocessor
 # rows of 16 bits for which it is faster: {elements: (of a tile, bits of the product)}

@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.device import tuned
+from jaxkern.gpu.triton_call import gl, gluon_jit, jit, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
 from jaxkern.primitives.turboquant.vector_codec import (
     VectorCodec,
     code_bytes,
     group_size,
 )
-from jaxkern.triton.block_sizes import tuned
 from jaxkern.triton.kv_cache.cache_codes import (
     codes_of,
     constants_of,
@@ -28,8 +30,6 @@ from jaxkern.triton.kv_cache.cache_codes import (
     unsupported_codec,
     vector_of,
 )
-from jaxkern.triton.triton_call import gl, gluon_jit, jit, sparse_call, tl
-from jaxkern.triton.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.turboquant.fwht import LONGEST, layouts, transformed
 
 TILE = 4096  # elements of a program, or one vector
