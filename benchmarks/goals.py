@@ -8,7 +8,6 @@ what was measured and whether that meets it. With --read it takes the records th
 import argparse
 import dataclasses
 import functools
-import importlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks._find import benchmark as benchmark_of
 from benchmarks._gpu import Benchmark, run
 from benchmarks._report import BYTES_ONLY, CONSOLE, Record, share_of_limit
 
@@ -188,7 +188,7 @@ def commands(
     for module_name, name in dict.fromkeys((g.module, g.record) for g in GOALS):
         if options.only and name not in options.only:
             continue
-        module = importlib.import_module(f"benchmarks.{module_name}")
+        module = benchmark_of(module_name)
         cases = dict.fromkeys(g.case for g in GOALS if g.record == name)
         cases = [case for case in cases if case in (options.shapes or [case])]
         command = ["--peers", "--out", str(folder), "--shapes", *cases]

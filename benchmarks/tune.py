@@ -7,7 +7,6 @@ noise is written, by the row's power of 2 and dtype, to
 """
 
 import argparse
-import importlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import jax
 from rich.progress import Progress
 
 import jaxkern
+from benchmarks._find import benchmark as benchmark_of
 from benchmarks._gpu import CONSOLE, Benchmark, Case, measure_jax, moving, num_sets
 from jaxkern.gpu import device as block_sizes
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     name = block_sizes.table_name(device.device_kind)
     table = dict(block_sizes.table(name))
     for op in options.ops:
-        benchmark = importlib.import_module(f"benchmarks.{op}").BENCHMARK
+        benchmark = benchmark_of(op).BENCHMARK
         trials = [
             (case, kernel)
             for case, kernel in itertools.product(benchmark.cases, benchmark.sizes)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import jaxkern
-import jaxkern.lowering.cuda
+from jaxkern.lowering.lower import rows_on
 from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive
 
 FOLDER = Path(__file__).parent / "operators"
+PLATFORMS = "cpu", "cuda", "mps"
 TABLE = Path(__file__).parent / "operators.md"
 ORIGINS = {
     "mlx-native": "mlx-native, the Metal operators",
@@ -111,12 +112,12 @@ def gradient_of(p: KernelPrimitive) -> str:
 
 def kernels(path: str) -> str:
     found = {
-        f"{platform} ({row.backend}{', backward' if not p.rows else ''})"
+        f"{platform} ({row.backend}{', backward' if not any(rows_on(p, x) for x in PLATFORMS) else ''})"
         for p in primitives_of(path)
         for member in (p, p.bwd)
         if member is not None
-        for platform, platform_rows in member.rows.items()
-        for row in platform_rows
+        for platform in PLATFORMS
+        for row in rows_on(member, platform)
     }
     return ", ".join(sorted(found)) or "-"
 

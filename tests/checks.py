@@ -276,9 +276,10 @@ def check_dtypes(p: KernelPrimitive, case: Case) -> None:
 @contextlib.contextmanager
 def own_rows(p: KernelPrimitive):
     """Inside, the op has no rows but those that are added; after it, its own again."""
-    for platform in lowering.LATER:
-        lowering.rows_on(p, platform)  # not while they are put aside
     family = [q for q in (p, p.fwd, p.bwd) if q is not None]
+    for platform in ("cpu", "cuda", "mps"):
+        for q in family:
+            lowering.rows_on(q, platform)  # not while they are put aside
     before = [dict(q.rows) for q in family]
     for q in family:
         q.rows.clear()

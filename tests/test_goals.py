@@ -1,11 +1,11 @@
 """`python -m benchmarks goals`: its goals name what exists, its verdicts are strict."""
 
-import importlib
 import json
 
 import pytest
 
 from benchmarks import goals
+from benchmarks._find import benchmark as benchmark_of
 from benchmarks.goals import Goal, outcome
 from benchmarks.optim import adamw
 
@@ -32,7 +32,7 @@ def names_of(module):
 
 def test_each_goal_names_a_case_and_peers_that_exist():
     for goal in goals.GOALS:
-        module = importlib.import_module(f"benchmarks.{goal.module}")
+        module = benchmark_of(goal.module)
         assert goal.case in names_of(module)[goal.record], goal
         bounds = (goal.times, goal.share, goal.us, goal.tflops)
         assert sum(b is not None for b in bounds) == 1, goal

@@ -1,9 +1,11 @@
 """Which implementation an op runs: rows, and the choice with its reasons.
 
-A row says that on a platform an op has a kernel, and when that kernel refuses:
+A row says that on a platform an op has a kernel, and when that kernel refuses. The
+tables of the platforms (cuda.py, cpu.py, apple/rows.py) have a line for each kernel,
+which `kernel_table.py` reads; a row of one's own is added by
 
     lower(rms_norm_p, "cuda", "triton", fwd=rms_norm_fwd, bwd=rms_norm_bwd,
-          unless=unsupported)
+          unsupported=unsupported)
 
 Rows are asked in order; the first that does not refuse runs, else the reference. A
 refusal is a sentence. Nothing falls back unseen: `explain` shows the choice with every
@@ -12,7 +14,6 @@ refusal, and `backend(..., strict=True)` raises instead of falling back.
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ except ImportError as error:  # a jax outside the supported range
         "Use jax >=0.11.2,<0.13."
     ) from error
 
-LATER: dict[str, str] = {}  # platform -> the module that adds its rows
+# (platform, name of a primitive) -> what makes its rows of the platform's table
+TABLED: dict[tuple[str, str], list[Callable[[], "Row"]]] = {}
 BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp", "mps")
 
 
@@ -72,7 +74,7 @@ class Row(NamedTuple):
 
     backend: str
     kernel: Callable
-    unless: Callable[..., str | None]
+    unsupported: Callable[..., str | None]
     slower: Callable[..., str | None] = never_refuses
 
     @property
@@ -97,10 +99,10 @@ def lower(
     bwd: Callable | None = None,
     primal: Callable | None = None,
     inference: bool = True,
-    unless: Callable[..., str | None] = never_refuses,
+    unsupported: Callable[..., str | None] = never_refuses,
     slower: Callable[..., str | None] = never_refuses,
 ) -> None:
-    """Adds a row: on `platform`, `p` runs these kernels unless `unless` gives a reason.
+    """Adds a row: on `platform`, `p` runs these kernels unless they refuse.
 
     Args:
       p: the op.
@@ -111,8 +113,8 @@ def lower(
       bwd: kernel for the gradients; where it takes `wanted` it learns which.
       primal: kernel for inference; without it `fwd` with its residuals dropped.
       inference: whether the row is for inference too.
-      unless: called with the operands' shapes and dtypes by name (None where absent)
-        and the options; returns a reason in words, or None.
+      unsupported: called with the operands' shapes and dtypes by name (None where
+        absent) and the options; returns a reason in words, or None.
       slower: called likewise; where the reference is faster, "auto" takes that. Naming
         the backend takes the kernel all the same.
     """
@@ -121,14 +123,14 @@ def lower(
             f"lower: `backend` must be one of {BACKENDS[2:]}, got {backend!r}."
         )
     if p.fwd is not None and fwd is not None:
-        add_row(p.fwd, platform, Row(backend, fwd, unless, slower))
+        add_row(p.fwd, platform, Row(backend, fwd, unsupported, slower))
         primal = primal or without_residuals(fwd, len(p.results))
     if inference and (kernel := primal or fwd):
-        add_row(p, platform, Row(backend, kernel, unless, slower))
+        add_row(p, platform, Row(backend, kernel, unsupported, slower))
     if bwd is not None:
         if p.bwd is None:
             raise TypeError(f"lower: {p.name} declares no bwd, got {bwd}.")
-        add_row(p.bwd, platform, Row(backend, bwd, unless, slower))
+        add_row(p.bwd, platform, Row(backend, bwd, unsupported, slower))
 
 
 def without_residuals(fwd: Callable, num_results: int) -> Callable:
@@ -154,19 +156,17 @@ def lower_by_rows(p: KernelPrimitive, platform: str) -> None:
         mlir.register_lowering(p, rule, platform=platform)
 
 
-def add_rows_later(platform: str, module: str, ops: Sequence[KernelPrimitive]) -> None:
-    """Rows of `ops` on `platform`, which `module` adds when one is first asked for."""
-    LATER[platform] = module
-    for p in ops:
-        for member in (p, p.fwd, p.bwd):
-            if member is not None:
-                lower_by_rows(member, platform)
+def add_row_later(p: KernelPrimitive, platform: str, make: Callable[[], Row]) -> None:
+    """A row that is made, and its kernel imported, when one is first asked for."""
+    TABLED.setdefault((platform, p.name), []).append(make)
+    lower_by_rows(p, platform)
 
 
 def rows_on(p: KernelPrimitive, platform: str) -> Sequence[Row]:
     """The rows in the order in which they are asked."""
-    if platform in LATER:
-        importlib.import_module(LATER[platform])
+    if makers := TABLED.pop((platform, p.name), None):
+        added = p.rows.get(platform, [])
+        p.rows[platform] = [*(make() for make in makers), *added]
     return p.rows.get(platform, ())
 
 
@@ -204,7 +204,7 @@ def refusal(
     for name, x in named.items():
         if x is not None and not all(isinstance(n, int) for n in x.shape):
             return f"`{name}` has a symbolic size"
-    return row.unless(**named, **static) or refusal_by_type(p, call, avals, static)
+    return row.unsupported(**named, **static) or refusal_by_type(p, call, avals, static)
 
 
 def why_slower(

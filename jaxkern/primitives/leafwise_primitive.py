@@ -25,6 +25,8 @@ from jaxkern.primitives.declared_dims import (
 )
 from jaxkern.primitives.kernel_primitive import KernelPrimitive, register
 
+LEAFWISE: dict[str, "LeafwisePrimitive"] = {}  # every declared op over leaves
+
 
 @dataclasses.dataclass(frozen=True)
 class LeavesCall(Call):
@@ -125,6 +127,6 @@ class LeafwisePrimitive(KernelPrimitive):
 
 def leafwise_primitive(op: KernelPrimitive) -> LeafwisePrimitive:
     """`op` over all leaves at once; each result has the shape of its leaf."""
-    p = LeafwisePrimitive(op)
+    p = LEAFWISE[f"{op.name}_tree"] = LeafwisePrimitive(op)
     register(p)
     return p

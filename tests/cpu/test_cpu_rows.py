@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend, causal_conv1d, explain, linear_cross_entropy, softmax
 from jaxkern.cpu.cpu_call import missing
+from jaxkern.lowering.lower import rows_on
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.rope.rope import apply_rope
@@ -308,4 +309,4 @@ def test_options_that_the_kernels_lack_are_refused_in_words():
     with backend("auto"):
         [row] = explain(causal_conv1d, jnp.ones((1, 70, 2)), jnp.ones((2, 65))).rows
         assert "65 taps" in " ".join(row.refused)
-    assert linear_cross_entropy_p.rows["cpu"]
+    assert rows_on(linear_cross_entropy_p, "cpu")

@@ -75,7 +75,7 @@ def mosaic_rows():
             "mosaic_gpu",
             fwd=rms_norm_fwd,
             bwd=rms_norm_bwd_reference,
-            unless=unsupported,
+            unsupported=unsupported,
         )
         yield
     jax.clear_caches()

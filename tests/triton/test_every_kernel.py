@@ -36,6 +36,7 @@ from jaxkern.gpu.attention import gradient_rows
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
 from jaxkern.lowering.explain import every_equation
+from jaxkern.lowering.lower import rows_on
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from tests import checks
@@ -50,10 +51,11 @@ def triton_rows():
 
     To compile all of them takes minutes: `make test` takes the first.
     """
-    if bridge.missing() is None:
-        importlib.import_module("jaxkern.lowering.cuda")
+    if bridge.missing() is not None:
+        return
     for p in REGISTRY.values():
-        if any(row.backend == "triton" for row in p.rows.get("cuda", ())):
+        members = [q for q in (p, p.fwd, p.bwd) if q is not None]
+        if any(row.backend == "triton" for q in members for row in rows_on(q, "cuda")):
             for k, case in enumerate(checks.cases_of(p)):
                 first = p is rms_norm_p and k == 0
                 marks = pytest.mark.smoke if first else pytest.mark.full

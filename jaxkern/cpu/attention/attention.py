@@ -1,7 +1,4 @@
-"""Attention on a CPU, decode and prefill, over caches of floats or of bytes.
-
-The kernel is attention.h.
-"""
+"""Attention on a CPU, decode and prefill; the kernel is attention.h."""
 
 import math
 from typing import Any
@@ -11,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
-from jaxkern.primitives.turboquant.vector_codec import IntCodec
 
 
 def unsupported(query, key, value, **rest: Any) -> str | None:
@@ -24,27 +20,6 @@ def unsupported(query, key, value, **rest: Any) -> str | None:
         if math.prod(x.shape) == 0:
             return f"`{name}` is empty"
     return missing()
-
-
-def unsupported_quantized(
-    query, key, key_codes, value, value_codes, key_codec, value_codec, **rest: Any
-) -> str | None:
-    caches = (("key", key_codec, key_codes), ("value", value_codec, value_codes))
-    for name, codec, codes in caches:
-        if codec is None:
-            continue
-        if not isinstance(codec, IntCodec) or codec.bits != 8:
-            return f"{name}s are of {codec}, the kernel reads codes of 8 bits"
-        if codec.group not in (None, codes.shape[-1]):
-            return (
-                f"{name}s have a scale for every {codec.group} dims, not for a vector"
-            )
-    key, value = (
-        a if a is not None else b for a, b in ((key, key_codes), (value, value_codes))
-    )
-    if key.shape[-1] != query.shape[-1]:
-        return "`key` and `query` differ in their dims"
-    return unsupported(query, key, value, **rest)
 
 
 def attention_fwd(
@@ -62,36 +37,6 @@ def attention_fwd(
 ):
     del bias, mask, q_segment_ids, kv_segment_ids, sinks  # refused
     return call(query, key, value, kv_lengths, q_offset, None, None, **options)
-
-
-def quantized_cache_attention(
-    query,
-    key,
-    key_codes,
-    key_scales,
-    value,
-    value_codes,
-    value_scales,
-    mask,
-    kv_lengths,
-    q_offset,
-    sinks,
-    *,
-    key_codec,
-    value_codec,
-    **options: Any,
-):
-    del mask, sinks, key_codec, value_codec  # refused, and known to be of 8 bits
-    return call(
-        query,
-        key_codes if key is None else key,
-        value_codes if value is None else value,
-        kv_lengths,
-        q_offset,
-        key_scales,
-        value_scales,
-        **options,
-    )
 
 
 def call(

@@ -1,4 +1,4 @@
-"""The gated delta rule on a CPU, of many tokens or one, by gated_delta_rule.h."""
+"""The gated delta rule on a CPU, by gated_delta_rule.h."""
 
 from typing import Any
 
@@ -33,11 +33,3 @@ def gated_delta_rule(
         scale=np.float32(scale),
     )
     return out.astype(value.dtype), state.astype(kept)
-
-
-def gated_delta_step(query, key, value, g, beta, state, *, scale: float):
-    query, key, value, g, beta = (x[:, None] for x in (query, key, value, g, beta))
-    out, state = gated_delta_rule(
-        query, key, value, g, beta, state, scale=scale, chunk_size=1
-    )
-    return out[:, 0], state

@@ -64,9 +64,3 @@ def matmul_transpose_b(x, w, *, compute_dtype, precision):
     rows = x.reshape(*lead, w.shape[-3], -1, d)  # those of a group lie side by side
     y = multiply(rows, w, x.dtype, compute_dtype)
     return y.reshape(*lead, n, t, w.shape[-2])
-
-
-def linear(x, w, *, compute_dtype, precision):
-    del precision
-    y = multiply(x.reshape(-1, x.shape[-1]), w, jnp.float32, compute_dtype)
-    return y.reshape(*x.shape[:-1], w.shape[0])

@@ -1,4 +1,4 @@
-"""RMS norm, with a residual or not, and layer norm on a CPU; the kernel is norm.h."""
+"""What rms_norm, add_rms_norm and layer_norm share on a CPU; the kernel is norm.h."""
 
 import math
 from typing import Any
@@ -21,41 +21,9 @@ def slower(**_: Any) -> str | None:
     return "it fuses a norm with what is around it; alone 0.6 to 3.7 times XLA here"
 
 
-def slower_gradient(x, **_: Any) -> str | None:
+def slower_bwd(x, **_: Any) -> str | None:
     few = math.prod(x.shape[:-1]) < FEWEST_ROWS
     return f"of fewer than {FEWEST_ROWS} rows (0.9 to 2.2 times)" if few else None
-
-
-def rms_norm_fwd(x, weight, bias, *, eps, offset):
-    y, _, _, rstd = forward(x, None, weight, bias, eps, offset)
-    return y, rstd
-
-
-def rms_norm_bwd(x, weight, bias, rstd, dy, *, eps, offset):
-    del eps  # already in rstd
-    dx, _, *gradients = backward(x, None, weight, bias, None, rstd, dy, None, offset)
-    return dx, *gradients
-
-
-def add_rms_norm_fwd(x, residual, weight, bias, *, eps, offset):
-    y, total, _, rstd = forward(x, residual, weight, bias, eps, offset)
-    return y, total, rstd
-
-
-def add_rms_norm_bwd(x, residual, weight, bias, rstd, dy, dtotal, *, eps, offset):
-    del eps
-    return backward(x, residual, weight, bias, None, rstd, dy, dtotal, offset)
-
-
-def layer_norm_fwd(x, weight, bias, *, eps):
-    y, _, mean, rstd = forward(x, None, weight, bias, eps, 0.0, centred=True)
-    return y, mean, rstd
-
-
-def layer_norm_bwd(x, weight, bias, mean, rstd, dy, *, eps):
-    del eps
-    dx, _, *gradients = backward(x, None, weight, bias, mean, rstd, dy, None, 0.0)
-    return dx, *gradients
 
 
 def or_nothing(x: jax.Array | None, offset: float = 0.0) -> jax.Array:

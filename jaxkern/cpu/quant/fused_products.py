@@ -11,11 +11,11 @@ from jaxkern.cpu.quant.quantized_matmul import not_f32, not_int8, refusal
 from jaxkern.primitives.quant.interleaved_tensor import ROWS
 
 
-def refuses_int8(x, tiles, residual=None, *, qtype, compute_dtype) -> str | None:
+def unsupported_int8(x, tiles, residual=None, *, qtype, compute_dtype) -> str | None:
     return not_int8(compute_dtype) or refuses(x, tiles, residual, qtype)
 
 
-def refuses_f32(x, tiles, residual=None, *, qtype, compute_dtype) -> str | None:
+def unsupported_f32(x, tiles, residual=None, *, qtype, compute_dtype) -> str | None:
     return not_f32(compute_dtype) or refuses(x, tiles, residual, qtype)
 
 
@@ -25,11 +25,11 @@ def refuses(x, tiles, residual, qtype: str) -> str | None:
     return refusal(x.dtype, qtype, x, tiles)
 
 
-def refuses_norm_int8(x, tiles, norm, *, qtype, compute_dtype, eps) -> str | None:
+def unsupported_norm_int8(x, tiles, norm, *, qtype, compute_dtype, eps) -> str | None:
     return not_int8(compute_dtype) or refuses_norm(x, tiles, norm, qtype)
 
 
-def refuses_norm_f32(x, tiles, norm, *, qtype, compute_dtype, eps) -> str | None:
+def unsupported_norm_f32(x, tiles, norm, *, qtype, compute_dtype, eps) -> str | None:
     return not_f32(compute_dtype) or refuses_norm(x, tiles, norm, qtype)
 
 

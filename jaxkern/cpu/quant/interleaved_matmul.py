@@ -6,11 +6,11 @@ from jaxkern.cpu.quant.quantized_matmul_id import multiply_routed
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, tile_width
 
 
-def refuses_int8(x, tiles, *, qtype, compute_dtype) -> str | None:
+def unsupported_int8(x, tiles, *, qtype, compute_dtype) -> str | None:
     return not_int8(compute_dtype) or refusal(x.dtype, qtype, x, tiles)
 
 
-def refuses_f32(x, tiles, *, qtype, compute_dtype) -> str | None:
+def unsupported_f32(x, tiles, *, qtype, compute_dtype) -> str | None:
     return not_f32(compute_dtype) or refusal(x.dtype, qtype, x, tiles)
 
 
@@ -37,11 +37,11 @@ def multiply_tiles(x, tiles, qtype: str, int8_activations: bool = False):
     return y.reshape(*x.shape[:-1], u, ROWS)
 
 
-def refuses_int8_id(x, ids, tiles, *, qtype, compute_dtype) -> str | None:
+def unsupported_int8_id(x, ids, tiles, *, qtype, compute_dtype) -> str | None:
     return not_int8(compute_dtype) or refusal(x.dtype, qtype, x, ids, tiles)
 
 
-def refuses_f32_id(x, ids, tiles, *, qtype, compute_dtype) -> str | None:
+def unsupported_f32_id(x, ids, tiles, *, qtype, compute_dtype) -> str | None:
     return not_f32(compute_dtype) or refusal(x.dtype, qtype, x, ids, tiles)
 
 
@@ -69,7 +69,7 @@ def multiply_tiles_id(x, ids, tiles, qtype: str, int8_activations: bool = False)
     return y.reshape(*ids.shape, u, ROWS)
 
 
-def refuses_rows(ids, tiles, *, qtype, dtype) -> str | None:
+def unsupported_rows(ids, tiles, *, qtype, dtype) -> str | None:
     return refusal(dtype, qtype, ids, tiles)
 
 

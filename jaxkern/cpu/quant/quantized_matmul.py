@@ -36,11 +36,11 @@ def not_f32(compute_dtype) -> str | None:
     return None if exact else f"compute_dtype is {compute_dtype}"
 
 
-def refuses_int8(x, blocks, *, qtype, compute_dtype) -> str | None:
+def unsupported_int8(x, blocks, *, qtype, compute_dtype) -> str | None:
     return not_int8(compute_dtype) or refusal(x.dtype, qtype, x, blocks)
 
 
-def refuses_f32(x, blocks, *, qtype, compute_dtype) -> str | None:
+def unsupported_f32(x, blocks, *, qtype, compute_dtype) -> str | None:
     return not_f32(compute_dtype) or refusal(x.dtype, qtype, x, blocks)
 
 

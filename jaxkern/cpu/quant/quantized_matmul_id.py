@@ -9,11 +9,11 @@ from jaxkern.cpu.cpu_call import cpu_call
 from jaxkern.cpu.quant.quantized_matmul import not_f32, not_int8, refusal
 
 
-def refuses_int8(x, ids, blocks, *, qtype, compute_dtype) -> str | None:
+def unsupported_int8(x, ids, blocks, *, qtype, compute_dtype) -> str | None:
     return not_int8(compute_dtype) or refusal(x.dtype, qtype, x, ids, blocks)
 
 
-def refuses_f32(x, ids, blocks, *, qtype, compute_dtype) -> str | None:
+def unsupported_f32(x, ids, blocks, *, qtype, compute_dtype) -> str | None:
     return not_f32(compute_dtype) or refusal(x.dtype, qtype, x, ids, blocks)
 
 

@@ -117,7 +117,7 @@ def rms_norm(x, weight, bias, *, eps, offset):
     return (y if bias is None else y + bias.astype(dtype)).astype(x.dtype)
 
 
-def rms_norm_unless(x, weight, bias, *, eps, offset):
+def unsupported_rms_norm(x, weight, bias, *, eps, offset):
     return refusal(x, weight, bias, options=(eps, offset))
 
 
@@ -127,7 +127,7 @@ def add_rms_norm(x, residual, weight, bias, *, eps, offset):
     return y.astype(x.dtype), total.astype(residual.dtype)
 
 
-def add_rms_norm_unless(x, residual, weight, bias, *, eps, offset):
+def unsupported_add_rms_norm(x, residual, weight, bias, *, eps, offset):
     return refusal(x, residual, weight, bias, options=(eps, offset))
 
 
@@ -141,7 +141,7 @@ def layer_norm(x, weight, bias, *, eps):
     return y.astype(x.dtype)
 
 
-def layer_norm_unless(x, weight, bias, *, eps):
+def unsupported_layer_norm(x, weight, bias, *, eps):
     return refusal(x, weight, bias, options=(eps,))
 
 
@@ -153,7 +153,7 @@ def gelu(x, *, approximate):
     return call("gelu", like(x), x)
 
 
-def gelu_unless(x, *, approximate):
+def unsupported_gelu(x, *, approximate):
     if approximate != "tanh":
         return "it has the tanh form only"
     return refusal(x)
@@ -169,7 +169,7 @@ def softmax(x, mask, *, scale):
     return jnp.where(empty, 0, y).astype(x.dtype)
 
 
-def softmax_unless(x, mask, *, scale):
+def unsupported_softmax(x, mask, *, scale):
     return refusal(x, mask, options=(scale,))
 
 
@@ -191,7 +191,7 @@ def rope(x, offset, *, theta, rotary_dim, pairing):
     return jnp.swapaxes(y, -2, -3)
 
 
-def rope_unless(x, offset, *, theta, rotary_dim, pairing):
+def unsupported_rope(x, offset, *, theta, rotary_dim, pairing):
     del pairing
     if rotary_dim == 0:
         return "nothing rotates"
@@ -267,7 +267,7 @@ def visible(
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def attention_unless(query, key, value, bias, sinks, *, softcap, scale, **others):
+def unsupported_attention(query, key, value, bias, sinks, *, softcap, scale, **others):
     if bias is not None or sinks is not None or softcap is not None:
         return "it takes no bias, sinks or softcap"
     if not query.dtype == key.dtype == value.dtype:
@@ -298,7 +298,7 @@ def quantize(w, *, bits, group_size, quantizer, packed):
     return codes, scales.astype(w.dtype), biases.astype(w.dtype)
 
 
-def quantize_unless(w, *, bits, group_size, quantizer, packed):
+def unsupported_quantize(w, *, bits, group_size, quantizer, packed):
     if quantizer != "mlx" or not packed:
         return "it has MLX's quantiser and packed codes only"
     return affine_refusal(bits, group_size, None, w)
@@ -313,7 +313,9 @@ def dequantize(codes, scales, biases, *, bits, group_size, dtype, dequant_dtype)
     return y if dtype is None else y.astype(dtype)
 
 
-def dequantize_unless(codes, scales, biases, *, bits, group_size, dtype, dequant_dtype):
+def unsupported_dequantize(
+    codes, scales, biases, *, bits, group_size, dtype, dequant_dtype
+):
     del dtype
     return affine_refusal(bits, group_size, dequant_dtype, codes, scales, biases)
 
@@ -340,7 +342,7 @@ def quantized_matmul(
     return y.reshape(*x.shape[:-1], codes.shape[0]).astype(x.dtype)
 
 
-def quantized_matmul_unless(
+def unsupported_quantized_matmul(
     x, codes, scales, biases, *, bits, group_size, compute_dtype, dequant_dtype
 ):
     if compute_dtype not in (None, jnp.dtype(jnp.float32), x.dtype):

@@ -1,0 +1,31 @@
+"""Attention, and masks for it."""
+
+from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.cached_attention import cached_attention
+from jaxkern.primitives.attention.latent_attention import latent_attention
+from jaxkern.primitives.attention.mask import (
+    block_mask,
+    make_block_mask,
+    make_mask,
+    padding_mask,
+    segment_mask,
+)
+from jaxkern.primitives.attention.merge_partials import merge_partials
+from jaxkern.primitives.attention.paged_attention import paged_attention
+from jaxkern.primitives.attention.quantized_cache_attention import (
+    quantized_cache_attention,
+)
+
+__all__ = [
+    "attention",
+    "block_mask",
+    "cached_attention",
+    "latent_attention",
+    "make_block_mask",
+    "make_mask",
+    "merge_partials",
+    "padding_mask",
+    "paged_attention",
+    "quantized_cache_attention",
+    "segment_mask",
+]

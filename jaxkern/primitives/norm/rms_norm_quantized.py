@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.float8 import encode_float8
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm_fwd_reference
-from jaxkern.primitives.quant.float8 import encode_float8
 
 Format = Literal["e4m3fn", "int8"]
 LARGEST = {"e4m3fn": 448.0, "int8": 127.0}

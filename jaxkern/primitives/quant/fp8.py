@@ -12,15 +12,15 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, UInt8
 
-from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
-from jaxkern.primitives.quant.dequantize import DEQUANTIZE
-from jaxkern.primitives.quant.float8 import (
+from jaxkern.primitives.float8 import (
     check_float8,
     decode_float8,
     encode_float8,
     largest_float8,
 )
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
+from jaxkern.primitives.quant.dequantize import DEQUANTIZE
 from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor
 from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 from jaxtyping import Array, Float, UInt8
 
-from jaxkern.primitives.quant.float8 import check_float8
+from jaxkern.primitives.float8 import check_float8
 from jaxkern.primitives.quant.quantized_tensor import repr_of
 
 WHOLE = 0  # a block that spans its dim

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer, UInt8
 
+from jaxkern.primitives.float8 import decode_float8, encode_float8
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
 from jaxkern.primitives.quant.dequantize import DEQUANTIZE
-from jaxkern.primitives.quant.float8 import decode_float8, encode_float8
 from jaxkern.primitives.quant.fp4 import (
     decode_e2m1,
     encode_e2m1,

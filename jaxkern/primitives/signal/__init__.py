@@ -1,0 +1,7 @@
+"""Transforms of signals."""
+
+from jaxkern.primitives.signal.fft import fft
+
+__all__ = [
+    "fft",
+]

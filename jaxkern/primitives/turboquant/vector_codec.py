@@ -21,14 +21,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from jaxkern.primitives.index.embedding import explicit_spec
-from jaxkern.primitives.kernel_primitive import at_least_f32
-from jaxkern.primitives.quant.float8 import (
+from jaxkern.primitives.float8 import (
     FLOAT8,
     decode_float8,
     encode_float8,
     largest_float8,
 )
+from jaxkern.primitives.index.embedding import explicit_spec
+from jaxkern.primitives.kernel_primitive import at_least_f32
 from jaxkern.primitives.turboquant.fwht import hadamard_product
 from jaxkern.primitives.turboquant.lloyd_max import lloyd_max_codebook
 from jaxkern.primitives.turboquant.rotate import rotation_signs

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.activation.softcap import scaled_logits, softcap_slope
 from jaxkern.triton.activation.streamed_softmax import (
     stream_sizes,
@@ -129,6 +130,9 @@ def softmax_fwd(x, mask, *, scale, softcap=None):
     return sparse_call(long_softmax_kernel, (rows,), given, results, constants | sizes)[
         0
     ]
+
+
+softcap_softmax_fwd = softmax_fwd
 
 
 @jit

@@ -157,18 +157,3 @@ def qk_norm_rope_quantized_cache(*operands, key_codec, value_codec, ring, **opti
         ring,
         **options,
     )
-
-
-def qk_norm_rope_paged_cache(*operands, **options):
-    *new, key_pages, value_pages, slots = operands
-    num_pages, page = key_pages.shape[:2]
-    query, keys, _, values, _ = write(
-        new,
-        (key_pages, None, value_pages, None),
-        (None, None, slots),
-        (None, None),
-        num_pages * page,
-        False,
-        **options,
-    )
-    return query, keys, values

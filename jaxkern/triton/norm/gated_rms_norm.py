@@ -11,6 +11,7 @@ import jax
 
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.gated_rms_norm_backward import gated_norm_bwd
 from jaxkern.triton.norm.row_tiles import (
     factor,
@@ -100,14 +101,3 @@ def gated_rms_norm_bwd(x, gate, weight, rstd, dy, *, eps, norm_before_gate, want
     del eps  # already in rstd
     options = {"offset": 0.0, "silu": True, "norm_first": norm_before_gate}
     return gated_norm_bwd(x, gate, weight, rstd, dy, **options, wanted=wanted)
-
-
-def rms_norm_mul_fwd(x, scale, weight, *, eps, offset):
-    options = {"offset": offset, "silu": False, "norm_first": True}
-    return gated_norm_fwd(x, scale, weight, eps=eps, **options)
-
-
-def rms_norm_mul_bwd(x, scale, weight, rstd, dy, *, eps, offset, wanted):
-    del eps  # already in rstd
-    options = {"offset": offset, "silu": False, "norm_first": True}
-    return gated_norm_bwd(x, scale, weight, rstd, dy, **options, wanted=wanted)

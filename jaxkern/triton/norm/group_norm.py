@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.row_tiles import read, read_and_keep, write
 
 FEW = 2**21  # elements of which XLA's fusions take as long

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.row_norm_backward import row_norm_bwd
 from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
 

@@ -1,5 +1,6 @@
 """LayerNorm: rows of `row_norm_forward` that are centred."""
 
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.row_norm_backward import row_norm_bwd
 from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
 

@@ -1,5 +1,6 @@
 """multi_rms_norm: the second half of sandwich_norm, for two or three weights."""
 
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.sandwich_norm import sandwich_norm_fwd
 from jaxkern.triton.norm.sandwich_norm_backward import sandwich_norm_bwd
 
@@ -9,6 +10,9 @@ def multi_rms_norm_fwd(x, *weights, eps, offset):
         x, None, None, None, weights, eps=eps, offset=offset
     )
     return *ys, rstd
+
+
+dual_rms_norm_fwd = triple_rms_norm_fwd = multi_rms_norm_fwd
 
 
 def multi_rms_norm_bwd(x, weights, rstd, dys, offset, wanted):

@@ -1,5 +1,6 @@
-"""RMSNorm and its residual form: rows of `row_norm_forward` that are not centred."""
+"""RMSNorm: rows of `row_norm_forward` that are not centred; short ones by groups."""
 
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.row_norm_backward import row_norm_bwd
 from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
 from jaxkern.triton.norm.short_rms_norm import is_short, short_rms_norm
@@ -23,27 +24,3 @@ def rms_norm_bwd(x, weight, bias, rstd, dy, *, eps, offset, wanted):
         x, weight, bias, rstd=rstd, dy=dy, offset=offset, wanted=wanted
     )
     return dx, dweight, dbias
-
-
-def add_rms_norm_fwd(x, residual, weight, bias, *, eps, offset):
-    y, total, _, rstd = row_norm_fwd(
-        x, weight, bias, residual=residual, eps=eps, offset=offset
-    )
-    return y, total, rstd
-
-
-def add_rms_norm_bwd(
-    x, residual, weight, bias, rstd, dy, dtotal, *, eps, offset, wanted
-):
-    del eps  # already in rstd
-    return row_norm_bwd(
-        x,
-        weight,
-        bias,
-        rstd=rstd,
-        dy=dy,
-        residual=residual,
-        dtotal=dtotal,
-        offset=offset,
-        wanted=wanted,
-    )

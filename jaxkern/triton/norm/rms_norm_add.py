@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.sandwich_norm import sandwich_norm_fwd
 from jaxkern.triton.norm.sandwich_norm_backward import sandwich_norm_bwd
 

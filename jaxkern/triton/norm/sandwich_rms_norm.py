@@ -1,5 +1,6 @@
 """sandwich_rms_norm: both halves of sandwich_norm, with one next weight or three."""
 
+from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.sandwich_norm import sandwich_norm_fwd
 from jaxkern.triton.norm.sandwich_norm_backward import sandwich_norm_bwd
 
@@ -9,6 +10,9 @@ def sandwich_rms_norm_fwd(x, residual, weight, *next_weights, eps, offset):
         x, residual, weight, None, next_weights, eps=eps, offset=offset
     )
     return *ys, *rest
+
+
+sandwich_triple_rms_norm_fwd = sandwich_rms_norm_fwd
 
 
 def gradients(

@@ -3,6 +3,7 @@
 from jaxkern.primitives.rope.head_norm_rope import head_norm_rope_bwd_reference
 from jaxkern.triton.rope.qk_norm_rope.bwd import qk_norm_rope_gradients
 from jaxkern.triton.rope.qk_norm_rope.fwd import qk_norm_rope_fwd
+from jaxkern.triton.rope.qk_norm_rope.fwd import unsupported as unsupported
 
 
 def head_norm_rope_fwd(x, weight, cos, sin, **options):

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxkern.gpu.device import tuned
 from jaxkern.gpu.triton_call import gl, gluon_jit, jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
-from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
 from jaxkern.primitives.turboquant.vector_codec import (
     VectorCodec,
     code_bytes,
@@ -43,14 +42,6 @@ def unsupported(codec: VectorCodec, x: Any = None, **rest: Any) -> str | None:
     if x.dtype.itemsize == 1:
         return "`x` is float8"
     return unsupported_codec(codec, d) or unsupported_anywhere(x=x)
-
-
-def unsupported_in_cache(
-    codec: VectorCodec, new: Any = None, dscales: Any = None, **rest: Any
-) -> str | None:
-    if dscales is not None:
-        return "the gradient has no kernel"
-    return unsupported(codec, x=new)
 
 
 def tile_sizes(d: int, dtype) -> dict:
@@ -175,15 +166,3 @@ def quantize_vectors_fwd(x: jax.Array, *, codec: VectorCodec):
         {"COUNT": count, "VECTOR": vector, "ITEM": item} | sizes,
     )
     return out
-
-
-def update_quantized_kv_cache_fwd(
-    codes, scales, new, positions, new_lengths, *, codec, ring
-):
-    """One launch for the new vectors; XLA writes them into the cache in place."""
-    new_codes, new_scales = quantize_vectors_fwd(new, codec=codec)
-    slots = (positions, new_lengths)
-    return (
-        update_kv_cache_reference(codes, new_codes, *slots, ring=ring),
-        update_kv_cache_reference(scales, new_scales, *slots, ring=ring),
-    )

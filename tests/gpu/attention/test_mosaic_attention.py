@@ -58,12 +58,14 @@ def hopper_rows(request):
             "cuda",
             "mosaic_gpu",
             fwd=hopper.attention_fwd,
-            unless=hopper.unsupported,
+            unsupported=hopper.unsupported,
         )
         names = list(BACKWARD)
         for name in names[names.index(request.param) :]:
             kind, gradients, refuses = BACKWARD[name]
-            lower(attention_p, "cuda", kind, fwd=None, bwd=gradients, unless=refuses)
+            lower(
+                attention_p, "cuda", kind, fwd=None, bwd=gradients, unsupported=refuses
+            )
         jax.clear_caches()
         yield
     jax.clear_caches()

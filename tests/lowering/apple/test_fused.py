@@ -221,7 +221,11 @@ def test_rivals_of_jax_mps_are_refused(monkeypatch):
 
 def test_what_json_cannot_say_is_refused():
     with assume_jax_mps():
-        assert "finite" in (fused.rms_norm_unless(X, W, None, eps=np.inf, offset=0.0))
-        assert fused.rms_norm_unless(X[:0], W, None, eps=1e-6, offset=0.0)
+        assert "finite" in (
+            fused.unsupported_rms_norm(X, W, None, eps=np.inf, offset=0.0)
+        )
+        assert fused.unsupported_rms_norm(X[:0], W, None, eps=1e-6, offset=0.0)
         half = jax.ShapeDtypeStruct((3, 8), np.float64)
-        assert "float64" in fused.rms_norm_unless(half, W, None, eps=1e-6, offset=0.0)
+        assert "float64" in fused.unsupported_rms_norm(
+            half, W, None, eps=1e-6, offset=0.0
+        )

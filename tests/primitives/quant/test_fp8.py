@@ -15,7 +15,7 @@ from jaxkern import (
     quantized_embedding,
     quantized_matmul,
 )
-from jaxkern.primitives.quant.float8 import decode_float8, encode_float8
+from jaxkern.primitives.float8 import decode_float8, encode_float8
 from tests.checks import Spec, bf16, case, f32, i32, uniform
 
 FORMATS = {

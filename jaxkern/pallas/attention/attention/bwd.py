@@ -25,15 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.gpu.attention import visible
 from jaxkern.gpu.attention.bias_gradient import with_bias_gradient
 from jaxkern.gpu.attention.visible import segment_bounds
 from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
-from jaxkern.pallas.attention.attention.fwd import (
-    copyable,
-    int32,
-    padded_rows,
-    unsupported,
-)
+from jaxkern.pallas.attention.attention import fwd
+from jaxkern.pallas.attention.attention.fwd import copyable, int32, padded_rows
 from jaxkern.pallas.attention.attention.gradient_blocks import (
     BLOCK,
     CONSUMERS,
@@ -62,15 +59,14 @@ from jaxkern.pallas.attention.attention.rows import laid_out, rows_of, sinks_gra
 from jaxkern.pallas.attention.attention.wide_keys_kernel import wide_keys_kernel
 from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attention import without_rest
-from jaxkern.triton.attention.attention.fwd import slower as slower_than_xla
 
 FASTER = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton
 MEASURED = 128  # queries of the shortest sequence that was measured
 
 
-def unsupported_bwd(query: Any, value: Any, **rest: Any) -> str | None:
+def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
     """A reason in words, or None."""
-    if reason := unsupported(query=query, value=value, **rest):
+    if reason := fwd.unsupported(query=query, value=value, **rest):
         return reason
     h, hv = query.shape[3], value.shape[3]
     if max(h, hv) > WIDTH:
@@ -78,14 +74,14 @@ def unsupported_bwd(query: Any, value: Any, **rest: Any) -> str | None:
     return None
 
 
-def slower_bwd(query: Any, key: Any, value: Any, **_: Any) -> str | None:
+def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
     """Why "auto" leaves the gradients to the next row, or None."""
     if (query.shape[3], value.shape[3]) not in FASTER:
         dims = f"head dims {query.shape[3]} and {value.shape[3]}"
         return f"no gain was measured at {dims}"
     if query.shape[1] < MEASURED:
         return f"fewer than {MEASURED} queries were not measured"
-    return slower_than_xla(query, key, value)
+    return visible.slower(query, key, value)
 
 
 @with_bias_gradient

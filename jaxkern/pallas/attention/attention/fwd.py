@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.gpu.attention.visible import FEW_QUERIES, segment_bounds
+from jaxkern.gpu.attention.visible import slower as slower_than_xla
 from jaxkern.gpu.device import compute_capability
 from jaxkern.pallas.attention.attention.forward_consumer import attend
 from jaxkern.pallas.attention.attention.forward_loader import load
@@ -57,7 +58,6 @@ from jaxkern.pallas.attention.attention.problem import (
 from jaxkern.pallas.attention.attention.wgmma import tiled
 from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attention import without_rest
-from jaxkern.triton.attention.attention.fwd import slower as slower_than_xla
 
 FASTER = {  # than Triton: measured
     (64, 64),

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.gpu.attention.gradient_rows import HEAD_DIM
 from jaxkern.gpu.attention.visible import segment_bounds
-from jaxkern.pallas.attention.attention.bwd import slower_bwd, unsupported_bwd
+from jaxkern.pallas.attention.attention import bwd
 from jaxkern.pallas.attention.attention.fwd import copyable, int32, padded_rows
 from jaxkern.pallas.attention.attention.gradient_blocks import (
     BLOCK,
@@ -45,9 +45,9 @@ MANY = 2048  # keys that a query sees, from which on it was faster than two kern
 MANY_IN_WINDOW = 3072  # where two kernels share out the last round of programs
 
 
-def unsupported_joint(**operands: Any) -> str | None:
+def unsupported(**operands: Any) -> str | None:
     """A reason in words, or None."""
-    if reason := unsupported_bwd(**operands):
+    if reason := bwd.unsupported(**operands):
         return reason
     h, hv = operands["query"].shape[3], operands["value"].shape[3]
     if h != HEAD_DIM or hv != HEAD_DIM:
@@ -58,7 +58,7 @@ def unsupported_joint(**operands: Any) -> str | None:
     return None
 
 
-def slower_joint(
+def slower(
     query: Any,
     key: Any,
     q_segment_ids: Any,
@@ -67,7 +67,7 @@ def slower_joint(
     **rest: Any,
 ) -> str | None:
     """Why "auto" leaves the gradients to the next row, or None."""
-    if reason := slower_bwd(query=query, key=key, **rest):
+    if reason := bwd.slower(query=query, key=key, **rest):
         return reason
     if q_segment_ids is not None:
         return "with segments it was not measured"

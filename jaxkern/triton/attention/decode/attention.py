@@ -61,12 +61,6 @@ def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
     return unsupported_anywhere(sinks=rest.get("sinks"))
 
 
-def unsupported_paged(
-    query: Any, key_pages: Any, value_pages: Any, **rest: Any
-) -> str | None:
-    return unsupported(query, value_pages, key_pages=key_pages, **rest)
-
-
 def wide_dtype(query: Any, key: Any, value: Any) -> Any:
     """Of both products; narrower operands than their partner are widened."""
     alike = query.dtype == key.dtype == value.dtype
@@ -204,11 +198,3 @@ def attention_fwd(
     del bias, mask, q_segment_ids, kv_segment_ids  # the row refuses them
     operands = query, key, value, None, kv_lengths, q_offset, sinks
     return over_sequences(launch, (1, 2), (6,), *operands, **options)
-
-
-def paged_attention_fwd(
-    query, key_pages, value_pages, block_tables, kv_lengths, q_offset, sinks, **options
-):
-    pages = key_pages, value_pages, block_tables
-    operands = query, *pages, kv_lengths, q_offset, sinks
-    return over_sequences(launch, (), (1, 2, 6), *operands, **options)

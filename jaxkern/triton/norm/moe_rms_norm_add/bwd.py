@@ -15,6 +15,8 @@ from jaxkern.gpu.device import num_programs, num_sms, tuned
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.moe_rms_norm_add.fwd import LONGEST, mix, row_sizes
+from jaxkern.triton.norm.moe_rms_norm_add.fwd import slower as slower
+from jaxkern.triton.norm.moe_rms_norm_add.fwd import unsupported as unsupported
 from jaxkern.triton.norm.row_tiles import factor, per_row, read, summed, write
 
 

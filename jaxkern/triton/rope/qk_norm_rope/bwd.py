@@ -30,6 +30,7 @@ from jaxkern.triton.rope.head_tiles import (
     write_pairs,
     write_rest,
 )
+from jaxkern.triton.rope.qk_norm_rope.fwd import unsupported as unsupported
 
 
 @jit
