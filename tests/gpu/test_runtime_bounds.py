@@ -17,9 +17,11 @@ from jaxkern.runtime import (
     allocated_bytes,
     implementations,
     limited,
+    memory_limit,
     policy,
+    upload,
+    with_oom_fallback,
 )
-from jaxkern.runtime.memory import memory_limit, upload, with_oom_fallback
 from tests.gpu.full_device import medians, operands, truth
 from tests.gpu.truth import on_a_gpu
 

@@ -16,8 +16,10 @@ import pytest
 import jaxkern as jk
 from jaxkern.lowering.apple import assume_jax_mps, check, fused
 from jaxkern.lowering.apple.findings import title
-from jaxkern.lowering.apple.rows import ROWS
+from jaxkern.lowering.apple.rows import KERNELS
 from jaxkern.lowering.apple.wire import Module, export, text
+from jaxkern.lowering.kernel_table import row_of
+from jaxkern.primitives.kernel_primitive import REGISTRY
 from tests import checks
 from tests.lowering.apple import mlx_kernels
 from tests.primitives.quant import mlx_golden
@@ -94,22 +96,29 @@ def play(target, result, *operands, **options):
 
 
 def row_cases():
-    for p, kernel, unless in ROWS:
+    for line in KERNELS:
+        p = REGISTRY[line.op]
+        row = row_of(p, line, "primal")
         for k, case in enumerate(checks.cases_of(p)):
             marks = [pytest.mark.full] if k or case.full else []
             yield pytest.param(
-                p, kernel, unless, case, id=f"{p.name}-{case.name}", marks=marks
+                p,
+                row.kernel,
+                row.unsupported,
+                case,
+                id=f"{p.name}-{case.name}",
+                marks=marks,
             )
 
 
-@pytest.mark.parametrize("p, kernel, unless, case", list(row_cases()))
-def test_rows_equal_references(p, kernel, unless, case, monkeypatch):
+@pytest.mark.parametrize("p, kernel, unsupported, case", list(row_cases()))
+def test_rows_equal_references(p, kernel, unsupported, case, monkeypatch):
     operands, options = checks.operands_of(p, case), checks.options_of(p, case)
     if p.name == "rope_from":
         operands[1] = jnp.int32(5)
     named = dict(zip([a.name for a in p.operands], operands, strict=True))
     with assume_jax_mps():
-        reason = unless(**named, **options)
+        reason = unsupported(**named, **options)
     if reason is not None:
         assert len(reason.split()) > 2
         return

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/graph.md"
+PAGE = Path(__file__).parents[3] / "docs/graph.md"
 
 
 def test_the_snippets_run(capsys):

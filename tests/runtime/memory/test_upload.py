@@ -10,9 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import FP8Tensor, dequantize, linear, quantize_int
-from jaxkern.runtime import MemoryLimitExceeded, allocated_bytes
+from jaxkern.runtime import MemoryLimitExceeded, allocated_bytes, memory_limit, upload
 from jaxkern.runtime import policy as policy_
-from jaxkern.runtime.memory import memory_limit, upload
 from jaxkern.runtime.testing.testing import inject_faults
 
 RNG = np.random.default_rng(0)

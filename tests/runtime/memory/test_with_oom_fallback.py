@@ -11,8 +11,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import rms_norm
-from jaxkern.runtime import MemoryLimitExceeded, allocated_bytes, stats
-from jaxkern.runtime.memory import memory_limit, with_oom_fallback
+from jaxkern.runtime import (
+    MemoryLimitExceeded,
+    allocated_bytes,
+    memory_limit,
+    stats,
+    with_oom_fallback,
+)
 from jaxkern.runtime.testing.testing import inject_faults
 from jaxkern.runtime.trace import events
 
