@@ -22,7 +22,6 @@ from jaxkern.runtime.memory.with_oom_fallback import with_oom_fallback
 from jaxkern.runtime.plan import kernel_cache
 from jaxkern.runtime.plan.bucketed import bucketed
 from jaxkern.runtime.plan.compilation_cache import enable_compilation_cache
-from jaxkern.runtime.plan.implementations import implementations
 from jaxkern.runtime.plan.plan import Plan, compile
 from jaxkern.runtime.plan.profile import Limits, measured_limits
 from jaxkern.runtime.plan.saved_plan import load
@@ -59,7 +58,6 @@ __all__ = [
     "enable_compilation_cache",
     "events",
     "graph",
-    "implementations",
     "kernel_cache",
     "limited",
     "load",

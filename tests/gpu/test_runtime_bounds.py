@@ -15,7 +15,6 @@ from jaxkern.runtime import (
     BufferPool,
     MemoryLimitExceeded,
     allocated_bytes,
-    implementations,
     limited,
     memory_limit,
     policy,
@@ -137,10 +136,3 @@ def test_policies_round_operands_and_sum_in_float32(name):
     )
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-3)
-
-
-def test_the_kernels_of_this_device():
-    x = jnp.ones((4, 1024), jnp.bfloat16)
-    kernel, plain = implementations("rms_norm", jax.devices()[0], x)
-    assert (kernel.platform, kernel.backend, kernel.refusal) == ("cuda", "triton", None)
-    assert plain.backend == "xla"

@@ -24,7 +24,7 @@ def test_the_page_runs(capsys):
     assert "{('scores', 'RESOURCE_EXHAUSTED'): 1}" in out
     assert "sums float32, result as x" in out and "float32 float8_e4m3fn" in out
     assert "4,356 bytes" in out and "\n0 2\n" in out
-    assert "rms_norm on cuda by triton" in out and "name='jit(<lambda>)'" in out
+    assert "rms_norm on cuda runs triton" in out and "name='jit(<lambda>)'" in out
     assert names["cache"].is_deleted()
 
 

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import jaxkern
+from jaxkern.primitives.activation import bias_activation, geglu, gelu, swiglu
+from jaxkern.primitives.norm import (
+    add_rms_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_mul,
+    sandwich_rms_norm,
+)
 from jaxkern.runtime.graph.fuse import Pattern
 from jaxkern.runtime.graph.op_kind import OpKind, kind_of_primitive
 
@@ -44,17 +51,17 @@ def not_of_a_matmul(x: Any, **_: Any) -> str | None:
 
 
 # What a norm does inside: cast to float32, cast the result back.
-IN_FLOAT32 = lambda x: jaxkern.rms_norm(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
+IN_FLOAT32 = lambda x: rms_norm(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
 IN_FLOAT32_WITH_WEIGHT = (
-    lambda x, weight: jaxkern.rms_norm(
+    lambda x, weight: rms_norm(
         x.astype(jnp.float32), weight.astype(jnp.float32)
     ).astype(x.dtype),
-    lambda x, weight: jaxkern.rms_norm(x.astype(jnp.float32), weight).astype(x.dtype),
+    lambda x, weight: rms_norm(x.astype(jnp.float32), weight).astype(x.dtype),
 )
 
 
 def activation_after_bias(activation: str, f: Callable) -> Pattern:
-    fused = functools.partial(jaxkern.bias_activation, activation=activation)  # pyright: ignore[reportArgumentType]
+    fused = functools.partial(bias_activation, activation=activation)  # pyright: ignore[reportArgumentType]
 
     def chain(x, bias):
         return f(x + bias)
@@ -72,75 +79,73 @@ gelu_exact = functools.partial(jax.nn.gelu, approximate=False)
 PATTERNS: dict[str, list[Pattern]] = {
     "rms_norm": [
         *(
-            Pattern("rms_norm", chain, jaxkern.rms_norm, computed_below_float32)
+            Pattern("rms_norm", chain, rms_norm, computed_below_float32)
             for chain in plain_rms_norms()
         ),
         *patterns_of(
             "rms_norm",
             IN_FLOAT32,
-            lambda x, weight, offset: jaxkern.rms_norm(x) * (weight + offset),
-            lambda x, weight: jaxkern.rms_norm(x) * weight,
+            lambda x, weight, offset: rms_norm(x) * (weight + offset),
+            lambda x, weight: rms_norm(x) * weight,
             *IN_FLOAT32_WITH_WEIGHT,
-            fused=jaxkern.rms_norm,
+            fused=rms_norm,
         ),
     ],
     "sandwich_rms_norm": patterns_of(
         "sandwich_rms_norm",
         lambda x, residual, weight, next_weight: (
-            jaxkern.rms_norm(
-                total := residual + jaxkern.rms_norm(x, weight), next_weight
-            ),
+            rms_norm(total := residual + rms_norm(x, weight), next_weight),
             total,
         ),
-        fused=lambda x, residual, weight, next_weight, **options: (
-            jaxkern.sandwich_rms_norm(x, residual, weight, next_weight, **options)
+        fused=lambda x, residual, weight, next_weight, **options: sandwich_rms_norm(
+            x, residual, weight, next_weight, **options
         ),
     ),
     "rms_norm_mul": patterns_of(
         "rms_norm_mul",
-        lambda x, scale, weight: jaxkern.rms_norm(x, weight) * scale,
-        lambda x, scale: jaxkern.rms_norm(x) * scale,
-        fused=jaxkern.rms_norm_mul,
+        lambda x, scale, weight: rms_norm(x, weight) * scale,
+        lambda x, scale: rms_norm(x) * scale,
+        fused=rms_norm_mul,
     ),
     "rms_norm_add": patterns_of(
         "rms_norm_add",
-        lambda x, residual, weight: residual + jaxkern.rms_norm(x, weight),
-        lambda x, residual: residual + jaxkern.rms_norm(x),
-        fused=jaxkern.rms_norm_add,
+        lambda x, residual, weight: residual + rms_norm(x, weight),
+        lambda x, residual: residual + rms_norm(x),
+        fused=rms_norm_add,
     ),
     "add_rms_norm": patterns_of(
         "add_rms_norm",
         lambda x, residual, weight: (
-            jaxkern.rms_norm(total := x + residual, weight),
+            rms_norm(total := x + residual, weight),
             total,
         ),
-        lambda x, residual: (jaxkern.rms_norm(total := x + residual), total),
+        lambda x, residual: (rms_norm(total := x + residual), total),
         lambda x, residual, weight, bias: (
-            jaxkern.rms_norm(total := x + residual, weight, bias),
+            rms_norm(total := x + residual, weight, bias),
             total,
         ),
-        fused=jaxkern.add_rms_norm,
+        fused=add_rms_norm,
     ),
     "swiglu": patterns_of(
         "swiglu",
         lambda gate, up: jax.nn.silu(gate) * up,
-        fused=jaxkern.swiglu,
+        fused=swiglu,
     ),
     "geglu": [
         *patterns_of(
             "geglu",
-            lambda gate, up: jaxkern.gelu(gate) * up,
-            fused=jaxkern.geglu,
+            lambda gate, up: gelu(gate) * up,
+            fused=geglu,
         ),
         *patterns_of(
             "geglu",
             lambda gate, up: gelu_tanh(gate) * up,
-            fused=functools.partial(jaxkern.geglu, approximate="tanh"),
+            fused=functools.partial(geglu, approximate="tanh"),
         ),
         *patterns_of(
             "geglu",
             lambda gate, up: gelu_exact(gate) * up,
-            fused=functools.partial(jaxkern.geglu, approximate="none"),
+            fused=functools.partial(geglu, approximate="none"),
         ),
     ],
     "bias_activation": [

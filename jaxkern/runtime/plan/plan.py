@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import jax
 
 from jaxkern.primitives.linear.policy import Policy, current_policy
-from jaxkern.runtime.memory.memory_map import MemoryMap, memory_map
 from jaxkern.runtime.plan.compiler_dump import (
     CommandBufferReport,
     CompilerDump,
@@ -28,6 +27,7 @@ from jaxkern.runtime.plan.instructions import (
     count_views,
     list_instructions,
 )
+from jaxkern.runtime.plan.memory_map import MemoryMap, memory_map
 from jaxkern.runtime.plan.profile import (
     Limits,
     Profile,

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkern import primitives
 from jaxkern.lowering.lower import backend
 from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive
-from jaxkern.runtime.plan.implementations import named_op
 from jaxkern.runtime.trace import fault_points
 from jaxkern.runtime.trace.fault_points import POINTS, FaultPlan
 
@@ -135,6 +135,19 @@ def reference(op: str | Callable) -> Callable:
             return jax.tree.map(np.asarray, out)
 
     return oracle
+
+
+def named_op(op: str | Callable) -> Callable:
+    """The public function of that name, else the primitive."""
+    if not isinstance(op, str):
+        return op
+    families = [getattr(primitives, family) for family in primitives.__all__]
+    for family in families:
+        if op in family.__all__:
+            return getattr(family, op)
+    if op not in REGISTRY:
+        raise ValueError(f"reference: no op of jaxkern is called {op!r}.")
+    return REGISTRY[op]
 
 
 def in_float64(x: Any) -> Any:

@@ -16,13 +16,13 @@ from jaxkern.gpu import triton_call
 from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
 from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.primitives.turboquant.vector_codec import VectorCodec
-from jaxkern.triton.kv_cache.cache_codes import (
+from jaxkern.triton.kv_cache.cache_slots import copy_tile
+from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import qk_norm_rope_cache_kernel
+from jaxkern.triton.turboquant.cache_codes import (
     constants_of,
     unsupported_codec,
     vector_of,
 )
-from jaxkern.triton.kv_cache.cache_slots import copy_tile
-from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import qk_norm_rope_cache_kernel
 
 LONGEST = 2048  # dims of a vector: a program holds one whole
 

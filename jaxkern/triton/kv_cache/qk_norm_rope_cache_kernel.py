@@ -13,8 +13,8 @@ neighbours, eps, offset); CALL and VECTOR as in cache_slots.py and cache_codes.p
 """
 
 from jaxkern.gpu.triton_call import jit, tl
-from jaxkern.triton.kv_cache.cache_codes import write_vectors
 from jaxkern.triton.kv_cache.cache_slots import carry_over, rows_of
+from jaxkern.triton.turboquant.cache_codes import write_vectors
 
 
 @jit

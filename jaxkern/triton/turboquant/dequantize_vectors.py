@@ -21,7 +21,7 @@ from jaxkern.primitives.turboquant.vector_codec import (
     VectorCodec,
     num_dims,
 )
-from jaxkern.triton.kv_cache.cache_codes import (
+from jaxkern.triton.turboquant.cache_codes import (
     most_bits,
     num_planes,
     of_plane,

@@ -18,7 +18,7 @@ from jaxkern.primitives.turboquant.vector_codec import (
     code_bytes,
     group_size,
 )
-from jaxkern.triton.kv_cache.cache_codes import (
+from jaxkern.triton.turboquant.cache_codes import (
     codes_of,
     constants_of,
     num_planes,

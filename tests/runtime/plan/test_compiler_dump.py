@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkern import runtime
-from jaxkern.runtime.memory.memory_map import memory_map
 from jaxkern.runtime.plan.compiler_dump import dump_compilation, read_thunks
+from jaxkern.runtime.plan.memory_map import memory_map
 
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 CAPTURED = """\

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxkern import TurboQuantCodec
-from jaxkern.triton.kv_cache.cache_codes import cells_of, midpoints_of
+from jaxkern.triton.turboquant.cache_codes import cells_of, midpoints_of
 
 
 @pytest.mark.parametrize(
