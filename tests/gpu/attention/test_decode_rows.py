@@ -132,4 +132,4 @@ def test_explain_names_the_kernel():
     for dtype in DTYPES:
         with backend("triton"):  # "auto" leaves many rows of float32 to XLA
             [row] = explain(attention, *qkv(1, 8, 300, 1, 128, 64, dtype=dtype)).rows
-        assert row.runs.startswith("triton: triton.attention.decode_attention")
+        assert row.runs.startswith("triton: triton.attention.decode")

@@ -335,13 +335,15 @@ def test_runs_by_default_where_it_was_measured():
             f = jax.grad(f) if gradient else f
             return choices(f, q, k, k, pairs)
 
-    backward = "runs mosaic_gpu: pallas.attention.flash_attention_bwd"
+    backward = "runs mosaic_gpu: pallas.attention.attention.bwd"
     assert "runs mosaic_gpu: pallas.attention" in chosen(128)
     for h in (64, 320, 384, 512):
         assert "runs mosaic_gpu" in chosen(h)
     assert "runs triton" in chosen(80) and "no gain was measured" in chosen(80)
     assert "no gain was measured at 64 dims" in chosen(64, bias="bfloat16")
-    assert "runs mosaic_gpu: pallas.attention.joint_bwd" in chosen(128, gradient=True)
+    assert "runs mosaic_gpu: pallas.attention.attention.joint_bwd" in chosen(
+        128, gradient=True
+    )
     assert backward in chosen(128, 4088, gradient=True)
     assert backward in chosen(128, 1024, gradient=True)
     assert backward in chosen(256, 256, gradient=True)

@@ -18,10 +18,10 @@ from jaxkern.triton.norm import (
     sandwich_norm_backward,
     sandwich_rms_norm,
 )
-from jaxkern.triton.norm.moe_rms_norm_add.fwd import (
+from jaxkern.triton.norm.moe_rms_norm_add import (
     bwd as moe_rms_norm_add_backward,
 )
-from jaxkern.triton.norm.moe_rms_norm_add.fwd import fwd as moe_rms_norm_add
+from jaxkern.triton.norm.moe_rms_norm_add import fwd as moe_rms_norm_add
 from tests.triton.interpreted import (
     alone,
     check_in_its_own_process,

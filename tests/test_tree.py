@@ -1,0 +1,92 @@
+"""An operator is one row of files of the same name; this says which one is missing.
+
+primitives/norm/rms_norm.py             what it means
+triton/norm/rms_norm.py  (or rms_norm/) how it runs fast, likewise in pallas/ and cpu/
+tests/primitives/norm/test_rms_norm.py  how we know
+benchmarks/norm/rms_norm.py             how fast it is, where a GPU has a kernel
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from jaxkern.lowering import cpu, cuda
+from jaxkern.primitives.kernel_primitive import REGISTRY
+from jaxkern.primitives.leafwise_primitive import LEAFWISE
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "jaxkern"
+LINES = [*cpu.KERNELS, *cuda.KERNELS]
+BACKENDS = "triton", "pallas", "cpu"
+
+
+def place(name: str) -> tuple[str, str]:
+    """(family, file) of an op."""
+    p = REGISTRY[name] if name in REGISTRY else LEAFWISE[name].op
+    _, _, family, file = p.reference.__module__.split(".")
+    return family, file
+
+
+PLACES = sorted(
+    {
+        place(p.name)
+        for p in REGISTRY.values()
+        if p.reference.__module__.startswith("jaxkern.")
+    }
+)
+ON_A_GPU = sorted({place(line.op) for line in cuda.KERNELS})
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.module}-{line.op}")
+def test_a_kernel_is_under_its_ops_family_and_name(line):
+    family, file = place(line.op)
+    backend, *rest = line.module.split(".")
+    assert backend in BACKENDS
+    assert rest[0] == family and {file, line.op} & {*rest[1:]}, (
+        f"{line.op} is declared in primitives/{family}/{file}.py: move its kernel to "
+        f"{backend}/{family}/{file}.py, or into the folder {backend}/{family}/{file}/."
+    )
+
+
+@pytest.mark.parametrize("family, file", PLACES)
+def test_an_op_has_its_test(family, file):
+    path = ROOT / "tests" / "primitives" / family / f"test_{file}.py"
+    assert path.is_file(), (
+        f"{family}/{file}.py has no {path.relative_to(ROOT)}: add it."
+    )
+
+
+@pytest.mark.parametrize("family, file", ON_A_GPU)
+def test_an_op_with_a_gpu_kernel_has_its_benchmark(family, file):
+    path = ROOT / "benchmarks" / family / f"{file}.py"
+    assert path.is_file(), (
+        f"{family}/{file}.py has a kernel but no {path.relative_to(ROOT)}: add it."
+    )
+
+
+@pytest.mark.parametrize("family", sorted({family for family, _ in ON_A_GPU}))
+def test_a_family_with_a_gpu_kernel_is_tested_on_a_gpu(family):
+    found = list((ROOT / "tests" / "gpu" / family).glob("test_*.py"))
+    assert found, f"tests/gpu/{family}/ has no test: add it."
+
+
+@pytest.mark.parametrize("folder", [*BACKENDS, "gpu", "lowering", "primitives"])
+def test_every_file_says_first_what_it_is(folder):
+    for path in (PACKAGE / folder).rglob("*.py"):
+        text = path.read_text()
+        if path.name != "__init__.py" or text:
+            said = ast.get_docstring(ast.parse(text))
+            assert said, f"{path.relative_to(ROOT)} has no docstring: say what it is."
+
+
+def test_a_family_has_one_name_everywhere():
+    families = {p.name for p in (PACKAGE / "primitives").iterdir() if p.is_dir()}
+    families.discard("__pycache__")
+    for backend in BACKENDS:
+        folders = {p.name for p in (PACKAGE / backend).iterdir() if p.is_dir()}
+        extra = folders - families - {"__pycache__"} - SHARED_PARTS[backend]
+        assert not extra, f"{backend}/ has {extra}, which no family of primitives/ is."
+
+
+SHARED_PARTS = {"triton": set(), "pallas": {"rows"}, "cpu": set()}  # of two families
