@@ -11,8 +11,6 @@ shards, and lowers on every platform. Where to look:
     models/       whole models as pure functions, `generate`, the command line
 """
 
-import inspect as _inspect
-
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda_later as _cuda
 from jaxkern.lowering.apple import rows as _apple
@@ -40,7 +38,6 @@ from jaxkern.primitives.attention.paged_attention import paged_attention
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention,
 )
-from jaxkern.primitives.check_arguments import check_arguments as _check_arguments
 from jaxkern.primitives.delta_rule.causal_conv1d import (
     causal_conv1d,
     causal_conv1d_step,
@@ -375,8 +372,4 @@ __all__ = [
     "update_quantized_kv_cache",
 ]
 
-for _name in __all__:
-    if _inspect.isfunction(globals()[_name]):
-        globals()[_name] = _check_arguments(globals()[_name])
-
-del _apple, _cpu, _cuda, _inspect, _name, _check_arguments
+del _apple, _cpu, _cuda

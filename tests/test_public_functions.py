@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+import sys
 import typing
 
 import jax
@@ -20,6 +21,18 @@ FUNCTIONS = [
     for name in jaxkern.__all__
     if inspect.isfunction(getattr(jaxkern, name))
 ]
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_the_package_names_the_function_of_its_module(f):
+    """One object, checked at its definition.
+
+    The other tests of this file call what the package names, and could not see that a
+    function imported from its module took what the package's refused.
+    """
+    module = sys.modules[inspect.unwrap(f).__globals__["__name__"]]
+    assert getattr(module, f.__name__) is f
+    assert f.__module__ == "jaxkern", "@check_arguments is missing"
 
 
 def sections(f):

@@ -9,6 +9,7 @@ import jax
 
 from jaxkern.lowering.lower import Row, choose
 from jaxkern.primitives.call import Call
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import KernelPrimitive, Tangent
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Explanation:
     __repr__ = __str__
 
 
+@check_arguments
 def explain(
     f: Callable, *args: Any, platform: str | None = None, **kwargs: Any
 ) -> Explanation:

@@ -21,6 +21,7 @@ from jax.interpreters import mlir
 
 from jaxkern.lowering.sharded_call import partitioned, refusal_by_type, sharded_by_type
 from jaxkern.primitives.call import Backend, Call, backend_context
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import KernelPrimitive, lower_named
 
 # prim_requires_devices_during_lowering has no public name; custom_partitioning below a
@@ -38,6 +39,7 @@ LATER: dict[str, str] = {}  # platform -> the module that adds its rows
 BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp", "mps")
 
 
+@check_arguments
 def backend(
     name: str, *, strict: bool = False
 ) -> contextlib.AbstractContextManager[None]:

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def matmul_transpose_b(
     x: Float[Array, "... k*g t d"],
     w: Float[Array, "... k f d"],

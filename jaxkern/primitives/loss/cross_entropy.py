@@ -11,9 +11,11 @@ from jaxkern.primitives.activation.softcap import (
     softcap_bwd_reference,
     softcap_reference,
 )
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def cross_entropy(
     logits: Float[Array, "... v"],
     labels: Integer[Array, "..."],

@@ -12,6 +12,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
 from jaxkern.primitives.quant.dequantize import DEQUANTIZE
@@ -26,6 +27,7 @@ from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 
 
+@check_arguments
 def quantize_fp8(
     w: Float[Array, "... f d"],
     *,

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.int_matmul import int_matmul
 from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
 
 
+@check_arguments
 def int8_matmul(
     x: Float[Array, "... d"],
     w: IntTensor,

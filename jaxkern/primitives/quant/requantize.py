@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.quant.affine_tensor import AffineTensor, pack_codes
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, Unpacked
@@ -47,6 +48,7 @@ INT_CODES = {
 }
 
 
+@check_arguments
 def requantize(
     w: Float[Array, "... d"] | QuantizedTensor, to: str, **options: Any
 ) -> QuantizedTensor:

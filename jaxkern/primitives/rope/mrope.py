@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Real
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling, rope_frequencies
 
 Layout = Literal["contiguous", "interleaved"]
 
 
+@check_arguments
 def mrope_cos_sin(
     positions: Real[Array, "axes ... t"],
     rotary_dim: int,
