@@ -70,7 +70,7 @@ def mrope_cos_sin(
         )
     axis = axis_of_pairs(rotary_dim // 2, tuple(sections), layout, positions.shape[0])
     if length is None:
-        length = jnp.max(positions, axis=(0, -1), initial=-1) + 1
+        length = jnp.max(positions, axis=(0, -1), initial=-1).astype(jnp.int32) + 1
     freqs = rope_frequencies(
         rotary_dim,
         theta=theta,
