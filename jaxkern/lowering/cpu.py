@@ -100,7 +100,7 @@ for op, forward, backward in (
     (layer_norm_p, norm.layer_norm_fwd, norm.layer_norm_bwd),
 ):
     row = functools.partial(lower, op, "cpu", "cpp", unless=norm.unsupported)
-    row(fwd=forward, slower=norm.slower)
+    row(fwd=forward, slower=norm.SLOWER)
     row(fwd=None, bwd=backward, slower=norm.slower_gradient)
 
 lower(

@@ -75,7 +75,7 @@ class Row(NamedTuple):
     backend: str
     kernel: Callable
     unless: Callable[..., str | None]
-    slower: Callable[..., str | None] = never_refuses
+    slower: Callable[..., str | None] | str = never_refuses
 
     @property
     def title(self) -> str:
@@ -100,7 +100,7 @@ def lower(
     primal: Callable | None = None,
     inference: bool = True,
     unless: Callable[..., str | None] = never_refuses,
-    slower: Callable[..., str | None] = never_refuses,
+    slower: Callable[..., str | None] | str = never_refuses,
 ) -> None:
     """Adds a row: on `platform`, `p` runs these kernels unless `unless` gives a reason.
 
@@ -115,8 +115,9 @@ def lower(
       inference: whether the row is for inference too.
       unless: called with the operands' shapes and dtypes by name (None where absent)
         and the options; returns a reason in words, or None.
-      slower: called likewise; where the reference is faster, "auto" takes that. Naming
-        the backend takes the kernel all the same.
+      slower: called likewise; where the reference is faster, "auto" takes that. A
+        sentence where that is so of all operands. Naming the backend takes the kernel
+        all the same.
     """
     if backend not in BACKENDS[2:]:
         raise ValueError(
@@ -213,11 +214,15 @@ def why_slower(
     p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
 ) -> str | None:
     """Why "auto" prefers the next row or the reference, or None."""
-    # under vmap the operands' shapes do not say how large the work is
-    if call.backend.name != "auto" or call.vmaps:
+    if call.backend.name != "auto":
         return None
-    with jax.default_matmul_precision(call.precision):
-        reason = row.slower(**named_operands(p, avals, call), **static)
+    if isinstance(row.slower, str):
+        reason = row.slower
+    elif call.vmaps:  # the operands' shapes do not say how large the work is
+        return None
+    else:
+        with jax.default_matmul_precision(call.precision):
+            reason = row.slower(**named_operands(p, avals, call), **static)
     faster = "another kernel" if row.backend == "mosaic_gpu" else "XLA"
     return reason and f"{faster} is faster, {reason}"
 

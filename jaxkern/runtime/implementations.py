@@ -1,6 +1,7 @@
 """`implementations`: every kernel that an op has on a platform, and why it refuses."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,7 +102,7 @@ def primitives_of(op: str | Callable) -> list[KernelPrimitive]:
     f = named_op(op)
     if isinstance(f, KernelPrimitive):
         return [f]
-    module = getattr(f, "__module__", None)
+    module = getattr(inspect.unwrap(f), "__module__", None)
     found = [p for p in REGISTRY.values() if p.reference.__module__ == module]
     same = [p for p in found if p.name == getattr(f, "__name__", None)]
     if not found:

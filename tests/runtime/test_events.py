@@ -56,7 +56,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path):
     folder.mkdir()
     folder.chmod(0o777)
     before = jax.config.jax_compilation_cache_dir
-    with pytest.raises(ValueError, match="^enable_compilation_cache: others can"):
+    with pytest.raises(ValueError, match=r"^enable_compilation_cache: others can"):
         enable_compilation_cache(folder)
     folder.chmod(0o755)
     (folder / "planted").write_bytes(b"")

@@ -50,3 +50,8 @@ def test_a_kernel_that_is_slower_says_so():
     with jaxkern.backend("triton"):
         [row, _] = implementations("argmax", "cuda", jnp.zeros((1, 100_000)))
     assert row.refusal is None
+
+
+def test_a_public_function_stands_for_its_primitive():
+    """The tests above give a function only with operands, which are traced."""
+    assert implementations(rms_norm, "cuda") == implementations("rms_norm", "cuda")
