@@ -61,7 +61,11 @@ def backend(
       ValueError: unknown name.
     """
     if name not in BACKENDS:
-        raise ValueError(f"backend: `name` must be one of {BACKENDS}, got {name!r}.")
+        pallas = ' The Pallas kernels are "mosaic_gpu".' if name == "pallas" else ""
+        names = ", ".join(map(repr, BACKENDS))
+        raise ValueError(
+            f"backend: `name` must be one of {names}, got {name!r}.{pallas}"
+        )
     return backend_context(Backend(name, strict))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 import jaxkern
-from jaxkern.lowering.explain import default_platform, equations
+from jaxkern.lowering.explain import check_platform, default_platform, equations
 from jaxkern.lowering.lower import refusal, rows_on, why_slower
 from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive, Tangent
 
@@ -62,7 +62,7 @@ def implementations(
       Rows by primitive.
 
     Raises:
-      ValueError: no op of that name.
+      ValueError: no op of that name, or no such platform.
     """
     platform = platform_of(device)
     if args or options:
@@ -82,7 +82,9 @@ def platform_of(device: str | jax.Device | None) -> str:
     if device is None:
         return default_platform()
     name = device if isinstance(device, str) else device.platform
-    return "cuda" if name == "gpu" else name
+    platform = "cuda" if name == "gpu" else name
+    check_platform("implementations", platform)
+    return platform
 
 
 def named_op(op: str | Callable) -> Callable:

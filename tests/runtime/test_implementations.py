@@ -55,3 +55,40 @@ def test_a_kernel_that_is_slower_says_so():
 def test_a_public_function_stands_for_its_primitive():
     """The tests above give a function only with operands, which are traced."""
     assert implementations(rms_norm, "cuda") == implementations("rms_norm", "cuda")
+
+
+@pytest.mark.parametrize("ask", [explain, implementations])
+def test_a_platform_that_nobody_has_is_refused(ask):
+    """It had no row for any op, so that every op ran its reference there."""
+    args = (rms_norm, X) if ask is explain else (rms_norm,)
+    options = {"platform" if ask is explain else "device": "cdua"}
+    message = rf"^{ask.__name__}: `platform` must be one of .*cpu, cuda, .*got 'cdua'"
+    with pytest.raises(ValueError, match=message):
+        ask(*args, **options)
+    if ask is explain:
+        with pytest.raises(ValueError, match='An NVIDIA GPU is "cuda"'):
+            explain(rms_norm, X, platform="gpu")
+
+
+def test_a_gpu_that_is_assumed_is_said():
+    """Other tests read the lines of the ops, none what they were compiled for."""
+    pytest.importorskip("triton")
+    from jaxkern.triton.launch import compiling_for, device_capability
+
+    def text(platform):
+        return str(explain(rms_norm, X, platform=platform))
+
+    if device_capability() is None:
+        assert "capability 8.0: there is no CUDA GPU here" in text("cuda")
+    with compiling_for(90):
+        assert text("cuda").endswith("compute capability 9.0: as asked")
+    assert "capability" not in text("cpu")
+
+
+@pytest.mark.parametrize("name", ["pallas", "cutlass"])
+def test_an_unknown_backend_lists_the_names_that_exist(name):
+    """The test that it is refused did not read what to say instead."""
+    with pytest.raises(ValueError, match="'mosaic_gpu'") as error:
+        jaxkern.backend(name)
+    hint = 'The Pallas kernels are "mosaic_gpu".'
+    assert str(error.value).endswith(hint) == (name == "pallas")
