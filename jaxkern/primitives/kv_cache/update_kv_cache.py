@@ -77,13 +77,13 @@ def ring_positions(lengths: Int[Array, "..."], slots: int) -> Int[Array, "... s"
       slots: s, the size of the ring.
 
     Returns:
-      `[..., s]` int.
+      `[..., s]` int32.
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
     """
-    last = jnp.asarray(lengths)[..., None] - 1
-    return last - (last - jnp.arange(slots)) % max(slots, 1)
+    last = jnp.asarray(lengths, jnp.int32)[..., None] - 1
+    return last - (last - jnp.arange(slots, dtype=jnp.int32)) % max(slots, 1)
 
 
 def update_kv_cache_reference(

@@ -22,9 +22,10 @@ from jaxkern.primitives.quant.float8 import (
     encode_float8,
     largest_float8,
 )
-from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor
+from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor, scales_shape
 from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
+from jaxkern.primitives.quant.rounding import divide
 
 
 @check_arguments
@@ -62,6 +63,11 @@ def quantize_fp8(
         )
     if w.ndim < 2:
         raise TypeError(f"quantize_fp8: `w` must be [..., f, d], got {w.shape}.")
+    if w.size == 0:  # a dim of no numbers is one block all the same
+        scales = jnp.ones(scales_shape(w.shape, block), at_least_f32(w).dtype)
+        return FP8Tensor(
+            jnp.zeros(w.shape, jnp.uint8), scales, (block[0], block[1]), format
+        )
     f, d = w.shape[-2:]
     rows, columns = (n if b == WHOLE else b for n, b in zip((f, d), block, strict=True))
     codes, scales = quantize_fp8_p(
@@ -78,7 +84,7 @@ def quantize_fp8_reference(
     nf, nd = (n // max(b, 1) for n, b in zip(w.shape[-2:], block, strict=True))
     blocks = split_blocks(at_least_f32(w), nf, nd)
     amax = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True, initial=0)
-    scale = amax / largest_float8(format)
+    scale = divide(amax, largest_float8(format))
     scale = jnp.where(scale > 0, scale, 1)
     codes = merge_blocks(encode_float8(blocks / scale, format))
     return codes, scale[..., 0, :, 0]
