@@ -6,6 +6,7 @@ import pickle
 import re
 import sys
 import typing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.primitives.check_arguments import check_arguments
 from tests.checks import operands_of, options_of
 from tests.test_every_op import OPS, smallest_case
 
@@ -250,3 +252,10 @@ def test_references_promote_whatever_the_user_forbids_himself():
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.make_jaxpr(every_op)(operands)
         jax.jit(jax.grad(lambda x: jaxkern.rms_norm(x, w).sum())).lower(x)
+
+
+def test_type_checkers_are_told_that_the_package_is_typed():
+    """Every annotation was there; without this file they are not read by users' tools."""
+    assert (Path(jaxkern.__file__).parent / "py.typed").exists()
+    decorated = typing.get_type_hints(check_arguments)
+    assert decorated["fn"] == decorated["return"], "a checked function keeps its type"
