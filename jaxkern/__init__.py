@@ -14,8 +14,6 @@ shards, and lowers on every platform. Where to look:
     models/       whole models as pure functions, `generate`, the command line
 """
 
-import inspect as _inspect
-
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
 from jaxkern.lowering.apple import rows as _apple
@@ -39,7 +37,6 @@ from jaxkern.primitives import turboquant as _turboquant
 from jaxkern.primitives import vision as _vision
 from jaxkern.primitives.activation import *
 from jaxkern.primitives.attention import *
-from jaxkern.primitives.check_arguments import check_arguments as _check_arguments
 from jaxkern.primitives.delta_rule import *
 from jaxkern.primitives.index import *
 from jaxkern.primitives.kv_cache import *
@@ -72,7 +69,3 @@ __all__ += _sampling.__all__
 __all__ += _signal.__all__
 __all__ += _turboquant.__all__
 __all__ += _vision.__all__
-
-for _name in __all__:
-    if _inspect.isfunction(globals()[_name]):
-        globals()[_name] = _check_arguments(globals()[_name])

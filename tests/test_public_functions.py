@@ -4,7 +4,9 @@ import dataclasses
 import inspect
 import pickle
 import re
+import sys
 import typing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.primitives.check_arguments import check_arguments
 from tests.checks import operands_of, options_of
 from tests.test_every_op import OPS, smallest_case
 
@@ -20,6 +23,18 @@ FUNCTIONS = [
     for name in jaxkern.__all__
     if inspect.isfunction(getattr(jaxkern, name))
 ]
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_the_package_names_the_function_of_its_module(f):
+    """One object, checked at its definition.
+
+    The other tests of this file call what the package names, and could not see that a
+    function imported from its module took what the package's refused.
+    """
+    module = sys.modules[inspect.unwrap(f).__globals__["__name__"]]
+    assert getattr(module, f.__name__) is f
+    assert f.__module__ == "jaxkern", "@check_arguments is missing"
 
 
 def sections(f):
@@ -237,3 +252,10 @@ def test_references_promote_whatever_the_user_forbids_himself():
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         jax.make_jaxpr(every_op)(operands)
         jax.jit(jax.grad(lambda x: jaxkern.rms_norm(x, w).sum())).lower(x)
+
+
+def test_type_checkers_are_told_that_the_package_is_typed():
+    """Every annotation was there, but without this file no user's tool reads them."""
+    assert (Path(jaxkern.__file__).parent / "py.typed").exists()
+    decorated = typing.get_type_hints(check_arguments)
+    assert decorated["fn"] == decorated["return"], "a checked function keeps its type"

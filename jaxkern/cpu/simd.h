@@ -23,6 +23,7 @@ constexpr int lanes = 4;
 
 typedef float F __attribute__((vector_size(4 * lanes)));
 typedef int32_t I __attribute__((vector_size(4 * lanes)));
+typedef uint32_t U __attribute__((vector_size(4 * lanes)));
 
 template <typename V>
 inline V load(const void* from) {
@@ -181,7 +182,8 @@ inline F exp_of(F x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  const I power = ((I)shifted << 23) + 0x3f800000;  // the low bits of shifted are n
+  // the low bits of shifted are n; unsigned, for below -87 the sum wraps
+  const U power = ((U)shifted << 23) + 0x3f800000u;
   return x < -87.0f ? F{} : y * (F)power;
 }
 

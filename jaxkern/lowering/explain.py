@@ -9,11 +9,19 @@ import jax
 
 from jaxkern.lowering.lower import Row, choose
 from jaxkern.primitives.call import Call
-from jaxkern.primitives.kernel_primitive import KernelPrimitive, Tangent
+from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.kernel_primitive import (
+    REGISTRY,
+    REWRITES,
+    KernelPrimitive,
+    Tangent,
+)
 
 if TYPE_CHECKING:
     from jaxkern.gpu.launch import Launch
     from jaxkern.pallas.mosaic_launch import MosaicLaunch
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # of JAX itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +53,12 @@ class Explanation:
     Attributes:
       platform: where.
       rows: one `Choice` for each op with operands of the same kind.
+      assumed: the GPU that is assumed where none was asked, or None.
     """
 
     platform: str
     rows: tuple[Choice, ...]
+    assumed: str | None = None
 
     def __str__(self) -> str:
         lines = []
@@ -57,11 +67,14 @@ class Explanation:
             lines.append(f"{row.op} on {self.platform} runs {row.runs}{times}")
             lines += [f"  {launch.describe()}" for launch in row.launches]
             lines += [f"  not {reason}" for reason in row.refused]
+        if lines and self.assumed:
+            lines.append(self.assumed)
         return "\n".join(lines) or f"no jaxkern op on {self.platform}"
 
     __repr__ = __str__
 
 
+@check_arguments
 def explain(
     f: Callable, *args: Any, platform: str | None = None, **kwargs: Any
 ) -> Explanation:
@@ -76,15 +89,18 @@ def explain(
       f: any traceable function: an op, a jitted model, a gradient.
       args, kwargs: what f is called with; arrays, or `jax.ShapeDtypeStruct`s of them.
         What is no array, such as `causal=True`, reaches f as it is.
-      platform: "cpu", "cuda", ...; the default device's if None.
+      platform: "cpu", "cuda", ...; the default device's if None. "cuda" on a machine
+        without a GPU is one of compute capability 8.0, and the result says so.
 
     Returns:
       An `Explanation`.
 
     Raises:
       TypeError, ValueError: what `f` itself raises for its arguments.
+      ValueError: no such platform.
     """
-    platform = platform or default_platform()
+    platform = default_platform() if platform is None else platform
+    check_platform("explain", platform)
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}
 
@@ -100,7 +116,32 @@ def explain(
     return Explanation(
         platform,
         tuple(Choice(op, n, *rest) for (op, *rest), n in found.items()),
+        assumed_gpu() if platform == "cuda" and found else None,
     )
+
+
+def check_platform(op: str, platform: str) -> None:
+    """Raises a ValueError unless JAX, a plugin that we know or a row has the name."""
+    of_rows = (name for p in REGISTRY.values() for name in p.rows)
+    known = {*PLATFORMS, *REWRITES, *of_rows, default_platform()}
+    if platform not in known:
+        names = ", ".join(sorted(known))
+        gpu = ' An NVIDIA GPU is "cuda".' if platform == "gpu" else ""
+        raise ValueError(
+            f"{op}: `platform` must be one of {names}, got {platform!r}.{gpu}"
+        )
+
+
+def assumed_gpu() -> str | None:
+    """Which GPU kernels are chosen and compiled for, unless it is this machine's."""
+    from jaxkern.gpu.device import assumed_capability, compute_capability
+    from jaxkern.gpu.device import device_capability as of_this_machine
+
+    if not assumed_capability and of_this_machine() is not None:
+        return None
+    major, minor = divmod(compute_capability(), 10)
+    why = "as asked" if assumed_capability else "there is no CUDA GPU here"
+    return f"for a GPU of compute capability {major}.{minor}: {why}"
 
 
 def default_platform() -> str:

@@ -5,7 +5,8 @@
 Nothing is imported before an op is first asked for on the platform. A kernel module has
 the same few entries: for an op `x` the functions `x` (its result alone), `x_fwd` (with
 residuals) and `x_bwd` (gradients), and `unsupported` and `slower`, which give a reason
-in words or None; `unsupported_bwd` and `slower_bwd` where the backward pass differs.
+in words or None (`slower` may be the sentence itself); `unsupported_bwd` and
+`slower_bwd` where the backward pass differs.
 """
 
 import functools
@@ -92,6 +93,6 @@ def refusal_of(module: ModuleType, refusal: str, name: str) -> Callable:
     return getattr(module, f"{refusal}_{name}", None) or getattr(module, refusal)
 
 
-def slower_of(module: ModuleType, name: str) -> Callable:
+def slower_of(module: ModuleType, name: str) -> Callable | str:
     shared = getattr(module, "slower", never_refuses)
     return getattr(module, f"slower_{name}", shared)

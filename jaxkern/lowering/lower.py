@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 
 from jaxkern.lowering.sharded_call import partitioned, refusal_by_type, sharded_by_type
 from jaxkern.primitives.call import Backend, Call, backend_context
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import KernelPrimitive, lower_named
 
 # prim_requires_devices_during_lowering has no public name; custom_partitioning below a
@@ -40,6 +41,7 @@ TABLED: dict[tuple[str, str], list[Callable[[], "Row"]]] = {}
 BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "cpp", "mps")
 
 
+@check_arguments
 def backend(
     name: str, *, strict: bool = False
 ) -> contextlib.AbstractContextManager[None]:
@@ -61,7 +63,11 @@ def backend(
       ValueError: unknown name.
     """
     if name not in BACKENDS:
-        raise ValueError(f"backend: `name` must be one of {BACKENDS}, got {name!r}.")
+        pallas = ' The Pallas kernels are "mosaic_gpu".' if name == "pallas" else ""
+        names = ", ".join(map(repr, BACKENDS))
+        raise ValueError(
+            f"backend: `name` must be one of {names}, got {name!r}.{pallas}"
+        )
     return backend_context(Backend(name, strict))
 
 
@@ -75,7 +81,7 @@ class Row(NamedTuple):
     backend: str
     kernel: Callable
     unsupported: Callable[..., str | None]
-    slower: Callable[..., str | None] = never_refuses
+    slower: Callable[..., str | None] | str = never_refuses
 
     @property
     def title(self) -> str:
@@ -100,7 +106,7 @@ def lower(
     primal: Callable | None = None,
     inference: bool = True,
     unsupported: Callable[..., str | None] = never_refuses,
-    slower: Callable[..., str | None] = never_refuses,
+    slower: Callable[..., str | None] | str = never_refuses,
 ) -> None:
     """Adds a row: on `platform`, `p` runs these kernels unless they refuse.
 
@@ -115,8 +121,9 @@ def lower(
       inference: whether the row is for inference too.
       unsupported: called with the operands' shapes and dtypes by name (None where
         absent) and the options; returns a reason in words, or None.
-      slower: called likewise; where the reference is faster, "auto" takes that. Naming
-        the backend takes the kernel all the same.
+      slower: called likewise; where the reference is faster, "auto" takes that. A
+        sentence where that is so of all operands. Naming the backend takes the kernel
+        all the same.
     """
     if backend not in BACKENDS[2:]:
         raise ValueError(
@@ -211,11 +218,15 @@ def why_slower(
     p: KernelPrimitive, row: Row, avals: Sequence, call: Call, static: dict
 ) -> str | None:
     """Why "auto" prefers the next row or the reference, or None."""
-    # under vmap the operands' shapes do not say how large the work is
-    if call.backend.name != "auto" or call.vmaps:
+    if call.backend.name != "auto":
         return None
-    with jax.default_matmul_precision(call.precision):
-        reason = row.slower(**named_operands(p, avals, call), **static)
+    if isinstance(row.slower, str):
+        reason = row.slower
+    elif call.vmaps:  # the operands' shapes do not say how large the work is
+        return None
+    else:
+        with jax.default_matmul_precision(call.precision):
+            reason = row.slower(**named_operands(p, avals, call), **static)
     faster = "another kernel" if row.backend == "mosaic_gpu" else "XLA"
     return reason and f"{faster} is faster, {reason}"
 

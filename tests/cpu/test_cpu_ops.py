@@ -270,6 +270,20 @@ def test_norms_run_where_they_are_faster():
     assert many["rms_norm_bwd"].runs.endswith("cpu.norm.rms_norm.rms_norm_bwd")
 
 
+def test_a_norm_that_is_never_faster_runs_under_no_vmap_unasked():
+    """Recorded vmaps too: the test above has none, and there the answer was skipped."""
+    x, weights = jnp.ones((3, 5, 8)), jnp.ones((3, 8))
+    for axes, w in ((0, None), weights[0]), ((None, 0), weights):
+        mapped = jax.vmap(rms_norm, axes)
+        operand = x if axes[0] == 0 else x[0]
+        with backend("auto"):
+            (row,) = explain(mapped, operand, w).rows
+        assert row.runs.startswith("xla") and "XLA is faster" in row.refused[0]
+        with backend("cpp"):
+            (row,) = explain(mapped, operand, w).rows
+        assert row.runs.startswith("cpp"), "asked for by name"
+
+
 def delta_rule_operands(b, t, k, n, h, hv):
     rng = np.random.default_rng(t)
     sizes = (b, t, k, h), (b, t, k, h), (b, t, n, hv), (b, t, n), (b, t, n)

@@ -1,5 +1,6 @@
 """The C++ kernels under sanitisers, on every instruction set this machine has."""
 
+import math
 import platform
 import re
 import shutil
@@ -67,6 +68,43 @@ def test_odd_sizes_and_poisoned_results(isa, tmp_path):
     run = subprocess.run([str(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert_errors(run.stdout)
+
+
+EXPONENTIAL = """
+#include <cmath>
+#include <cstdio>
+#include <initializer_list>
+#include "simd.h"
+int main() {
+  using namespace jaxkern::portable;
+  for (float x : {-INFINITY, -1e30f, -1e10f, -200.0f, -88.0f, 0.0f, 88.0f, NAN}) {
+    printf("%a %a ", (double)x, (double)exp_of(broadcast(x))[0]);
+  }
+}
+"""
+
+
+def test_the_exponential_of_any_number_is_defined(tmp_path):
+    """Its exponent wrapped in signed numbers far below -87.
+
+    The harness had no such number beside -infinity, whose bits happen not to wrap.
+    """
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no compiler")
+    source, program = tmp_path / "exponential.cc", tmp_path / "exponential"
+    source.write_text(EXPONENTIAL)
+    flags = ("-std=c++17", "-O1", "-DJAXKERN_ISA=portable", f"-I{CPU}")
+    sanitize = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
+    command = [compiler, *flags, *sanitize, str(source), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    run = subprocess.run([str(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    numbers = [float.fromhex(word) for word in run.stdout.split()]
+    for x, y in zip(numbers[::2], numbers[1::2], strict=True):
+        expected = math.exp(x) if not x < -87 else 0.0
+        assert y == pytest.approx(expected, rel=3e-7, nan_ok=True), x
 
 
 def assert_errors(printed: str) -> None:

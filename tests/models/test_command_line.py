@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxkern.cpu.cpu_call import missing
@@ -195,3 +196,13 @@ def test_peak_memory_while_generating():
     cache = 2 * 30 * slots * 3 * 64 * 4
     peak = report["memory"]["peak_bytes"] - json.loads(first)["bare"]
     assert peak <= path.stat().st_size + cache + 130e6
+
+
+def test_version(capsys):
+    """No option said which versions run; errors of users came without them."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("jaxkern ")
+    assert f"jax {jax.__version__}, jaxlib " in printed

@@ -8,9 +8,11 @@ from jaxkern.primitives.activation.activations import (
     activate,
     activation_coefficient,
 )
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def bias_activation(
     x: Float[Array, "... d"],
     bias: Float[Array, " d"] | None,

@@ -3,9 +3,11 @@
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.activation.activations import activate
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def clipped_relu(x: Float[Array, "..."], ceiling: float = 6.0) -> Float[Array, "..."]:
     """Rectified linear unit with a ceiling (Deep Speech, https://arxiv.org/abs/1412.5567).
 

@@ -5,9 +5,11 @@ from jaxtyping import Array, Float
 
 from jaxkern.primitives.activation.gelu import gelu_factor
 from jaxkern.primitives.activation.swiglu import split_packed
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def geglu(
     gate: Float[Array, "..."],
     up: Float[Array, "..."] | None = None,

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def gelu(x: Float[Array, "..."], *, approximate: str = "tanh") -> Float[Array, "..."]:
     """Gaussian error linear unit (https://arxiv.org/abs/1606.08415).
 

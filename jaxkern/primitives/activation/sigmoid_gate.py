@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def sigmoid_gate(
     x: Float[Array, "..."], gate: Float[Array, "..."]
 ) -> Float[Array, "..."]:

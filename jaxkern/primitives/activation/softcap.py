@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
     """Soft cap on logits, as in Gemma 2 (https://arxiv.org/abs/2408.00118).
 

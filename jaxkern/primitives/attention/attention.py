@@ -23,10 +23,12 @@ from jaxkern.primitives.attention.query_blocks import (
     split_rows,
 )
 from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def attention(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b s k h"],

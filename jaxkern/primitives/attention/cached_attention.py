@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.attention.attention import attention
 from jaxkern.primitives.attention.paged_attention import paged_attention
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kv_cache.kv_cache import KVCache, append_kv_cache
 from jaxkern.primitives.kv_cache.paged_kv_cache import (
     PagedKVCache,
@@ -16,6 +17,7 @@ from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions
 AnyKVCache = KVCache | PagedKVCache
 
 
+@check_arguments
 def cached_attention(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b t k h"],

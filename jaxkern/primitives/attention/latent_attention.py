@@ -12,10 +12,12 @@ from jaxkern.primitives.attention.attention import (
     attention_reference,
 )
 from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def latent_attention(
     query: Float[Array, "b t n h"],
     latent: Float[Array, "b s h"],

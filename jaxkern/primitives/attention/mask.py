@@ -10,10 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
+
 SKIP, MIXED, FULL = 0, 1, 2  # tiles: no visible pair; some; all, so no mask is needed
 HIDDEN = -1e30  # a bias at or below it hides a key: exp of it is 0
 
 
+@check_arguments
 def make_mask(
     q_len: int,
     kv_len: int,
@@ -55,6 +58,7 @@ def make_mask(
     return as_mask(visible if offset.ndim == 0 else visible[:, None], dtype)
 
 
+@check_arguments
 def segment_mask(
     q_segment_ids: Int[Array, "b t"],
     kv_segment_ids: Int[Array, "b s"],
@@ -78,6 +82,7 @@ def segment_mask(
     return as_mask(same[:, None], dtype)
 
 
+@check_arguments
 def padding_mask(
     kv_lengths: Int[Array, " b"], kv_len: int, *, dtype: Any = jnp.bool_
 ) -> Array:
@@ -98,6 +103,7 @@ def padding_mask(
     return as_mask(inside[:, None, None], dtype)
 
 
+@check_arguments
 def block_mask(
     mask: Bool[Array, "... t s"] | Float[Array, "... t s"],
     *,
@@ -141,6 +147,7 @@ def block_mask(
     return tile_kind(of_whole_tile(hidden), of_whole_tile(nothing))
 
 
+@check_arguments
 def make_block_mask(
     q_len: int,
     kv_len: int,

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def merge_partials(
     out: Float[Array, "p ... h"], lse: Float[Array, "p ..."], *, axis: int = 0
 ) -> tuple[Float[Array, "... h"], Float[Array, "..."]]:

@@ -8,6 +8,7 @@ from jaxkern.primitives.attention.attention import (
     attention_reference,
 )
 from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
@@ -17,6 +18,7 @@ from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
 )
 
 
+@check_arguments
 def paged_attention(
     query: Float[Array, "b t k*g h"],
     key_pages: Float[Array, "num_pages page k h"],

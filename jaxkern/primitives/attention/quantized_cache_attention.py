@@ -14,6 +14,7 @@ from jaxkern.primitives.attention.attention import (
     attention_reference,
     broadcastable,
 )
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.turboquant.fwht import fwht_reference
@@ -25,6 +26,7 @@ from jaxkern.primitives.turboquant.vector_codec import (
 )
 
 
+@check_arguments
 def quantized_cache_attention(
     query: Float[Array, "b t k*g h"],
     key: QuantizedVectors | Float[Array, "b s k h"],

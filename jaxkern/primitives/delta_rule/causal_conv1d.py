@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 Activation = Literal["silu"] | None
 
 
+@check_arguments
 def causal_conv1d(
     x: Float[Array, "b t d"],
     weight: Float[Array, "d w"],
@@ -74,6 +76,7 @@ def causal_conv1d(
     return y, last_inputs(x, initial_state, segment_ids, active_length, past)
 
 
+@check_arguments
 def causal_conv1d_step(
     x: Float[Array, "b d"],
     weight: Float[Array, "d w"],

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def compute_g_beta(
     a: Float[Array, "... n"],
     b: Float[Array, "... n"],
@@ -42,6 +44,7 @@ def compute_g_beta(
     return compute_g_beta_p(a, b, a_log, dt_bias)
 
 
+@check_arguments
 def log_decay_from_positive(g: Float[Array, "..."]) -> Float[Array, "..."]:
     """The log-decay of a positive rate g, with which the state decays by exp(-g).
 

@@ -4,10 +4,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def cumsum(
     x: Float[Array, "..."],
     *,

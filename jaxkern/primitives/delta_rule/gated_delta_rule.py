@@ -8,6 +8,7 @@ docs/design/gated_delta_rule.md; gated_delta_chunks.py has their stages.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.delta_rule.gated_delta_chunks import (
     chunk_decays,
     chunk_gradients,
@@ -39,6 +40,7 @@ from jaxkern.primitives.kernel_primitive import kernel_primitive
 BACKWARD_CHUNK = 64  # of the recurrent form, which has no chunk of its own
 
 
+@check_arguments
 def gated_delta_rule(
     query: Float[Array, "b t k h"],
     key: Float[Array, "b t k h"],

@@ -5,11 +5,13 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 HeadOrder = Literal["block", "tiled"]
 
 
+@check_arguments
 def gated_delta_step(
     query: Float[Array, "b k h"],
     key: Float[Array, "b k h"],

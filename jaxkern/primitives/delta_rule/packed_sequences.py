@@ -3,7 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
+from jaxkern.primitives.check_arguments import check_arguments
 
+
+@check_arguments
 def segment_ids_from_cu_seqlens(
     cu_seqlens: Int[Array, " sequences_and_1"], length: int
 ) -> Int[Array, "1 t"]:

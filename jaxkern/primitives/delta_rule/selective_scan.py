@@ -9,10 +9,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.delta_rule.packed_sequences import begins_segment
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def selective_scan(
     x: Float[Array, "b t d"],
     delta: Float[Array, "b t d"],

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def solve_unit_lower(
     lower: Float[Array, "... n n"], rhs: Float[Array, "... n m"]
 ) -> Float[Array, "... n m"]:

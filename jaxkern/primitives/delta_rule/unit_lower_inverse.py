@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def unit_lower_inverse(a: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
     """Inverts I + A for each c x c block, A the strictly lower part of `a`.
 

@@ -4,10 +4,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def argmax(
     x: Float[Array, "..."], *, axis: int = -1, nan_policy: str = "propagate"
 ) -> Int32[Array, "..."]:

@@ -5,12 +5,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.index.ordered_bits import ordered_bits
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def argsort(
     x: Float[Array, "..."],
     *,

@@ -4,9 +4,12 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
+
 OUTSIDE = ("zeros", "clip", "checked")  # what reading outside an axis may mean
 
 
+@check_arguments
 def check_indices(
     indices: Integer[Array, "..."], size: int, *, name: str = "check_indices"
 ) -> None:

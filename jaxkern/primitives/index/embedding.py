@@ -5,10 +5,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.check_indices import OUTSIDE, check_indices
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def embedding(
     ids: Integer[Array, "..."],
     table: Float[Array, "v d"],

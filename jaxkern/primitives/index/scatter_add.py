@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.index.check_indices import check_indices
 from jaxkern.primitives.index.embedding import nearest_rows
@@ -11,6 +12,7 @@ from jaxkern.primitives.index.rows import add_rows, rows_back, rows_first
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def scatter_add(
     x: Float[Array, "..."],
     indices: Integer[Array, "..."],

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.index.check_indices import OUTSIDE, check_indices
 from jaxkern.primitives.index.embedding import explicit_spec, nearest_rows
@@ -11,6 +12,7 @@ from jaxkern.primitives.index.rows import add_rows
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def take_along_axis(
     x: Float[Array, "..."],
     indices: Integer[Array, "..."],

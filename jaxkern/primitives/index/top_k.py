@@ -4,10 +4,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def top_k(
     x: Float[Array, "..."], k: int, *, axis: int = -1
 ) -> tuple[Float[Array, "..."], Int32[Array, "..."]]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache
 
 
@@ -42,6 +43,7 @@ class KVCache:
         return self.keys.shape[1]
 
 
+@check_arguments
 def empty_kv_cache(
     batch: int,
     slots: int,
@@ -72,6 +74,7 @@ def empty_kv_cache(
     return KVCache(keys, values, jnp.zeros(batch, jnp.int32), ring)
 
 
+@check_arguments
 def append_kv_cache(
     cache: KVCache,
     key: Float[Array, "b t k h"],

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
     page_slots,
     update_paged_kv_cache,
@@ -46,6 +47,7 @@ class PagedKVCache:
         return self.key_pages.shape[1]
 
 
+@check_arguments
 def empty_paged_kv_cache(
     batch: int,
     pages: int,
@@ -82,6 +84,7 @@ def empty_paged_kv_cache(
     )
 
 
+@check_arguments
 def append_paged_kv_cache(
     cache: PagedKVCache,
     key: Float[Array, "b t k h"],
@@ -124,6 +127,7 @@ def append_paged_kv_cache(
     )
 
 
+@check_arguments
 def allocate_pages(
     block_tables: Int[Array, "b pages"],
     lengths: Int[Array, " b"],
@@ -163,6 +167,7 @@ def allocate_pages(
     return jnp.where(given, pages, block_tables)
 
 
+@check_arguments
 def release_pages(cache: PagedKVCache, finished: Bool[Array, " b"]) -> PagedKVCache:
     """The cache where the finished sequences are empty and their pages free again.
 

@@ -5,6 +5,7 @@ query, cache[b, positions[b] + i] = qk_norm_rope(query, key)[..., i], likewise v
 
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
@@ -18,6 +19,7 @@ from jaxkern.primitives.turboquant.quantized_vectors import (
 from jaxkern.primitives.turboquant.vector_codec import VectorCodec
 
 
+@check_arguments
 def qk_norm_rope_cache(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b t k h"],
@@ -100,6 +102,7 @@ def qk_norm_rope_cache(
     )
 
 
+@check_arguments
 def qk_norm_rope_quantized_cache(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b t k h"],

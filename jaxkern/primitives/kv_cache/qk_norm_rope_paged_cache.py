@@ -6,6 +6,7 @@ query, pages[slots[b, i]] = qk_norm_rope(query, key)[..., i], likewise value
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import HEADS, check_weights, turned
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
@@ -15,6 +16,7 @@ from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
 from jaxkern.primitives.rope.rope import Pairing, rotary_tables
 
 
+@check_arguments
 def qk_norm_rope_paged_cache(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b t k h"],

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def update_kv_cache(
     cache: Float[Array, "b s k h"],
     new: Float[Array, "b t k h"],
@@ -61,6 +63,7 @@ def update_kv_cache(
     return update_kv_cache_p(cache, new, start, new_lengths, ring=ring)
 
 
+@check_arguments
 def ring_positions(lengths: Int[Array, "..."], slots: int) -> Int[Array, "... s"]:
     """Position of the token in each slot of a ring, negative for an empty slot.
 
@@ -74,13 +77,13 @@ def ring_positions(lengths: Int[Array, "..."], slots: int) -> Int[Array, "... s"
       slots: s, the size of the ring.
 
     Returns:
-      `[..., s]` int.
+      `[..., s]` int32.
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
     """
-    last = jnp.asarray(lengths)[..., None] - 1
-    return last - (last - jnp.arange(slots)) % max(slots, 1)
+    last = jnp.asarray(lengths, jnp.int32)[..., None] - 1
+    return last - (last - jnp.arange(slots, dtype=jnp.int32)) % max(slots, 1)
 
 
 def update_kv_cache_reference(

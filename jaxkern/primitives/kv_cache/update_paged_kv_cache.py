@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def update_paged_kv_cache(
     pages: Float[Array, "num_pages page k h"],
     new: Float[Array, "b t k h"],
@@ -42,6 +44,7 @@ def update_paged_kv_cache(
     return update_paged_kv_cache_p(pages, new.astype(pages.dtype), slots)
 
 
+@check_arguments
 def page_slots(
     block_tables: Int[Array, "b pages"],
     positions: Int[Array, " b"],
@@ -81,6 +84,7 @@ def page_slots(
     return jnp.where(counts, slots, -1).astype(jnp.int32)
 
 
+@check_arguments
 def gather_pages(
     pages: Float[Array, "num_pages page k h"], block_tables: Int[Array, "b pages"]
 ) -> Float[Array, "b s k h"]:

@@ -6,6 +6,7 @@ cache[b, positions[b] + i] = quantize(new[b, i])      (ring: slot modulo s)
 import jax
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
@@ -16,6 +17,7 @@ from jaxkern.primitives.turboquant.quantized_vectors import (
 from jaxkern.primitives.turboquant.vector_codec import VectorCodec, encode, num_dims
 
 
+@check_arguments
 def update_quantized_kv_cache(
     cache: QuantizedVectors,
     new: Float[Array, "b t k h"],

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.linear.policy import Policy, current_policy
@@ -15,6 +16,7 @@ from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 NARROW = (jnp.bfloat16, jnp.float16)  # weights that a kernel may read as they are
 
 
+@check_arguments
 def linear(
     x: Float[Array, "... d"],
     w: Float[Array, "f d"] | QuantizedTensor,

@@ -1,14 +1,18 @@
 """Batched matrix product with a transposed second operand: y = x w^T."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
+@check_arguments
 def matmul_transpose_b(
     x: Float[Array, "... k*g t d"],
     w: Float[Array, "... k f d"],
@@ -29,9 +33,9 @@ def matmul_transpose_b(
     in the two products of the backward pass. Numbers above 65504 are inf in float16.
 
     Args:
-      x: `[..., k*g, t, d]`, or `[t, d]` with a w of two dims. Any float dtype.
-      w: `[..., k, f, d]`, or `[f, d]` for all of x. Any float dtype. For a weight of
-        two dims and an x of any rank there is `linear`.
+      x: `[..., k*g, t, d]`, or with a w of two dims `[..., t, d]`. Any float dtype.
+      w: `[..., k, f, d]`, or `[f, d]` for all of x. Any float dtype. For vectors x and
+        a weight of two dims there is `linear`.
       compute_dtype: of the operands of the product; None: the dtype to which those of x
         and w promote.
       precision: "default", "high" or "highest" as in `lax.dot_general`; None: that of
@@ -50,13 +54,17 @@ def matmul_transpose_b(
             "matmul_transpose_b: `precision` must be 'default', 'high', 'highest' or "
             f"None, got {precision!r}."
         )
-    single = x.ndim == 2 and w.ndim == 2
-    y = matmul_transpose_b_p(
-        x[None] if single else x,
-        w[None] if w.ndim == 2 else w,
-        compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
-        precision=precision,
-    )
+    options = {
+        "compute_dtype": None if compute_dtype is None else jnp.dtype(compute_dtype),
+        "precision": precision,
+    }
+    if w.ndim != 2:
+        return matmul_transpose_b_p(x, w, **options)
+    single = x.ndim == 2
+    product = functools.partial(matmul_transpose_b_p, **options)
+    for _ in range(x.ndim - 3):  # one w for all leading dims of x
+        product = jax.vmap(product, (0, None))
+    y = product(x[None] if single else x, w[None])
     return y[0] if single else y
 
 

@@ -2,7 +2,10 @@
 
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 
+
+@check_arguments
 def qkv_split(
     qkv: Float[Array, "... d"],
     num_heads: tuple[int, int, int],

@@ -11,9 +11,11 @@ from jaxkern.primitives.activation.softcap import (
     softcap_bwd_reference,
     softcap_reference,
 )
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def cross_entropy(
     logits: Float[Array, "... v"],
     labels: Integer[Array, "..."],
@@ -180,8 +182,18 @@ def cross_entropy_bwd_reference(
 
 
 def as_class(labels: Integer[Array, "..."]) -> Integer[Array, "..."]:
-    """Labels in a dtype that holds any class and any ignore_index."""
-    return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    """Labels in a dtype that holds any class and any ignore_index.
+
+    What is too large for it is the lowest number, which is no class: it would wrap, and
+    2**32 - 100 be -100.
+    """
+    dtype = jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32
+    bounds = jnp.iinfo(dtype)
+    fits = int(jnp.iinfo(labels.dtype).max) <= bounds.max
+    if fits:
+        return labels.astype(dtype)
+    inside = labels <= jnp.asarray(bounds.max, labels.dtype)
+    return jnp.where(inside, labels.astype(dtype), jnp.asarray(bounds.min, dtype))
 
 
 def is_counted(

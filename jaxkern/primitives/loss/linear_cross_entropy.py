@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.loss.cross_entropy import (
@@ -23,6 +24,7 @@ from jaxkern.primitives.loss.cross_entropy import (
 )
 
 
+@check_arguments
 def linear_cross_entropy(
     x: Float[Array, "... d"],
     weight: Float[Array, "v d"],

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32
 
 
+@check_arguments
 def load_balance_loss(
     logits: Float[Array, "... t e"],
     ids: Integer[Array, "... t k"],
@@ -51,6 +53,7 @@ def load_balance_loss(
     return jnp.mean(e * (load * mass).sum(axis=-1))
 
 
+@check_arguments
 def router_z_loss(
     logits: Float[Array, "... e"], *, where: Bool[Array, "..."] | None = None
 ) -> Float[Array, ""]:

@@ -3,7 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 
+
+@check_arguments
 def expert_order(
     ids: Integer[Array, "..."], num_experts: int
 ) -> tuple[Int32[Array, " r"], Int32[Array, " e"]]:

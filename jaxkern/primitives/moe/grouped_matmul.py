@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.moe.expert_order import expert_order
@@ -19,6 +20,7 @@ from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 
+@check_arguments
 def grouped_matmul(
     x: Float[Array, "r d"],
     w: Float[Array, "e f d"] | QuantizedTensor,

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.activation.geglu import geglu
 from jaxkern.primitives.activation.swiglu import swiglu
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
 from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
@@ -22,6 +23,7 @@ ACTIVATIONS = {
 }
 
 
+@check_arguments
 def moe_ffn(
     x: Float[Array, "... d"],
     ids: Int32[Array, "... k"],

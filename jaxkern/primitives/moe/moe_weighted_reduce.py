@@ -3,9 +3,11 @@
 import jax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def moe_weighted_reduce(
     expert_out: Float[Array, "... k d"],
     weights: Float[Array, "... k"],

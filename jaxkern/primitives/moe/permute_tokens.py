@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def permute_tokens(
     x: Float[Array, "t d"], order: Int32[Array, " r"], k: int
 ) -> Float[Array, "r d"]:

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.top_k import top_k_reference
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def route(
     logits: Float[Array, "... e"],
     k: int,

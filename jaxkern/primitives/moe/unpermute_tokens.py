@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.moe.permute_tokens import take_rows
 
 
+@check_arguments
 def unpermute_tokens(
     rows: Float[Array, "r d"], order: Int32[Array, " r"], k: int
 ) -> Float[Array, "t k d"]:

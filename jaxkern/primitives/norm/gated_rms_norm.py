@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def gated_rms_norm(
     x: Float[Array, "... d"],
     gate: Float[Array, "... d"],

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.layer_norm import mean_and_variance
 
 
+@check_arguments
 def group_norm(
     x: Float[Array, "..."],
     weight: Float[Array, " channels"] | None = None,

@@ -4,10 +4,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def l2_norm(
     x: Float[Array, "..."], *, eps: float = 1e-6, axis: int = -1
 ) -> Float[Array, "..."]:

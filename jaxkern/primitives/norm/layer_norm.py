@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def layer_norm(
     x: Float[Array, "... d"],
     weight: Float[Array, " d"] | None = None,

@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.norm.layer_norm import layer_norm
 
 
+@check_arguments
 def layer_norm_2d(
     x: Float[Array, "..."],
     weight: Float[Array, " channel"] | None = None,

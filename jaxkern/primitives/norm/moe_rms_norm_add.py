@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -11,6 +12,7 @@ from jaxkern.primitives.norm.rms_norm import (
 )
 
 
+@check_arguments
 def moe_rms_norm_add(
     expert_outputs: Float[Array, "... e d"],
     expert_weights: Float[Array, "... e"],

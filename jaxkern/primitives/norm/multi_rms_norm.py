@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -17,6 +18,7 @@ Weight = Float[Array, " d"] | None
 Rstd = Float[Array, "... 1"]
 
 
+@check_arguments
 def multi_rms_norm(
     x: Rows, *weights: Weight, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Rows, ...]:

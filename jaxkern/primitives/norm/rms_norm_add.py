@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -10,6 +11,7 @@ from jaxkern.primitives.norm.rms_norm import (
 )
 
 
+@check_arguments
 def rms_norm_add(
     x: Float[Array, "... d"],
     residual: Float[Array, "... d"],

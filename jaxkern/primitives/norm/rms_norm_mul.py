@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -9,6 +10,7 @@ from jaxkern.primitives.norm.rms_norm import (
 )
 
 
+@check_arguments
 def rms_norm_mul(
     x: Float[Array, "... d"],
     scale: Float[Array, "... d"],

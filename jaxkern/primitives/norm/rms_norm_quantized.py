@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.float8 import encode_float8
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm_fwd_reference
@@ -19,6 +20,7 @@ Format = Literal["e4m3fn", "int8"]
 LARGEST = {"e4m3fn": 448.0, "int8": 127.0}
 
 
+@check_arguments
 def rms_norm_quantized(
     x: Float[Array, "... d"],
     weight: Float[Array, " d"] | None = None,
@@ -63,6 +65,7 @@ def rms_norm_quantized(
     )
 
 
+@check_arguments
 def add_rms_norm_quantized(
     x: Float[Array, "... d"],
     residual: Float[Array, "... d"],

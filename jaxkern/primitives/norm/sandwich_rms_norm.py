@@ -2,6 +2,7 @@
 
 import jax
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.multi_rms_norm import (
     Rows,
@@ -16,6 +17,7 @@ from jaxkern.primitives.norm.rms_norm import (
 )
 
 
+@check_arguments
 def sandwich_rms_norm(
     x: Rows,
     residual: Rows,

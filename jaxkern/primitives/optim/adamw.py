@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.leafwise_primitive import leafwise_primitive
 
 
+@check_arguments
 def adamw_update(
     params: Any,
     grads: Any,
@@ -82,6 +84,7 @@ def adamw_update(
     return params, m, v
 
 
+@check_arguments
 def adam_update(
     params: Any,
     grads: Any,

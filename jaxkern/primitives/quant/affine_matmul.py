@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, UInt
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.affine_tensor import (
     AffineTensor,
@@ -34,6 +35,7 @@ from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
 
 
+@check_arguments
 def dequantize_affine(
     w: AffineTensor,
     dtype: DTypeLike = jnp.float32,

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Integer
 
 from jaxkern.primitives.kernel_primitive import at_least_f32
+from jaxkern.primitives.quant.rounding import divide
 
 ACTIVATION_BLOCK = 32  # activations that share a scale
 Decode = Callable[..., Any]  # (*arrays, dtype=) -> weights [..., d]
@@ -64,7 +65,8 @@ def rounded_activations(
         )
     groups = x.shape[-1] // ACTIVATION_BLOCK
     blocks = x.reshape(*x.shape[:-1], groups, ACTIVATION_BLOCK)
-    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 127
+    scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    scale = divide(scale, 127)
     code = jnp.round(blocks / jnp.where(scale == 0, 1, scale))
     rounded = (code * scale).reshape(x.shape)
     return x + lax.stop_gradient(rounded - x)

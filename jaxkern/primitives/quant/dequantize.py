@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
@@ -18,6 +19,7 @@ from jaxkern.primitives.quant.quantized_tensor import (
 DEQUANTIZE: dict[type, Callable] = {}  # (w, dtype) -> [..., d], by type of w
 
 
+@check_arguments
 def dequantize(
     w: QuantizedTensor, *, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "... d"]:

@@ -5,12 +5,14 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 from jaxkern.primitives.quant.requantize import QUANTIZE
 
 
+@check_arguments
 def fake_quant(
     x: Float[Array, "... d"], to: str | QuantizedTensor, **options: Any
 ) -> Float[Array, "... d"]:

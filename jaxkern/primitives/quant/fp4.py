@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LAYOUTS = ("pairs_d", "pairs_f", "half_split")
 
@@ -51,6 +53,7 @@ def unpack_pairs(packed: UInt8[Array, "... d/2"]) -> UInt8[Array, "... d"]:
     return jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*lead, 2 * n)
 
 
+@check_arguments
 def pack_fp4(
     codes: UInt8[Array, "f d"], layout: str, *, group_size: int | None = None
 ) -> UInt8[Array, "..."]:
@@ -79,6 +82,7 @@ def pack_fp4(
     return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(f, d // 2)
 
 
+@check_arguments
 def unpack_fp4(
     packed: UInt8[Array, "..."],
     layout: str,

@@ -12,6 +12,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.float8 import (
     check_float8,
     decode_float8,
@@ -21,11 +22,13 @@ from jaxkern.primitives.float8 import (
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
 from jaxkern.primitives.quant.dequantize import DEQUANTIZE
-from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor
+from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor, scales_shape
 from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
+from jaxkern.primitives.quant.rounding import divide
 
 
+@check_arguments
 def quantize_fp8(
     w: Float[Array, "... f d"],
     *,
@@ -60,6 +63,11 @@ def quantize_fp8(
         )
     if w.ndim < 2:
         raise TypeError(f"quantize_fp8: `w` must be [..., f, d], got {w.shape}.")
+    if w.size == 0:  # a dim of no numbers is one block all the same
+        scales = jnp.ones(scales_shape(w.shape, block), at_least_f32(w).dtype)
+        return FP8Tensor(
+            jnp.zeros(w.shape, jnp.uint8), scales, (block[0], block[1]), format
+        )
     f, d = w.shape[-2:]
     rows, columns = (n if b == WHOLE else b for n, b in zip((f, d), block, strict=True))
     codes, scales = quantize_fp8_p(
@@ -76,7 +84,7 @@ def quantize_fp8_reference(
     nf, nd = (n // max(b, 1) for n, b in zip(w.shape[-2:], block, strict=True))
     blocks = split_blocks(at_least_f32(w), nf, nd)
     amax = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True, initial=0)
-    scale = amax / largest_float8(format)
+    scale = divide(amax, largest_float8(format))
     scale = jnp.where(scale > 0, scale, 1)
     codes = merge_blocks(encode_float8(blocks / scale, format))
     return codes, scale[..., 0, :, 0]

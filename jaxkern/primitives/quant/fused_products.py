@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.activation.swiglu import swiglu, swiglu_reference
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm, rms_norm_reference
 from jaxkern.primitives.quant.interleaved_matmul import (
@@ -28,6 +29,7 @@ from jaxkern.primitives.quant.interleaved_tensor import ROWS, InterleavedTensor
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 
 
+@check_arguments
 def quantized_rms_norm_matmul(
     x: Float[Array, "... d"],
     norm: Float[Array, " d"],
@@ -69,6 +71,7 @@ def quantized_rms_norm_matmul(
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
+@check_arguments
 def quantized_swiglu(
     x: Float[Array, "... d"],
     w: Any,
@@ -111,6 +114,7 @@ def quantized_swiglu(
     return y.reshape(*x.shape[:-1], w.shape[0] // 2)
 
 
+@check_arguments
 def quantized_matmul_add(
     x: Float[Array, "... d"],
     w: Any,

@@ -7,11 +7,13 @@ No number is rounded on the way.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.quant.int_tensor import IntTensor, pack_int, unpack_int
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of 8 that each nibble of a word holds
 
 
+@check_arguments
 def int4_from_gptq(
     qweight: Int32[Array, "d_words f"],
     qzeros: Int32[Array, "groups f_words"],
@@ -58,6 +60,7 @@ def int4_from_gptq(
     return _unsigned(codes, scales, zeros, group_size, order)
 
 
+@check_arguments
 def int4_from_awq(
     qweight: Int32[Array, "d f_words"],
     qzeros: Int32[Array, "groups f_words"],
@@ -88,6 +91,7 @@ def int4_from_awq(
     return _unsigned(outputs(qweight).T, scales, outputs(qzeros), group_size, None)
 
 
+@check_arguments
 def int4_from_linear(
     packed: UInt8[Array, " bytes"],
     scales: Float[Array, "groups f"],
@@ -132,6 +136,7 @@ def int4_from_linear(
     )
 
 
+@check_arguments
 def int4_to_linear(w: IntTensor) -> UInt8[Array, " bytes"]:
     """The inverse of `int4_from_linear` for the codes of a `[f, d]` tensor.
 

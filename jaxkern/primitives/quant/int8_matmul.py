@@ -9,13 +9,16 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.int_matmul import int_matmul
 from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
 
 
+@check_arguments
 def int8_matmul(
     x: Float[Array, "... d"],
     w: IntTensor,
@@ -66,6 +69,10 @@ def int8_matmul(
     return _straight_through(x_scale, y, w.codes, w.scales).astype(x.dtype)
 
 
+def is_zero(tangent) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
 def _rounded(x_scale, x, codes, scales):
     x32 = at_least_f32(x)
     if x_scale == "row":
@@ -83,13 +90,26 @@ def _rounded(x_scale, x, codes, scales):
 _straight_through = functools.partial(jax.custom_jvp, nondiff_argnums=(0,))(_rounded)
 
 
-@_straight_through.defjvp
 def _straight_through_jvp(x_scale, primals, tangents):
     x, codes, scales = primals
     dx, _, dscales = tangents
-    w = IntTensor(codes, scales, group_size=max(codes.shape[-1], 1))
-    dy = int_matmul(dx, w, None) + _rounded(x_scale, x, codes, dscales)
-    return _straight_through(x_scale, *primals), dy
+
+    def product(x, scales):
+        w = IntTensor(codes, scales, group_size=max(codes.shape[-1], 1))
+        return int_matmul(x, w, None)
+
+    y = _straight_through(x_scale, *primals)
+    dy = jnp.zeros_like(y) if is_zero(dx) else product(dx, scales)
+    if not is_zero(dscales):
+        # a term that is zero, for its derivative by x: without it the mixed second
+        # derivative would be 0 in one order and not in the other
+        fixed = lax.stop_gradient(x)
+        zero = product(x - fixed, jnp.ones_like(scales)) * dscales[:, 0]
+        dy += _rounded(x_scale, fixed, codes, dscales) + zero.astype(y.dtype)
+    return y, dy
+
+
+_straight_through.defjvp(_straight_through_jvp, symbolic_zeros=True)
 
 
 def int8_matmul_reference(

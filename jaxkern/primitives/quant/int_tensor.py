@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Int32, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
 from jaxkern.primitives.quant.rounding import divide
 
@@ -77,6 +78,7 @@ class IntTensor:
         return repr_of(self, kind)
 
 
+@check_arguments
 def quantize_int(
     w: Float[Array, "... d"],
     *,

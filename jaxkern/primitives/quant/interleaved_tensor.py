@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
@@ -79,6 +80,7 @@ class InterleavedTensor:
         return repr_of(self, self.qtype)
 
 
+@check_arguments
 def interleave(w: GGUFTensor) -> InterleavedTensor:
     """The same weights with 16 rows side by side.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.float8 import decode_float8, encode_float8
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
@@ -32,6 +33,7 @@ from jaxkern.primitives.quant.rounding import divide
 NVFP4_RANGE = 6 * 448  # largest element times largest scale
 
 
+@check_arguments
 def quantize_microscaled(
     w: Float[Array, "... f d"], *, format: str = "nvfp4", two_level: bool = True
 ) -> MicroscaledTensor:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.affine_tensor import (
     AffineTensor,
@@ -14,6 +15,7 @@ from jaxkern.primitives.quant.rounding import divide, round_half_away
 MLX_MIN_SCALE = 1e-7  # of mx.quantize, for groups that are constant
 
 
+@check_arguments
 def quantize_affine(
     w: Float[Array, "... d"],
     *,

@@ -14,12 +14,14 @@ each 16 codes), the codes are those of the unrounded d.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, to_bytes
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.rounding import divide, multiply, round_half_away
 
 
+@check_arguments
 def quantize_gguf(
     w: Float[Array, "... d"], qtype: str, *, encoder: str = "ggml"
 ) -> GGUFTensor:

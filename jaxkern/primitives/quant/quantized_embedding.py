@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.quant.decoded_products import decoded_rows
 from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
@@ -20,6 +21,7 @@ from jaxkern.primitives.quant.quantized_tensor import (
 QUANTIZED_EMBEDDING: dict[type, Callable] = {}  # (ids, w, dtype) -> [..., d]
 
 
+@check_arguments
 def quantized_embedding(
     ids: Integer[Array, "..."], w: QuantizedTensor, *, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "... d"]:

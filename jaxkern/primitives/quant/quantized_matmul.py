@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.quant.decoded_products import decoded_product
 from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
@@ -16,6 +17,7 @@ from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
 QUANTIZED_MATMUL: dict[type, Callable] = {}  # (x, w, compute_dtype) -> [..., f]
 
 
+@check_arguments
 def quantized_matmul(
     x: Float[Array, "... d"],
     w: QuantizedTensor,

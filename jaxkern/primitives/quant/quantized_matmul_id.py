@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.quant.decoded_products import (
     routed_product,
@@ -19,6 +20,7 @@ from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
 QUANTIZED_MATMUL_ID: dict[type, Callable] = {}  # (x, ids, w, compute_dtype) -> [t k f]
 
 
+@check_arguments
 def quantized_matmul_id(
     x: Float[Array, "t d"],
     w: QuantizedTensor,

@@ -7,20 +7,26 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.quant.affine_tensor import AffineTensor, pack_codes
 from jaxkern.primitives.quant.dequantize import dequantize
+from jaxkern.primitives.quant.fp8 import quantize_fp8
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, Unpacked
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.int_tensor import IntTensor, pack_int, quantize_int
+from jaxkern.primitives.quant.microscaled import quantize_microscaled
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
-from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
+from jaxkern.primitives.quant.quantize_gguf import ENCODERS, quantize_gguf
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
-GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+GGUF_TYPES = tuple(dict.fromkeys(qtype for qtype, _ in ENCODERS))
+FLOAT_FORMATS = ("nvfp4", "mxfp4", "mxfp8")
 
 QUANTIZE: dict[str, Callable[..., QuantizedTensor]] = {  # (w [..., d], **options)
     "affine": quantize_affine,
     "int": quantize_int,
+    "fp8": quantize_fp8,
+    **{f: functools.partial(quantize_microscaled, format=f) for f in FLOAT_FORMATS},
     **{q: functools.partial(quantize_gguf, qtype=q) for q in GGUF_TYPES},
 }
 
@@ -47,6 +53,7 @@ INT_CODES = {
 }
 
 
+@check_arguments
 def requantize(
     w: Float[Array, "... d"] | QuantizedTensor, to: str, **options: Any
 ) -> QuantizedTensor:
@@ -59,20 +66,25 @@ def requantize(
         "int"     Q4_0 (4 or 8 bits, groups of 32), Q5_0 Q8_0 IQ4_NL IQ4_XS (8, 32),
                   Q3_K (4 or 8, 16), Q6_K NVFP4 (8, 16)
 
-    with float32 scales. Everything else is decoded and quantised anew.
+    with float32 scales, and of its own GGUF type it stays as it is. Everything else is
+    decoded and quantised anew.
 
     Args:
       w: `[..., d]`, an array or any container.
-      to: "affine", "int" or a GGUF type that `quantize_gguf` knows.
-      options: those of `quantize_affine`, `quantize_int`, `quantize_gguf`.
+      to: "affine", "int", "fp8", "nvfp4", "mxfp4", "mxfp8" or a GGUF type that
+        `quantize_gguf` knows.
+      options: those of `quantize_affine`, `quantize_int`, `quantize_fp8`,
+        `quantize_microscaled`, `quantize_gguf`.
 
     Returns:
       A container of the same shape.
 
     Raises:
       ValueError: no such format.
+      TypeError: the dims do not fit the format.
     """
-    if to not in QUANTIZE:
+    same = isinstance(w, GGUFTensor) and w.qtype == to
+    if to not in QUANTIZE and not (same and not options):
         raise ValueError(
             f"requantize: `to` must be one of {', '.join(QUANTIZE)}, got {to!r}."
         )

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.rope.rope import apply_rope
 from jaxkern.primitives.rope.rope_frequencies import rope_cos_sin
 
 AxialPairing = Literal["interleaved", "neox", "neox_parts"]
 
 
+@check_arguments
 def axial_rope(
     x: Float[Array, "... t n h"],
     positions: Int[Array, "axes ... t"],
@@ -71,6 +73,7 @@ def axial_rope(
     return jnp.concatenate(list(apply_rope(x, cos, sin)), axis=-1)
 
 
+@check_arguments
 def axial_rope_2d(
     x: Float[Array, "... t n h"],
     grid: tuple[int, int],
@@ -127,6 +130,7 @@ def axial_rope_2d(
     return jnp.concatenate([axial_rope(image, positions, theta=theta), others], axis=-3)
 
 
+@check_arguments
 def axial_rope_cos_sin(
     positions: Int[Array, "axes ... t"],
     rotary_dim: int,

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -17,6 +18,7 @@ from jaxkern.primitives.rope.rope import (
 )
 
 
+@check_arguments
 def head_norm_rope(
     x: Float[Array, "... t n h"],
     weight: Float[Array, " h"] | None,

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Real
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling, rope_frequencies
 
 Layout = Literal["contiguous", "interleaved"]
 
 
+@check_arguments
 def mrope_cos_sin(
     positions: Real[Array, "axes ... t"],
     rotary_dim: int,
@@ -68,7 +70,7 @@ def mrope_cos_sin(
         )
     axis = axis_of_pairs(rotary_dim // 2, tuple(sections), layout, positions.shape[0])
     if length is None:
-        length = jnp.max(positions, axis=(0, -1), initial=-1) + 1
+        length = jnp.max(positions, axis=(0, -1), initial=-1).astype(jnp.int32) + 1
     freqs = rope_frequencies(
         rotary_dim,
         theta=theta,

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.rope.head_norm_rope import (
     head_norm_rope_bwd_reference,
@@ -10,6 +11,7 @@ from jaxkern.primitives.rope.head_norm_rope import (
 from jaxkern.primitives.rope.rope import Pairing, check_pairs, rotary_tables
 
 
+@check_arguments
 def qk_norm_rope(
     query: Float[Array, "... t k*g h"],
     key: Float[Array, "... t k h"],

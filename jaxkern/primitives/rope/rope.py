@@ -8,12 +8,14 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling, rope_cos_sin
 
 Pairing = Literal["neox", "interleaved"]
 
 
+@check_arguments
 def rope(
     x: Float[Array, "... t n h"],
     positions: Int[Array, "... t"],
@@ -70,6 +72,7 @@ def rope(
     return apply_rope(x, cos, sin, pairing=pairing, pair_offset=pair_offset)
 
 
+@check_arguments
 def apply_rope(
     x: Float[Array, "... t n h"],
     cos: Float[Array, "... t r"],

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
+
 __all__ = [
     "DynamicScaling",
     "LinearScaling",
@@ -206,6 +208,7 @@ RopeScaling = (
 )
 
 
+@check_arguments
 def rope_frequencies(
     rotary_dim: int,
     *,
@@ -260,6 +263,7 @@ def rope_frequencies(
     return freqs
 
 
+@check_arguments
 def rope_cos_sin(
     positions: Int[Array, "... t"],
     rotary_dim: int,

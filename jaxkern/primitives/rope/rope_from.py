@@ -3,11 +3,13 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.rope.rope import Pairing, rotate
 from jaxkern.primitives.rope.rope_frequencies import rope_cos_sin
 
 
+@check_arguments
 def rope_from(
     x: Float[Array, "... t n h"],
     offset: int | Int[Array, ""] = 0,

@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def apply_repetition_penalty(
     logits: Float[Array, "... v"],
     token_ids: Integer[Array, "... t"],

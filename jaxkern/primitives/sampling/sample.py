@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.argmax import argmax, argmax_reference, first_true
 from jaxkern.primitives.index.ordered_bits import from_ordered_bits, ordered_bits
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
+@check_arguments
 def sample(
     logits: Float[Array, "... v"],
     key: PRNGKeyArray,

@@ -4,10 +4,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.sampling.sample import per_row, sample_reference
 
 
+@check_arguments
 def softmax_sample(
     logits: Float[Array, "... v"],
     uniform: Float[Array, "..."] | float,

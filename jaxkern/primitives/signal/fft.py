@@ -7,12 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 NORMS = ("none", "backward", "ortho", "forward")
 LAYOUTS = ("complex", "split", "interleaved")
 
 
+@check_arguments
 def fft(
     x: Array, *, inverse: bool = False, norm: str = "backward", layout: str = "complex"
 ) -> Array:

@@ -9,12 +9,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import axis_within
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 FACTOR_BITS = 5  # a product with a 32 x 32 matrix for every 5 bits of the index
 
 
+@check_arguments
 def fwht(
     x: Float[Array, "... d"], *, scale: str = "orthonormal", axis: int = -1
 ) -> Float[Array, "... d"]:

@@ -11,6 +11,8 @@ import json
 
 import numpy as np
 
+from jaxkern.primitives.check_arguments import check_arguments
+
 
 @functools.cache
 def table() -> dict[str, dict]:
@@ -22,6 +24,7 @@ def table() -> dict[str, dict]:
     return json.loads(resource.read_text())
 
 
+@check_arguments
 def lloyd_max_codebook(bits: int) -> np.ndarray:
     """The optimal levels of a normal number with mean 0 and variance 1, ascending.
 
@@ -41,6 +44,7 @@ def lloyd_max_codebook(bits: int) -> np.ndarray:
     return np.concatenate([-positive[::-1], positive])
 
 
+@check_arguments
 def lloyd_max_error(bits: int) -> float:
     """Mean squared error of `lloyd_max_codebook(bits)` on a standard normal number.
 

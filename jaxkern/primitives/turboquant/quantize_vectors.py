@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.turboquant.fwht import hadamard_product
 from jaxkern.primitives.turboquant.quantized_vectors import (
@@ -23,6 +24,7 @@ from jaxkern.primitives.turboquant.vector_codec import (
 )
 
 
+@check_arguments
 def quantize_vectors(x: Float[Array, "... d"], codec: VectorCodec) -> QuantizedVectors:
     """Quantises each vector along its last dim.
 
@@ -43,6 +45,7 @@ def quantize_vectors(x: Float[Array, "... d"], codec: VectorCodec) -> QuantizedV
     return QuantizedVectors(codes, scales, codec)
 
 
+@check_arguments
 def dequantize_vectors(
     x: QuantizedVectors, *, unrotate: bool = True, dtype: DTypeLike | None = None
 ) -> Float[Array, "... d"]:
@@ -70,6 +73,7 @@ def dequantize_vectors(
     )
 
 
+@check_arguments
 def turboquant_encode(
     x: Float[Array, "... d"],
     bits: float = 4,
@@ -94,6 +98,7 @@ def turboquant_encode(
     return quantize_vectors(x, TurboQuantCodec(bits, group, seed, codebook))
 
 
+@check_arguments
 def turboquant_decode(
     x: QuantizedVectors, *, unrotate: bool = True, dtype: DTypeLike | None = None
 ) -> Float[Array, "... d"]:
@@ -111,6 +116,7 @@ def turboquant_decode(
     return dequantize_vectors(x, unrotate=unrotate, dtype=dtype)
 
 
+@check_arguments
 def quantize_straight_through(
     x: Float[Array, "... d"], codec: VectorCodec
 ) -> Float[Array, "... d"]:

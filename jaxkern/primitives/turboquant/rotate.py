@@ -7,6 +7,7 @@ Rotated coordinates of any vector are nearly normal, so that one codebook fits t
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.turboquant.fwht import fwht_p
 
 # mlx-native's sign bits for 512 dims, its table for 256 is the first half. Bit i of the
@@ -17,6 +18,7 @@ SIGN_BITS = bytes.fromhex(
 )
 
 
+@check_arguments
 def rotate(
     x: Float[Array, "... d"], signs: Int[Array | np.ndarray, " d"] | None = None
 ) -> Float[Array, "... d"]:
@@ -41,6 +43,7 @@ def rotate(
     return fwht_p(x, signs, None, scale="orthonormal")
 
 
+@check_arguments
 def unrotate(
     x: Float[Array, "... d"], signs: Int[Array | np.ndarray, " d"] | None = None
 ) -> Float[Array, "... d"]:
@@ -61,6 +64,7 @@ def unrotate(
     return fwht_p(x, None, signs, scale="orthonormal")
 
 
+@check_arguments
 def rotation_signs(d: int, seed: int | None = None) -> np.ndarray:
     """The diagonal of a rotation: d times 1 or -1, the same on every machine.
 

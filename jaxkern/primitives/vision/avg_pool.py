@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.vision.max_pool import Pairs, pooling_options
 from jaxkern.primitives.vision.window import (
@@ -16,6 +17,7 @@ from jaxkern.primitives.vision.window import (
 )
 
 
+@check_arguments
 def avg_pool(
     x: Float[Array, "... height width"],
     window: int | Pair,

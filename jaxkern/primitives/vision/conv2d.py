@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.vision.window import (
     Layout,
@@ -24,6 +25,7 @@ from jaxkern.primitives.vision.window import (
 Pairs = tuple[Pair, Pair]
 
 
+@check_arguments
 def conv2d(
     x: Float[Array, "batch channel height width"],
     weight: Float[Array, "out_channel channel_of_group kernel_height kernel_width"],

@@ -7,10 +7,12 @@ y[n, o, stride p + dilation k - padding] += x[n, c, p] weight[c, o, k]
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.vision.conv2d import check_channels, conv2d_p, to_oihw
 from jaxkern.primitives.vision.window import Layout, Pair, from_nchw, pair, to_nchw
 
 
+@check_arguments
 def conv_transpose2d(
     x: Float[Array, "batch channel height width"],
     weight: Float[Array, "channel out_channel_of_group kernel_height kernel_width"],

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 LARGEST_ALPHA = 0.99  # the paper's, appendix C: what is behind never vanishes quite
@@ -19,6 +20,7 @@ LEAST_ALPHA = 1 / 255  # less does not change an 8-bit image
 LEAST_TRANSMITTANCE = 1e-4  # a pixel that lets less through is finished
 
 
+@check_arguments
 def gaussian_splat(
     means: Float[Array, "gaussian 2"],
     conics: Float[Array, "gaussian 3"],

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.vision.conv2d import (
     Pairs,
@@ -29,6 +30,7 @@ from jaxkern.primitives.vision.window import (
 )
 
 
+@check_arguments
 def int8_conv2d(
     x_codes: Int8[Array, "batch channel height width"],
     x_scale: Float[Array, ""],

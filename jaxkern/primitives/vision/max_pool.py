@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.vision.window import (
     Layout,
@@ -20,6 +21,7 @@ from jaxkern.primitives.vision.window import (
 Pairs = tuple[Pair, Pair]
 
 
+@check_arguments
 def max_pool(
     x: Float[Array, "... height width"],
     window: int | Pair,

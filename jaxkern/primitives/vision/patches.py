@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.vision.window import Layout, Pair, from_nchw, pair, to_nchw
 
 
+@check_arguments
 def patchify(
     x: Shaped[Array, "... channel height width"],
     patch: int | Pair,
@@ -42,6 +44,7 @@ def patchify(
     return from_nchw(cut, layout).reshape(*lead, rows * columns, c * ph * pw)
 
 
+@check_arguments
 def unpatchify(
     patches: Shaped[Array, "... patches numbers"],
     patch: int | Pair,
@@ -78,6 +81,7 @@ def unpatchify(
     return from_nchw(cut.reshape(*lead, c, height, width), layout)
 
 
+@check_arguments
 def block_merge(
     x: Shaped[Array, "... height width d"], m: int = 2
 ) -> Shaped[Array, "... tokens d"]:
@@ -101,6 +105,7 @@ def block_merge(
     return patchify(x, m, layout="NHWC").reshape(*lead, height * width, d)
 
 
+@check_arguments
 def block_unmerge(
     x: Shaped[Array, "... tokens d"], height: int, width: int, m: int = 2
 ) -> Shaped[Array, "... height width d"]:

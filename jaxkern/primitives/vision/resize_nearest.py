@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.vision.window import Layout, Pair, from_nchw, pair, to_nchw
 
 
+@check_arguments
 def resize_nearest(
     x: Shaped[Array, "... height width"],
     scale: int | Pair = 2,

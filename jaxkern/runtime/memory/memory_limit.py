@@ -74,9 +74,9 @@ def memory_limit(num_bytes: int | None) -> Iterator[None]:
       num_bytes: of one device, everything on it included; None for no limit.
 
     Raises:
-      ValueError: `num_bytes` is negative.
+      ValueError: `num_bytes` is negative or NaN.
     """
-    if num_bytes is not None and num_bytes < 0:
+    if num_bytes is not None and not num_bytes >= 0:  # so that NaN is refused
         raise ValueError(f"memory_limit: `num_bytes` must be >= 0, got {num_bytes}.")
     token = _limit.set(num_bytes)
     try:

@@ -1,9 +1,10 @@
 """`with_oom_fallback`: runs elsewhere what does not fit into the memory of a device."""
 
+import dataclasses
 import functools
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -212,10 +213,10 @@ class Fallback:
             ]
             out = self.run(jax.tree.unflatten(tree, cut), kwargs)
             jax.tree.map(functools.partial(self.check_part, end - start, n), out, whole)
-            return jax.device_get(out)
+            return jax.tree.map(HostPart.of, out)
 
         results = [part(start) for start in range(0, max(1, n), size)]
-        return jax.tree.map(lambda *ys: np.concatenate(ys, self.out_axis), *results)
+        return jax.tree.map(lambda *ys: joined(ys, self.out_axis), *results)
 
     def check_part(self, size: int, n: int, y: jax.Array, whole: Any) -> None:
         expected = list(whole.shape)
@@ -254,6 +255,32 @@ class Fallback:
                 "every part takes whole."
             )
         return axes, sizes.pop()
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPart:
+    """One part of one result in host memory; PRNG keys as the numbers they are."""
+
+    numbers: np.ndarray
+    ndim: int
+    key_impl: Any = None
+
+    @classmethod
+    def of(cls, y: jax.Array) -> Self:
+        if not jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
+            return cls(jax.device_get(y), y.ndim)
+        numbers = jax.device_get(jax.random.key_data(y))
+        return cls(numbers, y.ndim, jax.random.key_impl(y))
+
+
+def joined(parts: Sequence[HostPart], axis: int) -> Any:
+    first = parts[0]
+    # the numbers of a key lie behind its dims
+    axis = axis % first.ndim if first.ndim else axis
+    whole = np.concatenate([part.numbers for part in parts], axis)
+    if first.key_impl is None:
+        return whole
+    return jax.random.wrap_key_data(whole, impl=first.key_impl)
 
 
 def is_array(x: Any) -> bool:

@@ -49,8 +49,9 @@ def bucketed(
       A `Bucketed`, called as `f` without the length.
 
     Raises:
-      ValueError: no bucket, or one below 1; at the call, an extent above the largest
-        bucket or results that depend on the padding.
+      ValueError: no bucket, or one below 1; at the call, an `axis` that an array does
+        not have, an extent above the largest bucket or results that depend on the
+        padding.
     """
     sizes = tuple(sorted(set(map(int, buckets))))
     if not sizes or sizes[0] < 1:
@@ -143,12 +144,19 @@ class Bucketed:
         )
 
     def extent(self, axes: tuple[int | None, ...], args: tuple) -> int:
-        found = {
-            leaf.shape[axis]
+        cut = [
+            (axis, jnp.shape(leaf))
             for axis, arg in zip(axes, args, strict=True)
             if axis is not None
             for leaf in jax.tree.leaves(arg)
-        }
+        ]
+        for axis, shape in cut:
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"bucketed: `axis` must name a dim of every array, got {axis} for "
+                    f"one of shape {shape}. None marks an argument of a fixed size."
+                )
+        found = {shape[axis] for axis, shape in cut}
         if len(found) != 1:
             raise TypeError(
                 f"bucketed: the arrays must agree in their axis, got {sorted(found)}."

@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxkern.runtime.plan.kernel_cache import private_folder, why_not_private
+
 
 def enable_compilation_cache(
     directory: str | os.PathLike, *, min_compile_seconds: float = 0.0
@@ -16,6 +18,9 @@ def enable_compilation_cache(
     included, the compiler's options and version, and the device. `events` tells each
     "cache_hit".
 
+    An executable is a program: the directory, and what lies there, must belong to this
+    user and be writable by no other.
+
     Args:
       directory: is made if it is missing.
       min_compile_seconds: programs that compile faster are not kept.
@@ -25,9 +30,13 @@ def enable_compilation_cache(
 
     Raises:
       OSError: it cannot be made or written to.
+      ValueError: it or a file in it is someone else's, or others can write there.
     """
-    path = Path(directory).expanduser().resolve()
-    path.mkdir(parents=True, exist_ok=True)
+    op = "enable_compilation_cache"
+    path = private_folder(Path(directory).expanduser().resolve(), op)
+    for file in path.iterdir():
+        if why := why_not_private(file):
+            raise ValueError(f"{op}: {why}, and would be run. Remove it.")
     if not os.access(path, os.W_OK):
         raise PermissionError(f"enable_compilation_cache: cannot write to {path}.")
     jax.config.update("jax_compilation_cache_dir", str(path))

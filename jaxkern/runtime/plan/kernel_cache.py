@@ -168,7 +168,8 @@ class CacheStats:
       from_disk: of these, those read from the folder.
       misses: executables compiled.
       dropped: of these, those that another thread had inserted first.
-      unreadable: files of the folder that were damaged, and were written anew.
+      unreadable: files of the folder that were damaged, another user's or writable by
+        others, and were written anew.
       unwritten: executables that the folder did not take: they are in memory alone.
       compile_seconds: of all misses.
     """
@@ -278,6 +279,8 @@ class KernelCache:
         if file is None or not file.exists():
             return None
         try:
+            if why := why_not_private(file):
+                raise ValueError(f"kernel_cache: {why}: it is not run.")
             _, parts = read_parts(file, ("machine_code",))
             trees = stage.lowered.in_tree, stage.lowered.out_tree
             return Plan(*load_machine_code(file, parts["machine_code"], *trees), stage)
@@ -300,19 +303,46 @@ class KernelCache:
                 self.count(unwritten=1)
 
 
-def private_folder(path: Path) -> Path:
+def private_folder(path: Path, op: str = "kernel_cache") -> Path:
+    """The folder, made if it is missing, if only this user can put files there.
+
+    Raises:
+      ValueError: it belongs to another user, or others can write there, or can put
+        another folder in its place.
+    """
     path = path.expanduser()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if hasattr(os, "getuid"):
-        status = path.stat()
-        if status.st_uid != os.getuid():
-            raise ValueError(f"kernel_cache: {path} belongs to another user.")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not hasattr(os, "getuid"):
+        return path
+    if path.stat().st_uid != os.getuid():
+        raise ValueError(f"{op}: {path} belongs to another user.")
+    if why := why_not_private(path.resolve()):
+        raise ValueError(f"{op}: {why}, and what lies there is run. chmod go-w {path}")
+    for parent in path.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise ValueError(
-                f"kernel_cache: others can write to {path}, and what lies there is "
-                f"run. chmod go-w {path}"
+                f"{op}: others can put another folder in the place of {path}, and what "
+                f"lies there is run. chmod o-w {parent}"
             )
     return path
+
+
+def why_not_private(path: Path) -> str | None:
+    """Why another user could have written a file or a folder's files, or None."""
+    if not hasattr(os, "getuid"):
+        return None
+    status = path.lstat()
+    if status.st_uid != os.getuid():
+        return f"{path} belongs to another user"
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a link"
+    # a file in a folder that others cannot enter they cannot write
+    is_file = stat.S_ISREG(status.st_mode)
+    entered = path.parent.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+    if (entered or not is_file) and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write to {path}"
+    return None
 
 
 def key_of(stage: Lowered, specs: tuple) -> str:

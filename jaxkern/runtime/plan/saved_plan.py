@@ -4,7 +4,8 @@ A file is one line, the length of a JSON header, the header, then two parts:
 
     jaxkern plan 1 | 8 bytes | header | StableHLO of jax.export | machine code
 
-StableHLO is data: XLA compiles it, and every call that leaves XLA is checked by name.
+StableHLO is data: XLA compiles it. Of a file that is not trusted it may hold only
+operations whose shapes XLA itself checks, and no call that leaves XLA.
 Machine code is a program, as a shared library is, and comes in a pickle: `load` does
 not touch it unless told that the file is trusted.
 """
@@ -23,6 +24,8 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 from jaxkern.cpu.cpu_call import HANDLERS, library
 from jaxkern.lowering.explain import default_platform
@@ -38,11 +41,38 @@ OWN_TARGETS = (
     "mosaic_gpu_v2",
     *(f"jaxkern_{name}" for name in HANDLERS),
 )
-TARGET = re.compile(r'custom_call\s*@"?([\w.$]+)|call_target_name\s*=\s*"([^"]*)"')
-# calls into jaxlib's numerics and XLA's own markers; none takes code or an address
-HARMLESS = re.compile(
-    r"(lapack_|cusolver_|cublas_|cu_threefry|cu_lu_|ducc_fft|SPMD\w*Shape$|Sharding$"
-    r"|annotate_device_placement$|mhlo\.topk$|mhlo\.erf$|chlo\.)"
+# What StableHLO an untrusted file may hold. XLA derives or verifies the shapes of these
+# and decides itself what each writes. All else is refused: a call of a library, which
+# writes as much as its operands say, wherever its results end; shapes that are known
+# only at run time; what talks to the host or to other devices.
+OPERATIONS = (
+    "builtin.module",
+    "func.func",
+    "func.call",
+    "func.return",
+    "sdy.mesh",
+    "sdy.sharding_constraint",
+)
+OF_STABLEHLO = """
+    abs add and atan2 bitcast_convert broadcast_in_dim case cbrt ceil cholesky clamp
+    compare complex composite concatenate constant convert convolution cosine
+    count_leading_zeros custom_call divide dot_general dynamic_slice
+    dynamic_update_slice exponential exponential_minus_one fft floor gather if imag
+    iota is_finite log log_plus_one logistic map maximum minimum multiply negate not
+    optimization_barrier or pad partition_id popcnt power real reduce
+    reduce_precision reduce_window remainder replica_id reshape return reverse rng
+    rng_bit_generator round_nearest_afz round_nearest_even rsqrt scatter select
+    select_and_scatter shift_left shift_right_arithmetic shift_right_logical sign
+    sine slice sort sqrt subtract tan tanh transpose triangular_solve while xor
+""".split()
+PLAIN = re.compile(r"tensor<(\d+x)*(complex<f(32|64)>|u?i\d+|b?f\d+\w*)>")
+# calls that XLA takes out again, where operand and result are of one type: of another
+# float type it would not notice
+MARKERS = (
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "annotate_device_placement",
 )
 
 
@@ -135,7 +165,7 @@ def load(
     Args:
       path: of the file.
       trusted: you know who wrote the file. Without it the StableHLO must keep to XLA's
-        own operations: no Triton kernel, no call of other code.
+        own operations: no Triton or C++ kernel, no LAPACK, no call of other code.
       machine_code: run the machine code in the file, which takes no compilation. Like a
         shared library it can do anything, so the file must be trusted.
       compiler_options: for that compilation; those in the file count only if trusted.
@@ -236,18 +266,58 @@ def deserialize(path: Any, header: dict[str, Any], data: bytes) -> jax.export.Ex
 
 
 def refuse_foreign_calls(path: Any, exported: jax.export.Exported) -> None:
+    """Raises unless every operation is one that cannot leave XLA or its buffers."""
     try:
         text = exported.mlir_module()
+        with mlir.make_ir_context():
+            module = ir.Module.parse(text)
     except Exception as error:  # the bytes are anyone's; so is what they provoke
         raise ValueError(
             f"load: the StableHLO of {path} is damaged: {error}"
         ) from error
-    called = {a or b for a, b in TARGET.findall(text)}
-    if foreign := sorted(t for t in called if not HARMLESS.match(t)):
+    calls, others = set(), set()
+
+    def visit(operation: Any) -> Any:
+        operation = operation.operation
+        if operation.name == "stablehlo.custom_call":
+            target = ir.StringAttr(operation.attributes["call_target_name"]).value
+            types = {str(x.type) for x in (*operation.operands, *operation.results)}
+            ends = len(operation.operands), len(operation.results)
+            if target not in MARKERS or len(types) > 1 or ends != (1, 1):
+                calls.add(target)
+        elif reason := refused_operation(operation):
+            others.add(reason)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    found = []
+    if calls:
+        found.append(f"calls code outside XLA: {', '.join(sorted(calls))}")
+    if others:
+        names = ", ".join(sorted(others))
+        found.append(f"has what no untrusted file may have: {names}")
+    if found:
         raise ValueError(
-            f"load: {path} calls code outside XLA: {', '.join(foreign)}. If you know "
-            "who wrote the file, load(path, trusted=True)."
+            f"load: {path} {' and '.join(found)}. If you know who wrote the file, "
+            "load(path, trusted=True)."
         )
+
+
+def refused_operation(operation: Any) -> str | None:
+    """Which operation it is if an untrusted file may not have it, or None."""
+    name = operation.name
+    if name == "stablehlo.composite":
+        made_of = ir.StringAttr(operation.attributes["name"]).value
+        if not made_of.startswith("chlo."):
+            return f"{name} of {made_of}"
+    dialect, _, short = name.partition(".")
+    known = short in OF_STABLEHLO if dialect == "stablehlo" else name in OPERATIONS
+    if not known:
+        return name
+    for x in operation.results:
+        if not PLAIN.fullmatch(str(x.type)):
+            return f"{name} of {x.type}"
+    return None
 
 
 def load_machine_code(

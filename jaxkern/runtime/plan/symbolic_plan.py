@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkern.runtime.plan.plan import Plan, compile
 
@@ -55,6 +56,7 @@ class SymbolicPlan:
         """The plan for these sizes, compiled unless it is there already.
 
         Raises:
+          TypeError: a size is no integer.
           ValueError: a size is missing or out of bounds.
         """
         key = tuple(self.checked(sizes)[name] for name in self.variables)
@@ -71,6 +73,8 @@ class SymbolicPlan:
                 f"plan: takes the sizes {list(self.variables)}, got {sorted(sizes)}."
             )
         for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int | np.integer):
+                raise TypeError(f"plan: {name} must be an integer, got {size!r}.")
             lo, hi = self.variables[name]
             if not lo <= size <= hi:
                 raise ValueError(f"plan: {name} is {size}, not between {lo} and {hi}.")

@@ -201,3 +201,14 @@ def test_chunks_over_a_ring(window):
         np.testing.assert_allclose(out, expected[:, chunk], atol=1e-6)
         keys = update_kv_cache(keys, k[:, chunk], start, ring=True)
         values = update_kv_cache(values, v[:, chunk], start, ring=True)
+
+
+@pytest.mark.parametrize("lengths", [5, np.int64(5), np.full(2, 5), np.uint8([5])])
+def test_ring_positions_are_int32_under_x64_too(lengths):
+    """The tests run without x64, where an integer has 32 bits anyway."""
+    with jax.enable_x64(True):
+        found = ring_positions(lengths, 4)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(
+        found[..., :], np.broadcast_to([4, 1, 2, 3], found.shape)
+    )

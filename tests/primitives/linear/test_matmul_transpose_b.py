@@ -86,3 +86,17 @@ def test_errors_say_what_to_do():
         matmul_transpose_b(x, jnp.ones((3, 2, 5)))
     with pytest.raises(ValueError, match="`precision` must be 'default', 'high'"):
         matmul_transpose_b(x, x, precision="tf32")
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2), (2, 3, 2)])
+def test_one_matrix_for_an_x_of_any_rank(lead):
+    """The docstring said it; the tests stopped at three dims of x."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(*lead, 4, 8)), rng.normal(size=(5, 8))
+    y, pull = jax.vjp(matmul_transpose_b, jnp.float32(x), jnp.float32(w))
+    np.testing.assert_allclose(y, x @ w.T, rtol=1e-4, atol=1e-5)
+    dy = rng.normal(size=y.shape)
+    dx, dw = pull(jnp.float32(dy))
+    np.testing.assert_allclose(dx, dy @ w, rtol=1e-4, atol=1e-5)
+    expected = np.einsum("ntf,ntd->fd", dy.reshape(-1, 4, 5), x.reshape(-1, 4, 8))
+    np.testing.assert_allclose(dw, expected, rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxkern import cross_entropy
+from jaxkern import cross_entropy, linear_cross_entropy
 from tests.checks import bf16, case, f32, i32
 from tests.golden.torch_losses_vision import assert_equals_torch
 
@@ -205,3 +205,16 @@ def test_every_error_says_what_to_do():
             cross_entropy(logits, labels, **options)
     with pytest.raises(TypeError, match=r"`labels` must have a dtype of kind Integer"):
         cross_entropy(logits, jnp.zeros(3))
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_label_that_would_wrap_to_the_ignored_one_is_no_class(bits):
+    """Tests of labels outside the classes had numbers that int32 holds."""
+    with jax.enable_x64(bits == 64):
+        x, w = jnp.ones((2, 4), jnp.float32), jnp.ones((5, 4), jnp.float32)
+        labels = np.array([2**bits - 100, 1], f"uint{bits}")
+        for loss in (
+            cross_entropy(x @ w.T, labels),
+            linear_cross_entropy(x, w, labels),
+        ):
+            assert np.isnan(loss[0]) and np.isfinite(loss[1])

@@ -200,3 +200,25 @@ def test_refusals():
         quantized_matmul(jnp.ones((2, 8)), q)
     with pytest.raises(TypeError, match="only the 0 leading dims"):
         q[0]
+
+
+def test_scales_are_the_documented_quotient():
+    """To the bit: XLA multiplies by 1 / 448 where it can, half of the rows differ.
+
+    The comparison with float64 has a tolerance, which the last bit is below.
+    """
+    w = np.random.default_rng(0).normal(size=(1000, 64)).astype(np.float32)
+    expected = np.abs(w).max(1, keepdims=True) / np.float32(448)
+    for f in (quantize_fp8, jax.jit(quantize_fp8, static_argnames="block")):
+        np.testing.assert_array_equal(f(jnp.asarray(w), block=(1, 0)).scales, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (3, 0, 4)])
+@pytest.mark.parametrize("block", [(0, 0), (1, 0), (128, 128)])
+def test_an_empty_matrix_is_a_container_that_works(shape, block):
+    """Its scales must have the shape that the container asks for, which none read."""
+    w = quantize_fp8(jnp.zeros(shape), block=block)
+    assert w.shape == shape == dequantize(w).shape
+    if len(shape) == 2:
+        y = quantized_matmul(jnp.ones((2, shape[1])), w)
+        np.testing.assert_array_equal(y, np.zeros((2, shape[0])))

@@ -1,5 +1,7 @@
 """int8_matmul: exact integer sums, straight-through gradients."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,25 @@ def test_sums_do_not_overflow_or_round():
     x = jnp.full((1, 20000), 1.0).at[0, 0].set(-1.0)
     w = quantize_int(jnp.full((1, 20000), 1.0))
     np.testing.assert_allclose(int8_matmul(x, w), [[19998.0]], rtol=1e-7)
+
+
+@pytest.mark.parametrize("first", [jax.jacrev, jax.jacfwd])
+@pytest.mark.parametrize("second", [jax.jacrev, jax.jacfwd])
+def test_the_mixed_second_derivative_is_symmetric(first, second):
+    """By x and scales, in every mode.
+
+    The generic checks differentiate a primitive, and this rounding is around one.
+    """
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 8)), jnp.float32)
+
+    def loss(x, scales):
+        return jnp.sum(int8_matmul(x, dataclasses.replace(W, scales=scales)) * dy)
+
+    hessian = second(first(loss, (0, 1)), (0, 1))(jnp.asarray(X), W.scales)
+    by_scales = hessian[0][1].reshape(-1, 8)
+    np.testing.assert_allclose(by_scales, hessian[1][0].reshape(8, -1).T, atol=1e-4)
+    expected = np.einsum("btf,fd->btdf", dy, np.asarray(W.codes, np.float64))
+    np.testing.assert_allclose(by_scales, expected.reshape(-1, 8), rtol=1e-5)
 
 
 def test_the_gradient_is_straight_through():

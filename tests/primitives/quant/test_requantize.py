@@ -1,10 +1,21 @@
 """requantize: exact where it says so, near elsewhere."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import AffineTensor, GGUFTensor, IntTensor, dequantize, requantize
+from jaxkern import (
+    AffineTensor,
+    GGUFTensor,
+    IntTensor,
+    dequantize,
+    quantize_fp8,
+    quantize_gguf,
+    quantize_microscaled,
+    requantize,
+)
+from jaxkern.primitives.quant.quantize_gguf import ENCODERS
 from jaxkern.primitives.quant.requantize import AFFINE_CODES, INT_CODES
 from tests.primitives.quant.block_bytes import random_blocks
 
@@ -51,6 +62,34 @@ def test_other_options_quantise_anew():
     assert np.abs(dequantize(back) - dequantize(t)).max() < 0.02
 
 
+@pytest.mark.parametrize("to", ["fp8", "nvfp4", "mxfp4", "mxfp8"])
+def test_the_small_float_formats_are_those_of_their_own_functions(to):
+    """The tests above go through its table, where these were missing."""
+    w = requantize(np.random.default_rng(0).normal(size=(4, 256)), "Q8_0")
+    t, values = requantize(w, to), dequantize(w)
+    own = (
+        quantize_fp8(values) if to == "fp8" else quantize_microscaled(values, format=to)
+    )
+    assert type(t) is type(own) and t.format == own.format
+    for a, e in zip(*map(jax.tree.leaves, (t, own)), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+def test_options_of_the_small_float_formats():
+    t = requantize(jnp.ones((256, 256)), "fp8", block=(128, 128), format="e5m2")
+    assert (t.block, t.format) == ((128, 128), "e5m2")
+
+
+@pytest.mark.parametrize("qtype", sorted({q for q, _ in ENCODERS} | {"Q4_K", "Q6_K"}))
+def test_every_type_that_quantize_gguf_knows_and_its_own(qtype):
+    w = finite_tensor(qtype)
+    assert requantize(w, qtype) is w
+    if qtype in {q for q, _ in ENCODERS}:
+        values = jnp.ones((1, 256))
+        expected = quantize_gguf(values, qtype)
+        np.testing.assert_array_equal(requantize(values, qtype).blocks, expected.blocks)
+
+
 def test_refusals():
-    with pytest.raises(ValueError, match="`to` must be one of affine, int, Q4_0"):
+    with pytest.raises(ValueError, match="`to` must be one of affine, int, fp8, "):
         requantize(jnp.ones((2, 32)), "Q9")

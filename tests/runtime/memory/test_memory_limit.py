@@ -172,3 +172,10 @@ def test_threads_share_one_function():
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_nan_is_no_limit():
+    """Nothing compares with it: the test of negative limits could not see it."""
+    with pytest.raises(ValueError, match="must be >= 0, got nan"):
+        with memory_limit(float("nan")):  # pyright: ignore
+            pass

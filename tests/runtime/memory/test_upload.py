@@ -145,3 +145,17 @@ def test_threads_upload_their_own_policy():
     for t in threads:
         t.join()
     assert results == {n: policy_(n).weights for n in ("f16", "bf16", "f32")}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 4)])
+def test_empty_matrices_in_fp8(shape, kind):
+    """Other tests upload matrices of some numbers."""
+    axis_types = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((2,), ("m",), axis_types=axis_types)
+    for spec in (P("m"), P(None, "m"), P()):
+        moved, report = upload(
+            {"w": jnp.zeros(shape)}, policy="fp8", sharding=NamedSharding(mesh, spec)
+        )
+        assert dequantize(moved["w"]).shape == shape
+        assert report.bytes == moved["w"].nbytes

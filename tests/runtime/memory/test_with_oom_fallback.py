@@ -227,3 +227,20 @@ def test_threads_count_every_fallback():
         for t in threads:
             t.join()
     assert results == [True] * 20 and fallbacks("threads") == 20
+
+
+@pytest.mark.parametrize("then", ["chunk", "offload"])
+def test_keys_are_joined_as_numbers_are(then):
+    """NumPy, which joins the parts, has no keys; no test returned any."""
+
+    def f(keys, x):
+        return jax.vmap(jax.random.split)(keys), x + jax.vmap(jax.random.uniform)(keys)
+
+    args = jax.random.split(jax.random.key(0), 5), jnp.ones(5)
+    guarded = with_oom_fallback(f, to=None, then=(then,), axis=0)
+    with inject_faults("execute"):
+        keys, y = guarded(*args)
+    expected, total = f(*args)
+    assert keys.dtype == expected.dtype and keys.shape == (5, 2)
+    np.testing.assert_array_equal(*map(jax.random.key_data, (keys, expected)))
+    np.testing.assert_allclose(y, total, rtol=1e-6)

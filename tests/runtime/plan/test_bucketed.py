@@ -75,3 +75,11 @@ def test_wrong_calls():
         bucketed(jnp.sin, 0, buckets=())
     with pytest.raises(ValueError, match="needs an `out_axis`"):
         bucketed(jnp.add, (0, None))
+
+
+@pytest.mark.parametrize("axis", [5, 1, -2])
+def test_an_axis_that_an_array_does_not_have_is_named(axis):
+    """Tests of extents that differ gave axes that are there."""
+    f = bucketed(lambda x: x, axis=axis, buckets=(4,))
+    with pytest.raises(ValueError, match=rf"`axis` must name .* got {axis} .*\(3,\)"):
+        f(jnp.ones(3))

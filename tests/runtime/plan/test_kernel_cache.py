@@ -211,6 +211,39 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path):
     assert made.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of files here")
+def test_a_folder_that_others_can_replace_is_refused(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ValueError, match=r"in the place of .*chmod o-w .*open"):
+        KernelCache(tmp_path / "open" / "cache")
+    (tmp_path / "open").chmod(0o1777)  # as /tmp
+    KernelCache(tmp_path / "open" / "cache")
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of files here")
+@pytest.mark.parametrize("way", ["writable", "link", "of another user"])
+def test_a_file_that_another_user_could_have_written_is_not_run(tmp_path, way):
+    """The test of folders alone could not see it: the folder is this user's."""
+    folder = tmp_path / "c"
+    made = KernelCache(folder).get_or_compile(jnp.sin, X)
+    file = folder / f"{made.key}.kernel"
+    folder.chmod(0o755)
+    if way == "writable":
+        file.chmod(0o666)
+    elif way == "link":
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    elif os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    else:
+        os.chown(file, 12345, -1)
+    cache = KernelCache(folder)
+    assert not cache.get_or_compile(jnp.sin, X).from_disk
+    assert (cache.stats().unreadable, cache.stats().misses) == (1, 1)
+    assert KernelCache(folder).get_or_compile(jnp.sin, X).from_disk, "written anew"
+
+
 def test_the_cache_of_the_process():
     kernel_cache.clear()
     before = kernel_cache.stats()

@@ -1,14 +1,16 @@
 """Plans in files: the same results, and no file that can do harm or fail obscurely."""
 
+import functools
 import json
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import rms_norm, runtime, softmax
+from jaxkern import backend, rms_norm, runtime, softmax
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.runtime.plan import saved_plan
 from jaxkern.runtime.plan.saved_plan import MAGIC
@@ -203,6 +205,94 @@ def test_calls_of_other_code_need_trust(tmp_path):
         runtime.load(path)
     with pytest.raises(ValueError, match=r"cannot be compiled: .*some_library"):
         runtime.load(path, trusted=True)  # which then reaches the compiler
+
+
+def calls(target, shape, dtype=jnp.float32):
+    """A function whose StableHLO says that `target` gives a result of this type."""
+    return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def reduces_over_devices(x):
+    mesh = jax.make_mesh((1,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    psum = functools.partial(jax.lax.psum, axis_name="m")
+    return jax.shard_map(
+        psum, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )(x)
+
+
+N = jax.export.symbolic_shape("n, 16")
+HOSTILE = {
+    # what is called writes as many numbers as its operand has, past the result's end
+    "lapack_spotrf_ffi": (calls("lapack_spotrf_ffi", (1, 1)), X[:, :4]),
+    "lapack_sgetrf_ffi": (jax.scipy.linalg.lu, X[:, :4]),  # honest, and not checked
+    "lapack_sgesdd_ffi": (calls("lapack_sgesdd_ffi", (2,)), X),
+    "cu_threefry2x32_ffi": (calls("cu_threefry2x32_ffi", (2,)), X),
+    "cublas_anything": (calls("cublas_anything", (2,)), X),
+    # XLA takes it out and hands float16 numbers on as float32: read past their end
+    "Sharding": (calls("Sharding", (4, 16)), X.astype(jnp.float16)),
+    "annotate_device_placement": (calls("annotate_device_placement", (8,)), X),
+    "SPMDFullToShardShape": (calls("SPMDFullToShardShape", (2**20,)), X),
+    # without the attributes that XLA looks for in it, the process ends
+    "mhlo.erf": (calls("mhlo.erf", (4, 16)), X),
+    "mhlo.topk": (calls("mhlo.topk", (4, 16)), X),
+    "Sharding of two": (calls("Sharding of two", (4, 16)), X),
+    "stablehlo.composite of other.name": (
+        jax.lax.composite(jnp.sin, name="other.name"),
+        X,
+    ),
+    "stablehlo.all_reduce": (reduces_over_devices, X),
+    "of tensor<?x16xf32>": (jnp.sin, jax.ShapeDtypeStruct(N, jnp.float32)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_could_write_past_a_buffer_needs_trust(tmp_path, name):
+    """Whatever it is called: names alone said that a call of LAPACK does no harm.
+
+    The tests before this one had targets whose names were refused, and none that lied
+    about its result.
+    """
+    f, x = HOSTILE[name]
+    check = jax.export.DisabledSafetyCheck.custom_call(name)
+    exported = jax.export.export(jax.jit(f), disabled_checks=[check])(x)
+    path = tmp_path / "hostile.plan"
+    write(path, bytes(exported.serialize()), b"")
+    with pytest.raises(ValueError, match=rf"load: .*{re.escape(name)}.*trusted=True"):
+        runtime.load(path)
+
+
+def test_plain_models_need_no_trust(tmp_path):
+    """Each operation that is let through, where some model has it."""
+
+    def every_kind(x, key):
+        mesh = jax.make_mesh((1,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("m"))
+        x = jax.lax.with_sharding_constraint(x, rows)
+        top, index = jax.lax.top_k(jax.lax.erf(x), 3)
+        image = jnp.ones((1, 1, 8, 8)) + jnp.sum(top)
+        window = (1, 1, 2, 2)
+        pooled = jax.lax.reduce_window(image, 0.0, jax.lax.add, window, window, "SAME")
+        kernel = jnp.ones((1, 1, 3, 3))
+        return (
+            jnp.fft.rfft(x).real + jax.random.normal(key, (4, 9)),
+            jnp.sort(x)[:, index[0]] + jnp.cumsum(x, 0)[:, index[0]],
+            jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (0, x)),
+            jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME") * pooled.sum(),
+            jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x).at[index[0]].add(1.0),
+            jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8) >> 2,
+            jax.grad(lambda x: jnp.sum(jax.nn.gelu(softmax(x)) @ x.T))(x),
+        )
+
+    def small(x, key):
+        return [jnp.asarray(y) for y in jax.tree.leaves(every_kind(x, key))]
+
+    path, key = tmp_path / "plain.plan", jax.random.PRNGKey(0)
+    with backend("xla"):
+        plan = runtime.compile(small, X, key)
+    plan.save(path)
+    for a, b in zip(runtime.load(path)(X, key), plan(X, key), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.skipif(missing() is not None, reason="no C++ kernels")

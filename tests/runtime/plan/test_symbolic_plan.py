@@ -87,3 +87,13 @@ def test_threads_share_the_first_plan():
     for thread in threads:
         thread.join()
     assert len(found) == 4 and all(one is found[0] for one in found)
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, "2", jnp.float32(2)])
+def test_a_size_that_is_no_integer_is_named(wrong):
+    """It lay within the bounds, which was all that was asked."""
+    spec = jax.ShapeDtypeStruct(("n", 4), jnp.float32)
+    plan = runtime.compile(jnp.sin, spec, bounds={"n": (1, 8)})
+    with pytest.raises(TypeError, match="plan: n must be an integer, got"):
+        plan.at(n=wrong)
+    assert plan.at(n=np.int64(2)) is plan.at(n=2)

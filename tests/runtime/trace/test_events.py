@@ -1,5 +1,6 @@
 """events: what happens is told once, to whoever asked; a cache on disk is found."""
 
+import os
 import threading
 
 import jax
@@ -47,6 +48,23 @@ def test_the_cache_directory_must_be_a_directory(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         enable_compilation_cache(tmp_path / "file")
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of files here")
+def test_a_cache_that_others_can_write_is_refused(tmp_path):
+    """Executables there are run. The tests before this one had folders of their own."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o777)
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.raises(ValueError, match=r"^enable_compilation_cache: others can"):
+        enable_compilation_cache(folder)
+    folder.chmod(0o755)
+    (folder / "planted").write_bytes(b"")
+    (folder / "planted").chmod(0o666)
+    with pytest.raises(ValueError, match=r"planted, and would be run\. Remove it"):
+        enable_compilation_cache(folder)
+    assert jax.config.jax_compilation_cache_dir == before
 
 
 def test_nothing_listens_before_the_first_nor_after_the_last(monkeypatch):
