@@ -255,7 +255,7 @@ def test_references_promote_whatever_the_user_forbids_himself():
 
 
 def test_type_checkers_are_told_that_the_package_is_typed():
-    """Every annotation was there, but without this file no user's tool reads them."""
+    """Annotations were there, but without this file no tool of a user reads them."""
     assert (Path(jaxkern.__file__).parent / "py.typed").exists()
     decorated = typing.get_type_hints(check_arguments)
     assert decorated["fn"] == decorated["return"], "a checked function keeps its type"

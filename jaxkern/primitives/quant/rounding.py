@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 
 def divide(
-    x: Float[Array, "*shape"], y: Float[Array, "..."] | int
+    x: Float[Array, "*shape"], y: Float[Array, "..."] | float
 ) -> Float[Array, "*shape"]:
     """x / y, rounded once. XLA would multiply by 1 / y where y is one number."""
     return x / lax.optimization_barrier(y + jnp.zeros_like(x))

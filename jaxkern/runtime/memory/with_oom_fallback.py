@@ -280,7 +280,7 @@ def joined(parts: Sequence[HostPart], axis: int) -> Any:
     whole = np.concatenate([part.numbers for part in parts], axis)
     if first.key_impl is None:
         return whole
-    return jax.random.wrap_key_data(whole, impl=first.key_impl)
+    return jax.random.wrap_key_data(jnp.asarray(whole), impl=first.key_impl)
 
 
 def is_array(x: Any) -> bool:
