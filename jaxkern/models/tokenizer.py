@@ -46,8 +46,21 @@ PIECES = {
     "tekken": [TEKKEN_PIECES],
     "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2_PIECES, r"\p{N}+", "[0-9][0-9][0-9]"],
 }
-WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a piece that is a token needs no merges
-ADDS_BOS = ("llama-bpe", "tekken")  # unless the file says otherwise
+# Other names of the same cuts, as llama.cpp (src/llama-vocab.cpp) reads them.
+LLAMA3_NAMES = "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+SAME_PIECES = {
+    "gpt-2": "phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum "
+    "modern-bert exaone4 mpt olmo jais trillion granite-docling",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan",
+    "llama-bpe": f"{LLAMA3_NAMES} dbrx smaug-bpe",
+}
+PIECES |= {
+    other: PIECES[name] for name, same in SAME_PIECES.items() for other in same.split()
+}
+# A piece that is a token needs no merges, and texts begin with the BOS token unless the
+# file says otherwise.
+WHOLE_WORDS_FIRST = ADDS_BOS = ("llama-bpe", *LLAMA3_NAMES.split(), "tekken")
 
 LONGEST_PIECE = 1024  # a piece is tried at each cut
 
