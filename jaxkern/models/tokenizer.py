@@ -2,19 +2,15 @@
 
 Byte-level BPE (`tokenizer.ggml.model` = "gpt2") and SentencePiece BPE ("llama"), run by
 the `tokenizers` library. The file may come from anybody: what it asks for and is not
-known here is refused, and its chat template runs in a sandbox.
+known here is refused, and its chat template runs within bounds.
 """
 
-import datetime
-import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import (
     AddedToken,
     Regex,
@@ -24,6 +20,8 @@ from tokenizers import (
     normalizers,
     pre_tokenizers,
 )
+
+from jaxkern.models.chat_template import render
 
 # How a text is cut before BPE, by `tokenizer.ggml.pre`; the cuts of a list follow.
 GPT2_PIECES = (
@@ -131,15 +129,12 @@ class GGUFTokenizer:
             )
         token = self.tokenizer.id_to_token
         try:
-            return (
-                _chat_environment()
-                .from_string(self.chat_template)
-                .render(
-                    messages=list(messages),
-                    add_generation_prompt=True,
-                    bos_token="" if self.bos_id is None else token(self.bos_id),
-                    eos_token="" if self.eos_id is None else token(self.eos_id),
-                )
+            return render(
+                self.chat_template,
+                messages,
+                add_generation_prompt=True,
+                bos_token="" if self.bos_id is None else token(self.bos_id),
+                eos_token="" if self.eos_id is None else token(self.eos_id),
             )
         except Exception as error:  # the template is anyone's; so is what it provokes
             raise ValueError(f"chat: the file's template fails: {error}") from error
@@ -320,24 +315,3 @@ def _sentencepiece_bpe(
     tokenizer.normalizer = normalizers.Sequence(spaces)
     tokenizer.decoder = decoders.Sequence(after)
     return tokenizer
-
-
-@functools.cache
-def _chat_environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it, without access to Python's insides."""
-
-    def raise_exception(message: str):
-        raise TemplateError(message)
-
-    def strftime_now(format: str) -> str:
-        return datetime.datetime.now().strftime(format)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols"],
-    )
-    environment.globals.update(
-        raise_exception=raise_exception, strftime_now=strftime_now
-    )
-    return environment
