@@ -1,4 +1,4 @@
-"""`architecture_keys`: a model's keys in a GGUF file, none of them overlooked.
+"""`architecture_keys`: what a file says of its model, no key of it overlooked.
 
 A key that a loader does not know can change what the model computes (a scale, a cap,
 another mask), so a file with such a key must not load as if it were not there.
@@ -6,15 +6,13 @@ another mask), so a file with such a key must not load as if it were not there.
 
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
-from jaxkern.formats.gguf import GGUFError, GGUFFile
-
 # Keys that change nothing in the logits, whatever the architecture, and why.
-HARMLESS = {
+HARMLESS: Mapping[str, str] = {
     "vocab_size": "the embedding has as many rows as there are tokens",
     "expert_used_count": "of the experts; with none of them it counts nothing",
     "attention.layer_norm_epsilon": "of norms that subtract the mean",
@@ -23,7 +21,7 @@ HARMLESS = {
 }
 
 # What else says "without", as llama.cpp writes it where a model has no such thing.
-WITHOUT: dict[str, tuple[Any, ...]] = {
+WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
     "tensor_data_layout": ("Meta AI original pth",),  # pairs of neighbours rotate
     "attention.causal": (True,),
@@ -39,22 +37,38 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
 }
 
 
+class KeyFile(Protocol):
+    """A file with keys `<architecture>.*`, such as `GGUFFile`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    def error(self, message: str) -> ValueError: ...
+
+
 class ArchitectureKeys:
     """Typed reads of the keys `<architecture>.*`; remembers which were read."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(
+        self,
+        file: KeyFile,
+        harmless: Mapping[str, str],
+        without: Mapping[str, tuple[Any, ...]],
+    ):
         self.file, self.arch = file, file.architecture
+        self.harmless, self.without = harmless, without
         self._seen: set[str] = set()
 
     def has(self, key: str) -> bool:
         return self._name(key) in self.file.metadata
 
-    def error(self, key: str, message: str) -> GGUFError:
+    def error(self, key: str, message: str) -> ValueError:
         """About the key and its value: `message` goes on after "key k is v, "."""
         value = _shown(self.file.metadata.get(self._name(key)))
-        return GGUFError(
-            f"{self.file.path}: key {self._name(key)} is {value}, {message}."
-        )
+        return self.file.error(f"key {self._name(key)} is {value}, {message}")
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer of 32 bits, or an array in which each layer has the same one."""
@@ -87,6 +101,21 @@ class ArchitectureKeys:
     def string(self, key: str, default: str) -> str:
         return self._get(key, (str,), "a string", default)
 
+    def flag(self, key: str, default: bool) -> bool:
+        self._seen.add(self._name(key))
+        value = self.file.metadata.get(self._name(key), default)
+        if not isinstance(value, bool):
+            raise self.error(key, "expected true or false")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings, empty where it is missing."""
+        self._seen.add(self._name(key))
+        value = self.file.metadata.get(self._name(key), [])
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self.error(key, "expected a list of strings")
+        return value
+
     def per_layer(self, key: str) -> list[int] | None:
         """The integers of an array, one of each layer, or of a scalar just that one."""
         self._seen.add(self._name(key))
@@ -102,19 +131,19 @@ class ArchitectureKeys:
         """Raises for the first key of the architecture that nobody read."""
         for name, value in self.file.metadata.items():
             prefix, _, key = name.partition(".")
-            if prefix != self.arch or name in self._seen or key in HARMLESS:
+            if prefix != self.arch or name in self._seen or key in self.harmless:
                 continue
-            without = WITHOUT.get(key, ())
+            without = self.without.get(key, ())
             if _scalar(value) and any(
                 type(value) is type(other) and value == other for other in without
             ):
                 continue
             known = " or ".join(repr(other) for other in without)
-            raise GGUFError(
-                f"{self.file.path}: key {name} is {_shown(value)}, which the model of "
-                f"architecture {self.arch} here does not have"
+            raise self.file.error(
+                f"key {name} is {_shown(value)}, which the model of architecture "
+                f"{self.arch} here does not have"
                 f"{f' (it may be {known})' if known else ''}. Without it another model "
-                "would be computed: use a program that supports this key."
+                "would be computed: use a program that supports this key"
             )
 
     def _name(self, key: str) -> str:
@@ -124,7 +153,7 @@ class ArchitectureKeys:
         self._seen.add(self._name(key))
         value = self.file.metadata.get(self._name(key), default)
         if value is None:
-            raise GGUFError(f"{self.file.path}: has no key {self._name(key)}.")
+            raise self.file.error(f"has no key {self._name(key)}")
         if isinstance(value, np.ndarray) and value.size and float not in kinds:
             if np.any(value != value[0]):
                 raise self.error(key, "expected the same in every layer")
@@ -135,18 +164,24 @@ class ArchitectureKeys:
 
 
 @contextlib.contextmanager
-def architecture_keys(file: GGUFFile) -> Iterator[ArchitectureKeys]:
+def architecture_keys(
+    file: KeyFile,
+    harmless: Mapping[str, str] = HARMLESS,
+    without: Mapping[str, tuple[Any, ...]] = WITHOUT,
+) -> Iterator[ArchitectureKeys]:
     """The keys of the file's architecture; at the end all of them must have been read.
 
         with architecture_keys(file) as keys:
             config = Config(layers=keys.integer("block_count"), ...)
 
-    A key need not be read if it is in `HARMLESS` or has a value of `WITHOUT`.
+    A key need not be read if it is in `harmless`, or has a value of `without`, which
+    says that the model has no such thing.
 
     Raises:
-      GGUFError: a key is missing, has another type or range, or was not read.
+      ValueError: of the file's kind: a key is missing, has another type or range, or
+        was not read.
     """
-    keys = ArchitectureKeys(file)
+    keys = ArchitectureKeys(file, harmless, without)
     yield keys
     keys.refuse_unread()
 

@@ -115,9 +115,14 @@ class GGUFFile:
         """`general.architecture`, such as "llama"; the prefix of the model's keys."""
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):
-            raise GGUFError(
-                f"{self.path}: key general.architecture is {name!r}, expected a string."
-            )
+            raise self.error(f"key general.architecture is {name!r}, expected a string")
+        return name
+
+    def error(self, message: str) -> GGUFError:
+        return GGUFError(f"{self.path}: {message}.")
+
+    def called(self, name: str) -> str:
+        """How the file itself calls a tensor."""
         return name
 
     def view(self, name: str) -> np.ndarray:

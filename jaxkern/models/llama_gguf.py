@@ -20,7 +20,8 @@ from jaxkern import (
     dequantize,
 )
 from jaxkern.cpu.cpu_call import missing
-from jaxkern.formats.gguf import GGUFError, GGUFFile
+from jaxkern.formats.gguf import GGUFFile
+from jaxkern.formats.safetensors import SafetensorsFolder
 from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices, Matrix
 from jaxkern.models.llama_config import config_from_gguf
@@ -45,7 +46,9 @@ OPTIONAL_TENSORS = (
 BLOCK = re.compile(r"^blk\.\d+\.")
 
 
-def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]:
+def choose_policy(
+    file: GGUFFile | SafetensorsFolder, policy: Policy = "auto"
+) -> tuple[Policy, str]:
     """How the weights are kept in memory, and why.
 
     `packed` keeps the blocks of the file and decodes each matrix when it is used;
@@ -78,7 +81,7 @@ def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]
     return "f32", f"{sizes}; decoded once: the fastest on a CPU"
 
 
-def expanded_bytes(file: GGUFFile, itemsize: int) -> int:
+def expanded_bytes(file: GGUFFile | SafetensorsFolder, itemsize: int) -> int:
     """Memory of the decoded matrices; a tied embedding is decoded as output only."""
     sizes = {name: prod(info.shape) for name, info in file.tensors.items()}
     if "output.weight" in sizes:
@@ -97,7 +100,10 @@ def available_memory() -> int:
 
 
 def load_llama(
-    file: GGUFFile, policy: Policy = "auto"
+    file: GGUFFile | SafetensorsFolder,
+    policy: Policy = "auto",
+    *,
+    config: LlamaConfig | None = None,
 ) -> tuple[LlamaConfig, LlamaWeights]:
     """Loads a model, one tensor after the other.
 
@@ -106,14 +112,17 @@ def load_llama(
     file: only rows that are looked up are decoded; a tied output is decoded apart.
 
     Args:
-      file: of `jaxkern.formats.gguf.read_gguf`.
+      file: of `jaxkern.formats.gguf.read_gguf`, or a folder with these names.
       policy: see `choose_policy`.
+      config: of the model, default what a GGUF file says of it.
 
     Raises:
       GGUFError: see `config_from_gguf`; or a tensor is missing, has another shape than
         the metadata say, or has no place in the model.
     """
-    config = config_from_gguf(file)
+    if config is None:
+        assert isinstance(file, GGUFFile)
+        config = config_from_gguf(file)
     policy, _ = choose_policy(file, policy)
     packed = policy in ("packed", "packed_int8")
     with_kernels = jax.default_backend() == "cpu" and missing() is None
@@ -202,7 +211,7 @@ def expand(
 
 
 def interleaved_matrices(
-    file: GGUFFile, names: Sequence[str], memory: WeightMemory
+    file: GGUFFile | SafetensorsFolder, names: Sequence[str], memory: WeightMemory
 ) -> Matrices:
     """Matrices of one block format side by side, their rows interleaved where 16 fit.
 
@@ -265,7 +274,7 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensors(
-    file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]
+    file: GGUFFile | SafetensorsFolder, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """The shapes after the file's tensors fit them; -1 is the width of the layer."""
     fitting: dict[str, tuple[int, ...]] = {}
@@ -276,15 +285,15 @@ def _check_tensors(
         info = file.tensors.get(name)
         if info is None:
             if BLOCK.sub("", name) not in OPTIONAL_TENSORS:
-                raise GGUFError(f"{file.path}: has no tensor {name}.")
+                raise file.error(f"has no tensor {file.called(name)}")
         elif info.shape != shape:
-            raise GGUFError(
-                f"{file.path}: tensor {name} is {info.shape}, expected {shape} by the "
-                "metadata and the tensors beside it."
+            raise file.error(
+                f"tensor {file.called(name)} is {info.shape}, expected {shape} by the "
+                "metadata and the tensors beside it"
             )
     if strangers := [name for name in file.tensors if name not in shapes]:
-        raise GGUFError(
-            f"{file.path}: tensor {strangers[0]} has no place in a model of "
-            f"architecture {file.architecture}."
+        raise file.error(
+            f"tensor {file.called(strangers[0])} has no place in a model of "
+            f"architecture {file.architecture}"
         )
     return fitting
