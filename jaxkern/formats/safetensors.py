@@ -134,9 +134,14 @@ def _info(path: str, name: str, shape: list[int], dtype: str) -> GGUFTensorInfo:
 
 def _shard_names(path: str) -> tuple[list[str], dict[str, str] | None]:
     """Files with weights, and what the index says of each tensor, if there is one."""
-    index = "model.safetensors.index.json"
-    if not os.path.lexists(os.path.join(path, index)):
-        return ["model.safetensors"], None
+    whole, index = "model.safetensors", "model.safetensors.index.json"
+    there = {name for name in (whole, index) if os.path.lexists(f"{path}/{name}")}
+    if there == {whole, index}:
+        raise SafetensorsError(
+            f"{path}: has {whole} and {index}. Remove the one that is not meant."
+        )
+    if index not in there:
+        return [whole], None
     listed = _json(path, index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise SafetensorsError(f"{path}: {index} has no weight_map.")

@@ -60,6 +60,9 @@ PIECES |= {
 # file says otherwise.
 WHOLE_WORDS_FIRST = ADDS_BOS = ("llama-bpe", *LLAMA3_NAMES.split(), "tekken")
 
+# Flags that must not be set: of tokenizers that are not built here.
+CHANGES_TEXT = ("normalizer.lowercase", "normalizer.strip_accents", "add_sep_token")
+
 LONGEST_PIECE = 1024  # a piece is tried at each cut
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _UNUSED, BYTE = range(1, 7)  # token types
@@ -157,6 +160,12 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer:
             f"tokenizer: tokenizer.ggml.model is {kind!r}, known are "
             f"{', '.join(builders)}."
         )
+    for name in CHANGES_TEXT:
+        if _flag(metadata, name, False):
+            raise ValueError(
+                f"tokenizer: tokenizer.ggml.{name} is true, which is not built here. "
+                "Texts would become other tokens."
+            )
     tokens = _strings(metadata, "tokens")
     if not tokens:
         raise ValueError("tokenizer: tokenizer.ggml.tokens is empty or missing.")

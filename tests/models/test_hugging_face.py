@@ -218,6 +218,14 @@ def test_an_index_says_what_is_there(change, message, tmp_path):
         read_safetensors_folder(folder)
 
 
+def test_weights_twice(tmp_path):
+    """Whole and in shards: programs differ in which they take."""
+    whole = (FOLDERS / "qwen2_yarn" / "model.safetensors").read_bytes()
+    folder = copied(tmp_path, "llama_linear", **{"model.safetensors": whole})
+    with pytest.raises(SafetensorsError, match="Remove the one that is not meant"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -130,6 +130,17 @@ def test_refusals(metadata, change, message):
         tokenizer_from_gguf(metadata | change)
 
 
+@pytest.mark.parametrize(
+    "name", ["normalizer.lowercase", "normalizer.strip_accents", "add_sep_token"]
+)
+def test_what_changes_a_text_is_refused(metadata, name):
+    """These were not read, and no file of the tests sets them."""
+    key = f"tokenizer.ggml.{name}"
+    with pytest.raises(ValueError, match=f"{name} is true, which is not built here"):
+        tokenizer_from_gguf(metadata | {key: True})
+    tokenizer_from_gguf(metadata | {key: False})
+
+
 def test_repeated_token(metadata):
     tokens = [*metadata["tokenizer.ggml.tokens"]]
     tokens[3] = tokens[7]
