@@ -87,6 +87,18 @@ def test_a_key_matters(name, tmp_path):
     assert (far == 0) if name == "no_scaling" else (far > 1e-2)
 
 
+@pytest.mark.parametrize("policy", ["f32", "packed_int8"])
+def test_a_split_file_is_the_same_model(policy, tmp_path):
+    """Parts as the `gguf` package writes them."""
+    write_tiny_gguf(tmp_path / "m.gguf", "llama", tensors_per_part=9)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 3 and not (tmp_path / "m.gguf").exists()
+    split = load_llama(read_gguf(parts[0]), policy)
+    whole = load_llama(read_gguf(write_tiny_gguf(tmp_path / "w.gguf", "llama")), policy)
+    assert split[0] == whole[0]
+    jax.tree.map(np.testing.assert_array_equal, split[1], whole[1])
+
+
 def test_bf16_is_close(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
     config, weights = load_llama(read_gguf(path), "bf16")

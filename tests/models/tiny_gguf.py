@@ -29,14 +29,16 @@ def write_tiny_gguf(
     quantized: bool = True,
     biases: bool = False,
     keys: Mapping[str, Any] | None = None,
+    tensors_per_part: int = 0,
 ) -> Path:
     """Writes a model of this architecture; its weights depend on the name alone.
 
     `keys` of the architecture, such as "attention.scale", come on top or instead.
+    With `tensors_per_part` there are files `NAME-00001-of-0000N.gguf` instead of one.
     """
     rng = np.random.default_rng(sum(architecture.encode()))
     h = HEAD_DIM[architecture]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
     writer.add_embedding_length(D_MODEL)
