@@ -43,6 +43,10 @@ OPTIONAL_TENSORS = (
     "attn_q_norm.weight",
     "attn_k_norm.weight",
 )
+REQUIRED = {  # of those, what makes the architecture
+    "qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+    "qwen3": ("attn_q_norm.weight", "attn_k_norm.weight"),
+}
 BLOCK = re.compile(r"^blk\.\d+\.")
 
 
@@ -278,13 +282,15 @@ def _check_tensors(
 ) -> dict[str, tuple[int, ...]]:
     """The shapes after the file's tensors fit them; -1 is the width of the layer."""
     fitting: dict[str, tuple[int, ...]] = {}
+    required = REQUIRED.get(file.architecture, ())
     for name, shape in shapes.items():
         gate = file.tensors.get(f"{name.partition('.ffn_')[0]}.ffn_gate.weight")
         width = gate.shape[0] if gate else -1
         shape = fitting[name] = tuple(width if n < 0 else n for n in shape)
         info = file.tensors.get(name)
         if info is None:
-            if BLOCK.sub("", name) not in OPTIONAL_TENSORS:
+            kind = BLOCK.sub("", name)
+            if kind not in OPTIONAL_TENSORS or kind in required:
                 raise file.error(f"has no tensor {file.called(name)}")
         elif info.shape != shape:
             raise file.error(

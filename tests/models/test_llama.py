@@ -1,6 +1,7 @@
 """The model against a float64 evaluation of the same file; batches against rows."""
 
 import dataclasses
+import re
 
 import gguf
 import jax
@@ -157,6 +158,22 @@ def test_policy(tmp_path, monkeypatch):
         ValueError, match="must be one of auto, packed, packed_int8, f32"
     ):
         choose_policy(file, "int3")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        ("llama", "blk.1.attn_output.weight"),
+        ("qwen2", "blk.1.attn_k.bias"),
+        ("qwen3", "blk.0.attn_q_norm.weight"),
+    ],
+)
+def test_a_tensor_that_makes_the_architecture(architecture, missing, tmp_path):
+    """What one may lack another must have; every file of the tests had it."""
+    file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", architecture))
+    tensors = {name: info for name, info in file.tensors.items() if name != missing}
+    with pytest.raises(GGUFError, match=re.escape(f"has no tensor {missing}.")):
+        load_llama(dataclasses.replace(file, tensors=tensors), "f32")
 
 
 def rewrite(path, *, keys=(), tensors=(), drop=None, architecture="llama"):
