@@ -5,12 +5,18 @@
 The header is read by a bounded parser of our own: every count is checked against the
 bytes that are left before anything is allocated for it, so that a broken or hostile
 file gives one `GGUFError` and costs no more memory than a few times its size.
+
+A model may come in parts, `NAME-00001-of-00003.gguf` and so on: the first has the
+metadata, each some of the weights.
 """
 
 import mmap
+import os
+import re
+import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from os import PathLike, fspath
 from typing import Any
@@ -43,6 +49,10 @@ SCALAR_DTYPES = {
     GGUFValueType.INT64: "<i8",
     GGUFValueType.FLOAT64: "<f8",
 }
+INTEGERS = {kind: struct.Struct(f"<{kind}") for kind in "IQ"}
+VALUE_TYPES = {kind.value: kind for kind in GGUFValueType}
+BLOCK_TYPES = {kind.value: kind for kind in GGMLQuantizationType}
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # of a split file
 LEAST_STRING = 8  # bytes of an empty string: its length
 LEAST_PAIR = LEAST_STRING + 4 + 1  # key, value type, one-byte value
 LEAST_TENSOR_INFO = LEAST_STRING + 4 + 8 + 4 + 8  # name, n_dims, one dim, type, offset
@@ -52,7 +62,7 @@ class GGUFError(ValueError):
     """A file that cannot be read as GGUF: which file, which field, what is wrong."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GGUFTensorInfo:
     """Where a tensor lies in the file and how.
 
@@ -61,12 +71,14 @@ class GGUFTensorInfo:
       qtype: name of the block format, such as "Q4_K" or "F32".
       offset: of the first byte, from the start of the file.
       nbytes: bytes in the file.
+      part: of a split file, counted from 0.
     """
 
     shape: tuple[int, ...]
     qtype: str
     offset: int
     nbytes: int
+    part: int = 0
 
     @property
     def size(self) -> int:
@@ -79,7 +91,7 @@ class GGUFFile:
     """An open GGUF file; see `read_gguf`.
 
     Attributes:
-      path: as given.
+      path: as given; of a split file, its first part.
       version: of the container format, 2 or 3.
       metadata: key -> int, float, bool, str, list of str, or a read-only numpy array.
       tensors: name -> where and how it is stored, in the order of the file.
@@ -91,15 +103,26 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensorInfo]
     _bytes: np.ndarray = field(repr=False)
     _map: mmap.mmap = field(repr=False)
+    _others: tuple["GGUFFile", ...] = field(default=(), repr=False)  # further parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, of all its parts if it is split."""
+        return self._bytes.size + sum(other.nbytes for other in self._others)
 
     @property
     def architecture(self) -> str:
         """`general.architecture`, such as "llama"; the prefix of the model's keys."""
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):
-            raise GGUFError(
-                f"{self.path}: key general.architecture is {name!r}, expected a string."
-            )
+            raise self.error(f"key general.architecture is {name!r}, expected a string")
+        return name
+
+    def error(self, message: str) -> GGUFError:
+        return GGUFError(f"{self.path}: {message}.")
+
+    def called(self, name: str) -> str:
+        """How the file itself calls a tensor."""
         return name
 
     def view(self, name: str) -> np.ndarray:
@@ -115,7 +138,7 @@ class GGUFFile:
                 f"{self.path}: tensor {name} has type {info.qtype}, expected one of "
                 f"{', '.join(BLOCK_FORMATS)}."
             )
-        data = self._bytes[info.offset : info.offset + info.nbytes]
+        data = self._part(info)._bytes[info.offset : info.offset + info.nbytes]
         if info.qtype in FLOAT_TYPES:
             return data.view(FLOAT_TYPES[info.qtype]).reshape(info.shape)
         return data.reshape(*info.shape[:-1], -1)
@@ -140,7 +163,10 @@ class GGUFFile:
         start = -(-info.offset // page) * page
         size = (info.offset + info.nbytes) // page * page - start
         if size > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, start, size)
+            self._part(info)._map.madvise(mmap.MADV_DONTNEED, start, size)
+
+    def _part(self, info: GGUFTensorInfo) -> "GGUFFile":
+        return (self, *self._others)[info.part]
 
     def _info(self, name: str) -> GGUFTensorInfo:
         if name not in self.tensors:
@@ -154,20 +180,30 @@ def read_gguf(path: str | PathLike[str]) -> GGUFFile:
     """Opens a GGUF file: reads its header, maps its weights.
 
     Args:
-      path: a little-endian GGUF file, version 2 or 3.
+      path: a little-endian GGUF file, version 2 or 3; any part of a split one, whose
+        other parts lie beside it under the names that llama.cpp gives them.
 
     Returns:
       The file with its metadata and tensor infos; weights come with `.load(name)`.
 
     Raises:
-      GGUFError: the file is not GGUF, is truncated or contradicts itself.
+      GGUFError: the file is not GGUF, is truncated or contradicts itself, or a part of
+        it is missing.
       OSError: the file cannot be opened.
     """
-    path = fspath(path)
-    with open(path, "rb") as file:
-        if file.seek(0, 2) == 0:
+    file = _read_one(fspath(path))
+    count = _split_key(file, "split.count", 1)
+    return file if count <= 1 else _with_parts(file, count)
+
+
+def _read_one(path: str) -> GGUFFile:
+    """One file, or one part of a split one."""
+    with open(path, "rb", opener=_open_at_once) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise GGUFError(f"{path}: is not a regular file, expected a GGUF file.")
+        if opened.seek(0, 2) == 0:
             raise GGUFError(f"{path}: is empty, expected a GGUF file.")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     header = _Header(path, mapped)
     version = _read_version(header)
     n_tensors = header.count("tensor count", least=LEAST_TENSOR_INFO)
@@ -181,6 +217,56 @@ def read_gguf(path: str | PathLike[str]) -> GGUFFile:
     tensors = _read_tensor_infos(header, n_tensors, alignment)
     data = np.frombuffer(mapped, np.uint8)
     return GGUFFile(path, version, metadata, tensors, data, mapped)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """`open` waits for the other end of a pipe; this does not."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _split_key(file: GGUFFile, key: str, default: int | None = None) -> int:
+    value = file.metadata.get(key, default)
+    if type(value) is not int or value < 0:
+        raise GGUFError(f"{file.path}: key {key} is {value!r}, expected a count.")
+    return value
+
+
+def _with_parts(opened: GGUFFile, count: int) -> GGUFFile:
+    """The split file of which one part is open."""
+    number = _split_key(opened, "split.no")
+    what = f"{opened.path}: is part {number + 1} of a model split in {count}"
+    match = PART.fullmatch(opened.path)
+    if match is None or (int(match[2]), int(match[3])) != (number + 1, count):
+        raise GGUFError(
+            f"{what}, expected a name that ends in "
+            f"-{number + 1:05d}-of-{count:05d}.gguf. Give it the name it was made with."
+        )
+    paths = [f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    if missing := [path for path in paths if not os.path.exists(path)]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise GGUFError(
+            f"{what}, of which {', '.join(missing[:3])}{more} cannot be found. Put all "
+            "parts into one folder."
+        )
+    parts = [opened if i == number else _read_one(path) for i, path in enumerate(paths)]
+    tensors: dict[str, GGUFTensorInfo] = {}
+    for i, part in enumerate(parts):
+        found = _split_key(part, "split.no"), _split_key(part, "split.count")
+        if found != (i, count):
+            raise GGUFError(
+                f"{part.path}: says it is part {found[0] + 1} of {found[1]}, expected "
+                f"{i + 1} of {count}."
+            )
+        for name, info in part.tensors.items():
+            if name in tensors:
+                raise GGUFError(f"{part.path}: tensor {name!r} occurs in two parts.")
+            tensors[name] = replace(info, part=i)
+    total = _split_key(parts[0], "split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise GGUFError(
+            f"{parts[0].path}: the parts have {len(tensors)} tensors, expected {total}."
+        )
+    return replace(parts[0], tensors=tensors, _others=tuple(parts[1:]))
 
 
 class _Header:
@@ -203,9 +289,9 @@ class _Header:
         return start
 
     def integer(self, kind: str, what: str) -> int:
-        """The next integer; `kind` is a `struct` letter such as "I" or "Q"."""
-        start = self.skip(struct.calcsize(f"<{kind}"), what)
-        return struct.unpack_from(f"<{kind}", self.bytes, start)[0]
+        """The next integer; `kind` is the `struct` letter "I" or "Q"."""
+        integer = INTEGERS[kind]
+        return integer.unpack_from(self.bytes, self.skip(integer.size, what))[0]
 
     def count(self, what: str, *, least: int) -> int:
         """The next 64-bit count, of things that take at least `least` bytes each."""
@@ -227,11 +313,9 @@ class _Header:
 
     def value_type(self, what: str) -> GGUFValueType:
         code = self.integer("I", what)
-        if code not in set(GGUFValueType):
-            raise self.error(
-                f"{what} is {code}, expected 0 to {max(GGUFValueType).value}"
-            )
-        return GGUFValueType(code)
+        if code not in VALUE_TYPES:
+            raise self.error(f"{what} is {code}, expected 0 to {max(VALUE_TYPES)}")
+        return VALUE_TYPES[code]
 
     def value(self, what: str) -> Any:
         kind = self.value_type(f"type of {what}")
@@ -284,7 +368,7 @@ def _read_metadata(header: _Header, n_pairs: int) -> dict[str, Any]:
 def _read_tensor_infos(
     header: _Header, n_tensors: int, alignment: int
 ) -> dict[str, GGUFTensorInfo]:
-    relative: dict[str, GGUFTensorInfo] = {}
+    relative: dict[str, tuple] = {}
     for i in range(n_tensors):
         name = header.string(f"name of tensor {i}")
         if name in relative:
@@ -292,15 +376,17 @@ def _read_tensor_infos(
         relative[name] = _read_tensor_info(header, f"tensor {name!r}", alignment)
     start = -(-header.offset // alignment) * alignment
     tensors = {
-        name: GGUFTensorInfo(info.shape, info.qtype, start + info.offset, info.nbytes)
-        for name, info in relative.items()
+        name: GGUFTensorInfo(shape, qtype, start + offset, nbytes)
+        for name, (shape, qtype, offset, nbytes) in relative.items()
     }
     _check_extents(header, tensors)
     return tensors
 
 
-def _read_tensor_info(header: _Header, what: str, alignment: int) -> GGUFTensorInfo:
-    """One tensor info, its offset still from the start of the weights."""
+def _read_tensor_info(
+    header: _Header, what: str, alignment: int
+) -> tuple[tuple[int, ...], str, int, int]:
+    """Fields of one tensor info, its offset still from the start of the weights."""
     n_dims = header.integer("I", f"number of dims of {what}")
     if not 1 <= n_dims <= MAX_DIMS:
         raise header.error(
@@ -310,9 +396,9 @@ def _read_tensor_info(header: _Header, what: str, alignment: int) -> GGUFTensorI
     if 0 in dims:
         raise header.error(f"dims of {what} are {dims}, expected no zero")
     code = header.integer("I", f"type of {what}")
-    if code not in set(GGMLQuantizationType):
+    if code not in BLOCK_TYPES:
         raise header.error(f"type of {what} is {code}, expected a ggml type")
-    qtype = GGMLQuantizationType(code)
+    qtype = BLOCK_TYPES[code]
     elements, block_bytes = GGML_QUANT_SIZES[qtype]
     if dims[0] % elements:
         raise header.error(
@@ -325,7 +411,7 @@ def _read_tensor_info(header: _Header, what: str, alignment: int) -> GGUFTensorI
             f"offset of {what} is {offset}, expected a multiple of {alignment}"
         )
     nbytes = prod(dims) // elements * block_bytes
-    return GGUFTensorInfo(tuple(reversed(dims)), qtype.name, offset, nbytes)
+    return tuple(reversed(dims)), qtype.name, offset, nbytes
 
 
 def _check_extents(header: _Header, tensors: Mapping[str, GGUFTensorInfo]) -> None:

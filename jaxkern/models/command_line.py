@@ -47,13 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except ModuleNotFoundError as error:
         message = f"{error}. Install the extra: pip install 'jaxkern-ops[models]'"
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, OverflowError) as error:
+        message = " ".join(str(error).split())
+    except MemoryError as error:
+        message = f"out of memory. {error}".strip()
+    except RuntimeError as error:
+        if not _is_of_the_device(error):
+            raise  # a fault of this program
         message = " ".join(str(error).split())
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130  # as a shell reports it
     print(f"jaxkern: {printable(message)}", file=sys.stderr)
     return 2
+
+
+def _is_of_the_device(error: RuntimeError) -> bool:
+    """Whether XLA raised it: out of memory, no such device, and the like."""
+    import jax
+
+    return isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -152,6 +165,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     if min(options.batch, options.slots) < 1:
         raise ValueError("plan: --batch and --slots must be at least 1.")
+    if max(options.batch, options.slots) >= 2**31:
+        raise ValueError("plan: --batch and --slots must be below 2147483648.")
     with backend(options.backend):
         plan, arguments = plan_decode_step(
             options.file,
@@ -198,11 +213,13 @@ def _answer(options: argparse.Namespace, path: Path) -> dict:
     """Streams the answer to stdout and returns all there is to say about it."""
     from jaxkern.formats.gguf import read_gguf
     from jaxkern.models.generate import NO_TOKEN, Generator, Sampling
+    from jaxkern.models.llama_config import config_from_gguf
     from jaxkern.models.llama_gguf import choose_policy, load_llama
     from jaxkern.models.tokenizer import tokenizer_from_gguf
 
     start = time.perf_counter()
     file = read_gguf(path)
+    config_from_gguf(file)  # another model is refused before its tokenizer
     policy, reason = choose_policy(file, options.weights)
     tokenizer = tokenizer_from_gguf(file.metadata)
     if options.raw:
@@ -264,7 +281,7 @@ def _answer(options: argparse.Namespace, path: Path) -> dict:
             ),
         },
         "executables": list(generator.executables),
-        "memory": {"peak_bytes": peak_memory(), "file_bytes": path.stat().st_size},
+        "memory": {"peak_bytes": peak_memory(), "file_bytes": file.nbytes},
         "implementations": {
             name: {row.op: row.runs for row in explanation.rows}
             for name, explanation in explanations.items()

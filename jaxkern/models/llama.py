@@ -7,8 +7,9 @@
     logits = rms_norm(x) @ output
 
 Qwen2 adds biases to q, k and v, Qwen3 normalises the heads of q and k, Mistral sees a
-window of the last keys. `prefill` reads the prompts, `decode` adds one token to each
-sequence; both take and return the key/value cache.
+window of the last keys; any of them may have more biases, another scale of the scores,
+and soft caps on scores and logits. `prefill` reads the prompts, `decode` adds one token
+to each sequence; both take and return the key/value cache.
 """
 
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from jaxkern import (
     quantized_swiglu,
     rms_norm,
     rope_cos_sin,
+    softcap,
     swiglu,
 )
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
@@ -60,6 +62,9 @@ class LlamaConfig:
     pairing: Pairing
     scaling: RopeScaling | None = None
     window: int | None = None
+    attention_scale: float | None = None  # of the scores; None: head_dim**-0.5
+    attention_softcap: float | None = None  # of the scores, as in Gemma 2
+    logit_softcap: float | None = None
     dtype: str = "float32"  # of activations
     product_dtype: str | None = None  # "int8": rounds them before quantised weights
 
@@ -87,6 +92,9 @@ class Layer(NamedTuple):
     ffn_norm: Float[Array, " d"]
     gate_up: Matrices
     down: Matrices
+    attention_output_bias: Float[Array, " d"] | None = None
+    gate_up_bias: Float[Array, " 2*f"] | None = None
+    down_bias: Float[Array, " d"] | None = None
 
 
 class LlamaWeights(NamedTuple):
@@ -159,7 +167,8 @@ def logits(
     config: LlamaConfig, weights: LlamaWeights, x: Float[Array, "... d"]
 ) -> Float[Array, "... v"]:
     """Of the token that follows each hidden state, in float32."""
-    return project(config, x.astype(jnp.float32), weights.output)
+    y = project(config, x.astype(jnp.float32), weights.output)
+    return softcap(y, config.logit_softcap)
 
 
 def hidden_states(
@@ -189,8 +198,8 @@ def hidden_states(
         own = replace(own, lengths=lengths)
         x, own = attention_layer(config, layer, x, rotation, own, new_lengths)
         after.append(own)
-        y = gated(config, x, layer.gate_up, layer.ffn_norm)
-        x = project(config, y, layer.down, residual=x)
+        y = gated(config, x, layer)
+        x = project(config, y, layer.down, residual=plus(x, layer.down_bias))
     return rms_norm(x, weights.output_norm, eps=config.eps), tuple(after)
 
 
@@ -209,17 +218,32 @@ def attention_layer(
         y = y.reshape(b, t, -1, config.head_dim)
         return y if norm is None else rms_norm(y, norm, eps=config.eps)
 
-    qkv = project(config, x, layer.qkv, layer.attention_norm)
-    if layer.qkv_bias is not None:
-        qkv = qkv + layer.qkv_bias.astype(qkv.dtype)
+    qkv = plus(project(config, x, layer.qkv, layer.attention_norm), layer.qkv_bias)
     k_end = (config.heads + config.kv_heads) * config.head_dim
     q, k, v = jnp.split(qkv, (config.heads * config.head_dim, k_end), axis=-1)
     q, k, v = heads(q, layer.q_norm), heads(k, layer.k_norm), heads(v, None)
     q, k = (apply_rope(a, *rotation, pairing=config.pairing) for a in (q, k))
-    y, after = cached_attention(q, k, v, cache, new_lengths, window=config.window)
+    y, after = cached_attention(
+        q,
+        k,
+        v,
+        cache,
+        new_lengths,
+        window=config.window,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+    )
     assert isinstance(after, KVCache)  # as it went in
     y = y.reshape(b, t, -1)
-    return project(config, y, layer.attention_output, residual=x), after
+    residual = plus(x, layer.attention_output_bias)
+    return project(config, y, layer.attention_output, residual=residual), after
+
+
+def plus(
+    x: Float[Array, "... f"], bias: Float[Array, " f"] | None
+) -> Float[Array, "... f"]:
+    """x + bias in x's dtype, or x where the model has none."""
+    return x if bias is None else x + bias.astype(x.dtype)
 
 
 def project(
@@ -255,20 +279,19 @@ def project(
 
 
 def gated(
-    config: LlamaConfig,
-    x: Float[Array, "... d"],
-    gate_up: Matrices,
-    norm: Float[Array, " d"],
+    config: LlamaConfig, x: Float[Array, "... d"], layer: Layer
 ) -> Float[Array, "... f"]:
-    """swiglu of the normalised x times the two matrices."""
-    if fuses(gate_up) and len(gate_up) == 1:
+    """swiglu of the normalised x times the two matrices, plus their biases."""
+    gate_up, norm, bias = layer.gate_up, layer.ffn_norm, layer.gate_up_bias
+    if fuses(gate_up) and len(gate_up) == 1 and bias is None:
         return quantized_swiglu(
             *decoded_late(x, gate_up[0]),
             norm,
             eps=config.eps,
             compute_dtype=config.product_dtype,
         )
-    gate, up = jnp.split(project(config, x, gate_up, norm), 2, axis=-1)
+    both = plus(project(config, x, gate_up, norm), bias)
+    gate, up = jnp.split(both, 2, axis=-1)
     return swiglu(gate, up)
 
 

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from jaxkern import LinearScaling, YarnScaling
+from jaxkern.formats.architecture_keys import ArchitectureKeys, architecture_keys
 from jaxkern.formats.gguf import GGUFError, GGUFFile
 from jaxkern.models.llama import LlamaConfig
 from jaxkern.primitives.rope.rope import Pairing
@@ -22,8 +22,8 @@ def config_from_gguf(file: GGUFFile) -> LlamaConfig:
     """What the file's metadata say of the model.
 
     Raises:
-      GGUFError: another architecture, a feature that is not built here, or metadata
-        that are missing or contradict the weights.
+      GGUFError: another architecture, a feature that is not built here, a key that is
+        not known, or metadata that are missing or contradict the weights.
     """
     arch = file.architecture
     if arch not in PAIRINGS:
@@ -31,108 +31,137 @@ def config_from_gguf(file: GGUFFile) -> LlamaConfig:
             f"{file.path}: general.architecture is {arch!r}, known are "
             f"{', '.join(PAIRINGS)}."
         )
-    read = _Metadata(file, arch)
-    if read.integer("expert_count", 0):
+    with architecture_keys(file) as keys:
+        return _config(file, keys)
+
+
+def _config(file: GGUFFile, keys: ArchitectureKeys) -> LlamaConfig:
+    arch = keys.arch
+    if keys.integer("expert_count", 0):
         raise GGUFError(f"{file.path}: a mixture of experts, which is not built here.")
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise GGUFError(f"{file.path}: has no tensor token_embd.weight of two dims.")
-    heads, d_model = read.integer("attention.head_count"), table.shape[1]
-    kv_heads = read.integer("attention.head_count_kv", heads)
+    heads, d_model = keys.integer("attention.head_count"), table.shape[1]
+    if keys.integer("embedding_length", d_model) != d_model:
+        raise keys.error(
+            "embedding_length", f"the rows of token_embd.weight have {d_model} elements"
+        )
+    kv_heads = keys.integer("attention.head_count_kv", heads)
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise GGUFError(
             f"{file.path}: {heads} heads cannot share {kv_heads} key/value heads."
         )
-    layers = read.integer("block_count")
+    layers = keys.integer("block_count")
     if not 1 <= layers <= len(file.tensors):
-        raise GGUFError(
-            f"{file.path}: key {arch}.block_count is {layers}, the file has "
-            f"{len(file.tensors)} tensors."
-        )
-    head_dim = read.integer("attention.key_length", d_model // heads)
-    if read.integer("attention.value_length", head_dim) != head_dim:
+        raise keys.error("block_count", f"the file has {len(file.tensors)} tensors")
+    _check_widths(file, keys, layers)
+    head_dim = keys.integer("attention.key_length", d_model // heads)
+    if keys.integer("attention.value_length", head_dim) != head_dim:
         raise GGUFError(f"{file.path}: keys and values differ in length.")
-    rotary_dim = read.integer("rope.dimension_count", head_dim)
+    rotary_dim = keys.integer("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
-        raise GGUFError(
-            f"{file.path}: key {arch}.rope.dimension_count is {rotary_dim}, expected "
-            f"an even number of the {head_dim} dims of a head."
+        raise keys.error(
+            "rope.dimension_count",
+            f"expected an even number of the {head_dim} dims of a head",
         )
+    context = keys.integer("context_length")
+    theta = keys.number("rope.freq_base", 10000.0)
     return LlamaConfig(
         architecture=arch,
-        context=read.integer("context_length"),
+        context=context,
         layers=layers,
         d_model=d_model,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocabulary=table.shape[0],
-        eps=read.number("attention.layer_norm_rms_epsilon"),
+        eps=keys.number("attention.layer_norm_rms_epsilon"),
         rotary_dim=rotary_dim,
-        theta=read.number("rope.freq_base", 10000.0),
+        theta=theta,
         pairing=PAIRINGS[arch],
-        scaling=_rope_scaling(read),
-        window=read.integer("attention.sliding_window", 0) or None,
+        scaling=_rope_scaling(keys, context, theta),
+        window=keys.integer("attention.sliding_window", 0) or None,
+        attention_scale=keys.number_or_none("attention.scale"),
+        attention_softcap=keys.number_or_none("attn_logit_softcapping"),
+        logit_softcap=keys.number_or_none("final_logit_softcapping"),
     )
 
 
-class _Metadata:
-    """Keys of one architecture, with their types checked."""
-
-    def __init__(self, file: GGUFFile, arch: str):
-        self.file, self.arch = file, arch
-
-    def get(self, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
-        name = f"{self.arch}.{key}"
-        value = self.file.metadata.get(name, default)
-        if value is None:
-            raise GGUFError(f"{self.file.path}: has no key {name}.")
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise GGUFError(
-                f"{self.file.path}: key {name} is {value!r}, expected {what}."
+def _check_widths(file: GGUFFile, keys: ArchitectureKeys, layers: int) -> None:
+    """feed_forward_length, of all layers or of each, is what the weights have."""
+    widths = keys.per_layer("feed_forward_length") or []
+    if len(widths) not in (0, 1, layers):
+        raise keys.error("feed_forward_length", f"expected one for {layers} layers")
+    for i in range(layers if widths else 0):
+        up = file.tensors.get(f"blk.{i}.ffn_up.weight")
+        if up is not None and up.shape[0] != widths[i % len(widths)]:
+            raise keys.error(
+                "feed_forward_length", f"blk.{i}.ffn_up.weight has {up.shape[0]} rows"
             )
-        return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, (int,), "an integer", default)
-        if not 0 <= value < 2**31:
-            raise GGUFError(
-                f"{self.file.path}: key {self.arch}.{key} is {value}, expected 0 to "
-                f"{2**31 - 1}."
+
+def _rope_scaling(
+    keys: ArchitectureKeys, context: int, theta: float
+) -> RopeScaling | None:
+    """How the rotation is stretched, with the defaults and meanings of llama.cpp.
+
+        f'  = (1 - m) f / factor + m f        m = ext_factor * (1 - ramp) of YaRN
+        cos, sin times attn_factor, and times 1 + 0.1 ln(factor) if ext_factor > 0
+
+    A missing type is "linear", a factor of 0 is 1, ext_factor is 1 for "yarn" and else
+    0, the original context is the whole one. yarn_log_multiplier is DeepSeek's
+    mscale_all_dim, with an mscale of 1.
+    """
+    kind = keys.string("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise keys.error("rope.scaling.type", "known are none, linear and yarn")
+    old = keys.number_or_none("rope.scale_linear")
+    new = keys.number_or_none("rope.scaling.factor")
+    if old and keys.has("rope.scaling.factor") and old != new:
+        raise keys.error("rope.scale_linear", f"but rope.scaling.factor is {new}")
+    factor = 1.0 if kind == "none" else (new or old or 1.0)
+    original = keys.integer("rope.scaling.original_context_length", 0) or context
+    fast = keys.number("rope.scaling.yarn_beta_fast", 32.0)
+    slow = keys.number("rope.scaling.yarn_beta_slow", 1.0)
+    mscale_all_dim = keys.number_or_none("rope.scaling.yarn_log_multiplier")
+    attention_factor = keys.number("rope.scaling.attn_factor", 1.0)
+    yarn_attention_factor = keys.number("rope.scaling.yarn_attn_factor", 1.0)
+    extrapolation = keys.number_unless_negative("rope.scaling.yarn_ext_factor")
+    if extrapolation is None:
+        extrapolation = float(kind == "yarn")
+    if extrapolation not in (0.0, 1.0):
+        raise keys.error(
+            "rope.scaling.yarn_ext_factor",
+            "known are 0 (no ramp), 1 (YaRN's ramp) and negative (as the type says)",
+        )
+    # Converters write the whole factor of cos and sin, or 1 for no other than YaRN's.
+    # Programs differ in what they make of it, but not where both are the same.
+    usual = (1.0, 1 + 0.1 * math.log(max(factor, 1.0)))
+    if not any(math.isclose(yarn_attention_factor, u, rel_tol=1e-3) for u in usual):
+        raise keys.error(
+            "rope.scaling.yarn_attn_factor",
+            f"expected 1 or the usual {usual[1]:.4f}. Programs read another value as "
+            "different models: say it with rope.scaling.attn_factor, which multiplies",
+        )
+    if extrapolation == 0.0:
+        if attention_factor != 1.0:
+            raise keys.error(
+                "rope.scaling.attn_factor", "which is built here with YaRN alone"
             )
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = float(self.get(key, (int, float), "a number", default))
-        if not 0 < value < math.inf:
-            raise GGUFError(
-                f"{self.file.path}: key {self.arch}.{key} is {value}, expected a "
-                "positive number."
-            )
-        return value
-
-    def string(self, key: str, default: str) -> str:
-        return self.get(key, (str,), "a string", default)
-
-
-def _rope_scaling(read: _Metadata) -> RopeScaling | None:
-    kind = read.string("rope.scaling.type", "none")
-    factor = read.number("rope.scaling.factor", 1.0)
-    if kind == "none" or factor == 1.0:
-        return None
-    if kind == "linear":
-        return LinearScaling(factor)
-    if kind == "yarn":
-        before = read.integer("rope.scaling.original_context_length")
-        if before < 1:
-            raise GGUFError(
-                f"{read.file.path}: {read.arch}.rope.scaling.original_context_length "
-                "is 0."
-            )
-        scaling = YarnScaling(factor, before)
-        attention_factor = read.number("rope.scaling.attn_factor", 1.0)
-        return replace(scaling, attention_factor=scaling.magnitude * attention_factor)
-    raise GGUFError(
-        f"{read.file.path}: {read.arch}.rope.scaling.type is {kind!r}, known are none, "
-        "linear and yarn."
+        return None if factor == 1.0 else LinearScaling(factor)
+    if fast < slow or original <= 2 * math.pi * slow or theta <= 1:
+        raise GGUFError(
+            f"{keys.file.path}: YaRN from {slow} to {fast} turns in {original} tokens, "
+            f"{keys.arch}.rope.freq_base {theta}: expected beta_slow < beta_fast, less "
+            "turns than tokens, and a base above 1."
+        )
+    scaling = YarnScaling(
+        factor,
+        original,
+        beta_fast=fast,
+        beta_slow=slow,
+        mscale=mscale_all_dim and 1.0,
+        mscale_all_dim=mscale_all_dim,
     )
+    return replace(scaling, attention_factor=scaling.magnitude * attention_factor)

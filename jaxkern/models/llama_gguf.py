@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -19,7 +20,8 @@ from jaxkern import (
     dequantize,
 )
 from jaxkern.cpu.cpu_call import missing
-from jaxkern.formats.gguf import GGUFError, GGUFFile
+from jaxkern.formats.gguf import GGUFFile
+from jaxkern.formats.safetensors import SafetensorsFolder
 from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrices, Matrix
 from jaxkern.models.llama_config import config_from_gguf
@@ -34,12 +36,23 @@ OPTIONAL_TENSORS = (
     "attn_q.bias",
     "attn_k.bias",
     "attn_v.bias",
+    "attn_output.bias",
+    "ffn_gate.bias",
+    "ffn_up.bias",
+    "ffn_down.bias",
     "attn_q_norm.weight",
     "attn_k_norm.weight",
 )
+REQUIRED = {  # of those, what makes the architecture
+    "qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+    "qwen3": ("attn_q_norm.weight", "attn_k_norm.weight"),
+}
+BLOCK = re.compile(r"^blk\.\d+\.")
 
 
-def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]:
+def choose_policy(
+    file: GGUFFile | SafetensorsFolder, policy: Policy = "auto"
+) -> tuple[Policy, str]:
     """How the weights are kept in memory, and why.
 
     `packed` keeps the blocks of the file and decodes each matrix when it is used;
@@ -72,7 +85,7 @@ def choose_policy(file: GGUFFile, policy: Policy = "auto") -> tuple[Policy, str]
     return "f32", f"{sizes}; decoded once: the fastest on a CPU"
 
 
-def expanded_bytes(file: GGUFFile, itemsize: int) -> int:
+def expanded_bytes(file: GGUFFile | SafetensorsFolder, itemsize: int) -> int:
     """Memory of the decoded matrices; a tied embedding is decoded as output only."""
     sizes = {name: prod(info.shape) for name, info in file.tensors.items()}
     if "output.weight" in sizes:
@@ -91,7 +104,10 @@ def available_memory() -> int:
 
 
 def load_llama(
-    file: GGUFFile, policy: Policy = "auto"
+    file: GGUFFile | SafetensorsFolder,
+    policy: Policy = "auto",
+    *,
+    config: LlamaConfig | None = None,
 ) -> tuple[LlamaConfig, LlamaWeights]:
     """Loads a model, one tensor after the other.
 
@@ -100,14 +116,17 @@ def load_llama(
     file: only rows that are looked up are decoded; a tied output is decoded apart.
 
     Args:
-      file: of `jaxkern.formats.gguf.read_gguf`.
+      file: of `jaxkern.formats.gguf.read_gguf`, or a folder with these names.
       policy: see `choose_policy`.
+      config: of the model, default what a GGUF file says of it.
 
     Raises:
       GGUFError: see `config_from_gguf`; or a tensor is missing, has another shape than
         the metadata say, or has no place in the model.
     """
-    config = config_from_gguf(file)
+    if config is None:
+        assert isinstance(file, GGUFFile)
+        config = config_from_gguf(file)
     policy, _ = choose_policy(file, policy)
     packed = policy in ("packed", "packed_int8")
     with_kernels = jax.default_backend() == "cpu" and missing() is None
@@ -116,8 +135,7 @@ def load_llama(
         dtype="bfloat16" if policy == "bf16" else "float32",
         product_dtype="int8" if policy == "packed_int8" else None,
     )
-    shapes = tensor_shapes(config)
-    _check_tensors(file, shapes)
+    shapes = _check_tensors(file, tensor_shapes(config))
 
     memory = WeightMemory(
         sum(info.nbytes + ALIGNMENT for info in file.tensors.values())
@@ -133,9 +151,14 @@ def load_llama(
         return w
 
     def vectors(*names: str) -> jax.Array | None:
-        if names[0] not in file.tensors:
+        """Side by side, zeros for what is missing; None where all are."""
+        if not any(name in file.tensors for name in names):
             return None
-        return jnp.concatenate([vector(name) for name in names])
+        parts = [
+            vector(name) if name in file.tensors else jnp.zeros(shapes[name])
+            for name in names
+        ]
+        return jnp.concatenate(parts)
 
     def matrices(*names: str) -> Matrices:
         if packed and with_kernels:
@@ -160,6 +183,9 @@ def load_llama(
             ffn_norm=vector(f"{blk}.ffn_norm.weight"),
             gate_up=matrices(f"{blk}.ffn_gate.weight", f"{blk}.ffn_up.weight"),
             down=matrices(f"{blk}.ffn_down.weight"),
+            attention_output_bias=vectors(f"{blk}.attn_output.bias"),
+            gate_up_bias=vectors(f"{blk}.ffn_gate.bias", f"{blk}.ffn_up.bias"),
+            down_bias=vectors(f"{blk}.ffn_down.bias"),
         )
 
     tied = "output.weight" not in file.tensors
@@ -189,7 +215,7 @@ def expand(
 
 
 def interleaved_matrices(
-    file: GGUFFile, names: Sequence[str], memory: WeightMemory
+    file: GGUFFile | SafetensorsFolder, names: Sequence[str], memory: WeightMemory
 ) -> Matrices:
     """Matrices of one block format side by side, their rows interleaved where 16 fit.
 
@@ -237,41 +263,43 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "attn_q_norm.weight": (h,),
         "attn_k_norm.weight": (h,),
         "attn_output.weight": (d, q),
+        "attn_output.bias": (d,),
         "ffn_norm.weight": (d,),
         "ffn_gate.weight": (-1, d),
         "ffn_up.weight": (-1, d),
         "ffn_down.weight": (d, -1),
+        "ffn_gate.bias": (-1,),
+        "ffn_up.bias": (-1,),
+        "ffn_down.bias": (d,),
     }
     for i in range(config.layers):
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     return shapes
 
 
-def _check_tensors(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(
+    file: GGUFFile | SafetensorsFolder, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes after the file's tensors fit them; -1 is the width of the layer."""
+    fitting: dict[str, tuple[int, ...]] = {}
+    required = REQUIRED.get(file.architecture, ())
     for name, shape in shapes.items():
+        gate = file.tensors.get(f"{name.partition('.ffn_')[0]}.ffn_gate.weight")
+        width = gate.shape[0] if gate else -1
+        shape = fitting[name] = tuple(width if n < 0 else n for n in shape)
         info = file.tensors.get(name)
         if info is None:
-            if not name.endswith(OPTIONAL_TENSORS):
-                raise GGUFError(f"{file.path}: has no tensor {name}.")
-        elif len(info.shape) != len(shape) or any(
-            want not in (-1, got) for got, want in zip(info.shape, shape, strict=True)
-        ):
-            raise GGUFError(
-                f"{file.path}: tensor {name} is {info.shape}, expected {shape} by the "
-                "metadata."
+            kind = BLOCK.sub("", name)
+            if kind not in OPTIONAL_TENSORS or kind in required:
+                raise file.error(f"has no tensor {file.called(name)}")
+        elif info.shape != shape:
+            raise file.error(
+                f"tensor {file.called(name)} is {info.shape}, expected {shape} by the "
+                "metadata and the tensors beside it"
             )
-    for name in shapes:
-        blk, _, end = name.rpartition(".ffn_gate")
-        if end == ".weight":
-            gate, up = (file.tensors[f"{blk}.ffn_{n}.weight"] for n in ("gate", "up"))
-            down = file.tensors[f"{blk}.ffn_down.weight"]
-            if not gate.shape[0] == up.shape[0] == down.shape[1]:
-                raise GGUFError(
-                    f"{file.path}: {blk}.ffn_gate, ffn_up and ffn_down are "
-                    f"{gate.shape}, {up.shape} and {down.shape}: their width differs."
-                )
     if strangers := [name for name in file.tensors if name not in shapes]:
-        raise GGUFError(
-            f"{file.path}: tensor {strangers[0]} has no place in a model of "
-            f"architecture {file.architecture}."
+        raise file.error(
+            f"tensor {file.called(strangers[0])} has no place in a model of "
+            f"architecture {file.architecture}"
         )
+    return fitting

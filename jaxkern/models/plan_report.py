@@ -12,9 +12,9 @@ from rich.console import Group
 from rich.table import Table
 
 from jaxkern import runtime
-from jaxkern.formats.gguf import read_gguf
 from jaxkern.models.llama import decode, empty_cache
-from jaxkern.models.llama_gguf import Policy, choose_policy, load_llama
+from jaxkern.models.llama_gguf import Policy
+from jaxkern.models.loader import load
 from jaxkern.runtime.plan.instructions import Instruction
 from jaxkern.runtime.plan.profile import Profile
 
@@ -28,7 +28,7 @@ def plan_decode_step(
     """Compiles one decode step of a model; the cache is donated, so there is one.
 
     Args:
-      path: of a GGUF file.
+      path: of a GGUF file, or of a folder of Hugging Face.
       weights: policy of `load_llama`, or "auto".
       batch: sequences at a time.
       slots: tokens that the cache can hold.
@@ -36,9 +36,7 @@ def plan_decode_step(
     Returns:
       The plan, and arguments for it: weights, tokens, a half-filled cache.
     """
-    file = read_gguf(path)
-    policy, _ = choose_policy(file, weights)
-    config, loaded = load_llama(file, policy)
+    config, loaded = load(path, weights)
     half = jnp.full(batch, slots // 2, jnp.int32)
     cache = tuple(
         dataclasses.replace(layer, lengths=half + 0)  # donated, so one each

@@ -2,19 +2,15 @@
 
 Byte-level BPE (`tokenizer.ggml.model` = "gpt2") and SentencePiece BPE ("llama"), run by
 the `tokenizers` library. The file may come from anybody: what it asks for and is not
-known here is refused, and its chat template runs in a sandbox.
+known here is refused, and its chat template runs within bounds.
 """
 
-import datetime
-import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import (
     AddedToken,
     Regex,
@@ -24,6 +20,8 @@ from tokenizers import (
     normalizers,
     pre_tokenizers,
 )
+
+from jaxkern.models.chat_template import render
 
 # How a text is cut before BPE, by `tokenizer.ggml.pre`; the cuts of a list follow.
 GPT2_PIECES = (
@@ -46,8 +44,24 @@ PIECES = {
     "tekken": [TEKKEN_PIECES],
     "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2_PIECES, r"\p{N}+", "[0-9][0-9][0-9]"],
 }
-WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a piece that is a token needs no merges
-ADDS_BOS = ("llama-bpe", "tekken")  # unless the file says otherwise
+# Other names of the same cuts, as llama.cpp (src/llama-vocab.cpp) reads them.
+LLAMA3_NAMES = "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+SAME_PIECES = {
+    "gpt-2": "phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum "
+    "modern-bert exaone4 mpt olmo jais trillion granite-docling",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan",
+    "llama-bpe": f"{LLAMA3_NAMES} dbrx smaug-bpe",
+}
+PIECES |= {
+    other: PIECES[name] for name, same in SAME_PIECES.items() for other in same.split()
+}
+# A piece that is a token needs no merges, and texts begin with the BOS token unless the
+# file says otherwise.
+WHOLE_WORDS_FIRST = ADDS_BOS = ("llama-bpe", *LLAMA3_NAMES.split(), "tekken")
+
+# Flags that must not be set: of tokenizers that are not built here.
+CHANGES_TEXT = ("normalizer.lowercase", "normalizer.strip_accents", "add_sep_token")
 
 LONGEST_PIECE = 1024  # a piece is tried at each cut
 
@@ -118,15 +132,12 @@ class GGUFTokenizer:
             )
         token = self.tokenizer.id_to_token
         try:
-            return (
-                _chat_environment()
-                .from_string(self.chat_template)
-                .render(
-                    messages=list(messages),
-                    add_generation_prompt=True,
-                    bos_token="" if self.bos_id is None else token(self.bos_id),
-                    eos_token="" if self.eos_id is None else token(self.eos_id),
-                )
+            return render(
+                self.chat_template,
+                messages,
+                add_generation_prompt=True,
+                bos_token="" if self.bos_id is None else token(self.bos_id),
+                eos_token="" if self.eos_id is None else token(self.eos_id),
             )
         except Exception as error:  # the template is anyone's; so is what it provokes
             raise ValueError(f"chat: the file's template fails: {error}") from error
@@ -149,6 +160,12 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer:
             f"tokenizer: tokenizer.ggml.model is {kind!r}, known are "
             f"{', '.join(builders)}."
         )
+    for name in CHANGES_TEXT:
+        if _flag(metadata, name, False):
+            raise ValueError(
+                f"tokenizer: tokenizer.ggml.{name} is true, which is not built here. "
+                "Texts would become other tokens."
+            )
     tokens = _strings(metadata, "tokens")
     if not tokens:
         raise ValueError("tokenizer: tokenizer.ggml.tokens is empty or missing.")
@@ -307,24 +324,3 @@ def _sentencepiece_bpe(
     tokenizer.normalizer = normalizers.Sequence(spaces)
     tokenizer.decoder = decoders.Sequence(after)
     return tokenizer
-
-
-@functools.cache
-def _chat_environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it, without access to Python's insides."""
-
-    def raise_exception(message: str):
-        raise TemplateError(message)
-
-    def strftime_now(format: str) -> str:
-        return datetime.datetime.now().strftime(format)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols"],
-    )
-    environment.globals.update(
-        raise_exception=raise_exception, strftime_now=strftime_now
-    )
-    return environment

@@ -2,6 +2,7 @@
 
 import random
 import struct
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -322,6 +323,104 @@ def test_a_type_without_decoder_is_refused_when_loaded(tmp_path):
         ours.load("w")
     with pytest.raises(GGUFError, match="has no tensor 'v' among its 1"):
         ours.load("v")
+
+
+SPLIT = {"split.no": 2, "split.count": 2, "split.tensors.count": 5}  # type codes
+
+
+def write_parts(folder: Path, count: int = 3) -> list[Path]:
+    """Two tensors in each part; every part says which one it is."""
+    paths = [folder / f"m-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    for i, path in enumerate(paths):
+        values = {"split.no": i, "split.count": count, "split.tensors.count": 2 * count}
+        pairs = [
+            pair(key, SPLIT[key], struct.pack("<H" if SPLIT[key] == 2 else "<i", value))
+            for key, value in values.items()
+        ]
+        architecture = pair("general.architecture", STRING, string("llama"))
+        name = pair("general.name", STRING, string(f"part {i}"))
+        tensors = (tensor(f"a{i}"), tensor(f"b{i}", offset=32))
+        content = header(pairs=(*pairs, architecture, name), tensors=tensors, weights=0)
+        rows = np.arange(16, dtype=np.float32) + 100 * i
+        path.write_bytes(content + rows.tobytes())
+    return paths
+
+
+@pytest.mark.parametrize("opened", [0, 1, 2])
+def test_split_file(tmp_path, opened):
+    """The parts as one file. Before, a part passed for a file that lacks tensors."""
+    paths = write_parts(tmp_path)
+    file = read_gguf(paths[opened])
+    assert file.metadata["general.name"] == "part 0" and file.path == str(paths[0])
+    assert list(file.tensors) == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    for i in range(3):
+        for j, name in enumerate("ab"):
+            expected = np.arange(8) + 100 * i + 8 * j
+            np.testing.assert_array_equal(file.view(f"{name}{i}"), expected)
+            np.testing.assert_array_equal(file.load(f"{name}{i}"), expected)
+    file.forget("b2")
+    assert file.nbytes == sum(path.stat().st_size for path in paths)
+
+
+def test_split_file_refusals(tmp_path):
+    first, second, third = write_parts(tmp_path)
+    third.rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(
+        GGUFError, match=r"part 1 of a model split in 3, of which .*3-of"
+    ):
+        read_gguf(first)
+    with pytest.raises(GGUFError, match=r"part 3 .* name that ends in -00003-of-00003"):
+        read_gguf(tmp_path / "elsewhere.gguf")
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(GGUFError, match="says it is part 2 of 3, expected 3 of 3"):
+        read_gguf(first)
+    content = (tmp_path / "elsewhere.gguf").read_bytes()
+    third.write_bytes(content.replace(b"a2", b"a1"))
+    with pytest.raises(GGUFError, match="tensor 'a1' occurs in two parts"):
+        read_gguf(first)
+    third.write_bytes(content)
+    six, seven = struct.pack("<i", 6), struct.pack("<i", 7)
+    first.write_bytes(first.read_bytes().replace(six, seven, 1))
+    with pytest.raises(GGUFError, match="the parts have 6 tensors, expected 7"):
+        read_gguf(first)
+    count = pair("split.count", UINT32, struct.pack("<I", 2**32 - 1))
+    path = tmp_path / "m-00001-of-99999.gguf"
+    path.write_bytes(header(pairs=(count, pair("split.no", UINT8, b"\0"))))
+    with pytest.raises(GGUFError, match="split in 4294967295, expected a name"):
+        read_gguf(path)
+
+
+def calls_to_read(path: Path) -> int:
+    """Python functions that `read_gguf` calls: its time, without a clock."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        read_gguf(path)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_time_per_tensor(tmp_path):
+    """Linear, and no more than a few steps each.
+
+    The largest header of the other tests has four tensors, where it does not show that
+    the set of all types is built anew for each.
+    """
+    calls = {}
+    for n in (200, 800):
+        path = tmp_path / f"{n}.gguf"
+        tensors = tuple(tensor(f"t{i}", offset=32 * i) for i in range(n))
+        pairs = tuple(pair(f"k{i}", UINT8, b"\0") for i in range(n))
+        path.write_bytes(header(pairs=pairs, tensors=tensors, weights=32 * n))
+        calls[n] = calls_to_read(path)
+    assert calls[800] < 4.2 * calls[200]
+    assert calls[800] < 60 * 800
 
 
 INTERESTING = [0, 1, 2, 7, 8, 9, 13, 31, 255, 2**15, 2**31, 2**32 - 1, 2**63, 2**64 - 1]

@@ -49,11 +49,12 @@ class Float64Llama:
             "attention.key_length", metadata("embedding_length") // self.heads
         )
         self.rotary_dim = metadata("rope.dimension_count", self.head_dim)
-        self.linear_factor = (
-            metadata("rope.scaling.factor", 1.0)
-            if metadata("rope.scaling.type") == "linear"
-            else 1.0
-        )
+        self.attention_scale = metadata("attention.scale", 0.0)
+        self.attention_cap = metadata("attn_logit_softcapping", 0.0)
+        self.logit_cap = metadata("final_logit_softcapping", 0.0)
+        half = self.rotary_dim // 2
+        frequency = self.theta ** (-np.arange(half) / half)
+        self.frequency, self.magnitude = scaled(frequency, self.theta, metadata)
         self.reset()
 
     def reset(self) -> None:
@@ -70,11 +71,16 @@ class Float64Llama:
         for i in range(self.layers):
             x = x + self.attention(i, self.norm(x, f"blk.{i}.attn_norm.weight"))
             y = self.norm(x, f"blk.{i}.ffn_norm.weight")
-            gate = w[f"blk.{i}.ffn_gate.weight"] @ y
-            up = w[f"blk.{i}.ffn_up.weight"] @ y
-            x = x + w[f"blk.{i}.ffn_down.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+            gate, up = (self.linear(y, f"blk.{i}.ffn_{n}") for n in ("gate", "up"))
+            hidden = gate / (1 + np.exp(-gate)) * up
+            x = x + self.linear(hidden, f"blk.{i}.ffn_down")
         x = self.norm(x, "output_norm.weight")
-        return w.get("output.weight", w["token_embd.weight"]) @ x
+        logits = w.get("output.weight", w["token_embd.weight"]) @ x
+        return capped(logits, self.logit_cap)
+
+    def linear(self, x: np.ndarray, name: str) -> np.ndarray:
+        w = self.weights
+        return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", 0.0)
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt(np.mean(x * x) + self.eps) * self.weights[name]
@@ -84,9 +90,7 @@ class Float64Llama:
         position = len(self.keys[i])
 
         def heads_of(name: str, heads: int) -> list[np.ndarray]:
-            y = w[f"blk.{i}.attn_{name}.weight"] @ x
-            y = y + w.get(f"blk.{i}.attn_{name}.bias", 0.0)
-            rows = list(y.reshape(heads, -1))
+            rows = list(self.linear(x, f"blk.{i}.attn_{name}").reshape(heads, -1))
             norm = f"blk.{i}.attn_{name}_norm.weight"
             return [self.norm(row, norm) for row in rows] if norm in w else rows
 
@@ -101,24 +105,68 @@ class Float64Llama:
             kv_head = head // (self.heads // self.kv_heads)
             keys = np.array([row[kv_head] for row in self.keys[i][first:]])
             values = np.array([row[kv_head] for row in self.values[i][first:]])
-            scores = keys @ query / np.sqrt(query.size)
+            scores = keys @ query * (self.attention_scale or query.size**-0.5)
+            scores = capped(scores, self.attention_cap)
             p = np.exp(scores - scores.max())
             outputs.append(p @ values / p.sum())
-        return w[f"blk.{i}.attn_output.weight"] @ np.concatenate(outputs)
+        return self.linear(np.concatenate(outputs), f"blk.{i}.attn_output")
 
     def rope(self, x: np.ndarray, position: int) -> np.ndarray:
         half = self.rotary_dim // 2
-        frequency = self.theta ** (-np.arange(half) / half) / self.linear_factor
-        frequency = frequency / self.weights.get("rope_freqs.weight", 1.0)
+        frequency = self.frequency / self.weights.get("rope_freqs.weight", 1.0)
         angle = position * frequency
+        cos, sin = np.cos(angle) * self.magnitude, np.sin(angle) * self.magnitude
         y = x.copy()
         if self.interleaved:  # pairs (0, 1), (2, 3) ...: how llama files store q and k
             first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
         else:  # pairs (0, half), (1, half + 1) ...
             first, second = slice(0, half), slice(half, 2 * half)
-        y[first] = x[first] * np.cos(angle) - x[second] * np.sin(angle)
-        y[second] = x[first] * np.sin(angle) + x[second] * np.cos(angle)
+        y[first] = x[first] * cos - x[second] * sin
+        y[second] = x[first] * sin + x[second] * cos
         return y
+
+
+def capped(x: np.ndarray, cap: float) -> np.ndarray:
+    return cap * np.tanh(x / cap) if cap else x
+
+
+def scaled(frequency: np.ndarray, theta: float, metadata) -> tuple[np.ndarray, float]:
+    """The frequencies as llama.cpp scales them, and what multiplies cos and sin.
+
+    Written from llama-context.cpp and ggml's `rope_yarn`, in their order: a magnitude
+    that is made for the whole of YaRN, divided by what the operator multiplies again.
+    """
+    kind = metadata("rope.scaling.type", "linear")
+    factor = metadata("rope.scaling.factor", metadata("rope.scale_linear", 1.0)) or 1.0
+    factor = 1.0 if kind == "none" else factor
+    extrapolation = metadata("rope.scaling.yarn_ext_factor", -1.0)
+    if extrapolation < 0:
+        extrapolation = 1.0 if kind == "yarn" else 0.0
+    magnitude = metadata("rope.scaling.attn_factor", 1.0)
+    if extrapolation == 0:
+        return frequency / factor, magnitude
+
+    def grown(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * np.log(factor) + 1.0
+
+    mscale_all_dim = metadata("rope.scaling.yarn_log_multiplier", 0.0)
+    magnitude *= grown(1.0) / (grown(mscale_all_dim) if mscale_all_dim else 1.0)
+    magnitude /= 1 + 0.1 * np.log(factor)
+    dims = 2 * len(frequency)
+    original = metadata("rope.scaling.original_context_length") or metadata(
+        "context_length"
+    )
+
+    def pair(turns: float) -> float:
+        return dims * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(theta))
+
+    low = max(0.0, np.floor(pair(metadata("rope.scaling.yarn_beta_fast", 32.0))))
+    high = np.ceil(pair(metadata("rope.scaling.yarn_beta_slow", 1.0)))
+    high = min(dims - 1.0, high)
+    ramp = (np.arange(len(frequency)) - low) / max(0.001, high - low)
+    mix = (1 - np.clip(ramp, 0, 1)) * extrapolation
+    magnitude *= 1 + 0.1 * np.log(factor)
+    return frequency / factor * (1 - mix) + frequency * mix, magnitude
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -1,11 +1,15 @@
 """The command line, run in this process on a small model; its errors are one line."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
+import gguf
 import jax
+import numpy as np
 import pytest
 
 from jaxkern.cpu.cpu_call import missing
@@ -87,6 +91,65 @@ def error_of(arguments, capsys):
 def test_errors(path, capsys, change, message):
     arguments = ["generate", "--model", path, "--prompt", "hi", *change]
     assert message in error_of(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["info", "FILE"],
+        ["plan", "FILE"],
+        ["generate", "--prompt", "hi", "--model", "FILE"],
+        ["apple", "check", "FILE"],
+    ],
+)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes")
+def test_a_pipe_is_no_model(tmp_path, capsys, arguments):
+    """Files of other tests have all their bytes; opening a pipe waits for a writer."""
+    pipe = tmp_path / "pipe.gguf"
+    os.mkfifo(pipe)
+    # who waits nevertheless gets an end after some seconds, and fails below
+    late = threading.Timer(10, lambda: os.close(os.open(pipe, os.O_RDWR)))
+    late.start()
+    arguments = [str(pipe) if a == "FILE" else a for a in arguments]
+    message = error_of(arguments, capsys)
+    late.cancel()
+    assert f"{pipe}: is not a regular file, expected a GGUF file" in message
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (10**9, "RESOURCE_EXHAUSTED: Out of memory"),  # XLA's words
+        (10**12, "must be below 2147483648"),
+        (10**30, "must be below 2147483648"),
+    ],
+)
+def test_more_than_there_is(path, capsys, slots, message):
+    """XLA's errors are RuntimeErrors, and no test asked for more than there was."""
+    arguments = ["plan", path, "--slots", str(slots), "--batch", "1000"]
+    assert message in error_of(arguments, capsys)
+
+
+def test_a_fault_of_this_program_is_not_hidden(path, monkeypatch):
+    def fail(path):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("jaxkern.formats.gguf_report.describe", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["info", path])
+
+
+def test_another_architecture_is_named_before_its_tokenizer(tmp_path, capsys):
+    path = str(tmp_path / "m.gguf")
+    writer = gguf.GGUFWriter(path, "rwkv7")
+    writer.add_tokenizer_model("rwkv")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    message = error_of(["generate", "--model", path, "--prompt", "hi"], capsys)
+    assert "general.architecture is 'rwkv7', known are llama" in message
 
 
 def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):

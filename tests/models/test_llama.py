@@ -1,6 +1,7 @@
 """The model against a float64 evaluation of the same file; batches against rows."""
 
 import dataclasses
+import re
 
 import gguf
 import jax
@@ -30,6 +31,29 @@ MODELS = {
     "qwen2": {"architecture": "qwen2"},
     "qwen3_tied": {"architecture": "qwen3", "tied": True},
 }
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+YARN_TURNS = {"yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0, "attn_factor": 1.3}
+YARN_TURNS |= {"yarn_log_multiplier": 0.7, "original_context_length": 128}
+CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}
+# What these keys do was not in any file above, so nothing compared it: the file of the
+# tests wrote a type with each factor, and no scale, cap or bias.
+KEYS = {
+    "factor_without_type": {"keys": {"rope.scaling.factor": 4.0}},
+    "old_factor": {"keys": {"rope.scale_linear": 3.0}},
+    "no_scaling": {"keys": {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}},
+    "yarn": {"keys": YARN | {"rope.scaling.original_context_length": 128}},
+    "yarn_of_the_whole_context": {"keys": YARN},
+    "yarn_turns": {
+        "keys": YARN | {f"rope.scaling.{key}": v for key, v in YARN_TURNS.items()}
+    },
+    "yarn_without_ramp": {"keys": YARN | {"rope.scaling.yarn_ext_factor": 0.0}},
+    "ramp_without_type": {
+        "keys": {"rope.scaling.factor": 4.0, "rope.scaling.yarn_ext_factor": 1.0}
+    },
+    "scale_and_caps": {"keys": CAPS | {"attention.scale": 0.6}},
+    "biases": {"biases": True},
+}
+MODELS |= {name: {"architecture": "llama", **what} for name, what in KEYS.items()}
 
 
 def all_logits(config, weights, tokens, slots=32):
@@ -40,8 +64,11 @@ def all_logits(config, weights, tokens, slots=32):
     return np.asarray(logits(config, weights, x))[0]
 
 
-@pytest.mark.parametrize("policy", ["f32", "packed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(name, "f32") for name in MODELS]
+    + [(name, "packed") for name in MODELS if name not in KEYS or name == "biases"],
+)
 def test_float64(name, policy, tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", **MODELS[name])
     config, weights = load_llama(read_gguf(path), policy)
@@ -50,6 +77,27 @@ def test_float64(name, policy, tmp_path):
     np.testing.assert_allclose(
         all_logits(config, weights, TOKENS), truth, rtol=0, atol=2e-5
     )
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_matters(name, tmp_path):
+    """The truth of each file above is not that of the file without its keys."""
+    plain = Float64Llama(write_tiny_gguf(tmp_path / "a.gguf", "llama")).forward(TOKENS)
+    path = write_tiny_gguf(tmp_path / "b.gguf", **MODELS[name])
+    far = np.abs(Float64Llama(path).forward(TOKENS) - plain).max()
+    assert (far == 0) if name == "no_scaling" else (far > 1e-2)
+
+
+@pytest.mark.parametrize("policy", ["f32", "packed_int8"])
+def test_a_split_file_is_the_same_model(policy, tmp_path):
+    """Parts as the `gguf` package writes them."""
+    write_tiny_gguf(tmp_path / "m.gguf", "llama", tensors_per_part=9)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 3 and not (tmp_path / "m.gguf").exists()
+    split = load_llama(read_gguf(parts[0]), policy)
+    whole = load_llama(read_gguf(write_tiny_gguf(tmp_path / "w.gguf", "llama")), policy)
+    assert split[0] == whole[0]
+    jax.tree.map(np.testing.assert_array_equal, split[1], whole[1])
 
 
 def test_bf16_is_close(tmp_path):
@@ -110,6 +158,22 @@ def test_policy(tmp_path, monkeypatch):
         ValueError, match="must be one of auto, packed, packed_int8, f32"
     ):
         choose_policy(file, "int3")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        ("llama", "blk.1.attn_output.weight"),
+        ("qwen2", "blk.1.attn_k.bias"),
+        ("qwen3", "blk.0.attn_q_norm.weight"),
+    ],
+)
+def test_a_tensor_that_makes_the_architecture(architecture, missing, tmp_path):
+    """What one may lack another must have; every file of the tests had it."""
+    file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", architecture))
+    tensors = {name: info for name, info in file.tensors.items() if name != missing}
+    with pytest.raises(GGUFError, match=re.escape(f"has no tensor {missing}.")):
+        load_llama(dataclasses.replace(file, tensors=tensors), "f32")
 
 
 def rewrite(path, *, keys=(), tensors=(), drop=None, architecture="llama"):

@@ -1,6 +1,7 @@
 """`jaxkern plan`: the tables and numbers of one decode step."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +35,12 @@ def test_tables_and_numbers(path, capsys):
     logits, cache = plan(*step)
     assert logits.shape == (2, 288) and np.isfinite(logits).all()
     assert all((np.asarray(layer.lengths) == 17).all() for layer in cache)
+
+
+def test_a_folder(capsys):
+    folder = Path(__file__).parent.parent / "golden" / "transformers" / "qwen2_yarn"
+    assert main(["plan", str(folder), "--slots", "16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["flops"] > 0
 
 
 @pytest.mark.full

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkern.formats.gguf import read_gguf
-from jaxkern.models.tokenizer import tokenizer_from_gguf
-from tests.golden.prompts import sentencepiece_metadata
+from jaxkern.models.tokenizer import PIECES, SAME_PIECES, tokenizer_from_gguf
+from tests.golden.prompts import PROMPTS, TEXTS, sentencepiece_metadata
 from tests.models.smollm2 import smollm2
 from tests.models.tiny_gguf import TEMPLATE, byte_tokens, write_tiny_gguf
 
@@ -130,6 +130,17 @@ def test_refusals(metadata, change, message):
         tokenizer_from_gguf(metadata | change)
 
 
+@pytest.mark.parametrize(
+    "name", ["normalizer.lowercase", "normalizer.strip_accents", "add_sep_token"]
+)
+def test_what_changes_a_text_is_refused(metadata, name):
+    """These were not read, and no file of the tests sets them."""
+    key = f"tokenizer.ggml.{name}"
+    with pytest.raises(ValueError, match=f"{name} is true, which is not built here"):
+        tokenizer_from_gguf(metadata | {key: True})
+    tokenizer_from_gguf(metadata | {key: False})
+
+
 def test_repeated_token(metadata):
     tokens = [*metadata["tokenizer.ggml.tokens"]]
     tokens[3] = tokens[7]
@@ -177,3 +188,39 @@ def test_pieces_equal_llama_cpp(pre):
     )
     for row in rows("llama_cpp_pieces_tokens.json"):
         assert tokenizer.encode(row["text"]) == row[pre], row["text"]
+
+
+# How llama.cpp reads names of `tokenizer.ggml.pre`: the name whose cuts it takes, and
+# whether a text begins with BOS. The golden files hold one name of each cut, so a file
+# with another name of the same was refused and no test knew.
+OTHER_NAMES = {
+    "deepseek-r1-qwen": ("qwen2", False),
+    "megrez": ("qwen2", False),
+    "llama3": ("llama-bpe", True),
+    "llama-v3": ("llama-bpe", True),
+    "falcon3": ("llama-bpe", True),
+    "pixtral": ("llama-bpe", True),
+    "smaug-bpe": ("llama-bpe", False),
+    "phi-2": ("gpt-2", False),
+    "olmo": ("gpt-2", False),
+    "starcoder": ("smollm", False),
+    "command-r": ("smollm", False),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_other_names_of_the_same_cuts(metadata, name):
+    same, adds_bos = OTHER_NAMES[name]
+    ours, theirs = (
+        tokenizer_from_gguf(metadata | {"tokenizer.ggml.pre": pre})
+        for pre in (name, same)
+    )
+    assert ours.add_bos == adds_bos
+    for text in (*PROMPTS, *TEXTS):
+        assert ours.encode(text) == theirs.encode(text), text
+
+
+def test_every_other_name_has_one_meaning():
+    others = [other for same in SAME_PIECES.values() for other in same.split()]
+    assert len({*others, *SAME_PIECES}) == len(others) + len(SAME_PIECES)
+    assert {*others} <= PIECES.keys()

@@ -1,12 +1,15 @@
 """GGUF files of two small layers, one per architecture, weights random."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 
 VOCABULARY, D_MODEL, FEED_FORWARD, LAYERS, HEADS, KV_HEADS = 288, 64, 96, 2, 4, 2
 HEAD_DIM = {"llama": 16, "qwen2": 16, "qwen3": 32}
+BIASES = {"attn_output": 64, "ffn_gate": 96, "ffn_down": 64}  # up has none
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -24,11 +27,18 @@ def write_tiny_gguf(
     factors: bool = False,
     linear_scaling: float | None = None,
     quantized: bool = True,
+    biases: bool = False,
+    keys: Mapping[str, Any] | None = None,
+    tensors_per_part: int = 0,
 ) -> Path:
-    """Writes a model of this architecture; its weights depend on the name alone."""
+    """Writes a model of this architecture; its weights depend on the name alone.
+
+    `keys` of the architecture, such as "attention.scale", come on top or instead.
+    With `tensors_per_part` there are files `NAME-00001-of-0000N.gguf` instead of one.
+    """
     rng = np.random.default_rng(sum(architecture.encode()))
     h = HEAD_DIM[architecture]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
     writer.add_embedding_length(D_MODEL)
@@ -47,6 +57,8 @@ def write_tiny_gguf(
     if linear_scaling is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(linear_scaling)
+    for key, value in (keys or {}).items():
+        add_key(writer, f"{architecture}.{key}", value)
     add_tokenizer(writer)
 
     def add(name: str, *shape: int, qtype: str = "F32", mean: float = 0.0) -> None:
@@ -82,11 +94,23 @@ def write_tiny_gguf(
         add(f"{blk}.ffn_gate.weight", FEED_FORWARD, D_MODEL, qtype="Q5_1")
         add(f"{blk}.ffn_up.weight", FEED_FORWARD, D_MODEL, qtype="BF16")
         add(f"{blk}.ffn_down.weight", D_MODEL, FEED_FORWARD, qtype="Q8_0")
+        for name, width in BIASES.items() if biases else ():
+            add(f"{blk}.{name}.bias", width)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Adds or replaces a key; its type follows from the value's."""
+    for pairs in writer.kv_data:
+        pairs.pop(key, None)
+    if isinstance(value, list):
+        return writer.add_array(key, value)
+    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}
+    writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
 
 
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:
