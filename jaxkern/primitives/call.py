@@ -6,7 +6,7 @@ when it is lowered.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding
@@ -78,6 +78,17 @@ def same_manual_axes(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         else x
         for x in arrays
     ]
+
+
+def cut_as(x: jax.Array, aval: Any) -> jax.Array:
+    """On an explicit mesh: `x` cut as `aval` is.
+
+    A gradient has its operand's sharding, however the other operands are cut.
+    """
+    wanted = aval.sharding
+    if wanted.mesh.empty or jax.typeof(x).sharding == wanted:
+        return x
+    return jax.sharding.reshard(x, wanted)
 
 
 def with_absent(arrays: Sequence, absent: tuple[int, ...]) -> list:

@@ -16,6 +16,7 @@ from jax.interpreters import ad
 
 from jaxkern.primitives.call import (
     Call,
+    cut_as,
     float_positions,
     same_manual_axes,
     with_fixed,
@@ -178,7 +179,8 @@ def transpose_of_tangent(p: "KernelPrimitive", cotangents, *args, call: Call, **
     )
     out: list = [None] * (num + fixed)
     for i in (i for i, u in enumerate(undefined) if u):
-        out[i] = sum_unmapped(next(grads), [axes[i] for axes, _, _ in axes_of])
+        summed = sum_unmapped(next(grads), [axes[i] for axes, _, _ in axes_of])
+        out[i] = cut_as(summed, tangents[i].aval.to_ct_aval())
     return out
 
 
@@ -264,10 +266,12 @@ def transpose_of_linear(p: "KernelPrimitive", cotangents, *args, call: Call, **s
         dataclasses.replace(call, vmaps=(), wanted=wanted),
         static,
     )
-    return [
-        sum_unmapped(next(grads), [level[i] for level in call.vmaps]) if u else None
-        for i, u in enumerate(undefined)
-    ]
+
+    def gradient(i: int) -> jax.Array:
+        summed = sum_unmapped(next(grads), [level[i] for level in call.vmaps])
+        return cut_as(summed, args[i].aval.to_ct_aval())
+
+    return [gradient(i) if u else None for i, u in enumerate(undefined)]
 
 
 # Dead code. The arguments are (used, eqn) in jax 0.11, (used, live, eqn) in 0.12.
