@@ -13,7 +13,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxkern.primitives.call import cut_as
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.vision.window import (
     Layout,
@@ -153,8 +152,7 @@ def conv2d_bwd_reference(
 
     dy32 = at_least_f32(dy)
     # JAX's transposes: with one group convolutions again, in the forms that cuDNN knows
-    y, transpose = jax.vjp(products, x, weight)
-    dx, dweight = transpose(cut_as(dy32, jax.typeof(y)))  # a bias may be cut otherwise
+    dx, dweight = jax.vjp(products, x, weight)[1](dy32)
     dbias = None if bias is None else dy32.sum((0, 2, 3)).astype(bias.dtype)
     return dx, dweight, dbias
 
