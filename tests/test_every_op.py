@@ -26,7 +26,6 @@ EACH_SMALL_CASE = (
     edge_checks.check_errors,
     edge_checks.check_degenerate_dims,
     transform_checks.check_gradients,
-    transform_checks.check_numerical_gradients,
     transform_checks.check_vmap,
     transform_checks.check_transforms,
     mesh_checks.check_manual_axes,
@@ -37,8 +36,10 @@ ON_MESHES = (
     sharding_checks.check_sharding,
     mesh_checks.check_two_axes,
 )
-# What follows from the shared rules: `make test` takes the first op of each family.
+# What follows from the shared rules or from other checks: `make test` takes the first
+# op of each family.
 EACH_FAMILY = (
+    transform_checks.check_numerical_gradients,
     sharding_checks.check_kernel_sharding,
     sharding_checks.check_explicit_sharding,
     sharding_checks.check_shard_map,
