@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -90,6 +91,56 @@ def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
                     ulps=256,
                     what=f"grad {what}",
                 )
+
+
+def check_every_dim(p: KernelPrimitive, case: Case) -> None:
+    """Cuts each named dim around opaque kernels: values and gradients.
+
+    A dim that divides by no number of devices is doubled first, where the op lets it.
+    """
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    holders: dict[str, tuple[int, int]] = {}
+    for i, x in enumerate(operands):
+        for d in range(0 if x is None else x.ndim):
+            if operands[i].shape[d]:
+                holders.setdefault(label_of(p, operands, i, d), (i, d))
+    for label, (i, d) in holders.items():
+        given = operands
+        if parts_of(given[i].shape[d]) == 1:
+            given = [
+                x if x is None else doubled(p, operands, k, label)
+                for k, x in enumerate(operands)
+            ]
+            try:
+                jax.eval_shape(f, *given)
+            except (TypeError, ValueError):
+                continue  # its size is given, by an option or by another dim
+        parts = min(parts_of(given[i].shape[d]), 4)
+        if parts == 1:
+            continue
+        grad = differentiable(p, given)
+
+        def every(*operands, given=given, grad=grad):
+            return f(*operands), gradients(f, given)(*operands) if grad else ()
+
+        expected = jax.jit(every)(*given)
+        with opaque_kernels(p):
+            cut = place(given, i, d, mesh_of(parts, AxisType.Auto))
+            actual = jax.jit(every)(*cut)
+        what = f"{p.name} kernel, {label} cut"
+        same(actual[0], expected[0], what=what)
+        same(actual[1], expected[1], ulps=256, what=f"grad {what}")
+
+
+def doubled(p: KernelPrimitive, operands: Sequence, i: int, label: str):
+    x = operands[i]
+    for d in range(x.ndim):
+        own = label_of(p, operands, i, d)
+        may_be_one = own.startswith("#") and x.shape[d] == 1
+        if label in (own, own.removeprefix("#"), own.split("*")[0]) and not may_be_one:
+            x = jnp.concatenate([x, x], d)
+    return x
 
 
 def assert_expected_collectives(p, operands, i, dim, parts, compiled, what) -> None:

@@ -23,12 +23,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern.primitives.call import Call
+from jaxkern.primitives.call import NO_MESH, Call, cut_as
 from jaxkern.primitives.kernel_primitive import Annotated, KernelPrimitive
 from jaxkern.primitives.leafwise_primitive import LeafwisePrimitive
 
 Axes = tuple[str, ...]
-NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,10 +353,18 @@ def sharded_by_type(
     """`local` on each device's shards, cut as the operands' types say."""
     factors = factors_of_call(p, call, avals_in, avals_out)
     cut = cuts_by_type(factors, avals_in)
-    return jax.shard_map(
+    sharded = jax.shard_map(
         lambda *arrays: factors.all_reduced(local(*arrays), cut),
         mesh=avals_in[0].sharding.mesh,
         in_specs=tuple(a.sharding.spec for a in avals_in),
-        out_specs=[a.sharding.spec for a in avals_out],
+        out_specs=factors.specs(cut)[1],
         check_vma=False,  # the kernel's result types do not carry manual axes
     )
+
+    def as_typed(*arrays):
+        # a gradient is cut as its operand, not as the kernel leaves it
+        return [
+            cut_as(y, aval) for y, aval in zip(sharded(*arrays), avals_out, strict=True)
+        ]
+
+    return as_typed

@@ -6,15 +6,16 @@ when it is lowered.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 if TYPE_CHECKING:
     from jaxkern.primitives.kernel_primitive import KernelPrimitive
 
+NO_MESH = AbstractMesh((), ())
 Levels = tuple[tuple[int | None, ...], ...]
 
 
@@ -48,6 +49,8 @@ class Call:
         array stand in front of its dims, outermost first.
       wanted: for each float operand that is present: does it take part in this tangent
         or want its gradient? Empty for the op itself.
+      cuts: for each gradient how its operand is cut over an explicit mesh, recorded
+        vmaps left out; empty on other meshes and but for gradients.
       precision: `jax_default_matmul_precision` at the call, carried as the backend is.
     """
 
@@ -55,10 +58,11 @@ class Call:
     absent: tuple[int, ...] = ()
     vmaps: Levels = ()
     wanted: tuple[bool, ...] = ()
+    cuts: tuple[P, ...] = ()
     precision: str | None = dataclasses.field(default_factory=matmul_precision)
 
     def __repr__(self) -> str:
-        fields = "absent", "vmaps", "wanted", "precision"
+        fields = "absent", "vmaps", "wanted", "cuts", "precision"
         extra = {name: getattr(self, name) for name in fields}
         return " ".join(
             [repr(self.backend), *(f"{k}={v}" for k, v in extra.items() if v)]
@@ -78,6 +82,17 @@ def same_manual_axes(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         else x
         for x in arrays
     ]
+
+
+def cut_as(x: jax.Array, aval: Any) -> jax.Array:
+    """On an explicit mesh: `x` cut as `aval` is.
+
+    A gradient has its operand's sharding, however the other operands are cut.
+    """
+    wanted = aval.sharding
+    if wanted.mesh.empty or jax.typeof(x).sharding == wanted:
+        return x
+    return jax.sharding.reshard(x, wanted)
 
 
 def with_absent(arrays: Sequence, absent: tuple[int, ...]) -> list:
@@ -119,7 +134,8 @@ def apply_call(f: Callable, call: Call) -> Callable:
             jax.numpy_dtype_promotion("standard"),
             jax.default_matmul_precision(call.precision),
         ):
-            return with_automatic_axes(f, arrays, cuts_of_mapped(arrays, call.vmaps))
+            levels = cuts_of_mapped(arrays, call.vmaps)
+            return with_automatic_axes(f, arrays, levels, call.cuts)
 
     return promoting
 
@@ -134,17 +150,24 @@ def cuts_of_mapped(arrays: Sequence[jax.Array], vmaps: Levels) -> list:
     return cuts
 
 
-def with_automatic_axes(f: Callable, arrays: Sequence[jax.Array], cuts: list) -> list:
-    """`f(*arrays)`, where each result begins with dims that are cut as `cuts` says.
+def with_automatic_axes(
+    f: Callable, arrays: Sequence[jax.Array], levels: list, cuts: Sequence[P]
+) -> list:
+    """`f(*arrays)`, where each result begins with dims that are cut as `levels` says.
 
-    Inside, the mesh axes of `cuts` are automatic. Several batching rules of JAX (stack,
-    select, gather, convolutions) refuse a mapped axis that an explicit one cuts.
+    Inside, the mesh axes of `levels` are automatic. Several of JAX's batching rules
+    (stack, select, gather, convolutions) refuse a mapped axis cut by an explicit one.
+
+    `cuts` says how the results of a gradient are cut behind that: as their operands, by
+    whatever the others are cut. Then all axes are automatic inside: a sum over a dim
+    that is cut needs no word on where it goes.
     """
-    names = {name for cut in cuts for name in axis_names(cut)}
+    mesh = mesh_of(arrays)
+    names = {name for cut in levels for name in axis_names(cut)}
+    names |= set(mesh.explicit_axes) if cuts else set()
     if not names:
         return f(*arrays)
     specs = [jax.typeof(x).sharding.spec for x in arrays]
-    mesh = jax.typeof(arrays[0]).sharding.mesh
     inside = mesh.update_axis_types(dict.fromkeys(names, AxisType.Auto))
 
     def kept(cut):
@@ -157,11 +180,17 @@ def with_automatic_axes(f: Callable, arrays: Sequence[jax.Array], cuts: list) ->
                 for x, spec in zip(arrays, specs, strict=True)
             )
         )
-    inner = [jax.typeof(y).sharding.spec[len(cuts) :] for y in out]
+    inner = cuts or [jax.typeof(y).sharding.spec[len(levels) :] for y in out]
     return [
-        jax.sharding.reshard(y, NamedSharding(mesh, P(*cuts, *spec)))
+        jax.sharding.reshard(y, NamedSharding(mesh, P(*levels, *spec)))
         for y, spec in zip(out, inner, strict=True)
     ]
+
+
+def mesh_of(arrays: Sequence) -> AbstractMesh:
+    """The mesh on which any of the arrays lies."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return next((m for m in meshes if not m.empty), NO_MESH)
 
 
 def axis_names(cut: str | tuple[str, ...] | None) -> tuple[str, ...]:

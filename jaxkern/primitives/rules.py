@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
+from jax.sharding import PartitionSpec as P
 
 from jaxkern.primitives.call import (
     Call,
@@ -58,6 +59,12 @@ def batch(p, args: Sequence, axes: Sequence[int | None], *, call: Call, **static
             x if a is None else jnp.moveaxis(x, a, n)
             for x, a, n in zip(args, axes, depth, strict=True)
         ]
+        if call.cuts:  # of gradients: the new dim is the first behind recorded axes
+            at = zip(args, axes, strict=True)
+            specs = [(jax.typeof(x).sharding.spec, a) for x, a in at]
+            cut = next((s[a] for s, a in specs if a is not None and s[a]), None)
+            cuts = tuple(P(cut, *spec) for spec in call.cuts)
+            call = dataclasses.replace(call, cuts=cuts)
         out = p.bind(*moved, call=call, **static)
         return out, [len(call.vmaps)] * len(out)
     moved = [
@@ -167,13 +174,14 @@ def transpose_of_tangent(p: "KernelPrimitive", cotangents, *args, call: Call, **
     axes_of = [
         p.tangent.split(level, call) for level in call.vmaps
     ]  # (tangents, operands, saved) at each recorded vmap
+    cuts = cuts_of_gradients(tangents, [axes for axes, _, _ in axes_of])
     grads = bind_backward(
         p,
         operands,
         saved,
         cotangents,
         [(own, kept) for _, own, kept in axes_of],
-        dataclasses.replace(call, vmaps=(), wanted=wanted),
+        dataclasses.replace(call, vmaps=(), wanted=wanted, cuts=cuts),
         static,
     )
     out: list = [None] * (num + fixed)
@@ -213,6 +221,21 @@ def bind_backward(p, operands, saved, cotangents, axes, call: Call, static):
 
 def is_integer_cotangent(ct: Any) -> bool:
     return is_zero(ct) and ct.aval.dtype == jax.dtypes.float0
+
+
+def cuts_of_gradients(args: Sequence, levels: Sequence[Sequence]) -> tuple[P, ...]:
+    """On an explicit mesh how each gradient is to be cut: as its operand."""
+    asked = [
+        (i, x.aval.to_ct_aval())
+        for i, x in enumerate(args)
+        if ad.is_undefined_primal(x)
+    ]
+    if not any(aval.sharding.mesh.explicit_axes for _, aval in asked):
+        return ()
+    depth = [sum(level[i] is not None for level in levels) for i, _ in asked]
+    return tuple(
+        P(*aval.sharding.spec[n:]) for (_, aval), n in zip(asked, depth, strict=True)
+    )
 
 
 def sum_unmapped(gradient: jax.Array, axes: Sequence[int | None]) -> jax.Array:
@@ -255,13 +278,14 @@ def transpose_of_linear(p: "KernelPrimitive", cotangents, *args, call: Call, **s
     wanted = tuple(
         u for u, a in zip(undefined, operands, strict=True) if a.name in p.linear
     )
+    cuts = cuts_of_gradients(args, call.vmaps)
     grads = bind_backward(
         p,
         args,
         (),
         cotangents,
         [(level, ()) for level in call.vmaps],
-        dataclasses.replace(call, vmaps=(), wanted=wanted),
+        dataclasses.replace(call, vmaps=(), wanted=wanted, cuts=cuts),
         static,
     )
     return [
@@ -293,5 +317,7 @@ def drop_gradients(used: Sequence[bool], *rest):
     asked = iter(used)
     wanted = tuple(w and next(asked) for w in call.wanted)
     outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
-    params = {**eqn.params, "call": dataclasses.replace(call, wanted=wanted)}
+    cuts = tuple(c for c, u in zip(call.cuts, used, strict=False) if u)
+    call = dataclasses.replace(call, wanted=wanted, cuts=cuts)
+    params = {**eqn.params, "call": call}
     return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=params)

@@ -303,3 +303,22 @@ def test_a_gradient_of_zeros_varies_as_its_operand_inside_shard_map():
     )
     assert dx.shape == (2, 0, 4)
     np.testing.assert_array_equal(dw, np.full((1, 3, 4), 2.0))
+
+
+def test_strict_raises_for_an_op_that_has_no_kernel_on_any_platform():
+    # tests/lowering/test_lower.py asks ops with rows: those without lower elsewhere
+    def loss(x):
+        return largest_p(x)[0].sum()
+
+    expected = jax.grad(loss)(X)
+    for f in (largest_p, jax.jit(largest_p), jax.jit(jax.grad(loss))):
+        with jaxkern.backend("triton", strict=True):
+            with pytest.raises(
+                ValueError, match=r"largest\w*: has no triton kernel on any platform"
+            ):
+                f(X)
+    with jaxkern.backend("triton"):  # falls back, and explain says so
+        np.testing.assert_array_equal(jax.grad(loss)(X), expected)
+    for name in ("auto", "xla"):  # where the reference is no fallback
+        with jaxkern.backend(name, strict=True):
+            np.testing.assert_array_equal(jax.grad(loss)(X), expected)

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
+from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
@@ -109,6 +110,8 @@ def sum_of_outer_products(dy, x, group_sizes) -> Float[Array, "e f d"]:
     zeros = jnp.zeros((e, f, d), sum_dtype, out_sharding=explicit_spec(None, *cuts))
     if r == 0 or e == 0:
         return zeros
+    # inside shard_map the sums vary over the mesh axes that the rows vary over
+    zeros, *_ = same_manual_axes([zeros, dy, x, group_sizes])
     blocks = row_blocks(group_sizes, r)
 
     def add(total, block):

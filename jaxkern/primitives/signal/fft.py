@@ -5,6 +5,7 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
@@ -118,9 +119,24 @@ def transform(real, imaginary, inverse, factor):
     dtype = jnp.result_type(real, imaginary, jnp.float32)
     sign = -1 if inverse else 1
     x = lax.complex(real.astype(dtype), sign * imaginary.astype(dtype))
-    y = lax.fft(x, lax.FftType.FFT, (n,))
+    y = lax.platform_dependent(x, cpu=fft_with_layout, default=forward)
     imaginary_part = sign * factor * y.imag
     return (factor * y.real).astype(real.dtype), imaginary_part.astype(imaginary.dtype)
+
+
+def forward(x):
+    return lax.fft(x, lax.FftType.FFT, x.shape[-1:])
+
+
+def fft_with_layout(x):
+    """On CPUs XLA's transform takes the row-major layout only, but does not ask for it.
+
+    Where n was cut, the gather before or the slice after it chose another one: an
+    internal error.
+    """
+    row_major = Layout(major_to_minor=tuple(range(x.ndim)))
+    y = forward(with_layout_constraint(x, row_major))
+    return with_layout_constraint(y, row_major)
 
 
 fft_p = kernel_primitive(

@@ -4,9 +4,13 @@ y[n, o, p] = sum over c, k of x[n, c, stride p + dilation k - padding] weight[o,
 (https://arxiv.org/abs/1603.07285)
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
@@ -149,7 +153,7 @@ def conv2d_bwd_reference(
         return convolve(x, weight, stride, padding, dilation, input_dilation)
 
     dy32 = at_least_f32(dy)
-    # JAX's transposes are convolutions again, in the forms that cuDNN knows
+    # JAX's transposes: with one group convolutions again, in the forms that cuDNN knows
     dx, dweight = jax.vjp(products, x, weight)[1](dy32)
     dbias = None if bias is None else dy32.sum((0, 2, 3)).astype(bias.dtype)
     return dx, dweight, dbias
@@ -167,9 +171,17 @@ def convolve(x, weight, stride, padding, dilation, input_dilation):
     # bfloat16 operands would be faster, but many shapes fail with them on CUDA
     # (https://github.com/jax-ml/jax/issues/37922)
     dtype = jnp.result_type(x, weight, jnp.float32)
+    grouped = x.shape[1] != weight.shape[1] and x.size > 0 and weight.size > 0
+    f = convolve_groups if grouped else convolution
+    return f(
+        x.astype(dtype), weight.astype(dtype), stride, padding, dilation, input_dilation
+    )
+
+
+def convolution(x, weight, stride, padding, dilation, input_dilation):
     return lax.conv_general_dilated(
-        x.astype(dtype),
-        weight.astype(dtype),
+        x,
+        weight,
         stride,
         padding,
         lhs_dilation=input_dilation,
@@ -177,6 +189,70 @@ def convolve(x, weight, stride, padding, dilation, input_dilation):
         dimension_numbers=("NCHW", "OIHW", "NCHW"),
         feature_group_count=x.shape[1] // weight.shape[1] if x.shape[1] else 1,
     )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
+def convolve_groups(x, weight, stride, padding, dilation, input_dilation):
+    """The convolution of several groups, whose derivatives XLA partitions rightly.
+
+    JAX's gradient for the weights of groups is a convolution with a
+    `batch_group_count`. With the batch cut over one axis of a mesh of several, XLA sums
+    its parts over all axes: the gradient is too large by the size of the others.
+    """
+    return convolution(x, weight, stride, padding, dilation, input_dilation)
+
+
+@convolve_groups.defjvp
+def jvp_of_groups(stride, padding, dilation, input_dilation, primals, tangents):
+    (x, weight), (dx, dweight) = primals, tangents
+    options = (stride, padding, dilation, input_dilation)
+    y = convolve_groups(x, weight, *options)
+    of_weight = sum_over_offsets(x, dweight, *options)
+    return y, convolve_groups(dx, weight, *options) + of_weight
+
+
+def sum_over_offsets(x, weight, stride, padding, dilation, input_dilation):
+    """The same convolution as a sum of products, one for each pixel of the kernel."""
+    (n, channels), (out, i) = x.shape[:2], weight.shape[:2]
+    g = channels // i
+    border = zip(padding, input_dilation, strict=True)
+    x = whole_images(x)
+    borders = [(0, 0, 0)] * 2 + [(*ends, a - 1) for ends, a in border]
+    images = lax.pad(x, jnp.zeros((), x.dtype), borders)
+    sizes = images.shape[2:]
+    images = images.reshape(n, g, i, *sizes)
+    kernels = jnp.moveaxis(weight.reshape(g, out // g, i, -1), -1, 0)
+    rows, columns = (
+        d * place.ravel()
+        for d, place in zip(dilation, np.indices(weight.shape[2:]), strict=True)
+    )
+    # one pixel of the kernel meets so many, counted with those between the strides
+    spans = [
+        (m - r) // s * s + 1
+        for m, r, s in zip(sizes, reach_of(weight, dilation), stride, strict=True)
+    ]
+
+    @jax.checkpoint  # saves no copy of the images for each pixel of the kernel
+    def product(images, row, column, kernel):
+        seen = lax.dynamic_slice_in_dim(images, row, spans[0], axis=3)
+        seen = lax.dynamic_slice_in_dim(seen, column, spans[1], axis=4)
+        seen = seen[..., :: stride[0], :: stride[1]]
+        return jnp.einsum("ngihw,goi->ngohw", seen, kernel)
+
+    def add(total, offset):
+        return total + product(images, *offset), None
+
+    first = product(images, rows[0], columns[0], kernels[0])
+    y, _ = lax.scan(add, first, (rows[1:], columns[1:], kernels[1:]))
+    return y.reshape(n, out, *y.shape[3:])
+
+
+def whole_images(x):
+    """On an explicit mesh: no image is cut, for its border may divide unevenly."""
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=P(*sharding.spec[:2])))
 
 
 conv2d_p = kernel_primitive(

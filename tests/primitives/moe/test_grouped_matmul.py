@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import (
     dequantize,
@@ -14,6 +16,7 @@ from jaxkern import (
 )
 from tests.checks import Spec, bf16, case, f32
 from tests.primitives.quant.block_bytes import weight
+from tests.sharding_checks import mesh_of
 
 
 def sizes(*values: int) -> Spec:
@@ -162,3 +165,26 @@ def test_errors_name_the_dim():
         grouped_matmul(jnp.ones((4, 8)), w, jnp.zeros(2, jnp.int32))
     with pytest.raises(TypeError, match=r"must be \[e, f, d\] with a size"):
         grouped_matmul(jnp.ones((4, 32)), w, jnp.zeros(3, jnp.int32))
+
+
+def test_gradients_inside_shard_map_with_checked_axes():
+    # the check of shard_map asked only ops whose every result has leading dims
+    x, w = jnp.linspace(-1, 1, 48).reshape(2, 6, 4), jnp.linspace(0, 1, 24)
+    w, group_sizes = w.reshape(2, 3, 4), jnp.array([[2, 4], [5, 0]], jnp.int32)
+
+    def loss(y):
+        return jnp.sum(jnp.sin(y))
+
+    def local(x, w, group_sizes):
+        return grouped_matmul(x[0], w, group_sizes[0])[None]
+
+    mesh = mesh_of(2, AxisType.Auto)
+    specs = (P("m"), P(), P("m"))
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("m"))
+    mapped = jax.vmap(grouped_matmul, (0, None, 0))
+    actual, expected = (
+        jax.jit(jax.grad(lambda x, w, f=f: loss(f(x, w, group_sizes)), (0, 1)))(x, w)
+        for f in (sharded, mapped)
+    )
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import conv2d
 from tests.checks import bf16, case, f32
@@ -147,3 +149,24 @@ def test_every_error_says_what_to_do():
         conv2d(x, weight, layout="CHWN")
     with pytest.raises(TypeError, match=r"dim `g\*o` is 6 in `weight` but 5 in `bias`"):
         conv2d(x, weight, draw(5), groups=2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("order", [1, 2])
+def test_weight_gradient_of_groups_on_a_mesh_of_two_axes(kind, order):
+    # on a mesh of one axis a sum over all devices is the sum over that axis
+    x, weight = draw(4, 4, 5, 5), draw(8, 2, 3, 3, seed=1)
+
+    def loss(weight, x):
+        return jnp.sum(jnp.sin(conv2d(x, weight, groups=2)))
+
+    def curvature(weight, x):
+        return jnp.sum(jax.grad(loss)(weight, x) * jnp.cos(weight))
+
+    gradient = jax.jit(jax.grad(loss if order == 1 else curvature))
+    expected = gradient(weight, x)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(weight, NamedSharding(mesh, P()))
+        actual = gradient(placed, jax.device_put(x, NamedSharding(mesh, P("a"))))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)

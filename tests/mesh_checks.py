@@ -1,0 +1,210 @@
+"""What every op must pass on a mesh of two axes of different sizes, (2, 4).
+
+There a sum over all devices is not a sum over the axis that cuts, and operands may be
+cut differently: `sharding_checks.py`, whose meshes have one axis, sees neither.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkern.primitives.kernel_primitive import KernelPrimitive
+from tests.checks import (
+    SMALL,
+    Case,
+    bound,
+    cases_of,
+    differentiable,
+    gradients,
+    in_float64,
+    label_of,
+    num_elements,
+    operands_of,
+    same,
+)
+from tests.transform_checks import batched_operands
+
+SIZES = {"a": 2, "b": 4}
+
+
+class Layout(NamedTuple):
+    """How the operands of a call are cut.
+
+    Attributes:
+      title: such as `batch@a,channel@b in weight`.
+      specs: for each operand and dim the mesh axis; None for an absent operand.
+      alone: whether one operand is cut and the others that could be are whole.
+    """
+
+    title: str
+    specs: list[tuple[str | None, ...] | None]
+    alone: bool
+
+
+def names_of(p: KernelPrimitive, operands: Sequence) -> list[list[str]]:
+    """The name by which each dim of each operand may be cut, "" for none."""
+
+    def name(i, d, n):
+        major = label_of(p, operands, i, d).removeprefix("#").split("*")[0]
+        return major if n > 1 and major.isidentifier() else ""
+
+    return [
+        [] if x is None else [name(i, d, n) for d, n in enumerate(x.shape)]
+        for i, x in enumerate(operands)
+    ]
+
+
+def layouts(p: KernelPrimitive, operands: Sequence) -> Iterator[Layout]:
+    """One dim over one axis and every pair of dims over both, where they divide evenly.
+
+    Each in all operands that have the dims, and in each of them alone.
+    """
+    all_names = names_of(p, operands)
+    sizes: dict[str, set[int]] = {}
+    for x, names in zip(operands, all_names, strict=True):
+        for name, n in zip(names, () if x is None else x.shape, strict=True):
+            sizes.setdefault(name, set()).add(n)
+    sizes.pop("", None)
+    for pair in itertools.product([None, *sorted(sizes)], repeat=2):
+        axis_of = {name: axis for name, axis in zip(pair, SIZES, strict=True) if name}
+        uneven = any(n % SIZES[a] for name, a in axis_of.items() for n in sizes[name])
+        if uneven or not axis_of or pair[0] == pair[1]:
+            continue
+        title = ",".join(f"{name}@{axis}" for name, axis in axis_of.items())
+        specs = [
+            None if x is None else cut_once(names, axis_of)
+            for x, names in zip(operands, all_names, strict=True)
+        ]
+        yield Layout(title, specs, alone=False)
+        holders = [i for i, spec in enumerate(specs) if spec and any(spec)]
+        for i in holders if len(holders) > 1 else ():
+            alone = [
+                spec if k == i or spec is None else (None,) * len(spec)
+                for k, spec in enumerate(specs)
+            ]
+            yield Layout(f"{title} in {p.operands[i].name}", alone, alone=True)
+
+
+def cut_once(names: list[str], axis_of: dict[str, str]) -> tuple[str | None, ...]:
+    """The axis of each dim; of a square `c c` the first is cut."""
+    return tuple(
+        axis_of.get(name) if names.index(name) == d else None
+        for d, name in enumerate(names)
+    )
+
+
+def few_layouts(p: KernelPrimitive, operands: Sequence) -> list[Layout]:
+    """For `make test`: two dims, a pair of dims, and an operand that is cut alone."""
+    every = list(layouts(p, operands))
+    random.Random(p.name).shuffle(every)
+    singles = [x for x in every if "," not in x.title and not x.alone]
+    pairs = [x for x in every if "," in x.title and not x.alone]
+    return singles[:2] + pairs[:1] + [x for x in every if x.alone][:1]
+
+
+def mesh_case(p: KernelPrimitive) -> Case:
+    """The small case with the most dims that can be cut, of these the smallest."""
+
+    def rank(case):
+        names = {
+            name
+            for layout in layouts(p, operands_of(p, case))
+            for name in layout.title.split(" ")[0].split(",")
+        }
+        return len(names), -num_elements(p, case)
+
+    return max((c for c in cases_of(p) if 0 < num_elements(p, c) <= SMALL), key=rank)
+
+
+def check_two_axes(p: KernelPrimitive, case: Case, full: bool = False) -> None:
+    """Values and gradients on automatic and explicit meshes, the gradients' cuts."""
+    operands = operands_of(p, case)
+    every = values_and_gradients(p, bound(p, case), operands)
+    expected = jax.jit(every)(*operands)
+    for layout in (layouts if full else few_layouts)(p, operands):
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            mesh = jax.make_mesh((2, 4), tuple(SIZES), axis_types=(kind,) * 2)
+            with jax.set_mesh(mesh):
+                placed = [
+                    None
+                    if x is None
+                    else jax.device_put(x, NamedSharding(mesh, P(*(spec or ()))))
+                    for x, spec in zip(operands, layout.specs, strict=True)
+                ]
+                if kind is AxisType.Explicit and refused_by_jax(p, case, placed):
+                    continue
+                y, grads = jax.jit(every)(*placed)
+            what = f"{p.name} {kind} {layout.title}"
+            same(y, expected[0], ulps=64, what=what)
+            same(grads, expected[1], ulps=512, what=f"gradient of {what}")
+
+
+def values_and_gradients(p: KernelPrimitive, f: Callable, operands: Sequence):
+    if not differentiable(p, operands):
+        return lambda *operands: (f(*operands), ())
+    return lambda *operands: (f(*operands), gradients(f, operands)(*operands))
+
+
+def refused_by_jax(p: KernelPrimitive, case: Case, operands: Sequence) -> bool:
+    """Whether JAX asks for an `out_sharding`, in its reference's value.
+
+    Where no gradient is declared, in JAX's gradient of the reference, too.
+    """
+    reference = bound(p, case, reference=True)
+    try:
+        jax.eval_shape(reference, *operands)
+        if p.bwd is None and differentiable(p, operands):
+            jax.eval_shape(gradients(reference, operands), *operands)
+    except Exception:  # JAX has several kinds for it, ValueError and TypeError too
+        return True
+    return False
+
+
+def check_manual_axes(p: KernelPrimitive, case: Case) -> None:
+    """Inside shard_map with checked axes each device has operands of its own.
+
+    All of them, or one that varies over the mesh while the others are the same
+    everywhere: values and gradients, whatever the dims are.
+    """
+    operands = operands_of(p, case)
+    present = [i for i, x in enumerate(operands) if x is not None]
+    f, reference = bound(p, case), bound(p, case, reference=True)
+    mesh = jax.make_mesh(
+        (2,), ("m",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    for at in {tuple(present), tuple(present[:1]), tuple(present[-1:])}:
+        mapped = batched_operands(operands, 2, at)
+        axes = tuple(0 if i in at else None for i in range(len(operands)))
+        sharded = on_each_device(f, mesh, operands, at)
+        with jax.enable_x64(True):
+            wide = [in_float64(x) for x in mapped]
+            actual, expected = (
+                jax.jit(values_and_gradients(p, g, wide))(*wide)
+                for g in (sharded, jax.vmap(reference, axes))
+            )
+        for y, e in zip(actual, expected, strict=True):
+            same(y, e, ulps=2**20, what=f"{p.name} in shard_map, {at} varying")
+
+
+def on_each_device(f: Callable, mesh, operands: Sequence, at: Sequence[int]):
+    """`f` inside shard_map; the operands at positions `at` have a value per device."""
+    num_operands = len(operands)
+    present = [i for i, x in enumerate(operands) if x is not None]
+
+    def local(*arrays):
+        own: list = [None] * num_operands
+        for i, x in zip(present, arrays, strict=True):
+            own[i] = x[0] if i in at else x
+        return jax.tree.map(lambda y: y[None], f(*own))
+
+    def sharded(*operands):
+        specs = tuple(P("m") if i in at else P() for i in present)
+        whole = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("m"))
+        return whole(*(operands[i] for i in present))
+
+    return sharded
