@@ -98,6 +98,8 @@ from jaxkern.primitives.linear.matmul_transpose_b import matmul_transpose_b
 from jaxkern.primitives.linear.qkv_split import qkv_split
 from jaxkern.primitives.loss.cross_entropy import cross_entropy
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
+from jaxkern.primitives.loss.linear_distillation import linear_distillation
+from jaxkern.primitives.loss.linear_dpo import linear_dpo, linear_log_probs
 from jaxkern.primitives.moe.balance_losses import load_balance_loss, router_z_loss
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
@@ -294,6 +296,9 @@ __all__ = [
     "layer_norm_2d",
     "linear",
     "linear_cross_entropy",
+    "linear_distillation",
+    "linear_dpo",
+    "linear_log_probs",
     "lloyd_max_codebook",
     "lloyd_max_error",
     "load_balance_loss",

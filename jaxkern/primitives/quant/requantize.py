@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.quant.affine_tensor import AffineTensor, pack_codes
+from jaxkern.primitives.quant.block_fields import Unpacked
+from jaxkern.primitives.quant.block_formats import KERNEL_FORMATS
 from jaxkern.primitives.quant.dequantize import dequantize
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, Unpacked
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.int_tensor import IntTensor, pack_int, quantize_int
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
@@ -26,24 +28,16 @@ QUANTIZE: dict[str, Callable[..., QuantizedTensor]] = {  # (w [..., d], **option
 
 # Formats of one affine step in groups of 32: their smallest code and their bits.
 AFFINE_CODES = {
-    "Q4_0": (-8, 4),
-    "Q4_1": (0, 4),
-    "Q5_0": (-16, 5),
-    "Q5_1": (0, 5),
-    "Q8_0": (-128, 8),
-    "Q4_K": (0, 4),
-    "Q5_K": (0, 5),
+    q: (-codes.zero, codes.bits)
+    for q, codes in KERNEL_FORMATS.items()
+    if codes.group == 32 and not codes.table
 }
-# Formats without an offset: the bits of their signed codes.
+# Formats without an offset: the bits of their signed codes. The scales of MXFP4 reach
+# below the least normal float32.
 INT_CODES = {
-    "Q4_0": 4,
-    "Q3_K": 4,
-    "Q5_0": 8,
-    "Q8_0": 8,
-    "Q6_K": 8,
-    "IQ4_NL": 8,
-    "IQ4_XS": 8,
-    "NVFP4": 8,
+    q: 4 if codes.bits <= 4 and not codes.table else 8
+    for q, codes in KERNEL_FORMATS.items()
+    if not codes.offset and q != "MXFP4"
 }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int8
 
+from jaxkern.primitives.declared_dims import annotated
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.quant.quantized_family import QuantizedFamily, with_dims
 
@@ -70,10 +71,11 @@ def test_width_is_refused_in_the_name_of_the_op():
         with pytest.raises(TypeError, match=r"wide: `x` must be \[\.\.\., 2\]"):
             family.check_columns("wide", jnp.ones(3), list(narrow.values()), {})
     finally:  # the checks of every declared op would ask for its cases
-        for name in ("rows_of_bytes_matmul",):
-            del REGISTRY[name]
+        del REGISTRY[p.name]
 
 
 def test_with_dims_keeps_the_kind_and_what_may_be_absent():
     changed = with_dims(Float[Array, "f groups"] | None, lambda dims: f"e {dims}")
-    assert changed == Float[Array, "e f groups"] | None
+    array = annotated(with_dims, "scales", changed)
+    assert array.dims == ("e", "f", "groups")
+    assert array.is_float and array.optional
