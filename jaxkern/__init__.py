@@ -151,6 +151,8 @@ from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
 from jaxkern.primitives.quant.interleaved_tensor import InterleavedTensor, interleave
 from jaxkern.primitives.quant.microscaled import quantize_microscaled
 from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
+from jaxkern.primitives.quant.nf4 import nf4_from_bitsandbytes, quantize_nf4
+from jaxkern.primitives.quant.nf4_tensor import NF4Tensor
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
 from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -224,6 +226,7 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "MicroscaledTensor",
+    "NF4Tensor",
     "PagedKVCache",
     "QuantizedVectors",
     "TurboQuantCodec",
@@ -313,6 +316,7 @@ __all__ = [
     "moe_weighted_reduce",
     "mrope_cos_sin",
     "multi_rms_norm",
+    "nf4_from_bitsandbytes",
     "pack_fp4",
     "padding_mask",
     "page_slots",
@@ -329,6 +333,7 @@ __all__ = [
     "quantize_gguf",
     "quantize_int",
     "quantize_microscaled",
+    "quantize_nf4",
     "quantize_straight_through",
     "quantize_vectors",
     "quantized_cache_attention",

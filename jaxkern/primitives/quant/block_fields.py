@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, UInt8
+from jaxtyping import Array, Float, Float32, Int, Integer, Shaped, UInt8
 
 
 class Unpacked(NamedTuple):
@@ -83,3 +85,13 @@ def words(b: UInt8[Array, "... bytes"], size: int) -> Int[Array, "... words"]:
     parts = b.reshape(*b.shape[:-1], b.shape[-1] // size, size).astype(dtype)
     shifts = jnp.arange(0, 8 * size, 8, dtype=dtype)
     return jnp.sum(parts << shifts, axis=-1, dtype=dtype)
+
+
+def entries(
+    table: Shaped[Array, "n ..."], index: Integer[Array, "..."]
+) -> Shaped[Array, "..."]:
+    """Rows of a table, by codes that all name one; cut as the codes are."""
+    sharding = jax.typeof(index).sharding
+    whole = (None,) * (table.ndim - 1)
+    cut = P(*sharding.spec, *whole) if sharding.mesh.explicit_axes else None
+    return table.at[index].get(mode="promise_in_bounds", out_sharding=cut)

@@ -7,14 +7,14 @@ Every product is exact in float32: 11 bits of an f16 scale, at most 5 of a sub-s
 6 of a coordinate. The points stand in `gguf_grids.py`.
 """
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from jax import lax
 from jaxtyping import Array, Int, UInt8, UInt32
 
 from jaxkern.primitives.quant.block_fields import (
     bit_fields,
     computed_once,
+    entries,
     f16,
     words,
 )
@@ -23,11 +23,8 @@ from jaxkern.primitives.quant.gguf_grids import grid
 
 def points(name: str, index: Int[Array, "... n"]) -> Int[Array, "... n width"]:
     """Points of a codebook."""
-    sharding = jax.typeof(index).sharding
-    cut = P(*sharding.spec, None) if sharding.mesh.explicit_axes else None
-    table = jnp.asarray(grid(name))
-    # every code names a point: an index has just the bits of the table's size
-    return table.at[index].get(mode="promise_in_bounds", out_sharding=cut)
+    # an index has just the bits of the table's size
+    return entries(jnp.asarray(grid(name)), index)
 
 
 def signed(
@@ -119,7 +116,7 @@ def _iq1_m(b):  # qs[32] qh[16]; four words: 4 times 3 bits of scale, 4 bits of 
     word = words(b[..., 48:], 2)
     parts = word >> 12 << jnp.arange(0, 16, 4, dtype=jnp.int32)
     bits = jnp.sum(parts, axis=-1, keepdims=True, dtype=jnp.int32).astype(jnp.uint16)
-    d = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)[..., None]
+    d = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)[..., None]
     scale = word[..., None] >> jnp.arange(0, 12, 3, dtype=jnp.int32) & 7
     scale = d * _odd(scale).reshape(*b.shape[:-1], 16)[..., None]
     high = bit_fields(b[..., 32:48], 4, every=1, shape=(32,))
