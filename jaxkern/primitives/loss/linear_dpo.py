@@ -47,14 +47,16 @@ def linear_log_probs(
     Example:
       sequence = linear_log_probs(hidden, head, labels).sum(-1)
     """
-    return -linear_cross_entropy(
+    loss = linear_cross_entropy(
         x,
         weight,
         labels,
         softcap=softcap,
         ignore_index=ignore_index,
+        return_lse=True,
         block_size=block_size,
-    )
+    )[0]
+    return -loss
 
 
 def linear_dpo(

@@ -14,8 +14,9 @@ INT = QuantizedFamily(
     arrays={
         "codes": Integer[Array, "f bytes"],
         "scales": Float[Array, "f groups"],
-        "zeros": Float[Array, "f groups"] | None,
+        "zeros": Float[Array, "f groups"],
     },
+    optional=("zeros",),
     layout=("bits", "group_size", "signed"),
     decode=decode_int,
     width=lambda op, codes, scales, _, **layout: int_width(op, codes, scales, **layout),

@@ -160,8 +160,9 @@ FAMILY = QuantizedFamily(
     arrays={
         "codes": UInt8[Array, "f n*c"],
         "scales": UInt8[Array, "f n"],
-        "global_scale": Float[Array, " f"] | None,
+        "global_scale": Float[Array, " f"],
     },
+    optional=("global_scale",),
     layout=("format",),
     decode=decode_microscaled,
     width=lambda op, codes, scales, _, format: microscaled_width(

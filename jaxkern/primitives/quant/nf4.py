@@ -145,10 +145,11 @@ def nf4_from_bitsandbytes(
 NF4 = QuantizedFamily(
     arrays={
         "codes": UInt8[Array, "f bytes"],
-        "scale_codes": UInt8[Array, "f groups"] | None,
+        "scale_codes": UInt8[Array, "f groups"],
         "scales": Float[Array, "f outer"],
-        "offsets": Float[Array, "f outer"] | None,
+        "offsets": Float[Array, "f outer"],
     },
+    optional=("scale_codes", "offsets"),
     layout=("group_size",),
     decode=decode_nf4,
     width=nf4_width,

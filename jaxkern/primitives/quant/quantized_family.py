@@ -22,8 +22,6 @@ The first dim of each array is the row; an op puts its own in that place:
 
 import functools
 import inspect
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +44,9 @@ class QuantizedFamily:
     `name` is that of the primitive, `module` that of the file which declares it.
 
     Attributes:
-      arrays: dims `[row, ...]` of each; `| None` for one that may be absent.
+      arrays: its arrays in order, with their dims `[row, ...]`.
       layout: names of its static fields; options of every op.
+      optional: names of arrays that may be None.
       decode: `(*arrays that are there, **layout, dtype=) -> [..., d]`.
       width: `(op, *arrays, **layout) -> d`, or None where the dims say it all.
       whole: dims that one group of weights spans.
@@ -62,6 +61,7 @@ class QuantizedFamily:
     decode: Callable[..., Array]
     whole: tuple[str, ...]
     width: Callable[..., int] | None = None
+    optional: tuple[str, ...] = ()
     columns: str = "d"
     rows: str = "f"
     matrix: bool = False
@@ -200,7 +200,8 @@ class QuantizedFamily:
 
     def placed(self, place: Callable[[str], str]) -> dict[str, Any]:
         """The annotations of the arrays, their dims changed."""
-        return {name: with_dims(a, place) for name, a in self.arrays.items()}
+        placed = {n: a.dtype[Array, place(a.dim_str)] for n, a in self.arrays.items()}
+        return {n: a | None if n in self.optional else a for n, a in placed.items()}
 
     def checked_width(
         self, op: str, arrays: Sequence[Array | None], options: Mapping[str, Any]
@@ -258,14 +259,6 @@ def declared(
     signature = inspect.Signature(parameters, return_annotation=result)
     setattr(fn, "__signature__", signature)  # noqa: B010, functions have no such field
     return fn
-
-
-def with_dims(annotation: Any, change: Callable[[str], str]) -> Any:
-    """A jaxtyping annotation, maybe `| None`, of other dims."""
-    if isinstance(annotation, types.UnionType):
-        array, absent = typing.get_args(annotation)
-        return with_dims(array, change) | absent
-    return annotation.dtype[Array, change(annotation.dim_str)]
 
 
 def present(arrays: Sequence[Array | None]) -> list[Array]:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int8
 
 from jaxkern.primitives.declared_dims import annotated
 from jaxkern.primitives.kernel_primitive import REGISTRY
-from jaxkern.primitives.quant.quantized_family import QuantizedFamily, with_dims
+from jaxkern.primitives.quant.int_matmul import INT
+from jaxkern.primitives.quant.quantized_family import QuantizedFamily
 
 DECLARED = [
     "dequantize: ... row_bytes -> ... d",
@@ -74,8 +75,10 @@ def test_width_is_refused_in_the_name_of_the_op():
         del REGISTRY[p.name]
 
 
-def test_with_dims_keeps_the_kind_and_what_may_be_absent():
-    changed = with_dims(Float[Array, "f groups"] | None, lambda dims: f"e {dims}")
-    array = annotated(with_dims, "scales", changed)
-    assert array.dims == ("e", "f", "groups")
-    assert array.is_float and array.optional
+def test_an_op_places_the_arrays_and_keeps_what_may_be_absent():
+    placed = INT.placed(lambda dims: f"e {dims}")
+    zeros = annotated(INT.placed, "zeros", placed["zeros"])
+    codes = annotated(INT.placed, "codes", placed["codes"])
+    assert zeros.dims == ("e", "f", "groups")
+    assert zeros.is_float and zeros.optional
+    assert codes.kind == "Integer" and not codes.optional
