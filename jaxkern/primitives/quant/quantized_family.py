@@ -3,7 +3,12 @@
 A container says what its arrays are, how they lie and how they decode:
 
     INT = QuantizedFamily(
-        arrays={"codes": Integer[Array, "f bytes"], "scales": Float[Array, "f groups"]},
+        arrays={
+            "codes": Integer[Array, "f bytes"],
+            "scales": Float[Array, "f groups"],
+            "zeros": Float[Array, "f groups"],
+        },
+        optional=("zeros",),
         layout=("bits", "group_size", "signed"),  # static fields of the container
         decode=decode_int,  # (*arrays, **layout, dtype=) -> [..., d]
         width=int_width,  # (op, *arrays, **layout) -> d; refuses what does not fit
