@@ -14,6 +14,7 @@ from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.int_tensor import IntTensor, pack_int, quantize_int
+from jaxkern.primitives.quant.nf4 import quantize_nf4
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
 from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
@@ -24,6 +25,7 @@ QUANTIZE: dict[str, Callable[..., QuantizedTensor]] = {  # (w [..., d], **option
     "affine": quantize_affine,
     "int": quantize_int,
     **{q: functools.partial(quantize_gguf, qtype=q) for q in GGUF_TYPES},
+    "nf4": quantize_nf4,
 }
 
 # Formats of one affine step in groups of 32: their smallest code and their bits.
@@ -57,8 +59,9 @@ def requantize(
 
     Args:
       w: `[..., d]`, an array or any container.
-      to: "affine", "int" or a GGUF type that `quantize_gguf` knows.
-      options: those of `quantize_affine`, `quantize_int`, `quantize_gguf`.
+      to: "affine", "int", "nf4" or a GGUF type that `quantize_gguf` knows.
+      options: those of `quantize_affine`, `quantize_int`, `quantize_gguf`,
+        `quantize_nf4`.
 
     Returns:
       A container of the same shape.

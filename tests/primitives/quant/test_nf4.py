@@ -10,12 +10,15 @@ import pytest
 from jaxkern import (
     NF4Tensor,
     dequantize,
+    fake_quant,
     linear,
     nf4_from_bitsandbytes,
+    quantize_int,
     quantize_nf4,
     quantized_embedding,
     quantized_matmul,
     quantized_matmul_id,
+    requantize,
 )
 from jaxkern.primitives.quant.nf4_tensor import LEVELS, dynamic_levels
 from tests.checks import case, f32, i32, u8, uniform
@@ -190,6 +193,16 @@ def test_a_checkpoint_with_nested_scales(f, d):
     line = np.array(LEVELS)[np.stack([weight >> 4, weight & 15], axis=-1)].reshape(-1)
     expected = (line * np.repeat(scale, 64)).reshape(f, d)
     np.testing.assert_allclose(dequantize(w), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_requantize_and_fake_quant():
+    w = draw(3, 128)
+    expected = dequantize(quantize_nf4(w, group_size=32))
+    again = requantize(quantize_int(w), "nf4", group_size=32)
+    assert isinstance(again, NF4Tensor) and again.shape == w.shape
+    y, pull = jax.vjp(lambda w: fake_quant(w, "nf4", group_size=32), w)
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(pull(w)[0], w)  # straight through
 
 
 def test_container():
