@@ -6,29 +6,13 @@
 namespace jaxkern {
 namespace {
 
-struct Named {
-  const char* name;
-  Format format;
-  int64_t elements, bytes;
-};
-
-constexpr Named formats[] = {
-    {"Q4_0", Format::q4_0, 32, 18},     {"Q4_1", Format::q4_1, 32, 20},
-    {"Q5_0", Format::q5_0, 32, 22},     {"Q5_1", Format::q5_1, 32, 24},
-    {"Q8_0", Format::q8_0, 32, 34},     {"Q2_K", Format::q2_k, 256, 84},
-    {"Q3_K", Format::q3_k, 256, 110},   {"Q4_K", Format::q4_k, 256, 144},
-    {"Q5_K", Format::q5_k, 256, 176},   {"Q6_K", Format::q6_k, 256, 210},
-    {"IQ4_NL", Format::iq4_nl, 32, 18}, {"IQ4_XS", Format::iq4_xs, 256, 136},
-    {"MXFP4", Format::mxfp4, 32, 17},   {"NVFP4", Format::nvfp4, 64, 36},
-};
-
 // Fills `w` from `data` [rows, row_bytes] or, interleaved, [rows / 16, 16 * row_bytes].
 bool weights_of(std::string_view qtype, bool interleaved, int64_t rows, int64_t bytes,
                 QuantizedWeights* w) {
-  for (const Named& f : formats) {
+  for (const Layout& f : layouts) {
     const int64_t unit = f.bytes * (interleaved ? 16 : 1);
     if (qtype != f.name || bytes % unit) continue;
-    w->format = f.format;
+    w->format = (Format)(&f - layouts);
     w->interleaved = interleaved;
     w->rows = rows * (interleaved ? 16 : 1);
     w->width = bytes / unit * f.elements;

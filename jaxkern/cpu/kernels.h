@@ -5,16 +5,12 @@
 #pragma once
 #include <cstdint>
 
+#include "quant/block_formats.h"
 #include "workers.h"
 
 namespace jaxkern {
 
 enum class Float { f32, f16, bf16 };  // of activations and results
-
-enum class Format {  // of quantised weights, as ggml stores them
-  q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k,
-  iq4_nl, iq4_xs, mxfp4, nvfp4, none,
-};
 
 struct QuantizedWeights {
   const uint8_t* data;

@@ -46,22 +46,7 @@ struct Buffer {  // misaligned by 4 bytes, with nothing behind it
   char *start, *data;
 };
 
-struct Sizes {
-  Format format;
-  const char* name;
-  int elements, bytes;
-};
-static const Sizes formats[] = {
-    {Format::q4_0, "Q4_0", 32, 18},     {Format::q4_1, "Q4_1", 32, 20},
-    {Format::q5_0, "Q5_0", 32, 22},     {Format::q5_1, "Q5_1", 32, 24},
-    {Format::q8_0, "Q8_0", 32, 34},     {Format::q2_k, "Q2_K", 256, 84},
-    {Format::q3_k, "Q3_K", 256, 110},   {Format::q4_k, "Q4_K", 256, 144},
-    {Format::q5_k, "Q5_K", 256, 176},   {Format::q6_k, "Q6_K", 256, 210},
-    {Format::iq4_nl, "IQ4_NL", 32, 18}, {Format::iq4_xs, "IQ4_XS", 256, 136},
-    {Format::mxfp4, "MXFP4", 32, 17},   {Format::nvfp4, "NVFP4", 64, 36},
-};
-
-static float worst_product(const Workers& workers, const Sizes& s, int64_t rows,
+static float worst_product(const Workers& workers, const Layout& s, int64_t rows,
                            int64_t x_rows, bool interleaved, bool int8, int experts) {
   const int64_t width = 3 * s.elements, row_bytes = 3 * s.bytes;
   Buffer w(experts * rows * row_bytes), x(x_rows * width * 4);
@@ -77,7 +62,7 @@ static float worst_product(const Workers& workers, const Sizes& s, int64_t rows,
   }
   for (int64_t i = 0; i < count * rows; ++i) ((float*)y.data)[i] = NAN;
   QuantizedMatmul p = {};
-  p.w = {(const uint8_t*)w.data, s.format, interleaved, rows, width};
+  p.w = {(const uint8_t*)w.data, (Format)(&s - layouts), interleaved, rows, width};
   p.x = x.data, p.y = y.data, p.int8_activations = int8;
   p.x_rows = x_rows, p.count = count, p.rows_per_x = per_x, p.experts = experts;
   p.expert = experts > 1 ? (const int32_t*)expert.data : nullptr;
@@ -114,7 +99,7 @@ static float worst_product(const Workers& workers, const Sizes& s, int64_t rows,
 // The worst error of a gated product, or of one that is added to `residual`, of rows that
 // are normalised or not, beside the plain product of the same kernel. Rows of 1 and -1
 // have a root mean square of exactly 1.
-static float worst_fused(const Workers& workers, const Sizes& s, int64_t x_rows, bool gated,
+static float worst_fused(const Workers& workers, const Layout& s, int64_t x_rows, bool gated,
                          bool int8, bool normed) {
   const int64_t rows = 64, y_rows = gated ? rows / 2 : rows, width = 3 * s.elements;
   Buffer w(rows * 3 * s.bytes), x(x_rows * width * 4), plain(x_rows * rows * 4);
@@ -133,7 +118,7 @@ static float worst_fused(const Workers& workers, const Sizes& s, int64_t x_rows,
     ((float*)residual.data)[i] = random_float();
   }
   QuantizedMatmul p = {};
-  p.w = {(const uint8_t*)w.data, s.format, true, rows, width};
+  p.w = {(const uint8_t*)w.data, (Format)(&s - layouts), true, rows, width};
   p.x = x.data, p.y = plain.data, p.int8_activations = int8;
   p.x_rows = p.count = x_rows, p.rows_per_x = p.experts = 1;
   if (!JAXKERN_ISA::kernels.quantized_matmul(p, workers)) return NAN;
@@ -512,7 +497,7 @@ static float worst_affine(const Workers& workers, int64_t rows, int64_t f, int b
 
 int main() {
   Workers workers = {3, run_on_threads};
-  for (const Sizes& s : formats) {
+  for (const Layout& s : layouts) {
     for (int64_t x_rows : {1, 7, 19}) {
       for (bool interleaved : {false, true}) {
         for (bool int8 : {false, true}) {
@@ -526,7 +511,7 @@ int main() {
       }
     }
   }
-  for (const Sizes& s : formats) {
+  for (const Layout& s : layouts) {
     for (int64_t x_rows : {1, 11}) {
       for (bool gated : {false, true}) {
         for (bool int8 : {false, true}) {

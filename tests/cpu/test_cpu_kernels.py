@@ -317,6 +317,20 @@ def test_attention_under_vmap_and_its_gradient():
         np.testing.assert_allclose(a, e, atol=1e-5)
 
 
+@pytest.mark.parametrize("qtype", WITHOUT_KERNEL)
+def test_a_format_without_a_kernel_is_refused_in_words(qtype):
+    w, values = weight(qtype, 16, 256)
+    x = normal(2, 256)
+    with pytest.raises(ValueError, match=f"{qtype} has no kernel"):
+        quantized_matmul(x, w)
+    with backend("auto"):
+        np.testing.assert_allclose(
+            quantized_matmul(x, w), np.asarray(x, np.float64) @ values.T, atol=1e-3
+        )
+        rows = explain(lambda x: quantized_matmul(x, w), x).rows
+    assert [row.runs for row in rows] == ["xla: quantized_matmul_reference"]
+
+
 def test_where_no_library_is_found_every_op_runs_and_one_notice_says_so(
     monkeypatch, caplog
 ):

@@ -14,34 +14,6 @@ namespace JAXKERN_ISA {
 
 constexpr int tile_rows = 16;
 
-struct Layout {
-  int elements, bytes;  // of a block of one row
-  int head, tail;  // bytes in units of `unit` before and after units of 4
-  int unit;
-  int group;  // weights that share a scale
-  int zero;
-  bool wide;  // codes above 127
-  bool offset;
-};
-
-constexpr Layout layouts[] = {
-    // elements bytes head tail unit group zero wide offset
-    {32, 18, 2, 0, 2, 32, 8, false, false},     // q4_0: d qs[16]
-    {32, 20, 4, 0, 2, 32, 0, false, true},      // q4_1: d m qs[16]
-    {32, 22, 2, 0, 2, 32, 16, false, false},    // q5_0: d qh[4] qs[16]
-    {32, 24, 4, 0, 2, 32, 0, false, true},      // q5_1: d m qh[4] qs[16]
-    {32, 34, 2, 0, 2, 32, 128, true, false},    // q8_0: d qs[32]
-    {256, 84, 0, 0, 2, 16, 0, false, true},     // q2_k: scales[16] qs[64] d dmin
-    {256, 110, 0, 2, 2, 16, 4, false, false},   // q3_k: hmask[32] qs[64] scales[12] d
-    {256, 144, 0, 0, 2, 32, 0, false, true},    // q4_k: d dmin scales[12] qs[128]
-    {256, 176, 0, 0, 2, 32, 0, false, true},    // q5_k: d dmin scales[12] qh[32] qs[128]
-    {256, 210, 0, 2, 2, 16, 32, false, false},  // q6_k: ql[128] qh[64] scales[16] d
-    {32, 18, 2, 0, 2, 32, 128, true, false},    // iq4_nl: d qs[16]
-    {256, 136, 4, 0, 2, 32, 128, true, false},  // iq4_xs: d scales_h scales_l[4] qs[128]
-    {32, 17, 1, 0, 1, 32, 12, false, false},    // mxfp4: e qs[16]
-    {64, 36, 0, 0, 2, 16, 12, false, false},    // nvfp4: scales[4] qs[32]
-};
-
 // One block of up to 16 rows, whose first bytes are `stride` apart, interleaved.
 // Rows that are not there become zeros.
 inline void interleave(const Layout& form, const uint8_t* block, int64_t stride,
@@ -311,15 +283,9 @@ void decode_tile_of(const QuantizedWeights& w, int64_t i, Tile t) {
 
 using DecodeTile = void (*)(const QuantizedWeights&, int64_t, Tile);
 
-constexpr DecodeTile decoders[] = {
-    decode_tile_of<Format::q4_0>,   decode_tile_of<Format::q4_1>,
-    decode_tile_of<Format::q5_0>,   decode_tile_of<Format::q5_1>,
-    decode_tile_of<Format::q8_0>,   decode_tile_of<Format::q2_k>,
-    decode_tile_of<Format::q3_k>,   decode_tile_of<Format::q4_k>,
-    decode_tile_of<Format::q5_k>,   decode_tile_of<Format::q6_k>,
-    decode_tile_of<Format::iq4_nl>, decode_tile_of<Format::iq4_xs>,
-    decode_tile_of<Format::mxfp4>,  decode_tile_of<Format::nvfp4>,
-};
+#define JAXKERN_DECODER(f) decode_tile_of<Format::f>,
+constexpr DecodeTile decoders[] = {JAXKERN_FORMATS(JAXKERN_DECODER)};
+#undef JAXKERN_DECODER
 
 }  // namespace JAXKERN_ISA
 }  // namespace jaxkern

@@ -9,9 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
+from jaxkern.primitives.quant.block_formats import KERNEL_FORMATS
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 
-WITHOUT_KERNEL = ("Q8_K",)  # activations in llama.cpp, hardly ever weights
+WITHOUT_KERNEL = tuple(
+    name
+    for name, form in BLOCK_FORMATS.items()
+    if form.unpack is not None and name not in KERNEL_FORMATS
+)
 
 
 def refusal(x_dtype, qtype: str, *operands) -> str | None:

@@ -200,15 +200,9 @@ using VectorProduct = void (*)(const QuantizedWeights&, int64_t, const Activatio
 
 template <bool int8>
 VectorProduct choose_vector_product(Format format) {
-  constexpr VectorProduct of_format[] = {
-      vector_product<Format::q4_0, int8>,   vector_product<Format::q4_1, int8>,
-      vector_product<Format::q5_0, int8>,   vector_product<Format::q5_1, int8>,
-      vector_product<Format::q8_0, int8>,   vector_product<Format::q2_k, int8>,
-      vector_product<Format::q3_k, int8>,   vector_product<Format::q4_k, int8>,
-      vector_product<Format::q5_k, int8>,   vector_product<Format::q6_k, int8>,
-      vector_product<Format::iq4_nl, int8>, vector_product<Format::iq4_xs, int8>,
-      vector_product<Format::mxfp4, int8>,  vector_product<Format::nvfp4, int8>,
-  };
+#define JAXKERN_PRODUCT(f) vector_product<Format::f, int8>,
+  constexpr VectorProduct of_format[] = {JAXKERN_FORMATS(JAXKERN_PRODUCT)};
+#undef JAXKERN_PRODUCT
   return of_format[(int)format];
 }
 

@@ -24,6 +24,8 @@ from jaxkern.primitives.quant.int_tensor import IntTensor, quantize_int
 from jaxkern.primitives.quant.interleaved_tensor import InterleavedTensor, interleave
 from jaxkern.primitives.quant.microscaled import quantize_microscaled
 from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
+from jaxkern.primitives.quant.nf4 import nf4_from_bitsandbytes, quantize_nf4
+from jaxkern.primitives.quant.nf4_tensor import NF4Tensor
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
 from jaxkern.primitives.quant.quantize_gguf import quantize_gguf
 from jaxkern.primitives.quant.quantized_embedding import quantized_embedding
@@ -38,6 +40,7 @@ __all__ = [
     "IntTensor",
     "InterleavedTensor",
     "MicroscaledTensor",
+    "NF4Tensor",
     "dequantize",
     "dequantize_affine",
     "fake_quant",
@@ -47,12 +50,14 @@ __all__ = [
     "int4_to_linear",
     "int8_matmul",
     "interleave",
+    "nf4_from_bitsandbytes",
     "pack_fp4",
     "quantize_affine",
     "quantize_fp8",
     "quantize_gguf",
     "quantize_int",
     "quantize_microscaled",
+    "quantize_nf4",
     "quantized_embedding",
     "quantized_matmul",
     "quantized_matmul_add",

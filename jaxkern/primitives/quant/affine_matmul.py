@@ -13,24 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Integer, UInt
+from jaxtyping import Array, Float, UInt
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kernel_primitive import at_least_f32
 from jaxkern.primitives.quant.affine_tensor import (
     AffineTensor,
     affine_width,
     decode_affine,
     grouped_codes,
 )
-from jaxkern.primitives.quant.decoded_products import (
-    decoded_product,
-    decoded_rows,
-    routed_product,
-    routed_product_transpose,
-)
+from jaxkern.primitives.quant.decoded_products import decoded_product
 from jaxkern.primitives.quant.dequantize import DEQUANTIZE
 from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
+from jaxkern.primitives.quant.quantized_family import QuantizedFamily
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
 
@@ -56,15 +52,8 @@ def dequantize_affine(
     Raises:
       TypeError: `w` is no AffineTensor.
     """
-    return dequantize_affine_p(
-        w.codes,
-        w.scales,
-        w.biases,
-        bits=w.bits,
-        group_size=w.group_size,
-        dtype=jnp.dtype(dtype),
-        dequant_dtype=dtype_or_none(dequant_dtype),
-    )
+    options = {"dtype": jnp.dtype(dtype), "dequant_dtype": dtype_or_none(dequant_dtype)}
+    return dequantize_affine_p(*AFFINE.read(w), **AFFINE.layout_of(w), **options)
 
 
 def affine_matmul(
@@ -79,74 +68,15 @@ def affine_matmul(
     mlx-native is `compute_dtype=bfloat16, dequant_dtype=bfloat16`; see
     `dequantize_affine` for the latter.
     """
-    return affine_matmul_p(
-        x,
-        w.codes,
-        w.scales,
-        w.biases,
-        bits=w.bits,
-        group_size=w.group_size,
-        compute_dtype=dtype_or_none(compute_dtype),
-        dequant_dtype=dtype_or_none(dequant_dtype),
-    )
-
-
-def affine_embedding(
-    ids: Integer[Array, "..."], w: AffineTensor, dtype: jnp.dtype
-) -> Float[Array, "... d"]:
-    return affine_embedding_p(
-        ids,
-        w.codes,
-        w.scales,
-        w.biases,
-        bits=w.bits,
-        group_size=w.group_size,
-        dtype=dtype,
-    )
-
-
-def affine_matmul_id(
-    x: Float[Array, "t d"],
-    ids: Integer[Array, "t k"],
-    w: AffineTensor,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "t k f"]:
-    return affine_matmul_id_p(
-        x,
-        ids,
-        w.codes,
-        w.scales,
-        w.biases,
-        bits=w.bits,
-        group_size=w.group_size,
-        compute_dtype=compute_dtype,
-    )
+    options = {
+        "compute_dtype": dtype_or_none(compute_dtype),
+        "dequant_dtype": dtype_or_none(dequant_dtype),
+    }
+    return affine_matmul_p(x, *AFFINE.read(w), **AFFINE.layout_of(w), **options)
 
 
 def dtype_or_none(dtype: DTypeLike | None) -> jnp.dtype | None:
     return None if dtype is None else jnp.dtype(dtype)
-
-
-def dequantize_affine_reference(
-    codes: UInt[Array, "... words"],
-    scales: Float[Array, "... groups"],
-    biases: Float[Array, "... groups"],
-    *,
-    bits: int,
-    group_size: int,
-    dtype: jnp.dtype | None,
-    dequant_dtype: jnp.dtype | None,
-) -> Float[Array, "... d"]:
-    affine_width("dequantize_affine", codes, scales, bits, group_size)
-    return decode_affine(
-        codes,
-        scales,
-        biases,
-        bits=bits,
-        group_size=group_size,
-        dtype=dtype,
-        dequant_dtype=dequant_dtype,
-    )
 
 
 def dequantize_affine_bwd_reference(
@@ -161,24 +91,6 @@ def dequantize_affine_bwd_reference(
 ) -> tuple[Float[Array, "... groups"], Float[Array, "... groups"]]:
     del dtype, dequant_dtype  # rounding passes the gradient through
     return _group_gradients(dy, codes, scales, bits, group_size)
-
-
-def affine_matmul_reference(
-    x: Float[Array, "... d"],
-    codes: UInt[Array, "f words"],
-    scales: Float[Array, "f groups"],
-    biases: Float[Array, "f groups"],
-    *,
-    bits: int,
-    group_size: int,
-    compute_dtype: jnp.dtype | None,
-    dequant_dtype: jnp.dtype | None,
-) -> Float[Array, "... f"]:
-    _check_width("affine_matmul", x, codes, scales, bits, group_size)
-    decode = functools.partial(
-        decode_affine, bits=bits, group_size=group_size, dequant_dtype=dequant_dtype
-    )
-    return decoded_product(x, (codes, scales, biases), decode, 1, compute_dtype)
 
 
 def affine_matmul_bwd_reference(
@@ -210,59 +122,6 @@ def affine_matmul_bwd_reference(
     return dx, *_group_gradients(dw, codes, scales, bits, group_size)
 
 
-def affine_embedding_reference(
-    ids: Integer[Array, "..."],
-    codes: UInt[Array, "v words"],
-    scales: Float[Array, "v groups"],
-    biases: Float[Array, "v groups"],
-    *,
-    bits: int,
-    group_size: int,
-    dtype: jnp.dtype | None,
-) -> Float[Array, "... d"]:
-    affine_width("affine_embedding", codes, scales, bits, group_size)
-    decode = functools.partial(decode_affine, bits=bits, group_size=group_size)
-    return decoded_rows(ids, (codes, scales, biases), decode, dtype)
-
-
-def affine_matmul_id_reference(
-    x: Float[Array, "... d"],
-    ids: Integer[Array, "... k"],
-    codes: UInt[Array, "e f words"],
-    scales: Float[Array, "e f groups"],
-    biases: Float[Array, "e f groups"],
-    *,
-    bits: int,
-    group_size: int,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... k f"]:
-    _check_width("affine_matmul_id", x, codes, scales, bits, group_size)
-    decode = functools.partial(decode_affine, bits=bits, group_size=group_size)
-    return routed_product(x, ids, (codes, scales, biases), decode, compute_dtype)
-
-
-def affine_matmul_id_bwd_reference(
-    ids: Integer[Array, "... k"],
-    codes: UInt[Array, "e f words"],
-    scales: Float[Array, "e f groups"],
-    biases: Float[Array, "e f groups"],
-    dy: Float[Array, "... k f"],
-    *,
-    bits: int,
-    group_size: int,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... d"]:
-    decode = functools.partial(decode_affine, bits=bits, group_size=group_size)
-    arrays = (codes, scales, biases)
-    return routed_product_transpose(dy, ids, arrays, decode, compute_dtype)
-
-
-def _check_width(op, x, codes, scales, bits, group_size) -> None:
-    d = affine_width(op, codes, scales, bits, group_size)
-    if x.shape[-1] != d:
-        raise TypeError(f"{op}: dim `d` is {x.shape[-1]} in `x` but {d} in `w`.")
-
-
 def _group_gradients(
     dw: Float[Array, "... d"],
     codes: UInt[Array, "... words"],
@@ -278,28 +137,31 @@ def _group_gradients(
     return dscales.astype(scales.dtype), jnp.sum(dw, axis=-1).astype(scales.dtype)
 
 
-WHOLE = ("d", "words", "groups")  # a group spans all three
+AFFINE = QuantizedFamily(
+    arrays={
+        "codes": UInt[Array, "f words"],
+        "scales": Float[Array, "f groups"],
+        "biases": Float[Array, "f groups"],
+    },
+    layout=("bits", "group_size"),
+    decode=decode_affine,
+    width=lambda op, codes, scales, _, **layout: affine_width(
+        op, codes, scales, **layout
+    ),
+    whole=("d", "words", "groups"),  # a group spans all three
+)
+ROUNDING = ("dequant_dtype",)  # what mlx rounds on the way to a weight
 
-dequantize_affine_p = kernel_primitive(
-    dequantize_affine_reference,
-    bwd=dequantize_affine_bwd_reference,
-    replicated=WHOLE,
+dequantize_affine_p = AFFINE.dequantize(
+    "dequantize_affine", __name__, options=ROUNDING, bwd=dequantize_affine_bwd_reference
 )
-affine_matmul_p = kernel_primitive(
-    affine_matmul_reference, bwd=affine_matmul_bwd_reference, replicated=WHOLE
+affine_matmul_p = AFFINE.matmul(
+    "affine_matmul", __name__, options=ROUNDING, bwd=affine_matmul_bwd_reference
 )
-affine_embedding_p = kernel_primitive(
-    affine_embedding_reference,
-    replicated=("v", *WHOLE),  # an id may name any row
-)
-affine_matmul_id_p = kernel_primitive(
-    affine_matmul_id_reference,
-    bwd=affine_matmul_id_bwd_reference,
-    linear=("x",),
-    replicated=("e", "k", *WHOLE),  # an id may name any expert
-)
+affine_embedding_p = AFFINE.embedding("affine_embedding", __name__)
+affine_matmul_id_p = AFFINE.matmul_id("affine_matmul_id", __name__)
 
 DEQUANTIZE[AffineTensor] = dequantize_affine
 QUANTIZED_MATMUL[AffineTensor] = affine_matmul
-QUANTIZED_EMBEDDING[AffineTensor] = affine_embedding
-QUANTIZED_MATMUL_ID[AffineTensor] = affine_matmul_id
+QUANTIZED_EMBEDDING[AffineTensor] = AFFINE.reader(affine_embedding_p, "dtype")
+QUANTIZED_MATMUL_ID[AffineTensor] = AFFINE.reader(affine_matmul_id_p, "compute_dtype")

@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
-from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.gguf_tensor import GGUF, GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import (
     QuantizedTensor,
     float_dtype,
@@ -46,21 +44,5 @@ def dequantize(
     return read(w, float_dtype("dequantize", dtype))
 
 
-def dequantize_reference(
-    blocks: UInt8[Array, "... row_bytes"], *, qtype: str, dtype: jnp.dtype
-) -> Float[Array, "... d"]:
-    elements_per_row("dequantize", qtype, blocks.shape[-1])
-    return decode_rows(blocks, qtype, dtype=dtype)
-
-
-dequantize_p = kernel_primitive(
-    dequantize_reference,
-    replicated=("row_bytes", "d"),  # a block spans both
-)
-
-
-def dequantize_gguf(w: GGUFTensor, dtype: jnp.dtype) -> Float[Array, "... d"]:
-    return dequantize_p(w.blocks, qtype=w.qtype, dtype=dtype)
-
-
-DEQUANTIZE[GGUFTensor] = dequantize_gguf
+dequantize_p = GGUF.dequantize("dequantize", __name__)
+DEQUANTIZE[GGUFTensor] = GGUF.reader(dequantize_p, "dtype")

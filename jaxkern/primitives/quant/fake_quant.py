@@ -29,9 +29,10 @@ def fake_quant(
 
     Args:
       x: `[..., d]`, finite, any float dtype.
-      to: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "affine" or "int", or a container of
-        x's shape.
-      options: those of `quantize_gguf`, `quantize_affine`, `quantize_int`.
+      to: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "affine", "int" or "nf4", or a
+        container of x's shape.
+      options: those of `quantize_gguf`, `quantize_affine`, `quantize_int`,
+        `quantize_nf4`.
 
     Returns:
       y: `[..., d]`, dtype of x.

@@ -7,8 +7,6 @@ The primitives see whole blocks, `nf * bf` by `nd * bd`, and are cut between blo
 matrix with a part of a block at its edge is padded with zeros first.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, UInt8
 
@@ -20,10 +18,10 @@ from jaxkern.primitives.float8 import (
     largest_float8,
 )
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
 from jaxkern.primitives.quant.dequantize import DEQUANTIZE
 from jaxkern.primitives.quant.fp8_tensor import WHOLE, FP8Tensor, scales_shape
 from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
+from jaxkern.primitives.quant.quantized_family import QuantizedFamily
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 from jaxkern.primitives.quant.rounding import divide
 
@@ -124,70 +122,33 @@ def decode_fp8(
     return w if dtype is None else w.astype(dtype)
 
 
-def dequantize_fp8_reference(
-    codes: UInt8[Array, "... nf*bf nd*bd"],
-    scales: Float[Array, "... nf nd"],
-    *,
-    format: str,
-    dtype: jnp.dtype | None,
-) -> Float[Array, "... nf*bf nd*bd"]:
-    return decode_fp8(codes, scales, format=format, dtype=dtype)
-
-
-dequantize_fp8_p = kernel_primitive(dequantize_fp8_reference)
-
-
-def fp8_matmul_reference(
-    x: Float[Array, "... nd*bd"],
-    codes: UInt8[Array, "nf*bf nd*bd"],
-    scales: Float[Array, "nf nd"],
-    *,
-    format: str,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... nf*bf"]:
-    decode = functools.partial(decode_fp8, format=format)
-    return decoded_product(x, (codes, scales), decode, 1, compute_dtype)
-
-
-def fp8_matmul_bwd_reference(
-    codes: UInt8[Array, "nf*bf nd*bd"],
-    scales: Float[Array, "nf nd"],
-    dy: Float[Array, "... nf*bf"],
-    *,
-    format: str,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... nd*bd"]:
-    decode = functools.partial(decode_fp8, format=format)
-    return decoded_product(dy, (codes, scales), decode, 0, compute_dtype)
-
-
-fp8_matmul_p = kernel_primitive(
-    fp8_matmul_reference,
-    bwd=fp8_matmul_bwd_reference,
-    linear=("x",),
-    replicated=("nd", "bd"),  # as in quantized_matmul, a device decodes whole rows
-)
-
-
-def fp8_embedding_reference(
-    ids: Integer[Array, "..."],
-    codes: UInt8[Array, "v nd*bd"],
-    scales: Float[Array, "v nd"],
+def decode_fp8_row(
+    codes: UInt8[Array, "... nd*bd"],
+    scales: Float[Array, "... nd"],
     *,
     format: str,
     dtype: jnp.dtype | None,
 ) -> Float[Array, "... nd*bd"]:
-    def decode(codes, scales, *, dtype):
-        rows = (codes[..., None, :], scales[..., None, :])
-        return decode_fp8(*rows, format=format, dtype=dtype)[..., 0, :]
-
-    return decoded_rows(ids, (codes, scales), decode, dtype)
+    """One row, which has scales of its own."""
+    row = (codes[..., None, :], scales[..., None, :])
+    return decode_fp8(*row, format=format, dtype=dtype)[..., 0, :]
 
 
-fp8_embedding_p = kernel_primitive(
-    fp8_embedding_reference,
-    replicated=("v", "nd", "bd"),  # an id may name any row
+FP8 = QuantizedFamily(
+    arrays={
+        "codes": UInt8[Array, "nf*bf nd*bd"],
+        "scales": Float[Array, "nf nd"],
+    },
+    layout=("format",),
+    decode=decode_fp8,
+    whole=("nd", "bd"),  # as in quantized_matmul, a device decodes whole rows
+    columns="nd*bd",
+    rows="nf*bf",
+    matrix=True,
 )
+dequantize_fp8_p = FP8.dequantize("dequantize_fp8", __name__, whole=())
+fp8_matmul_p = FP8.matmul("fp8_matmul", __name__)
+fp8_embedding_p = FP8.embedding("fp8_embedding", __name__, decode=decode_fp8_row)
 
 
 # How the ops of all containers read this one.

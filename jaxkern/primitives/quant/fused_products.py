@@ -21,9 +21,8 @@ from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm, rms_norm_reference
 from jaxkern.primitives.quant.interleaved_matmul import (
-    WHOLE,
-    check_width,
-    interleaved_matmul_reference,
+    INTERLEAVED,
+    interleaved_matmul_p,
 )
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, InterleavedTensor
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
@@ -170,9 +169,11 @@ def interleaved_rms_norm_matmul_reference(
     compute_dtype: jnp.dtype | None,
     eps: float,
 ) -> Float[Array, "... u 16"]:
-    check_width("interleaved_rms_norm_matmul", x, tiles, qtype)
+    INTERLEAVED.check_columns(
+        "interleaved_rms_norm_matmul", x, [tiles], {"qtype": qtype}
+    )
     normal = rms_norm_reference(at_least_f32(x), norm, None, eps=eps, offset=0.0)
-    y = interleaved_matmul_reference(
+    y = interleaved_matmul_p.reference(
         normal, tiles, qtype=qtype, compute_dtype=compute_dtype
     )
     return y.astype(x.dtype)
@@ -187,12 +188,12 @@ def interleaved_swiglu_reference(
     compute_dtype: jnp.dtype | None,
     eps: float,
 ) -> Float[Array, "... u 16"]:
-    check_width("interleaved_swiglu", x, tiles, qtype)
+    INTERLEAVED.check_columns("interleaved_swiglu", x, [tiles], {"qtype": qtype})
     x32 = at_least_f32(x)
     if norm is not None:
         x32 = rms_norm_reference(x32, norm, None, eps=eps, offset=0.0)
     gate, up = (
-        interleaved_matmul_reference(
+        interleaved_matmul_p.reference(
             x32, half, qtype=qtype, compute_dtype=compute_dtype
         )
         for half in tiles
@@ -208,17 +209,19 @@ def interleaved_matmul_add_reference(
     qtype: str,
     compute_dtype: jnp.dtype | None,
 ) -> Float[Array, "... u 16"]:
-    check_width("interleaved_matmul_add", x, tiles, qtype)
-    y = interleaved_matmul_reference(
+    INTERLEAVED.check_columns("interleaved_matmul_add", x, [tiles], {"qtype": qtype})
+    y = interleaved_matmul_p.reference(
         at_least_f32(x), tiles, qtype=qtype, compute_dtype=compute_dtype
     )
     return (y + at_least_f32(residual)).astype(x.dtype)
 
 
 interleaved_rms_norm_matmul_p = kernel_primitive(
-    interleaved_rms_norm_matmul_reference, replicated=WHOLE
+    interleaved_rms_norm_matmul_reference, replicated=INTERLEAVED.whole
 )
-interleaved_swiglu_p = kernel_primitive(interleaved_swiglu_reference, replicated=WHOLE)
+interleaved_swiglu_p = kernel_primitive(
+    interleaved_swiglu_reference, replicated=INTERLEAVED.whole
+)
 interleaved_matmul_add_p = kernel_primitive(
-    interleaved_matmul_add_reference, replicated=WHOLE
+    interleaved_matmul_add_reference, replicated=INTERLEAVED.whole
 )

@@ -11,7 +11,7 @@ compiler contracts the two to a fused multiply-add or not, the bits are those of
 `gguf.quants.dequantize`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,16 +19,21 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from jaxkern.primitives.quant.block_fields import (
+    Unpacked,
+    bit_fields,
+    computed_once,
+    f16,
+    from_bytes,
+    i8,
+    look_up,
+)
+from jaxkern.primitives.quant.block_formats import FORMATS
+from jaxkern.primitives.quant.gguf_codebooks import UNPACK_CODEBOOKS
+from jaxkern.primitives.quant.gguf_ternary import UNPACK_TERNARY
+
 IQ4_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled e2m1
-
-
-class Unpacked(NamedTuple):
-    """Weights as `scale * code + offset`, group by group."""
-
-    code: Int[Array, "... groups size"]
-    scale: Float32[Array, "... groups 1"]
-    offset: Float32[Array, "... groups 1"] | None = None
 
 
 class BlockFormat(NamedTuple):
@@ -73,107 +78,47 @@ def decode_rows(
     return value.reshape(*lead, blocks.shape[-2] * form.elements).astype(dtype)
 
 
-def from_bytes(b: UInt8[Array, "... bytes"], dtype: DTypeLike) -> Float[Array, "..."]:
-    """The number that the bytes of the last dim are, lowest first."""
-    if not has_symbolic_size(b):
-        return lax.bitcast_convert_type(b, dtype)
-    n = jnp.dtype(dtype).itemsize
-    parts = b.astype(f"uint{8 * n}") << jnp.arange(0, 8 * n, 8, dtype=f"uint{8 * n}")
-    return lax.bitcast_convert_type(parts.sum(-1, dtype=parts.dtype), dtype)
-
-
-def to_bytes(x: Array) -> UInt8[Array, "... bytes"]:
-    """The bytes of the numbers of the last dim, lowest first."""
-    if not has_symbolic_size(x):
-        return x.view(jnp.uint8)
-    bits = 8 * x.dtype.itemsize
-    word = lax.bitcast_convert_type(x, f"uint{bits}")[..., None]
-    parts = (word >> jnp.arange(0, bits, 8, dtype=word.dtype)).astype(jnp.uint8)
-    return parts.reshape(*x.shape[:-1], x.shape[-1] * bits // 8)
-
-
-def has_symbolic_size(x: Array) -> bool:
-    """Then XLA refuses a bitcast to wider or narrower elements."""
-    return not all(isinstance(n, int) for n in x.shape)
-
-
-def _f16(b: UInt8[Array, "... 2"]) -> Float32[Array, "... 1 1"]:
-    return from_bytes(b, jnp.float16).astype(jnp.float32)[..., None, None]
-
-
-def _i8(b: UInt8[Array, "..."]) -> Int[Array, "..."]:
-    return lax.bitcast_convert_type(b, jnp.int8).astype(jnp.int32)
-
-
-def _fields(
-    b: UInt8[Array, "... bytes"], bits: int, *, every: int, shape: tuple[int, ...]
-) -> Int[Array, "..."]:
-    """Bit fields, lowest first, of each run of `every` bytes, as int32 of `shape`.
-
-    A run of bytes gives first the lowest field of every byte, then the next.
-    """
-    lead, n = b.shape[:-1], b.shape[-1]
-    runs = b.reshape(*lead, n // every, 1, every).astype(jnp.int32)
-    shift = jnp.arange(0, 8, bits, dtype=jnp.int32)[:, None]
-    fields = (runs >> shift) & (2**bits - 1)
-    # first merge, then split: one reshape that does both is refused on explicit meshes
-    return fields.reshape(*lead, n * (8 // bits)).reshape(*lead, *shape)
-
-
-def _lookup(table: Sequence[int], code: Int[Array, "..."]) -> Int[Array, "..."]:
-    return lax.select_n(code, *(jnp.full_like(code, value) for value in table))
-
-
 def _q4_0(b):
     return Unpacked(
-        _fields(b[..., 2:], 4, every=16, shape=(1, 32)) - 8, _f16(b[..., :2])
+        bit_fields(b[..., 2:], 4, every=16, shape=(1, 32)) - 8, f16(b[..., :2])
     )
 
 
 def _q4_1(b):
-    code = _fields(b[..., 4:], 4, every=16, shape=(1, 32))
-    return Unpacked(code, _f16(b[..., :2]), _f16(b[..., 2:4]))
+    code = bit_fields(b[..., 4:], 4, every=16, shape=(1, 32))
+    return Unpacked(code, f16(b[..., :2]), f16(b[..., 2:4]))
 
 
 def _q5_0(b):
-    low = _fields(b[..., 6:], 4, every=16, shape=(1, 32))
-    high = _fields(b[..., 2:6], 1, every=1, shape=(1, 32))
-    return Unpacked((low | high << 4) - 16, _f16(b[..., :2]))
+    low = bit_fields(b[..., 6:], 4, every=16, shape=(1, 32))
+    high = bit_fields(b[..., 2:6], 1, every=1, shape=(1, 32))
+    return Unpacked((low | high << 4) - 16, f16(b[..., :2]))
 
 
 def _q5_1(b):
-    low = _fields(b[..., 8:], 4, every=16, shape=(1, 32))
-    high = _fields(b[..., 4:8], 1, every=1, shape=(1, 32))
-    return Unpacked(low | high << 4, _f16(b[..., :2]), _f16(b[..., 2:4]))
+    low = bit_fields(b[..., 8:], 4, every=16, shape=(1, 32))
+    high = bit_fields(b[..., 4:8], 1, every=1, shape=(1, 32))
+    return Unpacked(low | high << 4, f16(b[..., :2]), f16(b[..., 2:4]))
 
 
 def _q8_0(b):
-    return Unpacked(_i8(b[..., None, 2:]), _f16(b[..., :2]))
-
-
-def _computed_once(code, scale, offset=None):
-    """For fields put together from several bytes.
-
-    Fused into the product, XLA would assemble a scale anew for each of its codes: on a
-    CPU decoding is 2 to 7 times faster this way, for one byte per weight of space.
-    """
-    return Unpacked(*lax.optimization_barrier((code.astype(jnp.int8), scale, offset)))
+    return Unpacked(i8(b[..., None, 2:]), f16(b[..., :2]))
 
 
 def _q2_k(b):  # scales[16] qs[64] d dmin
-    scale = _fields(b[..., :16], 4, every=16, shape=(2, 16, 1))
-    d, dmin = _f16(b[..., 80:82]), _f16(b[..., 82:84])
-    code = _fields(b[..., 16:80], 2, every=32, shape=(16, 16))
-    return _computed_once(code, d * scale[..., 0, :, :], -dmin * scale[..., 1, :, :])
+    scale = bit_fields(b[..., :16], 4, every=16, shape=(2, 16, 1))
+    d, dmin = f16(b[..., 80:82]), f16(b[..., 82:84])
+    code = bit_fields(b[..., 16:80], 2, every=32, shape=(16, 16))
+    return computed_once(code, d * scale[..., 0, :, :], -dmin * scale[..., 1, :, :])
 
 
 def _q3_k(b):  # hmask[32] qs[64] scales[12] d
-    low = _fields(b[..., 32:96], 2, every=32, shape=(16, 16))
-    high = _fields(b[..., :32], 1, every=32, shape=(16, 16))
-    scale_low = _fields(b[..., 96:104], 4, every=8, shape=(16, 1))
-    scale_high = _fields(b[..., 104:108], 2, every=4, shape=(16, 1))
+    low = bit_fields(b[..., 32:96], 2, every=32, shape=(16, 16))
+    high = bit_fields(b[..., :32], 1, every=32, shape=(16, 16))
+    scale_low = bit_fields(b[..., 96:104], 4, every=8, shape=(16, 1))
+    scale_high = bit_fields(b[..., 104:108], 2, every=4, shape=(16, 1))
     scale = (scale_low | scale_high << 4) - 32
-    return _computed_once((low | high << 2) - 4, _f16(b[..., 108:]) * scale)
+    return computed_once((low | high << 2) - 4, f16(b[..., 108:]) * scale)
 
 
 def _scale_and_min(b):
@@ -186,49 +131,49 @@ def _scale_and_min(b):
 
 def _q4_k(b):  # d dmin scales[12] qs[128]
     scale, minimum = _scale_and_min(b[..., 4:16])
-    code = _fields(b[..., 16:], 4, every=32, shape=(8, 32))
-    return _computed_once(code, _f16(b[..., :2]) * scale, -_f16(b[..., 2:4]) * minimum)
+    code = bit_fields(b[..., 16:], 4, every=32, shape=(8, 32))
+    return computed_once(code, f16(b[..., :2]) * scale, -f16(b[..., 2:4]) * minimum)
 
 
 def _q5_k(b):  # d dmin scales[12] qh[32] qs[128]
     scale, minimum = _scale_and_min(b[..., 4:16])
-    low = _fields(b[..., 48:], 4, every=32, shape=(8, 32))
-    high = _fields(b[..., 16:48], 1, every=32, shape=(8, 32))
+    low = bit_fields(b[..., 48:], 4, every=32, shape=(8, 32))
+    high = bit_fields(b[..., 16:48], 1, every=32, shape=(8, 32))
     code = low | high << 4
-    return _computed_once(code, _f16(b[..., :2]) * scale, -_f16(b[..., 2:4]) * minimum)
+    return computed_once(code, f16(b[..., :2]) * scale, -f16(b[..., 2:4]) * minimum)
 
 
 def _q6_k(b):  # ql[128] qh[64] scales[16] d
-    low = _fields(b[..., :128], 4, every=64, shape=(16, 16))
-    high = _fields(b[..., 128:192], 2, every=32, shape=(16, 16))
-    scale = _i8(b[..., 192:208])[..., None]
-    return _computed_once((low | high << 4) - 32, _f16(b[..., 208:]) * scale)
+    low = bit_fields(b[..., :128], 4, every=64, shape=(16, 16))
+    high = bit_fields(b[..., 128:192], 2, every=32, shape=(16, 16))
+    scale = i8(b[..., 192:208])[..., None]
+    return computed_once((low | high << 4) - 32, f16(b[..., 208:]) * scale)
 
 
 def _q8_k(b):  # d (f32) qs[256] bsums[16], sums of codes that decoding does not need
     d = from_bytes(b[..., :4], jnp.float32)[..., None, None]
-    return Unpacked(_i8(b[..., None, 4:260]), d)
+    return Unpacked(i8(b[..., None, 4:260]), d)
 
 
 def _iq4_nl(b):
-    code = _fields(b[..., 2:], 4, every=16, shape=(1, 32))
-    return Unpacked(_lookup(IQ4_CODES, code), _f16(b[..., :2]))
+    code = bit_fields(b[..., 2:], 4, every=16, shape=(1, 32))
+    return Unpacked(look_up(IQ4_CODES, code), f16(b[..., :2]))
 
 
 def _iq4_xs(b):  # d scales_h[2] scales_l[4] qs[128]
-    scale_high = _fields(b[..., 2:4], 2, every=1, shape=(8, 1))
-    scale_low = _fields(b[..., 4:8], 4, every=1, shape=(8, 1))
+    scale_high = bit_fields(b[..., 2:4], 2, every=1, shape=(8, 1))
+    scale_low = bit_fields(b[..., 4:8], 4, every=1, shape=(8, 1))
     scale = (scale_low | scale_high << 4) - 32
-    code = _fields(b[..., 8:], 4, every=16, shape=(8, 32))
-    return Unpacked(_lookup(IQ4_CODES, code), _f16(b[..., :2]) * scale)
+    code = bit_fields(b[..., 8:], 4, every=16, shape=(8, 32))
+    return Unpacked(look_up(IQ4_CODES, code), f16(b[..., :2]) * scale)
 
 
 def _mxfp4(b):
     e = b[..., :1, None].astype(jnp.int32)
     bits = jnp.where(e < 2, (1 << 21) << (e & 1), (e - 1) << 23)  # 2**(e - 128)
-    code = _fields(b[..., 1:], 4, every=16, shape=(1, 32))
+    code = bit_fields(b[..., 1:], 4, every=16, shape=(1, 32))
     scale = lax.bitcast_convert_type(bits, jnp.float32)
-    return Unpacked(_lookup(E2M1_CODES, code), scale)
+    return Unpacked(look_up(E2M1_CODES, code), scale)
 
 
 def _nvfp4(b):  # four unsigned e4m3 scales, qs[32]; codes are doubled, so scales halved
@@ -239,8 +184,8 @@ def _nvfp4(b):  # four unsigned e4m3 scales, qs[32]; codes are doubled, so scale
     )
     scale = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 2.0**-10, normal)
     scale = jnp.where(e4m3 == 0x7F, 0.0, scale)
-    code = _fields(b[..., 4:], 4, every=8, shape=(4, 16))
-    return Unpacked(_lookup(E2M1_CODES, code), scale)
+    code = bit_fields(b[..., 4:], 4, every=8, shape=(4, 16))
+    return Unpacked(look_up(E2M1_CODES, code), scale)
 
 
 MIN_NORMAL = 2.0**-126
@@ -263,23 +208,27 @@ def _subnormal_product(
 
 FLOAT_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
+UNPACK = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "Q8_K": _q8_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    **UNPACK_CODEBOOKS,
+    **UNPACK_TERNARY,
+}
+
 BLOCK_FORMATS = {
-    "F32": BlockFormat(1, 4, None),
-    "F16": BlockFormat(1, 2, None),
-    "BF16": BlockFormat(1, 2, None),
-    "Q4_0": BlockFormat(32, 18, _q4_0),
-    "Q4_1": BlockFormat(32, 20, _q4_1),
-    "Q5_0": BlockFormat(32, 22, _q5_0),
-    "Q5_1": BlockFormat(32, 24, _q5_1),
-    "Q8_0": BlockFormat(32, 34, _q8_0),
-    "Q2_K": BlockFormat(256, 84, _q2_k),
-    "Q3_K": BlockFormat(256, 110, _q3_k),
-    "Q4_K": BlockFormat(256, 144, _q4_k),
-    "Q5_K": BlockFormat(256, 176, _q5_k),
-    "Q6_K": BlockFormat(256, 210, _q6_k),
-    "Q8_K": BlockFormat(256, 292, _q8_k),
-    "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
-    "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
-    "MXFP4": BlockFormat(32, 17, _mxfp4),
-    "NVFP4": BlockFormat(64, 36, _nvfp4),
+    name: BlockFormat(form.elements, form.bytes, UNPACK.get(name))
+    for name, form in FORMATS.items()
 }

@@ -1,4 +1,4 @@
-"""`GGUFTensor`: a pytree over the raw blocks of a GGUF file's weight."""
+"""`GGUFTensor`: a pytree over the raw blocks of a GGUF weight; its family of ops."""
 
 from dataclasses import dataclass, field
 from math import prod
@@ -6,7 +6,8 @@ from math import prod
 import jax
 from jaxtyping import Array, UInt8
 
-from jaxkern.primitives.quant.gguf_blocks import elements_per_row
+from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
+from jaxkern.primitives.quant.quantized_family import QuantizedFamily
 from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
 
 
@@ -61,3 +62,12 @@ class GGUFTensor:
 
     def __repr__(self) -> str:
         return repr_of(self, self.qtype)
+
+
+GGUF = QuantizedFamily(
+    arrays={"blocks": UInt8[Array, "f row_bytes"]},
+    layout=("qtype",),
+    decode=decode_rows,
+    width=lambda op, blocks, qtype: elements_per_row(op, qtype, blocks.shape[-1]),
+    whole=("d", "row_bytes"),  # blocks span d: a cut of d need not be one of bytes
+)

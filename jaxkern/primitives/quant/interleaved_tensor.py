@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.quant.block_formats import KERNEL_FORMATS
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
@@ -21,22 +22,7 @@ from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_
 ROWS = 16  # of a tile
 
 # What stays together of a block: (bytes of a unit, number of units) in order.
-UNITS = {
-    "Q4_0": ((2, 1), (4, 4)),
-    "Q4_1": ((2, 2), (4, 4)),
-    "Q5_0": ((2, 1), (4, 5)),
-    "Q5_1": ((2, 2), (4, 5)),
-    "Q8_0": ((2, 1), (4, 8)),
-    "Q2_K": ((4, 21),),
-    "Q3_K": ((4, 27), (2, 1)),
-    "Q4_K": ((4, 36),),
-    "Q5_K": ((4, 44),),
-    "Q6_K": ((4, 52), (2, 1)),
-    "IQ4_NL": ((2, 1), (4, 4)),
-    "IQ4_XS": ((2, 2), (4, 33)),
-    "MXFP4": ((1, 1), (4, 4)),
-    "NVFP4": ((4, 9),),
-}
+UNITS = {q: codes.units for q, codes in KERNEL_FORMATS.items()}
 
 
 @jax.tree_util.register_dataclass

@@ -3,16 +3,13 @@
 w = element * scale of its group * global_scale; the formats: `microscaled_tensor.py`.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Integer, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.float8 import decode_float8, encode_float8
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.quant.decoded_products import decoded_product, decoded_rows
 from jaxkern.primitives.quant.dequantize import DEQUANTIZE
 from jaxkern.primitives.quant.fp4 import (
     decode_e2m1,
@@ -27,6 +24,7 @@ from jaxkern.primitives.quant.microscaled_tensor import (
     microscaled_width,
 )
 from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
+from jaxkern.primitives.quant.quantized_family import QuantizedFamily
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 from jaxkern.primitives.quant.rounding import divide
 
@@ -152,122 +150,40 @@ def decode_microscaled(
     return w if dtype is None else w.astype(dtype)
 
 
-def dequantize_microscaled_reference(
-    codes: UInt8[Array, "... n*c"],
-    scales: UInt8[Array, "... n"],
-    global_scale: Float[Array, "..."] | None,
-    *,
-    format: str,
-    dtype: jnp.dtype | None,
-) -> Float[Array, "... n*g"]:
-    microscaled_width("dequantize_microscaled", codes, scales, format)
-    return decode_microscaled(codes, scales, global_scale, format=format, dtype=dtype)
-
-
-dequantize_microscaled_p = kernel_primitive(
-    dequantize_microscaled_reference,
-    replicated=("c", "g"),  # a group has one scale
-)
-
-
-def microscaled_matmul_reference(
-    x: Float[Array, "... n*g"],
-    codes: UInt8[Array, "f n*c"],
-    scales: UInt8[Array, "f n"],
-    global_scale: Float[Array, " f"] | None,
-    *,
-    format: str,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... f"]:
-    d = microscaled_width("microscaled_matmul", codes, scales, format)
-    if x.shape[-1] != d:
-        raise TypeError(
-            f"microscaled_matmul: `x` must be [..., {d}], got {x.shape}, as the weight "
-            f"has {scales.shape[1]} groups of {format}."
-        )
-
-    decode = functools.partial(decode_microscaled, format=format)
-    arrays = present(codes, scales, global_scale)
-    return decoded_product(x, arrays, decode, 1, compute_dtype)
-
-
-def microscaled_matmul_bwd_reference(
-    codes: UInt8[Array, "f n*c"],
-    scales: UInt8[Array, "f n"],
-    global_scale: Float[Array, " f"] | None,
-    dy: Float[Array, "... f"],
-    *,
-    format: str,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... n*g"]:
-    decode = functools.partial(decode_microscaled, format=format)
-    arrays = present(codes, scales, global_scale)
-    return decoded_product(dy, arrays, decode, 0, compute_dtype)
-
-
-microscaled_matmul_p = kernel_primitive(
-    microscaled_matmul_reference,
-    bwd=microscaled_matmul_bwd_reference,
-    linear=("x",),
-    replicated=("n", "c", "g"),  # as in quantized_matmul, a device decodes whole rows
-)
-
-
-def microscaled_embedding_reference(
-    ids: Integer[Array, "..."],
-    codes: UInt8[Array, "v n*c"],
-    scales: UInt8[Array, "v n"],
-    global_scale: Float[Array, " v"] | None,
-    *,
-    format: str,
-    dtype: jnp.dtype | None,
-) -> Float[Array, "... n*g"]:
-    microscaled_width("microscaled_embedding", codes, scales, format)
-    decode = functools.partial(decode_microscaled, format=format)
-    return decoded_rows(ids, present(codes, scales, global_scale), decode, dtype)
-
-
-def present(*arrays: Array | None) -> list[Array]:
-    return [a for a in arrays if a is not None]
-
-
-microscaled_embedding_p = kernel_primitive(
-    microscaled_embedding_reference,
-    replicated=("v", "n", "c", "g"),  # an id may name any row
-)
-
-
-# How the ops of all containers read this one. A row has the factor of its matrix.
-
-
 def factor_of_rows(w: MicroscaledTensor) -> Float[Array, "..."] | None:
+    """The factor of its matrix for each row."""
     if w.global_scale is None:
         return None
     rows = w.shape[:-1]
     return jnp.broadcast_to(w.global_scale[..., None] if rows else w.global_scale, rows)
 
 
-def dequantize_microscaled(
-    w: MicroscaledTensor, dtype: jnp.dtype
-) -> Float[Array, "... d"]:
-    options = {"format": w.format, "dtype": dtype}
-    return dequantize_microscaled_p(w.codes, w.scales, factor_of_rows(w), **options)
+FAMILY = QuantizedFamily(
+    arrays={
+        "codes": UInt8[Array, "f n*c"],
+        "scales": UInt8[Array, "f n"],
+        "global_scale": Float[Array, " f"],
+    },
+    optional=("global_scale",),
+    layout=("format",),
+    decode=decode_microscaled,
+    width=lambda op, codes, scales, _, format: microscaled_width(
+        op, codes, scales, format
+    ),
+    whole=("n", "c", "g"),  # as in quantized_matmul, a device decodes whole rows
+    columns="n*g",
+    arrays_of=lambda w: (w.codes, w.scales, factor_of_rows(w)),
+)
+dequantize_microscaled_p = FAMILY.dequantize(
+    "dequantize_microscaled",
+    __name__,
+    whole=("c", "g"),  # a group has one scale
+)
+microscaled_matmul_p = FAMILY.matmul("microscaled_matmul", __name__)
+microscaled_embedding_p = FAMILY.embedding("microscaled_embedding", __name__)
 
-
-def multiply_microscaled(
-    x: Float[Array, "... d"], w: MicroscaledTensor, compute_dtype: jnp.dtype | None
-) -> Float[Array, "... f"]:
-    options = {"format": w.format, "compute_dtype": compute_dtype}
-    return microscaled_matmul_p(x, w.codes, w.scales, factor_of_rows(w), **options)
-
-
-def look_up_microscaled(
-    ids: Integer[Array, "..."], w: MicroscaledTensor, dtype: jnp.dtype
-) -> Float[Array, "... d"]:
-    options = {"format": w.format, "dtype": dtype}
-    return microscaled_embedding_p(ids, w.codes, w.scales, factor_of_rows(w), **options)
-
-
-DEQUANTIZE[MicroscaledTensor] = dequantize_microscaled
-QUANTIZED_MATMUL[MicroscaledTensor] = multiply_microscaled
-QUANTIZED_EMBEDDING[MicroscaledTensor] = look_up_microscaled
+DEQUANTIZE[MicroscaledTensor] = FAMILY.reader(dequantize_microscaled_p, "dtype")
+QUANTIZED_MATMUL[MicroscaledTensor] = FAMILY.reader(
+    microscaled_matmul_p, "compute_dtype"
+)
+QUANTIZED_EMBEDDING[MicroscaledTensor] = FAMILY.reader(microscaled_embedding_p, "dtype")

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, to_bytes
+from jaxkern.primitives.quant.block_fields import to_bytes
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.rounding import divide, multiply, round_half_away
 

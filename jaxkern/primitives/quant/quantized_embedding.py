@@ -1,17 +1,13 @@
 """Rows of a quantised table: y = w[ids], only these rows are decoded; here GGUF."""
 
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Integer, UInt8
+from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.quant.decoded_products import decoded_rows
-from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
-from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.gguf_tensor import GGUF, GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import (
     QuantizedTensor,
     float_dtype,
@@ -48,28 +44,5 @@ def quantized_embedding(
     return read(ids, w, float_dtype("quantized_embedding", dtype))
 
 
-def quantized_embedding_reference(
-    ids: Integer[Array, "..."],
-    blocks: UInt8[Array, "v row_bytes"],
-    *,
-    qtype: str,
-    dtype: jnp.dtype,
-) -> Float[Array, "... d"]:
-    elements_per_row("quantized_embedding", qtype, blocks.shape[-1])
-    decode = functools.partial(decode_rows, qtype=qtype)
-    return decoded_rows(ids, (blocks,), decode, dtype)
-
-
-quantized_embedding_p = kernel_primitive(
-    quantized_embedding_reference,
-    replicated=("v", "row_bytes", "d"),  # an id may name any row
-)
-
-
-def look_up_gguf(
-    ids: Integer[Array, "..."], w: GGUFTensor, dtype: jnp.dtype
-) -> Float[Array, "... d"]:
-    return quantized_embedding_p(ids, w.blocks, qtype=w.qtype, dtype=dtype)
-
-
-QUANTIZED_EMBEDDING[GGUFTensor] = look_up_gguf
+quantized_embedding_p = GGUF.embedding("quantized_embedding", __name__)
+QUANTIZED_EMBEDDING[GGUFTensor] = GGUF.reader(quantized_embedding_p, "dtype")

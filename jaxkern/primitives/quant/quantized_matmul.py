@@ -1,17 +1,13 @@
 """Product with a quantised weight: y = x w^T, w = scale * code + offset; GGUF here."""
 
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.quant.decoded_products import decoded_product
-from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
-from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.gguf_tensor import GGUF, GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
 
 QUANTIZED_MATMUL: dict[type, Callable] = {}  # (x, w, compute_dtype) -> [..., f]
@@ -51,46 +47,5 @@ def quantized_matmul(
     return read(x, w, None if compute_dtype is None else jnp.dtype(compute_dtype))
 
 
-def quantized_matmul_reference(
-    x: Float[Array, "... d"],
-    blocks: UInt8[Array, "f row_bytes"],
-    *,
-    qtype: str,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... f"]:
-    d = elements_per_row("quantized_matmul", qtype, blocks.shape[-1])
-    if x.shape[-1] != d:
-        raise TypeError(
-            f"quantized_matmul: dim `d` is {x.shape[-1]} in `x` but {d} in `w`, a row "
-            f"of {blocks.shape[-1]} bytes of {qtype}."
-        )
-    decode = functools.partial(decode_rows, qtype=qtype)
-    return decoded_product(x, (blocks,), decode, 1, compute_dtype)
-
-
-def quantized_matmul_bwd_reference(
-    blocks: UInt8[Array, "f row_bytes"],
-    dy: Float[Array, "... f"],
-    *,
-    qtype: str,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... d"]:
-    decode = functools.partial(decode_rows, qtype=qtype)
-    return decoded_product(dy, (blocks,), decode, 0, compute_dtype)
-
-
-quantized_matmul_p = kernel_primitive(
-    quantized_matmul_reference,
-    bwd=quantized_matmul_bwd_reference,
-    linear=("x",),
-    replicated=("d", "row_bytes"),  # blocks span d: a cut of d need not be one of bytes
-)
-
-
-def multiply_gguf(
-    x: Float[Array, "... d"], w: GGUFTensor, compute_dtype: jnp.dtype | None
-) -> Float[Array, "... f"]:
-    return quantized_matmul_p(x, w.blocks, qtype=w.qtype, compute_dtype=compute_dtype)
-
-
-QUANTIZED_MATMUL[GGUFTensor] = multiply_gguf
+quantized_matmul_p = GGUF.matmul("quantized_matmul", __name__)
+QUANTIZED_MATMUL[GGUFTensor] = GGUF.reader(quantized_matmul_p, "compute_dtype")

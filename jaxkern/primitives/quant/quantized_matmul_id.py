@@ -1,20 +1,13 @@
 """Product of rows with the quantised experts they name: y[r] = w[ids[r]] x[r // k]."""
 
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Integer, UInt8
+from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.quant.decoded_products import (
-    routed_product,
-    routed_product_transpose,
-)
-from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
-from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.gguf_tensor import GGUF, GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
 
 QUANTIZED_MATMUL_ID: dict[type, Callable] = {}  # (x, ids, w, compute_dtype) -> [t k f]
@@ -62,52 +55,5 @@ def quantized_matmul_id(
     return y.reshape(x.shape[0] * top_k, y.shape[-1])
 
 
-def quantized_matmul_id_reference(
-    x: Float[Array, "... d"],
-    ids: Integer[Array, "... k"],
-    blocks: UInt8[Array, "e f row_bytes"],
-    *,
-    qtype: str,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... k f"]:
-    d = elements_per_row("quantized_matmul_id", qtype, blocks.shape[-1])
-    if x.shape[-1] != d:
-        raise TypeError(
-            f"quantized_matmul_id: dim `d` is {x.shape[-1]} in `x` but {d} in `w`."
-        )
-    decode = functools.partial(decode_rows, qtype=qtype)
-    return routed_product(x, ids, (blocks,), decode, compute_dtype)
-
-
-def quantized_matmul_id_bwd_reference(
-    ids: Integer[Array, "... k"],
-    blocks: UInt8[Array, "e f row_bytes"],
-    dy: Float[Array, "... k f"],
-    *,
-    qtype: str,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "... d"]:
-    decode = functools.partial(decode_rows, qtype=qtype)
-    return routed_product_transpose(dy, ids, (blocks,), decode, compute_dtype)
-
-
-quantized_matmul_id_p = kernel_primitive(
-    quantized_matmul_id_reference,
-    bwd=quantized_matmul_id_bwd_reference,
-    linear=("x",),
-    replicated=("e", "d", "row_bytes", "k"),  # any id may name any expert
-)
-
-
-def multiply_routed_gguf(
-    x: Float[Array, "t d"],
-    ids: Integer[Array, "t k"],
-    w: GGUFTensor,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "t k f"]:
-    return quantized_matmul_id_p(
-        x, ids, w.blocks, qtype=w.qtype, compute_dtype=compute_dtype
-    )
-
-
-QUANTIZED_MATMUL_ID[GGUFTensor] = multiply_routed_gguf
+quantized_matmul_id_p = GGUF.matmul_id("quantized_matmul_id", __name__)
+QUANTIZED_MATMUL_ID[GGUFTensor] = GGUF.reader(quantized_matmul_id_p, "compute_dtype")

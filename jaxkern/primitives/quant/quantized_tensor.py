@@ -1,12 +1,13 @@
 """What every container of quantised weights offers, and the check that asks for one.
 
-A format is a file of its own: a frozen dataclass of arrays (a pytree, its options in
-the static structure) that fulfils `QuantizedTensor`, its primitives, and one line each
-that names the functions that read it:
+A format is a frozen dataclass of arrays (a pytree, its options in the static
+structure) that fulfils `QuantizedTensor`, a `QuantizedFamily` that declares its
+primitives, and one line each that names the functions that read it:
 
     DEQUANTIZE[MyTensor] = my_dequantize  # (w, dtype) -> [..., d]
     QUANTIZED_MATMUL[MyTensor] = my_matmul  # (x, w, compute_dtype) -> [..., f]
     QUANTIZED_EMBEDDING[MyTensor] = my_embedding  # (ids, w, dtype) -> [..., d]
+    QUANTIZED_MATMUL_ID[MyTensor] = my_matmul_id  # (x, ids, w, compute_dtype)
 """
 
 import dataclasses

@@ -9,12 +9,15 @@ from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.quant.affine_tensor import AffineTensor, pack_codes
+from jaxkern.primitives.quant.block_fields import Unpacked
+from jaxkern.primitives.quant.block_formats import KERNEL_FORMATS
 from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.fp8 import quantize_fp8
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, Unpacked
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.int_tensor import IntTensor, pack_int, quantize_int
 from jaxkern.primitives.quant.microscaled import quantize_microscaled
+from jaxkern.primitives.quant.nf4 import quantize_nf4
 from jaxkern.primitives.quant.quantize_affine import quantize_affine
 from jaxkern.primitives.quant.quantize_gguf import ENCODERS, quantize_gguf
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
@@ -28,28 +31,21 @@ QUANTIZE: dict[str, Callable[..., QuantizedTensor]] = {  # (w [..., d], **option
     "fp8": quantize_fp8,
     **{f: functools.partial(quantize_microscaled, format=f) for f in FLOAT_FORMATS},
     **{q: functools.partial(quantize_gguf, qtype=q) for q in GGUF_TYPES},
+    "nf4": quantize_nf4,
 }
 
 # Formats of one affine step in groups of 32: their smallest code and their bits.
 AFFINE_CODES = {
-    "Q4_0": (-8, 4),
-    "Q4_1": (0, 4),
-    "Q5_0": (-16, 5),
-    "Q5_1": (0, 5),
-    "Q8_0": (-128, 8),
-    "Q4_K": (0, 4),
-    "Q5_K": (0, 5),
+    q: (-codes.zero, codes.bits)
+    for q, codes in KERNEL_FORMATS.items()
+    if codes.group == 32 and not codes.table
 }
-# Formats without an offset: the bits of their signed codes.
+# Formats without an offset: the bits of their signed codes. The scales of MXFP4 reach
+# below the least normal float32.
 INT_CODES = {
-    "Q4_0": 4,
-    "Q3_K": 4,
-    "Q5_0": 8,
-    "Q8_0": 8,
-    "Q6_K": 8,
-    "IQ4_NL": 8,
-    "IQ4_XS": 8,
-    "NVFP4": 8,
+    q: 4 if codes.bits <= 4 and not codes.table else 8
+    for q, codes in KERNEL_FORMATS.items()
+    if not codes.offset and q != "MXFP4"
 }
 
 
@@ -71,10 +67,10 @@ def requantize(
 
     Args:
       w: `[..., d]`, an array or any container.
-      to: "affine", "int", "fp8", "nvfp4", "mxfp4", "mxfp8" or a GGUF type that
+      to: "affine", "int", "fp8", "nf4", "nvfp4", "mxfp4", "mxfp8" or a GGUF type that
         `quantize_gguf` knows.
       options: those of `quantize_affine`, `quantize_int`, `quantize_fp8`,
-        `quantize_microscaled`, `quantize_gguf`.
+        `quantize_nf4`, `quantize_microscaled`, `quantize_gguf`.
 
     Returns:
       A container of the same shape.

@@ -20,6 +20,8 @@ CASES = [
     case("q6_k_stack", blocks=quiet_bytes(2, 8, 210), qtype="Q6_K"),
     case("one_row", blocks=quiet_bytes(1, 34), qtype="Q8_0"),
     case("q4_k", blocks=quiet_bytes(4, 144), qtype="Q4_K", dtype=jnp.bfloat16),
+    case("iq2_s", blocks=quiet_bytes(4, 82), qtype="IQ2_S"),
+    case("tq1_0", blocks=quiet_bytes(4, 54), qtype="TQ1_0"),
     case("smollm2_up", blocks=quiet_bytes(1536, 360), qtype="Q4_1"),
 ]
 
