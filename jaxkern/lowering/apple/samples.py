@@ -93,6 +93,7 @@ def activations(x: Draw) -> dict[str, Call]:
         "clipped_relu": (jk.clipped_relu, (a,)),
         "swiglu": (jk.swiglu, (a, b)),
         "geglu": (jk.geglu, (a, b)),
+        "glu": (jk.glu, (a, b)),
         "sigmoid_gate": (jk.sigmoid_gate, (a, b)),
     }
 
