@@ -95,7 +95,7 @@ JAXKERN_KINDS = {
         microscaled_embedding quantized_embedding take_along_axis""",
     OpKind.SDPA: """
         attention merge_partials paged_attention quantized_cache_attention""",
-    OpKind.SOFTMAX: "cross_entropy linear_cross_entropy softmax",
+    OpKind.SOFTMAX: "cross_entropy linear_cross_entropy soft_cross_entropy softmax",
     OpKind.MOE_GATE: "route",
     OpKind.OTHER: """
         argmax argsort avg_pool causal_conv1d cumsum fft fwht gated_delta_rule

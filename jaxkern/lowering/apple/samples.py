@@ -322,6 +322,7 @@ def selection(x: Draw) -> dict[str, Call]:
             (logits,),
         ),
         "cross_entropy": (part(jk.cross_entropy, labels=labels), (logits,)),
+        "soft_cross_entropy": (jk.cross_entropy, (logits, x(3, 16) ** 2)),
         "linear_cross_entropy": (
             part(jk.linear_cross_entropy, labels=labels),
             (x(3, 8), x(16, 8)),
