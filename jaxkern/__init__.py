@@ -175,6 +175,8 @@ from jaxkern.primitives.rope.rope_frequencies import (
     rope_frequencies,
 )
 from jaxkern.primitives.rope.rope_from import rope_from
+from jaxkern.primitives.sampling.cut_logits import cut_logits
+from jaxkern.primitives.sampling.frequency_penalty import apply_frequency_penalty
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
 from jaxkern.primitives.sampling.sample import sample
 from jaxkern.primitives.sampling.softmax_sample import softmax_sample
@@ -234,6 +236,7 @@ __all__ = [
     "allocate_pages",
     "append_kv_cache",
     "append_paged_kv_cache",
+    "apply_frequency_penalty",
     "apply_repetition_penalty",
     "apply_rope",
     "argmax",
@@ -260,6 +263,7 @@ __all__ = [
     "conv_transpose2d",
     "cross_entropy",
     "cumsum",
+    "cut_logits",
     "dequantize",
     "dequantize_affine",
     "dequantize_vectors",

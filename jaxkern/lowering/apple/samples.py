@@ -332,6 +332,14 @@ def selection(x: Draw) -> dict[str, Call]:
             (logits,),
         ),
         "softmax_sample": (part(jk.softmax_sample, uniform=0.3), (logits,)),
+        "cut_logits": (
+            part(jk.cut_logits, top_k=8, top_p=0.9, typical_p=0.9, eta=0.01),
+            (logits,),
+        ),
+        "frequency_penalty": (
+            lambda a: jk.apply_frequency_penalty(a, jnp.ones((3, 16), int), presence=1),
+            (logits,),
+        ),
         "repetition_penalty": (
             lambda a: jk.apply_repetition_penalty(a, jnp.array([[1, 7, -1]] * 3), 1.5),
             (logits,),

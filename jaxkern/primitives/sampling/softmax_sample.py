@@ -5,7 +5,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.sampling.sample import per_row, sample_reference
+from jaxkern.primitives.sampling.cut_logits import per_row
+from jaxkern.primitives.sampling.sample import sample_reference
 
 
 def softmax_sample(
