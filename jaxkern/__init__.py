@@ -110,6 +110,7 @@ from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
+from jaxkern.primitives.norm.dynamic_tanh import dynamic_tanh
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm
 from jaxkern.primitives.norm.group_norm import group_norm
 from jaxkern.primitives.norm.l2_norm import l2_norm
@@ -267,6 +268,7 @@ __all__ = [
     "dequantize",
     "dequantize_affine",
     "dequantize_vectors",
+    "dynamic_tanh",
     "embedding",
     "empty_kv_cache",
     "empty_paged_kv_cache",

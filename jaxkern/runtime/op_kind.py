@@ -85,7 +85,7 @@ JAXKERN_KINDS = {
     OpKind.ELEMENTWISE: """
         adamw adamw_tree bias_activation clipped_relu compute_g_beta dequantize
         dequantize_affine dequantize_fp8 dequantize_int dequantize_microscaled
-        dequantize_vectors frequency_penalty geglu gelu glu quantize_gguf
+        dequantize_vectors dynamic_tanh frequency_penalty geglu gelu glu quantize_gguf
         quantize_vectors sigmoid_gate softcap swiglu""",
     OpKind.COPY: """
         update_kv_cache update_paged_kv_cache update_quantized_kv_cache permute_tokens
@@ -100,7 +100,8 @@ JAXKERN_KINDS = {
     OpKind.OTHER: """
         argmax argsort avg_pool causal_conv1d cumsum cut_logits fft fwht
         gated_delta_rule gated_delta_step max_pool moe_weighted_reduce
-        repetition_penalty sample scatter_add softmax_sample solve_unit_lower top_k unit_lower_inverse""",
+        repetition_penalty sample scatter_add softmax_sample solve_unit_lower
+        top_k unit_lower_inverse""",
 }
 
 BODIES = "jit scan while cond remat custom_jvp_call custom_vjp_call"

@@ -74,6 +74,7 @@ def norms(x: Draw) -> dict[str, Call]:
             jk.sandwich_rms_norm,
             (rows, x(2, 3, 16), weight, x(16), x(16), x(16)),
         ),
+        "dynamic_tanh": (jk.dynamic_tanh, (rows, x(), weight, x(16))),
         "batch_norm": (jk.batch_norm, (image, x(4), x(4) ** 2, x(4), x(4))),
         "batch_norm_training": (
             jk.batch_norm_training,
