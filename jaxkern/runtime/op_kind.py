@@ -98,8 +98,8 @@ JAXKERN_KINDS = {
     OpKind.SOFTMAX: "cross_entropy linear_cross_entropy soft_cross_entropy softmax",
     OpKind.MOE_GATE: "route",
     OpKind.OTHER: """
-        argmax argsort avg_pool causal_conv1d cumsum cut_logits fft fwht
-        gated_delta_rule gated_delta_step max_pool moe_weighted_reduce
+        argmax argsort avg_pool causal_conv1d cumsum fft fwht gated_delta_rule
+        gated_delta_step kept_tokens max_pool moe_weighted_reduce
         repetition_penalty sample scatter_add softmax_sample solve_unit_lower
         top_k unit_lower_inverse""",
 }

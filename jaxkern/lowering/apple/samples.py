@@ -333,7 +333,7 @@ def selection(x: Draw) -> dict[str, Call]:
             (logits,),
         ),
         "softmax_sample": (part(jk.softmax_sample, uniform=0.3), (logits,)),
-        "cut_logits": (
+        "kept_tokens": (
             part(jk.cut_logits, top_k=8, top_p=0.9, typical_p=0.9, eta=0.01),
             (logits,),
         ),

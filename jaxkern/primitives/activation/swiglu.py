@@ -85,7 +85,7 @@ def swiglu_reference(
     limit: float | None = None,
     up_offset: float = 0.0,
 ) -> Float[Array, "..."]:
-    z, u, _, _ = bounded(gate, up, limit)
+    z, u, *_ = bounded(gate, up, limit)
     if up_offset:  # adding 0 would lose the sign of -0
         u = u + up_offset
     y = z * jax.nn.sigmoid(alpha * z) * u
@@ -101,13 +101,15 @@ def swiglu_bwd_reference(
     limit: float | None,
     up_offset: float,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    z, u, z_beyond, u_beyond = bounded(gate, up, limit)
+    z, u, *beyond = bounded(gate, up, limit)
     dy32 = at_least_f32(dy)
     s = jax.nn.sigmoid(alpha * z)
     dgate = dy32 * (u + up_offset) * s * (1 + alpha * z * (1 - s))
     dup = dy32 * z * s
     if limit is not None:
-        dgate, dup = jnp.where(z_beyond, 0, dgate), jnp.where(u_beyond, 0, dup)
+        dgate, dup = (
+            jnp.where(b, 0, d) for b, d in zip(beyond, (dgate, dup), strict=True)
+        )
     return dgate.astype(gate.dtype), dup.astype(up.dtype)
 
 
@@ -115,7 +117,7 @@ def bounded(gate, up, limit):
     """Gate and up in float32 within their bounds, and where they were beyond them."""
     z, u = at_least_f32(gate), at_least_f32(up)
     if limit is None:
-        return z, u, None, None
+        return z, u
     z_beyond, u_beyond = z > limit, abs(u) > limit
     z = jnp.where(z_beyond, limit, z)  # min and max would halve the gradient at it
     u = jnp.where(u_beyond, jnp.where(u > 0, limit, -limit), u)

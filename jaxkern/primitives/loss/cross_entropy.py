@@ -96,7 +96,7 @@ def cross_entropy(
     )
     check_targets(logits, labels, class_weights)
     if jnp.issubdtype(labels.dtype, jnp.floating):
-        targets = smoothed(at_least_f32(labels), label_smoothing)
+        targets = smoothed(labels, label_smoothing)
         soft = dict(z_loss=z_loss, softcap=softcap)
         loss, lse = soft_cross_entropy_p(logits, targets, class_weights, **soft)
         if reduction != "none":
@@ -140,7 +140,7 @@ def smoothed(targets, label_smoothing):
     if not label_smoothing:
         return targets
     spread = label_smoothing / max(targets.shape[-1], 1)
-    return (1 - label_smoothing) * targets + spread
+    return (1 - label_smoothing) * at_least_f32(targets) + spread
 
 
 def weighted_by_class(

@@ -69,8 +69,9 @@ def rope(
         frequency_factors=frequency_factors,
         length=length,
     )
-    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
-    return apply_rope(x, cos, sin, **options)
+    return apply_rope(
+        x, cos, sin, pairing=pairing, pair_offset=pair_offset, at_end=at_end
+    )
 
 
 def apply_rope(

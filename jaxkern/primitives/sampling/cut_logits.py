@@ -68,13 +68,25 @@ def cut_logits(
       ValueError: a share is a number outside [0, 1], or temperature is NaN.
     """
     shares = (top_p, min_p, typical_p, epsilon, eta)
-    check_cuts("cut_logits", temperature, shares)
+    kept = kept_tokens("cut_logits", logits, temperature, top_k, *shares)
+    z = at_least_f32(logits)
+    degrees = jnp.broadcast_to(jnp.asarray(temperature, z.dtype), z.shape[:-1])
+    divisor = jnp.where(degrees > 0, degrees, 1)[..., None]
+    # an infinite logit has no finite derivative in temperature: keep it out
+    finite = kept & jnp.isfinite(z)
+    y = jnp.where(finite, jnp.where(finite, z, 0) / divisor, z)
+    return jnp.where(kept, y, -jnp.inf).astype(logits.dtype)
+
+
+def kept_tokens(op, logits, temperature, top_k, *shares) -> Bool[Array, "... v"]:
+    """Which tokens of each row the cuts of `cut_logits` leave."""
+    check_cuts(op, temperature, shares)
     rows = logits.shape[:-1]
 
     def of_rows(name, option, dtype=jnp.float32):
-        return per_row("cut_logits", name, option, rows, dtype)
+        return per_row(op, name, option, rows, dtype)
 
-    return cut_logits_p(
+    return kept_tokens_p(
         logits,
         of_rows("temperature", temperature),
         of_rows("top_k", top_k, jnp.int32),
@@ -110,7 +122,7 @@ def per_row(
         ) from None
 
 
-def cut_logits_reference(
+def kept_tokens_reference(
     logits: Float[Array, "... v"],
     temperature: Float[Array, "..."],
     top_k: Int[Array, "..."] | None,
@@ -119,33 +131,26 @@ def cut_logits_reference(
     typical_p: Float[Array, "..."] | None,
     epsilon: Float[Array, "..."] | None,
     eta: Float[Array, "..."] | None,
-) -> Float[Array, "... v"]:
-    z = at_least_f32(logits)
+) -> Bool[Array, "... v"]:
     if logits.shape[-1] == 0:
-        return logits
-    fixed = lax.stop_gradient(jnp.where(jnp.isnan(z), -jnp.inf, z))
-    cuts = lax.stop_gradient((top_k, top_p, min_p))
-    scale = lax.stop_gradient(temperature)
-    kept, weight = after_cuts(fixed, relative_weights(fixed, scale), *cuts)
+        return jnp.zeros_like(logits, bool)
+    z = at_least_f32(logits)
+    z = jnp.where(jnp.isnan(z), -jnp.inf, z)
+    weight = relative_weights(z, temperature)
+    kept, weight = after_cuts(z, weight, top_k, top_p, min_p)
     if typical_p is not None:
-        kept, weight = typical(kept, weight, fixed, lax.stop_gradient(typical_p))
+        kept, weight = typical(kept, weight, typical_p)
     if epsilon is not None:
-        least = column(lax.stop_gradient(epsilon), fixed)
-        kept, weight = above(kept, weight, least)
+        kept, weight = above(kept, weight, column(epsilon, z))
     if eta is not None:
-        most = column(lax.stop_gradient(eta), fixed)
+        most = column(eta, z)
         _, entropy = log_shares(weight)
         least = jnp.minimum(most, jnp.sqrt(most) * jnp.exp(-entropy))
         kept, weight = above(kept, weight, least)
     index = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
-    best = argmax_reference(fixed, nan_policy="ignore")[..., None]
-    draws = (temperature > 0)[..., None]
-    kept = jnp.where(draws, kept, (index == best) & (fixed > -jnp.inf))
-    divisor = jnp.where(draws, column(temperature, z), 1)
-    # an infinite logit has no finite derivative in temperature: keep it out
-    finite = kept & jnp.isfinite(fixed)
-    y = jnp.where(finite, jnp.where(finite, z, 0) / divisor, fixed)
-    return jnp.where(kept, y, -jnp.inf).astype(logits.dtype)
+    best = argmax_reference(z, nan_policy="ignore")[..., None]
+    alone = (index == best) & (z > -jnp.inf)
+    return jnp.where((temperature > 0)[..., None], kept, alone)
 
 
 def column(option: Array, logits: Float[Array, "... v"]) -> Float[Array, "... 1"]:
@@ -201,12 +206,12 @@ def log_shares(
     return log_p, entropy[..., None]
 
 
-def typical(kept, weight, logits, typical_p):
+def typical(kept, weight, typical_p):
     """The cut by the distance between -ln p and the entropy."""
     log_p, entropy = log_shares(weight)
     nearness = -abs(log_p + entropy)  # -inf for what weighs nothing
     share = jnp.where(typical_p < 1, typical_p, jnp.inf)  # 1 must not cut by rounding
-    target = column(share, logits) * jnp.sum(weight, axis=-1, keepdims=True)
+    target = column(share, weight) * jnp.sum(weight, axis=-1, keepdims=True)
     near = nearness >= largest_threshold(nearness, weight, target)
     return kept & near, jnp.where(near, weight, 0)
 
@@ -244,7 +249,7 @@ def largest_threshold(
     return from_ordered_bits(reaches, logits.dtype)
 
 
-cut_logits_p = kernel_primitive(
-    cut_logits_reference,
+kept_tokens_p = kernel_primitive(
+    kept_tokens_reference,
     replicated=("v",),  # a cut depends on all tokens of a row
 )

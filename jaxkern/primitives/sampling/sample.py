@@ -11,7 +11,7 @@ from jaxkern.primitives.sampling.cut_logits import (
     after_cuts,
     check_cuts,
     column,
-    cut_logits,
+    kept_tokens,
     per_row,
     relative_weights,
 )
@@ -78,18 +78,9 @@ def sample(
     if isinstance(temperature, int | float) and temperature <= 0:
         return argmax(logits, nan_policy="ignore")
     if any(cut is not None for cut in (typical_p, epsilon, eta)):
-        cut = cut_logits(
-            logits,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            typical_p=typical_p,
-            epsilon=epsilon,
-            eta=eta,
-        )
-        # undivided: a small temperature would make infinite logits
-        logits = jnp.where(cut > -jnp.inf, logits, -jnp.inf)
+        cuts = (top_k, top_p, min_p, typical_p, epsilon, eta)
+        kept = kept_tokens("sample", logits, temperature, *cuts)
+        logits = jnp.where(kept, logits, -jnp.inf)
         top_k = top_p = min_p = None
     uniform = jax.random.uniform(key, rows, jnp.float32)
     return sample_p(
