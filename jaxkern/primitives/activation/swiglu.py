@@ -88,7 +88,8 @@ def swiglu_reference(
     z, u, *_ = bounded(gate, up, limit)
     if up_offset:  # adding 0 would lose the sign of -0
         u = u + up_offset
-    y = z * jax.nn.sigmoid(alpha * z) * u
+    gated = jax.nn.silu(z) if alpha == 1 else z * jax.nn.sigmoid(alpha * z)
+    y = gated * u
     return y.astype(jnp.result_type(gate, up))
 
 
@@ -103,8 +104,11 @@ def swiglu_bwd_reference(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     z, u, *beyond = bounded(gate, up, limit)
     dy32 = at_least_f32(dy)
-    s = jax.nn.sigmoid(alpha * z)
-    dgate = dy32 * (u + up_offset) * s * (1 + alpha * z * (1 - s))
+    steep = z if alpha == 1 else alpha * z
+    s = jax.nn.sigmoid(steep)
+    if up_offset:
+        u = u + up_offset
+    dgate = dy32 * u * s * (1 + steep * (1 - s))
     dup = dy32 * z * s
     if limit is not None:
         dgate, dup = (

@@ -181,14 +181,14 @@ def first_rotated(h, pairs, pair_offset, at_end):
 
 
 def rotate(x, cos, sin, pairing, pair_offset, at_end=False):
-    start = first_rotated(x.shape[-1], cos.shape[-1], pair_offset, at_end)
-    before, x = x[..., :start], x[..., start:]
+    if start := first_rotated(x.shape[-1], cos.shape[-1], pair_offset, at_end):
+        rotated = rotate(x[..., start:], cos, sin, pairing, pair_offset)
+        return jnp.concatenate([x[..., :start], rotated], axis=-1)
     cos, sin = (at_least_f32(c)[..., None, :] for c in (cos, sin))  # [..., t, 1, r]
     a, b, passed = split_pairs(x, cos.shape[-1], pairing, pair_offset)
     a, b = at_least_f32(a), at_least_f32(b)
     y = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
-    y = join_pairs(*y, passed, pairing)
-    return jnp.concatenate([before, y], axis=-1) if start else y
+    return join_pairs(*y, passed, pairing)
 
 
 def apply_rope_bwd_reference(
