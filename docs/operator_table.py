@@ -48,7 +48,7 @@ Conventions that differ between systems are arguments, or are fixed as in this t
 | a row without a visible key | zeros, lse = -inf, zero gradients |
 | order of the scores | scale, softcap, bias and mask, softmax in float32 |
 | query head to key head | block: i // g |
-| partial rotary | the first `rotary_dim` dims, pairs `rotary_dim / 2` apart; `pair_offset`, `freq_dim` for others |
+| partial rotary | the first `rotary_dim` dims, pairs `rotary_dim / 2` apart; `pair_offset`, `freq_dim`, `at_end` for others |
 | decay of the delta rule | logarithms, g <= 0 |
 | ties in argmax, top_k, argsort | the smaller index |
 | an id out of range in an embedding or a gather | zeros, or the nearest with "clip" |

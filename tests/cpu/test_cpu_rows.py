@@ -4,6 +4,7 @@ Everything is compared with the float64 reference; the error of an array, in its
 is a few units of its dtype.
 """
 
+import functools
 import re
 import shutil
 
@@ -309,4 +310,7 @@ def test_options_that_the_kernels_lack_are_refused_in_words():
     with backend("auto"):
         [row] = explain(causal_conv1d, jnp.ones((1, 70, 2)), jnp.ones((2, 65))).rows
         assert "65 taps" in " ".join(row.refused)
+        f = functools.partial(apply_rope, at_end=True)
+        [row] = explain(f, jnp.ones((512, 32, 128)), *jnp.ones((2, 512, 32))).rows
+        assert row.runs.startswith("xla") and "not the last" in " ".join(row.refused)
     assert rows_on(linear_cross_entropy_p, "cpu")

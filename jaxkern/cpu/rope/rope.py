@@ -13,7 +13,9 @@ from jaxkern.primitives.rope.rope import check_pairs
 FEWEST = 2**20  # elements; below, a model decodes and prefills no faster
 
 
-def unsupported(cos, sin, **named: Any) -> str | None:
+def unsupported(cos, sin, at_end=False, **named: Any) -> str | None:
+    if at_end:
+        return "the kernel rotates the first dims of a head, not the last"
     x = named.get("x", named.get("dy"))
     return refuses(x=x, cos=cos, sin=sin)
 
@@ -25,11 +27,13 @@ def slower(**named: Any) -> str | None:
     return None
 
 
-def apply_rope(x, cos, sin, *, pairing, pair_offset):
+def apply_rope(x, cos, sin, *, pairing, pair_offset, at_end):
+    del at_end  # False, see above
     return rotated(x, cos, sin, pairing, pair_offset, 1.0)
 
 
-def apply_rope_bwd(cos, sin, dy, *, pairing, pair_offset):
+def apply_rope_bwd(cos, sin, dy, *, pairing, pair_offset, at_end):
+    del at_end  # False, see above
     return rotated(dy, cos, sin, pairing, pair_offset, -1.0)
 
 

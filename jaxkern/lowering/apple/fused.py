@@ -131,7 +131,8 @@ def unsupported_add_rms_norm(x, residual, weight, bias, *, eps, offset):
     return refusal(x, residual, weight, bias, options=(eps, offset))
 
 
-def layer_norm(x, weight, bias, *, eps):
+def layer_norm(x, weight, bias, *, eps, offset=0.0):
+    del offset  # 0, see below
     given = [a for a in (x, weight, bias) if a is not None]
     dtype = jnp.result_type(*(a.dtype for a in given))
     wide, d = x.astype(dtype), x.shape[-1:]
@@ -141,7 +142,9 @@ def layer_norm(x, weight, bias, *, eps):
     return y.astype(x.dtype)
 
 
-def unsupported_layer_norm(x, weight, bias, *, eps):
+def unsupported_layer_norm(x, weight, bias, *, eps, offset=0.0):
+    if offset:  # weight + offset would be rounded to the dtype of x
+        return "it adds nothing to the weight"
     return refusal(x, weight, bias, options=(eps,))
 
 

@@ -74,6 +74,7 @@ def norms(x: Draw) -> dict[str, Call]:
             jk.sandwich_rms_norm,
             (rows, x(2, 3, 16), weight, x(16), x(16), x(16)),
         ),
+        "dynamic_tanh": (jk.dynamic_tanh, (rows, x(), weight, x(16))),
         "batch_norm": (jk.batch_norm, (image, x(4), x(4) ** 2, x(4), x(4))),
         "batch_norm_training": (
             jk.batch_norm_training,
@@ -93,6 +94,7 @@ def activations(x: Draw) -> dict[str, Call]:
         "clipped_relu": (jk.clipped_relu, (a,)),
         "swiglu": (jk.swiglu, (a, b)),
         "geglu": (jk.geglu, (a, b)),
+        "glu": (jk.glu, (a, b)),
         "sigmoid_gate": (jk.sigmoid_gate, (a, b)),
     }
 
@@ -321,6 +323,7 @@ def selection(x: Draw) -> dict[str, Call]:
             (logits,),
         ),
         "cross_entropy": (part(jk.cross_entropy, labels=labels), (logits,)),
+        "soft_cross_entropy": (jk.cross_entropy, (logits, x(3, 16) ** 2)),
         "linear_cross_entropy": (
             part(jk.linear_cross_entropy, labels=labels),
             (x(3, 8), x(16, 8)),
@@ -330,6 +333,14 @@ def selection(x: Draw) -> dict[str, Call]:
             (logits,),
         ),
         "softmax_sample": (part(jk.softmax_sample, uniform=0.3), (logits,)),
+        "kept_tokens": (
+            part(jk.cut_logits, top_k=8, top_p=0.9, typical_p=0.9, eta=0.01),
+            (logits,),
+        ),
+        "frequency_penalty": (
+            lambda a: jk.apply_frequency_penalty(a, jnp.ones((3, 16), int), presence=1),
+            (logits,),
+        ),
         "repetition_penalty": (
             lambda a: jk.apply_repetition_penalty(a, jnp.array([[1, 7, -1]] * 3), 1.5),
             (logits,),

@@ -11,7 +11,16 @@ from jaxtyping import Array, Float
 from jaxkern.primitives.activation.gelu import gelu_factor
 
 Activation = Literal[
-    "relu", "clipped_relu", "elu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"
+    "none",
+    "relu",
+    "relu2",
+    "clipped_relu",
+    "elu",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "sigmoid",
+    "tanh",
 ]
 
 # What `coefficient` means where an activation has one, and its default.
@@ -42,6 +51,15 @@ def activation_coefficient(
             f"{op}: `coefficient` of {activation} must be positive, got {coefficient}."
         )
     return float(coefficient)
+
+
+def none(z: Values) -> tuple[Values, Values]:
+    return z, jnp.ones_like(z)
+
+
+def relu2(z: Values) -> tuple[Values, Values]:
+    above, _ = relu(z)
+    return above * above, 2 * above
 
 
 def relu(z: Values) -> tuple[Values, Values]:
@@ -82,7 +100,9 @@ def tanh(z: Values) -> tuple[Values, Values]:
 # The derivative of relu and of clipped_relu is 0 at their corners, as in cuDNN and
 # PyTorch; that of elu at 0 is alpha.
 ACTIVATIONS: dict[str, Callable[..., tuple[Values, Values]]] = {
+    "none": none,
     "relu": relu,
+    "relu2": relu2,
     "clipped_relu": clipped_relu,
     "elu": elu,
     "gelu": functools.partial(gelu, approximate="none"),

@@ -24,7 +24,9 @@ def bias_activation(
 
         y = activation(x + bias)
 
+        none          z
         relu          max(z, 0)
+        relu2         max(z, 0)**2, of Primer, https://arxiv.org/abs/2109.08668
         clipped_relu  min(max(z, 0), coefficient)
         elu           z where z > 0, coefficient * (exp(z) - 1) elsewhere
         gelu          z * Phi(z), Phi the normal distribution function

@@ -13,6 +13,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import check_dims
+from jaxkern.primitives.delta_rule.packed_sequences import segment_ids_from_cu_seqlens
+from jaxkern.primitives.delta_rule.state_slots import (
+    occupied,
+    read_slots,
+    write_slots,
+)
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 Activation = Literal["silu"] | None
@@ -27,6 +34,7 @@ def causal_conv1d(
     *,
     segment_ids: Int[Array, "b t"] | None = None,
     active_length: Int[Array, " b"] | None = None,
+    cu_seqlens: Int[Array, " sequences_and_1"] | None = None,
     activation: Activation = None,
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b past d"]]:
     """Depthwise causal convolution over time, with the inputs before as its state.
@@ -39,6 +47,9 @@ def causal_conv1d(
     second dim in both; transpose the caches of Hugging Face, [b, d, w], and llama.cpp,
     [b, d, w - 1].
 
+    With `cu_seqlens` every sequence of a packed row has a state of its own, in and out,
+    as in `gated_delta_rule`.
+
     Sums in float32 (float64 for float64 operands), one rounding.
 
     Args:
@@ -50,21 +61,33 @@ def causal_conv1d(
         `initial_state` belongs to the first; for sequences packed in one row.
       active_length: `[b]` int, may be traced: tokens from there on are padding. They
         may hold anything and do not enter `final_state`; their y means nothing.
+      cu_seqlens: `[sequences + 1]` int, where each sequence of the one row, b = 1,
+        begins and the last ends, may be traced; in the place of segment_ids and
+        active_length. `initial_state` is then `[sequences, w - 1, d]`.
       activation: "silu" or None.
 
     Returns:
-      y: `[b, t, d]`, dtype of x.
-      final_state: `[b, w - 1, d]`, dtype of initial_state, else of x.
+      y: `[b, t, d]`, dtype of x; zeros behind the last of `cu_seqlens`.
+      final_state: `[b, w - 1, d]`, with cu_seqlens `[sequences, w - 1, d]`; dtype of
+        initial_state, else of x.
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
-      ValueError: `activation` is neither of the two.
+      ValueError: `activation` is neither of the two, or `cu_seqlens` beside several
+        rows, segment_ids or active_length.
     """
     if activation not in (None, "silu"):
         raise ValueError(
             f"causal_conv1d: `activation` must be 'silu' or None, got {activation!r}."
         )
     b, t, _ = (*jnp.shape(x), 1, 1, 1)[:3]
+    if cu_seqlens is not None:
+        if b != 1 or segment_ids is not None or active_length is not None:
+            raise ValueError(
+                "causal_conv1d: `cu_seqlens` is of one packed row, and excludes "
+                f"segment_ids and active_length; got {b} rows."
+            )
+        return packed_conv1d(x, weight, bias, initial_state, cu_seqlens, activation)
     if active_length is not None:
         check_shape("active_length", active_length, (b,))
         padding = jnp.arange(t) >= jnp.asarray(active_length)[:, None]
@@ -83,26 +106,97 @@ def causal_conv1d_step(
     bias: Float[Array, " d"] | None,
     state: Float[Array, "b past d"],
     *,
+    state_indices: Int[Array, " b"] | None = None,
     activation: Activation = None,
 ) -> tuple[Float[Array, "b d"], Float[Array, "b past d"]]:
     """One token of `causal_conv1d`: its output and the state for the next one.
+
+    With `state_indices` the states lie in a pool, `state` of `[slots, w - 1, d]`, and
+    row i uses slot state_indices[i]: only these are read and written, in place where
+    the pool is donated to the jitted step.
 
     Args:
       x: `[b, d]`, the inputs of the token, any float dtype.
       weight, bias: `[d, w]` and `[d]` or None, see `causal_conv1d`.
       state: `[b, w - 1, d]`, the inputs before, the oldest first.
+      state_indices: `[b]` int, may be traced: the slot of each row. Rows with the same
+        slot leave the state of any of them; outside [0, slots), -1 say, is no row: it
+        gives zeros and writes nothing.
       activation: "silu" or None.
 
     Returns:
       y: `[b, d]`, dtype of x.
-      state: `[b, w - 1, d]` with this token's inputs last, its dtype as before.
+      state: `[b, w - 1, d]` with this token's inputs last, or the pool; its dtype as
+        before.
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: `activation` is neither of the two.
     """
+    if state_indices is not None:
+        b, slots = (*jnp.shape(x), 1)[0], (*jnp.shape(state), 1)[0]
+        held = occupied("causal_conv1d_step", state_indices, b, slots)
+        rows = read_slots(state, state_indices, held)
+        y, rows = causal_conv1d_step(x, weight, bias, rows, activation=activation)
+        y = jnp.where(held[:, None], y, 0)
+        return y, write_slots(state, state_indices, held, rows)
     y, state = causal_conv1d(x[:, None], weight, bias, state, activation=activation)
     return y[:, 0], state
+
+
+def packed_conv1d(x, weight, bias, initial_state, cu_seqlens, activation):
+    """The convolution of one packed row, and the last inputs of each sequence.
+
+    States go between the sequences, each before its own, and what is computed there is
+    left out of the result. So the kernels need to know of segments only.
+    """
+    declared = causal_conv1d_p.operands
+    check_dims(repr(causal_conv1d_p), declared, (x, weight, bias, None, None))
+    (_, t, d), past = x.shape, weight.shape[1] - 1
+    starts = jnp.asarray(cu_seqlens)
+    sequences = starts.shape[0] - 1
+    expected = (sequences, past, d)
+    if initial_state is not None and initial_state.shape != expected:
+        raise TypeError(
+            "causal_conv1d: `initial_state` must have a state for each sequence of "
+            f"`cu_seqlens`, {expected}, got {initial_state.shape}."
+        )
+    ids = segment_ids_from_cu_seqlens(starts, t)
+    x = jnp.where(ids[..., None] < sequences, x, 0)
+    conv = functools.partial(causal_conv1d_p, activation=activation)
+    if initial_state is None or not past or not sequences or not t:
+        y = conv(x, weight, bias, None, ids)
+    else:
+        longer = segment_ids_from_cu_seqlens(
+            starts + past * jnp.arange(sequences + 1, dtype=starts.dtype),
+            t + past * sequences,
+        )
+        sequence = jnp.minimum(longer[0], sequences - 1)
+        place = jnp.arange(longer.shape[1]) - starts[sequence] - past * sequence
+        dtype = jnp.result_type(x, initial_state)
+        tokens = jnp.take(x[0], starts[sequence] + place - past, axis=0, mode="clip")
+        states = initial_state[sequence, jnp.clip(place, 0, past - 1)]
+        row = jnp.where((place < past)[:, None], states.astype(dtype), tokens)
+        y = conv(row[None].astype(dtype), weight, bias, None, longer).astype(x.dtype)
+        kept = jnp.arange(t) + past * jnp.minimum(ids[0] + 1, sequences)
+        y = jnp.take(y, kept, axis=1, mode="clip")
+    y = jnp.where(ids[..., None] < sequences, y, 0)
+    return y, last_of_sequences(x, initial_state, starts, past)
+
+
+def last_of_sequences(x, initial_state, starts, past):
+    """The last `past` inputs of each sequence of a row, its state before them."""
+    if initial_state is None:
+        initial_state = jnp.zeros((starts.shape[0] - 1, past, x.shape[2]), x.dtype)
+    if x.shape[1] == 0:
+        return initial_state
+    begin, end = starts[:-1, None], starts[1:, None]
+    place = end - past + jnp.arange(past)
+    inputs = jnp.take(x[0], place, axis=0, mode="clip")
+    before = jnp.clip(place - begin + past, 0, max(past - 1, 0))[..., None]
+    states = jnp.take_along_axis(initial_state, before, axis=1, mode="clip")
+    last = jnp.where((place >= begin)[..., None], inputs, states)
+    return last.astype(initial_state.dtype)
 
 
 def check_shape(name, x, shape):

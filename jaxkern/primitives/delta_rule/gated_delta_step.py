@@ -3,9 +3,14 @@
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.delta_rule.state_slots import (
+    occupied,
+    read_slots,
+    write_slots,
+)
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 HeadOrder = Literal["block", "tiled"]
@@ -22,6 +27,7 @@ def gated_delta_step(
     *,
     scale: float | None = None,
     gqa: HeadOrder = "block",
+    state_indices: Int[Array, " b"] | None = None,
 ) -> tuple[Float[Array, "b k*g hv"], Float[Array, "b k*g h hv"]]:
     """One token: decays the state, corrects what it stores for `key`, reads `query`.
 
@@ -31,6 +37,10 @@ def gated_delta_step(
 
     `gated_delta_rule` over a sequence of one token; see there for the conventions.
 
+    With `state_indices` the states lie in a pool, `state` of `[slots, n, h, hv]`, and
+    row i uses slot state_indices[i]: only these are read and written, in place where
+    the pool is donated to the jitted step.
+
     Args:
       query, key: `[b, k, h]`, any float dtype, k key heads.
       value: `[b, n, hv]`, n = k*g value heads.
@@ -39,16 +49,27 @@ def gated_delta_step(
       state: `[b, n, h, hv]`; float32 keeps what many small steps write.
       scale: of the query, default h ** -0.5. 1.0 for queries that are scaled already.
       gqa: which key head value head i reads: "block" i // g, "tiled" i % k.
+      state_indices: `[b]` int, may be traced: the slot of each row. Rows with the same
+        slot leave the state of any of them; outside [0, slots), -1 say, is no row: it
+        gives zeros and writes nothing.
 
     Returns:
       out: `[b, n, hv]`, dtype of value.
-      state: the state after this token, dtype of state.
+      state: the state after this token, or the pool; shape and dtype of state.
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: `gqa` is neither of the two.
     """
     k = jnp.shape(key)[1] if jnp.ndim(key) > 1 else 1
+    if state_indices is not None:
+        b, slots = (*jnp.shape(key), 1)[0], (*jnp.shape(state), 1)[0]
+        held = occupied("gated_delta_step", state_indices, b, slots)
+        rows = read_slots(state, state_indices, held)
+        token = (query, key, value, g, beta)
+        out, rows = gated_delta_step(*token, rows, scale=scale, gqa=gqa)
+        out = jnp.where(held[:, None, None], out, 0)
+        return out, write_slots(state, state_indices, held, rows)
     order = head_order("gated_delta_step", gqa, k)
     value, g, beta, state = (order(x, 1) for x in (value, g, beta, state))
     scale = default_scale(key) if scale is None else float(scale)

@@ -3,6 +3,8 @@
 h_t = exp(delta_t a) h_{t-1} + delta_t b_t x_t,    y_t = sum over the state of c_t h_t
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import check_dims
 from jaxkern.primitives.delta_rule.packed_sequences import begins_segment
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
@@ -19,8 +22,8 @@ def selective_scan(
     x: Float[Array, "b t d"],
     delta: Float[Array, "b t d"],
     a: Float[Array, "d state"],
-    b: Float[Array, "b t state"],
-    c: Float[Array, "b t state"],
+    b: Float[Array, "b t ... state"],
+    c: Float[Array, "b t ... state"],
     skip: Float[Array, " d"] | None = None,
     gate: Float[Array, "b t d"] | None = None,
     delta_bias: Float[Array, " d"] | None = None,
@@ -53,8 +56,9 @@ def selective_scan(
       x: `[b, t, d]`, any float dtype, t of any size.
       delta: `[b, t, d]`, the time step of each channel.
       a: `[d, state]`, negative: -exp(A_log) of a checkpoint.
-      b: `[b, t, state]`, what is written; one for all channels.
-      c: `[b, t, state]`, what is read.
+      b: `[b, t, state]`, what is written; one for all channels, or of `[b, t, groups,
+        state]` one for each run of d / groups channels.
+      c: `[b, t, state]`, what is read, or of `[b, t, groups, state]`.
       skip: `[d]`, or None for none.
       gate: `[b, t, d]`, or None for none.
       delta_bias: `[d]`, or None for zeros.
@@ -80,32 +84,69 @@ def selective_scan(
             "more."
         )
     rows, t = (*jnp.shape(x), 1, 1)[:2]
+    groups = num_groups(b, c, jnp.shape(x))
     if active_length is not None:
         check_shape("active_length", active_length, (rows,))
         padding = (jnp.arange(t) >= jnp.asarray(active_length)[:, None])[..., None]
         delta = jnp.where(padding, -jnp.inf if delta_softplus else 0, delta)
         if delta_bias is not None and not delta_softplus:
             delta, delta_bias = jnp.where(padding, 0, delta + delta_bias), None
-        x, b, c = (jnp.where(padding, 0, y) for y in (x, b, c))
+        x = jnp.where(padding, 0, x)
+        of_group = padding if groups is None else padding[..., None]
+        b, c = (jnp.where(of_group, 0, y) for y in (b, c))
         gate = None if gate is None else jnp.where(padding, 0, gate)
     starts = None
     if segment_ids is not None:
         check_shape("segment_ids", segment_ids, (rows, t))
         starts = begins_segment(segment_ids)
-    return selective_scan_p(
-        x,
-        delta,
-        a,
-        b,
-        c,
-        skip,
-        gate,
-        delta_bias,
-        initial_state,
-        starts,
-        delta_softplus=bool(delta_softplus),
-        chunk_size=int(chunk_size),
-    )
+    options = dict(delta_softplus=bool(delta_softplus), chunk_size=int(chunk_size))
+    scan = functools.partial(selective_scan_p, **options)
+    operands = (x, delta, a, b, c, skip, gate, delta_bias, initial_state)
+    if groups is None:
+        return scan(*operands, starts)
+    return scan_groups(scan, operands, starts, groups)
+
+
+def num_groups(b, c, shape: tuple[int, ...]) -> int | None:
+    """How many groups b and c have, which divide the channels; None without them."""
+    if jnp.ndim(b) != 4 and jnp.ndim(c) != 4:
+        return None
+    groups = {jnp.shape(y)[2] if jnp.ndim(y) == 4 else None for y in (b, c)}
+    count, d = groups.pop(), (*shape, 1, 1, 1)[2]
+    if groups or not count or d % count:
+        raise TypeError(
+            "selective_scan: `b` and `c` must both be [b t state], or [b t groups "
+            f"state] with groups that divide the {d} channels of `x`, got "
+            f"{jnp.shape(b)} and {jnp.shape(c)}."
+        )
+    return count
+
+
+# where the channels, or the groups of b and c, stand among the dims of each operand
+CHANNELS = (2, 2, 0, 2, 2, 0, 2, 0, 1)
+
+
+def scan_groups(scan, operands, starts, groups: int):
+    """The scan of each group of channels with its own b and c."""
+    of_one_group = [y[:, :, 0] if i in (3, 4) else y for i, y in enumerate(operands)]
+    declared = selective_scan_p.operands
+    check_dims(repr(selective_scan_p), declared, (*of_one_group, starts))
+
+    def split(i, axis, y):
+        if y is None or i in (3, 4):
+            return y
+        shape = y.shape
+        size = (groups, shape[axis] // groups)
+        return jnp.reshape(y, (*shape[:axis], *size, *shape[axis + 1 :]))
+
+    parts = [
+        split(i, *pair) for i, pair in enumerate(zip(CHANNELS, operands, strict=True))
+    ]
+    axes = [None if y is None else n for n, y in zip(CHANNELS, operands, strict=True)]
+    mapped = jax.vmap(scan, in_axes=(*axes, None), out_axes=(2, 1))
+    y, state = mapped(*parts, starts)
+    x, a = operands[0], operands[2]
+    return y.reshape(x.shape), state.reshape(x.shape[0], *a.shape)
 
 
 def check_shape(name, x, shape):

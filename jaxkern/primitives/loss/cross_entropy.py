@@ -4,26 +4,28 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxkern.primitives.activation.softcap import (
-    softcap_bwd_reference,
-    softcap_reference,
-)
+from jaxkern.primitives.activation.softcap import softcap_bwd_reference
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.loss.cross_entropy_soft import (
+    capped,
+    log_sum_exp,
+    soft_cross_entropy_p,
+)
 
 
 @check_arguments
 def cross_entropy(
     logits: Float[Array, "... v"],
-    labels: Integer[Array, "..."],
+    labels: Integer[Array, "..."] | Float[Array, "... v"],
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     ignore_index: int | None = -100,
+    class_weights: Float[Array, " v"] | None = None,
     reduction: str = "none",
     return_lse: bool = False,
 ) -> Float[Array, "..."] | tuple[Array, Array]:
@@ -41,12 +43,23 @@ def cross_entropy(
         dlogits = (dloss * (1 + 2 * z_loss * lse) + dlse) * exp(z - lse)
                   - dloss * ((1 - e) * one_hot(label) + e / v)
 
+    Labels that are floats are the probabilities t_j of all classes (distillation,
+    mixup), with gradients too; and with class_weights w, as in PyTorch,
+
+        loss = sum_j w_j ((1 - e) * t_j + e / v) * (lse - z_j) + z_loss * lse**2
+
+    where t is one_hot(label) for an integer. A class of probability zero whose target
+    is zero adds nothing.
+
+        cross_entropy(student, jax.nn.softmax(teacher))
+
     With a reduction and without `return_lse` the forward pass of a derivative makes the
     gradient too, from one read of the logits, and keeps it in the place of the logits
     (https://arxiv.org/abs/2410.10989). The backward pass multiplies it by the cotangent
     of the sum, which is 1 as a rule; a factor that is not costs another pass over the
     gradient, less so with "none". Not of float16 logits: a small gradient would be
-    rounded before the factor of a scaled loss can save it.
+    rounded before the factor of a scaled loss can save it. Nor of probabilities, nor of
+    class weights with smoothing or z_loss.
 
     A token with `ignore_index` has zero loss and zero gradient. Logits of -inf are
     classes of probability zero: where the label is one of them the loss is inf, and so
@@ -56,13 +69,16 @@ def cross_entropy(
 
     Args:
       logits: `[..., v]`, any float dtype.
-      labels: `[...]`, any integer dtype.
+      labels: `[...]`, any integer dtype; or `[..., v]`, probabilities of any float
+        dtype, which are taken as they are.
       label_smoothing: share of the target spread over all v classes, in [0, 1].
       z_loss: weight of lse**2, at least 0.
       softcap: Gemma 2's cap of the logits; None for no cap.
       ignore_index: the label of tokens without a loss; None if there is none.
+      class_weights: `[v]`, a factor for each class, or None for ones.
       reduction: "none", "sum", or "mean" over the tokens that are not ignored, 0 if all
-        are (PyTorch gives NaN).
+        are (PyTorch gives NaN). With class_weights the mean is the sum divided by the
+        sum of w[label], with probabilities by the number of tokens.
       return_lse: return (loss, lse); both are differentiable.
 
     Returns:
@@ -80,12 +96,96 @@ def cross_entropy(
         softcap=softcap,
         ignore_index=ignore_index,
     )
-    if reduction != "none" and not return_lse and logits.dtype != jnp.float16:
-        weight = reduced_weight(labels, ignore_index, reduction, logits.dtype)
+    check_targets(logits, labels, class_weights)
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        targets = smoothed(labels, label_smoothing)
+        soft = dict(z_loss=z_loss, softcap=softcap)
+        loss, lse = soft_cross_entropy_p(logits, targets, class_weights, **soft)
+        if reduction != "none":
+            count = max(loss.size, 1) if reduction == "mean" else 1
+            loss = jnp.sum(loss) / count
+        return (loss, lse) if return_lse else loss
+    of_labels = class_weights is None or not (label_smoothing or z_loss)
+    in_sum = reduction != "none" and not return_lse and logits.dtype != jnp.float16
+    if of_labels and in_sum:
+        weight = reduced_weight(
+            labels, ignore_index, reduction, logits.dtype, class_weights
+        )
         return jnp.sum(weighted_cross_entropy_p(logits, labels, weight, **options))
-    loss, lse = cross_entropy_p(logits, labels, **options)
-    loss = reduced(loss, labels, ignore_index, reduction)
+    if class_weights is None:
+        loss, lse = cross_entropy_p(logits, labels, **options)
+        loss = reduced(loss, labels, ignore_index, reduction)
+        return (loss, lse) if return_lse else loss
+    loss, lse = weighted_by_class(logits, labels, class_weights, **options)
+    if reduction != "none":
+        share = reduced_weight(labels, ignore_index, "sum", loss.dtype, class_weights)
+        loss = jnp.sum(loss) / (divisor(share) if reduction == "mean" else 1)
     return (loss, lse) if return_lse else loss
+
+
+def check_targets(logits, labels, class_weights) -> None:
+    soft = jnp.issubdtype(labels.dtype, jnp.floating)
+    if soft and labels.shape != logits.shape:
+        raise TypeError(
+            "cross_entropy: `labels` must have a dtype of kind Integer, or be "
+            f"probabilities of the shape of `logits`, {logits.shape}, got "
+            f"{labels.dtype}{list(labels.shape)}."
+        )
+    if class_weights is not None and class_weights.shape != logits.shape[-1:]:
+        raise TypeError(
+            "cross_entropy: `class_weights` must have a number for each class, "
+            f"{logits.shape[-1:]}, got shape {class_weights.shape}."
+        )
+
+
+def smoothed(targets, label_smoothing):
+    if not label_smoothing:
+        return targets
+    spread = label_smoothing / max(targets.shape[-1], 1)
+    return (1 - label_smoothing) * at_least_f32(targets) + spread
+
+
+def weighted_by_class(
+    logits, labels, class_weights, *, label_smoothing, z_loss, softcap, ignore_index
+):
+    """(loss, lse) of integers; without smoothing by what knows labels alone."""
+    label, v = as_class(labels), logits.shape[-1]
+    counted = is_counted(label, ignore_index)
+    if label_smoothing:
+        dtype = jnp.promote_types(logits.dtype, jnp.float32)
+        one_hot = (label[..., None] == jnp.arange(v)).astype(dtype)
+        targets, options = smoothed(one_hot, label_smoothing), dict(softcap=softcap)
+        loss, lse = soft_cross_entropy_p(
+            logits, targets, class_weights, z_loss=z_loss, **options
+        )
+        loss = jnp.where((label >= 0) & (label < v), loss, jnp.nan)
+        return jnp.where(counted, loss, 0), lse
+    loss, lse = cross_entropy_p(
+        logits,
+        labels,
+        label_smoothing=0.0,
+        z_loss=0.0,
+        softcap=softcap,
+        ignore_index=ignore_index,
+    )
+    loss = loss * weight_of_class(label, class_weights)
+    if z_loss:
+        finite_lse = jnp.where(counted & (lse > -jnp.inf), lse, 0)
+        loss = loss + z_loss * finite_lse**2
+    return loss, lse
+
+
+def weight_of_class(label, class_weights):
+    """The weight of each label, of the nearest class for one that is none."""
+    if class_weights.shape[0] == 0:
+        return jnp.zeros(label.shape, jnp.float32)
+    return jnp.take(at_least_f32(class_weights), label, mode="clip")
+
+
+def divisor(weight):
+    """The sum of the weights of all tokens; 1 where that is 0."""
+    total = jnp.sum(weight)
+    return jnp.where(total == 0, 1, total)
 
 
 def check_options(
@@ -124,10 +224,14 @@ def reduced(loss, labels, ignore_index, reduction):
     return total / jnp.maximum(counted, 1).astype(loss.dtype)
 
 
-def reduced_weight(labels, ignore_index, reduction, dtype):
+def reduced_weight(labels, ignore_index, reduction, dtype, class_weights=None):
     """The factor of each token's loss in the sum."""
-    counted = is_counted(as_class(labels), ignore_index)
+    label = as_class(labels)
+    counted = is_counted(label, ignore_index)
     weight = counted.astype(jnp.promote_types(dtype, jnp.float32))
+    if class_weights is not None:
+        weight = jnp.where(counted, weight_of_class(label, class_weights), 0)
+        return weight / divisor(weight) if reduction == "mean" else weight
     if reduction == "mean":
         weight = weight / jnp.maximum(jnp.sum(counted), 1).astype(weight.dtype)
     return weight
@@ -202,20 +306,6 @@ def is_counted(
     return (
         jnp.full(label.shape, True) if ignore_index is None else label != ignore_index
     )
-
-
-def capped(x: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
-    return x if softcap is None else softcap_reference(x, cap=softcap)
-
-
-def log_sum_exp(z: Float[Array, "... v"]) -> Float[Array, "..."]:
-    """ln(sum(exp(z))) over the last dim; -inf, with zero gradients, if all are -inf."""
-    top = jnp.max(z, axis=-1, keepdims=True, initial=-jnp.inf)
-    # any finite number is right here, so it has no gradient
-    top = lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
-    total = jnp.sum(jnp.exp(z - top), axis=-1)
-    none = total == 0
-    return jnp.where(none, -jnp.inf, top[..., 0] + jnp.log(jnp.where(none, 1, total)))
 
 
 def loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss):

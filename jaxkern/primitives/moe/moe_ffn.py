@@ -1,14 +1,21 @@
 """Feed-forward block of a mixture of experts, dropless  (https://arxiv.org/abs/2211.15841)."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.primitives.activation.activations import Activation
+from jaxkern.primitives.activation.bias_activation import bias_activation
 from jaxkern.primitives.activation.geglu import geglu
-from jaxkern.primitives.activation.swiglu import swiglu
+from jaxkern.primitives.activation.glu import glu
+from jaxkern.primitives.activation.swiglu import check_swiglu, swiglu
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.kernel_primitive import at_least_f32
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
 from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
@@ -16,10 +23,19 @@ from jaxkern.primitives.moe.permute_tokens import permute_tokens
 from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "swiglu": swiglu,
     "geglu": partial(geglu, approximate="none"),
     "geglu_tanh": geglu,
+    "glu": glu,
+    "reglu": partial(glu, activation="relu"),
+    "relu2glu": partial(glu, activation="relu2"),
+    "tanhglu": partial(glu, activation="tanh"),
+    "bilinear": partial(glu, activation="none"),
+}
+UNGATED: dict[str, Callable[..., jax.Array]] = {
+    name: partial(bias_activation, bias=None, activation=name)
+    for name in get_args(Activation)
 }
 
 
@@ -31,17 +47,36 @@ def moe_ffn(
     gate: Float[Array, "e f d"] | QuantizedTensor,
     up: Float[Array, "e f d"] | QuantizedTensor | None,
     down: Float[Array, "e d f"] | QuantizedTensor,
+    gate_bias: Float[Array, "e f"] | None = None,
+    up_bias: Float[Array, "e f"] | None = None,
+    down_bias: Float[Array, "e d"] | None = None,
     *,
     activation: str = "swiglu",
+    gated: bool = True,
+    weigh_input: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
 ) -> Float[Array, "... d"]:
     """Each token through its k experts, and their weighted sum.
 
-        y = sum_k weights[k] * down[e] act(gate[e] x, up[e] x),   e = ids[k]
+        y = sum_k weights[k] * (down[e] act(gate[e] x + gate_bias[e],
+                                            up[e] x + up_bias[e]) + down_bias[e])
+
+    with e = ids[k]. With `weigh_input` the weight scales what the expert reads instead
+    of what it gives: x * weights[k], rounded to x.dtype.
 
     Sorted by expert, multiplied group by group, put back: no token is dropped, whatever
     the balance, and values and gradients have the same bits in every run. An id outside
     `[0, e)` contributes zero: with the experts spread over devices, each one passes
     `ids - first` and its own experts, and the results are summed.
+
+    | model | arguments |
+    |---|---|
+    | Mixtral, Qwen3, DeepSeek-V3 | the defaults |
+    | GPT-OSS | its biases, `alpha=1.702, limit=7.0, up_offset=1.0` |
+    | Llama 4 | `weigh_input=True` |
+    | Nemotron 3 Nano | `gated=False, activation="relu2", up=None` |
 
     mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
 
@@ -53,33 +88,97 @@ def moe_ffn(
         packed, `[e, 2*f, d]` with the gate first.
       up: `[e, f, d]`, or None.
       down: `[e, d, f]`.
-      activation: "swiglu", "geglu_tanh" (Gemma) or "geglu" (with erf).
+      gate_bias, up_bias: `[e, f]` each, or None; packed as the weights are.
+      down_bias: `[e, d]`, or None.
+      activation: "swiglu", "geglu_tanh" (Gemma), "geglu" (with erf), "glu" (sigmoid),
+        "reglu", "relu2glu", "tanhglu" or "bilinear" (none); without a gate a name of
+        `bias_activation`.
+      gated: whether there is a gate; without one act(gate[e] x) alone, `up` None.
+      weigh_input: scale the inputs of the experts instead of their outputs.
+      alpha, limit, up_offset: of "swiglu", see there.
 
     Returns:
       y: `[..., d]`, dtype of x.
 
     Raises:
       TypeError: shapes or dtypes do not fit.
-      ValueError: `activation` is none of the three.
+      ValueError: `activation` is none of these, or operands that it does not have.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"moe_ffn: `activation` must be one of {', '.join(ACTIVATIONS)}, got "
-            f"{activation!r}."
-        )
+    act = expert_activation(activation, gated, alpha, limit, up_offset)
     if ids.shape[:-1] != x.shape[:-1] or ids.shape != weights.shape:
         raise TypeError(
             "moe_ffn: `ids` and `weights` must be [..., k] with the leading dims of "
             f"`x`, got {ids.shape}, {weights.shape} and {x.shape}."
         )
+    if up is not None and not gated:
+        raise ValueError(
+            "moe_ffn: gated=False has no `up`. Give its weights as `gate`."
+        )
+    if up_bias is not None and up is None:
+        raise ValueError("moe_ffn: `up_bias` needs `up`. Pack it behind `gate_bias`.")
     k, d = ids.shape[-1], x.shape[-1]
     order, group_sizes = expert_order(ids, gate.shape[0])
     tokens = jnp.reshape(x, (math.prod(x.shape[:-1]), d))
     rows = permute_tokens(tokens, order, k)
-    hidden = grouped_matmul(rows, gate, group_sizes)
-    packed_or_pair = (hidden,)
+    if weigh_input:
+        weight = permute_tokens(weights.reshape(-1, 1), order, 1)
+        rows = (at_least_f32(rows) * at_least_f32(weight)).astype(x.dtype)
+        weights = jnp.ones_like(weights)
+
+    def projected(name, rows, w, bias):
+        y = grouped_matmul(rows, w, group_sizes)
+        return y if bias is None else add_bias(name, y, bias, group_sizes)
+
+    hidden = [projected("gate_bias", rows, gate, gate_bias)]
     if up is not None:
-        packed_or_pair = (hidden, grouped_matmul(rows, up, group_sizes))
-    hidden = ACTIVATIONS[activation](*packed_or_pair)
-    slots = unpermute_tokens(grouped_matmul(hidden, down, group_sizes), order, k)
+        hidden.append(projected("up_bias", rows, up, up_bias))
+    out = projected("down_bias", act(*hidden), down, down_bias)
+    slots = unpermute_tokens(out, order, k)
     return moe_weighted_reduce(slots.reshape(*ids.shape, d), weights).astype(x.dtype)
+
+
+def expert_activation(
+    activation: str,
+    gated: bool,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+) -> Callable[..., jax.Array]:
+    """What an expert applies to its gate and up, or to both packed."""
+    known = ACTIVATIONS if gated else UNGATED
+    if activation not in known:
+        raise ValueError(
+            f"moe_ffn: `activation` must be one of {', '.join(known)} with "
+            f"gated={gated}, got {activation!r}."
+        )
+    if activation == "swiglu":
+        check_swiglu("moe_ffn", alpha, limit, up_offset)
+        return partial(swiglu, alpha=alpha, limit=limit, up_offset=up_offset)
+    if (alpha, limit, up_offset) != (1.0, None, 0.0):
+        raise ValueError(
+            "moe_ffn: `alpha`, `limit` and `up_offset` belong to activation='swiglu', "
+            f"got {activation!r}."
+        )
+    return known[activation]
+
+
+def add_bias(
+    name: str,
+    y: Float[Array, "r f"],
+    bias: Float[Array, "e f"],
+    group_sizes: Int32[Array, " e"],
+) -> Float[Array, "r f"]:
+    """y[i] + bias[g] for the rows i of group g, in float32 and rounded once.
+
+    A product with a column of ones, whose gradient sums the rows of each group in
+    order: a gather would add them in any order.
+    """
+    if bias.shape != (group_sizes.shape[0], y.shape[1]):
+        raise TypeError(
+            f"moe_ffn: `{name}` must have a number for each of {group_sizes.shape[0]} "
+            f"experts and {y.shape[1]} outputs, got shape {bias.shape}."
+        )
+    ones = jnp.ones_like(at_least_f32(y[:, :1]))
+    with jax.default_matmul_precision("highest"):  # TF32 would round the bias
+        rows = grouped_matmul(ones, bias[..., None], group_sizes)
+    return (at_least_f32(y) + rows).astype(y.dtype)

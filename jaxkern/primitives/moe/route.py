@@ -28,7 +28,7 @@ def route(
 ) -> tuple[Float[Array, "... k"], Int32[Array, "... k"]]:
     """Chooses k of e experts for each token and weighs them.
 
-        s = softmax(logits) or sigmoid(logits)
+        s = softmax(logits), sigmoid(logits) or logits
         ids = the k largest of s + correction_bias, within the best groups
         weights = s[ids];  normalize: weights / sum(weights);  * per_expert_scale[ids]
         weights * scaling_factor
@@ -38,18 +38,23 @@ def route(
     keep their ratio. A row of `-inf` gets zero weights. The gradient reaches `logits`
     and `per_expert_scale` through the weights; `correction_bias` chooses only.
 
+    With score="given" the logits are the scores, made by any function: sqrt of a
+    softplus, a softmax over other experts too. They are divided by their sum as they
+    are, and -inf is an expert that may not be chosen.
+
     | model | arguments |
     |---|---|
     | Mixtral, GPT-OSS, Qwen3 | the defaults |
     | OLMoE, Qwen2 (`norm_topk_prob=False`) | `normalize=False` |
     | DeepSeek-V3 | `score="sigmoid", correction_bias=b, num_groups=8, top_groups=4,` |
     | | `group_score="top2", scaling_factor=2.5` |
-    | Llama 4 | `k=1, score="sigmoid", normalize=False` |
+    | Llama 4 | `k=1, score="sigmoid", normalize=False`, |
+    | | and `moe_ffn(..., weigh_input=True)` |
 
     Args:
       logits: `[..., e]`, any float dtype.
       k: experts per token.
-      score: "softmax" over all experts or "sigmoid" of each.
+      score: "softmax" over all experts, "sigmoid" of each, or "given" for scores.
       normalize: make the k weights sum to 1 (`norm_topk_prob`).
       per_expert_scale: `[e]`, factors of the weights, or None.
       scale_then_renorm: normalise after the scale instead of before it.
@@ -66,9 +71,10 @@ def route(
     Raises:
       ValueError: an option is not one of its values, or the sizes do not fit.
     """
-    if score not in ("softmax", "sigmoid"):
+    if score not in ("softmax", "sigmoid", "given"):
         raise ValueError(
-            f"route: `score` must be 'softmax' or 'sigmoid', got {score!r}."
+            f"route: `score` must be 'softmax' or 'sigmoid', got {score!r}. Or 'given' "
+            "for logits that are scores."
         )
     if group_score not in ("max", "top2"):
         raise ValueError(
@@ -107,28 +113,32 @@ def route_reference(
 ) -> tuple[Float[Array, "... top"], Int32[Array, "... top"]]:
     check_sizes(logits.shape[-1], k, num_groups, top_groups)
     logits32 = at_least_f32(logits)
-    log_score = (
-        log_softmax(logits32) if score == "softmax" else jax.nn.log_sigmoid(logits32)
-    )
     rank = lax.stop_gradient(logits32)  # rises with s, and never ties by rounding
-    if correction_bias is not None or group_score == "top2":
-        rank = jnp.exp(lax.stop_gradient(log_score))
+    if score == "given":
+        weighed = logits32
+    else:
+        weighed = (log_softmax if score == "softmax" else jax.nn.log_sigmoid)(logits32)
+        if correction_bias is not None or group_score == "top2":
+            rank = jnp.exp(lax.stop_gradient(weighed))
     if correction_bias is not None:
         rank = rank + lax.stop_gradient(at_least_f32(correction_bias))
     if top_groups < num_groups:
         kept = in_best_groups(rank, num_groups, top_groups, group_score)
         rank = jnp.where(kept, rank, -jnp.inf)
-        log_score = jnp.where(kept, log_score, -jnp.inf)
+        weighed = jnp.where(kept, weighed, -jnp.inf)
     _, ids = top_k_reference(rank, k=k)
-    chosen = jnp.take_along_axis(log_score, ids, axis=-1, mode="clip")
-    weights = softmax_or_zeros(chosen) if normalize else jnp.exp(chosen)
+    chosen = jnp.take_along_axis(weighed, ids, axis=-1, mode="clip")
+    if score == "given":
+        weights = jnp.where(chosen == -jnp.inf, 0, chosen)
+        weights = over_sum(weights) if normalize else weights
+    else:
+        weights = softmax_or_zeros(chosen) if normalize else jnp.exp(chosen)
     if per_expert_scale is not None:
         chosen = ids[..., None] == jnp.arange(logits.shape[-1])
         scale = jnp.where(chosen, at_least_f32(per_expert_scale), 0).sum(axis=-1)
         weights = weights * scale
     if scale_then_renorm:
-        total = weights.sum(axis=-1, keepdims=True)
-        weights = weights / jnp.where(total == 0, 1, total)
+        weights = over_sum(weights)
     return (weights * scaling_factor).astype(logits.dtype), ids
 
 
@@ -159,6 +169,12 @@ def log_softmax(x: Float[Array, "... e"]) -> Float[Array, "... e"]:
 def softmax_or_zeros(x: Float[Array, "... k"]) -> Float[Array, "... k"]:
     """Softmax; zeros where all of a row is `-inf`."""
     weights = jnp.exp(x - finite_max(x))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0, 1, total)
+
+
+def over_sum(weights: Float[Array, "... k"]) -> Float[Array, "... k"]:
+    """Weights that sum to 1; as they are where their sum is 0."""
     total = weights.sum(axis=-1, keepdims=True)
     return weights / jnp.where(total == 0, 1, total)
 

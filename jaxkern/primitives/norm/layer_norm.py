@@ -18,10 +18,11 @@ def layer_norm(
     bias: Float[Array, " d"] | None = None,
     *,
     eps: float = 1e-5,
+    offset: float = 0.0,
 ) -> Float[Array, "... d"]:
     """Layer normalisation over the last dim (https://arxiv.org/abs/1607.06450).
 
-        y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+        y = (x - mean(x)) / sqrt(var(x) + eps) * (weight + offset) + bias
 
     with the biased variance mean((x - mean)**2), in which the mean is subtracted first:
     mean(x**2) - mean(x)**2 loses all digits of a row far from zero. Statistics in
@@ -32,6 +33,8 @@ def layer_norm(
       weight: `[d]`, or None for no scale.
       bias: `[d]`, or None for no shift.
       eps: added to the variance, in units of x**2.
+      offset: added to `weight`; 1.0 for checkpoints that store weight - 1 (Nemotron's
+        layernorm1p).
 
     Returns:
       y: `[..., d]`, dtype of x.
@@ -40,7 +43,7 @@ def layer_norm(
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: eps is negative or not finite.
     """
-    return layer_norm_p(x, weight, bias, eps=eps)
+    return layer_norm_p(x, weight, bias, eps=eps, offset=offset)
 
 
 def mean_and_variance(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -57,8 +60,9 @@ def layer_norm_reference(
     bias: Float[Array, " d"] | None,
     *,
     eps: float,
+    offset: float,
 ) -> Float[Array, "... d"]:
-    return layer_norm_fwd_reference(x, weight, bias, eps=eps)[0]
+    return layer_norm_fwd_reference(x, weight, bias, eps=eps, offset=offset)[0]
 
 
 def layer_norm_fwd_reference(
@@ -67,13 +71,14 @@ def layer_norm_fwd_reference(
     bias: Float[Array, " d"] | None,
     *,
     eps: float,
+    offset: float,
 ) -> tuple[Float[Array, "... d"], Float[Array, "... 1"], Float[Array, "... 1"]]:
     x32 = at_least_f32(x)
     mean, variance = mean_and_variance(x32, axis=(-1,))
     rstd = lax.rsqrt(variance + eps)
     y = (x32 - mean) * rstd
     if weight is not None:
-        y = y * at_least_f32(weight)
+        y = y * (at_least_f32(weight) + offset)
     if bias is not None:
         y = y + at_least_f32(bias)
     return y.astype(x.dtype), mean, rstd
@@ -88,10 +93,11 @@ def layer_norm_bwd_reference(
     dy: Float[Array, "... d"],
     *,
     eps: float,
+    offset: float,
 ) -> tuple[Float[Array, "... d"], Float[Array, " d"] | None, Float[Array, " d"] | None]:
     del eps  # already in rstd
     xhat, dy32 = (at_least_f32(x) - mean) * rstd, at_least_f32(dy)
-    dxhat = dy32 if weight is None else dy32 * at_least_f32(weight)
+    dxhat = dy32 if weight is None else dy32 * (at_least_f32(weight) + offset)
     along_mean = jnp.mean(dxhat, axis=-1, keepdims=True)
     along_xhat = xhat * jnp.mean(dxhat * xhat, axis=-1, keepdims=True)
     dx = rstd * (dxhat - along_mean - along_xhat)

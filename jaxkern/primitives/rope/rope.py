@@ -25,6 +25,7 @@ def rope(
     pairing: Pairing = "neox",
     freq_dim: int | None = None,
     pair_offset: int | None = None,
+    at_end: bool = False,
     scaling: RopeScaling | None = None,
     frequency_factors: Float[Array, " r"] | None = None,
     length: int | Int[Array, "..."] | None = None,
@@ -33,7 +34,7 @@ def rope(
 
         apply_rope(x, *rope_cos_sin(positions, rotary_dim, ...))
 
-    The three partial rotaries in use, for a head of h dims of which r2 = rotary_dim
+    The four partial rotaries in use, for a head of h dims of which r2 = rotary_dim
     rotate:
 
     | model                        | pairing       | pair_offset | freq_dim |
@@ -41,6 +42,7 @@ def rope(
     | Llama, GPT-NeoX, Qwen3-Next  | "neox"        | r2/2        | r2       |
     | Gemma 4 ("proportional")     | "neox"        | h/2         | h        |
     | GPT-J, Llama as GGUF "NORM"  | "interleaved" | -           | r2       |
+    | DeepSeek, with `at_end=True` | "interleaved" | -           | r2       |
 
     The first row is the default, as in Hugging Face and ggml. For tokens with several
     positions see `mrope_cos_sin` (time, height, width) and `axial_rope` (grids).
@@ -50,7 +52,7 @@ def rope(
       positions: `[..., t]` int, leading dims as x's or none of them; may be traced.
       theta, freq_dim, scaling, frequency_factors, length: see rope_cos_sin.
       rotary_dim: how many dims of the head rotate; all h unless given. The rest passes.
-      pairing, pair_offset: see apply_rope.
+      pairing, pair_offset, at_end: see apply_rope.
 
     Returns:
       `[..., t, n, h]`, dtype of x.
@@ -69,7 +71,9 @@ def rope(
         frequency_factors=frequency_factors,
         length=length,
     )
-    return apply_rope(x, cos, sin, pairing=pairing, pair_offset=pair_offset)
+    return apply_rope(
+        x, cos, sin, pairing=pairing, pair_offset=pair_offset, at_end=at_end
+    )
 
 
 @check_arguments
@@ -80,6 +84,7 @@ def apply_rope(
     *,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
+    at_end: bool = False,
 ) -> Float[Array, "... t n h"]:
     """Rotates r pairs of dims of each head; the other h - 2r dims pass unchanged.
 
@@ -87,6 +92,8 @@ def apply_rope(
         y[b_i] = x[b_i] cos_i + x[a_i] sin_i                        i = 0 ... r-1
 
     with (a_i, b_i) = (i, i + pair_offset) for "neox", (2i, 2i + 1) for "interleaved".
+    With `at_end` these are counted so that the last pair ends with the head, behind
+    the dims without a position: DeepSeek's heads.
     Computed in float32 and rounded once. Linear in x: its transpose is apply_rope by
     -sin.
 
@@ -97,6 +104,7 @@ def apply_rope(
         NORM.
       pair_offset: distance of the two dims of a "neox" pair; r unless given. Gemma 4's
         "proportional" partial rotary has h/2.
+      at_end: rotate the last dims of the head instead of the first.
 
     Returns:
       `[..., t, n, h]`, dtype of x.
@@ -108,7 +116,8 @@ def apply_rope(
     cos, sin, pair_offset = rotary_tables(
         "apply_rope", x, cos, sin, pairing, pair_offset
     )
-    return apply_rope_p(x, cos, sin, pairing=pairing, pair_offset=pair_offset)
+    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=bool(at_end))
+    return apply_rope_p(x, cos, sin, **options)
 
 
 def rotary_tables(op, x, cos, sin, pairing, pair_offset):
@@ -163,12 +172,21 @@ def apply_rope_reference(
     *,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> Float[Array, "... t n h"]:
     check_pairs("apply_rope", x.shape[-1], cos.shape[-1], pair_offset)
-    return rotate(x, cos, sin, pairing, pair_offset)
+    return rotate(x, cos, sin, pairing, pair_offset, at_end)
 
 
-def rotate(x, cos, sin, pairing, pair_offset):
+def first_rotated(h, pairs, pair_offset, at_end):
+    """The dim of a head at which its first pair begins."""
+    return h - pairs - pair_offset if at_end else 0
+
+
+def rotate(x, cos, sin, pairing, pair_offset, at_end=False):
+    if start := first_rotated(x.shape[-1], cos.shape[-1], pair_offset, at_end):
+        rotated = rotate(x[..., start:], cos, sin, pairing, pair_offset)
+        return jnp.concatenate([x[..., :start], rotated], axis=-1)
     cos, sin = (at_least_f32(c)[..., None, :] for c in (cos, sin))  # [..., t, 1, r]
     a, b, passed = split_pairs(x, cos.shape[-1], pairing, pair_offset)
     a, b = at_least_f32(a), at_least_f32(b)
@@ -183,9 +201,10 @@ def apply_rope_bwd_reference(
     *,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> Float[Array, "... t n h"]:
     # the transpose of a rotation is the rotation back
-    return rotate(dy, cos, -sin, pairing, pair_offset)
+    return rotate(dy, cos, -sin, pairing, pair_offset, at_end)
 
 
 apply_rope_p = kernel_primitive(

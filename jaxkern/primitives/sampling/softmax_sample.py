@@ -6,7 +6,8 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.sampling.sample import per_row, sample_reference
+from jaxkern.primitives.sampling.cut_logits import per_row
+from jaxkern.primitives.sampling.sample import sample_reference
 
 
 @check_arguments

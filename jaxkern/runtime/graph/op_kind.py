@@ -85,8 +85,8 @@ JAXKERN_KINDS = {
     OpKind.ELEMENTWISE: """
         adamw adamw_tree bias_activation clipped_relu compute_g_beta dequantize
         dequantize_affine dequantize_fp8 dequantize_int dequantize_microscaled
-        dequantize_vectors geglu gelu quantize_gguf quantize_vectors sigmoid_gate
-        softcap swiglu""",
+        dequantize_vectors dynamic_tanh frequency_penalty geglu gelu glu quantize_gguf
+        quantize_vectors sigmoid_gate softcap swiglu""",
     OpKind.COPY: """
         update_kv_cache update_paged_kv_cache update_quantized_kv_cache permute_tokens
         unpermute_tokens""",
@@ -95,12 +95,13 @@ JAXKERN_KINDS = {
         microscaled_embedding quantized_embedding take_along_axis""",
     OpKind.SDPA: """
         attention merge_partials paged_attention quantized_cache_attention""",
-    OpKind.SOFTMAX: "cross_entropy linear_cross_entropy softmax",
+    OpKind.SOFTMAX: "cross_entropy linear_cross_entropy soft_cross_entropy softmax",
     OpKind.MOE_GATE: "route",
     OpKind.OTHER: """
         argmax argsort avg_pool causal_conv1d cumsum fft fwht gated_delta_rule
-        gated_delta_step max_pool moe_weighted_reduce repetition_penalty sample
-        scatter_add softmax_sample solve_unit_lower top_k unit_lower_inverse""",
+        gated_delta_step kept_tokens max_pool moe_weighted_reduce
+        repetition_penalty sample scatter_add softmax_sample solve_unit_lower
+        top_k unit_lower_inverse""",
 }
 
 BODIES = "jit scan while cond remat custom_jvp_call custom_vjp_call"

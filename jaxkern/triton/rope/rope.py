@@ -10,6 +10,7 @@ import jax
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl, triton_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.primitives.rope.rope import first_rotated
 
 ELEMENTS, NUM_WARPS = 4096, 4  # of one program
 
@@ -35,13 +36,17 @@ def apply_rope_kernel(
     H: tl.constexpr,
     R: tl.constexpr,
     FIRST: tl.constexpr,
+    START: tl.constexpr,
     OFFSET: tl.constexpr,
     SIGN: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Pairs (FIRST * i, FIRST * i + OFFSET), i < R; the dims of no pair are copied."""
+    """Pairs (FIRST * i, FIRST * i + OFFSET), i < R, counted from dim START on.
+
+    The dims of no pair are copied.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]  # of [t n]
     pair = tl.arange(0, PAIRS)[None, :]
     present = rows < NUM_ROWS
@@ -50,7 +55,7 @@ def apply_rope_kernel(
     cos = tl.load(cos_ptr + table, inside, 0.0, eviction_policy="evict_last")
     sin = tl.load(sin_ptr + table, inside, 0.0, eviction_policy="evict_last")
     cos, sin = cos.to(tl.float32), sin.to(tl.float32) * SIGN
-    start = rows.to(tl.int64) * H
+    start = rows.to(tl.int64) * H + START
     if FIRST == 2:
         both = tl.arange(0, 2 * PAIRS)[None, :]
         mask = present & (both < 2 * R)
@@ -66,17 +71,25 @@ def apply_rope_kernel(
         tl.store(y_ptr + at, a * cos - b * sin, inside)
         tl.store(y_ptr + at + OFFSET, b * cos + a * sin, inside)
     if REST:
-        passed = tl.arange(0, REST)[None, :]
+        passed = tl.arange(0, REST)[None, :] - START
         if FIRST == 2:
-            unpaired = passed >= 2 * R
+            unpaired = (passed < 0) | (passed >= 2 * R)
         else:
-            unpaired = (passed >= R) & ((passed < OFFSET) | (passed >= OFFSET + R))
-        mask = present & unpaired & (passed < H)
+            between = (passed >= R) & ((passed < OFFSET) | (passed >= OFFSET + R))
+            unpaired = (passed < 0) | between
+        mask = present & unpaired & (passed < H - START)
         tl.store(y_ptr + start + passed, tl.load(x_ptr + start + passed, mask), mask)
 
 
 def rotated(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, pairing: str, offset: int, sign: float
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    sign: float,
+    *,
+    pairing: str,
+    pair_offset: int,
+    at_end: bool,
 ) -> jax.Array:
     *_, heads, h = x.shape
     rows, pairs = x.size // h if h else 0, cos.shape[-1]
@@ -94,7 +107,8 @@ def rotated(
         H=h,
         R=pairs,
         FIRST=2 if pairing == "interleaved" else 1,
-        OFFSET=offset,
+        START=first_rotated(h, pairs, pair_offset, at_end),
+        OFFSET=pair_offset,
         SIGN=sign,
         ROWS=together,
         PAIRS=next_power_of_2(pairs),
@@ -102,9 +116,9 @@ def rotated(
     )[0]
 
 
-def apply_rope_fwd(x, cos, sin, *, pairing, pair_offset):
-    return rotated(x, cos, sin, pairing, pair_offset, 1.0)
+def apply_rope_fwd(x, cos, sin, **options):
+    return rotated(x, cos, sin, 1.0, **options)
 
 
-def apply_rope_bwd(cos, sin, dy, *, pairing, pair_offset):
-    return rotated(dy, cos, sin, pairing, pair_offset, -1.0)
+def apply_rope_bwd(cos, sin, dy, **options):
+    return rotated(dy, cos, sin, -1.0, **options)

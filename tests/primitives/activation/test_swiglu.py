@@ -13,6 +13,7 @@ CASES = [
     case("smollm2_prefill", gate=f32(64, 1536), up=f32(64, 1536)),
     case("odd", gate=f32(3, 7, 13), up=f32(3, 7, 13)),
     case("even", gate=f32(8, 4, 16), up=f32(8, 4, 16)),
+    case("gpt_oss", gate=f32(8, 6), up=f32(8, 6), alpha=1.702, limit=1.5, up_offset=1),
     case("scalar", gate=f32(), up=f32()),
     case("empty", gate=f32(0, 4), up=f32(0, 4)),
 ]
@@ -41,6 +42,33 @@ def test_values_and_gradients_match_the_formula(dtype, rtol):
     for g, e in zip(vjp(jnp.asarray(dy, dtype)), gradients(gate, up, dy), strict=True):
         assert g.dtype == dtype
         np.testing.assert_allclose(np.float64(g), e, rtol, 1e-5)
+
+
+def gpt_oss(gate, up, dy, alpha, limit, offset):
+    """Value and gradients in float64, as the model's own code writes them."""
+    z, u = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    s = 1 / (1 + np.exp(-alpha * z))
+    dgate = dy * (u + offset) * s * (1 + alpha * z * (1 - s)) * (gate <= limit)
+    return z * s * (u + offset), dgate, dy * z * s * (abs(up) <= limit)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gpt_oss_bounds_both_sides_and_opens_up(packed):
+    """Operands reach beyond the limit on each side and lie on it."""
+    gate, up, dy = operands()
+    gate[0, :2], up[0, :3] = [2.5, -2.5], [2.5, -2.5, 0]
+    assert (gate > 2.5).any() and (gate < -2.5).any() and (abs(up) > 2.5).any()
+
+    def f(gate, up):
+        args = (jnp.concatenate([gate, up], -1),) if packed else (gate, up)
+        return swiglu(*args, alpha=1.702, limit=2.5, up_offset=1.0)
+
+    with jax.enable_x64(True):
+        y, vjp = jax.vjp(f, jnp.asarray(gate), jnp.asarray(up))
+        found = (y, *vjp(jnp.asarray(dy)))
+        expected = gpt_oss(gate, up, dy, 1.702, 2.5, 1.0)
+    for a, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-14)
 
 
 def test_packed_has_the_gate_first():
@@ -74,3 +102,7 @@ def test_errors_say_what_to_do():
         swiglu(jnp.ones((3, 5)))
     with pytest.raises(TypeError, match="swiglu: "):
         swiglu(jnp.ones((3, 4)), jnp.ones((3, 5)))
+    with pytest.raises(ValueError, match="swiglu: `limit` must be positive"):
+        swiglu(jnp.ones(4), limit=0.0)
+    with pytest.raises(ValueError, match="swiglu: `alpha` must be finite, got nan"):
+        swiglu(jnp.ones(4), alpha=float("nan"))

@@ -1,6 +1,7 @@
 """causal_conv1d: the formula and its gradients, states, packed and padded rows."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +140,105 @@ def test_padding_behind_the_active_length_does_not_enter_the_state(packed):
         )
         np.testing.assert_allclose(y[one, :n], expected, atol=1e-6)
         np.testing.assert_array_equal(final[one], last)
+
+
+@pytest.mark.parametrize("w", [4, 1])
+@pytest.mark.parametrize("with_state", [True, False])
+def test_packed_sequences_have_states_of_their_own(with_state, w):
+    """Short, empty and long ones, and NaN behind the last; gradients by sequence."""
+    rng = np.random.default_rng(1)
+    starts, t, d = np.array([0, 2, 2, 7, 8]), 11, 3
+    x, weight, bias = (rng.standard_normal(s) for s in [(1, t, d), (d, w), d])
+    x[:, 8:] = np.nan
+    states = rng.standard_normal((4, w - 1, d)) if with_state else None
+
+    def packed(x, weight, bias, states):
+        return causal_conv1d(
+            x, weight, bias, states, cu_seqlens=jnp.asarray(starts), activation="silu"
+        )
+
+    def one_by_one(x, weight, bias, states):
+        parts, finals = [], []
+        for n, (begin, end) in enumerate(itertools.pairwise(starts)):
+            state = None if states is None else states[n : n + 1]
+            y, final = causal_conv1d(
+                x[:, begin:end], weight, bias, state, activation="silu"
+            )
+            parts.append(y)
+            finals.append(final)
+        parts.append(jnp.zeros((1, t - starts[-1], d)))
+        return jnp.concatenate(parts, 1), jnp.concatenate(finals)
+
+    with jax.enable_x64(True):
+        operands = (x, weight, bias, states)
+        operands = [y if y is None else jnp.asarray(y) for y in operands]
+        (y, final), pull = jax.vjp(packed, *operands)
+        (expected, last), pull_each = jax.vjp(one_by_one, *operands)
+        np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-14)
+        np.testing.assert_array_equal(final, last)
+        for n, (begin, end) in enumerate(itertools.pairwise(starts)):
+            state = None if states is None else states[n : n + 1]
+            value = formula(x[:, begin:end], weight, bias, state, silu=True)
+            np.testing.assert_allclose(y[:, begin:end], value, rtol=1e-11, atol=1e-13)
+        dy = jnp.cos(y.at[0, 0].add(1)), jnp.cos(final + 1)
+        for g, e in zip(pull(dy), pull_each(dy), strict=True):
+            if g is not None:
+                np.testing.assert_allclose(g, e, rtol=1e-11, atol=1e-13)
+
+
+def test_packed_sequences_under_jit_and_in_half_precision():
+    x, weight, _, _ = draw(b=1)
+    state = np.random.default_rng(2).standard_normal((2, 3, 3))
+    x, weight = jnp.bfloat16(x), jnp.bfloat16(weight)
+    f = jax.jit(lambda starts: causal_conv1d(x, weight, None, state, cu_seqlens=starts))
+    y, final = f(jnp.asarray([0, 5, 6]))
+    first, left = causal_conv1d(x[:, :5], weight, None, jnp.float32(state[:1]))
+    assert y.dtype == jnp.bfloat16 and final.dtype == jnp.float32
+    np.testing.assert_array_equal(np.float32(y[:, :5]), np.float32(first))
+    np.testing.assert_array_equal(final[:1], left)
+
+
+def test_a_step_uses_the_slots_of_a_pool():
+    """Rows without a slot, -1 or behind the pool, give zeros and write nothing."""
+    rng = np.random.default_rng(3)
+    pool, x = rng.standard_normal((5, 3, 2)), rng.standard_normal((4, 2))
+    weight, bias = rng.standard_normal((2, 4)), rng.standard_normal(2)
+    slots = np.array([3, -1, 0, 5])
+    step = functools.partial(causal_conv1d_step, activation="silu")
+
+    @jax.jit
+    def f(x, pool, slots):
+        return step(x, weight, bias, pool, state_indices=slots)
+
+    with jax.enable_x64(True):
+        y, new = f(jnp.asarray(x), jnp.asarray(pool), jnp.asarray(slots))
+        expected, states = np.zeros((4, 2)), pool.copy()
+        for row in (0, 2):
+            held = pool[slots[row]]
+            z = formula(x[row][None, None], weight, bias, held[None], silu=True)
+            expected[row] = z[0, 0]
+            states[slots[row]] = np.concatenate([held[1:], x[row][None]])
+        np.testing.assert_allclose(y, expected, rtol=1e-12)
+        np.testing.assert_array_equal(new, states)
+        dx, dpool = jax.grad(lambda x, pool: f(x, pool, slots)[1].sum(), (0, 1))(
+            jnp.asarray(x), jnp.asarray(pool)
+        )
+        np.testing.assert_array_equal(dx, [[1, 1], [0, 0], [1, 1], [0, 0]])
+        written = np.ones((5, 3, 2))
+        written[[0, 3], 0] = 0  # the oldest inputs leave
+        np.testing.assert_array_equal(dpool, written)
+
+
+def test_states_and_slots_that_do_not_fit_are_refused():
+    x, weight, _, state = map(jnp.float32, draw(b=1))
+    with pytest.raises(ValueError, match="`cu_seqlens` is of one packed row, and"):
+        causal_conv1d(jnp.ones((2, 6, 3)), weight, cu_seqlens=jnp.asarray([0, 6]))
+    with pytest.raises(TypeError, match=r"`initial_state` must .* \(2, 3, 3\), got"):
+        causal_conv1d(x, weight, None, state, cu_seqlens=jnp.asarray([0, 2, 6]))
+    with pytest.raises(TypeError, match="causal_conv1d: dim `d` is 3 in `x` but 2"):
+        causal_conv1d(x, weight[:2], cu_seqlens=jnp.asarray([0, 6]))
+    with pytest.raises(TypeError, match="causal_conv1d_step: `state_indices` must be"):
+        causal_conv1d_step(x[0], weight, None, state, state_indices=jnp.zeros(2, int))
 
 
 def test_errors_name_the_operand():

@@ -90,6 +90,60 @@ def test_every_chunk_size_is_the_recurrence_in_float64(softplus, chunk_size):
         np.testing.assert_allclose(y, e, rtol=1e-12, atol=1e-13)
 
 
+def test_each_group_of_channels_has_its_own_b_and_c():
+    """Packed rows and padding too, and the gradients, against a scan for each group."""
+    x, delta, a, b, c, skip, gate, bias, state = draw(rows=2, t=5, d=6)
+    rng = np.random.default_rng(1)
+    b, c = rng.standard_normal((2, 2, 5, 3, 4))  # three groups of two channels
+    ids = np.array([[0, 0, 1, 1, 1], [2, 2, 2, 2, 2]])
+    options = dict(segment_ids=ids, active_length=np.array([5, 4]), chunk_size=2)
+
+    def grouped(*operands):
+        return selective_scan(*operands, delta_softplus=True, **options)
+
+    def each(x, delta, a, b, c, skip, gate, bias, state):
+        parts = []
+        for n in range(3):
+            own = slice(2 * n, 2 * n + 2)
+            x_n, delta_n, gate_n = (y[:, :, own] for y in (x, delta, gate))
+            part = x_n, delta_n, a[own], b[:, :, n], c[:, :, n]
+            part += skip[own], gate_n, bias[own], state[:, own]
+            parts.append(selective_scan(*part, delta_softplus=True, **options))
+        ys, states = zip(*parts, strict=True)
+        return jnp.concatenate(ys, 2), jnp.concatenate(states, 1)
+
+    operands = (x, delta, a, b, c, skip, gate, bias, state)
+    with jax.enable_x64(True):
+        operands = tuple(map(jnp.asarray, operands))
+        (y, final), pull = jax.vjp(jax.jit(grouped), *operands)
+        (expected, last), pull_each = jax.vjp(each, *operands)
+        np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(final, last, rtol=1e-12, atol=1e-13)
+        dy = jnp.cos(y), jnp.cos(final)
+        for g, e in zip(pull(dy), pull_each(dy), strict=True):
+            np.testing.assert_allclose(g, e, rtol=1e-11, atol=1e-13)
+    first = [v[:1, :2] for v in (x, delta, b, c, gate)]
+    spread = (np.repeat(v, 2, 2) for v in first[2:4])  # [rows t d state]
+    value, h = np.zeros((2, 6)), state[0].copy()
+    b6, c6 = spread
+    for t in range(2):
+        s = np.log1p(np.exp(delta[0, t] + bias))[:, None]
+        h = np.exp(s * a) * h + s * b6[0, t] * x[0, t][:, None]
+        value[t] = (h * c6[0, t]).sum(-1) + skip * x[0, t]
+        value[t] *= gate[0, t] / (1 + np.exp(-gate[0, t]))
+    np.testing.assert_allclose(y[0, :2], value, rtol=1e-11)
+
+
+def test_one_group_is_none():
+    operands = in_f32(draw(t=3))
+    y, state = selective_scan(*operands)
+    for i in (3, 4):
+        operands[i] = operands[i][:, :, None]
+    same, final = selective_scan(*operands)
+    np.testing.assert_array_equal(same, y)
+    np.testing.assert_array_equal(final, state)
+
+
 @pytest.mark.full
 def test_one_token_at_a_time_through_the_state():
     *operands, state = in_f32(draw(t=4))
@@ -162,5 +216,12 @@ def test_errors_name_the_operand():
         selective_scan(x, delta, a[:2], b, c)
     with pytest.raises(TypeError, match=r"`segment_ids` must have shape \(2, 7\)"):
         selective_scan(x, delta, a, b, c, segment_ids=jnp.zeros((1, 7), int))
+    with pytest.raises(TypeError, match=r"groups that divide the 3 channels of `x`"):
+        selective_scan(x, delta, a, b[:, :, None], c)
+    b2, c2 = (jnp.stack([y, y], 2) for y in (b, c))
+    with pytest.raises(TypeError, match=r"groups that divide the 3 channels of `x`"):
+        selective_scan(x, delta, a, b2, c2)
+    with pytest.raises(TypeError, match="selective_scan: dim `d` is 3 in `x` but 2"):
+        selective_scan(x, delta, a[:2], b[:, :, None], c[:, :, None])
     with pytest.raises(ValueError, match="`chunk_size` is 0"):
         selective_scan(x, delta, a, b, c, chunk_size=0)

@@ -65,6 +65,42 @@ def test_the_gradient_goes_to_the_picked_places():
     assert dindices.dtype == jax.dtypes.float0
 
 
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_row_ends_at_its_length(axis):
+    """The padding holds NaN and inf, which would come first, and -inf is an element."""
+    rng = np.random.default_rng(1)
+    rows = rng.choice([NAN, INF, -INF, 0.0, 1.0, 2.0], (60, 6))
+    lengths = rng.integers(-1, 8, 60)
+    x = jnp.asarray(np.moveaxis(rows, -1, axis), jnp.float32)
+    f = jax.jit(lambda x, n: top_k(x, 4, axis=axis, lengths=n))
+    found = f(x, jnp.asarray(lengths))
+    values, indices = (np.moveaxis(np.asarray(y), axis, -1) for y in found)
+    for row, n, v, i in zip(rows, lengths, values, indices, strict=True):
+        expected = oracle(row[: max(n, 0)], 4)
+        absent = 4 - len(expected)
+        np.testing.assert_array_equal(i, [*expected, *[-1] * absent])
+        np.testing.assert_array_equal(v, [*row[expected], *[-INF] * absent])
+    same = top_k(x, 4, axis=axis, lengths=3)
+    for a, b in zip(same, f(x, jnp.full(60, 3)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_elements_behind_the_length_have_no_gradient():
+    x = jnp.asarray([[1.0, 3.0, 9.0], [1.0, 3.0, 9.0]])
+
+    def f(x, lengths):
+        values = top_k(x, 2, lengths=lengths)[0]
+        return jnp.where(jnp.isfinite(values), values, 0).sum()
+
+    grad = jax.grad(f)(x, jnp.asarray([2, 0]))
+    np.testing.assert_array_equal(grad, [[1, 1, 0], [0, 0, 0]])
+
+
+def test_lengths_of_another_shape_are_refused():
+    with pytest.raises(TypeError, match=r"top_k: `lengths` must .* \(2,\), got shape"):
+        top_k(jnp.ones((2, 3)), 1, lengths=jnp.ones((2, 1), jnp.int32))
+
+
 @pytest.mark.parametrize("k", [-1, 4])
 def test_errors_say_what_to_do(k):
     with pytest.raises(ValueError, match=f"top_k: `k` must lie between 0 .* got {k}"):

@@ -193,6 +193,125 @@ def test_half_precision_logits_give_a_float32_loss():
     np.testing.assert_allclose(loss, formula(logits, np.arange(4)), rtol=1e-6)
 
 
+def of_targets(logits, targets, w, e=0.0, z_loss=0.0, cap=None):
+    """One token at a time, in float64, over all classes; as in PyTorch's manual."""
+    losses = []
+    for x, t in zip(np.float64(logits), np.float64(targets), strict=True):
+        z = x if cap is None else cap * np.tanh(x / cap)
+        lse = np.log(np.exp(z - z.max()).sum()) + z.max()
+        t = (1 - e) * t + e / len(t)
+        losses.append((w * t * (lse - z)).sum() + z_loss * lse**2)
+    return np.array(losses)
+
+
+def slopes(f, *operands, h=1e-5):
+    """Central differences of a sum of losses in NumPy, in each operand."""
+    found = []
+    for i, x in enumerate(operands):
+        d = np.zeros(x.shape)
+        for at in np.ndindex(x.shape):
+            moved = [np.array(y) for y in operands]
+            moved[i][at] += h
+            above = f(*moved)
+            moved[i][at] -= 2 * h
+            d[at] = (above - f(*moved)) / (2 * h)
+        found.append(d)
+    return found
+
+
+WEIGHTED = [
+    dict(),
+    dict(label_smoothing=0.3),
+    dict(z_loss=0.05, softcap=5.0),
+    dict(label_smoothing=0.3, z_loss=0.05, softcap=5.0),
+]
+
+
+@pytest.mark.parametrize("options", WEIGHTED, ids=str)
+def test_class_weights_are_pytorchs(options):
+    """Each reduction by its own way through the primitives; a token is ignored."""
+    rng = np.random.default_rng(4)
+    logits, w = 3 * rng.standard_normal((5, 7)), rng.uniform(0.2, 3, 7)
+    labels = np.array([3, 0, -100, 6, 2])
+    kept = labels >= 0
+    names = {"label_smoothing": "e", "z_loss": "z_loss", "softcap": "cap"}
+    given = {names[n]: value for n, value in options.items()}
+
+    def losses(logits, w):
+        each = np.zeros(5)
+        one_hot = np.eye(7)[labels[kept]]
+        each[kept] = of_targets(logits[kept], one_hot, w, **given)
+        return each
+
+    def reduced(each, w):
+        total, share = each.sum(), w[labels[kept]].sum()
+        return {"none": each, "sum": total, "mean": total / share}
+
+    def ours(logits, w, **more):
+        return cross_entropy(
+            logits, jnp.asarray(labels), class_weights=w, **options, **more
+        )
+
+    with jax.enable_x64(True):
+        x, weights = jnp.asarray(logits), jnp.asarray(w)
+        for reduction, value in reduced(losses(logits, w), w).items():
+            loss, lse = ours(x, weights, reduction=reduction, return_lse=True)
+            np.testing.assert_allclose(loss, value, rtol=1e-10)
+            loss = ours(x, weights, reduction=reduction)
+            np.testing.assert_allclose(loss, value, rtol=1e-10)
+            assert lse.shape == (5,)
+            grads = jax.grad(
+                lambda x, w, r=reduction: ours(x, w, reduction=r).sum(), (0, 1)
+            )(x, weights)
+            expected = slopes(
+                lambda x, w, r=reduction: reduced(losses(x, w), w)[r].sum(), logits, w
+            )
+            for g, e in zip(grads, expected, strict=True):
+                np.testing.assert_allclose(g, e, rtol=1e-6, atol=1e-8)
+        nothing = jnp.full(5, -100)
+        assert cross_entropy(x, nothing, class_weights=weights, reduction="mean") == 0
+        wrong = cross_entropy(x, jnp.full(5, 7), class_weights=weights, **options)
+        assert np.isnan(wrong).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("options", WEIGHTED, ids=str)
+def test_labels_may_be_probabilities(options, weighted):
+    rng = np.random.default_rng(5)
+    logits, targets = 3 * rng.standard_normal((4, 6)), rng.dirichlet(np.ones(6), 4)
+    w = rng.uniform(0.2, 3, 6) if weighted else np.ones(6)
+    names = {"label_smoothing": "e", "z_loss": "z_loss", "softcap": "cap"}
+    given = {names[n]: value for n, value in options.items()}
+
+    def ours(x, t, w, **more):
+        w = w if weighted else None
+        return cross_entropy(x, t, class_weights=w, **options, **more)
+
+    with jax.enable_x64(True):
+        operands = tuple(map(jnp.asarray, (logits, targets, w)))
+        each = of_targets(logits, targets, w, **given)
+        loss = ours(*operands, return_lse=True)[0]
+        np.testing.assert_allclose(loss, each, rtol=1e-11)
+        np.testing.assert_allclose(ours(*operands, reduction="sum"), each.sum())
+        np.testing.assert_allclose(ours(*operands, reduction="mean"), each.mean())
+        grads = jax.grad(lambda *a: ours(*a).sum(), (0, 1, 2))(*operands)
+        expected = slopes(lambda *a: of_targets(*a, **given).sum(), logits, targets, w)
+    for g, e in zip(grads[: 2 + weighted], expected, strict=False):
+        np.testing.assert_allclose(g, e, rtol=1e-6, atol=1e-8)
+
+
+def test_a_class_of_probability_zero_may_have_the_target_zero():
+    logits = jnp.array([[0.0, -jnp.inf, 1.0], [0.0, -jnp.inf, 1.0], [-jnp.inf] * 3])
+    targets = jnp.array([[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
+    loss, grad = jax.value_and_grad(lambda x: cross_entropy(x, targets)[0])(logits)
+    p = np.exp([0.0, 1.0]) / np.exp([0.0, 1.0]).sum()
+    np.testing.assert_allclose(loss, -np.log(p).mean(), rtol=1e-6)
+    np.testing.assert_allclose(grad[0], [p[0] - 0.5, 0, p[1] - 0.5], atol=1e-6)
+    np.testing.assert_array_equal(cross_entropy(logits, targets)[1:], [np.inf] * 2)
+    all_grads = jax.grad(lambda x: cross_entropy(x, targets).sum())(logits)
+    np.testing.assert_array_equal(all_grads[2], np.zeros(3))
+
+
 def test_every_error_says_what_to_do():
     logits, labels = jnp.zeros((3, 4)), jnp.zeros(3, int)
     for options, match in (
@@ -205,6 +324,8 @@ def test_every_error_says_what_to_do():
             cross_entropy(logits, labels, **options)
     with pytest.raises(TypeError, match=r"`labels` must have a dtype of kind Integer"):
         cross_entropy(logits, jnp.zeros(3))
+    with pytest.raises(TypeError, match=r"`class_weights` must have .* \(4,\), got"):
+        cross_entropy(logits, labels, class_weights=jnp.ones(3))
 
 
 @pytest.mark.parametrize("bits", [32, 64])

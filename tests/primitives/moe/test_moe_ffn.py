@@ -16,9 +16,19 @@ from tests.sharding_checks import mesh_of
 T, K, E, D, F = 6, 2, 4, 5, 3
 
 
+GATES = {
+    "swiglu": lambda z: z / (1 + np.exp(-z)),
+    "glu": lambda z: 1 / (1 + np.exp(-z)),
+    "reglu": lambda z: np.maximum(z, 0),
+    "relu2glu": lambda z: np.maximum(z, 0) ** 2,
+    "tanhglu": np.tanh,
+    "bilinear": lambda z: z,
+}
+
+
 def act(name, gate, up):
-    if name == "swiglu":
-        return gate / (1 + np.exp(-gate)) * up
+    if name in GATES:
+        return GATES[name](gate) * up
     if name == "geglu":
         return gate * np.vectorize(math.erfc)(-gate / math.sqrt(2)) / 2 * up
     u = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
@@ -65,7 +75,7 @@ def test_equals_the_dense_loop(name):
     np.testing.assert_allclose(same, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("activation", ["geglu", "geglu_tanh", *GATES])
 def test_activations_are_what_their_names_say(activation):
     x, weights, gate, up, down = arguments()
     ids = IDS["balanced"]
@@ -73,6 +83,88 @@ def test_activations_are_what_their_names_say(activation):
         y = moe_ffn(x, ids, weights, gate, up, down, activation=activation)
     expected = dense_loop(x, ids, weights, gate, up, down, activation)
     np.testing.assert_allclose(y, expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu", "tanh", "none"])
+def test_experts_without_a_gate(activation):
+    x, weights, gate, _, down = arguments()
+    act = {
+        "relu": GATES["reglu"],
+        "relu2": GATES["relu2glu"],
+        "silu": GATES["swiglu"],
+        "tanh": np.tanh,
+        "none": lambda z: z,
+    }[activation]
+    ids = IDS["foreign"]
+    options = dict(gated=False, activation=activation)
+    with jax.enable_x64(True):
+        y = moe_ffn(x, ids, weights, gate, None, down, **options)
+    chosen = ((ids[..., None] == np.arange(E)) * weights[..., None]).sum(1)
+    every = np.einsum("edf,tef->ted", down, act(np.einsum("efd,td->tef", gate, x)))
+    np.testing.assert_allclose(y, np.einsum("te,ted->td", chosen, every), rtol=1e-11)
+
+
+def with_biases(x, ids, weights, gate, up, down, biases, weigh_input=False):
+    """GPT-OSS: every expert for every token, in the array library of the operands."""
+    np_or_jnp = jnp if isinstance(x, jax.Array) else np
+    gate_bias, up_bias, down_bias = biases
+    chosen = (ids[..., None] == np.arange(E)) * weights[..., None]  # [t k e]
+    scale = chosen if weigh_input else (ids[..., None] == np.arange(E)) * 1.0
+    read = np_or_jnp.einsum("tke,td->tked", scale, x)
+    z = np_or_jnp.einsum("efd,tked->tkef", gate, read) + gate_bias
+    u = np_or_jnp.einsum("efd,tked->tkef", up, read) + up_bias
+    z, u = np_or_jnp.minimum(z, 1.5), np_or_jnp.clip(u, -1.5, 1.5)
+    hidden = z / (1 + np_or_jnp.exp(-1.702 * z)) * (u + 1)
+    out = np_or_jnp.einsum("edf,tkef->tked", down, hidden) + down_bias
+    weight = (chosen != 0) * 1.0 if weigh_input else chosen
+    return np_or_jnp.einsum("tke,tked->td", weight, out)
+
+
+GPT_OSS = dict(alpha=1.702, limit=1.5, up_offset=1.0)
+
+
+@pytest.mark.parametrize("weigh_input", [False, True])
+@pytest.mark.parametrize("name", IDS)
+def test_biases_and_the_gate_of_gpt_oss(name, weigh_input):
+    """And Llama 4's weight on what an expert reads; packed too, and all gradients."""
+    x, weights, gate, up, down = arguments()
+    rng = np.random.default_rng(9)
+    biases = [rng.standard_normal(s) for s in [(E, F), (E, F), (E, D)]]
+    ids = IDS[name]
+    options = dict(weigh_input=weigh_input, **GPT_OSS)
+
+    def ours(x, weights, gate, up, down, biases):
+        return moe_ffn(x, ids, weights, gate, up, down, *biases, **options)
+
+    def dense(x, weights, gate, up, down, biases):
+        return with_biases(x, ids, weights, gate, up, down, biases, weigh_input)
+
+    args = (x, weights, gate, up, down, biases)
+    with jax.enable_x64(True):
+        expected = dense(*args)
+        np.testing.assert_allclose(ours(*args), expected, rtol=1e-11, atol=1e-13)
+        packed = np.concatenate([gate, up], 1), None, down
+        bias = np.concatenate(biases[:2], 1), None, biases[2]
+        same = moe_ffn(x, ids, weights, *packed, *bias, **options)
+        np.testing.assert_allclose(same, expected, rtol=1e-11, atol=1e-13)
+
+        def grads(f):
+            return jax.jit(jax.grad(lambda *a: jnp.sin(f(*a)).sum(), range(6)))(*args)
+
+        for g, e in zip(
+            jax.tree.leaves(grads(ours)), jax.tree.leaves(grads(dense)), strict=True
+        ):
+            np.testing.assert_allclose(g, e, rtol=1e-9, atol=1e-12)
+
+
+def test_a_bias_is_added_in_float32():
+    """256 - 255.5 = 0.5, where a bias in the dtype of x would be -256."""
+    x = jnp.zeros((1, D), jnp.bfloat16).at[0, 0].set(256)
+    ids, weights = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.bfloat16)
+    gate, down = jnp.ones((1, F, D), jnp.bfloat16), jnp.ones((1, D, F), jnp.bfloat16)
+    bias, options = jnp.full((1, F), -255.5), dict(gated=False, activation="none")
+    y = moe_ffn(x, ids, weights, gate, None, down, bias, **options)
+    np.testing.assert_array_equal(np.float32(y), np.full((1, D), F / 2))
 
 
 def test_gradients_match_those_of_the_dense_sum():
@@ -100,10 +192,12 @@ def test_gradients_match_those_of_the_dense_sum():
 def test_nothing_is_added_in_an_order_that_may_change():
     args = arguments()
 
-    def f(*args):
-        return moe_ffn(args[0], IDS["balanced"], *args[1:]).sum()
+    args += [np.ones((E, F)), np.ones((E, F)), np.ones((E, D))]
 
-    gradient = jax.jit(jax.grad(f, range(5))).lower(*args)
+    def f(*args):
+        return moe_ffn(args[0], IDS["balanced"], *args[1:], weigh_input=True).sum()
+
+    gradient = jax.jit(jax.grad(f, range(8))).lower(*args)
     assert "scatter" not in gradient.as_text()
 
 
@@ -159,5 +253,20 @@ def test_errors_say_what_to_do():
     x, weights, gate, up, down = arguments()
     with pytest.raises(ValueError, match="moe_ffn: `activation` must be one of swiglu"):
         moe_ffn(x, IDS["balanced"], weights, gate, up, down, activation="silu")
+    for wrong, message in [
+        (dict(gated=False, activation="swiglu"), "must be one of none, .* gated=False"),
+        (dict(gated=False, activation="relu"), "gated=False has no `up`"),
+        (dict(activation="reglu", limit=1.0), "belong to activation='swiglu'"),
+        (dict(limit=-1.0), "`limit` must be positive"),
+    ]:
+        with pytest.raises(ValueError, match=f"moe_ffn: .*{message}"):
+            moe_ffn(x, IDS["balanced"], weights, gate, up, down, **wrong)
+    with pytest.raises(ValueError, match="moe_ffn: `up_bias` needs `up`"):
+        bias = np.ones((E, F))
+        moe_ffn(x, IDS["balanced"], weights, gate, None, down, None, bias)
+    with pytest.raises(
+        TypeError, match=r"moe_ffn: `down_bias` must have a number .* 5"
+    ):
+        moe_ffn(x, IDS["balanced"], weights, gate, up, down, None, None, bias)
     with pytest.raises(TypeError, match=r"moe_ffn: `ids` and `weights` must be"):
         moe_ffn(x[:3], IDS["balanced"], weights, gate, up, down)

@@ -21,6 +21,7 @@ CASES = [
         scaling_factor=2.5,
     ),
     case("one", logits=f32(8), k=1, score="sigmoid", normalize=False),
+    case("given", logits=uniform(6, 8, low=0.1), k=3, score="given"),
     case("empty", logits=f32(0, 8), k=2),
     case("qwen3_30b", logits=bf16(64, 128), k=8, full=True),
 ]
@@ -157,6 +158,53 @@ def test_bias_has_no_gradient_and_logits_have_the_formulas():
     expected = np.zeros(8)
     expected[ids] = dw * s[ids] * (1 - s[ids])
     np.testing.assert_allclose(dlogits, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_given_scores_are_taken_as_they_are(normalize):
+    """sqrt(softplus), which no other score gives; groups, bias and a masked expert."""
+    rng = np.random.default_rng(3)
+    logits, bias = rng.standard_normal((20, 16)), 0.3 * rng.standard_normal(16)
+    scores = np.sqrt(np.log1p(np.exp(logits)))
+    scores[:, 5] = -np.inf
+    options = dict(num_groups=4, top_groups=2, group_score="top2", scaling_factor=2.5)
+
+    def f(scores):
+        return route(
+            scores,
+            3,
+            score="given",
+            normalize=normalize,
+            correction_bias=jnp.asarray(bias),
+            **options,
+        )
+
+    dw = rng.standard_normal((20, 3))
+    with jax.enable_x64(True):
+        weights, vjp, ids = jax.vjp(f, jnp.asarray(scores), has_aux=True)
+        (dscores,) = vjp(jnp.asarray(dw))
+    for n, s in enumerate(scores):
+        groups = (s + bias).reshape(4, 4)
+        best = np.argsort(-np.sort(groups)[:, -2:].sum(-1))[:2]
+        allowed = [i for i in range(16) if i // 4 in best]
+        chosen = sorted(allowed, key=lambda i: -(s + bias)[i])[:3]
+        np.testing.assert_array_equal(ids[n], chosen)
+        total = s[chosen].sum() if normalize else 1.0
+        w = 2.5 * s[chosen] / total
+        np.testing.assert_allclose(weights[n], w, rtol=1e-12)
+        expected = np.zeros(16)
+        expected[chosen] = 2.5 * dw[n] / total
+        if normalize:
+            expected[chosen] -= (dw[n] * w).sum() / total
+        np.testing.assert_allclose(dscores[n], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_given_scores_of_minus_infinity_and_zero_weigh_nothing():
+    x = jnp.asarray([[-jnp.inf, -jnp.inf, 2.0], [0.0, 0.0, 0.0]])
+    weights, ids = route(x, 2, score="given")
+    np.testing.assert_array_equal(weights, [[1, 0], [0, 0]])
+    np.testing.assert_array_equal(ids, [[2, 0], [0, 1]])
+    assert np.isfinite(jax.grad(lambda x: route(x, 2, score="given")[0].sum())(x)).all()
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

@@ -14,6 +14,7 @@ CASES = [
     case("vit_l_16", full=True, x=bf16(8, 197, 1024), weight=bf16(1024), eps=1e-6),
     case("plain", x=f32(8, 4, 16), weight=f32(16), bias=f32(16)),
     case("no_bias", x=f32(3, 7, 13), weight=f32(13)),
+    case("offset", x=f32(4, 16), weight=f32(16, scale=0.1), bias=f32(16), offset=1.0),
     case("no_weight", x=f32(2, 8), bias=f32(8), eps=0.1),
     case("bare", x=f32(3, 37, 13)),
     case("one_element", x=f32(5, 1), weight=f32(1), bias=f32(1)),
@@ -52,6 +53,24 @@ def test_values_and_gradients_match_the_formula(eps):
     np.testing.assert_allclose(dx, gradient(x, dy * weight, eps), atol=5e-6)
     np.testing.assert_allclose(dweight, (dy * formula(x, eps=eps)).sum(0), atol=1e-5)
     np.testing.assert_allclose(dbias, dy.sum(0), rtol=1e-6)
+
+
+def test_the_offset_is_added_to_the_weight():
+    """In the value and in dx; the gradient of the weight does not know it."""
+    rng = np.random.default_rng(3)
+    x, dy = rng.normal(size=(2, 5, 33)) + 2
+    weight, bias = rng.normal(size=(2, 33))
+    with jax.enable_x64(True):
+        y, vjp = jax.vjp(
+            lambda *operands: layer_norm(*operands, offset=1.0),
+            *map(jnp.asarray, (x, weight, bias)),
+        )
+        dx, dweight, _ = vjp(jnp.asarray(dy))
+    np.testing.assert_allclose(y, formula(x, weight + 1, bias), rtol=1e-10)
+    np.testing.assert_allclose(
+        dx, gradient(x, dy * (weight + 1)), rtol=1e-9, atol=1e-12
+    )
+    np.testing.assert_allclose(dweight, (dy * formula(x)).sum(0), rtol=1e-10)
 
 
 @pytest.mark.parametrize("d", [33, 4096])

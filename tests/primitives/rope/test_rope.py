@@ -21,6 +21,8 @@ CASES = {
         case("proportional", **shapes(2, 2, 1, 8, r=2) | {"pair_offset": 4}),
         case("sharded", **shapes(8, 8, 8, 8, r=2)),
         case("odd", **shapes(37, 3, 11, r=5)),
+        case("deepseek", **shapes(3, 2, 12, r=2), pairing="interleaved", at_end=True),
+        case("at_end", **shapes(3, 2, 11, r=2) | {"pair_offset": 3}, at_end=True),
         case("empty", **shapes(2, 0, 3, 8, r=4)),
         case("nothing_rotates", **shapes(2, 3, 1, 8, r=0)),
         case("llama3_8b", **shapes(1, 64, 32, 128, r=64, spec=bf16)),
@@ -68,6 +70,21 @@ PARTIAL = {  # options of rope, the pairs they turn, and the exponents of theta
         dict(rotary_dim=4, pair_offset=6, freq_dim=12),
         [(i, i + 6) for i in range(2)],
         [2 * i / 12 for i in range(2)],
+    ),
+    "at_end": (  # the last 8 of 12 dims
+        dict(rotary_dim=8, at_end=True),
+        [(4 + i, 8 + i) for i in range(4)],
+        [2 * i / 8 for i in range(4)],
+    ),
+    "at_end_interleaved": (  # DeepSeek
+        dict(rotary_dim=8, pairing="interleaved", at_end=True),
+        [(4 + 2 * i, 5 + 2 * i) for i in range(4)],
+        [2 * i / 8 for i in range(4)],
+    ),
+    "far_pairs_at_end": (
+        dict(rotary_dim=4, pair_offset=6, at_end=True),
+        [(4 + i, 10 + i) for i in range(2)],
+        [2 * i / 4 for i in range(2)],
     ),
     "far_pairs": (
         dict(rotary_dim=8, pair_offset=6),
