@@ -25,6 +25,7 @@ from jaxkern.cpu.rope import rope
 from jaxkern.cpu.sampling import sample
 from jaxkern.lowering.lower import lower, never_refuses
 from jaxkern.primitives.activation.softmax import softmax_p
+from jaxkern.primitives.attention.attend import saves_no_tail
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention_p,
@@ -60,7 +61,7 @@ from jaxkern.primitives.sampling.sample import sample_p
 # fmt: off
 ROWS = (
     # op                      forward                                  refuses, and where XLA is as fast
-    (attention_p,             attention.attention_fwd,                 attention.unsupported),
+    (attention_p,             saves_no_tail(attention.attention_fwd),  attention.unsupported),
     (quantized_matmul_p,      quantized_matmul.int8_activations,       quantized_matmul.refuses_int8),
     (quantized_matmul_p,      quantized_matmul.f32_activations,        quantized_matmul.refuses_f32),
     (quantized_matmul_id_p,   quantized_matmul_id.int8_activations,    quantized_matmul_id.refuses_int8),

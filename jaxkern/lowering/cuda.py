@@ -16,6 +16,7 @@ from jaxkern.pallas.rows import cross_entropy as hopper_cross_entropy
 from jaxkern.pallas.rows import softmax as hopper_softmax
 from jaxkern.pallas.sampling import sample as hopper_sample
 from jaxkern.primitives.activation.softmax import softcap_softmax_p, softmax_p
+from jaxkern.primitives.attention.attend import saves_no_tail
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.latent_attention import latent_attention_p
 from jaxkern.primitives.attention.paged_attention import paged_attention_p
@@ -334,13 +335,13 @@ row(
 row(
     attention_p,
     backend="mosaic_gpu",
-    fwd=hopper_decode.attention_fwd,
+    fwd=saves_no_tail(hopper_decode.attention_fwd),
     unless=hopper_decode.unsupported,
     slower=hopper_decode.slower,
 )
 row(
     attention_p,
-    fwd=decode_attention.attention_fwd,
+    fwd=saves_no_tail(decode_attention.attention_fwd),
     unless=decode_attention.unsupported,
     slower=decode_attention.slower,
 )
@@ -362,7 +363,8 @@ row(
 row(
     attention_p,
     backend="mosaic_gpu",
-    fwd=hopper_attention.attention_fwd,
+    fwd=hopper_attention.attention_saving,
+    primal=hopper_attention.attention_fwd,
     unless=hopper_attention.unsupported,
     slower=hopper_attention.slower,
 )
@@ -384,7 +386,8 @@ row(
 )
 row(
     attention_p,
-    fwd=flash_attention.attention_fwd,
+    fwd=flash_attention.attention_saving,
+    primal=flash_attention.attention_fwd,
     unless=flash_attention.unsupported,
     slower=flash_attention.slower,
 )

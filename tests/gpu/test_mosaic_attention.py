@@ -57,7 +57,8 @@ def hopper_rows(request):
             attention_p,
             "cuda",
             "mosaic_gpu",
-            fwd=hopper.attention_fwd,
+            fwd=hopper.attention_saving,
+            primal=hopper.attention_fwd,
             unless=hopper.unsupported,
         )
         names = list(BACKWARD)

@@ -54,6 +54,7 @@ from jaxkern.pallas.attention.problem import (
 )
 from jaxkern.pallas.attention.wgmma import tiled
 from jaxkern.pallas.mosaic_launch import kernel_name
+from jaxkern.primitives.attention.attend import no_tail
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     FEW_QUERIES,
@@ -165,9 +166,10 @@ def attention_fwd(
     causal,
     window,
     softcap,
+    with_tail=False,
     interpret=False,
 ):
-    """(out, lse); `interpret` runs the kernel on a CPU."""
+    """(out, lse[, tail of out]); `interpret` runs the kernel on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     known = mask is None and q_segment_ids is None and kv_lengths is None
     if causal and not known and min(c.s, window or c.s) > SHORT:
@@ -215,11 +217,15 @@ def attention_fwd(
         v_free=free,
         turn=each,
     )
-    out, lse = plgpu.kernel(
+    tails = with_tail and c.parts == 1  # wider values have no gradients here
+    out, lse, tail = plgpu.kernel(
         functools.partial(forward_kernel, c=c, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
+            jax.ShapeDtypeStruct((c.b, padded_t, c.n, c.hv), jnp.int8)
+            if tails
+            else None,
         ),
         grid=(c.programs,),
         grid_names=("program",),
@@ -244,4 +250,12 @@ def attention_fwd(
         int32(q_offset),
         sinks,
     )
-    return out[:, : c.t], jnp.moveaxis(lse[:, :, : c.t], 1, 2)
+    out, lse = out[:, : c.t], jnp.moveaxis(lse[:, :, : c.t], 1, 2)
+    if not with_tail:
+        return out, lse
+    return out, lse, no_tail(out) if tail is None else tail[:, : c.t]
+
+
+def attention_saving(*operands, **options):
+    """(out, lse, tail)"""
+    return attention_fwd(*operands, **options, with_tail=True)

@@ -8,11 +8,12 @@ https://arxiv.org/abs/2305.13245.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jaxkern.primitives.attention.attend import (
     attend,
     attend_bwd,
+    attend_fwd,
     score_dtype,
     without_rest,
 )
@@ -187,7 +188,7 @@ def first_positions(q_offset, query, key):
     return q_offset
 
 
-# References. `attend` and `attend_bwd` are the mathematics; the two around them bound
+# References. `attend` and `attend_bwd` are the mathematics; what is around them bounds
 # the memory, by blocks of query rows.
 
 
@@ -208,28 +209,86 @@ def attention_reference(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]:
-    options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
-    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
-    whole = dict(
-        key=key,
-        value=without_rest(value, kv_lengths),
+    return by_rows(
+        attend,
+        query,
+        key,
+        value,
+        kv_lengths,
+        q_offset,
+        bias=bias,
+        mask=mask,
+        q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
-        kv_lengths=kv_lengths,
         sinks=sinks,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
     )
+
+
+def attention_fwd_reference(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k hv"],
+    bias: Float[Array, "#b #k*g #t #s"] | None,
+    mask: Bool[Array, "#b #k*g #t #s"] | None,
+    q_segment_ids: Int[Array, "b t"] | None,
+    kv_segment_ids: Int[Array, "b s"] | None,
+    kv_lengths: Int[Array, " b"] | None,
+    q_offset: Int[Array, " b"] | None,
+    sinks: Float[Array, " k*g"] | None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[
+    Float[Array, "b t k*g hv"], Float[Array, "b t k*g"], Int8[Array, "b t k*g tail"]
+]:
+    """And what rounding took from out, which its gradients need: `tail_of`."""
+    return by_rows(
+        attend_fwd,
+        query,
+        key,
+        value,
+        kv_lengths,
+        q_offset,
+        bias=bias,
+        mask=mask,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        sinks=sinks,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def by_rows(
+    f, query, key, value, kv_lengths, q_offset, *, bias, mask, q_segment_ids, **rest
+):
+    """(out, lse[, tail]) of f, `attend` or `attend_fwd`."""
+    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
+    value = without_rest(value, kv_lengths)
+    whole = dict(rest, key=key, value=value, kv_lengths=kv_lengths)
     q_offset = first_positions(q_offset, query, key)
     block = rows_at_once(query, key)
     if block >= query.shape[1]:
-        return attend(**rows, **whole, q_offset=q_offset, **options)
+        return f(**rows, **whole, q_offset=q_offset)
     blocks, shared = split_rows(rows, block)
 
     def step(_, start_and_rows):
         start, rows = start_and_rows
-        part = attend(**rows, **shared, **whole, q_offset=q_offset + start, **options)
-        return None, part
+        return None, f(**rows, **shared, **whole, q_offset=q_offset + start)
 
-    _, (out, lse) = lax.scan(step, None, blocks)
-    return join_rows(out, "out", query), join_rows(lse, "lse", query)
+    _, parts = lax.scan(step, None, blocks)
+    names = ("out", "lse", "tail")[: len(parts)]
+    return tuple(
+        join_rows(x, name, query) for x, name in zip(parts, names, strict=True)
+    )
 
 
 def attention_bwd_reference(
@@ -245,6 +304,7 @@ def attention_bwd_reference(
     sinks: Float[Array, " k*g"] | None,
     out: Float[Array, "b t k*g hv"],
     lse: Float[Array, "b t k*g"],
+    tail: Int8[Array, "b t k*g tail"] | None,
     dout: Float[Array, "b t k*g hv"],
     dlse: Float[Array, "b t k*g"],
     *,
@@ -259,9 +319,10 @@ def attention_bwd_reference(
     Float[Array, "#b #k*g #t #s"] | None,
     Float[Array, " k*g"] | None,
 ]:
+    del out, tail  # kernels need them
     options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
     rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
-    rows |= dict(out=out, lse=lse, dout=dout, dlse=dlse)
+    rows |= dict(lse=lse, dout=dout, dlse=dlse)
     whole = dict(
         key=without_rest(key, kv_lengths),
         value=without_rest(value, kv_lengths),
@@ -302,7 +363,8 @@ def attention_bwd_reference(
 
 attention_p = kernel_primitive(
     attention_reference,
+    fwd=attention_fwd_reference,
     bwd=attention_bwd_reference,
     # each row is a softmax over all of s; the position of a row counts from t and s
-    replicated=("t", "s", "h", "hv"),
+    replicated=("t", "s", "h", "hv", "tail"),
 )

@@ -10,6 +10,7 @@ ROW_AXIS = {  # where t stands in what has one row per query
     "mask": 2,
     "q_segment_ids": 1,
     "out": 1,
+    "tail": 1,
     "lse": 1,
     "dout": 1,
     "dlse": 1,

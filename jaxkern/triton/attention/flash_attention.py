@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.primitives.attention.attend import TAIL_SHIFT, no_tail
 from jaxkern.triton.attention.bias_gradient import with_bias_gradient
 from jaxkern.triton.attention.forward_kernel import flash_attention_kernel
 from jaxkern.triton.attention.gradient_rows import gradient_rows
@@ -176,8 +177,9 @@ def attention_fwd(
     causal,
     window,
     softcap,
+    with_tail=False,
 ):
-    """(out, lse)"""
+    """(out, lse), and the tail of out if asked for"""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     given, constants = operands_and_constants(
@@ -206,8 +208,12 @@ def attention_fwd(
     results = {
         "out_ptr": jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
         "lse_ptr": jax.ShapeDtypeStruct((b, t, n), jnp.float32),
+        "tail_ptr": None,
     }
-    return sparse_call(
+    tails = with_tail and query.dtype.name in TAIL_SHIFT
+    if tails:
+        results["tail_ptr"] = jax.ShapeDtypeStruct((b, t, n, hv), jnp.int8)
+    out, lse, tail = sparse_call(
         flash_attention_kernel,
         (-(-t // sizes["BLOCK_Q"]) * b * n,),
         given | {"sinks_ptr": sinks, "turned_v_ptr": turned(value)},
@@ -219,6 +225,14 @@ def attention_fwd(
             **sizes,
         },
     )
+    if not with_tail:
+        return out, lse
+    return out, lse, tail if tails else no_tail(out)
+
+
+def attention_saving(*operands, **options):
+    """(out, lse, tail)"""
+    return attention_fwd(*operands, **options, with_tail=True)
 
 
 def key_gradients(given, constants, query, dout, key, value):
@@ -265,6 +279,7 @@ def attention_bwd(
     sinks,
     out,
     lse,
+    tail,
     dout,
     dlse,
     *,
@@ -279,7 +294,7 @@ def attention_bwd(
     _, s, heads, hv = value.shape
     want_q, want_k, want_v, want_slopes, want_sinks = wanted
     padded = -(-t // PADDING) * PADDING
-    lse2, delta = gradient_rows(out, lse, dout, dlse, padded)
+    lse2, delta = gradient_rows(out, lse, dout, dlse, padded, tail)
     given, constants = operands_and_constants(
         query,
         key,

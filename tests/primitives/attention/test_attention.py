@@ -1,5 +1,6 @@
 """attention: the formula, visibility, rows without keys, lse, blocks, errors."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from jaxkern import attention
 from jaxkern.primitives.attention import query_blocks
+from jaxkern.primitives.attention.attend import tail_of, with_tail
 from jaxkern.primitives.attention.attention import attention_bwd_reference, attention_p
 from tests.checks import (
     bf16,
@@ -22,6 +24,13 @@ from tests.checks import (
     in_float64,
     operands_of,
 )
+from tests.primitives.attention.one_key import (
+    LIMIT,
+    check_first_key,
+    check_sink,
+    first_wins,
+)
+from tests.primitives.attention.one_key import draw as draw_one_key
 
 
 def shapes(b, t, s, k, g, h, spec=f32, hv=None):
@@ -470,3 +479,44 @@ def test_nan_behind_the_lengths_reaches_no_derivative(softcap):
     spoiled, clean = every_mode(query, *spoiled), every_mode(query, key, value)
     for actual, expected in zip(*map(jax.tree.leaves, (spoiled, clean)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("check", [check_sink, check_first_key])
+def test_one_key_with_nearly_all_weight(check, dtype):
+    """Other checks draw scores of which no row has most of its weight on one key."""
+
+    def attend(q, k, v, bias, dout):
+        pull = jax.vjp(
+            lambda *x: attention(*x, bias=bias, causal=bias is None), q, k, v
+        )[1]
+        return pull(dout)
+
+    check(attend, 64, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_forward_and_reverse_mode_agree_where_one_key_wins(dtype):
+    q, k, v, dout = draw_one_key(64, dtype)
+    q, k = first_wins(q, k, 12.0)
+    f = functools.partial(attention, causal=True)
+    dq = jax.vjp(lambda q: f(q, k, v), q)[1](dout)[0]
+    along = jnp.asarray(np.random.default_rng(3).standard_normal(q.shape), dtype)
+    forward = jax.jvp(lambda q: f(q, k, v), (q,), (along,))[1]
+    left = jnp.sum(forward.astype(jnp.float32) * dout.astype(jnp.float32))
+    right = jnp.sum(along.astype(jnp.float32) * dq.astype(jnp.float32))
+    size = jnp.linalg.norm(along.astype(jnp.float32))
+    size = size * jnp.linalg.norm(dq.astype(jnp.float32))
+    assert abs(left - right) < LIMIT[dtype] * size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_tail_keeps_what_rounding_takes(dtype):
+    x = np.random.default_rng(0).standard_normal((4, 1000))
+    x = (x * np.array([[0.1], [1], [99], [1]])).ravel()
+    x = jnp.asarray(x, jnp.float32).at[:4].set(jnp.array([0, jnp.inf, jnp.nan, 1e-30]))
+    rounded = x.astype(dtype)
+    back, plain = np.asarray(with_tail(rounded, tail_of(x, rounded))), np.asarray(x)
+    np.testing.assert_array_equal(back[:3], plain[:3])
+    error = np.abs(back - plain)[4:] / np.abs(plain[4:])
+    assert error.max() < 2**-7 * float(jnp.finfo(dtype).eps)
