@@ -162,7 +162,8 @@ def test_one_key_with_nearly_all_weight(h, name, dtype):
         options: Any = STATIC | dict(scale=h**-0.5)
         if name == "joint":  # which takes no bias
             operand, options = (q, k, v, *[None] * 7), options | dict(causal=True)
-        saved = forward.attention_saving(*operand, **options, interpret=True)
+        with jax.default_matmul_precision("highest"):
+            saved = forward.attention_saving(*operand, **options, interpret=True)
         wanted = True, True, True, False, False
         rest = *saved, dout, jnp.zeros_like(saved[1])
         return gradients(*operand, *rest, **options, wanted=wanted, interpret=True)[:3]

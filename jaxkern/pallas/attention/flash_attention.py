@@ -54,7 +54,7 @@ from jaxkern.pallas.attention.problem import (
 )
 from jaxkern.pallas.attention.wgmma import tiled
 from jaxkern.pallas.mosaic_launch import kernel_name
-from jaxkern.primitives.attention.attend import no_tail
+from jaxkern.primitives.attention.attend import no_tail, saves_tail
 from jaxkern.primitives.attention.attention import without_rest
 from jaxkern.triton.attention.flash_attention import (
     FEW_QUERIES,
@@ -217,7 +217,7 @@ def attention_fwd(
         v_free=free,
         turn=each,
     )
-    tails = with_tail and c.parts == 1  # wider values have no gradients here
+    tails = with_tail and saves_tail(query.dtype) and c.parts == 1
     out, lse, tail = plgpu.kernel(
         functools.partial(forward_kernel, c=c, interpret=interpret),
         out_type=(
@@ -253,7 +253,11 @@ def attention_fwd(
     out, lse = out[:, : c.t], jnp.moveaxis(lse[:, :, : c.t], 1, 2)
     if not with_tail:
         return out, lse
-    return out, lse, no_tail(out) if tail is None else tail[:, : c.t]
+    if tails:
+        return out, lse, tail[:, : c.t]
+    if saves_tail(query.dtype):  # wider values have no gradients here
+        return out, lse, jnp.zeros(out.shape, jnp.int8)
+    return out, lse, no_tail(out)
 
 
 def attention_saving(*operands, **options):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import vector
 
 from jaxkern.primitives.attention.attend import TAIL_SHIFT
 
@@ -61,8 +61,8 @@ def store_bytes(x, ref, interpret) -> None:
     """A matrix of bytes; pallas moves no fewer than four of a thread."""
 
     def store(_, x, ref):
-        for at, position in own_pairs(x.registers.shape):
-            vector.store(x.registers[at], ref, position)
+        for at, position in own_pairs(x.shape):
+            vector.store(x.registers[at], ref, list(position))
 
     if interpret:
         ref[...] = x
@@ -80,8 +80,8 @@ def load_bytes(ref, interpret):
         layout = mgpu.WGMMA_LAYOUT
         registers = np.empty(layout.registers_shape(shape), object)
         pair = ir.VectorType.get((2,), ir.IntegerType.get_signless(8))
-        for at, position in own_pairs(registers.shape):
-            registers[at] = vector.load(pair, ref, position)
+        for at, position in own_pairs(shape):
+            registers[at] = vector.load(pair, ref, list(position))
         return mgpu.FragmentedArray(
             _registers=registers, _layout=layout, _is_signed=True
         )
@@ -92,24 +92,11 @@ def load_bytes(ref, interpret):
     return inline(load)(ref)
 
 
-def own_pairs(registers_shape):
+def own_pairs(shape):
     """(register, [row, column]) of each two columns that a thread holds."""
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    thread = mgpu.utils.thread_idx()
-    warp = arith.remui(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
-    lane = arith.remui(thread, mgpu.c(32, i32))
-    row = arith.muli(warp, mgpu.c(16, i32))
-    row = arith.addi(row, arith.divui(lane, mgpu.c(4, i32)))
-    column = arith.muli(arith.remui(lane, mgpu.c(4, i32)), mgpu.c(2, i32))
-    for at in np.ndindex(registers_shape):
-        here = (row, 64 * at[0] + 8 * sum(at[2:])), (column, 8 * at[1])
-        yield (
-            at,
-            [
-                arith.index_cast(index, arith.addi(x, mgpu.c(more, i32)))
-                for x, more in here
-            ],
-        )
+    layout = mgpu.WGMMA_LAYOUT
+    registers = np.ndindex(layout.registers_shape(shape))
+    return zip(registers, layout.thread_idxs(shape), strict=True)
 
 
 def bits_of(x):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.primitives.attention.mask import make_mask, padding_mask, segment_mask
+from jaxkern.primitives.call import matmul_precision
 from jaxkern.primitives.kernel_primitive import at_least_f32
 
 
@@ -26,7 +27,8 @@ def attend_fwd(query, key, value, sinks, **visibility_and_options):
     """(out, lse, tail) for all query rows at once."""
     out, lse = exact(query, key, value, sinks, **visibility_and_options)
     rounded = out.astype(query.dtype)
-    return rounded, lse, tail_of(out, rounded)
+    tail = tail_of(out, rounded) if saves_tail(query.dtype) else no_tail(rounded)
+    return rounded, lse, tail
 
 
 def exact(query, key, value, sinks, **visibility_and_options):
@@ -52,19 +54,22 @@ def exact(query, key, value, sinks, **visibility_and_options):
 # What rounding took from out. Where one key has nearly all weight, delta =
 # rowsum(dout out) is nearly the dP of that key, and dS their small difference: of an
 # out of 16 bits it would have few right ones. A byte more for each number is enough.
+# It costs memory and time, so it is saved for who asks for the highest precision.
 
 TAIL_SHIFT = {"bfloat16": 8, "float16": 5}  # bits of float32 behind these and 8 more
 
 
 def tail_of(exact, rounded):
-    """int8 `[..., hv]`, `[..., 0]` where `rounded` is not of 16 bits."""
-    shift = TAIL_SHIFT.get(rounded.dtype.name)
-    if shift is None:
-        return no_tail(rounded)
+    """int8 `[..., hv]`, of two arrays of one shape; `rounded` is of 16 bits."""
+    shift = TAIL_SHIFT[rounded.dtype.name]
     behind = bits_of(exact) - bits_of(rounded)
     tail = lax.shift_right_arithmetic(behind + (1 << (shift - 1)), shift)
     # out of range: what is not finite, or too small for the dtype
     return jnp.where(jnp.abs(tail) <= 128, jnp.minimum(tail, 127), 0).astype(jnp.int8)
+
+
+def saves_tail(dtype) -> bool:
+    return dtype.name in TAIL_SHIFT and matmul_precision() in ("highest", "float32")
 
 
 def no_tail(rounded):
@@ -72,15 +77,18 @@ def no_tail(rounded):
 
 
 def saves_no_tail(forward):
-    """`forward`, a kernel of (out, lse), where gradients ask for a tail.
+    """`forward`, a kernel of (out, lse), where gradients may ask for a tail.
 
-    Those of few queries are of the reference, which takes none.
+    Zeros then: gradients of few queries are of the reference, which reads none.
     """
 
     @functools.wraps(forward)
     def saving(*operands, **options):
         out, lse = forward(*operands, **options)
-        return out, lse, no_tail(out)
+        tail = no_tail(out)
+        if saves_tail(out.dtype):
+            tail = jnp.zeros(out.shape, jnp.int8)
+        return out, lse, tail
 
     return saving
 

@@ -56,5 +56,6 @@ def join_rows(blocks, name, query):
     """The inverse of split for one result."""
     axis = ROW_AXIS[name]
     x = jnp.moveaxis(blocks, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    rows = x.shape[axis] * x.shape[axis + 1]  # -1 would need a size other than 0
+    x = x.reshape(*x.shape[:axis], rows, *x.shape[axis + 2 :])
     return lax.slice_in_dim(x, 0, query.shape[1], axis=axis)

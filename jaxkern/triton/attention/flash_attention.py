@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.primitives.attention.attend import TAIL_SHIFT, no_tail
+from jaxkern.primitives.attention.attend import no_tail, saves_tail
 from jaxkern.triton.attention.bias_gradient import with_bias_gradient
 from jaxkern.triton.attention.forward_kernel import flash_attention_kernel
 from jaxkern.triton.attention.gradient_rows import gradient_rows
@@ -210,7 +210,7 @@ def attention_fwd(
         "lse_ptr": jax.ShapeDtypeStruct((b, t, n), jnp.float32),
         "tail_ptr": None,
     }
-    tails = with_tail and query.dtype.name in TAIL_SHIFT
+    tails = with_tail and saves_tail(query.dtype)
     if tails:
         results["tail_ptr"] = jax.ShapeDtypeStruct((b, t, n, hv), jnp.int8)
     out, lse, tail = sparse_call(

@@ -96,16 +96,9 @@ def bits_of(x):
 
 
 @jit
-def tail_shift(DTYPE: tl.constexpr):
-    """Bits of float32 behind those of a dtype and the 8 of a tail."""
-    SHIFT: tl.constexpr = 8 if DTYPE == tl.bfloat16 else 5
-    return SHIFT
-
-
-@jit
 def tail_of(exact, DTYPE: tl.constexpr):
     """What rounding to DTYPE takes from float32: attend.tail_of."""
-    SHIFT: tl.constexpr = tail_shift(DTYPE)
+    SHIFT: tl.constexpr = 8 if DTYPE == tl.bfloat16 else 5
     behind = bits_of(exact) - bits_of(exact.to(DTYPE))
     tail = (behind + (1 << (SHIFT - 1))) >> SHIFT
     return tl.where(tl.abs(tail) <= 128, tl.minimum(tail, 127), 0)
@@ -113,7 +106,8 @@ def tail_of(exact, DTYPE: tl.constexpr):
 
 @jit
 def with_tail(rounded, tail, DTYPE: tl.constexpr):
-    bits = bits_of(rounded) + (tail.to(tl.int32) << tail_shift(DTYPE))
+    SHIFT: tl.constexpr = 8 if DTYPE == tl.bfloat16 else 5
+    bits = bits_of(rounded) + (tail.to(tl.int32) << SHIFT)
     return bits.to(tl.float32, bitcast=True)
 
 

@@ -52,6 +52,12 @@ def first_wins(q, k, by: float):
     )
 
 
+def slopes_of(q, k, v, bias, dout):
+    """(dq, dk, dv); without a bias queries are causal."""
+    pull = jax.vjp(lambda *x: attention(*x, bias=bias, causal=bias is None), q, k, v)[1]
+    return pull(dout)
+
+
 def check_sink(attend: Callable, h: int, dtype: str) -> None:
     """`attend(q, k, v, bias, dout)` gives dq, dk and dv."""
     q, k, v, dout = draw(h, dtype)

@@ -29,6 +29,7 @@ from tests.primitives.attention.one_key import (
     check_first_key,
     check_sink,
     first_wins,
+    slopes_of,
 )
 from tests.primitives.attention.one_key import draw as draw_one_key
 
@@ -385,7 +386,7 @@ def test_blocks_of_query_rows(monkeypatch, case, rows):
             out, lse = f(*operands)
             dout, dlse = jnp.cos(jnp.arange(out.size)), jnp.sin(jnp.arange(lse.size))
             cotangents = dout.reshape(out.shape), dlse.reshape(lse.shape)
-            grads = backward(*operands, out, lse, *cotangents, **options)
+            grads = backward(*operands, out, lse, None, *cotangents, **options)
             grads = [g for g in grads if g is not None]
             return [out, lse, *grads, *gradients(f, operands)(*operands)]
 
@@ -485,14 +486,7 @@ def test_nan_behind_the_lengths_reaches_no_derivative(softcap):
 @pytest.mark.parametrize("check", [check_sink, check_first_key])
 def test_one_key_with_nearly_all_weight(check, dtype):
     """Other checks draw scores of which no row has most of its weight on one key."""
-
-    def attend(q, k, v, bias, dout):
-        pull = jax.vjp(
-            lambda *x: attention(*x, bias=bias, causal=bias is None), q, k, v
-        )[1]
-        return pull(dout)
-
-    check(attend, 64, dtype)
+    check(slopes_of, 64, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -514,9 +508,11 @@ def test_forward_and_reverse_mode_agree_where_one_key_wins(dtype):
 def test_a_tail_keeps_what_rounding_takes(dtype):
     x = np.random.default_rng(0).standard_normal((4, 1000))
     x = (x * np.array([[0.1], [1], [99], [1]])).ravel()
+    x = np.where(np.abs(x) < 1e-3, 1, x)
     x = jnp.asarray(x, jnp.float32).at[:4].set(jnp.array([0, jnp.inf, jnp.nan, 1e-30]))
     rounded = x.astype(dtype)
     back, plain = np.asarray(with_tail(rounded, tail_of(x, rounded))), np.asarray(x)
     np.testing.assert_array_equal(back[:3], plain[:3])
-    error = np.abs(back - plain)[4:] / np.abs(plain[4:])
+    back, plain = back[4:], plain[4:]
+    error = np.abs(back - plain) / np.abs(plain)
     assert error.max() < 2**-7 * float(jnp.finfo(dtype).eps)
