@@ -114,7 +114,9 @@ def call(
         if x is None:
             return jnp.full(b, default, jnp.int32)
         limit = np.iinfo(np.int32).max
-        return jnp.clip(x, max(jnp.iinfo(x.dtype).min, -limit), s + t).astype(jnp.int32)
+        far = min(s + t + (window or 0), limit)  # from there on a window shows no key
+        far = min(far, int(jnp.iinfo(x.dtype).max))
+        return jnp.clip(x, max(jnp.iinfo(x.dtype).min, -limit), far).astype(jnp.int32)
 
     def of_vectors(scales: jax.Array | None) -> jax.Array:
         if scales is None:

@@ -8,6 +8,7 @@ https://arxiv.org/abs/2305.13245.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jaxkern.primitives.attention.attend import (
@@ -17,7 +18,7 @@ from jaxkern.primitives.attention.attend import (
     score_dtype,
     without_rest,
 )
-from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.attention.mask import as_causal
 from jaxkern.primitives.attention.query_blocks import (
     join_rows,
     rows_at_once,
@@ -25,7 +26,7 @@ from jaxkern.primitives.attention.query_blocks import (
 )
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.declared_dims import per_sequence
-from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
 def attention(
@@ -41,9 +42,9 @@ def attention(
     kv_lengths: Int[Array, " b"] | None = None,
     q_offset: int | Int[Array, " b"] | None = None,
     sinks: Float[Array, " k*g"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
@@ -61,14 +62,17 @@ def attention(
     |---------------|---------------------------------------------------------------|
     | `causal`      | j <= p                                                        |
     | `window=W`    | p - W < j: with causal the last W keys, p itself among them   |
+    | `window=(l, r)` | p - l <= j <= p + r; None for no bound on a side            |
     | `mask`        | mask[i, j]                                                    |
     | `segment_ids` | the ids of i and j are equal                                  |
     | `kv_lengths`  | j < kv_lengths: the first rows of a key/value cache           |
 
     A window of W is W keys as in Hugging Face and llama.cpp;
-    `jax.nn.dot_product_attention(local_window_size=W - 1)` is the same window. A query
-    that sees no key gives zeros, lse = -inf and zero gradients, never NaN. What lies
-    behind `kv_lengths` has no influence, be it NaN; a NaN that only `mask` hides has.
+    `jax.nn.dot_product_attention(local_window_size=W - 1)` is the same window, and its
+    pair is ours. Every kernel takes a pair: it is a causal window, r positions on. A
+    query that sees no key gives zeros, lse = -inf and zero gradients, never NaN. What
+    lies behind `kv_lengths` has no influence, be it NaN; a NaN that only `mask` hides
+    has.
 
     Scores, softmax and sums are float32 (float64 for float64 inputs), one rounding to
     query.dtype. The plain lowering holds at most about 256 MB of scores at once; it
@@ -98,9 +102,10 @@ def attention(
       sinks: `[n]`, one more logit per head that takes weight but has no value
         (gpt-oss). It counts in lse: a query without keys then has lse = sink, and still
         gives zeros.
-      scale: of the scores, default h ** -0.5.
+      scale: of the scores, default h ** -0.5. Traced or learned, it is multiplied into
+        the queries, which are then rounded once more; differentiable.
       causal: queries see no key after their own position.
-      window: see the table, at least 1.
+      window: see the table, at least 1, or two numbers of at least 0.
       softcap: Gemma 2's cap of the scores, after scale, before bias and mask.
       return_lse: return (out, lse); both are differentiable. `merge_partials` makes one
         of results over disjoint keys.
@@ -132,7 +137,13 @@ def attention(
             )
     b, t, n, h = query.shape
     s = key.shape[1]
-    check_window("attention", window)
+    causal, window, shift = as_causal("attention", window, causal)
+    if isinstance(scale, Tracer):
+        if scale.shape != ():
+            raise TypeError(
+                f"attention: `scale` must be one number, got shape {scale.shape}."
+            )
+        query, scale = (at_least_f32(query) * scale).astype(query.dtype), 1.0
     if softcap is not None and not softcap > 0:
         raise ValueError(f"attention: softcap is {softcap}. Leave it out for no cap.")
     if mask is not None and mask.dtype != jnp.bool_:
@@ -148,6 +159,8 @@ def attention(
         )
     paired = isinstance(segment_ids, tuple)
     q_segment_ids, kv_segment_ids = segment_ids if paired else (segment_ids,) * 2
+    if shift:
+        q_offset = (s - t if q_offset is None else q_offset) + shift
     if not positioned or (isinstance(q_offset, int) and q_offset == s - t):
         q_offset = None
     out, lse = attention_p(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import attention
+from jaxkern import attention, backend, block_mask, make_block_mask, make_mask
 from jaxkern.primitives.attention import query_blocks
 from jaxkern.primitives.attention.attend import tail_of, with_tail
 from jaxkern.primitives.attention.attention import attention_bwd_reference, attention_p
@@ -516,3 +516,67 @@ def test_a_tail_keeps_what_rounding_takes(dtype):
     back, plain = back[4:], plain[4:]
     error = np.abs(back - plain) / np.abs(plain)
     assert error.max() < 2**-7 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "window", [(3, 2), (0, 0), (None, 1), (4, None), (None, None), (2, 40)]
+)
+def test_a_window_of_both_sides(window, causal):
+    t, s, offset = 9, 14, 4
+    q, k, v = f32s((2, t, 4, 8), (2, s, 2, 8), (2, s, 2, 8))
+    left, right = (99 if x is None else x for x in window)
+    ahead = np.arange(s) - np.arange(t)[:, None] - offset
+    mask = (ahead >= -left) & (ahead <= (0 if causal else right))
+    expected = attention(q, k, v, mask=jnp.asarray(mask))
+    options = dict(causal=causal, window=window, q_offset=offset)
+    np.testing.assert_allclose(attention(q, k, v, **options), expected, atol=1e-6)
+    np.testing.assert_array_equal(make_mask(t, s, **options), mask)
+    tiles = make_block_mask(t, s, block_q=4, block_kv=3, **options)
+    found = block_mask(jnp.asarray(mask), block_q=4, block_kv=3)
+    np.testing.assert_array_equal(tiles, found)
+
+
+@pytest.mark.parametrize("kind", ["xla", "cpp"])
+@pytest.mark.parametrize("window", [7, 43])
+@pytest.mark.parametrize("offset", [20, 44, 90])
+def test_windows_of_queries_far_behind_the_keys(kind, window, offset):
+    """Other checks keep queries among the keys, or windows below their number."""
+    q, k, v = f32s((1, 9, 1, 8), (1, 14, 1, 8), (1, 14, 1, 8))
+    mask = make_mask(9, 14, causal=True, window=window, q_offset=offset)
+    with backend("xla"):
+        expected = attention(q, k, v, mask=mask)
+    with backend(kind):
+        found = attention(q, k, v, causal=True, window=window, q_offset=offset)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_window_of_both_sides_is_that_of_jax_nn():
+    q, k, v = f32s((2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8))
+    expected = jax.nn.dot_product_attention(q, k, v, local_window_size=(3, 2))
+    np.testing.assert_allclose(attention(q, k, v, window=(3, 2)), expected, atol=1e-5)
+
+
+def test_windows_that_are_none():
+    q, k, v = f32s((1, 4, 1, 8), (1, 4, 1, 8), (1, 4, 1, 8))
+    for window in ((1,), (1, 2, 3), (-1, 2), (1.5, 2), (1, 2**31)):
+        with pytest.raises(ValueError, match=r"window is .* two whole"):
+            attention(q, k, v, window=window)
+    with pytest.raises(TypeError, match="`window` must be a static int or"):
+        jax.jit(lambda w: attention(q, k, v, window=w))(3)
+
+
+def test_a_traced_scale_and_its_gradient():
+    q, k, v = f32s((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+
+    def loss(scale):
+        return jnp.sum(jnp.sin(attention(q, k, v, scale=scale, causal=True)))
+
+    value, slope = jax.jit(jax.value_and_grad(loss))(0.3)
+    np.testing.assert_allclose(value, loss(0.3), rtol=1e-5)
+    step = 1e-2
+    np.testing.assert_allclose(
+        slope, (loss(0.3 + step) - loss(0.3 - step)) / (2 * step), rtol=1e-2
+    )
+    with pytest.raises(TypeError, match="`scale` must be one number"):
+        jax.jit(loss)(jnp.ones(2))
