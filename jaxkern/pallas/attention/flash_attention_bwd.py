@@ -176,7 +176,8 @@ def attention_bwd(
             interpret=plgpu.InterpretGPUParams() if interpret else None,
         )(*operands, *ids, *pairs, int32(kv_lengths), int32(q_offset))
 
-    tails = tail is not None and tail.shape[-1] > 0
+    if tail is not None and not tail.shape[-1]:
+        tail = None
     dq = dk = dv = slopes = dsinks = None
     if wanted[0] or wanted[3]:
         if wanted[3]:
@@ -195,7 +196,7 @@ def attention_bwd(
             barriers,
             pairs(c.block_q, BLOCK, False, copied),
             copyable(out, ROWS) if apart else None,
-            padded_rows(tail, c.block_q) if apart and tails else None,
+            padded_rows(tail, c.block_q) if apart and tail is not None else None,
             *operands,
             lse2,
             delta,

@@ -5,6 +5,8 @@ in FlashAttention-2 (https://arxiv.org/abs/2307.08691), grouped heads as in
 https://arxiv.org/abs/2305.13245.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -285,7 +287,7 @@ def attention_fwd_reference(
 
 def by_rows(
     f, query, key, value, kv_lengths, q_offset, *, bias, mask, q_segment_ids, **rest
-):
+) -> Any:
     """(out, lse[, tail]) of f, `attend` or `attend_fwd`."""
     rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
     value = without_rest(value, kv_lengths)
