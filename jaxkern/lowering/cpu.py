@@ -10,7 +10,7 @@ from jaxkern.lowering.kernel_table import Kernel, add_table
 # fmt: off
 KERNELS = (
     #      op                          backend  module                                     passes            function, its refusal
-    Kernel("attention",                "cpp", "cpu.attention.attention",                   "primal"),
+    Kernel("attention",                "cpp", "cpu.attention.attention",                   "primal fwd"),
     Kernel("quantized_cache_attention", "cpp", "cpu.attention.quantized_cache_attention",  "primal"),
     Kernel("quantized_matmul",         "cpp", "cpu.quant.quantized_matmul",                "primal",         "int8_activations",    "unsupported_int8"),
     Kernel("quantized_matmul",         "cpp", "cpu.quant.quantized_matmul",                "primal",         "f32_activations",     "unsupported_f32"),

@@ -56,7 +56,7 @@ def check_decode(shape, lengths, offset, options) -> None:
     clean = [jnp.nan_to_num(x) for x in (key, value)]
 
     def fwd(q, _, __, *rest, **options):
-        return hopper.attention_fwd(q, key, value, *rest, **options)
+        return hopper.attention(q, key, value, *rest, **options)
 
     check(q, *clean, fwd=fwd, **arrays, **options)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
+from jaxkern.primitives.attention.attend import saves_no_tail
 
 
 def unsupported(query, key, value, **rest: Any) -> str | None:
@@ -22,7 +23,7 @@ def unsupported(query, key, value, **rest: Any) -> str | None:
     return missing()
 
 
-def attention_fwd(
+def attention(
     query,
     key,
     value,
@@ -59,7 +60,9 @@ def call(
         if x is None:
             return jnp.full(b, default, jnp.int32)
         limit = np.iinfo(np.int32).max
-        return jnp.clip(x, max(jnp.iinfo(x.dtype).min, -limit), s + t).astype(jnp.int32)
+        far = min(s + t + (window or 0), limit)  # from there on a window shows no key
+        far = min(far, int(jnp.iinfo(x.dtype).max))
+        return jnp.clip(x, max(jnp.iinfo(x.dtype).min, -limit), far).astype(jnp.int32)
 
     def of_vectors(scales: jax.Array | None) -> jax.Array:
         if scales is None:
@@ -84,3 +87,6 @@ def call(
         window=np.int64(window or 0),
         causal=causal,
     )
+
+
+attention_fwd = saves_no_tail(attention)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.primitives.attention.attend import with_tail
 from jaxkern.primitives.attention.attention import attention_bwd_reference
 
 MAX_SLOPES_BYTES = 2**32  # of dS, where it is only summed
@@ -40,7 +41,7 @@ def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
         slopes: Any
         dq, dk, dv, slopes, dsinks = bwd(*operands, wanted=wanted, **options, **own)
         if of_rows:
-            slopes = sums_of_rows(*operands[-5:])
+            slopes = sums_of_rows(*operands[-6:])
         elif large:
             slopes = attention_bwd_reference(*operands, **options)[3]
         axes = [i for i in range(4) if bias.shape[i] < slopes.shape[i]]
@@ -51,12 +52,12 @@ def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
     return complete
 
 
-def sums_of_rows(sinks, out, lse, dout, dlse) -> jax.Array:
+def sums_of_rows(sinks, out, lse, tail, dout, dlse) -> jax.Array:
     """dS summed over the keys, [b n t 1]: 0 but for the sinks' share and for dlse."""
     rows = dlse
     if sinks is not None:
         taken = jnp.exp(sinks.astype(jnp.float32) - lse)
-        slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
+        slope = jnp.sum(with_tail(out, tail) * dout.astype(jnp.float32), -1) - dlse
         rows = rows + taken * slope
     rows = jnp.where(lse == -jnp.inf, 0.0, rows)
     return jnp.moveaxis(rows, 1, 2)[..., None]

@@ -1,9 +1,9 @@
 """What the gradients of attention take beside their products.
 
-Before: delta = rowsum(dout out) - dlse and log2 e lse, laid out by head; where dq is
-counted in integers on Hopper, in units of 2^-30 of a bound of each row, also these
-units and the zeros that are added to. After: integers as dq. All is read and written
-once.
+Before: delta = rowsum(dout out) - dlse, of out with its tail, and log2 e lse, laid out
+by head; where dq is counted in integers on Hopper, in units of 2^-30 of a bound of each
+row, also these units and the zeros that are added to. After: integers as dq. All is
+read and written once.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.attention.head_rows import load_rows
+from jaxkern.gpu.attention.head_rows import load_rows, with_tail
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl, triton_call
 
@@ -72,6 +72,7 @@ def gradient_rows_kernel(
     lse_ptr,
     dout_ptr,
     dlse_ptr,
+    tail_ptr,
     widest_ptr,
     longest_ptr,
     lse2_ptr,
@@ -98,6 +99,10 @@ def gradient_rows_kernel(
     first = (batch * T + row) * N + n
     out = load_rows(out_ptr + first * HV, T - row, N * HV, HV, ROWS, PADDED_HV, True)
     dout = load_rows(dout_ptr + first * HV, T - row, N * HV, HV, ROWS, PADDED_HV, True)
+    if tail_ptr is not None:
+        at = tail_ptr + first * HV
+        tail = load_rows(at, T - row, N * HV, HV, ROWS, PADDED_HV, True)
+        out = with_tail(out, tail, out_ptr.dtype.element_ty)
     out, dout = out.to(tl.float32), dout.to(tl.float32)
     r = tl.arange(0, ROWS)
     inside = r < T - row
@@ -149,21 +154,20 @@ def counted_kernel(
     tl.store(dq_ptr + at, y, r[:, None] < T - row)
 
 
-def gradient_rows(out, lse, dout, dlse, padded: int):
+def gradient_rows(out, lse, dout, dlse, padded: int, tail=None):
     """(log2 e lse, delta), both [b n padded]."""
     b, t, n, hv = out.shape
     by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
     rows = BLOCK if hv <= HEAD_DIM else BLOCK // 2
     absent: Any = dict.fromkeys(COUNTING)
+    operands, without = given(out, lse, dout, dlse, tail)
     return triton_call(
         gradient_rows_kernel,
-        out,
-        lse,
-        dout,
-        dlse,
+        *operands,
         out=[by_head, by_head],
         grid=(n, padded // rows, b),
         **absent,
+        **without,
         T=t,
         PADDED_T=padded,
         N=n,
@@ -178,7 +182,17 @@ def gradient_rows(out, lse, dout, dlse, padded: int):
     )
 
 
-def counted_rows(key, value, out, lse, dout, dlse, padded: int, dscale: float):
+def given(out, lse, dout, dlse, tail):
+    """(operands, those that are absent); a tail of no numbers is."""
+    operands = out, lse, dout, dlse
+    if tail is None or not tail.shape[-1]:
+        return operands, {"tail_ptr": None}
+    return (*operands, tail), {}
+
+
+def counted_rows(
+    key, value, out, lse, dout, dlse, padded: int, dscale: float, tail=None
+):
     """(log2 e lse, delta, counts, units times dscale, zeros)."""
     b, t, n, hv = out.shape
     _, s, heads, h = key.shape
@@ -197,16 +211,15 @@ def counted_rows(key, value, out, lse, dout, dlse, padded: int, dscale: float):
         PARTS=PARTS,
     )
     by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
+    operands, without = given(out, lse, dout, dlse, tail)
     return triton_call(
         gradient_rows_kernel,
-        out,
-        lse,
-        dout,
-        dlse,
+        *operands,
         widest,
         longest,
         out=[by_head] * 4 + [jax.ShapeDtypeStruct((b, n, padded, hv), jnp.int32)],
         grid=(n, padded // BLOCK, b),
+        **without,
         T=t,
         PADDED_T=padded,
         N=n,

@@ -91,6 +91,27 @@ def factor(x, like, C: tl.constexpr):
 
 
 @jit
+def bits_of(x):
+    return x.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@jit
+def tail_of(exact, DTYPE: tl.constexpr):
+    """What rounding to DTYPE takes from float32: attend.tail_of."""
+    SHIFT: tl.constexpr = 8 if DTYPE == tl.bfloat16 else 5
+    behind = bits_of(exact) - bits_of(exact.to(DTYPE))
+    tail = (behind + (1 << (SHIFT - 1))) >> SHIFT
+    return tl.where(tl.abs(tail) <= 128, tl.minimum(tail, 127), 0)
+
+
+@jit
+def with_tail(rounded, tail, DTYPE: tl.constexpr):
+    SHIFT: tl.constexpr = 8 if DTYPE == tl.bfloat16 else 5
+    bits = bits_of(rounded) + (tail.to(tl.int32) << SHIFT)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
 def store_rows(
     at,
     x,

@@ -6,16 +6,33 @@
 `scores` says what is visible. It holds [b k g t s] scores, in float32 or float64.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.primitives.attention.mask import make_mask, padding_mask, segment_mask
+from jaxkern.primitives.call import matmul_precision
 from jaxkern.primitives.kernel_primitive import at_least_f32
 
 
 def attend(query, key, value, sinks, **visibility_and_options):
     """(out, lse) for all query rows at once."""
+    out, lse = exact(query, key, value, sinks, **visibility_and_options)
+    return out.astype(query.dtype), lse
+
+
+def attend_fwd(query, key, value, sinks, **visibility_and_options):
+    """(out, lse, tail) for all query rows at once."""
+    out, lse = exact(query, key, value, sinks, **visibility_and_options)
+    rounded = out.astype(query.dtype)
+    tail = tail_of(out, rounded) if saves_tail(query.dtype) else no_tail(rounded)
+    return rounded, lse, tail
+
+
+def exact(query, key, value, sinks, **visibility_and_options):
+    """(out in float32 or float64, lse)."""
     logits, _ = scores(query, key, **visibility_and_options)  # [b k g t s]
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
@@ -31,30 +48,87 @@ def attend(query, key, value, sinks, **visibility_and_options):
     total = jnp.where(seen, total, 1)
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)
     out = jnp.einsum("bkgts,bskh->bkgth", p, at_least_f32(value)) / total
-    return heads_inside(out).astype(query.dtype), heads_inside(lse)[..., 0]
+    return heads_inside(out), heads_inside(lse)[..., 0]
+
+
+# What rounding took from out. Where one key has nearly all weight, delta =
+# rowsum(dout out) is nearly the dP of that key, and dS their small difference: of an
+# out of 16 bits it would have few right ones. A byte more for each number is enough.
+# It costs memory and time, so it is saved for who asks for the highest precision.
+
+TAIL_SHIFT = {"bfloat16": 8, "float16": 5}  # bits of float32 behind these and 8 more
+
+
+def tail_of(exact, rounded):
+    """int8 `[..., hv]`, of two arrays of one shape; `rounded` is of 16 bits."""
+    shift = TAIL_SHIFT[rounded.dtype.name]
+    behind = bits_of(exact) - bits_of(rounded)
+    tail = lax.shift_right_arithmetic(behind + (1 << (shift - 1)), shift)
+    # out of range: what is not finite, or too small for the dtype
+    return jnp.where(jnp.abs(tail) <= 128, jnp.minimum(tail, 127), 0).astype(jnp.int8)
+
+
+def saves_tail(dtype) -> bool:
+    return dtype.name in TAIL_SHIFT and matmul_precision() in ("highest", "float32")
+
+
+def no_tail(rounded):
+    return jnp.zeros((*rounded.shape[:-1], 0), jnp.int8)
+
+
+def saves_no_tail(forward):
+    """`forward`, a kernel of (out, lse), where gradients may ask for a tail.
+
+    Zeros then: gradients of few queries are of the reference, which reads none.
+    """
+
+    @functools.wraps(forward)
+    def saving(*operands, **options):
+        out, lse = forward(*operands, **options)
+        tail = no_tail(out)
+        if saves_tail(out.dtype):
+            tail = jnp.zeros(out.shape, jnp.int8)
+        return out, lse, tail
+
+    return saving
+
+
+def with_tail(rounded, tail):
+    """What was rounded in float32, to 16 bits and the 8 that come behind them."""
+    shift = TAIL_SHIFT.get(rounded.dtype.name)
+    if shift is None or tail is None or not tail.shape[-1]:
+        return at_least_f32(rounded)
+    bits = bits_of(rounded) + (tail.astype(jnp.int32) << shift)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def bits_of(x):
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def attend_bwd(
-    query, key, value, bias, sinks, out, lse, dout, dlse, softcap, scale, **visibility
+    query, key, value, bias, sinks, lse, dout, dlse, softcap, scale, **visibility
 ):
     """Float32 gradients by name, for all query rows at once.
 
     With P = exp(S - lse) and dP = dout v^T (Dao 2023, section 2.2, and the two
     results):
-        dv = P^T dout,   dS = P (dP - delta),   delta = rowsum(dout out) - dlse
+        dv = P^T dout,   dS = P (dP - delta),   delta = rowsum(P dP) - dlse
+    Kernels, which do not have whole rows, take rowsum(dout out) for that sum.
     """
     logits, capped = scores(
         query, key, bias=bias, softcap=softcap, scale=scale, **visibility
     )
-    out, dout, lse, dlse = (
+    dout, lse, dlse = (
         heads_outside(at_least_f32(x), key)
-        for x in (out, dout, lse[..., None], dlse[..., None])
+        for x in (dout, lse[..., None], dlse[..., None])
     )
     seen = jnp.isfinite(lse)
     lse = jnp.where(seen, lse, jnp.inf)  # then P = 0
     p = jnp.exp(logits - lse)  # [b k g t s], 0 where hidden
-    delta = jnp.sum(dout * out, axis=-1, keepdims=True) - jnp.where(seen, dlse, 0)
-    ds = p * (jnp.einsum("bkgth,bskh->bkgts", dout, at_least_f32(value)) - delta)
+    dp = jnp.einsum("bkgth,bskh->bkgts", dout, at_least_f32(value))
+    delta = jnp.sum(p * dp, axis=-1, keepdims=True) - jnp.where(seen, dlse, 0)
+    ds = p * (dp - delta)
     grads = {"value": jnp.einsum("bkgts,bkgth->bskh", p, dout)}
     if bias is not None:
         dbias = ds.reshape(ds.shape[0], -1, *ds.shape[3:])  # [b n t s]

@@ -5,18 +5,22 @@ in FlashAttention-2 (https://arxiv.org/abs/2307.08691), grouped heads as in
 https://arxiv.org/abs/2305.13245.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jaxkern.primitives.attention.attend import (
     attend,
     attend_bwd,
+    attend_fwd,
     score_dtype,
     without_rest,
 )
-from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.attention.mask import as_causal
 from jaxkern.primitives.attention.query_blocks import (
     join_rows,
     rows_at_once,
@@ -25,7 +29,7 @@ from jaxkern.primitives.attention.query_blocks import (
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
-from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
 @check_arguments
@@ -42,9 +46,9 @@ def attention(
     kv_lengths: Int[Array, " b"] | None = None,
     q_offset: int | Int[Array, " b"] | None = None,
     sinks: Float[Array, " k*g"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
@@ -62,14 +66,17 @@ def attention(
     |---------------|---------------------------------------------------------------|
     | `causal`      | j <= p                                                        |
     | `window=W`    | p - W < j: with causal the last W keys, p itself among them   |
+    | `window=(l, r)` | p - l <= j <= p + r; None for no bound on a side            |
     | `mask`        | mask[i, j]                                                    |
     | `segment_ids` | the ids of i and j are equal                                  |
     | `kv_lengths`  | j < kv_lengths: the first rows of a key/value cache           |
 
     A window of W is W keys as in Hugging Face and llama.cpp;
-    `jax.nn.dot_product_attention(local_window_size=W - 1)` is the same window. A query
-    that sees no key gives zeros, lse = -inf and zero gradients, never NaN. What lies
-    behind `kv_lengths` has no influence, be it NaN; a NaN that only `mask` hides has.
+    `jax.nn.dot_product_attention(local_window_size=W - 1)` is the same window, and its
+    pair is ours. Every kernel takes a pair: it is a causal window, r positions on. A
+    query that sees no key gives zeros, lse = -inf and zero gradients, never NaN. What
+    lies behind `kv_lengths` has no influence, be it NaN; a NaN that only `mask` hides
+    has.
 
     Scores, softmax and sums are float32 (float64 for float64 inputs), one rounding to
     query.dtype. The plain lowering holds at most about 256 MB of scores at once; it
@@ -99,16 +106,20 @@ def attention(
       sinks: `[n]`, one more logit per head that takes weight but has no value
         (gpt-oss). It counts in lse: a query without keys then has lse = sink, and still
         gives zeros.
-      scale: of the scores, default h ** -0.5.
+      scale: of the scores, default h ** -0.5. Traced or learned, it is multiplied into
+        the queries, which are then rounded once more; differentiable.
       causal: queries see no key after their own position.
-      window: see the table, at least 1.
+      window: see the table, at least 1, or two numbers of at least 0.
       softcap: Gemma 2's cap of the scores, after scale, before bias and mask.
       return_lse: return (out, lse); both are differentiable. `merge_partials` makes one
         of results over disjoint keys.
 
     Float32 is multiplied at the precision of `jax.default_matmul_precision` when this
     is called, in the gradients too. On a GPU that is TF32 unless it is "highest" or
-    "float32", by kernels and by XLA alike.
+    "float32", by kernels and by XLA alike. At these two, kernels also keep 8 more bits
+    of an `out` of 16 for its gradients, a byte for each number. Where one key takes
+    nearly all weight, dS is a small difference of what `out` says and loses to its
+    rounding; the plain lowering sums P dP instead and needs nothing.
 
     Returns:
       out: `[b, t, n, hv]`, dtype of query.
@@ -130,7 +141,13 @@ def attention(
             )
     b, t, n, h = query.shape
     s = key.shape[1]
-    check_window("attention", window)
+    causal, window, shift = as_causal("attention", window, causal)
+    if isinstance(scale, Tracer):
+        if scale.shape != ():
+            raise TypeError(
+                f"attention: `scale` must be one number, got shape {scale.shape}."
+            )
+        query, scale = (at_least_f32(query) * scale).astype(query.dtype), 1.0
     if softcap is not None and not softcap > 0:
         raise ValueError(f"attention: softcap is {softcap}. Leave it out for no cap.")
     if mask is not None and mask.dtype != jnp.bool_:
@@ -146,6 +163,8 @@ def attention(
         )
     paired = isinstance(segment_ids, tuple)
     q_segment_ids, kv_segment_ids = segment_ids if paired else (segment_ids,) * 2
+    if shift:
+        q_offset = (s - t if q_offset is None else q_offset) + shift
     if not positioned or (isinstance(q_offset, int) and q_offset == s - t):
         q_offset = None
     out, lse = attention_p(
@@ -189,7 +208,7 @@ def first_positions(q_offset, query, key):
     return q_offset
 
 
-# References. `attend` and `attend_bwd` are the mathematics; the two around them bound
+# References. `attend` and `attend_bwd` are the mathematics; what is around them bounds
 # the memory, by blocks of query rows.
 
 
@@ -210,28 +229,86 @@ def attention_reference(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]:
-    options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
-    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
-    whole = dict(
-        key=key,
-        value=without_rest(value, kv_lengths),
+    return by_rows(
+        attend,
+        query,
+        key,
+        value,
+        kv_lengths,
+        q_offset,
+        bias=bias,
+        mask=mask,
+        q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
-        kv_lengths=kv_lengths,
         sinks=sinks,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
     )
+
+
+def attention_fwd_reference(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b s k h"],
+    value: Float[Array, "b s k hv"],
+    bias: Float[Array, "#b #k*g #t #s"] | None,
+    mask: Bool[Array, "#b #k*g #t #s"] | None,
+    q_segment_ids: Int[Array, "b t"] | None,
+    kv_segment_ids: Int[Array, "b s"] | None,
+    kv_lengths: Int[Array, " b"] | None,
+    q_offset: Int[Array, " b"] | None,
+    sinks: Float[Array, " k*g"] | None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[
+    Float[Array, "b t k*g hv"], Float[Array, "b t k*g"], Int8[Array, "b t k*g tail"]
+]:
+    """And what rounding took from out, which its gradients need: `tail_of`."""
+    return by_rows(
+        attend_fwd,
+        query,
+        key,
+        value,
+        kv_lengths,
+        q_offset,
+        bias=bias,
+        mask=mask,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        sinks=sinks,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def by_rows(
+    f, query, key, value, kv_lengths, q_offset, *, bias, mask, q_segment_ids, **rest
+) -> Any:
+    """(out, lse[, tail]) of f, `attend` or `attend_fwd`."""
+    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
+    value = without_rest(value, kv_lengths)
+    whole = dict(rest, key=key, value=value, kv_lengths=kv_lengths)
     q_offset = first_positions(q_offset, query, key)
     block = rows_at_once(query, key)
     if block >= query.shape[1]:
-        return attend(**rows, **whole, q_offset=q_offset, **options)
+        return f(**rows, **whole, q_offset=q_offset)
     blocks, shared = split_rows(rows, block)
 
     def step(_, start_and_rows):
         start, rows = start_and_rows
-        part = attend(**rows, **shared, **whole, q_offset=q_offset + start, **options)
-        return None, part
+        return None, f(**rows, **shared, **whole, q_offset=q_offset + start)
 
-    _, (out, lse) = lax.scan(step, None, blocks)
-    return join_rows(out, "out", query), join_rows(lse, "lse", query)
+    _, parts = lax.scan(step, None, blocks)
+    names = ("out", "lse", "tail")[: len(parts)]
+    return tuple(
+        join_rows(x, name, query) for x, name in zip(parts, names, strict=True)
+    )
 
 
 def attention_bwd_reference(
@@ -247,6 +324,7 @@ def attention_bwd_reference(
     sinks: Float[Array, " k*g"] | None,
     out: Float[Array, "b t k*g hv"],
     lse: Float[Array, "b t k*g"],
+    tail: Int8[Array, "b t k*g tail"] | None,
     dout: Float[Array, "b t k*g hv"],
     dlse: Float[Array, "b t k*g"],
     *,
@@ -261,9 +339,10 @@ def attention_bwd_reference(
     Float[Array, "#b #k*g #t #s"] | None,
     Float[Array, " k*g"] | None,
 ]:
+    del out, tail  # kernels need them
     options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
     rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
-    rows |= dict(out=out, lse=lse, dout=dout, dlse=dlse)
+    rows |= dict(lse=lse, dout=dout, dlse=dlse)
     whole = dict(
         key=without_rest(key, kv_lengths),
         value=without_rest(value, kv_lengths),
@@ -304,7 +383,8 @@ def attention_bwd_reference(
 
 attention_p = kernel_primitive(
     attention_reference,
+    fwd=attention_fwd_reference,
     bwd=attention_bwd_reference,
     # each row is a softmax over all of s; the position of a row counts from t and s
-    replicated=("t", "s", "h", "hv"),
+    replicated=("t", "s", "h", "hv", "tail"),
 )

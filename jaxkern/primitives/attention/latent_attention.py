@@ -147,6 +147,7 @@ def latent_attention_bwd_reference(
         sinks=None,
         out=out,
         lse=lse,
+        tail=None,
         dout=dout,
         dlse=dlse,
         scale=scale,

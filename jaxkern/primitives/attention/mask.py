@@ -8,6 +8,8 @@ same kind combine by `&`, those of the other by `+`.
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
@@ -22,7 +24,7 @@ def make_mask(
     kv_len: int,
     *,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     q_offset: int | Int[Array, ""] | Int[Array, " b"] | None = None,
     dtype: Any = jnp.bool_,
 ) -> Array:
@@ -36,6 +38,7 @@ def make_mask(
       causal: queries see no key after their own position.
       window: number of keys, with causal the last ones, the query's own among them.
         mlx-native's `sdpa_sliding(W)` and `jax.nn`'s `local_window_size=W` are W + 1.
+        (left, right): see `attention`.
       q_offset: position of query 0 among the keys, a number or `[b]`, may be traced.
         Default s - t: the last query sees the last key.
       dtype: bool, or a float dtype for 0 and -inf.
@@ -44,10 +47,10 @@ def make_mask(
       `[t, s]`, or `[b, 1, t, s]` where q_offset is `[b]`.
 
     Raises:
-      ValueError: window is below 1.
+      ValueError: window is below 1, or a pair that counts no keys.
     """
-    check_window("make_mask", window)
-    offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset)
+    causal, window, shift = as_causal("make_mask", window, causal)
+    offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset) + shift
     p = offset[..., None, None] + jnp.arange(q_len)[:, None]
     behind = p - jnp.arange(kv_len)  # [t s] or [b t s]
     visible = jnp.ones(behind.shape, bool)
@@ -155,7 +158,7 @@ def make_block_mask(
     block_q: int,
     block_kv: int,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     q_offset: int | Int[Array, ""] | Int[Array, " b"] | None = None,
 ) -> UInt8[Array, "... i j"]:
     """`block_mask(make_mask(...))` without the mask: work and memory per tile.
@@ -170,10 +173,10 @@ def make_block_mask(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
-      ValueError: window is below 1.
+      ValueError: window is below 1, or a pair that counts no keys.
     """
-    check_window("make_block_mask", window)
-    offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset)
+    causal, window, shift = as_causal("make_block_mask", window, causal)
+    offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset) + shift
     i = jnp.arange(0, q_len, block_q)[:, None]
     j = jnp.arange(0, kv_len, block_kv)
     offset = offset[..., None, None]
@@ -210,3 +213,35 @@ def check_window(op, window):
             f"{op}: window is {window}. It counts keys: a whole number below 2**31, "
             "None for all."
         )
+
+
+def as_causal(op, window, causal):
+    """(causal, window of keys, shift) that show what `causal` and `window` do.
+
+    A query sees from `left` keys before its position to `right` behind it, as a causal
+    one does that stands `right` further on and has a window of left + right + 1.
+    """
+    if isinstance(window, Tracer | str | bytes):
+        got = "a traced array" if isinstance(window, Tracer) else repr(window)
+        raise TypeError(
+            f"{op}: `window` must be a static int or (left, right), got {got}. Close "
+            "over the number, or name it in static_argnames."
+        )
+    if not isinstance(window, tuple | list):
+        window = int(window) if isinstance(window, np.integer) else window
+        check_window(op, window)
+        return causal, window, 0
+    whole = all(
+        x is None or (isinstance(x, int | np.integer) and 0 <= x < 2**30)
+        for x in window
+    )
+    if len(window) != 2 or not whole:
+        raise ValueError(
+            f"{op}: window is {tuple(window)}. A pair counts the keys before and "
+            "behind a query's own: two whole numbers below 2**30, None for all."
+        )
+    left, right = (None if x is None else int(x) for x in window)
+    right = 0 if causal else right
+    if right is None:
+        return False, None if left is None else left + 1, 0
+    return True, None if left is None else left + right + 1, right

@@ -167,6 +167,7 @@ def paged_attention_bwd_reference(
         sinks,
         out,
         lse,
+        None,
         dout,
         dlse,
         scale=scale,

@@ -217,6 +217,7 @@ def quantized_cache_attention_bwd_reference(
         sinks=sinks,
         out=rotated(out, value_codec),
         lse=lse,
+        tail=None,
         dout=rotated(dout, value_codec),
         dlse=dlse,
         scale=scale,

@@ -10,6 +10,7 @@ ROW_AXIS = {  # where t stands in what has one row per query
     "mask": 2,
     "q_segment_ids": 1,
     "out": 1,
+    "tail": 1,
     "lse": 1,
     "dout": 1,
     "dlse": 1,
@@ -55,5 +56,6 @@ def join_rows(blocks, name, query):
     """The inverse of split for one result."""
     axis = ROW_AXIS[name]
     x = jnp.moveaxis(blocks, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    rows = x.shape[axis] * x.shape[axis + 1]  # -1 would need a size other than 0
+    x = x.reshape(*x.shape[:axis], rows, *x.shape[axis + 2 :])
     return lax.slice_in_dim(x, 0, query.shape[1], axis=axis)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkern import attention, backend, explain
 from tests import sharding_checks
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
+from tests.primitives.attention.one_key import check_first_key, check_sink, slopes_of
 
 pytestmark = on_a_gpu
 RNG = np.random.default_rng(0)
@@ -345,3 +346,10 @@ def test_few_queries_are_refused_in_words():
     forward, backward = explain(slope, q, k, v).rows
     assert forward.runs.startswith("triton: triton.attention.decode")
     assert "8 queries are no more than 8" in str(backward)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("check", [check_sink, check_first_key])
+def test_one_key_with_nearly_all_weight(check, dtype):
+    with backend("triton", strict=True), jax.default_matmul_precision("highest"):
+        check(jax.jit(slopes_of), 64, dtype)

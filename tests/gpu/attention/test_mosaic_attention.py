@@ -32,6 +32,7 @@ from tests.gpu.attention.test_attention import (
 from tests.gpu.attention.test_attention import OPTIONS as of_triton
 from tests.gpu.attention.test_attention import check as check_attention
 from tests.gpu.truth import EPSILON, relative_errors
+from tests.primitives.attention.one_key import check_first_key, check_sink, slopes_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +59,7 @@ def hopper_rows(request):
             "cuda",
             "mosaic_gpu",
             fwd=hopper.attention_fwd,
+            primal=hopper.attention,
             unsupported=hopper.unsupported,
         )
         names = list(BACKWARD)
@@ -319,3 +321,11 @@ def test_gradients_of_many_blocks(h, hv):
 @pytest.mark.parametrize("spec", [P("m"), P(None, None, "m")])
 def test_two_gpus_share_sequences_or_heads(spec):
     check_on_two_gpus(spec, "auto", "mosaic_gpu_v2")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("h", [64, 128, 256])
+@pytest.mark.parametrize("check", [check_sink, check_first_key])
+def test_one_key_with_nearly_all_weight(check, h, dtype):
+    with jax.default_matmul_precision("highest"):
+        check(jax.jit(slopes_of), h, dtype)

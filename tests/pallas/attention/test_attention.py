@@ -47,6 +47,7 @@ def check(
     v,
     *,
     fwd=hopper.attention_fwd,
+    primal=hopper.attention,
     causal=False,
     window=None,
     softcap=None,
@@ -205,7 +206,7 @@ def test_a_mask_alone_over_whole_blocks():
 def test_what_lies_behind_the_lengths_has_no_influence():
     q, k, v = operands(1, 16, 140, 1, 1, 64)
     run = functools.partial(
-        hopper.attention_fwd,
+        hopper.attention,
         **ABSENT | dict(kv_lengths=jnp.array([100])),
         scale=0.1,
         causal=False,
@@ -223,7 +224,7 @@ def test_what_lies_behind_the_lengths_has_no_influence():
 def test_recorded_vmap():
     q, k, v = operands(1, 20, 20, 1, 1, 64)
     call = Call(absent=tuple(range(3, 10)), vmaps=((0, None, None),))
-    kernel = functools.partial(hopper.attention_fwd, interpret=True)
+    kernel = functools.partial(hopper.attention, interpret=True)
     out, lse = attention_p.evaluate_with(
         kernel,
         jnp.stack([q, 2 * q]),

@@ -1,5 +1,6 @@
 """attention: the formula, visibility, rows without keys, lse, blocks, errors."""
 
+import functools
 import itertools
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import attention
+from jaxkern import attention, backend, block_mask, make_block_mask, make_mask
 from jaxkern.primitives.attention import query_blocks
+from jaxkern.primitives.attention.attend import tail_of, with_tail
 from jaxkern.primitives.attention.attention import attention_bwd_reference, attention_p
 from tests.checks import (
     bf16,
@@ -22,6 +24,14 @@ from tests.checks import (
     in_float64,
     operands_of,
 )
+from tests.primitives.attention.one_key import (
+    LIMIT,
+    check_first_key,
+    check_sink,
+    first_wins,
+    slopes_of,
+)
+from tests.primitives.attention.one_key import draw as draw_one_key
 
 
 def shapes(b, t, s, k, g, h, spec=f32, hv=None):
@@ -376,7 +386,7 @@ def test_blocks_of_query_rows(monkeypatch, case, rows):
             out, lse = f(*operands)
             dout, dlse = jnp.cos(jnp.arange(out.size)), jnp.sin(jnp.arange(lse.size))
             cotangents = dout.reshape(out.shape), dlse.reshape(lse.shape)
-            grads = backward(*operands, out, lse, *cotangents, **options)
+            grads = backward(*operands, out, lse, None, *cotangents, **options)
             grads = [g for g in grads if g is not None]
             return [out, lse, *grads, *gradients(f, operands)(*operands)]
 
@@ -470,3 +480,103 @@ def test_nan_behind_the_lengths_reaches_no_derivative(softcap):
     spoiled, clean = every_mode(query, *spoiled), every_mode(query, key, value)
     for actual, expected in zip(*map(jax.tree.leaves, (spoiled, clean)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("check", [check_sink, check_first_key])
+def test_one_key_with_nearly_all_weight(check, dtype):
+    """Other checks draw scores of which no row has most of its weight on one key."""
+    check(slopes_of, 64, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_forward_and_reverse_mode_agree_where_one_key_wins(dtype):
+    q, k, v, dout = draw_one_key(64, dtype)
+    q, k = first_wins(q, k, 12.0)
+    f = functools.partial(attention, causal=True)
+    dq = jax.vjp(lambda q: f(q, k, v), q)[1](dout)[0]
+    along = jnp.asarray(np.random.default_rng(3).standard_normal(q.shape), dtype)
+    forward = jax.jvp(lambda q: f(q, k, v), (q,), (along,))[1]
+    left = jnp.sum(forward.astype(jnp.float32) * dout.astype(jnp.float32))
+    right = jnp.sum(along.astype(jnp.float32) * dq.astype(jnp.float32))
+    size = jnp.linalg.norm(along.astype(jnp.float32))
+    size = size * jnp.linalg.norm(dq.astype(jnp.float32))
+    assert abs(left - right) < LIMIT[dtype] * size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_tail_keeps_what_rounding_takes(dtype):
+    x = np.random.default_rng(0).standard_normal((4, 1000))
+    x = (x * np.array([[0.1], [1], [99], [1]])).ravel()
+    x = np.where(np.abs(x) < 1e-3, 1, x)
+    x = jnp.asarray(x, jnp.float32).at[:4].set(jnp.array([0, jnp.inf, jnp.nan, 1e-30]))
+    rounded = x.astype(dtype)
+    back, plain = np.asarray(with_tail(rounded, tail_of(x, rounded))), np.asarray(x)
+    np.testing.assert_array_equal(back[:3], plain[:3])
+    back, plain = back[4:], plain[4:]
+    error = np.abs(back - plain) / np.abs(plain)
+    assert error.max() < 2**-7 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "window", [(3, 2), (0, 0), (None, 1), (4, None), (None, None), (2, 40)]
+)
+def test_a_window_of_both_sides(window, causal):
+    t, s, offset = 9, 14, 4
+    q, k, v = f32s((2, t, 4, 8), (2, s, 2, 8), (2, s, 2, 8))
+    left, right = (99 if x is None else x for x in window)
+    ahead = np.arange(s) - np.arange(t)[:, None] - offset
+    mask = (ahead >= -left) & (ahead <= (0 if causal else right))
+    expected = attention(q, k, v, mask=jnp.asarray(mask))
+    options = dict(causal=causal, window=window, q_offset=offset)
+    np.testing.assert_allclose(attention(q, k, v, **options), expected, atol=1e-6)
+    np.testing.assert_array_equal(make_mask(t, s, **options), mask)
+    tiles = make_block_mask(t, s, block_q=4, block_kv=3, **options)
+    found = block_mask(jnp.asarray(mask), block_q=4, block_kv=3)
+    np.testing.assert_array_equal(tiles, found)
+
+
+@pytest.mark.parametrize("kind", ["xla", "cpp"])
+@pytest.mark.parametrize("window", [7, 43])
+@pytest.mark.parametrize("offset", [20, 44, 90])
+def test_windows_of_queries_far_behind_the_keys(kind, window, offset):
+    """Other checks keep queries among the keys, or windows below their number."""
+    q, k, v = f32s((1, 9, 1, 8), (1, 14, 1, 8), (1, 14, 1, 8))
+    mask = make_mask(9, 14, causal=True, window=window, q_offset=offset)
+    with backend("xla"):
+        expected = attention(q, k, v, mask=mask)
+    with backend(kind):
+        found = attention(q, k, v, causal=True, window=window, q_offset=offset)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_window_of_both_sides_is_that_of_jax_nn():
+    q, k, v = f32s((2, 12, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8))
+    expected = jax.nn.dot_product_attention(q, k, v, local_window_size=(3, 2))
+    np.testing.assert_allclose(attention(q, k, v, window=(3, 2)), expected, atol=1e-5)
+
+
+def test_windows_that_are_none():
+    q, k, v = f32s((1, 4, 1, 8), (1, 4, 1, 8), (1, 4, 1, 8))
+    for window in ((1,), (1, 2, 3), (-1, 2), (1.5, 2), (1, 2**31)):
+        with pytest.raises(ValueError, match=r"window is .* two whole"):
+            attention(q, k, v, window=window)
+    with pytest.raises(TypeError, match="`window` must be a static int or"):
+        jax.jit(lambda w: attention(q, k, v, window=w))(3)
+
+
+def test_a_traced_scale_and_its_gradient():
+    q, k, v = f32s((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+
+    def loss(scale):
+        return jnp.sum(jnp.sin(attention(q, k, v, scale=scale, causal=True)))
+
+    value, slope = jax.jit(jax.value_and_grad(loss))(0.3)
+    np.testing.assert_allclose(value, loss(0.3), rtol=1e-5)
+    step = 1e-2
+    np.testing.assert_allclose(
+        slope, (loss(0.3 + step) - loss(0.3 - step)) / (2 * step), rtol=1e-2
+    )
+    with pytest.raises(TypeError, match="`scale` must be one number"):
+        jax.jit(loss)(jnp.ones(2))

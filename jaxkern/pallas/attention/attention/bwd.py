@@ -98,6 +98,7 @@ def attention_bwd(
     sinks,
     out,
     lse,
+    tail,
     dout,
     dlse,
     *,
@@ -115,7 +116,7 @@ def attention_bwd(
     if apart:  # the kernel that holds queries adds rowsum(dout out)
         lse2, delta = laid_out(lse, -dlse, c.blocks * c.block_q)
     else:
-        lse2, delta = rows_of(c, out, lse, dout, dlse, interpret)
+        lse2, delta = rows_of(c, out, lse, tail, dout, dlse, interpret)
     # Tiles of lengths that are known can be dealt; few tiles of long ones cannot.
     known = mask is None and q_segment_ids is None and kv_lengths is None
     several = apart and known and (not causal or min(c.s, window or c.s) <= SHORT)
@@ -169,6 +170,8 @@ def attention_bwd(
             interpret=plgpu.InterpretGPUParams() if interpret else None,
         )(*operands, *ids, *pairs, int32(kv_lengths), int32(q_offset))
 
+    if tail is not None and not tail.shape[-1]:
+        tail = None
     dq = dk = dv = slopes = dsinks = None
     if wanted[0] or wanted[3]:
         if wanted[3]:
@@ -187,6 +190,7 @@ def attention_bwd(
             barriers,
             pairs(c.block_q, BLOCK, False, copied),
             copyable(out, ROWS) if apart else None,
+            padded_rows(tail, c.block_q) if apart and tail is not None else None,
             *operands,
             lse2,
             delta,

@@ -37,6 +37,8 @@ from jaxkern.pallas.attention.attention.wgmma import (
     issue_sum,
     opaque,
     set_sum,
+    store_bytes,
+    tail_of,
 )
 
 WARPGROUP = 128  # threads
@@ -114,7 +116,7 @@ def attend(
     def tile(i, at):
         t = program.tile(i)
         logits = Logits(t, me, program.refs, c, interpret)
-        ring = Ring(at, buffers, barriers, me, c)
+        ring = Ring(at, buffers, barriers, me, c, interpret)
         acc, top, total = attend_tile(t, logits, ring, turns, interpret)
         acc, top, total = with_sink(acc, top, total, t, program.refs)
         store(acc, top, total, logits.row, t, program.refs, ring)
@@ -129,9 +131,11 @@ def attend(
 class Ring:
     """The blocks of keys and values of a tile, of which `at` came before it."""
 
-    def __init__(self, at, buffers: Buffers, barriers: Barriers, me, c: Problem):
+    def __init__(
+        self, at, buffers: Buffers, barriers: Barriers, me, c: Problem, interpret
+    ):
         self.at, self.buffers, self.barriers = at, buffers, barriers
-        self.me, self.c = me, c
+        self.me, self.c, self.interpret = me, c, interpret
 
     def slot(self, j):
         return slot_of(self.at + j, self.c)
@@ -293,7 +297,9 @@ def store(acc, top, total, row, t: Tile, refs, ring: Ring) -> None:
     share = 1.0 / total
     staged = buffers.q.at[me, 0] if c.out_in_query else buffers.out.at[me]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    staged[...] = (acc * by_row(share, acc.shape)).astype(buffers.q.dtype)
+    out = acc * by_row(share, acc.shape)
+    rounded = out.astype(buffers.q.dtype)
+    staged[...] = rounded
     lse = top * math.log(2) + jnp.log(total)
     lse = jnp.where(seen, lse, -jnp.inf)
     lse_at = refs.lse.at[t.batch, t.head, pl.ds(row, ROWS)]
@@ -304,6 +310,9 @@ def store(acc, top, total, row, t: Tile, refs, ring: Ring) -> None:
     )
     if buffers.lse is not None:
         plgpu.copy_smem_to_gmem(buffers.lse.at[me], lse_at)
+    if refs.tail is not None:
+        tail_at = refs.tail.at[t.batch, pl.ds(row, ROWS), t.head]
+        store_bytes(tail_of(out, rounded), tail_at, ring.interpret)
     if c.out_in_query:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(ring.barriers.q_free.at[me])

@@ -26,6 +26,7 @@ class Operands(NamedTuple):
     sinks: Any
     out: Any
     lse: Any
+    tail: Any
 
 
 class Buffers(NamedTuple):

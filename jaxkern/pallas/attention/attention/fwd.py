@@ -57,6 +57,7 @@ from jaxkern.pallas.attention.attention.problem import (
 )
 from jaxkern.pallas.attention.attention.wgmma import tiled
 from jaxkern.pallas.mosaic_launch import kernel_name
+from jaxkern.primitives.attention.attend import no_tail, saves_tail
 from jaxkern.primitives.attention.attention import without_rest
 
 FASTER = {  # than Triton: measured
@@ -146,7 +147,7 @@ def int32(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.astype(jnp.int32)
 
 
-def attention_fwd(
+def attention(
     query,
     key,
     value,
@@ -162,9 +163,10 @@ def attention_fwd(
     causal,
     window,
     softcap,
+    with_tail=False,
     interpret=False,
 ):
-    """(out, lse); `interpret` runs the kernel on a CPU."""
+    """(out, lse[, tail of out]); `interpret` runs the kernel on a CPU."""
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     known = mask is None and q_segment_ids is None and kv_lengths is None
     if causal and not known and min(c.s, window or c.s) > SHORT:
@@ -212,11 +214,15 @@ def attention_fwd(
         v_free=free,
         turn=each,
     )
-    out, lse = plgpu.kernel(
+    tails = with_tail and saves_tail(query.dtype) and c.parts == 1
+    out, lse, tail = plgpu.kernel(
         functools.partial(forward_kernel, c=c, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct((c.b, c.n, padded_t), jnp.float32),
+            jax.ShapeDtypeStruct((c.b, padded_t, c.n, c.hv), jnp.int8)
+            if tails
+            else None,
         ),
         grid=(c.programs,),
         grid_names=("program",),
@@ -241,4 +247,16 @@ def attention_fwd(
         int32(q_offset),
         sinks,
     )
-    return out[:, : c.t], jnp.moveaxis(lse[:, :, : c.t], 1, 2)
+    out, lse = out[:, : c.t], jnp.moveaxis(lse[:, :, : c.t], 1, 2)
+    if not with_tail:
+        return out, lse
+    if tails:
+        return out, lse, tail[:, : c.t]
+    if saves_tail(query.dtype):  # wider values have no gradients here
+        return out, lse, jnp.zeros(out.shape, jnp.int8)
+    return out, lse, no_tail(out)
+
+
+def attention_fwd(*operands, **options):
+    """(out, lse, tail)"""
+    return attention(*operands, **options, with_tail=True)

@@ -62,9 +62,12 @@ def keys_scratch(
     ring = STAGES, BLOCK_Q
     held = (ROWS,) if wide else (CONSUMERS, ROWS)
     used = 2 * (KEYS + STAGES * BLOCK_Q) * (c.h + c.hv) + 8 * STAGES * BLOCK_Q
-    used += 2 * P_SLOTS * KEYS * BLOCK_Q if wide else 0
+    exchange = P_SLOTS * KEYS * BLOCK_Q
+    used += 2 * exchange if wide else 0
     tile = STAGES * BLOCK_Q * KEYS * pair_bytes(bias)
     copied = 0 < tile <= SHARED_BYTES - used
+    # float16 rounds dS as finely as weights of 16 bits: it then has both errors
+    unrounded = dtype == jnp.float16 and used + 2 * exchange <= SHARED_BYTES
     buffers = [
         matrix(dtype, BLOCK_Q, *held, c.h),
         matrix(dtype, BLOCK_Q, *held, c.hv),
@@ -84,7 +87,8 @@ def keys_scratch(
         sums = bias_tiles(float32, ROWS, max(c.h, c.hv)) if halves else None
         barriers = slots(CONSUMERS, 2), full, free, plgpu.Barrier(), plgpu.Barrier()
         return (*buffers, tiles, sums), barriers, copied
-    exchanged = bias_tiles(jnp.dtype(jnp.float16), P_SLOTS, ROWS, BLOCK_Q)
+    kind: Any = jnp.dtype(jnp.float32 if unrounded and not copied else jnp.float16)
+    exchanged = bias_tiles(kind, P_SLOTS, ROWS, BLOCK_Q)
     free, one = slots(STAGES, CONSUMERS), slots(P_SLOTS, 1)
     rings = slots(STAGES, 2 + copied), free, slots(STAGES, 2), free, one, one
     return (

@@ -93,6 +93,7 @@ def attention_bwd(
     sinks,
     out,
     lse,
+    tail,
     dout,
     dlse,
     *,
@@ -114,7 +115,7 @@ def attention_bwd(
         q_ids, kv_ids = padded_rows(q_ids, BLOCK), padded_rows(kv_ids, KEYS)
     key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
     lse2, delta, counts, units, nothing = counted_rows(
-        c, key, value, out, lse, dout, dlse, interpret
+        c, key, value, out, lse, dout, dlse, interpret, tail
     )
     q, k, v, dout = (
         copyable(x.astype(query.dtype), ROWS) for x in (query, key, value, dout)

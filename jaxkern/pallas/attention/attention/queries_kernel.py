@@ -35,13 +35,16 @@ from jaxkern.pallas.attention.attention.wgmma import (
     by_row,
     finished_sum,
     issue_sum,
+    load_bytes,
     opaque,
     set_sum,
+    with_tail,
 )
 
 
 def queries_kernel(
     out_ref,
+    tail_ref,
     q_ref,
     k_ref,
     v_ref,
@@ -66,7 +69,8 @@ def queries_kernel(
 ):
     """dq of c.block_q queries, 64 in each consumer, and dS of their pairs if wanted.
 
-    With `out`, delta is rowsum(dout out) more than `delta_ref`, and written too.
+    With `out`, delta is rowsum(dout out) more than `delta_ref`, and written too. What
+    rounding took from `out` goes from memory to registers before the rest is there.
     """
     q_smem, dout_smem, out_smem, k_smem, v_smem, bias_smem = buffers[:6]
     dq_smem, slopes_smem = buffers[6:]
@@ -159,6 +163,9 @@ def queries_kernel(
             plgpu.load(x.at[batch, head, rows], layout=BY_ROW, optimized=False)
             for x in (lse2_ref, delta_ref)
         )
+        tail = None
+        if tail_ref is not None:
+            tail = load_bytes(tail_ref.at[batch, rows, head], interpret)
         plgpu.barrier_wait(ready.at[me])
         q_ids = None
         if q_ids_ref is not None:
@@ -196,6 +203,8 @@ def queries_kernel(
                 return delta
             both = (plgpu.load(x.at[me], layout=WGMMA) for x in (dout_smem, out_smem))
             dout, out = (x.astype(jnp.float32) for x in both)
+            if tail is not None:
+                out = with_tail(out, tail, out_ref.dtype)
             summed = delta + jnp.sum(dout * out, axis=1)
             delta_out_ref.at[batch, head, rows][...] = summed
             return summed

@@ -15,6 +15,7 @@ from jaxkern.gpu.triton_call import missing
 from jaxkern.pallas.attention.attention.gradient_blocks import BLOCK, CONSUMERS, dscale
 from jaxkern.pallas.attention.attention.pairs import LOG2_E
 from jaxkern.pallas.attention.attention.problem import Problem
+from jaxkern.primitives.attention.attend import with_tail
 
 HALF = HEAD_DIM // CONSUMERS  # columns of dq of a consumer
 LINES = BLOCK * HALF // 256, 256  # 64 rows of them, as they are copied
@@ -34,18 +35,18 @@ def laid_out(lse, delta, rows: int):
     return lse2, by_head(jnp.where(seen, delta, 0.0), rows, 0.0)
 
 
-def rows_by_xla(out, lse, dout, dlse, rows: int):
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), -1)
+def rows_by_xla(out, lse, dout, dlse, rows: int, tail=None):
+    delta = jnp.sum(dout.astype(jnp.float32) * with_tail(out, tail), -1)
     # XLA would reduce inside of the transpose of by_head, 6 times slower.
     return laid_out(lse, lax.optimization_barrier(delta) - dlse, rows)
 
 
-def rows_of(c: Problem, out, lse, dout, dlse, interpret: bool):
+def rows_of(c: Problem, out, lse, tail, dout, dlse, interpret: bool):
     """(lse log2 e, delta), both [b n rows]."""
     rows = c.blocks * c.block_q
     if interpret or missing():
-        return rows_by_xla(out, lse, dout, dlse, rows)
-    return triton.gradient_rows(out, lse, dout, dlse, rows)
+        return rows_by_xla(out, lse, dout, dlse, rows, tail)
+    return triton.gradient_rows(out, lse, dout, dlse, rows, tail)
 
 
 def sinks_gradient(sinks, lse2, delta):
@@ -79,11 +80,13 @@ def dq_units(key, value, dout, delta):
     return jnp.maximum(slopes * of_heads(widest), SMALLEST) * FRACTION
 
 
-def counted_rows(c: Problem, key, value, out, lse, dout, dlse, interpret: bool):
+def counted_rows(
+    c: Problem, key, value, out, lse, dout, dlse, interpret: bool, tail=None
+):
     """(lse log2 e, delta, counts of 1, units, zeros of dq); units times the scale."""
     rows = c.blocks * c.block_q
     if interpret or missing():
-        lse2, delta = rows_by_xla(out, lse, dout, dlse, rows)
+        lse2, delta = rows_by_xla(out, lse, dout, dlse, rows, tail)
         units = dq_units(key, value, dout, delta)
         seen = lse2 != jnp.inf
         counts = jnp.where(seen, 1 / units, 0.0)
@@ -91,7 +94,7 @@ def counted_rows(c: Problem, key, value, out, lse, dout, dlse, interpret: bool):
         zeros = jnp.zeros((*lse2.shape, HEAD_DIM), jnp.int32)
     else:
         lse2, delta, counts, units, zeros = triton.counted_rows(
-            key, value, out, lse, dout, dlse, rows, dscale(c)
+            key, value, out, lse, dout, dlse, rows, dscale(c), tail
         )
     return lse2, delta, counts, units, zeros.reshape(c.b, c.n, -1, LINES[1])
 

@@ -59,8 +59,9 @@ def wide_keys_kernel(
     """dk and dv of ROWS keys.
 
     One consumer computes P and dv, the other dP, dS and dk. P goes from one to the
-    other, times 2^SHIFT so that float16 holds it to 11 bits however small it is. `lse2`
-    is less by SHIFT for that. No product is computed twice.
+    other, in float32 where there is room and operands are float16, else in float16,
+    times 2^SHIFT so that this holds it to 11 bits however small it is. `lse2` is less
+    by SHIFT for that. No product is computed twice.
     """
     k_smem, v_smem, q_smem, dout_smem, lse2_smem, delta_smem, p_smem, bias_smem = (
         buffers
@@ -153,7 +154,7 @@ def wide_keys_kernel(
             p, bent = weights(s, bias, by_column(lse2, s.shape), seen, c)
             slope = p if bent is None else p * (1.0 - bent * bent)
             plgpu.barrier_wait(p_free.at[p_slot])
-            p_smem.at[p_slot][...] = slope.astype(jnp.float16)
+            p_smem.at[p_slot][...] = slope.astype(p_smem.dtype)
             plgpu.barrier_arrive(p_full.at[p_slot])
             plgpu.barrier_wait(dout_full.at[slot])
             (dv,) = accumulated(

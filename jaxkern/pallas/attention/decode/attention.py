@@ -31,6 +31,7 @@ from jaxkern.pallas.attention.decode.decode_kernel import (
 )
 from jaxkern.pallas.attention.decode.decode_walk import LANES, PAIR, Problem
 from jaxkern.pallas.mosaic_launch import kernel_name
+from jaxkern.primitives.attention.attend import saves_no_tail
 
 HEAD_DIMS = (64, 128, 256)
 BLOCK_ELEMENTS = 16384  # of the keys of a block
@@ -198,7 +199,7 @@ def as_int32(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.astype(jnp.int32)
 
 
-def attention_fwd(
+def attention(
     query,
     key,
     value,
@@ -221,3 +222,6 @@ def attention_fwd(
     operands = query, key, value, kv_lengths, q_offset
     options = dict(scale=scale, causal=causal, interpret=interpret)
     return over_sequences(launch, (1, 2), (), *operands, **options)
+
+
+attention_fwd = saves_no_tail(attention)

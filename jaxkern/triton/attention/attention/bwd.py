@@ -94,6 +94,7 @@ def attention_bwd(
     sinks,
     out,
     lse,
+    tail,
     dout,
     dlse,
     *,
@@ -108,7 +109,7 @@ def attention_bwd(
     _, s, heads, hv = value.shape
     want_q, want_k, want_v, want_slopes, want_sinks = wanted
     padded = -(-t // PADDING) * PADDING
-    lse2, delta = gradient_rows(out, lse, dout, dlse, padded)
+    lse2, delta = gradient_rows(out, lse, dout, dlse, padded, tail)
     given, constants = operands_and_constants(
         query,
         key,

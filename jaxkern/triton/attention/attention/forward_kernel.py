@@ -12,6 +12,7 @@ from jaxkern.gpu.attention.head_rows import (
     load_turned,
     place,
     store_rows,
+    tail_of,
 )
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.attention.attention.pairs import (
@@ -140,13 +141,14 @@ def flash_attention_kernel(
     turned_v_ptr,
     out_ptr,
     lse_ptr,
+    tail_ptr,
     C: tl.constexpr,
     SECTION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """out and lse of BLOCK_Q queries of one head."""
+    """out, lse and what rounding takes from out, of BLOCK_Q queries of one head."""
     RAGGED: tl.constexpr = (
         C.S % BLOCK_K != 0
         or kv_lengths_ptr is not None
@@ -236,6 +238,10 @@ def flash_attention_kernel(
     out_at = out_ptr + (q_row * C.N + n) * C.HV
     out = acc / total[:, None]
     store_rows(out_at, out, C.T - row, C.OUT_STRIDE, C.HV, BLOCK_Q, C.PADDED_HV)
+    if tail_ptr is not None:
+        tail = tail_of(out, out_ptr.dtype.element_ty)
+        tail_at = tail_ptr + (q_row * C.N + n) * C.HV
+        store_rows(tail_at, tail, C.T - row, C.OUT_STRIDE, C.HV, BLOCK_Q, C.PADDED_HV)
     lse = tl.where(empty, -float("inf"), (top + tl.log2(total)) * 0.6931471805599453)
     r = tl.arange(0, BLOCK_Q)
     tl.store(lse_ptr + q_row * C.N + n + r * C.N, lse, r < C.T - row)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxkern.gpu.attention.visible import FEW_QUERIES, segment_bounds, slower
 from jaxkern.gpu.triton_call import max_shared_bytes, sparse_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.primitives.attention.attend import no_tail, saves_tail
 from jaxkern.triton.attention.attention.forward_kernel import flash_attention_kernel
 from jaxkern.triton.attention.attention.problem import (
     operands_and_constants,
@@ -27,7 +28,7 @@ from jaxkern.triton.attention.attention.tile_sizes import (
     sizes_of,
 )
 
-__all__ = ["attention_fwd", "slower", "unsupported"]
+__all__ = ["attention", "attention_fwd", "slower", "unsupported"]
 MAX_HEAD_DIM = 512
 LARGE_TILES = 160 * 1024  # bytes of the tiles of wider heads than 128
 CACHED_BYTES = 2**25  # of the L2 cache, for the keys and values of one section
@@ -60,7 +61,7 @@ def section(rows: int, elements: int, dtype: Any) -> int:
     return max(1, CACHED_BYTES // (rows * elements * jnp.dtype(dtype).itemsize))
 
 
-def attention_fwd(
+def attention(
     query,
     key,
     value,
@@ -76,8 +77,9 @@ def attention_fwd(
     causal,
     window,
     softcap,
+    with_tail=False,
 ):
-    """(out, lse)"""
+    """(out, lse), and the tail of out if asked for"""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     given, constants = operands_and_constants(
@@ -106,8 +108,12 @@ def attention_fwd(
     results = {
         "out_ptr": jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
         "lse_ptr": jax.ShapeDtypeStruct((b, t, n), jnp.float32),
+        "tail_ptr": None,
     }
-    return sparse_call(
+    tails = with_tail and saves_tail(query.dtype)
+    if tails:
+        results["tail_ptr"] = jax.ShapeDtypeStruct((b, t, n, hv), jnp.int8)
+    out, lse, tail = sparse_call(
         flash_attention_kernel,
         (-(-t // sizes["BLOCK_Q"]) * b * n,),
         given | {"sinks_ptr": sinks, "turned_v_ptr": turned(value)},
@@ -119,3 +125,11 @@ def attention_fwd(
             **sizes,
         },
     )
+    if not with_tail:
+        return out, lse
+    return out, lse, tail if tails else no_tail(out)
+
+
+def attention_fwd(*operands, **options):
+    """(out, lse, tail)"""
+    return attention(*operands, **options, with_tail=True)

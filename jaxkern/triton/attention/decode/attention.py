@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxkern.gpu.attention.over_sequences import over_sequences
 from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.primitives.attention.attend import saves_no_tail
 from jaxkern.triton.attention.decode.decode_kernel import decode_attention_kernel
 from jaxkern.triton.attention.decode.decode_sizes import (
     FEW_ROWS,
@@ -182,7 +183,7 @@ def launch(
     )
 
 
-def attention_fwd(
+def attention(
     query,
     key,
     value,
@@ -198,3 +199,6 @@ def attention_fwd(
     del bias, mask, q_segment_ids, kv_segment_ids  # the row refuses them
     operands = query, key, value, None, kv_lengths, q_offset, sinks
     return over_sequences(launch, (1, 2), (6,), *operands, **options)
+
+
+attention_fwd = saves_no_tail(attention)
