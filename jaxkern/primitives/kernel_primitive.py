@@ -320,24 +320,13 @@ def register(p: KernelPrimitive | Tangent) -> None:
     mlir.register_lowering(p, functools.partial(lower_reference, p))
 
 
-def lower_reference(
-    p: KernelPrimitive | Tangent,
-    ctx,
-    *args,
-    reference: Callable | None = None,
-    **params,
-):
-    """The lowering of an op for which no row names a kernel.
-
-    `reference` is the same mathematics in a form that a platform needs.
-    """
+def lower_reference(p: KernelPrimitive | Tangent, ctx, *args, **params):
+    """The lowering of an op for which no row names a kernel."""
     backend = params["call"].backend
     if backend.strict and backend.name not in ("auto", "xla"):
         if not isinstance(p, Tangent):
             raise ValueError(f"{p.name}: has no {backend.name} kernel on any platform.")
     f = functools.partial(p.evaluate, **params)
-    if reference is not None and isinstance(p, KernelPrimitive):
-        f = functools.partial(p.evaluate_with, reference, **params)
     return lower_named(p, f, ctx, *args)
 
 

@@ -3,19 +3,12 @@
 (https://doi.org/10.1090/S0025-5718-1965-0178586-1)
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.interpreters import mlir
 from jaxtyping import Array, Float
 
-from jaxkern.primitives.kernel_primitive import (
-    at_least_f32,
-    kernel_primitive,
-    lower_reference,
-)
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 NORMS = ("none", "backward", "ortho", "forward")
 LAYOUTS = ("complex", "split", "interleaved")
@@ -116,7 +109,7 @@ def scale(n: int, inverse: bool, norm: str) -> float:
     return 1 / n if norm == ("backward" if inverse else "forward") else 1.0
 
 
-def transform(real, imaginary, inverse, factor, row_major=False):
+def transform(real, imaginary, inverse, factor):
     """The unscaled transform times a factor; the inverse between two conjugations."""
     n = real.shape[-1]
     if n == 0:
@@ -124,7 +117,7 @@ def transform(real, imaginary, inverse, factor, row_major=False):
     dtype = jnp.result_type(real, imaginary, jnp.float32)
     sign = -1 if inverse else 1
     x = lax.complex(real.astype(dtype), sign * imaginary.astype(dtype))
-    y = (fft_with_layout if row_major else forward)(x)
+    y = lax.platform_dependent(x, cpu=fft_with_layout, default=forward)
     imaginary_part = sign * factor * y.imag
     return (factor * y.real).astype(real.dtype), imaginary_part.astype(imaginary.dtype)
 
@@ -150,19 +143,3 @@ fft_p = kernel_primitive(
     linear=("real", "imaginary"),
     replicated=("n",),  # every result needs all of them
 )
-
-
-def fft_on_cpu(real, imaginary, *, inverse: bool, norm: str):
-    factor = scale(real.shape[-1], inverse, norm)
-    return transform(real, imaginary, inverse, factor, row_major=True)
-
-
-def fft_bwd_on_cpu(dreal, dimaginary, *, inverse: bool, norm: str):
-    factor = scale(dreal.shape[-1], inverse, norm)
-    return transform(dreal, dimaginary, not inverse, factor, row_major=True)
-
-
-for p, on_cpu in ((fft_p, fft_on_cpu), (fft_p.bwd, fft_bwd_on_cpu)):
-    assert p is not None
-    rule = functools.partial(lower_reference, p, reference=on_cpu)
-    mlir.register_lowering(p, rule, platform="cpu")
