@@ -11,6 +11,7 @@ from jaxkern.pallas.attention import decode_attention as hopper_decode
 from jaxkern.pallas.attention import flash_attention as hopper_attention
 from jaxkern.pallas.attention import flash_attention_bwd as hopper_attention_bwd
 from jaxkern.pallas.attention import joint_bwd as hopper_joint_bwd
+from jaxkern.pallas.moe import grouped_matmul as hopper_grouped_matmul
 from jaxkern.pallas.norm import rms_norm_bwd as hopper_rms_norm_bwd
 from jaxkern.pallas.rows import cross_entropy as hopper_cross_entropy
 from jaxkern.pallas.rows import softmax as hopper_softmax
@@ -43,6 +44,7 @@ from jaxkern.primitives.loss.cross_entropy import (
     weighted_cross_entropy_p,
 )
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
+from jaxkern.primitives.moe.grouped_matmul import grouped_matmul_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm_p
 from jaxkern.primitives.norm.group_norm import group_norm_p
@@ -82,6 +84,7 @@ from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, argsort, embedding, top_k
 from jaxkern.triton.kv_cache import qk_norm_rope_cache
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
+from jaxkern.triton.moe import grouped_matmul
 from jaxkern.triton.norm import (
     gated_rms_norm,
     group_norm,
@@ -394,4 +397,18 @@ row(
     bwd=flash_attention.attention_bwd,
     unless=flash_attention.unsupported_bwd,
     slower=flash_attention.slower,
+)
+row(
+    grouped_matmul_p,
+    backend="mosaic_gpu",
+    fwd=hopper_grouped_matmul.grouped_matmul,
+    bwd=hopper_grouped_matmul.grouped_matmul_bwd,
+    unless=hopper_grouped_matmul.unsupported,
+    slower=hopper_grouped_matmul.slower,
+)
+row(
+    grouped_matmul_p,
+    fwd=grouped_matmul.grouped_matmul,
+    bwd=grouped_matmul.grouped_matmul_bwd,
+    unless=grouped_matmul.unsupported,
 )

@@ -30,7 +30,7 @@ class Buffers(NamedTuple):
 class Barriers(NamedTuple):
     full: Any
     free: Any
-    edge: Any  # both consumers have cleared what is not the group's
+    cleared: Any  # a block holds nothing of other groups any more
 
 
 def buffers(c: Problem, a: tuple, b: tuple, dtype: Any, interpret: bool) -> Buffers:
@@ -48,11 +48,12 @@ def buffers(c: Problem, a: tuple, b: tuple, dtype: Any, interpret: bool) -> Buff
     )
 
 
-def barriers(c: Problem) -> Barriers:
+def barriers(c: Problem, readers: int) -> Barriers:
+    """`readers`: warpgroups that use what the loader brings."""
     return Barriers(
         full=plgpu.Barrier(num_barriers=c.stages, num_arrivals=CONSUMERS + 1),
-        free=plgpu.Barrier(num_barriers=c.stages, num_arrivals=CONSUMERS),
-        edge=plgpu.Barrier(num_arrivals=CONSUMERS),
+        free=plgpu.Barrier(num_barriers=c.stages, num_arrivals=readers),
+        cleared=plgpu.Barrier(num_barriers=c.stages),
     )
 
 
@@ -69,20 +70,17 @@ def sums(
     signals: Barriers,
     c: Problem,
     product: Callable[[Any, Any, Any], tuple[Any, Any]],
-    before: Callable[[Any, Any], None] | None = None,
+    await_block: Callable[[Any, Any], None],
 ) -> Any:
     """The sums of a tile over `steps` blocks of the ring, the first of which is `at`.
 
-    `product`: (a, b) of WGMMA from a slot. `before`: called with the step and its slot
-    before it is multiplied, while the product before it runs.
+    `product`: (a, b) of WGMMA from a slot. `await_block`: waits for a step's slot.
     """
 
     def scoped(acc):
         def step(j, _):
             slot = slot_of(at + j, c)
-            plgpu.barrier_wait(signals.full.at[slot])
-            if before is not None:
-                before(j, slot)
+            await_block(j, slot)
             plgpu.wgmma(acc, *product(held, slot, me))
             plgpu.wgmma_wait(1)
 
@@ -101,6 +99,17 @@ def sums(
         plgpu.barrier_arrive(signals.free.at[slot_of(at + steps - 1, c)])
 
     return total
+
+
+def pass_over(at: Any, steps: Any, signals: Barriers, c: Problem) -> None:
+    """Frees the blocks of a tile that the others multiply."""
+
+    def step(j, _):
+        slot = slot_of(at + j, c)
+        plgpu.barrier_wait(signals.full.at[slot])
+        plgpu.barrier_arrive(signals.free.at[slot])
+
+    lax.fori_loop(0, steps, step, None)
 
 
 def store(total: Any, target: Any, column: Any, me: Any, out: Any, c: Problem) -> None:

@@ -7,11 +7,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.moe.consumer import Barriers, Buffers, store, store_some, sums
+from jaxkern.pallas.moe.consumer import (
+    Barriers,
+    Buffers,
+    pass_over,
+    store,
+    store_some,
+    sums,
+)
 from jaxkern.pallas.moe.problem import (
     ALIGN,
     BLOCK_K,
-    BLOCK_M,
     CONSUMERS,
     ROWS,
     Problem,
@@ -86,26 +92,35 @@ def rows_kernel(
             b = held.b.at[slot]
             return held.a.at[slot, me], b.transpose((1, 0)) if turned else b
 
+        def await_block(_, slot):
+            plgpu.barrier_wait(signals.full.at[slot])
+
         def multiply_tile(i, at):
             row, first, column, steps = tile(i)
-            total = sums(at, steps, me, held, signals, c, product)
             first = first + me * ROWS
             start = lax.max(tiles_ref[row, START] - first, jnp.int32(0))
             stop = lax.min(tiles_ref[row, STOP] - first, jnp.int32(ROWS))
-            whole, by_row = held.out
 
-            @pl.when(stop - start == ROWS)
-            def all_rows():
-                rows = pl.ds(pl.multiple_of(first, ALIGN), ROWS)
-                store(total, y_ref.at[rows], column, me, whole, c)
+            @pl.when(stop > start)
+            def busy():
+                total = sums(at, steps, me, held, signals, c, product, await_block)
+                whole, by_row = held.out
 
-            @pl.when((stop - start < ROWS) & (stop > start))
-            def some_rows():
-                store_some(total, y_ref, column, me, by_row, c, first, start, stop)
+                @pl.when(stop - start == ROWS)
+                def all_rows():
+                    rows = pl.ds(pl.multiple_of(first, ALIGN), ROWS)
+                    store(total, y_ref.at[rows], column, me, whole, c)
+
+                @pl.when(stop - start < ROWS)
+                def some_rows():
+                    place = column, me, by_row, c, first, start, stop
+                    store_some(total, y_ref, *place)
+
+            @pl.when(stop <= start)
+            def idle():
+                pass_over(at, steps, signals, c)
 
             return at + steps
 
         lax.fori_loop(0, mine, multiply_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
-
-

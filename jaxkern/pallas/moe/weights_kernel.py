@@ -34,7 +34,11 @@ def weights_kernel(
     c: Problem,
     m: int,
 ):
-    """dw is `[e, m, n]`; the rows of group g are those from starts[g] to stops[g]."""
+    """dw is `[e, m, n]`; the rows of group g are those from starts[g] to stops[g].
+
+    A fourth warpgroup clears in shared memory what is not the group's, ahead of the
+    consumers.
+    """
     me = lax.axis_index("warpgroup")
     program = lax.axis_index("program")
     blocks = -(-m // BLOCK_M)
@@ -51,6 +55,11 @@ def weights_kernel(
         steps = jnp.where(stop > start, steps, 0)
         return group, block * BLOCK_M, column * c.block_n, (start, stop, first, steps)
 
+    def has_others(j, start, stop, first):
+        """Whether a block of rows holds some of other groups."""
+        top = first + j * BLOCK_K
+        return (top < start) | (top + BLOCK_K > stop)
+
     @pl.when(me == CONSUMERS)
     def load():
         plgpu.set_max_registers(40, action="decrease")
@@ -64,9 +73,7 @@ def weights_kernel(
                 columns = pl.ds(pl.multiple_of(column, c.block_n), c.block_n)
                 plgpu.barrier_wait(signals.free.at[slot])
                 full = signals.full.at[slot]
-                plgpu.copy_gmem_to_smem(
-                    x_ref.at[depth, columns], held.b.at[slot], full
-                )
+                plgpu.copy_gmem_to_smem(x_ref.at[depth, columns], held.b.at[slot], full)
                 for w in range(CONSUMERS):
                     part = pl.ds(pl.multiple_of(row + w * ROWS, ROWS), ROWS)
                     plgpu.copy_gmem_to_smem(
@@ -80,9 +87,42 @@ def weights_kernel(
         for slot in range(c.stages):
             plgpu.barrier_wait(signals.free.at[slot])
 
+    @pl.when(me == CONSUMERS + 1)
+    def clear():
+        """What belongs to other groups is zero: it may be what is not finite."""
+        plgpu.set_max_registers(56, action="decrease")
+        for slot in range(c.stages):
+            plgpu.barrier_arrive(signals.free.at[slot])
+
+        def clear_tile(i, at):
+            *_, (start, stop, first, steps) = tile(i)
+
+            def step(j, _):
+                slot = slot_of(at + j, c)
+                top = first + j * BLOCK_K
+                plgpu.barrier_wait(signals.full.at[slot])
+
+                @pl.when(has_others(j, start, stop, first))
+                def edge():
+                    for w in range(CONSUMERS):
+                        clear_rows(held.a.at[slot, w], start - top, stop - top)
+                    for part in range(c.block_n // ROWS):
+                        columns = pl.ds(part * ROWS, ROWS)
+                        b = held.b.at[slot, :, columns]
+                        clear_rows(b, start - top, stop - top)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(signals.cleared.at[slot])
+
+                plgpu.barrier_arrive(signals.free.at[slot])
+
+            lax.fori_loop(0, steps, step, None)
+            return at + steps
+
+        lax.fori_loop(0, mine, clear_tile, jnp.int32(0))
+
     @pl.when(me < CONSUMERS)
     def multiply():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(208, action="increase")
         for slot in range(c.stages):
             plgpu.barrier_arrive(signals.free.at[slot])
 
@@ -92,23 +132,14 @@ def weights_kernel(
         def multiply_tile(i, at):
             group, row, column, (start, stop, first, steps) = tile(i)
 
-            def clear_edges(j, slot):
-                """Rows of other groups, which may hold what is not finite, are zero."""
-                top = first + j * BLOCK_K
+            def await_block(j, slot):
+                plgpu.barrier_wait(signals.full.at[slot])
 
-                @pl.when((top < start) | (top + BLOCK_K > stop))
-                def clear():
-                    clear_rows(held.a.at[slot, me], start - top, stop - top)
-                    half = c.block_n // CONSUMERS
-                    for part in range(half // ROWS):
-                        columns = pl.ds(me * half + part * ROWS, ROWS)
-                        b = held.b.at[slot, :, columns]
-                        clear_rows(b, start - top, stop - top)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(signals.edge)
-                    plgpu.barrier_wait(signals.edge)
+                @pl.when(has_others(j, start, stop, first))
+                def cleared():
+                    plgpu.barrier_wait(signals.cleared.at[slot])
 
-            total = sums(at, steps, me, held, signals, c, product, clear_edges)
+            total = sums(at, steps, me, held, signals, c, product, await_block)
             rows = pl.ds(pl.multiple_of(row + me * ROWS, ROWS), ROWS)
             whole, _ = held.out
             store(total, dw_ref.at[group, rows], column, me, whole, c)
