@@ -48,11 +48,10 @@ def buffers(c: Problem, a: tuple, b: tuple, dtype: Any, interpret: bool) -> Buff
     )
 
 
-def barriers(c: Problem, readers: int) -> Barriers:
-    """`readers`: warpgroups that use what the loader brings."""
+def barriers(c: Problem) -> Barriers:
     return Barriers(
         full=plgpu.Barrier(num_barriers=c.stages, num_arrivals=CONSUMERS + 1),
-        free=plgpu.Barrier(num_barriers=c.stages, num_arrivals=readers),
+        free=plgpu.Barrier(num_barriers=c.stages, num_arrivals=CONSUMERS),
         cleared=plgpu.Barrier(num_barriers=c.stages),
     )
 

@@ -6,9 +6,10 @@ last one is written. Tiles belong to one group each: `row_tiles` lists them on t
 device. They begin at a multiple of 8 rows, since the copy engine moves tiles of 8, so
 the first of a group may hold rows of others; only rows of the group are stored.
 
-The gradient of the weights sums over the rows of a group. Of its first and its last
-block one more warpgroup clears in shared memory what belongs to others. Nothing is added in
-an order that changes between runs. docs/design/grouped_products.md has measurements.
+The gradient of the weights sums over the rows of a group. In the first and the last
+block of them the loader clears in shared memory what belongs to others. Nothing is
+added in an order that changes between runs. docs/design/grouped_products.md has
+measurements.
 """
 
 import functools
@@ -83,17 +84,17 @@ def whole_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
 
 
-def launch(body, name, c: Problem, readers, a, b, out, interpret, *operands):
+def launch(body, name, c: Problem, a, b, out, interpret, *operands):
     held = buffers(c, a, b, out.dtype, interpret)
     return plgpu.kernel(
         body,
         out_type=out,
         grid=(c.programs,),
         grid_names=("program",),
-        num_threads=readers + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name=kernel_name(name, columns=c.block_n, stages=c.stages),
-        scratch_types=(held, barriers(c, readers)),
+        scratch_types=(held, barriers(c)),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(*operands)
 
@@ -108,7 +109,7 @@ def multiply(name, x, w, group_sizes, turned, interpret):
     out = jax.ShapeDtypeStruct((x.shape[0], n), x.dtype)
     body = functools.partial(rows_kernel, c=c, turned=turned)
     a = ROWS, BLOCK_K
-    y = launch(body, name, c, CONSUMERS, a, b, out, interpret, x, w, tiles, count)
+    y = launch(body, name, c, a, b, out, interpret, x, w, tiles, count)
     return y[:r]
 
 
@@ -130,7 +131,6 @@ def grouped_matmul_bwd(x, w, group_sizes, dy, *, wanted=(True, True), interpret=
             functools.partial(weights_kernel, c=c, m=f),
             "grouped_matmul_dw",
             c,
-            CONSUMERS + 1,
             (BLOCK_K, ROWS),
             (BLOCK_K, c.block_n),
             jax.ShapeDtypeStruct(w.shape, w.dtype),

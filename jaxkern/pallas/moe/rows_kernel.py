@@ -1,7 +1,5 @@
 """Rows times the weight of their group: y = x w[group]^T, and dx = dy w[group]."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl

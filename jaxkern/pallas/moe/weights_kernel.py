@@ -21,6 +21,8 @@ from jaxkern.pallas.moe.problem import (
     tiles_of,
 )
 
+BEHIND = 2  # blocks between what is asked for and what is cleared
+
 
 def weights_kernel(
     dy_ref,
@@ -36,8 +38,8 @@ def weights_kernel(
 ):
     """dw is `[e, m, n]`; the rows of group g are those from starts[g] to stops[g].
 
-    A fourth warpgroup clears in shared memory what is not the group's, ahead of the
-    consumers.
+    The loader clears in shared memory what is not the group's: of the block before the
+    last one that it asked for, which has come by then and is not needed yet.
     """
     me = lax.axis_index("warpgroup")
     program = lax.axis_index("program")
@@ -55,19 +57,35 @@ def weights_kernel(
         steps = jnp.where(stop > start, steps, 0)
         return group, block * BLOCK_M, column * c.block_n, (start, stop, first, steps)
 
-    def has_others(j, start, stop, first):
-        """Whether a block of rows holds some of other groups."""
+    def inside(j, start, stop, first):
+        """Which rows of a block are the group's: from, to."""
         top = first + j * BLOCK_K
-        return (top < start) | (top + BLOCK_K > stop)
+        return start - top, stop - top
+
+    def clear(at, rows):
+        """What belongs to other groups is zero: it may be what is not finite."""
+        slot = slot_of(at, c)
+        plgpu.barrier_wait(signals.full.at[slot])
+
+        @pl.when(has_others(rows))
+        def edge():
+            for w in range(CONSUMERS):
+                clear_rows(held.a.at[slot, w], rows)
+            for part in range(c.block_n // ROWS):
+                columns = pl.ds(part * ROWS, ROWS)
+                clear_rows(held.b.at[slot, :, columns], rows)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(signals.cleared.at[slot])
 
     @pl.when(me == CONSUMERS)
     def load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(56, action="decrease")
 
-        def load_tile(i, at):
-            _, row, column, (_, _, first, steps) = tile(i)
+        def load_tile(i, carry):
+            _, row, column, (start, stop, first, steps) = tile(i)
+            at, before = carry
 
-            def step(j, _):
+            def step(j, before):
                 slot = slot_of(at + j, c)
                 depth = pl.ds(pl.multiple_of(first + j * BLOCK_K, ALIGN), BLOCK_K)
                 columns = pl.ds(pl.multiple_of(column, c.block_n), c.block_n)
@@ -79,50 +97,32 @@ def weights_kernel(
                     plgpu.copy_gmem_to_smem(
                         dy_ref.at[depth, part], held.a.at[slot, w], full
                     )
+                oldest, *younger = before
 
-            lax.fori_loop(0, steps, step, None)
-            return at + steps
+                @pl.when(at + j >= BEHIND)
+                def clear_what_has_come():
+                    clear(at + j - BEHIND, oldest)
 
-        lax.fori_loop(0, mine, load_tile, jnp.int32(0))
+                return (*younger, inside(j, start, stop, first))
+
+            return at + steps, lax.fori_loop(0, steps, step, before)
+
+        none = (jnp.int32(0), jnp.int32(BLOCK_K))
+        blocks_in_all, last = lax.fori_loop(
+            0, mine, load_tile, (jnp.int32(0), (none,) * BEHIND)
+        )
+        for i, rows in enumerate(last):
+
+            @pl.when(blocks_in_all + i >= BEHIND)
+            def clear_the_last(i=i, rows=rows):
+                clear(blocks_in_all + i - BEHIND, rows)
+
         for slot in range(c.stages):
             plgpu.barrier_wait(signals.free.at[slot])
 
-    @pl.when(me == CONSUMERS + 1)
-    def clear():
-        """What belongs to other groups is zero: it may be what is not finite."""
-        plgpu.set_max_registers(56, action="decrease")
-        for slot in range(c.stages):
-            plgpu.barrier_arrive(signals.free.at[slot])
-
-        def clear_tile(i, at):
-            *_, (start, stop, first, steps) = tile(i)
-
-            def step(j, _):
-                slot = slot_of(at + j, c)
-                top = first + j * BLOCK_K
-                plgpu.barrier_wait(signals.full.at[slot])
-
-                @pl.when(has_others(j, start, stop, first))
-                def edge():
-                    for w in range(CONSUMERS):
-                        clear_rows(held.a.at[slot, w], start - top, stop - top)
-                    for part in range(c.block_n // ROWS):
-                        columns = pl.ds(part * ROWS, ROWS)
-                        b = held.b.at[slot, :, columns]
-                        clear_rows(b, start - top, stop - top)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(signals.cleared.at[slot])
-
-                plgpu.barrier_arrive(signals.free.at[slot])
-
-            lax.fori_loop(0, steps, step, None)
-            return at + steps
-
-        lax.fori_loop(0, mine, clear_tile, jnp.int32(0))
-
     @pl.when(me < CONSUMERS)
     def multiply():
-        plgpu.set_max_registers(208, action="increase")
+        plgpu.set_max_registers(224, action="increase")
         for slot in range(c.stages):
             plgpu.barrier_arrive(signals.free.at[slot])
 
@@ -135,7 +135,7 @@ def weights_kernel(
             def await_block(j, slot):
                 plgpu.barrier_wait(signals.full.at[slot])
 
-                @pl.when(has_others(j, start, stop, first))
+                @pl.when(has_others(inside(j, start, stop, first)))
                 def cleared():
                     plgpu.barrier_wait(signals.cleared.at[slot])
 
@@ -149,8 +149,14 @@ def weights_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def clear_rows(ref: Any, start: Any, stop: Any) -> None:
+def has_others(rows: tuple[Any, Any]) -> Any:
+    start, stop = rows
+    return (start > 0) | (stop < BLOCK_K)
+
+
+def clear_rows(ref: Any, rows: tuple[Any, Any]) -> None:
     """Zeros in the rows of a [64, 64] tile that are not from `start` to `stop`."""
+    start, stop = rows
     row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=WGMMA)
     inside = (row >= start) & (row < stop)
     x = plgpu.load(ref, layout=WGMMA)

@@ -43,11 +43,20 @@ def rows_of_tile(r: int, e: int) -> int:
 def sizes(kernel: str, block_m: int, n: int, k: int, dtype: Any) -> dict[str, int]:
     """Of a tile of `block_m` rows: columns, depth, warps and stages."""
     low = block_m <= 32
+    block_n = min(64 if low else 256, max(16, next_power_of_2(n)))
+    block_k = min(128 if low else 64, max(16, next_power_of_2(k)))
+    stages = 4 if low else 3
+    room = bridge.max_shared_bytes() // (2 * block_k)
+    while (block_m + block_n) * stages > room:
+        if block_n > 128:
+            block_n //= 2
+        else:
+            stages -= 1
     rule = {
-        "BLOCK_N": min(64 if low else 128, max(16, next_power_of_2(n))),
-        "BLOCK_K": min(128 if low else 64, max(16, next_power_of_2(k))),
-        "num_warps": 4 if block_m < 128 else 8,
-        "num_stages": 4 if low else 3,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "num_warps": 4 if block_m * block_n < 2**14 else 8,
+        "num_stages": stages,
     }
     return tuned(f"{kernel}_{block_m}", n, dtype, rule)
 
