@@ -3,11 +3,14 @@
 import math
 from functools import partial
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Float, Int32, Integer
 
 from jaxkern.primitives.activation.geglu import geglu
 from jaxkern.primitives.activation.swiglu import swiglu
+from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
 from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
@@ -20,6 +23,8 @@ ACTIVATIONS = {
     "geglu": partial(geglu, approximate="none"),
     "geglu_tanh": geglu,
 }
+
+FEW_TOKENS = 8  # for which kernels read each expert without a sort
 
 
 def moe_ffn(
@@ -40,6 +45,9 @@ def moe_ffn(
     the balance, and values and gradients have the same bits in every run. An id outside
     `[0, e)` contributes zero: with the experts spread over devices, each one passes
     `ids - first` and its own experts, and the results are summed.
+
+    Up to 8 tokens are an operator of their own, `moe_ffn_few`, whose kernels on a GPU
+    read each token's experts where they lie.
 
     mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
 
@@ -71,13 +79,47 @@ def moe_ffn(
             f"`x`, got {ids.shape}, {weights.shape} and {x.shape}."
         )
     k, d = ids.shape[-1], x.shape[-1]
-    order, group_sizes = expert_order(ids, gate.shape[0])
     tokens = jnp.reshape(x, (math.prod(x.shape[:-1]), d))
-    rows = permute_tokens(tokens, order, k)
+    operands = tokens, ids.reshape(-1, k), weights.reshape(-1, k), gate, up, down
+    if tokens.shape[0] <= FEW_TOKENS and are_arrays(gate, up, down):
+        y = moe_ffn_few_p(*operands, activation=activation)
+    else:
+        y = sorted_by_expert(*operands, activation=activation)
+    return y.reshape(x.shape)
+
+
+def are_arrays(*weights: object) -> bool:
+    return all(isinstance(w, jax.Array | np.ndarray) for w in weights)
+
+
+def sorted_by_expert(x, ids, weights, gate, up, down, *, activation):
+    """y `[t, d]` by products of groups of rows."""
+    (t, d), k = x.shape, ids.shape[1]
+    order, group_sizes = expert_order(ids, gate.shape[0])
+    rows = permute_tokens(x, order, k)
     hidden = grouped_matmul(rows, gate, group_sizes)
     packed_or_pair = (hidden,)
     if up is not None:
         packed_or_pair = (hidden, grouped_matmul(rows, up, group_sizes))
     hidden = ACTIVATIONS[activation](*packed_or_pair)
     slots = unpermute_tokens(grouped_matmul(hidden, down, group_sizes), order, k)
-    return moe_weighted_reduce(slots.reshape(*ids.shape, d), weights).astype(x.dtype)
+    return moe_weighted_reduce(slots.reshape(t, k, d), weights).astype(x.dtype)
+
+
+def moe_ffn_few_reference(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    weights: Float[Array, "t k"],
+    gate: Float[Array, "e f d"],
+    up: Float[Array, "e f d"],
+    down: Float[Array, "e d f"],
+    *,
+    activation: str,
+) -> Float[Array, "t d"]:
+    return sorted_by_expert(x, ids, weights, gate, up, down, activation=activation)
+
+
+moe_ffn_few_p = kernel_primitive(
+    moe_ffn_few_reference,
+    replicated=("d", "e", "k"),  # hidden depends on all of d; an expert may be any
+)
