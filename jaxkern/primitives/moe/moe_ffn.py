@@ -8,20 +8,53 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Integer
 
-from jaxkern.primitives.activation.geglu import geglu
-from jaxkern.primitives.activation.swiglu import swiglu
+from jaxkern.primitives.activation.geglu import (
+    geglu,
+    geglu_bwd_reference,
+    geglu_reference,
+)
+from jaxkern.primitives.activation.swiglu import (
+    swiglu,
+    swiglu_bwd_reference,
+    swiglu_reference,
+)
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.moe.expert_order import expert_order
-from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
-from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
-from jaxkern.primitives.moe.permute_tokens import permute_tokens
-from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
+from jaxkern.primitives.moe.grouped_matmul import (
+    grouped_matmul,
+    grouped_matmul_bwd_reference,
+    grouped_matmul_reference,
+)
+from jaxkern.primitives.moe.moe_weighted_reduce import (
+    moe_weighted_reduce,
+    moe_weighted_reduce_bwd_reference,
+    moe_weighted_reduce_reference,
+)
+from jaxkern.primitives.moe.permute_tokens import (
+    permute_tokens,
+    permute_tokens_bwd_reference,
+    permute_tokens_reference,
+)
+from jaxkern.primitives.moe.unpermute_tokens import (
+    unpermute_tokens,
+    unpermute_tokens_bwd_reference,
+    unpermute_tokens_reference,
+)
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 ACTIVATIONS = {
     "swiglu": swiglu,
     "geglu": partial(geglu, approximate="none"),
     "geglu_tanh": geglu,
+}
+REFERENCES = {  # and their gradients
+    "swiglu": (swiglu_reference, swiglu_bwd_reference),
+    "geglu": tuple(
+        partial(f, approximate="none") for f in (geglu_reference, geglu_bwd_reference)
+    ),
+    "geglu_tanh": tuple(
+        partial(f, approximate="tanh") for f in (geglu_reference, geglu_bwd_reference)
+    ),
 }
 
 FEW_TOKENS = 8  # for which kernels read each expert without a sort
@@ -116,10 +149,58 @@ def moe_ffn_few_reference(
     *,
     activation: str,
 ) -> Float[Array, "t d"]:
-    return sorted_by_expert(x, ids, weights, gate, up, down, activation=activation)
+    order, sizes = expert_order(ids, gate.shape[0])
+    *_, hidden = hidden_rows(x, ids, order, sizes, gate, up, activation)
+    rows = grouped_matmul_reference(hidden, down, sizes)
+    slots = unpermute_tokens_reference(rows, order, k=ids.shape[1])
+    return moe_weighted_reduce_reference(slots, weights, None, None, None)
+
+
+def hidden_rows(x, ids, order, sizes, gate, up, activation):
+    """(rows of x, products with gate and up, hidden), sorted by expert."""
+    rows = permute_tokens_reference(x, order, k=ids.shape[1])
+    products = [grouped_matmul_reference(rows, w, sizes) for w in (gate, up)]
+    return rows, *products, REFERENCES[activation][0](*products)
+
+
+def moe_ffn_few_bwd_reference(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    weights: Float[Array, "t k"],
+    gate: Float[Array, "e f d"],
+    up: Float[Array, "e f d"],
+    down: Float[Array, "e d f"],
+    dy: Float[Array, "t d"],
+    *,
+    activation: str,
+) -> tuple[
+    Float[Array, "t d"],
+    Float[Array, "t k"],
+    Float[Array, "e f d"],
+    Float[Array, "e f d"],
+    Float[Array, "e d f"],
+]:
+    k = ids.shape[1]
+    order, sizes = expert_order(ids, gate.shape[0])
+    rows, *products, hidden = hidden_rows(x, ids, order, sizes, gate, up, activation)
+    slots = grouped_matmul_reference(hidden, down, sizes)
+    slots = unpermute_tokens_reference(slots, order, k=k)
+    dslots, dweights, *_ = moe_weighted_reduce_bwd_reference(
+        slots, weights, None, None, None, dy
+    )
+    drows = unpermute_tokens_bwd_reference(order, dslots, k=k)
+    dhidden, ddown = grouped_matmul_bwd_reference(hidden, down, sizes, drows)
+    dproducts = REFERENCES[activation][1](*products, dhidden)
+    (by_gate, dgate), (by_up, dup) = (
+        grouped_matmul_bwd_reference(rows, w, sizes, d)
+        for w, d in zip((gate, up), dproducts, strict=True)
+    )
+    dx = permute_tokens_bwd_reference(order, by_gate + by_up, k=k)
+    return dx, dweights, dgate, dup, ddown
 
 
 moe_ffn_few_p = kernel_primitive(
     moe_ffn_few_reference,
+    bwd=moe_ffn_few_bwd_reference,
     replicated=("d", "e", "k"),  # hidden depends on all of d; an expert may be any
 )

@@ -104,11 +104,12 @@ def result_kernel(
         expert = tl.load(ids_ptr + slot)
         known = (expert >= 0) & (expert < E)
         weight = tl.where(known, tl.load(weights_ptr + slot).to(tl.float32), 0.0)
+        present = tl.where(known, F, 0)
         expert = tl.where(known, expert, 0).to(tl.int64)
         rows = (expert * D + tl.minimum(d, D - 1))[:, None] * F
         for first in tl.static_range(0, F, BLOCK_F):
             f = (first + column)[None, :]
-            inside = known & (f < F)
+            inside = f < present
             hidden = tl.load(hidden_ptr + slot * F + f, inside, 0.0).to(tl.float32)
             down = tl.load(down_ptr + rows + f, inside, 0.0).to(tl.float32)
             acc += down * (hidden * weight)
