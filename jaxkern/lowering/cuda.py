@@ -46,6 +46,7 @@ from jaxkern.primitives.loss.cross_entropy import (
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul_p
 from jaxkern.primitives.moe.moe_ffn import moe_ffn_few_p
+from jaxkern.primitives.moe.route import route_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm_p
 from jaxkern.primitives.norm.group_norm import group_norm_p
@@ -85,7 +86,7 @@ from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, argsort, embedding, top_k
 from jaxkern.triton.kv_cache import qk_norm_rope_cache
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
-from jaxkern.triton.moe import few_tokens, grouped_matmul
+from jaxkern.triton.moe import few_tokens, grouped_matmul, route
 from jaxkern.triton.norm import (
     gated_rms_norm,
     group_norm,
@@ -414,3 +415,4 @@ row(
     unless=grouped_matmul.unsupported,
 )
 row(moe_ffn_few_p, fwd=few_tokens.moe_ffn_few, unless=few_tokens.unsupported)
+row(route_p, fwd=route.route, unless=route.unsupported)

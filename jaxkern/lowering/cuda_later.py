@@ -34,6 +34,7 @@ from jaxkern.primitives.loss.cross_entropy import (
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul_p
 from jaxkern.primitives.moe.moe_ffn import moe_ffn_few_p
+from jaxkern.primitives.moe.route import route_p
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm_p
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm_p
 from jaxkern.primitives.norm.group_norm import group_norm_p
@@ -85,6 +86,7 @@ OPS = (
     linear_cross_entropy_p,
     grouped_matmul_p,
     moe_ffn_few_p,
+    route_p,
     add_rms_norm_p,
     gated_rms_norm_p,
     group_norm_p,

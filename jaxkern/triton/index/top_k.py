@@ -286,6 +286,8 @@ def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     slots, block, size = next_power_of_2(k), max(1, min(8, 2048 // n)), 1
     while n > 256 and size * size * slots < n:  # as many groups as elements of k
         size *= 2
+    rule = {"SIZE": size, "BLOCK": block, "num_warps": 4}
+    found = tuned("top_k_short", v, x.dtype, rule)
     values, indices = triton_call(
         short_rows_kernel,
         x,
@@ -293,16 +295,14 @@ def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
             jax.ShapeDtypeStruct((*lead, k), x.dtype),
             jax.ShapeDtypeStruct((*lead, k), jnp.int32),
         ],
-        grid=(-(-rows // block),),
+        grid=(-(-rows // found["BLOCK"]),),
         ROWS=rows,
         V=v,
         K=k,
         N=n,
-        SIZE=size,
         SLOTS=slots,
-        BLOCK=block,
         LOWEST=LOWEST,
         PLACE=PLACE,
-        **tuned("top_k_short", v, x.dtype, {"num_warps": 4}),
+        **found,
     )
     return values, indices
