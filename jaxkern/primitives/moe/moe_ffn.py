@@ -149,6 +149,11 @@ def moe_ffn_few_reference(
     *,
     activation: str,
 ) -> Float[Array, "t d"]:
+    if ids.shape[1] == 0:
+        raise ValueError(
+            "moe_ffn_few: `ids` must be [t, k] with at least 1 expert of each token, "
+            f"got {ids.shape}."
+        )
     order, sizes = expert_order(ids, gate.shape[0])
     *_, hidden = hidden_rows(x, ids, order, sizes, gate, up, activation)
     rows = grouped_matmul_reference(hidden, down, sizes)
