@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import backend, grouped_matmul, moe_ffn
+from jaxkern import backend, grouped_matmul, moe_ffn, route
 from jaxkern.triton.launch import device_capability
 from tests.gpu.truth import check_against_float64, on_a_gpu
 
@@ -118,3 +118,34 @@ def test_layer(tokens):
     check_against_float64(
         layer, x, weights, gate, up, down, kernels="auto", strict=False, slack=3.0
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(score="sigmoid", normalize=False),
+        dict(
+            score="sigmoid",
+            num_groups=8,
+            top_groups=4,
+            group_score="top2",
+            scaling_factor=2.5,
+        ),
+    ],
+)
+def test_routing(options):
+    logits, bias = 3 * draw(1001, 256, dtype="float32"), draw(256, dtype="float32")
+    bias = bias if "num_groups" in options else None
+
+    def run(name):
+        with backend(name, strict=True):
+            return jax.jit(lambda x: route(x, 8, correction_bias=bias, **options))(
+                logits
+            )
+
+    (weights, ids), (same_weights, same_ids) = run("triton"), run("xla")
+    # scores that differ by a rounding may change places
+    assert np.mean(np.asarray(ids) != np.asarray(same_ids)) < 1e-3
+    a, b = (np.sort(np.asarray(w), 1) for w in (weights, same_weights))
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
