@@ -283,10 +283,11 @@ def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
 def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     *lead, v = x.shape
     rows, n = x.size // v, max(next_power_of_2(v), 32)
-    slots, block, size = next_power_of_2(k), max(1, min(8, 2048 // n)), 1
+    slots, size = next_power_of_2(k), 1
     while n > 256 and size * size * slots < n:  # as many groups as elements of k
         size *= 2
-    rule = {"SIZE": size, "BLOCK": block, "num_warps": 4}
+    # one warp: what several share goes through shared memory
+    rule = {"SIZE": size, "BLOCK": 2 if n <= 256 else 1, "num_warps": 1}
     found = tuned("top_k_short", v, x.dtype, rule)
     values, indices = triton_call(
         short_rows_kernel,
