@@ -35,11 +35,11 @@ def random_sizes(r, e, seed=0):
     "r, f, d, sizes",
     [
         (300, 192, 128, [70, 0, 5, 130]),
-        (1, 64, 64, [0, 1]),
+        (1, 128, 128, [0, 1]),
         (1024, 512, 256, [128] * 8),
         (800, 1024, 320, [0, 0, 900]),
         (5003, 320, 704, random_sizes(5000, 40)),
-        (9, 64, 64, [0] * 5),
+        (9, 128, 128, [0] * 5),
     ],
 )
 def test_products_and_gradients(kind, dtype, r, f, d, sizes):
@@ -71,10 +71,10 @@ def test_many_groups_have_the_same_bits_every_time(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_stays_in_its_group(kind):
-    x, w = draw(70, 64, dtype="bfloat16"), draw(3, 64, 64, dtype="bfloat16")
+    x, w = draw(70, 128, dtype="bfloat16"), draw(3, 128, 128, dtype="bfloat16")
     sizes = jnp.asarray([21, 30, 13], jnp.int32)
     x = x.at[21:51].set(jnp.nan).at[64:].set(jnp.inf)
-    dy = draw(70, 64, dtype="bfloat16", seed=1).at[64:].set(jnp.nan)
+    dy = draw(70, 128, dtype="bfloat16", seed=1).at[64:].set(jnp.nan)
 
     @jax.jit
     def run(x, w):

@@ -48,6 +48,10 @@ def unsupported(x: Any, w: Any, dy: Any = None, **_: Any) -> str | None:
     _, f, d = w.shape
     if f % WIDTH or d % WIDTH:
         return f"`w` is [e, {f}, {d}], not of multiples of {WIDTH}"
+    if min(f, d) <= WIDTH:
+        # Of a dim of one tile Mosaic drops the tile's index: a copy from beyond such an
+        # array, which the copy engine would leave out, is one from its first tile.
+        return f"`w` is [e, {f}, {d}], a dim of a single tile of {WIDTH}"
     named = {"x": x, "w": w} | ({} if dy is None else {"dy": dy})
     if len({a.dtype for a in named.values()}) > 1:
         return f"{', '.join(f'`{n}` is {a.dtype.name}' for n, a in named.items())}"
