@@ -4,6 +4,8 @@ The interpreter keeps the index of a tile in a dim of one tile, which Mosaic dro
 of 64 are right here and were wrong on a GPU, so `unsupported` is what is tested.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +69,8 @@ def test_what_is_not_finite_stays_in_its_group(monkeypatch):
     group_sizes = [21, 30, 13]
     x, w, dy = draw(70, 3, 128, 128, "bfloat16")
     x, dy = (a.at[21:51].set(jnp.nan).at[64:].set(jnp.nan) for a in (x, dy))
-    y, dx, dw = interpreted(x, w, group_sizes, dy)
+    results: Any = interpreted(x, w, group_sizes, dy)
+    y, dx, dw = results
     for rows in (y, dx):
         finite = np.isfinite(np.asarray(rows, np.float32))
         assert finite[:21].all() and finite[51:].all() and not finite[21:51].any()

@@ -1,5 +1,7 @@
 """Triton's mixture of experts for a few tokens: interpreted, and compiled."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,8 +41,10 @@ def test_values(t, k, e, d, f, activation):
         y = few_tokens.moe_ffn_few(
             x, jnp.asarray(ids), weights, gate, up, down, activation=activation
         )
-    wide = [np.asarray(a, np.float64) for a in (x, weights, gate, up, down)]
-    truth = dense_loop(wide[0], ids, *wide[1:], activation)
+    x, weights, gate, up, down = (
+        np.asarray(a, np.float64) for a in (x, weights, gate, up, down)
+    )
+    truth = dense_loop(x, ids, weights, gate, up, down, activation)
     assert np.linalg.norm(y - truth) <= 1e-6 * np.linalg.norm(truth)
 
 
@@ -59,7 +63,8 @@ def test_kernels_compile_and_fit(capability):
             def f(*operands, activation=activation):
                 return moe_ffn(*operands, activation=activation)
 
-            [row] = explain(f, *operands, platform="cuda").rows
+            rows: Any = explain(f, *operands, platform="cuda").rows
+            [row] = rows
             assert row.op == "moe_ffn_few" and len(row.launches) == 2
             for launch in row.launches:
                 assert compiled(launch, capability).asm["cubin"]

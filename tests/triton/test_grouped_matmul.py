@@ -1,5 +1,7 @@
 """Triton's grouped products: in the interpreter, and compiled for two machines."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,7 +91,7 @@ def test_kernels_compile_and_fit(capability, r):
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
     sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
     with compiling_for(capability):
-        rows = explain(slopes, x, w, sizes, platform="cuda").rows
+        rows: Any = explain(slopes, x, w, sizes, platform="cuda").rows
         launches = [launch for row in rows for launch in row.launches]
         assert len(launches) == 3
         for launch in launches:

@@ -1,5 +1,7 @@
 """Triton's routing, in the interpreter against the reference, and compiled."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +50,7 @@ def test_weights_and_ids(name):
     rows, e, k, options = CASES[name]
     options = OPTIONS | options
     rng = np.random.default_rng([rows, e])
-    logits = np.float32(3 * rng.standard_normal((rows, e)))
+    logits = (3 * rng.standard_normal((rows, e))).astype(np.float32)
     logits[0, 3:7] = logits[0, 1] = 4.0  # equals: the first of them
     logits[1, 2:] = -np.inf
     logits[-1] = -np.inf
@@ -57,7 +59,8 @@ def test_weights_and_ids(name):
     scale = scale if options["scale_then_renorm"] else None
     operands = jnp.asarray(logits), scale, bias
     with interpreted():
-        weights, ids = kernels.route(*operands, k=k, **options)
+        found: Any = kernels.route(*operands, k=k, **options)
+    weights, ids = found
     expected = route_reference(*operands, k=k, **options)
     np.testing.assert_array_equal(ids, expected[1])
     np.testing.assert_allclose(weights, expected[0], rtol=1e-5, atol=1e-7)
@@ -75,8 +78,8 @@ def test_kernels_compile_and_fit(capability, options):
         def f(logits, bias):
             return route(logits, 8, correction_bias=bias, **options)
 
-        [row] = explain(f, logits, bias, platform="cuda").rows
-        [launch] = row.launches
+        rows: Any = explain(f, logits, bias, platform="cuda").rows
+        [launch] = rows[0].launches
         assert compiled(launch, capability).asm["cubin"]
         assert launch.stack_bytes == 0
 

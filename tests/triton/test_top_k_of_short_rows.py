@@ -1,5 +1,7 @@
 """Triton's top_k of short rows, in the interpreter and compiled for two machines."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,8 +71,8 @@ def test_kernels_compile_and_fit(rows, v, k, dtype):
     x = jax.ShapeDtypeStruct((rows, v), dtype)
     for capability in (80, 90):
         with compiling_for(capability):
-            [row] = explain(lambda x: top_k(x, k), x, platform="cuda").rows
-            [launch] = row.launches
+            found: Any = explain(lambda x: top_k(x, k), x, platform="cuda").rows
+            [launch] = found[0].launches
             assert compiled(launch, capability).asm["cubin"]
             assert launch.stack_bytes == 0
 

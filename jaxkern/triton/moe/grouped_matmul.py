@@ -40,7 +40,7 @@ def rows_of_tile(r: int, e: int) -> int:
     return min(128, max(LOWEST, next_power_of_2(-(-r // e))))
 
 
-def sizes(kernel: str, block_m: int, n: int, k: int, dtype: Any) -> dict[str, int]:
+def sizes(kernel: str, block_m: int, n: int, k: int, dtype: Any) -> dict[str, Any]:
     """Of a tile of `block_m` rows: columns, depth, warps and stages."""
     low = block_m <= 32
     block_n = min(64 if low else 256, max(16, next_power_of_2(n)))
