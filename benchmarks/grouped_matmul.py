@@ -57,7 +57,9 @@ def layer(tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8) ->
     product = 3 * 2.0 * tokens * k * f * d
     name = f"{tokens} tokens of {d}, {k} of {e} experts of {f}"
     moved = weights + 4.0 * tokens * d
-    return Case(name, arrays, (moved, 2 * moved), (product, 2 * product))
+    # in float64 the weights of all experts would take 6 GB
+    small = None if e <= 16 else layer(min(tokens, 64), 256, 128, 16, k)
+    return Case(name, arrays, (moved, 2 * moved), (product, 2 * product), checked=small)
 
 
 def by(name: str, f, *operands):
