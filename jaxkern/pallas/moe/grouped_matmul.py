@@ -30,7 +30,7 @@ from jaxkern.pallas.moe.problem import (
     Problem,
 )
 from jaxkern.pallas.moe.rows_kernel import rows_kernel
-from jaxkern.pallas.moe.weights_kernel import weights_kernel
+from jaxkern.pallas.moe.weights_kernel import BEHIND, weights_kernel
 from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.triton.block_sizes import num_sms, tuned
 from jaxkern.triton.moe.row_tiles import group_rows, row_tiles
@@ -71,6 +71,8 @@ def problem(kernel: str, groups: int, n: int, k: int, dtype: Any) -> Problem:
     block_n = min(256, -(-n // 128) * 128)
     rule = {"BLOCK_N": block_n, "STAGES": 4, "BUFFERS": 2}
     found = tuned(kernel, n, dtype, rule)
+    if found["STAGES"] <= BEHIND:  # a loader would wait for what it has not cleared
+        raise ValueError(f"{kernel}: {found['STAGES']} stages are not over {BEHIND}.")
     return Problem(
         groups=groups,
         n=n,

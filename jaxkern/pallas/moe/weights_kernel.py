@@ -21,7 +21,7 @@ from jaxkern.pallas.moe.problem import (
     tiles_of,
 )
 
-BEHIND = 2  # blocks between what is asked for and what is cleared
+BEHIND = 2  # blocks between what is asked for and what is cleared; fewer than stages
 
 
 def weights_kernel(
