@@ -52,6 +52,11 @@ KERNELS = (
     Kernel("sample",                     "mosaic_gpu", "pallas.sampling.sample.fwd",                     "primal"),
     Kernel("sample",                     "triton",     "triton.sampling.sample.fwd",                     "primal"),
 
+    Kernel("grouped_matmul",             "mosaic_gpu", "pallas.moe.grouped_matmul",                      "primal bwd"),
+    Kernel("grouped_matmul",             "triton",     "triton.moe.grouped_matmul",                      "primal bwd"),
+    Kernel("moe_ffn_few",                "triton",     "triton.moe.moe_ffn",                             "primal"),
+    Kernel("route",                      "triton",     "triton.moe.route",                               "primal"),
+
     Kernel("adamw_tree",                 "triton",     "triton.optim.adamw",                             "primal"),
 
     Kernel("fwht",                       "triton",     "triton.turboquant.fwht",                         "primal bwd"),

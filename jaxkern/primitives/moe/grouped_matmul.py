@@ -37,9 +37,10 @@ def grouped_matmul(
     for float64 operands) at `jax.default_matmul_precision`, rounded once.
 
     Weights are output-major as in `linear`; `lax.ragged_dot` takes `[e, d, f]`, and
-    cannot be vmapped over one operand or differentiated backward twice. XLA runs the
-    product as a loop over blocks of rows of one group, with at most twice the work. A
-    quantised stack is decoded one expert at a time, by `quantized_matmul`.
+    cannot be vmapped over one operand or differentiated backward twice. On NVIDIA GPUs
+    16-bit products and their gradients have kernels; XLA runs the product as a loop
+    over blocks of rows of one group, with at most twice the work. A quantised stack is
+    decoded one expert at a time, by `quantized_matmul`.
 
     Args:
       x: `[r, d]`, any float dtype.

@@ -7,20 +7,46 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Float, Int32, Integer
 
 from jaxkern.primitives.activation.activations import Activation
 from jaxkern.primitives.activation.bias_activation import bias_activation
-from jaxkern.primitives.activation.geglu import geglu
+from jaxkern.primitives.activation.geglu import (
+    geglu,
+    geglu_bwd_reference,
+    geglu_reference,
+)
 from jaxkern.primitives.activation.glu import glu
-from jaxkern.primitives.activation.swiglu import check_swiglu, swiglu
+from jaxkern.primitives.activation.swiglu import (
+    check_swiglu,
+    swiglu,
+    swiglu_bwd_reference,
+    swiglu_reference,
+)
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.kernel_primitive import at_least_f32
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.moe.expert_order import expert_order
-from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
-from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
-from jaxkern.primitives.moe.permute_tokens import permute_tokens
-from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
+from jaxkern.primitives.moe.grouped_matmul import (
+    grouped_matmul,
+    grouped_matmul_bwd_reference,
+    grouped_matmul_reference,
+)
+from jaxkern.primitives.moe.moe_weighted_reduce import (
+    moe_weighted_reduce,
+    moe_weighted_reduce_bwd_reference,
+    moe_weighted_reduce_reference,
+)
+from jaxkern.primitives.moe.permute_tokens import (
+    permute_tokens,
+    permute_tokens_bwd_reference,
+    permute_tokens_reference,
+)
+from jaxkern.primitives.moe.unpermute_tokens import (
+    unpermute_tokens,
+    unpermute_tokens_bwd_reference,
+    unpermute_tokens_reference,
+)
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -37,6 +63,21 @@ UNGATED: dict[str, Callable[..., jax.Array]] = {
     name: partial(bias_activation, bias=None, activation=name)
     for name in get_args(Activation)
 }
+
+REFERENCES = {  # and their gradients
+    "swiglu": tuple(
+        partial(f, alpha=1.0, limit=None, up_offset=0.0)
+        for f in (swiglu_reference, swiglu_bwd_reference)
+    ),
+    "geglu": tuple(
+        partial(f, approximate="none") for f in (geglu_reference, geglu_bwd_reference)
+    ),
+    "geglu_tanh": tuple(
+        partial(f, approximate="tanh") for f in (geglu_reference, geglu_bwd_reference)
+    ),
+}
+
+FEW_TOKENS = 8  # for which kernels read each expert without a sort
 
 
 @check_arguments
@@ -78,6 +119,9 @@ def moe_ffn(
     | Llama 4 | `weigh_input=True` |
     | Nemotron 3 Nano | `gated=False, activation="relu2", up=None` |
 
+    Up to 8 tokens of plain gated experts are an operator of their own, `moe_ffn_few`,
+    whose kernels on a GPU read each token's experts where they lie.
+
     mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
 
     Args:
@@ -117,8 +161,14 @@ def moe_ffn(
     if up_bias is not None and up is None:
         raise ValueError("moe_ffn: `up_bias` needs `up`. Pack it behind `gate_bias`.")
     k, d = ids.shape[-1], x.shape[-1]
-    order, group_sizes = expert_order(ids, gate.shape[0])
     tokens = jnp.reshape(x, (math.prod(x.shape[:-1]), d))
+    plain = (alpha, limit, up_offset) == (1.0, None, 0.0) and not weigh_input
+    plain = plain and gate_bias is None and up_bias is None and down_bias is None
+    plain = plain and gated and activation in REFERENCES
+    if plain and tokens.shape[0] <= FEW_TOKENS and are_arrays(gate, up, down):
+        few = tokens, ids.reshape(-1, k), weights.reshape(-1, k), gate, up, down
+        return moe_ffn_few_p(*few, activation=activation).reshape(x.shape)
+    order, group_sizes = expert_order(ids, gate.shape[0])
     rows = permute_tokens(tokens, order, k)
     if weigh_input:
         weight = permute_tokens(weights.reshape(-1, 1), order, 1)
@@ -182,3 +232,79 @@ def add_bias(
     with jax.default_matmul_precision("highest"):  # TF32 would round the bias
         rows = grouped_matmul(ones, bias[..., None], group_sizes)
     return (at_least_f32(y) + rows).astype(y.dtype)
+
+
+def are_arrays(*weights: object) -> bool:
+    return all(isinstance(w, jax.Array | np.ndarray) for w in weights)
+
+
+def moe_ffn_few_reference(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    weights: Float[Array, "t k"],
+    gate: Float[Array, "e f d"],
+    up: Float[Array, "e f d"],
+    down: Float[Array, "e d f"],
+    *,
+    activation: str,
+) -> Float[Array, "t d"]:
+    if ids.shape[1] == 0:
+        raise ValueError(
+            "moe_ffn_few: `ids` must be [t, k] with at least 1 expert of each token, "
+            f"got {ids.shape}."
+        )
+    order, sizes = expert_order(ids, gate.shape[0])
+    *_, hidden = hidden_rows(x, ids, order, sizes, gate, up, activation)
+    rows = grouped_matmul_reference(hidden, down, sizes)
+    slots = unpermute_tokens_reference(rows, order, k=ids.shape[1])
+    return moe_weighted_reduce_reference(slots, weights, None, None, None)
+
+
+def hidden_rows(x, ids, order, sizes, gate, up, activation):
+    """(rows of x, products with gate and up, hidden), sorted by expert."""
+    rows = permute_tokens_reference(x, order, k=ids.shape[1])
+    products = [grouped_matmul_reference(rows, w, sizes) for w in (gate, up)]
+    return rows, *products, REFERENCES[activation][0](*products)
+
+
+def moe_ffn_few_bwd_reference(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    weights: Float[Array, "t k"],
+    gate: Float[Array, "e f d"],
+    up: Float[Array, "e f d"],
+    down: Float[Array, "e d f"],
+    dy: Float[Array, "t d"],
+    *,
+    activation: str,
+) -> tuple[
+    Float[Array, "t d"],
+    Float[Array, "t k"],
+    Float[Array, "e f d"],
+    Float[Array, "e f d"],
+    Float[Array, "e d f"],
+]:
+    k = ids.shape[1]
+    order, sizes = expert_order(ids, gate.shape[0])
+    rows, *products, hidden = hidden_rows(x, ids, order, sizes, gate, up, activation)
+    slots = grouped_matmul_reference(hidden, down, sizes)
+    slots = unpermute_tokens_reference(slots, order, k=k)
+    dslots, dweights, *_ = moe_weighted_reduce_bwd_reference(
+        slots, weights, None, None, None, dy
+    )
+    drows = unpermute_tokens_bwd_reference(order, dslots, k=k)
+    dhidden, ddown = grouped_matmul_bwd_reference(hidden, down, sizes, drows)
+    dproducts = REFERENCES[activation][1](*products, dhidden)
+    (by_gate, dgate), (by_up, dup) = (
+        grouped_matmul_bwd_reference(rows, w, sizes, d)
+        for w, d in zip((gate, up), dproducts, strict=True)
+    )
+    dx = permute_tokens_bwd_reference(order, by_gate + by_up, k=k)
+    return dx, dweights, dgate, dup, ddown
+
+
+moe_ffn_few_p = kernel_primitive(
+    moe_ffn_few_reference,
+    bwd=moe_ffn_few_bwd_reference,
+    replicated=("d", "e", "k"),  # hidden depends on all of d; an expert may be any
+)

@@ -1,4 +1,11 @@
-"""The k largest elements of long rows: found by counting, then k of them are sorted.
+"""The k largest elements of a row.
+
+Of short rows, as routers have them, a few are taken one by one, in registers. Where a
+row of float32 is longer, first k groups of it are, those with the largest maxima, and
+then k elements of these. 16-bit numbers share a word with their place, so that taking
+one is one reduction.
+
+Of long rows they are found by counting, then k of them are sorted:
 
     maxima   the largest of every group of a row, from memory, by many programs
     top_k    one program a row: groups with the largest maxima hold the k largest
@@ -25,19 +32,25 @@ from jaxkern.triton.index.threshold import (
 
 CHUNK = 4096  # elements of one program of the first launch
 IN_REGISTERS = 16_384  # groups of a row, and elements of the k groups
-SHORTEST = 4096  # XLA sorts shorter rows as fast
+SHORTEST = 4096  # of the rows in which elements are counted
+FEW_TAKEN = 16  # elements of a shorter row that are taken one by one
 LARGEST_K = 1024
 FEW = 128  # up to 2 * k elements are sorted, which is less work than counting out k
 LONGEST = 262_144
 LOWEST = -0x80000000
+PLACE = 0x1FFF  # the bits of a word that a 16-bit number leaves
 
 
 def unsupported(*, x: Any, k: int, **named: Any) -> str | None:
     v = x.shape[-1] if x.shape else 1
     if not 1 <= k <= LARGEST_K:
         return f"k is {k}, not from 1 to {LARGEST_K}"
-    if not SHORTEST <= v <= LONGEST:
-        return f"a row of `x` has {v} elements, not from {SHORTEST} to {LONGEST}"
+    if v > LONGEST:
+        return f"a row of `x` has {v} elements, more than {LONGEST}"
+    if v < SHORTEST and k > FEW_TAKEN:
+        return f"k is {k}, more than {FEW_TAKEN} of a row of only {v} elements"
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return f"`x` is {x.dtype.name}"
     return bridge.unsupported(x=x, **named)
 
 
@@ -47,6 +60,86 @@ def group_size(v: int, k: int) -> int:
     while 2 * size * size * k <= v or next_power_of_2(-(-v // size)) > IN_REGISTERS:
         size *= 2
     return min(size, 128)
+
+
+@jit
+def take_largest(
+    key, place, K: tl.constexpr, SLOTS: tl.constexpr, LOWEST: tl.constexpr
+):
+    """Places `[rows, SLOTS]` of the K largest keys of each row, the first of equals."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    found = tl.zeros((key.shape[0], SLOTS), tl.int32)
+    for i in tl.static_range(K):
+        top = tl.max(key, 1)[:, None]
+        at = tl.min(tl.where(key == top, place, 0x7FFFFFFF), 1)[:, None]
+        found = tl.where(slot == i, at, found)
+        key = tl.where(place == at, LOWEST, key)
+    return found
+
+
+@jit
+def take_packed(
+    key,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOWEST: tl.constexpr,
+    PLACE: tl.constexpr,
+):
+    """Likewise of keys that no two elements share, since they hold the places."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    found = tl.zeros((key.shape[0], SLOTS), tl.int32)
+    for i in tl.static_range(K):
+        top = tl.max(key, 1)[:, None]
+        found = tl.where(slot == i, PLACE - (top & PLACE), found)
+        key = tl.where(key == top, LOWEST, key)
+    return found
+
+
+@jit
+def short_rows_kernel(
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    ROWS: tl.constexpr,
+    V: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOWEST: tl.constexpr,
+    PLACE: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    present = (row < ROWS)[:, None]
+    x_ptr += row.to(tl.int64)[:, None] * V
+    place = tl.arange(0, N)[None, :]
+    inside = present & (place < V)
+    x = tl.load(x_ptr + place, inside, 0.0)
+    key = tl.where(inside, ordered_bits(x.to(tl.float32)), LOWEST)
+    if x_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        packed = (key & ~PLACE) | (PLACE - place)
+        index = take_packed(packed, K, SLOTS, LOWEST, PLACE)
+    elif SIZE == 1:
+        index = take_largest(key, place, K, SLOTS, LOWEST)
+    else:
+        maxima = tl.max(tl.reshape(key, (BLOCK, N // SIZE, SIZE)), 2)
+        group = tl.arange(0, N // SIZE)[None, :]
+        group = take_largest(maxima, group, K, SLOTS, LOWEST)
+        # what fills up the slots would name a group again
+        nth = tl.arange(0, SLOTS)[None, :]
+        group = tl.where(nth < K, group, N // SIZE + nth)
+        at = group[:, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
+        at = tl.reshape(at, (BLOCK, SLOTS * SIZE))
+        inside = present & (at < V)
+        key = ordered_bits(tl.load(x_ptr + at, inside, 0.0).to(tl.float32))
+        key = tl.where(inside, key, LOWEST)
+        index = take_largest(key, at, K, SLOTS, LOWEST)
+    slot = tl.arange(0, SLOTS)[None, :]
+    wanted = present & (slot < K)
+    out = row.to(tl.int64)[:, None] * K + slot
+    tl.store(indices_ptr + out, index, wanted)
+    tl.store(values_ptr + out, tl.load(x_ptr + index, wanted, 0.0), wanted)
 
 
 @jit
@@ -144,9 +237,11 @@ def top_k_kernel(
 def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
     *lead, v = x.shape
     rows, size = x.size // v, group_size(v, next_power_of_2(k))
-    parts, programs = -(-v // size), -(-v // CHUNK)
     if rows == 0:
         return jnp.zeros((*lead, k), x.dtype), jnp.zeros((*lead, k), jnp.int32)
+    if v < SHORTEST:
+        return top_k_of_short_rows(x, k)
+    parts, programs = -(-v // size), -(-v // CHUNK)
     [maxima] = triton_call(
         maxima_kernel,
         x,
@@ -181,5 +276,34 @@ def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
         SLOTS=slots,
         LOWEST=LOWEST,
         **tuned("top_k", v, x.dtype, rule),
+    )
+    return values, indices
+
+
+def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    *lead, v = x.shape
+    rows, n = x.size // v, max(next_power_of_2(v), 32)
+    slots, size = next_power_of_2(k), 1
+    while n > 256 and size * size * slots < n:  # as many groups as elements of k
+        size *= 2
+    # one warp: what several share goes through shared memory
+    rule = {"SIZE": size, "BLOCK": 2 if n <= 256 else 1, "num_warps": 1}
+    found = tuned("top_k_short", v, x.dtype, rule)
+    values, indices = triton_call(
+        short_rows_kernel,
+        x,
+        out=[
+            jax.ShapeDtypeStruct((*lead, k), x.dtype),
+            jax.ShapeDtypeStruct((*lead, k), jnp.int32),
+        ],
+        grid=(-(-rows // found["BLOCK"]),),
+        ROWS=rows,
+        V=v,
+        K=k,
+        N=n,
+        SLOTS=slots,
+        LOWEST=LOWEST,
+        PLACE=PLACE,
+        **found,
     )
     return values, indices

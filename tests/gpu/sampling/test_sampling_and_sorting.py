@@ -73,6 +73,11 @@ def test_argmax_of_many_rows_and_of_none():
         (128_256, 64, "bfloat16"),
         (128_256, 1024, "float32"),
         (262_144, 1024, "bfloat16"),
+        (3, 2, "float32"),
+        (128, 8, "bfloat16"),
+        (512, 6, "float32"),
+        (1000, 16, "float16"),
+        (4095, 16, "float32"),
         (262_144, 17, "float32"),
     ],
 )

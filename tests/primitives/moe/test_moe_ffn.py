@@ -10,10 +10,34 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import moe_ffn
+from tests.checks import bf16, case, f32, i32
 from tests.primitives.quant.block_bytes import weight
 from tests.sharding_checks import mesh_of
 
 T, K, E, D, F = 6, 2, 4, 5, 3
+CASES = [
+    case(
+        "plain",
+        x=f32(3, 8),
+        ids=i32(3, 2, low=-1, high=5),  # some are no expert's
+        weights=f32(3, 2),
+        gate=f32(4, 16, 8),
+        up=f32(4, 16, 8),
+        down=f32(4, 8, 16),
+        activation="swiglu",
+    ),
+    case(
+        "odd",
+        x=bf16(1, 5),
+        ids=i32(1, 3, high=2),
+        weights=bf16(1, 3),
+        gate=bf16(2, 3, 5),
+        up=bf16(2, 3, 5),
+        down=bf16(2, 5, 3),
+        activation="geglu",
+        ulps=24.0,
+    ),
+]
 
 
 GATES = {
@@ -73,6 +97,20 @@ def test_equals_the_dense_loop(name):
     expected = dense_loop(x, IDS[name], weights, gate, up, down)
     np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(same, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_few_tokens_are_as_many_are():
+    """The others have few, and would not meet the sort of many."""
+    x, weights, gate, up, down = arguments()
+    ids = jnp.asarray(IDS["foreign"])
+    with jax.enable_x64(True):
+        few = moe_ffn(x, ids, weights, gate, up, down)
+        x, ids, weights = (np.concatenate([a, a]) for a in (x, ids, weights))
+        many = moe_ffn(x, ids, weights, gate, up, down)
+        assert "moe_ffn_few" not in str(
+            jax.make_jaxpr(moe_ffn)(x, ids, weights, gate, up, down)
+        )
+    np.testing.assert_allclose(many, np.concatenate([few, few]), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("activation", ["geglu", "geglu_tanh", *GATES])

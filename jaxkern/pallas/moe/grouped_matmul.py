@@ -1,0 +1,148 @@
+"""Grouped products on Hopper: TMA, WGMMA, specialised warpgroups, persistent programs.
+
+A program is one loader warpgroup and two consumers, and takes many tiles of 128 rows.
+The loader keeps a ring of blocks of both operands full, also of the next tile while the
+last one is written. Tiles belong to one group each: `row_tiles` lists them on the
+device. They begin at a multiple of 8 rows, since the copy engine moves tiles of 8, so
+the first of a group may hold rows of others; only rows of the group are stored.
+
+The gradient of the weights sums over the rows of a group. In the first and the last
+block of them the loader clears in shared memory what belongs to others. Nothing is
+added in an order that changes between runs. docs/design/grouped_products.md has
+measurements.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.gpu.device import compute_capability, num_sms, tuned
+from jaxkern.pallas.moe.consumer import barriers, buffers
+from jaxkern.pallas.moe.problem import (
+    ALIGN,
+    BLOCK_K,
+    BLOCK_M,
+    CONSUMERS,
+    ROWS,
+    WIDTH,
+    Problem,
+)
+from jaxkern.pallas.moe.rows_kernel import rows_kernel
+from jaxkern.pallas.moe.weights_kernel import BEHIND, weights_kernel
+from jaxkern.pallas.mosaic_launch import kernel_name
+from jaxkern.triton.moe.row_tiles import group_rows, row_tiles
+
+FEW_ROWS = 32  # of a group in the mean, up to which reading the weights decides
+
+
+def unsupported(x: Any, w: Any, dy: Any = None, **_: Any) -> str | None:
+    """A reason in words, or None."""
+    if compute_capability() != 90:
+        return f"the compute capability is {compute_capability()}, not 90 (Hopper)"
+    if not x.size * w.size:
+        return "an operand is empty"
+    _, f, d = w.shape
+    if f % WIDTH or d % WIDTH:
+        return f"`w` is [e, {f}, {d}], not of multiples of {WIDTH}"
+    if min(f, d) <= WIDTH:
+        # Of a dim of one tile Mosaic drops the tile's index: a copy from beyond such an
+        # array, which the copy engine would leave out, is one from its first tile.
+        return f"`w` is [e, {f}, {d}], a dim of a single tile of {WIDTH}"
+    named = {"x": x, "w": w} | ({} if dy is None else {"dy": dy})
+    if len({a.dtype for a in named.values()}) > 1:
+        return f"{', '.join(f'`{n}` is {a.dtype.name}' for n, a in named.items())}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"`x` is {x.dtype.name}"
+    return None
+
+
+def slower(x: Any, w: Any, **_: Any) -> str | None:
+    """Why "auto" leaves these operands to the next row, or None."""
+    if x.shape[0] < FEW_ROWS * w.shape[0]:
+        return f"{x.shape[0]} rows are fewer than {FEW_ROWS} for each group"
+    return None
+
+
+def problem(kernel: str, groups: int, n: int, k: int, dtype: Any) -> Problem:
+    block_n = min(256, -(-n // 128) * 128)
+    rule = {"BLOCK_N": block_n, "STAGES": 4, "BUFFERS": 2}
+    found = tuned(kernel, n, dtype, rule)
+    if found["STAGES"] <= BEHIND:  # a loader would wait for what it has not cleared
+        raise ValueError(f"{kernel}: {found['STAGES']} stages are not over {BEHIND}.")
+    return Problem(
+        groups=groups,
+        n=n,
+        k=k,
+        block_n=found["BLOCK_N"],
+        stages=found["STAGES"],
+        buffers=found["BUFFERS"],
+        programs=num_sms(),
+    )
+
+
+def whole_tiles(x: jax.Array) -> jax.Array:
+    """x with zeros behind its rows: the copy engine moves 8, and at least a block."""
+    rows = max(-(-x.shape[0] // ALIGN) * ALIGN, BLOCK_M)
+    return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
+
+
+def launch(body, name, c: Problem, a, b, out, interpret, *operands):
+    held = buffers(c, a, b, out.dtype, interpret)
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(c.programs,),
+        grid_names=("program",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name=kernel_name(name, columns=c.block_n, stages=c.stages),
+        scratch_types=(held, barriers(c)),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(*operands)
+
+
+def multiply(name, x, w, group_sizes, turned, interpret):
+    e, n, k = w.shape if turned else (w.shape[0], w.shape[2], w.shape[1])
+    r = x.shape[0]
+    c = problem(name, e, n, k, x.dtype)
+    tiles, count = row_tiles(group_sizes, r, BLOCK_M, ALIGN)
+    x = whole_tiles(x)
+    b = (c.block_n, BLOCK_K) if turned else (BLOCK_K, c.block_n)
+    out = jax.ShapeDtypeStruct((x.shape[0], n), x.dtype)
+    body = functools.partial(rows_kernel, c=c, turned=turned)
+    a = ROWS, BLOCK_K
+    y = launch(body, name, c, a, b, out, interpret, x, w, tiles, count)
+    return y[:r]
+
+
+def grouped_matmul(x, w, group_sizes, *, interpret=False):
+    """y `[r, f]`; `interpret` runs the kernel on a CPU."""
+    return multiply("grouped_matmul", x, w, group_sizes, True, interpret)
+
+
+def grouped_matmul_bwd(x, w, group_sizes, dy, *, wanted=(True, True), interpret=False):
+    """(dx, dw), None for what is not wanted."""
+    dx = dw = None
+    if wanted[0]:
+        dx = multiply("grouped_matmul_dx", dy, w, group_sizes, False, interpret)
+    if wanted[1]:
+        e, f, d = w.shape
+        c = problem("grouped_matmul_dw", e, d, 0, x.dtype)
+        starts, stops = group_rows(group_sizes, x.shape[0])
+        dw = launch(
+            functools.partial(weights_kernel, c=c, m=f),
+            "grouped_matmul_dw",
+            c,
+            (BLOCK_K, ROWS),
+            (BLOCK_K, c.block_n),
+            jax.ShapeDtypeStruct(w.shape, w.dtype),
+            interpret,
+            whole_tiles(dy),
+            whole_tiles(x),
+            starts,
+            stops,
+        )
+    return dx, dw

@@ -1,0 +1,72 @@
+"""Triton's mixture of experts for a few tokens: interpreted, and compiled."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import explain, moe_ffn
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import compiling_for
+from jaxkern.gpu.launch import compiled
+from jaxkern.triton.moe import moe_ffn as few_tokens
+from tests.primitives.moe.test_moe_ffn import dense_loop
+from tests.triton.interpreted import (
+    alone,
+    check_in_its_own_process,
+    interpreted,
+    starts_it,
+)
+
+CASES = [(1, 8, 4, 64, 48), (5, 3, 6, 50, 33), (2, 1, 2, 1100, 7)]
+
+
+@starts_it
+def test_interpreted_kernels():
+    check_in_its_own_process(__file__, len(CASES) * 2)
+
+
+@alone
+@pytest.mark.parametrize("activation", ["swiglu", "geglu_tanh"])
+@pytest.mark.parametrize("t, k, e, d, f", CASES)
+def test_values(t, k, e, d, f, activation):
+    rng = np.random.default_rng([t, d])
+    shapes = (t, d), (t, k), (e, f, d), (e, f, d), (e, d, f)
+    x, weights, gate, up, down = (
+        jnp.asarray(rng.standard_normal(s) / 4, jnp.float32) for s in shapes
+    )
+    ids = rng.integers(-1, e + 1, (t, k))  # some are no expert's
+    with interpreted():
+        y = few_tokens.moe_ffn_few(
+            x, jnp.asarray(ids), weights, gate, up, down, activation=activation
+        )
+    x, weights, gate, up, down = (
+        np.asarray(a, np.float64) for a in (x, weights, gate, up, down)
+    )
+    truth = dense_loop(x, ids, weights, gate, up, down, activation)
+    assert np.linalg.norm(y - truth) <= 1e-6 * np.linalg.norm(truth)
+
+
+@starts_it
+@pytest.mark.skipif(bridge.missing() is not None, reason="triton is not installed")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_and_fit(capability):
+    spec = jax.ShapeDtypeStruct
+    x, ids = spec((1, 2048), jnp.bfloat16), spec((1, 8), jnp.int32)
+    gate, down = (spec((256, *s), jnp.bfloat16) for s in [(512, 2048), (2048, 512)])
+    weights = spec((1, 8), jnp.bfloat16)
+    with compiling_for(capability):
+        operands = x, ids, weights, gate, gate, down
+        for activation in ("swiglu", "geglu"):
+
+            def f(*operands, activation=activation):
+                return moe_ffn(*operands, activation=activation)
+
+            rows: Any = explain(f, *operands, platform="cuda").rows
+            [row] = rows
+            assert row.op == "moe_ffn_few" and len(row.launches) == 2
+            for launch in row.launches:
+                assert compiled(launch, capability).asm["cubin"]
+                assert launch.stack_bytes == 0

@@ -1,0 +1,96 @@
+"""Triton's routing, in the interpreter against the reference, and compiled."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import explain, route
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import compiling_for
+from jaxkern.gpu.launch import compiled
+from jaxkern.primitives.moe.route import route_reference
+from jaxkern.triton.moe import route as kernels
+from tests.triton.interpreted import (
+    alone,
+    check_in_its_own_process,
+    interpreted,
+    starts_it,
+)
+
+OPTIONS = dict(
+    score="softmax",
+    normalize=True,
+    scale_then_renorm=False,
+    num_groups=1,
+    top_groups=1,
+    group_score="max",
+    scaling_factor=1.0,
+)
+GROUPS = dict(score="sigmoid", num_groups=4, top_groups=2, group_score="top2")
+CASES = {
+    "softmax": (5, 40, 3, {}),
+    "not normalised": (3, 33, 2, dict(normalize=False)),
+    "sigmoid": (3, 64, 4, dict(score="sigmoid", scaling_factor=2.5)),
+    "scaled": (4, 16, 4, dict(scale_then_renorm=True)),
+    "groups": (6, 64, 5, GROUPS),
+    "largest of groups": (6, 32, 3, GROUPS | dict(group_score="max")),
+}
+
+
+@starts_it
+def test_interpreted_kernels():
+    check_in_its_own_process(__file__, len(CASES))
+
+
+@alone
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_ids(name):
+    rows, e, k, options = CASES[name]
+    options = OPTIONS | options
+    rng = np.random.default_rng([rows, e])
+    logits = (3 * rng.standard_normal((rows, e))).astype(np.float32)
+    logits[0, 3:7] = logits[0, 1] = 4.0  # equals: the first of them
+    logits[1, 2:] = -np.inf
+    logits[-1] = -np.inf
+    scale = jnp.asarray(rng.uniform(0.5, 2, e), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal(e), jnp.float32) if k != 3 else None
+    scale = scale if options["scale_then_renorm"] else None
+    operands = jnp.asarray(logits), scale, bias
+    with interpreted():
+        found: Any = kernels.route(*operands, k=k, **options)
+    weights, ids = found
+    expected = route_reference(*operands, k=k, **options)
+    np.testing.assert_array_equal(ids, expected[1])
+    np.testing.assert_allclose(weights, expected[0], rtol=1e-5, atol=1e-7)
+
+
+@starts_it
+@pytest.mark.skipif(bridge.missing() is not None, reason="triton is not installed")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("options", [{}, GROUPS | dict(num_groups=8, top_groups=4)])
+def test_kernels_compile_and_fit(capability, options):
+    logits = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+    bias = jax.ShapeDtypeStruct((256,), jnp.float32)
+    with compiling_for(capability):
+
+        def f(logits, bias):
+            return route(logits, 8, correction_bias=bias, **options)
+
+        rows: Any = explain(f, logits, bias, platform="cuda").rows
+        [launch] = rows[0].launches
+        assert compiled(launch, capability).asm["cubin"]
+        assert launch.stack_bytes == 0
+
+
+@starts_it
+def test_what_it_does_not_take():
+    def why(e, k, **options):
+        logits = jax.ShapeDtypeStruct((64, e), jnp.float32)
+        return str(explain(lambda x: route(x, k, **options), logits, platform="cuda"))
+
+    assert "more than 2048" in why(4096, 8)
+    assert "not from 1 to 16" in why(64, 17)
+    assert "no powers of 2" in why(96, 2, num_groups=3)
