@@ -1,8 +1,7 @@
 """Grouped products, bf16: XLA, torch, ours by Triton, and by Mosaic GPU on Hopper.
 
 `groups` are equal, or drawn so that their sizes differ by a factor of ten. torch's peer
-is `torch._grouped_mm`, of which the backward pass is two products likewise. What a user
-runs, `moe_ffn` of a layer, is measured too, and for few tokens, where reading decides.
+is `torch._grouped_mm`, of which the backward pass is two products likewise.
 """
 
 import functools
@@ -40,28 +39,6 @@ def case(r: int, e: int, f: int, d: int, equal: bool) -> Case:
     return Case(name, arrays, (moved, 2 * moved), (product, 2 * product), checked=small)
 
 
-def layer(tokens: int, d: int = 2048, f: int = 512, e: int = 256, k: int = 8) -> Case:
-    def arrays(key):
-        keys = jax.random.split(key, 5)
-        logits = jax.random.normal(keys[4], (tokens, e))
-        shapes = (tokens, d), (e, f, d), (e, f, d), (e, d, f)
-        x, gate, up, down = (
-            jax.random.normal(key, s, jnp.bfloat16) / (1 if i == 0 else d**0.5)
-            for i, (key, s) in enumerate(zip(keys, shapes, strict=False))
-        )
-        weights, ids = jaxkern.route(logits, k)
-        return x, ids, weights.astype(jnp.bfloat16), gate, up, down
-
-    reached = e * (1 - (1 - k / e) ** tokens)  # experts, in the mean
-    weights = 3 * 2.0 * reached * f * d
-    product = 3 * 2.0 * tokens * k * f * d
-    name = f"{tokens} tokens of {d}, {k} of {e} experts of {f}"
-    moved = weights + 4.0 * tokens * d
-    # in float64 the weights of all experts would take 6 GB
-    small = None if e <= 16 else layer(min(tokens, 64), 256, 128, 16, k)
-    return Case(name, arrays, (moved, 2 * moved), (product, 2 * product), checked=small)
-
-
 def by(name: str, f, *operands):
     with jaxkern.backend(name, strict=name != "xla"):
         return f(*operands)
@@ -89,7 +66,7 @@ def torch_grouped(case, x, w, sizes):
     return f
 
 
-PRODUCTS = Benchmark(
+BENCHMARK = Benchmark(
     "grouped_matmul",
     jaxkern.grouped_matmul,
     [
@@ -104,15 +81,7 @@ PRODUCTS = Benchmark(
         "grouped_matmul": {"BLOCK_N": (128, 256), "STAGES": (3, 4), "BUFFERS": (2, 4)}
     },
 )
-LAYER = Benchmark("moe_ffn", jaxkern.moe_ffn, [layer(8192)], floats=(0, 2, 3, 4, 5))
-FEW = Benchmark(
-    "moe_ffn_few",
-    jaxkern.moe_ffn,
-    [layer(t) for t in (1, 8, 32)],
-    differentiable=False,
-)
-BENCHMARK = PRODUCTS  # what `tune` measures
 
 
 def main(arguments):
-    return max(run(b, arguments) for b in (PRODUCTS, LAYER, FEW))
+    return run(BENCHMARK, arguments)

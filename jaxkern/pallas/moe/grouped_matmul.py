@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.gpu.device import compute_capability, num_sms, tuned
+from jaxkern.gpu.moe.row_tiles import group_rows, row_tiles
 from jaxkern.pallas.moe.consumer import barriers, buffers
 from jaxkern.pallas.moe.problem import (
     ALIGN,
@@ -33,7 +34,6 @@ from jaxkern.pallas.moe.problem import (
 from jaxkern.pallas.moe.rows_kernel import rows_kernel
 from jaxkern.pallas.moe.weights_kernel import BEHIND, weights_kernel
 from jaxkern.pallas.mosaic_launch import kernel_name
-from jaxkern.triton.moe.row_tiles import group_rows, row_tiles
 
 FEW_ROWS = 32  # of a group in the mean, up to which reading the weights decides
 

@@ -5,6 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.gpu.moe.row_tiles import GROUP, ROW, START, STOP
 from jaxkern.pallas.moe.consumer import (
     Barriers,
     Buffers,
@@ -23,7 +24,6 @@ from jaxkern.pallas.moe.problem import (
     slot_of,
     tiles_of,
 )
-from jaxkern.triton.moe.row_tiles import GROUP, ROW, START, STOP
 
 
 def rows_kernel(

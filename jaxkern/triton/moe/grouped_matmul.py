@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import next_power_of_2, tuned
-from jaxkern.triton.moe.row_tiles import group_rows, most_tiles, row_tiles
+from jaxkern.gpu.moe.row_tiles import group_rows, most_tiles, row_tiles
 from jaxkern.triton.moe.rows_kernel import rows_kernel
 from jaxkern.triton.moe.weights_kernel import weights_kernel
 

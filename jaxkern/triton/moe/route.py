@@ -22,10 +22,12 @@ MOST_CHOSEN = 16
 
 
 def unsupported(
-    logits: Any, k: int, num_groups: int, top_groups: int, **named: Any
+    logits: Any, k: int, score: str, num_groups: int, top_groups: int, **named: Any
 ) -> str | None:
     """A reason in words, or None."""
-    options = ("score", "normalize", "scale_then_renorm", "group_score")
+    if score not in ("softmax", "sigmoid"):
+        return f"scores that are {score} are not in the kernel"
+    options = ("normalize", "scale_then_renorm", "group_score")
     named = {n: x for n, x in named.items() if n not in options}
     if reason := bridge.unsupported(logits=logits, **named):
         return reason

@@ -11,8 +11,8 @@ from jaxkern import explain, grouped_matmul
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
+from jaxkern.gpu.moe.row_tiles import GROUP, ROW, START, STOP, row_tiles
 from jaxkern.triton.moe import grouped_matmul as kernels
-from jaxkern.triton.moe.row_tiles import GROUP, ROW, START, STOP, row_tiles
 from tests.primitives.moe.test_grouped_matmul import loop
 from tests.triton.interpreted import (
     alone,

@@ -94,3 +94,13 @@ def test_what_it_does_not_take():
     assert "more than 2048" in why(4096, 8)
     assert "not from 1 to 16" in why(64, 17)
     assert "no powers of 2" in why(96, 2, num_groups=3)
+
+
+@starts_it
+def test_given_scores_are_refused_in_words():
+    """Its cases have the two scores that the kernel computes, and no third one."""
+    [row] = explain(
+        lambda s: route(s, 2, score="given"), jnp.ones((3, 16)), platform="cuda"
+    ).rows
+    assert row.runs.startswith("xla")
+    assert "scores that are given" in " ".join(row.refused)
