@@ -38,6 +38,7 @@ from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,
 )
+from jaxkern.primitives.linear.linear import linear_p
 from jaxkern.primitives.loss.cross_entropy import (
     cross_entropy_p,
     weighted_cross_entropy_p,
@@ -62,6 +63,15 @@ from jaxkern.primitives.norm.sandwich_rms_norm import (
     sandwich_triple_rms_norm_p,
 )
 from jaxkern.primitives.optim.adamw import adamw_tree_p
+from jaxkern.primitives.quant.fused_products import (
+    dense_matmul_add_p,
+    dense_rms_norm_matmul_p,
+    dense_swiglu_p,
+    interleaved_matmul_add_p,
+    interleaved_rms_norm_matmul_p,
+    interleaved_swiglu_p,
+)
+from jaxkern.primitives.quant.interleaved_matmul import interleaved_matmul_p
 from jaxkern.primitives.rope.head_norm_rope import head_norm_rope_p
 from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
@@ -81,6 +91,7 @@ from jaxkern.triton.attention import (
 from jaxkern.triton.delta_rule import causal_conv1d, cumsum
 from jaxkern.triton.index import argmax, argsort, embedding, top_k
 from jaxkern.triton.kv_cache import qk_norm_rope_cache
+from jaxkern.triton.linear import linear
 from jaxkern.triton.loss import cross_entropy, linear_cross_entropy
 from jaxkern.triton.norm import (
     gated_rms_norm,
@@ -96,6 +107,7 @@ from jaxkern.triton.norm import (
     sandwich_rms_norm,
 )
 from jaxkern.triton.optim import adamw
+from jaxkern.triton.quant import packed_products
 from jaxkern.triton.rope import (
     apply_rope,
     head_norm_rope,
@@ -395,3 +407,36 @@ row(
     unless=flash_attention.unsupported_bwd,
     slower=flash_attention.slower,
 )
+row(
+    interleaved_matmul_p,
+    fwd=packed_products.interleaved_matmul,
+    unless=packed_products.unsupported,
+)
+row(
+    interleaved_rms_norm_matmul_p,
+    fwd=packed_products.interleaved_rms_norm_matmul,
+    unless=packed_products.unsupported_norm,
+)
+row(
+    interleaved_swiglu_p,
+    fwd=packed_products.interleaved_swiglu,
+    unless=packed_products.unsupported_norm,
+)
+row(
+    interleaved_matmul_add_p,
+    fwd=packed_products.interleaved_matmul_add,
+    unless=packed_products.unsupported,
+)
+row(
+    linear_p,
+    fwd=linear.linear,
+    unless=linear.unsupported_linear,
+    slower=linear.slower_linear,
+)
+row(
+    dense_rms_norm_matmul_p,
+    fwd=linear.rms_norm_matmul,
+    unless=linear.unsupported_norm,
+)
+row(dense_swiglu_p, fwd=linear.gated, unless=linear.unsupported_norm)
+row(dense_matmul_add_p, fwd=linear.matmul_add, unless=linear.unsupported)

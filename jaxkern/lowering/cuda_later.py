@@ -27,6 +27,7 @@ from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
     update_quantized_kv_cache_p,
 )
+from jaxkern.primitives.linear.linear import linear_p
 from jaxkern.primitives.loss.cross_entropy import (
     cross_entropy_p,
     weighted_cross_entropy_p,
@@ -51,6 +52,15 @@ from jaxkern.primitives.norm.sandwich_rms_norm import (
     sandwich_triple_rms_norm_p,
 )
 from jaxkern.primitives.optim.adamw import adamw_tree_p
+from jaxkern.primitives.quant.fused_products import (
+    dense_matmul_add_p,
+    dense_rms_norm_matmul_p,
+    dense_swiglu_p,
+    interleaved_matmul_add_p,
+    interleaved_rms_norm_matmul_p,
+    interleaved_swiglu_p,
+)
+from jaxkern.primitives.quant.interleaved_matmul import interleaved_matmul_p
 from jaxkern.primitives.rope.head_norm_rope import head_norm_rope_p
 from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_p
 from jaxkern.primitives.rope.rope import apply_rope_p
@@ -104,6 +114,14 @@ OPS = (
     fwht_p,
     dequantize_vectors_p,
     quantize_vectors_p,
+    interleaved_matmul_p,
+    interleaved_rms_norm_matmul_p,
+    interleaved_swiglu_p,
+    interleaved_matmul_add_p,
+    linear_p,
+    dense_rms_norm_matmul_p,
+    dense_swiglu_p,
+    dense_matmul_add_p,
 )
 
 add_rows_later("cuda", "jaxkern.lowering.cuda", OPS)

@@ -24,10 +24,12 @@ from jaxkern import (
     InterleavedTensor,
     KVCache,
     apply_rope,
+    attention,
     cached_attention,
     embedding,
     empty_kv_cache,
     linear,
+    qk_norm_rope_cache,
     quantized_embedding,
     quantized_matmul,
     quantized_matmul_add,
@@ -61,7 +63,8 @@ class LlamaConfig:
     scaling: RopeScaling | None = None
     window: int | None = None
     dtype: str = "float32"  # of activations
-    product_dtype: str | None = None  # "int8": rounds them before quantised weights
+    product_dtype: str | None = None  # to which quantised products round them: "int8"
+    fused: bool = False  # also plain weights and caches by ops that have GPU kernels
 
 
 Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
@@ -159,6 +162,9 @@ def logits(
     config: LlamaConfig, weights: LlamaWeights, x: Float[Array, "... d"]
 ) -> Float[Array, "... v"]:
     """Of the token that follows each hidden state, in float32."""
+    narrow = config.product_dtype is None and x.dtype == jnp.bfloat16
+    if narrow:  # float32 of it are as exact, and cost a packed product more
+        config = replace(config, product_dtype="bfloat16")
     return project(config, x.astype(jnp.float32), weights.output)
 
 
@@ -214,12 +220,57 @@ def attention_layer(
         qkv = qkv + layer.qkv_bias.astype(qkv.dtype)
     k_end = (config.heads + config.kv_heads) * config.head_dim
     q, k, v = jnp.split(qkv, (config.heads * config.head_dim, k_end), axis=-1)
+    if config.fused and not cache.ring:
+        q, k, v = (heads(a, None) for a in (q, k, v))
+        y, after = cached_in_one(config, layer, q, k, v, rotation, cache, new_lengths)
+        y = y.reshape(b, t, -1)
+        return project(config, y, layer.attention_output, residual=x), after
     q, k, v = heads(q, layer.q_norm), heads(k, layer.k_norm), heads(v, None)
     q, k = (apply_rope(a, *rotation, pairing=config.pairing) for a in (q, k))
     y, after = cached_attention(q, k, v, cache, new_lengths, window=config.window)
     assert isinstance(after, KVCache)  # as it went in
     y = y.reshape(b, t, -1)
     return project(config, y, layer.attention_output, residual=x), after
+
+
+def cached_in_one(
+    config: LlamaConfig,
+    layer: Layer,
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k h"],
+    rotation: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+    cache: KVCache,
+    new_lengths: Int32[Array, " b"] | None,
+) -> tuple[Float[Array, "b t n h"], KVCache]:
+    """Norms, rotation and the write to the cache by one op, then attention."""
+    q, keys, values = qk_norm_rope_cache(
+        q,
+        k,
+        v,
+        layer.q_norm,
+        layer.k_norm,
+        *rotation,
+        cache.keys,
+        cache.values,
+        cache.lengths,
+        new_lengths,
+        eps=None if layer.q_norm is None else config.eps,
+        pairing=config.pairing,
+    )
+    grown = q.shape[1] if new_lengths is None else new_lengths
+    after = replace(cache, keys=keys, values=values, lengths=cache.lengths + grown)
+    y = attention(
+        q,
+        keys,
+        values,
+        kv_lengths=after.lengths,
+        q_offset=cache.lengths,
+        causal=True,
+        window=config.window,
+    )
+    assert isinstance(y, jax.Array)  # no lse was asked for
+    return y, after
 
 
 def project(
@@ -235,11 +286,11 @@ def project(
     container of the weights has one.
     """
     options: dict = dict(compute_dtype=config.product_dtype)
-    if norm is not None and not fuses(matrices):
+    if norm is not None and not fuses(config, matrices):
         x, norm = rms_norm(x, norm, eps=config.eps), None
 
     def product(w: Matrix) -> Float[Array, "... f"]:
-        if isinstance(w, jax.Array):
+        if isinstance(w, jax.Array) and norm is None:
             across = w.dtype == jnp.float32 and w.shape[0] == x.shape[-1]
             return linear(x, w.T if across else w)
         x_now, w_now = decoded_late(x, w)
@@ -247,7 +298,7 @@ def project(
             return quantized_matmul(x_now, w_now, **options)
         return quantized_rms_norm_matmul(x_now, norm, w_now, eps=config.eps, **options)
 
-    if residual is not None and fuses(matrices) and len(matrices) == 1:
+    if residual is not None and fuses(config, matrices) and len(matrices) == 1:
         return quantized_matmul_add(*decoded_late(x, matrices[0]), residual, **options)
     ys = [product(w) for w in matrices]
     y = ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
@@ -261,7 +312,7 @@ def gated(
     norm: Float[Array, " d"],
 ) -> Float[Array, "... f"]:
     """swiglu of the normalised x times the two matrices."""
-    if fuses(gate_up) and len(gate_up) == 1:
+    if fuses(config, gate_up) and len(gate_up) == 1:
         return quantized_swiglu(
             *decoded_late(x, gate_up[0]),
             norm,
@@ -272,13 +323,20 @@ def gated(
     return swiglu(gate, up)
 
 
-def fuses(matrices: Matrices) -> bool:
+def fuses(config: LlamaConfig, matrices: Matrices) -> bool:
     """Whether products with them take in what stands around them."""
-    return all(isinstance(w, InterleavedTensor) for w in matrices)
+    return all(
+        w.dtype == jnp.bfloat16 and config.fused
+        if isinstance(w, jax.Array)
+        else isinstance(w, InterleavedTensor)
+        for w in matrices
+    )
 
 
-def decoded_late(x: Array, w: QuantizedTensor) -> tuple[Array, QuantizedTensor]:
+def decoded_late(x: Array, w: Matrix) -> tuple[Array, Matrix]:
     """The same, w only when x is there: XLA would hold the whole model decoded."""
+    if isinstance(w, jax.Array):
+        return x, w
     return lax.optimization_barrier((x, w))
 
 

@@ -1,0 +1,1 @@
+"""Products with plain weights on NVIDIA GPUs."""
