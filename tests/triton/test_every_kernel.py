@@ -12,6 +12,7 @@ import jaxkern.triton
 from jaxkern import (
     Float8Codec,
     IntCodec,
+    InterleavedTensor,
     QuantizedVectors,
     TurboQuantCodec,
     adamw_update,
@@ -26,6 +27,10 @@ from jaxkern import (
     moe_rms_norm_add,
     quantize_vectors,
     quantized_cache_attention,
+    quantized_matmul,
+    quantized_matmul_add,
+    quantized_rms_norm_matmul,
+    quantized_swiglu,
     rms_norm,
     rms_norm_add,
     sandwich_rms_norm,
@@ -34,9 +39,11 @@ from jaxkern import (
 from jaxkern.lowering.explain import every_equation
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.triton import triton_call as bridge
 from jaxkern.triton.attention import gradient_rows
 from jaxkern.triton.launch import compiled, compiling_for
+from jaxkern.triton.quant import packed_products
 from tests import checks
 
 pytestmark = pytest.mark.skipif(
@@ -170,6 +177,26 @@ def rows_of_gradients(t=300, s=500):
     return f, (key, key, out, lse, out, lse)
 
 
+def packed(qtype, f, d):
+    form = BLOCK_FORMATS[qtype]
+    tile = 16 * d // form.elements * form.bytes
+    return InterleavedTensor(spec(f // 16, tile, dtype="uint8"), qtype)
+
+
+def products(w, rows, dtype="bfloat16"):
+    """A product with each thing that may stand around it."""
+    d = w.shape[-1]
+    x, norm = spec(rows, d, dtype=dtype), spec(d, dtype="float32")
+
+    def all_of(x, norm, w):
+        y = quantized_rms_norm_matmul(x, norm, w)
+        y = quantized_matmul_add(x, w, y)
+        plain = quantized_matmul(x, w) if isinstance(w, InterleavedTensor) else y
+        return plain, quantized_swiglu(x, w, norm)
+
+    return all_of, (x, norm, w)
+
+
 DTYPES = ["bfloat16", "float32"]
 HEAD_DIMS = [
     (64, 64),
@@ -190,6 +217,13 @@ CODECS = [
 ]
 CALLS = {  # which the cases of the ops leave out
     "rows of gradients": rows_of_gradients(),
+    **{
+        f"{rows} rows by {q}": products(packed(q, 96, 2048), rows)
+        for q in packed_products.BYTES
+        for rows in (1, 9, 100)
+    },
+    "float32 by Q5_1": products(packed("Q5_1", 64, 14432), 2, "float32"),
+    **{f"{t} by bfloat16": products(spec(98, 1536), 2, t) for t in DTYPES},
     **{f"decode {c}": decode(c) for c in CODECS},
     **{f"quantize {c}": quantize(c, 128) for c in CODECS},
     "quantize 80 dims": quantize(IntCodec(5), 80),

@@ -5,7 +5,12 @@ element (w, g, c). In a matrix instruction m16n8k16 that lane holds rows g and g
 the weights, columns 2 c and 2 c + 1 of the sums, column g of the activations.
 """
 
+from typing import Any
+
 from jaxkern.triton.triton_call import constexpr_function, gl, gluon_jit
+
+# one function, whose name changed between the versions that are supported
+barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 
 MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
     {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"""

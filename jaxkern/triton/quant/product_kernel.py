@@ -24,6 +24,7 @@ from jaxkern.triton.quant.fragments import (
     DIRECT,
     RAGGED,
     as_pair,
+    barrier,
     constant_rows,
     fragment,
     in_lanes,
@@ -111,7 +112,7 @@ def put_normal_rows(
         x = gl.load(x_ptr + m * K + column, column < K, 0.0).to(gl.float32)
         mean = gl.sum(gl.sum(x * x, 1), 0) / K
         factors += (gl.rsqrt(mean + EPS),)
-    gl.thread_barrier()  # the sums are read, their memory is free
+    barrier()  # the sums are read, their memory is free
     for m in gl.static_range(ROWS):
         x = gl.load(x_ptr + m * K + column, column < K, 0.0).to(gl.float32)
         low, high = gl.split(x * factors[m] * weight)
@@ -127,7 +128,7 @@ def put_normal_rows(
             )
             low = low - low_float(word)
             high = high - high_float(word)
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon_jit
@@ -300,7 +301,7 @@ def packed_product_kernel(
     x = x_of_step(x_at, present, step, c, K // 4, FROM)
     totals = add_step(words, c, x, totals, FORMAT, FROM, SINGLE)
     if norm_ptr is not None:
-        gl.thread_barrier()  # the sums of all warps may take the memory of x
+        barrier()  # the sums of all warps may take the memory of x
     # columns 2 c and 2 c + 1 of rows 2 g and 2 g + 1
     t0, t1, t2, t3 = totals
     BESIDE: gl.constexpr = 2 if TERMS == 1 else 1
