@@ -80,9 +80,10 @@ def check(kind, qtype, rows, f, d, dtype):
     x = jnp.asarray(0.1 * rng.standard_normal((rows, d)), dtype)
     norm = jnp.asarray(0.1 * rng.uniform(0.5, 1.5, d), jnp.float32)
     residual = jnp.asarray(rng.standard_normal((rows, f)), dtype)
-    wide = [np.asarray(a, np.float64) for a in (x, values, norm, residual)]
-    truth = truth_of(kind, *wide)
-    rounded = truth_of(kind, *wide, rounded=True).astype(dtype)
+    x64, norm64, residual64 = (np.asarray(a, np.float64) for a in (x, norm, residual))
+    truth = truth_of(kind, x64, values, norm64, residual64)
+    rounded = truth_of(kind, x64, values, norm64, residual64, rounded=True)
+    rounded = rounded.astype(dtype)
     poison(x, residual)
     with backend("triton", strict=True):
         found = jax.jit(lambda *a: of(kind, *a))(x, w, norm, residual)

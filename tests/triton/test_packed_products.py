@@ -15,7 +15,7 @@ from jaxkern import (
     quantized_swiglu,
 )
 from jaxkern.triton import triton_call as bridge
-from jaxkern.triton.launch import compiling_for
+from jaxkern.triton.launch import Launch, compiling_for
 from jaxkern.triton.quant.packed_products import BYTES
 from tests.triton.test_every_kernel import packed, spec
 
@@ -40,6 +40,7 @@ def test_a_block_takes_one_launch_and_spills_nothing(qtype, capability):
     with compiling_for(capability):
         operands = spec(1, 4096), spec(4096, dtype="float32"), packed(qtype, 64, 4096)
         [launch] = last_row(gated, *operands).launches
+        assert isinstance(launch, Launch)
         assert launch.stack_bytes == 0 and launch.registers <= 128
         assert "HMMA" in launch.sass
         assert "LDG.E.EF.64" in launch.sass  # whole words, which leave the cache first

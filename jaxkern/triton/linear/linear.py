@@ -181,4 +181,5 @@ def launch(
             **sizes,
         },
     )
+    assert y is not None
     return y

@@ -128,7 +128,7 @@ def launch(
     if norm is None:
         x = in_terms(x, terms)
     gated, steps = tiles.ndim == 3, -(-k // STEP)
-    shares, parts = sizes or sizes_of(units, gated)
+    shares, parts = sizes or sizes_of(qtype, units, steps, gated, norm is not None)
     shares = min(shares, next_power_of_2(steps))  # x in shared memory ends there
     [y] = sparse_call(
         packed_product_kernel,
@@ -154,20 +154,30 @@ def launch(
             "num_warps": shares * parts,
         },
     )
+    assert y is not None
     return y
 
 
-def sizes_of(units: int, gated: bool) -> tuple[int, int]:
-    """Warps a tile and tiles a program: fewer warps where there are many tiles."""
+def sizes_of(
+    qtype: str, units: int, steps: int, gated: bool, normed: bool
+) -> tuple[int, int]:
+    """Warps a tile and tiles a program, as measured.
+
+    Eight warps for a tile where tiles are few and rows long; a norm, which every
+    program takes for itself, and short rows of many bytes want four.
+    """
     if gated:
         return 2, 2
-    return (8 if units <= 512 else 4), 1
+    short = steps <= 16 and (normed or qtype == "Q8_0")
+    return (8 if units <= 512 and not short else 4), 1
 
 
 def normalised(x: jax.Array, norm: jax.Array, eps: float, terms: int) -> jax.Array:
     """By a kernel of its own, in float32 where the product is to have more digits."""
     wide = x if terms == 1 else x.astype(jnp.float32)
-    return rms_norm(wide, norm, None, eps=eps, offset=0.0)
+    y = rms_norm(wide, norm, None, eps=eps, offset=0.0)
+    assert y is not None
+    return y
 
 
 def in_terms(x: jax.Array, terms: int) -> jax.Array:
@@ -201,6 +211,7 @@ def decoded(tiles: jax.Array, qtype: str) -> jax.Array:
             "num_warps": warps,
         },
     )
+    assert w is not None
     return w
 
 
@@ -208,7 +219,7 @@ def multiply_decoded(x, w, norm, residual, eps, gated) -> jax.Array:
     """Many activations and bfloat16 weights `[f, k]`: products by XLA."""
     result = x.dtype
     if norm is not None:
-        x = rms_norm(x, norm, None, eps=eps, offset=0.0)
+        x = normalised(x, norm, eps, 1)
     # rounded once by the product: in float32 it takes a fifth longer
     sums = jnp.promote_types(result, jnp.bfloat16)
     y = jnp.matmul(x.astype(jnp.bfloat16), w.T, preferred_element_type=sums)
