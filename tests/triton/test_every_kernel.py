@@ -3,6 +3,7 @@
 import functools
 import importlib
 import pkgutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +181,8 @@ def rows_of_gradients(t=300, s=500):
 def packed(qtype, f, d):
     form = BLOCK_FORMATS[qtype]
     tile = 16 * d // form.elements * form.bytes
-    return InterleavedTensor(spec(f // 16, tile, dtype="uint8"), qtype)
+    tiles: Any = spec(f // 16, tile, dtype="uint8")
+    return InterleavedTensor(tiles, qtype)
 
 
 def products(w, rows, dtype="bfloat16"):

@@ -41,7 +41,7 @@ def test_a_block_takes_one_launch_and_spills_nothing(qtype, capability):
         operands = spec(1, 4096), spec(4096, dtype="float32"), packed(qtype, 64, 4096)
         [launch] = last_row(gated, *operands).launches
         assert isinstance(launch, Launch)
-        assert launch.stack_bytes == 0 and launch.registers <= 128
+        assert launch.stack_bytes == 0 and launch.registers <= 168  # three programs fit
         assert "HMMA" in launch.sass
         assert "LDG.E.EF.64" in launch.sass  # whole words, which leave the cache first
 
