@@ -57,6 +57,15 @@ KERNELS = (
     Kernel("moe_ffn_few",                "triton",     "triton.moe.moe_ffn",                             "primal"),
     Kernel("route",                      "triton",     "triton.moe.route",                               "primal"),
 
+    Kernel("linear",                     "triton",     "triton.linear.linear",                           "primal"),
+    Kernel("interleaved_matmul",         "triton",     "triton.quant.interleaved_matmul",                "primal"),
+    Kernel("interleaved_rms_norm_matmul", "triton",    "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_norm"),
+    Kernel("interleaved_swiglu",         "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_norm"),
+    Kernel("interleaved_matmul_add",     "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_add"),
+    Kernel("dense_rms_norm_matmul",      "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_norm"),
+    Kernel("dense_swiglu",               "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_norm"),
+    Kernel("dense_matmul_add",           "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_add"),
+
     Kernel("adamw_tree",                 "triton",     "triton.optim.adamw",                             "primal"),
 
     Kernel("fwht",                       "triton",     "triton.turboquant.fwht",                         "primal bwd"),

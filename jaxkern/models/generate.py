@@ -85,12 +85,17 @@ def read_prompts(
     stop_ids: tuple[int, ...],
 ) -> tuple[Int32[Array, " b"], State]:
     """Fills a new cache and draws the first token of each answer."""
-    cache = empty_cache(config, prompts.shape[0], slots)
+    cache = empty_cache(config, prompts.shape[0], slots, cache_dtype(config))
     logits, cache = prefill(config, weights, prompts, lengths, cache)
     key, key_now = jax.random.split(jax.random.key(seed))
     tokens = sampling(logits, key_now)
     finished = is_stop(tokens, stop_ids)
     return tokens, State(tokens, finished, cache, key)
+
+
+def cache_dtype(config: LlamaConfig) -> str:
+    """That of the activations on a GPU, whose kernels of attention read it so."""
+    return config.dtype if jax.default_backend() == "gpu" else "float32"
 
 
 def write_chunk(

@@ -25,10 +25,12 @@ from jaxkern import (
     InterleavedTensor,
     KVCache,
     apply_rope,
+    attention,
     cached_attention,
     embedding,
     empty_kv_cache,
     linear,
+    qk_norm_rope_cache,
     quantized_embedding,
     quantized_matmul,
     quantized_matmul_add,
@@ -66,7 +68,8 @@ class LlamaConfig:
     attention_softcap: float | None = None  # of the scores, as in Gemma 2
     logit_softcap: float | None = None
     dtype: str = "float32"  # of activations
-    product_dtype: str | None = None  # "int8": rounds them before quantised weights
+    product_dtype: str | None = None  # to which quantised products round them: "int8"
+    fused: bool = False  # also plain weights and caches by ops that have GPU kernels
 
 
 Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
@@ -167,6 +170,9 @@ def logits(
     config: LlamaConfig, weights: LlamaWeights, x: Float[Array, "... d"]
 ) -> Float[Array, "... v"]:
     """Of the token that follows each hidden state, in float32."""
+    narrow = config.product_dtype is None and x.dtype == jnp.bfloat16
+    if narrow:  # float32 of it are as exact, and cost a packed product more
+        config = replace(config, product_dtype="bfloat16")
     y = project(config, x.astype(jnp.float32), weights.output)
     return softcap(y, config.logit_softcap)
 
@@ -221,6 +227,12 @@ def attention_layer(
     qkv = plus(project(config, x, layer.qkv, layer.attention_norm), layer.qkv_bias)
     k_end = (config.heads + config.kv_heads) * config.head_dim
     q, k, v = jnp.split(qkv, (config.heads * config.head_dim, k_end), axis=-1)
+    if config.fused and not cache.ring:
+        q, k, v = (heads(a, None) for a in (q, k, v))
+        y, after = cached_in_one(config, layer, q, k, v, rotation, cache, new_lengths)
+        residual = plus(x, layer.attention_output_bias)
+        y = y.reshape(b, t, -1)
+        return project(config, y, layer.attention_output, residual=residual), after
     q, k, v = heads(q, layer.q_norm), heads(k, layer.k_norm), heads(v, None)
     q, k = (apply_rope(a, *rotation, pairing=config.pairing) for a in (q, k))
     y, after = cached_attention(
@@ -246,6 +258,48 @@ def plus(
     return x if bias is None else x + bias.astype(x.dtype)
 
 
+def cached_in_one(
+    config: LlamaConfig,
+    layer: Layer,
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k h"],
+    rotation: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+    cache: KVCache,
+    new_lengths: Int32[Array, " b"] | None,
+) -> tuple[Float[Array, "b t n h"], KVCache]:
+    """Norms, rotation and the write to the cache by one op, then attention."""
+    q, keys, values = qk_norm_rope_cache(
+        q,
+        k,
+        v,
+        layer.q_norm,
+        layer.k_norm,
+        *rotation,
+        cache.keys,
+        cache.values,
+        cache.lengths,
+        new_lengths,
+        eps=None if layer.q_norm is None else config.eps,
+        pairing=config.pairing,
+    )
+    grown = q.shape[1] if new_lengths is None else new_lengths
+    after = replace(cache, keys=keys, values=values, lengths=cache.lengths + grown)
+    y = attention(
+        q,
+        keys,
+        values,
+        kv_lengths=after.lengths,
+        q_offset=cache.lengths,
+        causal=True,
+        window=config.window,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+    )
+    assert isinstance(y, jax.Array)  # no lse was asked for
+    return y, after
+
+
 def project(
     config: LlamaConfig,
     x: Float[Array, "... d"],
@@ -259,11 +313,11 @@ def project(
     container of the weights has one.
     """
     options: dict = dict(compute_dtype=config.product_dtype)
-    if norm is not None and not fuses(matrices):
+    if norm is not None and not fuses(config, matrices):
         x, norm = rms_norm(x, norm, eps=config.eps), None
 
     def product(w: Matrix) -> Float[Array, "... f"]:
-        if isinstance(w, jax.Array):
+        if isinstance(w, jax.Array) and norm is None:
             across = w.dtype == jnp.float32 and w.shape[0] == x.shape[-1]
             return linear(x, w.T if across else w)
         x_now, w_now = decoded_late(x, w)
@@ -271,7 +325,7 @@ def project(
             return quantized_matmul(x_now, w_now, **options)
         return quantized_rms_norm_matmul(x_now, norm, w_now, eps=config.eps, **options)
 
-    if residual is not None and fuses(matrices) and len(matrices) == 1:
+    if residual is not None and fuses(config, matrices) and len(matrices) == 1:
         return quantized_matmul_add(*decoded_late(x, matrices[0]), residual, **options)
     ys = [product(w) for w in matrices]
     y = ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
@@ -283,7 +337,7 @@ def gated(
 ) -> Float[Array, "... f"]:
     """swiglu of the normalised x times the two matrices, plus their biases."""
     gate_up, norm, bias = layer.gate_up, layer.ffn_norm, layer.gate_up_bias
-    if fuses(gate_up) and len(gate_up) == 1 and bias is None:
+    if fuses(config, gate_up) and len(gate_up) == 1 and bias is None:
         return quantized_swiglu(
             *decoded_late(x, gate_up[0]),
             norm,
@@ -295,13 +349,20 @@ def gated(
     return swiglu(gate, up)
 
 
-def fuses(matrices: Matrices) -> bool:
+def fuses(config: LlamaConfig, matrices: Matrices) -> bool:
     """Whether products with them take in what stands around them."""
-    return all(isinstance(w, InterleavedTensor) for w in matrices)
+    return all(
+        w.dtype == jnp.bfloat16 and config.fused
+        if isinstance(w, jax.Array)
+        else isinstance(w, InterleavedTensor)
+        for w in matrices
+    )
 
 
-def decoded_late(x: Array, w: QuantizedTensor) -> tuple[Array, QuantizedTensor]:
+def decoded_late(x: Array, w: Matrix) -> tuple[Array, Matrix]:
     """The same, w only when x is there: XLA would hold the whole model decoded."""
+    if isinstance(w, jax.Array):
+        return x, w
     return lax.optimization_barrier((x, w))
 
 

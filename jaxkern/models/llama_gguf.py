@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Literal, get_args
@@ -74,6 +74,8 @@ def choose_policy(
         )
     if policy != "auto":
         return policy, "asked for"
+    if gpu_formats().intersection(info.qtype for info in file.tensors.values()):
+        return "packed", "Triton kernels read it as it is; the fewest bytes"
     if jax.default_backend() != "cpu":
         return "bf16", "decoded once; products of bfloat16 are what the device is for"
     if missing() is None:
@@ -83,6 +85,15 @@ def choose_policy(
     if need > free:
         return "packed", f"{sizes}; decoded at each use: smaller and slower"
     return "f32", f"{sizes}; decoded once: the fastest on a CPU"
+
+
+def gpu_formats() -> set[str]:
+    """Block formats that products on this machine's GPU read as they are."""
+    if jax.default_backend() != "gpu":
+        return set()
+    from jaxkern.triton.quant import packed_products
+
+    return set() if packed_products.unsupported_anywhere() else {*packed_products.BYTES}
 
 
 def expanded_bytes(file: GGUFFile | SafetensorsFolder, itemsize: int) -> int:
@@ -129,17 +140,21 @@ def load_llama(
         config = config_from_gguf(file)
     policy, _ = choose_policy(file, policy)
     packed = policy in ("packed", "packed_int8")
-    with_kernels = jax.default_backend() == "cpu" and missing() is None
+    on_cpu = jax.default_backend() == "cpu" and missing() is None
+    formats = gpu_formats() if packed else set()
+    with_kernels = on_cpu or bool(formats)
+    narrow = policy == "bf16" or bool(formats)
     config = replace(
         config,
-        dtype="bfloat16" if policy == "bf16" else "float32",
+        dtype="bfloat16" if narrow else "float32",
         product_dtype="int8" if policy == "packed_int8" else None,
+        fused=narrow and jax.default_backend() == "gpu",
     )
     shapes = _check_tensors(file, tensor_shapes(config))
 
     memory = WeightMemory(
         sum(info.nbytes + ALIGNMENT for info in file.tensors.values())
-        if packed and with_kernels
+        if packed and on_cpu
         else 0
     )
 
@@ -162,7 +177,7 @@ def load_llama(
 
     def matrices(*names: str) -> Matrices:
         if packed and with_kernels:
-            return interleaved_matrices(file, names, memory)
+            return interleaved_matrices(file, names, memory, formats)
         stored = [file.load(name) for name in names]
         if packed:
             return tuple(
@@ -215,12 +230,16 @@ def expand(
 
 
 def interleaved_matrices(
-    file: GGUFFile | SafetensorsFolder, names: Sequence[str], memory: WeightMemory
+    file: GGUFFile | SafetensorsFolder,
+    names: Sequence[str],
+    memory: WeightMemory,
+    gpu_formats: Collection[str] = (),
 ) -> Matrices:
     """Matrices of one block format side by side, their rows interleaved where 16 fit.
 
     So a product reads the activations once, and the kernels whole vectors. The host
     puts them together: nothing is compiled, and of the file no page stays in memory.
+    On a GPU, that is, with `gpu_formats`, what its kernels do not read is decoded.
     """
     groups = [
         (qtype, [file.view(name) for name in group])
@@ -230,9 +249,14 @@ def interleaved_matrices(
     for qtype, views in groups:
         rows = views[0] if len(views) == 1 else np.concatenate(views)
         if qtype in FLOAT_TYPES:
-            parts.append(expand([jax.device_put(rows)], rows.dtype))
+            dtype = jnp.dtype(jnp.bfloat16) if gpu_formats else rows.dtype
+            parts.append(expand([jax.device_put(rows)], dtype))
             continue
-        if qtype in UNITS and rows.shape[0] % ROWS == 0:
+        tiled = qtype in UNITS and rows.shape[0] % ROWS == 0
+        if gpu_formats and not (tiled and qtype in gpu_formats):
+            whole = GGUFTensor(jax.device_put(rows), qtype)
+            parts.append(expand([whole], jnp.dtype(jnp.bfloat16)))
+        elif tiled:
             tiles = memory.place(interleaved(rows, qtype))
             parts.append(InterleavedTensor(tiles, qtype))
         else:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkern import InterleavedTensor
 from jaxkern.formats.gguf import GGUFError, read_gguf
 from jaxkern.models.llama import (
     decode,
@@ -133,6 +134,64 @@ def test_ragged_batch_equals_rows(name, tmp_path):
         np.testing.assert_allclose(
             after[i], all_logits(config, weights, row)[-1], rtol=0, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_float64(name, tmp_path):
+    """Norms, rotation and the cache by one op: the same model.
+
+    The tests above have it only where a GPU is: `fused` is set there.
+    """
+    path = write_tiny_gguf(tmp_path / "m.gguf", **MODELS[name])
+    config, weights = load_llama(read_gguf(path), "packed")
+    fused = dataclasses.replace(config, fused=True)
+    np.testing.assert_allclose(
+        all_logits(fused, weights, TOKENS),
+        Float64Llama(path).forward(TOKENS),
+        rtol=0,
+        atol=2e-5,
+    )
+
+
+def test_fused_products_with_weights_of_16_bits(tmp_path):
+    """Fused or not, bfloat16 is as far from float64."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
+    config, weights = load_llama(read_gguf(path), "bf16")
+    truth = Float64Llama(path).forward(TOKENS)
+    plain, fused = (
+        np.linalg.norm(
+            all_logits(dataclasses.replace(config, fused=f), weights, TOKENS) - truth
+        )
+        for f in (False, True)
+    )
+    assert 0 < fused <= 1.2 * plain
+
+
+def test_weights_that_a_gpu_keeps_packed(tmp_path, monkeypatch):
+    """What its kernels read stays as it is, the rest is decoded to bfloat16."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
+    file = read_gguf(path)
+    monkeypatch.setattr("jaxkern.models.llama_gguf.gpu_formats", lambda: {"Q8_0"})
+    assert choose_policy(file) == (
+        "packed",
+        "Triton kernels read it as it is; the fewest bytes",
+    )
+    config, weights = load_llama(file)
+    assert (config.dtype, config.product_dtype) == ("bfloat16", None)
+    matrices = [
+        w
+        for layer in weights.layers
+        for part in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
+        for w in part
+    ]
+    packed = [w for w in matrices if isinstance(w, InterleavedTensor)]
+    plain = [w for w in matrices if isinstance(w, jax.Array)]
+    assert packed and len(packed) + len(plain) == len(matrices)
+    assert {w.qtype for w in packed} == {"Q8_0"}
+    assert {str(w.dtype) for w in plain} == {"bfloat16"}
+    truth = Float64Llama(path).forward(TOKENS)
+    error = np.linalg.norm(all_logits(config, weights, TOKENS) - truth)
+    assert error < 0.05 * np.linalg.norm(truth)
 
 
 def test_config(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import pkgutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import jaxkern.triton
 from jaxkern import (
     Float8Codec,
     IntCodec,
+    InterleavedTensor,
     QuantizedVectors,
     TurboQuantCodec,
     adamw_update,
@@ -26,6 +28,10 @@ from jaxkern import (
     moe_rms_norm_add,
     quantize_vectors,
     quantized_cache_attention,
+    quantized_matmul,
+    quantized_matmul_add,
+    quantized_rms_norm_matmul,
+    quantized_swiglu,
     rms_norm,
     rms_norm_add,
     sandwich_rms_norm,
@@ -39,6 +45,8 @@ from jaxkern.lowering.explain import every_equation
 from jaxkern.lowering.lower import rows_on
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.triton.quant import packed_products
 from tests import checks
 
 pytestmark = pytest.mark.skipif(
@@ -173,6 +181,27 @@ def rows_of_gradients(t=300, s=500):
     return f, (key, key, out, lse, out, lse)
 
 
+def packed(qtype, f, d):
+    form = BLOCK_FORMATS[qtype]
+    tile = 16 * d // form.elements * form.bytes
+    tiles: Any = spec(f // 16, tile, dtype="uint8")
+    return InterleavedTensor(tiles, qtype)
+
+
+def products(w, rows, dtype="bfloat16"):
+    """A product with each thing that may stand around it."""
+    d = w.shape[-1]
+    x, norm = spec(rows, d, dtype=dtype), spec(d, dtype="float32")
+
+    def all_of(x, norm, w):
+        y = quantized_rms_norm_matmul(x, norm, w)
+        y = quantized_matmul_add(x, w, y)
+        plain = quantized_matmul(x, w) if isinstance(w, InterleavedTensor) else y
+        return plain, quantized_swiglu(x, w, norm)
+
+    return all_of, (x, norm, w)
+
+
 DTYPES = ["bfloat16", "float32"]
 HEAD_DIMS = [
     (64, 64),
@@ -193,6 +222,13 @@ CODECS = [
 ]
 CALLS = {  # which the cases of the ops leave out
     "rows of gradients": rows_of_gradients(),
+    **{
+        f"{rows} rows by {q}": products(packed(q, 96, 2048), rows)
+        for q in packed_products.BYTES
+        for rows in (1, 9, 100)
+    },
+    "float32 by Q5_1": products(packed("Q5_1", 64, 14432), 2, "float32"),
+    **{f"{t} by bfloat16": products(spec(98, 1536), 2, t) for t in DTYPES},
     **{f"decode {c}": decode(c) for c in CODECS},
     **{f"quantize {c}": quantize(c, 128) for c in CODECS},
     "quantize 80 dims": quantize(IntCodec(5), 80),

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.index.embedding import explicit_spec
+from jaxkern.primitives.dense_product import product
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.linear.policy import Policy, current_policy
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
@@ -46,7 +46,7 @@ def linear(
     chosen = current_policy()
     result = x.dtype if chosen is None else chosen.output or x.dtype
     if isinstance(w, jax.Array | np.ndarray):
-        y = _dense_product(x, w, chosen)
+        y = _denseproduct(x, w, chosen)
     else:
         wide = x.astype(jnp.promote_types(x.dtype, result))  # y is rounded to its dtype
         y = quantized_matmul(wide, w, compute_dtype=chosen and chosen.compute)
@@ -59,7 +59,7 @@ def linear(
     return (at_least_f32(y) + bias).astype(result)
 
 
-def _dense_product(
+def _denseproduct(
     x: Float[Array, "... d"],
     w: Float[Array | np.ndarray, "f d"],
     chosen: Policy | None,
@@ -73,7 +73,7 @@ def _dense_product(
     accum = jnp.float32 if chosen is None else chosen.accum
     if w.dtype in NARROW and accum == jnp.float32:
         return linear_p(x, w, compute_dtype=compute_dtype, precision=precision)
-    return _product(x, w, compute_dtype, precision, accum)
+    return product(x, w, compute_dtype, precision, accum)
 
 
 def linear_reference(
@@ -83,25 +83,7 @@ def linear_reference(
     compute_dtype: jnp.dtype | None,
     precision: lax.Precision | None,
 ) -> Float[Array, "... f"]:
-    return _product(x, w, compute_dtype, precision, jnp.dtype(jnp.float32))
-
-
-def _product(x, w, compute_dtype, precision, accum):
-    """The sums of products, not yet rounded."""
-    promoted = jnp.promote_types(x.dtype, w.dtype)
-    dtype = promoted if compute_dtype is None else compute_dtype
-    if compute_dtype is None:
-        accum = jnp.promote_types(promoted, accum)
-    # where d is cut, the sum over it says how its result is
-    cuts = *jax.typeof(x).sharding.spec[:-1], jax.typeof(w).sharding.spec[0]
-    return lax.dot_general(
-        x.astype(dtype),
-        w.astype(dtype),
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=accum,
-        out_sharding=explicit_spec(*cuts),
-    )
+    return product(x, w, compute_dtype, precision, jnp.dtype(jnp.float32))
 
 
 linear_p = kernel_primitive(linear_reference)

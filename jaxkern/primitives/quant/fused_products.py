@@ -6,18 +6,21 @@
 
 So a block of a transformer is four products and attention. The norm is taken while x is
 rounded for the product; gate and up read x once; what comes before silu or the addition
-never reaches memory. Rows that are interleaved have a kernel; other containers run the
-ops one after the other.
+never reaches memory. Rows that are interleaved have a kernel, and on GPUs a plain array
+of bfloat16 has; other containers run the ops one after the other.
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.activation.swiglu import swiglu, swiglu_reference
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.dense_product import product
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm, rms_norm_reference
 from jaxkern.primitives.quant.interleaved_matmul import (
@@ -45,7 +48,7 @@ def quantized_rms_norm_matmul(
     Args:
       x: `[..., d]`, any float dtype.
       norm: `[d]`, the weight of the norm.
-      w: `[f, d]`, any container of quantised weights.
+      w: `[f, d]`, any container of quantised weights, or an array of a float dtype.
       eps: see `rms_norm`.
       compute_dtype: see `quantized_matmul`.
 
@@ -56,6 +59,8 @@ def quantized_rms_norm_matmul(
       TypeError: see `rms_norm` and `quantized_matmul`.
       ValueError: eps is negative or not finite.
     """
+    if is_dense(w):
+        return dense_rms_norm_matmul_p(x, w, norm, eps=eps)
     if not isinstance(w, InterleavedTensor) or w.ndim != 2:
         x = rms_norm(x, norm, eps=eps)
         return quantized_matmul(x, w, compute_dtype=compute_dtype)
@@ -86,7 +91,8 @@ def quantized_swiglu(
 
     Args:
       x: `[..., d]`, any float dtype.
-      w: `[2 f, d]`, any container of quantised weights: the rows of gate, then of up.
+      w: `[2 f, d]`, any container of quantised weights, or an array of a float dtype:
+        the rows of gate, then of up.
       norm: `[d]`: x / rms(x) * norm stands for x. None: x itself.
       eps: of the norm, see `rms_norm`.
       compute_dtype: see `quantized_matmul`.
@@ -98,6 +104,8 @@ def quantized_swiglu(
       TypeError: see `quantized_matmul` and `swiglu`.
       ValueError: eps is negative or not finite.
     """
+    if is_dense(w) and w.shape[0] % 2 == 0:
+        return dense_swiglu_p(x, w.reshape(2, -1, w.shape[1]), norm, eps=eps)
     if not isinstance(w, InterleavedTensor) or w.ndim != 2 or w.shape[0] % (2 * ROWS):
         x = x if norm is None else rms_norm(x, norm, eps=eps)
         return swiglu(quantized_matmul(x, w, compute_dtype=compute_dtype))
@@ -128,7 +136,7 @@ def quantized_matmul_add(
 
     Args:
       x: `[..., d]`, any float dtype.
-      w: `[f, d]`, any container of quantised weights.
+      w: `[f, d]`, any container of quantised weights, or an array of a float dtype.
       residual: `[..., f]`, dtype of x.
       compute_dtype: see `quantized_matmul`.
 
@@ -144,6 +152,8 @@ def quantized_matmul_add(
             f"quantized_matmul_add: `residual` must be {x.dtype} {expected}, got "
             f"{residual.dtype} {residual.shape}."
         )
+    if is_dense(w):
+        return dense_matmul_add_p(x, w, residual)
     if not isinstance(w, InterleavedTensor) or w.ndim != 2:
         return residual + quantized_matmul(x, w, compute_dtype=compute_dtype)
     y = interleaved_matmul_add_p(
@@ -154,6 +164,10 @@ def quantized_matmul_add(
         compute_dtype=as_dtype(compute_dtype),
     )
     return y.reshape(expected)
+
+
+def is_dense(w: Any) -> bool:
+    return isinstance(w, jax.Array | np.ndarray) and w.ndim == 2
 
 
 def as_dtype(compute_dtype: DTypeLike | None) -> jnp.dtype | None:
@@ -216,6 +230,46 @@ def interleaved_matmul_add_reference(
     return (y + at_least_f32(residual)).astype(x.dtype)
 
 
+def dense_rms_norm_matmul_reference(
+    x: Float[Array, "... d"],
+    w: Float[Array, "f d"],
+    norm: Float[Array, " d"],
+    *,
+    eps: float,
+) -> Float[Array, "... f"]:
+    normal = rms_norm_reference(at_least_f32(x), norm, None, eps=eps, offset=0.0)
+    y = product(normal, w, None, None, jnp.dtype(jnp.float32))
+    return y.astype(x.dtype)
+
+
+def dense_swiglu_reference(
+    x: Float[Array, "... d"],
+    w: Float[Array, "2 f d"],
+    norm: Float[Array, " d"] | None,
+    *,
+    eps: float,
+) -> Float[Array, "... f"]:
+    x32 = at_least_f32(x)
+    if norm is not None:
+        x32 = rms_norm_reference(x32, norm, None, eps=eps, offset=0.0)
+    gate, up = (product(x32, half, None, None, jnp.dtype(jnp.float32)) for half in w)
+    return swiglu_reference(gate, up).astype(x.dtype)
+
+
+def dense_matmul_add_reference(
+    x: Float[Array, "... d"],
+    w: Float[Array, "f d"],
+    residual: Float[Array, "... f"],
+) -> Float[Array, "... f"]:
+    y = product(at_least_f32(x), w, None, None, jnp.dtype(jnp.float32))
+    return (y + at_least_f32(residual)).astype(x.dtype)
+
+
+dense_rms_norm_matmul_p = kernel_primitive(
+    dense_rms_norm_matmul_reference, replicated=("d",)
+)
+dense_swiglu_p = kernel_primitive(dense_swiglu_reference, replicated=("d",))
+dense_matmul_add_p = kernel_primitive(dense_matmul_add_reference, replicated=("d",))
 interleaved_rms_norm_matmul_p = kernel_primitive(
     interleaved_rms_norm_matmul_reference, replicated=INTERLEAVED.whole
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import (
+    dequantize,
     interleave,
     quantized_matmul_add,
     quantized_rms_norm_matmul,
@@ -79,12 +80,28 @@ CASES = {
 for cases in CASES.values():
     for one in cases:
         one.arguments["compute_dtype"] = None
+CASES |= {
+    "dense_rms_norm_matmul": [
+        case("float32", x=f32(2, 24), w=f32(16, 24), norm=f32(24), eps=1e-5),
+        case("wide", x=bf16(512), w=bf16(32, 512), norm=f32(512), eps=0.5),
+    ],
+    "dense_swiglu": [
+        case("float32", x=f32(2, 24), w=f32(2, 8, 24), norm=f32(24), eps=1e-5),
+        case("wide", x=bf16(1, 512), w=bf16(2, 16, 512), norm=None, eps=0.0),
+        case("empty", x=f32(0, 24), w=f32(2, 8, 24), norm=None, eps=0.0),
+    ],
+    "dense_matmul_add": [
+        case("float32", x=f32(2, 24), w=f32(16, 24), residual=f32(2, 16)),
+        case("wide", x=bf16(512), w=bf16(32, 512), residual=bf16(32)),
+    ],
+}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_formulas_in_float64(packed):
+@pytest.mark.parametrize("kind", ["rows of the file", "interleaved", "an array"])
+def test_formulas_in_float64(kind):
     w, values = weight("Q4_K", 64, 256)
-    w = interleave(w) if packed else w
+    if kind != "rows of the file":
+        w = interleave(w) if kind == "interleaved" else dequantize(w)
     rng = np.random.default_rng(0)
     x, residual = rng.normal(size=(3, 256)), rng.normal(size=(3, 64))
     x32 = jnp.asarray(x, jnp.float32)

@@ -1,0 +1,88 @@
+"""Products with packed rows: one launch for few activations, decoded weights for many.
+
+    python -m benchmarks interleaved_matmul [--qtype Q4_K] [--rows 1] [--shape 8192x4096]
+
+Microseconds by the device's clock, the operands of each call its own; beside them XLA
+with weights of bfloat16, and what the bytes take at the rate of a copy.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks._time import JaxProgram, copy_rate, device_alone, seconds_in_turn
+from jaxkern import InterleavedTensor, quantized_matmul
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+
+SHAPES = "28672x8192,14336x4096,4096x4096,4096x14336"
+ROTATED = 2.5e8  # bytes: more than the L2 cache holds
+
+
+def packed(qtype: str, f: int, d: int) -> list[InterleavedTensor]:
+    """Random bytes, as many weights as are rotated."""
+    form = BLOCK_FORMATS[qtype]
+    tile_bytes = 16 * d // form.elements * form.bytes
+    count = max(2, int(ROTATED // (f // 16 * tile_bytes)) + 1)
+    shape = (f // 16, tile_bytes)
+    keys = jax.random.split(jax.random.key(0), count)
+    return [InterleavedTensor(jax.random.bits(k, shape, "uint8"), qtype) for k in keys]
+
+
+def dense(f: int, d: int) -> list[jax.Array]:
+    count = max(2, int(ROTATED // (2 * f * d)) + 1)
+    keys = jax.random.split(jax.random.key(1), count)
+    return [jax.random.normal(k, (f, d), jnp.bfloat16) for k in keys]
+
+
+def options_of(name: str, about: str | None, arguments: list[str]):
+    """Shapes, types and numbers of activations; None without a GPU, in words."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks {name}", description=about)
+    parser.add_argument("--qtype", default="Q4_K,Q6_K,Q8_0")
+    parser.add_argument("--rows", default="1,16,64,4096")
+    parser.add_argument("--shape", default=SHAPES)
+    options = parser.parse_args(arguments)
+    if jax.default_backend() != "gpu":
+        print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
+        return None
+    return options
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[int, int, int, jax.Array]]:
+    """(f, d, number of activations, activations)"""
+    for shape in options.shape.split(","):
+        f, d = map(int, shape.split("x"))
+        for rows in map(int, options.rows.split(",")):
+            x = jax.random.normal(jax.random.key(2), (rows, d), jnp.bfloat16)
+            yield f, d, rows, x
+
+
+def compare(
+    title: str, calls: dict[str, tuple[Callable, Sequence[tuple]]], num_bytes: int
+) -> None:
+    """Prints the time of each function over its operands, in turn."""
+    with device_alone():
+        programs = {name: JaxProgram.of(f, given) for name, (f, given) in calls.items()}
+        for program in programs.values():
+            program.warm()
+        seconds = seconds_in_turn(programs)
+    found = ", ".join(f"{name} {1e6 * seconds[name]:.1f} us" for name in calls)
+    limit = 1e6 * num_bytes / copy_rate()
+    print(f"{title}: {found}, its bytes {limit:.1f}", flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    options = options_of("interleaved_matmul", __doc__, arguments)
+    if options is None:
+        return 2
+    for f, d, rows, x in cases(options):
+        plain = [(x, w) for w in dense(f, d)]
+        for qtype in options.qtype.split(","):
+            packs = packed(qtype, f, d)
+            calls = {
+                "ours": (quantized_matmul, [(x, w) for w in packs]),
+                "bfloat16 by XLA": (jnp.inner, plain),
+            }
+            compare(f"{qtype} {f}x{d} M={rows}", calls, packs[0].nbytes)
+    return 0

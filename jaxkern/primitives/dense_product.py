@@ -1,0 +1,25 @@
+"""x w^T of dense weights, in the dtype of its sums: what `linear` means."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern.primitives.index.embedding import explicit_spec
+
+
+def product(x, w, compute_dtype, precision, accum):
+    """The sums of products, not yet rounded."""
+    promoted = jnp.promote_types(x.dtype, w.dtype)
+    dtype = promoted if compute_dtype is None else compute_dtype
+    if compute_dtype is None:
+        accum = jnp.promote_types(promoted, accum)
+    # where d is cut, the sum over it says how its result is
+    cuts = *jax.typeof(x).sharding.spec[:-1], jax.typeof(w).sharding.spec[0]
+    return lax.dot_general(
+        x.astype(dtype),
+        w.astype(dtype),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=accum,
+        out_sharding=explicit_spec(*cuts),
+    )

@@ -1,0 +1,145 @@
+"""Products of one to four activations with bfloat16 weights, and what stands around.
+
+    y = x w^T,  or  silu(x gate^T) * (x up^T);  x may be normalised, y added to another
+
+A program has a few rows of the weights, of which it has all on their way before it
+looks at x; the norm is a factor of the sums, of which each program makes its own. More
+activations are multiplied by XLA, on whose side the tensor cores are.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.gpu.triton_call import jit, sparse_call, tl
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.triton.quant.packed_products import multiply_decoded, num_rows
+
+FEW = 4  # activations
+LEAST = 512  # columns that a program reads at a time, at least
+LARGEST = 8192
+
+
+def refusal(x: Any, w: Any, **more: Any) -> str | None:
+    """Why no kernel runs, or None."""
+    if reason := unsupported_anywhere(x=x, **more):
+        return reason
+    if w.dtype != jnp.bfloat16:
+        return f"`w` is {w.dtype}, not bfloat16"
+    if not math.prod((*x.shape, *w.shape)):
+        return "there are no elements"
+    if columns_at_once(w.shape[-1]) < LEAST:
+        return f"rows of {w.shape[-1]} columns, no multiple of {LEAST}"
+    if num_rows(x) > FEW and x.dtype != jnp.bfloat16:
+        return f"{num_rows(x)} activations of {x.dtype}, over {FEW}"
+    return None
+
+
+def multiply(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    eps: float = 0.0,
+) -> jax.Array:
+    """`[..., f]` of x `[..., d]` and w `[f, d]`, or `[2, f, d]` where it is gated."""
+    if num_rows(x) <= FEW:
+        return launch(x, w, norm=norm, residual=residual, eps=eps)
+    flat = w.reshape(-1, w.shape[-1])
+    return multiply_decoded(x, flat, norm, residual, eps, w.ndim == 3)
+
+
+def columns_at_once(d: int) -> int:
+    """The largest power of 2 that divides d, at most LARGEST."""
+    return min(d & -d, LARGEST)
+
+
+def sizes_of(d: int, gated: bool) -> dict[str, int]:
+    """Rows of a program and its warps: a thread has 64 to 128 weights on their way."""
+    columns = columns_at_once(d)
+    rows = 2 if columns >= 2048 else 4
+    each = rows * (2 if gated else 1) * columns
+    return {"ROWS": rows, "num_warps": min(8, max(1, each // (32 * 64)))}
+
+
+@jit
+def few_products_kernel(
+    x_ptr,
+    norm_ptr,
+    w_ptr,
+    residual_ptr,
+    y_ptr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """ROWS rows of w for M activations, COLUMNS at a time."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < F
+    column = tl.arange(0, COLUMNS)
+    at = tl.minimum(row, F - 1).to(tl.int64)[:, None] * D + column[None, :]
+    FAR: tl.constexpr = F * D
+    for m in tl.static_range(M):
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        other = tl.zeros([ROWS, COLUMNS], tl.float32)
+        squares = tl.zeros([COLUMNS], tl.float32)
+        for k in range(0, D, COLUMNS):
+            w = tl.load(w_ptr + at + k, eviction_policy="evict_first")
+            if GATED:
+                up = tl.load(w_ptr + FAR + at + k, eviction_policy="evict_first")
+            x = tl.load(x_ptr + m * D + k + column).to(tl.float32)
+            if norm_ptr is not None:
+                squares += x * x
+                x *= tl.load(norm_ptr + k + column).to(tl.float32)
+            total += w.to(tl.float32) * x[None, :]
+            if GATED:
+                other += up.to(tl.float32) * x[None, :]
+        factor = 1.0
+        if norm_ptr is not None:
+            factor = tl.rsqrt(tl.sum(squares, 0) / D + EPS)
+        y = tl.sum(total, 1) * factor
+        if GATED:
+            y = y / (1 + tl.exp(-y)) * (tl.sum(other, 1) * factor)
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + m * F + row, inside, 0.0).to(tl.float32)
+        tl.store(y_ptr + m * F + row, y.to(y_ptr.dtype.element_ty), inside)
+
+
+def launch(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    eps: float = 0.0,
+    dtype: Any = None,
+    sizes: dict[str, int] | None = None,
+) -> jax.Array:
+    """`multiply` by the kernel. `sizes` is for a benchmark to choose."""
+    *_, f, d = w.shape
+    gated = w.ndim == 3
+    sizes = sizes or sizes_of(d, gated)
+    [y] = sparse_call(
+        few_products_kernel,
+        (-(-f // sizes["ROWS"]),),
+        {"x_ptr": x, "norm_ptr": norm, "w_ptr": w, "residual_ptr": residual},
+        {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)},
+        {
+            "M": num_rows(x),
+            "F": f,
+            "D": d,
+            "EPS": eps,
+            "GATED": gated,
+            "COLUMNS": columns_at_once(d),
+            **sizes,
+        },
+    )
+    assert y is not None
+    return y

@@ -1,0 +1,54 @@
+"""Products with what stands around them: packed_products.py and dense_products.py.
+
+The norm before, and the gate or the addition after, are in the kernel of the product.
+"""
+
+from jaxkern.triton.quant import dense_products, packed_products
+
+
+def unsupported_interleaved_norm(
+    x, tiles, norm, *, qtype, compute_dtype, eps
+) -> str | None:
+    del eps
+    return packed_products.refusal(x, tiles, qtype, compute_dtype, norm=norm)
+
+
+def unsupported_interleaved_add(
+    x, tiles, residual, *, qtype, compute_dtype
+) -> str | None:
+    return packed_products.refusal(x, tiles, qtype, compute_dtype, residual=residual)
+
+
+def unsupported_dense_norm(x, w, norm, *, eps) -> str | None:
+    del eps
+    return dense_products.refusal(x, w, norm=norm)
+
+
+def unsupported_dense_add(x, w, residual) -> str | None:
+    return dense_products.refusal(x, w, residual=residual)
+
+
+def interleaved_rms_norm_matmul(x, tiles, norm, *, qtype, compute_dtype, eps):
+    return packed_products.multiply(x, tiles, qtype, compute_dtype, norm=norm, eps=eps)
+
+
+def interleaved_swiglu(x, tiles, norm, *, qtype, compute_dtype, eps):
+    return packed_products.multiply(
+        x, tiles, qtype, compute_dtype, norm=norm, eps=eps, gated=True
+    )
+
+
+def interleaved_matmul_add(x, tiles, residual, *, qtype, compute_dtype):
+    return packed_products.multiply(x, tiles, qtype, compute_dtype, residual=residual)
+
+
+def dense_rms_norm_matmul(x, w, norm, *, eps):
+    return dense_products.multiply(x, w, norm=norm, eps=eps)
+
+
+def dense_swiglu(x, w, norm, *, eps):
+    return dense_products.multiply(x, w, norm=norm, eps=eps)
+
+
+def dense_matmul_add(x, w, residual):
+    return dense_products.multiply(x, w, residual=residual)

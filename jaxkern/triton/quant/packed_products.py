@@ -1,0 +1,207 @@
+"""Products with interleaved rows of GGUF blocks on NVIDIA GPUs, for any number of rows.
+
+A few: one kernel, `product_kernel.py`, which takes in the norm before and the gate or
+the addition after. More: the weights are written once as bfloat16, and XLA multiplies.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.triton_call import sparse_call
+from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.primitives.quant.interleaved_tensor import ROWS as TILE
+from jaxkern.primitives.quant.interleaved_tensor import tile_width
+from jaxkern.triton.norm.rms_norm import rms_norm
+from jaxkern.triton.quant.block_codes import BYTES, STEP
+from jaxkern.triton.quant.decode_kernel import decode_tiles_kernel
+from jaxkern.triton.quant.product_kernel import packed_product_kernel
+
+COLUMNS = 64  # activations by terms, of one launch
+MANY = 32  # activations in bfloat16 beyond which decoded weights are the faster
+NORM_BYTES = 65_536  # of shared memory for normalised activations
+# how many bfloat16 add up to one; the last of four is zero
+TERMS = {"bfloat16": 1, "float16": 2, "float32": 4}
+
+
+def refusal(
+    x: Any, tiles: Any, qtype: str, compute_dtype: Any, **more: Any
+) -> str | None:
+    """Why no kernel runs, or None."""
+    if reason := unsupported_anywhere(x=x, **more):
+        return reason
+    if qtype not in BYTES:
+        return f"{qtype} has no kernel, only {', '.join(BYTES)}"
+    if compute_dtype not in (None, jnp.float32, jnp.bfloat16):
+        return f"compute_dtype is {compute_dtype}"
+    if not all(math.prod(a.shape) for a in (x, tiles)):
+        return "there are no elements"
+    if x.dtype.name not in TERMS:
+        return f"`x` is {x.dtype}"
+    rows, terms = num_rows(x), terms_of(x, compute_dtype)
+    if rows * terms > COLUMNS and terms > 1:
+        return f"{rows} activations of {terms} terms each, over {COLUMNS} in all"
+    return None
+
+
+def num_rows(x: Any) -> int:
+    return math.prod(x.shape[:-1])
+
+
+def terms_of(x: Any, compute_dtype: Any) -> int:
+    """Terms that an activation is multiplied as: what float32 asks for, x may not."""
+    if compute_dtype == jnp.bfloat16:
+        return 1
+    return TERMS[x.dtype.name]
+
+
+def multiply(
+    x: jax.Array,
+    tiles: jax.Array,
+    qtype: str,
+    compute_dtype: Any,
+    *,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    sizes: tuple[int, int] | None = None,
+) -> jax.Array:
+    """`[..., u, 16]` of x `[..., k]` and tiles `[u, bytes]`, `[2, u, bytes]` if gated.
+
+    `sizes` are warps a tile and tiles a program, where a benchmark chooses them.
+    """
+    terms = terms_of(x, compute_dtype)
+    if num_rows(x) * terms > (MANY if terms == 1 else COLUMNS):
+        w = decoded(tiles.reshape(-1, tiles.shape[-1]), qtype)
+        y = multiply_decoded(x, w, norm, residual, eps, gated)
+        return y.reshape(*x.shape[:-1], -1, TILE)
+    return launch(x, tiles, qtype, terms, norm, residual, eps, sizes)
+
+
+def launch(
+    x: jax.Array,
+    tiles: jax.Array,
+    qtype: str,
+    terms: int,
+    norm: jax.Array | None,
+    residual: jax.Array | None,
+    eps: float,
+    sizes: tuple[int, int] | None,
+) -> jax.Array:
+    """`multiply` by the kernel for few activations."""
+    rows, k, dtype = num_rows(x), x.shape[-1], x.dtype
+    *_, units, tile_bytes = tiles.shape
+    shape = (*x.shape[:-1], units, TILE)
+    copies, padded = next_power_of_2(rows * terms), next_power_of_2(max(k, 8 * STEP))
+    if norm is not None and (copies > 8 or 2 * padded * copies > NORM_BYTES):
+        x, norm = normalised(x, norm, eps, terms), None
+    x = x.reshape(rows, k)
+    if norm is None:
+        x = in_terms(x, terms)
+    gated, steps = tiles.ndim == 3, -(-k // STEP)
+    shares, parts = sizes or sizes_of(qtype, units, steps, gated, norm is not None)
+    shares = min(shares, next_power_of_2(steps))  # x in shared memory ends there
+    [y] = sparse_call(
+        packed_product_kernel,
+        (units if gated else -(-units // parts),),
+        {"x_ptr": x, "norm_ptr": norm, "tiles_ptr": tiles, "residual_ptr": residual},
+        {"y_ptr": jax.ShapeDtypeStruct(shape, dtype)},
+        {
+            "ROWS": rows,
+            "TERMS": terms,
+            "K": k,
+            "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
+            "TILES": units,
+            "TILE_PAIRS": tile_bytes // 8,
+            "FORMAT": qtype,
+            "EPS": eps,
+            "GATED": gated,
+            "PARTS": parts,
+            "SHARES": shares,
+            "EIGHTS": next_power_of_2(-(-rows * terms // 8)),
+            "PADDED": padded,
+            "COPIES": copies,
+            "WORDS": padded // 2 * copies,
+            "num_warps": shares * parts,
+        },
+    )
+    assert y is not None
+    return y
+
+
+def sizes_of(
+    qtype: str, units: int, steps: int, gated: bool, normed: bool
+) -> tuple[int, int]:
+    """Warps a tile and tiles a program, as measured.
+
+    Eight warps for a tile where tiles are few and rows long; a norm, which every
+    program takes for itself, and short rows of many bytes want four.
+    """
+    if gated:
+        return 2, 2
+    short = steps <= 16 and (normed or qtype == "Q8_0")
+    return (8 if units <= 512 and not short else 4), 1
+
+
+def normalised(x: jax.Array, norm: jax.Array, eps: float, terms: int) -> jax.Array:
+    """By a kernel of its own, in float32 where the product is to have more digits."""
+    wide = x if terms == 1 else x.astype(jnp.float32)
+    y = rms_norm(wide, norm, None, eps=eps, offset=0.0)
+    assert y is not None
+    return y
+
+
+def in_terms(x: jax.Array, terms: int) -> jax.Array:
+    """`[rows * terms, k]` bfloat16, of which the terms of a row add up to it."""
+    if terms == 1:
+        return x.astype(jnp.bfloat16)
+    rest, parts = x.astype(jnp.float32), []
+    for _ in range(terms):
+        # a conversion there and back, which XLA would leave out
+        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        rest = jnp.where(jnp.isfinite(rest), rest - part, 0.0)
+    return jnp.stack(parts, axis=1).reshape(-1, x.shape[-1])
+
+
+def decoded(tiles: jax.Array, qtype: str) -> jax.Array:
+    """The weights `[16 u, k]` in bfloat16, by a kernel."""
+    u, tile_bytes = tiles.shape
+    k, warps = tile_width("interleaved_matmul", qtype, tile_bytes), 4
+    [w] = sparse_call(
+        decode_tiles_kernel,
+        (u, -(-k // (STEP * warps))),
+        {"tiles_ptr": tiles},
+        {"w_ptr": jax.ShapeDtypeStruct((u * TILE, k), jnp.bfloat16)},
+        {
+            "K": k,
+            "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
+            "TILE_PAIRS": tile_bytes // 8,
+            "FORMAT": qtype,
+            "WARPS": warps,
+            "num_warps": warps,
+        },
+    )
+    assert w is not None
+    return w
+
+
+def multiply_decoded(x, w, norm, residual, eps, gated) -> jax.Array:
+    """Many activations and bfloat16 weights `[f, k]`: products by XLA."""
+    result = x.dtype
+    if norm is not None:
+        x = normalised(x, norm, eps, 1)
+    # rounded once by the product: in float32 it takes a fifth longer
+    sums = jnp.promote_types(result, jnp.bfloat16)
+    y = jnp.matmul(x.astype(jnp.bfloat16), w.T, preferred_element_type=sums)
+    if gated:
+        gate, up = jnp.split(y.astype(jnp.float32), 2, axis=-1)
+        y = jax.nn.silu(gate) * up
+    if residual is not None:
+        y = y.astype(jnp.float32) + residual.reshape(y.shape).astype(jnp.float32)
+    return y.astype(result)

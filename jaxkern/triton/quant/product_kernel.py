@@ -1,0 +1,318 @@
+"""The kernel of all products with 16 packed rows side by side, for few activations.
+
+    y = x w^T,  or  silu(x gate^T) * (x up^T);  x may be normalised, y added to another
+
+A program has one or two tiles of 16 rows. Its warps share the columns of a tile, each
+reads whole steps of 256, one step ahead, and every byte of the weights is read once.
+Sums of up to eight activations are what the matrix instruction has columns for, so
+one activation costs what eight do; more take several instructions for the same weights.
+Activations are bfloat16: those of more digits come as a sum of two or three, side by
+side. A norm is taken by every program for itself, into shared memory, while the first
+weights are on their way.
+"""
+
+from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.triton.quant.block_codes import (
+    codes_of,
+    fragments_of_scale,
+    has_offsets,
+    is_signed,
+    read_step,
+    scales_of,
+    zero_of,
+)
+from jaxkern.triton.quant.fragments import (
+    DIRECT,
+    RAGGED,
+    as_pair,
+    barrier,
+    constant_rows,
+    fragment,
+    in_lanes,
+    in_lanes4,
+    mma,
+    scaled,
+    signed_codes,
+    unsigned_codes,
+)
+
+
+@constexpr_function
+def lanes_of(WARPS, TILES_OF_X):
+    """Numbers [warps, 8, 4, columns of 8]: lane 4 g + c of each warp."""
+    return gl.BlockedLayout(
+        [1, 1, 1, TILES_OF_X], [1, 8, 4, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0]
+    )
+
+
+@constexpr_function
+def slice_but(AXIS, LAYOUT):
+    """The layout of one dim of four; the last ones go first."""
+    for axis in (3, 2, 1, 0):
+        if axis != AXIS:
+            LAYOUT = gl.SliceLayout(axis, LAYOUT)
+    return LAYOUT
+
+
+@constexpr_function
+def source_of(SHARED, REST, COPIES):
+    """See `fragment`."""
+    return 32 * COPIES if SHARED else RAGGED if REST else DIRECT
+
+
+@gluon_jit
+def use_shared(memory):
+    """Has `global_smem` declared, the address of all shared memory; no instruction."""
+    WARPS: gl.constexpr = gl.num_warps()
+    words = memory.index(0).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], gl.int32, False, 1)
+
+
+@gluon_jit
+def shared_base(any):
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, global_smem;", "=r,r", [any], gl.int32, False, 1
+    )
+
+
+@gluon_jit
+def low_float(pair):
+    return (pair << 16).to(gl.float32, bitcast=True)
+
+
+@gluon_jit
+def high_float(pair):
+    return (pair & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon_jit
+def put_normal_rows(
+    x_ptr,
+    norm_ptr,
+    K: gl.constexpr,
+    PADDED: gl.constexpr,
+    EPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    TERMS: gl.constexpr,
+    COPIES: gl.constexpr,
+):
+    """x / rms(x) * norm to shared memory, as TERMS bfloat16 that add up to it.
+
+    Word (f, n, c, i) has columns 16 f + 4 c + 2 i and the next of row n / TERMS.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    PAIRS: gl.constexpr = PADDED // 2
+    LANES: gl.constexpr = gl.BlockedLayout([4, 2], [32, 1], [WARPS, 1], [1, 0])
+    pair = gl.arange(0, PAIRS, gl.SliceLayout(1, LANES))
+    column = 2 * pair[:, None] + gl.arange(0, 2, gl.SliceLayout(0, LANES))[None, :]
+    weight = gl.load(norm_ptr + column, column < K, 0.0).to(gl.float32)
+    to = shared_base(pair) + pair // 8 * (32 * COPIES) + pair % 8 * 4
+    factors = ()
+    for m in gl.static_range(ROWS):
+        x = gl.load(x_ptr + m * K + column, column < K, 0.0).to(gl.float32)
+        mean = gl.sum(gl.sum(x * x, 1), 0) / K
+        factors += (gl.rsqrt(mean + EPS),)
+    barrier()  # the sums are read, their memory is free
+    for m in gl.static_range(ROWS):
+        x = gl.load(x_ptr + m * K + column, column < K, 0.0).to(gl.float32)
+        low, high = gl.split(x * factors[m] * weight)
+        for t in gl.static_range(TERMS):
+            word = as_pair(low, high)
+            gl.inline_asm_elementwise(
+                "st.shared.b32 [$1], $2; mov.b32 $0, $2;",
+                "=r,r,r",
+                [to + (m * TERMS + t) * 32, word],
+                gl.int32,
+                False,
+                1,
+            )
+            low = low - low_float(word)
+            high = high - high_float(word)
+    barrier()
+
+
+@gluon_jit
+def put(y_ptr, residual_ptr, y, at, mask):
+    if residual_ptr is not None:
+        y += gl.load(residual_ptr + at, mask, 0.0).to(gl.float32)
+    gl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask)
+
+
+@gluon_jit
+def finished(
+    sums,
+    PARTS: gl.constexpr,
+    SHARES: gl.constexpr,
+    GATED: gl.constexpr,
+    TERMS: gl.constexpr,
+):
+    """The shares of the warps added, [parts, 8, activations of 8 columns, eights]."""
+    EIGHTS: gl.constexpr = sums.shape[3]
+    y = gl.sum(gl.reshape(sums, [SHARES, PARTS, 8, 4, EIGHTS]), 0)
+    if TERMS == 4:
+        y = gl.sum(gl.reshape(y, [PARTS, 8, 2, 2, EIGHTS]), 3)
+    if GATED:
+        of_gate = place_in(y, 0) == 0
+        gate = gl.sum(gl.where(of_gate, y, 0.0), 0)
+        up = gl.sum(gl.where(of_gate, 0.0, y), 0)
+        y = gl.expand_dims(gate / (1 + gl.exp(-gate)) * up, 0)
+    return y
+
+
+@gluon_jit
+def place_in(y, AXIS: gl.constexpr):
+    """Positions along one of the four dims of y, as a tensor of its rank."""
+    LAYOUT: gl.constexpr = slice_but(AXIS, y.type.layout)
+    at = gl.arange(0, y.shape[AXIS], LAYOUT)
+    for other in gl.static_range(4):
+        if other != AXIS:
+            at = gl.expand_dims(at, other)
+    return at
+
+
+@gluon_jit
+def x_of_step(x_at, present, step, c, QUARTERS: gl.constexpr, FROM: gl.constexpr):
+    """The activations of each warp's step, see `fragment`."""
+    step = in_lanes(step)
+    if FROM > 0:
+        return (x_at + step * (16 * FROM),)
+    elif FROM == 0:
+        return x_at + step * 64, present
+    else:
+        return x_at + step * 64, present, QUARTERS - step * 64 - in_lanes(c)
+
+
+@gluon_jit
+def add_step(
+    words,
+    c,
+    x,
+    totals,
+    FORMAT: gl.constexpr,
+    FROM: gl.constexpr,
+    SINGLE: gl.constexpr,
+):
+    """totals + the products of one step.
+
+    Codes are multiplied as they are, small integers, which bfloat16 holds exactly;
+    unsigned ones as 128 + code, which takes no arithmetic. The sums of a scale's
+    columns are scaled in float32.
+    """
+    GROUP: gl.constexpr = fragments_of_scale(FORMAT)
+    zeros = gl.full(totals[0].shape, 0.0, gl.float32, totals[0].type.layout)
+    any = words[len(words) - 1].to(gl.int32)
+    ones = in_lanes4(constant_rows(any, 1))
+    zero = in_lanes4(constant_rows(any, -128 - zero_of(FORMAT)))
+    for j in gl.static_range(16 // GROUP):
+        sums = (zeros, zeros, zeros, zeros)
+        of_x = sums
+        for i in gl.static_range(GROUP):
+            b = fragment(x, GROUP * j + i, FROM)
+            first, second = codes_of(words, c, GROUP * j + i, FORMAT)
+            if is_signed(FORMAT):
+                a = signed_codes(first, second)
+            else:
+                a = unsigned_codes(first, second)
+                if has_offsets(FORMAT):
+                    of_x = mma(ones, b, of_x)
+                else:
+                    sums = mma(zero, b, sums)
+            sums = mma(in_lanes4(a), b, sums)
+        scales = scales_of(words, j, FORMAT)
+        totals = scaled(totals, sums, scales[0], scales[1], SINGLE)
+        if has_offsets(FORMAT):
+            first = gl.fma(scales[0], -128.0, scales[2])
+            second = gl.fma(scales[1], -128.0, scales[3])
+            totals = scaled(totals, of_x, first, second, SINGLE)
+    return totals
+
+
+@gluon_jit
+def packed_product_kernel(
+    x_ptr,
+    norm_ptr,
+    tiles_ptr,
+    residual_ptr,
+    y_ptr,
+    ROWS: gl.constexpr,
+    TERMS: gl.constexpr,
+    K: gl.constexpr,
+    NUM_BLOCKS: gl.constexpr,
+    TILES: gl.constexpr,
+    TILE_PAIRS: gl.constexpr,
+    FORMAT: gl.constexpr,
+    EPS: gl.constexpr,
+    GATED: gl.constexpr,
+    PARTS: gl.constexpr,
+    SHARES: gl.constexpr,
+    EIGHTS: gl.constexpr,
+    PADDED: gl.constexpr,
+    COPIES: gl.constexpr,
+    WORDS: gl.constexpr,
+):
+    """ROWS activations, each a sum of TERMS; tiles_ptr `[TILES, 16 row_bytes]`.
+
+    Where GATED, up's TILES tiles stand behind those of gate. PARTS tiles a program,
+    SHARES warps a tile, EIGHTS columns of sums by eights. x is `[ROWS * TERMS, K]`
+    bfloat16, or with a norm `[ROWS, K]` of any dtype, of which COPIES rows of terms
+    stand in shared memory.
+    """
+    WARPS: gl.constexpr = PARTS * SHARES
+    LANES: gl.constexpr = lanes_of(WARPS, EIGHTS)
+    LANES3: gl.constexpr = gl.SliceLayout(3, LANES)
+    LANES2: gl.constexpr = gl.SliceLayout(2, LANES3)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, LANES2))[:, None, None]
+    g = gl.arange(0, 8, gl.SliceLayout(0, LANES2))[None, :, None]
+    c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES3)))[None, None, :]
+    part = warp % PARTS
+    share = warp // PARTS
+    if GATED:
+        tile = gl.program_id(0) + part * TILES
+    else:
+        tile = gl.minimum(gl.program_id(0) * PARTS + part, TILES - 1)
+    pairs = tiles_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+    at = pairs + tile.to(gl.int64) * TILE_PAIRS
+    STEPS: gl.constexpr = (K + 255) // 256
+    TURNS: gl.constexpr = (STEPS + SHARES - 1) // SHARES
+    words = read_step(at, g, c, share, NUM_BLOCKS, FORMAT)
+    zeros = gl.full([WARPS, 8, 4, EIGHTS], 0.0, gl.float32, LANES)
+    totals = (zeros, zeros, zeros, zeros)
+    n = in_lanes(g) + 8 * place_in(zeros, 3)
+    present = n < ROWS * TERMS
+    SINGLE: gl.constexpr = ROWS * TERMS == 1
+    if norm_ptr is not None:
+        memory = gl.allocate_shared_memory(
+            gl.int32, [WORDS // 32, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+        use_shared(memory)
+        put_normal_rows(x_ptr, norm_ptr, K, PADDED, EPS, ROWS, TERMS, COPIES)
+        x_at = shared_base(n + in_lanes(c)) + (n % COPIES) * 32 + in_lanes(c) * 8
+    else:
+        x64 = x_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+        x_at = x64 + n * (K // 4) + in_lanes(c)
+    FROM: gl.constexpr = source_of(norm_ptr is not None, K % (256 * SHARES), COPIES)
+    for turn in range(TURNS - 1):
+        step = turn * SHARES + share
+        ahead = read_step(at, g, c, step + SHARES, NUM_BLOCKS, FORMAT)
+        x = x_of_step(x_at, present, step, c, K // 4, FROM)
+        totals = add_step(words, c, x, totals, FORMAT, FROM, SINGLE)
+        words = ahead
+    step = (TURNS - 1) * SHARES + share
+    x = x_of_step(x_at, present, step, c, K // 4, FROM)
+    totals = add_step(words, c, x, totals, FORMAT, FROM, SINGLE)
+    if norm_ptr is not None:
+        barrier()  # the sums of all warps may take the memory of x
+    # columns 2 c and 2 c + 1 of rows 2 g and 2 g + 1
+    t0, t1, t2, t3 = totals
+    BESIDE: gl.constexpr = 2 if TERMS == 1 else 1
+    if TERMS == 1:
+        sums = ((t0, 0, 0), (t1, 1, 0), (t2, 0, 1), (t3, 1, 1))
+    else:
+        sums = ((t0 + t1, 0, 0), (t2 + t3, 0, 1))
+    for i in gl.static_range(len(sums)):
+        y = finished(sums[i][0], PARTS, SHARES, GATED, TERMS)
+        unit = gl.program_id(0) * y.shape[0] + place_in(y, 0)
+        row = y.shape[2] * place_in(y, 3) + place_in(y, 2)
+        row = row * BESIDE + sums[i][1]
+        out = (row * TILES + unit) * 16 + 2 * place_in(y, 1) + sums[i][2]
+        put(y_ptr, residual_ptr, y, out, (row < ROWS) & (unit < TILES))

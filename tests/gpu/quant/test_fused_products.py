@@ -1,0 +1,199 @@
+"""Products with packed and plain weights on a GPU, against float64 and bfloat16.
+
+The truth has the decoded weights in float64. An error may be 1.5 times that of the same
+product with activations and decoded weights rounded to bfloat16.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import (
+    GGUFTensor,
+    backend,
+    interleave,
+    linear,
+    quantized_matmul,
+    quantized_matmul_add,
+    quantized_rms_norm_matmul,
+    quantized_swiglu,
+)
+from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, empty_cache, prefill
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, decode_rows
+from jaxkern.triton.quant.packed_products import BYTES
+from tests.gpu.truth import on_a_gpu, poison, relative_error
+
+pytestmark = on_a_gpu
+
+SCALES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}  # else 0 and 2
+EPS = 1e-5
+
+
+def weights(qtype, f, d, seed=0):
+    """Random blocks with float16 scales of size 0.01, and their float64 values."""
+    rng = np.random.default_rng(seed)
+    if qtype == "dense":
+        w = jnp.asarray(rng.standard_normal((f, d)) / d**0.5, jnp.bfloat16)
+        return w, np.asarray(w, np.float64)
+    form = BLOCK_FORMATS[qtype]
+    shape = (f, d // form.elements, form.bytes)
+    blocks = rng.integers(0, 256, shape, dtype=np.uint8)
+    for at in SCALES.get(qtype, (0, 2)):
+        scale = rng.uniform(0.005, 0.02, (*shape[:2], 1)).astype(np.float16)
+        blocks[:, :, at : at + 2] = scale.view(np.uint8)
+    rows = blocks.reshape(f, -1)
+    with jax.default_device(jax.devices("cpu")[0]):
+        values = np.asarray(decode_rows(jnp.asarray(rows), qtype), np.float64)
+    return interleave(GGUFTensor(jnp.asarray(rows), qtype)), values
+
+
+def of(kind, x, w, norm, residual):
+    """What `kind` computes by the library."""
+    if kind == "norm":
+        return quantized_rms_norm_matmul(x, norm, w, eps=EPS)
+    if kind == "gated":
+        return quantized_swiglu(x, w, norm, eps=EPS)
+    if kind == "add":
+        return quantized_matmul_add(x, w, residual)
+    return linear(x, w) if isinstance(w, jax.Array) else quantized_matmul(x, w)
+
+
+def truth_of(kind, x, w, norm, residual, rounded=False):
+    """The same in float64, or with the factors of the product in bfloat16."""
+    if kind in ("norm", "gated"):
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * norm
+    if rounded:
+        x, w = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w))
+    y = x @ w.T
+    if kind == "gated":
+        gate, up = np.split(y, 2, axis=-1)
+        y = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
+    return y + residual if kind == "add" else y
+
+
+def check(kind, qtype, rows, f, d, dtype):
+    rng = np.random.default_rng(rows)
+    w, values = weights(qtype, f, d)
+    x = jnp.asarray(0.1 * rng.standard_normal((rows, d)), dtype)
+    norm = jnp.asarray(0.1 * rng.uniform(0.5, 1.5, d), jnp.float32)
+    residual = jnp.asarray(rng.standard_normal((rows, f)), dtype)
+    x64, norm64, residual64 = (np.asarray(a, np.float64) for a in (x, norm, residual))
+    truth = truth_of(kind, x64, values, norm64, residual64)
+    rounded = truth_of(kind, x64, values, norm64, residual64, rounded=True)
+    rounded = rounded.astype(dtype)
+    poison(x, residual)
+    with backend("triton", strict=True):
+        found = jax.jit(lambda *a: of(kind, *a))(x, w, norm, residual)
+    assert found.dtype == x.dtype
+    error, allowed = (relative_error(y, truth) for y in (found, rounded))
+    assert error <= 1.5 * max(allowed, 1e-6), (error, allowed)
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "gated", "add"])
+@pytest.mark.parametrize("qtype", [*BYTES, "dense"])
+def test_one_activation(qtype, kind):
+    check(kind, qtype, 1, 96, 4096, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "dtype, rows",
+    [
+        *(("bfloat16", rows) for rows in (2, 3, 8, 9, 16, 32, 64, 100)),
+        *(("float16", rows) for rows in (2, 8, 32)),
+        *(("float32", rows) for rows in (1, 2, 9, 16)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "norm"])
+def test_more_activations(kind, rows, dtype):
+    check(kind, "Q4_K", rows, 80, 768, dtype)
+
+
+@pytest.mark.parametrize(
+    "qtype, rows, f, d",
+    [
+        ("Q4_0", 1, 16, 32),
+        ("Q5_1", 3, 48, 2080),  # no multiple of 256
+        ("Q8_0", 1, 4112, 512),
+        ("Q4_K", 1, 16, 256),
+        ("Q6_K", 1, 16, 14336),
+        ("Q5_K", 2, 8208, 256),
+        ("dense", 4, 97, 14336),
+    ],
+)
+def test_odd_sizes(qtype, rows, f, d):
+    for kind in ("plain", "norm", "add"):
+        check(kind, qtype, rows, f, d, "bfloat16")
+
+
+def test_a_norm_that_fills_the_shared_memory():
+    check("norm", "Q4_K", 4, 32, 8192, "bfloat16")
+    check("norm", "Q4_K", 2, 32, 16384, "bfloat16")
+    check("gated", "Q8_0", 2, 32, 4096, "float32")
+
+
+def test_gradient_and_vmap():
+    w, values = weights("Q4_K", 32, 512)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 512)), jnp.float32)
+    with backend("triton"):
+        dx = jax.jit(jax.grad(lambda x: quantized_matmul(x, w).sum()))(x)
+        stack = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), w)
+        found = jax.jit(jax.vmap(quantized_matmul, (None, 0)))(x, stack)
+    np.testing.assert_allclose(dx[0], values.sum(0), rtol=1e-4, atol=1e-3)
+    truth = np.asarray(x, np.float64) @ values.T
+    assert relative_error(found[0], truth) < 2e-6
+    turned = truth.reshape(3, 2, 16)[:, ::-1].reshape(3, 32)
+    assert relative_error(found[1], turned) < 2e-6
+
+
+def small_model(quantised):
+    """Two layers of 512 columns, 8 query and 4 key heads of 64."""
+    seeds = iter(range(100))
+
+    def matrices(f, d):
+        if not quantised:
+            return (weights("dense", f, d, next(seeds))[0],)
+        w, _ = weights("Q4_K", f, d, next(seeds))
+        return (w,)
+
+    layers = tuple(
+        Layer(
+            jnp.ones(512) * 0.1,
+            matrices(1024, 512),
+            None,
+            None,
+            None,
+            matrices(512, 512),
+            jnp.ones(512) * 0.1,
+            matrices(2048, 512),
+            matrices(512, 1024),
+        )
+        for _ in range(2)
+    )
+    table = jnp.asarray(
+        np.random.default_rng(1).standard_normal((96, 512)), jnp.float32
+    )
+    config = LlamaConfig("llama", 64, 2, 512, 8, 4, 64, 96, EPS, 64, 1e4, "interleaved")
+    return config, LlamaWeights(table, layers, jnp.ones(512), matrices(96, 512), None)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_model_of_fused_products(quantised, tokens):
+    """Its logits in bfloat16 are as near to float32 as those of op after op."""
+    config, model = small_model(quantised)
+    ids = np.arange(tokens, dtype=np.int32)[None] % 96
+
+    def logits(dtype, fused, kernels):
+        chosen = replace(config, dtype=dtype, fused=fused)
+        cache = empty_cache(chosen, 1, 64, dtype)
+        with backend(kernels), jax.default_matmul_precision("highest"):
+            run = jax.jit(prefill, static_argnums=0)
+            return run(chosen, model, ids, np.array([tokens]), cache)[0]
+
+    truth = np.asarray(logits("float32", False, "xla"))
+    found = relative_error(logits("bfloat16", True, "auto"), truth)
+    plain = relative_error(logits("bfloat16", False, "xla"), truth)
+    assert np.abs(truth).max() > 0.1 and found <= 1.5 * plain, (found, plain)
