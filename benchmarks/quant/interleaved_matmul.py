@@ -1,6 +1,6 @@
 """Products with packed rows: one launch for few activations, decoded weights for many.
 
-    python -m benchmarks interleaved_matmul [--qtype Q4_K] [--rows 1] [--shape 8192x4096]
+    python -m benchmarks interleaved_matmul [--qtype Q4_K] [--rows 1] [--shape 8x512]
 
 Microseconds by the device's clock, the operands of each call its own; beside them XLA
 with weights of bfloat16, and what the bytes take at the rate of a copy.

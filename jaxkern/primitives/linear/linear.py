@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
@@ -21,6 +22,8 @@ def linear(
     x: Float[Array, "... d"],
     w: Float[Array, "f d"] | QuantizedTensor,
     bias: Float[Array, " f"] | None = None,
+    *,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
     """Matrix product with a weight stored output-major, as checkpoints store it.
 
@@ -36,17 +39,31 @@ def linear(
       x: `[..., d]`, any float dtype.
       w: `[f, d]`, an array of any float dtype or a quantised tensor.
       bias: `[f]`, or None.
+      preferred_element_type: dtype of the result, to which the sums are rounded: with
+        float32 and operands of 16 bits, the sums themselves. It goes before a policy's.
 
     Returns:
-      y: `[..., f]`, dtype of x unless a policy names another.
+      y: `[..., f]`, dtype of x unless it is preferred or a policy names another.
 
     Raises:
-      TypeError: `w` or `bias` does not fit.
+      TypeError: `w` or `bias` does not fit, or no float is preferred.
+
+    Example:
+      >>> x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
+      >>> linear(x, w, preferred_element_type=jnp.float32).dtype
+      dtype('float32')
     """
     chosen = current_policy()
     result = x.dtype if chosen is None else chosen.output or x.dtype
+    if preferred_element_type is not None:
+        result = jnp.dtype(preferred_element_type)
+        if not jnp.issubdtype(result, jnp.floating):
+            raise TypeError(
+                "linear: `preferred_element_type` must be a float dtype, got "
+                f"{result.name}."
+            )
     if isinstance(w, jax.Array | np.ndarray):
-        y = _denseproduct(x, w, chosen)
+        y = _dense_product(x, w, chosen)
     else:
         wide = x.astype(jnp.promote_types(x.dtype, result))  # y is rounded to its dtype
         y = quantized_matmul(wide, w, compute_dtype=chosen and chosen.compute)
@@ -59,7 +76,7 @@ def linear(
     return (at_least_f32(y) + bias).astype(result)
 
 
-def _denseproduct(
+def _dense_product(
     x: Float[Array, "... d"],
     w: Float[Array | np.ndarray, "f d"],
     chosen: Policy | None,

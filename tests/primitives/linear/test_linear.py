@@ -54,3 +54,18 @@ def test_refusals():
         linear(X, jnp.ones((8, 32)))
     with pytest.raises(TypeError, match=r"`bias` must have shape \(8,\), got \(1,\)"):
         linear(X, jnp.ones((8, 64)), jnp.ones(1))
+
+
+def test_the_sums_are_what_is_preferred():
+    """Results had the dtype of x in all tests but those of policies."""
+    rows = jnp.asarray(X.reshape(-1, 64), jnp.bfloat16)
+    x, w = rows[:3], rows[1:6]
+    y = linear(x, w, preferred_element_type=jnp.float32)
+    assert y.dtype == jnp.float32
+    exact = np.float64(np.float32(x)) @ np.float64(np.float32(w)).T
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+    assert linear(x, w).dtype == jnp.bfloat16
+    packed, _ = weight("Q8_0", 5, 64)
+    assert linear(x, packed, preferred_element_type="float32").dtype == jnp.float32
+    with pytest.raises(TypeError, match="`preferred_element_type` must be a float"):
+        linear(x, w, preferred_element_type=jnp.int32)
