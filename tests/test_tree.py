@@ -89,4 +89,12 @@ def test_a_family_has_one_name_everywhere():
         assert not extra, f"{backend}/ has {extra}, which no family of primitives/ is."
 
 
+def test_a_binding_of_cpp_is_beside_its_kernel():
+    """jaxkern/cpu/*.cc are of the library as a whole, */*.cc bind one kernel."""
+    shared = {path.name for path in (PACKAGE / "cpu").glob("*.cc")}
+    assert shared == {"best_kernels.cc", "kernels.cc"}
+    for path in (PACKAGE / "cpu").glob("*/*.cc"):
+        assert path.with_suffix(".py").is_file(), f"{path.name} has no {path.stem}.py."
+
+
 SHARED_PARTS = {"triton": set(), "pallas": {"rows"}, "cpu": set()}  # of two families
