@@ -51,7 +51,7 @@ lint: $(NEWEST)/ready
 	$(NEWEST)/bin/pyright --pythonpath $(NEWEST)/bin/python
 
 # An editable install builds the C++ kernels once: again where their sources changed.
-KERNELS := CMakeLists.txt $(wildcard jaxkern/cpu/*.cc jaxkern/cpu/*.h jaxkern/cpu/*/*.h)
+KERNELS := CMakeLists.txt $(wildcard $(addprefix jaxkern/cpu/,*.cc *.h */*.cc */*.h))
 
 $(NEWEST)/ready: pyproject.toml Makefile $(KERNELS)
 	@$(require_python)

@@ -2,7 +2,7 @@
 
 primitives/norm/rms_norm.py             what it means
 triton/norm/rms_norm.py  (or rms_norm/) how it runs fast, likewise in pallas/ and cpu/
-tests/primitives/norm/test_rms_norm.py  how we know
+tests/primitives/norm/test_rms_norm.py  how we know, and tests/gpu/norm/ of its kernels
 benchmarks/norm/rms_norm.py             how fast it is, where a GPU has a kernel
 """
 
@@ -71,6 +71,19 @@ def test_a_family_with_a_gpu_kernel_is_tested_on_a_gpu(family):
     assert found, f"tests/gpu/{family}/ has no test: add it."
 
 
+@pytest.mark.parametrize("family", sorted({family for family, _ in ON_A_GPU}))
+def test_a_gpu_test_bears_the_name_of_its_op(family):
+    """test_rms_norm.py, or test_rms_norm_mosaic.py for one of its kernels."""
+    ops = {file for f, file in PLACES if f == family} | ROOMS.get(family, set())
+    ops |= {line.op for line in cuda.KERNELS if place(line.op)[0] == family}
+    for path in (ROOT / "tests" / "gpu" / family).glob("test_*.py"):
+        name = path.stem.removeprefix("test_")
+        assert any(name == op or name.startswith(f"{op}_") for op in ops), (
+            f"{path.relative_to(ROOT)} bears the name of no op of {family}: name it "
+            "after the op that it tests, one file for each."
+        )
+
+
 @pytest.mark.parametrize("folder", [*BACKENDS, "gpu", "lowering", "primitives"])
 def test_every_file_says_first_what_it_is(folder):
     for path in (PACKAGE / folder).rglob("*.py"):
@@ -89,4 +102,13 @@ def test_a_family_has_one_name_everywhere():
         assert not extra, f"{backend}/ has {extra}, which no family of primitives/ is."
 
 
+def test_a_binding_of_cpp_is_beside_its_kernel():
+    """jaxkern/cpu/*.cc are of the library as a whole, */*.cc bind one kernel."""
+    shared = {path.name for path in (PACKAGE / "cpu").glob("*.cc")}
+    assert shared == {"best_kernels.cc", "kernels.cc"}
+    for path in (PACKAGE / "cpu").glob("*/*.cc"):
+        assert path.with_suffix(".py").is_file(), f"{path.name} has no {path.stem}.py."
+
+
+ROOMS = {"attention": {"decode_attention"}}  # of few queries, for several ops
 SHARED_PARTS = {"triton": set(), "pallas": {"rows"}, "cpu": set()}  # of two families

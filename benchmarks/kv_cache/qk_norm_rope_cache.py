@@ -2,13 +2,15 @@
 
 The caches are donated, as in a loop of steps: a call moves the new vectors alone. The
 time is that of one layer inside an executable of many layers, each with a cache of its
-own; beside it the same of the library's separate ops.
+own; beside it the same of the library's separate ops. The neighbours measure their own
+steps in the same loop.
 """
 
 import argparse
 import functools
 import itertools
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from jaxkern import Float8Codec, IntCodec, QuantizedVectors, TurboQuantCodec
 
 LAYERS, STEPS, REPEATS = 8, 50, 5
 SLOTS, N, K, H = 1024, 32, 8, 128  # Qwen3 8B
+PAGE = 64  # a cache is a whole number of them
 CODECS = {
     "bf16": None,
     "int8": IntCodec(8),
@@ -70,7 +73,7 @@ def operands(batch, tokens, codec):
         return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
     def cache():
-        shape = (batch, SLOTS + tokens, K, H)
+        shape = (batch, SLOTS + -(-tokens // PAGE) * PAGE, K, H)
         if codec is None:
             return jnp.zeros(shape, jnp.bfloat16)
         return QuantizedVectors.zeros(shape, codec)
@@ -99,38 +102,49 @@ def microseconds(f, backend, batch, tokens, codec):
     return best * 1e6 / STEPS / LAYERS, extra
 
 
+def row_bytes(codec):
+    """Of one vector in the cache."""
+    return 2.0 * H if codec is None else H * codec.bits / 8 + 4 * H / (codec.group or H)
+
+
 def bytes_moved(tokens, codec):
     """Queries read and written, keys and values read and their rows written."""
-    row = 2.0 if codec is None else codec.bits / 8 + 4 / min(codec.group or H, H)
-    return tokens * H * (2 * N * 2.0 + 2 * K * (2.0 + row) + 4.0)
+    return tokens * (H * (2 * N * 2.0 + 4.0) + 2 * K * (2.0 * H + row_bytes(codec)))
+
+
+BY = {
+    "one launch": (fused, "triton"),
+    "separate ops": (separate, "auto"),
+    "XLA": (separate, "xla"),
+}
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks qk_norm_rope_cache")
+    return measure("qk_norm_rope_cache", BY, list(CODECS), bytes_moved, arguments)
+
+
+def measure(name, by, codecs, moved: Callable, arguments):
+    """The command line; `by` is {column: (step, backend)}, `moved` the bytes."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 32, 128])
     parser.add_argument("--tokens", type=int, default=1, help="of each sequence")
-    parser.add_argument("--codecs", nargs="*", default=list(CODECS))
+    parser.add_argument("--codecs", nargs="*", choices=codecs, default=codecs)
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
-    by = {
-        "one launch": (fused, "triton"),
-        "separate ops": (separate, "auto"),
-        "XLA": (separate, "xla"),
-    }
-    table = Table(title="qk_norm_rope_cache: microseconds of one layer's step")
+    table = Table(title=f"{name}: microseconds of one layer's step")
     for column in ("cache", "batch", *by, "bytes at the copy rate"):
         table.add_column(column, justify="right")
-    for name, batch in itertools.product(options.codecs, options.batch):
-        codec, tokens = CODECS[name], options.tokens
+    for chosen, batch in itertools.product(options.codecs, options.batch):
+        codec, tokens = CODECS[chosen], options.tokens
         cells = []
         for f, backend in by.values():
             found, extra = microseconds(f, backend, batch, tokens, codec)
             beside = f" +{extra >> 20} MB" if extra >> 20 else ""
             cells.append(f"{found:.2f}{beside}")
-        floor = bytes_moved(batch * tokens, codec) / copy_rate() * 1e6
-        table.add_row(name, str(batch), *cells, f"{floor:.2f}")
+        floor = moved(batch * tokens, codec) / copy_rate() * 1e6
+        table.add_row(chosen, str(batch), *cells, f"{floor:.2f}")
     Console(width=120).print(table)
     print(versions())
     return 0

@@ -1,4 +1,4 @@
-// Picks the kernels for the machine that runs.
+// Picks the kernels for the machine that runs, and tells which.
 #include "kernels.h"
 
 namespace jaxkern {
@@ -41,3 +41,7 @@ const Kernels& best_kernels() {
 }
 
 }  // namespace jaxkern
+
+extern "C" __attribute__((visibility("default"))) const char* jaxkern_instruction_set() {
+  return jaxkern::best_kernels().name;
+}

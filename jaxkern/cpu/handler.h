@@ -1,4 +1,4 @@
-// What the handlers share: the workers, and operands of a batch of calls.
+// What the bindings <family>/<op>.cc share: the workers, and operands of a batch of calls.
 //
 // vmap puts batch dims in front of all operands, of size 1 where it does not map one:
 // a handler walks over them, with stride 0 where the size is 1.
@@ -94,6 +94,10 @@ auto bind() {
 }  // namespace
 }  // namespace jaxkern
 
+// Seen from outside the library, whose rest is hidden.
+#define JAXKERN_EXPORT __attribute__((visibility("default")))
+
 // Exports `name` as jaxkern_name; the attributes follow, as .Attr<type>("name").
-#define JAXKERN_HANDLER(name, operands, results, ...) \
+#define JAXKERN_HANDLER(name, operands, results, ...)                            \
+  extern "C" JAXKERN_EXPORT XLA_FFI_Error* jaxkern_##name(XLA_FFI_CallFrame*);   \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_##name, name, (bind<operands, results>() __VA_ARGS__))

@@ -1,7 +1,7 @@
 // The kernels as plain functions on pointers, one table of them per instruction set.
 //
 // kernels.cc is compiled once per instruction set; `best_kernels` picks the table for
-// the machine that runs. handlers.cc binds it to XLA. Shapes are checked there.
+// the machine that runs. <family>/<op>.cc binds it to XLA. Shapes are checked there.
 #pragma once
 #include <cstdint>
 

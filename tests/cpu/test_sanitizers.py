@@ -7,10 +7,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import jax.ffi
 import pytest
 
 HERE = Path(__file__).parent
 CPU = HERE.parent.parent / "jaxkern" / "cpu"
+BINDINGS = (*sorted(CPU.glob("*/*.cc")), CPU / "best_kernels.cc")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 FLAGS = {
@@ -68,6 +70,22 @@ def test_odd_sizes_and_poisoned_results(isa, tmp_path):
     run = subprocess.run([str(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert_errors(run.stdout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", BINDINGS, ids=lambda path: path.stem)
+def test_a_binding_compiles_without_warnings(source, tmp_path):
+    """What binds a kernel to XLA; the harness calls the kernels without it."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no compiler")
+    flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", *SANITIZERS)
+    headers = ("-isystem", jax.ffi.include_dir())
+    to = ("-c", str(source), "-o", str(tmp_path / "binding.o"))
+    built = subprocess.run(
+        [compiler, *flags, *headers, *to], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
 
 
 EXPONENTIAL = """

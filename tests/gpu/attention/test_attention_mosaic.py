@@ -17,7 +17,7 @@ from jaxkern.pallas.attention.attention import bwd as hopper_bwd
 from jaxkern.pallas.attention.attention import fwd as hopper
 from jaxkern.pallas.attention.attention import joint_bwd
 from jaxkern.primitives.attention.attention import attention_p
-from jaxkern.triton.attention.attention import fwd as triton
+from jaxkern.triton.attention.attention import bwd as triton_bwd
 from tests import checks
 from tests.gpu.attention.test_attention import (
     IDS,
@@ -44,9 +44,9 @@ pytestmark = [
 
 
 BACKWARD: dict[str, Any] = {
-    "joint": ("mosaic_gpu", joint_bwd.attention_bwd, joint_bwd.unsupported_joint),
-    "two": ("mosaic_gpu", hopper_bwd.attention_bwd, hopper_bwd.unsupported_bwd),
-    "triton": ("triton", triton.attention_bwd, triton.unsupported_bwd),
+    "joint": ("mosaic_gpu", joint_bwd.attention_bwd, joint_bwd.unsupported),
+    "two": ("mosaic_gpu", hopper_bwd.attention_bwd, hopper_bwd.unsupported),
+    "triton": ("triton", triton_bwd.attention_bwd, triton_bwd.unsupported),
 }
 
 

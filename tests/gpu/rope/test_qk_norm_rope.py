@@ -1,35 +1,15 @@
-"""Kernels of the norms of heads with their rotation, on a GPU."""
+"""Kernels of qk_norm_rope on a GPU."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import backend, explain, head_norm_rope, qk_norm_rope
+from jaxkern import backend, explain, qk_norm_rope
+from tests.gpu.rope.heads import HEADS, draw_operands
 from tests.gpu.truth import check_against_float64, on_a_gpu
 
 pytestmark = on_a_gpu
-HEADS = [  # n, k, h, pairs, options
-    (32, 8, 128, 64, {}),
-    (40, 8, 128, 64, {"pairing": "interleaved"}),
-    (16, 2, 256, 32, {}),
-    (6, 3, 80, 16, {"pairing": "interleaved"}),
-    (5, 1, 96, 24, {"pair_offset": 48}),
-    (3, 3, 13, 5, {}),
-    (1, 1, 2, 1, {}),
-    (2, 1, 4096, 2048, {}),
-]
-
-
-def draw_operands(t, n, k, h, pairs, dtype):
-    rng = np.random.default_rng(0)
-
-    def draw(*shape):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    angle = rng.standard_normal((2, t, pairs))
-    tables = jnp.float32(np.cos(angle)), jnp.float32(np.sin(angle))
-    return (draw(2, t, n, h), draw(2, t, k, h), draw(h), draw(h)), tables
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -49,18 +29,6 @@ def test_queries_and_keys(n, k, h, pairs, options, dtype):
             *operands[:2],
             slack=2,
         )
-
-
-@pytest.mark.parametrize("n, k, h, pairs, options", HEADS)
-def test_one_tensor_and_learned_tables(n, k, h, pairs, options):
-    (x, _, weight, _), tables = draw_operands(57, n, k, h, pairs, "float32")
-    check_against_float64(
-        lambda *a: head_norm_rope(*a, offset=1.0, eps=0.1, **options),
-        x,
-        weight,
-        *tables,
-        slack=2,
-    )
 
 
 def test_queries_and_keys_of_other_dtypes():
