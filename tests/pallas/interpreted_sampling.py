@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.pallas.sampling.sample.fwd import plan as plans
+from jaxkern.pallas.sampling.sample import plan as plans
 from jaxkern.pallas.sampling.sample.fwd import sample
 from tests.sampled import check_tokens, special_rows
 

@@ -6,27 +6,23 @@ times the fraction has before the point. TQ2_0 spends two bits on each.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt8
+import numpy as np
 
 from jaxkern.primitives.quant.block_fields import Unpacked, bit_fields, f16
 
 
+def _places(first: int, count: int, digits: int) -> list[tuple[int, int]]:
+    """(byte, power of 3) of each weight: the first digit of all bytes, then the next."""
+    return [(first + i, 3**k) for k in range(digits) for i in range(count)]
+
+
+PLACES = np.array(_places(0, 32, 5) + _places(32, 16, 5) + _places(48, 4, 4))
+
+
 def _tq1_0(b):  # five digits a byte in qs[48], four in qh[4]; d
-    runs = (
-        _digits(b[..., :32], 5),
-        _digits(b[..., 32:48], 5),
-        _digits(b[..., 48:52], 4),
-    )
-    code = jnp.concatenate(runs, axis=-1) - 1
+    fraction = b[..., PLACES[:, 0]].astype(jnp.int32) * PLACES[:, 1] & 255
+    code = (fraction * 3 >> 8) - 1
     return Unpacked(code[..., None, :], f16(b[..., 52:]))
-
-
-def _digits(b: UInt8[Array, "... n"], count: int) -> Int[Array, "... n*count"]:
-    """The first digit of all bytes, then the second, and so on."""
-    fraction = [b.astype(jnp.int32)]
-    for _ in range(count - 1):
-        fraction.append(fraction[-1] * 3 & 255)
-    return jnp.concatenate([f * 3 >> 8 for f in fraction], axis=-1)
 
 
 def _tq2_0(b):  # qs[64] d

@@ -104,7 +104,7 @@ def test_one_kernel_where_queries_see_many_keys(s, causal, window, ids, chosen):
     x = jax.ShapeDtypeStruct((1, s, 8, 128), jnp.bfloat16)
     options: Any = dict(value=x, bias=None, causal=causal, window=window)
     options["q_segment_ids"] = ids
-    assert (joint_bwd.slower_joint(query=x, key=x, **options) is None) == chosen
+    assert (joint_bwd.slower(query=x, key=x, **options) is None) == chosen
 
 
 @pytest.mark.full

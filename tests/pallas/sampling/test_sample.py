@@ -11,7 +11,7 @@ import pytest
 from jaxkern import explain, sample
 from jaxkern.gpu.device import compiling_for
 from jaxkern.pallas.mosaic_launch import MosaicLaunch
-from jaxkern.pallas.sampling.sample.fwd import plan as plans
+from jaxkern.pallas.sampling.sample import plan as plans
 from jaxkern.pallas.sampling.sample.fwd import slower, unsupported
 
 KEY = jax.eval_shape(jax.random.key, 0)
