@@ -62,7 +62,7 @@ def dynamic_tanh_fwd_kernel(
 
 def dynamic_tanh(
     x: jax.Array, alpha: jax.Array, weight: jax.Array | None, bias: jax.Array | None
-) -> jax.Array:
+) -> jax.Array | None:
     sizes = tile("dynamic_tanh_fwd", x, 2048)
     [y] = sparse_call(
         dynamic_tanh_fwd_kernel,
