@@ -5,7 +5,8 @@ Mosaic's, for Hopper and newer, stand before Triton's, those for a few queries b
 those for many, and the kernel of five products before the one of two launches.
 
 Plain elementwise ops (swiglu, geglu, whole rotations) have no line: XLA's own fusion
-reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md.
+reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md. That of
+dynamic_tanh is the example of CONTRIBUTING.md; only `backend("triton")` takes it.
 """
 
 from jaxkern.lowering.kernel_table import Kernel, add_table
@@ -19,6 +20,7 @@ KERNELS = (
     Kernel("layer_norm",                 "triton",     "triton.norm.layer_norm",                         "primal fwd bwd"),
     Kernel("l2_norm",                    "triton",     "triton.norm.l2_norm",                            "primal fwd bwd"),
     Kernel("group_norm",                 "triton",     "triton.norm.group_norm",                         "primal fwd bwd"),
+    Kernel("dynamic_tanh",               "triton",     "triton.norm.dynamic_tanh",                       "primal bwd"),
     Kernel("gated_rms_norm",             "triton",     "triton.norm.gated_rms_norm",                     "primal fwd bwd"),
     Kernel("rms_norm_mul",               "triton",     "triton.norm.rms_norm_mul",                       "primal fwd bwd"),
     Kernel("rms_norm_add",               "triton",     "triton.norm.rms_norm_add",                       "primal fwd bwd"),

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern as jk
+from jaxkern.lowering.apple.declared_sample import declared_sample
+from jaxkern.primitives.kernel_primitive import REGISTRY
 
 Call = tuple[Callable, tuple]  # function and its arguments
 part = functools.partial
+OWN = "jaxkern."  # not the ops that a program declares itself
 
 
 class Draw:
@@ -26,6 +29,8 @@ class Draw:
 def samples(primitive: str | None = None) -> dict[str, Call]:
     """By the name of the primitive; other calls of it have a word behind a colon.
 
+    An op that no group names is called as its annotations say, see `declared_sample`.
+
     Args:
       primitive: only its calls.
     """
@@ -36,6 +41,9 @@ def samples(primitive: str | None = None) -> dict[str, Call]:
                 found[name] = call
         if primitive is not None and found:
             break
+    for name in REGISTRY if primitive is None else {primitive} & REGISTRY.keys():
+        if name not in found and REGISTRY[name].reference.__module__.startswith(OWN):
+            found[name] = declared_sample(name, Draw())
     return found
 
 
@@ -74,7 +82,6 @@ def norms(x: Draw) -> dict[str, Call]:
             jk.sandwich_rms_norm,
             (rows, x(2, 3, 16), weight, x(16), x(16), x(16)),
         ),
-        "dynamic_tanh": (jk.dynamic_tanh, (rows, x(), weight, x(16))),
         "batch_norm": (jk.batch_norm, (image, x(4), x(4) ** 2, x(4), x(4))),
         "batch_norm_training": (
             jk.batch_norm_training,
@@ -87,6 +94,7 @@ def activations(x: Draw) -> dict[str, Call]:
     a, b = x(2, 16), x(2, 16)
     return {
         "softmax": (jk.softmax, (a, b > -1)),
+        "softcap_softmax": (part(jk.softmax, softcap=2.0), (a, b > -1)),
         "softcap": (part(jk.softcap, cap=3.0), (a,)),
         "gelu": (jk.gelu, (a,)),
         "gelu: none": (part(jk.gelu, approximate="none"), (a,)),
@@ -192,6 +200,7 @@ def quantised(x: Draw) -> dict[str, Call]:
         "fp8": part(jk.quantize_fp8, block=(4, 32)),
         "int": part(jk.quantize_int, bits=4, group_size=32),
         "microscaled": jk.quantize_microscaled,
+        "nf4": part(jk.quantize_nf4, group_size=32),
     }
     name = {  # of the primitives
         "dequantize": lambda f: "dequantize" if f == "gguf" else f"dequantize_{f}",
@@ -238,7 +247,7 @@ def quantised(x: Draw) -> dict[str, Call]:
             part(jk.quantized_embedding, ids, packed),
             (),
         )
-        if f in ("affine", "gguf", "int"):
+        if f in ("affine", "gguf", "int", "nf4"):
             routed = part(jk.quantized_matmul_id, w=quantize(stack), ids=chosen)
             found[name["id"](f)] = (routed, (rows,))
     return found
@@ -323,6 +332,10 @@ def selection(x: Draw) -> dict[str, Call]:
             (logits,),
         ),
         "cross_entropy": (part(jk.cross_entropy, labels=labels), (logits,)),
+        "weighted_cross_entropy": (
+            part(jk.cross_entropy, labels=labels, reduction="mean"),
+            (logits,),
+        ),
         "soft_cross_entropy": (jk.cross_entropy, (logits, x(3, 16) ** 2)),
         "linear_cross_entropy": (
             part(jk.linear_cross_entropy, labels=labels),

@@ -85,7 +85,7 @@ JAXKERN_KINDS = {
     OpKind.ELEMENTWISE: """
         adamw adamw_tree bias_activation clipped_relu compute_g_beta dequantize
         dequantize_affine dequantize_fp8 dequantize_int dequantize_microscaled
-        dequantize_vectors dynamic_tanh frequency_penalty geglu gelu glu quantize_gguf
+        dequantize_vectors frequency_penalty geglu gelu glu quantize_gguf
         quantize_vectors sigmoid_gate softcap swiglu""",
     OpKind.COPY: """
         update_kv_cache update_paged_kv_cache update_quantized_kv_cache permute_tokens
@@ -95,13 +95,23 @@ JAXKERN_KINDS = {
         microscaled_embedding quantized_embedding take_along_axis""",
     OpKind.SDPA: """
         attention merge_partials paged_attention quantized_cache_attention""",
-    OpKind.SOFTMAX: "cross_entropy linear_cross_entropy soft_cross_entropy softmax",
+    OpKind.SOFTMAX: """
+        cross_entropy linear_cross_entropy soft_cross_entropy softcap_softmax
+        softmax""",
     OpKind.MOE_GATE: "route",
     OpKind.OTHER: """
         argmax argsort avg_pool causal_conv1d cumsum fft fwht gated_delta_rule
         gated_delta_step kept_tokens max_pool moe_weighted_reduce
         repetition_penalty sample scatter_add softmax_sample solve_unit_lower
         top_k unit_lower_inverse""",
+}
+
+# Of operators that the table above does not name; of other families Other.
+FAMILY_KINDS = {
+    "activation": OpKind.ELEMENTWISE,
+    "attention": OpKind.SDPA,
+    "norm": OpKind.NORM,
+    "rope": OpKind.ROPE,
 }
 
 BODIES = "jit scan while cond remat custom_jvp_call custom_vjp_call"
@@ -151,14 +161,21 @@ def kind_of_primitive(p: Primitive) -> OpKind | None:
     """The kind of a primitive without a body, None for an unknown one.
 
     Gradients and tangents have the kind of their operator. An operator of ours that the
-    table lacks is pure, and so Other, not unknown.
+    table lacks has the kind of its family; it is pure, and so never unknown.
     """
     if isinstance(p, KernelPrimitive | Tangent):
         name = p.name
         for suffix in ("_fwd", "_bwd", "_tangent"):
             name = name if name in KIND_BY_NAME else name.removesuffix(suffix)
-        return KIND_BY_NAME.get(name, OpKind.OTHER)
+        return KIND_BY_NAME.get(name) or kind_of_family(p)
     return kinds_of_jax().get(p)
+
+
+def kind_of_family(p: KernelPrimitive | Tangent) -> OpKind:
+    """By the folder of primitives/ that declares the operator."""
+    op = p.op if isinstance(p, Tangent) else p
+    family = op.reference.__module__.rpartition(".")[0].rpartition(".")[2]
+    return FAMILY_KINDS.get(family, OpKind.OTHER)
 
 
 def classify(eqn: JaxprEqn) -> tuple[OpKind, str | None]:

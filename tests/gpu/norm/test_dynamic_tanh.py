@@ -1,0 +1,26 @@
+"""Triton kernels of dynamic_tanh on a GPU: every operand, odd rows, who runs it."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxkern import dynamic_tanh, explain
+from tests.gpu.norm.rows import DTYPES, LONG, WIDTHS, draws, rows_of
+from tests.gpu.truth import check_against_float64, on_a_gpu
+
+pytestmark = on_a_gpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [*WIDTHS, *LONG])
+def test_long_and_odd_rows(d, dtype):
+    draw, n = draws(dtype, d), rows_of(d)
+    x, alpha, weight, bias = draw(n, d), draw(), draw(d), draw(d)
+    check_against_float64(dynamic_tanh, x, alpha, weight, bias, slack=2)
+    check_against_float64(dynamic_tanh, x, alpha, weight, slack=2)
+    check_against_float64(dynamic_tanh, x, alpha, slack=2)
+
+
+def test_only_who_asks_for_it_gets_it():
+    text = str(explain(dynamic_tanh, jnp.zeros((8, 128)), 0.5))
+    assert "runs xla: dynamic_tanh_reference" in text
+    assert "it fuses work on single elements; not measured" in text
