@@ -21,6 +21,8 @@ stand before those of its section, and these before the record's.
 """
 
 import json
+import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,22 @@ def listed(value: Any, indent: str) -> str:
 def write(record: dict[str, Any], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(dump(record))
+
+
+def run_on_cpu(op: str, family: str, machine: str, section: Section) -> dict[str, Any]:
+    """A run of a CPU, measured just now, with one section of an op's record."""
+    import jax
+
+    date = time.strftime("%Y-%m-%d")
+    return {
+        "name": op,
+        "op": op,
+        "family": family,
+        "machine": machine,
+        "date": date,
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "sections": [section | {"date": date}],
+    }
 
 
 def write_run(run: dict[str, Any], folder: Path) -> None:

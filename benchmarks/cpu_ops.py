@@ -12,7 +12,6 @@ it). Products and sums of attention are shown as GFLOP/s. --out DIR leaves runs 
 """
 
 import argparse
-import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks._records import OURS, Row, write_run
+from benchmarks._records import OURS, Row, run_on_cpu, write_run
 from benchmarks.cpu import read_rate
 from benchmarks.cpu_generate import limit_threads
 
@@ -123,27 +122,15 @@ def line_of(case: Case, row: Row) -> str:
 
 
 def run_of(op: str, rows: list[Row], machine: str, command: str) -> dict[str, Any]:
-    import jax
-
     [file] = PRIMITIVES.glob(f"*/{op}.py")
-    date = time.strftime("%Y-%m-%d")
     section = {
         "title": f"{op} on a CPU",
         "run": f"cpu_ops {op}",
-        "date": date,
         "unit": "us",
         "command": command,
         "rows": rows,
     }
-    return {
-        "name": op,
-        "op": op,
-        "family": file.parent.name,
-        "machine": machine,
-        "date": date,
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "sections": [section],
-    }
+    return run_on_cpu(op, file.parent.name, machine, section)
 
 
 def timed(run: Callable, operands: tuple) -> tuple[float, float]:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_ops, pages
+from benchmarks import cpu_generate, cpu_ops, pages
 from benchmarks._find import benchmark, names, owner
 from benchmarks._records import RECORDS, SHOWN, measured, records
 from benchmarks._runs import add
+from benchmarks.cpu_generate import LLAMA_CPP, Speeds
+from benchmarks.optim import adamw
 
 ROOT = Path(__file__).parents[2]
 ALL = list(records())
@@ -57,23 +59,33 @@ def test_every_section_says_when_and_with_what(section, record):
                 assert figure, "an empty figure"
 
 
-def test_every_run_that_a_section_names_exists():
-    runs = {"adamw", "goals"}
+def cases_of(module) -> dict[str, set[str]]:
+    """{run: cases} of a benchmark; none where it is a script."""
+    if module is adamw:
+        return {"adamw": {f"{m}, {d}" for m in adamw.MODELS for d in adamw.WIDTHS}}
+    found = getattr(module, "BENCHMARKS", None)
+    if found is None and hasattr(module, "BENCHMARK"):
+        found = [module.BENCHMARK]
+    return {b.name: {case.name for case in b.cases} for b in found or ()}
+
+
+def test_every_run_that_a_section_names_exists_with_its_cases():
+    """A row whose case is written otherwise would never be replaced by a new run."""
+    cases: dict[str, set[str]] = {}
     for op in names():
-        module = benchmark(op)
-        found = getattr(module, "BENCHMARKS", None)
-        if found is None and hasattr(module, "BENCHMARK"):
-            found = [module.BENCHMARK]
-        found = {b.name for b in found or ()}
+        found = cases_of(benchmark(op))
         assert all(owner(name)[1] == op for name in found)
-        runs |= found
+        cases |= found or {op: set()}
     for machine, record in ALL:
         for section in record["sections"]:
             run = section.get("run", "goals")
             if run.startswith("cpu_ops "):
                 assert list(cpu_ops.PRIMITIVES.glob(f"*/{run[8:]}.py"))
-            else:
-                assert run in runs, f"{machine}: {run}"
+                continue
+            assert run in cases, f"{machine}: {run}"
+            if known := cases[run]:
+                others = {row["case"] for row in section["rows"]} - known
+                assert not others, f"{machine}: {run} has no case {sorted(others)}"
 
 
 def run_of(case: str, seconds: float) -> dict:
@@ -126,6 +138,25 @@ def test_a_new_run_of_an_op_without_a_record_makes_one(tmp_path):
     run |= {"name": "batch_norm", "op": "batch_norm"}
     text = pages.pages(added(run, tmp_path))["performance/norm.md"]
     assert "### batch_norm" in text and "Measured 2030-01-02" in text
+
+
+def test_rounds_of_a_model_become_rows_beside_their_peer(tmp_path):
+    rounds = [
+        {"--weights f32": Speeds(100.0, 10.0), LLAMA_CPP: Speeds(50.0, 20.0)},
+        {"--weights f32": Speeds(120.0, 12.0), LLAMA_CPP: Speeds(40.0, 40.0)},
+        {"--weights f32": Speeds(110.0, 11.0), LLAMA_CPP: Speeds(11.0, 10.0)},
+    ]
+    rows = cpu_generate.rows_of("`--weights f32`", "--weights f32", rounds)
+    assert [row["by"] for row in rows] == [
+        {"jaxkern": 110.0, LLAMA_CPP: 40.0},
+        {"jaxkern": 11.0, LLAMA_CPP: 20.0},
+    ]
+    assert [row["times"] for row in rows] == [{LLAMA_CPP: 3.0}, {LLAMA_CPP: 0.5}]
+    parser = cpu_generate.model_parser("cpu_generate", None)
+    run = cpu_generate.run_of("cpu_generate", rows, parser.parse_args(["--peers"]))
+    text = pages.pages(added(run, tmp_path))["performance/models.md"]
+    assert "| `--weights f32` | prefill | 110.0 | 40.0 | 3.0 |" in text
+    assert "| `--weights bf16` (2026-11) | prefill | 1018 | 345 | 2.95 |" in text
 
 
 def test_a_run_without_a_date_is_refused(tmp_path):
