@@ -24,7 +24,7 @@ def benchmark(name: str) -> ModuleType:
 
 def owner(name: str) -> tuple[str, str]:
     """(family, op) of a benchmark by its name: sample_top_p is of sampling/sample."""
-    found = [op for op in names() if name == op or re.match(rf"{op}[ _]", name)]
+    found = [op for op in names() if name == op or re.match(rf"{op}[ _,]", name)]
     if not found:
         raise ValueError(f"{name}: no benchmark's name begins so: begin with its op's.")
     op = max(found, key=len)

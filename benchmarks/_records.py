@@ -36,7 +36,7 @@ SHOWN = {  # beside a number, in brackets: what the heading says, how it is writ
     "cpu": ("time of all threads", "{}"),
     "gb_s": ("GB/s", "{}"),
 }
-HIGHER_IS_BETTER = ("tokens/s", "GB/s")
+HIGHER_IS_BETTER = ("tokens/s", "GB/s", "TFLOP/s")
 
 Section = dict[str, Any]
 Row = dict[str, Any]

@@ -37,6 +37,7 @@ FAMILIES = {  # pages, in the order of the first one
     "kv_cache": "key and value caches",
     "linear": "products with dense weights",
     "quant": "products with quantised weights",
+    "moe": "experts",
     "loss": "losses",
     "optim": "optimisers",
     "sampling": "sampling",

@@ -9,7 +9,6 @@ import argparse
 import functools
 import itertools
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +16,18 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxkern
-from benchmarks._records import OURS, Row, write_run
-from benchmarks._report import begun, versions
+from benchmarks._report import versions
 from benchmarks._time import copy_rate
 from jaxkern import Float8Codec, IntCodec, QuantizedVectors, TurboQuantCodec
 
 LAYERS, STEPS, REPEATS = 8, 50, 5
 SLOTS, N, K, H = 1024, 32, 8, 128  # Qwen3 8B
 CODECS = {
-    "bfloat16": None,
+    "bf16": None,
     "int8": IntCodec(8),
     "int4 g32": IntCodec(4, group=32),
     "float8": Float8Codec(),
-    "TurboQuant 4": TurboQuantCodec(4),
+    "turboquant 4": TurboQuantCodec(4),
 }
 
 
@@ -112,37 +110,27 @@ def main(arguments):
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 32, 128])
     parser.add_argument("--tokens", type=int, default=1, help="of each sequence")
     parser.add_argument("--codecs", nargs="*", default=list(CODECS))
-    parser.add_argument("--out", type=Path, help="folder for the figures")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
     by = {
-        OURS: (fused, "triton"),  # one launch
-        f"{OURS}, separate": (separate, "auto"),
+        "one launch": (fused, "triton"),
+        "separate ops": (separate, "auto"),
         "XLA": (separate, "xla"),
     }
     table = Table(title="qk_norm_rope_cache: microseconds of one layer's step")
     for column in ("cache", "batch", *by, "bytes at the copy rate"):
         table.add_column(column, justify="right")
-    rows: list[Row] = []
     for name, batch in itertools.product(options.codecs, options.batch):
         codec, tokens = CODECS[name], options.tokens
-        cells, figures = [], {}
-        for by_name, (f, backend) in by.items():
+        cells = []
+        for f, backend in by.values():
             found, extra = microseconds(f, backend, batch, tokens, codec)
             beside = f" +{extra >> 20} MB" if extra >> 20 else ""
             cells.append(f"{found:.2f}{beside}")
-            figures[by_name] = round(found, 2)
         floor = bytes_moved(batch * tokens, codec) / copy_rate() * 1e6
         table.add_row(name, str(batch), *cells, f"{floor:.2f}")
-        case = f"{name}, {batch} x {tokens}"
-        rows.append({"case": case, "pass": "step", "by": figures})
     Console(width=120).print(table)
     print(versions())
-    if options.out:
-        run = begun("qk_norm_rope_cache", {})
-        section = {key: run[key] for key in ("date", "command")}
-        section |= {"title": run["name"], "run": run["name"], "unit": "us"}
-        write_run(run | {"sections": [section | {"rows": rows}]}, options.out)
     return 0
