@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 from types import ModuleType
 
 import benchmarks
@@ -19,3 +20,12 @@ def names() -> dict[str, str]:
 
 def benchmark(name: str) -> ModuleType:
     return importlib.import_module(names()[name])
+
+
+def owner(name: str) -> tuple[str, str]:
+    """(family, op) of a benchmark by its name: sample_top_p is of sampling/sample."""
+    found = [op for op in names() if name == op or re.match(rf"{op}[ _,]", name)]
+    if not found:
+        raise ValueError(f"{name}: no benchmark's name begins so: begin with its op's.")
+    op = max(found, key=len)
+    return names()[op].split(".")[1], op

@@ -17,16 +17,15 @@ import jax.numpy as jnp
 from rich.progress import Progress
 
 import jaxkern
+from benchmarks._records import write_run
 from benchmarks._report import (
     BYTES_ONLY,
     CONSOLE,
     PASSES,
-    Record,
+    begun,
     limits_line,
     plot,
     table,
-    versions,
-    write_record,
 )
 from benchmarks._time import (
     JaxProgram,
@@ -306,13 +305,8 @@ def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
     chosen = [c for c in benchmark.cases if c.name in (options.shapes or [c.name])]
     if not chosen:
         return 0
-    record: Record = {
-        "name": benchmark.name,
-        "limits": {"copy": copy_rate(), "matmul": matmul_rate()},
-        "versions": versions(),
-        "cases": {c.name: {"bytes": c.bytes, "flops": c.flops} for c in chosen},
-        "results": {},
-    }
+    record = begun(benchmark.name, {"copy": copy_rate(), "matmul": matmul_rate()})
+    record["cases"] = {c.name: {"bytes": c.bytes, "flops": c.flops} for c in chosen}
     with Progress(console=CONSOLE, transient=True) as progress:
         for case in progress.track(chosen, description=benchmark.name):
             check = not options.no_check
@@ -320,7 +314,7 @@ def run(benchmark: Benchmark, arguments: Sequence[str]) -> int:
                 benchmark, case, options.peers, check
             )
             if options.out:  # after each: a run that is cut short leaves the others
-                write_record(record, options.out)
+                write_run(record, options.out)
     CONSOLE.print(table(record))
     CONSOLE.print(limits_line(record))
     if options.out:

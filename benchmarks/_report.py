@@ -3,7 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks._find import owner
 
 CONSOLE = Console(width=150)
 PASSES = ("forward", "backward")
@@ -87,17 +89,35 @@ def limits_line(record: Record) -> str:
     )
 
 
+def begun(name: str, limits: dict[str, float]) -> Record:
+    """The record of a run whose cases are still to be measured."""
+    family, op = owner(name)
+    return {
+        "name": name,
+        "op": op,
+        "family": family,
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": f"python -m benchmarks {op} --peers --out DIR",
+        "limits": limits,
+        "versions": versions(),
+        "cases": {},
+        "results": {},
+    }
+
+
+def machine() -> str:
+    """Of the first device, as the folder of its records is called: h200."""
+    kind = jax.devices()[0].device_kind.lower()
+    return kind.removeprefix("nvidia ").replace(" ", "_")
+
+
 def versions() -> dict[str, str]:
     found = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     for name in ("torch", "triton", "liger-kernel", "tokamax", "optax"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def write_record(record: Record, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{record['name']}.json").write_text(json.dumps(record, indent=1))
 
 
 def plot(record: Record, file: Path) -> None:

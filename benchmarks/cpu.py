@@ -15,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks._records import OURS, Row, write_run
 from benchmarks.cpu_generate import (
+    LLAMA_CPP,
     PROMPT_TOKENS,
     TEXT,
     limit_threads,
@@ -23,6 +25,8 @@ from benchmarks.cpu_generate import (
     model_parser,
     ours,
     report,
+    rows_of,
+    run_of,
 )
 
 READ_BYTES = 2**27  # far larger than the caches
@@ -42,22 +46,28 @@ def main(arguments: list[str]) -> int:
     operators()
     path = Path(options.model) if options.model else demo_model()
     prompt = tokenizer_from_gguf(read_gguf(path).metadata).encode(TEXT)[:PROMPT_TOKENS]
+    found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.formats.split(","):
             file = path if name == "file" else encoded(path, name, Path(folder))
-            print(f"\n{name}: {file.stat().st_size / 1e6:.0f} MB")
-            runs = {"jaxkern": ours(file, "packed_int8", prompt)}
+            case = "the file" if name == "file" else name
+            case += f" ({file.stat().st_size / 1e6:.0f} MB)"
+            print(f"\n{case}")
+            runs = {OURS: ours(file, "packed_int8", prompt)}
             if options.peers:
                 peer = llama_cpp(options.llama_python, file, options.threads, prompt)
                 if isinstance(peer, str):
                     print(f"no llama.cpp: {peer}")
                 else:
-                    runs["llama.cpp"] = peer
+                    runs[LLAMA_CPP] = peer
             rounds = [
                 {name: run() for name, run in runs.items()}
                 for _ in range(options.rounds + 1)
             ][1:]  # the first one warms up
             report(rounds, options.threads)
+            found += rows_of(case, OURS, rounds)
+    if options.out:
+        write_run(run_of("cpu", found, options), options.out)
     return 0
 
 

@@ -17,7 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks._records import OURS, Row, run_on_cpu, write_run
+
 PROMPT_TOKENS, NEW_TOKENS, CHUNK = 256, 65, 16
+LLAMA_CPP = "llama.cpp"
 TEXT = "The history of the printing press begins in the workshops of many towns. " * 40
 
 
@@ -41,6 +44,8 @@ def model_parser(name: str, about: str | None) -> argparse.ArgumentParser:
         metavar="PATH",
         help="the interpreter that has llama-cpp-python",
     )
+    parser.add_argument("--out", type=Path, help="folder for the figures")
+    parser.add_argument("--machine", default="epyc", help="whose records --out is for")
     return parser
 
 
@@ -57,7 +62,7 @@ def main(arguments: list[str]) -> int:
     path = Path(options.model) if options.model else demo_model()
     prompt = tokenizer_from_gguf(read_gguf(path).metadata).encode(TEXT)[:PROMPT_TOKENS]
     runs: dict[str, Callable[[], Speeds]] = {
-        f"jaxkern {policy}": ours(path, policy, prompt)
+        f"--weights {policy}": ours(path, policy, prompt)
         for policy in options.weights.split(",")
     }
     if options.peers:
@@ -65,11 +70,19 @@ def main(arguments: list[str]) -> int:
         if isinstance(peer, str):
             print(f"no llama.cpp: {peer}")
         else:
-            runs["llama.cpp"] = peer
+            runs[LLAMA_CPP] = peer
     rounds = [
         {name: run() for name, run in runs.items()} for _ in range(options.rounds + 1)
     ][1:]  # the first one warms up
     report(rounds, options.threads)
+    if options.out:
+        rows = [
+            row
+            for name in rounds[0]
+            if name != LLAMA_CPP
+            for row in rows_of(f"`{name}`", name, rounds)
+        ]
+        write_run(run_of("cpu_generate", rows, options), options.out)
     return 0
 
 
@@ -135,6 +148,37 @@ def llama_cpp(
     return run
 
 
+def rows_of(case: str, name: str, rounds: list[dict[str, Speeds]]) -> list[Row]:
+    """Medians of a run and its peer, and of the ratios within a round."""
+    rows = []
+    for part in Speeds._fields:
+        by = {OURS: name} | {n: n for n in rounds[0] if n == LLAMA_CPP}
+        speeds = {n: [getattr(r[run], part) for r in rounds] for n, run in by.items()}
+        row = {
+            "case": case,
+            "pass": part,
+            "by": {n: round(statistics.median(x), 1) for n, x in speeds.items()},
+        }
+        if LLAMA_CPP in by:
+            ratios = map(float.__truediv__, speeds[OURS], speeds[LLAMA_CPP])
+            row["times"] = {LLAMA_CPP: round(statistics.median(ratios), 2)}
+        rows.append(row)
+    return rows
+
+
+def run_of(run: str, rows: list[Row], options: argparse.Namespace) -> dict:
+    """What `pages --add` takes, of a benchmark of whole models."""
+    peers = " --peers" if options.peers else ""
+    section = {
+        "title": f"SmolLM2-135M, {run}",
+        "run": run,
+        "unit": "tokens/s",
+        "command": f"python -m benchmarks {run}{peers} --rounds {options.rounds}",
+        "rows": rows,
+    }
+    return run_on_cpu("smollm2", "models", options.machine, section) | {"name": run}
+
+
 def report(rounds: list[dict[str, Speeds]], threads: int) -> None:
     import jax
 
@@ -142,7 +186,7 @@ def report(rounds: list[dict[str, Speeds]], threads: int) -> None:
         f"{PROMPT_TOKENS} tokens prefill, {NEW_TOKENS - 1} decode; {threads} threads, "
         f"{platform.machine()}, jax {jax.__version__}, {len(rounds)} rounds"
     )
-    peer = "llama.cpp" if "llama.cpp" in rounds[0] else None
+    peer = LLAMA_CPP if LLAMA_CPP in rounds[0] else None
     for name in rounds[0]:
         line = f"{name:16}"
         for part in Speeds._fields:

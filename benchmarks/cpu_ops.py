@@ -7,21 +7,28 @@ machine: the least time of each, and the median of the rounds' ratios. `CPU` is 
 of all threads together, which neighbours on the cores hardly change. `bytes` are those
 of the operands and results, read and written once; beside them the share of the rate at
 which all threads together read memory, measured first (what fits the caches can pass
-it). Products and sums of attention are shown as GFLOP/s.
+it). Products and sums of attention are shown as GFLOP/s. --out DIR leaves runs that
+`python -m benchmarks pages --add DIR` brings into the records of --machine.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks._records import OURS, Row, run_on_cpu, write_run
 from benchmarks.cpu import read_rate
 from benchmarks.cpu_generate import limit_threads
 
+PRIMITIVES = Path(__file__).parents[1] / "jaxkern" / "primitives"
+GRADIENT = ", and gradient"
+
 
 class Case(NamedTuple):
+    op: str  # the record that its figures belong to
     name: str
     f: Callable
     operands: tuple
@@ -34,21 +41,31 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="families, by commas")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="folder for the figures")
+    parser.add_argument("--machine", default="epyc", help="whose records --out is for")
     options = parser.parse_args(arguments)
     limit_threads(options.threads)
     rate = read_rate(options.threads)
     print(f"memory is read at {rate / 1e9:.1f} GB/s")
+    found: dict[str, list[Row]] = {}
     for family, cases in FAMILIES.items():
         if options.only and family not in options.only.split(","):
             continue
         heads = "kernel us | XLA us | ratio | CPU us | ratio | GB/s (share) | GFLOP/s"
         print(f"\n| {family} | {heads} |\n|---|---|---|---|---|---|---|---|")
         for case in cases():
-            print(row_of(case, options.rounds, rate), flush=True)
+            row = measured(case, options.rounds, rate)
+            print(line_of(case, row), flush=True)
+            found.setdefault(case.op, []).append(row)
+    if options.out:
+        command = f"python -m benchmarks cpu_ops --rounds {options.rounds} --out DIR"
+        for op, rows in found.items():
+            write_run(run_of(op, rows, options.machine, command), options.out)
     return 0
 
 
-def row_of(case: Case, rounds: int, rate: float) -> str:
+def measured(case: Case, rounds: int, rate: float) -> Row:
+    """What a case took, as a row of the records."""
     import jax
 
     from jaxkern import backend
@@ -63,21 +80,57 @@ def row_of(case: Case, rounds: int, rate: float) -> str:
         [[timed(run, case.operands) for run in runs.values()] for _ in range(rounds)]
     )
     (ours, xla), (ours_cpu, xla_cpu) = times.min(0).T
-    times = times[..., 0]
     moved = sum(x.nbytes for x in jax.tree.leaves(results))
     if case.bytes_read is None:
         moved += sum(x.nbytes for x in jax.tree.leaves(case.operands))
     else:
         moved += case.bytes_read
-    ratio = np.median(times[:, 1] / times[:, 0])
-    flops = f"{case.flops / ours / 1e9:.0f}" if case.flops else ""
+    by = {
+        name: {
+            "value": round(wall * 1e6, 1),
+            "median": round(np.median(times[:, k, 0]) * 1e6, 1),
+            "cpu": round(cpu * 1e6),
+        }
+        for k, (name, wall, cpu) in enumerate(
+            ((OURS, ours, ours_cpu), ("XLA", xla, xla_cpu))
+        )
+    }
+    by[OURS] |= {
+        "gb_s": round(moved / ours / 1e9, 1),
+        "share": round(100 * moved / ours / rate),
+    }
+    ratio = {
+        "value": round(xla / ours, 1),
+        "median": round(np.median(times[:, 1, 0] / times[:, 0, 0]), 1),
+        "cpu": round(xla_cpu / ours_cpu, 1),
+    }
+    name = case.name.removesuffix(GRADIENT)
+    which = "forward" if name == case.name else "both"
+    return {"case": name, "pass": which, "by": by, "times": {"XLA": ratio}}
+
+
+def line_of(case: Case, row: Row) -> str:
+    ours, xla = row["by"][OURS], row["by"]["XLA"]
+    ratio = row["times"]["XLA"]
+    flops = f"{case.flops / ours['value'] / 1e3:.0f}" if case.flops else ""
     return (
-        f"| {case.name} | {ours * 1e6:.1f} ({np.median(times[:, 0]) * 1e6:.1f}) | "
-        f"{xla * 1e6:.1f} ({np.median(times[:, 1]) * 1e6:.1f}) | "
-        f"{xla / ours:.1f} ({ratio:.1f}) | "
-        f"{ours_cpu * 1e6:.0f}, {xla_cpu * 1e6:.0f} | {xla_cpu / ours_cpu:.1f} | "
-        f"{moved / ours / 1e9:.1f} ({moved / ours / rate:.0%}) | {flops} |"
+        f"| {case.name} | {ours['value']} ({ours['median']}) | "
+        f"{xla['value']} ({xla['median']}) | {ratio['value']} ({ratio['median']}) | "
+        f"{ours['cpu']}, {xla['cpu']} | {ratio['cpu']} | "
+        f"{ours['gb_s']} ({ours['share']}%) | {flops} |"
     )
+
+
+def run_of(op: str, rows: list[Row], machine: str, command: str) -> dict[str, Any]:
+    [file] = PRIMITIVES.glob(f"*/{op}.py")
+    section = {
+        "title": f"{op} on a CPU",
+        "run": f"cpu_ops {op}",
+        "unit": "us",
+        "command": command,
+        "rows": rows,
+    }
+    return run_on_cpu(op, file.parent.name, machine, section)
 
 
 def timed(run: Callable, operands: tuple) -> tuple[float, float]:
@@ -113,16 +166,19 @@ def sampling_cases() -> Iterator[Case]:
     for b, v in ((1, 49152), (1, 128256), (8, 128256)):
         logits, u = normal(b, v, scale=3), jnp.full(b, 0.37)
         size = f"{b}x{v}"
-        yield Case(f"sample {size}", drawn(None, None, None), (logits, u))
-        yield Case(f"sample {size}, top_k 40", drawn(40, None, None), (logits, u))
-        yield Case(f"sample {size}, top_p 0.95", drawn(None, 0.95, None), (logits, u))
-        yield Case(f"sample {size}, min_p 0.05", drawn(None, None, 0.05), (logits, u))
-        yield Case(f"sample {size}, all three", drawn(40, 0.95, 0.05), (logits, u))
-        yield Case(f"argmax {size}", argmax, (logits,))
-        yield Case(f"top_k {size}, k = 40", lambda x: top_k(x, 40), (logits,))
+        for cut, f in (
+            ("", drawn(None, None, None)),
+            (", top_k 40", drawn(40, None, None)),
+            (", top_p 0.95", drawn(None, 0.95, None)),
+            (", min_p 0.05", drawn(None, None, 0.05)),
+            (", all three", drawn(40, 0.95, 0.05)),
+        ):
+            yield Case("sample", f"sample {size}{cut}", f, (logits, u))
+        yield Case("argmax", f"argmax {size}", argmax, (logits,))
+        yield Case("top_k", f"top_k {size}, k = 40", lambda x: top_k(x, 40), (logits,))
     for b, v, k in ((512, 64, 8), (64, 1024, 8), (64, 4096, 40), (16, 16384, 40)):
-        size = f"{b}x{v}, k = {k}"
-        yield Case(f"top_k {size}", lambda x, k=k: top_k(x, k), (normal(b, v),))
+        x, size = normal(b, v), f"{b}x{v}, k = {k}"
+        yield Case("top_k", f"top_k {size}", lambda x, k=k: top_k(x, k), (x,))
 
 
 def attention_cases() -> Iterator[Case]:
@@ -161,7 +217,9 @@ def attention_cases() -> Iterator[Case]:
             caches = [quantize_vectors(x, IntCodec(8)) for x in caches]
         cached = sum(x.nbytes for x in jax.tree.leaves(caches))
         moved = q.nbytes + cached * min(1, (seen + t - 1) / s)
-        return Case(name, f, (q, *caches, jnp.array([s])), 4 * pairs * n * h, moved)
+        return Case(
+            "attention", name, f, (q, *caches, jnp.array([s])), 4 * pairs * n * h, moved
+        )
 
     for dtype in ("float32", "bfloat16", "int8"):
         yield case(1, 512, 9, 3, 64, dtype)
@@ -191,31 +249,34 @@ def norm_cases() -> Iterator[Case]:
                 (layer_norm, (x, w, w)),
             ):
                 name = f"{op.__name__} {rows}x{d} {dtype}"
-                yield Case(name, op, operands)
+                yield Case(op.__name__, name, op, operands)
                 if rows > 1:
                     out = jax.eval_shape(op, *operands)
                     cotangents = jax.tree.map(lambda y, x=x: x, out)
-                    yield Case(
-                        f"{name}, and gradient", both_passes(op), (operands, cotangents)
-                    )
+                    f = both_passes(op)
+                    step = (operands, cotangents)
+                    yield Case(op.__name__, name + GRADIENT, f, step)
 
 
 def delta_rule_cases() -> Iterator[Case]:
     """The heads of Qwen3-Next, and one device's share of them."""
     from jaxkern import gated_delta_rule, gated_delta_step
 
+    rule = "gated_delta_rule"
     for b, k, n, h in ((1, 4, 8, 128), (1, 16, 32, 128), (8, 16, 32, 128)):
         q, v = normal(b, k, h, scale=h**-0.5), normal(b, n, h)
         g, beta = -abs(normal(b, n)), abs(normal(b, n)) / 4
         state = normal(b, n, h, h)
         name = f"step of {b}, {n}/{k} heads of {h}"
-        yield Case(name, gated_delta_step, (q, q, v, g, beta, state), 7.0 * state.size)
+        yield Case(
+            rule, name, gated_delta_step, (q, q, v, g, beta, state), 7.0 * state.size
+        )
     for t, k, n, h in ((256, 4, 8, 128), (1024, 16, 32, 128)):
         q, v = normal(1, t, k, h, scale=h**-0.5), normal(1, t, n, h)
         g, beta = -abs(normal(1, t, n)), abs(normal(1, t, n)) / 4
         flops = 7.0 * t * n * h * h
         name = f"rule of {t} tokens, {n}/{k} heads of {h}"
-        yield Case(name, gated_delta_rule, (q, q, v, g, beta), flops)
+        yield Case(rule, name, gated_delta_rule, (q, q, v, g, beta), flops)
 
 
 def both_passes(op):
@@ -242,10 +303,12 @@ def loss_cases() -> Iterator[Case]:
         for n, d, v in ((64, 576, 49152), (512, 576, 49152), (256, 2048, 32768)):
             x, w = normal(n, d, dtype=dtype), normal(v, d, dtype=dtype, scale=d**-0.5)
             operands, flops = (x, w, jnp.arange(n)), 2.0 * n * d * v
-            name = f"linear_cross_entropy {n}x{d}x{v} {dtype}"
-            yield Case(name, mean, operands, flops)
+            loss = "linear_cross_entropy"
+            name = f"{loss} {n}x{d}x{v} {dtype}"
+            yield Case(loss, name, mean, operands, flops)
             yield Case(
-                f"{name}, and gradient",
+                loss,
+                name + GRADIENT,
                 lambda x, w, labels, f=mean: both_passes(lambda x, w: f(x, w, labels))(
                     (x, w), jnp.float32(1)
                 ),
@@ -266,10 +329,10 @@ def convolution_cases() -> Iterator[Case]:
             x, state = normal(b, t, 4096, dtype=dtype), normal(b, 3, 4096, dtype=dtype)
             operands = x, normal(4096, 4, dtype=dtype), state
             name = f"causal_conv1d of {b} x {t}, {dtype}"
-            yield Case(name, conv, operands)
+            yield Case("causal_conv1d", name, conv, operands)
             if t > 1:
                 f = both_passes(lambda *a: conv(*a)[0])
-                yield Case(f"{name}, and gradient", f, (operands, x))
+                yield Case("causal_conv1d", name + GRADIENT, f, (operands, x))
 
 
 def softmax_cases() -> Iterator[Case]:
@@ -280,11 +343,12 @@ def softmax_cases() -> Iterator[Case]:
     for dtype in ("float32", "bfloat16"):
         for rows, s in ((1, 49152), (9, 4096), (512, 128), (2048, 2048)):
             x = normal(rows, s, dtype=dtype)
-            yield Case(f"softmax {rows}x{s} {dtype}", softmax, (x,))
-            f = both_passes(softmax)
-            yield Case(f"softmax {rows}x{s} {dtype}, and gradient", f, ((x,), x))
+            name = f"softmax {rows}x{s} {dtype}"
+            yield Case("softmax", name, softmax, (x,))
+            yield Case("softmax", name + GRADIENT, both_passes(softmax), ((x,), x))
         x, mask = normal(9, 512, 512, dtype=dtype), jnp.tri(512, dtype=bool)
-        yield Case(f"softmax 9x512x512 {dtype}, causal", softmax, (x, mask))
+        name = f"softmax 9x512x512 {dtype}, causal"
+        yield Case("softmax", name, softmax, (x, mask))
 
 
 def rotation_cases() -> Iterator[Case]:
@@ -299,7 +363,8 @@ def rotation_cases() -> Iterator[Case]:
                 def f(x, c, pairing=pairing):
                     return apply_rope(x, c, c, pairing=pairing)
 
-                yield Case(f"rope {t}x{n}x{h} {dtype}, {pairing}", f, (x, c))
+                name = f"rope {t}x{n}x{h} {dtype}, {pairing}"
+                yield Case("rope", name, f, (x, c))
 
 
 def dense_cases() -> Iterator[Case]:
@@ -315,7 +380,7 @@ def dense_cases() -> Iterator[Case]:
             ):
                 x, w = normal(rows, d, dtype=x_dtype), normal(f, d, dtype=w_dtype)
                 name = f"{rows} of {x_dtype}, {f}x{d} {w_dtype}"
-                yield Case(name, linear, (x, w), 2.0 * rows * d * f)
+                yield Case("linear", name, linear, (x, w), 2.0 * rows * d * f)
 
 
 def affine_cases() -> Iterator[Case]:
@@ -324,6 +389,7 @@ def affine_cases() -> Iterator[Case]:
 
     from jaxkern import AffineTensor, quantize_affine, quantized_matmul
 
+    product = "affine_matmul"
     for d, f in PRODUCTS:
         for bits, group_size, dtype in ((4, 64, "float16"), (8, 64, "bfloat16")):
             w = quantize_affine(normal(f, d), bits=bits, group_size=group_size)
@@ -332,7 +398,7 @@ def affine_cases() -> Iterator[Case]:
             for rows in (1, 8, 64, 256):
                 name = f"{rows} of float32, {f}x{d} {bits} bits / {group_size}"
                 x = normal(rows, d)
-                yield Case(name, quantized_matmul, (x, w), 2.0 * rows * d * f)
+                yield Case(product, name, quantized_matmul, (x, w), 2.0 * rows * d * f)
 
 
 PRODUCTS = ((2048, 2048), (576, 3072), (1536, 576))  # d, f; the latter of SmolLM2

@@ -2,7 +2,7 @@
 
 Runs the benchmarks that the goals below name, with their peers, and says of each goal
 what was measured and whether that meets it. With --read it takes the records that
-`python -m benchmarks OP --peers --out DIR` left. docs/performance.md opens with it.
+`python -m benchmarks OP --peers --out DIR` left. docs/performance/goals.md shows it.
 """
 
 import argparse
@@ -19,10 +19,18 @@ from rich.table import Table
 
 from benchmarks._find import benchmark as benchmark_of
 from benchmarks._gpu import Benchmark, run
-from benchmarks._report import BYTES_ONLY, CONSOLE, Record, share_of_limit
+from benchmarks._records import write_run
+from benchmarks._report import (
+    BYTES_ONLY,
+    CONSOLE,
+    Record,
+    share_of_limit,
+)
 
 JAXKERN = "jaxkern"
 COMPILED = ("XLA", "torch.compile", "Liger")
+COLUMNS = ("benchmark", "case", "figure", "goal", "measured", "met")
+NOT_MEASURED = "not measured"
 JAX_ATTENTION = ("cuDNN", "jla", "tokamax")
 
 
@@ -128,7 +136,7 @@ def outcome(goal: Goal, record: Record) -> tuple[str, bool]:
     by = record["results"].get(goal.case, {})
     ours = figure(by.get(JAXKERN, {}), goal.which)
     if ours is None:
-        return "not measured", False
+        return NOT_MEASURED, False
     is_error = goal.which.endswith("error")
     shown = f"{ours:.2e}" if is_error else f"{ours * 1e6:.1f} us"
     if goal.us is not None:
@@ -181,6 +189,24 @@ def judged(folder: Path) -> list[tuple[str, ...]]:
     return lines
 
 
+def record_of(lines: Sequence[Sequence[str]], folder: Path) -> Record:
+    """The verdicts for `pages --add`, with what the last run says of itself."""
+    run = json.loads((folder / f"{GOALS[-1].record}.json").read_text())
+    section = {
+        "run": "goals",
+        "date": run["date"],
+        "columns": COLUMNS,
+        "rows": lines,
+    }
+    said = {key: run[key] for key in ("machine", "date", "versions")}
+    return said | {
+        "name": "goals",
+        "op": "goals",
+        "family": "goals",
+        "sections": [section],
+    }
+
+
 def commands(
     folder: Path, options: argparse.Namespace
 ) -> Iterator[tuple[Callable[[list[str]], int], list[str]]]:
@@ -209,7 +235,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--read", type=Path, help="folder of records to judge")
     parser.add_argument("--only", nargs="*", help="names of benchmarks to run")
     parser.add_argument("--shapes", nargs="*", help="names of cases to run")
-    parser.add_argument("--markdown", action="store_true", help="print lines for docs")
     options = parser.parse_args(arguments)
     folder = options.read or options.out or Path(tempfile.mkdtemp())
     if not options.read:
@@ -217,15 +242,12 @@ def main(arguments: Sequence[str]) -> int:
             if failed := benchmark(command):
                 return failed
     lines = judged(folder)
-    columns = ("benchmark", "case", "figure", "goal", "measured", "met")
-    if options.markdown:
-        for line in (columns, ("---",) * len(columns), *lines):
-            print("| " + " | ".join(line) + " |")
-    else:
-        table = Table(*columns, title="goals")
-        for line in lines:
-            table.add_row(*line)
-        CONSOLE.print(table)
+    table = Table(*COLUMNS, title="goals")
+    for line in lines:
+        table.add_row(*line)
+    CONSOLE.print(table)
+    if options.out and not any(came == NOT_MEASURED for *_, came, _ in lines):
+        write_run(record_of(lines, folder), folder)
     met = sum(line[-1] == "yes" for line in lines)
     CONSOLE.print(f"{met} of {len(lines)} goals met; records in {folder}")
     return 0

@@ -16,5 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     names = options.names or sorted(file.stem for file in options.folder.glob("*.json"))
     for name in names:
         record = json.loads((options.folder / f"{name}.json").read_text())
+        if "results" not in record:  # of goals, or of a CPU: printed while they ran
+            continue
         print(f"### {name}\n\n{markdown(record)}\n\n{limits_line(record)}\n")
     return 0

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
+from benchmarks._records import write_run
 from benchmarks._report import (
     CONSOLE,
+    begun,
     limits_line,
     plot,
     table,
-    versions,
-    write_record,
 )
 from benchmarks._time import Program, copy_rate, device_alone, seconds_in_turn
 
@@ -215,13 +215,7 @@ def main(arguments) -> int:
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
-    record: dict[str, Any] = {
-        "name": "adamw",
-        "limits": {"copy": copy_rate()},
-        "versions": versions(),
-        "cases": {},
-        "results": {},
-    }
+    record = begun("adamw", {"copy": copy_rate()})
     for model, dtype in itertools.product(MODELS, WIDTHS):
         case = f"{model}, {dtype}"
         if case.startswith(tuple(options.shapes or [case])):
@@ -231,6 +225,6 @@ def main(arguments) -> int:
     CONSOLE.print(table(record))
     CONSOLE.print("error: the distance from XLA's parameters. " + limits_line(record))
     if options.out:
-        write_record(record, options.out)
+        write_run(record, options.out)
         plot(record, options.out / "adamw.png")
     return 0

@@ -29,8 +29,9 @@ def benchmark(name: str) -> Benchmark:
     )
 
 
+BENCHMARKS = [benchmark(name) for name in CODECS]
 BENCHMARK = benchmark("turboquant 4")
 
 
 def main(arguments):
-    return max(run(benchmark(name), arguments) for name in CODECS)
+    return max(run(benchmark, arguments) for benchmark in BENCHMARKS)

@@ -6,6 +6,7 @@ operands and results that have it), integers, products `k*g` (major factor first
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 import types
@@ -68,6 +69,30 @@ def annotated(fn: Callable, name: str, hint: Any) -> Annotated:
     dtypes = tuple(array.dtypes) if isinstance(array.dtypes, list | tuple) else ()
     optional = types.NoneType in parts
     return Annotated(name, tuple(array.dim_str.split()), kind, dtypes, optional)
+
+
+def without_residuals[**P](
+    fwd: Callable[P, tuple], num_results: int = 1
+) -> Callable[P, Any]:
+    """The reference of an op whose `fwd` computes it: its first results alone.
+
+    Operands, options and dims are those of `fwd`, so they stand once.
+
+        rms_norm_reference = without_residuals(rms_norm_fwd_reference)
+    """
+
+    def reference(*args: P.args, **options: P.kwargs) -> Any:
+        results = fwd(*args, **options)
+        return results[0] if num_results == 1 else results[:num_results]
+
+    functools.update_wrapper(reference, fwd)
+    declared = typing.get_args(typing.get_type_hints(fwd)["return"])[:num_results]
+    returned = declared[0] if num_results == 1 else tuple[declared]
+    reference.__name__ = fwd.__name__.replace("_fwd_reference", "_reference")
+    reference.__qualname__ = reference.__name__
+    reference.__annotations__ = {**fwd.__annotations__, "return": returned}
+    reference.__signature__ = inspect.signature(fwd).replace(return_annotation=returned)
+    return reference
 
 
 def issubclass_safe(x: Any, kind: type) -> bool:

@@ -9,7 +9,8 @@ An op is declared by its mathematics alone:
         replicated=("d",),           # dims that a kernel needs whole on each device
     )
 
-and becomes a family of four primitives: `rms_norm` (inference), `rms_norm_fwd` (saves
+where `without_residuals(rms_norm_fwd_reference)` makes the reference of the `fwd`. It
+becomes a family of four primitives: `rms_norm` (inference), `rms_norm_fwd` (saves
 residuals), `rms_norm_tangent` (linear in the tangents, so that forward mode works) and
 `rms_norm_bwd` (the transpose of the tangent). Every rule follows from the declaration:
 

@@ -1,7 +1,6 @@
 """The C++ kernels as JAX sees them: chosen, exact, batched, sharded, differentiable."""
 
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jaxkern import (
     quantized_swiglu,
 )
 from jaxkern.cpu import cpu_call
-from jaxkern.cpu.cpu_call import missing
 from jaxkern.cpu.quant.quantized_matmul import WITHOUT_KERNEL
 from jaxkern.primitives.quant.fused_products import interleaved_swiglu_p
 from jaxkern.primitives.quant.interleaved_tensor import UNITS
@@ -33,14 +31,7 @@ BLOCKS = [q for q in QTYPES if q not in ("F32", "F16", "BF16", *WITHOUT_KERNEL)]
 COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute")
 
 
-@pytest.fixture(autouse=True)
-def kernels():
-    if missing():
-        if shutil.which("c++") or shutil.which("g++"):
-            pytest.fail(f"there is a compiler, but {missing()}")
-        pytest.skip(missing())
-    with backend("cpp", strict=True):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def normal(*shape, seed=0, dtype=np.float32):

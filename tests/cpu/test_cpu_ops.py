@@ -1,7 +1,5 @@
 """The C++ kernels of plain operators: the reference's answers, chosen, batched."""
 
-import shutil
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,20 +20,11 @@ from jaxkern import (
     rms_norm,
     top_k,
 )
-from jaxkern.cpu.cpu_call import missing
 from jaxkern.primitives.index.argmax import argmax_p
 from jaxkern.primitives.index.top_k import top_k_p
 from jaxkern.primitives.sampling.sample import sample_p
 
-
-@pytest.fixture(autouse=True)
-def kernels():
-    if missing():
-        if shutil.which("c++") or shutil.which("g++"):
-            pytest.fail(f"there is a compiler, but {missing()}")
-        pytest.skip(missing())
-    with backend("cpp", strict=True):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def by_both(f, *operands):

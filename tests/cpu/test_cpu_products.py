@@ -1,7 +1,6 @@
 """C++ products with bfloat16, float16 and affine weights: exact, batched, sharded."""
 
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from jaxkern import (
     quantized_matmul,
     quantized_matmul_id,
 )
-from jaxkern.cpu.cpu_call import missing
 from jaxkern.primitives.linear.linear import linear_p
 from jaxkern.primitives.linear.policy import policy
 from jaxkern.primitives.quant.affine_tensor import AffineTensor
@@ -28,14 +26,7 @@ from jaxkern.primitives.quant.affine_tensor import AffineTensor
 COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute")
 
 
-@pytest.fixture(autouse=True)
-def kernels():
-    if missing():
-        if shutil.which("c++") or shutil.which("g++"):
-            pytest.fail(f"there is a compiler, but {missing()}")
-        pytest.skip(missing())
-    with backend("cpp", strict=True):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):

@@ -6,7 +6,6 @@ is a few units of its dtype.
 
 import functools
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend, causal_conv1d, explain, linear_cross_entropy, softmax
-from jaxkern.cpu.cpu_call import missing
 from jaxkern.lowering.lower import rows_on
 from jaxkern.primitives.delta_rule.causal_conv1d import causal_conv1d_p
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy_p
@@ -26,14 +24,7 @@ COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute")
 HALVES = [jnp.bfloat16, jnp.float16]
 
 
-@pytest.fixture(autouse=True)
-def kernels():
-    if missing():
-        if shutil.which("c++") or shutil.which("g++"):
-            pytest.fail(f"there is a compiler, but {missing()}")
-        pytest.skip(missing())
-    with backend("cpp", strict=True):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def normal(*shape, dtype=jnp.float32, scale=1.0):

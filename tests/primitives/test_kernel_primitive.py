@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 import jaxkern
 from jaxkern import rms_norm
 from jaxkern.lowering.explain import equations
-from jaxkern.primitives.declared_dims import annotations
+from jaxkern.primitives.declared_dims import annotations, without_residuals
 from jaxkern.primitives.kernel_primitive import REGISTRY, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.rules import result_avals
@@ -83,6 +83,29 @@ X = jnp.linspace(-1.0, 2.0, 12).reshape(3, 4)
 def names(f, *args):
     """The primitives of the jaxpr of f, in order."""
     return [e.primitive.name for e in jax.make_jaxpr(f)(*args).jaxpr.eqns]
+
+
+@pytest.mark.parametrize("num_results", [1, 2])
+def test_a_reference_out_of_fwd_declares_what_it_keeps(num_results):
+    """Written by hand a reference could differ from its `fwd` in a dim or a default."""
+
+    def moments_fwd_reference(
+        x: Float[Array, "... d"], *, power: int
+    ) -> tuple[Float[Array, "..."], Float[Array, "... d"], Int[Array, "..."]]:
+        return x.mean(-1), x**power, x.argmax(-1).astype(jnp.int32)
+
+    reference = without_residuals(moments_fwd_reference, num_results)
+    assert reference.__name__ == "moments_reference"
+    operands, results = annotations(reference)
+    operands_of_fwd, results_of_fwd = annotations(moments_fwd_reference)
+    assert operands == operands_of_fwd and results == results_of_fwd[:num_results]
+    p = undeclare(kernel_primitive(reference))
+    x = jnp.arange(6.0).reshape(2, 3)
+    found = p(x, power=2)
+    expected = moments_fwd_reference(x, power=2)[:num_results]
+    chex.assert_trees_all_equal(found if num_results > 1 else (found,), expected)
+    with pytest.raises(TypeError, match="moments"):
+        p(jnp.arange(6), power=2)
 
 
 def test_inference_gradient_and_forward_mode_bind_their_own_primitives():

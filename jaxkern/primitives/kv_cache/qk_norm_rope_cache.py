@@ -220,17 +220,8 @@ def qk_norm_rope_cache_reference(
 ) -> tuple[
     Float[Array, "b t k*g h"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
-    query, key = turned(
-        "qk_norm_rope_cache",
-        query,
-        key,
-        (query_weight, key_weight),
-        (cos, sin),
-        eps,
-        offset,
-        pairing,
-        pair_offset,
-    )
+    weights, how = (query_weight, key_weight), (eps, offset, pairing, pair_offset)
+    query, key = turned("qk_norm_rope_cache", query, key, weights, (cos, sin), *how)
     slots = positions, new_lengths
     return (
         query,
@@ -269,17 +260,8 @@ def qk_norm_rope_quantized_cache_reference(
     Float[Array, "b s k value_groups"],
 ]:
     op = "qk_norm_rope_quantized_cache"
-    query, key = turned(
-        op,
-        query,
-        key,
-        (query_weight, key_weight),
-        (cos, sin),
-        eps,
-        offset,
-        pairing,
-        pair_offset,
-    )
+    weights, how = (query_weight, key_weight), (eps, offset, pairing, pair_offset)
+    query, key = turned(op, query, key, weights, (cos, sin), *how)
     slots = positions, new_lengths
     return (
         query,

@@ -97,16 +97,9 @@ def qk_norm_rope_paged_cache_reference(
     Float[Array, "num_pages page k h"],
     Float[Array, "num_pages page k hv"],
 ]:
+    weights, how = (query_weight, key_weight), (eps, offset, pairing, pair_offset)
     query, key = turned(
-        "qk_norm_rope_paged_cache",
-        query,
-        key,
-        (query_weight, key_weight),
-        (cos, sin),
-        eps,
-        offset,
-        pairing,
-        pair_offset,
+        "qk_norm_rope_paged_cache", query, key, weights, (cos, sin), *how
     )
     new = key.astype(key_pages.dtype), value.astype(value_pages.dtype)
     return (

@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -48,21 +49,6 @@ def add_rms_norm(
     return add_rms_norm_p(x, residual, weight, bias, eps=eps, offset=offset)
 
 
-def add_rms_norm_reference(
-    x: Float[Array, "... d"],
-    residual: Float[Array, "... d"],
-    weight: Float[Array, " d"] | None,
-    bias: Float[Array, " d"] | None,
-    *,
-    eps: float,
-    offset: float,
-) -> tuple[Float[Array, "... d"], Float[Array, "... d"]]:
-    y, total, _ = add_rms_norm_fwd_reference(
-        x, residual, weight, bias, eps=eps, offset=offset
-    )
-    return y, total
-
-
 def add_rms_norm_fwd_reference(
     x: Float[Array, "... d"],
     residual: Float[Array, "... d"],
@@ -75,6 +61,9 @@ def add_rms_norm_fwd_reference(
     total = at_least_f32(x) + at_least_f32(residual)
     y, rstd = rms_norm_fwd_reference(total, weight, bias, eps=eps, offset=offset)
     return y.astype(x.dtype), total.astype(residual.dtype), rstd
+
+
+add_rms_norm_reference = without_residuals(add_rms_norm_fwd_reference, 2)
 
 
 def add_rms_norm_bwd_reference(

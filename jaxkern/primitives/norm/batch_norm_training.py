@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.layer_norm import mean_and_variance
 
@@ -81,21 +82,6 @@ def batch_norm_training(
     )
 
 
-def batch_norm_training_reference(
-    x: Float[Array, "batch channel pixel"],
-    weight: Float[Array, " channel"] | None,
-    bias: Float[Array, " channel"] | None,
-    *,
-    eps: float,
-) -> tuple[
-    Float[Array, "batch channel pixel"],
-    Float[Array, " channel"],
-    Float[Array, " channel"],
-]:
-    y, mean, variance, *_ = batch_norm_training_fwd_reference(x, weight, bias, eps=eps)
-    return y, mean, variance
-
-
 def batch_norm_training_fwd_reference(
     x: Float[Array, "batch channel pixel"],
     weight: Float[Array, " channel"] | None,
@@ -118,6 +104,9 @@ def batch_norm_training_fwd_reference(
     if bias is not None:
         y = y + at_least_f32(bias)[:, None]
     return y.astype(x.dtype), mean[0, :, 0], variance[0, :, 0], mean, rstd
+
+
+batch_norm_training_reference = without_residuals(batch_norm_training_fwd_reference, 3)
 
 
 def batch_norm_training_bwd_reference(

@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -47,20 +48,6 @@ def gated_rms_norm(
     )
 
 
-def gated_rms_norm_reference(
-    x: Float[Array, "... d"],
-    gate: Float[Array, "... d"],
-    weight: Float[Array, " d"] | None,
-    *,
-    eps: float,
-    norm_before_gate: bool,
-) -> Float[Array, "... d"]:
-    y, _ = gated_rms_norm_fwd_reference(
-        x, gate, weight, eps=eps, norm_before_gate=norm_before_gate
-    )
-    return y
-
-
 def gated_rms_norm_fwd_reference(
     x: Float[Array, "... d"],
     gate: Float[Array, "... d"],
@@ -78,6 +65,9 @@ def gated_rms_norm_fwd_reference(
     if norm_before_gate:
         y = y * opening
     return y.astype(x.dtype), rstd
+
+
+gated_rms_norm_reference = without_residuals(gated_rms_norm_fwd_reference)
 
 
 def gated_rms_norm_bwd_reference(

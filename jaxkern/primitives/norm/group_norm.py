@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.layer_norm import mean_and_variance
 
@@ -71,16 +72,6 @@ def group_norm(
     return jnp.moveaxis(y.reshape(images.shape), 1, axis)
 
 
-def group_norm_reference(
-    x: Float[Array, "... group channel pixel"],
-    weight: Float[Array, "group channel"] | None,
-    bias: Float[Array, "group channel"] | None,
-    *,
-    eps: float,
-) -> Float[Array, "... group channel pixel"]:
-    return group_norm_fwd_reference(x, weight, bias, eps=eps)[0]
-
-
 def group_norm_fwd_reference(
     x: Float[Array, "... group channel pixel"],
     weight: Float[Array, "group channel"] | None,
@@ -101,6 +92,9 @@ def group_norm_fwd_reference(
     if bias is not None:
         y = y + at_least_f32(bias)[..., None]
     return y.astype(x.dtype), mean, rstd
+
+
+group_norm_reference = without_residuals(group_norm_fwd_reference)
 
 
 def group_norm_bwd_reference(
@@ -137,16 +131,6 @@ group_norm_p = kernel_primitive(
 )
 
 
-def channels_last_group_norm_reference(
-    x: Float[Array, "... pixel group channel"],
-    weight: Float[Array, "group channel"] | None,
-    bias: Float[Array, "group channel"] | None,
-    *,
-    eps: float,
-) -> Float[Array, "... pixel group channel"]:
-    return channels_last_group_norm_fwd_reference(x, weight, bias, eps=eps)[0]
-
-
 def channels_last_group_norm_fwd_reference(
     x: Float[Array, "... pixel group channel"],
     weight: Float[Array, "group channel"] | None,
@@ -161,6 +145,11 @@ def channels_last_group_norm_fwd_reference(
     rows = jnp.moveaxis(x, -3, -1)
     y, mean, rstd = group_norm_fwd_reference(rows, weight, bias, eps=eps)
     return jnp.moveaxis(y, -1, -3), mean, rstd
+
+
+channels_last_group_norm_reference = without_residuals(
+    channels_last_group_norm_fwd_reference
+)
 
 
 def channels_last_group_norm_bwd_reference(

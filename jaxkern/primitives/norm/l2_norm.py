@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.declared_dims import axis_within
+from jaxkern.primitives.declared_dims import axis_within, without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -39,16 +39,15 @@ def l2_norm(
     return jnp.moveaxis(y, -1, axis)
 
 
-def l2_norm_reference(x: Float[Array, "... d"], *, eps: float) -> Float[Array, "... d"]:
-    return l2_norm_fwd_reference(x, eps=eps)[0]
-
-
 def l2_norm_fwd_reference(
     x: Float[Array, "... d"], *, eps: float
 ) -> tuple[Float[Array, "... d"], Float[Array, "... 1"]]:
     x32 = at_least_f32(x)
     rnorm = lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * rnorm).astype(x.dtype), rnorm
+
+
+l2_norm_reference = without_residuals(l2_norm_fwd_reference)
 
 
 def l2_norm_bwd_reference(

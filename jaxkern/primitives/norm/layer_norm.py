@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -54,17 +55,6 @@ def mean_and_variance(x: jax.Array, axis: Sequence[int]) -> tuple[jax.Array, jax
     return mean, jnp.mean((x - mean) ** 2, axis=axis, keepdims=True)
 
 
-def layer_norm_reference(
-    x: Float[Array, "... d"],
-    weight: Float[Array, " d"] | None,
-    bias: Float[Array, " d"] | None,
-    *,
-    eps: float,
-    offset: float,
-) -> Float[Array, "... d"]:
-    return layer_norm_fwd_reference(x, weight, bias, eps=eps, offset=offset)[0]
-
-
 def layer_norm_fwd_reference(
     x: Float[Array, "... d"],
     weight: Float[Array, " d"] | None,
@@ -82,6 +72,9 @@ def layer_norm_fwd_reference(
     if bias is not None:
         y = y + at_least_f32(bias)
     return y.astype(x.dtype), mean, rstd
+
+
+layer_norm_reference = without_residuals(layer_norm_fwd_reference)
 
 
 def layer_norm_bwd_reference(

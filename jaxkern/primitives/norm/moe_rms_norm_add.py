@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -76,30 +77,6 @@ def mix(expert_outputs: jax.Array, expert_weights: jax.Array) -> jax.Array:
     return jnp.sum(weights * at_least_f32(expert_outputs), axis=-2)
 
 
-def moe_rms_norm_add_reference(
-    expert_outputs: Float[Array, "... e d"],
-    expert_weights: Float[Array, "... e"],
-    residual: Float[Array, "... d"],
-    weight: Float[Array, " d"] | None,
-    residual_weight: Float[Array, " d"] | None,
-    *,
-    normalize_residual: bool,
-    eps: float,
-    offset: float,
-) -> Float[Array, "... d"]:
-    y, _, _ = moe_rms_norm_add_fwd_reference(
-        expert_outputs,
-        expert_weights,
-        residual,
-        weight,
-        residual_weight,
-        normalize_residual=normalize_residual,
-        eps=eps,
-        offset=offset,
-    )
-    return y
-
-
 def moe_rms_norm_add_fwd_reference(
     expert_outputs: Float[Array, "... e d"],
     expert_weights: Float[Array, "... e"],
@@ -119,6 +96,9 @@ def moe_rms_norm_add_fwd_reference(
             added, residual_weight, None, eps=eps, offset=offset
         )
     return (added + normed).astype(residual.dtype), rstd, residual_rstd
+
+
+moe_rms_norm_add_reference = without_residuals(moe_rms_norm_add_fwd_reference)
 
 
 def moe_rms_norm_add_bwd_reference(

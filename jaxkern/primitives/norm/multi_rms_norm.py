@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -84,18 +85,14 @@ def gradients_of_each(
     return dx, dweights
 
 
-def dual_rms_norm_reference(
-    x: Rows, weight1: Weight, weight2: Weight, *, eps: float, offset: float
-) -> tuple[Rows, Rows]:
-    y1, y2, _ = dual_rms_norm_fwd_reference(x, weight1, weight2, eps=eps, offset=offset)
-    return y1, y2
-
-
 def dual_rms_norm_fwd_reference(
     x: Rows, weight1: Weight, weight2: Weight, *, eps: float, offset: float
 ) -> tuple[Rows, Rows, Rstd]:
     (y1, y2), rstd = normed_by_each(x, (weight1, weight2), eps, offset)
     return y1.astype(x.dtype), y2.astype(x.dtype), rstd
+
+
+dual_rms_norm_reference = without_residuals(dual_rms_norm_fwd_reference, 2)
 
 
 def dual_rms_norm_bwd_reference(
@@ -116,21 +113,6 @@ def dual_rms_norm_bwd_reference(
     return dx, dweight1, dweight2
 
 
-def triple_rms_norm_reference(
-    x: Rows,
-    weight1: Weight,
-    weight2: Weight,
-    weight3: Weight,
-    *,
-    eps: float,
-    offset: float,
-) -> tuple[Rows, Rows, Rows]:
-    y1, y2, y3, _ = triple_rms_norm_fwd_reference(
-        x, weight1, weight2, weight3, eps=eps, offset=offset
-    )
-    return y1, y2, y3
-
-
 def triple_rms_norm_fwd_reference(
     x: Rows,
     weight1: Weight,
@@ -143,6 +125,9 @@ def triple_rms_norm_fwd_reference(
     ys, rstd = normed_by_each(x, (weight1, weight2, weight3), eps, offset)
     y1, y2, y3 = (y.astype(x.dtype) for y in ys)
     return y1, y2, y3, rstd
+
+
+triple_rms_norm_reference = without_residuals(triple_rms_norm_fwd_reference, 3)
 
 
 def triple_rms_norm_bwd_reference(

@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 
@@ -40,17 +41,6 @@ def rms_norm(
     return rms_norm_p(x, weight, bias, eps=eps, offset=offset)
 
 
-def rms_norm_reference(
-    x: Float[Array, "... d"],
-    weight: Float[Array, " d"] | None,
-    bias: Float[Array, " d"] | None,
-    *,
-    eps: float,
-    offset: float,
-) -> Float[Array, "... d"]:
-    return rms_norm_fwd_reference(x, weight, bias, eps=eps, offset=offset)[0]
-
-
 def rms_norm_fwd_reference(
     x: Float[Array, "... d"],
     weight: Float[Array, " d"] | None,
@@ -67,6 +57,9 @@ def rms_norm_fwd_reference(
     if bias is not None:
         y = y + at_least_f32(bias)
     return y.astype(x.dtype), rstd
+
+
+rms_norm_reference = without_residuals(rms_norm_fwd_reference)
 
 
 def rms_norm_bwd_reference(

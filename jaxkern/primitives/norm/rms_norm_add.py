@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -50,21 +51,6 @@ def rms_norm_add(
     return rms_norm_add_p(x, residual, weight, scale, eps=eps, offset=offset)
 
 
-def rms_norm_add_reference(
-    x: Float[Array, "... d"],
-    residual: Float[Array, "... d"],
-    weight: Float[Array, " d"] | None,
-    scale: Float[Array, " #d"] | None,
-    *,
-    eps: float,
-    offset: float,
-) -> Float[Array, "... d"]:
-    y, _ = rms_norm_add_fwd_reference(
-        x, residual, weight, scale, eps=eps, offset=offset
-    )
-    return y
-
-
 def rms_norm_add_fwd_reference(
     x: Float[Array, "... d"],
     residual: Float[Array, "... d"],
@@ -81,6 +67,9 @@ def rms_norm_add_fwd_reference(
     if scale is not None:
         y = y * at_least_f32(scale)
     return y.astype(residual.dtype), rstd
+
+
+rms_norm_add_reference = without_residuals(rms_norm_add_fwd_reference)
 
 
 def rms_norm_add_bwd_reference(

@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -43,17 +44,6 @@ def rms_norm_mul(
     return rms_norm_mul_p(x, scale, weight, eps=eps, offset=offset)
 
 
-def rms_norm_mul_reference(
-    x: Float[Array, "... d"],
-    scale: Float[Array, "... d"],
-    weight: Float[Array, " d"] | None,
-    *,
-    eps: float,
-    offset: float,
-) -> Float[Array, "... d"]:
-    return rms_norm_mul_fwd_reference(x, scale, weight, eps=eps, offset=offset)[0]
-
-
 def rms_norm_mul_fwd_reference(
     x: Float[Array, "... d"],
     scale: Float[Array, "... d"],
@@ -66,6 +56,9 @@ def rms_norm_mul_fwd_reference(
         at_least_f32(x), weight, None, eps=eps, offset=offset
     )
     return (normed * at_least_f32(scale)).astype(x.dtype), rstd
+
+
+rms_norm_mul_reference = without_residuals(rms_norm_mul_fwd_reference)
 
 
 def rms_norm_mul_bwd_reference(

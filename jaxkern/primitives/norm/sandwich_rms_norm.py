@@ -3,6 +3,7 @@
 import jax
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.multi_rms_norm import (
     Rows,
@@ -75,21 +76,6 @@ def summed(
     return at_least_f32(residual) + normed, rstd
 
 
-def sandwich_rms_norm_reference(
-    x: Rows,
-    residual: Rows,
-    weight: Weight,
-    next_weight: Weight,
-    *,
-    eps: float,
-    offset: float,
-) -> tuple[Rows, Rows]:
-    y, total, _, _ = sandwich_rms_norm_fwd_reference(
-        x, residual, weight, next_weight, eps=eps, offset=offset
-    )
-    return y, total
-
-
 def sandwich_rms_norm_fwd_reference(
     x: Rows,
     residual: Rows,
@@ -102,6 +88,9 @@ def sandwich_rms_norm_fwd_reference(
     total, rstd = summed(x, residual, weight, eps, offset)
     (y,), next_rstd = normed_by_each(total, (next_weight,), eps, offset)
     return y.astype(x.dtype), total.astype(residual.dtype), rstd, next_rstd
+
+
+sandwich_rms_norm_reference = without_residuals(sandwich_rms_norm_fwd_reference, 2)
 
 
 def sandwich_rms_norm_bwd_reference(
@@ -128,30 +117,6 @@ def sandwich_rms_norm_bwd_reference(
     return dx, dsum.astype(residual.dtype), dweight, dnext_weight
 
 
-def sandwich_triple_rms_norm_reference(
-    x: Rows,
-    residual: Rows,
-    weight: Weight,
-    next_weight1: Weight,
-    next_weight2: Weight,
-    next_weight3: Weight,
-    *,
-    eps: float,
-    offset: float,
-) -> tuple[Rows, Rows, Rows, Rows]:
-    y1, y2, y3, total, _, _ = sandwich_triple_rms_norm_fwd_reference(
-        x,
-        residual,
-        weight,
-        next_weight1,
-        next_weight2,
-        next_weight3,
-        eps=eps,
-        offset=offset,
-    )
-    return y1, y2, y3, total
-
-
 def sandwich_triple_rms_norm_fwd_reference(
     x: Rows,
     residual: Rows,
@@ -168,6 +133,11 @@ def sandwich_triple_rms_norm_fwd_reference(
     ys, next_rstd = normed_by_each(total, next_weights, eps, offset)
     y1, y2, y3 = (y.astype(x.dtype) for y in ys)
     return y1, y2, y3, total.astype(residual.dtype), rstd, next_rstd
+
+
+sandwich_triple_rms_norm_reference = without_residuals(
+    sandwich_triple_rms_norm_fwd_reference, 4
+)
 
 
 def sandwich_triple_rms_norm_bwd_reference(

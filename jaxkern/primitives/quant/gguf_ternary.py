@@ -12,7 +12,7 @@ from jaxkern.primitives.quant.block_fields import Unpacked, bit_fields, f16
 
 
 def _places(first: int, count: int, digits: int) -> list[tuple[int, int]]:
-    """(byte, power of 3) of each weight: the first digit of all bytes, then the next."""
+    """(byte, power of 3) of each weight: the first digit of all, then the next."""
     return [(first + i, 3**k) for k in range(digits) for i in range(count)]
 
 

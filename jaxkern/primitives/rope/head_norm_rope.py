@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -70,30 +71,6 @@ def head_norm_rope(
     )
 
 
-def head_norm_rope_reference(
-    x: Float[Array, "... t n h"],
-    weight: Float[Array, " h"] | None,
-    cos: Float[Array, "... t r"],
-    sin: Float[Array, "... t r"],
-    *,
-    eps: float,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-) -> Float[Array, "... t n h"]:
-    y, _ = head_norm_rope_fwd_reference(
-        x,
-        weight,
-        cos,
-        sin,
-        eps=eps,
-        offset=offset,
-        pairing=pairing,
-        pair_offset=pair_offset,
-    )
-    return y
-
-
 def head_norm_rope_fwd_reference(
     x: Float[Array, "... t n h"],
     weight: Float[Array, " h"] | None,
@@ -110,6 +87,9 @@ def head_norm_rope_fwd_reference(
         at_least_f32(x), weight, None, eps=eps, offset=offset
     )
     return rotate(normed, cos, sin, pairing, pair_offset).astype(x.dtype), rstd
+
+
+head_norm_rope_reference = without_residuals(head_norm_rope_fwd_reference)
 
 
 def head_norm_rope_bwd_reference(

@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.rope.head_norm_rope import (
     head_norm_rope_bwd_reference,
@@ -67,34 +68,6 @@ def qk_norm_rope(
     )
 
 
-def qk_norm_rope_reference(
-    query: Float[Array, "... t k*g h"],
-    key: Float[Array, "... t k h"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "... t r"],
-    sin: Float[Array, "... t r"],
-    *,
-    eps: float,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-) -> tuple[Float[Array, "... t k*g h"], Float[Array, "... t k h"]]:
-    y_query, y_key, _, _ = qk_norm_rope_fwd_reference(
-        query,
-        key,
-        query_weight,
-        key_weight,
-        cos,
-        sin,
-        eps=eps,
-        offset=offset,
-        pairing=pairing,
-        pair_offset=pair_offset,
-    )
-    return y_query, y_key
-
-
 def qk_norm_rope_fwd_reference(
     query: Float[Array, "... t k*g h"],
     key: Float[Array, "... t k h"],
@@ -128,6 +101,9 @@ def qk_norm_rope_fwd_reference(
         for x, weight in ((query, query_weight), (key, key_weight))
     )
     return y_query, y_key, query_rstd, key_rstd
+
+
+qk_norm_rope_reference = without_residuals(qk_norm_rope_fwd_reference, 2)
 
 
 def qk_norm_rope_bwd_reference(

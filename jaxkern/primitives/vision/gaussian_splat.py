@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 LARGEST_ALPHA = 0.99  # the paper's, appendix C: what is behind never vanishes quite
@@ -89,21 +90,6 @@ def gaussian_splat(
     )
 
 
-def gaussian_splat_reference(
-    means: Float[Array, "gaussian 2"],
-    conics: Float[Array, "gaussian 3"],
-    colors: Float[Array, "gaussian channel"],
-    opacities: Float[Array, " gaussian"],
-    background: Float[Array, " channel"] | None,
-    *,
-    height: int,
-    width: int,
-) -> tuple[Float[Array, "height width channel"], Float[Array, "height width"]]:
-    return gaussian_splat_fwd_reference(
-        means, conics, colors, opacities, background, height=height, width=width
-    )[:2]
-
-
 def gaussian_splat_fwd_reference(
     means: Float[Array, "gaussian 2"],
     conics: Float[Array, "gaussian 3"],
@@ -143,6 +129,9 @@ def gaussian_splat_fwd_reference(
     if background is not None:
         image = image + through[..., None] * background.astype(dtype)
     return image.astype(colors.dtype), through.astype(colors.dtype), through, count
+
+
+gaussian_splat_reference = without_residuals(gaussian_splat_fwd_reference, 2)
 
 
 def gaussian_splat_bwd_reference(
