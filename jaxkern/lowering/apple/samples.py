@@ -234,6 +234,9 @@ def quantised(x: Draw) -> dict[str, Call]:
             lambda a, residual: jk.quantized_matmul_add(a, tiles, residual),
             (rows, x(*rows.shape[:-1], tiles.shape[-2])),
         ),
+        "dense_rms_norm_matmul": (jk.quantized_rms_norm_matmul, (rows, x(64), w)),
+        "dense_swiglu": (jk.quantized_swiglu, (rows, w, x(64))),
+        "dense_matmul_add": (jk.quantized_matmul_add, (rows, w, x(3, 8))),
         "interleaved_matmul_id": (
             part(jk.quantized_matmul_id, w=experts, ids=chosen),
             (rows,),
@@ -256,6 +259,7 @@ def quantised(x: Draw) -> dict[str, Call]:
 def experts(x: Draw) -> dict[str, Call]:
     order = jnp.array([3, 0, 2, 1, 5, 4], jnp.int32)
     sizes = jnp.array([2, 0, 4])
+    chosen = jnp.array([[1, 0], [3, 2], [0, 3]], jnp.int32)
     return {
         "permute_tokens": (part(jk.permute_tokens, order=order, k=2), (x(3, 16),)),
         "unpermute_tokens": (part(jk.unpermute_tokens, order=order, k=2), (x(6, 16),)),
@@ -265,6 +269,10 @@ def experts(x: Draw) -> dict[str, Call]:
         ),
         "moe_weighted_reduce": (jk.moe_weighted_reduce, (x(3, 2, 16), x(3, 2))),
         "route": (part(jk.route, k=2), (x(3, 8),)),
+        "moe_ffn_few": (
+            lambda a, p, *weights: jk.moe_ffn(a, chosen, p, *weights),
+            (x(3, 16), x(3, 2), x(4, 8, 16), x(4, 8, 16), x(4, 16, 8)),
+        ),
     }
 
 
