@@ -48,6 +48,7 @@ test-gpu: $(NEWEST)/ready
 lint: $(NEWEST)/ready
 	$(NEWEST)/bin/ruff check .
 	$(NEWEST)/bin/ruff format --check .
+	$(NEWEST)/bin/lint-imports
 	$(NEWEST)/bin/pyright --pythonpath $(NEWEST)/bin/python
 
 # An editable install builds the C++ kernels once: again where their sources changed.

@@ -12,7 +12,8 @@ from typing import Any
 
 import jaxkern
 from jaxkern.lowering.lower import rows_on
-from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive
+from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.primitives.kernel_primitive import REGISTRY
 
 FOLDER = Path(__file__).parent / "operators"
 PLATFORMS = "cpu", "cuda", "mps"

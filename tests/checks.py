@@ -22,7 +22,7 @@ import numpy as np
 from jaxkern.lowering import lower as lowering
 from jaxkern.lowering.explain import explain
 from jaxkern.primitives.call import Backend, backend_context
-from jaxkern.primitives.kernel_primitive import KernelPrimitive
+from jaxkern.primitives.family import KernelPrimitive
 
 SMALL = 6000  # elements: larger cases get values and dtypes only
 

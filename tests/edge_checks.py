@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkern.primitives.kernel_primitive import KernelPrimitive
+from jaxkern.primitives.family import KernelPrimitive
 from tests.checks import (
     Case,
     as_tuple,

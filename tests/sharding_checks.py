@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern.lowering.sharded_call import Factors
 from jaxkern.primitives.call import Call
-from jaxkern.primitives.kernel_primitive import KernelPrimitive
+from jaxkern.primitives.family import KernelPrimitive
 from tests.checks import (
     Case,
     as_tuple,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.test_util import check_grads
 
-from jaxkern.primitives.kernel_primitive import KernelPrimitive
+from jaxkern.primitives.family import KernelPrimitive
 from tests.checks import (
     Case,
     as_tuple,

@@ -1,5 +1,6 @@
 """A launch of a Triton kernel, and what Triton compiles it to, for which GPU."""
 
+import dataclasses
 import functools
 import re
 import subprocess
@@ -81,9 +82,12 @@ class Launch(NamedTuple):
     def describe(self) -> str:
         """One line: grid, constants, registers, shared memory."""
         grid = "x".join(map(str, self.grid))
+        known = []
+        for n, v in self.constants:
+            known += vars(v).items() if dataclasses.is_dataclass(v) else [(n, v)]
         sizes = " ".join(
             f"{n}=<{len(v)}>" if isinstance(v, tuple) else f"{n}={v}"
-            for n, v in self.constants
+            for n, v in known
             if v is not None
         )
         line = f"{self.name}: {grid} programs of {self.num_warps} warps, {sizes}"

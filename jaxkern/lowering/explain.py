@@ -10,12 +10,8 @@ import jax
 from jaxkern.lowering.lower import Row, choose
 from jaxkern.primitives.call import Call
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.kernel_primitive import (
-    REGISTRY,
-    REWRITES,
-    KernelPrimitive,
-    Tangent,
-)
+from jaxkern.primitives.family import KernelPrimitive, Tangent
+from jaxkern.primitives.kernel_primitive import REGISTRY, REWRITES
 
 if TYPE_CHECKING:
     from jaxkern.gpu.launch import Launch

@@ -23,7 +23,8 @@ from jaxkern.lowering.lower import (
     never_refuses,
     without_residuals,
 )
-from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive
+from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.leafwise_primitive import LEAFWISE
 
 PASSES = ("primal", "fwd", "bwd")

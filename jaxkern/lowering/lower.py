@@ -23,7 +23,8 @@ from jax.interpreters import mlir
 from jaxkern.lowering.sharded_call import partitioned, refusal_by_type, sharded_by_type
 from jaxkern.primitives.call import Backend, Call, backend_context
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.kernel_primitive import KernelPrimitive, lower_named
+from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.primitives.kernel_primitive import lower_named
 
 # prim_requires_devices_during_lowering has no public name; custom_partitioning below a
 # primitive needs the device assignment while it lowers.

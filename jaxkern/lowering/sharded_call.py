@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.primitives.call import NO_MESH, Call, cut_as
-from jaxkern.primitives.kernel_primitive import Annotated, KernelPrimitive
+from jaxkern.primitives.declared_dims import Annotated
+from jaxkern.primitives.family import KernelPrimitive
 from jaxkern.primitives.leafwise_primitive import LeafwisePrimitive
 
 Axes = tuple[str, ...]

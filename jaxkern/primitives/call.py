@@ -6,14 +6,11 @@ when it is lowered.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-if TYPE_CHECKING:
-    from jaxkern.primitives.kernel_primitive import KernelPrimitive
 
 NO_MESH = AbstractMesh((), ())
 Levels = tuple[tuple[int | None, ...], ...]
@@ -195,8 +192,3 @@ def mesh_of(arrays: Sequence) -> AbstractMesh:
 
 def axis_names(cut: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (cut,) if isinstance(cut, str) else cut or ()
-
-
-def float_positions(p: "KernelPrimitive", absent: tuple[int, ...]) -> list[int]:
-    """Positions of the Float operands among the present ones."""
-    return [i for i, a in enumerate(without(p.operands, absent)) if a.is_float]

@@ -23,7 +23,8 @@ from jaxkern.primitives.declared_dims import (
     check_dims,
     check_static,
 )
-from jaxkern.primitives.kernel_primitive import KernelPrimitive, register
+from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.primitives.kernel_primitive import register
 
 LEAFWISE: dict[str, "LeafwisePrimitive"] = {}  # every declared op over leaves
 

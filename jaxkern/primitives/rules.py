@@ -8,7 +8,7 @@ op that is linear the jvp is the op itself. Unused residuals and gradients are d
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +17,28 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern.primitives.call import (
     Call,
-    float_positions,
     same_manual_axes,
     with_fixed,
     without,
 )
-
-if TYPE_CHECKING:
-    from jaxkern.primitives.kernel_primitive import Backward, KernelPrimitive, Tangent
+from jaxkern.primitives.family import (
+    Backward,
+    KernelPrimitive,
+    Tangent,
+    float_positions,
+)
 
 
 @functools.lru_cache(maxsize=8192)
 def result_avals(
-    p: "KernelPrimitive | Tangent", avals: tuple, params: tuple, context: tuple
+    p: KernelPrimitive | Tangent, avals: tuple, params: tuple, context: tuple
 ) -> tuple:
     del context  # part of the key: the mesh and x64 mode change what tracing gives
     f = functools.partial(p.evaluate, **dict(params))
     return tuple(jax.make_jaxpr(f)(*avals).out_avals)
 
 
-def abstract_eval(p: "KernelPrimitive | Tangent", *avals: Any, **params: Any) -> list:
+def abstract_eval(p: KernelPrimitive | Tangent, *avals: Any, **params: Any) -> list:
     context = (jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64)
     return list(result_avals(p, avals, tuple(sorted(params.items())), context))
 
@@ -107,7 +109,7 @@ def jvp_by_reference(p, primals, tangents, **params):
 
 
 def result_tangents(
-    p: "KernelPrimitive",
+    p: KernelPrimitive,
     primals,
     results,
     residuals,
@@ -141,14 +143,14 @@ def result_tangents(
     ]
 
 
-def jvp_of_op(p: "KernelPrimitive", primals, tangents, *, call: Call, **static):
+def jvp_of_op(p: KernelPrimitive, primals, tangents, *, call: Call, **static):
     out = (p.fwd or p).bind(*primals, call=call, **static)
     results, residuals = out[: len(p.results)], out[len(p.results) :]
     dots = result_tangents(p, primals, results, residuals, tangents, call, static)
     return results, dots
 
 
-def jvp_of_fwd(p: "KernelPrimitive", primals, tangents, *, call: Call, **static):
+def jvp_of_fwd(p: KernelPrimitive, primals, tangents, *, call: Call, **static):
     assert p.fwd is not None
     out = p.fwd.bind(*primals, call=call, **static)
     n = len(p.results)
@@ -157,7 +159,7 @@ def jvp_of_fwd(p: "KernelPrimitive", primals, tangents, *, call: Call, **static)
     return out, dots + jvp_of_reference(p.fwd, primals, tangents, params)[n:]
 
 
-def transpose_of_tangent(p: "KernelPrimitive", cotangents, *args, call: Call, **static):
+def transpose_of_tangent(p: KernelPrimitive, cotangents, *args, call: Call, **static):
     assert p.tangent is not None
     tangents, operands, saved = p.tangent.split(args, call)
     fixed = len(operands) + len(saved)
@@ -196,7 +198,7 @@ def bind_backward(p, operands, saved, cotangents, axes, call: Call, static):
     `axes` has, for each recorded vmap, those of the operands and of the saved values;
     `call.wanted` is for each present float operand among the targets.
     """
-    bwd: "Backward" = p.bwd
+    bwd: Backward = p.bwd
     given = [i for i in range(len(p.operands)) if i not in call.absent]
     at = {i: k for k, i in enumerate(given)}  # position of an operand among the present
     cts = [
@@ -244,7 +246,7 @@ def sum_unmapped(gradient: jax.Array, axes: Sequence[int | None]) -> jax.Array:
     return gradient.sum(levels) if levels else gradient
 
 
-def jvp_of_linear(p: "KernelPrimitive", primals, tangents, *, call: Call, **static):
+def jvp_of_linear(p: KernelPrimitive, primals, tangents, *, call: Call, **static):
     """The op on the tangents of its linear operands, plus the reference for others."""
     operands = without(p.operands, call.absent)
     linear = [a.name in p.linear for a in operands]
@@ -268,7 +270,7 @@ def jvp_of_linear(p: "KernelPrimitive", primals, tangents, *, call: Call, **stat
     ]
 
 
-def transpose_of_linear(p: "KernelPrimitive", cotangents, *args, call: Call, **static):
+def transpose_of_linear(p: KernelPrimitive, cotangents, *args, call: Call, **static):
     undefined = [ad.is_undefined_primal(x) for x in args]
     if all(map(is_zero, cotangents)):
         return [
@@ -297,7 +299,7 @@ def transpose_of_linear(p: "KernelPrimitive", cotangents, *args, call: Call, **s
 # Dead code. The arguments are (used, eqn) in jax 0.11, (used, live, eqn) in 0.12.
 
 
-def drop_residuals(p: "KernelPrimitive", used: Sequence[bool], *rest):
+def drop_residuals(p: KernelPrimitive, used: Sequence[bool], *rest):
     """`fwd` whose residuals nobody reads is the op itself."""
     eqn = rest[-1]
     n = len(p.results)

@@ -7,7 +7,8 @@ from jaxkern.primitives.linear.policy import Policy, current_policy, policy
 from jaxkern.runtime import testing
 from jaxkern.runtime.graph.conflicts import ConflictTracker, Region
 from jaxkern.runtime.graph.fuse import Fusion, NotFused, Pattern
-from jaxkern.runtime.graph.graph import Graph, Node, graph
+from jaxkern.runtime.graph.graph import Graph, graph
+from jaxkern.runtime.graph.node import Node
 from jaxkern.runtime.graph.op_kind import OpKind
 from jaxkern.runtime.memory.buffer_pool import BufferPool
 from jaxkern.runtime.memory.memory_limit import (
@@ -22,9 +23,10 @@ from jaxkern.runtime.memory.with_oom_fallback import with_oom_fallback
 from jaxkern.runtime.plan import kernel_cache
 from jaxkern.runtime.plan.bucketed import bucketed
 from jaxkern.runtime.plan.compilation_cache import enable_compilation_cache
-from jaxkern.runtime.plan.plan import Plan, compile
+from jaxkern.runtime.plan.compile import compile
+from jaxkern.runtime.plan.load import load
+from jaxkern.runtime.plan.plan import Plan
 from jaxkern.runtime.plan.profile import Limits, measured_limits
-from jaxkern.runtime.plan.saved_plan import load
 from jaxkern.runtime.plan.symbolic_plan import SymbolicPlan
 from jaxkern.runtime.trace import events
 from jaxkern.runtime.trace.events import reset_stats, stats

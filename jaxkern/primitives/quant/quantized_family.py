@@ -33,7 +33,8 @@ from typing import Any
 
 from jaxtyping import Array, Float, Integer
 
-from jaxkern.primitives.kernel_primitive import KernelPrimitive, kernel_primitive
+from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.quant.decoded_products import (
     decoded_product,
     decoded_rows,

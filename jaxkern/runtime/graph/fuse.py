@@ -17,7 +17,8 @@ from jax.extend import core
 from jax.extend.core import Literal
 
 from jaxkern.primitives.call import Backend, backend_context
-from jaxkern.primitives.kernel_primitive import KernelPrimitive
+from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.runtime.graph.equations import Equations, Traced
 from jaxkern.runtime.graph.op_kind import Jaxpr, JaxprEqn, public_primitive
 from jaxkern.runtime.graph.replay import opened
 from jaxkern.runtime.graph.spelling import (
@@ -88,13 +89,6 @@ class NotFused:
     def __str__(self) -> str:
         where = f" in {self.inside}" if self.inside else ""
         return f"{self.pattern} at node {self.node}{where}: {self.reason}"
-
-
-class Traced(NamedTuple):
-    """An equation, and the nodes that it stands for."""
-
-    eqn: JaxprEqn
-    nodes: tuple[int, ...]
 
 
 class Match(NamedTuple):
@@ -197,19 +191,12 @@ class Search:
     """One pattern over the equations of one jaxpr."""
 
     def __init__(self, jaxpr: Jaxpr, eqns: list[Traced], pattern: Pattern):
-        self.eqns, self.pattern = eqns, pattern
+        self.equations, self.pattern = Equations(jaxpr, eqns), pattern
         self.parameters = list(inspect.signature(pattern.chain).parameters)
-        self.maker = {v: k for k, (eqn, _) in enumerate(eqns) for v in eqn.outvars}
-        self.users: dict[Any, list[int]] = {}
-        reading = [eqn.invars for eqn, _ in eqns] + [jaxpr.outvars]
-        for k, atoms in enumerate(reading):
-            for v in atoms:
-                if not isinstance(v, Literal):
-                    self.users.setdefault(v, []).append(k)
 
     def at(self, root: int) -> Match | Refusal | None:
         """The match whose first result is made at position `root`, or why none is."""
-        eqn = self.eqns[root].eqn
+        eqn = self.equations.at(root)
         if len(eqn.outvars) != 1:
             return None
         aval = eqn.outvars[0].aval
@@ -220,20 +207,18 @@ class Search:
         spelling = traced(self.pattern.chain, aval.shape, aval.dtype)
         if spelling is None or len(spelling.eqns) < 2:  # nothing to fuse
             return None
-        attempt = Attempt(self, spelling)
+        attempt = Attempt(self.equations, self.parameters, spelling)
         layout = attempt.lay(spelling.outvars[0], eqn.outvars[0], Layout({}, {}))
         if layout is None:
             return attempt.refusal()
         found = self.replacement(root, spelling, layout)
         return Refusal(found, 1.0) if isinstance(found, str) else found
 
-    def name(self, k: int) -> str:
-        return f"node {self.eqns[k].nodes[-1]} ({self.eqns[k].eqn.primitive.name})"
-
     def replacement(self, root: int, spelling: Jaxpr, layout: Layout) -> Match | str:
         """The equations that replace a chain, or why there are none."""
+        maker, users = self.equations.maker, self.equations.users
         positions = sorted(layout.positions.values())
-        chain = [self.eqns[k].eqn for k in positions]
+        chain = [self.equations.at(k) for k in positions]
         results = [layout.values[v] for v in spelling.outvars]
         if reason := self.read_inside(positions, results):
             return reason
@@ -250,18 +235,16 @@ class Search:
         for name in [n for n in operands if n in CONSTANTS]:
             options[name] = float(operands.pop(name).val)
         makers = {
-            name: self.eqns[self.maker[v]].eqn if v in self.maker else None
+            name: self.equations.at(maker[v]) if v in maker else None
             for name, v in operands.items()
         }
         if reason := self.pattern.unless(
             **makers, **options, dtype=results[0].aval.dtype
         ):
             return reason
-        outside = [
-            k for v in results for k in self.users.get(v, ()) if k not in positions
-        ]
+        outside = [k for v in results for k in users.get(v, ()) if k not in positions]
         place = min([root, *outside])
-        made_at = [self.maker.get(v, -1) for v in operands.values()]
+        made_at = [maker.get(v, -1) for v in operands.values()]
         if any(k >= place or k in positions for k in made_at):
             return "an operand is computed inside the chain or from its result"
         eqns = equations_of(self.pattern, operands, options, results)
@@ -269,14 +252,16 @@ class Search:
 
     def read_inside(self, positions: list[int], results: list[Any]) -> str | None:
         """Who else reads a value that the fused operator does not give."""
+        equations, users = self.equations, self.equations.users
         for k in positions:
-            for v in self.eqns[k].eqn.outvars:
-                others = [u for u in self.users.get(v, ()) if u not in positions]
+            for v in equations.at(k).outvars:
+                others = [u for u in users.get(v, ()) if u not in positions]
                 if others and v not in results:
-                    end = others[0] == len(self.eqns)
-                    who = "the function returns" if end else self.name(others[0])
+                    end = others[0] == len(equations.eqns)
+                    who = "the function returns" if end else equations.name(others[0])
                     verb = "" if end else " reads"
-                    return f"{who}{verb} the result of {self.name(k)}, which is inside"
+                    inside = equations.name(k)
+                    return f"{who}{verb} the result of {inside}, which is inside"
         return None
 
 

@@ -17,50 +17,17 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from jaxkern.runtime.graph.buffers import buffers, is_view, value_ids, variables
-from jaxkern.runtime.graph.conflicts import Region, conflicts_between
+from jaxkern.runtime.graph.conflicts import conflicts_between
 from jaxkern.runtime.graph.fuse import Fusion, NotFused, Pattern, fused
 from jaxkern.runtime.graph.levels import barriers, levels
-from jaxkern.runtime.graph.op_kind import (
-    Jaxpr,
-    JaxprEqn,
-    OpKind,
-    classify,
-    public_primitive,
-)
+from jaxkern.runtime.graph.node import Node
+from jaxkern.runtime.graph.op_kind import Jaxpr, classify, public_primitive
 from jaxkern.runtime.graph.patterns import PATTERNS
 from jaxkern.runtime.graph.reorder import reordered
 from jaxkern.runtime.graph.replay import is_plain_jit, opened
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Node:
-    """One equation.
-
-    Attributes:
-      id: its place in the recorded order; stays with it when the graph is reordered.
-      name: of its primitive.
-      kind: from the table of `jaxkern.runtime.graph.op_kind`.
-      inputs, outputs: ids of the values it takes and makes. Arguments have the first
-        ids, then constants, then results in recorded order.
-      reads, writes: the bytes it touches. A view touches none: who uses it does.
-      barrier: why nothing may be moved past it, or None.
-      is_view: does it only give other dims to, or cut, a value?
-      equation: the jaxpr equation.
-    """
-
-    id: int
-    name: str
-    kind: OpKind
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    reads: tuple[Region, ...]
-    writes: tuple[Region, ...]
-    barrier: str | None
-    is_view: bool
-    equation: JaxprEqn = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

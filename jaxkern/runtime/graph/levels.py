@@ -1,15 +1,12 @@
 """What waits for what among the nodes of a graph, in their order."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from jaxkern.runtime.graph.conflicts import ConflictTracker, Region
-
-if TYPE_CHECKING:
-    from jaxkern.runtime.graph.graph import Node
+from jaxkern.runtime.graph.node import Node
 
 
-def levels(nodes: Sequence["Node"]) -> tuple[tuple[int, ...], ...]:
+def levels(nodes: Sequence[Node]) -> tuple[tuple[int, ...], ...]:
     """What `Graph.levels` documents."""
     groups: list[list[int]] = []
     done: dict[int, int] = {}  # the group after which a node's result is there
@@ -27,7 +24,7 @@ def levels(nodes: Sequence["Node"]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def waits_for(nodes: Sequence["Node"]) -> tuple[frozenset[int], ...]:
+def waits_for(nodes: Sequence[Node]) -> tuple[frozenset[int], ...]:
     """For each node the ids of those before it that it conflicts with."""
     maker: dict[int, int] = {}
     reads: dict[str, list[tuple[Region, int]]] = {}
@@ -52,7 +49,7 @@ def waits_for(nodes: Sequence["Node"]) -> tuple[frozenset[int], ...]:
     return tuple(found)
 
 
-def barriers(nodes: Sequence["Node"]) -> tuple[int, ...]:
+def barriers(nodes: Sequence[Node]) -> tuple[int, ...]:
     """What `Graph.barriers` documents."""
     found, group = [], ConflictTracker()
     issued = after_barrier = False

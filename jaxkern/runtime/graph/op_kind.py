@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, jaxprs_in_params, primitives
 
-from jaxkern.primitives.kernel_primitive import KernelPrimitive, Tangent
+from jaxkern.primitives.family import KernelPrimitive, Tangent
 
 # A checker finds no shape in what jax's own types of these hold.
 Jaxpr = JaxprEqn = Any

@@ -1,22 +1,19 @@
 """Greedy list scheduling of a graph's nodes, so that a device waits less often."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from jaxkern.runtime.graph.conflicts import ConflictTracker
-
-if TYPE_CHECKING:
-    from jaxkern.runtime.graph.graph import Node
+from jaxkern.runtime.graph.node import Node
 
 
-def reordered(nodes: Sequence["Node"], lookahead: int) -> tuple["Node", ...]:
+def reordered(nodes: Sequence[Node], lookahead: int) -> tuple[Node, ...]:
     """The nodes in an order that respects every conflict; see `Graph.reorder`."""
     pending = list(nodes)
     made_later = {v for node in nodes for v in node.outputs}
     group = ConflictTracker()
     order: list[Node] = []
 
-    def issue(node: "Node") -> None:
+    def issue(node: Node) -> None:
         order.append(node)
         made_later.difference_update(node.outputs)
         group.record(node.reads, node.writes)
@@ -35,11 +32,11 @@ def reordered(nodes: Sequence["Node"], lookahead: int) -> tuple["Node", ...]:
 
 def fill(
     group: ConflictTracker,
-    waiting: "Node",
-    pending: list["Node"],
+    waiting: Node,
+    pending: list[Node],
     lookahead: int,
     made_later: set[int],
-    issue: Callable[["Node"], None],
+    issue: Callable[[Node], None],
 ) -> None:
     """Issues from `pending` what can join the group that `waiting` waits for."""
     passed = ConflictTracker()

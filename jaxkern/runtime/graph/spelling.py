@@ -8,19 +8,17 @@ program.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxkern.primitives.kernel_primitive import KernelPrimitive, Tangent
+from jaxkern.primitives.family import KernelPrimitive, Tangent
+from jaxkern.runtime.graph.equations import Equations
 from jaxkern.runtime.graph.op_kind import Jaxpr, JaxprEqn, public_primitive
 from jaxkern.runtime.graph.replay import opened, step_of
-
-if TYPE_CHECKING:
-    from jaxkern.runtime.graph.fuse import Search
 
 ROWS = ("x", "residual", "scale", "gate", "up")  # of the result's shape `[..., d]`
 VECTORS = ("weight", "bias", "next_weight")  # `[d]`
@@ -45,10 +43,14 @@ class Layout(NamedTuple):
 
 
 class Attempt:
-    """One attempt to lay a spelling over a graph; remembers how far it came."""
+    """One attempt to lay a spelling over a graph; remembers how far it came.
 
-    def __init__(self, search: "Search", spelling: Jaxpr):
-        self.search, self.spelling = search, spelling
+    `parameters` are the names of the spelling's arguments.
+    """
+
+    def __init__(self, equations: Equations, parameters: list[str], spelling: Jaxpr):
+        self.equations, self.parameters = equations, parameters
+        self.spelling = spelling
         self.spelled_by = {
             v: k for k, eqn in enumerate(spelling.eqns) for v in eqn.outvars
         }
@@ -78,7 +80,8 @@ class Attempt:
                 return layout
             return self.fail(layout, "two values stand where the pattern has one")
         if spelled in self.spelling.invars:
-            name = self.search.parameters[self.spelling.invars.index(spelled)]
+            position: int = self.spelling.invars.index(spelled)
+            name = self.parameters[position]
             if reason := misfit(name, spelled.aval, v):
                 return self.fail(layout, reason)
             return layout._replace(values={**layout.values, spelled: v})
@@ -87,19 +90,19 @@ class Attempt:
     def lay_equation(self, spelled: Any, v: Any, layout: Layout) -> Layout | None:
         number = self.spelled_by[spelled]
         wanted = self.spelling.eqns[number]
-        if isinstance(v, Literal) or v not in self.search.maker:
+        if isinstance(v, Literal) or v not in self.equations.maker:
             what = f"the constant {v.val}" if isinstance(v, Literal) else "an argument"
             name = wanted.primitive.name
             return self.fail(layout, f"{what} stands where the pattern has {name}")
-        k = self.search.maker[v]
-        eqn = self.search.eqns[k].eqn
+        k = self.equations.maker[v]
+        eqn = self.equations.at(k)
         if layout.positions.get(number, k) != k:
             return self.fail(layout, "two equations stand where the pattern has one")
         if reason := difference(wanted, eqn):
-            return self.fail(layout, f"{self.search.name(k)} {reason}")
+            return self.fail(layout, f"{self.equations.name(k)} {reason}")
         if wanted.outvars.index(spelled) != eqn.outvars.index(v):
             return self.fail(
-                layout, f"another result of {self.search.name(k)} is meant"
+                layout, f"another result of {self.equations.name(k)} is meant"
             )
         layout = Layout({**layout.values, spelled: v}, {**layout.positions, number: k})
         orders = [eqn.invars]

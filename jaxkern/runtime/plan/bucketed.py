@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.runtime.plan.plan import Plan, compile
+from jaxkern.runtime.plan.compile import compile
+from jaxkern.runtime.plan.plan import Plan
 
 Axes = int | None | Sequence[int | None]
 

@@ -24,9 +24,10 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
-from jaxkern.runtime.plan.plan import Lowered, Plan, lower
+from jaxkern.runtime.plan.load import load_machine_code
+from jaxkern.runtime.plan.plan import Plan
+from jaxkern.runtime.plan.record import Lowered, lower
 from jaxkern.runtime.plan.saved_plan import (
-    load_machine_code,
     machine,
     machine_code_of,
     read_parts,
@@ -232,7 +233,7 @@ class KernelCache:
                 return found
         plan, from_disk = self.read(key, stage), True
         if plan is None:
-            plan, from_disk = stage.compile(), False
+            plan, from_disk = Plan.of(stage), False
         kernel = CachedKernel(key, plan, dict(bounds or {}), from_disk)
         with self.lock:
             kept = self.kernels.setdefault(key, kernel)

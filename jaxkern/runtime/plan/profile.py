@@ -15,13 +15,12 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from jaxkern.runtime.plan.plan import Plan
+from jaxkern.runtime.plan.record import PlanRecord
 
 profiling = threading.Lock()  # jax has one profiler
 NO_EVENTS = {
@@ -131,7 +130,7 @@ class Profile:
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
-def dispatch_seconds(plan: "Plan", args: tuple, calls: int) -> float:
+def dispatch_seconds(plan: PlanRecord, args: tuple, calls: int) -> float:
     """What `Plan.dispatch_overhead` documents."""
     if not args:
         args = jax.tree.map(zeros, plan.compiled.in_avals[0])
@@ -152,7 +151,7 @@ def zeros(aval: Any) -> jax.Array:
 
 
 def profile_executable(
-    plan: "Plan", args: tuple, calls: int, limits: Limits | None
+    plan: PlanRecord, args: tuple, calls: int, limits: Limits | None
 ) -> Profile:
     """What `Plan.profile` documents."""
     if calls < 1:
@@ -161,10 +160,11 @@ def profile_executable(
     every = iter([fresh(plan, args) for _ in range(2 * calls + 2)])
     traced = plan.uncaptured
     for one in (plan, traced):
-        jax.block_until_ready(one(*next(every)))  # the first call loads kernels
+        # the first call loads kernels
+        jax.block_until_ready(one.compiled(*next(every)))
     start = time.perf_counter()
     for _ in range(calls):
-        jax.block_until_ready(plan(*next(every)))
+        jax.block_until_ready(plan.compiled(*next(every)))
     seconds = (time.perf_counter() - start) / calls
     with profiling, tempfile.TemporaryDirectory(prefix="jaxkern-") as folder:
         options = jax.profiler.ProfileOptions()
@@ -172,7 +172,7 @@ def profile_executable(
         try:
             with jax.profiler.trace(folder, profiler_options=options):
                 for _ in range(calls):
-                    jax.block_until_ready(traced(*next(every)))
+                    jax.block_until_ready(traced.compiled(*next(every)))
         except RuntimeError as error:
             raise RuntimeError(
                 f"profile: jax's profiler is in use, stop the other profile: {error}"
@@ -185,7 +185,7 @@ def profile_executable(
     return Profile(rows, seconds, limits, last_call(events, calls), note)
 
 
-def fresh(plan: "Plan", args: tuple) -> tuple:
+def fresh(plan: PlanRecord, args: tuple) -> tuple:
     """Arguments that a call may destroy: donated ones copied."""
     donated = set(plan.compiled.donate_argnums)
     if not donated:
@@ -233,7 +233,7 @@ def events_of(plane: Any, module: str, on_gpu: bool) -> Iterator[Event]:
 
 
 def kernel_times(
-    plan: "Plan", events: Sequence[Event], calls: int, limits: Limits
+    plan: PlanRecord, events: Sequence[Event], calls: int, limits: Limits
 ) -> tuple[KernelTime, ...]:
     seconds: collections.Counter[str] = collections.Counter()
     runs: collections.Counter[str] = collections.Counter()

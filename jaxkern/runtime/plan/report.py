@@ -2,14 +2,11 @@
 
 import collections
 import dataclasses
-from typing import TYPE_CHECKING
 
 from jaxkern.lowering.explain import every_equation
 from jaxkern.primitives.linear.policy import Policy
 from jaxkern.runtime.plan.compiler_dump import CommandBufferReport
-
-if TYPE_CHECKING:
-    from jaxkern.runtime.plan.plan import Plan
+from jaxkern.runtime.plan.record import PlanRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Report:
         )
 
 
-def report_of(plan: "Plan") -> Report:
+def report_of(plan: PlanRecord) -> Report:
     """What `Plan.report` documents."""
     found = every_equation(plan.stage.traced.jaxpr.jaxpr) if plan.stage else ()
     names = collections.Counter(e.primitive.name for e in found)

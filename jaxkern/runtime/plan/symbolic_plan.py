@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkern.runtime.plan.plan import Plan, compile
+from jaxkern.runtime.plan.plan import Plan
+from jaxkern.runtime.plan.record import lower
 
 
 class SymbolicPlan:
@@ -62,7 +63,7 @@ class SymbolicPlan:
         key = tuple(self.checked(sizes)[name] for name in self.variables)
         plan = self.plans.get(key)
         if plan is None:
-            made = compile(self.function, *self.specs_at(sizes), **self.options)
+            made = Plan.of(lower(self.function, self.specs_at(sizes), **self.options))
             with self.lock:  # compiled outside of it: other sizes need not wait
                 plan = self.plans.setdefault(key, made)
         return plan

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxkern import primitives
 from jaxkern.lowering.lower import backend
-from jaxkern.primitives.kernel_primitive import REGISTRY, KernelPrimitive
+from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.runtime.trace import fault_points
 from jaxkern.runtime.trace.fault_points import POINTS, FaultPlan
 

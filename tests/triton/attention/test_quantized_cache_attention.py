@@ -90,7 +90,7 @@ def test_lookups_give_the_levels_that_codes_mean(codec):
         )
     assert table is not None and other is None and theirs is not None
     np.testing.assert_array_equal(table, separate)
-    width, together, others = form[0], form[2], planes_of(form)
+    width, together, others = form.width, form.together, planes_of(form)
     count, d = 32 // width, 128
     num_words = d // count
     noise = rng.integers(0, 2**32, (table.size, 64), np.uint32)
@@ -170,12 +170,13 @@ def test_kernels_compile_and_do_not_spill(form, capability):
             assert launch.stack_bytes == 0, launch.describe()
             assert launch.shared_bytes <= bridge.max_shared_bytes()
             if "q" in launch.name:
-                parts = dict(launch.constants)["PARTS"]
-                wide = any(p[2] and copies_of(p, 16)[0] == 16 for p in parts)
+                problem = dict(launch.constants)["P"]
+                parts = problem.parts
+                wide = any(p.room and copies_of(p, 16)[0] == 16 for p in parts)
                 assert "HMMA" in launch.sass and "LDGSTS.E" in launch.sass
                 assert wide == ("LDGSTS.E.BYPASS.LTC256B.128" in launch.sass)
                 # Triton has put nothing of its own beside what is addressed in PTX
-                assert launch.shared_bytes == dict(launch.constants)["SHARED"]
+                assert launch.shared_bytes == problem.shared
 
 
 def test_a_vmap_of_sequences_is_one_launch():

@@ -8,6 +8,7 @@ from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 from jaxkern.triton.attention.quantized_cache_attention.layouts import (
     key_run,
     lane_layout,
+    nth_part,
     plane_at,
     planes_of,
     swizzle_of,
@@ -66,7 +67,7 @@ def loads_text(PLACES, COUNT, PAIRS, SIZES):
 @constexpr_function
 def bytes_behind(FORMAT):
     """Of each other plane, for a word of the main one."""
-    return tuple(4 * width // FORMAT[0] for width in planes_of(FORMAT))
+    return tuple(4 * width // FORMAT.width for width in planes_of(FORMAT))
 
 
 @constexpr_function
@@ -81,9 +82,9 @@ def key_loads(PART, SECOND, BLOCK, COUNT, FORMAT):
     """COUNT words at once: of tokens 8 apart, then the parts of a token."""
     sizes = bytes_behind(FORMAT)
     places = [
-        (i * PART[3] + j, *(i * SECOND[3] + j // 4 * size for size in sizes))
+        (i * PART.pitch + j, *(i * SECOND.pitch + j // 4 * size for size in sizes))
         for i in range(0, BLOCK, 8)
-        for j in range(0, PART[2], 16 * COUNT)
+        for j in range(0, PART.room, 16 * COUNT)
     ]
     return loads_text(places, COUNT, False, sizes)
 
@@ -93,9 +94,9 @@ def value_loads(PART, SECOND, BLOCK, COUNT, FORMAT):
     """COUNT words at once: of tokens 8 apart, parts of a token, both of a pair."""
     sizes = bytes_behind(FORMAT)
     places = [
-        (i * PART[3] + j, *(i * SECOND[3] + j // 4 * size for size in sizes))
+        (i * PART.pitch + j, *(i * SECOND.pitch + j // 4 * size for size in sizes))
         for octet in range(0, BLOCK, 8)
-        for j in range(0, PART[2], 32 * COUNT)
+        for j in range(0, PART.room, 32 * COUNT)
         for i in (octet, octet + 4)
     ]
     return loads_text(places, COUNT, True, sizes)
@@ -110,7 +111,7 @@ def scale_loads(BLOCK):
 
 @constexpr_function
 def level_types(FORMAT, TYPE, COUNT):
-    return (gl.int32,) * (COUNT // 2) if FORMAT[2] == 2 else (TYPE,) * COUNT
+    return (gl.int32,) * (COUNT // 2) if FORMAT.together == 2 else (TYPE,) * COUNT
 
 
 @gluon_jit
@@ -138,27 +139,22 @@ def stacked(parts, START: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexp
 
 
 @gluon_jit
-def key_block(
-    shared,
-    table,
-    PART: gl.constexpr,
-    SECOND: gl.constexpr,
-    AT: gl.constexpr,
-    BLOCK: gl.constexpr,
-    H: gl.constexpr,
-    FORMAT: gl.constexpr,
-    TYPE: gl.constexpr,
-):
+def key_block(shared, table, P: gl.constexpr):
     """Levels of keys as [warps, tokens, parts, 4 lanes, dims of a lane]."""
+    PART: gl.constexpr = nth_part(P, 0)
+    SECOND: gl.constexpr = nth_part(P, 1)
+    BLOCK: gl.constexpr = P.block
+    H: gl.constexpr = P.keys.room
+    FORMAT: gl.constexpr = P.keys.form
     W: gl.constexpr = gl.num_warps()
     RUN: gl.constexpr = key_run(H, FORMAT)
     L: gl.constexpr = lane_layout(W, 4, 2, 8)
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     shared += gl.zeros([W, 8, 4], gl.int32, L)
-    main = shared + AT[0] + row * PART[3] + lane * (4 * RUN)
-    behind = shared + AT[1] + row * SECOND[3]
-    WORDS: gl.constexpr = BLOCK // 8 * (H * FORMAT[0] // 128)
+    main = shared + P.at.keys + row * PART.pitch + lane * (4 * RUN)
+    behind = shared + P.at.key_planes + row * SECOND.pitch
+    WORDS: gl.constexpr = BLOCK // 8 * (H * FORMAT.width // 128)
     PLANES: gl.constexpr = len(planes_of(FORMAT))
     LOADED: gl.constexpr = WORDS * (1 + PLANES)
     loaded = gl.inline_asm_elementwise(
@@ -173,9 +169,9 @@ def key_block(
         is_pure=False,
         pack=1,
     )
-    COUNT: gl.constexpr = 32 // FORMAT[0]
+    COUNT: gl.constexpr = 32 // FORMAT.width
     operands = (stacked(loaded, 0, 1, WORDS),)
-    if FORMAT[2] > 0:
+    if FORMAT.together > 0:
         operands += (table,)
         for i in gl.static_range(1, 1 + PLANES):
             operands += (stacked(loaded[WORDS * i :], 0, 1, WORDS),)
@@ -183,11 +179,11 @@ def key_block(
         key_levels(FORMAT),
         levels_operands(FORMAT, 1),
         operands,
-        dtype=level_types(FORMAT, TYPE, COUNT),
+        dtype=level_types(FORMAT, P.key_type, COUNT),
         is_pure=True,
         pack=1,
     )
-    if FORMAT[2] == 2:
+    if FORMAT.together == 2:
         parts = both_halves(parts, COUNT // 2)
     y = stacked(parts, 0, 1, COUNT)
     RUNS: gl.constexpr = H // (4 * RUN * COUNT)
@@ -197,18 +193,13 @@ def key_block(
 
 
 @gluon_jit
-def value_block(
-    shared,
-    table,
-    PART: gl.constexpr,
-    SECOND: gl.constexpr,
-    AT: gl.constexpr,
-    BLOCK: gl.constexpr,
-    HV: gl.constexpr,
-    FORMAT: gl.constexpr,
-    TYPE: gl.constexpr,
-):
+def value_block(shared, table, P: gl.constexpr):
     """Levels of values as [warps, tokens, parts, 8 lanes, dims of a lane]."""
+    PART: gl.constexpr = nth_part(P, 3)
+    SECOND: gl.constexpr = nth_part(P, 4)
+    BLOCK: gl.constexpr = P.block
+    HV: gl.constexpr = P.values.room
+    FORMAT: gl.constexpr = P.values.form
     W: gl.constexpr = gl.num_warps()
     RUN: gl.constexpr = value_run(HV, FORMAT)
     L: gl.constexpr = lane_layout(W, 4, 1, 8)
@@ -216,10 +207,10 @@ def value_block(
     lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
     shared += gl.zeros([W, 4, 8], gl.int32, L)
-    main = shared + AT[3] + row * PART[3]
+    main = shared + P.at.values + row * PART.pitch
     main += lane * (4 * RUN) ^ row // SWIZZLE[0] % SWIZZLE[1] * 32
-    behind = shared + AT[4] + row * SECOND[3]
-    WORDS: gl.constexpr = BLOCK // 4 * (HV * FORMAT[0] // 256)
+    behind = shared + P.at.value_planes + row * SECOND.pitch
+    WORDS: gl.constexpr = BLOCK // 4 * (HV * FORMAT.width // 256)
     PLANES: gl.constexpr = len(planes_of(FORMAT))
     LOADED: gl.constexpr = WORDS * (1 + PLANES)
     loaded = gl.inline_asm_elementwise(
@@ -235,8 +226,8 @@ def value_block(
         pack=1,
     )
     operands = stacked(loaded, 0, 2, WORDS), stacked(loaded, 1, 2, WORDS)
-    COUNT: gl.constexpr = 64 // FORMAT[0]
-    if FORMAT[2] > 0:
+    COUNT: gl.constexpr = 64 // FORMAT.width
+    if FORMAT.together > 0:
         operands += (table,)
         for i in gl.static_range(1, 1 + PLANES):
             plane = loaded[WORDS * i :]
@@ -245,11 +236,11 @@ def value_block(
         value_levels(FORMAT),
         levels_operands(FORMAT, 2),
         operands,
-        dtype=level_types(FORMAT, TYPE, COUNT),
+        dtype=level_types(FORMAT, P.value_type, COUNT),
         is_pure=True,
         pack=1,
     )
-    if FORMAT[2] == 2:
+    if FORMAT.together == 2:
         parts = both_halves(parts, COUNT // 2)
     y = stacked(parts, 0, 1, COUNT)
     DIMS: gl.constexpr = RUN * COUNT // 2

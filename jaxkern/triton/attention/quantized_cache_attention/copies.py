@@ -9,7 +9,8 @@ from jaxkern.triton.attention.quantized_cache_attention.layouts import (
     copies_of,
     is_one_scale,
     lane_layout,
-    nth,
+    nth_part,
+    nth_place,
     place_of,
     swizzle_of,
     token_of,
@@ -103,7 +104,7 @@ def copy_text(PART, BLOCK, K, PAIRED, SKIPS):
     Its operands are where to and where from for its first row, how many tokens are left
     from that row's on, and how many there are to skip.
     """
-    row = PART[0]
+    row = PART.vector
     unit, _, rows = copies_of(PART, BLOCK)
     kind = ("cg" if unit == 16 else "ca") + ".shared.global.L2::256B"
     # neighbouring heads are read by other warps: all of 256 bytes come at once
@@ -122,20 +123,19 @@ def first_copies(
     ptr,
     shared,
     where,
-    K: gl.constexpr,
-    HEADS: gl.constexpr,
-    PARTS: gl.constexpr,
-    AT: gl.constexpr,
+    P: gl.constexpr,
     NUMBER: gl.constexpr,
-    BLOCK: gl.constexpr,
     PAIRED: gl.constexpr,
 ):
     """What `copy_text` wants of a lane at first; zeros for an absent part."""
-    PART: gl.constexpr = nth(PARTS, NUMBER)
+    PART: gl.constexpr = nth_part(P, NUMBER)
+    K: gl.constexpr = P.key_heads
+    HEADS: gl.constexpr = P.heads
+    BLOCK: gl.constexpr = P.block
     before, begin, first, end, group = where
     none = gl.to_tensor(0)
     copies = (none, none, none, none)
-    if PART[2] != 0:
+    if PART.room != 0:
         W: gl.constexpr = gl.num_warps()
         BYTES: gl.constexpr = copies_of(PART, BLOCK)[0]
         UNITS: gl.constexpr = copies_of(PART, BLOCK)[1]
@@ -146,23 +146,23 @@ def first_copies(
         inner = gl.arange(0, UNITS, gl.SliceLayout(0, gl.SliceLayout(1, L)))
         warp, row = warp[:, None, None], row[None, :, None]
         inner = inner[None, None, :] * BYTES
-        token, to = row, row * PART[3] + inner
+        token, to = row, row * PART.pitch + inner
         if PAIRED:
             token = row // 8 * 8 + row % 4 * 2 + row // 4 % 2
             SWIZZLE: gl.constexpr = swizzle_of(PART, BLOCK)
-            to = row * PART[3] + (inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32)
+            to = row * PART.pitch + (inner ^ row // SWIZZLE[0] % SWIZZLE[1] * 32)
         if is_one_scale(PART):
             to = row // 8 * 4 + row % 8 * (BLOCK // 2)  # as place_of
         # zeros where the room has more than a vector
         here = end - begin - token
-        if PART[4] < PART[2]:
-            here = gl.where(inner < PART[4], here, 0)
+        if PART.size < PART.room:
+            here = gl.where(inner < PART.size, here, 0)
         vector = before + begin.to(gl.int64) * K + (group * HEADS + warp % HEADS)
-        origin = vector * PART[0] + token.to(gl.int64) * (K * PART[0])
-        origin += (ptr.to(gl.int64) + PART[1]) + inner.to(gl.int64)
+        origin = vector * PART.vector + token.to(gl.int64) * (K * PART.vector)
+        origin += (ptr.to(gl.int64) + PART.start) + inner.to(gl.int64)
         every = gl.zeros([W, ROWS, UNITS], gl.int32, L)
         copies = (
-            every + (shared + AT[NUMBER]) + to,
+            every + (shared + nth_place(P, NUMBER)) + to,
             origin,
             every + here,
             every + first - begin - token,
@@ -174,55 +174,40 @@ def first_copies(
 def copy_block(
     copies,
     slot,
-    K: gl.constexpr,
-    PART: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STEP: gl.constexpr,
+    P: gl.constexpr,
+    SPLITS: gl.constexpr,
+    NUMBER: gl.constexpr,
     PAIRED: gl.constexpr,
-    SKIPS: gl.constexpr,
 ):
-    """Starts the copies of a block into a slot. Returns those of STEP tokens later."""
+    """Starts the copies of a block into a slot. Returns those of the share's next."""
+    PART: gl.constexpr = nth_part(P, NUMBER)
+    STEP: gl.constexpr = SPLITS * P.shares * P.block
+    SKIPS: gl.constexpr = P.window is not None
     to, origin, left, skip = copies
-    if PART[2] != 0:
+    if PART.room != 0:
         gl.inline_asm_elementwise(
-            copy_text(PART, BLOCK, K, PAIRED, SKIPS),
+            copy_text(PART, P.block, P.key_heads, PAIRED, SKIPS),
             "=r,r,l,r,r",
             [to + slot, origin, left, skip],
             dtype=gl.int32,
             is_pure=False,
             pack=1,
         )
-        origin += STEP * K * PART[0]
+        origin += STEP * P.key_heads * PART.vector
         left -= STEP
         skip -= STEP
     return to, origin, left, skip
 
 
 @gluon_jit
-def copy_blocks(
-    copies,
-    slot,
-    K: gl.constexpr,
-    PARTS: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STEP: gl.constexpr,
-    SKIPS: gl.constexpr,
-):
+def copy_blocks(copies, slot, P: gl.constexpr, SPLITS: gl.constexpr):
     """`copy_block` of all parts, as one group."""
     key, key_second, key_scales, value, value_second, value_scales = copies
-    key = copy_block(key, slot, K, nth(PARTS, 0), BLOCK, STEP, False, SKIPS)
-    key_second = copy_block(
-        key_second, slot, K, nth(PARTS, 1), BLOCK, STEP, False, SKIPS
-    )
-    key_scales = copy_block(
-        key_scales, slot, K, nth(PARTS, 2), BLOCK, STEP, False, SKIPS
-    )
-    value = copy_block(value, slot, K, nth(PARTS, 3), BLOCK, STEP, True, SKIPS)
-    value_second = copy_block(
-        value_second, slot, K, nth(PARTS, 4), BLOCK, STEP, True, SKIPS
-    )
-    value_scales = copy_block(
-        value_scales, slot, K, nth(PARTS, 5), BLOCK, STEP, False, SKIPS
-    )
+    key = copy_block(key, slot, P, SPLITS, 0, False)
+    key_second = copy_block(key_second, slot, P, SPLITS, 1, False)
+    key_scales = copy_block(key_scales, slot, P, SPLITS, 2, False)
+    value = copy_block(value, slot, P, SPLITS, 3, True)
+    value_second = copy_block(value_second, slot, P, SPLITS, 4, True)
+    value_scales = copy_block(value_scales, slot, P, SPLITS, 5, False)
     in_place("cp.async.commit_group;", slot)
     return key, key_second, key_scales, value, value_second, value_scales

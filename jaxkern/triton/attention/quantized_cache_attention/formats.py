@@ -16,31 +16,33 @@ from jaxkern.primitives.turboquant.vector_codec import (
     num_dims,
 )
 from jaxkern.triton.attention.quantized_cache_attention.layouts import (
+    Format,
+    Part,
     can_be_copied,
     padded_dims,
     parts_of,
 )
 from jaxkern.triton.attention.quantized_cache_attention.levels import FLOAT8, INT4, INT8
 
-# bits: width of the main plane, of those behind it together, codes of one lookup
+# by bits of a code
 FORMATS = {
-    16: (16, 0, 0),  # float16 or bfloat16, not codes
-    8: (8, 0, 1),
-    7: (4, 3, 1),
-    6: (4, 2, 1),
-    5: (4, 1, 1),
-    4: (4, 0, 2),
-    3: (2, 1, 2),
-    2.25: (2, 1, 2, 64),  # for dims behind the first quarter entries from here on
-    2: (2, 0, 2),
-    1: (1, 0, 2),
+    16: Format(16, 0, 0),  # float16 or bfloat16, not codes
+    8: Format(8, 0, 1),
+    7: Format(4, 3, 1),
+    6: Format(4, 2, 1),
+    5: Format(4, 1, 1),
+    4: Format(4, 0, 2),
+    3: Format(2, 1, 2),
+    2.25: Format(2, 1, 2, later=64),
+    2: Format(2, 0, 2),
+    1: Format(1, 0, 2),
 }
 LONGEST = 256  # dims of a vector
 FLOAT8_SINCE = 89  # the compute capability that converts them
 
 
-def form_of(codec: VectorCodec | None) -> tuple[int, ...]:
-    """The format of a cache: `FORMATS`, or one of which the levels are computed."""
+def form_of(codec: VectorCodec | None) -> Format:
+    """The format of a cache: of `FORMATS`, or one whose levels are computed."""
     if codec is None:
         return FORMATS[16]
     if codec.bits == 8 and isinstance(codec, IntCodec):
@@ -65,9 +67,9 @@ class Cache(NamedTuple):
 
     dims: int
     room: int
-    form: tuple[int, ...]
+    form: Format
     groups: int
-    parts: tuple[tuple[int, ...], ...]
+    parts: tuple[Part, Part, Part]
 
 
 def cache_of(
@@ -81,7 +83,7 @@ def cache_of(
     room = padded_dims(d, form, 4 if keys else 8)
     groups = 0 if scales is None else scales.shape[-1]
     parts = parts_of(d, room, form, row * x.dtype.itemsize, groups, keys)
-    return Cache(d, room, form, parts[2][2] // 4, parts)
+    return Cache(d, room, form, parts[2].room // 4, parts)
 
 
 def unsupported_cache(
@@ -100,8 +102,8 @@ def unsupported_cache(
         if size & (size - 1):
             return f"scales of {size} dims each, no power of 2"
     for part in cache.parts:
-        if part[2] and not can_be_copied(part):
-            return f"vectors of {part[0]} bytes whose parts are no whole words"
+        if part.room and not can_be_copied(part):
+            return f"vectors of {part.vector} bytes whose parts are no whole words"
     return None
 
 
@@ -121,9 +123,9 @@ def signs_of(codec: VectorCodec | None, d: int) -> np.ndarray | None:
     return None if signs is None else (signs * d**-0.5).astype(np.float32)
 
 
-def entries(codec: VectorCodec | None, form: tuple[int, ...]) -> np.ndarray | None:
+def entries(codec: VectorCodec | None, form: Format) -> np.ndarray | None:
     """int32 words, each the levels of one or two codes in its low and high half."""
-    if codec is None or form[2] < 1:
+    if codec is None or form.together < 1:
         return None
     if codec.bits == 2.25:
         parts = ((lloyd_max_codebook(bits), FORMATS[bits]) for bits in (3, 2))
@@ -132,9 +134,9 @@ def entries(codec: VectorCodec | None, form: tuple[int, ...]) -> np.ndarray | No
     return words_of(codec.table(), form)
 
 
-def words_of(table: np.ndarray, form: tuple[int, ...]) -> np.ndarray:
+def words_of(table: np.ndarray, form: Format) -> np.ndarray:
     """`entries` of levels for which a form has all bits."""
-    width, behind, together = form
+    width, behind, together = form.width, form.behind, form.together
     words = table.astype(np.float16).view(np.uint16).astype(np.uint32)
     if together == 1:
         return words.view(np.int32)

@@ -37,7 +37,6 @@ from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.turboquant.vector_codec import VectorCodec
 from jaxkern.triton.attention.decode.attention import (
     FAR,
-    LOG2E,
     MAX_QUERIES,
     MAX_SPLITS,
 )
@@ -59,6 +58,7 @@ from jaxkern.triton.attention.quantized_cache_attention.levels import (
     INT4,
     INT8,
 )
+from jaxkern.triton.attention.quantized_cache_attention.problem import Problem
 
 # Of keys and values alike, on an H200 at 65536 tokens, batch 1 and 16.
 FASTEST = {
@@ -75,8 +75,6 @@ FASTEST = {
 }
 # where that differs for up to 64 dims
 FASTEST_NARROW = FASTEST | {FORMATS[7]: {"BLOCK": 32, "STAGES": 2, "PER_SM": 2}}
-UNIT = 256.0  # the largest coordinate of a query in float16
-WEIGHT = 32768.0  # the largest weight in float16
 
 
 def unsupported(
@@ -149,7 +147,7 @@ def sizes_of(
         rule |= best
     elif bytewise:
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 1}
-    elif any(form[2] > 0 for form in forms):
+    elif any(form.together > 0 for form in forms):
         rule |= {"BLOCK": 16, "STAGES": 4, "PER_SM": 3}
     else:
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 4}
@@ -222,7 +220,7 @@ def launch(
     def region() -> int:
         """Blocks of a warp, and later the sums that it leaves for those of its head."""
         sums = 4 * rows * (values.room + 1) if shares > 1 else 0
-        return max(stages * offsets_of(block, parts)[-1], sums)
+        return max(stages * offsets_of(block, parts).end, sums)
 
     while heads * shares * region() > room:
         if block > 16:
@@ -261,42 +259,33 @@ def launch(
     }
     of_floats = {"bfloat16": gl.bfloat16, "float16": gl.float16}
     types = [of_floats.get(x.dtype.name, gl.float16) for x in (key, value)]
+    problem = Problem(
+        queries=t,
+        tokens=s,
+        key_heads=k,
+        group=g,
+        keys=keys,
+        values=values,
+        key_type=types[0],
+        value_type=types[1],
+        key_entries=0 if key_table is None else key_table.size,
+        value_entries=0 if value_table is None else value_table.size,
+        scale=scale,
+        causal=causal,
+        window=None if window is None else min(window, FAR),
+        softcap=softcap,
+        rows=rows,
+        tiles=tiles,
+        heads=heads,
+        shares=shares,
+        block=block,
+        stages=stages,
+        region=region(),
+        shared=shared,
+    )
     constants = {
-        "T": t,
-        "K": k,
-        "G": g,
-        "KEY_DIMS": h,
-        "VALUE_DIMS": values.dims,
-        "H": keys.room,
-        "HV": values.room,
-        "S": s,
-        "KEY": keys.form,
-        "VALUE": values.form,
-        "KEY_TYPE": types[0],
-        "VALUE_TYPE": types[1],
-        "KEY_GROUPS": keys.groups,
-        "VALUE_GROUPS": values.groups,
-        "KEY_ENTRIES": 0 if key_table is None else key_table.size,
-        "VALUE_ENTRIES": 0 if value_table is None else value_table.size,
-        "SCALE": scale,
-        "CAUSAL": causal,
-        "WINDOW": None if window is None else min(window, FAR),
-        "SOFTCAP": softcap,
-        "FAR": FAR,
-        "LOG2E": LOG2E,
-        "UNIT": UNIT,
-        "WEIGHT": WEIGHT,
+        "P": problem,
         "SPLITS": splits,
-        "ROWS": rows,
-        "TILES": tiles,
-        "PARTS": parts,
-        "AT": offsets_of(block, parts),
-        "REGION": region(),
-        "SHARED": shared,
-        "HEADS": heads,
-        "SHARES": shares,
-        "BLOCK": block,
-        "STAGES": stages,
         "num_warps": warps,
         "num_stages": 1,
         "max_registers": min(65536 // (32 * warps * per_sm) // 8 * 8, 255),

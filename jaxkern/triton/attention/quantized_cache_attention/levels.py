@@ -2,21 +2,17 @@
 
 A word has 32 bits of neighbouring codes. Of keys a register holds two dims of a token;
 of values it holds two tokens for a dim, whose codes are brought together first.
-
-A format is (bits of the main plane, of those behind it together, codes of one lookup),
-the last 0 or less where levels are computed; and, where only the first quarter of a
-vector has bits behind the main plane, the entry that is the first of the other dims'.
 """
 
 from jaxkern.gpu.triton_call import constexpr_function
-from jaxkern.triton.attention.quantized_cache_attention.layouts import planes_of
+from jaxkern.triton.attention.quantized_cache_attention.layouts import Format, planes_of
 
 # An entry has four bytes for each lane and leaves as many to another table, so that its
 # address is a code as the second byte: one instruction.
 ENTRY_BYTES = 256
-INT8 = (8, 0, 0)  # code - 128
-INT4 = (4, 0, 0)  # code - 8
-FLOAT8 = (8, 0, -1)  # the bits of an e4m3fn float
+INT8 = Format(8, 0, 0)  # code - 128
+INT4 = Format(4, 0, 0)  # code - 8
+FLOAT8 = Format(8, 0, -1)  # the bits of an e4m3fn float
 
 
 @constexpr_function
@@ -87,7 +83,7 @@ def spread_fields(plane, width, odd, place):
 @constexpr_function
 def index_bytes(form, word, planes, number):
     """PTX of what four lookups are numbered by, in the bytes of a."""
-    width, together = form[0], form[2]
+    width, together = form.width, form.together
     field = width * together
     mask = ((1 << field) - 1) * 0x01010101
     text = f"shr.u32 a, {word}, {field * number};" if number else f"mov.b32 a, {word};"
@@ -110,12 +106,12 @@ def looked_up(form, word, planes, table, out, later):
       later: PTX that sets e to 0 in lanes that have the first quarter of a vector, from
         c, four times their number.
     """
-    width, together = form[0], form[2]
+    width, together = form.width, form.together
     steps = 8 // (width * together)
     text = "mov.u32 c, %laneid; shl.b32 c, c, 2;"
-    if len(form) > 3:
+    if form.later:
         text += f"{later} min.u32 e, e, 1;"
-        text += f"mad.lo.u32 e, e, {form[3] * ENTRY_BYTES}, {table};"
+        text += f"mad.lo.u32 e, e, {form.later * ENTRY_BYTES}, {table};"
         table = "e"
     kind = "b32" if together == 2 else "b16"
     for step in range(steps):
@@ -140,9 +136,9 @@ def alternating(to, x, y, width, odd):
 @constexpr_function
 def key_levels(FORMAT):
     """PTX of the levels of a word, given the table and words of the other planes."""
-    count = 32 // FORMAT[0] // max(FORMAT[2], 1)
+    count = 32 // FORMAT.width // max(FORMAT.together, 1)
     word, table, *planes = (f"${count + i}" for i in range(4))
-    if FORMAT[0] == 16:
+    if FORMAT.width == 16:
         text = f"mov.b32 {pair(0)}, {word};"
     elif FORMAT == INT4:
         text = int4_levels(word, 0)
@@ -162,7 +158,7 @@ def value_levels(FORMAT):
 
     What tokens have for a dim is brought together before it is decoded, not after.
     """
-    width, together = FORMAT[0], FORMAT[2]
+    width, together = FORMAT.width, FORMAT.together
     count = 32 // width
     later = "shr.u32 e, c, 5;"
     results = count if together == 2 else 2 * count
@@ -186,7 +182,7 @@ def value_levels(FORMAT):
         for odd in (0, 1):
             text += alternating("t", x, y, width, odd)
             if planes_of(FORMAT):
-                text += alternating("u", ours[0], theirs[0], FORMAT[1], odd)
+                text += alternating("u", ours[0], theirs[0], FORMAT.behind, odd)
             out = (lambda i: f"${2 * i}") if odd == 0 else (lambda i: f"${2 * i + 1}")
             text += looked_up(FORMAT, "t", ("u",), table, out, later)
     return REGISTERS + text + " }"
@@ -196,8 +192,8 @@ def value_levels(FORMAT):
 def levels_operands(FORMAT, TOKENS):
     """Of the PTX above for a word of each of so many tokens."""
     inputs = TOKENS
-    if FORMAT[2] > 0:
+    if FORMAT.together > 0:
         inputs += 1 + TOKENS * len(planes_of(FORMAT))
-    if FORMAT[2] == 2:
-        return registers("r", 32 // FORMAT[0] * TOKENS // 2, inputs)
-    return registers("h", 32 // FORMAT[0] * TOKENS, inputs)
+    if FORMAT.together == 2:
+        return registers("r", 32 // FORMAT.width * TOKENS // 2, inputs)
+    return registers("h", 32 // FORMAT.width * TOKENS, inputs)
