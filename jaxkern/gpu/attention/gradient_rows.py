@@ -182,7 +182,7 @@ def gradient_rows(out, lse, dout, dlse, padded: int, tail=None):
     )
 
 
-def given(out, lse, dout, dlse, tail):
+def given(out, lse, dout, dlse, tail) -> tuple[tuple, dict[str, Any]]:
     """(operands, those that are absent); a tail of no numbers is."""
     operands = out, lse, dout, dlse
     if tail is None or not tail.shape[-1]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ UNGATED: dict[str, Callable[..., jax.Array]] = {
     for name in get_args(Activation)
 }
 
-REFERENCES = {  # and their gradients
+REFERENCES: dict[str, tuple[Callable[..., Any], ...]] = {  # and their gradients
     "swiglu": tuple(
         partial(f, alpha=1.0, limit=None, up_offset=0.0)
         for f in (swiglu_reference, swiglu_bwd_reference)
