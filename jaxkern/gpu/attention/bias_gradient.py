@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.attention.operands import GradientOperands
 from jaxkern.primitives.attention.attend import with_tail
 from jaxkern.primitives.attention.attention import attention_bwd_reference
 
@@ -28,12 +29,13 @@ def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
     @functools.wraps(bwd)
     def complete(*operands, wanted, scale, causal, window, softcap, **own):
         options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
-        bias: Any = operands[3]
+        o = GradientOperands(*operands)
+        bias: Any = o.bias
         *want_others, want_bias, want_sinks = wanted
         if bias is None or not want_bias:
             wanted = *want_others, False, want_sinks
             return bwd(*operands, wanted=wanted, **options, **own)
-        (b, t, n, _), s = operands[0].shape, operands[1].shape[1]
+        (b, t, n, _), s = o.query.shape, o.key.shape[1]
         of_rows = bias.shape[3] == 1
         size = b * n * t * s * bias.dtype.itemsize
         large = bias.shape != (b, n, t, s) and size > MAX_SLOPES_BYTES
@@ -41,7 +43,7 @@ def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
         slopes: Any
         dq, dk, dv, slopes, dsinks = bwd(*operands, wanted=wanted, **options, **own)
         if of_rows:
-            slopes = sums_of_rows(*operands[-6:])
+            slopes = sums_of_rows(o)
         elif large:
             slopes = attention_bwd_reference(*operands, **options)[3]
         axes = [i for i in range(4) if bias.shape[i] < slopes.shape[i]]
@@ -52,12 +54,13 @@ def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
     return complete
 
 
-def sums_of_rows(sinks, out, lse, tail, dout, dlse) -> jax.Array:
+def sums_of_rows(o: GradientOperands) -> jax.Array:
     """dS summed over the keys, [b n t 1]: 0 but for the sinks' share and for dlse."""
-    rows = dlse
-    if sinks is not None:
-        taken = jnp.exp(sinks.astype(jnp.float32) - lse)
-        slope = jnp.sum(with_tail(out, tail) * dout.astype(jnp.float32), -1) - dlse
+    rows = o.dlse
+    if o.sinks is not None:
+        taken = jnp.exp(o.sinks.astype(jnp.float32) - o.lse)
+        dout = o.dout.astype(jnp.float32)
+        slope = jnp.sum(with_tail(o.out, o.tail) * dout, -1) - o.dlse
         rows = rows + taken * slope
-    rows = jnp.where(lse == -jnp.inf, 0.0, rows)
+    rows = jnp.where(o.lse == -jnp.inf, 0.0, rows)
     return jnp.moveaxis(rows, 1, 2)[..., None]

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.gpu.attention import visible
 from jaxkern.gpu.attention.bias_gradient import with_bias_gradient
+from jaxkern.gpu.attention.operands import GradientOperands
 from jaxkern.gpu.attention.visible import segment_bounds
 from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
 from jaxkern.pallas.attention.attention import fwd
@@ -86,22 +87,7 @@ def slower(query: Any, key: Any, value: Any, **_: Any) -> str | None:
 
 @with_bias_gradient
 def attention_bwd(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    out,
-    lse,
-    tail,
-    dout,
-    dlse,
-    *,
+    *operands: Any,
     scale,
     causal,
     window,
@@ -110,20 +96,23 @@ def attention_bwd(
     interpret=False,
 ):
     """(dq, dk, dv, dS, dsinks); `interpret` runs the kernels on a CPU."""
+    o = GradientOperands(*operands)
+    query, key, value, bias, mask = o.query, o.key, o.value, o.bias, o.mask
+    out, dout = o.out, o.dout
     c = problem(query, key, value, bias, scale, causal, window, softcap)
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)  # and block_q
     apart = wanted[0] and bias is None and c.h + c.hv <= NARROW
     if apart:  # the kernel that holds queries adds rowsum(dout out)
-        lse2, delta = laid_out(lse, -dlse, c.blocks * c.block_q)
+        lse2, delta = laid_out(o.lse, -o.dlse, c.blocks * c.block_q)
     else:
-        lse2, delta = rows_of(c, out, lse, tail, dout, dlse, interpret)
+        lse2, delta = rows_of(c, out, o.lse, o.tail, dout, o.dlse, interpret)
     # Tiles of lengths that are known can be dealt; few tiles of long ones cannot.
-    known = mask is None and q_segment_ids is None and kv_lengths is None
+    known = mask is None and o.q_segment_ids is None and o.kv_lengths is None
     several = apart and known and (not causal or min(c.s, window or c.s) <= SHORT)
     programs = min(c.tiles, num_sms()) if several else c.tiles
     c = dataclasses.replace(c, programs=programs)
-    q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
-    key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
+    q_ids, kv_ids = int32(o.q_segment_ids), int32(o.kv_segment_ids)
+    key, value = without_rest(key, o.kv_lengths), without_rest(value, o.kv_lengths)
     operands = (
         copyable(query, ROWS),
         copyable(key, ROWS),
@@ -168,10 +157,9 @@ def attention_bwd(
             scratch_types=(buffers, barriers),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands, *ids, *pairs, int32(kv_lengths), int32(q_offset))
+        )(*operands, *ids, *pairs, int32(o.kv_lengths), int32(o.q_offset))
 
-    if tail is not None and not tail.shape[-1]:
-        tail = None
+    tail = o.tail if o.tail is not None and o.tail.shape[-1] else None
     dq = dk = dv = slopes = dsinks = None
     if wanted[0] or wanted[3]:
         if wanted[3]:
@@ -234,5 +222,5 @@ def attention_bwd(
         )
         dk, dv = dk[:, : c.s], dv[:, : c.s]
     if wanted[4]:
-        dsinks = sinks_gradient(sinks, lse2, delta)
+        dsinks = sinks_gradient(o.sinks, lse2, delta)
     return dq, dk, dv, slopes, dsinks

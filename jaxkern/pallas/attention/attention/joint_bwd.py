@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.gpu.attention.gradient_rows import HEAD_DIM
+from jaxkern.gpu.attention.operands import GradientOperands
 from jaxkern.gpu.attention.visible import segment_bounds
 from jaxkern.pallas.attention.attention import bwd
 from jaxkern.pallas.attention.attention.fwd import copyable, int32, padded_rows
@@ -81,22 +82,7 @@ def slower(
 
 
 def attention_bwd(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    out,
-    lse,
-    tail,
-    dout,
-    dlse,
-    *,
+    *operands: Any,
     scale,
     causal,
     window,
@@ -105,17 +91,20 @@ def attention_bwd(
     interpret=False,
 ):
     """(dq, dk, dv, None, dsinks); `interpret` runs the kernel on a CPU."""
+    o = GradientOperands(*operands)
+    query, key, value, bias, mask = o.query, o.key, o.value, o.bias, o.mask
+    out, dout = o.out, o.dout
     assert bias is None and mask is None and softcap is None  # the row refuses them
     c = problem(query, key, value, None, scale, causal, window, softcap)
     # With block_q = CONSUMERS * ROWS and one tile a program.
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)
-    q_ids, kv_ids, bounds = int32(q_segment_ids), int32(kv_segment_ids), None
+    q_ids, kv_ids, bounds = int32(o.q_segment_ids), int32(o.kv_segment_ids), None
     if q_ids is not None and kv_ids is not None:
         bounds = segment_bounds(kv_ids, q_ids, KEYS, BLOCK)
         q_ids, kv_ids = padded_rows(q_ids, BLOCK), padded_rows(kv_ids, KEYS)
-    key, value = without_rest(key, kv_lengths), without_rest(value, kv_lengths)
+    key, value = without_rest(key, o.kv_lengths), without_rest(value, o.kv_lengths)
     lse2, delta, counts, units, nothing = counted_rows(
-        c, key, value, out, lse, dout, dlse, interpret, tail
+        c, key, value, out, o.lse, dout, o.dlse, interpret, o.tail
     )
     q, k, v, dout = (
         copyable(x.astype(query.dtype), ROWS) for x in (query, key, value, dout)
@@ -182,9 +171,9 @@ def attention_bwd(
         q_ids,
         kv_ids,
         bounds,
-        int32(kv_lengths),
-        int32(q_offset),
+        int32(o.kv_lengths),
+        int32(o.q_offset),
     )
     dq = counted(dq, units, c.t, query.dtype, interpret)
-    dsinks = sinks_gradient(sinks, lse2, delta) if wanted[4] else None
+    dsinks = sinks_gradient(o.sinks, lse2, delta) if wanted[4] else None
     return dq, dk[:, : c.s], dv[:, : c.s], None, dsinks

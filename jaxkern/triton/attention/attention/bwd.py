@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.attention.bias_gradient import with_bias_gradient
 from jaxkern.gpu.attention.gradient_rows import gradient_rows
+from jaxkern.gpu.attention.operands import GradientOperands
 from jaxkern.gpu.attention.visible import segment_bounds, slower
 from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.triton.attention.attention import fwd
@@ -82,22 +83,7 @@ def key_gradients(given, constants, query, dout, key, value):
 
 @with_bias_gradient
 def attention_bwd(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    out,
-    lse,
-    tail,
-    dout,
-    dlse,
-    *,
+    *operands: Any,
     scale,
     causal,
     window,
@@ -105,34 +91,36 @@ def attention_bwd(
     wanted,
 ):
     """(dq, dk, dv, dS, dsinks)"""
+    o = GradientOperands(*operands)
+    query, key, value, bias, mask = o.query, o.key, o.value, o.bias, o.mask
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     want_q, want_k, want_v, want_slopes, want_sinks = wanted
     padded = -(-t // PADDING) * PADDING
-    lse2, delta = gradient_rows(out, lse, dout, dlse, padded, tail)
+    lse2, delta = gradient_rows(o.out, o.lse, o.dout, o.dlse, padded, o.tail)
     given, constants = operands_and_constants(
         query,
         key,
         value,
         bias,
         mask,
-        q_segment_ids,
-        kv_segment_ids,
-        kv_lengths,
-        q_offset,
+        o.q_segment_ids,
+        o.kv_segment_ids,
+        o.kv_lengths,
+        o.q_offset,
         scale,
         causal,
         window,
         softcap,
     )
-    given |= {"dout_ptr": factor(dout), "lse2_ptr": lse2, "delta_ptr": delta}
+    given |= {"dout_ptr": factor(o.dout), "lse2_ptr": lse2, "delta_ptr": delta}
     q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
     dq = slopes = dsinks = None
     dk, dv = key_gradients(
         given,
         constants,
         query,
-        dout,
+        o.dout,
         key if want_k else None,
         value if want_v else None,
     )
@@ -154,7 +142,7 @@ def attention_bwd(
         )
     if want_sinks:
         share = jnp.exp2(
-            sinks.astype(jnp.float32)[:, None] * LOG2_E - lse2[..., :t]
+            o.sinks.astype(jnp.float32)[:, None] * LOG2_E - lse2[..., :t]
         )  # [b n t]; 0 where lse2 is inf
-        dsinks = -jnp.sum(share * delta[..., :t], (0, 2)).astype(sinks.dtype)
+        dsinks = -jnp.sum(share * delta[..., :t], (0, 2)).astype(o.sinks.dtype)
     return dq, dk, dv, slopes, dsinks
