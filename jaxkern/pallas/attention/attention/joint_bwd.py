@@ -1,7 +1,7 @@
 """Gradients of attention on Hopper in one kernel of five products.
 
 A program holds 128 keys and walks over the queries that see them, through all heads of
-the group, as `keys_kernel` does; flash_attention_bwd.py has the formulas. It also
+the group, as `keys_kernel` does; bwd.py has the formulas. It also
 computes what its keys add to dq, so S and dP are computed once.
 
 dS goes to shared memory. Each consumer reads that of both and computes half of the
