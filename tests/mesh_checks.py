@@ -99,12 +99,15 @@ def cut_once(names: list[str], axis_of: dict[str, str]) -> tuple[str | None, ...
 
 
 def few_layouts(p: KernelPrimitive, operands: Sequence) -> list[Layout]:
-    """For `make test`: two dims, a pair of dims, and an operand that is cut alone."""
+    """For `make test`: a pair of dims, and an operand that is cut alone.
+
+    One dim where there is no pair; each dim by itself is what `check_every_dim` cuts.
+    """
     every = list(layouts(p, operands))
     random.Random(p.name).shuffle(every)
     singles = [x for x in every if "," not in x.title and not x.alone]
     pairs = [x for x in every if "," in x.title and not x.alone]
-    return singles[:2] + pairs[:1] + [x for x in every if x.alone][:1]
+    return (pairs or singles)[:1] + [x for x in every if x.alone][:1]
 
 
 def mesh_case(p: KernelPrimitive) -> Case:
