@@ -98,4 +98,5 @@ def openness(gate: Float[Array, "..."] | None) -> Float[Array, "... 1"] | float:
 moe_weighted_reduce_p = kernel_primitive(
     moe_weighted_reduce_reference,
     bwd=moe_weighted_reduce_bwd_reference,
+    replicated=("slot",),  # what is added to their sum is added once
 )
