@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.primitives.norm import layer_norm as layer_norm_op
+from jaxkern.primitives.norm.layer_norm import (
+    layer_norm_bwd_reference,
+    layer_norm_fwd_reference,
+)
 from jaxkern.primitives.rope.rope import apply_rope_reference
 from jaxkern.triton.norm import layer_norm
 from jaxkern.triton.rope import rope as apply_rope
@@ -61,12 +64,10 @@ def test_layer_norm_with_an_offset_of_its_weight(offset):
         y, *saved = layer_norm.layer_norm_fwd(x, weight, bias, **options)
         operands = (x, weight, bias, *saved, dy)
         grads = layer_norm.layer_norm_bwd(*operands, wanted=(True,) * 3, **options)
-    expected = layer_norm_op.layer_norm_fwd_reference(x, weight, bias, **options)
+    expected = layer_norm_fwd_reference(x, weight, bias, **options)
     np.testing.assert_allclose(y, expected[0], atol=1e-5)
     operands = (x, weight, bias, *expected[1:], dy)
-    for g, e in zip(
-        grads, layer_norm_op.layer_norm_bwd_reference(*operands, **options), strict=True
-    ):
+    for g, e in zip(grads, layer_norm_bwd_reference(*operands, **options), strict=True):
         np.testing.assert_allclose(g, e, atol=1e-5)
 
 
