@@ -116,7 +116,9 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, num_tensors: int) -> Llam
     gelu = form.activation == "gelu_tanh"
     if gelu and keys.string("hidden_activation", GELU) != GELU:
         raise keys.error("hidden_activation", f"expected {GELU}")
-    scaled = "query_pre_attn_scalar" in form.features
+    scale = None
+    if "query_pre_attn_scalar" in form.features:
+        scale = keys.number("query_pre_attn_scalar") ** -0.5
     return LlamaConfig(
         architecture=keys.arch,
         context=context,
@@ -135,9 +137,7 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, num_tensors: int) -> Llam
         windowed=windowed,
         local=local,
         rotated=rotated_of(form, keys, layers),
-        attention_scale=keys.number("query_pre_attn_scalar") ** -0.5
-        if scaled
-        else None,
+        attention_scale=scale,
         attention_softcap=cap("attn_logit_softcapping") if capped else None,
         logit_softcap=cap("final_logit_softcapping") if capped else None,
         activation=form.activation,

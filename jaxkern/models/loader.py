@@ -17,7 +17,7 @@ def load(path: str | PathLike[str], policy: "Policy" = "auto") -> tuple[Any, Any
 
     Args:
       path: a GGUF file, or a folder with `config.json` and `*.safetensors`.
-      policy: how the weights are kept; see `jaxkern.models.weight_reader.choose_policy`.
+      policy: how the weights are kept; see `weight_reader.choose_policy`.
 
     Returns:
       What `prefill` and `decode` of `jaxkern.models.cached_steps` take, and the
