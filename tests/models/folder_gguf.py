@@ -16,7 +16,7 @@ PERMUTED = ("llama", "smollm3")  # rows of q and k: pairs of neighbours rotate
 NORMS_PLUS_ONE = ("gemma2", "gemma3")
 
 
-def write_gguf_of(folder: Path, path: Path) -> Path:
+def write_gguf_of(folder: Path, path: Path, *, quantized: bool = False) -> Path:
     """Keys and tensors of the folder under the names of its GGUF architecture."""
     model = described(read_safetensors_folder(folder))
     kind = NAMES[model.architecture.name]
@@ -31,7 +31,11 @@ def write_gguf_of(folder: Path, path: Path) -> Path:
             w = heads.swapaxes(1, 2).reshape(w.shape)
         if kind in NORMS_PLUS_ONE and part.endswith("norm"):
             w = w + 1
-        writer.add_tensor(name, w)
+        if quantized and w.ndim == 2 and w.shape[1] % 32 == 0:
+            q8 = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(w, q8), raw_dtype=q8)
+        else:
+            writer.add_tensor(name, w)
     scaling = model.config.scaling
     if isinstance(scaling, LongRopeScaling):
         for name in ("long", "short"):

@@ -149,6 +149,21 @@ def test_a_gguf_file_is_the_same_model(name, folder):
     np.testing.assert_allclose(logits[0], golden["logits"][39], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2"])
+def test_packed_weights_are_those_of_the_file(name, folder):
+    """Blocks of 8 bits, kept or decoded: the same logits."""
+    path = folder / f"{name}-q8.gguf"
+    file = read_gguf(write_gguf_of(FOLDERS[name], path, quantized=True))
+    tokens = loaded(name)[2]["tokens"][None, :9]
+    logits = []
+    for policy in ("f32", "packed"):
+        config, weights = load_file(file, policy)
+        page = page_of(config)
+        x, _ = page.hidden_states(config, weights, tokens)
+        logits.append(page.logits(config, weights, x))
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", IN_GGUF)
 def test_every_key_of_a_gguf_file_is_used_harmless_or_refused(name, folder):
     file = gguf_of(name, folder)
