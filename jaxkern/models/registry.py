@@ -11,10 +11,13 @@ from typing import Any
 from jaxkern.formats.architecture_keys import architecture_keys
 from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import SafetensorsFolder
-from jaxkern.models import hugging_face, llama_files
+from jaxkern.models import gemma4_files, hugging_face, llama_files
 from jaxkern.models.architecture import Architecture, ModelFile, Tensor
 
-ARCHITECTURES: tuple[Architecture, ...] = llama_files.ARCHITECTURES
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *llama_files.ARCHITECTURES,
+    *gemma4_files.ARCHITECTURES,
+)
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}
 
