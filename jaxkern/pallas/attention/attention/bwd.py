@@ -135,8 +135,8 @@ class Launches:
 
     def __init__(self, o: GradientOperands, c: Problem, interpret: bool):
         self.o, self.c, self.interpret = o, c, interpret
-        self.q_ids, self.kv_ids = int32(o.q_segment_ids), int32(o.kv_segment_ids)
-        self.segmented = self.q_ids is not None and self.kv_ids is not None
+        q_ids, kv_ids = int32(o.q_segment_ids), int32(o.kv_segment_ids)
+        self.segments = None if q_ids is None or kv_ids is None else (q_ids, kv_ids)
         self.shared = tuple(
             copyable(x, ROWS)
             for x in (
@@ -147,17 +147,17 @@ class Launches:
             )
         )
         self.ids = None, None
-        if self.segmented:  # whole tiles of every kernel
-            ids = padded_rows(self.q_ids, c.block_q), padded_rows(self.kv_ids, KEYS)
-            self.ids = ids
+        if self.segments:  # whole tiles of every kernel
+            q_ids, kv_ids = self.segments
+            self.ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, KEYS)
 
     def pairs(self, held: int, block: int, turned: bool, copied: bool) -> tuple:
         """Bias, words and bounds of a kernel that holds keys (`turned`) or queries."""
         c, bias, mask = self.c, self.o.bias, self.o.mask
         bounds = words = own_bias = None
-        if self.segmented:
-            both = self.q_ids, self.kv_ids
-            bounds = segment_bounds(*(both[::-1] if turned else both), held, block)
+        if self.segments:
+            rows, columns = self.segments[::-1] if turned else self.segments
+            bounds = segment_bounds(rows, columns, held, block)
         if mask is not None:
             shown = jnp.swapaxes(mask, 2, 3) if turned else mask
             lengths = (c.s, c.t) if turned else (c.t, c.s)

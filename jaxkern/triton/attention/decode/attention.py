@@ -17,6 +17,7 @@ from jaxkern.gpu.attention.over_sequences import over_sequences
 from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.attention.attend import saves_no_tail
+from jaxkern.primitives.attention.operands import AttentionOperands
 from jaxkern.triton.attention.decode.decode_kernel import decode_attention_kernel
 from jaxkern.triton.attention.decode.decode_sizes import (
     FEW_ROWS,
@@ -183,22 +184,10 @@ def launch(
     )
 
 
-def attention(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    **options,
-):
-    del bias, mask, q_segment_ids, kv_segment_ids  # the row refuses them
-    operands = query, key, value, None, kv_lengths, q_offset, sinks
-    return over_sequences(launch, (1, 2), (6,), *operands, **options)
+def attention(*operands: Any, **options: Any) -> tuple:
+    o = AttentionOperands(*operands)  # the row refuses a bias, a mask and segments
+    taken = o.query, o.key, o.value, None, o.kv_lengths, o.q_offset, o.sinks
+    return over_sequences(launch, (1, 2), (6,), *taken, **options)
 
 
 attention_fwd = saves_no_tail(attention)
