@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+LOADERS = "tests/models/test_llama.py", "tests/models/test_hugging_face.py"
 MANY_OPS = ["tests/test_every_op.py", "-k", "dynamic_tanh or l2_norm or swiglu-plain"]
 # files, and the pytest arguments that concern them: the quickest to fail come first
 TESTS = {
@@ -35,8 +36,7 @@ TESTS = {
     "jaxkern/lowering": [["tests/lowering", "--ignore=tests/lowering/apple"], MANY_OPS],
     "jaxkern/formats": [
         ["tests/formats", "tests/models/test_architecture_keys.py"],
-        ["tests/models/test_llama.py", "-k", "refused or refuses or missing"],
-        ["tests/models/test_hugging_face.py", "-k", "refused or llama"],
+        [*LOADERS, "-k", "refus"],
         ["tests/models/test_command_line.py"],
     ],
 }

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.attention.over_sequences import over_sequences
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, max_shared_bytes, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.attention.decode.attention import FAR, MAX_QUERIES
@@ -53,7 +53,7 @@ def unsupported(
     return unsupported_anywhere()
 
 
-def sizes_of(t: int, n: int, sequences: int, h: int, dtype: Any) -> dict[str, int]:
+def sizes_of(t: int, n: int, sequences: int) -> dict[str, int]:
     """Tokens of about 150 KB in flight beside the queries; finer where few programs."""
     rows = min(max(next_power_of_2(t * n), 16), MAX_ROWS)
     if max_shared_bytes() < 200 * 1024:
@@ -65,7 +65,7 @@ def sizes_of(t: int, n: int, sequences: int, h: int, dtype: Any) -> dict[str, in
     else:
         block, stages = 32, 4
     rule = {"ROWS": rows, "BLOCK": block, "num_warps": 4 if rows == 16 else 8}
-    return tuned("latent_attention", h, dtype, rule | {"num_stages": stages})
+    return rule | {"num_stages": stages}
 
 
 @jit
@@ -157,7 +157,7 @@ def launch(
 ) -> tuple:
     b, t, n, h = query.shape
     s = latent.shape[1]
-    sizes = sizes_of(t, n, b, h, latent.dtype)
+    sizes = sizes_of(t, n, b)
     tiles, block = -(-t * n // sizes["ROWS"]), sizes["BLOCK"]
     splits = num_splits(
         b * tiles,

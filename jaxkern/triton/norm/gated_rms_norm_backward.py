@@ -213,7 +213,6 @@ def gated_norm_bwd(
         "dy_ptr": dy,
     }
     sizes, stripes = backward_sizes(
-        "gated_norm_bwd",
         x,
         streams=4,
         sums=1,
@@ -228,7 +227,7 @@ def gated_norm_bwd(
             (num_rows(x),),
             given,
             {"along_ptr": per_row(x)},
-            means_sizes("gated_norm_means", x) | options,
+            means_sizes(x) | options,
         )
     partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], x.shape[-1]), jnp.float32)
     results = [like(x), like(gate), None if weight is None else partial]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.row_tiles import read, read_and_keep, write
@@ -49,8 +49,7 @@ def tile_sizes(kernel: str, x: jax.Array, elements: int) -> dict:
     warps = max(1, min(8, high * wide // 256))
     # further tiles in flight cost the small groups more programs than they are worth
     stages = 1 if channels * pixels < LONGEST and kernel == "group_norm_fwd" else 3
-    rule = {"HIGH": high, "WIDE": wide, "STAGES": stages, "num_warps": warps}
-    sizes = tuned(kernel, channels * pixels, x.dtype, rule)
+    sizes = {"HIGH": high, "WIDE": wide, "STAGES": stages, "num_warps": warps}
     tiles = -(-channels // sizes["HIGH"]) * -(-pixels // sizes["WIDE"])
     return sizes | {"GROUPS": groups, "C": channels, "P": pixels, "TILES": tiles}
 

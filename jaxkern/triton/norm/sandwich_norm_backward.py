@@ -248,7 +248,6 @@ def sandwich_norm_bwd(
     options = {"OFFSET": offset, "SCALE_STRIDE": stride}
     read_once = (x, held, dtotal, *dys, *vectors)
     sizes, stripes = backward_sizes(
-        "sandwich_norm_bwd",
         x,
         streams=sum(v is not None for v in read_once),
         sums=sum(wanted[2:]),
@@ -267,7 +266,7 @@ def sandwich_norm_bwd(
             (num_rows(x),),
             given,
             wanted_means,
-            means_sizes("sandwich_norm_means", x) | options,
+            means_sizes(x) | options,
         )
         means = dict(zip(means, found, strict=True))
     partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], x.shape[-1]), jnp.float32)

@@ -29,7 +29,7 @@ from jaxkern.gpu.attention import visible
 from jaxkern.gpu.attention.bias_gradient import with_bias_gradient
 from jaxkern.gpu.attention.operands import GradientOperands
 from jaxkern.gpu.attention.visible import segment_bounds
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import num_sms
 from jaxkern.pallas.attention.attention import fwd
 from jaxkern.pallas.attention.attention.fwd import copyable, int32, padded_rows
 from jaxkern.pallas.attention.attention.gradient_blocks import (
@@ -221,12 +221,7 @@ class Launches:
         """(dk, dv), whole tiles of them."""
         o, c = self.o, self.c
         _, k, v, _ = self.shared
-        found = tuned(
-            "hopper_flash_attention_bwd_keys",
-            next_power_of_2(max(c.h, c.hv)),
-            o.query.dtype,
-            keys_plan(c.h, c.hv, pair_bytes(o.bias)),
-        )
+        found = keys_plan(c.h, c.hv, pair_bytes(o.bias))
         keys, block = found["KEYS"], found["BLOCK_Q"]
         shared, in_turn = keys == ROWS, c.h + c.hv > NARROW
         programs = whole = -(-c.s // keys) * c.b * (c.n // c.group)

@@ -134,17 +134,6 @@ def added_weights(z, top, total):
 
 
 @jit
-def with_sink(sinks_ptr, at, top, total, acc, LOG2E: tl.constexpr):
-    """One more logit for each row, which takes weight and has no value."""
-    sink = tl.load(sinks_ptr + at).to(tl.float32) * LOG2E
-    higher = tl.maximum(top, sink)
-    base = tl.where(higher == -float("inf"), 0.0, higher)
-    shrink = tl.exp2(top - base)
-    total = total * shrink + tl.exp2(sink - base)
-    return base, total, acc * shrink[:, None]
-
-
-@jit
 def share_and_lse(top, total, SPLITS: tl.constexpr, LOG2E: tl.constexpr):
     """(seen, total without zeros, log-sum-exp: natural of one share, else base 2)."""
     seen = total != 0.0
@@ -261,8 +250,13 @@ def decode_attention_kernel(
             acc = tl.dot(p, v.to(tl.float32), acc, input_precision="tf32x3")
 
     if SPLITS == 1 and sinks_ptr is not None:
-        at_sink = head * G + r % G
-        top, total, acc = with_sink(sinks_ptr, at_sink, top, total, acc, LOG2E)
+        sink = tl.load(sinks_ptr + head * G + r % G).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.exp2(sink - base)
+        acc = acc * shrink[:, None]
+        top = base
     seen, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
     to = row * SPLITS + split
     tl.store(lse_ptr + to, lse, present)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import max_shared_bytes
 
 MAX_ROWS = 128  # of a program: queries times heads of one key head
@@ -65,8 +65,7 @@ def sizes_of(
         stages -= 1
     held = (stages - 1) * block * row + 8192
     per_sm = 1 if alone else max_shared_bytes() // held
-    rule = {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
-    return tuned("decode_attention", h, dtype, rule)
+    return {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
 
 
 def num_splits(

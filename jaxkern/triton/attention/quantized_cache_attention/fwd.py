@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.attention.over_sequences import over_sequences
-from jaxkern.gpu.device import num_sms, tuned
+from jaxkern.gpu.device import num_sms
 from jaxkern.gpu.triton_call import gl, max_shared_bytes
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.turboquant.vector_codec import VectorCodec
@@ -114,9 +114,7 @@ def unsupported(
     return unsupported_anywhere(query=query, sinks=rest.get("sinks"))
 
 
-def sizes_of(
-    k: int, forms: tuple, groups: int, wide: bool, h: int, dtype: Any
-) -> dict[str, int]:
+def sizes_of(k: int, forms: tuple, groups: int, wide: bool, h: int) -> dict[str, int]:
     """Programs of a multiprocessor, as registers allow, and what each has.
 
     HEADS: neighbours, that programs read whole lines. SHARES: of the tokens of each.
@@ -153,8 +151,7 @@ def sizes_of(
     else:
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 4}
     heads = math.gcd(k, most)
-    rule |= {"HEADS": heads, "SHARES": warps // heads}
-    return tuned("decode_quantized", h, dtype, rule)
+    return rule | {"HEADS": heads, "SHARES": warps // heads}
 
 
 def num_shares(pairs: int, blocks: int, rounds: int, slots: int, alone: bool) -> int:
@@ -253,7 +250,7 @@ def launch(
     forms = keys.form, values.form
     wide = max(rows, 8) * dims > 1024
     groups = max(keys.groups, values.groups)
-    sizes = sizes_of(k, forms, groups, wide, dims, key.dtype)
+    sizes = sizes_of(k, forms, groups, wide, dims)
     seen = s if window is None else min(s, window + t - 1)
     whole = seen <= sizes["BLOCK"]
     entries = [0 if x is None else x.size for x in (key_table, value_table)]
