@@ -6,8 +6,8 @@ statement left out. Some of them are drawn (--limit, --seed), each is tried in a
 the tree with the tests that concern its file, and what survives is printed: a test is
 missing there, or the change means nothing. docs/design/mutation.md has the last score.
 
-Not changed are docstrings, annotations, decorators, the words of an error, and what only
-asserts: `assert` and zip's `strict=`.
+Not changed are docstrings, annotations, decorators, the words of an error, and what
+only asserts: `assert` and zip's `strict=`.
 """
 
 import argparse
