@@ -44,7 +44,7 @@ def driver_version() -> int:
 
 
 def max_parameter_bytes() -> int:
-    """Of all parameters of a kernel: more than 4 KiB since CUDA 12.1.
+    """What all parameters of a kernel may take: more than 4 KiB since CUDA 12.1.
 
     Where no driver is, what is compiled is for a machine with a newer one.
     """
@@ -77,7 +77,7 @@ def compiling_for(capability: int) -> Iterator[None]:
 
 
 def compute_capability() -> int:
-    """Of the GPU that is compiled for: this machine's, else the oldest supported."""
+    """90 for an H200: of this machine's GPU, or the oldest that is supported."""
     if assumed_capability:
         return assumed_capability[-1]
     return device_capability() or OLDEST

@@ -54,7 +54,7 @@ def weights_kernel(
 
 
 class Tiles:
-    """Of dw those that a program computes, `mine` of them."""
+    """The tiles of dw that a program computes, `mine` of them."""
 
     def __init__(self, program: Any, starts_ref: Any, stops_ref: Any, c: Problem, m):
         self.program, self.c = program, c

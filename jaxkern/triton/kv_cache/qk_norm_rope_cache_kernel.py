@@ -150,7 +150,7 @@ def carry_over_both(
     PROGRAMS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """What is of keys, then what is of values."""
+    """Carries over the rows of two arrays: of keys, then of values."""
     carry_over(program, olds[0], news[0], places, CALL, PROGRAMS, TILES[0])
     carry_over(program, olds[1], news[1], places, CALL, PROGRAMS, TILES[1])
 

@@ -25,7 +25,7 @@ from jaxkern.triton.norm.row_tiles import (
 )
 
 LONGEST = 8192  # columns of a row that stays in registers
-MOST = 16384  # of one of which the sums do
+MOST = 16384  # columns of a row of which the sums for the vectors stay there
 
 
 @jit

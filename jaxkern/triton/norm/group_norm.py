@@ -55,7 +55,7 @@ def tile_sizes(kernel: str, x: jax.Array, elements: int) -> dict:
 
 
 def num_parts(rows: int, size: int, tiles: int) -> int:
-    """Of a group: 1 where groups fill the GPU and stay in its L2 cache."""
+    """Parts that a group is cut into: 1 where groups fill the GPU and its L2 cache."""
     if size <= max(SMALL, min(LONGEST, 2048 * rows)):
         return 1
     parts = max(WAVES * num_sms() // max(rows, 1), -(-size // LONGEST))

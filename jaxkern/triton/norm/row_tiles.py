@@ -132,13 +132,13 @@ def summed(partial: jax.Array | None, like: jax.Array | None) -> jax.Array | Non
 
 @jit
 def read(ptr, at, mask):
-    """For the last time."""
+    """Loads what no program reads again: it is the first to leave the caches."""
     return tl.load(ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @jit
 def read_and_keep(ptr, at, mask):
-    """To be read again soon."""
+    """Loads what is soon read again: it is the last to leave the caches."""
     return tl.load(ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
 
 
@@ -168,7 +168,7 @@ def as_float32(tiles):
 
 @constexpr_function
 def num_lines(bits, d):
-    """Of a row in the caches, rounded up to a power of 2."""
+    """Cache lines of a row, rounded up to a power of 2."""
     return 1 << ((d * bits + 1023) // 1024 - 1).bit_length()
 
 
@@ -197,7 +197,7 @@ def prefetch_rows(ptrs, COUNT: tl.constexpr, row, D: tl.constexpr):
 
 @jit
 def write(ptr, at, value, mask):
-    """Nothing where the result is not wanted."""
+    """Stores; where the result is not wanted, nothing happens."""
     if ptr is not None:
         tl.store(ptr + at, value, mask, eviction_policy="evict_first")
 

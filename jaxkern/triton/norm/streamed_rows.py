@@ -60,7 +60,7 @@ def stream_sizes(x: jax.Array, weight: jax.Array | None) -> dict | None:
 
 
 def even_programs(rows: int) -> int:
-    """As few as have no more rows each than with all multiprocessors."""
+    """The fewest programs of which none has more rows than if each SM ran one."""
     most = -(-rows // num_sms())
     return -(-rows // max(1, most))
 

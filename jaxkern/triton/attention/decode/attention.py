@@ -33,11 +33,11 @@ MAX_QUERIES = 8
 MAX_HEAD_DIM = 512
 MAX_WIDE_TILES = 256  # of rows, in float32, times head dims
 AT_ONCE = 4  # programs of one block that a multiprocessor runs at once
-FEW = 8  # programs for each key head, or more, make sequences few
+FEW = 8  # sequences are few where the GPU has so many programs for each key head
 FAR = 2**30  # positions are clipped to it
-MAX_COMPARED = 1024  # lengths that every program reads
-MAX_SHARE = 4096  # keys, where lengths are alike
-MAX_MERGED = 4096  # rows; to merge more costs more than to balance lengths gives
+MAX_COMPARED = 1024  # the most lengths that every program compares
+MAX_SHARE = 4096  # keys of a share, where sequences are alike in length
+MAX_MERGED = 4096  # rows: merging more costs more than balanced lengths save
 
 
 def unsupported(query: Any, value: Any, **rest: Any) -> str | None:

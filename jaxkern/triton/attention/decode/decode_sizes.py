@@ -18,7 +18,7 @@ STAGE_BYTES = 32768  # keys and values that are loaded together
 # What the plan assumes, in microseconds: H200, measured by `benchmarks`.
 BYTES_PER_US = 4.3e6
 BLOCK_US = 0.25  # of a block of keys in a program that has its memory to itself
-KEY_US = 0.01  # and of each of its keys
+KEY_US = 0.01  # of each key of such a block, besides
 START_US = 1.5
 MERGE_US = 4.0
 ROW_US = 0.0012  # of each row that is merged

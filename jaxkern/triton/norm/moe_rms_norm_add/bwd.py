@@ -88,7 +88,7 @@ def moe_norm_means_kernel(
 
 @jit
 def mean_of(ptr, row, products, D: tl.constexpr):
-    """Along a row: given, or of a whole row."""
+    """The mean along a row: as it was given, or of the products of the whole row."""
     if ptr is None:
         return tl.sum(products, 0) / D
     else:
@@ -232,13 +232,13 @@ def moe_rms_norm_add_bwd(
 
 
 def means_sizes(experts: int) -> dict:
-    """A chunk: two sums an expert stay in registers."""
+    """A chunk of columns; registers hold two sums for each expert beside it."""
     block = 1024 if experts <= 8 else 256
     return {"BLOCK": block, "num_warps": 4}
 
 
 def backward_sizes(residual: jax.Array) -> tuple[dict, int]:
-    """And how many stripes of columns."""
+    """(sizes of the launch, number of stripes of columns)."""
     rows, d = num_rows(residual), residual.shape[-1]
     if d <= LONGEST:
         sizes = row_sizes(d, residual.dtype)
