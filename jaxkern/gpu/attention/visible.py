@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxkern.gpu.precision import one_product
 
 # {up to this head dim: the largest share of visible pairs at which these kernels are
-# faster in float32}: XLA computes all pairs, these kernels the visible ones. First where
-# float32 is multiplied as TF32, then where by three such products.
+# faster in float32}: XLA computes all pairs, these kernels the visible ones. First
+# where float32 is multiplied as TF32, then where by three such products.
 MAX_SHARE = {
     "forward": ({256: 1.0}, {128: 1.0, 256: 0.9}),
     "backward": ({128: 1.0, 256: 0.45}, {64: 1.0, 128: 0.7, 256: 0.3}),
