@@ -83,7 +83,6 @@ class Benchmark:
       torch_peers: `{name: make}`; `make(case, *tensors)` returns a callable of tensors
         or raises ImportError.
       jax_peers: `{name: f}`.
-      sizes: what `tune` tries, `{kernel: {size: values}}`.
       differentiable: whether to measure the backward pass.
       floats: positions of the operands to differentiate in; all floats if None.
       together: whether to measure both passes in one executable as well.
@@ -95,7 +94,6 @@ class Benchmark:
     cases: Sequence[Case]
     torch_peers: dict[str, Callable] = dataclasses.field(default_factory=dict)
     jax_peers: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    sizes: dict[str, dict[str, Sequence]] = dataclasses.field(default_factory=dict)
     differentiable: bool = True
     floats: tuple[int, ...] | None = None
     together: bool = False

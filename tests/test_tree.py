@@ -112,3 +112,37 @@ def test_a_binding_of_cpp_is_beside_its_kernel():
 
 ROOMS = {"attention": {"decode_attention"}}  # of few queries, for several ops
 SHARED_PARTS = {"triton": set(), "pallas": {"rows"}, "cpu": set()}  # of two families
+
+
+def functions(path):
+    """(name, lines without the docstring, parameters, whether Triton compiles it)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node):
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+            a = node.args
+            parameters = len([*a.posonlyargs, *a.args, *a.kwonlyargs])
+            compiled = {ast.unparse(d) for d in node.decorator_list} & COMPILERS
+            yield node.name, lines, parameters, bool(compiled)
+
+
+def test_functions_are_short_and_take_few_parameters():
+    """A kernel takes what its launch has, and a function of an op the op's operands."""
+    ops = {op for line in LINES for op in (line.op, line.op + "_fwd", line.op + "_bwd")}
+    ops |= set(REGISTRY)
+    for path in PACKAGE.rglob("*.py"):
+        for name, lines, parameters, compiled in functions(path):
+            at = f"{path.relative_to(ROOT)}: {name}"
+            assert lines <= MOST_LINES, (
+                f"{at} has {lines} lines, more than {MOST_LINES}: cut it into stages."
+            )
+            named = compiled or name in ops or name.endswith("_reference")
+            assert named or parameters <= MOST_PARAMETERS, (
+                f"{at} takes {parameters} parameters, more than {MOST_PARAMETERS}: "
+                "those that belong together are one record."
+            )
+
+
+MOST_LINES, MOST_PARAMETERS = 120, 15
+COMPILERS = {"jit", "gluon_jit"}

@@ -133,26 +133,6 @@ def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
             "jla": functools.partial(jla, window),
             "tokamax": functools.partial(tokamax, window),
         },
-        sizes={
-            "flash_attention": {
-                "BLOCK_Q": (64, 128),
-                "BLOCK_K": (32, 64, 128),
-                "num_warps": (4, 8),
-                "num_stages": (2, 3, 4),
-            },
-            "flash_attention_bwd_keys": {
-                "BLOCK_Q": (32, 64, 128),
-                "BLOCK_K": (64, 128),
-                "num_warps": (4, 8),
-                "num_stages": (1, 2, 3),
-            },
-            "flash_attention_bwd_queries": {
-                "BLOCK_Q": (64, 128),
-                "BLOCK_K": (32, 64, 128),
-                "num_warps": (4, 8),
-                "num_stages": (1, 2, 3),
-            },
-        },
     )
 
 

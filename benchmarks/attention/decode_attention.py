@@ -110,14 +110,6 @@ BENCHMARK = Benchmark(
         "FA3, no lengths": flash_attention_3,
     },
     torch_peers={"torch, no lengths": torch_attention},
-    sizes={
-        "decode_attention": {
-            "BLOCK": (32, 64, 128),
-            "num_warps": (2, 4, 8),
-            "num_stages": (2, 3, 4, 5),
-            "PER_SM": (1, 2, 3, 4),
-        },
-    },
     differentiable=False,
 )
 

@@ -17,9 +17,9 @@ from benchmarks._gpu import CONSOLE, Case
 from benchmarks._time import device_seconds
 from benchmarks._truth import relative_error
 from benchmarks.attention.attention import case
-from jaxkern.gpu import device as block_sizes
+from jaxkern.gpu.device import cuda_device
+from jaxkern.pallas.attention.attention.problem import TRIED
 
-KERNEL = "hopper_flash_attention"
 CASES = {
     "b4_s4096_d128": case(4, 4096, 32, 8, 128),
     "b1_s16384_d128": case(1, 16384, 32, 8, 128),
@@ -58,8 +58,7 @@ def row(
     def f(*x):
         return attend(backend, causal, *x)
 
-    sizes = block_sizes.tried.get(KERNEL, {})
-    title = " ".join(f"{n.lower()}={v}" for n, v in sizes.items()) or backend
+    title = " ".join(f"{n.lower()}={v}" for n, v in TRIED.items()) or backend
     case_name = f"{name} {'causal' if causal else 'all'}"
     try:
         error = relative_error(jax.jit(f)(*sets[0]), expected)
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks hopper_attention")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     options = parser.parse_args(arguments)
-    if block_sizes.cuda_device() is None:
+    if cuda_device() is None:
         print(f"{parser.prog}: needs a CUDA GPU.")
         return 2
     for name, causal in itertools.product(options.cases, (True, False)):
@@ -95,9 +94,9 @@ def main(arguments: Sequence[str]) -> int:
         table = Table("case", "variant", "us", "TFLOP/s", "error or reason")
         table.add_row(*row(name, shape, causal, sets, expected, "triton"))
         for sizes in variants(sets[0][0].shape[-1]):
-            block_sizes.tried[KERNEL] = sizes
+            TRIED.update(sizes)
             table.add_row(*row(name, shape, causal, sets, expected, "mosaic_gpu"))
-            block_sizes.tried.clear()
+            TRIED.clear()
             jax.clear_caches()
         CONSOLE.print(table)
     return 0

@@ -41,9 +41,6 @@ BENCHMARK = Benchmark(
         case(1, 65536, 128),
         case(1, 65536, 16),
     ],
-    sizes={
-        "latent_attention": {"BLOCK": (16, 32, 64), "num_stages": (2, 3, 4)},
-    },
     differentiable=False,
 )
 

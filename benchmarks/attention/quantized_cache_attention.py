@@ -66,14 +66,6 @@ BENCHMARK = Benchmark(
         *(case(name, 32, 4096) for name in ("int8", "turbo4")),
     ],
     jax_peers={BFLOAT16: in_bfloat16},
-    sizes={
-        "decode_quantized": {
-            "BLOCK": (16, 32, 64),
-            "PER_SM": (1, 2, 3, 4),
-            "SHARES": (1, 2),
-            "STAGES": (2, 3, 4),
-        },
-    },
     differentiable=False,
 )
 

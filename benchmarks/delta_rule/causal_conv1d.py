@@ -45,10 +45,6 @@ BENCHMARK = Benchmark(
         case(4, 8192, 2048),
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch), "causal_conv1d": dao},
-    sizes={
-        "causal_conv1d": {"LENGTH": (64, 128, 256, 512), "STEP": (4, 8, 16)},
-        "causal_conv1d_bwd": {"LENGTH": (64, 128, 256, 512), "STEP": (2, 4, 8)},
-    },
 )
 
 

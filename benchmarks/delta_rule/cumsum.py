@@ -27,7 +27,6 @@ BENCHMARK = Benchmark(
         case(32, 4194304, jnp.float32),
     ],
     torch_peers={"torch.compile": torch_compiled(lambda torch, x: torch.cumsum(x, -1))},
-    sizes={"cumsum": {"BLOCK": (1024, 2048, 4096), "num_warps": (2, 4, 8, 16)}},
 )
 
 

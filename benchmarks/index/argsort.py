@@ -33,10 +33,6 @@ BENCHMARK = Benchmark(
     ],
     jax_peers={"jnp.argsort": lambda x: jnp.argsort(x, -1)},
     torch_peers={"torch": stable_argsort},
-    sizes={
-        "argsort_row": {"RUN": (8, 16, 32)},
-        "argsort_tiles": {"RUN": (8, 16), "num_warps": (4, 8, 16)},
-    },
     differentiable=False,
 )
 

@@ -84,10 +84,6 @@ BENCHMARK = Benchmark(
         "torch.compile": torch_compiled(by_torch),
         "Liger": liger,
     },
-    sizes={
-        "cross_entropy_fwd": {"DEPTH": (2, 4, 8), "num_warps": (4, 8, 16, 32)},
-        "cross_entropy_bwd": {"BLOCK": (2048, 4096, 8192), "num_warps": (4, 8)},
-    },
 )
 
 

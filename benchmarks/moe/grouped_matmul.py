@@ -77,9 +77,6 @@ BENCHMARK = Benchmark(
     jax_peers={"Triton": functools.partial(by, "triton", jaxkern.grouped_matmul)},
     torch_peers={"torch": torch_grouped},
     floats=(0, 1),
-    sizes={
-        "grouped_matmul": {"BLOCK_N": (128, 256), "STAGES": (3, 4), "BUFFERS": (2, 4)}
-    },
 )
 
 

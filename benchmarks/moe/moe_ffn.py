@@ -39,7 +39,7 @@ FEW = Benchmark(
     [layer(t) for t in (1, 8, 32)],
     differentiable=False,
 )
-BENCHMARK = LAYER  # what `tune` measures
+BENCHMARK = LAYER
 
 
 def main(arguments):

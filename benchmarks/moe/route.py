@@ -28,7 +28,7 @@ GROUPS = Benchmark(
     CASES,
     differentiable=False,
 )
-BENCHMARK = SOFTMAX  # what `tune` measures
+BENCHMARK = SOFTMAX
 
 
 def main(arguments):

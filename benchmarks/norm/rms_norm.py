@@ -44,19 +44,6 @@ BENCHMARK = Benchmark(
         case(16384, 5000),
     ],
     torch_peers={"torch.compile": torch_compiled(by_torch), "Liger": liger},
-    sizes={
-        "row_norm_fwd": {
-            "num_warps": (1, 2, 4, 8),
-            "ROWS": (1, 2, 4, 8, 16, 32, 64),
-        },
-        "long_row_norm_fwd": {"num_warps": (4, 8, 16, 32), "BLOCK": (2048, 4096, 8192)},
-        "row_norm_bwd": {
-            "num_warps": (4, 8, 16),
-            "ROWS": (1, 2, 4, 8, 32),
-            "WAVES": (1, 2, 3),
-            "STAGES": (2, 3),
-        },
-    },
     bytes_only=True,
 )
 

@@ -86,18 +86,11 @@ BENCHMARKS = [
         torch_peers={
             "torch.compile": torch_compiled(functools.partial(draw_by_torch, **cuts))
         },
-        sizes={
-            "sample_maxima": {"num_warps": (4, 8, 16)},
-            "sample_draw_by_groups": {"num_warps": (4, 8, 16, 32)},
-            "sample_stats": {"num_warps": (4, 8, 16)},
-            "sample_draw": {"num_warps": (8, 16, 32)},
-            "sample_cut": {"num_warps": (4, 8, 16), "max_registers": (64, 128)},
-        },
         differentiable=False,
     )
     for name, cuts in CUTS.items()
 ]
-BENCHMARK = BENCHMARKS[1]  # what `tune` measures
+BENCHMARK = BENCHMARKS[1]
 
 
 def main(arguments):

@@ -35,7 +35,6 @@ BENCHMARK = Benchmark(
         case(4096, 32768),
     ],
     torch_peers={"fast_hadamard_transform": dao},
-    sizes={"fwht": {"num_warps": (2, 4, 8, 16), "TILE": (4096, 8192, 16384)}},
 )
 
 

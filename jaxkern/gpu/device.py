@@ -1,23 +1,19 @@
-"""The GPU that is compiled for, and block sizes measured on it.
+"""The GPU that is compiled for, and how many programs it takes.
 
-A table is `lowering/tuned/<device>.json`, written by `python -m benchmarks tune OP`.
-Nothing is measured when an op is called.
+A kernel's file has the rule for its sizes, by shape and dtype, from what was measured
+on an H200. Nothing is measured when an op is called.
 """
 
 import contextlib
 import functools
-import json
 from collections.abc import Iterator
-from importlib import resources
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 WARP = 32
 OLDEST = 80  # the compute capability that every kernel must compile for
 NUM_SMS = 132  # multiprocessors where the device is not known: an H100's
-tried: dict[str, dict[str, Any]] = {}  # {kernel: sizes}, while the tuner measures
 
 
 def next_power_of_2(n: int) -> int:
@@ -48,35 +44,11 @@ def driver_version() -> int:
 
 
 def max_parameter_bytes() -> int:
-    """Of all parameters of a kernel: more than 4 KiB since CUDA 12.1.
+    """What all parameters of a kernel may take: more than 4 KiB since CUDA 12.1.
 
     Where no driver is, what is compiled is for a machine with a newer one.
     """
     return 4096 if 0 < driver_version() < 12_010 else 32_764
-
-
-@functools.cache
-def table(device: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """{kernel: {key: sizes}} of a device, empty where none was measured."""
-    file = resources.files("jaxkern.lowering") / "tuned" / f"{device}.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def table_name(device_kind: str) -> str:
-    """The file of a device: "h200" for "NVIDIA H200"."""
-    return device_kind.lower().removeprefix("nvidia ").replace(" ", "_")
-
-
-def key(d: int, dtype: Any) -> str:
-    """What a table distinguishes: the row's power of 2 and its dtype."""
-    return f"{next_power_of_2(d)} {jnp.dtype(dtype).name}"
-
-
-def tuned(kernel: str, d: int, dtype: Any, rule: dict[str, Any]) -> dict[str, Any]:
-    """`rule` with what was measured on this device for rows of `d` elements."""
-    kind = getattr(cuda_device(), "device_kind", "")
-    measured = table(table_name(kind)).get(kernel, {}).get(key(d, dtype), {})
-    return rule | measured | tried.get(kernel, {})
 
 
 def num_programs(num_blocks: int, waves: int) -> int:
@@ -105,7 +77,7 @@ def compiling_for(capability: int) -> Iterator[None]:
 
 
 def compute_capability() -> int:
-    """Of the GPU that is compiled for: this machine's, else the oldest supported."""
+    """90 for an H200: of this machine's GPU, or the oldest that is supported."""
     if assumed_capability:
         return assumed_capability[-1]
     return device_capability() or OLDEST

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from jaxkern.primitives.call import matmul_precision
 
-# `jax_default_matmul_precision` of which one TF32 product falls short; XLA multiplies
-# float32 so at every other one on these GPUs, "high" included
+# Values of `jax_default_matmul_precision` that one TF32 product does not reach. At all
+# others, "high" included, XLA too multiplies float32 as TF32 on these GPUs.
 EXACT = frozenset(
     (
         "highest",

@@ -174,6 +174,15 @@ BROKEN = {
     "big endian": (header(version=3 << 24), r"big-endian, expected little-endian"),
     "tensor count": (header(n_tensors=2**60), r"tensor count is 1152\d+, expected at"),
     "key count": (header(n_pairs=2**63), r"key count is 9223\d+, expected at most"),
+    # The counts above are absurd by any least size: these two are one too many.
+    "one key too many": (
+        header(n_pairs=9, pairs=(bytes(8 * 13),), weights=0),
+        r"key count is 9, expected at most 8 in the 104 bytes",
+    ),
+    "one tensor too many": (
+        header(n_tensors=2, pairs=(bytes(40),), weights=0),
+        r"tensor count is 2, expected at most 1 in the 48 bytes",
+    ),
     "key length": (
         header(pairs=(struct.pack("<Q", 2**62) + bytes(20),)),
         r"length of key 0 is 4611\d+, expected at most",

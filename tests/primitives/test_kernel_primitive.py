@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 import jaxkern
 from jaxkern import rms_norm
 from jaxkern.lowering.explain import equations
+from jaxkern.primitives.call import Backend, Call
 from jaxkern.primitives.declared_dims import annotations, without_residuals
 from jaxkern.primitives.kernel_primitive import REGISTRY, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
@@ -345,3 +346,12 @@ def test_strict_raises_for_an_op_that_has_no_kernel_on_any_platform():
     for name in ("auto", "xla"):  # where the reference is no fallback
         with jaxkern.backend(name, strict=True):
             np.testing.assert_array_equal(jax.grad(loss)(X), expected)
+
+
+def test_an_equation_shows_what_it_records_and_nothing_else():
+    """Printed jaxprs show it; no other test reads them."""
+    assert repr(Call(precision=None)) == "auto"
+    backend = Backend("triton", strict=True)
+    call = Call(backend, absent=(1,), vmaps=((0, None),), precision="highest")
+    shown = "triton strict absent=(1,) vmaps=((0, None),) precision=highest"
+    assert repr(call) == shown

@@ -1,12 +1,9 @@
-"""A device's measured table overrides the rules of the kernels, elsewhere they hold."""
-
-from types import SimpleNamespace
+"""The rules of kernels for their sizes: what was measured, and what fits."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkern.gpu import device as block_sizes
 from jaxkern.gpu.device import compiling_for, num_sms
 from jaxkern.gpu.triton_call import max_shared_bytes
 from jaxkern.triton.activation import streamed_softmax
@@ -14,13 +11,13 @@ from jaxkern.triton.norm import streamed_rows
 from jaxkern.triton.norm.row_norm_forward import forward_tile
 
 
-@pytest.mark.parametrize("device, rows", [("NVIDIA H200", 32), ("NVIDIA A100", 16)])
-def test_a_table_overrides_the_rule_on_its_device_only(device, rows, monkeypatch):
-    found = SimpleNamespace(device_kind=device, core_count=132)
-    monkeypatch.setattr(block_sizes, "cuda_device", lambda: found)
-    sizes = forward_tile(131072, 128, jnp.bfloat16)
-    assert (sizes["ROWS"], sizes["BLOCK"]) == (rows, 128)
-    assert forward_tile(131072, 128, jnp.float32)["ROWS"] == 16
+@pytest.mark.parametrize(
+    "d, dtype, rows, warps",
+    [(100, "bfloat16", 32, 8), (256, "bfloat16", 8, 2), (128, "float32", 16, 4)],
+)
+def test_narrow_rows_have_the_sizes_that_were_faster(d, dtype, rows, warps):
+    sizes = forward_tile(131072, d, jnp.dtype(dtype))
+    assert (sizes["ROWS"], sizes["num_warps"]) == (rows, warps)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 131, 133, 264, 4096, 5461])

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
 from jaxkern.primitives.attention.attend import saves_no_tail
 from jaxkern.primitives.attention.attention import attention_reference
+from jaxkern.primitives.attention.operands import AttentionOperands
 
 FEW = 8  # queries of a key head, whose scores the kernel sums by rows of keys
 
@@ -26,21 +27,10 @@ def unsupported(query, key, value, **rest: Any) -> str | None:
     return missing()
 
 
-def attention(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    **options: Any,
-):
-    del bias, mask, q_segment_ids, kv_segment_ids, sinks  # refused
-    return call(query, key, value, kv_lengths, q_offset, None, None, **options)
+def attention(*operands: Any, **options: Any) -> list[jax.Array]:
+    o = AttentionOperands(*operands)  # of which the others are refused
+    taken = o.query, o.key, o.value, o.kv_lengths, o.q_offset
+    return call(*taken, None, None, **options)
 
 
 def call(

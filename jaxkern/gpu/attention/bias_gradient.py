@@ -19,7 +19,7 @@ MAX_SLOPES_BYTES = 2**32  # of dS, where it is only summed
 
 
 def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
-    """`bwd`, whose fourth result is dS, [b n t s], if it is wanted, with dbias instead.
+    """Makes `bwd`, whose fourth result is dS `[b n t s]`, return dbias in its place.
 
     No softmax sees what a bias adds to a whole row: dS of a row sums to what comes from
     the cotangent of lse and from the sinks. Where the bias is broadcast and dS would be

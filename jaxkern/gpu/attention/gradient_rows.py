@@ -16,10 +16,10 @@ from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl, triton_call
 
 BLOCK = 64  # rows of dq that are laid out together
-HEAD_DIM = 128  # of what is counted
+HEAD_DIM = 128  # the only one at which dq is counted
 PARTS = 128  # programs that share the keys of a head
-FRACTION = 2.0**-30  # of a bound of |dq|, in which dq is counted
-SMALLEST = 1e-28  # bound whose fraction is no denormal
+FRACTION = 2.0**-30  # the unit in which dq is counted is this part of its bound
+SMALLEST = 1e-28  # the least bound: its FRACTION is no denormal
 COUNTING = "widest_ptr", "longest_ptr", "counts_ptr", "units_ptr", "dq_ptr"
 
 

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.precision import one_product
 
-# of all pairs, how many may be seen in float32 up to a head dim: XLA computes all of
-# them, and what is hidden costs these kernels nothing
-MAX_SHARE = {  # multiplied as TF32; by three such products
+# {up to this head dim: the largest share of visible pairs at which these kernels are
+# faster in float32}: XLA computes all pairs, these kernels the visible ones. First
+# where float32 is multiplied as TF32, then where by three such products.
+MAX_SHARE = {
     "forward": ({256: 1.0}, {128: 1.0, 256: 0.9}),
     "backward": ({128: 1.0, 256: 0.45}, {64: 1.0, 128: 0.7, 256: 0.3}),
 }
 EDGE = 64  # queries and keys of a block
-SHORT = 128  # queries whose tiles are too few for gradients of wider heads than 64
-FEW_SCORES = 2**17  # the latency of the tiles is longer than XLA's launches
-FEW_QUERIES = 8  # up to here one reads the keys, and the arithmetic does not matter
+SHORT = 128  # so few queries have too few tiles for gradients of heads above 64
+FEW_SCORES = 2**17  # up to here a tile waits longer than all of XLA's launches take
+FEW_QUERIES = 8  # up to here reading the keys takes the time, not the arithmetic
 
 
 def slower(query: Any, key: Any, value: Any, **rest: Any) -> str | None:
@@ -44,7 +45,7 @@ def slower(query: Any, key: Any, value: Any, **rest: Any) -> str | None:
 def share_seen(
     t: int, s: int, causal: bool, window: int | None, q_segment_ids: Any, **_: Any
 ) -> float:
-    """Of all pairs those in blocks with one in sight, as far as shapes say."""
+    """The share of pairs in blocks of which some pair is visible, by shapes alone."""
     share = min(max(1 - (t - EDGE) / (2 * s), 0.5), 1.0) if causal else 1.0
     if window is not None:
         share = min(share, (window + EDGE) / s + (0.0 if causal else 0.5))

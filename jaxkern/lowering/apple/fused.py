@@ -23,6 +23,7 @@ from jaxkern.lowering.apple.portable import portable
 from jaxkern.primitives.attention.attend import without_rest
 from jaxkern.primitives.attention.attention import attention_reference
 from jaxkern.primitives.attention.mask import make_mask, padding_mask, segment_mask
+from jaxkern.primitives.attention.operands import AttentionOperands
 
 TESTED = ((0, 11, 1), (0, 11, 2))  # from, up to but without: versions of jax-mps
 RIVALS = ("jax-metallib", "applejax")  # register the platform "mps" too
@@ -204,37 +205,20 @@ def unsupported_rope(x, offset, *, theta, rotary_dim, pairing):
 # Attention, with heads in front of rows.
 
 
-def attention(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    *,
-    scale,
-    causal,
-    window,
-    softcap,
-):
-    masked = dict(bias=bias, mask=mask, q_segment_ids=q_segment_ids)
-    masked |= dict(kv_segment_ids=kv_segment_ids, kv_lengths=kv_lengths)
+def attention(*operands, scale, causal, window, softcap):
+    o = AttentionOperands(*operands)
     options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
     reference = functools.partial(attention_reference, **options)
-    operands = (query, key, value, *masked.values(), q_offset, sinks)
     # no kernel returns it; what nobody reads is dropped from the module
     _, lse = portable(reference, "mps")(*operands)
-    t, s = query.shape[1], key.shape[1]
-    seen = visible(t, s, causal, window, q_offset, **masked)
+    t, s = o.query.shape[1], o.key.shape[1]
+    seen = visible(o, causal, window)
     # what is hidden still meets a weight of 0, which NaN survives
-    arrays = (query, without_rest(key, kv_lengths), without_rest(value, kv_lengths))
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in arrays)
-    plain_causal = causal and window is None and q_offset is None and t == s
-    if plain_causal and all(x is None for x in masked.values()):
+    key, value = (without_rest(x, o.kv_lengths) for x in (o.key, o.value))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (o.query, key, value))
+    plain_causal = causal and window is None and o.q_offset is None and t == s
+    masks = o.mask, o.q_segment_ids, o.kv_lengths
+    if plain_causal and all(x is None for x in masks):
         out = call("sdpa_causal", like(q), q, k, v, scale=float(scale))
         return jnp.swapaxes(out, 1, 2), lse
     if seen is None:
@@ -245,28 +229,18 @@ def attention(
     return jnp.swapaxes(out, 1, 2), lse
 
 
-def visible(
-    t,
-    s,
-    causal,
-    window,
-    q_offset,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-):
+def visible(o: AttentionOperands, causal, window):
     """The mask `[#b #n #t #s]` of a call, or None."""
-    del bias  # refused
-    masks = [] if mask is None else [mask]
+    t, s = o.query.shape[1], o.key.shape[1]
+    masks = [] if o.mask is None else [o.mask]
     if causal or window is not None:
-        positions = make_mask(t, s, causal=causal, window=window, q_offset=q_offset)
+        positions = make_mask(t, s, causal=causal, window=window, q_offset=o.q_offset)
         masks.append(positions.reshape(-1, 1, t, s))
-    if q_segment_ids is not None:
-        masks.append(segment_mask(q_segment_ids, kv_segment_ids).reshape(-1, 1, t, s))
-    if kv_lengths is not None:
-        masks.append(padding_mask(kv_lengths, s))
+    if o.q_segment_ids is not None:
+        segments = segment_mask(o.q_segment_ids, o.kv_segment_ids)
+        masks.append(segments.reshape(-1, 1, t, s))
+    if o.kv_lengths is not None:
+        masks.append(padding_mask(o.kv_lengths, s))
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 

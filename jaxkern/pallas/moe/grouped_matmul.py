@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.gpu.device import compute_capability, num_sms, tuned
+from jaxkern.gpu.device import compute_capability, num_sms
 from jaxkern.gpu.moe.row_tiles import group_rows, row_tiles
 from jaxkern.pallas.moe.consumer import barriers, buffers
 from jaxkern.pallas.moe.problem import (
@@ -32,7 +32,7 @@ from jaxkern.pallas.moe.problem import (
     Problem,
 )
 from jaxkern.pallas.moe.rows_kernel import rows_kernel
-from jaxkern.pallas.moe.weights_kernel import BEHIND, weights_kernel
+from jaxkern.pallas.moe.weights_kernel import weights_kernel
 from jaxkern.pallas.mosaic_launch import kernel_name
 
 FEW_ROWS = 32  # of a group in the mean, up to which reading the weights decides
@@ -66,19 +66,17 @@ def slower(x: Any, w: Any, **_: Any) -> str | None:
     return None
 
 
-def problem(kernel: str, groups: int, n: int, k: int, dtype: Any) -> Problem:
-    block_n = min(256, -(-n // 128) * 128)
-    rule = {"BLOCK_N": block_n, "STAGES": 4, "BUFFERS": 2}
-    found = tuned(kernel, n, dtype, rule)
-    if found["STAGES"] <= BEHIND:  # a loader would wait for what it has not cleared
-        raise ValueError(f"{kernel}: {found['STAGES']} stages are not over {BEHIND}.")
+STAGES = 4  # more than BEHIND: a loader would wait for what it has not cleared
+
+
+def problem(groups: int, n: int, k: int) -> Problem:
     return Problem(
         groups=groups,
         n=n,
         k=k,
-        block_n=found["BLOCK_N"],
-        stages=found["STAGES"],
-        buffers=found["BUFFERS"],
+        block_n=min(256, -(-n // 128) * 128),
+        stages=STAGES,
+        buffers=2,
         programs=num_sms(),
     )
 
@@ -107,7 +105,7 @@ def launch(body, name, c: Problem, a, b, out, interpret, *operands):
 def multiply(name, x, w, group_sizes, turned, interpret):
     e, n, k = w.shape if turned else (w.shape[0], w.shape[2], w.shape[1])
     r = x.shape[0]
-    c = problem(name, e, n, k, x.dtype)
+    c = problem(e, n, k)
     tiles, count = row_tiles(group_sizes, r, BLOCK_M, ALIGN)
     x = whole_tiles(x)
     b = (c.block_n, BLOCK_K) if turned else (BLOCK_K, c.block_n)
@@ -130,7 +128,7 @@ def grouped_matmul_bwd(x, w, group_sizes, dy, *, wanted=(True, True), interpret=
         dx = multiply("grouped_matmul_dx", dy, w, group_sizes, False, interpret)
     if wanted[1]:
         e, f, d = w.shape
-        c = problem("grouped_matmul_dw", e, d, 0, x.dtype)
+        c = problem(e, d, 0)
         starts, stops = group_rows(group_sizes, x.shape[0])
         dw = launch(
             functools.partial(weights_kernel, c=c, m=f),

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.gpu.device import compute_capability, num_sms, tuned
+from jaxkern.gpu.device import compute_capability, num_sms
 from jaxkern.gpu.rows import num_rows
 
 FASTER = (64, 128, 192, 256)  # columns, as measured on an H200
@@ -66,8 +66,7 @@ def unsupported(x: Any, weight: Any, bias: Any, dy: Any, **_: Any) -> str | None
 def problem(x: jax.Array, offset: float) -> Problem:
     n, d = num_rows(x), x.shape[-1]
     # most are as fast with 64 KB of tiles in the ring; more slows the memory down
-    rule = {"CONSUMERS": 1 if d > 192 else 2, "DEPTH": 2 if d > 64 else 3, "STORES": 2}
-    sizes = tuned("short_row_norm_bwd", d, x.dtype, rule)
+    sizes = {"CONSUMERS": 1 if d > 192 else 2, "DEPTH": 2 if d > 64 else 3, "STORES": 2}
     # a whole number of what the second kernel adds at once; some have no tile
     programs = SUMMED * min(num_sms() // SUMMED, -(-n // (SUMMED * TILE)))
     consumers, depth, stores = (sizes[s] for s in ("CONSUMERS", "DEPTH", "STORES"))

@@ -6,9 +6,7 @@ time mostly from the caches: once for its running maximum and sum, once to write
 
 from typing import Any
 
-import jax.numpy as jnp
-
-from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported
@@ -29,20 +27,19 @@ def slower(x: Any = None, y: Any = None, **_: Any) -> str | None:
     return None
 
 
-def row_tile(kernel: str, rows: int, d: int, dtype) -> dict:
+def row_tile(rows: int, d: int) -> dict:
     """About 16 elements a thread, 32 in the longest rows."""
     block = next_power_of_2(d)
     together = max(1, min(2048 // block, next_power_of_2(rows)))
     warps = min(max(together * block // (16 * WARP), 1), 16 if d <= 16384 else 32)
-    rule = {"BLOCK": block, "ROWS": together, "num_warps": warps}
-    return tuned(kernel, d, dtype, rule)
+    return {"BLOCK": block, "ROWS": together, "num_warps": warps}
 
 
-def row_chunks(kernel: str, d: int, dtype) -> dict:
+def row_chunks(d: int) -> dict:
     """Beyond 16384 few rows at a time: the caches hold a row until it is reread."""
     block = 4096 if d <= 16384 else 16384
     warps = 8 if d <= 8192 else block // 512 if block > 4096 else 16
-    return tuned(kernel, d, dtype, {"BLOCK": block, "num_warps": warps})
+    return {"BLOCK": block, "num_warps": warps}
 
 
 @jit
@@ -123,10 +120,10 @@ def softmax_fwd(x, mask, *, scale, softcap=None):
     results = {"y_ptr": like(x)}
     constants = {"D": d, "SCALE": scale, "SOFTCAP": softcap}
     if d <= NARROW:
-        sizes = row_tile("softmax", rows, d, x.dtype) | {"NUM_ROWS": rows}
+        sizes = row_tile(rows, d) | {"NUM_ROWS": rows}
         grid = (-(-rows // sizes["ROWS"]),)
         return sparse_call(softmax_kernel, grid, given, results, constants | sizes)[0]
-    sizes = row_chunks("long_softmax", d, x.dtype)
+    sizes = row_chunks(d)
     return sparse_call(long_softmax_kernel, (rows,), given, results, constants | sizes)[
         0
     ]
@@ -212,12 +209,12 @@ def softcap_softmax_bwd(x, y, dy, *, scale, softcap):
     results = {"dx_ptr": like(y)}
     constants = {"D": d, "SCALE": scale, "SOFTCAP": softcap}
     if d <= NARROW_BACKWARD:
-        sizes = row_tile("softmax_bwd", rows, d, y.dtype) | {"NUM_ROWS": rows}
+        sizes = row_tile(rows, d) | {"NUM_ROWS": rows}
         grid = (-(-rows // sizes["ROWS"]),)
         return sparse_call(softmax_bwd_kernel, grid, given, results, constants | sizes)[
             0
         ]
-    sizes = row_chunks("long_softmax_bwd", d, jnp.dtype(y.dtype))
+    sizes = row_chunks(d)
     return sparse_call(
         long_softmax_bwd_kernel, (rows,), given, results, constants | sizes
     )[0]

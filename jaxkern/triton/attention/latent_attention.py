@@ -13,11 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.attention.over_sequences import over_sequences
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
-from jaxkern.gpu.triton_call import jit, libdevice, max_shared_bytes, tl
+from jaxkern.gpu.device import next_power_of_2, num_sms
+from jaxkern.gpu.triton_call import jit, max_shared_bytes, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.attention.decode.attention import FAR, MAX_QUERIES
-from jaxkern.triton.attention.decode.decode_kernel import share_of_keys
+from jaxkern.triton.attention.decode.decode_kernel import (
+    added_weights,
+    share_and_lse,
+    share_of_keys,
+    shown_scores,
+)
 from jaxkern.triton.attention.decode.decode_sizes import num_splits
 from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
 
@@ -48,7 +53,7 @@ def unsupported(
     return unsupported_anywhere()
 
 
-def sizes_of(t: int, n: int, sequences: int, h: int, dtype: Any) -> dict[str, int]:
+def sizes_of(t: int, n: int, sequences: int) -> dict[str, int]:
     """Tokens of about 150 KB in flight beside the queries; finer where few programs."""
     rows = min(max(next_power_of_2(t * n), 16), MAX_ROWS)
     if max_shared_bytes() < 200 * 1024:
@@ -60,7 +65,7 @@ def sizes_of(t: int, n: int, sequences: int, h: int, dtype: Any) -> dict[str, in
     else:
         block, stages = 32, 4
     rule = {"ROWS": rows, "BLOCK": block, "num_warps": 4 if rows == 16 else 8}
-    return tuned("latent_attention", h, dtype, rule | {"num_stages": stages})
+    return rule | {"num_stages": stages}
 
 
 @jit
@@ -124,28 +129,11 @@ def latent_attention_kernel(
             rest_mask = inside[:, None] & (rest < H - HV)[None, :]
             x_rest = tl.load(where + HV + rest[None, :], rest_mask, 0.0)
             z = tl.dot(q_rest, tl.trans(x_rest), z)
-        z *= SCALE
-        if SOFTCAP is not None:
-            z = SOFTCAP * libdevice.tanh(z / SOFTCAP)
-        visible = inside[None, :]
-        if CAUSAL and T > 1:
-            visible = visible & (j[None, :] <= p_at[:, None])
-        if WINDOW is not None and T > 1:
-            visible = visible & (j[None, :] > p_at[:, None] - WINDOW)
-        z = tl.where(visible, z * LOG2E, -float("inf"))
-        higher = tl.maximum(top, tl.max(z, 1))
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        p = tl.exp2(z - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
+        z = shown_scores(z, inside, j, p_at, T, SCALE, CAUSAL, WINDOW, SOFTCAP, LOG2E)
+        p, shrink, total, top = added_weights(z, top, total)
         acc = tl.dot(p.to(x.dtype), x, acc * shrink[:, None])
-        top = higher
 
-    seen = total != 0.0
-    total = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, top + tl.log2(total), -float("inf"))
-    if SPLITS == 1:
-        lse = lse / LOG2E
+    seen, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
     to = row * SPLITS + split
     tl.store(lse_ptr + to, lse, present)
     # the merge reads no share without tokens
@@ -169,7 +157,7 @@ def launch(
 ) -> tuple:
     b, t, n, h = query.shape
     s = latent.shape[1]
-    sizes = sizes_of(t, n, b, h, latent.dtype)
+    sizes = sizes_of(t, n, b)
     tiles, block = -(-t * n // sizes["ROWS"]), sizes["BLOCK"]
     splits = num_splits(
         b * tiles,

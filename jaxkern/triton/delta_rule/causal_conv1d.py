@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 
@@ -31,9 +31,7 @@ def unsupported(
     return unsupported_anywhere(x=x, weight=weight, initial_state=initial_state)
 
 
-def walk(
-    kernel: str, b: int, t: int, d: int, halo: int, step: int, dtype
-) -> tuple[dict, tuple]:
+def walk(b: int, t: int, d: int, halo: int, step: int) -> tuple[dict, tuple]:
     """Sizes and grid: long walks as far as they leave enough programs."""
     channels = 2 if halo > 4 else 4  # of a thread
     warps = min(max(next_power_of_2(d) // (channels * WARP), 1), 4)
@@ -42,7 +40,7 @@ def walk(
     while length > 64 and b * -(-t // length) * -(-d // block) < 4 * num_sms():
         length //= 2
     rule = {"BLOCK": block, "LENGTH": length, "STEP": step}
-    sizes = tuned(kernel, d, dtype, rule | {"num_warps": warps})
+    sizes = rule | {"num_warps": warps}
     chunks = -(-t // (sizes["LENGTH"] - halo))
     return sizes, (-(-d // sizes["BLOCK"]), chunks, b)
 
@@ -177,7 +175,7 @@ def causal_conv1d_kernel(
 
 def causal_conv1d_fwd(x, weight, bias, initial_state, segment_ids, *, activation):
     b, t, d = x.shape
-    sizes, grid = walk("causal_conv1d", b, t, d, 0, 8, x.dtype)
+    sizes, grid = walk(b, t, d, 0, 8)
     given = {
         "x_ptr": x,
         "weight_ptr": weight,
@@ -281,7 +279,7 @@ def causal_conv1d_bwd(
     (b, t, d), w = x.shape, weight.shape[1]
     # as registers allow
     step = 8 if w <= 4 and segment_ids is None and x.dtype.itemsize == 2 else 4
-    sizes, grid = walk("causal_conv1d_bwd", b, t, d, w - 1, step, x.dtype)
+    sizes, grid = walk(b, t, d, w - 1, step)
     state = initial_state if w > 1 else None
     given = {
         "x_ptr": x,

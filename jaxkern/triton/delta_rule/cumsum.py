@@ -7,7 +7,7 @@ elements one place before, whose lines the caches hold.
 
 from typing import Any
 
-from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 
@@ -24,13 +24,12 @@ def unsupported(x: Any = None, dy: Any = None, **rest: Any) -> str | None:
     return unsupported_anywhere(x=like)
 
 
-def tile_sizes(rows: int, n: int, dtype) -> dict:
+def tile_sizes(rows: int, n: int) -> dict:
     """About 16 elements a thread; several rows of one program where they are short."""
     block = min(next_power_of_2(n), CHUNK)
     together = max(1, min(2048 // block, next_power_of_2(rows)))
     warps = max(1, together * block // (16 * WARP))
-    rule = {"BLOCK": block, "ROWS": together, "num_warps": warps}
-    return tuned("cumsum", n, dtype, rule)
+    return {"BLOCK": block, "ROWS": together, "num_warps": warps}
 
 
 @jit
@@ -69,7 +68,7 @@ def cumsum_kernel(
 def cumsum_fwd(x, *, exclusive, reverse):
     *_, n = x.shape
     rows = x.size // n if n else 0
-    sizes = tile_sizes(rows, n, x.dtype)
+    sizes = tile_sizes(rows, n)
     constants = {
         "NUM_ROWS": rows,
         "N": n,

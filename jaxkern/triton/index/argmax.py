@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl, triton_call
 from jaxkern.triton.index.threshold import ordered_bits
 
@@ -84,7 +84,7 @@ def argmax(x: jax.Array, *, nan_policy: str) -> jax.Array:
     parts = -(-v // block)
     together = max(1, min(2048 // block, next_power_of_2(rows)))
     rule = {"num_warps": max(1, min(8, together * block // 512))}
-    sizes = {"ROWS": together, "BLOCK": block} | tuned("argmax", v, x.dtype, rule)
+    sizes = {"ROWS": together, "BLOCK": block} | rule
     one = jax.ShapeDtypeStruct((rows, parts), jnp.int32)
     found: tuple[Any, ...] = sparse_call(
         argmax_kernel,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import sparse_call, triton_call
 from jaxkern.triton.index.radix import BITS, DIGITS, SUMS
 from jaxkern.triton.index.radix_kernels import (
@@ -71,8 +71,7 @@ def sorted_rows(x: jax.Array, key: tuple) -> jax.Array:
     """By one launch, a program a row."""
     v = x.shape[-1]
     tile = max(next_power_of_2(v), 32)
-    rule = {"RUN": 16 if tile > 1024 else 8}
-    run = min(tuned("argsort_row", v, x.dtype, rule)["RUN"], tile // 32)
+    run = min(16 if tile > 1024 else 8, tile // 32)
     [index] = triton_call(
         sort_row_kernel,
         x,
@@ -94,8 +93,7 @@ def sorted_by_tiles(x: jax.Array, key: tuple) -> jax.Array:
     v, width = x.shape[-1], 8 * x.dtype.itemsize
     rows = x.size // v
     # long runs, unless that leaves multiprocessors idle
-    rule = {"num_warps": 8, "RUN": 16 if 2 * rows * (v // 4096) >= num_sms() else 8}
-    sizes = tuned("argsort_tiles", v, x.dtype, rule)
+    sizes = {"num_warps": 8, "RUN": 16 if 2 * rows * (v // 4096) >= num_sms() else 8}
     tile = 32 * sizes["RUN"] * sizes["num_warps"]
     tiles = -(-v // tile)
     keys = jax.ShapeDtypeStruct(x.shape, f"uint{width}")

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl, triton_call
 from jaxkern.triton.index.threshold import (
     largest_threshold,
@@ -252,12 +252,11 @@ def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
         PARTS=parts,
         SIZE=size,
         CHUNK=CHUNK,
-        **tuned("top_k_maxima", v, x.dtype, {"num_warps": 8}),
+        num_warps=8,
     )
     slots = max(next_power_of_2(2 * k if k <= FEW else k), 16)
     scratch = jax.ShapeDtypeStruct((rows, slots), jnp.int32)
     n = next_power_of_2(parts)
-    rule = {"num_warps": min(max(max(n, slots * size) // 512, 8), 32)}
     values, indices, *_ = triton_call(
         top_k_kernel,
         x,
@@ -275,7 +274,7 @@ def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
         SIZE=size,
         SLOTS=slots,
         LOWEST=LOWEST,
-        **tuned("top_k", v, x.dtype, rule),
+        num_warps=min(max(max(n, slots * size) // 512, 8), 32),
     )
     return values, indices
 
@@ -287,8 +286,7 @@ def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     while n > 256 and size * size * slots < n:  # as many groups as elements of k
         size *= 2
     # one warp: what several share goes through shared memory
-    rule = {"SIZE": size, "BLOCK": 2 if n <= 256 else 1, "num_warps": 1}
-    found = tuned("top_k_short", v, x.dtype, rule)
+    together = 2 if n <= 256 else 1
     values, indices = triton_call(
         short_rows_kernel,
         x,
@@ -296,7 +294,7 @@ def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
             jax.ShapeDtypeStruct((*lead, k), x.dtype),
             jax.ShapeDtypeStruct((*lead, k), jnp.int32),
         ],
-        grid=(-(-rows // found["BLOCK"]),),
+        grid=(-(-rows // together),),
         ROWS=rows,
         V=v,
         K=k,
@@ -304,6 +302,8 @@ def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         SLOTS=slots,
         LOWEST=LOWEST,
         PLACE=PLACE,
-        **found,
+        SIZE=size,
+        BLOCK=together,
+        num_warps=1,
     )
     return values, indices

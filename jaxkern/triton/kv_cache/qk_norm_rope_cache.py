@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.primitives.turboquant.vector_codec import VectorCodec
 from jaxkern.triton.kv_cache.cache_slots import copy_tile
@@ -46,10 +46,9 @@ def unsupported(*, key_codec=None, value_codec=None, **named) -> str | None:
     return triton_call.unsupported(**arrays)
 
 
-def tile_sizes(h: int, dtype) -> dict:
+def tile_sizes() -> dict:
     """Few ELEMENTS a program: a decode step has few, for many multiprocessors."""
-    rule = {"ELEMENTS": 1024, "num_warps": 4}
-    return tuned("qk_norm_rope_cache", h, dtype, rule)
+    return {"ELEMENTS": 1024, "num_warps": 4}
 
 
 def write(
@@ -79,7 +78,7 @@ def write(
     assert cos is not None
     b, t, n, h = query.shape
     k, hv = value.shape[2:]
-    sizes = tile_sizes(h, query.dtype)
+    sizes = tile_sizes()
     rows, value_rows = (
         max(1, sizes["ELEMENTS"] // next_power_of_2(d)) for d in (h, hv)
     )

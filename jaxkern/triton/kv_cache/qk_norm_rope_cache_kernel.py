@@ -141,6 +141,21 @@ def take_up(
 
 
 @jit
+def carry_over_both(
+    program,
+    olds,
+    news,
+    places,
+    CALL: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Carries over the rows of two arrays: of keys, then of values."""
+    carry_over(program, olds[0], news[0], places, CALL, PROGRAMS, TILES[0])
+    carry_over(program, olds[1], news[1], places, CALL, PROGRAMS, TILES[1])
+
+
+@jit
 def qk_norm_rope_cache_kernel(
     query_ptr,
     key_ptr,
@@ -235,40 +250,12 @@ def qk_norm_rope_cache_kernel(
         )
     else:
         copy = program - QUERY_PROGRAMS - KEY_PROGRAMS - VALUE_PROGRAMS
-        carry_over(
-            copy,
-            old_key_cache_ptr,
-            key_cache_ptr,
-            places,
-            CALL,
-            COPY_PROGRAMS,
-            KEY_COPY,
-        )
-        carry_over(
-            copy,
-            old_value_cache_ptr,
-            value_cache_ptr,
-            places,
-            CALL,
-            COPY_PROGRAMS,
-            VALUE_COPY,
-        )
+        tiles: tl.constexpr = (KEY_COPY, VALUE_COPY)
+        olds = old_key_cache_ptr, old_value_cache_ptr
+        news = key_cache_ptr, value_cache_ptr
+        carry_over_both(copy, olds, news, places, CALL, COPY_PROGRAMS, tiles)
         if key_scales_ptr is not None:
-            carry_over(
-                copy,
-                old_key_scales_ptr,
-                key_scales_ptr,
-                places,
-                CALL,
-                COPY_PROGRAMS,
-                KEY_SCALES_COPY,
-            )
-            carry_over(
-                copy,
-                old_value_scales_ptr,
-                value_scales_ptr,
-                places,
-                CALL,
-                COPY_PROGRAMS,
-                VALUE_SCALES_COPY,
-            )
+            scale_tiles: tl.constexpr = (KEY_SCALES_COPY, VALUE_SCALES_COPY)
+            olds = old_key_scales_ptr, old_value_scales_ptr
+            news = key_scales_ptr, value_scales_ptr
+            carry_over_both(copy, olds, news, places, CALL, COPY_PROGRAMS, scale_tiles)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.loss.cross_entropy import (
@@ -28,19 +28,18 @@ from jaxkern.triton.activation.softcap import softcap_slope, softcapped
 VECTOR = 8  # elements of a thread that stand side by side: 16 bytes in bfloat16
 
 
-def forward_chunks(rows: int, v: int, dtype) -> dict:
+def forward_chunks(rows: int, v: int) -> dict:
     """Four programs of 8 warps a multiprocessor; larger ones where rows are few."""
     warps = 8 if rows > num_sms() else 32
     if v <= 4096:  # a few chunks in each thread hide more than a sum over warps costs
         warps = max(next_power_of_2(v) // (4 * WARP * VECTOR), 1)
-    sums = tuned("cross_entropy_fwd", v, dtype, {"DEPTH": 4, "num_warps": warps})
+    sums = {"DEPTH": 4, "num_warps": warps}
     return sums | {"LANES": sums["num_warps"] * WARP * VECTOR}
 
 
-def backward_chunks(v: int, dtype) -> dict:
+def backward_chunks(v: int) -> dict:
     block = min(next_power_of_2(v), 4096)
-    rule = {"BLOCK": block, "num_warps": max(block // 1024, 1)}
-    return tuned("cross_entropy_bwd", v, dtype, rule)
+    return {"BLOCK": block, "num_warps": max(block // 1024, 1)}
 
 
 def unsupported(logits: Any, **rest: Any) -> str | None:
@@ -143,7 +142,7 @@ def row_sums(
     *lead, v = logits.shape
     rows = label.size
     per_row = jax.ShapeDtypeStruct(tuple(lead), jnp.float32)
-    sizes = forward_chunks(rows, v, logits.dtype)
+    sizes = forward_chunks(rows, v)
     return sparse_call(
         cross_entropy_fwd_kernel,
         (rows,),
@@ -212,7 +211,7 @@ def row_gradients(
     """dlogits in `dtype`; `factors` per token as `sums_gradient` gives them."""
     v = logits.shape[-1]
     lse, slope, on_label, on_every = factors
-    sizes = backward_chunks(v, logits.dtype)
+    sizes = backward_chunks(v)
     (dlogits,) = sparse_call(
         cross_entropy_bwd_kernel,
         (label.size * -(-v // sizes["BLOCK"]),),

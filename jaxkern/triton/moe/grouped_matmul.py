@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.moe.row_tiles import group_rows, most_tiles, row_tiles
 from jaxkern.triton.moe.rows_kernel import rows_kernel
 from jaxkern.triton.moe.weights_kernel import weights_kernel
@@ -40,7 +40,7 @@ def rows_of_tile(r: int, e: int) -> int:
     return min(128, max(LOWEST, next_power_of_2(-(-r // e))))
 
 
-def sizes(kernel: str, block_m: int, n: int, k: int, dtype: Any) -> dict[str, Any]:
+def sizes(block_m: int, n: int, k: int) -> dict[str, Any]:
     """Of a tile of `block_m` rows: columns, depth, warps and stages."""
     low = block_m <= 32
     block_n = min(64 if low else 256, max(16, next_power_of_2(n)))
@@ -52,21 +52,20 @@ def sizes(kernel: str, block_m: int, n: int, k: int, dtype: Any) -> dict[str, An
             block_n //= 2
         else:
             stages -= 1
-    rule = {
+    return {
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "num_warps": 4 if block_m * block_n < 2**14 else 8,
         "num_stages": stages,
     }
-    return tuned(f"{kernel}_{block_m}", n, dtype, rule)
 
 
-def multiply(name: str, x: Any, w: Any, group_sizes: Any, turned: bool) -> jax.Array:
+def multiply(x: Any, w: Any, group_sizes: Any, turned: bool) -> jax.Array:
     """`turned`: w is `[e, n, k]`, else `[e, k, n]`."""
     e, n, k = w.shape if turned else (w.shape[0], w.shape[2], w.shape[1])
     r = x.shape[0]
     block_m = rows_of_tile(r, e)
-    found = sizes(name, block_m, n, k, x.dtype)
+    found = sizes(block_m, n, k)
     tiles, count = row_tiles(group_sizes, r, block_m)
     columns = -(-n // found["BLOCK_N"])
     [y] = bridge.triton_call(
@@ -91,18 +90,18 @@ def multiply(name: str, x: Any, w: Any, group_sizes: Any, turned: bool) -> jax.A
 
 
 def grouped_matmul(x, w, group_sizes):
-    return multiply("grouped_matmul_rows", x, w, group_sizes, turned=True)
+    return multiply(x, w, group_sizes, turned=True)
 
 
 def grouped_matmul_bwd(x, w, group_sizes, dy, *, wanted=(True, True)):
     """(dx, dw), None for what is not wanted."""
     dx = dw = None
     if wanted[0]:
-        dx = multiply("grouped_matmul_rows_dx", dy, w, group_sizes, turned=False)
+        dx = multiply(dy, w, group_sizes, turned=False)
     if wanted[1]:
         e, f, d = w.shape
         block_m = min(128, max(16, next_power_of_2(f)))
-        found = sizes("grouped_matmul_weights", block_m, d, 64, x.dtype)
+        found = sizes(block_m, d, 64)
         found["BLOCK_K"] = min(found["BLOCK_K"], rows_of_tile(x.shape[0], e))
         blocks, columns = -(-f // block_m), -(-d // found["BLOCK_N"])
         [dw] = bridge.triton_call(

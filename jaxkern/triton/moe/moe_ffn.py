@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, libdevice, tl
 
 MOST_SLOTS = 16  # of a token: their loop is unrolled
@@ -123,13 +123,11 @@ def moe_ffn_few(x, ids, weights, gate, up, down, *, activation):
     sizes = dict(K=k, E=e, D=d, F=f)
     ids = ids.astype(jnp.int32)
 
-    def blocks(kernel, summed, rows, other):
+    def blocks(summed: int, rows: str, other: str) -> dict[str, Any]:
         width = min(next_power_of_2(summed), 1024)
-        rule = {rows: max(1, 8192 // width), other: width, "num_warps": 4}
-        rule[rows] = min(rule[rows], 8)
-        return tuned(kernel, summed, x.dtype, rule)
+        return {rows: min(max(1, 8192 // width), 8), other: width, "num_warps": 4}
 
-    found = blocks("moe_ffn_few_hidden", d, "BLOCK_F", "BLOCK_D")
+    found = blocks(d, "BLOCK_F", "BLOCK_D")
     [hidden] = bridge.triton_call(
         hidden_kernel,
         x,
@@ -142,7 +140,7 @@ def moe_ffn_few(x, ids, weights, gate, up, down, *, activation):
         **sizes,
         **found,
     )
-    found = blocks("moe_ffn_few", f, "BLOCK_D", "BLOCK_F")
+    found = blocks(f, "BLOCK_D", "BLOCK_F")
     [y] = bridge.triton_call(
         result_kernel,
         hidden,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.index.threshold import ordered_bits
 
@@ -178,8 +178,7 @@ def route(
     if num_groups > 1:
         n = e  # a power of 2, so that groups are equal runs
     # one warp: what several share goes through shared memory
-    rule = {"BLOCK": 2 if n <= 256 else 1, "num_warps": 1}
-    found = tuned("route", e, logits.dtype, rule)
+    found = {"BLOCK": 2 if n <= 256 else 1, "num_warps": 1}
     return bridge.sparse_call(
         route_kernel,
         (-(-rows // found["BLOCK"]),),

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported
@@ -25,14 +25,14 @@ slower = "as far as is known: it fuses work on single elements; not measured"
 WAVES = 4  # programs of a multiprocessor, backward
 
 
-def tile(kernel: str, x: jax.Array, elements: int) -> dict:
+def tile(x: jax.Array, elements: int) -> dict:
     """ROWS times BLOCK is about `elements`, 16 of them a thread."""
     rows, d = num_rows(x), x.shape[-1]
     block = min(next_power_of_2(d), 1024)
     together = max(1, min(elements // block, next_power_of_2(rows)))
     warps = max(1, min(8, together * block // (16 * WARP)))
-    rule = {"BLOCK": block, "ROWS": together, "num_warps": warps}
-    return tuned(kernel, d, x.dtype, rule) | {"NUM_ROWS": rows, "D": d}
+    sizes = {"BLOCK": block, "ROWS": together, "num_warps": warps}
+    return sizes | {"NUM_ROWS": rows, "D": d}
 
 
 @jit
@@ -63,7 +63,7 @@ def dynamic_tanh_fwd_kernel(
 def dynamic_tanh(
     x: jax.Array, alpha: jax.Array, weight: jax.Array | None, bias: jax.Array | None
 ) -> jax.Array | None:
-    sizes = tile("dynamic_tanh_fwd", x, 2048)
+    sizes = tile(x, 2048)
     [y] = sparse_call(
         dynamic_tanh_fwd_kernel,
         (-(-sizes["NUM_ROWS"] // sizes["ROWS"]), -(-sizes["D"] // sizes["BLOCK"])),
@@ -134,7 +134,7 @@ def dynamic_tanh_bwd(
     *,
     wanted: Sequence[bool],
 ) -> tuple[Any, ...]:
-    sizes = tile("dynamic_tanh_bwd", x, 4096)
+    sizes = tile(x, 4096)
     d, blocks = sizes["D"], -(-sizes["NUM_ROWS"] // sizes["ROWS"])
     stripes = -(-d // sizes["BLOCK"])
     programs = max(1, min(blocks, WAVES * num_sms() // max(stripes, 1)))

@@ -82,7 +82,7 @@ def gated_norm_fwd(
     rows = num_rows(x)
     d = x.shape[-1]
     small = 1024 if 2048 < d < 4096 else None  # a chunk of 4096 is half empty
-    sizes = forward_tile("gated_norm_fwd", rows, d, x.dtype, small)
+    sizes = forward_tile(rows, d, small)
     return sparse_call(
         gated_norm_fwd_kernel,
         (-(-rows // sizes["ROWS"]),),

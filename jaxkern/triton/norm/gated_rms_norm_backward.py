@@ -25,7 +25,7 @@ from jaxkern.triton.norm.row_tiles import (
 )
 
 LONGEST = 8192  # columns of a row that stays in registers
-MOST = 16384  # of one of which the sums do
+MOST = 16384  # columns of a row of which the sums for the vectors stay there
 
 
 @jit
@@ -213,7 +213,6 @@ def gated_norm_bwd(
         "dy_ptr": dy,
     }
     sizes, stripes = backward_sizes(
-        "gated_norm_bwd",
         x,
         streams=4,
         sums=1,
@@ -228,7 +227,7 @@ def gated_norm_bwd(
             (num_rows(x),),
             given,
             {"along_ptr": per_row(x)},
-            means_sizes("gated_norm_means", x) | options,
+            means_sizes(x) | options,
         )
     partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], x.shape[-1]), jnp.float32)
     results = [like(x), like(gate), None if weight is None else partial]

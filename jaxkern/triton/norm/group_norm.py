@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported
 from jaxkern.triton.norm.row_tiles import read, read_and_keep, write
@@ -49,14 +49,13 @@ def tile_sizes(kernel: str, x: jax.Array, elements: int) -> dict:
     warps = max(1, min(8, high * wide // 256))
     # further tiles in flight cost the small groups more programs than they are worth
     stages = 1 if channels * pixels < LONGEST and kernel == "group_norm_fwd" else 3
-    rule = {"HIGH": high, "WIDE": wide, "STAGES": stages, "num_warps": warps}
-    sizes = tuned(kernel, channels * pixels, x.dtype, rule)
+    sizes = {"HIGH": high, "WIDE": wide, "STAGES": stages, "num_warps": warps}
     tiles = -(-channels // sizes["HIGH"]) * -(-pixels // sizes["WIDE"])
     return sizes | {"GROUPS": groups, "C": channels, "P": pixels, "TILES": tiles}
 
 
 def num_parts(rows: int, size: int, tiles: int) -> int:
-    """Of a group: 1 where groups fill the GPU and stay in its L2 cache."""
+    """Parts that a group is cut into: 1 where groups fill the GPU and its L2 cache."""
     if size <= max(SMALL, min(LONGEST, 2048 * rows)):
         return 1
     parts = max(WAVES * num_sms() // max(rows, 1), -(-size // LONGEST))

@@ -10,15 +10,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 
 CHUNKED = 16384  # up to here the sums stay in registers; beyond, two kernels
 
 
-def backward_chunks(d: int, dtype) -> dict:
-    rule = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
-    sizes = tuned("chunked_row_norm_bwd", d, dtype, rule)
+def backward_chunks(d: int) -> dict:
+    sizes = {"BLOCK": 4096, "WAVES": 1, "num_warps": 16}
     return sizes | {"CHUNKS": next_power_of_2(-(-d // sizes["BLOCK"]))}
 
 

@@ -145,7 +145,7 @@ def norm_quantized(
     rows, by_row = num_rows(x), block >= d
     num_blocks = 1 if by_row else -(-d // block)
     fp8 = format == "e4m3fn"
-    sizes = forward_tile("norm_quantized", rows, d, x.dtype)
+    sizes = forward_tile(rows, d)
     chunk = sizes.pop("BLOCK")
     width = chunk if by_row else block
     chunk = max(chunk, width)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, num_programs, tuned
+from jaxkern.gpu.device import next_power_of_2, num_programs
 from jaxkern.gpu.triton_call import jit, like, max_shared_bytes, sparse_call, tl
 from jaxkern.triton.norm.long_row_norm_backward import (
     CHUNKED,
@@ -37,14 +37,13 @@ def backward_tile(rows: int, d: int, dtype, num_streams: int) -> dict:
     )
     together = max(1, min(elements // block, next_power_of_2(rows)))
     tile_bytes = together * block * jnp.dtype(dtype).itemsize * num_streams
-    rule = {
+    return {
         "BLOCK": block,
         "ROWS": together,
         "WAVES": waves,
         "STAGES": 3 if 3.2 * tile_bytes <= max_shared_bytes() else 1,
         "num_warps": min(warps, max(1, together * block // 256)),
     }
-    return tuned("row_norm_bwd", d, dtype, rule)
 
 
 @jit
@@ -167,7 +166,7 @@ def row_norm_bwd(
             streams = 2 + (residual is not None) + (dtotal is not None)
             sizes = backward_tile(rows, d, x.dtype, streams)
         else:
-            sizes = backward_chunks(d, x.dtype)
+            sizes = backward_chunks(d)
         blocks = -(-rows // sizes.get("ROWS", 1))
         programs = num_programs(blocks, sizes.pop("WAVES"))
         sizes |= {"NUM_ROWS": rows, "PROGRAMS": programs}

@@ -6,12 +6,10 @@ registers, walks over many of them, and holds the sums that gradients of weights
 """
 # ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import WARP, next_power_of_2, num_programs, num_sms, tuned
+from jaxkern.gpu.device import WARP, next_power_of_2, num_programs, num_sms
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import constexpr_function, jit, max_shared_bytes, tl
 
@@ -21,9 +19,7 @@ WAVES = 4  # programs of a multiprocessor that walk down stripes
 PREFETCH = True  # a program's next row
 
 
-def forward_tile(
-    kernel: str, rows: int, d: int, dtype: Any, small: int | None = None
-) -> dict:
+def forward_tile(rows: int, d: int, small: int | None = None) -> dict:
     """About 16 elements a thread; large chunks, with little waste for odd d.
 
     Or `small` chunks by 4 warps: twice as many programs, each with less to wait for.
@@ -37,17 +33,14 @@ def forward_tile(
     else:
         block = 16384 if d > 65536 else 4096 if d > 2048 else 1024
         warps = block // 512 if d < 8192 else max(16, block // 512)
-    rule = {"BLOCK": block, "ROWS": together, "num_warps": warps}
-    return tuned(kernel, d, dtype, rule) | {"NUM_ROWS": rows, "D": d}
+    sizes = {"BLOCK": block, "ROWS": together, "num_warps": warps}
+    return sizes | {"NUM_ROWS": rows, "D": d}
 
 
-def backward_tile(
-    kernel: str, x: jax.Array, streams: int, elements: int, stages: int
-) -> dict:
+def backward_tile(x: jax.Array, streams: int, elements: int, stages: int) -> dict:
     """One program a multiprocessor, with further tiles loading where they fit.
 
     Args:
-      kernel: its name in the tables.
       x: an operand.
       streams: how many tensors and vectors the kernel reads.
       elements: of one tile; at least a row.
@@ -59,20 +52,18 @@ def backward_tile(
     tile_bytes = together * block * x.dtype.itemsize * streams
     while (stages - 1) * tile_bytes > max_shared_bytes() - 2048:
         stages -= 1
-    rule = {
+    sizes = {
         "BLOCK": block,
         "ROWS": together,
         "WAVES": 1,
         "STAGES": stages,
         "num_warps": min(16, max(1, together * block // 256)),
     }
-    sizes = tuned(kernel, d, x.dtype, rule)
     programs = num_programs(-(-rows // sizes["ROWS"]), sizes.pop("WAVES"))
     return sizes | {"NUM_ROWS": rows, "D": d, "PROGRAMS": programs}
 
 
 def backward_sizes(
-    kernel: str,
     x: jax.Array,
     *,
     streams: int,
@@ -88,7 +79,7 @@ def backward_sizes(
     along rows are known before.
 
     Args:
-      kernel, x, streams: as of `backward_tile`.
+      x, streams: as of `backward_tile`.
       sums: how many vectors have gradients.
       elements: of a tile of short rows.
       longest: columns of a short row.
@@ -98,7 +89,7 @@ def backward_sizes(
     idle = d > FULL and 5 * d <= 4 * next_power_of_2(d)
     if d <= longest and not idle:
         stages, short = 3 if d <= FULL else 2, {"CHUNKS": 1, "PREFETCH": False}
-        return backward_tile(kernel, x, streams, elements, stages) | short, 1
+        return backward_tile(x, streams, elements, stages) | short, 1
     if d <= 16384 and d * sums <= most:
         if d * x.dtype.itemsize % 16:  # loads of one element: many warps for them
             block, warps, waves = 1024, 16, 1
@@ -106,29 +97,26 @@ def backward_sizes(
             block, warps, waves = 2048, 8, 2
         else:
             block, warps, waves = (4096, 16, 1) if sums < 2 else (2048, 8, 1)
-        rule = {"BLOCK": block, "WAVES": waves, "num_warps": warps}
-        sizes = tuned(f"chunked_{kernel}", d, x.dtype, rule | {"PREFETCH": PREFETCH})
-        sizes |= {"ROWS": 1, "STAGES": 1}
+        sizes = {"BLOCK": block, "WAVES": waves, "num_warps": warps}
+        sizes |= {"PREFETCH": PREFETCH, "ROWS": 1, "STAGES": 1}
         chunks = -(-d // sizes["BLOCK"])
         programs, stripes = num_programs(rows, sizes.pop("WAVES")), 1
     else:
         room = max_shared_bytes() // WAVES
         tile_bytes = 2048 * x.dtype.itemsize * streams
         stages = max(1, min(3, 1 + room // tile_bytes))
-        rule = {"BLOCK": 1024, "ROWS": 2, "STAGES": stages, "num_warps": 4}
-        sizes, chunks = tuned(f"striped_{kernel}", d, x.dtype, rule), 1
+        sizes = {"BLOCK": 1024, "ROWS": 2, "STAGES": stages, "num_warps": 4}
         sizes |= {"PREFETCH": False}
+        chunks = 1
         stripes, blocks = -(-d // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
         programs = max(1, min(WAVES * num_sms() // stripes, blocks))
     plan = {"NUM_ROWS": rows, "D": d, "CHUNKS": chunks, "PROGRAMS": programs}
     return sizes | plan, stripes
 
 
-def means_sizes(kernel: str, x: jax.Array) -> dict:
+def means_sizes(x: jax.Array) -> dict:
     """A program a row, in chunks, where only means along rows are wanted."""
-    rule = {"BLOCK": 4096, "num_warps": 16}
-    d = x.shape[-1]
-    return tuned(kernel, d, x.dtype, rule) | {"D": d}
+    return {"BLOCK": 4096, "num_warps": 16, "D": x.shape[-1]}
 
 
 def per_row(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -144,13 +132,13 @@ def summed(partial: jax.Array | None, like: jax.Array | None) -> jax.Array | Non
 
 @jit
 def read(ptr, at, mask):
-    """For the last time."""
+    """Loads what no program reads again: it is the first to leave the caches."""
     return tl.load(ptr + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @jit
 def read_and_keep(ptr, at, mask):
-    """To be read again soon."""
+    """Loads what is soon read again: it is the last to leave the caches."""
     return tl.load(ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
 
 
@@ -180,7 +168,7 @@ def as_float32(tiles):
 
 @constexpr_function
 def num_lines(bits, d):
-    """Of a row in the caches, rounded up to a power of 2."""
+    """Cache lines of a row, rounded up to a power of 2."""
     return 1 << ((d * bits + 1023) // 1024 - 1).bit_length()
 
 
@@ -209,7 +197,7 @@ def prefetch_rows(ptrs, COUNT: tl.constexpr, row, D: tl.constexpr):
 
 @jit
 def write(ptr, at, value, mask):
-    """Nothing where the result is not wanted."""
+    """Stores; where the result is not wanted, nothing happens."""
     if ptr is not None:
         tl.store(ptr + at, value, mask, eviction_policy="evict_first")
 

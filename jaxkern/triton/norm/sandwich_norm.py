@@ -119,7 +119,7 @@ def sandwich_norm_fwd(
     small = None
     if seen_three_times and 2048 < d < 8192:
         small = 512 if d % 1024 == 512 else 1024
-    sizes = forward_tile("sandwich_norm_fwd", rows, d, x.dtype, small)
+    sizes = forward_tile(rows, d, small)
     weights = [*next_weights, *[None] * (3 - count)]
     given = {
         "x_ptr": x,

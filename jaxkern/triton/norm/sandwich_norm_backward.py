@@ -40,6 +40,49 @@ MOST, MOST_OF_TWO = 32768, 24576  # elements of the sums that stay there
 
 
 @jit
+def of_both_norms(first_ptr, second_ptr, rows, present):
+    """A number of each row for the first norm and for the second, [ROWS, 1]."""
+    return rstd_of(first_ptr, rows, present), rstd_of(second_ptr, rows, present)
+
+
+@jit
+def no_sums(CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(dweight, dscale, dnexts) before the first row, a chunk of columns each."""
+    dweight = ()
+    dscale = ()
+    dnexts = ()
+    for _ in tl.static_range(CHUNKS):
+        zeros = tl.zeros([ROWS, BLOCK], tl.float32)
+        dweight = dweight + (zeros,)
+        dscale = dscale + (zeros,)
+        dnexts = dnexts + ((zeros, zeros, zeros),)
+    return dweight, dscale, dnexts
+
+
+@jit
+def write_sums(
+    ptrs,
+    sums,
+    lanes,
+    D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The program's part of the gradients of the vectors."""
+    dweight, dscale, dnexts = sums
+    start = tl.program_id(0).to(tl.int64) * D
+    for k in tl.static_range(CHUNKS):
+        columns = k * BLOCK + lanes
+        inside = columns < D
+        at = start + columns
+        write(ptrs[0], at, tl.sum(dweight[k], 0, keep_dims=True), inside)
+        write(ptrs[1], at, tl.sum(dscale[k], 0, keep_dims=True), inside)
+        for i in tl.static_range(3):
+            total = tl.sum(dnexts[k][i], 0, keep_dims=True)
+            write(ptrs[2 + i], at, total, inside)
+
+
+@jit
 def sandwich_norm_bwd_kernel(
     x_ptr,
     residual_ptr,
@@ -74,26 +117,26 @@ def sandwich_norm_bwd_kernel(
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Every PROGRAMS-th block of ROWS rows, CHUNKS of BLOCK columns each.
+
+    With dsum the gradient of the sum and <> the mean along a row:
+
+        dresidual = dsum,  dx = rstd (dsum weight - xhat <dsum weight xhat>)
+
+    Gradients of the vectors are sums over rows, a part for each program.
+    """
     ptrs = (x_ptr, residual_ptr, dtotal_ptr, dy1_ptr, dy2_ptr, dy3_ptr)
     next_ptrs = (next1_ptr, next2_ptr, next3_ptr)
-    dnext_ptrs = (dnext1_ptr, dnext2_ptr, dnext3_ptr)
+    vector_ptrs = (dweight_ptr, dscale_ptr, dnext1_ptr, dnext2_ptr, dnext3_ptr)
     GIVEN: tl.constexpr = along_ptr is not None or next_along_ptr is not None
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    dweight = ()
-    dscale = ()
-    dnexts = ()
-    for _ in tl.static_range(CHUNKS):
-        zeros = tl.zeros([ROWS, BLOCK], tl.float32)
-        dweight = dweight + (zeros,)
-        dscale = dscale + (zeros,)
-        dnexts = dnexts + ((zeros, zeros, zeros),)
+    dweight, dscale, dnexts = no_sums(CHUNKS, ROWS, BLOCK)
     num_blocks: tl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
     for block in tl.range(tl.program_id(0), num_blocks, PROGRAMS, num_stages=STAGES):
         rows = block * ROWS + tl.arange(0, ROWS)[:, None]
         present = rows < NUM_ROWS
         start = rows.to(tl.int64) * D
-        rstd = rstd_of(rstd_ptr, rows, present)
-        next_rstd = rstd_of(next_rstd_ptr, rows, present)
+        rstd, next_rstd = of_both_norms(rstd_ptr, next_rstd_ptr, rows, present)
         if CHUNKS > 1:
             by_next, direct, across = products_along(
                 ptrs,
@@ -117,8 +160,7 @@ def sandwich_norm_bwd_kernel(
         if CHUNKS > 1:
             along, next_along = means_of(by_next, direct, across, D)
         elif GIVEN:
-            along = rstd_of(along_ptr, rows, present)
-            next_along = rstd_of(next_along_ptr, rows, present)
+            along, next_along = of_both_norms(along_ptr, next_along_ptr, rows, present)
         of_weight = ()
         of_scale = ()
         of_nexts = ()
@@ -167,16 +209,8 @@ def sandwich_norm_bwd_kernel(
         dweight = of_weight
         dscale = of_scale
         dnexts = of_nexts
-    start = tl.program_id(0).to(tl.int64) * D
-    for k in tl.static_range(CHUNKS):
-        columns = k * BLOCK + lanes
-        inside = columns < D
-        at = start + columns
-        write(dweight_ptr, at, tl.sum(dweight[k], 0, keep_dims=True), inside)
-        write(dscale_ptr, at, tl.sum(dscale[k], 0, keep_dims=True), inside)
-        for i in tl.static_range(3):
-            total = tl.sum(dnexts[k][i], 0, keep_dims=True)
-            write(dnext_ptrs[i], at, total, inside)
+    sums = dweight, dscale, dnexts
+    write_sums(vector_ptrs, sums, lanes, D, CHUNKS, BLOCK)
 
 
 def sandwich_norm_bwd(
@@ -214,7 +248,6 @@ def sandwich_norm_bwd(
     options = {"OFFSET": offset, "SCALE_STRIDE": stride}
     read_once = (x, held, dtotal, *dys, *vectors)
     sizes, stripes = backward_sizes(
-        "sandwich_norm_bwd",
         x,
         streams=sum(v is not None for v in read_once),
         sums=sum(wanted[2:]),
@@ -233,7 +266,7 @@ def sandwich_norm_bwd(
             (num_rows(x),),
             given,
             wanted_means,
-            means_sizes("sandwich_norm_means", x) | options,
+            means_sizes(x) | options,
         )
         means = dict(zip(means, found, strict=True))
     partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], x.shape[-1]), jnp.float32)

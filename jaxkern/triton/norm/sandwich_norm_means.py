@@ -12,7 +12,7 @@ from jaxkern.triton.norm.row_tiles import factor, read_each, read_scale, write
 
 @jit
 def rstd_of(ptr, rows, present):
-    """Of rows, [ROWS, 1]; 1 where there is no norm."""
+    """A number of each row, [ROWS, 1]; 1 where there is no norm."""
     if ptr is None:
         return 1.0
     else:

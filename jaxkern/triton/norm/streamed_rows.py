@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxkern.gpu.device import WARP, next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import (
     async_copy,
@@ -39,8 +39,7 @@ def stream_sizes(x: jax.Array, weight: jax.Array | None) -> dict | None:
     if d <= 8192 and 5 * d > 4 * next_power_of_2(d):
         return None
     waves = 1 if d > 8192 else 2 if d > 4096 else 4  # as measured on an H200
-    rule = {"BLOCK": 4096 // waves, "WAVES": waves, "num_warps": 16 // waves}
-    sizes = tuned("streamed_row_norm_bwd", d, x.dtype, rule)
+    sizes = {"BLOCK": 4096 // waves, "WAVES": waves, "num_warps": 16 // waves}
     waves, block = sizes.pop("WAVES"), sizes["BLOCK"]
     columns = block * -(-d // block)
     weight_bytes = 0 if weight is None else columns * weight.dtype.itemsize
@@ -61,7 +60,7 @@ def stream_sizes(x: jax.Array, weight: jax.Array | None) -> dict | None:
 
 
 def even_programs(rows: int) -> int:
-    """As few as have no more rows each than with all multiprocessors."""
+    """The fewest programs of which none has more rows than if each SM ran one."""
     most = -(-rows // num_sms())
     return -(-rows // max(1, most))
 

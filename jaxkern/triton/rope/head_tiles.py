@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from jaxkern.gpu.device import WARP, next_power_of_2, tuned
+from jaxkern.gpu.device import WARP, next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl
 
 
@@ -26,17 +26,16 @@ def tile_of(heads: int, together: int) -> tuple[int, int]:
     return together // run, run
 
 
-def sizes_of(kernel: str, x: jax.Array, head: tuple[int, ...], elements: int) -> dict:
+def sizes_of(head: tuple[int, ...], elements: int) -> dict:
     """Heads of a tile, of at most `elements` registers together, 16 a thread."""
     *_, pairs, rest = head
     together = max(1, elements // (2 * pairs + rest))
-    rule = {
+    return {
         "TOGETHER": next_power_of_2(together + 1) // 2,
         "WAVES": 2,
         "STAGES": 3,
         "num_warps": elements // (16 * WARP),
     }
-    return tuned(kernel, x.shape[-1], x.dtype, rule)
 
 
 def heads_and_tokens(query: jax.Array, key: jax.Array | None) -> tuple[int, int, int]:

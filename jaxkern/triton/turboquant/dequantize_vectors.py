@@ -131,7 +131,7 @@ def dequantize_vectors_fwd(codes, scales, *, codec, unrotate, dtype):
     d = num_dims("dequantize_vectors", codec, row)
     levels = levels_of(codec)
     turns = unrotate and isinstance(codec, TurboQuantCodec)
-    sizes = tile_sizes(d, jnp.float32)
+    sizes = tile_sizes(d)
     y = jax.ShapeDtypeStruct((*lead, d), dtype or at_least_f32(scales).dtype)
     constants = {"SIZE": y.size, "VECTOR": vector_of(d, codec), "ITEM": ITEM}
     [y] = sparse_call(

@@ -20,7 +20,6 @@ caches hold, and makes its half of the result.
 
 from typing import Any
 
-from jaxkern.gpu.device import tuned
 from jaxkern.gpu.triton_call import (
     constexpr_function,
     gl,
@@ -52,11 +51,10 @@ def tile_sizes(d: int, dtype) -> dict:
     """
     if d in BY_PRODUCTS and dtype.itemsize == 2:
         tile, product = BY_PRODUCTS[d]
-        rule = {"TILE": tile, "num_warps": tile // 2048, "PRODUCT": product}
-        return tuned("fwht_by_products", d, dtype, rule)
+        return {"TILE": tile, "num_warps": tile // 2048, "PRODUCT": product}
     tile = max(d, 4096)
     warps = tile // (1024 if dtype.itemsize == 4 else 2048)
-    return tuned("fwht", d, dtype, {"TILE": tile, "num_warps": warps})
+    return {"TILE": tile, "num_warps": warps}
 
 
 @constexpr_function

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import tuned
 from jaxkern.gpu.triton_call import gl, gluon_jit, jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.turboquant.vector_codec import (
@@ -44,11 +43,10 @@ def unsupported(codec: VectorCodec, x: Any = None, **rest: Any) -> str | None:
     return unsupported_codec(codec, d) or unsupported_anywhere(x=x)
 
 
-def tile_sizes(d: int, dtype) -> dict:
+def tile_sizes(d: int) -> dict:
     """32 elements a thread, or 64: scales and codes need registers too."""
     tile = max(d, TILE)
-    rule = {"TILE": tile, "num_warps": min(tile // 1024, 16)}
-    return tuned("quantize_vectors", d, dtype, rule)
+    return {"TILE": tile, "num_warps": min(tile // 1024, 16)}
 
 
 @jit
@@ -151,7 +149,7 @@ def quantize_vectors_fwd(x: jax.Array, *, codec: VectorCodec):
     *lead, d = x.shape
     vector = vector_of(d, codec)
     signs, midpoints = constants_of(d, codec)
-    sizes = tile_sizes(vector[1], x.dtype)
+    sizes = tile_sizes(vector[1])
     count, groups = x.size // d, d // group_size(codec, d)
     # a thread has whole bytes of each plane
     item = 2 if int(codec.bits) & 1 or codec.bits == 2.25 else x.dtype.itemsize

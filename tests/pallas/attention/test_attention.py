@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from jaxkern import attention, backend, explain
-from jaxkern.gpu import device as block_sizes
 from jaxkern.gpu.device import compiling_for
 from jaxkern.pallas.attention.attention import blocks, problem
 from jaxkern.pallas.attention.attention import fwd as hopper
@@ -86,7 +85,7 @@ def check(
 
 def test_tiles_of_ragged_sequences_taken_in_turn(monkeypatch):
     monkeypatch.setattr(problem, "num_sms", lambda: 1)
-    monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", {"PERSISTENT": 1})
+    monkeypatch.setitem(problem.TRIED, "PERSISTENT", 1)
     check(*operands(1, 150, 270, 1, 1, 64), causal=True)
 
 
@@ -177,14 +176,14 @@ def test_head_dims(h, hv):
     ],
 )
 def test_every_size(sizes, monkeypatch):
-    monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", sizes)
+    monkeypatch.setattr(problem, "TRIED", sizes)
     check(*operands(1, 200, 260, 1, 2, 64), causal=True)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [{}, dict(EARLY=32, LATE=64), dict(LAZY=0)])
 def test_maxima_that_grow_from_block_to_block(sizes, monkeypatch):
-    monkeypatch.setitem(block_sizes.tried, "hopper_flash_attention", sizes)
+    monkeypatch.setattr(problem, "TRIED", sizes)
     q, k, v = operands(1, 140, 400, 1, 2, 64, dtype="float16")
     growing = jnp.linspace(8, 0.01, 400)[:, None, None].astype(k.dtype)
     check(q, k * growing, v)

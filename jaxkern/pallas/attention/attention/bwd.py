@@ -29,7 +29,7 @@ from jaxkern.gpu.attention import visible
 from jaxkern.gpu.attention.bias_gradient import with_bias_gradient
 from jaxkern.gpu.attention.operands import GradientOperands
 from jaxkern.gpu.attention.visible import segment_bounds
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import num_sms
 from jaxkern.pallas.attention.attention import fwd
 from jaxkern.pallas.attention.attention.fwd import copyable, int32, padded_rows
 from jaxkern.pallas.attention.attention.gradient_blocks import (
@@ -54,7 +54,13 @@ from jaxkern.pallas.attention.attention.pairs import (
     whole_blocks,
     word_bounds,
 )
-from jaxkern.pallas.attention.attention.problem import ROWS, SHORT, WIDTH, problem
+from jaxkern.pallas.attention.attention.problem import (
+    ROWS,
+    SHORT,
+    WIDTH,
+    Problem,
+    problem,
+)
 from jaxkern.pallas.attention.attention.queries_kernel import queries_kernel
 from jaxkern.pallas.attention.attention.rows import laid_out, rows_of, sinks_gradient
 from jaxkern.pallas.attention.attention.wide_keys_kernel import wide_keys_kernel
@@ -97,39 +103,61 @@ def attention_bwd(
 ):
     """(dq, dk, dv, dS, dsinks); `interpret` runs the kernels on a CPU."""
     o = GradientOperands(*operands)
-    query, key, value, bias, mask = o.query, o.key, o.value, o.bias, o.mask
-    out, dout = o.out, o.dout
-    c = problem(query, key, value, bias, scale, causal, window, softcap)
+    c = problem(o.query, o.key, o.value, o.bias, scale, causal, window, softcap)
     c = dataclasses.replace(c, consumers=CONSUMERS, block_k=BLOCK)  # and block_q
-    apart = wanted[0] and bias is None and c.h + c.hv <= NARROW
+    apart = wanted[0] and o.bias is None and c.h + c.hv <= NARROW
     if apart:  # the kernel that holds queries adds rowsum(dout out)
         lse2, delta = laid_out(o.lse, -o.dlse, c.blocks * c.block_q)
     else:
-        lse2, delta = rows_of(c, out, o.lse, o.tail, dout, o.dlse, interpret)
+        lse2, delta = rows_of(c, o.out, o.lse, o.tail, o.dout, o.dlse, interpret)
     # Tiles of lengths that are known can be dealt; few tiles of long ones cannot.
-    known = mask is None and o.q_segment_ids is None and o.kv_lengths is None
+    known = o.mask is None and o.q_segment_ids is None and o.kv_lengths is None
     several = apart and known and (not causal or min(c.s, window or c.s) <= SHORT)
     programs = min(c.tiles, num_sms()) if several else c.tiles
-    c = dataclasses.replace(c, programs=programs)
-    q_ids, kv_ids = int32(o.q_segment_ids), int32(o.kv_segment_ids)
-    key, value = without_rest(key, o.kv_lengths), without_rest(value, o.kv_lengths)
-    operands = (
-        copyable(query, ROWS),
-        copyable(key, ROWS),
-        copyable(value, ROWS),
-        copyable(dout.astype(query.dtype), ROWS),
-    )
-    q, k, v, _ = operands
-    ids = None, None
-    if q_ids is not None and kv_ids is not None:  # whole tiles of every kernel
-        ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, KEYS)
+    launches = Launches(o, dataclasses.replace(c, programs=programs), interpret)
+    dq = dk = dv = slopes = dsinks = None
+    if wanted[0] or wanted[3]:
+        dq, slopes, summed = launches.queries(lse2, delta, wanted[3], apart)
+        delta = summed if apart else delta
+        dq = dq[:, : c.t]
+        if slopes is not None:
+            slopes = slopes[:, :, : c.t, : c.s]
+    if wanted[1] or wanted[2]:
+        dk, dv = launches.keys(lse2, delta)
+        dk, dv = dk[:, : c.s], dv[:, : c.s]
+    if wanted[4]:
+        dsinks = sinks_gradient(o.sinks, lse2, delta)
+    return dq, dk, dv, slopes, dsinks
 
-    def pairs(held: int, block: int, turned: bool, copied: bool):
+
+class Launches:
+    """Both kernels, with the operands that they share as they take them."""
+
+    def __init__(self, o: GradientOperands, c: Problem, interpret: bool):
+        self.o, self.c, self.interpret = o, c, interpret
+        q_ids, kv_ids = int32(o.q_segment_ids), int32(o.kv_segment_ids)
+        self.segments = None if q_ids is None or kv_ids is None else (q_ids, kv_ids)
+        self.shared = tuple(
+            copyable(x, ROWS)
+            for x in (
+                o.query,
+                without_rest(o.key, o.kv_lengths),
+                without_rest(o.value, o.kv_lengths),
+                o.dout.astype(o.query.dtype),
+            )
+        )
+        self.ids = None, None
+        if self.segments:  # whole tiles of every kernel
+            q_ids, kv_ids = self.segments
+            self.ids = padded_rows(q_ids, c.block_q), padded_rows(kv_ids, KEYS)
+
+    def pairs(self, held: int, block: int, turned: bool, copied: bool) -> tuple:
         """Bias, words and bounds of a kernel that holds keys (`turned`) or queries."""
+        c, bias, mask = self.c, self.o.bias, self.o.mask
         bounds = words = own_bias = None
-        if q_ids is not None and kv_ids is not None:
-            both = (kv_ids, q_ids) if turned else (q_ids, kv_ids)
-            bounds = segment_bounds(*both, held, block)
+        if self.segments:
+            rows, columns = self.segments[::-1] if turned else self.segments
+            bounds = segment_bounds(rows, columns, held, block)
         if mask is not None:
             shown = jnp.swapaxes(mask, 2, 3) if turned else mask
             lengths = (c.s, c.t) if turned else (c.t, c.s)
@@ -143,9 +171,9 @@ def attention_bwd(
             )
         return own_bias, words, bounds
 
-    def launch(kernel, name, like, programs, buffers, barriers, pairs, *operands):
+    def launch(self, kernel, name, like, programs, scratch, pairs, *operands):
         return plgpu.kernel(
-            functools.partial(kernel, c=c, interpret=interpret),
+            functools.partial(kernel, c=self.c, interpret=self.interpret),
             out_type=tuple(
                 x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like
             ),
@@ -154,73 +182,69 @@ def attention_bwd(
             num_threads=CONSUMERS + 1,
             thread_name="warpgroup",
             kernel_name=name,
-            scratch_types=(buffers, barriers),
+            scratch_types=scratch,
             compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(*operands, *ids, *pairs, int32(o.kv_lengths), int32(o.q_offset))
-
-    tail = o.tail if o.tail is not None and o.tail.shape[-1] else None
-    dq = dk = dv = slopes = dsinks = None
-    if wanted[0] or wanted[3]:
-        if wanted[3]:
-            assert bias is not None  # whose gradient they are
-            shape = c.b, c.n, q.shape[1], -(-c.s // BLOCK) * BLOCK
-            slopes = jax.ShapeDtypeStruct(shape, bias.dtype)
-        buffers, barriers, copied = queries_scratch(
-            c, query.dtype, bias, wanted[3], apart
+            interpret=plgpu.InterpretGPUParams() if self.interpret else None,
+        )(
+            *operands,
+            *self.ids,
+            *pairs,
+            int32(self.o.kv_lengths),
+            int32(self.o.q_offset),
         )
-        dq, slopes, summed = launch(
+
+    def queries(self, lse2: Any, delta: Any, want_slopes: bool, apart: bool) -> tuple:
+        """(dq, dS if wanted, delta if it is summed there), whole tiles of them."""
+        o, c, q = self.o, self.c, self.shared[0]
+        tail = o.tail if o.tail is not None and o.tail.shape[-1] else None
+        slopes = None
+        if want_slopes:
+            assert o.bias is not None  # whose gradient they are
+            shape = c.b, c.n, q.shape[1], -(-c.s // BLOCK) * BLOCK
+            slopes = jax.ShapeDtypeStruct(shape, o.bias.dtype)
+        *scratch, copied = queries_scratch(c, o.query.dtype, o.bias, want_slopes, apart)
+        return self.launch(
             queries_kernel,
             kernel_name("attention_bwd_queries", queries=c.block_q, keys=BLOCK),
             (q, slopes, delta if apart else None),
             c.programs,
-            buffers,
-            barriers,
-            pairs(c.block_q, BLOCK, False, copied),
-            copyable(out, ROWS) if apart else None,
+            scratch,
+            self.pairs(c.block_q, BLOCK, False, copied),
+            copyable(o.out, ROWS) if apart else None,
             padded_rows(tail, c.block_q) if apart and tail is not None else None,
-            *operands,
+            *self.shared,
             lse2,
             delta,
         )
-        delta = summed if apart else delta
-        dq = dq[:, : c.t]
-        if slopes is not None:
-            slopes = slopes[:, :, : c.t, : c.s]
-    if wanted[1] or wanted[2]:
-        found = tuned(
-            "hopper_flash_attention_bwd_keys",
-            next_power_of_2(max(c.h, c.hv)),
-            query.dtype,
-            keys_plan(c.h, c.hv, pair_bytes(bias)),
-        )
+
+    def keys(self, lse2: Any, delta: Any) -> tuple:
+        """(dk, dv), whole tiles of them."""
+        o, c = self.o, self.c
+        _, k, v, _ = self.shared
+        found = keys_plan(c.h, c.hv, pair_bytes(o.bias))
         keys, block = found["KEYS"], found["BLOCK_Q"]
         shared, in_turn = keys == ROWS, c.h + c.hv > NARROW
         programs = whole = -(-c.s // keys) * c.b * (c.n // c.group)
-        if not (shared or in_turn or bias is not None):
+        if not (shared or in_turn or o.bias is not None):
             whole = whole_programs(c, programs)
         if whole < programs:
             found["STAGES"] = HALVES_STAGES
-        buffers, barriers, copied = keys_scratch(
-            c, query.dtype, bias, whole < programs, **found
+        *scratch, copied = keys_scratch(
+            c, o.query.dtype, o.bias, whole < programs, **found
         )
-        dk, dv = launch(
+        name = kernel_name(
+            "attention_bwd_keys", keys=keys, queries=block, stages=found["STAGES"]
+        )
+        return self.launch(
             wide_keys_kernel
             if shared
             else functools.partial(keys_kernel, whole=whole, in_turn=in_turn),
-            kernel_name(
-                "attention_bwd_keys", keys=keys, queries=block, stages=found["STAGES"]
-            ),
+            name,
             (k, v),
             2 * programs - whole,
-            buffers,
-            barriers,
-            pairs(keys, block, True, copied),
-            *operands,
+            scratch,
+            self.pairs(keys, block, True, copied),
+            *self.shared,
             lse2 - SHIFT if shared or in_turn else lse2,
             delta,
         )
-        dk, dv = dk[:, : c.s], dv[:, : c.s]
-    if wanted[4]:
-        dsinks = sinks_gradient(o.sinks, lse2, delta)
-    return dq, dk, dv, slopes, dsinks

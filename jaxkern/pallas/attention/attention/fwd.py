@@ -59,6 +59,7 @@ from jaxkern.pallas.attention.attention.wgmma import tiled
 from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attend import no_tail, saves_tail
 from jaxkern.primitives.attention.attention import without_rest
+from jaxkern.primitives.attention.operands import AttentionOperands
 
 FASTER = {  # than Triton: measured
     (64, 64),
@@ -148,17 +149,7 @@ def int32(x: jax.Array | None) -> jax.Array | None:
 
 
 def attention(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    *,
+    *operands: Any,
     scale,
     causal,
     window,
@@ -167,12 +158,14 @@ def attention(
     interpret=False,
 ):
     """(out, lse[, tail of out]); `interpret` runs the kernel on a CPU."""
-    c = problem(query, key, value, bias, scale, causal, window, softcap)
-    known = mask is None and q_segment_ids is None and kv_lengths is None
+    o = AttentionOperands(*operands)
+    query, key, bias, mask = o.query, o.key, o.bias, o.mask
+    c = problem(query, key, o.value, bias, scale, causal, window, softcap)
+    known = mask is None and o.q_segment_ids is None and o.kv_lengths is None
     if causal and not known and min(c.s, window or c.s) > SHORT:
         c = dataclasses.replace(c, programs=c.tiles)  # too unlike each other to deal
-    value = without_rest(value, kv_lengths)
-    q_ids, kv_ids = int32(q_segment_ids), int32(kv_segment_ids)
+    value = without_rest(o.value, o.kv_lengths)
+    q_ids, kv_ids = int32(o.q_segment_ids), int32(o.kv_segment_ids)
     words = bounds = None
     if q_ids is not None and kv_ids is not None:
         bounds = segment_bounds(q_ids, kv_ids, c.block_q, c.block_k)
@@ -243,9 +236,9 @@ def attention(
         None if bias is None else whole_blocks(bias, c.block_q, c.block_k),
         words,
         bounds,
-        int32(kv_lengths),
-        int32(q_offset),
-        sinks,
+        int32(o.kv_lengths),
+        int32(o.q_offset),
+        o.sinks,
     )
     out, lse = out[:, : c.t], jnp.moveaxis(lse[:, :, : c.t], 1, 2)
     if not with_tail:

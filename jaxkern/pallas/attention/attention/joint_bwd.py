@@ -12,6 +12,7 @@ order. rows.py has the units and the zeros before it, and the conversion after.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -30,7 +31,8 @@ from jaxkern.pallas.attention.attention.gradient_blocks import (
     KEYS,
     STAGES,
 )
-from jaxkern.pallas.attention.attention.joint_kernel import SLOTS, joint_kernel
+from jaxkern.pallas.attention.attention.joint_kernel import joint_kernel
+from jaxkern.pallas.attention.attention.joint_tiles import SLOTS
 from jaxkern.pallas.attention.attention.problem import ROWS, problem
 from jaxkern.pallas.attention.attention.rows import (
     LINES,
@@ -133,19 +135,12 @@ def attention_bwd(
         plgpu.Barrier(num_barriers=CONSUMERS),  # and read
     )
 
-    def kernel(*refs):
-        joint_kernel(*refs, c=c, interpret=interpret)
-
     @jax.jit
     def launch(nothing, *operands):
-        def body(*refs):
-            *ins, dq, dk, dv, buffers, barriers = refs
-            kernel(*ins, dq, dk, dv, buffers, barriers)
-
         # A ref made by `new_ref` is an effect, which no partitioned call may have.
         results = tuple(jax.lax.empty(x.shape, x.dtype) for x in (k, v))
         run = plgpu.kernel(
-            body,
+            functools.partial(joint_kernel, c=c, interpret=interpret),
             grid=(-(-c.s // KEYS) * c.b * (c.n // c.group),),
             grid_names=("program",),
             num_threads=CONSUMERS + 2,

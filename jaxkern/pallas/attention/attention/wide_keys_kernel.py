@@ -1,4 +1,12 @@
-"""keys_kernel for head dims whose sums are too wide for one consumer."""
+"""keys_kernel for head dims whose sums are too wide for one consumer.
+
+One consumer computes P and dv, the other dP, dS and dk of the same 64 keys. P goes from
+one to the other, in float32 where there is room and operands are float16, else in
+float16, times 2^SHIFT so that this holds it to 11 bits however small it is. `lse2` is
+less by SHIFT for that. No product is computed twice.
+"""
+
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,6 +31,7 @@ from jaxkern.pallas.attention.attention.gradient_blocks import (
     weights,
     zeros,
 )
+from jaxkern.pallas.attention.attention.keys_tiles import Operands
 from jaxkern.pallas.attention.attention.pairs import (
     BY_COLUMN,
     BY_ROW,
@@ -34,165 +43,207 @@ from jaxkern.pallas.attention.attention.problem import ROWS, Problem
 from jaxkern.pallas.attention.attention.wgmma import WGMMA
 
 
-def wide_keys_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    lse2_ref,
-    delta_ref,
-    q_ids_ref,
-    kv_ids_ref,
-    bias_ref,
-    words_ref,
-    bounds_ref,
-    lengths_ref,
-    offset_ref,
-    dk_ref,
-    dv_ref,
-    buffers,
-    barriers,
-    *,
-    c: Problem,
-    interpret: bool,
-):
-    """dk and dv of ROWS keys.
+class Buffers(NamedTuple):
+    """Shared memory; a bias that has no room in it is None."""
 
-    One consumer computes P and dv, the other dP, dS and dk. P goes from one to the
-    other, in float32 where there is room and operands are float16, else in float16,
-    times 2^SHIFT so that this holds it to 11 bits however small it is. `lse2` is less
-    by SHIFT for that. No product is computed twice.
-    """
-    k_smem, v_smem, q_smem, dout_smem, lse2_smem, delta_smem, p_smem, bias_smem = (
-        buffers
-    )
-    ready, q_full, q_free, dout_full, dout_free, p_full, p_free, read = barriers
-    stages, block_q, _ = q_smem.shape
-    me = lax.axis_index("warpgroup")
-    batch, kv_head, block = place_keys(lax.axis_index("program"), c, ROWS)
-    blocks = query_blocks(
-        batch, block, lengths_ref, offset_ref, bounds_ref, c, ROWS, block_q
-    )
-    first, _, _, last = blocks
-    count = last - first
-    row = block * ROWS
-    keys = pl.ds(row, ROWS)
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
+    p: Any
+    bias: Any
 
-    def slot_of(ring, j, member):
-        return lax.rem(member * count + j - first, jnp.int32(ring.shape[0]))
 
-    def walk_all(step, carry):
-        return walk_heads(step, carry, blocks, lengths_ref, bounds_ref, c, ROWS)
+class Barriers(NamedTuple):
+    ready: Any  # keys, and values
+    q_full: Any
+    q_free: Any
+    dout_full: Any
+    dout_free: Any
+    p_full: Any
+    p_free: Any
+    read: Any  # the values, for the last time
 
-    @pl.when(me == CONSUMERS)
-    def load():
-        plgpu.set_max_registers(24, action="decrease")
-        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_smem, ready.at[0])
-        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_smem, ready.at[1])
 
-        def step(j, _):
-            head = kv_head * c.group + lax.div(j, count)
-            slot = lax.rem(j, jnp.int32(stages))
-            rows = pl.ds((first + lax.rem(j, count)) * block_q, block_q)
-            plgpu.barrier_wait(q_free.at[slot])
-            of_q = [
-                (q_ref.at[batch, rows, head], q_smem),
-                (lse2_ref.at[batch, head, rows], lse2_smem),
-            ]
-            if bias_smem is not None:
-                at = own(bias_ref, batch, head)
-                of_q.append((bias_ref.at[*at, rows, keys], bias_smem))
-            for source, target in of_q:
-                plgpu.copy_gmem_to_smem(source, target.at[slot], q_full.at[slot])
-            plgpu.barrier_wait(dout_free.at[slot])
-            for source, target in (
-                (dout_ref.at[batch, rows, head], dout_smem),
-                (delta_ref.at[batch, head, rows], delta_smem),
-            ):
-                plgpu.copy_gmem_to_smem(source, target.at[slot], dout_full.at[slot])
+class Program:
+    """ROWS keys of a key head, which begin at `row`, and the queries that see them."""
 
-        lax.fori_loop(0, count * c.group, step, None)
-        for slot in range(stages):
-            plgpu.barrier_wait(q_free.at[slot])
-            plgpu.barrier_wait(dout_free.at[slot])
+    def __init__(self, index: Any, operands: tuple, c: Problem, interpret: bool):
+        *arrays, in_shared, barriers = operands
+        self.refs, self.buffers = Operands(*arrays), Buffers(*in_shared)
+        self.barriers, self.c, self.interpret = Barriers(*barriers), c, interpret
+        refs = self.refs
+        self.stages, self.block_q, _ = self.buffers.q.shape
+        self.batch, self.kv_head, block = place_keys(index, c, ROWS)
+        at = self.batch, block, refs.lengths, refs.offset, refs.bounds
+        self.blocks = query_blocks(*at, c, ROWS, self.block_q)
+        self.first, _, _, last = self.blocks
+        self.count = last - self.first
+        self.row = block * ROWS
+        self.keys = pl.ds(self.row, ROWS)
 
-    def begin():
+    def slot_of(self, ring, j, member):
+        number = member * self.count + j - self.first
+        return lax.rem(number, jnp.int32(ring.shape[0]))
+
+    def walk_all(self, step, carry):
+        at = self.blocks, self.refs.lengths, self.refs.bounds, self.c, ROWS
+        return walk_heads(step, carry, *at)
+
+    def begin(self, me):
+        """What both consumers do before they walk."""
+        barriers = self.barriers
         plgpu.set_max_registers(240, action="increase")
-        for slot in range(stages):
-            plgpu.barrier_arrive(q_free.at[slot])
-            plgpu.barrier_arrive(dout_free.at[slot])
-        plgpu.barrier_wait(ready.at[me])
+        for slot in range(self.stages):
+            plgpu.barrier_arrive(barriers.q_free.at[slot])
+            plgpu.barrier_arrive(barriers.dout_free.at[slot])
+        plgpu.barrier_wait(barriers.ready.at[me])
 
-    def finish(x, staged, target):
-        store(x, staged, target.at[batch, keys, kv_head])
+    def finish(self, x, staged, target):
+        store(x, staged, target.at[self.batch, self.keys, self.kv_head])
         plgpu.wait_smem_to_gmem(0)
 
+
+def wide_keys_kernel(*operands: Any, c: Problem, interpret: bool):
+    """dk and dv of ROWS keys.
+
+    `operands` are those of `Operands`, then buffers and barriers.
+    """
+    me = lax.axis_index("warpgroup")
+    program = Program(lax.axis_index("program"), operands, c, interpret)
+
+    @pl.when(me == CONSUMERS)
+    def loads():
+        load(program)
+
     @pl.when(me == 0)
-    def weigh():
-        begin()
-        offset, length = position_and_length(batch, lengths_ref, offset_ref, c)
-        kv_ids = None
-        if kv_ids_ref is not None:
-            ids = kv_ids_ref.at[batch, keys]
-            kv_ids = plgpu.load(ids, layout=BY_ROW, optimized=False)
-
-        def step(j, dv, masked, member):
-            slot, p_slot = slot_of(q_smem, j, member), slot_of(p_smem, j, member)
-            plgpu.barrier_wait(q_full.at[slot])
-            s = product(k_smem, q_smem.at[slot].transpose((1, 0)))
-            lse2 = plgpu.load(lse2_smem.at[slot], layout=BY_COLUMN)
-            seen = bias = None
-            query, n = j * block_q, kv_head * c.group + member
-            if bias_smem is not None:
-                bias = copied_bias(bias_smem.at[slot], turned=True)
-            elif bias_ref is not None:
-                bias = bias_tile(bias_ref, batch, n, row, query, s.shape)
-            plgpu.barrier_arrive(q_free.at[slot])
-            if masked:
-                seen = visible(s.shape, 0, row, query, offset, length, c, interpret)
-                seen = shown(seen, kv_ids, q_ids_ref, words_ref, batch, n, row, query)
-            p, bent = weights(s, bias, by_column(lse2, s.shape), seen, c)
-            slope = p if bent is None else p * (1.0 - bent * bent)
-            plgpu.barrier_wait(p_free.at[p_slot])
-            p_smem.at[p_slot][...] = slope.astype(p_smem.dtype)
-            plgpu.barrier_arrive(p_full.at[p_slot])
-            plgpu.barrier_wait(dout_full.at[slot])
-            (dv,) = accumulated(
-                [dv], [(p.astype(q_ref.dtype), dout_smem.at[slot])], interpret
-            )
-            plgpu.barrier_arrive(dout_free.at[slot])
-            return dv
-
-        dv = walk_all(step, zeros((ROWS, c.hv)))
-        for slot in range(p_smem.shape[0]):
-            plgpu.barrier_wait(p_free.at[slot])
-        plgpu.barrier_wait(read)  # before dv lies where the values lay
-        finish(dv * 2.0**-SHIFT, v_smem, dv_ref)
+    def weighs():
+        weigh(program, me)
 
     @pl.when(me == 1)
-    def slope():
-        begin()
-        for slot in range(p_smem.shape[0]):
-            plgpu.barrier_arrive(p_free.at[slot])
+    def differentiates():
+        differentiate(program, me)
 
-        def step(j, dk, masked, member):
-            del masked
-            slot, p_slot = slot_of(q_smem, j, member), slot_of(p_smem, j, member)
-            plgpu.barrier_wait(dout_full.at[slot])
-            dp = product(v_smem, dout_smem.at[slot].transpose((1, 0)))
-            delta = plgpu.load(delta_smem.at[slot], layout=BY_COLUMN)
-            plgpu.barrier_arrive(dout_free.at[slot])
-            plgpu.barrier_wait(p_full.at[p_slot])
-            p = plgpu.load(p_smem.at[p_slot], layout=WGMMA)
-            plgpu.barrier_arrive(p_free.at[p_slot])
-            ds = scaled_slopes(p, dp, delta)
-            plgpu.barrier_wait(q_full.at[slot])
-            (dk,) = accumulated(
-                [dk], [(ds.astype(q_ref.dtype), q_smem.at[slot])], interpret
-            )
-            plgpu.barrier_arrive(q_free.at[slot])
-            return dk
 
-        dk = walk_all(step, zeros((ROWS, c.h)))
-        plgpu.barrier_arrive(read)
-        finish(dk * dscale(c), k_smem, dk_ref)
+def load(program: Program) -> None:
+    """Keys and values once, then by blocks what is of q, and what is of dout."""
+    refs, buffers, barriers = program.refs, program.buffers, program.barriers
+    batch, kv_head, keys, count = (
+        program.batch,
+        program.kv_head,
+        program.keys,
+        program.count,
+    )
+    plgpu.set_max_registers(24, action="decrease")
+    for n, (source, target) in enumerate(((refs.k, buffers.k), (refs.v, buffers.v))):
+        source = source.at[batch, keys, kv_head]
+        plgpu.copy_gmem_to_smem(source, target, barriers.ready.at[n])
+
+    def step(j, _):
+        head = kv_head * program.c.group + lax.div(j, count)
+        slot = lax.rem(j, jnp.int32(program.stages))
+        first = (program.first + lax.rem(j, count)) * program.block_q
+        rows = pl.ds(first, program.block_q)
+        plgpu.barrier_wait(barriers.q_free.at[slot])
+        of_q = [
+            (refs.q.at[batch, rows, head], buffers.q),
+            (refs.lse2.at[batch, head, rows], buffers.lse2),
+        ]
+        if buffers.bias is not None:
+            at = own(refs.bias, batch, head)
+            of_q.append((refs.bias.at[*at, rows, keys], buffers.bias))
+        for source, target in of_q:
+            plgpu.copy_gmem_to_smem(source, target.at[slot], barriers.q_full.at[slot])
+        plgpu.barrier_wait(barriers.dout_free.at[slot])
+        for source, target in (
+            (refs.dout.at[batch, rows, head], buffers.dout),
+            (refs.delta.at[batch, head, rows], buffers.delta),
+        ):
+            full = barriers.dout_full.at[slot]
+            plgpu.copy_gmem_to_smem(source, target.at[slot], full)
+
+    lax.fori_loop(0, count * program.c.group, step, None)
+    for slot in range(program.stages):
+        plgpu.barrier_wait(barriers.q_free.at[slot])
+        plgpu.barrier_wait(barriers.dout_free.at[slot])
+
+
+def weigh(program: Program, me: Any) -> None:
+    """The first consumer: P, which the other waits for, and dv."""
+    refs, buffers, barriers = program.refs, program.buffers, program.barriers
+    c, batch, row = program.c, program.batch, program.row
+    interpret = program.interpret
+    program.begin(me)
+    offset, length = position_and_length(batch, refs.lengths, refs.offset, c)
+    kv_ids = None
+    if refs.kv_ids is not None:
+        ids = refs.kv_ids.at[batch, program.keys]
+        kv_ids = plgpu.load(ids, layout=BY_ROW, optimized=False)
+
+    def weights_of(s, lse2, slot, j, masked, member):
+        seen = bias = None
+        query, n = j * program.block_q, program.kv_head * c.group + member
+        if buffers.bias is not None:
+            bias = copied_bias(buffers.bias.at[slot], turned=True)
+        elif refs.bias is not None:
+            bias = bias_tile(refs.bias, batch, n, row, query, s.shape)
+        plgpu.barrier_arrive(barriers.q_free.at[slot])
+        if masked:
+            seen = visible(s.shape, 0, row, query, offset, length, c, interpret)
+            seen = shown(seen, kv_ids, refs.q_ids, refs.words, batch, n, row, query)
+        return weights(s, bias, by_column(lse2, s.shape), seen, c)
+
+    def step(j, dv, masked, member):
+        slot = program.slot_of(buffers.q, j, member)
+        p_slot = program.slot_of(buffers.p, j, member)
+        plgpu.barrier_wait(barriers.q_full.at[slot])
+        s = product(buffers.k, buffers.q.at[slot].transpose((1, 0)))
+        lse2 = plgpu.load(buffers.lse2.at[slot], layout=BY_COLUMN)
+        p, bent = weights_of(s, lse2, slot, j, masked, member)
+        slope = p if bent is None else p * (1.0 - bent * bent)
+        plgpu.barrier_wait(barriers.p_free.at[p_slot])
+        buffers.p.at[p_slot][...] = slope.astype(buffers.p.dtype)
+        plgpu.barrier_arrive(barriers.p_full.at[p_slot])
+        plgpu.barrier_wait(barriers.dout_full.at[slot])
+        products = [(p.astype(refs.q.dtype), buffers.dout.at[slot])]
+        (dv,) = accumulated([dv], products, interpret)
+        plgpu.barrier_arrive(barriers.dout_free.at[slot])
+        return dv
+
+    dv = program.walk_all(step, zeros((ROWS, c.hv)))
+    for slot in range(buffers.p.shape[0]):
+        plgpu.barrier_wait(barriers.p_free.at[slot])
+    plgpu.barrier_wait(barriers.read)  # before dv lies where the values lay
+    program.finish(dv * 2.0**-SHIFT, buffers.v, refs.dv)
+
+
+def differentiate(program: Program, me: Any) -> None:
+    """The second consumer: dP, dS and dk."""
+    refs, buffers, barriers = program.refs, program.buffers, program.barriers
+    program.begin(me)
+    for slot in range(buffers.p.shape[0]):
+        plgpu.barrier_arrive(barriers.p_free.at[slot])
+
+    def step(j, dk, masked, member):
+        del masked
+        slot = program.slot_of(buffers.q, j, member)
+        p_slot = program.slot_of(buffers.p, j, member)
+        plgpu.barrier_wait(barriers.dout_full.at[slot])
+        dp = product(buffers.v, buffers.dout.at[slot].transpose((1, 0)))
+        delta = plgpu.load(buffers.delta.at[slot], layout=BY_COLUMN)
+        plgpu.barrier_arrive(barriers.dout_free.at[slot])
+        plgpu.barrier_wait(barriers.p_full.at[p_slot])
+        p = plgpu.load(buffers.p.at[p_slot], layout=WGMMA)
+        plgpu.barrier_arrive(barriers.p_free.at[p_slot])
+        ds = scaled_slopes(p, dp, delta)
+        plgpu.barrier_wait(barriers.q_full.at[slot])
+        products = [(ds.astype(refs.q.dtype), buffers.q.at[slot])]
+        (dk,) = accumulated([dk], products, program.interpret)
+        plgpu.barrier_arrive(barriers.q_free.at[slot])
+        return dk
+
+    dk = program.walk_all(step, zeros((ROWS, program.c.h)))
+    plgpu.barrier_arrive(barriers.read)
+    program.finish(dk * dscale(program.c), buffers.k, refs.dk)

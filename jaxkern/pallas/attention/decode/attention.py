@@ -32,6 +32,7 @@ from jaxkern.pallas.attention.decode.decode_kernel import (
 from jaxkern.pallas.attention.decode.decode_walk import LANES, PAIR, Problem
 from jaxkern.pallas.mosaic_launch import kernel_name
 from jaxkern.primitives.attention.attend import saves_no_tail
+from jaxkern.primitives.attention.operands import AttentionOperands
 
 HEAD_DIMS = (64, 128, 256)
 BLOCK_ELEMENTS = 16384  # of the keys of a block
@@ -199,29 +200,13 @@ def as_int32(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.astype(jnp.int32)
 
 
-def attention(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    *,
-    scale,
-    causal,
-    window,
-    softcap,
-    interpret=False,
-):
+def attention(*operands: Any, scale, causal, interpret=False, **refused: Any):
     """(out, lse); `interpret` runs the kernel on a CPU."""
-    del bias, mask, q_segment_ids, kv_segment_ids, sinks, window, softcap
-    operands = query, key, value, kv_lengths, q_offset
+    del refused
+    o = AttentionOperands(*operands)
+    taken = o.query, o.key, o.value, o.kv_lengths, o.q_offset
     options = dict(scale=scale, causal=causal, interpret=interpret)
-    return over_sequences(launch, (1, 2), (), *operands, **options)
+    return over_sequences(launch, (1, 2), (), *taken, **options)
 
 
 attention_fwd = saves_no_tail(attention)

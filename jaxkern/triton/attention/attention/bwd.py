@@ -92,27 +92,13 @@ def attention_bwd(
 ):
     """(dq, dk, dv, dS, dsinks)"""
     o = GradientOperands(*operands)
-    query, key, value, bias, mask = o.query, o.key, o.value, o.bias, o.mask
+    query, key, value, bias = o.query, o.key, o.value, o.bias
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     want_q, want_k, want_v, want_slopes, want_sinks = wanted
     padded = -(-t // PADDING) * PADDING
     lse2, delta = gradient_rows(o.out, o.lse, o.dout, o.dlse, padded, o.tail)
-    given, constants = operands_and_constants(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        o.q_segment_ids,
-        o.kv_segment_ids,
-        o.kv_lengths,
-        o.q_offset,
-        scale,
-        causal,
-        window,
-        softcap,
-    )
+    given, constants = operands_and_constants(o, scale, causal, window, softcap)
     given |= {"dout_ptr": factor(o.dout), "lse2_ptr": lse2, "delta_ptr": delta}
     q_ids, kv_ids = given["q_ids_ptr"], given["kv_ids_ptr"]
     dq = slopes = dsinks = None

@@ -17,6 +17,7 @@ from jaxkern.gpu.attention.visible import FEW_QUERIES, segment_bounds, slower
 from jaxkern.gpu.triton_call import max_shared_bytes, sparse_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.attention.attend import no_tail, saves_tail
+from jaxkern.primitives.attention.operands import AttentionOperands
 from jaxkern.triton.attention.attention.forward_kernel import flash_attention_kernel
 from jaxkern.triton.attention.attention.problem import (
     operands_and_constants,
@@ -62,17 +63,7 @@ def section(rows: int, elements: int, dtype: Any) -> int:
 
 
 def attention(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    *,
+    *operands: Any,
     scale,
     causal,
     window,
@@ -80,25 +71,12 @@ def attention(
     with_tail=False,
 ):
     """(out, lse), and the tail of out if asked for"""
-    b, t, n, h = query.shape
-    _, s, heads, hv = value.shape
-    given, constants = operands_and_constants(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        q_segment_ids,
-        kv_segment_ids,
-        kv_lengths,
-        q_offset,
-        scale,
-        causal,
-        window,
-        softcap,
-    )
+    o = AttentionOperands(*operands)
+    b, t, n, h = o.query.shape
+    _, s, heads, hv = o.value.shape
+    given, constants = operands_and_constants(o, scale, causal, window, softcap)
     sizes = sizes_of(FORWARD, given)
-    if q_segment_ids is not None:
+    if o.q_segment_ids is not None:
         given["bounds_ptr"] = segment_bounds(
             given["q_ids_ptr"],
             given["kv_ids_ptr"],
@@ -106,22 +84,22 @@ def attention(
             sizes["BLOCK_K"],
         )
     results = {
-        "out_ptr": jax.ShapeDtypeStruct((b, t, n, hv), query.dtype),
+        "out_ptr": jax.ShapeDtypeStruct((b, t, n, hv), o.query.dtype),
         "lse_ptr": jax.ShapeDtypeStruct((b, t, n), jnp.float32),
         "tail_ptr": None,
     }
-    tails = with_tail and saves_tail(query.dtype)
+    tails = with_tail and saves_tail(o.query.dtype)
     if tails:
         results["tail_ptr"] = jax.ShapeDtypeStruct((b, t, n, hv), jnp.int8)
     out, lse, tail = sparse_call(
         flash_attention_kernel,
         (-(-t // sizes["BLOCK_Q"]) * b * n,),
-        given | {"sinks_ptr": sinks, "turned_v_ptr": turned(value)},
+        given | {"sinks_ptr": o.sinks, "turned_v_ptr": turned(o.value)},
         results,
         {
             "C": constants,
-            "SECTION": section(s, h + hv, key.dtype) * (n // heads),
-            "PIECE": piece(constants, query.dtype),
+            "SECTION": section(s, h + hv, o.key.dtype) * (n // heads),
+            "PIECE": piece(constants, o.query.dtype),
             **sizes,
         },
     )

@@ -20,6 +20,7 @@ from jaxkern.gpu.attention.head_rows import (
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.attention.attention.pairs import (
     logits,
+    of_head,
     position_and_length,
     query_ranges,
     visible,
@@ -180,14 +181,7 @@ def flash_attention_bwd_keys_kernel(
         kv_ids_at = kv_ids_ptr + batch.to(tl.int64) * C.S
     at_bounds = batch * BLOCKS + block
     first, whole, whole_end, last = query_ranges(
-        column,
-        offset,
-        length,
-        bounds_ptr,
-        at_bounds,
-        C,
-        BLOCK_Q,
-        BLOCK_K,
+        column, offset, length, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K
     )
     if mask_ptr is not None:
         whole, whole_end = first, first
@@ -206,15 +200,8 @@ def flash_attention_bwd_keys_kernel(
     dv = tl.zeros([BLOCK_K, PADDED_HV], tl.float32)
     for member in range(0, C.GROUP):
         n = kv_head * C.GROUP + member
-        mask_at, bias_at = None, None
-        if mask_ptr is not None:
-            mask_at = (
-                mask_ptr + batch.to(tl.int64) * C.MASK_B + n.to(tl.int64) * C.MASK_N
-            )
-        if bias_ptr is not None:
-            bias_at = (
-                bias_ptr + batch.to(tl.int64) * C.BIAS_B + n.to(tl.int64) * C.BIAS_N
-            )
+        mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N)
+        bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N)
         by_head = (batch * C.N + n).to(tl.int64) * C.PADDED_T
         turned_q_at, turned_dout_at = None, None
         if turned_q_ptr is not None:

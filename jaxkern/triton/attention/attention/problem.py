@@ -5,8 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.attention.operands import GradientOperands
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.precision import one_product
+from jaxkern.primitives.attention.operands import AttentionOperands
 
 LOG2_E = 1.4426950408889634
 PADDING = 128  # of the rows of lse and delta; a multiple of every BLOCK_Q
@@ -98,34 +100,26 @@ def turned(x: jax.Array) -> jax.Array | None:
 
 
 def operands_and_constants(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
+    o: AttentionOperands | GradientOperands,
     scale,
     causal,
     window,
     softcap,
 ) -> tuple[dict, Constants]:
     """What the kernels share, in the order of their parameters; bounds come later."""
-    b, t, n, h = query.shape
-    _, s, heads, hv = value.shape
+    b, t, n, h = o.query.shape
+    _, s, heads, hv = o.value.shape
     given = {
-        "q_ptr": factor(query),
-        "k_ptr": factor(key),
-        "v_ptr": factor(value),
-        "bias_ptr": bias,
-        "mask_ptr": mask,
-        "q_ids_ptr": int32(q_segment_ids),
-        "kv_ids_ptr": int32(kv_segment_ids),
+        "q_ptr": factor(o.query),
+        "k_ptr": factor(o.key),
+        "v_ptr": factor(o.value),
+        "bias_ptr": o.bias,
+        "mask_ptr": o.mask,
+        "q_ids_ptr": int32(o.q_segment_ids),
+        "kv_ids_ptr": int32(o.kv_segment_ids),
         "bounds_ptr": None,
-        "kv_lengths_ptr": int32(kv_lengths),
-        "q_offset_ptr": int32(q_offset),
+        "kv_lengths_ptr": int32(o.kv_lengths),
+        "q_offset_ptr": int32(o.q_offset),
     }
     constants = Constants(
         B=b,
@@ -144,15 +138,15 @@ def operands_and_constants(
         K_STRIDE=heads * h,
         V_STRIDE=heads * hv,
         OUT_STRIDE=n * hv,
-        **strides(mask, "MASK"),
-        **strides(bias, "BIAS"),
+        **strides(o.mask, "MASK"),
+        **strides(o.bias, "BIAS"),
         DSCALE=scale,
         SCALE=scale * (LOG2_E if softcap is None else 1.0),
         SOFTCAP=softcap,
-        FOLDED=softcap is None and bias is None and scale > 0,
+        FOLDED=softcap is None and o.bias is None and scale > 0,
         CAUSAL=causal,
         # no position is as far as 2^30, and more could overflow
         WINDOW=None if window is None else min(window, 2**30),
-        PRECISION="tf32" if one_product(query.dtype) else "tf32x3",
+        PRECISION="tf32" if one_product(o.query.dtype) else "tf32x3",
     )
     return given, constants

@@ -18,6 +18,7 @@ from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.attention.attention.pairs import (
     key_ranges,
     logits,
+    of_head,
     position_and_length,
     visible,
 )
@@ -142,14 +143,12 @@ def flash_attention_bwd_queries_kernel(
     by_head = (batch * C.N + n).to(tl.int64) * C.PADDED_T + row
     lse2 = tl.load(lse2_ptr + by_head + tl.arange(0, BLOCK_Q))
     delta = tl.load(delta_ptr + by_head + tl.arange(0, BLOCK_Q))
-    q_ids, kv_ids_at, mask_at, bias_at = None, None, None, None
+    q_ids, kv_ids_at = None, None
     if q_ids_ptr is not None:
         q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * C.T + rows, rows < C.T, 0)
         kv_ids_at = kv_ids_ptr + kv_row
-    if mask_ptr is not None:
-        mask_at = mask_ptr + batch.to(tl.int64) * C.MASK_B + n.to(tl.int64) * C.MASK_N
-    if bias_ptr is not None:
-        bias_at = bias_ptr + batch.to(tl.int64) * C.BIAS_B + n.to(tl.int64) * C.BIAS_N
+    mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N)
+    bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N)
     at_bounds = batch * BLOCKS + block
     first, whole, whole_end, last = key_ranges(
         row, offset, length, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K

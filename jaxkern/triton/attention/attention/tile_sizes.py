@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.precision import one_product
 from jaxkern.gpu.triton_call import max_shared_bytes
 from jaxkern.triton.attention.attention.problem import Constants
@@ -112,7 +112,7 @@ def sizes_of(kernel: str, given: dict[str, Any]) -> dict[str, int]:
     else:
         found = RULES[kernel](width)
     found["num_warps"], found["num_stages"] = found.pop("warps"), found.pop("stages")
-    found = tuned(kernel, width, query.dtype, found)
+    found = found
     if given["mask_ptr"] is not None or given["bias_ptr"] is not None:
         # a value for each pair takes registers and shared memory beside k and v
         found["num_stages"] = min(found["num_stages"], 2 if width <= 128 else 1)

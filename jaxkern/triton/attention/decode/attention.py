@@ -17,6 +17,7 @@ from jaxkern.gpu.attention.over_sequences import over_sequences
 from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.attention.attend import saves_no_tail
+from jaxkern.primitives.attention.operands import AttentionOperands
 from jaxkern.triton.attention.decode.decode_kernel import decode_attention_kernel
 from jaxkern.triton.attention.decode.decode_sizes import (
     FEW_ROWS,
@@ -32,11 +33,11 @@ MAX_QUERIES = 8
 MAX_HEAD_DIM = 512
 MAX_WIDE_TILES = 256  # of rows, in float32, times head dims
 AT_ONCE = 4  # programs of one block that a multiprocessor runs at once
-FEW = 8  # programs for each key head, or more, make sequences few
+FEW = 8  # sequences are few where the GPU has so many programs for each key head
 FAR = 2**30  # positions are clipped to it
-MAX_COMPARED = 1024  # lengths that every program reads
-MAX_SHARE = 4096  # keys, where lengths are alike
-MAX_MERGED = 4096  # rows; to merge more costs more than to balance lengths gives
+MAX_COMPARED = 1024  # the most lengths that every program compares
+MAX_SHARE = 4096  # keys of a share, where sequences are alike in length
+MAX_MERGED = 4096  # rows: merging more costs more than balanced lengths save
 
 
 def unsupported(query: Any, value: Any, **rest: Any) -> str | None:
@@ -183,22 +184,10 @@ def launch(
     )
 
 
-def attention(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    q_segment_ids,
-    kv_segment_ids,
-    kv_lengths,
-    q_offset,
-    sinks,
-    **options,
-):
-    del bias, mask, q_segment_ids, kv_segment_ids  # the row refuses them
-    operands = query, key, value, None, kv_lengths, q_offset, sinks
-    return over_sequences(launch, (1, 2), (6,), *operands, **options)
+def attention(*operands: Any, **options: Any) -> tuple:
+    o = AttentionOperands(*operands)  # the row refuses a bias, a mask and segments
+    taken = o.query, o.key, o.value, None, o.kv_lengths, o.q_offset, o.sinks
+    return over_sequences(launch, (1, 2), (6,), *taken, **options)
 
 
 attention_fwd = saves_no_tail(attention)

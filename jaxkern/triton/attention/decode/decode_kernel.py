@@ -70,6 +70,81 @@ def load_wide(x_ptr, rows, present, start, WIDTH, PIECE: tl.constexpr):
 
 
 @jit
+def tokens_at(
+    at,
+    j,
+    inside,
+    b,
+    block_tables_ptr,
+    S: tl.constexpr,
+    PAGE: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where the keys j = at ... at + BLOCK - 1 of a sequence lie, and which exist."""
+    if block_tables_ptr is None:
+        return b * S + j, inside
+    else:
+        table = block_tables_ptr + b * (S // PAGE)
+        if PAGE % BLOCK == 0:
+            page = tl.zeros([BLOCK], tl.int64) + tl.load(table + at // PAGE)
+        else:
+            page = tl.load(table + j // PAGE, inside, -1).to(tl.int64)
+        exists = (page >= 0) & (page < NUM_PAGES)
+        inside = inside & exists
+        return tl.where(exists, page, 0) * PAGE + j % PAGE, inside
+
+
+@jit
+def shown_scores(
+    z,
+    inside,
+    j,
+    p_at,
+    T: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    """Products of queries at `p_at` and keys `j` as base-2 logits, hidden ones -inf."""
+    z = z * SCALE
+    if SOFTCAP is not None:
+        z = SOFTCAP * libdevice.tanh(z / SOFTCAP)
+    visible = inside[None, :]
+    if CAUSAL and T > 1:
+        visible = visible & (j[None, :] <= p_at[:, None])
+    if WINDOW is not None and T > 1:
+        visible = visible & (j[None, :] > p_at[:, None] - WINDOW)
+    return tl.where(visible, z * LOG2E, -float("inf"))
+
+
+@jit
+def added_weights(z, top, total):
+    """Weights relative to the largest logit so far: (p, shrink, total, that logit).
+
+    `shrink` is for what was summed with the largest before it.
+    """
+    higher = tl.maximum(top, tl.max(z, 1))
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    p = tl.exp2(z - base[:, None])
+    shrink = tl.exp2(top - base)
+    return p, shrink, total * shrink + tl.sum(p, 1), higher
+
+
+@jit
+def share_and_lse(top, total, SPLITS: tl.constexpr, LOG2E: tl.constexpr):
+    """(seen, total without zeros, log-sum-exp: natural of one share, else base 2)."""
+    seen = total != 0.0
+    total = tl.where(seen, total, 1.0)
+    lse = tl.where(seen, top + tl.log2(total), -float("inf"))
+    if SPLITS == 1:
+        lse = lse / LOG2E
+    return seen, total, lse
+
+
+@jit
 def decode_attention_kernel(
     query_ptr,
     key_ptr,
@@ -147,17 +222,9 @@ def decode_attention_kernel(
     for at in tl.range(start, stop, BLOCK):
         j = at + tl.arange(0, BLOCK)
         inside = (j >= first) & (j < stop)
-        if block_tables_ptr is None:
-            where = b * S + j
-        else:
-            table = block_tables_ptr + b * (S // PAGE)
-            if PAGE % BLOCK == 0:
-                page = tl.zeros([BLOCK], tl.int64) + tl.load(table + at // PAGE)
-            else:
-                page = tl.load(table + j // PAGE, inside, -1).to(tl.int64)
-            exists = (page >= 0) & (page < NUM_PAGES)
-            inside = inside & exists
-            where = tl.where(exists, page, 0) * PAGE + j % PAGE
+        where, inside = tokens_at(
+            at, j, inside, b, block_tables_ptr, S, PAGE, NUM_PAGES, BLOCK
+        )
         where = where[:, None] * K + head
         v_mask = inside[:, None] & (value_dims < HV)[None, :]
         if PIECE == DIMS:
@@ -174,26 +241,13 @@ def decode_attention_kernel(
                 q = load_wide(query_ptr, row[:, None], present, d, H, PIECE)
                 k = load_wide(key_ptr, where, inside, d, H, PIECE)
                 z = tl.dot(q, tl.trans(k), z, input_precision="tf32x3")
-        z = z * SCALE
-        if SOFTCAP is not None:
-            z = SOFTCAP * libdevice.tanh(z / SOFTCAP)
-        visible = inside[None, :]
-        if CAUSAL and T > 1:
-            visible = visible & (j[None, :] <= p_at[:, None])
-        if WINDOW is not None and T > 1:
-            visible = visible & (j[None, :] > p_at[:, None] - WINDOW)
-        z = tl.where(visible, z * LOG2E, -float("inf"))
-        higher = tl.maximum(top, tl.max(z, 1))
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        p = tl.exp2(z - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
+        z = shown_scores(z, inside, j, p_at, T, SCALE, CAUSAL, WINDOW, SOFTCAP, LOG2E)
+        p, shrink, total, top = added_weights(z, top, total)
         acc = acc * shrink[:, None]
         if NATIVE_SUMS:
             acc = tl.dot(p.to(v.dtype), v, acc)
         else:
             acc = tl.dot(p, v.to(tl.float32), acc, input_precision="tf32x3")
-        top = higher
 
     if SPLITS == 1 and sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head * G + r % G).to(tl.float32) * LOG2E
@@ -203,11 +257,7 @@ def decode_attention_kernel(
         total = total * shrink + tl.exp2(sink - base)
         acc = acc * shrink[:, None]
         top = base
-    seen = total != 0.0
-    total = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, top + tl.log2(total), -float("inf"))
-    if SPLITS == 1:
-        lse = lse / LOG2E
+    seen, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
     to = row * SPLITS + split
     tl.store(lse_ptr + to, lse, present)
     # the merge reads no share without keys

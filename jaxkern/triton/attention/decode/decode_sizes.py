@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, num_sms, tuned
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import max_shared_bytes
 
 MAX_ROWS = 128  # of a program: queries times heads of one key head
@@ -18,7 +18,7 @@ STAGE_BYTES = 32768  # keys and values that are loaded together
 # What the plan assumes, in microseconds: H200, measured by `benchmarks`.
 BYTES_PER_US = 4.3e6
 BLOCK_US = 0.25  # of a block of keys in a program that has its memory to itself
-KEY_US = 0.01  # and of each of its keys
+KEY_US = 0.01  # of each key of such a block, besides
 START_US = 1.5
 MERGE_US = 4.0
 ROW_US = 0.0012  # of each row that is merged
@@ -65,8 +65,7 @@ def sizes_of(
         stages -= 1
     held = (stages - 1) * block * row + 8192
     per_sm = 1 if alone else max_shared_bytes() // held
-    rule = {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
-    return tuned("decode_attention", h, dtype, rule)
+    return {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
 
 
 def num_splits(

@@ -25,13 +25,13 @@ of a head in shared memory, and merge_shares.py those of the programs.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.attention.over_sequences import over_sequences
-from jaxkern.gpu.device import num_sms, tuned
+from jaxkern.gpu.device import num_sms
 from jaxkern.gpu.triton_call import gl, max_shared_bytes
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.turboquant.vector_codec import VectorCodec
@@ -43,6 +43,7 @@ from jaxkern.triton.attention.decode.attention import (
 from jaxkern.triton.attention.merge_shares import run_and_merge
 from jaxkern.triton.attention.quantized_cache_attention.formats import (
     FORMATS,
+    Cache,
     cache_of,
     signs_of,
     tables_of,
@@ -113,9 +114,7 @@ def unsupported(
     return unsupported_anywhere(query=query, sinks=rest.get("sinks"))
 
 
-def sizes_of(
-    k: int, forms: tuple, groups: int, wide: bool, h: int, dtype: Any
-) -> dict[str, int]:
+def sizes_of(k: int, forms: tuple, groups: int, wide: bool, h: int) -> dict[str, int]:
     """Programs of a multiprocessor, as registers allow, and what each has.
 
     HEADS: neighbours, that programs read whole lines. SHARES: of the tokens of each.
@@ -152,8 +151,7 @@ def sizes_of(
     else:
         rule |= {"BLOCK": 16, "STAGES": 3, "PER_SM": 4}
     heads = math.gcd(k, most)
-    rule |= {"HEADS": heads, "SHARES": warps // heads}
-    return tuned("decode_quantized", h, dtype, rule)
+    return rule | {"HEADS": heads, "SHARES": warps // heads}
 
 
 def num_shares(pairs: int, blocks: int, rounds: int, slots: int, alone: bool) -> int:
@@ -170,6 +168,53 @@ def num_shares(pairs: int, blocks: int, rounds: int, slots: int, alone: bool) ->
     most = max(min(rounds * slots // pairs, blocks, MAX_SPLITS), 1)
     even = -(-blocks // -(-blocks // most))
     return even if alone and 16 * even >= 15 * most else most
+
+
+class Room(NamedTuple):
+    """The sizes of a program that its shared memory has room for, as Problem has them.
+
+    `per_sm`: programs that a multiprocessor has room for.
+    """
+
+    heads: int
+    shares: int
+    block: int
+    stages: int
+    region: int
+    shared: int
+    per_sm: int
+
+
+def fit(
+    sizes: dict[str, int],
+    whole: bool,
+    rows: int,
+    keys: Cache,
+    values: Cache,
+    tables_bytes: int,
+) -> Room:
+    """`sizes`, made smaller until a program fits. `whole`: one warp has all tokens."""
+    heads, block, stages = sizes["HEADS"], sizes["BLOCK"], sizes["STAGES"]
+    shares = 1 if whole else sizes["SHARES"]
+    parts = keys.parts + values.parts
+
+    def region() -> int:
+        """Blocks of a warp, and later the sums that it leaves for those of its head."""
+        sums = 4 * rows * (values.room + 1) if shares > 1 else 0
+        return max(stages * offsets_of(block, parts).end, sums)
+
+    while heads * shares * region() > max_shared_bytes() - tables_bytes:
+        if block > 16:
+            block //= 2
+        elif stages > 2:
+            stages -= 1
+        elif shares > 1:
+            shares //= 2
+        else:
+            heads //= 2
+    shared = -(-(tables_bytes + heads * shares * region()) // 128) * 128
+    per_sm = min(sizes["PER_SM"], (max_shared_bytes() + 1024) // (shared + 1024))
+    return Room(heads, shares, block, stages, region(), shared, per_sm)
 
 
 def launch(
@@ -205,43 +250,20 @@ def launch(
     forms = keys.form, values.form
     wide = max(rows, 8) * dims > 1024
     groups = max(keys.groups, values.groups)
-    sizes = sizes_of(k, forms, groups, wide, dims, key.dtype)
-    per_sm, rounds, block = (sizes[x] for x in ("PER_SM", "ROUNDS", "BLOCK"))
-    heads, shares, stages = (sizes[x] for x in ("HEADS", "SHARES", "STAGES"))
+    sizes = sizes_of(k, forms, groups, wide, dims)
     seen = s if window is None else min(s, window + t - 1)
-    whole = seen <= block
-    shares = 1 if whole else shares
-    parts = keys.parts + values.parts
-    tables_bytes = ENTRY_BYTES * max(
-        0 if x is None else x.size for x in (key_table, value_table)
-    )
-    room = max_shared_bytes() - tables_bytes
-
-    def region() -> int:
-        """Blocks of a warp, and later the sums that it leaves for those of its head."""
-        sums = 4 * rows * (values.room + 1) if shares > 1 else 0
-        return max(stages * offsets_of(block, parts).end, sums)
-
-    while heads * shares * region() > room:
-        if block > 16:
-            block //= 2
-        elif stages > 2:
-            stages -= 1
-        elif shares > 1:
-            shares //= 2
-        else:
-            heads //= 2
-    warps = heads * shares
-    shared = -(-(tables_bytes + warps * region()) // 128) * 128
-    per_sm = min(per_sm, (max_shared_bytes() + 1024) // (shared + 1024))
+    whole = seen <= sizes["BLOCK"]
+    entries = [0 if x is None else x.size for x in (key_table, value_table)]
+    room = fit(sizes, whole, rows, keys, values, ENTRY_BYTES * max(entries))
+    warps, pairs = room.heads * room.shares, b * (k // room.heads) * tiles
     splits = 1
     if not whole:
         splits = num_shares(
-            b * (k // heads) * tiles,
-            -(-seen // (shares * block)),
-            rounds if b > 1 and kv_lengths is not None else 1,
-            num_sms() * per_sm,
-            per_sm == 1,
+            pairs,
+            -(-seen // (room.shares * room.block)),
+            sizes["ROUNDS"] if b > 1 and kv_lengths is not None else 1,
+            num_sms() * room.per_sm,
+            room.per_sm == 1,
         )
     in_all = {
         "query_ptr": query,
@@ -268,31 +290,31 @@ def launch(
         values=values,
         key_type=types[0],
         value_type=types[1],
-        key_entries=0 if key_table is None else key_table.size,
-        value_entries=0 if value_table is None else value_table.size,
+        key_entries=entries[0],
+        value_entries=entries[1],
         scale=scale,
         causal=causal,
         window=None if window is None else min(window, FAR),
         softcap=softcap,
         rows=rows,
         tiles=tiles,
-        heads=heads,
-        shares=shares,
-        block=block,
-        stages=stages,
-        region=region(),
-        shared=shared,
+        heads=room.heads,
+        shares=room.shares,
+        block=room.block,
+        stages=room.stages,
+        region=room.region,
+        shared=room.shared,
     )
     constants = {
         "P": problem,
         "SPLITS": splits,
         "num_warps": warps,
         "num_stages": 1,
-        "max_registers": min(65536 // (32 * warps * per_sm) // 8 * 8, 255),
+        "max_registers": min(65536 // (32 * warps * room.per_sm) // 8 * 8, 255),
     }
     return run_and_merge(
         quantized_decode_kernel,
-        b * (k // heads) * tiles * splits,
+        pairs * splits,
         in_all,
         constants,
         jax.ShapeDtypeStruct((b, t, n, values.dims), query.dtype),

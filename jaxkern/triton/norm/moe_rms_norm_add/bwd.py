@@ -11,7 +11,7 @@ with what it is made of are added up in one pass.
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import num_programs, num_sms, tuned
+from jaxkern.gpu.device import num_programs, num_sms
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.moe_rms_norm_add.fwd import LONGEST, mix, row_sizes
@@ -88,7 +88,7 @@ def moe_norm_means_kernel(
 
 @jit
 def mean_of(ptr, row, products, D: tl.constexpr):
-    """Along a row: given, or of a whole row."""
+    """The mean along a row: as it was given, or of the products of the whole row."""
     if ptr is None:
         return tl.sum(products, 0) / D
     else:
@@ -201,7 +201,7 @@ def moe_rms_norm_add_bwd(
                 "residual_along_ptr": mean if normalize_residual else None,
                 "dexperts_ptr": dexperts,
             },
-            options | means_sizes(experts, d, residual.dtype),
+            options | means_sizes(experts),
         )
         means = dict(zip(means, found, strict=True))
     partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], d), jnp.float32)
@@ -231,21 +231,20 @@ def moe_rms_norm_add_bwd(
     )
 
 
-def means_sizes(experts: int, d: int, dtype) -> dict:
-    """A chunk: two sums an expert stay in registers."""
+def means_sizes(experts: int) -> dict:
+    """A chunk of columns; registers hold two sums for each expert beside it."""
     block = 1024 if experts <= 8 else 256
-    return tuned("moe_norm_means", d, dtype, {"BLOCK": block, "num_warps": 4})
+    return {"BLOCK": block, "num_warps": 4}
 
 
 def backward_sizes(residual: jax.Array) -> tuple[dict, int]:
-    """And how many stripes of columns."""
+    """(sizes of the launch, number of stripes of columns)."""
     rows, d = num_rows(residual), residual.shape[-1]
     if d <= LONGEST:
-        sizes = row_sizes("moe_norm_bwd", d, residual.dtype)
+        sizes = row_sizes(d, residual.dtype)
         programs, stripes = num_programs(rows, sizes.pop("WAVES")), 1
     else:
-        rule = {"BLOCK": 1024, "WAVES": 4, "num_warps": 4}
-        sizes = tuned("striped_moe_norm_bwd", d, residual.dtype, rule)
+        sizes = {"BLOCK": 1024, "WAVES": 4, "num_warps": 4}
         stripes = -(-d // sizes["BLOCK"])
         programs = max(1, min(sizes.pop("WAVES") * num_sms() // stripes, rows))
     return sizes | {"NUM_ROWS": rows, "PROGRAMS": programs}, stripes

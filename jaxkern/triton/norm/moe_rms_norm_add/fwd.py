@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.row_tiles import factor, per_row, read, read_and_keep, write
@@ -39,15 +39,14 @@ def slower(expert_outputs: Any, dy: Any = None, **_: Any) -> str | None:
     return None
 
 
-def row_sizes(kernel: str, d: int, dtype) -> dict:
+def row_sizes(d: int, dtype) -> dict:
     """A whole row, or chunks of it by many warps: fewer rows compete for the caches."""
     block = next_power_of_2(d)
     warps = min(16, max(1, block // 512))
     if d > LONGEST:
         aligned = d * jnp.dtype(dtype).itemsize % 16 == 0
         block, warps = (8192, 32) if aligned else (2048, 16)
-    rule = {"BLOCK": block, "WAVES": 2, "num_warps": warps}
-    return tuned(kernel, d, dtype, rule)
+    return {"BLOCK": block, "WAVES": 2, "num_warps": warps}
 
 
 @jit
@@ -129,7 +128,7 @@ def moe_rms_norm_add_fwd(
     offset,
 ):
     *_, experts, d = expert_outputs.shape
-    sizes = row_sizes("moe_norm_fwd", d, residual.dtype)
+    sizes = row_sizes(d, residual.dtype)
     del sizes["WAVES"]
     return sparse_call(
         moe_norm_fwd_kernel,

@@ -197,7 +197,7 @@ def qk_norm_rope_gradients(
     h = query.shape[-1]
     heads, key_heads, tokens = heads_and_tokens(query, key)
     head = head_of(h, tables[0].shape[-1], pairing, pair_offset)
-    sizes = sizes_of("qk_norm_rope_bwd", query, head, 4096)
+    sizes = sizes_of(head, 4096)
     together, in_all = sizes["TOGETHER"], num_sms() * sizes["WAVES"]
     # queries and keys get programs in proportion to their heads
     programs = [

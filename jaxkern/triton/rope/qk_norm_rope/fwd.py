@@ -153,7 +153,7 @@ def qk_norm_rope_fwd(
     """(y_query, y_key, query_rstd, key_rstd); those of an absent key are None."""
     heads, key_heads, tokens = heads_and_tokens(query, key)
     head = head_of(query.shape[-1], cos.shape[-1], pairing, pair_offset)
-    sizes = sizes_of("qk_norm_rope_fwd", query, head, 2048)
+    sizes = sizes_of(head, 2048)
     together = sizes["TOGETHER"]
     programs = [-(-tokens * n // together) for n in (heads, key_heads)]
     given = {

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.triton.sampling.sample.chunk_sums import (
     CHUNKS,
@@ -109,9 +109,6 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
     def if_top_p(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
         return None if top_p is None else shape
 
-    def warps(kernel: str, rule: int) -> dict:
-        return tuned(kernel, v, logits.dtype, {"num_warps": rule})
-
     # for top_p half as many: its sums over a chunk cost more than its reads
     largest, total, bottom, above, zeros = sparse_call(
         stats_kernel,
@@ -121,7 +118,7 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
         | {"bottom_ptr": if_top_p(per_part())}
         | {"above_ptr": if_top_p(per_part(PIVOTS))}
         | {"arrived_ptr": token if cuts else None},
-        sizes | {"PIVOTS": PIVOTS} | warps("sample_stats", 8 if top_p is None else 4),
+        sizes | {"PIVOTS": PIVOTS, "num_warps": 8 if top_p is None else 4},
     )
     sizes |= {"N": n, "LOWEST": LOWEST}
     found = {"largest_ptr": largest, "total_ptr": total}
@@ -131,15 +128,14 @@ def draw_by_chunks(draw: dict, options: dict) -> Any:
             (rows,),
             draw | found,
             {"token_ptr": token},
-            sizes | warps("sample_draw", 16),
+            sizes | {"num_warps": 16},
         )
         return drawn
     # a guess of the cut is dear, and many chunks share it
     chunks = 1 if top_p is None else min(CHUNKS, n)
     num_warps = 4 if top_p is None else 8 if n <= 32 else 16
     # 16 warps of 128 registers run on a multiprocessor
-    rule = {"num_warps": num_warps, "max_registers": 128}
-    launch = tuned("sample_cut", v, logits.dtype, rule)
+    launch = {"num_warps": num_warps, "max_registers": 128}
     parts = -(-parts // chunks)
     drawn, *_ = sparse_call(
         cut_kernel,

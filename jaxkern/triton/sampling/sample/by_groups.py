@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, tuned
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.triton.index.threshold import (
     from_ordered_bits,
@@ -172,9 +172,7 @@ def draw_by_groups(draw: dict, options: dict) -> Any:
         (rows * programs,),
         {"logits_ptr": logits},
         {"largest_ptr": jax.ShapeDtypeStruct((rows, groups), jnp.float32)},
-        n
-        | {"PROGRAMS": programs}
-        | tuned("sample_maxima", v, logits.dtype, {"num_warps": 8}),
+        n | {"PROGRAMS": programs, "num_warps": 8},
     )
     slots = jax.ShapeDtypeStruct((rows, SLOTS), jnp.int32)
     token, *_ = sparse_call(
@@ -189,6 +187,6 @@ def draw_by_groups(draw: dict, options: dict) -> Any:
         },
         n
         | {"N": next_power_of_2(groups), "SLOTS": SLOTS, "LOWEST": LOWEST}
-        | tuned("sample_draw_by_groups", v, logits.dtype, {"num_warps": 8}),
+        | {"num_warps": 8},
     )
     return token
