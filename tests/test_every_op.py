@@ -51,7 +51,9 @@ def family(p):
 
 
 RULES_BY = ("norm", "attention", "index", "quant", "optim")
-FIRST_OF_FAMILY = {family(p): p for p in reversed(OPS)}
+FIRST_OF_FAMILY = {family(p): p for p in reversed(OPS)} | {  # or what it is named for
+    family(p): p for p in OPS if family(p).endswith(f".{p.name}")
+}
 
 
 def of_every_case():

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxkern.primitives.attention.dropout import kept as kept_weights
 from jaxkern.primitives.attention.mask import make_mask, padding_mask, segment_mask
-from jaxkern.primitives.call import matmul_precision
+from jaxkern.primitives.call import cut_as, matmul_precision
 from jaxkern.primitives.kernel_primitive import at_least_f32
 
 
@@ -256,7 +256,8 @@ def kept(q, key, inside):
 @kept.defjvp
 def kept_jvp(primals, tangents):
     (q, key, inside), (dq, dkey, _) = primals, tangents
-    dproducts = products(dq, rows_inside(key, inside)) + products(q, dkey)
+    held = cut_as(rows_inside(key, inside), jax.typeof(key))  # lengths may be cut alone
+    dproducts = products(dq, held) + products(q, dkey)
     return kept(*primals), jnp.where(inside[:, :, None], dproducts, 0)
 
 

@@ -7,7 +7,6 @@ https://arxiv.org/abs/2305.13245.
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Int8, PRNGKeyArray
 
 from jaxkern.primitives.attention.attend import attend, attend_fwd
@@ -15,9 +14,10 @@ from jaxkern.primitives.attention.by_rows import by_rows, gradients_by_rows
 from jaxkern.primitives.attention.dropout import seeds_of
 from jaxkern.primitives.attention.mask import as_causal
 from jaxkern.primitives.attention.plain_attention import plain_attention_p
+from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
-from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
 @check_arguments
@@ -141,15 +141,10 @@ def attention(
                 f"attention: `{name}` must have dims [b, rows, heads, head dim], all "
                 f"three with b or all without, got shape {x.shape}."
             )
-    b, t, n, h = query.shape
+    b, t, n, _ = query.shape
     s = key.shape[1]
     causal, window, shift = as_causal("attention", window, causal)
-    if isinstance(scale, Tracer):
-        if scale.shape != ():
-            raise TypeError(
-                f"attention: `scale` must be one number, got shape {scale.shape}."
-            )
-        query, scale = (at_least_f32(query) * scale).astype(query.dtype), 1.0
+    query, scale = with_static_scale("attention", query, scale)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"attention: softcap is {softcap}. Leave it out for no cap.")
     if mask is not None and mask.dtype != jnp.bool_:
@@ -192,7 +187,7 @@ def attention(
         sinks,
     )
     options: dict = dict(
-        scale=max(h, 1) ** -0.5 if scale is None else float(scale),
+        scale=scale,
         causal=causal,
         window=window,
         softcap=softcap,

@@ -28,9 +28,9 @@ PLAIN = dict(
 CASES = [
     case(
         "dropout",
-        **shapes(1, 3, 4, 1, 2, 3),
+        **shapes(2, 2, 4, 2, 1, 4),
         **PLAIN | dict(causal=True, dropout=0.4),
-        dropout_seeds=words(1, 2, 2),
+        dropout_seeds=words(2, 2, 2),
     ),
     case(
         "everything",
@@ -51,9 +51,9 @@ CASES = [
     ),
     case(
         "after_bias",
-        **shapes(1, 3, 4, 1, 2, 4),
+        **shapes(1, 3, 3, 1, 1, 3),
         **PLAIN | dict(softcap=0.7, softcap_after_bias=True),
-        bias=f32(1, 2, 3, 4),
+        bias=f32(1, 1, 3, 3),
     ),
 ]
 
