@@ -7,12 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern import (
-    attention,
-    latent_attention,
-    paged_attention,
-    quantized_cache_attention,
-)
+from jaxkern import attention, latent_attention
 from tests.checks import bf16, case, f32, i32
 
 CASES = [
@@ -121,14 +116,11 @@ def test_lengths_that_are_cut_alone_on_an_explicit_mesh():
     lengths, at = jnp.array([3, 4, 5, 6]), jnp.array([1, 2, 3, 4])
 
     def loss(query, latent, lengths, at):
-        rows, tables = latent[:, :, None], jnp.arange(4)[:, None]
-        options = dict(scale=0.3, causal=True, q_offset=at)
-        inside = dict(kv_lengths=lengths, **options)
+        options = dict(scale=0.3, causal=True, q_offset=at, kv_lengths=lengths)
+        rows = latent[:, :, None]
         each = [
-            latent_attention(query, latent, value_dim=4, **inside),
-            attention(query, rows, rows, **inside),
-            quantized_cache_attention(query, rows, rows, **inside),
-            paged_attention(query, rows, rows, tables, lengths, **options),
+            latent_attention(query, latent, value_dim=4, **options),
+            attention(query, rows, rows, **options),
         ]
         return sum(jnp.sum(jnp.sin(x)) for x in each)
 

@@ -5,12 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import linear, matmul_transpose_b
+from jaxkern import backend, linear, matmul_transpose_b
 from tests.checks import bf16, case, f32
 
 CASES = [
     case("grouped", x=f32(2, 4, 3, 8), w=f32(2, 2, 4, 8)),
-    case("odd", x=bf16(3, 5, 7), w=bf16(1, 2, 7)),
+    case(
+        "odd",
+        x=bf16(3, 5, 7),
+        w=bf16(1, 2, 7),
+        preferred_element_type=jnp.dtype("float32"),
+    ),
     case("empty", x=f32(2, 0, 4), w=f32(2, 3, 4)),
     case("llama3_8b_scores", x=bf16(32, 128, 128), w=bf16(8, 512, 128), full=True),
 ]
@@ -70,6 +75,26 @@ def test_sums_in_float32_and_rounds_once(x_dtype, w_dtype):
     y = matmul_transpose_b(x, w)
     assert y.dtype == x_dtype
     np.testing.assert_array_equal(y, np.full((1, 2), 2048.0))
+
+
+@pytest.mark.parametrize("kind", ["xla", "cpp"])
+def test_the_sums_are_what_is_preferred(kind):
+    """Results had the dtype of x in all tests."""
+    x, w = (jnp.asarray(a, jnp.bfloat16) for a in operands((1, 3, 64), (1, 4, 64)))
+    exact = np.float64(np.float32(x)) @ np.float64(np.float32(w)).swapaxes(1, 2)
+
+    def f(x, w):
+        return matmul_transpose_b(x, w, preferred_element_type=jnp.float32)
+
+    with backend(kind):
+        y, vjp = jax.vjp(f, x, w)
+        assert f(x, w).dtype == y.dtype == jnp.float32
+        np.testing.assert_allclose(f(x, w), exact, 1e-5, 1e-5)
+        same = matmul_transpose_b(x, w, preferred_element_type=jnp.bfloat16)
+        np.testing.assert_array_equal(same, matmul_transpose_b(x, w))
+    assert [g.dtype for g in vjp(y)] == [jnp.bfloat16] * 2
+    with pytest.raises(TypeError, match="matmul_transpose_b: `preferred_element_type`"):
+        matmul_transpose_b(x, w, preferred_element_type=jnp.int32)
 
 
 def test_precision_reaches_the_product():
