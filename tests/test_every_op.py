@@ -140,6 +140,17 @@ def test_explicit_vmap(p):
     sharding_checks.check_explicit_vmap(p, smallest_case(p))
 
 
+@pytest.mark.parametrize(
+    "p",
+    [p for p in OPS if any(a.optional for a in p.operands)],
+    ids=lambda p: p.name,
+)
+def test_optional_operands_change_results(p):
+    """One that a reference ignores passes every check against the reference."""
+    small = [case for case in checks.cases_of(p) if is_small(p, case)]
+    edge_checks.check_optional_operands(p, *small)
+
+
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
 def test_op_has_small_cases(p):
     assert any(is_small(p, case) for case in checks.cases_of(p))
