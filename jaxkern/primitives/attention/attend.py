@@ -177,14 +177,14 @@ def attend_bwd(
     p_kept = with_dropped(p, dropout_seeds, dropout, first_row)
     grads = {"value": jnp.einsum("bkgts,bkgth->bskh", p_kept, dout)}
     slope = None if softcap is None else 1 - (capped / softcap) ** 2
-    dsink = None if sinks is None else jnp.exp(per_head(sinks, key) - lse) * -delta
     if softcap_after_bias and slope is not None:
         ds, slope = ds * slope, None
     if bias is not None:
         dbias = ds.reshape(ds.shape[0], -1, *ds.shape[3:])  # [b n t s]
         axes = tuple(i for i, n in enumerate(bias.shape) if n == 1)
         grads["bias"] = jnp.sum(dbias, axis=axes, keepdims=True)
-    if dsink is not None:
+    if sinks is not None:
+        dsink = jnp.exp(per_head(sinks, key) - lse) * -delta
         grads["sinks"] = jnp.sum(dsink, axis=(0, 3, 4)).reshape(-1)
     if slope is not None:
         ds = ds * slope

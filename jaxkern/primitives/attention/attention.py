@@ -186,17 +186,12 @@ def attention(
         per_sequence("attention", "q_offset", q_offset, (b,)),
         sinks,
     )
-    options: dict = dict(
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
+    options: dict = dict(scale=scale, causal=causal, window=window, softcap=softcap)
     after_bias = softcap_after_bias and softcap is not None and bias is not None
     if dropout or after_bias:
-        seeds = (
-            None if dropout_key is None or not dropout else seeds_of(dropout_key, b, n)
-        )
+        seeds = None
+        if dropout and dropout_key is not None:
+            seeds = seeds_of(dropout_key, b, n)
         options |= dict(softcap_after_bias=after_bias, dropout=float(dropout))
         out, lse = plain_attention_p(*operands, seeds, **options)
     else:
