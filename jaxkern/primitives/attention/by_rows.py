@@ -70,9 +70,11 @@ def gradients_by_rows(
     **rest,
 ) -> tuple:
     """(dquery, dkey, dvalue, dbias, dsinks), None for what is absent."""
-    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
+    rows: dict[str, Any] = dict(
+        query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids
+    )
     rows |= dict(lse=lse, dout=dout, dlse=dlse)
-    whole = dict(
+    whole: dict[str, Any] = dict(
         rest,
         key=without_rest(key, kv_lengths),
         value=without_rest(value, kv_lengths),

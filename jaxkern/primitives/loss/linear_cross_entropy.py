@@ -171,10 +171,11 @@ def linear_cross_entropy_bwd_reference(
     sums = [jnp.zeros_like(x, sum_dtype), jnp.zeros_like(weight)]
     if bias is not None:
         sums.append(jnp.zeros_like(bias, sum_dtype))
-    *sums, _ = same_manual_axes([*sums, x])
-    dx, dweight, dbias = (*sums, None)[:3]
+    dx, dweight, *others = same_manual_axes([*sums, x])
+    dbias = None if bias is None else others[0]
     (dx, dweight, dbias), _ = lax.scan(step, (dx, dweight, dbias), starts)
-    dbias = None if bias is None or dbias is None else dbias.astype(bias.dtype)
+    if bias is not None and dbias is not None:
+        dbias = dbias.astype(bias.dtype)
     return dx.astype(x.dtype), dweight, dbias
 
 
