@@ -1,4 +1,5 @@
-"""What every op must pass at its edges: dims of size 1 and 0, operands that do not fit.
+"""What every op must pass at its edges: dims of size 1 and 0, operands that do not fit
+or are not there.
 
 `tests/checks.py` has the rest.
 """
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxkern.primitives.family import KernelPrimitive
@@ -18,9 +20,12 @@ from tests.checks import (
     assert_near,
     bound,
     label_of,
+    num_elements,
     operands_of,
     truth,
 )
+
+SEEDS = 3  # drawn operands that may hide what one of them does
 
 
 def check_degenerate_dims(p: KernelPrimitive, case: Case) -> None:
@@ -104,3 +109,63 @@ def check_errors(p: KernelPrimitive, case: Case) -> None:
             assert_speaks(p, raised.value)
             if isinstance(bad, str) or bad.dtype == jnp.complex64:
                 assert f"`{a.name}`" in str(raised.value)
+
+
+def check_optional_operands(p: KernelPrimitive, *cases: Case) -> None:
+    """Each optional operand changes some result: left out, or else with other values.
+
+    There is a case with it and one without it, if only the same with it left out. An
+    operand that others need, such as the second of a pair, is redrawn instead.
+    """
+    optional = [i for i, a in enumerate(p.operands) if a.optional]
+
+    def given(case):
+        return [i for i in optional if case.arguments.get(p.operands[i].name)]
+
+    idle = {i: p.operands[i].name for i in optional}
+    absent = {i for i in optional if any(i not in given(case) for case in cases)}
+    for case in sorted(
+        cases, key=lambda case: (-len(given(case)), num_elements(p, case))
+    ):
+        for seed in range(SEEDS):
+            if not (at := [i for i in given(case) if i in idle]):
+                break
+            others, without = others_of(p, case, at, seed)
+            absent |= without
+            for i in changing(p, case, at, others, operands_of(p, case, seed)):
+                del idle[i]
+    assert not idle, f"{p.name}: no result depends on {list(idle.values())}"
+    always = [p.operands[i].name for i in optional if i not in absent]
+    assert not always, f"{p.name}: no case leaves out {always}"
+
+
+def others_of(
+    p: KernelPrimitive, case: Case, at: Sequence[int], seed: int
+) -> tuple[list, set[int]]:
+    """The operands with each at `at` left out or redrawn; which could be left out."""
+    operands, redrawn = (operands_of(p, case, s) for s in (seed, seed + SEEDS))
+    variants, without = [], set()
+    for i in at:
+        fewer = [None if k == i else x for k, x in enumerate(operands)]
+        try:
+            jax.eval_shape(bound(p, case), *fewer)
+            without.add(i)
+        except Exception:  # the public function refuses it, in its own words
+            fewer[i] = redrawn[i]
+        variants.append(fewer)
+    return variants, without
+
+
+def changing(
+    p: KernelPrimitive, case: Case, at: Sequence[int], others: list, operands: Sequence
+) -> list[int]:
+    """Those of `at` whose variant has another result; all in one executable."""
+    f = bound(p, case)
+    base, *results = jax.jit(lambda every: [as_tuple(f(*x)) for x in every])(
+        [operands, *others]
+    )
+
+    def bits(results):
+        return [np.asarray(y).tobytes() for y in results]
+
+    return [i for i, y in zip(at, results, strict=True) if bits(y) != bits(base)]

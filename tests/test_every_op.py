@@ -51,7 +51,9 @@ def family(p):
 
 
 RULES_BY = ("norm", "attention", "index", "quant", "optim")
-FIRST_OF_FAMILY = {family(p): p for p in reversed(OPS)}
+FIRST_OF_FAMILY = {family(p): p for p in reversed(OPS)} | {  # or what it is named for
+    family(p): p for p in OPS if family(p).endswith(f".{p.name}")
+}
 
 
 def of_every_case():
@@ -136,6 +138,17 @@ def test_every_pair_of_dims_over_two_axes(p):
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
 def test_explicit_vmap(p):
     sharding_checks.check_explicit_vmap(p, smallest_case(p))
+
+
+@pytest.mark.parametrize(
+    "p",
+    [p for p in OPS if any(a.optional for a in p.operands)],
+    ids=lambda p: p.name,
+)
+def test_optional_operands_change_results(p):
+    """One that a reference ignores passes every check against the reference."""
+    small = [case for case in checks.cases_of(p) if is_small(p, case)]
+    edge_checks.check_optional_operands(p, *small)
 
 
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)

@@ -144,6 +144,26 @@ turned_p = declared(turned_reference, bwd=turned_bwd_reference, linear=("x",))
 bent_p = declared(bent_reference, bwd=turned_bwd_reference, linear=("x",))
 
 
+# An optional operand that is not read.
+
+
+def perhaps_times_reference(
+    x: Float[Array, "... d"], scale: Float[Array, " d"] | None
+) -> Float[Array, "... d"]:
+    return x if scale is None else x * scale
+
+
+def never_times_reference(
+    x: Float[Array, "... d"], scale: Float[Array, " d"] | None
+) -> Float[Array, "... d"]:
+    del scale
+    return x + 0
+
+
+perhaps_times_p = declared(perhaps_times_reference)
+never_times_p = declared(never_times_reference)
+
+
 # Leading dims that are no batch.
 
 
@@ -269,6 +289,12 @@ FAULTS = {
         SCALED,
         turned_p,
         bent_p,
+    ),
+    "an optional operand that is ignored": (
+        edge_checks.check_optional_operands,
+        SCALED,
+        perhaps_times_p,
+        never_times_p,
     ),
     "leading dims that are no batch": (
         transform_checks.check_vmap,

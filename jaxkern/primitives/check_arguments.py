@@ -82,8 +82,8 @@ def check_arguments[F: Callable](fn: F) -> F:
 
 def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
     """What `hint` allows, or None if that cannot be told by the type alone."""
-    if hint == PRNGKeyArray:
-        return Declared(None, (), (), optional=False, is_key=True)
+    if hint in (PRNGKeyArray, PRNGKeyArray | None):
+        return Declared(None, (), (), optional=hint != PRNGKeyArray, is_key=True)
     union = isinstance(hint, types.UnionType)
     parts = typing.get_args(hint) if union else (hint,)
     arrays = [p for p in parts if issubclass_safe(p, AbstractArray)]
@@ -110,10 +110,10 @@ def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
 
 
 def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
-    if kind.is_key:
-        return checked_key(op, name, x)
     if (x is None and kind.optional) or isinstance(x, kind.classes):
         return x
+    if kind.is_key:
+        return checked_key(op, name, x)
     if isinstance(x, np.integer) and int in kind.numbers:
         x = int(x)  # so that options hash and compare as plain ones
     allowed = (*kind.numbers, *((int,) if float in kind.numbers else ()))

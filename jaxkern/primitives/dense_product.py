@@ -1,10 +1,23 @@
 """x w^T of dense weights, in the dtype of its sums: what `linear` means."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxkern.primitives.index.embedding import explicit_spec
+
+
+def result_dtype(op: str, preferred: DTypeLike | None, default: Any) -> jnp.dtype:
+    """The dtype to which the sums of a product are rounded."""
+    dtype = jnp.dtype(default if preferred is None else preferred)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{op}: `preferred_element_type` must be a float dtype, got {dtype.name}."
+        )
+    return dtype
 
 
 def product(x, w, compute_dtype, precision, accum):

@@ -32,13 +32,19 @@ def product_dtype(x, w, compute_dtype) -> jnp.dtype:
     return compute_dtype or jnp.promote_types(x.dtype, w.dtype)
 
 
-def unsupported(x, w, *, compute_dtype, precision) -> str | None:
+def unsupported(
+    x, w, *, compute_dtype, precision, preferred_element_type=None
+) -> str | None:
     del precision  # the products are exact, the sums float32, under any
+    if preferred_element_type not in (None, *map(jnp.dtype, FLOATS)):
+        return f"the result is {preferred_element_type}, not one of {', '.join(FLOATS)}"
     return refusal(x, w, compute_dtype)
 
 
-def slower(x, w, *, compute_dtype, precision) -> str | None:
-    del precision
+def slower(
+    x, w, *, compute_dtype, precision, preferred_element_type=None
+) -> str | None:
+    del precision, preferred_element_type
     rows = math.prod(x.shape[:-1]) // math.prod(w.shape[:-2])
     if rows > FEW and not library().instruction_set.startswith("avx512"):
         return f"{rows} rows without AVX-512"
@@ -58,9 +64,9 @@ def multiply(x, w, dtype, compute_dtype) -> jax.Array:
     )
 
 
-def matmul_transpose_b(x, w, *, compute_dtype, precision):
+def matmul_transpose_b(x, w, *, compute_dtype, precision, preferred_element_type):
     del precision
     *lead, n, t, d = x.shape
     rows = x.reshape(*lead, w.shape[-3], -1, d)  # those of a group lie side by side
-    y = multiply(rows, w, x.dtype, compute_dtype)
+    y = multiply(rows, w, preferred_element_type or x.dtype, compute_dtype)
     return y.reshape(*lead, n, t, w.shape[-2])

@@ -17,7 +17,9 @@ from jaxkern.primitives.loss.cross_entropy import (
 LOGITS_KEPT = 2**27  # that XLA keeps; of more it makes blocks, and those twice
 
 
-def unsupported(x, weight, **_) -> str | None:
+def unsupported(x, weight, bias=None, **_) -> str | None:
+    if bias is not None:
+        return "`bias` is not in the kernel"
     return refuses(x=x, weight=weight)
 
 
@@ -34,8 +36,18 @@ def slower(x, weight, **_) -> str | None:
 
 
 def linear_cross_entropy(
-    x, weight, labels, *, label_smoothing, z_loss, softcap, ignore_index, block_size
+    x,
+    weight,
+    labels,
+    bias,
+    *,
+    label_smoothing,
+    z_loss,
+    softcap,
+    ignore_index,
+    block_size,
 ):
+    del bias  # refused
     del block_size  # logits are not kept by blocks
     label, v = as_class(labels), weight.shape[0]
     of_tokens = jax.ShapeDtypeStruct((math.prod(labels.shape),), jnp.float32)
@@ -54,6 +66,7 @@ def linear_cross_entropy_bwd(
     x,
     weight,
     labels,
+    bias,
     loss,
     lse,
     dloss,
@@ -65,7 +78,7 @@ def linear_cross_entropy_bwd(
     ignore_index,
     block_size,
 ):
-    del loss, block_size
+    del bias, loss, block_size
     label, v = as_class(labels), weight.shape[0]
     dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
     factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
@@ -77,7 +90,7 @@ def linear_cross_entropy_bwd(
         *(f.astype(jnp.float32).reshape(-1) for f in factors),
         softcap=np.float32(softcap or 0),
     )
-    return dx.reshape(x.shape), dweight
+    return dx.reshape(x.shape), dweight, None
 
 
 def flat(x, weight, label):

@@ -180,7 +180,8 @@ def unsupported_softmax(x, mask, *, scale):
 # Rotation, with heads in front of rows.
 
 
-def rope(x, offset, *, theta, rotary_dim, pairing):
+def rope(x, offset, *, theta, rotary_dim, pairing, at_end):
+    del at_end  # refused
     heads = jnp.swapaxes(x, -2, -3)
     y = call(
         "rope",
@@ -195,10 +196,12 @@ def rope(x, offset, *, theta, rotary_dim, pairing):
     return jnp.swapaxes(y, -2, -3)
 
 
-def unsupported_rope(x, offset, *, theta, rotary_dim, pairing):
+def unsupported_rope(x, offset, *, theta, rotary_dim, pairing, at_end):
     del pairing
     if rotary_dim == 0:
         return "nothing rotates"
+    if at_end:
+        return "it turns the first dims of a head"
     return refusal(x, offset, options=(theta,))
 
 

@@ -126,6 +126,10 @@ def positions_and_attention(x: Draw) -> dict[str, Call]:
             tuple(a.astype(jnp.bfloat16) for a in (q, k, v)),
         ),
         "attention: lengths": (part(jk.attention, kv_lengths=lengths), (q, k, v)),
+        "plain_attention": (
+            part(jk.attention, dropout=0.5, dropout_key=jax.random.key(0)),
+            (q, k, v),
+        ),
         "paged_attention": (
             lambda q, k, v: jk.paged_attention(q, k, v, table, lengths),
             (q, x(4, 4, 2, 16), x(4, 4, 2, 16)),

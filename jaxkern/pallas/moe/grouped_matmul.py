@@ -38,8 +38,10 @@ from jaxkern.pallas.mosaic_launch import kernel_name
 FEW_ROWS = 32  # of a group in the mean, up to which reading the weights decides
 
 
-def unsupported(x: Any, w: Any, dy: Any = None, **_: Any) -> str | None:
+def unsupported(x: Any, w: Any, dy: Any = None, **rest: Any) -> str | None:
     """A reason in words, or None."""
+    if rest.get("preferred_element_type") is not None:
+        return "`preferred_element_type`: the kernels round to the dtype of x"
     if compute_capability() != 90:
         return f"the compute capability is {compute_capability()}, not 90 (Hopper)"
     if not x.size * w.size:
@@ -116,13 +118,24 @@ def multiply(name, x, w, group_sizes, turned, interpret):
     return y[:r]
 
 
-def grouped_matmul(x, w, group_sizes, *, interpret=False):
+def grouped_matmul(x, w, group_sizes, *, preferred_element_type=None, interpret=False):
     """y `[r, f]`; `interpret` runs the kernel on a CPU."""
+    del preferred_element_type  # refused
     return multiply("grouped_matmul", x, w, group_sizes, True, interpret)
 
 
-def grouped_matmul_bwd(x, w, group_sizes, dy, *, wanted=(True, True), interpret=False):
+def grouped_matmul_bwd(
+    x,
+    w,
+    group_sizes,
+    dy,
+    *,
+    preferred_element_type=None,
+    wanted=(True, True),
+    interpret=False,
+):
     """(dx, dw), None for what is not wanted."""
+    del preferred_element_type  # refused
     dx = dw = None
     if wanted[0]:
         dx = multiply("grouped_matmul_dx", dy, w, group_sizes, False, interpret)

@@ -3,6 +3,9 @@
     P = exp(S - lse), S = softcap * tanh(scale * q k^T / softcap) + bias, -inf if hidden
     out = P v
 
+with two variants that `plain_attention` has: a cap of scale * q k^T + bias, and weights
+that are dropped, out = (P keep / (1 - rate)) v.
+
 `scores` says what is visible. It holds [b k g t s] scores, in float32 or float64.
 """
 
@@ -12,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.primitives.attention.dropout import kept as kept_weights
 from jaxkern.primitives.attention.mask import make_mask, padding_mask, segment_mask
-from jaxkern.primitives.call import matmul_precision
+from jaxkern.primitives.call import cut_as, matmul_precision
 from jaxkern.primitives.kernel_primitive import at_least_f32
 
 
@@ -31,8 +35,17 @@ def attend_fwd(query, key, value, sinks, **visibility_and_options):
     return rounded, lse, tail
 
 
-def exact(query, key, value, sinks, **visibility_and_options):
-    """(out in float32 or float64, lse)."""
+def exact(
+    query,
+    key,
+    value,
+    sinks,
+    dropout_seeds=None,
+    dropout=0.0,
+    first_row=0,
+    **visibility_and_options,
+):
+    """(out in float32 or float64, lse); `first_row` is where a block of rows begins."""
     logits, _ = scores(query, key, **visibility_and_options)  # [b k g t s]
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
@@ -47,8 +60,18 @@ def exact(query, key, value, sinks, **visibility_and_options):
     seen = total != 0  # a NaN is no row that sees nothing
     total = jnp.where(seen, total, 1)
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)
+    p = with_dropped(p, dropout_seeds, dropout, first_row)
     out = jnp.einsum("bkgts,bskh->bkgth", p, at_least_f32(value)) / total
     return heads_inside(out), heads_inside(lse)[..., 0]
+
+
+def with_dropped(weights, seeds, rate, first_row):
+    """`[b k g t s]`, 0 where dropped and the others larger by what that takes away."""
+    if seeds is None:
+        return weights
+    b, k, g, t, s = weights.shape
+    keep = kept_weights(seeds, rate, t, s, first_row).reshape(b, k, g, t, s)
+    return jnp.where(keep, weights / (1 - rate), 0)
 
 
 # What rounding took from out. Where one key has nearly all weight, delta =
@@ -107,17 +130,38 @@ def bits_of(x):
 
 
 def attend_bwd(
-    query, key, value, bias, sinks, lse, dout, dlse, softcap, scale, **visibility
+    query,
+    key,
+    value,
+    bias,
+    sinks,
+    lse,
+    dout,
+    dlse,
+    softcap,
+    scale,
+    softcap_after_bias=False,
+    dropout_seeds=None,
+    dropout=0.0,
+    first_row=0,
+    **visibility,
 ):
     """Float32 gradients by name, for all query rows at once.
 
     With P = exp(S - lse) and dP = dout v^T (Dao 2023, section 2.2, and the two
     results):
         dv = P^T dout,   dS = P (dP - delta),   delta = rowsum(P dP) - dlse
-    Kernels, which do not have whole rows, take rowsum(dout out) for that sum.
+    Kernels, which do not have whole rows, take rowsum(dout out) for that sum. A dropout
+    acts on P in dv and, as its transpose, on dP.
     """
     logits, capped = scores(
-        query, key, bias=bias, softcap=softcap, scale=scale, **visibility
+        query,
+        key,
+        bias=bias,
+        softcap=softcap,
+        scale=scale,
+        softcap_after_bias=softcap_after_bias,
+        **visibility,
     )
     dout, lse, dlse = (
         heads_outside(at_least_f32(x), key)
@@ -127,9 +171,14 @@ def attend_bwd(
     lse = jnp.where(seen, lse, jnp.inf)  # then P = 0
     p = jnp.exp(logits - lse)  # [b k g t s], 0 where hidden
     dp = jnp.einsum("bkgth,bskh->bkgts", dout, at_least_f32(value))
+    dp = with_dropped(dp, dropout_seeds, dropout, first_row)
     delta = jnp.sum(p * dp, axis=-1, keepdims=True) - jnp.where(seen, dlse, 0)
     ds = p * (dp - delta)
-    grads = {"value": jnp.einsum("bkgts,bkgth->bskh", p, dout)}
+    p_kept = with_dropped(p, dropout_seeds, dropout, first_row)
+    grads = {"value": jnp.einsum("bkgts,bkgth->bskh", p_kept, dout)}
+    slope = None if softcap is None else 1 - (capped / softcap) ** 2
+    if softcap_after_bias and slope is not None:
+        ds, slope = ds * slope, None
     if bias is not None:
         dbias = ds.reshape(ds.shape[0], -1, *ds.shape[3:])  # [b n t s]
         axes = tuple(i for i, n in enumerate(bias.shape) if n == 1)
@@ -137,8 +186,8 @@ def attend_bwd(
     if sinks is not None:
         dsink = jnp.exp(per_head(sinks, key) - lse) * -delta
         grads["sinks"] = jnp.sum(dsink, axis=(0, 3, 4)).reshape(-1)
-    if softcap is not None:
-        ds = ds * (1 - (capped / softcap) ** 2)
+    if slope is not None:
+        ds = ds * slope
     ds = ds * scale
     dquery = jnp.einsum("bkgts,bskh->bkgth", ds, at_least_f32(key))
     q = heads_outside(at_least_f32(query), key)
@@ -160,18 +209,24 @@ def scores(
     causal,
     window,
     softcap,
+    softcap_after_bias=False,
 ):
     """Logits `[b k g t s]`, -inf where a key is hidden, and what the cap gave."""
     t, s = query.shape[1], key.shape[1]
     inside = None if kv_lengths is None else padding_mask(kv_lengths, s)
     q = heads_outside(query, key)
     capped = scale * (products(q, key) if inside is None else kept(q, key, inside))
+    added = None if bias is None else per_pair(at_least_f32(bias), key)
+    if softcap_after_bias and added is not None:
+        capped = capped + added
     if softcap is not None:
         capped = softcap * jnp.tanh(capped / softcap)
     logits = capped
-    if bias is not None:
-        logits = logits + per_pair(at_least_f32(bias), key)
+    if added is not None and not softcap_after_bias:
+        logits = logits + added
     masks = [] if mask is None else [mask]
+    if softcap_after_bias and bias is not None:
+        masks.append(bias != -jnp.inf)  # the cap would show it
     if causal or window is not None:
         masks.append(make_mask(t, s, causal=causal, window=window, q_offset=q_offset))
     if q_segment_ids is not None:
@@ -201,7 +256,8 @@ def kept(q, key, inside):
 @kept.defjvp
 def kept_jvp(primals, tangents):
     (q, key, inside), (dq, dkey, _) = primals, tangents
-    dproducts = products(dq, rows_inside(key, inside)) + products(q, dkey)
+    held = cut_as(rows_inside(key, inside), jax.typeof(key))  # lengths may be cut alone
+    dproducts = products(dq, held) + products(q, dkey)
     return kept(*primals), jnp.where(inside[:, :, None], dproducts, 0)
 
 

@@ -5,31 +5,19 @@ in FlashAttention-2 (https://arxiv.org/abs/2307.08691), grouped heads as in
 https://arxiv.org/abs/2305.13245.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, Int8
+from jaxtyping import Array, Bool, Float, Int, Int8, PRNGKeyArray
 
-from jaxkern.primitives.attention.attend import (
-    attend,
-    attend_bwd,
-    attend_fwd,
-    score_dtype,
-    without_rest,
-)
+from jaxkern.primitives.attention.attend import attend, attend_fwd
+from jaxkern.primitives.attention.by_rows import by_rows, gradients_by_rows
+from jaxkern.primitives.attention.dropout import seeds_of
 from jaxkern.primitives.attention.mask import as_causal
-from jaxkern.primitives.attention.query_blocks import (
-    join_rows,
-    rows_at_once,
-    split_rows,
-)
-from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.attention.plain_attention import plain_attention_p
+from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
-from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
 @check_arguments
@@ -50,6 +38,9 @@ def attention(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    softcap_after_bias: bool = False,
+    dropout: float = 0.0,
+    dropout_key: PRNGKeyArray | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
     """Attention of t queries over s keys, each key head shared by g query heads.
@@ -111,6 +102,17 @@ def attention(
       causal: queries see no key after their own position.
       window: see the table, at least 1, or two numbers of at least 0.
       softcap: Gemma 2's cap of the scores, after scale, before bias and mask.
+      softcap_after_bias: softcap * tanh((scale * q k^T + bias) / softcap) in the place
+        of S. A bias of -inf hides a key all the same. Without a bias, or without a
+        softcap, it changes nothing.
+      dropout: rate in [0, 1) of weights exp(S - lse) that count as 0; the others are
+        divided by 1 - rate. lse does not know of it. Which ones follows from the key
+        and from sequence, head, query row and key row alone: both passes, `jit`,
+        `checkpoint` and every sharding drop the same. Inside `shard_map`, and where
+        keys are cut for `merge_partials`, rows and sequences count from the own part:
+        fold the part's number into the key.
+      dropout_key: the PRNG key of `dropout`, used once. Rows of `vmap` with one key
+        drop the same weights; map over keys for others.
       return_lse: return (out, lse); both are differentiable. `merge_partials` makes one
         of results over disjoint keys.
 
@@ -139,21 +141,26 @@ def attention(
                 f"attention: `{name}` must have dims [b, rows, heads, head dim], all "
                 f"three with b or all without, got shape {x.shape}."
             )
-    b, t, n, h = query.shape
+    b, t, n, _ = query.shape
     s = key.shape[1]
     causal, window, shift = as_causal("attention", window, causal)
-    if isinstance(scale, Tracer):
-        if scale.shape != ():
-            raise TypeError(
-                f"attention: `scale` must be one number, got shape {scale.shape}."
-            )
-        query, scale = (at_least_f32(query) * scale).astype(query.dtype), 1.0
+    query, scale = with_static_scale("attention", query, scale)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"attention: softcap is {softcap}. Leave it out for no cap.")
     if mask is not None and mask.dtype != jnp.bool_:
         raise TypeError(
             f"attention: `mask` must be bool, True where a key may be seen, got "
             f"{mask.dtype}. Pass what is to be added to the scores as `bias`."
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(
+            f"attention: dropout is {dropout}. It is the rate of weights that are "
+            "dropped: 0 or more and below 1."
+        )
+    if dropout and dropout_key is None:
+        raise ValueError(
+            f"attention: dropout is {dropout} without a key. Pass `dropout_key`, such "
+            "as jax.random.key(0), a new one for each step."
         )
     positioned = causal or window is not None
     if positioned and q_offset is None and kv_lengths is not None and t != s:
@@ -167,7 +174,7 @@ def attention(
         q_offset = (s - t if q_offset is None else q_offset) + shift
     if not positioned or (isinstance(q_offset, int) and q_offset == s - t):
         q_offset = None
-    out, lse = attention_p(
+    operands = (
         query,
         key,
         value,
@@ -178,11 +185,17 @@ def attention(
         per_sequence("attention", "kv_lengths", kv_lengths, (b,)),
         per_sequence("attention", "q_offset", q_offset, (b,)),
         sinks,
-        scale=max(h, 1) ** -0.5 if scale is None else float(scale),
-        causal=causal,
-        window=window,
-        softcap=softcap,
     )
+    options: dict = dict(scale=scale, causal=causal, window=window, softcap=softcap)
+    after_bias = softcap_after_bias and softcap is not None and bias is not None
+    if dropout or after_bias:
+        seeds = None
+        if dropout and dropout_key is not None:
+            seeds = seeds_of(dropout_key, b, n)
+        options |= dict(softcap_after_bias=after_bias, dropout=float(dropout))
+        out, lse = plain_attention_p(*operands, seeds, **options)
+    else:
+        out, lse = attention_p(*operands, **options)
     if unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -201,15 +214,7 @@ def broadcastable(name, x, shape):
     return x.reshape(full)
 
 
-def first_positions(q_offset, query, key):
-    """Position of query row 0, `[b]`, or `[1]` for the default."""
-    if q_offset is None:
-        return jnp.full((1,), key.shape[1] - query.shape[1], jnp.int32)
-    return q_offset
-
-
-# References. `attend` and `attend_bwd` are the mathematics; what is around them bounds
-# the memory, by blocks of query rows.
+# References, by blocks of query rows. `attend` and `attend_bwd` are the mathematics.
 
 
 def attention_reference(
@@ -287,30 +292,6 @@ def attention_fwd_reference(
     )
 
 
-def by_rows(
-    f, query, key, value, kv_lengths, q_offset, *, bias, mask, q_segment_ids, **rest
-) -> Any:
-    """(out, lse[, tail]) of f, `attend` or `attend_fwd`."""
-    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
-    value = without_rest(value, kv_lengths)
-    whole = dict(rest, key=key, value=value, kv_lengths=kv_lengths)
-    q_offset = first_positions(q_offset, query, key)
-    block = rows_at_once(query, key)
-    if block >= query.shape[1]:
-        return f(**rows, **whole, q_offset=q_offset)
-    blocks, shared = split_rows(rows, block)
-
-    def step(_, start_and_rows):
-        start, rows = start_and_rows
-        return None, f(**rows, **shared, **whole, q_offset=q_offset + start)
-
-    _, parts = lax.scan(step, None, blocks)
-    names = ("out", "lse", "tail")[: len(parts)]
-    return tuple(
-        join_rows(x, name, query) for x, name in zip(parts, names, strict=True)
-    )
-
-
 def attention_bwd_reference(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b s k h"],
@@ -340,44 +321,24 @@ def attention_bwd_reference(
     Float[Array, " k*g"] | None,
 ]:
     del out, tail  # kernels need them
-    options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
-    rows = dict(query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids)
-    rows |= dict(lse=lse, dout=dout, dlse=dlse)
-    whole = dict(
-        key=without_rest(key, kv_lengths),
-        value=without_rest(value, kv_lengths),
+    return gradients_by_rows(
+        query,
+        key,
+        value,
+        kv_lengths,
+        q_offset,
+        bias=bias,
+        mask=mask,
+        q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
-        kv_lengths=kv_lengths,
         sinks=sinks,
-    )
-    q_offset = first_positions(q_offset, query, key)
-    block = rows_at_once(query, key)
-    if block >= query.shape[1]:
-        grads = attend_bwd(**rows, **whole, q_offset=q_offset, **options)
-    else:
-        blocks, shared = split_rows(rows, block)
-        summed = dict(key=key, value=value, sinks=sinks, bias=shared.get("bias"))
-        summed = {name: x for name, x in summed.items() if x is not None}
-
-        def step(sums, start_and_rows):
-            start, rows = start_and_rows
-            part = attend_bwd(
-                **rows, **shared, **whole, q_offset=q_offset + start, **options
-            )
-            sums = {name: total + part.pop(name) for name, total in sums.items()}
-            return sums, part
-
-        dtype = score_dtype(query, key)
-        zeros = [jnp.zeros_like(x, dtype) for x in summed.values()]  # sharded as x
-        *zeros, _ = same_manual_axes([*zeros, query])
-        sums, parts = lax.scan(step, dict(zip(summed, zeros, strict=True)), blocks)
-        grads = sums | {name: join_rows(g, name, query) for name, g in parts.items()}
-    return (
-        grads["query"].astype(query.dtype),
-        grads["key"].astype(key.dtype),
-        grads["value"].astype(value.dtype),
-        None if bias is None else grads["bias"].astype(bias.dtype),
-        None if sinks is None else grads["sinks"].astype(sinks.dtype),
+        lse=lse,
+        dout=dout,
+        dlse=dlse,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
     )
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.attention.attention import attention
+from jaxkern.primitives.attention.mask import as_causal
 from jaxkern.primitives.attention.paged_attention import paged_attention
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kv_cache.kv_cache import KVCache, append_kv_cache
@@ -25,9 +26,9 @@ def cached_attention(
     cache: AnyKVCache,
     new_lengths: Int[Array, " b"] | None = None,
     *,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     sinks: Float[Array, " k*g"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "b t k*g hv"], AnyKVCache]:
     """Causal attention of the next t tokens of each sequence, and the cache with them.
@@ -48,7 +49,8 @@ def cached_attention(
       cache: `KVCache` or `PagedKVCache`; donate it to `jit`.
       new_lengths: `[b]` int in 0 ... t, how many of the t tokens count, may be traced.
         The others are padding: not written, and their rows of out mean nothing.
-      window: keys that a query sees, itself among them. Default all; of a ring, s.
+      window: keys that a query sees, itself among them. Default all; of a ring, s. Of
+        a pair (left, right), see `attention`, left counts: no key is behind a query.
       sinks, scale, softcap: as in `attention`.
 
     Returns:
@@ -58,6 +60,7 @@ def cached_attention(
     Raises:
       ValueError: the window is larger than the ring.
     """
+    _, window, _ = as_causal("cached_attention", window, True)
     options: dict = dict(sinks=sinks, scale=scale, softcap=softcap)
     if isinstance(cache, PagedKVCache):
         after = append_paged_kv_cache(cache, key, value, new_lengths)

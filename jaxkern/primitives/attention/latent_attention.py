@@ -11,7 +11,8 @@ from jaxkern.primitives.attention.attention import (
     attention_bwd_reference,
     attention_reference,
 )
-from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.attention.mask import as_causal
+from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
@@ -23,11 +24,11 @@ def latent_attention(
     latent: Float[Array, "b s h"],
     *,
     value_dim: int,
-    scale: float,
+    scale: float | Float[Array, ""],
     kv_lengths: Int[Array, " b"] | None = None,
     q_offset: int | Int[Array, " b"] | None = None,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b t n value_dim"] | tuple[Array, Array]:
@@ -45,6 +46,7 @@ def latent_attention(
       value_dim: how many of the h dims are the value, 1 to h.
       scale: of the scores. That of the heads before they were absorbed, for DeepSeek's
         (128 + 64)**-0.5 times its correction for long contexts; h does not tell it.
+        As there it may be traced, and learned.
       kv_lengths, q_offset, causal, window, softcap, return_lse: see `attention`.
 
     Returns:
@@ -63,7 +65,8 @@ def latent_attention(
     s = latent.shape[1]
     if not 1 <= value_dim <= h:
         raise ValueError(f"{op}: value_dim is {value_dim}, not 1 to {h}.")
-    check_window(op, window)
+    causal, window, shift = as_causal(op, window, causal)
+    query, scale = with_static_scale(op, query, scale)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{op}: softcap is {softcap}. Leave it out for no cap.")
     positioned = causal or window is not None
@@ -72,6 +75,8 @@ def latent_attention(
             f"{op}: with kv_lengths and t != s the position of the queries is "
             "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
         )
+    if shift:
+        q_offset = (s - t if q_offset is None else q_offset) + shift
     out, lse = latent_attention_p(
         query,
         latent,
@@ -80,7 +85,7 @@ def latent_attention(
             "latent_attention", "q_offset", q_offset if positioned else None, (b,)
         ),
         value_dim=int(value_dim),
-        scale=float(scale),
+        scale=scale,
         causal=causal,
         window=window,
         softcap=softcap,

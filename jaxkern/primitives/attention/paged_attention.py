@@ -7,7 +7,8 @@ from jaxkern.primitives.attention.attention import (
     attention_bwd_reference,
     attention_reference,
 )
-from jaxkern.primitives.attention.mask import check_window
+from jaxkern.primitives.attention.mask import as_causal
+from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
@@ -28,9 +29,9 @@ def paged_attention(
     *,
     q_offset: int | Int[Array, " b"] | None = None,
     sinks: Float[Array, " k*g"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     causal: bool = True,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
@@ -65,7 +66,7 @@ def paged_attention(
       TypeError: a shape or dtype does not fit.
       ValueError: an option out of range.
     """
-    check_window("paged_attention", window)
+    causal, window, shift = as_causal("paged_attention", window, causal)
     if softcap is not None and not softcap > 0:
         raise ValueError(
             f"paged_attention: softcap is {softcap}. Leave it out for no cap."
@@ -75,10 +76,13 @@ def paged_attention(
             f"paged_attention: `query` must have dims [b, t, heads, head dim], got "
             f"shape {query.shape}."
         )
-    b, t, _, h = query.shape
+    query, scale = with_static_scale("paged_attention", query, scale)
+    b, t, _, _ = query.shape
     if q_offset is None:
         causal = causal and t != 1  # the last token sees them all
         q_offset = kv_lengths - t
+    if shift:
+        q_offset = q_offset + shift
     positioned = causal or window is not None
     out, lse = paged_attention_p(
         query,
@@ -90,7 +94,7 @@ def paged_attention(
         if positioned
         else None,
         sinks,
-        scale=max(h, 1) ** -0.5 if scale is None else float(scale),
+        scale=scale,
         causal=causal,
         window=window,
         softcap=softcap,

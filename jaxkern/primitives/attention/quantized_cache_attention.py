@@ -14,6 +14,8 @@ from jaxkern.primitives.attention.attention import (
     attention_reference,
     broadcastable,
 )
+from jaxkern.primitives.attention.mask import as_causal
+from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
@@ -36,9 +38,9 @@ def quantized_cache_attention(
     kv_lengths: Int[Array, " b"] | None = None,
     q_offset: int | Int[Array, " b"] | None = None,
     sinks: Float[Array, " k*g"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
@@ -81,10 +83,10 @@ def quantized_cache_attention(
                 f"{op}: `{name}` must have dims [b, rows, heads, head dim], got shape "
                 f"{x.shape}."
             )
-    b, t, n, h = query.shape
+    query, scale = with_static_scale(op, query, scale)
+    b, t, n, _ = query.shape
     s = key.shape[1]
-    if window is not None and window < 1:
-        raise ValueError(f"{op}: window is {window}. It counts keys: 1 or more.")
+    causal, window, shift = as_causal(op, window, causal)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{op}: softcap is {softcap}. Leave it out for no cap.")
     positioned = causal or window is not None
@@ -93,6 +95,8 @@ def quantized_cache_attention(
             f"{op}: with kv_lengths and t != s the position of the queries is "
             "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
         )
+    if shift:
+        q_offset = (s - t if q_offset is None else q_offset) + shift
     out, lse = quantized_cache_attention_p(
         query,
         key_array,
@@ -112,7 +116,7 @@ def quantized_cache_attention(
         sinks,
         key_codec=key_codec,
         value_codec=value_codec,
-        scale=max(h, 1) ** -0.5 if scale is None else float(scale),
+        scale=scale,
         causal=causal,
         window=window,
         softcap=softcap,

@@ -38,6 +38,7 @@ def qk_norm_rope_cache(
     offset: float = 0.0,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
+    at_end: bool = False,
 ) -> tuple[
     Float[Array, "b t k*g h"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
@@ -67,7 +68,7 @@ def qk_norm_rope_cache(
       new_lengths: `[b]` int, how many of the t tokens count. Default t.
       ring: slots are taken modulo s.
       eps: of the norms, in units of x**2; None leaves them out.
-      offset, pairing, pair_offset: see head_norm_rope.
+      offset, pairing, pair_offset, at_end: see head_norm_rope.
 
     Returns:
       query: `[b, t, n, h]`, dtype of query.
@@ -99,6 +100,7 @@ def qk_norm_rope_cache(
         offset=offset,
         pairing=pairing,
         pair_offset=pair_offset,
+        at_end=at_end,
     )
 
 
@@ -121,6 +123,7 @@ def qk_norm_rope_quantized_cache(
     offset: float = 0.0,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
+    at_end: bool = False,
 ) -> tuple[Float[Array, "b t k*g h"], QuantizedVectors, QuantizedVectors]:
     """`qk_norm_rope_cache` for a quantised cache: `update_quantized_kv_cache` of both.
 
@@ -130,7 +133,7 @@ def qk_norm_rope_quantized_cache(
       query, key, value, query_weight, key_weight, cos, sin: see qk_norm_rope_cache.
       key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`, each with a codec of
         its own.
-      positions, new_lengths, ring, eps, offset, pairing, pair_offset: see
+      positions, new_lengths, ring, eps, offset, pairing, pair_offset, at_end: see
         qk_norm_rope_cache.
 
     Returns:
@@ -168,6 +171,7 @@ def qk_norm_rope_quantized_cache(
             offset=offset,
             pairing=pairing,
             pair_offset=pair_offset,
+            at_end=at_end,
         )
     )
     return (
@@ -185,7 +189,7 @@ def check_weights(op, query_weight, key_weight, eps):
         )
 
 
-def turned(op, query, key, weights, tables, eps, offset, pairing, pair_offset):
+def turned(op, query, key, weights, tables, eps, offset, pairing, pair_offset, at_end):
     """The query in its own dtype, the key in float32."""
     cos, sin = tables
     check_pairs(op, query.shape[-1], cos.shape[-1], pair_offset)
@@ -194,7 +198,7 @@ def turned(op, query, key, weights, tables, eps, offset, pairing, pair_offset):
         x = at_least_f32(x)
         if eps is not None:
             x, _ = rms_norm_fwd_reference(x, weight, None, eps=eps, offset=offset)
-        return rotate(x, cos, sin, pairing, pair_offset)
+        return rotate(x, cos, sin, pairing, pair_offset, at_end)
 
     return one(query, weights[0]).astype(query.dtype), one(key, weights[1])
 
@@ -217,10 +221,12 @@ def qk_norm_rope_cache_reference(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[
     Float[Array, "b t k*g h"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
-    weights, how = (query_weight, key_weight), (eps, offset, pairing, pair_offset)
+    weights = query_weight, key_weight
+    how = eps, offset, pairing, pair_offset, at_end
     query, key = turned("qk_norm_rope_cache", query, key, weights, (cos, sin), *how)
     slots = positions, new_lengths
     return (
@@ -252,6 +258,7 @@ def qk_norm_rope_quantized_cache_reference(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[
     Float[Array, "b t k*g h"],
     UInt8[Array, "b s k key_bytes"],
@@ -260,7 +267,8 @@ def qk_norm_rope_quantized_cache_reference(
     Float[Array, "b s k value_groups"],
 ]:
     op = "qk_norm_rope_quantized_cache"
-    weights, how = (query_weight, key_weight), (eps, offset, pairing, pair_offset)
+    weights = query_weight, key_weight
+    how = eps, offset, pairing, pair_offset, at_end
     query, key = turned(op, query, key, weights, (cos, sin), *how)
     slots = positions, new_lengths
     return (

@@ -33,6 +33,7 @@ def qk_norm_rope_paged_cache(
     offset: float = 0.0,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
+    at_end: bool = False,
 ) -> tuple[
     Float[Array, "b t k*g h"],
     Float[Array, "num_pages page k h"],
@@ -45,7 +46,7 @@ def qk_norm_rope_paged_cache(
       key_pages, value_pages: `[num_pages, page, k, h]` and `[num_pages, page, k, hv]`.
       slots: `[b, t]` int, as in `update_paged_kv_cache`: a token whose slot does not
         exist is dropped, of two tokens with one slot either stays.
-      eps, offset, pairing, pair_offset: see qk_norm_rope_cache.
+      eps, offset, pairing, pair_offset, at_end: see qk_norm_rope_cache.
 
     Returns:
       query: `[b, t, n, h]`, dtype of query.
@@ -73,6 +74,7 @@ def qk_norm_rope_paged_cache(
         offset=offset,
         pairing=pairing,
         pair_offset=pair_offset,
+        at_end=at_end,
     )
 
 
@@ -92,12 +94,14 @@ def qk_norm_rope_paged_cache_reference(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[
     Float[Array, "b t k*g h"],
     Float[Array, "num_pages page k h"],
     Float[Array, "num_pages page k hv"],
 ]:
-    weights, how = (query_weight, key_weight), (eps, offset, pairing, pair_offset)
+    weights = query_weight, key_weight
+    how = eps, offset, pairing, pair_offset, at_end
     query, key = turned(
         "qk_norm_rope_paged_cache", query, key, weights, (cos, sin), *how
     )
@@ -126,6 +130,7 @@ def qk_norm_rope_paged_cache_bwd_reference(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[
     Float[Array, "b t k*g h"],
     Float[Array, "b t k h"],
@@ -141,7 +146,7 @@ def qk_norm_rope_paged_cache_bwd_reference(
 
     def new(query, key, query_weight, key_weight, cos, sin):
         op, weights = "qk_norm_rope_paged_cache", (query_weight, key_weight)
-        how = eps, offset, pairing, pair_offset
+        how = eps, offset, pairing, pair_offset, at_end
         return turned(op, query, key, weights, (cos, sin), *how)
 
     dkey_pages, dkey = update_paged_kv_cache_bwd_reference(slots, dkey_pages)

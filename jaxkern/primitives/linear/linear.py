@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.dense_product import product
+from jaxkern.primitives.dense_product import product, result_dtype
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.linear.policy import Policy, current_policy
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
@@ -54,19 +54,14 @@ def linear(
       dtype('float32')
     """
     chosen = current_policy()
-    result = x.dtype if chosen is None else chosen.output or x.dtype
-    if preferred_element_type is not None:
-        result = jnp.dtype(preferred_element_type)
-        if not jnp.issubdtype(result, jnp.floating):
-            raise TypeError(
-                "linear: `preferred_element_type` must be a float dtype, got "
-                f"{result.name}."
-            )
+    default = x.dtype if chosen is None else chosen.output or x.dtype
+    result = result_dtype("linear", preferred_element_type, default)
     if isinstance(w, jax.Array | np.ndarray):
         y = _dense_product(x, w, chosen)
     else:
-        wide = x.astype(jnp.promote_types(x.dtype, result))  # y is rounded to its dtype
-        y = quantized_matmul(wide, w, compute_dtype=chosen and chosen.compute)
+        wide = jnp.promote_types(x.dtype, result)  # rounded to result behind the bias
+        compute = chosen and chosen.compute
+        y = quantized_matmul(x, w, compute_dtype=compute, preferred_element_type=wide)
     if bias is None:
         return y.astype(result)
     if bias.shape != y.shape[-1:]:

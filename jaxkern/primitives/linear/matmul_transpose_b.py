@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.dense_product import result_dtype
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
@@ -19,6 +20,7 @@ def matmul_transpose_b(
     *,
     compute_dtype: DTypeLike | None = None,
     precision: str | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "... k*g t f"]:
     """Batched matrix product, the second operand stored output-major.
 
@@ -41,12 +43,14 @@ def matmul_transpose_b(
       precision: "default", "high" or "highest" as in `lax.dot_general`; None: that of
         `jax.default_matmul_precision`. On a GPU float32 products use TF32 unless it is
         "highest".
+      preferred_element_type: dtype of y, to which the sums are rounded; float32 gives
+        the sums of operands of 16 bits themselves.
 
     Returns:
-      y: `[..., k*g, t, f]`, dtype of x.
+      y: `[..., k*g, t, f]`, dtype of x unless another is preferred.
 
     Raises:
-      TypeError: shapes do not fit.
+      TypeError: shapes do not fit, or no float is preferred.
       ValueError: an unknown precision.
     """
     if precision not in (None, "default", "high", "highest"):
@@ -54,7 +58,9 @@ def matmul_transpose_b(
             "matmul_transpose_b: `precision` must be 'default', 'high', 'highest' or "
             f"None, got {precision!r}."
         )
+    result = result_dtype("matmul_transpose_b", preferred_element_type, x.dtype)
     options = {
+        "preferred_element_type": None if result == x.dtype else result,
         "compute_dtype": None if compute_dtype is None else jnp.dtype(compute_dtype),
         "precision": precision,
     }
@@ -74,10 +80,11 @@ def matmul_transpose_b_reference(
     *,
     compute_dtype: jnp.dtype | None,
     precision: str | None,
+    preferred_element_type: jnp.dtype | None,
 ) -> Float[Array, "... k*g t f"]:
     groups = split_groups(x, w)
     y = _product("...kgtd,...kfd->...kgtf", groups, w, compute_dtype, precision)
-    return merge_groups(y).astype(x.dtype)
+    return merge_groups(y).astype(preferred_element_type or x.dtype)
 
 
 def matmul_transpose_b_bwd_reference(
@@ -87,7 +94,9 @@ def matmul_transpose_b_bwd_reference(
     *,
     compute_dtype: jnp.dtype | None,
     precision: str | None,
+    preferred_element_type: jnp.dtype | None,
 ) -> tuple[Float[Array, "... k*g t d"], Float[Array, "... k f d"]]:
+    del preferred_element_type  # dy has it
     groups, dy = split_groups(x, w), split_groups(dy, w)
     dx = _product("...kgtf,...kfd->...kgtd", dy, w, compute_dtype, precision)
     dw = _product("...kgtf,...kgtd->...kfd", dy, groups, compute_dtype, precision)

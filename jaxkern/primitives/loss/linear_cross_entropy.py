@@ -1,4 +1,4 @@
-"""Cross entropy of logits = x weight^T without the logits in memory.
+"""Cross entropy of logits = x weight^T + bias without the logits in memory.
 
 By blocks of the vocabulary, as in https://arxiv.org/abs/2411.09009.
 """
@@ -29,6 +29,7 @@ def linear_cross_entropy(
     x: Float[Array, "... d"],
     weight: Float[Array, "v d"],
     labels: Integer[Array, "..."],
+    bias: Float[Array, " v"] | None = None,
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -38,9 +39,10 @@ def linear_cross_entropy(
     return_lse: bool = False,
     block_size: int | None = None,
 ) -> Float[Array, "..."] | tuple[Array, Array]:
-    """`cross_entropy(x @ weight.T, labels)`, logits made and used block by block.
+    """`cross_entropy(x @ weight.T + bias, labels)`, logits made and used by blocks.
 
-        dx = sum over blocks of dlogits weight,    dweight = dlogits^T x
+        dx = sum over blocks of dlogits weight,    dweight = dlogits^T x,
+        dbias = sum over tokens of dlogits
 
     The largest arrays in memory are `[..., block_size]` float32, forward and backward,
     beside dx in float32; the logits of a block are computed twice, once for lse and
@@ -51,6 +53,8 @@ def linear_cross_entropy(
       x: `[..., d]`, any float dtype: the last hidden states.
       weight: `[v, d]`, a row per class, as checkpoints store the output embedding.
       labels: `[...]`, any integer dtype.
+      bias: `[v]`, any float dtype, added to the logits before the softcap; or None. No
+        kernel takes one.
       label_smoothing, z_loss, softcap, ignore_index, reduction, return_lse: see
         cross_entropy.
       block_size: how many classes at once, at least 1; None for as many as make 2**27
@@ -72,6 +76,7 @@ def linear_cross_entropy(
         x,
         weight,
         labels,
+        bias,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
@@ -86,6 +91,7 @@ def linear_cross_entropy_reference(
     x: Float[Array, "... d"],
     weight: Float[Array, "v d"],
     labels: Integer[Array, "..."],
+    bias: Float[Array, " v"] | None,
     *,
     label_smoothing: float,
     z_loss: float,
@@ -99,7 +105,7 @@ def linear_cross_entropy_reference(
     def step(sums, start):
         lse, picked, total = sums
         rows, classes, fresh = rows_at(weight, start, block)
-        z = capped(logits_of(x, rows), softcap)
+        z = capped(logits_of(x, rows, biases_at(bias, classes)), softcap)
         in_block = log_sum_exp(jnp.where(fresh, z, -jnp.inf))
         lse = log_sum_exp(jnp.stack([lse, in_block], axis=-1))
         on_label = fresh & (label[..., None] == classes)
@@ -120,6 +126,7 @@ def linear_cross_entropy_bwd_reference(
     x: Float[Array, "... d"],
     weight: Float[Array, "v d"],
     labels: Integer[Array, "..."],
+    bias: Float[Array, " v"] | None,
     loss: Float[Array, "..."],
     lse: Float[Array, "..."],
     dloss: Float[Array, "..."],
@@ -130,7 +137,7 @@ def linear_cross_entropy_bwd_reference(
     softcap: float | None,
     ignore_index: int | None,
     block_size: int | None,
-) -> tuple[Float[Array, "... d"], Float[Array, "v d"]]:
+) -> tuple[Float[Array, "... d"], Float[Array, "v d"], Float[Array, " v"] | None]:
     del loss
     label = as_class(labels)
     starts, block = blocks_of(label.size, weight, block_size)
@@ -140,10 +147,11 @@ def linear_cross_entropy_bwd_reference(
     x32 = at_least_f32(x)
 
     def step(gradients, start):
-        dx, dweight = gradients
+        dx, dweight, dbias = gradients
         rows, classes, fresh = rows_at(weight, start, block)
         on_label = label[..., None] == classes
-        dlogits = logits_gradient(logits_of(x, rows), on_label, *factors, softcap)
+        logits = logits_of(x, rows, biases_at(bias, classes))
+        dlogits = logits_gradient(logits, on_label, *factors, softcap)
         dlogits = jnp.where(fresh, dlogits, 0)
         dx = dx + jnp.einsum("...v,vd->...d", dlogits, at_least_f32(rows))
         new = jnp.einsum(
@@ -152,22 +160,41 @@ def linear_cross_entropy_bwd_reference(
         first = jnp.minimum(start, v - block)
         old = lax.dynamic_slice_in_dim(dweight, first, block)
         new = jnp.where(fresh[:, None], new.astype(weight.dtype), old)
-        return (dx, lax.dynamic_update_slice_in_dim(dweight, new, first, 0)), None
+        dweight = lax.dynamic_update_slice_in_dim(dweight, new, first, 0)
+        if dbias is not None:  # what is not fresh adds nothing
+            tokens = tuple(range(dlogits.ndim - 1))
+            new = lax.dynamic_slice_in_dim(dbias, first, block) + dlogits.sum(tokens)
+            dbias = lax.dynamic_update_slice_in_dim(dbias, new, first, 0)
+        return (dx, dweight, dbias), None
 
-    dx = jnp.zeros_like(x, logits_dtype(x, weight))
-    dx, dweight, *_ = same_manual_axes([dx, jnp.zeros_like(weight), x])
-    (dx, dweight), _ = lax.scan(step, (dx, dweight), starts)
-    return dx.astype(x.dtype), dweight
+    sum_dtype = logits_dtype(x, weight)
+    sums = [jnp.zeros_like(x, sum_dtype), jnp.zeros_like(weight)]
+    if bias is not None:
+        sums.append(jnp.zeros_like(bias, sum_dtype))
+    dx, dweight, *others = same_manual_axes([*sums, x])
+    dbias = None if bias is None else others[0]
+    (dx, dweight, dbias), _ = lax.scan(step, (dx, dweight, dbias), starts)
+    if bias is not None and dbias is not None:
+        dbias = dbias.astype(bias.dtype)
+    return dx.astype(x.dtype), dweight, dbias
 
 
 def logits_dtype(x, weight):
     return jnp.result_type(x.dtype, weight.dtype, jnp.float32)
 
 
-def logits_of(x, rows):
-    return jnp.einsum(
+def logits_of(x, rows, biases=None):
+    logits = jnp.einsum(
         "...d,vd->...v", x, rows, preferred_element_type=logits_dtype(x, rows)
     )
+    return logits if biases is None else logits + biases.astype(logits.dtype)
+
+
+def biases_at(bias, classes):
+    """Of a block of classes, as `rows_at` has them."""
+    if bias is None:
+        return None
+    return lax.dynamic_slice_in_dim(bias, classes[0], classes.shape[0])
 
 
 def size_of_blocks(num_tokens: int, v: int, block_size: int | None) -> int:

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.dense_product import result_dtype
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.moe.expert_order import expert_order
@@ -26,6 +28,8 @@ def grouped_matmul(
     x: Float[Array, "r d"],
     w: Float[Array, "e f d"] | QuantizedTensor,
     group_sizes: Integer[Array, " e"],
+    *,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "r f"]:
     """Multiplies sorted rows, each group of them by its own weight.
 
@@ -47,22 +51,32 @@ def grouped_matmul(
       w: `[e, f, d]`, an array of any float dtype or a quantised tensor.
       group_sizes: `[e]`, any integer dtype, not negative. Rows beyond their sum are 0;
         a group that reaches beyond r ends there.
+      preferred_element_type: dtype of y, to which the sums are rounded; float32 gives
+        the sums of operands of 16 bits themselves. The kernels round to x's.
 
     Returns:
-      y: `[r, f]`, dtype of x.
+      y: `[r, f]`, dtype of x unless another is preferred.
 
     Raises:
-      TypeError: a dim differs between operands.
+      TypeError: a dim differs between operands, or no float is preferred.
     """
+    result = result_dtype("grouped_matmul", preferred_element_type, x.dtype)
     if isinstance(w, jax.Array | np.ndarray):
-        return grouped_matmul_p(x, w, group_sizes)
-    return multiply_quantized_groups(x, w, group_sizes)
+        other = None if result == x.dtype else result
+        return grouped_matmul_p(x, w, group_sizes, preferred_element_type=other)
+    wide = x.astype(jnp.promote_types(x.dtype, result))  # y is rounded to its dtype
+    return multiply_quantized_groups(wide, w, group_sizes).astype(result)
 
 
 def grouped_matmul_reference(
-    x: Float[Array, "r d"], w: Float[Array, "e f d"], group_sizes: Integer[Array, " e"]
+    x: Float[Array, "r d"],
+    w: Float[Array, "e f d"],
+    group_sizes: Integer[Array, " e"],
+    *,
+    preferred_element_type: jnp.dtype | None = None,
 ) -> Float[Array, "r f"]:
-    return multiply_groups(x, w, group_sizes, contract=1).astype(x.dtype)
+    y = multiply_groups(x, w, group_sizes, contract=1)
+    return y.astype(preferred_element_type or x.dtype)
 
 
 def grouped_matmul_bwd_reference(
@@ -70,7 +84,10 @@ def grouped_matmul_bwd_reference(
     w: Float[Array, "e f d"],
     group_sizes: Integer[Array, " e"],
     dy: Float[Array, "r f"],
+    *,
+    preferred_element_type: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "r d"], Float[Array, "e f d"]]:
+    del preferred_element_type  # dy has it
     dx = multiply_groups(dy, w, group_sizes, contract=0)
     dw = sum_of_outer_products(dy, x, group_sizes)
     return dx.astype(x.dtype), dw.astype(w.dtype)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.activation.swiglu import swiglu, swiglu_reference
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.dense_product import product
+from jaxkern.primitives.dense_product import product, result_dtype
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm, rms_norm_reference
 from jaxkern.primitives.quant.interleaved_matmul import (
@@ -39,6 +39,7 @@ def quantized_rms_norm_matmul(
     *,
     eps: float = 1e-6,
     compute_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
     """The product that begins a block: y = (x / rms(x) * norm) w^T.
 
@@ -50,20 +51,21 @@ def quantized_rms_norm_matmul(
       norm: `[d]`, the weight of the norm.
       w: `[f, d]`, any container of quantised weights, or an array of a float dtype.
       eps: see `rms_norm`.
-      compute_dtype: see `quantized_matmul`.
+      compute_dtype, preferred_element_type: see `quantized_matmul`.
 
     Returns:
-      y: `[..., f]`, dtype of x.
+      y: `[..., f]`, dtype of x unless another is preferred.
 
     Raises:
       TypeError: see `rms_norm` and `quantized_matmul`.
       ValueError: eps is negative or not finite.
     """
+    x, result = in_wider("quantized_rms_norm_matmul", x, preferred_element_type)
     if is_dense(w):
-        return dense_rms_norm_matmul_p(x, w, norm, eps=eps)
+        return dense_rms_norm_matmul_p(x, w, norm, eps=eps).astype(result)
     if not isinstance(w, InterleavedTensor) or w.ndim != 2:
         x = rms_norm(x, norm, eps=eps)
-        return quantized_matmul(x, w, compute_dtype=compute_dtype)
+        return quantized_matmul(x, w, compute_dtype=compute_dtype).astype(result)
     y = interleaved_rms_norm_matmul_p(
         x,
         w.tiles,
@@ -72,7 +74,7 @@ def quantized_rms_norm_matmul(
         compute_dtype=as_dtype(compute_dtype),
         eps=eps,
     )
-    return y.reshape(*x.shape[:-1], w.shape[0])
+    return y.reshape(*x.shape[:-1], w.shape[0]).astype(result)
 
 
 @check_arguments
@@ -83,6 +85,7 @@ def quantized_swiglu(
     *,
     eps: float = 1e-6,
     compute_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
     """The gated half of a feed-forward block: y = silu(x gate^T) * (x up^T).
 
@@ -95,20 +98,23 @@ def quantized_swiglu(
         the rows of gate, then of up.
       norm: `[d]`: x / rms(x) * norm stands for x. None: x itself.
       eps: of the norm, see `rms_norm`.
-      compute_dtype: see `quantized_matmul`.
+      compute_dtype, preferred_element_type: see `quantized_matmul`.
 
     Returns:
-      y: `[..., f]`, dtype of x.
+      y: `[..., f]`, dtype of x unless another is preferred.
 
     Raises:
       TypeError: see `quantized_matmul` and `swiglu`.
       ValueError: eps is negative or not finite.
     """
+    x, result = in_wider("quantized_swiglu", x, preferred_element_type)
     if is_dense(w) and w.shape[0] % 2 == 0:
-        return dense_swiglu_p(x, w.reshape(2, -1, w.shape[1]), norm, eps=eps)
+        halves = w.reshape(2, -1, w.shape[1])
+        return dense_swiglu_p(x, halves, norm, eps=eps).astype(result)
     if not isinstance(w, InterleavedTensor) or w.ndim != 2 or w.shape[0] % (2 * ROWS):
         x = x if norm is None else rms_norm(x, norm, eps=eps)
-        return swiglu(quantized_matmul(x, w, compute_dtype=compute_dtype))
+        both = quantized_matmul(x, w, compute_dtype=compute_dtype)
+        return swiglu(both).astype(result)
     u, tile_bytes = w.tiles.shape
     y = interleaved_swiglu_p(
         x,
@@ -118,7 +124,7 @@ def quantized_swiglu(
         compute_dtype=as_dtype(compute_dtype),
         eps=eps,
     )
-    return y.reshape(*x.shape[:-1], w.shape[0] // 2)
+    return y.reshape(*x.shape[:-1], w.shape[0] // 2).astype(result)
 
 
 @check_arguments
@@ -128,6 +134,7 @@ def quantized_matmul_add(
     residual: Float[Array, "... f"],
     *,
     compute_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
     """A product that is added to what a layer began with: y = residual + x w^T.
 
@@ -138,10 +145,10 @@ def quantized_matmul_add(
       x: `[..., d]`, any float dtype.
       w: `[f, d]`, any container of quantised weights, or an array of a float dtype.
       residual: `[..., f]`, dtype of x.
-      compute_dtype: see `quantized_matmul`.
+      compute_dtype, preferred_element_type: see `quantized_matmul`.
 
     Returns:
-      y: `[..., f]`, dtype of x.
+      y: `[..., f]`, dtype of x unless another is preferred.
 
     Raises:
       TypeError: see `quantized_matmul`; or `residual` has another shape or dtype.
@@ -152,10 +159,13 @@ def quantized_matmul_add(
             f"quantized_matmul_add: `residual` must be {x.dtype} {expected}, got "
             f"{residual.dtype} {residual.shape}."
         )
+    x, result = in_wider("quantized_matmul_add", x, preferred_element_type)
+    residual = residual.astype(x.dtype)
     if is_dense(w):
-        return dense_matmul_add_p(x, w, residual)
+        return dense_matmul_add_p(x, w, residual).astype(result)
     if not isinstance(w, InterleavedTensor) or w.ndim != 2:
-        return residual + quantized_matmul(x, w, compute_dtype=compute_dtype)
+        y = residual + quantized_matmul(x, w, compute_dtype=compute_dtype)
+        return y.astype(result)
     y = interleaved_matmul_add_p(
         x,
         w.tiles,
@@ -163,7 +173,13 @@ def quantized_matmul_add(
         qtype=w.qtype,
         compute_dtype=as_dtype(compute_dtype),
     )
-    return y.reshape(expected)
+    return y.reshape(expected).astype(result)
+
+
+def in_wider(op: str, x: Array, preferred: DTypeLike | None) -> tuple[Array, jnp.dtype]:
+    """x in a dtype that holds the result's, and that: a product has the dtype of x."""
+    result = result_dtype(op, preferred, x.dtype)
+    return x.astype(jnp.promote_types(x.dtype, result)), result
 
 
 def is_dense(w: Any) -> bool:

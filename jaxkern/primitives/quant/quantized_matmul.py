@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.dense_product import result_dtype
 from jaxkern.primitives.quant.gguf_tensor import GGUF, GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
 
@@ -19,6 +20,7 @@ def quantized_matmul(
     w: QuantizedTensor,
     *,
     compute_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
     """Matrix product with a quantised weight, which is decoded on the way.
 
@@ -36,15 +38,22 @@ def quantized_matmul(
         product, such as bfloat16; None for float32. int8 rounds `x` alone, to 8 bits
         with a scale for each 32 columns as llama.cpp does; the gradient passes
         straight through.
+      preferred_element_type: dtype of y, to which the sums are rounded; float32 gives
+        the sums for an x of 16 bits themselves.
 
     Returns:
-      y: `[..., f]`, dtype of x.
+      y: `[..., f]`, dtype of x unless another is preferred.
 
     Raises:
-      TypeError: `w` is no quantised tensor `[f, d]`, or its `d` is not that of `x`.
+      TypeError: `w` is no quantised tensor `[f, d]`, its `d` is not that of `x`, or no
+        float is preferred.
     """
-    read = reader_of("quantized_matmul", QUANTIZED_MATMUL, w, ndim=2)
-    return read(x, w, None if compute_dtype is None else jnp.dtype(compute_dtype))
+    op = "quantized_matmul"
+    read = reader_of(op, QUANTIZED_MATMUL, w, ndim=2)
+    result = result_dtype(op, preferred_element_type, x.dtype)
+    wide = x.astype(jnp.promote_types(x.dtype, result))  # y is rounded to its dtype
+    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+    return read(wide, w, dtype).astype(result)
 
 
 quantized_matmul_p = GGUF.matmul("quantized_matmul", __name__)

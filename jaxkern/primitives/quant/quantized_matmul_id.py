@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.dense_product import result_dtype
 from jaxkern.primitives.quant.gguf_tensor import GGUF, GGUFTensor
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, reader_of
 
@@ -21,6 +22,7 @@ def quantized_matmul_id(
     *,
     top_k: int = 1,
     compute_dtype: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "rows f"]:
     """The experts of a mixture on the rows routed to them, decoded on the way.
 
@@ -36,10 +38,10 @@ def quantized_matmul_id(
       w: `[e, f, d]`, any container.
       ids: `[t * top_k]`, any integer dtype.
       top_k: rows of each token.
-      compute_dtype: as in `quantized_matmul`.
+      compute_dtype, preferred_element_type: as in `quantized_matmul`.
 
     Returns:
-      y: `[t * top_k, f]`, dtype of x.
+      y: `[t * top_k, f]`, dtype of x unless another is preferred.
 
     Raises:
       TypeError: `w` is no quantised tensor `[e, f, d]`, or shapes do not fit.
@@ -51,8 +53,10 @@ def quantized_matmul_id(
             f"{x.shape} and {ids.shape} with top_k={top_k}."
         )
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-    y = read(x, ids.reshape(x.shape[0], top_k), w, dtype)
-    return y.reshape(x.shape[0] * top_k, y.shape[-1])
+    result = result_dtype("quantized_matmul_id", preferred_element_type, x.dtype)
+    wide = x.astype(jnp.promote_types(x.dtype, result))  # y is rounded to its dtype
+    y = read(wide, ids.reshape(x.shape[0], top_k), w, dtype)
+    return y.reshape(x.shape[0] * top_k, y.shape[-1]).astype(result)
 
 
 quantized_matmul_id_p = GGUF.matmul_id("quantized_matmul_id", __name__)

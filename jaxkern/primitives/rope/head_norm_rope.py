@@ -13,6 +13,7 @@ from jaxkern.primitives.norm.rms_norm import (
 from jaxkern.primitives.rope.rope import (
     Pairing,
     check_pairs,
+    first_rotated,
     rotary_tables,
     rotate,
     split_pairs,
@@ -30,6 +31,7 @@ def head_norm_rope(
     offset: float = 0.0,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
+    at_end: bool = False,
 ) -> Float[Array, "... t n h"]:
     """Normalises each head of the queries or keys, then rotates it by its position.
 
@@ -46,7 +48,7 @@ def head_norm_rope(
       cos, sin: `[..., t, r]`, leading dims as x's or none of them, from `rope_cos_sin`.
       eps: added to the mean square, in units of x**2.
       offset: added to `weight`; 1.0 for Gemma 3, which stores weight - 1.
-      pairing, pair_offset: see apply_rope.
+      pairing, pair_offset, at_end: see apply_rope.
 
     Returns:
       y: `[..., t, n, h]`, dtype of x.
@@ -68,6 +70,7 @@ def head_norm_rope(
         offset=offset,
         pairing=pairing,
         pair_offset=pair_offset,
+        at_end=at_end,
     )
 
 
@@ -81,12 +84,13 @@ def head_norm_rope_fwd_reference(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[Float[Array, "... t n h"], Float[Array, "... t n 1"]]:
     check_pairs("head_norm_rope", x.shape[-1], cos.shape[-1], pair_offset)
     normed, rstd = rms_norm_fwd_reference(
         at_least_f32(x), weight, None, eps=eps, offset=offset
     )
-    return rotate(normed, cos, sin, pairing, pair_offset).astype(x.dtype), rstd
+    return rotate(normed, cos, sin, pairing, pair_offset, at_end).astype(x.dtype), rstd
 
 
 head_norm_rope_reference = without_residuals(head_norm_rope_fwd_reference)
@@ -104,6 +108,7 @@ def head_norm_rope_bwd_reference(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[
     Float[Array, "... t n h"],
     Float[Array, " h"] | None,
@@ -111,16 +116,17 @@ def head_norm_rope_bwd_reference(
     Float[Array, "... t r"],
 ]:
     dy32 = at_least_f32(dy)
-    dnormed = rotate(dy32, cos, -sin, pairing, pair_offset)  # the rotation back
+    back = rotate(dy32, cos, -sin, pairing, pair_offset, at_end)
     dx, dweight, _ = rms_norm_bwd_reference(
-        x, weight, None, rstd, dnormed, eps=eps, offset=offset
+        x, weight, None, rstd, back, eps=eps, offset=offset
     )
     normed = at_least_f32(x) * rstd
     if weight is not None:
         normed = normed * (at_least_f32(weight) + offset)
     pairs = cos.shape[-1]
-    a, b, _ = split_pairs(normed, pairs, pairing, pair_offset)
-    da, db, _ = split_pairs(dy32, pairs, pairing, pair_offset)
+    start = first_rotated(x.shape[-1], pairs, pair_offset, at_end)
+    a, b, _ = split_pairs(normed[..., start:], pairs, pairing, pair_offset)
+    da, db, _ = split_pairs(dy32[..., start:], pairs, pairing, pair_offset)
     dcos = jnp.sum(da * a + db * b, axis=-2)  # all heads share one table
     dsin = jnp.sum(db * a - da * b, axis=-2)
     return dx, dweight, dcos.astype(cos.dtype), dsin.astype(sin.dtype)

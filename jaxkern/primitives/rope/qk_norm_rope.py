@@ -25,6 +25,7 @@ def qk_norm_rope(
     offset: float = 0.0,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
+    at_end: bool = False,
 ) -> tuple[Float[Array, "... t k*g h"], Float[Array, "... t k h"]]:
     """Normalises and rotates the queries and keys of an attention layer.
 
@@ -40,7 +41,7 @@ def qk_norm_rope(
       key: `[..., t, k, h]`, any float dtype.
       query_weight, key_weight: `[h]`, or None for no scale.
       cos, sin: `[..., t, r]`, leading dims as the query's or none of them.
-      eps, offset, pairing, pair_offset: see head_norm_rope.
+      eps, offset, pairing, pair_offset, at_end: see head_norm_rope.
 
     Returns:
       query: `[..., t, n, h]`, dtype of query.
@@ -65,6 +66,7 @@ def qk_norm_rope(
         offset=offset,
         pairing=pairing,
         pair_offset=pair_offset,
+        at_end=at_end,
     )
 
 
@@ -80,6 +82,7 @@ def qk_norm_rope_fwd_reference(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[
     Float[Array, "... t k*g h"],
     Float[Array, "... t k h"],
@@ -97,6 +100,7 @@ def qk_norm_rope_fwd_reference(
             offset=offset,
             pairing=pairing,
             pair_offset=pair_offset,
+            at_end=at_end,
         )
         for x, weight in ((query, query_weight), (key, key_weight))
     )
@@ -122,6 +126,7 @@ def qk_norm_rope_bwd_reference(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[
     Float[Array, "... t k*g h"],
     Float[Array, "... t k h"],
@@ -142,6 +147,7 @@ def qk_norm_rope_bwd_reference(
             offset=offset,
             pairing=pairing,
             pair_offset=pair_offset,
+            at_end=at_end,
         )
         for x, weight, rstd, dy in (
             (query, query_weight, query_rstd, dy_query),

@@ -17,10 +17,11 @@ def rope_from(
     theta: float = 10000.0,
     rotary_dim: int | None = None,
     pairing: Pairing = "neox",
+    at_end: bool = False,
 ) -> Float[Array, "... t n h"]:
     """Rotates queries or keys whose rows follow each other.
 
-        rope(x, offset + arange(t), theta=theta, rotary_dim=rotary_dim, pairing=pairing)
+        rope(x, offset + arange(t), theta=theta, rotary_dim=rotary_dim, ...)
 
     The case of one sequence, or of a batch that is at one position, in which no table
     of angles is needed: a kernel can compute them on the way. Where a model rotates
@@ -33,6 +34,7 @@ def rope_from(
       theta: base of the frequencies.
       rotary_dim: how many dims of the head rotate; all h unless given. The rest passes.
       pairing: "neox" (halves) or "interleaved" (neighbours).
+      at_end: rotate the last dims of the head, as DeepSeek does, instead of the first.
 
     Returns:
       `[..., t, n, h]`, dtype of x.
@@ -59,6 +61,7 @@ def rope_from(
         theta=float(theta),
         rotary_dim=rotary_dim,
         pairing=pairing,
+        at_end=at_end,
     )
 
 
@@ -69,6 +72,7 @@ def rope_from_reference(
     theta: float,
     rotary_dim: int,
     pairing: str,
+    at_end: bool,
 ) -> Float[Array, "... t n h"]:
     if rotary_dim > x.shape[-1]:
         raise TypeError(
@@ -77,7 +81,7 @@ def rope_from_reference(
         )
     positions = offset + jnp.arange(x.shape[-3])
     cos, sin = rope_cos_sin(positions, rotary_dim, theta=theta)  # [t r]
-    return rotate(x, cos, sin, pairing, cos.shape[-1])
+    return rotate(x, cos, sin, pairing, cos.shape[-1], at_end)
 
 
 def rope_from_bwd_reference(
@@ -87,11 +91,12 @@ def rope_from_bwd_reference(
     theta: float,
     rotary_dim: int,
     pairing: str,
+    at_end: bool,
 ) -> Float[Array, "... t n h"]:
     # the transpose of a rotation is the rotation back
     positions = offset + jnp.arange(dy.shape[-3])
     cos, sin = rope_cos_sin(positions, rotary_dim, theta=theta)
-    return rotate(dy, cos, -sin, pairing, cos.shape[-1])
+    return rotate(dy, cos, -sin, pairing, cos.shape[-1], at_end)
 
 
 rope_from_p = kernel_primitive(

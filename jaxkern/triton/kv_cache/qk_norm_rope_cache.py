@@ -29,6 +29,8 @@ LONGEST = 2048  # dims of a vector: a program holds one whole
 
 def unsupported(*, key_codec=None, value_codec=None, **named) -> str | None:
     """A reason in words, or None."""
+    if named["at_end"]:
+        return "`at_end`: the kernel turns the first dims of a head"
     arrays = {name: x for name, x in named.items() if hasattr(x, "shape")}
     for name, x in arrays.items():
         if x.size == 0:
@@ -62,6 +64,7 @@ def write(
     offset: float,
     pairing: str,
     pair_offset: int,
+    at_end: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The launch.
 
@@ -71,8 +74,9 @@ def write(
       places: positions, new_lengths, slots.
       codecs: of keys and of values.
       slots: of one sequence, or of all pages.
-      ring, eps, offset, pairing, pair_offset: options of the op.
+      ring, eps, offset, pairing, pair_offset, at_end: options of the op.
     """
+    del at_end  # refused
     query, key, value, *_, cos, _ = new
     assert query is not None and key is not None and value is not None
     assert cos is not None

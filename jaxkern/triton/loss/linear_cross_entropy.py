@@ -29,6 +29,8 @@ from jaxkern.triton.loss.cross_entropy import row_gradients, row_sums
 
 def unsupported(x: Any, weight: Any, **rest: Any) -> str | None:
     """A reason in words, or None."""
+    if rest.get("bias") is not None:
+        return "`bias` is not in the kernel"
     if 0 in weight.shape:
         return "there are no classes or no dims"
     return unsupported_anywhere(x=x, weight=weight)
@@ -45,6 +47,7 @@ def linear_cross_entropy_fwd(
     x,
     weight,
     labels,
+    bias,
     *,
     label_smoothing,
     z_loss,
@@ -52,6 +55,7 @@ def linear_cross_entropy_fwd(
     ignore_index,
     block_size,
 ):
+    del bias  # refused
     label = as_class(labels)
     v = weight.shape[0]
 
@@ -76,6 +80,7 @@ def linear_cross_entropy_bwd(
     x,
     weight,
     labels,
+    bias,
     loss,
     lse,
     dloss,
@@ -88,13 +93,13 @@ def linear_cross_entropy_bwd(
     block_size,
     wanted,
 ):
-    del loss
+    del bias, loss
     label = as_class(labels)
     v = weight.shape[0]
     dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
     factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
     dtype = dtype_of_dlogits(x, weight)
-    wants_dx, wants_dweight = wanted
+    wants_dx, wants_dweight, _ = wanted
 
     def step(gradients, start, size):
         dx, dweight = gradients
@@ -119,7 +124,8 @@ def linear_cross_entropy_bwd(
     dx, dweight, *_ = same_manual_axes([dx, dweight, x])
     block = size_of_blocks(label.size, v, block_size)
     dx, dweight = over_blocks(step, (dx, dweight), v, block)
-    return dx.astype(x.dtype) if wants_dx else None, dweight if wants_dweight else None
+    dx = dx.astype(x.dtype) if wants_dx else None
+    return dx, dweight if wants_dweight else None, None
 
 
 def dtype_of_dlogits(x: jax.Array, weight: jax.Array) -> Any:

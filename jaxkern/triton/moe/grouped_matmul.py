@@ -21,8 +21,10 @@ LOWEST = 16  # rows of a tile that the tensor cores take
 BESIDE = 8  # tiles of one row block that are computed beside each other
 
 
-def unsupported(x: Any, w: Any, dy: Any = None, **_: Any) -> str | None:
+def unsupported(x: Any, w: Any, dy: Any = None, **rest: Any) -> str | None:
     """A reason in words, or None."""
+    if rest.get("preferred_element_type") is not None:
+        return "`preferred_element_type`: the kernels round to the dtype of x"
     named = {"x": x, "w": w} | ({} if dy is None else {"dy": dy})
     if reason := bridge.unsupported(**named):
         return reason
@@ -89,12 +91,16 @@ def multiply(x: Any, w: Any, group_sizes: Any, turned: bool) -> jax.Array:
     return y
 
 
-def grouped_matmul(x, w, group_sizes):
+def grouped_matmul(x, w, group_sizes, *, preferred_element_type=None):
+    del preferred_element_type  # refused
     return multiply(x, w, group_sizes, turned=True)
 
 
-def grouped_matmul_bwd(x, w, group_sizes, dy, *, wanted=(True, True)):
+def grouped_matmul_bwd(
+    x, w, group_sizes, dy, *, preferred_element_type=None, wanted=(True, True)
+):
     """(dx, dw), None for what is not wanted."""
+    del preferred_element_type  # refused
     dx = dw = None
     if wanted[0]:
         dx = multiply(dy, w, group_sizes, turned=False)

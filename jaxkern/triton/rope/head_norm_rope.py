@@ -12,7 +12,7 @@ def head_norm_rope_fwd(x, weight, cos, sin, **options):
 
 
 def head_norm_rope_bwd(
-    x, weight, cos, sin, rstd, dy, *, eps, offset, pairing, pair_offset, wanted
+    x, weight, cos, sin, rstd, dy, *, eps, offset, pairing, pair_offset, at_end, wanted
 ):
     options = {"offset": offset, "pairing": pairing, "pair_offset": pair_offset}
     dx = dweight = dcos = dsin = None
@@ -27,6 +27,6 @@ def head_norm_rope_bwd(
         )
     if any(wanted[2:]):  # a learned table is rare: left to XLA
         _, _, dcos, dsin = head_norm_rope_bwd_reference(
-            x, weight, cos, sin, rstd, dy, eps=eps, **options
+            x, weight, cos, sin, rstd, dy, eps=eps, at_end=at_end, **options
         )
     return dx, dweight, dcos, dsin

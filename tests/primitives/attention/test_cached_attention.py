@@ -163,6 +163,14 @@ def test_softcap_sinks_and_scale_reach_every_cache():
         out, _ = jax.jit(step)(q, k, v, cache)
         expected = attention(q, k, v, causal=True, window=window, **options)
         np.testing.assert_allclose(out, expected, atol=2e-6)
+        pair = None if window is None else (window - 1, 2)  # causal: nothing behind
+        del options["scale"]
+        step = functools.partial(cached_attention, window=pair, **options)
+        traced, _ = jax.jit(lambda *x, f=step: f(*x[:4], scale=x[4]))(
+            q, k, v, cache, 0.7
+        )
+        np.testing.assert_allclose(traced, expected, atol=2e-6)
+        options["scale"] = 0.7
 
 
 def test_caches_go_through_scan_and_vmap():

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import attention, latent_attention
 from tests.checks import bf16, case, f32, i32
@@ -105,3 +107,32 @@ def test_errors():
         )
     with pytest.raises(ValueError, match="softcap"):
         latent_attention(query, latent, value_dim=2, scale=1.0, softcap=0.0)
+
+
+def test_lengths_that_are_cut_alone_on_an_explicit_mesh():
+    """The generic check draws one operand that is cut alone for each operator, by its
+    name: the lengths of none of these. Their gradients raised."""
+    query, latent = jnp.asarray(draw(4, 2, 4, 8)), jnp.asarray(draw(4, 6, 8))
+    lengths, at = jnp.array([3, 4, 5, 6]), jnp.array([1, 2, 3, 4])
+
+    def loss(query, latent, lengths, at):
+        options = dict(scale=0.3, causal=True, q_offset=at, kv_lengths=lengths)
+        rows = latent[:, :, None]
+        each = [
+            latent_attention(query, latent, value_dim=4, **options),
+            attention(query, rows, rows, **options),
+        ]
+        return sum(jnp.sum(jnp.sin(x)) for x in each)
+
+    grad = jax.jit(jax.grad(loss, (0, 1)))
+    expected = grad(query, latent, lengths, at)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows, cut = (NamedSharding(mesh, spec) for spec in (P(), P("x")))
+        found = grad(
+            *(jax.device_put(x, rows) for x in (query, latent)),
+            *(jax.device_put(x, cut) for x in (lengths, at)),
+        )
+        assert all(x.sharding.is_equivalent_to(rows, x.ndim) for x in found)
+    for x, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, e, atol=1e-5)

@@ -2,12 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkern import (
+    IntCodec,
+    QuantizedVectors,
     page_slots,
     qk_norm_rope,
+    qk_norm_rope_cache,
     qk_norm_rope_paged_cache,
+    qk_norm_rope_quantized_cache,
+    update_kv_cache,
     update_paged_kv_cache,
+    update_quantized_kv_cache,
 )
 from tests.checks import bf16, case, f32
 from tests.primitives.kv_cache.test_qk_norm_rope_cache import LLAMA3, draw, heads, same
@@ -47,3 +54,41 @@ def test_it_is_norm_rotation_and_update():
         return qk_norm_rope_paged_cache(*new, *caches, slots), expected
 
     same(*both(query, key, value, caches))
+
+
+def test_the_last_dims_of_a_head_turn_in_every_cache():
+    """Other tests of the three turn whole heads, where first and last are the same."""
+    (query, key, value), weights, tables = draw(2, 3, 2, 1, 16)
+    tables = [x[..., :3] for x in tables]
+    new = query, key, value, *weights, *tables
+    cache, at = jnp.zeros((2, 4, 1, 16)), jnp.array([0, 1])
+    codes = QuantizedVectors(
+        jnp.zeros((2, 4, 1, 16), jnp.uint8), jnp.zeros((2, 4, 1, 1)), IntCodec(8)
+    )
+    pages = jnp.zeros((2, 4, 1, 16))
+
+    @jax.jit
+    def every(*new):
+        y_query, y_key = qk_norm_rope(*new[:2], *new[3:], at_end=True)
+        slots = at[:, None] + 4 * jnp.arange(2)[:, None] + jnp.arange(3)
+        found = [
+            qk_norm_rope_cache(*new, cache, cache, at, at_end=True),
+            qk_norm_rope_quantized_cache(*new, codes, codes, at, at_end=True),
+            qk_norm_rope_paged_cache(*new, pages, pages, slots, at_end=True),
+        ]
+        expected = [
+            (y_query, *(update_kv_cache(cache, x, at) for x in (y_key, value))),
+            (
+                y_query,
+                *(update_quantized_kv_cache(codes, x, at) for x in (y_key, value)),
+            ),
+            (
+                y_query,
+                *(update_paged_kv_cache(pages, x, slots) for x in (y_key, value)),
+            ),
+        ]
+        return found, expected, qk_norm_rope(*new[:2], *new[3:])[0]
+
+    found, expected, at_front = every(*new)
+    same(found, expected)
+    assert np.abs(found[0][0] - at_front).max() > 0.1

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import linear, matmul_transpose_b
+from jaxkern import backend, linear, matmul_transpose_b
 from tests.checks import bf16, case, f32
 
 CASES = [
@@ -70,6 +70,26 @@ def test_sums_in_float32_and_rounds_once(x_dtype, w_dtype):
     y = matmul_transpose_b(x, w)
     assert y.dtype == x_dtype
     np.testing.assert_array_equal(y, np.full((1, 2), 2048.0))
+
+
+@pytest.mark.parametrize("kind", ["xla", "cpp"])
+def test_the_sums_are_what_is_preferred(kind):
+    """Results had the dtype of x in all tests."""
+    x, w = (jnp.asarray(a, jnp.bfloat16) for a in operands((1, 3, 64), (1, 4, 64)))
+    exact = np.float64(np.float32(x)) @ np.float64(np.float32(w)).swapaxes(1, 2)
+
+    def f(x, w):
+        return matmul_transpose_b(x, w, preferred_element_type=jnp.float32)
+
+    with backend(kind):
+        y, vjp = jax.vjp(f, x, w)
+        assert f(x, w).dtype == y.dtype == jnp.float32
+        np.testing.assert_allclose(f(x, w), exact, 1e-5, 1e-5)
+        same = matmul_transpose_b(x, w, preferred_element_type=jnp.bfloat16)
+        np.testing.assert_array_equal(same, matmul_transpose_b(x, w))
+    assert [g.dtype for g in vjp(y)] == [jnp.bfloat16] * 2
+    with pytest.raises(TypeError, match="matmul_transpose_b: `preferred_element_type`"):
+        matmul_transpose_b(x, w, preferred_element_type=jnp.int32)
 
 
 def test_precision_reaches_the_product():

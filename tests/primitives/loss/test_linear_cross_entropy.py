@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxkern import cross_entropy, linear_cross_entropy
+from jaxkern import backend, cross_entropy, explain, linear_cross_entropy
 from tests.checks import bf16, case, f32, i32
 from tests.golden.torch_losses_vision import assert_equals_torch
 
@@ -18,9 +18,11 @@ CASES = [
         x=f32(8, 3),
         weight=f32(7, 3),
         labels=i32(8, high=7),
+        bias=f32(7),
         block_size=3,
         **EVERY,
     ),
+    case("plain", x=f32(4, 2), weight=f32(3, 2), labels=i32(4, high=3)),
     case(
         "bf16_one_block",
         full=True,
@@ -50,15 +52,17 @@ LABELS = jnp.array([[3, 0, -100, 6, 2], [10, 9, 8, 4, 4]])
 @pytest.mark.parametrize("block_size", [1, 4, 11, 100])
 def test_equals_the_loss_of_the_logits(block_size):
     options = dict(label_smoothing=0.2, z_loss=0.1, softcap=2.0, return_lse=True)
+    bias = draw(11)
 
-    def of_logits(x, weight):
-        return cross_entropy(x @ weight.T, LABELS, **options)
+    def of_logits(x, weight, bias):
+        return cross_entropy(x @ weight.T + bias, LABELS, **options)
 
-    def by_blocks(x, weight):
-        return linear_cross_entropy(x, weight, LABELS, block_size=block_size, **options)
+    def by_blocks(x, weight, bias):
+        own = dict(options, block_size=block_size)
+        return linear_cross_entropy(x, weight, LABELS, bias, **own)
 
-    expected, expected_pull = jax.vjp(of_logits, X, WEIGHT)
-    actual, pull = jax.vjp(by_blocks, X, WEIGHT)
+    expected, expected_pull = jax.vjp(of_logits, X, WEIGHT, bias)
+    actual, pull = jax.vjp(by_blocks, X, WEIGHT, bias)
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     cotangents = draw(2, 5, seed=1), draw(2, 5, seed=2)
     for g, e in zip(pull(cotangents), expected_pull(cotangents), strict=True):
@@ -121,6 +125,13 @@ def test_gradients_of_cut_tokens_on_an_explicit_mesh():
         actual = grads(cut[0], jax.device_put(WEIGHT, P()), cut[1])
     for g, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6)
+
+
+def test_no_kernel_takes_a_bias_and_that_is_said():
+    with backend("cpp"):
+        found = explain(linear_cross_entropy, X, WEIGHT, LABELS, draw(11)).rows
+    assert found[0].runs.startswith("xla")
+    assert "`bias` is not in the kernel" in " ".join(found[0].refused)
 
 
 def test_half_precision_sums_in_float32():

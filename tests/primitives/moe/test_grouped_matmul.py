@@ -99,6 +99,32 @@ def test_foreign_rows_do_not_leak():
     np.testing.assert_array_equal(vjp(dy)[0][:, 0], [4, 4, 4, 4, 4, 0])
 
 
+def test_the_sums_are_what_is_preferred():
+    """Results had the dtype of x in all tests. Packed experts are widened for it."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((4, 32)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((2, 3, 32)), jnp.bfloat16)
+    group_sizes = jnp.array([1, 3])
+    options = dict(preferred_element_type="float32")
+    exact, _ = loop(*(np.float64(np.float32(a)) for a in (x, w)), [1, 3])
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_sizes, **options), x, w)
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+    assert [g.dtype for g in vjp(y)] == [jnp.bfloat16] * 2
+    same = grouped_matmul(x, w, group_sizes, preferred_element_type=jnp.bfloat16)
+    np.testing.assert_array_equal(same, grouped_matmul(x, w, group_sizes))
+    packed = quantize_fp8(w.astype(jnp.float32))
+    exact, _ = loop(np.float64(np.float32(x)), dequantize(packed), [1, 3])
+    for y in (
+        grouped_matmul(x, packed, group_sizes, **options),
+        quantized_matmul_id(x, packed, jnp.array([0, 1, 1, 1]), **options),
+    ):
+        assert y.dtype == jnp.float32
+        np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match="grouped_matmul: `preferred_element_type`"):
+        grouped_matmul(x, w, group_sizes, preferred_element_type=jnp.int32)
+
+
 def test_mixed_dtypes_take_that_of_x():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32)

@@ -8,6 +8,7 @@ import pytest
 from jaxkern import (
     dequantize,
     interleave,
+    quantized_matmul,
     quantized_matmul_add,
     quantized_rms_norm_matmul,
     quantized_swiglu,
@@ -152,3 +153,44 @@ def test_errors():
         quantized_rms_norm_matmul(jnp.ones((1, 32)), jnp.ones(16), w)
     with pytest.raises(TypeError, match="even last dim"):
         quantized_swiglu(jnp.ones((1, 32)), weight("Q4_0", 33, 32)[0])
+
+
+@pytest.mark.parametrize("kind", ["dense", "GGUF", "interleaved"])
+def test_the_sums_are_what_is_preferred(kind):
+    """Results had the dtype of x in all tests: with float32 they are those of an x in
+    float32, in bfloat16 those rounded once."""
+    w, _ = weight("Q8_0", 32, 32)
+    w = {
+        "dense": lambda: dequantize(w, dtype=jnp.bfloat16),
+        "GGUF": lambda: w,
+        "interleaved": lambda: interleave(w),
+    }[kind]()
+    rng = np.random.default_rng(0)
+    x, norm, residual = (
+        jnp.asarray(rng.standard_normal(s), jnp.bfloat16)
+        for s in ((3, 32), 32, (3, 32))
+    )
+
+    def each(x, residual, **options):
+        both = [
+            quantized_rms_norm_matmul(x, norm, w, **options),
+            quantized_swiglu(x, w, norm, **options),
+            quantized_matmul_add(x, w, residual, **options),
+        ]
+        if kind == "GGUF":
+            both.append(quantized_matmul(x, w, **options))
+        return both
+
+    wide = jnp.float32
+    expected = each(x.astype(wide), residual.astype(wide))
+    found = each(x, residual, preferred_element_type=wide)
+    for y, e in zip(found, expected, strict=True):
+        assert y.dtype == wide
+        np.testing.assert_allclose(y, e, rtol=1e-5, atol=1e-5)
+    narrow = each(
+        x.astype(wide), residual.astype(wide), preferred_element_type="bfloat16"
+    )
+    for y, e in zip(narrow, expected, strict=True):
+        np.testing.assert_array_equal(y, e.astype(jnp.bfloat16))
+    with pytest.raises(TypeError, match="swiglu: `preferred_element_type` must be"):
+        quantized_swiglu(x, w, norm, preferred_element_type=jnp.int32)

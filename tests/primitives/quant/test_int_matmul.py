@@ -54,6 +54,16 @@ CASES = {
             compute_dtype=None,
             **INT8,
         ),
+        case(
+            "uint4",
+            x=f32(2, 16),
+            ids=i32(2, 1, low=-1, high=4),
+            codes=u8(3, 2, 8),
+            scales=uniform(3, 2, 2),
+            zeros=uniform(3, 2, 2),
+            compute_dtype=None,
+            **UINT4,
+        ),
     ],
 }
 

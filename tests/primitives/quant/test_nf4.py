@@ -32,13 +32,17 @@ DOUBLE = {
     "group_size": 8,
 }
 CASES = {
-    "dequantize_nf4": [case("double", dtype=None, **DOUBLE)],
+    "dequantize_nf4": [
+        case("double", dtype=None, **DOUBLE),
+        case("single", dtype=None, **SINGLE),
+    ],
     "nf4_matmul": [
         case("single", x=f32(4, 16), compute_dtype=None, **SINGLE),
         case("double", x=f32(2, 16), compute_dtype=None, **DOUBLE),
     ],
     "nf4_embedding": [
         case("double", ids=i32(4, low=-1, high=4), dtype=None, **DOUBLE),
+        case("single", ids=i32(4, low=-1, high=5), dtype=None, **SINGLE),
     ],
     "nf4_matmul_id": [
         case(
@@ -47,6 +51,17 @@ CASES = {
             ids=i32(2, 1, low=-1, high=4),
             codes=u8(3, 2, 4),
             scales=uniform(3, 2, 1),
+            group_size=8,
+            compute_dtype=None,
+        ),
+        case(
+            "double",
+            x=f32(2, 16),
+            ids=i32(2, 1, low=-1, high=4),
+            codes=u8(3, 2, 8),
+            scale_codes=u8(3, 2, 2),
+            scales=uniform(3, 2, 1),
+            offsets=uniform(3, 2, 1, low=1, high=2),
             group_size=8,
             compute_dtype=None,
         ),

@@ -19,6 +19,7 @@ def shapes(*x, r, spec=f32):
 CASES = [
     case("plain", **shapes(2, 3, 2, 8, r=3), offset=1.0),
     case("no_weight", **shapes(3, 2, 6, r=2) | {"weight": None}, pairing="interleaved"),
+    case("at_end", **shapes(2, 2, 1, 6, r=2), at_end=True),
     case(
         "proportional",
         full=True,
@@ -38,6 +39,11 @@ PAIRS = {  # options, and the pairs of a head of 12 dims
     "partial interleaved": (
         dict(pairing="interleaved"),
         [(2 * i, 2 * i + 1) for i in range(3)],
+    ),
+    "at_end": (dict(at_end=True), [(4 + i, 8 + i) for i in range(4)]),
+    "at_end interleaved": (
+        dict(pairing="interleaved", at_end=True),
+        [(6 + 2 * i, 7 + 2 * i) for i in range(3)],
     ),
 }
 

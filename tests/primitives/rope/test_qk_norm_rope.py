@@ -29,20 +29,23 @@ CASES = [
 ]
 
 
-def test_values_and_gradients_are_those_of_each():
+@pytest.mark.parametrize("at_end", [False, True])
+def test_values_and_gradients_are_those_of_each(at_end):
     query, key = jnp.float32(draw(2, 3, 4, 8)), jnp.float32(draw(2, 3, 2, 8))
     weights = jnp.float32(draw(8)), jnp.float32(draw(8, seed=1))
     tables = jnp.float32(draw(2, 3, 3)), jnp.float32(draw(2, 3, 3, seed=1))
     cotangents = jnp.float32(draw(2, 3, 4, 8, seed=2)), jnp.float32(draw(2, 3, 2, 8))
 
+    options = dict(eps=0.1, at_end=at_end)
+
     def each(query, key, query_weight, key_weight, cos, sin):
         return (
-            head_norm_rope(query, query_weight, cos, sin, eps=0.1),
-            head_norm_rope(key, key_weight, cos, sin, eps=0.1),
+            head_norm_rope(query, query_weight, cos, sin, **options),
+            head_norm_rope(key, key_weight, cos, sin, **options),
         )
 
     operands = query, key, *weights, *tables
-    y, vjp = jax.vjp(lambda *a: qk_norm_rope(*a, eps=0.1), *operands)
+    y, vjp = jax.vjp(lambda *a: qk_norm_rope(*a, **options), *operands)
     expected, expected_vjp = jax.vjp(each, *operands)
     for a, e in zip(y, expected, strict=True):
         np.testing.assert_array_equal(a, e)

@@ -10,7 +10,14 @@ from tests.checks import bf16, case, f32, i32
 
 CASES = [
     case("plain", x=f32(2, 3, 2, 8), offset=i32(), rotary_dim=8),
-    case("part", x=bf16(5, 3, 11), offset=i32(), rotary_dim=6, pairing="interleaved"),
+    case(
+        "part",
+        x=bf16(5, 3, 11),
+        offset=i32(),
+        rotary_dim=6,
+        pairing="interleaved",
+        at_end=True,
+    ),
     case("empty", x=f32(2, 0, 3, 8), offset=i32(), rotary_dim=4),
     case(
         "llama3_8b_decode",
@@ -24,10 +31,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("pairing", ["neox", "interleaved"])
-@pytest.mark.parametrize("rotary_dim", [None, 6])
-def test_rows_follow_each_other(pairing, rotary_dim):
+@pytest.mark.parametrize("rotary_dim, at_end", [(None, False), (6, False), (6, True)])
+def test_rows_follow_each_other(pairing, rotary_dim, at_end):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 8)), jnp.float32)
     options = dict(theta=500.0, rotary_dim=rotary_dim, pairing=pairing)
+    options["at_end"] = at_end
     expected = rope(x, 7 + jnp.arange(5), **options)
     np.testing.assert_array_equal(rope_from(x, 7, **options), expected)
     traced = jax.jit(lambda x, offset: rope_from(x, offset, **options))

@@ -22,6 +22,16 @@ CASES = [
         epsilon=uniform(8, high=0.1),
         eta=uniform(8, high=0.1),
     ),
+    case(  # of which the others leave nothing
+        "min_p_and_eta",
+        logits=f32(8, 6),
+        temperature=uniform(8, low=0.5),
+        **NO_CUT
+        | {
+            "min_p": uniform(8, low=0.05, high=0.2),
+            "eta": uniform(8, low=0.3, high=0.9),
+        },
+    ),
     case(
         "llama3_vocab",
         full=True,

@@ -14,6 +14,8 @@ from jaxkern import (
     QuantizedVectors,
     TurboQuantCodec,
     explain,
+    head_norm_rope,
+    qk_norm_rope,
     qk_norm_rope_cache,
 )
 from jaxkern.gpu import triton_call as bridge
@@ -90,8 +92,33 @@ def draw(b, t, n, k, h, hv, pairs, eps=1e-6, **options):
     if eps is None:
         new[3:] = None, None
     tables = [jnp.float32(rng.standard_normal((b, t, pairs))) for _ in range(2)]
-    rest = dict(eps=eps, offset=0.0, pairing="neox", pair_offset=pairs) | options
+    rest = dict(eps=eps, offset=0.0, pairing="neox", pair_offset=pairs)
+    rest |= dict(at_end=False) | options
     return [*new, *tables], rest
+
+
+@pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
+def test_rotations_at_the_end_of_a_head_are_refused_in_words():
+    """No kernel here knows them: the reference runs, and the reason is shown."""
+    new, _ = draw(2, 1, 4, 2, 16, 16, 4)
+    query, key, value, *weights, cos, sin = new
+    caches = cache(2, 4, 2, 16), cache(2, 4, 2, 16), jnp.array([1, 2])
+
+    def every(query, key, value, weights, cos, sin):
+        at_end = dict(at_end=True)
+        return (
+            head_norm_rope(query, weights[0], cos, sin, **at_end),
+            qk_norm_rope(query, key, *weights, cos, sin, **at_end),
+            qk_norm_rope_cache(
+                query, key, value, *weights, cos, sin, *caches, **at_end
+            ),
+        )
+
+    rows = explain(every, query, key, value, weights, cos, sin, platform="cuda").rows
+    assert len(rows) == 3
+    for row in rows:
+        assert row.runs.startswith("xla"), row
+        assert "`at_end`: the kernel turns the first dims" in " ".join(row.refused)
 
 
 def cache(*shape):

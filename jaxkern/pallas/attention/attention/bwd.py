@@ -65,7 +65,7 @@ from jaxkern.pallas.attention.attention.queries_kernel import queries_kernel
 from jaxkern.pallas.attention.attention.rows import laid_out, rows_of, sinks_gradient
 from jaxkern.pallas.attention.attention.wide_keys_kernel import wide_keys_kernel
 from jaxkern.pallas.mosaic_launch import kernel_name
-from jaxkern.primitives.attention.attention import without_rest
+from jaxkern.primitives.attention.attend import without_rest
 
 FASTER = {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}  # than Triton
 MEASURED = 128  # queries of the shortest sequence that was measured

@@ -57,8 +57,7 @@ from jaxkern.pallas.attention.attention.problem import (
 )
 from jaxkern.pallas.attention.attention.wgmma import tiled
 from jaxkern.pallas.mosaic_launch import kernel_name
-from jaxkern.primitives.attention.attend import no_tail, saves_tail
-from jaxkern.primitives.attention.attention import without_rest
+from jaxkern.primitives.attention.attend import no_tail, saves_tail, without_rest
 from jaxkern.primitives.attention.operands import AttentionOperands
 
 FASTER = {  # than Triton: measured

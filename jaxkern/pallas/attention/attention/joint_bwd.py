@@ -42,7 +42,7 @@ from jaxkern.pallas.attention.attention.rows import (
 )
 from jaxkern.pallas.attention.attention.wgmma import tiled
 from jaxkern.pallas.mosaic_launch import kernel_name
-from jaxkern.primitives.attention.attention import without_rest
+from jaxkern.primitives.attention.attend import without_rest
 
 MANY = 2048  # keys that a query sees, from which on it was faster than two kernels
 MANY_IN_WINDOW = 3072  # where two kernels share out the last round of programs

@@ -255,6 +255,7 @@ def qk_norm_rope_bwd(
     offset,
     pairing,
     pair_offset,
+    at_end,
     wanted,
 ):
     operands, tables = (query, key, query_weight, key_weight), (cos, sin)
@@ -268,7 +269,7 @@ def qk_norm_rope_bwd(
     dtables = (None, None)
     if any(wanted[4:]):  # a learned table is rare: left to XLA
         *_, dcos, dsin = qk_norm_rope_bwd_reference(
-            *operands, *tables, *rstds, *dys, eps=eps, **options
+            *operands, *tables, *rstds, *dys, eps=eps, at_end=at_end, **options
         )
         dtables = dcos, dsin
     return *grads, *dtables

@@ -28,6 +28,8 @@ LONGEST = 4096  # dims of a head: a backward program keeps one beside its sums
 
 def unsupported(**named) -> str | None:
     x = named["query"] if "query" in named else named["x"]
+    if named["at_end"]:
+        return "`at_end`: the kernel turns the first dims of a head"
     if x.shape[-1] > LONGEST:
         return f"a head has {x.shape[-1]} dims, more than {LONGEST}"
     return triton_call.unsupported(**named)
@@ -149,8 +151,10 @@ def qk_norm_rope_fwd(
     offset,
     pairing,
     pair_offset,
+    at_end,
 ):
     """(y_query, y_key, query_rstd, key_rstd); those of an absent key are None."""
+    del at_end  # refused
     heads, key_heads, tokens = heads_and_tokens(query, key)
     head = head_of(query.shape[-1], cos.shape[-1], pairing, pair_offset)
     sizes = sizes_of(head, 2048)
