@@ -181,6 +181,19 @@ def test_vmap_folds_into_leading_dims_and_else_is_recorded():
     np.testing.assert_allclose(per_example, rms_norm(X), rtol=1e-5)
 
 
+def test_recorded_vmap_leaves_the_cuts_of_other_dims():
+    """Meshes of one axis, as in the test below, cannot show that others are kept."""
+    axes = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("m", "n"), axis_types=axes, devices=jax.devices()[:4])
+    x, offset = jnp.arange(32.0).reshape(4, 2, 4), jnp.arange(4.0)
+    expected = jax.vmap(with_mean_p, (0, None))(x, offset)
+    with jax.set_mesh(mesh):
+        x, offset = jax.device_put(x, P("m", None, "n")), jax.device_put(offset, P("n"))
+        y = jax.jit(jax.vmap(with_mean_p, (0, None)))(x, offset)
+    assert y.sharding.spec[:2] == ("m", "n")
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_recorded_vmap_over_an_axis_that_an_explicit_mesh_cuts(jit):
     """JAX's own rule for stack refuses it where an operand is not mapped."""
