@@ -12,9 +12,11 @@ from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
 from jaxkern.gpu.moe.row_tiles import GROUP, ROW, START, STOP, row_tiles
+from jaxkern.pallas.moe import grouped_matmul as hopper
 from jaxkern.triton.moe import grouped_matmul as kernels
 from tests.primitives.moe.test_grouped_matmul import loop
 from tests.triton.interpreted import (
+    INTERPRETED,
     alone,
     check_in_its_own_process,
     interpreted,
@@ -99,3 +101,20 @@ def test_kernels_compile_and_fit(capability, r):
             assert compiled(launch, capability).asm["cubin"]
             assert launch.stack_bytes == 0
             assert launch.shared_bytes <= bridge.max_shared_bytes()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing to interpret")
+def test_another_dtype_of_the_result_is_refused_in_words():
+    """By the kernels of both backends: they round to the dtype of x."""
+    x, w = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((2, 256, 256), jnp.bfloat16)
+
+    def f(x, w):
+        sizes = jnp.array([30, 34])
+        return grouped_matmul(x, w, sizes, preferred_element_type=jnp.float32)
+
+    [row] = explain(f, x, w, platform="cuda").rows
+    assert row.runs.startswith("xla")
+    reason = "`preferred_element_type`: the kernels round to the dtype of x"
+    assert reason in row.refused[-1]
+    options = dict(preferred_element_type=jnp.dtype("float32"))
+    assert hopper.unsupported(x, w, **options) == reason
