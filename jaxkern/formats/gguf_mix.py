@@ -1,8 +1,8 @@
 """Which tensor of a model gets which block format: the mixes of llama.cpp by name.
 
-A mix keeps more bits where few weights matter much: in the output, and in the values and
-the second product of the feed-forward part of the first and last eighth of the layers
-and every third between. Norms, biases and routers stay as they are.
+A mix keeps more bits where few weights matter much: in the output, and in the values
+and the second product of the feed-forward part of the first and last eighth of the
+layers and every third between. Norms, biases and routers stay as they are.
 (llama.cpp: tools/quantize/README.md, src/llama-quant.cpp)
 """
 

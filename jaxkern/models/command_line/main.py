@@ -16,6 +16,7 @@ from jaxkern.models.command_line import (
     plan,
     quantize,
 )
+from jaxkern.models.command_line.packages import MODELS, pip_install
 
 COMMANDS = chat, generate, quantize, info, plan, doctor, apple
 LONGEST_MESSAGE = 600  # characters; XLA can say a page
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except ModuleNotFoundError as error:
-        message = f"{error}. Install the extra: pip install 'jaxkern-ops[models]'"
+        message = f"{error}. Install it: {pip_install(MODELS)}"
     except BrokenPipeError:  # whoever read the output has gone
         sys.stderr.close()  # else the interpreter complains about stdout at its end
         return 141  # as a shell reports it
