@@ -34,8 +34,10 @@ def affine_fit(
     w, x = w[..., None, :], x[..., None, :]
     n, wx, xx = w.sum(-1), (w * x).sum(-1), (w * x * x).sum(-1)
     wc, cc, cx = ((w * code * f).sum(-1) for f in (1, code, x))
-    offset = (cc * wx - wc * cx) * inverse(n * cc - wc * wc)
-    offset = jnp.minimum(offset, 0)
+    spread = n * cc - wc * wc  # all codes are the same where it vanishes
+    alone = jnp.where(cc == 0, wx * inverse(n), 0)
+    offset = (cc * wx - wc * cx) * inverse(spread)
+    offset = jnp.minimum(jnp.where(spread > 1e-5 * n * cc, offset, alone), 0)
     scale = jnp.maximum((cx - offset * wc) * inverse(cc), 0)
     error = xx + scale * scale * cc + offset * offset * n
     error += 2 * (scale * offset * wc - scale * cx - offset * wx)
