@@ -11,7 +11,7 @@ Prompts are read in pieces of a few fixed sizes, each of which is one executable
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ class Conversation:
       kept: how many of them the latest answer found in its cache.
       timings: of the latest answer.
       compile_seconds: of all executables so far.
+      tell: is called with what is being done until there is a token.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Conversation:
         self.ids: list[int] = []
         self.kept = 0
         self.timings, self.compile_seconds = Timings(), 0.0
+        self.tell: Callable[[str], None] = lambda words: None
         self._state: State | None = None
         self._read = 0  # how many of `ids` are in the cache
         self._executables: dict[tuple, jax.stages.Compiled] = {}
@@ -109,6 +111,7 @@ class Conversation:
         left = room if max_tokens is None else min(max_tokens, room)
         if left < 1:
             raise ValueError(f"chat: `max_tokens` must be at least 1, got {left}.")
+        self.tell("reading")
         state = self._kept_state(ids)
         self.kept, start = self._read, time.perf_counter()
         compiled_before = self.compile_seconds
@@ -190,6 +193,7 @@ class Conversation:
                     write_chunk, config, steps=name[1], **static
                 )
             donated = {"empty": (), "read": (5,), "write": (1,)}[kind]
+            self.tell("compiling")
             start = time.perf_counter()
             # float32 means float32: the default of a GPU rounds the factors to tf32
             precision = "highest" if config.dtype == "float32" else None
@@ -197,6 +201,7 @@ class Conversation:
                 step = jax.jit(function, donate_argnums=donated)
                 self._executables[key] = compiled(step, arguments)
             self.compile_seconds += time.perf_counter() - start
+            self.tell("reading")
         return self._executables[key]
 
 

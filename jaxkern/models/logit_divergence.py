@@ -68,7 +68,9 @@ def logit_divergence(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _log_p(config, weights, tokens: Int32[Array, "1 t"]) -> Float[Array, "t v"]:
-    x, _ = hidden_states(config, weights, tokens, empty_cache(config, *tokens.shape))
+    x, _ = hidden_states(
+        config, weights, tokens, empty_cache(config, 1, tokens.shape[1])
+    )
     return jax.nn.log_softmax(logits(config, weights, x)[0])
 
 

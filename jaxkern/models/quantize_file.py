@@ -89,11 +89,10 @@ def chosen_qtypes(file: GGUFFile, mix: str) -> Mapping[str, str]:
     layers = file.metadata.get(f"{arch}.block_count")
     if type(layers) is not int or layers < 1:
         raise file.error(f"key {arch}.block_count is {layers!r}, expected a count")
-    heads, shared = (
-        file.metadata.get(f"{arch}.attention.head_count{end}") for end in ("", "_kv")
-    )
-    grouped = type(heads) is int and type(shared) is int and shared > 0
-    gqa = heads // shared if grouped else 1
+    heads = file.metadata.get(f"{arch}.attention.head_count")
+    shared = file.metadata.get(f"{arch}.attention.head_count_kv", heads)
+    known = isinstance(heads, int) and isinstance(shared, int) and shared > 0
+    gqa = heads // shared if known else 1  # unknown where layers differ
     tied = "output.weight" not in file.tensors
     found = {}
     for name, info in file.tensors.items():

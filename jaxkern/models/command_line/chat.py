@@ -135,6 +135,7 @@ def _answer(chat: Chat, line: str) -> None:
             spinner("reading", quiet=chat.quiet) as say,
             _interrupts() as interrupted,
         ):
+            chat.conversation.tell = say
             for tokens in chat.conversation.answer(
                 ids, max_tokens=chat.max_tokens, seed=chat.seed
             ):

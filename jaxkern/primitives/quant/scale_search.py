@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 # steps tried, in codes more or less than the range of the format
-AFFINE_STEPS = np.arange(-1.0, 1.1, 0.2, np.float32)
-SYMMETRIC_STEPS = np.arange(-0.8, 0.9, 0.2, np.float32)
-TABLE_STEPS = np.arange(-7.0, 7.5, 1.0, np.float32)
+AFFINE_STEPS = np.linspace(-1.0, 1.0, 11, dtype=np.float32)
+SYMMETRIC_STEPS = np.linspace(-0.8, 0.8, 9, dtype=np.float32)
+TABLE_STEPS = np.linspace(-7.0, 7.0, 15, dtype=np.float32)
 
 
 def affine_fit(
