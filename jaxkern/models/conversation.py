@@ -28,9 +28,8 @@ from jaxkern.models.generate import (
     write_chunk,
 )
 from jaxkern.models.llama import LlamaConfig, LlamaWeights, empty_cache, prefill
-from jaxkern.models.sampling import Sampling, Seen
+from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 
-LIKELIEST = Sampling()
 PIECES = (32, 128, 512)  # tokens that are read at once; shorter ones are padded
 
 

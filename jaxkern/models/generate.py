@@ -33,7 +33,7 @@ from jaxkern.models.llama import (
     empty_cache,
     prefill,
 )
-from jaxkern.models.sampling import Sampling, Seen
+from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 
 NO_TOKEN = -1  # of a sequence that is finished
 
@@ -163,7 +163,7 @@ class Generator:
         batch: int,
         prompt_slots: int,
         max_tokens: int,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = LIKELIEST,
         stop_ids: Sequence[int] = (),
         chunk: int = 16,
     ):
@@ -293,7 +293,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = LIKELIEST,
     stop_ids: Sequence[int] = (),
     seed: int = 0,
     chunk: int = 16,

@@ -130,7 +130,7 @@ def instruction_table(plan: runtime.Plan, profile: Profile | None) -> Table:
             groups.setdefault(family(i), []).append(i)
     table = Table(title="Instructions")
     for name in ("", "kind", "result"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("times", "MB", "MFLOP", *(("us",) if times else ())):
         table.add_column(name, justify="right")
 

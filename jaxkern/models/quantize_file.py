@@ -91,8 +91,9 @@ def chosen_qtypes(file: GGUFFile, mix: str) -> Mapping[str, str]:
         raise file.error(f"key {arch}.block_count is {layers!r}, expected a count")
     heads = file.metadata.get(f"{arch}.attention.head_count")
     shared = file.metadata.get(f"{arch}.attention.head_count_kv", heads)
-    known = isinstance(heads, int) and isinstance(shared, int) and shared > 0
-    gqa = heads // shared if known else 1  # unknown where layers differ
+    gqa = 1  # also where layers differ
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0:
+        gqa = heads // shared
     tied = "output.weight" not in file.tensors
     found = {}
     for name, info in file.tensors.items():

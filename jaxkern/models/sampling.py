@@ -89,3 +89,6 @@ class Sampling:
             frequency=self.frequency,
             presence=self.presence,
         )
+
+
+LIKELIEST = Sampling()

@@ -2,6 +2,8 @@
 
 import argparse
 
+from jaxkern.models.command_line.screen import show
+
 
 def add_to(commands) -> None:
     parser = commands.add_parser("info", help="say what a GGUF file holds")
@@ -10,9 +12,7 @@ def add_to(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    import rich
-
     from jaxkern.formats.gguf_report import describe
 
-    rich.print(describe(options.file))
+    show(describe(options.file))
     return 0

@@ -4,6 +4,7 @@ import argparse
 import json
 
 from jaxkern.models.command_line.options import add_weights_and_backend
+from jaxkern.models.command_line.screen import show
 
 
 def add_to(commands) -> None:
@@ -19,8 +20,6 @@ def add_to(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    import rich
-
     from jaxkern import backend
     from jaxkern.models.plan_report import as_json, plan_decode_step, tables
 
@@ -39,5 +38,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_json(plan, profile)))
     else:
-        rich.print(tables(plan, profile))
+        show(tables(plan, profile))
     return 0

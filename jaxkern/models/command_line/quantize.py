@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import os
 
+from jaxkern.models.command_line.screen import show
+
 LONGEST_TEXT = 2**22  # bytes of --text
 
 
@@ -71,7 +73,6 @@ def _divergence(options: argparse.Namespace, text: str):
 
 
 def _print_tables(options: argparse.Namespace, reports, divergence) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -104,12 +105,9 @@ def _print_tables(options: argparse.Namespace, reports, divergence) -> None:
         "",
         "",
     )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    console.print(table)
+    show(table)
     if divergence is not None:
-        console.print(
+        print(
             f"next tokens of {divergence.tokens}: KL {divergence.mean:.5f} on average, "
             f"{divergence.largest:.4f} at most; {100 * divergence.agree:.1f} % agree"
         )

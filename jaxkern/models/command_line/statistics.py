@@ -4,7 +4,7 @@ import resource
 import sys
 from typing import Any
 
-WIDEST = 400  # characters of a table in a file
+from jaxkern.models.command_line.screen import show
 
 
 def rate(tokens: int, seconds: float) -> float | None:
@@ -23,8 +23,6 @@ def peak_memory() -> int:
 
 def print_tables(report: dict[str, Any]) -> None:
     """The report of `generate` on stderr; no name is cut, but wide ones wrap there."""
-    from rich.console import Console
-    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
@@ -51,12 +49,4 @@ def print_tables(report: dict[str, Any]) -> None:
             by_op.setdefault(op, {})[runs] = None
     for op, runs in by_op.items():
         table.add_row(op, Text("\n".join(runs)))
-    console = Console(stderr=True)
-    if not console.is_terminal:  # a file has lines of any length
-        console = Console(
-            stderr=True,
-            width=Measurement.get(
-                console, console.options.update(max_width=WIDEST), table
-            ).maximum,
-        )
-    console.print(table)
+    show(table, beside=True)
