@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxkern.formats.printable import printable
 from jaxkern.models.command_line.chat_commands import COMMANDS, Chat, do, unknown
 from jaxkern.models.command_line.demo import demo_model
+from jaxkern.models.command_line.errors import is_of_the_device, one_line
 from jaxkern.models.command_line.options import (
     add_quiet_and_cache,
     add_sampling,
@@ -187,9 +188,6 @@ def _say(chat: Chat, text: str, *, always: bool = False) -> None:
 
 def _complain(error: Exception) -> None:
     """One line; a fault of this program is raised again."""
-    from jaxkern.models.command_line.main import is_of_the_device
-
     if isinstance(error, RuntimeError) and not is_of_the_device(error):
         raise error
-    message = printable(" ".join(str(error).split()))
-    print(f"jaxkern: {message}", file=sys.stderr, flush=True)
+    print(f"jaxkern: {one_line(error)}", file=sys.stderr, flush=True)

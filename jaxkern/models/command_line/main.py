@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxkern.formats.printable import printable
 from jaxkern.models.command_line import (
     apple,
     chat,
@@ -16,10 +15,10 @@ from jaxkern.models.command_line import (
     plan,
     quantize,
 )
+from jaxkern.models.command_line.errors import is_of_the_device, one_line
 from jaxkern.models.command_line.packages import MODELS, pip_install
 
 COMMANDS = chat, generate, quantize, info, plan, doctor, apple
-LONGEST_MESSAGE = 600  # characters; XLA can say a page
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,28 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # else the interpreter complains about stdout at its end
         return 141  # as a shell reports it
     except (ValueError, TypeError, OSError, OverflowError) as error:
-        message = " ".join(str(error).split())
+        message = str(error)
     except MemoryError as error:
         message = f"out of memory. {error}".strip()
     except RuntimeError as error:
         if not is_of_the_device(error):
             raise  # a fault of this program
-        message = " ".join(str(error).split())
+        message = str(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130  # as a shell reports it
-    message = printable(message)
-    if len(message) > LONGEST_MESSAGE:
-        message = f"{message[:LONGEST_MESSAGE]} ..."
-    print(f"jaxkern: {message}", file=sys.stderr)
+    print(f"jaxkern: {one_line(message)}", file=sys.stderr)
     return 2
-
-
-def is_of_the_device(error: Exception) -> bool:
-    """Whether XLA raised it: out of memory, no such device, and the like."""
-    import jax
-
-    return isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _parser() -> argparse.ArgumentParser:
