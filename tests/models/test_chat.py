@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from jaxkern.formats.printable import printable
+from jaxkern.models import conversation
 from jaxkern.models.command_line import main
 from jaxkern.models.conversation import Conversation
 from tests.models.tiny_gguf import write_tiny_gguf
 
-FEW = ("--max-tokens", "5")  # one with the prompt and one chunk: two executables
+FEW = ("--max-tokens", "1")  # comes with the prompt: one executable less
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,7 @@ def path(tmp_path_factory):
 def chat(path, monkeypatch, capsys, tmp_path):
     """Runs a chat on some lines: (what it answered, what it said beside)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(conversation, "PIECES", (256,))
 
     def run(*lines, options=FEW, model=path):
         typed = iter(lines)
@@ -63,6 +65,7 @@ def test_turns_commands_and_errors(chat, tmp_path, monkeypatch):
     out, err = chat(
         *("the sand", "and the hand \\", "of an elephant", "/stats", f"/save {file}"),
         *("/set temperature 0.7", "/set top_k 5", "/set", "/set heat 3"),
+        *("/set temperature 0", "/set top_k none"),
         *("/set seed -1", "/set temperature warm", "/nope", "/load", "/help"),
         *(KeyboardInterrupt, "/clear", "   ", "the end", f"/save {file}"),
         *(f"/load {file}", f"/save {__file__}", "/system Be brief.", "/quit", "never"),
@@ -140,6 +143,7 @@ def test_a_text_longer_than_the_cache_is_one_line(chat):
 IN_ITS_TERMINAL = """
 import os, sys
 os.login_tty(0)  # a Ctrl-C typed there is a signal
+from jaxkern.models import conversation
 from jaxkern.models.command_line import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -156,7 +160,7 @@ def test_in_a_terminal(path, tmp_path):
         "TERM": "xterm",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
-    command = [sys.executable, "-c", IN_ITS_TERMINAL, "chat", path, *FEW]
+    command = [sys.executable, "-c", IN_ITS_TERMINAL, "chat", path, "--max-tokens", "5"]
     command += ["--backend", "xla", "--system", "Be brief."]
     process = subprocess.Popen(
         command,
