@@ -146,7 +146,7 @@ class GGUFTokenizer:
           ValueError: the file has no chat template, or its template fails.
         """
         if self.chat_template is None:
-            raise ValueError(f"chat: {self.no_template}. Use --raw.")
+            raise ValueError(f"chat: {self.no_template}. Use generate --raw.")
         token = self.tokenizer.id_to_token
         try:
             return render(
