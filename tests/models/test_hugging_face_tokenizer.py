@@ -85,7 +85,9 @@ def test_where_the_template_stands(folder):
     assert tokenizer_from_folder(folder).chat_template == "its own"
     write_tokenizer(folder)
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match=r"has no chat_template\.jinja, .* Use generate --raw"):
+    with pytest.raises(
+        ValueError, match=r"has no chat_template\.jinja, .* Use generate --raw"
+    ):
         tokenizer_from_folder(folder).chat([])
 
 
