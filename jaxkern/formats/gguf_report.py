@@ -67,6 +67,8 @@ def _heads(heads: Any, kv_heads: Any) -> str | None:
 
 def _model_table(file: GGUFFile) -> Table:
     table = Table(show_header=False, title="Model", title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in model_facts(file).items():
         table.add_row(name, Text(printable(value)))  # Text: brackets are no markup
     return table

@@ -21,36 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
-from jaxkern import explain, sample
+from jaxkern import explain
 from jaxkern.lowering.explain import Explanation
 from jaxkern.models.architecture import Cache, ModelConfig, page_of
 from jaxkern.models.cached_steps import decode, prefill, with_lengths
+from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 
 NO_TOKEN = -1  # of a sequence that is finished
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn; see `jaxkern.sample`. Temperature 0 takes the likeliest."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-    def __call__(
-        self, logits: Float[Array, "b v"], key: jax.Array
-    ) -> Int32[Array, " b"]:
-        return sample(
-            logits,
-            key,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-        )
 
 
 class State(NamedTuple):
@@ -59,12 +38,14 @@ class State(NamedTuple):
     Attributes:
       tokens: drawn but not yet read.
       finished: an end token was drawn, or the sequence was never there.
+      seen: for the penalties, None where there are none.
     """
 
     tokens: Int32[Array, " b"]
     finished: Bool[Array, " b"]
     cache: Cache
     key: jax.Array
+    seen: Seen | None = None
 
 
 def read_prompts(
@@ -84,9 +65,13 @@ def read_prompts(
     )
     logits, cache = prefill(config, weights, prompts, lengths, cache)
     key, key_now = jax.random.split(jax.random.key(seed))
-    tokens = sampling(logits, key_now)
+    seen = None
+    if sampling.counts:
+        seen = Seen.of_prompts(prompts, lengths, logits.shape[-1])
+    tokens = sampling(logits, key_now, seen)
     finished = is_stop(tokens, stop_ids)
-    return tokens, State(tokens, finished, cache, key)
+    seen = seen and seen.after(tokens)
+    return tokens, State(tokens, finished, cache, key, seen)
 
 
 def cache_dtype(config: ModelConfig) -> str:
@@ -110,11 +95,12 @@ def write_chunk(
         logits, cache = decode(config, weights, state.tokens, state.cache, goes_on)
         cache = with_lengths(cache, cache[0].lengths)
         key, key_now = jax.random.split(state.key)
-        drawn = sampling(logits, key_now)
+        drawn = sampling(logits, key_now, state.seen)
         tokens = jnp.where(state.finished, state.tokens, drawn)
         finished = state.finished | is_stop(tokens, stop_ids)
         shown = jnp.where(state.finished, NO_TOKEN, drawn)
-        return State(tokens, finished, cache, key), shown
+        seen = state.seen and state.seen.after(drawn)
+        return State(tokens, finished, cache, key, seen), shown
 
     state, tokens = lax.scan(step, state, length=steps)
     # one array again: the loop need not carry one for each layer
@@ -167,7 +153,7 @@ class Generator:
         batch: int,
         prompt_slots: int,
         max_tokens: int,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = LIKELIEST,
         stop_ids: Sequence[int] = (),
         chunk: int = 16,
     ):
@@ -297,7 +283,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = LIKELIEST,
     stop_ids: Sequence[int] = (),
     seed: int = 0,
     chunk: int = 16,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def as_json(plan: runtime.Plan, profile: Profile | None = None) -> dict[str, Any
         "kernels": report.kernels,
         "command_buffers": list(report.command_buffers.sizes),
         "bytes": sum(i.bytes * (i.runs or 1) for i in plan.instructions()),
-        "flops": sum((i.flops or 0) * (i.runs or 1) for i in plan.instructions()),
+        "flops": flops_of(plan.instructions()),
         "memory": {
             name: getattr(memory, name)
             for name in ("arguments", "outputs", "temporaries", "aliases", "peak")
@@ -91,7 +92,11 @@ def summary(plan: runtime.Plan, profile: Profile | None) -> Table:
     table.add_row("kernels of others", kernels or "none")
     table.add_row("command buffers", str(report.command_buffers))
     table.add_row("bytes moved", f"{moved['bytes'] / 1e6:,.1f} MB")
-    table.add_row("arithmetic", f"{moved['flops'] / 1e6:,.2f} MFLOP")
+    hidden = sum(i.flops is None for i in plan.instructions())
+    unknown = f"unknown: {hidden} kernels do not say theirs"
+    table.add_row(
+        "arithmetic", f"{mega(moved['flops'])} MFLOP" if not hidden else unknown
+    )
     if profile is not None:
         floor = moved["bytes"] / profile.limits.bytes_per_second
         table.add_row("one step takes", f"{profile.seconds * 1e3:,.2f} ms")
@@ -99,6 +104,16 @@ def summary(plan: runtime.Plan, profile: Profile | None) -> Table:
         if profile.note:
             table.add_row("profile", profile.note)
     return table
+
+
+def flops_of(found: Iterable[Instruction]) -> int | None:
+    """Of all together; None where one of them is a kernel that does not say its own."""
+    each = [None if i.flops is None else i.flops * (i.runs or 1) for i in found]
+    return None if None in each else sum(filter(None, each))
+
+
+def mega(flops: int | None) -> str:
+    return "unknown" if flops is None else f"{flops / 1e6:,.2f}"
 
 
 def family(i: Instruction) -> tuple[str, str, str]:
@@ -116,7 +131,7 @@ def instruction_table(plan: runtime.Plan, profile: Profile | None) -> Table:
             groups.setdefault(family(i), []).append(i)
     table = Table(title="Instructions")
     for name in ("", "kind", "result"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("times", "MB", "MFLOP", *(("us",) if times else ())):
         table.add_column(name, justify="right")
 
@@ -125,9 +140,8 @@ def instruction_table(plan: runtime.Plan, profile: Profile | None) -> Table:
 
     ordered = sorted(groups.items(), key=lambda group: -moved(group[1]))
     for key, found in ordered[:EDGE]:
-        flops = sum((i.flops or 0) * (i.runs or 1) for i in found)
         cells = [str(sum(i.runs or 1 for i in found)), f"{moved(found) / 1e6:,.3f}"]
-        cells += [f"{flops / 1e6:,.2f}"]
+        cells += [mega(flops_of(found))]
         if times:
             cells += [f"{sum(times.get(i.name, 0.0) for i in found) * 1e6:,.1f}"]
         table.add_row(*key, *cells)

@@ -98,6 +98,7 @@ class GGUFTokenizer:
     eos_id: int | None
     stop_ids: frozenset[int]
     chat_template: str | None
+    no_template = "the file has no tokenizer.chat_template"
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -113,6 +114,24 @@ class GGUFTokenizer:
             ids = [self.bos_id, *ids]
         return [*ids, self.eos_id] if self.add_eos and self.eos_id is not None else ids
 
+    def continued(self, text: str) -> list[int] | None:
+        """Token ids of a text behind another one, control tokens read as such.
+
+        Returns:
+          None where the text does not begin with a control token: then its first
+          characters could form a token with the last ones of the other text.
+        """
+        self.tokenizer.encode_special_tokens = False
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        added = self.tokenizer.get_added_tokens_decoder()
+        special = ids and ids[0] in added and added[ids[0]].special
+        return ids if special else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the vocabulary, control tokens included."""
+        return self.tokenizer.get_vocab_size()
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, without control tokens. Broken UTF-8 becomes U+FFFD."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -127,9 +146,7 @@ class GGUFTokenizer:
           ValueError: the file has no chat template, or its template fails.
         """
         if self.chat_template is None:
-            raise ValueError(
-                "chat: the file has no tokenizer.chat_template. Use --raw."
-            )
+            raise ValueError(f"chat: {self.no_template}. Use generate --raw.")
         token = self.tokenizer.id_to_token
         try:
             return render(

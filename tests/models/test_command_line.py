@@ -1,10 +1,14 @@
 """The command line, run in this process on a small model; its errors are one line."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -13,9 +17,16 @@ import numpy as np
 import pytest
 
 from jaxkern.cpu.cpu_call import missing
-from jaxkern.models.command_line import demo_model, main
+from jaxkern.models.command_line import demo_model, main, packages
+from jaxkern.models.command_line.executables import folder
 from tests.models.smollm2 import smollm2
 from tests.models.tiny_gguf import write_tiny_gguf
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """Not the one of who runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +39,9 @@ def path(tmp_path_factory):
 def test_json(path, capsys):
     arguments = ["generate", "--model", path, "--prompt", "the sand"]
     assert main([*arguments, "--max-tokens", "20", "--json"]) == 0
-    *streamed, last = capsys.readouterr().out.splitlines()
-    report = json.loads(last)
-    assert len(report["token_ids"]) <= 20
+    report = json.loads(capsys.readouterr().out)
+    (answer,) = report["answers"]
+    assert 0 < len(answer["token_ids"]) <= 20 < answer["prompt_tokens"]
     assert report["executables"] == ["prefill", "decode"]
     kernels = missing() is None
     assert report["weights"] == ("packed_int8" if kernels else "f32")
@@ -41,8 +52,6 @@ def test_json(path, capsys):
     assert report["memory"]["peak_bytes"] > report["memory"]["file_bytes"] > 0
     runs = report["implementations"]["decode"]["attention"]
     assert runs.startswith("cpp: " if kernels else "xla: ")
-    shown = "\n".join(streamed)
-    assert all(c.isprintable() or c in "\n\t" for c in shown)
 
 
 def test_table(path, capsys):
@@ -50,10 +59,47 @@ def test_table(path, capsys):
     options = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9"]
     options += ["--min-p", "0.05", "--seed", "3", "--weights", "packed"]
     assert main([*arguments, *options, "--max-tokens", "5", "--backend", "xla"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     rows = ("load", "weights", "compile", "prefill of 4 tokens", "decode of", "peak")
     for row in (*rows, "executables", "interleaved_matmul", "sample_reference"):
-        assert row in out
+        assert row in err
+    assert "\N{HORIZONTAL ELLIPSIS}" not in err, "a name is cut"
+    assert all(c.isprintable() or c in "\n\t" for c in out)
+
+
+def test_several_prompts_from_everywhere_and_nothing_else(
+    path, capsys, monkeypatch, tmp_path
+):
+    """Nothing came but one --prompt, and statistics stood among the answers."""
+    lines, whole = tmp_path / "lines", tmp_path / "whole"
+    lines.write_text("an hour\n\nthe hand\n")
+    whole.write_text("two\nlines\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the sea")))
+    arguments = ["generate", "--model", path, "--max-tokens", "3", "--quiet"]
+    arguments += ["--prompt", "the sand", "--prompt-file", str(whole)]
+    arguments += ["--prompt-file", "-", "--prompts-file", str(lines)]
+    penalties = ["--repetition-penalty", "1.3", "--presence-penalty", "0.5"]
+    assert main([*arguments, *penalties, "--frequency-penalty", "0.1"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    heads = [line for line in out.splitlines() if line.startswith("> ")]
+    shown = ["the sand", "two lines", "the sea", "an hour", "the hand"]
+    assert heads == [f"> {head}" for head in shown]
+
+
+def test_executables_are_kept_where_only_their_owner_writes(path, capsys, tmp_path):
+    """Each run compiled anew: no option of the command line kept anything."""
+    arguments = ["generate", "--model", path, "--prompt", "the", "--max-tokens", "1"]
+    before = jax.config.jax_compilation_cache_dir
+    assert main([*arguments, "--quiet"]) == 0
+    kept = folder()
+    assert kept.is_relative_to(tmp_path) and kept.stat().st_mode & 0o777 == 0o700
+    assert [f for f in kept.iterdir() if f.name.startswith("jit_read_prompts")]
+    assert jax.config.jax_compilation_cache_dir == before
+    capsys.readouterr()
+    kept.chmod(0o777)
+    assert "Or use --no-cache" in error_of(arguments, capsys)
+    assert main([*arguments, "--quiet", "--no-cache"]) == 0
 
 
 def test_info(path, capsys):
@@ -83,8 +129,14 @@ def error_of(arguments, capsys):
         (["--max-tokens", "0"], "at least 1"),
         (["--max-tokens", "600"], "more than the model's context of 512"),
         (["--max-tokens", "many"], "invalid int value: 'many'"),
-        (["--top-p", "1.5", "--temperature", "1"], "`top_p` must lie between 0 and 1"),
-        (["--prompt", "", "--raw"], "--prompt: has no tokens"),
+        (["--top-p", "1.5", "--temperature", "1"], "--top-p must be between 0 and 1"),
+        (["--prompt", "", "--raw"], "--prompt: has no tokens, prompt 2 of 2 is empty"),
+        (["--prompt-file", "/nonexistent"], "No such file"),
+        (["--system", "s", "--raw"], "--system: has no place in a --raw prompt"),
+        (["--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
+        (["--repetition-penalty", "0"], "--repetition-penalty must be above 0"),
+        (["--presence-penalty", "inf"], "--presence-penalty must be finite"),
+        (["--raw", "--prompt", "the " * 600], "tokens of prompt and 128 of answer"),
         (["--sing"], "unrecognized arguments: --sing"),
     ],
 )
@@ -160,8 +212,7 @@ def test_an_error_does_not_steer_the_terminal(tmp_path, capsys):
 def test_tokens_that_the_model_does_not_know(path, capsys, monkeypatch):
     tokenizers = "jaxkern.models.tokenizer.tokenizer_from_gguf"
     tokenizer = SimpleNamespace(
-        encode=lambda *_, **__: [1],
-        tokenizer=SimpleNamespace(get_vocab_size=lambda: 999),
+        encode=lambda *_, **__: [1], num_tokens=999, stop_ids=frozenset()
     )
     monkeypatch.setattr(tokenizers, lambda metadata: tokenizer)
     arguments = ["generate", "--model", path, "--prompt", "hi", "--raw"]
@@ -188,7 +239,7 @@ def test_missing_extra(monkeypatch, capsys, path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.delitem(sys.modules, "jaxkern.models.tokenizer", raising=False)
     message = error_of(["generate", "--prompt", "hi", "--model", path], capsys)
-    assert "pip install 'jaxkern-ops[models]'" in message
+    assert "pip install 'gguf>=0.17' 'tokenizers>=0.21' 'jinja2>=3.1'" in message
 
 
 def test_demo_model_is_found_without_importing_it(monkeypatch, tmp_path):
@@ -235,7 +286,7 @@ from jaxkern.models.command_line import main, peak_memory
 jax.block_until_ready(jax.jit(lambda x: x @ x + 1)(jax.numpy.ones((64, 64))))
 print(json.dumps({"bare": peak_memory()}))
 sys.exit(main(["generate", "--model", sys.argv[1], "--prompt", "Why is the sky blue?",
-               "--max-tokens", "128", "--json"]))
+               "--max-tokens", "128", "--json", "--no-cache"]))
 """
 
 
@@ -253,9 +304,9 @@ def test_peak_memory_while_generating():
         text=True,
         check=True,
     )
-    first, *_, last = run.stdout.splitlines()
+    first, last = run.stdout.splitlines()
     report = json.loads(last)
-    slots = report["prompt_tokens"] + 128
+    slots = report["answers"][0]["prompt_tokens"] + 128
     cache = 2 * 30 * slots * 3 * 64 * 4
     peak = report["memory"]["peak_bytes"] - json.loads(first)["bare"]
     assert peak <= path.stat().st_size + cache + 130e6
@@ -269,3 +320,39 @@ def test_version(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("jaxkern ")
     assert f"jax {jax.__version__}, jaxlib " in printed
+
+
+def test_what_to_install_is_what_the_project_declares():
+    """A message named this project's extra, which no package index has."""
+    root = Path(__file__).parents[2]
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = declared["optional-dependencies"]
+    assert extras["models"] == [*packages.MODELS]
+    assert extras["cuda"] == [*packages.CUDA]
+    assert [p.partition(";")[0].strip() for p in extras["apple"]] == [*packages.APPLE]
+    assert sorted(declared["dependencies"]) == sorted(packages.NEEDED)
+    makefile = (root / "Makefile").read_text()
+    assert f'--no-deps "{packages.DEMO[-1]}"' in makefile
+    assert packages.pip_install(("a", "b>=1")) == "pip install a 'b>=1'"
+
+
+def test_doctor(capsys, monkeypatch):
+    """What is missing, and another project of this name beside ours, are said."""
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for said in (f"jaxlib               {jax.lib.__version__}", "cpu:0", "xla (all)"):
+        assert said in out
+    able = "run, for " if missing() is None else missing()
+    assert re.search(rf"cpp \(CPU\) +\d+ ops: {re.escape(able)}", out)
+    assert re.search(r"triton \(GPU\) +\d+ ops: JAX sees no GPU", out)
+    assert "executables          " in out and "made at the first run" in out
+
+    def distribution(name, modules):
+        return SimpleNamespace(metadata={"Name": name}, read_text=lambda _: modules)
+
+    found = [distribution("jaxkern", ""), distribution("x-kern", "jaxkern\nx\n")]
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: found)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    for name in "jaxkern", "x-kern":
+        assert re.search(rf"\n  {name} +is another project .*uninstall {name}", out)

@@ -7,6 +7,8 @@
     Q8_0        d = max |x| / 127, code = round half away from zero (x / d)
     Q8_K        d = v / -127, code = round half to even (x / d), at most 127
 
+    K formats, IQ4, MXFP4, ternary: `gguf_super_blocks.py`
+
 All in float32; d and m are stored as float16 (in Q8_K as float32, beside the sums of
 each 16 codes), the codes are those of the unrounded d.
 """
@@ -18,6 +20,7 @@ from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.quant.block_fields import to_bytes
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.primitives.quant.gguf_super_blocks import SUPER_BLOCK_ENCODERS
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
 from jaxkern.primitives.quant.rounding import divide, multiply, round_half_away
 
@@ -26,12 +29,18 @@ from jaxkern.primitives.quant.rounding import divide, multiply, round_half_away
 def quantize_gguf(
     w: Float[Array, "... d"], qtype: str, *, encoder: str = "ggml"
 ) -> GGUFTensor:
-    """Quantises to a GGUF block format, bit-equal to `gguf.quants.quantize`.
+    """Quantises to a GGUF block format, bit-equal to `gguf.quants.quantize` if it can.
+
+    That package has no encoders of Q2_K to Q6_K, IQ4_NL and IQ4_XS; here a search over
+    the steps of each group finds the scales of least weighted error.
 
     Args:
-      w: `[..., d]`, finite, d a multiple of 32, for Q8_K of 256.
-      qtype: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", or "Q8_K", in which llama.cpp holds
-        the activations of a product with K formats.
+      w: `[..., d]`, finite, d a multiple of the block: 32, or 256 for the K formats,
+        IQ4_XS, TQ1_0 and TQ2_0.
+      qtype: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+        "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", or "Q8_K", in which
+        llama.cpp holds the activations of a product with K formats. IQ1 to IQ3 have no
+        encoder here: codebooks need to know how much each weight matters.
       encoder: "ggml", or for Q4_0 "absmax", which is ztensor's: d = max |x| / 7 and the
         code rounded half away from zero within [-8, 7].
 
@@ -135,6 +144,7 @@ ENCODERS = {
     ("Q5_1", "ggml"): lambda x: _affine(x, 5),
     ("Q8_0", "ggml"): _q8_0,
     ("Q8_K", "ggml"): _q8_k,
+    **{(q, "ggml"): encode for q, encode in SUPER_BLOCK_ENCODERS.items()},
 }
 
 quantize_gguf_p = kernel_primitive(

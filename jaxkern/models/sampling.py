@@ -1,0 +1,94 @@
+"""How the next token is drawn, and what penalties have to know of those before."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkern import apply_frequency_penalty, apply_repetition_penalty, sample
+
+
+class Seen(NamedTuple):
+    """Tokens of a sequence: which the prompt has, how often each is in the answer."""
+
+    prompt: Bool[Array, "b v"]
+    answer: Int32[Array, "b v"]
+
+    @classmethod
+    def of_prompts(
+        cls, tokens: Int32[Array, "b t"], lengths: Int32[Array, " b"], vocabulary: int
+    ) -> "Seen":
+        nothing = jnp.zeros((tokens.shape[0], vocabulary), jnp.int32)
+        return cls(nothing > 0, nothing).with_prompt(tokens, lengths)
+
+    def with_prompt(
+        self, tokens: Int32[Array, "b t"], lengths: Int32[Array, " b"]
+    ) -> "Seen":
+        """After one more prompt, of which `lengths` tokens count; no answer yet."""
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        there = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        places = jnp.where(
+            there, tokens, self.prompt.shape[1]
+        )  # dropped behind the end
+        before = self.prompt | (self.answer > 0)
+        prompt = before.at[rows, places].set(True, mode="drop")
+        return Seen(prompt, jnp.zeros_like(self.answer))
+
+    def after(
+        self, tokens: Int32[Array, " b"], times: Int32[Array, ""] | int = 1
+    ) -> "Seen":
+        """With one token more of each answer."""
+        rows = jnp.arange(tokens.shape[0])
+        return self._replace(answer=self.answer.at[rows, tokens].add(times))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn; see `jaxkern.sample`. Temperature 0 takes the likeliest.
+
+    The penalties come before: `repetition` on the tokens of prompt and answer, 1 for
+    none, `presence` and `frequency` on those of the answer, 0 for none: a prompt is
+    full of the tokens that end an answer, which each would make less likely.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether a draw depends on the tokens before."""
+        return (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
+
+    def __call__(
+        self, logits: Float[Array, "b v"], key: jax.Array, seen: Seen | None = None
+    ) -> Int32[Array, " b"]:
+        if seen is not None:
+            logits = self.penalised(logits, seen)
+        return sample(
+            logits,
+            key,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
+
+    def penalised(self, logits: Float[Array, "b v"], seen: Seen) -> Float[Array, "b v"]:
+        ids = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
+        there = seen.prompt | (seen.answer > 0)
+        return apply_frequency_penalty(
+            apply_repetition_penalty(logits, ids, self.repetition, mask=there),
+            seen.answer,
+            frequency=self.frequency,
+            presence=self.presence,
+        )
+
+
+LIKELIEST = Sampling()

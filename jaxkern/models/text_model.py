@@ -1,0 +1,111 @@
+"""`open_model`: weights and tokenizer of a GGUF file or a Hugging Face folder."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+from jaxkern.models.architecture import ModelConfig
+from jaxkern.models.sampling import Sampling
+from jaxkern.models.tokenizer import GGUFTokenizer
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """All that text to text takes; see `open_model`.
+
+    Attributes:
+      policy, reason: how the weights are kept, and why.
+      sampling: what the files recommend.
+      nbytes: of the weights in the files.
+      seconds: that loading took.
+    """
+
+    path: str
+    config: ModelConfig
+    weights: Any
+    tokenizer: GGUFTokenizer
+    policy: str
+    reason: str
+    sampling: Sampling
+    nbytes: int
+    seconds: float
+
+
+def open_model(path: str | PathLike[str], policy: str = "auto") -> TextModel:
+    """Loads a model and its tokenizer.
+
+    Args:
+      path: a GGUF file; or a folder with config.json, safetensors, tokenizer.json.
+      policy: see `jaxkern.models.load`.
+
+    Raises:
+      ValueError: the files are damaged, not understood or contradict each other.
+      OSError: they cannot be opened.
+    """
+    path, start = fspath(path), time.perf_counter()
+    parts = _of_folder(path, policy) if os.path.isdir(path) else _of_file(path, policy)
+    tokenizer, config = parts["tokenizer"], parts["config"]
+    if tokenizer.num_tokens > config.vocabulary:
+        raise ValueError(
+            f"{path}: the tokenizer has {tokenizer.num_tokens} tokens, the model knows "
+            f"{config.vocabulary}."
+        )
+    stops = frozenset(i for i in tokenizer.stop_ids if i < config.vocabulary)
+    if stops != tokenizer.stop_ids:
+        raise ValueError(
+            f"{path}: the tokens that end an answer are {sorted(tokenizer.stop_ids)}, "
+            f"the model knows {config.vocabulary}."
+        )
+    return TextModel(path=path, seconds=time.perf_counter() - start, **parts)
+
+
+def _of_file(path: str, policy: Any) -> Mapping[str, Any]:
+    from jaxkern.formats.gguf import read_gguf
+    from jaxkern.models.loader import load_file
+    from jaxkern.models.registry import config_of
+    from jaxkern.models.tokenizer import tokenizer_from_gguf
+    from jaxkern.models.weight_reader import choose_policy
+
+    file = read_gguf(path)
+    config_of(file)  # another model is refused before its tokenizer
+    policy, reason = choose_policy(file, policy)
+    tokenizer = tokenizer_from_gguf(file.metadata)
+    config, weights = load_file(file, policy)
+    return dict(
+        config=config,
+        weights=weights,
+        tokenizer=tokenizer,
+        policy=policy,
+        reason=reason,
+        sampling=Sampling(),
+        nbytes=file.nbytes,
+    )
+
+
+def _of_folder(path: str, policy: Any) -> Mapping[str, Any]:
+    from jaxkern.formats.safetensors import read_safetensors_folder
+    from jaxkern.models.hugging_face_tokenizer import (
+        sampling_from_folder,
+        tokenizer_from_folder,
+    )
+    from jaxkern.models.loader import load_file
+    from jaxkern.models.registry import config_of
+    from jaxkern.models.weight_reader import choose_policy
+
+    folder = read_safetensors_folder(path)
+    config_of(folder)  # another model is refused before its tokenizer
+    policy, reason = choose_policy(folder, policy)
+    tokenizer, sampling = tokenizer_from_folder(path), sampling_from_folder(path)
+    config, weights = load_file(folder, policy)
+    return dict(
+        config=config,
+        weights=weights,
+        tokenizer=tokenizer,
+        policy=policy,
+        reason=reason,
+        sampling=sampling,
+        nbytes=sum(info.nbytes for info in folder.tensors.values()),
+    )
