@@ -116,6 +116,11 @@ class ArchitectureKeys:
             raise self.error(key, "expected a list of strings")
         return value
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """As in the file, for the caller to check; `default` where it is missing."""
+        self._seen.add(self._name(key))
+        return self.file.metadata.get(self._name(key), default)
+
     def per_layer(self, key: str) -> list[int] | None:
         """The integers of an array, one of each layer, or of a scalar just that one."""
         self._seen.add(self._name(key))
