@@ -96,9 +96,9 @@ def limit_threads(threads: int) -> None:
 def ours(path: Path, policy: str, prompt: list[int]) -> Callable[[], Speeds]:
     from jaxkern.formats.gguf import read_gguf
     from jaxkern.models.generate import Generator
-    from jaxkern.models.llama_gguf import load_llama
+    from jaxkern.models.loader import load_file
 
-    config, weights = load_llama(read_gguf(path), policy)
+    config, weights = load_file(read_gguf(path), policy)
     generator = Generator(
         config,
         weights,

@@ -65,6 +65,10 @@ class ArchitectureKeys:
     def has(self, key: str) -> bool:
         return self._name(key) in self.file.metadata
 
+    def has_within(self, key: str) -> bool:
+        """Whether there are keys `key.*`."""
+        return any(n.startswith(f"{self._name(key)}.") for n in self.file.metadata)
+
     def error(self, key: str, message: str) -> ValueError:
         """About the key and its value: `message` goes on after "key k is v, "."""
         value = _shown(self.file.metadata.get(self._name(key)))
@@ -120,6 +124,18 @@ class ArchitectureKeys:
         """As in the file, for the caller to check; `default` where it is missing."""
         self._seen.add(self._name(key))
         return self.file.metadata.get(self._name(key), default)
+    def numbers(self, key: str) -> list[float]:
+        """A list of finite numbers, empty where it is missing."""
+        self._seen.add(self._name(key))
+        value = self.file.metadata.get(self._name(key), [])
+        array = np.asarray(value) if isinstance(value, list | np.ndarray) else None
+        if array is None or array.ndim != 1 or array.dtype.kind not in "iuf":
+            if array is None or array.size:
+                raise self.error(key, "expected a list of numbers")
+            return []
+        if not np.isfinite(array).all():
+            raise self.error(key, "expected finite numbers")
+        return [float(x) for x in array]
 
     def per_layer(self, key: str) -> list[int] | None:
         """The integers of an array, one of each layer, or of a scalar just that one."""

@@ -39,8 +39,8 @@ class SafetensorsFolder:
 
     Attributes:
       path: as given.
-      metadata: `config.json` as `<model_type>.<key>`, one level of nesting with a dot;
-        what is null is left out.
+      metadata: `config.json` as `<model_type>.<key>`, what is nested with dots; what is
+        null is left out.
       tensors: name -> shape and dtype, as "F32", "F16", "BF16" or "U8".
     """
 
@@ -189,9 +189,13 @@ def _flat(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: key model_type of config.json is {kind!r}, expected a name."
         )
     flat: dict[str, Any] = {"general.architecture": kind}
-    for key, value in config.items():
-        nested = value.items() if isinstance(value, dict) else [("", value)]
-        for inner, leaf in nested:
-            if leaf is not None:
-                flat[f"{kind}.{key}{inner and '.'}{inner}"] = leaf
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for inner, leaf in value.items():
+                add(f"{name}.{inner}", leaf)
+        elif value is not None:
+            flat[name] = value
+
+    add(kind, config)
     return flat

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jaxkern.lowering.apple import Report, check
 from jaxkern.lowering.apple.samples import samples
 from jaxkern.lowering.apple.selftest import gradient, has_gradient
+from jaxkern.models.architecture import ModelConfig, page_of
+from jaxkern.models.cached_steps import decode
 from jaxkern.models.generate import Sampling, read_prompts, write_chunk
-from jaxkern.models.llama import LlamaConfig, LlamaWeights, decode, empty_cache
+from jaxkern.models.loader import load
 from jaxkern.primitives.kernel_primitive import REGISTRY
 
 
@@ -27,18 +29,11 @@ def reports_of(target: str | None, platform: str) -> Iterator[tuple[str, Report]
       ValueError: `target` is neither.
     """
     if target is not None and Path(target).suffix == ".gguf":
-        calls = model_calls(*load(Path(target)))
+        calls = model_calls(*load(target, "packed"))
     else:
         calls = op_calls(target)
     for name, (f, args) in calls.items():
         yield name, check(f, *args, platform=platform)
-
-
-def load(path: Path) -> tuple[LlamaConfig, LlamaWeights]:
-    from jaxkern.formats.gguf import read_gguf
-    from jaxkern.models.llama_gguf import load_llama
-
-    return load_llama(read_gguf(path), "packed")
 
 
 def op_calls(name: str | None) -> dict[str, tuple[Callable, tuple]]:
@@ -57,14 +52,14 @@ def op_calls(name: str | None) -> dict[str, tuple[Callable, tuple]]:
 
 
 def model_calls(
-    config: LlamaConfig, weights: LlamaWeights, *, slots: int = 64, steps: int = 16
+    config: ModelConfig, weights: Any, *, slots: int = 64, steps: int = 16
 ) -> dict[str, tuple[Callable, tuple]]:
     """Prefill, one decoded token and the decode loop of a model, with arguments.
 
     Only shapes and dtypes of `weights` are used.
     """
     weights, cache = jax.eval_shape(
-        lambda w: (w, empty_cache(config, 1, slots)), weights
+        lambda w: (w, page_of(config).empty_cache(config, 1, slots)), weights
     )
     options: dict[str, Any] = {"sampling": Sampling(), "stop_ids": (0,)}
     read = functools.partial(read_prompts, config, slots=slots, **options)

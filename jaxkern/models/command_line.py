@@ -213,13 +213,14 @@ def _answer(options: argparse.Namespace, path: Path) -> dict:
     """Streams the answer to stdout and returns all there is to say about it."""
     from jaxkern.formats.gguf import read_gguf
     from jaxkern.models.generate import NO_TOKEN, Generator, Sampling
-    from jaxkern.models.llama_config import config_from_gguf
-    from jaxkern.models.llama_gguf import choose_policy, load_llama
+    from jaxkern.models.loader import load_file
+    from jaxkern.models.registry import config_of
     from jaxkern.models.tokenizer import tokenizer_from_gguf
+    from jaxkern.models.weight_reader import choose_policy
 
     start = time.perf_counter()
     file = read_gguf(path)
-    config_from_gguf(file)  # another model is refused before its tokenizer
+    config_of(file)  # another model is refused before its tokenizer
     policy, reason = choose_policy(file, options.weights)
     tokenizer = tokenizer_from_gguf(file.metadata)
     if options.raw:
@@ -229,7 +230,7 @@ def _answer(options: argparse.Namespace, path: Path) -> dict:
         prompt = tokenizer.encode(tokenizer.chat(messages), special=True)
     if not prompt:
         raise ValueError("--prompt: has no tokens. Give some text.")
-    config, weights = load_llama(file, policy)
+    config, weights = load_file(file, policy)
     num_tokens = tokenizer.tokenizer.get_vocab_size()
     if num_tokens > config.vocabulary:
         raise ValueError(

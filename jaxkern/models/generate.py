@@ -14,7 +14,7 @@ import ctypes
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +25,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkern import explain, sample
 from jaxkern.lowering.explain import Explanation
-from jaxkern.models.llama import (
-    Caches,
-    LlamaConfig,
-    LlamaWeights,
-    decode,
-    empty_cache,
-    prefill,
-)
+from jaxkern.models.architecture import Cache, ModelConfig, page_of
+from jaxkern.models.cached_steps import decode, prefill, with_lengths
 
 NO_TOKEN = -1  # of a sequence that is finished
 
@@ -69,13 +63,13 @@ class State(NamedTuple):
 
     tokens: Int32[Array, " b"]
     finished: Bool[Array, " b"]
-    cache: Caches
+    cache: Cache
     key: jax.Array
 
 
 def read_prompts(
-    config: LlamaConfig,
-    weights: LlamaWeights,
+    config: ModelConfig,
+    weights: Any,
     prompts: Int32[Array, "b t"],
     lengths: Int32[Array, " b"],
     seed: Int32[Array, ""],
@@ -85,7 +79,9 @@ def read_prompts(
     stop_ids: tuple[int, ...],
 ) -> tuple[Int32[Array, " b"], State]:
     """Fills a new cache and draws the first token of each answer."""
-    cache = empty_cache(config, prompts.shape[0], slots, cache_dtype(config))
+    cache = page_of(config).empty_cache(
+        config, prompts.shape[0], slots, cache_dtype(config)
+    )
     logits, cache = prefill(config, weights, prompts, lengths, cache)
     key, key_now = jax.random.split(jax.random.key(seed))
     tokens = sampling(logits, key_now)
@@ -93,14 +89,14 @@ def read_prompts(
     return tokens, State(tokens, finished, cache, key)
 
 
-def cache_dtype(config: LlamaConfig) -> str:
+def cache_dtype(config: ModelConfig) -> str:
     """That of the activations on a GPU, whose kernels of attention read it so."""
     return config.dtype if jax.default_backend() == "gpu" else "float32"
 
 
 def write_chunk(
-    config: LlamaConfig,
-    weights: LlamaWeights,
+    config: ModelConfig,
+    weights: Any,
     state: State,
     *,
     steps: int,
@@ -110,11 +106,9 @@ def write_chunk(
     """Draws `steps` more tokens of each answer, NO_TOKEN behind its end."""
 
     def step(state: State, _):
-        logits, cache = decode(config, weights, state.tokens, state.cache)
-        # what a finished sequence reads stays in the slot behind its end
-        before, after = state.cache[0].lengths, cache[0].lengths
-        lengths = jnp.where(state.finished, before, after)
-        cache = with_lengths(cache, lengths)
+        goes_on = jnp.where(state.finished, 0, 1)  # a finished sequence reads nothing
+        logits, cache = decode(config, weights, state.tokens, state.cache, goes_on)
+        cache = with_lengths(cache, cache[0].lengths)
         key, key_now = jax.random.split(state.key)
         drawn = sampling(logits, key_now)
         tokens = jnp.where(state.finished, state.tokens, drawn)
@@ -126,10 +120,6 @@ def write_chunk(
     # one array again: the loop need not carry one for each layer
     cache = with_lengths(state.cache, state.cache[0].lengths)
     return tokens.T, state._replace(cache=cache)
-
-
-def with_lengths(cache: Caches, lengths: Int32[Array, " b"]) -> Caches:
-    return tuple(replace(own, lengths=lengths) for own in cache)
 
 
 def is_stop(tokens: Int32[Array, " b"], stop_ids: tuple[int, ...]) -> Bool[Array, " b"]:
@@ -151,7 +141,7 @@ class Generator:
     """A model with its two executables, compiled for one shape of prompts and answers.
 
     Args:
-      config, weights: of `load_llama`.
+      config, weights: of `jaxkern.models.load`.
       batch: number of prompts at a time.
       prompt_slots: tokens of the longest prompt; shorter ones are padded.
       max_tokens: longest answer.
@@ -171,8 +161,8 @@ class Generator:
 
     def __init__(
         self,
-        config: LlamaConfig,
-        weights: LlamaWeights,
+        config: ModelConfig,
+        weights: Any,
         *,
         batch: int,
         prompt_slots: int,
@@ -302,8 +292,8 @@ def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
 
 
 def generate(
-    config: LlamaConfig,
-    weights: LlamaWeights,
+    config: ModelConfig,
+    weights: Any,
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,

@@ -1,47 +1,45 @@
-"""The `LlamaConfig` of a GGUF file: its metadata, each with type and range checked."""
+"""What GGUF files of the llama page's architectures say, each key checked."""
 
 import math
 from dataclasses import replace
 
 from jaxkern import LinearScaling, YarnScaling
-from jaxkern.formats.architecture_keys import ArchitectureKeys, architecture_keys
-from jaxkern.formats.gguf import GGUFError, GGUFFile
+from jaxkern.formats.architecture_keys import ArchitectureKeys
+from jaxkern.formats.gguf import GGUFFile
+from jaxkern.models.architecture import Described
 from jaxkern.models.llama import LlamaConfig
-from jaxkern.primitives.rope.rope import Pairing
+from jaxkern.models.llama_form import Form, every, tensors_of
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
 
-# GGUF files of `llama` have the rows of q and k permuted for pairs of neighbours.
-PAIRINGS: dict[str, Pairing] = {
-    "llama": "interleaved",
-    "qwen2": "neox",
-    "qwen3": "neox",
-}
 
-
-def config_from_gguf(file: GGUFFile) -> LlamaConfig:
-    """What the file's metadata say of the model.
+def described_gguf(form: Form, keys: ArchitectureKeys) -> Described:
+    """The config, and which tensors the file may have.
 
     Raises:
-      GGUFError: another architecture, a feature that is not built here, a key that is
-        not known, or metadata that are missing or contradict the weights.
+      GGUFError: a feature that is not built here, or metadata that are missing or
+        contradict the weights.
     """
-    arch = file.architecture
-    if arch not in PAIRINGS:
-        raise GGUFError(
-            f"{file.path}: general.architecture is {arch!r}, known are "
-            f"{', '.join(PAIRINGS)}."
-        )
-    with architecture_keys(file) as keys:
-        return _config(file, keys)
+    file = keys.file
+    assert isinstance(file, GGUFFile)
+    config = config_of_keys(form, keys, file)
+    gate = "ffn_up" if form.fused else "ffn_gate"
+    infos = [file.tensors.get(f"blk.{i}.{gate}.weight") for i in range(config.layers)]
+    rows = [info.shape[0] if info else -1 for info in infos]
+    return config, tensors_of(
+        config,
+        form,
+        [n // 2 for n in rows] if form.fused else rows,
+        needed=(*form.products, *form.norms, *form.needed),
+        optional=[name for name in form.optional if name not in form.needed],
+    )
 
 
-def _config(file: GGUFFile, keys: ArchitectureKeys) -> LlamaConfig:
-    arch = keys.arch
+def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaConfig:
     if keys.integer("expert_count", 0):
-        raise GGUFError(f"{file.path}: a mixture of experts, which is not built here.")
+        raise file.error("a mixture of experts, which is not built here")
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
-        raise GGUFError(f"{file.path}: has no tensor token_embd.weight of two dims.")
+        raise file.error("has no tensor token_embd.weight of two dims")
     heads, d_model = keys.integer("attention.head_count"), table.shape[1]
     if keys.integer("embedding_length", d_model) != d_model:
         raise keys.error(
@@ -49,16 +47,14 @@ def _config(file: GGUFFile, keys: ArchitectureKeys) -> LlamaConfig:
         )
     kv_heads = keys.integer("attention.head_count_kv", heads)
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise GGUFError(
-            f"{file.path}: {heads} heads cannot share {kv_heads} key/value heads."
-        )
+        raise file.error(f"{heads} heads cannot share {kv_heads} key/value heads")
     layers = keys.integer("block_count")
     if not 1 <= layers <= len(file.tensors):
         raise keys.error("block_count", f"the file has {len(file.tensors)} tensors")
     _check_widths(file, keys, layers)
     head_dim = keys.integer("attention.key_length", d_model // heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
-        raise GGUFError(f"{file.path}: keys and values differ in length.")
+        raise file.error("keys and values differ in length")
     rotary_dim = keys.integer("rope.dimension_count", head_dim)
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise keys.error(
@@ -68,7 +64,7 @@ def _config(file: GGUFFile, keys: ArchitectureKeys) -> LlamaConfig:
     context = keys.integer("context_length")
     theta = keys.number("rope.freq_base", 10000.0)
     return LlamaConfig(
-        architecture=arch,
+        architecture=keys.arch,
         context=context,
         layers=layers,
         d_model=d_model,
@@ -79,12 +75,15 @@ def _config(file: GGUFFile, keys: ArchitectureKeys) -> LlamaConfig:
         eps=keys.number("attention.layer_norm_rms_epsilon"),
         rotary_dim=rotary_dim,
         theta=theta,
-        pairing=PAIRINGS[arch],
+        pairing=form.pairing,
         scaling=_rope_scaling(keys, context, theta),
         window=keys.integer("attention.sliding_window", 0) or None,
         attention_scale=keys.number_or_none("attention.scale"),
         attention_softcap=keys.number_or_none("attn_logit_softcapping"),
         logit_softcap=keys.number_or_none("final_logit_softcapping"),
+        rotated=every(form.rope_step, layers),
+        activation=form.activation,
+        embedding_scale=d_model**0.5 if form.scaled_embedding else None,
     )
 
 
@@ -151,10 +150,10 @@ def _rope_scaling(
             )
         return None if factor == 1.0 else LinearScaling(factor)
     if fast < slow or original <= 2 * math.pi * slow or theta <= 1:
-        raise GGUFError(
-            f"{keys.file.path}: YaRN from {slow} to {fast} turns in {original} tokens, "
+        raise keys.file.error(
+            f"YaRN from {slow} to {fast} turns in {original} tokens, "
             f"{keys.arch}.rope.freq_base {theta}: expected beta_slow < beta_fast, less "
-            "turns than tokens, and a base above 1."
+            "turns than tokens, and a base above 1"
         )
     scaling = YarnScaling(
         factor,

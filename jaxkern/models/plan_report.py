@@ -12,9 +12,10 @@ from rich.console import Group
 from rich.table import Table
 
 from jaxkern import runtime
-from jaxkern.models.llama import decode, empty_cache
-from jaxkern.models.llama_gguf import Policy
+from jaxkern.models.architecture import page_of
+from jaxkern.models.cached_steps import decode
 from jaxkern.models.loader import load
+from jaxkern.models.weight_reader import Policy
 from jaxkern.runtime.plan.instructions import Instruction
 from jaxkern.runtime.plan.profile import Profile
 
@@ -29,7 +30,7 @@ def plan_decode_step(
 
     Args:
       path: of a GGUF file, or of a folder of Hugging Face.
-      weights: policy of `load_llama`, or "auto".
+      weights: policy of `load`, or "auto".
       batch: sequences at a time.
       slots: tokens that the cache can hold.
 
@@ -40,7 +41,7 @@ def plan_decode_step(
     half = jnp.full(batch, slots // 2, jnp.int32)
     cache = tuple(
         dataclasses.replace(layer, lengths=half + 0)  # donated, so one each
-        for layer in empty_cache(config, batch, slots)
+        for layer in page_of(config).empty_cache(config, batch, slots)
     )
     arguments = (loaded, jnp.zeros(batch, jnp.int32), cache)
     step = functools.partial(decode, config)

@@ -12,7 +12,7 @@ import pytest
 
 from jaxkern.formats.architecture_keys import HARMLESS, WITHOUT, architecture_keys
 from jaxkern.formats.gguf import GGUFError, read_gguf
-from jaxkern.models.llama_gguf import config_from_gguf
+from jaxkern.models.registry import config_of
 from tests.models.tiny_gguf import write_tiny_gguf
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
@@ -51,13 +51,13 @@ def test_the_package_has_many_keys():
 
 
 def test_every_key_is_used_harmless_or_refused(file):
-    plain = config_from_gguf(file)
+    plain = config_of(file)
     for key in known_keys():
         for value in VALUES:
             if any(type(value) is type(w) and value == w for w in WITHOUT.get(key, ())):
                 continue
             try:
-                config = config_from_gguf(changed(file, key, value))
+                config = config_of(changed(file, key, value))
             except GGUFError as error:
                 assert str(error).startswith(f"{file.path}: "), key
                 assert str(error).count("\n") == 0
@@ -86,35 +86,35 @@ def test_every_key_is_used_harmless_or_refused(file):
 def test_an_unknown_key_is_refused_by_name(file, key):
     name = rf"key {file.architecture}\.{key.replace('.', chr(92) + '.')} is 0\.37"
     with pytest.raises(GGUFError, match=name):
-        config_from_gguf(changed(file, key, 0.37))
+        config_of(changed(file, key, 0.37))
 
 
 @pytest.mark.parametrize(("key", "values"), WITHOUT.items())
 def test_what_says_without_is_accepted(file, key, values):
     for value in values:
-        assert config_from_gguf(changed(file, key, value)) == config_from_gguf(file)
+        assert config_of(changed(file, key, value)) == config_of(file)
 
 
 @pytest.mark.parametrize(("key", "value"), [(k, 3) for k in HARMLESS])
 def test_harmless(file, key, value):
-    assert config_from_gguf(changed(file, key, value)) == config_from_gguf(file)
+    assert config_of(changed(file, key, value)) == config_of(file)
 
 
 def test_keys_of_another_architecture_are_not_ours(file):
     metadata = {**file.metadata, "gpt2.logit_scale": 0.5, "general.note": "llama.x"}
     other = dataclasses.replace(file, metadata=metadata)
-    assert config_from_gguf(other) == config_from_gguf(file)
+    assert config_of(other) == config_of(file)
 
 
 @pytest.mark.parametrize("key", ["attention.head_count_kv", "feed_forward_length"])
 def test_one_number_for_each_layer(file, key):
     """Newer converters write an array where layers could differ."""
-    plain = config_from_gguf(file)
+    plain = config_of(file)
     value = file.metadata[f"{file.architecture}.{key}"]
     each = np.array([value, value], np.int32)
-    assert config_from_gguf(changed(file, key, each)) == plain
+    assert config_of(changed(file, key, each)) == plain
     with pytest.raises(GGUFError, match=rf"{key}.*(same in every layer|rows)"):
-        config_from_gguf(changed(file, key, np.array([value, 1], np.int32)))
+        config_of(changed(file, key, np.array([value, 1], np.int32)))
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_what_contradicts_itself_is_refused(file, change, message):
     for key, value in change.items():
         file = changed(file, key, value)
     with pytest.raises(GGUFError, match=message):
-        config_from_gguf(file)
+        config_of(file)
 
 
 def test_the_usual_factor_of_yarn_is_accepted(file):
     """Converters write it though it says nothing new: 0.1 ln(4) + 1."""
     usual = changed(file, "rope.scaling.yarn_attn_factor", 1.1386294)
-    assert config_from_gguf(usual) == config_from_gguf(file)
+    assert config_of(usual) == config_of(file)
 
 
 def test_a_new_architecture_gets_the_check(file):

@@ -205,10 +205,10 @@ import sys, jax
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.models.command_line import peak_memory
-from jaxkern.models.llama_gguf import load_llama
+from jaxkern.models.loader import load_file
 jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the client and its threads
 before = peak_memory()
-weights = load_llama(read_gguf(sys.argv[1]), sys.argv[2])
+weights = load_file(read_gguf(sys.argv[1]), sys.argv[2])
 print(peak_memory() - before)
 """
 

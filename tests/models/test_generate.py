@@ -13,7 +13,7 @@ from jaxkern.formats.gguf import read_gguf
 from jaxkern.models import generate as generate_module
 from jaxkern.models.generate import NO_TOKEN, Generator, Sampling, generate
 from jaxkern.models.llama import empty_cache, prefill
-from jaxkern.models.llama_gguf import load_llama
+from jaxkern.models.loader import load_file
 from tests.models.tiny_gguf import write_tiny_gguf
 
 PROMPTS = [[5, 77, 200, 31], [9], [250, 3, 3, 8, 120, 64, 7]]
@@ -22,7 +22,7 @@ PROMPTS = [[5, 77, 200, 31], [9], [250, 3, 3, 8, 120, 64, 7]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny") / "m.gguf"
-    return load_llama(read_gguf(write_tiny_gguf(path, "llama")), "f32")
+    return load_file(read_gguf(write_tiny_gguf(path, "llama")), "f32")
 
 
 def greedy(model, prompt, n):
@@ -109,7 +109,7 @@ def cache_copies(generator, slots):
 def test_packed_weights_are_never_decoded_all_at_once(tmp_path):
     """Not ahead of their layer, and not ahead of the loop."""
     file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama"))
-    config, weights = load_llama(file, "packed")
+    config, weights = load_file(file, "packed")
     generator = Generator(config, weights, batch=1, prompt_slots=4, max_tokens=8)
     largest = max(info.size for info in file.tensors.values()) * 4
     decoded = sum(info.size for info in file.tensors.values()) * 4

@@ -18,7 +18,9 @@ from jaxkern.models.llama import (
     logits,
     prefill,
 )
-from jaxkern.models.llama_gguf import choose_policy, config_from_gguf, load_llama
+from jaxkern.models.loader import load_file
+from jaxkern.models.registry import config_of
+from jaxkern.models.weight_reader import choose_policy
 from tests.golden.float64_llama import Float64Llama
 from tests.models.tiny_gguf import VOCABULARY, write_tiny_gguf
 
@@ -72,7 +74,7 @@ def all_logits(config, weights, tokens, slots=32):
 )
 def test_float64(name, policy, tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", **MODELS[name])
-    config, weights = load_llama(read_gguf(path), policy)
+    config, weights = load_file(read_gguf(path), policy)
     truth = Float64Llama(path).forward(TOKENS)
     assert np.std(truth) > 0.3  # random weights still say something
     np.testing.assert_allclose(
@@ -95,15 +97,15 @@ def test_a_split_file_is_the_same_model(policy, tmp_path):
     write_tiny_gguf(tmp_path / "m.gguf", "llama", tensors_per_part=9)
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) == 3 and not (tmp_path / "m.gguf").exists()
-    split = load_llama(read_gguf(parts[0]), policy)
-    whole = load_llama(read_gguf(write_tiny_gguf(tmp_path / "w.gguf", "llama")), policy)
+    split = load_file(read_gguf(parts[0]), policy)
+    whole = load_file(read_gguf(write_tiny_gguf(tmp_path / "w.gguf", "llama")), policy)
     assert split[0] == whole[0]
     jax.tree.map(np.testing.assert_array_equal, split[1], whole[1])
 
 
 def test_bf16_is_close(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
-    config, weights = load_llama(read_gguf(path), "bf16")
+    config, weights = load_file(read_gguf(path), "bf16")
     assert weights.layers[0].gate_up[0].dtype == jnp.bfloat16
     truth = Float64Llama(path).forward(TOKENS)
     np.testing.assert_allclose(
@@ -119,7 +121,7 @@ def test_bf16_is_close(tmp_path):
 def test_ragged_batch_equals_rows(name, tmp_path):
     """Prefill in two parts and decode, three rows of different length."""
     path = write_tiny_gguf(tmp_path / "m.gguf", **MODELS[name])
-    config, weights = load_llama(read_gguf(path), "f32")
+    config, weights = load_file(read_gguf(path), "f32")
     lengths, more = np.array([9, 3, 6]), np.array([2, 5, 1])
     rng = np.random.default_rng(1)
     first, second = rng.integers(0, VOCABULARY, (2, 3, 9)).astype(np.int32)
@@ -143,7 +145,7 @@ def test_fused_float64(name, tmp_path):
     The tests above have it only where a GPU is: `fused` is set there.
     """
     path = write_tiny_gguf(tmp_path / "m.gguf", **MODELS[name])
-    config, weights = load_llama(read_gguf(path), "packed")
+    config, weights = load_file(read_gguf(path), "packed")
     fused = dataclasses.replace(config, fused=True)
     np.testing.assert_allclose(
         all_logits(fused, weights, TOKENS),
@@ -156,7 +158,7 @@ def test_fused_float64(name, tmp_path):
 def test_fused_products_with_weights_of_16_bits(tmp_path):
     """Fused or not, bfloat16 is as far from float64."""
     path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
-    config, weights = load_llama(read_gguf(path), "bf16")
+    config, weights = load_file(read_gguf(path), "bf16")
     truth = Float64Llama(path).forward(TOKENS)
     plain, fused = (
         np.linalg.norm(
@@ -171,12 +173,12 @@ def test_weights_that_a_gpu_keeps_packed(tmp_path, monkeypatch):
     """What its kernels read stays as it is, the rest is decoded to bfloat16."""
     path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
     file = read_gguf(path)
-    monkeypatch.setattr("jaxkern.models.llama_gguf.gpu_formats", lambda: {"Q8_0"})
+    monkeypatch.setattr("jaxkern.models.weight_reader.gpu_formats", lambda: {"Q8_0"})
     assert choose_policy(file) == (
         "packed",
         "Triton kernels read it as it is; the fewest bytes",
     )
-    config, weights = load_llama(file)
+    config, weights = load_file(file)
     assert (config.dtype, config.product_dtype) == ("bfloat16", None)
     matrices = [
         w
@@ -196,7 +198,7 @@ def test_weights_that_a_gpu_keeps_packed(tmp_path, monkeypatch):
 
 def test_config(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", "qwen3", window=7)
-    config = config_from_gguf(read_gguf(path))
+    config = config_of(read_gguf(path))
     assert (config.head_dim, config.rotary_dim, config.window) == (32, 32, 7)
     assert config.pairing == "neox"
     assert config.scaling is None
@@ -205,11 +207,11 @@ def test_config(tmp_path):
 
 def test_policy(tmp_path, monkeypatch):
     file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama"))
-    monkeypatch.setattr("jaxkern.models.llama_gguf.missing", lambda: None)
+    monkeypatch.setattr("jaxkern.models.weight_reader.missing", lambda: None)
     assert choose_policy(file)[0] == "packed_int8"
-    monkeypatch.setattr("jaxkern.models.llama_gguf.missing", lambda: "not built")
+    monkeypatch.setattr("jaxkern.models.weight_reader.missing", lambda: "not built")
     assert choose_policy(file)[0] == "f32"
-    monkeypatch.setattr("jaxkern.models.llama_gguf.available_memory", lambda: 1000)
+    monkeypatch.setattr("jaxkern.models.weight_reader.available_memory", lambda: 1000)
     policy, reason = choose_policy(file)
     assert policy == "packed"
     assert "available" in reason
@@ -232,7 +234,7 @@ def test_a_tensor_that_makes_the_architecture(architecture, missing, tmp_path):
     file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", architecture))
     tensors = {name: info for name, info in file.tensors.items() if name != missing}
     with pytest.raises(GGUFError, match=re.escape(f"has no tensor {missing}.")):
-        load_llama(dataclasses.replace(file, tensors=tensors), "f32")
+        load_file(dataclasses.replace(file, tensors=tensors), "f32")
 
 
 def rewrite(path, *, keys=(), tensors=(), drop=None, architecture="llama"):
@@ -290,4 +292,4 @@ def rewrite(path, *, keys=(), tensors=(), drop=None, architecture="llama"):
 def test_refusals(change, message, tmp_path):
     file = rewrite(tmp_path / "m.gguf", **change)
     with pytest.raises(GGUFError, match=message):
-        load_llama(file, "f32")
+        load_file(file, "f32")

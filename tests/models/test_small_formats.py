@@ -11,7 +11,7 @@ import pytest
 
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.models.llama import empty_cache, hidden_states, logits
-from jaxkern.models.llama_gguf import load_llama
+from jaxkern.models.loader import load_file
 from jaxkern.primitives.quant.block_formats import FORMATS
 from tests.golden.float64_llama import Float64Llama
 from tests.models import tiny_gguf
@@ -72,7 +72,7 @@ def test_a_model_of_small_formats_against_float64(path, policy):
     assert {file.tensors[n].qtype for n in REPLACED} == {
         q for q, _ in REPLACED.values()
     }
-    config, weights = load_llama(file, policy)
+    config, weights = load_file(file, policy)
     tokens = np.random.default_rng(7).integers(0, tiny_gguf.VOCABULARY, 12)
     truth = Float64Llama(path).forward(tokens)
     assert np.std(truth) > 0.3

@@ -11,7 +11,7 @@ import pytest
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.models.generate import generate
 from jaxkern.models.llama import empty_cache, hidden_states, logits
-from jaxkern.models.llama_gguf import load_llama
+from jaxkern.models.loader import load_file
 from tests.models.smollm2 import smollm2
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -21,7 +21,7 @@ SURE = np.log(1e-4)  # tokens that are less likely than this are not compared
 
 @functools.cache
 def model(policy):
-    return load_llama(read_gguf(smollm2()), policy)
+    return load_file(read_gguf(smollm2()), policy)
 
 
 def golden(name):

@@ -13,14 +13,14 @@ from jaxkern.lowering.apple import assume_jax_mps, check, portable
 from jaxkern.lowering.apple.wire import export
 from jaxkern.models.apple_check import model_calls
 from jaxkern.models.llama import empty_cache, hidden_states, logits
-from jaxkern.models.llama_gguf import load_llama
+from jaxkern.models.loader import load_file
 from tests.models.tiny_gguf import VOCABULARY, write_tiny_gguf
 
 TINY = {"slots": 12, "steps": 4}
 
 
 def tiny(path, architecture="llama", policy="packed"):
-    return load_llama(read_gguf(write_tiny_gguf(path / "m.gguf", architecture)), policy)
+    return load_file(read_gguf(write_tiny_gguf(path / "m.gguf", architecture)), policy)
 
 
 def train_step(config, weights, tokens):

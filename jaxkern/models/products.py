@@ -1,0 +1,157 @@
+"""Products with weights however they are kept, and what stands around them.
+
+Every page multiplies through `project` and `gated`; which containers fuse with the norm
+before, the gate between or the addition after is decided here alone.
+"""
+
+from types import SimpleNamespace
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from jaxkern import (
+    InterleavedTensor,
+    embedding,
+    geglu,
+    linear,
+    quantized_embedding,
+    quantized_matmul,
+    quantized_matmul_add,
+    quantized_rms_norm_matmul,
+    quantized_swiglu,
+    rms_norm,
+    swiglu,
+)
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+
+Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
+"""A weight: quantised as in the file, an array `[f, d]` of a narrow dtype, or one of
+float32 with its longer side last.
+
+That is how XLA:CPU multiplies a single row fastest; a square one is `[d, f]`.
+"""
+
+Matrices = tuple[Matrix, ...]
+"""Weights side by side, with one input: one array, or the parts as in the file."""
+
+Table = Float[Array, "v d"] | QuantizedTensor
+"""Rows to look up, as in the file."""
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class Numerics(Protocol):
+    """What products read of a config."""
+
+    @property
+    def eps(self) -> float: ...  # of every norm
+    @property
+    def product_dtype(self) -> str | None: ...  # quantised ones round activations to it
+    @property
+    def fused(self) -> bool: ...  # also plain weights, by ops that have GPU kernels
+
+
+def project(
+    config: Numerics,
+    x: Float[Array, "... d"],
+    matrices: Matrices,
+    norm: Float[Array, " d"] | None = None,
+    residual: Float[Array, "... f"] | None = None,
+) -> Float[Array, "... f"]:
+    """x times the matrices, the results side by side.
+
+    `norm` normalises x before, `residual` is added after: in the same kernel where the
+    container of the weights has one.
+    """
+    options: dict = dict(compute_dtype=config.product_dtype)
+    if norm is not None and not fuses(config, matrices):
+        x, norm = rms_norm(x, norm, eps=config.eps), None
+
+    def product(w: Matrix) -> Float[Array, "... f"]:
+        if isinstance(w, jax.Array) and norm is None:
+            across = w.dtype == jnp.float32 and w.shape[0] == x.shape[-1]
+            return linear(x, w.T if across else w)
+        x_now, w_now = decoded_late(x, w)
+        if norm is None:
+            return quantized_matmul(x_now, w_now, **options)
+        return quantized_rms_norm_matmul(x_now, norm, w_now, eps=config.eps, **options)
+
+    if residual is not None and fuses(config, matrices) and len(matrices) == 1:
+        return quantized_matmul_add(*decoded_late(x, matrices[0]), residual, **options)
+    ys = [product(w) for w in matrices]
+    y = ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
+    return y if residual is None else residual + y
+
+
+def gated(
+    config: Numerics,
+    x: Float[Array, "... d"],
+    gate_up: Matrices,
+    norm: Float[Array, " d"] | None = None,
+    bias: Float[Array, " 2*f"] | None = None,
+    activation: Activation = "silu",
+) -> Float[Array, "... f"]:
+    """activation(gate) * up, the two halves of x times the matrices plus the bias.
+
+    `norm` normalises x before.
+    """
+    alone = len(gate_up) == 1 and bias is None and activation == "silu"
+    if alone and fuses(config, gate_up):
+        return quantized_swiglu(
+            *decoded_late(x, gate_up[0]),
+            norm,
+            eps=config.eps,
+            compute_dtype=config.product_dtype,
+        )
+    both = plus(project(config, x, gate_up, norm), bias)
+    gate, up = jnp.split(both, 2, axis=-1)
+    return swiglu(gate, up) if activation == "silu" else geglu(gate, up)
+
+
+def fuses(config: Numerics, matrices: Matrices) -> bool:
+    """Whether products with them take in what stands around them."""
+    return all(
+        w.dtype == jnp.bfloat16 and config.fused
+        if isinstance(w, jax.Array)
+        else isinstance(w, InterleavedTensor)
+        for w in matrices
+    )
+
+
+def decoded_late(x: Array, w: Matrix) -> tuple[Array, Matrix]:
+    """The same, w only when x is there: XLA would hold the whole model decoded."""
+    if isinstance(w, jax.Array):
+        return x, w
+    return lax.optimization_barrier((x, w))
+
+
+def plus(
+    x: Float[Array, "... f"], bias: Float[Array, " f"] | None
+) -> Float[Array, "... f"]:
+    """x + bias in x's dtype, or x where the model has none."""
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
+def embed(
+    tokens: Int32[Array, "..."], table: Table, dtype: DTypeLike
+) -> Float[Array, "... d"]:
+    """Rows of the table, decoded if they are quantised."""
+    if isinstance(table, jax.Array):
+        return embedding(tokens, table).astype(dtype)
+    return quantized_embedding(tokens, table, dtype=dtype)
+
+
+def output_product(
+    config: Numerics, x: Float[Array, "... d"], output: Matrices
+) -> Float[Array, "... v"]:
+    """Logits in float32 of normalised hidden states."""
+    narrow = config.product_dtype is None and x.dtype == jnp.bfloat16
+    if narrow:  # float32 of it are as exact, and cost a packed product more
+        config = SimpleNamespace(
+            eps=config.eps, product_dtype="bfloat16", fused=config.fused
+        )
+    return project(config, x.astype(jnp.float32), output)

@@ -1,0 +1,252 @@
+"""How weights are kept in memory: policies, and the reader that pages load with."""
+
+import functools
+import itertools
+import os
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxkern import (
+    GGUFTensor,
+    InterleavedTensor,
+    dequantize,
+)
+from jaxkern.cpu.cpu_call import missing
+from jaxkern.formats.gguf import GGUFFile
+from jaxkern.formats.safetensors import SafetensorsFolder
+from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
+from jaxkern.models.products import Matrices, Matrix, Table
+from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
+from jaxkern.primitives.quant.interleaved_tensor import ROWS, UNITS, interleaved
+
+Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16"]
+
+
+def choose_policy(
+    file: GGUFFile | SafetensorsFolder, policy: Policy = "auto"
+) -> tuple[Policy, str]:
+    """How the weights are kept in memory, and why.
+
+    `packed` keeps the blocks of the file and decodes each matrix when it is used;
+    `packed_int8` also rounds the activations to 8 bits before each product, as
+    llama.cpp does; `f32` and `bf16` decode once, while loading. The C++ kernels read a
+    packed matrix as it is, so on a CPU that has them `auto` takes `packed_int8`: the
+    fastest and smallest. XLA:CPU multiplies in float32: it writes a `packed` matrix
+    decoded, or a `bf16` one widened, to memory for every token. So without kernels
+    `auto` takes `f32` where the memory allows it, else `packed`; `bf16` on other
+    devices. docs/performance.md has the figures.
+
+    Returns:
+      The policy, never "auto", and the reason in words.
+    """
+    if policy not in get_args(Policy):
+        raise ValueError(
+            f"load: `weights` must be one of {', '.join(get_args(Policy))}, "
+            f"got {policy!r}."
+        )
+    if policy != "auto":
+        return policy, "asked for"
+    if gpu_formats().intersection(info.qtype for info in file.tensors.values()):
+        return "packed", "Triton kernels read it as it is; the fewest bytes"
+    if jax.default_backend() != "cpu":
+        return "bf16", "decoded once; products of bfloat16 are what the device is for"
+    if missing() is None:
+        return "packed_int8", "C++ kernels read it as it is; activations of 8 bits"
+    need, free = expanded_bytes(file, 4), available_memory()
+    sizes = f"float32 takes {need / 1e6:.0f} MB of {free / 1e6:.0f} MB available"
+    if need > free:
+        return "packed", f"{sizes}; decoded at each use: smaller and slower"
+    return "f32", f"{sizes}; decoded once: the fastest on a CPU"
+
+
+def gpu_formats() -> set[str]:
+    """Block formats that products on this machine's GPU read as they are."""
+    if jax.default_backend() != "gpu":
+        return set()
+    from jaxkern.triton.quant import packed_products
+
+    return set() if packed_products.unsupported_anywhere() else {*packed_products.BYTES}
+
+
+def expanded_bytes(file: GGUFFile | SafetensorsFolder, itemsize: int) -> int:
+    """Memory of the decoded matrices; a tied embedding is decoded as output only."""
+    sizes = {name: prod(info.shape) for name, info in file.tensors.items()}
+    if "output.weight" in sizes:
+        del sizes["token_embd.weight"]  # its rows are decoded when they are looked up
+    return itemsize * sum(sizes.values())
+
+
+def available_memory() -> int:
+    """Bytes that the machine has left, page cache included."""
+    try:
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class WeightReader:
+    """Loads the weights of a model, one tensor after the other.
+
+    The peak is the file, the weights as they are kept, and one tensor more. Matrices
+    with the same input are decoded into one.
+
+    Args:
+      file: with the names of a GGUF file.
+      tensors: every tensor that it may have, checked against it.
+      policy: see `choose_policy`.
+
+    Attributes:
+      file: as given.
+      numerics: `dtype`, `product_dtype` and `fused` of the config.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile | SafetensorsFolder,
+        tensors: Mapping[str, tuple[int, ...]],
+        policy: Policy = "auto",
+    ):
+        self.file, self._shapes = file, tensors
+        self._policy, _ = choose_policy(file, policy)
+        self._packed = self._policy in ("packed", "packed_int8")
+        on_cpu = jax.default_backend() == "cpu" and missing() is None
+        self._formats = gpu_formats() if self._packed else set()
+        self._with_kernels = on_cpu or bool(self._formats)
+        narrow = self._policy == "bf16" or bool(self._formats)
+        self.numerics: dict[str, Any] = dict(
+            dtype="bfloat16" if narrow else "float32",
+            product_dtype="int8" if self._policy == "packed_int8" else None,
+            fused=narrow and jax.default_backend() == "gpu",
+        )
+        self._memory = WeightMemory(
+            sum(info.nbytes + ALIGNMENT for info in file.tensors.values())
+            if self._packed and on_cpu
+            else 0
+        )
+
+    @property
+    def from_folder(self) -> bool:
+        """Whether it is a folder of Hugging Face, whose conventions may differ."""
+        return isinstance(self.file, SafetensorsFolder)
+
+    def has(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def vector(self, name: str, *, plus: float = 0.0) -> jax.Array:
+        """A tensor of any rank in float32; `plus` for norms that are stored less 1."""
+        w = self.file.load(name)
+        w = dequantize(w) if isinstance(w, GGUFTensor) else w
+        w = jnp.array(w, jnp.float32, copy=True)  # out of the map, whose pages may go
+        self.file.forget(name)
+        return w + plus if plus else w
+
+    def vectors(self, *names: str, plus: float = 0.0) -> jax.Array | None:
+        """Side by side, zeros for what is missing; None where all are."""
+        if not any(map(self.has, names)):
+            return None
+        parts = [
+            self.vector(name, plus=plus)
+            if self.has(name)
+            else jnp.zeros(self._shapes[name])
+            for name in names
+        ]
+        return jnp.concatenate(parts)
+
+    def matrices(self, *names: str) -> Matrices:
+        """Matrices `[f, d]` with the same input, side by side."""
+        if self._packed and self._with_kernels:
+            return interleaved_matrices(self.file, names, self._memory, self._formats)
+        stored = [self.file.load(name) for name in names]
+        if self._packed:
+            return tuple(
+                expand([w], w.dtype) if isinstance(w, jax.Array) else w for w in stored
+            )
+        return (expand(stored, self._dtype),)
+
+    def stacked(self, *names: str) -> jax.Array:
+        """Arrays decoded, as they lie in the file, one after the other on a new dim."""
+        return jnp.stack([self.array(name) for name in names])
+
+    def array(self, name: str) -> jax.Array:
+        """A tensor of any rank decoded to the dtype of the policy, as it lies."""
+        w = self.file.load(name)
+        if isinstance(w, GGUFTensor):
+            return dequantize(w, dtype=self._dtype)
+        w = jnp.array(w, self._dtype, copy=True)
+        self.file.forget(name)
+        return w
+
+    def table_and_output(self) -> tuple[Table, Matrices]:
+        """The embedding, of which rows are looked up, and the product to logits.
+
+        The table stays as it is in the file: only rows that are looked up are decoded;
+        a tied output is decoded apart.
+        """
+        tied = not self.has("output.weight")
+        output = self.matrices("token_embd.weight" if tied else "output.weight")
+        if tied and isinstance(output[0], InterleavedTensor):
+            return output[0], output
+        return self.file.load("token_embd.weight"), output
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        narrow = self.numerics["dtype"] == "bfloat16"
+        return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def expand(
+    stored: Sequence[jax.Array | GGUFTensor], dtype: jnp.dtype
+) -> Float[Array, "d f"] | Float[Array, "f d"]:
+    """Stored matrices `[f, d]` decoded, side by side; see `Matrix` for the layout."""
+    decoded = [
+        dequantize(w, dtype=dtype) if isinstance(w, GGUFTensor) else w.astype(dtype)
+        for w in stored
+    ]
+    w = jnp.concatenate(decoded)
+    return w if dtype != jnp.float32 or w.shape[0] < w.shape[1] else w.T
+
+
+def interleaved_matrices(
+    file: GGUFFile | SafetensorsFolder,
+    names: Sequence[str],
+    memory: WeightMemory,
+    gpu_formats: Collection[str] = (),
+) -> Matrices:
+    """Matrices of one block format side by side, their rows interleaved where 16 fit.
+
+    So a product reads the activations once, and the kernels whole vectors. The host
+    puts them together: nothing is compiled, and of the file no page stays in memory.
+    On a GPU, that is, with `gpu_formats`, what its kernels do not read is decoded.
+    """
+    groups = [
+        (qtype, [file.view(name) for name in group])
+        for qtype, group in itertools.groupby(names, lambda n: file.tensors[n].qtype)
+    ]
+    parts: list[Matrix] = []
+    for qtype, views in groups:
+        rows = views[0] if len(views) == 1 else np.concatenate(views)
+        if qtype in FLOAT_TYPES:
+            dtype = jnp.dtype(jnp.bfloat16) if gpu_formats else rows.dtype
+            parts.append(expand([jax.device_put(rows)], dtype))
+            continue
+        tiled = qtype in UNITS and rows.shape[0] % ROWS == 0
+        if gpu_formats and not (tiled and qtype in gpu_formats):
+            whole = GGUFTensor(jax.device_put(rows), qtype)
+            parts.append(expand([whole], jnp.dtype(jnp.bfloat16)))
+        elif tiled:
+            tiles = memory.place(interleaved(rows, qtype))
+            parts.append(InterleavedTensor(tiles, qtype))
+        else:
+            parts.append(GGUFTensor(memory.place(rows), qtype))
+    for name in names:
+        file.forget(name)
+    return tuple(parts)
