@@ -124,6 +124,7 @@ class ArchitectureKeys:
         """As in the file, for the caller to check; `default` where it is missing."""
         self._seen.add(self._name(key))
         return self.file.metadata.get(self._name(key), default)
+
     def numbers(self, key: str) -> list[float]:
         """A list of finite numbers, empty where it is missing."""
         self._seen.add(self._name(key))

@@ -8,9 +8,9 @@
 
 A mixer (mixers/) is attention, latent attention, a gated delta net, a short convolution
 or Mamba-2, and has its own kind of state; a feed-forward block is dense or a mixture of
-experts (feed_forward.py). `LAYERS` of an architecture's page says which where.
-`prefill` reads the prompts, `decode` adds one token to each sequence; both take and
-return the states. Without them `hidden_states` is the forward of training.
+experts (feed_forward.py). An architecture's entry says which where. `prefill` reads the
+prompts, `decode` adds one token to each sequence; both take and return the states.
+Without them `hidden_states` is the forward of training.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,27 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import KVCache, rms_norm
+from jaxkern.models.cached_steps import decode, next_positions, prefill
 from jaxkern.models.feed_forward import Dense, DenseWeights, Mixture, MixtureWeights
-from jaxkern.models.llama import Matrices, embed, project
 from jaxkern.models.mixers.delta_net import DeltaNet, DeltaNetWeights
 from jaxkern.models.mixers.full_attention import AttentionWeights, FullAttention
 from jaxkern.models.mixers.latent import LatentAttention, LatentCache, LatentWeights
 from jaxkern.models.mixers.mamba2 import Mamba2, Mamba2Weights
-from jaxkern.models.mixers.mixing import Mixing, positions, rotation_tables
+from jaxkern.models.mixers.mixing import Mixing, rotation_tables
 from jaxkern.models.mixers.recurrent_state import RecurrentState
 from jaxkern.models.mixers.short_conv import ShortConv, ShortConvWeights
-from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+from jaxkern.models.products import Matrices, Table, embed, output_product
+
+__all__ = [
+    "DecoderConfig",
+    "DecoderWeights",
+    "LayerWeights",
+    "decode",
+    "empty_cache",
+    "hidden_states",
+    "logits",
+    "prefill",
+]
 
 Mixer = FullAttention | LatentAttention | DeltaNet | ShortConv | Mamba2
 FeedForward = Dense | Mixture
@@ -81,7 +92,7 @@ class LayerWeights(NamedTuple):
 class DecoderWeights(NamedTuple):
     """Weights of a model."""
 
-    embedding: Float[Array, "v d"] | QuantizedTensor
+    embedding: Table
     layers: tuple[LayerWeights, ...]
     output_norm: Float[Array, " d"]
     output: Matrices  # to logits
@@ -97,56 +108,11 @@ def empty_cache(
     return tuple(mixer.empty_state(batch, slots, dtype) for mixer in config.mixers)
 
 
-def prefill(
-    config: DecoderConfig,
-    weights: DecoderWeights,
-    tokens: Int32[Array, "b t"],
-    lengths: Int32[Array, " b"],
-    cache: States,
-) -> tuple[Float[Array, "b v"], States]:
-    """Reads t tokens of each sequence and gives the logits of the one that follows.
-
-    Rows may differ in length: they start at the left, and what stands behind
-    `lengths[b]` has no influence. Called again it goes on where the states end.
-
-    Args:
-      tokens: `[b, t]`.
-      lengths: `[b]`, how many of the t tokens count. Of a row with 0 the states stay
-        as they are, and its logits mean nothing.
-      cache: of `empty_cache`, or returned by an earlier call. Donate it.
-
-    Returns:
-      logits: `[b, v]` float32, after the last token that counts.
-      cache: with `lengths` more tokens per sequence.
-    """
-    x, cache = hidden_states(config, weights, tokens, cache, lengths)
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    last = jnp.take_along_axis(x, last, axis=1)  # [b, 1, d]
-    return logits(config, weights, last)[:, 0], cache
-
-
-def decode(
-    config: DecoderConfig,
-    weights: DecoderWeights,
-    tokens: Int32[Array, " b"],
-    cache: States,
-) -> tuple[Float[Array, "b v"], States]:
-    """Adds one token to each sequence.
-
-    Returns:
-      logits: `[b, v]` float32.
-      cache: with one more token per sequence.
-    """
-    x, cache = hidden_states(config, weights, tokens[:, None], cache)
-    return logits(config, weights, x)[:, 0], cache
-
-
 def logits(
     config: DecoderConfig, weights: DecoderWeights, x: Float[Array, "... d"]
 ) -> Float[Array, "... v"]:
     """Of the token that follows each hidden state, in float32."""
-    y = project(config, x, weights.output).astype(jnp.float32)
-    return y * config.logit_scale
+    return output_product(config, x, weights.output) * config.logit_scale
 
 
 def hidden_states(
@@ -154,13 +120,13 @@ def hidden_states(
     weights: DecoderWeights,
     tokens: Int32[Array, "b t"],
     cache: States | None = None,
-    new_lengths: Int32[Array, " b"] | None = None,
+    new_lengths: Int[Array, " b"] | None = None,
     segment_ids: Int[Array, "b t"] | None = None,
-) -> tuple[Float[Array, "b t d"], States]:
+) -> tuple[Float[Array, "b t d"], States | None]:
     """Normalised outputs of the last layer; the states with what counts of the tokens.
 
     Args:
-      cache: None for whole texts, as in training; the states are then ().
+      cache: None for whole texts, as in training.
       new_lengths: how many of the t tokens count, default all; with a cache.
       segment_ids: equal for the tokens of one text, of texts that are packed in a row;
         without a cache.
@@ -170,12 +136,9 @@ def hidden_states(
             "hidden_states: `new_lengths` goes with a cache and `segment_ids` without "
             "one. Pack whole texts, or read texts into a cache row by row."
         )
-    lengths = None if cache is None else cache[0].lengths
     rotations = {getattr(mixer, "rotation", None) for mixer in config.mixers} - {None}
-    tables = rotation_tables(
-        rotations, positions(tokens.shape, lengths, segment_ids)
-    )
-    at = Mixing(lengths, new_lengths, segment_ids, tables)
+    tables = rotation_tables(rotations, next_positions(tokens, cache, segment_ids))
+    at = Mixing(new_lengths, segment_ids, tables)
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
     x = x * jnp.asarray(config.embedding_scale, x.dtype)
 
@@ -187,14 +150,14 @@ def hidden_states(
     for i, (mixer, feed_forward, layer) in enumerate(blocks):
         state: Any = None
         if cache is not None:  # lengths are the same for all: derived from once
-            state = replace(cache[i], lengths=lengths)
+            state = replace(cache[i], lengths=cache[0].lengths)
         mix: Callable = mixer  # of its own weights and state
         y = rms_norm(x, layer.mixer_norm, eps=config.eps)
         y, state = mix(config, layer.mixer, y, state, at)
         x = added(x, y)
-        if cache is not None:
-            after.append(state)
+        after.append(state)
         feed: Callable = feed_forward
         y = rms_norm(x, layer.feed_forward_norm, eps=config.eps)
         x = added(x, feed(config, layer.feed_forward, y))
-    return rms_norm(x, weights.output_norm, eps=config.eps), tuple(after)
+    x = rms_norm(x, weights.output_norm, eps=config.eps)
+    return x, None if cache is None else tuple(after)

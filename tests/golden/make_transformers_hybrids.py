@@ -38,6 +38,7 @@ SIZES = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 DELTA = {
     "num_hidden_layers": 4,
+    "initializer_range": 0.2,
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -206,7 +207,7 @@ def computed(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 24)
+    tokens = np.random.default_rng(0).integers(3, SIZES["vocab_size"], 40)
     for name, (kind, options) in MODELS.items():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue

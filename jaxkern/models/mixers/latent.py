@@ -18,8 +18,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxkern import apply_rope, attention, latent_attention, rms_norm, update_kv_cache
-from jaxkern.models.llama import Matrices, plus, project
+from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing, Rotation
+from jaxkern.models.products import Matrices, plus, project
+from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.rope.rope import Pairing
 
 
@@ -74,10 +76,53 @@ class LatentAttention:
     rotation: Rotation | None
     pairing: Pairing = "interleaved"
     eps: float = 1e-6  # of the norms of the latents
+    bias: bool = False
 
     def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> LatentCache:
         rows = jnp.zeros((batch, slots, self.latent + self.rotary_dim), dtype)
         return LatentCache(rows, jnp.zeros(batch, jnp.int32))
+
+    def tensors(self, d: int, layout: Layout) -> Shapes:
+        """By their names in GGUF files."""
+        n, low = self.heads, self.query_latent
+        wide, down = n * (self.plain_dim + self.rotary_dim), self.latent
+        rows: Shapes = {
+            "attn_kv_a_mqa": (down + self.rotary_dim, d),
+            "attn_kv_b": (n * (self.plain_dim + self.value_dim), down),
+            "attn_output": (d, n * self.value_dim),
+        }
+        with_bias = ["attn_kv_a_mqa", "attn_output"]
+        norms = {"attn_kv_a_norm": down}
+        if low:
+            rows |= {"attn_q_a": (low, d), "attn_q_b": (wide, low)}
+            norms |= {"attn_q_a_norm": low}
+            with_bias.append("attn_q_a")
+        else:
+            rows["attn_q"] = (wide, d)
+        found = {f"{name}.weight": shape for name, shape in rows.items()}
+        found |= {f"{name}.weight": (size,) for name, size in norms.items()}
+        if self.bias:
+            found |= {f"{name}.bias": rows[name][:1] for name in with_bias}
+        return found
+
+    def read(self, reader: WeightReader, blk: str, layout: Layout) -> LatentWeights:
+        low = self.query_latent
+        query = f"{blk}.attn_q_b.weight" if low else f"{blk}.attn_q.weight"
+        up = reader.array(f"{blk}.attn_kv_b.weight")
+        up = up.reshape(self.heads, -1, self.latent)
+        return LatentWeights(
+            query_down=reader.matrices(f"{blk}.attn_q_a.weight") if low else None,
+            query_norm=reader.vectors(f"{blk}.attn_q_a_norm.weight"),
+            query=reader.matrices(query),
+            down=reader.matrices(f"{blk}.attn_kv_a_mqa.weight"),
+            norm=reader.vector(f"{blk}.attn_kv_a_norm.weight"),
+            up_key=up[:, : self.plain_dim],
+            up_value=up[:, self.plain_dim :],
+            output=reader.matrices(f"{blk}.attn_output.weight"),
+            query_down_bias=reader.vectors(f"{blk}.attn_q_a.bias"),
+            down_bias=reader.vectors(f"{blk}.attn_kv_a_mqa.bias"),
+            output_bias=reader.vectors(f"{blk}.attn_output.bias"),
+        )
 
     def __call__(
         self,

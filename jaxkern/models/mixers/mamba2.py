@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern import gated_rms_norm, selective_scan
-from jaxkern.models.llama import Matrices, plus, project
+from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
     RecurrentState,
@@ -25,6 +25,8 @@ from jaxkern.models.mixers.recurrent_state import (
     grown,
     short_convolution,
 )
+from jaxkern.models.products import Matrices, plus, project
+from jaxkern.models.weight_reader import WeightReader
 
 
 class Mamba2Weights(NamedTuple):
@@ -73,6 +75,39 @@ class Mamba2:
         del slots, dtype  # it does not grow, and small steps need float32
         memory = (self.width, self.state_dim)
         return empty_state(batch, self.taps - 1, self.channels, memory)
+
+    def tensors(self, d: int, layout: Layout) -> Shapes:
+        """By their names in GGUF files, where those have them."""
+        n, wide = self.heads, self.width
+        rows = wide + self.channels + n
+        found: Shapes = {
+            "ssm_in.weight": (rows, d),
+            "ssm_conv1d.weight": (self.channels, 1, self.taps),
+            "ssm_a_log": (n,),
+            "ssm_dt.bias": (n,),
+            "ssm_d": (n,),
+            "ssm_norm.weight": (wide,),
+            "ssm_out.weight": (d, wide),
+        }
+        if self.conv_bias:
+            found["ssm_conv1d.bias"] = (self.channels,)
+        if self.bias:
+            found |= {"ssm_in.bias": (rows,), "ssm_out.bias": (d,)}
+        return found
+
+    def read(self, reader: WeightReader, blk: str, layout: Layout) -> Mamba2Weights:
+        return Mamba2Weights(
+            input=reader.matrices(f"{blk}.ssm_in.weight"),
+            convolution=reader.vector(f"{blk}.ssm_conv1d.weight")[:, 0],
+            convolution_bias=reader.vectors(f"{blk}.ssm_conv1d.bias"),
+            a_log=reader.vector(f"{blk}.ssm_a_log"),
+            dt_bias=reader.vector(f"{blk}.ssm_dt.bias"),
+            skip=reader.vector(f"{blk}.ssm_d"),
+            norm=reader.vector(f"{blk}.ssm_norm.weight"),
+            output=reader.matrices(f"{blk}.ssm_out.weight"),
+            input_bias=reader.vectors(f"{blk}.ssm_in.bias"),
+            output_bias=reader.vectors(f"{blk}.ssm_out.bias"),
+        )
 
     def __call__(
         self,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
@@ -28,31 +27,14 @@ class Mixing(NamedTuple):
     """Where the tokens stand.
 
     Attributes:
-      lengths: tokens that each sequence had before; None without a cache.
       new_lengths: how many of the t tokens count, or None for all.
       segment_ids: of texts packed in a row, without a cache.
       tables: cos and sin of every rotation that the model has.
     """
 
-    lengths: Int32[Array, " b"] | None
-    new_lengths: Int32[Array, " b"] | None
+    new_lengths: Int[Array, " b"] | None
     segment_ids: Int[Array, "b t"] | None
     tables: Mapping[Rotation, Tables]
-
-
-def positions(
-    shape: tuple[int, int],
-    lengths: Int32[Array, " b"] | None,
-    segment_ids: Int[Array, "b t"] | None,
-) -> Int32[Array, "b t"]:
-    """Of each token in its text: behind what the cache has, or from its segment on."""
-    at = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    if lengths is not None:
-        return at + lengths[:, None]
-    if segment_ids is None:
-        return at
-    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), mode="edge")[:, :-1]
-    return at - lax.cummax(jnp.where(segment_ids == before, 0, at), axis=1)
 
 
 def rotation_tables(

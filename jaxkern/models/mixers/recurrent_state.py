@@ -52,9 +52,12 @@ def short_convolution(
             x, weight, bias, segment_ids=at.segment_ids, activation=activation
         )
         return y, None
-    if x.shape[1] == 1 and at.new_lengths is None:
+    if x.shape[1] == 1:
         token = (x[:, 0], weight, bias, state.inputs)
         y, inputs = causal_conv1d_step(*token, activation=activation)
+        if at.new_lengths is not None:
+            kept = (at.new_lengths > 0)[:, None, None]
+            inputs = jnp.where(kept, inputs, state.inputs)
         return y[:, None], inputs
     return causal_conv1d(
         x,
@@ -64,6 +67,14 @@ def short_convolution(
         active_length=at.new_lengths,
         activation=activation,
     )
+
+
+def counted(x: Float[Array, "b t *rest"], at: Mixing) -> Float[Array, "b t *rest"]:
+    """x with zeros for the tokens that do not count."""
+    if at.new_lengths is None:
+        return x
+    counts = jnp.arange(x.shape[1]) < at.new_lengths[:, None]
+    return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
 def grown(state: RecurrentState, x: Float[Array, "b t d"], at: Mixing):

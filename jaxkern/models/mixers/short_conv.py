@@ -1,7 +1,7 @@
 """Gated short convolution of LFM2: a few tokens back, each channel by its own taps.
 
-    b, c, u = x W
-    out     = (c * conv(b * u)) O
+b, c, u = x W
+out     = (c * conv(b * u)) O
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxkern.models.llama import Matrices, plus, project
+from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
     RecurrentState,
@@ -19,6 +19,8 @@ from jaxkern.models.mixers.recurrent_state import (
     grown,
     short_convolution,
 )
+from jaxkern.models.products import Matrices, plus, project
+from jaxkern.models.weight_reader import WeightReader
 
 
 class ShortConvWeights(NamedTuple):
@@ -38,10 +40,35 @@ class ShortConv:
 
     channels: int
     taps: int
+    bias: bool = False
 
     def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> RecurrentState:
         del slots, dtype
         return empty_state(batch, self.taps - 1, self.channels, None)
+
+    def tensors(self, d: int, layout: Layout) -> Shapes:
+        """By their names in GGUF files."""
+        found: Shapes = {
+            "shortconv.in_proj.weight": (3 * d, d),
+            "shortconv.conv.weight": (d, 1, self.taps),
+            "shortconv.out_proj.weight": (d, d),
+        }
+        if self.bias:
+            sizes = {"in_proj": 3 * d, "conv": d, "out_proj": d}
+            found |= {f"shortconv.{n}.bias": (size,) for n, size in sizes.items()}
+        return found
+
+    def read(self, reader: WeightReader, blk: str, layout: Layout) -> ShortConvWeights:
+        at = f"{blk}.shortconv"
+        taps = reader.vector(f"{at}.conv.weight")
+        return ShortConvWeights(
+            input=reader.matrices(f"{at}.in_proj.weight"),
+            convolution=taps.reshape(self.channels, self.taps),
+            output=reader.matrices(f"{at}.out_proj.weight"),
+            input_bias=reader.vectors(f"{at}.in_proj.bias"),
+            convolution_bias=reader.vectors(f"{at}.conv.bias"),
+            output_bias=reader.vectors(f"{at}.out_proj.bias"),
+        )
 
     def __call__(
         self,

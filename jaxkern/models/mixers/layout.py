@@ -1,0 +1,31 @@
+"""How a file stores a decoder's weights, where files of one model differ."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Shapes = dict[str, tuple[int, ...]]
+"""Tensors by their names behind "blk.<layer>."."""
+
+ExpertForm = Literal["stacked", "single", "fused", "alternating", "mxfp4"]
+"""How experts lie: gate, up and down of `[e, f, d]` each; one tensor for each expert;
+gate and up as `[e, 2*f, d]`; as `[e, d, 2*f]` with rows of gate and up by turns; likewise
+in groups of MXFP4."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One kind of file.
+
+    Attributes:
+      experts: see `ExpertForm`.
+      one_gate_up: gate and up of a dense block are one tensor.
+      plus: what norms are stored less.
+      mixer_norm, ffn_norm, output_norm: names of norms.
+    """
+
+    experts: ExpertForm = "stacked"
+    one_gate_up: bool = False
+    plus: float = 0.0
+    mixer_norm: str = "attn_norm"
+    ffn_norm: str = "ffn_norm"
+    output_norm: str = "output_norm"
