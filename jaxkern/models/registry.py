@@ -112,7 +112,7 @@ def renamed(folder: SafetensorsFolder, names: Mapping[str, str]) -> SafetensorsF
 
 
 def as_pattern(template: str) -> re.Pattern[str]:
-    """ "x.{i}.y" matches x.0.y and x.10.y, not x.01.y; "x.{rest}" all that begins so."""
+    """ "x.{i}.y" matches x.0.y and x.10.y, not x.01.y; "x.{rest}" all under x."""
     escaped = re.escape(template)
     for letter in "ij":
         number = rf"(?P<{letter}>0|[1-9]\d{{0,5}})"

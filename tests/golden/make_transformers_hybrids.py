@@ -3,8 +3,8 @@
     pip install torch transformers accelerate
     python -m tests.golden.make_transformers_hybrids
 
-writes a folder for each model under `tests/golden/transformers_hybrids/`, its weights in
-bfloat16, with a `golden.npz`, all computed in float32 from the weights as saved:
+writes a folder for each model under `tests/golden/transformers_hybrids/`, its weights
+in bfloat16, with a `golden.npz`, all computed in float32 from the weights as saved:
 
     tokens          [t] int32
     logits          [t, vocabulary]
@@ -127,6 +127,8 @@ MODELS = {
     ),
 }  # fmt: skip
 
+SEEDS = {"deepseek_v2": 1}  # with 0 its answer is one token again and again
+
 
 def randomise(model: torch.nn.Module) -> None:
     """Random numbers for what begins as 0, 1 or the same in every model."""
@@ -211,7 +213,7 @@ def main() -> None:
     for name, (kind, options) in MODELS.items():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
-        torch.manual_seed(0)
+        torch.manual_seed(SEEDS.get(name, 0))
         config = AutoConfig.for_model(kind, **{**SIZES, **options})
         model = AutoModelForCausalLM.from_config(config)
         randomise(model)
