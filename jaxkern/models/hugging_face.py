@@ -35,6 +35,8 @@ WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1.0, 1),
     "rope_parameters.partial_rotary_factor": (1.0, 1),
+    "rope_parameters.full_attention.partial_rotary_factor": (1.0, 1),
+    "rope_parameters.sliding_attention.partial_rotary_factor": (1.0, 1),
     "use_sliding_window": (False,),
     "is_encoder_decoder": (False,),
     "tie_encoder_decoder": (False,),

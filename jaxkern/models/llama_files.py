@@ -1,12 +1,20 @@
 """The architectures of the llama page, and their weights from files."""
 
+from dataclasses import replace
 from functools import partial
 
 from jaxkern.models.architecture import Architecture
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights
 from jaxkern.models.llama_config import described_gguf
 from jaxkern.models.llama_folder import described_folder, folder_names
-from jaxkern.models.llama_form import BIASES, HEAD_NORMS, PRE_NORMS, QKV_BIASES, Form
+from jaxkern.models.llama_form import (
+    BIASES,
+    HEAD_NORMS,
+    POST_NORMS,
+    PRE_NORMS,
+    QKV_BIASES,
+    Form,
+)
 from jaxkern.models.weight_reader import WeightReader
 
 UNREAD_WINDOW = {
@@ -14,6 +22,29 @@ UNREAD_WINDOW = {
     "max_window_layers": "only read with use_sliding_window",
 }
 USUAL = (*BIASES, *HEAD_NORMS)  # what some files of these names lack
+
+OLMO = Form(
+    "olmo2",
+    norms=(*POST_NORMS, *HEAD_NORMS),
+    wide_norms=True,
+    features=("attention_bias",),
+)
+GEMMA = Form(
+    "gemma2",
+    norms=(*PRE_NORMS, *POST_NORMS),
+    plus_one=True,
+    activation="gelu_tanh",
+    scaled_embedding=True,
+    pattern=2,
+    features=(
+        *("window", "softcaps", "query_pre_attn_scalar"),
+        *("attention_bias", "tied", "head_dim"),
+    ),
+    without={
+        "hidden_act": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (False,),
+    },
+)
 
 # `general.architecture` or None, `model_type` or None, and what follows from them
 FORMS: tuple[tuple[str | None, str | None, Form], ...] = (
@@ -43,6 +74,54 @@ FORMS: tuple[tuple[str | None, str | None, Form], ...] = (
             optional=BIASES,
             features=("attention_bias", "head_dim"),
             harmless=UNREAD_WINDOW,
+        ),
+    ),
+    (
+        "smollm3",
+        "smollm3",
+        Form(
+            "smollm3",
+            pairing="interleaved",
+            rope_step=4,
+            features=("attention_bias", "mlp_bias", "tied"),
+            harmless=UNREAD_WINDOW,
+        ),
+    ),
+    ("olmo2", "olmo2", OLMO),
+    (
+        None,  # GGUF files say olmo2, with a window
+        "olmo3",
+        replace(
+            OLMO,
+            name="olmo3",
+            pattern=4,
+            features=("attention_bias", "window", "local_rope"),
+        ),
+    ),
+    (
+        "phi3",
+        "phi3",
+        Form(
+            "phi3",
+            fused=True,
+            features=("window", "partial_rotary"),
+            harmless={
+                "resid_pdrop": "of training",
+                "embd_pdrop": "of training",
+                "original_max_position_embeddings": "only read with longrope",
+            },
+        ),
+    ),
+    ("gemma2", "gemma2", GEMMA),
+    (
+        "gemma3",
+        "gemma3_text",
+        replace(
+            GEMMA,
+            name="gemma3",
+            norms=(*GEMMA.norms, *HEAD_NORMS),
+            pattern=6,
+            features=(*GEMMA.features, "local_rope"),
         ),
     ),
 )

@@ -156,8 +156,8 @@ def windows_of(
         return None, None
     window = keys.integer("sliding_window", 0) or None
     step = form.pattern
-    if step and not kinds:  # in files before layer_types
-        step = keys.integer("sliding_window_pattern", step)
+    for name in ("sliding_window_pattern", "_sliding_window_pattern") if step else ():
+        step = keys.integer(name, step)  # of files before layer_types, which say more
     if not kinds or not step:
         return window, every(step, layers)
     if {*kinds} - {"full_attention", "sliding_attention"} or len(kinds) != layers:
@@ -165,8 +165,6 @@ def windows_of(
             "layer_types",
             "expected full_attention or sliding_attention for each layer",
         )
-    if keys.has("sliding_window_pattern"):
-        keys.integer("sliding_window_pattern")  # what layer_types say
     return window, tuple(kind == "sliding_attention" for kind in kinds)
 
 
