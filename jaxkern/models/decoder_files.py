@@ -11,11 +11,7 @@ from jaxkern.models.decoder import DecoderConfig, DecoderWeights, LayerWeights
 from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.weight_reader import WeightReader
 
-MODEL_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+MODEL_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm"}
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 ATTENTION = {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"}
 ATTENTION |= {"self_attn.o_proj": "attn_output"}
@@ -41,7 +37,9 @@ class Folder:
       config: reads config.json.
       names: of products and norms in a layer, which end in weight or bias.
       others: of what is in a layer and ends otherwise.
-      model: of what is outside layers.
+      model: of what is outside layers, beside the output.
+      at: where both are.
+      keys_at: where config.json describes the text model, if not outside.
       ignored: templates of whole names that change nothing in the logits.
       further_layers: how many layers behind the last one do so too.
       layout: of the weights; or of what config.json says.
@@ -52,6 +50,8 @@ class Folder:
     names: Mapping[str, str]
     others: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, str] = field(default_factory=lambda: MODEL_NAMES)
+    at: str = "model"
+    keys_at: str = ""
     ignored: tuple[str, ...] = ()
     further_layers: Callable[[ArchitectureKeys], int] = lambda keys: 0
     layout: Layout = Layout()
@@ -81,19 +81,22 @@ def template_names(folder: Folder) -> dict[str, str]:
         f"{a}.{end}": f"{b}.{end}" for a, b in folder.names.items() for end in ENDS
     }
     layer |= folder.others
+    at = folder.at
     return {
-        **folder.model,
-        **{f"model.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in layer.items()},
+        "lm_head.weight": "output.weight",
+        **{f"{at}.{a}.weight": f"{b}.weight" for a, b in folder.model.items()},
+        **{f"{at}.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in layer.items()},
         **{name: f"ignored.{name}" for name in folder.ignored},
     }
 
 
 def described_folder(folder: Folder, keys: ArchitectureKeys) -> Described:
     """The config, and exactly the tensors that config.json says."""
-    config, layout = folder.config(keys), layout_of(folder, keys.file.tensors)
+    text = keys.within(folder.keys_at) if folder.keys_at else keys
+    config, layout = folder.config(text), layout_of(folder, keys.file.tensors)
     tied = folder.tied
     for key in folder.tied_keys:
-        tied = keys.flag(key, tied)
+        tied = keys.flag(key, text.flag(key, tied))
     tensors = tensors_of(config, layout, tied=tied)
     further = range(config.layers, config.layers + folder.further_layers(keys))
     left_out = ("ignored.", *(f"blk.{i}." for i in further))

@@ -58,7 +58,7 @@ NAMES = {
 }
 MODEL = {
     **MODEL_NAMES,
-    "model.embedding_norm.weight": "token_embd_norm.weight",  # after the last layer
+    "embedding_norm": "token_embd_norm",  # behind the last layer
 }
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next and the text models of Qwen3.5: gated delta nets, and some attention.
+"""Qwen3-Next, and the text in Qwen3.5: gated delta nets, and some attention.
 
     x = x + mixer(rms_norm(x))      a gated delta net; in every fourth layer attention,
                                     a part of whose dims rotates, with an output gate
@@ -6,12 +6,13 @@
 
 All norms but that of the delta net are stored less 1. The tensors `mtp.*` of the
 published files predict further tokens: they are no part of the model that gives the
-logits, and are left out.
+logits, and are left out. So is what reads images: Qwen3.5 answers text alone here.
 """
 
 from dataclasses import replace
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
+from jaxkern.models import hugging_face
 from jaxkern.models.decoder import DecoderConfig
 from jaxkern.models.decoder_files import (
     ATTENTION,
@@ -86,7 +87,7 @@ def config_of(keys: ArchitectureKeys) -> DecoderConfig:
         raise keys.error(
             "linear_num_value_heads", f"{delta.key_heads} key heads do not divide them"
         )
-    if keys.arch == "qwen3_5_text":
+    if keys.arch in ("qwen3_5", "qwen3_5_text"):
         feed_forwards: tuple[Dense | Mixture, ...]
         feed_forwards = (Dense(positive(keys, "intermediate_size")),) * layers
     else:
@@ -113,30 +114,46 @@ def experts_of(keys: ArchitectureKeys) -> Mixture:
     return replace(found, shared=shared)
 
 
+NAMES = NORMS | ATTENTION | HEAD_NORMS | DELTA | DENSE | EXPERTS | ROUTER | SHARED
+WITHOUT = {"attention_bias": (False,)}
+TEXT = Folder(
+    config_of,
+    names=NAMES,
+    others=OTHERS,
+    ignored=("mtp.{rest}",),
+    layout=Layout(experts="single", plus=1.0),
+    harmless=TRAINING | HARMLESS,
+    without=WITHOUT,
+)
+INSIDE = "text_config"
+WITH_IMAGES = replace(
+    TEXT,
+    at="model.language_model",
+    keys_at=INSIDE,
+    ignored=("mtp.{rest}", "model.visual.{rest}"),
+    harmless={
+        **{
+            f"{INSIDE}.{key}": why
+            for key, why in (hugging_face.HARMLESS | TRAINING | HARMLESS).items()
+        },
+        "vision_config.*": "of images",
+        "image_token_id": "of images",
+        "video_token_id": "of images",
+        "vision_start_token_id": "of images",
+        "vision_end_token_id": "of images",
+    },
+    without={
+        f"{INSIDE}.{key}": values
+        for key, values in (hugging_face.WITHOUT | WITHOUT).items()
+    },
+)
 ARCHITECTURES = tuple(
-    folder_architecture(
-        name,
-        model_type,
-        Folder(
-            config_of,
-            names=NORMS
-            | ATTENTION
-            | HEAD_NORMS
-            | DELTA
-            | DENSE
-            | EXPERTS
-            | ROUTER
-            | SHARED,
-            others=OTHERS,
-            ignored=("mtp.{rest}",),
-            layout=Layout(experts="single", plus=1.0),
-            harmless=TRAINING | HARMLESS,
-            without={"attention_bias": (False,)},
-        ),
-    )
-    for name, model_type in (
-        ("qwen3next", "qwen3_next"),
-        ("qwen3_5", "qwen3_5_text"),
-        ("qwen3_5moe", "qwen3_5_moe_text"),
+    folder_architecture(name, model_type, folder)
+    for name, model_type, folder in (
+        ("qwen3next", "qwen3_next", TEXT),
+        ("qwen3.5", "qwen3_5", WITH_IMAGES),
+        ("qwen3.5moe", "qwen3_5_moe", WITH_IMAGES),
+        ("qwen3.5 text", "qwen3_5_text", TEXT),
+        ("qwen3.5moe text", "qwen3_5_moe_text", TEXT),
     )
 )

@@ -20,7 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 FOLDERS = Path(__file__).parent / "transformers_hybrids"
 PROMPT = 9
@@ -28,7 +32,7 @@ SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -37,13 +41,23 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 DELTA = {
-    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"],
     "initializer_range": 0.2,
+    "rms_norm_eps": 1e-3,  # else the norm behind a first q.k near 0 amplifies rounding
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 4,
 }
 SHARED = {"shared_expert_intermediate_size": 24}
 LATENT = {
@@ -73,7 +87,6 @@ MODELS = {
         {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "num_hidden_layers": 2,
             "hidden_size": 64,
             "intermediate_size": 32,
             "head_dim": 16,
@@ -83,13 +96,17 @@ MODELS = {
         },
     ),
     "qwen3_next": ("qwen3_next", DELTA | EXPERTS | SHARED | {"norm_topk_prob": True}),
-    "qwen3_5": ("qwen3_5_text", DELTA),
-    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA | EXPERTS | SHARED),
+    "qwen3_5_text": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", DELTA | EXPERTS | SHARED),
+    "qwen3_5": ("qwen3_5", {"text_config": DELTA, "vision_config": VISION}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        {"text_config": DELTA | EXPERTS | SHARED, "vision_config": VISION},
+    ),
     "lfm2": (
         "lfm2",
         {
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "layer_types": ["conv", "full_attention"],
             "intermediate_size": 60,
             "block_multiple_of": 16,
         },
@@ -106,11 +123,7 @@ MODELS = {
     "granitemoehybrid": (
         "granitemoehybrid",
         {
-            "num_hidden_layers": 4,
-            "layer_types": [
-                *("linear_attention", "full_attention"),
-                *("linear_attention", "linear_attention"),
-            ],
+            "layer_types": ["linear_attention", "full_attention"],
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "intermediate_size": 16,
@@ -164,7 +177,7 @@ def packed_experts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
+def save_packed(folder: Path, packed: dict[str, torch.Tensor]) -> Path:
     """The folder once more with experts of MXFP4, as the published files are."""
     other = folder.with_name(f"{folder.name}_mxfp4")
     shutil.rmtree(other, ignore_errors=True)
@@ -181,11 +194,16 @@ def save_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
         "modules_to_not_convert": kept,
     }
     (other / "config.json").write_text(json.dumps(config, indent=2))
+    (other / "golden.npz").unlink()  # it is that of the first folder
+    return other
 
 
 def computed(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """What the model of the folder gives, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(
+    config = json.loads((folder / "config.json").read_text())
+    images = "vision_config" in config
+    model = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    model = model.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     row = torch.tensor(tokens)[None]
@@ -214,8 +232,14 @@ def main() -> None:
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         torch.manual_seed(SEEDS.get(name, 0))
-        config = AutoConfig.for_model(kind, **{**SIZES, **options})
-        model = AutoModelForCausalLM.from_config(config)
+        if "text_config" in options:
+            inner = {**SIZES, **options["text_config"]}
+            options = {**options, "text_config": inner}
+            config = AutoConfig.for_model(kind, tie_word_embeddings=False, **options)
+            model = AutoModelForImageTextToText.from_config(config)
+        else:
+            config = AutoConfig.for_model(kind, **{**SIZES, **options})
+            model = AutoModelForCausalLM.from_config(config)
         randomise(model)
         folder = FOLDERS / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -225,8 +249,8 @@ def main() -> None:
         arrays = computed(folder, tokens)
         np.savez_compressed(folder / "golden.npz", **arrays)
         if packed:
-            save_packed(folder, packed)
-            again = computed(FOLDERS / f"{name}_mxfp4", tokens)["logits"]
+            other = save_packed(folder, packed)
+            again = computed(other, tokens)["logits"]
             assert np.abs(again - arrays["logits"]).max() < 1e-5
         print(name, arrays["logits"].std(), arrays["greedy"][:12])
 

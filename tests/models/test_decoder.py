@@ -1,0 +1,296 @@
+"""Decoders of mixed layers: states, packed texts, and files with something unknown.
+
+Whole architectures are compared with `transformers` in test_architectures.py, whose
+texts are read in one piece; here one model has every kind of layer, and reads in pieces.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import MicroscaledTensor
+from jaxkern.formats.gguf import GGUFTensorInfo
+from jaxkern.formats.safetensors import SafetensorsError, read_safetensors_folder
+from jaxkern.models import load
+from jaxkern.models.decoder import (
+    DecoderConfig,
+    decode,
+    empty_cache,
+    hidden_states,
+    logits,
+    prefill,
+)
+from jaxkern.models.decoder_files import Folder, tensors_of, weights_of
+from jaxkern.models.feed_forward import Dense, Mixture
+from jaxkern.models.hugging_face import HARMLESS, WITHOUT
+from jaxkern.models.mixers.delta_net import DeltaNet
+from jaxkern.models.mixers.full_attention import FullAttention
+from jaxkern.models.mixers.latent import LatentAttention
+from jaxkern.models.mixers.layout import Layout
+from jaxkern.models.mixers.mamba2 import Mamba2
+from jaxkern.models.mixers.mixing import Rotation
+from jaxkern.models.mixers.short_conv import ShortConv
+from jaxkern.models.registry import described
+from jaxkern.models.weight_reader import expand
+
+FOLDERS = Path(__file__).parents[1] / "golden" / "transformers_hybrids"
+NAMES = sorted(path.name for path in FOLDERS.iterdir())
+TURNS = Rotation(4, 10000.0)
+MIXERS = (
+    FullAttention(4, 2, 4, TURNS, window=3, output_gate=True, sinks=True, bias=True),
+    LatentAttention(2, 8, 0, 4, 4, 4, 0.3, TURNS),
+    DeltaNet(1, 2, 4, 4, taps=4),
+    ShortConv(16, taps=3, bias=True),
+    Mamba2(2, 4, groups=1, state_dim=4, taps=2),
+)
+EXPERTS = Mixture(4, 8, 2, score="sigmoid", correction=True, router_bias=True)
+CONFIG = DecoderConfig(
+    architecture="test",
+    context=64,
+    d_model=16,
+    vocabulary=20,
+    eps=1e-3,
+    mixers=MIXERS,
+    feed_forwards=(Dense(12), EXPERTS, *(Dense(12),) * 3),
+    residual_scale=0.7,
+)
+
+
+class RandomReader:
+    """Random weights in the place of a file's."""
+
+    from_folder = True
+
+    def __init__(self, tensors):
+        self.file = SimpleNamespace(tensors=tensors)
+        self.random = np.random.default_rng(0)
+
+    def vector(self, name, plus=0.0):
+        shape = self.file.tensors[name].shape
+        spread = 1 / math.sqrt(shape[-1]) if len(shape) > 1 else 0.5
+        x = self.random.normal(size=shape) * spread + plus + ("norm" in name)
+        return jnp.asarray(x, jnp.float32)
+
+    array = experts = vector
+
+    def vectors(self, *names, plus=0.0):
+        if names[0] not in self.file.tensors:
+            return None
+        return jnp.concatenate([self.vector(name, plus) for name in names])
+
+    def matrices(self, *names):
+        rows = [self.vector(name) for name in names]
+        return (expand(rows, jnp.dtype(jnp.float32)),)
+
+    def table_and_output(self):
+        table = self.vector("token_embd.weight") * 4
+        return table, self.matrices("output.weight")
+
+
+@pytest.fixture(scope="module")
+def weights():
+    tensors = tensors_of(CONFIG, Layout(), tied=False)
+    return weights_of(Folder(lambda keys: CONFIG, {}), CONFIG, RandomReader(tensors))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Two texts in a row, and each of them with something else behind it."""
+    tokens = np.random.default_rng(1).integers(0, 20, (3, 17), np.int32)
+    tokens[1, :11], tokens[2, :6] = tokens[0, :11], tokens[0, 11:]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def whole(weights, rows):
+    """Logits of the rows without a cache."""
+
+    @jax.jit
+    def forward(weights, tokens, ids):
+        x, cache = hidden_states(CONFIG, weights, tokens, segment_ids=ids)
+        assert cache is None
+        return logits(CONFIG, weights, x)
+
+    ids = np.zeros((3, 17), np.int32)
+    ids[0, 11:] = 1
+    return np.asarray(forward(weights, rows, ids))
+
+
+def test_texts_packed_in_a_row_do_not_see_each_other(whole):
+    assert np.std(whole) > 0.3
+    np.testing.assert_allclose(whole[0, :11], whole[1, :11], atol=2e-5)
+    np.testing.assert_allclose(whole[0, 11:], whole[2, :6], atol=2e-5)
+    assert np.abs(whole[0, 11:] - whole[1, 11:]).max() > 0.1
+
+
+def test_texts_in_pieces(weights, rows, whole):
+    """Rows of other lengths, a row that reads nothing, and one token more."""
+    read, add = (jax.jit(f, static_argnums=0) for f in (prefill, decode))
+    texts = rows[1:, :12]
+    cache = empty_cache(CONFIG, 2, 16)
+    found, first = read(CONFIG, weights, texts[:, :6], jnp.array([6, 4]), cache)
+    np.testing.assert_allclose(found[0], whole[1, 5], atol=2e-5)
+    np.testing.assert_allclose(found[1], whole[2, 3], atol=2e-5)
+    found, second = read(CONFIG, weights, texts[:, 6:], jnp.array([5, 0]), first)
+    np.testing.assert_allclose(found[0], whole[1, 10], atol=2e-5)
+    for before, after in zip(*map(jax.tree.leaves, (first, second)), strict=True):
+        np.testing.assert_array_equal(before[1], after[1])
+    found, third = add(CONFIG, weights, texts[:, 11], second, jnp.array([1, 0]))
+    np.testing.assert_allclose(found[0], whole[1, 11], atol=2e-5)
+    for before, after in zip(*map(jax.tree.leaves, (second, third)), strict=True):
+        np.testing.assert_array_equal(before[1], after[1])
+        assert not np.array_equal(before[0], after[0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "atol"), [("packed", 1e-4), ("packed_int8", 1e-4), ("bf16", 0.6)]
+)
+def test_experts_in_mxfp4(policy, atol):
+    """Packed experts stay so, and give what `transformers` computes from them."""
+    config, weights = load(FOLDERS / "gpt_oss_mxfp4", policy)
+    golden = np.load(FOLDERS / "gpt_oss" / "golden.npz")
+    experts = weights.layers[0].feed_forward
+    packed = policy != "bf16"
+    for w in (experts.gate, experts.up, experts.down):
+        assert isinstance(w, MicroscaledTensor) == packed
+    x, _ = hidden_states(config, weights, jnp.asarray(golden["tokens"])[None])
+    found = logits(config, weights, x)[0]
+    np.testing.assert_allclose(found, golden["logits"], rtol=0, atol=atol)
+
+
+def changed(folder, key, value):
+    """The folder with one other value in its config.json, which is not read again."""
+    kind = folder.architecture
+    kept = {
+        name: old
+        for name, old in folder.metadata.items()
+        if name != f"{kind}.{key}" and not name.startswith(f"{kind}.{key}.")
+    }
+    new = {f"{kind}.{key}": value}
+    if isinstance(value, dict):
+        new = {f"{kind}.{key}.{inner}": leaf for inner, leaf in value.items()}
+    return replace(folder, metadata=kept | new)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_is_used_harmless_or_refused(name):
+    folder = read_safetensors_folder(FOLDERS / name)
+    plain = described(folder)
+    harmless = {*plain.architecture.harmless}
+    without = {**WITHOUT, **plain.architecture.without}
+    original = json.loads((FOLDERS / name / "config.json").read_text())
+    refused = 0
+    for key in (*original, "of_nobody", "logit_scale", "quantization_config"):
+        for value in (3, 0.37, True, "foreign", ["a"], {"a": 1}):
+            if key in ("model_type", "architectures") or value == original.get(key):
+                continue
+            if any(type(value) is type(w) and value == w for w in without.get(key, ())):
+                continue
+            try:
+                found = described(changed(folder, key, value))
+            except SafetensorsError:
+                refused += 1
+            else:
+                used = found.config != plain.config or found.tensors != plain.tensors
+                assert used or key in harmless or key in HARMLESS, (key, value)
+    assert refused > 60
+
+
+STRANGERS = [
+    "model.layers.0.mlp.extra.weight",
+    "model.layers.0.self_attn.q_proj.scales",
+    "model.layers.00.input_layernorm.weight",
+    "model.layers.9.input_layernorm.weight",
+    "visual.patch_embed.weight",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_tensor_is_refused(name):
+    folder = read_safetensors_folder(FOLDERS / name)
+    info = GGUFTensorInfo((32,), "F32", 0, 128)
+    for stranger in STRANGERS:
+        more = replace(folder, tensors={**folder.tensors, stranger: info})
+        with pytest.raises(SafetensorsError, match="has no place in a model"):
+            described(more)
+    for lost in folder.tensors:
+        rest = {n: at for n, at in folder.tensors.items() if n != lost}
+        with pytest.raises(SafetensorsError):
+            described(replace(folder, tensors=rest))
+    codes = GGUFTensorInfo((96, 32), "U8", 0, 96 * 32)
+    if name != "gpt_oss" and name != "gpt_oss_mxfp4":
+        others = {**folder.tensors, "lm_head.weight": codes}
+        with pytest.raises(SafetensorsError, match="is U8, expected numbers"):
+            described(replace(folder, tensors=others))
+
+
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [
+        ("qwen3_next", "mtp.layers.0.mlp.gate.weight"),
+        ("qwen3_5", "mtp.fc.weight"),
+        ("deepseek_v3", "model.layers.2.eh_proj.weight"),
+        ("deepseek_v3", "model.layers.2.self_attn.o_proj.weight"),
+    ],
+)
+def test_what_predicts_further_tokens_is_left_out(name, further):
+    folder = read_safetensors_folder(FOLDERS / name)
+    info = GGUFTensorInfo((5, 7), "BF16", 0, 70)
+    more = replace(folder, tensors={**folder.tensors, further: info})
+    found = described(more)
+    assert sorted(found.file.tensors) == sorted(described(folder).file.tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("qwen3_moe", "num_experts_per_tok", 7, "there are 6 experts"),
+        ("qwen3_moe", "mlp_only_layers", ["a"], "expected a list of layers"),
+        ("gpt_oss", "layer_types", ["chunked_attention"] * 2, "expected full_attention"),
+        ("gpt_oss_mxfp4", "quantization_config", {"quant_method": "fp8"}, "mxfp4 where"),
+        ("gpt_oss", "quantization_config", {"quant_method": "mxfp4"}, "not here"),
+        ("qwen3_next", "partial_rotary_factor", 1.5, "of 16 dims cannot rotate"),
+        ("qwen3_next", "linear_num_key_heads", 3, "do not divide them"),
+        ("qwen3_next", "attention_bias", True, "attention_bias is True"),
+        ("deepseek_v2", "topk_method", "noaux_tc", "expected greedy or"),
+        ("deepseek_v2", "norm_topk_prob", True, "expected false for deepseek_v2"),
+        ("deepseek_v3", "scoring_func", "softmax", "expected sigmoid"),
+        ("deepseek_v3", "n_group", 3, "8 experts, of which 2 groups count"),
+        ("granitemoehybrid", "position_embedding_type", "alibi", "known are nope and"),
+        ("granitemoehybrid", "time_step_limit", [1.0, 0.5], "the smaller one first"),
+        ("granitemoehybrid", "mamba_n_heads", 7, "2 groups, 64 channels"),
+        ("lfm2", "use_pos_enc", False, "use_pos_enc is False"),
+    ],
+)
+def test_refusals(name, key, value, message):
+    folder = changed(read_safetensors_folder(FOLDERS / name), key, value)
+    if key == "partial_rotary_factor":
+        folder = changed(folder, "rope_parameters", {"rope_theta": 10000.0})
+    with pytest.raises(SafetensorsError, match=message):
+        described(folder)
+
+
+def test_older_config_files():
+    """rope_theta beside rope_scaling, layers by their numbers, names of the makers."""
+    folder = read_safetensors_folder(FOLDERS / "lfm2")
+    older = changed(folder, "rope_parameters", {})
+    older = changed(older, "layer_types", [])
+    for key, value in (
+        ("rope_theta", 1000000.0),
+        ("full_attn_idxs", [1]),
+        ("tie_embedding", False),
+        ("block_ff_dim", 60),
+    ):
+        older = changed(older, key, value)
+    assert described(older).config == described(folder).config
+    folder = read_safetensors_folder(FOLDERS / "granitemoehybrid")
+    older = changed(folder, "layer_types", ["mamba", "attention"])
+    older = changed(older, "time_step_limit", [0.0, math.inf])
+    assert described(older).config == described(folder).config
