@@ -119,6 +119,15 @@ class ArchitectureKeys:
             raise self.error(key, "expected true or false")
         return value
 
+    def flags(self, key: str) -> list[bool]:
+        """A list of true and false, empty where it is missing."""
+        self._seen.add(self._name(key))
+        value = self.file.metadata.get(self._name(key), [])
+        array = np.asarray(value) if isinstance(value, list | np.ndarray) else None
+        if array is None or array.ndim != 1 or (array.size and array.dtype != bool):
+            raise self.error(key, "expected a list of true or false")
+        return [bool(x) for x in array]
+
     def strings(self, key: str) -> list[str]:
         """A list of strings, empty where it is missing."""
         self._seen.add(self._name(key))

@@ -27,12 +27,17 @@ HARMLESS: Mapping[str, str] = {
     "bos_token_id": "of the tokenizer",
     "eos_token_id": "of the tokenizer",
     "pad_token_id": "of the tokenizer",
+    "cache_implementation": "how it is run",
+    "auto_map.AutoConfig": "the class in Python",
+    "auto_map.AutoModelForCausalLM": "the class in Python",
     "output_attentions": "what else is given back",
     "output_hidden_states": "what else is given back",
     "return_dict": "what else is given back",
 }
 WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
     "partial_rotary_factor": (1.0, 1),
     "rope_parameters.partial_rotary_factor": (1.0, 1),
     "rope_parameters.full_attention.partial_rotary_factor": (1.0, 1),

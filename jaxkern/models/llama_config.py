@@ -3,13 +3,15 @@
 import math
 from dataclasses import replace
 
-from jaxkern import LinearScaling, YarnScaling
+from jaxkern import LinearScaling, LongRopeScaling, YarnScaling
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.formats.gguf import GGUFFile
-from jaxkern.models.architecture import Described
-from jaxkern.models.llama import LlamaConfig
+from jaxkern.models.architecture import Described, Tensor
+from jaxkern.models.llama import LlamaConfig, Rotation
 from jaxkern.models.llama_form import Form, every, tensors_of
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
+
+FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def described_gguf(form: Form, keys: ArchitectureKeys) -> Described:
@@ -25,13 +27,16 @@ def described_gguf(form: Form, keys: ArchitectureKeys) -> Described:
     gate = "ffn_up" if form.fused else "ffn_gate"
     infos = [file.tensors.get(f"blk.{i}.{gate}.weight") for i in range(config.layers)]
     rows = [info.shape[0] if info else -1 for info in infos]
-    return config, tensors_of(
+    tensors = tensors_of(
         config,
         form,
         [n // 2 for n in rows] if form.fused else rows,
         needed=(*form.products, *form.norms, *form.needed),
         optional=[name for name in form.optional if name not in form.needed],
     )
+    if isinstance(config.scaling, LongRopeScaling):  # they are read already
+        tensors |= dict.fromkeys(FACTORS, Tensor(used=False))
+    return config, tensors
 
 
 def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaConfig:
@@ -63,6 +68,16 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaC
         )
     context = keys.integer("context_length")
     theta = keys.number("rope.freq_base", 10000.0)
+    scaling = longrope(keys, file, context) or _rope_scaling(keys, context, theta)
+    window, windowed = windows_of(form, keys, layers)
+    local = None
+    if "local_rope" in form.features:
+        local = Rotation(keys.number("rope.freq_base_swa", 10000.0))
+    elif windowed is not None and scaling is not None:  # scaled where all is seen
+        local = Rotation(theta)
+    of_width = layers == form.scale_of_width
+    usual = (d_model // heads) ** -0.5 if of_width else None
+    cap = keys.number if form.name == "gemma2" else keys.number_or_none
     return LlamaConfig(
         architecture=keys.arch,
         context=context,
@@ -76,15 +91,61 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaC
         rotary_dim=rotary_dim,
         theta=theta,
         pairing=form.pairing,
-        scaling=_rope_scaling(keys, context, theta),
-        window=keys.integer("attention.sliding_window", 0) or None,
-        attention_scale=keys.number_or_none("attention.scale"),
-        attention_softcap=keys.number_or_none("attn_logit_softcapping"),
-        logit_softcap=keys.number_or_none("final_logit_softcapping"),
+        scaling=scaling,
+        window=window,
+        windowed=windowed,
+        local=local,
+        attention_scale=keys.number_or_none("attention.scale") or usual,
+        attention_softcap=cap("attn_logit_softcapping"),
+        logit_softcap=cap("final_logit_softcapping"),
         rotated=every(form.rope_step, layers),
         activation=form.activation,
         embedding_scale=d_model**0.5 if form.scaled_embedding else None,
     )
+
+
+def windows_of(
+    form: Form, keys: ArchitectureKeys, layers: int
+) -> tuple[int | None, tuple[bool, ...] | None]:
+    """The window, and which layers have it; files seldom say more than the window."""
+    default = None if "tied" in form.features and form.pattern else 0
+    window = keys.integer("attention.sliding_window", default) or None
+    if not form.pattern or window is None:
+        return window, None
+    windowed = every(form.pattern, layers)
+    key = "attention.sliding_window_pattern"
+    if keys.has(key):
+        found = keys.flags(key)
+        if len(found) != layers:
+            raise keys.error(key, f"expected true or false for each of {layers} layers")
+        windowed = tuple(found)
+    return window, windowed
+
+
+def longrope(
+    keys: ArchitectureKeys, file: GGUFFile, context: int
+) -> LongRopeScaling | None:
+    """The factors of Phi-3, which are tensors, or None for a file without them."""
+    if not any(name in file.tensors for name in FACTORS):
+        return None
+    kind = keys.string("rope.scaling.type", "longrope")
+    if kind not in ("none", "longrope"):
+        raise keys.error("rope.scaling.type", f"but there is a tensor {FACTORS[0]}")
+    for name in FACTORS:
+        info = file.tensors.get(name)
+        if info is None or info.qtype != "F32" or len(info.shape) != 1:
+            raise file.error(f"has no tensor {name} of numbers in F32")
+    long, short = (tuple(map(float, file.view(name))) for name in FACTORS)
+    if (
+        len(long) != len(short)
+        or not 0 < min(*long, *short) <= max(*long, *short) < 1e9
+    ):
+        raise file.error(
+            f"{FACTORS[0]} and {FACTORS[1]} are no factors of one rotation"
+        )
+    original = keys.integer("rope.scaling.original_context_length", 0) or context
+    factor = keys.number("rope.scaling.attn_factor", 1.0)
+    return LongRopeScaling(short, long, original, attention_factor=factor)
 
 
 def _check_widths(file: GGUFFile, keys: ArchitectureKeys, layers: int) -> None:

@@ -27,6 +27,7 @@ OLMO = Form(
     "olmo2",
     norms=(*POST_NORMS, *HEAD_NORMS),
     wide_norms=True,
+    pattern=4,
     features=("attention_bias",),
 )
 GEMMA = Form(
@@ -36,6 +37,7 @@ GEMMA = Form(
     activation="gelu_tanh",
     scaled_embedding=True,
     pattern=2,
+    scale_of_width=46,
     features=(
         *("window", "softcaps", "query_pre_attn_scalar"),
         *("attention_bias", "tied", "head_dim"),
@@ -94,7 +96,6 @@ FORMS: tuple[tuple[str | None, str | None, Form], ...] = (
         replace(
             OLMO,
             name="olmo3",
-            pattern=4,
             features=("attention_bias", "window", "local_rope"),
         ),
     ),
@@ -121,6 +122,7 @@ FORMS: tuple[tuple[str | None, str | None, Form], ...] = (
             name="gemma3",
             norms=(*GEMMA.norms, *HEAD_NORMS),
             pattern=6,
+            scale_of_width=62,
             features=(*GEMMA.features, "local_rope"),
         ),
     ),

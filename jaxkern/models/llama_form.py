@@ -39,6 +39,8 @@ class Form:
       pattern: layers in a row of which the last sees every key, the others the window;
         0: all see the window, if there is one.
       rope_step: layers in a row of which the last does not rotate; 0: all rotate.
+      scale_of_width: the size, in layers, whose scores are scaled by d_model // heads
+        in place of head_dim; GGUF files do not say so.
       features: what config.json may say beyond what all may.
       harmless, without: more keys of config.json.
     """
@@ -55,6 +57,7 @@ class Form:
     scaled_embedding: bool = False
     pattern: int = 0
     rope_step: int = 0
+    scale_of_width: int = 0
     features: tuple[str, ...] = ()
     harmless: Mapping[str, str] = field(default_factory=dict)
     without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -54,7 +54,10 @@ MODELS = {
         {
             "num_hidden_layers": 4,
             "sliding_window": 6,
-            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN},
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
         },
     ),
     "phi3": ("phi3", {"sliding_window": 20, "rope_parameters": PLAIN}),

@@ -5,6 +5,7 @@ The tests of llama files, which were all there was, compare full forward passes 
 float64; nothing compared gradients, or answers, with another program.
 """
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -14,16 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import cross_entropy
+from jaxkern import LongRopeScaling, YarnScaling, cross_entropy
+from jaxkern.formats.gguf import read_gguf
+from jaxkern.formats.safetensors import SafetensorsError, read_safetensors_folder
 from jaxkern.models import load
 from jaxkern.models.architecture import page_of
 from jaxkern.models.cached_steps import prefill
 from jaxkern.models.generate import generate
-from jaxkern.models.registry import ARCHITECTURES, BY_MODEL_TYPE
+from jaxkern.models.hugging_face import HARMLESS, WITHOUT
+from jaxkern.models.loader import load_file
+from jaxkern.models.registry import ARCHITECTURES, BY_MODEL_TYPE, config_of, described
+from tests.models.folder_gguf import NAMES, write_gguf_of
+from tests.models.test_architecture_keys import check_every_key
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = {
     path.parent.name: path.parent for path in GOLDEN.glob("transformers_*/*/golden.npz")
+}
+SAID_BY = {  # keys of older files, and those that say more, layer by layer
+    "_sliding_window_pattern": "layer_types",
+    "no_rope_layer_interval": "no_rope_layers",
 }
 PROMPT, SHORTER = 9, 5
 LENGTHS = np.array([40, 23, 7], np.int32)
@@ -88,9 +99,7 @@ def test_ragged_prompts(name):
     cache = page_of(config).empty_cache(config, len(rows), 48)
     read = jax.jit(prefill, static_argnums=0)
     logits, after = read(config, weights, rows, LENGTHS, cache)
-    np.testing.assert_allclose(
-        logits, golden["logits"][LENGTHS - 1], rtol=0, atol=1e-4
-    )
+    np.testing.assert_allclose(logits, golden["logits"][LENGTHS - 1], rtol=0, atol=1e-4)
     assert all((np.asarray(own.lengths) == LENGTHS).all() for own in after)
 
 
@@ -103,6 +112,94 @@ def test_greedy_answers(name):
         config, weights, [prompt[:SHORTER], prompt], max_tokens=32, chunk=31
     )
     assert answers[1] == golden["greedy"].tolist()
+
+
+IN_GGUF = [  # folders of architectures that GGUF files have too
+    name
+    for name in sorted(FOLDERS)
+    if BY_MODEL_TYPE[model_type(FOLDERS[name])].name in NAMES
+]
+
+
+@functools.cache
+def gguf_of(name, folder):
+    return read_gguf(write_gguf_of(FOLDERS[name], folder / f"{name}.gguf"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gguf")
+
+
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_a_gguf_file_is_the_same_model(name, folder):
+    """The config, and weights but for the order of rows that rotate in pairs.
+
+    SmolLM3's step between layers that do not rotate is in no key: here it is another.
+    """
+    config, _, golden = loaded(name)
+    file = gguf_of(name, folder)
+    ours, found = load_file(file, "f32")
+    ours = dataclasses.replace(ours, rotated=config.rotated)
+    cache = page_of(ours).empty_cache(ours, 1, 40)
+    tokens = golden["tokens"][None]
+    logits, _ = jax.jit(prefill, static_argnums=0)(
+        ours, found, tokens, np.array([40], np.int32), cache
+    )
+    np.testing.assert_allclose(logits[0], golden["logits"][39], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2"])
+def test_packed_weights_are_those_of_the_file(name, folder):
+    """Blocks of 8 bits, kept or decoded: the same logits."""
+    path = folder / f"{name}-q8.gguf"
+    file = read_gguf(write_gguf_of(FOLDERS[name], path, quantized=True))
+    tokens = loaded(name)[2]["tokens"][None, :9]
+    logits = []
+    for policy in ("f32", "packed"):
+        config, weights = load_file(file, policy)
+        page = page_of(config)
+        x, _ = page.hidden_states(config, weights, tokens)
+        logits.append(page.logits(config, weights, x))
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_every_key_of_a_gguf_file_is_used_harmless_or_refused(name, folder):
+    file = gguf_of(name, folder)
+    scaled = isinstance(config_of(file).scaling, YarnScaling | LongRopeScaling)
+    # else some say how to scale what is not; test_architecture_keys has YARN
+    check_every_key(file, but=() if scaled else ("rope.scaling.",))
+
+
+@pytest.mark.parametrize("name", sorted(FOLDERS))
+def test_every_key_of_a_folder_is_used_harmless_or_refused(name):
+    """Nested ones too, each with a foreign value; strangers among them."""
+    plain = read_safetensors_folder(FOLDERS[name])
+    kind = plain.architecture
+    harmless = {*HARMLESS, *BY_MODEL_TYPE[kind].harmless}
+    harmless |= {a for a, b in SAID_BY.items() if f"{kind}.{b}" in plain.metadata}
+    without = {**WITHOUT, **BY_MODEL_TYPE[kind].without}
+    before = what_is_computed(plain)
+    keys = [key.partition(".")[2] for key in plain.metadata if key.startswith(kind)]
+    for key in (*keys, "of_nobody", "rope_parameters.of_nobody"):
+        for value in (3, 0.37, True, False, "foreign", ["a"], [0.5]):
+            full = f"{kind}.{key}"
+            if any(type(value) is type(w) and value == w for w in without.get(key, ())):
+                continue
+            file = dataclasses.replace(plain, metadata=plain.metadata | {full: value})
+            try:
+                after = what_is_computed(file)
+            except SafetensorsError as error:
+                assert str(error).startswith(f"{FOLDERS[name]}: ")
+            else:
+                same = plain.metadata.get(full, False) == value
+                assert after != before or key in harmless or same, (key, value)
+
+
+def what_is_computed(file):
+    model = described(file)
+    return model.config, sorted(model.file.tensors)
 
 
 def test_model_types_of_folders_are_known():

@@ -33,3 +33,10 @@ def test_names_are_unique():
     for a in ARCHITECTURES:
         assert (a.gguf is None) == (a.from_gguf is None), a.name
         assert (a.model_type is None) == (a.from_folder is None), a.name
+
+
+def test_the_docs_list_all():
+    page = (MODELS.parents[1] / "docs" / "models.md").read_text()
+    for a in ARCHITECTURES:
+        row = f"| {a.name} | {a.gguf or '-'} | {a.model_type or '-'} |"
+        assert row in page, "run python docs/model_table.py"

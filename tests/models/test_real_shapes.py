@@ -1,0 +1,79 @@
+"""Real models, traced: what they publish as config.json is understood, in its sizes.
+
+Nothing is computed: weights and caches are shapes. The tiny models of the other tests
+have no head count, vocabulary or rotation of a model that anyone runs, and their
+config.json is of one version of transformers, these are of older ones.
+"""
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxkern.formats.architecture_keys import architecture_keys
+from jaxkern.formats.gguf import GGUFTensorInfo
+from jaxkern.formats.safetensors import SafetensorsFolder, read_safetensors_folder
+from jaxkern.models.architecture import page_of
+from jaxkern.models.cached_steps import decode, prefill
+from jaxkern.models.hugging_face import HARMLESS, WITHOUT
+from jaxkern.models.registry import BY_MODEL_TYPE
+from jaxkern.models.weight_reader import WeightReader
+
+CONFIGS = json.loads((Path(__file__).parent / "real_configs.json").read_text())
+
+
+class Shapes(SafetensorsFolder):
+    """A folder whose tensors are zeros: under `eval_shape` nothing at all."""
+
+    def load(self, name, *, device=None):
+        return jnp.zeros(self.tensors[name].shape)
+
+
+def weight_shapes(name, folder):
+    """Config, and the shapes of the weights of all layers."""
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    many = {f"t{i}": np.zeros(1, np.float32) for i in range(99)}  # one a layer or more
+    save_file(many, folder / "model.safetensors")
+    empty = read_safetensors_folder(folder)
+    entry = BY_MODEL_TYPE[empty.architecture]
+    known = {**HARMLESS, **entry.harmless}, {**WITHOUT, **entry.without}
+    with architecture_keys(empty, *known) as keys:
+        config, tensors = entry.from_folder(keys)
+    infos = {
+        name: GGUFTensorInfo(tensor.shape, "F32", 0, 0)
+        for name, tensor in tensors.items()
+        if tensor.needed and tensor.used
+    }
+    file = Shapes("shapes", {}, infos, {})
+    reader = WeightReader(file, {n: i.shape for n, i in infos.items()}, "f32")
+    return config, jax.eval_shape(lambda: entry.weights(config, reader))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_traces(name, tmp_path):
+    config, weights = weight_shapes(name, tmp_path)
+    sizes = SimpleNamespace(**CONFIGS[name])
+    assert weights.embedding.shape == (sizes.vocab_size, sizes.hidden_size)
+    assert len(weights.layers) == sizes.num_hidden_layers == config.layers
+    page = page_of(config)
+    cache = jax.eval_shape(lambda: page.empty_cache(config, 2, 64))
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    logits, after = jax.eval_shape(
+        functools.partial(prefill, config), weights, ints((2, 16)), ints((2,)), cache
+    )
+    assert logits.shape == (2, sizes.vocab_size)
+    assert jax.tree.structure(after) == jax.tree.structure(cache)
+    logits, _ = jax.eval_shape(
+        functools.partial(decode, config), weights, ints((2,)), after
+    )
+    assert logits.dtype == jnp.float32
+    x, none = jax.eval_shape(
+        functools.partial(page.hidden_states, config), weights, ints((2, 16))
+    )
+    assert x.shape == (2, 16, sizes.hidden_size) and none is None
