@@ -4,7 +4,6 @@ Whole architectures are compared with `transformers` in test_architectures.py, w
 texts are read in one piece; here one model has every kind of layer, and reads in pieces.
 """
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from jaxkern.models.decoder import (
 )
 from jaxkern.models.decoder_files import Folder, tensors_of, weights_of
 from jaxkern.models.feed_forward import Dense, Mixture
-from jaxkern.models.hugging_face import HARMLESS, WITHOUT
 from jaxkern.models.mixers.delta_net import DeltaNet
 from jaxkern.models.mixers.full_attention import FullAttention
 from jaxkern.models.mixers.latent import LatentAttention
@@ -149,20 +147,17 @@ def test_texts_in_pieces(weights, rows, whole):
         assert not np.array_equal(before[0], after[0])
 
 
-@pytest.mark.parametrize(
-    ("policy", "atol"), [("packed", 1e-4), ("packed_int8", 1e-4), ("bf16", 0.6)]
-)
-def test_experts_in_mxfp4(policy, atol):
+@pytest.mark.parametrize("policy", ["packed", "packed_int8", "bf16"])
+def test_experts_in_mxfp4(policy):
     """Packed experts stay so, and give what `transformers` computes from them."""
     config, weights = load(FOLDERS / "gpt_oss_mxfp4", policy)
     golden = np.load(FOLDERS / "gpt_oss" / "golden.npz")
-    experts = weights.layers[0].feed_forward
-    packed = policy != "bf16"
+    experts, packed = weights.layers[0].feed_forward, policy != "bf16"
     for w in (experts.gate, experts.up, experts.down):
         assert isinstance(w, MicroscaledTensor) == packed
     x, _ = hidden_states(config, weights, jnp.asarray(golden["tokens"])[None])
-    found = logits(config, weights, x)[0]
-    np.testing.assert_allclose(found, golden["logits"], rtol=0, atol=atol)
+    error = np.abs(logits(config, weights, x)[0] - golden["logits"])
+    assert error.max() < 1e-4 if packed else error.mean() < 0.1
 
 
 def changed(folder, key, value):
@@ -177,30 +172,6 @@ def changed(folder, key, value):
     if isinstance(value, dict):
         new = {f"{kind}.{key}.{inner}": leaf for inner, leaf in value.items()}
     return replace(folder, metadata=kept | new)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_key_is_used_harmless_or_refused(name):
-    folder = read_safetensors_folder(FOLDERS / name)
-    plain = described(folder)
-    harmless = {*plain.architecture.harmless}
-    without = {**WITHOUT, **plain.architecture.without}
-    original = json.loads((FOLDERS / name / "config.json").read_text())
-    refused = 0
-    for key in (*original, "of_nobody", "logit_scale", "quantization_config"):
-        for value in (3, 0.37, True, "foreign", ["a"], {"a": 1}):
-            if key in ("model_type", "architectures") or value == original.get(key):
-                continue
-            if any(type(value) is type(w) and value == w for w in without.get(key, ())):
-                continue
-            try:
-                found = described(changed(folder, key, value))
-            except SafetensorsError:
-                refused += 1
-            else:
-                used = found.config != plain.config or found.tensors != plain.tensors
-                assert used or key in harmless or key in HARMLESS, (key, value)
-    assert refused > 60
 
 
 STRANGERS = [
@@ -236,6 +207,7 @@ def test_an_unknown_tensor_is_refused(name):
     [
         ("qwen3_next", "mtp.layers.0.mlp.gate.weight"),
         ("qwen3_5", "mtp.fc.weight"),
+        ("qwen3_5", "model.visual.blocks.7.norm1.bias"),
         ("deepseek_v3", "model.layers.2.eh_proj.weight"),
         ("deepseek_v3", "model.layers.2.self_attn.o_proj.weight"),
     ],
@@ -253,8 +225,18 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
     [
         ("qwen3_moe", "num_experts_per_tok", 7, "there are 6 experts"),
         ("qwen3_moe", "mlp_only_layers", ["a"], "expected a list of layers"),
-        ("gpt_oss", "layer_types", ["chunked_attention"] * 2, "expected full_attention"),
-        ("gpt_oss_mxfp4", "quantization_config", {"quant_method": "fp8"}, "mxfp4 where"),
+        (
+            "gpt_oss",
+            "layer_types",
+            ["chunked_attention"] * 2,
+            "expected full_attention",
+        ),
+        (
+            "gpt_oss_mxfp4",
+            "quantization_config",
+            {"quant_method": "fp8"},
+            "mxfp4 where",
+        ),
         ("gpt_oss", "quantization_config", {"quant_method": "mxfp4"}, "not here"),
         ("qwen3_next", "partial_rotary_factor", 1.5, "of 16 dims cannot rotate"),
         ("qwen3_next", "linear_num_key_heads", 3, "do not divide them"),
