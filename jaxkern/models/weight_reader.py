@@ -188,15 +188,14 @@ class WeightReader:
     def experts(self, *names: str) -> Float[Array, "e f d"] | GGUFTensor:
         """`[e, f, d]`, one tensor or one for each expert; a packed policy keeps them
         as in the file."""
-        if len(names) == 1 and isinstance(self.file, GGUFFile):
-            stored = self.file.load(names[0])
-            if self._packed and isinstance(stored, GGUFTensor):
-                return stored
-            return self.array(names[0])
-        views = [self.file.view(name) for name in names]
-        rows = views[0] if len(views) == 1 else np.stack(views)
+        stored = [self.file.load(name) for name in names]
+        if isinstance(stored[0], GGUFTensor):
+            whole = stored[0]
+            return whole if self._packed else dequantize(whole, dtype=self._dtype)
         kept = self._packed and jax.default_backend() == "cpu"
-        return jnp.asarray(rows, rows.dtype if kept else self._dtype)
+        dtype = stored[0].dtype if kept else self._dtype
+        rows = stored[0] if len(stored) == 1 else jnp.stack(stored)
+        return jnp.array(rows, dtype, copy=len(stored) == 1)  # out of the map
 
     def mxfp4(
         self, name: str, rows: slice = slice(None)

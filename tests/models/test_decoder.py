@@ -192,6 +192,8 @@ def test_an_unknown_tensor_is_refused(name):
         with pytest.raises(SafetensorsError, match="has no place in a model"):
             described(more)
     for lost in folder.tensors:
+        if lost.startswith("model.visual."):
+            continue
         rest = {n: at for n, at in folder.tensors.items() if n != lost}
         with pytest.raises(SafetensorsError):
             described(replace(folder, tensors=rest))
