@@ -11,6 +11,7 @@ from jaxkern.models.decoder import DecoderConfig, DecoderWeights, LayerWeights
 from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.weight_reader import WeightReader
 
+PLAIN = Layout()
 MODEL_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm"}
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 ATTENTION = {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"}
@@ -54,7 +55,7 @@ class Folder:
     keys_at: str = ""
     ignored: tuple[str, ...] = ()
     further_layers: Callable[[ArchitectureKeys], int] = lambda keys: 0
-    layout: Layout = Layout()
+    layout: Layout = PLAIN
     packed: Layout | None = None
     tied: bool = False
     tied_keys: tuple[str, ...] = ("tie_word_embeddings",)
@@ -62,11 +63,30 @@ class Folder:
     without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-def folder_architecture(name: str, model_type: str, folder: Folder) -> Architecture:
-    """The entry of an architecture that is read from folders."""
+@dataclass(frozen=True)
+class OfGGUF:
+    """What an architecture's GGUF files have.
+
+    Attributes:
+      name: `general.architecture`.
+      config: reads the keys.
+      layout: of the weights.
+    """
+
+    name: str
+    config: Callable[[ArchitectureKeys], DecoderConfig]
+    layout: Layout = PLAIN
+
+
+def folder_architecture(
+    name: str, model_type: str, folder: Folder, gguf: OfGGUF | None = None
+) -> Architecture:
+    """The entry of an architecture that is read from folders, or GGUF files too."""
     return Architecture(
+        gguf=gguf.name if gguf else None,
+        from_gguf=partial(described_gguf, gguf) if gguf else None,
         name=name,
-        weights=partial(weights_of, folder),
+        weights=partial(weights_of, folder, gguf),
         model_type=model_type,
         from_folder=partial(described_folder, folder),
         names=template_names(folder),
@@ -106,6 +126,12 @@ def described_folder(folder: Folder, keys: ArchitectureKeys) -> Described:
     return config, tensors
 
 
+def described_gguf(of_gguf: OfGGUF, keys: ArchitectureKeys) -> Described:
+    """The config, and exactly the tensors that the keys say."""
+    config, tied = of_gguf.config(keys), "output.weight" not in keys.file.tensors
+    return config, tensors_of(config, of_gguf.layout, tied=tied)
+
+
 def layout_of(folder: Folder, names: Mapping[str, Any]) -> Layout:
     """The packed one where there are such tensors."""
     packed = any(name.endswith(".blocks") for name in names)
@@ -133,10 +159,12 @@ def tensors_of(
 
 
 def weights_of(
-    folder: Folder, config: DecoderConfig, reader: WeightReader
+    folder: Folder, gguf: OfGGUF | None, config: DecoderConfig, reader: WeightReader
 ) -> DecoderWeights:
     """The weights as the page takes them."""
     layout = layout_of(folder, reader.file.tensors)
+    if gguf is not None and not reader.from_folder:
+        layout = gguf.layout
 
     def layer(i: int) -> LayerWeights:
         blk = f"blk.{i}"

@@ -5,17 +5,28 @@
     weights   = softmax over the k largest of router x + bias
 
 The experts of the published files are MXFP4: `*_blocks` and `*_scales`, each group of
-32 along the inputs. In every file the rows of gate and up alternate.
+32 along the inputs. In every folder the rows of gate and up alternate; GGUF files have
+them apart.
 https://arxiv.org/abs/2508.10925
 """
 
+from dataclasses import replace
+
+from jaxkern import YarnScaling
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.models.decoder import DecoderConfig
 from jaxkern.models.decoder_files import (
     ATTENTION,
     NORMS,
     Folder,
+    OfGGUF,
     folder_architecture,
+)
+from jaxkern.models.decoder_gguf import (
+    gguf_attention,
+    gguf_base,
+    gguf_decoder,
+    gguf_mixture,
 )
 from jaxkern.models.folder_keys import (
     TRAINING,
@@ -28,6 +39,7 @@ from jaxkern.models.folder_keys import (
     rotation,
     shared_keys,
 )
+from jaxkern.models.llama_form import Form
 from jaxkern.models.mixers.layout import Layout
 
 HARMLESS = {
@@ -66,7 +78,7 @@ def config_of(keys: ArchitectureKeys) -> DecoderConfig:
     if method != ("mxfp4" if packed else "none"):
         raise keys.error(
             "quantization_config.quant_method",
-            f"expected mxfp4 where experts are, which are {'' if packed else 'not '}here",
+            f"but the experts are {'' if packed else 'not '}in groups of MXFP4",
         )
     if packed and (keys.integer("hidden_size") % 32 or width % 32):
         raise keys.error("intermediate_size", "expected whole groups of 32 for MXFP4")
@@ -88,6 +100,29 @@ def config_of(keys: ArchitectureKeys) -> DecoderConfig:
     )
 
 
+def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
+    """What the keys of a GGUF file say; alpha and limit are the published ones."""
+    base = gguf_base(keys, Form("gpt-oss", pattern=2, features=("experts",)))
+    if base.window is None or base.windowed is None:
+        raise keys.error("attention.sliding_window", "expected a window")
+    scaling = base.scaling
+    if isinstance(scaling, YarnScaling):  # GGUF has no key that says so
+        scaling = replace(scaling, truncate=False)
+    base = replace(base, scaling=scaling)
+    full, near = (
+        gguf_attention(base, window=seen, bias=True, sinks=True)
+        for seen in (None, base.window)
+    )
+    experts = gguf_mixture(
+        keys, router_bias=True, bias=True, alpha=1.702, limit=7.0, up_offset=1.0
+    )
+    return gguf_decoder(
+        base,
+        mixers=tuple(near if windowed else full for windowed in base.windowed),
+        feed_forwards=(experts,) * base.layers,
+    )
+
+
 ARCHITECTURES = (
     folder_architecture(
         "gpt-oss",
@@ -100,5 +135,6 @@ ARCHITECTURES = (
             packed=Layout(experts="mxfp4"),
             harmless=TRAINING | HARMLESS,
         ),
+        OfGGUF("gpt-oss", config_of_gguf, Layout(ffn_norm="post_attention_norm")),
     ),
 )

@@ -14,7 +14,14 @@ from jaxkern.models.decoder_files import (
     NORMS,
     ROUTER,
     Folder,
+    OfGGUF,
     folder_architecture,
+)
+from jaxkern.models.decoder_gguf import (
+    gguf_attention,
+    gguf_base,
+    gguf_decoder,
+    gguf_mixture,
 )
 from jaxkern.models.folder_keys import (
     TRAINING,
@@ -27,6 +34,7 @@ from jaxkern.models.folder_keys import (
     shared_keys,
     sparse_layers,
 )
+from jaxkern.models.llama_form import Form
 from jaxkern.models.mixers.layout import Layout
 
 HARMLESS = {
@@ -57,6 +65,16 @@ def config_of(keys: ArchitectureKeys) -> DecoderConfig:
     )
 
 
+def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
+    """What the keys of a GGUF file say; the weights of experts are normalised."""
+    base = gguf_base(keys, Form("qwen3moe", features=("experts",)))
+    return gguf_decoder(
+        base,
+        mixers=(gguf_attention(base, head_norms=True),) * base.layers,
+        feed_forwards=(gguf_mixture(keys),) * base.layers,
+    )
+
+
 ARCHITECTURES = (
     folder_architecture(
         "qwen3moe",
@@ -67,5 +85,6 @@ ARCHITECTURES = (
             layout=Layout(experts="single"),
             harmless=TRAINING | HARMLESS,
         ),
+        OfGGUF("qwen3moe", config_of_gguf),
     ),
 )

@@ -7,9 +7,14 @@ Shapes = dict[str, tuple[int, ...]]
 """Tensors by their names behind "blk.<layer>."."""
 
 ExpertForm = Literal["stacked", "single", "fused", "alternating", "mxfp4"]
-"""How experts lie: gate, up and down of `[e, f, d]` each; one tensor for each expert;
-gate and up as `[e, 2*f, d]`; as `[e, d, 2*f]` with rows of gate and up by turns; likewise
-in groups of MXFP4."""
+"""How experts lie.
+
+| stacked | gate, up and down of `[e, f, d]` each |
+| single | a tensor for each expert |
+| fused | gate and up as `[e, 2*f, d]`, all rows of gate first |
+| alternating | gate and up as `[e, d, 2*f]`, columns of gate and up by turns |
+| mxfp4 | likewise, in groups of MXFP4 as `[e, 2*f, d]` |
+"""
 
 
 @dataclass(frozen=True)
