@@ -52,7 +52,7 @@ class DeltaNetWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Sizes of the layer: value head i reads key head i // (value_heads / key_heads)."""
+    """Sizes of the layer; value_heads / key_heads value heads share a key head."""
 
     key_heads: int
     value_heads: int
