@@ -13,6 +13,7 @@ from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import SafetensorsFolder
 from jaxkern.models import (
     deepseek_files,
+    gemma4_files,
     gpt_oss_files,
     granite_hybrid_files,
     hugging_face,
@@ -25,6 +26,7 @@ from jaxkern.models.architecture import Architecture, ModelFile, Tensor
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *llama_files.ARCHITECTURES,
+    *gemma4_files.ARCHITECTURES,
     *qwen3_moe_files.ARCHITECTURES,
     *gpt_oss_files.ARCHITECTURES,
     *qwen3_next_files.ARCHITECTURES,

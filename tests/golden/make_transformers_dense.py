@@ -42,6 +42,15 @@ PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
 GEMMA = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
 GEMMA |= {"tie_word_embeddings": True, "initializer_range": 0.2}
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.15,
+}
 MODELS = {
     "llama": ("llama", {}),
     "mistral_window": ("mistral", {"sliding_window": 6, "head_dim": 12}),
@@ -108,6 +117,29 @@ MODELS = {
             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN},
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+        },
+    ),
+    "gemma4_keys_as_values": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": [SLIDING, SLIDING, FULL],
+        },
+    ),
 }
 
 
@@ -121,7 +153,8 @@ def main(names: list[str]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         config = AutoConfig.for_model(kind, **{**SIZES, **options})
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-        for key, value in model.named_parameters():  # else 0 and 1: nothing to see
+        stored = *model.named_parameters(), *model.named_buffers()
+        for key, value in stored:  # else 0 and 1: nothing to see
             if key.endswith("bias") or "norm" in key or "scalar" in key:
                 value.data.add_(0.3 * torch.randn_like(value))
         model.save_pretrained(folder)

@@ -1,8 +1,8 @@
-"""Real models, traced: what they publish as config.json is understood, in its sizes.
+"""Models in the sizes of real ones, traced, and config.json of older versions.
 
 Nothing is computed: weights and caches are shapes. The tiny models of the other tests
 have no head count, vocabulary or rotation of a model that anyone runs, and their
-config.json is of one version of transformers, these are of older ones.
+config.json is of one version of transformers.
 """
 
 import functools

@@ -1,0 +1,279 @@
+"""Gemma 4, the text model, as pure functions.
+
+    x = embedding(tokens) * sqrt(d)
+    e = (rms_norm(x @ context / sqrt(d)) + table(tokens) * sqrt(p)) / sqrt(2)
+    for each layer i:
+        x = x + rms_norm(attention(rms_norm(x)))
+        x = x + rms_norm(geglu(rms_norm(x)))
+        x = (x + rms_norm((gelu(x @ gate) * e_i) @ projection)) * scalar     e_i: [p]
+    logits = softcap(rms_norm(x) @ output)
+
+Layers see a window, or every key: then heads are wider, a part of their pairs rotates,
+and values may be the keys before norm and rotation. Values are normalised, and scores
+are not scaled. The last layers have no keys of their own: they read those of the last
+layer of their kind that has. Smaller models have the inputs of width p for each layer;
+larger ones have not. Formulas: transformers' `modeling_gemma4.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32
+
+from jaxkern import (
+    KVCache,
+    append_kv_cache,
+    apply_rope,
+    attention,
+    empty_kv_cache,
+    geglu,
+    rms_norm,
+    rms_norm_add,
+    rope_cos_sin,
+    softcap,
+)
+from jaxkern.models.cached_steps import decode, next_positions, prefill, with_lengths
+from jaxkern.models.products import (
+    Matrices,
+    Table,
+    embed,
+    gated,
+    output_product,
+    project,
+)
+
+__all__ = [
+    "Gemma4Config",
+    "Gemma4Layer",
+    "Gemma4Weights",
+    "decode",
+    "empty_cache",
+    "hidden_states",
+    "logits",
+    "prefill",
+]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of the layers with a window, or of the others."""
+
+    kv_heads: int
+    head_dim: int
+    theta: float
+    rotated_pairs: int  # the first of a head's
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True)
+class Gemma4Config:
+    """What the weights do not say by their shapes; hashable, so static under `jit`."""
+
+    architecture: str
+    context: int  # longest text the model was trained for, in tokens
+    layers: int
+    d_model: int
+    heads: int
+    vocabulary: int
+    eps: float  # of every norm
+    window: int
+    windowed: tuple[bool, ...]  # which layers see the window
+    near: Heads  # of those
+    far: Heads  # of the others
+    shared: int  # layers at the end without keys of their own
+    per_layer: int  # width of what each layer gets of the tokens, or 0
+    logit_softcap: float | None = None
+    dtype: str = "float32"  # of activations
+    product_dtype: str | None = None  # to which quantised products round them: "int8"
+    fused: bool = False  # also plain weights by ops that have GPU kernels
+
+    def heads_of(self, layer: int) -> Heads:
+        return self.near if self.windowed[layer] else self.far
+
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys this one reads."""
+        own = self.layers - self.shared
+        if layer < own:
+            return layer
+        kind = self.windowed[layer]
+        return max(i for i in range(own) if self.windowed[i] == kind)
+
+
+class Gemma4Layer(NamedTuple):
+    """Weights of one layer; None for what it does not have."""
+
+    attention_norm: Float[Array, " d"]
+    qkv: Matrices  # q, k and v; q and k where keys are values; or q
+    q_norm: Float[Array, " h"]
+    k_norm: Float[Array, " h"] | None
+    attention_output: Matrices
+    attention_post_norm: Float[Array, " d"]
+    ffn_norm: Float[Array, " d"]
+    gate_up: Matrices
+    down: Matrices
+    ffn_post_norm: Float[Array, " d"]
+    input_gate: Matrices | None
+    input_projection: Matrices | None
+    input_post_norm: Float[Array, " d"] | None
+    scalar: Float[Array, "1"]
+
+
+class Gemma4Weights(NamedTuple):
+    """Weights of a model; the three of the inputs of layers are None without these."""
+
+    embedding: Table
+    layers: tuple[Gemma4Layer, ...]
+    output_norm: Float[Array, " d"]
+    output: Matrices
+    input_table: Table | None
+    input_context: Matrices | None
+    input_norm: Float[Array, " p"] | None
+
+
+Caches = tuple[KVCache, ...]
+"""One for each layer that has keys of its own."""
+
+
+def empty_cache(
+    config: Gemma4Config, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+) -> Caches:
+    """Caches for `batch` sequences of up to `slots` tokens."""
+    heads = [config.heads_of(i) for i in range(config.layers - config.shared)]
+    return tuple(
+        empty_kv_cache(batch, slots, h.kv_heads, h.head_dim, dtype=dtype) for h in heads
+    )
+
+
+def logits(
+    config: Gemma4Config, weights: Gemma4Weights, x: Float[Array, "... d"]
+) -> Float[Array, "... v"]:
+    """Of the token that follows each hidden state, in float32."""
+    return softcap(output_product(config, x, weights.output), config.logit_softcap)
+
+
+def hidden_states(
+    config: Gemma4Config,
+    weights: Gemma4Weights,
+    tokens: Int32[Array, "b t"],
+    cache: Caches | None = None,
+    new_lengths: Int[Array, " b"] | None = None,
+    segment_ids: Int[Array, "b t"] | None = None,
+) -> tuple[Float[Array, "b t d"], Caches | None]:
+    """Normalised outputs of the last layer; the cache with what counts of the tokens.
+
+    `new_lengths` says how many of the t tokens do, default all. Without a cache it is
+    the forward pass of training; a row may hold several texts, one id for each.
+    """
+    positions = next_positions(tokens, cache, segment_ids)  # [b, t]
+    before = None if cache is None else with_lengths(cache, cache[0].lengths)
+    tables = [rotation(positions, heads) for heads in (config.far, config.near)]
+    x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
+    x = x * jnp.asarray(config.d_model**0.5, x.dtype)
+    inputs = layer_inputs(config, weights, tokens, x)
+    seen: list[dict[str, Any]] = []  # keys and values of the layers that have some
+    after: list[KVCache] = []
+    for i, layer in enumerate(weights.layers):
+        heads, table = config.heads_of(i), tables[config.windowed[i]]
+        y = project(config, x, layer.qkv, layer.attention_norm)
+        width = config.heads * heads.head_dim
+        q, kv = normed_q(config, layer, heads, y[..., :width]), y[..., width:]
+        if config.keys_of(i) == i:
+            k, v = keys_and_values(config, layer, heads, kv)
+            k = apply_rope(k, *table)
+            if before is None:
+                seen.append(dict(key=k, value=v, segment_ids=segment_ids))
+            else:
+                own = append_kv_cache(before[i], k, v, new_lengths)
+                after.append(own)
+                seen.append(
+                    dict(
+                        key=own.keys,
+                        value=own.values,
+                        kv_lengths=own.lengths,
+                        q_offset=before[i].lengths,
+                    )
+                )
+        y = attention(
+            apply_rope(q, *table),
+            **seen[config.keys_of(i)],
+            causal=True,
+            window=config.window if config.windowed[i] else None,
+            scale=1.0,
+        )
+        assert isinstance(y, jax.Array)  # no lse was asked for
+        y = project(config, y.reshape(*x.shape[:-1], -1), layer.attention_output)
+        x = rms_norm_add(y, x, layer.attention_post_norm, eps=config.eps)
+        x = after_attention(config, layer, x, None if inputs is None else inputs[i])
+    x = rms_norm(x, weights.output_norm, eps=config.eps)
+    return x, None if before is None else tuple(after)
+
+
+def rotation(
+    positions: Int32[Array, "b t"], heads: Heads
+) -> tuple[Float[Array, "b t r"], Float[Array, "b t r"]]:
+    """cos and sin; pairs that do not rotate have a frequency of 0."""
+    pairs = jnp.arange(heads.head_dim // 2)
+    found = rope_cos_sin(
+        positions,
+        heads.head_dim,
+        theta=heads.theta,
+        frequency_factors=jnp.where(pairs < heads.rotated_pairs, 1.0, jnp.inf),
+    )
+    return lax.optimization_barrier(found)  # else computed in every layer
+
+
+def layer_inputs(
+    config: Gemma4Config,
+    weights: Gemma4Weights,
+    tokens: Int32[Array, "b t"],
+    x: Float[Array, "b t d"],
+) -> Float[Array, "l b t p"] | None:
+    """What each layer gets of the tokens and their embeddings x."""
+    if weights.input_table is None or weights.input_context is None:
+        return None
+    own = embed(tokens, weights.input_table, x.dtype)
+    own = own * jnp.asarray(config.per_layer**0.5, x.dtype)
+    context = project(config, x, weights.input_context) * config.d_model**-0.5
+    own, context = (
+        jnp.moveaxis(a.reshape(*a.shape[:-1], -1, config.per_layer), -2, 0)
+        for a in (own, context)
+    )
+    return (rms_norm(context, weights.input_norm, eps=config.eps) + own) * 2**-0.5
+
+
+def normed_q(
+    config: Gemma4Config, layer: Gemma4Layer, heads: Heads, q: Float[Array, "b t f"]
+) -> Float[Array, "b t n h"]:
+    q = q.reshape(*q.shape[:-1], -1, heads.head_dim)
+    return rms_norm(q, layer.q_norm, eps=config.eps)
+
+
+def keys_and_values(
+    config: Gemma4Config, layer: Gemma4Layer, heads: Heads, kv: Float[Array, "b t f"]
+) -> tuple[Float[Array, "b t k h"], Float[Array, "b t k h"]]:
+    """Normalised; the keys do not rotate yet."""
+    kv = kv.reshape(*kv.shape[:-1], -1, heads.head_dim)
+    k = kv[..., : heads.kv_heads, :]
+    v = k if heads.keys_as_values else kv[..., heads.kv_heads :, :]
+    return rms_norm(k, layer.k_norm, eps=config.eps), rms_norm(v, eps=config.eps)
+
+
+def after_attention(
+    config: Gemma4Config,
+    layer: Gemma4Layer,
+    x: Float[Array, "b t d"],
+    inputs: Float[Array, "b t p"] | None,
+) -> Float[Array, "b t d"]:
+    """The feed-forward block, then the layer's inputs, then its scalar."""
+    y = gated(config, x, layer.gate_up, layer.ffn_norm, None, "gelu_tanh")
+    y = project(config, y, layer.down)
+    if inputs is None or layer.input_gate is None or layer.input_projection is None:
+        return rms_norm_add(y, x, layer.ffn_post_norm, layer.scalar, eps=config.eps)
+    x = rms_norm_add(y, x, layer.ffn_post_norm, eps=config.eps)
+    y = geglu(project(config, x, layer.input_gate), inputs)
+    y = project(config, y, layer.input_projection)
+    return rms_norm_add(y, x, layer.input_post_norm, layer.scalar, eps=config.eps)

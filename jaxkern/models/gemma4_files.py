@@ -1,0 +1,235 @@
+"""Which files the Gemma 4 page computes: folders with `model_type` gemma4_text."""
+
+from jaxkern.formats.architecture_keys import ArchitectureKeys
+from jaxkern.formats.safetensors import SafetensorsFolder
+from jaxkern.models.architecture import Architecture, Described, Tensor
+from jaxkern.models.gemma4 import Gemma4Config, Gemma4Layer, Gemma4Weights, Heads
+from jaxkern.models.weight_reader import WeightReader
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+GELU = "gelu_pytorch_tanh"
+LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+    "per_layer_input_gate.weight": "inp_gate.weight",
+    "per_layer_projection.weight": "proj.weight",
+    "post_per_layer_input_norm.weight": "post_norm.weight",
+    "layer_scalar": "layer_output_scale.weight",
+}
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+} | {f"model.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in LAYER_NAMES.items()}
+
+
+def described_folder(keys: ArchitectureKeys) -> Described:
+    """The config, and exactly the tensors that config.json says.
+
+    Raises:
+      SafetensorsError: a mixture of experts, attention to later tokens, or keys that
+        are missing or contradict the weights.
+    """
+    assert isinstance(keys.file, SafetensorsFolder)
+    config = config_of_keys(keys, len(keys.file.tensors))
+    tied = keys.flag("tie_word_embeddings", True)
+    width = keys.integer("intermediate_size")
+    wide = keys.flag("use_double_wide_mlp", False)
+    d, p = config.d_model, config.per_layer
+    tensors = {
+        "token_embd.weight": Tensor((config.vocabulary, d)),
+        "output_norm.weight": Tensor((d,)),
+        "output.weight": Tensor((config.vocabulary, d), used=not tied),
+    }
+    rows = keys.integer("vocab_size_per_layer_input", 0)
+    if p:
+        tensors |= {
+            "per_layer_token_embd.weight": Tensor((rows, config.layers * p)),
+            "per_layer_model_proj.weight": Tensor((config.layers * p, d)),
+            "per_layer_proj_norm.weight": Tensor((p,)),
+        }
+        if rows < config.vocabulary:
+            raise keys.error(
+                "vocab_size_per_layer_input", f"there are {config.vocabulary} tokens"
+            )
+    for i in range(config.layers):
+        shared = config.keys_of(i) != i
+        layer = layer_tensors(config, i, 2 * width if wide and shared else width)
+        tensors |= {f"blk.{i}.{name}": tensor for name, tensor in layer.items()}
+    return config, tensors
+
+
+def layer_tensors(config: Gemma4Config, i: int, width: int) -> dict[str, Tensor]:
+    d, p, heads = config.d_model, config.per_layer, config.heads_of(i)
+    h, own = heads.head_dim, config.keys_of(i) == i
+    q, k = config.heads * h, heads.kv_heads * h
+    norms = "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"
+    found = {f"{name}.weight": Tensor((d,)) for name in norms}
+    found |= {
+        "attn_q.weight": Tensor((q, d)),
+        "attn_q_norm.weight": Tensor((h,)),
+        "attn_output.weight": Tensor((d, q)),
+        "attn_k.weight": Tensor((k, d), used=own),  # files may have them all the same
+        "attn_k_norm.weight": Tensor((h,), used=own),
+        "ffn_gate.weight": Tensor((width, d)),
+        "ffn_up.weight": Tensor((width, d)),
+        "ffn_down.weight": Tensor((d, width)),
+        "layer_output_scale.weight": Tensor((1,)),
+    }
+    if not heads.keys_as_values:
+        found["attn_v.weight"] = Tensor((k, d), used=own)
+    if p:
+        found |= {
+            "inp_gate.weight": Tensor((p, d)),
+            "proj.weight": Tensor((d, p)),
+            "post_norm.weight": Tensor((d,)),
+        }
+    return found
+
+
+def config_of_keys(keys: ArchitectureKeys, num_tensors: int) -> Gemma4Config:
+    layers, heads = (
+        keys.integer("num_hidden_layers"),
+        keys.integer("num_attention_heads"),
+    )
+    if not 1 <= layers <= num_tensors:
+        raise keys.error("num_hidden_layers", f"the files have {num_tensors} tensors")
+    kinds = keys.strings("layer_types")
+    if {*kinds} - {FULL, SLIDING} or len(kinds) != layers:
+        raise keys.error("layer_types", f"expected {FULL} or {SLIDING} for each layer")
+    if keys.string("hidden_activation", GELU) != GELU:
+        raise keys.error("hidden_activation", f"expected {GELU}")
+    windowed = tuple(kind == SLIDING for kind in kinds)
+    kv_heads, head_dim = keys.integer("num_key_value_heads"), keys.integer("head_dim")
+    same = keys.flag("attention_k_eq_v", False)
+    far_kv, far_dim = far_heads(keys, kv_heads if not same else None, windowed)
+    shared = keys.integer("num_kv_shared_layers", 0)
+    if {*windowed} - {*windowed[: layers - shared]} or shared >= layers:
+        raise keys.error("num_kv_shared_layers", "some have no layer to read keys of")
+    for n, h in ((kv_heads, head_dim), (far_kv, far_dim)):
+        if n < 1 or heads < 1 or heads % n or h < 2 or h % 2:
+            raise keys.error(
+                "num_key_value_heads", f"{heads} heads of {h} cannot share"
+            )
+    return Gemma4Config(
+        architecture=keys.arch,
+        context=keys.integer("max_position_embeddings"),
+        layers=layers,
+        d_model=keys.integer("hidden_size"),
+        heads=heads,
+        vocabulary=keys.integer("vocab_size"),
+        eps=keys.number("rms_norm_eps"),
+        window=keys.integer("sliding_window"),
+        windowed=windowed,
+        near=heads_of(keys, SLIDING, kv_heads, head_dim, False),
+        far=heads_of(keys, FULL, far_kv, far_dim, same),
+        shared=shared,
+        per_layer=keys.integer("hidden_size_per_layer_input", 0),
+        logit_softcap=keys.number_or_none("final_logit_softcapping"),
+    )
+
+
+def far_heads(
+    keys: ArchitectureKeys, kv_heads: int | None, windowed: tuple[bool, ...]
+) -> tuple[int, int]:
+    """Key heads and dims of the layers that see all, as older or newer files say it."""
+    dim = keys.integer("global_head_dim", 0)
+    own = keys.integer("num_global_key_value_heads", 0)
+    found = {
+        (
+            keys.integer(f"per_layer_config.{i}.head_dim", dim),
+            keys.integer(f"per_layer_config.{i}.num_key_value_heads", own),
+        )
+        for i, near in enumerate(windowed)
+        if not near
+    }
+    if len(found) != 1:
+        raise keys.file.error(f"layers of {FULL} differ in per_layer_config, or none")
+    ((dim, own),) = found
+    if not dim:
+        raise keys.file.error(f"says no head_dim of the layers of {FULL}")
+    return kv_heads or own or keys.integer("num_key_value_heads"), dim
+
+
+def heads_of(
+    keys: ArchitectureKeys, kind: str, kv_heads: int, head_dim: int, same: bool
+) -> Heads:
+    where = f"rope_parameters.{kind}"
+    part, rope = 1.0, keys.string(f"{where}.rope_type", "default")
+    if rope == "proportional":
+        part = keys.number(f"{where}.partial_rotary_factor", 1.0)
+    elif rope != "default":
+        raise keys.error(f"{where}.rope_type", "known are default and proportional")
+    theta = keys.number(f"{where}.rope_theta")
+    return Heads(kv_heads, head_dim, theta, int(part * head_dim // 2), same)
+
+
+def weights_of(config: Gemma4Config, reader: WeightReader) -> Gemma4Weights:
+    """The weights as the page takes them."""
+    embedding, output = reader.table_and_output()
+    table = context = None
+    if config.per_layer:
+        table = reader.file.load("per_layer_token_embd.weight")
+        context = reader.matrices("per_layer_model_proj.weight")
+    return Gemma4Weights(
+        embedding=embedding,
+        layers=tuple(layer_of(reader, f"blk.{i}") for i in range(config.layers)),
+        output_norm=reader.vector("output_norm.weight"),
+        output=output,
+        input_table=table,
+        input_context=context,
+        input_norm=reader.vectors("per_layer_proj_norm.weight"),
+    )
+
+
+def layer_of(reader: WeightReader, blk: str) -> Gemma4Layer:
+    def norm(name: str):
+        return reader.vector(f"{blk}.{name}.weight")
+
+    def matrices(*names: str):
+        return reader.matrices(*(f"{blk}.{name}.weight" for name in names))
+
+    qkv = [n for n in ("attn_q", "attn_k", "attn_v") if reader.has(f"{blk}.{n}.weight")]
+    inputs = reader.has(f"{blk}.inp_gate.weight")
+    return Gemma4Layer(
+        attention_norm=norm("attn_norm"),
+        qkv=matrices(*qkv),
+        q_norm=norm("attn_q_norm"),
+        k_norm=norm("attn_k_norm") if "attn_k" in qkv else None,
+        attention_output=matrices("attn_output"),
+        attention_post_norm=norm("post_attention_norm"),
+        ffn_norm=norm("ffn_norm"),
+        gate_up=matrices("ffn_gate", "ffn_up"),
+        down=matrices("ffn_down"),
+        ffn_post_norm=norm("post_ffw_norm"),
+        input_gate=matrices("inp_gate") if inputs else None,
+        input_projection=matrices("proj") if inputs else None,
+        input_post_norm=norm("post_norm") if inputs else None,
+        scalar=norm("layer_output_scale"),
+    )
+
+
+ARCHITECTURES = (
+    Architecture(
+        name="gemma4",
+        weights=weights_of,
+        model_type="gemma4_text",
+        from_folder=described_folder,
+        names=NAMES,
+        without={"enable_moe_block": (False,), "use_bidirectional_attention": (False,)},
+    ),
+)
