@@ -13,9 +13,8 @@ prompts, `decode` adds one token to each sequence; both take and return the stat
 Without them `hidden_states` is the forward of training.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -136,7 +135,11 @@ def hidden_states(
             "hidden_states: `new_lengths` goes with a cache and `segment_ids` without "
             "one. Pack whole texts, or read texts into a cache row by row."
         )
-    rotations = {getattr(mixer, "rotation", None) for mixer in config.mixers} - {None}
+    rotations = {
+        mixer.rotation
+        for mixer in config.mixers
+        if isinstance(mixer, FullAttention | LatentAttention) and mixer.rotation
+    }
     tables = rotation_tables(rotations, next_positions(tokens, cache, segment_ids))
     at = Mixing(new_lengths, segment_ids, tables)
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
@@ -151,13 +154,11 @@ def hidden_states(
         state: Any = None
         if cache is not None:  # lengths are the same for all: derived from once
             state = replace(cache[i], lengths=cache[0].lengths)
-        mix: Callable = mixer  # of its own weights and state
         y = rms_norm(x, layer.mixer_norm, eps=config.eps)
-        y, state = mix(config, layer.mixer, y, state, at)
+        y, state = mixer(config, cast(Any, layer.mixer), y, state, at)
         x = added(x, y)
         after.append(state)
-        feed: Callable = feed_forward
         y = rms_norm(x, layer.feed_forward_norm, eps=config.eps)
-        x = added(x, feed(config, layer.feed_forward, y))
+        x = added(x, feed_forward(config, cast(Any, layer.feed_forward), y))
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if cache is None else tuple(after)

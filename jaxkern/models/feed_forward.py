@@ -8,6 +8,7 @@ experts(x) = sum over the k best experts e of w_e expert_e(x), w = route(router 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -223,8 +224,9 @@ def read_experts(
         if form == "mxfp4":
             gate, up = (reader.mxfp4(gate_up, slice(i, None, 2)) for i in (0, 1))
             return found | {"gate": gate, "up": up, "down": reader.mxfp4(down)}
-        both = jnp.swapaxes(reader.experts(f"{gate_up}.weight"), 1, 2)
-        down = jnp.swapaxes(reader.experts(f"{down}.weight"), 1, 2)
+        both, down = (reader.experts(f"{name}.weight") for name in (gate_up, down))
+        assert isinstance(both, jax.Array) and isinstance(down, jax.Array)
+        both, down = (jnp.swapaxes(w, 1, 2) for w in (both, down))
         return found | {"gate": both[:, 0::2], "up": both[:, 1::2], "down": down}
     if form == "fused":
         both, down = (

@@ -108,7 +108,7 @@ def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
     scaling = base.scaling
     if isinstance(scaling, YarnScaling):  # GGUF has no key that says so
         scaling = replace(scaling, truncate=False)
-    base = replace(base, scaling=scaling)
+    windowed, base = base.windowed, replace(base, scaling=scaling)
     full, near = (
         gguf_attention(base, window=seen, bias=True, sinks=True)
         for seen in (None, base.window)
@@ -118,7 +118,7 @@ def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
     )
     return gguf_decoder(
         base,
-        mixers=tuple(near if windowed else full for windowed in base.windowed),
+        mixers=tuple(near if sees_window else full for sees_window in windowed),
         feed_forwards=(experts,) * base.layers,
     )
 

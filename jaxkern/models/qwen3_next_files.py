@@ -134,7 +134,7 @@ WITH_IMAGES = replace(
     harmless={
         **{
             f"{INSIDE}.{key}": why
-            for key, why in (hugging_face.HARMLESS | TRAINING | HARMLESS).items()
+            for key, why in {**hugging_face.HARMLESS, **TRAINING, **HARMLESS}.items()
         },
         "vision_config.*": "of images",
         "image_token_id": "of images",
@@ -144,7 +144,7 @@ WITH_IMAGES = replace(
     },
     without={
         f"{INSIDE}.{key}": values
-        for key, values in (hugging_face.WITHOUT | WITHOUT).items()
+        for key, values in {**hugging_face.WITHOUT, **WITHOUT}.items()
     },
 )
 ARCHITECTURES = tuple(

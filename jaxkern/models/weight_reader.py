@@ -189,13 +189,14 @@ class WeightReader:
         """`[e, f, d]`, one tensor or one for each expert; a packed policy keeps them
         as in the file."""
         stored = [self.file.load(name) for name in names]
-        if isinstance(stored[0], GGUFTensor):
-            whole = stored[0]
+        whole = stored[0]
+        if isinstance(whole, GGUFTensor):
             return whole if self._packed else dequantize(whole, dtype=self._dtype)
         kept = self._packed and jax.default_backend() == "cpu"
-        dtype = stored[0].dtype if kept else self._dtype
-        rows = stored[0] if len(stored) == 1 else jnp.stack(stored)
-        return jnp.array(rows, dtype, copy=len(stored) == 1)  # out of the map
+        dtype = whole.dtype if kept else self._dtype
+        if len(stored) == 1:
+            return jnp.array(whole, dtype, copy=True)  # out of the map
+        return jnp.stack([jnp.asarray(w, dtype) for w in stored])
 
     def mxfp4(
         self, name: str, rows: slice = slice(None)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import jax
@@ -101,7 +102,8 @@ class RandomReader:
 def weights():
     tensors = tensors_of(CONFIG, Layout(), tied=False)
     folder = Folder(lambda keys: CONFIG, {})
-    return weights_of(folder, None, CONFIG, RandomReader(tensors))
+    reader: Any = RandomReader(tensors)
+    return weights_of(folder, None, CONFIG, reader)
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +296,7 @@ def write_gguf(folder, path, keys, *, expert_type, norm="ffn_norm"):
     """The folder's tensors as llama.cpp's converter writes them."""
     model = described(folder)
     kind, config = model.architecture.gguf, model.config
-    writer = gguf.GGUFWriter(path, kind)
+    writer = gguf.GGUFWriter(path, str(kind))
     mixer, sparse = config.mixers[0], config.feed_forwards[0]
     keys = {
         "block_count": config.layers,
@@ -382,7 +384,9 @@ def test_gpt_oss_of_a_gguf_file(tmp_path):
     file = read_gguf(path)
     for key, value in (("expert_used_count", 5), ("attention.sliding_window", 0)):
         with pytest.raises(GGUFError, match=f"key gpt-oss.{key} is {value}, "):
-            described(replace(file, metadata=file.metadata | {f"gpt-oss.{key}": value}))
+            described(
+                replace(file, metadata={**file.metadata, f"gpt-oss.{key}": value})
+            )
 
 
 def test_qwen3_moe_of_a_gguf_file(tmp_path):

@@ -153,11 +153,9 @@ class DeltaNet:
         else:
             assert state.memory is not None and inputs is not None
             if t == 1:
-                y, memory = gated_delta_step(
-                    *(operand[:, 0] for operand in (query, key, value)),
-                    *(counted(gate, at)[:, 0] for gate in (g, beta)),
-                    state.memory,
-                )
+                g, beta = counted(g, at), counted(beta, at)
+                token = (query[:, 0], key[:, 0], value[:, 0], g[:, 0], beta[:, 0])
+                y, memory = gated_delta_step(*token, state.memory)
             else:
                 y, memory = gated_delta_rule(
                     *operands, state.memory, active_length=at.new_lengths
