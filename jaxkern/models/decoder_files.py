@@ -114,16 +114,26 @@ def described_folder(folder: Folder, keys: ArchitectureKeys) -> Described:
     """The config, and exactly the tensors that config.json says."""
     text = keys.within(folder.keys_at) if folder.keys_at else keys
     config, layout = folder.config(text), layout_of(folder, keys.file.tensors)
-    tied = folder.tied
-    for key in folder.tied_keys:
-        tied = keys.flag(key, text.flag(key, tied))
-    tensors = tensors_of(config, layout, tied=tied)
+    tensors = tensors_of(config, layout, tied=is_tied(folder, keys, text))
     further = range(config.layers, config.layers + folder.further_layers(keys))
     left_out = ("ignored.", *(f"blk.{i}." for i in further))
     for name in keys.file.tensors:
         if name.startswith(left_out):
             tensors[name] = Tensor(used=False)
     return config, tensors
+
+
+def is_tied(folder: Folder, keys: ArchitectureKeys, text: ArchitectureKeys) -> bool:
+    """Whether the output is the embedding, as all keys that say it do."""
+    said = {
+        where.flag(key, False)
+        for where in (keys, text)
+        for key in folder.tied_keys
+        if where.has(key)
+    }
+    if len(said) > 1:
+        raise keys.error(folder.tied_keys[0], "which another key contradicts")
+    return said.pop() if said else folder.tied
 
 
 def described_gguf(of_gguf: OfGGUF, keys: ArchitectureKeys) -> Described:
