@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.formats.gguf import GGUFFile
-from jaxkern.models.decoder import DecoderConfig
+from jaxkern.models.decoder import DecoderConfig, Mixer
 from jaxkern.models.feed_forward import Dense, Mixture
 from jaxkern.models.folder_keys import positive
 from jaxkern.models.llama import LlamaConfig
@@ -50,7 +50,7 @@ def gguf_mixture(keys: ArchitectureKeys, **options: Any) -> Mixture:
 def gguf_decoder(
     base: LlamaConfig,
     *,
-    mixers: tuple[FullAttention, ...],
+    mixers: tuple[Mixer, ...],
     feed_forwards: tuple[Dense | Mixture, ...],
 ) -> DecoderConfig:
     """The config of the page."""

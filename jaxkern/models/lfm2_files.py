@@ -11,8 +11,10 @@ from jaxkern.models.decoder_files import (
     ATTENTION,
     MODEL_NAMES,
     Folder,
+    OfGGUF,
     folder_architecture,
 )
+from jaxkern.models.decoder_gguf import gguf_attention, gguf_base, gguf_decoder
 from jaxkern.models.feed_forward import Dense
 from jaxkern.models.folder_keys import (
     attention,
@@ -23,6 +25,7 @@ from jaxkern.models.folder_keys import (
     rotation,
     shared_keys,
 )
+from jaxkern.models.llama_form import Form
 from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.mixers.short_conv import ShortConv
 
@@ -95,6 +98,25 @@ def feed_forward_width(keys: ArchitectureKeys) -> int:
     return -(-width // multiple) * multiple
 
 
+def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
+    """What the keys of a GGUF file say: a layer without key heads is a convolution."""
+    base = gguf_base(keys, Form("lfm2", features=("layer_heads",)))
+    heads = keys.per_layer("attention.head_count_kv") or []
+    if len(heads) != base.layers or {*heads} - {0, base.kv_heads}:
+        raise keys.error(
+            "attention.head_count_kv",
+            f"expected 0 or {base.kv_heads} for each of {base.layers} layers",
+        )
+    conv = ShortConv(base.d_model, positive(keys, "shortconv.l_cache"))
+    full = gguf_attention(base, head_norms=True)
+    block = Dense(positive(keys, "feed_forward_length"))
+    return gguf_decoder(
+        base,
+        mixers=tuple(full if n else conv for n in heads),
+        feed_forwards=(block,) * base.layers,
+    )
+
+
 ARCHITECTURES = (
     folder_architecture(
         "lfm2",
@@ -108,6 +130,11 @@ ARCHITECTURES = (
             tied_keys=("tie_word_embeddings", "tie_embedding"),
             harmless=HARMLESS,
             without={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+        ),
+        OfGGUF(
+            "lfm2",
+            config_of_gguf,
+            Layout(output_norm="token_embd_norm", flat_taps=True),
         ),
     ),
 )

@@ -50,7 +50,10 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaC
         raise keys.error(
             "embedding_length", f"the rows of token_embd.weight have {d_model} elements"
         )
-    kv_heads = keys.integer("attention.head_count_kv", heads)
+    if "layer_heads" in form.features:  # 0 in layers that have no attention
+        kv_heads = max(keys.per_layer("attention.head_count_kv") or [heads])
+    else:
+        kv_heads = keys.integer("attention.head_count_kv", heads)
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise file.error(f"{heads} heads cannot share {kv_heads} key/value heads")
     layers = keys.integer("block_count")

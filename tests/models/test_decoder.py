@@ -42,6 +42,7 @@ from jaxkern.models.mixers.mixing import Rotation
 from jaxkern.models.mixers.short_conv import ShortConv
 from jaxkern.models.registry import described
 from jaxkern.models.weight_reader import expand
+from tests.models.test_architecture_keys import check_every_key
 from tests.models.tiny_gguf import add_key
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "transformers_hybrids"
@@ -292,12 +293,22 @@ def test_older_config_files():
     assert described(older).config == described(folder).config
 
 
+NO_DENSE = "feed_forward_length"  # of dense layers, in files that have none
+
+
 def write_gguf(folder, path, keys, *, expert_type, norm="ffn_norm"):
     """The folder's tensors as llama.cpp's converter writes them."""
     model = described(folder)
     kind, config = model.architecture.gguf, model.config
     writer = gguf.GGUFWriter(path, str(kind))
-    mixer, sparse = config.mixers[0], config.feed_forwards[0]
+    mixer = next(m for m in config.mixers if isinstance(m, FullAttention))
+    if isinstance(sparse := config.feed_forwards[0], Mixture):
+        keys = {
+            "expert_count": sparse.experts,
+            "expert_used_count": sparse.chosen,
+            "expert_feed_forward_length": sparse.width,
+            **keys,
+        }
     keys = {
         "block_count": config.layers,
         "context_length": config.context,
@@ -308,10 +319,8 @@ def write_gguf(folder, path, keys, *, expert_type, norm="ffn_norm"):
         "attention.value_length": mixer.head_dim,
         "attention.layer_norm_rms_epsilon": config.eps,
         "rope.freq_base": mixer.rotation.theta,
-        "expert_count": sparse.experts,
-        "expert_used_count": sparse.chosen,
-        "expert_feed_forward_length": sparse.width,
-    } | keys
+        **keys,
+    }
     for key, value in keys.items():
         add_key(writer, f"{kind}.{key}", value)
     experts = defaultdict(list)
@@ -327,6 +336,7 @@ def write_gguf(folder, path, keys, *, expert_type, norm="ffn_norm"):
         elif "_exps" in stored:
             experts[stored] = [(0, w if w.ndim == 2 else w.swapaxes(1, 2))]
         else:
+            w = w[:, 0] if "shortconv.conv." in stored else w
             writer.add_tensor(stored.replace(".ffn_norm.", f".{norm}."), w)
     for stored, parts in experts.items():
         w = np.stack([w for _, w in sorted(parts, key=lambda part: part[0])])
@@ -382,6 +392,7 @@ def test_gpt_oss_of_a_gguf_file(tmp_path):
         found = all_logits(config, weights, golden)
         np.testing.assert_allclose(found, golden["logits"][:16], rtol=0, atol=1e-4)
     file = read_gguf(path)
+    check_every_key(file, but=(NO_DENSE,))
     for key, value in (("expert_used_count", 5), ("attention.sliding_window", 0)):
         with pytest.raises(GGUFError, match=f"key gpt-oss.{key} is {value}, "):
             described(
@@ -401,3 +412,25 @@ def test_qwen3_moe_of_a_gguf_file(tmp_path):
     path = write_gguf(folder, tmp_path / "m.gguf", {}, expert_type=f32)
     found = all_logits(*load(path, "f32"), golden)
     np.testing.assert_allclose(found, truth, rtol=0, atol=1e-5)
+    check_every_key(read_gguf(path), but=("rope.scaling.", NO_DENSE))
+
+
+def test_lfm2_of_a_gguf_file(tmp_path):
+    """Layers without key heads are convolutions, whose taps lie flat."""
+    keys = {
+        "attention.head_count_kv": [0, 2],
+        "shortconv.l_cache": 3,
+        "feed_forward_length": 48,
+    }
+    folder = read_safetensors_folder(FOLDERS / "lfm2")
+    f32 = gguf.GGMLQuantizationType.F32
+    path = write_gguf(folder, tmp_path / "m.gguf", keys, expert_type=f32)
+    golden = np.load(FOLDERS / "lfm2" / "golden.npz")
+    found = all_logits(*load(path, "f32"), golden)
+    np.testing.assert_allclose(found, golden["logits"][:16], rtol=0, atol=1e-4)
+    check_every_key(read_gguf(path), but=("rope.scaling.",))
+    file = read_gguf(path)
+    for heads in ([2], [0, 0], [1, 2]):
+        name = "lfm2.attention.head_count_kv"
+        with pytest.raises(GGUFError):
+            described(replace(file, metadata={**file.metadata, name: heads}))

@@ -24,12 +24,14 @@ class Layout:
     Attributes:
       experts: see `ExpertForm`.
       one_gate_up: gate and up of a dense block are one tensor.
+      flat_taps: a convolution is `[d, w]`, not `[d, 1, w]`.
       plus: what norms are stored less.
       mixer_norm, ffn_norm, output_norm: names of norms.
     """
 
     experts: ExpertForm = "stacked"
     one_gate_up: bool = False
+    flat_taps: bool = False
     plus: float = 0.0
     mixer_norm: str = "attn_norm"
     ffn_norm: str = "ffn_norm"

@@ -48,9 +48,10 @@ class ShortConv:
 
     def tensors(self, d: int, layout: Layout) -> Shapes:
         """By their names in GGUF files."""
+        taps = (d, self.taps) if layout.flat_taps else (d, 1, self.taps)
         found: Shapes = {
             "shortconv.in_proj.weight": (3 * d, d),
-            "shortconv.conv.weight": (d, 1, self.taps),
+            "shortconv.conv.weight": taps,
             "shortconv.out_proj.weight": (d, d),
         }
         if self.bias:
