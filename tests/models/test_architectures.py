@@ -40,6 +40,12 @@ OF_THESE = (  # where there are 0 of the first, the second says nothing
     ("num_kv_shared_layers", "use_double_wide_mlp"),
     ("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )
+# What `make test` leaves to the full run: other names for what a folder here computes.
+REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe")
+MODELS = [
+    pytest.param(name, marks=[pytest.mark.full] if name in REPEATS else [])
+    for name in sorted(FOLDERS)
+]
 PROMPT, SHORTER = 9, 5
 LENGTHS = np.array([40, 23, 7], np.int32)
 
@@ -60,7 +66,7 @@ def loaded(name):
     return *load(FOLDERS[name], "f32"), dict(np.load(FOLDERS[name] / "golden.npz"))
 
 
-@pytest.mark.parametrize("name", sorted(FOLDERS))
+@pytest.mark.parametrize("name", MODELS)
 def test_training(name):
     """Logits and a gradient of the forward pass without a cache."""
     config, weights, golden = loaded(name)
@@ -93,7 +99,7 @@ def embedding_grad(folder, grads):
     return grads.embedding + (output.T if config["vocab_size"] > 32 else output)
 
 
-@pytest.mark.parametrize("name", sorted(FOLDERS))
+@pytest.mark.parametrize("name", MODELS)
 def test_ragged_prompts(name):
     """What a row says does not depend on the others, nor on what stands behind it."""
     config, weights, golden = loaded(name)
@@ -107,7 +113,7 @@ def test_ragged_prompts(name):
     assert all((np.asarray(own.lengths) == LENGTHS).all() for own in after)
 
 
-@pytest.mark.parametrize("name", sorted(FOLDERS))
+@pytest.mark.parametrize("name", MODELS)
 def test_greedy_answers(name):
     """32 tokens by cached decode, beside a shorter prompt and one that ends at once."""
     config, weights, golden = loaded(name)
