@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxkern import GGUFTensor, interleave
 from jaxkern.models.generate import Generator
-from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, Matrix
+from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights
+from jaxkern.models.products import Matrix
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 
 

@@ -4,8 +4,7 @@ Every page multiplies through `project` and `gated`; which containers fuse with 
 before, the gate between or the addition after is decided here alone.
 """
 
-from types import SimpleNamespace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +52,14 @@ class Numerics(Protocol):
     def product_dtype(self) -> str | None: ...  # quantised ones round activations to it
     @property
     def fused(self) -> bool: ...  # also plain weights, by ops that have GPU kernels
+
+
+class JustNumerics(NamedTuple):
+    """Those of a config with one of them changed."""
+
+    eps: float
+    product_dtype: str | None
+    fused: bool
 
 
 def project(
@@ -151,7 +158,5 @@ def output_product(
     """Logits in float32 of normalised hidden states."""
     narrow = config.product_dtype is None and x.dtype == jnp.bfloat16
     if narrow:  # float32 of it are as exact, and cost a packed product more
-        config = SimpleNamespace(
-            eps=config.eps, product_dtype="bfloat16", fused=config.fused
-        )
+        config = JustNumerics(config.eps, "bfloat16", config.fused)
     return project(config, x.astype(jnp.float32), output)

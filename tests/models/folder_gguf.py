@@ -32,7 +32,7 @@ def write_gguf_of(folder: Path, path: Path, *, quantized: bool = False) -> Path:
             w = heads.swapaxes(1, 2).reshape(w.shape)
         if kind in NORMS_PLUS_ONE and part.endswith("norm"):
             w = w + 1
-        if quantized and w.ndim == 2 and w.shape[1] % 32 == 0:
+        if quantized and w.ndim == 2 and w.shape[-1] % 32 == 0:
             q8 = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quants.quantize(w, q8), raw_dtype=q8)
         else:
