@@ -302,6 +302,7 @@ def write_gguf(folder, path, keys, *, expert_type, norm="ffn_norm"):
     kind, config = model.architecture.gguf, model.config
     writer = gguf.GGUFWriter(path, str(kind))
     mixer = next(m for m in config.mixers if isinstance(m, FullAttention))
+    assert mixer.rotation is not None
     if isinstance(sparse := config.feed_forwards[0], Mixture):
         keys = {
             "expert_count": sparse.experts,
