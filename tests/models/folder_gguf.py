@@ -25,7 +25,7 @@ def write_gguf_of(folder: Path, path: Path, *, quantized: bool = False) -> Path:
     for key, value in keys_of(model.config, kind).items():
         add_key(writer, f"{kind}.{key}", value)
     for name in model.file.tensors:
-        w = np.asarray(model.file.view(name), np.float32)
+        w: np.ndarray = model.file.view(name).astype(np.float32)
         part = name.split(".")[-2]
         if kind in PERMUTED and part in ("attn_q", "attn_k"):
             heads = w.reshape(-1, 2, model.config.head_dim // 2, *w.shape[1:])

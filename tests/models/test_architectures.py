@@ -113,6 +113,13 @@ def test_ragged_prompts(name):
     logits, after = read(config, weights, rows, LENGTHS, cache)
     np.testing.assert_allclose(logits, golden["logits"][LENGTHS - 1], rtol=0, atol=1e-4)
     assert all((np.asarray(own.lengths) == LENGTHS).all() for own in after)
+    # the rest of each text: 0 tokens of the first row, which stays as it is
+    for row, n in zip(rows, LENGTHS, strict=True):
+        row[:] = np.pad(golden["tokens"][n:], (0, n), constant_values=2)
+    logits, end = read(config, weights, rows, 40 - LENGTHS, after)
+    whole = np.broadcast_to(golden["logits"][39], logits[1:].shape)
+    np.testing.assert_allclose(logits[1:], whole, rtol=0, atol=1e-4)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), after, end)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -44,6 +44,7 @@ def weight_shapes(name, folder):
     empty = read_safetensors_folder(folder)
     entry = BY_MODEL_TYPE[empty.architecture]
     known = {**HARMLESS, **entry.harmless}, {**WITHOUT, **entry.without}
+    assert entry.from_folder is not None
     with architecture_keys(empty, *known) as keys:
         config, tensors = entry.from_folder(keys)
     infos = {
