@@ -46,6 +46,8 @@ class KeyFile(Protocol):
     def architecture(self) -> str: ...
     @property
     def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
     def error(self, message: str) -> ValueError: ...
 
 
@@ -61,6 +63,13 @@ class ArchitectureKeys:
         self.file, self.arch = file, file.architecture
         self.harmless, self.without = harmless, without
         self._seen: set[str] = set()
+        self._within = ""
+
+    def within(self, key: str) -> "ArchitectureKeys":
+        """The keys `key.*` by their own names; what is read of them counts here too."""
+        inner = ArchitectureKeys(self.file, self.harmless, self.without)
+        inner._seen, inner._within = self._seen, f"{self._within}{key}."
+        return inner
 
     def has(self, key: str) -> bool:
         return self._name(key) in self.file.metadata
@@ -129,6 +138,11 @@ class ArchitectureKeys:
             raise self.error(key, "expected a list of strings")
         return value
 
+    def value(self, key: str, default: Any = None) -> Any:
+        """As in the file, for the caller to check; `default` where it is missing."""
+        self._seen.add(self._name(key))
+        return self.file.metadata.get(self._name(key), default)
+
     def numbers(self, key: str) -> list[float]:
         """A list of finite numbers, empty where it is missing."""
         self._seen.add(self._name(key))
@@ -159,6 +173,8 @@ class ArchitectureKeys:
             prefix, _, key = name.partition(".")
             if prefix != self.arch or name in self._seen or key in self.harmless:
                 continue
+            if f"{key.partition('.')[0]}.*" in self.harmless:
+                continue
             without = self.without.get(key, ())
             if _scalar(value) and any(
                 type(value) is type(other) and value == other for other in without
@@ -173,7 +189,7 @@ class ArchitectureKeys:
             )
 
     def _name(self, key: str) -> str:
-        return f"{self.arch}.{key}"
+        return f"{self.arch}.{self._within}{key}"
 
     def _get(self, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
         self._seen.add(self._name(key))
@@ -200,8 +216,8 @@ def architecture_keys(
         with architecture_keys(file) as keys:
             config = Config(layers=keys.integer("block_count"), ...)
 
-    A key need not be read if it is in `harmless`, or has a value of `without`, which
-    says that the model has no such thing.
+    A key need not be read if it is in `harmless`, which may say "key.*" for all in it,
+    or has a value of `without`, which says that the model has no such thing.
 
     Raises:
       ValueError: of the file's kind: a key is missing, has another type or range, or

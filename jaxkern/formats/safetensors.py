@@ -26,7 +26,7 @@ from jaxkern.formats.gguf import GGUFTensorInfo
 
 LONGEST_JSON = 2**26  # bytes; the index of a model of 10^5 tensors has 2^23
 SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-QTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # itemsizes
+QTYPES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}  # itemsizes
 
 
 class SafetensorsError(ValueError):
@@ -41,7 +41,7 @@ class SafetensorsFolder:
       path: as given.
       metadata: `config.json` as `<model_type>.<key>`, what is nested with dots; what is
         null is left out.
-      tensors: name -> shape and dtype, as "F32", "F16" or "BF16".
+      tensors: name -> shape and dtype, as "F32", "F16", "BF16" or "U8".
     """
 
     path: str
@@ -89,7 +89,7 @@ def read_safetensors_folder(path: str | PathLike[str]) -> SafetensorsFolder:
 
     Raises:
       SafetensorsError: files are missing, damaged or contradict each other, or a
-        tensor's dtype is not F32, F16 or BF16.
+        tensor's dtype is none of these.
       OSError: the folder cannot be read.
     """
     path = fspath(path)

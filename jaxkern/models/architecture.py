@@ -98,11 +98,13 @@ class Tensor(NamedTuple):
       shape: as stored.
       needed: without it the file is refused.
       used: if not, it changes nothing in the logits: a repetition, or of training.
+      codes: bytes of a packed format, not numbers.
     """
 
     shape: tuple[int, ...] = ()
     needed: bool = True
     used: bool = True
+    codes: bool = False
 
 
 Described = tuple[Any, Mapping[str, Tensor]]

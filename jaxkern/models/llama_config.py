@@ -40,7 +40,7 @@ def described_gguf(form: Form, keys: ArchitectureKeys) -> Described:
 
 
 def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaConfig:
-    if keys.integer("expert_count", 0):
+    if "experts" not in form.features and keys.integer("expert_count", 0):
         raise file.error("a mixture of experts, which is not built here")
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
@@ -50,7 +50,10 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaC
         raise keys.error(
             "embedding_length", f"the rows of token_embd.weight have {d_model} elements"
         )
-    kv_heads = keys.integer("attention.head_count_kv", heads)
+    if "layer_heads" in form.features:  # 0 in layers that have no attention
+        kv_heads = max(keys.per_layer("attention.head_count_kv") or [heads])
+    else:
+        kv_heads = keys.integer("attention.head_count_kv", heads)
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise file.error(f"{heads} heads cannot share {kv_heads} key/value heads")
     layers = keys.integer("block_count")

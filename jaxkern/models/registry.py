@@ -11,12 +11,28 @@ from typing import Any
 from jaxkern.formats.architecture_keys import architecture_keys
 from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import SafetensorsFolder
-from jaxkern.models import gemma4_files, hugging_face, llama_files
+from jaxkern.models import (
+    deepseek_files,
+    gemma4_files,
+    gpt_oss_files,
+    granite_hybrid_files,
+    hugging_face,
+    lfm2_files,
+    llama_files,
+    qwen3_moe_files,
+    qwen3_next_files,
+)
 from jaxkern.models.architecture import Architecture, ModelFile, Tensor
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *llama_files.ARCHITECTURES,
     *gemma4_files.ARCHITECTURES,
+    *qwen3_moe_files.ARCHITECTURES,
+    *gpt_oss_files.ARCHITECTURES,
+    *qwen3_next_files.ARCHITECTURES,
+    *lfm2_files.ARCHITECTURES,
+    *deepseek_files.ARCHITECTURES,
+    *granite_hybrid_files.ARCHITECTURES,
 )
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}
@@ -98,12 +114,12 @@ def renamed(folder: SafetensorsFolder, names: Mapping[str, str]) -> SafetensorsF
 
 
 def as_pattern(template: str) -> re.Pattern[str]:
-    """ "x.{i}.y" matches x.0.y and x.10.y, not x.01.y."""
+    """ "x.{i}.y" matches x.0.y and x.10.y, not x.01.y; "x.{rest}" all under x."""
     escaped = re.escape(template)
     for letter in "ij":
         number = rf"(?P<{letter}>0|[1-9]\d{{0,5}})"
         escaped = escaped.replace(re.escape(f"{{{letter}}}"), number)
-    return re.compile(escaped)
+    return re.compile(escaped.replace(re.escape("{rest}"), r"(?P<rest>.+)"))
 
 
 def stored_name(names: Mapping[str, str], name: str) -> str:
@@ -129,6 +145,11 @@ def checked(
             raise file.error(
                 f"tensor {file.called(name)} is {info.shape}, expected {tensor.shape} "
                 "by the metadata and the tensors beside it"
+            )
+        elif tensor.used and (info.qtype == "U8") != tensor.codes:
+            raise file.error(
+                f"tensor {file.called(name)} is {info.qtype}, expected "
+                f"{'codes of 8 bits' if tensor.codes else 'numbers'}"
             )
     if strangers := [name for name in file.tensors if name not in tensors]:
         raise file.error(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from jaxkern import (
     GGUFTensor,
     InterleavedTensor,
+    MicroscaledTensor,
     dequantize,
 )
 from jaxkern.cpu.cpu_call import missing
@@ -183,6 +184,30 @@ class WeightReader:
         w = jnp.array(w, self._dtype, copy=True)
         self.file.forget(name)
         return w
+
+    def experts(self, *names: str) -> Float[Array, "e f d"] | GGUFTensor:
+        """`[e, f, d]`, one tensor or one for each expert; a packed policy keeps them
+        as in the file."""
+        stored = [self.file.load(name) for name in names]
+        whole = stored[0]
+        if isinstance(whole, GGUFTensor):
+            return whole if self._packed else dequantize(whole, dtype=self._dtype)
+        kept = self._packed and jax.default_backend() == "cpu"
+        dtype = whole.dtype if kept else self._dtype
+        if len(stored) == 1:
+            return jnp.array(whole, dtype, copy=True)  # out of the map
+        return jnp.stack([jnp.asarray(w, dtype) for w in stored])
+
+    def mxfp4(
+        self, name: str, rows: slice = slice(None)
+    ) -> Float[Array, "e f d"] | MicroscaledTensor:
+        """Some rows of experts in groups of MXFP4, `<name>.blocks` and `.scales`."""
+        codes, scales = (self.file.view(f"{name}.{x}") for x in ("blocks", "scales"))
+        codes = codes.reshape(*codes.shape[:2], -1)
+        w = MicroscaledTensor(
+            jnp.asarray(codes[:, rows]), jnp.asarray(scales[:, rows]), format="mxfp4"
+        )
+        return w if self._packed else dequantize(w, dtype=self._dtype)
 
     def table_and_output(self) -> tuple[Table, Matrices]:
         """The embedding, of which rows are looked up, and the product to logits.

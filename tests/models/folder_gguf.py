@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxkern import LinearScaling, LongRopeScaling, YarnScaling
 from jaxkern.formats.safetensors import read_safetensors_folder
-from jaxkern.models.registry import ARCHITECTURES, described
+from jaxkern.models.llama_files import ARCHITECTURES
+from jaxkern.models.registry import described
 from tests.models.tiny_gguf import add_key
 
 NAMES = {a.name: a.gguf for a in ARCHITECTURES if a.gguf}

@@ -1,0 +1,164 @@
+"""Decoders whose layers differ: each has a mixer of tokens and a feed-forward block.
+
+    x = embedding(tokens) * embedding_scale
+    for each layer:
+        x = x + residual_scale * mixer(rms_norm(x))
+        x = x + residual_scale * feed_forward(rms_norm(x))
+    logits = rms_norm(x) @ output * logit_scale
+
+A mixer (mixers/) is attention, latent attention, a gated delta net, a short convolution
+or Mamba-2, and has its own kind of state; a feed-forward block is dense or a mixture of
+experts (feed_forward.py). An architecture's entry says which where. `prefill` reads the
+prompts, `decode` adds one token to each sequence; both take and return the states.
+Without them `hidden_states` is the forward of training.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32
+
+from jaxkern import KVCache, rms_norm
+from jaxkern.models.cached_steps import decode, next_positions, prefill
+from jaxkern.models.feed_forward import Dense, DenseWeights, Mixture, MixtureWeights
+from jaxkern.models.mixers.delta_net import DeltaNet, DeltaNetWeights
+from jaxkern.models.mixers.full_attention import AttentionWeights, FullAttention
+from jaxkern.models.mixers.latent import LatentAttention, LatentCache, LatentWeights
+from jaxkern.models.mixers.mamba2 import Mamba2, Mamba2Weights
+from jaxkern.models.mixers.mixing import Mixing, rotation_tables
+from jaxkern.models.mixers.recurrent_state import RecurrentState
+from jaxkern.models.mixers.short_conv import ShortConv, ShortConvWeights
+from jaxkern.models.products import Matrices, Table, embed, output_product
+
+__all__ = [
+    "DecoderConfig",
+    "DecoderWeights",
+    "LayerWeights",
+    "decode",
+    "empty_cache",
+    "hidden_states",
+    "logits",
+    "prefill",
+]
+
+Mixer = FullAttention | LatentAttention | DeltaNet | ShortConv | Mamba2
+FeedForward = Dense | Mixture
+State = KVCache | LatentCache | RecurrentState
+States = tuple[State, ...]
+"""One of each layer's own kind; all have read the same number of tokens."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What the weights do not say by their shapes; hashable, so static under `jit`."""
+
+    architecture: str
+    context: int  # longest text the model was trained for, in tokens
+    d_model: int
+    vocabulary: int
+    eps: float  # of every norm
+    mixers: tuple[Mixer, ...]  # of each layer
+    feed_forwards: tuple[FeedForward, ...]
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    dtype: str = "float32"  # of activations
+    product_dtype: str | None = None  # to which quantised products round them: "int8"
+    fused: bool = False  # products that take in the norm before them
+
+    @property
+    def layers(self) -> int:
+        return len(self.mixers)
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one layer."""
+
+    mixer_norm: Float[Array, " d"]
+    mixer: (
+        AttentionWeights
+        | LatentWeights
+        | DeltaNetWeights
+        | ShortConvWeights
+        | Mamba2Weights
+    )
+    feed_forward_norm: Float[Array, " d"]
+    feed_forward: DenseWeights | MixtureWeights
+
+
+class DecoderWeights(NamedTuple):
+    """Weights of a model."""
+
+    embedding: Table
+    layers: tuple[LayerWeights, ...]
+    output_norm: Float[Array, " d"]
+    output: Matrices  # to logits
+
+
+def empty_cache(
+    config: DecoderConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+) -> States:
+    """States of `batch` sequences, of up to `slots` tokens where they grow with them.
+
+    Recurrent states are float32, whatever `dtype` is.
+    """
+    return tuple(mixer.empty_state(batch, slots, dtype) for mixer in config.mixers)
+
+
+def logits(
+    config: DecoderConfig, weights: DecoderWeights, x: Float[Array, "... d"]
+) -> Float[Array, "... v"]:
+    """Of the token that follows each hidden state, in float32."""
+    return output_product(config, x, weights.output) * config.logit_scale
+
+
+def hidden_states(
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    tokens: Int32[Array, "b t"],
+    cache: States | None = None,
+    new_lengths: Int[Array, " b"] | None = None,
+    segment_ids: Int[Array, "b t"] | None = None,
+) -> tuple[Float[Array, "b t d"], States | None]:
+    """Normalised outputs of the last layer; the states with what counts of the tokens.
+
+    Args:
+      cache: None for whole texts, as in training.
+      new_lengths: how many of the t tokens count, default all; with a cache.
+      segment_ids: equal for the tokens of one text, of texts that are packed in a row;
+        without a cache.
+    """
+    if (new_lengths if cache is None else segment_ids) is not None:
+        raise ValueError(
+            "hidden_states: `new_lengths` goes with a cache and `segment_ids` without "
+            "one. Pack whole texts, or read texts into a cache row by row."
+        )
+    rotations = {
+        mixer.rotation
+        for mixer in config.mixers
+        if isinstance(mixer, FullAttention | LatentAttention) and mixer.rotation
+    }
+    tables = rotation_tables(rotations, next_positions(tokens, cache, segment_ids))
+    at = Mixing(new_lengths, segment_ids, tables)
+    x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
+    x = x * jnp.asarray(config.embedding_scale, x.dtype)
+
+    def added(x: Float[Array, "b t d"], y: Float[Array, "b t d"]):
+        return x + y * jnp.asarray(config.residual_scale, x.dtype)
+
+    after: list[State] = []
+    blocks = zip(config.mixers, config.feed_forwards, weights.layers, strict=True)
+    for i, (mixer, feed_forward, layer) in enumerate(blocks):
+        state: Any = None
+        if cache is not None:  # lengths are the same for all: derived from once
+            state = replace(cache[i], lengths=cache[0].lengths)
+        y = rms_norm(x, layer.mixer_norm, eps=config.eps)
+        y, state = mixer(config, cast(Any, layer.mixer), y, state, at)
+        x = added(x, y)
+        after.append(state)
+        y = rms_norm(x, layer.feed_forward_norm, eps=config.eps)
+        x = added(x, feed_forward(config, cast(Any, layer.feed_forward), y))
+    x = rms_norm(x, weights.output_norm, eps=config.eps)
+    return x, None if cache is None else tuple(after)

@@ -1,0 +1,65 @@
+"""Keys of GGUF files that mixtures share, each checked."""
+
+from typing import Any
+
+from jaxkern.formats.architecture_keys import ArchitectureKeys
+from jaxkern.formats.gguf import GGUFFile
+from jaxkern.models.decoder import DecoderConfig, Mixer
+from jaxkern.models.feed_forward import Dense, Mixture
+from jaxkern.models.folder_keys import positive
+from jaxkern.models.llama import LlamaConfig
+from jaxkern.models.llama_config import config_of_keys
+from jaxkern.models.llama_form import Form
+from jaxkern.models.mixers.full_attention import FullAttention
+from jaxkern.models.mixers.mixing import Rotation
+
+
+def gguf_base(keys: ArchitectureKeys, form: Form) -> LlamaConfig:
+    """What attention and embeddings are, which all architectures say the same way."""
+    file = keys.file
+    assert isinstance(file, GGUFFile)
+    base = config_of_keys(form, keys, file)
+    if base.attention_softcap or base.logit_softcap:
+        raise file.error(f"soft caps, which {keys.arch} here does not have")
+    if base.window and not form.pattern:
+        raise keys.error("attention.sliding_window", "expected no window")
+    return base
+
+
+def gguf_attention(base: LlamaConfig, **options: Any) -> FullAttention:
+    """Grouped attention, rotated in halves."""
+    return FullAttention(
+        base.heads,
+        base.kv_heads,
+        base.head_dim,
+        Rotation(base.rotary_dim, base.theta, base.scaling),
+        scale=base.attention_scale,
+        **options,
+    )
+
+
+def gguf_mixture(keys: ArchitectureKeys, **options: Any) -> Mixture:
+    """`expert_count` experts, of which `expert_used_count` are chosen."""
+    experts, chosen = (positive(keys, f"expert_{n}count") for n in ("", "used_"))
+    if chosen > experts:
+        raise keys.error("expert_used_count", f"there are {experts} experts")
+    width = positive(keys, "expert_feed_forward_length")
+    return Mixture(experts, width, chosen, **options)
+
+
+def gguf_decoder(
+    base: LlamaConfig,
+    *,
+    mixers: tuple[Mixer, ...],
+    feed_forwards: tuple[Dense | Mixture, ...],
+) -> DecoderConfig:
+    """The config of the page."""
+    return DecoderConfig(
+        architecture=base.architecture,
+        context=base.context,
+        d_model=base.d_model,
+        vocabulary=base.vocabulary,
+        eps=base.eps,
+        mixers=mixers,
+        feed_forwards=feed_forwards,
+    )

@@ -1,0 +1,244 @@
+"""What stands between the mixings of tokens: a gated block, or a choice of them.
+
+dense(x)   = down (silu(gate x) * (up x))
+experts(x) = sum over the k best experts e of w_e expert_e(x), w = route(router x)
+             + shared(x), times sigmoid(x . shared_gate) where there is one
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkern import linear, moe_ffn, route, sigmoid_gate
+from jaxkern.models.mixers.layout import Layout, Shapes
+from jaxkern.models.products import Matrices, gated, project
+from jaxkern.models.weight_reader import WeightReader
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+
+Experts = Float[Array, "e f d"] | QuantizedTensor
+
+
+class DenseWeights(NamedTuple):
+    """Rows of gate and up, and what goes back."""
+
+    gate_up: Matrices
+    down: Matrices
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated block for every token, of so many channels.
+
+    Attributes:
+      suffix: of the names of its tensors: "_shexp" beside experts.
+    """
+
+    width: int
+    suffix: str = ""
+
+    def tensors(self, d: int, layout: Layout) -> Shapes:
+        """By their names in GGUF files."""
+        f = self.width
+        rows: Shapes = {"ffn_gate": (f, d), "ffn_up": (f, d)}
+        if layout.one_gate_up:
+            rows = {"ffn_gate_up": (2 * f, d)}
+        rows["ffn_down"] = (d, f)
+        return {f"{name}{self.suffix}.weight": shape for name, shape in rows.items()}
+
+    def read(self, reader: WeightReader, blk: str, layout: Layout) -> DenseWeights:
+        names = ("ffn_gate_up",) if layout.one_gate_up else ("ffn_gate", "ffn_up")
+        end = f"{self.suffix}.weight"
+        return DenseWeights(
+            reader.matrices(*(f"{blk}.{name}{end}" for name in names)),
+            reader.matrices(f"{blk}.ffn_down{end}"),
+        )
+
+    def __call__(
+        self, config, weights: DenseWeights, x: Float[Array, "b t d"]
+    ) -> Float[Array, "b t d"]:
+        return project(config, gated(config, x, weights.gate_up), weights.down)
+
+
+class MixtureWeights(NamedTuple):
+    """None for what the architecture does not have.
+
+    Attributes:
+      router: float32, whatever the others are: rounded, it would choose other experts.
+      gate: where `up` is None the rows of both.
+      correction: of the scores, for the choice alone.
+      shared: a block that every token passes beside its experts.
+    """
+
+    router: Float[Array, "e d"]
+    gate: Experts
+    up: Experts | None
+    down: Experts
+    router_bias: Float[Array, " e"] | None = None
+    correction: Float[Array, " e"] | None = None
+    gate_bias: Float[Array, "e f"] | None = None
+    up_bias: Float[Array, "e f"] | None = None
+    down_bias: Float[Array, "e d"] | None = None
+    shared: DenseWeights | None = None
+    shared_gate: Float[Array, "1 d"] | None = None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """So many experts of `width` channels, of which some are chosen for each token.
+
+    The others are the options of `route` and, of the experts' gate, of `swiglu`.
+    """
+
+    experts: int
+    width: int
+    chosen: int
+    shared: Dense | None = None
+    shared_gate: bool = False
+    router_bias: bool = False
+    correction: bool = False
+    bias: bool = False
+    score: str = "softmax"
+    normalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    scaling_factor: float = 1.0
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    def tensors(self, d: int, layout: Layout) -> Shapes:
+        """By their names in GGUF files, where those have them."""
+        e = self.experts
+        found: Shapes = {"ffn_gate_inp.weight": (e, d)}
+        if self.router_bias:
+            found["ffn_gate_inp.bias"] = (e,)
+        if self.correction:
+            found["exp_probs_b.bias"] = (e,)
+        found |= expert_tensors(self, d, layout)
+        if self.shared is not None:
+            found |= self.shared.tensors(d, layout)
+        if self.shared_gate:
+            found["ffn_gate_inp_shexp.weight"] = (1, d)
+        return found
+
+    def read(self, reader: WeightReader, blk: str, layout: Layout) -> MixtureWeights:
+        shared = None
+        if self.shared is not None:
+            shared = self.shared.read(reader, blk, layout)
+        return MixtureWeights(
+            router=reader.vector(f"{blk}.ffn_gate_inp.weight"),
+            router_bias=reader.vectors(f"{blk}.ffn_gate_inp.bias"),
+            correction=reader.vectors(f"{blk}.exp_probs_b.bias"),
+            shared=shared,
+            shared_gate=reader.vectors(f"{blk}.ffn_gate_inp_shexp.weight"),
+            **read_experts(self, reader, blk, layout),
+        )
+
+    def __call__(
+        self, config, weights: MixtureWeights, x: Float[Array, "b t d"]
+    ) -> Float[Array, "b t d"]:
+        scores = linear(x.astype(jnp.float32), weights.router, weights.router_bias)
+        by_expert, ids = route(
+            scores,
+            self.chosen,
+            score=self.score,
+            normalize=self.normalize,
+            correction_bias=weights.correction,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            group_score=self.group_score,
+            scaling_factor=self.scaling_factor,
+        )
+        y = moe_ffn(
+            x,
+            ids,
+            by_expert.astype(x.dtype),
+            weights.gate,
+            weights.up,
+            weights.down,
+            weights.gate_bias,
+            weights.up_bias,
+            weights.down_bias,
+            alpha=self.alpha,
+            limit=self.limit,
+            up_offset=self.up_offset,
+        )
+        if self.shared is None or weights.shared is None:
+            return y
+        shared = self.shared(config, weights.shared, x)
+        if weights.shared_gate is not None:
+            opening = linear(x, weights.shared_gate.astype(x.dtype))
+            shared = sigmoid_gate(shared, jnp.broadcast_to(opening, shared.shape))
+        return y + shared
+
+
+def expert_tensors(mixture: Mixture, d: int, layout: Layout) -> Shapes:
+    """The experts as the layout says; their biases lie as they do."""
+    e, f = mixture.experts, mixture.width
+    if layout.experts == "mxfp4":
+        found: Shapes = {}
+        for name, wide, narrow in (("gate_up", 2 * f, d), ("down", d, f)):
+            found[f"ffn_{name}_exps.blocks"] = (e, wide, narrow // 32, 16)
+            found[f"ffn_{name}_exps.scales"] = (e, wide, narrow // 32)
+    elif layout.experts == "alternating":
+        rows = {"gate_up": (e, d, 2 * f), "down": (e, f, d)}
+        found = {f"ffn_{name}_exps.weight": shape for name, shape in rows.items()}
+    elif layout.experts == "fused":
+        rows = {"gate_up": (e, 2 * f, d), "down": (e, d, f)}
+        found = {f"ffn_{name}_exps.weight": shape for name, shape in rows.items()}
+    else:
+        rows = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        if layout.experts == "single":
+            return {
+                f"ffn_{name}_exps.{i}.weight": shape
+                for name, shape in rows.items()
+                for i in range(e)
+            }
+        found = {f"ffn_{name}_exps.weight": (e, *shape) for name, shape in rows.items()}
+    if mixture.bias:
+        apart = layout.experts == "stacked"
+        sizes = {"gate": f, "up": f} if apart else {"gate_up": 2 * f}
+        for name, size in (sizes | {"down": d}).items():
+            found[f"ffn_{name}_exps.bias"] = (e, size)
+    return found
+
+
+def read_experts(
+    mixture: Mixture, reader: WeightReader, blk: str, layout: Layout
+) -> dict[str, Any]:
+    """gate, up and down, and their biases."""
+    form, gate_up = layout.experts, f"{blk}.ffn_gate_up_exps"
+    bias = reader.vectors(f"{gate_up}.bias")
+    found: dict[str, Any] = {
+        "down_bias": reader.vectors(f"{blk}.ffn_down_exps.bias"),
+        "gate_bias": bias,
+    }
+    if form in ("alternating", "mxfp4"):
+        if bias is not None:
+            found |= {"gate_bias": bias[:, 0::2], "up_bias": bias[:, 1::2]}
+        down = f"{blk}.ffn_down_exps"
+        if form == "mxfp4":
+            gate, up = (reader.mxfp4(gate_up, slice(i, None, 2)) for i in (0, 1))
+            return found | {"gate": gate, "up": up, "down": reader.mxfp4(down)}
+        both, down = (reader.experts(f"{name}.weight") for name in (gate_up, down))
+        assert isinstance(both, jax.Array) and isinstance(down, jax.Array)
+        both, down = (jnp.swapaxes(w, 1, 2) for w in (both, down))
+        return found | {"gate": both[:, 0::2], "up": both[:, 1::2], "down": down}
+    if form == "fused":
+        both, down = (
+            reader.experts(f"{blk}.ffn_{name}_exps.weight")
+            for name in ("gate_up", "down")
+        )
+        return found | {"gate": both, "up": None, "down": down}
+    for name in ("gate", "up", "down"):
+        at = f"{blk}.ffn_{name}_exps"
+        names = [f"{at}.weight"]
+        if form == "single":
+            names = [f"{at}.{i}.weight" for i in range(mixture.experts)]
+        found[name] = reader.experts(*names)
+        found[f"{name}_bias"] = reader.vectors(f"{at}.bias")
+    return found

@@ -1,0 +1,168 @@
+"""Gated delta net: a linear memory that corrects itself, of Qwen3-Next and Qwen3.5.
+
+q, k, v  = silu(conv(x W))           z, b, a = x W
+g, beta  = -exp(a_log) softplus(a + dt_bias), sigmoid(b)
+y        = gated_delta_rule(q / |q|, k / |k|, v, g, beta)
+out      = (rms_norm(y) * silu(z)) O                https://arxiv.org/abs/2412.06464
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxkern import (
+    compute_g_beta,
+    gated_delta_rule,
+    gated_delta_step,
+    gated_rms_norm,
+    l2_norm,
+)
+from jaxkern.models.mixers.layout import Layout, Shapes
+from jaxkern.models.mixers.mixing import Mixing
+from jaxkern.models.mixers.recurrent_state import (
+    RecurrentState,
+    counted,
+    empty_state,
+    grown,
+    short_convolution,
+)
+from jaxkern.models.products import Matrices, project
+from jaxkern.models.weight_reader import WeightReader
+
+
+class DeltaNetWeights(NamedTuple):
+    """Weights of the layer.
+
+    Attributes:
+      input: rows of q, k, v and z, then of b and a, one of each a value head; with
+        `by_head` those of a key head side by side in both.
+      convolution: of q, k and v.
+    """
+
+    input: Matrices
+    convolution: Float[Array, "c w"]
+    a_log: Float[Array, " n"]
+    dt_bias: Float[Array, " n"]
+    norm: Float[Array, " hv"]
+    output: Matrices
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Sizes of the layer; value_heads / key_heads value heads share a key head."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    by_head: bool = False  # how the products lie: see `DeltaNetWeights`
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v side by side."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> RecurrentState:
+        del slots, dtype  # it does not grow, and small steps need float32
+        memory = (self.value_heads, self.key_dim, self.value_dim)
+        return empty_state(batch, self.taps - 1, self.channels, memory)
+
+    def tensors(self, d: int, layout: Layout) -> Shapes:
+        """By their names in GGUF files, where those have them."""
+        n, values = self.value_heads, self.value_heads * self.value_dim
+        if self.by_head:
+            rows = {"ssm_in": self.channels + values, "ssm_ba": 2 * n}
+        else:
+            rows = {"attn_qkv": self.channels, "attn_gate": values}
+            rows |= {"ssm_beta": n, "ssm_alpha": n}
+        return {
+            **{f"{name}.weight": (size, d) for name, size in rows.items()},
+            "ssm_conv1d.weight": (self.channels, 1, self.taps),
+            "ssm_a_log": (n,),
+            "ssm_dt.bias": (n,),
+            "ssm_norm.weight": (self.value_dim,),
+            "ssm_out.weight": (d, values),
+        }
+
+    def read(self, reader: WeightReader, blk: str, layout: Layout) -> DeltaNetWeights:
+        names = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
+        rows = ("ssm_in", "ssm_ba") if self.by_head else names
+        return DeltaNetWeights(
+            input=reader.matrices(*(f"{blk}.{name}.weight" for name in rows)),
+            convolution=reader.vector(f"{blk}.ssm_conv1d.weight")[:, 0],
+            a_log=reader.vector(f"{blk}.ssm_a_log"),
+            dt_bias=reader.vector(f"{blk}.ssm_dt.bias"),
+            norm=reader.vector(f"{blk}.ssm_norm.weight"),
+            output=reader.matrices(f"{blk}.ssm_out.weight"),
+        )
+
+    def split(
+        self, y: Float[Array, "b t f"]
+    ) -> tuple[
+        Float[Array, "b t c"],
+        Float[Array, "b t n*hv"],
+        Float[Array, "b t n"],
+        Float[Array, "b t n"],
+    ]:
+        """q, k and v for the convolution, then z, b and a."""
+        n, values = self.value_heads, self.value_heads * self.value_dim
+        ends = (self.channels, self.channels + values, self.channels + values + n)
+        if not self.by_head:
+            qkv, z, write, rate = jnp.split(y, ends, axis=-1)
+            return qkv, z, write, rate
+        heads = (*y.shape[:2], self.key_heads, -1)
+        wide, gates = (
+            part.reshape(heads) for part in jnp.split(y, (ends[1],), axis=-1)
+        )
+        h, group = self.key_dim, values // self.key_heads
+        parts = [
+            *jnp.split(wide, (h, 2 * h, 2 * h + group), axis=-1),
+            *jnp.split(gates, 2, axis=-1),
+        ]
+        q, k, v, z, write, rate = (part.reshape(*y.shape[:2], -1) for part in parts)
+        return jnp.concatenate([q, k, v], axis=-1), z, write, rate
+
+    def __call__(
+        self,
+        config,
+        weights: DeltaNetWeights,
+        x: Float[Array, "b t d"],
+        state: RecurrentState | None,
+        at: Mixing,
+    ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
+        b, t, _ = x.shape
+        values = self.value_heads * self.value_dim
+        qkv, z, write, rate = self.split(project(config, x, weights.input))
+        qkv, inputs = short_convolution(
+            qkv, weights.convolution, None, state, at, "silu"
+        )
+        keys = self.key_heads * self.key_dim
+        query, key, value = jnp.split(qkv, (keys, 2 * keys), axis=-1)
+        query, key = (
+            l2_norm(y.reshape(b, t, self.key_heads, self.key_dim)) for y in (query, key)
+        )
+        value = value.reshape(b, t, self.value_heads, self.value_dim)
+        g, beta = compute_g_beta(rate, write, weights.a_log, weights.dt_bias)
+        operands = (query, key, value, g, beta)
+        if state is None:
+            y, _ = gated_delta_rule(*operands, segment_ids=at.segment_ids)
+        else:
+            assert state.memory is not None and inputs is not None
+            if t == 1:
+                g, beta = counted(g, at), counted(beta, at)
+                token = (query[:, 0], key[:, 0], value[:, 0], g[:, 0], beta[:, 0])
+                y, memory = gated_delta_step(*token, state.memory)
+            else:
+                y, memory = gated_delta_rule(
+                    *operands, state.memory, active_length=at.new_lengths
+                )
+            state = replace(
+                state, inputs=inputs, memory=memory, lengths=grown(state, x, at)
+            )
+        y, z = (a.reshape(b, t, self.value_heads, self.value_dim) for a in (y, z))
+        y = gated_rms_norm(y, z, weights.norm, eps=config.eps)
+        return project(config, y.reshape(b, t, values), weights.output), state

@@ -1,0 +1,125 @@
+"""Attention over keys and values, maybe a window of them, with a gate or sinks.
+
+q, k, v, gate = x W             q, k rotated, after a norm of each head where it has
+y = attention(q, k, v) * sigmoid(gate)              the gate in Qwen3-Next, Qwen3.5
+out = y O
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxkern import (
+    KVCache,
+    apply_rope,
+    empty_kv_cache,
+    rms_norm,
+    sigmoid_gate,
+)
+from jaxkern.models.cached_steps import attend
+from jaxkern.models.mixers.layout import Layout, Shapes
+from jaxkern.models.mixers.mixing import Mixing, Rotation
+from jaxkern.models.products import Matrices, plus, project
+from jaxkern.models.weight_reader import WeightReader
+from jaxkern.primitives.rope.rope import Pairing
+
+
+class AttentionWeights(NamedTuple):
+    """None for what the architecture does not have.
+
+    Attributes:
+      qkv: rows of q, k and v; with `output_gate` those of q of a head, then its gate's.
+    """
+
+    qkv: Matrices
+    output: Matrices
+    qkv_bias: Float[Array, " f"] | None = None
+    output_bias: Float[Array, " d"] | None = None
+    q_norm: Float[Array, " h"] | None = None
+    k_norm: Float[Array, " h"] | None = None
+    sinks: Float[Array, " n"] | None = None
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """Options of the layer; `rotation` None for none (NoPE)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotation: Rotation | None
+    window: int | None = None
+    scale: float | None = None
+    output_gate: bool = False
+    pairing: Pairing = "neox"
+    bias: bool = False
+    head_norms: bool = False
+    sinks: bool = False
+
+    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
+        """No tokens; all slots also for a window, so that none is overwritten."""
+        sizes = (batch, slots, self.kv_heads, self.head_dim)
+        return empty_kv_cache(*sizes, dtype=dtype)
+
+    def tensors(self, d: int, layout: Layout) -> Shapes:
+        """By their names in GGUF files."""
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        wide = 2 * q if self.output_gate else q
+        rows = {"q": (wide, d), "k": (k, d), "v": (k, d), "output": (d, q)}
+        found: Shapes = {f"attn_{n}.weight": shape for n, shape in rows.items()}
+        if self.bias:
+            found |= {f"attn_{n}.bias": shape[:1] for n, shape in rows.items()}
+        if self.head_norms:
+            found |= {f"attn_{n}_norm.weight": (self.head_dim,) for n in "qk"}
+        if self.sinks:
+            found["attn_sinks.weight"] = (self.heads,)
+        return found
+
+    def read(self, reader: WeightReader, blk: str, layout: Layout) -> AttentionWeights:
+        q, k, v, out = (f"{blk}.attn_{name}" for name in ("q", "k", "v", "output"))
+        return AttentionWeights(
+            qkv=reader.matrices(f"{q}.weight", f"{k}.weight", f"{v}.weight"),
+            output=reader.matrices(f"{out}.weight"),
+            qkv_bias=reader.vectors(f"{q}.bias", f"{k}.bias", f"{v}.bias"),
+            output_bias=reader.vectors(f"{out}.bias"),
+            q_norm=reader.vectors(f"{q}_norm.weight", plus=layout.plus),
+            k_norm=reader.vectors(f"{k}_norm.weight", plus=layout.plus),
+            sinks=reader.vectors(f"{blk}.attn_sinks.weight"),
+        )
+
+    def __call__(
+        self,
+        config,
+        weights: AttentionWeights,
+        x: Float[Array, "b t d"],
+        state: KVCache | None,
+        at: Mixing,
+    ) -> tuple[Float[Array, "b t d"], KVCache | None]:
+        b, t, _ = x.shape
+        n, k, h = self.heads, self.kv_heads, self.head_dim
+        y = plus(project(config, x, weights.qkv), weights.qkv_bias)
+        query, key, value = jnp.split(y, (-2 * k * h, -k * h), axis=-1)
+        query, gate = query.reshape(b, t, n, -1), None
+        if self.output_gate:
+            query, gate = jnp.split(query, 2, axis=-1)
+        key, value = (a.reshape(b, t, k, h) for a in (key, value))
+        if weights.q_norm is not None:
+            query = rms_norm(query, weights.q_norm, eps=config.eps)
+        if weights.k_norm is not None:
+            key = rms_norm(key, weights.k_norm, eps=config.eps)
+        if self.rotation is not None:
+            tables = at.tables[self.rotation]
+            query, key = (
+                apply_rope(a, *tables, pairing=self.pairing) for a in (query, key)
+            )
+        options: dict = dict(window=self.window, scale=self.scale, sinks=weights.sinks)
+        out, state = attend(
+            query, key, value, state, at.new_lengths, at.segment_ids, **options
+        )
+        if gate is not None:
+            out = sigmoid_gate(out, gate)
+        out = project(config, out.reshape(b, t, n * h), weights.output)
+        return plus(out, weights.output_bias), state

@@ -1,0 +1,38 @@
+"""How a file stores a decoder's weights, where files of one model differ."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Shapes = dict[str, tuple[int, ...]]
+"""Tensors by their names behind "blk.<layer>."."""
+
+ExpertForm = Literal["stacked", "single", "fused", "alternating", "mxfp4"]
+"""How experts lie.
+
+| stacked | gate, up and down of `[e, f, d]` each |
+| single | a tensor for each expert |
+| fused | gate and up as `[e, 2*f, d]`, all rows of gate first |
+| alternating | gate and up as `[e, d, 2*f]`, columns of gate and up by turns |
+| mxfp4 | likewise, in groups of MXFP4 as `[e, 2*f, d]` |
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One kind of file.
+
+    Attributes:
+      experts: see `ExpertForm`.
+      one_gate_up: gate and up of a dense block are one tensor.
+      flat_taps: a convolution is `[d, w]`, not `[d, 1, w]`.
+      plus: what norms are stored less.
+      mixer_norm, ffn_norm, output_norm: names of norms.
+    """
+
+    experts: ExpertForm = "stacked"
+    one_gate_up: bool = False
+    flat_taps: bool = False
+    plus: float = 0.0
+    mixer_norm: str = "attn_norm"
+    ffn_norm: str = "ffn_norm"
+    output_norm: str = "output_norm"

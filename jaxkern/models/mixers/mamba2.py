@@ -1,0 +1,157 @@
+"""Mamba-2: a state of each channel that decays by head, of Granite 4 (hybrid).
+
+    z, u, dt = x W
+    u, b, c  = silu(conv(u))                 step = clip(softplus(dt + dt_bias))
+    y        = selective_scan(u, step, -exp(a_log), b, c, skip)
+    out      = (rms_norm(y * silu(z)) of each group) O  https://arxiv.org/abs/2405.21060
+
+All channels of a head share step, a and skip; b and c are those of its group.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxkern import gated_rms_norm, selective_scan
+from jaxkern.models.mixers.layout import Layout, Shapes
+from jaxkern.models.mixers.mixing import Mixing
+from jaxkern.models.mixers.recurrent_state import (
+    RecurrentState,
+    empty_state,
+    grown,
+    short_convolution,
+)
+from jaxkern.models.products import Matrices, plus, project
+from jaxkern.models.weight_reader import WeightReader
+
+
+class Mamba2Weights(NamedTuple):
+    """Weights of the layer.
+
+    Attributes:
+      input: rows of z, u with b and c, and dt.
+      convolution: of u, b and c.
+    """
+
+    input: Matrices
+    convolution: Float[Array, "c w"]
+    convolution_bias: Float[Array, " c"] | None
+    a_log: Float[Array, " n"]
+    dt_bias: Float[Array, " n"]
+    skip: Float[Array, " n"]
+    norm: Float[Array, " n*h"]
+    output: Matrices
+    input_bias: Float[Array, " f"] | None = None
+    output_bias: Float[Array, " d"] | None = None
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Sizes of the layer, and the `limits` of the time step."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+    limits: tuple[float, float] = (0.0, float("inf"))
+    conv_bias: bool = True
+    bias: bool = False  # of the two projections
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: u, b and c side by side."""
+        return self.width + 2 * self.groups * self.state_dim
+
+    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> RecurrentState:
+        del slots, dtype  # it does not grow, and small steps need float32
+        memory = (self.width, self.state_dim)
+        return empty_state(batch, self.taps - 1, self.channels, memory)
+
+    def tensors(self, d: int, layout: Layout) -> Shapes:
+        """By their names in GGUF files, where those have them."""
+        n, wide = self.heads, self.width
+        rows = wide + self.channels + n
+        found: Shapes = {
+            "ssm_in.weight": (rows, d),
+            "ssm_conv1d.weight": (self.channels, 1, self.taps),
+            "ssm_a_log": (n,),
+            "ssm_dt.bias": (n,),
+            "ssm_d": (n,),
+            "ssm_norm.weight": (wide,),
+            "ssm_out.weight": (d, wide),
+        }
+        if self.conv_bias:
+            found["ssm_conv1d.bias"] = (self.channels,)
+        if self.bias:
+            found |= {"ssm_in.bias": (rows,), "ssm_out.bias": (d,)}
+        return found
+
+    def read(self, reader: WeightReader, blk: str, layout: Layout) -> Mamba2Weights:
+        return Mamba2Weights(
+            input=reader.matrices(f"{blk}.ssm_in.weight"),
+            convolution=reader.vector(f"{blk}.ssm_conv1d.weight")[:, 0],
+            convolution_bias=reader.vectors(f"{blk}.ssm_conv1d.bias"),
+            a_log=reader.vector(f"{blk}.ssm_a_log"),
+            dt_bias=reader.vector(f"{blk}.ssm_dt.bias"),
+            skip=reader.vector(f"{blk}.ssm_d"),
+            norm=reader.vector(f"{blk}.ssm_norm.weight"),
+            output=reader.matrices(f"{blk}.ssm_out.weight"),
+            input_bias=reader.vectors(f"{blk}.ssm_in.bias"),
+            output_bias=reader.vectors(f"{blk}.ssm_out.bias"),
+        )
+
+    def __call__(
+        self,
+        config,
+        weights: Mamba2Weights,
+        x: Float[Array, "b t d"],
+        state: RecurrentState | None,
+        at: Mixing,
+    ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
+        b, t, _ = x.shape
+        y = plus(project(config, x, weights.input), weights.input_bias)
+        ends = (self.width, self.width + self.channels)
+        z, mixed, dt = jnp.split(y, ends, axis=-1)
+        convolution = (weights.convolution, weights.convolution_bias)
+        mixed, inputs = short_convolution(mixed, *convolution, state, at, "silu")
+        grouped = self.groups * self.state_dim
+        u, write, read = jnp.split(mixed, (self.width, self.width + grouped), axis=-1)
+        write, read = (
+            a.reshape(b, t, self.groups, self.state_dim) for a in (write, read)
+        )
+        step = jax.nn.softplus(dt.astype(jnp.float32) + weights.dt_bias)
+        step = jnp.clip(step, *self.limits)
+        decay = -jnp.exp(weights.a_log)[:, None]
+
+        def channels(of_heads: Float[Array, "... n"]) -> Float[Array, "... n*h"]:
+            return jnp.repeat(of_heads, self.head_dim, axis=-1)
+
+        y, memory = selective_scan(
+            u,
+            channels(step),
+            jnp.broadcast_to(channels(decay.T).T, (self.width, self.state_dim)),
+            write,
+            read,
+            channels(weights.skip),
+            initial_state=None if state is None else state.memory,
+            segment_ids=at.segment_ids,
+            active_length=at.new_lengths,
+        )
+        if state is not None:
+            assert inputs is not None
+            state = replace(
+                state, inputs=inputs, memory=memory, lengths=grown(state, x, at)
+            )
+        y, z = (a.reshape(b, t, self.groups, -1) for a in (y, z))
+        y = gated_rms_norm(y, z, eps=config.eps, norm_before_gate=False)
+        y = (y.reshape(b, t, self.width) * weights.norm).astype(x.dtype)
+        return plus(project(config, y, weights.output), weights.output_bias), state

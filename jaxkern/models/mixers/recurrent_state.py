@@ -1,0 +1,82 @@
+"""What a recurrent layer keeps of the tokens before: a sum, and its last inputs."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxkern import causal_conv1d, causal_conv1d_step
+from jaxkern.models.mixers.mixing import Mixing
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentState:
+    """The state of b sequences, float32: many small steps add up in it.
+
+    Attributes:
+      inputs: `[b, past, d]`, the last inputs of the short convolution.
+      memory: what the recurrence carries, its shape that of the layer; None where the
+        convolution is all there is.
+      lengths: `[b]` int32, tokens that each sequence has had.
+    """
+
+    inputs: Float[Array, "b past d"]
+    memory: Float[Array, "b ..."] | None
+    lengths: Int32[Array, " b"]
+
+
+def empty_state(
+    batch: int, past: int, channels: int, memory: tuple[int, ...] | None
+) -> RecurrentState:
+    """Zeros, as before the first token."""
+    return RecurrentState(
+        inputs=jnp.zeros((batch, past, channels), jnp.float32),
+        memory=None if memory is None else jnp.zeros((batch, *memory), jnp.float32),
+        lengths=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def short_convolution(
+    x: Float[Array, "b t d"],
+    weight: Float[Array, "d w"],
+    bias: Float[Array, " d"] | None,
+    state: RecurrentState | None,
+    at: Mixing,
+    activation,
+) -> tuple[Float[Array, "b t d"], Float[Array, "b past d"] | None]:
+    """`causal_conv1d` behind the state's inputs, and the inputs for what follows."""
+    if state is None:
+        y, _ = causal_conv1d(
+            x, weight, bias, segment_ids=at.segment_ids, activation=activation
+        )
+        return y, None
+    if x.shape[1] == 1:
+        token = (x[:, 0], weight, bias, state.inputs)
+        y, inputs = causal_conv1d_step(*token, activation=activation)
+        if at.new_lengths is not None:
+            kept = (at.new_lengths > 0)[:, None, None]
+            inputs = jnp.where(kept, inputs, state.inputs)
+        return y[:, None], inputs
+    return causal_conv1d(
+        x,
+        weight,
+        bias,
+        state.inputs,
+        active_length=at.new_lengths,
+        activation=activation,
+    )
+
+
+def counted(x: Float[Array, "b t *rest"], at: Mixing) -> Float[Array, "b t *rest"]:
+    """x with zeros for the tokens that do not count."""
+    if at.new_lengths is None:
+        return x
+    counts = jnp.arange(x.shape[1]) < at.new_lengths[:, None]
+    return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def grown(state: RecurrentState, x: Float[Array, "b t d"], at: Mixing):
+    """The lengths behind the t tokens, as far as they count."""
+    return state.lengths + (x.shape[1] if at.new_lengths is None else at.new_lengths)

@@ -1,0 +1,159 @@
+"""Qwen3-Next, and the text in Qwen3.5: gated delta nets, and some attention.
+
+    x = x + mixer(rms_norm(x))      a gated delta net; in every fourth layer attention,
+                                    a part of whose dims rotates, with an output gate
+    x = x + experts(rms_norm(x))    with a shared expert and its gate; or a dense block
+
+All norms but that of the delta net are stored less 1. The tensors `mtp.*` of the
+published files predict further tokens: they are no part of the model that gives the
+logits, and are left out. So is what reads images: Qwen3.5 answers text alone here.
+"""
+
+from dataclasses import replace
+
+from jaxkern.formats.architecture_keys import ArchitectureKeys
+from jaxkern.models import hugging_face
+from jaxkern.models.decoder import DecoderConfig
+from jaxkern.models.decoder_files import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    HEAD_NORMS,
+    NORMS,
+    ROUTER,
+    Folder,
+    folder_architecture,
+    shared_expert,
+)
+from jaxkern.models.feed_forward import Dense, Mixture
+from jaxkern.models.folder_keys import (
+    TRAINING,
+    attention,
+    head_size,
+    layer_types,
+    mixture,
+    num_layers,
+    positive,
+    rotation,
+    shared_keys,
+    sparse_layers,
+)
+from jaxkern.models.mixers.delta_net import DeltaNet
+from jaxkern.models.mixers.layout import Layout
+
+HARMLESS = {
+    "full_attention_interval": "read where there are no layer_types",
+    "rope_parameters.mrope_section": "of images; text has one position",
+    "rope_parameters.mrope_interleaved": "of images; text has one position",
+    "intermediate_size": "of layers that this model may not have",
+}
+KINDS = {"full_attention": "full", "linear_attention": "delta"}
+DELTA = {
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+OTHERS = {"linear_attn.A_log": "ssm_a_log", "linear_attn.dt_bias": "ssm_dt.bias"}
+SHARED = shared_expert("mlp.shared_expert")
+SHARED |= {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
+
+
+def config_of(keys: ArchitectureKeys) -> DecoderConfig:
+    """What config.json says."""
+    layers, head_dim = num_layers(keys), head_size(keys)
+    every = positive(keys, "full_attention_interval", 4)
+    default = [
+        "linear_attention" if (i + 1) % every else "full_attention"
+        for i in range(layers)
+    ]
+    kinds = layer_types(keys, layers, KINDS, default)
+    turns = rotation(keys, head_dim, share=0.25)
+    full = attention(keys, turns, head_dim, output_gate=True, head_norms=True)
+    delta = DeltaNet(
+        key_heads=positive(keys, "linear_num_key_heads"),
+        value_heads=positive(keys, "linear_num_value_heads"),
+        key_dim=positive(keys, "linear_key_head_dim"),
+        value_dim=positive(keys, "linear_value_head_dim"),
+        taps=positive(keys, "linear_conv_kernel_dim"),
+        by_head=keys.arch == "qwen3_next",
+    )
+    if delta.value_heads % delta.key_heads:
+        raise keys.error(
+            "linear_num_value_heads", f"{delta.key_heads} key heads do not divide them"
+        )
+    if keys.arch in ("qwen3_5", "qwen3_5_text"):
+        feed_forwards: tuple[Dense | Mixture, ...]
+        feed_forwards = (Dense(positive(keys, "intermediate_size")),) * layers
+    else:
+        feed_forwards = sparse_layers(keys, layers, experts_of(keys))
+    return DecoderConfig(
+        **shared_keys(keys),
+        eps=keys.number("rms_norm_eps"),
+        mixers=tuple(full if kind == "full" else delta for kind in kinds),
+        feed_forwards=feed_forwards,
+    )
+
+
+def experts_of(keys: ArchitectureKeys) -> Mixture:
+    """Experts, and the one that every token passes."""
+    found = mixture(
+        keys,
+        positive(keys, "num_experts"),
+        positive(keys, "moe_intermediate_size"),
+        shared_gate=True,
+    )
+    if keys.arch == "qwen3_next":  # Qwen3.5 always normalises
+        found = replace(found, normalize=keys.flag("norm_topk_prob", True))
+    shared = Dense(positive(keys, "shared_expert_intermediate_size"), "_shexp")
+    return replace(found, shared=shared)
+
+
+NAMES = NORMS | ATTENTION | HEAD_NORMS | DELTA | DENSE | EXPERTS | ROUTER | SHARED
+WITHOUT = {"attention_bias": (False,)}
+TEXT = Folder(
+    config_of,
+    names=NAMES,
+    others=OTHERS,
+    ignored=("mtp.{rest}",),
+    layout=Layout(experts="single", plus=1.0),
+    harmless=TRAINING | HARMLESS,
+    without=WITHOUT,
+)
+INSIDE = "text_config"
+WITH_IMAGES = replace(
+    TEXT,
+    at="model.language_model",
+    keys_at=INSIDE,
+    ignored=("mtp.{rest}", "model.visual.{rest}"),
+    harmless={
+        **{
+            f"{INSIDE}.{key}": why
+            for key, why in {**hugging_face.HARMLESS, **TRAINING, **HARMLESS}.items()
+        },
+        "vision_config.*": "of images",
+        "image_token_id": "of images",
+        "video_token_id": "of images",
+        "vision_start_token_id": "of images",
+        "vision_end_token_id": "of images",
+    },
+    without={
+        f"{INSIDE}.{key}": values
+        for key, values in {**hugging_face.WITHOUT, **WITHOUT}.items()
+    },
+)
+ARCHITECTURES = tuple(
+    folder_architecture(name, model_type, folder)
+    for name, model_type, folder in (
+        ("qwen3next", "qwen3_next", TEXT),
+        ("qwen3.5", "qwen3_5", WITH_IMAGES),
+        ("qwen3.5moe", "qwen3_5_moe", WITH_IMAGES),
+        ("qwen3.5 text", "qwen3_5_text", TEXT),
+        ("qwen3.5moe text", "qwen3_5_moe_text", TEXT),
+    )
+)
