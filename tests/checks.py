@@ -69,7 +69,7 @@ def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Spec:
     return Spec(shape, np.float32, lambda rng, s: rng.uniform(low, high, s))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of what is compiled for it
 class Case:
     """Named operands and options of one call. `ulps` bounds the relative error."""
 
@@ -101,7 +101,12 @@ def cases_of(p: KernelPrimitive) -> list[Case]:
 def operands_of(p: KernelPrimitive, case: Case, seed: int = 0) -> list:
     rng = np.random.default_rng(seed)
     specs = [case.arguments.get(a.name) for a in p.operands]
-    return [None if s is None else jnp.asarray(s(rng)) for s in specs]
+    return [None if s is None else on_device(s(rng)) for s in specs]
+
+
+def on_device(x: Any) -> jax.Array:
+    """x as JAX keeps it; unlike `jnp.asarray` it compiles nothing."""
+    return jax.device_put(np.asarray(x))
 
 
 def options_of(p: KernelPrimitive, case: Case) -> dict[str, Any]:
@@ -134,6 +139,31 @@ def bound(p: KernelPrimitive, case: Case, reference: bool = False) -> Callable:
     return functools.partial(p.reference, **options)
 
 
+@functools.lru_cache(maxsize=32)
+def jitted(p: KernelPrimitive, case: Case, reference: bool = False) -> Callable:
+    """The op, or its reference, compiled once for all checks of the case."""
+    return jax.jit(bound(p, case, reference))
+
+
+@functools.lru_cache(maxsize=32)
+def jitted_with_gradients(
+    p: KernelPrimitive, case: Case, reference: bool = False
+) -> Callable:
+    """The same with the gradients of every float operand: (values, gradients)."""
+    return jax.jit(with_gradients(p, bound(p, case, reference)))
+
+
+def with_gradients(p: KernelPrimitive, f: Callable, examples: int = 0) -> Callable:
+    """A function that returns what `f` does and its gradients, () without any."""
+
+    def every(*operands):
+        if not differentiable(p, operands):
+            return f(*operands), ()
+        return f(*operands), gradients(f, operands, examples)(*operands)
+
+    return every
+
+
 def as_tuple(out: Any) -> tuple:
     return tuple(out) if isinstance(out, tuple | list) else (out,)
 
@@ -141,13 +171,13 @@ def as_tuple(out: Any) -> tuple:
 def in_float64(x: Any) -> Any:
     if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    return jnp.asarray(np.asarray(x).astype(np.float64))
+    return on_device(np.asarray(x).astype(np.float64))
 
 
 def truth(p: KernelPrimitive, case: Case, operands: Sequence) -> tuple:
     """The reference on the operands' values in float64, as NumPy arrays."""
     with jax.enable_x64(True):
-        out = jax.jit(bound(p, case, reference=True))(*map(in_float64, operands))
+        out = jitted(p, case, reference=True)(*map(in_float64, operands))
         return tuple(np.asarray(y) for y in as_tuple(out))
 
 
@@ -182,8 +212,13 @@ def float_operands(operands: Sequence) -> list[int]:
     return [i for i, x in enumerate(operands) if is_float(x)]
 
 
-def loss_of(f: Callable, operands: Sequence, wrt: Sequence[int]) -> Callable:
-    """A scalar that weighs every float result differently, as a function of `wrt`."""
+def loss_of(
+    f: Callable, operands: Sequence, wrt: Sequence[int], examples: int = 0
+) -> Callable:
+    """A scalar that weighs every float result differently, as a function of `wrt`.
+
+    The first `examples` axes of the results count examples, whose losses are added.
+    """
 
     def loss(*values):
         full = list(operands)
@@ -192,9 +227,9 @@ def loss_of(f: Callable, operands: Sequence, wrt: Sequence[int]) -> Callable:
         total = jnp.zeros((), values[0].dtype if values else None)
         for y in as_tuple(f(*full)):
             if is_float(y) and y.size:
-                weights = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(
-                    y.shape
-                )
+                own = y.shape[examples:]
+                weights = jnp.cos(jnp.arange(math.prod(own), dtype=jnp.float32))
+                weights = weights.reshape(own)
                 y = jnp.where(jnp.isfinite(y), y, 0)
                 total = total + jnp.sum(weights * jnp.sin(y.astype(total.dtype)))
         return total
@@ -202,13 +237,14 @@ def loss_of(f: Callable, operands: Sequence, wrt: Sequence[int]) -> Callable:
     return loss
 
 
-def gradients(f: Callable, operands: Sequence) -> Callable:
+def gradients(f: Callable, operands: Sequence, examples: int = 0) -> Callable:
     """Gradients of `loss_of` for every float operand, as a function of all operands."""
     wrt = float_operands(operands)
 
     def grad(*operands):
         values = [operands[i] for i in wrt]
-        return jax.grad(loss_of(f, operands, wrt), tuple(range(len(wrt))))(*values)
+        loss = loss_of(f, operands, wrt, examples)
+        return jax.grad(loss, tuple(range(len(wrt))))(*values)
 
     return grad
 
@@ -221,17 +257,20 @@ def differentiable(p: KernelPrimitive, operands: Sequence) -> bool:
 
 
 def check_values(p: KernelPrimitive, case: Case) -> None:
-    """Eager and jitted values against float64; the declared dims of every result."""
+    """Values against float64; the declared dims of every result."""
     operands = operands_of(p, case)
-    expected = truth(p, case, operands)
-    f = bound(p, case)
-    eager = as_tuple(f(*operands))
-    for y, y_jit, e in zip(
-        eager, as_tuple(jax.jit(f)(*operands)), expected, strict=True
-    ):
+    results = as_tuple(jitted(p, case)(*operands))
+    for y, e in zip(results, truth(p, case, operands), strict=True):
+        assert_near(y, e, case.ulps, what=p.name)
+    check_result_dims(p, operands, results)
+
+
+def check_eager(p: KernelPrimitive, case: Case) -> None:
+    """The same without `jit`."""
+    operands = operands_of(p, case)
+    results = as_tuple(bound(p, case)(*operands))
+    for y, e in zip(results, truth(p, case, operands), strict=True):
         assert_near(y, e, case.ulps, what=f"{p.name} eager")
-        assert_near(y_jit, e, case.ulps, what=f"{p.name} jit")
-    check_result_dims(p, operands, eager)
 
 
 def check_result_dims(p: KernelPrimitive, operands: Sequence, results: tuple) -> None:
@@ -256,21 +295,24 @@ def check_result_dims(p: KernelPrimitive, operands: Sequence, results: tuple) ->
 def check_dtypes(p: KernelPrimitive, case: Case) -> None:
     """In every float dtype: the reference's result dtypes, near the float64 truth."""
     given = operands_of(p, case)
-    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-        operands = [x.astype(dtype) if is_float(x) else x for x in given]
-        f, reference = bound(p, case), bound(p, case, reference=True)
+    dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
+    every = [[x.astype(dtype) if is_float(x) else x for x in given] for dtype in dtypes]
+    grad = num_elements(p, case) <= SMALL
+    run = with_gradients(p, bound(p, case)) if grad else bound(p, case)
+    found = jax.jit(lambda every: [run(*operands) for operands in every])(every)
+    reference = bound(p, case, reference=True)
+    for dtype, operands, out in zip(dtypes, every, found, strict=True):
+        values, grads = out if grad else (out, ())
         shapes = as_tuple(jax.eval_shape(reference, *operands))
         expected = truth(p, case, operands)
-        for y, s, e in zip(as_tuple(f(*operands)), shapes, expected, strict=True):
+        for y, s, e in zip(as_tuple(values), shapes, expected, strict=True):
             assert y.dtype == s.dtype
             if is_float(y):  # near ties, an integer result may differ in low precision
                 assert_near(y, e, case.ulps, what=f"{p.name} {dtype.__name__}")
-        if differentiable(p, operands) and num_elements(p, case) <= SMALL:
-            wrt = float_operands(operands)
-            grads = jax.jit(gradients(f, operands))(*operands)
-            for i, g in zip(wrt, grads, strict=True):
-                assert g.dtype == operands[i].dtype, p.operands[i].name
-                assert g.shape == operands[i].shape, p.operands[i].name
+        wrt = float_operands(operands) if grads else ()
+        for i, g in zip(wrt, grads, strict=True):
+            assert g.dtype == operands[i].dtype, p.operands[i].name
+            assert g.shape == operands[i].shape, p.operands[i].name
 
 
 @contextlib.contextmanager

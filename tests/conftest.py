@@ -3,6 +3,7 @@
 TEST_GPUS=0,1,2 gives each worker one of these GPUs.
 """
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,3 +16,13 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     ).strip()
+
+
+def pytest_collection_finish(session):
+    """Python's collector would look through all tests and JAX again and again.
+
+    It took a seventh of the time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

@@ -22,12 +22,21 @@ from tests.checks import (
     differentiable,
     gradients,
     in_float64,
+    jitted_with_gradients,
     label_of,
     num_elements,
     operands_of,
     same,
+    with_gradients,
 )
-from tests.transform_checks import batched_operands
+from tests.sharding_checks import run_each
+from tests.transform_checks import (
+    axes_of,
+    batched_operands,
+    examples_of,
+    of_each,
+    summed_where_shared,
+)
 
 SIZES = {"a": 2, "b": 4}
 
@@ -127,30 +136,33 @@ def mesh_case(p: KernelPrimitive) -> Case:
 def check_two_axes(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     """Values and gradients on automatic and explicit meshes, the gradients' cuts."""
     operands = operands_of(p, case)
-    every = values_and_gradients(p, bound(p, case), operands)
-    expected = jax.jit(every)(*operands)
-    for layout in (layouts if full else few_layouts)(p, operands):
-        for kind in (AxisType.Auto, AxisType.Explicit):
-            mesh = jax.make_mesh((2, 4), tuple(SIZES), axis_types=(kind,) * 2)
-            with jax.set_mesh(mesh):
-                placed = [
-                    None
-                    if x is None
-                    else jax.device_put(x, NamedSharding(mesh, P(*(spec or ()))))
-                    for x, spec in zip(operands, layout.specs, strict=True)
-                ]
-                if kind is AxisType.Explicit and refused_by_jax(p, case, placed):
-                    continue
-                y, grads = jax.jit(every)(*placed)
-            what = f"{p.name} {kind} {layout.title}"
+    every = with_gradients(p, bound(p, case))
+    expected = jitted_with_gradients(p, case)(*operands)
+    chosen = list((layouts if full else few_layouts)(p, operands))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 4), tuple(SIZES), axis_types=(kind,) * 2)
+        with jax.set_mesh(mesh):
+            placed = {
+                layout.title: on_mesh(operands, layout, mesh) for layout in chosen
+            }
+            if kind is AxisType.Explicit:
+                placed = {
+                    title: cut
+                    for title, cut in placed.items()
+                    if not refused_by_jax(p, case, cut)
+                }
+            found = run_each(every, list(placed.values()))
+        for title, (y, grads) in zip(placed, found, strict=True):
+            what = f"{p.name} {kind} {title}"
             same(y, expected[0], ulps=64, what=what)
             same(grads, expected[1], ulps=512, what=f"gradient of {what}")
 
 
-def values_and_gradients(p: KernelPrimitive, f: Callable, operands: Sequence):
-    if not differentiable(p, operands):
-        return lambda *operands: (f(*operands), ())
-    return lambda *operands: (f(*operands), gradients(f, operands)(*operands))
+def on_mesh(operands: Sequence, layout: Layout, mesh: jax.sharding.Mesh) -> list:
+    return [
+        None if x is None else jax.device_put(x, NamedSharding(mesh, P(*(spec or ()))))
+        for x, spec in zip(operands, layout.specs, strict=True)
+    ]
 
 
 def refused_by_jax(p: KernelPrimitive, case: Case, operands: Sequence) -> bool:
@@ -176,22 +188,29 @@ def check_manual_axes(p: KernelPrimitive, case: Case) -> None:
     """
     operands = operands_of(p, case)
     present = [i for i, x in enumerate(operands) if x is not None]
-    f, reference = bound(p, case), bound(p, case, reference=True)
+    f = bound(p, case)
     mesh = jax.make_mesh(
         (2,), ("m",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
     )
-    for at in {tuple(present), tuple(present[:1]), tuple(present[-1:])}:
-        mapped = batched_operands(operands, 2, at)
-        axes = tuple(0 if i in at else None for i in range(len(operands)))
-        sharded = on_each_device(f, mesh, operands, at)
-        with jax.enable_x64(True):
-            wide = [in_float64(x) for x in mapped]
-            actual, expected = (
-                jax.jit(values_and_gradients(p, g, wide))(*wide)
-                for g in (sharded, jax.vmap(reference, axes))
-            )
-        for y, e in zip(actual, expected, strict=True):
-            same(y, e, ulps=2**20, what=f"{p.name} in shard_map, {at} varying")
+    each = sorted({tuple(present), tuple(present[:1]), tuple(present[-1:])})
+    with jax.enable_x64(True):
+        wide = [in_float64(x) for x in operands]
+        every = [batched_operands(wide, 2, at) for at in each]
+        sharded = [
+            with_gradients(p, on_each_device(f, mesh, operands, at), examples=1)
+            for at in each
+        ]
+        found = jax.jit(
+            lambda every: [g(*x) for g, x in zip(sharded, every, strict=True)]
+        )(every)
+        reference = jitted_with_gradients(p, case, reference=True)
+        for at, mapped, (values, grads) in zip(each, every, found, strict=True):
+            axes = axes_of(operands, at)
+            expected = of_each(reference, examples_of(mapped, axes))
+            summed = summed_where_shared(expected[1], mapped, axes)
+            what = f"{p.name} in shard_map, {at} varying"
+            same(values, expected[0], ulps=2**20, what=what)
+            same(grads, summed, ulps=2**20, what=f"gradient of {what}")
 
 
 def on_each_device(f: Callable, mesh, operands: Sequence, at: Sequence[int]):

@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,13 @@ from tests.checks import (
     differentiable,
     gradients,
     in_float64,
+    jitted,
+    jitted_with_gradients,
     label_of,
     opaque_kernels,
     operands_of,
     same,
+    with_gradients,
 )
 from tests.transform_checks import batched_operands
 
@@ -62,11 +65,27 @@ def check_sharding(p: KernelPrimitive, case: Case) -> None:
     """Cuts each dim of each operand: plain `jit` gives the unsharded result."""
     operands = operands_of(p, case)
     f = bound(p, case)
-    expected = f(*operands)
-    for i, dim, parts in shardings_of(p, operands):
-        sharded = place(operands, i, dim, mesh_of(parts, AxisType.Auto))
-        what = f"{p.name} operand {p.operands[i].name} dim {dim}"
-        same(jax.jit(f)(*sharded), expected, what=what)
+    expected = jitted(p, case)(*operands)
+    every = shardings_of(p, operands)
+    cuts = [place(operands, i, dim, *over_halves(8, parts)) for i, dim, parts in every]
+    found = run_each(f, cuts)
+    for (i, dim, _), y in zip(every, found, strict=True):
+        same(y, expected, what=f"{p.name} operand {p.operands[i].name} dim {dim}")
+
+
+def over_halves(devices: int, parts: int) -> tuple[jax.sharding.Mesh, tuple[str, ...]]:
+    """A mesh whose axes have size 2, and the axes that cut a dim into `parts`.
+
+    One function may then cut one dim into 8 parts, and another into 2.
+    """
+    axes = tuple("abc"[: devices.bit_length() - 1])
+    mesh = jax.make_mesh(
+        (2,) * len(axes),
+        axes,
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=jax.devices()[:devices],
+    )
+    return mesh, axes[: parts.bit_length() - 1]
 
 
 def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
@@ -105,6 +124,7 @@ def check_every_dim(p: KernelPrimitive, case: Case) -> None:
         for d in range(0 if x is None else x.ndim):
             if operands[i].shape[d]:
                 holders.setdefault(label_of(p, operands, i, d), (i, d))
+    cut_labels, whole, cut = [], [], []
     for label, (i, d) in holders.items():
         given = operands
         if parts_of(given[i].shape[d]) == 1:
@@ -117,20 +137,26 @@ def check_every_dim(p: KernelPrimitive, case: Case) -> None:
             except (TypeError, ValueError):
                 continue  # its size is given, by an option or by another dim
         parts = min(parts_of(given[i].shape[d]), 4)
-        if parts == 1:
-            continue
-        grad = differentiable(p, given)
-
-        def every(*operands, given=given, grad=grad):
-            return f(*operands), gradients(f, given)(*operands) if grad else ()
-
-        expected = jax.jit(every)(*given)
-        with opaque_kernels(p):
-            cut = place(given, i, d, mesh_of(parts, AxisType.Auto))
-            actual = jax.jit(every)(*cut)
+        if parts > 1:
+            cut_labels.append(label)
+            whole.append(given)
+            cut.append(place(given, i, d, *over_halves(4, parts)))
+    every = with_gradients(p, f)
+    of_operands = jitted_with_gradients(p, case)(*operands)
+    others = [given for given in whole if given is not operands]
+    of_others = iter(run_each(every, others))
+    with opaque_kernels(p):
+        found = run_each(every, cut)
+    for label, given, actual in zip(cut_labels, whole, found, strict=True):
+        expected = of_operands if given is operands else next(of_others)
         what = f"{p.name} kernel, {label} cut"
         same(actual[0], expected[0], what=what)
         same(actual[1], expected[1], ulps=256, what=f"grad {what}")
+
+
+def run_each(f: Callable, calls: Sequence[Sequence]) -> list:
+    """The results of several calls of f, in one executable."""
+    return jax.jit(lambda calls: [f(*operands) for operands in calls])(calls)
 
 
 def doubled(p: KernelPrimitive, operands: Sequence, i: int, label: str):
@@ -168,9 +194,11 @@ def assert_expected_collectives(p, operands, i, dim, parts, compiled, what) -> N
     assert set(found) <= ({"all-reduce"} if summed else set()), f"{what}: {found}"
 
 
-def place(operands: Sequence, i: int, dim: int, mesh) -> list:
+def place(
+    operands: Sequence, i: int, dim: int, mesh, axes: tuple[str, ...] = ("m",)
+) -> list:
     def sharding(k, x):
-        spec = ["m" if (k, d) == (i, dim) else None for d in range(x.ndim)]
+        spec = [axes if (k, d) == (i, dim) else None for d in range(x.ndim)]
         return NamedSharding(mesh, P(*spec))
 
     return [

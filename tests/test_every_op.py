@@ -22,6 +22,7 @@ MID = 2**20  # elements: larger cases only with `make test-full`
 EACH_CASE = (checks.check_values, checks.check_dtypes)
 # Every small case with `make test-full`; `make test` the smallest of each op.
 EACH_SMALL_CASE = (
+    checks.check_eager,
     checks.check_kernel_is_used,
     edge_checks.check_errors,
     edge_checks.check_degenerate_dims,

@@ -3,8 +3,7 @@
 `tests/checks.py` has the rest.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from tests.checks import (
     float_operands,
     gradients,
     in_float64,
-    is_float,
+    jitted,
+    jitted_with_gradients,
     loss_of,
     operands_of,
     same,
@@ -39,9 +39,10 @@ def check_gradients(p: KernelPrimitive, case: Case) -> None:
         rng = np.random.default_rng(1)
         direction = tuple(jnp.asarray(rng.standard_normal(v.shape)) for v in values)
 
-        def every_mode(f, values, direction):
+        def every_mode(f, of_second_order):
             loss = loss_of(f, operands, wrt)
-            grad = jax.grad(loss, tuple(range(len(wrt))))
+            every = tuple(range(len(wrt)))
+            grad = jax.grad(loss, every)
 
             def along(*values):
                 return jax.jvp(loss, values, direction)[1]
@@ -50,21 +51,24 @@ def check_gradients(p: KernelPrimitive, case: Case) -> None:
                 pairs = zip(grad(*values), direction, strict=True)
                 return sum(jnp.vdot(g, d) for g, d in pairs)
 
-            every = tuple(range(len(wrt)))
-            return {
-                "forward": along(*values),
-                "reverse": grad(*values),
-                "forward over reverse": jax.jvp(grad, values, direction)[1],
-                "reverse over forward": jax.grad(along, every)(*values),
-                "reverse over reverse": jax.grad(pulled_along, every)(*values),
+            second = {
+                "forward over reverse": lambda *v: jax.jvp(grad, v, direction)[1],
+                "reverse over forward": jax.grad(along, every),
+                "reverse over reverse": jax.grad(pulled_along, every),
             }
+            first = {"forward": along, "reverse": grad}
+            modes = first | {mode: second[mode] for mode in of_second_order}
+            return jax.jit(lambda *v: {mode: g(*v) for mode, g in modes.items()})
 
-        actual, expected = (
-            jax.jit(functools.partial(every_mode, bound(p, case, reference)))(
-                values, direction
-            )
-            for reference in (False, True)
+        orders = (
+            "forward over reverse",
+            "reverse over forward",
+            "reverse over reverse",
         )
+        actual = every_mode(bound(p, case), orders)(*values)
+        # the second derivatives of plain JAX are the same in each order
+        expected = every_mode(bound(p, case, reference=True), orders[:1])(*values)
+        expected |= {mode: expected[orders[0]] for mode in orders[1:]}
         for mode in expected:
             leaves = (jax.tree.leaves(x[mode]) for x in (actual, expected))
             for g, e in zip(*leaves, strict=True):
@@ -110,89 +114,131 @@ def batched_operands(operands: Sequence, size: int, at: Sequence[int]) -> list:
     ]
 
 
+def examples_of(mapped: Sequence, axes: Sequence) -> list[list]:
+    """The operands of each example of a vmap over the first axis of some operands."""
+    size = next(x.shape[0] for x, a in zip(mapped, axes, strict=True) if a == 0)
+    return [
+        [x if a is None else x[k] for x, a in zip(mapped, axes, strict=True)]
+        for k in range(size)
+    ]
+
+
+def of_each(f: Callable, examples: Sequence[Sequence]):
+    """The results of f for each example, stacked on a first axis, in NumPy."""
+    every = [f(*example) for example in examples]
+    return jax.tree.map(lambda *ys: np.stack([np.asarray(y) for y in ys]), *every)
+
+
+def summed_where_shared(grads: Sequence, operands: Sequence, axes: Sequence) -> list:
+    """Gradients of the sum of the examples' losses, from those of each example."""
+    wrt = [i for i in float_operands(operands)]
+    return [
+        g if axes[i] == 0 else g.sum(0) for i, g in zip(wrt, grads, strict=bool(grads))
+    ]
+
+
+def axes_of(operands: Sequence, at: Sequence[int]) -> tuple:
+    return tuple(0 if i in at else None for i in range(len(operands)))
+
+
 def check_vmap(p: KernelPrimitive, case: Case) -> None:
-    """vmap over each operand, all, an inner axis, nested, and of gradients."""
+    """vmap over each operand, all, the last axis, nested, and of gradients.
+
+    The reference is compiled for one example, and runs for each of them.
+    """
     operands = operands_of(p, case)
     present = [i for i, x in enumerate(operands) if x is not None]
-    f, reference = bound(p, case), bound(p, case, reference=True)
-    for at in [*([i] for i in present), present]:
-        mapped = batched_operands(operands, 3, at)
-        axes = tuple(0 if i in at else None for i in range(len(operands)))
-        check_one_vmap(p, f, reference, mapped, axes)
+    f, reference = bound(p, case), jitted(p, case, reference=True)
+    each = [[i] for i in present] + ([present] if len(present) > 1 else [])
+    every_axes = [axes_of(operands, at) for at in each]
+    every = [batched_operands(operands, 3, at) for at in each]
     # nested: everything on the outer level, the first operand alone on the inner one
     outer = batched_operands(batched_operands(operands, 2, present[:1]), 3, present)
-    inner_axes = tuple(0 if i == present[0] else None for i in range(len(operands)))
-    outer_axes = tuple(None if x is None else 0 for x in operands)
+    outer_axes, inner_axes = axes_of(operands, present), axes_of(operands, present[:1])
 
-    def nested(*outer):
-        vmaps = (jax.vmap(jax.vmap(g, inner_axes), outer_axes) for g in (f, reference))
-        return [g(*outer) for g in vmaps]
+    def values(every, outer):
+        along_first, along_last = [], []
+        for mapped, axes in zip(every, every_axes, strict=True):
+            last = tuple(None if a is None else -1 for a in axes)
+            moved = [
+                x if a is None else jnp.moveaxis(x, 0, -1)
+                for x, a in zip(mapped, axes, strict=True)
+            ]
+            along_first.append(jax.vmap(f, axes)(*mapped))
+            along_last.append(jax.vmap(f, last)(*moved))
+        nested = jax.vmap(jax.vmap(f, inner_axes), outer_axes)(*outer)
+        return along_first, along_last, nested
 
-    same(*jax.jit(nested)(*outer), what="nested vmap")
+    along_first, along_last, nested = jax.jit(values)(every, outer)
+    expected = [
+        of_each(reference, examples_of(mapped, axes))
+        for mapped, axes in zip(every, every_axes, strict=True)
+    ]
+    for at, first, last, e in zip(each, along_first, along_last, expected, strict=True):
+        same(first, e, what=f"vmap over {at}")
+        same(last, e, what=f"vmap over the last axis of {at}")
+    rows = [
+        of_each(reference, examples_of(inner, inner_axes))
+        for inner in examples_of(outer, outer_axes)
+    ]
+    same(nested, jax.tree.map(lambda *ys: np.stack(ys), *rows), what="nested vmap")
+    if differentiable(p, operands):
+        check_gradients_of_vmap(p, case, every, every_axes)
 
 
-def check_one_vmap(p, f, reference, mapped: Sequence, axes: tuple) -> None:
-    last = tuple(None if a is None else -1 for a in axes)
+def check_gradients_of_vmap(
+    p: KernelPrimitive, case: Case, every: Sequence[Sequence], every_axes: Sequence
+) -> None:
+    f = bound(p, case)
 
-    def values(*mapped):
-        inner = [
-            x if a is None else jnp.moveaxis(x, 0, -1)
-            for x, a in zip(mapped, axes, strict=True)
-        ]
-        expected = jax.vmap(reference, axes)(*mapped)
-        return expected, jax.vmap(f, axes)(*mapped), jax.vmap(f, last)(*inner)
-
-    expected, first_axis, last_axis = jax.jit(values)(*mapped)
-    same(first_axis, expected, what="vmap")
-    same(last_axis, expected, what="vmap over the last axis")
-    first = [x if a is None else x[0] for x, a in zip(mapped, axes, strict=True)]
-    if not differentiable(p, first):
-        return
-
-    def grads(*mapped):
+    def grads(every):
         return [
-            order(g)
-            for order in (
-                lambda g: gradients(jax.vmap(g, axes), mapped)(*mapped),
-                lambda g: jax.vmap(gradients(g, first), axes)(*mapped),
+            (
+                gradients(jax.vmap(f, axes), mapped, examples=1)(*mapped),
+                jax.vmap(gradients(f, mapped), axes)(*mapped),
             )
-            for g in (f, reference)
+            for mapped, axes in zip(every, every_axes, strict=True)
         ]
 
     with jax.enable_x64(True):
-        outer, outer_expected, inner, inner_expected = jax.jit(grads)(
-            *map(in_float64, mapped)
-        )
-    same(outer, outer_expected, ulps=2**20, what="grad of vmap")
-    same(inner, inner_expected, ulps=2**20, what="vmap of grad")
+        every = [[in_float64(x) for x in mapped] for mapped in every]
+        found = jax.jit(grads)(every)
+        reference = jitted_with_gradients(p, case, reference=True)
+        for mapped, axes, (outer, inner) in zip(every, every_axes, found, strict=True):
+            _, expected = of_each(reference, examples_of(mapped, axes))
+            same(inner, expected, ulps=2**20, what=f"vmap of grad, {axes}")
+            summed = summed_where_shared(expected, mapped, axes)
+            same(outer, summed, ulps=2**20, what=f"grad of vmap, {axes}")
 
 
 def check_transforms(p: KernelPrimitive, case: Case) -> None:
     """checkpoint and scan, values and gradients."""
-    f, reference = bound(p, case), bound(p, case, reference=True)
+    f, reference = bound(p, case), jitted_with_gradients(p, case, reference=True)
 
-    def scanned(f):
-        def run(*operands):
-            def step(total, k):
-                held = [x * (1 + k) if is_float(x) else x for x in operands]
-                out = as_tuple(f(*held))
-                return total + sum(jnp.sum(jnp.nan_to_num(y)) for y in out), out
+    def scanned(*stacked):
+        def step(total, operands):
+            out = as_tuple(f(*operands))
+            return total + sum(jnp.sum(jnp.nan_to_num(y)) for y in out), out
 
-            return jax.lax.scan(step, 0.0, jnp.arange(2) / 8)[1]
+        return jax.lax.scan(step, 0.0, stacked)[1]
 
-        return run
-
-    def values(*operands):
-        return [scanned(g)(*operands) for g in (f, reference)]
-
-    def grads(*operands):
-        variants = (jax.checkpoint(f), reference, scanned(f), scanned(reference))
-        return [gradients(g, operands)(*operands) for g in variants]
+    def every(operands, stacked):
+        if not differentiable(p, operands):
+            return scanned(*stacked), (), ()
+        return (
+            scanned(*stacked),
+            gradients(scanned, stacked, examples=1)(*stacked),
+            gradients(jax.checkpoint(f), operands)(*operands),
+        )
 
     with jax.enable_x64(True):
         operands = [in_float64(x) for x in operands_of(p, case)]
-        same(*jax.jit(values)(*operands), what="scan")
-        if differentiable(p, operands):
-            checkpoint, expected, scan, scan_expected = jax.jit(grads)(*operands)
-            same(checkpoint, expected, ulps=2**20, what="checkpoint")
-            same(scan, scan_expected, ulps=2**20, what="grad of scan")
+        present = [i for i, x in enumerate(operands) if x is not None]
+        stacked = batched_operands(operands, 2, present)
+        axes = axes_of(operands, present)
+        values, expected = of_each(reference, examples_of(stacked, axes))
+        scan, scan_grads, checkpoint_grads = jax.jit(every)(operands, stacked)
+        same(scan, values, what="scan")
+        same(scan_grads, expected, ulps=2**20, what="grad of scan")
+        first = [g[0] for g in expected]
+        same(checkpoint_grads, first, ulps=2**20, what="checkpoint")
