@@ -42,6 +42,11 @@ def quantized_matmul(
 
     Raises:
       TypeError: `w` is no quantised tensor `[f, d]`, or its `d` is not that of `x`.
+
+    Example:
+      >>> w = jaxkern.quantize_gguf(jnp.ones((4, 32)), "Q8_0")
+      >>> jaxkern.quantized_matmul(jnp.ones((1, 32)), w)
+      Array([[31.998, 31.998, 31.998, 31.998]], dtype=float32)
     """
     read = reader_of("quantized_matmul", QUANTIZED_MATMUL, w, ndim=2)
     return read(x, w, None if compute_dtype is None else jnp.dtype(compute_dtype))
