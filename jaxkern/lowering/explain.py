@@ -94,6 +94,12 @@ def explain(
     Raises:
       TypeError, ValueError: what `f` itself raises for its arguments.
       ValueError: no such platform.
+
+    Example:
+      >>> x = jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16)
+      >>> found = jaxkern.explain(jaxkern.rms_norm, x, platform="cpu")
+      >>> [(row.op, row.runs) for row in found.rows]
+      [('rms_norm', 'xla: rms_norm_reference')]
     """
     platform = default_platform() if platform is None else platform
     check_platform("explain", platform)

@@ -62,6 +62,12 @@ def backend(
 
     Raises:
       ValueError: unknown name.
+
+    Example:
+      >>> with jaxkern.backend("xla"):
+      ...     found = jaxkern.explain(jaxkern.softmax, jnp.ones(4))
+      >>> found.rows[0].runs
+      'xla: softmax_reference'
     """
     if name not in BACKENDS:
         pallas = ' The Pallas kernels are "mosaic_gpu".' if name == "pallas" else ""

@@ -174,7 +174,7 @@ def available() -> str:
         return name
     raise RuntimeError(
         "no Apple platform: install a plugin on a Mac with pip install "
-        "'jaxkern-ops[apple]', or test the test with --platform cpu."
+        "'jax-mps>=0.11.1,<0.12', or test the test with --platform cpu."
     )
 
 

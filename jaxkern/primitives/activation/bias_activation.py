@@ -50,6 +50,11 @@ def bias_activation(
 
     Raises:
       ValueError: an unknown activation, or a coefficient that it does not have.
+
+    Example:
+      >>> x, bias = jnp.array([[-1.0, 2.0]]), jnp.array([0.5, 0.5])
+      >>> jaxkern.bias_activation(x, bias, activation="relu")
+      Array([[0. , 2.5]], dtype=float32)
     """
     coefficient = activation_coefficient("bias_activation", activation, coefficient)
     return bias_activation_p(x, bias, activation=activation, coefficient=coefficient)

@@ -25,6 +25,12 @@ def clipped_relu(x: Float[Array, "..."], ceiling: float = 6.0) -> Float[Array, "
 
     Raises:
       ValueError: `ceiling` is not positive.
+
+    Example:
+      >>> jaxkern.clipped_relu(jnp.array([-1.0, 3.0, 9.0]))
+      Array([0., 3., 6.], dtype=float32)
+      >>> jax.grad(jaxkern.clipped_relu)(9.0).item()
+      0.0
     """
     if not ceiling > 0:
         raise ValueError(f"clipped_relu: `ceiling` must be positive, got {ceiling}.")

@@ -39,6 +39,13 @@ def geglu(
     Raises:
       TypeError: shapes differ, or the last dim of a packed `gate` is odd.
       ValueError: `approximate` is neither of the two.
+
+    Example:
+      >>> gate, up = jnp.array([1.0, -1.0]), jnp.array([2.0, 2.0])
+      >>> jaxkern.geglu(gate, up)
+      Array([ 1.682, -0.318], dtype=float32)
+      >>> jaxkern.geglu(jnp.array([1.0, -1.0, 2.0, 2.0]))  # packed
+      Array([ 1.682, -0.318], dtype=float32)
     """
     if approximate not in ("tanh", "none"):
         raise ValueError(

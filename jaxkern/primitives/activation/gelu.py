@@ -32,6 +32,13 @@ def gelu(x: Float[Array, "..."], *, approximate: str = "tanh") -> Float[Array, "
 
     Raises:
       ValueError: `approximate` is neither of the two.
+
+    Example:
+      >>> x = jnp.array([-1.0, 0.0, 1.0])
+      >>> jaxkern.gelu(x)
+      Array([-0.159,  0.   ,  0.841], dtype=float32)
+      >>> jaxkern.gelu(x, approximate="none")
+      Array([-0.159,  0.   ,  0.841], dtype=float32)
     """
     if approximate not in ("tanh", "none"):
         raise ValueError(

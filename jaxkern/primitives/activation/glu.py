@@ -49,6 +49,13 @@ def glu(
     Raises:
       TypeError: shapes differ, or the last dim of a packed `gate` is odd.
       ValueError: an unknown activation.
+
+    Example:
+      >>> gate, up = jnp.array([-1.0, 2.0]), jnp.array([3.0, 3.0])
+      >>> jaxkern.glu(gate, up)
+      Array([0.807, 2.642], dtype=float32)
+      >>> jaxkern.glu(gate, up, activation="relu")  # ReGLU
+      Array([0., 6.], dtype=float32)
     """
     activation_coefficient("glu", activation, None)
     if up is None:

@@ -30,6 +30,11 @@ def sigmoid_gate(
 
     Raises:
       TypeError: shapes differ.
+
+    Example:
+      >>> x, gate = jnp.array([2.0, 2.0, 2.0]), jnp.array([-9.0, 0.0, 9.0])
+      >>> jaxkern.sigmoid_gate(x, gate)
+      Array([0., 1., 2.], dtype=float32)
     """
     return sigmoid_gate_p(x, gate)
 

@@ -29,6 +29,10 @@ def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
 
     Raises:
       ValueError: `cap` is not a positive finite number.
+
+    Example:
+      >>> jaxkern.softcap(jnp.array([1.0, 30.0, 1000.0]), 30.0)
+      Array([ 1.   , 22.848, 30.   ], dtype=float32)
     """
     if cap is None:
         return x

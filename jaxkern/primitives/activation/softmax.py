@@ -48,6 +48,15 @@ def softmax(
     Raises:
       TypeError: `mask` is not bool or does not broadcast to x.
       ValueError: `softcap` is not a positive finite number.
+
+    Example:
+      >>> x = jnp.array([1.0, 2.0, 3.0])
+      >>> jaxkern.softmax(x)
+      Array([0.09 , 0.245, 0.665], dtype=float32)
+      >>> jaxkern.softmax(x, jnp.array([True, True, False]))
+      Array([0.269, 0.731, 0.   ], dtype=float32)
+      >>> jaxkern.softmax(x, x > 9)  # nothing is kept: no NaN
+      Array([0., 0., 0.], dtype=float32)
     """
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(

@@ -46,6 +46,13 @@ def swiglu(
     Raises:
       TypeError: shapes differ, or the last dim of a packed `gate` is odd.
       ValueError: an option is not finite, or `limit` not positive.
+
+    Example:
+      >>> gate, up = jnp.array([1.0, -1.0]), jnp.array([2.0, 2.0])
+      >>> jaxkern.swiglu(gate, up)
+      Array([ 1.462, -0.538], dtype=float32)
+      >>> jaxkern.swiglu(gate, up, alpha=1.702, limit=7.0, up_offset=1.0)  # GPT-OSS
+      Array([ 2.537, -0.463], dtype=float32)
     """
     check_swiglu("swiglu", alpha, limit, up_offset)
     if up is None:

@@ -130,6 +130,18 @@ def attention(
     Raises:
       TypeError: a shape or dtype does not fit.
       ValueError: an option out of range, or an ambiguous position of the queries.
+
+    Example:
+      >>> x = jnp.eye(4)[None, :, None, :2]  # [b, t, heads, h]
+      >>> out, lse = jaxkern.attention(x, x, x, causal=True, return_lse=True)
+      >>> out[0, :, 0]
+      Array([[1.   , 0.   ],
+             [0.33 , 0.67 ],
+             [0.333, 0.333],
+             [0.25 , 0.25 ]], dtype=float32)
+      >>> query = jnp.ones((1, 4, 8, 2))  # eight query heads share one key head
+      >>> jaxkern.attention(query, x, x, causal=True, window=2).shape
+      (1, 4, 8, 2)
     """
     unbatched = query.ndim == 3
     if unbatched:

@@ -59,6 +59,14 @@ def cached_attention(
 
     Raises:
       ValueError: the window is larger than the ring.
+
+    Example:
+      >>> x = jnp.eye(4)[None, :, None, :2]  # [b, t, heads, h]
+      >>> cache = jaxkern.empty_kv_cache(1, 8, 1, 2, dtype=jnp.float32)
+      >>> prompt, cache = jaxkern.cached_attention(x[:, :3], x[:, :3], x[:, :3], cache)
+      >>> out, cache = jaxkern.cached_attention(x[:, 3:], x[:, 3:], x[:, 3:], cache)
+      >>> out, cache.lengths
+      (Array([[[[0.25, 0.25]]]], dtype=float32), Array([4], dtype=int32))
     """
     _, window, _ = as_causal("cached_attention", window, True)
     options: dict = dict(sinks=sinks, scale=scale, softcap=softcap)

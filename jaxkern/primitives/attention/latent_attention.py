@@ -56,6 +56,12 @@ def latent_attention(
     Raises:
       TypeError: a shape or dtype does not fit.
       ValueError: an option out of range, or an ambiguous position of the queries.
+
+    Example:
+      >>> query, x = jnp.ones((1, 2, 4, 6)), jnp.ones((1, 3, 6))
+      >>> out = jaxkern.latent_attention(query, x, value_dim=4, scale=0.4, causal=True)
+      >>> out.shape
+      (1, 2, 4, 4)
     """
     op = "latent_attention"
     for name, x, ndim in (("query", query, 4), ("latent", latent, 3)):

@@ -48,6 +48,11 @@ def make_mask(
 
     Raises:
       ValueError: window is below 1, or a pair that counts no keys.
+
+    Example:
+      >>> jaxkern.make_mask(2, 4, causal=True, window=2).astype(int)
+      Array([[0, 1, 1, 0],
+             [0, 0, 1, 1]], dtype=int32)
     """
     causal, window, shift = as_causal("make_mask", window, causal)
     offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset) + shift
@@ -80,6 +85,13 @@ def segment_mask(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> ids = jnp.array([[0, 0, 1]])
+      >>> jaxkern.segment_mask(ids, ids)[0, 0].astype(int)
+      Array([[1, 1, 0],
+             [1, 1, 0],
+             [0, 0, 1]], dtype=int32)
     """
     same = q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]
     return as_mask(same[:, None], dtype)
@@ -101,6 +113,11 @@ def padding_mask(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> jaxkern.padding_mask(jnp.array([1, 3]), 4)[:, 0, 0].astype(int)
+      Array([[1, 0, 0, 0],
+             [1, 1, 1, 0]], dtype=int32)
     """
     inside = jnp.arange(kv_len) < kv_lengths[:, None]
     return as_mask(inside[:, None, None], dtype)
@@ -133,6 +150,12 @@ def block_mask(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> mask = jaxkern.make_mask(4, 4, causal=True)
+      >>> jaxkern.block_mask(mask, block_q=2, block_kv=2)
+      Array([[1, 0],
+             [2, 1]], dtype=uint8)
     """
     is_bool = mask.dtype == jnp.bool_
     # a NaN is neither hidden nor nothing: its tile is mixed
@@ -174,6 +197,13 @@ def make_block_mask(
     Raises:
       TypeError: an argument is not of its kind or dtype.
       ValueError: window is below 1, or a pair that counts no keys.
+
+    Example:
+      >>> jaxkern.make_block_mask(4, 4, block_q=2, block_kv=2, causal=True)
+      Array([[1, 0],
+             [2, 1]], dtype=uint8)
+      >>> jaxkern.make_block_mask(1 << 17, 1 << 17, block_q=128, block_kv=128).shape
+      (1024, 1024)
     """
     causal, window, shift = as_causal("make_block_mask", window, causal)
     offset = jnp.asarray(kv_len - q_len if q_offset is None else q_offset) + shift

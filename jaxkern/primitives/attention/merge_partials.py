@@ -39,6 +39,14 @@ def merge_partials(
 
     Raises:
       TypeError: a shape or dtype does not fit.
+
+    Example:
+      >>> x = jnp.eye(4)[None, :, None, :2]  # [b, t, heads, h]
+      >>> halves = x[:, :2], x[:, 2:]
+      >>> parts = [jaxkern.attention(x, k, k, return_lse=True) for k in halves]
+      >>> out, lse = jaxkern.merge_partials(*map(jnp.stack, zip(*parts)))
+      >>> bool(jnp.allclose(out, jaxkern.attention(x, x, x)))
+      True
     """
     if out.ndim != lse.ndim + 1 or out.shape[:-1] != lse.shape:
         raise TypeError(

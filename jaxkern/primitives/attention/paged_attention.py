@@ -65,6 +65,13 @@ def paged_attention(
     Raises:
       TypeError: a shape or dtype does not fit.
       ValueError: an option out of range.
+
+    Example:
+      >>> pages = jnp.arange(8.0).reshape(4, 2, 1, 1)  # four pages of two tokens
+      >>> query, tables = jnp.zeros((1, 1, 1, 1)), jnp.array([[3, 0]])
+      >>> lengths = jnp.array([3])  # 6 and 7 of page 3, 0 of page 0
+      >>> jaxkern.paged_attention(query, pages, pages, tables, lengths)
+      Array([[[[4.333]]]], dtype=float32)
     """
     causal, window, shift = as_causal("paged_attention", window, causal)
     if softcap is not None and not softcap > 0:

@@ -73,6 +73,15 @@ def quantized_cache_attention(
     Raises:
       TypeError: a shape or dtype does not fit.
       ValueError: an option out of range, or an ambiguous position of the queries.
+
+    Example:
+      >>> x = jnp.eye(4)[None, :, None, :2]  # [b, t, heads, h]
+      >>> cache = jaxkern.quantize_vectors(x, jaxkern.IntCodec(8))
+      >>> jaxkern.quantized_cache_attention(x, cache, cache, causal=True)[0, :, 0]
+      Array([[1.   , 0.   ],
+             [0.33 , 0.67 ],
+             [0.333, 0.333],
+             [0.25 , 0.25 ]], dtype=float32)
     """
     op = "quantized_cache_attention"
     key_array, key_codes, key_scales, key_codec = parts(key)

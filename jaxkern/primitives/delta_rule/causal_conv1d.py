@@ -75,6 +75,13 @@ def causal_conv1d(
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: `activation` is neither of the two, or `cu_seqlens` beside several
         rows, segment_ids or active_length.
+
+    Example:
+      >>> x = jnp.array([1.0, 2.0, 3.0]).reshape(1, 3, 1)  # [b, t, d]
+      >>> weight = jnp.array([[10.0, 1.0]])  # the last tap is the present
+      >>> y, state = jaxkern.causal_conv1d(x, weight)
+      >>> y[0, :, 0], state[0, :, 0]
+      (Array([ 1., 12., 23.], dtype=float32), Array([3.], dtype=float32))
     """
     if activation not in (None, "silu"):
         raise ValueError(
@@ -132,6 +139,13 @@ def causal_conv1d_step(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: `activation` is neither of the two.
+
+    Example:
+      >>> weight = jnp.array([[10.0, 1.0]])  # the last tap is the present
+      >>> x, state = jnp.array([[2.0]]), jnp.array([[[1.0]]])
+      >>> y, state = jaxkern.causal_conv1d_step(x, weight, None, state)
+      >>> y, state
+      (Array([[12.]], dtype=float32), Array([[[2.]]], dtype=float32))
     """
     if state_indices is not None:
         b, slots = (*jnp.shape(x), 1)[0], (*jnp.shape(state), 1)[0]

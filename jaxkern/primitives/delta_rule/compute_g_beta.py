@@ -40,6 +40,12 @@ def compute_g_beta(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+
+    Example:
+      >>> zeros = jnp.zeros(2)
+      >>> g, beta = jaxkern.compute_g_beta(jnp.array([0.0, 9.0]), zeros, zeros, zeros)
+      >>> g, beta
+      (Array([-0.693, -9.   ], dtype=float32), Array([0.5, 0.5], dtype=float32))
     """
     return compute_g_beta_p(a, b, a_log, dt_bias)
 
@@ -56,6 +62,10 @@ def log_decay_from_positive(g: Float[Array, "..."]) -> Float[Array, "..."]:
 
     Raises:
       TypeError: g is no float array.
+
+    Example:
+      >>> jaxkern.log_decay_from_positive(jnp.array([0.5, 2.0]))
+      Array([-0.5, -2. ], dtype=float32)
     """
     return -g
 

@@ -41,6 +41,13 @@ def cumsum(
 
     Raises:
       TypeError: `x` is not an array of floats.
+
+    Example:
+      >>> x = jnp.array([1.0, 2.0, 3.0])
+      >>> jaxkern.cumsum(x)
+      Array([1., 3., 6.], dtype=float32)
+      >>> jaxkern.cumsum(x, exclusive=True, reverse=True)
+      Array([5., 3., 0.], dtype=float32)
     """
     axis = axis_within("cumsum", axis, x.ndim)
     y = cumsum_p(

@@ -115,6 +115,17 @@ def gated_delta_rule(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: an option out of range.
+
+    Example:
+      >>> key = jnp.eye(2)[jnp.array([0, 1, 0])][None, :, None]  # [b, t, heads, h]
+      >>> value = jnp.array([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1)
+      >>> g, beta = jnp.zeros((1, 3, 1)), jnp.ones((1, 3, 1))
+      >>> out, state = jaxkern.gated_delta_rule(key, key, value, g, beta, scale=1.0)
+      >>> out[0, :, 0, 0]  # each key reads what it has just stored
+      Array([1., 2., 3.], dtype=float32)
+      >>> state[0, 0]  # key 0 has 3 in the place of 1
+      Array([[3.],
+             [2.]], dtype=float32)
     """
     if chunk_size < 1:
         raise ValueError(

@@ -60,6 +60,14 @@ def gated_delta_step(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: `gqa` is neither of the two.
+
+    Example:
+      >>> key, value = jnp.array([[[1.0, 0.0]]]), jnp.array([[[3.0]]])
+      >>> g, beta, old = jnp.zeros((1, 1)), jnp.ones((1, 1)), jnp.ones((1, 1, 2, 1))
+      >>> out, new = jaxkern.gated_delta_step(key, key, value, g, beta, old, scale=1.0)
+      >>> out, new[0, 0]
+      (Array([[[3.]]], dtype=float32), Array([[3.],
+             [1.]], dtype=float32))
     """
     k = jnp.shape(key)[1] if jnp.ndim(key) > 1 else 1
     if state_indices is not None:

@@ -23,6 +23,10 @@ def segment_ids_from_cu_seqlens(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> jaxkern.segment_ids_from_cu_seqlens(jnp.array([0, 3, 5]), 6)
+      Array([[0, 0, 0, 1, 1, 2]], dtype=int32)
     """
     ends = jnp.asarray(cu_seqlens)[1:]
     tokens = jnp.arange(length, dtype=ends.dtype)

@@ -77,6 +77,13 @@ def selective_scan(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: `chunk_size` is below 1.
+
+    Example:
+      >>> x, delta = jnp.ones((1, 3, 1)), jnp.ones((1, 3, 1))  # [b, t, d]
+      >>> a, b = -jnp.ones((1, 1)), jnp.ones((1, 3, 1))
+      >>> y, state = jaxkern.selective_scan(x, delta, a, b, b)
+      >>> y[0, :, 0]  # y_t = exp(-1) y_{t-1} + 1
+      Array([1.   , 1.368, 1.503], dtype=float32)
     """
     if chunk_size < 1:
         raise ValueError(

@@ -31,6 +31,12 @@ def solve_unit_lower(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+
+    Example:
+      >>> lower, rhs = jnp.array([[7.0, 7.0], [2.0, 7.0]]), jnp.array([[1.0], [5.0]])
+      >>> jaxkern.solve_unit_lower(lower, rhs)  # of the 7s none is read
+      Array([[1.],
+             [3.]], dtype=float32)
     """
     return solve_unit_lower_p(lower, rhs)
 

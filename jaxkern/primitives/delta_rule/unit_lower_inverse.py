@@ -32,6 +32,11 @@ def unit_lower_inverse(a: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
 
     Raises:
       TypeError: `a` is not an array of floats with two equal last dims.
+
+    Example:
+      >>> jaxkern.unit_lower_inverse(jnp.array([[7.0, 7.0], [2.0, 7.0]]))
+      Array([[ 1.,  0.],
+             [-2.,  1.]], dtype=float32)
     """
     return unit_lower_inverse_p(a)
 

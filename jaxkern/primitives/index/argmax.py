@@ -28,6 +28,10 @@ def argmax(
 
     Raises:
       ValueError: `nan_policy` is neither of the two, or x is empty along `axis`.
+
+    Example:
+      >>> jaxkern.argmax(jnp.array([[1.0, 3.0, 3.0], [0.0, jnp.nan, 1.0]]))
+      Array([1, 1], dtype=int32)
     """
     if nan_policy not in ("propagate", "ignore"):
         raise ValueError(

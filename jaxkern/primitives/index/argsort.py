@@ -41,6 +41,12 @@ def argsort(
 
     Raises:
       ValueError: `nan_policy` is neither of the two.
+
+    Example:
+      >>> x = jnp.array([1.0, 3.0, 3.0, 2.0])
+      >>> order = jaxkern.argsort(x, descending=True)
+      >>> order, jaxkern.take_along_axis(x, order)
+      (Array([1, 2, 3, 0], dtype=int32), Array([3., 3., 2., 1.], dtype=float32))
     """
     if nan_policy not in ("propagate", "ignore"):
         raise ValueError(

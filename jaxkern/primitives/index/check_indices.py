@@ -37,6 +37,13 @@ def check_indices(
     Raises:
       TypeError: indices are no integer array.
       checkify.JaxRuntimeError: an index is out of bounds, from `errors.throw()`.
+
+    Example:
+      >>> from jax.experimental import checkify
+      >>> f = jax.jit(checkify.checkify(lambda i: jaxkern.check_indices(i, 4)))
+      >>> errors, _ = f(jnp.array([0, 9]))
+      >>> errors.get().splitlines()[0]
+      'check_indices: index 9 is out of bounds for an axis of size 4. (`check` failed)'
     """
     if not indices.size:
         return

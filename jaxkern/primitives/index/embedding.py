@@ -41,6 +41,13 @@ def embedding(
 
     Raises:
       ValueError: `out_of_bounds` is none of these.
+
+    Example:
+      >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> jaxkern.embedding(jnp.array([1, 0, -1]), table)  # -1 is no row
+      Array([[3., 4.],
+             [1., 2.],
+             [0., 0.]], dtype=float32)
     """
     if out_of_bounds not in OUTSIDE:
         raise ValueError(

@@ -49,6 +49,12 @@ def gather(
 
     Raises:
       ValueError: `out_of_bounds` is none of these.
+
+    Example:
+      >>> x = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+      >>> jaxkern.gather(x, jnp.array([2, 0]), axis=1)
+      Array([[3., 1.],
+             [6., 4.]], dtype=float32)
     """
     if out_of_bounds not in OUTSIDE:
         raise ValueError(

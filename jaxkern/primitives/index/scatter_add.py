@@ -50,6 +50,11 @@ def scatter_add(
     Raises:
       TypeError: shapes do not fit.
       ValueError: `out_of_bounds` is none of these.
+
+    Example:
+      >>> x, updates = jnp.zeros(3), jnp.array([1.0, 2.0, 4.0])
+      >>> jaxkern.scatter_add(x, jnp.array([0, 2, 2]), updates)
+      Array([1., 0., 6.], dtype=float32)
     """
     if out_of_bounds not in ("drop", "clip", "checked"):
         raise ValueError(

@@ -45,6 +45,12 @@ def take_along_axis(
     Raises:
       TypeError: shapes do not fit.
       ValueError: `out_of_bounds` is none of these.
+
+    Example:
+      >>> x = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+      >>> jaxkern.take_along_axis(x, jnp.array([[2], [0]]))
+      Array([[3.],
+             [4.]], dtype=float32)
     """
     if out_of_bounds not in OUTSIDE:
         raise ValueError(

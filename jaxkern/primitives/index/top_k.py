@@ -47,6 +47,11 @@ def top_k(
     Raises:
       TypeError: `lengths` has another shape.
       ValueError: `k` is not within the size of x along `axis`.
+
+    Example:
+      >>> values, indices = jaxkern.top_k(jnp.array([1.0, 3.0, 2.0, 3.0]), 3)
+      >>> values, indices
+      (Array([3., 3., 2.], dtype=float32), Array([1, 3, 2], dtype=int32))
     """
     axis = axis_within("top_k", axis, x.ndim)
     rows = jnp.moveaxis(x, axis, -1)

@@ -31,6 +31,13 @@ class KVCache:
       lengths: `[b]` int32, tokens that each sequence has had; with the ones that were
         dropped or overwritten.
       ring: static.
+
+    Example:
+      >>> cache = jaxkern.empty_kv_cache(2, 16, 1, 4, ring=True)
+      >>> isinstance(cache, jaxkern.KVCache)
+      True
+      >>> cache.keys.shape, cache.lengths, cache.ring
+      ((2, 16, 1, 4), Array([0, 0], dtype=int32), True)
     """
 
     keys: Float[Array, "b s k h"]
@@ -67,6 +74,11 @@ def empty_kv_cache(
 
     Raises:
       TypeError: a size or flag is not of its kind.
+
+    Example:
+      >>> cache = jaxkern.empty_kv_cache(2, 16, 1, 4)
+      >>> cache.keys.shape, cache.keys.dtype, cache.lengths
+      ((2, 16, 1, 4), dtype(bfloat16), Array([0, 0], dtype=int32))
     """
     value_dim = head_dim if value_dim is None else value_dim
     keys = jnp.zeros((batch, slots, kv_heads, head_dim), dtype)
@@ -93,6 +105,12 @@ def append_kv_cache(
 
     Raises:
       TypeError: `cache` is no KVCache, or shapes or dtypes do not fit.
+
+    Example:
+      >>> cache = jaxkern.empty_kv_cache(2, 16, 1, 4)
+      >>> new = jnp.ones((2, 3, 1, 4))
+      >>> jaxkern.append_kv_cache(cache, new, new, jnp.array([3, 1])).lengths
+      Array([3, 1], dtype=int32)
     """
     t = key.shape[1]
     write = functools.partial(update_kv_cache, ring=cache.ring)

@@ -35,6 +35,16 @@ class PagedKVCache:
       value_pages: `[num_pages, page, k, hv]`.
       block_tables: `[b, pages]` int32, the pages of each sequence, -1 for none.
       lengths: `[b]` int32, tokens that each sequence has had.
+
+    Example:
+      >>> cache = jaxkern.empty_paged_kv_cache(2, 4, 5, 2, 1, 4)
+      >>> new = jnp.ones((2, 3, 1, 4))
+      >>> cache = jaxkern.append_paged_kv_cache(cache, new, new, jnp.array([3, 1]))
+      >>> isinstance(cache, jaxkern.PagedKVCache)
+      True
+      >>> cache.lengths, cache.block_tables  # two pages, one page, of five
+      (Array([3, 1], dtype=int32), Array([[ 0,  1, -1, -1],
+             [ 2, -1, -1, -1]], dtype=int32))
     """
 
     key_pages: Float[Array, "num_pages page k h"]
@@ -74,6 +84,11 @@ def empty_paged_kv_cache(
 
     Raises:
       TypeError: a size is not of its kind.
+
+    Example:
+      >>> cache = jaxkern.empty_paged_kv_cache(2, 4, 5, 2, 1, 4)
+      >>> cache.key_pages.shape, cache.block_tables.shape
+      ((5, 2, 1, 4), (2, 4))
     """
     value_dim = head_dim if value_dim is None else value_dim
     return PagedKVCache(
@@ -107,6 +122,14 @@ def append_paged_kv_cache(
 
     Raises:
       TypeError: `cache` is no PagedKVCache, or shapes or dtypes do not fit.
+
+    Example:
+      >>> cache = jaxkern.empty_paged_kv_cache(2, 4, 5, 2, 1, 4)
+      >>> new = jnp.ones((2, 3, 1, 4))
+      >>> cache = jaxkern.append_paged_kv_cache(cache, new, new)
+      >>> cache.lengths, cache.block_tables
+      (Array([3, 3], dtype=int32), Array([[ 0,  1, -1, -1],
+             [ 2,  3, -1, -1]], dtype=int32))
     """
     t = key.shape[1]
     new = t if new_lengths is None else new_lengths.astype(jnp.int32)
@@ -154,6 +177,13 @@ def allocate_pages(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> tables, none = jnp.full((2, 3), -1), jnp.array([0, 0])
+      >>> lengths = jnp.array([3, 1])
+      >>> jaxkern.allocate_pages(tables, none, lengths, num_pages=4, page_size=2)
+      Array([[ 0,  1, -1],
+             [ 2, -1, -1]], dtype=int32)
     """
     first_token = page_size * jnp.arange(block_tables.shape[1])
     begins = (first_token >= lengths[:, None]) & (first_token < new_lengths[:, None])
@@ -183,6 +213,15 @@ def release_pages(cache: PagedKVCache, finished: Bool[Array, " b"]) -> PagedKVCa
 
     Raises:
       TypeError: `cache` is no PagedKVCache, or finished is no array.
+
+    Example:
+      >>> cache = jaxkern.empty_paged_kv_cache(2, 4, 5, 2, 1, 4)
+      >>> new = jnp.ones((2, 3, 1, 4))
+      >>> cache = jaxkern.append_paged_kv_cache(cache, new, new)
+      >>> cache = jaxkern.release_pages(cache, jnp.array([True, False]))
+      >>> cache.lengths, cache.block_tables
+      (Array([0, 3], dtype=int32), Array([[-1, -1, -1, -1],
+             [ 2,  3, -1, -1]], dtype=int32))
     """
     tables = jnp.where(finished[:, None], NO_PAGE, cache.block_tables)
     lengths = jnp.where(finished, 0, cache.lengths)

@@ -79,6 +79,18 @@ def qk_norm_rope_cache(
       ValueError: an unknown pairing, pairs that overlap or leave the head, weights
         without a norm, or
         an eps that is negative or not finite.
+
+    Example:
+      >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
+      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([2]), 4)
+      >>> caches = jnp.zeros((1, 3, 1, 4)), jnp.zeros((1, 3, 1, 4))
+      >>> query, keys, values = jaxkern.qk_norm_rope_cache(
+      ...     query, new, new, None, None, cos, sin, *caches, jnp.array([2])
+      ... )
+      >>> keys[0, :, 0]  # rotated, in the slot of its position
+      Array([[ 0.   ,  0.   ,  0.   ,  0.   ],
+             [ 0.   ,  0.   ,  0.   ,  0.   ],
+             [-1.325,  0.98 ,  0.493,  1.02 ]], dtype=float32)
     """
     op = "qk_norm_rope_cache"
     check_weights(op, query_weight, key_weight, eps)
@@ -143,6 +155,16 @@ def qk_norm_rope_quantized_cache(
     Raises:
       TypeError: shapes or dtypes that do not fit.
       ValueError: as qk_norm_rope_cache.
+
+    Example:
+      >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
+      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([2]), 4)
+      >>> empty = jaxkern.QuantizedVectors.zeros((1, 3, 1, 4), jaxkern.IntCodec(8))
+      >>> query, keys, values = jaxkern.qk_norm_rope_quantized_cache(
+      ...     query, new, new, None, None, cos, sin, empty, empty, jnp.array([2])
+      ... )
+      >>> jaxkern.dequantize_vectors(keys)[0, 2]
+      Array([[-1.325,  0.981,  0.491,  1.023]], dtype=float32)
     """
     op = "qk_norm_rope_quantized_cache"
     check_quantized_vectors(op, "key_cache", key_cache)

@@ -55,6 +55,17 @@ def qk_norm_rope_paged_cache(
     Raises:
       TypeError: shapes or dtypes that do not fit.
       ValueError: as qk_norm_rope_cache.
+
+    Example:
+      >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
+      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([2]), 4)
+      >>> pages, slots = jnp.zeros((2, 2, 1, 4)), jnp.array([[0]])  # of page_slots
+      >>> query, keys, values = jaxkern.qk_norm_rope_paged_cache(
+      ...     query, new, new, None, None, cos, sin, pages, pages, slots
+      ... )
+      >>> keys[0, :, 0]
+      Array([[-1.325,  0.98 ,  0.493,  1.02 ],
+             [ 0.   ,  0.   ,  0.   ,  0.   ]], dtype=float32)
     """
     op = "qk_norm_rope_paged_cache"
     check_weights(op, query_weight, key_weight, eps)

@@ -58,6 +58,15 @@ def update_kv_cache(
       TypeError: shapes or dtypes do not fit, or positions are for another number of
         sequences.
       ValueError: a position does not fit in int32.
+
+    Example:
+      >>> cache, new = jnp.zeros((2, 3, 1, 1)), jnp.ones((2, 2, 1, 1))
+      >>> jaxkern.update_kv_cache(cache, new, jnp.array([0, 2]))[:, :, 0, 0]
+      Array([[1., 1., 0.],
+             [0., 0., 1.]], dtype=float32)
+      >>> jaxkern.update_kv_cache(cache, new, jnp.array([0, 2]), ring=True)[:, :, 0, 0]
+      Array([[1., 1., 0.],
+             [1., 0., 1.]], dtype=float32)
     """
     start = per_sequence("update_kv_cache", "positions", positions, cache.shape[:1])
     return update_kv_cache_p(cache, new, start, new_lengths, ring=ring)
@@ -81,6 +90,11 @@ def ring_positions(lengths: Int[Array, "..."], slots: int) -> Int[Array, "... s"
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> jaxkern.ring_positions(jnp.array([2, 6]), 4)  # after 2 and after 6 tokens
+      Array([[ 0,  1, -2, -1],
+             [ 4,  5,  2,  3]], dtype=int32)
     """
     last = jnp.asarray(lengths, jnp.int32)[..., None] - 1
     return last - (last - jnp.arange(slots, dtype=jnp.int32)) % max(slots, 1)

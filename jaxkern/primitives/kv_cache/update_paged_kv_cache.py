@@ -40,6 +40,13 @@ def update_paged_kv_cache(
 
     Raises:
       TypeError: shapes or dtypes do not fit.
+
+    Example:
+      >>> pages, new = jnp.zeros((2, 2, 1, 1)), jnp.ones((1, 3, 1, 1))
+      >>> slots = jaxkern.page_slots(jnp.array([[1, 0]]), jnp.array([0]), 3, 2)
+      >>> jaxkern.update_paged_kv_cache(pages, new, slots)[:, :, 0, 0]
+      Array([[1., 0.],
+             [1., 1.]], dtype=float32)
     """
     return update_paged_kv_cache_p(pages, new.astype(pages.dtype), slots)
 
@@ -70,6 +77,12 @@ def page_slots(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> tables = jnp.array([[1, 0], [2, -1]])  # pages of two sequences
+      >>> jaxkern.page_slots(tables, jnp.array([1, 1]), 2, page_size=2)
+      Array([[ 3,  0],
+             [ 5, -1]], dtype=int32)
     """
     p = positions[:, None] + jnp.arange(t)
     if block_tables.shape[1] == 0:
@@ -99,6 +112,11 @@ def gather_pages(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> pages = jnp.arange(4.0).reshape(2, 2, 1, 1)
+      >>> jaxkern.gather_pages(pages, jnp.array([[1, 0]]))[:, :, 0, 0]
+      Array([[2., 3., 0., 1.]], dtype=float32)
     """
     n, page, k, h = pages.shape
     b, m = block_tables.shape

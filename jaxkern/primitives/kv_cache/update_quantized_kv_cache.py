@@ -57,6 +57,13 @@ def update_quantized_kv_cache(
 
     Raises:
       TypeError: shapes that do not fit.
+
+    Example:
+      >>> cache = jaxkern.QuantizedVectors.zeros((1, 3, 1, 4), jaxkern.IntCodec(8))
+      >>> new = jnp.ones((1, 1, 1, 4))
+      >>> cache = jaxkern.update_quantized_kv_cache(cache, new, jnp.array([2]))
+      >>> jaxkern.dequantize_vectors(cache)[0, 2]
+      Array([[1., 1., 1., 1.]], dtype=float32)
     """
     op = "update_quantized_kv_cache"
     check_quantized_vectors(op, "cache", cache)

@@ -50,7 +50,9 @@ def linear(
 
     Example:
       >>> x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
-      >>> linear(x, w, preferred_element_type=jnp.float32).dtype
+      >>> jaxkern.linear(x, w).shape
+      (2, 3)
+      >>> jaxkern.linear(x, w, preferred_element_type=jnp.float32).dtype
       dtype('float32')
     """
     chosen = current_policy()

@@ -52,6 +52,11 @@ def matmul_transpose_b(
     Raises:
       TypeError: shapes do not fit, or no float is preferred.
       ValueError: an unknown precision.
+
+    Example:
+      >>> query, key = jnp.ones((8, 3, 4)), jnp.ones((2, 5, 4))  # 8 heads, 2 key heads
+      >>> jaxkern.matmul_transpose_b(query, key).shape
+      (8, 3, 5)
     """
     if precision not in (None, "default", "high", "highest"):
         raise ValueError(

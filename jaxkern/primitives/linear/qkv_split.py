@@ -30,6 +30,11 @@ def qkv_split(
 
     Raises:
       TypeError: the last dim of qkv is not the sum of the three.
+
+    Example:
+      >>> parts = jaxkern.qkv_split(jnp.arange(8.0), (2, 1, 1), (2, 2, 2))
+      >>> [part.tolist() for part in parts]
+      [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]], [[6.0, 7.0]]]
     """
     widths = [n * h for n, h in zip(num_heads, head_dims, strict=True)]
     if qkv.ndim == 0 or qkv.shape[-1] != sum(widths):

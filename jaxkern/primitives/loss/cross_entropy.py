@@ -88,6 +88,13 @@ def cross_entropy(
     Raises:
       TypeError: shapes or dtypes do not fit.
       ValueError: an option out of range.
+
+    Example:
+      >>> logits = jnp.array([[2.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+      >>> jaxkern.cross_entropy(logits, jnp.array([0, 2]))
+      Array([0.408, 1.099], dtype=float32)
+      >>> jaxkern.cross_entropy(logits, jnp.array([0, -100]))  # -100: no loss
+      Array([0.408, 0.   ], dtype=float32)
     """
     check_options("cross_entropy", label_smoothing, z_loss, softcap, reduction)
     options: dict[str, Any] = dict(

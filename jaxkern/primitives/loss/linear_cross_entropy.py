@@ -67,6 +67,14 @@ def linear_cross_entropy(
     Raises:
       TypeError: shapes or dtypes do not fit.
       ValueError: an option out of range.
+
+    Example:
+      >>> x = jnp.array([[1.0, 0.0]])
+      >>> weight = jnp.array([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+      >>> jaxkern.linear_cross_entropy(x, weight, jnp.array([0]))
+      Array([0.408], dtype=float32)
+      >>> jaxkern.cross_entropy(x @ weight.T, jnp.array([0]))  # all logits at once
+      Array([0.408], dtype=float32)
     """
     op = "linear_cross_entropy"
     check_options(op, label_smoothing, z_loss, softcap, reduction)

@@ -78,8 +78,13 @@ def linear_distillation(
       ValueError: an option out of range.
 
     Example:
-      loss = linear_distillation(h, w, teacher_h, teacher_w, divergence="reverse_kl")
-      loss = (loss * mask).sum() / mask.sum()
+      >>> x = jnp.array([[1.0, 0.0]])
+      >>> weight = jnp.array([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+      >>> teacher = 2 * weight  # surer of the same order
+      >>> jaxkern.linear_distillation(x, weight, x, teacher)
+      Array([0.116], dtype=float32)
+      >>> jaxkern.linear_distillation(x, weight, x, teacher, divergence="reverse_kl")
+      Array([0.16], dtype=float32)
     """
     op = "linear_distillation"
     if divergence not in DIVERGENCES:

@@ -47,7 +47,10 @@ def linear_log_probs(
       ValueError: an option out of range.
 
     Example:
-      sequence = linear_log_probs(hidden, head, labels).sum(-1)
+      >>> x = jnp.array([[1.0, 0.0]])
+      >>> weight = jnp.array([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+      >>> jaxkern.linear_log_probs(x, weight, jnp.array([0]))
+      Array([-0.408], dtype=float32)
     """
     loss = linear_cross_entropy(
         x,
@@ -106,8 +109,12 @@ def linear_dpo(
       ValueError: an option out of range.
 
     Example:
-      loss, reward = linear_dpo(hidden, head, labels, reference)
-      accuracy = (reward[0] > reward[1]).mean()
+      >>> weight = jnp.array([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+      >>> x = jnp.ones((2, 1, 1, 2))  # a pair of answers of one token
+      >>> labels = jnp.array([0, 1]).reshape(2, 1, 1)
+      >>> loss, reward = jaxkern.linear_dpo(x, weight, labels, jnp.full((2, 1), -1.0))
+      >>> loss, reward[0] > reward[1]
+      (Array([0.644], dtype=float32), Array([ True], dtype=bool))
     """
     if not 0 < beta < math.inf:
         raise ValueError(f"linear_dpo: `beta` must be positive and finite, got {beta}.")

@@ -38,6 +38,13 @@ def load_balance_loss(
 
     Raises:
       ValueError: `score` is neither of the two.
+
+    Example:
+      >>> logits, ids = jnp.zeros((4, 2)), jnp.array([[0], [1], [0], [1]])
+      >>> jaxkern.load_balance_loss(logits, ids)  # evenly
+      Array(1., dtype=float32)
+      >>> jaxkern.load_balance_loss(logits + jnp.array([9.0, 0.0]), ids * 0)
+      Array(2., dtype=float32)
     """
     if score not in ("softmax", "sigmoid"):
         raise ValueError(
@@ -70,6 +77,10 @@ def router_z_loss(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> jaxkern.router_z_loss(jnp.zeros((4, 2)))  # ln(2)**2
+      Array(0.48, dtype=float32)
     """
     square = jax.nn.logsumexp(at_least_f32(logits), axis=-1) ** 2
     every = None if where is None else where.reshape(-1)

@@ -26,6 +26,12 @@ def expert_order(
 
     Raises:
       TypeError: an argument is not of its kind or dtype.
+
+    Example:
+      >>> ids = jnp.array([[2, 0], [0, 1]])  # two experts for each of two tokens
+      >>> order, group_sizes = jaxkern.expert_order(ids, 3)
+      >>> order, group_sizes
+      (Array([1, 2, 3, 0], dtype=int32), Array([2, 1, 1], dtype=int32))
     """
     slots = ids.reshape(-1)
     slots = slots.astype(jnp.promote_types(slots.dtype, jnp.int32))

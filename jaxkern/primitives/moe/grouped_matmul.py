@@ -59,6 +59,12 @@ def grouped_matmul(
 
     Raises:
       TypeError: a dim differs between operands, or no float is preferred.
+
+    Example:
+      >>> x, sizes = jnp.ones((4, 2)), jnp.array([1, 2])  # the fourth row has no group
+      >>> w = jnp.array([1.0, 10.0]).reshape(2, 1, 1) * jnp.ones((2, 1, 2))
+      >>> jaxkern.grouped_matmul(x, w, sizes)[:, 0]
+      Array([ 2., 20., 20.,  0.], dtype=float32)
     """
     result = result_dtype("grouped_matmul", preferred_element_type, x.dtype)
     if isinstance(w, jax.Array | np.ndarray):

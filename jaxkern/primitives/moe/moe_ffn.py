@@ -147,6 +147,13 @@ def moe_ffn(
     Raises:
       TypeError: shapes or dtypes do not fit.
       ValueError: `activation` is none of these, or operands that it does not have.
+
+    Example:
+      >>> x, logits = jnp.ones((2, 4)), jnp.array([[1.0, 0.0, 2.0], [3.0, 0.0, 0.0]])
+      >>> weights, ids = jaxkern.route(logits, 2)
+      >>> gate, down = jnp.ones((3, 8, 4)), jnp.ones((3, 4, 8))
+      >>> jaxkern.moe_ffn(x, ids, weights, gate, gate, down).shape
+      (2, 4)
     """
     act = expert_activation(activation, gated, alpha, limit, up_offset)
     if ids.shape[:-1] != x.shape[:-1] or ids.shape != weights.shape:

@@ -35,6 +35,11 @@ def moe_weighted_reduce(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: `shared_gate` without `shared`.
+
+    Example:
+      >>> expert_out, weights = jnp.array([[[1.0], [3.0]]]), jnp.array([[0.75, 0.25]])
+      >>> jaxkern.moe_weighted_reduce(expert_out, weights, residual=jnp.array([[10.0]]))
+      Array([[11.5]], dtype=float32)
     """
     if shared is None and shared_gate is not None:
         raise ValueError("moe_weighted_reduce: `shared_gate` needs `shared`.")

@@ -31,6 +31,11 @@ def permute_tokens(
     Raises:
       TypeError: `order` has not t * k places.
       ValueError: `k` is less than 1.
+
+    Example:
+      >>> order, _ = jaxkern.expert_order(jnp.array([[2, 0], [0, 1]]), 3)
+      >>> jaxkern.permute_tokens(jnp.array([[1.0], [2.0]]), order, 2)[:, 0]
+      Array([1., 2., 2., 1.], dtype=float32)
     """
     if k < 1:
         raise ValueError(f"permute_tokens: `k` must be at least 1, got {k}.")

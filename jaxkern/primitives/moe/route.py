@@ -70,6 +70,11 @@ def route(
 
     Raises:
       ValueError: an option is not one of its values, or the sizes do not fit.
+
+    Example:
+      >>> weights, ids = jaxkern.route(jnp.array([[1.0, 0.0, 2.0]]), 2)
+      >>> weights, ids
+      (Array([[0.731, 0.269]], dtype=float32), Array([[2, 0]], dtype=int32))
     """
     if score not in ("softmax", "sigmoid", "given"):
         raise ValueError(

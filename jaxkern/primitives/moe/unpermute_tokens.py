@@ -30,6 +30,13 @@ def unpermute_tokens(
     Raises:
       TypeError: r is no multiple of k.
       ValueError: `k` is less than 1.
+
+    Example:
+      >>> order, _ = jaxkern.expert_order(jnp.array([[2, 0], [0, 1]]), 3)
+      >>> rows = jnp.array([[0.0], [0.0], [1.0], [2.0]])  # what experts 0, 0, 1, 2 gave
+      >>> jaxkern.unpermute_tokens(rows, order, 2)[:, :, 0]
+      Array([[2., 0.],
+             [0., 1.]], dtype=float32)
     """
     if k < 1:
         raise ValueError(f"unpermute_tokens: `k` must be at least 1, got {k}.")

@@ -45,6 +45,12 @@ def add_rms_norm(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x, residual = jnp.array([[1.0, 2.0]]), jnp.array([[2.0, 2.0]])
+      >>> y, total = jaxkern.add_rms_norm(x, residual)
+      >>> y, total
+      (Array([[0.849, 1.131]], dtype=float32), Array([[3., 4.]], dtype=float32))
     """
     return add_rms_norm_p(x, residual, weight, bias, eps=eps, offset=offset)
 

@@ -45,6 +45,13 @@ def batch_norm(
     Raises:
       TypeError: a dtype is not a float, or a size is not the number of channels.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x = jnp.array([1.0, 2.0, 30.0, 40.0]).reshape(1, 2, 1, 2)
+      >>> mean, variance = jnp.array([1.0, 30.0]), jnp.array([1.0, 100.0])
+      >>> jaxkern.batch_norm(x, mean, variance).reshape(2, 2)
+      Array([[0., 1.],
+             [0., 1.]], dtype=float32)
     """
     images = jnp.moveaxis(x, axis, 1)
     rows = images.reshape(*images.shape[:2], math.prod(images.shape[2:]))

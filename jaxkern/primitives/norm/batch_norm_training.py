@@ -59,6 +59,16 @@ def batch_norm_training(
     Raises:
       TypeError: a dtype is not a float, or a size is not the number of channels.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x = jnp.array([1.0, 3.0, 30.0, 50.0]).reshape(1, 2, 1, 2)
+      >>> zeros, ones = jnp.zeros(2), jnp.ones(2)
+      >>> y, mean, variance = jaxkern.batch_norm_training(x, zeros, ones, momentum=0.5)
+      >>> y.reshape(2, 2)
+      Array([[-1.,  1.],
+             [-1.,  1.]], dtype=float32)
+      >>> mean, variance
+      (Array([ 1., 20.], dtype=float32), Array([  1.5, 100.5], dtype=float32))
     """
     images = jnp.moveaxis(x, axis, 1)
     for name, v in (("mean", running_mean), ("variance", running_variance)):

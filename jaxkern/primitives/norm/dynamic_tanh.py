@@ -37,6 +37,10 @@ def dynamic_tanh(
 
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
+
+    Example:
+      >>> jaxkern.dynamic_tanh(jnp.array([-1.0, 0.0, 9.0]), 0.5)
+      Array([-0.462,  0.   ,  1.   ], dtype=float32)
     """
     alpha = jnp.asarray(alpha)
     if not jnp.issubdtype(alpha.dtype, jnp.floating):

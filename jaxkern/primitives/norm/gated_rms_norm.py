@@ -42,6 +42,13 @@ def gated_rms_norm(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x, gate = jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 9.0]])
+      >>> jaxkern.gated_rms_norm(x, gate)
+      Array([[ 0.62 , 10.181]], dtype=float32)
+      >>> jaxkern.gated_rms_norm(x, gate, norm_before_gate=False)
+      Array([[0.086, 1.412]], dtype=float32)
     """
     return gated_rms_norm_p(
         x, gate, weight, eps=eps, norm_before_gate=bool(norm_before_gate)

@@ -47,6 +47,11 @@ def group_norm(
       TypeError: a dtype is not a float, or `weight` or `bias` does not fit.
       ValueError: `groups` does not divide the channels, or
         an eps that is negative or not finite.
+
+    Example:
+      >>> image = jnp.array([0.0, 2.0, 10.0, 30.0]).reshape(1, 4, 1, 1)
+      >>> jaxkern.group_norm(image, groups=2).reshape(4)
+      Array([-1.,  1., -1.,  1.], dtype=float32)
     """
     images = jnp.moveaxis(x, axis, 1)
     channels = images.shape[1]

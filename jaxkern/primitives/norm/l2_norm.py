@@ -33,6 +33,11 @@ def l2_norm(
     Raises:
       TypeError: `x` is not an array of floats.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> jaxkern.l2_norm(jnp.array([[3.0, 4.0], [0.0, 0.0]]))
+      Array([[0.6, 0.8],
+             [0. , 0. ]], dtype=float32)
     """
     axis = axis_within("l2_norm", axis, x.ndim)
     y = l2_norm_p(jnp.moveaxis(x, axis, -1), eps=eps)

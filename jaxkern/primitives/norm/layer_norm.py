@@ -43,6 +43,10 @@ def layer_norm(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> jaxkern.layer_norm(jnp.array([[1.0, 2.0, 3.0]]))
+      Array([[-1.225,  0.   ,  1.225]], dtype=float32)
     """
     return layer_norm_p(x, weight, bias, eps=eps, offset=offset)
 

@@ -37,6 +37,12 @@ def layer_norm_2d(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> image = jnp.array([1.0, 2.0, 3.0, 6.0]).reshape(1, 2, 1, 2)  # NCHW
+      >>> jaxkern.layer_norm_2d(image).reshape(2, 2)  # a column is a pixel
+      Array([[-1., -1.],
+             [ 1.,  1.]], dtype=float32)
     """
     y = layer_norm(jnp.moveaxis(x, axis, -1), weight, bias, eps=eps)
     return jnp.moveaxis(y, -1, axis)

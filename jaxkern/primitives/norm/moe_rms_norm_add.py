@@ -54,6 +54,12 @@ def moe_rms_norm_add(
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: a residual_weight without normalize_residual, or
         an eps that is negative or not finite.
+
+    Example:
+      >>> experts = jnp.array([[[3.0, 4.0], [1.0, 0.0]]])  # one token, two experts
+      >>> weights, residual = jnp.array([[0.75, 0.25]]), jnp.array([[1.0, 1.0]])
+      >>> jaxkern.moe_rms_norm_add(experts, weights, residual)
+      Array([[1.905, 2.086]], dtype=float32)
     """
     if residual_weight is not None and not normalize_residual:
         raise ValueError(

@@ -43,6 +43,12 @@ def multi_rms_norm(
     Raises:
       TypeError: another number of weights, a dtype is not a float, or a dim differs.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x, w = jnp.array([[3.0, 4.0]]), jnp.array([1.0, 10.0])
+      >>> for_experts, for_router = jaxkern.multi_rms_norm(x, w, None)
+      >>> for_experts, for_router
+      (Array([[ 0.849, 11.314]], dtype=float32), Array([[0.849, 1.131]], dtype=float32))
     """
     arity = {2: dual_rms_norm_p, 3: triple_rms_norm_p}
     if len(weights) not in arity:

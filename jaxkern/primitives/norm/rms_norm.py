@@ -37,6 +37,12 @@ def rms_norm(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x = jnp.array([[3.0, 4.0], [0.0, 2.0]])
+      >>> jaxkern.rms_norm(x, jnp.array([1.0, 10.0]))
+      Array([[ 0.849, 11.314],
+             [ 0.   , 14.142]], dtype=float32)
     """
     return rms_norm_p(x, weight, bias, eps=eps, offset=offset)
 

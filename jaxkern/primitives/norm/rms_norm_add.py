@@ -45,6 +45,11 @@ def rms_norm_add(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x, residual = jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 1.0]])
+      >>> jaxkern.rms_norm_add(x, residual)  # the norm of x alone
+      Array([[1.849, 2.131]], dtype=float32)
     """
     if scale is not None and jnp.ndim(scale) == 0:
         scale = jnp.reshape(scale, 1)

@@ -40,6 +40,11 @@ def rms_norm_mul(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x, scale = jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 10.0]])
+      >>> jaxkern.rms_norm_mul(x, scale)
+      Array([[ 0.849, 11.314]], dtype=float32)
     """
     return rms_norm_mul_p(x, scale, weight, eps=eps, offset=offset)
 

@@ -57,6 +57,14 @@ def rms_norm_quantized(
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: another format, or a block below 1, or
         an eps that is negative or not finite.
+
+    Example:
+      >>> x = jnp.array([[3.0, -4.0]])
+      >>> codes, scales = jaxkern.rms_norm_quantized(x, format="int8")
+      >>> codes
+      Array([[  95, -127]], dtype=int8)
+      >>> codes * scales  # about rms_norm(x)
+      Array([[ 0.846, -1.131]], dtype=float32)
     """
     check_format("rms_norm_quantized", format, block)
     width = x.shape[-1] if block is None else block
@@ -94,6 +102,13 @@ def add_rms_norm_quantized(
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: another format, or a block below 1, or
         an eps that is negative or not finite.
+
+    Example:
+      >>> x, residual = jnp.array([[1.0, -2.0]]), jnp.array([[2.0, -2.0]])
+      >>> results = jaxkern.add_rms_norm_quantized(x, residual, format="int8")
+      >>> codes, scales, total = results
+      >>> codes, total
+      (Array([[  95, -127]], dtype=int8), Array([[ 3., -4.]], dtype=float32))
     """
     check_format("add_rms_norm_quantized", format, block)
     width = x.shape[-1] if block is None else block

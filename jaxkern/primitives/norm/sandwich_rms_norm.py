@@ -51,6 +51,15 @@ def sandwich_rms_norm(
     Raises:
       TypeError: another number of weights, a dtype is not a float, or a dim differs.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x, residual = jnp.array([[3.0, 4.0]]), jnp.array([[1.0, 1.0]])
+      >>> ones = jnp.ones(2)
+      >>> y, total = jaxkern.sandwich_rms_norm(x, residual, ones, ones)
+      >>> total  # rms_norm_add
+      Array([[1.849, 2.131]], dtype=float32)
+      >>> y  # what the next block reads
+      Array([[0.927, 1.068]], dtype=float32)
     """
     arity = {1: sandwich_rms_norm_p, 3: sandwich_triple_rms_norm_p}
     if len(next_weights) not in arity:

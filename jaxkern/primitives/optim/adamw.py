@@ -58,6 +58,13 @@ def adamw_update(
     Raises:
       TypeError: a dtype or shape does not fit.
       ValueError: an option out of range, or pytrees that differ.
+
+    Example:
+      >>> params, grads = {"w": jnp.array([1.0, -1.0])}, {"w": jnp.array([0.5, 0.0])}
+      >>> m = v = {"w": jnp.zeros(2)}
+      >>> params, m, v = jaxkern.adamw_update(params, grads, m, v, 1, learning_rate=0.1)
+      >>> params["w"], m["w"]
+      (Array([ 0.9, -1. ], dtype=float32), Array([0.05, 0.  ], dtype=float32))
     """
     for name, b in (("b1", b1), ("b2", b2)):
         if not 0 <= b < 1:
@@ -112,6 +119,13 @@ def adam_update(
 
     Raises:
       ValueError: the trees differ, or an option is out of its range.
+
+    Example:
+      >>> params, grads = {"w": jnp.array([1.0, -1.0])}, {"w": jnp.array([0.5, 0.0])}
+      >>> m = v = {"w": jnp.zeros(2)}
+      >>> params, m, v = jaxkern.adam_update(params, grads, m, v, 1, learning_rate=0.1)
+      >>> params["w"], m["w"]
+      (Array([ 0.9, -1. ], dtype=float32), Array([0.05, 0.  ], dtype=float32))
     """
     return adamw_update(
         params,

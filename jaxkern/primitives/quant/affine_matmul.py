@@ -51,6 +51,11 @@ def dequantize_affine(
 
     Raises:
       TypeError: `w` is no AffineTensor.
+
+    Example:
+      >>> w = jaxkern.quantize_affine(jnp.arange(256.0), bits=8, group_size=256)
+      >>> jaxkern.dequantize_affine(w, jnp.bfloat16)[:4]
+      Array([0, 1, 2, 3], dtype=bfloat16)
     """
     options = {"dtype": jnp.dtype(dtype), "dequant_dtype": dtype_or_none(dequant_dtype)}
     return dequantize_affine_p(*AFFINE.read(w), **AFFINE.layout_of(w), **options)

@@ -31,6 +31,13 @@ class AffineTensor:
       biases: the same shape.
       bits: 2, 3, 4, 5, 6 or 8.
       group_size: weights that share a scale; MLX has 32, 64 and 128.
+
+    Example:
+      >>> codes = jnp.arange(8, dtype=jnp.uint8)[None]  # one code a byte
+      >>> scales, biases = jnp.array([[0.5]]), jnp.array([[-1.0]])
+      >>> w = jaxkern.AffineTensor(codes, scales, biases, bits=4, group_size=8)
+      >>> jaxkern.dequantize(w)
+      Array([[-1. , -0.5,  0. ,  0.5,  1. ,  1.5,  2. ,  2.5]], dtype=float32)
     """
 
     codes: UInt32[Array, "... words"] | UInt8[Array, "... d"]

@@ -39,6 +39,11 @@ def dequantize(
 
     Raises:
       TypeError: `w` is no well-formed quantised tensor, or `dtype` is not a float.
+
+    Example:
+      >>> w = jaxkern.quantize_gguf(jnp.arange(32.0), "Q8_0")
+      >>> jaxkern.dequantize(w)[:4]
+      Array([0.   , 0.977, 1.953, 2.93 ], dtype=float32)
     """
     read = reader_of("dequantize", DEQUANTIZE, w)
     return read(w, float_dtype("dequantize", dtype))

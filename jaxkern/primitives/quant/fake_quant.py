@@ -40,6 +40,13 @@ def fake_quant(
     Raises:
       ValueError: no such format.
       TypeError: the container has another shape.
+
+    Example:
+      >>> x = jnp.linspace(-1.0, 1.0, 32)
+      >>> jaxkern.fake_quant(x, "Q4_0")[:4]
+      Array([-1.   , -0.875, -0.875, -0.75 ], dtype=float32)
+      >>> jax.grad(lambda x: jaxkern.fake_quant(x, "Q4_0").sum())(x)[:4]
+      Array([1., 1., 1., 1.], dtype=float32)
     """
     if isinstance(to, str):
         if to not in QUANTIZE:

@@ -69,6 +69,11 @@ def pack_fp4(
 
     Raises:
       ValueError: the layout is none of these, or does not fit the shape.
+
+    Example:
+      >>> codes = jnp.array([[1, 2, 3, 4]], jnp.uint8)
+      >>> jaxkern.pack_fp4(codes, "pairs_d")  # the first of two is low
+      Array([[33, 67]], dtype=uint8)
     """
     check_layout("pack_fp4", layout, codes.shape, group_size)
     if layout == "pairs_d":
@@ -103,6 +108,11 @@ def unpack_fp4(
 
     Raises:
       ValueError: the layout is none of these, or does not fit the shape.
+
+    Example:
+      >>> packed = jnp.array([[33, 67]], jnp.uint8)
+      >>> jaxkern.unpack_fp4(packed, "pairs_d", (1, 4))
+      Array([[1, 2, 3, 4]], dtype=uint8)
     """
     check_layout("unpack_fp4", layout, shape, group_size)
     f, d = shape

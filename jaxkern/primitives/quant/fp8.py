@@ -53,6 +53,11 @@ def quantize_fp8(
     Raises:
       TypeError: `w` has less than two dims.
       ValueError: `block` or `format` is none of these.
+
+    Example:
+      >>> w = jaxkern.quantize_fp8(jnp.ones((256, 128)), block=(128, 128))
+      >>> w.codes.dtype, w.scales.shape
+      (dtype('uint8'), (2, 1))
     """
     check_float8("quantize_fp8", format)
     if len(block) != 2 or min(block) < 0:

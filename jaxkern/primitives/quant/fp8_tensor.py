@@ -33,6 +33,13 @@ class FP8Tensor:
       scales: `[..., ceil(f / block[0]), ceil(d / block[1])]`, any float dtype.
       block: rows and columns that share a scale; 0 is the whole dim.
       format: "e4m3fn", "e4m3" (IEEE-like, largest 240) or "e5m2".
+
+    Example:
+      >>> codes = jnp.array([[1.0, 2.0]], jnp.float8_e4m3fn).view("uint8")
+      >>> scales = jnp.array([[0.5]])
+      >>> w = jaxkern.FP8Tensor(codes, scales, block=(0, 0), format="e4m3fn")
+      >>> jaxkern.dequantize(w)
+      Array([[0.5, 1. ]], dtype=float32)
     """
 
     codes: UInt8[Array, "... f d"]

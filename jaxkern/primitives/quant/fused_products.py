@@ -59,6 +59,12 @@ def quantized_rms_norm_matmul(
     Raises:
       TypeError: see `rms_norm` and `quantized_matmul`.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x, norm = jnp.full((1, 32), 2.0), jnp.ones(32)
+      >>> w = jaxkern.quantize_gguf(jnp.ones((4, 32)), "Q8_0")
+      >>> jaxkern.quantized_rms_norm_matmul(x, norm, w)
+      Array([[31.998, 31.998, 31.998, 31.998]], dtype=float32)
     """
     x, result = in_wider("quantized_rms_norm_matmul", x, preferred_element_type)
     if is_dense(w):
@@ -106,6 +112,12 @@ def quantized_swiglu(
     Raises:
       TypeError: see `quantized_matmul` and `swiglu`.
       ValueError: eps is negative or not finite.
+
+    Example:
+      >>> x = jnp.full((1, 32), 0.125)
+      >>> w = jaxkern.quantize_gguf(jnp.ones((4, 32)), "Q8_0")  # gate, then up
+      >>> jaxkern.quantized_swiglu(x, w)
+      Array([[15.71, 15.71]], dtype=float32)
     """
     x, result = in_wider("quantized_swiglu", x, preferred_element_type)
     if is_dense(w) and w.shape[0] % 2 == 0:
@@ -152,6 +164,12 @@ def quantized_matmul_add(
 
     Raises:
       TypeError: see `quantized_matmul`; or `residual` has another shape or dtype.
+
+    Example:
+      >>> x, residual = jnp.ones((1, 32)), jnp.full((1, 4), 100.0)
+      >>> w = jaxkern.quantize_gguf(jnp.ones((4, 32)), "Q8_0")
+      >>> jaxkern.quantized_matmul_add(x, w, residual)
+      Array([[131.998, 131.998, 131.998, 131.998]], dtype=float32)
     """
     expected = (*x.shape[:-1], w.shape[-2])
     if residual.shape != expected or residual.dtype != x.dtype:

@@ -25,6 +25,13 @@ class GGUFTensor:
     Attributes:
       blocks: `[..., row_bytes]`, uint8, exactly the bytes of the file.
       qtype: name of the block format, a key of `BLOCK_FORMATS` such as "Q4_K".
+
+    Example:
+      >>> w = jaxkern.quantize_gguf(jnp.ones((4, 64)), "Q4_0")
+      >>> w.shape, w.blocks.shape, w.qtype  # 18 bytes for each 32 weights
+      ((4, 64), (4, 36), 'Q4_0')
+      >>> jaxkern.GGUFTensor(w.blocks, "Q4_0").shape  # from the bytes of a file
+      (4, 64)
     """
 
     blocks: UInt8[Array, "... row_bytes"]

@@ -38,6 +38,13 @@ def int4_from_gptq(
     Raises:
       TypeError: dtypes or shapes do not fit, or g_idx names a group too often.
       ValueError: an unknown version.
+
+    Example:
+      >>> qweight = jnp.full((4, 8), 0x22222222, jnp.int32)  # d = 32, f = 8
+      >>> qzeros = jnp.zeros((1, 1), jnp.int32)  # zero - 1
+      >>> w = jaxkern.int4_from_gptq(qweight, qzeros, jnp.full((1, 8), 0.5))
+      >>> w.shape, w.codes.shape, w.scales.shape
+      ((8, 32), (8, 16), (8, 1))
     """
     if version not in (1, 2):
         raise ValueError(f"int4_from_gptq: `version` must be 1 or 2, got {version}.")
@@ -78,6 +85,13 @@ def int4_from_awq(
 
     Raises:
       TypeError: dtypes or shapes do not fit.
+
+    Example:
+      >>> qweight = jnp.full((32, 1), 0x22222222, jnp.int32)  # d = 32, f = 8
+      >>> qzeros = jnp.full((1, 1), 0x11111111, jnp.int32)
+      >>> w = jaxkern.int4_from_awq(qweight, qzeros, jnp.full((1, 8), 0.5))
+      >>> jaxkern.dequantize(w)[0, :4]  # (2 - 1) * 0.5
+      Array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     d = qweight.shape[0]
     check_import("int4_from_awq", d, qzeros, scales, 8 * qweight.shape[1])
@@ -118,6 +132,12 @@ def int4_from_linear(
 
     Raises:
       TypeError: dtypes or shapes do not fit, or d is odd.
+
+    Example:
+      >>> packed = jnp.array([0x21, 0x43], jnp.uint8)  # d = 4, f = 1: codes 1, 2, 3, 4
+      >>> w = jaxkern.int4_from_linear(packed, jnp.ones((1, 1)), jnp.zeros((1, 1)), d=4)
+      >>> jaxkern.dequantize(w)
+      Array([[1., 2., 3., 4.]], dtype=float32)
     """
     groups, f = scales.shape
     if packed.shape != (d * f // 2,) or d % 2:
@@ -149,6 +169,12 @@ def int4_to_linear(w: IntTensor) -> UInt8[Array, " bytes"]:
 
     Raises:
       TypeError: `w` is no IntTensor.
+
+    Example:
+      >>> packed = jnp.array([0x21, 0x43], jnp.uint8)
+      >>> w = jaxkern.int4_from_linear(packed, jnp.ones((1, 1)), d=4)
+      >>> jaxkern.int4_to_linear(w)
+      Array([33, 67], dtype=uint8)
     """
     codes = unpack_int(w.codes, 4, w.signed).T.reshape(-1)
     return pack_int(codes, 4, w.signed)

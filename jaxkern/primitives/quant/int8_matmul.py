@@ -47,6 +47,12 @@ def int8_matmul(
     Raises:
       TypeError: `w` is another tensor, or its `d` is not that of `x`.
       ValueError: `x_scale` is neither of the two.
+
+    Example:
+      >>> x, w = jnp.ones((2, 4)), jaxkern.quantize_int(jnp.ones((3, 4)))
+      >>> jaxkern.int8_matmul(x, w)
+      Array([[4., 4., 4.],
+             [4., 4., 4.]], dtype=float32)
     """
     if x_scale not in ("row", "tensor"):
         raise ValueError(

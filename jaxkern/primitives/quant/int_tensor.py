@@ -29,6 +29,12 @@ class IntTensor:
       bits: 4 or 8.
       group_size: weights that share a scale; d for one scale a row.
       signed: codes are two's complement.
+
+    Example:
+      >>> codes, scales = jnp.array([[1, -2, 3, 4]], jnp.int8), jnp.array([[0.5]])
+      >>> w = jaxkern.IntTensor(codes, scales, bits=8, group_size=4, signed=True)
+      >>> jaxkern.dequantize(w)
+      Array([[ 0.5, -1. ,  1.5,  2. ]], dtype=float32)
     """
 
     codes: Int8[Array, "... bytes"] | UInt8[Array, "... bytes"]
@@ -106,6 +112,11 @@ def quantize_int(
     Raises:
       TypeError: w is no float array, or d is odd with 4 bits.
       ValueError: `bits` or `group_size` out of range.
+
+    Example:
+      >>> w = jaxkern.quantize_int(jnp.array([[1.27, -0.5, 0.02, 0.0]]))
+      >>> w.codes, w.scales
+      (Array([[127, -50,   2,   0]], dtype=int8), Array([[0.01]], dtype=float32))
     """
     *lead, d = w.shape
     size = max(d, 1) if group_size is None else group_size

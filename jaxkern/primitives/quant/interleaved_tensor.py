@@ -36,6 +36,13 @@ class InterleavedTensor:
     Attributes:
       tiles: `[..., f / 16, 16 * row_bytes]`, uint8.
       qtype: name of the block format, a key of `UNITS` such as "Q4_K".
+
+    Example:
+      >>> w = jaxkern.interleave(jaxkern.quantize_gguf(jnp.ones((16, 32)), "Q8_0"))
+      >>> isinstance(w, jaxkern.InterleavedTensor)
+      True
+      >>> w.shape, w.tiles.shape, w.qtype
+      ((16, 32), (1, 544), 'Q8_0')
     """
 
     tiles: UInt8[Array, "... u tile_bytes"]
@@ -78,6 +85,12 @@ def interleave(w: GGUFTensor) -> InterleavedTensor:
 
     Raises:
       TypeError: w is no matrix, f is no multiple of 16, or the format has no blocks.
+
+    Example:
+      >>> w = jaxkern.quantize_gguf(jnp.arange(512.0).reshape(16, 32), "Q8_0")
+      >>> same = jaxkern.dequantize(jaxkern.interleave(w)) == jaxkern.dequantize(w)
+      >>> bool(same.all())
+      True
     """
     if w.qtype not in UNITS or w.ndim < 2 or w.shape[-2] % ROWS:
         raise TypeError(

@@ -59,6 +59,13 @@ def quantize_microscaled(
     Raises:
       TypeError: the group does not divide d.
       ValueError: `format` is none of the three.
+
+    Example:
+      >>> w = jaxkern.quantize_microscaled(jnp.ones((2, 32)), format="mxfp4")
+      >>> w.codes.shape, w.scales.shape  # two codes a byte, a scale for 32
+      ((2, 16), (2, 1))
+      >>> jaxkern.dequantize(w)[0, :3]
+      Array([1., 1., 1.], dtype=float32)
     """
     form = format_of("quantize_microscaled", format)
     if w.ndim < 2 or w.shape[-1] % form.group_size:

@@ -52,6 +52,13 @@ class MicroscaledTensor:
         matrix and `[e]` for `[e, f, d]`; or None for 1. MLX and ModelOpt keep other
         numbers: the largest |w|, which is 2688 times this one; its reciprocal.
       format: "nvfp4", "mxfp4" or "mxfp8".
+
+    Example:
+      >>> codes = jnp.full((1, 16), 0x22, jnp.uint8)  # 32 times the code of 1.0
+      >>> scales = jnp.array([[128]], jnp.uint8)  # 2 ** (128 - 127)
+      >>> w = jaxkern.MicroscaledTensor(codes, scales, None, "mxfp4")
+      >>> jaxkern.dequantize(w)[0, :3]
+      Array([2., 2., 2.], dtype=float32)
     """
 
     codes: UInt8[Array, "... bytes"]

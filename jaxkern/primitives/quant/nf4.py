@@ -50,7 +50,10 @@ def quantize_nf4(
       TypeError: `group_size` does not divide d.
 
     Example:
-      y = jk.quantized_matmul(x, jk.quantize_nf4(w))
+      >>> w = jaxkern.quantize_nf4(jnp.ones((3, 64)))
+      >>> jaxkern.quantized_matmul(jnp.ones((2, 64)), w)
+      Array([[64., 64., 64.],
+             [64., 64., 64.]], dtype=float32)
     """
     *lead, d = w.shape
     check_group_size("quantize_nf4", group_size, d)
@@ -108,6 +111,12 @@ def nf4_from_bitsandbytes(
 
     Raises:
       TypeError: sizes do not fit.
+
+    Example:
+      >>> weight = jnp.full((32, 1), 0xF7, jnp.uint8)  # levels 1 and 0, as stored
+      >>> w = jaxkern.nf4_from_bitsandbytes(weight, jnp.array([2.0]), (1, 64))
+      >>> jaxkern.dequantize(w)[0, :4]
+      Array([2., 0., 2., 0.], dtype=float32)
     """
     f, d = shape
     check_group_size("nf4_from_bitsandbytes", group_size, d)

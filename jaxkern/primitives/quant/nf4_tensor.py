@@ -45,6 +45,13 @@ class NF4Tensor:
       scale_codes: None, or `[..., d / group_size]`, uint8, places in `dynamic_levels`.
       offsets: as `scales` where there are scale codes, else None.
       group_size: weights that share an absmax; 64 in QLoRA.
+
+    Example:
+      >>> w = jaxkern.quantize_nf4(jnp.ones((2, 128)))
+      >>> isinstance(w, jaxkern.NF4Tensor)
+      True
+      >>> w.shape, w.codes.shape, w.scales.shape
+      ((2, 128), (2, 64), (2, 2))
     """
 
     codes: UInt8[Array, "... bytes"]

@@ -50,6 +50,12 @@ def quantize_affine(
     Raises:
       ValueError: an option is none of these.
       TypeError: `group_size` does not divide d.
+
+    Example:
+      >>> w = jnp.arange(64.0).reshape(2, 32)
+      >>> w = jaxkern.quantize_affine(w, bits=8, group_size=32)
+      >>> w.codes.shape, w.codes.dtype, w.scales.shape
+      ((2, 8), dtype('uint32'), (2, 1))
     """
     check_affine_options("quantize_affine", bits, group_size)
     if quantizer not in QUANTIZERS:

@@ -50,6 +50,11 @@ def quantize_gguf(
     Raises:
       ValueError: no such encoder for this format.
       TypeError: d is no multiple of the block's elements.
+
+    Example:
+      >>> w = jaxkern.quantize_gguf(jnp.ones((4, 64)), "Q4_0")
+      >>> w.blocks.shape  # 18 bytes for each 32 weights
+      (4, 36)
     """
     if (qtype, encoder) not in ENCODERS:
         known = ", ".join(f"{q} {e}" for q, e in ENCODERS)

@@ -39,6 +39,11 @@ def quantized_embedding(
     Raises:
       TypeError: `w` is no quantised tensor `[v, d]`, `ids` are no integers, or `dtype`
         is not a float.
+
+    Example:
+      >>> table = jaxkern.quantize_gguf(jnp.arange(64.0).reshape(2, 32), "Q8_0")
+      >>> jaxkern.quantized_embedding(jnp.array([0, 1, 7]), table)[:, 0]
+      Array([ 0.   , 32.246,  0.   ], dtype=float32)
     """
     read = reader_of("quantized_embedding", QUANTIZED_EMBEDDING, w, ndim=2)
     return read(ids, w, float_dtype("quantized_embedding", dtype))

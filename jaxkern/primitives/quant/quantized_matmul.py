@@ -47,6 +47,11 @@ def quantized_matmul(
     Raises:
       TypeError: `w` is no quantised tensor `[f, d]`, its `d` is not that of `x`, or no
         float is preferred.
+
+    Example:
+      >>> w = jaxkern.quantize_gguf(jnp.ones((4, 32)), "Q8_0")
+      >>> jaxkern.quantized_matmul(jnp.ones((1, 32)), w)
+      Array([[31.998, 31.998, 31.998, 31.998]], dtype=float32)
     """
     op = "quantized_matmul"
     read = reader_of(op, QUANTIZED_MATMUL, w, ndim=2)

@@ -45,6 +45,12 @@ def quantized_matmul_id(
 
     Raises:
       TypeError: `w` is no quantised tensor `[e, f, d]`, or shapes do not fit.
+
+    Example:
+      >>> experts = jnp.array([1.0, 10.0]).reshape(2, 1, 1) * jnp.ones((2, 1, 32))
+      >>> w, x = jaxkern.quantize_gguf(experts, "Q8_0"), jnp.ones((1, 32))
+      >>> jaxkern.quantized_matmul_id(x, w, jnp.array([1, 0]), top_k=2)[:, 0]
+      Array([319.98 ,  31.998], dtype=float32)
     """
     read = reader_of("quantized_matmul_id", QUANTIZED_MATMUL_ID, w, ndim=3)
     if x.ndim != 2 or ids.shape != (x.shape[0] * top_k,):

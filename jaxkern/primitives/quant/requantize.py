@@ -78,6 +78,12 @@ def requantize(
     Raises:
       ValueError: no such format.
       TypeError: the dims do not fit the format.
+
+    Example:
+      >>> w = jaxkern.quantize_gguf(jnp.arange(64.0).reshape(2, 32), "Q8_0")
+      >>> affine = jaxkern.requantize(w, "affine")  # the very same weights
+      >>> bool((jaxkern.dequantize(affine) == jaxkern.dequantize(w)).all())
+      True
     """
     same = isinstance(w, GGUFTensor) and w.qtype == to
     if to not in QUANTIZE and not (same and not options):

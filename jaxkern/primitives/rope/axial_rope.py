@@ -50,6 +50,14 @@ def axial_rope(
     Raises:
       TypeError: shapes that do not fit.
       ValueError: an unknown pairing, or a head that cannot be shared out.
+
+    Example:
+      >>> x = jnp.ones((3, 1, 4))  # three tokens of one head
+      >>> positions = jnp.array([[0, 1, 0], [0, 0, 1]])  # their columns, their rows
+      >>> jaxkern.axial_rope(x, positions)[:, 0]
+      Array([[ 1.   ,  1.   ,  1.   ,  1.   ],
+             [-0.301,  1.382,  1.   ,  1.   ],
+             [ 1.   ,  1.   , -0.301,  1.382]], dtype=float32)
     """
     if pairing not in ("interleaved", "neox", "neox_parts"):
         raise ValueError(
@@ -107,6 +115,14 @@ def axial_rope_2d(
     Raises:
       TypeError: fewer than three dims.
       ValueError: tokens that do not fill the grid, or an unknown `repeat`.
+
+    Example:
+      >>> x = jnp.ones((4, 1, 4))  # a grid of 2 x 2 tokens
+      >>> jaxkern.axial_rope_2d(x, (2, 2))[:, 0]
+      Array([[ 1.   ,  1.   ,  1.   ,  1.   ],
+             [-0.301,  1.382,  1.   ,  1.   ],
+             [ 1.   ,  1.   , -0.301,  1.382],
+             [-0.301,  1.382, -0.301,  1.382]], dtype=float32)
     """
     if x.ndim < 3:
         raise TypeError(
@@ -157,6 +173,14 @@ def axial_rope_cos_sin(
     Raises:
       TypeError: positions without an axis and a token dim.
       ValueError: a rotary_dim or sections that cannot be shared out.
+
+    Example:
+      >>> positions = jnp.array([[0, 1, 0], [0, 0, 1]])  # columns, rows
+      >>> cos, sin = jaxkern.axial_rope_cos_sin(positions, 4)
+      >>> cos
+      Array([[1.  , 1.  ],
+             [0.54, 1.  ],
+             [1.  , 0.54]], dtype=float32)
     """
     positions = jnp.asarray(positions)
     if positions.ndim < 2:

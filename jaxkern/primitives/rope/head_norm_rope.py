@@ -57,6 +57,13 @@ def head_norm_rope(
       TypeError: shapes or dtypes that do not fit.
       ValueError: an unknown pairing, or pairs that overlap or leave the head, or
         an eps that is negative or not finite.
+
+    Example:
+      >>> x = jnp.full((2, 1, 4), 5.0)  # [t, heads, h]
+      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([0, 1]), 4)
+      >>> jaxkern.head_norm_rope(x, None, cos, sin)[:, 0]
+      Array([[ 1.   ,  1.   ,  1.   ,  1.   ],
+             [-0.301,  0.99 ,  1.382,  1.01 ]], dtype=float32)
     """
     cos, sin, pair_offset = rotary_tables(
         "head_norm_rope", x, cos, sin, pairing, pair_offset

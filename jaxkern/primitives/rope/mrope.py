@@ -61,6 +61,13 @@ def mrope_cos_sin(
     Raises:
       TypeError: positions without an axis and a token dim.
       ValueError: an unknown layout, or sections that do not match the axes.
+
+    Example:
+      >>> positions = jnp.array([[0, 0], [0, 1], [0, 2]])  # time, height, width
+      >>> cos, sin = jaxkern.mrope_cos_sin(positions, 8, sections=(2, 1, 1), theta=1e2)
+      >>> sin  # two pairs of the time, one of the height, one of the width
+      Array([[0.   , 0.   , 0.   , 0.   ],
+             [0.   , 0.   , 0.1  , 0.063]], dtype=float32)
     """
     positions = jnp.asarray(positions)
     if positions.ndim < 2:

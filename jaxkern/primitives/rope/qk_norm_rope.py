@@ -51,6 +51,16 @@ def qk_norm_rope(
       TypeError: shapes or dtypes that do not fit.
       ValueError: an unknown pairing, or pairs that overlap or leave the head, or
         an eps that is negative or not finite.
+
+    Example:
+      >>> query, key = jnp.full((2, 4, 4), 5.0), jnp.ones((2, 1, 4))  # 4 heads and 1
+      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([0, 1]), 4)
+      >>> query, key = jaxkern.qk_norm_rope(query, key, None, None, cos, sin)
+      >>> query.shape
+      (2, 4, 4)
+      >>> key[:, 0]
+      Array([[ 1.   ,  1.   ,  1.   ,  1.   ],
+             [-0.301,  0.99 ,  1.382,  1.01 ]], dtype=float32)
     """
     cos, sin, pair_offset = rotary_tables(
         "qk_norm_rope", query, cos, sin, pairing, pair_offset

@@ -61,6 +61,12 @@ def rope(
       TypeError: shapes or dtypes do not fit.
       ValueError: an unknown pairing, or a number of dims, theta or scaling that is not
         possible.
+
+    Example:
+      >>> x = jnp.ones((2, 1, 4))  # [t, heads, h]
+      >>> jaxkern.rope(x, jnp.array([0, 1]))[:, 0]
+      Array([[ 1.   ,  1.   ,  1.   ,  1.   ],
+             [-0.301,  0.99 ,  1.382,  1.01 ]], dtype=float32)
     """
     cos, sin = rope_cos_sin(
         positions,
@@ -112,6 +118,15 @@ def apply_rope(
     Raises:
       TypeError: shapes that do not fit.
       ValueError: an unknown pairing, or pairs that overlap or leave the head.
+
+    Example:
+      >>> x = jnp.ones((2, 1, 4))  # [t, heads, h]
+      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([0, 1]), 4)
+      >>> jaxkern.apply_rope(x, cos, sin)[:, 0]
+      Array([[ 1.   ,  1.   ,  1.   ,  1.   ],
+             [-0.301,  0.99 ,  1.382,  1.01 ]], dtype=float32)
+      >>> jaxkern.apply_rope(x, cos[:, :1], sin[:, :1], at_end=True)[1, 0]
+      Array([ 1.   ,  1.   , -0.301,  1.382], dtype=float32)
     """
     cos, sin, pair_offset = rotary_tables(
         "apply_rope", x, cos, sin, pairing, pair_offset

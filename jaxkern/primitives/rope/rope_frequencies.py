@@ -34,6 +34,10 @@ class LinearScaling:
 
     Attributes:
       factor: by how much longer a text may be than in training.
+
+    Example:
+      >>> jaxkern.rope_frequencies(4, theta=100.0, scaling=jaxkern.LinearScaling(4.0))
+      Array([0.25 , 0.025], dtype=float32)
     """
 
     factor: float
@@ -58,6 +62,13 @@ class DynamicScaling:
     Attributes:
       factor: see the formula.
       original_length: of the texts in training, in tokens.
+
+    Example:
+      >>> scaling = jaxkern.DynamicScaling(factor=4.0, original_length=8)
+      >>> lengths = jnp.array([8, 16])
+      >>> jaxkern.rope_frequencies(4, scaling=scaling, length=lengths)
+      Array([[1.   , 0.01 ],
+             [1.   , 0.002]], dtype=float32)
     """
 
     factor: float
@@ -86,6 +97,12 @@ class Llama3Scaling:
       factor: by which the long waves are slowed.
       low_freq_factor, high_freq_factor: turns at which the ramp begins and ends.
       original_length: of the texts in training, in tokens.
+
+    Example:
+      >>> scaling = jaxkern.Llama3Scaling(8.0, 1.0, 4.0, original_length=8192)
+      >>> scaled = jaxkern.rope_frequencies(8, theta=5e5, scaling=scaling)
+      >>> scaled / jaxkern.rope_frequencies(8, theta=5e5)
+      Array([1.   , 1.   , 0.371, 0.125], dtype=float32)
     """
 
     factor: float = 8.0
@@ -121,6 +138,13 @@ class YarnScaling:
       original_length: of the texts in training, in tokens.
       beta_fast, beta_slow: turns over original_length at the ends of the ramp.
       truncate, mscale, mscale_all_dim, attention_factor: see above.
+
+    Example:
+      >>> scaling = jaxkern.YarnScaling(factor=4.0, original_length=4096)
+      >>> jaxkern.rope_frequencies(8, scaling=scaling) / jaxkern.rope_frequencies(8)
+      Array([1.   , 1.   , 0.625, 0.25 ], dtype=float32)
+      >>> round(scaling.magnitude, 3)  # multiplies cos and sin
+      1.139
     """
 
     factor: float
@@ -172,6 +196,13 @@ class LongRopeScaling:
       short_factor, long_factor: one per rotated pair.
       original_length: of the texts in training, in tokens.
       factor, attention_factor: see above.
+
+    Example:
+      >>> scaling = jaxkern.LongRopeScaling((1.0, 1.0), (2.0, 4.0), original_length=8)
+      >>> lengths = jnp.array([8, 9])
+      >>> jaxkern.rope_frequencies(4, theta=100.0, scaling=scaling, length=lengths)
+      Array([[1.   , 0.1  ],
+             [0.5  , 0.025]], dtype=float32)
     """
 
     short_factor: tuple[float, ...]
@@ -239,6 +270,10 @@ def rope_frequencies(
     Raises:
       TypeError: a shape or dtype does not fit.
       ValueError: rotary_dim is odd, or theta or scaling not positive.
+
+    Example:
+      >>> jaxkern.rope_frequencies(4, theta=100.0)
+      Array([1. , 0.1], dtype=float32)
     """
     if rotary_dim % 2 or rotary_dim < 0:
         raise ValueError(f"rope: rotary_dim {rotary_dim} is not even. It counts dims.")
@@ -293,6 +328,13 @@ def rope_cos_sin(
     Raises:
       TypeError: positions are a scalar, or a shape or dtype does not fit.
       ValueError: rotary_dim is odd, or theta or scaling not positive.
+
+    Example:
+      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([0, 1, 2]), 4)
+      >>> cos
+      Array([[ 1.   ,  1.   ],
+             [ 0.54 ,  1.   ],
+             [-0.416,  1.   ]], dtype=float32)
     """
     positions = jnp.asarray(positions)
     if positions.ndim < 1:

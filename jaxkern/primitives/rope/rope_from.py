@@ -42,6 +42,14 @@ def rope_from(
     Raises:
       TypeError: shapes that do not fit.
       ValueError: an unknown pairing, or a `rotary_dim` that is odd or exceeds h.
+
+    Example:
+      >>> x = jnp.ones((2, 1, 4))  # [t, heads, h]
+      >>> jaxkern.rope_from(x)[:, 0]
+      Array([[ 1.   ,  1.   ,  1.   ,  1.   ],
+             [-0.301,  0.99 ,  1.382,  1.01 ]], dtype=float32)
+      >>> jaxkern.rope_from(x[1:], 1)[:, 0]  # the second token alone
+      Array([[-0.301,  0.99 ,  1.382,  1.01 ]], dtype=float32)
     """
     if x.ndim < 3:
         raise TypeError(f"rope_from: `x` must have dims [... t n h], got {x.shape}.")

@@ -68,6 +68,11 @@ def cut_logits(
     Raises:
       TypeError: an option does not broadcast to the rows.
       ValueError: a share is a number outside [0, 1], or temperature is NaN.
+
+    Example:
+      >>> logits = jnp.array([2.0, 1.0, 0.0, -1.0])
+      >>> jaxkern.cut_logits(logits, top_k=3, top_p=0.8)
+      Array([  2.,   1., -inf, -inf], dtype=float32)
     """
     shares = (top_p, min_p, typical_p, epsilon, eta)
     kept = kept_tokens("cut_logits", logits, temperature, top_k, *shares)

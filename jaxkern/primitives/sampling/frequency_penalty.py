@@ -37,6 +37,11 @@ def apply_frequency_penalty(
 
     Raises:
       TypeError: shapes or dtypes do not fit.
+
+    Example:
+      >>> logits, counts = jnp.array([1.0, 1.0, 1.0]), jnp.array([0, 1, 3])
+      >>> jaxkern.apply_frequency_penalty(logits, counts, frequency=0.5, presence=0.25)
+      Array([ 1.  ,  0.25, -0.75], dtype=float32)
     """
     rows = logits.shape[:-1]
     op = "apply_frequency_penalty"

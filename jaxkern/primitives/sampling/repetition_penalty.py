@@ -36,6 +36,11 @@ def apply_repetition_penalty(
     Raises:
       TypeError: shapes do not fit.
       ValueError: `penalty` is a number that is not positive.
+
+    Example:
+      >>> logits, seen = jnp.array([2.0, -2.0, 2.0]), jnp.array([0, 1, 1])
+      >>> jaxkern.apply_repetition_penalty(logits, seen, 2.0)
+      Array([ 1., -4.,  2.], dtype=float32)
     """
     if isinstance(penalty, int | float) and not penalty > 0:
         raise ValueError(

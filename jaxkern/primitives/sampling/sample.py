@@ -74,6 +74,15 @@ def sample(
     Raises:
       TypeError: `key` is no key, or an option does not broadcast to the rows.
       ValueError: v is 0, a share is a number outside [0, 1], or temperature is NaN.
+
+    Example:
+      >>> logits = jnp.array([[2.0, 1.0, 0.0], [0.0, 9.0, 0.0]])
+      >>> jaxkern.sample(logits, jax.random.key(0), temperature=0)  # the likeliest
+      Array([0, 1], dtype=int32)
+      >>> jaxkern.sample(logits, jax.random.key(0), top_k=1)  # likewise
+      Array([0, 1], dtype=int32)
+      >>> jaxkern.sample(logits, jax.random.key(0), top_p=0.9).shape
+      (2,)
     """
     rows = logits.shape[:-1]
     check_cuts("sample", temperature, (top_p, min_p, typical_p, epsilon, eta))

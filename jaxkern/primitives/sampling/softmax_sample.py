@@ -44,6 +44,12 @@ def softmax_sample(
     Raises:
       TypeError: `uniform` or `temperature` does not broadcast to the rows.
       ValueError: v is 0.
+
+    Example:
+      >>> logits = jnp.array([0.0, 0.0, 0.0, 0.0])
+      >>> token, logprob = jaxkern.softmax_sample(logits, 0.6)
+      >>> token, logprob
+      (Array(2, dtype=int32), Array(-1.386, dtype=float32))
     """
     rows = logits.shape[:-1]
     return softmax_sample_p(

@@ -47,6 +47,13 @@ def fft(
     Raises:
       TypeError: a shape or dtype does not fit the layout.
       ValueError: an unknown norm or layout.
+
+    Example:
+      >>> y = jaxkern.fft(jnp.array([1.0, 0.0, 0.0, 0.0]))
+      >>> y.dtype, y.real
+      (dtype('complex64'), Array([1., 1., 1., 1.], dtype=float32))
+      >>> jaxkern.fft(y, inverse=True).real
+      Array([1., 0., 0., 0.], dtype=float32)
     """
     if norm not in NORMS:
         raise ValueError(f"fft: `norm` must be one of {NORMS}, got {norm!r}.")

@@ -38,6 +38,12 @@ def fwht(
     Raises:
       TypeError: d is no power of two.
       ValueError: `scale` is neither of the two.
+
+    Example:
+      >>> jaxkern.fwht(jnp.array([1.0, 2.0, 3.0, 4.0]), scale="none")
+      Array([10., -2., -4.,  0.], dtype=float32)
+      >>> jaxkern.fwht(jaxkern.fwht(jnp.array([1.0, 2.0, 3.0, 4.0])))  # its own inverse
+      Array([1., 2., 3., 4.], dtype=float32)
     """
     if scale not in ("orthonormal", "none"):
         raise ValueError(

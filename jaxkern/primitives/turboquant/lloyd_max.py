@@ -39,6 +39,10 @@ def lloyd_max_codebook(bits: int) -> np.ndarray:
 
     Raises:
       ValueError: another number of bits.
+
+    Example:
+      >>> jaxkern.lloyd_max_codebook(2)
+      array([-1.51 , -0.453,  0.453,  1.51 ])
     """
     positive = np.array(entry(bits)["positive_centroids"])
     return np.concatenate([-positive[::-1], positive])
@@ -56,6 +60,10 @@ def lloyd_max_error(bits: int) -> float:
 
     Raises:
       ValueError: there is no such codebook.
+
+    Example:
+      >>> [round(jaxkern.lloyd_max_error(bits), 4) for bits in (1, 2, 4)]
+      [0.3634, 0.1175, 0.0095]
     """
     return entry(bits)["mse"]
 

@@ -40,6 +40,14 @@ def quantize_vectors(x: Float[Array, "... d"], codec: VectorCodec) -> QuantizedV
 
     Raises:
       TypeError: the codec does not fit d dims.
+
+    Example:
+      >>> x = jnp.array([[1.0, -0.5, 0.25, 0.75]])
+      >>> y = jaxkern.quantize_vectors(x, jaxkern.IntCodec(8))
+      >>> y.codes.shape, y.scales.shape
+      ((1, 4), (1, 1))
+      >>> jaxkern.dequantize_vectors(y)
+      Array([[ 1.   , -0.504,  0.252,  0.748]], dtype=float32)
     """
     codes, scales = quantize_vectors_p(x, codec=codec)
     return QuantizedVectors(codes, scales, codec)
@@ -62,6 +70,12 @@ def dequantize_vectors(
 
     Raises:
       TypeError: `x` is no well-formed QuantizedVectors.
+
+    Example:
+      >>> x = jnp.array([[1.0, -0.5, 0.25, 0.75]])
+      >>> y = jaxkern.quantize_vectors(x, jaxkern.IntCodec(4))
+      >>> jaxkern.dequantize_vectors(y)
+      Array([[ 1.   , -0.429,  0.286,  0.714]], dtype=float32)
     """
     check_quantized_vectors("dequantize_vectors", "x", x)
     return dequantize_vectors_p(
@@ -94,6 +108,12 @@ def turboquant_encode(
     Raises:
       TypeError: the codec does not fit d dims.
       ValueError: there is no such codec.
+
+    Example:
+      >>> x = jnp.array([[1.0, -0.5, 0.25, 0.75]])
+      >>> y = jaxkern.turboquant_encode(x, 4)
+      >>> y.codes.shape, y.scales.shape  # two codes a byte
+      ((1, 2), (1, 1))
     """
     return quantize_vectors(x, TurboQuantCodec(bits, group, seed, codebook))
 
@@ -112,6 +132,12 @@ def turboquant_decode(
 
     Raises:
       TypeError: `x` is no well-formed QuantizedVectors.
+
+    Example:
+      >>> x = jnp.array([[1.0, -0.5, 0.25, 0.75]])
+      >>> y = jaxkern.turboquant_encode(x, 8)
+      >>> jaxkern.turboquant_decode(y)
+      Array([[ 1.005, -0.505,  0.261,  0.749]], dtype=float32)
     """
     return dequantize_vectors(x, unrotate=unrotate, dtype=dtype)
 
@@ -133,6 +159,13 @@ def quantize_straight_through(
 
     Raises:
       TypeError: the codec does not fit d dims.
+
+    Example:
+      >>> x, codec = jnp.array([1.0, -0.4, 0.3, 0.0]), jaxkern.IntCodec(2)
+      >>> jaxkern.quantize_straight_through(x, codec)
+      Array([1., 0., 0., 0.], dtype=float32)
+      >>> jax.grad(lambda x: jaxkern.quantize_straight_through(x, codec).sum())(x)
+      Array([1., 1., 1., 1.], dtype=float32)
     """
     y = dequantize_vectors(quantize_vectors(x, codec), dtype=x.dtype)
     return jax.lax.stop_gradient(y) + (x - jax.lax.stop_gradient(x))

@@ -33,6 +33,12 @@ class QuantizedVectors:
         its low half, dim 2i + 1 in its high half; see vector_codec.py for the others.
       scales: `[..., groups]`, any float dtype.
       codec: what the codes mean, an IntCodec, Float8Codec or TurboQuantCodec.
+
+    Example:
+      >>> codec = jaxkern.IntCodec(4, group=32)
+      >>> cache = jaxkern.QuantizedVectors.zeros((1, 8, 2, 64), codec)
+      >>> cache.codes.shape, cache.scales.shape
+      ((1, 8, 2, 32), (1, 8, 2, 2))
     """
 
     codes: UInt8[Array, "... code_bytes"]

@@ -38,6 +38,11 @@ def rotate(
     Raises:
       TypeError: d is no power of two, or not the size of signs.
       ValueError: there is no sign table for d.
+
+    Example:
+      >>> q, k = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([1.0, 0.0, 1.0, 0.0])
+      >>> jaxkern.rotate(q) @ jaxkern.rotate(k)  # as q @ k
+      Array(4., dtype=float32)
     """
     signs = rotation_signs(x.shape[-1]) if signs is None else signs
     return fwht_p(x, signs, None, scale="orthonormal")
@@ -59,6 +64,11 @@ def unrotate(
     Raises:
       TypeError: d is no power of two, or not the size of signs.
       ValueError: there is no sign table for d.
+
+    Example:
+      >>> x = jnp.array([1.0, 2.0, 3.0, 4.0])
+      >>> jaxkern.unrotate(jaxkern.rotate(x))
+      Array([1., 2., 3., 4.], dtype=float32)
     """
     signs = rotation_signs(x.shape[-1]) if signs is None else signs
     return fwht_p(x, None, signs, scale="orthonormal")
@@ -78,6 +88,10 @@ def rotation_signs(d: int, seed: int | None = None) -> np.ndarray:
 
     Raises:
       ValueError: more than 512 dims without a seed.
+
+    Example:
+      >>> jaxkern.rotation_signs(8, seed=0)
+      array([-1, -1,  1, -1, -1,  1,  1, -1], dtype=int8)
     """
     if seed is None:
         if d > 8 * len(SIGN_BITS):

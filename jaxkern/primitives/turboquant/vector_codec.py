@@ -46,6 +46,11 @@ class IntCodec:
     Attributes:
       bits: 2 to 8.
       group: how many neighbouring dims share a scale; None for all of a vector.
+
+    Example:
+      >>> x = jaxkern.quantize_vectors(jnp.array([1.0, -0.5]), jaxkern.IntCodec(8))
+      >>> x.codes  # q + 128
+      Array([255,  64], dtype=uint8)
     """
 
     bits: int = 8
@@ -89,6 +94,12 @@ class Float8Codec:
 
     Attributes:
       group: how many neighbouring dims share a scale; None for all of a vector.
+
+    Example:
+      >>> x = jnp.array([100.0, -0.1])
+      >>> y = jaxkern.quantize_vectors(x, jaxkern.Float8Codec())
+      >>> jaxkern.dequantize_vectors(y)
+      Array([100.   ,  -0.098], dtype=float32)
     """
 
     group: int | None = None
@@ -136,6 +147,11 @@ class TurboQuantCodec:
       group: how many neighbouring dims share a scale, all of a vector that has fewer.
       seed: of the rotation's signs, see `rotation_signs`; None for the fixed table.
       codebook: other levels, 2**bits ascending numbers.
+
+    Example:
+      >>> codec = jaxkern.TurboQuantCodec(4)
+      >>> jaxkern.quantize_vectors(jnp.ones((3, 64)), codec).codes.shape
+      (3, 32)
     """
 
     bits: float = 4

@@ -48,6 +48,11 @@ def avg_pool(
 
     Raises:
       ValueError: an option out of range, or a window larger than the padded image.
+
+    Example:
+      >>> image = jnp.arange(8.0).reshape(2, 4)
+      >>> jaxkern.avg_pool(image, 2)
+      Array([[2.5, 4.5]], dtype=float32)
     """
     x = to_nchw("avg_pool", x, layout)
     windows, strides, padded = pooling_options("avg_pool", x, window, stride, padding)

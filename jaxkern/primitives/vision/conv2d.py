@@ -72,6 +72,14 @@ def conv2d(
     Raises:
       TypeError: shapes or dtypes do not fit.
       ValueError: an option out of range, or a kernel larger than the padded image.
+
+    Example:
+      >>> image, weight = jnp.ones((1, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
+      >>> jaxkern.conv2d(image, weight, stride=2, padding=1).shape
+      (1, 4, 4, 4)
+      >>> depthwise = jnp.ones((3, 1, 3, 3))
+      >>> jaxkern.conv2d(image, depthwise, groups=3)[0, :, 0, 0]
+      Array([9., 9., 9.], dtype=float32)
     """
     x, weight = to_nchw("conv2d", x, layout), to_oihw("conv2d", weight, layout)
     check_channels("conv2d", x, weight.shape[1] * groups, weight.shape[0], groups)

@@ -54,6 +54,11 @@ def conv_transpose2d(
     Raises:
       TypeError: shapes or dtypes do not fit.
       ValueError: an option out of range.
+
+    Example:
+      >>> image, weight = jnp.ones((1, 3, 4, 4)), jnp.ones((3, 2, 2, 2))
+      >>> jaxkern.conv_transpose2d(image, weight, stride=2).shape
+      (1, 2, 8, 8)
     """
     op = "conv_transpose2d"
     x, weight = to_nchw(op, x, layout), to_oihw(op, weight, layout)

@@ -69,6 +69,13 @@ def gaussian_splat(
     Raises:
       TypeError: a dtype is not a float, or a dim differs between operands.
       ValueError: the image has no pixels.
+
+    Example:
+      >>> means, conics = jnp.array([[2.0, 2.0]]), jnp.array([[0.5, 0.0, 0.5]])
+      >>> one = means, conics, jnp.ones((1, 3)), jnp.array([0.8])  # colours, opacities
+      >>> image, transmittance = jaxkern.gaussian_splat(*one, height=4, width=4)
+      >>> image.shape, image[1, :, 0]
+      ((4, 4, 3), Array([0.428, 0.706, 0.706, 0.428], dtype=float32))
     """
     if height < 1 or width < 1:
         raise ValueError(

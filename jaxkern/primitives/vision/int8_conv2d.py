@@ -78,6 +78,12 @@ def int8_conv2d(
     Raises:
       TypeError: shapes or dtypes do not fit.
       ValueError: an option out of range, or a kernel larger than the padded image.
+
+    Example:
+      >>> codes, scales = jnp.ones((1, 1, 2, 2), jnp.int8), jnp.array([2.0])
+      >>> scale, zero = jnp.float32(0.5), jnp.int32(-1)
+      >>> jaxkern.int8_conv2d(codes, scale, zero, codes, scales).item()
+      8.0
     """
     op = "int8_conv2d"
     x_codes, codes = to_nchw(op, x_codes, layout), to_oihw(op, codes, layout)

@@ -53,6 +53,11 @@ def max_pool(
 
     Raises:
       ValueError: an option out of range, or a window larger than the padded image.
+
+    Example:
+      >>> image = jnp.arange(8.0).reshape(2, 4)
+      >>> jaxkern.max_pool(image, 2)
+      Array([[5., 7.]], dtype=float32)
     """
     x = to_nchw("max_pool", x, layout)
     windows, strides, padded = pooling_options("max_pool", x, window, stride, padding)

@@ -35,6 +35,12 @@ def patchify(
 
     Raises:
       ValueError: the patch does not divide the image.
+
+    Example:
+      >>> image = jnp.arange(8).reshape(1, 2, 4)  # one channel
+      >>> jaxkern.patchify(image, 2)
+      Array([[0, 1, 4, 5],
+             [2, 3, 6, 7]], dtype=int32)
     """
     x = to_nchw("patchify", x, layout)
     *lead, c, height, width = x.shape
@@ -66,6 +72,12 @@ def unpatchify(
 
     Raises:
       ValueError: sizes do not fit.
+
+    Example:
+      >>> patches = jnp.array([[0, 1, 4, 5], [2, 3, 6, 7]])
+      >>> jaxkern.unpatchify(patches, 2, 2, 4)
+      Array([[[0, 1, 2, 3],
+              [4, 5, 6, 7]]], dtype=int32)
     """
     rows, columns, ph, pw = grid("unpatchify", height, width, patch)
     *lead, count, numbers = patches.shape
@@ -100,6 +112,11 @@ def block_merge(
 
     Raises:
       ValueError: m does not divide the grid.
+
+    Example:
+      >>> grid = jnp.arange(8).reshape(2, 4, 1)
+      >>> jaxkern.block_merge(grid)[:, 0]
+      Array([0, 1, 4, 5, 2, 3, 6, 7], dtype=int32)
     """
     *lead, height, width, d = x.shape
     return patchify(x, m, layout="NHWC").reshape(*lead, height * width, d)
@@ -121,6 +138,12 @@ def block_unmerge(
 
     Raises:
       ValueError: the tokens do not fill the grid in such blocks.
+
+    Example:
+      >>> tokens = jnp.array([0, 1, 4, 5, 2, 3, 6, 7]).reshape(8, 1)
+      >>> jaxkern.block_unmerge(tokens, 2, 4)[:, :, 0]
+      Array([[0, 1, 2, 3],
+             [4, 5, 6, 7]], dtype=int32)
     """
     *lead, tokens, d = x.shape
     if tokens != height * width or tokens % (m * m):

@@ -32,6 +32,11 @@ def resize_nearest(
 
     Raises:
       ValueError: an option out of range.
+
+    Example:
+      >>> jaxkern.resize_nearest(jnp.array([[1, 2]]))
+      Array([[1, 1, 2, 2],
+             [1, 1, 2, 2]], dtype=int32)
     """
     down, right = pair("resize_nearest", "scale", scale)
     x = to_nchw("resize_nearest", x, layout)

@@ -1,0 +1,62 @@
+"""Every public name's docstring ends with an example, and the example is true.
+
+Docstrings were only read for the names of arguments before: a call that could not run,
+or that printed something else, would have stood in them unseen.
+
+Arrays are printed as `jnp.set_printoptions(precision=3, suppress=True)` has them.
+"""
+
+import doctest
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkern
+
+PARSER = doctest.DocTestParser()
+SECTION = re.compile(r"\n\nExample:\n((?:  .*\n?)+)\Z")
+
+
+def example_of(docstring: str, name: str) -> doctest.DocTest:
+    """The section at the end of a docstring, ready to run."""
+    section = SECTION.search(docstring)
+    assert section, f'{name}: end its docstring with "Example:" and lines of ">>>".'
+    names = {"jax": jax, "jnp": jnp, "np": np, "jaxkern": jaxkern}
+    return PARSER.get_doctest(section[1], names, name, None, None)
+
+
+def failures(test: doctest.DocTest) -> str:
+    """What an example printed and should not have; empty if all of it is true."""
+    said: list[str] = []
+    with np.printoptions(precision=3, suppress=True):
+        doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    return "".join(said)
+
+
+@pytest.mark.parametrize("name", jaxkern.__all__)
+def test_a_public_name_has_an_example_that_is_true(name):
+    docstring = inspect.getdoc(getattr(jaxkern, name)) or ""
+    test = example_of(docstring, name)
+    assert 1 <= len(test.examples) <= 6
+    assert len(test.examples) == docstring.count(">>>"), "one outside of its section"
+    assert not any(e.options for e in test.examples), "an example is run, not skipped"
+    assert any(e.want for e in test.examples), "it shows nothing"
+    sources = "".join(e.source for e in test.examples)
+    assert f"jaxkern.{name}" in sources, "it shows another function"
+    assert not failures(test)
+
+
+def test_an_example_that_is_not_true_is_found():
+    right = "Sums.\n\nExample:\n  >>> jnp.ones(2).sum()\n  Array(2., dtype=float32)\n"
+    assert not failures(example_of(right, "right"))
+    wrong = right.replace("2., d", "3., d")
+    assert "Got:" in failures(example_of(wrong, "wrong"))
+    raising = right.replace("jnp.ones(2)", "jnp.one(2)")
+    assert "AttributeError" in failures(example_of(raising, "raising"))
+    for none in ("Sums.", right + "\nRaises:\n  Nothing.\n"):
+        with pytest.raises(AssertionError, match="end its docstring"):
+            example_of(none, "none")
