@@ -4,11 +4,14 @@ Its attention output is square, and its table is also the output: the two layout
 page and training keep apart.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights
+from jaxkern.train import next_token_loss
 
 D, HEADS, KV_HEADS, H, FFN, VOCABULARY = 16, 2, 1, 8, 24, 32
 CONFIG = LlamaConfig(
@@ -75,7 +78,9 @@ def rotated(x):
     angle = np.arange(x.shape[1])[:, None, None] * frequency
     a, b = x[..., :half], x[..., half:]
     cos, sin = np.cos(angle), np.sin(angle)
-    cos, sin = (jnp.asarray(c, jnp.promote_types(x.dtype, "float32")) for c in (cos, sin))
+    cos, sin = (
+        jnp.asarray(c, jnp.promote_types(x.dtype, "float32")) for c in (cos, sin)
+    )
     y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
     return y.astype(x.dtype)
 
@@ -83,12 +88,16 @@ def rotated(x):
 def plain_loss(weights, tokens):
     """Mean cross entropy of the next tokens; every matrix is `[f, d]`."""
     x = weights.embedding[tokens]
-    b, t, d = x.shape
+    b, t, _ = x.shape
     for layer in weights.layers:
         y = norm(x, layer.attention_norm) @ layer.qkv[0].T
         y = y.reshape(b, t, -1, H)
         n = y.shape[2] // 2
-        q, k, v = rotated(y[:, :, :n]), rotated(y[:, :, n : n + n // 2]), y[:, :, n + n // 2 :]
+        q, k, v = (
+            rotated(y[:, :, :n]),
+            rotated(y[:, :, n : n + n // 2]),
+            y[:, :, n + n // 2 :],
+        )
         k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=wide)
@@ -100,8 +109,14 @@ def plain_loss(weights, tokens):
         x = x + (jax.nn.silu(gate.astype(wide)) * up).astype(x.dtype) @ layer.down[0].T
     x = norm(x, weights.output_norm)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.einsum("btd,vd->btv", x, weights.embedding, preferred_element_type=wide)
+    logits = jnp.einsum(
+        "btd,vd->btv", x, weights.embedding, preferred_element_type=wide
+    )
     picked = jnp.take_along_axis(
         jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1
     )
     return -jnp.mean(picked)
+
+
+def loss_of_one_layer():
+    return next_token_loss(dataclasses.replace(CONFIG, layers=1))
