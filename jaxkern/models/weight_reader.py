@@ -122,8 +122,9 @@ class WeightReader:
         self._formats = gpu_formats() if self._packed else set()
         self._with_kernels = on_cpu or bool(self._formats)
         narrow = self._policy == "bf16" or bool(self._formats)
+        dtype = "train" if self._policy == "train" else "float32"
         self.numerics: dict[str, Any] = dict(
-            dtype="bfloat16" if narrow else "float32",
+            dtype="bfloat16" if narrow else dtype,
             product_dtype="int8" if self._policy == "packed_int8" else None,
             fused=narrow and jax.default_backend() == "gpu",
         )

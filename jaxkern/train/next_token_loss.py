@@ -46,7 +46,7 @@ def next_token_loss(
     Raises:
       ValueError: the page of this model has no such `remat`.
     """
-    page = page_of(config)
+    page = page_of(replace(config, dtype="float32"))
     options: dict = {} if remat == "none" else {"remat": remat}
     if options and "remat" not in inspect.signature(page.hidden_states).parameters:
         raise ValueError(
@@ -71,8 +71,7 @@ def next_token_loss(
                 "weights to learn; load a folder, whose config has them as numbers."
             )
         x, _ = page.hidden_states(
-            replace(config, dtype=weights.embedding.dtype.name),
-            readable(weights),
+            *readable(config, weights),
             tokens,
             segment_ids=segments,
             **options,

@@ -1,5 +1,6 @@
 """Weights as training keeps them, and as the pages of `jaxkern.models` read them."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,22 +9,24 @@ from jax.tree_util import SequenceKey
 from jaxtyping import Array, Float
 
 
-def readable(weights: Any) -> Any:
-    """Weights of `load(path, "train")`, trained or not, for `prefill` and `generate`.
+def readable(config: Any, weights: Any) -> tuple[Any, Any]:
+    """Those of `load(path, "train")`, trained or not, for `prefill` and `generate`.
 
     Training keeps every matrix output-major, as files do, and a tied table once. Pages
     read a square matrix of float32 the other way round (`jaxkern.models.products`) and
     want an output.
 
     Args:
+      config: of the same call of `load`.
       weights: of a page, arrays in the layout of the "train" policy, of one dtype.
 
     Returns:
-      The same type; inside a compiled function it costs nothing.
+      config: with the dtype of the weights.
+      weights: the same type; inside a compiled function this costs nothing.
 
     Example:
       >>> config, weights = load(path, "train")  # doctest: +SKIP
-      >>> tokens = generate(config, readable(weights), prompts)  # doctest: +SKIP
+      >>> tokens = generate(*readable(config, weights), prompts)  # doctest: +SKIP
     """
     if not weights.output:
         weights = weights._replace(output=(weights.embedding,))
@@ -33,7 +36,8 @@ def readable(weights: Any) -> Any:
         square = is_matrix and w.shape[0] == w.shape[1]
         return w.T if square and w.dtype == jnp.float32 else w
 
-    return jax.tree_util.tree_map_with_path(turned, weights)
+    config = replace(config, dtype=weights.embedding.dtype.name)
+    return config, jax.tree_util.tree_map_with_path(turned, weights)
 
 
 def output_of(weights: Any) -> Float[Array, "v d"]:

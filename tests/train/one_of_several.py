@@ -3,7 +3,7 @@
     python -m tests.train.one_of_several PORT COUNT INDEX FOLDER KILLED
 
 PORT 0 is a run of this process alone. With a FOLDER other than "-" it goes on from the
-checkpoint there, or writes one after SAVED steps; process KILLED dies in the step after.
+checkpoint there, or writes one after SAVED steps; then process KILLED dies.
 """
 
 import os

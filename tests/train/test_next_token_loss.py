@@ -105,18 +105,22 @@ def test_weights_of_a_folder_for_training_are_its_weights(kind):
     """Square matrices of float32 are read the other way round by a page."""
     names = [n for n, f in FOLDERS.items() if model_type(f) == kind]
     config, weights = load(FOLDERS[names[0]], "train")
-    _, expected = load(FOLDERS[names[0]], "f32")
+    as_f32, expected = load(FOLDERS[names[0]], "f32")
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
 
-    def logits(weights):
+    def logits(config, weights):
         page = page_of(config)
         x, _ = page.hidden_states(config, weights, tokens)
         return page.logits(config, weights, x)
 
-    found, truth = jax.jit(lambda a, b: (logits(readable(a)), logits(b)))(
-        weights, expected
-    )
+    found, truth = jax.jit(
+        lambda a, b: (logits(*readable(config, a)), logits(as_f32, b))
+    )(weights, expected)
     np.testing.assert_allclose(found, truth, rtol=0, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"jaxkern\.train\.readable\(config, weights\)"
+    ):
+        logits(config, weights)
     if kind == "gemma4_text":
         with pytest.raises(ValueError, match=r"`remat` must be 'none' for gemma4"):
             next_token_loss(config, remat="full")

@@ -89,7 +89,7 @@ def squared(w, batch):
 
 PARAMS = {"a": jnp.arange(1.0, 4.0)}
 X = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
-COUNTS = np.array([1, 1, 0, 1, 0, 0, 1, 0], np.float32)  # parts differ in weight
+COUNTS = np.array([1, 1, 0, 1, 1, 0, 0, 1], np.float32)  # parts differ in weight
 
 
 def one_step(batch, **options):
