@@ -82,10 +82,11 @@ class TrainStep:
           TypeError: a leaf that is no array of floats.
         """
         for path, p in jax.tree_util.tree_leaves_with_path(params):
-            if not jnp.issubdtype(getattr(p, "dtype", None), jnp.floating):
+            dtype = getattr(p, "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 raise TypeError(
                     "train_step: every leaf of `params` must be an array of floats, "
-                    f"got {getattr(p, 'dtype', type(p).__name__)} at "
+                    f"got {type(p).__name__ if dtype is None else dtype} at "
                     f"{jax.tree_util.keystr(path)}."
                 )
         params = jax.tree.map(jnp.copy, params)
@@ -135,6 +136,7 @@ class TrainStep:
             del grads
             return state._replace(skipped=state.skipped + 1)
 
+        # in place; a select of both would hold the new state beside the old one
         state = lax.cond(finite, write, skip, state, grads)
         return state, Metrics(loss, norm, ~finite)
 

@@ -42,7 +42,8 @@ def test_gradient_and_transforms_of_the_whole_model():
         found = jax.jit(lambda: all_of(mean))()
         truth = jax.jit(lambda: all_of(plain_loss))()
         for a, b in zip(*map(jax.tree.leaves, (found, truth)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+            # angles of rotations are float32, which is all that is between them
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
         assert max(abs(x).max() for x in jax.tree.leaves(truth["hvp"])) > 1e-3
     narrow = jax.jit(jax.grad(mean))(weights_of(layers=1), TOKENS)
     for a, b in zip(*map(jax.tree.leaves, (narrow, truth["grad"])), strict=True):

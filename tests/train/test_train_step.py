@@ -170,7 +170,9 @@ def on_one_device():
     return run(step, step.init(weights()), batches(3))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param("data", marks=pytest.mark.full), "fsdp", "tensor"]
+)
 def test_eight_devices_are_one(layout):
     of_weights, of_rows = LAYOUTS[layout]
     mesh = Mesh(np.array(jax.devices()[:8]), "x")
