@@ -6,6 +6,7 @@ PORT 0 is a run of this process alone. With a FOLDER other than "-" it goes on f
 checkpoint there, or writes one after SAVED steps; then process KILLED dies.
 """
 
+import hashlib
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +23,8 @@ STEPS, SAVED = 6, 3
 
 
 def run(folder: Path | None, killed: bool) -> list[str]:
-    """The losses as hexadecimal numbers, so that no bit is lost."""
+    """A digest of the state after SAVED steps, as it was or as it was read, then the
+    losses as hexadecimal numbers, so that no bit is lost."""
     from jaxkern.train import AdamW, train_step
     from tests.train.tiny_llama import batches, loss_of_one_layer, weights_of
 
@@ -43,10 +46,12 @@ def run(folder: Path | None, killed: bool) -> list[str]:
         last = manager.latest_step()
         if last is not None:
             state = manager.restore(last, args=ocp.args.StandardRestore(state))
-    losses = []
+    said = [digest(state)] if int(state.steps) == SAVED else []
     for i, batch in [*enumerate(batches(STEPS))][int(state.steps) :]:
         state, metrics = step(state, placed(batch, "x"))
-        losses.append(float(metrics.loss).hex())
+        said.append(float(metrics.loss).hex())
+        if i + 1 == SAVED:
+            said.insert(0, digest(state))
         if manager is not None and i + 1 == SAVED:
             import orbax.checkpoint as ocp
 
@@ -54,7 +59,14 @@ def run(folder: Path | None, killed: bool) -> list[str]:
             manager.wait_until_finished()
             if killed:
                 os.kill(os.getpid(), signal.SIGKILL)
-    return losses
+    return said
+
+
+def digest(state) -> str:
+    """Of every bit of it, gathered from all processes."""
+    whole = multihost_utils.process_allgather(state, tiled=True)
+    parts = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(whole)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 if __name__ == "__main__":
