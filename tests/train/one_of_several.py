@@ -25,7 +25,11 @@ STEPS, SAVED = 6, 3
 def run(folder: Path | None, killed: bool) -> list[str]:
     """A digest of the state after SAVED steps, as it was or as it was read, then the
     losses as hexadecimal numbers, so that no bit is lost."""
-    from jaxkern.train import AdamW, train_step
+    import jaxkern
+
+    assert "jaxkern.models" not in sys.modules, "`import jaxkern` brings models with it"
+    train = jaxkern.train
+    assert "optax" not in sys.modules, "an optional dependency is imported"
     from tests.train.tiny_llama import batches, loss_of_one_layer, weights_of
 
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -34,7 +38,8 @@ def run(folder: Path | None, killed: bool) -> list[str]:
         x, cut = np.asarray(x), NamedSharding(mesh, P(*spec))
         return jax.make_array_from_callback(x.shape, cut, lambda at: x[at])
 
-    step = train_step(loss_of_one_layer(), AdamW(1e-3), compute_dtype=jnp.float32)
+    loss, adamw = loss_of_one_layer(), train.AdamW(1e-3)
+    step = train.train_step(loss, adamw, compute_dtype=jnp.float32)
     state = step.init(
         jax.tree.map(lambda w: placed(w, *"x" * (w.ndim == 2)), weights_of(layers=1))
     )
