@@ -12,7 +12,10 @@ shards, and lowers on every platform. Where to look:
     formats/      files to pytrees of arrays and quantised containers
     runtime/      compiled functions in view and in bounds: plans, limits, uploads
     models/       whole models as pure functions, `generate`, the command line
+    train/        a training step, its loss and optimiser; loaded when first named
 """
+
+import importlib as _importlib
 
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
@@ -69,3 +72,10 @@ __all__ += _sampling.__all__
 __all__ += _signal.__all__
 __all__ += _turboquant.__all__
 __all__ += _vision.__all__
+
+
+def __getattr__(name: str):
+    """`jaxkern.train`, which imports models, when it is first named."""
+    if name == "train":
+        return _importlib.import_module("jaxkern.train")
+    raise AttributeError(f"module 'jaxkern' has no attribute {name!r}")

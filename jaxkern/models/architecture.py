@@ -87,7 +87,16 @@ class Page(Protocol):
 
 
 def page_of(config: ModelConfig) -> Page:
-    """The functions that compute with this config: those of its module."""
+    """The functions that compute with this config: those of its module.
+
+    Raises:
+      ValueError: its weights lie as training keeps them.
+    """
+    if config.dtype == "train":
+        raise ValueError(
+            f"{config.architecture}: the weights lie as training keeps them. Take "
+            "config and weights of jaxkern.train.readable(config, weights)."
+        )
     return importlib.import_module(type(config).__module__)  # pyright: ignore[reportReturnType]
 
 

@@ -16,6 +16,7 @@ to each sequence; both take and return the key/value cache.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ from jaxkern.models.products import (
     plus,
     project,
 )
+from jaxkern.models.remat import Remat, rematerialised
 from jaxkern.primitives.rope.rope import Pairing
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
 
@@ -165,11 +167,13 @@ def hidden_states(
     cache: Caches | None = None,
     new_lengths: Int[Array, " b"] | None = None,
     segment_ids: Int[Array, "b t"] | None = None,
+    remat: Remat = "none",
 ) -> tuple[Float[Array, "b t d"], Caches | None]:
     """Normalised outputs of the last layer; the cache with what counts of the tokens.
 
     `new_lengths` says how many of the t tokens do, default all. Without a cache it is
-    the forward pass of training; a row may hold several texts, one id for each.
+    the forward pass of training; a row may hold several texts, one id for each, and
+    `remat` says what is kept for the gradient.
     """
     positions = next_positions(tokens, cache, segment_ids)  # [b, t]
     lengths = None if cache is None else text_lengths(tokens, cache, new_lengths)
@@ -198,28 +202,41 @@ def hidden_states(
             own = replace(cache[i], lengths=cache[0].lengths)
         local = config.windowed is None or config.windowed[i]
         rotates = config.rotated is None or config.rotated[i]
-        x, own = attention_layer(
-            config,
+        one = partial(
+            transformer_layer, config, window=config.window if local else None
+        )
+        x, own = rematerialised(one, remat)(
             layer,
             x,
             (near if local else far) if rotates else None,
             own,
             new_lengths,
             segment_ids,
-            window=config.window if local else None,
         )
         after.append(own)
-        y = gated(
-            config,
-            x,
-            layer.gate_up,
-            layer.ffn_norm,
-            layer.gate_up_bias,
-            config.activation,
-        )
-        x = added(config, x, y, layer.down, layer.down_bias, layer.ffn_post_norm)
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if cache is None else tuple(after)
+
+
+def transformer_layer(
+    config: LlamaConfig,
+    layer: Layer,
+    x: Float[Array, "b t d"],
+    tables: Tables | None,
+    cache: KVCache | None,
+    new_lengths: Int[Array, " b"] | None,
+    segment_ids: Int[Array, "b t"] | None,
+    *,
+    window: int | None,
+) -> tuple[Float[Array, "b t d"], KVCache | None]:
+    """Attention, then the feed-forward block, each added to x; and the cache."""
+    x, after = attention_layer(
+        config, layer, x, tables, cache, new_lengths, segment_ids, window=window
+    )
+    bias, activation = layer.gate_up_bias, config.activation
+    y = gated(config, x, layer.gate_up, layer.ffn_norm, bias, activation)
+    y = added(config, x, y, layer.down, layer.down_bias, layer.ffn_post_norm)
+    return y, after
 
 
 def attention_layer(

@@ -26,7 +26,7 @@ from jaxkern.models.products import Matrices, Matrix, Table
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, UNITS, interleaved
 
-Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16"]
+Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16", "train"]
 
 
 def choose_policy(
@@ -36,12 +36,13 @@ def choose_policy(
 
     `packed` keeps the blocks of the file and decodes each matrix when it is used;
     `packed_int8` also rounds the activations to 8 bits before each product, as
-    llama.cpp does; `f32` and `bf16` decode once, while loading. The C++ kernels read a
-    packed matrix as it is, so on a CPU that has them `auto` takes `packed_int8`: the
-    fastest and smallest. XLA:CPU multiplies in float32: it writes a `packed` matrix
-    decoded, or a `bf16` one widened, to memory for every token. So without kernels
-    `auto` takes `f32` where the memory allows it, else `packed`; `bf16` on other
-    devices. docs/performance.md has the figures.
+    llama.cpp does; `f32` and `bf16` decode once, while loading; `train` gives what
+    `jaxkern.train` takes: float32, matrices as they lie in the file, a tied table once.
+    The C++ kernels read a packed matrix as it is, so on a CPU that has them `auto`
+    takes `packed_int8`: the fastest and smallest. XLA:CPU multiplies in float32: it
+    writes a `packed` matrix decoded, or a `bf16` one widened, to memory for every
+    token. So without kernels `auto` takes `f32` where the memory allows it, else
+    `packed`; `bf16` on other devices. docs/performance.md has the figures.
 
     Returns:
       The policy, never "auto", and the reason in words.
@@ -122,8 +123,9 @@ class WeightReader:
         self._formats = gpu_formats() if self._packed else set()
         self._with_kernels = on_cpu or bool(self._formats)
         narrow = self._policy == "bf16" or bool(self._formats)
+        dtype = "train" if self._policy == "train" else "float32"
         self.numerics: dict[str, Any] = dict(
-            dtype="bfloat16" if narrow else "float32",
+            dtype="bfloat16" if narrow else dtype,
             product_dtype="int8" if self._policy == "packed_int8" else None,
             fused=narrow and jax.default_backend() == "gpu",
         )
@@ -165,6 +167,8 @@ class WeightReader:
         """Matrices `[f, d]` with the same input, side by side."""
         if self._packed and self._with_kernels:
             return interleaved_matrices(self.file, names, self._memory, self._formats)
+        if self._policy == "train":
+            return (jnp.concatenate([self.array(name) for name in names]),)
         stored = [self.file.load(name) for name in names]
         if self._packed:
             return tuple(
@@ -216,6 +220,9 @@ class WeightReader:
         a tied output is decoded apart.
         """
         tied = not self.has("output.weight")
+        if self._policy == "train":
+            output = () if tied else self.matrices("output.weight")
+            return self.array("token_embd.weight"), output
         output = self.matrices("token_embd.weight" if tied else "output.weight")
         if tied and isinstance(output[0], InterleavedTensor):
             return output[0], output

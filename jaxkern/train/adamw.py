@@ -1,0 +1,67 @@
+"""AdamW by the operator `adamw_update`, as an optimiser of `train_step`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxkern import adamw_update
+
+Rate = float | Callable[[Int32[Array, ""]], Float[Array, ""] | float]
+
+
+class Moments(NamedTuple):
+    """What AdamW keeps: running means of g and of g**2, and how many steps it took."""
+
+    count: Int32[Array, ""]
+    m: Any
+    v: Any
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """`optax.adamw` by one operator: it writes weights and moments in one equation.
+
+    Attributes:
+      learning_rate: a number, or a schedule as optax's: from the number of updates made
+        before, 0 for the first, to the rate.
+      b1, b2, eps, eps_root, weight_decay: see `adamw_update`. The decay is that of
+        every weight; `optax.adamw` with a mask leaves some out.
+    """
+
+    learning_rate: Rate
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    eps_root: float = 0.0
+    weight_decay: float = 1e-4
+
+    def init(self, params: Any) -> Moments:
+        """Before the first step: zeros in float32, or wider, cut as the weights."""
+
+        def zeros(p: Array) -> Array:
+            return jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32))
+
+        m, v = jax.tree.map(zeros, params), jax.tree.map(zeros, params)
+        return Moments(jnp.zeros((), jnp.int32), m, v)
+
+    def write(self, params: Any, grads: Any, state: Moments) -> tuple[Any, Moments]:
+        """The weights and moments after one step."""
+        rate = self.learning_rate
+        params, m, v = adamw_update(
+            params,
+            grads,
+            state.m,
+            state.v,
+            state.count + 1,
+            learning_rate=rate(state.count) if callable(rate) else rate,
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            eps_root=self.eps_root,
+            weight_decay=self.weight_decay,
+        )
+        return params, Moments(state.count + 1, m, v)

@@ -1,0 +1,109 @@
+"""The loss of language models: cross entropy of each next token, without logits."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxkern import linear_cross_entropy
+from jaxkern.models.architecture import page_of
+from jaxkern.models.remat import Remat
+from jaxkern.train.readable import output_of, readable
+
+IGNORED = -100  # the label of what does not count
+
+
+def next_token_loss(
+    config: Any,
+    *,
+    remat: Remat = "none",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Callable[[Any, Any], tuple[Float[Array, ""], Float[Array, ""]]]:
+    """The loss of a model of `jaxkern.models` for `train_step`.
+
+        loss = mean over the counted tokens of -ln p(token[t + 1] | token[.. t])
+
+    by `linear_cross_entropy`: the logits are never in memory as a whole. A batch is
+    tokens `[b, t]`, or a mapping of these:
+
+        tokens       [b, t] int32
+        segment_ids  [b, t] int: several texts in a row; none sees or predicts another
+        mask         [b, t] bool: whether this token is one to predict
+
+    Args:
+      config: of `load(path, "train")`, whose weights are the parameters.
+      remat: what is kept for the gradient; see `jaxkern.models.remat`.
+      label_smoothing, z_loss: see `linear_cross_entropy`.
+
+    Returns:
+      A function of weights and batch that returns the mean and how many tokens it is
+      of; 0 and 0 of a batch in which none counts.
+
+    Raises:
+      ValueError: the page of this model has no such `remat`.
+    """
+    page = page_of(replace(config, dtype="float32"))
+    options: dict = {} if remat == "none" else {"remat": remat}
+    if options and "remat" not in inspect.signature(page.hidden_states).parameters:
+        raise ValueError(
+            f"next_token_loss: `remat` must be 'none' for {config.architecture}, got "
+            f"{remat!r}; put jax.checkpoint around the loss."
+        )
+
+    def loss(weights: Any, batch: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        if not isinstance(batch, Mapping):
+            batch = {"tokens": batch}
+        known = {"tokens", "segment_ids", "mask"}
+        if "tokens" not in batch or not known.issuperset(batch):
+            raise ValueError(
+                "next_token_loss: `batch` must be tokens, or a mapping of tokens, "
+                f"segment_ids and mask, got {', '.join(sorted(batch))}."
+            )
+        tokens, segments = batch["tokens"], batch.get("segment_ids")
+        labels = labels_of(tokens, segments, batch.get("mask"))
+        if getattr(weights, "rope_factors", None) is not None:
+            raise ValueError(
+                "next_token_loss: `weights.rope_factors` must be None, they are no "
+                "weights to learn; load a folder, whose config has them as numbers."
+            )
+        x, _ = page.hidden_states(
+            *readable(config, weights),
+            tokens,
+            segment_ids=segments,
+            **options,
+        )
+        total = linear_cross_entropy(
+            x,
+            output_of(weights),
+            labels,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=config.logit_softcap,
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+        assert isinstance(total, Array)  # no lse was asked for
+        count = jnp.sum(labels != IGNORED).astype(jnp.float32)
+        return total / jnp.maximum(count, 1), count
+
+    return loss
+
+
+def labels_of(
+    tokens: Int32[Array, "b t"], segment_ids: Any, mask: Any
+) -> Int32[Array, "b t"]:
+    """The token behind each, IGNORED where none follows that counts."""
+
+    def behind(x: Array) -> Array:
+        return jnp.roll(x, -1, axis=1)
+
+    counts = jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1
+    if segment_ids is not None:
+        counts = counts & (segment_ids == behind(segment_ids))
+    if mask is not None:
+        counts = counts & behind(mask)
+    return jnp.where(counts, behind(tokens), IGNORED)

@@ -1,0 +1,297 @@
+"""`train_step`: loss and optimiser to one compiled step that owns its state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkern.train.adamw import AdamW
+
+LossFn = Callable[[Any, Any], Any]
+"""(weights, batch) -> loss, or (mean loss, over how much it is the mean)."""
+
+
+class GradientTransformation(Protocol):
+    """An optimiser of optax."""
+
+    @property
+    def init(self) -> Callable[[Any], Any]: ...
+    @property
+    def update(self) -> Callable[..., tuple[Any, Any]]: ...
+
+
+class TrainState(NamedTuple):
+    """Everything that a run continues from; a pytree of arrays.
+
+    Attributes:
+      params: the weights that the optimiser adds to.
+      copy: those of float32 in the compute dtype, None where that is theirs.
+      optimizer: what the optimiser keeps.
+      steps: updates made.
+      skipped: batches whose gradient was not finite.
+    """
+
+    params: Any
+    copy: Any
+    optimizer: Any
+    steps: Int32[Array, ""]
+    skipped: Int32[Array, ""]
+
+
+class Metrics(NamedTuple):
+    """Of one step.
+
+    Attributes:
+      loss: of the whole batch, before the update.
+      grad_norm: over all weights, before clipping.
+      skipped: whether loss or norm was not finite, so that nothing was updated.
+    """
+
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    skipped: Bool[Array, ""]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What `train_step` returns: `init`, and calls that make one step each.
+
+    Attributes:
+      loss_fn, optimizer, compute_dtype, accumulate, clip_norm: of `train_step`.
+    """
+
+    loss_fn: LossFn
+    optimizer: AdamW | GradientTransformation
+    compute_dtype: jnp.dtype
+    accumulate: int
+    clip_norm: float | None
+    compiled: dict[Any, Callable] = field(default_factory=dict, repr=False)
+
+    def init(self, params: Any) -> TrainState:
+        """The state before the first step; its arrays are cut as those of `params`.
+
+        `params` are copied: the first step donates the state, not what was given.
+
+        Raises:
+          TypeError: a leaf that is no array of floats.
+        """
+        for path, p in jax.tree_util.tree_leaves_with_path(params):
+            dtype = getattr(p, "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(
+                    "train_step: every leaf of `params` must be an array of floats, "
+                    f"got {type(p).__name__ if dtype is None else dtype} at "
+                    f"{jax.tree_util.keystr(path)}."
+                )
+        params = jax.tree.map(jnp.copy, params)
+        zero = jnp.zeros((), jnp.int32)
+        state = TrainState(
+            params,
+            self.narrowed(params),
+            self.optimizer.init(params),
+            zero,
+            jnp.copy(zero),
+        )
+        return on_the_mesh_of(params, state)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step, compiled; the arrays of `state` are gone afterwards.
+
+        Raises:
+          ValueError: the rows of `batch` do not divide into `accumulate` parts, or the
+            loss is no single number.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        shardings = tuple(leaf.sharding for leaf in leaves)
+        if (tree, shardings) not in self.compiled:
+            self.compiled[tree, shardings] = jax.jit(
+                self.update,
+                donate_argnums=0,
+                out_shardings=(tree.unflatten(shardings), None),
+            )
+        return self.compiled[tree, shardings](state, batch)
+
+    def update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """The same as a pure function, to be compiled by the caller."""
+        loss, grads = self.gradient(state.params, state.copy, batch)
+        squares = [jnp.sum(g * g) for g in jax.tree.leaves(grads)]
+        norm = jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        if self.clip_norm is not None:
+            scale = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1)
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+        def write(state: TrainState, grads: Any) -> TrainState:
+            params, kept = self.written(state.params, grads, state.optimizer)
+            copy = self.narrowed(params)
+            return TrainState(params, copy, kept, state.steps + 1, state.skipped)
+
+        def skip(state: TrainState, grads: Any) -> TrainState:
+            del grads
+            return state._replace(skipped=state.skipped + 1)
+
+        # in place; a select of both would hold the new state beside the old one
+        state = lax.cond(finite, write, skip, state, grads)
+        return state, Metrics(loss, norm, ~finite)
+
+    def gradient(
+        self, params: Any, copy: Any, batch: Any
+    ) -> tuple[Float[Array, ""], Any]:
+        """The loss of the batch and its gradient in float32, or wider."""
+        weights = jax.tree.map(lambda p, c: p if c is None else c, params, copy)
+
+        def of_part(weights: Any, part: Any) -> tuple[Array, Array]:
+            out = self.loss_fn(weights, part)
+            loss, weight = out if isinstance(out, tuple) else (out, 1)
+            if jnp.shape(loss) != () or jnp.shape(weight) != ():
+                raise ValueError(
+                    "train_step: `loss_fn` must return one number, or a pair of the "
+                    "mean and how much it is the mean of, got shapes "
+                    f"{jnp.shape(loss)} and {jnp.shape(weight)}."
+                )
+            return loss.astype(jnp.float32), jnp.asarray(weight, jnp.float32)
+
+        take = jax.value_and_grad(of_part, has_aux=True)
+        if self.accumulate == 1:
+            (loss, _), grads = take(weights, batch)
+            return loss, jax.tree.map(wide, grads)
+
+        def add(sums: Any, part: Any) -> tuple[Any, None]:
+            (loss, weight), grads = take(weights, part)
+            new = jax.tree.map(lambda g: weight.astype(wide(g).dtype) * wide(g), grads)
+            new = (weight * loss, weight, new)
+            return jax.tree.map(jnp.add, sums, new), None
+
+        zero = jnp.zeros((), jnp.float32)
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(wide(w)), weights)
+        parts = microbatches(batch, self.accumulate)
+        (loss, weight, grads), _ = lax.scan(add, (zero, zero, zeros), parts)
+        share = jnp.where(weight > 0, 1 / weight, 0)
+        return loss * share, jax.tree.map(lambda g: g * share.astype(g.dtype), grads)
+
+    def written(self, params: Any, grads: Any, kept: Any) -> tuple[Any, Any]:
+        """The weights after the optimiser's update, and what it keeps."""
+        if isinstance(self.optimizer, AdamW):
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+            return self.optimizer.write(params, grads, kept)
+        updates, kept = self.optimizer.update(grads, kept, params)
+        new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+        return new, kept
+
+    def narrowed(self, params: Any) -> Any:
+        """Weights of float32 in the compute dtype, None in the place of others."""
+
+        def narrow(p: Array) -> Array | None:
+            if p.dtype != jnp.float32 or self.compute_dtype == jnp.float32:
+                return None
+            return p.astype(self.compute_dtype)
+
+        return jax.tree.map(narrow, params)
+
+
+def train_step(
+    loss_fn: LossFn,
+    optimizer: AdamW | GradientTransformation,
+    *,
+    compute_dtype: DTypeLike = jnp.bfloat16,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> TrainStep:
+    """One training step as one compiled program, its state donated.
+
+        g = gradient of the loss at the copy of the weights, summed in float32
+        g = g * min(1, clip_norm / |g|)
+        weights, copy = optimiser(weights, g), the same in the compute dtype
+
+    The float32 weights are never converted inside the loss: the copy that it reads is
+    written where the weights are. A step whose loss or gradient is not finite leaves
+    weights and optimiser as they were and is counted in `state.skipped`.
+
+    With `accumulate` the batch is read in so many parts, one after the other: part i
+    are the rows i, i + accumulate, ... of each leaf, so that rows cut over devices stay
+    where they are. Parts count equally, or by the second value of the loss: with the
+    number of tokens of each part the sum is the gradient of the whole batch.
+
+    Args:
+      loss_fn: `(weights, batch) -> loss`, one float, or `(loss, weight)` of a mean and
+        how much it is the mean of.
+      optimizer: `AdamW`, or any optax `GradientTransformation`.
+      compute_dtype: in which the loss gets weights of float32.
+      accumulate: parts of a batch, at least 1.
+      clip_norm: the largest norm over all gradients together, positive; None for any.
+
+    Returns:
+      `TrainStep`: `state = step.init(params)`, then
+      `state, metrics = step(state, batch)`.
+
+    Raises:
+      TypeError: the compute dtype is no float, or the optimiser has no `init`.
+      ValueError: `accumulate` or `clip_norm` out of range.
+
+    Example:
+      >>> def loss(w, x):
+      ...     return jnp.mean((x @ w.astype(x.dtype) - 1) ** 2)
+      >>> step = train_step(loss, AdamW(0.1))
+      >>> state, metrics = step(step.init(jnp.zeros(2)), jnp.ones((4, 2)))
+      >>> float(metrics.loss), int(state.steps)
+      (1.0, 1)
+    """
+    dtype = jnp.dtype(compute_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"train_step: `compute_dtype` must be a float dtype, got {dtype.name}."
+        )
+    if not (callable(loss_fn) and callable(getattr(optimizer, "init", None))):
+        raise TypeError(
+            "train_step: `loss_fn` must be a function and `optimizer` an AdamW or a "
+            f"GradientTransformation of optax, got {type(loss_fn).__name__} and "
+            f"{type(optimizer).__name__}."
+        )
+    if accumulate < 1:
+        raise ValueError(f"train_step: `accumulate` must be >= 1, got {accumulate}.")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(
+            f"train_step: `clip_norm` must be positive, got {clip_norm}. Leave it out "
+            "to clip nothing."
+        )
+    return TrainStep(loss_fn, optimizer, dtype, accumulate, clip_norm)
+
+
+def wide(x: Array) -> Array:
+    """x in float32, or in float64 if it is."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def microbatches(batch: Any, parts: int) -> Any:
+    """Leaves `[b, ...]` as `[parts, b / parts, ...]`; part i are rows i, i + parts."""
+
+    def split(x: Array) -> Array:
+        if jnp.ndim(x) < 1 or x.shape[0] % parts:
+            raise ValueError(
+                f"train_step: the rows of `batch` must divide into {parts} parts, got "
+                f"shape {jnp.shape(x)}."
+            )
+        rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
+        return jnp.swapaxes(rows, 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def on_the_mesh_of(params: Any, state: TrainState) -> TrainState:
+    """The state with what lies on one device alone, such as counters, on the mesh."""
+    cuts = [p.sharding for p in jax.tree.leaves(params)]
+    meshes = [cut.mesh for cut in cuts if isinstance(cut, NamedSharding)]
+    if not meshes:
+        return state
+    whole = NamedSharding(meshes[0], PartitionSpec())
+
+    def placed(x: Array) -> Array:
+        return x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole)
+
+    return jax.tree.map(placed, state)

@@ -1,0 +1,226 @@
+"""`train_step` against plain JAX and optax, and what it promises beside the numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern.models.llama import LlamaWeights
+from jaxkern.train import AdamW, train_step
+from tests.train.tiny_llama import (
+    batches,
+    loss_of_one_layer,
+    plain_loss,
+    weights_of,
+)
+
+LOSS = loss_of_one_layer()
+STEPS = 50
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3}
+OPTIMIZERS = {
+    "float32": AdamW(1e-3),
+    "bfloat16": optax.adamw(1e-3),
+}
+
+
+def weights():
+    return weights_of(layers=1)
+
+
+def run(step, state, tokens):
+    losses = []
+    for batch in tokens:
+        state, metrics = step(state, batch)
+        losses.append(metrics.loss)
+    return state, np.array(losses)
+
+
+def plain_run(dtype, tokens):
+    """Losses of a step without jaxkern."""
+    optimizer, params = optax.adamw(1e-3), weights()
+
+    @jax.jit
+    def step(params, kept, batch):
+        narrow = jax.tree.map(lambda w: w.astype(dtype), params)
+        loss, grads = jax.value_and_grad(plain_loss)(narrow, batch)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, kept = optimizer.update(grads, kept, params)
+        return optax.apply_updates(params, updates), kept, loss
+
+    kept, losses = optimizer.init(params), []
+    for batch in tokens:
+        params, kept, loss = step(params, kept, batch)
+        losses.append(loss)
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_fifty_steps_follow_plain_jax_and_run_twice_bit_for_bit(dtype):
+    tokens = batches(STEPS)
+    step = train_step(LOSS, OPTIMIZERS[dtype], compute_dtype=dtype)
+    state, losses = run(step, step.init(weights()), tokens)
+    expected = plain_run(dtype, tokens)
+    assert losses[0] - losses[-1] > 0.3, "it did not learn"
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE[dtype])
+    again, same = run(step, step.init(weights()), tokens)
+    np.testing.assert_array_equal(losses, same)
+    jax.tree.map(np.testing.assert_array_equal, state, again)
+    narrow = jax.tree.leaves(state.copy)
+    assert len(narrow) == (0 if dtype == "float32" else len(jax.tree.leaves(weights())))
+    for copy, p in zip(
+        narrow, jax.tree.leaves(state.params), strict=dtype != "float32"
+    ):
+        np.testing.assert_array_equal(copy, p.astype(dtype))
+
+
+def squared(w, batch):
+    """A loss with a weight, small enough to compile at once."""
+    x, counts = batch
+    errors = counts * (x @ w["a"].astype(x.dtype)) ** 2
+    total = jnp.sum(counts)
+    return jnp.sum(errors) / jnp.maximum(total, 1), total
+
+
+PARAMS = {"a": jnp.arange(1.0, 4.0)}
+X = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+COUNTS = np.array([1, 1, 0, 1, 1, 0, 0, 1], np.float32)  # parts differ in weight
+
+
+def one_step(batch, **options):
+    step = train_step(squared, AdamW(0.1), compute_dtype=jnp.float32, **options)
+    return step(step.init(PARAMS), batch)
+
+
+def test_parts_of_a_batch_are_the_batch():
+    """Weighted by what each counts: a mean of means would be another number."""
+    whole, expected = one_step((X, COUNTS))
+    parts, found = one_step((X, COUNTS), accumulate=4)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+    np.testing.assert_allclose(found.grad_norm, expected.grad_norm, rtol=1e-6)
+    np.testing.assert_allclose(parts.params["a"], whole.params["a"], rtol=1e-6)
+    np.testing.assert_allclose(parts.optimizer.m["a"], whole.optimizer.m["a"], 1e-5)
+    rows = [COUNTS[i::4].sum() for i in range(4)]
+    assert len(set(rows)) > 1 and min(rows) == 0, "the parts do not differ"
+
+
+def test_clipping_is_that_of_optax():
+    plain, metrics = one_step((X, COUNTS))
+    norm = float(metrics.grad_norm)
+    state, clipped = one_step((X, COUNTS), clip_norm=norm / 2)
+    assert float(clipped.grad_norm) == norm  # of the gradient as it was
+    np.testing.assert_allclose(
+        state.optimizer.m["a"], plain.optimizer.m["a"] / 2, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(0.1), optax.adam(0.1)], ids=["op", "optax"]
+)
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, bad):
+    step = train_step(squared, optimizer, clip_norm=1.0)
+    state, _ = step(step.init(PARAMS), (X, COUNTS))
+    before = jax.tree.map(np.asarray, state)
+    broken = X.copy()
+    broken[0, 0] = bad
+    after, metrics = step(state, (broken, COUNTS))
+    assert bool(metrics.skipped) and int(after.skipped) == 1 and int(after.steps) == 1
+    expected = before._replace(skipped=np.int32(1))
+    jax.tree.map(np.testing.assert_array_equal, after, expected)
+    last, metrics = step(after, (X, COUNTS))
+    assert not metrics.skipped and int(last.steps) == 2
+    assert (last.params["a"] != before.params["a"]).all()
+
+
+def test_the_state_is_donated_and_what_was_given_is_not():
+    step = train_step(squared, AdamW(0.1))
+    given = {"a": jnp.arange(1.0, 4.0)}
+    state = step.init(given)
+    step(state, (X, COUNTS))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not given["a"].is_deleted()
+
+
+def cut(mesh, axis_of_rows):
+    """Every array of two dims by its rows or columns over the devices."""
+
+    def place(w):
+        spec = P() if w.ndim < 2 else P(*axis_of_rows)
+        return jax.device_put(w, NamedSharding(mesh, spec))
+
+    return place
+
+
+LAYOUTS = {  # of the matrices; of the rows of a batch
+    "data": ((), P("x")),
+    "fsdp": (("x", None), P("x")),
+    "tensor": ((None, "x"), P()),
+}
+
+
+@functools.cache
+def on_one_device():
+    step = train_step(LOSS, AdamW(1e-3), compute_dtype=jnp.float32)
+    return run(step, step.init(weights()), batches(3))
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("data", marks=pytest.mark.full), "fsdp", "tensor"]
+)
+def test_eight_devices_are_one(layout):
+    of_weights, of_rows = LAYOUTS[layout]
+    mesh = Mesh(np.array(jax.devices()[:8]), "x")
+    step = train_step(LOSS, AdamW(1e-3), compute_dtype=jnp.float32)
+    state = step.init(jax.tree.map(cut(mesh, of_weights), weights()))
+    cuts = jax.tree.map(lambda x: x.sharding, state)
+    tokens = [jax.device_put(b, NamedSharding(mesh, of_rows)) for b in batches(3)]
+    state, losses = run(step, state, tokens)
+    expected, expected_losses = on_one_device()
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+    assert jax.tree.map(lambda x: x.sharding, state) == cuts, "the state moved"
+    assert len(step.compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"compute_dtype": jnp.int8},
+            "`compute_dtype` must be a float .* int8",
+        ),
+        ({"accumulate": 0}, "`accumulate` must be >= 1, got 0"),
+        ({"clip_norm": 0.0}, "`clip_norm` must be positive, got 0.0"),
+        ({"optimizer": 0.1}, "`optimizer` an AdamW or .*, got function and float"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_named(wrong, message):
+    options = {"optimizer": AdamW(0.1)} | wrong
+    with pytest.raises((TypeError, ValueError), match=f"^train_step: .*{message}"):
+        train_step(squared, **options)
+
+
+def test_wrong_operands_are_named():
+    step = train_step(squared, AdamW(0.1), accumulate=3)
+    with pytest.raises(TypeError, match=r"array of floats, got int32 at \['a'\]"):
+        step.init({"a": jnp.arange(3)})
+    with pytest.raises(ValueError, match=r"divide into 3 parts, got shape \(8, 3\)"):
+        step(step.init(PARAMS), (X, COUNTS))
+    vector = train_step(lambda w, x: x @ w["a"], AdamW(0.1))
+    with pytest.raises(ValueError, match=r"must return one number.*\(8,\)"):
+        vector(vector.init(PARAMS), X)
+
+
+def test_the_package_names_it_when_asked():
+    assert jaxkern.train.train_step is train_step
+    with pytest.raises(AttributeError, match="no attribute 'trains'"):
+        _ = jaxkern.trains  # pyright: ignore
+    assert LlamaWeights._fields[-1] == "rope_factors"  # which the loss refuses
