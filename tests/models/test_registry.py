@@ -9,8 +9,10 @@ from jaxkern.models.registry import ARCHITECTURES, BY_GGUF, BY_MODEL_TYPE
 
 MODELS = Path(__file__).parents[2] / "jaxkern" / "models"
 OF_ALL = (
-    *("loader", "registry", "generate", "command_line", "plan_report", "apple_check"),
+    *("loader", "registry", "generate", "text_model", "plan_report", "apple_check"),
     *("architecture", "cached_steps", "products", "weight_reader"),
+    *("conversation", "logit_divergence", "quantize_file", "sampling"),
+    *(f"command_line/{p.stem}" for p in sorted((MODELS / "command_line").glob("*.py"))),
 )
 
 

@@ -19,6 +19,7 @@ from jaxkern.lowering.apple.findings import title
 from jaxkern.lowering.apple.rows import KERNELS
 from jaxkern.lowering.apple.wire import Module, export, text
 from jaxkern.lowering.kernel_table import row_of
+from jaxkern.primitives.attention.operands import AttentionOperands
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from tests import checks
 from tests.lowering.apple import mlx_kernels
@@ -137,11 +138,15 @@ def test_a_query_without_keys_gives_zeros(monkeypatch):
     """MLX takes 1e9 from a hidden score: alone, it would show every key."""
     monkeypatch.setattr(fused, "call", play)
     q, k = jnp.ones((2, 3, 2, 8)), jnp.ones((2, 4, 2, 8)).at[:, 2:].set(jnp.nan)
-    given = dict.fromkeys(("bias", "mask", "q_segment_ids", "kv_segment_ids", "sinks"))
-    options = dict(scale=1.0, causal=False, window=None, softcap=None, q_offset=None)
-    attention = functools.partial(fused.attention, **given, **options)
-    lengths = jnp.array([0, 2])
-    out = jax.jit(lambda *a: attention(*a, kv_lengths=lengths)[0])(q, k, k)
+    options = dict(scale=1.0, causal=False, window=None, softcap=None)
+    attention = functools.partial(fused.attention, **options)
+    absent = dict.fromkeys(AttentionOperands._fields)
+
+    def out_of(q, k, v):
+        given = absent | dict(query=q, key=k, value=v, kv_lengths=jnp.array([0, 2]))
+        return attention(*AttentionOperands(**given))[0]
+
+    out = jax.jit(out_of)(q, k, k)
     np.testing.assert_array_equal(out[0], 0)
     np.testing.assert_allclose(out[1], 1, rtol=1e-6)
 
