@@ -30,3 +30,26 @@ def pytest_collection_finish(session):
 
 def pytest_unconfigure(config):
     gc.unfreeze()
+
+
+GROWTH = 3 << 29  # bytes, 1.5 GiB
+after_clearing = [0]  # bytes
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say it so."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def pytest_runtest_logfinish(nodeid, location):
+    """Executables of thousands of tests would stay in memory: 5 GB in each worker."""
+    if resident_bytes() > after_clearing[0] + GROWTH:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        after_clearing[0] = resident_bytes()
