@@ -137,6 +137,12 @@ def test_every_pair_of_dims_over_two_axes(p):
 
 @pytest.mark.full
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
+def test_vmap_of_each_operand_in_both_orders(p):
+    transform_checks.check_vmap(p, smallest_case(p), full=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
 def test_explicit_vmap(p):
     sharding_checks.check_explicit_vmap(p, smallest_case(p))
 

@@ -131,17 +131,17 @@ def of_each(f: Callable, examples: Sequence[Sequence]):
 
 def summed_where_shared(grads: Sequence, operands: Sequence, axes: Sequence) -> list:
     """Gradients of the sum of the examples' losses, from those of each example."""
-    wrt = [i for i in float_operands(operands)]
-    return [
-        g if axes[i] == 0 else g.sum(0) for i, g in zip(wrt, grads, strict=bool(grads))
-    ]
+    if not grads:  # no result depends on them
+        return []
+    pairs = zip(float_operands(operands), grads, strict=True)
+    return [g if axes[i] == 0 else g.sum(0) for i, g in pairs]
 
 
 def axes_of(operands: Sequence, at: Sequence[int]) -> tuple:
     return tuple(0 if i in at else None for i in range(len(operands)))
 
 
-def check_vmap(p: KernelPrimitive, case: Case) -> None:
+def check_vmap(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     """vmap over each operand, all, the last axis, nested, and of gradients.
 
     The reference is compiled for one example, and runs for each of them.
@@ -181,22 +181,30 @@ def check_vmap(p: KernelPrimitive, case: Case) -> None:
     ]
     same(nested, jax.tree.map(lambda *ys: np.stack(ys), *rows), what="nested vmap")
     if differentiable(p, operands):
-        check_gradients_of_vmap(p, case, every, every_axes)
+        check_gradients_of_vmap(p, case, every, every_axes, full)
 
 
 def check_gradients_of_vmap(
-    p: KernelPrimitive, case: Case, every: Sequence[Sequence], every_axes: Sequence
+    p: KernelPrimitive,
+    case: Case,
+    every: Sequence[Sequence],
+    every_axes: Sequence,
+    full: bool,
 ) -> None:
-    """grad of vmap and vmap of grad: both of all operands, of each alone by turns."""
+    """grad of vmap and vmap of grad over all operands; over each alone by turns.
+
+    In full both orders over each alone, too.
+    """
     f, last = bound(p, case), len(every) - 1
 
     def grads(every):
         found = []
         for k, (mapped, axes) in enumerate(zip(every, every_axes, strict=True)):
             outer = inner = None
-            if k % 2 == 0 or k == last:
+            both = full or k == last
+            if both or k % 2 == 0:
                 outer = gradients(jax.vmap(f, axes), mapped, examples=1)(*mapped)
-            if k % 2 == 1 or k == last:
+            if both or k % 2 == 1:
                 inner = jax.vmap(gradients(f, mapped), axes)(*mapped)
             found.append((outer, inner))
         return found

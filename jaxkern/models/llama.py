@@ -254,9 +254,8 @@ def attention_layer(
     b, t, _ = x.shape
 
     def heads(y: Float[Array, "b t n*h"], norm=None) -> Float[Array, "b t n h"]:
-        if norm is not None and norm.shape != (
-            config.head_dim,
-        ):  # of all heads at once
+        whole = norm is not None and norm.size != config.head_dim
+        if whole:  # one norm over all heads
             y, norm = rms_norm(y, norm, eps=config.eps), None
         y = y.reshape(b, t, -1, config.head_dim)
         return y if norm is None else rms_norm(y, norm, eps=config.eps)

@@ -30,6 +30,12 @@ class AdamW:
         before, 0 for the first, to the rate.
       b1, b2, eps, eps_root, weight_decay: see `adamw_update`. The decay is that of
         every weight; `optax.adamw` with a mask leaves some out.
+
+    Example:
+      >>> adamw = jaxkern.train.AdamW(0.1, weight_decay=0.0)
+      >>> w = jnp.zeros(2)
+      >>> adamw.write(w, jnp.array([3.0, -5.0]), adamw.init(w))[0]
+      Array([-0.1,  0.1], dtype=float32)
     """
 
     learning_rate: Rate

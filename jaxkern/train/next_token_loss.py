@@ -45,6 +45,17 @@ def next_token_loss(
 
     Raises:
       ValueError: the page of this model has no such `remat`.
+
+    Example:
+      >>> from jaxkern.models.llama import LlamaConfig, LlamaWeights
+      >>> sizes = dict(layers=0, d_model=4, heads=1, kv_heads=1, head_dim=4)
+      >>> keys = dict(context=8, vocabulary=8, eps=1e-5, rotary_dim=4, theta=1e4)
+      >>> config = LlamaConfig("llama", **sizes, **keys, pairing="neox", dtype="train")
+      >>> weights = LlamaWeights(jnp.ones((8, 4)), (), jnp.ones(4), (), None)
+      >>> loss = jaxkern.train.next_token_loss(config)  # of 8 tokens that are all alike
+      >>> mean, count = loss(weights, jnp.zeros((1, 3), jnp.int32))
+      >>> round(float(mean), 3), int(count)  # ln 8
+      (2.079, 2)
     """
     page = page_of(replace(config, dtype="float32"))
     options: dict = {} if remat == "none" else {"remat": remat}

@@ -25,8 +25,14 @@ def readable(config: Any, weights: Any) -> tuple[Any, Any]:
       weights: the same type; inside a compiled function this costs nothing.
 
     Example:
-      >>> config, weights = load(path, "train")  # doctest: +SKIP
-      >>> tokens = generate(*readable(config, weights), prompts)  # doctest: +SKIP
+      >>> from jaxkern.models.llama import LlamaConfig, LlamaWeights
+      >>> sizes = dict(layers=0, d_model=4, heads=1, kv_heads=1, head_dim=4)
+      >>> keys = dict(context=8, vocabulary=8, eps=1e-5, rotary_dim=4, theta=1e4)
+      >>> config = LlamaConfig("llama", **sizes, **keys, pairing="neox", dtype="train")
+      >>> weights = LlamaWeights(jnp.ones((8, 4)), (), jnp.ones(4), (), None)
+      >>> config, weights = jaxkern.train.readable(config, weights)
+      >>> config.dtype, weights.output[0].shape
+      ('float32', (8, 4))
     """
     if not weights.output:
         weights = weights._replace(output=(weights.embedding,))

@@ -237,7 +237,7 @@ def train_step(
     Example:
       >>> def loss(w, x):
       ...     return jnp.mean((x @ w.astype(x.dtype) - 1) ** 2)
-      >>> step = train_step(loss, AdamW(0.1))
+      >>> step = jaxkern.train.train_step(loss, jaxkern.train.AdamW(0.1))
       >>> state, metrics = step(step.init(jnp.zeros(2)), jnp.ones((4, 2)))
       >>> float(metrics.loss), int(state.steps)
       (1.0, 1)
