@@ -28,8 +28,9 @@ def check_against_float64(
 ):
     """Values and gradients by kernels against the reference in float64 on the CPU.
 
-    Errors, relative to the result or to `least` where terms of that size cancel, stay
-    below `slack` roundings of the dtype or 1.5 times those of XLA.
+    Errors, relative to the result or to `least` where terms of that size cancel (one
+    number, or one for each value and gradient), stay below `slack` roundings of the
+    dtype or 1.5 times those of XLA.
     """
     # a seed of its own: where dy is x, the gradients of norms cancel
     rng = np.random.default_rng(2718)
@@ -61,9 +62,10 @@ def check_against_float64(
 
 
 def relative_errors(found, truth, least):
-    """Of every result."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
-    return [relative_error(y, t, least) for y, t in pairs]
+    """Of every result; `least` of all of them or of each."""
+    found, truth = jax.tree.leaves(found), jax.tree.leaves(truth)
+    each = [least] * len(truth) if np.isscalar(least) else least
+    return [relative_error(*x) for x in zip(found, truth, each, strict=True)]
 
 
 def relative_error(y, truth, least=1e-2):

@@ -16,6 +16,7 @@ from jaxkern import (
     backend,
     interleave,
     linear,
+    quantize_gguf,
     quantized_matmul,
     quantized_matmul_add,
     quantized_rms_norm_matmul,
@@ -153,9 +154,9 @@ def small_model(quantised):
     seeds = iter(range(100))
 
     def matrices(f, d):
-        if not quantised:
-            return (weights("dense", f, d, next(seeds))[0],)
-        w, _ = weights("Q4_K", f, d, next(seeds))
+        w = weights("dense", f, d, next(seeds))[0]
+        if quantised:  # of mean 0 too: else all logits are one large number
+            w = interleave(quantize_gguf(w.astype(jnp.float32), "Q4_K"))
         return (w,)
 
     layers = tuple(

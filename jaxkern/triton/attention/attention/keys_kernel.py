@@ -200,8 +200,12 @@ def flash_attention_bwd_keys_kernel(
     dv = tl.zeros([BLOCK_K, PADDED_HV], tl.float32)
     for member in range(0, C.GROUP):
         n = kv_head * C.GROUP + member
-        mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N)
-        bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N)
+        mask_at = None
+        if mask_ptr is not None:
+            mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N)
+        bias_at = None
+        if bias_ptr is not None:
+            bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N)
         by_head = (batch * C.N + n).to(tl.int64) * C.PADDED_T
         turned_q_at, turned_dout_at = None, None
         if turned_q_ptr is not None:

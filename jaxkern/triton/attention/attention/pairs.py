@@ -23,11 +23,8 @@ def position_and_length(q_offset_ptr, kv_lengths_ptr, batch, C: tl.constexpr):
 
 @jit
 def of_head(ptr, batch, n, BATCH_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr):
-    """Where the mask or the bias of a head begins, or None."""
-    if ptr is None:
-        return None
-    else:
-        return ptr + batch.to(tl.int64) * BATCH_STRIDE + n.to(tl.int64) * HEAD_STRIDE
+    """Where the mask or the bias of a head begins."""
+    return ptr + batch.to(tl.int64) * BATCH_STRIDE + n.to(tl.int64) * HEAD_STRIDE
 
 
 @jit

@@ -147,8 +147,12 @@ def flash_attention_bwd_queries_kernel(
     if q_ids_ptr is not None:
         q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * C.T + rows, rows < C.T, 0)
         kv_ids_at = kv_ids_ptr + kv_row
-    mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N)
-    bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N)
+    mask_at = None
+    if mask_ptr is not None:
+        mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N)
+    bias_at = None
+    if bias_ptr is not None:
+        bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N)
     at_bounds = batch * BLOCKS + block
     first, whole, whole_end, last = key_ranges(
         row, offset, length, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K

@@ -1,0 +1,254 @@
+"""As few calls as run every kernel of the CUDA table, and what they must do here.
+
+The oldest Triton that is supported makes the first stage of all: what only a newer one
+takes, such as a kernel's function that returns None, is found without a GPU.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkern import (
+    attention,
+    cross_entropy,
+    explain,
+    grouped_matmul,
+    linear,
+    sample,
+    softmax,
+)
+from jaxkern.gpu.device import compiling_for
+from jaxkern.gpu.launch import Launch, compiled
+from jaxkern.gpu.triton_call import missing
+from jaxkern.lowering.cuda import KERNELS
+from tests.triton import test_every_kernel as every
+from tests.triton.test_every_kernel import slopes, spec
+
+pytestmark = pytest.mark.skipif(
+    missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+TINY = 500  # elements: one block, where little can go wrong
+
+Call = list[tuple[Callable, tuple]]
+Kernel = tuple[str, str]  # what `explain` says that runs, and a kernel that it launches
+
+
+def attend(t: int, s: int, rows: int) -> tuple[Callable, tuple]:
+    q, k = spec(rows, t, 8, 128), spec(rows, s, 2, 128)
+    return functools.partial(attention, causal=True), (q, k, k)
+
+
+def losses(logits):
+    labels = jnp.zeros(logits.shape[:-1], jnp.int32)
+    return cross_entropy(logits, labels, reduction="mean")
+
+
+def experts(x, w):
+    return grouped_matmul(x, w, jnp.full(8, 128, jnp.int32))
+
+
+LARGE: dict[str, tuple[Callable, tuple]] = {  # what runs Mosaic, or is no case's
+    "softmax": slopes(softmax, spec(132, 131_072)),
+    "cross_entropy": slopes(losses, spec(64, 128_256)),
+    "linear": (linear, (spec(2, 1536), spec(96, 1536))),
+    "grouped_matmul": slopes(experts, spec(1024, 512), spec(8, 512, 512)),
+    "attention of one query": attend(1, 2048, 66),
+    "attention of many": slopes(attend(0, 0, 1)[0], *attend(4096, 4096, 1)[1]),
+    "sample": (
+        functools.partial(sample, key=jax.random.key(0), top_p=0.9),
+        (spec(32, 128_256),),
+    ),
+}
+
+
+def every_call() -> dict[str, Callable[[], Call]]:
+    calls: dict[str, Callable[[], Call]] = {
+        name: lambda call=call: [call]
+        for name, call in {**LARGE, **every.CALLS}.items()
+    }
+    for row in every.ROWS:
+        p, case = row.values
+        functions = functools.partial(every.functions_of, p, case)
+        calls[str(row.id)] = lambda functions=functions: list(functions())
+    return calls
+
+
+def kernels_of(call: Call) -> set[Kernel]:
+    return {
+        (row.runs, launch.name.rstrip("0123456789"))
+        for f, operands in call
+        for row in explain(f, *operands, platform="cuda").rows
+        for launch in row.launches
+    }
+
+
+def elements(call: Call) -> int:
+    leaves = jax.tree.leaves([operands for _, operands in call])
+    return sum(math.prod(x.shape) for x in leaves if hasattr(x, "shape"))
+
+
+def fewest_calls(calls: dict[str, Callable[[], Call]]) -> dict[str, set[Kernel]]:
+    """Calls and the kernels that each is for; small ones first, the smallest last."""
+    made = {name: make() for name, make in calls.items()}
+    found: dict[str, set[Kernel]] = {}
+    seen: set[Kernel] = set()
+    sizes = {name: elements(call) for name, call in made.items()}
+    for name in sorted(made, key=lambda name: (sizes[name] < TINY, sizes[name])):
+        if new := kernels_of(made[name]) - seen:
+            found[name] = new
+            seen |= new
+    return found
+
+
+def without_a_call(found: dict[str, set[Kernel]]) -> list[str]:
+    ran = " ".join(runs for kernels in found.values() for runs, _ in kernels)
+    return [k.module for k in KERNELS if f"{k.module}." not in ran]
+
+
+# `fewest_calls` of all for compute capability 9.0; the last test says when to renew it
+FEWEST = (
+    "softmax-even_unmasked",
+    "quantize_vectors-turboquant",
+    "update_quantized_kv_cache-turboquant",
+    "rms_norm-one_row",
+    "top_k-odd",
+    "layer_norm-no_bias",
+    "dynamic_tanh-no_weight",
+    "moe_rms_norm_add-both_norms",
+    "group_norm-odd",
+    "apply_rope-interleaved",
+    "fwht-two_factors",
+    "gated_rms_norm-row",
+    "qk_norm_rope_quantized_cache-int8_and_turboquant",
+    "l2_norm-even",
+    "softcap_softmax-odd",
+    "add_rms_norm-mixed_dtypes",
+    "qk_norm_rope_cache-ring",
+    "rms_norm_add-mixed_dtypes",
+    "interleaved_matmul-q8_0_vector",
+    "qk_norm_rope_paged_cache-plain",
+    "interleaved_matmul_add-q8_0_vector",
+    "interleaved_rms_norm_matmul-q8_0_vector",
+    "attention-some_rows_see_nothing",
+    "interleaved_swiglu-q8_0_vector",
+    "rms_norm 64 for inference",
+    "moe_ffn_few-plain",
+    "dequantize TurboQuantCodec(bits=1, group=256, seed=None, codebook=None)",
+    "route-qwen3_30b",
+    "argsort 3 8192 bfloat16",
+    "triple_rms_norm-gemma4_26b",
+    "dense_swiglu-wide",
+    "dense_matmul_add-wide",
+    "dense_rms_norm_matmul-wide",
+    "rms_norm-llama3_8b_decode",
+    "rms_norm_quantized-llama3_8b",
+    "rms_norm_mul-gemma",
+    "sandwich_rms_norm-gemma3_4b",
+    "rms_norm-qwen3_head_norm",
+    "head_norm_rope-qwen3_next",
+    "sandwich_triple_rms_norm-gemma4_26b",
+    "softcap_softmax-long",
+    "add_rms_norm-llama3_8b_decode",
+    "qk_norm_rope-qwen3_8b",
+    "layer_norm-whisper_large_v3",
+    "9 rows by Q4_0",
+    "linear",
+    "adamw bfloat16",
+    "softmax 5000 bfloat16",
+    "rms_norm 5000 bfloat16",
+    "attention-smollm2_135m",
+    "cumsum-chunk_decay",
+    "100 rows by Q4_0",
+    "argsort 3 128256 bfloat16",
+    "argmax-llama3_vocab",
+    "sample-llama3_vocab",
+    "attention 64 64 bfloat16",
+    "latent_attention-deepseek_v3_decode",
+    "causal_conv1d-qwen3_next",
+    "attention 96 96 bfloat16",
+    "rms_norm 16384 float32",
+    "attention-gpt_oss_20b",
+    "decode TurboQuantCodec(bits=1, group=256, seed=None, codebook=None)",
+    "sandwich of three 10007 bfloat16",
+    "attention 192 128 bfloat16",
+    "attention 256 256 bfloat16",
+    "top_k-llama3_vocab",
+    "argsort 1 1048576 bfloat16",
+    "attention-smollm2_135m_decode",
+    "softmax 32768 bfloat16",
+    "rms_norm 32768 float32",
+    "sandwich_rms_norm 16384 bfloat16",
+    "moe_rms_norm_add 10007 bfloat16",
+    "attention 512 512 bfloat16",
+    "paged_attention-llama3_8b_decode",
+    "grouped_matmul",
+    "sample",
+    "softmax 131071 bfloat16",
+    "large groups bfloat16",
+    "attention of many",
+    "cross_entropy",
+    "gated_rms_norm 131072 bfloat16",
+    "rms_norm_add 131072 bfloat16",
+    "attention-llama3_8b_prefill",
+    "linear_cross_entropy-llama3_vocabulary",
+    "softmax",
+    "embedding bfloat16",
+    "fwht bfloat16",
+    "grouped_matmul-qwen3_30b_on_one_of_8_devices",
+    "attention of one query",
+    "cross_entropy-bf16_one_token",
+    "dual_rms_norm-one_weight",
+    "sample-plain",
+    "weighted_cross_entropy-bf16",
+    "sample-even",
+    "add_rms_norm_quantized-plain",
+)
+
+
+class FirstStageMade(Exception):
+    """Stops a compilation."""
+
+
+@pytest.fixture
+def first_stage_alone(monkeypatch):
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    add_stages = CUDABackend.add_stages
+
+    def stop(*given):
+        raise FirstStageMade
+
+    def add_one(self, stages: dict, *given: Any, **named: Any) -> None:
+        every: dict = {}
+        add_stages(self, every, *given, **named)
+        name, first = next(iter(every.items()))
+        stages.update({name: first, "stop": stop})
+
+    monkeypatch.setattr(CUDABackend, "add_stages", add_one)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", FEWEST)
+def test_this_triton_takes_every_kernel(name, first_stage_alone):
+    with compiling_for(90):
+        for call in every_call()[name]():
+            for launch in every.launches_of(*call):
+                if isinstance(launch, Launch):
+                    with pytest.raises(FirstStageMade):
+                        compiled(launch, 90)
+
+
+@pytest.mark.full
+def test_no_kernel_is_left_out():
+    """Renew FEWEST with `fewest_calls(every_call())`."""
+    calls = every_call()
+    with compiling_for(90):
+        found = fewest_calls(calls)
+        listed = set().union(*(kernels_of(calls[name]()) for name in FEWEST))
+    assert not without_a_call(found)
+    assert not set().union(*found.values()) - listed
