@@ -1,10 +1,13 @@
 """What `explain` and `backend` refuse by name, and what they say of the GPU."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
 import jaxkern
 from jaxkern import explain, rms_norm
+from jaxkern.lowering.explain import Choice, Explanation
 
 X = jnp.ones((4, 64))
 
@@ -40,3 +43,21 @@ def test_an_unknown_backend_lists_the_names_that_exist(name):
         jaxkern.backend(name)
     hint = 'The Pallas kernels are "mosaic_gpu".'
     assert str(error.value).endswith(hint) == (name == "pallas")
+
+
+def test_what_is_printed_of_a_choice():
+    """Elsewhere words are searched in a text: a line more or less changes nothing."""
+
+    class Launched:
+        def describe(self):
+            return "kernel: 4 programs"
+
+    once = Choice("rms_norm", 1, "cpp: kernel", ("why",), (Launched(),))
+    twice = dataclasses.replace(once, sites=2, refused=(), launches=())
+    assert str(Explanation("cpu", (once, twice), "of an H100")).splitlines() == [
+        "rms_norm on cpu runs cpp: kernel",
+        "  kernel: 4 programs",
+        "  not why",
+        "rms_norm on cpu runs cpp: kernel (2 call sites)",
+        "of an H100",
+    ]
