@@ -341,6 +341,21 @@ def test_a_row_of_a_table_is_lowered():
         np.testing.assert_array_equal(tripled_p(X), X * 3)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("rms_nrom", "cpp", "cpu.norm.norm", "fwd"), "no op is called 'rms_nrom'"),
+        (("rms_norm", "xla", "cpu.norm.norm", "fwd"), "has an unknown backend"),
+        (("rms_norm", "cpp", "cpu.norm.norm", "back"), "rms_norm has no back pass"),
+        (("argmax", "cpp", "cpu.index.argmax", "bwd"), "argmax has no bwd pass"),
+    ],
+)
+def test_a_line_that_names_nothing_is_refused(line, message):
+    """The tables of the library have no such line."""
+    with pytest.raises(ValueError, match=f"kernels of cpu: .*{message}"):
+        kernel_table.add_table("cpu", [kernel_table.Kernel(*line)])
+
+
 def test_a_jax_outside_the_range_is_named(monkeypatch):
     monkeypatch.delattr("jax._src.dispatch.prim_requires_devices_during_lowering")
     spec = importlib.util.find_spec("jaxkern.lowering.lower")

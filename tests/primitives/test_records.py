@@ -107,7 +107,5 @@ def test_values_and_gradients_are_those_of_single_operands(weight):
 
     for y, e in zip(*map(jax.tree.leaves, (of(grouped_p), of(single_p))), strict=True):
         np.testing.assert_allclose(y, e, rtol=1e-6)
-    with pytest.raises(
-        TypeError, match="grouped: dim `d` is 4 in `x` but 3 in"
-    ):
+    with pytest.raises(TypeError, match="grouped: dim `d` is 4 in `x` but 3 in"):
         grouped_p(X, weight, count, shift[1:], **OPTIONS)
