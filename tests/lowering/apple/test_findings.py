@@ -150,6 +150,18 @@ def test_every_scatter_drops_what_is_outside():
         np.testing.assert_allclose(portable(f, "mps")(*args), f(*args), rtol=1e-6)
 
 
+def test_a_scatter_into_another_dim_than_the_first():
+    """The ops of the library index the first one."""
+
+    def f(x, ids, updates):
+        options = {"mode": "drop", "wrap_negative_indices": False}
+        return x.at[:, ids].add(updates, **options)
+
+    args = X.T, IDS, UPDATES.T
+    assert check(portable(f, "mps"), *args).findings == ()
+    np.testing.assert_allclose(portable(f, "mps")(*args), f(*args), rtol=1e-6)
+
+
 def test_clean_functions_stay_as_they_are():
     for platform in PLATFORMS:
         before, after = (
