@@ -33,6 +33,8 @@ def test_a_gpu_that_is_assumed_is_said():
         assert "capability 8.0: there is no CUDA GPU here" in text("cuda")
     with compiling_for(90):
         assert text("cuda").endswith("compute capability 9.0: as asked")
+        [row] = explain(rms_norm, X, platform="cuda").rows
+    assert [launch.name for launch in row.launches] == ["row_norm_fwd_kernel"]
     assert "capability" not in text("cpu")
 
 
