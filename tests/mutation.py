@@ -33,6 +33,7 @@ TESTS = {
         ["tests/primitives/test_leafwise_primitive.py", "tests/lowering/test_lower.py"],
         MANY_OPS,
     ],
+    "jaxkern/lowering/apple": [["tests/lowering/apple"]],
     "jaxkern/lowering": [["tests/lowering", "--ignore=tests/lowering/apple"], MANY_OPS],
     "jaxkern/formats": [
         ["tests/formats", "tests/models/test_architecture_keys.py"],
@@ -48,6 +49,10 @@ FILES = [
     *(
         f"jaxkern/lowering/{name}.py"
         for name in ("explain", "kernel_table", "lower", "sharded_call")
+    ),
+    *(
+        f"jaxkern/lowering/apple/{name}.py"
+        for name in ("findings", "fused", "portable", "samples", "selftest", "wire")
     ),
     *(
         f"jaxkern/formats/{name}.py"

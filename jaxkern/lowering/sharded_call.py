@@ -156,8 +156,7 @@ class Factors:
         """The partition specs of operands and results under these cuts."""
 
         def spec(dims):
-            entries = [cut.get(major) for major, *_ in dims]
-            return P(*(a[0] if a and len(a) == 1 else a for a in entries))
+            return P(*(cut.get(major) for major, *_ in dims))
 
         return [spec(d) for d in self.ins], [spec(d) for d in self.outs]
 

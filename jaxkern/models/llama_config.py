@@ -198,14 +198,17 @@ def _rope_scaling(
             "rope.scaling.yarn_ext_factor",
             "known are 0 (no ramp), 1 (YaRN's ramp) and negative (as the type says)",
         )
-    # Converters write the whole factor of cos and sin, or 1 for no other than YaRN's.
-    # Programs differ in what they make of it, but not where both are the same.
+    # Converters write Hugging Face's attention_factor: all of what multiplies cos and
+    # sin, or 1 for no other than YaRN's. llama.cpp first multiplied YaRN's own by it;
+    # since its pull request 17945 it computes the factor and reads none. A file with
+    # another value is three models, and does not say which one was meant.
     usual = (1.0, 1 + 0.1 * math.log(max(factor, 1.0)))
     if not any(math.isclose(yarn_attention_factor, u, rel_tol=1e-3) for u in usual):
         raise keys.error(
             "rope.scaling.yarn_attn_factor",
-            f"expected 1 or the usual {usual[1]:.4f}. Programs read another value as "
-            "different models: say it with rope.scaling.attn_factor, which multiplies",
+            f"expected 1 or the usual {usual[1]:.4f}. Another value replaces that one, "
+            "multiplies it or is ignored, by who reads it: say it with "
+            "rope.scaling.attn_factor, which multiplies",
         )
     if extrapolation == 0.0:
         if attention_factor != 1.0:

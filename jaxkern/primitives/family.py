@@ -29,6 +29,7 @@ from jaxkern.primitives.declared_dims import (
     check_dims,
     check_static,
 )
+from jaxkern.primitives.records import flat
 
 
 class KernelPrimitive(Primitive):
@@ -49,8 +50,8 @@ class KernelPrimitive(Primitive):
         self, reference: Callable, replicated: Sequence[str], linear: Sequence[str] = ()
     ):
         super().__init__(reference.__name__.removesuffix("_reference"))
-        self.reference = reference
-        self.operands, self.results = annotations(reference)
+        self.reference = flat(reference)
+        self.operands, self.results = annotations(self.reference)
         self.replicated, self.linear = tuple(replicated), tuple(linear)
         self.fwd: KernelPrimitive | None = None
         self.bwd: Backward | None = None

@@ -67,7 +67,7 @@ def kernel_primitive(
     Args:
       reference: `(operands..., *, options) -> result | tuple of results`. Operands and
         results are annotated with jaxtyping dims, `| None` marks an optional operand.
-        Options are static and hashable.
+        Options are static and hashable. Many of either may be a record: `records.py`.
       fwd: the same arguments, returns `(*results, *residuals)`. Leave it out where the
         operands and results are all that `bwd` needs.
       bwd: `([operands by name,] [all results,] [residuals,] cotangents of the float

@@ -1,10 +1,13 @@
 """What `explain` and `backend` refuse by name, and what they say of the GPU."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
 import jaxkern
 from jaxkern import explain, rms_norm
+from jaxkern.lowering.explain import Choice, Explanation
 
 X = jnp.ones((4, 64))
 
@@ -30,6 +33,8 @@ def test_a_gpu_that_is_assumed_is_said():
         assert "capability 8.0: there is no CUDA GPU here" in text("cuda")
     with compiling_for(90):
         assert text("cuda").endswith("compute capability 9.0: as asked")
+        [row] = explain(rms_norm, X, platform="cuda").rows
+    assert [launch.name for launch in row.launches] == ["row_norm_fwd_kernel"]
     assert "capability" not in text("cpu")
 
 
@@ -40,3 +45,21 @@ def test_an_unknown_backend_lists_the_names_that_exist(name):
         jaxkern.backend(name)
     hint = 'The Pallas kernels are "mosaic_gpu".'
     assert str(error.value).endswith(hint) == (name == "pallas")
+
+
+def test_what_is_printed_of_a_choice():
+    """Elsewhere words are searched in a text: a line more or less changes nothing."""
+
+    class Launched:
+        def describe(self):
+            return "kernel: 4 programs"
+
+    once = Choice("rms_norm", 1, "cpp: kernel", ("why",), (Launched(),))
+    twice = dataclasses.replace(once, sites=2, refused=(), launches=())
+    assert str(Explanation("cpu", (once, twice), "of an H100")).splitlines() == [
+        "rms_norm on cpu runs cpp: kernel",
+        "  kernel: 4 programs",
+        "  not why",
+        "rms_norm on cpu runs cpp: kernel (2 call sites)",
+        "of an H100",
+    ]

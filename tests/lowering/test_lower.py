@@ -1,5 +1,6 @@
 """Rows, refusals, strict backends, explain; opaque kernels on meshes."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -11,16 +12,25 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 import jaxkern
 from jaxkern import attention, backend, explain, rms_norm, softcap
 from jaxkern.lowering import cpu, cuda, kernel_table
 from jaxkern.lowering.apple import rows as apple
-from jaxkern.lowering.lower import BACKENDS, lower, rows_on
-from jaxkern.lowering.sharded_call import Factors
+from jaxkern.lowering.lower import (
+    BACKENDS,
+    Row,
+    add_row_later,
+    lower,
+    never_refuses,
+    rows_on,
+)
+from jaxkern.lowering.sharded_call import Factors, partitioned
+from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.call import Call
 from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse_p
-from jaxkern.primitives.kernel_primitive import REGISTRY
+from jaxkern.primitives.kernel_primitive import REGISTRY, kernel_primitive
 from jaxkern.primitives.leafwise_primitive import LEAFWISE
 from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
@@ -141,6 +151,11 @@ def test_unknown_backends_are_refused():
     with pytest.raises(ValueError, match="lower: `backend` must be one of"):
         lower(rms_norm_p, "cpu", "xla", fwd=rms_norm_pallas)
     assert BACKENDS[:2] == ("auto", "xla")
+    for name in BACKENDS[2:]:
+        with checks.own_rows(rms_norm_p):
+            lower(rms_norm_p, "cpu", name, fwd=rms_norm_pallas)
+            [row] = rows_on(rms_norm_p, "cpu")
+        assert row.backend == name
 
 
 def test_kernel_and_reference_agree_in_every_mode(pallas_row):
@@ -238,6 +253,34 @@ def test_uneven_cuts_are_gathered(pallas_row):
     np.testing.assert_allclose(f(x), reference_of(rms_norm, X[1:], WEIGHT), rtol=2e-5)
 
 
+def test_a_product_is_one_factor_where_more_devices_than_its_major_part():
+    """Results alone do not show it: Shardy then cuts g, and the kernel gathers it."""
+    q, k = (jax.ShapeDtypeStruct((2, 4, n, 8), jnp.float32) for n in (4, 2))
+    call = Call(absent=tuple(range(3, 10)))
+    out = q, jax.ShapeDtypeStruct((2, 4, 4), jnp.float32)
+    factors = Factors.of(attention_p, call, [q, k, k], out)
+    assert factors.rule(2).startswith("b t (k g) h, b s k h")
+    assert factors.rule(4).startswith("b t k_g h, b s k h")
+
+
+def test_the_rule_of_a_kernel_knows_how_many_devices_there_are(pallas_row, monkeypatch):
+    """A wrong number changes which dims Shardy may cut, and no result."""
+    counted = []
+
+    def recorded(*args):
+        counted.append(args[-1])
+        return partitioned(*args)
+
+    monkeypatch.setattr("jaxkern.lowering.lower.partitioned", recorded)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = dict(in_specs=(P("data"), P()), out_specs=P("data"))
+    inside = jax.shard_map(rms_norm, mesh=mesh, check_vma=False, **specs)
+    cut = jax.device_put(X, NamedSharding(mesh, P("data")))
+    for f, x in ((rms_norm, cut), (lambda *a: rms_norm(*a), X), (inside, cut)):
+        jax.jit(f).lower(x, WEIGHT)
+    assert counted == [8, 1, 1]
+
+
 def test_a_square_operand_has_each_factor_once():
     a = jax.typeof(jnp.ones((8, 4, 4)))
     factors = Factors.of(unit_lower_inverse_p, Call(), [a], [a])
@@ -280,6 +323,45 @@ def test_every_line_of_a_table_is_a_row(platform):
             row = kernel_table.row_of(p, kernel, name)
             titles = [other.title for other in rows_on(family[name], platform)]
             assert row.title in titles, kernel
+
+
+def tripled_reference(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    return x * 3
+
+
+tripled_p = kernel_primitive(tripled_reference)
+
+
+def test_a_row_of_a_table_is_lowered():
+    """Other ops have a lowering from before; `explain` asks the rows without one."""
+    assert not tripled_p.rows
+    add_row_later(tripled_p, "cpu", lambda: Row("cpp", lambda x: x * 4, never_refuses))
+    np.testing.assert_array_equal(tripled_p(X), X * 4)
+    with backend("xla"):
+        np.testing.assert_array_equal(tripled_p(X), X * 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("rms_nrom", "cpp", "cpu.norm.norm", "fwd"), "no op is called 'rms_nrom'"),
+        (("rms_norm", "xla", "cpu.norm.norm", "fwd"), "has an unknown backend"),
+        (("rms_norm", "cpp", "cpu.norm.norm", "back"), "rms_norm has no back pass"),
+        (("argmax", "cpp", "cpu.index.argmax", "bwd"), "argmax has no bwd pass"),
+    ],
+)
+def test_a_line_that_names_nothing_is_refused(line, message):
+    """The tables of the library have no such line."""
+    with pytest.raises(ValueError, match=f"kernels of cpu: .*{message}"):
+        kernel_table.add_table("cpu", [kernel_table.Kernel(*line)])
+
+
+def test_a_jax_outside_the_range_is_named(monkeypatch):
+    monkeypatch.delattr("jax._src.dispatch.prim_requires_devices_during_lowering")
+    spec = importlib.util.find_spec("jaxkern.lowering.lower")
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ImportError, match=r"jaxkern\.lowering: jax .* Use jax >="):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_a_kernel_is_imported_when_its_op_is_first_asked_for():

@@ -1,5 +1,7 @@
 """Cuts that no PartitionSpec can say, and how they are read from a sharding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern import dequantize, quantize_fp8, rms_norm, rms_norm_quantized
-from jaxkern.lowering.sharded_call import axes_of_dims
+from jaxkern import adamw_update, dequantize, quantize_fp8, rms_norm, rms_norm_quantized
+from jaxkern.lowering.sharded_call import LeafFactors, axes_of_dims
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.norm.rms_norm_quantized import rms_norm_quantized_p
+from jaxkern.primitives.optim.adamw import adamw_tree_p
 from jaxkern.primitives.quant.fp8 import dequantize_fp8_p, quantize_fp8_p
 from tests.checks import opaque_kernels
 from tests.sharding_checks import collectives
@@ -37,6 +40,22 @@ def test_the_axes_are_read_back_from_where_the_pieces_lie(spec):
 def test_an_uneven_cut_is_none():
     mesh = mesh_of(x=8)
     assert axes_of_dims(NamedSharding(mesh, P("x")), (6,), mesh) == [()]
+
+
+def test_leaves_are_cut_their_own_way():
+    """A leaf that is gathered gives the right values all the same."""
+    leaves = [jnp.ones((8, 4)), jnp.ones(6)]
+    step = functools.partial(adamw_update, step=1, learning_rate=0.1)
+    [eqn] = [
+        e
+        for e in jax.make_jaxpr(step)(leaves, leaves, leaves, leaves).eqns
+        if e.primitive is adamw_tree_p
+    ]
+    avals = ([v.aval for v in side] for side in (eqn.invars, eqn.outvars))
+    factors = LeafFactors.of(adamw_tree_p, eqn.params["call"], *avals)
+    given = [("m", None), (None,)] * 4 + [()] * (len(eqn.invars) - 8)
+    operands, results = factors.specs(factors.cuts(given, {"m": 2}))
+    assert operands[:2] == results[:2] == [P("m", None), P(None)]
 
 
 def test_a_kernel_behind_a_reshape_that_splits_a_cut_dim():

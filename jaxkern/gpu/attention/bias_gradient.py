@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxkern.gpu.attention.operands import GradientOperands
 from jaxkern.primitives.attention.attend import with_tail
 from jaxkern.primitives.attention.attention import attention_bwd_reference
+from jaxkern.primitives.attention.operands import AttentionOperands
 
 MAX_SLOPES_BYTES = 2**32  # of dS, where it is only summed
 
@@ -45,7 +46,8 @@ def with_bias_gradient(bwd: Callable[..., tuple]) -> Callable[..., tuple]:
         if of_rows:
             slopes = sums_of_rows(o)
         elif large:
-            slopes = attention_bwd_reference(*operands, **options)[3]
+            given, saved = AttentionOperands(*operands[:-5]), operands[-5:]
+            slopes = attention_bwd_reference(given, *saved, **options).bias
         axes = [i for i in range(4) if bias.shape[i] < slopes.shape[i]]
         if axes:
             slopes = jnp.sum(slopes, axes, dtype=jnp.float32, keepdims=True)

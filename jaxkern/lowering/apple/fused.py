@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxkern.lowering.apple.portable import portable
 from jaxkern.primitives.attention.attend import without_rest
-from jaxkern.primitives.attention.attention import attention_reference
+from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.mask import make_mask, padding_mask, segment_mask
 from jaxkern.primitives.attention.operands import AttentionOperands
 
@@ -211,7 +211,7 @@ def unsupported_rope(x, offset, *, theta, rotary_dim, pairing, at_end):
 def attention(*operands, scale, causal, window, softcap):
     o = AttentionOperands(*operands)
     options = dict(scale=scale, causal=causal, window=window, softcap=softcap)
-    reference = functools.partial(attention_reference, **options)
+    reference = functools.partial(attention_p.reference, **options)
     # no kernel returns it; what nobody reads is dropped from the module
     _, lse = portable(reference, "mps")(*operands)
     t, s = o.query.shape[1], o.key.shape[1]
@@ -239,7 +239,7 @@ def visible(o: AttentionOperands, causal, window):
     if causal or window is not None:
         positions = make_mask(t, s, causal=causal, window=window, q_offset=o.q_offset)
         masks.append(positions.reshape(-1, 1, t, s))
-    if o.q_segment_ids is not None:
+    if o.q_segment_ids is not None and o.kv_segment_ids is not None:
         segments = segment_mask(o.q_segment_ids, o.kv_segment_ids)
         masks.append(segments.reshape(-1, 1, t, s))
     if o.kv_lengths is not None:

@@ -5,6 +5,8 @@ in FlashAttention-2 (https://arxiv.org/abs/2307.08691), grouped heads as in
 https://arxiv.org/abs/2305.13245.
 """
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, PRNGKeyArray
@@ -12,7 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, Int8, PRNGKeyArray
 from jaxkern.primitives.attention.attend import attend, attend_fwd
 from jaxkern.primitives.attention.by_rows import by_rows, gradients_by_rows
 from jaxkern.primitives.attention.dropout import seeds_of
-from jaxkern.primitives.attention.mask import as_causal
+from jaxkern.primitives.attention.mask import checked_visibility
+from jaxkern.primitives.attention.operands import (
+    AttentionGradients,
+    AttentionOperands,
+    AttentionOptions,
+)
 from jaxkern.primitives.attention.plain_attention import plain_attention_p
 from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
@@ -110,7 +117,8 @@ def attention(
         and from sequence, head, query row and key row alone: both passes, `jit`,
         `checkpoint` and every sharding drop the same. Inside `shard_map`, and where
         keys are cut for `merge_partials`, rows and sequences count from the own part:
-        fold the part's number into the key.
+        fold the part's number into the key. Of the other forms only `latent_attention`
+        has it: caches in pages or in codes serve inference.
       dropout_key: the PRNG key of `dropout`, used once. Rows of `vmap` with one key
         drop the same weights; map over keys for others.
       return_lse: return (out, lse); both are differentiable. `merge_partials` makes one
@@ -155,10 +163,10 @@ def attention(
             )
     b, t, n, _ = query.shape
     s = key.shape[1]
-    causal, window, shift = as_causal("attention", window, causal)
     query, scale = with_static_scale("attention", query, scale)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"attention: softcap is {softcap}. Leave it out for no cap.")
+    causal, window, q_offset = checked_visibility(
+        "attention", causal, window, softcap, q_offset, kv_lengths, t, s
+    )
     if mask is not None and mask.dtype != jnp.bool_:
         raise TypeError(
             f"attention: `mask` must be bool, True where a key may be seen, got "
@@ -174,19 +182,9 @@ def attention(
             f"attention: dropout is {dropout} without a key. Pass `dropout_key`, such "
             "as jax.random.key(0), a new one for each step."
         )
-    positioned = causal or window is not None
-    if positioned and q_offset is None and kv_lengths is not None and t != s:
-        raise ValueError(
-            "attention: with kv_lengths and t != s the position of the queries is "
-            "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
-        )
     paired = isinstance(segment_ids, tuple)
     q_segment_ids, kv_segment_ids = segment_ids if paired else (segment_ids,) * 2
-    if shift:
-        q_offset = (s - t if q_offset is None else q_offset) + shift
-    if not positioned or (isinstance(q_offset, int) and q_offset == s - t):
-        q_offset = None
-    operands = (
+    operands = AttentionOperands(
         query,
         key,
         value,
@@ -198,14 +196,16 @@ def attention(
         per_sequence("attention", "q_offset", q_offset, (b,)),
         sinks,
     )
-    options: dict = dict(scale=scale, causal=causal, window=window, softcap=softcap)
+    options = AttentionOptions(
+        scale=scale, causal=causal, window=window, softcap=softcap
+    )
     after_bias = softcap_after_bias and softcap is not None and bias is not None
     if dropout or after_bias:
         seeds = None
         if dropout and dropout_key is not None:
             seeds = seeds_of(dropout_key, b, n)
-        options |= dict(softcap_after_bias=after_bias, dropout=float(dropout))
-        out, lse = plain_attention_p(*operands, seeds, **options)
+        more = dict(softcap_after_bias=after_bias, dropout=float(dropout))
+        out, lse = plain_attention_p(*operands, seeds, **options, **more)
     else:
         out, lse = attention_p(*operands, **options)
     if unbatched:
@@ -230,128 +230,31 @@ def broadcastable(name, x, shape):
 
 
 def attention_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k hv"],
-    bias: Float[Array, "#b #k*g #t #s"] | None,
-    mask: Bool[Array, "#b #k*g #t #s"] | None,
-    q_segment_ids: Int[Array, "b t"] | None,
-    kv_segment_ids: Int[Array, "b s"] | None,
-    kv_lengths: Int[Array, " b"] | None,
-    q_offset: Int[Array, " b"] | None,
-    sinks: Float[Array, " k*g"] | None,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    o: AttentionOperands, **options: Unpack[AttentionOptions]
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]:
-    return by_rows(
-        attend,
-        query,
-        key,
-        value,
-        kv_lengths,
-        q_offset,
-        bias=bias,
-        mask=mask,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        sinks=sinks,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
+    return by_rows(attend, **o._asdict(), **options)
 
 
 def attention_fwd_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k hv"],
-    bias: Float[Array, "#b #k*g #t #s"] | None,
-    mask: Bool[Array, "#b #k*g #t #s"] | None,
-    q_segment_ids: Int[Array, "b t"] | None,
-    kv_segment_ids: Int[Array, "b s"] | None,
-    kv_lengths: Int[Array, " b"] | None,
-    q_offset: Int[Array, " b"] | None,
-    sinks: Float[Array, " k*g"] | None,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    o: AttentionOperands, **options: Unpack[AttentionOptions]
 ) -> tuple[
     Float[Array, "b t k*g hv"], Float[Array, "b t k*g"], Int8[Array, "b t k*g tail"]
 ]:
     """And what rounding took from out, which its gradients need: `tail_of`."""
-    return by_rows(
-        attend_fwd,
-        query,
-        key,
-        value,
-        kv_lengths,
-        q_offset,
-        bias=bias,
-        mask=mask,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        sinks=sinks,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
+    return by_rows(attend_fwd, **o._asdict(), **options)
 
 
 def attention_bwd_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b s k h"],
-    value: Float[Array, "b s k hv"],
-    bias: Float[Array, "#b #k*g #t #s"] | None,
-    mask: Bool[Array, "#b #k*g #t #s"] | None,
-    q_segment_ids: Int[Array, "b t"] | None,
-    kv_segment_ids: Int[Array, "b s"] | None,
-    kv_lengths: Int[Array, " b"] | None,
-    q_offset: Int[Array, " b"] | None,
-    sinks: Float[Array, " k*g"] | None,
+    o: AttentionOperands,
     out: Float[Array, "b t k*g hv"],
     lse: Float[Array, "b t k*g"],
     tail: Int8[Array, "b t k*g tail"] | None,
     dout: Float[Array, "b t k*g hv"],
     dlse: Float[Array, "b t k*g"],
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[
-    Float[Array, "b t k*g h"],
-    Float[Array, "b s k h"],
-    Float[Array, "b s k hv"],
-    Float[Array, "#b #k*g #t #s"] | None,
-    Float[Array, " k*g"] | None,
-]:
+    **options: Unpack[AttentionOptions],
+) -> AttentionGradients:
     del out, tail  # kernels need them
-    return gradients_by_rows(
-        query,
-        key,
-        value,
-        kv_lengths,
-        q_offset,
-        bias=bias,
-        mask=mask,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        sinks=sinks,
-        lse=lse,
-        dout=dout,
-        dlse=dlse,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
+    return gradients_by_rows(**o._asdict(), lse=lse, dout=dout, dlse=dlse, **options)
 
 
 attention_p = kernel_primitive(

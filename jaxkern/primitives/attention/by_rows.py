@@ -13,6 +13,7 @@ from jaxkern.primitives.attention.attend import (
     score_dtype,
     without_rest,
 )
+from jaxkern.primitives.attention.operands import AttentionGradients
 from jaxkern.primitives.attention.query_blocks import (
     join_rows,
     rows_at_once,
@@ -68,8 +69,7 @@ def gradients_by_rows(
     dout,
     dlse,
     **rest,
-) -> tuple:
-    """(dquery, dkey, dvalue, dbias, dsinks), None for what is absent."""
+) -> AttentionGradients:
     rows: dict[str, Any] = dict(
         query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids
     )
@@ -102,7 +102,7 @@ def gradients_by_rows(
         *zeros, _ = same_manual_axes([*zeros, query])
         sums, parts = lax.scan(step, dict(zip(summed, zeros, strict=True)), blocks)
         grads = sums | {name: join_rows(g, name, query) for name, g in parts.items()}
-    return (
+    return AttentionGradients(
         grads["query"].astype(query.dtype),
         grads["key"].astype(key.dtype),
         grads["value"].astype(value.dtype),

@@ -4,14 +4,18 @@ The decode form of multi-head latent attention (https://arxiv.org/abs/2405.04434
 the up-projections of keys and values absorbed into query and output projections.
 """
 
+from typing import NamedTuple, Unpack
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkern.primitives.attention.attention import (
+    attention,
     attention_bwd_reference,
     attention_reference,
 )
-from jaxkern.primitives.attention.mask import as_causal
+from jaxkern.primitives.attention.mask import checked_visibility
+from jaxkern.primitives.attention.operands import AttentionOperands, AttentionOptions
 from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
@@ -30,6 +34,8 @@ def latent_attention(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
+    dropout_key: PRNGKeyArray | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "b t n value_dim"] | tuple[Array, Array]:
     """Attention of n heads over one cache whose rows are key and value at once.
@@ -48,6 +54,7 @@ def latent_attention(
         (128 + 64)**-0.5 times its correction for long contexts; h does not tell it.
         As there it may be traced, and learned.
       kv_lengths, q_offset, causal, window, softcap, return_lse: see `attention`.
+      dropout, dropout_key: likewise; the call then is that of `attention` above.
 
     Returns:
       out: `[b, t, n, value_dim]`, dtype of query.
@@ -71,25 +78,30 @@ def latent_attention(
     s = latent.shape[1]
     if not 1 <= value_dim <= h:
         raise ValueError(f"{op}: value_dim is {value_dim}, not 1 to {h}.")
-    causal, window, shift = as_causal(op, window, causal)
-    query, scale = with_static_scale(op, query, scale)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: softcap is {softcap}. Leave it out for no cap.")
-    positioned = causal or window is not None
-    if positioned and q_offset is None and kv_lengths is not None and t != s:
-        raise ValueError(
-            f"{op}: with kv_lengths and t != s the position of the queries is "
-            "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
+    if dropout:  # of training, where the reference runs anyway
+        return attention(
+            query,
+            latent[:, :, None],
+            latent[:, :, None, :value_dim],
+            kv_lengths=kv_lengths,
+            q_offset=q_offset,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            dropout=dropout,
+            dropout_key=dropout_key,
+            return_lse=return_lse,
         )
-    if shift:
-        q_offset = (s - t if q_offset is None else q_offset) + shift
+    query, scale = with_static_scale(op, query, scale)
+    causal, window, q_offset = checked_visibility(
+        op, causal, window, softcap, q_offset, kv_lengths, t, s
+    )
     out, lse = latent_attention_p(
         query,
         latent,
-        per_sequence("latent_attention", "kv_lengths", kv_lengths, (b,)),
-        per_sequence(
-            "latent_attention", "q_offset", q_offset if positioned else None, (b,)
-        ),
+        per_sequence(op, "kv_lengths", kv_lengths, (b,)),
+        per_sequence(op, "q_offset", q_offset, (b,)),
         value_dim=int(value_dim),
         scale=scale,
         causal=causal,
@@ -99,75 +111,38 @@ def latent_attention(
     return (out, lse) if return_lse else out
 
 
+class LatentOperands(NamedTuple):
+    query: Float[Array, "b t n h"]
+    latent: Float[Array, "b s h"]
+    kv_lengths: Int[Array, " b"] | None
+    q_offset: Int[Array, " b"] | None
+
+    def split(self, value_dim: int) -> AttentionOperands:
+        key, value = self.latent[:, :, None], self.latent[:, :, None, :value_dim]
+        visible = dict(kv_lengths=self.kv_lengths, q_offset=self.q_offset)
+        return AttentionOperands(self.query, key, value, **visible)
+
+
 def latent_attention_reference(
-    query: Float[Array, "b t n h"],
-    latent: Float[Array, "b s h"],
-    kv_lengths: Int[Array, " b"] | None,
-    q_offset: Int[Array, " b"] | None,
-    *,
-    value_dim: int,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    o: LatentOperands, *, value_dim: int, **options: Unpack[AttentionOptions]
 ) -> tuple[Float[Array, "b t n hv"], Float[Array, "b t n"]]:
-    return attention_reference(
-        query,
-        latent[:, :, None],
-        latent[:, :, None, :value_dim],
-        bias=None,
-        mask=None,
-        q_segment_ids=None,
-        kv_segment_ids=None,
-        kv_lengths=kv_lengths,
-        q_offset=q_offset,
-        sinks=None,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
+    return attention_reference(o.split(value_dim), **options)
 
 
 def latent_attention_bwd_reference(
-    query: Float[Array, "b t n h"],
-    latent: Float[Array, "b s h"],
-    kv_lengths: Int[Array, " b"] | None,
-    q_offset: Int[Array, " b"] | None,
+    o: LatentOperands,
     out: Float[Array, "b t n hv"],
     lse: Float[Array, "b t n"],
     dout: Float[Array, "b t n hv"],
     dlse: Float[Array, "b t n"],
     *,
     value_dim: int,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s h"]]:
-    dquery, dkey, dvalue, _, _ = attention_bwd_reference(
-        query,
-        latent[:, :, None],
-        latent[:, :, None, :value_dim],
-        bias=None,
-        mask=None,
-        q_segment_ids=None,
-        kv_segment_ids=None,
-        kv_lengths=kv_lengths,
-        q_offset=q_offset,
-        sinks=None,
-        out=out,
-        lse=lse,
-        tail=None,
-        dout=dout,
-        dlse=dlse,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
-    rest = [(0, 0), (0, 0), (0, latent.shape[-1] - value_dim)]
-    return dquery, dkey[:, :, 0] + jnp.pad(dvalue[:, :, 0], rest)
+    operands = o.split(value_dim)
+    d = attention_bwd_reference(operands, out, lse, None, dout, dlse, **options)
+    rest = [(0, 0), (0, 0), (0, o.latent.shape[-1] - value_dim)]
+    return d.query, d.key[:, :, 0] + jnp.pad(d.value[:, :, 0], rest)
 
 
 latent_attention_p = kernel_primitive(

@@ -275,3 +275,28 @@ def as_causal(op, window, causal):
     if right is None:
         return False, None if left is None else left + 1, 0
     return True, None if left is None else left + right + 1, right
+
+
+def checked_visibility(op, causal, window, softcap, q_offset, kv_lengths, t, s):
+    """(causal, window of keys, q_offset) of t queries over s keys; checks softcap too.
+
+    None for q_offset where it is the default, or not read.
+    """
+    causal, window, shift = as_causal(op, window, causal)
+    check_softcap(op, softcap)
+    positioned = causal or window is not None
+    if positioned and q_offset is None and kv_lengths is not None and t != s:
+        raise ValueError(
+            f"{op}: with kv_lengths and t != s the position of the queries is "
+            "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
+        )
+    if shift:
+        q_offset = (s - t if q_offset is None else q_offset) + shift
+    if not positioned or (isinstance(q_offset, int) and q_offset == s - t):
+        q_offset = None
+    return causal, window, q_offset
+
+
+def check_softcap(op, softcap):
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap is {softcap}. Leave it out for no cap.")

@@ -1,26 +1,39 @@
-"""The operands of attention by name, for the kernels of every backend."""
+"""What attention takes and gives, by name: for its references and for every kernel."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
+
+from jaxtyping import Array, Bool, Float, Int
 
 
 class AttentionOperands(NamedTuple):
-    """In the order of `attention_reference`; those that are absent are None.
+    """In the order of `attention_p`; those that are absent are None."""
 
-    Attributes:
-      query, key, value: `[b, t, n, h]`, `[b, s, k, h]`, `[b, s, k, hv]`.
-      bias, mask: `[b or 1, n or 1, t or 1, s or 1]`.
-      q_segment_ids, kv_segment_ids: `[b, t]`, `[b, s]`; both or neither.
-      kv_lengths, q_offset: `[b]`.
-      sinks: `[n]`.
-    """
+    query: Float[Array, "b t k*g h"]
+    key: Float[Array, "b s k h"]
+    value: Float[Array, "b s k hv"]
+    bias: Float[Array, "#b #k*g #t #s"] | None = None
+    mask: Bool[Array, "#b #k*g #t #s"] | None = None
+    q_segment_ids: Int[Array, "b t"] | None = None  # both or neither
+    kv_segment_ids: Int[Array, "b s"] | None = None
+    kv_lengths: Int[Array, " b"] | None = None
+    q_offset: Int[Array, " b"] | None = None
+    sinks: Float[Array, " k*g"] | None = None
 
-    query: Any
-    key: Any
-    value: Any
-    bias: Any
-    mask: Any
-    q_segment_ids: Any
-    kv_segment_ids: Any
-    kv_lengths: Any
-    q_offset: Any
-    sinks: Any
+
+class AttentionGradients(NamedTuple):
+    """One for each float operand; None for an absent one."""
+
+    query: Float[Array, "b t k*g h"]
+    key: Float[Array, "b s k h"]
+    value: Float[Array, "b s k hv"]
+    bias: Float[Array, "#b #k*g #t #s"] | None
+    sinks: Float[Array, " k*g"] | None
+
+
+class AttentionOptions(TypedDict):
+    """As `checked_visibility` leaves them: a window of two numbers is one."""
+
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float | None

@@ -1,5 +1,7 @@
 """Attention over a paged key/value cache  (https://arxiv.org/abs/2309.06180)."""
 
+from typing import NamedTuple, Unpack
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -7,7 +9,8 @@ from jaxkern.primitives.attention.attention import (
     attention_bwd_reference,
     attention_reference,
 )
-from jaxkern.primitives.attention.mask import as_causal
+from jaxkern.primitives.attention.mask import as_causal, check_softcap
+from jaxkern.primitives.attention.operands import AttentionOperands, AttentionOptions
 from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
@@ -74,10 +77,7 @@ def paged_attention(
       Array([[[[4.333]]]], dtype=float32)
     """
     causal, window, shift = as_causal("paged_attention", window, causal)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(
-            f"paged_attention: softcap is {softcap}. Leave it out for no cap."
-        )
+    check_softcap("paged_attention", softcap)
     if query.ndim != 4:
         raise TypeError(
             f"paged_attention: `query` must have dims [b, t, heads, head dim], got "
@@ -109,89 +109,55 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+class PagedOperands(NamedTuple):
+    query: Float[Array, "b t k*g h"]
+    key_pages: Float[Array, "num_pages page k h"]
+    value_pages: Float[Array, "num_pages page k hv"]
+    block_tables: Int[Array, "b pages"]
+    kv_lengths: Int[Array, " b"]
+    q_offset: Int[Array, " b"] | None
+    sinks: Float[Array, " k*g"] | None
+
+    def gathered(self) -> AttentionOperands:
+        return AttentionOperands(
+            self.query,
+            gather_pages(self.key_pages, self.block_tables),
+            gather_pages(self.value_pages, self.block_tables),
+            mask=page_mask(self.block_tables, self.key_pages),
+            kv_lengths=self.kv_lengths,
+            q_offset=self.q_offset,
+            sinks=self.sinks,
+        )
+
+
 def paged_attention_reference(
-    query: Float[Array, "b t k*g h"],
-    key_pages: Float[Array, "num_pages page k h"],
-    value_pages: Float[Array, "num_pages page k hv"],
-    block_tables: Int[Array, "b pages"],
-    kv_lengths: Int[Array, " b"],
-    q_offset: Int[Array, " b"] | None,
-    sinks: Float[Array, " k*g"] | None,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    o: PagedOperands, **options: Unpack[AttentionOptions]
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]:
-    return attention_reference(
-        query,
-        gather_pages(key_pages, block_tables),
-        gather_pages(value_pages, block_tables),
-        None,
-        page_mask(block_tables, key_pages),
-        None,
-        None,
-        kv_lengths,
-        q_offset,
-        sinks,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
+    return attention_reference(o.gathered(), **options)
 
 
 def paged_attention_bwd_reference(
-    query: Float[Array, "b t k*g h"],
-    key_pages: Float[Array, "num_pages page k h"],
-    value_pages: Float[Array, "num_pages page k hv"],
-    block_tables: Int[Array, "b pages"],
-    kv_lengths: Int[Array, " b"],
-    q_offset: Int[Array, " b"] | None,
-    sinks: Float[Array, " k*g"] | None,
+    o: PagedOperands,
     out: Float[Array, "b t k*g hv"],
     lse: Float[Array, "b t k*g"],
     dout: Float[Array, "b t k*g hv"],
     dlse: Float[Array, "b t k*g"],
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[
     Float[Array, "b t k*g h"],
     Float[Array, "num_pages page k h"],
     Float[Array, "num_pages page k hv"],
     Float[Array, " k*g"] | None,
 ]:
-    dquery, dkey, dvalue, _, dsinks = attention_bwd_reference(
-        query,
-        # float32, so that the gradients of a shared page are rounded after their sum
-        at_least_f32(gather_pages(key_pages, block_tables)),
-        at_least_f32(gather_pages(value_pages, block_tables)),
-        None,
-        page_mask(block_tables, key_pages),
-        None,
-        None,
-        kv_lengths,
-        q_offset,
-        sinks,
-        out,
-        lse,
-        None,
-        dout,
-        dlse,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
-    return (
-        dquery,
-        scatter_pages(dkey, block_tables, key_pages).astype(key_pages.dtype),
-        scatter_pages(dvalue, block_tables, value_pages).astype(value_pages.dtype),
-        dsinks,
-    )
+    whole = o.gathered()
+    # float32, so that the gradients of a shared page are rounded after their sum
+    key, value = at_least_f32(whole.key), at_least_f32(whole.value)
+    whole = whole._replace(key=key, value=value)
+    d = attention_bwd_reference(whole, out, lse, None, dout, dlse, **options)
+    dkey = scatter_pages(d.key, o.block_tables, o.key_pages)
+    dvalue = scatter_pages(d.value, o.block_tables, o.value_pages)
+    dkey, dvalue = dkey.astype(o.key_pages.dtype), dvalue.astype(o.value_pages.dtype)
+    return d.query, dkey, dvalue, d.sinks
 
 
 def page_mask(block_tables, pages):

@@ -4,7 +4,7 @@ Rotated keys and values (https://arxiv.org/abs/2504.19874) are never rotated bac
 <q, R^T k> = <Rq, k> and sum_j p_j R^T v_j = R^T (sum_j p_j v_j).
 """
 
-from typing import Any
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt8
@@ -14,7 +14,8 @@ from jaxkern.primitives.attention.attention import (
     attention_reference,
     broadcastable,
 )
-from jaxkern.primitives.attention.mask import as_causal
+from jaxkern.primitives.attention.mask import checked_visibility
+from jaxkern.primitives.attention.operands import AttentionOperands, AttentionOptions
 from jaxkern.primitives.attention.scale import with_static_scale
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
@@ -95,17 +96,9 @@ def quantized_cache_attention(
     query, scale = with_static_scale(op, query, scale)
     b, t, n, _ = query.shape
     s = key.shape[1]
-    causal, window, shift = as_causal(op, window, causal)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: softcap is {softcap}. Leave it out for no cap.")
-    positioned = causal or window is not None
-    if positioned and q_offset is None and kv_lengths is not None and t != s:
-        raise ValueError(
-            f"{op}: with kv_lengths and t != s the position of the queries is "
-            "ambiguous. Pass q_offset: kv_lengths - t if they are the last tokens."
-        )
-    if shift:
-        q_offset = (s - t if q_offset is None else q_offset) + shift
+    causal, window, q_offset = checked_visibility(
+        op, causal, window, softcap, q_offset, kv_lengths, t, s
+    )
     out, lse = quantized_cache_attention_p(
         query,
         key_array,
@@ -115,13 +108,8 @@ def quantized_cache_attention(
         value_codes,
         value_scales,
         broadcastable("mask", mask, (b, n, t, s)),
-        per_sequence("quantized_cache_attention", "kv_lengths", kv_lengths, (b,)),
-        per_sequence(
-            "quantized_cache_attention",
-            "q_offset",
-            q_offset if positioned else None,
-            (b,),
-        ),
+        per_sequence(op, "kv_lengths", kv_lengths, (b,)),
+        per_sequence(op, "q_offset", q_offset, (b,)),
         sinks,
         key_codec=key_codec,
         value_codec=value_codec,
@@ -140,64 +128,54 @@ def parts(cache):
     return cache, None, None, None
 
 
+class CacheOperands(NamedTuple):
+    query: Float[Array, "b t k*g h"]
+    key: Float[Array, "b s k h"] | None
+    key_codes: UInt8[Array, "b s k key_bytes"] | None
+    key_scales: Float[Array, "b s k key_groups"] | None
+    value: Float[Array, "b s k hv"] | None
+    value_codes: UInt8[Array, "b s k value_bytes"] | None
+    value_scales: Float[Array, "b s k value_groups"] | None
+    mask: Bool[Array, "#b #k*g #t #s"] | None
+    kv_lengths: Int[Array, " b"] | None
+    q_offset: Int[Array, " b"] | None
+    sinks: Float[Array, " k*g"] | None
+
+    def decoded(
+        self, key_codec: VectorCodec | None, value_codec: VectorCodec | None
+    ) -> AttentionOperands:
+        """Query, keys and values as they are stored: rotated, where the codecs do."""
+        k = decoded(self.key, self.key_codes, self.key_scales, key_codec)
+        v = decoded(self.value, self.value_codes, self.value_scales, value_codec)
+        if k.shape[-1] != self.query.shape[-1]:
+            raise TypeError(
+                f"quantized_cache_attention: dim `h` is {self.query.shape[-1]} in "
+                f"`query` but {k.shape[-1]} in `key`."
+            )
+        return AttentionOperands(
+            rotated_query(self.query, v.shape[-1], key_codec, value_codec),
+            k,
+            v,
+            mask=self.mask,
+            kv_lengths=self.kv_lengths,
+            q_offset=self.q_offset,
+            sinks=self.sinks,
+        )
+
+
 def quantized_cache_attention_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b s k h"] | None,
-    key_codes: UInt8[Array, "b s k key_bytes"] | None,
-    key_scales: Float[Array, "b s k key_groups"] | None,
-    value: Float[Array, "b s k hv"] | None,
-    value_codes: UInt8[Array, "b s k value_bytes"] | None,
-    value_scales: Float[Array, "b s k value_groups"] | None,
-    mask: Bool[Array, "#b #k*g #t #s"] | None,
-    kv_lengths: Int[Array, " b"] | None,
-    q_offset: Int[Array, " b"] | None,
-    sinks: Float[Array, " k*g"] | None,
+    o: CacheOperands,
     *,
     key_codec: VectorCodec | None,
     value_codec: VectorCodec | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]:
-    k = decoded(key, key_codes, key_scales, key_codec)
-    v = decoded(value, value_codes, value_scales, value_codec)
-    if k.shape[-1] != query.shape[-1]:
-        raise TypeError(
-            f"quantized_cache_attention: dim `h` is {query.shape[-1]} in `query` but "
-            f"{k.shape[-1]} in `key`."
-        )
-    out, lse = attention_reference(
-        rotated_query(query, v.shape[-1], key_codec, value_codec),
-        k,
-        v,
-        bias=None,
-        mask=mask,
-        q_segment_ids=None,
-        kv_segment_ids=None,
-        kv_lengths=kv_lengths,
-        q_offset=q_offset,
-        sinks=sinks,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-    )
-    return rotated(out, value_codec, back=True).astype(query.dtype), lse
+    out, lse = attention_reference(o.decoded(key_codec, value_codec), **options)
+    return rotated(out, value_codec, back=True).astype(o.query.dtype), lse
 
 
 def quantized_cache_attention_bwd_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b s k h"] | None,
-    key_codes: UInt8[Array, "b s k key_bytes"] | None,
-    key_scales: Float[Array, "b s k key_groups"] | None,
-    value: Float[Array, "b s k hv"] | None,
-    value_codes: UInt8[Array, "b s k value_bytes"] | None,
-    value_scales: Float[Array, "b s k value_groups"] | None,
-    mask: Bool[Array, "#b #k*g #t #s"] | None,
-    kv_lengths: Int[Array, " b"] | None,
-    q_offset: Int[Array, " b"] | None,
-    sinks: Float[Array, " k*g"] | None,
+    o: CacheOperands,
     out: Float[Array, "b t k*g hv"],
     lse: Float[Array, "b t k*g"],
     dout: Float[Array, "b t k*g hv"],
@@ -205,10 +183,7 @@ def quantized_cache_attention_bwd_reference(
     *,
     key_codec: VectorCodec | None,
     value_codec: VectorCodec | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[
     Float[Array, "b t k*g h"],
     Float[Array, "b s k h"] | None,
@@ -217,31 +192,15 @@ def quantized_cache_attention_bwd_reference(
     Float[Array, "b s k value_groups"] | None,
     Float[Array, " k*g"] | None,
 ]:
-    dquery, dk, dv, _, dsinks = attention_bwd_reference(
-        rotated_query(query, out.shape[-1], key_codec, value_codec),
-        decoded(key, key_codes, key_scales, key_codec),
-        decoded(value, value_codes, value_scales, value_codec),
-        bias=None,
-        mask=mask,
-        q_segment_ids=None,
-        kv_segment_ids=None,
-        kv_lengths=kv_lengths,
-        q_offset=q_offset,
-        sinks=sinks,
-        out=rotated(out, value_codec),
-        lse=lse,
-        tail=None,
-        dout=rotated(dout, value_codec),
-        dlse=dlse,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
+    operands = o.decoded(key_codec, value_codec)
+    out, dout = (rotated(x, value_codec) for x in (out, dout))
+    d = attention_bwd_reference(operands, out, lse, None, dout, dlse, **options)
+    dquery = rotated(d.query, key_codec, back=True).astype(o.query.dtype)
+    dkey, dkey_scales = pulled_back(d.key, o.key_codes, o.key_scales, key_codec)
+    dvalue, dvalue_scales = pulled_back(
+        d.value, o.value_codes, o.value_scales, value_codec
     )
-    dquery = rotated(dquery, key_codec, back=True).astype(query.dtype)
-    dkey, dkey_scales = pulled_back(dk, key_codes, key_scales, key_codec)
-    dvalue, dvalue_scales = pulled_back(dv, value_codes, value_scales, value_codec)
-    return dquery, dkey, dkey_scales, dvalue, dvalue_scales, dsinks
+    return dquery, dkey, dkey_scales, dvalue, dvalue_scales, d.sinks
 
 
 def rotated_query(query: Array, hv: int, key_codec: Any, value_codec: Any) -> Array:

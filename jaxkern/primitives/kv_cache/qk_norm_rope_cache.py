@@ -3,6 +3,9 @@
 query, cache[b, positions[b] + i] = qk_norm_rope(query, key)[..., i], likewise value
 """
 
+from typing import NamedTuple, Unpack
+
+import jax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
@@ -11,7 +14,13 @@ from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import quantize_into
 from jaxkern.primitives.norm.rms_norm import rms_norm_fwd_reference
-from jaxkern.primitives.rope.rope import Pairing, check_pairs, rotary_tables, rotate
+from jaxkern.primitives.rope.rope import (
+    NormedRotation,
+    Pairing,
+    check_pairs,
+    rotary_tables,
+    rotate,
+)
 from jaxkern.primitives.turboquant.quantized_vectors import (
     QuantizedVectors,
     check_quantized_vectors,
@@ -95,24 +104,13 @@ def qk_norm_rope_cache(
     op = "qk_norm_rope_cache"
     check_weights(op, query_weight, key_weight, eps)
     cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
+    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
     return qk_norm_rope_cache_p(
-        query,
-        key,
-        value,
-        query_weight,
-        key_weight,
-        cos,
-        sin,
-        key_cache,
-        value_cache,
+        *(query, key, value, query_weight, key_weight, cos, sin),
+        *(key_cache, value_cache),
         per_sequence(op, "positions", positions, query.shape[:1]),
         new_lengths,
-        ring=ring,
-        eps=eps,
-        offset=offset,
-        pairing=pairing,
-        pair_offset=pair_offset,
-        at_end=at_end,
+        **dict(options, ring=ring, eps=eps, offset=offset),
     )
 
 
@@ -171,29 +169,16 @@ def qk_norm_rope_quantized_cache(
     check_quantized_vectors(op, "value_cache", value_cache)
     check_weights(op, query_weight, key_weight, eps)
     cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
+    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
+    codecs = dict(key_codec=key_cache.codec, value_codec=value_cache.codec)
     query, key_codes, key_scales, value_codes, value_scales = (
         qk_norm_rope_quantized_cache_p(
-            query,
-            key,
-            value,
-            query_weight,
-            key_weight,
-            cos,
-            sin,
-            key_cache.codes,
-            key_cache.scales,
-            value_cache.codes,
-            value_cache.scales,
+            *(query, key, value, query_weight, key_weight, cos, sin),
+            *(key_cache.codes, key_cache.scales),
+            *(value_cache.codes, value_cache.scales),
             per_sequence(op, "positions", positions, query.shape[:1]),
             new_lengths,
-            key_codec=key_cache.codec,
-            value_codec=value_cache.codec,
-            ring=ring,
-            eps=eps,
-            offset=offset,
-            pairing=pairing,
-            pair_offset=pair_offset,
-            at_end=at_end,
+            **dict(options | codecs, ring=ring, eps=eps, offset=offset),
         )
     )
     return (
@@ -211,28 +196,43 @@ def check_weights(op, query_weight, key_weight, eps):
         )
 
 
-def turned(op, query, key, weights, tables, eps, offset, pairing, pair_offset, at_end):
+class NewTokens(NamedTuple):
+    """What the projections of a layer give, and how it is turned."""
+
+    query: Float[Array, "b t k*g h"]
+    key: Float[Array, "b t k h"]
+    value: Float[Array, "b t k hv"]
+    query_weight: Float[Array, " h"] | None
+    key_weight: Float[Array, " h"] | None
+    cos: Float[Array, "b t r"]
+    sin: Float[Array, "b t r"]
+
+
+def turned(
+    op: str,
+    new: NewTokens,
+    *,
+    eps: float | None,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+    at_end: bool,
+) -> tuple[jax.Array, jax.Array]:
     """The query in its own dtype, the key in float32."""
-    cos, sin = tables
-    check_pairs(op, query.shape[-1], cos.shape[-1], pair_offset)
+    check_pairs(op, new.query.shape[-1], new.cos.shape[-1], pair_offset)
 
     def one(x, weight):
         x = at_least_f32(x)
         if eps is not None:
             x, _ = rms_norm_fwd_reference(x, weight, None, eps=eps, offset=offset)
-        return rotate(x, cos, sin, pairing, pair_offset, at_end)
+        return rotate(x, new.cos, new.sin, pairing, pair_offset, at_end)
 
-    return one(query, weights[0]).astype(query.dtype), one(key, weights[1])
+    query = one(new.query, new.query_weight).astype(new.query.dtype)
+    return query, one(new.key, new.key_weight)
 
 
 def qk_norm_rope_cache_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k hv"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    new: NewTokens,
     key_cache: Float[Array, "b s k h"],
     value_cache: Float[Array, "b s k hv"],
     positions: Int[Array, " b"],
@@ -240,32 +240,21 @@ def qk_norm_rope_cache_reference(
     *,
     ring: bool,
     eps: float | None,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-    at_end: bool,
+    **rotation: Unpack[NormedRotation],
 ) -> tuple[
     Float[Array, "b t k*g h"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
-    weights = query_weight, key_weight
-    how = eps, offset, pairing, pair_offset, at_end
-    query, key = turned("qk_norm_rope_cache", query, key, weights, (cos, sin), *how)
+    query, key = turned("qk_norm_rope_cache", new, eps=eps, **rotation)
     slots = positions, new_lengths
     return (
         query,
         update_kv_cache_reference(key_cache, key, *slots, ring=ring),
-        update_kv_cache_reference(value_cache, value, *slots, ring=ring),
+        update_kv_cache_reference(value_cache, new.value, *slots, ring=ring),
     )
 
 
 def qk_norm_rope_quantized_cache_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k hv"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    new: NewTokens,
     key_codes: UInt8[Array, "b s k key_bytes"],
     key_scales: Float[Array, "b s k key_groups"],
     value_codes: UInt8[Array, "b s k value_bytes"],
@@ -277,10 +266,7 @@ def qk_norm_rope_quantized_cache_reference(
     value_codec: VectorCodec,
     ring: bool,
     eps: float | None,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-    at_end: bool,
+    **rotation: Unpack[NormedRotation],
 ) -> tuple[
     Float[Array, "b t k*g h"],
     UInt8[Array, "b s k key_bytes"],
@@ -289,10 +275,8 @@ def qk_norm_rope_quantized_cache_reference(
     Float[Array, "b s k value_groups"],
 ]:
     op = "qk_norm_rope_quantized_cache"
-    weights = query_weight, key_weight
-    how = eps, offset, pairing, pair_offset, at_end
-    query, key = turned(op, query, key, weights, (cos, sin), *how)
-    slots = positions, new_lengths
+    query, key = turned(op, new, eps=eps, **rotation)
+    slots, value = (positions, new_lengths), new.value
     return (
         query,
         *quantize_into(op, key_codes, key_scales, key, slots, key_codec, ring),
@@ -302,18 +286,12 @@ def qk_norm_rope_quantized_cache_reference(
 
 # The caches have no g: were it cut, each device's part would be added. A token's slot
 # may be on any device; a norm, a pair and a quantised vector need the whole head.
+CODE_DIMS = "key_bytes", "key_groups", "value_bytes", "value_groups"
 HEADS = ("g", "h", "hv", "r", "t")
 qk_norm_rope_cache_p = kernel_primitive(
     qk_norm_rope_cache_reference, replicated=(*HEADS, "s")
 )
 qk_norm_rope_quantized_cache_p = kernel_primitive(
     qk_norm_rope_quantized_cache_reference,
-    replicated=(
-        *HEADS,
-        "s",
-        "key_bytes",
-        "key_groups",
-        "value_bytes",
-        "value_groups",
-    ),
+    replicated=(*HEADS, "s", *CODE_DIMS),
 )

@@ -3,17 +3,24 @@
 query, pages[slots[b, i]] = qk_norm_rope(query, key)[..., i], likewise value
 """
 
+from typing import Unpack
+
 import jax
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.kv_cache.qk_norm_rope_cache import HEADS, check_weights, turned
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
+    HEADS,
+    NewTokens,
+    check_weights,
+    turned,
+)
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
     update_paged_kv_cache_bwd_reference,
     update_paged_kv_cache_reference,
 )
-from jaxkern.primitives.rope.rope import Pairing, rotary_tables
+from jaxkern.primitives.rope.rope import NormedRotation, Pairing, rotary_tables
 
 
 @check_arguments
@@ -70,78 +77,45 @@ def qk_norm_rope_paged_cache(
     op = "qk_norm_rope_paged_cache"
     check_weights(op, query_weight, key_weight, eps)
     cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
+    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
     return qk_norm_rope_paged_cache_p(
-        query,
-        key,
-        value,
-        query_weight,
-        key_weight,
-        cos,
-        sin,
-        key_pages,
-        value_pages,
-        slots,
-        eps=eps,
-        offset=offset,
-        pairing=pairing,
-        pair_offset=pair_offset,
-        at_end=at_end,
+        *(query, key, value, query_weight, key_weight, cos, sin),
+        *(key_pages, value_pages, slots),
+        **dict(options, eps=eps, offset=offset),
     )
 
 
 def qk_norm_rope_paged_cache_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k hv"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    new: NewTokens,
     key_pages: Float[Array, "num_pages page k h"],
     value_pages: Float[Array, "num_pages page k hv"],
     slots: Int[Array, "b t"],
     *,
     eps: float | None,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-    at_end: bool,
+    **rotation: Unpack[NormedRotation],
 ) -> tuple[
     Float[Array, "b t k*g h"],
     Float[Array, "num_pages page k h"],
     Float[Array, "num_pages page k hv"],
 ]:
-    weights = query_weight, key_weight
-    how = eps, offset, pairing, pair_offset, at_end
-    query, key = turned(
-        "qk_norm_rope_paged_cache", query, key, weights, (cos, sin), *how
-    )
-    new = key.astype(key_pages.dtype), value.astype(value_pages.dtype)
+    query, key = turned("qk_norm_rope_paged_cache", new, eps=eps, **rotation)
+    key, value = key.astype(key_pages.dtype), new.value.astype(value_pages.dtype)
     return (
         query,
-        update_paged_kv_cache_reference(key_pages, new[0], slots),
-        update_paged_kv_cache_reference(value_pages, new[1], slots),
+        update_paged_kv_cache_reference(key_pages, key, slots),
+        update_paged_kv_cache_reference(value_pages, value, slots),
     )
 
 
 def qk_norm_rope_paged_cache_bwd_reference(
-    query: Float[Array, "b t k*g h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k hv"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    new: NewTokens,
     slots: Int[Array, "b t"],
     dquery: Float[Array, "b t k*g h"],
     dkey_pages: Float[Array, "num_pages page k h"],
     dvalue_pages: Float[Array, "num_pages page k hv"],
     *,
     eps: float | None,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-    at_end: bool,
+    **rotation: Unpack[NormedRotation],
 ) -> tuple[
     Float[Array, "b t k*g h"],
     Float[Array, "b t k h"],
@@ -154,19 +128,13 @@ def qk_norm_rope_paged_cache_bwd_reference(
     Float[Array, "num_pages page k hv"],
 ]:
     """What a slot's gradient gives to its token goes on through rotation and norm."""
-
-    def new(query, key, query_weight, key_weight, cos, sin):
-        op, weights = "qk_norm_rope_paged_cache", (query_weight, key_weight)
-        how = eps, offset, pairing, pair_offset, at_end
-        return turned(op, query, key, weights, (cos, sin), *how)
-
+    op = "qk_norm_rope_paged_cache"
     dkey_pages, dkey = update_paged_kv_cache_bwd_reference(slots, dkey_pages)
     dvalue_pages, dvalue = update_paged_kv_cache_bwd_reference(slots, dvalue_pages)
-    (_, turned_key), transpose = jax.vjp(
-        new, query, key, query_weight, key_weight, cos, sin
-    )
-    dquery, dkey, *dothers = transpose((dquery, dkey.astype(turned_key.dtype)))
-    return dquery, dkey, dvalue.astype(value.dtype), *dothers, dkey_pages, dvalue_pages
+    (_, key), transpose = jax.vjp(lambda new: turned(op, new, eps=eps, **rotation), new)
+    (dnew,) = transpose((dquery, dkey.astype(key.dtype)))
+    dnew = dnew._replace(value=dvalue.astype(new.value.dtype))
+    return *dnew, dkey_pages, dvalue_pages
 
 
 qk_norm_rope_paged_cache_p = kernel_primitive(

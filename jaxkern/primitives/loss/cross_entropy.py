@@ -1,7 +1,7 @@
 """Cross entropy of a softmax: loss = lse(logits) - logits[label]  (https://arxiv.org/abs/1512.00567)."""
 
 import math
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
@@ -353,25 +353,21 @@ def logits_gradient(x, is_label, lse, slope, on_label, on_every, softcap):
     return softcap_bwd_reference(x, dz, cap=softcap)
 
 
+class TokenOptions(TypedDict):
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    ignore_index: int | None
+
+
 def weighted_cross_entropy_reference(
     logits: Float[Array, "... v"],
     labels: Integer[Array, "..."],
     weight: Float[Array, "..."],
-    *,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    ignore_index: int | None,
+    **options: Unpack[TokenOptions],
 ) -> Float[Array, "..."]:
     """weight * loss, whose backward pass reads no logits."""
-    loss, _ = cross_entropy_reference(
-        logits,
-        labels,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        ignore_index=ignore_index,
-    )
+    loss, _ = cross_entropy_reference(logits, labels, **options)
     return loss * weight.astype(loss.dtype)
 
 
@@ -379,19 +375,9 @@ def weighted_cross_entropy_fwd_reference(
     logits: Float[Array, "... v"],
     labels: Integer[Array, "..."],
     weight: Float[Array, "..."],
-    *,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    ignore_index: int | None,
+    **options: Unpack[TokenOptions],
 ) -> tuple[Float[Array, "..."], Float[Array, "... v"], Float[Array, "..."]]:
     """(weight * loss, its gradient of the logits, loss)."""
-    options: dict[str, Any] = dict(
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        ignore_index=ignore_index,
-    )
     loss, lse = cross_entropy_reference(logits, labels, **options)
     weight = weight.astype(loss.dtype)
     gradient = cross_entropy_bwd_reference(
@@ -405,13 +391,9 @@ def weighted_cross_entropy_bwd_reference(
     gradient: Float[Array, "... v"],
     loss: Float[Array, "..."],
     dweighted: Float[Array, "..."],
-    *,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    ignore_index: int | None,
+    **options: Unpack[TokenOptions],
 ) -> tuple[Float[Array, "... v"], Float[Array, "..."]]:
-    del label_smoothing, z_loss, softcap, ignore_index  # in the gradient
+    del options  # in the gradient
     dlogits = gradient * dweighted[..., None]
     return dlogits.astype(gradient.dtype), (loss * dweighted).astype(weight.dtype)
 

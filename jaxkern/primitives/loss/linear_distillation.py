@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.loss.cross_entropy import log_sum_exp
@@ -115,27 +116,6 @@ def linear_distillation(
     )
 
 
-def linear_distillation_reference(
-    x: Float[Array, "... d"],
-    weight: Float[Array, "v d"],
-    teacher_x: Float[Array, "... e"],
-    teacher_weight: Float[Array, "v e"],
-    *,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    block_size: int | None,
-) -> Float[Array, "..."]:
-    operands = (x, weight, teacher_x, teacher_weight)
-    return linear_distillation_fwd_reference(
-        *operands,
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        block_size=block_size,
-    )[0]
-
-
 def linear_distillation_fwd_reference(
     x: Float[Array, "... d"],
     weight: Float[Array, "v d"],
@@ -187,6 +167,9 @@ def linear_distillation_fwd_reference(
 
     (q_kl, p_kl), _ = lax.scan(divergences_of_block, (zero, zero), starts)
     return beta * p_kl + (1 - beta) * q_kl, q_lse, p_lse, q_kl
+
+
+linear_distillation_reference = without_residuals(linear_distillation_fwd_reference)
 
 
 def linear_distillation_bwd_reference(

@@ -12,14 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt, UInt8, UInt32
 
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
+from jaxkern.primitives.quant.quantized_tensor import (
+    QuantizedTensor,
+    check_leading_index,
+    repr_of,
+)
 
 BITS = (2, 3, 4, 5, 6, 8)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AffineTensor:
+class AffineTensor(QuantizedTensor):
     """A weight of shape `[..., d]`, affine in groups along its last dim.
 
         w[..., g * group_size + i] = scales[..., g] * code + biases[..., g]
@@ -60,15 +64,6 @@ class AffineTensor:
             "AffineTensor", self.codes, self.scales, self.bits, self.group_size
         )
         return (*lead, d)
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held: codes, scales and biases."""
-        return self.codes.nbytes + self.scales.nbytes + self.biases.nbytes
 
     def __getitem__(self, index) -> "AffineTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""

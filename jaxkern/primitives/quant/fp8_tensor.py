@@ -6,14 +6,14 @@ import jax
 from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.float8 import check_float8
-from jaxkern.primitives.quant.quantized_tensor import repr_of
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor, repr_of
 
 WHOLE = 0  # a block that spans its dim
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class FP8Tensor:
+class FP8Tensor(QuantizedTensor):
     """A weight of shape `[..., f, d]` in 8-bit floats with a scale for each block.
 
         w[i, j] = float8(codes[i, j]) * scales[i // block[0], j // block[1]]
@@ -64,15 +64,6 @@ class FP8Tensor:
                 f"{self.scales.shape}."
             )
         return self.codes.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held: codes and scales."""
-        return self.codes.nbytes + self.scales.nbytes
 
     def __getitem__(self, index) -> "FP8Tensor":
         """Index the dims in front of the matrix: `stack[layer]`, `experts[ids]`."""

@@ -8,12 +8,16 @@ from jaxtyping import Array, UInt8
 
 from jaxkern.primitives.quant.gguf_blocks import decode_rows, elements_per_row
 from jaxkern.primitives.quant.quantized_family import QuantizedFamily
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
+from jaxkern.primitives.quant.quantized_tensor import (
+    QuantizedTensor,
+    check_leading_index,
+    repr_of,
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class GGUFTensor:
+class GGUFTensor(QuantizedTensor):
     """A weight of shape `[..., d]`, quantised along its last dim.
 
     The one leaf is `blocks`, so `jit`, `vmap`, `scan`, `device_put`, sharding of every
@@ -49,18 +53,9 @@ class GGUFTensor:
         return (*lead, elements_per_row("GGUFTensor", self.qtype, row_bytes))
 
     @property
-    def ndim(self) -> int:
-        return self.blocks.ndim
-
-    @property
     def size(self) -> int:
         """Number of weights."""
         return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, of all blocks."""
-        return self.blocks.nbytes
 
     def __getitem__(self, index) -> "GGUFTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""

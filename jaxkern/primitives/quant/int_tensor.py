@@ -7,13 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Int32, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
+from jaxkern.primitives.quant.quantized_tensor import (
+    QuantizedTensor,
+    check_leading_index,
+    repr_of,
+)
 from jaxkern.primitives.quant.rounding import divide
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class IntTensor:
+class IntTensor(QuantizedTensor):
     """A weight of shape `[..., d]`, integers with a scale for each group of a row.
 
         w[..., i] = (code[..., i] - zeros[..., g]) * scales[..., g], g = i // group_size
@@ -58,15 +62,6 @@ class IntTensor:
             )
         layout = (self.bits, self.group_size, self.signed)
         return (*lead, int_width("IntTensor", self.codes, self.scales, *layout))
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, of all arrays."""
-        return sum(a.nbytes for a in jax.tree.leaves(self))
 
     def __getitem__(self, index) -> "IntTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""

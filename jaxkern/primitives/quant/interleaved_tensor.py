@@ -17,7 +17,11 @@ from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.quant.block_formats import KERNEL_FORMATS
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, elements_per_row
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
+from jaxkern.primitives.quant.quantized_tensor import (
+    QuantizedTensor,
+    check_leading_index,
+    repr_of,
+)
 
 ROWS = 16  # of a tile
 
@@ -27,7 +31,7 @@ UNITS = {q: codes.units for q, codes in KERNEL_FORMATS.items()}
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class InterleavedTensor:
+class InterleavedTensor(QuantizedTensor):
     """A weight of shape `[..., f, d]`, quantised along d, f a multiple of 16.
 
     Made by `interleave` from a `GGUFTensor`, used as one: `linear`, `quantized_matmul`,
@@ -54,15 +58,6 @@ class InterleavedTensor:
         *lead, u, tile_bytes = self.tiles.shape
         d = tile_width("InterleavedTensor", self.qtype, tile_bytes)
         return (*lead, u * ROWS, d)
-
-    @property
-    def ndim(self) -> int:
-        return self.tiles.ndim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, of all blocks."""
-        return self.tiles.nbytes
 
     def __getitem__(self, index) -> "InterleavedTensor":
         """Index the dims before f: `stack[layer]`, `experts[ids]`."""

@@ -10,7 +10,11 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, UInt8
 
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
+from jaxkern.primitives.quant.quantized_tensor import (
+    QuantizedTensor,
+    check_leading_index,
+    repr_of,
+)
 
 
 class MicroscaledFormat(NamedTuple):
@@ -31,7 +35,7 @@ MICROSCALED = {
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class MicroscaledTensor:
+class MicroscaledTensor(QuantizedTensor):
     """A weight of shape `[..., d]`, in small floats with a scale a group of its rows.
 
         w[..., g * size + i] = element * scale[..., g] * global_scale
@@ -82,15 +86,6 @@ class MicroscaledTensor:
                 f"{lead[:-1]}, got {self.global_scale.shape}."
             )
         return (*lead, d)
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, of all arrays."""
-        return sum(a.nbytes for a in jax.tree.leaves(self))
 
     def __getitem__(self, index) -> "MicroscaledTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""

@@ -14,7 +14,11 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.quant.block_fields import entries
-from jaxkern.primitives.quant.quantized_tensor import check_leading_index, repr_of
+from jaxkern.primitives.quant.quantized_tensor import (
+    QuantizedTensor,
+    check_leading_index,
+    repr_of,
+)
 
 # as float32, in the order of their codes
 LEVELS = (
@@ -29,7 +33,7 @@ OUTER_SIZE = 256  # scales that share a scale, where they are quantised too
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class NF4Tensor:
+class NF4Tensor(QuantizedTensor):
     """A weight of shape `[..., d]` in 4-bit normal floats, in groups along d.
 
         w[..., i] = level(code[..., i]) * absmax[..., i // group_size]
@@ -71,15 +75,6 @@ class NF4Tensor:
             )
         arrays = (self.codes, self.scale_codes, self.scales, self.offsets)
         return (*lead, nf4_width("NF4Tensor", *arrays, self.group_size))
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, of all arrays."""
-        return sum(a.nbytes for a in jax.tree.leaves(self))
 
     def __getitem__(self, index) -> "NF4Tensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""

@@ -1,7 +1,7 @@
 """What every container of quantised weights offers, and the check that asks for one.
 
 A format is a frozen dataclass of arrays (a pytree, its options in the static
-structure) that fulfils `QuantizedTensor`, a `QuantizedFamily` that declares its
+structure) that is a `QuantizedTensor`, a `QuantizedFamily` that declares its
 primitives, and one line each that names the functions that read it:
 
     DEQUANTIZE[MyTensor] = my_dequantize  # (w, dtype) -> [..., d]
@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -30,12 +31,13 @@ class QuantizedTensor(Protocol):
         ...
 
     @property
-    def ndim(self) -> int: ...
+    def ndim(self) -> int:
+        return jax.tree.leaves(self)[0].ndim  # codes are the first array of all
 
     @property
     def nbytes(self) -> int:
         """Bytes held, of all arrays."""
-        ...
+        return sum(a.nbytes for a in jax.tree.leaves(self))
 
     def __getitem__(self, index: Any, /) -> "QuantizedTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""

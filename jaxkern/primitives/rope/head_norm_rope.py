@@ -68,17 +68,8 @@ def head_norm_rope(
     cos, sin, pair_offset = rotary_tables(
         "head_norm_rope", x, cos, sin, pairing, pair_offset
     )
-    return head_norm_rope_p(
-        x,
-        weight,
-        cos,
-        sin,
-        eps=eps,
-        offset=offset,
-        pairing=pairing,
-        pair_offset=pair_offset,
-        at_end=at_end,
-    )
+    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
+    return head_norm_rope_p(x, weight, cos, sin, eps=eps, offset=offset, **options)
 
 
 def head_norm_rope_fwd_reference(

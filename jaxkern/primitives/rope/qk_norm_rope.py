@@ -1,5 +1,7 @@
 """head_norm_rope of the queries and of the keys in one op  (https://arxiv.org/abs/2505.09388)."""
 
+from typing import NamedTuple, Unpack
+
 from jaxtyping import Array, Float
 
 from jaxkern.primitives.check_arguments import check_arguments
@@ -9,7 +11,12 @@ from jaxkern.primitives.rope.head_norm_rope import (
     head_norm_rope_bwd_reference,
     head_norm_rope_fwd_reference,
 )
-from jaxkern.primitives.rope.rope import Pairing, check_pairs, rotary_tables
+from jaxkern.primitives.rope.rope import (
+    NormedRotation,
+    Pairing,
+    check_pairs,
+    rotary_tables,
+)
 
 
 @check_arguments
@@ -65,54 +72,39 @@ def qk_norm_rope(
     cos, sin, pair_offset = rotary_tables(
         "qk_norm_rope", query, cos, sin, pairing, pair_offset
     )
-    return qk_norm_rope_p(
-        query,
-        key,
-        query_weight,
-        key_weight,
-        cos,
-        sin,
-        eps=eps,
-        offset=offset,
-        pairing=pairing,
-        pair_offset=pair_offset,
-        at_end=at_end,
-    )
+    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
+    operands = query, key, query_weight, key_weight, cos, sin
+    return qk_norm_rope_p(*operands, eps=eps, offset=offset, **options)
+
+
+class HeadsAndTables(NamedTuple):
+    """The operands, and a gradient for each."""
+
+    query: Float[Array, "... t k*g h"]
+    key: Float[Array, "... t k h"]
+    query_weight: Float[Array, " h"] | None
+    key_weight: Float[Array, " h"] | None
+    cos: Float[Array, "... t r"]
+    sin: Float[Array, "... t r"]
 
 
 def qk_norm_rope_fwd_reference(
-    query: Float[Array, "... t k*g h"],
-    key: Float[Array, "... t k h"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "... t r"],
-    sin: Float[Array, "... t r"],
+    o: HeadsAndTables,
     *,
     eps: float,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-    at_end: bool,
+    **rotation: Unpack[NormedRotation],
 ) -> tuple[
     Float[Array, "... t k*g h"],
     Float[Array, "... t k h"],
     Float[Array, "... t k*g 1"],
     Float[Array, "... t k 1"],
 ]:
-    check_pairs("qk_norm_rope", query.shape[-1], cos.shape[-1], pair_offset)
+    check_pairs(
+        "qk_norm_rope", o.query.shape[-1], o.cos.shape[-1], rotation["pair_offset"]
+    )
     (y_query, query_rstd), (y_key, key_rstd) = (
-        head_norm_rope_fwd_reference(
-            x,
-            weight,
-            cos,
-            sin,
-            eps=eps,
-            offset=offset,
-            pairing=pairing,
-            pair_offset=pair_offset,
-            at_end=at_end,
-        )
-        for x, weight in ((query, query_weight), (key, key_weight))
+        head_norm_rope_fwd_reference(x, weight, o.cos, o.sin, eps=eps, **rotation)
+        for x, weight in ((o.query, o.query_weight), (o.key, o.key_weight))
     )
     return y_query, y_key, query_rstd, key_rstd
 
@@ -121,51 +113,26 @@ qk_norm_rope_reference = without_residuals(qk_norm_rope_fwd_reference, 2)
 
 
 def qk_norm_rope_bwd_reference(
-    query: Float[Array, "... t k*g h"],
-    key: Float[Array, "... t k h"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "... t r"],
-    sin: Float[Array, "... t r"],
+    o: HeadsAndTables,
     query_rstd: Float[Array, "... t k*g 1"],
     key_rstd: Float[Array, "... t k 1"],
     dy_query: Float[Array, "... t k*g h"],
     dy_key: Float[Array, "... t k h"],
     *,
     eps: float,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-    at_end: bool,
-) -> tuple[
-    Float[Array, "... t k*g h"],
-    Float[Array, "... t k h"],
-    Float[Array, " h"] | None,
-    Float[Array, " h"] | None,
-    Float[Array, "... t r"],
-    Float[Array, "... t r"],
-]:
+    **rotation: Unpack[NormedRotation],
+) -> HeadsAndTables:
     (dquery, dquery_weight, *dtables), (dkey, dkey_weight, *dtables_of_key) = (
         head_norm_rope_bwd_reference(
-            x,
-            weight,
-            cos,
-            sin,
-            rstd,
-            dy,
-            eps=eps,
-            offset=offset,
-            pairing=pairing,
-            pair_offset=pair_offset,
-            at_end=at_end,
+            x, weight, o.cos, o.sin, rstd, dy, eps=eps, **rotation
         )
         for x, weight, rstd, dy in (
-            (query, query_weight, query_rstd, dy_query),
-            (key, key_weight, key_rstd, dy_key),
+            (o.query, o.query_weight, query_rstd, dy_query),
+            (o.key, o.key_weight, key_rstd, dy_key),
         )
     )
     dcos, dsin = (a + b for a, b in zip(dtables, dtables_of_key, strict=True))
-    return dquery, dkey, dquery_weight, dkey_weight, dcos, dsin
+    return HeadsAndTables(dquery, dkey, dquery_weight, dkey_weight, dcos, dsin)
 
 
 qk_norm_rope_p = kernel_primitive(

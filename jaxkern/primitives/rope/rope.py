@@ -3,7 +3,7 @@
 (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)  (https://arxiv.org/abs/2104.09864)
 """
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,6 +13,15 @@ from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling, rope_cos_sin
 
 Pairing = Literal["neox", "interleaved"]
+
+
+class NormedRotation(TypedDict):
+    """Options of what norms heads and rotates them, as `rotary_tables` leaves them."""
+
+    offset: float
+    pairing: str
+    pair_offset: int
+    at_end: bool
 
 
 @check_arguments

@@ -22,6 +22,27 @@ def backward_chunks(d: int) -> dict:
 
 
 @jit
+def statistics(rstd_ptr, mean_ptr, row):
+    """(rstd, mean) of a row; 0 for the mean of a norm that has none."""
+    rstd = tl.load(rstd_ptr + row)
+    mean = 0.0
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
+    return rstd, mean
+
+
+@jit
+def write(du, dtotal_ptr, dx_ptr, dresidual_ptr, at, mask):
+    """Gradients of x and of what was added to it: du, and that of their sum."""
+    if dtotal_ptr is not None:
+        du += tl.load(dtotal_ptr + at, mask, 0.0).to(tl.float32)
+    if dx_ptr is not None:
+        tl.store(dx_ptr + at, du, mask)
+    if dresidual_ptr is not None:
+        tl.store(dresidual_ptr + at, du, mask)
+
+
+@jit
 def chunked_row_norm_bwd_kernel(
     x_ptr,
     residual_ptr,
@@ -51,10 +72,7 @@ def chunked_row_norm_bwd_kernel(
         dbias = tl.zeros([CHUNKS, BLOCK], tl.float32)
     for row in tl.range(tl.program_id(0), NUM_ROWS, PROGRAMS):
         start = row.to(tl.int64) * D
-        rstd = tl.load(rstd_ptr + row)
-        mean = 0.0
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + row)
+        rstd, mean = statistics(rstd_ptr, mean_ptr, row)
         products = tl.zeros([BLOCK], tl.float32)
         sums = tl.zeros([BLOCK], tl.float32)
         for k in tl.static_range(CHUNKS):
@@ -86,13 +104,7 @@ def chunked_row_norm_bwd_kernel(
             du -= xhat * along_xhat
             if mean_ptr is not None:
                 du -= along_mean
-            du *= rstd
-            if dtotal_ptr is not None:
-                du += tl.load(dtotal_ptr + at, mask, 0.0).to(tl.float32)
-            if dx_ptr is not None:
-                tl.store(dx_ptr + at, du, mask)
-            if dresidual_ptr is not None:
-                tl.store(dresidual_ptr + at, du, mask)
+            write(du * rstd, dtotal_ptr, dx_ptr, dresidual_ptr, at, mask)
             # the compiler resolves `which`: each chunk adds to registers of its own
             if dweight_ptr is not None:
                 dweight += tl.where(which == k, (dy * xhat)[None, :], 0.0)
@@ -125,10 +137,7 @@ def row_norm_means_kernel(
     row = tl.program_id(0)
     start = row.to(tl.int64) * D
     columns = tl.arange(0, BLOCK)
-    rstd = tl.load(rstd_ptr + row)
-    mean = 0.0
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + row)
+    rstd, mean = statistics(rstd_ptr, mean_ptr, row)
     products = tl.zeros([BLOCK], tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
@@ -199,13 +208,7 @@ def column_norm_bwd_kernel(
         du -= xhat * tl.load(along_xhat_ptr + rows, present, 0.0)
         if along_mean_ptr is not None:
             du -= tl.load(along_mean_ptr + rows, present, 0.0)
-        du *= rstd
-        if dtotal_ptr is not None:
-            du += tl.load(dtotal_ptr + at, mask, 0.0).to(tl.float32)
-        if dx_ptr is not None:
-            tl.store(dx_ptr + at, du, mask)
-        if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + at, du, mask)
+        write(du * rstd, dtotal_ptr, dx_ptr, dresidual_ptr, at, mask)
         if dweight_ptr is not None:
             dweight += dy * xhat
         if dbias_ptr is not None:

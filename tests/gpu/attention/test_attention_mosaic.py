@@ -83,6 +83,10 @@ BITS = np.random.default_rng(8).random((2, 6, 300, 413)) < 0.6
 BIAS = 2 * np.random.default_rng(9).standard_normal((2, 6, 300, 413)).astype("float32")
 BITS[0, :, 70:200] = False  # rows that see nothing
 BITS[1, 1:, :, :140] = False  # a block that one head alone sees
+AS_OF_TRITON = (
+    "causal causal_offsets window window_alone softcap negative_scale sinks lengths "
+    "lengths_causal segments segments_causal unordered_segments everything"
+)
 OPTIONS: dict[str, Any] = {
     "all": {},
     "mask": dict(mask=BITS),
@@ -97,22 +101,8 @@ OPTIONS: dict[str, Any] = {
     "mask_of_queries": dict(mask=BITS[:1, :, :, 200:201], window=90),
     "mask_that_shows_all": dict(mask=np.ones((1, 1, 300, 413), bool), causal=True),
     "mask_and_segments": dict(mask=BITS[:1, :1], segment_ids=(IDS, KV_IDS)),
-    "causal": dict(causal=True),
-    "causal_offsets": dict(causal=True, q_offset=np.array([-50, 200])),
-    "window": dict(causal=True, window=70),
-    "window_alone": dict(window=100),
-    "softcap": dict(causal=True, softcap=2.0),
-    "negative_scale": dict(causal=True, scale=-0.2),
-    "sinks": dict(causal=True, sinks=draw(6, dtype="float32")),
     "sinks_unseen": dict(kv_lengths=np.array([0, 9]), sinks=draw(6, dtype="float32")),
-    "lengths": dict(kv_lengths=np.array([0, 130])),
-    "lengths_causal": dict(
-        kv_lengths=np.array([413, 301]), q_offset=np.array([113, 1]), causal=True
-    ),
-    "segments": dict(segment_ids=(IDS, KV_IDS)),
-    "segments_causal": dict(segment_ids=(IDS, KV_IDS), causal=True, window=200),
-    "unordered_segments": dict(segment_ids=(IDS[:, ::-1] % 3, KV_IDS * 7 % 3)),
-    "everything": of_triton["everything"],
+    **{name: of_triton[name] for name in AS_OF_TRITON.split()},
 }
 
 

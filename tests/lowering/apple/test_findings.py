@@ -1,12 +1,16 @@
 """`check`: each finding has a function that brings it out; `portable` cures it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.interpreters import mlir
 
 from jaxkern.lowering.apple import PLATFORMS, check, portable
+from jaxkern.lowering.apple.findings import last_index_dim
 from jaxkern.lowering.apple.wire import export
 from jaxkern.models import command_line
 
@@ -88,6 +92,33 @@ def test_what_is_refused_is_found(name):
     assert "test_findings.py" in str(report) or name in ("float64", "unknown", "fft")
 
 
+GATHER = """
+func.func @main(%x: tensor<4x8xf32>, %at: tensor<{shape}xi32>) -> tensor<5x8xf32> {{
+  %y = "stablehlo.gather"(%x, %at) <{{
+    dimension_numbers = #stablehlo.gather<offset_dims = [1],
+      collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = {dim}>,
+    slice_sizes = array<i64: 1, 8>}}>
+    : (tensor<4x8xf32>, tensor<{shape}xi32>) -> tensor<5x8xf32>
+  return %y : tensor<5x8xf32>
+}}
+"""
+
+
+@pytest.mark.parametrize(("shape", "dim", "found"), [("1x5", 0, 1), ("5x1", 1, 0)])
+def test_the_dim_of_a_gathers_indices(shape, dim, found):
+    """JAX writes the last one: no function brings the finding out."""
+    with mlir.make_ir_context():
+        module = mlir.ir.Module.parse(GATHER.format(shape=shape, dim=dim))
+        gather = module.body.operations[0].regions[0].blocks[0].operations[0]
+        assert len(list(last_index_dim(gather, None))) == found
+
+
+def test_a_product_over_no_dim_is_one():
+    product = functools.partial(lax.dot_general, dimension_numbers=(((), ()), ((), ())))
+    for platform in PLATFORMS:
+        assert not check(product, X[0], X[1], platform=platform).hard
+
+
 def test_in_loops_branches_and_checkpoints():
     """The rewrites reach every body."""
 
@@ -119,8 +150,24 @@ def test_every_scatter_drops_what_is_outside():
         np.testing.assert_allclose(portable(f, "mps")(*args), f(*args), rtol=1e-6)
 
 
+def test_a_scatter_into_another_dim_than_the_first():
+    """The ops of the library index the first one."""
+
+    def f(x, ids, updates):
+        options = {"mode": "drop", "wrap_negative_indices": False}
+        return x.at[:, ids].add(updates, **options)
+
+    args = X.T, IDS, UPDATES.T
+    assert check(portable(f, "mps"), *args).findings == ()
+    np.testing.assert_allclose(portable(f, "mps")(*args), f(*args), rtol=1e-6)
+
+
 def test_clean_functions_stay_as_they_are():
+    """Calls and own derivatives too, which no count of operations shows."""
+    f = jax.jit(jax.nn.relu)
+    whole = str(jax.make_jaxpr(f)(X))
     for platform in PLATFORMS:
+        assert str(jax.make_jaxpr(portable(f, platform))(X)) == whole
         before, after = (
             check(f, X, platform=platform).operations
             for f in (jnp.sin, portable(jnp.sin, platform))

@@ -186,6 +186,12 @@ def sent(f):
             yield title(op), text(op, "backend_config"), types
 
 
+def test_only_the_tanh_form_of_gelu_is_sent():
+    """Names and operands are those of a form that it has: no check of them sees it."""
+    with assume_jax_mps():
+        assert not list(sent(lambda: jk.gelu(X, approximate="none")))
+
+
 @pytest.mark.parametrize("name", SENT)
 def test_what_is_sent(name):
     f, config = SENT[name]

@@ -14,10 +14,7 @@ from jaxkern.pallas.attention.attention import bwd as hopper
 from jaxkern.pallas.attention.attention import fwd as forward
 from jaxkern.pallas.attention.attention import gradient_memory, joint_bwd
 from jaxkern.primitives.attention.attend import tail_of
-from jaxkern.primitives.attention.attention import (
-    attention_bwd_reference,
-    attention_reference,
-)
+from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.runtime.plan.saved_plan import OWN_TARGETS
 from tests.pallas.attention.test_attention import ABSENT, operands
 from tests.primitives.attention.one_key import check_first_key, check_sink
@@ -112,7 +109,7 @@ def test_a_bound_that_is_no_number_stays_visible():
     """Rows of dq are counted in units, which must not hide what is not finite."""
     q, k, v = operands(1, 64, 128, 1, 1, 128)
     absent: Any = [None] * 7
-    out, lse = attention_reference(q, k, v, *absent, **STATIC)
+    out, lse = attention_p.reference(q, k, v, *absent, **STATIC)
     operand: Any = q, k.at[0, 3, 0, 5].set(jnp.nan), v, *absent
     rest: Any = out, lse, None, jnp.ones_like(out), jnp.zeros_like(lse)
     wanted = (True, True, True, False, False)
@@ -135,14 +132,14 @@ def check(gradients, name, h, hv, sizes=(2, 70, 150, 1, 2), **forced):
         ]
 
     options: Any = given
-    out, lse = attention_reference(*wide(operand), **options)
+    out, lse = attention_p.reference(*wide(operand), **options)
     dout = jnp.asarray(RNG.standard_normal(out.shape), jnp.bfloat16)
     dlse = jnp.asarray(RNG.standard_normal(lse.shape), jnp.float32)
     rounded = out.astype(jnp.bfloat16)
     rest: Any = rounded, lse, tail_of(out, rounded), dout, dlse
     wanted = (True, True, True, "bias" in OPTIONS[name], "sinks" in OPTIONS[name])
     found = gradients(*operand, *rest, **options, wanted=wanted, interpret=True)
-    expected = attention_bwd_reference(*wide(operand), *wide(rest), **options)
+    expected = attention_p.bwd.reference(*wide(operand), *wide(rest), **options)
     for i in np.flatnonzero(wanted):
         y, e = found[i], expected[i]
         y, e = np.asarray(y, np.float32), np.asarray(e)

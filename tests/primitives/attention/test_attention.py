@@ -11,7 +11,7 @@ import pytest
 from jaxkern import attention, backend, block_mask, make_block_mask, make_mask
 from jaxkern.primitives.attention import query_blocks
 from jaxkern.primitives.attention.attend import tail_of, with_tail
-from jaxkern.primitives.attention.attention import attention_bwd_reference, attention_p
+from jaxkern.primitives.attention.attention import attention_p
 from tests.checks import (
     bf16,
     boolean,
@@ -378,7 +378,7 @@ def test_blocks_of_query_rows(monkeypatch, case, rows):
     f = bound(attention_p, case, reference=True)
     with jax.enable_x64(True):
         operands = [in_float64(x) for x in operands_of(attention_p, case)]
-        backward = attention_bwd_reference
+        backward = attention_p.bwd.reference
         options = {n: case.arguments.get(n) for n in ("scale", "window", "softcap")}
         options["causal"] = case.arguments.get("causal", False)
 

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxkern
 from jaxkern import attention, latent_attention
 from tests.checks import bf16, case, f32, i32
 
@@ -136,3 +137,31 @@ def test_lengths_that_are_cut_alone_on_an_explicit_mesh():
         assert all(x.sharding.is_equivalent_to(rows, x.ndim) for x in found)
     for x, e in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, e, atol=1e-5)
+
+
+def test_dropout_is_that_of_attention_and_caches_have_none():
+    """The checks of every op are of primitives, and that of latent_attention has no
+    dropout: none of them would see the options lost on the way."""
+    query, latent = draw(1, 3, 2, 4), draw(1, 3, 4, seed=1)
+    key = jax.random.key(7)
+    options: dict = dict(scale=0.4, causal=True, dropout_key=key)
+
+    def whole(query, latent, rate):
+        k, v = latent[:, :, None], latent[:, :, None, :2]
+        return attention(query, k, v, dropout=rate, **options)
+
+    def of_latent(query, latent, rate):
+        return latent_attention(query, latent, value_dim=2, dropout=rate, **options)
+
+    def both(f, rate):
+        return jax.vjp(lambda *x: f(*x, rate), query, latent)[1](jnp.ones((1, 3, 2, 2)))
+
+    expected = both(whole, 0.5)
+    for x, e in zip(both(of_latent, 0.5), expected, strict=True):
+        np.testing.assert_array_equal(x, e)
+    assert not np.allclose(expected[1], both(of_latent, 0.0)[1])
+    with pytest.raises(ValueError, match=r"dropout is 0\.5 without a key"):
+        latent_attention(query, latent, value_dim=2, scale=0.4, dropout=0.5)
+    for f in ("paged_attention", "quantized_cache_attention", "cached_attention"):
+        with pytest.raises(TypeError, match=rf"{f}.*unexpected.*dropout"):
+            getattr(jaxkern, f)(query, latent, latent, dropout=0.5)

@@ -67,17 +67,30 @@ def key_blocks(
         start = position - c.window + 1
         whole_start = position + rows - c.window
 
+    limits, at = (start, stop, whole_start, whole_stop), (batch, block)
+    first, whole, whole_end, last = visited(limits, c.block_k, bounds_ref, at)
+    last = lax.max(last, jnp.int32(1))
+    first = lax.min(first, last - 1)
+    return first, whole, whole_end, last
+
+
+def visited(limits, size, bounds_ref, at):
+    """(first, whole, whole_end, last) in blocks of `size` rows.
+
+    From the rows that some pair and that all pairs may see, and from the bounds that
+    segments set to the block `at`.
+    """
+    start, stop, whole_start, whole_stop = limits
+
     def blocks(row, round_up=0):
-        row = lax.max(jnp.int32(0), jnp.int32(row)) + round_up * (c.block_k - 1)
-        return lax.div(row, jnp.int32(c.block_k))
+        row = lax.max(jnp.int32(0), jnp.int32(row)) + round_up * (size - 1)
+        return lax.div(row, jnp.int32(size))
 
     first, last = blocks(start), blocks(stop, 1)
     whole, whole_end = blocks(whole_start, 1), blocks(whole_stop)
     if bounds_ref is not None:
-        first = lax.max(first, bounds_ref[batch, block, 0])
-        whole = lax.max(whole, bounds_ref[batch, block, 1])
-        whole_end = lax.min(whole_end, bounds_ref[batch, block, 2])
-        last = lax.min(last, bounds_ref[batch, block, 3])
-    last = lax.max(last, jnp.int32(1))
-    first = lax.min(first, last - 1)
+        first = lax.max(first, bounds_ref[*at, 0])
+        whole = lax.max(whole, bounds_ref[*at, 1])
+        whole_end = lax.min(whole_end, bounds_ref[*at, 2])
+        last = lax.min(last, bounds_ref[*at, 3])
     return first, whole, whole_end, last

@@ -158,7 +158,8 @@ def attention(
 ):
     """(out, lse[, tail of out]); `interpret` runs the kernel on a CPU."""
     o = AttentionOperands(*operands)
-    query, key, bias, mask = o.query, o.key, o.bias, o.mask
+    query, key, mask = o.query, o.key, o.mask
+    bias: Any = o.bias
     c = problem(query, key, o.value, bias, scale, causal, window, softcap)
     known = mask is None and o.q_segment_ids is None and o.kv_lengths is None
     if causal and not known and min(c.s, window or c.s) > SHORT:

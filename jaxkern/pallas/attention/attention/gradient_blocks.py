@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.attention.blocks import position_and_length
+from jaxkern.pallas.attention.attention.blocks import position_and_length, visited
 from jaxkern.pallas.attention.attention.masks import FAR, up_to
 from jaxkern.pallas.attention.attention.pairs import BY_COLUMN, BY_ROW, LOG2_E, is_set
 from jaxkern.pallas.attention.attention.problem import ROWS, Problem
@@ -96,18 +96,8 @@ def query_blocks(
     stop = jnp.where(column < length, stop, 0)
     whole_stop = jnp.where(column + keys <= length, whole_stop, 0)
 
-    def blocks(row, round_up=0):
-        row = lax.max(jnp.int32(0), jnp.int32(row)) + round_up * (rows - 1)
-        return lax.div(row, jnp.int32(rows))
-
-    first, last = blocks(start), blocks(stop, 1)
-    whole, whole_end = blocks(whole_start, 1), blocks(whole_stop)
-    if bounds_ref is not None:
-        first = lax.max(first, bounds_ref[batch, block, 0])
-        whole = lax.max(whole, bounds_ref[batch, block, 1])
-        whole_end = lax.min(whole_end, bounds_ref[batch, block, 2])
-        last = lax.min(last, bounds_ref[batch, block, 3])
-    return in_order(first, whole, whole_end, last)
+    limits, at = (start, stop, whole_start, whole_stop), (batch, block)
+    return in_order(*visited(limits, rows, bounds_ref, at))
 
 
 def back_and_forth(n, kv_head, member, blocks, c: Problem):

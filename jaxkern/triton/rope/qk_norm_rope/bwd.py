@@ -15,7 +15,10 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.device import num_sms
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
-from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope_bwd_reference
+from jaxkern.primitives.rope.qk_norm_rope import (
+    HeadsAndTables,
+    qk_norm_rope_bwd_reference,
+)
 from jaxkern.triton.norm.row_tiles import summed
 from jaxkern.triton.rope.head_tiles import (
     head_of,
@@ -269,7 +272,12 @@ def qk_norm_rope_bwd(
     dtables = (None, None)
     if any(wanted[4:]):  # a learned table is rare: left to XLA
         *_, dcos, dsin = qk_norm_rope_bwd_reference(
-            *operands, *tables, *rstds, *dys, eps=eps, at_end=at_end, **options
+            HeadsAndTables(*operands, *tables),
+            *rstds,
+            *dys,
+            eps=eps,
+            at_end=at_end,
+            **options,
         )
         dtables = dcos, dsin
     return *grads, *dtables
