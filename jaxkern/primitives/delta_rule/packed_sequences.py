@@ -81,7 +81,10 @@ def check_packing(
             f"{op}: `cu_seqlens` is of one packed row, and excludes segment_ids and "
             f"active_length; got {rows[0]} rows."
         )
-    expected = {"segment_ids": (segment_ids, rows), "active_length": (active_length, rows[:1])}
+    expected = {
+        "segment_ids": (segment_ids, rows),
+        "active_length": (active_length, rows[:1]),
+    }
     for name, (x, shape) in expected.items():
         if x is not None and jnp.shape(x) != shape:
             raise TypeError(

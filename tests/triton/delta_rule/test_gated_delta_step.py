@@ -73,9 +73,7 @@ def test_g_of_minus_infinity_forgets():
     query, key, value, g, beta, state = draw(1, 1, 2, 8, 8)
     g = g.at[0, 1].set(-jnp.inf)
     with interpreted():
-        out, new = kernel.gated_delta_step(
-            query, key, value, g, beta, state, scale=1.0
-        )
+        out, new = kernel.gated_delta_step(query, key, value, g, beta, state, scale=1.0)
     expected = gated_delta_step_reference(
         query, key, value, g, beta, jnp.zeros_like(state), scale=1.0
     )
