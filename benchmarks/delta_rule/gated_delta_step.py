@@ -1,7 +1,7 @@
 """One token of the gated delta rule: XLA and ours, states donated as in a decode loop.
 
-An executable makes STEPS steps over several states in turn, which together overfill the
-L2, and writes each where it was. The time is the device's own, of one step of one state.
+An executable makes STEPS steps over several states in turn, which together overfill
+the L2, and writes each where it was. A time is the device's, of one step of a state.
 """
 
 import argparse

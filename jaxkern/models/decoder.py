@@ -7,10 +7,10 @@
     logits = rms_norm(x) @ output * logit_scale
 
 A mixer (mixers/) is attention, latent attention, a gated delta net, Kimi delta
-attention, a short convolution or Mamba-2, and has its own kind of state; a feed-forward block is dense or a mixture of
-experts (feed_forward.py). An architecture's entry says which where. `prefill` reads the
-prompts, `decode` adds one token to each sequence; both take and return the states.
-Without them `hidden_states` is the forward of training.
+attention, a short convolution or Mamba-2, and has its own kind of state; a feed-forward
+block is dense or a mixture of experts (feed_forward.py). An architecture's entry says
+which where. `prefill` reads the prompts, `decode` adds one token to each sequence; both
+take and return the states. Without them `hidden_states` is the forward of training.
 """
 
 from dataclasses import dataclass, replace

@@ -1,10 +1,10 @@
 """Kimi Linear: Kimi delta attention, and some latent attention without positions.
 
-    x = x + mixer(rms_norm(x))      Kimi delta attention; in some layers latent attention
-    x = x + experts(rms_norm(x)) + shared(rms_norm(x))       https://arxiv.org/abs/2510.26692
+    x = x + mixer(rms_norm(x))    Kimi delta attention, in some layers latent attention
+    x = x + experts(rms_norm(x)) + shared(rms_norm(x))
 
-The first layers are dense. Experts are chosen by sigmoids plus a correction, in the best
-groups, as DeepSeek V3 does.
+The first layers are dense (https://arxiv.org/abs/2510.26692). Experts are chosen by
+sigmoids plus a correction, in the best groups, as DeepSeek V3 does.
 """
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
@@ -141,7 +141,7 @@ def blocks_of(keys: ArchitectureKeys, layers: int) -> list[str]:
 
 
 def delta_of(keys: ArchitectureKeys) -> KimiDelta:
-    """The sizes of Kimi delta attention, in config.json or in its linear_attn_config."""
+    """The sizes of a delta layer, in config.json or in its linear_attn_config."""
 
     def size(key: str, inner: str, default: int) -> int:
         default = positive(keys, key, default)

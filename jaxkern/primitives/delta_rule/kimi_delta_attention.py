@@ -1,7 +1,7 @@
 """Kimi delta attention: a gated delta rule whose state decays by key channel.
 
-Recurrence and chunk form of https://arxiv.org/abs/2510.26692. Both passes are derived in
-docs/design/kimi_delta_attention.md; kimi_delta_chunks.py has their stages.
+Recurrence and chunk form of https://arxiv.org/abs/2510.26692. Both passes are derived
+in docs/design/kimi_delta_attention.md; kimi_delta_chunks.py has their stages.
 """
 
 import functools
@@ -57,8 +57,8 @@ def kimi_delta_attention(
     computed at a time by matrix products, with a state only between chunks;
     `chunk_size=1` runs the recurrence itself. Both are the same function up to
     rounding, for any t and any g <= 0: decays never divide by one another, so that none
-    overflows. All arithmetic in float32 (float64 if an operand is), one rounding of each
-    result. Only the operands are kept for the backward pass.
+    overflows. All arithmetic in float32 (float64 if an operand is), one rounding of
+    each result. Only the operands are kept for the backward pass.
 
     Query and key are taken as they are: `l2_norm` them first, as Kimi Linear does. A
     token with g = -inf forgets all before it. `segment_ids` does this where the id
@@ -98,7 +98,8 @@ def kimi_delta_attention(
       >>> key = jnp.eye(2)[jnp.array([0, 1, 0])][None, :, None]  # [b, t, heads, h]
       >>> value, beta = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1))
       >>> g = jnp.broadcast_to(jnp.array([-1.0, 0.0]), (1, 3, 1, 2))
-      >>> out, state = jaxkern.kimi_delta_attention(key + 1, key, value, g, beta, scale=1.0)
+      >>> operands = (key + 1, key, value, g, beta)
+      >>> out, state = jaxkern.kimi_delta_attention(*operands, scale=1.0)
       >>> state[0, 0]  # both keys hold their value, the first one just written
       Array([[1.],
              [1.]], dtype=float32)
@@ -117,15 +118,14 @@ def kimi_delta_attention(
     if cu_seqlens is not None:
         rule = functools.partial(kimi_delta_attention, **options)
         return over_sequences(rule, operands, initial_state, cu_seqlens, longest)
-    if active_length is not None:
-        operands = without_padding(operands, active_length)
-    *token, g, beta = operands
     if segment_ids is not None:
         begins = begins_segment(segment_ids)[..., None, None]
-        g = jnp.where(begins, -jnp.inf, g)
+        operands = (query, key, value, jnp.where(begins, -jnp.inf, g), beta)
+    if active_length is not None:  # after the ids, which may change in the padding
+        operands = without_padding(operands, active_length)
     scale = default_scale(key) if scale is None else float(scale)
     return kimi_delta_attention_p(
-        *token, g, beta, initial_state, scale=scale, chunk_size=int(chunk_size)
+        *operands, initial_state, scale=scale, chunk_size=int(chunk_size)
     )
 
 

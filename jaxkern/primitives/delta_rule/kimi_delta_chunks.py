@@ -18,6 +18,9 @@ from jaxkern.primitives.delta_rule.unit_lower_inverse import (
     unit_lower_inverse_reference,
 )
 
+FORGOTTEN = -1000.0  # its exponential is 0 in float64 too, and 0 times it a number
+CHUNKS = -5  # the dim c of all that is [b c k g i ...]
+
 
 class Chunks(NamedTuple):
     """The operands in chunks, in the dtype of the arithmetic.
@@ -65,9 +68,8 @@ def decayed(query, key, g) -> Decayed:
     So nothing overflows, g = -inf is a factor 0, and a small decay keeps its digits
     behind a large one.
     """
-    axis = g.ndim - 2
-    from_start = jnp.exp(lax.cumsum(g, axis=axis))
-    qk, kk = decayed_products(jnp.stack([query, key]), key, g)
+    from_start = jnp.exp(up_to(g))
+    qk, kk = decayed_products([query, key], key, g)
     return Decayed(
         query * from_start,
         key * from_start,
@@ -78,43 +80,60 @@ def decayed(query, key, g) -> Decayed:
     )
 
 
+def up_to(g):
+    """The sums of g over the tokens up to each one."""
+    return sums(jnp.tri(g.shape[-2], dtype=g.dtype), g)
+
+
 def after(g):
     """The sums of g over the tokens behind each one."""
-    following = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], -2)
-    return lax.cumsum(following, axis=g.ndim - 2, reverse=True)
+    return sums(jnp.triu(jnp.ones((g.shape[-2],) * 2, g.dtype), 1), g)
 
 
-def decayed_products(x, y, g):
-    """sum over h of x_ih y_jh e^{sum of g_lh, j < l <= i} for j <= i, else 0: [.. i j].
+def sums(of, g):
+    """One product, for which XLA takes less time than for a scan."""
+    g = jnp.maximum(g, FORGOTTEN)
+    return jnp.matmul(of, g, precision=lax.Precision.HIGHEST)
 
-    A row of the second half and a column of the first meet at the middle: one decays
-    from there, the other to there, and the block is a product of matrices. Each half is
-    done likewise.
+
+def decayed_products(xs, y, g):
+    """sum over h of x_ih y_jh e^{sum of g_lh, j < l <= i} for j <= i, else 0: [i j].
+
+    Of every x. A row of the second half and a column of the first meet at the middle:
+    one decays from there, the other to there, and the block is a product of matrices.
+    Each half is done likewise.
     """
     c = g.shape[-2]
     fill = (1 << max(c - 1, 0).bit_length()) - c  # to a power of two
-    x, y, g = (
-        jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, fill), (0, 0)]) for a in (x, y, g)
-    )
-    return products_from_halves(x, y, g)[..., :c, :c]
+    widths = [(0, 0)] * (g.ndim - 2) + [(0, fill), (0, 0)]
+    *xs, y, g = (jnp.pad(a, widths) for a in (*xs, y, g))
+    return [p[..., :c, :c] for p in products_from_halves(xs, y, g)]
 
 
-def products_from_halves(x, y, g):
+def products_from_halves(xs, y, g):
     c = g.shape[-2]
     if c == 1:  # a token and itself: nothing decays between
-        shape = jnp.broadcast_shapes(x.shape, y.shape, g.shape)[:-1]
-        return jnp.broadcast_to(jnp.sum(x * y, -1), shape)[..., None]
+        shape = jnp.broadcast_shapes(y.shape, g.shape)[:-1]
+        sums = (jnp.sum(x * y, -1) for x in xs)
+        return [jnp.broadcast_to(p, shape)[..., None] for p in sums]
     m = c // 2
-    x_halves, y_halves, g_halves = (
-        jnp.stack([a[..., :m, :], a[..., m:, :]], -3) for a in (x, y, g)
-    )
-    both = products_from_halves(x_halves, y_halves, g_halves)
-    first, second = both[..., 0, :, :], both[..., 1, :, :]
     to_middle = y[..., :m, :] * jnp.exp(after(g[..., :m, :]))
-    from_middle = x[..., m:, :] * jnp.exp(lax.cumsum(g[..., m:, :], axis=g.ndim - 2))
-    below = from_middle @ jnp.swapaxes(to_middle, -1, -2)
-    upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
-    return jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
+    from_middle = jnp.exp(up_to(g[..., m:, :]))
+    # further chunks, not a further dim: XLA multiplies no arrays of 8 dims on a CPU
+    halves = (
+        jnp.concatenate([a[..., :m, :], a[..., m:, :]], CHUNKS) for a in (*xs, y, g)
+    )
+    *x_halves, y_halves, g_halves = halves
+    found = []
+    for x, both in zip(
+        xs, products_from_halves(x_halves, y_halves, g_halves), strict=True
+    ):
+        first, second = jnp.split(both, 2, CHUNKS)
+        below = (x[..., m:, :] * from_middle) @ jnp.swapaxes(to_middle, -1, -2)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        lower = jnp.concatenate([below, second], -1)
+        found.append(jnp.concatenate([upper, lower], -2))
+    return found
 
 
 class Written(NamedTuple):
@@ -158,8 +177,8 @@ def recurrence(x: Chunks, scale):
     def step(state, token):
         return delta_step(state, token, scale)
 
-    tokens = (x.query[:, :, :, 0, 0], x.key[:, :, :, 0, 0])
-    tokens += tuple(a[..., 0, :] for a in (x.value, x.g)) + (x.beta[..., 0],)
+    keys = (x.query[:, :, :, 0, 0], x.key[:, :, :, 0, 0])
+    tokens = (*keys, x.value[..., 0, :], x.g[..., 0, :], x.beta[..., 0])
     state, out = lax.scan(step, x.state, [jnp.moveaxis(a, 1, 0) for a in tokens])
     return jnp.moveaxis(out, 0, 1)[..., None, :], state
 

@@ -110,7 +110,7 @@ def over_sequences(
     cu_seqlens: Int[Array, " sequences_and_1"],
     longest: int | None,
 ) -> tuple[Shaped[Array, "1 t ..."], Shaped[Array, "sequences ..."]]:
-    """`rule` over each sequence of a packed row, in a row and with a state of its own."""
+    """`rule` over the sequences of a packed row, each with a state of its own."""
     t = operands[0].shape[1]
     length = t if longest is None else longest
     rows = [rows_of_sequences(x, cu_seqlens, length) for x in operands]

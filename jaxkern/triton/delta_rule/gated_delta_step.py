@@ -1,10 +1,11 @@
-"""One token of the gated delta rule: the state is read once and written once.
+"""One token of a delta rule: the state is read once and written once.
 
-    S <- exp(g) S + k d^T,   d = beta (v - exp(g) S^T k),   out = scale (exp(g) S^T q + (q.k) d)
+    S <- exp(g) S,   S <- S + k d^T with d = beta (v - S^T k),   out = scale S^T q
 
-A program holds a block of columns of one head's state, [H, BLOCK_V], in registers: both
-products with the old state run over its rows, so that no column needs another one. The
-new state may lie where the old one did.
+A program holds a block of columns of one head's state, [H, BLOCK_V], in registers. The
+products with k and q run over its rows, so that no column needs another one, and both
+are taken of the decayed state: the new one gives S^T q + (q . k) d. It may lie where the
+old one did. With CHANNELS every row has a g: `kimi_delta_attention_step` runs this too.
 """
 
 from typing import Any
@@ -25,13 +26,14 @@ def unsupported(key: Any, state: Any, **rest: Any) -> str | None:
     return unsupported_anywhere(key=key, state=state, **rest)
 
 
-def tile_sizes(heads: int, h: int, hv: int) -> dict:
+def tile_sizes(heads: int, h: int, hv: int, itemsize: int) -> dict:
     """Wide rows, as far as they leave enough programs to hide the memory's latency."""
     rows, columns = next_power_of_2(h), next_power_of_2(hv)
-    width = max(1, min(columns, 32, 8192 // rows))
+    many = itemsize == 4 and heads * -(-hv // 64) >= 8 * num_sms()
+    width = max(1, min(columns, 64 if many else 32, 8192 // rows))
     while width > 8 and heads * -(-hv // width) < num_sms():
         width //= 2
-    warps = max(1, min(rows * width // (32 * WARP), 8))
+    warps = max(1, min(rows * width // (64 * WARP), 8))  # 64 elements a thread
     return {"BLOCK_H": rows, "BLOCK_V": width, "num_warps": warps}
 
 
@@ -49,6 +51,7 @@ def gated_delta_step_kernel(
     GROUP: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -64,15 +67,19 @@ def gated_delta_step_kernel(
     key = tl.load(key_ptr + of_key, rows < H, 0.0).to(tl.float32)
     of_value = head * HV + columns
     value = tl.load(value_ptr + of_value, columns < HV, 0.0).to(tl.float32)
-    decay = tl.exp(tl.load(g_ptr + head).to(tl.float32))
     beta = tl.load(beta_ptr + head).to(tl.float32)
+    if CHANNELS:
+        g = tl.load(g_ptr + head * H + rows, rows < H, 0.0)
+        state *= tl.exp(g.to(tl.float32))[:, None]
+    else:
+        state *= tl.exp(tl.load(g_ptr + head).to(tl.float32))
     stored = tl.sum(state * key[:, None], 0)
     read = tl.sum(state * query[:, None], 0)
-    written = beta * (value - decay * stored)
-    out = SCALE * (decay * read + tl.sum(query * key, 0) * written)
+    written = beta * (value - stored)
+    out = SCALE * (read + tl.sum(query * key, 0) * written)
     tl.store(out_ptr + of_value, out, columns < HV)
-    new = decay * state + key[:, None] * written[None, :]
-    tl.store(new_ptr + at, new, inside)
+    state += key[:, None] * written[None, :]
+    tl.store(new_ptr + at, state, inside)
 
 
 def gated_delta_step(
@@ -86,7 +93,7 @@ def gated_delta_step(
     scale: float,
 ) -> tuple[jax.Array | None, ...]:
     b, n, h, hv = state.shape
-    sizes = tile_sizes(b * n, h, hv)
+    sizes = tile_sizes(b * n, h, hv, state.dtype.itemsize)
     given = {
         "query_ptr": query,
         "key_ptr": key,
@@ -97,7 +104,8 @@ def gated_delta_step(
     }
     results = {"out_ptr": like(value), "new_ptr": like(state)}
     group = n // max(key.shape[1], 1)
-    constants = {"SCALE": scale, "GROUP": group, "H": h, "HV": hv}
+    channels = g.ndim == 3
+    constants = {"SCALE": scale, "GROUP": group, "H": h, "HV": hv, "CHANNELS": channels}
     grid = (b * n * -(-hv // sizes["BLOCK_V"]),)
     return sparse_call(
         gated_delta_step_kernel,

@@ -1,4 +1,4 @@
-"""The kernel of gated_delta_step: its launch, and its values in the interpreter."""
+"""The kernel of both delta steps: its launch, and its values in the interpreter."""
 
 import re
 
@@ -11,6 +11,9 @@ from jaxkern import explain, gated_delta_step
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step_reference
+from jaxkern.primitives.delta_rule.kimi_delta_attention_step import (
+    kimi_delta_attention_step_reference,
+)
 from jaxkern.triton.delta_rule import gated_delta_step as kernel
 from tests.triton.interpreted import (
     INTERPRETED,
@@ -30,7 +33,7 @@ SHAPES = [  # b, k, group, h, hv: one block of columns, several, none whole
 @starts_it
 @pytest.mark.skipif(bridge.triton is None, reason="triton is not installed")
 def test_in_a_process_of_its_own():
-    check_in_its_own_process(__file__, 2 * len(SHAPES) + 1)
+    check_in_its_own_process(__file__, 3 * len(SHAPES) + 1)
 
 
 @pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
@@ -63,6 +66,20 @@ def test_values(shape, in_place):
     operands = draw(*shape)
     expected = gated_delta_step_reference(*operands, scale=0.3)
     with interpreted(in_place):
+        found = kernel.gated_delta_step(*operands, scale=0.3)
+    for y, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(y, e, atol=1e-5)
+
+
+@alone
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_with_a_decay_of_each_channel(shape):
+    query, key, value, g, beta, state = draw(*shape)
+    g = g[..., None] * jnp.arange(key.shape[-1])  # the first row keeps all
+    g = g.at[..., -1].set(-jnp.inf)
+    operands = (query, key, value, g, beta, state)
+    expected = kimi_delta_attention_step_reference(*operands, scale=0.3)
+    with interpreted():
         found = kernel.gated_delta_step(*operands, scale=0.3)
     for y, e in zip(found, expected, strict=True):
         np.testing.assert_allclose(y, e, atol=1e-5)
