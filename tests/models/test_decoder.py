@@ -263,6 +263,15 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
         ("granitemoehybrid", "position_embedding_type", "alibi", "known are nope and"),
         ("granitemoehybrid", "time_step_limit", [1.0, 0.5], "the smaller one first"),
         ("granitemoehybrid", "mamba_n_heads", 7, "2 groups, 64 channels"),
+        ("kimi_linear", "num_expert_group", 3, "8 experts, of which 2 groups count"),
+        ("kimi_linear", "first_k_dense_replace", 2, "mlp_layer_types contradicts"),
+        ("kimi_linear", "linear_attn_config.num_heads", 3, "linear_attn_config contra"),
+        (
+            "kimi_linear",
+            "linear_attn_config.kda_layers",
+            [1],
+            "expected each of 1 to 2",
+        ),
         ("lfm2", "use_pos_enc", False, "use_pos_enc is False"),
     ],
 )

@@ -4,8 +4,8 @@
 
 A program holds a block of columns of one head's state, [H, BLOCK_V], in registers. The
 products with k and q run over its rows, so that no column needs another one, and both
-are taken of the decayed state: the new one gives S^T q + (q . k) d. It may lie where the
-old one did. With CHANNELS every row has a g: `kimi_delta_attention_step` runs this too.
+are taken of the decayed state: the new one gives S^T q + (q . k) d. It may lie where
+the old one did. With CHANNELS every row has a g: `kimi_delta_attention_step` runs this.
 """
 
 from typing import Any
