@@ -7,6 +7,7 @@ the L2, and writes each where it was. A time is the device's, of one step of a s
 import argparse
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,13 @@ CASES = {
 }
 
 
-def operands(b: int, k: int, n: int, dtype: str) -> tuple[list, list]:
-    """The token of each layer, bfloat16 but for the gates, and its state."""
+def operands(
+    b: int, k: int, n: int, dtype: str, channels: tuple[int, ...] = ()
+) -> tuple[list, list]:
+    """The token of each layer, bfloat16 but for the gates, and its state.
+
+    `channels` are those of a head that have a decay each.
+    """
     size = b * n * H * H * jnp.dtype(dtype).itemsize
     layers = max(4, min(64, int(3 * L2_BYTES / size) + 1))
 
@@ -49,7 +55,7 @@ def operands(b: int, k: int, n: int, dtype: str) -> tuple[list, list]:
         keys = jax.random.split(key, 6)
         query, rows = jax.random.normal(keys[0], (2, b, k, H), jnp.bfloat16)
         value = jax.random.normal(keys[1], (b, n, H), jnp.bfloat16)
-        g = -jax.random.exponential(keys[2], (b, n))
+        g = -jax.random.exponential(keys[2], (b, n, *channels))
         beta = jax.random.uniform(keys[3], (b, n))
         token = (query, jaxkern.l2_norm(rows), value, g, beta)
         return token, jax.random.normal(keys[4], (b, n, H, H), dtype)
@@ -59,15 +65,13 @@ def operands(b: int, k: int, n: int, dtype: str) -> tuple[list, list]:
     return list(tokens), list(states)
 
 
-def steps(backend: str, tokens: list, states: list):
+def steps(rule: Callable, backend: str, tokens: list, states: list):
     """All outputs and the new states; a layer's output goes into its next value."""
     outs = []
     with jaxkern.backend(backend):
         for _ in range(STEPS):
             for i, (*token, value, g, beta) in enumerate(tokens):
-                out, states[i] = jaxkern.gated_delta_step(
-                    *token, value, g, beta, states[i]
-                )
+                out, states[i] = rule(*token, value, g, beta, states[i])
                 tokens[i] = (*token, out, g, beta)
                 outs.append(out)
     return outs, states
@@ -83,11 +87,11 @@ class Steps:
     calls: int
 
     @classmethod
-    def of(cls, backend: str, tokens: list, states: list) -> "Steps":
+    def of(cls, backend: str, tokens: list, states: list, rule: Callable) -> "Steps":
         states = [x + 0 for x in states]
 
         def run(tokens, states):
-            return steps(backend, list(tokens), list(states))
+            return steps(rule, backend, list(tokens), list(states))
 
         jitted = jax.jit(run, donate_argnums=1).lower(tokens, states)
         return cls(jitted.compile(), tokens, states, STEPS * len(states))
@@ -104,32 +108,38 @@ class Steps:
         return (took - seconds_of_clock()) / self.calls
 
 
-def bytes_moved(b: int, k: int, n: int, dtype: str) -> float:
+def bytes_moved(b: int, k: int, n: int, dtype: str, channels: tuple[int, ...]) -> float:
     """The state read and written; the token beside it."""
-    tokens = 2.0 * H * (2 * b * k + 2 * b * n) + 8.0 * b * n
+    gates = 4.0 * b * n * (1 + math.prod(channels))
+    tokens = 2.0 * H * (2 * b * k + 2 * b * n) + gates
     return 2.0 * b * n * H * H * jnp.dtype(dtype).itemsize + tokens
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gated_delta_step")
+    return measure("gated_delta_step", jaxkern.gated_delta_step, (), arguments)
+
+
+def measure(name: str, rule: Callable, channels: tuple[int, ...], arguments):
+    """The command line of a step; `channels` as in `operands`."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
     parser.add_argument("--shapes", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path, help="folder for the figures")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
-    record = begun("gated_delta_step", {"copy": copy_rate()})
-    for name in options.shapes:
-        moved = bytes_moved(*CASES[name])
-        record["cases"][name] = {"bytes": (moved, 0.0), "flops": (0.0, 0.0)}
-        tokens, states = operands(*CASES[name])
-        of = functools.partial(Steps.of, tokens=tokens, states=states)
+    record = begun(name, {"copy": copy_rate()})
+    for case in options.shapes:
+        moved = bytes_moved(*CASES[case], channels)
+        record["cases"][case] = {"bytes": (moved, 0.0), "flops": (0.0, 0.0)}
+        tokens, states = operands(*CASES[case], channels)
+        of = functools.partial(Steps.of, tokens=tokens, states=states, rule=rule)
         programs: dict[str, Program] = {"jaxkern": of("auto"), "XLA": of("xla")}
         with device_alone():
             for program in programs.values():
                 program.warm()
             times = seconds_in_turn(programs)
-        record["results"][name] = {k: {"forward": t} for k, t in times.items()}
+        record["results"][case] = {k: {"forward": t} for k, t in times.items()}
         if options.out:
             write_run(record, options.out)
     CONSOLE.print(table(record))

@@ -20,6 +20,7 @@ from jaxkern.primitives.delta_rule.kimi_delta_attention_step import (
 from jaxkern.primitives.delta_rule.packed_sequences import segment_ids_from_cu_seqlens
 from jaxkern.primitives.delta_rule.selective_scan import selective_scan
 from jaxkern.primitives.delta_rule.solve_unit_lower import solve_unit_lower
+from jaxkern.primitives.delta_rule.state_space_dual import state_space_dual
 from jaxkern.primitives.delta_rule.unit_lower_inverse import unit_lower_inverse
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "segment_ids_from_cu_seqlens",
     "selective_scan",
     "solve_unit_lower",
+    "state_space_dual",
     "unit_lower_inverse",
 ]

@@ -99,7 +99,8 @@ def without_padding(
     b, t = operands[0].shape[:2]
     padding = jnp.arange(t) >= jnp.asarray(active_length)[:, None]
     return [
-        jnp.where(padding.reshape(b, t, *(1,) * (x.ndim - 2)), 0, x) for x in operands
+        jnp.where(padding.reshape(b, t, *(1,) * (x.ndim - 2)), x.dtype.type(0), x)
+        for x in operands
     ]
 
 
