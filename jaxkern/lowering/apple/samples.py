@@ -305,6 +305,10 @@ def recurrences(x: Draw) -> dict[str, Call]:
             (q, k, v, g_of_channels, beta),
         ),
         "selective_scan": (part(jk.selective_scan, delta_softplus=True), scanned),
+        "state_space_dual": (
+            part(jk.state_space_dual, chunk_size=4),
+            (v, -g, -(x(2) ** 2), q, k),
+        ),
         "unit_lower_inverse": (jk.unit_lower_inverse, (lower,)),
         "solve_unit_lower": (jk.solve_unit_lower, (lower, x(2, 6, 3))),
         "fft": (lambda a, b: jk.fft(jax.lax.complex(a, b)).real, (x(2, 8), x(2, 8))),
