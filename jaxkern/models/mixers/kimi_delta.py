@@ -128,10 +128,12 @@ class KimiDelta:
         else:
             assert state.memory is not None and inputs is not None
             if x.shape[1] == 1:
-                *token, g, beta = (
+                query, key, value, g, beta = (
                     y[:, 0] for y in (*operands[:3], counted(g, at), counted(beta, at))
                 )
-                y, memory = kimi_delta_attention_step(*token, g, beta, state.memory)
+                y, memory = kimi_delta_attention_step(
+                    query, key, value, g, beta, state.memory
+                )
             else:
                 y, memory = kimi_delta_attention(
                     *operands, state.memory, active_length=at.new_lengths

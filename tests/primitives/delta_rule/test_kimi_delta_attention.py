@@ -1,4 +1,4 @@
-"""kimi_delta_attention: the recurrence in float64, its gradient, chunks, packed rows."""
+"""kimi_delta_attention: the recurrence in float64, gradients, chunks, packed rows."""
 
 import functools
 
