@@ -114,8 +114,8 @@ def products_from_halves(xs, y, g):
     c = g.shape[-2]
     if c == 1:  # a token and itself: nothing decays between
         shape = jnp.broadcast_shapes(y.shape, g.shape)[:-1]
-        sums = (jnp.sum(x * y, -1) for x in xs)
-        return [jnp.broadcast_to(p, shape)[..., None] for p in sums]
+        alone = (jnp.sum(x * y, -1) for x in xs)
+        return [jnp.broadcast_to(p, shape)[..., None] for p in alone]
     m = c // 2
     to_middle = y[..., :m, :] * jnp.exp(after(g[..., :m, :]))
     from_middle = jnp.exp(up_to(g[..., m:, :]))
@@ -124,10 +124,9 @@ def products_from_halves(xs, y, g):
         jnp.concatenate([a[..., :m, :], a[..., m:, :]], CHUNKS) for a in (*xs, y, g)
     )
     *x_halves, y_halves, g_halves = halves
+    inner = products_from_halves(x_halves, y_halves, g_halves)
     found = []
-    for x, both in zip(
-        xs, products_from_halves(x_halves, y_halves, g_halves), strict=True
-    ):
+    for x, both in zip(xs, inner, strict=True):
         first, second = jnp.split(both, 2, CHUNKS)
         below = (x[..., m:, :] * from_middle) @ jnp.swapaxes(to_middle, -1, -2)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
