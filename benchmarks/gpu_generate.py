@@ -2,6 +2,9 @@
 
     python -m benchmarks gpu_generate [--model 8B] [--weights Q4_K_M] [--prompt 512]
 
+"hybrid" has three gated delta nets for each attention, in the sizes of Qwen3-Next but
+with dense blocks; bf16 alone.
+
 Batch 1, chunks of 16 tokens; the median of four streams after one that warms up.
 """
 
@@ -15,8 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern import GGUFTensor, interleave
+from jaxkern.models.decoder import DecoderConfig, DecoderWeights, LayerWeights
+from jaxkern.models.feed_forward import Dense, DenseWeights
 from jaxkern.models.generate import Generator
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights
+from jaxkern.models.mixers.delta_net import DeltaNet, DeltaNetWeights
+from jaxkern.models.mixers.full_attention import AttentionWeights, FullAttention
+from jaxkern.models.mixers.mixing import Rotation
 from jaxkern.models.products import Matrix
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 
@@ -35,6 +43,7 @@ SHAPES = {
     "1.5B": Shape(16, 2048, 8192, 32, 8, 64),
     "8B": Shape(32, 4096, 14336, 32, 8, 128),
 }
+HYBRID = Shape(16, 2048, 6144, 16, 2, 256, 151936)
 # where the float16 scales of a block are, and how large
 SCALES = {"Q8_0": {0: 5e-4}, "Q6_K": {208: 2e-4}, "Q4_K": {0: 2e-3, 2: 0.015}}
 
@@ -99,8 +108,66 @@ def model(shape: Shape, weights: str) -> tuple[LlamaConfig, LlamaWeights]:
     )
 
 
-def measure(shape: Shape, weights: str, prompt: int, new: int) -> str:
-    config, arrays = model(shape, weights)
+def hybrid(shape: Shape) -> tuple[DecoderConfig, DecoderWeights]:
+    """Every fourth layer is attention, the others are gated delta nets."""
+    numbers = iter(range(10**6))
+    net = DeltaNet(16, 32, 128, 128, taps=4)
+    attention = FullAttention(
+        *(shape.heads, shape.kv_heads, shape.head_dim, Rotation(64, 1e7)),
+        output_gate=True,
+        head_norms=True,
+    )
+
+    def matrix(f: int, d: int = shape.d):
+        return drawn("bf16", f, d)(jax.random.key(next(numbers)))
+
+    def delta_net() -> DeltaNetWeights:
+        n, values = net.value_heads, net.value_heads * net.value_dim
+        return DeltaNetWeights(
+            input=(matrix(net.channels + values + 2 * n),),
+            convolution=matrix(net.channels, net.taps),
+            a_log=jnp.linspace(-1.0, 2.0, n),
+            dt_bias=jnp.ones(n),
+            norm=jnp.ones(net.value_dim),
+            output=(matrix(shape.d, values),),
+        )
+
+    def full_attention() -> AttentionWeights:
+        q, kv = (heads * shape.head_dim for heads in (shape.heads, shape.kv_heads))
+        ones = jnp.ones(shape.head_dim)
+        return AttentionWeights(
+            qkv=(matrix(2 * q + 2 * kv),),
+            output=(matrix(shape.d, q),),
+            q_norm=ones,
+            k_norm=ones,
+        )
+
+    def layer(attends: bool) -> LayerWeights:
+        return LayerWeights(
+            mixer_norm=jnp.ones(shape.d),
+            mixer=full_attention() if attends else delta_net(),
+            feed_forward_norm=jnp.ones(shape.d),
+            feed_forward=DenseWeights(
+                (matrix(2 * shape.ff),), (matrix(shape.d, shape.ff),)
+            ),
+        )
+
+    attends = [i % 4 == 3 for i in range(shape.layers)]
+    config = DecoderConfig(
+        *("qwen3next", 8192, shape.d, shape.vocabulary, 1e-6),
+        mixers=tuple(attention if yes else net for yes in attends),
+        feed_forwards=(Dense(shape.ff),) * shape.layers,
+        dtype="bfloat16",
+        fused=True,
+    )
+    table = matrix(shape.vocabulary)
+    layers = tuple(map(layer, attends))
+    return config, DecoderWeights(table, layers, jnp.ones(shape.d), (table,))
+
+
+def measure(name: str, weights: str, prompt: int, new: int) -> str:
+    shape = HYBRID if name == "hybrid" else SHAPES[name]
+    config, arrays = hybrid(shape) if name == "hybrid" else model(shape, weights)
     generator = Generator(
         config, arrays, batch=1, prompt_slots=prompt, max_tokens=new + 1, chunk=16
     )
@@ -123,7 +190,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks gpu_generate", description=__doc__
     )
-    parser.add_argument("--model", default="1.5B,8B")
+    parser.add_argument("--model", default="1.5B,8B,hybrid")
     parser.add_argument("--weights", default="bf16,Q4_K_M,Q8_0")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
@@ -132,7 +199,8 @@ def main(arguments: list[str]) -> int:
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
     for name in options.model.split(","):
-        for weights in options.weights.split(","):
-            line = measure(SHAPES[name], weights, options.prompt, options.new)
+        kinds = "bf16" if name == "hybrid" else options.weights
+        for weights in kinds.split(","):
+            line = measure(name, weights, options.prompt, options.new)
             print(f"{name} {weights}: {line}", flush=True)
     return 0

@@ -81,6 +81,8 @@ KERNELS = (
 
     Kernel("causal_conv1d",              "triton",     "triton.delta_rule.causal_conv1d",                "primal bwd"),
     Kernel("cumsum",                     "triton",     "triton.delta_rule.cumsum",                       "primal bwd"),
+    Kernel("gated_delta_step",           "triton",     "triton.delta_rule.gated_delta_step",             "primal"),
+    Kernel("kimi_delta_attention_step",  "triton",     "triton.delta_rule.kimi_delta_attention_step",    "primal"),
 
     Kernel("attention",                  "mosaic_gpu", "pallas.attention.decode.attention",              "primal fwd"),
     Kernel("attention",                  "triton",     "triton.attention.decode.attention",              "primal fwd"),

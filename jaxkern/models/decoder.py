@@ -6,11 +6,11 @@
         x = x + residual_scale * feed_forward(rms_norm(x))
     logits = rms_norm(x) @ output * logit_scale
 
-A mixer (mixers/) is attention, latent attention, a gated delta net, a short convolution
-or Mamba-2, and has its own kind of state; a feed-forward block is dense or a mixture of
-experts (feed_forward.py). An architecture's entry says which where. `prefill` reads the
-prompts, `decode` adds one token to each sequence; both take and return the states.
-Without them `hidden_states` is the forward of training.
+A mixer (mixers/) is attention, latent attention, a gated delta net, Kimi delta
+attention, a short convolution or Mamba-2, and has its own kind of state; a feed-forward
+block is dense or a mixture of experts (feed_forward.py). An architecture's entry says
+which where. `prefill` reads the prompts, `decode` adds one token to each sequence; both
+take and return the states. Without them `hidden_states` is the forward of training.
 """
 
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from jaxkern.models.cached_steps import decode, next_positions, prefill
 from jaxkern.models.feed_forward import Dense, DenseWeights, Mixture, MixtureWeights
 from jaxkern.models.mixers.delta_net import DeltaNet, DeltaNetWeights
 from jaxkern.models.mixers.full_attention import AttentionWeights, FullAttention
+from jaxkern.models.mixers.kimi_delta import KimiDelta, KimiDeltaWeights
 from jaxkern.models.mixers.latent import LatentAttention, LatentCache, LatentWeights
 from jaxkern.models.mixers.mamba2 import Mamba2, Mamba2Weights
 from jaxkern.models.mixers.mixing import Mixing, rotation_tables
@@ -43,7 +44,7 @@ __all__ = [
     "prefill",
 ]
 
-Mixer = FullAttention | LatentAttention | DeltaNet | ShortConv | Mamba2
+Mixer = FullAttention | LatentAttention | DeltaNet | KimiDelta | ShortConv | Mamba2
 FeedForward = Dense | Mixture
 State = KVCache | LatentCache | RecurrentState
 States = tuple[State, ...]
@@ -81,6 +82,7 @@ class LayerWeights(NamedTuple):
         AttentionWeights
         | LatentWeights
         | DeltaNetWeights
+        | KimiDeltaWeights
         | ShortConvWeights
         | Mamba2Weights
     )

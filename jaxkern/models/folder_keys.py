@@ -44,13 +44,17 @@ def num_layers(keys: ArchitectureKeys) -> int:
 
 
 def layer_types(
-    keys: ArchitectureKeys, layers: int, known: Mapping[str, str], default: list[str]
+    keys: ArchitectureKeys,
+    layers: int,
+    known: Mapping[str, str],
+    default: list[str],
+    key: str = "layer_types",
 ) -> list[str]:
     """The kind of each layer, by the names that `known` gives to those of the file."""
-    found = keys.strings("layer_types") or default
+    found = keys.strings(key) or default
     if len(found) != layers or not {*found} <= {*known}:
         raise keys.error(
-            "layer_types", f"expected {' or '.join(known)} for each of {layers} layers"
+            key, f"expected {' or '.join(known)} for each of {layers} layers"
         )
     return [known[kind] for kind in found]
 
@@ -97,15 +101,21 @@ def attention(
 
 
 def mixture(
-    keys: ArchitectureKeys, experts: int, width: int, **options: Any
+    keys: ArchitectureKeys,
+    experts: int,
+    width: int,
+    *,
+    chosen_key: str = "num_experts_per_tok",
+    groups_key: str = "n_group",
+    **options: Any,
 ) -> Mixture:
-    """So many experts, of which num_experts_per_tok are chosen."""
-    found = Mixture(experts, width, positive(keys, "num_experts_per_tok"), **options)
+    """So many experts, of which as many are chosen as `chosen_key` says."""
+    found = Mixture(experts, width, positive(keys, chosen_key), **options)
     groups, top = found.num_groups, found.top_groups
     if experts % groups or not top <= groups:
-        raise keys.error("n_group", f"{experts} experts, of which {top} groups count")
+        raise keys.error(groups_key, f"{experts} experts, of which {top} groups count")
     if found.chosen > experts // groups * top:
-        raise keys.error("num_experts_per_tok", f"there are {experts} experts")
+        raise keys.error(chosen_key, f"there are {experts} experts")
     return found
 
 

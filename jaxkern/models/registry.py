@@ -17,6 +17,7 @@ from jaxkern.models import (
     gpt_oss_files,
     granite_hybrid_files,
     hugging_face,
+    kimi_linear_files,
     lfm2_files,
     llama_files,
     qwen3_moe_files,
@@ -33,6 +34,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *lfm2_files.ARCHITECTURES,
     *deepseek_files.ARCHITECTURES,
     *granite_hybrid_files.ARCHITECTURES,
+    *kimi_linear_files.ARCHITECTURES,
 )
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}

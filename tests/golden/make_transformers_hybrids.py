@@ -120,6 +120,23 @@ MODELS = {
         "deepseek_v3",
         LATENT | {"q_lora_rank": 20, "rope_parameters": DEEP_YARN | {"mscale": 1.0}},
     ),
+    "kimi_linear": (
+        "kimi_linear",
+        {key: x for key, x in LATENT.items() if key != "n_routed_experts"}
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_local_experts": 8,
+            "n_shared_experts": 1,
+            "linear_num_heads": 2,
+            "linear_head_dim": 16,
+            "rms_norm_eps": 1e-3,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         {

@@ -263,6 +263,15 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
         ("granitemoehybrid", "position_embedding_type", "alibi", "known are nope and"),
         ("granitemoehybrid", "time_step_limit", [1.0, 0.5], "the smaller one first"),
         ("granitemoehybrid", "mamba_n_heads", 7, "2 groups, 64 channels"),
+        ("kimi_linear", "num_expert_group", 3, "8 experts, of which 2 groups count"),
+        ("kimi_linear", "first_k_dense_replace", 2, "mlp_layer_types contradicts"),
+        ("kimi_linear", "linear_attn_config.num_heads", 3, "linear_attn_config contra"),
+        (
+            "kimi_linear",
+            "linear_attn_config.kda_layers",
+            [1],
+            "expected each of 1 to 2",
+        ),
         ("lfm2", "use_pos_enc", False, "use_pos_enc is False"),
     ],
 )
@@ -291,6 +300,39 @@ def test_older_config_files():
     older = changed(folder, "layer_types", ["mamba", "attention"])
     older = changed(older, "time_step_limit", [0.0, math.inf])
     assert described(older).config == described(folder).config
+
+
+def test_kimi_linear_as_it_is_published():
+    """Layers by numbers from 1, sizes of delta layers apart, dense blocks in mlp."""
+    folder = read_safetensors_folder(FOLDERS / "kimi_linear")
+    left_out = ("layer_types", "mlp_layer_types", "linear_head_dim")
+    left_out += ("linear_num_heads", "linear_conv_kernel_dim")
+    keys = {f"kimi_linear.{key}" for key in left_out}
+    metadata = {key: x for key, x in folder.metadata.items() if key not in keys}
+    published = replace(folder, metadata=metadata)
+    published = published.renamed(
+        {
+            name.replace("block_sparse_moe.down_proj", "mlp.down_proj"): name
+            for name in folder.tensors
+        }
+    )
+    for key, value in {
+        "linear_attn_config.full_attn_layers": [2],
+        "linear_attn_config.kda_layers": [1],
+        "linear_attn_config.head_dim": 16,
+        "linear_attn_config.num_heads": 2,
+        "linear_attn_config.short_conv_kernel_size": 4,
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 10000.0,
+        "use_grouped_topk": True,
+    }.items():
+        published = changed(published, key, value)
+    found, expected = described(published), described(folder)
+    assert found.config == expected.config
+    assert sorted(found.file.tensors) == sorted(expected.file.tensors)
 
 
 NO_DENSE = "feed_forward_length"  # of dense layers, in files that have none

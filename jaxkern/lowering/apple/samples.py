@@ -283,6 +283,7 @@ def experts(x: Draw) -> dict[str, Call]:
 def recurrences(x: Draw) -> dict[str, Call]:
     q, k, v = x(2, 5, 1, 8), x(2, 5, 1, 8), x(2, 5, 2, 8)
     g, beta = -(x(2, 5, 2) ** 2), jax.nn.sigmoid(x(2, 5, 2))
+    g_of_channels = g[..., None] * jnp.linspace(0.0, 2.0, 8)
     first = (q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0])
     lower = jnp.tril(x(2, 6, 6) / 4, -1)
     scanned = (x(2, 5, 4), x(2, 5, 4), -(x(4, 3) ** 2), x(2, 5, 3), x(2, 5, 3))
@@ -295,7 +296,19 @@ def recurrences(x: Draw) -> dict[str, Call]:
             part(jk.gated_delta_rule, chunk_size=4),
             (q, k, v, g, beta),
         ),
+        "kimi_delta_attention_step": (
+            jk.kimi_delta_attention_step,
+            (*first[:3], g_of_channels[:, 0], beta[:, 0], x(2, 2, 8, 8)),
+        ),
+        "kimi_delta_attention": (
+            part(jk.kimi_delta_attention, chunk_size=4),
+            (q, k, v, g_of_channels, beta),
+        ),
         "selective_scan": (part(jk.selective_scan, delta_softplus=True), scanned),
+        "state_space_dual": (
+            part(jk.state_space_dual, chunk_size=4),
+            (v, -g, -(x(2) ** 2), q, k),
+        ),
         "unit_lower_inverse": (jk.unit_lower_inverse, (lower,)),
         "solve_unit_lower": (jk.solve_unit_lower, (lower, x(2, 6, 3))),
         "fft": (lambda a, b: jk.fft(jax.lax.complex(a, b)).real, (x(2, 8), x(2, 8))),

@@ -2,7 +2,7 @@
 
     z, u, dt = x W
     u, b, c  = silu(conv(u))                 step = clip(softplus(dt + dt_bias))
-    y        = selective_scan(u, step, -exp(a_log), b, c, skip)
+    y        = state_space_dual(u, step, -exp(a_log), b, c) + skip u
     out      = (rms_norm(y * silu(z)) of each group) O  https://arxiv.org/abs/2405.21060
 
 All channels of a head share step, a and skip; b and c are those of its group.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxkern import gated_rms_norm, selective_scan
+from jaxkern import gated_rms_norm, state_space_dual
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
@@ -73,7 +73,7 @@ class Mamba2:
 
     def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> RecurrentState:
         del slots, dtype  # it does not grow, and small steps need float32
-        memory = (self.width, self.state_dim)
+        memory = (self.heads, self.head_dim, self.state_dim)
         return empty_state(batch, self.taps - 1, self.channels, memory)
 
     def tensors(self, d: int, layout: Layout) -> Shapes:
@@ -130,22 +130,18 @@ class Mamba2:
         )
         step = jax.nn.softplus(dt.astype(jnp.float32) + weights.dt_bias)
         step = jnp.clip(step, *self.limits)
-        decay = -jnp.exp(weights.a_log)[:, None]
-
-        def channels(of_heads: Float[Array, "... n"]) -> Float[Array, "... n*h"]:
-            return jnp.repeat(of_heads, self.head_dim, axis=-1)
-
-        y, memory = selective_scan(
-            u,
-            channels(step),
-            jnp.broadcast_to(channels(decay.T).T, (self.width, self.state_dim)),
+        u = u.reshape(b, t, self.heads, self.head_dim)
+        y, memory = state_space_dual(
+            u.astype(jnp.float32),
+            step,
+            -jnp.exp(weights.a_log),
             write,
             read,
-            channels(weights.skip),
-            initial_state=None if state is None else state.memory,
+            None if state is None else state.memory,
             segment_ids=at.segment_ids,
             active_length=at.new_lengths,
         )
+        y = y + weights.skip[:, None] * u
         if state is not None:
             assert inputs is not None
             state = replace(

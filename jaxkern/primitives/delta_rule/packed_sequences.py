@@ -1,5 +1,7 @@
 """Several sequences in one row: which token belongs to which, and where each begins."""
 
+from collections.abc import Callable, Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
@@ -62,3 +64,57 @@ def sequences_in_a_row(
     flat = jnp.where(packed, flat, 0)  # no NaN that `jax_debug_nans` would meet
     x = jnp.take(rows.reshape(-1, *rows.shape[2:]), flat, axis=0, mode="fill")
     return jnp.where(packed.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)[None]
+
+
+def check_packing(
+    op: str,
+    rows: tuple[int, ...],
+    segment_ids: Int[Array, "b t"] | None,
+    active_length: Int[Array, " b"] | None,
+    cu_seqlens: Int[Array, " sequences_and_1"] | None,
+) -> None:
+    """Whether what says how the rows, `[b, t]`, are packed fits them and each other."""
+    if cu_seqlens is not None and (
+        rows[0] != 1 or segment_ids is not None or active_length is not None
+    ):
+        raise ValueError(
+            f"{op}: `cu_seqlens` is of one packed row, and excludes segment_ids and "
+            f"active_length; got {rows[0]} rows."
+        )
+    expected = {
+        "segment_ids": (segment_ids, rows),
+        "active_length": (active_length, rows[:1]),
+    }
+    for name, (x, shape) in expected.items():
+        if x is not None and jnp.shape(x) != shape:
+            raise TypeError(
+                f"{op}: `{name}` must have shape {shape}, got {jnp.shape(x)}."
+            )
+
+
+def without_padding(
+    operands: Sequence[Shaped[Array, "b t ..."]], active_length: Int[Array, " b"]
+) -> list[Shaped[Array, "b t ..."]]:
+    """The operands with zeros from the active length on."""
+    b, t = operands[0].shape[:2]
+    padding = jnp.arange(t) >= jnp.asarray(active_length)[:, None]
+    return [
+        jnp.where(padding.reshape(b, t, *(1,) * (x.ndim - 2)), x.dtype.type(0), x)
+        for x in operands
+    ]
+
+
+def over_sequences(
+    rule: Callable,
+    operands: Sequence[Shaped[Array, "1 t ..."]],
+    initial_state: Shaped[Array, "sequences ..."] | None,
+    cu_seqlens: Int[Array, " sequences_and_1"],
+    longest: int | None,
+) -> tuple[Shaped[Array, "1 t ..."], Shaped[Array, "sequences ..."]]:
+    """`rule` over the sequences of a packed row, each with a state of its own."""
+    t = operands[0].shape[1]
+    length = t if longest is None else longest
+    rows = [rows_of_sequences(x, cu_seqlens, length) for x in operands]
+    lengths = jnp.minimum(jnp.diff(jnp.asarray(cu_seqlens)), length)
+    out, state = rule(*rows, initial_state=initial_state, active_length=lengths)
+    return sequences_in_a_row(out, cu_seqlens, t), state
