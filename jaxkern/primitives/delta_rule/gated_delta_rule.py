@@ -5,6 +5,8 @@ of https://arxiv.org/abs/2406.06484. Both passes are derived in
 docs/design/gated_delta_rule.md; gated_delta_chunks.py has their stages.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -29,8 +31,9 @@ from jaxkern.primitives.delta_rule.gated_delta_step import (
 )
 from jaxkern.primitives.delta_rule.packed_sequences import (
     begins_segment,
-    rows_of_sequences,
-    sequences_in_a_row,
+    check_packing,
+    over_sequences,
+    without_padding,
 )
 from jaxkern.primitives.delta_rule.unit_lower_inverse import (
     unit_lower_inverse_reference,
@@ -132,38 +135,22 @@ def gated_delta_rule(
             f"gated_delta_rule: `chunk_size` is {chunk_size}. It counts tokens: 1 or "
             "more."
         )
-    b, t, k = (*jnp.shape(key), 1, 1, 1)[:3]
+    op, (b, t, k) = "gated_delta_rule", (*jnp.shape(key), 1, 1, 1)[:3]
+    check_packing(op, (b, t), segment_ids, active_length, cu_seqlens)
     if cu_seqlens is not None:
-        if b != 1 or segment_ids is not None or active_length is not None:
-            raise ValueError(
-                "gated_delta_rule: `cu_seqlens` is of one packed row, and excludes "
-                f"segment_ids and active_length; got {b} rows."
-            )
-        length = t if longest is None else longest
+        options = dict(scale=scale, gqa=gqa, chunk_size=chunk_size)
+        rule = functools.partial(gated_delta_rule, **options)
         operands = (query, key, value, g, beta)
-        out, state = gated_delta_rule(
-            *(rows_of_sequences(x, cu_seqlens, length) for x in operands),
-            initial_state=initial_state,
-            active_length=jnp.minimum(jnp.diff(jnp.asarray(cu_seqlens)), length),
-            scale=scale,
-            gqa=gqa,
-            chunk_size=chunk_size,
-        )
-        return sequences_in_a_row(out, cu_seqlens, t), state
-    order = head_order("gated_delta_rule", gqa, k)
+        return over_sequences(rule, operands, initial_state, cu_seqlens, longest)
+    order = head_order(op, gqa, k)
     value, g, beta = (order(x, 2) for x in (value, g, beta))
     if initial_state is not None:
         initial_state = order(initial_state, 1)
-    if active_length is not None:
-        check_shape("active_length", active_length, (b,))
-        padding = jnp.arange(t) >= jnp.asarray(active_length)[:, None]
-        query, key, value, g, beta = (
-            jnp.where(padding.reshape(b, t, *(1,) * (jnp.ndim(x) - 2)), 0, x)
-            for x in (query, key, value, g, beta)
-        )
     if segment_ids is not None:
-        check_shape("segment_ids", segment_ids, (b, t))
         g = jnp.where(begins_segment(segment_ids)[..., None], -jnp.inf, g)
+    if active_length is not None:  # after the ids, which may change in the padding
+        operands = (query, key, value, g, beta)
+        query, key, value, g, beta = without_padding(operands, active_length)
     out, state = gated_delta_rule_p(
         query,
         key,
@@ -175,13 +162,6 @@ def gated_delta_rule(
         chunk_size=int(chunk_size),
     )
     return order(out, 2, back=True), order(state, 1, back=True)
-
-
-def check_shape(name, x, shape):
-    if jnp.shape(x) != shape:
-        raise TypeError(
-            f"gated_delta_rule: `{name}` must have shape {shape}, got {jnp.shape(x)}."
-        )
 
 
 def gated_delta_rule_reference(

@@ -13,7 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import check_dims
-from jaxkern.primitives.delta_rule.packed_sequences import begins_segment
+from jaxkern.primitives.delta_rule.packed_sequences import (
+    begins_segment,
+    without_padding,
+)
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -106,6 +109,8 @@ def selective_scan(
     if segment_ids is not None:
         check_shape("segment_ids", segment_ids, (rows, t))
         starts = begins_segment(segment_ids)
+        if active_length is not None:  # ids may change in the padding
+            [starts] = without_padding((starts,), active_length)
     options = dict(delta_softplus=bool(delta_softplus), chunk_size=int(chunk_size))
     scan = functools.partial(selective_scan_p, **options)
     operands = (x, delta, a, b, c, skip, gate, delta_bias, initial_state)
