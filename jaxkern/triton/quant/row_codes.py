@@ -1,0 +1,256 @@
+"""Codes and scales of row-major containers, as the lanes of a warp read them.
+
+A warp reads steps of 16 rows: lane 4 g + c has rows g and g + 8, and of either a unit
+of neighbouring columns, 16 bytes where codes have 2, 4 or 8 bits. What it unpacks is
+what the matrix instruction wants in its registers, because neither the order of rows
+nor that of the terms of a sum matters if activations follow it.
+
+    w = scale * (code - zero) + offset
+
+| format | code | as bfloat16 |
+|---|---|---|
+| u2 to u6 | unsigned, a stream of bits | 128 + code |
+| i4 | two's complement | 136 + code |
+| u8 | unsigned | code - 128 |
+| i8 | two's complement | code |
+| e4m3, e2m1 | small float | its value |
+"""
+
+from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.triton.quant.fragments import signed_pair
+
+BITS = {"u2": 2, "u3": 3, "u4": 4, "u5": 5, "u6": 6}
+BITS |= {"i4": 4, "e2m1": 4, "u8": 8, "i8": 8, "e4m3": 8}
+UNITS = {2: 64, 3: 32, 4: 32, 5: 32, 6: 32, 8: 16}  # columns of a lane, by bits
+LANES_OF_ROW = 4
+# what the bfloat16 of a code is more than the code
+EXCESS = {"i4": 136, "u8": -128, "i8": 0, "e4m3": 0, "e2m1": 0}
+
+
+@constexpr_function
+def bits_of(FORMAT):
+    return BITS[FORMAT]
+
+
+@constexpr_function
+def unit_of(FORMAT):
+    """Columns that a lane has of a row in one step."""
+    return UNITS[BITS[FORMAT]]
+
+
+@constexpr_function
+def words_of_unit(FORMAT):
+    return UNITS[BITS[FORMAT]] * BITS[FORMAT] // 32
+
+
+@constexpr_function
+def excess_of(FORMAT):
+    return EXCESS.get(FORMAT, 128)
+
+
+@constexpr_function
+def has_nan(FORMAT):
+    return FORMAT == "e4m3"
+
+
+@constexpr_function
+def load_text(WORDS, OFFSET):
+    """Loads of 16, 8 or 4 bytes; what shares a sector stays in the cache till then."""
+    wide = 4 if WORDS % 4 == 0 else 2 if WORDS % 2 == 0 else 1
+    policy = "L1::no_allocate" if WORDS == 4 else "L1::evict_first"
+    text = ""
+    for first in range(0, WORDS, wide):
+        at = f"[${WORDS}+{OFFSET + 4 * first}];"
+        names = ", ".join(f"${first + i}" for i in range(wide))
+        if wide == 1:
+            text += f"ld.global.{policy}.b32 {names}, {at} "
+        else:
+            text += f"ld.global.{policy}.v{wide}.b32 {{{names}}}, {at} "
+    return text
+
+
+@constexpr_function
+def load_constraints(WORDS):
+    return ",".join(["=&r"] * WORDS + ["l"])
+
+
+@constexpr_function
+def words_types(WORDS):
+    return (gl.int32,) * WORDS
+
+
+@gluon_jit
+def read_unit(at, OFFSET: gl.constexpr, FORMAT: gl.constexpr):
+    """The words of a lane's unit of one row, bytes behind `at`; not moved or joined."""
+    return gl.inline_asm_elementwise(
+        load_text(words_of_unit(FORMAT), OFFSET),
+        load_constraints(words_of_unit(FORMAT)),
+        [at],
+        words_types(words_of_unit(FORMAT)),
+        False,
+        1,
+    )
+
+
+@constexpr_function
+def x_text(OFFSET):
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
+    load = f"@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{OFFSET}];"
+    return f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; {zeros} {load} }}"
+
+
+@gluon_jit
+def read_x(at, present, OFFSET: gl.constexpr):
+    """Eight columns of activations, zeros where they are not present."""
+    return gl.inline_asm_elementwise(
+        x_text(OFFSET),
+        "=&r,=&r,=&r,=&r,l,r",
+        [at, present],
+        (gl.int32, gl.int32, gl.int32, gl.int32),
+        False,
+        1,
+    )
+
+
+@gluon_jit
+def halves_of(first, second, UPPER: gl.constexpr):
+    """The lower, or the upper, halves of two words in one."""
+    if UPPER:
+        return gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, second], gl.int32, True, 1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], gl.int32, True, 1
+        )
+
+
+@gluon_jit
+def pair_of_x(x, P: gl.constexpr, FORMAT: gl.constexpr):
+    """The activations of pair P of a unit, x being its columns in their order.
+
+    Codes of 2 and 4 bits come two from the two halves of a word, 8 and 4 columns apart.
+    """
+    BITS: gl.constexpr = bits_of(FORMAT)
+    if BITS == 2 or BITS == 4:
+        APART: gl.constexpr = 8 // BITS  # words of x
+        word: gl.constexpr = P // (2 * APART) * (2 * APART) + P % (2 * APART) // 2
+        return halves_of(x[word], x[word + APART], P % 2 == 1)
+    else:
+        return x[P]
+
+
+@gluon_jit
+def bits_from(words, BIT: gl.constexpr, BITS: gl.constexpr):
+    """Bits of a stream from BIT on, in the lowest places; others stand above them."""
+    if BIT % 32 + BITS > 32:
+        return gl.inline_asm_elementwise(
+            shift_text(BIT % 32),
+            "=r,r,r",
+            [words[BIT // 32], words[BIT // 32 + 1]],
+            gl.int32,
+            True,
+            1,
+        )
+    else:
+        return words[BIT // 32] >> (BIT % 32)
+
+
+@constexpr_function
+def shift_text(BY):
+    return f"shf.r.wrap.b32 $0, $1, $2, {BY};"
+
+
+@gluon_jit
+def times_power(pair, POWER: gl.constexpr):
+    """Two bfloat16 by a power of two: exact, and of numbers below the normal ones."""
+    return gl.inline_asm_elementwise(
+        power_text(POWER), "=r,r", [pair], gl.int32, True, 1
+    )
+
+
+@constexpr_function
+def power_text(POWER):
+    half = (POWER + 127) << 7
+    number = half << 16 | half
+    return (
+        "{ .reg .b32 m, z; "
+        f"mov.b32 m, {number:#x}; mov.b32 z, 0x80008000; "
+        "fma.rn.bf16x2 $0, $1, m, z; }"
+    )
+
+
+@constexpr_function
+def spread_text(UPPER):
+    selection = 0x3424 if UPPER else 0x1404
+    return f"prmt.b32 $0, $1, 0, {selection:#x};"
+
+
+@gluon_jit
+def pair_of_codes(words, P: gl.constexpr, FORMAT: gl.constexpr):
+    """Two codes of a lane's unit as bfloat16 in a word."""
+    BITS: gl.constexpr = bits_of(FORMAT)
+    if FORMAT == "i8":
+        return signed_pair(words[P // 2], 0x4342 if P % 2 else 0x4140)
+    elif FORMAT == "u8":
+        word = words[P // 2] ^ -0x7F7F7F80
+        return signed_pair(word, 0x4342 if P % 2 else 0x4140)
+    elif FORMAT == "e4m3":  # sign, 4 bits of exponent, 3 of mantissa; 2**-120 times it
+        high = gl.inline_asm_elementwise(
+            spread_text(P % 2 == 1), "=r,r", [words[P // 2]], gl.int32, True, 1
+        )
+        pair = ((high >> 4) & 0x07F007F0) | (high & -0x7FFF8000)
+        return times_power(pair, 120)
+    elif FORMAT == "e2m1":  # sign, 2 bits of exponent, 1 of mantissa; 2**-126 times it
+        word = words[P // 4] >> (8 * (P % 4 // 2))
+        pair = (word << (6 - 4 * (P % 2))) & 0x01C001C0
+        pair = pair | ((word << (12 - 4 * (P % 2))) & -0x7FFF8000)
+        return times_power(pair, 126)
+    elif FORMAT == "i4":
+        word = words[P // 4] ^ -0x77777778
+        return ((word >> (4 * (P % 4))) & 0x000F000F) | 0x43004300
+    elif BITS == 2 or BITS == 4:
+        MASK: gl.constexpr = 0x00030003 if BITS == 2 else 0x000F000F
+        PAIRS: gl.constexpr = 16 // BITS  # of a word
+        return ((words[P // PAIRS] >> (BITS * (P % PAIRS))) & MASK) | 0x43004300
+    else:
+        FIELD: gl.constexpr = (1 << BITS) - 1
+        low = bits_from(words, 2 * P * BITS, BITS) & FIELD
+        high = (bits_from(words, (2 * P + 1) * BITS, BITS) << 16) & (FIELD << 16)
+        return low | high | 0x43004300
+
+
+@gluon_jit
+def codes_of_fragment(first, second, F: gl.constexpr, FORMAT: gl.constexpr):
+    """The weights' operand of a matrix instruction: four columns of either row."""
+    return (
+        pair_of_codes(first, 2 * F, FORMAT),
+        pair_of_codes(second, 2 * F, FORMAT),
+        pair_of_codes(first, 2 * F + 1, FORMAT),
+        pair_of_codes(second, 2 * F + 1, FORMAT),
+    )
+
+
+@gluon_jit
+def nan_codes(words, found):
+    """`found` with bit 7 of a byte set where a word of e4m3 has a NaN, 0x7F or 0xFF."""
+    for i in gl.static_range(len(words)):
+        found = found | ((words[i] & 0x7F7F7F7F) + 0x01010101)
+    return found
+
+
+@gluon_jit
+def scale_as_float(scale, KIND: gl.constexpr):
+    """A scale in float32 of a float, or of a byte of e8m0 or e4m3."""
+    if KIND == "e8m0":  # 2**(byte - 127), 255 is NaN
+        byte = scale.to(gl.int32)
+        word = gl.where(byte == 0, 1 << 22, byte << 23)
+        word = gl.where(byte == 255, 0x7FC00000, word)
+        return word.to(gl.float32, bitcast=True)
+    elif KIND == "e4m3":
+        byte = scale.to(gl.int32)
+        size = ((byte & 127) << 20).to(gl.float32, bitcast=True) * 1.329227995784916e36
+        size = gl.where((byte & 127) == 127, float("nan"), size)
+        return gl.where(byte >= 128, -size, size)
+    else:
+        return scale.to(gl.float32)
