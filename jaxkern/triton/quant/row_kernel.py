@@ -35,17 +35,18 @@ from jaxkern.triton.quant.row_codes import (
 @gluon_jit
 def read_batch(rows, c, batch, P: gl.constexpr):
     """The words of either row of a lane, of all steps of a batch."""
+    FORMAT: gl.constexpr = P.format
     BATCH: gl.constexpr = P.batch
     words = ()
     for s in gl.static_range(BATCH):
         if P.ragged:
             unit = gl.minimum((batch * P.batch + s) * 4 + c, P.units - 1)
-            first = read_unit(rows[0] + unit * P.words, 0, P.format)
-            second = read_unit(rows[1] + unit * P.words, 0, P.format)
+            first = read_unit(rows[0] + unit * P.words, 0, FORMAT)
+            second = read_unit(rows[1] + unit * P.words, 0, FORMAT)
         else:
             unit = batch * (P.batch * 4) + c
-            first = read_unit(rows[0] + unit * P.words, s * 16 * P.words, P.format)
-            second = read_unit(rows[1] + unit * P.words, s * 16 * P.words, P.format)
+            first = read_unit(rows[0] + unit * P.words, s * 16 * P.words, FORMAT)
+            second = read_unit(rows[1] + unit * P.words, s * 16 * P.words, FORMAT)
         words += ((first, second),)
     return words
 
@@ -76,6 +77,7 @@ def read_scales(scales_ptr, rows, c, batch, P: gl.constexpr):
 @gluon_jit
 def sums_of(words, x, sums, of_x, FIRST: gl.constexpr, P: gl.constexpr):
     """Adds the products of the columns of a unit that share a scale."""
+    FORMAT: gl.constexpr = P.format
     CHUNK: gl.constexpr = P.chunk
     LAST: gl.constexpr = FIRST + P.part
     any = words[0][0]
@@ -86,8 +88,8 @@ def sums_of(words, x, sums, of_x, FIRST: gl.constexpr, P: gl.constexpr):
         for j in gl.static_range(CHUNK // 8):
             xs += read_x(x[0], x[1], 2 * at + 16 * j)
         for f in gl.static_range(CHUNK // 4):
-            b = (pair_of_x(xs, 2 * f, P.format), pair_of_x(xs, 2 * f + 1, P.format))
-            a = codes_of_fragment(words[0], words[1], at // 4 + f, P.format)
+            b = (pair_of_x(xs, 2 * f, FORMAT), pair_of_x(xs, 2 * f + 1, FORMAT))
+            a = codes_of_fragment(words[0], words[1], at // 4 + f, FORMAT)
             if P.offsets != "":
                 of_x = mma(ones, b, of_x)
             elif P.correction != 0:
@@ -112,10 +114,11 @@ def scaled_by(totals, sums, scales, P: gl.constexpr):
 @gluon_jit
 def scales_of(scales, PLACE: gl.constexpr, P: gl.constexpr):
     """Those of one group in float32, two or four."""
+    KIND: gl.constexpr = P.kind
     EACH: gl.constexpr = 2 if P.paired else 4
     found = ()
     for i in gl.static_range(EACH):
-        found += (scale_as_float(scales[PLACE * EACH + i], P.kind),)
+        found += (scale_as_float(scales[PLACE * EACH + i], KIND),)
     return found
 
 
@@ -191,6 +194,7 @@ def row_product_kernel(
     scales `[experts * rows / rows_of_scale, groups]`, offsets the same, factors
     `[rows]`, y `[activations, rows]`, or with ids `[activations * top_k, rows]`.
     """
+    FORMAT: gl.constexpr = P.format
     BATCH: gl.constexpr = P.batch
     SHARES: gl.constexpr = P.shares
     EIGHTS: gl.constexpr = P.eights
@@ -244,7 +248,7 @@ def row_product_kernel(
         next_offsets = ()
         if offsets_ptr is not None:
             next_offsets = read_scales(offsets_ptr, scale_rows, c, ahead, P)
-        if has_nan(P.format):
+        if has_nan(FORMAT):
             for s in gl.static_range(BATCH):
                 nans = (nan_codes(words[s][0], nans[0]), nan_codes(words[s][1], nans[1]))
         totals = add_batch(words, scales, offsets, x_at, n, c, batch, totals, P)
@@ -253,7 +257,7 @@ def row_product_kernel(
         offsets = next_offsets
     batch = (P.turns - 1) * P.shares + share
     totals = add_batch(words, scales, offsets, x_at, n, c, batch, totals, P)
-    if has_nan(P.format):
+    if has_nan(FORMAT):
         for s in gl.static_range(BATCH):
             nans = (nan_codes(words[s][0], nans[0]), nan_codes(words[s][1], nans[1]))
         totals = nan_where(totals, nans)
