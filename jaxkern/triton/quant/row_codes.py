@@ -13,18 +13,19 @@ nor that of the terms of a sum matters if activations follow it.
 | i4 | two's complement | 136 + code |
 | u8 | unsigned | code - 128 |
 | i8 | two's complement | code |
-| e4m3, e2m1 | small float | its value |
+| e4m3 | small float | its value |
+| e2m1 | small float | 70 + its value |
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
-from jaxkern.triton.quant.fragments import signed_pair
+from jaxkern.triton.quant.fragments import bytes_of, signed_pair
 
 BITS = {"u2": 2, "u3": 3, "u4": 4, "u5": 5, "u6": 6}
 BITS |= {"i4": 4, "e2m1": 4, "u8": 8, "i8": 8, "e4m3": 8}
 UNITS = {2: 64, 3: 32, 4: 32, 5: 32, 6: 32, 8: 16}  # columns of a lane, by bits
 LANES_OF_ROW = 4
 # what the bfloat16 of a code is more than the code
-EXCESS = {"i4": 136, "u8": -128, "i8": 0, "e4m3": 0, "e2m1": 0}
+EXCESS = {"i4": 136, "u8": -128, "i8": 0, "e4m3": 0, "e2m1": 70}
 
 
 @constexpr_function
@@ -94,18 +95,16 @@ def read_unit(at, OFFSET: gl.constexpr, FORMAT: gl.constexpr):
 
 @constexpr_function
 def x_text(OFFSET):
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
-    load = f"@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{OFFSET}];"
-    return f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; {zeros} {load} }}"
+    return f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{OFFSET}];"
 
 
 @gluon_jit
-def read_x(at, present, OFFSET: gl.constexpr):
-    """Eight columns of activations, zeros where they are not present."""
+def read_x(at, OFFSET: gl.constexpr):
+    """Eight columns of activations at an address."""
     return gl.inline_asm_elementwise(
         x_text(OFFSET),
-        "=&r,=&r,=&r,=&r,l,r",
-        [at, present],
+        "=r,=r,=r,=r,l",
+        [at],
         (gl.int32, gl.int32, gl.int32, gl.int32),
         False,
         1,
@@ -132,7 +131,7 @@ def pair_of_x(x, P: gl.constexpr, FORMAT: gl.constexpr):
     Codes of 2 and 4 bits come two from the two halves of a word, 8 and 4 columns apart.
     """
     BITS: gl.constexpr = bits_of(FORMAT)
-    if BITS == 2 or BITS == 4:
+    if (BITS == 2 or BITS == 4) and FORMAT != "e2m1":
         APART: gl.constexpr = 8 // BITS  # words of x
         word: gl.constexpr = P // (2 * APART) * (2 * APART) + P % (2 * APART) // 2
         return halves_of(x[word], x[word + APART], P % 2 == 1)
@@ -161,33 +160,84 @@ def shift_text(BY):
     return f"shf.r.wrap.b32 $0, $1, $2, {BY};"
 
 
-@gluon_jit
-def times_power(pair, POWER: gl.constexpr):
-    """Two bfloat16 by a power of two: exact, and of numbers below the normal ones."""
-    return gl.inline_asm_elementwise(
-        power_text(POWER), "=r,r", [pair], gl.int32, True, 1
-    )
-
-
-@constexpr_function
-def power_text(POWER):
-    half = (POWER + 127) << 7
-    number = half << 16 | half
-    return (
-        "{ .reg .b32 m, z; "
-        f"mov.b32 m, {number:#x}; mov.b32 z, 0x80008000; "
-        "fma.rn.bf16x2 $0, $1, m, z; }"
-    )
-
-
 @constexpr_function
 def spread_text(UPPER):
     selection = 0x3424 if UPPER else 0x1404
     return f"prmt.b32 $0, $1, 0, {selection:#x};"
 
 
+@constexpr_function
+def numbers_of(FORMAT):
+    """What stays in registers: an instruction has room for one number of its own.
+
+    Of e2m1 bytes 12 + and 12 - a doubled code, eight each.
+    """
+    if FORMAT == "e2m1":
+        doubled = (0, 1, 2, 3, 4, 6, 8, 12)
+        table = [12 + v for v in doubled] + [12 - v for v in doubled]
+        words = (table[at : at + 4] for at in range(0, 16, 4))
+        return tuple(sum(v << 8 * i for i, v in enumerate(word)) for word in words)
+    if FORMAT == "e4m3":
+        return (0x07F007F0, power_of_two(120), -0x7FFF8000)
+    return (0x43084308 if FORMAT == "i4" else 0x43004300,)
+
+
+@constexpr_function
+def power_of_two(EXPONENT):
+    """Twice, as bfloat16."""
+    half = (EXPONENT + 127) << 7
+    return half << 16 | half
+
+
 @gluon_jit
-def pair_of_codes(words, P: gl.constexpr, FORMAT: gl.constexpr):
+def in_registers(nothing, FORMAT: gl.constexpr):
+    """The numbers that unpacking needs; `nothing` is a zero that no compiler sees."""
+    NUMBERS: gl.constexpr = numbers_of(FORMAT)
+    found = ()
+    for i in gl.static_range(len(NUMBERS)):
+        found += (nothing + NUMBERS[i],)
+    return found
+
+
+@gluon_jit
+def chosen(fields, low, high):
+    """Bytes of eight, by four fields of 4 bits; 0 where a field's highest bit is set.
+
+    It asks for the highest bit of a byte, which none of them has.
+    """
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, fields], gl.int32, True, 1
+    )
+
+
+@constexpr_function
+def masked_text(MASK):
+    return f"lop3.b32 $0, $1, {MASK:#x}, $2, 0x6a;"
+
+
+@gluon_jit
+def masked(word, number, MASK: gl.constexpr):
+    """(word & MASK) ^ number"""
+    return gl.inline_asm_elementwise(
+        masked_text(MASK), "=r,r,r", [word, number], gl.int32, True, 1
+    )
+
+
+@gluon_jit
+def times(pair, factor, minus_zero):
+    """Two bfloat16 by two others; numbers below the normal ones are exact too."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pair, factor, minus_zero],
+        gl.int32,
+        True,
+        1,
+    )
+
+
+@gluon_jit
+def pair_of_codes(words, numbers, P: gl.constexpr, FORMAT: gl.constexpr):
     """Two codes of a lane's unit as bfloat16 in a word."""
     BITS: gl.constexpr = bits_of(FORMAT)
     if FORMAT == "i8":
@@ -199,35 +249,34 @@ def pair_of_codes(words, P: gl.constexpr, FORMAT: gl.constexpr):
         high = gl.inline_asm_elementwise(
             spread_text(P % 2 == 1), "=r,r", [words[P // 2]], gl.int32, True, 1
         )
-        pair = ((high >> 4) & 0x07F007F0) | (high & -0x7FFF8000)
-        return times_power(pair, 120)
-    elif FORMAT == "e2m1":  # sign, 2 bits of exponent, 1 of mantissa; 2**-126 times it
-        word = words[P // 4] >> (8 * (P % 4 // 2))
-        pair = (word << (6 - 4 * (P % 2))) & 0x01C001C0
-        pair = pair | ((word << (12 - 4 * (P % 2))) & -0x7FFF8000)
-        return times_power(pair, 126)
+        pair = ((high >> 4) & numbers[0]) | (high & -0x7FFF8000)
+        return times(pair, numbers[1], numbers[2])
+    elif FORMAT == "e2m1":  # a doubled code is a whole number, 128 + 12 + it is read
+        word = words[P // 4] >> (16 * (P % 4 // 2))
+        plus = chosen(word, numbers[0], numbers[1])
+        code = plus | chosen(word ^ 0x8888, numbers[2], numbers[3]) | -0x7F7F7F80
+        return bytes_of(code, 0x42424242, 0x4342 if P % 2 else 0x4140)
     elif FORMAT == "i4":
-        word = words[P // 4] ^ -0x77777778
-        return ((word >> (4 * (P % 4))) & 0x000F000F) | 0x43004300
+        return masked(words[P // 4] >> (4 * (P % 4)), numbers[0], 0x000F000F)
     elif BITS == 2 or BITS == 4:
         MASK: gl.constexpr = 0x00030003 if BITS == 2 else 0x000F000F
         PAIRS: gl.constexpr = 16 // BITS  # of a word
-        return ((words[P // PAIRS] >> (BITS * (P % PAIRS))) & MASK) | 0x43004300
+        return masked(words[P // PAIRS] >> (BITS * (P % PAIRS)), numbers[0], MASK)
     else:
         FIELD: gl.constexpr = (1 << BITS) - 1
-        low = bits_from(words, 2 * P * BITS, BITS) & FIELD
-        high = (bits_from(words, (2 * P + 1) * BITS, BITS) << 16) & (FIELD << 16)
-        return low | high | 0x43004300
+        low = masked(bits_from(words, 2 * P * BITS, BITS), numbers[0], FIELD)
+        high = bits_from(words, (2 * P + 1) * BITS, BITS) << 16
+        return masked(high, low, FIELD << 16)
 
 
 @gluon_jit
-def codes_of_fragment(first, second, F: gl.constexpr, FORMAT: gl.constexpr):
+def codes_of_fragment(first, second, numbers, F: gl.constexpr, FORMAT: gl.constexpr):
     """The weights' operand of a matrix instruction: four columns of either row."""
     return (
-        pair_of_codes(first, 2 * F, FORMAT),
-        pair_of_codes(second, 2 * F, FORMAT),
-        pair_of_codes(first, 2 * F + 1, FORMAT),
-        pair_of_codes(second, 2 * F + 1, FORMAT),
+        pair_of_codes(first, numbers, 2 * F, FORMAT),
+        pair_of_codes(second, numbers, 2 * F, FORMAT),
+        pair_of_codes(first, numbers, 2 * F + 1, FORMAT),
+        pair_of_codes(second, numbers, 2 * F + 1, FORMAT),
     )
 
 

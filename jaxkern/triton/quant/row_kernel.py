@@ -23,6 +23,7 @@ from jaxkern.triton.quant.product_kernel import (
 )
 from jaxkern.triton.quant.row_codes import (
     codes_of_fragment,
+    in_registers,
     has_nan,
     nan_codes,
     pair_of_x,
@@ -75,7 +76,7 @@ def read_scales(scales_ptr, rows, c, batch, P: gl.constexpr):
 
 
 @gluon_jit
-def sums_of(words, x, sums, of_x, FIRST: gl.constexpr, P: gl.constexpr):
+def sums_of(words, numbers, x, sums, of_x, FIRST: gl.constexpr, P: gl.constexpr):
     """Adds the products of the columns of a unit that share a scale."""
     FORMAT: gl.constexpr = P.format
     CHUNK: gl.constexpr = P.chunk
@@ -86,10 +87,10 @@ def sums_of(words, x, sums, of_x, FIRST: gl.constexpr, P: gl.constexpr):
     for at in gl.static_range(FIRST, LAST, CHUNK):
         xs = ()
         for j in gl.static_range(CHUNK // 8):
-            xs += read_x(x[0], x[1], 2 * at + 16 * j)
+            xs += read_x(x, 2 * at + 16 * j)
         for f in gl.static_range(CHUNK // 4):
             b = (pair_of_x(xs, 2 * f, FORMAT), pair_of_x(xs, 2 * f + 1, FORMAT))
-            a = codes_of_fragment(words[0], words[1], at // 4 + f, FORMAT)
+            a = codes_of_fragment(words[0], words[1], numbers, at // 4 + f, FORMAT)
             if P.offsets != "":
                 of_x = mma(ones, b, of_x)
             elif P.correction != 0:
@@ -136,7 +137,7 @@ def offsets_of(offsets, scales, PLACE: gl.constexpr, P: gl.constexpr):
 
 
 @gluon_jit
-def add_batch(words, scales, offsets, x_at, n, c, batch, totals, P: gl.constexpr):
+def add_batch(words, numbers, scales, offsets, x_at, zeros_at, n, c, batch, totals, P: gl.constexpr):
     """totals + the products of one batch."""
     zeros = gl.full(totals[0].shape, 0.0, gl.float32, totals[0].type.layout)
     PART: gl.constexpr = P.part
@@ -147,15 +148,13 @@ def add_batch(words, scales, offsets, x_at, n, c, batch, totals, P: gl.constexpr
     of_x = sums
     for s in gl.static_range(BATCH):
         unit = in_lanes((batch * BATCH + s) * 4 + c)
+        x = (x_at + unit * P.unit).to(gl.int64)
         if P.split:  # a column of sums for each lane
-            present = (n // 4 < P.together) & (n % 4 == in_lanes(c))
-        else:
-            present = n < P.together
+            x = gl.where(n % 4 == in_lanes(c), x, zeros_at)
         if P.ragged:
-            present = present & (unit < P.units)
-        x = (x_at + unit * P.unit, gl.where(present, 1, 0))
+            x = gl.where(unit < P.units, x, zeros_at)
         for p in gl.static_range(PARTS):
-            sums, of_x = sums_of(words[s], x, sums, of_x, p * PART, P)
+            sums, of_x = sums_of(words[s], numbers, x, sums, of_x, p * PART, P)
             if (s + 1) % STEPS == 0:
                 scale = scales_of(scales, s // STEPS * PARTS + p, P)
                 totals = scaled_by(totals, sums, scale, P)
@@ -186,6 +185,7 @@ def row_product_kernel(
     scales_ptr,
     offsets_ptr,
     factors_ptr,
+    zeros_ptr,
     y_ptr,
     P: gl.constexpr,
 ):
@@ -233,6 +233,9 @@ def row_product_kernel(
         x_at = x_at + gl.minimum(n // 4, P.together - 1) * P.columns
     else:
         x_at = x_at + gl.minimum(n, P.together - 1) * P.columns
+    zeros_at = zeros_ptr.to(gl.int64)  # read in place of activations that are not
+    nothing = (y_ptr.to(gl.int64) >> 60).to(gl.int32)  # of an address
+    numbers = in_registers(c * 0 + g * 0 + nothing, FORMAT)
     nans = (c * 0 + g * 0, c * 0 + g * 0)
     batch = share
     words = read_batch(rows, c, batch, P)
@@ -251,12 +254,12 @@ def row_product_kernel(
         if has_nan(FORMAT):
             for s in gl.static_range(BATCH):
                 nans = (nan_codes(words[s][0], nans[0]), nan_codes(words[s][1], nans[1]))
-        totals = add_batch(words, scales, offsets, x_at, n, c, batch, totals, P)
+        totals = add_batch(words, numbers, scales, offsets, x_at, zeros_at, n, c, batch, totals, P)
         words = next_words
         scales = next_scales
         offsets = next_offsets
     batch = (P.turns - 1) * P.shares + share
-    totals = add_batch(words, scales, offsets, x_at, n, c, batch, totals, P)
+    totals = add_batch(words, numbers, scales, offsets, x_at, zeros_at, n, c, batch, totals, P)
     if has_nan(FORMAT):
         for s in gl.static_range(BATCH):
             nans = (nan_codes(words[s][0], nans[0]), nan_codes(words[s][1], nans[1]))

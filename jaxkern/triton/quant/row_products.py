@@ -230,6 +230,7 @@ def launch(
             "scales_ptr": w.scales,
             "offsets_ptr": w.offsets,
             "factors_ptr": w.factors,
+            "zeros_ptr": jnp.zeros(p.unit, x.dtype),
         },
         {
             "y_ptr": jax.ShapeDtypeStruct(
