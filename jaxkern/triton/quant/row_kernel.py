@@ -234,8 +234,8 @@ def row_product_kernel(
     else:
         x_at = x_at + gl.minimum(n, P.together - 1) * P.columns
     zeros_at = zeros_ptr.to(gl.int64)  # read in place of activations that are not
-    nothing = (y_ptr.to(gl.int64) >> 60).to(gl.int32)  # of an address
-    numbers = in_registers(c * 0 + g * 0 + nothing, FORMAT)
+    nothing = (rows[0].to(gl.int64) >> 60).to(gl.int32) + c * 0  # of an address
+    numbers = in_registers(nothing, FORMAT)
     nans = (c * 0 + g * 0, c * 0 + g * 0)
     batch = share
     words = read_batch(rows, c, batch, P)
