@@ -18,7 +18,6 @@ nor that of the terms of a sum matters if activations follow it.
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
-from jaxkern.triton.quant.fragments import bytes_of, signed_pair
 
 BITS = {"u2": 2, "u3": 3, "u4": 4, "u5": 5, "u6": 6}
 BITS |= {"i4": 4, "e2m1": 4, "u8": 8, "i8": 8, "e4m3": 8}
@@ -176,9 +175,12 @@ def numbers_of(FORMAT):
         doubled = (0, 1, 2, 3, 4, 6, 8, 12)
         table = [12 + v for v in doubled] + [12 - v for v in doubled]
         words = (table[at : at + 4] for at in range(0, 16, 4))
-        return tuple(sum(v << 8 * i for i, v in enumerate(word)) for word in words)
+        chosen_from = (sum(v << 8 * i for i, v in enumerate(word)) for word in words)
+        return (*chosen_from, 0x42424242)
     if FORMAT == "e4m3":
         return (0x07F007F0, power_of_two(120), -0x7FFF8000)
+    if FORMAT in ("i8", "u8"):
+        return (0x43434343, -0x407F4080)  # and -1, twice, as bfloat16
     return (0x43084308 if FORMAT == "i4" else 0x43004300,)
 
 
@@ -210,6 +212,19 @@ def chosen(fields, low, high):
     )
 
 
+@gluon_jit
+def under(word, high, LAST: gl.constexpr):
+    """Bytes 0 and 1, or 2 and 3, of a word, under the byte of which `high` is four."""
+    if LAST:
+        return gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x4342;", "=r,r,r", [word, high], gl.int32, True, 1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x4140;", "=r,r,r", [word, high], gl.int32, True, 1
+        )
+
+
 @constexpr_function
 def masked_text(MASK):
     return f"lop3.b32 $0, $1, {MASK:#x}, $2, 0x6a;"
@@ -224,12 +239,12 @@ def masked(word, number, MASK: gl.constexpr):
 
 
 @gluon_jit
-def times(pair, factor, minus_zero):
-    """Two bfloat16 by two others; numbers below the normal ones are exact too."""
+def times(pair, factor, addend):
+    """Two bfloat16 by others and more; numbers below the normal ones are exact too."""
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
         "=r,r,r,r",
-        [pair, factor, minus_zero],
+        [pair, factor, addend],
         gl.int32,
         True,
         1,
@@ -240,11 +255,14 @@ def times(pair, factor, minus_zero):
 def pair_of_codes(words, numbers, P: gl.constexpr, FORMAT: gl.constexpr):
     """Two codes of a lane's unit as bfloat16 in a word."""
     BITS: gl.constexpr = bits_of(FORMAT)
-    if FORMAT == "i8":
-        return signed_pair(words[P // 2], 0x4342 if P % 2 else 0x4140)
-    elif FORMAT == "u8":
-        word = words[P // 2] ^ -0x7F7F7F80
-        return signed_pair(word, 0x4342 if P % 2 else 0x4140)
+    if BITS == 8 and FORMAT != "e4m3":  # (128 + low bits) - (128 or 256)
+        word = words[P // 2]
+        if FORMAT == "u8":
+            word = word ^ -0x7F7F7F80
+        low = under(word & 0x7F7F7F7F, numbers[0], P % 2 == 1)
+        return times(
+            under(word & -0x7F7F7F80, numbers[0], P % 2 == 1), numbers[1], low
+        )
     elif FORMAT == "e4m3":  # sign, 4 bits of exponent, 3 of mantissa; 2**-120 times it
         high = gl.inline_asm_elementwise(
             spread_text(P % 2 == 1), "=r,r", [words[P // 2]], gl.int32, True, 1
@@ -255,7 +273,7 @@ def pair_of_codes(words, numbers, P: gl.constexpr, FORMAT: gl.constexpr):
         word = words[P // 4] >> (16 * (P % 4 // 2))
         plus = chosen(word, numbers[0], numbers[1])
         code = plus | chosen(word ^ 0x8888, numbers[2], numbers[3]) | -0x7F7F7F80
-        return bytes_of(code, 0x42424242, 0x4342 if P % 2 else 0x4140)
+        return under(code, numbers[4], P % 2 == 1)
     elif FORMAT == "i4":
         return masked(words[P // 4] >> (4 * (P % 4)), numbers[0], 0x000F000F)
     elif BITS == 2 or BITS == 4:

@@ -14,7 +14,7 @@ eight columns are two activations.
 """
 
 from jaxkern.gpu.triton_call import gl, gluon_jit
-from jaxkern.triton.quant.fragments import constant_rows, in_lanes, in_lanes4, mma
+from jaxkern.triton.quant.fragments import in_lanes, in_lanes4, mma, twice
 from jaxkern.triton.quant.product_kernel import (
     finished,
     lanes_of,
@@ -81,9 +81,7 @@ def sums_of(words, numbers, x, sums, of_x, FIRST: gl.constexpr, P: gl.constexpr)
     FORMAT: gl.constexpr = P.format
     CHUNK: gl.constexpr = P.chunk
     LAST: gl.constexpr = FIRST + P.part
-    any = words[0][0]
-    ones = in_lanes4(constant_rows(any, 1))
-    zero = in_lanes4(constant_rows(any, P.correction))
+    rows = in_lanes4(numbers[len(numbers) - 1])
     for at in gl.static_range(FIRST, LAST, CHUNK):
         xs = ()
         for j in gl.static_range(CHUNK // 8):
@@ -92,9 +90,9 @@ def sums_of(words, numbers, x, sums, of_x, FIRST: gl.constexpr, P: gl.constexpr)
             b = (pair_of_x(xs, 2 * f, FORMAT), pair_of_x(xs, 2 * f + 1, FORMAT))
             a = codes_of_fragment(words[0], words[1], numbers, at // 4 + f, FORMAT)
             if P.offsets != "":
-                of_x = mma(ones, b, of_x)
+                of_x = mma(rows, b, of_x)
             elif P.correction != 0:
-                sums = mma(zero, b, sums)
+                sums = mma(rows, b, sums)
             sums = mma(in_lanes4(a), b, sums)
     return sums, of_x
 
@@ -235,7 +233,9 @@ def row_product_kernel(
         x_at = x_at + gl.minimum(n, P.together - 1) * P.columns
     zeros_at = zeros_ptr.to(gl.int64)  # read in place of activations that are not
     nothing = (rows[0].to(gl.int64) >> 60).to(gl.int32) + c * 0  # of an address
-    numbers = in_registers(nothing, FORMAT)
+    FACTOR: gl.constexpr = P.factor
+    row = nothing + twice(FACTOR)
+    numbers = in_registers(nothing, FORMAT) + ((row, row, row, row),)
     nans = (c * 0 + g * 0, c * 0 + g * 0)
     batch = share
     words = read_batch(rows, c, batch, P)

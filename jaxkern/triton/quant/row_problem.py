@@ -108,6 +108,11 @@ class RowProblem:
         return 0 if self.offsets else -self.constant
 
     @property
+    def factor(self) -> int:
+        """What activations are multiplied by to be summed."""
+        return 1 if self.offsets else self.correction
+
+    @property
     def units(self) -> int:
         """Of a row."""
         return self.columns // self.unit
