@@ -1,8 +1,8 @@
 """Products, rows and experts of MLX's affine format, by row_products.py."""
 
 from jaxkern.triton.quant.row_decode import decoded
+from jaxkern.triton.quant.row_problem import Rows
 from jaxkern.triton.quant.row_products import (
-    Rows,
     multiply,
     multiply_routed,
     refusal_of_product,
@@ -59,8 +59,6 @@ def unsupported_id(
     return refusal_of_routed(x, ids, w, compute_dtype)
 
 
-def affine_matmul_id(
-    x, ids, codes, scales, biases, *, bits, group_size, compute_dtype
-):
+def affine_matmul_id(x, ids, codes, scales, biases, *, bits, group_size, compute_dtype):
     w = rows_of(codes, scales, biases, bits, group_size)
     return multiply_routed(x, ids, w, compute_dtype)

@@ -52,7 +52,7 @@ def decode_tiles_kernel(
     FORMAT: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Each warp one step of 256 columns of 16 rows, of which one is written with ids."""
+    """Each warp one step of 256 columns of 16 rows; with ids one of them is written."""
     LANES: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0]
     )

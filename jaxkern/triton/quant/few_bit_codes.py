@@ -1,7 +1,7 @@
 """Codes of 2 and 3 bits and their scales, Q2_K and Q3_K: see block_codes.
 
-    Q2_K   scales[16] qs[64] d dmin                16 scales and minima of 4 bits
-    Q3_K   hmask[32] qs[64] scales[12] d           16 scales of 6 bits
+Q2_K   scales[16] qs[64] d dmin                16 scales and minima of 4 bits
+Q3_K   hmask[32] qs[64] scales[12] d           16 scales of 6 bits
 """
 
 from jaxkern.gpu.triton_call import gl, gluon_jit

@@ -1,8 +1,8 @@
 """Products and rows of 8-bit floats with block scales, by row_products.py."""
 
 from jaxkern.triton.quant.row_decode import decoded
+from jaxkern.triton.quant.row_problem import Rows
 from jaxkern.triton.quant.row_products import (
-    Rows,
     multiply,
     refusal_of_product,
     refusal_of_rows,

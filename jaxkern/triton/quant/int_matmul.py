@@ -1,8 +1,8 @@
 """Products, rows and experts of integers of 4 and 8 bits, by row_products.py."""
 
 from jaxkern.triton.quant.row_decode import decoded
+from jaxkern.triton.quant.row_problem import Rows
 from jaxkern.triton.quant.row_products import (
-    Rows,
     multiply,
     multiply_routed,
     refusal_of_product,

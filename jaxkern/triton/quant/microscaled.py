@@ -2,8 +2,8 @@
 
 from jaxkern.primitives.quant.microscaled_tensor import MICROSCALED
 from jaxkern.triton.quant.row_decode import decoded
+from jaxkern.triton.quant.row_problem import Rows
 from jaxkern.triton.quant.row_products import (
-    Rows,
     multiply,
     refusal_of_product,
     refusal_of_rows,
@@ -24,9 +24,7 @@ def rows_of(codes, scales, global_scale, format) -> Rows:
     )
 
 
-def unsupported(
-    x, codes, scales, global_scale, *, format, compute_dtype
-) -> str | None:
+def unsupported(x, codes, scales, global_scale, *, format, compute_dtype) -> str | None:
     w = rows_of(codes, scales, global_scale, format)
     return refusal_of_product(x, w, compute_dtype)
 

@@ -173,7 +173,7 @@ def refusal_of_routed(
 def multiply_routed(
     x: jax.Array, ids: jax.Array, tiles: jax.Array, qtype: str, compute_dtype: Any
 ) -> jax.Array:
-    """`[..., k, u, 16]` of x `[..., d]`, ids `[..., k]`, tiles `[experts, u, bytes]`."""
+    """`[..., k, u, 16]` of x `[..., d]`, ids `[..., k]` and tiles of experts."""
     terms = terms_of(x, compute_dtype)
     y = launch(x, tiles, qtype, terms, None, None, 0.0, None, ids)
     return y.reshape(*ids.shape, *y.shape[1:])

@@ -258,8 +258,8 @@ def packed_product_kernel(
     Where GATED, up's TILES tiles stand behind those of gate. PARTS tiles a program,
     SHARES warps a tile, EIGHTS columns of sums by eights. x is `[ROWS * TERMS, K]`
     bfloat16, or with a norm `[ROWS, K]` of any dtype, of which COPIES rows of terms
-    stand in shared memory. With ids an activation has TOP_K slots, each with programs of
-    its own, which name one of EXPERTS; y is zero in slots that name none.
+    stand in shared memory. With ids an activation has TOP_K slots, each with programs
+    of its own, which name one of EXPERTS; y is zero in slots that name none.
     """
     WARPS: gl.constexpr = PARTS * SHARES
     LANES: gl.constexpr = lanes_of(WARPS, EIGHTS)

@@ -22,7 +22,6 @@ from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 BITS = {"u2": 2, "u3": 3, "u4": 4, "u5": 5, "u6": 6}
 BITS |= {"i4": 4, "e2m1": 4, "u8": 8, "i8": 8, "e4m3": 8}
 UNITS = {2: 64, 3: 32, 4: 32, 5: 32, 6: 32, 8: 16}  # columns of a lane, by bits
-LANES_OF_ROW = 4
 # what the bfloat16 of a code is more than the code
 EXCESS = {"i4": 136, "u8": -128, "i8": 0, "e4m3": 0, "e2m1": 70}
 
@@ -33,19 +32,8 @@ def bits_of(FORMAT):
 
 
 @constexpr_function
-def unit_of(FORMAT):
-    """Columns that a lane has of a row in one step."""
-    return UNITS[BITS[FORMAT]]
-
-
-@constexpr_function
 def words_of_unit(FORMAT):
     return UNITS[BITS[FORMAT]] * BITS[FORMAT] // 32
-
-
-@constexpr_function
-def excess_of(FORMAT):
-    return EXCESS.get(FORMAT, 128)
 
 
 @constexpr_function
@@ -260,9 +248,7 @@ def pair_of_codes(words, numbers, P: gl.constexpr, FORMAT: gl.constexpr):
         if FORMAT == "u8":
             word = word ^ -0x7F7F7F80
         low = under(word & 0x7F7F7F7F, numbers[0], P % 2 == 1)
-        return times(
-            under(word & -0x7F7F7F80, numbers[0], P % 2 == 1), numbers[1], low
-        )
+        return times(under(word & -0x7F7F7F80, numbers[0], P % 2 == 1), numbers[1], low)
     elif FORMAT == "e4m3":  # sign, 4 bits of exponent, 3 of mantissa; 2**-120 times it
         high = gl.inline_asm_elementwise(
             spread_text(P % 2 == 1), "=r,r", [words[P // 2]], gl.int32, True, 1

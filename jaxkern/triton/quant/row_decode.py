@@ -1,9 +1,9 @@
 """Rows of packed codes as floats: whole weights, or the rows that ids name.
 
-    w = scale * (code - zero) + offset, in float32, rounded once
+w = scale * (code - zero) + offset, in float32, rounded once
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.triton.quant.row_codes import BITS
-
-if TYPE_CHECKING:
-    from jaxkern.triton.quant.row_products import Rows
+from jaxkern.triton.quant.row_problem import Rows
 
 COLUMNS = 1024  # of a program
 
@@ -110,7 +108,7 @@ def row_decode_kernel(
     tl.store(y_ptr + out * D + column, value.to(y_ptr.dtype.element_ty), inside)
 
 
-def decoded(w: "Rows", dtype: Any, ids: jax.Array | None = None) -> jax.Array:
+def decoded(w: Rows, dtype: Any, ids: jax.Array | None = None) -> jax.Array:
     """All rows `[rows, columns]`, or those of ids `[...]`, zeros for an id outside."""
     shape = (w.rows,) if ids is None else ids.shape
     columns = min(COLUMNS, next_power_of_2(w.columns))

@@ -23,8 +23,8 @@ from jaxkern.triton.quant.product_kernel import (
 )
 from jaxkern.triton.quant.row_codes import (
     codes_of_fragment,
-    in_registers,
     has_nan,
+    in_registers,
     nan_codes,
     pair_of_x,
     read_unit,
@@ -135,7 +135,19 @@ def offsets_of(offsets, scales, PLACE: gl.constexpr, P: gl.constexpr):
 
 
 @gluon_jit
-def add_batch(words, numbers, scales, offsets, x_at, zeros_at, n, c, batch, totals, P: gl.constexpr):
+def add_batch(
+    words,
+    numbers,
+    scales,
+    offsets,
+    x_at,
+    zeros_at,
+    n,
+    c,
+    batch,
+    totals,
+    P: gl.constexpr,
+):
     """totals + the products of one batch."""
     zeros = gl.full(totals[0].shape, 0.0, gl.float32, totals[0].type.layout)
     PART: gl.constexpr = P.part
@@ -235,7 +247,8 @@ def row_product_kernel(
     nothing = (rows[0].to(gl.int64) >> 60).to(gl.int32) + c * 0  # of an address
     FACTOR: gl.constexpr = P.factor
     row = nothing + twice(FACTOR)
-    numbers = in_registers(nothing, FORMAT) + ((row, row, row, row),)
+    numbers = in_registers(nothing, FORMAT)
+    numbers += ((row, row, row, row),)
     nans = (c * 0 + g * 0, c * 0 + g * 0)
     batch = share
     words = read_batch(rows, c, batch, P)
@@ -253,13 +266,20 @@ def row_product_kernel(
             next_offsets = read_scales(offsets_ptr, scale_rows, c, ahead, P)
         if has_nan(FORMAT):
             for s in gl.static_range(BATCH):
-                nans = (nan_codes(words[s][0], nans[0]), nan_codes(words[s][1], nans[1]))
-        totals = add_batch(words, numbers, scales, offsets, x_at, zeros_at, n, c, batch, totals, P)
+                nans = (
+                    nan_codes(words[s][0], nans[0]),
+                    nan_codes(words[s][1], nans[1]),
+                )
+        totals = add_batch(
+            words, numbers, scales, offsets, x_at, zeros_at, n, c, batch, totals, P
+        )
         words = next_words
         scales = next_scales
         offsets = next_offsets
     batch = (P.turns - 1) * P.shares + share
-    totals = add_batch(words, numbers, scales, offsets, x_at, zeros_at, n, c, batch, totals, P)
+    totals = add_batch(
+        words, numbers, scales, offsets, x_at, zeros_at, n, c, batch, totals, P
+    )
     if has_nan(FORMAT):
         for s in gl.static_range(BATCH):
             nans = (nan_codes(words[s][0], nans[0]), nan_codes(words[s][1], nans[1]))
@@ -273,7 +293,9 @@ def row_product_kernel(
     BESIDE: gl.constexpr = 1 if P.split else 2
     for i in gl.static_range(len(sums)):
         y = finished(sums[i][0], 1, SHARES, False, 4 if P.split else 1)
-        activation = (y.shape[2] * place_in(y, 3) + place_in(y, 2)) * BESIDE + sums[i][1]
+        activation = (y.shape[2] * place_in(y, 3) + place_in(y, 2)) * BESIDE + sums[i][
+            1
+        ]
         row = gl.program_id(0) * 16 + place_in(y, 1) + sums[i][2]
         here = (activation < P.together) & (row < P.rows) & (place_in(y, 0) == 0)
         if ids_ptr is not None:

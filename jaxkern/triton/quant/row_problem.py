@@ -1,10 +1,46 @@
-"""What one launch of the kernel over rows of packed codes is for."""
+"""What the kernels over rows of packed codes read, and what one launch is for."""
 
 import dataclasses
+from typing import Any
 
 from jaxkern.triton.quant.row_codes import BITS, EXCESS, UNITS
 
 LANES = 4  # of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Weights as the kernels read them: `scale * (code - zero) + offset`.
+
+    Attributes:
+      codes: `[..., rows, bytes]`, of any integer dtype.
+      scales: `[..., rows / rows_of_scale, groups]`, floats, or bytes of `kind`.
+      offsets: as scales, or None; what they are says `offset`.
+      factors: `[rows]`, another factor of each row, or None.
+      format: of the codes, a key of `row_codes.BITS`.
+      columns: of the weights.
+      group: columns that share a scale.
+      rows_of_scale: rows that share a scale.
+      kind: "float", "e8m0" or "e4m3".
+      offset: "", "bias" or "zero".
+      zero: of all codes.
+    """
+
+    codes: Any
+    scales: Any
+    offsets: Any
+    format: str
+    columns: int
+    group: int
+    factors: Any = None
+    rows_of_scale: int = 1
+    kind: str = "float"
+    offset: str = ""
+    zero: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[-2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +126,9 @@ class RowProblem:
         if self.split:
             return 1
         steps = self.batch if self.group >= self.columns else self.group // self.step
-        return next(n for n in range(self.batch, 0, -1) if not (steps % n or self.batch % n))
+        return next(
+            n for n in range(self.batch, 0, -1) if not (steps % n or self.batch % n)
+        )
 
     @property
     def paired(self) -> bool:

@@ -1,11 +1,10 @@
 """Products with row-major containers on NVIDIA GPUs, for any number of activations.
 
-A few: `row_kernel.py` multiplies the codes as they are. More: `row_decode.py` writes the
-weights once as bfloat16, and XLA multiplies. The kernels' modules of the containers say
-how their arrays are read, as `Rows`.
+A few: `row_kernel.py` multiplies the codes as they are. More: `row_decode.py` writes
+the weights once as bfloat16, and XLA multiplies. The kernels' modules of the containers
+say how their arrays are read, as `Rows`.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -14,56 +13,21 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.triton.quant.packed_products import TERMS as TERMS_OF
 from jaxkern.triton.quant.packed_products import (
     in_terms,
     multiply_decoded,
     num_rows,
     terms_of,
 )
-from jaxkern.triton.quant.packed_products import TERMS as TERMS_OF
 from jaxkern.triton.quant.row_codes import BITS, UNITS
 from jaxkern.triton.quant.row_decode import decoded
 from jaxkern.triton.quant.row_kernel import row_product_kernel
-from jaxkern.triton.quant.row_problem import RowProblem
+from jaxkern.triton.quant.row_problem import RowProblem, Rows
 
 ALIGNED = 16  # bytes of a row of codes
 MOST = 64  # activations by terms, of one launch
 FLOATS = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Weights as the kernels read them: `scale * (code - zero) + offset`.
-
-    Attributes:
-      codes: `[..., rows, bytes]`, of any integer dtype.
-      scales: `[..., rows / rows_of_scale, groups]`, floats, or bytes of `kind`.
-      offsets: as scales, or None; what they are says `offset`.
-      factors: `[rows]`, another factor of each row, or None.
-      format: of the codes, a key of `row_codes.BITS`.
-      columns: of the weights.
-      group: columns that share a scale.
-      rows_of_scale: rows that share a scale.
-      kind: "float", "e8m0" or "e4m3".
-      offset: "", "bias" or "zero".
-      zero: of all codes.
-    """
-
-    codes: Any
-    scales: Any
-    offsets: Any
-    format: str
-    columns: int
-    group: int
-    factors: Any = None
-    rows_of_scale: int = 1
-    kind: str = "float"
-    offset: str = ""
-    zero: int = 0
-
-    @property
-    def rows(self) -> int:
-        return self.codes.shape[-2]
 
 
 def refusal(w: Rows, **more: Any) -> str | None:
@@ -200,10 +164,14 @@ def problem_of(
 
 
 def sizes_of(w: Rows, together: int) -> tuple[int, int]:
-    """Warps of a program and steps of a batch, as measured."""
-    del together
+    """Warps of a program and steps of a batch, as measured.
+
+    A batch of four steps where they are short and what they need leaves room for it.
+    """
     steps = -(-w.columns // (4 * UNITS[BITS[w.format]]))
-    batch = 4 if steps >= 16 else 2
+    many = together > 4 and w.format == "e4m3"
+    batch = 4 if w.format in ("i8", "u8") or many else 2
+    batch = batch if steps >= 16 else 2 if steps >= 2 else 1
     shares = 4
     while shares > 1 and shares * batch > steps:
         shares //= 2

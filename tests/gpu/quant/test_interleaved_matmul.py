@@ -23,7 +23,9 @@ def test_rows(qtype, dtype):
 def test_experts(qtype, dtype):
     w, values = weights(qtype, 5 * 48, 1024)
     tiles = w.tiles.reshape(5, 3, -1)
-    check_experts(InterleavedTensor(tiles, qtype), values.reshape(5, 48, 1024), dtype=dtype)
+    check_experts(
+        InterleavedTensor(tiles, qtype), values.reshape(5, 48, 1024), dtype=dtype
+    )
 
 
 def test_one_token_of_many_experts():
