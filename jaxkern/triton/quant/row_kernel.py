@@ -179,11 +179,10 @@ def add_batch(
 @gluon_jit
 def nan_where(totals, nans):
     """NaN in all columns of a row of which a lane has found a NaN."""
-    rows = ()
-    for r in gl.static_range(2):
-        rows += (gl.where((nans[r] & -0x7F7F7F80) != 0, 0x7FC0, 0),)
-    a = in_lanes4((rows[0], rows[1], rows[0] * 0, rows[0] * 0))
-    ones = (in_lanes(rows[0] * 0 + 0x3F803F80), in_lanes(rows[0] * 0 + 0x3F803F80))
+    first = gl.where((nans[0] & -0x7F7F7F80) != 0, 0x7FC0, 0)
+    second = gl.where((nans[1] & -0x7F7F7F80) != 0, 0x7FC0, 0)
+    a = in_lanes4((first, second, first * 0, first * 0))
+    ones = (in_lanes(first * 0 + 0x3F803F80), in_lanes(first * 0 + 0x3F803F80))
     return mma(a, ones, totals)
 
 
@@ -217,7 +216,6 @@ def row_product_kernel(
     g = g + 0 * share
     first = gl.program_id(1) * P.together  # activation or slot of an expert
     words_ptr = codes_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    x_at = x_ptr
     known = True
     if ids_ptr is not None:
         expert = gl.load(ids_ptr + first)
@@ -227,28 +225,29 @@ def row_product_kernel(
         scales_ptr += expert * (P.rows // P.rows_of_scale * P.groups)
         if offsets_ptr is not None:
             offsets_ptr += expert * (P.rows // P.rows_of_scale * P.groups)
-        x_at += first // P.top_k * P.columns
-    else:
-        x_at += first * P.columns
-    rows = ()
-    scale_rows = ()
-    for r in gl.static_range(2):
-        row = gl.minimum(gl.program_id(0) * 16 + g + 8 * r, P.rows - 1)
-        rows += (words_ptr + row.to(gl.int64) * P.row_words,)
-        scale_rows += (row // P.rows_of_scale * P.groups,)
+    row = gl.minimum(gl.program_id(0) * 16 + g, P.rows - 1)
+    below = gl.minimum(gl.program_id(0) * 16 + g + 8, P.rows - 1)
+    row_at = words_ptr + row.to(gl.int64) * P.row_words
+    rows = (row_at, words_ptr + below.to(gl.int64) * P.row_words)
+    scale_rows = (
+        row // P.rows_of_scale * P.groups,
+        below // P.rows_of_scale * P.groups,
+    )
     zeros = gl.full([SHARES, 8, 4, EIGHTS], 0.0, gl.float32, LANES)
     totals = (zeros, zeros, zeros, zeros)
     n = in_lanes(g) + 8 * place_in(zeros, 3)
-    if P.split:
-        x_at = x_at + gl.minimum(n // 4, P.together - 1) * P.columns
+    mine = gl.minimum(n // 4 if P.split else n, P.together - 1)
+    if ids_ptr is not None:
+        mine = mine + first // P.top_k
     else:
-        x_at = x_at + gl.minimum(n, P.together - 1) * P.columns
+        mine = gl.minimum(mine + first, P.activations - 1)
+    x_at = x_ptr + mine * P.columns
     zeros_at = zeros_ptr.to(gl.int64)  # read in place of activations that are not
-    nothing = (rows[0].to(gl.int64) >> 60).to(gl.int32) + c * 0  # of an address
+    nothing = (row_at.to(gl.int64) >> 60).to(gl.int32) + c * 0  # of an address
     FACTOR: gl.constexpr = P.factor
-    row = nothing + twice(FACTOR)
+    same = nothing + twice(FACTOR)
     numbers = in_registers(nothing, FORMAT)
-    numbers += ((row, row, row, row),)
+    numbers += ((same, same, same, same),)
     nans = (c * 0 + g * 0, c * 0 + g * 0)
     batch = share
     words = read_batch(rows, c, batch, P)

@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from jaxkern import InterleavedTensor
 from jaxkern.triton.quant.packed_products import BYTES
 from tests.gpu.quant.row_checks import check_experts, check_rows
 from tests.gpu.quant.test_fused_products import weights
@@ -22,10 +21,8 @@ def test_rows(qtype, dtype):
 @pytest.mark.parametrize("qtype", ["Q4_K", "Q6_K", "MXFP4", "Q2_K"])
 def test_experts(qtype, dtype):
     w, values = weights(qtype, 5 * 48, 1024)
-    tiles = w.tiles.reshape(5, 3, -1)
-    check_experts(
-        InterleavedTensor(tiles, qtype), values.reshape(5, 48, 1024), dtype=dtype
-    )
+    stack = jax.tree.map(lambda a: a.reshape(5, 3, -1), w)
+    check_experts(stack, values.reshape(5, 48, 1024), dtype=dtype)
 
 
 def test_one_token_of_many_experts():

@@ -25,6 +25,7 @@ from jaxkern import (
 )
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
+from jaxkern.gpu.launch import Launch
 from jaxkern.triton.quant.row_codes import BITS
 from jaxkern.triton.quant.row_problem import Rows
 from jaxkern.triton.quant.row_products import problem_of
@@ -72,7 +73,7 @@ def test_one_activation_takes_one_launch_and_spills_nothing(kind, capability):
     with compiling_for(capability):
         row = last_row(quantized_matmul, spec(1, 4096), weights(kind, 64, 4096))
         [launch] = row.launches
-        assert launch.name == "row_product_kernel"
+        assert isinstance(launch, Launch) and launch.name == "row_product_kernel"
         assert launch.stack_bytes == 0 and launch.registers <= 168, launch.describe()
         assert "HMMA" in launch.sass
 
