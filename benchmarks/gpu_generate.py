@@ -2,6 +2,8 @@
 
     python -m benchmarks gpu_generate [--model 8B] [--weights Q4_K_M] [--prompt 512]
 
+Weights are bf16, Q4_K_M, Q4_K, Q6_K, Q8_0, int4, affine4, fp8 or mxfp4.
+
 Batch 1, chunks of 16 tokens; the median of four streams after one that warms up.
 """
 
@@ -14,7 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import GGUFTensor, interleave
+from jaxkern import (
+    GGUFTensor,
+    interleave,
+    quantize_affine,
+    quantize_fp8,
+    quantize_int,
+    quantize_microscaled,
+)
 from jaxkern.models.generate import Generator
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights
 from jaxkern.models.products import Matrix
@@ -37,6 +46,12 @@ SHAPES = {
 }
 # where the float16 scales of a block are, and how large
 SCALES = {"Q8_0": {0: 5e-4}, "Q6_K": {208: 2e-4}, "Q4_K": {0: 2e-3, 2: 0.015}}
+CONTAINERS = {
+    "int4": functools.partial(quantize_int, bits=4, group_size=128),
+    "affine4": functools.partial(quantize_affine, bits=4, group_size=64),
+    "fp8": functools.partial(quantize_fp8, block=(128, 128)),
+    "mxfp4": functools.partial(quantize_microscaled, format="mxfp4"),
+}
 
 
 @functools.cache
@@ -45,8 +60,9 @@ def drawn(kind: str, f: int, d: int):
 
     @jax.jit
     def draw(key) -> Matrix:
-        if kind == "bf16":
-            return jax.random.normal(key, (f, d), jnp.bfloat16) * d**-0.5
+        if kind not in SCALES:
+            w = jax.random.normal(key, (f, d), jnp.bfloat16) * d**-0.5
+            return w if kind == "bf16" else CONTAINERS[kind](w)
         form = BLOCK_FORMATS[kind]
         blocks = jax.random.bits(key, (f, d // form.elements, form.bytes), "uint8")
         for at, scale in SCALES[kind].items():
@@ -58,7 +74,7 @@ def drawn(kind: str, f: int, d: int):
 
 
 def model(shape: Shape, weights: str) -> tuple[LlamaConfig, LlamaWeights]:
-    """Q4_K_M has half of v and down, and the output, in Q6_K."""
+    """Q4_K_M has half of v and down, and the output, in Q6_K; others one kind."""
     numbers = iter(range(10**6))
     mixed = weights == "Q4_K_M"
     kind = "Q4_K" if mixed else weights
