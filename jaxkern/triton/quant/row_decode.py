@@ -19,7 +19,8 @@ COLUMNS = 1024  # of a program
 @jit
 def float_of_e4m3(byte):
     """Exact; 0x7F and 0xFF are NaN."""
-    size = ((byte & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    normal = (((byte & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    size = tl.where((byte & 120) == 0, (byte & 7).to(tl.float32) * 0.001953125, normal)
     size = tl.where((byte & 127) == 127, float("nan"), size)
     return tl.where((byte & 128) != 0, -size, size)
 
@@ -32,8 +33,9 @@ def float_of_code(code, FORMAT: tl.constexpr):
         return ((code ^ 128) - 128).to(tl.float32)
     elif FORMAT == "e4m3":
         return float_of_e4m3(code)
-    elif FORMAT == "e2m1":  # 2**-126 times it
-        size = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif FORMAT == "e2m1":
+        normal = (((code & 7) << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+        size = tl.where((code & 6) == 0, (code & 1).to(tl.float32) * 0.5, normal)
         return tl.where((code & 8) != 0, -size, size)
     else:
         return code.to(tl.float32)

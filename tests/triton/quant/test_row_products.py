@@ -192,10 +192,17 @@ def by_formula(w: Rows):
     elif w.format == "e2m1":
         doubled = np.array([0, 1, 2, 3, 4, 6, 8, 12])
         values = np.concatenate([doubled, -doubled])[codes] / 2
+    elif w.format in ("i4", "i8"):
+        values = codes - (codes >> (bits - 1) << bits)
     else:
         values = codes - w.zero
     scales = np.asarray(w.scales)
-    scales = 2.0 ** (scales - 127.0) if w.kind == "e8m0" else scales
+    if w.kind == "e8m0":
+        scales = 2.0 ** (scales - 127.0)
+    elif w.kind == "e4m3":
+        scales = scales.view(jnp.float8_e4m3fn).astype(np.float64)
+    if w.factors is not None:
+        scales = scales * np.asarray(w.factors)[:, None]
 
     def spread(array):
         rows = np.repeat(np.asarray(array), w.rows_of_scale, axis=0)[: w.rows]
