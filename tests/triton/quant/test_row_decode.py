@@ -1,4 +1,4 @@
-"""Rows of packed codes as floats by Triton's kernel, interpreted: every format.
+"""Rows of packed codes as floats by Triton's kernel, interpreted: each way to read.
 
 The products are not: Gluon has no interpreter, see tests/gpu/quant/.
 """
@@ -19,10 +19,9 @@ from tests.triton.interpreted import (
 from tests.triton.quant.test_row_products import by_formula
 
 CASES = [
-    *((f"u{bits}", "float", "bias") for bits in (2, 3, 4, 5, 6, 8)),
+    *((f"u{bits}", "float", "bias") for bits in (2, 3, 8)),
     *(("i4", "float", ""), ("u4", "float", "zero"), ("u4", "float", "")),
-    *(("i8", "float", ""), ("e4m3", "float", ""), ("e4m3", "e8m0", "")),
-    *(("e2m1", "e8m0", ""), ("e2m1", "e4m3", "")),
+    *(("e4m3", "float", ""), ("e2m1", "e8m0", ""), ("e2m1", "e4m3", "")),
 ]
 
 
