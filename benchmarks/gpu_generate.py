@@ -3,7 +3,8 @@
     python -m benchmarks gpu_generate [--model 8B] [--weights Q4_K_M] [--prompt 512]
 
 "hybrid" has three gated delta nets for each attention, in the sizes of Qwen3-Next but
-with dense blocks; bf16 alone.
+with dense blocks; bf16 alone. Weights are bf16, Q4_K_M, Q4_K, Q6_K, Q8_0, int4, affine4,
+fp8 or mxfp4.
 
 Batch 1, chunks of 16 tokens; the median of four streams after one that warms up.
 """
@@ -17,7 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import GGUFTensor, interleave
+from jaxkern import (
+    GGUFTensor,
+    interleave,
+    quantize_affine,
+    quantize_fp8,
+    quantize_int,
+    quantize_microscaled,
+)
 from jaxkern.models.decoder import DecoderConfig, DecoderWeights, LayerWeights
 from jaxkern.models.feed_forward import Dense, DenseWeights
 from jaxkern.models.generate import Generator
@@ -46,6 +54,12 @@ SHAPES = {
 HYBRID = Shape(16, 2048, 6144, 16, 2, 256, 151936)
 # where the float16 scales of a block are, and how large
 SCALES = {"Q8_0": {0: 5e-4}, "Q6_K": {208: 2e-4}, "Q4_K": {0: 2e-3, 2: 0.015}}
+CONTAINERS = {
+    "int4": functools.partial(quantize_int, bits=4, group_size=128),
+    "affine4": functools.partial(quantize_affine, bits=4, group_size=64),
+    "fp8": functools.partial(quantize_fp8, block=(128, 128)),
+    "mxfp4": functools.partial(quantize_microscaled, format="mxfp4"),
+}
 
 
 @functools.cache
@@ -54,8 +68,9 @@ def drawn(kind: str, f: int, d: int):
 
     @jax.jit
     def draw(key) -> Matrix:
-        if kind == "bf16":
-            return jax.random.normal(key, (f, d), jnp.bfloat16) * d**-0.5
+        if kind not in SCALES:
+            w = jax.random.normal(key, (f, d), jnp.bfloat16) * d**-0.5
+            return w if kind == "bf16" else CONTAINERS[kind](w)
         form = BLOCK_FORMATS[kind]
         blocks = jax.random.bits(key, (f, d // form.elements, form.bytes), "uint8")
         for at, scale in SCALES[kind].items():
@@ -67,7 +82,7 @@ def drawn(kind: str, f: int, d: int):
 
 
 def model(shape: Shape, weights: str) -> tuple[LlamaConfig, LlamaWeights]:
-    """Q4_K_M has half of v and down, and the output, in Q6_K."""
+    """Q4_K_M has half of v and down, and the output, in Q6_K; others one kind."""
     numbers = iter(range(10**6))
     mixed = weights == "Q4_K_M"
     kind = "Q4_K" if mixed else weights

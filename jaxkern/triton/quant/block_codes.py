@@ -11,26 +11,42 @@ Codes are bytes: unsigned and below 128, or signed. One or two fragments share a
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.triton.quant.few_bit_codes import (
+    codes_few_bits,
+    read_few_bits,
+    scales_few_bits,
+)
 from jaxkern.triton.quant.fragments import (
     byte_as_float,
     float_of_half,
     rows_of,
     times_byte,
 )
+from jaxkern.triton.quant.table_codes import (
+    codes_iq4_xs,
+    look_up,
+    read_iq4_xs,
+    scale_of_power,
+    scales_iq4_xs,
+)
 
-# Of the formats of 32 columns: has offsets, has fifth bits, has signed codes.
+# Of the formats of 32 columns: has offsets, has fifth bits, has codes of 8 bits.
 SMALL = {
     "Q4_0": (False, False, False),
     "Q4_1": (True, False, False),
     "Q5_0": (False, True, False),
     "Q5_1": (True, True, False),
     "Q8_0": (False, False, True),
+    "IQ4_NL": (False, False, False),
+    "MXFP4": (False, False, False),
 }
 BYTES = {
     **{"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34},
-    **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210},
+    **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q2_K": 84, "Q3_K": 110},
+    **{"IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17},
 }
-ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32}
+ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q3_K": 4, "MXFP4": 12}
+NO_OFFSETS = ("Q6_K", "Q3_K", "IQ4_XS")  # of the formats of 256 columns
 STEP = 256  # columns
 
 
@@ -41,7 +57,7 @@ def is_small(FORMAT):
 
 @constexpr_function
 def has_offsets(FORMAT):
-    return SMALL[FORMAT][0] if FORMAT in SMALL else FORMAT != "Q6_K"
+    return SMALL[FORMAT][0] if FORMAT in SMALL else FORMAT not in NO_OFFSETS
 
 
 @constexpr_function
@@ -51,7 +67,18 @@ def has_fifth_bits(FORMAT):
 
 @constexpr_function
 def is_signed(FORMAT):
-    return FORMAT == "Q8_0"
+    return FORMAT in ("Q8_0", "IQ4_NL", "IQ4_XS")
+
+
+@constexpr_function
+def is_few_bits(FORMAT):
+    return FORMAT in ("Q2_K", "Q3_K")
+
+
+@constexpr_function
+def is_table(FORMAT):
+    """A code is the place of a number in a table."""
+    return FORMAT in ("IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 @constexpr_function
@@ -61,7 +88,7 @@ def zero_of(FORMAT):
 
 @constexpr_function
 def fragments_of_scale(FORMAT):
-    return 1 if FORMAT == "Q6_K" else 2
+    return 1 if FORMAT in ("Q6_K", "Q2_K", "Q3_K") else 2
 
 
 @constexpr_function
@@ -73,8 +100,13 @@ def pairs_of_block(FORMAT):
 @constexpr_function
 def words_of_block(FORMAT):
     """How many a lane reads of a block of 32 columns; places of fifth bits, codes."""
-    offsets, fifth, signed = SMALL[FORMAT]
-    return 2 + offsets + fifth + signed, 1 + offsets, 1 + offsets + fifth
+    offsets, fifth, eight = SMALL[FORMAT]
+    return 2 + offsets + fifth + eight, 1 + offsets, 1 + offsets + fifth
+
+
+@constexpr_function
+def has_eight_bits(FORMAT):
+    return SMALL[FORMAT][2]
 
 
 @gluon_jit
@@ -89,6 +121,12 @@ def read_step(tile, g, c, step, NUM_BLOCKS: gl.constexpr, FORMAT: gl.constexpr):
         return read_small(tile, g, c, step, NUM_BLOCKS, FORMAT)
     elif FORMAT == "Q6_K":
         return read_q6_k(tile, g, c, step, NUM_BLOCKS)
+    elif is_few_bits(FORMAT):
+        block = tile + gl.minimum(step, NUM_BLOCKS - 1) * pairs_of_block(FORMAT)
+        return read_few_bits(block, g, c, FORMAT)
+    elif FORMAT == "IQ4_XS":
+        block = tile + gl.minimum(step, NUM_BLOCKS - 1) * pairs_of_block(FORMAT)
+        return read_iq4_xs(block, g, c)
     else:
         return read_with_minima(tile, g, c, step, NUM_BLOCKS, FORMAT)
 
@@ -100,6 +138,10 @@ def codes_of(words, c, F: gl.constexpr, FORMAT: gl.constexpr):
         return codes_small(words, c, F, FORMAT)
     elif FORMAT == "Q6_K":
         return codes_q6_k(words, F)
+    elif is_few_bits(FORMAT):
+        return codes_few_bits(words, F, FORMAT)
+    elif FORMAT == "IQ4_XS":
+        return codes_iq4_xs(words, F)
     else:
         return codes_with_minima(words, F, FORMAT)
 
@@ -111,6 +153,10 @@ def scales_of(words, J: gl.constexpr, FORMAT: gl.constexpr):
         return scales_small(words, J, FORMAT)
     elif FORMAT == "Q6_K":
         return scales_q6_k(words, J)
+    elif is_few_bits(FORMAT):
+        return scales_few_bits(words, J, FORMAT)
+    elif FORMAT == "IQ4_XS":
+        return scales_iq4_xs(words, J)
     else:
         return scales_with_minima(words, J)
 
@@ -209,21 +255,26 @@ def scales_q6_k(words, J: gl.constexpr):
 @gluon_jit
 def read_small(tile, g, c, step, NUM_BLOCKS: gl.constexpr, FORMAT: gl.constexpr):
     """Eight blocks of 32 columns: scale, [offset,] [fifth bits,] codes of each."""
-    CODES: gl.constexpr = 8 if has_offsets(FORMAT) else 4
+    CODES: gl.constexpr = 8 if has_offsets(FORMAT) else 2 if FORMAT == "MXFP4" else 4
     words = ()
     for j in gl.static_range(8):
         number = gl.minimum(step * 8 + j, NUM_BLOCKS - 1)
         block = tile + number * pairs_of_block(FORMAT)
-        halves = block.to(gl.pointer_type(gl.int32), bitcast=True) + g
-        words += (read(halves, 0),)
+        if FORMAT == "MXFP4":  # a byte a row
+            bytes_ = block.to(gl.pointer_type(gl.int16), bitcast=True) + g
+            words += (read(bytes_, 0).to(gl.int32),)
+        else:
+            halves = block.to(gl.pointer_type(gl.int32), bitcast=True) + g
+            words += (read(halves, 0),)
         if has_offsets(FORMAT):
+            halves = block.to(gl.pointer_type(gl.int32), bitcast=True) + g
             words += (read(halves, 8),)
         if has_fifth_bits(FORMAT):
             words += (read(block + g, CODES),)
             words += (read(block + g + 8 * c, CODES + 8),)
         else:
             words += (read(block + g + 8 * c, CODES),)
-        if is_signed(FORMAT):
+        if has_eight_bits(FORMAT):
             words += (read(block + g + 8 * c, CODES + 32),)
     return words
 
@@ -239,8 +290,11 @@ def spread(word, AT: gl.constexpr, c):
 def codes_small(words, c, F: gl.constexpr, FORMAT: gl.constexpr):
     PLACES: gl.constexpr = words_of_block(FORMAT)
     at: gl.constexpr = F // 2 * PLACES[0]
-    if is_signed(FORMAT):
+    if has_eight_bits(FORMAT):
         return rows_of(words[at + PLACES[2] + F % 2])
+    elif is_table(FORMAT):
+        first, second = rows_of(words[at + PLACES[2]])
+        return look_up(first, F % 2, FORMAT), look_up(second, F % 2, FORMAT)
     else:
         first, second = rows_of(words[at + PLACES[2]])
         first = (first >> (4 * (F % 2))) & 0x0F0F0F0F
@@ -256,7 +310,9 @@ def codes_small(words, c, F: gl.constexpr, FORMAT: gl.constexpr):
 def scales_small(words, J: gl.constexpr, FORMAT: gl.constexpr):
     PLACES: gl.constexpr = words_of_block(FORMAT)
     d = words[J * PLACES[0]]
-    if has_offsets(FORMAT):
+    if FORMAT == "MXFP4":
+        return scale_of_power(d & 255), scale_of_power((d >> 8) & 255)
+    elif has_offsets(FORMAT):
         m = words[J * PLACES[0] + 1]
         return (
             float_of_half(d),

@@ -1,4 +1,4 @@
-"""Packed rows as bfloat16: whole weights for a product of many activations.
+"""Packed rows as floats: whole weights for many activations, or rows that ids name.
 
 w = scale * (code - zero) + offset, in float32, rounded once
 """
@@ -42,15 +42,17 @@ def four_weights(word, scale, offset, FORMAT: gl.constexpr):
 
 @gluon_jit
 def decode_tiles_kernel(
+    ids_ptr,
     tiles_ptr,
     w_ptr,
+    TILES: gl.constexpr,
     K: gl.constexpr,
     NUM_BLOCKS: gl.constexpr,
     TILE_PAIRS: gl.constexpr,
     FORMAT: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Each warp one step of 256 columns of 16 rows."""
+    """Each warp one step of 256 columns of 16 rows; with ids one of them is written."""
     LANES: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0]
     )
@@ -60,16 +62,36 @@ def decode_tiles_kernel(
     c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
     pairs = tiles_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     tile = gl.program_id(0).to(gl.int64)
+    out = tile * 16  # the row of the result that is the tile's first
+    asked = 0
+    known = True
+    if ids_ptr is not None:
+        row = gl.load(ids_ptr + tile)
+        known = (row >= 0) & (row < 16 * TILES)
+        row = gl.where(known, row, 0)
+        asked = row % 16
+        out = tile - asked
+        tile = row.to(gl.int64) // 16
     step = gl.program_id(1) * WARPS + warp
     words = read_step(pairs + tile * TILE_PAIRS, g, c, step, NUM_BLOCKS, FORMAT)
-    four = step * 64 + c  # of a row's words of four columns
-    to = w_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
-    to = to + (tile * 16 + 2 * g) * (K // 4) + four
     GROUP: gl.constexpr = fragments_of_scale(FORMAT)
     for f in gl.static_range(16):
         scales = scales_of(words, f // GROUP, FORMAT)
         codes = codes_of(words, c, f, FORMAT)
-        mask = (four + 4 * f < K // 4) & (g < 8)
+        four = step * 64 + 4 * f + c  # of a row's words of four columns
         for i in gl.static_range(2):
-            w = four_weights(codes[i], scales[i], scales[len(scales) - 2 + i], FORMAT)
-            gl.store(to + (4 * f + i * (K // 4)), w, mask)
+            offset = scales[len(scales) - 2 + i]
+            mask = (four < K // 4) & (g < 8)
+            if ids_ptr is not None:
+                mask = mask & (2 * g + i == asked)
+            at = w_ptr + ((out + 2 * g + i) * K + 4 * four)
+            if w_ptr.dtype.element_ty == gl.bfloat16:
+                w = four_weights(codes[i], scales[i], offset, FORMAT)
+                if ids_ptr is not None:
+                    w = gl.where(known, w, 0)
+                gl.store(at.to(gl.pointer_type(gl.int64), bitcast=True), w, mask)
+            else:
+                for j in gl.static_range(4):
+                    w = weight(codes[i], j, scales[i], offset, FORMAT)
+                    w = gl.where(known, w, 0.0)
+                    gl.store(at + j, w.to(w_ptr.dtype.element_ty), mask)

@@ -17,7 +17,8 @@ MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 
 
 # bits of the constants that are multiplied
-BFLOAT16 = {1: 0x3F80, -128: 0xC300, -136: 0xC308, -144: 0xC310, -160: 0xC320}
+BFLOAT16 = {0: 0, 1: 0x3F80, -128: 0xC300, -132: 0xC304, -136: 0xC308, -140: 0xC30C}
+BFLOAT16 |= {-144: 0xC310, -160: 0xC320, -70: 0xC28C}
 
 
 @constexpr_function

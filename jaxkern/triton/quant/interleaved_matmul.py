@@ -1,6 +1,19 @@
-"""Products with interleaved rows of GGUF blocks, by packed_products.py."""
+"""Products, rows and experts of interleaved GGUF blocks, by packed_products.py."""
 
-from jaxkern.triton.quant.packed_products import multiply, refusal
+import math
+
+import jax.numpy as jnp
+
+from jaxkern.triton.quant.packed_products import (
+    decoded,
+    multiply,
+    multiply_routed,
+    refusal,
+    refusal_of_routed,
+    unsupported_tiles,
+)
+
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 def unsupported(x, tiles, *, qtype, compute_dtype) -> str | None:
@@ -9,3 +22,23 @@ def unsupported(x, tiles, *, qtype, compute_dtype) -> str | None:
 
 def interleaved_matmul(x, tiles, *, qtype, compute_dtype):
     return multiply(x, tiles, qtype, compute_dtype)
+
+
+def unsupported_embedding(ids, tiles, *, qtype, dtype) -> str | None:
+    if jnp.dtype(dtype).name not in FLOATS:
+        return f"`dtype` is {jnp.dtype(dtype)}"
+    if not math.prod(ids.shape):
+        return "there are no elements"
+    return unsupported_tiles(tiles, qtype, ids=ids)
+
+
+def interleaved_embedding(ids, tiles, *, qtype, dtype):
+    return decoded(tiles, qtype, dtype, ids)
+
+
+def unsupported_id(x, ids, tiles, *, qtype, compute_dtype) -> str | None:
+    return refusal_of_routed(x, ids, tiles, qtype, compute_dtype)
+
+
+def interleaved_matmul_id(x, ids, tiles, *, qtype, compute_dtype):
+    return multiply_routed(x, ids, tiles, qtype, compute_dtype)

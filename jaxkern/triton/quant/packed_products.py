@@ -22,6 +22,7 @@ from jaxkern.triton.quant.decode_kernel import decode_tiles_kernel
 from jaxkern.triton.quant.product_kernel import packed_product_kernel
 
 COLUMNS = 64  # activations by terms, of one launch
+SLOTS = 64  # rows of experts, each of which is read for itself
 MANY = 32  # activations in bfloat16 beyond which decoded weights are the faster
 NORM_BYTES = 65_536  # of shared memory for normalised activations
 # how many bfloat16 add up to one; the last of four is zero
@@ -32,13 +33,11 @@ def refusal(
     x: Any, tiles: Any, qtype: str, compute_dtype: Any, **more: Any
 ) -> str | None:
     """Why no kernel runs, or None."""
-    if reason := unsupported_anywhere(x=x, **more):
+    if reason := unsupported_tiles(tiles, qtype, x=x, **more):
         return reason
-    if qtype not in BYTES:
-        return f"{qtype} has no kernel, only {', '.join(BYTES)}"
     if compute_dtype not in (None, jnp.float32, jnp.bfloat16):
         return f"compute_dtype is {compute_dtype}"
-    if not all(math.prod(a.shape) for a in (x, tiles)):
+    if not math.prod(x.shape):
         return "there are no elements"
     if x.dtype.name not in TERMS:
         return f"`x` is {x.dtype}"
@@ -46,6 +45,15 @@ def refusal(
     if rows * terms > COLUMNS and terms > 1:
         return f"{rows} activations of {terms} terms each, over {COLUMNS} in all"
     return None
+
+
+def unsupported_tiles(tiles: Any, qtype: str, **more: Any) -> str | None:
+    """Why no kernel reads these weights, or None."""
+    if reason := unsupported_anywhere(**more):
+        return reason
+    if qtype not in BYTES:
+        return f"{qtype} has no kernel, only {', '.join(BYTES)}"
+    return None if math.prod(tiles.shape) else "there are no elements"
 
 
 def num_rows(x: Any) -> int:
@@ -92,24 +100,37 @@ def launch(
     residual: jax.Array | None,
     eps: float,
     sizes: tuple[int, int] | None,
+    ids: jax.Array | None = None,
 ) -> jax.Array:
-    """`multiply` by the kernel for few activations."""
+    """`multiply` by the kernel for few activations.
+
+    With ids `[activations, k]` and tiles `[experts, u, bytes]`: `[slots, u, 16]`.
+    """
     rows, k, dtype = num_rows(x), x.shape[-1], x.dtype
     *_, units, tile_bytes = tiles.shape
     shape = (*x.shape[:-1], units, TILE)
+    if ids is not None:
+        shape = (ids.size, units, TILE)
     copies, padded = next_power_of_2(rows * terms), next_power_of_2(max(k, 8 * STEP))
     if norm is not None and (copies > 8 or 2 * padded * copies > NORM_BYTES):
         x, norm = normalised(x, norm, eps, terms), None
     x = x.reshape(rows, k)
     if norm is None:
         x = in_terms(x, terms)
-    gated, steps = tiles.ndim == 3, -(-k // STEP)
+        rows = rows if ids is None else 1  # of a program
+    gated, steps = ids is None and tiles.ndim == 3, -(-k // STEP)
     shares, parts = sizes or sizes_of(qtype, units, steps, gated, norm is not None)
     shares = min(shares, next_power_of_2(steps))  # x in shared memory ends there
     [y] = sparse_call(
         packed_product_kernel,
-        (units if gated else -(-units // parts),),
-        {"x_ptr": x, "norm_ptr": norm, "tiles_ptr": tiles, "residual_ptr": residual},
+        (units if gated else -(-units // parts), 1 if ids is None else ids.size),
+        {
+            "x_ptr": x,
+            "ids_ptr": None if ids is None else ids.reshape(-1).astype(jnp.int32),
+            "norm_ptr": norm,
+            "tiles_ptr": tiles,
+            "residual_ptr": residual,
+        },
         {"y_ptr": jax.ShapeDtypeStruct(shape, dtype)},
         {
             "ROWS": rows,
@@ -127,11 +148,35 @@ def launch(
             "PADDED": padded,
             "COPIES": copies,
             "WORDS": padded // 2 * copies,
+            "TOP_K": 1 if ids is None else ids.shape[-1],
+            "EXPERTS": 1 if ids is None else tiles.shape[0],
             "num_warps": shares * parts,
         },
     )
     assert y is not None
     return y
+
+
+def refusal_of_routed(
+    x: Any, ids: Any, tiles: Any, qtype: str, compute_dtype: Any
+) -> str | None:
+    """Why no kernel multiplies with experts that are named, or None."""
+    if reason := refusal(x, tiles, qtype, compute_dtype, ids=ids):
+        return reason
+    if not ids.size:
+        return "there are no elements"
+    if ids.size > SLOTS:
+        return f"{ids.size} rows are routed, over {SLOTS}"
+    return None
+
+
+def multiply_routed(
+    x: jax.Array, ids: jax.Array, tiles: jax.Array, qtype: str, compute_dtype: Any
+) -> jax.Array:
+    """`[..., k, u, 16]` of x `[..., d]`, ids `[..., k]` and tiles of experts."""
+    terms = terms_of(x, compute_dtype)
+    y = launch(x, tiles, qtype, terms, None, None, 0.0, None, ids)
+    return y.reshape(*ids.shape, *y.shape[1:])
 
 
 def sizes_of(
@@ -169,16 +214,24 @@ def in_terms(x: jax.Array, terms: int) -> jax.Array:
     return jnp.stack(parts, axis=1).reshape(-1, x.shape[-1])
 
 
-def decoded(tiles: jax.Array, qtype: str) -> jax.Array:
-    """The weights `[16 u, k]` in bfloat16, by a kernel."""
+def decoded(
+    tiles: jax.Array,
+    qtype: str,
+    dtype: Any = jnp.bfloat16,
+    ids: jax.Array | None = None,
+) -> jax.Array:
+    """The weights `[16 u, k]`, or those of the rows ids `[...]`, by a kernel."""
     u, tile_bytes = tiles.shape
     k, warps = tile_width("interleaved_matmul", qtype, tile_bytes), 4
+    shape = (u * TILE,) if ids is None else ids.shape
+    flat = None if ids is None else ids.reshape(-1).astype(jnp.int32)
     [w] = sparse_call(
         decode_tiles_kernel,
-        (u, -(-k // (STEP * warps))),
-        {"tiles_ptr": tiles},
-        {"w_ptr": jax.ShapeDtypeStruct((u * TILE, k), jnp.bfloat16)},
+        (u if flat is None else flat.shape[0], -(-k // (STEP * warps))),
+        {"ids_ptr": flat, "tiles_ptr": tiles},
+        {"w_ptr": jax.ShapeDtypeStruct((*shape, k), dtype)},
         {
+            "TILES": u,
             "K": k,
             "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
             "TILE_PAIRS": tile_bytes // 8,

@@ -230,6 +230,7 @@ def add_step(
 @gluon_jit
 def packed_product_kernel(
     x_ptr,
+    ids_ptr,
     norm_ptr,
     tiles_ptr,
     residual_ptr,
@@ -249,13 +250,16 @@ def packed_product_kernel(
     PADDED: gl.constexpr,
     COPIES: gl.constexpr,
     WORDS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    EXPERTS: gl.constexpr,
 ):
     """ROWS activations, each a sum of TERMS; tiles_ptr `[TILES, 16 row_bytes]`.
 
     Where GATED, up's TILES tiles stand behind those of gate. PARTS tiles a program,
     SHARES warps a tile, EIGHTS columns of sums by eights. x is `[ROWS * TERMS, K]`
     bfloat16, or with a norm `[ROWS, K]` of any dtype, of which COPIES rows of terms
-    stand in shared memory.
+    stand in shared memory. With ids an activation has TOP_K slots, each with programs
+    of its own, which name one of EXPERTS; y is zero in slots that name none.
     """
     WARPS: gl.constexpr = PARTS * SHARES
     LANES: gl.constexpr = lanes_of(WARPS, EIGHTS)
@@ -270,8 +274,17 @@ def packed_product_kernel(
         tile = gl.program_id(0) + part * TILES
     else:
         tile = gl.minimum(gl.program_id(0) * PARTS + part, TILES - 1)
+    tile = tile.to(gl.int64)
+    known = True
+    if ids_ptr is not None:
+        slot = gl.program_id(1)
+        expert = gl.load(ids_ptr + slot)
+        known = (expert >= 0) & (expert < EXPERTS)
+        tile = tile + gl.where(known, expert, 0).to(gl.int64) * TILES
+        x_ptr += slot // TOP_K * (TERMS * K)
+        y_ptr += slot * (16 * TILES)
     pairs = tiles_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
-    at = pairs + tile.to(gl.int64) * TILE_PAIRS
+    at = pairs + tile * TILE_PAIRS
     STEPS: gl.constexpr = (K + 255) // 256
     TURNS: gl.constexpr = (STEPS + SHARES - 1) // SHARES
     words = read_step(at, g, c, share, NUM_BLOCKS, FORMAT)
@@ -315,4 +328,6 @@ def packed_product_kernel(
         row = y.shape[2] * place_in(y, 3) + place_in(y, 2)
         row = row * BESIDE + sums[i][1]
         out = (row * TILES + unit) * 16 + 2 * place_in(y, 1) + sums[i][2]
+        if ids_ptr is not None:
+            y = gl.where(known, y, 0.0)
         put(y_ptr, residual_ptr, y, out, (row < ROWS) & (unit < TILES))

@@ -30,6 +30,8 @@ from tests.gpu.truth import on_a_gpu, poison, relative_error
 pytestmark = on_a_gpu
 
 SCALES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}  # else 0 and 2
+SCALES |= {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+SCALES |= {"MXFP4": ()}
 EPS = 1e-5
 
 
@@ -45,6 +47,8 @@ def weights(qtype, f, d, seed=0):
     for at in SCALES.get(qtype, (0, 2)):
         scale = rng.uniform(0.005, 0.02, (*shape[:2], 1)).astype(np.float16)
         blocks[:, :, at : at + 2] = scale.view(np.uint8)
+    if qtype == "MXFP4":
+        blocks[:, :, 0] = rng.integers(118, 124, shape[:2])
     rows = blocks.reshape(f, -1)
     with jax.default_device(jax.devices("cpu")[0]):
         values = np.asarray(decode_rows(jnp.asarray(rows), qtype), np.float64)

@@ -70,9 +70,9 @@ def test_norms_of_many_rows_are_kernels_of_their_own():
     "reason, f, operands",
     [
         (
-            "Q2_K has no kernel",
+            "NVFP4 has no kernel",
             quantized_matmul,
-            (spec(1, 256), packed("Q2_K", 16, 256)),
+            (spec(1, 256), packed("NVFP4", 16, 256)),
         ),
         (
             "compute_dtype is int8",

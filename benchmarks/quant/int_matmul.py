@@ -1,0 +1,77 @@
+"""Products with integers of 4 and 8 bits: ours, the reference, XLA with bfloat16.
+
+    python -m benchmarks int_matmul [--kind "int4 by 128"] [--rows 1] [--shape 8x512]
+
+Microseconds by the device's clock, the operands of each call its own, and what the
+bytes take at the rate of a copy.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from benchmarks.quant.interleaved_matmul import ROTATED, compare, dense
+from jaxkern import quantize_int, quantized_matmul
+
+SHAPES = "8192x8192,28672x8192"
+KINDS = {
+    "int4 by 128": functools.partial(quantize_int, bits=4, group_size=128),
+    "uint4 by 128": functools.partial(
+        quantize_int, bits=4, group_size=128, zero_point=True
+    ),
+    "int8 by row": functools.partial(quantize_int, bits=8),
+}
+
+
+def drawn(quantize: Callable, f: int, d: int) -> list[Any]:
+    """As many weights as are rotated."""
+
+    @jax.jit
+    def draw(key):
+        return quantize(jax.random.normal(key, (f, d), jnp.bfloat16))
+
+    first = draw(jax.random.key(0))
+    count = max(2, int(ROTATED // first.nbytes) + 1)
+    return [first, *(draw(jax.random.key(i)) for i in range(1, count))]
+
+
+def by_reference(x, w):
+    with jaxkern.backend("xla"):
+        return quantized_matmul(x, w)
+
+
+def run(
+    name: str, about: str | None, kinds: Mapping[str, Callable], arguments: list[str]
+) -> int:
+    """The lines of each kind, shape and number of activations."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks {name}", description=about)
+    parser.add_argument("--kind", default=",".join(kinds))
+    parser.add_argument("--rows", default="1,4,16,64,4096")
+    parser.add_argument("--shape", default=SHAPES)
+    options = parser.parse_args(arguments)
+    if jax.default_backend() != "gpu":
+        print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
+        return 2
+    for shape in options.shape.split(","):
+        f, d = map(int, shape.split("x"))
+        plain = dense(f, d)
+        for kind in options.kind.split(","):
+            weights = drawn(kinds[kind], f, d)
+            for rows in map(int, options.rows.split(",")):
+                x = jax.random.normal(jax.random.key(2), (rows, d), jnp.bfloat16)
+                calls = {
+                    "ours": (quantized_matmul, [(x, w) for w in weights]),
+                    "reference": (by_reference, [(x, w) for w in weights[:2]]),
+                    "bfloat16 by XLA": (jnp.inner, [(x, w) for w in plain]),
+                }
+                compare(f"{kind} {shape} M={rows}", calls, weights[0].nbytes)
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    return run("int_matmul", __doc__, KINDS, arguments)

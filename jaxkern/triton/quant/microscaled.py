@@ -1,0 +1,44 @@
+"""Products and rows of MXFP4, NVFP4 and MXFP8, by row_products.py."""
+
+from jaxkern.primitives.quant.microscaled_tensor import MICROSCALED
+from jaxkern.triton.quant.row_decode import decoded
+from jaxkern.triton.quant.row_problem import Rows
+from jaxkern.triton.quant.row_products import (
+    multiply,
+    refusal_of_product,
+    refusal_of_rows,
+)
+
+
+def rows_of(codes, scales, global_scale, format) -> Rows:
+    form = MICROSCALED[format]
+    return Rows(
+        codes,
+        scales,
+        None,
+        format="e2m1" if form.bits == 4 else "e4m3",
+        columns=scales.shape[-1] * form.group_size,
+        group=form.group_size,
+        factors=global_scale,
+        kind="e8m0" if form.scale == "e8m0" else "e4m3",
+    )
+
+
+def unsupported(x, codes, scales, global_scale, *, format, compute_dtype) -> str | None:
+    w = rows_of(codes, scales, global_scale, format)
+    return refusal_of_product(x, w, compute_dtype)
+
+
+def microscaled_matmul(x, codes, scales, global_scale, *, format, compute_dtype):
+    return multiply(x, rows_of(codes, scales, global_scale, format), compute_dtype)
+
+
+def unsupported_embedding(
+    ids, codes, scales, global_scale, *, format, dtype
+) -> str | None:
+    w = rows_of(codes, scales, global_scale, format)
+    return refusal_of_rows(ids, w, dtype)
+
+
+def microscaled_embedding(ids, codes, scales, global_scale, *, format, dtype):
+    return decoded(rows_of(codes, scales, global_scale, format), dtype, ids)

@@ -1,0 +1,106 @@
+"""Codes that name an entry of a table of 16: IQ4_NL, IQ4_XS and MXFP4, see block_codes.
+
+Four neighbouring fields of 4 bits choose four bytes of a table of 8 in one instruction;
+two tables and the highest bits of the fields, spread over bytes, make 16.
+"""
+
+from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.triton.quant.fragments import float_of_half, rows_of
+
+# numbers of a code, as signed bytes or, of doubled e2m1, 12 more than they are
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+
+
+@constexpr_function
+def choose_text(FORMAT, UPPER):
+    """The table's lower or upper eight bytes, chosen by four fields of a word."""
+    table = E2M1 if FORMAT == "MXFP4" else IQ4
+    table = table[8:] if UPPER else table[:8]
+    low, high = (
+        sum((v & 255) << 8 * i for i, v in enumerate(table[at : at + 4]))
+        for at in (0, 4)
+    )
+    return (
+        f"{{ .reg .b32 l, h; mov.b32 l, {low:#x}; mov.b32 h, {high:#x}; "
+        "prmt.b32 $0, l, h, $1; }"
+    )
+
+
+@gluon_jit
+def chosen(fields, FORMAT: gl.constexpr, UPPER: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        choose_text(FORMAT, UPPER), "=r,r", [fields], gl.int32, True, 1
+    )
+
+
+@gluon_jit
+def entries(word, FORMAT: gl.constexpr):
+    """The table's bytes of the four lowest fields of a word."""
+    low = word & 0x77777777
+    # bytes 0xFF where a field's highest bit is set, else 0x80
+    upper = gl.inline_asm_elementwise(
+        "{ .reg .b32 s; mov.b32 s, 0x80808080; prmt.b32 $0, s, s, $1; }",
+        "=r,r",
+        [word],
+        gl.int32,
+        True,
+        1,
+    )
+    # where it is not, bit 7 would be that of the upper half
+    upper = (upper & 0x01010101) * 255
+    return (chosen(low, FORMAT, False) & (upper ^ -1)) | (
+        chosen(low, FORMAT, True) & upper
+    )
+
+
+@gluon_jit
+def look_up(word, HIGH: gl.constexpr, FORMAT: gl.constexpr):
+    """Of four bytes with two fields each: the numbers of the low, or the high ones."""
+    first = entries(word, FORMAT)
+    second = entries(word >> 16, FORMAT)
+    if HIGH:
+        return gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [first, second], gl.int32, True, 1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [first, second], gl.int32, True, 1
+        )
+
+
+@gluon_jit
+def scale_of_power(byte):
+    """2**(byte - 128): the numbers are doubled."""
+    small = gl.where(byte == 0, 1 << 21, 1 << 22)
+    word = gl.where(byte < 2, small, (byte - 1) << 23)
+    return word.to(gl.float32, bitcast=True)
+
+
+@gluon_jit
+def read_iq4_xs(block, g, c):
+    """d and high bits of scales; low bits of scales; codes."""
+    halves = block.to(gl.pointer_type(gl.int32), bitcast=True) + g
+    words = (gl.load(halves), gl.load(halves + 8), gl.load(block + g + 8))
+    for i in gl.static_range(8):
+        at = block + g + 8 * c + (16 + 32 * i)
+        words += (gl.load(at, eviction_policy="evict_first"),)
+    return words
+
+
+@gluon_jit
+def codes_iq4_xs(words, F: gl.constexpr):
+    first, second = rows_of(words[3 + F // 2])
+    return look_up(first, F % 2, "IQ4_XS"), look_up(second, F % 2, "IQ4_XS")
+
+
+@gluon_jit
+def scales_iq4_xs(words, J: gl.constexpr):
+    low = rows_of(words[2])
+    high = (words[1], words[1] >> 16)
+    d = (words[0], words[0] >> 16)
+    scales = ()
+    for r in gl.static_range(2):
+        s = ((low[r] >> (4 * J)) & 15) | (((high[r] >> (2 * J)) & 3) << 4)
+        scales += (float_of_half(d[r]) * (s - 32).to(gl.float32),)
+    return scales
