@@ -3,8 +3,8 @@
     python -m benchmarks gpu_generate [--model 8B] [--weights Q4_K_M] [--prompt 512]
 
 "hybrid" has three gated delta nets for each attention, in the sizes of Qwen3-Next but
-with dense blocks; bf16 alone. Weights are bf16, Q4_K_M, Q4_K, Q6_K, Q8_0, int4, affine4,
-fp8 or mxfp4.
+with dense blocks; bf16 alone. Weights are bf16, Q4_K_M, Q4_K, Q6_K, Q8_0, int4,
+affine4, fp8 or mxfp4.
 
 Batch 1, chunks of 16 tokens; the median of four streams after one that warms up.
 """
