@@ -81,6 +81,8 @@ KERNELS = (
 
     Kernel("causal_conv1d",              "triton",     "triton.delta_rule.causal_conv1d",                "primal bwd"),
     Kernel("cumsum",                     "triton",     "triton.delta_rule.cumsum",                       "primal bwd"),
+    Kernel("gated_delta_rule",           "triton",     "triton.delta_rule.gated_delta_rule.fwd",         "primal"),
+    Kernel("gated_delta_rule",           "triton",     "triton.delta_rule.gated_delta_rule.bwd",         "bwd"),
 
     Kernel("attention",                  "mosaic_gpu", "pallas.attention.decode.attention",              "primal fwd"),
     Kernel("attention",                  "triton",     "triton.attention.decode.attention",              "primal fwd"),

@@ -1,0 +1,169 @@
+"""What each chunk of the gated delta rule needs whatever the state is, all at once.
+
+For a chunk of 64 tokens and a value head, in the names of
+docs/design/gated_delta_rule.md:
+
+    inverse   T = (I + A)^-1 with A_ij = beta_i (k_i . k_j) between_ij below the diagonal
+    scores    scale (q k^T) between
+    vectors   from_start, to_end, beta; float32
+
+A program has the chunk of a key head: the two products serve all of its value heads.
+"""
+# ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.triton_call import jit, tl
+
+CHUNK = 64
+
+
+@jit
+def running_decay(g_ptr, rows, inside):
+    """g summed from the chunk's start on.
+
+    A g below -120 counts as -120: the exponential of a sum that holds one is 0 in
+    float32 either way, so -inf is a factor 0, and the difference of two sums is a
+    number. The sums stay so small that such differences keep their digits.
+    """
+    g = tl.load(g_ptr + rows, inside, 0.0).to(tl.float32)
+    return tl.cumsum(tl.where(g < -120.0, -120.0, g), 0)
+
+
+@jit
+def decay_between(later, earlier, seen):
+    """exp(later - earlier) where `seen`, else 0."""
+    return tl.where(seen, tl.exp(tl.where(seen, later - earlier, 0.0)), 0.0)
+
+
+@jit
+def diagonal_blocks(a, N: tl.constexpr, SIZE: tl.constexpr):
+    """`[N*SIZE, N*SIZE]` -> `[N, SIZE, SIZE]`."""
+    block = tl.arange(0, N)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    a = tl.reshape(a, (N, SIZE, N, SIZE))
+    return tl.sum(tl.where(same, a, 0.0), 2)
+
+
+@jit
+def in_pairs(x, N: tl.constexpr, SIZE: tl.constexpr):
+    """`[N, SIZE, SIZE]` -> `[N/2, 2*SIZE, 2*SIZE]`: two blocks on each diagonal."""
+    half = tl.arange(0, 2)
+    same = half[None, :, None, None, None] == half[None, None, None, :, None]
+    x = tl.reshape(x, (N // 2, 2, SIZE, 1, SIZE))
+    x = tl.where(same, x, tl.zeros((N // 2, 2, SIZE, 2, SIZE), tl.float32))
+    return tl.reshape(x, (N // 2, 2 * SIZE, 2 * SIZE))
+
+
+@jit
+def corrected(x, lower, PRECISION: tl.constexpr):
+    """Inverses of blocks twice as large: x - x lower x."""
+    product = tl.dot(x, lower, input_precision=PRECISION)
+    return x - tl.dot(product, x, input_precision=PRECISION)
+
+
+@jit
+def unit_lower_inverse(a, PRECISION: tl.constexpr):
+    """(I + a)^-1 for a strictly lower `[64, 64]`, by doubling inverted blocks.
+
+    Blocks of 16 as a batch of four, then of 32 as two, then the whole.
+    """
+    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    blocks = diagonal_blocks(a, 4, 16)
+    pair = (row // 2 == column // 2) & (row > column)
+    x = tl.where(row == column, 1.0, 0.0) - tl.where(pair, blocks, 0.0)
+    for k in tl.static_range(3):
+        size: tl.constexpr = 2 << k
+        same = row // (2 * size) == column // (2 * size)
+        lower = same & (row // size > column // size)
+        x = corrected(x, tl.where(lower, blocks, 0.0), PRECISION)
+    row, column = tl.arange(0, 32)[None, :, None], tl.arange(0, 32)[None, None, :]
+    lower = (row >= 16) & (column < 16)
+    blocks = tl.where(lower, diagonal_blocks(a, 2, 32), 0.0)
+    x = corrected(in_pairs(x, 4, 16), blocks, PRECISION)
+    row, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    lower = (row >= 32) & (column < 32)
+    x = tl.reshape(in_pairs(x, 2, 32), (64, 64))
+    return corrected(x, tl.where(lower, a, 0.0), PRECISION)
+
+
+@jit
+def chunk_matrices_kernel(
+    query_ptr,
+    key_ptr,
+    g_ptr,
+    beta_ptr,
+    inverse_ptr,
+    scores_ptr,
+    vectors_ptr,
+    T: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    CHUNK: tl.constexpr = 64
+    NUM_HEADS: tl.constexpr = NUM_KEY_HEADS * GROUP
+    chunk, b, k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.arange(0, CHUNK)
+    rows = (chunk * CHUNK + token).to(tl.int64)
+    inside = rows < T
+    h = tl.arange(0, BLOCK_H)
+    start = b.to(tl.int64) * T * NUM_KEY_HEADS + k
+    at = (start + rows * NUM_KEY_HEADS)[:, None] * H + h[None, :]
+    present = inside[:, None] & (h < H)[None, :]
+    query = tl.load(query_ptr + at, present, 0.0)
+    key = tl.load(key_ptr + at, present, 0.0)
+    qk = tl.dot(query, tl.trans(key)) * SCALE
+    kk = tl.dot(key, tl.trans(key))
+    later = token[:, None] > token[None, :]
+    for v in range(GROUP):
+        head = k * GROUP + v
+        start = b.to(tl.int64) * T * NUM_HEADS + head
+        rows_of_head = start + rows * NUM_HEADS
+        total = running_decay(g_ptr, rows_of_head, inside)
+        beta = tl.load(beta_ptr + rows_of_head, inside, 0.0).to(tl.float32)
+        seen = token[:, None] >= token[None, :]
+        between = decay_between(total[:, None], total[None, :], seen)
+        a = tl.where(later, beta[:, None] * kk * between, 0.0)
+        inverse = unit_lower_inverse(a, PRECISION)
+        place = (b * NUM_HEADS + head).to(tl.int64) * tl.num_programs(0) + chunk
+        tile = place * CHUNK * CHUNK + token[:, None] * CHUNK + token[None, :]
+        tl.store(scores_ptr + tile, (qk * between).to(scores_ptr.dtype.element_ty))
+        tl.store(inverse_ptr + tile, inverse.to(inverse_ptr.dtype.element_ty))
+        vectors = vectors_ptr + place * 3 * CHUNK + token
+        end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
+        tl.store(vectors, tl.exp(total))
+        tl.store(vectors + CHUNK, tl.exp(end - total))
+        tl.store(vectors + 2 * CHUNK, beta)
+
+
+def chunk_matrices(query, key, g, beta, *, scale, precision="tf32", num_warps=4):
+    """(inverse, scores `[b n c 64 64]`, vectors `[b n c 3 64]`)."""
+    b, t, k, h = key.shape
+    n, chunks = g.shape[2], -(-t // CHUNK)
+    tiles = jax.ShapeDtypeStruct((b, n, chunks, CHUNK, CHUNK), key.dtype)
+    vectors = jax.ShapeDtypeStruct((b, n, chunks, 3, CHUNK), jnp.float32)
+    return bridge.triton_call(
+        chunk_matrices_kernel,
+        query,
+        key,
+        g,
+        beta,
+        out=[tiles, tiles, vectors],
+        grid=(chunks, b, k),
+        num_warps=num_warps,
+        num_stages=1,
+        T=t,
+        NUM_KEY_HEADS=k,
+        GROUP=n // k,
+        H=h,
+        BLOCK_H=max(16, next_power_of_2(h)),
+        SCALE=scale,
+        PRECISION=precision,
+    )
