@@ -59,8 +59,10 @@ def in_pairs(x, N: tl.constexpr, SIZE: tl.constexpr):
 
 
 @jit
-def corrected(x, lower, PRECISION: tl.constexpr):
-    """Inverses of blocks twice as large: x - x lower x."""
+def corrected(x, a, row, column, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of blocks of 2*SIZE from those of SIZE: x - x lower x."""
+    same = row // (2 * SIZE) == column // (2 * SIZE)
+    lower = tl.where(same & (row // SIZE > column // SIZE), a, 0.0)
     product = tl.dot(x, lower, input_precision=PRECISION)
     return x - tl.dot(product, x, input_precision=PRECISION)
 
@@ -76,18 +78,13 @@ def unit_lower_inverse(a, PRECISION: tl.constexpr):
     pair = (row // 2 == column // 2) & (row > column)
     x = tl.where(row == column, 1.0, 0.0) - tl.where(pair, blocks, 0.0)
     for k in tl.static_range(3):
-        size: tl.constexpr = 2 << k
-        same = row // (2 * size) == column // (2 * size)
-        lower = same & (row // size > column // size)
-        x = corrected(x, tl.where(lower, blocks, 0.0), PRECISION)
+        x = corrected(x, blocks, row, column, 2 << k, PRECISION)
     row, column = tl.arange(0, 32)[None, :, None], tl.arange(0, 32)[None, None, :]
-    lower = (row >= 16) & (column < 16)
-    blocks = tl.where(lower, diagonal_blocks(a, 2, 32), 0.0)
-    x = corrected(in_pairs(x, 4, 16), blocks, PRECISION)
+    x = in_pairs(x, 4, 16)
+    x = corrected(x, diagonal_blocks(a, 2, 32), row, column, 16, PRECISION)
     row, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    lower = (row >= 32) & (column < 32)
     x = tl.reshape(in_pairs(x, 2, 32), (64, 64))
-    return corrected(x, tl.where(lower, a, 0.0), PRECISION)
+    return corrected(x, a, row, column, 32, PRECISION)
 
 
 @jit

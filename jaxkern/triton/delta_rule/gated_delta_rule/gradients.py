@@ -6,9 +6,10 @@ With S before and D after the chunk, as docs/design/gated_delta_rule.md derives 
     read = scale from_start (dout S^T)       erased = from_start (dr S^T)
     stored = to_end (d D^T)
 
-A program has the chunk of a key head and some columns of its keys, and sums over the
-value heads in registers. Where a product needs dqk or dkk turned it is computed turned:
-the compiler has been seen to turn results of the matrix units wrongly.
+A program has the chunk of a key head and some dims h of its keys, and sums over the
+value heads in registers. What is `[token, h]` it keeps turned, `[h, token]`: the matrix
+units then have h rows, and dqk is a right operand. Where dqk or dkk are needed turned
+they are computed turned: compilers have turned results of the matrix units wrongly.
 """
 
 from jaxkern.gpu.triton_call import jit, tl
@@ -86,8 +87,10 @@ def gradients_kernel(
             asked = load_tokens(query_ptr, rows, inside, columns, H)
             qk = tl.dot(asked, tl.trans(some), qk)
             kk = tl.dot(some, tl.trans(some), kk)
-    dquery = tl.zeros((CHUNK, BLOCK_H), tl.float32)
-    dkey = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+    query_turned = tl.trans(query)
+    key_turned = tl.trans(key)
+    dquery = tl.zeros((BLOCK_H, CHUNK), tl.float32)
+    dkey = tl.zeros((BLOCK_H, CHUNK), tl.float32)
     for v in range(GROUP):
         head = k * GROUP + v
         rows_v = (b * T + tokens) * NUM_HEADS + head
@@ -96,35 +99,60 @@ def gradients_kernel(
         beta = tl.load(beta_ptr + rows_v, inside, 0.0).to(tl.float32)
         end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
         from_start, to_end = tl.exp(total), tl.exp(end - total)
-        seen = token[:, None] >= token[None, :]
-        between = decay_between(total[:, None], total[None, :], seen)
-        turned = tl.trans(seen)
-        between_turned = decay_between(total[None, :], total[:, None], turned)
 
-        dqk = tl.zeros((CHUNK, CHUNK), tl.float32)
-        dkk = tl.zeros((CHUNK, CHUNK), tl.float32)
-        dqk_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
-        dkk_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
-        read = tl.zeros((CHUNK, BLOCK_H), tl.float32)
-        erased = tl.zeros((CHUNK, BLOCK_H), tl.float32)
-        stored = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+        # of pairs of tokens
+        row, column = token[:, None], token[None, :]
+        dtotal = tl.zeros((CHUNK,), tl.float32)
         dbeta = tl.zeros((CHUNK,), tl.float32)
+        between = decay_between(total[:, None], total[None, :], row >= column)
+        dqk = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            dout = load_tokens(dout_ptr, rows_v, inside, columns, HV)
+            d = load_tokens(written_ptr, rows_v, inside, columns, HV)
+            dqk = tl.dot(dout, tl.trans(d), dqk)
+        dqk *= SCALE * between
+        dkey = tl.dot(query_turned, dqk.to(dtype), dkey)
+        pairs = dqk * qk
+        dkk = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            d = load_tokens(written_ptr, rows_v, inside, columns, HV)
+            dr = load_tokens(dr_ptr, rows_v, inside, columns, HV)
+            dkk = tl.dot(dr, tl.trans(d), dkk)
+        dkk = tl.where(row > column, -between * dkk, 0.0)
+        weighted = beta[:, None] * dkk
+        if part == 0:
+            pairs += weighted * kk
+            dbeta += tl.sum(dkk * kk, 1)
+            dtotal += tl.sum(pairs, 1) - tl.sum(pairs, 0)
+        between = decay_between(total[None, :], total[:, None], row <= column)
+        dkk = tl.zeros((CHUNK, CHUNK), tl.float32)  # turned, as dqk below
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            d = load_tokens(written_ptr, rows_v, inside, columns, HV)
+            dr = load_tokens(dr_ptr, rows_v, inside, columns, HV)
+            dkk = tl.dot(d, tl.trans(dr), dkk)
+        weighted -= tl.where(row < column, beta[None, :] * between * dkk, 0.0)
+        dkey = tl.dot(key_turned, weighted.to(dtype), dkey)
+        dqk = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            dout = load_tokens(dout_ptr, rows_v, inside, columns, HV)
+            d = load_tokens(written_ptr, rows_v, inside, columns, HV)
+            dqk = tl.dot(d, tl.trans(dout), dqk)
+        dquery = tl.dot(key_turned, (SCALE * between * dqk).to(dtype), dquery)
+
+        # of tokens and the states around the chunk
+        read = tl.zeros((BLOCK_H, CHUNK), tl.float32)
+        erased = tl.zeros((BLOCK_H, CHUNK), tl.float32)
+        stored = tl.zeros((BLOCK_H, CHUNK), tl.float32)
         across = 0.0
         for first in tl.static_range(0, HV, BLOCK_V):
             column = first + tl.arange(0, BLOCK_V)
             dout = load_tokens(dout_ptr, rows_v, inside, column, HV)
             d = load_tokens(written_ptr, rows_v, inside, column, HV)
             dr = load_tokens(dr_ptr, rows_v, inside, column, HV)
-            state = load_state(states_ptr, place, column, h, H, HV)
-            dstate = load_state(dstates_ptr, place, column, h, H, HV)
-            dqk = tl.dot(dout, tl.trans(d), dqk)
-            dkk = tl.dot(dr, tl.trans(d), dkk)
-            dqk_turned = tl.dot(d, tl.trans(dout), dqk_turned)
-            dkk_turned = tl.dot(d, tl.trans(dr), dkk_turned)
-            read = tl.dot(dout, state, read)
-            erased = tl.dot(dr, state, erased)
-            stored = tl.dot(d, dstate, stored)
-            across += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
             if part == 0:
                 value = load_tokens(value_ptr, rows_v, inside, column, HV)
                 dr_wide = dr.to(tl.float32)
@@ -133,28 +161,25 @@ def gradients_kernel(
                 dvalue = (beta[:, None] * dr_wide).to(dvalue_ptr.dtype.element_ty)
                 present = inside[:, None] & (column < HV)[None, :]
                 tl.store(dvalue_ptr + at, dvalue, present)
-
-        later = token[:, None] > token[None, :]
-        dqk *= SCALE * between
-        dkk = tl.where(later, -between * dkk, 0.0)
-        weighted = beta[:, None] * dkk
-        dqk_turned *= SCALE * between_turned
-        dkk_turned = tl.where(tl.trans(later), -between_turned * dkk_turned, 0.0)
-        weighted_turned = beta[None, :] * dkk_turned
-        read *= SCALE * from_start[:, None]
-        erased *= from_start[:, None]
-        stored *= to_end[:, None]
-
-        key_wide = key.to(tl.float32)
-        on_key = tl.sum(erased * key_wide, 1)
-        to_state = tl.sum(stored * key_wide, 1)
-        from_state = tl.sum(read * query.to(tl.float32), 1) - beta * on_key
+            state = load_state(states_ptr, place, column, h, H, HV)
+            dstate = load_state(dstates_ptr, place, column, h, H, HV)
+            across += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+            read = tl.dot(tl.trans(state), tl.trans(dout), read)
+            erased = tl.dot(tl.trans(state), tl.trans(dr), erased)
+            stored = tl.dot(tl.trans(dstate), tl.trans(d), stored)
+        read *= (SCALE * from_start)[None, :]
+        dquery += read
+        dtotal += tl.sum(read * query_turned.to(tl.float32), 0)
+        erased *= from_start[None, :]
+        dkey -= beta[None, :] * erased
+        on_key = tl.sum(erased * key_turned.to(tl.float32), 0)
         dbeta -= on_key
-        dtotal = from_state - to_state
-        if part == 0:
-            pairs = dqk * qk + weighted * kk
-            dbeta += tl.sum(dkk * kk, 1)
-            dtotal += tl.sum(pairs, 1) - tl.sum(pairs, 0)
+        dtotal -= beta * on_key
+        stored *= to_end[None, :]
+        dkey += stored
+        to_state = tl.sum(stored * key_turned.to(tl.float32), 0)
+        dtotal -= to_state
+
         # what decays at l: the sum over tokens from l on, to the end or across
         whole = tl.exp(end) * across + tl.sum(to_state, 0)
         dg = tl.cumsum(dtotal, 0, reverse=True) + whole
@@ -163,13 +188,7 @@ def gradients_kernel(
         to = part.to(tl.int64) * tl.num_programs(2) * T * NUM_HEADS + rows_v
         tl.store(dg_ptr + to, dg, inside)
         tl.store(dbeta_ptr + to, dbeta, inside)
-
-        dquery += tl.dot(dqk.to(dtype), key, read)
-        dkey += stored - beta[:, None] * erased
-        dkey = tl.dot(weighted.to(dtype), key, dkey)
-        dkey = tl.dot(weighted_turned.to(dtype), key, dkey)
-        dkey = tl.dot(dqk_turned.to(dtype), query, dkey)
-    at = rows[:, None] * H + h[None, :]
-    present = inside[:, None] & (h < H)[None, :]
+    at = rows[None, :] * H + h[:, None]
+    present = inside[None, :] & (h < H)[:, None]
     tl.store(dquery_ptr + at, dquery.to(dquery_ptr.dtype.element_ty), present)
     tl.store(dkey_ptr + at, dkey.to(dkey_ptr.dtype.element_ty), present)
