@@ -38,19 +38,18 @@ def gated_delta_rule_bwd(
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
     chunks = -(-t // CHUNK)
-    inverse, scores, vectors = chunk_matrices(query, key, g, beta, scale=scale)
+    matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
     shape = dict(T=t, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     sizes = fwd.walk_sizes(h)
     states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
     found: Any = sparse_call(
         both_ways_kernel,
-        (2 * -(-hv // sizes["BLOCK_V"]), b * n),
+        (2 * -(-hv // sizes["BLOCK_V"]) * b * n,),
         {
             "query_ptr": query,
             "key_ptr": key,
             "value_ptr": value,
-            "inverse_ptr": inverse,
-            "scores_ptr": scores,
+            "matrices_ptr": matrices,
             "vectors_ptr": vectors,
             "initial_ptr": initial_state,
             "dout_ptr": dout,

@@ -4,12 +4,11 @@ For a chunk of 64 tokens and a value head, in the names of
 docs/design/gated_delta_rule.md:
 
     inverse   T = (I + A)^-1 with A_ij = beta_i (k_i . k_j) between_ij below the diagonal
-    scores    scale (q k^T) between
+    scores    P T with P = scale (q k^T) between: what beta r adds to out
     vectors   from_start, to_end, beta; float32
 
-A program has the chunk of a key head: the two products serve all of its value heads.
+A program has the chunk of a value head.
 """
-# ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
 import jax
 import jax.numpy as jnp
@@ -93,11 +92,10 @@ def chunk_matrices_kernel(
     key_ptr,
     g_ptr,
     beta_ptr,
-    inverse_ptr,
-    scores_ptr,
+    matrices_ptr,
     vectors_ptr,
     T: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -105,46 +103,46 @@ def chunk_matrices_kernel(
     PRECISION: tl.constexpr,
 ):
     CHUNK: tl.constexpr = 64
-    NUM_HEADS: tl.constexpr = NUM_KEY_HEADS * GROUP
-    chunk, b, k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    chunk = tl.program_id(1)
+    b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
+    head = tl.program_id(0) % NUM_HEADS
     token = tl.arange(0, CHUNK)
-    rows = (chunk * CHUNK + token).to(tl.int64)
-    inside = rows < T
+    tokens = b * T + chunk * CHUNK + token
+    inside = chunk * CHUNK + token < T
+    total = running_decay(g_ptr, tokens * NUM_HEADS + head, inside)
+    beta = tl.load(beta_ptr + tokens * NUM_HEADS + head, inside, 0.0).to(tl.float32)
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
+    vectors = vectors_ptr + place * 3 * CHUNK + token
+    end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
+    tl.store(vectors, tl.exp(total))
+    tl.store(vectors + CHUNK, tl.exp(end - total))
+    tl.store(vectors + 2 * CHUNK, beta)
+
     h = tl.arange(0, BLOCK_H)
-    start = b.to(tl.int64) * T * NUM_KEY_HEADS + k
-    at = (start + rows * NUM_KEY_HEADS)[:, None] * H + h[None, :]
+    at = (tokens * NUM_KEY_HEADS + head // GROUP)[:, None] * H + h[None, :]
     present = inside[:, None] & (h < H)[None, :]
-    query = tl.load(query_ptr + at, present, 0.0)
     key = tl.load(key_ptr + at, present, 0.0)
-    qk = tl.dot(query, tl.trans(key)) * SCALE
-    kk = tl.dot(key, tl.trans(key))
-    later = token[:, None] > token[None, :]
-    for v in range(GROUP):
-        head = k * GROUP + v
-        start = b.to(tl.int64) * T * NUM_HEADS + head
-        rows_of_head = start + rows * NUM_HEADS
-        total = running_decay(g_ptr, rows_of_head, inside)
-        beta = tl.load(beta_ptr + rows_of_head, inside, 0.0).to(tl.float32)
-        seen = token[:, None] >= token[None, :]
-        between = decay_between(total[:, None], total[None, :], seen)
-        a = tl.where(later, beta[:, None] * kk * between, 0.0)
-        inverse = unit_lower_inverse(a, PRECISION)
-        place = (b * NUM_HEADS + head).to(tl.int64) * tl.num_programs(0) + chunk
-        tile = place * CHUNK * CHUNK + token[:, None] * CHUNK + token[None, :]
-        tl.store(scores_ptr + tile, (qk * between).to(scores_ptr.dtype.element_ty))
-        tl.store(inverse_ptr + tile, inverse.to(inverse_ptr.dtype.element_ty))
-        vectors = vectors_ptr + place * 3 * CHUNK + token
-        end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
-        tl.store(vectors, tl.exp(total))
-        tl.store(vectors + CHUNK, tl.exp(end - total))
-        tl.store(vectors + 2 * CHUNK, beta)
+    row, column = token[:, None], token[None, :]
+    between = decay_between(total[:, None], total[None, :], row > column)
+    a = beta[:, None] * tl.dot(key, tl.trans(key)) * between
+    inverse = unit_lower_inverse(a, PRECISION)
+    tile = place * 2 * CHUNK * CHUNK + row * CHUNK + column
+    tl.store(matrices_ptr + tile, inverse.to(matrices_ptr.dtype.element_ty))
+
+    query = tl.load(query_ptr + at, present, 0.0)
+    scores = SCALE * tl.dot(query, tl.trans(key))
+    scores *= decay_between(total[:, None], total[None, :], row >= column)
+    scores = tl.dot(scores, inverse, input_precision=PRECISION)
+    tile += CHUNK * CHUNK
+    tl.store(matrices_ptr + tile, scores.to(matrices_ptr.dtype.element_ty))
 
 
-def chunk_matrices(query, key, g, beta, *, scale, precision="tf32", num_warps=4):
-    """(inverse, scores `[b n c 64 64]`, vectors `[b n c 3 64]`)."""
+def chunk_matrices(query, key, g, beta, *, scale, **sizes):
+    """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 3 64]`)."""
     b, t, k, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)
-    tiles = jax.ShapeDtypeStruct((b, n, chunks, CHUNK, CHUNK), key.dtype)
+    matrices = jax.ShapeDtypeStruct((b, n, chunks, 2, CHUNK, CHUNK), key.dtype)
     vectors = jax.ShapeDtypeStruct((b, n, chunks, 3, CHUNK), jnp.float32)
     return bridge.triton_call(
         chunk_matrices_kernel,
@@ -152,15 +150,13 @@ def chunk_matrices(query, key, g, beta, *, scale, precision="tf32", num_warps=4)
         key,
         g,
         beta,
-        out=[tiles, tiles, vectors],
-        grid=(chunks, b, k),
-        num_warps=num_warps,
-        num_stages=1,
+        out=[matrices, vectors],
+        grid=(b * n, chunks),
         T=t,
-        NUM_KEY_HEADS=k,
+        NUM_HEADS=n,
         GROUP=n // k,
         H=h,
         BLOCK_H=max(16, next_power_of_2(h)),
         SCALE=scale,
-        PRECISION=precision,
+        **({"PRECISION": "tf32", "num_warps": 4, "num_stages": 1} | sizes),
     )

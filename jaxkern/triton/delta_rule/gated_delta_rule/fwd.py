@@ -64,18 +64,17 @@ def gated_delta_rule(
     del chunk_size  # the same function up to rounding
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
-    inverse, scores, vectors = chunk_matrices(query, key, g, beta, scale=scale)
+    matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     sizes = walk_sizes(h)
     return sparse_call(
         forward_kernel,
-        (-(-hv // sizes["BLOCK_V"]), b * n),
+        (-(-hv // sizes["BLOCK_V"]) * b * n,),
         {
             "query_ptr": query,
             "key_ptr": key,
             "value_ptr": value,
-            "inverse_ptr": inverse,
-            "scores_ptr": scores,
+            "matrices_ptr": matrices,
             "vectors_ptr": vectors,
             "initial_ptr": initial_state,
         },

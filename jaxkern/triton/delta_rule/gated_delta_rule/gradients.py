@@ -7,9 +7,8 @@ With S before and D after the chunk, as docs/design/gated_delta_rule.md derives 
     stored = to_end (d D^T)
 
 A program has the chunk of a key head and some dims h of its keys, and sums over the
-value heads in registers. What is `[token, h]` it keeps turned, `[h, token]`: the matrix
-units then have h rows, and dqk is a right operand. Where dqk or dkk are needed turned
-they are computed turned: compilers have turned results of the matrix units wrongly.
+value heads in registers. Where dqk or dkk are needed turned they are computed turned:
+compilers have turned results of the matrix units wrongly.
 """
 
 from jaxkern.gpu.triton_call import jit, tl
@@ -82,15 +81,13 @@ def gradients_kernel(
         qk = tl.zeros((CHUNK, CHUNK), tl.float32)
         kk = tl.zeros((CHUNK, CHUNK), tl.float32)
         for other in tl.static_range(PARTS):
-            columns = other * BLOCK_H + tl.arange(0, BLOCK_H)
-            some = load_tokens(key_ptr, rows, inside, columns, H)
-            asked = load_tokens(query_ptr, rows, inside, columns, H)
+            dims = other * BLOCK_H + tl.arange(0, BLOCK_H)
+            some = load_tokens(key_ptr, rows, inside, dims, H)
+            asked = load_tokens(query_ptr, rows, inside, dims, H)
             qk = tl.dot(asked, tl.trans(some), qk)
             kk = tl.dot(some, tl.trans(some), kk)
-    query_turned = tl.trans(query)
-    key_turned = tl.trans(key)
-    dquery = tl.zeros((BLOCK_H, CHUNK), tl.float32)
-    dkey = tl.zeros((BLOCK_H, CHUNK), tl.float32)
+    dquery = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+    dkey = tl.zeros((CHUNK, BLOCK_H), tl.float32)
     for v in range(GROUP):
         head = k * GROUP + v
         rows_v = (b * T + tokens) * NUM_HEADS + head
@@ -112,7 +109,7 @@ def gradients_kernel(
             d = load_tokens(written_ptr, rows_v, inside, columns, HV)
             dqk = tl.dot(dout, tl.trans(d), dqk)
         dqk *= SCALE * between
-        dkey = tl.dot(query_turned, dqk.to(dtype), dkey)
+        dquery = tl.dot(dqk.to(dtype), key, dquery)
         pairs = dqk * qk
         dkk = tl.zeros((CHUNK, CHUNK), tl.float32)
         for first in tl.static_range(0, HV, BLOCK_V):
@@ -134,50 +131,56 @@ def gradients_kernel(
             dr = load_tokens(dr_ptr, rows_v, inside, columns, HV)
             dkk = tl.dot(d, tl.trans(dr), dkk)
         weighted -= tl.where(row < column, beta[None, :] * between * dkk, 0.0)
-        dkey = tl.dot(key_turned, weighted.to(dtype), dkey)
+        dkey = tl.dot(weighted.to(dtype), key, dkey)
         dqk = tl.zeros((CHUNK, CHUNK), tl.float32)
         for first in tl.static_range(0, HV, BLOCK_V):
             columns = first + tl.arange(0, BLOCK_V)
             dout = load_tokens(dout_ptr, rows_v, inside, columns, HV)
             d = load_tokens(written_ptr, rows_v, inside, columns, HV)
             dqk = tl.dot(d, tl.trans(dout), dqk)
-        dquery = tl.dot(key_turned, (SCALE * between * dqk).to(dtype), dquery)
+        dkey = tl.dot((SCALE * between * dqk).to(dtype), query, dkey)
 
         # of tokens and the states around the chunk
-        read = tl.zeros((BLOCK_H, CHUNK), tl.float32)
-        erased = tl.zeros((BLOCK_H, CHUNK), tl.float32)
-        stored = tl.zeros((BLOCK_H, CHUNK), tl.float32)
-        across = 0.0
+        read = tl.zeros((CHUNK, BLOCK_H), tl.float32)
         for first in tl.static_range(0, HV, BLOCK_V):
-            column = first + tl.arange(0, BLOCK_V)
-            dout = load_tokens(dout_ptr, rows_v, inside, column, HV)
-            d = load_tokens(written_ptr, rows_v, inside, column, HV)
-            dr = load_tokens(dr_ptr, rows_v, inside, column, HV)
+            columns = first + tl.arange(0, BLOCK_V)
+            dout = load_tokens(dout_ptr, rows_v, inside, columns, HV)
+            state = load_state(states_ptr, place, columns, h, H, HV)
+            read = tl.dot(dout, state, read)
+        read *= SCALE * from_start[:, None]
+        dquery += read
+        dtotal += tl.sum(read * query.to(tl.float32), 1)
+        erased = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            dr = load_tokens(dr_ptr, rows_v, inside, columns, HV)
+            state = load_state(states_ptr, place, columns, h, H, HV)
+            erased = tl.dot(dr, state, erased)
             if part == 0:
-                value = load_tokens(value_ptr, rows_v, inside, column, HV)
+                value = load_tokens(value_ptr, rows_v, inside, columns, HV)
                 dr_wide = dr.to(tl.float32)
                 dbeta += tl.sum(dr_wide * value.to(tl.float32), 1)
-                at = rows_v[:, None] * HV + column[None, :]
+                at = rows_v[:, None] * HV + columns[None, :]
                 dvalue = (beta[:, None] * dr_wide).to(dvalue_ptr.dtype.element_ty)
-                present = inside[:, None] & (column < HV)[None, :]
+                present = inside[:, None] & (columns < HV)[None, :]
                 tl.store(dvalue_ptr + at, dvalue, present)
-            state = load_state(states_ptr, place, column, h, H, HV)
-            dstate = load_state(dstates_ptr, place, column, h, H, HV)
-            across += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-            read = tl.dot(tl.trans(state), tl.trans(dout), read)
-            erased = tl.dot(tl.trans(state), tl.trans(dr), erased)
-            stored = tl.dot(tl.trans(dstate), tl.trans(d), stored)
-        read *= (SCALE * from_start)[None, :]
-        dquery += read
-        dtotal += tl.sum(read * query_turned.to(tl.float32), 0)
-        erased *= from_start[None, :]
-        dkey -= beta[None, :] * erased
-        on_key = tl.sum(erased * key_turned.to(tl.float32), 0)
+        erased *= from_start[:, None]
+        dkey -= beta[:, None] * erased
+        on_key = tl.sum(erased * key.to(tl.float32), 1)
         dbeta -= on_key
         dtotal -= beta * on_key
-        stored *= to_end[None, :]
+        stored = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+        across = 0.0
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            d = load_tokens(written_ptr, rows_v, inside, columns, HV)
+            state = load_state(states_ptr, place, columns, h, H, HV)
+            dstate = load_state(dstates_ptr, place, columns, h, H, HV)
+            across += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+            stored = tl.dot(d, dstate, stored)
+        stored *= to_end[:, None]
         dkey += stored
-        to_state = tl.sum(stored * key_turned.to(tl.float32), 0)
+        to_state = tl.sum(stored * key.to(tl.float32), 1)
         dtotal -= to_state
 
         # what decays at l: the sum over tokens from l on, to the end or across
@@ -188,7 +191,7 @@ def gradients_kernel(
         to = part.to(tl.int64) * tl.num_programs(2) * T * NUM_HEADS + rows_v
         tl.store(dg_ptr + to, dg, inside)
         tl.store(dbeta_ptr + to, dbeta, inside)
-    at = rows[None, :] * H + h[:, None]
-    present = inside[None, :] & (h < H)[:, None]
+    at = rows[:, None] * H + h[None, :]
+    present = inside[:, None] & (h < H)[None, :]
     tl.store(dquery_ptr + at, dquery.to(dquery_ptr.dtype.element_ty), present)
     tl.store(dkey_ptr + at, dkey.to(dkey_ptr.dtype.element_ty), present)

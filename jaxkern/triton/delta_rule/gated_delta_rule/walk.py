@@ -6,12 +6,12 @@ needs it, and so are r and d: between the products of a chunk nothing passes thr
 shared memory.
 
     r^T = v^T - from_start (S^T k^T)         d^T = (beta r^T) T^T
-    out^T = scale from_start (S^T q^T) + d^T scores^T
+    out^T = scale from_start (S^T q^T) + (beta r^T) (P T)^T
     S^T <- from_start_C S^T + (to_end d^T) k
 
 The other way the gradient D of the state after a chunk is kept, D^T [columns, h]:
 
-    e^T = dout^T scores + to_end (D^T k^T)   dr^T = e^T T
+    dr^T = dout^T (P T) + (to_end (D^T k^T)) T
     D^T <- from_start_C D^T + (scale from_start dout^T) q - (from_start beta dr^T) k
 """
 
@@ -19,13 +19,22 @@ from jaxkern.gpu.triton_call import jit, tl
 
 
 @jit
-def place_of_head(NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr):
+def place_of_head(
+    program, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr
+):
     """(row of b and value head, first key row, first value row), in int64."""
-    place = tl.program_id(1).to(tl.int64)
+    place = program.to(tl.int64)
     b, head = place // NUM_HEADS, place % NUM_HEADS
     num_key_heads: tl.constexpr = NUM_HEADS // GROUP
     key_row = b * T * num_key_heads + head // GROUP
     return place, key_row, b * T * NUM_HEADS + head
+
+
+@jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of the columns: none leaves its thread."""
+    x = tl.reshape(x, (ROWS, 2, COLUMNS))
+    return tl.split(tl.permute(x, (0, 2, 1)))
 
 
 @jit
@@ -59,14 +68,14 @@ def walk_forward(
     query_ptr,
     key_ptr,
     value_ptr,
-    inverse_ptr,
-    scores_ptr,
+    matrices_ptr,
     vectors_ptr,
     initial_ptr,
     out_ptr,
     final_ptr,
     states_ptr,
     written_ptr,
+    program,
     first_column,
     T: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -82,8 +91,9 @@ def walk_forward(
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     KEY_STRIDE: tl.constexpr = NUM_HEADS // GROUP * H
     dtype = key_ptr.dtype.element_ty
-    place, key_row, value_row = place_of_head(NUM_HEADS, GROUP, T)
+    place, key_row, value_row = place_of_head(program, NUM_HEADS, GROUP, T)
     token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
+    two = tl.arange(0, 2 * CHUNK)[:, None]
     column = first_column + tl.arange(0, BLOCK_V)
     state = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
     if initial_ptr is not None:
@@ -101,8 +111,7 @@ def walk_forward(
         key_in = (rows < T)[:, None] & (h < H)[None, :]
         value_at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None]
         value_in = (rows < T)[None, :] & (column < HV)[:, None]
-        tile = (place * CHUNKS + chunk) * CHUNK * CHUNK
-        tile += token[:, None] * CHUNK + token[None, :]
+        matrices = matrices_ptr + (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
         vectors = vectors_ptr + (place * CHUNKS + chunk) * 3 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
         to_end = tl.load(vectors + CHUNK + token)[None, :]
@@ -114,15 +123,17 @@ def walk_forward(
         key = tl.load(key_ptr + key_at, key_in, 0.0)
         value = tl.load(value_ptr + value_at, value_in, 0.0)
         r = value.to(tl.float32) - from_start * tl.dot(low, tl.trans(key))
-        inverse = tl.load(inverse_ptr + tile)
-        d = tl.dot((beta * r).to(dtype), tl.trans(inverse))
+        r = (beta * r).to(dtype)
         if out_ptr is not None:
+            # T above P T
+            both = tl.load(matrices + two * CHUNK + token[None, :])
+            d, within = halves(tl.dot(r, tl.trans(both)), BLOCK_V, CHUNK)
             query = tl.load(query_ptr + key_at, key_in, 0.0)
-            out = SCALE * from_start * tl.dot(low, tl.trans(query))
-            scores = tl.load(scores_ptr + tile)
-            out = tl.dot(d.to(dtype), tl.trans(scores), out)
+            out = SCALE * from_start * tl.dot(low, tl.trans(query)) + within
             tl.store(out_ptr + value_at, out.to(out_ptr.dtype.element_ty), value_in)
         else:
+            inverse = tl.load(matrices + token[:, None] * CHUNK + token[None, :])
+            d = tl.dot(r, tl.trans(inverse))
             tl.store(written_ptr + value_at, d.to(dtype), value_in)
         state = tl.dot((to_end * d).to(dtype), key, whole * state)
     if final_ptr is not None:
@@ -133,14 +144,14 @@ def walk_forward(
 def walk_backward(
     query_ptr,
     key_ptr,
-    inverse_ptr,
-    scores_ptr,
+    matrices_ptr,
     vectors_ptr,
     dout_ptr,
     dfinal_ptr,
     dinitial_ptr,
     dstates_ptr,
     dr_ptr,
+    program,
     first_column,
     T: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -156,7 +167,7 @@ def walk_backward(
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     KEY_STRIDE: tl.constexpr = NUM_HEADS // GROUP * H
     dtype = key_ptr.dtype.element_ty
-    place, key_row, value_row = place_of_head(NUM_HEADS, GROUP, T)
+    place, key_row, value_row = place_of_head(program, NUM_HEADS, GROUP, T)
     token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
     column = first_column + tl.arange(0, BLOCK_V)
     dstate = load_turned_state(dfinal_ptr, place, h, column, H, HV)
@@ -171,8 +182,7 @@ def walk_backward(
         key_in = (rows < T)[:, None] & (h < H)[None, :]
         value_at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None]
         value_in = (rows < T)[None, :] & (column < HV)[:, None]
-        tile = (place * CHUNKS + chunk) * CHUNK * CHUNK
-        tile += token[:, None] * CHUNK + token[None, :]
+        matrices = matrices_ptr + (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
         vectors = vectors_ptr + (place * CHUNKS + chunk) * 3 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
         to_end = tl.load(vectors + CHUNK + token)[None, :]
@@ -180,11 +190,12 @@ def walk_backward(
         whole = tl.load(vectors + CHUNK - 1)
         low = dstate.to(dtype)
         store_of_chunk(dstates_ptr, low, place * CHUNKS + chunk, h, column, H, HV)
+        tile = matrices + token[:, None] * CHUNK + token[None, :]
+        dout = tl.load(dout_ptr + value_at, value_in, 0.0)
+        dr = tl.dot(dout, tl.load(tile + CHUNK * CHUNK))
         key = tl.load(key_ptr + key_at, key_in, 0.0)
         e = to_end * tl.dot(low, tl.trans(key))
-        dout = tl.load(dout_ptr + value_at, value_in, 0.0)
-        e = tl.dot(dout, tl.load(scores_ptr + tile), e)
-        dr = tl.dot(e.to(dtype), tl.load(inverse_ptr + tile))
+        dr = tl.dot(e.to(dtype), tl.load(tile), dr)
         tl.store(dr_ptr + value_at, dr.to(dtype), value_in)
         query = tl.load(query_ptr + key_at, key_in, 0.0)
         read = (SCALE * from_start * dout.to(tl.float32)).to(dtype)
@@ -199,8 +210,7 @@ def forward_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
-    inverse_ptr,
-    scores_ptr,
+    matrices_ptr,
     vectors_ptr,
     initial_ptr,
     out_ptr,
@@ -214,19 +224,20 @@ def forward_kernel(
     BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr,
 ):
+    BLOCKS: tl.constexpr = (HV + BLOCK_V - 1) // BLOCK_V
     walk_forward(
         query_ptr,
         key_ptr,
         value_ptr,
-        inverse_ptr,
-        scores_ptr,
+        matrices_ptr,
         vectors_ptr,
         initial_ptr,
         out_ptr,
         final_ptr,
         None,
         None,
-        tl.program_id(0) * BLOCK_V,
+        tl.program_id(0) // BLOCKS,
+        tl.program_id(0) % BLOCKS * BLOCK_V,
         T,
         NUM_HEADS,
         GROUP,
@@ -243,8 +254,7 @@ def both_ways_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
-    inverse_ptr,
-    scores_ptr,
+    matrices_ptr,
     vectors_ptr,
     initial_ptr,
     dout_ptr,
@@ -264,19 +274,21 @@ def both_ways_kernel(
     SCALE: tl.constexpr,
 ):
     """Neither walk of the backward pass needs the other: they run side by side."""
+    BLOCKS: tl.constexpr = (HV + BLOCK_V - 1) // BLOCK_V
+    program = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         walk_backward(
             query_ptr,
             key_ptr,
-            inverse_ptr,
-            scores_ptr,
+            matrices_ptr,
             vectors_ptr,
             dout_ptr,
             dfinal_ptr,
             dinitial_ptr,
             dstates_ptr,
             dr_ptr,
-            tl.program_id(0) // 2 * BLOCK_V,
+            program // BLOCKS,
+            program % BLOCKS * BLOCK_V,
             T,
             NUM_HEADS,
             GROUP,
@@ -291,15 +303,15 @@ def both_ways_kernel(
             query_ptr,
             key_ptr,
             value_ptr,
-            inverse_ptr,
-            scores_ptr,
+            matrices_ptr,
             vectors_ptr,
             initial_ptr,
             None,
             None,
             states_ptr,
             written_ptr,
-            tl.program_id(0) // 2 * BLOCK_V,
+            program // BLOCKS,
+            program % BLOCKS * BLOCK_V,
             T,
             NUM_HEADS,
             GROUP,
