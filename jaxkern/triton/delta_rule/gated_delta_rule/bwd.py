@@ -2,7 +2,8 @@
 
     chunk_matrices     again, as in the forward pass
     both_ways_kernel   the states and d once more, and beside them D and dr backwards
-    gradients_kernel   all operands' gradients, chunk by chunk
+    pairs_kernel       dv, and what pairs of tokens of a chunk have to do with the rest
+    tokens_kernel      dq and dk, and the other parts of dg and dbeta
 """
 
 from typing import Any
@@ -16,9 +17,13 @@ from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.triton.delta_rule.gated_delta_rule import fwd
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
+    LEAST,
     chunk_matrices,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule.gradients import gradients_kernel
+from jaxkern.triton.delta_rule.gated_delta_rule.gradients import (
+    pairs_kernel,
+    tokens_kernel,
+)
 from jaxkern.triton.delta_rule.gated_delta_rule.walk import both_ways_kernel
 
 
@@ -66,13 +71,28 @@ def gated_delta_rule_bwd(
     )
     states, written, dstates, dr, dinitial = found
     sizes = gradient_sizes(h, hv)
-    parts = -(-h // sizes["BLOCK_H"])
-    sums = jax.ShapeDtypeStruct((parts, *g.shape), jnp.float32)
-    dquery, dkey, dvalue, dg, dbeta = bridge.triton_call(
-        gradients_kernel,
+    sums = jax.ShapeDtypeStruct(g.shape, jnp.float32)
+    dvalue, tiles, dg, dbeta = bridge.triton_call(
+        pairs_kernel,
         query,
         key,
         value,
+        g,
+        beta,
+        dout,
+        written,
+        dr,
+        out=[like(value), like(matrices), sums, sums],
+        grid=(b * n, chunks),
+        NUM_HEADS=n,
+        **shape,
+        **sizes | {"BLOCK_H": max(16, next_power_of_2(h))},
+    )
+    parts = -(-h // sizes["BLOCK_H"])
+    dquery, dkey, dg_parts, dbeta_parts = bridge.triton_call(
+        tokens_kernel,
+        query,
+        key,
         g,
         beta,
         dout,
@@ -80,21 +100,29 @@ def gated_delta_rule_bwd(
         written,
         dstates,
         dr,
-        out=[like(query), like(key), like(value), sums, sums],
-        grid=(parts * chunks, k, b),
+        tiles,
+        out=[
+            like(query),
+            like(key),
+            jax.ShapeDtypeStruct((2 * parts, *g.shape), jnp.float32),
+            jax.ShapeDtypeStruct((parts, *g.shape), jnp.float32),
+        ],
+        grid=(2 * parts * b * k, chunks),
         NUM_KEY_HEADS=k,
         **shape,
         **sizes,
     )
-    dg, dbeta = dg.sum(0).astype(g.dtype), dbeta.sum(0).astype(beta.dtype)
+    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
+    dg = jnp.where(g < LEAST, 0.0, dg + dg_parts.sum(0)).astype(g.dtype)
+    dbeta = (dbeta + dbeta_parts.sum(0)).astype(beta.dtype)
     return dquery, dkey, dvalue, dg, dbeta, dinitial
 
 
 def gradient_sizes(h: int, hv: int) -> dict[str, Any]:
-    """Of a program of `gradients_kernel`."""
+    """Of the programs that have one chunk."""
     return {
         "BLOCK_H": min(128, max(16, next_power_of_2(h))),
         "BLOCK_V": min(128, max(16, next_power_of_2(hv))),
-        "num_warps": 8,
+        "num_warps": 4,
         "num_stages": 1,
     }

@@ -18,6 +18,7 @@ from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl
 
 CHUNK = 64
+LEAST = -120.0  # g below counts as this: its exponential is 0 in float32
 
 
 @jit
