@@ -45,7 +45,7 @@ def gated_delta_rule_bwd(
     chunks = -(-t // CHUNK)
     matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
     shape = dict(T=t, GROUP=n // k, H=h, HV=hv, SCALE=scale)
-    sizes = fwd.walk_sizes(h)
+    sizes = fwd.walk_sizes(h, hv, b * n, stages=2)
     states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
     found: Any = sparse_call(
         both_ways_kernel,

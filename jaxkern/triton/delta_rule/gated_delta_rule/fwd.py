@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import chunk_matrices
 from jaxkern.triton.delta_rule.gated_delta_rule.walk import forward_kernel
@@ -48,13 +48,14 @@ def unsupported(
     return None
 
 
-def walk_sizes(h: int) -> dict[str, Any]:
-    """Of a program of a walk."""
+def walk_sizes(h: int, hv: int, heads: int, stages: int) -> dict[str, Any]:
+    """Of a program of a walk; with a third stage two do not fit a multiprocessor."""
+    alone = heads * -(-hv // COLUMNS) <= num_sms()
     return {
         "BLOCK_H": max(16, next_power_of_2(h)),
         "BLOCK_V": COLUMNS,
         "num_warps": 4 if h <= 128 else 8,
-        "num_stages": 2,
+        "num_stages": stages if alone and h <= 128 else 2,
     }
 
 
@@ -66,7 +67,7 @@ def gated_delta_rule(
     n, hv = value.shape[2:]
     matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
-    sizes = walk_sizes(h)
+    sizes = walk_sizes(h, hv, b * n, stages=3)
     return sparse_call(
         forward_kernel,
         (-(-hv // sizes["BLOCK_V"]) * b * n,),

@@ -31,13 +31,6 @@ def place_of_head(
 
 
 @jit
-def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns: none leaves its thread."""
-    x = tl.reshape(x, (ROWS, 2, COLUMNS))
-    return tl.split(tl.permute(x, (0, 2, 1)))
-
-
-@jit
 def load_turned_state(state_ptr, place, h, column, H: tl.constexpr, HV: tl.constexpr):
     at = place * H * HV + h[None, :] * HV + column[:, None]
     inside = (h < H)[None, :] & (column < HV)[:, None]
@@ -93,7 +86,6 @@ def walk_forward(
     dtype = key_ptr.dtype.element_ty
     place, key_row, value_row = place_of_head(program, NUM_HEADS, GROUP, T)
     token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
-    two = tl.arange(0, 2 * CHUNK)[:, None]
     column = first_column + tl.arange(0, BLOCK_V)
     state = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
     if initial_ptr is not None:
@@ -111,7 +103,8 @@ def walk_forward(
         key_in = (rows < T)[:, None] & (h < H)[None, :]
         value_at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None]
         value_in = (rows < T)[None, :] & (column < HV)[:, None]
-        matrices = matrices_ptr + (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
+        tile = (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
+        tile += token[:, None] * CHUNK + token[None, :]
         vectors = vectors_ptr + (place * CHUNKS + chunk) * 3 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
         to_end = tl.load(vectors + CHUNK + token)[None, :]
@@ -124,16 +117,15 @@ def walk_forward(
         value = tl.load(value_ptr + value_at, value_in, 0.0)
         r = value.to(tl.float32) - from_start * tl.dot(low, tl.trans(key))
         r = (beta * r).to(dtype)
+        inverse = tl.load(matrices_ptr + tile)
+        d = tl.dot(r, tl.trans(inverse))
         if out_ptr is not None:
-            # T above P T
-            both = tl.load(matrices + two * CHUNK + token[None, :])
-            d, within = halves(tl.dot(r, tl.trans(both)), BLOCK_V, CHUNK)
             query = tl.load(query_ptr + key_at, key_in, 0.0)
-            out = SCALE * from_start * tl.dot(low, tl.trans(query)) + within
+            out = SCALE * from_start * tl.dot(low, tl.trans(query))
+            scores = tl.load(matrices_ptr + tile + CHUNK * CHUNK)
+            out = tl.dot(r, tl.trans(scores), out)
             tl.store(out_ptr + value_at, out.to(out_ptr.dtype.element_ty), value_in)
         else:
-            inverse = tl.load(matrices + token[:, None] * CHUNK + token[None, :])
-            d = tl.dot(r, tl.trans(inverse))
             tl.store(written_ptr + value_at, d.to(dtype), value_in)
         state = tl.dot((to_end * d).to(dtype), key, whole * state)
     if final_ptr is not None:
@@ -182,7 +174,8 @@ def walk_backward(
         key_in = (rows < T)[:, None] & (h < H)[None, :]
         value_at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None]
         value_in = (rows < T)[None, :] & (column < HV)[:, None]
-        matrices = matrices_ptr + (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
+        tile = (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
+        tile += token[:, None] * CHUNK + token[None, :]
         vectors = vectors_ptr + (place * CHUNKS + chunk) * 3 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
         to_end = tl.load(vectors + CHUNK + token)[None, :]
@@ -190,12 +183,11 @@ def walk_backward(
         whole = tl.load(vectors + CHUNK - 1)
         low = dstate.to(dtype)
         store_of_chunk(dstates_ptr, low, place * CHUNKS + chunk, h, column, H, HV)
-        tile = matrices + token[:, None] * CHUNK + token[None, :]
         dout = tl.load(dout_ptr + value_at, value_in, 0.0)
-        dr = tl.dot(dout, tl.load(tile + CHUNK * CHUNK))
+        dr = tl.dot(dout, tl.load(matrices_ptr + tile + CHUNK * CHUNK))
         key = tl.load(key_ptr + key_at, key_in, 0.0)
         e = to_end * tl.dot(low, tl.trans(key))
-        dr = tl.dot(e.to(dtype), tl.load(tile), dr)
+        dr = tl.dot(e.to(dtype), tl.load(matrices_ptr + tile), dr)
         tl.store(dr_ptr + value_at, dr.to(dtype), value_in)
         query = tl.load(query_ptr + key_at, key_in, 0.0)
         read = (SCALE * from_start * dout.to(tl.float32)).to(dtype)
