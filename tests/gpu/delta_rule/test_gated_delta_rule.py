@@ -38,7 +38,7 @@ def both(dout, dstate, *operands):
 def check(operands, slack=1.0):
     """All results and gradients, relative errors in roundings of the dtype."""
     rng = np.random.default_rng(9)
-    value, (b, t, k, h) = operands[2], operands[1].shape
+    value, (b, *_, h) = operands[2], operands[1].shape
     dtype, (n, hv) = value.dtype, value.shape[2:]
     dout = jnp.asarray(rng.standard_normal(value.shape), dtype)
     dstate = jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32)

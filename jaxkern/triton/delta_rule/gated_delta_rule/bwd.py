@@ -1,9 +1,9 @@
-"""Gradients of the gated delta rule, from sm_80 on; no atomics, so always the same bits.
+"""Gradients of the gated delta rule, from sm_80 on. No atomics: always the same bits.
 
-    chunk_matrices     again, as in the forward pass
-    both_ways_kernel   the states and d once more, and beside them D and dr backwards
-    pairs_kernel       dv, and what pairs of tokens of a chunk have to do with the rest
-    tokens_kernel      dq and dk, and the other parts of dg and dbeta
+chunk_matrices     again, as in the forward pass
+both_ways_kernel   the states and d once more, and beside them D and dr backwards
+pairs_kernel       dv, and what pairs of tokens of a chunk have to do with the rest
+tokens_kernel      dq and dk, and the other parts of dg and dbeta
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def gated_delta_rule_bwd(
     chunks = -(-t // CHUNK)
     matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
     shape = dict(T=t, GROUP=n // k, H=h, HV=hv, SCALE=scale)
-    sizes = fwd.walk_sizes(h, hv, b * n, stages=2)
+    sizes = fwd.walk_sizes(h)
     states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
     found: Any = sparse_call(
         both_ways_kernel,
@@ -120,9 +120,10 @@ def gated_delta_rule_bwd(
 
 def gradient_sizes(h: int, hv: int) -> dict[str, Any]:
     """Of the programs that have one chunk."""
+    most = 64 if bridge.max_shared_bytes() < fwd.MUCH_SHARED else 128
     return {
-        "BLOCK_H": min(128, max(16, next_power_of_2(h))),
-        "BLOCK_V": min(128, max(16, next_power_of_2(hv))),
+        "BLOCK_H": min(most, max(16, next_power_of_2(h))),
+        "BLOCK_V": min(most, max(16, next_power_of_2(hv))),
         "num_warps": 4,
         "num_stages": 1,
     }

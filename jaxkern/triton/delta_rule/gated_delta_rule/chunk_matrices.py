@@ -3,7 +3,7 @@
 For a chunk of 64 tokens and a value head, in the names of
 docs/design/gated_delta_rule.md:
 
-    inverse   T = (I + A)^-1 with A_ij = beta_i (k_i . k_j) between_ij below the diagonal
+    inverse   T = (I + A)^-1, A_ij = beta_i (k_i . k_j) between_ij below the diagonal
     scores    P T with P = scale (q k^T) between: what beta r adds to out
     vectors   from_start, to_end, beta; float32
 
@@ -18,6 +18,7 @@ from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl
 
 CHUNK = 64
+REGISTERS = 168  # of a thread: three programs beside each other
 LEAST = -120.0  # g below counts as this: its exponential is 0 in float32
 
 
@@ -40,55 +41,51 @@ def decay_between(later, earlier, seen):
 
 
 @jit
-def quarters(x, N: tl.constexpr, SIZE: tl.constexpr):
-    """Of each `[2*SIZE, 2*SIZE]`: both diagonal blocks as `[2*N, ...]`, and the lower."""
-    x = tl.reshape(x, (N, 2, SIZE, 2, SIZE))
-    left, right = tl.split(tl.permute(x, (0, 2, 4, 1, 3)))
-    upper, lower = tl.split(left)
-    _, last = tl.split(right)
-    both = tl.permute(tl.join(upper, last), (0, 3, 1, 2))
-    return tl.reshape(both, (2 * N, SIZE, SIZE)), lower
+def diagonal_blocks(a, N: tl.constexpr, SIZE: tl.constexpr):
+    """`[N*SIZE, N*SIZE]` -> `[N, SIZE, SIZE]`."""
+    block = tl.arange(0, N)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    a = tl.reshape(a, (N, SIZE, N, SIZE))
+    return tl.sum(tl.where(same, a, 0.0), 2)
 
 
 @jit
-def inverse_of_pairs(x, lower, N: tl.constexpr, SIZE: tl.constexpr, PREC: tl.constexpr):
-    """`[N, 2*SIZE, 2*SIZE]` from inverted diagonal blocks and the lower between them.
-
-    The lower block of the inverse is -x_2 lower x_1.
-    """
-    x = tl.permute(tl.reshape(x, (N, 2, SIZE, SIZE)), (0, 2, 3, 1))
-    first, last = tl.split(x)
-    product = tl.dot(lower, first, input_precision=PREC)
-    product = -tl.dot(last, product, input_precision=PREC)
-    right = tl.join(tl.zeros_like(last), last)
-    x = tl.join(tl.join(first, product), right)  # [N, i, j, row, column]
-    return tl.reshape(tl.permute(x, (0, 3, 1, 4, 2)), (N, 2 * SIZE, 2 * SIZE))
+def in_pairs(x, N: tl.constexpr, SIZE: tl.constexpr):
+    """`[N, SIZE, SIZE]` -> `[N/2, 2*SIZE, 2*SIZE]`: two blocks on each diagonal."""
+    half = tl.arange(0, 2)
+    same = half[None, :, None, None, None] == half[None, None, None, :, None]
+    x = tl.reshape(x, (N // 2, 2, SIZE, 1, SIZE))
+    x = tl.where(same, x, tl.zeros((N // 2, 2, SIZE, 2, SIZE), tl.float32))
+    return tl.reshape(x, (N // 2, 2 * SIZE, 2 * SIZE))
 
 
 @jit
-def doubled(x, a, row, column, SIZE: tl.constexpr, PREC: tl.constexpr):
-    """Inverses of blocks of 2*SIZE within 16 from those of SIZE: x - x lower x."""
+def corrected(x, a, row, column, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses of blocks of 2*SIZE from those of SIZE: x - x lower x."""
     same = row // (2 * SIZE) == column // (2 * SIZE)
     lower = tl.where(same & (row // SIZE > column // SIZE), a, 0.0)
-    product = tl.dot(x, lower, input_precision=PREC)
-    return x - tl.dot(product, x, input_precision=PREC)
+    product = tl.dot(x, lower, input_precision=PRECISION)
+    return x - tl.dot(product, x, input_precision=PRECISION)
 
 
 @jit
 def unit_lower_inverse(a, PRECISION: tl.constexpr):
     """(I + a)^-1 for a strictly lower `[64, 64]`, by doubling inverted blocks.
 
-    Blocks of 16 as a batch of four, then pairs of them, then pairs of those.
+    Blocks of 16 as a batch of four, then of 32 as two, then the whole.
     """
-    halves, lower = quarters(tl.reshape(a, (1, 64, 64)), 1, 32)
-    blocks, lowers = quarters(halves, 2, 16)
     row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    blocks = diagonal_blocks(a, 4, 16)
     pair = (row // 2 == column // 2) & (row > column)
     x = tl.where(row == column, 1.0, 0.0) - tl.where(pair, blocks, 0.0)
     for k in tl.static_range(3):
-        x = doubled(x, blocks, row, column, 2 << k, PRECISION)
-    x = inverse_of_pairs(x, lowers, 2, 16, PRECISION)
-    return tl.reshape(inverse_of_pairs(x, lower, 1, 32, PRECISION), (64, 64))
+        x = corrected(x, blocks, row, column, 2 << k, PRECISION)
+    row, column = tl.arange(0, 32)[None, :, None], tl.arange(0, 32)[None, None, :]
+    x = in_pairs(x, 4, 16)
+    x = corrected(x, diagonal_blocks(a, 2, 32), row, column, 16, PRECISION)
+    row, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    x = tl.reshape(in_pairs(x, 2, 32), (64, 64))
+    return corrected(x, a, row, column, 32, PRECISION)
 
 
 @jit
@@ -138,13 +135,12 @@ def chunk_matrices_kernel(
     query = tl.load(query_ptr + at, present, 0.0)
     scores = SCALE * tl.dot(query, tl.trans(key))
     scores *= decay_between(total[:, None], total[None, :], row >= column)
-    dtype = matrices_ptr.dtype.element_ty
-    scores = tl.dot(scores.to(dtype), inverse.to(dtype))
+    scores = tl.dot(scores, inverse, input_precision=PRECISION)
     tile += CHUNK * CHUNK
     tl.store(matrices_ptr + tile, scores.to(matrices_ptr.dtype.element_ty))
 
 
-def chunk_matrices(query, key, g, beta, *, scale, **sizes):
+def chunk_matrices(query, key, g, beta, *, scale):
     """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 3 64]`)."""
     b, t, k, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)
@@ -158,11 +154,14 @@ def chunk_matrices(query, key, g, beta, *, scale, **sizes):
         beta,
         out=[matrices, vectors],
         grid=(b * n, chunks),
+        num_warps=4,
+        num_stages=1,
+        max_registers=REGISTERS if h <= 128 else None,
         T=t,
         NUM_HEADS=n,
         GROUP=n // k,
         H=h,
         BLOCK_H=max(16, next_power_of_2(h)),
         SCALE=scale,
-        **({"PRECISION": "tf32", "num_warps": 4, "num_stages": 1} | sizes),
+        PRECISION="tf32",
     )

@@ -3,8 +3,8 @@
     chunk_matrices   T, scores and decays of each chunk, all at once
     forward_kernel   the state along the chunks, and out
 
-Products take operands in the dtype of the keys and add in float32; the state is float32.
-Chunks have 64 tokens, whatever chunk_size says.
+Products take operands in the dtype of the keys and add in float32, in which the state
+is kept. Chunks have 64 tokens, whatever chunk_size says.
 """
 
 from typing import Any
@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2, num_sms
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import chunk_matrices
 from jaxkern.triton.delta_rule.gated_delta_rule.walk import forward_kernel
 
 LARGEST = 256  # dims of a head
+MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = 64  # value columns of a program
 
 
@@ -45,17 +46,21 @@ def unsupported(
                 f"heads of `{name}` have {x.shape[-1]} dims, no multiple of 16 up to "
                 f"{LARGEST}"
             )
+        if x.shape[-1] > 128 and bridge.max_shared_bytes() < MUCH_SHARED:
+            return (
+                f"heads of `{name}` have {x.shape[-1]} dims, which need more than the "
+                "GPU's shared memory"
+            )
     return None
 
 
-def walk_sizes(h: int, hv: int, heads: int, stages: int) -> dict[str, Any]:
-    """Of a program of a walk; with a third stage two do not fit a multiprocessor."""
-    alone = heads * -(-hv // COLUMNS) <= num_sms()
+def walk_sizes(h: int) -> dict[str, Any]:
+    """Of a program of a walk."""
     return {
         "BLOCK_H": max(16, next_power_of_2(h)),
         "BLOCK_V": COLUMNS,
         "num_warps": 4 if h <= 128 else 8,
-        "num_stages": stages if alone and h <= 128 else 2,
+        "num_stages": 2,
     }
 
 
@@ -67,7 +72,7 @@ def gated_delta_rule(
     n, hv = value.shape[2:]
     matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
-    sizes = walk_sizes(h, hv, b * n, stages=3)
+    sizes = walk_sizes(h)
     return sparse_call(
         forward_kernel,
         (-(-hv // sizes["BLOCK_V"]) * b * n,),

@@ -1,4 +1,4 @@
-"""The walks along the chunks of the gated delta rule: of the state, and of its gradient.
+"""The walks along the chunks of the gated delta rule: the state, and its gradient.
 
 A program has some value columns of one value head. It keeps the state turned, S^T
 [columns, h], in float32 registers, where it is the left operand of every product that
@@ -28,6 +28,13 @@ def place_of_head(
     num_key_heads: tl.constexpr = NUM_HEADS // GROUP
     key_row = b * T * num_key_heads + head // GROUP
     return place, key_row, b * T * NUM_HEADS + head
+
+
+@jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of the columns: none leaves its thread."""
+    x = tl.reshape(x, (ROWS, 2, COLUMNS))
+    return tl.split(tl.permute(x, (0, 2, 1)))
 
 
 @jit
@@ -86,6 +93,7 @@ def walk_forward(
     dtype = key_ptr.dtype.element_ty
     place, key_row, value_row = place_of_head(program, NUM_HEADS, GROUP, T)
     token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
+    two = tl.arange(0, 2 * CHUNK)[:, None]
     column = first_column + tl.arange(0, BLOCK_V)
     state = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
     if initial_ptr is not None:
@@ -103,8 +111,7 @@ def walk_forward(
         key_in = (rows < T)[:, None] & (h < H)[None, :]
         value_at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None]
         value_in = (rows < T)[None, :] & (column < HV)[:, None]
-        tile = (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
-        tile += token[:, None] * CHUNK + token[None, :]
+        matrices = matrices_ptr + (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
         vectors = vectors_ptr + (place * CHUNKS + chunk) * 3 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
         to_end = tl.load(vectors + CHUNK + token)[None, :]
@@ -117,15 +124,16 @@ def walk_forward(
         value = tl.load(value_ptr + value_at, value_in, 0.0)
         r = value.to(tl.float32) - from_start * tl.dot(low, tl.trans(key))
         r = (beta * r).to(dtype)
-        inverse = tl.load(matrices_ptr + tile)
-        d = tl.dot(r, tl.trans(inverse))
         if out_ptr is not None:
+            # T above P T
+            both = tl.load(matrices + two * CHUNK + token[None, :])
+            d, within = halves(tl.dot(r, tl.trans(both)), BLOCK_V, CHUNK)
             query = tl.load(query_ptr + key_at, key_in, 0.0)
-            out = SCALE * from_start * tl.dot(low, tl.trans(query))
-            scores = tl.load(matrices_ptr + tile + CHUNK * CHUNK)
-            out = tl.dot(r, tl.trans(scores), out)
+            out = SCALE * from_start * tl.dot(low, tl.trans(query)) + within
             tl.store(out_ptr + value_at, out.to(out_ptr.dtype.element_ty), value_in)
         else:
+            inverse = tl.load(matrices + token[:, None] * CHUNK + token[None, :])
+            d = tl.dot(r, tl.trans(inverse))
             tl.store(written_ptr + value_at, d.to(dtype), value_in)
         state = tl.dot((to_end * d).to(dtype), key, whole * state)
     if final_ptr is not None:
@@ -174,8 +182,7 @@ def walk_backward(
         key_in = (rows < T)[:, None] & (h < H)[None, :]
         value_at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None]
         value_in = (rows < T)[None, :] & (column < HV)[:, None]
-        tile = (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
-        tile += token[:, None] * CHUNK + token[None, :]
+        matrices = matrices_ptr + (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
         vectors = vectors_ptr + (place * CHUNKS + chunk) * 3 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
         to_end = tl.load(vectors + CHUNK + token)[None, :]
@@ -183,11 +190,12 @@ def walk_backward(
         whole = tl.load(vectors + CHUNK - 1)
         low = dstate.to(dtype)
         store_of_chunk(dstates_ptr, low, place * CHUNKS + chunk, h, column, H, HV)
+        tile = matrices + token[:, None] * CHUNK + token[None, :]
         dout = tl.load(dout_ptr + value_at, value_in, 0.0)
-        dr = tl.dot(dout, tl.load(matrices_ptr + tile + CHUNK * CHUNK))
+        dr = tl.dot(dout, tl.load(tile + CHUNK * CHUNK))
         key = tl.load(key_ptr + key_at, key_in, 0.0)
         e = to_end * tl.dot(low, tl.trans(key))
-        dr = tl.dot(e.to(dtype), tl.load(matrices_ptr + tile), dr)
+        dr = tl.dot(e.to(dtype), tl.load(tile), dr)
         tl.store(dr_ptr + value_at, dr.to(dtype), value_in)
         query = tl.load(query_ptr + key_at, key_in, 0.0)
         read = (SCALE * from_start * dout.to(tl.float32)).to(dtype)
