@@ -11,8 +11,8 @@ With S before and D after the chunk, as docs/design/gated_delta_rule.md derives 
 
 The first leaves dqk and W + W^T, a program for the chunk of a value head. In the
 second a program has the chunk of a key head, for dq or for dk, and sums over the value
-heads in registers. W^T is computed turned: compilers have turned results of the matrix units
-wrongly. dg is a sum of parts: each kernel sums its share over the tokens after.
+heads in registers. W^T is computed turned: compilers have turned results of the matrix
+units wrongly. dg is a sum of parts: each kernel sums its share over the tokens after.
 """
 
 from jaxkern.gpu.triton_call import jit, tl
@@ -276,7 +276,7 @@ def tokens_kernel(
     BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Part 2 i of dg is what block i of the dims of queries gives, 2 i + 1 of keys."""
+    """Part 2 i of dg comes from block i of the dims of queries, 2 i + 1 of keys."""
     PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     which = tl.program_id(0) % (2 * PARTS)
     row = tl.program_id(0) // (2 * PARTS)
