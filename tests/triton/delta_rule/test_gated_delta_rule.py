@@ -1,5 +1,7 @@
 """Kernels of the gated delta rule: interpreted, compiled, and what they refuse."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,10 +49,10 @@ def test_values_and_gradients():
     operands = [query, key, draw(b, t, n, hv), g, beta, state]
     slopes = [draw(b, t, n, hv), state[:, ::-1]]
     with interpreted():
-        found = [*fwd.gated_delta_rule(*operands, **OPTIONS)]
+        found: list[Any] = [*fwd.gated_delta_rule(*operands, **OPTIONS)]
         found += bwd.gated_delta_rule_bwd(*operands, *slopes, **OPTIONS)
     wide = [x.astype(jnp.float32) for x in (*operands, *slopes)]
-    truth = [*gated_delta_rule_reference(*wide[:6], **OPTIONS)]
+    truth: list[Any] = [*gated_delta_rule_reference(*wide[:6], **OPTIONS)]
     truth += gated_delta_rule_bwd_reference(*wide, **OPTIONS)
     for y, expected in zip(found, truth, strict=True):
         y, expected = (np.asarray(x, np.float64) for x in (y, expected))

@@ -71,6 +71,7 @@ def gated_delta_rule_bwd(
     )
     states, written, dstates, dr, dinitial = found
     sizes = gradient_sizes(h, hv)
+    of_pairs: dict[str, Any] = sizes | {"BLOCK_H": max(16, next_power_of_2(h))}
     sums = jax.ShapeDtypeStruct(g.shape, jnp.float32)
     dvalue, tiles, dg, dbeta = bridge.triton_call(
         pairs_kernel,
@@ -86,7 +87,7 @@ def gated_delta_rule_bwd(
         grid=(b * n, chunks),
         NUM_HEADS=n,
         **shape,
-        **sizes | {"BLOCK_H": max(16, next_power_of_2(h))},
+        **of_pairs,
     )
     parts = -(-h // sizes["BLOCK_H"])
     dquery, dkey, dg_parts, dbeta_parts = bridge.triton_call(
