@@ -85,6 +85,15 @@ def row_goals() -> Iterator[Goal]:
             case = f"32x128256 float32 scale {scale}"
             yield Goal("sample", name, case, "forward", us=25)
     yield Goal("fwht", "fwht", "16384x8192 bfloat16", "forward", share=90)
+    rule = ("gated_delta_rule", "gated_delta_rule")
+    for case, forward, both in (
+        ("2x8192, 16/16 heads", 280, 850),
+        ("1x32768, 16/32 heads", 660, 2500),
+        ("8x4096, 16/32 heads", 580, 2300),
+    ):
+        yield Goal(*rule, case, "forward", us=forward)
+        yield Goal(*rule, case, "both", us=both)
+    yield Goal(*rule, "8x4096, 8/32 heads", "forward", us=420)
     leaves = ("adamw", "adamw", "300 leaves of 1e6, float32")
     yield Goal(*leaves, "forward", times=1.1, than=("optax",))
 

@@ -95,6 +95,8 @@ KERNELS = (
     Kernel("cumsum",                     "triton",     "triton.delta_rule.cumsum",                       "primal bwd"),
     Kernel("gated_delta_step",           "triton",     "triton.delta_rule.gated_delta_step",             "primal"),
     Kernel("kimi_delta_attention_step",  "triton",     "triton.delta_rule.kimi_delta_attention_step",    "primal"),
+    Kernel("gated_delta_rule",           "triton",     "triton.delta_rule.gated_delta_rule.fwd",         "primal"),
+    Kernel("gated_delta_rule",           "triton",     "triton.delta_rule.gated_delta_rule.bwd",         "bwd"),
 
     Kernel("attention",                  "mosaic_gpu", "pallas.attention.decode.attention",              "primal fwd"),
     Kernel("attention",                  "triton",     "triton.attention.decode.attention",              "primal fwd"),

@@ -24,6 +24,7 @@ from jaxkern import (
     embedding,
     explain,
     fwht,
+    gated_delta_rule,
     gated_rms_norm,
     group_norm,
     moe_rms_norm_add,
@@ -168,6 +169,12 @@ def dequantize(codec):
     return dequantize_vectors, (QuantizedVectors.zeros((300, 128), codec),)
 
 
+def delta_rule(h):
+    key, value, gates = spec(1, 100, 1, h), spec(1, 100, 2, h), spec(1, 100, 2)
+    state = spec(1, 2, h, h, dtype="float32")
+    return slopes(gated_delta_rule, key, key, value, gates, gates, state)
+
+
 def embed(dtype):
     ids = jnp.zeros((4, 2048), jnp.int32)
     return slopes(lambda table: embedding(ids, table), spec(32768, 1024, dtype=dtype))
@@ -244,6 +251,7 @@ CALLS = {  # which the cases of the ops leave out
     **{f"quantize {c}": quantize(c, 128) for c in CODECS},
     "quantize 80 dims": quantize(IntCodec(5), 80),
     **{f"dequantize {c}": dequantize(c) for c in CODECS},
+    **{f"gated_delta_rule {h}": delta_rule(h) for h in (64, 128, 256)},
     **{f"embedding {t}": embed(t) for t in DTYPES},
     **{f"adamw {t}": update(t) for t in DTYPES},
     **{f"large groups {t}": large_groups(t) for t in DTYPES},

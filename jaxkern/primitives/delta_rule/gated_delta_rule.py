@@ -70,7 +70,8 @@ def gated_delta_rule(
     computed `chunk_size` tokens at a time by matrix products, with a state only between
     chunks; `chunk_size=1` runs the recurrence itself. Both are the same function up to
     rounding, for any t. All arithmetic in float32 (float64 if an operand is), one
-    rounding of each result. Only the operands are kept for the backward pass, which
+    rounding of each result; GPU kernels of 16-bit operands multiply those in 16 bits
+    and add in float32. Only the operands are kept for the backward pass, which
     recomputes one state per chunk and runs chunk by chunk too.
 
     Conventions that differ between systems:
@@ -108,7 +109,8 @@ def gated_delta_rule(
         behind them does not enter its state and gives NaN.
       scale: of the query, default h ** -0.5.
       gqa: which key head value head i reads: "block" i // g, "tiled" i % k.
-      chunk_size: tokens per chunk, at least 1.
+      chunk_size: tokens per chunk, at least 1. GPU kernels have chunks of 64; only 1
+        chooses another form there.
 
     Returns:
       out: `[b, t, n, hv]`, dtype of value; zeros behind the last sequence.

@@ -1,0 +1,92 @@
+"""The gated delta rule forward, from sm_80 on: what all chunks need, then the walk.
+
+    chunk_matrices   T, scores and decays of each chunk, all at once
+    forward_kernel   the state along the chunks, and out
+
+Products take operands in the dtype of the keys and add in float32, in which the state
+is kept. Chunks have 64 tokens, whatever chunk_size says.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.triton_call import sparse_call
+from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import chunk_matrices
+from jaxkern.triton.delta_rule.gated_delta_rule.walk import forward_kernel
+
+LARGEST = 256  # dims of a head
+MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
+COLUMNS = 64  # value columns of a program
+
+
+def unsupported(
+    query: Any, key: Any, value: Any, *, chunk_size: int, scale: float, **named: Any
+) -> str | None:
+    """A reason in words, or None."""
+    del scale
+    operands = {"query": query, "key": key, "value": value}
+    if reason := bridge.unsupported(**operands, **named):
+        return reason
+    if not key.size * value.size:
+        return "an operand is empty"
+    if chunk_size == 1:
+        return "chunk_size 1 asks for the recurrence, and the kernel has chunks of 64"
+    if len({x.dtype for x in operands.values()}) > 1:
+        names = [x.dtype.name for x in operands.values()]
+        return f"`query`, `key` and `value` have the dtypes {', '.join(names)}"
+    if key.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"`key` is {key.dtype.name}"
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[-1] % 16 or x.shape[-1] > LARGEST:
+            return (
+                f"heads of `{name}` have {x.shape[-1]} dims, no multiple of 16 up to "
+                f"{LARGEST}"
+            )
+        if x.shape[-1] > 128 and bridge.max_shared_bytes() < MUCH_SHARED:
+            return (
+                f"heads of `{name}` have {x.shape[-1]} dims, which need more than the "
+                "GPU's shared memory"
+            )
+    return None
+
+
+def walk_sizes(h: int) -> dict[str, Any]:
+    """Of a program of a walk."""
+    return {
+        "BLOCK_H": max(16, next_power_of_2(h)),
+        "BLOCK_V": COLUMNS,
+        "num_warps": 4 if h <= 128 else 8,
+        "num_stages": 2,
+    }
+
+
+def gated_delta_rule(
+    query, key, value, g, beta, initial_state, *, scale, chunk_size
+) -> tuple[jax.Array | None, ...]:
+    del chunk_size  # the same function up to rounding
+    b, t, k, h = key.shape
+    n, hv = value.shape[2:]
+    matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
+    kept = jnp.float32 if initial_state is None else initial_state.dtype
+    sizes = walk_sizes(h)
+    return sparse_call(
+        forward_kernel,
+        (-(-hv // sizes["BLOCK_V"]) * b * n,),
+        {
+            "query_ptr": query,
+            "key_ptr": key,
+            "value_ptr": value,
+            "matrices_ptr": matrices,
+            "vectors_ptr": vectors,
+            "initial_ptr": initial_state,
+        },
+        {
+            "out_ptr": jax.ShapeDtypeStruct(value.shape, value.dtype),
+            "final_ptr": jax.ShapeDtypeStruct((b, n, h, hv), kept),
+        },
+        dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale) | sizes,
+    )

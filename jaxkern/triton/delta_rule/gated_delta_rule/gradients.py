@@ -1,0 +1,334 @@
+"""Gradients of the operands of a chunk, from what the walks left; all chunks at once.
+
+With S before and D after the chunk, as docs/design/gated_delta_rule.md derives them:
+
+    pairs_kernel    dqk = scale between (dout d^T)
+                    dkk = -between (dr d^T), strictly lower; W = beta dkk
+                    dv = beta dr, and what pairs give to dbeta and dg
+    tokens_kernel   dq = scale from_start (dout S^T) + dqk k
+                    dk = to_end (d D^T) - beta from_start (dr S^T)
+                         + (W + W^T) k + dqk^T q
+
+The first leaves dqk and W + W^T, a program for the chunk of a value head. In the
+second a program has the chunk of a key head, for dq or for dk, and sums over the value
+heads in registers. W^T is computed turned: compilers have turned results of the matrix
+units wrongly. dg is a sum of parts: each kernel sums its share over the tokens after.
+"""
+
+from jaxkern.gpu.triton_call import jit, tl
+from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
+    decay_between,
+    running_decay,
+)
+
+
+@jit
+def load_tokens(ptr, rows, inside, columns, D: tl.constexpr):
+    """Rows of D numbers."""
+    present = inside[:, None] & (columns < D)[None, :]
+    return tl.load(ptr + rows[:, None] * D + columns[None, :], present, 0.0)
+
+
+@jit
+def load_state(ptr, place, column, h, H: tl.constexpr, HV: tl.constexpr):
+    """Some columns and keys of a turned state."""
+    present = (column < HV)[:, None] & (h < H)[None, :]
+    at = place * H * HV + column[:, None] * H + h[None, :]
+    return tl.load(ptr + at, present, 0.0)
+
+
+@jit
+def load_tile(tiles_ptr, place, token, WHICH: tl.constexpr):
+    """dqk of a chunk, or W + W^T."""
+    CHUNK: tl.constexpr = 64
+    tile = tiles_ptr + (place * 2 + WHICH) * CHUNK * CHUNK
+    return tl.load(tile + token[:, None] * CHUNK + token[None, :])
+
+
+@jit
+def pairs_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    g_ptr,
+    beta_ptr,
+    dout_ptr,
+    written_ptr,
+    dr_ptr,
+    dvalue_ptr,
+    tiles_ptr,
+    dg_ptr,
+    dbeta_ptr,
+    T: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    CHUNK: tl.constexpr = 64
+    NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    chunk = tl.program_id(1)
+    b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
+    head = tl.program_id(0) % NUM_HEADS
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
+    token = tl.arange(0, CHUNK)
+    tokens = b * T + chunk * CHUNK + token
+    inside = chunk * CHUNK + token < T
+    rows = tokens * NUM_HEADS + head
+    key_rows = tokens * NUM_KEY_HEADS + head // GROUP
+    total = running_decay(g_ptr, rows, inside)
+    beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
+    dbeta = tl.zeros((CHUNK,), tl.float32)
+    dqk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    dkk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    dkk_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for first in tl.static_range(0, HV, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        dr = load_tokens(dr_ptr, rows, inside, columns, HV)
+        value = load_tokens(value_ptr, rows, inside, columns, HV)
+        dr_wide = dr.to(tl.float32)
+        dbeta += tl.sum(dr_wide * value.to(tl.float32), 1)
+        at = rows[:, None] * HV + columns[None, :]
+        dvalue = (beta[:, None] * dr_wide).to(dvalue_ptr.dtype.element_ty)
+        present = inside[:, None] & (columns < HV)[None, :]
+        tl.store(dvalue_ptr + at, dvalue, present)
+        d = load_tokens(written_ptr, rows, inside, columns, HV)
+        dkk = tl.dot(dr, tl.trans(d), dkk)
+        dkk_turned = tl.dot(d, tl.trans(dr), dkk_turned)
+        dout = load_tokens(dout_ptr, rows, inside, columns, HV)
+        dqk = tl.dot(dout, tl.trans(d), dqk)
+    h = tl.arange(0, BLOCK_H)
+    key = load_tokens(key_ptr, key_rows, inside, h, H)
+    query = load_tokens(query_ptr, key_rows, inside, h, H)
+    row, column = token[:, None], token[None, :]
+    between = decay_between(total[:, None], total[None, :], row >= column)
+    tile = tiles_ptr + place * 2 * CHUNK * CHUNK + row * CHUNK + column
+    dqk *= SCALE * between
+    tl.store(tile, dqk.to(tiles_ptr.dtype.element_ty))
+    pairs = dqk * tl.dot(query, tl.trans(key))
+    dkk = tl.where(row > column, -between * dkk, 0.0)
+    kk = tl.dot(key, tl.trans(key))
+    dbeta += tl.sum(dkk * kk, 1)
+    weighted = beta[:, None] * dkk
+    pairs += weighted * kk
+    dtotal = tl.sum(pairs, 1) - tl.sum(pairs, 0)
+    between = decay_between(total[None, :], total[:, None], row < column)
+    weighted -= beta[None, :] * between * dkk_turned
+    tl.store(tile + CHUNK * CHUNK, weighted.to(tiles_ptr.dtype.element_ty))
+    tl.store(dg_ptr + rows, tl.cumsum(dtotal, 0, reverse=True), inside)
+    tl.store(dbeta_ptr + rows, dbeta, inside)
+
+
+@jit
+def gradient_of_query(
+    query_ptr,
+    key_ptr,
+    g_ptr,
+    dout_ptr,
+    states_ptr,
+    tiles_ptr,
+    dquery_ptr,
+    dg_ptr,
+    chunk,
+    b,
+    k,
+    h,
+    T: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    CHUNK: tl.constexpr = 64
+    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
+    NUM_HEADS: tl.constexpr = NUM_KEY_HEADS * GROUP
+    token = tl.arange(0, CHUNK)
+    tokens = b * T + chunk * CHUNK + token
+    inside = chunk * CHUNK + token < T
+    key_rows = tokens * NUM_KEY_HEADS + k
+    query = load_tokens(query_ptr, key_rows, inside, h, H)
+    key = load_tokens(key_ptr, key_rows, inside, h, H)
+    dquery = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+    for v in range(GROUP):
+        head = k * GROUP + v
+        rows = tokens * NUM_HEADS + head
+        place = (b * NUM_HEADS + head) * CHUNKS + chunk
+        from_start = tl.exp(running_decay(g_ptr, rows, inside))
+        read = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            dout = load_tokens(dout_ptr, rows, inside, columns, HV)
+            state = load_state(states_ptr, place, columns, h, H, HV)
+            read = tl.dot(dout, state, read)
+        read *= SCALE * from_start[:, None]
+        dtotal = tl.sum(read * query.to(tl.float32), 1)
+        tl.store(dg_ptr + rows, tl.cumsum(dtotal, 0, reverse=True), inside)
+        dquery = tl.dot(load_tile(tiles_ptr, place, token, 0), key, dquery + read)
+    at = key_rows[:, None] * H + h[None, :]
+    present = inside[:, None] & (h < H)[None, :]
+    tl.store(dquery_ptr + at, dquery.to(dquery_ptr.dtype.element_ty), present)
+
+
+@jit
+def gradient_of_key(
+    query_ptr,
+    key_ptr,
+    g_ptr,
+    beta_ptr,
+    states_ptr,
+    written_ptr,
+    dstates_ptr,
+    dr_ptr,
+    tiles_ptr,
+    dkey_ptr,
+    dg_ptr,
+    dbeta_ptr,
+    chunk,
+    b,
+    k,
+    h,
+    T: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    CHUNK: tl.constexpr = 64
+    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
+    NUM_HEADS: tl.constexpr = NUM_KEY_HEADS * GROUP
+    token = tl.arange(0, CHUNK)
+    tokens = b * T + chunk * CHUNK + token
+    inside = chunk * CHUNK + token < T
+    key_rows = tokens * NUM_KEY_HEADS + k
+    query = load_tokens(query_ptr, key_rows, inside, h, H)
+    key = load_tokens(key_ptr, key_rows, inside, h, H)
+    dkey = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+    for v in range(GROUP):
+        head = k * GROUP + v
+        rows = tokens * NUM_HEADS + head
+        place = (b * NUM_HEADS + head) * CHUNKS + chunk
+        total = running_decay(g_ptr, rows, inside)
+        beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
+        end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
+        products = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+        across = 0.0
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            dr = load_tokens(dr_ptr, rows, inside, columns, HV)
+            state = load_state(states_ptr, place, columns, h, H, HV)
+            dstate = load_state(dstates_ptr, place, columns, h, H, HV)
+            across += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+            products = tl.dot(dr, state, products)
+        products *= tl.exp(total)[:, None]  # erased
+        on_key = tl.sum(products * key.to(tl.float32), 1)
+        dkey -= beta[:, None] * products
+        products = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+        for first in tl.static_range(0, HV, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            d = load_tokens(written_ptr, rows, inside, columns, HV)
+            dstate = load_state(dstates_ptr, place, columns, h, H, HV)
+            products = tl.dot(d, dstate, products)
+        products *= tl.exp(end - total)[:, None]  # stored
+        to_state = tl.sum(products * key.to(tl.float32), 1)
+        dkey = tl.dot(load_tile(tiles_ptr, place, token, 1), key, dkey + products)
+        dqk = load_tile(tiles_ptr, place, token, 0)
+        dkey = tl.dot(tl.trans(dqk), query, dkey)
+        # what decays at l: the sum over tokens from l on, to the end or across
+        dg = tl.cumsum(-beta * on_key - to_state, 0, reverse=True)
+        dg += tl.exp(end) * across + tl.sum(to_state, 0)
+        tl.store(dg_ptr + rows, dg, inside)
+        tl.store(dbeta_ptr + rows, -on_key, inside)
+    at = key_rows[:, None] * H + h[None, :]
+    present = inside[:, None] & (h < H)[None, :]
+    tl.store(dkey_ptr + at, dkey.to(dkey_ptr.dtype.element_ty), present)
+
+
+@jit
+def tokens_kernel(
+    query_ptr,
+    key_ptr,
+    g_ptr,
+    beta_ptr,
+    dout_ptr,
+    states_ptr,
+    written_ptr,
+    dstates_ptr,
+    dr_ptr,
+    tiles_ptr,
+    dquery_ptr,
+    dkey_ptr,
+    dg_ptr,
+    dbeta_ptr,
+    T: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Part 2 i of dg comes from block i of the dims of queries, 2 i + 1 of keys."""
+    PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    which = tl.program_id(0) % (2 * PARTS)
+    row = tl.program_id(0) // (2 * PARTS)
+    b, k = (row // NUM_KEY_HEADS).to(tl.int64), row % NUM_KEY_HEADS
+    h = which // 2 * BLOCK_H + tl.arange(0, BLOCK_H)
+    tokens = (tl.num_programs(0) // (2 * PARTS)).to(tl.int64) * GROUP * T
+    if which % 2 == 0:
+        gradient_of_query(
+            query_ptr,
+            key_ptr,
+            g_ptr,
+            dout_ptr,
+            states_ptr,
+            tiles_ptr,
+            dquery_ptr,
+            dg_ptr + which * tokens,
+            tl.program_id(1),
+            b,
+            k,
+            h,
+            T,
+            NUM_KEY_HEADS,
+            GROUP,
+            H,
+            HV,
+            BLOCK_H,
+            BLOCK_V,
+            SCALE,
+        )
+    else:
+        gradient_of_key(
+            query_ptr,
+            key_ptr,
+            g_ptr,
+            beta_ptr,
+            states_ptr,
+            written_ptr,
+            dstates_ptr,
+            dr_ptr,
+            tiles_ptr,
+            dkey_ptr,
+            dg_ptr + which * tokens,
+            dbeta_ptr + which // 2 * tokens,
+            tl.program_id(1),
+            b,
+            k,
+            h,
+            T,
+            NUM_KEY_HEADS,
+            GROUP,
+            H,
+            HV,
+            BLOCK_H,
+            BLOCK_V,
+        )

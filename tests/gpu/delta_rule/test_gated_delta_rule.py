@@ -1,0 +1,141 @@
+"""Kernels of gated_delta_rule on a GPU, against the recurrence in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import backend, explain, gated_delta_rule
+from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
+from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
+
+pytestmark = on_a_gpu
+NAMES = ("out", "state", "dquery", "dkey", "dvalue", "dg", "dbeta", "dinitial")
+
+
+def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
+    """Keys of length one, as models have them; decays near 1 and far from it."""
+    rng = np.random.default_rng(seed)
+
+    def unit(*shape):
+        x = rng.standard_normal(shape)
+        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype)
+
+    value = jnp.asarray(rng.standard_normal((b, t, n, hv)), dtype)
+    g = jnp.asarray(-rng.exponential(0.2, (b, t, n)), jnp.float32)
+    beta = jnp.asarray(rng.uniform(0, 1, (b, t, n)), jnp.float32)
+    operands = [unit(b, t, k, h), unit(b, t, k, h), value, g, beta]
+    if state:
+        operands.append(jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32))
+    return operands
+
+
+def both(dout, dstate, *operands):
+    y, pull = jax.vjp(lambda *a: gated_delta_rule(*a), *operands)
+    return *y, *pull((dout.astype(y[0].dtype), dstate.astype(y[1].dtype)))
+
+
+def check(operands, slack=1.0):
+    """All results and gradients, relative errors in roundings of the dtype."""
+    rng = np.random.default_rng(9)
+    value, (b, *_, h) = operands[2], operands[1].shape
+    dtype, (n, hv) = value.dtype, value.shape[2:]
+    dout = jnp.asarray(rng.standard_normal(value.shape), dtype)
+    dstate = jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32)
+    poison(*operands)
+    with backend("triton", strict=True):
+        found = jax.jit(both)(dout, dstate, *operands)
+    with jax.enable_x64(True), backend("xla"):
+        wide = [x.astype(jnp.float64) for x in (dout, dstate, *operands)]
+        truth = jax.jit(both)(*wide)
+    errors = dict(zip(NAMES, relative_errors(found, truth, 1e-3), strict=False))
+    assert max(errors.values()) < slack * EPSILON[dtype.name], errors
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "b, t, k, n, h, hv, state",
+    [
+        (2, 700, 2, 4, 128, 128, True),
+        (1, 65, 1, 3, 64, 128, False),
+        (1, 63, 2, 2, 256, 256, True),
+        (3, 1, 1, 2, 128, 64, True),
+        (1, 130, 1, 1, 48, 80, True),  # padded to 64 and 128
+    ],
+)
+def test_values_and_gradients(b, t, k, n, h, hv, state, dtype):
+    check(draw(b, t, k, n, h, hv, dtype, state))
+
+
+def test_a_token_that_forgets_everything_and_one_that_writes_nothing():
+    query, key, value, g, beta, state = draw(1, 200, 1, 2, 64, 64, "bfloat16")
+    g = g.at[:, 100].set(-jnp.inf).at[0, 30, 1].set(-jnp.inf)
+    g = g.at[0, 64, 0].set(-1e30)
+    beta = beta.at[:, 50].set(0.0)
+    found = dict(zip(NAMES, check([query, key, value, g, beta, state]), strict=True))
+    np.testing.assert_array_equal(found["dg"][:, 100], 0.0)
+    np.testing.assert_array_equal(found["dinitial"][0, 1] * 0, 0.0)
+    changed = [x.at[:, :100].set(x[:, 100:]) for x in (query, key, value)]
+    with backend("triton", strict=True):
+        out, _ = gated_delta_rule(*[*changed, g, beta, state])
+    np.testing.assert_array_equal(out[:, 100:], found["out"][:, 100:])
+
+
+def test_strong_decay_and_equal_keys_lose_no_digits():
+    query, key, value, g, beta, state = draw(1, 300, 1, 2, 128, 64, "bfloat16")
+    check([query, key, value, 200 * g, beta, state])
+    same = jnp.broadcast_to(key[:, :1], key.shape)
+    check([query, same, value, 0.01 * g, 0 * beta + 1, state], slack=2.0)
+
+
+def test_decays_and_strengths_of_16_bits_and_a_mapped_axis():
+    operands = draw(2, 100, 1, 2, 64, 64, "bfloat16", state=False)
+    operands[3:] = [x.astype(jnp.bfloat16) for x in operands[3:]]
+
+    def of_one(*rows):
+        out, state = gated_delta_rule(*[x[None] for x in rows])
+        return out[0], state[0]
+
+    with backend("triton", strict=True):
+        out, state = jax.jit(gated_delta_rule)(*operands)
+        again, its = jax.jit(jax.vmap(of_one))(*operands)
+    np.testing.assert_array_equal(again, out)
+    np.testing.assert_array_equal(its, state)
+    assert state.dtype == jnp.float32
+
+
+def test_every_run_has_the_same_bits():
+    operands = draw(2, 700, 2, 4, 128, 128, "bfloat16")
+    dout, dstate = operands[2], operands[5]
+    run = jax.jit(both)
+    first = run(dout, dstate, *operands)
+    for _ in range(3):
+        jax.tree.map(np.testing.assert_array_equal, first, run(dout, dstate, *operands))
+
+
+def test_second_derivatives_run_the_reference_and_say_so():
+    operands = draw(1, 70, 1, 1, 64, 64, "bfloat16", state=False)
+
+    def slope(*a):
+        return jax.grad(lambda *x: gated_delta_rule(*x)[0].astype(float).sum(), 3)(*a)
+
+    def curvature(*a):
+        return jax.jvp(lambda g: slope(*a[:3], g, a[4]), (a[3],), (a[3],))[1]
+
+    rows = explain(curvature, *operands, platform="cuda").rows
+    assert any(row.runs.startswith("xla") for row in rows)
+    found = jax.jit(curvature)(*operands)
+    with jax.enable_x64(True), backend("xla"):
+        truth = jax.jit(curvature)(*(x.astype(jnp.float64) for x in operands))
+    [error] = relative_errors(found, truth, 1e-3)
+    assert error < 2e-2
+
+
+def test_primitive_with_another_state_dtype():
+    *operands, state = draw(1, 70, 1, 1, 64, 64, "bfloat16")
+    with backend("triton", strict=True):
+        _, final = gated_delta_rule_p(
+            *operands, state.astype(jnp.bfloat16), scale=0.125, chunk_size=64
+        )
+    assert final.dtype == jnp.bfloat16 and bool(jnp.isfinite(final).all())

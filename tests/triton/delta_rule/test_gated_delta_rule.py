@@ -1,0 +1,127 @@
+"""Kernels of the gated delta rule: interpreted, compiled, and what they refuse."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import explain, gated_delta_rule
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import compiling_for
+from jaxkern.gpu.launch import compiled
+from jaxkern.primitives.delta_rule.gated_delta_rule import (
+    gated_delta_rule_bwd_reference,
+    gated_delta_rule_reference,
+)
+from jaxkern.triton.delta_rule.gated_delta_rule import bwd, fwd
+from tests.triton.interpreted import (
+    INTERPRETED,
+    alone,
+    check_in_its_own_process,
+    interpreted,
+    starts_it,
+)
+
+OPTIONS = dict(scale=0.25, chunk_size=64)
+
+
+@starts_it
+def test_interpreted_kernels():
+    check_in_its_own_process(__file__, 1)
+
+
+@alone
+def test_values_and_gradients():
+    """Two chunks, two value heads of a key head, a token that forgets everything."""
+    rng = np.random.default_rng(0)
+    b, t, k, n, h, hv = 1, 67, 1, 2, 16, 16
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float16)
+
+    query, key = (draw(b, t, k, h) / 4 for _ in range(2))
+    g = jnp.asarray(-rng.exponential(0.2, (b, t, n)), jnp.float32)
+    beta = jnp.asarray(rng.uniform(0, 1, (b, t, n)), jnp.float32)
+    g, beta = g.at[:, 40].set(-jnp.inf), beta.at[:, 30].set(0.0)
+    state = jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32)
+    operands = [query, key, draw(b, t, n, hv), g, beta, state]
+    slopes = [draw(b, t, n, hv), state[:, ::-1]]
+    with interpreted():
+        found: list[Any] = [*fwd.gated_delta_rule(*operands, **OPTIONS)]
+        found += bwd.gated_delta_rule_bwd(*operands, *slopes, **OPTIONS)
+    wide = [x.astype(jnp.float32) for x in (*operands, *slopes)]
+    truth: list[Any] = [*gated_delta_rule_reference(*wide[:6], **OPTIONS)]
+    truth += gated_delta_rule_bwd_reference(*wide, **OPTIONS)
+    for y, expected in zip(found, truth, strict=True):
+        y, expected = (np.asarray(x, np.float64) for x in (y, expected))
+        # the size of a dg that other terms cancel is not its own
+        error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
+        assert error < 2e-3, (y.shape, error)
+    np.testing.assert_array_equal(found[-3][:, 40], 0.0)  # dg of the factor 0
+
+
+def spec(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def operands(t=100, k=1, n=1, h=64, hv=64, dtype="bfloat16"):
+    key, gates = spec(1, t, k, h, dtype=dtype), spec(1, t, n, dtype="float32")
+    return key, key, spec(1, t, n, hv, dtype=dtype), gates, gates
+
+
+def both(*operands):
+    y, pull = jax.vjp(lambda *a: gated_delta_rule(*a), *operands)
+    return y, pull(y)
+
+
+def launches(f, *operands):
+    rows = explain(f, *operands, platform="cuda").rows
+    assert all(row.runs.startswith("triton: ") for row in rows), rows
+    return [launch for row in rows for launch in row.launches]
+
+
+@starts_it
+@pytest.mark.full
+@pytest.mark.skipif(bridge.missing() is not None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    "capability, n, h, hv",
+    [
+        (86, 2, 128, 128),
+        *((c, 2, h, h) for c in (80, 90) for h in (64, 128, 256)),
+        (90, 1, 48, 80),
+    ],
+)
+def test_kernels_compile_and_fit(capability, n, h, hv):
+    with compiling_for(capability):
+        found = launches(both, *operands(100, 1, n, h, hv))
+        assert len({launch.name for launch in found}) == 5
+        for launch in found:
+            assert compiled(launch, capability).asm["cubin"]
+            assert launch.shared_bytes <= bridge.max_shared_bytes()
+
+
+def refusal(*, chunk_size=64, **given):
+    names = ("query", "key", "value", "g", "beta")
+    named = dict(zip(names, operands(**given), strict=True))
+    return fwd.unsupported(
+        **named, initial_state=None, scale=1.0, chunk_size=chunk_size
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing to interpret")
+def test_what_is_refused_in_words():
+    assert refusal() is None
+    assert refusal(dtype="float32") == "`key` is float32"
+    heads = "heads of `{}` have {} dims, no multiple of 16 up to 256"
+    assert refusal(h=40) == heads.format("key", 40)
+    assert refusal(hv=272) == heads.format("value", 272)
+    assert refusal(t=0) == "an operand is empty"
+    assert "chunk_size 1 asks for the recurrence" in str(refusal(chunk_size=1))
+    with compiling_for(86):
+        assert "need more than the GPU's shared memory" in str(refusal(h=256))
+    key, _, _, g, beta = operands()
+    value = spec(1, 100, 1, 64, dtype="float16")
+    text = str(explain(gated_delta_rule, key, key, value, g, beta, platform="cuda"))
+    assert "have the dtypes bfloat16, bfloat16, float16" in text
