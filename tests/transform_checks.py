@@ -122,7 +122,7 @@ def batched_operands(operands: Sequence, size: int, at: Sequence[int]) -> list:
 def examples_of(mapped: Sequence, axes: Sequence) -> list[list]:
     """The operands of each example of a vmap over the first axis of some operands."""
     size = next(x.shape[0] for x, a in zip(mapped, axes, strict=True) if a == 0)
-    held = [None if x is None else np.asarray(x) for x in mapped]
+    held: list = [None if x is None else np.asarray(x) for x in mapped]
     return [
         [x if a is None else x[k] for x, a in zip(held, axes, strict=True)]
         for k in range(size)
