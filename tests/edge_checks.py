@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,12 +18,13 @@ from tests.checks import (
     as_tuple,
     assert_near,
     bound,
-    in_float64,
+    evaluate_each,
     label_of,
     num_elements,
+    on_device,
     operands_of,
+    truths,
 )
-from tests.sharding_checks import run_each
 
 SEEDS = 3  # drawn operands that may hide what one of them does
 
@@ -52,13 +52,11 @@ def check_degenerate_dims(p: KernelPrimitive, case: Case) -> None:
                 continue
             kept.append(f"{label}={n}")
             resized.append(given)
-    found = run_each(bound(p, case), resized)
-    with jax.enable_x64(True):
-        wide = [[in_float64(x) for x in given] for given in resized]
-        expected = run_each(bound(p, case, reference=True), wide)
+    found = evaluate_each(bound(p, case), resized)
+    expected = truths(p, case, resized)
     for size, actual, of_case in zip(kept, found, expected, strict=True):
-        for y, e in zip(as_tuple(actual), as_tuple(of_case), strict=True):
-            assert_near(y, np.asarray(e), case.ulps, what=f"{p.name} {size}")
+        for y, e in zip(as_tuple(actual), of_case, strict=True):
+            assert_near(y, e, case.ulps, what=f"{p.name} {size}")
 
 
 def take_label(p: KernelPrimitive, operands: Sequence, i: int, label: str, n: int):
@@ -68,7 +66,8 @@ def take_label(p: KernelPrimitive, operands: Sequence, i: int, label: str, n: in
         if label in names and x.shape[d] > 1:
             sizes = [1 if name != label else n for name in names]
             others = x.shape[d] // size_of(p, operands, label) if len(names) > 1 else 1
-            x = jax.lax.slice_in_dim(x, 0, math.prod(sizes) * others, axis=d)
+            kept = math.prod(sizes) * others
+            x = on_device(np.asarray(x)[(slice(None),) * d + (slice(kept),)])
     return x
 
 
@@ -101,11 +100,11 @@ def check_errors(p: KernelPrimitive, case: Case) -> None:
     for i, (a, x) in enumerate(zip(p.operands, operands, strict=True)):
         if x is None:
             continue
-        wrong: list[Any] = ["text", x.astype(jnp.complex64)]
+        wrong: list[Any] = ["text", on_device(np.asarray(x).astype(np.complex64))]
         if not a.has_leading:
-            wrong.append(x[None])
+            wrong.append(on_device(np.asarray(x)[None]))
         wrong += [
-            jnp.concatenate([x, x], d)
+            on_device(np.concatenate([np.asarray(x)] * 2, d))
             for d in range(x.ndim)
             if x.shape[d]
             and counts[label_of(p, operands, i, d)] > 1
@@ -116,7 +115,7 @@ def check_errors(p: KernelPrimitive, case: Case) -> None:
             with pytest.raises(TypeError) as raised:
                 f(*operands[:i], bad, *operands[i + 1 :])
             assert_speaks(p, raised.value)
-            if isinstance(bad, str) or bad.dtype == jnp.complex64:
+            if isinstance(bad, str) or bad.dtype == np.complex64:
                 assert f"`{a.name}`" in str(raised.value)
 
 
@@ -170,11 +169,9 @@ def changing(
 ) -> list[int]:
     """Those of `at` whose variant has another result; all in one executable."""
     f = bound(p, case)
-    base, *results = jax.jit(lambda every: [as_tuple(f(*x)) for x in every])(
-        [operands, *others]
-    )
+    base, *results = evaluate_each(f, [operands, *others])
 
     def bits(results):
-        return [np.asarray(y).tobytes() for y in results]
+        return [np.asarray(y).tobytes() for y in as_tuple(results)]
 
     return [i for i, y in zip(at, results, strict=True) if bits(y) != bits(base)]

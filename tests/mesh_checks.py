@@ -20,11 +20,13 @@ from tests.checks import (
     bound,
     cases_of,
     differentiable,
+    evaluated,
     gradients,
     in_float64,
     jitted_with_gradients,
     label_of,
     num_elements,
+    on_device,
     operands_of,
     same,
     with_gradients,
@@ -137,7 +139,7 @@ def check_two_axes(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     """Values and gradients on automatic and explicit meshes, the gradients' cuts."""
     operands = operands_of(p, case)
     every = with_gradients(p, bound(p, case))
-    expected = jitted_with_gradients(p, case)(*operands)
+    expected = evaluated(every, *operands)
     chosen = list((layouts if full else few_layouts)(p, operands))
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2, 4), tuple(SIZES), axis_types=(kind,) * 2)
@@ -164,7 +166,7 @@ def check_two_axes(p: KernelPrimitive, case: Case, full: bool = False) -> None:
 
 def on_mesh(operands: Sequence, layout: Layout, mesh: jax.sharding.Mesh) -> list:
     return [
-        None if x is None else jax.device_put(x, NamedSharding(mesh, P(*(spec or ()))))
+        None if x is None else on_device(x, NamedSharding(mesh, P(*(spec or ()))))
         for x, spec in zip(operands, layout.specs, strict=True)
     ]
 
@@ -207,10 +209,13 @@ def check_manual_axes(p: KernelPrimitive, case: Case) -> None:
         found = jax.jit(
             lambda every: [g(*x) for g, x in zip(sharded, every, strict=True)]
         )(every)
+        every_axes = [axes_of(operands, at) for at in each]
         reference = jitted_with_gradients(p, case, reference=True)
-        for at, mapped, (values, grads) in zip(each, every, found, strict=True):
-            axes = axes_of(operands, at)
-            expected = of_each(reference, examples_of(mapped, axes))
+        examples = list(map(examples_of, every, every_axes))
+        of_examples = of_each(reference, examples)
+        for at, mapped, (values, grads), axes, expected in zip(
+            each, every, found, every_axes, of_examples, strict=True
+        ):
             summed = summed_where_shared(expected[1], mapped, axes)
             what = f"{p.name} in shard_map, {at} varying"
             same(values, expected[0], ulps=2**20, what=what)

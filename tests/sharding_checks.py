@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,11 +20,12 @@ from tests.checks import (
     as_tuple,
     bound,
     differentiable,
+    evaluate_each,
+    evaluated,
     gradients,
     in_float64,
-    jitted,
-    jitted_with_gradients,
     label_of,
+    on_device,
     opaque_kernels,
     operands_of,
     same,
@@ -65,7 +66,7 @@ def check_sharding(p: KernelPrimitive, case: Case) -> None:
     """Cuts each dim of each operand: plain `jit` gives the unsharded result."""
     operands = operands_of(p, case)
     f = bound(p, case)
-    expected = jitted(p, case)(*operands)
+    expected = evaluated(bound(p, case), *operands)
     every = shardings_of(p, operands)
     cuts = [place(operands, i, dim, *over_halves(8, parts)) for i, dim, parts in every]
     found = run_each(f, cuts)
@@ -92,9 +93,9 @@ def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
     """The same around opaque kernels, with the collectives that the dims imply."""
     operands = operands_of(p, case)
     f = bound(p, case)
-    expected = f(*operands)
+    expected = evaluated(f, *operands)
     grad = gradients(f, operands) if differentiable(p, operands) else None
-    expected_grads = grad(*operands) if grad else ()
+    expected_grads = evaluated(grad, *operands) if grad else ()
     with opaque_kernels(p):
         for i, dim, parts in shardings_of(p, operands):
             mesh = mesh_of(parts, AxisType.Auto)
@@ -142,9 +143,10 @@ def check_every_dim(p: KernelPrimitive, case: Case) -> None:
             whole.append(given)
             cut.append(place(given, i, d, *over_halves(4, parts)))
     every = with_gradients(p, f)
-    of_operands = jitted_with_gradients(p, case)(*operands)
-    others = [given for given in whole if given is not operands]
-    of_others = iter(run_each(every, others))
+    of_operands, *others = evaluate_each(
+        every, [operands, *(given for given in whole if given is not operands)]
+    )
+    of_others = iter(others)
     with opaque_kernels(p):
         found = run_each(every, cut)
     for label, given, actual in zip(cut_labels, whole, found, strict=True):
@@ -165,7 +167,7 @@ def doubled(p: KernelPrimitive, operands: Sequence, i: int, label: str):
         own = label_of(p, operands, i, d)
         may_be_one = own.startswith("#") and x.shape[d] == 1
         if label in (own, own.removeprefix("#"), own.split("*")[0]) and not may_be_one:
-            x = jnp.concatenate([x, x], d)
+            x = on_device(np.concatenate([np.asarray(x)] * 2, d))
     return x
 
 
@@ -202,7 +204,7 @@ def place(
         return NamedSharding(mesh, P(*spec))
 
     return [
-        None if x is None else jax.device_put(x, sharding(k, x))
+        None if x is None else on_device(x, sharding(k, x))
         for k, x in enumerate(operands)
     ]
 
@@ -211,7 +213,7 @@ def check_explicit_sharding(p: KernelPrimitive, case: Case) -> None:
     """On an explicit mesh: leading and named dims that may be cut, types and values."""
     operands = operands_of(p, case)
     f = bound(p, case)
-    expected = f(*operands)
+    expected = evaluated(f, *operands)
     for i, dim, parts in shardings_of(p, operands):
         label = label_of(p, operands, i, dim)
         if label in p.replicated or not label.isidentifier():
@@ -270,7 +272,7 @@ def place_by_label(p: KernelPrimitive, operands: Sequence, label: str, mesh) -> 
         return NamedSharding(mesh, P(*spec))
 
     return [
-        None if x is None else jax.device_put(x, sharding(i, x))
+        None if x is None else on_device(x, sharding(i, x))
         for i, x in enumerate(operands)
     ]
 
@@ -302,10 +304,11 @@ def check_shard_map(p: KernelPrimitive, case: Case) -> None:
     if not all(r.has_leading for r in p.results):
         return
     mapped = jax.shard_map(of_present(f), mesh=mesh, in_specs=specs, out_specs=P("m"))
-    same(jax.jit(mapped)(*arrays), of_present(reference)(*arrays), what="shard_map")
+    whole = of_present(reference)
+    same(jax.jit(mapped)(*arrays), evaluated(whole, *arrays), what="shard_map")
     if differentiable(p, operands):
         grads = jax.jit(gradients(mapped, arrays))(*arrays)
-        expected = gradients(of_present(reference), arrays)(*arrays)
+        expected = evaluated(gradients(whole, arrays), *arrays)
         same(grads, expected, ulps=256, what="grad of shard_map")
 
 

@@ -16,12 +16,15 @@ from tests.checks import (
     as_tuple,
     bound,
     differentiable,
+    evaluate_each,
+    evaluated,
     float_operands,
     gradients,
     in_float64,
     jitted,
     jitted_with_gradients,
     loss_of,
+    on_device,
     operands_of,
     same,
 )
@@ -37,7 +40,7 @@ def check_gradients(p: KernelPrimitive, case: Case) -> None:
         wrt = float_operands(operands)
         values = tuple(operands[i] for i in wrt)
         rng = np.random.default_rng(1)
-        direction = tuple(jnp.asarray(rng.standard_normal(v.shape)) for v in values)
+        direction = tuple(on_device(rng.standard_normal(v.shape)) for v in values)
 
         def every_mode(f, of_second_order):
             loss = loss_of(f, operands, wrt)
@@ -58,16 +61,17 @@ def check_gradients(p: KernelPrimitive, case: Case) -> None:
             }
             first = {"forward": along, "reverse": grad}
             modes = first | {mode: second[mode] for mode in of_second_order}
-            return jax.jit(lambda *v: {mode: g(*v) for mode, g in modes.items()})
+            return lambda *v: {mode: g(*v) for mode, g in modes.items()}
 
         orders = (
             "forward over reverse",
             "reverse over forward",
             "reverse over reverse",
         )
-        actual = every_mode(bound(p, case), orders)(*values)
+        actual = evaluated(every_mode(bound(p, case), orders), *values)
         # the second derivatives of plain JAX are the same in each order
-        expected = every_mode(bound(p, case, reference=True), orders[:1])(*values)
+        of_reference = every_mode(bound(p, case, reference=True), orders[:1])
+        expected = evaluated(of_reference, *values)
         expected |= {mode: expected[orders[0]] for mode in orders[1:]}
         for mode in expected:
             leaves = (jax.tree.leaves(x[mode]) for x in (actual, expected))
@@ -81,9 +85,8 @@ def check_no_gradient(p: KernelPrimitive, case: Case, operands: Sequence) -> Non
     """Integer results have zero tangents, and differentiating through them works."""
     wrt = float_operands(operands)
     if wrt:
-        grads = jax.grad(loss_of(bound(p, case), operands, wrt))(
-            *(operands[i] for i in wrt)
-        )
+        loss = loss_of(bound(p, case), operands, wrt)
+        grads = evaluated(jax.grad(loss), *(operands[i] for i in wrt))
         for g in as_tuple(grads):
             assert not np.any(np.asarray(g))
 
@@ -105,11 +108,13 @@ def batched_operands(operands: Sequence, size: int, at: Sequence[int]) -> list:
 
     def variant(x, k):
         if jnp.issubdtype(x.dtype, jnp.floating):
-            return x * (1 + 0.25 * k)
-        return jnp.roll(x, k)
+            return x * np.asarray(1 + 0.25 * k, x.dtype)
+        return np.roll(x, k)
 
     return [
-        jnp.stack([variant(x, k) for k in range(size)]) if i in at else x
+        on_device(np.stack([variant(np.asarray(x), k) for k in range(size)]))
+        if i in at
+        else x
         for i, x in enumerate(operands)
     ]
 
@@ -117,16 +122,21 @@ def batched_operands(operands: Sequence, size: int, at: Sequence[int]) -> list:
 def examples_of(mapped: Sequence, axes: Sequence) -> list[list]:
     """The operands of each example of a vmap over the first axis of some operands."""
     size = next(x.shape[0] for x, a in zip(mapped, axes, strict=True) if a == 0)
+    held: list = [None if x is None else np.asarray(x) for x in mapped]
     return [
-        [x if a is None else x[k] for x, a in zip(mapped, axes, strict=True)]
+        [x if a is None else x[k] for x, a in zip(held, axes, strict=True)]
         for k in range(size)
     ]
 
 
-def of_each(f: Callable, examples: Sequence[Sequence]):
-    """The results of f for each example, stacked on a first axis, in NumPy."""
-    every = [f(*example) for example in examples]
-    return jax.tree.map(lambda *ys: np.stack([np.asarray(y) for y in ys]), *every)
+def of_each(f: Callable, maps: Sequence[Sequence[Sequence]]) -> list:
+    """For each map the results of f for its examples, stacked on a first axis."""
+    results = iter(evaluate_each(f, [example for each in maps for example in each]))
+    return [stacked([next(results) for _ in examples]) for examples in maps]
+
+
+def stacked(results: Sequence):
+    return jax.tree.map(lambda *ys: np.stack([np.asarray(y) for y in ys]), *results)
 
 
 def summed_where_shared(grads: Sequence, operands: Sequence, axes: Sequence) -> list:
@@ -144,7 +154,7 @@ def axes_of(operands: Sequence, at: Sequence[int]) -> tuple:
 def check_vmap(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     """vmap over each operand, all, the last axis, nested, and of gradients.
 
-    The reference is compiled for one example, and runs for each of them.
+    The reference is evaluated for each example by itself.
     """
     operands = operands_of(p, case)
     present = [i for i, x in enumerate(operands) if x is not None]
@@ -167,19 +177,15 @@ def check_vmap(p: KernelPrimitive, case: Case, full: bool = False) -> None:
         nested = jax.vmap(jax.vmap(f, inner_axes), outer_axes)(*outer)
         return along_first, jax.vmap(f, last)(*moved), nested
 
-    along_first, along_last, nested = jax.jit(values)(every, outer)
-    expected = [
-        of_each(reference, examples_of(mapped, axes))
-        for mapped, axes in zip(every, every_axes, strict=True)
-    ]
+    along_first, along_last, nested = evaluated(values, every, outer)
+    examples = list(map(examples_of, every, every_axes))
+    rows = [examples_of(inner, inner_axes) for inner in examples_of(outer, outer_axes)]
+    of_examples = of_each(reference, [*examples, *rows])
+    expected, of_rows = of_examples[: len(every)], of_examples[len(every) :]
     for at, first, e in zip(each, along_first, expected, strict=True):
         same(first, e, what=f"vmap over {at}")
     same(along_last, expected[-1], what="vmap over the last axis")
-    rows = [
-        of_each(reference, examples_of(inner, inner_axes))
-        for inner in examples_of(outer, outer_axes)
-    ]
-    same(nested, jax.tree.map(lambda *ys: np.stack(ys), *rows), what="nested vmap")
+    same(nested, stacked(of_rows), what="nested vmap")
     if differentiable(p, operands):
         check_gradients_of_vmap(p, case, every, every_axes, full)
 
@@ -211,10 +217,12 @@ def check_gradients_of_vmap(
 
     with jax.enable_x64(True):
         every = [[in_float64(x) for x in mapped] for mapped in every]
-        found = jax.jit(grads)(every)
+        found = evaluated(grads, every)
         reference = jitted_with_gradients(p, case, reference=True)
-        for mapped, axes, (outer, inner) in zip(every, every_axes, found, strict=True):
-            _, expected = of_each(reference, examples_of(mapped, axes))
+        of_examples = of_each(reference, list(map(examples_of, every, every_axes)))
+        for mapped, axes, (outer, inner), (_, expected) in zip(
+            every, every_axes, found, of_examples, strict=True
+        ):
             summed = summed_where_shared(expected, mapped, axes)
             if outer is not None:
                 same(outer, summed, ulps=2**20, what=f"grad of vmap, {axes}")
@@ -226,29 +234,30 @@ def check_transforms(p: KernelPrimitive, case: Case) -> None:
     """checkpoint and scan, values and gradients."""
     f, reference = bound(p, case), jitted_with_gradients(p, case, reference=True)
 
-    def scanned(*stacked):
+    def scanned(*several):
         def step(total, operands):
             out = as_tuple(f(*operands))
             return total + sum(jnp.sum(jnp.nan_to_num(y)) for y in out), out
 
-        return jax.lax.scan(step, 0.0, stacked)[1]
+        # unrolled where it is lowered: its rules are those of the loop
+        return jax.lax.scan(step, 0.0, several, unroll=True)[1]
 
-    def every(operands, stacked):
+    def every(operands, several):
         if not differentiable(p, operands):
-            return scanned(*stacked), (), ()
+            return scanned(*several), (), ()
         return (
-            scanned(*stacked),
-            gradients(scanned, stacked, examples=1)(*stacked),
+            scanned(*several),
+            gradients(scanned, several, examples=1)(*several),
             gradients(jax.checkpoint(f), operands)(*operands),
         )
 
     with jax.enable_x64(True):
         operands = [in_float64(x) for x in operands_of(p, case)]
         present = [i for i, x in enumerate(operands) if x is not None]
-        stacked = batched_operands(operands, 2, present)
+        several = batched_operands(operands, 2, present)
         axes = axes_of(operands, present)
-        values, expected = of_each(reference, examples_of(stacked, axes))
-        scan, scan_grads, checkpoint_grads = jax.jit(every)(operands, stacked)
+        ((values, expected),) = of_each(reference, [examples_of(several, axes)])
+        scan, scan_grads, checkpoint_grads = evaluated(every, operands, several)
         same(scan, values, what="scan")
         same(scan_grads, expected, ulps=2**20, what="grad of scan")
         first = [g[0] for g in expected]
