@@ -19,6 +19,12 @@ from jaxkern import (
     explain,
     grouped_matmul,
     linear,
+    quantize_affine,
+    quantize_fp8,
+    quantize_int,
+    quantize_microscaled,
+    quantized_embedding,
+    quantized_matmul,
     sample,
     softmax,
 )
@@ -26,6 +32,10 @@ from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import Launch, compiled
 from jaxkern.gpu.triton_call import missing
 from jaxkern.lowering.cuda import KERNELS
+from jaxkern.lowering.kernel_table import Kernel as KernelLine
+from jaxkern.lowering.kernel_table import row_of
+from jaxkern.primitives.kernel_primitive import REGISTRY
+from jaxkern.primitives.leafwise_primitive import LEAFWISE
 from tests.triton import test_every_kernel as every
 from tests.triton.test_every_kernel import slopes, spec
 
@@ -52,6 +62,17 @@ def experts(x, w):
     return grouped_matmul(x, w, jnp.full(8, 128, jnp.int32))
 
 
+def rows_of(quantize: Callable, **options: Any) -> tuple[Callable, tuple]:
+    """The rows of a packed table that ids name, and a product of many with it."""
+    ids = jnp.array([3, 5, -1])
+
+    def both(x, w):
+        w = quantize(w, **options)
+        return quantized_embedding(ids, w), quantized_matmul(x, w)
+
+    return both, (spec(100, 512), spec(96, 512))
+
+
 LARGE: dict[str, tuple[Callable, tuple]] = {  # what runs Mosaic, or is no case's
     "softmax": slopes(softmax, spec(132, 131_072)),
     "cross_entropy": slopes(losses, spec(64, 128_256)),
@@ -59,6 +80,10 @@ LARGE: dict[str, tuple[Callable, tuple]] = {  # what runs Mosaic, or is no case'
     "grouped_matmul": slopes(experts, spec(1024, 512), spec(8, 512, 512)),
     "attention of one query": attend(1, 2048, 66),
     "attention of many": slopes(attend(0, 0, 1)[0], *attend(4096, 4096, 1)[1]),
+    "affine rows": rows_of(quantize_affine, bits=4, group_size=64),
+    "int rows": rows_of(quantize_int, bits=4, group_size=128),
+    "fp8 rows": rows_of(quantize_fp8),
+    "microscaled rows": rows_of(quantize_microscaled, format="mxfp4"),
     "sample": (
         functools.partial(sample, key=jax.random.key(0), top_p=0.9),
         (spec(32, 128_256),),
@@ -106,8 +131,15 @@ def fewest_calls(calls: dict[str, Callable[[], Call]]) -> dict[str, set[Kernel]]
 
 
 def without_a_call(found: dict[str, set[Kernel]]) -> list[str]:
-    ran = " ".join(runs for kernels in found.values() for runs, _ in kernels)
-    return [k.module for k in KERNELS if f"{k.module}." not in ran]
+    """Lines of the table none of whose passes runs."""
+    ran = {runs for kernels in found.values() for runs, _ in kernels}
+    return [k.module for k in KERNELS if ran.isdisjoint(titles_of(k))]
+
+
+def titles_of(k: KernelLine) -> list[str]:
+    p = REGISTRY.get(k.op) or LEAFWISE[k.op]
+    rows = [row_of(p, k, name) for name in k.passes.split()]
+    return [f"{row.backend}: {row.title}" for row in rows]
 
 
 # `fewest_calls` of all for compute capability 9.0; the last test says when to renew it
@@ -207,6 +239,20 @@ FEWEST = (
     "weighted_cross_entropy-bf16",
     "sample-even",
     "add_rms_norm_quantized-plain",
+    "microscaled_matmul-nvfp4",
+    "interleaved_embedding-q4_0",
+    "affine_matmul-bits_4",
+    "interleaved_matmul_id-q4_0",
+    "gated_delta_rule 64",
+    "gated_delta_step-qwen3_next_decode",
+    "fp8_matmul-deepseek_v3_down",
+    "int_matmul-int8",
+    "affine_matmul_id-few_rows",
+    "int_matmul_id-int8",
+    "affine rows",
+    "int rows",
+    "fp8 rows",
+    "microscaled rows",
 )
 
 
