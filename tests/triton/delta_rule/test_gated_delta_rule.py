@@ -118,6 +118,7 @@ def test_what_is_refused_in_words():
     assert refusal(h=40) == heads.format("key", 40)
     assert refusal(hv=272) == heads.format("value", 272)
     assert refusal(t=0) == "an operand is empty"
+    assert refusal(t=4_194_241) == "4194241 tokens are more than 4194240"
     assert "chunk_size 1 asks for the recurrence" in str(refusal(chunk_size=1))
     with compiling_for(86):
         assert "need more than the GPU's shared memory" in str(refusal(h=256))

@@ -15,10 +15,14 @@ import jax.numpy as jnp
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import sparse_call
-from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import chunk_matrices
+from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
+    CHUNK,
+    chunk_matrices,
+)
 from jaxkern.triton.delta_rule.gated_delta_rule.walk import forward_kernel
 
 LARGEST = 256  # dims of a head
+LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second axis
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = 64  # value columns of a program
 
@@ -33,6 +37,8 @@ def unsupported(
         return reason
     if not key.size * value.size:
         return "an operand is empty"
+    if key.shape[1] > LONGEST:
+        return f"{key.shape[1]} tokens are more than {LONGEST}"
     if chunk_size == 1:
         return "chunk_size 1 asks for the recurrence, and the kernel has chunks of 64"
     if len({x.dtype for x in operands.values()}) > 1:
