@@ -141,8 +141,10 @@ def test_a_text_longer_than_the_cache_is_one_line(chat):
 
 
 IN_ITS_TERMINAL = """
-import os, sys
+import os, signal, sys
 os.login_tty(0)  # a Ctrl-C typed there is a signal
+# which a job in the background would ignore
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from jaxkern.models import conversation
 from jaxkern.models.command_line import main
 sys.exit(main(sys.argv[1:]))

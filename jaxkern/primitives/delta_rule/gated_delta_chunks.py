@@ -66,6 +66,20 @@ def from_chunks(x, like, heads):
     return x[:, :t].astype(like.dtype)
 
 
+def loss_in_chunks(x, dout, dfinal_state, scale):
+    """(scale dL/dout in the chunks of x, dL/dS by key head) of two cotangents."""
+    k, group, size = x.value.shape[2:5]
+    do = scale * in_chunks(dout.astype(x.value.dtype), size, (k, group))
+    return do, by_key_head(dfinal_state.astype(x.state.dtype), k)
+
+
+def state_like(state, initial_state):
+    """dL/dS before the first chunk, if there was such a state."""
+    if initial_state is None:
+        return None
+    return state.reshape(initial_state.shape).astype(initial_state.dtype)
+
+
 def recurrence(x: Chunks, scale):
     """(out, final state), one token after the other: the definition."""
 

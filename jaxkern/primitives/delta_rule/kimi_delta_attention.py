@@ -10,8 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.delta_rule.gated_delta_chunks import from_chunks, in_chunks
-from jaxkern.primitives.delta_rule.gated_delta_step import by_key_head, default_scale
+from jaxkern.primitives.delta_rule.gated_delta_chunks import (
+    from_chunks,
+    loss_in_chunks,
+    state_like,
+)
+from jaxkern.primitives.delta_rule.gated_delta_step import default_scale
 from jaxkern.primitives.delta_rule.kimi_delta_chunks import (
     chunk_gradients,
     chunk_output,
@@ -170,21 +174,14 @@ def kimi_delta_attention_bwd_reference(
 ]:
     chunk_size = BACKWARD_CHUNK if chunk_size == 1 else chunk_size
     x = chunks_of(query, key, value, g, beta, initial_state, chunk_size)
-    k, group, size = x.value.shape[2:5]
-    do = scale * in_chunks(dout.astype(x.value.dtype), size, (k, group))
-    dstate = by_key_head(dfinal_state.astype(x.state.dtype), k)
-    grads = chunk_gradients(x, do, dstate)
-    dinitial = None
-    if initial_state is not None:
-        dinitial = grads.state.reshape(initial_state.shape)
-        dinitial = dinitial.astype(initial_state.dtype)
+    grads = chunk_gradients(x, *loss_in_chunks(x, dout, dfinal_state, scale))
     return (
         from_chunks(grads.query, query, heads=2),
         from_chunks(grads.key, key, heads=2),
         from_chunks(grads.value, value, heads=2),
         from_chunks(grads.g, g, heads=2),
         from_chunks(grads.beta, beta, heads=2),
-        dinitial,
+        state_like(grads.state, initial_state),
     )
 
 
