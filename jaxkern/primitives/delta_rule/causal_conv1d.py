@@ -15,11 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import check_dims
 from jaxkern.primitives.delta_rule.packed_sequences import segment_ids_from_cu_seqlens
-from jaxkern.primitives.delta_rule.state_slots import (
-    occupied,
-    read_slots,
-    write_slots,
-)
+from jaxkern.primitives.delta_rule.state_slots import step_in_pool
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 
 Activation = Literal["silu"] | None
@@ -148,12 +144,12 @@ def causal_conv1d_step(
       (Array([[12.]], dtype=float32), Array([[[2.]]], dtype=float32))
     """
     if state_indices is not None:
-        b, slots = (*jnp.shape(x), 1)[0], (*jnp.shape(state), 1)[0]
-        held = occupied("causal_conv1d_step", state_indices, b, slots)
-        rows = read_slots(state, state_indices, held)
-        y, rows = causal_conv1d_step(x, weight, bias, rows, activation=activation)
-        y = jnp.where(held[:, None], y, 0)
-        return y, write_slots(state, state_indices, held, rows)
+        b = (*jnp.shape(x), 1)[0]
+
+        def step(rows):
+            return causal_conv1d_step(x, weight, bias, rows, activation=activation)
+
+        return step_in_pool("causal_conv1d_step", step, b, state, state_indices)
     y, state = causal_conv1d(x[:, None], weight, bias, state, activation=activation)
     return y[:, 0], state
 

@@ -1,16 +1,13 @@
 """One token of the gated delta rule, for decoding  (https://arxiv.org/abs/2412.06464)."""
 
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.delta_rule.state_slots import (
-    occupied,
-    read_slots,
-    write_slots,
-)
+from jaxkern.primitives.delta_rule.state_slots import step_in_pool
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 HeadOrder = Literal["block", "tiled"]
@@ -71,13 +68,9 @@ def gated_delta_step(
     """
     k = jnp.shape(key)[1] if jnp.ndim(key) > 1 else 1
     if state_indices is not None:
-        b, slots = (*jnp.shape(key), 1)[0], (*jnp.shape(state), 1)[0]
-        held = occupied("gated_delta_step", state_indices, b, slots)
-        rows = read_slots(state, state_indices, held)
-        token = (query, key, value, g, beta)
-        out, rows = gated_delta_step(*token, rows, scale=scale, gqa=gqa)
-        out = jnp.where(held[:, None, None], out, 0)
-        return out, write_slots(state, state_indices, held, rows)
+        b, token = (*jnp.shape(key), 1)[0], (query, key, value, g, beta)
+        step = functools.partial(gated_delta_step, *token, scale=scale, gqa=gqa)
+        return step_in_pool("gated_delta_step", step, b, state, state_indices)
     order = head_order("gated_delta_step", gqa, k)
     value, g, beta, state = (order(x, 1) for x in (value, g, beta, state))
     scale = default_scale(key) if scale is None else float(scale)

@@ -1,16 +1,14 @@
 """One token of Kimi delta attention, for decoding  (https://arxiv.org/abs/2510.26692)."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.delta_rule.gated_delta_step import by_key_head, default_scale
 from jaxkern.primitives.delta_rule.kimi_delta_chunks import delta_step
-from jaxkern.primitives.delta_rule.state_slots import (
-    occupied,
-    read_slots,
-    write_slots,
-)
+from jaxkern.primitives.delta_rule.state_slots import step_in_pool
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
 
@@ -65,16 +63,13 @@ def kimi_delta_attention_step(
       Array([[3.   ],
              [0.368]], dtype=float32)
     """
-    options = dict(scale=default_scale(key) if scale is None else float(scale))
     token = (query, key, value, g, beta)
-    if state_indices is None:
-        return kimi_delta_attention_step_p(*token, state, **options)
-    b, slots = (*jnp.shape(key), 1)[0], (*jnp.shape(state), 1)[0]
-    held = occupied("kimi_delta_attention_step", state_indices, b, slots)
-    rows = read_slots(state, state_indices, held)
-    out, rows = kimi_delta_attention_step_p(*token, rows, **options)
-    out = jnp.where(held[:, None, None], out, 0)
-    return out, write_slots(state, state_indices, held, rows)
+    if state_indices is not None:
+        op, b = "kimi_delta_attention_step", (*jnp.shape(key), 1)[0]
+        step = functools.partial(kimi_delta_attention_step, *token, scale=scale)
+        return step_in_pool(op, step, b, state, state_indices)
+    scale = default_scale(key) if scale is None else float(scale)
+    return kimi_delta_attention_step_p(*token, state, scale=scale)
 
 
 def kimi_delta_attention_step_reference(

@@ -5,8 +5,28 @@ which a step of b requests touches b. A number outside [0, slots), -1 as a rule,
 place of the batch without a request.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+
+def step_in_pool(
+    op: str,
+    step: Callable,
+    b: int,
+    pool: Float[Array, "slots ..."],
+    state_indices: Int[Array, " b"],
+) -> tuple[Float[Array, "b ..."], Float[Array, "slots ..."]]:
+    """`step`, which makes (out, states) of b states, on those that the indices name.
+
+    Out is zero where a row has no slot.
+    """
+    slots = (*jnp.shape(pool), 1)[0]
+    held = occupied(op, state_indices, b, slots)
+    out, rows = step(read_slots(pool, state_indices, held))
+    out = jnp.where(held.reshape(-1, *(1,) * (out.ndim - 1)), out, 0)
+    return out, write_slots(pool, state_indices, held, rows)
 
 
 def occupied(
