@@ -23,6 +23,7 @@ from rich.progress import track
 from tests.triton.test_fewest_calls import FEWEST, every_call
 
 TOOLS = ("memcheck", "racecheck")
+CALLS = 6  # of one process, which takes some ten seconds to start
 NOT_CLEAN = 9  # exit status of a call with findings
 RNG = np.random.default_rng(0)
 
@@ -74,7 +75,7 @@ def main() -> int:
         return 0
     begun = time.monotonic()
     names = [name for name in FEWEST if args.only in name]
-    parts = max(1, min(len(names), args.jobs // len(args.tools)))
+    parts = -(-len(names) // CALLS)
     jobs = [(tool, tuple(names[i::parts])) for tool in args.tools for i in range(parts)]
     said: dict[tuple[str, tuple[str, ...]], str] = {}
     console = Console()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkern import attention, backend, explain
 from tests import sharding_checks
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
-from tests.primitives.attention.one_key import check_first_key, check_sink, slopes_of
+from tests.primitives.attention.one_key import ON_A_CARD, slopes_of
 
 pytestmark = on_a_gpu
 RNG = np.random.default_rng(0)
@@ -348,8 +348,7 @@ def test_few_queries_are_refused_in_words():
     assert "8 queries are no more than 8" in str(backward)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("check", [check_sink, check_first_key])
-def test_one_key_with_nearly_all_weight(check, dtype):
+@pytest.mark.parametrize("check, dtype, sinks", ON_A_CARD)
+def test_one_key_with_nearly_all_weight(check, dtype, sinks):
     with backend("triton", strict=True), jax.default_matmul_precision("highest"):
-        check(jax.jit(slopes_of), 64, dtype)
+        check(jax.jit(slopes_of), 64, dtype, sinks)

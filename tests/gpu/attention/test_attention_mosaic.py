@@ -32,12 +32,7 @@ from tests.gpu.attention.test_attention import (
 from tests.gpu.attention.test_attention import OPTIONS as of_triton
 from tests.gpu.attention.test_attention import check as check_attention
 from tests.gpu.truth import EPSILON, relative_errors
-from tests.primitives.attention.one_key import (
-    SINKS,
-    check_first_key,
-    check_sink,
-    slopes_of,
-)
+from tests.primitives.attention.one_key import ON_A_CARD, slopes_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -318,21 +313,7 @@ def test_two_gpus_share_sequences_or_heads(spec):
     check_on_two_gpus(spec, "auto", "mosaic_gpu_v2")
 
 
-@pytest.mark.parametrize(
-    "check, dtype, sinks",
-    [
-        (check_sink, "bfloat16", SINKS),
-        (check_sink, "float16", SINKS),
-        (check_first_key, "bfloat16", SINKS[:2]),
-        (check_first_key, "float16", SINKS),
-        pytest.param(
-            *(check_first_key, "bfloat16", SINKS[2:]),
-            marks=pytest.mark.xfail(
-                strict=True, reason="0.9 % where the interpreters have 0.4"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("check, dtype, sinks", ON_A_CARD)
 @pytest.mark.parametrize("h", [64, 128, 256])
 def test_one_key_with_nearly_all_weight(h, check, dtype, sinks):
     with jax.default_matmul_precision("highest"):

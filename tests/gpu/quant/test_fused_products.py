@@ -184,10 +184,16 @@ def small_model(quantised):
     return config, LlamaWeights(table, layers, jnp.ones(512), matrices(96, 512), None)
 
 
+ROUNDED = {"xla_allow_excess_precision": False}
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_a_model_of_fused_products(quantised, tokens):
-    """Its logits in bfloat16 are as near to float32 as those of op after op."""
+    """Its logits in bfloat16 are as near to float32 as those of op after op.
+
+    XLA leaves out roundings between ops that it fuses. Here it may not.
+    """
     config, model = small_model(quantised)
     ids = np.arange(tokens, dtype=np.int32)[None] % 96
 
@@ -195,7 +201,7 @@ def test_a_model_of_fused_products(quantised, tokens):
         chosen = replace(config, dtype=dtype, fused=fused)
         cache = empty_cache(chosen, 1, 64, dtype)
         with backend(kernels), jax.default_matmul_precision("highest"):
-            run = jax.jit(prefill, static_argnums=0)
+            run = jax.jit(prefill, static_argnums=0, compiler_options=ROUNDED)
             return run(chosen, model, ids, np.array([tokens]), cache)[0]
 
     truth = np.asarray(logits("float32", False, "xla"))

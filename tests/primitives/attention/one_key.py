@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxkern import attention, backend
 
@@ -73,3 +74,19 @@ def check_first_key(attend: Callable, h: int, dtype: str, sinks=SINKS) -> None:
         given = *first_wins(q, k, sink), v
         found = errors(attend(*given, None, dout), truth(*given, dout, causal=True))
         assert max(found) < LIMIT[dtype], (sink, found)
+
+
+# At 12 the other keys' share of `out` stands in the last bits of a float32, and sums of
+# tensor cores lose more of these than those of the interpreters.
+ON_A_CARD = [
+    (check_sink, "bfloat16", SINKS),
+    (check_sink, "float16", SINKS),
+    (check_first_key, "bfloat16", SINKS[:2]),
+    (check_first_key, "float16", SINKS),
+    pytest.param(
+        *(check_first_key, "bfloat16", SINKS[2:]),
+        marks=pytest.mark.xfail(
+            strict=True, reason="0.9 % where the interpreters have 0.4"
+        ),
+    ),
+]
