@@ -9,6 +9,7 @@ shards, and lowers on every platform. Where to look:
     pallas/       kernels for Hopper and newer
     gpu/          what both share: the device, launches, the problem of an attention
     lowering/     what runs where: one line per kernel in cpu.py, cuda.py, apple/
+    interop/      other libraries' names and signatures: jax.nn, Flax, tokamax
     formats/      files to pytrees of arrays and quantised containers
     runtime/      compiled functions in view and in bounds: plans, limits, uploads
     models/       whole models as pure functions, `generate`, the command line

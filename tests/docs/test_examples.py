@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.interop import flax, jax_nn, tokamax
 
 PARSER = doctest.DocTestParser()
 SECTION = re.compile(r"\n\nExample:\n((?:  .*\n?)+)\Z")
@@ -54,6 +55,14 @@ def test_a_public_name_has_an_example_that_is_true(name):
     sources = "".join(e.source for e in test.examples)
     assert f"jaxkern.{name}" in sources, "it shows another function"
     assert not failures(test)
+
+
+@pytest.mark.parametrize("module", [jax_nn, flax, tokamax], ids=lambda m: m.__name__)
+def test_functions_under_names_of_other_libraries_have_examples_that_are_true(module):
+    for name in module.__all__:
+        test = example_of(inspect.getdoc(getattr(module, name)) or "", name)
+        assert any(f"{name}(" in e.source and e.want for e in test.examples), name
+        assert not failures(test)
 
 
 def test_an_example_that_is_not_true_is_found():

@@ -1,0 +1,9 @@
+"""Functions of other libraries, under their names and signatures, by these operators.
+
+    jax_nn      `jax.nn.dot_product_attention`, `jax.lax.ragged_dot`
+    flax        the `attention_fn` of Flax's attention layers
+    tokamax     tokamax's operators
+
+A model changes one import. What an argument asks for that the operators do not have is
+refused by name.
+"""

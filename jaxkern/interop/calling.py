@@ -1,0 +1,83 @@
+"""How other libraries say which implementation, which precision and which batch."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from jaxkern.lowering.lower import backend
+
+# Theirs and ours; a kernel of these kinds alone, or an error that says why not.
+KINDS = {
+    "xla": "xla",
+    "xla_chunked": "xla",
+    "triton": "triton",
+    "mosaic": "mosaic_gpu",
+    "mosaic_gpu": "mosaic_gpu",
+}
+
+
+@contextlib.contextmanager
+def as_asked(op: str, implementation: Any, precision: Any = None) -> Iterator[None]:
+    """Calls in this block, and their gradients, run by that implementation."""
+    with contextlib.ExitStack() as stack:
+        if implementation is not None:
+            stack.enter_context(backend(*kind_of(op, implementation)))
+        name = precision_name(op, precision)
+        if name is not None:
+            stack.enter_context(jax.default_matmul_precision(name))
+        yield
+
+
+def kind_of(op: str, implementation: Any) -> tuple[str]:
+    """Our name of it; of several the first, as what it refuses XLA runs."""
+    several = isinstance(implementation, Sequence) and not isinstance(
+        implementation, str
+    )
+    wanted = list(implementation) if several else [implementation]
+    kinds = [KINDS.get(x) if isinstance(x, str) else None for x in wanted]
+    if not kinds or None in kinds:
+        raise ValueError(
+            f"{op}: `implementation` must be one or several of {sorted(KINDS)}, got "
+            f"{implementation!r}. None takes the fastest that runs."
+        )
+    return (str(kinds[0]),)
+
+
+def precision_name(op: str, precision: Any) -> str | None:
+    """What `jax.default_matmul_precision` takes, of all that JAX calls a precision."""
+    if isinstance(precision, tuple) and len(set(precision)) == 1:
+        precision = precision[0]
+    if isinstance(precision, jax.lax.Precision | jax.lax.DotAlgorithmPreset):
+        return precision.name.lower() if is_level(precision) else precision.name
+    if precision is None or isinstance(precision, str):
+        return precision
+    raise ValueError(
+        f"{op}: `precision` must be None, a name, a `jax.lax.Precision` or a "
+        f"`jax.lax.DotAlgorithmPreset`, one for both operands, got {precision!r}."
+    )
+
+
+def is_level(precision: Any) -> bool:
+    return isinstance(precision, jax.lax.Precision)
+
+
+def one_batch_dim(x: ArrayLike, batch: tuple[int, ...], dims: int) -> Array:
+    """`x` `[*batch, ...]` with one dim in the place of batch; 1 where all of it is 1.
+
+    Args:
+      x: may lack leading dims and have 1 in the place of any.
+      batch: of the result.
+      dims: behind the batch.
+    """
+    x = jnp.asarray(x)
+    x = x.reshape((1,) * (len(batch) + dims - x.ndim) + x.shape)
+    own, rest = x.shape[: x.ndim - dims], x.shape[x.ndim - dims :]
+    if math.prod(own) == 1:
+        return x.reshape(1, *rest)
+    return jnp.broadcast_to(x, (*batch, *rest)).reshape(-1, *rest)
