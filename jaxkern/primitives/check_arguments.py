@@ -53,7 +53,8 @@ def check_arguments[F: Callable](fn: F) -> F:
     """`fn` that first checks its arguments: each is what its annotation allows.
 
     A list for an array, another dtype, a traced option: one TypeError with the names of
-    function and argument, before anything is computed.
+    function and argument, before anything is computed. What has `__jax_array__` counts
+    as the array that it gives.
     What is annotated otherwise (strings, trees, tuples) is left to `fn`, and so is the
     dtype of a mask: `fn` knows what else it can have been meant for.
     """
@@ -69,7 +70,7 @@ def check_arguments[F: Callable](fn: F) -> F:
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         def argument(name: str, x: Any) -> Any:
-            kind = known().get(name)
+            kind, x = known().get(name), unwrapped(x)
             return x if kind is None else checked_argument(fn.__name__, name, kind, x)
 
         given = [argument(n, x) for n, x in zip(names, args, strict=False)]
@@ -78,6 +79,13 @@ def check_arguments[F: Callable](fn: F) -> F:
 
     checked.__module__ = "jaxkern"  # where users, and pickle, find it
     return typing.cast(F, checked)
+
+
+def unwrapped(x: Any) -> Any:
+    """The array that a parameter of Flax NNX, a variable of Keras and the like hold."""
+    if isinstance(x, jax.Array) or not hasattr(type(x), "__jax_array__"):
+        return x
+    return x.__jax_array__()
 
 
 def declared(fn: Callable, name: str, hint: Any) -> Declared | None:

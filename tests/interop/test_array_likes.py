@@ -1,0 +1,77 @@
+"""Parameters of modules are operands; every public function has the same check.
+
+Operands were arrays in all other tests, so a weight that was one only by
+`__jax_array__` was refused, or taken for a quantised one, unseen.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkern
+from jaxkern import attention, linear, quantize_gguf, rms_norm, swiglu
+
+
+class Held:
+    """As a variable of Keras: an array by `__jax_array__` alone."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
+
+
+class Block(nnx.Module):
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 2)
+        self.norm = nnx.Param(jnp.ones(8))
+        self.up = nnx.Param(jax.random.normal(keys[0], (32, 8)))
+        self.down = nnx.Param(jax.random.normal(keys[1], (8, 16)))
+
+    def __call__(self, x):
+        return linear(swiglu(linear(rms_norm(x, self.norm), self.up)), self.down)
+
+
+@pytest.mark.parametrize("held", [nnx.Param, Held])
+def test_what_holds_an_array_is_an_operand(held):
+    x, w = jnp.arange(8.0).reshape(1, 2, 2, 2), jnp.array([[1.0, 2.0], [3.0, 4.0]])
+
+    def results(wrap, x, w):
+        qkv = (wrap(x),) * 3
+        return attention(*qkv), linear(wrap(x), wrap(w), bias=wrap(w[0]))
+
+    run = jax.jit(results, static_argnums=0)
+    jax.tree.map(np.testing.assert_array_equal, run(held, x, w), run(jnp.asarray, x, w))
+
+
+def test_a_module_of_nnx_differentiates_and_trains_under_jit():
+    block, x = Block(), jnp.arange(16.0).reshape(2, 8) / 8
+
+    @nnx.jit
+    def loss(block, x):
+        return (block(x) ** 2).mean()
+
+    slopes = nnx.grad(loss)(block, x)
+
+    def plain(norm, up, down):
+        return (linear(swiglu(linear(rms_norm(x, norm), up)), down) ** 2).mean()
+
+    weights = block.norm[...], block.up[...], block.down[...]
+    expected = jax.grad(plain, (0, 1, 2))(*weights)
+    for name, slope in zip(("norm", "up", "down"), expected, strict=True):
+        np.testing.assert_allclose(slopes[name][...], slope, rtol=1e-5, atol=1e-6)
+
+
+def test_quantised_weights_in_a_module():
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((4, 32)), jnp.float32)
+    packed, x = nnx.Param(quantize_gguf(w, "Q8_0")), jnp.ones((1, 32))
+    found = jax.jit(lambda x: linear(x, packed))(x)
+    np.testing.assert_allclose(found, x @ w.T, rtol=0.05, atol=0.1)
+
+
+def test_no_array_behind_it_is_refused_by_name():
+    with pytest.raises(TypeError, match="rms_norm: `weight` must be an array"):
+        jaxkern.rms_norm(jnp.ones((2, 8)), Held("ones"))
