@@ -12,6 +12,7 @@ shards, and lowers on every platform. Where to look:
     interop/      other libraries' names and signatures: jax.nn, Flax, tokamax
     formats/      files to pytrees of arrays and quantised containers
     runtime/      compiled functions in view and in bounds: plans, limits, uploads
+    testing/      the generic checks that every op passes, for ops of others too
     models/       whole models as pure functions, `generate`, the command line
     train/        a training step, its loss and optimiser; loaded when first named
 """

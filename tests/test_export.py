@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import jaxkern as jk
-from tests import checks
-from tests.test_every_op import OPS, is_small
+from jaxkern.testing import checks
+from jaxkern.testing.check_op import is_small
+from tests.cases import cases_of
+from tests.test_every_op import OPS
 
 pytest.importorskip("flatbuffers")  # jax.export needs it to serialise
 pytestmark = pytest.mark.smoke
@@ -58,7 +60,7 @@ def is_batch(label, size):
 
 def with_leading_dims(p):
     """Operands, options and symbolic types of the first small case that has any."""
-    for case in filter(lambda c: is_small(p, c), checks.cases_of(p)):
+    for case in filter(lambda c: is_small(p, c), cases_of(p)):
         operands = checks.operands_of(p, case)
         sizes, specs = {}, []
         for a, x in zip(p.operands, operands, strict=True):

@@ -19,8 +19,15 @@ from jaxkern.primitives.kernel_primitive import (
     kernel_primitive,
 )
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
-from tests import checks, edge_checks, mesh_checks, sharding_checks, transform_checks
-from tests.checks import Spec, case, f32
+from jaxkern.testing import (
+    checks,
+    edge_checks,
+    mesh_checks,
+    sharding_checks,
+    transform_checks,
+)
+from jaxkern.testing.checks import Spec, case, f32
+from tests.cases import cases_of
 
 ROWS = case("rows", x=f32(4, 8))
 SCALED = case("scaled", x=f32(4, 8), scale=f32(8))
@@ -382,7 +389,7 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_fault_of_a_kernel(name):
     check, p, case_name, wrong = KERNELS[name]
-    given = next(c for c in checks.cases_of(p) if c.name == case_name)
+    given = next(c for c in cases_of(p) if c.name == case_name)
     for kernel in (p.reference, wrong):
         jax.clear_caches()
         with checks.own_rows(p):

@@ -15,8 +15,10 @@ import pytest
 
 import jaxkern
 from jaxkern.primitives.check_arguments import check_arguments
-from tests.checks import operands_of, options_of
-from tests.test_every_op import OPS, smallest_case
+from jaxkern.testing.check_op import smallest_case
+from jaxkern.testing.checks import operands_of, options_of
+from tests.cases import cases_of
+from tests.test_every_op import OPS
 
 FUNCTIONS = [
     getattr(jaxkern, name)
@@ -241,7 +243,7 @@ def test_a_public_function_pickles():
 
 def test_references_promote_whatever_the_user_forbids_himself():
     names = ("rms_norm", "attention", "rope_from", "cross_entropy", "dequantize_affine")
-    cases = {p: smallest_case(p) for p in OPS if p.name in names}
+    cases = {p: smallest_case(p, cases_of(p)) for p in OPS if p.name in names}
 
     def every_op(operands):
         return [

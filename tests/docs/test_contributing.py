@@ -15,7 +15,14 @@ from jaxkern.lowering.apple.samples import Draw
 from jaxkern.lowering.kernel_table import Kernel, row_of
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.runtime.graph.op_kind import OpKind, kind_of_primitive
-from tests import checks, test_every_op
+from jaxkern.testing.check_op import (
+    EACH_CASE,
+    EACH_FAMILY,
+    EACH_SMALL_CASE,
+    ON_MESHES,
+    smallest_case,
+)
+from tests.cases import cases_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -97,17 +104,17 @@ def test_its_own_tests_pass(contributed):
 @pytest.mark.parametrize(
     "check",
     [
-        *test_every_op.EACH_CASE,
-        *test_every_op.EACH_SMALL_CASE,
-        *test_every_op.ON_MESHES,
-        *test_every_op.EACH_FAMILY,
+        *EACH_CASE,
+        *EACH_SMALL_CASE,
+        *ON_MESHES,
+        *EACH_FAMILY,
     ],
     ids=lambda check: check.__name__,
 )
 def test_it_passes_the_generic_checks(contributed, check):
     p, _ = contributed
-    assert len(checks.cases_of(p)) > 1
-    check(p, test_every_op.smallest_case(p))
+    assert len(cases_of(p)) > 1
+    check(p, smallest_case(p, cases_of(p)))
 
 
 def test_it_has_a_kind_and_a_call_of_its_own(contributed):

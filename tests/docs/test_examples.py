@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern import testing
 from jaxkern.interop import flax, jax_nn, tokamax
 
 PARSER = doctest.DocTestParser()
@@ -57,9 +58,17 @@ def test_a_public_name_has_an_example_that_is_true(name):
     assert not failures(test)
 
 
-@pytest.mark.parametrize("module", [jax_nn, flax, tokamax], ids=lambda m: m.__name__)
-def test_functions_under_names_of_other_libraries_have_examples_that_are_true(module):
-    for name in module.__all__:
+@pytest.mark.parametrize(
+    "module, names",
+    [
+        (jax_nn, jax_nn.__all__),
+        (flax, flax.__all__),
+        (tokamax, tokamax.__all__),
+        (testing, ["check_op", "checks_of"]),
+    ],
+)
+def test_functions_of_other_modules_have_examples_that_are_true(module, names):
+    for name in names:
         test = example_of(inspect.getdoc(getattr(module, name)) or "", name)
         assert any(f"{name}(" in e.source and e.want for e in test.examples), name
         assert not failures(test)

@@ -12,17 +12,19 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern  # noqa: F401  (declares the ops)
 from jaxkern import backend, explain, rms_norm
-from tests import checks, sharding_checks, transform_checks
+from jaxkern.testing import checks, sharding_checks, transform_checks
+from jaxkern.testing.check_op import is_small
+from tests.cases import cases_of
 from tests.gpu.truth import on_a_gpu, seconds_a_kernel
 from tests.lowering.test_mosaic_gpu import WEIGHT, X, truth
-from tests.test_every_op import OPS, is_small
+from tests.test_every_op import OPS
 
 pytestmark = on_a_gpu
 
 
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
 def test_values_and_gradients_on_the_gpu(p):
-    for case in checks.cases_of(p):
+    for case in cases_of(p):
         if case.full:
             continue
         with jax.default_matmul_precision("highest"):

@@ -36,7 +36,7 @@ from jaxkern.primitives.norm.rms_norm import (
     rms_norm_bwd_reference,
     rms_norm_p,
 )
-from tests import checks, sharding_checks
+from jaxkern.testing import checks, sharding_checks
 
 pytestmark = pytest.mark.smoke
 

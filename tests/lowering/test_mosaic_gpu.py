@@ -21,7 +21,7 @@ from jaxkern import explain, rms_norm
 from jaxkern.lowering.lower import lower
 from jaxkern.primitives.call import Call
 from jaxkern.primitives.norm.rms_norm import rms_norm_bwd_reference, rms_norm_p
-from tests import checks
+from jaxkern.testing import checks
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("mosaic_rows")]
 

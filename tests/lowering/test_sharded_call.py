@@ -15,8 +15,8 @@ from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.norm.rms_norm_quantized import rms_norm_quantized_p
 from jaxkern.primitives.optim.adamw import adamw_tree_p
 from jaxkern.primitives.quant.fp8 import dequantize_fp8_p, quantize_fp8_p
-from tests.checks import opaque_kernels
-from tests.sharding_checks import collectives
+from jaxkern.testing.checks import opaque_kernels
+from jaxkern.testing.sharding_checks import collectives
 
 
 def mesh_of(**sizes):

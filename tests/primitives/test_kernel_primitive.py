@@ -21,7 +21,7 @@ from jaxkern.primitives.declared_dims import annotations, without_residuals
 from jaxkern.primitives.kernel_primitive import REGISTRY, kernel_primitive
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.rules import result_avals
-from tests.sharding_checks import mesh_of
+from jaxkern.testing.sharding_checks import mesh_of
 
 pytestmark = pytest.mark.smoke
 

@@ -13,7 +13,7 @@ from jaxkern import adamw_update, backend, explain
 from jaxkern.primitives.activation.softmax import softmax_p
 from jaxkern.primitives.leafwise_primitive import leafwise_primitive
 from jaxkern.primitives.optim.adamw import adamw_p, adamw_tree_p
-from tests import checks, sharding_checks
+from jaxkern.testing import checks, sharding_checks
 
 pytestmark = pytest.mark.smoke
 OPTIONS = dict(b1=0.9, b2=0.6, eps=0.3, eps_root=0.2, weight_decay=0.1)

@@ -48,8 +48,9 @@ from jaxkern.lowering.lower import rows_on
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.testing import checks
 from jaxkern.triton.quant import packed_products
-from tests import checks
+from tests.cases import cases_of
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
@@ -66,7 +67,7 @@ def triton_rows():
     for p in REGISTRY.values():
         members = [q for q in (p, p.fwd, p.bwd) if q is not None]
         if any(row.backend == "triton" for q in members for row in rows_on(q, "cuda")):
-            for k, case in enumerate(checks.cases_of(p)):
+            for k, case in enumerate(cases_of(p)):
                 first = p is rms_norm_p and k == 0
                 marks = pytest.mark.smoke if first else pytest.mark.full
                 yield pytest.param(p, case, id=f"{p.name}-{case.name}", marks=marks)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import attention, backend, explain
-from tests import sharding_checks
+from jaxkern.testing import sharding_checks
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
 from tests.primitives.attention.one_key import ON_A_CARD, slopes_of
 

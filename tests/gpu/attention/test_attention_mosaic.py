@@ -17,8 +17,8 @@ from jaxkern.pallas.attention.attention import bwd as hopper_bwd
 from jaxkern.pallas.attention.attention import fwd as hopper
 from jaxkern.pallas.attention.attention import joint_bwd
 from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.testing import checks
 from jaxkern.triton.attention.attention import bwd as triton_bwd
-from tests import checks
 from tests.gpu.attention.test_attention import (
     IDS,
     KV_IDS,

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import attention, backend, paged_attention
-from tests.checks import in_float64
+from jaxkern.testing.checks import in_float64
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_error
 
 pytestmark = on_a_gpu

@@ -16,7 +16,7 @@ from jaxkern import (
     quantize_vectors,
     quantized_cache_attention,
 )
-from tests.checks import in_float64
+from jaxkern.testing.checks import in_float64
 from tests.gpu.attention.test_decode_attention import OPTIONS, draw
 from tests.gpu.truth import on_a_gpu, poison, relative_error
 

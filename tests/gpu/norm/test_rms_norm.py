@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend, rms_norm
-from tests import sharding_checks
+from jaxkern.testing import sharding_checks
 from tests.gpu.norm.rows import DTYPES, ODD, check_long_and_odd_rows, draws
 from tests.gpu.truth import check_against_float64, on_a_gpu, poison, seconds_a_kernel
 

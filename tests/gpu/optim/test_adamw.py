@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import adamw_update, backend, explain
-from tests import sharding_checks
+from jaxkern.testing import sharding_checks
 from tests.gpu.truth import on_a_gpu
 
 pytestmark = on_a_gpu

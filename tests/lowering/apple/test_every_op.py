@@ -13,8 +13,10 @@ from jaxkern.lowering.apple.findings import check_module
 from jaxkern.lowering.apple.plugins import PLUGINS
 from jaxkern.lowering.apple.wire import export
 from jaxkern.lowering.lower import backend
-from tests import checks
-from tests.test_every_op import FIRST_OF_FAMILY, OPS, is_small
+from jaxkern.testing import checks
+from jaxkern.testing.check_op import is_small
+from tests.cases import cases_of
+from tests.test_every_op import FIRST_OF_FAMILY, OPS
 
 KNOWN = {  # on a plugin that no supported jax can load: reported, not cured
     "METAL": {"fft", "gated_delta_step", "softmax_sample", "solve_unit_lower"}
@@ -24,7 +26,7 @@ KNOWN = {  # on a plugin that no supported jax can load: reported, not cured
 def cases(*on):
     """All cases of all ops for `make test-full`, `on` are those for `make test`."""
     for p in OPS:
-        for case in filter(functools.partial(is_small, p), checks.cases_of(p)):
+        for case in filter(functools.partial(is_small, p), cases_of(p)):
             name = f"{p.name}-{case.name}"
             marks = [] if name in on else [pytest.mark.full]
             yield pytest.param(p, case, id=name, marks=marks)
@@ -68,7 +70,7 @@ def test_metal(p, case):
 
 def test_the_first_op_of_each_family_is_clean():
     for p in FIRST_OF_FAMILY.values():
-        case = checks.cases_of(p)[0]
+        case = cases_of(p)[0]
         _, _, exported = lowered(p, case, "mps")
         report = check_module(exported.mlir_module_serialized, PLUGINS["mps"])
         assert report.findings == (), f"{p.name}: {report}"
@@ -80,7 +82,7 @@ def test_reported(platform):
     """What docs/apple.md says of the two that are only reported."""
     found = set()
     for p in OPS:
-        for case in filter(functools.partial(is_small, p), checks.cases_of(p)):
+        for case in filter(functools.partial(is_small, p), cases_of(p)):
             _, _, exported = lowered(p, case, platform)
             artifact = exported.mlir_module_serialized
             if check_module(artifact, PLUGINS[platform]).findings:

@@ -21,7 +21,8 @@ from jaxkern.lowering.apple.wire import Module, export, text
 from jaxkern.lowering.kernel_table import row_of
 from jaxkern.primitives.attention.operands import AttentionOperands
 from jaxkern.primitives.kernel_primitive import REGISTRY
-from tests import checks
+from jaxkern.testing import checks
+from tests.cases import cases_of
 from tests.lowering.apple import mlx_kernels
 from tests.primitives.quant import mlx_golden
 
@@ -100,7 +101,7 @@ def row_cases():
     for line in KERNELS:
         p = REGISTRY[line.op]
         row = row_of(p, line, "primal")
-        for k, case in enumerate(checks.cases_of(p)):
+        for k, case in enumerate(cases_of(p)):
             marks = [pytest.mark.full] if k or case.full else []
             yield pytest.param(
                 p,

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkern import bias_activation
 from jaxkern.primitives.activation.activations import ACTIVATIONS, Activation
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case(

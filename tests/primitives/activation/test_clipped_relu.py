@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import clipped_relu
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("plain", x=f32(8, 2, 4, scale=5)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.activation.geglu import geglu
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("gemma2_9b_decode", gate=bf16(4, 14336), up=bf16(4, 14336)),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkern import gelu
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("plain", x=f32(8, 2, 4)),

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkern import geglu, glu, swiglu
 from jaxkern.primitives.activation.activations import Activation
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("reglu", gate=f32(8, 16), up=f32(8, 16), activation="relu"),

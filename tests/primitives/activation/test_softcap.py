@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.activation.softcap import softcap
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("gemma2_logits", x=bf16(2, 256000, scale=20), cap=30.0),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.activation.softmax import softmax
-from tests.checks import bf16, boolean, case, f32
+from jaxkern.testing.checks import bf16, boolean, case, f32
 
 CASES = {
     "softmax": [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.activation.swiglu import swiglu
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("llama3_8b_decode", gate=bf16(4, 14336), up=bf16(4, 14336)),

@@ -12,7 +12,7 @@ from jaxkern import attention, backend, block_mask, make_block_mask, make_mask
 from jaxkern.primitives.attention import query_blocks
 from jaxkern.primitives.attention.attend import tail_of, with_tail
 from jaxkern.primitives.attention.attention import attention_p
-from tests.checks import (
+from jaxkern.testing.checks import (
     bf16,
     boolean,
     bound,

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern import attention, latent_attention
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 
 CASES = [
     case(

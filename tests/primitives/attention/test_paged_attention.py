@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import attention, gather_pages, paged_attention
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 
 def given(x):

@@ -14,7 +14,7 @@ from jax.test_util import check_grads
 from jaxkern import attention, backend, explain
 from jaxkern.primitives.attention import query_blocks
 from jaxkern.primitives.attention.dropout import kept, seeds_of
-from tests.checks import Spec, boolean, case, f32, i32
+from jaxkern.testing.checks import Spec, boolean, case, f32, i32
 from tests.primitives.attention.test_attention import draw, f32s, lengths, shapes
 
 

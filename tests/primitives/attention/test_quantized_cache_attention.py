@@ -19,7 +19,7 @@ from jaxkern import (
     unrotate,
     update_quantized_kv_cache,
 )
-from tests.checks import bf16, boolean, case, f32, i32, u8, uniform
+from jaxkern.testing.checks import bf16, boolean, case, f32, i32, u8, uniform
 
 TQ4, TQ8 = TurboQuantCodec(4), TurboQuantCodec(8)
 

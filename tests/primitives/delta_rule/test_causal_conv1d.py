@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkern import causal_conv1d, causal_conv1d_step
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 
 CASES = [
     case(

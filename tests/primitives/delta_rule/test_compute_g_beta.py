@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import compute_g_beta, log_decay_from_positive
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("plain", a=f32(2, 3, 4), b=f32(2, 3, 4), a_log=f32(4), dt_bias=f32(4)),

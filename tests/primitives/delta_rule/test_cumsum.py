@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import cumsum
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("plain", x=f32(2, 3, 7)),

@@ -11,7 +11,7 @@ from jaxkern import gated_delta_rule, segment_ids_from_cu_seqlens
 from jaxkern.primitives.delta_rule import gated_delta_chunks as stages
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
 from jaxkern.primitives.delta_rule.packed_sequences import sequences_in_a_row
-from tests.checks import bf16, case, f16, f32, uniform
+from jaxkern.testing.checks import bf16, case, f16, f32, uniform
 
 
 def shapes(b, t, k, g, h, hv, spec=f32, state=True, **options):

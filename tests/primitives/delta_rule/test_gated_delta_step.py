@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import gated_delta_rule, gated_delta_step
-from tests.checks import bf16, case, f32, uniform
+from jaxkern.testing.checks import bf16, case, f32, uniform
 from tests.primitives.delta_rule.test_gated_delta_rule import as_jax, draw, recurrence
 
 

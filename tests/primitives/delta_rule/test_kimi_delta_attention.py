@@ -9,7 +9,7 @@ import pytest
 
 from jaxkern import gated_delta_rule, kimi_delta_attention
 from jaxkern.primitives.delta_rule.kimi_delta_chunks import decayed_products
-from tests.checks import bf16, case, f32, uniform
+from jaxkern.testing.checks import bf16, case, f32, uniform
 
 
 def shapes(b, t, k, g, h, hv, spec=f32, state=True, **options):

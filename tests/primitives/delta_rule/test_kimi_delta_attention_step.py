@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import kimi_delta_attention, kimi_delta_attention_step
-from tests.checks import bf16, case, f32, uniform
+from jaxkern.testing.checks import bf16, case, f32, uniform
 from tests.primitives.delta_rule.test_kimi_delta_attention import as_jax, draw
 
 

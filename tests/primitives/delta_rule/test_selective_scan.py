@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import segment_ids_from_cu_seqlens, selective_scan
-from tests.checks import bf16, boolean, case, f32, uniform
+from jaxkern.testing.checks import bf16, boolean, case, f32, uniform
 
 
 def shapes(rows, t, d, state, spec=f32):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import solve_unit_lower
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("plain", lower=f32(2, 4, 4, scale=0.5), rhs=f32(2, 4, 3)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import selective_scan, state_space_dual
-from tests.checks import bf16, boolean, case, f32, uniform
+from jaxkern.testing.checks import bf16, boolean, case, f32, uniform
 
 
 def shapes(rows, t, k, g, h, state, spec=f32):

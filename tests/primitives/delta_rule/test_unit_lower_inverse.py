@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import unit_lower_inverse
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("plain", a=f32(2, 5, 5, scale=0.5)),

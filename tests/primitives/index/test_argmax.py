@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.index.argmax import argmax
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("llama3_vocab", x=bf16(4, 128256)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import argsort, top_k
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("plain", x=f32(8, 6)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.index.embedding import embedding
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 
 CASES = [
     case("smollm2", ids=i32(2, 16, high=4915), table=bf16(4915, 576)),

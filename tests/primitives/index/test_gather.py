@@ -8,8 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import embedding, gather
-from tests.checks import bf16, case, f32, i32
-from tests.sharding_checks import mesh_of
+from jaxkern.testing.checks import bf16, case, f32, i32
+from jaxkern.testing.sharding_checks import mesh_of
 
 CASES = [
     case("plain", x=f32(2, 6, 4), indices=i32(4, low=-1, high=7), clip=False),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import gather, scatter_add, take_along_axis
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 
 CASES = [
     case(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import take_along_axis
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 
 CASES = [
     case("plain", x=f32(2, 6), indices=i32(2, 4, low=-1, high=7), clip=False),

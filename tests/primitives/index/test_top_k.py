@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.index.top_k import top_k
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("llama3_vocab", x=bf16(4, 128256), k=40),

@@ -21,7 +21,7 @@ from jaxkern import (
     update_kv_cache,
     update_quantized_kv_cache,
 )
-from tests.checks import bf16, case, f32, i32, u8
+from jaxkern.testing.checks import bf16, case, f32, i32, u8
 
 
 def heads(b, t, n, k, h, r, hv=None, spec=f32):

@@ -16,7 +16,7 @@ from jaxkern import (
     update_paged_kv_cache,
     update_quantized_kv_cache,
 )
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.primitives.kv_cache.test_qk_norm_rope_cache import LLAMA3, draw, heads, same
 from tests.primitives.kv_cache.test_update_paged_kv_cache import some_slots
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkern import attention, ring_positions, update_kv_cache
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 
 
 def shapes(b, t, s, k, h, low=0, high=None, spec=f32):

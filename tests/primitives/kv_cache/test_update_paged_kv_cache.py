@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern import gather_pages, page_slots, update_kv_cache, update_paged_kv_cache
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 
 def some_slots(b, t, total, outside=0):

@@ -16,7 +16,7 @@ from jaxkern import (
     update_kv_cache,
     update_quantized_kv_cache,
 )
-from tests.checks import bf16, case, f32, i32, u8
+from jaxkern.testing.checks import bf16, case, f32, i32, u8
 
 TQ4, INT4 = TurboQuantCodec(4), IntCodec(4, group=8)
 CODECS = [INT4, IntCodec(8), TurboQuantCodec(2.25), TQ4, TurboQuantCodec(8, group=16)]

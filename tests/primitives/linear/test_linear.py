@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import linear
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 from tests.primitives.quant.block_bytes import weight
 
 PLAIN = {"compute_dtype": None, "precision": None}

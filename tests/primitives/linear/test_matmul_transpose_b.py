@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, linear, matmul_transpose_b
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("grouped", x=f32(2, 4, 3, 8), w=f32(2, 2, 4, 8)),

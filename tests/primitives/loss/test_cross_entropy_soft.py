@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern import cross_entropy
-from tests.checks import bf16, case, f32, uniform
+from jaxkern.testing.checks import bf16, case, f32, uniform
 
 CASES = {
     "soft_cross_entropy": [

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend, cross_entropy, explain, linear_cross_entropy
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 from tests.golden.torch_losses_vision import assert_equals_torch
 
 EVERY = dict(label_smoothing=0.1, z_loss=0.01, softcap=3.0, ignore_index=2)

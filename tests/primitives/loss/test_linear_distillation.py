@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import linear_distillation
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 SIZES = dict(
     x=f32(8, 3), weight=f32(7, 3), teacher_x=f32(8, 2), teacher_weight=f32(7, 2)

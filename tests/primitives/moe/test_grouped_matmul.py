@@ -14,9 +14,9 @@ from jaxkern import (
     quantize_microscaled,
     quantized_matmul_id,
 )
-from tests.checks import Spec, bf16, case, f32
+from jaxkern.testing.checks import Spec, bf16, case, f32
+from jaxkern.testing.sharding_checks import mesh_of
 from tests.primitives.quant.block_bytes import weight
-from tests.sharding_checks import mesh_of
 
 
 def sizes(*values: int) -> Spec:

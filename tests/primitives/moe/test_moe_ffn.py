@@ -10,9 +10,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import moe_ffn
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
+from jaxkern.testing.sharding_checks import mesh_of
 from tests.primitives.quant.block_bytes import weight
-from tests.sharding_checks import mesh_of
 
 T, K, E, D, F = 6, 2, 4, 5, 3
 CASES = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import moe_weighted_reduce
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case(

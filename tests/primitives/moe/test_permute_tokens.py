@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import expert_order, permute_tokens
-from tests.checks import Spec, bf16, case, f32
+from jaxkern.testing.checks import Spec, bf16, case, f32
 
 
 def permutation(r: int) -> Spec:

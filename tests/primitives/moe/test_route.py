@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import linear, rms_norm, route
-from tests.checks import bf16, case, f32, uniform
+from jaxkern.testing.checks import bf16, case, f32, uniform
 
 DEEPSEEK = dict(score="sigmoid", num_groups=4, top_groups=2, group_score="top2")
 

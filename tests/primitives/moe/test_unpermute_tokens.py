@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import permute_tokens, unpermute_tokens
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.primitives.moe.test_permute_tokens import permutation
 
 CASES = [

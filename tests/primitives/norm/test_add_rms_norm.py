@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern import add_rms_norm
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.primitives.norm.test_rms_norm import formula
 
 CASES = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import batch_norm
-from tests.checks import bf16, case, f16, f32, uniform
+from jaxkern.testing.checks import bf16, case, f16, f32, uniform
 
 CASES = [  # x[b, channel, pixel]
     case(

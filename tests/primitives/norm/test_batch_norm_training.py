@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import batch_norm, batch_norm_training
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 from tests.primitives.norm.test_batch_norm import (
     ALL_BUT_THE_CHANNEL,
     formula,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import dynamic_tanh
-from tests.checks import bf16, case, f16, f32, uniform
+from jaxkern.testing.checks import bf16, case, f16, f32, uniform
 
 CASES = [
     case("plain", x=f32(8, 4, 16), alpha=uniform(), weight=f32(16), bias=f32(16)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import gated_rms_norm
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 
 CASES = [
     case(

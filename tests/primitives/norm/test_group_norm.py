@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import group_norm
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 
 CHANNELS_FIRST = [  # x[b, group, channel, pixel]
     case(

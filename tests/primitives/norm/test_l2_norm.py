@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import l2_norm
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 
 CASES = [
     case("qwen3_next_key", x=bf16(2, 64, 16, 128)),

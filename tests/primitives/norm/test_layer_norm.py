@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import layer_norm
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 
 CASES = [
     case("gpt2_decode", x=bf16(8, 768), weight=bf16(768), bias=bf16(768)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import explain, multi_rms_norm, rms_norm
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.primitives.norm.test_rms_norm import formula as norm
 
 GEMMA = dict(eps=1e-6, offset=1.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import rms_norm
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 
 CASES = [
     case("llama3_8b_decode", x=bf16(4, 4096), weight=bf16(4096), eps=1e-5),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkern import add_rms_norm_quantized, rms_norm_quantized
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 PLAIN = dict(eps=1e-6, offset=0.0)
 CASES = {

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxkern import adam_update, adamw_update
-from tests.checks import bf16, case, f32, i32, uniform
+from jaxkern.testing.checks import bf16, case, f32, i32, uniform
 
 OPTIONS = dict(b1=0.9, b2=0.6, eps=0.3, eps_root=0.2, weight_decay=0.1)
 CASES = [

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
-from tests.checks import Spec
+from jaxkern.testing.checks import Spec
 
 QTYPES = list(BLOCK_FORMATS)
 

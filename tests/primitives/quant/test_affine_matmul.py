@@ -17,7 +17,7 @@ from jaxkern import (
     quantized_matmul_id,
 )
 from jaxkern.primitives.quant.affine_matmul import affine_matmul
-from tests.checks import Spec, case, f32, i32, uniform
+from jaxkern.testing.checks import Spec, case, f32, i32, uniform
 from tests.primitives.quant.mlx_golden import GOLDEN, KEYS, arrays, tensor
 
 

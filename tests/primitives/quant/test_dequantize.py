@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import GGUFTensor, dequantize
-from tests.checks import case
+from jaxkern.testing.checks import case
 from tests.primitives.quant.block_bytes import (
     QTYPES,
     decoded,

@@ -16,7 +16,7 @@ from jaxkern import (
     quantized_matmul,
 )
 from jaxkern.primitives.float8 import decode_float8, encode_float8
-from tests.checks import Spec, bf16, case, f32, i32, uniform
+from jaxkern.testing.checks import Spec, bf16, case, f32, i32, uniform
 
 FORMATS = {
     "e4m3fn": ml_dtypes.float8_e4m3fn,

@@ -13,7 +13,7 @@ from jaxkern import (
     quantized_rms_norm_matmul,
     quantized_swiglu,
 )
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.primitives.quant.block_bytes import quiet_bytes, weight
 
 CASES = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import int8_matmul, quantize_int, quantized_matmul
-from tests.checks import case, uniform
+from jaxkern.testing.checks import case, uniform
 from tests.primitives.quant.test_int_matmul import int8
 
 CASES = [

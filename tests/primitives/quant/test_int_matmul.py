@@ -14,7 +14,7 @@ from jaxkern import (
     quantized_matmul,
     quantized_matmul_id,
 )
-from tests.checks import Spec, case, f32, i32, u8, uniform
+from jaxkern.testing.checks import Spec, case, f32, i32, u8, uniform
 
 
 def int8(*shape: int) -> Spec:

@@ -14,7 +14,7 @@ from jaxkern import (
     quantized_matmul_id,
 )
 from jaxkern.primitives.quant.interleaved_tensor import UNITS, rows_of
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 from tests.primitives.quant.block_bytes import quiet_bytes, random_blocks, weight
 
 CASES = {

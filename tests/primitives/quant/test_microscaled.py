@@ -21,7 +21,7 @@ from jaxkern import (
     unpack_fp4,
 )
 from jaxkern.primitives.quant.microscaled_tensor import MICROSCALED
-from tests.checks import Spec, bf16, case, f32, i32, uniform
+from jaxkern.testing.checks import Spec, bf16, case, f32, i32, uniform
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "mlx_float_formats.npz"
 

@@ -21,7 +21,7 @@ from jaxkern import (
     requantize,
 )
 from jaxkern.primitives.quant.nf4_tensor import LEVELS, dynamic_levels
-from tests.checks import case, f32, i32, u8, uniform
+from jaxkern.testing.checks import case, f32, i32, u8, uniform
 
 SINGLE = {"codes": u8(4, 8), "scales": uniform(4, 2), "group_size": 8}
 DOUBLE = {

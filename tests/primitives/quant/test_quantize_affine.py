@@ -7,7 +7,7 @@ import pytest
 
 from jaxkern import dequantize, quantize_affine
 from jaxkern.primitives.quant.affine_tensor import BITS, pack_codes, unpack_codes
-from tests.checks import case, f32
+from jaxkern.testing.checks import case, f32
 from tests.primitives.quant.mlx_golden import GOLDEN, KEYS, arrays, tensor
 
 CASES = [

@@ -15,7 +15,7 @@ from jaxkern.primitives.quant.scale_search import (
     symmetric_fit,
     weights_of,
 )
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.primitives.quant.block_bytes import Q8_K
 
 QTYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import GGUFTensor, quantized_embedding
-from tests.checks import case, i32
+from jaxkern.testing.checks import case, i32
 from tests.primitives.quant.block_bytes import QTYPES, quiet_bytes, weight
 
 CASES = [

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkern import quantized_matmul
 from jaxkern.primitives.quant.decoded_products import rounded_activations
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.primitives.quant.block_bytes import QTYPES, quiet_bytes, weight
 
 CASES = [

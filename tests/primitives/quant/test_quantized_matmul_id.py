@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import GGUFTensor, quantized_matmul_id
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 from tests.primitives.quant.block_bytes import quiet_bytes, weight
 
 CASES = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import apply_rope, head_norm_rope, rms_norm, rope_cos_sin
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 from tests.primitives.norm.test_rms_norm import formula as norm
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import explain, head_norm_rope, qk_norm_rope, rope_cos_sin
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.primitives.rope.test_head_norm_rope import draw, norm, turned
 
 

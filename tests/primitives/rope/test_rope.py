@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import apply_rope, attention, rope, rope_cos_sin
-from tests.checks import bf16, case, f16, f32
+from jaxkern.testing.checks import bf16, case, f16, f32
 
 
 def shapes(*x, r, spec=f32):

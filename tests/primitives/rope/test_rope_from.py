@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import rope, rope_from
-from tests.checks import bf16, case, f32, i32
+from jaxkern.testing.checks import bf16, case, f32, i32
 
 CASES = [
     case("plain", x=f32(2, 3, 2, 8), offset=i32(), rotary_dim=8),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import cut_logits, sample
-from tests.checks import bf16, case, f32, i32, uniform
+from jaxkern.testing.checks import bf16, case, f32, i32, uniform
 
 NO_CUT = dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "epsilon", "eta"))
 CASES = [

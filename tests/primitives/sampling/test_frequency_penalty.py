@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import apply_frequency_penalty
-from tests.checks import bf16, case, f32, i32, uniform
+from jaxkern.testing.checks import bf16, case, f32, i32, uniform
 
 CASES = [
     case(

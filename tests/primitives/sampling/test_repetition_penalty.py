@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.sampling.repetition_penalty import apply_repetition_penalty
-from tests.checks import bf16, boolean, case, f32, i32, uniform
+from jaxkern.testing.checks import bf16, boolean, case, f32, i32, uniform
 
 CASES = [
     case(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern.primitives.sampling.sample import sample, sample_p
-from tests.checks import bf16, case, f32, i32, uniform
+from jaxkern.testing.checks import bf16, case, f32, i32, uniform
 
 CASES = [
     case(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import softmax_sample
-from tests.checks import bf16, case, f32, uniform
+from jaxkern.testing.checks import bf16, case, f32, uniform
 
 CASES = [
     case(

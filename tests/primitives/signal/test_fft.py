@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import fft
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 
 CASES = [
     case("plain", real=f32(8, 7), imaginary=f32(8, 7), inverse=True),

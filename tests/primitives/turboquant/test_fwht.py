@@ -8,7 +8,7 @@ from scipy.linalg import hadamard
 
 from jaxkern import fwht
 from jaxkern.primitives.turboquant.fwht import fwht_p
-from tests.checks import Spec, bf16, case, f32
+from jaxkern.testing.checks import Spec, bf16, case, f32
 
 
 def signs(d):

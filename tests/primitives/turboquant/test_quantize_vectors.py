@@ -20,7 +20,7 @@ from jaxkern import (
     turboquant_decode,
     turboquant_encode,
 )
-from tests.checks import bf16, case, f32, u8, uniform
+from jaxkern.testing.checks import bf16, case, f32, u8, uniform
 
 TQ4 = TurboQuantCodec(4, group=8)
 TQ_MIXED = TurboQuantCodec(2.25)

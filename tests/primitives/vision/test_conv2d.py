@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import conv2d
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.golden.torch_losses_vision import assert_equals_torch
 
 PLAIN = dict(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import gaussian_splat
-from tests.checks import Spec, bf16, case, f32, uniform
+from jaxkern.testing.checks import Spec, bf16, case, f32, uniform
 
 
 def positive_definite(rng, shape):

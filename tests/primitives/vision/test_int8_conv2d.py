@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkern import conv2d, int8_conv2d
-from tests.checks import Spec, case, f32, i32, uniform
+from jaxkern.testing.checks import Spec, case, f32, i32, uniform
 
 
 def codes(*shape, low=-128, high=128):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import max_pool
-from tests.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case, f32
 from tests.golden.torch_losses_vision import assert_equals_torch
 
 CASES = [

@@ -14,11 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.primitives.family import KernelPrimitive
-from tests.checks import (
+from jaxkern.testing.checks import (
     SMALL,
     Case,
     bound,
-    cases_of,
     differentiable,
     evaluated,
     gradients,
@@ -31,8 +30,8 @@ from tests.checks import (
     same,
     with_gradients,
 )
-from tests.sharding_checks import run_each
-from tests.transform_checks import (
+from jaxkern.testing.sharding_checks import run_each
+from jaxkern.testing.transform_checks import (
     axes_of,
     batched_operands,
     examples_of,
@@ -121,7 +120,7 @@ def few_layouts(p: KernelPrimitive, operands: Sequence) -> list[Layout]:
     return (pairs or singles)[:1] + [x for x in every if x.alone][:1]
 
 
-def mesh_case(p: KernelPrimitive) -> Case:
+def mesh_case(p: KernelPrimitive, cases: Sequence[Case]) -> Case:
     """The small case with the most dims that can be cut, of these the smallest."""
 
     def rank(case):
@@ -132,7 +131,7 @@ def mesh_case(p: KernelPrimitive) -> Case:
         }
         return len(names), -num_elements(p, case)
 
-    return max((c for c in cases_of(p) if 0 < num_elements(p, c) <= SMALL), key=rank)
+    return max((c for c in cases if 0 < num_elements(p, c) <= SMALL), key=rank)
 
 
 def check_two_axes(p: KernelPrimitive, case: Case, full: bool = False) -> None:

@@ -9,7 +9,6 @@ is in `sharding_checks.py`, under transforms in `transform_checks.py`, at the ed
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -87,16 +86,6 @@ def case(name: str, *, full: bool = False, ulps: float = 8.0, **arguments: Any) 
     a case for `make test-full`.
     """
     return Case(name, arguments, full, ulps)
-
-
-def cases_of(p: KernelPrimitive) -> list[Case]:
-    """CASES of the op's own test file: a list, or a dict by op name."""
-    package, _, name = p.reference.__module__.rpartition(".")
-    module = importlib.import_module(
-        f"{package.replace('jaxkern', 'tests', 1)}.test_{name}"
-    )
-    cases = module.CASES
-    return cases[p.name] if isinstance(cases, dict) else cases
 
 
 def operands_of(p: KernelPrimitive, case: Case, seed: int = 0) -> list:
@@ -340,7 +329,7 @@ def check_dtypes(p: KernelPrimitive, case: Case) -> None:
         for y, s, e in zip(as_tuple(values), shapes, expected, strict=True):
             assert y.dtype == s.dtype
             if is_float(y):  # near ties, an integer result may differ in low precision
-                assert_near(y, e, case.ulps, what=f"{p.name} {dtype.__name__}")
+                assert_near(y, e, case.ulps, what=f"{p.name} {jnp.dtype(dtype)}")
         wrt = float_operands(operands) if grads else ()
         for i, g in zip(wrt, grads, strict=True):
             assert g.dtype == operands[i].dtype, p.operands[i].name

@@ -1,6 +1,6 @@
 """What every op must pass on a mesh: `jit`, explicit axes, shard_map, with kernels.
 
-`tests/checks.py` has the rest; the devices are those of `tests/conftest.py`.
+`jaxkern/testing/checks.py` has the rest; the devices are those of `tests/conftest.py`.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkern.lowering.sharded_call import Factors
 from jaxkern.primitives.call import Call
 from jaxkern.primitives.family import KernelPrimitive
-from tests.checks import (
+from jaxkern.testing.checks import (
     Case,
     as_tuple,
     bound,
@@ -31,7 +31,7 @@ from tests.checks import (
     same,
     with_gradients,
 )
-from tests.transform_checks import batched_operands
+from jaxkern.testing.transform_checks import batched_operands
 
 COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
 
@@ -137,7 +137,9 @@ def check_every_dim(p: KernelPrimitive, case: Case) -> None:
                 jax.eval_shape(f, *given)
             except (TypeError, ValueError):
                 continue  # its size is given, by an option or by another dim
-        parts = min(parts_of(given[i].shape[d]), 4)
+        holder = given[i]
+        assert holder is not None  # or it would have no label
+        parts = min(parts_of(holder.shape[d]), 4)
         if parts > 1:
             cut_labels.append(label)
             whole.append(given)

@@ -1,6 +1,6 @@
 """What every op must pass under grad, jvp, vmap, checkpoint and scan.
 
-`tests/checks.py` has the rest.
+`jaxkern/testing/checks.py` has the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from jax.test_util import check_grads
 
 from jaxkern.primitives.family import KernelPrimitive
-from tests.checks import (
+from jaxkern.testing.checks import (
     Case,
     as_tuple,
     bound,
