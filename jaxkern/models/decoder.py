@@ -13,6 +13,7 @@ which where. `prefill` reads the prompts, `decode` adds one token to each sequen
 take and return the states. Without them `hidden_states` is the forward of training.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -144,8 +145,26 @@ def hidden_states(
     }
     tables = rotation_tables(rotations, next_positions(tokens, cache, segment_ids))
     at = Mixing(new_lengths, segment_ids, tables)
+    return through_layers(config, weights, embedded(config, weights, tokens), cache, at)
+
+
+def embedded(
+    config: DecoderConfig, weights: DecoderWeights, tokens: Int32[Array, "b t"]
+) -> Float[Array, "b t d"]:
+    """What the first layer reads of the tokens."""
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
-    x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    return x * jnp.asarray(config.embedding_scale, x.dtype)
+
+
+def through_layers(
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    x: Float[Array, "b t d"],
+    cache: States | None,
+    at: Mixing,
+    behind: Sequence[Float[Array, "b t d"]] = (),
+) -> tuple[Float[Array, "b t d"], States | None]:
+    """`hidden_states` of what is embedded; `behind[i]` is added behind layer i."""
 
     def added(x: Float[Array, "b t d"], y: Float[Array, "b t d"]):
         return x + y * jnp.asarray(config.residual_scale, x.dtype)
@@ -162,5 +181,6 @@ def hidden_states(
         after.append(state)
         y = rms_norm(x, layer.feed_forward_norm, eps=config.eps)
         x = added(x, feed_forward(config, cast(Any, layer.feed_forward), y))
+        x = x + behind[i].astype(x.dtype) if i < len(behind) else x
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if cache is None else tuple(after)

@@ -22,6 +22,7 @@ from jaxkern.models import (
     llama_files,
     qwen3_moe_files,
     qwen3_next_files,
+    qwen3_vl_files,
 )
 from jaxkern.models.architecture import Architecture, ModelFile, Tensor
 
@@ -35,6 +36,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *deepseek_files.ARCHITECTURES,
     *granite_hybrid_files.ARCHITECTURES,
     *kimi_linear_files.ARCHITECTURES,
+    *qwen3_vl_files.ARCHITECTURES,
 )
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}
