@@ -1,7 +1,7 @@
 """Prompts with images: placeholders become as many tokens as features, with positions.
 
-    prompts, images = with_images(config, prompts, pictures)
-    batch = batch_of(config, prompts, images, slots, patches)
+    prompts = [with_images(config, tokens, images), ...]
+    images = batch_of(config, prompts, slots, patches)      what `hidden_states` takes
 
 A prompt has one placeholder, the token `config.image_token`, for each of its images, as
 chat templates write it. All of this is on the host: shapes follow from the images.
@@ -15,7 +15,7 @@ from jaxtyping import Int32
 
 from jaxkern.models.image_rule import Picture, preprocess, vision_of
 from jaxkern.models.qwen3_vl import ImageText
-from jaxkern.models.vision_tower import Patches
+from jaxkern.models.vision_tower import Features, Patches
 
 Shown = Any
 """An image of Pillow, the name of a file, or a `Picture`."""
@@ -101,6 +101,26 @@ def with_images(config: Any, tokens: Sequence[int], images: Sequence[Shown]) -> 
     )
 
 
+def reads_images(config: Any) -> bool:
+    return getattr(config, "vision", None) is not None
+
+
+def expanded(
+    config: Any,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Sequence[Shown]] | None,
+) -> list[Prompt]:
+    """`with_images` of each prompt with its own ones; None for text alone."""
+    images = [()] * len(prompts) if images is None else images
+    if len(images) != len(prompts):
+        raise ValueError(
+            "generate: `images` must have a list for each prompt, got "
+            f"{len(images)} for {len(prompts)} prompts."
+        )
+    pairs = zip(prompts, images, strict=True)
+    return [with_images(config, prompt, shown) for prompt, shown in pairs]
+
+
 def patches_of(config: Any, prompts: Sequence[Prompt], patches: int) -> Patches:
     """The patches of each prompt's images, filled up to so many."""
     vision = vision_of(config)
@@ -128,4 +148,17 @@ def batch_of(
         feature[row, : len(prompt.tokens)] = prompt.feature
         positions[row, : len(prompt.tokens)] = prompt.positions
     seen = patches_of(config, prompts, patches)
+    return ImageText(seen, feature, positions)  # pyright: ignore[reportArgumentType]
+
+
+def piece_of(
+    prompt: Prompt, seen: Features, piece: slice, first: int, slots: int
+) -> ImageText:
+    """Some tokens of one prompt, filled up; `seen` begins at its feature `first`."""
+    count = len(prompt.feature[piece])
+    feature = np.full((1, slots), -1, np.int32)
+    positions = np.zeros((1, slots, 3), np.int32)
+    own = prompt.feature[piece]
+    feature[0, :count] = np.where(own < 0, -1, own - first)
+    positions[0, :count] = prompt.positions[piece]
     return ImageText(seen, feature, positions)  # pyright: ignore[reportArgumentType]

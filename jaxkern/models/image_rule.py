@@ -29,7 +29,13 @@ SLIMMEST = 200  # times as long as wide, and no more
 BYTE = 1 / 255
 HARMLESS = (  # who wrote the file, what it is called, and what the names below say
     *("image_processor_type", "processor_class", "feature_extractor_type"),
-    *("return_tensors", "data_format", "input_data_format", "device", "default_to_square"),
+    *(
+        "return_tensors",
+        "data_format",
+        "input_data_format",
+        "device",
+        "default_to_square",
+    ),
     *("disable_grouping", "auto_map", "model_input_names"),
 )
 MUST = {  # a step that is left out makes other pixels
@@ -222,7 +228,9 @@ def rule_of(said: dict[str, Any], vision: VisionConfig, where: str) -> ImageRule
     left = {key: value for key, value in said.items() if value is not None}
 
     def refused(key: str, value: Any, expected: str) -> SafetensorsError:
-        return SafetensorsError(f"{where}: key {key} is {value!r}, expected {expected}.")
+        return SafetensorsError(
+            f"{where}: key {key} is {value!r}, expected {expected}."
+        )
 
     def taken(key: str, kinds: Any, expected: str, default: Any) -> Any:
         value = left.pop(key, default)
@@ -266,7 +274,9 @@ def rule_of(said: dict[str, Any], vision: VisionConfig, where: str) -> ImageRule
         taken("resample", int, "0 to 5", 3),
     )
     if not rule.factor > 0 or rule.resample not in range(6):
-        raise refused("resample", rule.resample, "0 to 5, and a positive rescale_factor")
+        raise refused(
+            "resample", rule.resample, "0 to 5, and a positive rescale_factor"
+        )
     strangers = [key for key in left if key not in HARMLESS]
     if strangers:
         raise SafetensorsError(

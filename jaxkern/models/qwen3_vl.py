@@ -124,7 +124,7 @@ class PlacedCache(KVCache):
 def empty_cache(
     config: Qwen3VLConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
 ) -> States:
-    """Caches of `batch` sequences, of up to `slots` tokens; a feature is a token too."""
+    """Caches of `batch` sequences of up to `slots` tokens; a feature is one too."""
     first, *others = decoder.empty_cache(config, batch, slots, dtype)
     assert isinstance(first, KVCache)  # every layer has attention
     return PlacedCache.of(first, jnp.zeros(batch, jnp.int32)), *others

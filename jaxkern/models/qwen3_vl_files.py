@@ -67,7 +67,10 @@ VISION_NAMES = {
     "pos_embed": "v.places",
     **{f"blocks.{{i}}.{a}": f"v.blk.{{i}}.{b}" for a, b in BLOCK.items()},
     **{f"merger.{a}": f"v.merger.{b}" for a, b in MERGER.items()},
-    **{f"deepstack_merger_list.{{i}}.{a}": f"v.deep.{{i}}.{b}" for a, b in MERGER.items()},
+    **{
+        f"deepstack_merger_list.{{i}}.{a}": f"v.deep.{{i}}.{b}"
+        for a, b in MERGER.items()
+    },
 }
 SAID_OUTSIDE = {"tie_word_embeddings": "the key outside counts"}
 HARMLESS = {
@@ -103,9 +106,7 @@ def text_config(keys: ArchitectureKeys, *, experts: bool) -> DecoderConfig:
     if experts:
         name = "num_experts" if keys.has("num_experts") else "num_local_experts"
         width = positive(keys, "moe_intermediate_size")
-        blocks = sparse_layers(
-            keys, layers, mixture(keys, positive(keys, name), width)
-        )
+        blocks = sparse_layers(keys, layers, mixture(keys, positive(keys, name), width))
     else:
         blocks = (Dense(positive(keys, "intermediate_size")),) * layers
     return DecoderConfig(

@@ -202,7 +202,9 @@ def vision_block(
 ) -> Float[Array, "b p d"]:
     """Attention within each image, then the feed-forward block, each added to x."""
     b, p, _ = x.shape
-    y = multiplied(numerics, layer_norm(x, *weights.attention_norm, eps=EPS), weights.qkv)
+    y = multiplied(
+        numerics, layer_norm(x, *weights.attention_norm, eps=EPS), weights.qkv
+    )
     q, k, v = (
         part.reshape(b, p, config.heads, -1) for part in jnp.split(y, 3, axis=-1)
     )

@@ -12,7 +12,7 @@ ExpertForm = Literal["stacked", "single", "fused", "columns", "alternating", "mx
 | stacked | gate, up and down of `[e, f, d]` each |
 | single | a tensor for each expert |
 | fused | gate and up as `[e, 2*f, d]`, all rows of gate first |
-| columns | gate and up as `[e, d, 2*f]`, all columns of gate first, down as `[e, f, d]` |
+| columns | gate and up as `[e, d, 2*f]`, all columns of gate first; down transposed |
 | alternating | gate and up as `[e, d, 2*f]`, columns of gate and up by turns |
 | mxfp4 | likewise, in groups of MXFP4 as `[e, 2*f, d]` |
 """
