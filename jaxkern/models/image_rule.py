@@ -251,9 +251,11 @@ def rule_of(said: dict[str, Any], vision: VisionConfig, where: str) -> ImageRule
         if found != value:
             raise refused(key, found, f"{value}, as config.json says")
     size = taken("size", dict, "shortest_edge and longest_edge", {})
+    if not {*size} <= {"shortest_edge", "longest_edge"}:
+        raise refused("size", size, "shortest_edge and longest_edge, in pixels")
     least = taken("min_pixels", int, "an integer", size.get("shortest_edge"))
     most = taken("max_pixels", int, "an integer", size.get("longest_edge"))
-    if {*size} - {"shortest_edge", "longest_edge"} or not 0 < least <= most:
+    if not 0 < least <= most:
         raise refused("size", size, "shortest_edge up to longest_edge, in pixels")
 
     def colours(key: str, positive: bool) -> tuple[float, ...]:

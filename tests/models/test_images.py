@@ -1,4 +1,4 @@
-"""Models that see, against `transformers`: pixels, features, logits, gradients, answers.
+"""Models that see, against `transformers`: pixels, features, gradients, answers.
 
 The folders are those of test_architectures, which reads text alone: no image ever came
 into a model there, and no token had more than one position.
@@ -22,7 +22,7 @@ from jaxkern.models import load
 from jaxkern.models.architecture import page_of
 from jaxkern.models.cached_steps import decode, prefill
 from jaxkern.models.conversation import Conversation
-from jaxkern.models.generate import Generator, generate
+from jaxkern.models.generate import generate
 from jaxkern.models.image_prompts import batch_of, with_images
 from jaxkern.models.image_rule import preprocess, rgb, rule_of_folder, size_of
 from jaxkern.models.vision_tower import Patches, image_features
@@ -174,30 +174,27 @@ def test_greedy_answers(name):
 
 
 def test_a_conversation_reads_an_image_once():
+    """The golden text in three turns: an image, another one, and an answer goes on."""
     (config, weights), said = loaded(DENSE), golden(DENSE)
     text, pictures = said["prompt"].tolist(), prompt(DENSE).pictures
+    first, second = (len(picture.numbers) // 4 for picture in pictures)
+    greedy = said["greedy"].tolist()
     talk = Conversation(config, weights, slots=128, chunk=4)
-    first = [
-        t for ts in talk.answer(text[:9], images=pictures[:1], max_tokens=5) for t in ts
-    ]
-    ids = [*talk.ids, *text[9:]]
-    second = [t for ts in talk.answer(ids, images=pictures, max_tokens=5) for t in ts]
-    features = sum(len(picture.numbers) // 4 for picture in pictures)
-    assert talk.kept == 9 - 1 + len(pictures[0].numbers) // 4 + len(first) - 1
-    assert talk.filled == len(talk.ids) + features - 2
-    ids = [*talk.ids, 7, 8]
-    third = [t for ts in talk.answer(ids, images=pictures, max_tokens=5) for t in ts]
-    new = Generator(
-        config, weights, batch=2, prompt_slots=64, max_tokens=5, image_patches=96
-    )
-    texts = [text[:9], [*text[:9], *first, *text[9:]]]
-    both = np.concatenate([*new.stream(texts, images=[pictures[:1], pictures])], axis=1)
-    assert [first, second] == both.tolist()
-    both = np.concatenate([*new.stream([ids, ids], images=[pictures] * 2)], axis=1)
-    assert third == both[0].tolist()
-    other = [pictures[1], pictures[1]]  # the same text of other images: read anew
-    list(talk.answer([*talk.ids, 7], images=other, max_tokens=1))
-    assert talk.kept == 0
+
+    def answer(ids, images, count):
+        return [
+            t for ts in talk.answer(ids, images=images, max_tokens=count) for t in ts
+        ]
+
+    answer(text[:9], pictures[:1], 1)
+    talk.ids.pop()  # what it would say is not read yet, and the text goes on otherwise
+    assert answer(text, pictures, 5) == greedy[:5]
+    assert talk.kept == 9 - 1 + first
+    assert talk.filled == len(text) + 5 - 2 + first + second
+    assert answer(talk.ids, pictures, 5) == greedy[5:10]
+    assert talk.kept == talk.filled - 6, "the last token was not read yet"
+    answer([*talk.ids, 7], [pictures[1], pictures[1]], 1)
+    assert talk.kept == 0, "the same text of other images"
 
 
 def published(folder):
