@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from PIL import Image
 from safetensors.flax import load_file, save_file
 
@@ -21,10 +22,17 @@ from jaxkern.formats.safetensors import SafetensorsError
 from jaxkern.models import load
 from jaxkern.models.architecture import page_of
 from jaxkern.models.cached_steps import decode, prefill
+from jaxkern.models.command_line import main
 from jaxkern.models.conversation import Conversation
 from jaxkern.models.generate import generate
 from jaxkern.models.image_prompts import batch_of, with_images
-from jaxkern.models.image_rule import preprocess, rgb, rule_of_folder, size_of
+from jaxkern.models.image_rule import (
+    ImageRule,
+    preprocess,
+    rgb,
+    rule_of_folder,
+    size_of,
+)
 from jaxkern.models.vision_tower import Patches, image_features
 from jaxkern.train import next_token_loss
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -274,9 +282,79 @@ def test_rules_that_make_other_pixels(change, message, tmp_path):
     whole = tmp_path / "processor_config.json"
     whole.write_text(json.dumps({"image_processor": said}))
     assert rule_of_folder(str(tmp_path), vision) == loaded(DENSE)[0].image_rule
+    published = {"size": {"longest_edge": 16777216, "shortest_edge": 65536}}
+    published |= {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+    published |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "crop_size": None}
+    published |= {"image_processor_type": "Qwen2VLImageProcessorFast"}
+    path.write_text(json.dumps(published))
+    rule = rule_of_folder(str(tmp_path), vision)
+    assert rule == ImageRule(65536, 16777216, (0.5,) * 3, (0.5,) * 3, 1 / 255, 3)
+    path.unlink()
     whole.write_text("{")
     with pytest.raises(SafetensorsError, match=r"processor_config\.json is not JSON"):
         rule_of_folder(str(tmp_path), vision)
+
+
+TEMPLATE = (  # an image is a part of a message, as in the templates of such models
+    "{% for m in messages %}<|im_start|>{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def write_tokenizer(folder, config):
+    """Letters, and control tokens where the model has its placeholders."""
+    vocabulary = {chr(97 + i): i for i in range(26)}
+    vocabulary |= {f"[{i}]": i for i in range(26, 91)}
+    control = ["<|im_start|>", "<|image_pad|>", "<|video_pad|>"]
+    control += ["<|vision_start|>", "<|vision_end|>"]
+    first = config.image_token - 1
+    vocabulary |= {name: i for i, name in enumerate(control, first)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    special = [tokenizers.AddedToken(name, normalized=False) for name in control]
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"chat_template": TEMPLATE, "eos_token": "[90]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+
+
+def test_the_command_line_shows_images(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = shutil.copytree(GOLDEN / DENSE, tmp_path / "m")
+    config, weights = loaded(DENSE)
+    write_tokenizer(folder, config)
+    names = []
+    for i, image in enumerate(shown(DENSE)):
+        names.append(str(tmp_path / f"{i}.png"))
+        image.save(names[-1])
+    arguments = ["generate", "--model", str(folder), "--max-tokens", "1", "--json"]
+    arguments += ["--weights", "f32", "--prompt", "ab", "--image", names[0]]
+    assert main([*arguments, "--image", names[1]]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    features = [len(picture.numbers) // 4 for picture in prompt(DENSE).pictures]
+    assert answer["prompt_tokens"] == 1 + sum(features) + 2 * 2 + 2
+    placed = [94, 92, 95]  # start, placeholder, end
+    ids = [91, *placed, *placed, 0, 1]
+    expected = generate(config, weights, [ids], images=[shown(DENSE)], max_tokens=1)
+    assert [answer["token_ids"]] == expected
+    assert main([*arguments, "--raw"]) == 2
+    assert "--image: has no place in a --raw prompt" in capsys.readouterr().err
+    saved = tmp_path / "talk.json"
+    lines = [f"/image {names[0]}", f"/image {tmp_path / 'none.png'}", "ab", "/stats"]
+    lines += [f"/save {saved}", "/clear", f"/load {saved}", "/quit"]
+    left = iter(lines)
+    monkeypatch.setattr("builtins.input", lambda mark="": next(left))
+    options = ["--max-tokens", "1", "--slots", "64", "--weights", "f32"]
+    assert main(["chat", str(folder), *options]) == 0
+    said = capsys.readouterr().err
+    assert "(10 x 6 patches, with the next message)" in said
+    assert "No such file" in said
+    assert f"[read {1 + features[0] + 2 + 2} tokens" in said
+    assert f"{1 + features[0] + 2 + 2 + 1} of 64 slots" in said
+    parts = json.loads(saved.read_text())["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image", "text"]
+    assert "(2 messages)" in said
 
 
 def test_what_is_refused(tmp_path, monkeypatch):
