@@ -164,7 +164,7 @@ class Conversation:
             count = np.array([piece.stop - begin], np.int32)
             last = np.int32(piece.stop == len(tokens))
             more, kind = (), 0
-            if features is not None:
+            if shown is not None and features is not None:
                 seen, first = features
                 more = (piece_of(shown, seen, piece, first, size),)
                 kind = seen.rows.shape[1]
@@ -225,7 +225,8 @@ class Conversation:
         self.tell("seeing")
         patches = patches_of(self.config, [own], size)
         first = int(ends[skipped - 1]) if skipped else 0
-        return self._run(("see", size), (patches,)), first
+        seen: Any = self._run(("see", size), (patches,))
+        return seen, first
 
     def _kept_state(
         self, ids: list[int], pictures: tuple[Picture, ...], length: int

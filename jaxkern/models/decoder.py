@@ -15,7 +15,7 @@ take and return the states. Without them `hidden_states` is the forward of train
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -100,6 +100,17 @@ class DecoderWeights(NamedTuple):
     output: Matrices  # to logits
 
 
+class TextWeights(Protocol):
+    """`DecoderWeights`, or what has them among others."""
+
+    @property
+    def embedding(self) -> Table: ...
+    @property
+    def layers(self) -> tuple[LayerWeights, ...]: ...
+    @property
+    def output_norm(self) -> Float[Array, " d"]: ...
+
+
 def empty_cache(
     config: DecoderConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
 ) -> States:
@@ -149,7 +160,7 @@ def hidden_states(
 
 
 def embedded(
-    config: DecoderConfig, weights: DecoderWeights, tokens: Int32[Array, "b t"]
+    config: DecoderConfig, weights: TextWeights, tokens: Int32[Array, "b t"]
 ) -> Float[Array, "b t d"]:
     """What the first layer reads of the tokens."""
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
@@ -158,7 +169,7 @@ def embedded(
 
 def through_layers(
     config: DecoderConfig,
-    weights: DecoderWeights,
+    weights: TextWeights,
     x: Float[Array, "b t d"],
     cache: States | None,
     at: Mixing,

@@ -114,14 +114,15 @@ def preprocess(image: "Image | str | PathLike[str]", config: Any) -> Picture:
             "made. Add that file of the model."
         )
     pixels = rgb(image)
-    height, width = size_of(*pixels.shape[:2], vision.patch * vision.merge, rule)
+    height, width, _ = pixels.shape
+    height, width = size_of(height, width, vision.patch * vision.merge, rule)
     from PIL import Image
 
     resized = Image.fromarray(pixels).resize((width, height), resample=rule.resample)
     x = (np.asarray(resized).astype(np.float64) * rule.factor).astype(np.float32)
     x = (x - np.float32(rule.mean)) / np.float32(rule.deviation)
     rows, columns = height // vision.patch, width // vision.patch
-    place = np.stack(np.mgrid[:rows, :columns], axis=-1).astype(np.int32)
+    place = np.moveaxis(np.indices((rows, columns), np.int32), 0, -1)
     cut = x.reshape(rows, vision.patch, columns, vision.patch, -1)
     cut = cut.transpose(0, 2, 4, 1, 3)  # [rows, columns, channels, patch, patch]
     frames = np.repeat(cut[:, :, :, None], vision.frames, axis=3)

@@ -126,7 +126,7 @@ DENSE_TEXT = Folder(
 WITH_EXPERTS = replace(
     DENSE_TEXT,
     config=partial(text_config, experts=True),
-    names=DENSE_TEXT.names | ROUTER,
+    names={**DENSE_TEXT.names, **ROUTER},
     others=EXPERTS,
 )
 
@@ -155,7 +155,7 @@ def described(folder: Folder, keys: ArchitectureKeys) -> Described:
         video_token=keys.integer("video_token_id", 151656),
         image_rule=rule_of_folder(keys.file.path, vision),
     )
-    return config, tensors | vision_tensors(vision)
+    return config, {**tensors, **vision_tensors(vision)}
 
 
 def sections_of(keys: ArchitectureKeys, rotary_dim: int) -> tuple[int, int, int]:
@@ -239,7 +239,7 @@ def entry(name: str, model_type: str, folder: Folder) -> Architecture:
         weights=partial(weights, folder),
         model_type=model_type,
         from_folder=partial(described, folder),
-        names=template_names(folder) | tower,
+        names={**template_names(folder), **tower},
         harmless=HARMLESS,
         without=WITHOUT,
     )

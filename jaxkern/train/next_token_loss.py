@@ -77,8 +77,9 @@ def next_token_loss(
             batch = {"tokens": batch}
         if "tokens" not in batch or not known.issuperset(batch):
             raise ValueError(
-                "next_token_loss: `batch` must be tokens, or a mapping of tokens and "
-                f"others of {', '.join(sorted(known))}, got {', '.join(sorted(batch))}."
+                "next_token_loss: `batch` must be tokens, or a mapping of tokens, "
+                f"{', '.join(sorted(known - {'tokens'}))}, got "
+                f"{', '.join(sorted(batch))}."
             )
         tokens, segments = batch["tokens"], batch.get("segment_ids")
         labels = labels_of(tokens, segments, batch.get("mask"))

@@ -34,6 +34,7 @@ from jaxkern.models.image_rule import (
     size_of,
 )
 from jaxkern.models.vision_tower import Patches, image_features
+from jaxkern.models.weight_reader import Policy
 from jaxkern.train import next_token_loss
 from tests.models.tiny_gguf import write_tiny_gguf
 
@@ -52,7 +53,7 @@ def shown(name):
 
 
 @functools.cache
-def loaded(name, policy="f32"):
+def loaded(name, policy: Policy = "f32"):
     return load(GOLDEN / name, policy)
 
 
@@ -71,8 +72,8 @@ def test_pixels_and_positions():
     np.testing.assert_array_equal(text.tokens, said["tokens"])
     np.testing.assert_array_equal(text.positions.T, said["positions"])
     rule = dataclasses.replace(loaded(DENSE)[0].image_rule, least=2**16, most=2**24)
-    for *size, height, width in said["sizes"].tolist():
-        assert size_of(*size, 32, rule) == (height, width)
+    for rows, columns, height, width in said["sizes"].tolist():
+        assert size_of(rows, columns, 32, rule) == (height, width)
 
 
 def test_images_of_any_kind(tmp_path):
@@ -106,11 +107,11 @@ def test_features_and_logits(name):
     seen = images.seen
     assert isinstance(seen, Patches)
     seen.numbers[:, text.patches :] = 100.0
-    tokens = np.full((2, slots), 5)
+    tokens = np.full((2, slots), 5, np.int32)
     tokens[:, : len(text.tokens)] = text.tokens
     # the second row ends behind its first image
     cut = int(np.flatnonzero(text.feature == 14)[0]) + 2
-    lengths = np.array([len(text.tokens), cut], np.int32)
+    tokens, lengths = jnp.array(tokens), jnp.array([len(text.tokens), cut])
 
     @jax.jit
     def computed(weights, images):
@@ -119,7 +120,7 @@ def test_features_and_logits(name):
         images = images._replace(seen=features)
         first, cache = prefill(config, weights, tokens, lengths, cache, images)
         # and its other tokens are read behind the first ones, in the second image too
-        rest = jnp.array(np.roll(tokens, -cut, axis=1))
+        rest = jnp.roll(tokens, -cut, axis=1)
         more = images._replace(
             feature=jnp.roll(images.feature, -cut, axis=1),
             positions=jnp.roll(images.positions, -cut, axis=1),
@@ -372,7 +373,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is empty"):
         preprocess(Image.new("RGB", (0, 5)), config)
     with pytest.raises(TypeError, match="an image of Pillow or the name of a file"):
-        preprocess(np.zeros((8, 8, 3), np.uint8), config)
+        preprocess(np.zeros((8, 8, 3), np.uint8), config)  # pyright: ignore
     bare = dataclasses.replace(config, image_rule=None)
     with pytest.raises(ValueError, match=r"has no preprocessor_config\.json"):
         preprocess(image, bare)

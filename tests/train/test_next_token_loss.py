@@ -125,3 +125,17 @@ def test_weights_of_a_folder_for_training_are_its_weights(kind):
     if kind == "gemma4_text":
         with pytest.raises(ValueError, match=r"`remat` must be 'none' for gemma4"):
             next_token_loss(config, remat="full")
+
+
+def test_a_decoder_of_mixed_layers():
+    """Its logits have a scale and no cap; the pages above have a cap and no scale."""
+    folder = FOLDERS["granitemoehybrid"]
+    config, weights = load(folder, "train")
+    golden = np.load(folder / "golden.npz")
+    assert config.logit_scale != 1
+    tokens = golden["tokens"]
+    found, count = jax.jit(next_token_loss(config))(weights, tokens[None])
+    losses = jax.nn.logsumexp(golden["logits"], axis=-1)[:-1]
+    losses -= golden["logits"][np.arange(len(tokens) - 1), tokens[1:]]
+    assert count == len(tokens) - 1
+    np.testing.assert_allclose(found, losses.mean(), rtol=1e-5)
