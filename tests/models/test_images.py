@@ -19,6 +19,7 @@ from PIL import Image
 from safetensors.flax import load_file, save_file
 
 from jaxkern.formats.safetensors import SafetensorsError
+from jaxkern.models import generate as generator
 from jaxkern.models import load
 from jaxkern.models.architecture import page_of
 from jaxkern.models.cached_steps import decode, prefill
@@ -202,7 +203,8 @@ def test_a_conversation_reads_an_image_once():
     assert talk.filled == len(text) + 5 - 2 + first + second
     assert answer(talk.ids, pictures, 5) == greedy[5:10]
     assert talk.kept == talk.filled - 6, "the last token was not read yet"
-    answer([*talk.ids, 7], [pictures[1], pictures[1]], 1)
+    other = pictures[0]._replace(numbers=-pictures[0].numbers)
+    answer([*talk.ids, 7], [other, pictures[1]], 1)
     assert talk.kept == 0, "the same text of other images"
 
 
@@ -221,6 +223,20 @@ def test_experts_lie_in_two_ways(tmp_path):
     published(folder)
     same = jax.tree.map(np.array_equal, load(folder, "f32"), loaded(EXPERTS))
     assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("name", ["blocks.3.norm1.weight", "merger.norm.scale"])
+def test_tensors_of_another_tower(name, tmp_path):
+    folder = shutil.copytree(GOLDEN / DENSE, tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    weights[f"model.visual.{name}"] = jnp.ones(24)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(SafetensorsError, match=f"model.visual.{name}.? has no place"):
+        load(folder, "f32")
+    del weights[f"model.visual.{name}"], weights["model.visual.pos_embed.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(SafetensorsError, match=r"no tensor model\.visual\.pos_embed"):
+        load(folder, "f32")
 
 
 @pytest.mark.parametrize(
@@ -366,6 +382,12 @@ def test_what_is_refused(tmp_path, monkeypatch):
         generate(config, weights, [text], images=[[image] * 2], max_tokens=1)
     with pytest.raises(ValueError, match="a list for each prompt, got 2 for 1"):
         generate(config, weights, [text], images=[[image], []], max_tokens=1)
+    monkeypatch.setattr(generator, "compiled", lambda function, arguments: None)
+    small = generator.Generator(
+        config, weights, batch=1, prompt_slots=16, max_tokens=1, image_patches=16
+    )
+    with pytest.raises(ValueError, match=r"16 patches a prompt, got \[24\]"):
+        next(small.stream([text], images=[[Image.new("RGB", (24, 16))]]))
     with pytest.raises(ValueError, match="of a video, which is not read"):
         with_images(config, [5, config.video_token], [])
     with pytest.raises(ValueError, match="too slim"):
