@@ -47,9 +47,7 @@ from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 from jaxkern.models.vision_tower import Features, Patches, image_features
 
 PIECES = (32, 128, 512)  # tokens that are read at once; shorter ones are padded
-FEWEST_PATCHES = (
-    256  # that the tower sees at once; more are padded to twice as many, ...
-)
+FEWEST_PATCHES = 256  # the tower sees so many at once, or twice, four times ... of it
 
 
 class Conversation:

@@ -154,6 +154,11 @@ def hidden_states(
             "hidden_states: `new_lengths` goes with a cache and `segment_ids` without "
             "one. Pack whole texts, or read texts into a cache row by row."
         )
+    if images is not None and images.feature.shape != tokens.shape:
+        raise ValueError(
+            f"hidden_states: `tokens` are {tokens.shape}, `images` of texts of "
+            f"{images.feature.shape}. Make them of the same rows, filled up alike."
+        )
     x = embedded(config, weights, tokens)
     behind: list[Float[Array, "b t d"]] = []
     if images is None:

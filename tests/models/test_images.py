@@ -382,6 +382,11 @@ def test_what_is_refused(tmp_path, monkeypatch):
         generate(config, weights, [text], images=[[image] * 2], max_tokens=1)
     with pytest.raises(ValueError, match="a list for each prompt, got 2 for 1"):
         generate(config, weights, [text], images=[[image], []], max_tokens=1)
+    two = batch_of(config, [with_images(config, text, [image])] * 2, 9, 16)
+    with pytest.raises(ValueError, match=r"`tokens` are \(1, 9\), .* of \(2, 9\)"):
+        page_of(config).hidden_states(
+            config, weights, jnp.zeros((1, 9), jnp.int32), images=two
+        )
     monkeypatch.setattr(generator, "compiled", lambda function, arguments: None)
     small = generator.Generator(
         config, weights, batch=1, prompt_slots=16, max_tokens=1, image_patches=16
