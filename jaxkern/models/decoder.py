@@ -101,10 +101,8 @@ class DecoderWeights(NamedTuple):
 
 
 class TextWeights(Protocol):
-    """`DecoderWeights`, or what has them among others."""
+    """Those of `DecoderWeights` behind the embedding, maybe among others."""
 
-    @property
-    def embedding(self) -> Table: ...
     @property
     def layers(self) -> tuple[LayerWeights, ...]: ...
     @property
@@ -156,15 +154,9 @@ def hidden_states(
     }
     tables = rotation_tables(rotations, next_positions(tokens, cache, segment_ids))
     at = Mixing(new_lengths, segment_ids, tables)
-    return through_layers(config, weights, embedded(config, weights, tokens), cache, at)
-
-
-def embedded(
-    config: DecoderConfig, weights: TextWeights, tokens: Int32[Array, "b t"]
-) -> Float[Array, "b t d"]:
-    """What the first layer reads of the tokens."""
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
-    return x * jnp.asarray(config.embedding_scale, x.dtype)
+    x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    return through_layers(config, weights, x, cache, at)
 
 
 def through_layers(

@@ -178,11 +178,11 @@ class Generator:
                 f"generate: {prompt_slots} tokens of prompt and {max_tokens} of answer "
                 f"are more than the model's context of {config.context}."
             )
-        self.config, self.weights = config, weights
-        self.max_tokens, self.chunk = max_tokens, chunk
-        self.prompt_slots, self.image_patches = prompt_slots, image_patches
+        self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
+        self.prompt_slots, self.vocabulary = prompt_slots, config.vocabulary
         # the first token comes with the prompt, the others in whole chunks
         chunks = -(-(max_tokens - 1) // chunk)
+        self.config, self.image_patches = config, image_patches
         static = {"sampling": sampling, "stop_ids": tuple(sorted(stop_ids))}
         slots = prompt_slots + chunks * chunk
         read = jax.jit(functools.partial(read_prompts, config, slots=slots, **static))
@@ -269,7 +269,7 @@ class Generator:
             more = (
                 batch_of(self.config, shown, self.prompt_slots, self.image_patches),
             )
-        vocabulary = self.config.vocabulary
+        vocabulary = self.vocabulary
         padded = np.zeros((len(prompts), self.prompt_slots), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             ids = np.asarray(prompt)

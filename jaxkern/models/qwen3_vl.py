@@ -29,13 +29,12 @@ from jaxkern.models.decoder import (
     DecoderConfig,
     LayerWeights,
     States,
-    embedded,
     logits,
     through_layers,
 )
 from jaxkern.models.image_rule import ImageRule
 from jaxkern.models.mixers.mixing import Mixing, Rotation
-from jaxkern.models.products import Matrices, Table
+from jaxkern.models.products import Matrices, Table, embed
 from jaxkern.models.vision_tower import (
     Features,
     Patches,
@@ -159,7 +158,7 @@ def hidden_states(
             f"hidden_states: `tokens` are {tokens.shape}, `images` of texts of "
             f"{images.feature.shape}. Make them of the same rows, filled up alike."
         )
-    x = embedded(config, weights, tokens)
+    x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
     behind: list[Float[Array, "b t d"]] = []
     if images is None:
         at = next_positions(tokens, cache, segment_ids)

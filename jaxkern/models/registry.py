@@ -32,11 +32,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *qwen3_moe_files.ARCHITECTURES,
     *gpt_oss_files.ARCHITECTURES,
     *qwen3_next_files.ARCHITECTURES,
+    *qwen3_vl_files.ARCHITECTURES,
     *lfm2_files.ARCHITECTURES,
     *deepseek_files.ARCHITECTURES,
     *granite_hybrid_files.ARCHITECTURES,
     *kimi_linear_files.ARCHITECTURES,
-    *qwen3_vl_files.ARCHITECTURES,
 )
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}

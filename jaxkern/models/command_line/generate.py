@@ -125,8 +125,8 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
 
     with spinner(f"loading {path.name}", quiet=options.quiet) as say:
         model = open_model(path, options.weights)
-        pictures = [preprocess(name, model.config) for name in options.image]
         encoded = [_encode(model.tokenizer, options, prompt) for prompt in prompts]
+        pictures = [preprocess(name, model.config) for name in options.image]
         images = [pictures] * len(prompts) if pictures else None
         lengths, patches = [len(ids) for ids in encoded], 0
         if images is not None:
