@@ -178,11 +178,11 @@ class Generator:
                 f"generate: {prompt_slots} tokens of prompt and {max_tokens} of answer "
                 f"are more than the model's context of {config.context}."
             )
+        self.config, self.image_patches = config, image_patches
         self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
         self.prompt_slots, self.vocabulary = prompt_slots, config.vocabulary
         # the first token comes with the prompt, the others in whole chunks
         chunks = -(-(max_tokens - 1) // chunk)
-        self.config, self.image_patches = config, image_patches
         static = {"sampling": sampling, "stop_ids": tuple(sorted(stop_ids))}
         slots = prompt_slots + chunks * chunk
         read = jax.jit(functools.partial(read_prompts, config, slots=slots, **static))
