@@ -34,6 +34,7 @@ from jaxkern.models.image_rule import (
     rule_of_folder,
     size_of,
 )
+from jaxkern.models.qwen3_vl import hidden_states
 from jaxkern.models.vision_tower import Patches, image_features
 from jaxkern.models.weight_reader import Policy
 from jaxkern.train import next_token_loss
@@ -384,9 +385,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
         generate(config, weights, [text], images=[[image], []], max_tokens=1)
     two = batch_of(config, [with_images(config, text, [image])] * 2, 9, 16)
     with pytest.raises(ValueError, match=r"`tokens` are \(1, 9\), .* of \(2, 9\)"):
-        page_of(config).hidden_states(
-            config, weights, jnp.zeros((1, 9), jnp.int32), images=two
-        )
+        hidden_states(config, weights, jnp.zeros((1, 9), jnp.int32), images=two)
     monkeypatch.setattr(generator, "compiled", lambda function, arguments: None)
     small = generator.Generator(
         config, weights, batch=1, prompt_slots=16, max_tokens=1, image_patches=16
