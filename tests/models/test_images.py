@@ -41,6 +41,10 @@ from jaxkern.train import next_token_loss
 from tests.models.tiny_gguf import write_tiny_gguf
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "transformers_vision"
+SMALL = (  # by transformers' rule with 256 to 1024 pixels in steps of 8
+    *((600, 5, 344, 8), (4, 800, 8, 232), (8, 8, 16, 16)),
+    *((33, 32, 32, 32), (7, 90, 8, 88)),
+)
 DENSE, EXPERTS = "qwen3_vl", "qwen3_vl_moe"
 BOTH = [DENSE, pytest.param(EXPERTS, marks=pytest.mark.full)]
 
@@ -73,9 +77,26 @@ def test_pixels_and_positions():
     np.testing.assert_array_equal(grids, said["grids"])
     np.testing.assert_array_equal(text.tokens, said["tokens"])
     np.testing.assert_array_equal(text.positions.T, said["positions"])
-    rule = dataclasses.replace(loaded(DENSE)[0].image_rule, least=2**16, most=2**24)
+    config, _ = loaded(DENSE)
+    for rows, columns, height, width in SMALL:
+        assert size_of(rows, columns, 8, config.image_rule) == (height, width)
+    rule = dataclasses.replace(config.image_rule, least=2**16, most=2**24)
     for rows, columns, height, width in said["sizes"].tolist():
         assert size_of(rows, columns, 32, rule) == (height, width)
+
+
+def test_the_text_goes_on_past_the_larger_side():
+    """Both images of the golden text are wider than high."""
+    config, _ = loaded(DENSE)
+    tall = preprocess(Image.new("RGB", (16, 40)), config)
+    assert (tall.rows, tall.columns) == (10, 4)
+    text = with_images(config, [5, config.image_token, 6, 7], [tall])
+    assert text.positions[0].tolist() == [0, 0, 0]
+    time, row, column = text.positions[1:-2].T
+    assert (time == 1).all()
+    assert row.tolist() == [1 + i for i in range(5) for _ in range(2)]
+    assert column.tolist() == [1, 2] * 5
+    assert text.positions[-2:].tolist() == [[6] * 3, [7] * 3]
 
 
 def test_images_of_any_kind(tmp_path):
@@ -302,12 +323,18 @@ def test_rules_that_make_other_pixels(change, message, tmp_path):
     assert rule_of_folder(str(tmp_path), vision) == loaded(DENSE)[0].image_rule
     published = {"size": {"longest_edge": 16777216, "shortest_edge": 65536}}
     published |= {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
-    published |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "crop_size": None}
+    published |= {
+        "image_mean": [0.0, 0.5, 0.5],
+        "image_std": [0.5] * 3,
+        "crop_size": None,
+    }
     published |= {"image_processor_type": "Qwen2VLImageProcessorFast"}
     path.write_text(json.dumps(published))
     rule = rule_of_folder(str(tmp_path), vision)
-    assert rule == ImageRule(65536, 16777216, (0.5,) * 3, (0.5,) * 3, 1 / 255, 3)
+    assert rule == ImageRule(2**16, 2**24, (0.0, 0.5, 0.5), (0.5,) * 3, 1 / 255, 3)
     path.unlink()
+    whole.write_text('{"processor_class": "Qwen3VLProcessor"}')
+    assert rule_of_folder(str(tmp_path), vision) is None
     whole.write_text("{")
     with pytest.raises(SafetensorsError, match=r"processor_config\.json is not JSON"):
         rule_of_folder(str(tmp_path), vision)
