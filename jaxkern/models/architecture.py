@@ -78,6 +78,7 @@ class Page(Protocol):
         `new_lengths` says how many of the t tokens count, 0 ... t, default all: what
         stands behind leaves no trace in the cache. Without a cache it is the forward
         pass of training, whose rows may hold several texts, told apart by segment_ids.
+        A page that reads images also takes `images`, what `cached_steps.prefill` gives.
         """
         ...
 

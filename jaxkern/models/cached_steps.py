@@ -18,6 +18,7 @@ def prefill(
     tokens: Int32[Array, "b t"],
     lengths: Int32[Array, " b"],
     cache: Cache,
+    images: Any = None,
 ) -> tuple[Float[Array, "b v"], Cache]:
     """Reads t tokens of each sequence and gives the logits of the one that follows.
 
@@ -30,13 +31,16 @@ def prefill(
       lengths: `[b]`, how many of the t tokens count. Where it is 0 the sequence stays
         as it is, and its logits mean nothing.
       cache: of the page's `empty_cache`, or returned by an earlier call. Donate it.
+      images: of a page that reads them, what placeholders among the tokens stand for
+        (`jaxkern.models.image_prompts`).
 
     Returns:
       logits: `[b, v]` float32, after the last token that counts.
       cache: with `lengths` more tokens per sequence.
     """
     page = page_of(config)
-    x, after = page.hidden_states(config, weights, tokens, cache, lengths)
+    shown = {} if images is None else {"images": images}
+    x, after = page.hidden_states(config, weights, tokens, cache, lengths, **shown)
     assert after is not None  # as it went in
     at = jnp.maximum(lengths - 1, 0)
     last = jnp.take_along_axis(x, at[:, None, None], axis=1)  # [b, 1, d]

@@ -30,7 +30,7 @@ SIMPLE_CHARACTERS, SIMPLE_NODES = 20_000, 500  # of templates that run in this p
 
 
 def render(
-    template: str, messages: Sequence[Mapping[str, str]], **variables: Any
+    template: str, messages: Sequence[Mapping[str, Any]], **variables: Any
 ) -> str:
     """The messages as the template writes them.
 

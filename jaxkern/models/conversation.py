@@ -4,12 +4,16 @@
     for tokens in chat.answer(ids):            # of the whole text so far
         ...
     for tokens in chat.answer([*chat.ids, *more]):  # reads only what is new
+        ...
+    for tokens in chat.answer(ids, images=[image]):  # where a placeholder in ids stands
 
 A text that goes on where the last one ended is read from there; any other is read anew.
-Prompts are read in pieces of a few fixed sizes, each of which is one executable.
+Prompts are read in pieces of a few fixed sizes, each of which is one executable. The
+tower sees an image once, by an executable of its own.
 """
 
 import functools
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,9 +34,20 @@ from jaxkern.models.generate import (
     is_stop,
     write_chunk,
 )
+from jaxkern.models.image_prompts import (
+    Prompt,
+    Shown,
+    patches_of,
+    piece_of,
+    reads_images,
+    with_images,
+)
+from jaxkern.models.image_rule import Picture, vision_of
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
+from jaxkern.models.vision_tower import Features, Patches, image_features
 
 PIECES = (32, 128, 512)  # tokens that are read at once; shorter ones are padded
+FEWEST_PATCHES = 256  # the tower sees so many at once, or twice, four times ... of it
 
 
 class Conversation:
@@ -49,8 +64,11 @@ class Conversation:
       ValueError: more slots than the model's context, or fewer than 2.
 
     Attributes:
-      ids: of the text so far: all prompts and answers, without the last stop token.
-      kept: how many of them the latest answer found in its cache.
+      ids: of the text so far: all prompts and answers, without the last stop token; an
+        image is one placeholder.
+      pictures: of the text so far.
+      kept: how many tokens, with features of images, the latest answer found in its
+        cache.
       timings: of the latest answer.
       compile_seconds: of all executables so far.
       tell: is called with what is being done until there is a token.
@@ -75,15 +93,26 @@ class Conversation:
         self.sampling, self.chunk = sampling, chunk
         self.stop_ids = tuple(sorted(stop_ids))
         self.ids: list[int] = []
-        self.kept = 0
+        self.pictures: tuple[Picture, ...] = ()
+        self.kept = self._features = 0
         self.timings, self.compile_seconds = Timings(), 0.0
         self.tell: Callable[[str], None] = lambda words: None
         self._state: State | None = None
         self._read = 0  # how many of `ids` are in the cache
         self._executables: dict[tuple, jax.stages.Compiled] = {}
 
+    @property
+    def filled(self) -> int:
+        """Slots that the text takes: its tokens, and features for its placeholders."""
+        return len(self.ids) + self._features
+
     def answer(
-        self, ids: Sequence[int], *, max_tokens: int | None = None, seed: int = 0
+        self,
+        ids: Sequence[int],
+        *,
+        images: Sequence[Shown] = (),
+        max_tokens: int | None = None,
+        seed: int = 0,
     ) -> Iterator[list[int]]:
         """The tokens that follow a text, chunk by chunk, the stop token included.
 
@@ -91,6 +120,8 @@ class Conversation:
 
         Args:
           ids: the whole text, at least one token, each in [0, vocabulary).
+          images: of the whole text, one for each placeholder; see `with_images`. A
+            `Picture` of the text before is known again, so that it is not read anew.
           max_tokens: of the answer, default until the slots are full.
           seed: of the draws, together with the number of tokens before.
 
@@ -103,34 +134,48 @@ class Conversation:
                 "chat: the text must be tokens in [0, "
                 f"{self.config.vocabulary}), at least one."
             )
-        room = self.slots - len(ids)
+        shown = None
+        tokens = ids
+        if images or reads_images(self.config):
+            shown = with_images(self.config, ids, images)
+            tokens = shown.tokens
+        room = self.slots - len(tokens)
         if room < 1:
             raise ValueError(
-                f"chat: the text has {len(ids)} tokens, the cache {self.slots} slots. "
-                "Begin anew with /clear, or start with more --slots."
+                f"chat: the text has {len(tokens)} tokens, the cache {self.slots} "
+                "slots. Begin anew with /clear, or start with more --slots."
             )
         left = room if max_tokens is None else min(max_tokens, room)
         if left < 1:
             raise ValueError(f"chat: `max_tokens` must be at least 1, got {left}.")
         self.tell("reading")
-        state = self._kept_state(ids)
+        pictures = shown.pictures if shown else ()
+        state = self._kept_state(ids, pictures, len(tokens))
         self.kept, start = self._read, time.perf_counter()
         compiled_before = self.compile_seconds
-        new = ids[self._read :]
-        while new:
-            piece, new = new[: PIECES[-1]], new[PIECES[-1] :]
-            size = next(p for p in PIECES if p >= len(piece))
+        features = self._seen(shown) if shown else None
+        for begin in range(self._read, len(tokens), PIECES[-1]):
+            piece = slice(begin, min(begin + PIECES[-1], len(tokens)))
+            size = next(p for p in PIECES if p >= piece.stop - begin)
             padded = np.zeros((1, size), np.int32)
-            padded[0, : len(piece)] = piece
-            count, last = np.array([len(piece)], np.int32), np.int32(not new)
+            padded[0, : piece.stop - begin] = tokens[piece]
+            count = np.array([piece.stop - begin], np.int32)
+            last = np.int32(piece.stop == len(tokens))
+            more, kind = (), 0
+            if shown is not None and features is not None:
+                seen, first = features
+                more = (piece_of(shown, seen, piece, first, size),)
+                kind = seen.rows.shape[1]
             drawn, state = self._run(
-                ("read", size), (padded, count, last, np.int32(seed), state)
+                ("read", size, kind),
+                (padded, count, last, np.int32(seed), state, *more),
             )
+        self._read, self._features = len(tokens), len(tokens) - len(ids)
         tokens = [int(np.asarray(drawn)[0])]
         waited = self.compile_seconds - compiled_before
         seconds = time.perf_counter() - start - waited
-        self.timings = Timings(seconds, len(ids) - self._read)
-        self.ids, self._read = [*ids, *tokens], len(ids)
+        self.timings = Timings(seconds, self._read - self.kept)
+        self.ids, self.pictures = [*ids, *tokens], pictures
         while True:
             self._state = state
             left -= len(tokens)
@@ -160,12 +205,36 @@ class Conversation:
 
     def forget(self) -> None:
         """Gives the cache back; the next text is read from its beginning."""
-        self.ids, self._state, self._read = [], None, 0
+        self.ids, self.pictures, self._state = [], (), None
+        self._read = self._features = 0
 
-    def _kept_state(self, ids: list[int]) -> State:
+    def _seen(self, shown: Prompt) -> tuple[Features, int] | None:
+        """What the tower sees of the images that are new, and their first feature."""
+        new = shown.feature[self._read :]
+        if not (new >= 0).any():
+            return None
+        merge = vision_of(self.config).merge ** 2
+        ends = np.cumsum([len(p.numbers) // merge for p in shown.pictures])
+        skipped = int(np.searchsorted(ends, new[new >= 0].min(), side="right"))
+        own = shown._replace(pictures=shown.pictures[skipped:])
+        size = FEWEST_PATCHES
+        while size < own.patches:
+            size *= 2
+        self.tell("seeing")
+        patches = patches_of(self.config, [own], size)
+        first = int(ends[skipped - 1]) if skipped else 0
+        seen: Any = self._run(("see", size), (patches,))
+        return seen, first
+
+    def _kept_state(
+        self, ids: list[int], pictures: tuple[Picture, ...], length: int
+    ) -> State:
         """The state from which `ids` go on: the last one, or a new one."""
         state, self._state = self._state, None
-        goes_on = len(ids) > self._read and ids[: len(self.ids)] == self.ids
+        goes_on = length > self._read and ids[: len(self.ids)] == self.ids
+        known = pictures[: len(self.pictures)]
+        goes_on = goes_on and len(known) == len(self.pictures)
+        goes_on = goes_on and all(map(operator.is_, known, self.pictures))
         counts = state is not None and (state.seen is not None)
         if state is not None and goes_on and counts == self.sampling.counts:
             return state
@@ -187,13 +256,15 @@ class Conversation:
                 function = functools.partial(
                     empty_state, config, self.slots, self.sampling.counts
                 )
+            elif kind == "see":
+                function = functools.partial(seen_by_tower, config)
             elif kind == "read":
                 function = functools.partial(read_more, config, **static)
             else:
                 function = functools.partial(
                     write_chunk, config, steps=name[1], **static
                 )
-            donated = {"empty": (), "read": (5,), "write": (1,)}[kind]
+            donated = {"empty": (), "see": (), "read": (5,), "write": (1,)}[kind]
             self.tell("compiling")
             start = time.perf_counter()
             # float32 means float32: the default of a GPU rounds the factors to tf32
@@ -204,6 +275,10 @@ class Conversation:
             self.compile_seconds += time.perf_counter() - start
             self.tell("reading")
         return self._executables[key]
+
+
+def seen_by_tower(config: Any, weights: Any, patches: Patches) -> Features:
+    return image_features(config.vision, config, weights.vision, patches)
 
 
 def empty_state(config: ModelConfig, slots: int, counts: bool) -> State:
@@ -225,6 +300,7 @@ def read_more(
     last: Int32[Array, ""],
     seed: Int32[Array, ""],
     state: State,
+    images: Any = None,
     *,
     sampling: Sampling,
     stop_ids: tuple[int, ...],
@@ -233,7 +309,7 @@ def read_more(
 
     It is a token of the answer where `last` is 1; where it is 0 there is more to read.
     """
-    logits, cache = prefill(config, weights, tokens, lengths, state.cache)
+    logits, cache = prefill(config, weights, tokens, lengths, state.cache, images)
     place = cache[0].lengths[0]
     key, key_now = jax.random.split(jax.random.fold_in(jax.random.key(seed), place))
     seen = state.seen and state.seen.with_prompt(tokens, lengths)

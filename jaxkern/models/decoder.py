@@ -13,8 +13,9 @@ which where. `prefill` reads the prompts, `decode` adds one token to each sequen
 take and return the states. Without them `hidden_states` is the forward of training.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -99,6 +100,15 @@ class DecoderWeights(NamedTuple):
     output: Matrices  # to logits
 
 
+class TextWeights(Protocol):
+    """Those of `DecoderWeights` behind the embedding, maybe among others."""
+
+    @property
+    def layers(self) -> tuple[LayerWeights, ...]: ...
+    @property
+    def output_norm(self) -> Float[Array, " d"]: ...
+
+
 def empty_cache(
     config: DecoderConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
 ) -> States:
@@ -146,6 +156,18 @@ def hidden_states(
     at = Mixing(new_lengths, segment_ids, tables)
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
     x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    return through_layers(config, weights, x, cache, at)
+
+
+def through_layers(
+    config: DecoderConfig,
+    weights: TextWeights,
+    x: Float[Array, "b t d"],
+    cache: States | None,
+    at: Mixing,
+    behind: Sequence[Float[Array, "b t d"]] = (),
+) -> tuple[Float[Array, "b t d"], States | None]:
+    """`hidden_states` of what is embedded; `behind[i]` is added behind layer i."""
 
     def added(x: Float[Array, "b t d"], y: Float[Array, "b t d"]):
         return x + y * jnp.asarray(config.residual_scale, x.dtype)
@@ -162,5 +184,6 @@ def hidden_states(
         after.append(state)
         y = rms_norm(x, layer.feed_forward_norm, eps=config.eps)
         x = added(x, feed_forward(config, cast(Any, layer.feed_forward), y))
+        x = x + behind[i].astype(x.dtype) if i < len(behind) else x
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if cache is None else tuple(after)

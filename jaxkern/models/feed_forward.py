@@ -184,7 +184,7 @@ def expert_tensors(mixture: Mixture, d: int, layout: Layout) -> Shapes:
         for name, wide, narrow in (("gate_up", 2 * f, d), ("down", d, f)):
             found[f"ffn_{name}_exps.blocks"] = (e, wide, narrow // 32, 16)
             found[f"ffn_{name}_exps.scales"] = (e, wide, narrow // 32)
-    elif layout.experts == "alternating":
+    elif layout.experts in ("alternating", "columns"):
         rows = {"gate_up": (e, d, 2 * f), "down": (e, f, d)}
         found = {f"ffn_{name}_exps.weight": shape for name, shape in rows.items()}
     elif layout.experts == "fused":
@@ -228,11 +228,14 @@ def read_experts(
         assert isinstance(both, jax.Array) and isinstance(down, jax.Array)
         both, down = (jnp.swapaxes(w, 1, 2) for w in (both, down))
         return found | {"gate": both[:, 0::2], "up": both[:, 1::2], "down": down}
-    if form == "fused":
+    if form in ("fused", "columns"):
         both, down = (
             reader.experts(f"{blk}.ffn_{name}_exps.weight")
             for name in ("gate_up", "down")
         )
+        if form == "columns":
+            assert isinstance(both, jax.Array) and isinstance(down, jax.Array)
+            both, down = (jnp.swapaxes(w, 1, 2) for w in (both, down))
         return found | {"gate": both, "up": None, "down": down}
     for name in ("gate", "up", "down"):
         at = f"{blk}.ffn_{name}_exps"

@@ -27,6 +27,13 @@ from jaxkern import explain
 from jaxkern.lowering.explain import Explanation
 from jaxkern.models.architecture import Cache, ModelConfig, page_of
 from jaxkern.models.cached_steps import decode, prefill, with_lengths
+from jaxkern.models.image_prompts import (
+    Shown,
+    batch_of,
+    expanded,
+    reads_images,
+    with_images,
+)
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 
 NO_TOKEN = -1  # of a sequence that is finished
@@ -54,6 +61,7 @@ def read_prompts(
     prompts: Int32[Array, "b t"],
     lengths: Int32[Array, " b"],
     seed: Int32[Array, ""],
+    images: Any = None,
     *,
     slots: int,
     sampling: Sampling,
@@ -63,7 +71,7 @@ def read_prompts(
     cache = page_of(config).empty_cache(
         config, prompts.shape[0], slots, cache_dtype(config)
     )
-    logits, cache = prefill(config, weights, prompts, lengths, cache)
+    logits, cache = prefill(config, weights, prompts, lengths, cache, images)
     key, key_now = jax.random.split(jax.random.key(seed))
     seen = None
     if sampling.counts:
@@ -131,6 +139,8 @@ class Generator:
       batch: number of prompts at a time.
       prompt_slots: tokens of the longest prompt; shorter ones are padded.
       max_tokens: longest answer.
+      image_patches: most patches that the images of one prompt have together; 0 for
+        text alone. A feature of an image is a token of the prompt.
       sampling: how tokens are drawn.
       stop_ids: tokens that end an answer.
       chunk: tokens between two looks of the host.
@@ -153,6 +163,7 @@ class Generator:
         batch: int,
         prompt_slots: int,
         max_tokens: int,
+        image_patches: int = 0,
         sampling: Sampling = LIKELIEST,
         stop_ids: Sequence[int] = (),
         chunk: int = 16,
@@ -167,6 +178,7 @@ class Generator:
                 f"generate: {prompt_slots} tokens of prompt and {max_tokens} of answer "
                 f"are more than the model's context of {config.context}."
             )
+        self.config, self.image_patches = config, image_patches
         self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
         self.prompt_slots, self.vocabulary = prompt_slots, config.vocabulary
         # the first token comes with the prompt, the others in whole chunks
@@ -179,12 +191,16 @@ class Generator:
             donate_argnums=1,
         )
         start = time.perf_counter()
-        arguments = (
+        arguments: tuple = (
             weights,
             jax.ShapeDtypeStruct((batch, prompt_slots), jnp.int32),
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.int32),
         )
+        if image_patches:
+            none = [with_images(config, [], [])] * batch
+            shown = batch_of(config, none, prompt_slots, image_patches)
+            arguments += (jax.eval_shape(lambda: shown),)
         self.calls: dict[str, tuple[Any, tuple]] = {"prefill": (read, arguments)}
         if chunks:
             _, state = jax.eval_shape(read, *arguments)
@@ -207,19 +223,29 @@ class Generator:
         }
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], *, seed: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        images: Sequence[Sequence[Shown]] | None = None,
+        seed: int = 0,
     ) -> Iterator[Int32[np.ndarray, "b n"]]:
         """Answers, chunk by chunk.
 
         Args:
           prompts: token ids, one list per sequence of the batch, none of them empty;
             each in [0, vocabulary).
+          images: those of each prompt, in the order of its placeholders; see
+            `jaxkern.models.image_prompts.with_images`.
           seed: of the draws.
 
         Yields:
           tokens: int32 `[b, n]` on the host, NO_TOKEN behind the end of a sequence. The
             stop token that ends it is still there.
         """
+        shown, more = None, ()
+        if reads_images(self.config) or images is not None:
+            shown = expanded(self.config, prompts, images)
+            prompts = [prompt.tokens for prompt in shown]
         lengths = [len(prompt) for prompt in prompts]
         batch = self.calls["prefill"][1][2].shape[0]
         if len(prompts) != batch:
@@ -234,6 +260,15 @@ class Generator:
                 f"generate: prompts must have 1 to {self.prompt_slots} tokens, got "
                 f"{lengths}."
             )
+        if shown and max(p.patches for p in shown) > self.image_patches:
+            raise ValueError(
+                f"generate: images may have {self.image_patches} patches a prompt, got "
+                f"{[p.patches for p in shown]}. Give a larger `image_patches`."
+            )
+        if shown and self.image_patches:
+            more = (
+                batch_of(self.config, shown, self.prompt_slots, self.image_patches),
+            )
         vocabulary = self.vocabulary
         padded = np.zeros((len(prompts), self.prompt_slots), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
@@ -246,7 +281,7 @@ class Generator:
             row[: len(prompt)] = ids
         start = time.perf_counter()
         first, state = self.executables["prefill"](
-            self.weights, padded, np.array(lengths, np.int32), np.int32(seed)
+            self.weights, padded, np.array(lengths, np.int32), np.int32(seed), *more
         )
         tokens = np.asarray(first)[:, None]
         self.timings = Timings(time.perf_counter() - start, sum(lengths))
@@ -283,6 +318,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
+    images: Sequence[Sequence[Shown]] | None = None,
     sampling: Sampling = LIKELIEST,
     stop_ids: Sequence[int] = (),
     seed: int = 0,
@@ -290,23 +326,32 @@ def generate(
 ) -> list[list[int]]:
     """The whole answers to some prompts: a `Generator`, run to its end.
 
-    It compiles at each call; keep a `Generator` to answer more than once.
+    It compiles at each call; keep a `Generator` to answer more than once. `images` are
+    those of each prompt: of Pillow, names of files, or a `Picture` each.
 
     Returns:
       One list of token ids per prompt, of at most `max_tokens`, without the stop token.
     """
     if not prompts:
         return []
+    longest, patches = max(map(len, prompts)), 0
+    if images is not None:
+        shown = expanded(config, prompts, images)
+        images = [prompt.pictures for prompt in shown]
+        longest = max(len(prompt.tokens) for prompt in shown)
+        patches = max(prompt.patches for prompt in shown)
     generator = Generator(
         config,
         weights,
         batch=len(prompts),
-        prompt_slots=max(map(len, prompts)),
+        prompt_slots=longest,
         max_tokens=max_tokens,
+        image_patches=patches,
         sampling=sampling,
         stop_ids=stop_ids,
         chunk=chunk,
     )
-    rows = np.concatenate(list(generator.stream(prompts, seed=seed)), axis=1)
+    stream = generator.stream(prompts, images=images, seed=seed)
+    rows = np.concatenate(list(stream), axis=1)
     ends = {NO_TOKEN, *stop_ids}
     return [[int(token) for token in row if token not in ends] for row in rows]

@@ -22,6 +22,7 @@ from jaxkern.models import (
     llama_files,
     qwen3_moe_files,
     qwen3_next_files,
+    qwen3_vl_files,
 )
 from jaxkern.models.architecture import Architecture, ModelFile, Tensor
 
@@ -31,6 +32,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *qwen3_moe_files.ARCHITECTURES,
     *gpt_oss_files.ARCHITECTURES,
     *qwen3_next_files.ARCHITECTURES,
+    *qwen3_vl_files.ARCHITECTURES,
     *lfm2_files.ARCHITECTURES,
     *deepseek_files.ARCHITECTURES,
     *granite_hybrid_files.ARCHITECTURES,

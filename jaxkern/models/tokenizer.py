@@ -136,7 +136,7 @@ class GGUFTokenizer:
         """Text of token ids, without control tokens. Broken UTF-8 becomes U+FFFD."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The messages as the model was trained to read them, ready for its answer.
 
         Args:

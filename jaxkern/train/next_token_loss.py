@@ -33,6 +33,10 @@ def next_token_loss(
         tokens       [b, t] int32
         segment_ids  [b, t] int: several texts in a row; none sees or predicts another
         mask         [b, t] bool: whether this token is one to predict
+        images       what placeholders among the tokens stand for, of a model that
+                     reads images (`jaxkern.models.image_prompts.batch_of`)
+
+    Placeholders are tokens as others are: mask them, for no model predicts them.
 
     Args:
       config: of `load(path, "train")`, whose weights are the parameters.
@@ -58,6 +62,9 @@ def next_token_loss(
       (2.079, 2)
     """
     page = page_of(replace(config, dtype="float32"))
+    known = {"tokens", "segment_ids", "mask"}
+    if "images" in inspect.signature(page.hidden_states).parameters:
+        known.add("images")
     options: dict = {} if remat == "none" else {"remat": remat}
     if options and "remat" not in inspect.signature(page.hidden_states).parameters:
         raise ValueError(
@@ -68,11 +75,11 @@ def next_token_loss(
     def loss(weights: Any, batch: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
         if not isinstance(batch, Mapping):
             batch = {"tokens": batch}
-        known = {"tokens", "segment_ids", "mask"}
         if "tokens" not in batch or not known.issuperset(batch):
             raise ValueError(
                 "next_token_loss: `batch` must be tokens, or a mapping of tokens, "
-                f"segment_ids and mask, got {', '.join(sorted(batch))}."
+                f"{', '.join(sorted(known - {'tokens'}))}, got "
+                f"{', '.join(sorted(batch))}."
             )
         tokens, segments = batch["tokens"], batch.get("segment_ids")
         labels = labels_of(tokens, segments, batch.get("mask"))
@@ -85,15 +92,16 @@ def next_token_loss(
             *readable(config, weights),
             tokens,
             segment_ids=segments,
+            **({"images": batch["images"]} if "images" in batch else {}),
             **options,
         )
         total = linear_cross_entropy(
-            x,
+            x * jnp.asarray(getattr(config, "logit_scale", 1), x.dtype),
             output_of(weights),
             labels,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
-            softcap=config.logit_softcap,
+            softcap=getattr(config, "logit_softcap", None),
             ignore_index=IGNORED,
             reduction="sum",
         )

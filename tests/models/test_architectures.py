@@ -40,10 +40,11 @@ OF_THESE = (  # where there are 0 of the first, the second says nothing
     ("num_kv_shared_layers", "use_double_wide_mlp"),
     ("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )
+SEEING = ("qwen3_vl", "qwen3_vl_moe")  # test_images reads their text too
 # What `make test` leaves to the full run: other names for what a folder here computes.
 REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe")
 MODELS = [
-    pytest.param(name, marks=[pytest.mark.full] if name in REPEATS else [])
+    pytest.param(name, marks=[pytest.mark.full] if name in (*REPEATS, *SEEING) else [])
     for name in sorted(FOLDERS)
 ]
 PROMPT, SHORTER = 9, 5

@@ -23,6 +23,7 @@ from jaxkern.formats.safetensors import SafetensorsFolder, read_safetensors_fold
 from jaxkern.models.architecture import page_of
 from jaxkern.models.cached_steps import decode, prefill
 from jaxkern.models.hugging_face import HARMLESS, WITHOUT
+from jaxkern.models.image_prompts import batch_of, reads_images, with_images
 from jaxkern.models.registry import BY_MODEL_TYPE
 from jaxkern.models.weight_reader import WeightReader
 
@@ -60,7 +61,8 @@ def weight_shapes(name, folder):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_traces(name, tmp_path):
     config, weights = weight_shapes(name, tmp_path)
-    sizes = SimpleNamespace(**CONFIGS[name])
+    said = CONFIGS[name]
+    sizes = SimpleNamespace(**{**said, **said.get("text_config", {})})
     assert weights.embedding.shape == (sizes.vocab_size, sizes.hidden_size)
     assert len(weights.layers) == sizes.num_hidden_layers == config.layers
     page = page_of(config)
@@ -79,3 +81,11 @@ def test_traces(name, tmp_path):
         functools.partial(page.hidden_states, config), weights, ints((2, 16))
     )
     assert x.shape == (2, 16, sizes.hidden_size) and none is None
+    if reads_images(config):
+        nothing = [with_images(config, [], [])] * 2
+        images = jax.eval_shape(lambda: batch_of(config, nothing, 16, 1024))
+        y, _ = jax.eval_shape(
+            functools.partial(page.hidden_states, config),
+            *(weights, ints((2, 16)), None, None, None, images),
+        )
+        assert y.shape == x.shape

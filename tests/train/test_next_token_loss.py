@@ -68,6 +68,20 @@ def test_packed_texts_are_the_texts():
     assert nothing == 0 and n == 0
 
 
+def test_a_decoder_of_mixed_layers():
+    """Its logits have a scale and no cap; the pages above have a cap and no scale."""
+    folder = FOLDERS["granitemoehybrid"]
+    config, weights = load(folder, "train")
+    golden = np.load(folder / "golden.npz")
+    assert config.logit_scale != 1
+    tokens = golden["tokens"]
+    found, count = jax.jit(next_token_loss(config))(weights, tokens[None])
+    losses = jax.nn.logsumexp(golden["logits"], axis=-1)[:-1]
+    losses -= golden["logits"][np.arange(len(tokens) - 1), tokens[1:]]
+    assert count == len(tokens) - 1
+    np.testing.assert_allclose(found, losses.mean(), rtol=1e-5)
+
+
 def test_what_is_kept_costs_memory_and_changes_no_gradient():
     config = dataclasses.replace(CONFIG, layers=2)
     w, tokens = weights_of(), batches(1, rows=4, length=64)[0]

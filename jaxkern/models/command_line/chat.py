@@ -11,6 +11,7 @@ from jaxkern.formats.printable import printable
 from jaxkern.models.command_line.chat_commands import COMMANDS, Chat, do, unknown
 from jaxkern.models.command_line.demo import demo_model
 from jaxkern.models.command_line.errors import is_of_the_device, one_line
+from jaxkern.models.command_line.generate import content
 from jaxkern.models.command_line.options import (
     add_quiet_and_cache,
     add_sampling,
@@ -107,7 +108,14 @@ def _talk(chat: Chat) -> None:
                 raise ValueError(unknown(word))
             elif word:
                 _answer(chat, line)
-        except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+        except (
+            ValueError,
+            TypeError,
+            OSError,
+            RuntimeError,
+            MemoryError,
+            ImportError,
+        ) as error:
             _complain(error)
         except KeyboardInterrupt:
             print()
@@ -127,7 +135,8 @@ def _read_line(chat: Chat) -> str:
 
 def _answer(chat: Chat, line: str) -> None:
     """Streams the answer to stdout; a Ctrl-C keeps what was said until then."""
-    chat.messages.append({"role": "user", "content": line})
+    message = {"role": "user", "content": content(line, chat.waiting)}
+    chat.messages.append(message)
     stream = TextStream(chat.model.tokenizer)
     stopped = False
     try:
@@ -138,7 +147,7 @@ def _answer(chat: Chat, line: str) -> None:
         ):
             chat.conversation.tell = say
             for tokens in chat.conversation.answer(
-                ids, max_tokens=chat.max_tokens, seed=chat.seed
+                ids, images=chat.shown(), max_tokens=chat.max_tokens, seed=chat.seed
             ):
                 piece = stream.push(tokens)
                 if piece:

@@ -6,13 +6,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxkern.models.command_line.options import SAMPLING, set_one
 from jaxkern.models.command_line.statistics import rate, speed
 
 if TYPE_CHECKING:
     from jaxkern.models.conversation import Conversation
+    from jaxkern.models.image_rule import Picture
     from jaxkern.models.text_model import TextModel
 
 ROLES = ("system", "user", "assistant")
@@ -28,6 +29,8 @@ class Chat:
       text: the prompt of the latest answer and the answer, whose tokens are
         `conversation.ids`.
       own_file: the file that /save wrote or /load read: only this one is overwritten.
+      waiting: names of images that the next message shows.
+      pictures: those of the conversation by their names.
     """
 
     model: "TextModel"
@@ -35,16 +38,36 @@ class Chat:
     max_tokens: int | None
     seed: int
     quiet: bool
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
     own_file: Path | None = None
+    waiting: list[str] = field(default_factory=list)
+    pictures: dict[str, "Picture"] = field(default_factory=dict)
 
     def set_system(self, text: str) -> None:
         self.messages = [m for m in self.messages if m["role"] != "system"]
         if text:
             self.messages.insert(0, {"role": "system", "content": text})
 
-    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def picture(self, name: str) -> "Picture":
+        """An image that is read once, as it was then."""
+        from jaxkern.models.image_rule import preprocess
+
+        if name not in self.pictures:
+            self.pictures[name] = preprocess(name, self.model.config)
+        return self.pictures[name]
+
+    def shown(self) -> list["Picture"]:
+        """The images of all messages, in order."""
+        parts = [
+            p
+            for m in self.messages
+            if isinstance(m["content"], list)
+            for p in m["content"]
+        ]
+        return [self.picture(p["image"]) for p in parts if p["type"] == "image"]
+
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The whole text in tokens: those of the text before, if it goes on there."""
         tokenizer, before = self.model.tokenizer, self.text
         self.text = text = tokenizer.chat(messages)
@@ -57,6 +80,7 @@ class Chat:
     def answered(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": text})
         self.text += text
+        self.waiting = []
 
     def statistics(self) -> str:
         """Of the latest answer, in one line."""
@@ -66,7 +90,7 @@ class Chat:
         write = rate(took.decode_steps, took.decode_seconds)
         return (
             f"[read {took.prefill_tokens} tokens, {speed(read)}; wrote {speed(write)}; "
-            f"{len(talk.ids)} of {talk.slots} slots]"
+            f"{talk.filled} of {talk.slots} slots]"
         )
 
 
@@ -79,9 +103,18 @@ def _help(chat: Chat, rest: str) -> str:
 def _clear(chat: Chat, rest: str) -> str:
     """: begins anew; the system message stays"""
     chat.messages = [m for m in chat.messages if m["role"] == "system"]
-    chat.text = ""
+    chat.text, chat.waiting, chat.pictures = "", [], {}
     chat.conversation.forget()
     return "(forgotten)"
+
+
+def _image(chat: Chat, rest: str) -> str:
+    """FILE: the next message shows this image"""
+    path = _path(rest, "/image")
+    chat.pictures.pop(str(path), None)  # the file may have changed
+    picture = chat.picture(str(path))
+    chat.waiting.append(str(path))
+    return f"({picture.columns} x {picture.rows} patches, with the next message)"
 
 
 def _system(chat: Chat, rest: str) -> str:
@@ -191,7 +224,21 @@ def _is_message(m: object) -> bool:
         isinstance(m, dict)
         and m.keys() == {"role", "content"}
         and m["role"] in ROLES
-        and isinstance(m["content"], str)
+        and (
+            isinstance(m["content"], str)
+            or (isinstance(m["content"], list) and all(map(_is_part, m["content"])))
+        )
+    )
+
+
+def _is_part(part: object) -> bool:
+    """Of a message with images."""
+    kinds = ({"type", "text"}, {"type", "image"})
+    return (
+        isinstance(part, dict)
+        and {*part} in kinds
+        and all(isinstance(value, str) for value in part.values())
+        and part["type"] in part
     )
 
 
@@ -208,6 +255,7 @@ def _quit(chat: Chat, rest: str) -> None:
 COMMANDS: dict[str, Callable[[Chat, str], str | None]] = {
     "/help": _help,
     "/clear": _clear,
+    "/image": _image,
     "/system": _system,
     "/set": _set,
     "/stats": _stats,

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxkern.formats.printable import printable
@@ -42,6 +43,13 @@ def add_to(commands) -> None:
         help="a file that is one prompt; - is standard input",
     )
     add("--prompts-file", metavar="FILE", help="a prompt on each line; - likewise")
+    add(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="shown before each prompt; may be given several times",
+    )
     add("--system", metavar="TEXT", help="the message before the prompt")
     add("--raw", action="store_true", help="no chat template")
     add("--max-tokens", type=int, default=128, metavar="N", help="of an answer (128)")
@@ -55,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     prompts = read_prompts(options)
     if options.raw and options.system:
         raise ValueError("--system: has no place in a --raw prompt.")
+    if options.raw and options.image:
+        raise ValueError("--image: has no place in a --raw prompt.")
     path = Path(options.model) if options.model else demo_model()
 
     from jaxkern import backend
@@ -109,25 +119,35 @@ def text_of(name: str) -> str:
 def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
     """Shows the answers on stdout and returns all there is to say about them."""
     from jaxkern.models.generate import NO_TOKEN, Generator
+    from jaxkern.models.image_prompts import expanded
+    from jaxkern.models.image_rule import preprocess
     from jaxkern.models.text_model import open_model
 
     with spinner(f"loading {path.name}", quiet=options.quiet) as say:
         model = open_model(path, options.weights)
         encoded = [_encode(model.tokenizer, options, prompt) for prompt in prompts]
+        pictures = [preprocess(name, model.config) for name in options.image]
+        images = [pictures] * len(prompts) if pictures else None
+        lengths, patches = [len(ids) for ids in encoded], 0
+        if images is not None:
+            shown = expanded(model.config, encoded, images)
+            lengths = [len(prompt.tokens) for prompt in shown]
+            patches = max(prompt.patches for prompt in shown)
         say("compiling")
         generator = Generator(
             model.config,
             model.weights,
             batch=len(prompts),
-            prompt_slots=max(map(len, encoded)),
+            prompt_slots=max(lengths),
             max_tokens=options.max_tokens,
+            image_patches=patches,
             sampling=sampling_of(options, model.sampling),
             stop_ids=tuple(model.tokenizer.stop_ids),
         )
-        say(f"reading {sum(map(len, encoded))} tokens")
+        say(f"reading {sum(lengths)} tokens")
         streams = [TextStream(model.tokenizer) for _ in prompts]
         streamed = len(prompts) == 1 and not options.json
-        for chunk in generator.stream(encoded, seed=options.seed):
+        for chunk in generator.stream(encoded, images=images, seed=options.seed):
             for row, stream in zip(chunk, streams, strict=True):
                 piece = stream.push(int(token) for token in row if token != NO_TOKEN)
                 if streamed:
@@ -147,11 +167,11 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
         "answers": [
             {
                 "prompt": prompt,
-                "prompt_tokens": len(ids),
+                "prompt_tokens": length,
                 "text": stream.text,
                 "token_ids": stream.ids,
             }
-            for prompt, ids, stream in zip(prompts, encoded, streams, strict=True)
+            for prompt, length, stream in zip(prompts, lengths, streams, strict=True)
         ],
         "model": str(path),
         "weights": model.policy,
@@ -177,9 +197,17 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
     }
 
 
+def content(text: str, images: Sequence[str]) -> str | list[dict[str, str]]:
+    """That of a message: the text, or a list of images and the text, for templates."""
+    if not images:
+        return text
+    shown = [{"type": "image", "image": name} for name in images]
+    return [*shown, {"type": "text", "text": text}]
+
+
 def _encode(tokenizer, options: argparse.Namespace, prompt: str) -> list[int]:
     if options.raw:
         return tokenizer.encode(prompt)
     system = [{"role": "system", "content": options.system}] if options.system else []
-    messages = [*system, {"role": "user", "content": prompt}]
+    messages = [*system, {"role": "user", "content": content(prompt, options.image)}]
     return tokenizer.encode(tokenizer.chat(messages), special=True)

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has gone
         sys.stderr.close()  # else the interpreter complains about stdout at its end
         return 141  # as a shell reports it
-    except (ValueError, TypeError, OSError, OverflowError) as error:
+    except (ValueError, TypeError, OSError, OverflowError, ImportError) as error:
         message = str(error)
     except MemoryError as error:
         message = f"out of memory. {error}".strip()

@@ -6,12 +6,13 @@ from typing import Literal
 Shapes = dict[str, tuple[int, ...]]
 """Tensors by their names behind "blk.<layer>."."""
 
-ExpertForm = Literal["stacked", "single", "fused", "alternating", "mxfp4"]
+ExpertForm = Literal["stacked", "single", "fused", "columns", "alternating", "mxfp4"]
 """How experts lie.
 
 | stacked | gate, up and down of `[e, f, d]` each |
 | single | a tensor for each expert |
 | fused | gate and up as `[e, 2*f, d]`, all rows of gate first |
+| columns | gate and up as `[e, d, 2*f]`, all columns of gate first; down transposed |
 | alternating | gate and up as `[e, d, 2*f]`, columns of gate and up by turns |
 | mxfp4 | likewise, in groups of MXFP4 as `[e, 2*f, d]` |
 """
