@@ -66,42 +66,64 @@ def next_token_loss(
         )
 
     def loss(weights: Any, batch: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        if not isinstance(batch, Mapping):
-            batch = {"tokens": batch}
-        known = {"tokens", "segment_ids", "mask"}
-        if "tokens" not in batch or not known.issuperset(batch):
-            raise ValueError(
-                "next_token_loss: `batch` must be tokens, or a mapping of tokens, "
-                f"segment_ids and mask, got {', '.join(sorted(batch))}."
-            )
-        tokens, segments = batch["tokens"], batch.get("segment_ids")
-        labels = labels_of(tokens, segments, batch.get("mask"))
         if getattr(weights, "rope_factors", None) is not None:
             raise ValueError(
                 "next_token_loss: `weights.rope_factors` must be None, they are no "
                 "weights to learn; load a folder, whose config has them as numbers."
             )
-        x, _ = page.hidden_states(
+        return mean_loss(
             *readable(config, weights),
-            tokens,
-            segment_ids=segments,
-            **options,
-        )
-        total = linear_cross_entropy(
-            x,
             output_of(weights),
-            labels,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=config.logit_softcap,
-            ignore_index=IGNORED,
-            reduction="sum",
+            batch,
+            hidden=options,
+            loss=dict(label_smoothing=label_smoothing, z_loss=z_loss),
         )
-        assert isinstance(total, Array)  # no lse was asked for
-        count = jnp.sum(labels != IGNORED).astype(jnp.float32)
-        return total / jnp.maximum(count, 1), count
 
     return loss
+
+
+def mean_loss(
+    config: Any,
+    weights: Any,
+    output: Float[Array, "v d"],
+    batch: Any,
+    *,
+    hidden: Mapping[str, Any],
+    loss: Mapping[str, Any],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The loss of weights as a page reads them, and over how many tokens it is the mean.
+
+    Args:
+      output: its rows, of what may be a packed table in `weights`.
+      batch: see `next_token_loss`.
+      hidden, loss: more options of `hidden_states` and of `linear_cross_entropy`.
+    """
+    if not isinstance(batch, Mapping):
+        batch = {"tokens": batch}
+    known = {"tokens", "segment_ids", "mask"}
+    if "tokens" not in batch or not known.issuperset(batch):
+        raise ValueError(
+            "next_token_loss: `batch` must be tokens, or a mapping of tokens, "
+            f"segment_ids and mask, got {', '.join(sorted(batch))}."
+        )
+    tokens, segments = batch["tokens"], batch.get("segment_ids")
+    labels = labels_of(tokens, segments, batch.get("mask"))
+    x, _ = page_of(config).hidden_states(
+        config, weights, tokens, segment_ids=segments, **hidden
+    )
+    scale = getattr(config, "logit_scale", 1.0)
+    total = linear_cross_entropy(
+        x if scale == 1.0 else x * jnp.asarray(scale, x.dtype),
+        output,
+        labels,
+        softcap=getattr(config, "logit_softcap", None),
+        ignore_index=IGNORED,
+        reduction="sum",
+        **loss,
+    )
+    assert isinstance(total, Array)  # no lse was asked for
+    count = jnp.sum(labels != IGNORED).astype(jnp.float32)
+    return total / jnp.maximum(count, 1), count
 
 
 def labels_of(
