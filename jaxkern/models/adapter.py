@@ -311,7 +311,7 @@ def write_adapter(
     tensors, products = {}, []
     for name, part in adapters_of(weights).items():
         product = product_name(model, name)
-        products.append(product.rpartition(".")[2])
+        products.append(product)
         b = rows_for(model, name, part.b, back=True)
         for end, w in zip(ENDS, (part.a, b), strict=True):
             w = np.ascontiguousarray(np.asarray(w, np.float32))
@@ -323,7 +323,7 @@ def write_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(set(products)),
+        "target_modules": targets_of(model, products),
         "bias": "none",
         "inference_mode": True,
     }
@@ -335,3 +335,18 @@ def write_adapter(
     with open(os.path.join(path, CONFIG), "w") as file:
         json.dump(said, file, indent=1)
         file.write("\n")
+
+
+def targets_of(model: Described, products: Sequence[str]) -> list[str]:
+    """Last parts of the products' names; whole names of those that share theirs with a
+    product without an adapter, such as the experts beside a shared one."""
+    others = {
+        product_name(model, name).rpartition(".")[2]
+        for name in model.file.tensors
+        if product_name(model, name) not in products
+    }
+    found = {}
+    for product in products:
+        own = product.rpartition(".")[2]
+        found[product if own in others else own] = None
+    return sorted(found)
