@@ -188,8 +188,8 @@ class ArchitectureKeys:
                 f"key {name} is {_shown(value)}, which the model of architecture "
                 f"{self.arch} here does not have"
                 f"{f' (it may be {known})' if known else ''}"
-                f"{f'; the nearest one is {near[0]}' if near else ''}. Without it another model "
-                "would be computed: use a program that supports this key"
+                f"{f'; the nearest one is {near[0]}' if near else ''}. Without it "
+                "another model would be computed: use a program that supports this key"
             )
 
     def _name(self, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Adapters of products (LoRA): new ones, and folders as PEFT of Hugging Face writes them.
+"""Adapters of products (LoRA): new ones, and folders of PEFT of Hugging Face.
 
     adapter_config.json           r, lora_alpha, target_modules, ...
     adapter_model.safetensors     base_model.model.<product>.lora_A.weight   [r, d]
@@ -38,9 +38,21 @@ HARMLESS = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights"),
     *("lora_dropout", "revision", "target_modules", "task_type", "peft_version"),
     *("exclude_modules", "layers_pattern", "layers_to_transform", "loftq_config"),
-    *("corda_config", "eva_config", "qalora_group_size", "arrow_config", "megatron_config"),
+    *(
+        "corda_config",
+        "eva_config",
+        "qalora_group_size",
+        "arrow_config",
+        "megatron_config",
+    ),
     *("megatron_core", "runtime_config", "ensure_weight_tying", "lora_ga_config"),
-    *("trainable_token_indices_type", "monteclora_config", "bdlora_config", "r", "lora_alpha"),
+    *(
+        "trainable_token_indices_type",
+        "monteclora_config",
+        "bdlora_config",
+        "r",
+        "lora_alpha",
+    ),
     *("peft_type", "use_rslora", "bias", "rank_pattern", "alpha_pattern"),
 )
 
@@ -226,7 +238,7 @@ def read_adapter(path: str | PathLike[str]) -> SavedAdapter:
     halves: dict[str, dict[str, jax.Array]] = {}
     try:
         with safe_open(os.path.join(path, WEIGHTS), framework="np") as file:
-            for stored in file.keys():  # noqa: SIM118  (it is no mapping)
+            for stored in file.keys():  # it is no mapping
                 name, end = _parted(path, stored)
                 w = jnp.asarray(file.get_tensor(stored), jnp.float32)
                 halves.setdefault(name, {})[end] = w

@@ -26,7 +26,7 @@ def load(
     Args:
       path: a GGUF file, or a folder with `config.json` and `*.safetensors`.
       policy: how the weights are kept; see `weight_reader.choose_policy`.
-      adapter: a folder of PEFT with LoRA of some products; see `jaxkern.models.adapter`.
+      adapter: a folder of PEFT with LoRA of products; see `jaxkern.models.adapter`.
       merge: add it to the weights, which must not be quantised then.
 
     Returns:

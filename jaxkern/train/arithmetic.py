@@ -1,4 +1,4 @@
-"""Arithmetic of a training step, and the share of the device's limit that it is (MFU)."""
+"""Arithmetic of a training step, and its share of the device's limit (MFU)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the state by orbax, what it belongs to, and a list of the files.
+"""Checkpoints of a run: the state by orbax, what it belongs to, sums of its files.
 
     checkpoints/40/state/          each process writes its own part
     checkpoints/40/run.json        the run: its configuration, digest of its data

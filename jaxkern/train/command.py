@@ -38,19 +38,21 @@ def run(options: argparse.Namespace) -> int:
     join(options)
 
     from jaxkern.models.command_line.executables import kept_executables
+    from jaxkern.train.placement import is_first
     from jaxkern.train.trainer import train
 
     with contextlib.ExitStack() as entered:
         entered.enter_context(kept_executables(not options.no_cache))
         outcome = train(asked, start=options.start, quiet=options.quiet)
-    if outcome.stopped:
+    if outcome.stopped and is_first():
         print(
             f"stopped after step {outcome.step} of {asked.steps}, with a checkpoint in "
             f"{asked.out}; the same command goes on from there",
             file=sys.stderr,
         )
+    if outcome.stopped:
         return STOPPED
-    if not options.quiet:
+    if is_first() and not options.quiet:
         if outcome.loss is None:
             print(f"all {asked.steps} steps were done before", file=sys.stderr)
         print(outcome.written)

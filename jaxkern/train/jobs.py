@@ -90,8 +90,10 @@ def writer_of(
 
     def write(params: Any, out: str) -> str:
         if path is not None and not os.path.isdir(path):
-            return "no model folder: a GGUF file has no config.json; load() reads the "\
+            return (
+                "no model folder: a GGUF file has no config.json; load() reads the "
                 "checkpoints' arrays"
+            )
         try:
             origins_of(model)
         except ValueError as error:
@@ -120,8 +122,8 @@ def adapter_job(run: RunConfig, lora: Lora, path: str, tokenizer: Any) -> Job:
         policy == "f32" and run.compute_dtype != "float32"
     ):
         raise ValueError(
-            f"lora.weights: {policy} is not trained with {run.compute_dtype}. Take auto, "
-            "packed, bf16, or f32 with float32."
+            f"lora.weights: {policy} is not trained with {run.compute_dtype}. Take "
+            "auto, packed, bf16, or f32 with float32."
         )
     source = NewAdapter(lora.rank, lora.alpha, lora.targets, run.seed)
     config, weights = load_described(model, policy, source)
@@ -139,8 +141,7 @@ def adapter_job(run: RunConfig, lora: Lora, path: str, tokenizer: Any) -> Job:
     def write(params: Any, out: str) -> str:
         folder = os.path.join(out, "adapter")
         whole = with_adapters(weights, params)
-        sizes = dict(rank=lora.rank, alpha=lora.alpha)
-        write_adapter(folder, model, whole, **sizes, base=path)
+        write_adapter(folder, model, whole, rank=lora.rank, alpha=lora.alpha, base=path)
         if not lora.merge:
             return folder
         return f"{folder}, {write_merged(model, path, folder, out, tokenizer)}"

@@ -1,13 +1,13 @@
 """`write_model_folder`: weights of the "train" policy as a folder of Hugging Face.
 
-A model's weights are read by an `Architecture`, which puts tensors side by side. Here it
-reads names in the place of tensors, which says what each array is made of.
+A model's weights are read by an `Architecture`, which puts tensors side by side. Here
+it reads names in the place of tensors, which says what each array is made of.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from os import PathLike, fspath
@@ -97,8 +97,10 @@ def origins_of(model: Described) -> list[Origin]:
       ValueError: some array is more than tensors side by side.
     """
     try:
-        found: Any = model.architecture.weights(model.config, Origins(model.file.tensors))  # pyright: ignore
-        leaves = jax.tree.leaves(found)
+        found: Any = model.architecture.weights(
+            model.config, Origins(model.file.tensors)
+        )  # pyright: ignore
+        leaves: list[Any] = jax.tree.leaves(found)
     except (TypeError, AttributeError):
         leaves = [None]
     if not all(isinstance(leaf, Origin) for leaf in leaves):
@@ -179,11 +181,11 @@ def write_model_folder(
     if config is not None:
         with open(os.path.join(path, "config.json"), "w") as file:
             json.dump(config, file, indent=1)
-    copied: Sequence[str] = COPIED if config else ("config.json", *COPIED)
-    for name in copied if source else ():
-        place = os.path.join(source, name)
-        if os.path.isfile(place):
-            shutil.copyfile(place, os.path.join(path, name))
+    if source is not None:
+        for name in COPIED if config else ("config.json", *COPIED):
+            place = os.path.join(source, name)
+            if os.path.isfile(place):
+                shutil.copyfile(place, os.path.join(path, name))
     whole = os.path.join(path, "model.safetensors")
     save_file(dense, f"{whole}.part", metadata={"format": "pt"})
     os.replace(f"{whole}.part", whole)

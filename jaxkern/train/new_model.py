@@ -1,4 +1,4 @@
-"""`new_model`: a model of the registry with random weights, from the keys of config.json."""
+"""`new_model`: a model of the registry with weights that are drawn."""
 
 import zlib
 from collections.abc import Mapping
@@ -108,7 +108,9 @@ def new_model(keys: Mapping[str, Any], seed: int) -> Described:
         raise ValueError(f"model: model_type is {kind!r}, known are {known}.")
     # readers compare the number of layers with that of the tensors
     some = GGUFTensorInfo((), "F32", 0, 0)
-    folder = NewModel("model", metadata, dict.fromkeys(map(str, range(MOST_LAYERS)), some), {})
+    folder = NewModel(
+        "model", metadata, dict.fromkeys(map(str, range(MOST_LAYERS)), some), {}
+    )
     harmless = {**hugging_face.HARMLESS, **found.harmless}
     without = {**hugging_face.WITHOUT, **found.without}
     with architecture_keys(folder, harmless, without) as read:
@@ -120,7 +122,10 @@ def new_model(keys: Mapping[str, Any], seed: int) -> Described:
         raise ValueError(f"model: initializer_range must be positive, got {said!r}.")
     folder = replace(
         folder,
-        tensors={n: GGUFTensorInfo(s, "F32", 0, 4 * int(np.prod(s))) for n, s in shapes.items()},
+        tensors={
+            n: GGUFTensorInfo(s, "F32", 0, 4 * int(np.prod(s)))
+            for n, s in shapes.items()
+        },
         seed=seed,
         deviation=float(said),
         layers=config.layers,

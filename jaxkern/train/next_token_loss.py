@@ -91,7 +91,7 @@ def mean_loss(
     hidden: Mapping[str, Any],
     loss: Mapping[str, Any],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The loss of weights as a page reads them, and over how many tokens it is the mean.
+    """The loss of weights as a page reads them, and of how many tokens it is the mean.
 
     Args:
       output: its rows, of what may be a packed table in `weights`.

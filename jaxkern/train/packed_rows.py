@@ -1,7 +1,7 @@
 """`PackedRows`: texts side by side in rows of one length, in an order that is known.
 
-What a batch holds depends on its number and the seed alone, so a run that goes on from a
-checkpoint needs no state of the data but how many batches it has read.
+What a batch holds depends on its number and the seed alone, so a run that goes on from
+a checkpoint needs no state of the data but how many batches it has read.
 """
 
 import bisect
@@ -17,9 +17,9 @@ Batch = dict[str, Int32[np.ndarray, "b t"] | Bool[np.ndarray, "b t"]]
 class PackedRows:
     """Rows of tokens that `next_token_loss` takes.
 
-    A text longer than a row is cut; the pieces, longest first, each go into the row with
-    the least space that is enough for them. What stays empty is masked. Each pass over
-    the rows has its own order.
+    A text longer than a row is cut; the pieces, longest first, each go into the row
+    with the least space that is enough for them. What stays empty is masked. Each pass
+    over the rows has its own order.
 
     Args:
       texts: tokens of each.

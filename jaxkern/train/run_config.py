@@ -1,4 +1,4 @@
-"""What `jaxkern train` and `jaxkern finetune` are told: a TOML file, every key known."""
+"""What `jaxkern train` and `finetune` are told: a TOML file, every key of it known."""
 
 import dataclasses
 import difflib

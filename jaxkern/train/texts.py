@@ -99,7 +99,8 @@ def texts_of(data: Data) -> Iterator[str]:
                 "data.records are read by grain, which is not installed: pip install "
                 "grain."
             ) from None
-        source = ArrayRecordDataSource(named_files(data.records, "data.records"))
+        paths = named_files(data.records, "data.records")
+        source: Any = ArrayRecordDataSource(paths)
         for i in range(len(source)):
             try:
                 yield source[i].decode()

@@ -47,9 +47,7 @@ class Outcome:
     written: str
 
 
-def train(
-    run: RunConfig, *, start: int | None = None, quiet: bool = False
-) -> Outcome:
+def train(run: RunConfig, *, start: int | None = None, quiet: bool = False) -> Outcome:
     """Trains until the run's last step, from its newest checkpoint if it has one.
 
     The same configuration goes on bit for bit: weights, optimiser and the order of the

@@ -111,7 +111,7 @@ def test_logits_and_gradients_are_those_of_peft(name, tmp_path):
 
 
 def test_a_gguf_file_takes_the_adapter_of_its_folder(tmp_path):
-    """Whose rows of q and k lie in another order; merged, both ways, and saved again."""
+    """Whose rows of q and k lie in another order; also merged, and saved again."""
     path = write_gguf_of(base_of("llama"), tmp_path / "m.gguf")
     tokens = jnp.arange(9) * 7 % 96
     expected = logits_of(*load(base_of("llama"), "f32"), tokens)
@@ -119,7 +119,9 @@ def test_a_gguf_file_takes_the_adapter_of_its_folder(tmp_path):
     expected, before = logits_of(*folder, tokens), expected
     assert abs(expected - before).max() > 0.5, "the adapter says nothing"
     for options in ({}, {"merge": True}):
-        found = logits_of(*load(path, "f32", adapter=SAVED / "llama", **options), tokens)
+        found = logits_of(
+            *load(path, "f32", adapter=SAVED / "llama", **options), tokens
+        )
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     model = described(open_model(path))
     _, weights = load_described(model, "f32", read_adapter(SAVED / "llama"))
@@ -215,7 +217,9 @@ def test_what_is_not_understood_is_refused(change, message, tmp_path):
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path, capsys):
-    with pytest.raises(AdapterError, match=r"q_proj is of a matrix 32 x 32, .* 48 x 32"):
+    with pytest.raises(
+        AdapterError, match=r"q_proj is of a matrix 32 x 32, .* 48 x 32"
+    ):
         load(base_of("mistral_window"), "f32", adapter=SAVED / "llama")
     lost = tmp_path / "lost"
     write("llama", lost)
@@ -235,7 +239,9 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, capsys):
 
 def test_a_quantised_base_refuses_to_be_merged(tmp_path):
     path = write_gguf_of(base_of("llama"), tmp_path / "m.gguf", quantized=True)
-    with pytest.raises(ValueError, match="is quantised, so the adapter cannot be merged"):
+    with pytest.raises(
+        ValueError, match="is quantised, so the adapter cannot be merged"
+    ):
         load(path, "packed", adapter=SAVED / "llama", merge=True)
 
 

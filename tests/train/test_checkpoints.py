@@ -37,7 +37,9 @@ def test_the_newest_stay_and_come_back(three):
 
 
 def largest(place):
-    return max((p for p in place.rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
+    return max(
+        (p for p in place.rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size
+    )
 
 
 def flip(place):

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -63,11 +64,15 @@ def lines_of(out):
 
 
 def state_of(out, step):
-    """The bytes of a checkpoint's arrays, read without a state to compare with."""
+    """The arrays of a checkpoint, on whatever devices they were."""
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(Path(out).absolute() / f"checkpoints/{step}/state")
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(
+            Path(out).absolute() / f"checkpoints/{step}/state",
+            args=ocp.args.StandardRestore(fallback_sharding=here),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +128,6 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(
     assert re.search(r"step 5 of 5: loss \d\.\d+, \d+ tokens/s, MFU unknown", said.err)
     assert said.out == f"{out / 'model'}\n"
     assert sorted(map(str, lines_of(out))) == sorted(map(str, lines_of(whole)))
-    import jax
-
     jax.tree.map(
         np.testing.assert_array_equal, state_of(out, STEPS), state_of(whole, STEPS)
     )
@@ -149,9 +152,15 @@ def error_of(arguments, capsys):
         ({"data.rows": 4}, "a multiple of the 8 devices, got 4 / 1"),
         ({"optimizer.warmup": 5}, "optimizer.warmup must be below steps, got 5 of 5"),
         ({"model.hidden_sze": 4}, "the nearest one is hidden_size"),
-        ({"data.tokenizer": "model"}, 'data.tokenizer is "model", but the model is new'),
+        (
+            {"data.tokenizer": "model"},
+            'data.tokenizer is "model", but the model is new',
+        ),
         ({"lora.rank": 4}, "a new model has no weights to adapt"),
-        ({"evaluation.files": "none.txt"}, "evaluation.files: there is no file none.txt"),
+        (
+            {"evaluation.files": "none.txt"},
+            "evaluation.files: there is no file none.txt",
+        ),
     ],
     ids=str,
 )
@@ -160,7 +169,9 @@ def test_what_cannot_go_on_is_said(whole, config, capsys, more, message):
     assert message in error_of(arguments, capsys)
 
 
-def test_texts_that_have_changed_are_refused(whole, folder, config, capsys, monkeypatch):
+def test_texts_that_have_changed_are_refused(
+    whole, folder, config, capsys, monkeypatch
+):
     text = folder / "text.md"
     text.write_text("other words")
     monkeypatch.setattr(
@@ -176,11 +187,16 @@ def test_a_missing_package_is_said_with_what_installs_it(config, capsys, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(command, "NEEDED", ("optax", "orbax.nothing"))
         said = error_of(["train", config], capsys)
-    assert f"orbax.nothing is not installed: {packages.pip_install(packages.TRAIN)}" in said
+    assert (
+        f"orbax.nothing is not installed: {packages.pip_install(packages.TRAIN)}"
+        in said
+    )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert extras["optional-dependencies"]["train"] == [*packages.TRAIN]
     one = ["train", config, "--processes", "2"]
-    assert "--coordinator, --processes and --process go together" in error_of(one, capsys)
+    assert "--coordinator, --processes and --process go together" in error_of(
+        one, capsys
+    )
 
 
 def test_adapters_of_a_quantised_model(folder, capsys):
@@ -196,17 +212,30 @@ def test_adapters_of_a_quantised_model(folder, capsys):
     losses = [line["loss"] for line in lines_of(out)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     said = json.loads((out / "adapter" / "adapter_config.json").read_text())
-    assert said["r"] == 2 and said["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    assert said["r"] == 2 and said["target_modules"] == [
+        "down_proj",
+        "q_proj",
+        "v_proj",
+    ]
     ask = ["generate", "--model", model, "--prompt", "the sand", "--json"]
-    ask += ["--max-tokens", "8", "--weights", "packed", "--adapter", str(out / "adapter")]
+    ask += [
+        "--max-tokens",
+        "8",
+        "--weights",
+        "packed",
+        "--adapter",
+        str(out / "adapter"),
+    ]
     assert main(ask) == 0
     (with_it,) = json.loads(capsys.readouterr().out)["answers"]
     assert with_it["token_ids"]
     assert "a model, and the command line another one" in error_of(
-        ["finetune", model, config_with(folder, "[model]\npath = 'x'\n"), *flags], capsys
+        ["finetune", model, config_with(folder, "[model]\npath = 'x'\n"), *flags],
+        capsys,
     )
     assert "has no product 'wq'" in error_of(
-        ["finetune", model, *flags, "--targets", "wq", "--out", str(folder / "x")], capsys
+        ["finetune", model, *flags, "--targets", "wq", "--out", str(folder / "x")],
+        capsys,
     )
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern.formats.safetensors import SafetensorsError, read_safetensors_folder
 from jaxkern import cross_entropy
+from jaxkern.formats.safetensors import SafetensorsError, read_safetensors_folder
 from jaxkern.models import load
 from jaxkern.models.architecture import page_of
 from jaxkern.models.loader import open_model

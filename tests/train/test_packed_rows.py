@@ -12,7 +12,9 @@ def texts(seed=0, n=40):
     """Every token another number, so that each can be found again."""
     sizes = np.random.default_rng(seed).integers(1, 30, n)
     ends = np.cumsum(sizes)
-    return [np.arange(e - s, e, dtype=np.int32) for s, e in zip(sizes, ends, strict=True)]
+    return [
+        np.arange(e - s, e, dtype=np.int32) for s, e in zip(sizes, ends, strict=True)
+    ]
 
 
 def test_each_pass_has_every_piece_once_in_its_own_order():

@@ -64,7 +64,7 @@ def test_settings_of_the_command_line_come_first(tmp_path):
     for wrong in ("steps", "=3"):
         with pytest.raises(ValueError, match="--set: expected KEY=VALUE"):
             with_settings({}, [wrong])
-    with pytest.raises(ValueError, match="--set: steps of steps.x is no section"):
+    with pytest.raises(ValueError, match=r"--set: steps of steps\.x is no section"):
         with_settings({"steps": 1}, ["steps.x=1"])
     path.write_text("steps = ")
     with pytest.raises(ValueError, match="is no TOML"):

@@ -1,4 +1,4 @@
-"""`jaxkern train` and `jaxkern finetune`: their options; `jaxkern.train` does the work."""
+"""`jaxkern train` and `jaxkern finetune`: their options; the rest is `jaxkern.train`."""
 
 import argparse
 import importlib
