@@ -1,8 +1,20 @@
 """Arithmetic of a training step, and its share of the device's limit (MFU)."""
 
+from math import prod
 from typing import Any
 
 import jax
+
+from jaxkern.models.decoder import DecoderConfig
+from jaxkern.models.gemma4 import Gemma4Config
+from jaxkern.models.mixers.delta_net import DeltaNet
+from jaxkern.models.mixers.kimi_delta import KimiDelta
+from jaxkern.models.mixers.latent import LatentAttention
+from jaxkern.models.mixers.mamba2 import Mamba2
+from jaxkern.models.mixers.short_conv import ShortConv
+from jaxkern.models.registry import Described
+
+TABLES = ("token_embd.weight", "per_layer_token_embd.weight")  # looked up
 
 # dense products of bfloat16 per second, from NVIDIA's data sheets
 LIMITS = {
@@ -20,43 +32,63 @@ def device_limit(dtype: str) -> float | None:
     """Operations per second of one device, None where that is not known."""
     if dtype != "bfloat16":
         return None
-    kind = jax.devices()[0].device_kind
-    words = kind.split()
+    return limit_of(jax.devices()[0].device_kind)
+
+
+def limit_of(kind: str) -> float | None:
+    """By the name that JAX gives a kind of device."""
+    words = set(kind.replace("-", " ").split())
     for name, limit in LIMITS.items():
-        if all(part in words or f"-{part}" in kind for part in name.split()):
+        if words.issuperset(name.split()):
             return limit
     return None
 
 
-def active_weights(weights: Any, config: Any) -> float:
+def active_weights(model: Described) -> float:
     """Weights that one token is multiplied with: of experts the chosen ones.
 
     A table that is the output too counts once, one that is only looked up does not.
     """
-    shares = {}
-    for block in getattr(config, "feed_forwards", ()):
-        if hasattr(block, "chosen"):
-            shares[block.experts] = block.chosen / block.experts
+    blocks = getattr(model.config, "feed_forwards", ())
+    shares = {b.chosen / b.experts for b in blocks if hasattr(b, "chosen")}
+    share = shares.pop() if shares else 1.0
     total = 0.0
-    for leaf in jax.tree.leaves(weights):
-        if leaf.ndim == 2:
-            total += leaf.size
-        elif leaf.ndim == 3:
-            total += leaf.size * shares.get(leaf.shape[0], 1.0)
-    return total - (weights.embedding.size if weights.output else 0)
+    for name in model.file.tensors:
+        shape = model.tensors[name]
+        if len(shape) < 2 or (name in TABLES and "output.weight" in model.file.tensors):
+            continue
+        if name.endswith("_exps.scales"):
+            continue
+        size = prod(shape) * (2 if name.endswith("_exps.blocks") else 1)  # of 4 bits
+        total += size * (share if "_exps." in name else 1.0)
+    return total
 
 
 def operations_per_token(
-    weights: Any, config: Any, length: int, *, frozen: bool = False
+    model: Described, length: int, *, frozen: bool = False
 ) -> float:
     """6 for each active weight, 4 for frozen ones, and those of attention in a row.
 
     What is computed again for less memory does not count.
     """
-    forward = 2 * active_weights(weights, config)
-    heads, head_dim = getattr(config, "heads", 0), getattr(config, "head_dim", 0)
-    attention = 2 * config.layers * heads * head_dim * length  # causal: half of 4
+    config = model.config
+    forward = 2 * active_weights(model)
+    attention = sum(mixed_channels(config, i) for i in range(config.layers)) * length
+    # half of 4 operations for each pair: no token sees what is behind it
     return (2 if frozen else 3) * forward + 3 * attention
+
+
+def mixed_channels(config: Any, i: int) -> int:
+    """Channels of all queries and values of attention in layer i; 0 of another mixer,
+    whose arithmetic beside its products is small."""
+    if isinstance(config, Gemma4Config):
+        return 2 * config.heads * config.heads_of(i).head_dim
+    layer = config.mixers[i] if isinstance(config, DecoderConfig) else config
+    if isinstance(layer, LatentAttention):
+        both = layer.plain_dim + layer.rotary_dim + layer.value_dim
+        return layer.heads * both
+    recurrent = isinstance(layer, Mamba2 | DeltaNet | KimiDelta | ShortConv)
+    return 0 if recurrent else 2 * layer.heads * layer.head_dim
 
 
 def utilisation(rate: float, operations: float, dtype: str) -> float | None:

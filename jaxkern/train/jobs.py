@@ -15,7 +15,7 @@ from jaxkern.models.registry import Described, described
 from jaxkern.train.arithmetic import operations_per_token
 from jaxkern.train.model_folder import origins_of, write_model_folder
 from jaxkern.train.new_model import NewWeights, new_model
-from jaxkern.train.next_token_loss import mean_loss, next_token_loss
+from jaxkern.train.next_token_loss import mean_loss, next_token_loss, remat_options
 from jaxkern.train.run_config import Lora, RunConfig
 from jaxkern.train.texts import BYTES, ByteTokenizer, tokenizer_of
 
@@ -78,7 +78,7 @@ def job_of(run: RunConfig) -> Job:
         loss=lambda params, base, batch: loss(params, batch),
         tokenizer=tokenizer,
         vocabulary=config.vocabulary,
-        operations=operations_per_token(weights, config, run.data.length),
+        operations=operations_per_token(model, run.data.length),
         write=writer_of(model, path, keys, tokenizer),
     )
 
@@ -129,13 +129,13 @@ def adapter_job(run: RunConfig, lora: Lora, path: str, tokenizer: Any) -> Job:
     config, weights = load_described(model, policy, source)
     config = replace(config, dtype=run.compute_dtype, product_dtype=None)
     base = (weights, output_rows(model, weights, config.dtype))
+    hidden = remat_options(config, run.remat)
 
     def loss(params: Any, base: Any, batch: Any) -> Loss:
         weights, output = base
         if output is None:
             output = plain_rows(weights.output[0], config.d_model)
         whole = with_adapters(weights, params)
-        hidden: dict = {} if run.remat == "none" else {"remat": run.remat}
         return mean_loss(config, whole, output, batch, hidden=hidden, loss={})
 
     def write(params: Any, out: str) -> str:
@@ -150,7 +150,7 @@ def adapter_job(run: RunConfig, lora: Lora, path: str, tokenizer: Any) -> Job:
     if not params:
         raise ValueError("lora.targets: is empty, so there is nothing to train.")
     plain = sum(p.size for p in jax.tree.leaves(params))
-    frozen = operations_per_token(weights, config, run.data.length, frozen=True)
+    frozen = operations_per_token(model, run.data.length, frozen=True)
     return Job(
         params=params,
         base=base,

@@ -57,13 +57,7 @@ def next_token_loss(
       >>> round(float(mean), 3), int(count)  # ln 8
       (2.079, 2)
     """
-    page = page_of(replace(config, dtype="float32"))
-    options: dict = {} if remat == "none" else {"remat": remat}
-    if options and "remat" not in inspect.signature(page.hidden_states).parameters:
-        raise ValueError(
-            f"next_token_loss: `remat` must be 'none' for {config.architecture}, got "
-            f"{remat!r}; put jax.checkpoint around the loss."
-        )
+    options = remat_options(config, remat)
 
     def loss(weights: Any, batch: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
         if getattr(weights, "rope_factors", None) is not None:
@@ -80,6 +74,22 @@ def next_token_loss(
         )
 
     return loss
+
+
+def remat_options(config: Any, remat: Remat) -> dict[str, Any]:
+    """What `hidden_states` of this config's page takes of `remat`.
+
+    Raises:
+      ValueError: the page has no such option.
+    """
+    page = page_of(replace(config, dtype="float32"))
+    options: dict = {} if remat == "none" else {"remat": remat}
+    if options and "remat" not in inspect.signature(page.hidden_states).parameters:
+        raise ValueError(
+            f"next_token_loss: `remat` must be 'none' for {config.architecture}, got "
+            f"{remat!r}; put jax.checkpoint around the loss."
+        )
+    return options
 
 
 def mean_loss(

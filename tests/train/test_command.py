@@ -18,9 +18,16 @@ import pytest
 
 pytest.importorskip("orbax.checkpoint")
 
+from jaxkern.models import load
 from jaxkern.models.command_line import main, packages
+from jaxkern.models.loader import open_model
+from jaxkern.models.registry import described
 from jaxkern.train import packed_rows, trainer
+from jaxkern.train.jobs import write_merged
 from jaxkern.train.journal import read_lines
+from tests.models.folder_gguf import write_gguf_of
+from tests.models.test_adapter import SAVED, logits_of
+from tests.models.test_architectures import FOLDERS
 from tests.models.tiny_gguf import write_tiny_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -237,6 +244,22 @@ def test_adapters_of_a_quantised_model(folder, capsys):
         ["finetune", model, *flags, "--targets", "wq", "--out", str(folder / "x")],
         capsys,
     )
+
+
+def test_an_adapter_is_merged_into_a_folder(tmp_path):
+    """What `--merge` writes; a GGUF file has no folder's keys."""
+    base = FOLDERS["llama"]
+    model = described(open_model(base))
+    said = write_merged(model, str(base), str(SAVED / "llama"), str(tmp_path), None)
+    assert said == str(tmp_path / "model")
+    tokens = jax.numpy.arange(9) * 7 % 96
+    found = logits_of(*load(said, "f32"), tokens)
+    expected = logits_of(*load(base, "f32", adapter=SAVED / "llama"), tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    packed = str(write_gguf_of(base, tmp_path / "m.gguf"))
+    model = described(open_model(packed))
+    said = write_merged(model, packed, str(SAVED / "llama"), str(tmp_path), None)
+    assert said.startswith("no model folder: a GGUF file has no config.json")
 
 
 def config_with(folder, text):

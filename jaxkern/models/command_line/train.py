@@ -1,4 +1,4 @@
-"""`jaxkern train` and `jaxkern finetune`: their options; the rest is `jaxkern.train`."""
+"""`jaxkern train` and `finetune`: their options; see `jaxkern.train.command`."""
 
 import argparse
 import importlib
