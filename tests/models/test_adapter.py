@@ -203,7 +203,9 @@ def changed(folder, **keys):
         (dict(r=2), "ranks 3 and 3, r is 2"),
         (dict(use_dora=True), "key use_dora of adapter_config.json is True"),
         (dict(bias="all"), "key bias of adapter_config.json is 'all'"),
-        (dict(rank_pattern={"q_proj": 4}), "rank_pattern"),
+        (dict(rank_pattern={"q_proj": 4}), "rank_pattern .* not understood"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights .* 'pissa'"),  # W differs
+        (dict(modules_to_save=["lm_head"]), "modules_to_save"),
         (dict(peft_type="IA3"), "not that of a LoRA adapter"),
     ],
     ids=str,

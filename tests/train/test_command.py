@@ -58,6 +58,7 @@ def config(folder):
 
 def settings(out, **more):
     keys = {"out": str(out), "steps": STEPS, "optimizer.warmup": 2, "log_every": 1}
+    keys |= {"checkpoints.keep": 2}
     keys |= {"checkpoints.every": 2, "data.files": "docs/training.md"}
     keys |= {"evaluation.files": "docs/training.md", "evaluation.every": 3} | more
     return [word for k, v in keys.items() for word in ("--set", f"{k}={v}")]
