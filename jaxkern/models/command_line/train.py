@@ -53,7 +53,9 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="start", type=int, metavar="STEP", help="go on from this one")
     add("--quiet", action="store_true", help="say nothing while it runs")
     add("--no-cache", action="store_true", help="keep no executables on disk")
-    group = parser.add_argument_group("several processes", "each of one run, alike but")
+    group = parser.add_argument_group(
+        "several processes", "the same command for each, but for --process"
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
     group.add_argument("--processes", type=int, metavar="N", help="of the run")
     group.add_argument("--process", type=int, metavar="I", help="which one this is")
