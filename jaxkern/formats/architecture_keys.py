@@ -5,6 +5,7 @@ another mask), so a file with such a key must not load as if it were not there.
 """
 
 import contextlib
+import difflib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -181,11 +182,14 @@ class ArchitectureKeys:
             ):
                 continue
             known = " or ".join(repr(other) for other in without)
+            seen = sorted(key.removeprefix(f"{prefix}.") for key in self._seen)
+            near = difflib.get_close_matches(key, seen, 1, cutoff=0.8)
             raise self.file.error(
                 f"key {name} is {_shown(value)}, which the model of architecture "
                 f"{self.arch} here does not have"
-                f"{f' (it may be {known})' if known else ''}. Without it another model "
-                "would be computed: use a program that supports this key"
+                f"{f' (it may be {known})' if known else ''}"
+                f"{f'; the nearest one is {near[0]}' if near else ''}. Without it "
+                "another model would be computed: use a program that supports this key"
             )
 
     def _name(self, key: str) -> str:

@@ -93,7 +93,7 @@ def read_safetensors_folder(path: str | PathLike[str]) -> SafetensorsFolder:
       OSError: the folder cannot be read.
     """
     path = fspath(path)
-    metadata = _flat(path, _json(path, "config.json"))
+    metadata = flat_keys(path, _json(path, "config.json"))
     shards, listed = _shard_names(path)
     tensors: dict[str, GGUFTensorInfo] = {}
     places: dict[str, safe_open] = {}
@@ -182,7 +182,8 @@ def _json(path: str, name: str) -> dict[str, Any]:
     return found
 
 
-def _flat(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def flat_keys(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json as `SafetensorsFolder.metadata` has it."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", kind):
         raise SafetensorsError(

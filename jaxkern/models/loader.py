@@ -5,11 +5,19 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxkern.models.adapter import Source
     from jaxkern.models.architecture import ModelFile
+    from jaxkern.models.registry import Described
     from jaxkern.models.weight_reader import Policy
 
 
-def load(path: str | PathLike[str], policy: "Policy" = "auto") -> tuple[Any, Any]:
+def load(
+    path: str | PathLike[str],
+    policy: "Policy" = "auto",
+    *,
+    adapter: str | PathLike[str] | None = None,
+    merge: bool = False,
+) -> tuple[Any, Any]:
     """The configuration and weights of a model.
 
         config, weights = load("model.gguf")
@@ -18,6 +26,8 @@ def load(path: str | PathLike[str], policy: "Policy" = "auto") -> tuple[Any, Any
     Args:
       path: a GGUF file, or a folder with `config.json` and `*.safetensors`.
       policy: how the weights are kept; see `weight_reader.choose_policy`.
+      adapter: a folder of PEFT with LoRA of products; see `jaxkern.models.adapter`.
+      merge: add it to the weights, which must not be quantised then.
 
     Returns:
       What `prefill` and `decode` of `jaxkern.models.cached_steps` take, and the
@@ -25,10 +35,10 @@ def load(path: str | PathLike[str], policy: "Policy" = "auto") -> tuple[Any, Any
 
     Raises:
       ValueError: the file or folder is damaged, another model, or says something that
-        is not understood (`GGUFError`, `SafetensorsError`).
+        is not understood (`GGUFError`, `SafetensorsError`, `AdapterError`).
       OSError: it cannot be opened.
     """
-    return load_file(open_model(path), policy)
+    return load_file(open_model(path), policy, adapter=adapter, merge=merge)
 
 
 def open_model(path: str | PathLike[str]) -> "ModelFile":
@@ -42,16 +52,46 @@ def open_model(path: str | PathLike[str]) -> "ModelFile":
     return read_safetensors_folder(path)
 
 
-def load_file(file: "ModelFile", policy: "Policy" = "auto") -> tuple[Any, Any]:
+def load_file(
+    file: "ModelFile",
+    policy: "Policy" = "auto",
+    *,
+    adapter: str | PathLike[str] | None = None,
+    merge: bool = False,
+) -> tuple[Any, Any]:
     """`load` of an open file; errors as of `jaxkern.models.registry.described`."""
+    from jaxkern.models.registry import described
+
+    model = described(file)
+    if adapter is None:
+        return load_described(model, policy)
+    from jaxkern.models.adapter import read_adapter
+
+    return load_described(model, policy, read_adapter(adapter), merge=merge)
+
+
+def load_described(
+    model: "Described",
+    policy: "Policy",
+    source: "Source | None" = None,
+    *,
+    merge: bool = False,
+) -> tuple[Any, Any]:
+    """`load` of a file that is understood, with the adapters of `source`."""
     from dataclasses import replace
 
     import jax
 
-    from jaxkern.models.registry import described
     from jaxkern.models.weight_reader import WeightReader
 
-    model = described(file)
-    reader = WeightReader(model.file, model.tensors, policy)
+    if source is None:
+        reader = WeightReader(model.file, model.tensors, policy)
+    else:
+        from jaxkern.models.adapter import AdaptingReader
+
+        reader = AdaptingReader(model, policy, source, merge=merge)
     config = replace(model.config, **reader.numerics)
-    return config, jax.block_until_ready(model.architecture.weights(config, reader))
+    weights = model.architecture.weights(config, reader)
+    if source is not None:
+        source.check(model)
+    return config, jax.block_until_ready(weights)

@@ -4,7 +4,7 @@ Every page multiplies through `project` and `gated`; which containers fuse with 
 before, the gate between or the addition after is decided here alone.
 """
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxkern import (
     rms_norm,
     swiglu,
 )
+from jaxkern.models.adapted import Adapted
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
@@ -34,8 +35,9 @@ float32 with its longer side last.
 That is how XLA:CPU multiplies a single row fastest; a square one is `[d, f]`.
 """
 
-Matrices = tuple[Matrix, ...]
-"""Weights side by side, with one input: one array, or the parts as in the file."""
+Matrices = tuple[Matrix | Adapted, ...]
+"""Weights side by side, with one input: one array, or the parts as in the file; or all
+of them with adapters, which is one element."""
 
 Table = Float[Array, "v d"] | QuantizedTensor
 """Rows to look up, as in the file."""
@@ -75,10 +77,13 @@ def project(
     container of the weights has one.
     """
     options: dict = dict(compute_dtype=config.product_dtype)
+    if isinstance(own := matrices[0], Adapted):
+        x = x if norm is None else rms_norm(x, norm, eps=config.eps)
+        return project(config, x, own.base, residual=residual) + own.added(x)
     if norm is not None and not fuses(config, matrices):
         x, norm = rms_norm(x, norm, eps=config.eps), None
 
-    def product(w: Matrix) -> Float[Array, "... f"]:
+    def product(w: Any) -> Float[Array, "... f"]:
         if isinstance(w, jax.Array) and norm is None:
             across = w.dtype == jnp.float32 and w.shape[0] == x.shape[-1]
             return linear(x, w.T if across else w)
@@ -129,7 +134,7 @@ def fuses(config: Numerics, matrices: Matrices) -> bool:
     )
 
 
-def decoded_late(x: Array, w: Matrix) -> tuple[Array, Matrix]:
+def decoded_late(x: Array, w: Any) -> tuple[Array, Any]:
     """The same, w only when x is there: XLA would hold the whole model decoded."""
     if isinstance(w, jax.Array):
         return x, w

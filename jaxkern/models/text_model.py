@@ -34,19 +34,27 @@ class TextModel:
     seconds: float
 
 
-def open_model(path: str | PathLike[str], policy: str = "auto") -> TextModel:
+def open_model(
+    path: str | PathLike[str],
+    policy: str = "auto",
+    *,
+    adapter: str | PathLike[str] | None = None,
+    merge: bool = False,
+) -> TextModel:
     """Loads a model and its tokenizer.
 
     Args:
       path: a GGUF file; or a folder with config.json, safetensors, tokenizer.json.
-      policy: see `jaxkern.models.load`.
+      policy, adapter, merge: see `jaxkern.models.load`.
 
     Raises:
       ValueError: the files are damaged, not understood or contradict each other.
       OSError: they cannot be opened.
     """
     path, start = fspath(path), time.perf_counter()
-    parts = _of_folder(path, policy) if os.path.isdir(path) else _of_file(path, policy)
+    options: dict = dict(adapter=adapter, merge=merge)
+    read = _of_folder if os.path.isdir(path) else _of_file
+    parts = read(path, policy, options)
     tokenizer, config = parts["tokenizer"], parts["config"]
     if tokenizer.num_tokens > config.vocabulary:
         raise ValueError(
@@ -62,7 +70,7 @@ def open_model(path: str | PathLike[str], policy: str = "auto") -> TextModel:
     return TextModel(path=path, seconds=time.perf_counter() - start, **parts)
 
 
-def _of_file(path: str, policy: Any) -> Mapping[str, Any]:
+def _of_file(path: str, policy: Any, options: dict) -> Mapping[str, Any]:
     from jaxkern.formats.gguf import read_gguf
     from jaxkern.models.loader import load_file
     from jaxkern.models.registry import config_of
@@ -73,7 +81,7 @@ def _of_file(path: str, policy: Any) -> Mapping[str, Any]:
     config_of(file)  # another model is refused before its tokenizer
     policy, reason = choose_policy(file, policy)
     tokenizer = tokenizer_from_gguf(file.metadata)
-    config, weights = load_file(file, policy)
+    config, weights = load_file(file, policy, **options)
     return dict(
         config=config,
         weights=weights,
@@ -85,7 +93,7 @@ def _of_file(path: str, policy: Any) -> Mapping[str, Any]:
     )
 
 
-def _of_folder(path: str, policy: Any) -> Mapping[str, Any]:
+def _of_folder(path: str, policy: Any, options: dict) -> Mapping[str, Any]:
     from jaxkern.formats.safetensors import read_safetensors_folder
     from jaxkern.models.hugging_face_tokenizer import (
         sampling_from_folder,
@@ -99,7 +107,7 @@ def _of_folder(path: str, policy: Any) -> Mapping[str, Any]:
     config_of(folder)  # another model is refused before its tokenizer
     policy, reason = choose_policy(folder, policy)
     tokenizer, sampling = tokenizer_from_folder(path), sampling_from_folder(path)
-    config, weights = load_file(folder, policy)
+    config, weights = load_file(folder, policy, **options)
     return dict(
         config=config,
         weights=weights,

@@ -61,55 +61,86 @@ def next_token_loss(
       >>> round(float(mean), 3), int(count)  # ln 8
       (2.079, 2)
     """
+    options = remat_options(config, remat)
+
+    def loss(weights: Any, batch: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        if getattr(weights, "rope_factors", None) is not None:
+            raise ValueError(
+                "next_token_loss: `weights.rope_factors` must be None, they are no "
+                "weights to learn; load a folder, whose config has them as numbers."
+            )
+        return mean_loss(
+            *readable(config, weights),
+            output_of(weights),
+            batch,
+            hidden=options,
+            loss=dict(label_smoothing=label_smoothing, z_loss=z_loss),
+        )
+
+    return loss
+
+
+def remat_options(config: Any, remat: Remat) -> dict[str, Any]:
+    """What `hidden_states` of this config's page takes of `remat`.
+
+    Raises:
+      ValueError: the page has no such option.
+    """
     page = page_of(replace(config, dtype="float32"))
-    known = {"tokens", "segment_ids", "mask"}
-    if "images" in inspect.signature(page.hidden_states).parameters:
-        known.add("images")
     options: dict = {} if remat == "none" else {"remat": remat}
     if options and "remat" not in inspect.signature(page.hidden_states).parameters:
         raise ValueError(
             f"next_token_loss: `remat` must be 'none' for {config.architecture}, got "
             f"{remat!r}; put jax.checkpoint around the loss."
         )
+    return options
 
-    def loss(weights: Any, batch: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        if not isinstance(batch, Mapping):
-            batch = {"tokens": batch}
-        if "tokens" not in batch or not known.issuperset(batch):
-            raise ValueError(
-                "next_token_loss: `batch` must be tokens, or a mapping of tokens, "
-                f"{', '.join(sorted(known - {'tokens'}))}, got "
-                f"{', '.join(sorted(batch))}."
-            )
-        tokens, segments = batch["tokens"], batch.get("segment_ids")
-        labels = labels_of(tokens, segments, batch.get("mask"))
-        if getattr(weights, "rope_factors", None) is not None:
-            raise ValueError(
-                "next_token_loss: `weights.rope_factors` must be None, they are no "
-                "weights to learn; load a folder, whose config has them as numbers."
-            )
-        x, _ = page.hidden_states(
-            *readable(config, weights),
-            tokens,
-            segment_ids=segments,
-            **({"images": batch["images"]} if "images" in batch else {}),
-            **options,
-        )
-        total = linear_cross_entropy(
-            x * jnp.asarray(getattr(config, "logit_scale", 1), x.dtype),
-            output_of(weights),
-            labels,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=getattr(config, "logit_softcap", None),
-            ignore_index=IGNORED,
-            reduction="sum",
-        )
-        assert isinstance(total, Array)  # no lse was asked for
-        count = jnp.sum(labels != IGNORED).astype(jnp.float32)
-        return total / jnp.maximum(count, 1), count
 
-    return loss
+def mean_loss(
+    config: Any,
+    weights: Any,
+    output: Float[Array, "v d"],
+    batch: Any,
+    *,
+    hidden: Mapping[str, Any],
+    loss: Mapping[str, Any],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The loss of weights as a page reads them, and of how many tokens it is the mean.
+
+    Args:
+      output: its rows, of what may be a packed table in `weights`.
+      batch: see `next_token_loss`.
+      hidden, loss: more options of `hidden_states` and of `linear_cross_entropy`.
+    """
+    if not isinstance(batch, Mapping):
+        batch = {"tokens": batch}
+    page, known = page_of(config), {"tokens", "segment_ids", "mask"}
+    if "images" in inspect.signature(page.hidden_states).parameters:
+        known.add("images")
+    if "tokens" not in batch or not known.issuperset(batch):
+        raise ValueError(
+            "next_token_loss: `batch` must be tokens, or a mapping of tokens, "
+            f"{', '.join(sorted(known - {'tokens'}))}, got {', '.join(sorted(batch))}."
+        )
+    tokens, segments = batch["tokens"], batch.get("segment_ids")
+    labels = labels_of(tokens, segments, batch.get("mask"))
+    seen = {"images": batch["images"]} if "images" in batch else {}
+    x, _ = page.hidden_states(
+        config, weights, tokens, segment_ids=segments, **seen, **hidden
+    )
+    scale = getattr(config, "logit_scale", 1.0)
+    total = linear_cross_entropy(
+        x if scale == 1.0 else x * jnp.asarray(scale, x.dtype),
+        output,
+        labels,
+        softcap=getattr(config, "logit_softcap", None),
+        ignore_index=IGNORED,
+        reduction="sum",
+        **loss,
+    )
+    assert isinstance(total, Array)  # no lse was asked for
+    count = jnp.sum(labels != IGNORED).astype(jnp.float32)
+    return total / jnp.maximum(count, 1), count
 
 
 def labels_of(

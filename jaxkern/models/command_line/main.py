@@ -14,11 +14,12 @@ from jaxkern.models.command_line import (
     info,
     plan,
     quantize,
+    train,
 )
 from jaxkern.models.command_line.errors import is_of_the_device, one_line
 from jaxkern.models.command_line.packages import MODELS, pip_install
 
-COMMANDS = chat, generate, quantize, info, plan, doctor, apple
+COMMANDS = chat, generate, train, quantize, info, plan, doctor, apple
 
 
 class _Parser(argparse.ArgumentParser):

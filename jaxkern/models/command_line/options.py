@@ -91,6 +91,19 @@ def add_weights_and_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_adapter(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--adapter", metavar="FOLDER", help="LoRA of PEFT or of jaxkern finetune")
+    add("--merge", action="store_true", help="add the adapter to the weights")
+
+
+def adapter_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What `open_model` takes of them."""
+    if options.merge and options.adapter is None:
+        raise ValueError("--merge: there is no --adapter to add.")
+    return dict(adapter=options.adapter, merge=options.merge)
+
+
 def add_quiet_and_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="the answer alone")
     parser.add_argument(

@@ -10,6 +10,13 @@ MODELS = (
     "rich>=13",
     "safetensors>=0.8",
 )
+TRAIN = (
+    "optax>=0.2.4",
+    "orbax-checkpoint>=0.11",
+    "matplotlib>=3.9",
+    "rich>=13",
+    "safetensors>=0.8",
+)
 CUDA = ("jax[cuda13]>=0.11.2,<0.13", "triton>=3.6")
 APPLE = ("jax-mps>=0.11.1,<0.12",)  # has files for Apple silicon alone
 NEEDED = ("jax>=0.11.2,<0.13", "jaxtyping>=0.3", "numpy>=2.0")

@@ -1,0 +1,37 @@
+"""Parts of a run that its results do not show."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern.train import AdamW, train_step
+from jaxkern.train.run_config import Optimizer
+from jaxkern.train.trainer import committed, mean_of, schedule_of
+
+
+def test_a_step_is_compiled_once():
+    """A run compiled it twice: for a state that is bound to no device, and for what the
+    first step returned. Losses are the same then, and no test counted."""
+    step = train_step(lambda w, x: jnp.mean((x @ w) ** 2), AdamW(0.1))
+    state = step.init(jnp.ones(3))
+    assert not state.params.committed
+    state = committed(state)
+    for _ in range(3):
+        state, _ = step(state, np.ones((2, 3), np.float32))
+    (compiled,) = step.compiled.values()
+    assert compiled._cache_size() == 1  # pyright: ignore
+
+
+def test_the_rate_rises_and_falls_as_it_is_said():
+    """To the whole rate after the warmup, to `final` of it at the last step."""
+    chosen = Optimizer(rate=2.0, warmup=4, final=0.25)
+    rate = np.asarray(jax.vmap(schedule_of(chosen, 20))(jnp.arange(21)))
+    np.testing.assert_allclose(rate[:5], [0.4, 0.8, 1.2, 1.6, 2.0], rtol=1e-6)
+    assert (np.diff(rate[4:]) < 0).all()
+    np.testing.assert_allclose(rate[[12, 20]], [1.25, 0.5], rtol=1e-6)
+    flat = schedule_of(Optimizer(rate=2.0), 5)
+    np.testing.assert_allclose(flat(0), 2.0)
+
+
+def test_an_evaluation_counts_tokens_and_not_batches():
+    assert mean_of([(2.0, 30.0), (4.0, 10.0), (0.0, 0.0)]) == 2.5
