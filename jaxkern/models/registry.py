@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxkern.formats.architecture_keys import architecture_keys
 from jaxkern.formats.gguf import GGUFFile
-from jaxkern.formats.safetensors import SafetensorsFolder
+from jaxkern.formats.safetensors import CODES, SafetensorsFolder
 from jaxkern.models import (
     deepseek_files,
     gemma4_files,
@@ -148,7 +148,7 @@ def checked(
                 f"tensor {file.called(name)} is {info.shape}, expected {tensor.shape} "
                 "by the metadata and the tensors beside it"
             )
-        elif tensor.used and (info.qtype == "U8") != tensor.codes:
+        elif tensor.used and (info.qtype in CODES) != tensor.codes:
             raise file.error(
                 f"tensor {file.called(name)} is {info.qtype}, expected "
                 f"{'codes of 8 bits' if tensor.codes else 'numbers'}"
