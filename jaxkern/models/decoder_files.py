@@ -39,7 +39,8 @@ class Folder:
       names: of products and norms in a layer, which end in weight or bias.
       others: of what is in a layer and ends otherwise.
       model: of what is outside layers, beside the output.
-      at: where both are.
+      output: of the product to logits.
+      at: where names of layers and the model are.
       keys_at: where config.json describes the text model, if not outside.
       ignored: templates of whole names that change nothing in the logits.
       further_layers: how many layers behind the last one do so too.
@@ -51,6 +52,7 @@ class Folder:
     names: Mapping[str, str]
     others: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, str] = field(default_factory=lambda: MODEL_NAMES)
+    output: str = "lm_head.weight"
     at: str = "model"
     keys_at: str = ""
     ignored: tuple[str, ...] = ()
@@ -103,7 +105,7 @@ def template_names(folder: Folder) -> dict[str, str]:
     layer |= folder.others
     at = folder.at
     return {
-        "lm_head.weight": "output.weight",
+        folder.output: "output.weight",
         **{f"{at}.{a}.weight": f"{b}.weight" for a, b in folder.model.items()},
         **{f"{at}.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in layer.items()},
         **{name: f"ignored.{name}" for name in folder.ignored},

@@ -20,6 +20,7 @@ from jaxkern.models import (
     kimi_linear_files,
     lfm2_files,
     llama_files,
+    mistral_files,
     qwen3_moe_files,
     qwen3_next_files,
 )
@@ -35,6 +36,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *deepseek_files.ARCHITECTURES,
     *granite_hybrid_files.ARCHITECTURES,
     *kimi_linear_files.ARCHITECTURES,
+    *mistral_files.ARCHITECTURES,
 )
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}

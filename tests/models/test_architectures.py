@@ -41,7 +41,7 @@ OF_THESE = (  # where there are 0 of the first, the second says nothing
     ("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )
 # What `make test` leaves to the full run: other names for what a folder here computes.
-REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe")
+REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe", "mistral3")
 MODELS = [
     pytest.param(name, marks=[pytest.mark.full] if name in REPEATS else [])
     for name in sorted(FOLDERS)

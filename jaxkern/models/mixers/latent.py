@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkern import apply_rope, attention, latent_attention, rms_norm, update_kv_cache
 from jaxkern.models.mixers.layout import Layout, Shapes
-from jaxkern.models.mixers.mixing import Mixing, Rotation
+from jaxkern.models.mixers.mixing import Mixing, QueryGrowth, Rotation
 from jaxkern.models.products import Matrices, plus, project
 from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.rope.rope import Pairing
@@ -77,6 +77,7 @@ class LatentAttention:
     pairing: Pairing = "interleaved"
     eps: float = 1e-6  # of the norms of the latents
     bias: bool = False
+    growth: QueryGrowth | None = None
 
     def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> LatentCache:
         rows = jnp.zeros((batch, slots, self.latent + self.rotary_dim), dtype)
@@ -150,6 +151,8 @@ class LatentAttention:
             rotated, shared = (
                 apply_rope(a, *tables, pairing=self.pairing) for a in (rotated, shared)
             )
+        if self.growth is not None:
+            plain, rotated = (self.growth(a, at.positions) for a in (plain, rotated))
         if state is None:
             y = self.of_heads(weights, plain, rotated, latent, shared, at)
         else:
