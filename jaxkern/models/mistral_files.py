@@ -131,7 +131,7 @@ MISTRAL = Folder(
 INSIDE = "text_config"
 WITH_IMAGES = replace(
     MISTRAL,
-    names=MISTRAL.names | ATTENTION,
+    names={**MISTRAL.names, **ATTENTION},
     at="language_model.model",
     output="language_model.lm_head.weight",
     keys_at=INSIDE,
