@@ -7,6 +7,9 @@
 All norms but that of the delta net are stored less 1. The tensors `mtp.*` of the
 published files predict further tokens: they are no part of the model that gives the
 logits, and are left out. So is what reads images: Qwen3.5 answers text alone here.
+
+GGUF files of Qwen3-Next have norms as they are, a convolution without its dim of 1, the
+rates -exp(A_log), and q, k, v apart from z; older ones have these by head, as folders.
 """
 
 from dataclasses import replace
@@ -22,8 +25,15 @@ from jaxkern.models.decoder_files import (
     NORMS,
     ROUTER,
     Folder,
+    OfGGUF,
     folder_architecture,
     shared_expert,
+)
+from jaxkern.models.decoder_gguf import (
+    gguf_attention,
+    gguf_base,
+    gguf_decoder,
+    gguf_mixture,
 )
 from jaxkern.models.feed_forward import Dense, Mixture
 from jaxkern.models.folder_keys import (
@@ -38,6 +48,7 @@ from jaxkern.models.folder_keys import (
     shared_keys,
     sparse_layers,
 )
+from jaxkern.models.llama_form import Form, every
 from jaxkern.models.mixers.delta_net import DeltaNet
 from jaxkern.models.mixers.layout import Layout
 
@@ -114,6 +125,43 @@ def experts_of(keys: ArchitectureKeys) -> Mixture:
     return replace(found, shared=shared)
 
 
+def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
+    """What the keys of a GGUF file say: every so many layers attention."""
+    base = gguf_base(keys, Form("qwen3next", features=("experts",)))
+    is_delta = every(positive(keys, "full_attention_interval", 4), base.layers)
+    assert is_delta is not None  # the interval is above 0
+    full = gguf_attention(base, output_gate=True, head_norms=True)
+    heads = positive(keys, "ssm.time_step_rank")
+    width, key_heads = (
+        positive(keys, "ssm.inner_size"),
+        positive(keys, "ssm.group_count"),
+    )
+    if width % heads or heads % key_heads:
+        raise keys.error("ssm.time_step_rank", f"{key_heads} key heads, {width} values")
+    by_head = any(name.endswith(".ssm_in.weight") for name in keys.file.tensors)
+    delta = DeltaNet(
+        key_heads=key_heads,
+        value_heads=heads,
+        key_dim=positive(keys, "ssm.state_size"),
+        value_dim=width // heads,
+        taps=positive(keys, "ssm.conv_kernel"),
+        by_head=by_head,
+        gates_by_head=True,
+    )
+    sparse = gguf_mixture(
+        keys,
+        shared_gate=True,
+        normalize=keys.flag("expert_weights_norm", True),
+        scaling_factor=keys.number_or_none("expert_weights_scale") or 1.0,
+    )
+    shared = Dense(positive(keys, "expert_shared_feed_forward_length"), "_shexp")
+    return gguf_decoder(
+        base,
+        mixers=tuple(delta if delta_here else full for delta_here in is_delta),
+        feed_forwards=(replace(sparse, shared=shared),) * base.layers,
+    )
+
+
 NAMES = NORMS | ATTENTION | HEAD_NORMS | DELTA | DENSE | EXPERTS | ROUTER | SHARED
 WITHOUT = {"attention_bias": (False,)}
 TEXT = Folder(
@@ -147,8 +195,15 @@ WITH_IMAGES = replace(
         for key, values in {**hugging_face.WITHOUT, **WITHOUT}.items()
     },
 )
+GGUF = {
+    "qwen3next": OfGGUF(
+        "qwen3next",
+        config_of_gguf,
+        Layout(ffn_norm="post_attention_norm", flat_taps=True, rates=True),
+    )
+}
 ARCHITECTURES = tuple(
-    folder_architecture(name, model_type, folder)
+    folder_architecture(name, model_type, folder, GGUF.get(name))
     for name, model_type, folder in (
         ("qwen3next", "qwen3_next", TEXT),
         ("qwen3.5", "qwen3_5", WITH_IMAGES),
