@@ -10,7 +10,7 @@ The layers of V3's files behind the last one predict further tokens: they are no
 the model that gives the logits, and are left out.
 
 GGUF files say `deepseek2` for both, with the length of a head's keys apart from that of
-the cache (`attention.key_length_mla`); older ones have `attn_kv_b` whole and no such key.
+the cache (`attention.key_length_mla`); older ones have no such key, `attn_kv_b` whole.
 They write mscale_all_dim times 0.1 as `rope.scaling.yarn_log_multiplier`.
 """
 

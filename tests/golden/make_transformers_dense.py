@@ -140,6 +140,21 @@ MODELS = {
             "layer_types": [SLIDING, SLIDING, FULL],
         },
     ),
+    "gemma4_experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": [SLIDING, FULL],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
 }
 
 
@@ -155,7 +170,7 @@ def main(names: list[str]) -> None:
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         stored = *model.named_parameters(), *model.named_buffers()
         for key, value in stored:  # else 0 and 1: nothing to see
-            if key.endswith("bias") or "norm" in key or "scalar" in key:
+            if "norm" in key or "scalar" in key or key.endswith(("bias", "scale")):
                 value.data.add_(0.3 * torch.randn_like(value))
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)

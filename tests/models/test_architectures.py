@@ -42,6 +42,7 @@ OF_THESE = (  # where there are 0 of the first, the second says nothing
 )
 # What `make test` leaves to the full run: other names for what a folder here computes.
 REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe", "mistral3")
+REPEATS += ("gemma4_keys_as_values",)  # so are those of gemma4_experts
 MODELS = [
     pytest.param(name, marks=[pytest.mark.full] if name in REPEATS else [])
     for name in sorted(FOLDERS)

@@ -21,19 +21,21 @@ from safetensors.numpy import load_file, save_file
 from jaxkern.formats.gguf import GGUFError, read_gguf
 from jaxkern.formats.safetensors import read_safetensors_folder
 from jaxkern.models import load
-from jaxkern.models.decoder import hidden_states, logits
+from jaxkern.models.architecture import page_of
 from jaxkern.models.loader import load_file as load_opened
 from jaxkern.models.registry import described
 from tests.models.test_architecture_keys import check_every_key
 from tests.models.tiny_gguf import add_key
 
-FOLDERS = Path(__file__).parents[1] / "golden" / "transformers_hybrids"
+GOLDEN = Path(__file__).parents[1] / "golden"
+FOLDERS = GOLDEN / "transformers_hybrids"
 
 
 @jax.jit(static_argnums=0)
 def forward(config, weights, tokens):
-    x, _ = hidden_states(config, weights, tokens[None])
-    return logits(config, weights, x)[0]
+    page = page_of(config)
+    x, _ = page.hidden_states(config, weights, tokens[None])
+    return page.logits(config, weights, x)[0]
 
 
 def golden_of(name):
@@ -304,3 +306,84 @@ def test_granite(granite, tmp_path):
         metadata = {**file.metadata, f"granitehybrid.{key}": value}
         with pytest.raises(GGUFError, match=message):
             described(replace(file, metadata=metadata))
+
+
+def gemma_keys(config):
+    """The keys of a Gemma 4 file, as the converter writes them."""
+    near, far = config.near, config.far
+    own = config.layers - config.shared
+    layers = range(config.layers)
+    keys = {
+        "block_count": config.layers,
+        "context_length": config.context,
+        "embedding_length": config.d_model,
+        "feed_forward_length": [96 if i >= own else 48 for i in layers],
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": [
+            near.kv_heads if seen else far.kv_heads for seen in config.windowed
+        ],
+        "attention.layer_norm_rms_epsilon": config.eps,
+        "attention.sliding_window": config.window,
+        "attention.sliding_window_pattern": list(config.windowed),
+        "attention.shared_kv_layers": config.shared,
+        "embedding_length_per_layer_input": config.per_layer,
+        "final_logit_softcapping": config.logit_softcap,
+        "rope.freq_base": far.theta,
+        "rope.freq_base_swa": near.theta,
+    }
+    for end, heads in (("", far), ("_swa", near)):
+        for key in ("attention.key_length", "attention.value_length"):
+            keys[key + end] = heads.head_dim
+        keys[f"rope.dimension_count{end}"] = heads.head_dim
+    if config.experts:
+        keys |= {"expert_count": config.experts, "expert_used_count": config.chosen}
+        keys["expert_feed_forward_length"] = config.expert_width
+    return keys
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
+def test_gemma4(name, tmp_path):
+    """The config and weights of the folder, whose logits are those of transformers.
+
+    Gate and up of experts are one tensor; other converters write two.
+    """
+    folder = read_safetensors_folder(GOLDEN / "transformers_dense" / name)
+    model, (_, expected) = described(folder), load_opened(folder, "f32")
+    keys, far = gemma_keys(model.config), model.config.far
+    tensors = {
+        n: np.asarray(model.file.view(n), np.float32) for n in model.file.tensors
+    }
+    pairs = np.arange(far.head_dim // 2)
+    tensors["rope_freqs.weight"] = np.where(pairs < far.rotated_pairs, 1, 1e30)
+    path = write(tmp_path / "m.gguf", "gemma4", keys, tensors)
+    config, weights = load(path, "f32")
+    same = {"architecture": "gemma4_text", "eps": model.config.eps}
+    assert replace(config, **same) == model.config
+    assert config.eps == np.float32(model.config.eps)
+    jax.tree.map(np.testing.assert_array_equal, weights, expected)
+    file = read_gguf(path)
+    check_every_key(file, but=("expert_used_count",) if config.experts else ())
+    if not config.experts:
+        for key, value, message in (
+            ("attention.shared_kv_layers", 5, "some have no layer to read keys of"),
+            ("attention.sliding_window_pattern", [True], "for each of 5 layers"),
+            ("attention.value_length", 8, "expected the even length of a key, 16"),
+            ("rope.dimension_count_swa", 4, "expected the even length of a key, 8"),
+            ("feed_forward_length", [48, 48], "expected one for 5 layers"),
+        ):
+            metadata = {**file.metadata, f"gemma4.{key}": value}
+            with pytest.raises(GGUFError, match=message):
+                described(replace(file, metadata=metadata))
+        tensors["rope_freqs.weight"] = np.where(pairs < 2, 1, 2.0)
+        path = write(tmp_path / "other.gguf", "gemma4", keys, tensors)
+        with pytest.raises(GGUFError, match="has other numbers than 1, then 1e30"):
+            load(path, "f32")
+        return
+    for i in range(config.layers):
+        both = tensors.pop(f"blk.{i}.ffn_gate_up_exps.weight")
+        for at, half in zip(("gate", "up"), np.split(both, 2, axis=1), strict=True):
+            tensors[f"blk.{i}.ffn_{at}_exps.weight"] = half
+    path = write(tmp_path / "apart.gguf", "gemma4", keys, tensors)
+    for layer, whole in zip(load(path, "f32")[1].layers, expected.layers, strict=True):
+        both = np.concatenate([layer.experts.gate, layer.experts.up], axis=1)
+        np.testing.assert_array_equal(both, whole.experts.gate)
