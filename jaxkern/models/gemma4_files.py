@@ -1,9 +1,14 @@
-"""Which files the Gemma 4 page computes: folders of `gemma4_text`, and GGUF files."""
+"""Which files the Gemma 4 page computes: folders, and GGUF files.
+
+Folders are of text alone (`gemma4_text`) or with images and sound (`gemma4`), of which
+the text model alone runs; texts are read causally there too, whatever images are.
+"""
 
 from typing import Any
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.formats.safetensors import SafetensorsFolder
+from jaxkern.models import hugging_face
 from jaxkern.models.architecture import Architecture, Described, Tensor
 from jaxkern.models.folder_keys import positive
 from jaxkern.models.gemma4 import Gemma4Config, Gemma4Layer, Gemma4Weights, Heads
@@ -41,14 +46,48 @@ LAYER_NAMES = {
     "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
     "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
 }
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
-    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
-    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
-} | {f"model.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in LAYER_NAMES.items()}
+MODEL_NAMES = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+}
+INSIDE = "text_config"
+OTHER_SENSES = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+HARMLESS = {
+    "vision_config.*": "of images",
+    "audio_config.*": "of sound",
+    "image_token_id": "of images",
+    "video_token_id": "of images",
+    "audio_token_id": "of sound",
+    "boi_token_id": "of images",
+    "eoi_token_id": "of images",
+    "boa_token_id": "of sound",
+    "eoa_token_id": "of sound",
+    "eoa_token_index": "of sound",
+    "vision_soft_tokens_per_image": "of images",
+}
+WITHOUT = {"use_bidirectional_attention": (False, "vision")}
+
+
+def names_at(at: str) -> dict[str, str]:
+    """Names of a folder's tensors, with the text model there."""
+    return {
+        "lm_head.weight": "output.weight",
+        **{f"{at}.{a}": b for a, b in MODEL_NAMES.items()},
+        **{f"{at}.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in LAYER_NAMES.items()},
+    }
+
+
+def described_whole(keys: ArchitectureKeys) -> Described:
+    """`described_folder` of the text model in a folder with images."""
+    config, tensors = described_folder(keys.within(INSIDE))
+    tied = "output.weight" not in tensors or not tensors["output.weight"].used
+    if keys.flag("tie_word_embeddings", tied) != tied:
+        raise keys.error("tie_word_embeddings", f"which {INSIDE} contradicts")
+    unused = (name for name in keys.file.tensors if name.startswith("ignored."))
+    return config, {**tensors, **dict.fromkeys(unused, Tensor(used=False))}
 
 
 def described_folder(keys: ArchitectureKeys) -> Described:
@@ -221,7 +260,25 @@ ARCHITECTURES = (
         from_gguf=described_gguf,
         model_type="gemma4_text",
         from_folder=described_folder,
-        names=NAMES,
-        without={"use_bidirectional_attention": (False,)},
+        names=names_at("model"),
+        without=WITHOUT,
+    ),
+    Architecture(
+        name="gemma4 with images",
+        weights=weights_of,
+        model_type="gemma4",
+        from_folder=described_whole,
+        names={
+            **names_at("model.language_model"),
+            **{f"model.{n}.{{rest}}": f"ignored.{n}.{{rest}}" for n in OTHER_SENSES},
+        },
+        harmless={
+            **HARMLESS,
+            **{f"{INSIDE}.{key}": why for key, why in hugging_face.HARMLESS.items()},
+        },
+        without={
+            f"{INSIDE}.{key}": values
+            for key, values in {**hugging_face.WITHOUT, **WITHOUT}.items()
+        },
     ),
 )

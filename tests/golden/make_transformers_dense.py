@@ -155,6 +155,30 @@ MODELS = {
             "moe_intermediate_size": 16,
         },
     ),
+    "gemma4_images": (
+        "gemma4",
+        {
+            "text_config": {
+                **GEMMA4,
+                "num_hidden_layers": 2,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": 96,
+                "layer_types": [SLIDING, FULL],
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "patch_size": 4,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+        },
+    ),
 }
 
 
@@ -166,7 +190,11 @@ def main(names: list[str]) -> None:
         tokens = np.random.default_rng(seed).integers(3, SIZES["vocab_size"], 40)
         folder = FOLDERS / name
         shutil.rmtree(folder, ignore_errors=True)
-        config = AutoConfig.for_model(kind, **{**SIZES, **options})
+        if "text_config" in options:
+            options = {**options, "text_config": {**SIZES, **options["text_config"]}}
+            config = AutoConfig.for_model(kind, **options)
+        else:
+            config = AutoConfig.for_model(kind, **{**SIZES, **options})
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         stored = *model.named_parameters(), *model.named_buffers()
         for key, value in stored:  # else 0 and 1: nothing to see

@@ -40,9 +40,11 @@ OF_THESE = (  # where there are 0 of the first, the second says nothing
     ("num_kv_shared_layers", "use_double_wide_mlp"),
     ("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )
+OF_THESE += tuple(tuple(f"text_config.{key}" for key in pair) for pair in OF_THESE)
 # What `make test` leaves to the full run: other names for what a folder here computes.
 REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe", "mistral3")
 REPEATS += ("gemma4_keys_as_values",)  # so are those of gemma4_experts
+REPEATS += ("gemma4_images",)
 MODELS = [
     pytest.param(name, marks=[pytest.mark.full] if name in REPEATS else [])
     for name in sorted(FOLDERS)
@@ -96,6 +98,7 @@ def test_training(name):
 def embedding_grad(folder, grads):
     """Of the table; if it is the output too, of both together."""
     config = json.loads((folder / "config.json").read_text())
+    config |= config.get("text_config", {})
     if not config.get("tie_word_embeddings"):
         return grads.embedding
     (output,) = grads.output
