@@ -38,6 +38,10 @@ FORMATS = (
 )
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 STATUSES = ("compressed", "frozen", "initialized", "calibration")
+OF_SPARSITY = (  # of weights that lie dense all the same
+    *("global_sparsity", "sparsity_structure", "registry_requires_subclass"),
+    *("targets", "ignore"),
+)
 HOW_FOUND = ("observer", "scale_dtype", "zp_dtype")
 ORDERS = ("none", "weight", "static", "group", "dynamic")
 
@@ -67,6 +71,10 @@ def read_compressed_tensors(keys: ArchitectureKeys, packing: Packing) -> None:
     known(keys, "format", *FORMATS)
     known(keys, "quantization_status", *STATUSES)
     keys.value("global_compression_ratio")
+    sparsity = keys.within("sparsity_config")
+    known(sparsity, "format", "dense")
+    for key in OF_SPARSITY:
+        sparsity.value(key)
     schemes = [scheme_of(keys, name) for name in group_names(keys)]
     if not schemes:
         raise keys.error("config_groups", "expected a scheme of weights")

@@ -84,6 +84,7 @@ def scheme(**weights):
         "quant_method": "compressed-tensors",
         "format": "mixed-precision",
         "ignore": ["lm_head", "re:.*(a+)+$"],
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.1, "targets": []},
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
 
@@ -348,6 +349,10 @@ HOSTILE = {
     "floats zeros": (in_group("floats", symmetric=False), "with zero points"),
     "block": (in_group("floats_blocks", block_structure=[16]), "two positive integ"),
     "cache": (changed("floats", {"kv_cache_scheme": {"num_bits": 8}}), "kv_cache"),
+    "sparse": (
+        changed("floats", {"sparsity_config": {"format": "sparse-bitmask"}}),
+        "'sparse-bitmask', expected dense",
+    ),
     "no groups": (changed("floats", {"config_groups": {}}), "expected a scheme"),
     "transform": (changed("floats", {"transform_config": {"a": 1}}), "transform_"),
     "no global": (changed("nvfp4", weight_global_scale=None), "weight_global_scale"),
