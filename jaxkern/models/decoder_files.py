@@ -73,11 +73,13 @@ class OfGGUF:
       name: `general.architecture`.
       config: reads the keys.
       layout: of the weights.
+      further_layers: how many behind the last one change nothing in the logits.
     """
 
     name: str
     config: Callable[[ArchitectureKeys], DecoderConfig]
     layout: Layout = PLAIN
+    further_layers: Callable[[ArchitectureKeys], int] = lambda keys: 0
 
 
 def folder_architecture(
@@ -141,7 +143,11 @@ def is_tied(folder: Folder, keys: ArchitectureKeys, text: ArchitectureKeys) -> b
 def described_gguf(of_gguf: OfGGUF, keys: ArchitectureKeys) -> Described:
     """The config, and exactly the tensors that the keys say."""
     config, tied = of_gguf.config(keys), "output.weight" not in keys.file.tensors
-    return config, tensors_of(config, of_gguf.layout, tied=tied)
+    tensors = tensors_of(config, of_gguf.layout, tied=tied)
+    further = range(config.layers, config.layers + of_gguf.further_layers(keys))
+    left_out = tuple(f"blk.{i}." for i in further)
+    unused = [name for name in keys.file.tensors if name.startswith(left_out)]
+    return config, tensors | dict.fromkeys(unused, Tensor(used=False))
 
 
 def layout_of(folder: Folder, names: Mapping[str, Any]) -> Layout:

@@ -239,6 +239,49 @@ def test_qwen3_next(tmp_path):
         load(path, "f32")
 
 
+def in_turns(w, axis, size):
+    """Value heads of 2 key heads: both first ones, then both second ones."""
+    heads = np.moveaxis(w, axis, 0).reshape(2, 2, size, -1).swapaxes(0, 1)
+    moved = heads.reshape(np.moveaxis(w, axis, 0).shape)
+    return np.moveaxis(moved, 0, axis)
+
+
+def qwen35_of(folder):
+    """Tensors as the converter writes them; the first layer is a delta net."""
+    found = {}
+    for name, w in recurrent(tensors_of(folder)).items():
+        part = name.removeprefix("blk.0.").removesuffix(".weight")
+        name = name.replace(".ffn_norm.", ".post_attention_norm.")
+        if name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
+            w = w + 1
+        if part in ("attn_qkv", "ssm_conv1d"):  # q and k of 2 heads of 8, then v
+            w = np.concatenate([w[:32], in_turns(w[32:], 0, 16)])
+        elif part in ("attn_gate", "ssm_out"):
+            w = in_turns(w, 0 if part == "attn_gate" else 1, 16)
+        elif part in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt.bias"):
+            w = in_turns(w, 0, 1)
+        found[name] = w
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_qwen35(name, tmp_path):
+    """With a third layer that predicts a further token, which is left out."""
+    kind = "qwen35moe" if "moe" in name else "qwen35"
+    keys = {**QWEN, "rope.dimension_sections": [11, 11, 10, 0]}
+    keys |= {"block_count": 3, "nextn_predict_layers": 1}
+    keys = {k: v for k, v in keys.items() if "moe" in kind or "expert" not in k}
+    tensors = qwen35_of(FOLDERS / name)
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((32, 64))
+    path = write(tmp_path / "m.gguf", kind, keys, tensors)
+    tokens, truth = golden_of(name)
+    config, weights = load(path, "f32")
+    found = forward(config, weights, tokens)
+    np.testing.assert_allclose(found, truth, rtol=0, atol=1e-4)
+    but = ("rope.scaling.", "rope.dimension_sections", "expert_", "feed_forward_length")
+    check_every_key(read_gguf(path), but=but)
+
+
 GRANITE = {
     **SIZES,
     "context_length": 2**20,

@@ -62,6 +62,7 @@ class DeltaNet:
     taps: int
     by_head: bool = False  # how the products lie: see `DeltaNetWeights`
     gates_by_head: bool = False  # b and a alone lie so
+    in_turns: bool = False  # the first value head of each key head, then the second ...
 
     @property
     def channels(self) -> int:
@@ -99,11 +100,27 @@ class DeltaNet:
         return DeltaNetWeights(
             input=reader.matrices(*(f"{blk}.{name}.weight" for name in rows)),
             convolution=taps if layout.flat_taps else taps[:, 0],
-            a_log=a_log_of(reader, blk, layout),
-            dt_bias=reader.vector(f"{blk}.ssm_dt.bias"),
+            a_log=self.by_key_head(a_log_of(reader, blk, layout)),
+            dt_bias=self.by_key_head(reader.vector(f"{blk}.ssm_dt.bias")),
             norm=reader.vector(f"{blk}.ssm_norm.weight"),
             output=reader.matrices(f"{blk}.ssm_out.weight"),
         )
+
+    def by_key_head(self, x: Float[Array, "..."], axis: int = -1) -> Array:
+        """Value heads, along a dim, side by side where they share a key head."""
+        if not self.in_turns:
+            return x
+        x = jnp.moveaxis(x, axis, -1)
+        turns = x.reshape(*x.shape[:-1], -1, self.key_heads)
+        return jnp.moveaxis(jnp.swapaxes(turns, -1, -2).reshape(x.shape), -1, axis)
+
+    def as_stored(self, x: Float[Array, "..."], axis: int = -1) -> Array:
+        """The inverse of `by_key_head`."""
+        if not self.in_turns:
+            return x
+        x = jnp.moveaxis(x, axis, -1)
+        heads = x.reshape(*x.shape[:-1], self.key_heads, -1)
+        return jnp.moveaxis(jnp.swapaxes(heads, -1, -2).reshape(x.shape), -1, axis)
 
     def split(
         self, y: Float[Array, "b t f"]
@@ -156,7 +173,9 @@ class DeltaNet:
         query, key = (
             l2_norm(y.reshape(b, t, self.key_heads, self.key_dim)) for y in (query, key)
         )
-        value = value.reshape(b, t, self.value_heads, self.value_dim)
+        by_head = (b, t, self.value_heads, self.value_dim)
+        value, z = (self.by_key_head(a.reshape(by_head), 2) for a in (value, z))
+        write, rate = self.by_key_head(write), self.by_key_head(rate)
         g, beta = compute_g_beta(rate, write, weights.a_log, weights.dt_bias)
         operands = (query, key, value, g, beta)
         if state is None:
@@ -174,6 +193,6 @@ class DeltaNet:
             state = replace(
                 state, inputs=inputs, memory=memory, lengths=grown(state, x, at)
             )
-        y, z = (a.reshape(b, t, self.value_heads, self.value_dim) for a in (y, z))
-        y = gated_rms_norm(y, z, weights.norm, eps=config.eps)
+        y = gated_rms_norm(y.reshape(by_head), z, weights.norm, eps=config.eps)
+        y = self.as_stored(y, 2)
         return project(config, y.reshape(b, t, values), weights.output), state
