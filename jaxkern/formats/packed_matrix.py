@@ -28,7 +28,7 @@ class PackedMatrix:
 
     Attributes:
       shape: of the weights, `[f, d]`; of stacked experts `[e, f, d]`.
-      kind: "int4", "int8", "fp8", "mxfp8", "nvfp4" or "mxfp4".
+      kind: "int4", "int8", "fp8", "mxfp8", "nvfp4", "mxfp4" or "nf4".
       parts: names in the folder, by what each is.
       container: of their arrays. ValueError if their values do not fit together.
     """

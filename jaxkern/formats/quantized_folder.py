@@ -6,6 +6,7 @@
 | compressed-tensors | weight_packed or weight, weight_scale, ... | see there |
 | gptq | qweight, qzeros, scales, g_idx | (code - zero) * scale of its group |
 | awq | qweight, qzeros, scales | likewise, eight outputs in another order |
+| bitsandbytes | weight, weight.absmax, ... | level(code) * absmax of its group |
 
 Each becomes one tensor `<module>.weight` with the shape of the weights. Weights alone
 are quantised here: what says how activations are rounded before a product is read and
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys, architecture_keys
+from jaxkern.formats.bitsandbytes_nf4 import read_bitsandbytes
 from jaxkern.formats.compressed_tensors import read_compressed_tensors
 from jaxkern.formats.packed_matrix import (
     PackedMatrix,
@@ -66,6 +68,13 @@ HARMLESS = {
     "do_fuse": "how it is run",
     "fuse_max_seq_len": "how it is run",
     "lm_head": "the tensors say it",
+    "_load_in_4bit": "load_in_4bit once more",
+    "_load_in_8bit": "load_in_8bit once more",
+    "bnb_4bit_compute_dtype": "how it is run",
+    "bnb_4bit_use_double_quant": "the tensors say it",
+    "llm_int8_enable_fp32_cpu_offload": "of weights of 8 bits",
+    "llm_int8_has_fp16_weight": "of weights of 8 bits",
+    "llm_int8_threshold": "of weights of 8 bits",
     "meta.*": "who wrote it",
 }
 WITHOUT: Mapping[str, tuple[Any, ...]] = {
@@ -232,4 +241,5 @@ METHODS: Mapping[str, Callable[[ArchitectureKeys, Packing], None]] = {
     "compressed-tensors": read_compressed_tensors,
     "gptq": read_gptq,
     "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
 }

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern import FP8Tensor, IntTensor, MicroscaledTensor
+from jaxkern import FP8Tensor, IntTensor, MicroscaledTensor, NF4Tensor
 from jaxkern.models.products import Matrices, Matrix
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
@@ -33,7 +33,9 @@ def has_rows_apart(w: Matrix) -> bool:
     if isinstance(w, FP8Tensor):
         rows = w.block[0]
         return rows > 0 and w.shape[0] % rows == 0
-    return isinstance(w, MicroscaledTensor) and w.global_scale is None
+    if isinstance(w, MicroscaledTensor):
+        return w.global_scale is None
+    return isinstance(w, NF4Tensor)
 
 
 def alike(parts: Sequence[Matrix]) -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 from jaxkern import dequantize
 from jaxkern.formats.safetensors import SafetensorsError, read_safetensors_folder
+from jaxkern.primitives.quant.nf4_tensor import LEVELS
 
 RNG = np.random.default_rng(0)
 F, D = 24, 96
@@ -214,6 +215,25 @@ def mxfp8():
     return said, {"weight": codes, "weight_scale": scales}, w, "mxfp8"
 
 
+def nf4():
+    """Without the values of nested scales, of which the golden folder has some."""
+    d, levels = 128, np.array(LEVELS, np.float32)
+    codes, absmax = codes_of(4, (F, d)), scales_of(F * 2)
+    pairs = (codes[:, 0::2] << 4 | codes[:, 1::2]).astype(np.uint8)
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [F, d], "dtype": "float16"}
+    name = "weight.quant_state.bitsandbytes__nf4"
+    tensors = {
+        "weight": pairs.reshape(-1, 1),
+        "weight.absmax": absmax,
+        "weight.quant_map": levels,
+        name: np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    said |= {"bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["lm_head"]}
+    w = levels[codes].reshape(F, 2, 64) * np.float64(absmax).reshape(F, 2, 1)
+    return said, tensors, w.reshape(F, d), "nf4"
+
+
 SHUFFLED = RNG.permutation(D)
 CASES = {
     "fp8": fp8(),
@@ -242,6 +262,7 @@ CASES = {
     "nvfp4": fp4("nvfp4"),
     "mxfp4": fp4("mxfp4"),
     "mxfp8": mxfp8(),
+    "nf4": nf4(),
 }
 
 
@@ -276,6 +297,12 @@ def in_group(case, **weights):
     (group,) = CASES[case][0]["config_groups"].values()
     group = {**group, "weights": {**group["weights"], **weights}}
     return changed(case, {"config_groups": {"group_0": group}})
+
+
+def with_state(content):
+    """The folder of bitsandbytes with these bytes as its quant state."""
+    name = "weight.quant_state.bitsandbytes__nf4"
+    return changed("nf4", **{name: np.frombuffer(content, np.uint8)})
 
 
 FEWER = np.ones((F, 2), np.float32)
@@ -357,6 +384,27 @@ HOSTILE = {
     "transform": (changed("floats", {"transform_config": {"a": 1}}), "transform_"),
     "no global": (changed("nvfp4", weight_global_scale=None), "weight_global_scale"),
     "nvfp4 groups": (in_group("nvfp4", group_size=8), "whole groups of 16 or 32"),
+    "nf4 of 8 bits": (changed("nf4", {"load_in_8bit": True}), "weights of 4 bits"),
+    "nf4 type": (changed("nf4", {"bnb_4bit_quant_type": "fp4"}), "expected nf4"),
+    "nf4 storage": (
+        changed("nf4", {"bnb_4bit_quant_storage": "bfloat16"}),
+        "'bfloat16', expected uint8",
+    ),
+    "nf4 absmax": (changed("nf4", **{"weight.absmax": None}), "m.weight.absmax"),
+    "nf4 codes": (
+        changed("nf4", weight=np.zeros((7, 1), np.uint8)),
+        r"m.weight is U8 \(7, 1\), expected U8 \(1536, 1\)",
+    ),
+    "nf4 state": (with_state(b"{"), "is no quant state"),
+    "nf4 shape": (with_state(b'{"shape": 3, "blocksize": 64}'), "is no quant state"),
+    "nf4 other": (
+        with_state(b'{"quant_type": "fp4", "blocksize": 64, "shape": [24, 128]}'),
+        "expected nf4, a shape of two dims",
+    ),
+    "nf4 rows": (
+        with_state(b'{"quant_type": "nf4", "blocksize": 64, "shape": [32, 96]}'),
+        "groups of 64 that do not divide a row of 96",
+    ),
     "left": (changed("words", {"ignore": ["m"]}), "leaves m as it is, but tensor"),
 }  # fmt: skip
 
@@ -374,6 +422,7 @@ def test_what_does_not_fit_is_refused(name, tmp_path):
     ("case", "tensors", "message"),
     [
         ("gptq", {"g_idx": np.full(D, 3, np.int32)}, "names groups 3 to 3 of 3"),
+        ("nf4", {"weight.quant_map": np.zeros(16, np.float32)}, "of other levels"),
         ("gptq", {"g_idx": np.full(D, -1, np.int32)}, "names groups -1 to -1 of 3"),
         ("gptq", {"g_idx": np.full(D, 1, np.int32)}, "each of 3 groups 32 times"),
         ("words_order", {"weight_g_idx": np.full(D, 9, np.int32)}, "9 to 9 of 3"),

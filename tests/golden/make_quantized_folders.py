@@ -1,12 +1,12 @@
 """A tiny mixture in folders with packed weights, and its logits by `transformers`.
 
-    pip install torch transformers accelerate compressed-tensors
+    pip install torch transformers accelerate compressed-tensors bitsandbytes
     python -m tests.golden.make_quantized_folders
 
-writes under `tests/golden/quantized_folders/` a folder for each method. Schemes of
-compressed-tensors are packed and decoded by that package; fp8, awq and gptq by the
-loops here, as their authors publish the formats. `golden.npz` of each folder has, of
-the decoded weights in float32:
+writes under `tests/golden/quantized_folders/` a folder for each method, or those named.
+Schemes of compressed-tensors and bitsandbytes are packed and decoded by these packages;
+fp8, awq and gptq by the loops here, as their authors publish the formats. `golden.npz`
+of each folder has, of the decoded weights in float32:
 
     tokens  [t] int32
     logits  [t, vocabulary]
@@ -14,12 +14,14 @@ the decoded weights in float32:
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from bitsandbytes import functional
 from compressed_tensors.compressors.naive_quantized.base import (
     NaiveQuantizationCompressor,
 )
@@ -152,6 +154,17 @@ def compressed(group: dict, compressor: type) -> Callable[[str, torch.Tensor], P
     return pack
 
 
+def nf4(module: str, w: torch.Tensor) -> Packed | None:
+    """By bitsandbytes, scales quantised once more, where groups of 64 fit a row."""
+    if w.shape[1] % 64:
+        return None
+    codes, state = functional.quantize_4bit(
+        w, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    parts = {f"weight.{name}": x for name, x in state.as_dict(packed=True).items()}
+    return {"weight": codes, **parts}, functional.dequantize_4bit(codes, state)
+
+
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
 INT4 |= {"group_size": 32}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -196,7 +209,25 @@ def config_of_groups(*groups: dict) -> dict:
 
 
 FOUR = {"bits": 4, "group_size": 32}
-METHODS: dict[str, tuple[Callable[[str, torch.Tensor], Packed], dict]] = {
+METHODS: dict[str, tuple[Callable[[str, torch.Tensor], Packed | None], dict]] = {
+    "bitsandbytes": (
+        nf4,
+        {
+            "quant_method": "bitsandbytes",
+            "_load_in_4bit": True,
+            "_load_in_8bit": False,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": ["lm_head"],
+            "llm_int8_threshold": 6.0,
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+        },
+    ),
     "fp8": (
         fp8_blocks,
         {
@@ -270,12 +301,15 @@ def main() -> None:
         plain_config = json.loads(Path(saved, "config.json").read_text())
     before = logits_of(FOLDERS, plain_config, weights)
     for method, (pack, said) in METHODS.items():
+        if sys.argv[1:] and method not in sys.argv[1:]:
+            continue
         stored, plain = {}, {}
         for name, w in weights.items():
             stored[name] = plain[name] = w
-            if name.endswith("_proj.weight"):
-                module = name.removesuffix(".weight")
-                parts, plain[name] = pack(module, w.float())
+            module = name.removesuffix(".weight")
+            packed = pack(module, w.float()) if name.endswith("_proj.weight") else None
+            if packed is not None:
+                parts, plain[name] = packed
                 del stored[name]
                 stored |= {f"{module}.{n}": p.contiguous() for n, p in parts.items()}
         folder = FOLDERS / method

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxkern import FP8Tensor, IntTensor, MicroscaledTensor
+from jaxkern import FP8Tensor, IntTensor, MicroscaledTensor, NF4Tensor
 from jaxkern.formats.safetensors import SafetensorsError, read_safetensors_folder
 from jaxkern.models import load, weight_reader
 from jaxkern.models.decoder import hidden_states, logits
@@ -28,6 +28,7 @@ NAMES = sorted(path.name for path in FOLDERS.iterdir())
 KINDS = {  # of attention, of experts, of a dense block
     "fp8": (FP8Tensor, FP8Tensor, FP8Tensor),
     "compressed_mixed": (IntTensor, MicroscaledTensor, FP8Tensor),
+    "bitsandbytes": (NF4Tensor, NF4Tensor, NF4Tensor),
 }
 
 
