@@ -6,14 +6,17 @@
 The `safetensors` package reads the weights and checks their headers: offsets that
 overlap or leave the file, shapes that overflow. Checked here is what stands around
 them: the sizes of the JSON files, and that the index names files of this folder only.
+Weights that are packed in several tensors become one (`quantized_folder.py`).
 """
 
 import json
 import os
 import re
 import stat
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from os import PathLike, fspath
 from typing import Any
 
@@ -23,10 +26,16 @@ from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
 from jaxkern.formats.gguf import GGUFTensorInfo
+from jaxkern.formats.packed_matrix import PackedMatrix
+from jaxkern.formats.packing import Packing
+from jaxkern.formats.quantized_folder import packed_weights
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 LONGEST_JSON = 2**26  # bytes; the index of a model of 10^5 tensors has 2^23
 SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-QTYPES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}  # itemsizes
+FLOAT8 = {"F8_E4M3": 1, "F8_E8M0": 1}  # of which NumPy knows the bytes alone
+CODES = FLOAT8 | {"U8": 1, "I8": 1, "I32": 4, "I64": 8}  # that are parts of weights
+QTYPES = {"F32": 4, "F16": 2, "BF16": 2, **CODES}  # itemsizes
 
 
 class SafetensorsError(ValueError):
@@ -41,7 +50,8 @@ class SafetensorsFolder:
       path: as given.
       metadata: `config.json` as `<model_type>.<key>`, what is nested with dots; what is
         null is left out.
-      tensors: name -> shape and dtype, as "F32", "F16", "BF16" or "U8".
+      tensors: name -> shape and dtype, a key of QTYPES; of packed weights the shape of
+        the weights and their kind, such as "int4".
     """
 
     path: str
@@ -49,6 +59,8 @@ class SafetensorsFolder:
     tensors: Mapping[str, GGUFTensorInfo]
     _shards: Mapping[str, safe_open] = field(repr=False)  # of each stored name
     _names: Mapping[str, str] = field(default_factory=dict, repr=False)  # to stored
+    _places: Mapping[str, tuple[str, int]] = field(default_factory=dict, repr=False)
+    _packed: Mapping[str, PackedMatrix] = field(default_factory=dict, repr=False)
 
     @property
     def architecture(self) -> str:
@@ -67,18 +79,56 @@ class SafetensorsFolder:
         """How the folder itself calls a tensor."""
         return self._names.get(name, name)
 
+    def packed(self, packing: Packing) -> "SafetensorsFolder":
+        """The folder with weights in the place of their parts, and without its
+        `quantization_config`, which these have followed."""
+        if not packing.matrices:
+            return self
+        prefix = f"{self.architecture}.quantization_config."
+        kept = {n: at for n, at in self.tensors.items() if n not in packing.taken}
+        for name, w in packing.matrices.items():
+            size = sum(self.tensors[part].nbytes for part in w.parts.values())
+            kept[name] = GGUFTensorInfo(w.shape, w.kind, 0, size)
+        metadata = {k: v for k, v in self.metadata.items() if not k.startswith(prefix)}
+        return replace(
+            self, tensors=kept, metadata=metadata, _packed=dict(packing.matrices)
+        )
+
+    def is_packed(self, name: str) -> bool:
+        """Whether `load` gives a container of quantised weights."""
+        return self.called(name) in self._packed
+
     def view(self, name: str) -> np.ndarray:
-        """A tensor as a NumPy array: a copy."""
+        """A tensor as a NumPy array: a copy; of 8-bit floats the bytes."""
         if name not in self.tensors:
             raise self.error(f"has no tensor {name!r} among its {len(self.tensors)}")
         stored = self.called(name)
-        return self._shards[stored].get_tensor(stored)
+        if stored in self._packed:
+            raise self.error(f"tensor {stored} is packed: it has no array")
+        return self._stored(stored)
 
-    def load(
-        self, name: str, *, device: jax.Device | Sharding | None = None
-    ) -> jax.Array:
-        """A tensor on `device`."""
-        return jax.device_put(self.view(name), device)
+    def load(self, name: str, *, device: jax.Device | Sharding | None = None) -> Any:
+        """A tensor on `device`, as an array or a `QuantizedTensor`."""
+        if name not in self.tensors or not self.is_packed(name):
+            return jax.device_put(self.view(name), device)
+        return jax.device_put(self._container(self.called(name)), device)
+
+    def _container(self, stored: str) -> QuantizedTensor:
+        packed = self._packed[stored]
+        try:
+            return packed.read(self._stored)
+        except ValueError as error:
+            parts = ", ".join(packed.parts.values())
+            raise self.error(f"one of the tensors {parts} {error}") from error
+
+    def _stored(self, stored: str) -> np.ndarray:
+        shard = self._shards[stored]
+        info = shard.get_slice(stored)
+        if info.get_dtype() not in FLOAT8:
+            return shard.get_tensor(stored)
+        shape, (file, begin) = info.get_shape(), self._places[stored]
+        codes = np.fromfile(file, np.uint8, prod(shape), offset=begin)
+        return codes.reshape(shape)
 
     def forget(self, name: str) -> None:
         """Nothing: a view was a copy."""
@@ -97,6 +147,7 @@ def read_safetensors_folder(path: str | PathLike[str]) -> SafetensorsFolder:
     shards, listed = _shard_names(path)
     tensors: dict[str, GGUFTensorInfo] = {}
     places: dict[str, safe_open] = {}
+    float8: dict[str, tuple[str, int]] = {}  # file and first byte of each
     for shard in shards:
         _check_regular(path, shard)
         try:
@@ -115,21 +166,35 @@ def read_safetensors_folder(path: str | PathLike[str]) -> SafetensorsFolder:
                 )
             tensors[name] = _info(path, name, stored.get_shape(), stored.get_dtype())
             places[name] = opened
+        if any(tensors[name].qtype in FLOAT8 for name in slices):
+            float8 |= _first_bytes(os.path.join(path, shard))
     if missing := sorted((listed or {}).keys() - tensors.keys()):
         raise SafetensorsError(
             f"{path}: tensor {missing[0]!r} is in the index and in no shard."
         )
-    return SafetensorsFolder(path, metadata, tensors, places)
+    folder = SafetensorsFolder(path, metadata, tensors, places, _places=float8)
+    return folder.packed(packed_weights(folder))
 
 
 def _info(path: str, name: str, shape: list[int], dtype: str) -> GGUFTensorInfo:
     if dtype not in QTYPES:
         raise SafetensorsError(
-            f"{path}: tensor {name!r} is {dtype}, expected one of {', '.join(QTYPES)}. "
-            "Quantised weights are read from GGUF files."
+            f"{path}: tensor {name!r} is {dtype}, expected one of {', '.join(QTYPES)}."
         )
     size = int(np.prod(shape, dtype=np.object_))
     return GGUFTensorInfo(tuple(shape), dtype, 0, size * QTYPES[dtype])
+
+
+def _first_bytes(file: str) -> dict[str, tuple[str, int]]:
+    """Where each tensor begins in a file whose header has been checked."""
+    with open(file, "rb") as opened:
+        (size,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(size))
+    return {
+        name: (file, 8 + size + at["data_offsets"][0])
+        for name, at in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _shard_names(path: str) -> tuple[list[str], dict[str, str] | None]:

@@ -152,8 +152,9 @@ def hidden_states(
         for mixer in config.mixers
         if isinstance(mixer, FullAttention | LatentAttention) and mixer.rotation
     }
-    tables = rotation_tables(rotations, next_positions(tokens, cache, segment_ids))
-    at = Mixing(new_lengths, segment_ids, tables)
+    positions = next_positions(tokens, cache, segment_ids)
+    tables = rotation_tables(rotations, positions)
+    at = Mixing(new_lengths, segment_ids, tables, positions)
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
     x = x * jnp.asarray(config.embedding_scale, x.dtype)
     return through_layers(config, weights, x, cache, at)

@@ -39,7 +39,8 @@ class Folder:
       names: of products and norms in a layer, which end in weight or bias.
       others: of what is in a layer and ends otherwise.
       model: of what is outside layers, beside the output.
-      at: where both are.
+      output: of the product to logits.
+      at: where names of layers and the model are.
       keys_at: where config.json describes the text model, if not outside.
       ignored: templates of whole names that change nothing in the logits.
       further_layers: how many layers behind the last one do so too.
@@ -51,6 +52,7 @@ class Folder:
     names: Mapping[str, str]
     others: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, str] = field(default_factory=lambda: MODEL_NAMES)
+    output: str = "lm_head.weight"
     at: str = "model"
     keys_at: str = ""
     ignored: tuple[str, ...] = ()
@@ -71,11 +73,13 @@ class OfGGUF:
       name: `general.architecture`.
       config: reads the keys.
       layout: of the weights.
+      further_layers: how many behind the last one change nothing in the logits.
     """
 
     name: str
     config: Callable[[ArchitectureKeys], DecoderConfig]
     layout: Layout = PLAIN
+    further_layers: Callable[[ArchitectureKeys], int] = lambda keys: 0
 
 
 def folder_architecture(
@@ -103,7 +107,7 @@ def template_names(folder: Folder) -> dict[str, str]:
     layer |= folder.others
     at = folder.at
     return {
-        "lm_head.weight": "output.weight",
+        folder.output: "output.weight",
         **{f"{at}.{a}.weight": f"{b}.weight" for a, b in folder.model.items()},
         **{f"{at}.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in layer.items()},
         **{name: f"ignored.{name}" for name in folder.ignored},
@@ -139,7 +143,11 @@ def is_tied(folder: Folder, keys: ArchitectureKeys, text: ArchitectureKeys) -> b
 def described_gguf(of_gguf: OfGGUF, keys: ArchitectureKeys) -> Described:
     """The config, and exactly the tensors that the keys say."""
     config, tied = of_gguf.config(keys), "output.weight" not in keys.file.tensors
-    return config, tensors_of(config, of_gguf.layout, tied=tied)
+    tensors = tensors_of(config, of_gguf.layout, tied=tied)
+    further = range(config.layers, config.layers + of_gguf.further_layers(keys))
+    left_out = tuple(f"blk.{i}." for i in further)
+    unused = [name for name in keys.file.tensors if name.startswith(left_out)]
+    return config, tensors | dict.fromkeys(unused, Tensor(used=False))
 
 
 def layout_of(folder: Folder, names: Mapping[str, Any]) -> Layout:

@@ -26,8 +26,21 @@ def gguf_base(keys: ArchitectureKeys, form: Form) -> LlamaConfig:
     return base
 
 
+def gguf_table(keys: ArchitectureKeys) -> tuple[int, int]:
+    """Tokens and width of the embedding, which the keys do not contradict."""
+    table = keys.file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise keys.file.error("has no tensor token_embd.weight of two dims")
+    if keys.integer("embedding_length", table.shape[1]) != table.shape[1]:
+        raise keys.error(
+            "embedding_length",
+            f"the rows of token_embd.weight have {table.shape[1]} elements",
+        )
+    return table.shape
+
+
 def gguf_attention(base: LlamaConfig, **options: Any) -> FullAttention:
-    """Grouped attention, rotated in halves."""
+    """Grouped attention, rotated in halves unless the options say otherwise."""
     return FullAttention(
         base.heads,
         base.kv_heads,
@@ -38,12 +51,14 @@ def gguf_attention(base: LlamaConfig, **options: Any) -> FullAttention:
     )
 
 
-def gguf_mixture(keys: ArchitectureKeys, **options: Any) -> Mixture:
+def gguf_mixture(
+    keys: ArchitectureKeys, *, width: int | None = None, **options: Any
+) -> Mixture:
     """`expert_count` experts, of which `expert_used_count` are chosen."""
     experts, chosen = (positive(keys, f"expert_{n}count") for n in ("", "used_"))
     if chosen > experts:
         raise keys.error("expert_used_count", f"there are {experts} experts")
-    width = positive(keys, "expert_feed_forward_length")
+    width = width or positive(keys, "expert_feed_forward_length")
     return Mixture(experts, width, chosen, **options)
 
 

@@ -8,13 +8,19 @@ correction, in the best groups by their two best, and normalises the weights
 (https://arxiv.org/abs/2412.19437). With `mscale_all_dim` YaRN scales the scores too.
 The layers of V3's files behind the last one predict further tokens: they are no part of
 the model that gives the logits, and are left out.
+
+GGUF files say `deepseek2` for both, with the length of a head's keys apart from that of
+the cache (`attention.key_length_mla`); older ones have no such key, `attn_kv_b` whole.
+They write mscale_all_dim times 0.1 as `rope.scaling.yarn_log_multiplier`.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from jaxkern import YarnScaling
 from jaxkern.formats.architecture_keys import ArchitectureKeys
+from jaxkern.formats.gguf import GGUFFile
 from jaxkern.models.decoder import DecoderConfig
 from jaxkern.models.decoder_files import (
     DENSE,
@@ -22,10 +28,12 @@ from jaxkern.models.decoder_files import (
     NORMS,
     ROUTER,
     Folder,
+    OfGGUF,
     folder_architecture,
     shared_expert,
 )
-from jaxkern.models.feed_forward import Dense
+from jaxkern.models.decoder_gguf import gguf_mixture, gguf_table
+from jaxkern.models.feed_forward import Dense, Mixture
 from jaxkern.models.folder_keys import (
     TRAINING,
     mixture,
@@ -34,8 +42,10 @@ from jaxkern.models.folder_keys import (
     rotation,
     shared_keys,
 )
+from jaxkern.models.llama_config import gguf_rope_scaling
 from jaxkern.models.mixers.latent import LatentAttention
 from jaxkern.models.mixers.layout import Layout
+from jaxkern.models.mixers.mixing import Rotation
 
 HARMLESS = {
     "head_dim": "qk_rope_head_dim once more",
@@ -143,6 +153,105 @@ def routing(keys: ArchitectureKeys) -> dict[str, Any]:
     )
 
 
+def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
+    """What the keys of a GGUF file say."""
+    file = keys.file
+    assert isinstance(file, GGUFFile)
+    vocabulary, d_model = gguf_table(keys)
+    layers = positive(keys, "block_count")
+    if layers > len(file.tensors):
+        raise keys.error("block_count", f"the file has {len(file.tensors)} tensors")
+    eps = keys.number("attention.layer_norm_rms_epsilon")
+    block = Dense(positive(keys, "feed_forward_length"))
+    dense = min(keys.integer("leading_dense_block_count", 0), layers)
+    sparse = experts_of_gguf(keys)
+    return DecoderConfig(
+        architecture=keys.arch,
+        context=positive(keys, "context_length"),
+        d_model=d_model,
+        vocabulary=vocabulary,
+        eps=eps,
+        mixers=(latent_of_gguf(keys, eps),) * layers,
+        feed_forwards=(block,) * dense + (sparse,) * (layers - dense),
+    )
+
+
+def latent_of_gguf(keys: ArchitectureKeys, eps: float) -> LatentAttention:
+    """Attention as a GGUF file says it."""
+    heads = positive(keys, "attention.head_count")
+    latent = positive(keys, "attention.kv_lora_rank")
+    turning = positive(keys, "rope.dimension_count")
+    wide, values = (positive(keys, f"attention.{x}_length") for x in ("key", "value"))
+    apart = keys.has("attention.key_length_mla")
+    if apart:  # the others are those of a row of the cache
+        if (wide, values) != (latent + turning, latent):
+            raise keys.error("attention.key_length", "expected that of the cache")
+        wide, values = (
+            positive(keys, f"attention.{x}_length_mla") for x in ("key", "value")
+        )
+    if turning % 2 or turning >= wide:
+        raise keys.error("rope.dimension_count", f"expected an even part of {wide}")
+    shared = 1 if apart else heads
+    if keys.integer("attention.head_count_kv", shared) != shared:
+        raise keys.error("attention.head_count_kv", f"expected {shared}")
+    theta = keys.number("rope.freq_base", 10000.0)
+    scaling = gguf_rope_scaling(keys, positive(keys, "context_length"), theta)
+    scale = wide**-0.5
+    if isinstance(scaling, YarnScaling):
+        stretch = keys.number_or_none("rope.scaling.yarn_log_multiplier")
+        if stretch is None or keys.number("rope.scaling.attn_factor", 1.0) != 1.0:
+            raise keys.error(
+                "rope.scaling.yarn_log_multiplier",
+                "and programs differ in what YaRN multiplies without it, or with an "
+                "attn_factor",
+            )
+        scale *= (stretch * math.log(max(scaling.factor, 1.0)) + 1) ** 2
+        scaling = replace(
+            scaling, mscale=None, mscale_all_dim=None, attention_factor=1.0
+        )
+    return LatentAttention(
+        heads=heads,
+        latent=latent,
+        query_latent=keys.integer("attention.q_lora_rank", 0),
+        plain_dim=wide - turning,
+        rotary_dim=turning,
+        value_dim=values,
+        scale=scale,
+        rotation=Rotation(turning, theta, scaling),
+        eps=eps,
+        apart=apart,
+    )
+
+
+def experts_of_gguf(keys: ArchitectureKeys) -> Mixture:
+    """The experts, and how they are chosen."""
+    score = {0: "softmax", 1: "softmax", 2: "sigmoid"}.get(
+        keys.integer("expert_gating_func", 0)
+    )
+    if score is None:
+        raise keys.error("expert_gating_func", "known are 1, softmax, and 2, sigmoid")
+    found = gguf_mixture(
+        keys,
+        score=score,
+        normalize=keys.flag("expert_weights_norm", False),
+        scaling_factor=keys.number_or_none("expert_weights_scale") or 1.0,
+        num_groups=positive(keys, "expert_group_count", 1),
+        top_groups=positive(keys, "expert_group_used_count", 1),
+        group_score="top2",
+        correction=any(n.endswith(".exp_probs_b.bias") for n in keys.file.tensors),
+    )
+    groups, top = found.num_groups, found.top_groups
+    uneven = found.experts % groups or top > groups
+    if uneven or found.chosen > found.experts // groups * top:
+        raise keys.error("expert_group_count", f"of {found.experts} experts")
+    if score == "softmax" and groups > 1:
+        raise keys.error(
+            "expert_group_count", "and programs differ in how a softmax ranks groups"
+        )
+    width = found.width * positive(keys, "expert_shared_count")
+    return replace(found, shared=Dense(width, "_shexp"))
+
+
 def further_layers(keys: ArchitectureKeys) -> int:
     """How many layers predict further tokens."""
     return keys.integer("num_nextn_predict_layers", 0)
@@ -167,6 +276,7 @@ ARCHITECTURES = tuple(
             harmless=TRAINING | HARMLESS,
             without={"moe_layer_freq": (1,), "mlp_bias": (False,)},
         ),
+        OfGGUF("deepseek2", config_of_gguf) if model_type == "deepseek_v3" else None,
     )
     for model_type in ("deepseek_v2", "deepseek_v3")
 )

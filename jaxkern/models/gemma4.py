@@ -12,7 +12,8 @@ Layers see a window, or every key: then heads are wider, a part of their pairs r
 and values may be the keys before norm and rotation. Values are normalised, and scores
 are not scaled. The last layers have no keys of their own: they read those of the last
 layer of their kind that has. Smaller models have the inputs of width p for each layer;
-larger ones have not. Formulas: transformers' `modeling_gemma4.py`.
+larger ones have not, and may have experts beside each dense block
+(`gemma4_experts.py`). Formulas: transformers' `modeling_gemma4.py`.
 """
 
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from jaxkern import (
     softcap,
 )
 from jaxkern.models.cached_steps import decode, next_positions, prefill, with_lengths
+from jaxkern.models.gemma4_experts import Gemma4Experts, beside
 from jaxkern.models.products import (
     Matrices,
     Table,
@@ -87,6 +89,9 @@ class Gemma4Config:
     shared: int  # layers at the end without keys of their own
     per_layer: int  # width of what each layer gets of the tokens, or 0
     logit_softcap: float | None = None
+    experts: int = 0
+    chosen: int = 0  # of the experts, for each token
+    expert_width: int = 0
     dtype: str = "float32"  # of activations
     product_dtype: str | None = None  # to which quantised products round them: "int8"
     fused: bool = False  # also plain weights by ops that have GPU kernels
@@ -120,6 +125,7 @@ class Gemma4Layer(NamedTuple):
     input_projection: Matrices | None
     input_post_norm: Float[Array, " d"] | None
     scalar: Float[Array, "1"]
+    experts: Gemma4Experts | None = None
 
 
 class Gemma4Weights(NamedTuple):
@@ -271,6 +277,8 @@ def after_attention(
     """The feed-forward block, then the layer's inputs, then its scalar."""
     y = gated(config, x, layer.gate_up, layer.ffn_norm, None, "gelu_tanh")
     y = project(config, y, layer.down)
+    if layer.experts is not None:
+        y = beside(layer.experts, x, y, chosen=config.chosen, eps=config.eps)
     if inputs is None or layer.input_gate is None or layer.input_projection is None:
         return rms_norm_add(y, x, layer.ffn_post_norm, layer.scalar, eps=config.eps)
     x = rms_norm_add(y, x, layer.ffn_post_norm, eps=config.eps)

@@ -1,9 +1,20 @@
-"""Which files the Gemma 4 page computes: folders with `model_type` gemma4_text."""
+"""Which files the Gemma 4 page computes: folders, and GGUF files.
+
+Folders are of text alone (`gemma4_text`) or with images and sound (`gemma4`), of which
+the text model alone runs; texts are read causally there too, whatever images are.
+"""
+
+from typing import Any
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.formats.safetensors import SafetensorsFolder
+from jaxkern.models import hugging_face
 from jaxkern.models.architecture import Architecture, Described, Tensor
+from jaxkern.models.folder_keys import positive
 from jaxkern.models.gemma4 import Gemma4Config, Gemma4Layer, Gemma4Weights, Heads
+from jaxkern.models.gemma4_experts import read_experts
+from jaxkern.models.gemma4_gguf import described_gguf
+from jaxkern.models.gemma4_tensors import model_tensors
 from jaxkern.models.weight_reader import WeightReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -26,79 +37,85 @@ LAYER_NAMES = {
     "per_layer_projection.weight": "proj.weight",
     "post_per_layer_input_norm.weight": "post_norm.weight",
     "layer_scalar": "layer_output_scale.weight",
+    "router.proj.weight": "ffn_gate_inp.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
 }
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
-    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
-    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
-} | {f"model.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in LAYER_NAMES.items()}
+MODEL_NAMES = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+}
+INSIDE = "text_config"
+OTHER_SENSES = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+HARMLESS = {
+    "vision_config.*": "of images",
+    "audio_config.*": "of sound",
+    "image_token_id": "of images",
+    "video_token_id": "of images",
+    "audio_token_id": "of sound",
+    "boi_token_id": "of images",
+    "eoi_token_id": "of images",
+    "boa_token_id": "of sound",
+    "eoa_token_id": "of sound",
+    "eoa_token_index": "of sound",
+    "vision_soft_tokens_per_image": "of images",
+}
+WITHOUT = {"use_bidirectional_attention": (False, "vision")}
+
+
+def names_at(at: str) -> dict[str, str]:
+    """Names of a folder's tensors, with the text model there."""
+    return {
+        "lm_head.weight": "output.weight",
+        **{f"{at}.{a}": b for a, b in MODEL_NAMES.items()},
+        **{f"{at}.layers.{{i}}.{a}": f"blk.{{i}}.{b}" for a, b in LAYER_NAMES.items()},
+    }
+
+
+def described_whole(keys: ArchitectureKeys) -> Described:
+    """`described_folder` of the text model in a folder with images."""
+    config, tensors = described_folder(keys.within(INSIDE))
+    tied = "output.weight" not in tensors or not tensors["output.weight"].used
+    if keys.flag("tie_word_embeddings", tied) != tied:
+        raise keys.error("tie_word_embeddings", f"which {INSIDE} contradicts")
+    unused = (name for name in keys.file.tensors if name.startswith("ignored."))
+    return config, {**tensors, **dict.fromkeys(unused, Tensor(used=False))}
 
 
 def described_folder(keys: ArchitectureKeys) -> Described:
     """The config, and exactly the tensors that config.json says.
 
     Raises:
-      SafetensorsError: a mixture of experts, attention to later tokens, or keys that
-        are missing or contradict the weights.
+      SafetensorsError: attention to later tokens, or keys that are missing or
+        contradict the weights.
     """
     assert isinstance(keys.file, SafetensorsFolder)
     config = config_of_keys(keys, len(keys.file.tensors))
     tied = keys.flag("tie_word_embeddings", True)
     width = keys.integer("intermediate_size")
     wide = keys.flag("use_double_wide_mlp", False)
-    d, p = config.d_model, config.per_layer
-    tensors = {
-        "token_embd.weight": Tensor((config.vocabulary, d)),
-        "output_norm.weight": Tensor((d,)),
-        "output.weight": Tensor((config.vocabulary, d), used=not tied),
-    }
+    widths = [
+        2 * width if wide and config.keys_of(i) != i else width
+        for i in range(config.layers)
+    ]
     rows = keys.integer("vocab_size_per_layer_input", 0)
-    if p:
-        tensors |= {
-            "per_layer_token_embd.weight": Tensor((rows, config.layers * p)),
-            "per_layer_model_proj.weight": Tensor((config.layers * p, d)),
-            "per_layer_proj_norm.weight": Tensor((p,)),
-        }
-        if rows < config.vocabulary:
-            raise keys.error(
-                "vocab_size_per_layer_input", f"there are {config.vocabulary} tokens"
-            )
-    for i in range(config.layers):
-        shared = config.keys_of(i) != i
-        layer = layer_tensors(config, i, 2 * width if wide and shared else width)
-        tensors |= {f"blk.{i}.{name}": tensor for name, tensor in layer.items()}
+    if config.per_layer and rows < config.vocabulary:
+        raise keys.error(
+            "vocab_size_per_layer_input", f"there are {config.vocabulary} tokens"
+        )
+    tensors = model_tensors(config, widths, tied=tied, rows=rows)
+    if tied:
+        vocabulary = (config.vocabulary, config.d_model)
+        tensors["output.weight"] = Tensor(vocabulary, used=False)
     return config, tensors
-
-
-def layer_tensors(config: Gemma4Config, i: int, width: int) -> dict[str, Tensor]:
-    d, p, heads = config.d_model, config.per_layer, config.heads_of(i)
-    h, own = heads.head_dim, config.keys_of(i) == i
-    q, k = config.heads * h, heads.kv_heads * h
-    norms = "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"
-    found = {f"{name}.weight": Tensor((d,)) for name in norms}
-    found |= {
-        "attn_q.weight": Tensor((q, d)),
-        "attn_q_norm.weight": Tensor((h,)),
-        "attn_output.weight": Tensor((d, q)),
-        "attn_k.weight": Tensor((k, d), used=own),  # files may have them all the same
-        "attn_k_norm.weight": Tensor((h,), used=own),
-        "ffn_gate.weight": Tensor((width, d)),
-        "ffn_up.weight": Tensor((width, d)),
-        "ffn_down.weight": Tensor((d, width)),
-        "layer_output_scale.weight": Tensor((1,)),
-    }
-    if not heads.keys_as_values:
-        found["attn_v.weight"] = Tensor((k, d), used=own)
-    if p:
-        found |= {
-            "inp_gate.weight": Tensor((p, d)),
-            "proj.weight": Tensor((d, p)),
-            "post_norm.weight": Tensor((d,)),
-        }
-    return found
 
 
 def config_of_keys(keys: ArchitectureKeys, num_tensors: int) -> Gemma4Config:
@@ -125,7 +142,17 @@ def config_of_keys(keys: ArchitectureKeys, num_tensors: int) -> Gemma4Config:
             raise keys.error(
                 "num_key_value_heads", f"{heads} heads of {h} cannot share"
             )
+    experts: dict[str, Any] = {}
+    if keys.flag("enable_moe_block", False):
+        experts = dict(
+            experts=positive(keys, "num_experts"),
+            chosen=positive(keys, "top_k_experts"),
+            expert_width=positive(keys, "moe_intermediate_size"),
+        )
+        if experts["chosen"] > experts["experts"]:
+            raise keys.error("top_k_experts", f"there are {experts['experts']} experts")
     return Gemma4Config(
+        **experts,
         architecture=keys.arch,
         context=keys.integer("max_position_embeddings"),
         layers=layers,
@@ -205,6 +232,7 @@ def layer_of(reader: WeightReader, blk: str) -> Gemma4Layer:
 
     qkv = [n for n in ("attn_q", "attn_k", "attn_v") if reader.has(f"{blk}.{n}.weight")]
     inputs = reader.has(f"{blk}.inp_gate.weight")
+    experts = reader.has(f"{blk}.ffn_gate_inp.weight")
     return Gemma4Layer(
         attention_norm=norm("attn_norm"),
         qkv=matrices(*qkv),
@@ -220,6 +248,7 @@ def layer_of(reader: WeightReader, blk: str) -> Gemma4Layer:
         input_projection=matrices("proj") if inputs else None,
         input_post_norm=norm("post_norm") if inputs else None,
         scalar=norm("layer_output_scale"),
+        experts=read_experts(reader, blk) if experts else None,
     )
 
 
@@ -227,9 +256,29 @@ ARCHITECTURES = (
     Architecture(
         name="gemma4",
         weights=weights_of,
+        gguf="gemma4",
+        from_gguf=described_gguf,
         model_type="gemma4_text",
         from_folder=described_folder,
-        names=NAMES,
-        without={"enable_moe_block": (False,), "use_bidirectional_attention": (False,)},
+        names=names_at("model"),
+        without=WITHOUT,
+    ),
+    Architecture(
+        name="gemma4 with images",
+        weights=weights_of,
+        model_type="gemma4",
+        from_folder=described_whole,
+        names={
+            **names_at("model.language_model"),
+            **{f"model.{n}.{{rest}}": f"ignored.{n}.{{rest}}" for n in OTHER_SENSES},
+        },
+        harmless={
+            **HARMLESS,
+            **{f"{INSIDE}.{key}": why for key, why in hugging_face.HARMLESS.items()},
+        },
+        without={
+            f"{INSIDE}.{key}": values
+            for key, values in {**hugging_face.WITHOUT, **WITHOUT}.items()
+        },
     ),
 )

@@ -5,9 +5,14 @@
 
 The embeddings have a factor, the logits a divisor, the scores a scale of their own.
 A model without experts has the shared block alone.
+
+GGUF files have gate and up apart, the rates -exp(A_log), and rotate where they say
+`rope.scaling.finetuned`. With several groups of Mamba-2 programs differ in what they
+normalise together: such a file is refused.
 """
 
 import math
+from dataclasses import replace
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.models.decoder import DecoderConfig
@@ -15,7 +20,14 @@ from jaxkern.models.decoder_files import (
     ATTENTION,
     NORMS,
     Folder,
+    OfGGUF,
     folder_architecture,
+)
+from jaxkern.models.decoder_gguf import (
+    gguf_attention,
+    gguf_base,
+    gguf_decoder,
+    gguf_mixture,
 )
 from jaxkern.models.feed_forward import Dense
 from jaxkern.models.folder_keys import (
@@ -29,6 +41,7 @@ from jaxkern.models.folder_keys import (
     rotation,
     shared_keys,
 )
+from jaxkern.models.llama_form import Form
 from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.mixers.mamba2 import Mamba2
 
@@ -123,6 +136,50 @@ def mamba_of(keys: ArchitectureKeys) -> Mamba2:
     )
 
 
+def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
+    """What the keys of a GGUF file say: a layer without key heads is Mamba-2."""
+    form = Form("granitehybrid", features=("experts", "layer_heads"))
+    base = gguf_base(keys, form)
+    heads = keys.per_layer("attention.head_count_kv") or []
+    if len(heads) != base.layers or {*heads} - {0, base.kv_heads}:
+        raise keys.error(
+            "attention.head_count_kv",
+            f"expected 0 or {base.kv_heads} for each of {base.layers} layers",
+        )
+    full = gguf_attention(base, pairing="interleaved")
+    if not keys.flag("rope.scaling.finetuned", False):
+        full = replace(full, rotation=None)
+    inner, many = positive(keys, "ssm.inner_size"), positive(keys, "ssm.time_step_rank")
+    if inner % many:
+        raise keys.error("ssm.time_step_rank", f"{inner} channels cannot be shared")
+    if positive(keys, "ssm.group_count") != 1:
+        raise keys.error("ssm.group_count", "expected 1: else programs differ")
+    mamba = Mamba2(
+        heads=many,
+        head_dim=inner // many,
+        groups=1,
+        state_dim=positive(keys, "ssm.state_size"),
+        taps=positive(keys, "ssm.conv_kernel"),
+        conv_bias=any(n.endswith(".ssm_conv1d.bias") for n in keys.file.tensors),
+    )
+    width = positive(keys, "feed_forward_length")
+    block = Dense(width)
+    if keys.integer("expert_count", 0):
+        shared = Dense(positive(keys, "expert_shared_feed_forward_length"), "_shexp")
+        block = gguf_mixture(keys, width=width, shared=shared)
+    found = gguf_decoder(
+        base,
+        mixers=tuple(full if n else mamba for n in heads),
+        feed_forwards=(block,) * base.layers,
+    )
+    return replace(
+        found,
+        embedding_scale=keys.number_or_none("embedding_scale") or 1.0,
+        residual_scale=keys.number_or_none("residual_scale") or 1.0,
+        logit_scale=1.0 / (keys.number_or_none("logit_scale") or 1.0),
+    )
+
+
 def step_limits(keys: ArchitectureKeys) -> tuple[float, float]:
     """time_step_limit; JSON has no infinity, so that it may be in words."""
     found = keys.value("time_step_limit", [0.0, math.inf])
@@ -149,5 +206,6 @@ ARCHITECTURES = (
             harmless=TRAINING | HARMLESS,
             without={"normalization_function": ("rmsnorm",)},
         ),
+        OfGGUF("granitehybrid", config_of_gguf, Layout(flat_taps=True, rates=True)),
     ),
 )

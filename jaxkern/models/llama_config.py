@@ -71,7 +71,7 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaC
         )
     context = keys.integer("context_length")
     theta = keys.number("rope.freq_base", 10000.0)
-    scaling = longrope(keys, file, context) or _rope_scaling(keys, context, theta)
+    scaling = longrope(keys, file, context) or gguf_rope_scaling(keys, context, theta)
     window, windowed = windows_of(form, keys, layers)
     local = None
     if "local_rope" in form.features:
@@ -164,7 +164,7 @@ def _check_widths(file: GGUFFile, keys: ArchitectureKeys, layers: int) -> None:
             )
 
 
-def _rope_scaling(
+def gguf_rope_scaling(
     keys: ArchitectureKeys, context: int, theta: float
 ) -> RopeScaling | None:
     """How the rotation is stretched, with the defaults and meanings of llama.cpp.

@@ -7,6 +7,10 @@
 All norms but that of the delta net are stored less 1. The tensors `mtp.*` of the
 published files predict further tokens: they are no part of the model that gives the
 logits, and are left out. So is what reads images: Qwen3.5 answers text alone here.
+
+GGUF files have norms as they are, a convolution without its dim of 1, the
+rates -exp(A_log), and q, k, v apart from z; older ones of Qwen3-Next
+have these by head, as folders. Those of Qwen3.5 have value heads in turns.
 """
 
 from dataclasses import replace
@@ -22,8 +26,15 @@ from jaxkern.models.decoder_files import (
     NORMS,
     ROUTER,
     Folder,
+    OfGGUF,
     folder_architecture,
     shared_expert,
+)
+from jaxkern.models.decoder_gguf import (
+    gguf_attention,
+    gguf_base,
+    gguf_decoder,
+    gguf_mixture,
 )
 from jaxkern.models.feed_forward import Dense, Mixture
 from jaxkern.models.folder_keys import (
@@ -38,6 +49,7 @@ from jaxkern.models.folder_keys import (
     shared_keys,
     sparse_layers,
 )
+from jaxkern.models.llama_form import Form
 from jaxkern.models.mixers.delta_net import DeltaNet
 from jaxkern.models.mixers.layout import Layout
 
@@ -114,6 +126,72 @@ def experts_of(keys: ArchitectureKeys) -> Mixture:
     return replace(found, shared=shared)
 
 
+def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
+    """What the keys of a GGUF file say."""
+    base = gguf_base(keys, Form(keys.arch, features=("experts",)))
+    layers = base.layers - further_layers(keys)
+    if layers < 1:
+        raise keys.error("nextn_predict_layers", f"of {base.layers} layers")
+    third = keys.arch == "qwen3next"
+    if not third:
+        keys.value("rope.dimension_sections")  # of images; text has one position
+    full = gguf_attention(base, output_gate=True, head_norms=True)
+    heads = positive(keys, "ssm.time_step_rank")
+    key_heads, width = (
+        positive(keys, f"ssm.{part}") for part in ("group_count", "inner_size")
+    )
+    if width % heads or heads % key_heads:
+        raise keys.error("ssm.time_step_rank", f"{key_heads} key heads, {width} values")
+    names = keys.file.tensors
+    delta = DeltaNet(
+        key_heads=key_heads,
+        value_heads=heads,
+        key_dim=positive(keys, "ssm.state_size"),
+        value_dim=width // heads,
+        taps=positive(keys, "ssm.conv_kernel"),
+        by_head=third and any(name.endswith(".ssm_in.weight") for name in names),
+        gates_by_head=third,
+        in_turns=not third and heads > key_heads,
+    )
+    if keys.arch == "qwen35":
+        block = Dense(positive(keys, "feed_forward_length"))
+    else:
+        block = experts_of_gguf(keys)
+    return gguf_decoder(
+        base,
+        mixers=tuple(delta if here else full for here in delta_layers(keys, layers)),
+        feed_forwards=(block,) * layers,
+    )
+
+
+def delta_layers(keys: ArchitectureKeys, layers: int) -> list[bool]:
+    """Which layers are delta nets: as listed, or all but every so many."""
+    interval = positive(keys, "full_attention_interval", 4)
+    found = keys.flags("attention.recurrent_layers")
+    if not found:
+        return [(i + 1) % interval != 0 for i in range(layers)]
+    if len(found) < layers:
+        raise keys.error("attention.recurrent_layers", f"expected {layers} answers")
+    return found[:layers]
+
+
+def experts_of_gguf(keys: ArchitectureKeys) -> Mixture:
+    """`experts_of` a GGUF file."""
+    sparse = gguf_mixture(
+        keys,
+        shared_gate=True,
+        normalize=keys.flag("expert_weights_norm", True),
+        scaling_factor=keys.number_or_none("expert_weights_scale") or 1.0,
+    )
+    shared = Dense(positive(keys, "expert_shared_feed_forward_length"), "_shexp")
+    return replace(sparse, shared=shared)
+
+
+def further_layers(keys: ArchitectureKeys) -> int:
+    """How many layers at the end predict further tokens."""
+    return keys.integer("nextn_predict_layers", 0)
+
+
 NAMES = NORMS | ATTENTION | HEAD_NORMS | DELTA | DENSE | EXPERTS | ROUTER | SHARED
 WITHOUT = {"attention_bias": (False,)}
 TEXT = Folder(
@@ -147,8 +225,17 @@ WITH_IMAGES = replace(
         for key, values in {**hugging_face.WITHOUT, **WITHOUT}.items()
     },
 )
+OF_GGUF = Layout(ffn_norm="post_attention_norm", flat_taps=True, rates=True)
+GGUF = {
+    name: OfGGUF(kind, config_of_gguf, OF_GGUF, further_layers)
+    for name, kind in (
+        ("qwen3next", "qwen3next"),
+        ("qwen3.5", "qwen35"),
+        ("qwen3.5moe", "qwen35moe"),
+    )
+}
 ARCHITECTURES = tuple(
-    folder_architecture(name, model_type, folder)
+    folder_architecture(name, model_type, folder, GGUF.get(name))
     for name, model_type, folder in (
         ("qwen3next", "qwen3_next", TEXT),
         ("qwen3.5", "qwen3_5", WITH_IMAGES),

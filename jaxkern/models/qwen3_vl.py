@@ -189,7 +189,8 @@ def hidden_states(
             scaling=config.rotation.scaling,
         )
     )
-    mixing = Mixing(new_lengths, segment_ids, {config.rotation: tables})
+    turns = {config.rotation: tables}
+    mixing = Mixing(new_lengths, segment_ids, turns, positions[..., 0])
     x, after = through_layers(config, weights, x, cache, mixing, behind)
     if cache is None or after is None:
         return x, None

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxkern.formats.architecture_keys import architecture_keys
 from jaxkern.formats.gguf import GGUFFile
-from jaxkern.formats.safetensors import SafetensorsFolder
+from jaxkern.formats.safetensors import CODES, SafetensorsFolder
 from jaxkern.models import (
     deepseek_files,
     gemma4_files,
@@ -20,6 +20,7 @@ from jaxkern.models import (
     kimi_linear_files,
     lfm2_files,
     llama_files,
+    mistral_files,
     qwen3_moe_files,
     qwen3_next_files,
     qwen3_vl_files,
@@ -37,6 +38,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *deepseek_files.ARCHITECTURES,
     *granite_hybrid_files.ARCHITECTURES,
     *kimi_linear_files.ARCHITECTURES,
+    *mistral_files.ARCHITECTURES,
 )
 BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}
@@ -150,7 +152,7 @@ def checked(
                 f"tensor {file.called(name)} is {info.shape}, expected {tensor.shape} "
                 "by the metadata and the tensors beside it"
             )
-        elif tensor.used and (info.qtype == "U8") != tensor.codes:
+        elif tensor.used and (info.qtype in CODES) != tensor.codes:
             raise file.error(
                 f"tensor {file.called(name)} is {info.qtype}, expected "
                 f"{'codes of 8 bits' if tensor.codes else 'numbers'}"

@@ -22,9 +22,11 @@ from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import SafetensorsFolder
 from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
+from jaxkern.models.packed_parts import side_by_side, stacked_containers
 from jaxkern.models.products import Matrices, Matrix, Table
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, UNITS, interleaved
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16", "train"]
 
@@ -41,8 +43,9 @@ def choose_policy(
     The C++ kernels read a packed matrix as it is, so on a CPU that has them `auto`
     takes `packed_int8`: the fastest and smallest. XLA:CPU multiplies in float32: it
     writes a `packed` matrix decoded, or a `bf16` one widened, to memory for every
-    token. So without kernels `auto` takes `f32` where the memory allows it, else
-    `packed`; `bf16` on other devices. docs/performance.md has the figures.
+    token. So without kernels, which the packed weights of folders have not on a CPU,
+    `auto` takes `f32` where the memory allows it, else `packed`; `bf16` on other
+    devices. docs/performance.md has the figures.
 
     Returns:
       The policy, never "auto", and the reason in words.
@@ -54,17 +57,26 @@ def choose_policy(
         )
     if policy != "auto":
         return policy, "asked for"
-    if gpu_formats().intersection(info.qtype for info in file.tensors.values()):
+    containers = has_containers(file)
+    formats = {info.qtype for info in file.tensors.values()}
+    if gpu_formats() & formats or (gpu_formats() and containers):
         return "packed", "Triton kernels read it as it is; the fewest bytes"
     if jax.default_backend() != "cpu":
         return "bf16", "decoded once; products of bfloat16 are what the device is for"
-    if missing() is None:
+    if missing() is None and not containers:
         return "packed_int8", "C++ kernels read it as it is; activations of 8 bits"
     need, free = expanded_bytes(file, 4), available_memory()
     sizes = f"float32 takes {need / 1e6:.0f} MB of {free / 1e6:.0f} MB available"
     if need > free:
         return "packed", f"{sizes}; decoded at each use: smaller and slower"
     return "f32", f"{sizes}; decoded once: the fastest on a CPU"
+
+
+def has_containers(file: GGUFFile | SafetensorsFolder) -> bool:
+    """Whether it is a folder with packed weights."""
+    return isinstance(file, SafetensorsFolder) and any(
+        map(file.is_packed, file.tensors)
+    )
 
 
 def gpu_formats() -> set[str]:
@@ -146,7 +158,7 @@ class WeightReader:
     def vector(self, name: str, *, plus: float = 0.0) -> jax.Array:
         """A tensor of any rank in float32; `plus` for norms that are stored less 1."""
         w = self.file.load(name)
-        w = dequantize(w) if isinstance(w, GGUFTensor) else w
+        w = w if isinstance(w, jax.Array) else dequantize(w)
         w = jnp.array(w, jnp.float32, copy=True)  # out of the map, whose pages may go
         self.file.forget(name)
         return w + plus if plus else w
@@ -165,6 +177,12 @@ class WeightReader:
 
     def matrices(self, *names: str) -> Matrices:
         """Matrices `[f, d]` with the same input, side by side."""
+        if self._packed and any(map(self.is_packed, names)):
+            parts = [
+                (self.file.load(name),) if self.is_packed(name) else self.matrices(name)
+                for name in names
+            ]
+            return side_by_side([w for part in parts for w in part])
         if self._packed and self._with_kernels:
             return interleaved_matrices(self.file, names, self._memory, self._formats)
         if self._policy == "train":
@@ -183,18 +201,28 @@ class WeightReader:
     def array(self, name: str) -> jax.Array:
         """A tensor of any rank decoded to the dtype of the policy, as it lies."""
         w = self.file.load(name)
-        if isinstance(w, GGUFTensor):
+        if not isinstance(w, jax.Array):
             return dequantize(w, dtype=self._dtype)
         w = jnp.array(w, self._dtype, copy=True)
         self.file.forget(name)
         return w
 
-    def experts(self, *names: str) -> Float[Array, "e f d"] | GGUFTensor:
+    def is_packed(self, name: str) -> bool:
+        """Whether it is a packed weight of a folder."""
+        return isinstance(self.file, SafetensorsFolder) and self.file.is_packed(name)
+
+    def experts(self, *names: str) -> Float[Array, "e f d"] | QuantizedTensor:
         """`[e, f, d]`, one tensor or one for each expert; a packed policy keeps them
         as in the file."""
         stored = [self.file.load(name) for name in names]
+        if any(map(self.is_packed, names)):
+            if self._packed and (w := stacked_containers(stored)) is not None:
+                return w
+            if len(stored) == 1:
+                return dequantize(stored[0], dtype=self._dtype)
+            return jnp.stack([expanded(w, self._dtype) for w in stored])
         whole = stored[0]
-        if isinstance(whole, GGUFTensor):
+        if not isinstance(whole, jax.Array):
             return whole if self._packed else dequantize(whole, dtype=self._dtype)
         kept = self._packed and jax.default_backend() == "cpu"
         dtype = whole.dtype if kept else self._dtype
@@ -236,15 +264,18 @@ class WeightReader:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def expand(
-    stored: Sequence[jax.Array | GGUFTensor], dtype: jnp.dtype
+    stored: Sequence[jax.Array | QuantizedTensor], dtype: jnp.dtype
 ) -> Float[Array, "d f"] | Float[Array, "f d"]:
     """Stored matrices `[f, d]` decoded, side by side; see `Matrix` for the layout."""
-    decoded = [
-        dequantize(w, dtype=dtype) if isinstance(w, GGUFTensor) else w.astype(dtype)
-        for w in stored
-    ]
-    w = jnp.concatenate(decoded)
+    w = jnp.concatenate([expanded(w, dtype) for w in stored])
     return w if dtype != jnp.float32 or w.shape[0] < w.shape[1] else w.T
+
+
+def expanded(w: jax.Array | QuantizedTensor, dtype: jnp.dtype) -> Float[Array, "... d"]:
+    """As an array of this dtype."""
+    if isinstance(w, jax.Array):
+        return w.astype(dtype)
+    return dequantize(w, dtype=dtype)
 
 
 def interleaved_matrices(

@@ -140,6 +140,45 @@ MODELS = {
             "layer_types": [SLIDING, SLIDING, FULL],
         },
     ),
+    "gemma4_experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": [SLIDING, FULL],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
+    "gemma4_images": (
+        "gemma4",
+        {
+            "text_config": {
+                **GEMMA4,
+                "num_hidden_layers": 2,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": 96,
+                "layer_types": [SLIDING, FULL],
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "patch_size": 4,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+        },
+    ),
 }
 
 
@@ -151,11 +190,15 @@ def main(names: list[str]) -> None:
         tokens = np.random.default_rng(seed).integers(3, SIZES["vocab_size"], 40)
         folder = FOLDERS / name
         shutil.rmtree(folder, ignore_errors=True)
-        config = AutoConfig.for_model(kind, **{**SIZES, **options})
+        if "text_config" in options:
+            options = {**options, "text_config": {**SIZES, **options["text_config"]}}
+            config = AutoConfig.for_model(kind, **options)
+        else:
+            config = AutoConfig.for_model(kind, **{**SIZES, **options})
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         stored = *model.named_parameters(), *model.named_buffers()
         for key, value in stored:  # else 0 and 1: nothing to see
-            if key.endswith("bias") or "norm" in key or "scalar" in key:
+            if "norm" in key or "scalar" in key or key.endswith(("bias", "scale")):
                 value.data.add_(0.3 * torch.randn_like(value))
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)

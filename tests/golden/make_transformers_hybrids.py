@@ -16,6 +16,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Mistral4ForCausalLM,
 )
 
 FOLDERS = Path(__file__).parent / "transformers_hybrids"
@@ -77,6 +79,22 @@ LATENT = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "beta_fast": 8.0}
 YARN |= {"beta_slow": 2.0, "original_max_position_embeddings": 64}
 DEEP_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}
+GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+GROWING |= {"original_max_position_embeddings": 16, "max_position_embeddings": 256}
+MINISTRAL = {"head_dim": 16, "rope_parameters": GROWING, "num_hidden_layers": 1}
+MINISTRAL |= {"pad_token_id": 0}  # whose row has no gradient
+MISTRAL = LATENT | {"q_lora_rank": 20, "first_k_dense_replace": 0} | MINISTRAL
+del MISTRAL["head_dim"]
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 16,
+    "patch_size": 4,
+}
 MODELS = {
     "qwen3_moe": (
         "qwen3_moe",
@@ -136,6 +154,12 @@ MODELS = {
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
+    ),
+    "ministral3": ("ministral3", MINISTRAL),
+    "mistral4": ("mistral4", MISTRAL),
+    "mistral3": (
+        "mistral3",
+        {"text_config": MISTRAL | {"model_type": "mistral4"}, "vision_config": PIXTRAL},
     ),
     "granitemoehybrid": (
         "granitemoehybrid",
@@ -215,11 +239,17 @@ def save_packed(folder: Path, packed: dict[str, torch.Tensor]) -> Path:
     return other
 
 
+def class_of(kind: str, images: bool) -> Any:
+    """The class that makes and reads models of this kind."""
+    if kind == "mistral4":  # which no automatic class knows
+        return Mistral4ForCausalLM
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
+
+
 def computed(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """What the model of the folder gives, in float32."""
     config = json.loads((folder / "config.json").read_text())
-    images = "vision_config" in config
-    model = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    model = class_of(config["model_type"], "vision_config" in config)
     model = model.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -256,7 +286,8 @@ def main() -> None:
             model = AutoModelForImageTextToText.from_config(config)
         else:
             config = AutoConfig.for_model(kind, **{**SIZES, **options})
-            model = AutoModelForCausalLM.from_config(config)
+            model = class_of(kind, images=False)
+            model = getattr(model, "from_config", model)(config)
         randomise(model)
         folder = FOLDERS / name
         shutil.rmtree(folder, ignore_errors=True)

@@ -41,8 +41,11 @@ OF_THESE = (  # where there are 0 of the first, the second says nothing
     ("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )
 SEEING = ("qwen3_vl", "qwen3_vl_moe")  # test_images reads their text too
+OF_THESE += tuple(tuple(f"text_config.{key}" for key in pair) for pair in OF_THESE)
 # What `make test` leaves to the full run: other names for what a folder here computes.
-REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe")
+REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe", "mistral3")
+REPEATS += ("gemma4_keys_as_values",)  # so are those of gemma4_experts
+REPEATS += ("gemma4_images",)
 MODELS = [
     pytest.param(name, marks=[pytest.mark.full] if name in (*REPEATS, *SEEING) else [])
     for name in sorted(FOLDERS)
@@ -96,6 +99,7 @@ def test_training(name):
 def embedding_grad(folder, grads):
     """Of the table; if it is the output too, of both together."""
     config = json.loads((folder / "config.json").read_text())
+    config |= config.get("text_config", {})
     if not config.get("tie_word_embeddings"):
         return grads.embedding
     (output,) = grads.output

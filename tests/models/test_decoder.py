@@ -182,6 +182,8 @@ def changed(folder, key, value):
     return replace(folder, metadata=kept | new)
 
 
+OF_IMAGES = ("model.visual.", "vision_tower.", "multi_modal_projector.")
+OUTPUT = "lm_head.weight"
 STRANGERS = [
     "model.layers.0.mlp.extra.weight",
     "model.layers.0.self_attn.q_proj.scales",
@@ -200,14 +202,15 @@ def test_an_unknown_tensor_is_refused(name):
         with pytest.raises(SafetensorsError, match="has no place in a model"):
             described(more)
     for lost in folder.tensors:
-        if lost.startswith("model.visual."):
+        if lost.startswith(OF_IMAGES):
             continue
         rest = {n: at for n, at in folder.tensors.items() if n != lost}
         with pytest.raises(SafetensorsError):
             described(replace(folder, tensors=rest))
     codes = GGUFTensorInfo((96, 32), "U8", 0, 96 * 32)
     if name != "gpt_oss" and name != "gpt_oss_mxfp4":
-        others = {**folder.tensors, "lm_head.weight": codes}
+        output = next((n for n in folder.tensors if n.endswith(OUTPUT)), OUTPUT)
+        others = {**folder.tensors, output: codes}
         with pytest.raises(SafetensorsError, match="is U8, expected numbers"):
             described(replace(folder, tensors=others))
 
@@ -273,6 +276,16 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
             "expected each of 1 to 2",
         ),
         ("lfm2", "use_pos_enc", False, "use_pos_enc is False"),
+        ("mistral4", "num_key_value_heads", 2, "each of 4 has its own"),
+        ("mistral4", "head_dim", 16, "expected the sum of its parts, 24"),
+        ("mistral4", "n_group", 3, "8 experts, of which 2 groups count"),
+        (
+            "mistral4",
+            "rope_parameters.partial_rotary_factor",
+            0.5,
+            "8 of 24 dims rotate",
+        ),
+        ("mistral3", "text_config.model_type", "mistral", "known are ministral3 and"),
     ],
 )
 def test_refusals(name, key, value, message):

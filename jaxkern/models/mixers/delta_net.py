@@ -24,6 +24,7 @@ from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
     RecurrentState,
+    a_log_of,
     counted,
     empty_state,
     grown,
@@ -60,6 +61,8 @@ class DeltaNet:
     value_dim: int
     taps: int
     by_head: bool = False  # how the products lie: see `DeltaNetWeights`
+    gates_by_head: bool = False  # b and a alone lie so
+    in_turns: bool = False  # the first value head of each key head, then the second ...
 
     @property
     def channels(self) -> int:
@@ -78,27 +81,46 @@ class DeltaNet:
             rows = {"ssm_in": self.channels + values, "ssm_ba": 2 * n}
         else:
             rows = {"attn_qkv": self.channels, "attn_gate": values}
-            rows |= {"ssm_beta": n, "ssm_alpha": n}
+            both = {"ssm_beta": n, "ssm_alpha": n}
+            rows |= {"ssm_ba": 2 * n} if self.gates_by_head else both
         return {
             **{f"{name}.weight": (size, d) for name, size in rows.items()},
-            "ssm_conv1d.weight": (self.channels, 1, self.taps),
-            "ssm_a_log": (n,),
+            "ssm_conv1d.weight": layout.taps(self.channels, self.taps),
+            layout.decay: (n,),
             "ssm_dt.bias": (n,),
             "ssm_norm.weight": (self.value_dim,),
             "ssm_out.weight": (d, values),
         }
 
     def read(self, reader: WeightReader, blk: str, layout: Layout) -> DeltaNetWeights:
-        names = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
+        gates = ("ssm_ba",) if self.gates_by_head else ("ssm_beta", "ssm_alpha")
+        names = ("attn_qkv", "attn_gate", *gates)
         rows = ("ssm_in", "ssm_ba") if self.by_head else names
+        taps = reader.vector(f"{blk}.ssm_conv1d.weight")
         return DeltaNetWeights(
             input=reader.matrices(*(f"{blk}.{name}.weight" for name in rows)),
-            convolution=reader.vector(f"{blk}.ssm_conv1d.weight")[:, 0],
-            a_log=reader.vector(f"{blk}.ssm_a_log"),
-            dt_bias=reader.vector(f"{blk}.ssm_dt.bias"),
+            convolution=taps if layout.flat_taps else taps[:, 0],
+            a_log=self.by_key_head(a_log_of(reader, blk, layout)),
+            dt_bias=self.by_key_head(reader.vector(f"{blk}.ssm_dt.bias")),
             norm=reader.vector(f"{blk}.ssm_norm.weight"),
             output=reader.matrices(f"{blk}.ssm_out.weight"),
         )
+
+    def by_key_head(self, x: Float[Array, "..."], axis: int = -1) -> Array:
+        """Value heads, along a dim, side by side where they share a key head."""
+        if not self.in_turns:
+            return x
+        x = jnp.moveaxis(x, axis, -1)
+        turns = x.reshape(*x.shape[:-1], -1, self.key_heads)
+        return jnp.moveaxis(jnp.swapaxes(turns, -1, -2).reshape(x.shape), -1, axis)
+
+    def as_stored(self, x: Float[Array, "..."], axis: int = -1) -> Array:
+        """The inverse of `by_key_head`."""
+        if not self.in_turns:
+            return x
+        x = jnp.moveaxis(x, axis, -1)
+        heads = x.reshape(*x.shape[:-1], self.key_heads, -1)
+        return jnp.moveaxis(jnp.swapaxes(heads, -1, -2).reshape(x.shape), -1, axis)
 
     def split(
         self, y: Float[Array, "b t f"]
@@ -111,10 +133,16 @@ class DeltaNet:
         """q, k and v for the convolution, then z, b and a."""
         n, values = self.value_heads, self.value_heads * self.value_dim
         ends = (self.channels, self.channels + values, self.channels + values + n)
+        heads = (*y.shape[:2], self.key_heads, -1)
         if not self.by_head:
             qkv, z, write, rate = jnp.split(y, ends, axis=-1)
+            if self.gates_by_head:
+                both = jnp.concatenate([write, rate], axis=-1).reshape(heads)
+                write, rate = (
+                    part.reshape(*y.shape[:2], n)
+                    for part in jnp.split(both, 2, axis=-1)
+                )
             return qkv, z, write, rate
-        heads = (*y.shape[:2], self.key_heads, -1)
         wide, gates = (
             part.reshape(heads) for part in jnp.split(y, (ends[1],), axis=-1)
         )
@@ -145,7 +173,9 @@ class DeltaNet:
         query, key = (
             l2_norm(y.reshape(b, t, self.key_heads, self.key_dim)) for y in (query, key)
         )
-        value = value.reshape(b, t, self.value_heads, self.value_dim)
+        by_head = (b, t, self.value_heads, self.value_dim)
+        value, z = (self.by_key_head(a.reshape(by_head), 2) for a in (value, z))
+        write, rate = self.by_key_head(write), self.by_key_head(rate)
         g, beta = compute_g_beta(rate, write, weights.a_log, weights.dt_bias)
         operands = (query, key, value, g, beta)
         if state is None:
@@ -163,6 +193,6 @@ class DeltaNet:
             state = replace(
                 state, inputs=inputs, memory=memory, lengths=grown(state, x, at)
             )
-        y, z = (a.reshape(b, t, self.value_heads, self.value_dim) for a in (y, z))
-        y = gated_rms_norm(y, z, weights.norm, eps=config.eps)
+        y = gated_rms_norm(y.reshape(by_head), z, weights.norm, eps=config.eps)
+        y = self.as_stored(y, 2)
         return project(config, y.reshape(b, t, values), weights.output), state

@@ -21,7 +21,7 @@ from jaxkern import (
 )
 from jaxkern.models.cached_steps import attend
 from jaxkern.models.mixers.layout import Layout, Shapes
-from jaxkern.models.mixers.mixing import Mixing, Rotation
+from jaxkern.models.mixers.mixing import Mixing, QueryGrowth, Rotation
 from jaxkern.models.products import Matrices, plus, project
 from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.rope.rope import Pairing
@@ -58,6 +58,7 @@ class FullAttention:
     bias: bool = False
     head_norms: bool = False
     sinks: bool = False
+    growth: QueryGrowth | None = None
 
     def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
         """No tokens; all slots also for a window, so that none is overwritten."""
@@ -115,6 +116,8 @@ class FullAttention:
             query, key = (
                 apply_rope(a, *tables, pairing=self.pairing) for a in (query, key)
             )
+        if self.growth is not None:
+            query = self.growth(query, at.positions)
         options: dict = dict(window=self.window, scale=self.scale, sinks=weights.sinks)
         out, state = attend(
             query, key, value, state, at.new_lengths, at.segment_ids, **options

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkern import apply_rope, attention, latent_attention, rms_norm, update_kv_cache
 from jaxkern.models.mixers.layout import Layout, Shapes
-from jaxkern.models.mixers.mixing import Mixing, Rotation
+from jaxkern.models.mixers.mixing import Mixing, QueryGrowth, Rotation
 from jaxkern.models.products import Matrices, plus, project
 from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.rope.rope import Pairing
@@ -77,6 +77,8 @@ class LatentAttention:
     pairing: Pairing = "interleaved"
     eps: float = 1e-6  # of the norms of the latents
     bias: bool = False
+    growth: QueryGrowth | None = None
+    apart: bool = False  # keys and values come up by two tensors, the first transposed
 
     def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> LatentCache:
         rows = jnp.zeros((batch, slots, self.latent + self.rotary_dim), dtype)
@@ -88,9 +90,13 @@ class LatentAttention:
         wide, down = n * (self.plain_dim + self.rotary_dim), self.latent
         rows: Shapes = {
             "attn_kv_a_mqa": (down + self.rotary_dim, d),
-            "attn_kv_b": (n * (self.plain_dim + self.value_dim), down),
             "attn_output": (d, n * self.value_dim),
         }
+        if self.apart:
+            rows["attn_k_b"] = (n, down, self.plain_dim)
+            rows["attn_v_b"] = (n, self.value_dim, down)
+        else:
+            rows["attn_kv_b"] = (n * (self.plain_dim + self.value_dim), down)
         with_bias = ["attn_kv_a_mqa", "attn_output"]
         norms = {"attn_kv_a_norm": down}
         if low:
@@ -108,16 +114,21 @@ class LatentAttention:
     def read(self, reader: WeightReader, blk: str, layout: Layout) -> LatentWeights:
         low = self.query_latent
         query = f"{blk}.attn_q_b.weight" if low else f"{blk}.attn_q.weight"
-        up = reader.array(f"{blk}.attn_kv_b.weight")
-        up = up.reshape(self.heads, -1, self.latent)
+        if self.apart:
+            up_key, up_value = (reader.array(f"{blk}.attn_{x}_b.weight") for x in "kv")
+            up_key = jnp.swapaxes(up_key, 1, 2)
+        else:
+            up = reader.array(f"{blk}.attn_kv_b.weight")
+            up = up.reshape(self.heads, -1, self.latent)
+            up_key, up_value = up[:, : self.plain_dim], up[:, self.plain_dim :]
         return LatentWeights(
             query_down=reader.matrices(f"{blk}.attn_q_a.weight") if low else None,
             query_norm=reader.vectors(f"{blk}.attn_q_a_norm.weight"),
             query=reader.matrices(query),
             down=reader.matrices(f"{blk}.attn_kv_a_mqa.weight"),
             norm=reader.vector(f"{blk}.attn_kv_a_norm.weight"),
-            up_key=up[:, : self.plain_dim],
-            up_value=up[:, self.plain_dim :],
+            up_key=up_key,
+            up_value=up_value,
             output=reader.matrices(f"{blk}.attn_output.weight"),
             query_down_bias=reader.vectors(f"{blk}.attn_q_a.bias"),
             down_bias=reader.vectors(f"{blk}.attn_kv_a_mqa.bias"),
@@ -150,6 +161,8 @@ class LatentAttention:
             rotated, shared = (
                 apply_rope(a, *tables, pairing=self.pairing) for a in (rotated, shared)
             )
+        if self.growth is not None:
+            plain, rotated = (self.growth(a, at.positions) for a in (plain, rotated))
         if state is None:
             y = self.of_heads(weights, plain, rotated, latent, shared, at)
         else:

@@ -26,6 +26,7 @@ class Layout:
       experts: see `ExpertForm`.
       one_gate_up: gate and up of a dense block are one tensor.
       flat_taps: a convolution is `[d, w]`, not `[d, 1, w]`.
+      rates: how fast a state decays is -exp(a_log), named ssm_a.
       plus: what norms are stored less.
       mixer_norm, ffn_norm, output_norm: names of norms.
     """
@@ -33,7 +34,17 @@ class Layout:
     experts: ExpertForm = "stacked"
     one_gate_up: bool = False
     flat_taps: bool = False
+    rates: bool = False
     plus: float = 0.0
     mixer_norm: str = "attn_norm"
     ffn_norm: str = "ffn_norm"
     output_norm: str = "output_norm"
+
+    def taps(self, channels: int, width: int) -> tuple[int, ...]:
+        """Shape of a convolution."""
+        return (channels, width) if self.flat_taps else (channels, 1, width)
+
+    @property
+    def decay(self) -> str:
+        """Name of how fast a state decays."""
+        return "ssm_a" if self.rates else "ssm_a_log"

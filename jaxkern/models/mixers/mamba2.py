@@ -21,6 +21,7 @@ from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
     RecurrentState,
+    a_log_of,
     empty_state,
     grown,
     short_convolution,
@@ -82,11 +83,11 @@ class Mamba2:
         rows = wide + self.channels + n
         found: Shapes = {
             "ssm_in.weight": (rows, d),
-            "ssm_conv1d.weight": (self.channels, 1, self.taps),
-            "ssm_a_log": (n,),
+            "ssm_conv1d.weight": layout.taps(self.channels, self.taps),
+            layout.decay: (n, 1) if layout.rates else (n,),
             "ssm_dt.bias": (n,),
-            "ssm_d": (n,),
-            "ssm_norm.weight": (wide,),
+            "ssm_d": (n, 1) if layout.rates else (n,),
+            "ssm_norm.weight": (1, wide) if layout.rates else (wide,),
             "ssm_out.weight": (d, wide),
         }
         if self.conv_bias:
@@ -96,14 +97,15 @@ class Mamba2:
         return found
 
     def read(self, reader: WeightReader, blk: str, layout: Layout) -> Mamba2Weights:
+        taps = reader.vector(f"{blk}.ssm_conv1d.weight")
         return Mamba2Weights(
             input=reader.matrices(f"{blk}.ssm_in.weight"),
-            convolution=reader.vector(f"{blk}.ssm_conv1d.weight")[:, 0],
+            convolution=taps if layout.flat_taps else taps[:, 0],
             convolution_bias=reader.vectors(f"{blk}.ssm_conv1d.bias"),
-            a_log=reader.vector(f"{blk}.ssm_a_log"),
+            a_log=a_log_of(reader, blk, layout),
             dt_bias=reader.vector(f"{blk}.ssm_dt.bias"),
-            skip=reader.vector(f"{blk}.ssm_d"),
-            norm=reader.vector(f"{blk}.ssm_norm.weight"),
+            skip=reader.vector(f"{blk}.ssm_d").reshape(-1),
+            norm=reader.vector(f"{blk}.ssm_norm.weight").reshape(-1),
             output=reader.matrices(f"{blk}.ssm_out.weight"),
             input_bias=reader.vectors(f"{blk}.ssm_in.bias"),
             output_bias=reader.vectors(f"{blk}.ssm_out.bias"),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
@@ -20,6 +21,25 @@ class Rotation:
     scaling: RopeScaling | None = None
 
 
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries that grow with their position, by 1 + beta log(1 + floor(at / length)).
+
+    So that scores over texts longer than the original context stay as sharp
+    (https://arxiv.org/abs/2501.19399).
+    """
+
+    beta: float
+    length: int
+
+    def __call__(
+        self, q: Float[Array, "b t n h"], at: Int32[Array, "b t"]
+    ) -> Float[Array, "b t n h"]:
+        """The queries of the tokens that stand at these positions."""
+        factor = 1 + self.beta * jnp.log1p((at // self.length).astype(jnp.float32))
+        return q * factor[..., None, None].astype(q.dtype)
+
+
 Tables = tuple[Float[Array, "b t r"], Float[Array, "b t r"]]
 
 
@@ -30,11 +50,13 @@ class Mixing(NamedTuple):
       new_lengths: how many of the t tokens count, or None for all.
       segment_ids: of texts packed in a row, without a cache.
       tables: cos and sin of every rotation that the model has.
+      positions: of the tokens in their texts.
     """
 
     new_lengths: Int[Array, " b"] | None
     segment_ids: Int[Array, "b t"] | None
     tables: Mapping[Rotation, Tables]
+    positions: Int32[Array, "b t"]
 
 
 def rotation_tables(

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxkern import causal_conv1d, causal_conv1d_step
+from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.mixers.mixing import Mixing
+from jaxkern.models.weight_reader import WeightReader
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +38,20 @@ def empty_state(
         memory=None if memory is None else jnp.zeros((batch, *memory), jnp.float32),
         lengths=jnp.zeros(batch, jnp.int32),
     )
+
+
+def a_log_of(reader: WeightReader, blk: str, layout: Layout) -> Float[Array, " n"]:
+    """The logarithm of how fast each head's memory decays.
+
+    Raises:
+      ValueError: of the file's kind: rates of a GGUF file that are not negative.
+    """
+    found = reader.vector(f"{blk}.{layout.decay}").reshape(-1)
+    if not layout.rates:
+        return found
+    if not (found < 0).all():
+        raise reader.file.error(f"tensor {blk}.{layout.decay} has a rate above 0")
+    return jnp.log(-found)
 
 
 def short_convolution(

@@ -1,0 +1,58 @@
+"""Packed weights of folders put together: matrices with one input, experts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern import FP8Tensor, IntTensor, MicroscaledTensor, NF4Tensor
+from jaxkern.models.products import Matrices, Matrix
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+
+
+def side_by_side(parts: Sequence[Matrix]) -> Matrices:
+    """Containers of packed weights with their rows in one where they lie alike.
+
+    So a product reads the activations once. A scale or an order of the whole matrix
+    keeps it apart.
+    """
+    joined: list[Matrix] = []
+    for w in parts:
+        if joined and alike([joined[-1], w]) and has_rows_apart(joined[-1]):
+            joined[-1] = jax.tree.map(lambda *a: jnp.concatenate(a), joined[-1], w)
+        else:
+            joined.append(w)
+    return tuple(joined)
+
+
+def has_rows_apart(w: Matrix) -> bool:
+    """Whether rows can be put behind it."""
+    if isinstance(w, IntTensor):
+        return w.order is None
+    if isinstance(w, FP8Tensor):
+        rows = w.block[0]
+        return rows > 0 and w.shape[0] % rows == 0
+    if isinstance(w, MicroscaledTensor):
+        return w.global_scale is None
+    return isinstance(w, NF4Tensor)
+
+
+def alike(parts: Sequence[Matrix]) -> bool:
+    """Whether all are one container with the same options, dtypes and row sizes."""
+
+    def form(w: Matrix) -> tuple[Any, ...]:
+        leaves, kind = jax.tree.flatten(w)
+        return kind, *((a.dtype, a.shape[1:]) for a in leaves)
+
+    return len({form(w) for w in parts}) == 1
+
+
+def stacked_containers(parts: Sequence[Matrix]) -> QuantizedTensor | None:
+    """Experts on a new dim in front; None where they differ, or each has an order."""
+    w = parts[0]
+    if isinstance(w, jax.Array) or not alike(parts):
+        return None
+    if isinstance(w, IntTensor) and w.order is not None:
+        return None
+    return w if len(parts) == 1 else jax.tree.map(lambda *a: jnp.stack(a), *parts)
