@@ -1,4 +1,4 @@
-"""The loss of language models: cross entropy of each next token, without logits."""
+"""The loss of language models: cross entropy of each next token."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,12 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxkern import linear_cross_entropy
+from jaxkern import cross_entropy, linear, linear_cross_entropy
 from jaxkern.models.architecture import page_of
 from jaxkern.models.remat import Remat
 from jaxkern.train.readable import output_of, readable
 
 IGNORED = -100  # the label of what does not count
+WHOLE = 2**31  # bytes of logits that are made at once
 
 
 def next_token_loss(
@@ -22,13 +23,16 @@ def next_token_loss(
     remat: Remat = "none",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    whole_logits: bool | None = None,
 ) -> Callable[[Any, Any], tuple[Float[Array, ""], Float[Array, ""]]]:
     """The loss of a model of `jaxkern.models` for `train_step`.
 
         loss = mean over the counted tokens of -ln p(token[t + 1] | token[.. t])
 
-    by `linear_cross_entropy`: the logits are never in memory as a whole. A batch is
-    tokens `[b, t]`, or a mapping of these:
+    Whole logits lie in memory in the dtype of the weights, and their gradient takes
+    their place in the forward pass: three products of their size. By blocks, as in
+    `linear_cross_entropy`, they never lie there as a whole and stay in float32, for
+    four products. A batch is tokens `[b, t]`, or a mapping of these:
 
         tokens       [b, t] int32
         segment_ids  [b, t] int: several texts in a row; none sees or predicts another
@@ -38,6 +42,8 @@ def next_token_loss(
       config: of `load(path, "train")`, whose weights are the parameters.
       remat: what is kept for the gradient; see `jaxkern.models.remat`.
       label_smoothing, z_loss: see `linear_cross_entropy`.
+      whole_logits: whether all logits are made at once; None where they take at most 2
+        GiB.
 
     Returns:
       A function of weights and batch that returns the mean and how many tokens it is
@@ -58,8 +64,8 @@ def next_token_loss(
       (2.079, 2)
     """
     page = page_of(replace(config, dtype="float32"))
-    options: dict = {} if remat == "none" else {"remat": remat}
-    if options and "remat" not in inspect.signature(page.hidden_states).parameters:
+    kept: dict = {} if remat == "none" else {"remat": remat}
+    if kept and "remat" not in inspect.signature(page.hidden_states).parameters:
         raise ValueError(
             f"next_token_loss: `remat` must be 'none' for {config.architecture}, got "
             f"{remat!r}; put jax.checkpoint around the loss."
@@ -85,23 +91,33 @@ def next_token_loss(
             *readable(config, weights),
             tokens,
             segment_ids=segments,
-            **options,
+            **kept,
         )
-        total = linear_cross_entropy(
-            x,
-            output_of(weights),
-            labels,
+        table, counts = output_of(weights), jnp.sum(labels != IGNORED)
+        options: dict = dict(
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=config.logit_softcap,
             ignore_index=IGNORED,
-            reduction="sum",
+            reduction="mean",  # a factor outside would be a pass over the gradient
         )
-        assert isinstance(total, Array)  # no lse was asked for
-        count = jnp.sum(labels != IGNORED).astype(jnp.float32)
-        return total / jnp.maximum(count, 1), count
+        if fits_whole(x, table) if whole_logits is None else whole_logits:
+            mean = cross_entropy(linear(x, table), labels, **options)
+        else:
+            mean = linear_cross_entropy(x, table, labels, **options)
+        assert isinstance(mean, Array)  # no lse was asked for
+        return mean, counts.astype(jnp.float32)
 
     return loss
+
+
+def fits_whole(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> bool:
+    """Whether the logits take at most WHOLE bytes; not where a size is symbolic."""
+    b, t, _ = x.shape
+    v = table.shape[0]
+    if not all(isinstance(n, int) for n in (b, t, v)):
+        return False
+    return b * t * v * jnp.promote_types(x.dtype, table.dtype).itemsize <= WHOLE
 
 
 def labels_of(
