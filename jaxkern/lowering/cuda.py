@@ -81,6 +81,7 @@ KERNELS = (
     Kernel("dense_matmul_add",           "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_add"),
 
     Kernel("adamw_tree",                 "triton",     "triton.optim.adamw",                             "primal"),
+    Kernel("adamw_copied_tree",          "triton",     "triton.optim.adamw",                             "primal"),
 
     Kernel("fwht",                       "triton",     "triton.turboquant.fwht",                         "primal bwd"),
     Kernel("quantize_vectors",           "triton",     "triton.turboquant.quantize_vectors",             "primal"),
