@@ -1,6 +1,6 @@
 """A training step of a whole llama on a GPU, beside plain JAX with cuDNN and optax.
 
-    python -m benchmarks train_step [--model 1.3B,350M] [--batch 8x2048,8x4096] [--out DIR]
+    python -m benchmarks train_step [--model 1.3B,350M] [--batch 8x2048] [--out DIR]
 
 Random weights and tokens, AdamW, float32 weights, bfloat16 products. "plain" is a step
 as users write it: `jax.nn.dot_product_attention` by cuDNN, norms and rotations as
@@ -11,7 +11,7 @@ weights and the losses of their first steps are compared before anything is time
 each makes one step a round, by the host's clock from call to result, and a figure is
 the median of the rounds. The share is of 989 TFLOP/s, with
 
-    flops a step = 6 * matrices * tokens + 6 * layers * batch * length**2 * heads * head_dim
+    flops = 6 matrices batch length + 6 layers batch length^2 heads head_dim
 
 where the table counts once as the output, attention half as it is causal, and nothing
 that is computed again counts.

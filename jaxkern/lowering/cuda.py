@@ -17,6 +17,7 @@ KERNELS = (
     Kernel("rms_norm",                   "mosaic_gpu", "pallas.norm.rms_norm",                           "bwd"),
     Kernel("rms_norm",                   "triton",     "triton.norm.rms_norm",                           "primal fwd bwd"),
     Kernel("add_rms_norm",               "triton",     "triton.norm.add_rms_norm",                       "primal fwd bwd"),
+    Kernel("branched_rms_norm",          "triton",     "triton.norm.branched_rms_norm",                  "primal fwd bwd"),
     Kernel("layer_norm",                 "triton",     "triton.norm.layer_norm",                         "primal fwd bwd"),
     Kernel("l2_norm",                    "triton",     "triton.norm.l2_norm",                            "primal fwd bwd"),
     Kernel("group_norm",                 "triton",     "triton.norm.group_norm",                         "primal fwd bwd"),
