@@ -185,9 +185,9 @@ class TrainStep:
         params, kept = state.params, state.optimizer
         if isinstance(self.optimizer, AdamW):  # reads gradients and scale as they are
             return self.optimizer.write(params, grads, kept, state.copy, scale)
-        grads = jax.tree.map(wide, grads)
         if scale is not None:
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+            grads = jax.tree.map(lambda g: wide(g) * scale.astype(wide(g).dtype), grads)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, kept = self.optimizer.update(grads, kept, params)
         new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
         return new, self.narrowed(new), kept
