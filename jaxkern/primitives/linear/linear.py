@@ -32,9 +32,10 @@ def linear(
     Sums in float32 (float64 for float64 operands). The dense product is
     `lax.dot_general` at the precision of `jax.default_matmul_precision`, rounded once,
     after the bias; so are the products of the gradient, but where d is cut over devices
-    each rounds its share of a product of bfloat16. A quantised tensor goes to `quantized_matmul`, whose result has
-    x.dtype already when the bias is added. In a `policy` block the operands are rounded
-    to the policy's compute dtype and the result has its output dtype.
+    each rounds its share of a product of bfloat16. A quantised tensor goes to
+    `quantized_matmul`, whose result has x.dtype already when the bias is added. In a
+    `policy` block the operands are rounded to the policy's compute dtype and the result
+    has its output dtype.
 
     Args:
       x: `[..., d]`, any float dtype.
