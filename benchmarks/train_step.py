@@ -177,7 +177,8 @@ def plain(shape: Shape, weights: LlamaWeights, tokens: Any, scanned: bool) -> St
         updates, kept = optimizer.update(grads, kept, weights)
         return (optax.apply_updates(weights, updates), kept), loss
 
-    return compiled(step, (weights, optimizer.init(weights)), tokens)
+    kept = jax.jit(optimizer.init)(weights)
+    return compiled(step, (weights, kept), tokens)
 
 
 def ours(shape: Shape, weights: LlamaWeights, tokens: Any, remat: Remat) -> Stepper:
@@ -194,6 +195,7 @@ def ours(shape: Shape, weights: LlamaWeights, tokens: Any, remat: Remat) -> Step
 def compiled(step: Callable, state: Any, tokens: Any) -> Stepper:
     made = jax.jit(step, donate_argnums=0).lower(state, tokens).compile()
     memory = made.memory_analysis()
+    assert memory is not None  # a GPU says
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return Stepper(made, state, held / 1e9)
 
@@ -270,8 +272,8 @@ def main(arguments: list[str]) -> int:
     for name in options.model.split(","):
         for batch in options.batch.split(","):
             print(f"{name}, {batch}", flush=True)
-            sizes = map(int, batch.split("x"))
-            rows.append(row(name, *sizes, options.remat.split(","), options.layers))
+            b, t = map(int, batch.split("x"))
+            rows.append(row(name, b, t, options.remat.split(","), options.layers))
     if options.out:
         write_run(record(rows), options.out)
     return 0

@@ -76,8 +76,12 @@ class AdamW:
             at = [i for i, c in enumerate(copies) if (c is not None) == copied]
             if not at:
                 continue
+            p, g, m, v = ([x[i] for i in at] for x in lists)
             written = adamw_update(
-                *([x[i] for i in at] for x in lists),
+                p,
+                g,
+                m,
+                v,
                 state.count + 1,
                 learning_rate=rate(state.count) if callable(rate) else rate,
                 b1=self.b1,

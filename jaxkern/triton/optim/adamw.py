@@ -303,6 +303,7 @@ def updated(
     written = [lists[0], lists[2], lists[3], *([] if copy is None else [copy])]
     new = tuple(map(list, written))
     by_dtype = lists if copy is None else [*lists, copy]
+    absent: dict[str, Any] = {"new_copies": None} if copy is None else {}
     for launch in launches(4 + len(written), *by_dtype):
         given = [[leaves[i] for i in launch] for leaves in lists]
         n = len(launch)
@@ -321,7 +322,7 @@ def updated(
                 for operand, result in ((0, 0), (2, 1), (3, 2))
                 for k in range(n)
             ),
-            **({"new_copies": None} if copy is None else {}),
+            **absent,
             GROUPS=groups_of(begins, *([x[i] for i in launch] for x in by_dtype)),
             BEGINS=begins[:-1],
             SIZES=sizes,
