@@ -10,7 +10,7 @@ from tests.checks import bf16, case, f32
 CASES = [
     case("plain", x=f32(8, 4, 16), weight=f32(16)),
     case("no_weight", x=f32(3, 7), offset=1.0, full=True),
-    case("narrow", x=bf16(4, 32), weight=f32(32), eps=1e-5),
+    case("narrow", x=bf16(4, 32), weight=f32(32), eps=1e-5, full=True),
     case("empty", x=f32(0, 16), weight=f32(16)),
 ]
 
