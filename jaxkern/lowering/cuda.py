@@ -17,6 +17,7 @@ KERNELS = (
     Kernel("rms_norm",                   "mosaic_gpu", "pallas.norm.rms_norm",                           "bwd"),
     Kernel("rms_norm",                   "triton",     "triton.norm.rms_norm",                           "primal fwd bwd"),
     Kernel("add_rms_norm",               "triton",     "triton.norm.add_rms_norm",                       "primal fwd bwd"),
+    Kernel("branched_rms_norm",          "triton",     "triton.norm.branched_rms_norm",                  "primal fwd bwd"),
     Kernel("layer_norm",                 "triton",     "triton.norm.layer_norm",                         "primal fwd bwd"),
     Kernel("l2_norm",                    "triton",     "triton.norm.l2_norm",                            "primal fwd bwd"),
     Kernel("group_norm",                 "triton",     "triton.norm.group_norm",                         "primal fwd bwd"),
@@ -81,6 +82,7 @@ KERNELS = (
     Kernel("dense_matmul_add",           "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_add"),
 
     Kernel("adamw_tree",                 "triton",     "triton.optim.adamw",                             "primal"),
+    Kernel("adamw_copied_tree",          "triton",     "triton.optim.adamw",                             "primal"),
 
     Kernel("fwht",                       "triton",     "triton.turboquant.fwht",                         "primal bwd"),
     Kernel("quantize_vectors",           "triton",     "triton.turboquant.quantize_vectors",             "primal"),

@@ -54,20 +54,46 @@ class AdamW:
         m, v = jax.tree.map(zeros, params), jax.tree.map(zeros, params)
         return Moments(jnp.zeros((), jnp.int32), m, v)
 
-    def write(self, params: Any, grads: Any, state: Moments) -> tuple[Any, Moments]:
-        """The weights and moments after one step."""
+    def write(
+        self,
+        params: Any,
+        grads: Any,
+        state: Moments,
+        copy: Any = None,
+        grad_scale: Float[Array, ""] | None = None,
+    ) -> tuple[Any, Any, Moments]:
+        """The weights, their copies where there are some, and the moments.
+
+        `copy` is like `params`, or None in the place of any part of it; gradients of
+        any dtype are multiplied by `grad_scale`.
+        """
         rate = self.learning_rate
-        params, m, v = adamw_update(
-            params,
-            grads,
-            state.m,
-            state.v,
-            state.count + 1,
-            learning_rate=rate(state.count) if callable(rate) else rate,
-            b1=self.b1,
-            b2=self.b2,
-            eps=self.eps,
-            eps_root=self.eps_root,
-            weight_decay=self.weight_decay,
-        )
-        return params, Moments(state.count + 1, m, v)
+        leaves, tree = jax.tree.flatten(params)
+        copies = tree.flatten_up_to(copy) if copy is not None else [None] * len(leaves)
+        lists = [leaves, *(tree.flatten_up_to(x) for x in (grads, state.m, state.v))]
+        new: list[list] = [*map(list, (leaves, *lists[2:], copies))]
+        for copied in (True, False):
+            at = [i for i, c in enumerate(copies) if (c is not None) == copied]
+            if not at:
+                continue
+            p, g, m, v = ([x[i] for i in at] for x in lists)
+            written = adamw_update(
+                p,
+                g,
+                m,
+                v,
+                state.count + 1,
+                learning_rate=rate(state.count) if callable(rate) else rate,
+                b1=self.b1,
+                b2=self.b2,
+                eps=self.eps,
+                eps_root=self.eps_root,
+                weight_decay=self.weight_decay,
+                grad_scale=grad_scale,
+                copy=[copies[i] for i in at] if copied else None,
+            )
+            for place, results in zip(new, written, strict=False):
+                for i, result in zip(at, results, strict=True):
+                    place[i] = result
+        params, m, v, copy = map(tree.unflatten, new)
+        return params, copy, Moments(state.count + 1, m, v)

@@ -1,4 +1,4 @@
-"""The loss of language models: cross entropy of each next token, without logits."""
+"""The loss of language models: cross entropy of each next token."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,12 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxkern import linear_cross_entropy
+from jaxkern import cross_entropy, linear, linear_cross_entropy
 from jaxkern.models.architecture import page_of
 from jaxkern.models.remat import Remat
 from jaxkern.train.readable import output_of, readable
 
 IGNORED = -100  # the label of what does not count
+WHOLE = 2**31  # bytes of logits that are made at once
 
 
 def next_token_loss(
@@ -22,13 +23,16 @@ def next_token_loss(
     remat: Remat = "none",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    whole_logits: bool | None = None,
 ) -> Callable[[Any, Any], tuple[Float[Array, ""], Float[Array, ""]]]:
     """The loss of a model of `jaxkern.models` for `train_step`.
 
         loss = mean over the counted tokens of -ln p(token[t + 1] | token[.. t])
 
-    by `linear_cross_entropy`: the logits are never in memory as a whole. A batch is
-    tokens `[b, t]`, or a mapping of these:
+    Whole logits lie in memory in the dtype of the weights, and their gradient takes
+    their place in the forward pass: three products of their size. By blocks, as in
+    `linear_cross_entropy`, they never lie there as a whole and stay in float32, for
+    four products. A batch is tokens `[b, t]`, or a mapping of these:
 
         tokens       [b, t] int32
         segment_ids  [b, t] int: several texts in a row; none sees or predicts another
@@ -42,6 +46,8 @@ def next_token_loss(
       config: of `load(path, "train")`, whose weights are the parameters.
       remat: what is kept for the gradient; see `jaxkern.models.remat`.
       label_smoothing, z_loss: see `linear_cross_entropy`.
+      whole_logits: whether all logits are made at once; None where they take at most 2
+        GiB.
 
     Returns:
       A function of weights and batch that returns the mean and how many tokens it is
@@ -61,7 +67,7 @@ def next_token_loss(
       >>> round(float(mean), 3), int(count)  # ln 8
       (2.079, 2)
     """
-    options = remat_options(config, remat)
+    kept = remat_options(config, remat)
 
     def loss(weights: Any, batch: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
         if getattr(weights, "rope_factors", None) is not None:
@@ -73,8 +79,9 @@ def next_token_loss(
             *readable(config, weights),
             output_of(weights),
             batch,
-            hidden=options,
+            hidden=kept,
             loss=dict(label_smoothing=label_smoothing, z_loss=z_loss),
+            whole_logits=whole_logits,
         )
 
     return loss
@@ -87,13 +94,13 @@ def remat_options(config: Any, remat: Remat) -> dict[str, Any]:
       ValueError: the page has no such option.
     """
     page = page_of(replace(config, dtype="float32"))
-    options: dict = {} if remat == "none" else {"remat": remat}
-    if options and "remat" not in inspect.signature(page.hidden_states).parameters:
+    kept: dict = {} if remat == "none" else {"remat": remat}
+    if kept and "remat" not in inspect.signature(page.hidden_states).parameters:
         raise ValueError(
             f"next_token_loss: `remat` must be 'none' for {config.architecture}, got "
             f"{remat!r}; put jax.checkpoint around the loss."
         )
-    return options
+    return kept
 
 
 def mean_loss(
@@ -104,12 +111,13 @@ def mean_loss(
     *,
     hidden: Mapping[str, Any],
     loss: Mapping[str, Any],
+    whole_logits: bool | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The loss of weights as a page reads them, and of how many tokens it is the mean.
 
     Args:
       output: its rows, of what may be a packed table in `weights`.
-      batch: see `next_token_loss`.
+      batch, whole_logits: see `next_token_loss`.
       hidden, loss: more options of `hidden_states` and of `linear_cross_entropy`.
     """
     if not isinstance(batch, Mapping):
@@ -129,18 +137,28 @@ def mean_loss(
         config, weights, tokens, segment_ids=segments, **seen, **hidden
     )
     scale = getattr(config, "logit_scale", 1.0)
-    total = linear_cross_entropy(
-        x if scale == 1.0 else x * jnp.asarray(scale, x.dtype),
-        output,
-        labels,
+    x = x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+    options: dict = dict(
         softcap=getattr(config, "logit_softcap", None),
         ignore_index=IGNORED,
-        reduction="sum",
+        reduction="mean",  # a factor outside would be a pass over the gradient
         **loss,
     )
-    assert isinstance(total, Array)  # no lse was asked for
-    count = jnp.sum(labels != IGNORED).astype(jnp.float32)
-    return total / jnp.maximum(count, 1), count
+    if fits_whole(x, output) if whole_logits is None else whole_logits:
+        mean = cross_entropy(linear(x, output), labels, **options)
+    else:
+        mean = linear_cross_entropy(x, output, labels, **options)
+    assert isinstance(mean, Array)  # no lse was asked for
+    return mean, jnp.sum(labels != IGNORED).astype(jnp.float32)
+
+
+def fits_whole(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> bool:
+    """Whether the logits take at most WHOLE bytes; not where a size is symbolic."""
+    b, t, _ = x.shape
+    v = table.shape[0]
+    if not all(isinstance(n, int) for n in (b, t, v)):
+        return False
+    return b * t * v * jnp.promote_types(x.dtype, table.dtype).itemsize <= WHOLE
 
 
 def labels_of(

@@ -120,16 +120,15 @@ class TrainStep:
     def update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """The same as a pure function, to be compiled by the caller."""
         loss, grads = self.gradient(state.params, state.copy, batch)
-        squares = [jnp.sum(g * g) for g in jax.tree.leaves(grads)]
+        squares = [jnp.sum(wide(g) ** 2) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        scale = None
         if self.clip_norm is not None:
             scale = jnp.where(norm > self.clip_norm, self.clip_norm / norm, 1)
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
         def write(state: TrainState, grads: Any) -> TrainState:
-            params, kept = self.written(state.params, grads, state.optimizer)
-            copy = self.narrowed(params)
+            params, copy, kept = self.written(state, grads, scale)
             return TrainState(params, copy, kept, state.steps + 1, state.skipped)
 
         def skip(state: TrainState, grads: Any) -> TrainState:
@@ -143,7 +142,11 @@ class TrainStep:
     def gradient(
         self, params: Any, copy: Any, batch: Any
     ) -> tuple[Float[Array, ""], Any]:
-        """The loss of the batch and its gradient in float32, or wider."""
+        """The loss of the batch and its gradient.
+
+        Of one part in the dtypes of what the loss reads, where products round it; of
+        several their sum in float32, or wider.
+        """
         weights = jax.tree.map(lambda p, c: p if c is None else c, params, copy)
 
         def of_part(weights: Any, part: Any) -> tuple[Array, Array]:
@@ -160,7 +163,7 @@ class TrainStep:
         take = jax.value_and_grad(of_part, has_aux=True)
         if self.accumulate == 1:
             (loss, _), grads = take(weights, batch)
-            return loss, jax.tree.map(wide, grads)
+            return loss, grads
 
         def add(sums: Any, part: Any) -> tuple[Any, None]:
             (loss, weight), grads = take(weights, part)
@@ -175,14 +178,19 @@ class TrainStep:
         share = jnp.where(weight > 0, 1 / weight, 0)
         return loss * share, jax.tree.map(lambda g: g * share.astype(g.dtype), grads)
 
-    def written(self, params: Any, grads: Any, kept: Any) -> tuple[Any, Any]:
-        """The weights after the optimiser's update, and what it keeps."""
-        if isinstance(self.optimizer, AdamW):
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            return self.optimizer.write(params, grads, kept)
+    def written(
+        self, state: TrainState, grads: Any, scale: Float[Array, ""] | None
+    ) -> tuple[Any, Any, Any]:
+        """The weights after the optimiser's update, their copy, and what it keeps."""
+        params, kept = state.params, state.optimizer
+        if isinstance(self.optimizer, AdamW):  # reads gradients and scale as they are
+            return self.optimizer.write(params, grads, kept, state.copy, scale)
+        if scale is not None:
+            grads = jax.tree.map(lambda g: wide(g) * scale.astype(wide(g).dtype), grads)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, kept = self.optimizer.update(grads, kept, params)
         new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
-        return new, kept
+        return new, self.narrowed(new), kept
 
     def narrowed(self, params: Any) -> Any:
         """Weights of float32 in the compute dtype, None in the place of others."""

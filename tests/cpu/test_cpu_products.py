@@ -237,7 +237,11 @@ def test_refusals_in_words():
         "compute_dtype is int8": lambda x: quantized_matmul(x, w, compute_dtype="int8"),
         "`w` is float32": lambda x: matmul_transpose_b(x, x),
         "products of float16 with weights of bfloat16": lambda x: linear_p(
-            x, dense, compute_dtype=jnp.dtype(jnp.float16), precision=None
+            x,
+            dense,
+            compute_dtype=jnp.dtype(jnp.float16),
+            precision=None,
+            preferred_element_type=jnp.dtype(jnp.float32),
         ),
     }
     with backend("auto"):

@@ -139,3 +139,22 @@ def test_weights_of_a_folder_for_training_are_its_weights(kind):
     if kind == "gemma4_text":
         with pytest.raises(ValueError, match=r"`remat` must be 'none' for gemma4"):
             next_token_loss(config, remat="full")
+
+
+def test_whole_logits_are_narrow_and_give_the_gradient_of_blocks():
+    """Values alone could not see float32 logits, the largest array of a step."""
+    w, shape = weights_of(layers=1), (3, 12, 40)
+    w = w._replace(embedding=jnp.pad(w.embedding, ((0, 8), (0, 0)), constant_values=1))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
+    found, dtypes = {}, {}
+    for whole in (True, False):
+        loss = next_token_loss(ONE, whole_logits=whole)
+        f = jax.value_and_grad(lambda w, loss=loss: loss(w, TOKENS)[0])
+        found[whole] = jax.jit(f)(w)
+        equations = jax.make_jaxpr(f)(narrow).eqns
+        results = [v.aval for e in equations for v in e.outvars]
+        dtypes[whole] = {r.dtype.name for r in results if r.shape == shape}
+    assert dtypes == {True: {"bfloat16"}, False: set()}
+    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert next_token_loss(ONE)(w, TOKENS)[0] == found[True][0]  # they are few

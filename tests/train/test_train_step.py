@@ -1,5 +1,6 @@
 """`train_step` against plain JAX and optax, and what it promises beside the numbers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,13 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
+from jaxkern.lowering.explain import every_equation
 from jaxkern.models.llama import LlamaWeights
-from jaxkern.train import AdamW, train_step
+from jaxkern.train import AdamW, next_token_loss, train_step
 from tests.train.tiny_llama import (
+    CONFIG,
     batches,
     loss_of_one_layer,
     plain_loss,
@@ -224,3 +228,55 @@ def test_the_package_names_it_when_asked():
     with pytest.raises(AttributeError, match="no attribute 'trains'"):
         _ = jaxkern.trains  # pyright: ignore
     assert LlamaWeights._fields[-1] == "rope_factors"  # which the loss refuses
+
+
+@pytest.mark.parametrize(
+    ("remat", "attentions"), [("none", 1), ("products", 1), ("full", 2)]
+)
+def test_a_step_converts_no_weight_and_makes_no_wide_product(remat, attentions):
+    """Losses were right with products of float32 cotangents, weights that were rounded
+    in a pass of their own, and attention twice: only a clock could tell."""
+    w = weights()
+    loss = next_token_loss(dataclasses.replace(CONFIG, layers=1), remat=remat)
+    step = train_step(loss, AdamW(1e-3), clip_norm=1.0)
+    traced = jax.make_jaxpr(step.update)(step.init(w), batches(1)[0]).jaxpr
+    used, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    found = [*every_equation(used)]
+    names = [e.primitive.name for e in found]
+    products = [e for e in found if e.primitive.name in ("linear", "dot_general")]
+    again = {"none": 0, "products": 0, "full": 3}[remat]  # all but the last, down
+    assert len(products) == 3 * (4 + 1) + again
+    operands = {v.aval.dtype.name for e in products for v in e.invars}
+    assert operands == {"bfloat16"}
+    matrices = {x.shape for x in jax.tree.leaves(w) if x.ndim == 2}
+    rounded = [
+        e.outvars[0].aval
+        for e in found
+        if e.primitive.name == "convert_element_type"
+        and e.outvars[0].aval.dtype == jnp.bfloat16
+    ]
+    assert not [a for a in rounded if a.shape in matrices]
+    assert names.count("attention_fwd") + names.count("attention") == attentions
+    assert names.count("adamw_copied_tree") == 1 and "adamw_tree" not in names
+
+
+def test_narrow_gradients_and_copies_are_those_of_optax():
+    """Clipped; AdamW reads narrow gradients and writes the copies itself."""
+    w = {"a": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.ones(4, jnp.bfloat16)}
+    x = np.random.default_rng(3).standard_normal((5, 3)).astype(np.float32)
+
+    def loss(w, x):
+        return jnp.sum((x.astype(w["a"].dtype) @ w["a"] + w["b"]) ** 2)
+
+    found = {}
+    optimizers = {"op": AdamW(0.1, eps=0.3), "optax": optax.adamw(0.1, eps=0.3)}
+    for name, optimizer in optimizers.items():
+        step = train_step(loss, optimizer, clip_norm=0.5)
+        state, losses = run(step, step.init(w), [x])
+        assert state.copy["b"] is None and state.copy["a"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(
+            state.copy["a"], state.params["a"].astype("bfloat16")
+        )
+        found[name] = state.params, losses
+    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5)

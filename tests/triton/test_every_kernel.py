@@ -187,6 +187,17 @@ def update(dtype):
     return f, (given, given, moments, moments)
 
 
+def update_with_copies():
+    wide, narrow = (
+        [spec(n, dtype=t) for n in (40000, 3)] for t in ("float32", "bfloat16")
+    )
+
+    def f(params, grads, m, v, copy):
+        return adamw_update(params, grads, m, v, 3, learning_rate=0.1, copy=copy)
+
+    return f, (wide, narrow, wide, wide, narrow)
+
+
 def rows_of_gradients(t=300, s=500):
     """What the gradients of attention on Hopper take beside their products."""
 
@@ -255,6 +266,7 @@ CALLS = {  # which the cases of the ops leave out
     **{f"gated_delta_rule {h}": delta_rule(h) for h in (64, 128, 256)},
     **{f"embedding {t}": embed(t) for t in DTYPES},
     **{f"adamw {t}": update(t) for t in DTYPES},
+    "adamw with copies": update_with_copies(),
     **{f"large groups {t}": large_groups(t) for t in DTYPES},
     **{
         name: call

@@ -192,6 +192,8 @@ FEWEST = (
     "9 rows by Q4_0",
     "linear",
     "adamw bfloat16",
+    "adamw with copies",
+    "branched_rms_norm-plain",
     "softmax 5000 bfloat16",
     "rms_norm 5000 bfloat16",
     "attention-smollm2_135m",

@@ -31,9 +31,11 @@ def linear(
 
     Sums in float32 (float64 for float64 operands). The dense product is
     `lax.dot_general` at the precision of `jax.default_matmul_precision`, rounded once,
-    after the bias. A quantised tensor goes to `quantized_matmul`, whose result has
-    x.dtype already when the bias is added. In a `policy` block the operands are rounded
-    to the policy's compute dtype and the result has its output dtype.
+    after the bias; so are the products of the gradient, but where d is cut over devices
+    each rounds its share of a product of bfloat16. A quantised tensor goes to
+    `quantized_matmul`, whose result has x.dtype already when the bias is added. In a
+    `policy` block the operands are rounded to the policy's compute dtype and the result
+    has its output dtype.
 
     Args:
       x: `[..., d]`, any float dtype.
@@ -59,7 +61,7 @@ def linear(
     default = x.dtype if chosen is None else chosen.output or x.dtype
     result = result_dtype("linear", preferred_element_type, default)
     if isinstance(w, jax.Array | np.ndarray):
-        y = _dense_product(x, w, chosen)
+        y = _dense_product(x, w, chosen, result if bias is None else None)
     else:
         wide = jnp.promote_types(x.dtype, result)  # rounded to result behind the bias
         compute = chosen and chosen.compute
@@ -77,8 +79,14 @@ def _dense_product(
     x: Float[Array, "... d"],
     w: Float[Array | np.ndarray, "f d"],
     chosen: Policy | None,
+    result: jnp.dtype | None,
 ) -> Float[Array, "... f"]:
-    """The product in float32, or a policy's sums, not yet rounded."""
+    """The product in float32, or a policy's sums, not yet rounded.
+
+    Of bfloat16 alone it is in bfloat16 where that is the `result`: XLA adds in float32
+    and rounds once, and so do the products of the gradient. Rounded outside, these
+    would multiply cotangents of float32, on a GPU at half the rate.
+    """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise TypeError(
             f"linear: `x` must be [..., d] and `w` [f, d], got {x.shape} and {w.shape}."
@@ -86,7 +94,10 @@ def _dense_product(
     compute_dtype, precision = chosen and chosen.compute, chosen and chosen.precision
     accum = jnp.float32 if chosen is None else chosen.accum
     if w.dtype in NARROW and accum == jnp.float32:
-        return linear_p(x, w, compute_dtype=compute_dtype, precision=precision)
+        narrow = x.dtype == w.dtype == result == jnp.bfloat16
+        dtype = jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+        options = dict(compute_dtype=compute_dtype, precision=precision)
+        return linear_p(x, w, preferred_element_type=dtype, **options)
     return product(x, w, compute_dtype, precision, accum)
 
 
@@ -96,8 +107,10 @@ def linear_reference(
     *,
     compute_dtype: jnp.dtype | None,
     precision: lax.Precision | None,
+    preferred_element_type: jnp.dtype,
 ) -> Float[Array, "... f"]:
-    return product(x, w, compute_dtype, precision, jnp.dtype(jnp.float32))
+    y = product(x, w, compute_dtype, precision, preferred_element_type)
+    return y.astype(preferred_element_type)
 
 
 linear_p = kernel_primitive(linear_reference)

@@ -3,6 +3,7 @@
 from jaxkern.primitives.norm.add_rms_norm import add_rms_norm
 from jaxkern.primitives.norm.batch_norm import batch_norm
 from jaxkern.primitives.norm.batch_norm_training import batch_norm_training
+from jaxkern.primitives.norm.branched_rms_norm import branched_rms_norm
 from jaxkern.primitives.norm.dynamic_tanh import dynamic_tanh
 from jaxkern.primitives.norm.gated_rms_norm import gated_rms_norm
 from jaxkern.primitives.norm.group_norm import group_norm
@@ -25,6 +26,7 @@ __all__ = [
     "add_rms_norm_quantized",
     "batch_norm",
     "batch_norm_training",
+    "branched_rms_norm",
     "dynamic_tanh",
     "gated_rms_norm",
     "group_norm",

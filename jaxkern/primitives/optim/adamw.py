@@ -26,7 +26,9 @@ def adamw_update(
     eps: float = 1e-8,
     eps_root: float = 0.0,
     weight_decay: float = 1e-4,
-) -> tuple[Any, Any, Any]:
+    grad_scale: float | Float[Array, ""] | None = None,
+    copy: Any = None,
+) -> tuple[Any, ...]:
     """One step of AdamW (https://arxiv.org/abs/1711.05101) on a whole pytree.
 
         m <- b1 m + (1 - b1) g,      v <- b2 v + (1 - b2) g**2
@@ -51,9 +53,12 @@ def adamw_update(
       eps: added outside the root, where the paper has it; positive.
       eps_root: added inside the root; above 0 to differentiate through the update.
       weight_decay: 1e-4 as in optax; PyTorch has 1e-2.
+      grad_scale: a factor of all gradients, such as clips their norm; may be traced.
+      copy: pytree like `params` of other dtypes, such as the bfloat16 weights that a
+        loss reads. The new parameters are written there too; the old ones are not read.
 
     Returns:
-      params, m, v: as given, in their dtypes.
+      params, m, v: as given, in their dtypes; with `copy` also the new copy.
 
     Raises:
       TypeError: a dtype or shape does not fit.
@@ -75,9 +80,8 @@ def adamw_update(
             f"{eps} and {eps_root}."
         )
     leaves, tree = jax.tree.flatten(params)
-    others = [
-        (n, jax.tree.flatten(t)) for n, t in (("grads", grads), ("m", m), ("v", v))
-    ]
+    named = {"grads": grads, "m": m, "v": v} | ({} if copy is None else {"copy": copy})
+    others = [(n, jax.tree.flatten(t)) for n, t in named.items()]
     for name, (_, other) in others:
         if other != tree:
             raise ValueError(
@@ -85,10 +89,18 @@ def adamw_update(
                 f"{other}."
             )
     options = dict(b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay)
-    lists = (leaves, *(other for _, (other, _) in others))
+    lists = [leaves, *(other for _, (other, _) in others)]
+    if copy is not None:
+        scale = 1.0 if grad_scale is None else grad_scale
+        new = adamw_copied_tree_p(*lists, learning_rate, step, scale, **options)
+        return tuple(map(tree.unflatten, new))
+    if grad_scale is not None:
+        scale = jnp.asarray(grad_scale)
+        lists[1] = [
+            at_least_f32(g) * scale.astype(at_least_f32(g).dtype) for g in lists[1]
+        ]
     new = adamw_tree_p(*lists, learning_rate, step, **options)
-    params, m, v = map(tree.unflatten, new)
-    return params, m, v
+    return tuple(map(tree.unflatten, new))
 
 
 @check_arguments
@@ -177,5 +189,43 @@ def one_minus_power(b: float, t: Float[Array, ""]) -> Float[Array, ""]:
     return -jnp.expm1(t * (math.log(b) if b else -math.inf))
 
 
+def adamw_copied_reference(
+    param: Float[Array, "..."],
+    grad: Float[Array, "..."],
+    m: Float[Array, "..."],
+    v: Float[Array, "..."],
+    copy: Float[Array, "..."],
+    learning_rate: Float[Array, ""],
+    step: Integer[Array, ""],
+    grad_scale: Float[Array, ""],
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float,
+    weight_decay: float,
+) -> tuple[
+    Float[Array, "..."], Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]
+]:
+    """The same with the gradient times a factor, and the result in copy's dtype too."""
+    g32 = at_least_f32(grad)
+    param, m, v = adamw_reference(
+        param,
+        g32 * grad_scale.astype(g32.dtype),
+        m,
+        v,
+        learning_rate,
+        step,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        weight_decay=weight_decay,
+    )
+    return param, m, v, param.astype(copy.dtype)
+
+
 adamw_p = kernel_primitive(adamw_reference)
 adamw_tree_p = leafwise_primitive(adamw_p)
+adamw_copied_p = kernel_primitive(adamw_copied_reference)
+adamw_copied_tree_p = leafwise_primitive(adamw_copied_p)

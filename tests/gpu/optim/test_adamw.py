@@ -1,5 +1,6 @@
 """AdamW on a GPU: a tree of hundreds of leaves in place, special values, a mesh."""
 
+import functools
 import re
 
 import jax
@@ -154,3 +155,24 @@ def test_each_leaf_is_cut_its_own_way():
     assert not re.findall(sharding_checks.COLLECTIVES, compiled.as_text())
     with backend("xla"):
         assert_near(found, jax.jit(update)(*state, 3))
+
+
+@pytest.mark.parametrize("repeat", [1, 34])
+def test_a_copy_and_a_scale_in_the_same_launch(repeat):
+    """Leaves with a copy of their own dtype, of another, and sizes with a rest."""
+    params, grads, m, v = state_of(SHAPES * repeat, "float32")
+    grads = [g.astype("bfloat16" if k % 2 else "float32") for k, g in enumerate(grads)]
+    dtypes = ["bfloat16", "float16", "float32"]
+    old = [jnp.full(p.shape, jnp.nan, dtypes[k % 3]) for k, p in enumerate(params)]
+
+    @functools.partial(jax.jit, donate_argnums=(0, 2, 3, 4))
+    def scaled(params, grads, m, v, copy):
+        options = dict(learning_rate=0.1, grad_scale=0.5, copy=copy, **OPTIONS)
+        return adamw_update(params, grads, m, v, 3, **options)
+
+    expected = exact_update(params, [0.5 * g.astype("float32") for g in grads], m, v, 3)
+    with backend("triton", strict=True):
+        *found, copies = scaled(params, grads, m, v, old)
+    assert_near(tuple(found), expected)
+    for copy, p, k in zip(copies, found[0], range(len(copies)), strict=True):
+        np.testing.assert_array_equal(copy, p.astype(dtypes[k % 3]))

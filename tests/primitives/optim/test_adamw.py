@@ -10,29 +10,45 @@ from jaxkern import adam_update, adamw_update
 from jaxkern.testing.checks import bf16, case, f32, i32, uniform
 
 OPTIONS = dict(b1=0.9, b2=0.6, eps=0.3, eps_root=0.2, weight_decay=0.1)
-CASES = [
-    case(
-        "plain",
-        param=f32(8, 5),
-        grad=f32(8, 5),
-        m=f32(8, 5),
-        v=uniform(8, 5, low=0.5),
-        learning_rate=uniform(),
-        step=i32(low=1, high=9),
-        **OPTIONS,
-    ),
-    case(
-        "bf16_params",
-        full=True,
-        param=bf16(2, 3),
-        grad=bf16(2, 3),
-        m=f32(2, 3),
-        v=uniform(2, 3, low=0.5),
-        learning_rate=uniform(),
-        step=i32(low=1, high=9),
-        **OPTIONS,
-    ),
-]
+CASES = {
+    "adamw": [
+        case(
+            "plain",
+            param=f32(8, 5),
+            grad=f32(8, 5),
+            m=f32(8, 5),
+            v=uniform(8, 5, low=0.5),
+            learning_rate=uniform(),
+            step=i32(low=1, high=9),
+            **OPTIONS,
+        ),
+        case(
+            "bf16_params",
+            full=True,
+            param=bf16(2, 3),
+            grad=bf16(2, 3),
+            m=f32(2, 3),
+            v=uniform(2, 3, low=0.5),
+            learning_rate=uniform(),
+            step=i32(low=1, high=9),
+            **OPTIONS,
+        ),
+    ],
+    "adamw_copied": [
+        case(
+            "plain",
+            param=f32(8, 5),
+            grad=f32(8, 5),
+            m=f32(8, 5),
+            v=uniform(8, 5, low=0.5),
+            copy=f32(8, 5),
+            learning_rate=uniform(),
+            step=i32(low=1, high=9),
+            grad_scale=uniform(low=0.5),
+            **OPTIONS,
+        ),
+    ],
+}
 
 
 def tree(seed):
@@ -157,3 +173,32 @@ def test_a_step_that_is_a_number_survives_checkpoint():
     kept = jax.jit(jax.grad(loss))(p)
     again = jax.jit(jax.grad(jax.checkpoint(loss)))(p)
     np.testing.assert_allclose(again, kept, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_copy_is_the_new_parameters_and_gradients_are_scaled(dtype):
+    """Before, a step rounded them in a pass of its own, and scaled in another."""
+    params, grads, m = tree(0), tree(1), tree(2)
+    v = jax.tree.map(jnp.square, tree(3))
+    narrow = jax.tree.map(lambda g: g.astype(dtype), grads)
+    old = jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan, dtype), params)
+
+    @jax.jit
+    def update(grads, scale, copy):
+        state = (params, grads, m, v, 3)
+        options = dict(learning_rate=0.1, grad_scale=scale, copy=copy)
+        return adamw_update(*state, **options)
+
+    found = update(narrow, 0.25, old)
+    plain = update(
+        jax.tree.map(lambda g: 0.25 * g.astype("float32"), narrow), None, None
+    )
+    assert len(found) == 4 and len(plain) == 3
+    for a, b in zip(*map(jax.tree.leaves, (found[:3], plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, (found[3], found[0])), strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_array_equal(a, b.astype(dtype))
+    scaled = update(narrow, 0.25, None)
+    for a, b in zip(*map(jax.tree.leaves, (scaled, plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
