@@ -62,6 +62,12 @@ $(NEWEST)/docs: $(NEWEST)/ready
 		print(*(r for r in extras["docs"] if not r.startswith("jaxkern")), sep="\n")' > $@
 	$(NEWEST)/bin/python -m pip install --quiet --requirement $@ || { rm $@; exit 1; }
 
+# In dist/: the sources, and of them the wheel of this machine. Wheels of every platform
+# are `cibuildwheel`'s, as pyproject.toml says.
+wheel: $(NEWEST)/ready
+	$(NEWEST)/bin/python -m pip install --quiet "build>=1.2"
+	$(NEWEST)/bin/python -m build --outdir dist
+
 # An editable install builds the C++ kernels once: again where their sources changed.
 KERNELS := CMakeLists.txt $(wildcard $(addprefix jaxkern/cpu/,*.cc *.h */*.cc */*.h))
 
