@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(DOCS)]
 import reference_pages  # noqa: E402
 
 if TYPE_CHECKING:
-    from sphinx.application import Sphinx
+    from sphinx.application import Sphinx  # pyright: ignore[reportMissingImports]
 
 project = "jaxkern"
 extensions = [

@@ -14,10 +14,15 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+import jaxkern
 from tests import typed_program
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests/typed_program.py"
+
+
+def test_what_is_loaded_late_is_a_name_of_the_package():
+    assert "train" in dir(jaxkern) and {*jaxkern.__all__} <= {*dir(jaxkern)}
 
 
 def test_the_program_runs_and_is_read_by_lint():

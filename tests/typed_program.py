@@ -1,4 +1,4 @@
-"""What type checkers see of the public names: `make lint` reads this, and a test runs it.
+"""What type checkers see of the public names: `make lint` reads it, a test runs it.
 
 Each call has the type that its annotation promises, and what would be an error at run
 time is one before: an ignored line that is none is an error itself.
@@ -28,6 +28,7 @@ def program(x: jax.Array) -> None:
     y, cache = jk.cached_attention(tokens, tokens, tokens, empty)
     assert_type(y, jax.Array)
     assert_type(cache, jk.KVCache | jk.PagedKVCache)
+    assert_type(jk.train.AdamW(0.1), AdamW)
     assert_type(train_step(lambda w, batch: w.sum(), AdamW(0.1)), TrainStep)
 
 

@@ -78,7 +78,7 @@ def test_a_signature_has_its_dims(reference):
 
 
 def test_a_formula_is_a_block_and_a_name_is_code(reference):
-    lines = reference.translated(inspect.getdoc(jaxkern.rms_norm).splitlines())
+    lines = reference.translated((inspect.getdoc(jaxkern.rms_norm) or "").splitlines())
     at = lines.index(".. code-block:: text")
     assert lines[at + 1 : at + 3] == [
         "",
