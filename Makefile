@@ -19,7 +19,7 @@ OLDEST := .venv-oldest
 TEST_WORKERS ?= 2
 PYTEST := -m pytest -n $(TEST_WORKERS) --dist load -q
 
-.PHONY: demo test test-full test-gpu lint clean
+.PHONY: demo test test-full test-gpu lint docs wheel clean
 
 demo: $(NEWEST)/ready $(NEWEST)/demo
 	$(NEWEST)/bin/jaxkern generate --prompt "Why is the sky blue? Answer in two sentences." --max-tokens 64
@@ -50,6 +50,23 @@ lint: $(NEWEST)/ready
 	$(NEWEST)/bin/ruff format --check .
 	$(NEWEST)/bin/lint-imports
 	$(NEWEST)/bin/pyright --pythonpath $(NEWEST)/bin/python
+
+# The site, build/site/index.html: a warning or a dead link is an error.
+docs: $(NEWEST)/docs
+	$(NEWEST)/bin/python -m sphinx -W --keep-going -c docs . build/site
+
+# The packages of an extra alone: jaxkern itself, with its C++, is there already.
+$(NEWEST)/docs: $(NEWEST)/ready
+	$(NEWEST)/bin/python -c 'import tomllib; \
+		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+		print(*(r for r in extras["docs"] if not r.startswith("jaxkern")), sep="\n")' > $@
+	$(NEWEST)/bin/python -m pip install --quiet --requirement $@ || { rm $@; exit 1; }
+
+# In dist/: the sources, and of them the wheel of this machine. Wheels of every platform
+# are `cibuildwheel`'s, as pyproject.toml says.
+wheel: $(NEWEST)/ready
+	$(NEWEST)/bin/python -m pip install --quiet "build>=1.2"
+	$(NEWEST)/bin/python -m build --outdir dist
 
 # An editable install builds the C++ kernels once: again where their sources changed.
 KERNELS := CMakeLists.txt $(wildcard $(addprefix jaxkern/cpu/,*.cc *.h */*.cc */*.h))

@@ -18,6 +18,7 @@ shards, and lowers on every platform. Where to look:
 """
 
 import importlib as _importlib
+import typing as _typing
 
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
@@ -76,8 +77,16 @@ __all__ += _turboquant.__all__
 __all__ += _vision.__all__
 
 
-def __getattr__(name: str):
-    """`jaxkern.train`, which imports models, when it is first named."""
-    if name == "train":
-        return _importlib.import_module("jaxkern.train")
-    raise AttributeError(f"module 'jaxkern' has no attribute {name!r}")
+if _typing.TYPE_CHECKING:  # which take a `__getattr__` to have every name
+    from jaxkern import train as train
+else:
+
+    def __getattr__(name: str):
+        """`jaxkern.train`, which imports models, when it is first named."""
+        if name == "train":
+            return _importlib.import_module("jaxkern.train")
+        raise AttributeError(f"module 'jaxkern' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "train"})
