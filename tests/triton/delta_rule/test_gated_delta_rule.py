@@ -16,6 +16,7 @@ from jaxkern.primitives.delta_rule.gated_delta_rule import (
     gated_delta_rule_reference,
 )
 from jaxkern.triton.delta_rule.gated_delta_rule import bwd, fwd
+from tests.triton.gluon_on_host import gluon_on_host
 from tests.triton.interpreted import (
     INTERPRETED,
     alone,
@@ -29,7 +30,7 @@ OPTIONS = dict(scale=0.25, chunk_size=64)
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, 2)
+    check_in_its_own_process(__file__, 3)
 
 
 @alone
@@ -68,6 +69,24 @@ def test_one_key_for_all_tokens_loses_no_digits():
     state = jnp.asarray(rng.standard_normal((2, 1, 1, h, hv)), jnp.float32)
     slopes = [jnp.asarray(dout, jnp.float16), state[1]]
     check([*operands, g, jnp.ones((1, t, 1), jnp.float32), state[0]], slopes)
+
+
+@alone
+def test_walks_of_compute_capability_90(monkeypatch):
+    """Triton's interpreter runs no Gluon. Chunks enough to take every stage again."""
+    rng = np.random.default_rng(0)
+    t, h, hv = 200, 16, 80
+    query, key, value, dout = (
+        jnp.asarray(rng.standard_normal((1, t, 1, d)) / d**0.5, jnp.float16)
+        for d in (h, h, hv, hv)
+    )
+    g = jnp.asarray(-rng.exponential(0.1, (1, t, 1)), jnp.float32)
+    beta = jnp.asarray(rng.uniform(0, 1, (1, t, 1)), jnp.float32)
+    state, dstate = rng.standard_normal((2, 1, 1, h, hv)).astype(np.float32)
+    kernels = ("forward_kernel", "both_ways_kernel")
+    with gluon_on_host(fwd.hopper_walk, *kernels) as on_host, compiling_for(90):
+        monkeypatch.setattr(fwd, "hopper_walk", on_host)
+        check([query, key, value, g, beta, state], [dout, dstate])
 
 
 def check(operands, slopes) -> list[Any]:

@@ -47,7 +47,7 @@ def gated_delta_rule_bwd(
     )
     shape = dict(T=t, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = 2 * -(-hv // fwd.COLUMNS) * b * n
-    kernels, sizes = fwd.walks(h, programs, backward=True)
+    kernels, constants = fwd.walks(shape | {"NUM_HEADS": n}, programs, backward=True)
     states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
     found: Any = sparse_call(
         kernels.both_ways_kernel,
@@ -70,7 +70,7 @@ def gated_delta_rule_bwd(
             "dr_ptr": like(value),
             "dinitial_ptr": like(initial_state),
         },
-        shape | {"NUM_HEADS": n} | sizes,
+        constants,
     )
     states, written, dstates, dr, dinitial = found
     sizes = gradient_sizes(h, hv)

@@ -24,7 +24,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
 LARGEST = 256  # dims of a head
 LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second axis
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
-COLUMNS = 64  # value columns of a program
+COLUMNS = hopper_walk.COLUMNS  # value columns of a program
 
 
 def unsupported(
@@ -60,19 +60,24 @@ def unsupported(
     return None
 
 
-def walks(h: int, programs: int, backward: bool) -> tuple[Any, dict[str, Any]]:
-    """(the file with both kernels, sizes of a program).
+def walks(
+    shape: dict[str, Any], programs: int, backward: bool
+) -> tuple[Any, dict[str, Any]]:
+    """(the file with both kernels, their constants).
 
     As measured on an H200: the walk written for it is faster where every program has a
     multiprocessor alone, and the other where two share one.
     """
+    h = shape["H"]
     room = max(16, next_power_of_2(h))
     if compute_capability() == 90 and h <= 128 and programs <= num_sms():
-        sizes = {"BLOCK_H": max(64, room), "STAGES": 3 if backward else 2}
-        return hopper_walk, sizes | {"num_warps": 4, "num_stages": 1}
+        sizes = (max(64, room), shape["SCALE"], 3 if backward else 2)
+        names = ("T", "NUM_HEADS", "GROUP", "H", "HV")
+        known = hopper_walk.Walk(*(shape[n] for n in names), *sizes)
+        return hopper_walk, {"P": known, "num_warps": 4, "num_stages": 1}
     fits = h <= 128 or not backward
     sizes = {"BLOCK_H": room, "BLOCK_V": COLUMNS, "num_stages": 2 if fits else 1}
-    return walk, sizes | {"num_warps": 4 if h <= 128 else 8}
+    return walk, shape | sizes | {"num_warps": 4 if h <= 128 else 8}
 
 
 def gated_delta_rule(
@@ -84,7 +89,8 @@ def gated_delta_rule(
     matrices, vectors, _ = chunk_matrices(query, key, g, beta, scale=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     programs = -(-hv // COLUMNS) * b * n
-    kernels, sizes = walks(h, programs, backward=False)
+    shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
+    kernels, constants = walks(shape, programs, backward=False)
     return sparse_call(
         kernels.forward_kernel,
         (programs,),
@@ -100,5 +106,5 @@ def gated_delta_rule(
             "out_ptr": jax.ShapeDtypeStruct(value.shape, value.dtype),
             "final_ptr": jax.ShapeDtypeStruct((b, n, h, hv), kept),
         },
-        dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale) | sizes,
+        constants,
     )
