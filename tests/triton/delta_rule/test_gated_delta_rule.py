@@ -83,7 +83,7 @@ def test_walks_of_compute_capability_90(monkeypatch):
     g = jnp.asarray(-rng.exponential(0.1, (1, t, 1)), jnp.float32)
     beta = jnp.asarray(rng.uniform(0, 1, (1, t, 1)), jnp.float32)
     state, dstate = rng.standard_normal((2, 1, 1, h, hv)).astype(np.float32)
-    kernels = ("forward_kernel", "both_ways_kernel")
+    kernels = ("hopper_forward_kernel", "hopper_both_ways_kernel")
     with gluon_on_host(fwd.hopper_walk, *kernels) as on_host, compiling_for(90):
         monkeypatch.setattr(fwd, "hopper_walk", on_host)
         check([query, key, value, g, beta, state], [dout, dstate])

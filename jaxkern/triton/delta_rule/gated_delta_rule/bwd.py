@@ -47,10 +47,11 @@ def gated_delta_rule_bwd(
     )
     shape = dict(T=t, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = 2 * -(-hv // fwd.COLUMNS) * b * n
-    kernels, constants = fwd.walks(shape | {"NUM_HEADS": n}, programs, backward=True)
+    named = shape | {"NUM_HEADS": n}
+    kernel, constants = fwd.walk_of(named, programs, backward=True)
     states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
     found: Any = sparse_call(
-        kernels.both_ways_kernel,
+        kernel,
         (programs,),
         {
             "query_ptr": query,

@@ -60,10 +60,10 @@ def unsupported(
     return None
 
 
-def walks(
+def walk_of(
     shape: dict[str, Any], programs: int, backward: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """(the file with both kernels, their constants).
+    """(the kernel of a walk, its constants).
 
     As measured on an H200: the walk written for it is faster where every program has a
     multiprocessor alone, and the other where two share one.
@@ -74,10 +74,14 @@ def walks(
         sizes = (max(64, room), shape["SCALE"], 3 if backward else 2)
         names = ("T", "NUM_HEADS", "GROUP", "H", "HV")
         known = hopper_walk.Walk(*(shape[n] for n in names), *sizes)
-        return hopper_walk, {"P": known, "num_warps": 4, "num_stages": 1}
+        kernel = hopper_walk.hopper_forward_kernel
+        if backward:
+            kernel = hopper_walk.hopper_both_ways_kernel
+        return kernel, {"P": known, "num_warps": 4, "num_stages": 1}
     fits = h <= 128 or not backward
     sizes = {"BLOCK_H": room, "BLOCK_V": COLUMNS, "num_stages": 2 if fits else 1}
-    return walk, shape | sizes | {"num_warps": 4 if h <= 128 else 8}
+    kernel = walk.both_ways_kernel if backward else walk.forward_kernel
+    return kernel, shape | sizes | {"num_warps": 4 if h <= 128 else 8}
 
 
 def gated_delta_rule(
@@ -90,9 +94,9 @@ def gated_delta_rule(
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     programs = -(-hv // COLUMNS) * b * n
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
-    kernels, constants = walks(shape, programs, backward=False)
+    kernel, constants = walk_of(shape, programs, backward=False)
     return sparse_call(
-        kernels.forward_kernel,
+        kernel,
         (programs,),
         {
             "query_ptr": query,

@@ -396,7 +396,7 @@ def walk_backward(
 
 
 @gluon_jit
-def forward_kernel(
+def hopper_forward_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
@@ -412,7 +412,7 @@ def forward_kernel(
 
 
 @gluon_jit
-def both_ways_kernel(
+def hopper_both_ways_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
