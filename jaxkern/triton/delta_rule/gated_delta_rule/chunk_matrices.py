@@ -12,16 +12,11 @@ T may hold sums of terms that cancel in `ends`, so that is a product of T in two
 not yet rounded. A program has the chunk of a value head.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import compute_capability, next_power_of_2
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
-from jaxkern.triton.delta_rule.gated_delta_rule.hopper_chunk_matrices import (
-    hopper_chunk_matrices_kernel,
-)
 
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
@@ -164,13 +159,8 @@ def chunk_matrices(query, key, g, beta, *, scale, backward=False):
     matrices = jax.ShapeDtypeStruct((b, n, chunks, 2, CHUNK, CHUNK), key.dtype)
     vectors = jax.ShapeDtypeStruct((b, n, chunks, 3, CHUNK), jnp.float32)
     ends = jax.ShapeDtypeStruct((b, n, chunks, h, CHUNK), key.dtype)
-    room = max(16, next_power_of_2(h))
-    kernel: Any = chunk_matrices_kernel
-    sizes: dict[str, Any] = {"BLOCK_H": room, "PRECISION": "tf32"}
-    if compute_capability() == 90:
-        kernel, sizes = hopper_chunk_matrices_kernel, {"BLOCK_H": max(64, room)}
     return sparse_call(
-        kernel,
+        chunk_matrices_kernel,
         (b * n, chunks),
         {"query_ptr": query, "key_ptr": key, "g_ptr": g, "beta_ptr": beta},
         {
@@ -186,7 +176,8 @@ def chunk_matrices(query, key, g, beta, *, scale, backward=False):
             NUM_HEADS=n,
             GROUP=n // k,
             H=h,
+            BLOCK_H=max(16, next_power_of_2(h)),
             SCALE=scale,
-            **sizes,
+            PRECISION="tf32",
         ),
     )
