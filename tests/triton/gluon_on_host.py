@@ -24,7 +24,7 @@ class Tile(np.ndarray):
     """A tensor, or a number that is one."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Tile":
-        return self.view(dtype) if bitcast else self.astype(dtype)
+        return tile(self.view(dtype) if bitcast else self.astype(dtype))
 
 
 def tile(x: Any) -> Tile:
@@ -75,7 +75,8 @@ class Product:
     """A sum of products that are under way."""
 
     def __init__(self, start: Callable[[], Tile]):
-        self.start, self.value = start, None
+        self.start = start
+        self.value: Tile | None = None
 
     def done(self) -> Tile:
         assert self.value is not None, "the product was used before it was waited for"
@@ -199,11 +200,11 @@ def gluon_on_host(module: ModuleType, *kernels: str) -> Iterator[SimpleNamespace
     copy: Any = importlib.util.module_from_spec(spec)
     copy.range = numbers
     try:
-        vars(bridge).update(patched)
+        bridge.__dict__.update(patched)
         fragments.barrier = lambda: None
         spec.loader.exec_module(copy)
     finally:
-        vars(bridge).update(kept)
+        bridge.__dict__.update(kept)
         fragments.barrier = barrier
     called = {n: Kernel(getattr(copy, n), program) for n in kernels}
     yield SimpleNamespace(**(vars(copy) | called))

@@ -73,9 +73,16 @@ def walk_of(
     room = max(16, next_power_of_2(h))
     alone = backward or programs <= num_sms()
     if compute_capability() == 90 and h <= 128 and alone:
-        sizes = (max(64, room), shape["SCALE"], 3 if backward else 2)
-        names = ("T", "NUM_HEADS", "GROUP", "H", "HV")
-        known = hopper_walk.Walk(*(shape[n] for n in names), *sizes)
+        known = hopper_walk.Walk(
+            tokens=shape["T"],
+            heads=shape["NUM_HEADS"],
+            group=shape["GROUP"],
+            h=h,
+            hv=shape["HV"],
+            room=max(64, room),
+            scale=shape["SCALE"],
+            stages=3 if backward else 2,
+        )
         kernel = hopper_walk.hopper_forward_kernel
         if backward:
             kernel = hopper_walk.hopper_both_ways_kernel

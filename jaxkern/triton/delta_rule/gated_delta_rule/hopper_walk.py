@@ -274,7 +274,8 @@ def walk_forward(pointers, initial_ptr, out_ptr, final_ptr, P: gl.constexpr):
         within, r = warpgroup_mma_wait(1, deps=[within, r])
         out = P.scale * from_start * read + within
         tile.permute([1, 0]).store(out.to(dtype))
-        rows = out_ptr + row + chunk.to(gl.int64) * (64 * P.values)
+        first = gl.to_tensor(chunk).to(gl.int64)
+        rows = out_ptr + row + first * (64 * P.values)
         left = P.tokens - chunk * 64
         store_rows(rows, tile, left, first_column, P.values, P.hv)
         state, stored = warpgroup_mma_wait(0, deps=[state, stored])
@@ -306,7 +307,7 @@ def walk_states(
         async_copy.wait_group(S - 2)
         barrier()
         slot = chunk % S
-        first = chunk.to(gl.int64)
+        first = gl.to_tensor(chunk).to(gl.int64)
         key = keys.index(slot)
         low = state.to(dtype)
         turned = left_of(low, 64)
