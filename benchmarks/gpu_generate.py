@@ -6,6 +6,10 @@
 with dense blocks; bf16 alone. Weights are bf16, Q4_K_M, Q4_K, Q6_K, Q8_0, int4,
 affine4, fp8 or mxfp4.
 
+Prefill of a model in the sizes of Qwen3-Next with kernels and without:
+
+    python -m benchmarks gpu_generate --model hybrid --prompt 4096 [--backend xla]
+
 Batch 1, chunks of 16 tokens; the median of four streams after one that warms up.
 """
 
@@ -20,6 +24,7 @@ import numpy as np
 
 from jaxkern import (
     GGUFTensor,
+    backend,
     interleave,
     quantize_affine,
     quantize_fp8,
@@ -209,6 +214,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--weights", default="bf16,Q4_K_M,Q8_0")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--backend", default="auto", help="xla: without kernels")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
@@ -216,6 +222,7 @@ def main(arguments: list[str]) -> int:
     for name in options.model.split(","):
         kinds = "bf16" if name == "hybrid" else options.weights
         for weights in kinds.split(","):
-            line = measure(name, weights, options.prompt, options.new)
+            with backend(options.backend):
+                line = measure(name, weights, options.prompt, options.new)
             print(f"{name} {weights}: {line}", flush=True)
     return 0

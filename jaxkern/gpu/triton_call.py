@@ -27,10 +27,11 @@ try:
     import triton.language as language
     from triton.experimental import gluon as gluon_package
     from triton.experimental.gluon import language as gluon_language
-    from triton.experimental.gluon.language.nvidia import ampere
+    from triton.experimental.gluon.language.nvidia import ampere, hopper
     from triton.language.extra import libdevice as device_library
 except ImportError:
-    language = gluon_package = gluon_language = device_library = ampere = None
+    language = gluon_package = gluon_language = device_library = None
+    ampere = hopper = None
 
 # Without Triton a kernel stays the function it decorates; nothing calls it.
 tl: Any = language or SimpleNamespace(constexpr=None)
@@ -44,6 +45,8 @@ async_copy: Any = ampere.async_copy if ampere else None
 async_load: Any = getattr(async_copy, "async_load", None) or getattr(
     async_copy, "async_copy_global_to_shared", None
 )
+warpgroup_mma: Any = hopper.warpgroup_mma if hopper else None
+warpgroup_mma_wait: Any = hopper.warpgroup_mma_wait if hopper else None
 gluon_jit: Any = gluon_package.jit if gluon_package else lambda f: f
 constexpr_function: Any = triton.constexpr_function if triton else lambda f: f
 

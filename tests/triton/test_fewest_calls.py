@@ -247,6 +247,7 @@ FEWEST = (
     "affine_matmul-bits_4",
     "interleaved_matmul_id-q4_0",
     "gated_delta_rule 64",
+    "gated_delta_rule 256",
     "gated_delta_step-qwen3_next_decode",
     "fp8_matmul-deepseek_v3_down",
     "int_matmul-int8",

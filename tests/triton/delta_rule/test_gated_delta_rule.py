@@ -16,6 +16,7 @@ from jaxkern.primitives.delta_rule.gated_delta_rule import (
     gated_delta_rule_reference,
 )
 from jaxkern.triton.delta_rule.gated_delta_rule import bwd, fwd
+from tests.triton.gluon_on_host import gluon_on_host
 from tests.triton.interpreted import (
     INTERPRETED,
     alone,
@@ -29,7 +30,7 @@ OPTIONS = dict(scale=0.25, chunk_size=64)
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, 1)
+    check_in_its_own_process(__file__, 3)
 
 
 @alone
@@ -48,6 +49,48 @@ def test_values_and_gradients():
     state = jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32)
     operands = [query, key, draw(b, t, n, hv), g, beta, state]
     slopes = [draw(b, t, n, hv), state[:, ::-1]]
+    found = check(operands, slopes)
+    np.testing.assert_array_equal(found[-3][:, 40], 0.0)  # dg of the factor 0
+
+
+@alone
+def test_one_key_for_all_tokens_loses_no_digits():
+    """Every token overwrites what the one before wrote: T^T cancels what it is given.
+
+    Random keys are nearly orthogonal, T nearly one, and no sum cancels: with them the
+    gradients lost nothing.
+    """
+    rng = np.random.default_rng(0)
+    t, h, hv = 64, 16, 16
+    query, key, value, dout = rng.standard_normal((4, 1, t, 1, h))
+    key = np.broadcast_to(key[:, :1] / np.linalg.norm(key[:, :1]), key.shape)
+    operands = [jnp.asarray(x, jnp.float16) for x in (query / 4, key, value)]
+    g = jnp.asarray(-rng.exponential(0.002, (1, t, 1)), jnp.float32)
+    state = jnp.asarray(rng.standard_normal((2, 1, 1, h, hv)), jnp.float32)
+    slopes = [jnp.asarray(dout, jnp.float16), state[1]]
+    check([*operands, g, jnp.ones((1, t, 1), jnp.float32), state[0]], slopes)
+
+
+@alone
+def test_walks_of_compute_capability_90(monkeypatch):
+    """Triton's interpreter runs no Gluon. Chunks enough to take every stage again."""
+    rng = np.random.default_rng(0)
+    t, h, hv = 200, 16, 80
+    query, key, value, dout = (
+        jnp.asarray(rng.standard_normal((1, t, 1, d)) / d**0.5, jnp.float16)
+        for d in (h, h, hv, hv)
+    )
+    g = jnp.asarray(-rng.exponential(0.1, (1, t, 1)), jnp.float32)
+    beta = jnp.asarray(rng.uniform(0, 1, (1, t, 1)), jnp.float32)
+    state, dstate = rng.standard_normal((2, 1, 1, h, hv)).astype(np.float32)
+    kernels = ("hopper_forward_kernel", "hopper_both_ways_kernel")
+    with gluon_on_host(fwd.hopper_walk, *kernels) as on_host, compiling_for(90):
+        monkeypatch.setattr(fwd, "hopper_walk", on_host)
+        check([query, key, value, g, beta, state], [dout, dstate])
+
+
+def check(operands, slopes) -> list[Any]:
+    """Values and gradients by the interpreter against the reference in float32."""
     with interpreted():
         found: list[Any] = [*fwd.gated_delta_rule(*operands, **OPTIONS)]
         found += bwd.gated_delta_rule_bwd(*operands, *slopes, **OPTIONS)
@@ -59,7 +102,7 @@ def test_values_and_gradients():
         # the size of a dg that other terms cancel is not its own
         error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
         assert error < 2e-3, (y.shape, error)
-    np.testing.assert_array_equal(found[-3][:, 40], 0.0)  # dg of the factor 0
+    return found
 
 
 def spec(*shape, dtype="bfloat16"):

@@ -24,7 +24,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.gradients import (
     pairs_kernel,
     tokens_kernel,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule.walk import both_ways_kernel
 
 
 def unsupported(dout: Any, **named: Any) -> str | None:
@@ -43,19 +42,24 @@ def gated_delta_rule_bwd(
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
     chunks = -(-t // CHUNK)
-    matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
+    matrices, vectors, ends = chunk_matrices(
+        query, key, g, beta, scale=scale, backward=True
+    )
     shape = dict(T=t, GROUP=n // k, H=h, HV=hv, SCALE=scale)
-    sizes = fwd.walk_sizes(h)
+    programs = 2 * -(-hv // fwd.COLUMNS) * b * n
+    named = shape | {"NUM_HEADS": n}
+    kernel, constants = fwd.walk_of(named, programs, backward=True)
     states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
     found: Any = sparse_call(
-        both_ways_kernel,
-        (2 * -(-hv // sizes["BLOCK_V"]) * b * n,),
+        kernel,
+        (programs,),
         {
             "query_ptr": query,
             "key_ptr": key,
             "value_ptr": value,
             "matrices_ptr": matrices,
             "vectors_ptr": vectors,
+            "ends_ptr": ends,
             "initial_ptr": initial_state,
             "dout_ptr": dout,
             "dfinal_ptr": dfinal_state,
@@ -67,7 +71,7 @@ def gated_delta_rule_bwd(
             "dr_ptr": like(value),
             "dinitial_ptr": like(initial_state),
         },
-        shape | {"NUM_HEADS": n} | sizes,
+        constants,
     )
     states, written, dstates, dr, dinitial = found
     sizes = gradient_sizes(h, hv)

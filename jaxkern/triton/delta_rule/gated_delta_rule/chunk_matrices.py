@@ -6,16 +6,17 @@ docs/design/gated_delta_rule.md:
     inverse   T = (I + A)^-1, A_ij = beta_i (k_i . k_j) between_ij below the diagonal
     scores    P T with P = scale (q k^T) between: what beta r adds to out
     vectors   from_start, to_end, beta; float32
+    ends      k^T to_end T, turned: the backward pass alone wants it
 
-A program has the chunk of a value head.
+T may hold sums of terms that cancel in `ends`, so that is a product of T in two parts,
+not yet rounded. A program has the chunk of a value head.
 """
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import next_power_of_2
-from jaxkern.gpu.triton_call import jit, tl
+from jaxkern.gpu.triton_call import jit, sparse_call, tl
 
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
@@ -96,6 +97,7 @@ def chunk_matrices_kernel(
     beta_ptr,
     matrices_ptr,
     vectors_ptr,
+    ends_ptr,
     T: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -129,6 +131,13 @@ def chunk_matrices_kernel(
     between = decay_between(total[:, None], total[None, :], row > column)
     a = beta[:, None] * tl.dot(key, tl.trans(key)) * between
     inverse = unit_lower_inverse(a, PRECISION)
+    if ends_ptr is not None:
+        late = tl.exp(end - total)[:, None] * inverse
+        high = late.to(key.dtype)
+        ends = tl.dot(tl.trans(key), high)
+        ends = tl.dot(tl.trans(key), (late - high.to(tl.float32)).to(key.dtype), ends)
+        at_ends = (place * H + h[:, None]) * CHUNK + column
+        tl.store(ends_ptr + at_ends, ends.to(key.dtype), (h < H)[:, None])
     tile = place * 2 * CHUNK * CHUNK + row * CHUNK + column
     tl.store(matrices_ptr + tile, inverse.to(matrices_ptr.dtype.element_ty))
 
@@ -140,28 +149,35 @@ def chunk_matrices_kernel(
     tl.store(matrices_ptr + tile, scores.to(matrices_ptr.dtype.element_ty))
 
 
-def chunk_matrices(query, key, g, beta, *, scale):
-    """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 3 64]`)."""
+def chunk_matrices(query, key, g, beta, *, scale, backward=False):
+    """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 3 64]`, ends or None).
+
+    Ends are `[b n c h 64]`.
+    """
     b, t, k, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)
     matrices = jax.ShapeDtypeStruct((b, n, chunks, 2, CHUNK, CHUNK), key.dtype)
     vectors = jax.ShapeDtypeStruct((b, n, chunks, 3, CHUNK), jnp.float32)
-    return bridge.triton_call(
+    ends = jax.ShapeDtypeStruct((b, n, chunks, h, CHUNK), key.dtype)
+    return sparse_call(
         chunk_matrices_kernel,
-        query,
-        key,
-        g,
-        beta,
-        out=[matrices, vectors],
-        grid=(b * n, chunks),
-        num_warps=4,
-        num_stages=1,
-        max_registers=REGISTERS if h <= 128 else None,
-        T=t,
-        NUM_HEADS=n,
-        GROUP=n // k,
-        H=h,
-        BLOCK_H=max(16, next_power_of_2(h)),
-        SCALE=scale,
-        PRECISION="tf32",
+        (b * n, chunks),
+        {"query_ptr": query, "key_ptr": key, "g_ptr": g, "beta_ptr": beta},
+        {
+            "matrices_ptr": matrices,
+            "vectors_ptr": vectors,
+            "ends_ptr": ends if backward else None,
+        },
+        dict(
+            num_warps=4,
+            num_stages=1,
+            max_registers=REGISTERS if h <= 128 else None,
+            T=t,
+            NUM_HEADS=n,
+            GROUP=n // k,
+            H=h,
+            BLOCK_H=max(16, next_power_of_2(h)),
+            SCALE=scale,
+            PRECISION="tf32",
+        ),
     )

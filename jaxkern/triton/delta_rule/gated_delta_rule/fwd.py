@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import sparse_call
+from jaxkern.triton.delta_rule.gated_delta_rule import hopper_walk, walk
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
     chunk_matrices,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule.walk import forward_kernel
 
 LARGEST = 256  # dims of a head
 LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second axis
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
-COLUMNS = 64  # value columns of a program
+COLUMNS = hopper_walk.COLUMNS  # value columns of a program
 
 
 def unsupported(
@@ -60,14 +60,37 @@ def unsupported(
     return None
 
 
-def walk_sizes(h: int) -> dict[str, Any]:
-    """Of a program of a walk."""
-    return {
-        "BLOCK_H": max(16, next_power_of_2(h)),
-        "BLOCK_V": COLUMNS,
-        "num_warps": 4 if h <= 128 else 8,
-        "num_stages": 2,
-    }
+def walk_of(
+    shape: dict[str, Any], programs: int, backward: bool
+) -> tuple[Any, dict[str, Any]]:
+    """(the kernel of a walk, its constants).
+
+    As measured on an H200: forward the walk written for it is faster where a program
+    has a multiprocessor alone, and the other where two share one. Backward two of the
+    other no longer fit: ends take room.
+    """
+    h = shape["H"]
+    room = max(16, next_power_of_2(h))
+    alone = backward or programs <= num_sms()
+    if compute_capability() == 90 and h <= 128 and alone:
+        known = hopper_walk.Walk(
+            tokens=shape["T"],
+            heads=shape["NUM_HEADS"],
+            group=shape["GROUP"],
+            h=h,
+            hv=shape["HV"],
+            room=max(64, room),
+            scale=shape["SCALE"],
+            stages=3 if backward else 2,
+        )
+        kernel = hopper_walk.hopper_forward_kernel
+        if backward:
+            kernel = hopper_walk.hopper_both_ways_kernel
+        return kernel, {"P": known, "num_warps": 4, "num_stages": 1}
+    fits = h <= 128 or not backward
+    sizes = {"BLOCK_H": room, "BLOCK_V": COLUMNS, "num_stages": 2 if fits else 1}
+    kernel = walk.both_ways_kernel if backward else walk.forward_kernel
+    return kernel, shape | sizes | {"num_warps": 4 if h <= 128 else 8}
 
 
 def gated_delta_rule(
@@ -76,12 +99,14 @@ def gated_delta_rule(
     del chunk_size  # the same function up to rounding
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
-    matrices, vectors = chunk_matrices(query, key, g, beta, scale=scale)
+    matrices, vectors, _ = chunk_matrices(query, key, g, beta, scale=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
-    sizes = walk_sizes(h)
+    programs = -(-hv // COLUMNS) * b * n
+    shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
+    kernel, constants = walk_of(shape, programs, backward=False)
     return sparse_call(
-        forward_kernel,
-        (-(-hv // sizes["BLOCK_V"]) * b * n,),
+        kernel,
+        (programs,),
         {
             "query_ptr": query,
             "key_ptr": key,
@@ -94,5 +119,5 @@ def gated_delta_rule(
             "out_ptr": jax.ShapeDtypeStruct(value.shape, value.dtype),
             "final_ptr": jax.ShapeDtypeStruct((b, n, h, hv), kept),
         },
-        dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale) | sizes,
+        constants,
     )

@@ -23,6 +23,15 @@ from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
 
 
 @jit
+def is_strong(beta):
+    """Where dbeta is dr . d / beta: d is beta times what was read, with all its digits.
+
+    Elsewhere it is a sum over the tokens before, each rounded, that may cancel.
+    """
+    return tl.abs(beta) >= 0.015625
+
+
+@jit
 def load_tokens(ptr, rows, inside, columns, D: tl.constexpr):
     """Rows of D numbers."""
     present = inside[:, None] & (columns < D)[None, :]
@@ -109,6 +118,7 @@ def pairs_kernel(
     dqk *= SCALE * between
     tl.store(tile, dqk.to(tiles_ptr.dtype.element_ty))
     pairs = dqk * tl.dot(query, tl.trans(key))
+    on_written = tl.sum(tl.where(row == column, dkk, 0.0), 1)
     dkk = tl.where(row > column, -between * dkk, 0.0)
     kk = tl.dot(key, tl.trans(key))
     dbeta += tl.sum(dkk * kk, 1)
@@ -119,6 +129,8 @@ def pairs_kernel(
     weighted -= beta[None, :] * between * dkk_turned
     tl.store(tile + CHUNK * CHUNK, weighted.to(tiles_ptr.dtype.element_ty))
     tl.store(dg_ptr + rows, tl.cumsum(dtotal, 0, reverse=True), inside)
+    strong = is_strong(beta)
+    dbeta = tl.where(strong, on_written / tl.where(strong, beta, 1.0), dbeta)
     tl.store(dbeta_ptr + rows, dbeta, inside)
 
 
@@ -245,7 +257,8 @@ def gradient_of_key(
         dg = tl.cumsum(-beta * on_key - to_state, 0, reverse=True)
         dg += tl.exp(end) * across + tl.sum(to_state, 0)
         tl.store(dg_ptr + rows, dg, inside)
-        tl.store(dbeta_ptr + rows, -on_key, inside)
+        dbeta = tl.where(is_strong(beta), 0.0, -on_key)
+        tl.store(dbeta_ptr + rows, dbeta, inside)
     at = key_rows[:, None] * H + h[None, :]
     present = inside[:, None] & (h < H)[None, :]
     tl.store(dkey_ptr + at, dkey.to(dkey_ptr.dtype.element_ty), present)

@@ -11,7 +11,7 @@ shared memory.
 
 The other way the gradient D of the state after a chunk is kept, D^T [columns, h]:
 
-    dr^T = dout^T (P T) + (to_end (D^T k^T)) T
+    dr^T = dout^T (P T) + D^T (k^T to_end T)
     D^T <- from_start_C D^T + (scale from_start dout^T) q - (from_start beta dr^T) k
 """
 
@@ -146,6 +146,7 @@ def walk_backward(
     key_ptr,
     matrices_ptr,
     vectors_ptr,
+    ends_ptr,
     dout_ptr,
     dfinal_ptr,
     dinitial_ptr,
@@ -185,17 +186,16 @@ def walk_backward(
         matrices = matrices_ptr + (place * CHUNKS + chunk) * 2 * CHUNK * CHUNK
         vectors = vectors_ptr + (place * CHUNKS + chunk) * 3 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
-        to_end = tl.load(vectors + CHUNK + token)[None, :]
         beta = tl.load(vectors + 2 * CHUNK + token)[None, :]
         whole = tl.load(vectors + CHUNK - 1)
         low = dstate.to(dtype)
         store_of_chunk(dstates_ptr, low, place * CHUNKS + chunk, h, column, H, HV)
-        tile = matrices + token[:, None] * CHUNK + token[None, :]
+        tile = matrices + (CHUNK + token[:, None]) * CHUNK + token[None, :]
         dout = tl.load(dout_ptr + value_at, value_in, 0.0)
-        dr = tl.dot(dout, tl.load(tile + CHUNK * CHUNK))
+        dr = tl.dot(dout, tl.load(tile))
+        end_at = ((place * CHUNKS + chunk) * H + h[:, None]) * CHUNK + token[None, :]
+        dr = tl.dot(low, tl.load(ends_ptr + end_at, (h < H)[:, None], 0.0), dr)
         key = tl.load(key_ptr + key_at, key_in, 0.0)
-        e = to_end * tl.dot(low, tl.trans(key))
-        dr = tl.dot(e.to(dtype), tl.load(tile), dr)
         tl.store(dr_ptr + value_at, dr.to(dtype), value_in)
         query = tl.load(query_ptr + key_at, key_in, 0.0)
         read = (SCALE * from_start * dout.to(tl.float32)).to(dtype)
@@ -256,6 +256,7 @@ def both_ways_kernel(
     value_ptr,
     matrices_ptr,
     vectors_ptr,
+    ends_ptr,
     initial_ptr,
     dout_ptr,
     dfinal_ptr,
@@ -282,6 +283,7 @@ def both_ways_kernel(
             key_ptr,
             matrices_ptr,
             vectors_ptr,
+            ends_ptr,
             dout_ptr,
             dfinal_ptr,
             dinitial_ptr,
