@@ -6,10 +6,25 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, explain, gated_delta_rule
+from jaxkern.gpu.device import device_capability
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
+from jaxkern.triton.delta_rule.gated_delta_rule import fwd
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
 
 pytestmark = on_a_gpu
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["triton", "hopper"])
+def walks(request, monkeypatch):
+    """Each test with the walks that are chosen and with those of 9.0."""
+    if request.param and device_capability() != 90:
+        pytest.skip("compute capability 9.0")
+    jax.clear_caches()  # the choice is no key of what was compiled
+    monkeypatch.setattr(fwd, "HOPPER_WALKS", request.param)
+    yield
+    jax.clear_caches()
+
+
 NAMES = ("out", "state", "dquery", "dkey", "dvalue", "dg", "dbeta", "dinitial")
 
 

@@ -25,6 +25,9 @@ LARGEST = 256  # dims of a head
 LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second axis
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = hopper_walk.COLUMNS  # value columns of a program
+# The walks of `hopper_walk` as they stand have been compared with float64 on the host
+# alone. Until tests/gpu has passed with them, capability 9.0 runs those of `walk`.
+HOPPER_WALKS = False
 
 
 def unsupported(
@@ -72,7 +75,7 @@ def walk_of(
     h = shape["H"]
     room = max(16, next_power_of_2(h))
     alone = backward or programs <= num_sms()
-    if compute_capability() == 90 and h <= 128 and alone:
+    if HOPPER_WALKS and compute_capability() == 90 and h <= 128 and alone:
         known = hopper_walk.Walk(
             tokens=shape["T"],
             heads=shape["NUM_HEADS"],
