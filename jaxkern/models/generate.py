@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkern import explain
+from jaxkern.lowering.chained import chained
 from jaxkern.lowering.explain import Explanation
 from jaxkern.models.architecture import Cache, ModelConfig, page_of
 from jaxkern.models.cached_steps import decode, prefill, with_lengths
@@ -90,9 +91,13 @@ def write_chunk(
 ) -> tuple[Int32[Array, "b steps"], State]:
     """Draws `steps` more tokens of each answer, NO_TOKEN behind its end."""
 
+    add_token = functools.partial(decode, config)
+    if jax.default_backend() == "gpu":  # whose launches take as long as small kernels
+        add_token = chained(add_token)
+
     def step(state: State, _):
         goes_on = jnp.where(state.finished, 0, 1)  # a finished sequence reads nothing
-        logits, cache = decode(config, weights, state.tokens, state.cache, goes_on)
+        logits, cache = add_token(weights, state.tokens, state.cache, goes_on)
         cache = with_lengths(cache, cache[0].lengths)
         key, key_now = jax.random.split(state.key)
         drawn = sampling(logits, key_now, state.seen)

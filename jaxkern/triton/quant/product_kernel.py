@@ -61,6 +61,21 @@ def source_of(SHARED, REST, COPIES):
 
 
 @gluon_jit
+def let_next_begin():
+    """See gpu/dependent_launch.py, also of the next one."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1
+    )
+
+
+@gluon_jit
+def wait_for_those_ahead():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1
+    )
+
+
+@gluon_jit
 def use_shared(memory):
     """Has `global_smem` declared, the address of all shared memory; no instruction."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -252,6 +267,7 @@ def packed_product_kernel(
     WORDS: gl.constexpr,
     TOP_K: gl.constexpr,
     EXPERTS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """ROWS activations, each a sum of TERMS; tiles_ptr `[TILES, 16 row_bytes]`.
 
@@ -259,8 +275,14 @@ def packed_product_kernel(
     SHARES warps a tile, EIGHTS columns of sums by eights. x is `[ROWS * TERMS, K]`
     bfloat16, or with a norm `[ROWS, K]` of any dtype, of which COPIES rows of terms
     stand in shared memory. With ids an activation has TOP_K slots, each with programs
-    of its own, which name one of EXPERTS; y is zero in slots that name none.
+    of its own, which name one of EXPERTS; y is zero in slots that name none. The first
+    weights are read before the kernel ahead has ended, where AHEAD is READ.
     """
+    READS_EARLY: gl.constexpr = AHEAD == 2 and ids_ptr is None
+    if AHEAD:
+        let_next_begin()
+    if AHEAD and not READS_EARLY:
+        wait_for_those_ahead()
     WARPS: gl.constexpr = PARTS * SHARES
     LANES: gl.constexpr = lanes_of(WARPS, EIGHTS)
     LANES3: gl.constexpr = gl.SliceLayout(3, LANES)
@@ -288,6 +310,8 @@ def packed_product_kernel(
     STEPS: gl.constexpr = (K + 255) // 256
     TURNS: gl.constexpr = (STEPS + SHARES - 1) // SHARES
     words = read_step(at, g, c, share, NUM_BLOCKS, FORMAT)
+    if READS_EARLY:
+        wait_for_those_ahead()
     zeros = gl.full([WARPS, 8, 4, EIGHTS], 0.0, gl.float32, LANES)
     totals = (zeros, zeros, zeros, zeros)
     n = in_lanes(g) + 8 * place_in(zeros, 3)
