@@ -26,7 +26,7 @@ from jax.interpreters import mlir, xla
 
 import jaxkern.gpu as package
 from jaxkern.gpu import triton_call
-from jaxkern.gpu.dependent_launch import EARLY, NOT, READ, WAIT
+from jaxkern.gpu.dependent_launch import EARLY, READ, WAIT
 from jaxkern.gpu.device import WARP, compute_capability, driver_version
 from jaxkern.gpu.launch import Launch, compiled
 
@@ -49,7 +49,6 @@ class Step(NamedTuple):
     sources: tuple[tuple[int, int], ...]
 
 
-@functools.cache
 def missing() -> str | None:
     """Why no chain can be launched here, or None."""
     if reason := triton_call.missing():
@@ -58,6 +57,12 @@ def missing() -> str | None:
         return f"the compute capability is {compute_capability()}, below {HOPPER}"
     if 0 < driver_version() < OLDEST_DRIVER:
         return f"the driver is of CUDA {driver_version()}, below {OLDEST_DRIVER}"
+    return missing_library()
+
+
+@functools.cache
+def missing_library() -> str | None:
+    """Why the handler is not known to XLA, or None; loads it at the first question."""
     # an editable install has its sources here and its library there
     installed = Path(sysconfig.get_path("platlib"), *package.__name__.split("."))
     folders = (*package.__path__, installed)
@@ -156,5 +161,3 @@ launch_chain_p.def_impl(functools.partial(xla.apply_primitive, launch_chain_p))
 launch_chain_p.def_abstract_eval(abstract_eval)
 mlir.register_lowering(launch_chain_p, lower, platform="cuda")
 
-
-__all__ = ["NOT", "READ", "WAIT", "Step", "fits", "launch_chain_p", "missing"]
