@@ -160,4 +160,3 @@ def scratch_bytes(metadata: Any) -> int:
 launch_chain_p.def_impl(functools.partial(xla.apply_primitive, launch_chain_p))
 launch_chain_p.def_abstract_eval(abstract_eval)
 mlir.register_lowering(launch_chain_p, lower, platform="cuda")
-

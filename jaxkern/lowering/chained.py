@@ -114,7 +114,9 @@ class Chain:
 
     def __init__(self) -> None:
         self.operands: list[Any] = []
-        self.steps: list[tuple[Any, list[Any]]] = []  # launch, operands, results' number
+        self.steps: list[
+            tuple[Any, list[Any]]
+        ] = []  # launch, operands, results' number
         self.results: list[tuple[tuple[int, ...], Any]] = []
         self.aliases: list[tuple[int, int]] = []
         self.written: set[int] = set()  # operands that a result has overwritten
@@ -200,9 +202,7 @@ class Chains:
             ]
             out = self.equation(eqn, operands)
             values.update(zip(eqn.outvars, out, strict=True))
-        return [
-            v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars
-        ]
+        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
     def equation(self, eqn: Any, operands: list) -> list:
         from jaxkern.gpu.launch_chain import fits
@@ -257,9 +257,7 @@ def kernel_of(eqn: Any) -> Any:
     row = choose(eqn.primitive, "cuda", avals, call, params).row
     if row is None or row.backend != "triton":
         return None
-    f = functools.partial(
-        eqn.primitive.evaluate_with, row.kernel, call=call, **params
-    )
+    f = functools.partial(eqn.primitive.evaluate_with, row.kernel, call=call, **params)
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     return jax.make_jaxpr(lambda *x: jax.tree.leaves(f(*x)))(*plain)
 

@@ -71,9 +71,7 @@ def test_all_layers_of_a_decode_step_are_one_call():
     """Also where q, k and v come of two products: what lies between is addresses."""
     config, weights, cache = llama()
     token = spec(1, dtype="int32")
-    eqns = equations(
-        lambda w, t, c: decode(config, w, t, c), weights, token, cache
-    )
+    eqns = equations(lambda w, t, c: decode(config, w, t, c), weights, token, cache)
     [chain] = named(eqns, "launch_chain")
     names = [step.launch.name for step in chain.params["steps"]]
     product = "few_products_kernel"
@@ -176,13 +174,16 @@ def test_elsewhere_a_function_stays_what_it_was():
         return jnp.sin(norm_product(x, w)), {"sum": x.sum()}
 
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((3, 32), (8, 32)))
+    x, w = (
+        jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((3, 32), (8, 32))
+    )
     for g in (lambda f: f, jax.jit, lambda f: jax.vmap(f, (0, None))):
         jax.tree.map(np.testing.assert_array_equal, g(chained(f))(x, w), g(f)(x, w))
 
 
 def test_a_kernel_waits_before_it_reads_what_others_write():
     """In the machine code: weights, the wait, then the activations and the norm."""
+
     def f(x, w):
         return norm_product(norm_product(x, w), w)
 

@@ -1,7 +1,7 @@
-"""What the kernels of a chain compute, launched as its program says, in the interpreter.
+"""What the kernels of a chain compute, launched as its program says, interpreted.
 
-Tests of ops see one kernel at a time: that a result is an operand of the next one, at an
-offset or beside another, is seen here alone.
+Tests of ops see one kernel at a time: that a result is an operand of the next one, at
+an offset or beside another, is seen here alone.
 """
 
 import jax
@@ -52,9 +52,7 @@ def evaluated(jaxpr, *args):
     values.update(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     chains = 0
     for eqn in jaxpr.eqns:
-        operands = [
-            v.val if isinstance(v, Literal) else values[v] for v in eqn.invars
-        ]
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         if eqn.primitive.name == "launch_chain":
             out, chains = launched(eqn.params, operands), chains + 1
         else:

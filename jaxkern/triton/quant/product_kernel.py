@@ -35,7 +35,6 @@ from jaxkern.triton.quant.fragments import (
     signed_codes,
     unsigned_codes,
 )
-
 from jaxkern.triton.quant.one_activation import (
     add_step_of_one,
     high_float,

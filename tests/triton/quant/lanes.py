@@ -195,7 +195,8 @@ def matrix_product(args: list) -> tuple[Tensor, ...]:
                 k = 2 * c + half + 8 * (i // 2)
                 left[:, :, rows, k] = a[i][half][:, :, c].transpose(0, 2, 1)
             for i in range(2):
-                right[:, :, 2 * c + half + 8 * i] = b[i][half][:, :, c].transpose(0, 2, 1)
+                k = 2 * c + half + 8 * i
+                right[:, :, k] = b[i][half][:, :, c].transpose(0, 2, 1)
     product = left @ right  # [warps, eights, 16, 8]
     out = []
     for i in range(4):
