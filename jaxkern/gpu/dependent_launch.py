@@ -1,9 +1,9 @@
 """What a kernel does to begin before the one ahead of it has ended.
 
-A launch of a chain (`launch_chain.py`) may be resident while the kernel ahead of it runs.
-It may read what no kernel of the chain writes, such as weights. Before it reads anything
-else, and before it writes, it waits until the kernel ahead has ended and its writes are
-seen; that one has waited likewise, so all kernels before it have ended too.
+A launch of a chain (`launch_chain.py`) may be resident while the kernel ahead of it
+runs. It may read what no kernel of the chain writes, such as weights. Before it reads
+anything else, and before it writes, it waits until the kernel ahead has ended and its
+writes are seen; that one has waited likewise, so all before it have ended too.
 
 A kernel has a constant AHEAD of one of these values for it. Where nobody asks for it
 `triton_call` says NOT.

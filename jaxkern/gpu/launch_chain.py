@@ -3,10 +3,10 @@
     [y] = one(x, w)        launch_chain_p.bind(x, w, v, steps=(one, two), ...)
     [z] = two(y, v)
 
-Between two calls of XLA a kernel ends before the next begins: 1 to 2 us in which memory
-is idle, as much as a small product takes. Within one call the next is resident and has
-read its weights by then (`dependent_launch.py`). The call is a handler of the small
-library `libjaxkern_gpu.so`, which is built without CUDA; XLA captures it into its graph.
+Between two calls of XLA a kernel ends before the next begins, and memory is idle for
+as long as a small product takes. Within one call the next is resident and has read its
+first weights by then (`dependent_launch.py`). The call is a handler of the library
+`libjaxkern_gpu.so`, which is built without CUDA; XLA captures it into its graph.
 Who makes chains of a function's kernels: `lowering/chained.py`.
 """
 
@@ -134,8 +134,8 @@ def attributes(steps: Sequence[Step], num_operands: int) -> dict[str, Any]:
         metadata = binary.metadata
         if getattr(metadata, "num_ctas", 1) > 1 or scratch_bytes(metadata):
             raise RuntimeError(
-                f"launch_chain: {kernel.name} has clusters or scratch memory; leave AHEAD "
-                "out of its constants."
+                f"launch_chain: {kernel.name} has clusters or scratch memory, which a "
+                "chain does not launch; leave AHEAD out of its constants."
             )
         cubin = binary.asm["cubin"]
         threads = metadata.num_warps * WARP

@@ -2,10 +2,10 @@
 
     y = sum over groups j of 32 columns: d s_j (sum of code x) - dmin m_j (sum of x)
 
-A program sums x by groups once, as it puts x into shared memory; then those sums need no
-product of their own. Codes are multiplied as 128 + code, so that 128 (sum of x) is taken
-off the sums of a group, and the minima are multiplied with the sums of x, in two parts of
-bfloat16 each, by one matrix instruction a step.
+A program sums x by groups once, as it puts x into shared memory; then those sums need
+no product of their own. Codes are multiplied as 128 + code, so that 128 (sum of x) is
+taken off the sums of a group, and the minima are multiplied with the sums of x, in two
+parts of bfloat16 each, by one matrix instruction a step.
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
@@ -58,7 +58,8 @@ def store_word(at, word):
 def store_half(at, word):
     """The lower half."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b16 l, h; mov.b32 {l, h}, $2; st.shared.b16 [$1], l; mov.b32 $0, $2; }",
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $2; st.shared.b16 [$1], l;"
+        " mov.b32 $0, $2; }",
         "=r,r,r",
         [at, word],
         gl.int32,
@@ -90,9 +91,9 @@ def put_with_sums(
 ):
     """x, normalised if there is a norm, as bfloat16 to shared memory; behind it sums.
 
-    Word (f, c, i) has columns 16 f + 4 c + 2 i and the next. Then 128 times the sum of
-    each group, in float32; then word (step, c, part) has one of two parts of the sums of
-    groups 8 step + 2 c and the next.
+    Word (f, c, i) has columns 16 f + 4 c + 2 i and the next. Behind them are 128 times
+    the sum of each group, in float32; then word (step, c, part) has one of two parts of
+    the sums of groups 8 step + 2 c and the next.
     """
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = PADDED // 32

@@ -276,8 +276,8 @@ def packed_product_kernel(
     bfloat16, or with a norm `[ROWS, K]` of any dtype, of which COPIES rows of terms
     stand in shared memory. With ids an activation has TOP_K slots, each with programs
     of its own, which name one of EXPERTS; y is zero in slots that name none. One
-    activation may be SUMMED by groups, see one_activation.py. The first weights are read
-    before the kernel ahead has ended, where AHEAD is READ.
+    activation may be SUMMED by groups, see one_activation.py. The first weights are
+    read before the kernel ahead has ended, where AHEAD is READ.
     """
     READS_EARLY: gl.constexpr = AHEAD == 2 and ids_ptr is None
     if AHEAD:
