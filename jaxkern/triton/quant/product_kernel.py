@@ -76,6 +76,14 @@ def let_next_begin():
 
 
 @gluon_jit
+def begin_early(READS: gl.constexpr):
+    """As the first thing of a kernel: it waits, or reads weights and waits then."""
+    let_next_begin()
+    if not READS:
+        wait_for_those_ahead()
+
+
+@gluon_jit
 def wait_for_those_ahead():
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1
@@ -281,9 +289,7 @@ def packed_product_kernel(
     """
     READS_EARLY: gl.constexpr = AHEAD == 2 and ids_ptr is None
     if AHEAD:
-        let_next_begin()
-    if AHEAD and not READS_EARLY:
-        wait_for_those_ahead()
+        begin_early(READS_EARLY)
     WARPS: gl.constexpr = PARTS * SHARES
     LANES: gl.constexpr = lanes_of(WARPS, EIGHTS)
     LANES3: gl.constexpr = gl.SliceLayout(3, LANES)
