@@ -41,3 +41,10 @@ def wait_for_those_ahead():
         is_pure=False,
         pack=1,
     )
+
+
+@jit
+def begin_behind_those_ahead():
+    """The first thing of a kernel that reads nothing early."""
+    let_next_begin()
+    wait_for_those_ahead()

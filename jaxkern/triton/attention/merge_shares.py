@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 
@@ -33,8 +33,7 @@ def merge_kernel(
     VALUE_DIMS of its dims; each program finds the weights for itself.
     """
     if AHEAD:
-        let_next_begin()
-        wait_for_those_ahead()
+        begin_behind_those_ahead()
     PARTS: tl.constexpr = (HV + VALUE_DIMS - 1) // VALUE_DIMS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS

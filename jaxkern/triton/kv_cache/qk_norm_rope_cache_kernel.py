@@ -12,7 +12,7 @@ HEAD is (h, the power of 2 that holds it, number of pairs, their distance or 0 f
 neighbours, eps, offset); CALL and VECTOR as in cache_slots.py and cache_codes.py.
 """
 
-from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.kv_cache.cache_slots import carry_over, rows_of
 from jaxkern.triton.turboquant.cache_codes import write_vectors
@@ -200,8 +200,7 @@ def qk_norm_rope_cache_kernel(
     AHEAD: tl.constexpr,
 ):
     if AHEAD:
-        let_next_begin()
-        wait_for_those_ahead()
+        begin_behind_those_ahead()
     program = tl.program_id(0)
     places = positions_ptr, lengths_ptr, slots_ptr
     if program < QUERY_PROGRAMS:

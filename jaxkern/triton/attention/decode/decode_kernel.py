@@ -1,6 +1,6 @@
 """The decode kernel over linear and paged caches: one share of a sequence's keys."""
 
-from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.triton_call import jit, libdevice, tl
 
 
@@ -189,8 +189,7 @@ def decode_attention_kernel(
     With one share: the result, and the natural log-sum-exp with the sinks.
     """
     if AHEAD:
-        let_next_begin()
-        wait_for_those_ahead()
+        begin_behind_those_ahead()
     # neighbours, so that the tiles of a head read its keys from the caches
     tile = tl.program_id(0) % TILES
     program = tl.program_id(0) // TILES
