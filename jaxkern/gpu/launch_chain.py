@@ -13,6 +13,7 @@ Who makes chains of a function's kernels: `lowering/chained.py`.
 import ctypes
 import functools
 import hashlib
+import logging
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,17 @@ def missing() -> str | None:
 
 @functools.cache
 def missing_library() -> str | None:
-    """Why the handler is not known to XLA, or None; loads it at the first question."""
+    """Why the handler is not known to XLA, or None; says so at the first question."""
+    reason = load_library()
+    if reason:
+        logging.getLogger("jaxkern").warning(
+            "jaxkern on a GPU: %s. Kernels are launched one by one.", reason
+        )
+    return reason
+
+
+def load_library() -> str | None:
+    """Why it does not load, or None."""
     # an editable install has its sources here and its library there
     installed = Path(sysconfig.get_path("platlib"), *package.__name__.split("."))
     folders = (*package.__path__, installed)

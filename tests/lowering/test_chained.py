@@ -167,6 +167,25 @@ def test_attributes_name_each_kernel_once():
     np.testing.assert_array_equal(steps[:, 5], 4)
 
 
+def test_without_the_library_it_is_said_once(monkeypatch, caplog, tmp_path):
+    from jaxkern.gpu import launch_chain
+
+    monkeypatch.setattr(launch_chain.package, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(launch_chain.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(launch_chain, "driver_version", lambda: 0)
+    launch_chain.missing_library.cache_clear()
+    try:
+        with compiling_for(90):
+            reasons = {launch_chain.missing(), launch_chain.missing()}
+    finally:
+        launch_chain.missing_library.cache_clear()
+    [reason] = reasons
+    assert "libjaxkern_gpu.so was not built" in str(reason)
+    assert caplog.text.count("Kernels are launched one by one") == 1
+    with compiling_for(80):
+        assert "below 90" in str(launch_chain.missing())
+
+
 def test_elsewhere_a_function_stays_what_it_was():
     """No GPU, under vmap, and called as it is."""
 
