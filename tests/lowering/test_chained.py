@@ -4,6 +4,8 @@ What a chain of kernels computes is compared in tests/triton/test_launch_chain.p
 GPU in tests/gpu/test_launch_chain.py.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +17,16 @@ from jaxkern.gpu.device import compiling_for
 from jaxkern.lowering.chained import chained, in_chains
 from jaxkern.models.cached_steps import decode
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, empty_cache
-from tests.triton.test_every_kernel import spec
+from tests.triton.test_every_kernel import spec as shaped
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
+
+
+def spec(*shape, **dtype) -> Any:
+    """Shape and dtype where an array is asked for."""
+    return shaped(*shape, **dtype)
 
 
 def equations(f, *operands):

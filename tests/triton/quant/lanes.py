@@ -43,7 +43,7 @@ BY_NUMPY[np.dtype(np.uint8)] = DType(np.uint8)
 class Tensor:
     """An array; integers wrap round as registers do."""
 
-    def __init__(self, data: Any, memory: Any = None, of: DType | None = None):
+    def __init__(self, data: Any, memory: Any = None, of: Any = None):
         self.data, self.memory, self.of = np.asarray(data), memory, of
         self.shape = list(self.data.shape)
         self.type = SimpleNamespace(layout=None)
@@ -152,7 +152,7 @@ def words(x: Any) -> np.ndarray:
     return np.ascontiguousarray(raw(x)).view(np.uint32)
 
 
-def permuted(a: np.ndarray, b: np.ndarray, selection: int) -> Tensor:
+def permuted(a: Any, b: Any, selection: int) -> Tensor:
     """prmt: byte i is the one of b : a that digit i says."""
     a, b = np.broadcast_arrays(a, b)
     source = np.stack([a >> 8 * i & 255 for i in range(4)], -1)
