@@ -44,7 +44,8 @@ def named(eqns, name):
 def levels(eqn):
     from jaxkern.gpu.launch_chain import ahead
 
-    return [ahead(*step, len(eqn.invars)) for step in eqn.params["steps"]]
+    n = len(eqn.invars)
+    return [ahead(step.launch, step.sources, n) for step in eqn.params["steps"]]
 
 
 def norm_product(x, w):

@@ -15,10 +15,12 @@ from jaxkern import linear, quantized_matmul_add, quantized_rms_norm_matmul
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.lowering.chained import in_chains
+from jaxkern.triton.quant.dense_products import launch
 from tests.triton.interpreted import (
     Host,
     alone,
     check_in_its_own_process,
+    interpreted,
     starts_it,
     unwritten,
 )
@@ -35,15 +37,15 @@ def launched(params, operands):
         buffers.append(unwritten(shape, dtype))
     for operand, result in params["aliases"]:
         buffers[len(operands) + result] = buffers[operand]
-    for launch, sources in params["steps"]:
-        constants = dict(launch.constants)
-        names = [n for n in launch.kernel.arg_names if n not in constants]
+    for step in params["steps"]:
+        kernel, constants = step.launch.kernel, dict(step.launch.constants)
+        names = [n for n in kernel.arg_names if n not in constants]
         pointers = [
             Host(buffers[at].reshape(-1)[offset // buffers[at].itemsize :])
-            for at, offset in sources
+            for at, offset in step.sources
         ]
         given = dict(zip(names, pointers, strict=True))
-        launch.kernel[launch.grid](**given, **constants)
+        kernel[step.launch.grid](**given, **constants)
     return buffers[len(operands) :]
 
 
@@ -91,6 +93,21 @@ def test_a_chain_computes_what_its_function_does():
         np.testing.assert_allclose(got, y, rtol=0.03, atol=0.03)
 
 
+@alone
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_of_several_reads(gated):
+    """Columns that are read while the ones before are multiplied: first, next, last."""
+    rng = np.random.default_rng(1)
+    x, norm = (rng.standard_normal(s).astype(np.float32) for s in ((2, 1536), 1536))
+    w = jnp.asarray(rng.standard_normal((1 + gated, 6, 1536)) / 16, jnp.bfloat16)
+    with interpreted():
+        y = launch(jnp.asarray(x), w if gated else w[0], norm=jnp.asarray(norm))
+    wide = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True)) * norm
+    gate, *up = np.einsum("md,gfd->gmf", wide, np.asarray(w, np.float64))
+    want = gate / (1 + np.exp(-gate)) * up[0] if gated else gate
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
 @starts_it
 def test_a_chain_in_the_interpreter():
-    check_in_its_own_process(__file__, 1)
+    check_in_its_own_process(__file__, 3)
