@@ -42,6 +42,8 @@ def prefill(
     shown = {} if images is None else {"images": images}
     x, after = page.hidden_states(config, weights, tokens, cache, lengths, **shown)
     assert after is not None  # as it went in
+    if tokens.shape[1] == 1:
+        return page.logits(config, weights, x)[:, 0], after
     at = jnp.maximum(lengths - 1, 0)
     last = jnp.take_along_axis(x, at[:, None, None], axis=1)  # [b, 1, d]
     return page.logits(config, weights, last)[:, 0], after

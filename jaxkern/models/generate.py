@@ -6,9 +6,12 @@
 
 Both are compiled before the first token. The second is a loop of fixed length, so the
 device writes a chunk of tokens without the host; finished sequences stay as they are,
-and between chunks the host asks if any is left. The cache is donated: there is one.
+and between chunks the host asks if any is left. The cache is donated: there is one. A
+GPU has the next chunk queued before the host reads the one before: it never waits for
+the host, and writes one chunk for nobody where all answers end early.
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -24,6 +27,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkern import explain
+from jaxkern.lowering.chained import chained
 from jaxkern.lowering.explain import Explanation
 from jaxkern.models.architecture import Cache, ModelConfig, page_of
 from jaxkern.models.cached_steps import decode, prefill, with_lengths
@@ -98,11 +102,17 @@ def write_chunk(
 ) -> tuple[Int32[Array, "b steps"], State]:
     """Draws `steps` more tokens of each answer, NO_TOKEN behind its end."""
 
+    add_token = functools.partial(decode, config)
+    if jax.default_backend() == "gpu":  # whose launches take as long as small kernels
+        add_token = chained(add_token)
+
     def step(state: State, _):
         goes_on = jnp.where(state.finished, 0, 1)  # a finished sequence reads nothing
-        logits, cache = decode(config, weights, state.tokens, state.cache, goes_on)
+        logits, cache = add_token(weights, state.tokens, state.cache, goes_on)
         cache = with_lengths(cache, cache[0].lengths)
-        key, key_now = jax.random.split(state.key)
+        key = key_now = state.key
+        if sampling.temperature:  # the likeliest token needs no key
+            key, key_now = jax.random.split(state.key)
         drawn = sampling(logits, key_now, state.seen)
         tokens = jnp.where(state.finished, state.tokens, drawn)
         finished = state.finished | is_stop(tokens, stop_ids)
@@ -123,7 +133,10 @@ def is_stop(tokens: Int32[Array, " b"], stop_ids: tuple[int, ...]) -> Bool[Array
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and tokens of one `stream`, to which every chunk adds."""
+    """Seconds and tokens of one `stream`, to which every chunk adds.
+
+    A chunk that was queued ahead took the time since the tokens before it arrived.
+    """
 
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0
@@ -180,10 +193,11 @@ class Generator:
             )
         self.config, self.image_patches = config, image_patches
         self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
+        self.stop_ids = tuple(sorted(stop_ids))
         self.prompt_slots, self.vocabulary = prompt_slots, config.vocabulary
         # the first token comes with the prompt, the others in whole chunks
         chunks = -(-(max_tokens - 1) // chunk)
-        static = {"sampling": sampling, "stop_ids": tuple(sorted(stop_ids))}
+        static = {"sampling": sampling, "stop_ids": self.stop_ids}
         slots = prompt_slots + chunks * chunk
         read = jax.jit(functools.partial(read_prompts, config, slots=slots, **static))
         write = jax.jit(
@@ -283,22 +297,43 @@ class Generator:
         first, state = self.executables["prefill"](
             self.weights, padded, np.array(lengths, np.int32), np.int32(seed), *more
         )
-        tokens = np.asarray(first)[:, None]
-        self.timings = Timings(time.perf_counter() - start, sum(lengths))
-        yield tokens
         left = self.max_tokens - 1
-        while left > 0 and not np.asarray(state.finished).all():
-            start = time.perf_counter()
-            chunk, state = self.executables["decode"](self.weights, state)
-            tokens = np.asarray(chunk)
+        chunks = -(-left // self.chunk)
+        ahead = int(jax.default_backend() == "gpu")
+        queued: collections.deque[jax.Array] = collections.deque()
+
+        def queue(state: State, most: int) -> State:
+            """With more chunks queued, up to `most`."""
+            nonlocal chunks
+            while chunks and len(queued) < most:
+                chunk, state = self.executables["decode"](self.weights, state)
+                queued.append(chunk)
+                chunks -= 1
+            return state
+
+        state = queue(state, ahead)
+        tokens = np.asarray(first)[:, None]
+        arrived = time.perf_counter()
+        self.timings = Timings(arrived - start, sum(lengths))
+        yield tokens
+        while left > 0 and not self.ended(tokens):
+            start = arrived if queued else time.perf_counter()
+            state = queue(state, 1 + ahead)
+            tokens = np.asarray(queued.popleft())
+            arrived = time.perf_counter()
             self.timings = Timings(
                 self.timings.prefill_seconds,
                 self.timings.prefill_tokens,
-                self.timings.decode_seconds + time.perf_counter() - start,
+                self.timings.decode_seconds + arrived - start,
                 self.timings.decode_steps + self.chunk,
             )
             yield tokens[:, :left]
             left -= self.chunk
+
+    def ended(self, tokens: Int32[np.ndarray, "b n"]) -> bool:
+        """Whether no sequence goes on behind these."""
+        last = tokens[:, -1]
+        return bool(np.isin(last, (NO_TOKEN, *self.stop_ids)).all())
 
 
 def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:

@@ -55,6 +55,34 @@ def count_compilations():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.parametrize("stops", [(), (3,)])
+def test_a_chunk_that_is_queued_ahead_changes_no_token(model, monkeypatch, stops):
+    """As on a GPU, where every other check of this file does not run: chunks are queued
+    before the ones ahead are read, and one too many where all answers end."""
+    answers = greedy(model, PROMPTS[0], 13)
+    stop_ids = tuple(answers[i] for i in stops)
+    sizes = dict(batch=1, prompt_slots=4, max_tokens=13, chunk=4, stop_ids=stop_ids)
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "default_backend", lambda: "gpu")
+        generator = Generator(*model, **sizes)
+        run, order = generator.executables["decode"], []
+
+        def noted(*args):
+            order.append("run")
+            return run(*args)
+
+        generator.executables["decode"] = noted
+        found = []
+        for tokens in generator.stream(PROMPTS[:1]):
+            found.append(tokens)
+            order.append("read")
+    tokens = np.concatenate(found, axis=1)[0].tolist()
+    end = answers.index(stop_ids[0]) + 1 if stops else 13
+    assert tokens == answers[:end] + [NO_TOKEN] * (len(tokens) - end)
+    assert order[:4] == ["run", "read", "run", "read"]  # one ahead
+    assert order.count("run") == (2 if stops else 3)
+
+
 @pytest.mark.smoke
 def test_greedy_batch_equals_single_steps(model):
     answers = generate(*model, PROMPTS, max_tokens=11, chunk=4)

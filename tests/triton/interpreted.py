@@ -75,6 +75,8 @@ def call(
     """`triton_call`, also under vmap; what a kernel leaves unwritten is NaN or 255."""
     for launch_option in ("num_warps", "num_stages", "max_registers"):
         constants.pop(launch_option, None)
+    if "AHEAD" in kernel.arg_names:
+        constants.setdefault("AHEAD", 0)
 
     def run(*operands):
         given = [np.array(x) for x in operands]

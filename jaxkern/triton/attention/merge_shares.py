@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import WARP, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 
@@ -25,11 +26,14 @@ def merge_kernel(
     SPLITS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """The shares of one query of one head, weighted by exp2 of their log-sum-exp.
 
     VALUE_DIMS of its dims; each program finds the weights for itself.
     """
+    if AHEAD:
+        begin_behind_those_ahead()
     PARTS: tl.constexpr = (HV + VALUE_DIMS - 1) // VALUE_DIMS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS

@@ -12,6 +12,7 @@ HEAD is (h, the power of 2 that holds it, number of pairs, their distance or 0 f
 neighbours, eps, offset); CALL and VECTOR as in cache_slots.py and cache_codes.py.
 """
 
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.kv_cache.cache_slots import carry_over, rows_of
 from jaxkern.triton.turboquant.cache_codes import write_vectors
@@ -196,7 +197,10 @@ def qk_norm_rope_cache_kernel(
     KEY_SCALES_COPY: tl.constexpr,
     VALUE_COPY: tl.constexpr,
     VALUE_SCALES_COPY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD:
+        begin_behind_those_ahead()
     program = tl.program_id(0)
     places = positions_ptr, lengths_ptr, slots_ptr
     if program < QUERY_PROGRAMS:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.quant.packed_products import multiply_decoded, num_rows
@@ -66,6 +67,39 @@ def sizes_of(d: int, gated: bool) -> dict[str, int]:
 
 
 @jit
+def read_rows(w_ptr, at, FAR: tl.constexpr, GATED: tl.constexpr):
+    """Columns of rows of w, and where GATED of those that stand FAR behind."""
+    w = tl.load(w_ptr + at, eviction_policy="evict_first")
+    up = w
+    if GATED:
+        up = tl.load(w_ptr + FAR + at, eviction_policy="evict_first")
+    return w, up
+
+
+@jit
+def add_columns(
+    w,
+    up,
+    x_ptr,
+    norm_ptr,
+    column,
+    total,
+    other,
+    squares,
+    GATED: tl.constexpr,
+):
+    """The sums with these columns of the rows; x's squares where there is a norm."""
+    x = tl.load(x_ptr + column).to(tl.float32)
+    if norm_ptr is not None:
+        squares += x * x
+        x *= tl.load(norm_ptr + column).to(tl.float32)
+    total += w.to(tl.float32) * x[None, :]
+    if GATED:
+        other += up.to(tl.float32) * x[None, :]
+    return total, other, squares
+
+
+@jit
 def few_products_kernel(
     x_ptr,
     norm_ptr,
@@ -79,8 +113,16 @@ def few_products_kernel(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """ROWS rows of w for M activations, COLUMNS at a time."""
+    """ROWS rows of w for M activations, COLUMNS at a time, the next ones on their way.
+
+    The first are read before the kernel ahead has ended, where AHEAD is READ.
+    """
+    if AHEAD:
+        let_next_begin()
+    if AHEAD == 1:
+        wait_for_those_ahead()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < F
     column = tl.arange(0, COLUMNS)
@@ -90,17 +132,20 @@ def few_products_kernel(
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         other = tl.zeros([ROWS, COLUMNS], tl.float32)
         squares = tl.zeros([COLUMNS], tl.float32)
-        for k in range(0, D, COLUMNS):
-            w = tl.load(w_ptr + at + k, eviction_policy="evict_first")
-            if GATED:
-                up = tl.load(w_ptr + FAR + at + k, eviction_policy="evict_first")
-            x = tl.load(x_ptr + m * D + k + column).to(tl.float32)
-            if norm_ptr is not None:
-                squares += x * x
-                x *= tl.load(norm_ptr + k + column).to(tl.float32)
-            total += w.to(tl.float32) * x[None, :]
-            if GATED:
-                other += up.to(tl.float32) * x[None, :]
+        w, up = read_rows(w_ptr, at, FAR, GATED)
+        if AHEAD == 2 and m == 0:
+            wait_for_those_ahead()
+        row_of_x = x_ptr + m * D
+        for k in range(0, D - COLUMNS, COLUMNS):
+            next_w, next_up = read_rows(w_ptr, at + k + COLUMNS, FAR, GATED)
+            total, other, squares = add_columns(
+                w, up, row_of_x, norm_ptr, k + column, total, other, squares, GATED
+            )
+            w, up = next_w, next_up
+        last = D - COLUMNS + column
+        total, other, squares = add_columns(
+            w, up, row_of_x, norm_ptr, last, total, other, squares, GATED
+        )
         factor = 1.0
         if norm_ptr is not None:
             factor = tl.rsqrt(tl.sum(squares, 0) / D + EPS)

@@ -58,26 +58,40 @@ def rows_of(pair):
     return pair.to(gl.int32), (pair >> 32).to(gl.int32)
 
 
+@constexpr_function
+def pick_text(SELECTION):
+    return f"prmt.b32 $0, $1, $2, {SELECTION:#x};"
+
+
 @gluon_jit
-def unsigned_codes(first, second):
-    """128 + code as bfloat16, of four codes below 128 in the bytes of either row."""
-    return (
-        bytes_of(first, 0x43434343, 0x4140),
-        bytes_of(second, 0x43434343, 0x4140),
-        bytes_of(first, 0x43434343, 0x4342),
-        bytes_of(second, 0x43434343, 0x4342),
+def pick(word, other, SELECTION: gl.constexpr):
+    """`bytes_of` with the other in a register: there is room for one number alone."""
+    return gl.inline_asm_elementwise(
+        pick_text(SELECTION), "=r,r,r", [word, other], gl.int32, True, 1
     )
 
 
 @gluon_jit
-def signed_pair(word, SELECTION: gl.constexpr):
+def unsigned_codes(first, second, magic):
+    """128 + code as bfloat16, of four codes below 128 in the bytes of either row.
+
+    `magic` is 0x43434343 in a register.
+    """
+    return (
+        pick(first, magic, 0x4140),
+        pick(second, magic, 0x4140),
+        pick(first, magic, 0x4342),
+        pick(second, magic, 0x4342),
+    )
+
+
+@gluon_jit
+def signed_pair(low, high, magic, minus, SELECTION: gl.constexpr):
     """Two bytes from -128 to 127 as bfloat16: (128 + low bits) - (128 or 256)."""
-    low = bytes_of(word & 0x7F7F7F7F, 0x43434343, SELECTION)
-    high = bytes_of(word & -0x7F7F7F80, 0x43434343, SELECTION)
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 m; mov.b32 m, 0xbf80bf80; fma.rn.bf16x2 $0, $2, m, $1; }",
-        "=r,r,r",
-        [low, high],
+        "fma.rn.bf16x2 $0, $2, $3, $1;",
+        "=r,r,r,r",
+        [pick(low, magic, SELECTION), pick(high, magic, SELECTION), minus],
         gl.int32,
         True,
         1,
@@ -85,13 +99,18 @@ def signed_pair(word, SELECTION: gl.constexpr):
 
 
 @gluon_jit
-def signed_codes(first, second):
-    """Four bytes from -128 to 127 of either row as bfloat16."""
+def signed_codes(first, second, magic, minus):
+    """Four bytes from -128 to 127 of either row as bfloat16.
+
+    `minus` is -1 in bfloat16, twice, in a register.
+    """
+    low0, high0 = first & 0x7F7F7F7F, first & -0x7F7F7F80
+    low1, high1 = second & 0x7F7F7F7F, second & -0x7F7F7F80
     return (
-        signed_pair(first, 0x4140),
-        signed_pair(second, 0x4140),
-        signed_pair(first, 0x4342),
-        signed_pair(second, 0x4342),
+        signed_pair(low0, high0, magic, minus, 0x4140),
+        signed_pair(low1, high1, magic, minus, 0x4140),
+        signed_pair(low0, high0, magic, minus, 0x4342),
+        signed_pair(low1, high1, magic, minus, 0x4342),
     )
 
 
@@ -103,9 +122,9 @@ def twice(VALUE):
 
 
 @gluon_jit
-def constant_rows(any, VALUE: gl.constexpr):
+def constant_rows(nothing, VALUE: gl.constexpr):
     """All rows the same number: a product with them is a sum over the terms."""
-    word = any * 0 + twice(VALUE)
+    word = nothing + twice(VALUE)
     return word, word, word, word
 
 

@@ -24,7 +24,8 @@ from jaxkern.triton.quant.product_kernel import packed_product_kernel
 COLUMNS = 64  # activations by terms, of one launch
 SLOTS = 64  # rows of experts, each of which is read for itself
 MANY = 32  # activations in bfloat16 beyond which decoded weights are the faster
-NORM_BYTES = 65_536  # of shared memory for normalised activations
+NORM_BYTES = 65_536  # of shared memory for activations
+SUMMED = ("Q4_K", "Q5_K")  # one activation is summed by groups, not by products
 # how many bfloat16 add up to one; the last of four is zero
 TERMS = {"bfloat16": 1, "float16": 2, "float32": 4}
 
@@ -121,6 +122,8 @@ def launch(
     gated, steps = ids is None and tiles.ndim == 3, -(-k // STEP)
     shares, parts = sizes or sizes_of(qtype, units, steps, gated, norm is not None)
     shares = min(shares, next_power_of_2(steps))  # x in shared memory ends there
+    summed = rows * terms == 1 and ids is None and qtype in SUMMED
+    summed = summed and 4 * padded <= NORM_BYTES
     [y] = sparse_call(
         packed_product_kernel,
         (units if gated else -(-units // parts), 1 if ids is None else ids.size),
@@ -147,9 +150,10 @@ def launch(
             "EIGHTS": next_power_of_2(-(-rows * terms // 8)),
             "PADDED": padded,
             "COPIES": copies,
-            "WORDS": padded // 2 * copies,
+            "WORDS": padded if summed else padded // 2 * copies,
             "TOP_K": 1 if ids is None else ids.shape[-1],
             "EXPERTS": 1 if ids is None else tiles.shape[0],
+            "SUMMED": summed,
             "num_warps": shares * parts,
         },
     )

@@ -35,6 +35,13 @@ from jaxkern.triton.quant.fragments import (
     signed_codes,
     unsigned_codes,
 )
+from jaxkern.triton.quant.one_activation import (
+    add_step_of_one,
+    high_float,
+    low_float,
+    put_with_sums,
+    shared_base,
+)
 
 
 @constexpr_function
@@ -61,28 +68,34 @@ def source_of(SHARED, REST, COPIES):
 
 
 @gluon_jit
+def let_next_begin():
+    """See gpu/dependent_launch.py, also of the next one."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1
+    )
+
+
+@gluon_jit
+def begin_early(READS: gl.constexpr):
+    """As the first thing of a kernel: it waits, or reads weights and waits then."""
+    let_next_begin()
+    if not READS:
+        wait_for_those_ahead()
+
+
+@gluon_jit
+def wait_for_those_ahead():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1
+    )
+
+
+@gluon_jit
 def use_shared(memory):
     """Has `global_smem` declared, the address of all shared memory; no instruction."""
     WARPS: gl.constexpr = gl.num_warps()
     words = memory.index(0).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], gl.int32, False, 1)
-
-
-@gluon_jit
-def shared_base(any):
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, global_smem;", "=r,r", [any], gl.int32, False, 1
-    )
-
-
-@gluon_jit
-def low_float(pair):
-    return (pair << 16).to(gl.float32, bitcast=True)
-
-
-@gluon_jit
-def high_float(pair):
-    return (pair & -65536).to(gl.float32, bitcast=True)
 
 
 @gluon_jit
@@ -183,26 +196,35 @@ def x_of_step(x_at, present, step, c, QUARTERS: gl.constexpr, FROM: gl.constexpr
 
 
 @gluon_jit
+def sums_of_step(step, c, n, PADDED: gl.constexpr):
+    """Addresses of the sums of x of a step's groups, and of a lane's parts of them."""
+    at = shared_base(n) + 2 * PADDED + in_lanes(step) * 32
+    return at, at + PADDED // 8 + in_lanes(c) * 8
+
+
+@gluon_jit
 def add_step(
     words,
     c,
     x,
     totals,
+    nothing,
     FORMAT: gl.constexpr,
     FROM: gl.constexpr,
     SINGLE: gl.constexpr,
 ):
-    """totals + the products of one step.
+    """totals + the products of one step; `nothing` is a zero that no compiler knows.
 
     Codes are multiplied as they are, small integers, which bfloat16 holds exactly;
     unsigned ones as 128 + code, which takes no arithmetic. The sums of a scale's
     columns are scaled in float32.
     """
     GROUP: gl.constexpr = fragments_of_scale(FORMAT)
+    magic = nothing + 0x43434343
+    minus = nothing + -0x407F4080  # -1 in bfloat16, twice
     zeros = gl.full(totals[0].shape, 0.0, gl.float32, totals[0].type.layout)
-    any = words[len(words) - 1].to(gl.int32)
-    ones = in_lanes4(constant_rows(any, 1))
-    zero = in_lanes4(constant_rows(any, -128 - zero_of(FORMAT)))
+    ones = in_lanes4(constant_rows(nothing, 1))
+    zero = in_lanes4(constant_rows(nothing, -128 - zero_of(FORMAT)))
     for j in gl.static_range(16 // GROUP):
         sums = (zeros, zeros, zeros, zeros)
         of_x = sums
@@ -210,9 +232,9 @@ def add_step(
             b = fragment(x, GROUP * j + i, FROM)
             first, second = codes_of(words, c, GROUP * j + i, FORMAT)
             if is_signed(FORMAT):
-                a = signed_codes(first, second)
+                a = signed_codes(first, second, magic, minus)
             else:
-                a = unsigned_codes(first, second)
+                a = unsigned_codes(first, second, magic)
                 if has_offsets(FORMAT):
                     of_x = mma(ones, b, of_x)
                 else:
@@ -252,6 +274,8 @@ def packed_product_kernel(
     WORDS: gl.constexpr,
     TOP_K: gl.constexpr,
     EXPERTS: gl.constexpr,
+    SUMMED: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """ROWS activations, each a sum of TERMS; tiles_ptr `[TILES, 16 row_bytes]`.
 
@@ -259,8 +283,13 @@ def packed_product_kernel(
     SHARES warps a tile, EIGHTS columns of sums by eights. x is `[ROWS * TERMS, K]`
     bfloat16, or with a norm `[ROWS, K]` of any dtype, of which COPIES rows of terms
     stand in shared memory. With ids an activation has TOP_K slots, each with programs
-    of its own, which name one of EXPERTS; y is zero in slots that name none.
+    of its own, which name one of EXPERTS; y is zero in slots that name none. One
+    activation may be SUMMED by groups, see one_activation.py. The first weights are
+    read before the kernel ahead has ended, where AHEAD is READ.
     """
+    READS_EARLY: gl.constexpr = AHEAD == 2 and ids_ptr is None
+    if AHEAD:
+        begin_early(READS_EARLY)
     WARPS: gl.constexpr = PARTS * SHARES
     LANES: gl.constexpr = lanes_of(WARPS, EIGHTS)
     LANES3: gl.constexpr = gl.SliceLayout(3, LANES)
@@ -288,32 +317,51 @@ def packed_product_kernel(
     STEPS: gl.constexpr = (K + 255) // 256
     TURNS: gl.constexpr = (STEPS + SHARES - 1) // SHARES
     words = read_step(at, g, c, share, NUM_BLOCKS, FORMAT)
+    if READS_EARLY:
+        wait_for_those_ahead()
     zeros = gl.full([WARPS, 8, 4, EIGHTS], 0.0, gl.float32, LANES)
     totals = (zeros, zeros, zeros, zeros)
     n = in_lanes(g) + 8 * place_in(zeros, 3)
     present = n < ROWS * TERMS
     SINGLE: gl.constexpr = ROWS * TERMS == 1
-    if norm_ptr is not None:
+    IN_SHARED: gl.constexpr = SUMMED or norm_ptr is not None
+    if IN_SHARED:
         memory = gl.allocate_shared_memory(
             gl.int32, [WORDS // 32, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
         use_shared(memory)
-        put_normal_rows(x_ptr, norm_ptr, K, PADDED, EPS, ROWS, TERMS, COPIES)
+        if SUMMED:
+            put_with_sums(x_ptr, norm_ptr, K, PADDED, EPS)
+        else:
+            put_normal_rows(x_ptr, norm_ptr, K, PADDED, EPS, ROWS, TERMS, COPIES)
         x_at = shared_base(n + in_lanes(c)) + (n % COPIES) * 32 + in_lanes(c) * 8
     else:
         x64 = x_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
         x_at = x64 + n * (K // 4) + in_lanes(c)
-    FROM: gl.constexpr = source_of(norm_ptr is not None, K % (256 * SHARES), COPIES)
+    nothing = (at.to(gl.int64) >> 60).to(gl.int32) + c * 0  # of an address
+    FROM: gl.constexpr = source_of(IN_SHARED, K % (256 * SHARES), COPIES)
     for turn in range(TURNS - 1):
         step = turn * SHARES + share
         ahead = read_step(at, g, c, step + SHARES, NUM_BLOCKS, FORMAT)
         x = x_of_step(x_at, present, step, c, K // 4, FROM)
-        totals = add_step(words, c, x, totals, FORMAT, FROM, SINGLE)
+        if SUMMED:
+            sums_at, parts_at = sums_of_step(step, c, n, PADDED)
+            totals = add_step_of_one(
+                words, c, x, sums_at, parts_at, totals, nothing, FROM, FORMAT
+            )
+        else:
+            totals = add_step(words, c, x, totals, nothing, FORMAT, FROM, SINGLE)
         words = ahead
     step = (TURNS - 1) * SHARES + share
     x = x_of_step(x_at, present, step, c, K // 4, FROM)
-    totals = add_step(words, c, x, totals, FORMAT, FROM, SINGLE)
-    if norm_ptr is not None:
+    if SUMMED:
+        sums_at, parts_at = sums_of_step(step, c, n, PADDED)
+        totals = add_step_of_one(
+            words, c, x, sums_at, parts_at, totals, nothing, FROM, FORMAT
+        )
+    else:
+        totals = add_step(words, c, x, totals, nothing, FORMAT, FROM, SINGLE)
+    if IN_SHARED:
         barrier()  # the sums of all warps may take the memory of x
     # columns 2 c and 2 c + 1 of rows 2 g and 2 g + 1
     t0, t1, t2, t3 = totals

@@ -19,12 +19,16 @@ from jaxkern import (
     qk_norm_rope_cache,
 )
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.primitives.kv_cache import qk_norm_rope_cache as meaning
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
+    qk_norm_rope_cache_p,
+    qk_norm_rope_quantized_cache_p,
+)
 from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
     qk_norm_rope_paged_cache_p,
 )
 from jaxkern.primitives.turboquant.vector_codec import planes, unpack
 from jaxkern.triton.kv_cache import qk_norm_rope_cache as kernel
+from jaxkern.triton.kv_cache.qk_norm_rope_paged_cache import qk_norm_rope_paged_cache
 from tests.triton.interpreted import (
     INTERPRETED,
     alone,
@@ -144,7 +148,7 @@ def test_heads_and_places(n, k, h, hv, pairs, options, positions, lengths, ring)
     slots = jnp.array(positions), None if lengths is None else jnp.array(lengths)
     check(
         kernel.qk_norm_rope_cache,
-        meaning.qk_norm_rope_cache_p.reference,
+        qk_norm_rope_cache_p.reference,
         *(*new, cache(2, 4, k, h), cache(2, 4, k, hv), *slots),
         **options,
         ring=ring,
@@ -156,7 +160,7 @@ def test_pages():
     new, options = draw(2, 5, 4, 2, 16, 8, 8)
     slots = jnp.array([[3, 11, -1, 12, 0], [7, 2, 99, 5, 4]])
     check(
-        kernel.qk_norm_rope_paged_cache,
+        qk_norm_rope_paged_cache,
         qk_norm_rope_paged_cache_p.reference,
         *(*new, cache(3, 4, 2, 16), cache(3, 4, 2, 8), slots),
         **options,
@@ -179,7 +183,7 @@ def test_under_vmap():
         return jax.vmap(functools.partial(f, ring=False, **options), axes)
 
     of_kernel = over(kernel.qk_norm_rope_cache)
-    check(of_kernel, over(meaning.qk_norm_rope_cache_p.reference), *operands)
+    check(of_kernel, over(qk_norm_rope_cache_p.reference), *operands)
 
 
 @alone
@@ -200,7 +204,7 @@ def test_codes(codecs, positions, lengths, ring):
 
     check(
         functools.partial(unpacked, kernel.qk_norm_rope_quantized_cache),
-        functools.partial(unpacked, meaning.qk_norm_rope_quantized_cache_p.reference),
+        functools.partial(unpacked, qk_norm_rope_quantized_cache_p.reference),
         *(*new, *leaves, *slots),
         **options,
         ring=ring,

@@ -1,5 +1,6 @@
 """The decode kernel over linear and paged caches: one share of a sequence's keys."""
 
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.triton_call import jit, libdevice, tl
 
 
@@ -181,11 +182,14 @@ def decode_attention_kernel(
     PIECE: tl.constexpr,
     DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """ROWS rows over one share of the keys: normalised sums and base-2 log-sum-exps.
 
     With one share: the result, and the natural log-sum-exp with the sinks.
     """
+    if AHEAD:
+        begin_behind_those_ahead()
     # neighbours, so that the tiles of a head read its keys from the caches
     tile = tl.program_id(0) % TILES
     program = tl.program_id(0) // TILES

@@ -1,0 +1,50 @@
+"""What a kernel does to begin before the one ahead of it has ended.
+
+A launch of a chain (`launch_chain.py`) may be resident while the kernel ahead of it
+runs. It may read what no kernel of the chain writes, such as weights. Before it reads
+anything else, and before it writes, it waits until the kernel ahead has ended and its
+writes are seen; that one has waited likewise, so all before it have ended too.
+
+A kernel has a constant AHEAD of one of these values for it. Where nobody asks for it
+`triton_call` says NOT.
+"""
+
+from jaxkern.gpu.triton_call import jit, tl
+
+NOT, WAIT, READ = 0, 1, 2
+"""Launched alone; waits first; reads the operands called EARLY, then waits."""
+
+EARLY = ("w_ptr", "tiles_ptr", "norm_ptr")
+
+
+@jit
+def let_next_begin():
+    """The kernel behind may begin once all programs have been here."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def wait_for_those_ahead():
+    """Returns when the kernels ahead have ended; at once where there is none."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def begin_behind_those_ahead():
+    """The first thing of a kernel that reads nothing early."""
+    let_next_begin()
+    wait_for_those_ahead()

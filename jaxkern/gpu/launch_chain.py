@@ -1,0 +1,173 @@
+"""Triton kernels launched one after the other in one call of XLA.
+
+    [y] = one(x, w)        launch_chain_p.bind(x, w, v, steps=(one, two), ...)
+    [z] = two(y, v)
+
+Between two calls of XLA a kernel ends before the next begins, and memory is idle for
+as long as a small product takes. Within one call the next is resident and has read its
+first weights by then (`dependent_launch.py`). The call is a handler of the library
+`libjaxkern_gpu.so`, which is built without CUDA; XLA captures it into its graph.
+Who makes chains of a function's kernels: `lowering/chained.py`.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
+
+import jaxkern.gpu as package
+from jaxkern.gpu import triton_call
+from jaxkern.gpu.dependent_launch import EARLY, READ, WAIT
+from jaxkern.gpu.device import WARP, compute_capability, driver_version
+from jaxkern.gpu.launch import Launch, compiled
+
+LIBRARY = "libjaxkern_gpu.so"
+TARGET = "jaxkern_launch_chain"
+HOPPER = 90  # the first that lets a kernel begin early
+OLDEST_DRIVER = 12_030  # likewise, within a graph
+
+
+class Step(NamedTuple):
+    """One launch: where its pointers come from.
+
+    Attributes:
+      launch: as `triton_call` makes it; its AHEAD is chosen when it is lowered.
+      sources: of each pointer the buffer, operands of the chain before its results, and
+        bytes into it.
+    """
+
+    launch: Launch
+    sources: tuple[tuple[int, int], ...]
+
+
+def missing() -> str | None:
+    """Why no chain can be launched here, or None."""
+    if reason := triton_call.missing():
+        return reason
+    if compute_capability() < HOPPER:
+        return f"the compute capability is {compute_capability()}, below {HOPPER}"
+    if 0 < driver_version() < OLDEST_DRIVER:
+        return f"the driver is of CUDA {driver_version()}, below {OLDEST_DRIVER}"
+    return missing_library()
+
+
+@functools.cache
+def missing_library() -> str | None:
+    """Why the handler is not known to XLA, or None; says so at the first question."""
+    reason = load_library()
+    if reason:
+        logging.getLogger("jaxkern").warning(
+            "jaxkern on a GPU: %s. Kernels are launched one by one.", reason
+        )
+    return reason
+
+
+def load_library() -> str | None:
+    """Why it does not load, or None."""
+    # an editable install has its sources here and its library there
+    installed = Path(sysconfig.get_path("platlib"), *package.__name__.split("."))
+    folders = (*package.__path__, installed)
+    found = [p for folder in folders if (p := Path(folder) / LIBRARY).exists()]
+    if not found:
+        return f"{LIBRARY} was not built: no compiler when jaxkern was installed"
+    try:
+        handler = getattr(ctypes.CDLL(str(found[0])), TARGET)
+    except (OSError, AttributeError) as error:  # foreign, or older than this file
+        return f"{LIBRARY} does not load: {error}; install jaxkern anew"
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
+    return None
+
+
+def fits(launch: Launch) -> bool:
+    """Whether the kernel knows how to begin before the one ahead has ended."""
+    return "AHEAD" in dict(launch.constants)
+
+
+def ahead(launch: Launch, sources: Sequence[tuple[int, int]], num_operands: int) -> int:
+    """READ where no kernel of the chain writes what it would read early, else WAIT."""
+    constants = dict(launch.constants)
+    pointers = [n for n in launch.kernel.arg_names if n not in constants]
+    names = [
+        name
+        for name, type_ in zip(pointers, launch.operands, strict=True)
+        for _ in ([type_] if isinstance(type_, str) else type_)
+    ]
+    early = [
+        buffer
+        for name, (buffer, _) in zip(names, sources, strict=True)
+        if name in EARLY
+    ]
+    return READ if all(buffer < num_operands for buffer in early) else WAIT
+
+
+launch_chain_p = Primitive("launch_chain")
+launch_chain_p.multiple_results = True
+
+
+def abstract_eval(*avals, steps: tuple, out: tuple, aliases: tuple) -> list:
+    del avals, steps, aliases
+    return [ShapedArray(shape, dtype) for shape, dtype in out]
+
+
+def lower(ctx, *args, steps: tuple[Step, ...], out: tuple, aliases: tuple):
+    del out
+    if reason := missing():
+        raise RuntimeError(f"launch_chain: {reason}.")
+    rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))
+    return rule(ctx, *args, **attributes(steps, len(args)))
+
+
+def attributes(steps: Sequence[Step], num_operands: int) -> dict[str, Any]:
+    """What the handler reads; see launch_chain.cc."""
+    kernels: dict[Launch, int] = {}
+    program: list[int] = []
+    for i, (launch, sources) in enumerate(steps):
+        level = ahead(launch, sources, num_operands)
+        constants = tuple({**dict(launch.constants), "AHEAD": level}.items())
+        kernel = launch._replace(constants=constants, grid=())
+        number = kernels.setdefault(kernel, len(kernels))
+        # what stands before the chain is no kernel that says when to begin
+        program += [number, *(*launch.grid, 1, 1)[:3], int(i > 0), len(sources)]
+        program += [n for source in sources for n in source]
+    table, names, binaries = [], "", b""
+    for kernel in kernels:
+        binary = compiled(kernel, compute_capability())
+        metadata = binary.metadata
+        if getattr(metadata, "num_ctas", 1) > 1 or scratch_bytes(metadata):
+            raise RuntimeError(
+                f"launch_chain: {kernel.name} has clusters or scratch memory, which a "
+                "chain does not launch; leave AHEAD out of its constants."
+            )
+        cubin = binary.asm["cubin"]
+        threads = metadata.num_warps * WARP
+        table += [len(binaries), len(cubin), threads, metadata.shared]
+        names += metadata.name + "\n"
+        binaries += cubin + b"\0" * (-len(cubin) % 8)
+    digest = hashlib.sha256(binaries + names.encode() + repr(table).encode()).digest()
+    return {
+        "key": np.int64(int.from_bytes(digest[:8], "little", signed=True)),
+        "kernels": np.array(table, np.int64),
+        "names": names,
+        "binaries": binaries,
+        "program": np.array(program, np.int64),
+    }
+
+
+def scratch_bytes(metadata: Any) -> int:
+    sizes = (getattr(metadata, f"{n}_scratch_size", 0) for n in ("global", "profile"))
+    return sum(size or 0 for size in sizes)
+
+
+launch_chain_p.def_impl(functools.partial(xla.apply_primitive, launch_chain_p))
+launch_chain_p.def_abstract_eval(abstract_eval)
+mlir.register_lowering(launch_chain_p, lower, platform="cuda")

@@ -1,0 +1,48 @@
+"""A model's decode step in one call of the device, against launches one by one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern.gpu import launch_chain
+from jaxkern.lowering.chained import chained
+from jaxkern.models.cached_steps import decode
+from tests.lowering.test_chained import llama
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or launch_chain.missing() is not None,
+    reason="no GPU that begins launches early, or no library",
+)
+
+
+def filled(x):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.zeros(x.shape, x.dtype)
+    key = jax.random.key(x.size)
+    return (jax.random.normal(key, x.shape) / 16).astype(x.dtype)
+
+
+def test_steps_in_a_chain_are_the_same_numbers():
+    """Kernels that began too early would read what the step before has left: a second
+    and a third step, on caches in place, are compared with it."""
+    config, weights, cache = llama(layers=4)
+    weights = jax.tree.map(filled, weights)
+    cache = jax.tree.map(lambda x: jnp.full(x.shape, 0, x.dtype), cache)
+
+    def steps(step, cache):
+        step, logits = jax.jit(step, donate_argnums=2), []
+        for token in range(8):
+            y, cache = step(weights, jnp.full(1, 100 * token), cache)
+            logits.append(np.asarray(y))
+        return np.stack(logits)
+
+    step = functools.partial(decode, config)
+    text = jax.jit(chained(step)).lower(weights, jnp.zeros(1, jnp.int32), cache)
+    assert "jaxkern_launch_chain" in text.as_text()
+    apart = steps(step, jax.tree.map(jnp.copy, cache))
+    for _ in range(20):
+        found = steps(chained(step), jax.tree.map(jnp.copy, cache))
+        np.testing.assert_array_equal(found, apart)

@@ -1,0 +1,230 @@
+"""Launches in chains: which kernels join, what each may read early, what ends a chain.
+
+What a chain of kernels computes is compared in tests/triton/test_launch_chain.py, on a
+GPU in tests/gpu/test_launch_chain.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import quantized_matmul_add, quantized_rms_norm_matmul
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import compiling_for
+from jaxkern.lowering.chained import chained, in_chains
+from jaxkern.models.cached_steps import decode
+from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, empty_cache
+from tests.triton.test_every_kernel import spec as shaped
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+
+
+def spec(*shape, **dtype) -> Any:
+    """Shape and dtype where an array is asked for."""
+    return shaped(*shape, **dtype)
+
+
+def equations(f, *operands):
+    """Of f as it lowers on a Hopper GPU, its launches in chains."""
+    with compiling_for(90):
+        closed = jax.make_jaxpr(f)(*operands)
+        leaves = jax.tree.leaves(operands)
+        return jax.make_jaxpr(lambda *x: in_chains(*x, jaxpr=closed))(*leaves).eqns
+
+
+def named(eqns, name):
+    return [eqn for eqn in eqns if eqn.primitive.name == name]
+
+
+def levels(eqn):
+    from jaxkern.gpu.launch_chain import ahead
+
+    n = len(eqn.invars)
+    return [ahead(step.launch, step.sources, n) for step in eqn.params["steps"]]
+
+
+def norm_product(x, w):
+    return quantized_rms_norm_matmul(x, jnp.ones(x.shape[-1]), w)
+
+
+def llama(layers=2, d=512):
+    config = LlamaConfig(
+        *("llama", 64, layers, d, 8, 2, 64, 1024, 1e-5, 64, 5e5, "interleaved"),
+        dtype="bfloat16",
+        fused=True,
+    )
+    layer = Layer(
+        attention_norm=spec(d, dtype="float32"),
+        qkv=(spec(512, d), spec(256, d)),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        attention_output=(spec(d, 512),),
+        ffn_norm=spec(d, dtype="float32"),
+        gate_up=(spec(2048, d),),
+        down=(spec(d, 1024),),
+    )
+    table, norm = spec(1024, d), spec(d, dtype="float32")
+    weights = LlamaWeights(table, (layer,) * layers, norm, (table,), None)
+    cache = jax.eval_shape(lambda: empty_cache(config, 1, 64, jnp.bfloat16))
+    return config, weights, cache
+
+
+def test_all_layers_of_a_decode_step_are_one_call():
+    """Also where q, k and v come of two products: what lies between is addresses."""
+    config, weights, cache = llama()
+    token = spec(1, dtype="int32")
+    eqns = equations(lambda w, t, c: decode(config, w, t, c), weights, token, cache)
+    [chain] = named(eqns, "launch_chain")
+    names = [step.launch.name for step in chain.params["steps"]]
+    product = "few_products_kernel"
+    one = ["qk_norm_rope_cache_kernel", "decode_attention_kernel", *[product] * 3]
+    assert names == [product, product, *one] * 2
+    assert levels(chain) == [2] * 14  # each product reads its weights early
+    assert len(chain.params["aliases"]) == 4  # the caches stay in place
+    others = named(eqns, "triton_call")
+    assert [eqn.params["launch"].name for eqn in others][-1] == product  # the logits
+
+
+def test_weights_that_the_chain_makes_are_not_read_early():
+    def f(x, w, v):
+        made = norm_product(x, w).reshape(16, 512)
+        return quantized_matmul_add(norm_product(x, v), made, x[:, :16])
+
+    [chain] = named(
+        equations(f, spec(1, 512), spec(8192, 512), spec(512, 512)), "launch_chain"
+    )
+    assert levels(chain) == [2, 2, 1]
+
+
+def test_what_computes_ends_a_chain():
+    def f(x, w):
+        y = norm_product(norm_product(x, w), w)
+        y = jnp.sin(y)
+        return norm_product(norm_product(y, w), w)
+
+    eqns = equations(f, spec(1, 512), spec(512, 512))
+    assert [len(e.params["steps"]) for e in named(eqns, "launch_chain")] == [2, 2]
+    order = [e.primitive.name for e in eqns]
+    assert order.index("launch_chain") < order.index("sin")
+
+
+@pytest.mark.parametrize("first, chains", [(8, [2]), (4, [])])
+def test_kernels_read_at_whole_16_bytes_only(first, chains):
+    def f(x, w, v):
+        y = norm_product(x, w)
+        return norm_product(y[:, first : first + 512], v)
+
+    eqns = equations(f, spec(1, 512), spec(528, 512), spec(32, 512))
+    assert [len(e.params["steps"]) for e in named(eqns, "launch_chain")] == chains
+    if chains:
+        [chain] = named(eqns, "launch_chain")
+        _, last = chain.params["steps"]
+        n = len(chain.invars)
+        assert last.sources[0] == (n, 2 * first)
+
+
+def test_an_array_that_is_overwritten_is_read_by_no_later_launch():
+    """XLA then sees both uses, and copies."""
+    config, weights, cache = llama(layers=1)
+
+    def f(w, t, c):
+        return decode(config, w, t, c)[0], decode(config, w, t + 1, c)
+
+    eqns = equations(f, weights, spec(1, dtype="int32"), cache)
+    chains = named(eqns, "launch_chain")
+    for chain in chains:
+        written = {operand for operand, _ in chain.params["aliases"]}
+        seen = set()
+        for step in chain.params["steps"]:
+            buffers = {buffer for buffer, _ in step.sources}
+            assert not seen & buffers
+            seen |= written & buffers
+    assert sum(len(chain.params["aliases"]) for chain in chains) == 4
+
+
+def test_attributes_name_each_kernel_once():
+    """The handler reads them; a step is six numbers and two for each pointer."""
+    from jaxkern.gpu.launch_chain import attributes
+
+    def f(x, w, v):
+        for _ in range(3):
+            x = norm_product(x, w)
+        return norm_product(x, v)
+
+    eqns = equations(f, spec(1, 512), spec(512, 512), spec(64, 512))
+    [chain] = named(eqns, "launch_chain")
+    with compiling_for(90):
+        found = attributes(chain.params["steps"], len(chain.invars))
+        again = attributes(chain.params["steps"], len(chain.invars))
+    assert found["key"] == again["key"]
+    assert found["names"] == "few_products_kernel\n" * 2
+    table = found["kernels"].reshape(-1, 4)
+    for offset, size, threads, _ in table:
+        assert found["binaries"][offset : offset + 4] == b"\x7fELF"
+        assert offset % 8 == 0 and offset + size <= len(found["binaries"])
+        assert threads % 32 == 0
+    steps = found["program"].reshape(4, 6 + 2 * 4)
+    np.testing.assert_array_equal(steps[:, 0], [0, 0, 0, 1])
+    np.testing.assert_array_equal(steps[:, 4], [0, 1, 1, 1])  # begins early
+    np.testing.assert_array_equal(steps[:, 5], 4)
+
+
+def test_without_the_library_it_is_said_once(monkeypatch, caplog, tmp_path):
+    from jaxkern.gpu import launch_chain
+
+    monkeypatch.setattr(launch_chain.package, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(launch_chain.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(launch_chain, "driver_version", lambda: 0)
+    launch_chain.missing_library.cache_clear()
+    try:
+        with compiling_for(90):
+            reasons = {launch_chain.missing(), launch_chain.missing()}
+    finally:
+        launch_chain.missing_library.cache_clear()
+    [reason] = reasons
+    assert "libjaxkern_gpu.so was not built" in str(reason)
+    assert caplog.text.count("Kernels are launched one by one") == 1
+    with compiling_for(80):
+        assert "below 90" in str(launch_chain.missing())
+
+
+def test_elsewhere_a_function_stays_what_it_was():
+    """No GPU, under vmap, and called as it is."""
+
+    def f(x, w):
+        return jnp.sin(norm_product(x, w)), {"sum": x.sum()}
+
+    rng = np.random.default_rng(0)
+    x, w = (
+        jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((3, 32), (8, 32))
+    )
+    for g in (lambda f: f, jax.jit, lambda f: jax.vmap(f, (0, None))):
+        jax.tree.map(np.testing.assert_array_equal, g(chained(f))(x, w), g(f)(x, w))
+
+
+def test_a_kernel_waits_before_it_reads_what_others_write():
+    """In the machine code: weights, the wait, then the activations and the norm."""
+
+    def f(x, w):
+        return norm_product(norm_product(x, w), w)
+
+    [chain] = named(equations(f, spec(1, 2048), spec(2048, 2048)), "launch_chain")
+    launch = chain.params["steps"][1].launch
+    order = {}
+    for level in (0, 1, 2):
+        constants = tuple({**dict(launch.constants), "AHEAD": level}.items())
+        with compiling_for(90):
+            lines = launch._replace(constants=constants).sass.splitlines()
+        marks = {"LDG": "read", "ACQBULK": "wait", "PREEXIT": "next"}
+        order[level] = [m for x in lines for k, m in marks.items() if k in x]
+    assert {*order[0]} == {"read"}
+    assert order[1][:2] == ["next", "wait"] and {*order[1][2:]} == {"read"}
+    reads = order[2].index("wait")
+    assert order[2][0] == "next" and {*order[2][1:reads]} == {"read"}
+    assert {*order[2][reads + 1 :]} == {"read"}

@@ -1,0 +1,352 @@
+"""Runs the Gluon kernels of packed rows as plain Python over arrays of lanes.
+
+Triton's interpreter takes no Gluon and no instruction of ours. Here a kernel's file is
+read again with a `gl` of numpy in place of Triton's: a tensor is an array, each lane an
+element, and of the assembler each line that the kernels have does what PTX says. What
+warps do to each other is not looked at, nor whether it compiles.
+"""
+
+import builtins
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BRIDGE = "jaxkern.gpu.triton_call"
+KERNELS = "jaxkern.triton.quant."
+shared = np.zeros(1 << 18, np.uint8)
+
+
+class DType:
+    def __init__(self, numpy: Any):
+        self.numpy = np.dtype(numpy)
+
+
+class PointerType(DType):
+    def __init__(self, of: DType):
+        super().__init__(np.int64)
+        self.of, self.element_ty = of, of
+
+
+INT16, INT32, INT64 = DType(np.int16), DType(np.int32), DType(np.int64)
+FLOAT16, FLOAT32 = DType(np.float16), DType(np.float32)
+BFLOAT16 = DType(ml_dtypes.bfloat16)
+BY_NUMPY = {d.numpy: d for d in (INT16, INT32, INT64, FLOAT16, FLOAT32, BFLOAT16)}
+BY_NUMPY[np.dtype(bool)] = DType(bool)
+BY_NUMPY[np.dtype(np.uint8)] = DType(np.uint8)
+
+
+class Tensor:
+    """An array; integers wrap round as registers do."""
+
+    def __init__(self, data: Any, memory: Any = None, of: Any = None):
+        self.data, self.memory, self.of = np.asarray(data), memory, of
+        self.shape = list(self.data.shape)
+        self.type = SimpleNamespace(layout=None)
+
+    @property
+    def dtype(self) -> DType:
+        if self.memory is not None:
+            assert self.of is not None
+            return PointerType(self.of)
+        return BY_NUMPY[self.data.dtype]
+
+    def like(self, data: Any) -> "Tensor":
+        return Tensor(data, self.memory, self.of)
+
+    def to(self, dtype: DType, bitcast: bool = False) -> "Tensor":
+        if isinstance(dtype, PointerType):
+            return Tensor(self.data, self.memory, dtype.of)
+        if bitcast:
+            return Tensor(np.ascontiguousarray(self.data).view(dtype.numpy))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Tensor(self.data.astype(dtype.numpy))
+
+    def __getitem__(self, at: Any) -> "Tensor":
+        return self.like(self.data[at])
+
+    def __neg__(self) -> "Tensor":
+        return Tensor(-self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+
+def raw(x: Any) -> Any:
+    return x.data if isinstance(x, Tensor) else x
+
+
+def operation(f: Any, swap: bool = False) -> Any:
+    def run(a: Tensor, b: Any) -> Tensor:
+        if a.memory is not None:  # elements into bytes
+            assert a.of is not None
+            return a.like(f(a.data, raw(b) * a.of.numpy.itemsize))
+        if isinstance(b, Tensor) and b.memory is not None:
+            return run(b, a)
+        x, y = (raw(b), a.data) if swap else (a.data, raw(b))
+        for number, other in ((x, y), (y, x)):
+            if isinstance(number, int | float) and other.dtype != bool:
+                as_register = np.array(number).astype(other.dtype)
+                x, y = (as_register, y) if number is x else (x, as_register)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Tensor(f(x, y))
+
+    return run
+
+
+def divided(x: Any, y: Any) -> Any:
+    return np.divide(x, y, dtype=np.float32)
+
+
+def logical_shift(x: Any, y: Any) -> Any:
+    return np.right_shift(x, y)
+
+
+for name, f in {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": divided,
+    "floordiv": np.floor_divide,
+    "mod": np.remainder,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "lshift": np.left_shift,
+    "rshift": logical_shift,
+}.items():
+    setattr(Tensor, f"__{name}__", operation(f))
+    setattr(Tensor, f"__r{name}__", operation(f, swap=True))
+for name, f in {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}.items():
+    setattr(Tensor, f"__{name}__", operation(f))
+
+
+def load(at: Tensor, mask: Any = True, other: Any = 0, eviction_policy: str = ""):
+    size = at.of.numpy.itemsize
+    places, mask = np.broadcast_arrays(at.data, raw(mask))
+    bytes_ = at.memory.reshape(-1).view(np.uint8)
+    where = np.where(mask, places, 0)[..., None] + np.arange(size)
+    assert where.min() >= 0 and where.max() < bytes_.size, "reads outside of an array"
+    found = bytes_[where].view(at.of.numpy)[..., 0]
+    return Tensor(np.where(mask, found, np.array(raw(other)).astype(found.dtype)))
+
+
+def store(at: Tensor, value: Tensor, mask: Any = True) -> None:
+    places, mask, data = np.broadcast_arrays(at.data, raw(mask), value.data)
+    flat = at.memory.reshape(-1)
+    flat[places[mask] // at.of.numpy.itemsize] = data[mask]
+
+
+def words(x: Any) -> np.ndarray:
+    return np.ascontiguousarray(raw(x)).view(np.uint32)
+
+
+def permuted(a: Any, b: Any, selection: int) -> Tensor:
+    """prmt: byte i is the one of b : a that digit i says."""
+    a, b = np.broadcast_arrays(a, b)
+    source = np.stack([a >> 8 * i & 255 for i in range(4)], -1)
+    source = np.concatenate(
+        [source, np.stack([b >> 8 * i & 255 for i in range(4)], -1)], -1
+    )
+    out = np.zeros(a.shape, np.uint32)
+    for i in range(4):
+        digit = selection >> 4 * i & 15
+        byte = source[..., digit & 7]
+        if digit & 8:
+            byte = np.where(byte & 128, np.uint32(255), np.uint32(0))
+        out |= byte.astype(np.uint32) << np.uint32(8 * i)
+    return Tensor(out.view(np.int32))
+
+
+def halves(word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The two bfloat16 of a word in float32."""
+    return (word << 16).view(np.float32), (word & 0xFFFF0000).view(np.float32)
+
+
+def paired(low: np.ndarray, high: np.ndarray) -> Tensor:
+    both = [x.astype(ml_dtypes.bfloat16).view(np.uint16) for x in (low, high)]
+    word = both[0].astype(np.uint32) | both[1].astype(np.uint32) << 16
+    return Tensor(word.view(np.int32))
+
+
+def matrix_product(args: list) -> tuple[Tensor, ...]:
+    """mma.m16n8k16 of each warp: lane 4 g + c of [warps, 8, 4, eights]."""
+    shape = np.broadcast_shapes(*(raw(x).shape for x in args))
+    a = [halves(words(np.broadcast_to(raw(x), shape))) for x in args[:4]]
+    b = [halves(words(np.broadcast_to(raw(x), shape))) for x in args[4:6]]
+    sums = [np.broadcast_to(raw(x), shape) for x in args[6:]]
+    left = np.zeros((shape[0], shape[3], 16, 16))
+    right = np.zeros((shape[0], shape[3], 16, 8))
+    for c in range(4):
+        for half in range(2):
+            for i in range(4):
+                rows = np.arange(8) + 8 * (i % 2)
+                k = 2 * c + half + 8 * (i // 2)
+                left[:, :, rows, k] = a[i][half][:, :, c].transpose(0, 2, 1)
+            for i in range(2):
+                k = 2 * c + half + 8 * i
+                right[:, :, k] = b[i][half][:, :, c].transpose(0, 2, 1)
+    product = left @ right  # [warps, eights, 16, 8]
+    out = []
+    for i in range(4):
+        own = product[:, :, 8 * (i // 2) : 8 * (i // 2) + 8, i % 2 :: 2]
+        out.append(Tensor((own.transpose(0, 2, 3, 1) + sums[i]).astype(np.float32)))
+    return tuple(out)
+
+
+def from_shared(at: np.ndarray, offset: int, count: int) -> list[np.ndarray]:
+    where = at.astype(np.int64) + offset
+    assert (where % (4 * count) == 0).all(), "a wide load that is not aligned"
+    return [
+        shared[(where + 4 * i)[..., None] + np.arange(4)].view(np.uint32)[..., 0]
+        for i in range(count)
+    ]
+
+
+def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> Any:
+    """What each line that the kernels have does."""
+    if text.startswith("mma.sync.aligned.m16n8k16"):
+        return matrix_product(args)
+    if m := re.fullmatch(r"prmt.b32 \$0, \$1, (\w+|\$2), (0x\w+);", text):
+        other = words(args[1]) if m[1] == "$2" else np.uint32(int(m[1], 16))
+        return permuted(words(args[0]), other, int(m[2], 16))
+    if m := re.fullmatch(r"ld.shared.v(\d).\w+ \{[^}]*\}, \[\$\d\+(\d+)\];", text):
+        kind = np.float32 if "f32" in text else np.int32
+        found = from_shared(raw(args[0]), int(m[2]), int(m[1]))
+        return tuple(Tensor(x.view(kind)) for x in found)
+    if text.startswith("st.shared.b32 [$1], $2;"):
+        at, word = np.broadcast_arrays(raw(args[0]), words(args[1]))
+        shared[at[..., None] + np.arange(4)] = word[..., None] >> 8 * np.arange(4) & 255
+        return args[1]
+    if "st.shared.b16 [$1], l;" in text:
+        at, word = np.broadcast_arrays(raw(args[0]), words(args[1]))
+        shared[at[..., None] + np.arange(2)] = word[..., None] >> 8 * np.arange(2) & 255
+        return args[1]
+    if text.startswith("cvt.rn.bf16x2.f32 $0, $2, $1;"):
+        return paired(raw(args[0]), raw(args[1]))
+    if text.startswith("fma.rn.bf16x2 $0, $2, $3, $1;"):
+        c, a, b = (halves(words(x)) for x in args)
+        return paired(*(x * y + z for x, y, z in zip(a, b, c, strict=True)))
+    if m := re.search(
+        r"mov.b32 o, (\w+); mov.b32 n, (\w+); *fma.rn.bf16x2 \$0, \$1, o, n;", text
+    ):
+        o, n = (halves(np.array([int(x, 16)], np.uint32)) for x in m.groups())
+        a = halves(words(args[0]))
+        return paired(*(x * y + z for x, y, z in zip(a, o, n, strict=True)))
+    if "global_smem" in text:
+        return Tensor(np.zeros(raw(args[0]).shape, np.int32))
+    if text.startswith("mov.b32 $0, $1;"):
+        return args[0]
+    raise NotImplementedError(text)
+
+
+def exponential(x: Tensor) -> Tensor:
+    with np.errstate(over="ignore"):
+        return Tensor(np.exp(x.data))
+
+
+def alike(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Both, a number in the dtype of the tensor beside it."""
+    dtype = raw(x if isinstance(x, Tensor) else y).dtype
+    return np.asarray(raw(x)).astype(dtype), np.asarray(raw(y)).astype(dtype)
+
+
+def constant(x: Any) -> Any:
+    return x
+
+
+class Gluon(SimpleNamespace):
+    """`gl` for one program of a launch."""
+
+    def __init__(self, warps: int, place: tuple[int, ...]):
+        nothing = SimpleNamespace(
+            index=lambda i: SimpleNamespace(
+                load=lambda layout: Tensor(np.zeros(32, np.int32))
+            )
+        )
+        super().__init__(
+            int16=INT16,
+            int32=INT32,
+            int64=INT64,
+            float16=FLOAT16,
+            float32=FLOAT32,
+            constexpr=constant,
+            static_range=range,
+            pointer_type=PointerType,
+            num_warps=lambda: warps,
+            program_id=lambda axis: Tensor(np.int32(place[axis])),
+            load=load,
+            store=store,
+            inline_asm_elementwise=assembler,
+            thread_barrier=lambda: None,
+            allocate_shared_memory=lambda *_: nothing,
+            arange=lambda a, b, layout: Tensor(np.arange(a, b, dtype=np.int32)),
+            full=lambda shape, x, dtype, layout: Tensor(np.full(shape, x, dtype.numpy)),
+            sum=lambda x, axis: Tensor(x.data.sum(axis, dtype=x.data.dtype)),
+            where=lambda p, x, y: Tensor(np.where(raw(p), *alike(x, y))),
+            minimum=lambda x, y: Tensor(np.minimum(*alike(x, y))),
+            maximum=lambda x, y: Tensor(np.maximum(*alike(x, y))),
+            fma=fused,
+            reshape=lambda x, shape: Tensor(x.data.reshape(shape)),
+            expand_dims=lambda x, axis: x.like(np.expand_dims(x.data, axis)),
+            split=lambda x: (Tensor(x.data[..., 0]), Tensor(x.data[..., 1])),
+            exp=exponential,
+            rsqrt=lambda x: Tensor(np.float32(1) / np.sqrt(x.data)),
+            **dict.fromkeys(
+                ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout"),
+                lambda *_: None,
+            ),
+        )
+
+
+def fused(x: Any, y: Any, z: Any) -> Tensor:
+    wide = [np.asarray(raw(a), np.float64) for a in (x, y, z)]
+    return Tensor((wide[0] * wide[1] + wide[2]).astype(np.float32))
+
+
+def modules(gl: Gluon) -> Any:
+    """Imports kernel files anew, with this `gl`."""
+    bridge = SimpleNamespace(gl=gl, gluon_jit=constant, constexpr_function=constant)
+    read: dict[str, ModuleType] = {}
+
+    def imported(name: str, *args: Any) -> Any:
+        if name == BRIDGE:
+            return bridge
+        if not name.startswith(KERNELS):
+            return builtins.__import__(name, *args)
+        if name not in read:
+            spec = importlib.util.find_spec(name)
+            assert spec is not None and spec.origin is not None
+            module = read[name] = ModuleType(name)
+            module.__dict__["__builtins__"] = {**vars(builtins), "__import__": imported}
+            exec(compile(Path(spec.origin).read_text(), name, "exec"), vars(module))
+        return read[name]
+
+    return imported
+
+
+def pointer(array: np.ndarray | None) -> Tensor | None:
+    if array is None:
+        return None
+    return Tensor(np.int64(0), array, BY_NUMPY[array.dtype])
+
+
+def run(launch: Any, arrays: dict[str, np.ndarray], place: tuple[int, ...]) -> None:
+    """One program of a launch; `arrays` are by the names of their pointers."""
+    shared[:] = 255  # bfloat16 and float32 that are no numbers
+    name = launch.kernel.__name__
+    imported = modules(Gluon(launch.num_warps, place))
+    module = imported(launch.kernel.__module__)
+    given = {n: pointer(x) for n, x in arrays.items()}
+    vars(module)[name](**given, **dict(launch.constants))

@@ -1,0 +1,103 @@
+"""The arithmetic of packed rows, lane by lane, against decoded weights in float64.
+
+Without a GPU no other check runs these kernels: Gluon has no interpreter. `lanes.py`
+follows their source and their instructions, on the formats and shapes whose paths
+differ, of which one activation summed by groups is the newest.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxkern import GGUFTensor, dequantize, interleave
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import compiling_for
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.triton.quant import packed_products
+from tests.triton.quant import lanes
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+# where the float16 scales of a block are, and how large
+SCALES = {"Q8_0": {0: 0.02}, "Q6_K": {208: 0.004}, "Q4_K": {0: 0.02, 2: 0.15}}
+SCALES |= {"Q5_K": {0: 0.02, 2: 0.15}, "Q4_0": {0: 0.05}}
+
+
+def weights(rng, qtype, f, k):
+    """(interleaved tensor, the same in float64)."""
+    form = BLOCK_FORMATS[qtype]
+    blocks = rng.integers(0, 256, (f, k // form.elements, form.bytes), np.uint8)
+    for at, scale in SCALES[qtype].items():
+        scales = rng.uniform(0.5, 1.0, blocks.shape[:2]) * scale
+        blocks[:, :, at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    w = GGUFTensor(jnp.asarray(blocks.reshape(f, -1)), qtype)
+    return interleave(w), np.asarray(dequantize(w), np.float64)
+
+
+def launch_of(f, *operands):
+    with compiling_for(90):
+        jaxpr = jax.make_jaxpr(f)(*operands).jaxpr
+    [launch] = [
+        eqn.params["launch"]
+        for eqn in jaxpr.eqns
+        if eqn.primitive is bridge.triton_call_p
+    ]
+    return launch
+
+
+@pytest.mark.parametrize(
+    "qtype, k, rows, normed, gated, added",
+    [
+        ("Q4_K", 768, 1, True, True, False),
+        ("Q4_K", 2304, 1, False, False, True),
+        ("Q4_K", 256, 1, True, False, False),
+        ("Q5_K", 768, 1, False, False, False),
+        ("Q5_K", 512, 1, True, False, False),
+        ("Q4_K", 512, 3, True, False, False),
+        ("Q4_K", 512, 2, False, False, True),
+        ("Q6_K", 768, 1, True, False, True),
+        ("Q8_0", 768, 1, False, True, False),
+        ("Q4_0", 544, 2, False, False, False),
+    ],
+)
+def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
+    rng = np.random.default_rng(k)
+    x = rng.standard_normal((rows, k))
+    x[0, : k // 2] += 2  # sums of groups that are far from zero
+    x = x.astype(ml_dtypes.bfloat16).astype(np.float32)  # for a float32 result
+    halves = [weights(rng, qtype, 16, k) for _ in range(1 + gated)]
+    tiles = np.stack([np.asarray(w.tiles) for w, _ in halves])
+    tiles = tiles if gated else tiles[0]
+    norm = rng.uniform(0.5, 2.0, k).astype(np.float32) if normed else None
+    residual = rng.standard_normal((rows, 1, 16)).astype(np.float32)
+    residual = residual if added else None
+
+    def product(x, tiles, norm, residual):
+        return packed_products.launch(x, tiles, qtype, 1, norm, residual, 1e-5, None)
+
+    launch = launch_of(product, x, tiles, norm, residual)
+    assert dict(launch.constants)["SUMMED"] == (rows == 1 and qtype in ("Q4_K", "Q5_K"))
+    y = np.full((rows, 1, 16), np.nan, np.float32)
+    arrays = {"x_ptr": x, "norm_ptr": norm, "tiles_ptr": tiles, "y_ptr": y}
+    if norm is None:
+        arrays["x_ptr"] = x.astype(ml_dtypes.bfloat16)
+    arrays["residual_ptr"] = residual
+    lanes.run(launch, {n: a for n, a in arrays.items() if a is not None}, (0, 0))
+
+    wide = x.astype(np.float64)
+    if norm is not None:
+        wide = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * norm
+        wide = wide.astype(ml_dtypes.bfloat16).astype(np.float64)
+    results = [wide @ w.T for _, w in halves]
+    want = results[0]
+    if gated:
+        want = want * (want > -500) / (1 + np.exp(-want.clip(-500))) * results[1]
+    if residual is not None:
+        want = want + residual[:, 0].astype(np.float64)
+    got = y[:, 0].astype(np.float64)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    # where a norm ends between two bfloat16 the kernel may take the other one
+    assert error < (3e-4 if normed else 2e-5)
