@@ -24,6 +24,7 @@ from jaxkern import (
 )
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, empty_cache, prefill
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, decode_rows
+from jaxkern.triton.quant import packed_products
 from jaxkern.triton.quant.packed_products import BYTES
 from tests.gpu.truth import on_a_gpu, poison, relative_error
 
@@ -101,6 +102,16 @@ def check(kind, qtype, rows, f, d, dtype):
 @pytest.mark.parametrize("qtype", [*BYTES, "dense"])
 def test_one_activation(qtype, kind):
     check(kind, qtype, 1, 96, 4096, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "gated", "add"])
+@pytest.mark.parametrize("qtype", packed_products.CAN_BE_SUMMED)
+def test_one_activation_summed_by_groups(qtype, kind, monkeypatch):
+    monkeypatch.setattr(packed_products, "SUMMED", packed_products.CAN_BE_SUMMED)
+    jax.clear_caches()  # the choice is no key of what was compiled
+    for f, d in ((96, 4096), (16, 256), (48, 14336)):
+        check(kind, qtype, 1, f, d, "bfloat16")
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize(
