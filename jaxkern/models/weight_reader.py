@@ -178,7 +178,7 @@ class WeightReader:
     def matrices(self, *names: str) -> Matrices:
         """Matrices `[f, d]` with the same input, side by side."""
         if self._packed and any(map(self.is_packed, names)):
-            parts = [
+            parts: list[Any] = [
                 (self.file.load(name),) if self.is_packed(name) else self.matrices(name)
                 for name in names
             ]

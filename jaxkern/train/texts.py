@@ -93,7 +93,9 @@ def texts_of(data: Data) -> Iterator[str]:
         yield from cut(text_of(path), data.documents)
     if data.records:
         try:
-            from grain.sources import ArrayRecordDataSource
+            from grain.sources import (  # pyright: ignore[reportMissingImports]
+                ArrayRecordDataSource,
+            )
         except ModuleNotFoundError:
             raise ValueError(
                 "data.records are read by grain, which is not installed: pip install "
