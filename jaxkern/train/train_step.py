@@ -292,14 +292,17 @@ def microbatches(batch: Any, parts: int) -> Any:
 
 
 def on_the_mesh_of(params: Any, state: TrainState) -> TrainState:
-    """The state with what lies on one device alone, such as counters, on the mesh."""
+    """The state with what lies on one device alone, such as counters, on the mesh.
+
+    Every array is bound to its devices, as what a step returns is: for a state that is
+    not, the first step would be compiled apart.
+    """
     cuts = [p.sharding for p in jax.tree.leaves(params)]
     meshes = [cut.mesh for cut in cuts if isinstance(cut, NamedSharding)]
-    if not meshes:
-        return state
-    whole = NamedSharding(meshes[0], PartitionSpec())
 
     def placed(x: Array) -> Array:
-        return x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole)
+        if meshes and not isinstance(x.sharding, NamedSharding):
+            return jax.device_put(x, NamedSharding(meshes[0], PartitionSpec()))
+        return jax.device_put(x, x.sharding)
 
     return jax.tree.map(placed, state)

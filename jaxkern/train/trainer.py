@@ -77,7 +77,7 @@ def train(run: RunConfig, *, start: int | None = None, quiet: bool = False) -> O
     kept = Checkpoints(os.path.join(run.out, "checkpoints"), run.checkpoints.keep)
     about = {"config": dataclasses.asdict(run), "data": rows.digest}
     done = point_to_go_on_from(kept, about, start)
-    state = committed(step.init(placement.weights(job.params)))
+    state = step.init(placement.weights(job.params))
     base = None if job.base is None else placement.weights(job.base)
     if done:
         state = kept.restore(done, state)
@@ -186,12 +186,6 @@ def compiled(step: TrainStep, job: Job, state: TrainState) -> Callable:
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
-
-
-def committed(state: TrainState) -> TrainState:
-    """The state bound to its devices, as a step returns it: of one that is not, the
-    first step would be compiled apart."""
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)
 
 
 def loss_weights(state: TrainState) -> Any:

@@ -280,3 +280,15 @@ def test_narrow_gradients_and_copies_are_those_of_optax():
         found[name] = state.params, losses
     for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5)
+
+
+def test_a_step_is_compiled_once():
+    """A run compiled it twice: for a state that is bound to no device, and for what the
+    first step returned. Losses are the same then, and no test counted."""
+    step = train_step(lambda w, x: jnp.mean((x @ w) ** 2), AdamW(0.1))
+    state = step.init(jnp.ones(3))
+    assert state.params.committed
+    for _ in range(3):
+        state, _ = step(state, np.ones((2, 3), np.float32))
+    (compiled,) = step.compiled.values()
+    assert compiled._cache_size() == 1  # pyright: ignore

@@ -4,22 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.train import AdamW, train_step
 from jaxkern.train.run_config import Optimizer
-from jaxkern.train.trainer import committed, mean_of, schedule_of
-
-
-def test_a_step_is_compiled_once():
-    """A run compiled it twice: for a state that is bound to no device, and for what the
-    first step returned. Losses are the same then, and no test counted."""
-    step = train_step(lambda w, x: jnp.mean((x @ w) ** 2), AdamW(0.1))
-    state = step.init(jnp.ones(3))
-    assert not state.params.committed
-    state = committed(state)
-    for _ in range(3):
-        state, _ = step(state, np.ones((2, 3), np.float32))
-    (compiled,) = step.compiled.values()
-    assert compiled._cache_size() == 1  # pyright: ignore
+from jaxkern.train.trainer import mean_of, schedule_of
 
 
 def test_the_rate_rises_and_falls_as_it_is_said():
