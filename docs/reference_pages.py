@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jaxkern
+import jaxkern.interop.flax
+import jaxkern.interop.jax_nn
+import jaxkern.interop.tokamax
+import jaxkern.testing
 import jaxkern.train
 
 FAMILIES = {
@@ -37,6 +41,22 @@ FAMILIES = {
 OTHERS = {
     "choice": ("Which kernel runs", [f"jaxkern.{n}" for n in ("backend", "explain")]),
     "train": ("Training", [f"jaxkern.train.{n}" for n in jaxkern.train.__all__]),
+    "testing": (
+        "Checks of an operator",
+        [f"jaxkern.testing.{n}" for n in ("Check", "case", "check_op", "checks_of")],
+    ),
+    "interop": (
+        "Under the names of other libraries",
+        [
+            f"{module.__name__}.{n}"
+            for module in (
+                jaxkern.interop.jax_nn,
+                jaxkern.interop.flax,
+                jaxkern.interop.tokamax,
+            )
+            for n in module.__all__
+        ],
+    ),
 }
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):$")
 ENTRY = re.compile(r"  (\w[\w., ]*): (.*)")

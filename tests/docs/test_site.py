@@ -17,6 +17,7 @@ import pytest
 
 import jaxkern
 import jaxkern.train
+from jaxkern.interop import flax, jax_nn, tokamax
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -63,6 +64,11 @@ def test_every_public_name_stands_once_in_the_reference(reference):
     names = [name for _, _, names in reference.pages() for name in names]
     public = {f"jaxkern.{n}" for n in jaxkern.__all__}
     public |= {f"jaxkern.train.{n}" for n in jaxkern.train.__all__}
+    for module in (flax, jax_nn, tokamax):
+        public |= {f"{module.__name__}.{n}" for n in module.__all__}
+    public |= {
+        f"jaxkern.testing.{n}" for n in ("Check", "case", "check_op", "checks_of")
+    }
     assert len(names) == len(set(names)) and set(names) == public
 
 
