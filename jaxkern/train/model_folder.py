@@ -101,7 +101,7 @@ def origins_of(model: Described) -> list[Origin]:
             model.config, Origins(model.file.tensors)
         )  # pyright: ignore
         leaves: list[Any] = jax.tree.leaves(found)
-    except (TypeError, AttributeError):
+    except (TypeError, AttributeError, AssertionError):  # it works on the arrays
         leaves = [None]
     if not all(isinstance(leaf, Origin) for leaf in leaves):
         raise ValueError(

@@ -387,6 +387,17 @@ def selection(x: Draw) -> dict[str, Call]:
             lambda p, g, m, v: step({"w": p}, {"w": g}, {"w": m}, {"w": v}),
             (x(4), x(4), x(4), x(4) ** 2),
         ),
+        "adamw_copied": (
+            lambda p, g, m, v: step(
+                {"w": p},
+                {"w": g},
+                {"w": m},
+                {"w": v},
+                copy={"w": p.astype(jnp.bfloat16)},
+                grad_scale=0.5,
+            ),
+            (x(4), x(4), x(4), x(4) ** 2),
+        ),
     }
 
 
