@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxkern.formats.architecture_keys import ArchitectureKeys
+from jaxkern.formats.architecture_keys import ArchitectureKeys, KeyFile
 from jaxkern.formats.packed_matrix import PackedMatrix
 
 CONFIG = "quantization_config"
@@ -22,18 +22,9 @@ OF_ACTIVATIONS = (
 )
 
 
-class Folder(Protocol):
+class Folder(KeyFile, Protocol):
     """What of a `SafetensorsFolder` is read here."""
 
-    @property
-    def path(self) -> str: ...
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
-    def error(self, message: str) -> ValueError: ...
     def view(self, name: str) -> np.ndarray: ...
 
 
