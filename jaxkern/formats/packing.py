@@ -4,9 +4,9 @@ Every method (`quantized_folder.py`) finds its modules, asks here for their part
 the shapes that its keys say, and adds the weights.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
