@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from jaxkern.lowering.lower import backend
 
-# Theirs and ours; a kernel of these kinds alone, or an error that says why not.
+# Theirs and ours. What the kernels of a kind refuse XLA runs, as `explain` says.
 KINDS = {
     "xla": "xla",
     "xla_chunked": "xla",
@@ -27,44 +27,39 @@ def as_asked(op: str, implementation: Any, precision: Any = None) -> Iterator[No
     """Calls in this block, and their gradients, run by that implementation."""
     with contextlib.ExitStack() as stack:
         if implementation is not None:
-            stack.enter_context(backend(*kind_of(op, implementation)))
+            stack.enter_context(backend(kind_of(op, implementation)))
         name = precision_name(op, precision)
         if name is not None:
             stack.enter_context(jax.default_matmul_precision(name))
         yield
 
 
-def kind_of(op: str, implementation: Any) -> tuple[str]:
-    """Our name of it; of several the first, as what it refuses XLA runs."""
-    several = isinstance(implementation, Sequence) and not isinstance(
-        implementation, str
-    )
-    wanted = list(implementation) if several else [implementation]
-    kinds = [KINDS.get(x) if isinstance(x, str) else None for x in wanted]
-    if not kinds or None in kinds:
+def kind_of(op: str, implementation: Any) -> str:
+    """Our name of an implementation; of several the first."""
+    several = isinstance(implementation, tuple | list)
+    wanted = implementation if several else (implementation,)
+    if not wanted or not all(isinstance(x, str) and x in KINDS for x in wanted):
         raise ValueError(
             f"{op}: `implementation` must be one or several of {sorted(KINDS)}, got "
             f"{implementation!r}. None takes the fastest that runs."
         )
-    return (str(kinds[0]),)
+    return KINDS[wanted[0]]
 
 
 def precision_name(op: str, precision: Any) -> str | None:
     """What `jax.default_matmul_precision` takes, of all that JAX calls a precision."""
     if isinstance(precision, tuple) and len(set(precision)) == 1:
         precision = precision[0]
-    if isinstance(precision, jax.lax.Precision | jax.lax.DotAlgorithmPreset):
-        return precision.name.lower() if is_level(precision) else precision.name
+    if isinstance(precision, jax.lax.Precision):
+        return precision.name.lower()
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        return precision.name
     if precision is None or isinstance(precision, str):
         return precision
     raise ValueError(
         f"{op}: `precision` must be None, a name, a `jax.lax.Precision` or a "
         f"`jax.lax.DotAlgorithmPreset`, one for both operands, got {precision!r}."
     )
-
-
-def is_level(precision: Any) -> bool:
-    return isinstance(precision, jax.lax.Precision)
 
 
 def one_batch_dim(x: ArrayLike, batch: tuple[int, ...], dims: int) -> Array:

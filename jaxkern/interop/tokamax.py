@@ -205,7 +205,7 @@ def linear_softmax_cross_entropy_loss(
 ) -> Float[Array, ""]:
     """Cross entropy of x weights, of which no more than blocks are in memory.
 
-    Every label counts, -100 too: one that is no class has lse as its loss.
+    Every label counts: one that is no class, -100 too, has NaN as its loss.
 
     Example:
       >>> from jaxkern.interop import tokamax

@@ -126,6 +126,15 @@ def logits(
     return output_product(config, x, weights.output) * config.logit_scale
 
 
+def check_reading(cache: States | None, new_lengths: Any, segment_ids: Any) -> None:
+    """Whole texts may be packed; what goes into a cache may end in each row apart."""
+    if (new_lengths if cache is None else segment_ids) is not None:
+        raise ValueError(
+            "hidden_states: `new_lengths` goes with a cache and `segment_ids` without "
+            "one. Pack whole texts, or read texts into a cache row by row."
+        )
+
+
 def hidden_states(
     config: DecoderConfig,
     weights: DecoderWeights,
@@ -142,11 +151,7 @@ def hidden_states(
       segment_ids: equal for the tokens of one text, of texts that are packed in a row;
         without a cache.
     """
-    if (new_lengths if cache is None else segment_ids) is not None:
-        raise ValueError(
-            "hidden_states: `new_lengths` goes with a cache and `segment_ids` without "
-            "one. Pack whole texts, or read texts into a cache row by row."
-        )
+    check_reading(cache, new_lengths, segment_ids)
     rotations = {
         mixer.rotation
         for mixer in config.mixers

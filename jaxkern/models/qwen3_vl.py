@@ -148,11 +148,7 @@ def hidden_states(
       images: what the placeholders of these tokens stand for; without it the tokens
         are text.
     """
-    if (new_lengths if cache is None else segment_ids) is not None:
-        raise ValueError(
-            "hidden_states: `new_lengths` goes with a cache and `segment_ids` without "
-            "one. Pack whole texts, or read texts into a cache row by row."
-        )
+    decoder.check_reading(cache, new_lengths, segment_ids)
     if images is not None and images.feature.shape != tokens.shape:
         raise ValueError(
             f"hidden_states: `tokens` are {tokens.shape}, `images` of texts of "

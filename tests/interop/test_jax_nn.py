@@ -81,7 +81,10 @@ def test_implementation_is_the_backend():
         dot_product_attention(q, k[:1], v)
 
 
-@pytest.mark.parametrize("precision", [None, "highest", jax.lax.Precision.HIGHEST])
+@pytest.mark.parametrize(
+    "precision",
+    [None, (jax.lax.Precision.HIGHEST,) * 2, jax.lax.DotAlgorithmPreset.F32_F32_F32],
+)
 def test_ragged_dot(precision):
     lhs, rhs = draw(10, 6), draw(3, 6, 4)
     sizes = jnp.array([4, 0, 5])
