@@ -186,6 +186,13 @@ def test_labels_of_every_integer_dtype():
         np.testing.assert_array_equal(cross_entropy(logits, labels), expected)
 
 
+def test_an_unsigned_label_does_not_wrap_to_the_one_that_is_ignored():
+    """2**32 - 100 became -100 in int32. Drawn labels of all other tests are small."""
+    labels = jnp.array([2**32 - 100, 1], jnp.uint32)
+    loss = np.asarray(cross_entropy(jnp.ones((2, 4)), labels))
+    assert np.isnan(loss[0]) and np.isclose(loss[1], np.log(4))
+
+
 def test_half_precision_logits_give_a_float32_loss():
     logits, labels = draw(4, 50).astype(jnp.bfloat16), jnp.arange(4)
     loss = cross_entropy(logits, labels)
