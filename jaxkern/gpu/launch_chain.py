@@ -84,7 +84,10 @@ def load_library() -> str | None:
         handler = getattr(ctypes.CDLL(str(found[0])), TARGET)
     except (OSError, AttributeError) as error:  # foreign, or older than this file
         return f"{LIBRARY} does not load: {error}; install jaxkern anew"
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
+    try:
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
+    except jax.errors.JaxRuntimeError as error:  # built for a newer jaxlib
+        return f"{LIBRARY} is not for this jaxlib: {error}; install jaxkern anew"
     return None
 
 

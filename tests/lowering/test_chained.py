@@ -194,6 +194,17 @@ def test_without_the_library_it_is_said_once(monkeypatch, caplog, tmp_path):
         assert "below 90" in str(launch_chain.missing())
 
 
+def test_a_library_for_a_newer_jaxlib_is_a_reason(monkeypatch):
+    from jaxkern.gpu import launch_chain
+
+    def refuse(*_, **__):
+        raise jax.errors.JaxRuntimeError("the handler's API version is incompatible")
+
+    monkeypatch.setattr(launch_chain.jax.ffi, "register_ffi_target", refuse)
+    reason = str(launch_chain.load_library())
+    assert "not for this jaxlib" in reason and "API version" in reason
+
+
 def test_elsewhere_a_function_stays_what_it_was():
     """No GPU, under vmap, and called as it is."""
 

@@ -25,10 +25,8 @@ COLUMNS = 64  # activations by terms, of one launch
 SLOTS = 64  # rows of experts, each of which is read for itself
 MANY = 32  # activations in bfloat16 beyond which decoded weights are the faster
 NORM_BYTES = 65_536  # of shared memory for activations
-# Of one activation the sums of groups are taken once, not by a second product. Lanes
-# followed in Python agree with float64; until tests/gpu has passed with it, no format.
-CAN_BE_SUMMED = ("Q4_K", "Q5_K")
-SUMMED: tuple[str, ...] = ()
+# of one activation the sums of groups are taken once, not by a second product
+SUMMED = ("Q4_K", "Q5_K")
 # how many bfloat16 add up to one; the last of four is zero
 TERMS = {"bfloat16": 1, "float16": 2, "float32": 4}
 

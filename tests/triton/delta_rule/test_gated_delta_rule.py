@@ -86,7 +86,6 @@ def test_walks_of_compute_capability_90(monkeypatch):
     kernels = ("hopper_forward_kernel", "hopper_both_ways_kernel")
     with gluon_on_host(fwd.hopper_walk, *kernels) as on_host, compiling_for(90):
         monkeypatch.setattr(fwd, "hopper_walk", on_host)
-        monkeypatch.setattr(fwd, "HOPPER_WALKS", True)
         check([query, key, value, g, beta, state], [dout, dstate])
 
 

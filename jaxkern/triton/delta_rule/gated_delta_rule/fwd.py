@@ -25,9 +25,7 @@ LARGEST = 256  # dims of a head
 LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second axis
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = hopper_walk.COLUMNS  # value columns of a program
-# The walks of `hopper_walk` as they stand have been compared with float64 on the host
-# alone. Until tests/gpu has passed with them, capability 9.0 runs those of `walk`.
-HOPPER_WALKS = False
+HOPPER_WALKS = True  # those of `hopper_walk`, on compute capability 9.0
 
 
 def unsupported(
