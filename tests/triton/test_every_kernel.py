@@ -38,6 +38,7 @@ from jaxkern import (
     rms_norm_add,
     sandwich_rms_norm,
     softmax,
+    state_space_dual,
 )
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.attention import gradient_rows
@@ -176,6 +177,11 @@ def delta_rule(h):
     return slopes(gated_delta_rule, key, key, value, gates, gates, state)
 
 
+def state_space(size):
+    x, read = spec(1, 100, 2, 64), spec(1, 100, 1, size)
+    return state_space_dual, (x, spec(1, 100, 2), spec(2), read, read)
+
+
 def embed(dtype):
     ids = jnp.zeros((4, 2048), jnp.int32)
     return slopes(lambda table: embedding(ids, table), spec(32768, 1024, dtype=dtype))
@@ -264,6 +270,7 @@ CALLS = {  # which the cases of the ops leave out
     "quantize 80 dims": quantize(IntCodec(5), 80),
     **{f"dequantize {c}": dequantize(c) for c in CODECS},
     **{f"gated_delta_rule {h}": delta_rule(h) for h in (64, 128, 256)},
+    **{f"state_space_dual {size}": state_space(size) for size in (128, 256)},
     **{f"embedding {t}": embed(t) for t in DTYPES},
     **{f"adamw {t}": update(t) for t in DTYPES},
     "adamw with copies": update_with_copies(),

@@ -248,6 +248,7 @@ FEWEST = (
     "interleaved_matmul_id-q4_0",
     "gated_delta_rule 64",
     "gated_delta_rule 256",
+    "state_space_dual 128",
     "gated_delta_step-qwen3_next_decode",
     "fp8_matmul-deepseek_v3_down",
     "int_matmul-int8",
