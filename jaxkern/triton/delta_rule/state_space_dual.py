@@ -3,7 +3,7 @@
 A program has some columns of one head. It keeps their state S [columns, state] in
 float32 registers, where it is the left operand of the products that need it:
 
-    y^T = from_start (S C^T) + x^T P^T       P^T = step (B C^T) between, by rows and pairs
+    y^T = from_start (S C^T) + x^T P^T     P^T = step (B C^T) between, by rows and pairs
     S <- from_start_C S + (to_end step x^T) B
 
 from_start, between and to_end are decays as in docs/design/gated_delta_rule.md.
