@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import KVCache, rms_norm
+from jaxkern.models.branch import Branch
 from jaxkern.models.cached_steps import decode, next_positions, prefill
 from jaxkern.models.feed_forward import Dense, DenseWeights, Mixture, MixtureWeights
 from jaxkern.models.mixers.delta_net import DeltaNet, DeltaNetWeights
@@ -175,8 +176,8 @@ def through_layers(
 ) -> tuple[Float[Array, "b t d"], States | None]:
     """`hidden_states` of what is embedded; `behind[i]` is added behind layer i."""
 
-    def added(x: Float[Array, "b t d"], y: Float[Array, "b t d"]):
-        return x + y * jnp.asarray(config.residual_scale, x.dtype)
+    def begin(x: Float[Array, "b t d"], norm: Float[Array, " d"], state: Any):
+        return Branch.begin(config, x, norm, state, config.residual_scale)
 
     after: list[State] = []
     blocks = zip(config.mixers, config.feed_forwards, weights.layers, strict=True)
@@ -184,12 +185,11 @@ def through_layers(
         state: Any = None
         if cache is not None:  # lengths are the same for all: derived from once
             state = replace(cache[i], lengths=cache[0].lengths)
-        y = rms_norm(x, layer.mixer_norm, eps=config.eps)
-        y, state = mixer(config, cast(Any, layer.mixer), y, state, at)
-        x = added(x, y)
+        branch = begin(x, layer.mixer_norm, state)
+        x, state = mixer(config, cast(Any, layer.mixer), branch, state, at)
         after.append(state)
-        y = rms_norm(x, layer.feed_forward_norm, eps=config.eps)
-        x = added(x, feed_forward(config, cast(Any, layer.feed_forward), y))
+        branch = begin(x, layer.feed_forward_norm, state)
+        x = feed_forward(config, cast(Any, layer.feed_forward), branch)
         x = x + behind[i].astype(x.dtype) if i < len(behind) else x
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if cache is None else tuple(after)

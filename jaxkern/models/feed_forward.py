@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkern import linear, moe_ffn, route, sigmoid_gate
+from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.products import Matrices, gated, project
 from jaxkern.models.weight_reader import WeightReader
@@ -57,9 +58,10 @@ class Dense:
         )
 
     def __call__(
-        self, config, weights: DenseWeights, x: Float[Array, "b t d"]
+        self, config, weights: DenseWeights, branch: Branch
     ) -> Float[Array, "b t d"]:
-        return project(config, gated(config, x, weights.gate_up), weights.down)
+        y = branch.gated(config, weights.gate_up)
+        return branch.joined(config, y, weights.down)
 
 
 class MixtureWeights(NamedTuple):
@@ -139,8 +141,10 @@ class Mixture:
         )
 
     def __call__(
-        self, config, weights: MixtureWeights, x: Float[Array, "b t d"]
+        self, config, weights: MixtureWeights, branch: Branch
     ) -> Float[Array, "b t d"]:
+        branch = branch.normalised(config)
+        x = branch.reads
         scores = linear(x.astype(jnp.float32), weights.router, weights.router_bias)
         by_expert, ids = route(
             scores,
@@ -168,12 +172,13 @@ class Mixture:
             up_offset=self.up_offset,
         )
         if self.shared is None or weights.shared is None:
-            return y
-        shared = self.shared(config, weights.shared, x)
+            return branch.added(y)
+        shared = gated(config, x, weights.shared.gate_up)
+        shared = project(config, shared, weights.shared.down)
         if weights.shared_gate is not None:
             opening = linear(x, weights.shared_gate.astype(x.dtype))
             shared = sigmoid_gate(shared, jnp.broadcast_to(opening, shared.shape))
-        return y + shared
+        return branch.added(y + shared)
 
 
 def expert_tensors(mixture: Mixture, d: int, layout: Layout) -> Shapes:

@@ -27,13 +27,13 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxkern import (
     KVCache,
     apply_rope,
-    branched_rms_norm,
     empty_kv_cache,
     rms_norm,
     rms_norm_add,
     rope_cos_sin,
     softcap,
 )
+from jaxkern.models.branch import Branch
 from jaxkern.models.cached_steps import (
     attend,
     attend_in_one,
@@ -235,8 +235,8 @@ def transformer_layer(
         config, layer, x, tables, cache, new_lengths, segment_ids, window=window
     )
     bias, activation = layer.gate_up_bias, config.activation
-    y, norm, x = branch(config, x, layer.ffn_norm, cache)
-    y = gated(config, y, layer.gate_up, norm, bias, activation)
+    reads, norm, x, _ = Branch.begin(config, x, layer.ffn_norm, cache)
+    y = gated(config, reads, layer.gate_up, norm, bias, activation)
     y = added(config, x, y, layer.down, layer.down_bias, layer.ffn_post_norm)
     return y, after
 
@@ -262,8 +262,8 @@ def attention_layer(
         y = y.reshape(b, t, -1, config.head_dim)
         return y if norm is None else rms_norm(y, norm, eps=config.eps)
 
-    y, norm, x = branch(config, x, layer.attention_norm, cache)
-    qkv = plus(project(config, y, layer.qkv, norm), layer.qkv_bias)
+    reads, norm, x, _ = Branch.begin(config, x, layer.attention_norm, cache)
+    qkv = plus(project(config, reads, layer.qkv, norm), layer.qkv_bias)
     k_end = (config.heads + config.kv_heads) * config.head_dim
     q, k, v = jnp.split(qkv, (config.heads * config.head_dim, k_end), axis=-1)
     options: dict = dict(
@@ -295,23 +295,6 @@ def attention_layer(
     post, bias = layer.attention_post_norm, layer.attention_output_bias
     y = y.reshape(b, t, -1)
     return added(config, x, y, layer.attention_output, bias, post), after
-
-
-def branch(
-    config: LlamaConfig,
-    x: Float[Array, "b t d"],
-    norm: Float[Array, " d"] | None,
-    cache: KVCache | None,
-) -> tuple[Float[Array, "b t d"], Float[Array, " d"] | None, Float[Array, "b t d"]]:
-    """What a block reads, the norm that its products are still to make, and x.
-
-    Without a cache, so in training, the norm is made here, and its gradient is added to
-    that of x in one pass.
-    """
-    if norm is None or cache is not None:
-        return x, norm, x
-    y, x = branched_rms_norm(x, norm, eps=config.eps)
-    return y, None, x
 
 
 def fits_one_op(

@@ -99,7 +99,7 @@ def test_training(name):
 def embedding_grad(folder, grads):
     """Of the table; if it is the output too, of both together."""
     config = json.loads((folder / "config.json").read_text())
-    config |= config.get("text_config", {})
+    config = config.get("text_config", {}) | config  # what stands outside decides
     if not config.get("tie_word_embeddings"):
         return grads.embedding
     (output,) = grads.output

@@ -73,8 +73,9 @@ class RandomReader:
 
     from_folder = True
 
-    def __init__(self, tensors):
+    def __init__(self, tensors, dtype="float32"):
         self.file = SimpleNamespace(tensors=tensors)
+        self.dtype = jnp.dtype(dtype)  # of matrices
         self.random = np.random.default_rng(0)
 
     def vector(self, name, plus=0.0):
@@ -92,19 +93,23 @@ class RandomReader:
 
     def matrices(self, *names):
         rows = [self.vector(name) for name in names]
-        return (expand(rows, jnp.dtype(jnp.float32)),)
+        return (expand(rows, self.dtype),)
 
     def table_and_output(self):
         table = self.vector("token_embd.weight") * 4
         return table, self.matrices("output.weight")
 
 
-@pytest.fixture(scope="module")
-def weights():
+def random_weights(dtype):
     tensors = tensors_of(CONFIG, Layout(), tied=False)
     folder = Folder(lambda keys: CONFIG, {})
-    reader: Any = RandomReader(tensors)
+    reader: Any = RandomReader(tensors, dtype)
     return weights_of(folder, None, CONFIG, reader)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights("float32")
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +159,35 @@ def test_texts_in_pieces(weights, rows, whole):
     for before, after in zip(*map(jax.tree.leaves, (second, third)), strict=True):
         np.testing.assert_array_equal(before[1], after[1])
         assert not np.array_equal(before[0], after[0])
+
+
+def test_products_that_take_in_what_stands_around_them(rows):
+    """Norms and additions in the products, heads and cache by one op: the same model.
+
+    So it is where a GPU is, of weights of 16 bits; here in float32.
+    """
+    weights = random_weights("bfloat16")
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def in_two(config, weights, tokens):
+        read = functools.partial(prefill, config, weights)
+        cache = empty_cache(config, 2, 16)
+        first, cache = read(tokens[:, :8], jnp.array([8, 5]), cache)
+        return first, *decode(config, weights, tokens[:, 8], cache)
+
+    def primitives(config):
+        return str(jax.make_jaxpr(in_two, static_argnums=0)(config, weights, rows[1:]))
+
+    plain = replace(CONFIG, residual_scale=1.0)
+    fused = replace(plain, fused=True)
+    names = ("dense_rms_norm_matmul", "dense_matmul_add", "qk_norm_rope_cache")
+    assert all(name in primitives(fused) for name in names)
+    assert not any(name in primitives(plain) for name in names)
+    truth, found = (
+        jax.tree.leaves(in_two(config, weights, rows[1:])) for config in (plain, fused)
+    )
+    for one, other in zip(found, truth, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("policy", ["packed", "packed_int8", "bf16"])

@@ -16,6 +16,7 @@ OPTIONS = (
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
 )
+LEAST_SECONDS = 0.2  # of compiling: small programs compile faster than they are read
 
 
 def folder() -> Path:
@@ -46,8 +47,7 @@ def kept_executables(wanted: bool) -> Iterator[None]:
     try:
         path = folder()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # small programs compile faster than they are read
-        enable_compilation_cache(path, min_compile_seconds=0.2)
+        enable_compilation_cache(path, min_compile_seconds=LEAST_SECONDS)
     except ValueError as error:
         raise ValueError(f"{error} Or use --no-cache.") from None
     except OSError as error:

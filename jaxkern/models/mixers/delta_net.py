@@ -20,6 +20,7 @@ from jaxkern import (
     gated_rms_norm,
     l2_norm,
 )
+from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
@@ -30,7 +31,7 @@ from jaxkern.models.mixers.recurrent_state import (
     grown,
     short_convolution,
 )
-from jaxkern.models.products import Matrices, project
+from jaxkern.models.products import Matrices
 from jaxkern.models.weight_reader import WeightReader
 
 
@@ -158,13 +159,13 @@ class DeltaNet:
         self,
         config,
         weights: DeltaNetWeights,
-        x: Float[Array, "b t d"],
+        branch: Branch,
         state: RecurrentState | None,
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
-        b, t, _ = x.shape
+        b, t, _ = branch.x.shape
         values = self.value_heads * self.value_dim
-        qkv, z, write, rate = self.split(project(config, x, weights.input))
+        qkv, z, write, rate = self.split(branch.project(config, weights.input))
         qkv, inputs = short_convolution(
             qkv, weights.convolution, None, state, at, "silu"
         )
@@ -191,8 +192,8 @@ class DeltaNet:
                     *operands, state.memory, active_length=at.new_lengths
                 )
             state = replace(
-                state, inputs=inputs, memory=memory, lengths=grown(state, x, at)
+                state, inputs=inputs, memory=memory, lengths=grown(state, branch.x, at)
             )
         y = gated_rms_norm(y.reshape(by_head), z, weights.norm, eps=config.eps)
         y = self.as_stored(y, 2)
-        return project(config, y.reshape(b, t, values), weights.output), state
+        return branch.joined(config, y.reshape(b, t, values), weights.output), state

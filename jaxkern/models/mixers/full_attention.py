@@ -19,10 +19,11 @@ from jaxkern import (
     rms_norm,
     sigmoid_gate,
 )
-from jaxkern.models.cached_steps import attend
+from jaxkern.models.branch import Branch
+from jaxkern.models.cached_steps import attend, attend_in_one
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing, QueryGrowth, Rotation
-from jaxkern.models.products import Matrices, plus, project
+from jaxkern.models.products import Matrices, plus
 from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.rope.rope import Pairing
 
@@ -95,34 +96,47 @@ class FullAttention:
         self,
         config,
         weights: AttentionWeights,
-        x: Float[Array, "b t d"],
+        branch: Branch,
         state: KVCache | None,
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], KVCache | None]:
-        b, t, _ = x.shape
+        b, t, _ = branch.x.shape
         n, k, h = self.heads, self.kv_heads, self.head_dim
-        y = plus(project(config, x, weights.qkv), weights.qkv_bias)
+        y = plus(branch.project(config, weights.qkv), weights.qkv_bias)
         query, key, value = jnp.split(y, (-2 * k * h, -k * h), axis=-1)
         query, gate = query.reshape(b, t, n, -1), None
         if self.output_gate:
             query, gate = jnp.split(query, 2, axis=-1)
         key, value = (a.reshape(b, t, k, h) for a in (key, value))
-        if weights.q_norm is not None:
-            query = rms_norm(query, weights.q_norm, eps=config.eps)
-        if weights.k_norm is not None:
-            key = rms_norm(key, weights.k_norm, eps=config.eps)
-        if self.rotation is not None:
-            tables = at.tables[self.rotation]
+        out, state = self.attended(config, weights, query, key, value, state, at)
+        if gate is not None:
+            out = sigmoid_gate(out, gate)
+        output = weights.output, weights.output_bias
+        return branch.joined(config, out.reshape(b, t, n * h), *output), state
+
+    def attended(
+        self, config, weights, query, key, value, state: KVCache | None, at: Mixing
+    ) -> tuple[Float[Array, "b t n h"], KVCache | None]:
+        """Norms of the heads and rotations, then attention."""
+        norms = weights.q_norm, weights.k_norm
+        tables = None if self.rotation is None else at.tables[self.rotation]
+        options: dict = dict(window=self.window, scale=self.scale, sinks=weights.sinks)
+        alike = (norms[0] is None) == (norms[1] is None)
+        one_op = config.fused and alike and self.growth is None
+        if one_op and tables is not None and state is not None and not state.ring:
+            forms: dict = dict(eps=config.eps, pairing=self.pairing)
+            cached = tables, state, at.new_lengths
+            return attend_in_one(query, key, value, norms, *cached, **forms, **options)
+        query, key = (
+            y if norm is None else rms_norm(y, norm, eps=config.eps)
+            for y, norm in zip((query, key), norms, strict=True)
+        )
+        if tables is not None:
             query, key = (
-                apply_rope(a, *tables, pairing=self.pairing) for a in (query, key)
+                apply_rope(y, *tables, pairing=self.pairing) for y in (query, key)
             )
         if self.growth is not None:
             query = self.growth(query, at.positions)
-        options: dict = dict(window=self.window, scale=self.scale, sinks=weights.sinks)
-        out, state = attend(
+        return attend(
             query, key, value, state, at.new_lengths, at.segment_ids, **options
         )
-        if gate is not None:
-            out = sigmoid_gate(out, gate)
-        out = project(config, out.reshape(b, t, n * h), weights.output)
-        return plus(out, weights.output_bias), state

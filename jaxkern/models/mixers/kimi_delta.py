@@ -21,6 +21,7 @@ from jaxkern import (
     rms_norm,
     sigmoid_gate,
 )
+from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
@@ -106,13 +107,13 @@ class KimiDelta:
         self,
         config,
         weights: KimiDeltaWeights,
-        x: Float[Array, "b t d"],
+        branch: Branch,
         state: RecurrentState | None,
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
-        heads = (*x.shape[:2], self.heads, self.head_dim)
+        heads = (*branch.x.shape[:2], self.heads, self.head_dim)
         ends = [3 * self.width + i * self.head_dim for i in range(3)]
-        parts = jnp.split(project(config, x, weights.input), ends, axis=-1)
+        parts = jnp.split(branch.project(config, weights.input), ends, axis=-1)
         qkv, forget, opened, write = parts
         qkv, inputs = short_convolution(
             qkv, weights.convolution, None, state, at, "silu"
@@ -127,7 +128,7 @@ class KimiDelta:
             y, _ = kimi_delta_attention(*operands, segment_ids=at.segment_ids)
         else:
             assert state.memory is not None and inputs is not None
-            if x.shape[1] == 1:
+            if branch.x.shape[1] == 1:
                 query, key, value, g, beta = (
                     y[:, 0] for y in (*operands[:3], counted(g, at), counted(beta, at))
                 )
@@ -138,9 +139,9 @@ class KimiDelta:
                 y, memory = kimi_delta_attention(
                     *operands, state.memory, active_length=at.new_lengths
                 )
-            lengths = grown(state, x, at)
+            lengths = grown(state, branch.x, at)
             state = replace(state, inputs=inputs, memory=memory, lengths=lengths)
         opened = project(config, opened, weights.open).reshape(heads)
         y = rms_norm(y.reshape(heads), weights.norm, eps=config.eps)
         y = sigmoid_gate(y, opened).reshape(*heads[:2], self.width)
-        return project(config, y, weights.output), state
+        return branch.joined(config, y, weights.output), state

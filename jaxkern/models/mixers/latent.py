@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxkern import apply_rope, attention, latent_attention, rms_norm, update_kv_cache
+from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing, QueryGrowth, Rotation
 from jaxkern.models.products import Matrices, plus, project
@@ -139,21 +140,22 @@ class LatentAttention:
         self,
         config,
         weights: LatentWeights,
-        x: Float[Array, "b t d"],
+        branch: Branch,
         state: LatentCache | None,
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], LatentCache | None]:
-        b, t, _ = x.shape
+        b, t, _ = branch.x.shape
         n, n_plain = self.heads, self.plain_dim
-        query = x
+        branch = branch.normalised(config)  # which two products read
+        query = branch.reads
         if weights.query_down is not None:
-            query = project(config, x, weights.query_down)
+            query = branch.project(config, weights.query_down)
             query = plus(query, weights.query_down_bias)
             query = rms_norm(query, weights.query_norm, eps=self.eps)
         query = project(config, query, weights.query)
         query = query.reshape(b, t, n, n_plain + self.rotary_dim)
         plain, rotated = query[..., :n_plain], query[..., n_plain:]
-        down = plus(project(config, x, weights.down), weights.down_bias)
+        down = plus(branch.project(config, weights.down), weights.down_bias)
         latent = rms_norm(down[..., : self.latent], weights.norm, eps=self.eps)
         shared = down[..., None, self.latent :]  # [b, t, 1, r]
         if self.rotation is not None:
@@ -169,7 +171,7 @@ class LatentAttention:
             rows = jnp.concatenate([latent, shared[:, :, 0]], axis=-1)
             y, state = self.absorbed(weights, plain, rotated, rows, state, at)
         y = y.reshape(b, t, n * self.value_dim)
-        return plus(project(config, y, weights.output), weights.output_bias), state
+        return branch.joined(config, y, weights.output, weights.output_bias), state
 
     def of_heads(self, weights, plain, rotated, latent, shared, at: Mixing):
         """With the keys and values of all heads: fewer products where t is large."""

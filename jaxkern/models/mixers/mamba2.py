@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern import gated_rms_norm, state_space_dual
+from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
@@ -26,7 +27,7 @@ from jaxkern.models.mixers.recurrent_state import (
     grown,
     short_convolution,
 )
-from jaxkern.models.products import Matrices, plus, project
+from jaxkern.models.products import Matrices, plus
 from jaxkern.models.weight_reader import WeightReader
 
 
@@ -115,12 +116,12 @@ class Mamba2:
         self,
         config,
         weights: Mamba2Weights,
-        x: Float[Array, "b t d"],
+        branch: Branch,
         state: RecurrentState | None,
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
-        b, t, _ = x.shape
-        y = plus(project(config, x, weights.input), weights.input_bias)
+        b, t, _ = branch.x.shape
+        y = plus(branch.project(config, weights.input), weights.input_bias)
         ends = (self.width, self.width + self.channels)
         z, mixed, dt = jnp.split(y, ends, axis=-1)
         convolution = (weights.convolution, weights.convolution_bias)
@@ -147,9 +148,9 @@ class Mamba2:
         if state is not None:
             assert inputs is not None
             state = replace(
-                state, inputs=inputs, memory=memory, lengths=grown(state, x, at)
+                state, inputs=inputs, memory=memory, lengths=grown(state, branch.x, at)
             )
         y, z = (a.reshape(b, t, self.groups, -1) for a in (y, z))
         y = gated_rms_norm(y, z, eps=config.eps, norm_before_gate=False)
-        y = (y.reshape(b, t, self.width) * weights.norm).astype(x.dtype)
-        return plus(project(config, y, weights.output), weights.output_bias), state
+        y = (y.reshape(b, t, self.width) * weights.norm).astype(branch.x.dtype)
+        return branch.joined(config, y, weights.output, weights.output_bias), state

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
@@ -19,7 +20,7 @@ from jaxkern.models.mixers.recurrent_state import (
     grown,
     short_convolution,
 )
-from jaxkern.models.products import Matrices, plus, project
+from jaxkern.models.products import Matrices, plus
 from jaxkern.models.weight_reader import WeightReader
 
 
@@ -75,17 +76,17 @@ class ShortConv:
         self,
         config,
         weights: ShortConvWeights,
-        x: Float[Array, "b t d"],
+        branch: Branch,
         state: RecurrentState | None,
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
-        y = plus(project(config, x, weights.input), weights.input_bias)
+        y = plus(branch.project(config, weights.input), weights.input_bias)
         before, behind, u = jnp.split(y, 3, axis=-1)
         y, inputs = short_convolution(
             before * u, weights.convolution, weights.convolution_bias, state, at, None
         )
         if state is not None:
             assert inputs is not None
-            state = replace(state, inputs=inputs, lengths=grown(state, x, at))
-        y = project(config, behind * y, weights.output)
-        return plus(y, weights.output_bias), state
+            state = replace(state, inputs=inputs, lengths=grown(state, branch.x, at))
+        output = weights.output, weights.output_bias
+        return branch.joined(config, behind * y, *output), state
