@@ -15,6 +15,7 @@ NOT, WAIT, READ = 0, 1, 2
 """Launched alone; waits first; reads the operands called EARLY, then waits."""
 
 EARLY = ("w_ptr", "tiles_ptr", "norm_ptr")
+EARLY += ("state_ptr", "inputs_ptr", "taps_ptr", "a_log_ptr", "dt_bias_ptr")
 
 
 @jit

@@ -181,6 +181,7 @@ def test_products_that_take_in_what_stands_around_them(rows):
     plain = replace(CONFIG, residual_scale=1.0)
     fused = replace(plain, fused=True)
     names = ("dense_rms_norm_matmul", "dense_matmul_add", "qk_norm_rope_cache")
+    names += ("gated_delta_net_step",)
     assert all(name in primitives(fused) for name in names)
     assert not any(name in primitives(plain) for name in names)
     truth, found = (

@@ -250,6 +250,7 @@ FEWEST = (
     "gated_delta_rule 256",
     "state_space_dual 128",
     "gated_delta_step-qwen3_next_decode",
+    "gated_delta_net_step-qwen3_next_decode",
     "fp8_matmul-deepseek_v3_down",
     "int_matmul-int8",
     "affine_matmul_id-few_rows",

@@ -296,6 +296,13 @@ def recurrences(x: Draw) -> dict[str, Call]:
             part(jk.gated_delta_rule, chunk_size=4),
             (q, k, v, g, beta),
         ),
+        "gated_delta_net_step": (
+            jk.gated_delta_net_step,
+            (
+                *(x(2, 32), x(2, 2, 8), x(2, 2), x(2, 2), x(32, 4), x(2), x(2), x(8)),
+                *(x(2, 3, 32), x(2, 2, 8, 8), jnp.array([1, 0])),
+            ),
+        ),
         "kimi_delta_attention_step": (
             jk.kimi_delta_attention_step,
             (*first[:3], g_of_channels[:, 0], beta[:, 0], x(2, 2, 8, 8)),

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxkern import (
     compute_g_beta,
+    gated_delta_net_step,
     gated_delta_rule,
     gated_delta_step,
     gated_rms_norm,
@@ -155,6 +156,29 @@ class DeltaNet:
         q, k, v, z, write, rate = (part.reshape(*y.shape[:2], -1) for part in parts)
         return jnp.concatenate([q, k, v], axis=-1), z, write, rate
 
+    def step(
+        self,
+        config,
+        weights: DeltaNetWeights,
+        qkv: Float[Array, "b c"],
+        z: Float[Array, "b n*hv"],
+        write: Float[Array, "b n"],
+        rate: Float[Array, "b n"],
+        state: RecurrentState,
+        at: Mixing,
+    ) -> tuple[Float[Array, "b n hv"], RecurrentState]:
+        """One token by one op, from the products to what the last one reads."""
+        assert state.memory is not None
+        gate = z.reshape(-1, self.value_heads, self.value_dim)
+        y, inputs, memory = gated_delta_net_step(
+            *(qkv, gate, write, rate, weights.convolution, weights.a_log),
+            *(weights.dt_bias, weights.norm, state.inputs, state.memory),
+            at.new_lengths,
+            eps=config.eps,
+        )
+        lengths = grown(state, y[:, None], at)
+        return y, replace(state, inputs=inputs, memory=memory, lengths=lengths)
+
     def __call__(
         self,
         config,
@@ -166,6 +190,11 @@ class DeltaNet:
         b, t, _ = branch.x.shape
         values = self.value_heads * self.value_dim
         qkv, z, write, rate = self.split(branch.project(config, weights.input))
+        if config.fused and state is not None and t == 1 and not self.in_turns:
+            token = (y[:, 0] for y in (qkv, z, write, rate))
+            y, state = self.step(config, weights, *token, state, at)
+            y = y.reshape(b, t, values)
+            return branch.joined(config, y, weights.output), state
         qkv, inputs = short_convolution(
             qkv, weights.convolution, None, state, at, "silu"
         )

@@ -9,6 +9,7 @@ from jaxkern.primitives.delta_rule.compute_g_beta import (
     log_decay_from_positive,
 )
 from jaxkern.primitives.delta_rule.cumsum import cumsum
+from jaxkern.primitives.delta_rule.gated_delta_net_step import gated_delta_net_step
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule
 from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step
 from jaxkern.primitives.delta_rule.kimi_delta_attention import (
@@ -28,6 +29,7 @@ __all__ = [
     "causal_conv1d_step",
     "compute_g_beta",
     "cumsum",
+    "gated_delta_net_step",
     "gated_delta_rule",
     "gated_delta_step",
     "kimi_delta_attention",

@@ -1,0 +1,156 @@
+"""One token of a gated delta net: by one op, by its operators one by one, and by XLA.
+
+States are donated as in a decode loop. An executable makes STEPS steps over several
+layers in turn, whose states together overfill the L2, and writes each where it was; the
+result of a step goes into the gate of the layer's next. A time is the device's, of one
+step of a layer.
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from benchmarks._gpu import L2_BYTES
+from benchmarks._records import write_run
+from benchmarks._report import CONSOLE, begun, limits_line, table
+from benchmarks._time import (
+    Program,
+    copy_rate,
+    device_alone,
+    seconds_in_turn,
+    seconds_of_clock,
+    seconds_on_device,
+)
+
+NAME = "gated_delta_net_step"
+STEPS, H, TAPS = 4, 128, 4
+CASES = {  # name: sequences, key heads, value heads
+    "B1 k16 n32 128x128": (1, 16, 32),
+    "B8 k16 n32 128x128": (8, 16, 32),
+    "B32 k16 n32 128x128": (32, 16, 32),
+}
+
+
+def operands(b: int, k: int, n: int) -> tuple[list, list]:
+    """The token and the weights of each layer, and its two states."""
+    c, size = (2 * k + n) * H, 4 * b * n * H * H
+    layers = max(4, min(64, int(3 * L2_BYTES / size) + 1))
+
+    @jax.jit
+    def draw(key):
+        keys = iter(jax.random.split(key, 8))
+
+        def normal(*shape, dtype: Any = jnp.float32):
+            return jax.random.normal(next(keys), shape, dtype)
+
+        gates = normal(2, b, n, dtype=jnp.bfloat16)
+        token = normal(b, c, dtype=jnp.bfloat16), normal(b, n, H, dtype=jnp.bfloat16)
+        weights = normal(c, TAPS), normal(n) / 4, jnp.ones(n), jnp.ones(H)
+        return (*token, *gates, *weights), (normal(b, TAPS - 1, c), normal(b, n, H, H))
+
+    pairs = [draw(key) for key in jax.random.split(jax.random.key(0), layers)]
+    tokens, states = zip(*pairs, strict=True)
+    return list(tokens), list(states)
+
+
+def one_by_one(qkv, gate, write, rate, weight, a_log, dt_bias, norm, inputs, state):
+    """The operators that the op stands for."""
+    (b, n, h, _), c = state.shape, qkv.shape[1]
+    k = (c // h - n) // 2
+    mixed, inputs = jaxkern.causal_conv1d_step(
+        qkv, weight, None, inputs, activation="silu"
+    )
+    query, key, value = jnp.split(mixed, (k * h, 2 * k * h), axis=1)
+    query, key = (jaxkern.l2_norm(y.reshape(b, k, h)) for y in (query, key))
+    g, beta = jaxkern.compute_g_beta(rate, write, a_log, dt_bias)
+    token = query, key, value.reshape(b, n, h), g, beta
+    y, state = jaxkern.gated_delta_step(*token, state)
+    return jaxkern.gated_rms_norm(y, gate, norm), inputs, state
+
+
+def steps(rule: Callable, backend: str, tokens: list, states: list):
+    """All results and the new states."""
+    outs = []
+    with jaxkern.backend(backend):
+        for _ in range(STEPS):
+            for i, (qkv, gate, *rest) in enumerate(tokens):
+                out, *after = rule(qkv, gate, *rest, *states[i])
+                states[i], tokens[i] = tuple(after), (qkv, out, *rest)
+                outs.append(out)
+    return outs, states
+
+
+@dataclasses.dataclass
+class Steps:
+    """The steps in one executable, whose states are updated in place."""
+
+    executable: Callable
+    tokens: Any
+    states: Any
+    calls: int
+
+    @classmethod
+    def of(cls, rule: Callable, backend: str, tokens: list, states: list) -> "Steps":
+        states = jax.tree.map(lambda x: x + 0, states)
+
+        def run(tokens, states):
+            return steps(rule, backend, list(tokens), list(states))
+
+        jitted = jax.jit(run, donate_argnums=1).lower(tokens, states)
+        return cls(jitted.compile(), tokens, states, STEPS * len(states))
+
+    def run(self):
+        out, self.states = self.executable(self.tokens, self.states)
+        return out
+
+    def warm(self) -> None:
+        jax.block_until_ready(self.run())
+
+    def seconds(self) -> float:
+        took = seconds_on_device(self.run, 100e-6 * self.calls)
+        return (took - seconds_of_clock()) / self.calls
+
+
+def bytes_moved(b: int, k: int, n: int) -> float:
+    """Both states read and written; the token, the weights and the result."""
+    c = (2 * k + n) * H
+    state = 4.0 * b * (n * H * H + (TAPS - 1) * c)
+    return 2 * state + 2.0 * b * (c + 2 * n * H + 2 * n) + 4.0 * c * TAPS
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}")
+    parser.add_argument("--shapes", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--out", type=Path, help="folder for the figures")
+    options = parser.parse_args(arguments)
+    if jax.default_backend() != "gpu":
+        print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
+        return 2
+    record = begun(NAME, {"copy": copy_rate()})
+    for case in options.shapes:
+        moved = bytes_moved(*CASES[case])
+        record["cases"][case] = {"bytes": (moved, 0.0), "flops": (0.0, 0.0)}
+        tokens, states = operands(*CASES[case])
+        of = functools.partial(Steps.of, tokens=tokens, states=states)
+        programs: dict[str, Program] = {
+            "jaxkern": of(jaxkern.gated_delta_net_step, "auto"),
+            "one by one": of(one_by_one, "auto"),
+            "XLA": of(one_by_one, "xla"),
+        }
+        with device_alone():
+            for program in programs.values():
+                program.warm()
+            times = seconds_in_turn(programs)
+        record["results"][case] = {k: {"forward": t} for k, t in times.items()}
+        if options.out:
+            write_run(record, options.out)
+    CONSOLE.print(table(record))
+    CONSOLE.print(limits_line(record))
+    return 0
