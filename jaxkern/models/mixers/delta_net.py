@@ -160,15 +160,18 @@ class DeltaNet:
         self,
         config,
         weights: DeltaNetWeights,
-        qkv: Float[Array, "b c"],
-        z: Float[Array, "b n*hv"],
-        write: Float[Array, "b n"],
-        rate: Float[Array, "b n"],
+        token: tuple[
+            Float[Array, "b c"],
+            Float[Array, "b n*hv"],
+            Float[Array, "b n"],
+            Float[Array, "b n"],
+        ],
         state: RecurrentState,
         at: Mixing,
     ) -> tuple[Float[Array, "b n hv"], RecurrentState]:
         """One token by one op, from the products to what the last one reads."""
         assert state.memory is not None
+        qkv, z, write, rate = token
         gate = z.reshape(-1, self.value_heads, self.value_dim)
         y, inputs, memory = gated_delta_net_step(
             *(qkv, gate, write, rate, weights.convolution, weights.a_log),
@@ -191,8 +194,8 @@ class DeltaNet:
         values = self.value_heads * self.value_dim
         qkv, z, write, rate = self.split(branch.project(config, weights.input))
         if config.fused and state is not None and t == 1 and not self.in_turns:
-            token = (y[:, 0] for y in (qkv, z, write, rate))
-            y, state = self.step(config, weights, *token, state, at)
+            token = qkv[:, 0], z[:, 0], write[:, 0], rate[:, 0]
+            y, state = self.step(config, weights, token, state, at)
             y = y.reshape(b, t, values)
             return branch.joined(config, y, weights.output), state
         qkv, inputs = short_convolution(
