@@ -6,7 +6,8 @@ Random weights and tokens, AdamW, float32 weights, bfloat16 products. "plain" is
 as users write it: `jax.nn.dot_product_attention` by cuDNN, norms and rotations as
 formulas, all logits, `optax.adamw`; its layers are scanned and keep what products
 without a batch give, or they are unrolled and keep everything. "jaxkern" is
-`jaxkern.train.train_step` of the llama page, for each `remat`. All begin with the same
+`jaxkern.train.train_step` of the llama page, compiled as a call of it is, for each
+`remat`. All begin with the same
 weights and the losses of their first steps are compared before anything is timed; then
 each makes three steps a round, queued as a training loop does, by the host's clock
 until the last loss is there, and a figure is the median of the rounds. The share is of
@@ -36,6 +37,7 @@ from benchmarks._report import machine, versions
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights
 from jaxkern.models.remat import Remat
 from jaxkern.train import AdamW, next_token_loss, train_step
+from jaxkern.train.train_step import COMPILER_OPTIONS
 
 RATE, DECAY = 3e-4, 0.1  # of AdamW
 PEAK = 989e12  # flops a second of bfloat16, by the data sheet
@@ -189,11 +191,14 @@ def ours(shape: Shape, weights: LlamaWeights, tokens: Any, remat: Remat) -> Step
         state, metrics = made.update(state, tokens)
         return state, metrics.loss
 
-    return compiled(step, made.init(weights), tokens)
+    return compiled(step, made.init(weights), tokens, COMPILER_OPTIONS)
 
 
-def compiled(step: Callable, state: Any, tokens: Any) -> Stepper:
-    made = jax.jit(step, donate_argnums=0).lower(state, tokens).compile()
+def compiled(
+    step: Callable, state: Any, tokens: Any, options: dict[str, bool] | None = None
+) -> Stepper:
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=options)
+    made = jitted.lower(state, tokens).compile()
     memory = made.memory_analysis()
     assert memory is not None  # a GPU says
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -1,13 +1,13 @@
 """`train_step`: loss and optimiser to one compiled step that owns its state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -15,6 +15,14 @@ from jaxkern.train.adamw import AdamW
 
 LossFn = Callable[[Any, Any], Any]
 """(weights, batch) -> loss, or (mean loss, over how much it is the mean)."""
+
+
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""How XLA compiles a step on a GPU.
+
+Its own Triton products win when it times them one by one, and lose in a step: cuBLAS
+adds to what is there where several gradients flow into one.
+"""
 
 
 class GradientTransformation(Protocol):
@@ -114,11 +122,15 @@ class TrainStep:
                 self.update,
                 donate_argnums=0,
                 out_shardings=(tree.unflatten(shardings), None),
+                compiler_options=options_for(shardings),
             )
         return self.compiled[tree, shardings](state, batch)
 
     def update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The same as a pure function, to be compiled by the caller."""
+        """The same as a pure function, to be compiled by the caller.
+
+        On a GPU with `COMPILER_OPTIONS`, as a call of this step is.
+        """
         loss, grads = self.gradient(state.params, state.copy, batch)
         squares = [jnp.sum(wide(g) ** 2) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
@@ -269,6 +281,12 @@ def train_step(
             "to clip nothing."
         )
     return TrainStep(loss_fn, optimizer, dtype, accumulate, clip_norm)
+
+
+def options_for(shardings: Sequence[Sharding]) -> dict[str, bool] | None:
+    """`COMPILER_OPTIONS` where the state lies on GPUs."""
+    devices = {d.platform for s in shardings for d in s.device_set}
+    return COMPILER_OPTIONS if devices == {"gpu"} else None
 
 
 def wide(x: Array) -> Array:

@@ -27,7 +27,13 @@ from jaxkern.train.placement import (
 )
 from jaxkern.train.run_config import Optimizer, RunConfig, differing_key
 from jaxkern.train.texts import cut, encoded, named_files, text_of, texts_of
-from jaxkern.train.train_step import Metrics, TrainState, TrainStep, train_step
+from jaxkern.train.train_step import (
+    Metrics,
+    TrainState,
+    TrainStep,
+    options_for,
+    train_step,
+)
 
 
 @dataclass
@@ -185,7 +191,12 @@ def compiled(step: TrainStep, job: Job, state: TrainState) -> Callable:
         return replace(step, loss_fn=loss).update(state, batch)
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
+    return jax.jit(
+        update,
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+        compiler_options=options_for(jax.tree.leaves(shardings)),
+    )
 
 
 def loss_weights(state: TrainState) -> Any:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import jaxkern
 from jaxkern.lowering.explain import every_equation
 from jaxkern.models.llama import LlamaWeights
 from jaxkern.train import AdamW, next_token_loss, train_step
+from jaxkern.train.train_step import COMPILER_OPTIONS, options_for
 from tests.train.tiny_llama import (
     CONFIG,
     batches,
@@ -292,3 +295,19 @@ def test_a_step_is_compiled_once():
         state, _ = step(state, np.ones((2, 3), np.float32))
     (compiled,) = step.compiled.values()
     assert compiled._cache_size() == 1  # pyright: ignore
+
+
+def test_a_step_on_gpus_is_compiled_with_options_of_their_own():
+    here = jnp.zeros(1).sharding
+    assert options_for([here, here]) is None
+
+    def on(*platforms):
+        devices = [SimpleNamespace(platform=p) for p in platforms]
+        return [SimpleNamespace(device_set=devices)]
+
+    gpus: list[Any] = on("gpu", "gpu")
+    assert options_for(gpus) == COMPILER_OPTIONS
+    assert options_for([*gpus, here]) is None
+    # the names are XLA's: another one would raise here
+    step = jax.jit(lambda x: x + 1, compiler_options=COMPILER_OPTIONS)
+    assert step(jnp.zeros(2)).tolist() == [1, 1]

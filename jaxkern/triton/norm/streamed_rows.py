@@ -1,6 +1,6 @@
 """Backward of RMSNorm over long rows: further rows arrive while one is worked on.
 
-A program walks over rows. Copies into shared memory, AHEAD rows of x and dy, are under
+A program walks over rows. Copies into shared memory, QUEUED rows of x and dy, are under
 way all the time: a chunk of the row in work is overwritten as soon as it was read for
 the second time. The sums for the weight stay in registers, and so does the weight where
 both fit. Chunks waste little where the length is no power of 2. Written in Gluon, where
@@ -51,7 +51,7 @@ def stream_sizes(x: jax.Array, weight: jax.Array | None) -> dict | None:
     long = waves == 1
     programs = even_programs(rows) if long else min(rows, waves * num_sms())
     return sizes | {
-        "AHEAD": min(2 if long else 3, ahead),  # as measured
+        "QUEUED": min(2 if long else 3, ahead),  # as measured
         "SHARED_WEIGHT": shared_weight,
         "NUM_ROWS": rows,
         "PROGRAMS": programs,
@@ -118,7 +118,7 @@ def streamed_row_norm_bwd_kernel(
     COUNT: gl.constexpr,
     OFFSET: gl.constexpr,
     BLOCK: gl.constexpr,
-    AHEAD: gl.constexpr,
+    QUEUED: gl.constexpr,
     SHARED_WEIGHT: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
@@ -134,7 +134,7 @@ def streamed_row_norm_bwd_kernel(
     dweight = ()
     for k in gl.static_range(CHUNKS):
         buffer = gl.allocate_shared_memory(
-            x_ptr.dtype.element_ty, [2 * AHEAD, BLOCK], SHARED
+            x_ptr.dtype.element_ty, [2 * QUEUED, BLOCK], SHARED
         )
         buffers = buffers + (buffer,)
         dweight = dweight + (gl.zeros([BLOCK], gl.float32, LAYOUT),)
@@ -144,7 +144,7 @@ def streamed_row_norm_bwd_kernel(
             if SHARED_WEIGHT:
                 w = gl.allocate_shared_memory(w.dtype, [BLOCK], SHARED, w)
             weight = weight + (w,)
-    for ahead in gl.static_range(AHEAD):
+    for ahead in gl.static_range(QUEUED):
         row = first + ahead * PROGRAMS
         for k in gl.static_range(CHUNKS):
             at = k * BLOCK + columns
@@ -154,11 +154,11 @@ def streamed_row_norm_bwd_kernel(
         rstd = gl.load(rstd_ptr + row)
         products = gl.zeros([BLOCK], gl.float32, LAYOUT)
         for k in gl.static_range(CHUNKS):
-            async_copy.wait_group(AHEAD * CHUNKS - 1 - k)
+            async_copy.wait_group(QUEUED * CHUNKS - 1 - k)
             x, dy = chunk(buffers[k], slot, LAYOUT)
             products += x * scaled(dy, weight, k, OFFSET, SHARED_WEIGHT)
         along_x = gl.reduce(products, 0, add) * rstd / COUNT * rstd * rstd
-        further = row + AHEAD * PROGRAMS
+        further = row + QUEUED * PROGRAMS
         sums = ()
         for k in gl.static_range(CHUNKS):
             x, dy = chunk(buffers[k], slot, LAYOUT)
@@ -173,7 +173,7 @@ def streamed_row_norm_bwd_kernel(
                 du = du.to(dx_ptr.dtype.element_ty)
                 gl.store(to, du, at < D, eviction_policy="evict_first")
         dweight = sums
-        slot = (slot + 1) % AHEAD
+        slot = (slot + 1) % QUEUED
     async_copy.wait_group(0)
     if dweight_ptr is not None:
         for k in gl.static_range(CHUNKS):

@@ -14,6 +14,7 @@ from jaxkern.triton.norm import (
     gated_rms_norm_backward,
     multi_rms_norm,
     rms_norm_add,
+    rms_norm_mul,
     row_tiles,
     sandwich_norm_backward,
     sandwich_rms_norm,
@@ -37,6 +38,7 @@ MODULES = (
     moe_rms_norm_add_backward,
     multi_rms_norm,
     rms_norm_add,
+    rms_norm_mul,
     sandwich_rms_norm,
 )
 T, V, NONE = (ROWS, D), (D,), None  # a tensor, a vector, absent
