@@ -11,7 +11,6 @@ again from the caches.
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import (
     WARP,
     compute_capability,
@@ -77,10 +76,7 @@ def row_norm_fwd_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    if AHEAD:
-        begin_behind_those_ahead()
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < D
     if weight_ptr is not None:
@@ -132,10 +128,7 @@ def long_row_norm_fwd_kernel(
     OFFSET: tl.constexpr,
     CENTER: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    if AHEAD:
-        begin_behind_those_ahead()
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0)
     start = row.to(tl.int64) * D
