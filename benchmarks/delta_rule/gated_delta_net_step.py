@@ -7,7 +7,6 @@ step of a layer.
 """
 
 import argparse
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +19,11 @@ import jaxkern
 from benchmarks._gpu import L2_BYTES
 from benchmarks._records import write_run
 from benchmarks._report import CONSOLE, begun, limits_line, table
-from benchmarks._time import (
-    Program,
-    copy_rate,
-    device_alone,
-    seconds_in_turn,
-    seconds_of_clock,
-    seconds_on_device,
-)
+from benchmarks._time import Program, copy_rate, device_alone, seconds_in_turn
+from benchmarks.delta_rule.gated_delta_step import STEPS, H, Steps
 
 NAME = "gated_delta_net_step"
-STEPS, H, TAPS = 4, 128, 4
+TAPS = 4
 CASES = {  # name: sequences, key heads, value heads
     "B1 k16 n32 128x128": (1, 16, 32),
     "B8 k16 n32 128x128": (8, 16, 32),
@@ -87,37 +80,6 @@ def steps(rule: Callable, backend: str, tokens: list, states: list):
     return outs, states
 
 
-@dataclasses.dataclass
-class Steps:
-    """The steps in one executable, whose states are updated in place."""
-
-    executable: Callable
-    tokens: Any
-    states: Any
-    calls: int
-
-    @classmethod
-    def of(cls, rule: Callable, backend: str, tokens: list, states: list) -> "Steps":
-        states = jax.tree.map(lambda x: x + 0, states)
-
-        def run(tokens, states):
-            return steps(rule, backend, list(tokens), list(states))
-
-        jitted = jax.jit(run, donate_argnums=1).lower(tokens, states)
-        return cls(jitted.compile(), tokens, states, STEPS * len(states))
-
-    def run(self):
-        out, self.states = self.executable(self.tokens, self.states)
-        return out
-
-    def warm(self) -> None:
-        jax.block_until_ready(self.run())
-
-    def seconds(self) -> float:
-        took = seconds_on_device(self.run, 100e-6 * self.calls)
-        return (took - seconds_of_clock()) / self.calls
-
-
 def bytes_moved(b: int, k: int, n: int) -> float:
     """Both states read and written; the token, the weights and the result."""
     c = (2 * k + n) * H
@@ -138,11 +100,14 @@ def main(arguments):
         moved = bytes_moved(*CASES[case])
         record["cases"][case] = {"bytes": (moved, 0.0), "flops": (0.0, 0.0)}
         tokens, states = operands(*CASES[case])
-        of = functools.partial(Steps.of, tokens=tokens, states=states)
+        rules = {
+            "jaxkern": (jaxkern.gated_delta_net_step, "auto"),
+            "one by one": (one_by_one, "auto"),
+            "XLA": (one_by_one, "xla"),
+        }
         programs: dict[str, Program] = {
-            "jaxkern": of(jaxkern.gated_delta_net_step, "auto"),
-            "one by one": of(one_by_one, "auto"),
-            "XLA": of(one_by_one, "xla"),
+            who: Steps.of(functools.partial(steps, *rule), tokens, states)
+            for who, rule in rules.items()
         }
         with device_alone():
             for program in programs.values():

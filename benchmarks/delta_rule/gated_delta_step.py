@@ -87,11 +87,12 @@ class Steps:
     calls: int
 
     @classmethod
-    def of(cls, backend: str, tokens: list, states: list, rule: Callable) -> "Steps":
-        states = [x + 0 for x in states]
+    def of(cls, made: Callable, tokens: list, states: list) -> "Steps":
+        """`made(tokens, states)` gives all outputs and the new states."""
+        states = jax.tree.map(lambda x: x + 0, states)
 
         def run(tokens, states):
-            return steps(rule, backend, list(tokens), list(states))
+            return made(list(tokens), list(states))
 
         jitted = jax.jit(run, donate_argnums=1).lower(tokens, states)
         return cls(jitted.compile(), tokens, states, STEPS * len(states))
@@ -133,8 +134,10 @@ def measure(name: str, rule: Callable, channels: tuple[int, ...], arguments):
         moved = bytes_moved(*CASES[case], channels)
         record["cases"][case] = {"bytes": (moved, 0.0), "flops": (0.0, 0.0)}
         tokens, states = operands(*CASES[case], channels)
-        of = functools.partial(Steps.of, tokens=tokens, states=states, rule=rule)
-        programs: dict[str, Program] = {"jaxkern": of("auto"), "XLA": of("xla")}
+        programs: dict[str, Program] = {
+            who: Steps.of(functools.partial(steps, rule, kernels), tokens, states)
+            for who, kernels in (("jaxkern", "auto"), ("XLA", "xla"))
+        }
         with device_alone():
             for program in programs.values():
                 program.warm()
