@@ -81,7 +81,7 @@ class Stepper(NamedTuple):
 
 
 def drawn(shape: Shape) -> LlamaWeights:
-    """Float32 weights, output-major, as `load(path, "train")` gives them."""
+    """Float32 weights, output-major, each matrix of its own."""
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def matrix(key, f, d):
@@ -106,6 +106,16 @@ def drawn(shape: Shape) -> LlamaWeights:
     layers = tuple(layer() for _ in range(shape.layers))
     table = matrix(next(keys), shape.vocabulary, d)
     return LlamaWeights(table, layers, jnp.ones(d), (), None)
+
+
+def side_by_side(weights: LlamaWeights) -> LlamaWeights:
+    """Matrices with one input as one, as `load(path, "train")` gives them."""
+
+    def joined(layer: Layer) -> Layer:
+        qkv, gate_up = (jnp.concatenate(x) for x in (layer.qkv, layer.gate_up))
+        return layer._replace(qkv=(qkv,), gate_up=(gate_up,))
+
+    return weights._replace(layers=tuple(map(joined, weights.layers)))
 
 
 def config_of(shape: Shape) -> LlamaConfig:
@@ -191,7 +201,8 @@ def ours(shape: Shape, weights: LlamaWeights, tokens: Any, remat: Remat) -> Step
         state, metrics = made.update(state, tokens)
         return state, metrics.loss
 
-    return compiled(step, made.init(weights), tokens, COMPILER_OPTIONS)
+    state = made.init(side_by_side(weights))
+    return compiled(step, state, tokens, COMPILER_OPTIONS)
 
 
 def compiled(

@@ -4,9 +4,10 @@ An op's kernels are asked from top to bottom; the first that does not refuse run
 Mosaic's, for Hopper and newer, stand before Triton's, those for a few queries before
 those for many, and the kernel of five products before the one of two launches.
 
-Plain elementwise ops (swiglu, geglu, whole rotations) have no line: XLA's own fusion
-reaches 94 to 99 % of the memory bandwidth there, see docs/performance.md. That of
-dynamic_tanh is the example of CONTRIBUTING.md; only `backend("triton")` takes it.
+Plain elementwise ops (geglu, whole rotations) have no line: XLA's own fusion reaches 94
+to 99 % of the memory bandwidth there, see docs/performance.md. swiglu has one for its
+gradients, which XLA makes in two passes within a training step. That of dynamic_tanh is
+the example of CONTRIBUTING.md; only `backend("triton")` takes it.
 """
 
 from jaxkern.lowering.kernel_table import Kernel, add_table
@@ -37,6 +38,8 @@ KERNELS = (
     Kernel("softmax",                    "mosaic_gpu", "pallas.activation.softmax",                      "primal bwd"),
     Kernel("softmax",                    "triton",     "triton.activation.softmax",                      "primal bwd"),
     Kernel("softcap_softmax",            "triton",     "triton.activation.softmax",                      "primal bwd"),
+    Kernel("swiglu",                     "triton",     "triton.activation.swiglu",                       "bwd"),
+    Kernel("packed_swiglu",              "triton",     "triton.activation.swiglu",                       "bwd"),
 
     Kernel("apply_rope",                 "triton",     "triton.rope.rope",                               "primal bwd"),
     Kernel("head_norm_rope",             "triton",     "triton.rope.head_norm_rope",                     "primal fwd bwd"),

@@ -120,6 +120,8 @@ def gated(
             compute_dtype=config.product_dtype,
         )
     both = plus(project(config, x, gate_up, norm), bias)
+    if len(gate_up) == 1 and activation == "silu":
+        return swiglu(both)  # its gradient is one array, as the product's is
     gate, up = jnp.split(both, 2, axis=-1)
     return swiglu(gate, up) if activation == "silu" else geglu(gate, up)
 

@@ -101,6 +101,7 @@ def activations(x: Draw) -> dict[str, Call]:
         "bias_activation": (part(jk.bias_activation, activation="silu"), (a, x(16))),
         "clipped_relu": (jk.clipped_relu, (a,)),
         "swiglu": (jk.swiglu, (a, b)),
+        "packed_swiglu": (jk.swiglu, (a,)),
         "geglu": (jk.geglu, (a, b)),
         "glu": (jk.glu, (a, b)),
         "sigmoid_gate": (jk.sigmoid_gate, (a, b)),

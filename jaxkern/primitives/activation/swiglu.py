@@ -34,7 +34,8 @@ def swiglu(
 
     Args:
       gate: `[...]`, or both halves packed along the last dim, `[..., 2 * f]` with the
-        gate first (the order of Hugging Face's and llama.cpp's `gate_up` weights).
+        gate first (the order of Hugging Face's and llama.cpp's `gate_up` weights). The
+        gradient of a packed one is made as one array too.
       up: `[...]`, the shape of gate; None if `gate` is packed.
       alpha: steepness of the sigmoid, finite.
       limit: bound of the gate from above and of |up|, positive; None for none.
@@ -55,10 +56,11 @@ def swiglu(
       Array([ 2.537, -0.463], dtype=float32)
     """
     check_swiglu("swiglu", alpha, limit, up_offset)
-    if up is None:
-        gate, up = split_packed(gate, "swiglu")
     limit = None if limit is None else float(limit)
     options = dict(alpha=float(alpha), limit=limit, up_offset=float(up_offset))
+    if up is None:
+        split_packed(gate, "swiglu")  # refuses what has no halves
+        return packed_swiglu_p(gate, **options)
     return swiglu_p(gate, up, **options)
 
 
@@ -138,3 +140,35 @@ def bounded(gate, up, limit):
 
 
 swiglu_p = kernel_primitive(swiglu_reference, bwd=swiglu_bwd_reference)
+
+
+def packed_swiglu_reference(
+    gate_up: Float[Array, "... f2"],
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+) -> Float[Array, "... f"]:
+    options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
+    return swiglu_reference(*split_packed(gate_up, "packed_swiglu"), **options)
+
+
+def packed_swiglu_bwd_reference(
+    gate_up: Float[Array, "... f2"],
+    dy: Float[Array, "... f"],
+    *,
+    alpha: float,
+    limit: float | None,
+    up_offset: float,
+) -> Float[Array, "... f2"]:
+    options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
+    halves = split_packed(gate_up, "packed_swiglu")
+    return jnp.concatenate(swiglu_bwd_reference(*halves, dy, **options), axis=-1)
+
+
+packed_swiglu_p = kernel_primitive(
+    packed_swiglu_reference,
+    bwd=packed_swiglu_bwd_reference,
+    # a part of a row has not both halves of its channels
+    replicated=("f", "f2"),
+)

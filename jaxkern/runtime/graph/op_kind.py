@@ -85,7 +85,7 @@ JAXKERN_KINDS = {
     OpKind.ELEMENTWISE: """
         adamw adamw_tree bias_activation clipped_relu compute_g_beta dequantize
         dequantize_affine dequantize_fp8 dequantize_int dequantize_microscaled
-        dequantize_vectors frequency_penalty geglu gelu glu quantize_gguf
+        dequantize_vectors frequency_penalty geglu gelu glu packed_swiglu quantize_gguf
         quantize_vectors sigmoid_gate softcap swiglu""",
     OpKind.COPY: """
         update_kv_cache update_paged_kv_cache update_quantized_kv_cache permute_tokens

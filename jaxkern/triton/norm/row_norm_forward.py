@@ -92,6 +92,7 @@ def row_norm_fwd_kernel(
         u = tl.load(x_ptr + at, mask, 0.0, eviction_policy="evict_last").to(tl.float32)
         if residual_ptr is not None:
             u += tl.load(residual_ptr + at, mask, 0.0).to(tl.float32)
+        if total_ptr is not None:
             tl.store(total_ptr + at, u, mask)
         if CENTER:
             mean = tl.sum(u, 1, keep_dims=True) / D
@@ -175,6 +176,7 @@ def long_row_norm_fwd_kernel(
         u = u.to(tl.float32)
         if residual_ptr is not None:
             u += tl.load(residual_ptr + at, mask, 0.0).to(tl.float32)
+        if total_ptr is not None:
             tl.store(total_ptr + at, u, mask)
         y = (u - mean) * rstd
         if weight_ptr is not None:
@@ -195,8 +197,12 @@ def row_norm_fwd(
     offset: float = 0.0,
     center: bool = False,
     mean_square: bool = True,
+    copied: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """(y, total, mean, rstd); total without a residual and mean uncentred are None."""
+    """(y, total, mean, rstd); mean uncentred is None.
+
+    So is total without a residual, unless x is to be `copied` there.
+    """
     *lead, d = x.shape
     rows = x.size // d if d else 0
     per_row = jax.ShapeDtypeStruct((*lead, 1), jnp.float32)
@@ -208,7 +214,7 @@ def row_norm_fwd(
     }
     results = {
         "y_ptr": like(x),
-        "total_ptr": like(residual),
+        "total_ptr": like(x) if copied else like(residual),
         "mean_ptr": per_row if center else None,
         "rstd_ptr": per_row,
     }

@@ -8,7 +8,7 @@ import pytest
 from jaxkern.primitives.activation.swiglu import swiglu
 from jaxkern.testing.checks import bf16, case, f32
 
-CASES = [
+APART = [
     case("llama3_8b_decode", gate=bf16(4, 14336), up=bf16(4, 14336)),
     case("smollm2_prefill", gate=f32(64, 1536), up=f32(64, 1536)),
     case("odd", gate=f32(3, 7, 13), up=f32(3, 7, 13)),
@@ -17,6 +17,15 @@ CASES = [
     case("scalar", gate=f32(), up=f32()),
     case("empty", gate=f32(0, 4), up=f32(0, 4)),
 ]
+PACKED = [
+    case("even", gate_up=f32(8, 4, 16)),
+    case("odd", gate_up=f32(3, 7, 26)),
+    case("row", gate_up=f32(10)),
+    case("gpt_oss", gate_up=f32(8, 12), alpha=1.702, limit=1.5, up_offset=1.0),
+    case("llama_1b_training", full=True, gate_up=bf16(64, 11264)),
+    case("empty", gate_up=f32(0, 4)),
+]
+CASES = {"swiglu": APART, "packed_swiglu": PACKED}
 
 
 def formula(gate, up):
