@@ -5,9 +5,9 @@ Mosaic's, for Hopper and newer, stand before Triton's, those for a few queries b
 those for many, and the kernel of five products before the one of two launches.
 
 Plain elementwise ops (geglu, whole rotations) have no line: XLA's own fusion reaches 94
-to 99 % of the memory bandwidth there, see docs/performance.md. swiglu has one for its
-gradients, which XLA makes in two passes within a training step. That of dynamic_tanh is
-the example of CONTRIBUTING.md; only `backend("triton")` takes it.
+to 99 % of the memory bandwidth there, see docs/performance.md. Only `backend("triton")`
+takes two: the gradients of swiglu, which XLA makes in two passes within a training step,
+and dynamic_tanh, the example of CONTRIBUTING.md.
 """
 
 from jaxkern.lowering.kernel_table import Kernel, add_table
