@@ -149,7 +149,7 @@ def packed_swiglu_reference(
     limit: float | None = None,
     up_offset: float = 0.0,
 ) -> Float[Array, "... f"]:
-    options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
+    options: dict = dict(alpha=alpha, limit=limit, up_offset=up_offset)
     return swiglu_reference(*split_packed(gate_up, "packed_swiglu"), **options)
 
 
@@ -161,7 +161,7 @@ def packed_swiglu_bwd_reference(
     limit: float | None,
     up_offset: float,
 ) -> Float[Array, "... f2"]:
-    options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
+    options: dict = dict(alpha=alpha, limit=limit, up_offset=up_offset)
     halves = split_packed(gate_up, "packed_swiglu")
     return jnp.concatenate(swiglu_bwd_reference(*halves, dy, **options), axis=-1)
 

@@ -122,8 +122,10 @@ def swiglu_bwd(
     wanted: Sequence[bool],
     **options: Any,
 ) -> tuple[jax.Array | None, ...]:
-    shapes = [like(x) if w else None for w, x in zip(wanted, (gate, up), strict=True)]
-    return gradients(gate, up, dy, *shapes, options)
+    dgate, dup = (
+        like(x) if w else None for x, w in zip((gate, up), wanted, strict=True)
+    )
+    return gradients(gate, up, dy, dgate, dup, options)
 
 
 def packed_swiglu_bwd(
