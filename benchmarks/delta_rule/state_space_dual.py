@@ -2,7 +2,7 @@
 
 Heads of 64, states of 128 numbers a column, bfloat16. flash-linear-attention has the
 same sums as `simple_gla`, whose value is step * x, and which takes as many key heads as
-value heads: scaling and repeating are part of its time. The gradient is XLA's.
+value heads: scaling and repeating are part of its time.
 """
 
 import jax
@@ -28,11 +28,15 @@ def case(rows: int, t: int, heads: int, reference: bool = False) -> Case:
     tokens = float(rows * t)
     forward = tokens * (4 * H * heads + 4 * heads + 4 * STATE)
     forward += 4 * rows * heads * H * STATE
+    # x, dy, dx; step, dstep; b, c and their gradients
+    backward = tokens * (6 * H * heads + 8 * heads + 8 * STATE)
     # of a token and head: two products with the state, two within the chunk
     flops = 2 * tokens * heads * (2 * H * STATE + CHUNK * (STATE + H))
     small = None if t <= 1024 else case(1, 1024, heads)
     name = f"{rows}x{t}, {heads} heads"
-    return Case(name, arrays, (forward, 0.0), (flops, 0.0), reference, small)
+    return Case(
+        name, arrays, (forward, backward), (flops, 2.5 * flops), reference, small
+    )
 
 
 def fla(case, *tensors):
@@ -57,7 +61,6 @@ BENCHMARK = Benchmark(
         case(32, 1, 48, reference=True),
     ],
     torch_peers={"fla": fla},
-    differentiable=False,
 )
 
 

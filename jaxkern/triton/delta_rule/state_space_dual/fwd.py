@@ -134,6 +134,10 @@ def unsupported(
     return None
 
 
+def tokens_of_chunk(t: int) -> int:
+    return max(16, min(CHUNK, next_power_of_2(t)))
+
+
 def state_space_dual(
     x, step, a, b, c, initial_state, starts, *, chunk_size
 ) -> tuple[jax.Array | None, ...]:
@@ -166,7 +170,7 @@ def state_space_dual(
             GROUP=n // k,
             H=h,
             STATE=size,
-            CHUNK=max(16, min(CHUNK, next_power_of_2(t))),
+            CHUNK=tokens_of_chunk(t),
             BLOCK_H=block,
             BLOCK_STATE=max(16, next_power_of_2(size)),
         ),

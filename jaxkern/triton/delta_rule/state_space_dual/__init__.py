@@ -1,0 +1,1 @@
+"""State-space duality, Mamba-2's layer."""
