@@ -149,8 +149,8 @@ def packed_swiglu_reference(
     limit: float | None = None,
     up_offset: float = 0.0,
 ) -> Float[Array, "... f"]:
-    options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
-    return swiglu_reference(*split_packed(gate_up, "packed_swiglu"), **options)
+    gate, up = split_packed(gate_up, "packed_swiglu")
+    return swiglu_reference(gate, up, alpha=alpha, limit=limit, up_offset=up_offset)
 
 
 def packed_swiglu_bwd_reference(
@@ -161,9 +161,11 @@ def packed_swiglu_bwd_reference(
     limit: float | None,
     up_offset: float,
 ) -> Float[Array, "... f2"]:
-    options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
-    halves = split_packed(gate_up, "packed_swiglu")
-    return jnp.concatenate(swiglu_bwd_reference(*halves, dy, **options), axis=-1)
+    gate, up = split_packed(gate_up, "packed_swiglu")
+    both = swiglu_bwd_reference(
+        gate, up, dy, alpha=alpha, limit=limit, up_offset=up_offset
+    )
+    return jnp.concatenate(both, axis=-1)
 
 
 packed_swiglu_p = kernel_primitive(

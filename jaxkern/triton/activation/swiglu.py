@@ -1,6 +1,6 @@
 """Gradients of swiglu, of gate and up in one pass: both are read once with dy.
 
-    s = sigmoid(alpha z);  dgate = dy (u + offset) s (1 + alpha z (1 - s));  dup = dy z s
+    dgate = dy (u + offset) s (1 + alpha z (1 - s));  dup = dy z s;  s = sigmoid(alpha z)
 
 z and u are gate and up within their bounds. A program takes a tile of ROWS by BLOCK
 elements. Of a packed operand `[rows, 2 * f]` both halves and both gradients are rows of
@@ -121,8 +121,10 @@ def swiglu_bwd(
     wanted: Sequence[bool],
     **options: Any,
 ) -> tuple[jax.Array | None, ...]:
-    shapes = [like(x) if w else None for w, x in zip(wanted, (gate, up), strict=True)]
-    return gradients(gate, up, dy, *shapes, options)
+    dgate, dup = (
+        like(x) if w else None for w, x in zip(wanted, (gate, up), strict=True)
+    )
+    return gradients(gate, up, dy, dgate, dup, options)
 
 
 def packed_swiglu_bwd(

@@ -105,7 +105,7 @@ def test_large_gradients_are_one_launch_and_small_ones_those_of_xla(packed):
         dy = jax.ShapeDtypeStruct((rows, 5632), jnp.bfloat16)
 
         def pulled(x, dy):
-            y, pull = jax.vjp(swiglu, *([x] if packed else [x, 2 * x]))
+            _, pull = jax.vjp(swiglu, *([x] if packed else [x, 2 * x]))
             return pull(dy)
 
         with backend("auto"):
