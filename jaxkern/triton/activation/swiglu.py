@@ -1,6 +1,6 @@
 """Gradients of swiglu, of gate and up in one pass: both are read once with dy.
 
-    dgate = dy (u + offset) s (1 + alpha z (1 - s));  dup = dy z s;  s = sigmoid(alpha z)
+    dgate = dy (u + offset) s (1 + alpha z (1 - s));  dup = dy z s, s = sigmoid(alpha z)
 
 z and u are gate and up within their bounds. A program takes a tile of ROWS by BLOCK
 elements. Of a packed operand `[rows, 2 * f]` both halves and both gradients are rows of
