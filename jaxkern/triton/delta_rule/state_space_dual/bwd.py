@@ -463,21 +463,23 @@ def state_space_dual_bwd(
     registers = (
         dict(num_warps=4, num_stages=2) if h <= 64 else dict(num_warps=8, num_stages=1)
     )
-    db, dc, dg = sparse_call(
+    gradients: tuple[Any, ...] = sparse_call(
         tokens_kernel,
         (rows * k * parts, chunks, 2 * blocks),
         given | {"states_ptr": states, "dstates_ptr": dstates},
         {"db_ptr": summed, "dc_ptr": summed, "dg_ptr": wide},
         sizes | {"HEADS": heads, **registers},
     )
+    db, dc, dg = gradients
     wide = jax.ShapeDtypeStruct(step.shape, jnp.float32)
-    dx, dstep, dg_across = sparse_call(
+    gradients = sparse_call(
         values_kernel,
         (rows * num_heads, chunks),
         given | {"states_ptr": states, "dstates_ptr": dstates},
         {"dx_ptr": like(x), "dstep_ptr": wide, "dg_ptr": wide},
         sizes | {"num_stages": 1},
     )
+    dx, dstep, dg_across = gradients
     # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
     steps, rate = step.astype(jnp.float32), a.astype(jnp.float32)
     forgets = steps * rate < LEAST
