@@ -12,7 +12,6 @@ timed, as in train_step.py.
 
 import argparse
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ import jax
 import numpy as np
 
 from benchmarks._records import Row, write_run
-from benchmarks._report import machine, versions
-from benchmarks.train_step import DECAY, OURS, Stepper, compiled, measure
+from benchmarks.train_step import DECAY, OURS, Stepper, compiled, measure, record
 from jaxkern import backend
 from jaxkern.train import AdamW, next_token_loss, train_step
 from jaxkern.train.new_model import NewModel, NewWeights, new_model
@@ -151,27 +149,7 @@ def main(arguments: list[str]) -> int:
         print(f"{name}, {options.batch}", flush=True)
         rows.append(row(name, *map(int, options.batch.split("x"))))
     if options.out:
-        write_run(record(rows), options.out)
+        title = "training step of a hybrid and of experts"
+        found = record(rows, "train_references", title, (REFERENCES,))
+        write_run(found, options.out)
     return 0
-
-
-def record(rows: list[Row]) -> dict[str, Any]:
-    date = time.strftime("%Y-%m-%d")
-    section = {
-        "title": "training step of a hybrid and of experts",
-        "run": "train_references",
-        "date": date,
-        "unit": "ms",
-        "command": "python -m benchmarks train_references --out DIR",
-        "against": [REFERENCES],
-        "rows": rows,
-    }
-    return {
-        "name": "train_references",
-        "op": "train_references",
-        "family": "models",
-        "machine": machine(),
-        "date": date,
-        "versions": versions(),
-        "sections": [section],
-    }

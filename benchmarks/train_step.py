@@ -295,20 +295,25 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def record(rows: list[Row]) -> dict[str, Any]:
+def record(
+    rows: list[Row],
+    name: str = "train_step",
+    title: str = "training step",
+    against: tuple[str, ...] = PLAIN,
+) -> dict[str, Any]:
     date = time.strftime("%Y-%m-%d")
     section = {
-        "title": "training step",
-        "run": "train_step",
+        "title": title,
+        "run": name,
         "date": date,
         "unit": "ms",
-        "command": "python -m benchmarks train_step --out DIR",
-        "against": list(PLAIN),
+        "command": f"python -m benchmarks {name} --out DIR",
+        "against": list(against),
         "rows": rows,
     }
     return {
-        "name": "train_step",
-        "op": "train_step",
+        "name": name,
+        "op": name,
         "family": "models",
         "machine": machine(),
         "date": date,
