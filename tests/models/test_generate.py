@@ -194,7 +194,7 @@ def test_explain(model):
     for explanation in explanations.values():
         runs = {row.op: row.runs for row in explanation.rows}
         assert runs["attention"].startswith("xla: " if missing() else "cpp: ")
-        assert {"rms_norm", "apply_rope", "attention", "swiglu"} <= runs.keys()
+        assert {"rms_norm", "apply_rope", "attention", "packed_swiglu"} <= runs.keys()
 
 
 def test_refusals(model):
