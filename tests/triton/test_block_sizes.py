@@ -48,7 +48,7 @@ def test_rows_that_stream_fit_in_shared_memory(capability, dtype):
             weight = jax.ShapeDtypeStruct((d,), dtype)
             if sizes := streamed_rows.stream_sizes(x, weight):
                 columns = sizes["BLOCK"] * -(-d // sizes["BLOCK"])
-                used = 4 * columns * sizes["AHEAD"] + 1024
+                used = 4 * columns * sizes["QUEUED"] + 1024
                 used += columns * weight.dtype.itemsize * sizes["SHARED_WEIGHT"]
                 waves = -(-sizes["PROGRAMS"] // num_sms())
                 assert used * waves <= max_shared_bytes()
