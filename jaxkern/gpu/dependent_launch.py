@@ -16,6 +16,7 @@ NOT, WAIT, READ = 0, 1, 2
 
 EARLY = ("w_ptr", "tiles_ptr", "norm_ptr")
 EARLY += ("state_ptr", "inputs_ptr", "taps_ptr", "a_log_ptr", "dt_bias_ptr")
+EARLY += ("kv_lengths_ptr", "q_offset_ptr")
 
 
 @jit
