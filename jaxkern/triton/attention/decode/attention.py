@@ -122,7 +122,9 @@ def launch(
     if narrow and splits <= MAX_SPLITS and pairs * splits <= at_once * num_sms():
         sizes["num_stages"] = 1  # each program has one block
         row_bytes = h * key.dtype.itemsize + hv * value.dtype.itemsize
-        cluster = sizes_in_a_cluster(keys, row_bytes, rows, hv, sizes | {"BLOCK": block})
+        cluster = sizes_in_a_cluster(
+            keys, row_bytes, rows, hv, sizes | {"BLOCK": block}
+        )
         if cluster is not None:
             sizes |= cluster
             block = sizes["BLOCK"]

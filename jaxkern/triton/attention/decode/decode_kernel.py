@@ -114,7 +114,9 @@ def tokens_at(
 
 
 @jit
-def for_later(x_ptr, row, count, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def for_later(
+    x_ptr, row, count, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     """Asks for `count` of every K-th row of WIDTH, BLOCK at most, in the L2 cache.
 
     Nothing is read, so a kernel ahead may still write them.
@@ -244,7 +246,8 @@ def merge_in_cluster(
     mask = present[:, None] & (dim < HV)
     tl.store(out_ptr + row[:, None] * HV + dim, acc / total[:, None], mask)
     lse = tl.where(seen, base + tl.log2(total), top) / LOG2E
-    tl.store(lse_ptr + row, lse, present & (split == 0))
+    first = tl.zeros([ROWS], tl.int32) + split == 0
+    tl.store(lse_ptr + row, lse, present & first)
 
 
 @jit
