@@ -283,8 +283,9 @@ def attention_layer(
         )
     elif in_one_pass(layer, tables, cache):
         assert tables is not None
-        rotation = dict(kv_heads=config.kv_heads, pairing=config.pairing)
-        q, k, v = qkv_rope(heads(qkv), *tables, **rotation)
+        q, k, v = qkv_rope(
+            heads(qkv), *tables, kv_heads=config.kv_heads, pairing=config.pairing
+        )
         y, after = attend(q, k, v, cache, new_lengths, segment_ids, **options)
     else:
         q, k, v = heads(q, layer.q_norm), heads(k, layer.k_norm), heads(v)

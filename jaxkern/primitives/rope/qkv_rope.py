@@ -25,9 +25,10 @@ def qkv_rope(
 ) -> tuple[
     Float[Array, "... t q h"], Float[Array, "... t k h"], Float[Array, "... t k h"]
 ]:
-    """Takes queries, keys and values out of their one product and rotates the first two.
+    """Queries, keys and values out of their one product, the first two rotated.
 
-        apply_rope(qkv[..., :q, :]), apply_rope(qkv[..., q : q + k, :]), qkv[..., q + k :, :]
+        query, key, value = split(qkv, (q, q + k), axis=-2)
+        apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
 
     with k = kv_heads and q = n - 2 k. The gradient of the product is made as one array,
     which three slices of it would have added up or put side by side. Linear in qkv.
@@ -52,8 +53,10 @@ def qkv_rope(
       >>> qkv = jnp.ones((2, 3, 4))  # [t, heads, h]: a query, a key and a value
       >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([0, 1]), 4)
       >>> query, key, value = jaxkern.qkv_rope(qkv, cos, sin, kv_heads=1)
-      >>> key[1, 0], value[1, 0]
-      (Array([-0.301,  0.99 ,  1.382,  1.01 ], dtype=float32), Array([1., 1., 1., 1.], dtype=float32))
+      >>> key[1, 0]
+      Array([-0.301,  0.99 ,  1.382,  1.01 ], dtype=float32)
+      >>> value[1, 0]
+      Array([1., 1., 1., 1.], dtype=float32)
     """
     cos, sin, pair_offset = rotary_tables(
         "qkv_rope", qkv, cos, sin, pairing, pair_offset

@@ -60,9 +60,7 @@ def turn(
     BACK: tl.constexpr,
 ):
     REST: tl.constexpr = HEAD[4]
-    present, token, together, own = places(
-        block, PART, NUM_TOKENS, ALL, HEAD[0], TILE
-    )
+    present, token, together, own = places(block, PART, NUM_TOKENS, ALL, HEAD[0], TILE)
     cos = read_angles(cos_ptr, token, NUM_TOKENS, HEAD)
     sin = read_angles(sin_ptr, token, NUM_TOKENS, HEAD)
     if BACK:
