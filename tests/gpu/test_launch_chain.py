@@ -12,10 +12,13 @@ from jaxkern.lowering.chained import chained
 from jaxkern.models.cached_steps import decode, with_lengths
 from tests.lowering.test_chained import llama
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu" or launch_chain.missing() is not None,
-    reason="no GPU that begins launches early, or no library",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        jax.default_backend() != "gpu" or launch_chain.missing() is not None,
+        reason="no GPU that begins launches early, or no library",
+    ),
+]
 
 
 def filled(x):

@@ -18,7 +18,7 @@ from jaxkern.gpu.triton_call import unsupported as unsupported
 
 ELEMENTS = 2048  # of a tile, 8 of them a thread: a load of 16 bytes
 FEW = 2**22  # elements of a result that the L2 cache holds
-CHECKED = False  # on a GPU against float64, and timed within a step
+CHECKED = True  # on a GPU against float64, and timed within a step
 
 
 def slower_bwd(dy: Any, **_: Any) -> str | None:

@@ -183,7 +183,10 @@ def test_shares_that_a_cluster_merges(h, s, t, dtype):
     query, key, value = qkv(5, t, s, 2, 4, h, dtype=dtype)
     with backend("triton"):
         [row] = explain(f, query, key, value, options).rows
-    assert [launch.cluster > 1 for launch in row.launches] == [True]
+    fits = (h, t) != (256, 8)  # else more numbers to send than a kernel may declare
+    assert [launch.cluster > 1 for launch in row.launches] == (
+        [True] if fits else [False] * 2
+    )
     check(f, query, key, value, options)
 
 
@@ -192,22 +195,24 @@ def test_a_cluster_merges_the_same_bits_every_time(h, s):
     """Whoever comes last: thousands of launches, many behind each other in a graph,
     beside a kernel that takes multiprocessors from some of them."""
     query, key, value = qkv(1, 1, s, 8, 4, h)
-    lengths = [jnp.array([n]) for n in (s, s // 2, 1, s - 1)]
+    lengths = [jnp.array([n]) for n in (s, s // 2, 1, s - 1)] * 8
     beside = jnp.ones((2048, 2048), jnp.bfloat16)
 
     @jax.jit
-    def every(query, lengths):
+    def every(query, key, value, beside, lengths):
         found = []
-        for n in lengths * 8:
+        for n in lengths:
             y = attention(query, key, value, kv_lengths=n)
-            found.append((y, (beside @ beside)[0, 0]))
+            beside = beside @ beside / beside.shape[0]
+            found.append((y, beside[0, 0]))
         return found
 
     with backend("triton", strict=True):
-        first = every(query, lengths)
+        first = every(query, key, value, beside, lengths)
         differ = jnp.zeros((), bool)
         for _ in range(100):
-            for (y, _), (same, _) in zip(first, every(query, lengths), strict=True):
+            again = every(query, key, value, beside, lengths)
+            for (y, _), (same, _) in zip(first, again, strict=True):
                 differ |= (y != same).any()
     assert not differ
     for i in range(4, len(first)):
