@@ -18,8 +18,8 @@ what was sent before is received after. Behind it a program reads its own memory
 so the others may end. Both are for all threads of a program, on no branch that only
 some of its threads take.
 
-The memory is declared by the kernel beside Triton's, which does not know of it. A thread
-that holds an element which others hold too writes the same number to the same place.
+The kernel declares the memory beside Triton's, which does not know of it. A thread that
+holds an element which others hold too writes the same number to the same place.
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, jit, tl

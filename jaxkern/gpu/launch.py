@@ -78,8 +78,8 @@ class Launch(NamedTuple):
     def dynamic_bytes(self) -> int:
         """What a launcher asks for beside the EXCHANGE that the kernel declares.
 
-        More than 48 KB together must be allowed for the kernel, which launchers do where
-        what they ask for is more.
+        The driver must allow a kernel more than 48 KB together, which launchers see to
+        where what they ask for is more.
         """
         declared, needed = dict(self.constants).get("EXCHANGE", 0), self.shared_bytes
         plain = needed + declared <= PLAIN_SHARED or not declared

@@ -149,8 +149,8 @@ def attributes(steps: Sequence[Step], num_operands: int) -> dict[str, Any]:
         metadata = binary.metadata
         if getattr(metadata, "num_ctas", 1) > 1 or scratch_bytes(metadata):
             raise RuntimeError(
-                f"launch_chain: {kernel.name} has `num_ctas` or scratch memory, which a "
-                "chain does not launch; leave AHEAD out of its constants."
+                f"launch_chain: {kernel.name} has `num_ctas` or scratch memory, which "
+                "a chain does not launch; leave AHEAD out of its constants."
             )
         cubin = binary.asm["cubin"]
         threads = metadata.num_warps * WARP

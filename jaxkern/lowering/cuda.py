@@ -94,6 +94,7 @@ KERNELS = (
 
     Kernel("update_quantized_kv_cache",  "triton",     "triton.kv_cache.update_quantized_kv_cache",      "primal"),
     Kernel("qk_norm_rope_cache",         "triton",     "triton.kv_cache.qk_norm_rope_cache",             "primal"),
+    Kernel("qk_norm_rope_cache_attention", "triton",   "triton.kv_cache.qk_norm_rope_cache_attention",   "primal"),
     Kernel("qk_norm_rope_quantized_cache", "triton",   "triton.kv_cache.qk_norm_rope_cache",             "primal"),
     Kernel("qk_norm_rope_paged_cache",   "triton",     "triton.kv_cache.qk_norm_rope_paged_cache",       "primal"),
 

@@ -76,9 +76,11 @@ def llama(layers=2, d=512, slots=64):
     return config, weights, cache
 
 
-def test_all_layers_of_a_decode_step_are_one_call():
+@pytest.mark.parametrize("slots", [64, 640, 9000])  # a block, a cluster, two launches
+def test_all_layers_of_a_decode_step_are_one_call(slots, monkeypatch):
     """Also where q, k and v come of two products: what lies between is addresses."""
-    config, weights, cache = llama()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, weights, cache = llama(slots=slots)
     token = spec(1, dtype="int32")
 
     def step(weights, token, cache):
@@ -89,10 +91,18 @@ def test_all_layers_of_a_decode_step_are_one_call():
     [chain] = named(eqns, "launch_chain")
     names = [step.launch.name for step in chain.params["steps"]]
     product = "few_products_kernel"
-    one = ["qk_norm_rope_cache_kernel", "decode_attention_kernel", *[product] * 3]
+    attends = ["qk_norm_rope_cache_attention_kernel"]
+    if slots == 9000:
+        attends = [
+            "qk_norm_rope_cache_kernel",
+            "decode_attention_kernel",
+            "merge_kernel",
+        ]
+    one = [*attends, *[product] * 3]
     last = ["row_norm_fwd_kernel", product, "argmax_kernel"]
     assert names == [product, product, *one] * 2 + last
-    assert levels(chain) == [2] * 17  # each product reads its weights early
+    # each product reads its weights early, attention the keys that are there
+    assert levels(chain) == [2] * len(names)
     assert len(chain.params["aliases"]) == 4  # the caches stay in place
     assert not named(eqns, "triton_call")
 

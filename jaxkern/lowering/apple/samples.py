@@ -184,6 +184,10 @@ def caches(x: Draw) -> dict[str, Call]:
             ),
             (x(2, 8, 2, 16), *heads),
         ),
+        "qk_norm_rope_cache_attention": (
+            fused(jk.qk_norm_rope_cache_attention, at),
+            (x(2, 8, 2, 16), *heads),
+        ),
         "qk_norm_rope_paged_cache": (
             fused(jk.qk_norm_rope_paged_cache, slots),
             (x(4, 4, 2, 16), *heads),

@@ -1,9 +1,4 @@
-"""Shares that a cluster merges in its launch: interpreted, and what is compiled.
-
-The interpreter runs one program after the other and knows no clusters. Here programs
-write to a dictionary in place of each other's memory, and all of them run twice: the
-second time each finds what all have sent.
-"""
+"""Shares that a cluster merges in its launch: interpreted, and what is compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -17,85 +12,17 @@ from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch_chain import attributes
 from jaxkern.lowering.chained import in_chains
 from jaxkern.triton.attention.decode import attention as rows
-from jaxkern.triton.attention.decode import decode_kernel
 from tests.triton.attention.test_decode_attention import launches_of, qkv
+from tests.triton.clusters import in_a_cluster
 from tests.triton.interpreted import (
     alone,
     check_in_its_own_process,
-    interpreted,
     starts_it,
 )
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
-
-
-class Exchange:
-    """The shared memory of the programs of a launch, by program and address."""
-
-    def __init__(self, cluster: int):
-        self.cluster, self.numbers = cluster, {}
-
-    def program(self) -> int:
-        from triton.runtime.interpreter import interpreter_builder
-
-        return interpreter_builder.grid_idx[0]
-
-    def exchange_memory(self, size):
-        del size
-        return 0
-
-    def nothing(self):
-        pass
-
-    def send(self, at, rank, x, mask):
-        first = self.program() // self.cluster * self.cluster
-        whole = np.broadcast_arrays(*map(numbers, (at, rank, x, mask)))
-        for place, peer, number, there in zip(*(a.ravel() for a in whole), strict=True):
-            if there:
-                self.numbers[first + int(peer), int(place)] = number
-
-    def receive(self, at):
-        from triton.language import core
-        from triton.runtime.interpreter import TensorHandle
-
-        places = numbers(at)
-        found = [
-            self.numbers.get((self.program(), int(i)), np.nan) for i in places.ravel()
-        ]
-        data = np.array(found, np.float32).reshape(places.shape)
-        kind = core.block_type(core.float32, list(places.shape))
-        return core.tensor(TensorHandle(data, core.float32), kind)
-
-
-def numbers(x):
-    return np.asarray(x.handle.data if hasattr(x, "handle") else getattr(x, "value", x))
-
-
-def in_a_cluster(monkeypatch, f, *operands):
-    """f as its launch computes it, and the launch."""
-    once, launches = bridge.triton_call, []
-
-    def twice(*args, cluster=1, **constants):
-        launches.append((cluster, constants))
-        exchange = Exchange(cluster)
-        monkeypatch.setattr(decode_kernel, "exchange_memory", exchange.exchange_memory)
-        monkeypatch.setattr(decode_kernel, "peers_have_begun", exchange.nothing)
-        monkeypatch.setattr(decode_kernel, "all_have_sent", exchange.nothing)
-        monkeypatch.setattr(decode_kernel, "send", exchange.send)
-        monkeypatch.setattr(decode_kernel, "receive", exchange.receive)
-        return [interpreted_call(*args, **constants) for _ in range(2)][-1]
-
-    with interpreted(), compiling_for(90):
-        interpreted_call = bridge.triton_call
-        bridge.triton_call = twice
-        try:
-            out = f(*operands)
-        finally:
-            bridge.triton_call = interpreted_call
-    assert bridge.triton_call is once
-    return out, launches
 
 
 def drawn(*shape, seed=0):
@@ -195,7 +122,7 @@ def test_pages_in_a_cluster():
 
 @starts_it
 def test_memory_that_must_be_asked_for_is():
-    """48 KB with what the kernel declares: the launchers ask by their own part alone."""
+    """48 KB with what the kernel declares; launchers ask by their own part alone."""
     with compiling_for(90):
         [small] = launches_of(attention, *qkv(1, 1, 300, 8, 4, 64))
         assert small.dynamic_bytes == small.shared_bytes < 48 << 10

@@ -201,7 +201,7 @@ def merge_in_cluster(
 ):
     """Writes sum_s 2**lse_s out_s / sum_s 2**lse_s over the shares s of a cluster.
 
-    A program sends each other its part of the dims of `out`, and all of `lse`; it merges
+    A program sends each other its part of the dims of `out` and all of `lse`. It merges
     its own part, in the order of the shares whoever comes last. `place` has its share,
     and of each row the head, the row of the result, and whether there is one.
     """
@@ -245,9 +245,10 @@ def merge_in_cluster(
     dim = split * PART + part
     mask = present[:, None] & (dim < HV)
     tl.store(out_ptr + row[:, None] * HV + dim, acc / total[:, None], mask)
-    lse = tl.where(seen, base + tl.log2(total), top) / LOG2E
-    first = tl.zeros([ROWS], tl.int32) + split == 0
-    tl.store(lse_ptr + row, lse, present & first)
+    if lse_ptr is not None:
+        lse = tl.where(seen, base + tl.log2(total), top) / LOG2E
+        first = tl.zeros([ROWS], tl.int32) + split == 0
+        tl.store(lse_ptr + row, lse, present & first)
 
 
 @jit

@@ -1,0 +1,227 @@
+"""A token's norm, rotation, write to the cache and attention: the kernel.
+
+A program takes the query heads of one key head of a sequence and a share of its keys;
+the programs of a cluster merge their shares. The new key and value are one key more of
+the first share: they are never read from the cache, so nothing waits for their write,
+and the keys that were there can be loaded before the kernel ahead has ended.
+
+HEAD and CALL as in qk_norm_rope_cache_kernel.py; VALUE is (hv, the power of 2 that
+holds it).
+"""
+
+from jaxkern.gpu.cluster import exchange_memory
+from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.triton_call import jit, tl
+from jaxkern.triton.attention.decode.decode_kernel import (
+    added_weights,
+    merge_in_cluster,
+    share_and_lse,
+    shown_scores,
+)
+from jaxkern.triton.kv_cache.cache_slots import carry_over, new_tokens
+from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import turned_heads
+
+
+@jit
+def share_before(
+    position, split, S: tl.constexpr, WINDOW, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The old keys first ... that a token at `position` sees, start ... stop - 1 of
+    this share."""
+    end = tl.minimum(tl.maximum(position, 0), S).to(tl.int32)
+    first = tl.full([], 0, tl.int32)
+    if WINDOW is not None:
+        first = tl.minimum(tl.maximum(position - WINDOW + 1, 0), S).to(tl.int32)
+    aligned = first // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - aligned, 0), BLOCK), SPLITS) * BLOCK
+    start = aligned + split * share
+    return first, start, tl.minimum(start + share, end)
+
+
+@jit
+def load_keys(
+    x_ptr,
+    at,
+    inside,
+    b,
+    head,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK keys, or values, of one head from slot `at` on; zeros where none is."""
+    j = at + tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIMS)[None, :]
+    row = (b * S + j)[:, None] * K + head
+    return tl.load(x_ptr + row * WIDTH + dims, inside[:, None] & (dims < WIDTH), 0.0)
+
+
+@jit
+def add_block(
+    q,
+    k,
+    v,
+    inside,
+    sums,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    """(top, total, acc) with one more block of keys."""
+    top, total, acc = sums
+    z = tl.dot(q, tl.trans(k))
+    z = shown_scores(z, inside, None, None, 1, SCALE, True, None, SOFTCAP, LOG2E)
+    p, shrink, total, top = added_weights(z, top, total)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    return top, total, acc
+
+
+@jit
+def qk_norm_rope_cache_attention_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    old_key_cache_ptr,
+    old_value_cache_ptr,
+    positions_ptr,
+    lengths_ptr,
+    sinks_ptr,
+    out_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    CALL: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOG2E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    KEY_COPY: tl.constexpr,
+    VALUE_COPY: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """ROWS query heads over one share of BLOCKS blocks of keys at most."""
+    S: tl.constexpr = CALL[2]
+    H: tl.constexpr = HEAD[0]
+    HV: tl.constexpr = VALUE[0]
+    DIMS: tl.constexpr = HEAD[1]
+    VALUE_DIMS: tl.constexpr = VALUE[1]
+    if EXCHANGE:
+        memory = exchange_memory(EXCHANGE)
+    if AHEAD:
+        let_next_begin()
+    if AHEAD == 1:
+        wait_for_those_ahead()
+    program = tl.program_id(0)
+    split = program % SPLITS
+    head = program // SPLITS % K
+    b = (program // (SPLITS * K)).to(tl.int64)
+    position = tl.load(positions_ptr + b).to(tl.int64)
+    count = new_tokens(lengths_ptr, b, True, 1)
+    first, start, stop = share_before(position, split, S, WINDOW, SPLITS, BLOCK)
+    j = start + tl.arange(0, BLOCK)
+    inside = (j >= first) & (j < stop)
+    k = load_keys(old_key_cache_ptr, start, inside, b, head, K, S, H, DIMS, BLOCK)
+    v = load_keys(
+        old_value_cache_ptr, start, inside, b, head, K, S, HV, VALUE_DIMS, BLOCK
+    )
+    if AHEAD == 2:
+        wait_for_those_ahead()
+
+    r = tl.arange(0, ROWS)
+    present = r < G
+    row = b * (K * G) + head * G + r
+    q = turned_heads(
+        query_ptr,
+        query_weight_ptr,
+        cos_ptr,
+        sin_ptr,
+        row[:, None],
+        b,
+        present[:, None],
+        HEAD,
+    ).to(k.dtype)
+    one = tl.full([1, 1], 1, tl.int1)
+    of_key = tl.zeros([1, 1], tl.int64) + b * K + head
+    new_key = turned_heads(
+        key_ptr, key_weight_ptr, cos_ptr, sin_ptr, of_key, b, one, HEAD
+    ).to(k.dtype)
+    dims = tl.arange(0, DIMS)[None, :]
+    value_dims = tl.arange(0, VALUE_DIMS)[None, :]
+    new_value = tl.load(value_ptr + of_key * HV + value_dims, value_dims < HV, 0.0).to(
+        v.dtype
+    )
+    fresh = (split == 0) & (count > 0) & (position >= 0) & (position < S)
+    slot = (b * S + position) * K + head
+    tl.store(key_cache_ptr + slot * H + dims, new_key, fresh & (dims < H))
+    tl.store(
+        value_cache_ptr + slot * HV + value_dims, new_value, fresh & (value_dims < HV)
+    )
+
+    z = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1, keep_dims=True)
+    seen = tl.zeros([1], tl.int1) | fresh
+    z = shown_scores(z, seen, None, None, 1, SCALE, True, None, SOFTCAP, LOG2E)
+    top = tl.max(z, 1)
+    total = tl.where(top == -float("inf"), 0.0, 1.0)
+    acc = tl.where(seen[:, None], new_value.to(tl.float32), 0.0)
+    acc += tl.zeros([ROWS, VALUE_DIMS], tl.float32)
+    sums = top, total, acc
+    sums = add_block(q, k, v, inside, sums, SCALE, SOFTCAP, LOG2E)
+    top, total, acc = sums
+    if BLOCKS > 1:
+        for at in tl.range(start + BLOCK, stop, BLOCK):
+            j = at + tl.arange(0, BLOCK)
+            inside = (j >= first) & (j < stop)
+            k = load_keys(old_key_cache_ptr, at, inside, b, head, K, S, H, DIMS, BLOCK)
+            v = load_keys(
+                old_value_cache_ptr, at, inside, b, head, K, S, HV, VALUE_DIMS, BLOCK
+            )
+            sums = top, total, acc
+            sums = add_block(q, k, v, inside, sums, SCALE, SOFTCAP, LOG2E)
+            top, total, acc = sums
+
+    if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
+        sink = tl.load(sinks_ptr + head * G + r, present, 0.0).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.exp2(sink - base)
+        acc = acc * shrink[:, None]
+        top = base
+    _, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
+    out = acc / total[:, None]
+    if EXCHANGE:
+        place = split, head * G + r, row, present
+        merge_in_cluster(
+            out, lse, memory, place, sinks_ptr, out_ptr, None, HV, SPLITS, LOG2E
+        )
+    else:
+        mask = present[:, None] & (value_dims < HV)
+        tl.store(out_ptr + row[:, None] * HV + value_dims, out, mask)
+    places = positions_ptr, lengths_ptr, None
+    carry_over(
+        program, old_key_cache_ptr, key_cache_ptr, places, CALL, PROGRAMS, KEY_COPY
+    )
+    carry_over(
+        program,
+        old_value_cache_ptr,
+        value_cache_ptr,
+        places,
+        CALL,
+        PROGRAMS,
+        VALUE_COPY,
+    )
