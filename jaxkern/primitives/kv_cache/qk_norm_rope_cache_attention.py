@@ -12,9 +12,10 @@ from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
     NewTokens,
     check_weights,
-    qk_norm_rope_cache_reference,
+    turned,
 )
-from jaxkern.primitives.rope.rope import Pairing, rotary_tables
+from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
+from jaxkern.primitives.rope.rope import NormedRotation, Pairing, rotary_tables
 
 OP = "qk_norm_rope_cache_attention"
 
@@ -128,19 +129,13 @@ def qk_norm_rope_cache_attention_reference(
 ) -> tuple[
     Float[Array, "b t k*g hv"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
-    query, keys, values = qk_norm_rope_cache_reference(
-        new,
-        key_cache,
-        value_cache,
-        positions,
-        new_lengths,
-        ring=False,
-        eps=eps,
-        offset=offset,
-        pairing=pairing,
-        pair_offset=pair_offset,
-        at_end=at_end,
+    turn: NormedRotation = dict(
+        offset=offset, pairing=pairing, pair_offset=pair_offset, at_end=at_end
     )
+    query, key = turned(OP, new, eps=eps, **turn)
+    slots = positions, new_lengths
+    keys = update_kv_cache_reference(key_cache, key, *slots, ring=False)
+    values = update_kv_cache_reference(value_cache, new.value, *slots, ring=False)
     attended = visible_operands(query, keys, values, positions, new_lengths, sinks)
     out, _ = attention_reference(
         attended, scale=scale, causal=True, window=window, softcap=softcap

@@ -1,8 +1,8 @@
 """Index of the largest element: a row, or each chunk of a long one, in registers.
 
 A long row is divided so that many programs read it; a second launch takes the best of
-the chunks. Every element is read once. One row takes as long as by XLA, but may join a
-launches of a chain.
+the chunks. Every element is read once. One row takes as long as by XLA, but may join
+the launches of a chain.
 """
 
 from typing import Any

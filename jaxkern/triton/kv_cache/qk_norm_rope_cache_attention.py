@@ -22,7 +22,6 @@ from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import qk_norm_rope_cache_p
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache_attention import visible_operands
 from jaxkern.triton.attention.decode.attention import AT_ONCE, FAR
-from jaxkern.triton.attention.decode.decode_sizes import STAGE_BYTES
 from jaxkern.triton.attention.merge_shares import LOG2E
 from jaxkern.triton.kv_cache import qk_norm_rope_cache as writes
 from jaxkern.triton.kv_cache.cache_slots import copy_tile
@@ -32,7 +31,9 @@ from jaxkern.triton.kv_cache.qk_norm_rope_cache_attention_kernel import (
 
 FEW_ROWS = 16  # query heads of a key head: the least that tensor cores multiply
 MAX_HEAD_DIM = 256
-MAX_BLOCKS = 4  # of a program: with more the whole GPU is faster, and a merge
+MAX_WARPS = 16
+HELD = 2048  # elements of the keys that a warp holds, and as many of the values
+MAX_BLOCKS = 2  # of a program: with more the whole GPU is faster, and a merge
 
 
 def unsupported(**named: Any) -> str | None:
@@ -41,11 +42,13 @@ def unsupported(**named: Any) -> str | None:
     return writes.unsupported(**{n: x for n, x in named.items() if n not in attends})
 
 
-def sizes_of(b: int, s: int, k: int, h: int, hv: int, dtype: Any) -> dict | None:
+def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
     """Programs of a cluster and their blocks, or None where these are too many."""
     dims = max(next_power_of_2(h), 16), max(next_power_of_2(hv), 16)
-    most = 2 * STAGE_BYTES // (sum(dims) * jnp.dtype(dtype).itemsize)
-    block = max(min(128, most, next_power_of_2(s)), 16)
+    least, most = (warps * HELD // max(dims) for warps in (4, MAX_WARPS))
+    block = max(min(least, next_power_of_2(s)), 16)
+    while block < most and s > MAX_PROGRAMS * block:
+        block *= 2
     shares = min(-(-s // block), MAX_PROGRAMS)
     blocks = -(-s // (shares * block))
     if blocks > MAX_BLOCKS or b * k * shares > AT_ONCE * num_sms():
@@ -62,7 +65,7 @@ def sizes_of(b: int, s: int, k: int, h: int, hv: int, dtype: Any) -> dict | None
         "BLOCKS": blocks,
         "EXCHANGE": exchange,
         "cluster": shares,
-        "num_warps": 8 if block * max(dims) > 64 * 128 else 4,
+        "num_warps": min(max(block * max(dims) // HELD, 4), MAX_WARPS),
         "num_stages": 2 if blocks > 1 else 1,
     }
 
@@ -76,7 +79,7 @@ def in_one_launch(query: Any, key: Any, *caches: Any) -> dict | None:
         return None
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return None
-    return sizes_of(b, s, k, h, hv, query.dtype)
+    return sizes_of(b, s, k, h, hv)
 
 
 def qk_norm_rope_cache_attention(

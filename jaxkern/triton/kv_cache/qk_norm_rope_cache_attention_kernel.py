@@ -79,6 +79,55 @@ def add_block(
 
 
 @jit
+def take_up(
+    new,
+    weights,
+    tables,
+    caches,
+    where,
+    fresh,
+    HEAD: tl.constexpr,
+    HV: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
+):
+    """The token's queries, its key and its value; where `fresh` also in the caches.
+
+    `where` has the rows of the queries, which of them there are, the row of the key and
+    of its slot, and the sequence.
+    """
+    query_ptr, key_ptr, value_ptr = new
+    query_weight_ptr, key_weight_ptr = weights
+    cos_ptr, sin_ptr = tables
+    key_cache_ptr, value_cache_ptr = caches
+    rows, present, key_row, slot, b = where
+    H: tl.constexpr = HEAD[0]
+    q = turned_heads(
+        query_ptr, query_weight_ptr, cos_ptr, sin_ptr, rows, b, present, HEAD
+    )
+    one = tl.full([1, 1], 1, tl.int1)
+    key = turned_heads(
+        key_ptr, key_weight_ptr, cos_ptr, sin_ptr, key_row, b, one, HEAD
+    ).to(key_cache_ptr.dtype.element_ty)
+    dims = tl.arange(0, HEAD[1])[None, :]
+    value_dims = tl.arange(0, VALUE_DIMS)[None, :]
+    value = tl.load(value_ptr + key_row * HV + value_dims, value_dims < HV, 0.0)
+    value = value.to(value_cache_ptr.dtype.element_ty)
+    tl.store(key_cache_ptr + slot * H + dims, key, fresh & (dims < H))
+    tl.store(value_cache_ptr + slot * HV + value_dims, value, fresh & (value_dims < HV))
+    return q.to(query_ptr.dtype.element_ty), key, value
+
+
+@jit
+def with_sink(sums, sink):
+    """(top, total, acc) with one more logit in base 2, that has no value."""
+    top, total, acc = sums
+    higher = tl.maximum(top, sink)
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    shrink = tl.exp2(top - base)
+    return base, total * shrink + tl.exp2(sink - base), acc * shrink[:, None]
+
+
+@jit
 def qk_norm_rope_cache_attention_kernel(
     query_ptr,
     key_ptr,
@@ -145,31 +194,19 @@ def qk_norm_rope_cache_attention_kernel(
     r = tl.arange(0, ROWS)
     present = r < G
     row = b * (K * G) + head * G + r
-    q = turned_heads(
-        query_ptr,
-        query_weight_ptr,
-        cos_ptr,
-        sin_ptr,
-        row[:, None],
-        b,
-        present[:, None],
-        HEAD,
-    ).to(k.dtype)
-    one = tl.full([1, 1], 1, tl.int1)
-    of_key = tl.zeros([1, 1], tl.int64) + b * K + head
-    new_key = turned_heads(
-        key_ptr, key_weight_ptr, cos_ptr, sin_ptr, of_key, b, one, HEAD
-    ).to(k.dtype)
-    dims = tl.arange(0, DIMS)[None, :]
-    value_dims = tl.arange(0, VALUE_DIMS)[None, :]
-    new_value = tl.load(value_ptr + of_key * HV + value_dims, value_dims < HV, 0.0).to(
-        v.dtype
-    )
     fresh = (split == 0) & (count > 0) & (position >= 0) & (position < S)
+    key_row = tl.zeros([1, 1], tl.int64) + b * K + head
     slot = (b * S + position) * K + head
-    tl.store(key_cache_ptr + slot * H + dims, new_key, fresh & (dims < H))
-    tl.store(
-        value_cache_ptr + slot * HV + value_dims, new_value, fresh & (value_dims < HV)
+    q, new_key, new_value = take_up(
+        (query_ptr, key_ptr, value_ptr),
+        (query_weight_ptr, key_weight_ptr),
+        (cos_ptr, sin_ptr),
+        (key_cache_ptr, value_cache_ptr),
+        (row[:, None], present[:, None], key_row, slot, b),
+        fresh,
+        HEAD,
+        HV,
+        VALUE_DIMS,
     )
 
     z = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1, keep_dims=True)
@@ -196,12 +233,9 @@ def qk_norm_rope_cache_attention_kernel(
 
     if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
         sink = tl.load(sinks_ptr + head * G + r, present, 0.0).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.exp2(sink - base)
-        acc = acc * shrink[:, None]
-        top = base
+        sums = top, total, acc
+        sums = with_sink(sums, sink)
+        top, total, acc = sums
     _, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
     out = acc / total[:, None]
     if EXCHANGE:
@@ -210,6 +244,7 @@ def qk_norm_rope_cache_attention_kernel(
             out, lse, memory, place, sinks_ptr, out_ptr, None, HV, SPLITS, LOG2E
         )
     else:
+        value_dims = tl.arange(0, VALUE_DIMS)[None, :]
         mask = present[:, None] & (value_dims < HV)
         tl.store(out_ptr + row[:, None] * HV + value_dims, out, mask)
     places = positions_ptr, lengths_ptr, None

@@ -28,6 +28,7 @@ CASES = {
             **heads(2, 2, 4, 2, 8, r=3, hv=4),
             **float_caches(2, 5, 2, 8, 4),
             positions=i32(2, high=5),
+            new_lengths=i32(2, high=2),
             sinks=f32(4),
             pairing="neox",
             offset=1.0,
@@ -36,7 +37,7 @@ CASES = {
         case(
             "llama3_decode",
             full=True,
-            **heads(3, 1, 8, 2, 64, r=32, spec=bf16) | LLAMA3 | dict(pair_offset=1),
+            **heads(3, 1, 8, 2, 64, r=32, spec=bf16) | LLAMA3,
             **float_caches(3, 40, 2, 64, 64, bf16),
             positions=i32(3, high=40),
             new_lengths=i32(3, high=2),
