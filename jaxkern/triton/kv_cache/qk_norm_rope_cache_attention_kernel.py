@@ -18,8 +18,11 @@ from jaxkern.triton.attention.decode.decode_kernel import (
     share_and_lse,
     shown_scores,
 )
-from jaxkern.triton.kv_cache.cache_slots import carry_over, new_tokens
-from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import turned_heads
+from jaxkern.triton.kv_cache.cache_slots import new_tokens
+from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import (
+    carry_over_both,
+    turned_heads,
+)
 
 
 @jit
@@ -56,6 +59,29 @@ def load_keys(
     dims = tl.arange(0, DIMS)[None, :]
     row = (b * S + j)[:, None] * K + head
     return tl.load(x_ptr + row * WIDTH + dims, inside[:, None] & (dims < WIDTH), 0.0)
+
+
+@jit
+def load_block(
+    caches,
+    at,
+    shared,
+    b,
+    head,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(which are there, keys, values) of a block of a share (first, stop)."""
+    key_ptr, value_ptr = caches
+    first, stop = shared
+    j = at + tl.arange(0, BLOCK)
+    inside = (j >= first) & (j < stop)
+    k = load_keys(key_ptr, at, inside, b, head, K, S, HEAD[0], HEAD[1], BLOCK)
+    v = load_keys(value_ptr, at, inside, b, head, K, S, VALUE[0], VALUE[1], BLOCK)
+    return inside, k, v
 
 
 @jit
@@ -165,9 +191,7 @@ def qk_norm_rope_cache_attention_kernel(
 ):
     """ROWS query heads over one share of BLOCKS blocks of keys at most."""
     S: tl.constexpr = CALL[2]
-    H: tl.constexpr = HEAD[0]
     HV: tl.constexpr = VALUE[0]
-    DIMS: tl.constexpr = HEAD[1]
     VALUE_DIMS: tl.constexpr = VALUE[1]
     if EXCHANGE:
         memory = exchange_memory(EXCHANGE)
@@ -182,12 +206,9 @@ def qk_norm_rope_cache_attention_kernel(
     position = tl.load(positions_ptr + b).to(tl.int64)
     count = new_tokens(lengths_ptr, b, True, 1)
     first, start, stop = share_before(position, split, S, WINDOW, SPLITS, BLOCK)
-    j = start + tl.arange(0, BLOCK)
-    inside = (j >= first) & (j < stop)
-    k = load_keys(old_key_cache_ptr, start, inside, b, head, K, S, H, DIMS, BLOCK)
-    v = load_keys(
-        old_value_cache_ptr, start, inside, b, head, K, S, HV, VALUE_DIMS, BLOCK
-    )
+    old = old_key_cache_ptr, old_value_cache_ptr
+    share = first, stop
+    inside, k, v = load_block(old, start, share, b, head, K, S, HEAD, VALUE, BLOCK)
     if AHEAD == 2:
         wait_for_those_ahead()
 
@@ -221,12 +242,7 @@ def qk_norm_rope_cache_attention_kernel(
     top, total, acc = sums
     if BLOCKS > 1:
         for at in tl.range(start + BLOCK, stop, BLOCK):
-            j = at + tl.arange(0, BLOCK)
-            inside = (j >= first) & (j < stop)
-            k = load_keys(old_key_cache_ptr, at, inside, b, head, K, S, H, DIMS, BLOCK)
-            v = load_keys(
-                old_value_cache_ptr, at, inside, b, head, K, S, HV, VALUE_DIMS, BLOCK
-            )
+            inside, k, v = load_block(old, at, share, b, head, K, S, HEAD, VALUE, BLOCK)
             sums = top, total, acc
             sums = add_block(q, k, v, inside, sums, SCALE, SOFTCAP, LOG2E)
             top, total, acc = sums
@@ -248,15 +264,6 @@ def qk_norm_rope_cache_attention_kernel(
         mask = present[:, None] & (value_dims < HV)
         tl.store(out_ptr + row[:, None] * HV + value_dims, out, mask)
     places = positions_ptr, lengths_ptr, None
-    carry_over(
-        program, old_key_cache_ptr, key_cache_ptr, places, CALL, PROGRAMS, KEY_COPY
-    )
-    carry_over(
-        program,
-        old_value_cache_ptr,
-        value_cache_ptr,
-        places,
-        CALL,
-        PROGRAMS,
-        VALUE_COPY,
-    )
+    caches = key_cache_ptr, value_cache_ptr
+    copies: tl.constexpr = (KEY_COPY, VALUE_COPY)
+    carry_over_both(program, old, caches, places, CALL, PROGRAMS, copies)

@@ -107,10 +107,11 @@ def launches_of(s, b=1, k=8, g=4, h=64, dtype="bfloat16", t=1):
     [
         (128, 64, 1, 128, 1),
         (641, 64, 6, 128, 1),
-        (4096, 64, 8, 128, 4),
+        (4096, 64, 8, 512, 1),
+        (8192, 64, 8, 512, 2),
         (641, 128, 6, 128, 1),
-        (641, 256, 8, 64, 2),
-        (300, 80, 3, 128, 1),
+        (641, 256, 6, 128, 1),
+        (300, 80, 5, 64, 1),
     ],
 )
 def test_a_decode_step_is_one_launch(s, h, cluster, block, blocks):
@@ -126,7 +127,7 @@ def test_a_decode_step_is_one_launch(s, h, cluster, block, blocks):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(s=5000),
+        dict(s=8200),
         dict(s=641, b=64),
         dict(s=641, t=2),
         dict(s=641, dtype="float32"),
