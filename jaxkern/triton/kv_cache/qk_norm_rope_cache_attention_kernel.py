@@ -17,6 +17,7 @@ from jaxkern.triton.attention.decode.decode_kernel import (
     merge_in_cluster,
     share_and_lse,
     shown_scores,
+    with_sink,
 )
 from jaxkern.triton.kv_cache.cache_slots import new_tokens
 from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import (
@@ -141,16 +142,6 @@ def take_up(
     tl.store(key_cache_ptr + slot * H + dims, key, fresh & (dims < H))
     tl.store(value_cache_ptr + slot * HV + value_dims, value, fresh & (value_dims < HV))
     return q.to(query_ptr.dtype.element_ty), key, value
-
-
-@jit
-def with_sink(sums, sink):
-    """(top, total, acc) with one more logit in base 2, that has no value."""
-    top, total, acc = sums
-    higher = tl.maximum(top, sink)
-    base = tl.where(higher == -float("inf"), 0.0, higher)
-    shrink = tl.exp2(top - base)
-    return base, total * shrink + tl.exp2(sink - base), acc * shrink[:, None]
 
 
 @jit

@@ -42,6 +42,40 @@ def num_shares(
 
 
 @jit
+def place_of(
+    program,
+    shares,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    B: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALIKE: tl.constexpr,
+    IN_CLUSTERS: tl.constexpr,
+):
+    """(sequence, key head, tile of rows, share) of a program.
+
+    Neighbours have the tiles of a head, which read its keys from the caches, or in
+    clusters the shares of a tile.
+    """
+    if IN_CLUSTERS:
+        split = program % SPLITS
+        program //= SPLITS
+    tile = program % TILES
+    program //= TILES
+    head = program % K
+    if IN_CLUSTERS:
+        b = program // K
+    else:
+        split = program // K % SPLITS
+        b = program // (K * SPLITS)
+    if ALIKE < SPLITS:
+        # shares without keys come last
+        b = tl.where(shares == ALIKE, program // K % B, b)
+        split = tl.where(shares == ALIKE, program // (K * B), split)
+    return b.to(tl.int64), head, tile, split
+
+
+@jit
 def share_of_keys(
     b,
     split,
@@ -187,6 +221,16 @@ def share_and_lse(top, total, SPLITS: tl.constexpr, LOG2E: tl.constexpr):
 
 
 @jit
+def with_sink(sums, sink):
+    """(top, total, acc) with one more logit in base 2, that has no value."""
+    top, total, acc = sums
+    higher = tl.maximum(top, sink)
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    shrink = tl.exp2(top - base)
+    return base, total * shrink + tl.exp2(sink - base), acc * shrink[:, None]
+
+
+@jit
 def merge_in_cluster(
     out,
     lse,
@@ -302,26 +346,10 @@ def decode_attention_kernel(
         let_next_begin()
     elif AHEAD:
         begin_behind_those_ahead()
-    program = tl.program_id(0)
-    if EXCHANGE:  # a cluster has the shares of a tile
-        split = program % SPLITS
-        program //= SPLITS
-    # neighbours, so that the tiles of a head read its keys from the caches
-    tile = program % TILES
-    program //= TILES
-    head = program % K
-    if EXCHANGE:
-        b = program // K
-    else:
-        split = program // K % SPLITS
-        b = program // (K * SPLITS)
     shares = num_shares(kv_lengths_ptr, B, ALL_B, S, SPLITS, ALIKE)
-    if ALIKE < SPLITS:
-        # shares without keys come last
-        b = tl.where(shares == ALIKE, program // K % B, b)
-        split = tl.where(shares == ALIKE, program // (K * B), split)
-    b = b.to(tl.int64)
-
+    b, head, tile, split = place_of(
+        tl.program_id(0), shares, K, TILES, B, SPLITS, ALIKE, EXCHANGE
+    )
     first, start, stop, position = share_of_keys(
         b, split, shares, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, BLOCK
     )
@@ -379,12 +407,9 @@ def decode_attention_kernel(
 
     if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
         sink = tl.load(sinks_ptr + head * G + r % G).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.exp2(sink - base)
-        acc = acc * shrink[:, None]
-        top = base
+        sums = top, total, acc
+        sums = with_sink(sums, sink)
+        top, total, acc = sums
     seen, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
     if EXCHANGE:
         out = acc / total[:, None]
