@@ -23,6 +23,8 @@ except ImportError:
 
 triton: Any = triton_package
 
+PLAIN_SHARED = 48 << 10  # bytes that need not be asked for
+
 
 class Launch(NamedTuple):
     """One launch of one kernel, all of it static; hashable.
@@ -36,6 +38,8 @@ class Launch(NamedTuple):
       grid: number of programs along each of up to three axes.
       num_warps, num_stages: of one program.
       max_registers: of one thread; None leaves it to the assembler.
+      cluster: programs beside each other that run together (`cluster.py`); divides the
+        first number of the grid.
     """
 
     kernel: Any
@@ -45,6 +49,7 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    cluster: int = 1
 
     @property
     def name(self) -> str:
@@ -70,6 +75,17 @@ class Launch(NamedTuple):
         return compiled(self, compute_capability()).metadata.shared
 
     @property
+    def dynamic_bytes(self) -> int:
+        """What a launcher asks for beside the EXCHANGE that the kernel declares.
+
+        The driver must allow a kernel more than 48 KB together, which launchers see to
+        where what they ask for is more.
+        """
+        declared, needed = dict(self.constants).get("EXCHANGE", 0), self.shared_bytes
+        plain = needed + declared <= PLAIN_SHARED or not declared
+        return needed if plain else max(needed, PLAIN_SHARED + 16)
+
+    @property
     def registers(self) -> int:
         """Registers of one thread."""
         return resources(self, compute_capability())["REG"]
@@ -93,6 +109,8 @@ class Launch(NamedTuple):
         line = f"{self.name}: {grid} programs of {self.num_warps} warps, {sizes}"
         if triton is None:
             return line
+        if self.cluster > 1:
+            line += f", clusters of {self.cluster}"
         line += f", {self.registers} registers, {self.shared_bytes} B shared"
         return line + (f", {self.stack_bytes} B stack" if self.stack_bytes else "")
 

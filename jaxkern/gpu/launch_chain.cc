@@ -23,6 +23,7 @@ using Integers = ffi::Span<const int64_t>;
 
 // The driver's structs and numbers, as its interface fixes them.
 constexpr int kMaxDynamicShared = 8;       // CU_FUNC_ATTRIBUTE_...
+constexpr int kClusterDimension = 4;       // CU_LAUNCH_ATTRIBUTE_...
 constexpr int kProgrammaticStream = 6;     // CU_LAUNCH_ATTRIBUTE_..._SERIALIZATION
 constexpr int kRelaxed = 2;                // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int64_t kPlainShared = 48 << 10;  // bytes that need not be asked for
@@ -33,6 +34,7 @@ struct LaunchAttribute {
   union {
     char bytes[64];
     int number;
+    unsigned cluster[3];
   } value;
 };
 
@@ -132,8 +134,9 @@ ffi::Error loaded(const Kernels& kernels, const Functions** functions) {
   return ffi::Error::Success();
 }
 
-// Each launch of `program`: kernel, grid of three, whether it may begin early, number of
-// parameters, and of each which buffer, operands before results, and bytes into it.
+// Each launch of `program`: kernel, grid of three, whether it may begin early, programs of
+// a cluster, number of parameters, and of each which buffer, operands before results, and
+// bytes into it.
 ffi::Error LaunchChain(void* stream, ffi::RemainingArgs operands,
                        ffi::RemainingRets results, int64_t key, Integers table,
                        std::string_view names, std::string_view binaries,
@@ -152,41 +155,50 @@ ffi::Error LaunchChain(void* stream, ffi::RemainingArgs operands,
     buffers.push_back(
         static_cast<char*>((*results.get<ffi::AnyBuffer>(i))->untyped_data()));
 
-  LaunchAttribute early{};
+  LaunchAttribute early{}, together{};
   early.id = kProgrammaticStream;
   early.value.number = 1;
+  together.id = kClusterDimension;
   std::vector<void*> values, parameters;
   const int64_t* at = program.begin();
   while (at < program.end()) {
     const size_t kernel = at[0];
-    const int64_t count = at[5];
+    const unsigned cluster = at[5];
+    const int64_t count = at[6];
     values.clear();
     for (int64_t i = 0; i < count; ++i)
-      values.push_back(buffers[at[6 + 2 * i]] + at[7 + 2 * i]);
+      values.push_back(buffers[at[7 + 2 * i]] + at[8 + 2 * i]);
     values.insert(values.end(), 2, nullptr);  // Triton's scratch memory, of no bytes
     parameters.clear();
     for (void*& value : values) parameters.push_back(&value);
+    LaunchAttribute attributes[2];
+    unsigned num_attributes = 0;
+    if (at[4]) attributes[num_attributes++] = early;
+    if (cluster > 1) {
+      for (int i = 0; i < 3; ++i) together.value.cluster[i] = i ? 1 : cluster;
+      attributes[num_attributes++] = together;
+    }
     const LaunchConfig config{
         {unsigned(at[1]), unsigned(at[2]), unsigned(at[3])},
         {unsigned(kernels.threads(kernel)), 1, 1},
         unsigned(kernels.shared_bytes(kernel)),
         stream,
-        &early,
-        at[4] ? 1u : 0u,
+        attributes,
+        num_attributes,
     };
     if (int e = cuda.launch(&config, (*functions)[kernel], parameters.data(), nullptr))
       return failed("a kernel does not launch", e);
-    at += 6 + 2 * count;
+    at += 7 + 2 * count;
   }
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkern_launch_chain(
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkern_launch_chain_2(
     XLA_FFI_CallFrame*);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_launch_chain, LaunchChain,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_launch_chain_2, LaunchChain,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .RemainingArgs()

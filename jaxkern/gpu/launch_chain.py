@@ -32,7 +32,7 @@ from jaxkern.gpu.device import WARP, compute_capability, driver_version
 from jaxkern.gpu.launch import Launch, compiled
 
 LIBRARY = "libjaxkern_gpu.so"
-TARGET = "jaxkern_launch_chain"
+TARGET = "jaxkern_launch_chain_2"
 HOPPER = 90  # the first that lets a kernel begin early
 OLDEST_DRIVER = 12_030  # likewise, within a graph
 
@@ -140,7 +140,8 @@ def attributes(steps: Sequence[Step], num_operands: int) -> dict[str, Any]:
         kernel = launch._replace(constants=constants, grid=())
         number = kernels.setdefault(kernel, len(kernels))
         # what stands before the chain is no kernel that says when to begin
-        program += [number, *(*launch.grid, 1, 1)[:3], int(i > 0), len(sources)]
+        program += [number, *(*launch.grid, 1, 1)[:3], int(i > 0), launch.cluster]
+        program += [len(sources)]
         program += [n for source in sources for n in source]
     table, names, binaries = [], "", b""
     for kernel in kernels:
@@ -148,12 +149,12 @@ def attributes(steps: Sequence[Step], num_operands: int) -> dict[str, Any]:
         metadata = binary.metadata
         if getattr(metadata, "num_ctas", 1) > 1 or scratch_bytes(metadata):
             raise RuntimeError(
-                f"launch_chain: {kernel.name} has clusters or scratch memory, which a "
-                "chain does not launch; leave AHEAD out of its constants."
+                f"launch_chain: {kernel.name} has `num_ctas` or scratch memory, which "
+                "a chain does not launch; leave AHEAD out of its constants."
             )
         cubin = binary.asm["cubin"]
         threads = metadata.num_warps * WARP
-        table += [len(binaries), len(cubin), threads, metadata.shared]
+        table += [len(binaries), len(cubin), threads, kernel.dynamic_bytes]
         names += metadata.name + "\n"
         binaries += cubin + b"\0" * (-len(cubin) % 8)
     digest = hashlib.sha256(binaries + names.encode() + repr(table).encode()).digest()

@@ -105,6 +105,7 @@ def triton_call(
     num_warps: int = 4,
     num_stages: int = 3,
     max_registers: int | None = None,
+    cluster: int = 1,
     aliases: tuple[tuple[int, int], ...] = (),
     **constants: Any,
 ) -> list[jax.Array]:
@@ -119,6 +120,7 @@ def triton_call(
       num_warps: warps of one program.
       num_stages: depth to which Triton pipelines loads in loops.
       max_registers: of one thread, so that more programs run beside each other.
+      cluster: programs that run together, as `cluster.py` has them.
       aliases: pairs (operand, result) that share a buffer, counted without the lists.
         Where either is a slice of a larger array XLA may give them two all the same: a
         kernel must write the whole result then.
@@ -142,6 +144,7 @@ def triton_call(
         num_warps,
         num_stages,
         max_registers,
+        cluster,
     )
     shapes = tuple((o.shape, jnp.dtype(o.dtype)) for o in results)
     return triton_call_p.bind(*arrays, launch=launch, out=shapes, aliases=aliases)
@@ -245,13 +248,14 @@ def lower(ctx, *args, launch: Launch, out: tuple, aliases: tuple):
     kernel = lib.TritonKernel(
         metadata.name,
         metadata.num_warps,
-        getattr(metadata, "num_ctas", 1),
-        metadata.shared,
+        launch.cluster,  # a kernel of one `num_ctas`, launched in clusters
+        launch.dynamic_bytes,
         binary.asm["ptx"],
         intermediate(binary),
         capability,
     )
-    grid = (*launch.grid, 1, 1)[:3]
+    x, *rest = (*launch.grid, 1, 1)[:3]
+    grid = x // launch.cluster, *rest
     # The launcher checks 16-byte alignment; it need not clear the results.
     parameters = [
         lib.create_array_parameter(0, 16) for _ in jax.tree.leaves(launch.operands)

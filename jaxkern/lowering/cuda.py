@@ -42,6 +42,7 @@ KERNELS = (
     Kernel("packed_swiglu",              "triton",     "triton.activation.swiglu",                       "bwd"),
 
     Kernel("apply_rope",                 "triton",     "triton.rope.rope",                               "primal bwd"),
+    Kernel("qkv_rope",                   "triton",     "triton.rope.qkv_rope",                           "primal bwd"),
     Kernel("head_norm_rope",             "triton",     "triton.rope.head_norm_rope",                     "primal fwd bwd"),
     Kernel("qk_norm_rope",               "triton",     "triton.rope.qk_norm_rope.fwd",                   "primal fwd"),
     Kernel("qk_norm_rope",               "triton",     "triton.rope.qk_norm_rope.bwd",                   "bwd"),
@@ -93,6 +94,7 @@ KERNELS = (
 
     Kernel("update_quantized_kv_cache",  "triton",     "triton.kv_cache.update_quantized_kv_cache",      "primal"),
     Kernel("qk_norm_rope_cache",         "triton",     "triton.kv_cache.qk_norm_rope_cache",             "primal"),
+    Kernel("qk_norm_rope_cache_attention", "triton",   "triton.kv_cache.qk_norm_rope_cache_attention",   "primal"),
     Kernel("qk_norm_rope_quantized_cache", "triton",   "triton.kv_cache.qk_norm_rope_cache",             "primal"),
     Kernel("qk_norm_rope_paged_cache",   "triton",     "triton.kv_cache.qk_norm_rope_paged_cache",       "primal"),
 

@@ -189,6 +189,8 @@ def launches(
     for eqn in every_equation(traced.jaxpr):
         if eqn.primitive is triton_call_p:
             found.append(eqn.params["launch"])
+        elif isinstance(eqn.primitive, KernelPrimitive):  # a kernel leaves it to others
+            found += explain_equation(eqn, "cuda")[-1]
         elif launch := mosaic_launch(eqn, every_equation, kernels):
             found.append(launch)
     return tuple(found)

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxkern import KVCache, attention, cached_attention, qk_norm_rope_cache
+from jaxkern import (
+    KVCache,
+    attention,
+    cached_attention,
+    qk_norm_rope_cache,
+    qk_norm_rope_cache_attention,
+)
 from jaxkern.models.architecture import Cache, page_of
 from jaxkern.primitives.rope.rope import Pairing
 
@@ -138,30 +144,24 @@ def attend_in_one(
     **options: Any,
 ) -> tuple[Float[Array, "b t n h"], KVCache]:
     """Norms of the heads, rotation and the write to the cache by one op, then
-    attention over a linear cache."""
-    q, keys, values = qk_norm_rope_cache(
-        q,
-        k,
-        v,
-        *norms,
-        *rotation,
-        cache.keys,
-        cache.values,
-        cache.lengths,
-        new_lengths,
-        eps=None if norms[0] is None else eps,
-        pairing=pairing,
-    )
+    attention over a linear cache; for a token on a GPU all of it by one."""
     grown = q.shape[1] if new_lengths is None else new_lengths
-    after = replace(cache, keys=keys, values=values, lengths=cache.lengths + grown)
+    after = cache.lengths + grown
+    new = q, k, v, *norms, *rotation
+    into = cache.keys, cache.values, cache.lengths, new_lengths
+    turn: dict = dict(eps=None if norms[0] is None else eps, pairing=pairing)
+    if q.shape[1] == 1 and jax.default_backend() == "gpu":
+        y, keys, values = qk_norm_rope_cache_attention(*new, *into, **turn, **options)
+        return y, replace(cache, keys=keys, values=values, lengths=after)
+    q, keys, values = qk_norm_rope_cache(*new, *into, **turn)
     y = attention(
         q,
         keys,
         values,
-        kv_lengths=after.lengths,
+        kv_lengths=after,
         q_offset=cache.lengths,
         causal=True,
         **options,
     )
     assert isinstance(y, jax.Array)  # no lse was asked for
-    return y, after
+    return y, replace(cache, keys=keys, values=values, lengths=after)

@@ -102,18 +102,23 @@ def write_chunk(
 ) -> tuple[Int32[Array, "b steps"], State]:
     """Draws `steps` more tokens of each answer, NO_TOKEN behind its end."""
 
-    add_token = functools.partial(decode, config)
+    def add_token(weights, tokens, cache, goes_on):
+        logits, cache = decode(config, weights, tokens, cache, goes_on)
+        return sampling.likeliest(logits) if sampling.is_likeliest else logits, cache
+
     if jax.default_backend() == "gpu":  # whose launches take as long as small kernels
         add_token = chained(add_token)
 
     def step(state: State, _):
         goes_on = jnp.where(state.finished, 0, 1)  # a finished sequence reads nothing
-        logits, cache = add_token(weights, state.tokens, state.cache, goes_on)
+        found, cache = add_token(weights, state.tokens, state.cache, goes_on)
         cache = with_lengths(cache, cache[0].lengths)
         key = key_now = state.key
         if sampling.temperature:  # the likeliest token needs no key
             key, key_now = jax.random.split(state.key)
-        drawn = sampling(logits, key_now, state.seen)
+        drawn = found
+        if not sampling.is_likeliest:
+            drawn = sampling(found, key_now, state.seen)
         tokens = jnp.where(state.finished, state.tokens, drawn)
         finished = state.finished | is_stop(tokens, stop_ids)
         shown = jnp.where(state.finished, NO_TOKEN, drawn)

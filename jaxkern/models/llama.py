@@ -28,6 +28,7 @@ from jaxkern import (
     KVCache,
     apply_rope,
     empty_kv_cache,
+    qkv_rope,
     rms_norm,
     rms_norm_add,
     rope_cos_sin,
@@ -254,14 +255,7 @@ def attention_layer(
 ) -> tuple[Float[Array, "b t d"], KVCache | None]:
     """x + attention of the new tokens over the cache, and the cache with their keys."""
     b, t, _ = x.shape
-
-    def heads(y: Float[Array, "b t n*h"], norm=None) -> Float[Array, "b t n h"]:
-        whole = norm is not None and norm.size != config.head_dim
-        if whole:  # one norm over all heads
-            y, norm = rms_norm(y, norm, eps=config.eps), None
-        y = y.reshape(b, t, -1, config.head_dim)
-        return y if norm is None else rms_norm(y, norm, eps=config.eps)
-
+    heads = partial(heads_of, config)
     reads, norm, x, _ = Branch.begin(config, x, layer.attention_norm, cache)
     qkv = plus(project(config, reads, layer.qkv, norm), layer.qkv_bias)
     k_end = (config.heads + config.kv_heads) * config.head_dim
@@ -287,6 +281,12 @@ def attention_layer(
             pairing=config.pairing,
             **options,
         )
+    elif in_one_pass(layer, tables, cache):
+        assert tables is not None
+        q, k, v = qkv_rope(
+            heads(qkv), *tables, kv_heads=config.kv_heads, pairing=config.pairing
+        )
+        y, after = attend(q, k, v, cache, new_lengths, segment_ids, **options)
     else:
         q, k, v = heads(q, layer.q_norm), heads(k, layer.k_norm), heads(v)
         if tables is not None:
@@ -295,6 +295,24 @@ def attention_layer(
     post, bias = layer.attention_post_norm, layer.attention_output_bias
     y = y.reshape(b, t, -1)
     return added(config, x, y, layer.attention_output, bias, post), after
+
+
+def heads_of(
+    config: LlamaConfig,
+    y: Float[Array, "b t n*h"],
+    norm: Float[Array, " h"] | Float[Array, " n*h"] | None = None,
+) -> Float[Array, "b t n h"]:
+    """The heads of a product; `norm` is of each of them, or one over all."""
+    if norm is not None and norm.size != config.head_dim:
+        y, norm = rms_norm(y, norm, eps=config.eps), None
+    y = y.reshape(*y.shape[:2], -1, config.head_dim)
+    return y if norm is None else rms_norm(y, norm, eps=config.eps)
+
+
+def in_one_pass(layer: Layer, tables: Tables | None, cache: KVCache | None) -> bool:
+    """Whether q, k and v leave their one product as they are rotated: in training."""
+    bare = layer.q_norm is None and layer.k_norm is None
+    return cache is None and tables is not None and bare and len(layer.qkv) == 1
 
 
 def fits_one_op(

@@ -163,6 +163,10 @@ def output_product(
     config: Numerics, x: Float[Array, "... d"], output: Matrices
 ) -> Float[Array, "... v"]:
     """Logits in float32 of normalised hidden states."""
+    plain = [w for w in output if isinstance(w, jax.Array)]
+    if len(plain) == len(output) and fuses(config, output):
+        wide = [linear(x, w, preferred_element_type=jnp.float32) for w in plain]
+        return wide[0] if len(wide) == 1 else jnp.concatenate(wide, axis=-1)
     narrow = config.product_dtype is None and x.dtype == jnp.bfloat16
     if narrow:  # float32 of it are as exact, and cost a packed product more
         config = JustNumerics(config.eps, "bfloat16", config.fused)

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkern import apply_frequency_penalty, apply_repetition_penalty, sample
+from jaxkern import (
+    apply_frequency_penalty,
+    apply_repetition_penalty,
+    argmax,
+    sample,
+)
 
 
 class Seen(NamedTuple):
@@ -65,6 +70,16 @@ class Sampling:
     def counts(self) -> bool:
         """Whether a draw depends on the tokens before."""
         return (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
+
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether a draw depends on the logits alone."""
+        return self.temperature <= 0 and not self.counts
+
+    @staticmethod
+    def likeliest(logits: Float[Array, "b v"]) -> Int32[Array, " b"]:
+        """The draw where it is: what `sample` does without a temperature."""
+        return argmax(logits, nan_policy="ignore")
 
     def __call__(
         self, logits: Float[Array, "b v"], key: jax.Array, seen: Seen | None = None

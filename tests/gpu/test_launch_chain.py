@@ -9,13 +9,16 @@ import pytest
 
 from jaxkern.gpu import launch_chain
 from jaxkern.lowering.chained import chained
-from jaxkern.models.cached_steps import decode
+from jaxkern.models.cached_steps import decode, with_lengths
 from tests.lowering.test_chained import llama
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "gpu" or launch_chain.missing() is not None,
-    reason="no GPU that begins launches early, or no library",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        jax.default_backend() != "gpu" or launch_chain.missing() is not None,
+        reason="no GPU that begins launches early, or no library",
+    ),
+]
 
 
 def filled(x):
@@ -25,12 +28,15 @@ def filled(x):
     return (jax.random.normal(key, x.shape) / 16).astype(x.dtype)
 
 
-def test_steps_in_a_chain_are_the_same_numbers():
+@pytest.mark.parametrize("slots", [64, 640])  # one share of the keys; a cluster
+def test_steps_in_a_chain_are_the_same_numbers(slots):
     """Kernels that began too early would read what the step before has left: a second
     and a third step, on caches in place, are compared with it."""
-    config, weights, cache = llama(layers=4)
+    config, weights, cache = llama(layers=4, slots=slots)
     weights = jax.tree.map(filled, weights)
-    cache = jax.tree.map(lambda x: jnp.full(x.shape, 0, x.dtype), cache)
+    cache = jax.tree.map(filled, cache)
+    lengths = jnp.full_like(cache[0].lengths, slots // 2 + 1)
+    cache = with_lengths(cache, lengths)
 
     def steps(step, cache):
         step, logits = jax.jit(step, donate_argnums=2), []

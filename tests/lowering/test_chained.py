@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import quantized_matmul_add, quantized_rms_norm_matmul
+from jaxkern import linear, quantized_matmul_add, quantized_rms_norm_matmul
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.lowering.chained import chained, in_chains
 from jaxkern.models.cached_steps import decode
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, empty_cache
+from jaxkern.models.sampling import LIKELIEST
 from tests.triton.test_every_kernel import spec as shaped
 
 pytestmark = pytest.mark.skipif(
@@ -52,9 +53,9 @@ def norm_product(x, w):
     return quantized_rms_norm_matmul(x, jnp.ones(x.shape[-1]), w)
 
 
-def llama(layers=2, d=512):
+def llama(layers=2, d=512, slots=64):
     config = LlamaConfig(
-        *("llama", 64, layers, d, 8, 2, 64, 1024, 1e-5, 64, 5e5, "interleaved"),
+        *("llama", slots, layers, d, 8, 2, 64, 1024, 1e-5, 64, 5e5, "interleaved"),
         dtype="bfloat16",
         fused=True,
     )
@@ -71,24 +72,48 @@ def llama(layers=2, d=512):
     )
     table, norm = spec(1024, d), spec(d, dtype="float32")
     weights = LlamaWeights(table, (layer,) * layers, norm, (table,), None)
-    cache = jax.eval_shape(lambda: empty_cache(config, 1, 64, jnp.bfloat16))
+    cache = jax.eval_shape(lambda: empty_cache(config, 1, slots, jnp.bfloat16))
     return config, weights, cache
 
 
-def test_all_layers_of_a_decode_step_are_one_call():
+@pytest.mark.parametrize("slots", [64, 640, 9000])  # a block, a cluster, two launches
+def test_all_layers_of_a_decode_step_are_one_call(slots, monkeypatch):
     """Also where q, k and v come of two products: what lies between is addresses."""
-    config, weights, cache = llama()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, weights, cache = llama(slots=slots)
     token = spec(1, dtype="int32")
-    eqns = equations(lambda w, t, c: decode(config, w, t, c), weights, token, cache)
+
+    def step(weights, token, cache):
+        logits, cache = decode(config, weights, token, cache)
+        return LIKELIEST.likeliest(logits), cache
+
+    eqns = equations(step, weights, token, cache)
     [chain] = named(eqns, "launch_chain")
     names = [step.launch.name for step in chain.params["steps"]]
     product = "few_products_kernel"
-    one = ["qk_norm_rope_cache_kernel", "decode_attention_kernel", *[product] * 3]
-    assert names == [product, product, *one] * 2
-    assert levels(chain) == [2] * 14  # each product reads its weights early
+    attends = ["qk_norm_rope_cache_attention_kernel"]
+    if slots == 9000:
+        attends = [
+            "qk_norm_rope_cache_kernel",
+            "decode_attention_kernel",
+            "merge_kernel",
+        ]
+    one = [*attends, *[product] * 3]
+    last = ["row_norm_fwd_kernel", product, "argmax_kernel"]
+    assert names == [product, product, *one] * 2 + last
+    # each product reads its weights early, attention the keys that are there
+    assert levels(chain) == [2] * len(names)
     assert len(chain.params["aliases"]) == 4  # the caches stay in place
-    others = named(eqns, "triton_call")
-    assert [eqn.params["launch"].name for eqn in others][-1] == product  # the logits
+    assert not named(eqns, "triton_call")
+
+
+def test_a_long_row_of_logits_is_two_launches_of_the_chain():
+    def f(x, w):
+        return LIKELIEST.likeliest(linear(x, w, preferred_element_type=jnp.float32))
+
+    [chain] = named(equations(f, spec(1, 512), spec(8192, 512)), "launch_chain")
+    names = [step.launch.name for step in chain.params["steps"]]
+    assert names == ["few_products_kernel", "argmax_kernel", "best_part_kernel"]
 
 
 def test_weights_that_the_chain_makes_are_not_read_early():
@@ -149,7 +174,7 @@ def test_an_array_that_is_overwritten_is_read_by_no_later_launch():
 
 
 def test_attributes_name_each_kernel_once():
-    """The handler reads them; a step is six numbers and two for each pointer."""
+    """The handler reads them; a step is seven numbers and two for each pointer."""
     from jaxkern.gpu.launch_chain import attributes
 
     def f(x, w, v):
@@ -169,10 +194,11 @@ def test_attributes_name_each_kernel_once():
         assert found["binaries"][offset : offset + 4] == b"\x7fELF"
         assert offset % 8 == 0 and offset + size <= len(found["binaries"])
         assert threads % 32 == 0
-    steps = found["program"].reshape(4, 6 + 2 * 4)
+    steps = found["program"].reshape(4, 7 + 2 * 4)
     np.testing.assert_array_equal(steps[:, 0], [0, 0, 0, 1])
     np.testing.assert_array_equal(steps[:, 4], [0, 1, 1, 1])  # begins early
-    np.testing.assert_array_equal(steps[:, 5], 4)
+    np.testing.assert_array_equal(steps[:, 5], 1)  # no clusters
+    np.testing.assert_array_equal(steps[:, 6], 4)
 
 
 def test_without_the_library_it_is_said_once(monkeypatch, caplog, tmp_path):

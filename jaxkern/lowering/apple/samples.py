@@ -142,6 +142,7 @@ def positions_and_attention(x: Draw) -> dict[str, Call]:
         ),
         "merge_partials": (jk.merge_partials, (x(2, 3, 4), x(2, 3))),
         "apply_rope": (jk.apply_rope, (q, cos, sin)),
+        "qkv_rope": (part(jk.qkv_rope, kv_heads=1), (q, cos, sin)),
         "rope_from": (part(jk.rope_from, offset=7), (q,)),
         "head_norm_rope": (jk.head_norm_rope, (q, x(16), cos, sin)),
         "qk_norm_rope": (jk.qk_norm_rope, (q, new_k, x(16), x(16), cos, sin)),
@@ -181,6 +182,10 @@ def caches(x: Draw) -> dict[str, Call]:
             lambda cache, *heads: fused(jk.qk_norm_rope_quantized_cache, at)(
                 jk.quantize_vectors(cache, codec), *heads
             ),
+            (x(2, 8, 2, 16), *heads),
+        ),
+        "qk_norm_rope_cache_attention": (
+            fused(jk.qk_norm_rope_cache_attention, at),
             (x(2, 8, 2, 16), *heads),
         ),
         "qk_norm_rope_paged_cache": (

@@ -8,6 +8,7 @@ from jaxkern.primitives.rope.axial_rope import (
 from jaxkern.primitives.rope.head_norm_rope import head_norm_rope
 from jaxkern.primitives.rope.mrope import mrope_cos_sin
 from jaxkern.primitives.rope.qk_norm_rope import qk_norm_rope
+from jaxkern.primitives.rope.qkv_rope import qkv_rope
 from jaxkern.primitives.rope.rope import apply_rope, rope
 from jaxkern.primitives.rope.rope_frequencies import (
     DynamicScaling,
@@ -33,6 +34,7 @@ __all__ = [
     "head_norm_rope",
     "mrope_cos_sin",
     "qk_norm_rope",
+    "qkv_rope",
     "rope",
     "rope_cos_sin",
     "rope_frequencies",

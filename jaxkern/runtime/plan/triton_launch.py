@@ -55,7 +55,12 @@ def read_launch(escaped: str) -> TritonLaunch | None:
         kernel = call.message(1)
         return TritonLaunch(
             name=kernel.text(1),
-            grid=(call.integer(2), call.integer(3), call.integer(4)),
+            # the first counts clusters; before there were any, the field was not there
+            grid=(
+                call.integer(2) * max(kernel.integer(10), 1),
+                call.integer(3),
+                call.integer(4),
+            ),
             num_warps=kernel.integer(2),
             shared_bytes=kernel.integer(3),
             capability=kernel.integer(6),

@@ -76,9 +76,9 @@ def run_and_merge(
       kernel: writes `out_ptr` and `lse_ptr`.
       programs: of it.
       given: its operands.
-      constants: its constants and options.
+      constants: its constants and options; those of a `cluster` merge for themselves.
       out: `[b, t, n, hv]`.
-      sinks: for the merge; with one split the kernel has them.
+      sinks: for the merge; with one split, or a cluster, the kernel has them.
     """
     *rows, hv = out.shape
     splits = constants["SPLITS"]
@@ -86,7 +86,7 @@ def run_and_merge(
         "out_ptr": out,
         "lse_ptr": jax.ShapeDtypeStruct((*rows,), jnp.float32),
     }
-    if splits == 1:
+    if splits == 1 or constants.get("cluster", 1) > 1:
         return sparse_call(kernel, (programs,), given, results, constants)
     parts = {
         "out_ptr": jax.ShapeDtypeStruct((*rows, splits, hv), jnp.float32),

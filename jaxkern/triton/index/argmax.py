@@ -1,7 +1,8 @@
 """Index of the largest element: a row, or each chunk of a long one, in registers.
 
 A long row is divided so that many programs read it; a second launch takes the best of
-the chunks. Every element is read once.
+the chunks. Every element is read once. One row takes as long as by XLA, but may join
+the launches of a chain.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl, triton_call
 from jaxkern.triton.index.threshold import ordered_bits
@@ -24,11 +26,6 @@ def unsupported(*, x: Any, **named: Any) -> str | None:
     return bridge.unsupported(x=x, **named)
 
 
-def slower(*, x: Any, **_: Any) -> str | None:
-    long = x.shape and x.size == x.shape[-1] > CHUNK
-    return "one long row takes two launches here" if long else None
-
-
 @jit
 def argmax_kernel(
     x_ptr,
@@ -40,8 +37,11 @@ def argmax_kernel(
     NAN_WINS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Of each part of each row: the largest element as an integer, its index."""
+    if AHEAD:
+        begin_behind_those_ahead()
     part = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     row = part // PARTS
     column = part % PARTS * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -63,9 +63,16 @@ def argmax_kernel(
 
 @jit
 def best_part_kernel(
-    key_ptr, part_index_ptr, index_ptr, PARTS: tl.constexpr, N: tl.constexpr
+    key_ptr,
+    part_index_ptr,
+    index_ptr,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """The best of a row's parts, the first of equal ones."""
+    if AHEAD:
+        begin_behind_those_ahead()
     row = tl.program_id(0)
     part = tl.arange(0, N)
     at = row.to(tl.int64) * PARTS + part

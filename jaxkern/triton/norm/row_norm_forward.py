@@ -11,6 +11,7 @@ again from the caches.
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import (
     WARP,
     compute_capability,
@@ -76,7 +77,10 @@ def row_norm_fwd_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD:
+        begin_behind_those_ahead()
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < D
     if weight_ptr is not None:
@@ -129,7 +133,10 @@ def long_row_norm_fwd_kernel(
     OFFSET: tl.constexpr,
     CENTER: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD:
+        begin_behind_those_ahead()
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0)
     start = row.to(tl.int64) * D

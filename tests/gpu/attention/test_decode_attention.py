@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern import attention, backend, paged_attention
+from jaxkern import attention, backend, explain, paged_attention
 from jaxkern.testing.checks import in_float64
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_error
 
@@ -168,6 +168,68 @@ def test_lengths_may_change_between_replays(s):
         np.testing.assert_array_equal(y, other)
         np.testing.assert_array_equal(y, same)
     assert not first[0].any() and all(y.any() for y in first[1:])
+
+
+CLUSTERS = [(64, 640), (64, 1024), (64, 2000), (80, 300), (128, 1000), (256, 512)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("t", [1, 8])
+@pytest.mark.parametrize("h, s", CLUSTERS)
+def test_shares_that_a_cluster_merges(h, s, t, dtype):
+    lengths = jnp.array([s, 1, 0, s // 3, s - 1])
+    options = {"kv_lengths": lengths, "q_offset": lengths - t}
+    f = lambda q, k, v, o: with_lse(causal=True)(q, k, v, **o)  # noqa: E731
+    query, key, value = qkv(5, t, s, 2, 4, h, dtype=dtype)
+    with backend("triton"):
+        [row] = explain(f, query, key, value, options).rows
+    fits = (h, t) != (256, 8)  # else more numbers to send than a kernel may declare
+    assert [launch.cluster > 1 for launch in row.launches] == (
+        [True] if fits else [False] * 2
+    )
+    check(f, query, key, value, options)
+
+
+@pytest.mark.parametrize("h, s", CLUSTERS)
+def test_a_cluster_merges_the_same_bits_every_time(h, s):
+    """Whoever comes last: thousands of launches, many behind each other in a graph,
+    beside a kernel that takes multiprocessors from some of them."""
+    query, key, value = qkv(1, 1, s, 8, 4, h)
+    lengths = [jnp.array([n]) for n in (s, s // 2, 1, s - 1)] * 8
+    beside = jnp.ones((2048, 2048), jnp.bfloat16)
+
+    @jax.jit
+    def every(query, key, value, beside, lengths):
+        found = []
+        for n in lengths:
+            y = attention(query, key, value, kv_lengths=n)
+            beside = beside @ beside / beside.shape[0]
+            found.append((y, beside[0, 0]))
+        return found
+
+    with backend("triton", strict=True):
+        first = every(query, key, value, beside, lengths)
+        differ = jnp.zeros((), bool)
+        for _ in range(100):
+            again = every(query, key, value, beside, lengths)
+            for (y, _), (same, _) in zip(first, again, strict=True):
+                differ |= (y != same).any()
+    assert not differ
+    for i in range(4, len(first)):
+        np.testing.assert_array_equal(first[i][0], first[i % 4][0])
+    assert all(np.asarray(y, np.float32).any() for y, _ in first)
+
+
+def test_pages_in_a_cluster():
+    query, *_ = qkv(2, 2, 1, 2, 4, 64)
+    pages = draw((41, 16, 2, 64), "bfloat16", 3), draw((41, 16, 2, 64), "bfloat16", 4)
+    tables = jnp.asarray(np.random.default_rng(0).permutation(40).reshape(2, 20))
+    lengths = jnp.array([320, 77])
+
+    def f(query, keys, values):
+        return paged_attention(query, keys, values, tables, lengths, return_lse=True)
+
+    check(f, query, *pages)
 
 
 @pytest.mark.parametrize("shortest", [4000, 3500, 0])

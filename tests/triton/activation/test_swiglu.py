@@ -99,11 +99,7 @@ def test_float64_is_refused_in_words():
 @starts_it
 @pytest.mark.skipif(bridge.missing() is not None, reason="no CUDA plugin")
 @pytest.mark.parametrize("packed", [False, True])
-def test_large_gradients_are_one_launch_and_small_ones_those_of_xla(
-    packed, monkeypatch
-):
-    monkeypatch.setattr(kernel, "CHECKED", True)
-
+def test_large_gradients_are_one_launch_and_small_ones_those_of_xla(packed):
     def runs(rows):
         x = jax.ShapeDtypeStruct((rows, 2 * 5632 if packed else 5632), jnp.bfloat16)
         dy = jax.ShapeDtypeStruct((rows, 5632), jnp.bfloat16)

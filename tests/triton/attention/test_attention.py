@@ -10,6 +10,7 @@ import pytest
 from jaxkern import attention, backend, paged_attention
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.attention import gradient_rows
+from jaxkern.primitives.attention.operands import AttentionOperands
 from jaxkern.triton.attention.attention import fwd as flash_attention
 from jaxkern.triton.attention.decode import attention as decode_attention
 from tests.primitives.attention.one_key import check_first_key, check_sink
@@ -65,10 +66,10 @@ def test_wide_heads(h, hv, plain):
             q_offset=jnp.array([9]),
             sinks=draw(2),
         )
-    ids = dict(q_segment_ids=None, kv_segment_ids=None)
+    operands = AttentionOperands(q, k, v, **given)
     options = OPTIONS | (dict() if plain else dict(window=30, softcap=2.0))
     with interpreted(), jax.default_matmul_precision("highest"):
-        found = flash_attention.attention(q, k, v, **given, **ids, **options)
+        found = flash_attention.attention(*operands, **options)
     with backend("xla"):
         check(found, attention(q, k, v, return_lse=True, **given, **options))
 

@@ -27,6 +27,7 @@ SHAPES = [  # b, k, group, h, hv, w: heads that share a key, odd dims, no window
     (2, 2, 2, 4, 3, 4),
     (1, 1, 3, 5, 16, 2),
     (3, 2, 1, 8, 1, 1),
+    (1, 1, 2, 300, 16, 4),  # two blocks of rows
 ]
 
 
@@ -51,11 +52,33 @@ def test_it_is_one_launch_in_place_without_spilling(dtype):
 
 
 @pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
-def test_a_large_head_is_left_to_xla():
-    x = draw(1, 1, 1, 256, 256)
+@pytest.mark.parametrize(
+    "h, hv, state",
+    [
+        (64, 64, "float32"),
+        (256, 128, "float32"),
+        (256, 256, "float32"),
+        (128, 128, "bfloat16"),
+        pytest.param(64, 256, "float32", marks=pytest.mark.full),
+        pytest.param(128, 256, "float16", marks=pytest.mark.full),
+    ],
+)
+def test_heads_of_every_size_fit_registers(h, hv, state):
+    x = draw(1, 2, 2, h, hv)
+    x["state"] = x["state"].astype(state)
+    for capability in (80, 90):
+        with compiling_for(capability):
+            [row] = explain(gated_delta_net_step, **x, platform="cuda").rows
+            [launch] = row.launches
+            assert launch.stack_bytes == 0
+
+
+@pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
+def test_wide_values_are_left_to_xla():
+    x = draw(1, 1, 1, 1, 1025)
     [row] = explain(gated_delta_net_step, **x, platform="cuda").rows
     assert row.runs.startswith("xla")
-    assert "a state of 256 x 256 numbers, above 32768" in row.refused[0]
+    assert "values of 1025 dims, above 1024" in row.refused[0]
 
 
 @alone

@@ -26,8 +26,7 @@ def test_in_a_process_of_its_own():
 @alone
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_the_copy(shape, scaled, monkeypatch):
-    monkeypatch.setattr(kernel, "COPIES", True)
+def test_values_and_the_copy(shape, scaled):
     draw = np.random.default_rng(0).standard_normal
     x, weight = jnp.float32(draw(shape)), jnp.float32(draw(shape[-1]))
     weight = weight if scaled else None

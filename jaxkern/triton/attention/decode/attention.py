@@ -2,7 +2,8 @@
 
 Every key and value is read once, in place. One program takes the g query heads of a key
 head and all t queries together as rows of one matrix, and a share of the keys that they
-see; a second kernel merges the shares. More rows than a program holds are cut over
+see; the shares are merged by a second kernel, or where they are so few that they fit a
+cluster by the programs themselves. More rows than a program holds are cut over
 programs beside each other, which read the same keys. How many shares there are follows
 from the shapes. How long they are follows from the lengths, so that a short sequence in
 a large cache, or a window, is spread as well as a full cache.
@@ -25,6 +26,7 @@ from jaxkern.triton.attention.decode.decode_sizes import (
     WIDE_PIECE,
     num_splits,
     rows_of,
+    sizes_in_a_cluster,
     sizes_of,
 )
 from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
@@ -116,8 +118,18 @@ def launch(
     splits = alike = -(-keys // block)
     narrow = wide != jnp.float32  # wide blocks would spill
     at_once = AT_ONCE if rows < FEW_ROWS else 1
+    cluster = None
     if narrow and splits <= MAX_SPLITS and pairs * splits <= at_once * num_sms():
         sizes["num_stages"] = 1  # each program has one block
+        row_bytes = h * key.dtype.itemsize + hv * value.dtype.itemsize
+        cluster = sizes_in_a_cluster(
+            keys, row_bytes, rows, hv, sizes | {"BLOCK": block}
+        )
+        if cluster is not None:
+            sizes |= cluster
+            block = sizes["BLOCK"]
+            splits = alike = cluster["cluster"]
+            sizes["num_stages"] = 2  # keys and values on their way together
     else:
         few = narrow and pairs <= num_sms() // FEW
         if few:
@@ -145,7 +157,7 @@ def launch(
         "block_tables_ptr": block_tables,
         "kv_lengths_ptr": kv_lengths,
         "q_offset_ptr": q_offset if causal or window is not None else None,
-        "sinks_ptr": sinks if splits == 1 else None,
+        "sinks_ptr": sinks if splits == 1 or cluster else None,
     }
     constants = {
         "T": t,
@@ -173,6 +185,7 @@ def launch(
         "PIECE": min(dims, WIDE_PIECE) if wide == jnp.float32 else dims,
         "DIMS": dims,
         "VALUE_DIMS": max(next_power_of_2(hv), 16),
+        "EXCHANGE": 0,
     }
     return run_and_merge(
         decode_attention_kernel,

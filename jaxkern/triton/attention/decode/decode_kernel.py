@@ -1,7 +1,24 @@
 """The decode kernel over linear and paged caches: one share of a sequence's keys."""
 
-from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
-from jaxkern.gpu.triton_call import jit, libdevice, tl
+from jaxkern.gpu.cluster import (
+    all_have_sent,
+    exchange_memory,
+    peers_have_begun,
+    receive,
+    send,
+)
+from jaxkern.gpu.dependent_launch import (
+    begin_behind_those_ahead,
+    let_next_begin,
+    wait_for_those_ahead,
+)
+from jaxkern.gpu.triton_call import constexpr_function, jit, libdevice, tl
+
+
+@constexpr_function
+def power_of_2(n, parts):
+    """The next from n / parts on."""
+    return 1 << (-(-n // parts) - 1).bit_length()
 
 
 @jit
@@ -22,6 +39,40 @@ def num_shares(
         alike = 4 * B * tl.max(lengths, 0) <= 5 * tl.sum(lengths, 0)
         shares = tl.where(alike, ALIKE, SPLITS)
     return shares
+
+
+@jit
+def place_of(
+    program,
+    shares,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    B: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALIKE: tl.constexpr,
+    IN_CLUSTERS: tl.constexpr,
+):
+    """(sequence, key head, tile of rows, share) of a program.
+
+    Neighbours have the tiles of a head, which read its keys from the caches, or in
+    clusters the shares of a tile.
+    """
+    if IN_CLUSTERS:
+        split = program % SPLITS
+        program //= SPLITS
+    tile = program % TILES
+    program //= TILES
+    head = program % K
+    if IN_CLUSTERS:
+        b = program // K
+    else:
+        split = program // K % SPLITS
+        b = program // (K * SPLITS)
+    if ALIKE < SPLITS:
+        # shares without keys come last
+        b = tl.where(shares == ALIKE, program // K % B, b)
+        split = tl.where(shares == ALIKE, program // (K * B), split)
+    return b.to(tl.int64), head, tile, split
 
 
 @jit
@@ -97,6 +148,30 @@ def tokens_at(
 
 
 @jit
+def for_later(
+    x_ptr, row, count, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Asks for `count` of every K-th row of WIDTH, BLOCK at most, in the L2 cache.
+
+    Nothing is read, so a kernel ahead may still write them.
+    """
+    LINE: tl.constexpr = 1024 // x_ptr.dtype.element_ty.primitive_bitwidth
+    j = tl.arange(0, BLOCK)[:, None]
+    dims = tl.arange(0, power_of_2(WIDTH, LINE))[None, :] * LINE
+    at = x_ptr + (row + j * K) * WIDTH + dims
+    mask = (j < count) & (dims < WIDTH)
+    tl.inline_asm_elementwise(
+        """{ .reg .pred asked; setp.ne.b32 asked, $2, 0;
+        @asked prefetch.global.L2 [$1]; mov.b32 $0, 0; }""",
+        "=r,l,r",
+        [at.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
 def shown_scores(
     z,
     inside,
@@ -146,6 +221,81 @@ def share_and_lse(top, total, SPLITS: tl.constexpr, LOG2E: tl.constexpr):
 
 
 @jit
+def with_sink(sums, sink):
+    """(top, total, acc) with one more logit in base 2, that has no value."""
+    top, total, acc = sums
+    higher = tl.maximum(top, sink)
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    shrink = tl.exp2(top - base)
+    return base, total * shrink + tl.exp2(sink - base), acc * shrink[:, None]
+
+
+@jit
+def merge_in_cluster(
+    out,
+    lse,
+    memory,
+    place,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    HV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    """Writes sum_s 2**lse_s out_s / sum_s 2**lse_s over the shares s of a cluster.
+
+    A program sends each other its part of the dims of `out` and all of `lse`. It merges
+    its own part, in the order of the shares whoever comes last. `place` has its share,
+    and of each row the head, the row of the result, and whether there is one.
+    """
+    split, head, row, present = place
+    ROWS: tl.constexpr = out.shape[0]
+    VALUE_DIMS: tl.constexpr = out.shape[1]
+    PART: tl.constexpr = power_of_2(VALUE_DIMS, SPLITS)
+    r = tl.arange(0, ROWS)
+    dims = tl.arange(0, VALUE_DIMS)[None, :]
+    lses = memory + 4 * SPLITS * ROWS * PART
+    mine = (split * ROWS + r) * 4
+
+    peers_have_begun()
+    to = memory + mine[:, None] * PART + dims % PART * 4
+    send(to, dims // PART, out, present[:, None] & (dims < HV))
+    for peer in tl.static_range(SPLITS):
+        send(lses + mine, peer, lse, present)
+    all_have_sent()
+
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    for share in tl.static_range(SPLITS):
+        top = tl.maximum(top, receive(lses + (share * ROWS + r) * 4))
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PART], tl.float32)
+    part = tl.arange(0, PART)[None, :]
+    for share in tl.static_range(SPLITS):
+        z = receive(lses + (share * ROWS + r) * 4)
+        weight = tl.exp2(z - base)
+        x = receive(memory + ((share * ROWS + r[:, None]) * PART + part) * 4)
+        # of a share without keys nothing counts, not even NaN
+        acc += weight[:, None] * tl.where((z == -float("inf"))[:, None], 0.0, x)
+        total += weight
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - base)
+    seen = total != 0.0
+    total = tl.where(seen, total, 1.0)
+    dim = split * PART + part
+    mask = present[:, None] & (dim < HV)
+    tl.store(out_ptr + row[:, None] * HV + dim, acc / total[:, None], mask)
+    if lse_ptr is not None:
+        lse = tl.where(seen, base + tl.log2(total), top) / LOG2E
+        first = tl.zeros([ROWS], tl.int32) + split == 0
+        tl.store(lse_ptr + row, lse, present & first)
+
+
+@jit
 def decode_attention_kernel(
     query_ptr,
     key_ptr,
@@ -182,30 +332,32 @@ def decode_attention_kernel(
     PIECE: tl.constexpr,
     DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """ROWS rows over one share of the keys: normalised sums and base-2 log-sum-exps.
 
-    With one share: the result, and the natural log-sum-exp with the sinks.
+    With one share, or where the shares are a cluster and EXCHANGE bytes are theirs to
+    merge: the result, and the natural log-sum-exp with the sinks.
     """
-    if AHEAD:
+    if EXCHANGE:
+        memory = exchange_memory(EXCHANGE)
+    if AHEAD == 2:
+        let_next_begin()
+    elif AHEAD:
         begin_behind_those_ahead()
-    # neighbours, so that the tiles of a head read its keys from the caches
-    tile = tl.program_id(0) % TILES
-    program = tl.program_id(0) // TILES
-    head = program % K
-    split = program // K % SPLITS
-    b = program // (K * SPLITS)
     shares = num_shares(kv_lengths_ptr, B, ALL_B, S, SPLITS, ALIKE)
-    if ALIKE < SPLITS:
-        # shares without keys come last
-        b = tl.where(shares == ALIKE, program // K % B, b)
-        split = tl.where(shares == ALIKE, program // (K * B), split)
-    b = b.to(tl.int64)
-
+    b, head, tile, split = place_of(
+        tl.program_id(0), shares, K, TILES, B, SPLITS, ALIKE, EXCHANGE
+    )
     first, start, stop, position = share_of_keys(
         b, split, shares, kv_lengths_ptr, q_offset_ptr, S, T, CAUSAL, WINDOW, FAR, BLOCK
     )
+    if AHEAD == 2:
+        if block_tables_ptr is None:
+            for_later(key_ptr, (b * S + start) * K + head, stop - start, K, H, BLOCK)
+            for_later(value_ptr, (b * S + start) * K + head, stop - start, K, HV, BLOCK)
+        wait_for_those_ahead()
 
     # row r is query r // G of head r % G
     r = tile * ROWS + tl.arange(0, ROWS)
@@ -253,15 +405,19 @@ def decode_attention_kernel(
         else:
             acc = tl.dot(p, v.to(tl.float32), acc, input_precision="tf32x3")
 
-    if SPLITS == 1 and sinks_ptr is not None:
+    if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
         sink = tl.load(sinks_ptr + head * G + r % G).to(tl.float32) * LOG2E
-        higher = tl.maximum(top, sink)
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.exp2(sink - base)
-        acc = acc * shrink[:, None]
-        top = base
+        sums = top, total, acc
+        sums = with_sink(sums, sink)
+        top, total, acc = sums
     seen, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
+    if EXCHANGE:
+        out = acc / total[:, None]
+        place = split, head * G + r % G, row, present
+        merge_in_cluster(
+            out, lse, memory, place, sinks_ptr, out_ptr, lse_ptr, HV, SPLITS, LOG2E
+        )
+        return
     to = row * SPLITS + split
     tl.store(lse_ptr + to, lse, present)
     # the merge reads no share without keys

@@ -5,7 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2, num_sms
+from jaxkern.gpu.cluster import (
+    MAX_EXCHANGE,
+    MAX_PROGRAMS,
+    OLDEST_WITH_CLUSTERS,
+    exchange_bytes,
+)
+from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import max_shared_bytes
 
 MAX_ROWS = 128  # of a program: queries times heads of one key head
@@ -66,6 +72,35 @@ def sizes_of(
     held = (stages - 1) * block * row + 8192
     per_sm = 1 if alone else max_shared_bytes() // held
     return {"BLOCK": block, "num_warps": warps, "num_stages": stages, "PER_SM": per_sm}
+
+
+def sizes_in_a_cluster(
+    keys: int, row_bytes: int, rows: int, hv: int, sizes: dict[str, int]
+) -> dict[str, int] | None:
+    """Sizes by which a cluster of programs of one block each has all keys, or None.
+
+    Its programs merge their shares in the same launch. A block of twice the size has
+    twice the warps.
+    """
+    if compute_capability() < OLDEST_WITH_CLUSTERS:
+        return None
+    for more in (1, 2):
+        block = more * sizes["BLOCK"]
+        shares = -(-keys // block)
+        if 1 < shares <= MAX_PROGRAMS and block * row_bytes <= 2 * STAGE_BYTES:
+            dims = max(next_power_of_2(hv), 16)
+            part = next_power_of_2(-(-dims // shares))
+            exchange = exchange_bytes(shares * rows * (part + 1))
+            if exchange > MAX_EXCHANGE:
+                return None
+            warps = min(more * sizes["num_warps"], 8)
+            return {
+                "BLOCK": block,
+                "num_warps": warps,
+                "cluster": shares,
+                "EXCHANGE": exchange,
+            }
+    return None
 
 
 def num_splits(

@@ -31,7 +31,6 @@ from jaxkern.triton.delta_rule.state_space_dual import fwd
 from jaxkern.triton.delta_rule.state_space_dual.fwd import load_decays
 
 LONGEST = 65535 * fwd.CHUNK  # tokens: programs along the second axis of a grid
-slower = "it has been interpreted and compiled, never run on a GPU"
 LARGEST = 128  # columns of a head, and numbers of a state for one of them
 
 

@@ -1,0 +1,166 @@
+"""From the projections of a layer to what its attention leaves: a step of decoding."""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxkern.primitives.attention.attention import attention_reference
+from jaxkern.primitives.attention.mask import checked_visibility
+from jaxkern.primitives.attention.operands import AttentionOperands
+from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.declared_dims import per_sequence
+from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
+    NewTokens,
+    check_weights,
+    turned,
+)
+from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
+from jaxkern.primitives.rope.rope import NormedRotation, Pairing, rotary_tables
+
+OP = "qk_norm_rope_cache_attention"
+
+
+@check_arguments
+def qk_norm_rope_cache_attention(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b t k h"],
+    value: Float[Array, "b t k hv"],
+    query_weight: Float[Array, " h"] | None,
+    key_weight: Float[Array, " h"] | None,
+    cos: Float[Array, "b t r"],
+    sin: Float[Array, "b t r"],
+    key_cache: Float[Array, "b s k h"],
+    value_cache: Float[Array, "b s k hv"],
+    positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None = None,
+    sinks: Float[Array, " k*g"] | None = None,
+    *,
+    eps: float | None = 1e-6,
+    offset: float = 0.0,
+    pairing: Pairing = "neox",
+    pair_offset: int | None = None,
+    at_end: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[
+    Float[Array, "b t k*g hv"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
+]:
+    """Attention of new tokens over a cache that takes them up, from their projections.
+
+        query, key_cache, value_cache = qk_norm_rope_cache(query, key, value, ...)
+        out = attention(query, key_cache, value_cache, causal=True, q_offset=positions,
+                        kv_lengths=positions + new_lengths)
+
+    with the same roundings. All that a layer does between its first product and its
+    second, so that one launch does it for the token of a decode step. Donate the caches
+    to `jit`, or carry them through a loop: they are written in place.
+
+    Args:
+      query: `[b, t, n, h]`, any float dtype; n = k*g heads, a multiple of key's.
+      key, value: `[b, t, k, h]` and `[b, t, k, hv]`, any float dtype.
+      query_weight, key_weight: `[h]`, or None for no scale.
+      cos, sin: `[b, t, r]` or `[t, r]`, from `rope_cos_sin`.
+      key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`, not a ring.
+      positions: `[b]` int, slot of the first new token of each sequence, and its place
+        among the keys; may be traced. A number counts for all.
+      new_lengths: `[b]` int, how many of the t tokens count. Default t.
+      sinks: `[n]`, see `attention`.
+      eps, offset, pairing, pair_offset, at_end: see `qk_norm_rope_cache`.
+      scale: of the scores, a number, default h ** -0.5.
+      window: a query sees so many keys, the last its own; at least 1.
+      softcap: of the scores, see `attention`.
+
+    Returns:
+      out: `[b, t, n, hv]`, dtype of query.
+      key_cache, value_cache: in their dtypes.
+
+    Raises:
+      TypeError: shapes or dtypes that do not fit.
+      ValueError: as `qk_norm_rope_cache` and `attention`.
+
+    Example:
+      >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
+      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([2]), 4)
+      >>> caches = jnp.zeros((1, 3, 1, 4)), jnp.zeros((1, 3, 1, 4))
+      >>> out, keys, values = jaxkern.qk_norm_rope_cache_attention(
+      ...     query, new, new, None, None, cos, sin, *caches, jnp.array([2])
+      ... )
+      >>> out[0, 0, 0]  # of three values, two are zeros
+      Array([0.787, 0.787, 0.787, 0.787], dtype=float32)
+    """
+    check_weights(OP, query_weight, key_weight, eps)
+    cos, sin, pair_offset = rotary_tables(OP, query, cos, sin, pairing, pair_offset)
+    t, s = query.shape[1], key_cache.shape[1]
+    positions = per_sequence(OP, "positions", positions, query.shape[:1])
+    _, window, _ = checked_visibility(
+        OP, True, window, softcap, positions, positions, t, s
+    )
+    return qk_norm_rope_cache_attention_p(
+        *(query, key, value, query_weight, key_weight, cos, sin),
+        *(key_cache, value_cache, positions, new_lengths, sinks),
+        eps=eps,
+        offset=offset,
+        pairing=pairing,
+        pair_offset=pair_offset,
+        at_end=at_end,
+        scale=max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale),
+        window=window,
+        softcap=softcap,
+    )
+
+
+def qk_norm_rope_cache_attention_reference(
+    new: NewTokens,
+    key_cache: Float[Array, "b s k h"],
+    value_cache: Float[Array, "b s k hv"],
+    positions: Int[Array, " b"],
+    new_lengths: Int[Array, " b"] | None,
+    sinks: Float[Array, " k*g"] | None,
+    *,
+    eps: float | None,
+    offset: float,
+    pairing: str,
+    pair_offset: int,
+    at_end: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[
+    Float[Array, "b t k*g hv"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
+]:
+    turn: NormedRotation = dict(
+        offset=offset, pairing=pairing, pair_offset=pair_offset, at_end=at_end
+    )
+    query, key = turned(OP, new, eps=eps, **turn)
+    slots = positions, new_lengths
+    keys = update_kv_cache_reference(key_cache, key, *slots, ring=False)
+    values = update_kv_cache_reference(value_cache, new.value, *slots, ring=False)
+    attended = visible_operands(query, keys, values, positions, new_lengths, sinks)
+    out, _ = attention_reference(
+        attended, scale=scale, causal=True, window=window, softcap=softcap
+    )
+    return out, keys, values
+
+
+def visible_operands(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    new_lengths: jax.Array | None,
+    sinks: jax.Array | None,
+) -> AttentionOperands:
+    """What `attention` reads once the cache has the new tokens."""
+    grown = query.shape[1] if new_lengths is None else new_lengths
+    lengths = positions + grown
+    return AttentionOperands(
+        query, keys, values, None, None, None, None, lengths, positions, sinks
+    )
+
+
+# as `qk_norm_rope_cache`; each row is a softmax over all of s
+qk_norm_rope_cache_attention_p = kernel_primitive(
+    qk_norm_rope_cache_attention_reference,
+    replicated=("g", "h", "hv", "r", "t", "s"),
+)

@@ -1,0 +1,156 @@
+"""A decode step between the first product of a layer and its second, in one launch.
+
+A cluster of at most 8 programs has the keys of a sequence and key head. What does not
+fit that, more tokens, more sequences, longer caches or wider dtypes, is written by
+`qk_norm_rope_cache` and read by `attention`, each by its own kernel.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.gpu.cluster import (
+    MAX_EXCHANGE,
+    MAX_PROGRAMS,
+    OLDEST_WITH_CLUSTERS,
+    exchange_bytes,
+)
+from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
+from jaxkern.gpu.triton_call import like, sparse_call
+from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache import qk_norm_rope_cache_p
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache_attention import visible_operands
+from jaxkern.triton.attention.decode.attention import AT_ONCE, FAR
+from jaxkern.triton.attention.merge_shares import LOG2E
+from jaxkern.triton.kv_cache import qk_norm_rope_cache as writes
+from jaxkern.triton.kv_cache.cache_slots import copy_tile
+from jaxkern.triton.kv_cache.qk_norm_rope_cache_attention_kernel import (
+    qk_norm_rope_cache_attention_kernel,
+)
+
+FEW_ROWS = 16  # query heads of a key head: the least that tensor cores multiply
+MAX_HEAD_DIM = 256
+MAX_WARPS = 16
+HELD = 2048  # elements of the keys that a warp holds, and as many of the values
+MAX_BLOCKS = 2  # of a program: with more the whole GPU is faster, and a merge
+
+
+def unsupported(**named: Any) -> str | None:
+    """A reason in words, or None."""
+    attends = ("scale", "window", "softcap", "sinks")
+    return writes.unsupported(**{n: x for n, x in named.items() if n not in attends})
+
+
+def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
+    """Programs of a cluster and their blocks, or None where these are too many."""
+    dims = max(next_power_of_2(h), 16), max(next_power_of_2(hv), 16)
+    least, most = (warps * HELD // max(dims) for warps in (4, MAX_WARPS))
+    block = max(min(least, next_power_of_2(s)), 16)
+    while block < most and s > MAX_PROGRAMS * block:
+        block *= 2
+    shares = min(-(-s // block), MAX_PROGRAMS)
+    blocks = -(-s // (shares * block))
+    if blocks > MAX_BLOCKS or b * k * shares > AT_ONCE * num_sms():
+        return None
+    part = next_power_of_2(-(-dims[1] // shares))
+    exchange = exchange_bytes(shares * FEW_ROWS * (part + 1)) if shares > 1 else 0
+    if shares > 1 and compute_capability() < OLDEST_WITH_CLUSTERS:
+        return None
+    if exchange > MAX_EXCHANGE:
+        return None
+    return {
+        "SPLITS": shares,
+        "BLOCK": block,
+        "BLOCKS": blocks,
+        "EXCHANGE": exchange,
+        "cluster": shares,
+        "num_warps": min(max(block * max(dims) // HELD, 4), MAX_WARPS),
+        "num_stages": 2 if blocks > 1 else 1,
+    }
+
+
+def in_one_launch(query: Any, key: Any, *caches: Any) -> dict | None:
+    """Sizes of the launch, or None where it does not fit one."""
+    b, t, n, h = query.shape
+    s, k, hv = caches[1].shape[1:]
+    dtypes = {x.dtype for x in (query, *caches)}
+    if t > 1 or n // k > FEW_ROWS or max(h, hv) > MAX_HEAD_DIM or len(dtypes) > 1:
+        return None
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return None
+    return sizes_of(b, s, k, h, hv)
+
+
+def qk_norm_rope_cache_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_weight: jax.Array | None,
+    key_weight: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    positions: jax.Array,
+    new_lengths: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    **turn: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    new = query, key, value, query_weight, key_weight, cos, sin
+    sizes = in_one_launch(query, key, key_cache, value_cache)
+    if sizes is None:
+        query, keys, values = qk_norm_rope_cache_p(
+            *new, key_cache, value_cache, positions, new_lengths, ring=False, **turn
+        )
+        seen = visible_operands(query, keys, values, positions, new_lengths, sinks)
+        options = dict(scale=scale, causal=True, window=window, softcap=softcap)
+        out, _ = attention_p(*seen, **options)
+        return out, keys, values
+    b, _, n, h = query.shape
+    s, k, hv = value_cache.shape[1:]
+    apart = 0 if turn["pairing"] == "interleaved" else turn["pair_offset"]
+    names = "query", "key", "value", "query_weight", "key_weight", "cos", "sin"
+    given = {f"{name}_ptr": x for name, x in zip(names, new, strict=True)} | {
+        "old_key_cache_ptr": key_cache,
+        "old_value_cache_ptr": value_cache,
+        "positions_ptr": positions,
+        "lengths_ptr": new_lengths,
+        "sinks_ptr": sinks,
+    }
+    results = {
+        "out_ptr": jax.ShapeDtypeStruct((b, 1, n, hv), query.dtype),
+        "key_cache_ptr": like(key_cache),
+        "value_cache_ptr": like(value_cache),
+    }
+    programs = b * k * sizes["SPLITS"]
+    dims = max(next_power_of_2(h), 16), max(next_power_of_2(hv), 16)
+    constants = {
+        "CALL": (b, 1, s, False, b * s),
+        "K": k,
+        "G": n // k,
+        "HEAD": (h, dims[0], cos.shape[-1], apart, turn["eps"], turn["offset"]),
+        "VALUE": (hv, dims[1]),
+        "SCALE": scale,
+        "WINDOW": None if window is None else min(window, FAR),
+        "SOFTCAP": softcap,
+        "LOG2E": LOG2E,
+        "ROWS": FEW_ROWS,
+        "PROGRAMS": programs,
+        "KEY_COPY": copy_tile(k * h),
+        "VALUE_COPY": copy_tile(k * hv),
+    }
+    in_place = {f"old_{x}_ptr": f"{x}_ptr" for x in ("key_cache", "value_cache")}
+    out, keys, values = sparse_call(
+        qk_norm_rope_cache_attention_kernel,
+        (programs,),
+        given,
+        results,
+        constants | sizes,
+        in_place=in_place,
+    )
+    return out, keys, values

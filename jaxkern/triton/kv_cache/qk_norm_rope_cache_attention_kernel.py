@@ -1,0 +1,260 @@
+"""A token's norm, rotation, write to the cache and attention: the kernel.
+
+A program takes the query heads of one key head of a sequence and a share of its keys;
+the programs of a cluster merge their shares. The new key and value are one key more of
+the first share: they are never read from the cache, so nothing waits for their write,
+and the keys that were there can be loaded before the kernel ahead has ended.
+
+HEAD and CALL as in qk_norm_rope_cache_kernel.py; VALUE is (hv, the power of 2 that
+holds it).
+"""
+
+from jaxkern.gpu.cluster import exchange_memory
+from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.triton_call import jit, tl
+from jaxkern.triton.attention.decode.decode_kernel import (
+    added_weights,
+    merge_in_cluster,
+    share_and_lse,
+    shown_scores,
+    with_sink,
+)
+from jaxkern.triton.kv_cache.cache_slots import new_tokens
+from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import (
+    carry_over_both,
+    turned_heads,
+)
+
+
+@jit
+def share_before(
+    position, split, S: tl.constexpr, WINDOW, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The old keys first ... that a token at `position` sees, start ... stop - 1 of
+    this share."""
+    end = tl.minimum(tl.maximum(position, 0), S).to(tl.int32)
+    first = tl.full([], 0, tl.int32)
+    if WINDOW is not None:
+        first = tl.minimum(tl.maximum(position - WINDOW + 1, 0), S).to(tl.int32)
+    aligned = first // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - aligned, 0), BLOCK), SPLITS) * BLOCK
+    start = aligned + split * share
+    return first, start, tl.minimum(start + share, end)
+
+
+@jit
+def load_keys(
+    x_ptr,
+    at,
+    inside,
+    b,
+    head,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK keys, or values, of one head from slot `at` on; zeros where none is."""
+    j = at + tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIMS)[None, :]
+    row = (b * S + j)[:, None] * K + head
+    return tl.load(x_ptr + row * WIDTH + dims, inside[:, None] & (dims < WIDTH), 0.0)
+
+
+@jit
+def load_block(
+    caches,
+    at,
+    shared,
+    b,
+    head,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(which are there, keys, values) of a block of a share (first, stop)."""
+    key_ptr, value_ptr = caches
+    first, stop = shared
+    j = at + tl.arange(0, BLOCK)
+    inside = (j >= first) & (j < stop)
+    k = load_keys(key_ptr, at, inside, b, head, K, S, HEAD[0], HEAD[1], BLOCK)
+    v = load_keys(value_ptr, at, inside, b, head, K, S, VALUE[0], VALUE[1], BLOCK)
+    return inside, k, v
+
+
+@jit
+def add_block(
+    q,
+    k,
+    v,
+    inside,
+    sums,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    """(top, total, acc) with one more block of keys."""
+    top, total, acc = sums
+    z = tl.dot(q, tl.trans(k))
+    z = shown_scores(z, inside, None, None, 1, SCALE, True, None, SOFTCAP, LOG2E)
+    p, shrink, total, top = added_weights(z, top, total)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    return top, total, acc
+
+
+@jit
+def take_up(
+    new,
+    weights,
+    tables,
+    caches,
+    where,
+    fresh,
+    HEAD: tl.constexpr,
+    HV: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
+):
+    """The token's queries, its key and its value; where `fresh` also in the caches.
+
+    `where` has the rows of the queries, which of them there are, the row of the key and
+    of its slot, and the sequence.
+    """
+    query_ptr, key_ptr, value_ptr = new
+    query_weight_ptr, key_weight_ptr = weights
+    cos_ptr, sin_ptr = tables
+    key_cache_ptr, value_cache_ptr = caches
+    rows, present, key_row, slot, b = where
+    H: tl.constexpr = HEAD[0]
+    q = turned_heads(
+        query_ptr, query_weight_ptr, cos_ptr, sin_ptr, rows, b, present, HEAD
+    )
+    one = tl.full([1, 1], 1, tl.int1)
+    key = turned_heads(
+        key_ptr, key_weight_ptr, cos_ptr, sin_ptr, key_row, b, one, HEAD
+    ).to(key_cache_ptr.dtype.element_ty)
+    dims = tl.arange(0, HEAD[1])[None, :]
+    value_dims = tl.arange(0, VALUE_DIMS)[None, :]
+    value = tl.load(value_ptr + key_row * HV + value_dims, value_dims < HV, 0.0)
+    value = value.to(value_cache_ptr.dtype.element_ty)
+    tl.store(key_cache_ptr + slot * H + dims, key, fresh & (dims < H))
+    tl.store(value_cache_ptr + slot * HV + value_dims, value, fresh & (value_dims < HV))
+    return q.to(query_ptr.dtype.element_ty), key, value
+
+
+@jit
+def qk_norm_rope_cache_attention_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    old_key_cache_ptr,
+    old_value_cache_ptr,
+    positions_ptr,
+    lengths_ptr,
+    sinks_ptr,
+    out_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    CALL: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOG2E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    KEY_COPY: tl.constexpr,
+    VALUE_COPY: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """ROWS query heads over one share of BLOCKS blocks of keys at most."""
+    S: tl.constexpr = CALL[2]
+    HV: tl.constexpr = VALUE[0]
+    VALUE_DIMS: tl.constexpr = VALUE[1]
+    if EXCHANGE:
+        memory = exchange_memory(EXCHANGE)
+    if AHEAD:
+        let_next_begin()
+    if AHEAD == 1:
+        wait_for_those_ahead()
+    program = tl.program_id(0)
+    split = program % SPLITS
+    head = program // SPLITS % K
+    b = (program // (SPLITS * K)).to(tl.int64)
+    position = tl.load(positions_ptr + b).to(tl.int64)
+    count = new_tokens(lengths_ptr, b, True, 1)
+    first, start, stop = share_before(position, split, S, WINDOW, SPLITS, BLOCK)
+    old = old_key_cache_ptr, old_value_cache_ptr
+    share = first, stop
+    inside, k, v = load_block(old, start, share, b, head, K, S, HEAD, VALUE, BLOCK)
+    if AHEAD == 2:
+        wait_for_those_ahead()
+
+    r = tl.arange(0, ROWS)
+    present = r < G
+    row = b * (K * G) + head * G + r
+    fresh = (split == 0) & (count > 0) & (position >= 0) & (position < S)
+    key_row = tl.zeros([1, 1], tl.int64) + b * K + head
+    slot = (b * S + position) * K + head
+    q, new_key, new_value = take_up(
+        (query_ptr, key_ptr, value_ptr),
+        (query_weight_ptr, key_weight_ptr),
+        (cos_ptr, sin_ptr),
+        (key_cache_ptr, value_cache_ptr),
+        (row[:, None], present[:, None], key_row, slot, b),
+        fresh,
+        HEAD,
+        HV,
+        VALUE_DIMS,
+    )
+
+    z = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1, keep_dims=True)
+    seen = tl.zeros([1], tl.int1) | fresh
+    z = shown_scores(z, seen, None, None, 1, SCALE, True, None, SOFTCAP, LOG2E)
+    top = tl.max(z, 1)
+    total = tl.where(top == -float("inf"), 0.0, 1.0)
+    acc = tl.where(seen[:, None], new_value.to(tl.float32), 0.0)
+    acc += tl.zeros([ROWS, VALUE_DIMS], tl.float32)
+    sums = top, total, acc
+    sums = add_block(q, k, v, inside, sums, SCALE, SOFTCAP, LOG2E)
+    top, total, acc = sums
+    if BLOCKS > 1:
+        for at in tl.range(start + BLOCK, stop, BLOCK):
+            inside, k, v = load_block(old, at, share, b, head, K, S, HEAD, VALUE, BLOCK)
+            sums = top, total, acc
+            sums = add_block(q, k, v, inside, sums, SCALE, SOFTCAP, LOG2E)
+            top, total, acc = sums
+
+    if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
+        sink = tl.load(sinks_ptr + head * G + r, present, 0.0).to(tl.float32) * LOG2E
+        sums = top, total, acc
+        sums = with_sink(sums, sink)
+        top, total, acc = sums
+    _, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
+    out = acc / total[:, None]
+    if EXCHANGE:
+        place = split, head * G + r, row, present
+        merge_in_cluster(
+            out, lse, memory, place, sinks_ptr, out_ptr, None, HV, SPLITS, LOG2E
+        )
+    else:
+        value_dims = tl.arange(0, VALUE_DIMS)[None, :]
+        mask = present[:, None] & (value_dims < HV)
+        tl.store(out_ptr + row[:, None] * HV + value_dims, out, mask)
+    places = positions_ptr, lengths_ptr, None
+    caches = key_cache_ptr, value_cache_ptr
+    copies: tl.constexpr = (KEY_COPY, VALUE_COPY)
+    carry_over_both(program, old, caches, places, CALL, PROGRAMS, copies)

@@ -1,0 +1,169 @@
+"""The kernel of a decode step's attention: interpreted, and what is compiled for it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import backend, explain, qk_norm_rope_cache_attention
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.cluster import MAX_EXCHANGE
+from jaxkern.gpu.device import compiling_for
+from jaxkern.lowering.chained import in_chains
+from jaxkern.primitives.rope.rope import rotary_tables
+from jaxkern.triton.kv_cache import qk_norm_rope_cache_attention as rows
+from jaxkern.triton.kv_cache import qk_norm_rope_cache_attention_kernel as kernel
+from tests.triton.clusters import in_a_cluster
+from tests.triton.interpreted import alone, check_in_its_own_process, starts_it
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+
+
+def operands(b, s, k, g, h, hv, pairs=None, weights=False, dtype="float16", seed=0):
+    """Of one token each, up to the caches."""
+    rng = np.random.default_rng([seed, b, s, h])
+
+    def draw(*shape, of=dtype):
+        return jnp.asarray(rng.standard_normal(shape), of)
+
+    angle = rng.standard_normal((b, 1, pairs or h // 2))
+    tables = jnp.float32(np.cos(angle)), jnp.float32(np.sin(angle))
+    norms = (draw(h), draw(h)) if weights else (None, None)
+    new = draw(b, 1, k * g, h), draw(b, 1, k, h), draw(b, 1, k, hv)
+    return *new, *norms, *tables, draw(b, s, k, h), draw(b, s, k, hv)
+
+
+LLAMA = dict(eps=None, pairing="interleaved")
+QWEN = dict(eps=1e-6, weights=True)
+CASES = {  # s, g, h, hv, positions, new_lengths, options
+    "one block": (60, 4, 64, 64, [59, 0], None, LLAMA),
+    "a cluster": (300, 4, 64, 64, [299, 130], None, LLAMA),
+    "norms of heads": (300, 3, 80, 37, [299, 17], None, QWEN | {"offset": 1.0}),
+    "rows that do not count": (300, 2, 64, 64, [200, 200], [0, 1], LLAMA),
+    "outside of the cache": (140, 2, 64, 64, [140, -3], None, LLAMA),
+    "several blocks": (1500, 1, 64, 64, [1499, 700], None, QWEN | {"window": 900}),
+    "a window": (300, 4, 64, 64, [299, 20], None, LLAMA | {"window": 100}),
+    "sinks": (300, 4, 64, 64, [299, 0], [1, 0], LLAMA | {"sinks": True}),
+    "sinks, one block": (100, 4, 64, 64, [99, 0], [1, 0], LLAMA | {"sinks": True}),
+    "pairs apart": (150, 2, 64, 64, [149, 3], None, QWEN | {"pair_offset": 32}),
+}
+
+
+@alone
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_the_reference_does(name, monkeypatch):
+    s, g, h, hv, positions, lengths, options = CASES[name]
+    k, options = 2, dict(options)
+    pairs = 8 if "pair_offset" in options else None
+    given = operands(2, s, k, g, h, hv, pairs, options.pop("weights", False))
+    sinks = jnp.linspace(-1.0, 3.0, k * g) if options.pop("sinks", False) else None
+    lengths = None if lengths is None else jnp.array(lengths)
+    last = jnp.array(positions), lengths, sinks
+    cos, sin, apart = rotary_tables(
+        name, given[0], *given[5:7], "neox", options.pop("pair_offset", None)
+    )
+    options = dict(offset=0.0, at_end=False, pairing="neox") | options
+    options |= dict(pair_offset=apart, scale=0.2)
+    options = dict(window=None, softcap=None) | options
+    run = functools.partial(rows.qk_norm_rope_cache_attention, **options)
+    given = (*given[:5], cos, sin, *given[7:], *last)
+    found, [(cluster, constants)] = in_a_cluster(
+        monkeypatch, run, *given, kernel=kernel
+    )
+    assert constants["SPLITS"] == cluster and (cluster > 1) == (s > 128)
+    if options["pairing"] == "interleaved":
+        del options["pair_offset"]
+    with backend("xla"):
+        want = qk_norm_rope_cache_attention(*given, **options)
+    for y, expected, slack in zip(found, want, (4e-3, 2e-3, 0), strict=True):
+        y, expected = np.float64(y), np.float64(expected)
+        np.testing.assert_allclose(y, expected, rtol=slack, atol=slack)
+
+
+@starts_it
+def test_in_the_interpreter():
+    check_in_its_own_process(__file__, len(CASES))
+
+
+def launches_of(s, b=1, k=8, g=4, h=64, dtype="bfloat16", t=1):
+    given = operands(b, s, k, g, h, h, dtype=dtype)
+    given = [
+        x if x is None or x.shape[1:2] != (1,) else jnp.repeat(x, t, axis=1)
+        for x in given
+    ]
+    f = functools.partial(qk_norm_rope_cache_attention, eps=None)
+    [row] = explain(f, *given, jnp.zeros(b, int), platform="cuda").rows
+    assert row.runs.startswith("triton")
+    return row.launches
+
+
+@starts_it
+@pytest.mark.parametrize(
+    "s, h, cluster, block, blocks",
+    [
+        (128, 64, 1, 128, 1),
+        (641, 64, 6, 128, 1),
+        (4096, 64, 8, 512, 1),
+        (8192, 64, 8, 512, 2),
+        (641, 128, 6, 128, 1),
+        (641, 256, 6, 128, 1),
+        (300, 80, 5, 64, 1),
+    ],
+)
+def test_a_decode_step_is_one_launch(s, h, cluster, block, blocks):
+    with compiling_for(90):
+        [launch] = launches_of(s, h=h)
+        found = dict(launch.constants)
+        assert launch.cluster == cluster and launch.grid == (8 * cluster,)
+        assert (found["BLOCK"], found["BLOCKS"]) == (block, blocks)
+        assert found["EXCHANGE"] <= MAX_EXCHANGE and launch.stack_bytes == 0
+
+
+@starts_it
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(s=8200),
+        dict(s=641, b=64),
+        dict(s=641, t=2),
+        dict(s=641, dtype="float32"),
+        dict(s=641, g=17),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_written_and_then_read(options):
+    with compiling_for(90):
+        names = [launch.name for launch in launches_of(**options)]
+    assert names[0] == "qk_norm_rope_cache_kernel" and len(names) > 1
+
+
+@starts_it
+def test_older_gpus_write_and_then_read():
+    with compiling_for(80):
+        assert len(launches_of(641)) > 1 == len(launches_of(100))
+
+
+@starts_it
+def test_in_a_chain_keys_are_loaded_before_the_product_has_ended():
+    given = operands(1, 641, 8, 4, 64, 64, dtype="bfloat16")
+    f = functools.partial(qk_norm_rope_cache_attention, eps=None)
+
+    def two_layers(query, *rest):
+        *new, key_cache, value_cache, more_keys, more_values, positions = rest
+        out, *first = f(query, *new, key_cache, value_cache, positions)
+        return f(out, *new, more_keys, more_values, positions), first
+
+    caches = given[-2:]
+    arrays = *given, *caches, jnp.array([600])
+    with compiling_for(90):
+        closed = jax.make_jaxpr(two_layers)(*arrays)
+        leaves = jax.tree.leaves(arrays)
+        jaxpr = jax.make_jaxpr(lambda *x: in_chains(*x, jaxpr=closed))(*leaves)
+        [chain] = [e for e in jaxpr.eqns if e.primitive.name == "launch_chain"]
+    steps = chain.params["steps"]
+    assert [s.launch.name for s in steps] == ["qk_norm_rope_cache_attention_kernel"] * 2
+    assert len(chain.params["aliases"]) == 4
