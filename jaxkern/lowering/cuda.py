@@ -94,7 +94,6 @@ KERNELS = (
 
     Kernel("update_quantized_kv_cache",  "triton",     "triton.kv_cache.update_quantized_kv_cache",      "primal"),
     Kernel("qk_norm_rope_cache",         "triton",     "triton.kv_cache.qk_norm_rope_cache",             "primal"),
-    Kernel("qk_norm_rope_cache_attention", "triton",   "triton.kv_cache.qk_norm_rope_cache_attention",   "primal"),
     Kernel("qk_norm_rope_quantized_cache", "triton",   "triton.kv_cache.qk_norm_rope_cache",             "primal"),
     Kernel("qk_norm_rope_paged_cache",   "triton",     "triton.kv_cache.qk_norm_rope_paged_cache",       "primal"),
 
@@ -117,6 +116,7 @@ KERNELS = (
     Kernel("attention",                  "triton",     "triton.attention.attention.bwd",                 "bwd"),
     Kernel("paged_attention",            "triton",     "triton.attention.decode.paged_attention",        "primal"),
     Kernel("quantized_cache_attention",  "triton",     "triton.attention.quantized_cache_attention.fwd", "primal"),
+    Kernel("qk_norm_rope_cache_attention", "triton",   "triton.attention.qk_norm_rope_cache_attention",  "primal"),
     Kernel("latent_attention",           "triton",     "triton.attention.latent_attention",              "primal"),
 )
 # fmt: on

@@ -12,6 +12,9 @@ from jaxkern.primitives.attention.mask import (
 )
 from jaxkern.primitives.attention.merge_partials import merge_partials
 from jaxkern.primitives.attention.paged_attention import paged_attention
+from jaxkern.primitives.attention.qk_norm_rope_cache_attention import (
+    qk_norm_rope_cache_attention,
+)
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention,
 )
@@ -26,6 +29,7 @@ __all__ = [
     "merge_partials",
     "padding_mask",
     "paged_attention",
+    "qk_norm_rope_cache_attention",
     "quantized_cache_attention",
     "segment_mask",
 ]

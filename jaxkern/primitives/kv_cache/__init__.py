@@ -16,9 +16,6 @@ from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
     qk_norm_rope_cache,
     qk_norm_rope_quantized_cache,
 )
-from jaxkern.primitives.kv_cache.qk_norm_rope_cache_attention import (
-    qk_norm_rope_cache_attention,
-)
 from jaxkern.primitives.kv_cache.qk_norm_rope_paged_cache import (
     qk_norm_rope_paged_cache,
 )
@@ -43,7 +40,6 @@ __all__ = [
     "gather_pages",
     "page_slots",
     "qk_norm_rope_cache",
-    "qk_norm_rope_cache_attention",
     "qk_norm_rope_paged_cache",
     "qk_norm_rope_quantized_cache",
     "release_pages",

@@ -11,8 +11,9 @@ from jaxkern import attention, backend, paged_attention
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.attention import gradient_rows
 from jaxkern.primitives.attention.operands import AttentionOperands
+from jaxkern.triton.attention.attention import bwd
 from jaxkern.triton.attention.attention import fwd as flash_attention
-from jaxkern.triton.attention.decode import attention as decode_attention
+from jaxkern.triton.attention.decode import paged_attention as paged
 from tests.primitives.attention.one_key import check_first_key, check_sink
 from tests.triton import interpreted as interpreter
 from tests.triton.interpreted import (
@@ -92,9 +93,7 @@ def test_gradients_of_float32(monkeypatch, h, hv, precision, limit):
             (out, lse, None, dout, 0 * lse),
             (True, True, True, False, False),
         )
-        slopes = flash_attention.attention_bwd(
-            *operands, *saved, wanted=wanted, **OPTIONS
-        )
+        slopes = bwd.attention_bwd(*operands, *saved, wanted=wanted, **OPTIONS)
     options = OPTIONS | dict(kv_lengths=lengths, q_offset=offsets)
     with backend("xla"):
         expected, pull = jax.vjp(lambda *x: attention(*x, **options), q, k, v)
@@ -116,9 +115,7 @@ def test_one_key_with_nearly_all_weight(monkeypatch, check):
             saved = flash_attention.attention_fwd(*operand, **options)
             rest = *saved, dout, jnp.zeros_like(saved[1])
             wanted = True, True, True, False, False
-            found = flash_attention.attention_bwd(
-                *operand, *rest, wanted=wanted, **options
-            )
+            found = bwd.attention_bwd(*operand, *rest, wanted=wanted, **options)
         return found[:3]
 
     check(attend, 64, "float16")
@@ -136,7 +133,7 @@ def test_rows_of_several_programs(t, g, h):
     tables = jnp.arange(8).reshape(2, 4)
     given = tables, lengths, lengths - t, sinks
     with interpreted():
-        found = decode_attention.paged_attention_fwd(q, *pages, *given, **OPTIONS)
+        found = paged.paged_attention_fwd(q, *pages, *given, **OPTIONS)
     with backend("xla"):
         expected = paged_attention(
             q, *pages, tables, lengths, sinks=sinks, scale=0.1, return_lse=True

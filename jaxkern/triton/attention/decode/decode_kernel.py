@@ -364,8 +364,7 @@ def decode_attention_kernel(
     present = r < T * G
     row = (b * T + r // G) * (K * G) + head * G + r % G
     p_at = position + r // G
-    dims = tl.arange(0, DIMS)
-    value_dims = tl.arange(0, VALUE_DIMS)
+    dims, value_dims = tl.arange(0, DIMS), tl.arange(0, VALUE_DIMS)
     if PIECE == DIMS:
         q_mask = present[:, None] & (dims < H)[None, :]
         q = tl.load(query_ptr + row[:, None] * H + dims[None, :], q_mask, 0.0)
@@ -407,12 +406,10 @@ def decode_attention_kernel(
 
     if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
         sink = tl.load(sinks_ptr + head * G + r % G).to(tl.float32) * LOG2E
-        sums = top, total, acc
-        sums = with_sink(sums, sink)
-        top, total, acc = sums
+        top, total, acc = with_sink((top, total, acc), sink)
     seen, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
+    out = acc / total[:, None]
     if EXCHANGE:
-        out = acc / total[:, None]
         place = split, head * G + r % G, row, present
         merge_in_cluster(
             out, lse, memory, place, sinks_ptr, out_ptr, lse_ptr, HV, SPLITS, LOG2E
@@ -421,8 +418,6 @@ def decode_attention_kernel(
     to = row * SPLITS + split
     tl.store(lse_ptr + to, lse, present)
     # the merge reads no share without keys
-    out_mask = present[:, None] & (value_dims < HV)[None, :]
-    if SPLITS > 1:
-        out_mask = out_mask & seen[:, None]
-    out = acc / total[:, None]
+    written = present if SPLITS == 1 else present & seen
+    out_mask = written[:, None] & (value_dims < HV)[None, :]
     tl.store(out_ptr + to[:, None] * HV + value_dims[None, :], out, out_mask)

@@ -92,13 +92,11 @@ def qk_norm_rope_cache_attention(
     check_weights(OP, query_weight, key_weight, eps)
     cos, sin, pair_offset = rotary_tables(OP, query, cos, sin, pairing, pair_offset)
     t, s = query.shape[1], key_cache.shape[1]
-    positions = per_sequence(OP, "positions", positions, query.shape[:1])
-    _, window, _ = checked_visibility(
-        OP, True, window, softcap, positions, positions, t, s
-    )
+    starts = per_sequence(OP, "positions", positions, query.shape[:1])
+    _, window, _ = checked_visibility(OP, True, window, softcap, starts, starts, t, s)
     return qk_norm_rope_cache_attention_p(
         *(query, key, value, query_weight, key_weight, cos, sin),
-        *(key_cache, value_cache, positions, new_lengths, sinks),
+        *(key_cache, value_cache, starts, new_lengths, sinks),
         eps=eps,
         offset=offset,
         pairing=pairing,
@@ -129,7 +127,7 @@ def qk_norm_rope_cache_attention_reference(
 ) -> tuple[
     Float[Array, "b t k*g hv"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
-    turn: NormedRotation = dict(
+    turn = NormedRotation(
         offset=offset, pairing=pairing, pair_offset=pair_offset, at_end=at_end
     )
     query, key = turned(OP, new, eps=eps, **turn)

@@ -10,7 +10,7 @@ import pytest
 from jaxkern import backend, explain, qk_norm_rope_cache_attention
 from jaxkern.lowering.chained import chained
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
-from tests.triton.kv_cache.test_qk_norm_rope_cache_attention import operands
+from tests.triton.attention.test_qk_norm_rope_cache_attention import operands
 
 pytestmark = on_a_gpu
 SHAPES = [  # s, k, g, h, hv

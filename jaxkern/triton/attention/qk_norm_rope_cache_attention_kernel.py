@@ -139,8 +139,9 @@ def take_up(
     value_dims = tl.arange(0, VALUE_DIMS)[None, :]
     value = tl.load(value_ptr + key_row * HV + value_dims, value_dims < HV, 0.0)
     value = value.to(value_cache_ptr.dtype.element_ty)
-    tl.store(key_cache_ptr + slot * H + dims, key, fresh & (dims < H))
-    tl.store(value_cache_ptr + slot * HV + value_dims, value, fresh & (value_dims < HV))
+    tl.store(key_cache_ptr + slot * H + dims, key, dims < tl.where(fresh, H, 0))
+    written = value_dims < tl.where(fresh, HV, 0)
+    tl.store(value_cache_ptr + slot * HV + value_dims, value, written)
     return q.to(query_ptr.dtype.element_ty), key, value
 
 
@@ -195,7 +196,7 @@ def qk_norm_rope_cache_attention_kernel(
     head = program // SPLITS % K
     b = (program // (SPLITS * K)).to(tl.int64)
     position = tl.load(positions_ptr + b).to(tl.int64)
-    count = new_tokens(lengths_ptr, b, True, 1)
+    count = new_tokens(lengths_ptr, b, b >= 0, 1)
     first, start, stop = share_before(position, split, S, WINDOW, SPLITS, BLOCK)
     old = old_key_cache_ptr, old_value_cache_ptr
     share = first, stop
@@ -228,21 +229,19 @@ def qk_norm_rope_cache_attention_kernel(
     total = tl.where(top == -float("inf"), 0.0, 1.0)
     acc = tl.where(seen[:, None], new_value.to(tl.float32), 0.0)
     acc += tl.zeros([ROWS, VALUE_DIMS], tl.float32)
-    sums = top, total, acc
-    sums = add_block(q, k, v, inside, sums, SCALE, SOFTCAP, LOG2E)
-    top, total, acc = sums
+    top, total, acc = add_block(
+        q, k, v, inside, (top, total, acc), SCALE, SOFTCAP, LOG2E
+    )
     if BLOCKS > 1:
         for at in tl.range(start + BLOCK, stop, BLOCK):
             inside, k, v = load_block(old, at, share, b, head, K, S, HEAD, VALUE, BLOCK)
-            sums = top, total, acc
-            sums = add_block(q, k, v, inside, sums, SCALE, SOFTCAP, LOG2E)
-            top, total, acc = sums
+            top, total, acc = add_block(
+                q, k, v, inside, (top, total, acc), SCALE, SOFTCAP, LOG2E
+            )
 
     if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
         sink = tl.load(sinks_ptr + head * G + r, present, 0.0).to(tl.float32) * LOG2E
-        sums = top, total, acc
-        sums = with_sink(sums, sink)
-        top, total, acc = sums
+        top, total, acc = with_sink((top, total, acc), sink)
     _, total, lse = share_and_lse(top, total, SPLITS, LOG2E)
     out = acc / total[:, None]
     if EXCHANGE:

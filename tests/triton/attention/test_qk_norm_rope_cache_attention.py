@@ -13,8 +13,8 @@ from jaxkern.gpu.cluster import MAX_EXCHANGE
 from jaxkern.gpu.device import compiling_for
 from jaxkern.lowering.chained import in_chains
 from jaxkern.primitives.rope.rope import rotary_tables
-from jaxkern.triton.kv_cache import qk_norm_rope_cache_attention as rows
-from jaxkern.triton.kv_cache import qk_norm_rope_cache_attention_kernel as kernel
+from jaxkern.triton.attention import qk_norm_rope_cache_attention as rows
+from jaxkern.triton.attention import qk_norm_rope_cache_attention_kernel as kernel
 from tests.triton.clusters import in_a_cluster
 from tests.triton.interpreted import alone, check_in_its_own_process, starts_it
 

@@ -19,15 +19,15 @@ from jaxkern.gpu.cluster import (
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.primitives.attention.attention import attention_p
+from jaxkern.primitives.attention.qk_norm_rope_cache_attention import visible_operands
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import qk_norm_rope_cache_p
-from jaxkern.primitives.kv_cache.qk_norm_rope_cache_attention import visible_operands
 from jaxkern.triton.attention.decode.attention import AT_ONCE, FAR
 from jaxkern.triton.attention.merge_shares import LOG2E
-from jaxkern.triton.kv_cache import qk_norm_rope_cache as writes
-from jaxkern.triton.kv_cache.cache_slots import copy_tile
-from jaxkern.triton.kv_cache.qk_norm_rope_cache_attention_kernel import (
+from jaxkern.triton.attention.qk_norm_rope_cache_attention_kernel import (
     qk_norm_rope_cache_attention_kernel,
 )
+from jaxkern.triton.kv_cache import qk_norm_rope_cache as writes
+from jaxkern.triton.kv_cache.cache_slots import copy_tile
 
 FEW_ROWS = 16  # query heads of a key head: the least that tensor cores multiply
 MAX_HEAD_DIM = 256
@@ -153,4 +153,5 @@ def qk_norm_rope_cache_attention(
         constants | sizes,
         in_place=in_place,
     )
+    assert out is not None and keys is not None and values is not None
     return out, keys, values
