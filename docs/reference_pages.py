@@ -17,6 +17,7 @@ import jaxkern
 import jaxkern.interop.flax
 import jaxkern.interop.jax_nn
 import jaxkern.interop.tokamax
+import jaxkern.parallel
 import jaxkern.testing
 import jaxkern.train
 
@@ -40,6 +41,10 @@ FAMILIES = {
 }
 OTHERS = {
     "choice": ("Which kernel runs", [f"jaxkern.{n}" for n in ("backend", "explain")]),
+    "parallel": (
+        "Over several devices",
+        [f"jaxkern.{n}" for n in jaxkern.parallel.__all__],
+    ),
     "train": ("Training", [f"jaxkern.train.{n}" for n in jaxkern.train.__all__]),
     "testing": (
         "Checks of an operator",

@@ -10,6 +10,7 @@ shards, and lowers on every platform. Where to look:
     gpu/          what both share: the device, launches, the problem of an attention
     lowering/     what runs where: one line per kernel in cpu.py, cuda.py, apple/
     interop/      other libraries' names and signatures: jax.nn, Flax, tokamax
+    parallel/     operators over a sequence that several devices have in shards
     formats/      files to pytrees of arrays and quantised containers
     runtime/      compiled functions in view and in bounds: plans, limits, uploads
     testing/      the generic checks that every op passes, for ops of others too
@@ -20,11 +21,13 @@ shards, and lowers on every platform. Where to look:
 import importlib as _importlib
 import typing as _typing
 
+from jaxkern import parallel as _parallel
 from jaxkern.lowering import cpu as _cpu
 from jaxkern.lowering import cuda as _cuda
 from jaxkern.lowering.apple import rows as _apple
 from jaxkern.lowering.explain import explain
 from jaxkern.lowering.lower import backend
+from jaxkern.parallel import *
 from jaxkern.primitives import activation as _activation
 from jaxkern.primitives import attention as _attention
 from jaxkern.primitives import delta_rule as _delta_rule
@@ -69,6 +72,7 @@ __all__ += _loss.__all__
 __all__ += _moe.__all__
 __all__ += _norm.__all__
 __all__ += _optim.__all__
+__all__ += _parallel.__all__
 __all__ += _quant.__all__
 __all__ += _rope.__all__
 __all__ += _sampling.__all__

@@ -1,6 +1,16 @@
 """Operators whose operands are cut over the devices of a mesh axis."""
 
+from jaxkern.parallel.carried_state import (
+    sharded_gated_delta_rule,
+    sharded_state_space_dual,
+)
 from jaxkern.parallel.ring_attention import ring_attention
 from jaxkern.parallel.zigzag import sequence_positions, zigzag
 
-__all__ = ["ring_attention", "sequence_positions", "zigzag"]
+__all__ = [
+    "ring_attention",
+    "sequence_positions",
+    "sharded_gated_delta_rule",
+    "sharded_state_space_dual",
+    "zigzag",
+]

@@ -61,8 +61,10 @@ def ring_attention(
     merges the results by their log-sum-exp in float32. With `causal` it skips shards
     that its queries do not see; with `window` too steps that reach no key.
 
-    Memory is that of a shard in both passes: the backward pass fetches keys and values
-    again, computes a pair of shards again, and sends each shard's gradients home. Only
+    Of the queries, scores and results a device holds its own shard in both passes: the
+    backward pass fetches keys and values again, computes a pair of shards again, and
+    sends each shard's gradients home. XLA decides how many steps ahead keys and values
+    are fetched; at most it holds those of the whole sequence, and their gradients. Only
     collective-permutes move data, 2 for each step, 4 backward.
 
     In contiguous order the last device of a causal sequence has n times the work of the
@@ -208,7 +210,7 @@ def ring_jvp(options: Ring, primals, tangents):
         dout = sum_r w_r (dout_r + (out_r - out) dlse_r)
 
     A term needs only this device's shards and the results. `checkpoint` keeps nothing
-    else of it, so the transpose does not hold the keys of all devices.
+    else of it, so the transpose does not hold what each pair computed.
     """
     [o], [do] = primals, tangents
     out, lse = ring(o, options)
@@ -317,8 +319,10 @@ def where_seen(seen: jax.Array, f, o: Shards, *more: jax.Array):
 
     def nothing(o, *more):
         shape = (*o.query.shape[:3], o.value.shape[3])
-        out = jnp.zeros(shape, o.query.dtype)
-        lse = jnp.full(shape[:3], -jnp.inf, jnp.result_type(o.query, jnp.float32))
+        # cut as the queries are on an explicit mesh
+        out = jnp.broadcast_to(jnp.zeros_like(o.query[..., :1]), shape)
+        wide = jnp.result_type(o.query, jnp.float32)
+        lse = jnp.full_like(o.query[..., 0], -jnp.inf, wide)
         every = [x for x in o if x is not None]
         return tuple(same_manual_axes([out, lse, *every, *more])[:2])
 

@@ -47,8 +47,8 @@ def zigzag(
     t = x.shape[axis]
     if parts < 1 or t % (2 * parts):
         raise ValueError(
-            f"zigzag: `parts` is {parts} and there are {t} rows. It counts devices, 1 or "
-            "more, and each gets two blocks of equal length."
+            f"zigzag: `parts` is {parts} and there are {t} rows. It counts devices, 1 "
+            "or more, and each gets two blocks of equal length."
         )
     first = np.arange(parts)
     order = np.stack([first, 2 * parts - 1 - first], axis=1).reshape(-1)
@@ -80,7 +80,8 @@ def sequence_positions(
       ValueError: `order` is neither, the axis is not bound, or t is odd with "zigzag".
 
     Example:
-      >>> mesh, cut = jax.make_mesh((1,), ("x",)), jax.P("x")
+      >>> auto, cut = (jax.sharding.AxisType.Auto,), jax.P("x")
+      >>> mesh = jax.make_mesh((1,), ("x",), auto)
       >>> f = lambda x: x + jaxkern.sequence_positions(len(x), axis_name="x")
       >>> jax.shard_map(f, mesh=mesh, in_specs=cut, out_specs=cut)(jnp.zeros(3, int))
       Array([0, 1, 2], dtype=int32)
