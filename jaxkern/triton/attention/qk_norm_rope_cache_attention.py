@@ -1,8 +1,9 @@
 """A decode step between the first product of a layer and its second, in one launch.
 
-A cluster of at most 8 programs has the keys of a sequence and key head. What does not
-fit that, more tokens, more sequences, longer caches or wider dtypes, is written by
-`qk_norm_rope_cache` and read by `attention`, each by its own kernel.
+A cluster of at most 8 programs has the keys of a sequence and key head, each program a
+block of them in its registers. What does not fit that, more tokens, more sequences,
+longer caches or wider dtypes, is written by `qk_norm_rope_cache` and read by
+`attention`, each by its own kernel.
 """
 
 from typing import Any
@@ -31,9 +32,8 @@ from jaxkern.triton.kv_cache.cache_slots import copy_tile
 
 FEW_ROWS = 16  # query heads of a key head: the least that tensor cores multiply
 MAX_HEAD_DIM = 256
-MAX_WARPS = 16
+MAX_WARPS = 8
 HELD = 2048  # elements of the keys that a warp holds, and as many of the values
-MAX_BLOCKS = 2  # of a program: with more the whole GPU is faster, and a merge
 
 
 def unsupported(**named: Any) -> str | None:
@@ -43,15 +43,14 @@ def unsupported(**named: Any) -> str | None:
 
 
 def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
-    """Programs of a cluster and their blocks, or None where these are too many."""
+    """Programs of a cluster and their block, or None where these are too many."""
     dims = max(next_power_of_2(h), 16), max(next_power_of_2(hv), 16)
     least, most = (warps * HELD // max(dims) for warps in (4, MAX_WARPS))
     block = max(min(least, next_power_of_2(s)), 16)
     while block < most and s > MAX_PROGRAMS * block:
         block *= 2
-    shares = min(-(-s // block), MAX_PROGRAMS)
-    blocks = -(-s // (shares * block))
-    if blocks > MAX_BLOCKS or b * k * shares > AT_ONCE * num_sms():
+    shares = -(-s // block)
+    if shares > MAX_PROGRAMS or b * k * shares > AT_ONCE * num_sms():
         return None
     part = next_power_of_2(-(-dims[1] // shares))
     exchange = exchange_bytes(shares * FEW_ROWS * (part + 1)) if shares > 1 else 0
@@ -62,11 +61,10 @@ def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
     return {
         "SPLITS": shares,
         "BLOCK": block,
-        "BLOCKS": blocks,
         "EXCHANGE": exchange,
         "cluster": shares,
         "num_warps": min(max(block * max(dims) // HELD, 4), MAX_WARPS),
-        "num_stages": 2 if blocks > 1 else 1,
+        "num_stages": 1,
     }
 
 

@@ -174,14 +174,13 @@ def qk_norm_rope_cache_attention_kernel(
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     KEY_COPY: tl.constexpr,
     VALUE_COPY: tl.constexpr,
     EXCHANGE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """ROWS query heads over one share of BLOCKS blocks of keys at most."""
+    """ROWS query heads over one share of the keys, a block at most."""
     S: tl.constexpr = CALL[2]
     HV: tl.constexpr = VALUE[0]
     VALUE_DIMS: tl.constexpr = VALUE[1]
@@ -232,13 +231,6 @@ def qk_norm_rope_cache_attention_kernel(
     top, total, acc = add_block(
         q, k, v, inside, (top, total, acc), SCALE, SOFTCAP, LOG2E
     )
-    if BLOCKS > 1:
-        for at in tl.range(start + BLOCK, stop, BLOCK):
-            inside, k, v = load_block(old, at, share, b, head, K, S, HEAD, VALUE, BLOCK)
-            top, total, acc = add_block(
-                q, k, v, inside, (top, total, acc), SCALE, SOFTCAP, LOG2E
-            )
-
     if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
         sink = tl.load(sinks_ptr + head * G + r, present, 0.0).to(tl.float32) * LOG2E
         top, total, acc = with_sink((top, total, acc), sink)
