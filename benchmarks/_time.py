@@ -9,16 +9,15 @@ from typing import Any
 
 from jaxkern.testing.device_time import (
     JaxProgram,
-    Program,
     copy_program,
     device_alone,
     device_seconds,
     moved,
     product_program,
-    seconds_in_turn,
     seconds_of_clock,
     seconds_on_device,
 )
+from jaxkern.testing.rounds import Program, seconds_in_turn
 
 __all__ = [
     "JaxProgram",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -103,14 +103,7 @@ def explain(
     """
     platform = default_platform() if platform is None else platform
     check_platform("explain", platform)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}
-
-    def called(arrays: dict[int, Any]) -> Any:
-        every = [arrays.get(i, x) for i, x in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(tree, every)
-        return f(*args, **kwargs)
-
+    called, arrays = of_arrays(f, args, kwargs)
     found: dict[tuple, int] = {}
     for eqn in equations(jax.make_jaxpr(called)(arrays).jaxpr):
         row = explain_equation(eqn, platform)
@@ -120,6 +113,20 @@ def explain(
         tuple(Choice(op, n, *rest) for (op, *rest), n in found.items()),
         assumed_gpu() if platform == "cuda" and found else None,
     )
+
+
+def of_arrays(
+    f: Callable, args: Sequence, kwargs: Mapping[str, Any]
+) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any]]:
+    """`f(*args, **kwargs)` as a function of its arrays alone, and these by position."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def called(arrays: dict[int, Any]) -> Any:
+        every = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, every)
+        return f(*args, **kwargs)
+
+    return called, {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype")}
 
 
 def check_platform(op: str, platform: str) -> None:

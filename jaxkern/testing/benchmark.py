@@ -1,17 +1,18 @@
 """`benchmark`: how long one call of a function takes, beside what its device can do."""
 
+import contextlib
 import dataclasses
 import functools
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-REPEATS = 7
-LEAST_SECONDS = 0.02  # of a repeat on a CPU: many short calls, one long one
+from jaxkern.lowering.explain import Explanation, of_arrays
+from jaxkern.lowering.explain import explain as explanation
+from jaxkern.testing.rounds import HostProgram, Program, times_in_turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Measurement:
       copy_rate: bytes a second, read and written, of a large copy on the device.
       product_rate: flops a second of a large product: bfloat16 on a GPU, else float32.
       device: its name.
+      kernels: what each operator runs, or None where it was not asked.
     """
 
     seconds: float
@@ -35,6 +37,7 @@ class Measurement:
     copy_rate: float
     product_rate: float
     device: str
+    kernels: Explanation | None = None
 
     @property
     def least_seconds(self) -> float:
@@ -57,7 +60,8 @@ class Measurement:
             "bytes" if self.bytes / self.copy_rate == self.least_seconds else "flops"
         )
         parts.append(f"{100 * self.share:.0f} % of the limit by {limit}")
-        return f"{', '.join(parts)} ({self.device})"
+        line = f"{', '.join(parts)} ({self.device})"
+        return line if self.kernels is None else f"{line}\n{self.kernels}"
 
     __repr__ = __str__
 
@@ -68,6 +72,7 @@ def benchmark(
     bytes: float | None = None,
     flops: float | None = None,
     rotate: int = 1,
+    explain: bool = False,
 ) -> Measurement:
     """Times one call of `f(*args)`, compiled, without the host's share where it can.
 
@@ -79,20 +84,23 @@ def benchmark(
 
     Args:
       f: a function that `jax.jit` takes.
-      args: pytrees of arrays, of which at least one is there.
+      args: pytrees of arrays, of which at least one is there. What is no array, such as
+        a flag or a number, reaches f as it is.
       bytes: that a call has to move; default those of `args` and of the results, each
         once.
       flops: that a call has to do; default what XLA counts, without what its custom
         calls do.
       rotate: how many copies of `args` take turns, so that no cache holds them: as many
         as overfill it.
+      explain: whether to say which kernels run, as `jaxkern.explain` does.
 
     Returns:
-      `Measurement`; its text is one line with time, rates and the share of the limit.
+      `Measurement`; its text is one line with time, rates and the share of the limit,
+      then the kernels if asked for.
 
     Raises:
-      TypeError: no argument is an array.
-      ValueError: `rotate` is below 1.
+      TypeError: f is no function that `jax.jit` takes, or no argument is an array.
+      ValueError: `rotate` is below 1, or the arguments lie on several devices.
 
     Example:
       >>> from jaxkern.testing import benchmark
@@ -100,76 +108,110 @@ def benchmark(
       >>> found.seconds > 0, found.bytes  # 64 x 256 float32, read and written
       (True, 131072.0)
     """
-    leaves = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    if not leaves:
-        raise TypeError(
-            "benchmark: at least one argument must be a jax.Array, got "
-            f"{', '.join(type(x).__name__ for x in args) or 'none'}."
-        )
     if rotate < 1:
         raise ValueError(f"benchmark: `rotate` must be at least 1, got {rotate}.")
-    [device, *_] = leaves[0].devices()
-    executable = jax.jit(f).lower(*args).compile()
-    results = jax.tree.leaves(jax.eval_shape(f, *args))
-    sets = [args] + [jax.tree.map(copied, args) for _ in range(rotate - 1)]
-    of_gpu = device.platform == "gpu"
-    times = seconds_on_gpu(f, sets) if of_gpu else seconds_by_host(executable, sets)
+    called, arrays, device = arrays_of("benchmark", f, args)
+    executable = lowered("benchmark", called, (arrays,)).compile()
+    sets = [(arrays,), *((jax.tree.map(jnp.copy, arrays),) for _ in range(rotate - 1))]
+    times = times_of(programs_of(device)(called, sets), device)
     seconds = statistics.median(times)
     if bytes is None:
-        bytes = float(sum(x.size * x.dtype.itemsize for x in (*leaves, *results)))
+        results = jax.tree.leaves(jax.eval_shape(called, arrays))
+        bytes = float(sum(x.nbytes for x in arrays.values()))
+        bytes += sum(x.size * x.dtype.itemsize for x in results)
     if flops is None:
         counted: Any = executable.cost_analysis() or {}
         flops = counted.get("flops")
         flops = flops if flops is not None and flops > 0 else None  # -1: not known
-    copy_rate, product_rate = rates(of_gpu)
+    copy_rate, product_rate = rates(device)
     return Measurement(
         *(seconds, (max(times) - min(times)) / seconds, bytes, flops),
         *(copy_rate, product_rate, device.device_kind),
+        kernels=explanation(f, *args) if explain else None,
     )
 
 
-def copied(x: Any) -> Any:
-    return jnp.copy(x) if isinstance(x, jax.Array) else x
+def arrays_of(
+    op: str, f: Callable, args: tuple
+) -> tuple[Callable, dict[int, jax.Array], jax.Device]:
+    """`f` as a function of its arrays, these, and the device on which they lie."""
+    if not callable(f):
+        raise TypeError(f"{op}: `f` must be a function, got {type(f).__name__}.")
+    called, found = of_arrays(f, args, {})
+    if not any(isinstance(x, jax.Array) for x in found.values()):
+        raise TypeError(
+            f"{op}: at least one argument must be a jax.Array, got "
+            f"{', '.join(type(x).__name__ for x in args) or 'none'}."
+        )
+    if shapes := [x for x in found.values() if isinstance(x, jax.ShapeDtypeStruct)]:
+        raise TypeError(f"{op}: runs `f`, so it needs arrays, got {shapes[0]}.")
+    arrays = {i: jnp.asarray(x) for i, x in found.items()}
+    devices = {d for x in arrays.values() for d in x.devices()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{op}: measures on one device, the arguments lie on {len(devices)}."
+        )
+    [device] = devices
+    own = jnp.zeros(()).devices()
+    if device.platform == "gpu" and device not in own:
+        raise ValueError(
+            f"{op}: the clock is that of the default device, the arguments lie on "
+            f"{device}. Use jax.default_device."
+        )
+    return called, arrays, device
 
 
-def seconds_on_gpu(f: Callable, sets: list[tuple]) -> list[float]:
-    """Of one call, by the device's clock."""
-    from jaxkern.testing.device_time import JaxProgram, device_alone
+def lowered(op: str, f: Callable, args: tuple) -> jax.stages.Lowered:
+    try:
+        return jax.jit(f).lower(*args)
+    except jax.errors.JAXTypeError as error:
+        first = str(error).splitlines()[0]
+        raise TypeError(f"{op}: jax.jit does not take `f`: {first}") from error
 
-    program = JaxProgram.of(f, sets)
+
+def programs_of(device: jax.Device) -> Callable[[Callable, list[tuple]], Program]:
+    """What makes a program of a function and its operands: by the clock that fits."""
+    if device.platform != "gpu":
+        return HostProgram.of
+    from jaxkern.testing.device_time import JaxProgram
+
+    return JaxProgram.of
+
+
+@contextlib.contextmanager
+def alone_on(device: jax.Device) -> Iterator[None]:
+    """Measurements on a GPU wait for those of other processes."""
+    if device.platform != "gpu":
+        yield
+        return
+    from jaxkern.testing.device_time import device_alone
+
     with device_alone():
+        yield
+
+
+def times_of(program: Program, device: jax.Device) -> list[float]:
+    """Of one call, repeat by repeat."""
+    with alone_on(device):
         program.warm()
-        return [program.seconds() for _ in range(REPEATS)]
-
-
-def seconds_by_host(executable: Callable, sets: list[tuple]) -> list[float]:
-    """Of one call, from before it is queued until its result is there."""
-
-    def run(calls: int) -> float:
-        begin, out = time.perf_counter(), None
-        for i in range(calls):
-            out = executable(*sets[i % len(sets)])
-        jax.block_until_ready(out)
-        return (time.perf_counter() - begin) / calls
-
-    run(len(sets))
-    calls = len(sets) * max(1, round(LEAST_SECONDS / run(len(sets)) / len(sets)))
-    return [run(calls) for _ in range(REPEATS)]
+        return times_in_turn({"it": program})["it"]
 
 
 @functools.cache
-def rates(of_gpu: bool) -> tuple[float, float]:
-    """(copy, product) of this machine's device, measured once a process."""
-    if of_gpu:
+def rates(device: jax.Device) -> tuple[float, float]:
+    """(copy, product) of a device, measured once a process."""
+    if device.platform == "gpu":
         from jaxkern.testing.device_time import copy_program, product_program, rate
 
         return rate(*copy_program()), rate(*product_program())
-    x = jnp.arange(2**25, dtype=jnp.float32)
-    a = jax.random.normal(jax.random.key(0), (1024, 1024))
-    copy, product = (
-        min(seconds_by_host(jax.jit(f).lower(*z).compile(), [z]))
-        for f, z in ((jnp.negative, (x,)), (jnp.dot, (a, a)))
-    )
+    with jax.default_device(device):
+        x = jnp.arange(2**25, dtype=jnp.float32)
+        a = jax.random.normal(jax.random.key(0), (1024, 1024))
+        programs = (
+            HostProgram.of(jnp.negative, [(x,)]),
+            HostProgram.of(jnp.dot, [(a, a)]),
+        )
+        copy, product = (min(times_of(program, device)) for program in programs)
     return 2 * x.nbytes / copy, 2 * 1024**3 / product
 
 

@@ -15,17 +15,16 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.gpu.triton_call import jit, tl, triton_call
-
-REPEATS = 7
+from jaxkern.testing.rounds import REPEATS, seconds_in_turn
 
 
 @contextlib.contextmanager
@@ -106,15 +105,6 @@ def seconds_of_clock() -> float:
     )
 
 
-class Program(Protocol):
-    def warm(self) -> None:
-        """First runs, after which the host's share is known."""
-
-    def seconds(self) -> float:
-        """Of one call, the mean over its operands."""
-        ...
-
-
 @dataclasses.dataclass
 class JaxProgram:
     """Calls of a function on several operands, in one executable."""
@@ -140,15 +130,6 @@ class JaxProgram:
     def seconds(self) -> float:
         took = seconds_on_device(lambda: self.executable(self.sets), self.host)
         return (took - seconds_of_clock()) / len(self.sets)
-
-
-def seconds_in_turn[K](programs: Mapping[K, Program]) -> dict[K, float]:
-    """Median seconds of a call of each, by rounds; all have been warmed."""
-    rounds = [
-        {key: program.seconds() for key, program in programs.items()}
-        for _ in range(REPEATS)
-    ]
-    return {key: statistics.median(r[key] for r in rounds) for key in programs}
 
 
 def device_seconds(f: Callable, sets: Sequence[tuple]) -> float:

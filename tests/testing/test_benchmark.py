@@ -5,8 +5,9 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern import softmax
+from jaxkern import explain, softmax
 from jaxkern.testing import Measurement, benchmark
 from jaxkern.testing.benchmark import in_units
 
@@ -59,3 +60,26 @@ def test_what_is_refused():
         benchmark(jnp.sin, 1.0)
     with pytest.raises(ValueError, match="`rotate` must be at least 1, got 0"):
         benchmark(jnp.sin, jnp.ones(2), rotate=0)
+    with pytest.raises(TypeError, match="`f` must be a function, got float"):
+        benchmark(1.0, jnp.ones(2))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="needs arrays, got ShapeDtypeStruct"):
+        benchmark(jnp.add, jnp.ones(2), jax.ShapeDtypeStruct((2,), jnp.float32))
+    with pytest.raises(TypeError, match=r"jax\.jit does not take `f`: Attempted bool"):
+        benchmark(lambda x: x if x.sum() > 0 else -x, jnp.ones(2))
+    many = NamedSharding(jax.make_mesh((2,), ("x",)), PartitionSpec("x"))
+    with pytest.raises(ValueError, match="one device, the arguments lie on 2"):
+        benchmark(jnp.sin, jax.device_put(jnp.ones(2), many))
+
+
+def test_what_is_no_array_reaches_f_as_it_is():
+    found = benchmark(lambda x, up, n: x + n if up else x, jnp.ones(4), True, 2)
+    assert found.bytes == 32
+
+
+def test_kernels_are_said_if_asked():
+    x = jnp.ones((8, 128))
+    found = benchmark(softmax, x, explain=True)
+    assert found.kernels is not None and found.kernels == explain(softmax, x)
+    first, *lines = str(found).splitlines()
+    assert "of the limit by" in first and lines == str(found.kernels).splitlines()
+    assert benchmark(softmax, x).kernels is None
