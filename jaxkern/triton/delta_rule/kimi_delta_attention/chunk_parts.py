@@ -16,7 +16,7 @@ there, both by e^-|G - G_middle| <= 1, and what they have to do with each other 
 product of matrices. Two tokens meet on one level: that of the highest bit in which
 their places differ. So no decay is divided by another, and none overflows.
 
-A program has the chunk of a value head and takes 64 channels at a time. It stores G and
+A program has the chunk of a value head and takes 32 channels at a time. It stores G and
 reads it again, each thread other rows.
 """
 
@@ -31,7 +31,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     unit_lower_inverse,
 )
 
-CHANNELS = 64  # at a time
+CHANNELS = 32  # at a time: with 64 registers spill
 
 
 @jit
@@ -48,6 +48,17 @@ def decay_to_middle(total, total_ptr, token, h, half, H: tl.constexpr):
     at = middle[:, None] * H + h[None, :]
     to_middle = tl.load(total_ptr + at, (h < H)[None, :] & (at >= 0), 0.0)
     return tl.exp(-tl.abs(total - to_middle))
+
+
+@jit
+def meets(token, half):
+    """Which rows of second halves have which columns of first ones, `[64, 64]`.
+
+    Of vectors: a matrix that no level changes would stay in registers.
+    """
+    block, second = token // (2 * half), token // half % 2 == 1
+    row, column = tl.where(second, block, -1), tl.where(second, -2, block)
+    return row[:, None] == column[None, :]
 
 
 @jit
@@ -85,7 +96,8 @@ def kimi_chunk_kernel(
     row, column = token[:, None], token[None, :]
     qk = tl.zeros((CHUNK, CHUNK), tl.float32)
     kk = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for first in tl.static_range(0, H, BLOCK_H):
+    itself = tl.zeros((CHUNK,), tl.float32)
+    for first in range(0, H, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
         there = (h < H)[None, :]
         at = row * H + h[None, :]
@@ -105,25 +117,25 @@ def kimi_chunk_kernel(
         tl.store(decayed, (wide * from_start).to(dtype), there)
         decayed += CHUNK * H
         tl.store(decayed, (wide * tl.exp(end[None, :] - total)).to(dtype), there)
-        itself = tl.sum(query.to(tl.float32) * wide, 1)
-        qk += tl.where(row == column, itself[:, None], 0.0)
+        itself += tl.sum(query.to(tl.float32) * wide, 1)
         for level in range(6):
             half = 32 >> level
             decay = decay_to_middle(total, total_ptr, token, h, half, H)
-            near = (row > column) & ((row ^ column) // half == 1)
+            near = meets(token, half)
             keys = tl.trans((key.to(tl.float32) * decay).to(dtype))
             kk += tl.where(near, tl.dot(tl.trans(keys), keys), 0.0)
             queries = (query.to(tl.float32) * decay).to(dtype)
             qk += tl.where(near, tl.dot(queries, keys), 0.0)
+    qk += tl.where(row == column, itself[:, None], 0.0)
+    scores = SCALE * qk
     beta = tl.load(beta_ptr + tokens * NUM_HEADS + head, inside, 0.0).to(tl.float32)
     tl.store(strength_ptr + place * CHUNK + token, beta)
     inverse = unit_lower_inverse(kk * beta[None, :], PRECISION)
     tile = matrices_ptr + place * 2 * CHUNK * CHUNK + row * CHUNK + column
     tl.store(tile, inverse.to(dtype))
     if ends_ptr is None:
-        scores = SCALE * beta[None, :] * qk
+        scores *= beta[None, :]
     else:
-        scores = SCALE * qk
         inverse = unit_lower_inverse(kk * beta[:, None], PRECISION)
     scores = tl.dot(scores, inverse, input_precision=PRECISION)
     tl.store(tile + CHUNK * CHUNK, scores.to(dtype))

@@ -12,14 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.device import compute_capability, next_power_of_2
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.triton.delta_rule.gated_delta_rule import fwd as gated_delta_rule
 from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import chunk_parts
 from jaxkern.triton.delta_rule.kimi_delta_attention.walk import kimi_forward_kernel
 
 LARGEST = 128  # dims of a head
-COLUMNS = 64  # of the values, of a program
 
 
 def unsupported(key: Any, value: Any, **named: Any) -> str | None:
@@ -39,11 +38,12 @@ def kimi_delta_attention(
     b, t, _, h = key.shape
     n, hv = value.shape[2:]
     parts = chunk_parts(query, key, g, beta, scale=scale)
-    del parts["total_ptr"], parts["ends_ptr"]
+    for name in ("total_ptr", "ends_ptr"):
+        del parts[name]
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     return sparse_call(
         kimi_forward_kernel,
-        (-(-hv // COLUMNS) * b * n,),
+        (programs(b * n, h, hv),),
         {"value_ptr": value, **parts, "initial_ptr": initial_state},
         {
             "out_ptr": jax.ShapeDtypeStruct(value.shape, value.dtype),
@@ -51,6 +51,18 @@ def kimi_delta_attention(
         },
         walk_constants(t, n, h, hv, scale),
     )
+
+
+def columns(h: int) -> int:
+    """Value columns of a program: as many as its registers hold without spilling.
+
+    Those of compute capability 9.0 hold operands of 64 rows in no registers.
+    """
+    return 64 if h <= 64 or compute_capability() >= 90 else 32
+
+
+def programs(heads: int, h: int, hv: int) -> int:
+    return -(-hv // columns(h)) * heads
 
 
 def walk_constants(t: int, n: int, h: int, hv: int, scale: float) -> dict[str, Any]:
@@ -61,7 +73,7 @@ def walk_constants(t: int, n: int, h: int, hv: int, scale: float) -> dict[str, A
         "HV": hv,
         "SCALE": scale,
         "BLOCK_H": max(16, next_power_of_2(h)),
-        "BLOCK_V": COLUMNS,
+        "BLOCK_V": columns(h),
         "num_warps": 4,
         "num_stages": 2,
     }

@@ -76,8 +76,6 @@ def walk_forward(
         at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None] + first
         inside = (rows < T)[None, :] & (column < HV)[:, None]
         matrices = matrices_ptr + here * 2 * CHUNK * CHUNK
-        across = tl.load(across_ptr + here * H + h, h < H, 0.0)[None, :]
-        beta = tl.load(strength_ptr + here * CHUNK + token)[None, :]
         low = state.to(dtype)
         if states_ptr is not None:
             store_of_chunk(states_ptr, low, here, h, column, H, HV)
@@ -96,6 +94,8 @@ def walk_forward(
             y = tl.dot(r, tl.trans(inverse))
             tl.store(written_ptr + at, y.to(dtype), inside)
         store = load_decayed(decayed_ptr, here, token, h, STORE, H)
+        across = tl.load(across_ptr + here * H + h, h < H, 0.0)[None, :]
+        beta = tl.load(strength_ptr + here * CHUNK + token)[None, :]
         state = tl.dot((beta * y).to(dtype), store, across * state)
     if final_ptr is not None:
         store_turned_state(final_ptr, state, place, h, column, H, HV)
