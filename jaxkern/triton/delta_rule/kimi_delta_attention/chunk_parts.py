@@ -16,14 +16,14 @@ there, both by e^-|G - G_middle| <= 1, and what they have to do with each other 
 product of matrices. Two tokens meet on one level: that of the highest bit in which
 their places differ. So no decay is divided by another, and none overflows.
 
-A program has the chunk of a value head and takes 32 channels at a time. It stores G and
+A program has the chunk of a value head and takes some channels at a time. It stores G and
 reads it again, each thread other rows.
 """
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.device import compute_capability, next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
@@ -31,7 +31,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     unit_lower_inverse,
 )
 
-CHANNELS = 32  # at a time: with 64 registers spill
 
 
 @jit
@@ -159,13 +158,18 @@ def kimi_chunk_kernel(
             tl.store(ends_ptr + at, ends.to(dtype), (h < H)[:, None])
 
 
+def channels(h: int) -> int:
+    """At a time: as many as leave registers without spilling."""
+    most = 32 if compute_capability() >= 90 else 16
+    return max(16, min(most, next_power_of_2(h)))
+
+
 def chunk_parts(query, key, g, beta, *, scale, backward=False):
     """By name: total `[b n c 64 h]`, decayed `[b n c 3 64 h]`, across `[b n c h]`,
     strength, which is beta, `[b n c 64]`, matrices `[b n c 2 64 64]`, ends
     `[b n c h 64]` or None."""
     b, t, k, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)
-    block = max(16, min(CHANNELS, next_power_of_2(h)))
 
     def of_chunks(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct((b, n, chunks, *shape), dtype)
@@ -190,7 +194,7 @@ def chunk_parts(query, key, g, beta, *, scale, backward=False):
             NUM_HEADS=n,
             GROUP=n // k,
             H=h,
-            BLOCK_H=block,
+            BLOCK_H=channels(h),
             SCALE=scale,
             PRECISION="tf32",
         ),
