@@ -1,0 +1,176 @@
+"""Gradients of the operands of a chunk, from what the walks left; all chunks at once.
+
+With S before and D after the chunk, as docs/design/kimi_delta_attention.md derives them:
+
+    kimi_pairs_kernel    dqk = scale dout d^T on and below the diagonal, with d = beta y
+                         dkk = -dv d^T below it, with dv = beta dr, and dkk + dkk^T
+                         dbeta = y . dr
+    kimi_tokens_kernel   dread = scale dout S^T   derase = -dv S^T   dstore = d D^T
+                         dq, dk and dg, from these and from dqk and dkk by levels
+
+On a level a row of the second half of a block and a column of the first meet at the
+middle (chunk_parts.py): with z = z e^-|G - G_middle| for queries and keys, the
+gradients of z are products of the level's part of dqk and dkk + dkk^T with z. A decay
+e^{G_i - G_j} gives G_i what it takes from G_j, so that dg, summed over the tokens from
+each on, cancels what is between later tokens. Both are made of the z that products
+took, rounded, and so cancel to float32.
+
+A program of the second has the chunk of a value head and some channels. dkk^T and dqk^T
+are computed or read turned: compilers have turned results of the matrix units wrongly.
+"""
+
+from jaxkern.gpu.triton_call import jit, tl
+from jaxkern.triton.delta_rule.gated_delta_rule.gradients import (
+    load_state,
+    load_tile,
+    load_tokens,
+)
+from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import decay_to_middle
+
+
+@jit
+def kimi_pairs_kernel(
+    beta_ptr,
+    dout_ptr,
+    written_ptr,
+    dr_ptr,
+    dvalue_ptr,
+    tiles_ptr,
+    dbeta_ptr,
+    T: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HV: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    CHUNK: tl.constexpr = 64
+    dtype = dout_ptr.dtype.element_ty
+    chunk = tl.program_id(1)
+    b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
+    token, columns = tl.arange(0, CHUNK), tl.arange(0, BLOCK_V)
+    rows = (b * T + chunk * CHUNK + token) * NUM_HEADS + tl.program_id(0) % NUM_HEADS
+    inside = chunk * CHUNK + token < T
+    beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
+    y = load_tokens(written_ptr, rows, inside, columns, HV).to(tl.float32)
+    dr = load_tokens(dr_ptr, rows, inside, columns, HV).to(tl.float32)
+    tl.store(dbeta_ptr + rows, tl.sum(y * dr, 1), inside)
+    d = (beta[:, None] * y).to(dtype)
+    dvalue = (beta[:, None] * dr).to(dtype)
+    present = inside[:, None] & (columns < HV)[None, :]
+    tl.store(dvalue_ptr + rows[:, None] * HV + columns[None, :], dvalue, present)
+    row, column = token[:, None], token[None, :]
+    tile = tiles_ptr + place * 2 * CHUNK * CHUNK + row * CHUNK + column
+    dout = load_tokens(dout_ptr, rows, inside, columns, HV)
+    dqk = tl.where(row >= column, SCALE * tl.dot(dout, tl.trans(d)), 0.0)
+    tl.store(tile, dqk.to(dtype))
+    dkk = tl.where(row > column, -1.0 * tl.dot(dvalue, tl.trans(d)), 0.0)
+    dkk += tl.where(row < column, -1.0 * tl.dot(d, tl.trans(dvalue)), 0.0)
+    tl.store(tile + CHUNK * CHUNK, dkk.to(dtype))
+
+
+@jit
+def kimi_tokens_kernel(
+    query_ptr,
+    key_ptr,
+    g_ptr,
+    beta_ptr,
+    dout_ptr,
+    total_ptr,
+    states_ptr,
+    written_ptr,
+    dstates_ptr,
+    dvalue_ptr,
+    tiles_ptr,
+    dquery_ptr,
+    dkey_ptr,
+    dg_ptr,
+    T: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """dquery and dkey of each value head."""
+    CHUNK: tl.constexpr = 64
+    dtype = key_ptr.dtype.element_ty
+    chunk = tl.program_id(1)
+    b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
+    head = tl.program_id(0) % NUM_HEADS
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
+    token = tl.arange(0, CHUNK)
+    h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    tokens = b * T + chunk * CHUNK + token
+    inside = chunk * CHUNK + token < T
+    rows = tokens * NUM_HEADS + head
+    key_rows = tokens * (NUM_HEADS // GROUP) + head // GROUP
+    total_ptr += place * CHUNK * H
+
+    dread = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+    derase = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+    dstore = tl.zeros((CHUNK, BLOCK_H), tl.float32)
+    dacross = tl.zeros((BLOCK_H,), tl.float32)
+    beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
+    for first in range(0, HV, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        state = load_state(states_ptr, place, columns, h, H, HV)
+        dread = tl.dot(load_tokens(dout_ptr, rows, inside, columns, HV), state, dread)
+        dvalue = load_tokens(dvalue_ptr, rows, inside, columns, HV)
+        derase = tl.dot(dvalue, state, derase)
+        dstate = load_state(dstates_ptr, place, columns, h, H, HV)
+        y = load_tokens(written_ptr, rows, inside, columns, HV).to(tl.float32)
+        dstore = tl.dot((beta[:, None] * y).to(dtype), dstate, dstore)
+        dacross += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+
+    there = (h < H)[None, :]
+    total = tl.load(total_ptr + token[:, None] * H + h[None, :], there, 0.0)
+    end = tl.load(total_ptr + (CHUNK - 1) * H + h, h < H, 0.0)
+    query = load_tokens(query_ptr, key_rows, inside, h, H)
+    key = load_tokens(key_ptr, key_rows, inside, h, H)
+    dquery = SCALE * dread * tl.exp(total)
+    dkey = -1.0 * derase * tl.exp(total)
+    dtotal = dquery * query.to(tl.float32) + dkey * key.to(tl.float32)
+    dstore *= tl.exp(end[None, :] - total)
+    dkey += dstore
+    dstore *= key.to(tl.float32)
+    dtotal -= dstore
+    # what every token of the chunk decays
+    dend = tl.exp(end) * dacross + tl.sum(dstore, 0)
+
+    tile = tiles_ptr + place * 2 * CHUNK * CHUNK
+    itself = tl.load(tile + token * (CHUNK + 1)).to(tl.float32)[:, None]
+    dquery += itself * key.to(tl.float32)
+    dkey += itself * query.to(tl.float32)
+    for level in range(6):
+        half = 32 >> level
+        decay = decay_to_middle(total, total_ptr, token, h, half, H)
+        keys = (key.to(tl.float32) * decay).to(dtype)
+        queries = (query.to(tl.float32) * decay).to(dtype)
+        block, second = token // (2 * half), token // half % 2 == 1
+        row, column = tl.where(second, block, -1), tl.where(second, -2, block)
+        near = row[:, None] == column[None, :]
+        dqk = load_tile(tiles_ptr, place, token, 0)
+        product = tl.dot(tl.where(near, dqk, 0.0), keys)
+        dquery += product * decay
+        dtotal += product * queries.to(tl.float32)
+        turned = column[:, None] == row[None, :]
+        dkk = load_tile(tiles_ptr, place, token, 1)
+        product = tl.dot(tl.where(near | turned, dkk, 0.0), keys)
+        dqk = tl.load(tile + token[None, :] * CHUNK + token[:, None])
+        product = tl.dot(tl.where(turned, dqk, 0.0), queries, product)
+        dkey += product * decay
+        product *= keys.to(tl.float32)
+        dtotal += tl.where(second[:, None], product, -product)
+
+    at = rows[:, None] * H + h[None, :]
+    present = inside[:, None] & there
+    tl.store(dquery_ptr + at, dquery.to(dquery_ptr.dtype.element_ty), present)
+    tl.store(dkey_ptr + at, dkey.to(dkey_ptr.dtype.element_ty), present)
+    dg = tl.cumsum(dtotal, 0, reverse=True) + dend[None, :]
+    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
+    g = tl.load(g_ptr + at, present, 0.0).to(tl.float32)
+    dg = tl.where(g < -120.0, 0.0, dg)
+    tl.store(dg_ptr + at, dg.to(dg_ptr.dtype.element_ty), present)
