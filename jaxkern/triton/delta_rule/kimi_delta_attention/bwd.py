@@ -64,13 +64,14 @@ def kimi_delta_attention_bwd(
     )
     states, written, dstates, dr, dinitial = found
     shape = dict(T=t, NUM_HEADS=n, HV=hv, SCALE=scale)
+    tiles = jax.ShapeDtypeStruct((b, n, chunks, 3, CHUNK, CHUNK), key.dtype)
     dvalue, tiles, dbeta = bridge.triton_call(
         kimi_pairs_kernel,
         beta,
         dout,
         written,
         dr,
-        out=[like(value), like(parts["matrices_ptr"]), like(beta)],
+        out=[like(value), tiles, like(beta)],
         grid=(b * n, chunks),
         num_warps=4,
         num_stages=1,

@@ -61,6 +61,14 @@ def meets(token, half):
 
 
 @jit
+def met(token, half):
+    """`meets`, turned."""
+    block, second = token // (2 * half), token // half % 2 == 1
+    row, column = tl.where(second, block, -1), tl.where(second, -2, block)
+    return column[:, None] == row[None, :]
+
+
+@jit
 def kimi_chunk_kernel(
     query_ptr,
     key_ptr,
@@ -158,9 +166,9 @@ def kimi_chunk_kernel(
             tl.store(ends_ptr + at, ends.to(dtype), (h < H)[:, None])
 
 
-def channels(h: int) -> int:
+def channels(h: int, backward: bool) -> int:
     """At a time: as many as leave registers without spilling."""
-    most = 32 if compute_capability() >= 90 else 16
+    most = 16 if backward or compute_capability() < 90 else 32
     return max(16, min(most, next_power_of_2(h)))
 
 
@@ -194,7 +202,7 @@ def chunk_parts(query, key, g, beta, *, scale, backward=False):
             NUM_HEADS=n,
             GROUP=n // k,
             H=h,
-            BLOCK_H=channels(h),
+            BLOCK_H=channels(h, backward),
             SCALE=scale,
             PRECISION="tf32",
         ),

@@ -3,7 +3,7 @@
 With S before and D after the chunk, as docs/design/kimi_delta_attention.md derives them:
 
     kimi_pairs_kernel    dqk = scale dout d^T on and below the diagonal, with d = beta y
-                         dkk = -dv d^T below it, with dv = beta dr, and dkk + dkk^T
+                         dkk = -dv d^T below it, with dv = beta dr; dkk + dkk^T, dqk^T
                          dbeta = y . dr
     kimi_tokens_kernel   dread = scale dout S^T   derase = -dv S^T   dstore = d D^T
                          dq, dk and dg, from these and from dqk and dkk by levels
@@ -22,10 +22,13 @@ are computed or read turned: compilers have turned results of the matrix units w
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.delta_rule.gated_delta_rule.gradients import (
     load_state,
-    load_tile,
     load_tokens,
 )
-from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import decay_to_middle
+from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import (
+    decay_to_middle,
+    meets,
+    met,
+)
 
 
 @jit
@@ -60,10 +63,12 @@ def kimi_pairs_kernel(
     present = inside[:, None] & (columns < HV)[None, :]
     tl.store(dvalue_ptr + rows[:, None] * HV + columns[None, :], dvalue, present)
     row, column = token[:, None], token[None, :]
-    tile = tiles_ptr + place * 2 * CHUNK * CHUNK + row * CHUNK + column
+    tile = tiles_ptr + place * 3 * CHUNK * CHUNK + row * CHUNK + column
     dout = load_tokens(dout_ptr, rows, inside, columns, HV)
     dqk = tl.where(row >= column, SCALE * tl.dot(dout, tl.trans(d)), 0.0)
     tl.store(tile, dqk.to(dtype))
+    dqk = tl.where(row < column, SCALE * tl.dot(d, tl.trans(dout)), 0.0)
+    tl.store(tile + 2 * CHUNK * CHUNK, dqk.to(dtype))
     dkk = tl.where(row > column, -1.0 * tl.dot(dvalue, tl.trans(d)), 0.0)
     dkk += tl.where(row < column, -1.0 * tl.dot(d, tl.trans(dvalue)), 0.0)
     tl.store(tile + CHUNK * CHUNK, dkk.to(dtype))
@@ -140,30 +145,29 @@ def kimi_tokens_kernel(
     # what every token of the chunk decays
     dend = tl.exp(end) * dacross + tl.sum(dstore, 0)
 
-    tile = tiles_ptr + place * 2 * CHUNK * CHUNK
+    tile = tiles_ptr + place * 3 * CHUNK * CHUNK
     itself = tl.load(tile + token * (CHUNK + 1)).to(tl.float32)[:, None]
     dquery += itself * key.to(tl.float32)
     dkey += itself * query.to(tl.float32)
+    tile += token[:, None] * CHUNK + token[None, :]
     for level in range(6):
         half = 32 >> level
         decay = decay_to_middle(total, total_ptr, token, h, half, H)
         keys = (key.to(tl.float32) * decay).to(dtype)
         queries = (query.to(tl.float32) * decay).to(dtype)
-        block, second = token // (2 * half), token // half % 2 == 1
-        row, column = tl.where(second, block, -1), tl.where(second, -2, block)
-        near = row[:, None] == column[None, :]
-        dqk = load_tile(tiles_ptr, place, token, 0)
-        product = tl.dot(tl.where(near, dqk, 0.0), keys)
+        near = meets(token, half)
+        product = tl.dot(tl.load(tile, near, 0.0), keys)
         dquery += product * decay
         dtotal += product * queries.to(tl.float32)
-        turned = column[:, None] == row[None, :]
-        dkk = load_tile(tiles_ptr, place, token, 1)
-        product = tl.dot(tl.where(near | turned, dkk, 0.0), keys)
-        dqk = tl.load(tile + token[None, :] * CHUNK + token[:, None])
-        product = tl.dot(tl.where(turned, dqk, 0.0), queries, product)
+        turned = met(token, half)
+        dkk = tl.load(tile + CHUNK * CHUNK, near | turned, 0.0)
+        product = tl.dot(dkk, keys)
+        dqk = tl.load(tile + 2 * CHUNK * CHUNK, turned, 0.0)
+        product = tl.dot(dqk, queries, product)
         dkey += product * decay
         product *= keys.to(tl.float32)
-        dtotal += tl.where(second[:, None], product, -product)
+        later = token // half % 2 == 1
+        dtotal += tl.where(later[:, None], product, -product)
 
     at = rows[:, None] * H + h[None, :]
     present = inside[:, None] & there
