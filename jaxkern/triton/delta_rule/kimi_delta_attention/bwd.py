@@ -65,17 +65,17 @@ def kimi_delta_attention_bwd(
     states, written, dstates, dr, dinitial = found
     shape = dict(T=t, NUM_HEADS=n, HV=hv, SCALE=scale)
     tiles = jax.ShapeDtypeStruct((b, n, chunks, 3, CHUNK, CHUNK), key.dtype)
-    dvalue, tiles, dbeta = bridge.triton_call(
+    d, dvalue, tiles, dbeta = bridge.triton_call(
         kimi_pairs_kernel,
         beta,
         dout,
         written,
         dr,
-        out=[like(value), tiles, like(beta)],
+        out=[like(value), like(value), tiles, like(beta)],
         grid=(b * n, chunks),
         num_warps=4,
         num_stages=1,
-        BLOCK_V=max(16, next_power_of_2(hv)),
+        BLOCK_V=max(16, min(64, next_power_of_2(hv))),
         **shape,
     )
     # of each value head: those that share a key head are added up
@@ -87,11 +87,10 @@ def kimi_delta_attention_bwd(
         query,
         key,
         g,
-        beta,
         dout,
         total,
         states,
-        written,
+        d,
         dstates,
         dvalue,
         tiles,

@@ -4,7 +4,7 @@ With S before and D after the chunk, as docs/design/kimi_delta_attention.md deri
 
     kimi_pairs_kernel    dqk = scale dout d^T on and below the diagonal, with d = beta y
                          dkk = -dv d^T below it, with dv = beta dr; dkk + dkk^T, dqk^T
-                         dbeta = y . dr
+                         dbeta = y . dr, d, dv
     kimi_tokens_kernel   dread = scale dout S^T   derase = -dv S^T   dstore = d D^T
                          dq, dk and dg, from these and from dqk and dkk by levels
 
@@ -37,6 +37,7 @@ def kimi_pairs_kernel(
     dout_ptr,
     written_ptr,
     dr_ptr,
+    d_ptr,
     dvalue_ptr,
     tiles_ptr,
     dbeta_ptr,
@@ -51,27 +52,42 @@ def kimi_pairs_kernel(
     chunk = tl.program_id(1)
     b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
-    token, columns = tl.arange(0, CHUNK), tl.arange(0, BLOCK_V)
+    token = tl.arange(0, CHUNK)
     rows = (b * T + chunk * CHUNK + token) * NUM_HEADS + tl.program_id(0) % NUM_HEADS
     inside = chunk * CHUNK + token < T
     beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
-    y = load_tokens(written_ptr, rows, inside, columns, HV).to(tl.float32)
-    dr = load_tokens(dr_ptr, rows, inside, columns, HV).to(tl.float32)
-    tl.store(dbeta_ptr + rows, tl.sum(y * dr, 1), inside)
-    d = (beta[:, None] * y).to(dtype)
-    dvalue = (beta[:, None] * dr).to(dtype)
-    present = inside[:, None] & (columns < HV)[None, :]
-    tl.store(dvalue_ptr + rows[:, None] * HV + columns[None, :], dvalue, present)
+    dbeta = tl.zeros((CHUNK,), tl.float32)
+    for first in range(0, HV, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        present = inside[:, None] & (columns < HV)[None, :]
+        at = rows[:, None] * HV + columns[None, :]
+        y = tl.load(written_ptr + at, present, 0.0).to(tl.float32)
+        dr = tl.load(dr_ptr + at, present, 0.0).to(tl.float32)
+        dbeta += tl.sum(y * dr, 1)
+        tl.store(d_ptr + at, (beta[:, None] * y).to(dtype), present)
+        tl.store(dvalue_ptr + at, (beta[:, None] * dr).to(dtype), present)
+    tl.store(dbeta_ptr + rows, dbeta, inside)
+    tl.debug_barrier()  # all of this program is stored before it is read
+    dqk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    dqk_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
+    dkk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    dkk_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for first in range(0, HV, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        d = load_tokens(d_ptr, rows, inside, columns, HV)
+        dout = load_tokens(dout_ptr, rows, inside, columns, HV)
+        dqk = tl.dot(dout, tl.trans(d), dqk)
+        dqk_turned = tl.dot(d, tl.trans(dout), dqk_turned)
+        dvalue = load_tokens(dvalue_ptr, rows, inside, columns, HV)
+        dkk = tl.dot(dvalue, tl.trans(d), dkk)
+        dkk_turned = tl.dot(d, tl.trans(dvalue), dkk_turned)
     row, column = token[:, None], token[None, :]
     tile = tiles_ptr + place * 3 * CHUNK * CHUNK + row * CHUNK + column
-    dout = load_tokens(dout_ptr, rows, inside, columns, HV)
-    dqk = tl.where(row >= column, SCALE * tl.dot(dout, tl.trans(d)), 0.0)
-    tl.store(tile, dqk.to(dtype))
-    dqk = tl.where(row < column, SCALE * tl.dot(d, tl.trans(dout)), 0.0)
+    tl.store(tile, tl.where(row >= column, SCALE * dqk, 0.0).to(dtype))
+    dkk = tl.where(row > column, dkk, dkk_turned)
+    tl.store(tile + CHUNK * CHUNK, tl.where(row == column, 0.0, -dkk).to(dtype))
+    dqk = tl.where(row < column, SCALE * dqk_turned, 0.0)
     tl.store(tile + 2 * CHUNK * CHUNK, dqk.to(dtype))
-    dkk = tl.where(row > column, -1.0 * tl.dot(dvalue, tl.trans(d)), 0.0)
-    dkk += tl.where(row < column, -1.0 * tl.dot(d, tl.trans(dvalue)), 0.0)
-    tl.store(tile + CHUNK * CHUNK, dkk.to(dtype))
 
 
 @jit
@@ -79,11 +95,10 @@ def kimi_tokens_kernel(
     query_ptr,
     key_ptr,
     g_ptr,
-    beta_ptr,
     dout_ptr,
     total_ptr,
     states_ptr,
-    written_ptr,
+    d_ptr,
     dstates_ptr,
     dvalue_ptr,
     tiles_ptr,
@@ -118,7 +133,6 @@ def kimi_tokens_kernel(
     derase = tl.zeros((CHUNK, BLOCK_H), tl.float32)
     dstore = tl.zeros((CHUNK, BLOCK_H), tl.float32)
     dacross = tl.zeros((BLOCK_H,), tl.float32)
-    beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
     for first in range(0, HV, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
         state = load_state(states_ptr, place, columns, h, H, HV)
@@ -126,8 +140,8 @@ def kimi_tokens_kernel(
         dvalue = load_tokens(dvalue_ptr, rows, inside, columns, HV)
         derase = tl.dot(dvalue, state, derase)
         dstate = load_state(dstates_ptr, place, columns, h, H, HV)
-        y = load_tokens(written_ptr, rows, inside, columns, HV).to(tl.float32)
-        dstore = tl.dot((beta[:, None] * y).to(dtype), dstate, dstore)
+        d = load_tokens(d_ptr, rows, inside, columns, HV)
+        dstore = tl.dot(d, dstate, dstore)
         dacross += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
 
     there = (h < H)[None, :]
