@@ -1,5 +1,6 @@
 """Kernels of Kimi delta attention: interpreted, compiled, and what they refuse."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jaxkern import kimi_delta_attention, segment_ids_from_cu_seqlens
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
-from jaxkern.triton.delta_rule.kimi_delta_attention import fwd
+from jaxkern.triton.delta_rule.kimi_delta_attention import bwd, fwd
 from tests.primitives.delta_rule.test_kimi_delta_attention import draw, recurrence
 from tests.triton.delta_rule.test_gated_delta_rule import launches, spec
 from tests.triton.interpreted import (
@@ -23,6 +24,7 @@ from tests.triton.interpreted import (
 )
 
 LARGEST_ERROR = 1e-3  # ||y - truth|| / ||truth||, where a rounding of float16 is 3e-4
+NAMES = ("out", "state", "dquery", "dkey", "dvalue", "dg", "dbeta", "dinitial")
 
 
 @starts_it
@@ -38,21 +40,27 @@ def in_float16(operands):
 
 
 def check(operands, largest=LARGEST_ERROR):
-    """Values by the interpreter against the recurrence in float64, token by token."""
+    """Values and gradients by the interpreter against the recurrence in float64."""
+    rng = np.random.default_rng(1)
     given, wide = in_float16(operands)
+    slopes = [rng.standard_normal(x.shape) for x in (operands[2], operands[5])]
+    slopes[0] = np.float64(np.float16(slopes[0]))
+    dtypes = jnp.float16, jnp.float32
+    narrow = [jnp.asarray(x, d) for x, d in zip(slopes, dtypes, strict=True)]
+    options = dict(scale=0.25, chunk_size=64)
     with interpreted():
-        found: Any = fwd.kimi_delta_attention(*given, scale=0.25, chunk_size=64)
+        found: list[Any] = [*fwd.kimi_delta_attention(*given, **options)]
+        found += bwd.kimi_delta_attention_bwd(*given, *narrow, **options)
     with jax.enable_x64(True):
-        truth = recurrence(*map(jnp.asarray, wide), scale=0.25)
-    check_errors(found, truth, largest)
-    return found
-
-
-def check_errors(found, truth, largest):
-    for y, expected in zip(found, truth, strict=True):
+        rule = functools.partial(recurrence, scale=0.25)
+        truth, pull = jax.vjp(rule, *map(jnp.asarray, wide))
+        truth = [*truth, *pull(tuple(map(jnp.asarray, slopes)))]
+    for name, y, expected in zip(NAMES, found, truth, strict=True):
         y, expected = np.float64(y), np.float64(expected)
-        error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
-        assert error < largest, (y.shape, error)
+        size = max(np.linalg.norm(expected), 1e-3 * expected.size**0.5)
+        error = np.linalg.norm(y - expected) / size
+        assert error < largest, (name, error)
+    return dict(zip(NAMES, found, strict=True))
 
 
 @alone
@@ -64,7 +72,8 @@ def test_the_recurrence_in_float64(t, k, g, h, hv):
     query, key, value, decay, beta, state = draw(2, t, k, g, h, hv)
     decay[:, 40:41], decay[:, 20:21, :, ::2] = -np.inf, -1e30
     beta[:, 30:31] = 0
-    check((query, key, value, decay, beta, state))
+    found = check((query, key, value, decay, beta, state))
+    np.testing.assert_array_equal(found["dg"][:, 40:41], 0.0)
 
 
 @alone
@@ -84,12 +93,14 @@ def test_packed_sequences_do_not_see_each_other():
     ids = segment_ids_from_cu_seqlens(jnp.array([0, 30, 71, 100]), 100)
     begins = np.asarray(ids[:, 1:] != ids[:, :-1])
     decay[:, 1:][begins] = -np.inf
-    out, final = check((query, key, value, decay, beta, state))
-    for x in (query, key, value):
+    first = check((query, key, value, decay, beta, state))
+    for x in (query, value):
         x[:, :30] *= -2
-    again, its = check((query, key, value, decay, beta, 3 * state))
-    np.testing.assert_array_equal(out[:, 30:], again[:, 30:])
-    np.testing.assert_array_equal(final, its)
+    key[:, :30] = key[:, 30:60]
+    again = check((query, key, value, decay, beta, 3 * state))
+    for name in ("out", "dquery", "dkey", "dvalue", "dbeta"):
+        np.testing.assert_array_equal(first[name][:, 30:], again[name][:, 30:])
+    np.testing.assert_array_equal(first["state"], again["state"])
 
 
 def operands(t=100, k=1, n=1, h=64, hv=64, dtype="bfloat16"):
@@ -113,9 +124,13 @@ def operands(t=100, k=1, n=1, h=64, hv=64, dtype="bfloat16"):
     ],
 )
 def test_kernels_compile_fit_and_do_not_spill(capability, n, h, hv):
+    def both(*operands):
+        y, pull = jax.vjp(lambda *a: kimi_delta_attention(*a), *operands)
+        return y, pull(y)
+
     with compiling_for(capability):
-        found = launches(kimi_delta_attention, *operands(100, 1, n, h, hv))
-        assert len({launch.name for launch in found}) == 2
+        found = launches(both, *operands(100, 1, n, h, hv))
+        assert len({launch.name for launch in found}) == 5
         for launch in found:
             assert compiled(launch, capability).asm["cubin"]
             assert launch.shared_bytes <= bridge.max_shared_bytes()
@@ -137,3 +152,17 @@ def test_what_is_refused_in_words():
     assert "have 40 dims, no multiple of 16" in str(refusal(h=40))
     assert refusal(t=0) == "an operand is empty"
     assert "chunk_size 1 asks for the recurrence" in str(refusal(chunk_size=1))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing to interpret")
+def test_what_the_gradients_refuse_in_words():
+    def refusal(slope="bfloat16", **given):
+        names = ("query", "key", "value", "g", "beta")
+        named: dict[str, Any] = dict(zip(names, operands(**given), strict=True))
+        dout = jax.ShapeDtypeStruct(named["value"].shape, slope)
+        named |= dict(initial_state=None, scale=1.0, chunk_size=64)
+        return bwd.unsupported(dout=dout, dfinal_state=None, **named)
+
+    assert refusal() is None
+    assert refusal("float32") == "`dout` is float32, not bfloat16"
+    assert refusal(dtype="float32") == "`key` is float32"

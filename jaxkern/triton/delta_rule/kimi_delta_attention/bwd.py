@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.device import compute_capability, next_power_of_2
 from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import CHUNK
 from jaxkern.triton.delta_rule.kimi_delta_attention import fwd
@@ -74,14 +74,16 @@ def kimi_delta_attention_bwd(
         out=[like(value), like(value), tiles, like(beta)],
         grid=(b * n, chunks),
         num_warps=4,
-        num_stages=1,
+        num_stages=2,
         BLOCK_V=max(16, min(64, next_power_of_2(hv))),
         **shape,
     )
     # of each value head: those that share a key head are added up
     wide = key.dtype if n == k else jnp.float32
     each = jax.ShapeDtypeStruct((b, t, n, h), wide)
-    block = max(16, min(64, next_power_of_2(h)))
+    block, stages = 16, 2  # the most channels that do not spill
+    if compute_capability() >= 90:
+        block, stages = max(16, next_power_of_2(h) // 2), 1
     dquery, dkey, dg = bridge.triton_call(
         kimi_tokens_kernel,
         query,
@@ -97,7 +99,7 @@ def kimi_delta_attention_bwd(
         out=[each, each, like(g)],
         grid=(b * n, chunks, -(-h // block)),
         num_warps=8,
-        num_stages=1,
+        num_stages=stages,
         GROUP=n // k,
         H=h,
         BLOCK_H=block,

@@ -32,6 +32,23 @@ from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import (
 
 
 @jit
+def products(
+    x_ptr, d_ptr, rows, inside, HV: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    """x d^T and d x^T of the tokens of a chunk."""
+    CHUNK: tl.constexpr = 64
+    found = tl.zeros((CHUNK, CHUNK), tl.float32)
+    turned = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for first in range(0, HV, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        x = load_tokens(x_ptr, rows, inside, columns, HV)
+        d = load_tokens(d_ptr, rows, inside, columns, HV)
+        found = tl.dot(x, tl.trans(d), found)
+        turned = tl.dot(d, tl.trans(x), turned)
+    return found, turned
+
+
+@jit
 def kimi_pairs_kernel(
     beta_ptr,
     dout_ptr,
@@ -68,26 +85,16 @@ def kimi_pairs_kernel(
         tl.store(dvalue_ptr + at, (beta[:, None] * dr).to(dtype), present)
     tl.store(dbeta_ptr + rows, dbeta, inside)
     tl.debug_barrier()  # all of this program is stored before it is read
-    dqk = tl.zeros((CHUNK, CHUNK), tl.float32)
-    dqk_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
-    dkk = tl.zeros((CHUNK, CHUNK), tl.float32)
-    dkk_turned = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for first in range(0, HV, BLOCK_V):
-        columns = first + tl.arange(0, BLOCK_V)
-        d = load_tokens(d_ptr, rows, inside, columns, HV)
-        dout = load_tokens(dout_ptr, rows, inside, columns, HV)
-        dqk = tl.dot(dout, tl.trans(d), dqk)
-        dqk_turned = tl.dot(d, tl.trans(dout), dqk_turned)
-        dvalue = load_tokens(dvalue_ptr, rows, inside, columns, HV)
-        dkk = tl.dot(dvalue, tl.trans(d), dkk)
-        dkk_turned = tl.dot(d, tl.trans(dvalue), dkk_turned)
     row, column = token[:, None], token[None, :]
     tile = tiles_ptr + place * 3 * CHUNK * CHUNK + row * CHUNK + column
+    dqk, turned = products(dout_ptr, d_ptr, rows, inside, HV, BLOCK_V)
     tl.store(tile, tl.where(row >= column, SCALE * dqk, 0.0).to(dtype))
-    dkk = tl.where(row > column, dkk, dkk_turned)
-    tl.store(tile + CHUNK * CHUNK, tl.where(row == column, 0.0, -dkk).to(dtype))
-    dqk = tl.where(row < column, SCALE * dqk_turned, 0.0)
-    tl.store(tile + 2 * CHUNK * CHUNK, dqk.to(dtype))
+    turned = tl.where(row < column, SCALE * turned, 0.0)
+    tl.store(tile + 2 * CHUNK * CHUNK, turned.to(dtype))
+    dkk, turned = products(dvalue_ptr, d_ptr, rows, inside, HV, BLOCK_V)
+    dkk = tl.where(row > column, -1.0 * dkk, 0.0)
+    dkk += tl.where(row < column, -1.0 * turned, 0.0)
+    tl.store(tile + CHUNK * CHUNK, dkk.to(dtype))
 
 
 @jit
