@@ -11,6 +11,7 @@ from jaxkern import backend, kimi_delta_attention, segment_ids_from_cu_seqlens
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
 
 pytestmark = on_a_gpu
+NAMES = ("out", "state", "dquery", "dkey", "dvalue", "dg", "dbeta", "dinitial")
 
 
 def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
@@ -31,26 +32,37 @@ def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
     return operands
 
 
-def check(operands, slack=1.0):
-    """Relative errors in roundings of the dtype, and what rounding the state costs.
+def both(dout, dstate, *operands):
+    y, pull = jax.vjp(lambda *a: kimi_delta_attention(*a), *operands)
+    return *y, *pull((dout.astype(y[0].dtype), dstate.astype(y[1].dtype)))
 
-    Matrix units take the state that was given in the dtype of the keys.
+
+def check(operands, slack=1.0):
+    """All results and gradients, relative errors in roundings of the dtype.
+
+    Matrix units take the states in the dtype of keys: what this rounding of the states
+    that were given does to the exact results is allowed beside.
     """
-    dtype = operands[2].dtype
+    rng = np.random.default_rng(9)
+    value, (b, *_, h) = operands[2], operands[1].shape
+    dtype, (n, hv) = value.dtype, value.shape[2:]
+    dout = jnp.asarray(rng.standard_normal(value.shape), dtype)
+    dstate = jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32)
     poison(*operands)
     with backend("triton", strict=True):
-        found = jax.jit(kimi_delta_attention)(*operands)
+        found = jax.jit(both)(dout, dstate, *operands)
     with jax.enable_x64(True), backend("xla"):
-        wide = [x.astype(jnp.float64) for x in operands]
-        truth = jax.jit(kimi_delta_attention)(*wide)
-        wide[5:] = [x.astype(dtype).astype(jnp.float64) for x in wide[5:]]
-        rounded = jax.jit(kimi_delta_attention)(*wide)
+        wide = [x.astype(jnp.float64) for x in (dout, dstate, *operands)]
+        run = jax.jit(both)
+        truth = run(*wide)
+        for i in (1, *range(7, len(wide))):
+            wide[i] = wide[i].astype(dtype).astype(jnp.float64)
+        rounded = relative_errors(run(*wide), truth, 1e-3)
     errors = relative_errors(found, truth, 1e-3)
-    allowed = relative_errors(rounded, truth, 1e-3)
-    print([f"{error:.1e}" for error in errors])
-    for error, more in zip(errors, allowed, strict=True):
-        assert error < slack * EPSILON[dtype.name] + more, (errors, allowed)
-    return found
+    print(dict(zip(NAMES, (f"{e:.1e}" for e in errors), strict=False)))
+    for name, error, allowed in zip(NAMES, errors, rounded, strict=False):
+        assert error < slack * EPSILON[dtype.name] + allowed, (name, error, allowed)
+    return dict(zip(NAMES, found, strict=False))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -64,7 +76,7 @@ def check(operands, slack=1.0):
         (5, 200, 28, 28, 64, 64, True),  # more programs than multiprocessors
     ],
 )
-def test_values(b, t, k, n, h, hv, state, dtype):
+def test_values_and_gradients(b, t, k, n, h, hv, state, dtype):
     check(draw(b, t, k, n, h, hv, dtype, state))
 
 
@@ -73,11 +85,13 @@ def test_a_token_that_forgets_everything_and_one_that_writes_nothing():
     g = g.at[:, 100].set(-jnp.inf).at[0, 30, 1, ::2].set(-jnp.inf)
     g = g.at[0, 64, 0].set(-1e30)
     beta = beta.at[:, 50].set(0.0)
-    out, _ = check([query, key, value, g, beta, state])
+    found = check([query, key, value, g, beta, state])
+    np.testing.assert_array_equal(found["dg"][:, 100], 0.0)
+    np.testing.assert_array_equal(found["dinitial"] * 0, 0.0)
     changed = [x.at[:, :100].set(x[:, 100:]) for x in (query, key, value)]
     with backend("triton", strict=True):
         again, _ = kimi_delta_attention(*[*changed, g, beta, state])
-    np.testing.assert_array_equal(again[:, 100:], out[:, 100:])
+    np.testing.assert_array_equal(again[:, 100:], found["out"][:, 100:])
 
 
 def test_strong_decay_and_equal_keys():
@@ -103,10 +117,11 @@ def test_packed_sequences():
 def test_every_run_has_the_same_bits():
     operands = draw(2, 700, 2, 4, 128, 128, "bfloat16")
     with backend("triton", strict=True):
-        run = jax.jit(kimi_delta_attention)
-        first = run(*operands)
+        run = jax.jit(both)
+        first = run(operands[2], operands[5], *operands)
         for _ in range(3):
-            jax.tree.map(np.testing.assert_array_equal, first, run(*operands))
+            again = run(operands[2], operands[5], *operands)
+            jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
 def test_decays_and_strengths_of_16_bits_and_a_mapped_axis():

@@ -79,6 +79,7 @@ def kimi_chunk_kernel(
     across_ptr,
     strength_ptr,
     matrices_ptr,
+    pairs_ptr,
     ends_ptr,
     T: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -135,6 +136,9 @@ def kimi_chunk_kernel(
             qk += tl.where(near, tl.dot(queries, keys), 0.0)
     qk += tl.where(row == column, itself[:, None], 0.0)
     scores = SCALE * qk
+    pair_at = place * CHUNK * CHUNK + row * CHUNK + column
+    if pairs_ptr is not None:  # registers are for two inverses
+        tl.store(pairs_ptr + pair_at, scores)
     beta = tl.load(beta_ptr + tokens * NUM_HEADS + head, inside, 0.0).to(tl.float32)
     tl.store(strength_ptr + place * CHUNK + token, beta)
     inverse = unit_lower_inverse(kk * beta[None, :], PRECISION)
@@ -144,6 +148,8 @@ def kimi_chunk_kernel(
         scores *= beta[None, :]
     else:
         inverse = unit_lower_inverse(kk * beta[:, None], PRECISION)
+        tl.debug_barrier()
+        scores = tl.load(pairs_ptr + pair_at)
     scores = tl.dot(scores, inverse, input_precision=PRECISION)
     tl.store(tile + CHUNK * CHUNK, scores.to(dtype))
     if ends_ptr is not None:
@@ -188,6 +194,7 @@ def chunk_parts(query, key, g, beta, *, scale, backward=False):
         "across_ptr": of_chunks(h),
         "strength_ptr": of_chunks(CHUNK),
         "matrices_ptr": of_chunks(2, CHUNK, CHUNK, dtype=key.dtype),
+        "pairs_ptr": of_chunks(CHUNK, CHUNK) if backward else None,
         "ends_ptr": of_chunks(h, CHUNK, dtype=key.dtype) if backward else None,
     }
     found = sparse_call(
@@ -207,4 +214,6 @@ def chunk_parts(query, key, g, beta, *, scale, backward=False):
             PRECISION="tf32",
         ),
     )
-    return dict(zip(outputs, found, strict=True))
+    parts = dict(zip(outputs, found, strict=True))
+    del parts["pairs_ptr"]  # was room for scores
+    return parts
