@@ -10,7 +10,7 @@ docs/design/kimi_delta_attention.md:
               forward scale qk beta Y; backward scale qk T, T = (I + beta tril(kk, -1))^-1
     ends      store^T T: the backward pass alone wants it
 
-qk and kk are made by levels. On the level of `half` tokens, blocks of 2 half are cut in
+qk and kk are made by levels. On level l blocks of 2^l tokens are cut in
 the middle: a row of the second half decays from there, a column of the first half to
 there, both by e^-|G - G_middle| <= 1, and what they have to do with each other is a
 product of matrices. Two tokens meet on one level: that of the highest bit in which
@@ -41,29 +41,35 @@ def load_channels(ptr, rows, inside, h, H: tl.constexpr):
 
 
 @jit
-def decay_to_middle(total, total_ptr, token, h, half, H: tl.constexpr):
-    """e^-|G - G_middle| of every token, in blocks of 2 `half` tokens."""
-    middle = token // (2 * half) * (2 * half) + half - 1
-    at = middle[:, None] * H + h[None, :]
-    to_middle = tl.load(total_ptr + at, (h < H)[None, :] & (at >= 0), 0.0)
+def decay_to_middle(total, total_ptr, token, h, level, H: tl.constexpr):
+    """e^-|G - G_middle| of every token, in blocks of 2^level tokens."""
+    middle = (token >> level << level) + (1 << (level - 1)) - 1
+    there = (h < H)[None, :] & (token >= 0)[:, None]
+    to_middle = tl.load(total_ptr + middle[:, None] * H + h[None, :], there, 0.0)
     return tl.exp(-tl.abs(total - to_middle))
 
 
 @jit
-def meets(token, half):
+def is_second(token, level):
+    """Whether a token is in the second half of its block of 2^level."""
+    return (token >> (level - 1)) & 1 == 1
+
+
+@jit
+def meets(token, level):
     """Which rows of second halves have which columns of first ones, `[64, 64]`.
 
     Of vectors: a matrix that no level changes would stay in registers.
     """
-    block, second = token // (2 * half), token // half % 2 == 1
+    block, second = token >> level, is_second(token, level)
     row, column = tl.where(second, block, -1), tl.where(second, -2, block)
     return row[:, None] == column[None, :]
 
 
 @jit
-def met(token, half):
+def met(token, level):
     """`meets`, turned."""
-    block, second = token // (2 * half), token // half % 2 == 1
+    block, second = token >> level, is_second(token, level)
     row, column = tl.where(second, block, -1), tl.where(second, -2, block)
     return column[:, None] == row[None, :]
 
@@ -102,8 +108,6 @@ def kimi_chunk_kernel(
     key_rows = tokens * NUM_KEY_HEADS + head // GROUP
     total_ptr += place * CHUNK * H
     row, column = token[:, None], token[None, :]
-    qk = tl.zeros((CHUNK, CHUNK), tl.float32)
-    kk = tl.zeros((CHUNK, CHUNK), tl.float32)
     itself = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, H, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
@@ -115,25 +119,33 @@ def kimi_chunk_kernel(
         tl.debug_barrier()  # all of this program is stored before it is read
         end = tl.load(total_ptr + (CHUNK - 1) * H + h, h < H, 0.0)
         tl.store(across_ptr + place * H + h, tl.exp(end), h < H)
-        key = load_channels(key_ptr, key_rows, inside, h, H)
-        query = load_channels(query_ptr, key_rows, inside, h, H)
-        wide = key.to(tl.float32)
+        key = load_channels(key_ptr, key_rows, inside, h, H).to(tl.float32)
+        query = load_channels(query_ptr, key_rows, inside, h, H).to(tl.float32)
+        itself += tl.sum(query * key, 1)
         from_start = tl.exp(total)
         decayed = decayed_ptr + place * 3 * CHUNK * H + at
-        tl.store(decayed, (query.to(tl.float32) * from_start).to(dtype), there)
+        tl.store(decayed, (query * from_start).to(dtype), there)
         decayed += CHUNK * H
-        tl.store(decayed, (wide * from_start).to(dtype), there)
+        tl.store(decayed, (key * from_start).to(dtype), there)
         decayed += CHUNK * H
-        tl.store(decayed, (wide * tl.exp(end[None, :] - total)).to(dtype), there)
-        itself += tl.sum(query.to(tl.float32) * wide, 1)
-        for level in range(6):
-            half = 32 >> level
-            decay = decay_to_middle(total, total_ptr, token, h, half, H)
-            near = meets(token, half)
-            keys = tl.trans((key.to(tl.float32) * decay).to(dtype))
-            kk += tl.where(near, tl.dot(tl.trans(keys), keys), 0.0)
-            queries = (query.to(tl.float32) * decay).to(dtype)
-            qk += tl.where(near, tl.dot(queries, keys), 0.0)
+        tl.store(decayed, (key * tl.exp(end[None, :] - total)).to(dtype), there)
+    qk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    kk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for level in range(1, 7):
+        of_level = tl.zeros((CHUNK, CHUNK), tl.float32)
+        of_keys = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for first in range(0, H, BLOCK_H):
+            h = first + tl.arange(0, BLOCK_H)
+            total = tl.load(total_ptr + row * H + h[None, :], (h < H)[None, :], 0.0)
+            decay = decay_to_middle(total, total_ptr, token, h, level, H)
+            key = load_channels(key_ptr, key_rows, inside, h, H).to(tl.float32)
+            keys = tl.trans((key * decay).to(dtype))
+            of_keys = tl.dot(tl.trans(keys), keys, of_keys)
+            query = load_channels(query_ptr, key_rows, inside, h, H).to(tl.float32)
+            of_level = tl.dot((query * decay).to(dtype), keys, of_level)
+        near = meets(token, level)
+        kk += tl.where(near, of_keys, 0.0)
+        qk += tl.where(near, of_level, 0.0)
     qk += tl.where(row == column, itself[:, None], 0.0)
     scores = SCALE * qk
     pair_at = place * CHUNK * CHUNK + row * CHUNK + column

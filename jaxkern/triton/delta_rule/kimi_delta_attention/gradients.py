@@ -26,6 +26,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.gradients import (
 )
 from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import (
     decay_to_middle,
+    is_second,
     meets,
     met,
 )
@@ -171,24 +172,23 @@ def kimi_tokens_kernel(
     dquery += itself * key.to(tl.float32)
     dkey += itself * query.to(tl.float32)
     tile += token[:, None] * CHUNK + token[None, :]
-    for level in range(6):
-        half = 32 >> level
-        decay = decay_to_middle(total, total_ptr, token, h, half, H)
+    for level in range(1, 7):
+        decay = decay_to_middle(total, total_ptr, token, h, level, H)
         keys = (key.to(tl.float32) * decay).to(dtype)
         queries = (query.to(tl.float32) * decay).to(dtype)
-        near = meets(token, half)
+        near = meets(token, level)
         product = tl.dot(tl.load(tile, near, 0.0), keys)
         dquery += product * decay
         dtotal += product * queries.to(tl.float32)
-        turned = met(token, half)
+        turned = met(token, level)
         dkk = tl.load(tile + CHUNK * CHUNK, near | turned, 0.0)
         product = tl.dot(dkk, keys)
         dqk = tl.load(tile + 2 * CHUNK * CHUNK, turned, 0.0)
         product = tl.dot(dqk, queries, product)
         dkey += product * decay
         product *= keys.to(tl.float32)
-        later = token // half % 2 == 1
-        dtotal += tl.where(later[:, None], product, -product)
+        later = is_second(token, level)[:, None]
+        dtotal += tl.where(later, product, -product)
 
     at = rows[:, None] * H + h[None, :]
     present = inside[:, None] & there
