@@ -108,6 +108,8 @@ def kimi_chunk_kernel(
     key_rows = tokens * NUM_KEY_HEADS + head // GROUP
     total_ptr += place * CHUNK * H
     row, column = token[:, None], token[None, :]
+    qk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    kk = tl.zeros((CHUNK, CHUNK), tl.float32)
     itself = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, H, BLOCK_H):
         h = first + tl.arange(0, BLOCK_H)
@@ -129,23 +131,12 @@ def kimi_chunk_kernel(
         tl.store(decayed, (key * from_start).to(dtype), there)
         decayed += CHUNK * H
         tl.store(decayed, (key * tl.exp(end[None, :] - total)).to(dtype), there)
-    qk = tl.zeros((CHUNK, CHUNK), tl.float32)
-    kk = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for level in range(1, 7):
-        of_level = tl.zeros((CHUNK, CHUNK), tl.float32)
-        of_keys = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for first in range(0, H, BLOCK_H):
-            h = first + tl.arange(0, BLOCK_H)
-            total = tl.load(total_ptr + row * H + h[None, :], (h < H)[None, :], 0.0)
+        for level in range(1, 7):
             decay = decay_to_middle(total, total_ptr, token, h, level, H)
-            key = load_channels(key_ptr, key_rows, inside, h, H).to(tl.float32)
+            near = meets(token, level)
             keys = tl.trans((key * decay).to(dtype))
-            of_keys = tl.dot(tl.trans(keys), keys, of_keys)
-            query = load_channels(query_ptr, key_rows, inside, h, H).to(tl.float32)
-            of_level = tl.dot((query * decay).to(dtype), keys, of_level)
-        near = meets(token, level)
-        kk += tl.where(near, of_keys, 0.0)
-        qk += tl.where(near, of_level, 0.0)
+            kk += tl.where(near, tl.dot(tl.trans(keys), keys), 0.0)
+            qk += tl.where(near, tl.dot((query * decay).to(dtype), keys), 0.0)
     qk += tl.where(row == column, itself[:, None], 0.0)
     scores = SCALE * qk
     pair_at = place * CHUNK * CHUNK + row * CHUNK + column
