@@ -129,7 +129,7 @@ def test_kernels_compile_fit_and_do_not_spill(capability, n, h, hv):
         return y, pull(y)
 
     with compiling_for(capability):
-        found = launches(both, *operands(100, 1, n, h, hv))
+        found: list[Any] = launches(both, *operands(100, 1, n, h, hv))
         assert len({launch.name for launch in found}) == 5
         for launch in found:
             assert compiled(launch, capability).asm["cubin"]

@@ -7,18 +7,21 @@ docs/design/kimi_delta_attention.md:
     decayed   read, erase, store: queries and keys with their decays
     across    the decay of the chunk, [h]
     matrices  Y = (I + tril(kk, -1) beta)^-1, for which d = beta Y (v - erase S)
-              forward scale qk beta Y; backward scale qk T, T = (I + beta tril(kk, -1))^-1
+              forward scale qk beta Y; backward scale qk T with
+              T = (I + beta tril(kk, -1))^-1
     ends      store^T T: the backward pass alone wants it
 
-qk and kk are made by levels. On level l blocks of 2^l tokens are cut in
-the middle: a row of the second half decays from there, a column of the first half to
-there, both by e^-|G - G_middle| <= 1, and what they have to do with each other is a
-product of matrices. Two tokens meet on one level: that of the highest bit in which
-their places differ. So no decay is divided by another, and none overflows.
+qk and kk are made by levels. On level l blocks of 2^l tokens are cut in the middle: a
+row of the second half decays from there, a column of the first half to there, both by
+e^-|G - G_middle| <= 1, and what they have to do with each other is a product of
+matrices. Two tokens meet on one level: that of the highest bit in which their places
+differ. So no decay is divided by another, and none overflows.
 
-A program has the chunk of a value head and takes some channels at a time. It stores G and
-reads it again, each thread other rows.
+A program has the chunk of a value head and takes some channels at a time. It stores G
+and reads it again, each thread other rows.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     running_decay,
     unit_lower_inverse,
 )
-
 
 
 @jit
@@ -181,7 +183,7 @@ def channels(h: int, backward: bool) -> int:
     return max(16, min(most, next_power_of_2(h)))
 
 
-def chunk_parts(query, key, g, beta, *, scale, backward=False):
+def chunk_parts(query, key, g, beta, *, scale, backward=False) -> dict[str, Any]:
     """By name: total `[b n c 64 h]`, decayed `[b n c 3 64 h]`, across `[b n c h]`,
     strength, which is beta, `[b n c 64]`, matrices `[b n c 2 64 64]`, ends
     `[b n c h 64]` or None."""

@@ -1,6 +1,6 @@
 """Gradients of the operands of a chunk, from what the walks left; all chunks at once.
 
-With S before and D after the chunk, as docs/design/kimi_delta_attention.md derives them:
+With S before and D after the chunk, as docs/design/kimi_delta_attention.md has them:
 
     kimi_pairs_kernel    dqk = scale dout d^T on and below the diagonal, with d = beta y
                          dkk = -dv d^T below it, with dv = beta dr; dkk + dkk^T, dqk^T
@@ -33,9 +33,7 @@ from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import (
 
 
 @jit
-def products(
-    x_ptr, d_ptr, rows, inside, HV: tl.constexpr, BLOCK_V: tl.constexpr
-):
+def products(x_ptr, d_ptr, rows, inside, HV: tl.constexpr, BLOCK_V: tl.constexpr):
     """x d^T and d x^T of the tokens of a chunk."""
     CHUNK: tl.constexpr = 64
     found = tl.zeros((CHUNK, CHUNK), tl.float32)

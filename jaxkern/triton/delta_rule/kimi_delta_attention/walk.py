@@ -25,9 +25,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.walk import (
 
 
 @jit
-def load_decayed(
-    decayed_ptr, place, token, h, WHICH: tl.constexpr, H: tl.constexpr
-):
+def load_decayed(decayed_ptr, place, token, h, WHICH: tl.constexpr, H: tl.constexpr):
     """read, erase or store of a chunk."""
     CHUNK: tl.constexpr = 64
     at = (place * 3 + WHICH) * CHUNK * H + token[:, None] * H + h[None, :]
