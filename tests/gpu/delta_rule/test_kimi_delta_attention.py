@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, kimi_delta_attention, segment_ids_from_cu_seqlens
-from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
+from tests.gpu.delta_rule.both_passes import NAMES, both
+from tests.gpu.delta_rule.both_passes import check as check_rule
+from tests.gpu.truth import EPSILON, on_a_gpu, relative_errors
 
 pytestmark = on_a_gpu
-NAMES = ("out", "state", "dquery", "dkey", "dvalue", "dg", "dbeta", "dinitial")
+check = functools.partial(check_rule, kimi_delta_attention)
 
 
 def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
@@ -30,39 +32,6 @@ def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
     if state:
         operands.append(jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32))
     return operands
-
-
-def both(dout, dstate, *operands):
-    y, pull = jax.vjp(lambda *a: kimi_delta_attention(*a), *operands)
-    return *y, *pull((dout.astype(y[0].dtype), dstate.astype(y[1].dtype)))
-
-
-def check(operands, slack=1.0):
-    """All results and gradients, relative errors in roundings of the dtype.
-
-    Matrix units take the states in the dtype of keys: what this rounding of the states
-    that were given does to the exact results is allowed beside.
-    """
-    rng = np.random.default_rng(9)
-    value, (b, *_, h) = operands[2], operands[1].shape
-    dtype, (n, hv) = value.dtype, value.shape[2:]
-    dout = jnp.asarray(rng.standard_normal(value.shape), dtype)
-    dstate = jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32)
-    poison(*operands)
-    with backend("triton", strict=True):
-        found = jax.jit(both)(dout, dstate, *operands)
-    with jax.enable_x64(True), backend("xla"):
-        wide = [x.astype(jnp.float64) for x in (dout, dstate, *operands)]
-        run = jax.jit(both)
-        truth = run(*wide)
-        for i in (1, *range(7, len(wide))):
-            wide[i] = wide[i].astype(dtype).astype(jnp.float64)
-        rounded = relative_errors(run(*wide), truth, 1e-3)
-    errors = relative_errors(found, truth, 1e-3)
-    print(dict(zip(NAMES, (f"{e:.1e}" for e in errors), strict=False)))
-    for name, error, allowed in zip(NAMES, errors, rounded, strict=False):
-        assert error < slack * EPSILON[dtype.name] + allowed, (name, error, allowed)
-    return dict(zip(NAMES, found, strict=False))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -86,6 +55,7 @@ def test_a_token_that_forgets_everything_and_one_that_writes_nothing():
     g = g.at[0, 64, 0].set(-1e30)
     beta = beta.at[:, 50].set(0.0)
     found = check([query, key, value, g, beta, state])
+    found = dict(zip(NAMES, found, strict=True))
     np.testing.assert_array_equal(found["dg"][:, 100], 0.0)
     np.testing.assert_array_equal(found["dinitial"] * 0, 0.0)
     changed = [x.at[:, :100].set(x[:, 100:]) for x in (query, key, value)]
@@ -117,7 +87,7 @@ def test_packed_sequences():
 def test_every_run_has_the_same_bits():
     operands = draw(2, 700, 2, 4, 128, 128, "bfloat16")
     with backend("triton", strict=True):
-        run = jax.jit(both)
+        run = jax.jit(functools.partial(both, kimi_delta_attention))
         first = run(operands[2], operands[5], *operands)
         for _ in range(3):
             again = run(operands[2], operands[5], *operands)

@@ -36,6 +36,15 @@ from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
 
 
 @jit
+def chunk_of_program(T: tl.constexpr, NUM_HEADS: tl.constexpr):
+    """(which of all chunks, value head, its tokens, which of them there are)."""
+    rows = tl.program_id(1) * 64 + tl.arange(0, 64)
+    b, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    return place, head, b.to(tl.int64) * T + rows, rows < T
+
+
+@jit
 def load_channels(ptr, rows, inside, h, H: tl.constexpr):
     """Rows of H numbers, of which some channels."""
     present = inside[:, None] & (h < H)[None, :]
@@ -100,13 +109,8 @@ def kimi_chunk_kernel(
     CHUNK: tl.constexpr = 64
     NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
     dtype = key_ptr.dtype.element_ty
-    chunk = tl.program_id(1)
-    b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
-    head = tl.program_id(0) % NUM_HEADS
-    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
     token = tl.arange(0, CHUNK)
-    tokens = b * T + chunk * CHUNK + token
-    inside = chunk * CHUNK + token < T
+    place, head, tokens, inside = chunk_of_program(T, NUM_HEADS)
     key_rows = tokens * NUM_KEY_HEADS + head // GROUP
     total_ptr += place * CHUNK * H
     row, column = token[:, None], token[None, :]

@@ -25,6 +25,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.gradients import (
     load_tokens,
 )
 from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import (
+    chunk_of_program,
     decay_to_middle,
     is_second,
     meets,
@@ -65,12 +66,9 @@ def kimi_pairs_kernel(
 ):
     CHUNK: tl.constexpr = 64
     dtype = dout_ptr.dtype.element_ty
-    chunk = tl.program_id(1)
-    b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
     token = tl.arange(0, CHUNK)
-    rows = (b * T + chunk * CHUNK + token) * NUM_HEADS + tl.program_id(0) % NUM_HEADS
-    inside = chunk * CHUNK + token < T
+    place, head, tokens, inside = chunk_of_program(T, NUM_HEADS)
+    rows = tokens * NUM_HEADS + head
     beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
     dbeta = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, HV, BLOCK_V):
@@ -123,14 +121,9 @@ def kimi_tokens_kernel(
     """dquery and dkey of each value head."""
     CHUNK: tl.constexpr = 64
     dtype = key_ptr.dtype.element_ty
-    chunk = tl.program_id(1)
-    b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
-    head = tl.program_id(0) % NUM_HEADS
-    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
     token = tl.arange(0, CHUNK)
+    place, head, tokens, inside = chunk_of_program(T, NUM_HEADS)
     h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    tokens = b * T + chunk * CHUNK + token
-    inside = chunk * CHUNK + token < T
     rows = tokens * NUM_HEADS + head
     key_rows = tokens * (NUM_HEADS // GROUP) + head // GROUP
     total_ptr += place * CHUNK * H

@@ -33,6 +33,18 @@ def load_decayed(decayed_ptr, place, token, h, WHICH: tl.constexpr, H: tl.conste
 
 
 @jit
+def values_of_chunk(
+    chunk, place, column, T: tl.constexpr, NUM_HEADS: tl.constexpr, HV: tl.constexpr
+):
+    """Where some columns of the values stand, turned, and which of them there are."""
+    rows = (chunk * 64 + tl.arange(0, 64)).to(tl.int64)[None, :]
+    columns = column[:, None]
+    first = place // NUM_HEADS * T * NUM_HEADS + place % NUM_HEADS
+    at = (first + rows * NUM_HEADS) * HV + columns
+    return at, (rows < T) & (columns < HV)
+
+
+@jit
 def walk_forward(
     value_ptr,
     decayed_ptr,
@@ -61,18 +73,15 @@ def walk_forward(
     ERASE: tl.constexpr = 1
     STORE: tl.constexpr = 2
     dtype = value_ptr.dtype.element_ty
-    token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
-    two = tl.arange(0, 2 * CHUNK)[:, None]
     column = first_column + tl.arange(0, BLOCK_V)
+    token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
+    both_rows = tl.arange(0, 2 * CHUNK)[:, None]
     state = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
     if initial_ptr is not None:
         state += load_turned_state(initial_ptr, place, h, column, H, HV)
-    first = (place // NUM_HEADS * T * NUM_HEADS + place % NUM_HEADS) * HV
     for chunk in range(CHUNKS):
         here = place * CHUNKS + chunk
-        rows = chunk * CHUNK + token
-        at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None] + first
-        inside = (rows < T)[None, :] & (column < HV)[:, None]
+        at, inside = values_of_chunk(chunk, place, column, T, NUM_HEADS, HV)
         matrices = matrices_ptr + here * 2 * CHUNK * CHUNK
         low = state.to(dtype)
         if states_ptr is not None:
@@ -82,7 +91,7 @@ def walk_forward(
         r = (value.to(tl.float32) - tl.dot(low, tl.trans(erase))).to(dtype)
         if out_ptr is not None:
             # Y above scale qk beta Y
-            both = tl.load(matrices + two * CHUNK + token[None, :])
+            both = tl.load(matrices + both_rows * CHUNK + token[None, :])
             y, within = halves(tl.dot(r, tl.trans(both)), BLOCK_V, CHUNK)
             read = load_decayed(decayed_ptr, here, token, h, READ, H)
             out = SCALE * tl.dot(low, tl.trans(read)) + within
@@ -121,7 +130,7 @@ def walk_backward(
     BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Leaves D after each chunk, dr, and D before the first."""
+    """Leaves D after each chunk and before the first, and dr."""
     CHUNK: tl.constexpr = 64
     CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     READ: tl.constexpr = 0
@@ -130,15 +139,10 @@ def walk_backward(
     token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
     column = first_column + tl.arange(0, BLOCK_V)
     dstate = load_turned_state(dfinal_ptr, place, h, column, H, HV)
-    first = (place // NUM_HEADS * T * NUM_HEADS + place % NUM_HEADS) * HV
     for step in range(CHUNKS):
         chunk = CHUNKS - 1 - step
         here = place * CHUNKS + chunk
-        rows = chunk * CHUNK + token
-        at = rows.to(tl.int64)[None, :] * (NUM_HEADS * HV) + column[:, None] + first
-        inside = (rows < T)[None, :] & (column < HV)[:, None]
-        across = tl.load(across_ptr + here * H + h, h < H, 0.0)[None, :]
-        beta = tl.load(strength_ptr + here * CHUNK + token)[None, :]
+        at, inside = values_of_chunk(chunk, place, column, T, NUM_HEADS, HV)
         low = dstate.to(dtype)
         store_of_chunk(dstates_ptr, low, here, h, column, H, HV)
         scores = matrices_ptr + (here * 2 + 1) * CHUNK * CHUNK
@@ -150,7 +154,9 @@ def walk_backward(
         tl.store(dr_ptr + at, dr.to(dtype), inside)
         read = load_decayed(decayed_ptr, here, token, h, READ, H)
         scaled = (SCALE * dout.to(tl.float32)).to(dtype)
+        across = tl.load(across_ptr + here * H + h, h < H, 0.0)[None, :]
         dstate = tl.dot(scaled, read, across * dstate)
+        beta = tl.load(strength_ptr + here * CHUNK + token)[None, :]
         erase = load_decayed(decayed_ptr, here, token, h, ERASE, H)
         dstate = tl.dot((-beta * dr).to(dtype), erase, dstate)
     if dinitial_ptr is not None:
