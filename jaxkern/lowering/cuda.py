@@ -104,6 +104,8 @@ KERNELS = (
     Kernel("kimi_delta_attention_step",  "triton",     "triton.delta_rule.kimi_delta_attention_step",    "primal"),
     Kernel("gated_delta_rule",           "triton",     "triton.delta_rule.gated_delta_rule.fwd",         "primal"),
     Kernel("gated_delta_rule",           "triton",     "triton.delta_rule.gated_delta_rule.bwd",         "bwd"),
+    Kernel("kimi_delta_attention",       "triton",     "triton.delta_rule.kimi_delta_attention.fwd",     "primal"),
+    Kernel("kimi_delta_attention",       "triton",     "triton.delta_rule.kimi_delta_attention.bwd",     "bwd"),
     Kernel("state_space_dual",           "triton",     "triton.delta_rule.state_space_dual.fwd",         "primal"),
     Kernel("state_space_dual",           "triton",     "triton.delta_rule.state_space_dual.bwd",         "bwd"),
 

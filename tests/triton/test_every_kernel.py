@@ -27,6 +27,7 @@ from jaxkern import (
     gated_delta_rule,
     gated_rms_norm,
     group_norm,
+    kimi_delta_attention,
     moe_rms_norm_add,
     quantize_vectors,
     quantized_cache_attention,
@@ -177,6 +178,13 @@ def delta_rule(h):
     return slopes(gated_delta_rule, key, key, value, gates, gates, state)
 
 
+def kimi_delta_rule(h):
+    """Gradients, for which "auto" takes no kernel, asked for."""
+    key, value, beta = spec(1, 100, 1, h), spec(1, 100, 2, h), spec(1, 100, 2)
+    call = slopes(asked_for(kimi_delta_attention), key, key, value, value, beta)
+    return asked_for(call[0]), call[1]
+
+
 def state_space(size):
     x, read = spec(1, 100, 2, 64), spec(1, 100, 1, size)
     call = state_space_dual, x, spec(1, 100, 2), spec(2), read, read
@@ -271,6 +279,7 @@ CALLS = {  # which the cases of the ops leave out
     "quantize 80 dims": quantize(IntCodec(5), 80),
     **{f"dequantize {c}": dequantize(c) for c in CODECS},
     **{f"gated_delta_rule {h}": delta_rule(h) for h in (64, 128, 256)},
+    **{f"kimi_delta_attention {h}": kimi_delta_rule(h) for h in (64, 128)},
     **{f"state_space_dual {size}": state_space(size) for size in (128, 256)},
     **{f"embedding {t}": embed(t) for t in DTYPES},
     **{f"adamw {t}": update(t) for t in DTYPES},

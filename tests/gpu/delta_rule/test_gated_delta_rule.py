@@ -1,5 +1,7 @@
 """Kernels of gated_delta_rule on a GPU, against the recurrence in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ from jaxkern import backend, explain, gated_delta_rule
 from jaxkern.gpu.device import device_capability
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
 from jaxkern.triton.delta_rule.gated_delta_rule import fwd
-from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
+from tests.gpu.delta_rule.both_passes import NAMES, both
+from tests.gpu.delta_rule.both_passes import check as check_rule
+from tests.gpu.truth import on_a_gpu, relative_errors
 
 pytestmark = on_a_gpu
 
@@ -25,7 +29,7 @@ def walks(request, monkeypatch):
     jax.clear_caches()
 
 
-NAMES = ("out", "state", "dquery", "dkey", "dvalue", "dg", "dbeta", "dinitial")
+check = functools.partial(check_rule, gated_delta_rule)
 
 
 def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
@@ -43,38 +47,6 @@ def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
     if state:
         operands.append(jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32))
     return operands
-
-
-def both(dout, dstate, *operands):
-    y, pull = jax.vjp(lambda *a: gated_delta_rule(*a), *operands)
-    return *y, *pull((dout.astype(y[0].dtype), dstate.astype(y[1].dtype)))
-
-
-def check(operands, slack=1.0):
-    """All results and gradients, relative errors in roundings of the dtype.
-
-    Matrix units take the states in the dtype of keys: what this rounding of the states
-    that were given does to the exact results is allowed beside.
-    """
-    rng = np.random.default_rng(9)
-    value, (b, *_, h) = operands[2], operands[1].shape
-    dtype, (n, hv) = value.dtype, value.shape[2:]
-    dout = jnp.asarray(rng.standard_normal(value.shape), dtype)
-    dstate = jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32)
-    poison(*operands)
-    with backend("triton", strict=True):
-        found = jax.jit(both)(dout, dstate, *operands)
-    with jax.enable_x64(True), backend("xla"):
-        wide = [x.astype(jnp.float64) for x in (dout, dstate, *operands)]
-        run = jax.jit(both)
-        truth = run(*wide)
-        for i in (1, *range(7, len(wide))):
-            wide[i] = wide[i].astype(dtype).astype(jnp.float64)
-        rounded = relative_errors(run(*wide), truth, 1e-3)
-    errors = relative_errors(found, truth, 1e-3)
-    for name, error, allowed in zip(NAMES, errors, rounded, strict=False):
-        assert error < slack * EPSILON[dtype.name] + allowed, (name, error, allowed)
-    return found
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -133,7 +105,7 @@ def test_decays_and_strengths_of_16_bits_and_a_mapped_axis():
 def test_every_run_has_the_same_bits():
     operands = draw(2, 700, 2, 4, 128, 128, "bfloat16")
     dout, dstate = operands[2], operands[5]
-    run = jax.jit(both)
+    run = jax.jit(functools.partial(both, gated_delta_rule))
     first = run(dout, dstate, *operands)
     for _ in range(3):
         jax.tree.map(np.testing.assert_array_equal, first, run(dout, dstate, *operands))

@@ -1,0 +1,1 @@
+"""Kimi delta attention by Triton: fwd.py, bwd.py and their kernels."""
