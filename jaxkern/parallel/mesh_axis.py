@@ -63,10 +63,7 @@ def over_axis(
         if context.empty and not any(map(is_placed, jax.tree.leaves(operands))):
             mesh = with_automatic_axes(mesh)
         else:
-            operands = [
-                jax.tree.map(lambda x, spec=spec: cut_whole(x, mesh, spec), operand)
-                for operand, spec in zip(operands, in_specs, strict=True)
-            ]
+            operands = all_cut(mesh, operands, in_specs)
     mapped = jax.shard_map(
         f,
         mesh=mesh,
@@ -75,6 +72,13 @@ def over_axis(
         out_specs=out_specs,
     )
     return mapped(*operands)
+
+
+def all_cut(mesh: AnyMesh, operands: Sequence[Any], specs: Sequence[P]) -> list[Any]:
+    return [
+        jax.tree.map(lambda x, spec=spec: cut_whole(x, mesh, spec), operand)
+        for operand, spec in zip(operands, specs, strict=True)
+    ]
 
 
 def is_explicit(mesh: AnyMesh, axis_name: str) -> bool:

@@ -112,7 +112,6 @@ def ring_attention(
     check_softcap(op, softcap)
     check_shards(query, key, value, causal, window, order)
     as_causal(op, window, causal)
-    window = tuple(window) if isinstance(window, tuple | list) else window
     query, scale = with_static_scale(op, query, scale)
     options = Ring(
         axis_name=axis_name,
@@ -330,12 +329,14 @@ def where_seen(seen: jax.Array, f, o: Shards, *more: jax.Array):
 
 
 def attend(o: Shards, options: Ring, q_offset=None) -> tuple[jax.Array, jax.Array]:
-    ids = None if o.q_segment_ids is None else (o.q_segment_ids, o.kv_segment_ids)
+    ids = None
+    if o.q_segment_ids is not None and o.kv_segment_ids is not None:
+        ids = o.q_segment_ids, o.kv_segment_ids
     with (
         backend_context(options.backend),
         jax.default_matmul_precision(options.precision),
     ):
-        return attention(
+        found = attention(
             o.query,
             o.key,
             o.value,
@@ -348,3 +349,5 @@ def attend(o: Shards, options: Ring, q_offset=None) -> tuple[jax.Array, jax.Arra
             softcap=options.softcap,
             return_lse=True,
         )
+    assert isinstance(found, tuple)  # with lse
+    return found

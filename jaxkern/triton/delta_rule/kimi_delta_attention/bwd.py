@@ -47,7 +47,7 @@ def kimi_delta_attention_bwd(
     states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
     found: Any = sparse_call(
         kimi_both_ways_kernel,
-        (2 * fwd.programs(b * n, h, hv),),
+        (2 * fwd.programs(b * n, hv),),
         {
             "value_ptr": value,
             **parts,

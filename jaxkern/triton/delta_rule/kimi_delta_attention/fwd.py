@@ -43,7 +43,7 @@ def kimi_delta_attention(
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     return sparse_call(
         kimi_forward_kernel,
-        (programs(b * n, h, hv),),
+        (programs(b * n, hv),),
         {"value_ptr": value, **parts, "initial_ptr": initial_state},
         {
             "out_ptr": jax.ShapeDtypeStruct(value.shape, value.dtype),
@@ -53,16 +53,16 @@ def kimi_delta_attention(
     )
 
 
-def columns(h: int) -> int:
+def columns() -> int:
     """Value columns of a program: as many as its registers hold without spilling.
 
     Those of compute capability 9.0 hold operands of 64 rows in no registers.
     """
-    return 64 if h <= 64 or compute_capability() >= 90 else 32
+    return 64 if compute_capability() >= 90 else 32
 
 
-def programs(heads: int, h: int, hv: int) -> int:
-    return -(-hv // columns(h)) * heads
+def programs(heads: int, hv: int) -> int:
+    return -(-hv // columns()) * heads
 
 
 def walk_constants(t: int, n: int, h: int, hv: int, scale: float) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def walk_constants(t: int, n: int, h: int, hv: int, scale: float) -> dict[str, A
         "HV": hv,
         "SCALE": scale,
         "BLOCK_H": max(16, next_power_of_2(h)),
-        "BLOCK_V": columns(h),
+        "BLOCK_V": columns(),
         "num_warps": 4,
         "num_stages": 2,
     }
