@@ -143,8 +143,10 @@ def attend_in_one(
     pairing: Pairing,
     **options: Any,
 ) -> tuple[Float[Array, "b t n h"], KVCache]:
-    """Norms of the heads, rotation and the write to the cache by one op, then
-    attention over a linear cache; for a token on a GPU all of it by one."""
+    """Norms of the heads, rotation and the write to a linear cache, then attention.
+
+    Two ops, of which the first does all but attention; on a GPU one op for one token.
+    """
     grown = q.shape[1] if new_lengths is None else new_lengths
     after = cache.lengths + grown
     new = q, k, v, *norms, *rotation

@@ -6,7 +6,9 @@ before it to the state that its shard begins with:
 
     S_i = A_{i-1} (... (A_0 S_0 + B_0) ...) + B_{i-1}
 
-This is exact up to rounding, for any number of devices.
+This is exact up to rounding, for any number of devices. The maps are those of the gated
+delta rule (https://arxiv.org/abs/2412.06464) and of Mamba-2's layer
+(https://arxiv.org/abs/2405.21060).
 """
 
 from collections.abc import Callable

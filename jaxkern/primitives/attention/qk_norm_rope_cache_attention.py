@@ -1,6 +1,10 @@
-"""From the projections of a layer to what its attention leaves: a step of decoding."""
+"""From the projections of a layer to its output projection: a step of decoding.
+
+out = attention(q', K', V'), where q', K', V' = qk_norm_rope_cache(q, k, v, K, V)
+"""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.attention.attention import attention_reference
@@ -149,8 +153,11 @@ def visible_operands(
     new_lengths: jax.Array | None,
     sinks: jax.Array | None,
 ) -> AttentionOperands:
-    """What `attention` reads once the cache has the new tokens."""
-    grown = query.shape[1] if new_lengths is None else new_lengths
+    """What `attention` reads once the cache has the new tokens.
+
+    More of them than t count as t, which its causal rows see to, and fewer than 0 as 0.
+    """
+    grown = query.shape[1] if new_lengths is None else jnp.maximum(new_lengths, 0)
     lengths = positions + grown
     return AttentionOperands(
         query, keys, values, None, None, None, None, lengths, positions, sinks

@@ -42,9 +42,14 @@ def unsupported(**named: Any) -> str | None:
     return writes.unsupported(**{n: x for n, x in named.items() if n not in attends})
 
 
+def padded(d: int) -> int:
+    """Dims of a tile: a power of 2, and enough for tensor cores."""
+    return max(next_power_of_2(d), 16)
+
+
 def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
     """Programs of a cluster and their block, or None where these are too many."""
-    dims = max(next_power_of_2(h), 16), max(next_power_of_2(hv), 16)
+    dims = padded(h), padded(hv)
     least, most = (warps * HELD // max(dims) for warps in (4, MAX_WARPS))
     block = max(min(least, next_power_of_2(s)), 16)
     while block < most and s > MAX_PROGRAMS * block:
@@ -68,7 +73,7 @@ def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
     }
 
 
-def in_one_launch(query: Any, key: Any, *caches: Any) -> dict | None:
+def in_one_launch(query: Any, *caches: Any) -> dict | None:
     """Sizes of the launch, or None where it does not fit one."""
     b, t, n, h = query.shape
     s, k, hv = caches[1].shape[1:]
@@ -100,7 +105,7 @@ def qk_norm_rope_cache_attention(
     **turn: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     new = query, key, value, query_weight, key_weight, cos, sin
-    sizes = in_one_launch(query, key, key_cache, value_cache)
+    sizes = in_one_launch(query, key_cache, value_cache)
     if sizes is None:
         query, keys, values = qk_norm_rope_cache_p(
             *new, key_cache, value_cache, positions, new_lengths, ring=False, **turn
@@ -126,13 +131,12 @@ def qk_norm_rope_cache_attention(
         "value_cache_ptr": like(value_cache),
     }
     programs = b * k * sizes["SPLITS"]
-    dims = max(next_power_of_2(h), 16), max(next_power_of_2(hv), 16)
     constants = {
         "CALL": (b, 1, s, False, b * s),
         "K": k,
         "G": n // k,
-        "HEAD": (h, dims[0], cos.shape[-1], apart, turn["eps"], turn["offset"]),
-        "VALUE": (hv, dims[1]),
+        "HEAD": (h, padded(h), cos.shape[-1], apart, turn["eps"], turn["offset"]),
+        "VALUE": (hv, padded(hv)),
         "SCALE": scale,
         "WINDOW": None if window is None else min(window, FAR),
         "SOFTCAP": softcap,

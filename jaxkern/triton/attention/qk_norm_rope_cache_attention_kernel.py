@@ -43,46 +43,22 @@ def share_before(
 
 
 @jit
-def load_keys(
-    x_ptr,
-    at,
+def load_heads(
+    cache_ptr,
+    j,
     inside,
     b,
     head,
-    K: tl.constexpr,
     S: tl.constexpr,
+    K: tl.constexpr,
     WIDTH: tl.constexpr,
     DIMS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """BLOCK keys, or values, of one head from slot `at` on; zeros where none is."""
-    j = at + tl.arange(0, BLOCK)
+    """Keys, or values, of one head in the slots j; zeros where they do not count."""
     dims = tl.arange(0, DIMS)[None, :]
     row = (b * S + j)[:, None] * K + head
-    return tl.load(x_ptr + row * WIDTH + dims, inside[:, None] & (dims < WIDTH), 0.0)
-
-
-@jit
-def load_block(
-    caches,
-    at,
-    shared,
-    b,
-    head,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    HEAD: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """(which are there, keys, values) of a block of a share (first, stop)."""
-    key_ptr, value_ptr = caches
-    first, stop = shared
-    j = at + tl.arange(0, BLOCK)
-    inside = (j >= first) & (j < stop)
-    k = load_keys(key_ptr, at, inside, b, head, K, S, HEAD[0], HEAD[1], BLOCK)
-    v = load_keys(value_ptr, at, inside, b, head, K, S, VALUE[0], VALUE[1], BLOCK)
-    return inside, k, v
+    mask = inside[:, None] & (dims < WIDTH)
+    return tl.load(cache_ptr + row * WIDTH + dims, mask, 0.0)
 
 
 @jit
@@ -197,9 +173,10 @@ def qk_norm_rope_cache_attention_kernel(
     position = tl.load(positions_ptr + b).to(tl.int64)
     count = new_tokens(lengths_ptr, b, b >= 0, 1)
     first, start, stop = share_before(position, split, S, WINDOW, SPLITS, BLOCK)
-    old = old_key_cache_ptr, old_value_cache_ptr
-    share = first, stop
-    inside, k, v = load_block(old, start, share, b, head, K, S, HEAD, VALUE, BLOCK)
+    j = start + tl.arange(0, BLOCK)
+    inside = (j >= first) & (j < stop)
+    k = load_heads(old_key_cache_ptr, j, inside, b, head, S, K, HEAD[0], HEAD[1])
+    v = load_heads(old_value_cache_ptr, j, inside, b, head, S, K, HV, VALUE_DIMS)
     if AHEAD == 2:
         wait_for_those_ahead()
 
@@ -246,6 +223,7 @@ def qk_norm_rope_cache_attention_kernel(
         mask = present[:, None] & (value_dims < HV)
         tl.store(out_ptr + row[:, None] * HV + value_dims, out, mask)
     places = positions_ptr, lengths_ptr, None
+    old = old_key_cache_ptr, old_value_cache_ptr
     caches = key_cache_ptr, value_cache_ptr
     copies: tl.constexpr = (KEY_COPY, VALUE_COPY)
     carry_over_both(program, old, caches, places, CALL, PROGRAMS, copies)

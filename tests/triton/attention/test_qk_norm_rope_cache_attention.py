@@ -44,6 +44,7 @@ CASES = {  # s, g, h, hv, positions, new_lengths, options
     "a cluster": (300, 4, 64, 64, [299, 130], None, LLAMA),
     "norms of heads": (300, 3, 80, 37, [299, 17], None, QWEN | {"offset": 1.0}),
     "rows that do not count": (300, 2, 64, 64, [200, 200], [0, 1], LLAMA),
+    "too many, too few": (60, 2, 64, 64, [9, 9], [5, -5], LLAMA),
     "outside of the cache": (140, 2, 64, 64, [140, -3], None, LLAMA),
     "larger blocks": (1500, 1, 64, 64, [1499, 700], None, QWEN | {"window": 900}),
     "a window": (300, 4, 64, 64, [299, 20], None, LLAMA | {"window": 100}),
