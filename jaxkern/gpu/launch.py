@@ -24,6 +24,7 @@ except ImportError:
 triton: Any = triton_package
 
 PLAIN_SHARED = 48 << 10  # bytes that need not be asked for
+RING_ALIGNED = 128  # bytes
 
 
 class Launch(NamedTuple):
@@ -78,10 +79,14 @@ class Launch(NamedTuple):
     def dynamic_bytes(self) -> int:
         """What a launcher asks for beside the EXCHANGE that the kernel declares.
 
-        The driver must allow a kernel more than 48 KB together, which launchers see to
-        where what they ask for is more.
+        A kernel of `bulk_ring.py` has its RING behind what Triton needs. The driver
+        must allow a kernel more than 48 KB together, which launchers see to where what
+        they ask for is more.
         """
-        declared, needed = dict(self.constants).get("EXCHANGE", 0), self.shared_bytes
+        constants, needed = dict(self.constants), self.shared_bytes
+        if ring := constants.get("RING", 0):
+            needed = -(-needed // RING_ALIGNED) * RING_ALIGNED + ring
+        declared = constants.get("EXCHANGE", 0)
         plain = needed + declared <= PLAIN_SHARED or not declared
         return needed if plain else max(needed, PLAIN_SHARED + 16)
 

@@ -11,14 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.gpu.device import next_power_of_2
-from jaxkern.gpu.triton_call import sparse_call
+from jaxkern.gpu.bulk_ring import OLDEST_WITH_BULK_COPIES, ring_bytes
+from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
+from jaxkern.gpu.triton_call import max_shared_bytes, sparse_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.quant.interleaved_tensor import ROWS as TILE
 from jaxkern.primitives.quant.interleaved_tensor import tile_width
 from jaxkern.triton.norm.rms_norm import rms_norm
 from jaxkern.triton.quant.block_codes import BYTES, STEP
 from jaxkern.triton.quant.decode_kernel import decode_tiles_kernel
+from jaxkern.triton.quant.fixed_point_codes import FORMATS, bytes_of_step
+from jaxkern.triton.quant.fixed_point_kernel import (
+    bytes_of_sums,
+    bytes_of_x,
+    fixed_point_kernel,
+)
 from jaxkern.triton.quant.product_kernel import packed_product_kernel
 
 COLUMNS = 64  # activations by terms, of one launch
@@ -27,6 +34,10 @@ MANY = 32  # activations in bfloat16 beyond which decoded weights are the faster
 NORM_BYTES = 65_536  # of shared memory for activations
 # of one activation the sums of groups are taken once, not by a second product
 SUMMED = ("Q4_K", "Q5_K")
+# warps, and how many steps of each, that come by bulk copies
+STEPS_ON_THEIR_WAY = {"Q4_K": (16, 4), "Q5_K": (16, 3), "Q6_K": (16, 3), "Q8_0": (8, 4)}
+TOGETHER = 16  # tiles of the result whose sums a program keeps
+PLAIN_BYTES = 1024  # of shared memory that the compiler may want
 # how many bfloat16 add up to one; the last of four is zero
 TERMS = {"bfloat16": 1, "float16": 2, "float32": 4}
 
@@ -108,6 +119,8 @@ def launch(
 
     With ids `[activations, k]` and tiles `[experts, u, bytes]`: `[slots, u, 16]`.
     """
+    if ids is None and is_for_fixed_point(x, tiles, qtype):
+        return fixed_point(x, tiles, qtype, norm, residual, eps, sizes)
     rows, k, dtype = num_rows(x), x.shape[-1], x.dtype
     *_, units, tile_bytes = tiles.shape
     shape = (*x.shape[:-1], units, TILE)
@@ -160,6 +173,89 @@ def launch(
     )
     assert y is not None
     return y
+
+
+def is_for_fixed_point(x: jax.Array, tiles: jax.Array, qtype: str) -> bool:
+    """Whether one activation is multiplied by whole numbers."""
+    k = x.shape[-1]
+    return (
+        compute_capability() >= OLDEST_WITH_BULK_COPIES
+        and qtype in FORMATS
+        and num_rows(x) == 1
+        and x.dtype != jnp.float32
+        and k % STEP == 0
+        and tiles.shape[-1] == k // STEP * bytes_of_step(qtype)
+        and sizes_of_fixed_point(qtype, k, tiles.ndim == 3) is not None
+    )
+
+
+def fixed_point(
+    x: jax.Array,
+    tiles: jax.Array,
+    qtype: str,
+    norm: jax.Array | None,
+    residual: jax.Array | None,
+    eps: float,
+    sizes: tuple[int, ...] | None,
+) -> jax.Array:
+    """`multiply` of one activation by whole numbers.
+
+    `sizes`: warps, steps of each on their way, those of them before x.
+    """
+    k, units, gated = x.shape[-1], tiles.shape[-2], tiles.ndim == 3
+    sizes = sizes or sizes_of_fixed_point(qtype, k, gated)
+    assert sizes is not None
+    warps, depth, early = sizes
+    padded = next_power_of_2(max(k, 8 * STEP))
+    programs = min(units, num_sms())
+    at_once = min(next_power_of_2(-(-units // programs)), TOGETHER)
+    [y] = sparse_call(
+        fixed_point_kernel,
+        (programs,),
+        {
+            "x_ptr": x,
+            "norm_ptr": norm,
+            "tiles_ptr": tiles,
+            "residual_ptr": residual,
+        },
+        {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], units, TILE), x.dtype)},
+        {
+            "K": k,
+            "TILES": units,
+            "FORMAT": qtype,
+            "EPS": eps,
+            "GATED": gated,
+            "PADDED": padded,
+            "PROGRAMS": programs,
+            "ROUND": at_once,
+            "DEPTH": depth,
+            "FIRST": early,
+            "RING": memory_of(qtype, k, gated, at_once, warps, depth),
+            "num_warps": warps,
+        },
+    )
+    assert y is not None
+    return y
+
+
+def memory_of(
+    qtype: str, k: int, gated: bool, tiles: int, warps: int, depth: int
+) -> int:
+    """Bytes of shared memory that a program has for itself."""
+    x = bytes_of_x(next_power_of_2(max(k, 8 * STEP)), qtype)
+    sums = bytes_of_sums(tiles * (1 + gated), warps)
+    return ring_bytes(warps, depth, bytes_of_step(qtype), x + sums)
+
+
+def sizes_of_fixed_point(
+    qtype: str, k: int, gated: bool
+) -> tuple[int, int, int] | None:
+    """See `fixed_point`; as measured, or as many as there is memory for, or None."""
+    warps, depth = STEPS_ON_THEIR_WAY[qtype]
+    most = max_shared_bytes() - PLAIN_BYTES
+    while depth > 1 and memory_of(qtype, k, gated, TOGETHER, warps, depth) > most:
+        warps, depth = (8, depth) if warps > 8 and depth < 3 else (warps, depth - 1)
+    return (warps, depth, min(depth, 2)) if depth > 1 else None
 
 
 def refusal_of_routed(

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 BRIDGE = "jaxkern.gpu.triton_call"
-KERNELS = "jaxkern.triton.quant."
+KERNELS = ("jaxkern.triton.quant.", "jaxkern.gpu.bulk_ring")
 shared = np.zeros(1 << 18, np.uint8)
 
 
@@ -32,6 +32,7 @@ class PointerType(DType):
         self.of, self.element_ty = of, of
 
 
+BYTE = DType(np.int8)
 INT16, INT32, INT64 = DType(np.int16), DType(np.int32), DType(np.int64)
 FLOAT16, FLOAT32 = DType(np.float16), DType(np.float32)
 BFLOAT16 = DType(ml_dtypes.bfloat16)
@@ -61,6 +62,8 @@ class Tensor:
     def to(self, dtype: DType, bitcast: bool = False) -> "Tensor":
         if isinstance(dtype, PointerType):
             return Tensor(self.data, self.memory, dtype.of)
+        if self.memory is not None:  # an address counts bytes
+            return Tensor(self.data, self.memory, BYTE)
         if bitcast:
             return Tensor(np.ascontiguousarray(self.data).view(dtype.numpy))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -75,6 +78,9 @@ class Tensor:
     def __bool__(self) -> bool:
         return bool(self.data)
 
+    def __index__(self) -> int:
+        return int(self.data)
+
 
 def raw(x: Any) -> Any:
     return x.data if isinstance(x, Tensor) else x
@@ -82,6 +88,8 @@ def raw(x: Any) -> Any:
 
 def operation(f: Any, swap: bool = False) -> Any:
     def run(a: Tensor, b: Any) -> Tensor:
+        if a.memory is not None and f is logical_shift:  # bits of an address
+            return Tensor(f(a.data, b))
         if a.memory is not None:  # elements into bytes
             assert a.of is not None
             return a.like(f(a.data, raw(b) * a.of.numpy.itemsize))
@@ -152,9 +160,9 @@ def words(x: Any) -> np.ndarray:
     return np.ascontiguousarray(raw(x)).view(np.uint32)
 
 
-def permuted(a: Any, b: Any, selection: int) -> Tensor:
+def permuted(a: Any, b: Any, selection: Any) -> Tensor:
     """prmt: byte i is the one of b : a that digit i says."""
-    a, b = np.broadcast_arrays(a, b)
+    a, b, selection = np.broadcast_arrays(a, b, selection)
     source = np.stack([a >> 8 * i & 255 for i in range(4)], -1)
     source = np.concatenate(
         [source, np.stack([b >> 8 * i & 255 for i in range(4)], -1)], -1
@@ -162,9 +170,9 @@ def permuted(a: Any, b: Any, selection: int) -> Tensor:
     out = np.zeros(a.shape, np.uint32)
     for i in range(4):
         digit = selection >> 4 * i & 15
-        byte = source[..., digit & 7]
-        if digit & 8:
-            byte = np.where(byte & 128, np.uint32(255), np.uint32(0))
+        byte = np.take_along_axis(source, (digit & 7)[..., None], -1)[..., 0]
+        sign = np.where(byte & 128, np.uint32(255), np.uint32(0))
+        byte = np.where(digit & 8, sign, byte)
         out |= byte.astype(np.uint32) << np.uint32(8 * i)
     return Tensor(out.view(np.int32))
 
@@ -205,6 +213,54 @@ def matrix_product(args: list) -> tuple[Tensor, ...]:
     return tuple(out)
 
 
+def numbers(word: Any, signed: bool) -> np.ndarray:
+    """The four bytes of words."""
+    return words(word)[..., None].view(np.int8 if signed else np.uint8).astype(np.int64)
+
+
+def whole_product(args: list, signed: bool) -> tuple[Tensor, ...]:
+    """mma.m16n8k32 of whole numbers of each warp: lane 4 g + c of [warps, 8, 4]."""
+    shape = np.broadcast_shapes(*(raw(x).shape for x in args))
+    a = [numbers(np.broadcast_to(raw(x), shape), signed) for x in args[:4]]
+    b = [numbers(np.broadcast_to(raw(x), shape), True) for x in args[4:6]]
+    left = np.zeros((shape[0], 16, 32), np.int64)
+    right = np.zeros((shape[0], 32, 8), np.int64)
+    for c in range(4):
+        for byte in range(4):
+            for i in range(4):
+                rows = np.arange(8) + 8 * (i % 2)
+                left[:, rows, 4 * c + byte + 16 * (i // 2)] = a[i][:, :, c, byte]
+            for i in range(2):
+                right[:, 4 * c + byte + 16 * i] = b[i][:, :, c, byte]
+    product = left @ right  # [warps, 16, 8]
+    out = []
+    for i in range(4):
+        own = product[:, 8 * (i // 2) : 8 * (i // 2) + 8, i % 2 :: 2]
+        out.append(Tensor((own + raw(args[6 + i])).astype(np.int32)))
+    return tuple(out)
+
+
+def copied(place: Tensor, source: Tensor, count: int, asks: Tensor) -> None:
+    """A bulk copy of each warp that asks for one."""
+    places, sources, asked = np.broadcast_arrays(place.data, source.data, asks.data)
+    memory = source.memory.reshape(-1).view(np.uint8)
+    for to, at in zip(places[asked != 0], sources[asked != 0], strict=True):
+        assert to % 16 == at % 16 == count % 16 == 0, "a bulk copy that is not aligned"
+        assert 0 <= at <= memory.size - count, "reads outside of an array"
+        shared[to : to + count] = memory[at : at + count]
+
+
+def sums_put(first: Any, second: Any, ends: Any, at: Any) -> tuple[Tensor, Tensor]:
+    """The sums over c of two rows to memory, and zeros, in warps where a tile ends."""
+    rows = np.stack([first.sum(2), second.sum(2)], -1).astype(np.float32)
+    for where, row in zip(
+        at[ends[..., 0] != 0][:, 0], rows[ends[..., 0] != 0], strict=True
+    ):
+        shared[where : where + 8] = row.view(np.uint8)
+    left = [np.where(ends != 0, np.float32(0), x) for x in (first, second)]
+    return Tensor(left[0]), Tensor(left[1])
+
+
 def from_shared(at: np.ndarray, offset: int, count: int) -> list[np.ndarray]:
     where = at.astype(np.int64) + offset
     assert (where % (4 * count) == 0).all(), "a wide load that is not aligned"
@@ -225,6 +281,32 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         kind = np.float32 if "f32" in text else np.int32
         found = from_shared(raw(args[0]), int(m[2]), int(m[1]))
         return tuple(Tensor(x.view(kind)) for x in found)
+    if m := re.match(r"mma.sync.aligned.m16n8k32.row.col.s32.(\w)8.s8.s32", text):
+        return whole_product(args, m[1] == "s")
+    if m := re.search(r"cp.async.bulk[^$]*\[\$2\], \[\$3\], (\d+), \[\$1\]", text):
+        return copied(args[1], args[2], int(m[1]), args[3])
+    if "mbarrier.init" in text or "mbarrier.try_wait" in text:
+        return None
+    if "shfl.sync.bfly.b32" in text and "st.shared.v2.f32" in text:
+        return sums_put(*map(raw, args))
+    if text.startswith("bar.warp.sync"):
+        return args[0]
+    if m := re.fullmatch(r"ld.shared.b(\d+) \$0, \[\$1\+(\d+)\];", text):
+        found = from_shared(raw(args[0]), int(m[2]), int(m[1]) // 32)
+        kind = np.dtype(f"int{m[1]}")
+        return Tensor(np.stack(found, -1).view(kind)[..., 0])
+    if text.startswith("rcp.approx.ftz.f32 $0, $1;"):
+        with np.errstate(divide="ignore"):
+            return Tensor(np.float32(1) / raw(args[0]))
+    if text.startswith("dp4a.s32.s32 $0, $1, 0x01010101, 0;"):
+        return Tensor(numbers(args[0], True).sum(-1).astype(np.int32))
+    if text.startswith("prmt.b32 $0, $1, 0x4b000000, $2;"):
+        return permuted(words(args[0]), np.uint32(0x4B000000), raw(args[1]))
+    if m := re.search(r"low, \$1, \$2, (0x\w+);\s*prmt.b32 high, \$3, \$4, \1;", text):
+        low, high = (
+            permuted(words(args[i]), words(args[i + 1]), int(m[1], 16)) for i in (0, 2)
+        )
+        return permuted(words(low), words(high), 0x5410)
     if text.startswith("st.shared.b32 [$1], $2;"):
         at, word = np.broadcast_arrays(raw(args[0]), words(args[1]))
         shared[at[..., None] + np.arange(4)] = word[..., None] >> 8 * np.arange(4) & 255
@@ -258,7 +340,8 @@ def exponential(x: Tensor) -> Tensor:
 
 def alike(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
     """Both, a number in the dtype of the tensor beside it."""
-    dtype = raw(x if isinstance(x, Tensor) else y).dtype
+    tensors = [a for a in (x, y) if isinstance(a, Tensor)]
+    dtype = tensors[0].data.dtype if tensors else np.int32
     return np.asarray(raw(x)).astype(dtype), np.asarray(raw(y)).astype(dtype)
 
 
@@ -300,6 +383,9 @@ class Gluon(SimpleNamespace):
             fma=fused,
             reshape=lambda x, shape: Tensor(x.data.reshape(shape)),
             expand_dims=lambda x, axis: x.like(np.expand_dims(x.data, axis)),
+            max=lambda x, axis: Tensor(x.data.max(axis)),
+            join=lambda x, y: Tensor(np.stack([x.data, y.data], -1)),
+            convert_layout=lambda x, *_, **__: x,
             split=lambda x: (Tensor(x.data[..., 0]), Tensor(x.data[..., 1])),
             exp=exponential,
             rsqrt=lambda x: Tensor(np.float32(1) / np.sqrt(x.data)),
@@ -312,7 +398,8 @@ class Gluon(SimpleNamespace):
 
 def fused(x: Any, y: Any, z: Any) -> Tensor:
     wide = [np.asarray(raw(a), np.float64) for a in (x, y, z)]
-    return Tensor((wide[0] * wide[1] + wide[2]).astype(np.float32))
+    with np.errstate(invalid="ignore"):  # infinity times nothing
+        return Tensor((wide[0] * wide[1] + wide[2]).astype(np.float32))
 
 
 def modules(gl: Gluon) -> Any:

@@ -102,3 +102,76 @@ def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     # where a norm ends between two bfloat16 the kernel may take the other one
     assert error < (3e-4 if normed else 2e-5)
+
+
+@pytest.mark.parametrize(
+    "qtype, k, units, normed, gated, added, programs",
+    [
+        ("Q4_K", 768, 3, True, True, False, 1),
+        ("Q4_K", 2304, 3, False, False, True, 1),
+        ("Q4_K", 256, 3, True, False, False, 2),
+        ("Q4_K", 512, 37, False, False, False, 2),
+        ("Q5_K", 768, 3, False, True, False, 2),
+        ("Q5_K", 2560, 3, True, False, False, 1),
+        ("Q6_K", 768, 3, True, False, True, 2),
+        ("Q6_K", 512, 3, False, True, False, 1),
+        ("Q6_K", 256, 20, False, True, False, 1),
+        ("Q8_0", 768, 3, False, True, False, 2),
+        ("Q8_0", 1280, 3, True, False, False, 1),
+    ],
+)
+def test_whole_numbers_give_the_product(
+    monkeypatch, qtype, k, units, normed, gated, added, programs
+):
+    monkeypatch.setattr(packed_products, "num_sms", lambda: programs)
+    rng = np.random.default_rng(k)
+    x = rng.standard_normal(k) * np.exp(rng.standard_normal(k))
+    x[: k // 2] += 2  # sums of groups that are far from zero
+    x[-64:] = 0  # groups of nothing
+    x = x.astype(ml_dtypes.bfloat16)
+    halves = [weights(rng, qtype, 16 * units, k) for _ in range(1 + gated)]
+    tiles = np.stack([np.asarray(w.tiles) for w, _ in halves])
+    tiles = tiles if gated else tiles[0]
+    norm = rng.uniform(0.5, 2.0, k).astype(np.float32) if normed else None
+    residual = rng.standard_normal((units, 16)).astype(np.float32) if added else None
+
+    def product(x, tiles, norm, residual):
+        return packed_products.multiply(
+            x, tiles, qtype, None, norm=norm, residual=residual, eps=1e-5, gated=gated
+        )
+
+    launch = launch_of(product, x, tiles, norm, residual)
+    assert launch.kernel.__name__ == "fixed_point_kernel"
+    assert dict(launch.constants)["PROGRAMS"] == programs
+    y = np.full((units, 16), np.nan, np.float32)  # not rounded to bfloat16
+    arrays = {"x_ptr": x, "norm_ptr": norm, "tiles_ptr": tiles, "y_ptr": y}
+    arrays["residual_ptr"] = residual
+    for program in range(programs):
+        given = {n: a for n, a in arrays.items() if a is not None}
+        lanes.run(launch, given, (program, 0))
+
+    wide = x.astype(np.float64)
+    if norm is not None:
+        wide = wide / np.sqrt((wide**2).mean() + 1e-5) * norm
+    results = [w @ wide for _, w in halves]
+    want = results[0]
+    if gated:
+        want = want * (want > -500) / (1 + np.exp(-want.clip(-500))) * results[1]
+    if residual is not None:
+        want = want + residual.reshape(-1).astype(np.float64)
+    error = np.linalg.norm(y.reshape(-1) - want) / np.linalg.norm(want)
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("qtype", ["Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_whole_numbers_keep_what_is_no_number(qtype, number):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(512).astype(ml_dtypes.bfloat16)
+    x[77] = number
+    w, _ = weights(rng, qtype, 16, 512)
+    launch = launch_of(lambda x: packed_products.multiply(x, w.tiles, qtype, None), x)
+    y = np.zeros((1, 16), np.float32)
+    arrays = {"x_ptr": x, "tiles_ptr": np.asarray(w.tiles), "y_ptr": y}
+    lanes.run(launch, arrays, (0, 0))
+    assert np.isnan(y).all()
