@@ -34,8 +34,9 @@ MANY = 32  # activations in bfloat16 beyond which decoded weights are the faster
 NORM_BYTES = 65_536  # of shared memory for activations
 # of one activation the sums of groups are taken once, not by a second product
 SUMMED = ("Q4_K", "Q5_K")
-# warps, and how many steps of each, that come by bulk copies
-STEPS_ON_THEIR_WAY = {"Q4_K": (16, 4), "Q5_K": (16, 3), "Q6_K": (16, 3), "Q8_0": (8, 4)}
+# warps; steps of each that come by bulk copies; how many of these before x
+STEPS_ON_THEIR_WAY = dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), (16, 3, 1))
+STEPS_ON_THEIR_WAY["Q8_0"] = (8, 4, 2)
 TOGETHER = 16  # tiles of the result whose sums a program keeps
 PLAIN_BYTES = 1024  # of shared memory that the compiler may want
 # how many bfloat16 add up to one; the last of four is zero
@@ -251,11 +252,11 @@ def sizes_of_fixed_point(
     qtype: str, k: int, gated: bool
 ) -> tuple[int, int, int] | None:
     """See `fixed_point`; as measured, or as many as there is memory for, or None."""
-    warps, depth = STEPS_ON_THEIR_WAY[qtype]
+    warps, depth, early = STEPS_ON_THEIR_WAY[qtype]
     most = max_shared_bytes() - PLAIN_BYTES
     while depth > 1 and memory_of(qtype, k, gated, TOGETHER, warps, depth) > most:
         warps, depth = (8, depth) if warps > 8 and depth < 3 else (warps, depth - 1)
-    return (warps, depth, min(depth, 2)) if depth > 1 else None
+    return (warps, depth, early) if depth > 1 else None
 
 
 def refusal_of_routed(
