@@ -239,6 +239,20 @@ def sum_of_warps(at, WARPS: gl.constexpr):
 
 
 @gluon_jit
+def places_of_lanes(WARPS: gl.constexpr):
+    """Warp, g and c of every lane, [warps, 8, 4]."""
+    LANES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0]
+    )
+    OF_WARPS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LANES))
+    warp = gl.arange(0, WARPS, OF_WARPS)[:, None, None]
+    g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
+    c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
+    zero = 0 * warp + 0 * g + 0 * c
+    return warp + zero, g + zero, c + zero
+
+
+@gluon_jit
 def fixed_point_kernel(
     x_ptr,
     norm_ptr,
@@ -268,17 +282,8 @@ def fixed_point_kernel(
     if AHEAD:
         begin_early(AHEAD == 2)
     WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0]
-    )
-    OF_WARPS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LANES))
-    warp = gl.arange(0, WARPS, OF_WARPS)[:, None, None]
-    g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
-    c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
-    zero = 0 * warp + 0 * g + 0 * c
-    warp = warp + zero
-    c = c + zero
-    g = g + zero
+    warp, g, c = places_of_lanes(WARPS)
+    zero = 0 * warp
     leads = (g + c == 0).to(gl.int32)
     PARTS: gl.constexpr = 2 if GATED else 1
     EACH: gl.constexpr = bytes_of_step(FORMAT)
@@ -320,7 +325,7 @@ def fixed_point_kernel(
     x_step = gl.where(has_x, step_of_x(), 0)
     LANE: gl.constexpr = 8 if FORMAT == "Q8_0" else 16
     kept_at = own + PADDED // 256 * step_of_x() + c * LANE
-    t0 = gl.full([WARPS, 8, 4], 0.0, gl.float32, LANES)
+    t0 = zero.to(gl.float32)
     t1 = t0
     sums_at = sums + warp * 64 + g * 8
     if OF_TILE < WARPS:  # a tile has nothing for some warps

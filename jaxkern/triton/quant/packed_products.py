@@ -35,8 +35,10 @@ NORM_BYTES = 65_536  # of shared memory for activations
 # of one activation the sums of groups are taken once, not by a second product
 SUMMED = ("Q4_K", "Q5_K")
 # warps; steps of each that come by bulk copies; how many of these before x
-STEPS_ON_THEIR_WAY = dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), (16, 3, 1))
-STEPS_ON_THEIR_WAY["Q8_0"] = (8, 4, 2)
+STEPS_ON_THEIR_WAY: dict[str, tuple[int, int, int]] = {
+    **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), (16, 3, 1)),
+    "Q8_0": (8, 4, 2),
+}
 TOGETHER = 16  # tiles of the result whose sums a program keeps
 PLAIN_BYTES = 1024  # of shared memory that the compiler may want
 # how many bfloat16 add up to one; the last of four is zero
