@@ -22,6 +22,7 @@ KNOWN = {  # on a plugin that no supported jax can load: reported, not cured
     "METAL": {
         *("fft", "gated_delta_step", "gated_delta_net_step", "softmax_sample"),
         *("kimi_delta_attention_step", "linear", "solve_unit_lower"),
+        "qk_norm_rope_cache_attention",
     }
 }
 
