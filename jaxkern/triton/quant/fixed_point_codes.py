@@ -26,7 +26,6 @@ from jaxkern.triton.quant.fragments import float_of_half, rows_of
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 STEP_OF_X = 512  # bytes: two digits of 256 columns
 STEP_OF_SUMS = {"Q4_K": 64, "Q5_K": 64, "Q8_0": 32, "Q6_K": 128}
-LOW = 0x0F0F0F0F
 
 
 @constexpr_function
@@ -300,7 +299,9 @@ def fifth_bit(word, high, SECOND: gl.constexpr):
 
 
 @gluon_jit
-def codes_with_minima(words, c, AT: gl.constexpr, SECOND: gl.constexpr, FORMAT):
+def codes_with_minima(
+    words, c, AT: gl.constexpr, SECOND: gl.constexpr, FORMAT: gl.constexpr
+):
     """Four codes of either row in the bytes of a word, of the first or second group."""
     word = rows_of(words[AT])
     if FORMAT == "Q5_K":

@@ -122,8 +122,8 @@ def launch(
 
     With ids `[activations, k]` and tiles `[experts, u, bytes]`: `[slots, u, 16]`.
     """
-    if ids is None and is_for_fixed_point(x, tiles, qtype):
-        return fixed_point(x, tiles, qtype, norm, residual, eps, sizes)
+    if ids is None and sizes is None and is_for_fixed_point(x, tiles, qtype):
+        return fixed_point(x, tiles, qtype, norm, residual, eps)
     rows, k, dtype = num_rows(x), x.shape[-1], x.dtype
     *_, units, tile_bytes = tiles.shape
     shape = (*x.shape[:-1], units, TILE)
@@ -199,14 +199,10 @@ def fixed_point(
     norm: jax.Array | None,
     residual: jax.Array | None,
     eps: float,
-    sizes: tuple[int, ...] | None,
 ) -> jax.Array:
-    """`multiply` of one activation by whole numbers.
-
-    `sizes`: warps, steps of each on their way, those of them before x.
-    """
+    """`multiply` of one activation by whole numbers."""
     k, units, gated = x.shape[-1], tiles.shape[-2], tiles.ndim == 3
-    sizes = sizes or sizes_of_fixed_point(qtype, k, gated)
+    sizes = sizes_of_fixed_point(qtype, k, gated)
     assert sizes is not None
     warps, depth, early = sizes
     padded = next_power_of_2(max(k, 8 * STEP))
@@ -253,7 +249,10 @@ def memory_of(
 def sizes_of_fixed_point(
     qtype: str, k: int, gated: bool
 ) -> tuple[int, int, int] | None:
-    """See `fixed_point`; as measured, or as many as there is memory for, or None."""
+    """Warps, steps of each on their way, and how many of these are asked for before x.
+
+    As measured, or as many as there is memory for; None where there is too little.
+    """
     warps, depth, early = STEPS_ON_THEIR_WAY[qtype]
     most = max_shared_bytes() - PLAIN_BYTES
     while depth > 1 and memory_of(qtype, k, gated, TOGETHER, warps, depth) > most:
