@@ -99,7 +99,8 @@ class LlamaConfig:
     attention_softcap: float | None = None  # of the scores, as in Gemma 2
     logit_softcap: float | None = None
     dtype: str = "float32"  # of activations
-    product_dtype: str | None = None  # to which quantised products round them: "int8"
+    product_dtype: str | None = None  # to which quantised products round them: "int8";
+    # "float8_e4m3fn": both operands of plain products, when training
     fused: bool = False  # also plain weights and caches by ops that have GPU kernels
     windowed: tuple[bool, ...] | None = None  # layers with the window; None: all
     local: Rotation | None = None  # of layers with the window, where it is another

@@ -42,6 +42,8 @@ of them with adapters, which is one element."""
 Table = Float[Array, "v d"] | QuantizedTensor
 """Rows to look up, as in the file."""
 
+FP8 = "float8_e4m3fn"
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -51,7 +53,8 @@ class Numerics(Protocol):
     @property
     def eps(self) -> float: ...  # of every norm
     @property
-    def product_dtype(self) -> str | None: ...  # quantised ones round activations to it
+    def product_dtype(self) -> str | None: ...  # quantised ones round activations to
+    # it; "float8_e4m3fn" is that of both operands of plain ones, and of no others
     @property
     def fused(self) -> bool: ...  # also plain weights, by ops that have GPU kernels
 
@@ -86,7 +89,8 @@ def project(
     def product(w: Any) -> Float[Array, "... f"]:
         if isinstance(w, jax.Array) and norm is None:
             across = w.dtype == jnp.float32 and w.shape[0] == x.shape[-1]
-            return linear(x, w.T if across else w)
+            fp8 = FP8 if config.product_dtype == FP8 else None
+            return linear(x, w.T if across else w, compute_dtype=fp8)
         x_now, w_now = decoded_late(x, w)
         if norm is None:
             return quantized_matmul(x_now, w_now, **options)

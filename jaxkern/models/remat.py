@@ -17,7 +17,8 @@ import jax
 Remat = Literal["none", "attention", "products", "full"]
 
 ATTENTION = ("attention", "attention_fwd")  # as inferred, and as differentiated
-PRODUCTS = ("linear", "dot_general", "quantized_matmul")
+FP8 = ("linear_fp8", "linear_fp8_fwd")  # with both operands, 8 bits an element
+PRODUCTS = ("linear", "dot_general", "quantized_matmul", *FP8)
 KEPT = {"full": (), "attention": ATTENTION, "products": (*ATTENTION, *PRODUCTS)}
 
 

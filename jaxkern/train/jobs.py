@@ -71,7 +71,7 @@ def job_of(run: RunConfig) -> Job:
     else:
         model = described(open_model(path))
         config, weights = load_described(model, "train")
-    loss = next_token_loss(config, remat=run.remat)
+    loss = next_token_loss(config, remat=run.remat, product_dtype=run.product_dtype)
     return Job(
         params=weights,
         base=None,
@@ -109,6 +109,8 @@ def writer_of(
 
 def adapter_job(run: RunConfig, lora: Lora, path: str, tokenizer: Any) -> Job:
     """Adapters of a model that stays as it is."""
+    if run.product_dtype is not None:
+        raise ValueError("product_dtype: adapters are not trained with 8-bit products.")
     from jaxkern.models.adapter import NewAdapter, write_adapter
     from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 

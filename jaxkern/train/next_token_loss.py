@@ -3,13 +3,15 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxkern import cross_entropy, linear, linear_cross_entropy
 from jaxkern.models.architecture import page_of
+from jaxkern.models.llama import LlamaConfig
+from jaxkern.models.products import FP8
 from jaxkern.models.remat import Remat
 from jaxkern.train.readable import output_of, readable
 
@@ -21,6 +23,7 @@ def next_token_loss(
     config: Any,
     *,
     remat: Remat = "none",
+    product_dtype: Literal["float8_e4m3fn"] | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     whole_logits: bool | None = None,
@@ -45,6 +48,9 @@ def next_token_loss(
     Args:
       config: of `load(path, "train")`, whose weights are the parameters.
       remat: what is kept for the gradient; see `jaxkern.models.remat`.
+      product_dtype: "float8_e4m3fn" makes the products of the layers, forward and
+        backward, of 8-bit floats, as `linear(compute_dtype=)` says: on the llama page,
+        but neither embedding nor output. None for those of the weights' dtype.
       label_smoothing, z_loss: see `linear_cross_entropy`.
       whole_logits: whether all logits are made at once; None where they take at most 2
         GiB.
@@ -54,7 +60,7 @@ def next_token_loss(
       of; 0 and 0 of a batch in which none counts.
 
     Raises:
-      ValueError: the page of this model has no such `remat`.
+      ValueError: the page of this model has no such `remat` or `product_dtype`.
 
     Example:
       >>> from jaxkern.models.llama import LlamaConfig, LlamaWeights
@@ -68,6 +74,7 @@ def next_token_loss(
       (2.079, 2)
     """
     kept = remat_options(config, remat)
+    check_product_dtype(config, product_dtype)
 
     def loss(weights: Any, batch: Any) -> tuple[Float[Array, ""], Float[Array, ""]]:
         if getattr(weights, "rope_factors", None) is not None:
@@ -75,8 +82,12 @@ def next_token_loss(
                 "next_token_loss: `weights.rope_factors` must be None, they are no "
                 "weights to learn; load a folder, whose config has them as numbers."
             )
+        found, own = readable(config, weights)
+        if product_dtype is not None:
+            found = replace(found, product_dtype=product_dtype)
         return mean_loss(
-            *readable(config, weights),
+            found,
+            own,
             output_of(weights),
             batch,
             hidden=kept,
@@ -101,6 +112,22 @@ def remat_options(config: Any, remat: Remat) -> dict[str, Any]:
             f"{remat!r}; put jax.checkpoint around the loss."
         )
     return kept
+
+
+def check_product_dtype(config: Any, product_dtype: str | None) -> None:
+    """Raises ValueError where products of this config have no such dtype."""
+    if product_dtype is None:
+        return
+    if product_dtype != FP8:
+        raise ValueError(
+            f"next_token_loss: `product_dtype` must be {FP8!r} or None, got "
+            f"{product_dtype!r}."
+        )
+    if not isinstance(config, LlamaConfig):
+        raise ValueError(
+            f"next_token_loss: `product_dtype` must be None for {config.architecture}: "
+            "models of the llama page alone train with 8-bit products."
+        )
 
 
 def mean_loss(

@@ -107,7 +107,7 @@ class RunConfig:
       out: the folder of everything that is written.
       seed: of new weights and of the order of rows.
       compute_dtype, accumulate: of `train_step`.
-      remat: of `next_token_loss`.
+      product_dtype, remat: of `next_token_loss`.
       log_every: steps between two lines on a screen that is no terminal.
       lora: None trains every weight.
     """
@@ -117,6 +117,7 @@ class RunConfig:
     out: str = ""
     seed: int = 0
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    product_dtype: Literal["float8_e4m3fn"] | None = None
     accumulate: int = 1
     remat: Literal["none", "attention", "products", "full"] = "none"
     log_every: int = 10
