@@ -1,17 +1,18 @@
 """A training step of a whole llama on a GPU, beside plain JAX with cuDNN and optax.
 
     python -m benchmarks train_step [--model 1.3B,350M] [--batch 8x2048] [--out DIR]
+        [--fp8] [--no-plain]
 
 Random weights and tokens, AdamW, float32 weights, bfloat16 products. "plain" is a step
 as users write it: `jax.nn.dot_product_attention` by cuDNN, norms and rotations as
 formulas, all logits, `optax.adamw`; its layers are scanned and keep what products
 without a batch give, or they are unrolled and keep everything. "jaxkern" is
 `jaxkern.train.train_step` of the llama page, compiled as a call of it is, for each
-`remat`. All begin with the same
-weights and the losses of their first steps are compared before anything is timed; then
-each makes three steps a round, queued as a training loop does, by the host's clock
+`remat`, and with "--fp8" once more with products of 8-bit floats. All begin with the
+same weights and the losses of their first steps are compared before anything is timed;
+then each makes three steps a round, queued as a training loop does, by the host's clock
 until the last loss is there, and a figure is the median of the rounds. The share is of
-989 TFLOP/s, with
+989 TFLOP/s, also for fp8, with
 
     flops = 6 matrices batch length + 6 layers batch length^2 heads head_dim
 
@@ -43,7 +44,9 @@ RATE, DECAY = 3e-4, 0.1  # of AdamW
 PEAK = 989e12  # flops a second of bfloat16, by the data sheet
 CHECKED, ROUNDS, QUEUED = 3, 5, 3  # steps, rounds, steps a round
 TOLERANCE = 3e-3  # relative, of a loss in bfloat16
+TOLERANCE_FP8 = 3e-2  # from one of bfloat16
 PLAIN = "plain, scanned", "plain, unrolled"
+FP8 = "jaxkern, fp8"
 OURS = "jaxkern"  # what it takes by default: everything is kept
 
 
@@ -193,8 +196,11 @@ def plain(shape: Shape, weights: LlamaWeights, tokens: Any, scanned: bool) -> St
     return compiled(step, (weights, kept), tokens)
 
 
-def ours(shape: Shape, weights: LlamaWeights, tokens: Any, remat: Remat) -> Stepper:
-    loss = next_token_loss(config_of(shape), remat=remat)
+def ours(
+    shape: Shape, weights: LlamaWeights, tokens: Any, remat: Remat, fp8: bool = False
+) -> Stepper:
+    dtype = "float8_e4m3fn" if fp8 else None
+    loss = next_token_loss(config_of(shape), remat=remat, product_dtype=dtype)
     made = train_step(loss, AdamW(RATE, weight_decay=DECAY))
 
     def step(state, tokens):
@@ -216,13 +222,21 @@ def compiled(
     return Stepper(made, state, held / 1e9)
 
 
-def steppers(shape: Shape, tokens: Any, remat: list[Remat]) -> dict[str, Stepper]:
+def steppers(
+    shape: Shape,
+    tokens: Any,
+    remat: list[Remat],
+    beside: tuple[str, ...] = PLAIN,
+    fp8: bool = False,
+) -> dict[str, Stepper]:
     """Each compiled, with a state of its own."""
     weights = drawn(shape)
-    found = {name: plain(shape, weights, tokens, name == PLAIN[0]) for name in PLAIN}
+    found = {name: plain(shape, weights, tokens, name == PLAIN[0]) for name in beside}
     for keeps in remat:
         name = OURS if keeps == "none" else f"{OURS}, remat={keeps!r}"
         found[name] = ours(shape, weights, tokens, keeps)
+    if fp8:
+        found[FP8] = ours(shape, weights, tokens, remat[0], fp8=True)
     return found
 
 
@@ -235,10 +249,14 @@ def measure(steppers: dict[str, Stepper], tokens: Any) -> dict[str, float]:
         for name, s in steppers.items():
             states[name], loss = s.step(states[name], tokens)
             losses[name] = float(loss)
+        rounded = losses.pop(FP8, None)
         low, high = min(losses.values()), max(losses.values())
         if not high - low <= TOLERANCE * high:
             raise ValueError(f"train_step: losses of step {i} differ: {losses}")
-        print(f"  losses of step {i}: {low:.5f} to {high:.5f}", flush=True)
+        text = "" if rounded is None else f", fp8 {rounded:.5f}"
+        print(f"  losses of step {i}: {low:.5f} to {high:.5f}{text}", flush=True)
+        if rounded is not None and not abs(rounded - low) <= TOLERANCE_FP8 * low:
+            raise ValueError(f"train_step: fp8 differs in step {i}: {rounded}")
     for _ in range(ROUNDS):
         for name, s in steppers.items():
             begin, loss = time.perf_counter(), jnp.zeros(())
@@ -250,14 +268,20 @@ def measure(steppers: dict[str, Stepper], tokens: Any) -> dict[str, float]:
 
 
 def row(
-    name: str, batch: int, length: int, remat: list[Remat], layers: int | None = None
+    name: str,
+    batch: int,
+    length: int,
+    remat: list[Remat],
+    layers: int | None = None,
+    beside: tuple[str, ...] = PLAIN,
+    fp8: bool = False,
 ) -> Row:
     """A line of the record, printed as well; `layers` of the model, or all."""
     shape = SHAPES[name]
     if layers is not None:
         shape, name = shape._replace(layers=layers), f"{layers} layers of {name}"
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, shape.vocabulary)
-    made = steppers(shape, tokens, remat)
+    made = steppers(shape, tokens, remat, beside, fp8)
     by = {}
     for who, seconds in measure(made, tokens).items():
         share = 100 * shape.flops(batch, length) / seconds / PEAK
@@ -279,6 +303,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batch", default="8x2048")
     parser.add_argument("--remat", default="none", help=", ".join(get_args(Remat)))
     parser.add_argument("--layers", type=int, help="so many, not all of the model")
+    parser.add_argument("--fp8", action="store_true", help="8-bit products, too")
+    parser.add_argument("--no-plain", action="store_true", help="jaxkern alone")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
@@ -289,7 +315,9 @@ def main(arguments: list[str]) -> int:
         for batch in options.batch.split(","):
             print(f"{name}, {batch}", flush=True)
             b, t = map(int, batch.split("x"))
-            rows.append(row(name, b, t, options.remat.split(","), options.layers))
+            beside = () if options.no_plain else PLAIN
+            remat = options.remat.split(",")
+            rows.append(row(name, b, t, remat, options.layers, beside, options.fp8))
     if options.out:
         write_run(record(rows), options.out)
     return 0

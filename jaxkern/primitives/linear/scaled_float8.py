@@ -64,7 +64,7 @@ def _(dtype, primals, tangents):
 def rounded(
     x: Float[Array, "..."], dtype: DTypeLike, num_maps: int = 0
 ) -> Float[Array, "..."]:
-    """x rounded to 8 bits, straight-through; each of the first axes has its own scale."""
+    """x rounded to 8 bits, straight-through; examples of the first axes each alone."""
 
     def whole(x):
         return standing_for(x, *encoded(x, dtype), x.dtype)
