@@ -71,21 +71,33 @@ def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Spec:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a key of what is compiled for it
 class Case:
-    """Named operands and options of one call. `ulps` bounds the relative error."""
+    """Named operands and options of one call. `ulps` bounds the relative error.
+
+    `straight_through`: results are steps of the operands, whose gradients are declared.
+    """
 
     name: str
     arguments: dict[str, Any]
     full: bool
     ulps: float
+    straight_through: bool = False
 
 
-def case(name: str, *, full: bool = False, ulps: float = 8.0, **arguments: Any) -> Case:
+def case(
+    name: str,
+    *,
+    full: bool = False,
+    ulps: float = 8.0,
+    straight_through: bool = False,
+    **arguments: Any,
+) -> Case:
     """A case: operands by name (a Spec, a callable of a Generator, or None), options.
 
     Options that are left out take the default of the op's public function. `full` keeps
-    a case for `make test-full`.
+    a case for `make test-full`. Of an op that rounds its operands `straight_through`
+    the reference says the gradients, and finite differences would be others.
     """
-    return Case(name, arguments, full, ulps)
+    return Case(name, arguments, full, ulps, straight_through)
 
 
 def operands_of(p: KernelPrimitive, case: Case, seed: int = 0) -> list:
