@@ -300,7 +300,7 @@ def _dataclass_of(hint: Any) -> Any:
 def _converted(hint: Any, name: str, value: Any, where: str) -> Any:
     if section := _dataclass_of(hint):
         return _section(section, f"{name}.", value, where)
-    if isinstance(hint, types.UnionType):  # with None, which no file can say
+    if types.NoneType in get_args(hint):  # which no file can say
         [hint] = (kind for kind in get_args(hint) if kind is not types.NoneType)
     if typing.get_origin(hint) is Literal:
         if value in get_args(hint):
