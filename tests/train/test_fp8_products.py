@@ -80,12 +80,14 @@ def test_the_layers_have_8_bit_products_and_nothing_else_does():
         if e.primitive.name in ("linear", "dot_general")
     ]
     assert shapes == [((8, 12, 16), (32, 16))]  # the output
-    assert "linear_fp8" not in str(jax.make_jaxpr(next_token_loss(ONE))(weights, tokens))
+    assert "linear_fp8" not in str(
+        jax.make_jaxpr(next_token_loss(ONE))(weights, tokens)
+    )
 
 
 def test_other_pages_and_dtypes_are_refused():
     config, _ = load(FOLDERS["granitemoehybrid"], "train")
-    with pytest.raises(ValueError, match="must be None for .*: models of the llama"):
+    with pytest.raises(ValueError, match=r"must be None for .*: models of the llama"):
         next_token_loss(config, product_dtype=FP8)
     with pytest.raises(ValueError, match="must be 'float8_e4m3fn' or None, got 'fp8'"):
         next_token_loss(ONE, product_dtype="fp8")  # pyright: ignore

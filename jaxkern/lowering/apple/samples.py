@@ -227,6 +227,7 @@ def quantised(x: Draw) -> dict[str, Call]:
         "quantize_microscaled": (formats["microscaled"], (w,)),
         "int8_matmul": (lambda a: jk.int8_matmul(a, jk.quantize_int(w)), (rows,)),
         "linear": (lambda a, b: jk.linear(a, b.astype(jnp.bfloat16)), (rows, w)),
+        "linear_fp8": (part(jk.linear, compute_dtype=jnp.float8_e4m3fn), (rows, w)),
         "matmul_transpose_b": (jk.matmul_transpose_b, (x(4, 3, 16), x(2, 5, 16))),
     }
     tiles = jk.interleave(formats["gguf"](x(16, 64)))

@@ -9,7 +9,7 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float8e4m3fn
+from jaxtyping import Array, Float, UInt8
 
 from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.dense_product import product
@@ -41,17 +41,17 @@ def linear_fp8_fwd_reference(
     preferred_element_type: jnp.dtype,
 ) -> tuple[
     Float[Array, "b t f"],
-    Float8e4m3fn[Array, "b t d"],
+    UInt8[Array, "b t d"],
     Float[Array, ""],
-    Float8e4m3fn[Array, "f d"],
+    UInt8[Array, "f d"],
     Float[Array, ""],
 ]:
     dtype = restored_dtype(x, w)
     x_codes, x_scale = encoded(x, OPERANDS)
     w_codes, w_scale = encoded(w, OPERANDS)
     y = product(
-        standing_for(x, x_codes, x_scale, dtype),
-        standing_for(w, w_codes, w_scale, dtype),
+        standing_for(x, x_codes, x_scale, OPERANDS, dtype),
+        standing_for(w, w_codes, w_scale, OPERANDS, dtype),
         None,
         None,
         preferred_element_type,
@@ -62,9 +62,9 @@ def linear_fp8_fwd_reference(
 def linear_fp8_bwd_reference(
     x: Float[Array, "b t d"],
     w: Float[Array, "f d"],
-    x_codes: Float8e4m3fn[Array, "b t d"],
+    x_codes: UInt8[Array, "b t d"],
     x_scale: Float[Array, ""],
-    w_codes: Float8e4m3fn[Array, "f d"],
+    w_codes: UInt8[Array, "f d"],
     w_scale: Float[Array, ""],
     dy: Float[Array, "b t f"],
     *,
@@ -72,8 +72,8 @@ def linear_fp8_bwd_reference(
 ) -> tuple[Float[Array, "b t d"], Float[Array, "f d"]]:
     """x and w are here for their derivatives; their values are never read."""
     dtype = restored_dtype(x, w, dy)
-    x8 = standing_for(x, x_codes, x_scale, dtype)
-    w8 = standing_for(w, w_codes, w_scale, dtype)
+    x8 = standing_for(x, x_codes, x_scale, OPERANDS, dtype)
+    w8 = standing_for(w, w_codes, w_scale, OPERANDS, dtype)
     dy = dy.astype(dtype)
     dx = product(dy, w8.T, None, None, x.dtype)
     dw = lax.dot_general(

@@ -7,6 +7,9 @@ Current scaling: the largest value is that of the tensor itself, over all device
 it is cut. A power of two moves no digit and costs at most one of the 15 (e4m3fn) or 30
 (e5m2) binades below the largest value; codes times scale is exact in bfloat16.
 
+Codes are kept as uint8 with the bits of the 8-bit dtype. Apple's plugins, which have
+none, read and write them by their bits.
+
 A tensor of zeros has scale 1. Where one element is infinite or NaN the scale is NaN,
 and with it every result of a product: a training step then updates nothing.
 """
@@ -20,16 +23,23 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
-OPERANDS = jnp.float8_e4m3fn
-GRADIENTS = jnp.float8_e5m2
+from jaxkern.primitives.float8 import (
+    FLOAT8,
+    decode_float8,
+    encode_float8,
+    largest_float8,
+)
+
+OPERANDS, GRADIENTS = "e4m3fn", "e5m2"
+WITHOUT = ("mps", "METAL")  # platforms that have no dtypes of 8 bits
 LEAST = -110  # exponent of a scale: codes of any size times it are normal in float32
 
 
-def scale_of(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, ""]:
+def scale_of(x: Float[Array, "..."], form: str) -> Float[Array, ""]:
     """The scale in float32."""
-    fraction, exponent = math.frexp(float(jnp.finfo(dtype).max))
+    fraction, exponent = math.frexp(largest_float8(form))
     largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     # carries into the exponent where the digits are larger than those of the format
     beyond = 2**23 - 1 - int((2 * fraction - 1) * 2**23)
@@ -40,34 +50,54 @@ def scale_of(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, ""]:
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
-def encoded(x: Float[Array, "..."], dtype: DTypeLike) -> tuple[Array, Array]:
+def encoded(
+    x: Float[Array, "..."], form: str
+) -> tuple[UInt8[Array, "..."], Float[Array, ""]]:
     """Codes and scale; constants of differentiation."""
+
+    def by_dtype(x):
+        return lax.bitcast_convert_type(x.astype(FLOAT8[form]), jnp.uint8)
+
     x = lax.stop_gradient(x)
-    scale = scale_of(x, dtype)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide * (1 / scale)).astype(dtype), scale
+    scale = scale_of(x, form)
+    small = x.astype(jnp.promote_types(x.dtype, jnp.float32)) * (1 / scale)
+    by_bits = dict.fromkeys(WITHOUT, functools.partial(encode_float8, form=form))
+    return lax.platform_dependent(small, default=by_dtype, **by_bits), scale
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def standing_for(
-    x: Float[Array, "..."], codes: Array, scale: Float[Array, ""], dtype: DTypeLike
+    x: Float[Array, "..."],
+    codes: UInt8[Array, "..."],
+    scale: Float[Array, ""],
+    form: str,
+    dtype: DTypeLike,
 ) -> Float[Array, "..."]:
     """codes * scale in `dtype`, with the derivative of x: straight-through."""
-    return codes.astype(dtype) * scale.astype(dtype)
+
+    def by_dtype(codes):
+        return lax.bitcast_convert_type(codes, FLOAT8[form]).astype(dtype)
+
+    def by_bits(codes):
+        return decode_float8(codes, form).astype(dtype)
+
+    without = dict.fromkeys(WITHOUT, by_bits)
+    values = lax.platform_dependent(codes, default=by_dtype, **without)
+    return values * scale.astype(dtype)
 
 
 @standing_for.defjvp
-def _(dtype, primals, tangents):
-    return standing_for(*primals, dtype), tangents[0].astype(dtype)
+def _(form, dtype, primals, tangents):
+    return standing_for(*primals, form, dtype), tangents[0].astype(dtype)
 
 
 def rounded(
-    x: Float[Array, "..."], dtype: DTypeLike, num_maps: int = 0
+    x: Float[Array, "..."], form: str, num_maps: int = 0
 ) -> Float[Array, "..."]:
     """x rounded to 8 bits, straight-through; examples of the first axes each alone."""
 
     def whole(x):
-        return standing_for(x, *encoded(x, dtype), x.dtype)
+        return standing_for(x, *encoded(x, form), form, x.dtype)
 
     for _ in range(num_maps):
         whole = jax.vmap(whole)
