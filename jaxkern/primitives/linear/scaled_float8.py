@@ -33,7 +33,7 @@ from jaxkern.primitives.float8 import (
 )
 
 OPERANDS, GRADIENTS = "e4m3fn", "e5m2"
-WITHOUT = ("mps", "METAL")  # platforms that have no dtypes of 8 bits
+WITHOUT = ("mps", "mtl", "METAL")  # platforms that have no dtypes of 8 bits
 LEAST = -110  # exponent of a scale: codes of any size times it are normal in float32
 
 
