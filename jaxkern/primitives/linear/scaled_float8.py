@@ -25,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.float8 import (
     FLOAT8,
     decode_float8,
@@ -79,7 +80,8 @@ def standing_for(
         return lax.bitcast_convert_type(codes, FLOAT8[form]).astype(dtype)
 
     def by_bits(codes):
-        return decode_float8(codes, form).astype(dtype)
+        values = decode_float8(codes, form).astype(dtype)
+        return same_manual_axes([values, codes])[0]  # jax 0.11 forgets of empty ones
 
     without = dict.fromkeys(WITHOUT, by_bits)
     values = lax.platform_dependent(codes, default=by_dtype, **without)
