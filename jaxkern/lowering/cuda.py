@@ -65,6 +65,7 @@ KERNELS = (
     Kernel("route",                      "triton",     "triton.moe.route",                               "primal"),
 
     Kernel("linear",                     "triton",     "triton.linear.linear",                           "primal"),
+    Kernel("encode_fp8",                 "triton",     "triton.linear.encode_fp8",                       "primal"),
     Kernel("interleaved_matmul",         "triton",     "triton.quant.interleaved_matmul",                "primal"),
     Kernel("interleaved_embedding",      "triton",     "triton.quant.interleaved_matmul",                "primal", unsupported="unsupported_embedding"),
     Kernel("interleaved_matmul_id",      "triton",     "triton.quant.interleaved_matmul",                "primal", unsupported="unsupported_id"),

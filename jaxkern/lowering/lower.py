@@ -162,7 +162,7 @@ def add_row(p: KernelPrimitive, platform: str, row: Row) -> None:
 
 
 def lower_by_rows(p: KernelPrimitive, platform: str) -> None:
-    prim_requires_devices_during_lowering.add(p)
+    prim_requires_devices_during_lowering.update((p, *p.callers))
     # Without a platform the rule also serves plugins that are not known yet.
     mlir.register_lowering(p, functools.partial(lowering_rule, p, None))
     if platform in ("cpu", "cuda"):

@@ -119,6 +119,7 @@ def with_fixed(f: Callable, arrays: Sequence, free: Sequence[int]) -> Callable:
 def apply_call(f: Callable, call: Call) -> Callable:
     """`f` under the recorded vmaps and precision.
 
+    Ops within it follow the call's backend as well; strict it is for the op alone.
     What the user forbids in his own code, by `jax_numpy_rank_promotion` and
     `jax_numpy_dtype_promotion`, is not forbidden here: references rely on it.
     """
@@ -130,6 +131,7 @@ def apply_call(f: Callable, call: Call) -> Callable:
             jax.numpy_rank_promotion("allow"),
             jax.numpy_dtype_promotion("standard"),
             jax.default_matmul_precision(call.precision),
+            backend_context(dataclasses.replace(call.backend, strict=False)),
         ):
             levels = cuts_of_mapped(arrays, call.vmaps)
             return with_automatic_axes(f, arrays, levels, call.cuts)

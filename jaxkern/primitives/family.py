@@ -42,6 +42,7 @@ class KernelPrimitive(Primitive):
       linear: operands in which the op is linear, jointly.
       fwd, bwd, tangent: the other members of the family, or None.
       rows: kernels by platform, filled by `jaxkern.lowering.lower`.
+      callers: ops that call this one, which are lowered as it asks.
     """
 
     multiple_results = True
@@ -57,6 +58,7 @@ class KernelPrimitive(Primitive):
         self.bwd: Backward | None = None
         self.tangent: Tangent | None = None
         self.rows: dict[str, list] = {}
+        self.callers: tuple[KernelPrimitive, ...] = ()
 
     def __repr__(self) -> str:
         sides = (self.operands, self.results)

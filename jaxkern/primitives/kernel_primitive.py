@@ -61,6 +61,7 @@ def kernel_primitive(
     bwd: Callable | None = None,
     replicated: Sequence[str] = (),
     linear: Sequence[str] = (),
+    calls: Sequence[KernelPrimitive] = (),
 ) -> KernelPrimitive:
     """Declares an op by its mathematics and returns its primitive.
 
@@ -79,6 +80,7 @@ def kernel_primitive(
       linear: names of operands in which the op is linear, jointly. Then the jvp is the
         op itself and `bwd`, which may not name these operands, is its transpose and
         returns gradients for these operands only; others get theirs from the reference.
+      calls: ops with kernels that `fwd` or `bwd` call.
 
     Returns:
       The primitive. Calling it checks the arguments and binds it.
@@ -111,6 +113,8 @@ def kernel_primitive(
             )
     elif fwd is not None or linear:
         raise TypeError(f"kernel_primitive: {p.name} has fwd= or linear= but no bwd=.")
+    for called in calls:
+        called.callers += tuple(q for q in (p, p.fwd, p.bwd) if q is not None)
     REGISTRY[p.name] = p
     return p
 

@@ -51,19 +51,21 @@ def scale_of(x: Float[Array, "..."], form: str) -> Float[Array, ""]:
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
-def encoded(
-    x: Float[Array, "..."], form: str
-) -> tuple[UInt8[Array, "..."], Float[Array, ""]]:
-    """Codes and scale; constants of differentiation."""
+def codes_of(
+    x: Float[Array, "..."], scale: Float[Array, ""], form: str
+) -> UInt8[Array, "..."]:
+    """float8(x / scale), for what is in range."""
 
     def by_dtype(x):
         return lax.bitcast_convert_type(x.astype(FLOAT8[form]), jnp.uint8)
 
-    x = lax.stop_gradient(x)
-    scale = scale_of(x, form)
-    small = x.astype(jnp.promote_types(x.dtype, jnp.float32)) * (1 / scale)
-    by_bits = dict.fromkeys(WITHOUT, functools.partial(encode_float8, form=form))
-    return lax.platform_dependent(small, default=by_dtype, **by_bits), scale
+    def by_bits(x):
+        return same_manual_axes([encode_float8(x, form), x])[0]
+
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    small = x.astype(wide) * (1 / scale.astype(wide))
+    without = dict.fromkeys(WITHOUT, by_bits)
+    return lax.platform_dependent(small, default=by_dtype, **without)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
@@ -99,7 +101,9 @@ def rounded(
     """x rounded to 8 bits, straight-through; examples of the first axes each alone."""
 
     def whole(x):
-        return standing_for(x, *encoded(x, form), form, x.dtype)
+        fixed = lax.stop_gradient(x)
+        scale = scale_of(fixed, form)
+        return standing_for(x, codes_of(fixed, scale, form), scale, form, x.dtype)
 
     for _ in range(num_maps):
         whole = jax.vmap(whole)
