@@ -281,6 +281,7 @@ FEWEST = (
     "int_matmul-int8",
     "weighted_cross_entropy-bf16",
     "sample-even",
+    "encode_fp8-plain",
     "affine_matmul_id-few_rows",
     "add_rms_norm_quantized-plain",
     "int_matmul_id-int8",

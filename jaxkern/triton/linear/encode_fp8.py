@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import device_capability
+from jaxkern.gpu.device import compute_capability
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.primitives.float8 import FLOAT8
@@ -23,10 +23,11 @@ TILE = {"ROWS": 128, "BLOCK": 64, "num_warps": 4}
 
 
 def unsupported(**named: Any) -> str | None:
-    capability = device_capability()
-    if capability is not None and capability < CONVERTS:
-        return f"compute capability {capability}, which converts no 8-bit floats"
-    return bridge.unsupported(**named)
+    if reason := bridge.unsupported(**named):
+        return reason
+    if (capability := compute_capability()) < CONVERTS:
+        return f"the GPU has compute capability {capability}, below {CONVERTS}"
+    return None
 
 
 @jit
