@@ -10,6 +10,7 @@ import numpy as np
 import jaxkern as jk
 from jaxkern.lowering.apple.declared_sample import declared_sample
 from jaxkern.primitives.kernel_primitive import REGISTRY
+from jaxkern.primitives.linear.encode_fp8 import encode_fp8_p
 
 Call = tuple[Callable, tuple]  # function and its arguments
 part = functools.partial
@@ -227,6 +228,7 @@ def quantised(x: Draw) -> dict[str, Call]:
         "quantize_microscaled": (formats["microscaled"], (w,)),
         "int8_matmul": (lambda a: jk.int8_matmul(a, jk.quantize_int(w)), (rows,)),
         "linear": (lambda a, b: jk.linear(a, b.astype(jnp.bfloat16)), (rows, w)),
+        "encode_fp8": (part(encode_fp8_p, form="e5m2"), (x(2, 3, 8), jnp.float32(0.5))),
         "linear_fp8": (part(jk.linear, compute_dtype=jnp.float8_e4m3fn), (rows, w)),
         "matmul_transpose_b": (jk.matmul_transpose_b, (x(4, 3, 16), x(2, 5, 16))),
     }
