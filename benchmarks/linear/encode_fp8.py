@@ -17,13 +17,14 @@ def case(name: str, rows: int, d: int) -> Case:
         x = jax.random.normal(key, (1, rows, d), jnp.bfloat16)
         return x, jnp.full((), 2.0**-6)
 
-    return Case(name, arrays, (4.0 * rows * d, 4.0 * rows * d))
+    return Case(name, arrays, (4.0 * rows * d, 0.0))
 
 
 BENCHMARK = Benchmark(
     "encode_fp8",
     under_backend("triton", functools.partial(encode_fp8_p, form="e4m3fn")),
     [case("16384x2048", 16384, 2048), case("16384x5632", 16384, 5632)],
+    differentiable=False,
 )
 
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from benchmarks._time import JaxProgram, copy_rate, device_alone, seconds_in_turn
 from jaxkern import linear
-from jaxkern.primitives.linear.scaled_float8 import OPERANDS, encoded, scale_of
+from jaxkern.primitives.linear.linear_fp8 import encoded
+from jaxkern.primitives.linear.scaled_float8 import OPERANDS, codes_of, scale_of
 from jaxkern.train.train_step import COMPILER_OPTIONS
 
 FP8_CALL = "__cublas$lt$matmul$f8"
@@ -32,7 +33,8 @@ def product(dtype: str | None) -> Callable:
 def product_and_gradients(dtype: str | None) -> Callable:
     def f(x, w, dy):
         y, pull = jax.vjp(lambda x, w: linear(x, w, compute_dtype=dtype), x, w)
-        return y, *pull(dy)
+        dx, dw = pull(dy)
+        return y, dx, dw
 
     return f
 
@@ -43,9 +45,9 @@ def of_codes(x, w, dy):
     return jax.lax.dot_general(*narrow, (((1,), (1,)), ((), ())))
 
 
-def codes_and_transpose(x, w, dy):
-    codes, scale = encoded(x, OPERANDS)
-    return codes, codes.T, scale
+def codes_alone(x, w, dy):
+    scale = scale_of(x, OPERANDS)
+    return codes_of(x, scale, OPERANDS), scale
 
 
 CALLS: dict[str, Callable] = {
@@ -54,8 +56,8 @@ CALLS: dict[str, Callable] = {
     "both bf16": product_and_gradients(None),
     "both fp8": product_and_gradients("float8_e4m3fn"),
     "largest of x": lambda x, w, dy: scale_of(x, OPERANDS),
-    "codes of x": lambda x, w, dy: encoded(x, OPERANDS),
-    "codes of x and their transpose": codes_and_transpose,
+    "codes of x": codes_alone,
+    "codes of x and their transpose": lambda x, w, dy: encoded(x[None], OPERANDS),
     "x and w to fp8, product": of_codes,
 }
 

@@ -16,7 +16,7 @@ fp8 = functools.partial(linear, compute_dtype=jnp.float8_e4m3fn)
 SHAPES = [(1, 256, 512, 128), (2, 128, 1024, 768), (2, 65, 200, 72), (1, 3, 17, 5)]
 
 
-@pytest.mark.parametrize("kernels", ["auto", "xla"])
+@pytest.mark.parametrize("kernels", ["triton", "xla"])
 @pytest.mark.parametrize("b, t, d, f", SHAPES)
 def test_three_products(b, t, d, f, kernels):
     rng = np.random.default_rng(0)
