@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, linear
+from jaxkern.train.train_step import COMPILER_OPTIONS
 from tests.gpu.truth import on_a_gpu
 from tests.primitives.linear.test_linear_fp8 import rounded
 
@@ -28,15 +29,16 @@ def test_three_products(b, t, d, f, kernels):
         return y, *pull(dy)
 
     with backend(kernels):
-        compiled = jax.jit(both).lower(x, w, dy).compile()
-    found = compiled(x, w, dy)
+        lowered = jax.jit(both).lower(x, w, dy)
+        as_trained = jax.jit(both, compiler_options=COMPILER_OPTIONS).lower(x, w, dy)
     x8, w8 = (rounded(a, jnp.float8_e4m3fn) for a in (x, w))
     dy8 = rounded(dy, jnp.float8_e5m2)
     rows = dy8.reshape(-1, f), x8.reshape(-1, d)
-    for y, e in zip(found, (x8 @ w8.T, dy8 @ w8, rows[0].T @ rows[1]), strict=True):
-        error = np.abs(np.asarray(y, np.float64) - e).max()
-        assert error <= 1.5 * 2**-8 * np.abs(e).max()
+    expected = x8 @ w8.T, dy8 @ w8, rows[0].T @ rows[1]
+    for compiled in (lowered.compile(), as_trained.compile()):
+        for y, e in zip(compiled(x, w, dy), expected, strict=True):
+            error = np.abs(np.asarray(y, np.float64) - e).max()
+            assert error <= 1.5 * 2**-8 * np.abs(e).max()
     if all(n % 16 == 0 for n in (b * t, d, f)):
-        assert (
-            compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 3
-        )
+        text = compiled.as_text()
+        assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
