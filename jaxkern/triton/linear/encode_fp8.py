@@ -18,9 +18,8 @@ from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.primitives.float8 import FLOAT8
 
-slower = "as far as is known: not run on a GPU yet"
 CONVERTS = 89  # the compute capability that has the conversion
-TILE = {"ROWS": 128, "BLOCK": 64, "num_warps": 4}
+TILE = {"ROWS": 128, "BLOCK": 128, "num_warps": 8}
 
 
 def unsupported(**named: Any) -> str | None:
