@@ -106,6 +106,7 @@ class LlamaConfig:
     rotated: tuple[bool, ...] | None = None  # layers that rotate; None: all
     activation: Activation = "silu"
     embedding_scale: float | None = None
+    summed_over: str | None = None  # mesh axis that cuts heads and hidden dims
 
 
 class Layer(NamedTuple):
@@ -332,8 +333,17 @@ def added(
     bias: Float[Array, " d"] | None,
     post_norm: Float[Array, " d"] | None,
 ) -> Float[Array, "b t d"]:
-    """x + y times the matrices; with a post-norm x + rms_norm of that product."""
-    if post_norm is None:
+    """x + y times the matrices; with a post-norm x + rms_norm of that product.
+
+    With `summed_over` a device has a part of y and of the product's sum.
+    """
+    if post_norm is None and config.summed_over is None:
         return project(config, y, matrices, residual=plus(x, bias))
-    y = plus(project(config, y, matrices), bias)
+    y = project(config, y, matrices)
+    if config.summed_over is not None:
+        parts = y.astype(jnp.promote_types(y.dtype, jnp.float32))
+        y = lax.psum(parts, config.summed_over).astype(y.dtype)
+    y = plus(y, bias)
+    if post_norm is None:
+        return x + y
     return rms_norm_add(y, x, post_norm, eps=config.eps)
