@@ -23,14 +23,16 @@ from jaxkern.primitives.family import KernelPrimitive
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.testing.check_op import smallest_case
 from jaxkern.testing.checks import (
+    SMALL,
     Case,
     bound,
     differentiable,
     gradients,
+    num_elements,
     opaque_kernels,
     operands_of,
 )
-from jaxkern.testing.mesh_checks import mesh_case, names_of
+from jaxkern.testing.mesh_checks import names_of
 from jaxkern.testing.sharding_checks import collectives, doubled
 from tests.cases import cases_of
 
@@ -122,13 +124,23 @@ def counted(f: Callable, operands: Sequence) -> str:
     return ", ".join(f"{n} {SHORT[c]}" for c, n in sorted(found.items())) or "-"
 
 
+def case_of(p: KernelPrimitive) -> Case:
+    """The small case of its tests with the most dims, of these the smallest."""
+
+    def rank(case: Case) -> tuple[bool, int, int]:
+        operands = operands_of(p, case)
+        names = {name for each in names_of(p, operands) for name in each if name}
+        filled = all(x is None or x.size for x in operands)
+        return filled, len(names), -num_elements(p, case)
+
+    cases = cases_of(p)
+    small = [c for c in cases if num_elements(p, c) <= SMALL]
+    return max(small, key=rank) if small else smallest_case(p, cases)
+
+
 def moves_of(p: KernelPrimitive) -> dict[str, Moves]:
     """By dim, for the case of the operator's tests with the most dims to cut."""
-    cases = cases_of(p)
-    try:
-        case = mesh_case(p, cases)
-    except ValueError:  # none is small
-        case = smallest_case(p, cases)
+    case = case_of(p)
     f, found = bound(p, case), {}
     with opaque_kernels(p):
         for label, operands in cuts(p, case):

@@ -218,12 +218,13 @@ class TensorParallel:
 
 def one_array(name: str, matrices: Matrices) -> Float[Array, "f d"]:
     """The matrices, `[f, d]`, under each other."""
+    arrays = []
     for w in matrices:
-        narrow = isinstance(w, jax.Array) and w.dtype in (jnp.bfloat16, jnp.float16)
-        if not narrow:
+        if not isinstance(w, jax.Array) or w.dtype not in (jnp.bfloat16, jnp.float16):
             kind = w.dtype.name if isinstance(w, jax.Array) else type(w).__name__
             raise TypeError(
                 f"TensorParallel: {name} must be arrays of bfloat16 or float16, got "
                 f"{kind}. Load the model with one of these dtypes."
             )
-    return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices)
+        arrays.append(w)
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
