@@ -148,7 +148,7 @@ def reading_whole(job: Job, placement: Placement) -> Job:
     """With "fsdp" the loss gathers its weights, the frozen ones too."""
     if placement.layout != "fsdp" or placement.mesh is None:
         return job
-    both = whole_weights(lambda w, batch: job.loss(*w, batch), placement.mesh)
+    both = whole_weights(lambda w, batch: job.loss(w[0], w[1], batch), placement.mesh)
     return replace(job, loss=lambda params, base, batch: both((params, base), batch))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -24,12 +24,20 @@ def whole_weights(loss_fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]
     Returns:
       The same function of cut weights, which are a tree of arrays.
 
+    Raises:
+      ValueError: an axis of the mesh is not automatic.
+
     Example:
       >>> mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
       >>> loss = jaxkern.train.whole_weights(lambda w, x: jnp.sum(w["a"] * x), mesh)
       >>> float(jax.jit(loss)({"a": jnp.arange(3.0)}, jnp.ones(3)))
       3.0
     """
+    if set(mesh.axis_types) != {AxisType.Auto}:
+        raise ValueError(
+            f"whole_weights: `mesh` must have automatic axes, got {mesh}. Pass "
+            "jax.make_mesh the axis types jax.sharding.AxisType.Auto."
+        )
     whole = NamedSharding(mesh, P())
 
     def loss(weights: Any, *others: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
@@ -204,6 +204,12 @@ def test_eight_devices_are_one(layout):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
     assert jax.tree.map(lambda x: x.sharding, state) == cuts, "the state moved"
     assert len(step.compiled) == 1
+
+
+def test_whole_weights_refuses_axes_that_are_not_automatic():
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="whole_weights: `mesh` must have automatic"):
+        whole_weights(LOSS, mesh)
 
 
 def test_fsdp_moves_each_weight_once_and_no_rows():
