@@ -52,6 +52,7 @@ from jaxkern.models.products import (
     output_product,
     plus,
     project,
+    summed_over,
 )
 from jaxkern.models.remat import Remat, rematerialised
 from jaxkern.primitives.rope.rope import Pairing
@@ -337,13 +338,13 @@ def added(
 
     With `summed_over` a device has a part of y and of the product's sum.
     """
-    if post_norm is None and config.summed_over is None:
-        return project(config, y, matrices, residual=plus(x, bias))
-    y = project(config, y, matrices)
     if config.summed_over is not None:
-        parts = y.astype(jnp.promote_types(y.dtype, jnp.float32))
-        y = lax.psum(parts, config.summed_over).astype(y.dtype)
-    y = plus(y, bias)
+        wide = summed_over(config.summed_over, config, y, matrices)
+        if post_norm is None:
+            return (plus(wide, bias) + x).astype(x.dtype)
+        y = plus(wide, bias).astype(x.dtype)
+        return rms_norm_add(y, x, post_norm, eps=config.eps)
     if post_norm is None:
-        return x + y
+        return project(config, y, matrices, residual=plus(x, bias))
+    y = plus(project(config, y, matrices), bias)
     return rms_norm_add(y, x, post_norm, eps=config.eps)

@@ -96,16 +96,19 @@ class TensorParallel:
           ValueError: a hidden dim that the devices do not divide, or a norm over the
             whole width of q or k.
         """
-        arranged = weights._replace(
-            layers=tuple(map(self.arranged, range(10**6), weights.layers)),
-            output=(one_array("output", weights.output),),
-        )
+        arranged = self.arranged(weights)
         specs = self.specs(arranged)
         cut = jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
         return jax.device_put(arranged, cut)
 
-    def arranged(self, i: int, layer: Layer) -> Layer:
-        """The layer with rows in the order of the devices that have them."""
+    def arranged(self, weights: LlamaWeights) -> LlamaWeights:
+        """The weights with rows in the order of the devices that have them."""
+        return weights._replace(
+            layers=tuple(self.arranged_layer(*x) for x in enumerate(weights.layers)),
+            output=(one_array("output", weights.output),),
+        )
+
+    def arranged_layer(self, i: int, layer: Layer) -> Layer:
         h = self.config.head_dim
         q, k = self.config.heads * h, self.config.kv_heads * h
         for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkern import quantize_int
 from jaxkern.models.cached_steps import decode, prefill
@@ -137,6 +138,35 @@ def test_two_all_reduces_a_layer(kind):
     assert after[0].keys.sharding.shard_shape(after[0].keys.shape)[2] == KV_HEADS // 2
     down = jax.tree.leaves(weights.layers[0].down)[0]
     assert down.sharding.shard_shape(down.shape) == (D, F // 2)
+
+
+def test_on_gpus_a_step_is_kernels_and_sums(monkeypatch):
+    """Lowered for two H200: all products and attention of a layer by kernels."""
+    pytest.importorskip("triton")
+    from jaxkern.gpu.device import compiling_for
+    from jaxkern.triton.quant import dense_products
+    from tests.lowering.test_chained import llama, spec
+
+    monkeypatch.setattr(dense_products, "LEAST", 256)  # columns of a half here
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, weights, cache = llama()
+    parts = on(2, config)
+
+    def placed(x, cut):
+        cut = NamedSharding(parts.mesh, cut)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut)
+
+    weights = jax.eval_shape(parts.arranged, weights)
+    weights = jax.tree.map(placed, weights, parts.specs(weights))
+    cache = jax.tree.map(placed, cache, parts.cache_specs(cache))
+    token = placed(spec(1, dtype="int32"), P())
+    with compiling_for(90):
+        traced = jax.jit(parts.decode, donate_argnums=2).trace(weights, token, cache)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.all_reduce") == 2 * config.layers
+    assert "stablehlo.dot_general" not in text
+    # a layer: qkv with its norm, attention, its output, gate and up with theirs, down
+    assert text.count("@triton_kernel_call_ffi") >= 5 * config.layers
 
 
 def wide_norm(weights):
