@@ -36,7 +36,7 @@ from benchmarks.train_step import (
     side_by_side,
 )
 from jaxkern.models.llama import LlamaWeights
-from jaxkern.train import AdamW, next_token_loss, train_step
+from jaxkern.train import AdamW, next_token_loss, train_step, whole_weights
 
 ONE, DATA, FSDP, TENSOR = "one GPU", "data parallel", "FSDP", "tensor parallel"
 
@@ -73,9 +73,10 @@ def seconds_and_loss(
 ) -> tuple[float, float]:
     """Median seconds of a step, and the loss of the first."""
     mesh = jax.make_mesh((len(devices),), ("x",), (AxisType.Auto,), devices=devices)
-    made = train_step(
-        next_token_loss(config_of(shape)), AdamW(RATE, weight_decay=DECAY)
-    )
+    loss = next_token_loss(config_of(shape))
+    if kind == FSDP:
+        loss = whole_weights(loss, mesh)
+    made = train_step(loss, AdamW(RATE, weight_decay=DECAY))
     state = made.init(placed(kind, drawn(shape), mesh))
     rows = P() if kind == TENSOR else P("x")
     tokens = jax.device_put(tokens, NamedSharding(mesh, rows))

@@ -73,7 +73,7 @@ PAGES = {
         "docs/apple",
     ],
     "Is it faster for me?": ["docs/performance", "docs/performance/*"],
-    "Reference": ["docs/reference/*", "docs/operators"],
+    "Reference": ["docs/reference/*", "docs/operators", "docs/collectives"],
     "Design": ["docs/design/kernel_primitive", "docs/design/*"],
     "Notebooks": ["notebooks/one_op", "notebooks/*"],
     "Project": ["CONTRIBUTING", "CHANGELOG"],

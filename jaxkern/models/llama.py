@@ -52,6 +52,7 @@ from jaxkern.models.products import (
     output_product,
     plus,
     project,
+    summed_over,
 )
 from jaxkern.models.remat import Remat, rematerialised
 from jaxkern.primitives.rope.rope import Pairing
@@ -107,6 +108,7 @@ class LlamaConfig:
     rotated: tuple[bool, ...] | None = None  # layers that rotate; None: all
     activation: Activation = "silu"
     embedding_scale: float | None = None
+    summed_over: str | None = None  # mesh axis that cuts heads and hidden dims
 
 
 class Layer(NamedTuple):
@@ -333,7 +335,16 @@ def added(
     bias: Float[Array, " d"] | None,
     post_norm: Float[Array, " d"] | None,
 ) -> Float[Array, "b t d"]:
-    """x + y times the matrices; with a post-norm x + rms_norm of that product."""
+    """x + y times the matrices; with a post-norm x + rms_norm of that product.
+
+    With `summed_over` a device has a part of y and of the product's sum.
+    """
+    if config.summed_over is not None:
+        wide = summed_over(config.summed_over, config, y, matrices)
+        if post_norm is None:
+            return (plus(wide, bias) + x).astype(x.dtype)
+        y = plus(wide, bias).astype(x.dtype)
+        return rms_norm_add(y, x, post_norm, eps=config.eps)
     if post_norm is None:
         return project(config, y, matrices, residual=plus(x, bias))
     y = plus(project(config, y, matrices), bias)

@@ -103,6 +103,24 @@ def project(
     return y if residual is None else residual + y
 
 
+def summed_over(
+    axis_name: str,
+    config: Numerics,
+    x: Float[Array, "... d"],
+    matrices: Matrices,
+) -> Float[Array, "... f"]:
+    """x times the matrices in float32, where the devices of an axis have d in parts.
+
+    Inside `shard_map`: one all-reduce, of sums that are not rounded before.
+    """
+    [w] = matrices
+    if isinstance(w, jax.Array) and w.dtype != jnp.float32:
+        part = linear(x, w, preferred_element_type=jnp.float32)
+    else:
+        part = project(config, x, matrices).astype(jnp.float32)
+    return lax.psum(part, axis_name)
+
+
 def gated(
     config: Numerics,
     x: Float[Array, "... d"],

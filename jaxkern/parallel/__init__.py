@@ -4,6 +4,7 @@ from jaxkern.parallel.carried_state import (
     sharded_gated_delta_rule,
     sharded_state_space_dual,
 )
+from jaxkern.parallel.expert_parallel import sharded_moe_ffn
 from jaxkern.parallel.ring_attention import ring_attention
 from jaxkern.parallel.zigzag import sequence_positions, zigzag
 
@@ -11,6 +12,7 @@ __all__ = [
     "ring_attention",
     "sequence_positions",
     "sharded_gated_delta_rule",
+    "sharded_moe_ffn",
     "sharded_state_space_dual",
     "zigzag",
 ]

@@ -5,7 +5,8 @@
     for batch in batches:
         state, metrics = step(state, batch)
 
-Several devices are JAX's own: give `init` weights that are cut, and batches that are.
+Several devices are JAX's own: give `init` weights that are cut, and batches that are;
+`whole_weights` gathers them for the loss.
 docs/training.md has precision, rematerialisation, meshes and checkpoints.
 """
 
@@ -13,6 +14,7 @@ from jaxkern.train.adamw import AdamW
 from jaxkern.train.next_token_loss import next_token_loss
 from jaxkern.train.readable import readable
 from jaxkern.train.train_step import Metrics, TrainState, TrainStep, train_step
+from jaxkern.train.whole_weights import whole_weights
 
 __all__ = [
     "AdamW",
@@ -22,4 +24,5 @@ __all__ = [
     "next_token_loss",
     "readable",
     "train_step",
+    "whole_weights",
 ]

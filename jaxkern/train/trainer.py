@@ -34,6 +34,7 @@ from jaxkern.train.train_step import (
     options_for,
     train_step,
 )
+from jaxkern.train.whole_weights import whole_weights
 
 
 @dataclass
@@ -71,7 +72,7 @@ def train(run: RunConfig, *, start: int | None = None, quiet: bool = False) -> O
     """
     placement = Placement(run.devices.layout)
     placement.check_rows(run.data.rows, run.accumulate)
-    job = job_of(run)
+    job = reading_whole(job_of(run), placement)
     rows = PackedRows(
         encoded(texts_of(run.data), job.tokenizer, job.vocabulary),
         run.data.length,
@@ -141,6 +142,14 @@ def train(run: RunConfig, *, start: int | None = None, quiet: bool = False) -> O
         screen.close()
     loss = None if metrics is None else float(metrics.loss)
     return Outcome(i, stopped, loss, written)
+
+
+def reading_whole(job: Job, placement: Placement) -> Job:
+    """With "fsdp" the loss gathers its weights, the frozen ones too."""
+    if placement.layout != "fsdp" or placement.mesh is None:
+        return job
+    both = whole_weights(lambda w, batch: job.loss(w[0], w[1], batch), placement.mesh)
+    return replace(job, loss=lambda params, base, batch: both((params, base), batch))
 
 
 def step_of(run: RunConfig, job: Job, schedule: Callable) -> TrainStep:

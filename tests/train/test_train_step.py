@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import optax
 import pytest
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.lowering.explain import every_equation
 from jaxkern.models.llama import LlamaWeights
-from jaxkern.train import AdamW, next_token_loss, train_step
+from jaxkern.testing.sharding_checks import collectives
+from jaxkern.train import AdamW, next_token_loss, train_step, whole_weights
 from jaxkern.train.train_step import COMPILER_OPTIONS, options_for
 from tests.train.tiny_llama import (
     CONFIG,
@@ -167,6 +169,7 @@ def cut(mesh, axis_of_rows):
 LAYOUTS = {  # of the matrices; of the rows of a batch
     "data": ((), P("x")),
     "fsdp": (("x", None), P("x")),
+    "fsdp, whole weights": (("x", None), P("x")),
     "tensor": ((None, "x"), P()),
 }
 
@@ -178,12 +181,19 @@ def on_one_device():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("data", marks=pytest.mark.full), "fsdp", "tensor"]
+    "layout",
+    [
+        pytest.param("data", marks=pytest.mark.full),
+        pytest.param("fsdp", marks=pytest.mark.full),
+        "fsdp, whole weights",
+        "tensor",
+    ],
 )
 def test_eight_devices_are_one(layout):
     of_weights, of_rows = LAYOUTS[layout]
     mesh = Mesh(np.array(jax.devices()[:8]), "x")
-    step = train_step(LOSS, AdamW(1e-3), compute_dtype=jnp.float32)
+    loss = whole_weights(LOSS, mesh) if "whole" in layout else LOSS
+    step = train_step(loss, AdamW(1e-3), compute_dtype=jnp.float32)
     state = step.init(jax.tree.map(cut(mesh, of_weights), weights()))
     cuts = jax.tree.map(lambda x: x.sharding, state)
     tokens = [jax.device_put(b, NamedSharding(mesh, of_rows)) for b in batches(3)]
@@ -194,6 +204,26 @@ def test_eight_devices_are_one(layout):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
     assert jax.tree.map(lambda x: x.sharding, state) == cuts, "the state moved"
     assert len(step.compiled) == 1
+
+
+def test_whole_weights_refuses_axes_that_are_not_automatic():
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="whole_weights: `mesh` must have automatic"):
+        whole_weights(LOSS, mesh)
+
+
+def test_fsdp_moves_each_weight_once_and_no_rows():
+    mesh = Mesh(np.array(jax.devices()[:2]), "x")
+    place = cut(mesh, ("x", None))
+    step = train_step(whole_weights(LOSS, mesh), AdamW(1e-3), compute_dtype="float32")
+    state = step.init(jax.tree.map(place, weights()))
+    tokens = jax.device_put(batches(1)[0], NamedSharding(mesh, P("x")))
+    cuts = jax.tree.map(lambda x: x.sharding, state)
+    update = jax.jit(step.update, out_shardings=(cuts, None))
+    found = Counter(collectives(update.lower(state, tokens).compile()))
+    matrices = sum(w.ndim == 2 for w in jax.tree.leaves(weights()))
+    assert set(found) == {"all-gather", "all-reduce"}
+    assert found["all-gather"] <= matrices
 
 
 @pytest.mark.parametrize(

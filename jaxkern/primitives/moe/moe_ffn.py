@@ -200,20 +200,21 @@ def expert_activation(
     alpha: float,
     limit: float | None,
     up_offset: float,
+    op: str = "moe_ffn",
 ) -> Callable[..., jax.Array]:
     """What an expert applies to its gate and up, or to both packed."""
     known = ACTIVATIONS if gated else UNGATED
     if activation not in known:
         raise ValueError(
-            f"moe_ffn: `activation` must be one of {', '.join(known)} with "
+            f"{op}: `activation` must be one of {', '.join(known)} with "
             f"gated={gated}, got {activation!r}."
         )
     if activation == "swiglu":
-        check_swiglu("moe_ffn", alpha, limit, up_offset)
+        check_swiglu(op, alpha, limit, up_offset)
         return partial(swiglu, alpha=alpha, limit=limit, up_offset=up_offset)
     if (alpha, limit, up_offset) != (1.0, None, 0.0):
         raise ValueError(
-            "moe_ffn: `alpha`, `limit` and `up_offset` belong to activation='swiglu', "
+            f"{op}: `alpha`, `limit` and `up_offset` belong to activation='swiglu', "
             f"got {activation!r}."
         )
     return known[activation]
