@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from benchmarks._gpu import Benchmark, Case, run, under_backend
+from benchmarks._gpu import Benchmark, Case, run
 from jaxkern.primitives.linear.encode_fp8 import encode_fp8_p
 
 
@@ -22,7 +22,7 @@ def case(name: str, rows: int, d: int) -> Case:
 
 BENCHMARK = Benchmark(
     "encode_fp8",
-    under_backend("triton", functools.partial(encode_fp8_p, form="e4m3fn")),
+    functools.partial(encode_fp8_p, form="e4m3fn"),
     [case("16384x2048", 16384, 2048), case("16384x5632", 16384, 5632)],
     differentiable=False,
 )
