@@ -23,6 +23,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from jaxkern.lowering.lowered_once import once_a_shape
 from jaxkern.primitives.call import NO_MESH, Call, cut_as
 from jaxkern.primitives.declared_dims import Annotated
 from jaxkern.primitives.family import KernelPrimitive
@@ -238,6 +239,8 @@ def partitioned(
     num_operands = len(avals_in)
     factors = factors_of_call(p, call, avals_in, avals_out).with_held(traced.consts)
 
+    on_shards = once_a_shape(p.name, local)
+
     def partition(mesh, arg_infos, result_infos):
         del result_infos  # they follow from the operands
         # need_replication_factors only guides propagation: the specs are cut here.
@@ -247,7 +250,7 @@ def partitioned(
 
         def local_and_reduced(*arrays):
             with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh is set
-                return factors.all_reduced(local(*arrays[:num_operands]), cut)
+                return factors.all_reduced(on_shards(*arrays[:num_operands]), cut)
 
         def shardings(specs):
             return [NamedSharding(mesh, s) for s in specs]
