@@ -148,7 +148,7 @@ def drawn_experts(kind: str, shape: tuple[int, int, int]):
     @jax.jit
     def draw(key) -> jax.Array | QuantizedTensor:
         if kind in SCALES:
-            return blocks(key, shape, kind)
+            return interleave(blocks(key, shape, kind))
         if kind == "mxfp4":
             scales = jax.random.randint(key, (e, f, d // 32), 118, 122, jnp.uint8)
             codes = jax.random.bits(key, (e, f, d // 2), "uint8")

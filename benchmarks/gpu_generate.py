@@ -3,8 +3,9 @@
     python -m benchmarks gpu_generate [--model 8B] [--weights Q4_K_M] [--prompt 512]
 
 "hybrid" has three gated delta nets for each attention, in the sizes of Qwen3-Next but
-with dense blocks; bf16 alone. Weights are bf16, Q4_K_M, Q4_K, Q6_K, Q8_0, int4,
-affine4, fp8 or mxfp4.
+with dense blocks; bf16 alone. gpt-oss-20b, Qwen3.6-35B-A3B and Qwen3-30B-A3B have
+their published sizes. Weights are bf16, Q4_K_M, Q4_K, Q6_K, Q8_0, int4, affine4, fp8
+or mxfp4; of the published models bf16, those of blocks, or mxfp4 for the experts alone.
 
 Prefill of a model in the sizes of Qwen3-Next with kernels and without:
 
@@ -14,7 +15,6 @@ Batch 1, chunks of 16 tokens; the median of four streams after one that warms up
 """
 
 import argparse
-import functools
 import statistics
 from typing import NamedTuple
 
@@ -22,15 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern import (
-    GGUFTensor,
-    backend,
-    interleave,
-    quantize_affine,
-    quantize_fp8,
-    quantize_int,
-    quantize_microscaled,
-)
+from benchmarks.drawn_models import PUBLISHED, drawn, drawn_model
+from jaxkern import backend
 from jaxkern.models.decoder import DecoderConfig, DecoderWeights, LayerWeights
 from jaxkern.models.feed_forward import Dense, DenseWeights
 from jaxkern.models.generate import Generator
@@ -38,8 +31,6 @@ from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights
 from jaxkern.models.mixers.delta_net import DeltaNet, DeltaNetWeights
 from jaxkern.models.mixers.full_attention import AttentionWeights, FullAttention
 from jaxkern.models.mixers.mixing import Rotation
-from jaxkern.models.products import Matrix
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 
 
 class Shape(NamedTuple):
@@ -57,33 +48,6 @@ SHAPES = {
     "8B": Shape(32, 4096, 14336, 32, 8, 128),
 }
 HYBRID = Shape(16, 2048, 6144, 16, 2, 256, 151936)
-# where the float16 scales of a block are, and how large
-SCALES = {"Q8_0": {0: 5e-4}, "Q6_K": {208: 2e-4}, "Q4_K": {0: 2e-3, 2: 0.015}}
-CONTAINERS = {
-    "int4": functools.partial(quantize_int, bits=4, group_size=128),
-    "affine4": functools.partial(quantize_affine, bits=4, group_size=64),
-    "fp8": functools.partial(quantize_fp8, block=(128, 128)),
-    "mxfp4": functools.partial(quantize_microscaled, format="mxfp4"),
-}
-
-
-@functools.cache
-def drawn(kind: str, f: int, d: int):
-    """A function of a key that makes a matrix."""
-
-    @jax.jit
-    def draw(key) -> Matrix:
-        if kind not in SCALES:
-            w = jax.random.normal(key, (f, d), jnp.bfloat16) * d**-0.5
-            return w if kind == "bf16" else CONTAINERS[kind](w)
-        form = BLOCK_FORMATS[kind]
-        blocks = jax.random.bits(key, (f, d // form.elements, form.bytes), "uint8")
-        for at, scale in SCALES[kind].items():
-            half = np.array([scale], np.float16).view(np.uint8)
-            blocks = blocks.at[:, :, at : at + 2].set(half)
-        return interleave(GGUFTensor(blocks.reshape(f, -1), kind))
-
-    return draw
 
 
 def model(shape: Shape, weights: str) -> tuple[LlamaConfig, LlamaWeights]:
@@ -186,12 +150,16 @@ def hybrid(shape: Shape) -> tuple[DecoderConfig, DecoderWeights]:
 
 
 def measure(name: str, weights: str, prompt: int, new: int) -> str:
-    shape = HYBRID if name == "hybrid" else SHAPES[name]
-    config, arrays = hybrid(shape) if name == "hybrid" else model(shape, weights)
+    if name in PUBLISHED:
+        config, arrays = drawn_model(name, weights)
+    elif name == "hybrid":
+        config, arrays = hybrid(HYBRID)
+    else:
+        config, arrays = model(SHAPES[name], weights)
     generator = Generator(
         config, arrays, batch=1, prompt_slots=prompt, max_tokens=new + 1, chunk=16
     )
-    ids = np.random.default_rng(0).integers(0, shape.vocabulary, prompt).tolist()
+    ids = np.random.default_rng(0).integers(0, config.vocabulary, prompt).tolist()
     decode, prefill = [], []
     for _ in range(5):
         for _ in generator.stream([ids]):

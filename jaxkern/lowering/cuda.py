@@ -78,6 +78,7 @@ KERNELS = (
     Kernel("fp8_matmul",                 "triton",     "triton.quant.fp8",                               "primal"),
     Kernel("fp8_embedding",              "triton",     "triton.quant.fp8",                               "primal", unsupported="unsupported_embedding"),
     Kernel("microscaled_matmul",         "triton",     "triton.quant.microscaled",                       "primal"),
+    Kernel("microscaled_matmul_id",      "triton",     "triton.quant.microscaled",                       "primal", unsupported="unsupported_id"),
     Kernel("microscaled_embedding",      "triton",     "triton.quant.microscaled",                       "primal", unsupported="unsupported_embedding"),
     Kernel("interleaved_rms_norm_matmul", "triton",    "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_norm"),
     Kernel("interleaved_swiglu",         "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_norm"),

@@ -17,6 +17,7 @@ from jaxkern import (
     InterleavedTensor,
     MicroscaledTensor,
     dequantize,
+    interleave,
 )
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import GGUFFile
@@ -222,6 +223,8 @@ class WeightReader:
                 return dequantize(stored[0], dtype=self._dtype)
             return jnp.stack([expanded(w, self._dtype) for w in stored])
         whole = stored[0]
+        if isinstance(whole, GGUFTensor) and self._packed:
+            return self.with_tiles(whole)
         if not isinstance(whole, jax.Array):
             return whole if self._packed else dequantize(whole, dtype=self._dtype)
         kept = self._packed and jax.default_backend() == "cpu"
@@ -229,6 +232,13 @@ class WeightReader:
         if len(stored) == 1:
             return jnp.array(whole, dtype, copy=True)  # out of the map
         return jnp.stack([jnp.asarray(w, dtype) for w in stored])
+
+    def with_tiles(self, experts: GGUFTensor) -> QuantizedTensor:
+        """Rows interleaved where the kernels of a GPU read them so."""
+        tiled = experts.qtype in UNITS and experts.shape[-2] % ROWS == 0
+        if not tiled or experts.qtype not in self._formats:
+            return experts
+        return in_tiles(experts)
 
     def mxfp4(
         self, name: str, rows: slice = slice(None)
@@ -260,6 +270,9 @@ class WeightReader:
     def _dtype(self) -> jnp.dtype:
         narrow = self.numerics["dtype"] == "bfloat16"
         return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+
+
+in_tiles = jax.jit(interleave)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

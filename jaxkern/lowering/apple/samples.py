@@ -263,7 +263,7 @@ def quantised(x: Draw) -> dict[str, Call]:
             part(jk.quantized_embedding, ids, packed),
             (),
         )
-        if f in ("affine", "gguf", "int", "nf4"):
+        if f != "fp8":
             routed = part(jk.quantized_matmul_id, w=quantize(stack), ids=chosen)
             found[name["id"](f)] = (routed, (rows,))
     return found

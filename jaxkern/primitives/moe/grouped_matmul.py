@@ -17,7 +17,6 @@ from jaxkern.primitives.moe.permute_tokens import permute_tokens, take_rows
 from jaxkern.primitives.moe.row_blocks import RowBlocks, row_blocks
 from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
-from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
@@ -207,7 +206,6 @@ def multiply_routed_by_group(
 
 
 QUANTIZED_MATMUL_ID[FP8Tensor] = multiply_routed_by_group
-QUANTIZED_MATMUL_ID[MicroscaledTensor] = multiply_routed_by_group
 
 
 grouped_matmul_p = kernel_primitive(

@@ -31,6 +31,7 @@ from jaxkern.primitives.moe.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_bwd_reference,
     grouped_matmul_reference,
+    multiply_routed_by_group,
 )
 from jaxkern.primitives.moe.moe_weighted_reduce import (
     moe_weighted_reduce,
@@ -46,6 +47,10 @@ from jaxkern.primitives.moe.unpermute_tokens import (
     unpermute_tokens,
     unpermute_tokens_bwd_reference,
     unpermute_tokens_reference,
+)
+from jaxkern.primitives.quant.quantized_matmul_id import (
+    QUANTIZED_MATMUL_ID,
+    quantized_matmul_id,
 )
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
@@ -120,7 +125,8 @@ def moe_ffn(
     | Nemotron 3 Nano | `gated=False, activation="relu2", up=None` |
 
     Up to 8 tokens of plain gated experts are an operator of their own, `moe_ffn_few`,
-    whose kernels on a GPU read each token's experts where they lie.
+    whose kernels on a GPU read each token's experts where they lie; those of packed
+    experts are three of `quantized_matmul_id`, without a sort.
 
     mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
 
@@ -175,6 +181,12 @@ def moe_ffn(
     if plain and tokens.shape[0] <= FEW_TOKENS and are_arrays(gate, up, down):
         few = tokens, ids.reshape(-1, k), weights.reshape(-1, k), gate, up, down
         return moe_ffn_few_p(*few, activation=activation).reshape(x.shape)
+    packed = all(w is None or is_read_by_id(w) for w in (gate, up, down))
+    if packed and not weigh_input and len(tokens) <= FEW_TOKENS and k:
+        operands = gate, up, down, gate_bias, up_bias, down_bias
+        slots = unsorted_experts(tokens, ids.reshape(-1, k), act, *operands)
+        y = moe_weighted_reduce(slots, weights.reshape(-1, k))
+        return y.astype(x.dtype).reshape(x.shape)
     order, group_sizes = expert_order(ids, gate.shape[0])
     rows = permute_tokens(tokens, order, k)
     if weigh_input:
@@ -220,6 +232,63 @@ def expert_activation(
     return known[activation]
 
 
+def is_read_by_id(w: object) -> bool:
+    """Whether a product takes the experts that ids name, where they lie."""
+    read = QUANTIZED_MATMUL_ID.get(type(w))
+    return read is not None and read is not multiply_routed_by_group
+
+
+def unsorted_experts(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    act: Callable[..., jax.Array],
+    gate: QuantizedTensor,
+    up: QuantizedTensor | None,
+    down: QuantizedTensor,
+    gate_bias: Float[Array, "e f"] | None,
+    up_bias: Float[Array, "e f"] | None,
+    down_bias: Float[Array, "e d"] | None,
+) -> Float[Array, "t k d"]:
+    """What the experts of each slot give, in the order of the slots."""
+    (t, k), slots = ids.shape, ids.reshape(-1)
+
+    def projected(name, x, w, bias):
+        y = quantized_matmul_id(x, w, slots, top_k=slots.size // len(x))
+        return (
+            y if bias is None else add_bias_of_slots(name, y, bias, slots, w.shape[0])
+        )
+
+    hidden = [projected("gate_bias", x, gate, gate_bias)]
+    if up is not None:
+        hidden.append(projected("up_bias", x, up, up_bias))
+    return projected("down_bias", act(*hidden), down, down_bias).reshape(t, k, -1)
+
+
+def add_bias_of_slots(
+    name: str,
+    y: Float[Array, "r f"],
+    bias: Float[Array, "e f"],
+    slots: Integer[Array, " r"],
+    experts: int,
+) -> Float[Array, "r f"]:
+    """y[i] + bias[slots[i]] in float32, rounded once; an id outside adds nothing.
+
+    A sum over all experts, of which one has a part: its gradient adds up in order.
+    """
+    check_bias(name, bias, (experts, y.shape[1]))
+    named = slots[:, None] == jnp.arange(experts)
+    rows = jnp.where(named[..., None], at_least_f32(bias), 0).sum(axis=1)
+    return (at_least_f32(y) + rows).astype(y.dtype)
+
+
+def check_bias(name: str, bias: Array, shape: tuple[int, int]) -> None:
+    if bias.shape != shape:
+        raise TypeError(
+            f"moe_ffn: `{name}` must have a number for each of {shape[0]} "
+            f"experts and {shape[1]} outputs, got shape {bias.shape}."
+        )
+
+
 def add_bias(
     name: str,
     y: Float[Array, "r f"],
@@ -231,11 +300,7 @@ def add_bias(
     A product with a column of ones, whose gradient sums the rows of each group in
     order: a gather would add them in any order.
     """
-    if bias.shape != (group_sizes.shape[0], y.shape[1]):
-        raise TypeError(
-            f"moe_ffn: `{name}` must have a number for each of {group_sizes.shape[0]} "
-            f"experts and {y.shape[1]} outputs, got shape {bias.shape}."
-        )
+    check_bias(name, bias, (group_sizes.shape[0], y.shape[1]))
     ones = jnp.ones_like(at_least_f32(y[:, :1]))
     with jax.default_matmul_precision("highest"):  # TF32 would round the bias
         rows = grouped_matmul(ones, bias[..., None], group_sizes)

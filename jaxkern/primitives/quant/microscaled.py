@@ -26,6 +26,7 @@ from jaxkern.primitives.quant.microscaled_tensor import (
 from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
 from jaxkern.primitives.quant.quantized_family import QuantizedFamily
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
+from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
 from jaxkern.primitives.quant.rounding import divide
 
 NVFP4_RANGE = 6 * 448  # largest element times largest scale
@@ -188,9 +189,13 @@ dequantize_microscaled_p = FAMILY.dequantize(
 )
 microscaled_matmul_p = FAMILY.matmul("microscaled_matmul", __name__)
 microscaled_embedding_p = FAMILY.embedding("microscaled_embedding", __name__)
+microscaled_matmul_id_p = FAMILY.matmul_id("microscaled_matmul_id", __name__)
 
 DEQUANTIZE[MicroscaledTensor] = FAMILY.reader(dequantize_microscaled_p, "dtype")
 QUANTIZED_MATMUL[MicroscaledTensor] = FAMILY.reader(
     microscaled_matmul_p, "compute_dtype"
 )
 QUANTIZED_EMBEDDING[MicroscaledTensor] = FAMILY.reader(microscaled_embedding_p, "dtype")
+QUANTIZED_MATMUL_ID[MicroscaledTensor] = FAMILY.reader(
+    microscaled_matmul_id_p, "compute_dtype"
+)

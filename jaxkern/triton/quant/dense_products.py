@@ -21,6 +21,8 @@ from jaxkern.triton.quant.packed_products import multiply_decoded, num_rows
 FEW = 4  # activations
 LEAST = 512  # columns that a program reads at a time, at least
 LARGEST = 8192
+RAGGED = 1024  # columns at a time where no such power of 2 divides them
+ALIGNED = 8  # columns that a load has together
 
 
 def refusal(x: Any, w: Any, **more: Any) -> str | None:
@@ -31,8 +33,9 @@ def refusal(x: Any, w: Any, **more: Any) -> str | None:
         return f"`w` is {w.dtype}, not bfloat16"
     if not math.prod((*x.shape, *w.shape)):
         return "there are no elements"
-    if columns_at_once(w.shape[-1]) < LEAST:
-        return f"rows of {w.shape[-1]} columns, no multiple of {LEAST}"
+    d = w.shape[-1]
+    if d < LEAST or d % ALIGNED:
+        return f"rows of {d} columns, fewer than {LEAST} or no multiple of {ALIGNED}"
     if num_rows(x) > FEW and x.dtype != jnp.bfloat16:
         return f"{num_rows(x)} activations of {x.dtype}, over {FEW}"
     return None
@@ -54,8 +57,8 @@ def multiply(
 
 
 def columns_at_once(d: int) -> int:
-    """The largest power of 2 that divides d, at most LARGEST."""
-    return min(d & -d, LARGEST)
+    """The largest power of 2 that divides d, at most LARGEST; or RAGGED."""
+    return min(d & -d, LARGEST) if d % LEAST == 0 else RAGGED
 
 
 def sizes_of(d: int, gated: bool) -> dict[str, int]:
@@ -67,12 +70,27 @@ def sizes_of(d: int, gated: bool) -> dict[str, int]:
 
 
 @jit
-def read_rows(w_ptr, at, FAR: tl.constexpr, GATED: tl.constexpr):
+def read_rows(
+    w_ptr,
+    at,
+    column,
+    D: tl.constexpr,
+    FAR: tl.constexpr,
+    GATED: tl.constexpr,
+    CUT: tl.constexpr,
+):
     """Columns of rows of w, and where GATED of those that stand FAR behind."""
-    w = tl.load(w_ptr + at, eviction_policy="evict_first")
+    if CUT:
+        there = (column < D)[None, :]
+        w = tl.load(w_ptr + at, there, 0.0, eviction_policy="evict_first")
+    else:
+        w = tl.load(w_ptr + at, eviction_policy="evict_first")
     up = w
     if GATED:
-        up = tl.load(w_ptr + FAR + at, eviction_policy="evict_first")
+        if CUT:
+            up = tl.load(w_ptr + FAR + at, there, 0.0, eviction_policy="evict_first")
+        else:
+            up = tl.load(w_ptr + FAR + at, eviction_policy="evict_first")
     return w, up
 
 
@@ -87,12 +105,23 @@ def add_columns(
     other,
     squares,
     GATED: tl.constexpr,
+    LESS_THAN: tl.constexpr,
 ):
-    """The sums with these columns of the rows; x's squares where there is a norm."""
-    x = tl.load(x_ptr + column).to(tl.float32)
+    """The sums with these columns of the rows; x's squares where there is a norm.
+
+    LESS_THAN is what columns are below, or 0 where all of them are there.
+    """
+    there = None
+    if LESS_THAN:
+        there = column < LESS_THAN
+    x = tl.load(x_ptr + column, there).to(tl.float32)
+    if LESS_THAN:
+        x = tl.where(there, x, 0.0)
     if norm_ptr is not None:
         squares += x * x
-        x *= tl.load(norm_ptr + column).to(tl.float32)
+        x *= tl.load(norm_ptr + column, there).to(tl.float32)
+        if LESS_THAN:
+            x = tl.where(there, x, 0.0)
     total += w.to(tl.float32) * x[None, :]
     if GATED:
         other += up.to(tl.float32) * x[None, :]
@@ -128,23 +157,28 @@ def few_products_kernel(
     column = tl.arange(0, COLUMNS)
     at = tl.minimum(row, F - 1).to(tl.int64)[:, None] * D + column[None, :]
     FAR: tl.constexpr = F * D
+    LAST: tl.constexpr = (D - 1) // COLUMNS * COLUMNS
+    CUT: tl.constexpr = D % COLUMNS != 0
+    BELOW: tl.constexpr = D if CUT else 0
     for m in tl.static_range(M):
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         other = tl.zeros([ROWS, COLUMNS], tl.float32)
         squares = tl.zeros([COLUMNS], tl.float32)
-        w, up = read_rows(w_ptr, at, FAR, GATED)
+        w, up = read_rows(w_ptr, at, column, D, FAR, GATED, CUT)
         if AHEAD == 2 and m == 0:
             wait_for_those_ahead()
         row_of_x = x_ptr + m * D
-        for k in range(0, D - COLUMNS, COLUMNS):
-            next_w, next_up = read_rows(w_ptr, at + k + COLUMNS, FAR, GATED)
+        for k in range(0, LAST, COLUMNS):
+            next_w, next_up = read_rows(
+                w_ptr, at + k + COLUMNS, k + COLUMNS + column, D, FAR, GATED, CUT
+            )
             total, other, squares = add_columns(
-                w, up, row_of_x, norm_ptr, k + column, total, other, squares, GATED
+                w, up, row_of_x, norm_ptr, k + column, total, other, squares, GATED, 0
             )
             w, up = next_w, next_up
-        last = D - COLUMNS + column
+        last = LAST + column
         total, other, squares = add_columns(
-            w, up, row_of_x, norm_ptr, last, total, other, squares, GATED
+            w, up, row_of_x, norm_ptr, last, total, other, squares, GATED, BELOW
         )
         factor = 1.0
         if norm_ptr is not None:

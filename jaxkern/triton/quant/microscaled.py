@@ -1,11 +1,13 @@
-"""Products and rows of MXFP4, NVFP4 and MXFP8, by row_products.py."""
+"""Products, rows and experts of MXFP4, NVFP4 and MXFP8, by row_products.py."""
 
 from jaxkern.primitives.quant.microscaled_tensor import MICROSCALED
 from jaxkern.triton.quant.row_decode import decoded
 from jaxkern.triton.quant.row_problem import Rows
 from jaxkern.triton.quant.row_products import (
     multiply,
+    multiply_routed,
     refusal_of_product,
+    refusal_of_routed,
     refusal_of_rows,
 )
 
@@ -42,3 +44,19 @@ def unsupported_embedding(
 
 def microscaled_embedding(ids, codes, scales, global_scale, *, format, dtype):
     return decoded(rows_of(codes, scales, global_scale, format), dtype, ids)
+
+
+def unsupported_id(
+    x, ids, codes, scales, global_scale, *, format, compute_dtype
+) -> str | None:
+    if global_scale is not None:
+        return "experts have a `global_scale` each"
+    w = rows_of(codes, scales, None, format)
+    return refusal_of_routed(x, ids, w, compute_dtype)
+
+
+def microscaled_matmul_id(
+    x, ids, codes, scales, global_scale, *, format, compute_dtype
+):
+    w = rows_of(codes, scales, global_scale, format)
+    return multiply_routed(x, ids, w, compute_dtype)

@@ -134,10 +134,15 @@ def test_more_activations(kind, rows, dtype):
         ("Q6_K", 1, 16, 14336),
         ("Q5_K", 2, 8208, 256),
         ("dense", 4, 97, 14336),
+        ("dense", 1, 98, 2880),  # not of whole kilobytes
+        ("dense", 3, 34, 1032),
+        ("dense", 1, 32, 520),
     ],
 )
 def test_odd_sizes(qtype, rows, f, d):
-    for kind in ("plain", "norm", "add"):
+    for kind in ("plain", "norm", "add", "gated"):
+        if kind == "gated" and f % (2 if qtype == "dense" else 32):
+            continue  # halves
         check(kind, qtype, rows, f, d, "bfloat16")
 
 

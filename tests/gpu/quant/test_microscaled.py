@@ -14,7 +14,13 @@ from jaxkern import (
     quantized_embedding,
     quantized_matmul,
 )
-from tests.gpu.quant.row_checks import check_product, check_rows, normal, on_the_cpu
+from tests.gpu.quant.row_checks import (
+    check_experts,
+    check_product,
+    check_rows,
+    normal,
+    on_the_cpu,
+)
 from tests.gpu.truth import on_a_gpu
 
 pytestmark = on_a_gpu
@@ -31,6 +37,13 @@ def test_products(format):
     for rows in (1, 2, 7, 16, 40):
         check_product(w, values, rows)
     check_rows(w, values)
+
+
+@pytest.mark.parametrize("tokens, top_k", [(1, 4), (3, 2), (8, 8)])
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_experts(format, tokens, top_k):
+    check_experts(*weights(format, 5, 48, 2880), tokens, top_k)
+    check_experts(*weights(format, 5, 83, 512), tokens, top_k, "float16")
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp8"])

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxkern import moe_ffn
+from jaxkern import dequantize, moe_ffn, quantize_microscaled
 from jaxkern.testing.checks import bf16, case, f32, i32
 from jaxkern.testing.sharding_checks import mesh_of
 from tests.primitives.quant.block_bytes import weight
@@ -266,6 +266,55 @@ def test_quantised_experts():
     y = jax.jit(moe_ffn)(x, IDS["balanced"], jnp.float32(weights), gate, up, down)
     expected = dense_loop(np.float64(x), IDS["balanced"], weights, g, u, d)
     np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_packed_experts_of_a_few_tokens_without_a_sort(name):
+    """With the biases and the gate of GPT-OSS; values and gradients of decoded ones."""
+    _, weights, *_ = arguments()
+    rng = np.random.default_rng(2)
+    x, weights = jnp.float32(rng.standard_normal((T, 32))), jnp.float32(weights)
+    shapes = [(E, 32, 32), (E, 32, 32), (E, 32, 32)]
+    packed = [
+        quantize_microscaled(jnp.float32(rng.standard_normal(s)), format="mxfp4")
+        for s in shapes
+    ]
+    plain = [dequantize(w) for w in packed]
+    biases = [jnp.float32(rng.standard_normal((E, 32))) for _ in range(3)]
+    ids = jnp.asarray(IDS[name])
+
+    def f(x, weights, biases, experts):
+        return moe_ffn(x, ids, weights, *experts, *biases, **GPT_OSS)
+
+    def gradient(experts):
+        def loss(*args):
+            return jnp.sin(f(*args, experts)).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+    args = x, weights, biases
+    text = gradient(packed).lower(*args).as_text()
+    assert "stablehlo.sort" not in text and "scatter" not in text
+    for found, expected in zip(
+        jax.tree.leaves(gradient(packed)(*args)),
+        jax.tree.leaves(gradient(plain)(*args)),
+        strict=True,
+    ):
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * scale)
+    many = [jnp.concatenate([a, a]) for a in (x, ids, weights)]  # these are sorted
+    y = moe_ffn(*many, *packed, *biases, **GPT_OSS)
+    np.testing.assert_allclose(y[:T], f(*args, packed), rtol=1e-4, atol=1e-5)
+    tangent = jax.jvp(lambda x: f(x, *args[1:], packed), (x,), (x,))[1]
+    expected = jax.jvp(lambda x: f(x, *args[1:], plain), (x,), (x,))[1]
+    np.testing.assert_allclose(tangent, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_wrong_bias_of_packed_experts_is_refused():
+    w = quantize_microscaled(jnp.ones((E, 32, 32)), format="mxfp4")
+    x, ids = jnp.ones((1, 32)), jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(TypeError, match=r"moe_ffn: `gate_bias` must have a number"):
+        moe_ffn(x, ids, jnp.ones((1, 2)), w, w, w, jnp.ones((E + 1, 32)))
 
 
 def test_experts_spread_over_devices():

@@ -99,6 +99,28 @@ CASES = {
             full=True,
         ),
     ],
+    "microscaled_matmul_id": [
+        case(
+            "mxfp4",
+            x=f32(2, 32),
+            ids=i32(2, 1, low=-1, high=4),
+            codes=two_a_byte(3, 8, 16),
+            scales=small_e8m0(3, 8, 1),
+            format="mxfp4",
+            compute_dtype=None,
+        ),
+        case(
+            "nvfp4",
+            x=f32(2, 32),
+            ids=i32(2, 2, high=3),
+            codes=two_a_byte(3, 4, 16),
+            scales=small_e4m3fn(3, 4, 2),
+            global_scale=uniform(3, 4),
+            format="nvfp4",
+            compute_dtype=None,
+            full=True,
+        ),
+    ],
     "microscaled_embedding": [
         case(
             "nvfp4",

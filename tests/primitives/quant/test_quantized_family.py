@@ -32,6 +32,7 @@ DECLARED = [
     "fp8_embedding: ..., v nd*bd, v nd -> ... nd*bd",
     "dequantize_microscaled: ... n*c, ... n, ... -> ... n*g",
     "microscaled_matmul: ... n*g, f n*c, f n, f -> ... f",
+    "microscaled_matmul_id: ... n*g, ... k, e f n*c, e f n, e f -> ... k f",
     "microscaled_embedding: ..., v n*c, v n, v -> ... n*g",
 ]
 

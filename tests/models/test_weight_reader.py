@@ -1,0 +1,50 @@
+"""How the reader keeps experts of a GGUF file."""
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+from jaxkern import GGUFTensor, InterleavedTensor, dequantize
+from jaxkern.formats.gguf import read_gguf
+from jaxkern.models.weight_reader import WeightReader
+
+NAME = "blk.0.ffn_gate_exps.weight"
+
+
+def file_of(path, f, qtype):
+    """A file of three experts, and these decoded."""
+    w = np.random.default_rng(0).standard_normal((3, f, 64)).astype(np.float32)
+    blocks = gguf.quants.quantize(w, qtype)
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_tensor(NAME, blocks, raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_gguf(path), gguf.quants.dequantize(blocks, qtype)
+
+
+@pytest.mark.parametrize(
+    "f, qtype, kind",
+    [
+        (32, gguf.GGMLQuantizationType.Q8_0, InterleavedTensor),
+        (24, gguf.GGMLQuantizationType.Q8_0, GGUFTensor),  # no whole tiles of 16 rows
+        (32, gguf.GGMLQuantizationType.Q4_0, GGUFTensor),  # not of this GPU's formats
+    ],
+)
+def test_experts_lie_as_a_gpu_reads_them(f, qtype, kind, tmp_path, monkeypatch):
+    file, values = file_of(tmp_path / "experts.gguf", f, qtype)
+    monkeypatch.setattr("jaxkern.models.weight_reader.gpu_formats", lambda: {"Q8_0"})
+    w = WeightReader(file, {NAME: (3, f, 64)}, "packed").experts(NAME)
+    assert isinstance(w, kind) and w.shape == (3, f, 64)
+    np.testing.assert_array_equal(dequantize(w), values)
+
+
+def test_experts_stay_as_in_the_file_without_a_gpu(tmp_path):
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    file, values = file_of(tmp_path / "experts.gguf", 32, q8)
+    w = WeightReader(file, {NAME: (3, 32, 64)}, "packed").experts(NAME)
+    if jax.default_backend() == "cpu":
+        assert isinstance(w, GGUFTensor)
+    np.testing.assert_array_equal(dequantize(w), values)
