@@ -66,6 +66,9 @@ KERNELS = (
 
     Kernel("linear",                     "triton",     "triton.linear.linear",                           "primal"),
     Kernel("encode_fp8",                 "triton",     "triton.linear.encode_fp8",                       "primal"),
+    Kernel("dequantize_interleaved",     "triton",     "triton.quant.interleaved_matmul",                "primal", unsupported="unsupported_weights"),
+    Kernel("dequantize_int",             "triton",     "triton.quant.int_matmul",                        "primal", unsupported="unsupported_weights"),
+    Kernel("dequantize_microscaled",     "triton",     "triton.quant.microscaled",                       "primal", unsupported="unsupported_weights"),
     Kernel("interleaved_matmul",         "triton",     "triton.quant.interleaved_matmul",                "primal"),
     Kernel("interleaved_embedding",      "triton",     "triton.quant.interleaved_matmul",                "primal", unsupported="unsupported_embedding"),
     Kernel("interleaved_matmul_id",      "triton",     "triton.quant.interleaved_matmul",                "primal", unsupported="unsupported_id"),

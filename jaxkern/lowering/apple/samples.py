@@ -236,6 +236,7 @@ def quantised(x: Draw) -> dict[str, Call]:
     pair = jk.interleave(formats["gguf"](x(32, 64)))  # of 16 rows each
     experts = jk.interleave(formats["gguf"](x(2, 16, 64)))
     found |= {
+        "dequantize_interleaved": (part(jk.dequantize, tiles), ()),
         "interleaved_matmul": (part(jk.quantized_matmul, w=tiles), (rows,)),
         "interleaved_embedding": (part(jk.quantized_embedding, ids, tiles), ()),
         "interleaved_rms_norm_matmul": (

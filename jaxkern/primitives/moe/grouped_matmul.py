@@ -16,6 +16,7 @@ from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.permute_tokens import permute_tokens, take_rows
 from jaxkern.primitives.moe.row_blocks import RowBlocks, row_blocks
 from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
+from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
@@ -43,7 +44,8 @@ def grouped_matmul(
     cannot be vmapped over one operand or differentiated backward twice. On NVIDIA GPUs
     16-bit products and their gradients have kernels; XLA runs the product as a loop
     over blocks of rows of one group, with at most twice the work. A quantised stack is
-    decoded one expert at a time, by `quantized_matmul`.
+    decoded one expert at a time, by `quantized_matmul`; all of it at once, to the dtype
+    of x, where that has 16 bits and x as many rows as there are experts.
 
     Args:
       x: `[r, d]`, any float dtype.
@@ -180,6 +182,10 @@ def multiply_quantized_groups(
         )
     if x.shape[0] == 0 or w.shape[0] == 0:
         return jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
+    if compute_dtype is None and x.dtype.itemsize == 2 and len(x) >= w.shape[0]:
+        # a product would round them so too; one kernel for all of them
+        decoded = dequantize(w, dtype=x.dtype)
+        return grouped_matmul_p(x, decoded, group_sizes, preferred_element_type=None)
     blocks = row_blocks(group_sizes, x.shape[0])
     w = jax.tree.map(jnp.asarray, w)  # a traced number indexes no NumPy array
     y = lax.map(

@@ -23,12 +23,18 @@ from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
 
 
-def dequantize_interleaved(
-    w: InterleavedTensor, dtype: jnp.dtype
-) -> Float[Array, "... f d"]:
+def read_interleaved(w: InterleavedTensor, dtype: jnp.dtype) -> Float[Array, "... f d"]:
     """`dequantize` for interleaved rows."""
     *lead, f, d = w.shape
-    return decode_tiles(w.tiles, w.qtype, dtype=dtype).reshape(*lead, f, d)
+    y = dequantize_interleaved_p(w.tiles, qtype=w.qtype, dtype=dtype)
+    return y.reshape(*lead, f, d)
+
+
+def dequantize_interleaved_reference(
+    tiles: UInt8[Array, "... tile_bytes"], *, qtype: str, dtype: jnp.dtype
+) -> Float[Array, "... 16 d"]:
+    tile_width("dequantize_interleaved", qtype, tiles.shape[-1])
+    return decode_tiles(tiles, qtype, dtype=dtype)
 
 
 def interleaved_matmul(
@@ -92,6 +98,9 @@ INTERLEAVED = QuantizedFamily(
     whole=("d", "tile_bytes"),  # blocks span both
     rows="u 16",
 )
+dequantize_interleaved_p = kernel_primitive(
+    dequantize_interleaved_reference, replicated=INTERLEAVED.whole
+)
 interleaved_matmul_p = INTERLEAVED.matmul("interleaved_matmul", __name__)
 interleaved_embedding_p = kernel_primitive(
     interleaved_embedding_reference,
@@ -99,7 +108,7 @@ interleaved_embedding_p = kernel_primitive(
 )
 interleaved_matmul_id_p = INTERLEAVED.matmul_id("interleaved_matmul_id", __name__)
 
-DEQUANTIZE[InterleavedTensor] = dequantize_interleaved
+DEQUANTIZE[InterleavedTensor] = read_interleaved
 QUANTIZED_MATMUL[InterleavedTensor] = interleaved_matmul
 QUANTIZED_EMBEDDING[InterleavedTensor] = INTERLEAVED.reader(
     interleaved_embedding_p, "dtype"

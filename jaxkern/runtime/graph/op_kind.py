@@ -85,7 +85,8 @@ JAXKERN_KINDS = {
     OpKind.ROPE: "apply_rope",
     OpKind.ELEMENTWISE: """
         adamw adamw_tree bias_activation clipped_relu compute_g_beta dequantize
-        dequantize_affine dequantize_fp8 dequantize_int dequantize_microscaled
+        dequantize_affine dequantize_fp8 dequantize_int dequantize_interleaved
+        dequantize_microscaled
         dequantize_vectors frequency_penalty geglu gelu glu packed_swiglu quantize_gguf
         quantize_vectors sigmoid_gate softcap swiglu""",
     OpKind.COPY: """

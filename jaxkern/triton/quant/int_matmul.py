@@ -1,6 +1,6 @@
-"""Products, rows and experts of integers of 4 and 8 bits, by row_products.py."""
+"""Weights, products, rows, experts of integers of 4 and 8 bits, by row_products.py."""
 
-from jaxkern.triton.quant.row_decode import decoded
+from jaxkern.triton.quant.row_decode import all_decoded, decoded
 from jaxkern.triton.quant.row_problem import Rows
 from jaxkern.triton.quant.row_products import (
     multiply,
@@ -8,6 +8,7 @@ from jaxkern.triton.quant.row_products import (
     refusal_of_product,
     refusal_of_routed,
     refusal_of_rows,
+    refusal_of_weights,
 )
 
 
@@ -23,6 +24,17 @@ def rows_of(codes, scales, zeros, bits, group_size, signed) -> Rows:
         offset="" if zeros is None else "zero",
         zero=0 if signed or zeros is not None else 2 ** (bits - 1),
     )
+
+
+def unsupported_weights(
+    codes, scales, zeros, *, bits, group_size, signed, dtype
+) -> str | None:
+    w = rows_of(codes, scales, zeros, bits, group_size, signed)
+    return refusal_of_weights(w, dtype)
+
+
+def dequantize_int(codes, scales, zeros, *, bits, group_size, signed, dtype):
+    return all_decoded(rows_of(codes, scales, zeros, bits, group_size, signed), dtype)
 
 
 def unsupported(

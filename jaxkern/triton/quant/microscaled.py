@@ -1,7 +1,7 @@
-"""Products, rows and experts of MXFP4, NVFP4 and MXFP8, by row_products.py."""
+"""Weights, products, rows and experts of MXFP4, NVFP4 and MXFP8, by row_products.py."""
 
 from jaxkern.primitives.quant.microscaled_tensor import MICROSCALED
-from jaxkern.triton.quant.row_decode import decoded
+from jaxkern.triton.quant.row_decode import all_decoded, decoded
 from jaxkern.triton.quant.row_problem import Rows
 from jaxkern.triton.quant.row_products import (
     multiply,
@@ -9,6 +9,7 @@ from jaxkern.triton.quant.row_products import (
     refusal_of_product,
     refusal_of_routed,
     refusal_of_rows,
+    refusal_of_weights,
 )
 
 
@@ -24,6 +25,14 @@ def rows_of(codes, scales, global_scale, format) -> Rows:
         factors=global_scale,
         kind="e8m0" if form.scale == "e8m0" else "e4m3",
     )
+
+
+def unsupported_weights(codes, scales, global_scale, *, format, dtype) -> str | None:
+    return refusal_of_weights(rows_of(codes, scales, global_scale, format), dtype)
+
+
+def dequantize_microscaled(codes, scales, global_scale, *, format, dtype):
+    return all_decoded(rows_of(codes, scales, global_scale, format), dtype)
 
 
 def unsupported(x, codes, scales, global_scale, *, format, compute_dtype) -> str | None:

@@ -3,6 +3,7 @@
 w = scale * (code - zero) + offset, in float32, rounded once
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -144,3 +145,20 @@ def decoded(w: Rows, dtype: Any, ids: jax.Array | None = None) -> jax.Array:
     )
     assert y is not None
     return y.reshape(*shape, w.columns)
+
+
+def all_decoded(w: Rows, dtype: Any) -> jax.Array:
+    """Weights of any number of dims; each row has scales of its own."""
+
+    def as_rows(a):
+        return None if a is None else a.reshape(-1, a.shape[-1])
+
+    factors = None if w.factors is None else w.factors.reshape(-1)
+    flat = dataclasses.replace(
+        w,
+        codes=as_rows(w.codes),
+        scales=as_rows(w.scales),
+        offsets=as_rows(w.offsets),
+        factors=factors,
+    )
+    return decoded(flat, dtype).reshape(*w.codes.shape[:-1], w.columns)

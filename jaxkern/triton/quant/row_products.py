@@ -92,6 +92,15 @@ def refusal_of_rows(ids: Any, w: Rows, dtype: Any) -> str | None:
     return refusal(w, ids=ids)
 
 
+def refusal_of_weights(w: Rows, dtype: Any) -> str | None:
+    """Why no kernel decodes all of them, or None."""
+    if w.codes.ndim < 2:
+        return "`codes` are one row"
+    if jnp.dtype(dtype).name not in FLOATS:
+        return f"`dtype` is {jnp.dtype(dtype)}"
+    return refusal(w)
+
+
 def most_by_codes(p: RowProblem) -> int:
     """Activations beyond which decoded weights are the faster."""
     return 16 if p.split else 32

@@ -61,6 +61,16 @@ def check_rows(w, values, dtype="bfloat16"):
     assert relative_error(found, truth) < {"bfloat16": 4e-3}.get(dtype, 1e-6)
 
 
+def check_weights(w, values, dtype="bfloat16"):
+    """All of them; `w` may have dims in front."""
+    poison(jnp.zeros(w.shape, dtype))
+    with backend("triton", strict=True):
+        found = jax.jit(lambda w: dequantize(w, dtype=dtype))(w)
+    assert found.shape == w.shape and found.dtype == dtype
+    error = relative_error(found, values.reshape(w.shape))
+    assert error < {"bfloat16": 4e-3, "float16": 5e-4}.get(dtype, 1e-6)
+
+
 def check_experts(w, values, tokens=3, top_k=2, dtype="bfloat16"):
     """Every third id names no expert."""
     e, f, d = values.shape

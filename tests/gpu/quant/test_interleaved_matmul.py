@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxkern.triton.quant.packed_products import BYTES
-from tests.gpu.quant.row_checks import check_experts, check_rows
+from tests.gpu.quant.row_checks import check_experts, check_rows, check_weights
 from tests.gpu.quant.test_fused_products import weights
 from tests.gpu.truth import on_a_gpu
 
@@ -15,6 +15,15 @@ pytestmark = on_a_gpu
 @pytest.mark.parametrize("qtype", BYTES)
 def test_rows(qtype, dtype):
     check_rows(*weights(qtype, 48, 1280), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("qtype", BYTES)
+def test_weights(qtype, dtype):
+    w, values = weights(qtype, 48, 1280)
+    check_weights(w, values, dtype)
+    stack = jax.tree.map(lambda a: a.reshape(3, 1, -1), w)
+    check_weights(stack, values, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

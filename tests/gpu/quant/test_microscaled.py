@@ -18,6 +18,7 @@ from tests.gpu.quant.row_checks import (
     check_experts,
     check_product,
     check_rows,
+    check_weights,
     normal,
     on_the_cpu,
 )
@@ -44,6 +45,13 @@ def test_products(format):
 def test_experts(format, tokens, top_k):
     check_experts(*weights(format, 5, 48, 2880), tokens, top_k)
     check_experts(*weights(format, 5, 83, 512), tokens, top_k, "float16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp8"])
+def test_weights(format, dtype):
+    check_weights(*weights(format, 3, 5, 2880), dtype)
+    check_weights(*weights(format, 48, 512), dtype)
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp8"])

@@ -214,3 +214,26 @@ def test_gradients_inside_shard_map_with_checked_axes():
     )
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5), (0, 8, 0), (2, 2, 1)])
+def test_a_stack_is_decoded_once_for_many_narrow_rows(sizes):
+    """To bfloat16, the products in float32 and rounded once."""
+    rng = np.random.default_rng(0)
+    w = quantize_microscaled(jnp.float32(rng.standard_normal((3, 32, 64))))
+    x = jnp.asarray(rng.standard_normal((8, 64)), jnp.bfloat16)
+    sizes = jnp.array(sizes)
+
+    def f(x):
+        return grouped_matmul(x, w, sizes)
+
+    assert "dequantize" in str(jax.make_jaxpr(f)(x))
+    assert "dequantize" not in str(jax.make_jaxpr(f)(x[:2]))
+    assert "dequantize" not in str(jax.make_jaxpr(f)(x.astype(jnp.float32)))
+    values = np.float64(dequantize(w, dtype=jnp.bfloat16))
+    group = np.repeat(np.arange(4), (*sizes, 8 - sum(sizes)))
+    rows = np.concatenate([values, np.zeros((1, 32, 64))])[group]
+    expected = np.einsum("rd,rfd->rf", np.float64(x), rows)
+    np.testing.assert_allclose(np.float64(f(x)), expected, rtol=2**-8, atol=1e-5)
+    dx = jax.grad(lambda x: jnp.float32(f(x)).sum())(x)
+    np.testing.assert_allclose(np.float64(dx), rows.sum(1), rtol=2**-8, atol=1e-5)

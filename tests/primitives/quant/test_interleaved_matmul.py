@@ -18,6 +18,20 @@ from jaxkern.testing.checks import bf16, case, f32, i32
 from tests.primitives.quant.block_bytes import quiet_bytes, random_blocks, weight
 
 CASES = {
+    "dequantize_interleaved": [
+        case(
+            "q4_1",
+            tiles=quiet_bytes(2, 2, 640),
+            qtype="Q4_1",
+            dtype=jnp.dtype(jnp.float32),
+        ),
+        case(
+            "q8_0_row",
+            tiles=quiet_bytes(544),
+            qtype="Q8_0",
+            dtype=jnp.dtype(jnp.bfloat16),
+        ),
+    ],
     "interleaved_matmul": [
         case("q4_1", x=f32(2, 2, 64), tiles=quiet_bytes(2, 640), qtype="Q4_1"),
         case("q8_0_vector", x=bf16(32), tiles=quiet_bytes(1, 544), qtype="Q8_0"),
