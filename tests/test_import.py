@@ -54,3 +54,19 @@ def test_kernels_models_and_what_they_need_come_later():
     assert not early, f"import {early} where it is first needed"
     others = found - own
     assert len(others) < 40, sorted(others)
+
+
+WALKED = """
+import typing
+walk, walked = typing.get_type_hints, []
+typing.get_type_hints = lambda f, *a, **k: walked.append(f) or walk(f, *a, **k)
+import jaxkern
+print(*{f.__qualname__ for f in walked if not isinstance(f, type)})
+"""
+
+
+def test_annotations_are_read_once_and_those_of_checks_at_the_first_call():
+    run = subprocess.run(
+        [sys.executable, "-c", WALKED], capture_output=True, text=True, check=True
+    )
+    assert not run.stdout.split(), f"{run.stdout}: use `type_hints` of records.py"

@@ -58,8 +58,11 @@ def check_arguments[F: Callable](fn: F) -> F:
     What is annotated otherwise (strings, trees, tuples) is left to `fn`, and so is the
     dtype of a mask: `fn` knows what else it can have been meant for.
     """
-    parameters = inspect.signature(fn).parameters.values()
-    names = [q.name for q in parameters if q.kind is not q.KEYWORD_ONLY]
+
+    @functools.cache  # read at the first call: the import of all ops is to be short
+    def names() -> list[str]:
+        parameters = inspect.signature(fn).parameters.values()
+        return [q.name for q in parameters if q.kind is not q.KEYWORD_ONLY]
 
     @functools.cache
     def known() -> dict[str, Declared]:
@@ -73,7 +76,7 @@ def check_arguments[F: Callable](fn: F) -> F:
             kind, x = known().get(name), unwrapped(x)
             return x if kind is None else checked_argument(fn.__name__, name, kind, x)
 
-        given = [argument(n, x) for n, x in zip(names, args, strict=False)]
+        given = [argument(n, x) for n, x in zip(names(), args, strict=False)]
         named = {n: argument(n, x) for n, x in kwargs.items()}
         return fn(*given, *args[len(given) :], **named)
 

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import AbstractArray
 
+from jaxkern.primitives.records import type_hints
+
 
 @dataclasses.dataclass(frozen=True)
 class Annotated:
@@ -45,7 +47,7 @@ class Annotated:
 
 def annotations(fn: Callable) -> tuple[tuple[Annotated, ...], tuple[Annotated, ...]]:
     """Operands and results of `fn` as its annotations declare them."""
-    hints = typing.get_type_hints(fn)
+    hints = type_hints(fn)
     operands = tuple(
         annotated(fn, q.name, hints.get(q.name))
         for q in inspect.signature(fn).parameters.values()
@@ -86,7 +88,7 @@ def without_residuals[**P](
         return results[0] if num_results == 1 else results[:num_results]
 
     functools.update_wrapper(reference, fwd)
-    declared = typing.get_args(typing.get_type_hints(fwd)["return"])[:num_results]
+    declared = typing.get_args(type_hints(fwd)["return"])[:num_results]
     returned = declared[0] if num_results == 1 else tuple[declared]
     reference.__name__ = fwd.__name__.replace("_fwd_reference", "_reference")
     reference.__qualname__ = reference.__name__

@@ -27,7 +27,7 @@ def flat(reference: Callable) -> Callable:
 
     A result that is a record becomes a tuple. Without records it is `reference` itself.
     """
-    hints = typing.get_type_hints(reference)
+    hints = type_hints(reference)
     given = inspect.signature(reference)
     records: list[tuple[type | None, int]] = []  # and how many operands each takes
     parameters: list[inspect.Parameter] = []
@@ -64,6 +64,17 @@ def flat(reference: Callable) -> Callable:
         parameters=parameters, return_annotation=result
     )
     return declared
+
+
+def type_hints(fn: Callable) -> dict[str, Any]:
+    """What `typing.get_type_hints` gives, without its walk where nothing is a string.
+
+    All references are read when the package is imported; the walk was a tenth of that.
+    """
+    hints = fn.__annotations__
+    if any(isinstance(hint, str) or hint is None for hint in hints.values()):
+        return typing.get_type_hints(fn)
+    return hints
 
 
 def is_record(hint: Any) -> bool:
