@@ -18,48 +18,58 @@ shards, and lowers on every platform. Where to look:
     train/        a training step, its loss and optimiser; loaded when first named
 """
 
+import contextlib as _contextlib
+import gc as _gc
 import importlib as _importlib
 import typing as _typing
 
-from jaxkern import parallel as _parallel
-from jaxkern.lowering import cpu as _cpu
-from jaxkern.lowering import cuda as _cuda
-from jaxkern.lowering.apple import rows as _apple
-from jaxkern.lowering.explain import explain
-from jaxkern.lowering.lower import backend
-from jaxkern.parallel import *
-from jaxkern.primitives import activation as _activation
-from jaxkern.primitives import attention as _attention
-from jaxkern.primitives import delta_rule as _delta_rule
-from jaxkern.primitives import index as _index
-from jaxkern.primitives import kv_cache as _kv_cache
-from jaxkern.primitives import linear as _linear
-from jaxkern.primitives import loss as _loss
-from jaxkern.primitives import moe as _moe
-from jaxkern.primitives import norm as _norm
-from jaxkern.primitives import optim as _optim
-from jaxkern.primitives import quant as _quant
-from jaxkern.primitives import rope as _rope
-from jaxkern.primitives import sampling as _sampling
-from jaxkern.primitives import signal as _signal
-from jaxkern.primitives import turboquant as _turboquant
-from jaxkern.primitives import vision as _vision
-from jaxkern.primitives.activation import *
-from jaxkern.primitives.attention import *
-from jaxkern.primitives.delta_rule import *
-from jaxkern.primitives.index import *
-from jaxkern.primitives.kv_cache import *
-from jaxkern.primitives.linear import *
-from jaxkern.primitives.loss import *
-from jaxkern.primitives.moe import *
-from jaxkern.primitives.norm import *
-from jaxkern.primitives.optim import *
-from jaxkern.primitives.quant import *
-from jaxkern.primitives.rope import *
-from jaxkern.primitives.sampling import *
-from jaxkern.primitives.signal import *
-from jaxkern.primitives.turboquant import *
-from jaxkern.primitives.vision import *
+with _contextlib.ExitStack() as _stack:
+    if _gc.isenabled():  # collections would walk all of jax, a third of this import
+        _gc.disable()
+        _stack.callback(_gc.enable)
+        # what was imported stays: it is old at once, unless somebody froze objects
+        if _gc.get_freeze_count() < 1000:  # Python begins with some hundreds
+            _stack.callback(_gc.unfreeze)
+            _stack.callback(_gc.freeze)
+    from jaxkern import parallel as _parallel
+    from jaxkern.lowering import cpu as _cpu
+    from jaxkern.lowering import cuda as _cuda
+    from jaxkern.lowering.apple import rows as _apple
+    from jaxkern.lowering.explain import explain
+    from jaxkern.lowering.lower import backend
+    from jaxkern.parallel import *
+    from jaxkern.primitives import activation as _activation
+    from jaxkern.primitives import attention as _attention
+    from jaxkern.primitives import delta_rule as _delta_rule
+    from jaxkern.primitives import index as _index
+    from jaxkern.primitives import kv_cache as _kv_cache
+    from jaxkern.primitives import linear as _linear
+    from jaxkern.primitives import loss as _loss
+    from jaxkern.primitives import moe as _moe
+    from jaxkern.primitives import norm as _norm
+    from jaxkern.primitives import optim as _optim
+    from jaxkern.primitives import quant as _quant
+    from jaxkern.primitives import rope as _rope
+    from jaxkern.primitives import sampling as _sampling
+    from jaxkern.primitives import signal as _signal
+    from jaxkern.primitives import turboquant as _turboquant
+    from jaxkern.primitives import vision as _vision
+    from jaxkern.primitives.activation import *
+    from jaxkern.primitives.attention import *
+    from jaxkern.primitives.delta_rule import *
+    from jaxkern.primitives.index import *
+    from jaxkern.primitives.kv_cache import *
+    from jaxkern.primitives.linear import *
+    from jaxkern.primitives.loss import *
+    from jaxkern.primitives.moe import *
+    from jaxkern.primitives.norm import *
+    from jaxkern.primitives.optim import *
+    from jaxkern.primitives.quant import *
+    from jaxkern.primitives.rope import *
+    from jaxkern.primitives.sampling import *
+    from jaxkern.primitives.signal import *
+    from jaxkern.primitives.turboquant import *
+    from jaxkern.primitives.vision import *
 
 __all__ = ["backend", "explain"]
 __all__ += _activation.__all__

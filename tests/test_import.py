@@ -7,6 +7,8 @@ that calls an operator can see it.
 import subprocess
 import sys
 
+import pytest
+
 LATER = (
     "triton",
     "torch",
@@ -61,7 +63,8 @@ import typing
 walk, walked = typing.get_type_hints, []
 typing.get_type_hints = lambda f, *a, **k: walked.append(f) or walk(f, *a, **k)
 import jaxkern
-print(*{f.__qualname__ for f in walked if not isinstance(f, type)})
+ours = {f for f in walked if getattr(f, '__module__', '').startswith('jaxkern')}
+print(*{f.__qualname__ for f in ours if not isinstance(f, type)})
 """
 
 
@@ -70,3 +73,26 @@ def test_annotations_are_read_once_and_those_of_checks_at_the_first_call():
         [sys.executable, "-c", WALKED], capture_output=True, text=True, check=True
     )
     assert not run.stdout.split(), f"{run.stdout}: use `type_hints` of records.py"
+
+
+COLLECTED = """
+import gc, sys
+if sys.argv[1] == "off":
+    gc.disable()
+seen = []
+gc.callbacks.append(lambda phase, info: seen.append("jaxkern.lowering" in sys.modules))
+import jaxkern
+print(gc.isenabled(), any(seen))
+"""
+
+
+@pytest.mark.parametrize("collection, left", [("on", "True"), ("off", "False")])
+def test_garbage_is_not_collected_while_importing(collection, left):
+    """Each collection would walk all of jax; afterwards it is as it was."""
+    run = subprocess.run(
+        [sys.executable, "-c", COLLECTED, collection],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split() == [left, "False"]
