@@ -9,7 +9,7 @@ the others get is equal to the last byte.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.core import ShapedArray, eval_jaxpr
@@ -43,26 +43,30 @@ class LoweredOnce:
             with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh is set
                 made = jax.jit(self.run, keep_unused=True).trace(*shapes)
                 lowered = made.lower(lowering_platforms=key)
-            self.modules[key] = mlir.module_to_bytecode(lowered.compiler_ir())
+            self.modules[key] = mlir.module_to_bytecode(
+                cast(Any, lowered.compiler_ir())
+            )
         return self.modules[key]
 
 
 def abstract_results(*avals: Any, lowered: LoweredOnce) -> list[ShapedArray]:
-    return list(lowered.traced.out_avals)
+    return cast(list[ShapedArray], lowered.traced.out_avals)
 
 
 def call_of_module(ctx, *values, lowered: LoweredOnce):
     platforms = ctx.platforms or ctx.module_context.platforms
     module = mlir.ir.Module.parse(lowered.module(platforms))
     main = mlir.ir.SymbolTable(module.operation)["main"]
-    types = main.attributes["function_type"].value.results
+    types = cast(Any, main.attributes["function_type"]).value.results
     name = mlir.merge_mlir_modules(
         ctx.module_context.module,
         lowered.name,
         module,
         dst_symtab=ctx.module_context.symbol_table,
     )
-    callee = {"callee": mlir.ir.FlatSymbolRefAttr.get(name)}
+    callee: dict[str, mlir.ir.Attribute] = {
+        "callee": mlir.ir.FlatSymbolRefAttr.get(name)
+    }
     call = mlir.ir.Operation.create("func.call", types, values, callee)
     return call.results
 

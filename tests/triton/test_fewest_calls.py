@@ -19,6 +19,7 @@ from jaxkern import (
     attention,
     backend,
     cross_entropy,
+    dequantize,
     explain,
     grouped_matmul,
     linear,
@@ -80,12 +81,12 @@ def one_activation() -> tuple[Callable, tuple]:
 
 
 def rows_of(quantize: Callable, **options: Any) -> tuple[Callable, tuple]:
-    """The rows of a packed table that ids name, and a product of many with it."""
+    """A packed table decoded, rows that ids name, and a product of many with it."""
     ids = jnp.array([3, 5, -1])
 
     def both(x, w):
         w = quantize(w, **options)
-        return quantized_embedding(ids, w), quantized_matmul(x, w)
+        return dequantize(w), quantized_embedding(ids, w), quantized_matmul(x, w)
 
     return both, (spec(100, 512), spec(96, 512))
 
@@ -285,6 +286,8 @@ FEWEST = (
     "affine_matmul_id-few_rows",
     "add_rms_norm_quantized-plain",
     "int_matmul_id-int8",
+    "dequantize_interleaved-q8_0_row",
+    "microscaled_matmul_id-mxfp4",
 )
 
 
