@@ -83,6 +83,7 @@ REFERENCES: dict[str, tuple[Callable[..., Any], ...]] = {  # and their gradients
 }
 
 FEW_TOKENS = 8  # for which kernels read each expert without a sort
+SLOTS = 64  # of packed experts, of which each reads its own
 
 
 @check_arguments
@@ -126,7 +127,7 @@ def moe_ffn(
 
     Up to 8 tokens of plain gated experts are an operator of their own, `moe_ffn_few`,
     whose kernels on a GPU read each token's experts where they lie; those of packed
-    experts are three of `quantized_matmul_id`, without a sort.
+    experts, up to 64 rows, are three of `quantized_matmul_id`, without a sort.
 
     mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
 
@@ -181,8 +182,9 @@ def moe_ffn(
     if plain and tokens.shape[0] <= FEW_TOKENS and are_arrays(gate, up, down):
         few = tokens, ids.reshape(-1, k), weights.reshape(-1, k), gate, up, down
         return moe_ffn_few_p(*few, activation=activation).reshape(x.shape)
-    packed = all(w is None or is_read_by_id(w) for w in (gate, up, down))
-    if packed and not weigh_input and len(tokens) <= FEW_TOKENS and k:
+    by_id = all(w is None or is_read_by_id(w) for w in (gate, up, down))
+    by_id = by_id and len(tokens) <= FEW_TOKENS and 0 < ids.size <= SLOTS
+    if by_id and not weigh_input:
         operands = gate, up, down, gate_bias, up_bias, down_bias
         slots = unsorted_experts(tokens, ids.reshape(-1, k), act, *operands)
         y = moe_weighted_reduce(slots, weights.reshape(-1, k))
@@ -235,7 +237,8 @@ def expert_activation(
 def is_read_by_id(w: object) -> bool:
     """Whether a product takes the experts that ids name, where they lie."""
     read = QUANTIZED_MATMUL_ID.get(type(w))
-    return read is not None and read is not multiply_routed_by_group
+    alone = getattr(w, "global_scale", None) is None  # no kernel by id has one
+    return alone and read is not None and read is not multiply_routed_by_group
 
 
 def unsorted_experts(

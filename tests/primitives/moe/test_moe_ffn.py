@@ -310,6 +310,19 @@ def test_packed_experts_of_a_few_tokens_without_a_sort(name):
     np.testing.assert_allclose(tangent, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "format, k, by_id",
+    [("mxfp4", 10, True), ("mxfp4", 11, False), ("nvfp4", 10, False)],
+)
+def test_what_no_kernel_by_id_takes_is_sorted(format, k, by_id):
+    """More than 64 rows, and experts with a factor each."""
+    w = quantize_microscaled(jnp.ones((16, 32, 32)), format=format)
+    ids = jnp.zeros((6, k), jnp.int32)
+    x, weights = jnp.ones((6, 32)), jnp.ones((6, k))
+    text = str(jax.make_jaxpr(moe_ffn)(x, ids, weights, w, w, w))
+    assert ("microscaled_matmul_id" in text) == by_id
+
+
 def test_a_wrong_bias_of_packed_experts_is_refused():
     w = quantize_microscaled(jnp.ones((E, 32, 32)), format="mxfp4")
     x, ids = jnp.ones((1, 32)), jnp.zeros((1, 2), jnp.int32)
