@@ -2,6 +2,7 @@
 
 A process that does so is started with TRITON_INTERPRET=1: kernels are then not compiled
 when they are decorated. The interpreter cuts float32 to bfloat16, where a GPU rounds.
+What a kernel reads or writes must lie in its operands: anything else is an error.
 """
 
 import functools
@@ -87,11 +88,57 @@ def call(
         ]
         names = [n for n in kernel.arg_names if n not in constants]
         pointers = map(Host, [*given, *results])
-        kernel[grid](**dict(zip(names, pointers, strict=True)), **constants)
+        with bounded_by([*given, *results]):
+            kernel[grid](**dict(zip(names, pointers, strict=True)), **constants)
         return results
 
     shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in out]
     return jax.pure_callback(run, shapes, *operands, vmap_method="sequential")
+
+
+@contextmanager
+def bounded_by(arrays: list[np.ndarray]) -> Iterator[None]:
+    """In the block, an access outside of all arrays raises."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    starts = np.sort(np.array([x.ctypes.data for x in arrays], np.uint64))
+    ends = {x.ctypes.data: x.ctypes.data + x.nbytes for x in arrays}
+    stops = np.array([ends[int(start)] for start in starts], np.uint64)
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
+
+    def check(pointers, mask=None):
+        at = np.ravel(pointers.data).astype(np.uint64)
+        at = at if mask is None else at[np.ravel(mask.data).astype(bool)]
+        size = np.uint64(max(pointers.get_element_ty().primitive_bitwidth, 8) // 8)
+        of = np.searchsorted(starts, at, side="right") - 1
+        outside = (of < 0) | (at + size > stops[of])
+        if outside.any():
+            raise IndexError(f"{outside.sum()} of {at.size} outside of every operand")
+
+    def checked_load(self, ptrs, mask, *rest, **named):
+        check(ptrs, mask)
+        return load(self, ptrs, mask, *rest, **named)
+
+    def checked_store(self, ptrs, value, mask, *rest, **named):
+        check(ptrs, mask)
+        return store(self, ptrs, value, mask, *rest, **named)
+
+    def checked_rmw(self, op, ptr, val, mask, *rest, **named):
+        check(ptr, mask)
+        return rmw(self, op, ptr, val, mask, *rest, **named)
+
+    def checked_cas(self, ptr, *rest, **named):
+        check(ptr)
+        return cas(self, ptr, *rest, **named)
+
+    builder.create_masked_load, builder.create_atomic_rmw = checked_load, checked_rmw
+    builder.create_masked_store, builder.create_atomic_cas = checked_store, checked_cas
+    try:
+        yield
+    finally:
+        builder.create_masked_load, builder.create_atomic_rmw = load, rmw
+        builder.create_masked_store, builder.create_atomic_cas = store, cas
 
 
 def unwritten(shape, dtype) -> np.ndarray:

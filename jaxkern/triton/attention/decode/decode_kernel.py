@@ -269,7 +269,7 @@ def merge_in_cluster(
     for share in tl.static_range(SPLITS):
         top = tl.maximum(top, receive(lses + (share * ROWS + r) * 4))
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + head, present, 0.0).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.zeros([ROWS], tl.float32)
