@@ -62,10 +62,12 @@ def tensors_of(folder):
     return found
 
 
-def write(path, kind, keys, tensors):
-    writer = gguf.GGUFWriter(path, kind)
-    for key, value in keys.items():
-        add_key(writer, f"{kind}.{key}", value)
+def write(path, kind, keys, tensors, others=None, *, in_parts_of=0):
+    """Keys of the architecture, and others by their whole names."""
+    writer = gguf.GGUFWriter(path, kind, split_max_tensors=in_parts_of)
+    whole = {f"{kind}.{key}": value for key, value in keys.items()}
+    for key, value in (whole | (others or {})).items():
+        add_key(writer, key, value)
     for name, w in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(w, np.float32))
     writer.write_header_to_file()
