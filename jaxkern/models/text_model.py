@@ -9,13 +9,9 @@ from typing import Any
 from jaxkern.formats.gguf import GGUFFile
 from jaxkern.models import loader
 from jaxkern.models.architecture import ModelConfig, ModelFile
-from jaxkern.models.hugging_face_tokenizer import (
-    sampling_from_folder,
-    tokenizer_from_folder,
-)
 from jaxkern.models.registry import described
 from jaxkern.models.sampling import Sampling
-from jaxkern.models.tokenizer import GGUFTokenizer, tokenizer_from_gguf
+from jaxkern.models.tokenizer import GGUFTokenizer
 from jaxkern.models.weight_reader import choose_policy
 
 
@@ -80,11 +76,7 @@ def open_model(
 def _parts(file: ModelFile, policy: Any, options: dict) -> Mapping[str, Any]:
     """Of a `TextModel`; another model is refused before its tokenizer."""
     policy, reason = choose_policy(described(file).file, policy)
-    if isinstance(file, GGUFFile):
-        tokenizer, sampling = tokenizer_from_gguf(file.metadata), Sampling()
-    else:
-        tokenizer = tokenizer_from_folder(file.path)
-        sampling = sampling_from_folder(file.path)
+    tokenizer, sampling = _words(file)
     config, weights = loader.load_file(file, policy, **options)
     return dict(
         config=config,
@@ -95,3 +87,17 @@ def _parts(file: ModelFile, policy: Any, options: dict) -> Mapping[str, Any]:
         sampling=sampling,
         nbytes=file.nbytes,
     )
+
+
+def _words(file: ModelFile) -> tuple[GGUFTokenizer, Sampling]:
+    """The tokenizer, and what the files say of sampling."""
+    if isinstance(file, GGUFFile):
+        from jaxkern.models.tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(file.metadata), Sampling()
+    from jaxkern.models.hugging_face_tokenizer import (
+        sampling_from_folder,
+        tokenizer_from_folder,
+    )
+
+    return tokenizer_from_folder(file.path), sampling_from_folder(file.path)

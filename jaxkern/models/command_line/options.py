@@ -102,7 +102,7 @@ def add_tower(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tower",
         metavar="FILE",
-        help="mmproj-*.gguf: with it a GGUF file of Qwen3-VL reads images",
+        help="with this mmproj-*.gguf a GGUF file reads images",
     )
 
 
