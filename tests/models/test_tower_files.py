@@ -11,12 +11,12 @@ import pytest
 
 from jaxkern import InterleavedTensor
 from jaxkern.models import load
-from jaxkern.models.architecture import page_of
 from jaxkern.models.command_line import main
 from jaxkern.models.feed_forward import MixtureWeights
 from jaxkern.models.image_prompts import batch_of, with_images
 from jaxkern.models.loader import open_model
 from jaxkern.models.quantize_file import quantize_file
+from jaxkern.models.qwen3_vl import hidden_states, logits
 from jaxkern.models.registry import config_of
 from jaxkern.models.vision_tower import image_features
 from tests.models.test_gguf_hybrids import forward, write
@@ -54,7 +54,9 @@ def in_one(weights):
     for layer in weights.layers:
         block = layer.feed_forward
         if isinstance(block, MixtureWeights):
-            both = jnp.concatenate([block.gate, block.up], axis=1)
+            gate, up = block.gate, block.up
+            assert isinstance(gate, jax.Array) and isinstance(up, jax.Array)
+            both = jnp.concatenate([gate, up], axis=1)
             layer = layer._replace(feed_forward=block._replace(gate=both, up=None))
         layers.append(layer)
     return weights._replace(layers=tuple(layers))
@@ -85,16 +87,16 @@ def test_features_and_logits(loaded, name):
     def computed(weights, images):
         features = image_features(config.vision, config, weights.vision, images.seen)
         images = images._replace(seen=features)
-        page, tokens = page_of(config), jnp.array([text.tokens])
-        x, _ = page.hidden_states(config, weights, tokens, images=images)
-        return features, page.logits(config, weights, x)
+        tokens = jnp.array([text.tokens])
+        x, _ = hidden_states(config, weights, tokens, images=images)
+        return features, logits(config, weights, x)
 
-    features, logits = computed(weights, images)
+    features, found = computed(weights, images)
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
     close(features.rows[0], said["features"])
     for level, truth in zip(features.deep, said["deep"], strict=True):
         close(level[0], truth)
-    close(logits[0], said["logits"])
+    close(found[0], said["logits"])
 
 
 @pytest.mark.parametrize("name", BOTH)
