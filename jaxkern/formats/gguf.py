@@ -95,6 +95,7 @@ class GGUFFile:
       version: of the container format, 2 or 3.
       metadata: key -> int, float, bool, str, list of str, or a read-only numpy array.
       tensors: name -> where and how it is stored, in the order of the file.
+      tower: the file of the tower of a model that reads images, as `joined` takes it.
     """
 
     path: str
@@ -104,11 +105,29 @@ class GGUFFile:
     _bytes: np.ndarray = field(repr=False)
     _map: mmap.mmap = field(repr=False)
     _others: tuple["GGUFFile", ...] = field(default=(), repr=False)  # further parts
+    tower: "GGUFFile | None" = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file, of all its parts if it is split."""
-        return self._bytes.size + sum(other.nbytes for other in self._others)
+        """Bytes of the file, of all its parts if it is split, and of its tower."""
+        further = (*self._others, self.tower) if self.tower else self._others
+        return self._bytes.size + sum(file.nbytes for file in further)
+
+    def joined(self, tower: "GGUFFile") -> "GGUFFile":
+        """The file with the tensors of another one beside its own; keys are its own."""
+        parts = 1 + len(self._others)
+        further = {
+            name: replace(info, part=parts + info.part)
+            for name, info in tower.tensors.items()
+        }
+        if both := self.tensors.keys() & further.keys():
+            raise tower.error(f"has tensor {min(both)}, and so has {self.path}")
+        return replace(
+            self,
+            tensors={**self.tensors, **further},
+            _others=(*self._others, replace(tower, _others=()), *tower._others),
+            tower=None,
+        )
 
     @property
     def architecture(self) -> str:
@@ -133,12 +152,13 @@ class GGUFFile:
           `[..., row_bytes]`.
         """
         info = self._info(name)
+        part = self._part(info)
         if info.qtype not in BLOCK_FORMATS:
-            raise GGUFError(
-                f"{self.path}: tensor {name} has type {info.qtype}, expected one of "
-                f"{', '.join(BLOCK_FORMATS)}."
+            raise part.error(
+                f"tensor {name} has type {info.qtype}, expected one of "
+                f"{', '.join(BLOCK_FORMATS)}"
             )
-        data = self._part(info)._bytes[info.offset : info.offset + info.nbytes]
+        data = part._bytes[info.offset : info.offset + info.nbytes]
         if info.qtype in FLOAT_TYPES:
             return data.view(FLOAT_TYPES[info.qtype]).reshape(info.shape)
         return data.reshape(*info.shape[:-1], -1)

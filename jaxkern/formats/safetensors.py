@@ -67,6 +67,11 @@ class SafetensorsFolder:
         """`model_type` of config.json, such as "llama"."""
         return self.metadata["general.architecture"]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(info.nbytes for info in self.tensors.values())
+
     def error(self, message: str) -> SafetensorsError:
         return SafetensorsError(f"{self.path}: {message}.")
 

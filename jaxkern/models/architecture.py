@@ -135,6 +135,8 @@ class Architecture:
       model_type: of config.json, or None.
       from_gguf: reads the keys of a GGUF file, whose tensors are at `keys.file`.
       from_folder: reads config.json; `keys.file` has the names of a GGUF file.
+      with_tower: of the text's config and the keys of a GGUF file that has a tower: the
+        config of both, and the tensors of the tower; None: it has no such file.
       names: of the folder's tensors, `{i}` and `{j}` numbers: "model.layers.{i}.x":
         "blk.{i}.y".
       harmless, without: more keys of config.json, see `architecture_keys`.
@@ -146,6 +148,7 @@ class Architecture:
     model_type: str | None = None
     from_gguf: Callable[[ArchitectureKeys], Described] | None = None
     from_folder: Callable[[ArchitectureKeys], Described] | None = None
+    with_tower: Callable[[Any, ArchitectureKeys], Described] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     harmless: Mapping[str, str] = field(default_factory=dict)
     without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

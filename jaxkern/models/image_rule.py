@@ -141,7 +141,8 @@ def vision_of(config: Any) -> VisionConfig:
     if vision is None:
         raise ValueError(
             f"images: the model of architecture {config.architecture} reads text "
-            "alone. Load one that reads images, such as Qwen3-VL."
+            "alone. Load one that reads images, such as Qwen3-VL; of GGUF files with "
+            "its tower."
         )
     return vision
 

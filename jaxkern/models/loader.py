@@ -15,6 +15,7 @@ def load(
     path: str | PathLike[str],
     policy: "Policy" = "auto",
     *,
+    tower: str | PathLike[str] | None = None,
     adapter: str | PathLike[str] | None = None,
     merge: bool = False,
 ) -> tuple[Any, Any]:
@@ -26,6 +27,8 @@ def load(
     Args:
       path: a GGUF file, or a folder with `config.json` and `*.safetensors`.
       policy: how the weights are kept; see `weight_reader.choose_policy`.
+      tower: of a GGUF file that reads images, the file with the rest of its model, as
+        llama.cpp calls it `mmproj-*.gguf`; without it the model reads text alone.
       adapter: a folder of PEFT with LoRA of products; see `jaxkern.models.adapter`.
       merge: add it to the weights, which must not be quantised then.
 
@@ -38,15 +41,25 @@ def load(
         is not understood (`GGUFError`, `SafetensorsError`, `AdapterError`).
       OSError: it cannot be opened.
     """
-    return load_file(open_model(path), policy, adapter=adapter, merge=merge)
+    return load_file(open_model(path, tower), policy, adapter=adapter, merge=merge)
 
 
-def open_model(path: str | PathLike[str]) -> "ModelFile":
-    """The file or folder, opened: its headers are read."""
+def open_model(
+    path: str | PathLike[str], tower: str | PathLike[str] | None = None
+) -> "ModelFile":
+    """The file or folder, opened: its headers are read, and those of the tower."""
     if not os.path.isdir(path):
+        from dataclasses import replace
+
         from jaxkern.formats.gguf import read_gguf
 
-        return read_gguf(path)
+        file = read_gguf(path)
+        return file if tower is None else replace(file, tower=read_gguf(tower))
+    if tower is not None:
+        raise ValueError(
+            f"load: {os.fspath(path)} is a folder, which has the tower of its model: "
+            f"load it without `tower`, got {os.fspath(tower)}."
+        )
     from jaxkern.formats.safetensors import read_safetensors_folder
 
     return read_safetensors_folder(path)

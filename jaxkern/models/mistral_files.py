@@ -7,11 +7,15 @@ Ministral 3 has grouped attention and a dense block; Mistral 4 the latent attent
 DeepSeek, and experts chosen by a softmax beside a shared one. The queries of both are
 multiplied by 1 + beta log(1 + floor(position / original context)). What reads images is
 left out: the model answers text alone here.
+
+GGUF files of Ministral 3 say `mistral3`, and have the rows of q and k in pairs. Those
+of Mistral 4 do not say how queries grow, and are refused.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from jaxkern import YarnScaling
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.models import hugging_face
 from jaxkern.models.decoder import DecoderConfig
@@ -21,9 +25,11 @@ from jaxkern.models.decoder_files import (
     NORMS,
     ROUTER,
     Folder,
+    OfGGUF,
     folder_architecture,
     shared_expert,
 )
+from jaxkern.models.decoder_gguf import gguf_attention, gguf_base, gguf_decoder
 from jaxkern.models.deepseek_files import LATENT, latent_of
 from jaxkern.models.feed_forward import Dense
 from jaxkern.models.folder_keys import (
@@ -36,6 +42,7 @@ from jaxkern.models.folder_keys import (
     rotation,
     shared_keys,
 )
+from jaxkern.models.llama_form import Form
 from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.mixers.mixing import QueryGrowth
 
@@ -78,6 +85,30 @@ def growth_of(keys: ArchitectureKeys) -> QueryGrowth | None:
         return None
     original = "rope_parameters.original_max_position_embeddings"
     return QueryGrowth(beta, positive(keys, original))
+
+
+def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
+    """What the keys of a GGUF file say of Ministral 3.
+
+    The original context is also the length by which queries grow.
+    """
+    base = gguf_base(keys, Form(keys.arch))
+    stretch = "rope.scaling.yarn_log_multiplier"
+    if isinstance(base.scaling, YarnScaling) and not keys.number_or_none(stretch):
+        raise keys.error(
+            stretch, "and programs differ in what YaRN multiplies without it"
+        )
+    growth, beta = None, keys.number_or_none("attention.temperature_scale")
+    if beta is not None:
+        original = keys.integer("rope.scaling.original_context_length", 0)
+        growth = QueryGrowth(beta, original or positive(keys, "context_length"))
+    mixer = gguf_attention(base, pairing="interleaved", growth=growth)
+    block = Dense(positive(keys, "feed_forward_length"))
+    return gguf_decoder(
+        base,
+        mixers=(mixer,) * base.layers,
+        feed_forwards=(block,) * base.layers,
+    )
 
 
 def latent_layers(
@@ -155,10 +186,10 @@ WITH_IMAGES = replace(
     },
 )
 ARCHITECTURES = tuple(
-    folder_architecture(name, model_type, folder)
-    for name, model_type, folder in (
-        ("ministral3", "ministral3", MINISTRAL),
-        ("mistral4", "mistral4", MISTRAL),
-        ("mistral3", "mistral3", WITH_IMAGES),
+    folder_architecture(name, model_type, folder, gguf)
+    for name, model_type, folder, gguf in (
+        ("ministral3", "ministral3", MINISTRAL, OfGGUF("mistral3", config_of_gguf)),
+        ("mistral4", "mistral4", MISTRAL, None),
+        ("mistral3", "mistral3", WITH_IMAGES, None),
     )
 )

@@ -25,12 +25,18 @@ EDGE = 20  # rows of the two long tables
 
 
 def plan_decode_step(
-    path: str | Path, *, weights: Policy = "auto", batch: int = 1, slots: int = 512
+    path: str | Path,
+    *,
+    tower: str | Path | None = None,
+    weights: Policy = "auto",
+    batch: int = 1,
+    slots: int = 512,
 ) -> tuple[runtime.Plan, tuple]:
     """Compiles one decode step of a model; the cache is donated, so there is one.
 
     Args:
       path: of a GGUF file, or of a folder of Hugging Face.
+      tower: of a GGUF file, see `load`.
       weights: policy of `load`, or "auto".
       batch: sequences at a time.
       slots: tokens that the cache can hold.
@@ -38,7 +44,7 @@ def plan_decode_step(
     Returns:
       The plan, and arguments for it: weights, tokens, a half-filled cache.
     """
-    config, loaded = load(path, weights)
+    config, loaded = load(path, weights, tower=tower)
     half = jnp.full(batch, slots // 2, jnp.int32)
     cache = tuple(
         dataclasses.replace(layer, lengths=half + 0)  # donated, so one each

@@ -13,7 +13,7 @@ by how many. Pairs of a head's dims take the three by turns (interleaved M-RoPE)
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,7 @@ from jaxkern.models.decoder import (
     through_layers,
 )
 from jaxkern.models.image_rule import ImageRule
+from jaxkern.models.mixers.full_attention import FullAttention
 from jaxkern.models.mixers.mixing import Mixing, Rotation
 from jaxkern.models.products import Matrices, Table, embed
 from jaxkern.models.vision_tower import (
@@ -74,6 +75,19 @@ class Qwen3VLConfig(DecoderConfig):
     image_token: int
     video_token: int
     image_rule: ImageRule | None = None
+
+
+def seeing(text: DecoderConfig, **images: Any) -> Qwen3VLConfig:
+    """The config of the text with what images need, which the text does not say."""
+    of_text = {field.name: getattr(text, field.name) for field in fields(text)}
+    return Qwen3VLConfig(**of_text, rotation=rotation_of(text), **images)
+
+
+def rotation_of(text: DecoderConfig) -> Rotation:
+    """That of every layer."""
+    first = text.mixers[0]
+    assert isinstance(first, FullAttention) and first.rotation is not None
+    return first.rotation
 
 
 class Qwen3VLWeights(NamedTuple):

@@ -1,4 +1,6 @@
-"""Folders of Qwen3-VL: text as Qwen3 or Qwen3-MoE, and the tower beside it.
+"""Files of Qwen3-VL: text as Qwen3 or Qwen3-MoE, and the tower beside it.
+
+Of GGUF files see qwen3_vl_gguf.py. A folder has
 
 config.json                 text_config, vision_config, the placeholders
 preprocessor_config.json    how images are made, see image_rule.py
@@ -8,7 +10,7 @@ transformers save them, with rows and columns exchanged. Which of both the shape
 """
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
@@ -25,6 +27,7 @@ from jaxkern.models.decoder_files import (
     ROUTER,
     Folder,
     described_folder,
+    described_gguf,
     template_names,
     weights_of,
 )
@@ -41,10 +44,16 @@ from jaxkern.models.folder_keys import (
     sparse_layers,
 )
 from jaxkern.models.image_rule import rule_of_folder
-from jaxkern.models.mixers.full_attention import FullAttention
 from jaxkern.models.mixers.layout import Layout
-from jaxkern.models.qwen3_vl import Qwen3VLConfig, Qwen3VLWeights
-from jaxkern.models.vision_tower import VisionConfig, vision_tensors, vision_weights
+from jaxkern.models.qwen3_vl import (
+    Qwen3VLConfig,
+    Qwen3VLWeights,
+    rotation_of,
+    seeing,
+)
+from jaxkern.models.qwen3_vl_gguf import GGUF_TEXT, with_tower
+from jaxkern.models.vision_files import vision_tensors, vision_weights
+from jaxkern.models.vision_tower import VisionConfig
 from jaxkern.models.weight_reader import WeightReader
 
 INSIDE, TOWER = "text_config", "vision_config"
@@ -54,22 +63,24 @@ EXPERTS = {
     "mlp.experts.down_proj": "ffn_down_exps.weight",
 }
 BLOCK = {
-    "norm1": "attn_norm",
+    "norm1": "ln1",
     "attn.qkv": "attn_qkv",
-    "attn.proj": "attn_output",
-    "norm2": "ffn_norm",
+    "attn.proj": "attn_out",
+    "norm2": "ln2",
     "mlp.linear_fc1": "ffn_up",
     "mlp.linear_fc2": "ffn_down",
 }
-MERGER = {"norm": "norm", "linear_fc1": "up", "linear_fc2": "down"}
+DEEP = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 VISION_NAMES = {
-    "patch_embed.proj": "v.patch",
-    "pos_embed": "v.places",
+    "patch_embed.proj": "v.patch_embd",
+    "pos_embed": "v.position_embd",
+    "merger.norm": "v.post_ln",
+    "merger.linear_fc1": "mm.0",
+    "merger.linear_fc2": "mm.2",
     **{f"blocks.{{i}}.{a}": f"v.blk.{{i}}.{b}" for a, b in BLOCK.items()},
-    **{f"merger.{a}": f"v.merger.{b}" for a, b in MERGER.items()},
     **{
-        f"deepstack_merger_list.{{i}}.{a}": f"v.deep.{{i}}.{b}"
-        for a, b in MERGER.items()
+        f"deepstack_merger_list.{{i}}.{a}": f"v.deepstack.{{i}}.{b}"
+        for a, b in DEEP.items()
     },
 }
 SAID_OUTSIDE = {"tie_word_embeddings": "the key outside counts"}
@@ -144,13 +155,10 @@ def described(folder: Folder, keys: ArchitectureKeys) -> Described:
             f"{TOWER}.deepstack_visual_indexes", f"the text has {text.layers} layers"
         )
     assert isinstance(keys.file, SafetensorsFolder)
-    first = text.mixers[0]
-    assert isinstance(first, FullAttention) and first.rotation is not None
-    config = Qwen3VLConfig(
-        **{field.name: getattr(text, field.name) for field in fields(text)},
+    config = seeing(
+        text,
         vision=vision,
-        rotation=first.rotation,
-        sections=sections_of(keys.within(INSIDE), first.rotation.dim),
+        sections=sections_of(keys.within(INSIDE), rotation_of(text).dim),
         image_token=keys.integer("image_token_id", 151655),
         video_token=keys.integer("video_token_id", 151656),
         image_rule=rule_of_folder(keys.file.path, vision),
@@ -222,9 +230,13 @@ def laid(folder: Folder, tensors) -> Folder:
     return replace(folder, layout=Layout(experts="columns"))
 
 
-def weights(folder: Folder, config: Qwen3VLConfig, reader: WeightReader):
-    """The weights as the page takes them."""
-    text = weights_of(laid(folder, reader.file.tensors), None, config, reader)
+def weights(folder: Folder, config: DecoderConfig, reader: WeightReader):
+    """The weights as the page takes them; those of the text where it is alone."""
+    if reader.from_folder:
+        folder = laid(folder, reader.file.tensors)
+    text = weights_of(folder, GGUF_TEXT, config, reader)
+    if not isinstance(config, Qwen3VLConfig):
+        return text
     return Qwen3VLWeights(*text, vision=vision_weights(config.vision, reader))
 
 
@@ -237,6 +249,9 @@ def entry(name: str, model_type: str, folder: Folder) -> Architecture:
     return Architecture(
         name=name,
         weights=partial(weights, folder),
+        gguf=name,
+        from_gguf=partial(described_gguf, GGUF_TEXT),
+        with_tower=with_tower,
         model_type=model_type,
         from_folder=partial(described, folder),
         names={**template_names(folder), **tower},

@@ -69,29 +69,51 @@ def described(file: ModelFile) -> Described:
         architecture, a feature that is not built here, a key or tensor that is not
         known, one that is missing, or some that contradict each other.
     """
-    if isinstance(file, GGUFFile):
-        found = BY_GGUF.get(file.architecture)
-        if found is None or found.from_gguf is None:
+    return of_gguf(file) if isinstance(file, GGUFFile) else of_folder(file)
+
+
+def of_gguf(file: GGUFFile) -> Described:
+    """`described` of a GGUF file, with its tower if it has one."""
+    found = BY_GGUF.get(file.architecture)
+    if found is None or found.from_gguf is None:
+        raise file.error(
+            f"general.architecture is {file.architecture!r}, known are "
+            f"{', '.join(BY_GGUF)}"
+        )
+    with architecture_keys(file) as keys:
+        config, tensors = found.from_gguf(keys)
+    whole = checked(file, tensors, found.names)
+    if file.tower is not None:
+        if found.with_tower is None:
             raise file.error(
-                f"general.architecture is {file.architecture!r}, known are "
-                f"{', '.join(BY_GGUF)}"
+                f"general.architecture is {file.architecture!r}, which reads no "
+                f"images: load it without the tower {file.tower.path}"
             )
-        with architecture_keys(file) as keys:
-            config, tensors = found.from_gguf(keys)
-    else:
-        found = BY_MODEL_TYPE.get(file.architecture)
-        if found is None or found.from_folder is None:
-            raise file.error(
-                f"model_type is {file.architecture!r}, known are "
-                f"{', '.join(BY_MODEL_TYPE)}"
-            )
-        file = renamed(file, found.names)
-        harmless = {**hugging_face.HARMLESS, **found.harmless}
-        without = {**hugging_face.WITHOUT, **found.without}
-        with architecture_keys(file, harmless, without) as keys:
-            config, tensors = found.from_folder(keys)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return Described(found, config, checked(file, tensors, found.names), shapes)
+        config, seen = found.with_tower(config, keys)
+        whole = whole.joined(checked(file.tower, seen, found.names))
+        tensors = {**tensors, **seen}
+    return Described(found, config, whole, shapes_of(tensors))
+
+
+def of_folder(folder: SafetensorsFolder) -> Described:
+    """`described` of a folder of Hugging Face."""
+    found = BY_MODEL_TYPE.get(folder.architecture)
+    if found is None or found.from_folder is None:
+        raise folder.error(
+            f"model_type is {folder.architecture!r}, known are "
+            f"{', '.join(BY_MODEL_TYPE)}"
+        )
+    folder = renamed(folder, found.names)
+    harmless = {**hugging_face.HARMLESS, **found.harmless}
+    without = {**hugging_face.WITHOUT, **found.without}
+    with architecture_keys(folder, harmless, without) as keys:
+        config, tensors = found.from_folder(keys)
+    whole = checked(folder, tensors, found.names)
+    return Described(found, config, whole, shapes_of(tensors))
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def config_of(file: ModelFile) -> Any:
@@ -136,9 +158,9 @@ def stored_name(names: Mapping[str, str], name: str) -> str:
     return name
 
 
-def checked(
-    file: ModelFile, tensors: Mapping[str, Tensor], names: Mapping[str, str]
-) -> ModelFile:
+def checked[File: (GGUFFile, SafetensorsFolder)](
+    file: File, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> File:
     """The file without what is not used; what it has is what `tensors` says."""
     for name, tensor in tensors.items():
         info = file.tensors.get(name)

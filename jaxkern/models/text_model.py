@@ -1,15 +1,18 @@
 """`open_model`: weights and tokenizer of a GGUF file or a Hugging Face folder."""
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
-from jaxkern.models.architecture import ModelConfig
+from jaxkern.formats.gguf import GGUFFile
+from jaxkern.models import loader
+from jaxkern.models.architecture import ModelConfig, ModelFile
+from jaxkern.models.registry import described
 from jaxkern.models.sampling import Sampling
 from jaxkern.models.tokenizer import GGUFTokenizer
+from jaxkern.models.weight_reader import choose_policy
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ def open_model(
     path: str | PathLike[str],
     policy: str = "auto",
     *,
+    tower: str | PathLike[str] | None = None,
     adapter: str | PathLike[str] | None = None,
     merge: bool = False,
 ) -> TextModel:
@@ -45,7 +49,7 @@ def open_model(
 
     Args:
       path: a GGUF file; or a folder with config.json, safetensors, tokenizer.json.
-      policy, adapter, merge: see `jaxkern.models.load`.
+      policy, tower, adapter, merge: see `jaxkern.models.load`.
 
     Raises:
       ValueError: the files are damaged, not understood or contradict each other.
@@ -53,8 +57,7 @@ def open_model(
     """
     path, start = fspath(path), time.perf_counter()
     options: dict = dict(adapter=adapter, merge=merge)
-    read = _of_folder if os.path.isdir(path) else _of_file
-    parts = read(path, policy, options)
+    parts = _parts(loader.open_model(path, tower), policy, options)
     tokenizer, config = parts["tokenizer"], parts["config"]
     if tokenizer.num_tokens > config.vocabulary:
         raise ValueError(
@@ -70,44 +73,11 @@ def open_model(
     return TextModel(path=path, seconds=time.perf_counter() - start, **parts)
 
 
-def _of_file(path: str, policy: Any, options: dict) -> Mapping[str, Any]:
-    from jaxkern.formats.gguf import read_gguf
-    from jaxkern.models.loader import load_file
-    from jaxkern.models.registry import config_of
-    from jaxkern.models.tokenizer import tokenizer_from_gguf
-    from jaxkern.models.weight_reader import choose_policy
-
-    file = read_gguf(path)
-    config_of(file)  # another model is refused before its tokenizer
-    policy, reason = choose_policy(file, policy)
-    tokenizer = tokenizer_from_gguf(file.metadata)
-    config, weights = load_file(file, policy, **options)
-    return dict(
-        config=config,
-        weights=weights,
-        tokenizer=tokenizer,
-        policy=policy,
-        reason=reason,
-        sampling=Sampling(),
-        nbytes=file.nbytes,
-    )
-
-
-def _of_folder(path: str, policy: Any, options: dict) -> Mapping[str, Any]:
-    from jaxkern.formats.safetensors import read_safetensors_folder
-    from jaxkern.models.hugging_face_tokenizer import (
-        sampling_from_folder,
-        tokenizer_from_folder,
-    )
-    from jaxkern.models.loader import load_file
-    from jaxkern.models.registry import config_of
-    from jaxkern.models.weight_reader import choose_policy
-
-    folder = read_safetensors_folder(path)
-    config_of(folder)  # another model is refused before its tokenizer
-    policy, reason = choose_policy(folder, policy)
-    tokenizer, sampling = tokenizer_from_folder(path), sampling_from_folder(path)
-    config, weights = load_file(folder, policy, **options)
+def _parts(file: ModelFile, policy: Any, options: dict) -> Mapping[str, Any]:
+    """Of a `TextModel`; another model is refused before its tokenizer."""
+    policy, reason = choose_policy(described(file).file, policy)
+    tokenizer, sampling = _words(file)
+    config, weights = loader.load_file(file, policy, **options)
     return dict(
         config=config,
         weights=weights,
@@ -115,5 +85,19 @@ def _of_folder(path: str, policy: Any, options: dict) -> Mapping[str, Any]:
         policy=policy,
         reason=reason,
         sampling=sampling,
-        nbytes=sum(info.nbytes for info in folder.tensors.values()),
+        nbytes=file.nbytes,
     )
+
+
+def _words(file: ModelFile) -> tuple[GGUFTokenizer, Sampling]:
+    """The tokenizer, and what the files say of sampling."""
+    if isinstance(file, GGUFFile):
+        from jaxkern.models.tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(file.metadata), Sampling()
+    from jaxkern.models.hugging_face_tokenizer import (
+        sampling_from_folder,
+        tokenizer_from_folder,
+    )
+
+    return tokenizer_from_folder(file.path), sampling_from_folder(file.path)

@@ -21,9 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import attention, gelu, layer_norm, linear
-from jaxkern.models.architecture import Tensor
 from jaxkern.models.products import Matrices, Numerics, plus, project
-from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.rope.axial_rope import axial_rope_cos_sin
 from jaxkern.primitives.rope.rope import apply_rope
 
@@ -237,67 +235,3 @@ def multiplied(
     numerics: Numerics, x: Float[Array, "... d"], product: Product
 ) -> Float[Array, "... f"]:
     return plus(project(numerics, x, product.matrices), product.bias)
-
-
-def vision_tensors(config: VisionConfig) -> dict[str, Tensor]:
-    """Every tensor of the tower, by its name in this library."""
-    d, wide, f = config.d_model, config.merge**2 * config.d_model, config.width
-    patch = (config.channels, config.frames, config.patch, config.patch)
-    found: dict[str, tuple[int, ...]] = {
-        "v.patch.weight": (d, *patch),
-        "v.patch.bias": (d,),
-        "v.places.weight": (config.side**2, d),
-    }
-
-    def add(name: str, *shape: int) -> None:
-        found[f"{name}.weight"], found[f"{name}.bias"] = shape, shape[:1]
-
-    for i in range(config.blocks):
-        blk = f"v.blk.{i}"
-        add(f"{blk}.attn_norm", d)
-        add(f"{blk}.attn_qkv", 3 * d, d)
-        add(f"{blk}.attn_output", d, d)
-        add(f"{blk}.ffn_norm", d)
-        add(f"{blk}.ffn_up", f, d)
-        add(f"{blk}.ffn_down", d, f)
-    mergers = {"v.merger": d, **{f"v.deep.{i}": wide for i in range(len(config.deep))}}
-    for at, norm in mergers.items():
-        add(f"{at}.norm", norm)
-        add(f"{at}.up", wide, wide)
-        add(f"{at}.down", config.d_text, wide)
-    return {name: Tensor(shape) for name, shape in found.items()}
-
-
-def vision_weights(config: VisionConfig, reader: WeightReader) -> VisionWeights:
-    """The weights as the tower takes them."""
-
-    def norm(name: str) -> Norm:
-        return Norm(reader.vector(f"{name}.weight"), reader.vector(f"{name}.bias"))
-
-    def product(name: str) -> Product:
-        rows = reader.matrices(f"{name}.weight")
-        return Product(rows, reader.vector(f"{name}.bias"))
-
-    def block(blk: str) -> BlockWeights:
-        return BlockWeights(
-            norm(f"{blk}.attn_norm"),
-            product(f"{blk}.attn_qkv"),
-            product(f"{blk}.attn_output"),
-            norm(f"{blk}.ffn_norm"),
-            product(f"{blk}.ffn_up"),
-            product(f"{blk}.ffn_down"),
-        )
-
-    def merger(at: str) -> MergerWeights:
-        return MergerWeights(
-            norm(f"{at}.norm"), product(f"{at}.up"), product(f"{at}.down")
-        )
-
-    return VisionWeights(
-        patch=reader.array("v.patch.weight").reshape(config.d_model, -1),
-        patch_bias=reader.vector("v.patch.bias"),
-        places=reader.array("v.places.weight"),
-        blocks=tuple(block(f"v.blk.{i}") for i in range(config.blocks)),
-        merger=merger("v.merger"),
-        deep=tuple(merger(f"v.deep.{i}") for i in range(len(config.deep))),
-    )

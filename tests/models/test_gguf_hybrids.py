@@ -62,10 +62,12 @@ def tensors_of(folder):
     return found
 
 
-def write(path, kind, keys, tensors):
-    writer = gguf.GGUFWriter(path, kind)
-    for key, value in keys.items():
-        add_key(writer, f"{kind}.{key}", value)
+def write(path, kind, keys, tensors, others=None, *, in_parts_of=0):
+    """Keys of the architecture, and others by their whole names."""
+    writer = gguf.GGUFWriter(path, kind, split_max_tensors=in_parts_of)
+    whole = {f"{kind}.{key}": value for key, value in keys.items()}
+    for key, value in (whole | (others or {})).items():
+        add_key(writer, key, value)
     for name, w in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(w, np.float32))
     writer.write_header_to_file()
@@ -430,3 +432,52 @@ def test_gemma4(name, tmp_path):
     for layer, whole in zip(load(path, "f32")[1].layers, expected.layers, strict=True):
         both = np.concatenate([layer.experts.gate, layer.experts.up], axis=1)
         np.testing.assert_array_equal(both, whole.experts.gate)
+
+
+MINISTRAL = {
+    **SIZES,
+    "block_count": 1,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.temperature_scale": 0.5,
+    "rope.dimension_count": 16,
+    "rope.freq_base": 1000.0,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+    "rope.scaling.yarn_beta_fast": 8.0,
+    "rope.scaling.yarn_beta_slow": 2.0,
+    "rope.scaling.yarn_log_multiplier": 1.0,
+}
+
+
+def in_pairs(w):
+    """Rows of heads of 16 dims, whose halves turn, as pairs of neighbours."""
+    heads = w.reshape(-1, 2, 8, *w.shape[1:])
+    return heads.swapaxes(1, 2).reshape(w.shape)
+
+
+def test_ministral(tmp_path):
+    """Up to a position at which queries have grown."""
+    tensors = {}
+    for name, w in tensors_of(FOLDERS / "ministral3").items():
+        turns = name.endswith(("attn_q.weight", "attn_k.weight"))
+        tensors[name] = in_pairs(w) if turns else w
+    path = write(tmp_path / "m.gguf", "mistral3", MINISTRAL, tensors)
+    with np.load(FOLDERS / "ministral3" / "golden.npz") as golden:
+        tokens, truth = golden["tokens"][:24], golden["logits"][:24]
+    config, weights = load(path, "f32")
+    found = forward(config, weights, tokens)
+    np.testing.assert_allclose(found, truth, rtol=0, atol=1e-4)
+    file = read_gguf(path)
+    key = "mistral3.attention.temperature_scale"
+    plain = described(replace(file, metadata={**file.metadata, key: 0.0})).config
+    plain = replace(config, mixers=plain.mixers)
+    assert np.abs(forward(plain, weights, tokens) - truth)[17:].max() > 1e-2
+    check_every_key(file, but=("rope.scaling.", "feed_forward_length"))
+    without = dict(file.metadata)
+    del without["mistral3.rope.scaling.yarn_log_multiplier"]
+    with pytest.raises(GGUFError, match=r"yarn_log_multiplier.*programs differ"):
+        described(replace(file, metadata=without))

@@ -13,11 +13,11 @@ from jaxkern.models.command_line.demo import demo_model
 from jaxkern.models.command_line.errors import is_of_the_device, one_line
 from jaxkern.models.command_line.generate import content
 from jaxkern.models.command_line.options import (
-    adapter_of,
-    add_adapter,
+    add_further_files,
     add_quiet_and_cache,
     add_sampling,
     add_weights_and_backend,
+    further_files_of,
     sampling_of,
 )
 from jaxkern.models.command_line.progress import spinner
@@ -41,7 +41,7 @@ def add_to(commands) -> None:
     add("--slots", type=int, metavar="N", help=f"of the cache (at most {SLOTS})")
     add_sampling(parser)
     add_weights_and_backend(parser)
-    add_adapter(parser)
+    add_further_files(parser)
     add_quiet_and_cache(parser)
 
 
@@ -67,7 +67,7 @@ def _open(options: argparse.Namespace, path: Path) -> Chat:
     from jaxkern.models.text_model import open_model
 
     with spinner(f"loading {path.name}", quiet=options.quiet):
-        model = open_model(path, options.weights, **adapter_of(options))
+        model = open_model(path, options.weights, **further_files_of(options))
     slots = min(SLOTS, model.config.context) if options.slots is None else options.slots
     conversation = Conversation(
         model.config,

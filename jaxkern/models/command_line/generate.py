@@ -10,11 +10,11 @@ from pathlib import Path
 from jaxkern.formats.printable import printable
 from jaxkern.models.command_line.demo import demo_model
 from jaxkern.models.command_line.options import (
-    adapter_of,
-    add_adapter,
+    add_further_files,
     add_quiet_and_cache,
     add_sampling,
     add_weights_and_backend,
+    further_files_of,
     sampling_of,
 )
 from jaxkern.models.command_line.progress import spinner
@@ -57,7 +57,7 @@ def add_to(commands) -> None:
     add("--max-tokens", type=int, default=128, metavar="N", help="of an answer (128)")
     add_sampling(parser)
     add_weights_and_backend(parser)
-    add_adapter(parser)
+    add_further_files(parser)
     add_quiet_and_cache(parser)
     add("--json", action="store_true", help="nothing but a JSON object on stdout")
 
@@ -127,7 +127,7 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
     from jaxkern.models.text_model import open_model
 
     with spinner(f"loading {path.name}", quiet=options.quiet) as say:
-        model = open_model(path, options.weights, **adapter_of(options))
+        model = open_model(path, options.weights, **further_files_of(options))
         encoded = [_encode(model.tokenizer, options, prompt) for prompt in prompts]
         pictures = [preprocess(name, model.config) for name in options.image]
         images = [pictures] * len(prompts) if pictures else None

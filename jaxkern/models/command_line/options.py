@@ -91,17 +91,26 @@ def add_weights_and_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_adapter(parser: argparse.ArgumentParser) -> None:
+def add_further_files(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add_tower(parser)
     add("--adapter", metavar="FOLDER", help="LoRA of PEFT or of jaxkern finetune")
     add("--merge", action="store_true", help="add the adapter to the weights")
 
 
-def adapter_of(options: argparse.Namespace) -> dict[str, Any]:
+def add_tower(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tower",
+        metavar="FILE",
+        help="with this mmproj-*.gguf a GGUF file reads images",
+    )
+
+
+def further_files_of(options: argparse.Namespace) -> dict[str, Any]:
     """What `open_model` takes of them."""
     if options.merge and options.adapter is None:
         raise ValueError("--merge: there is no --adapter to add.")
-    return dict(adapter=options.adapter, merge=options.merge)
+    return dict(tower=options.tower, adapter=options.adapter, merge=options.merge)
 
 
 def add_quiet_and_cache(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from jaxkern.models.command_line.options import add_weights_and_backend
+from jaxkern.models.command_line.options import add_tower, add_weights_and_backend
 from jaxkern.models.command_line.screen import show
 
 
@@ -12,6 +12,7 @@ def add_to(commands) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("file", metavar="MODEL", help="a GGUF file, or a folder of Hugging Face")
+    add_tower(parser)
     add_weights_and_backend(parser)
     add("--batch", type=int, default=1, metavar="N", help="sequences at a time")
     add("--slots", type=int, default=512, metavar="N", help="tokens in the cache")
@@ -30,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
     with backend(options.backend):
         plan, arguments = plan_decode_step(
             options.file,
+            tower=options.tower,
             weights=options.weights,
             batch=options.batch,
             slots=options.slots,
