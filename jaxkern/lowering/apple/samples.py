@@ -267,7 +267,21 @@ def quantised(x: Draw) -> dict[str, Call]:
         if f != "fp8":
             routed = part(jk.quantized_matmul_id, w=quantize(stack), ids=chosen)
             found[name["id"](f)] = (routed, (rows,))
-    return found
+    few = part(jk.quantized_matmul_id, w=formats["affine"](stack), ids=chosen[:1])
+    found["affine_matmul_id: few"] = (few, (rows[:1],))
+    return found | affine_widths(rows, w)
+
+
+def affine_widths(rows: jax.Array, w: jax.Array) -> dict[str, Call]:
+    """Products with codes of every width but 4 bits; the fused kernels are others."""
+    packed = {b: jk.quantize_affine(w, bits=b, group_size=32) for b in (2, 3, 5, 6, 8)}
+    return {
+        f"affine_matmul: {bits} bits": (
+            part(jk.quantized_matmul, w=packed[bits]),
+            (rows,),
+        )
+        for bits in packed
+    }
 
 
 def experts(x: Draw) -> dict[str, Call]:
