@@ -269,18 +269,24 @@ def quantised(x: Draw) -> dict[str, Call]:
             found[name["id"](f)] = (routed, (rows,))
     few = part(jk.quantized_matmul_id, w=formats["affine"](stack), ids=chosen[:1])
     found["affine_matmul_id: few"] = (few, (rows[:1],))
-    return found | affine_widths(rows, w)
+    return found | affine_widths(rows)
 
 
-def affine_widths(rows: jax.Array, w: jax.Array) -> dict[str, Call]:
+def affine_widths(rows: jax.Array) -> dict[str, Call]:
     """Products with codes of every width but 4 bits; the fused kernels are others."""
-    packed = {b: jk.quantize_affine(w, bits=b, group_size=32) for b in (2, 3, 5, 6, 8)}
+
+    def weights(bits: int) -> jk.AffineTensor:
+        words = np.random.default_rng(0).integers(0, 2**32, (8, 2 * bits), np.uint32)
+        half = np.full((8, 2), 0.5, np.float32)
+        codes, *floats = map(jnp.asarray, (words, half / 2**bits, -half / 2))
+        return jk.AffineTensor(codes, *floats, bits=bits, group_size=32)
+
     return {
         f"affine_matmul: {bits} bits": (
-            part(jk.quantized_matmul, w=packed[bits]),
+            part(jk.quantized_matmul, w=weights(bits)),
             (rows,),
         )
-        for bits in packed
+        for bits in (2, 3, 5, 6, 8)
     }
 
 
