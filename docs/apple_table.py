@@ -77,11 +77,7 @@ def table() -> str:
                 report = check(f, *args, platform=platform)
             assert not report.hard
             total = sum(n for op, n in report.operations.items() if op not in FREE)
-            kinds = [
-                f"{n} {op}"
-                for op, n in sorted(report.operations.items())
-                if op.startswith("mps.")
-            ]
+            kinds = [f"{n} {op}" for op, n in report.fused_kinds.items()]
             name = f"{platform}, fused rows" if fused else f"{platform}, references"
             kind = "affine, 4 bits" if affine else "float32"
             lines.append(f"| {kind} | {name} | {total} | {', '.join(kinds) or '-'} |")

@@ -15,21 +15,25 @@ from jaxkern.models.architecture import ModelConfig, page_of
 from jaxkern.models.cached_steps import decode
 from jaxkern.models.generate import Sampling, read_prompts, write_chunk
 from jaxkern.models.loader import load
+from jaxkern.models.weight_reader import Policy
 from jaxkern.primitives.kernel_primitive import REGISTRY
 
 
-def reports_of(target: str | None, platform: str) -> Iterator[tuple[str, Report]]:
+def reports_of(
+    target: str | None, platform: str, weights: Policy = "packed"
+) -> Iterator[tuple[str, Report]]:
     """A report for each function of a GGUF model, or of an op, or of every op.
 
     Args:
       target: path of a GGUF file, name of a primitive, or None for all of them.
       platform: "mps", "metal", "mtl" or "METAL".
+      weights: how those of a model are kept; "affine" is what jax-mps multiplies with.
 
     Raises:
-      ValueError: `target` is neither.
+      ValueError: `target` is neither, or there are no such weights.
     """
     if target is not None and Path(target).suffix == ".gguf":
-        calls = model_calls(*load(target, "packed"))
+        calls = model_calls(*load(target, weights))
     else:
         calls = op_calls(target)
     for name, (f, args) in calls.items():

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern import FP8Tensor, IntTensor, MicroscaledTensor, NF4Tensor
+from jaxkern import AffineTensor, FP8Tensor, IntTensor, MicroscaledTensor, NF4Tensor
 from jaxkern.models.products import Matrices, Matrix
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
@@ -35,7 +35,7 @@ def has_rows_apart(w: Matrix) -> bool:
         return rows > 0 and w.shape[0] % rows == 0
     if isinstance(w, MicroscaledTensor):
         return w.global_scale is None
-    return isinstance(w, NF4Tensor)
+    return isinstance(w, AffineTensor | NF4Tensor)
 
 
 def alike(parts: Sequence[Matrix]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxkern import (
+    AffineTensor,
     GGUFTensor,
     InterleavedTensor,
     MicroscaledTensor,
@@ -28,8 +29,9 @@ from jaxkern.models.products import Matrices, Matrix, Table
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, UNITS, interleaved
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+from jaxkern.primitives.quant.requantize import exact_forms
 
-Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16", "train"]
+Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16", "affine", "train"]
 
 
 def choose_policy(
@@ -39,7 +41,10 @@ def choose_policy(
 
     `packed` keeps the blocks of the file and decodes each matrix when it is used;
     `packed_int8` also rounds the activations to 8 bits before each product, as
-    llama.cpp does; `f32` and `bf16` decode once, while loading; `train` gives what
+    llama.cpp does; `f32` and `bf16` decode once, while loading; `affine` is `packed`,
+    but blocks of a GGUF file become the very same weights in MLX's affine format where
+    it holds them (see `requantize`): what the fused kernels of jax-mps read on Apple
+    GPUs, where nothing was measured, so `auto` does not take it; `train` gives what
     `jaxkern.train` takes: float32, matrices as they lie in the file, a tied table once.
     The C++ kernels read a packed matrix as it is, so on a CPU that has them `auto`
     takes `packed_int8`: the fastest and smallest. XLA:CPU multiplies in float32: it
@@ -131,9 +136,10 @@ class WeightReader:
     ):
         self.file, self._shapes = file, tensors
         self._policy, _ = choose_policy(file, policy)
-        self._packed = self._policy in ("packed", "packed_int8")
-        on_cpu = jax.default_backend() == "cpu" and missing() is None
-        self._formats = gpu_formats() if self._packed else set()
+        as_blocks = self._policy in ("packed", "packed_int8")
+        self._packed = as_blocks or self._policy == "affine"
+        on_cpu = jax.default_backend() == "cpu" and missing() is None and as_blocks
+        self._formats = gpu_formats() if as_blocks else set()
         self._with_kernels = on_cpu or bool(self._formats)
         narrow = self._policy == "bf16" or bool(self._formats)
         dtype = "train" if self._policy == "train" else "float32"
@@ -144,7 +150,7 @@ class WeightReader:
         )
         self._memory = WeightMemory(
             sum(info.nbytes + ALIGNMENT for info in file.tensors.values())
-            if self._packed and on_cpu
+            if on_cpu
             else 0
         )
 
@@ -188,12 +194,19 @@ class WeightReader:
             return interleaved_matrices(self.file, names, self._memory, self._formats)
         if self._policy == "train":
             return (jnp.concatenate([self.array(name) for name in names]),)
-        stored = [self.file.load(name) for name in names]
         if self._packed:
-            return tuple(
-                expand([w], w.dtype) if isinstance(w, jax.Array) else w for w in stored
-            )
-        return (expand(stored, self._dtype),)
+            return side_by_side([self.kept(name) for name in names])
+        return (expand([self.file.load(name) for name in names], self._dtype),)
+
+    def kept(self, name: str) -> Matrix:
+        """A matrix as a packed policy keeps it."""
+        w = self.in_its_format(self.file.load(name))
+        return expand([w], w.dtype) if isinstance(w, jax.Array) else w
+
+    def in_its_format[W](self, w: W) -> W | QuantizedTensor:
+        """Blocks as they are, or the affine weights that they are if asked for."""
+        wanted = self._policy == "affine" and isinstance(w, GGUFTensor)
+        return as_affine(w) if wanted else w
 
     def stacked(self, *names: str) -> jax.Array:
         """Arrays decoded, as they lie in the file, one after the other on a new dim."""
@@ -237,7 +250,7 @@ class WeightReader:
         """Rows interleaved where the kernels of a GPU read them so."""
         tiled = experts.qtype in UNITS and experts.shape[-2] % ROWS == 0
         if not tiled or experts.qtype not in self._formats:
-            return experts
+            return self.in_its_format(experts)
         return in_tiles(experts)
 
     def mxfp4(
@@ -262,9 +275,9 @@ class WeightReader:
             output = () if tied else self.matrices("output.weight")
             return self.array("token_embd.weight"), output
         output = self.matrices("token_embd.weight" if tied else "output.weight")
-        if tied and isinstance(output[0], InterleavedTensor):
+        if tied and isinstance(output[0], InterleavedTensor | AffineTensor):
             return output[0], output
-        return self.file.load("token_embd.weight"), output
+        return self.in_its_format(self.file.load("token_embd.weight")), output
 
     @property
     def _dtype(self) -> jnp.dtype:
@@ -273,6 +286,12 @@ class WeightReader:
 
 
 in_tiles = jax.jit(interleave)
+
+
+@jax.jit
+def as_affine(w: GGUFTensor) -> QuantizedTensor:
+    """The very same weights in MLX's affine format, where it holds them."""
+    return next(exact_forms(w, "affine"), w)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxkern.primitives.quant.block_formats import FORMATS
+from jaxkern.primitives.quant.requantize import AFFINE_CODES
 from tests.lowering.apple.test_every_op import KNOWN
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +28,23 @@ def test_what_is_claimed_and_what_is_not():
 def test_the_example_runs():
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code, {})
+
+
+def test_the_blocks_that_become_affine():
+    """Each with the bits of its codes and of a weight, in the file and after."""
+    named = {}
+    for line in re.findall(r"^\| (?:I?Q|TQ).*$", PAGE, re.MULTILINE):
+        names, code, group, sizes = line.strip("| ").split(" | ")
+        stored, affine = sizes.rsplit(", ", 1)
+        bits = int(code.split(",")[0])
+        assert float(affine) == bits + 64 / int(group)  # two float32 a group
+        for name in names.split(", "):
+            named[name] = bits
+            own = re.search(rf"\({name} ([\d.]+)\)", stored)
+            size = float(own[1] if own else stored.split()[0])
+            facts = FORMATS[name]
+            assert abs(size - 8 * facts.bytes / facts.elements) < 0.05, name
+    assert named == {name: bits for name, (_, bits) in AFFINE_CODES.items()}
 
 
 @pytest.mark.full

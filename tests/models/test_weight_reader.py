@@ -5,9 +5,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkern import GGUFTensor, InterleavedTensor, dequantize
+from jaxkern import AffineTensor, GGUFTensor, InterleavedTensor, dequantize
 from jaxkern.formats.gguf import read_gguf
+from jaxkern.models.loader import load_file
 from jaxkern.models.weight_reader import WeightReader
+from tests.models.tiny_gguf import write_tiny_gguf
 
 NAME = "blk.0.ffn_gate_exps.weight"
 
@@ -48,3 +50,28 @@ def test_experts_stay_as_in_the_file_without_a_gpu(tmp_path):
     if jax.default_backend() == "cpu":
         assert isinstance(w, GGUFTensor)
     np.testing.assert_array_equal(dequantize(w), values)
+
+
+@pytest.mark.parametrize("qtype, kind", [("Q4_0", AffineTensor), ("MXFP4", GGUFTensor)])
+def test_affine_experts_are_those_of_the_file(qtype, kind, tmp_path):
+    """Where that format holds them; others stay blocks."""
+    qtype = gguf.GGMLQuantizationType[qtype]
+    file, values = file_of(tmp_path / "experts.gguf", 32, qtype)
+    w = WeightReader(file, {NAME: (3, 32, 64)}, "affine").experts(NAME)
+    assert isinstance(w, kind)
+    np.testing.assert_array_equal(dequantize(w), values)
+
+
+def test_affine_matrices_are_those_of_the_file(tmp_path):
+    """Side by side where their codes are as wide; what is dense stays so."""
+    file = read_gguf(write_tiny_gguf(tmp_path / "m.gguf", "llama", tied=True))
+    config, weights = load_file(file, "affine")
+    assert (config.dtype, config.product_dtype) == ("float32", None)
+    query_key, value = weights.layers[1].qkv
+    stored = [file.load(f"blk.1.attn_{name}.weight") for name in "qk"]
+    expected = np.concatenate([dequantize(w) for w in stored])
+    assert isinstance(query_key, AffineTensor) and value.dtype == np.float16
+    np.testing.assert_array_equal(dequantize(query_key), expected)
+    table = file.load("token_embd.weight")
+    assert weights.output == (weights.embedding,)
+    np.testing.assert_array_equal(dequantize(weights.embedding), dequantize(table))

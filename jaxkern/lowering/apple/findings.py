@@ -78,14 +78,21 @@ class Report:
     @property
     def fused(self) -> int:
         """Fused calls, such as `mps.sdpa`."""
-        return sum(n for op, n in self.operations.items() if op in FUSED_TARGETS)
+        return sum(self.fused_kinds.values())
+
+    @property
+    def fused_kinds(self) -> dict[str, int]:
+        """Fused calls of each kind, by name."""
+        kinds = sorted(self.operations.items())
+        return {op: n for op, n in kinds if op in FUSED_TARGETS}
 
     def __str__(self) -> str:
         total = sum(self.operations.values())
+        kinds = ", ".join(f"{n} {op}" for op, n in self.fused_kinds.items())
         head = (
             f"{self.plugin.platform} ({self.plugin.version}): {total} operations of "
-            f"{len(self.operations)} kinds, {self.fused} fused calls; dtypes "
-            f"{' '.join(sorted(self.dtypes))}"
+            f"{len(self.operations)} kinds, {self.fused} fused calls"
+            f"{kinds and f' ({kinds})'}; dtypes {' '.join(sorted(self.dtypes))}"
         )
         lines = [str(f) for f in self.findings] or ["nothing found"]
         return "\n".join([head, *lines, f"({WORDING})"])

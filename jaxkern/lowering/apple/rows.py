@@ -16,17 +16,19 @@ REWRITES.update(
 
 # fmt: off
 KERNELS = (
-    #      op                   backend                         passes    function             its refusal
-    Kernel("rms_norm",          "mps", "lowering.apple.fused", "primal", "rms_norm",         "unsupported_rms_norm"),
-    Kernel("add_rms_norm",      "mps", "lowering.apple.fused", "primal", "add_rms_norm",     "unsupported_add_rms_norm"),
-    Kernel("layer_norm",        "mps", "lowering.apple.fused", "primal", "layer_norm",       "unsupported_layer_norm"),
-    Kernel("gelu",              "mps", "lowering.apple.fused", "primal", "gelu",             "unsupported_gelu"),
-    Kernel("softmax",           "mps", "lowering.apple.fused", "primal", "softmax",          "unsupported_softmax"),
-    Kernel("attention",         "mps", "lowering.apple.fused", "primal", "attention",        "unsupported_attention"),
-    Kernel("rope_from",         "mps", "lowering.apple.fused", "primal", "rope",             "unsupported_rope"),
-    Kernel("quantize_affine",   "mps", "lowering.apple.fused", "primal", "quantize",         "unsupported_quantize"),
-    Kernel("dequantize_affine", "mps", "lowering.apple.fused", "primal", "dequantize",       "unsupported_dequantize"),
-    Kernel("affine_matmul",     "mps", "lowering.apple.fused", "primal", "quantized_matmul", "unsupported_quantized_matmul"),
+    #      op                   backend module                       passes    function               its refusal
+    Kernel("rms_norm",          "mps", "lowering.apple.fused",        "primal", "rms_norm",            "unsupported_rms_norm"),
+    Kernel("add_rms_norm",      "mps", "lowering.apple.fused",        "primal", "add_rms_norm",        "unsupported_add_rms_norm"),
+    Kernel("layer_norm",        "mps", "lowering.apple.fused",        "primal", "layer_norm",          "unsupported_layer_norm"),
+    Kernel("gelu",              "mps", "lowering.apple.fused",        "primal", "gelu",                "unsupported_gelu"),
+    Kernel("softmax",           "mps", "lowering.apple.fused",        "primal", "softmax",             "unsupported_softmax"),
+    Kernel("attention",         "mps", "lowering.apple.fused",        "primal", "attention",           "unsupported_attention"),
+    Kernel("rope_from",         "mps", "lowering.apple.fused",        "primal", "rope",                "unsupported_rope"),
+    Kernel("quantize_affine",   "mps", "lowering.apple.fused_affine", "primal", "quantize",            "unsupported_quantize"),
+    Kernel("dequantize_affine", "mps", "lowering.apple.fused_affine", "primal", "dequantize",          "unsupported_dequantize"),
+    Kernel("affine_embedding",  "mps", "lowering.apple.fused_affine", "primal", "embedding",           "unsupported_embedding"),
+    Kernel("affine_matmul",     "mps", "lowering.apple.fused_affine", "primal", "quantized_matmul",    "unsupported_quantized_matmul"),
+    Kernel("affine_matmul_id",  "mps", "lowering.apple.fused_affine", "primal", "quantized_matmul_id", "unsupported_quantized_matmul_id"),
 )
 # fmt: on
 

@@ -267,7 +267,27 @@ def quantised(x: Draw) -> dict[str, Call]:
         if f != "fp8":
             routed = part(jk.quantized_matmul_id, w=quantize(stack), ids=chosen)
             found[name["id"](f)] = (routed, (rows,))
-    return found
+    few = part(jk.quantized_matmul_id, w=formats["affine"](stack), ids=chosen[:1])
+    found["affine_matmul_id: few"] = (few, (rows[:1],))
+    return found | affine_widths(rows)
+
+
+def affine_widths(rows: jax.Array) -> dict[str, Call]:
+    """Products with codes of every width but 4 bits; the fused kernels are others."""
+
+    def weights(bits: int) -> jk.AffineTensor:
+        words = np.random.default_rng(0).integers(0, 2**32, (8, 2 * bits), np.uint32)
+        half = np.full((8, 2), 0.5, np.float32)
+        codes, *floats = map(jnp.asarray, (words, half / 2**bits, -half / 2))
+        return jk.AffineTensor(codes, *floats, bits=bits, group_size=32)
+
+    return {
+        f"affine_matmul: {bits} bits": (
+            part(jk.quantized_matmul, w=weights(bits)),
+            (rows,),
+        )
+        for bits in (2, 3, 5, 6, 8)
+    }
 
 
 def experts(x: Draw) -> dict[str, Call]:

@@ -13,6 +13,13 @@ def add_to(commands) -> None:
     add = check.add_argument
     add("target", nargs="?", metavar="FILE.gguf|OP", help="default: every op")
     add("--platform", default="mps", help="mps (default), metal, mtl or METAL")
+    add(
+        "--weights",
+        default="packed",
+        metavar="POLICY",
+        help="of a model: packed (blocks of the file, default), affine (in MLX's "
+        "format, which fused products read), f32 or bf16",
+    )
     add("--fused", action="store_true", help="as if jax-mps 0.11.1 were installed")
 
 
@@ -23,7 +30,8 @@ def run(options: argparse.Namespace) -> int:
 
     hard = 0
     with assume_jax_mps() if options.fused else contextlib.nullcontext():
-        for name, report in reports_of(options.target, options.platform):
+        reports = reports_of(options.target, options.platform, options.weights)
+        for name, report in reports:
             print(f"{name}: {report}")
             hard += len(report.hard)
     return 1 if hard else 0

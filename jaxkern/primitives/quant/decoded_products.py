@@ -99,16 +99,36 @@ def routed_product(
     def product(w, dims):
         return _dot(x_in, w, dims, x.dtype).astype(x.dtype)
 
+    def of_its_rows(*experts):
+        w = decode(*experts, dtype=dtype)  # [... k f d]
+        return product(w, (((x.ndim - 1,), (w.ndim - 1,)), (lead, lead)))
+
+    def of_all(*expert):
+        w = decode(*expert, dtype=dtype)  # [f d]
+        return product(w, (((x.ndim - 1,), (1,)), ((), ())))
+
+    return routed(ids, arrays, of_its_rows, of_all)
+
+
+def routed(
+    ids: Integer[Array, "... k"],
+    arrays: Sequence[Array],
+    of_its_rows: Callable[..., Array],
+    of_all: Callable[..., Array],
+) -> Float[Array, "... k f"]:
+    """Products with the experts that are named, 0 for an id outside.
+
+    Args:
+      arrays: packed experts `[e, ...]`.
+      of_its_rows: (*arrays `[..., k, ...]`, the expert of each id) -> `[..., k, f]`.
+      of_all: (*arrays of one expert) -> `[..., f]`, its product with every row.
+    """
     if at_most_experts(ids, arrays):
         experts, inside = _gathered(ids, arrays)
-        w = decode(*experts, dtype=dtype)  # [... k f d]
-        y = product(w, (((x.ndim - 1,), (w.ndim - 1,)), (lead, lead)))
-        return jnp.where(inside[..., None], y, 0)
+        return jnp.where(inside[..., None], of_its_rows(*experts), 0)
 
     def of_expert(i, *expert):
-        w = decode(*expert, dtype=dtype)  # [f d]
-        y = product(w, (((x.ndim - 1,), (1,)), ((), ())))
-        return jnp.where((ids == i)[..., None], y[..., None, :], 0)
+        return jnp.where((ids == i)[..., None], of_all(*expert)[..., None, :], 0)
 
     return _sum_over_experts(of_expert, arrays)  # at most one of them is not zero
 

@@ -1,6 +1,7 @@
 """From one format to another: exactly where the target can hold the weights."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxkern.primitives.quant.dequantize import dequantize
 from jaxkern.primitives.quant.fp8 import quantize_fp8
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.gguf_ternary import UNPACK_TERNARY
 from jaxkern.primitives.quant.int_tensor import IntTensor, pack_int, quantize_int
 from jaxkern.primitives.quant.microscaled import quantize_microscaled
 from jaxkern.primitives.quant.nf4 import quantize_nf4
@@ -34,14 +36,16 @@ QUANTIZE: dict[str, Callable[..., QuantizedTensor]] = {  # (w [..., d], **option
     "nf4": quantize_nf4,
 }
 
-# Formats of one affine step in groups of 32: their smallest code and their bits.
+# Formats of one affine step in groups of 32 or more: their smallest code, their bits;
+# bytes for the entries of a table. The scales of MXFP4 reach below the least normal
+# float32.
 AFFINE_CODES = {
-    q: (-codes.zero, codes.bits)
+    q: (-codes.zero, 8 if codes.table else codes.bits)
     for q, codes in KERNEL_FORMATS.items()
-    if codes.group == 32 and not codes.table
-}
-# Formats without an offset: the bits of their signed codes. The scales of MXFP4 reach
-# below the least normal float32.
+    if codes.group == 32 and q != "MXFP4"
+} | dict.fromkeys(UNPACK_TERNARY, (-1, 2))
+LARGEST_GROUP = 128  # of MLX
+# Formats without an offset: the bits of their signed codes.
 INT_CODES = {
     q: 4 if codes.bits <= 4 and not codes.table else 8
     for q, codes in KERNEL_FORMATS.items()
@@ -58,7 +62,8 @@ def requantize(
     A `GGUFTensor` becomes the very same weights, bit by bit, where the target has room
     for its codes and the options do not ask for something else:
 
-        "affine"  Q4_0 Q4_1 Q4_K (4 bits), Q5_0 Q5_1 Q5_K (5), Q8_0 (8), groups of 32
+        "affine"  Q4_0 Q4_1 Q4_K (4 bits), Q5_0 Q5_1 Q5_K (5), Q8_0 IQ4_NL IQ4_XS (8),
+                  groups of 32; TQ1_0 TQ2_0 (2), groups of 128
         "int"     Q4_0 (4 or 8 bits, groups of 32), Q5_0 Q8_0 IQ4_NL IQ4_XS (8, 32),
                   Q3_K (4 or 8, 16), Q6_K NVFP4 (8, 16)
 
@@ -115,8 +120,11 @@ def _as_affine(w: GGUFTensor, low: int, bits: int) -> AffineTensor:
     # w = scale * (code - low) + scale * low: both products are exact, so is their sum
     bias = scale * low if offset is None else offset
     codes = (code.astype(jnp.int32) - low).astype(jnp.uint8).reshape(w.shape)
-    arrays = (_by_group(scale), _by_group(bias))
-    return AffineTensor(pack_codes(codes, bits), *arrays, bits, code.shape[-1])
+    size = min(code.shape[-1], LARGEST_GROUP)
+    scales, biases = (
+        _by_group(jnp.repeat(a, code.shape[-1] // size, axis=-1)) for a in (scale, bias)
+    )
+    return AffineTensor(pack_codes(codes, bits), scales, biases, bits, size)
 
 
 def _as_int(w: GGUFTensor, bits: int) -> IntTensor:
@@ -132,5 +140,5 @@ def _unpack(w: GGUFTensor) -> Unpacked:
     return form.unpack(blocks)
 
 
-def _by_group(a: Float[Array, "... blocks groups 1"]) -> Float[Array, "... groups"]:
-    return a.reshape(*a.shape[:-3], a.shape[-3] * a.shape[-2])
+def _by_group(a: Float[Array, "... blocks groups n"]) -> Float[Array, "... groups"]:
+    return a.reshape(*a.shape[:-3], math.prod(a.shape[-3:]))

@@ -5,8 +5,7 @@
 
 import jax
 import jax.numpy as jnp
-
-from jaxkern.primitives.quant.affine_tensor import unpack_codes
+import numpy as np
 
 
 def rms_norm(x, weight, *, eps):
@@ -55,14 +54,24 @@ def sdpa_causal(q, k, v, *, scale):
 
 
 def dequantize(codes, scales, biases, *, group_size, bits):
-    q = unpack_codes(codes, bits).astype(scales.dtype)
-    scales, biases = (jnp.repeat(a, group_size, -1) for a in (scales, biases))
-    return q * scales + biases
+    """Refuses what MLX refuses: vectors, other groups, shapes that do not fit.
+
+    Of NumPy's arrays too. Product and sum are rounded one by one, as MLX does on a CPU.
+    """
+    assert codes.ndim >= 2 and codes.dtype == "uint32"
+    assert bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
+    assert scales.shape == biases.shape and scales.shape[:-1] == codes.shape[:-1]
+    stream = codes[..., None] >> np.arange(32, dtype=np.uint32) & 1
+    parts = stream.reshape(*scales.shape, group_size, bits)  # refuses other words
+    q = (parts << np.arange(bits, dtype=np.uint32)).sum(-1).astype(scales.dtype)
+    w = scales[..., None] * q + biases[..., None]
+    return w.reshape(*codes.shape[:-1], -1)
 
 
 def quantized_matmul(x, codes, scales, biases, *, transpose, group_size, bits):
     w = dequantize(codes, scales, biases, group_size=group_size, bits=bits)
-    return x @ (w.T if transpose else w)
+    w = w.swapaxes(-1, -2) if transpose else w
+    return (x.astype(np.float32) @ w.astype(np.float32)).astype(x.dtype)
 
 
 KERNELS = {

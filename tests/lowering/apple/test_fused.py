@@ -15,16 +15,14 @@ import pytest
 
 import jaxkern as jk
 from jaxkern.lowering.apple import assume_jax_mps, check, fused
-from jaxkern.lowering.apple.findings import title
 from jaxkern.lowering.apple.rows import KERNELS
-from jaxkern.lowering.apple.wire import Module, export, text
 from jaxkern.lowering.kernel_table import row_of
 from jaxkern.primitives.attention.operands import AttentionOperands
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.testing import checks
 from tests.cases import cases_of
 from tests.lowering.apple import mlx_kernels
-from tests.primitives.quant import mlx_golden
+from tests.lowering.apple.fused_calls import sent
 
 with np.load(Path(__file__).parents[2] / "golden/mlx_fused.npz") as file:
     GOLDEN = dict(file)
@@ -65,36 +63,7 @@ def test_causal_and_rope_against_mlx():
         np.testing.assert_allclose(actual, GOLDEN[f"{name}_y"], atol=3e-6)
 
 
-def test_affine_kernels_against_mlx():
-    key = "float32_4_64"
-    options = dict(bits=4, group_size=64)
-    names = ("codes", "scales", "biases", "decoded", "y")
-    codes, scales, biases, decoded, y = mlx_golden.arrays(key, *names)
-    parts = [jnp.asarray(a) for a in (codes, scales, biases)]
-    np.testing.assert_allclose(
-        mlx_kernels.dequantize(*parts, **options), decoded, rtol=1e-6
-    )
-    x = jnp.asarray(mlx_golden.GOLDEN["x"])
-    actual = mlx_kernels.quantized_matmul(x, *parts, transpose=1, **options)
-    np.testing.assert_allclose(actual, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
-
-
 # Rows against references.
-
-
-def play(target, result, *operands, **options):
-    """`fused.call` by the kernels in plain JAX, as picky as jax-mps should be."""
-    json.dumps(options, allow_nan=False)
-    floats = {x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)}
-    assert len(floats) == 1, f"{target} would promote {floats}"
-    if target == "quantize":  # proved to be MLX's own bits in test_quantize_affine
-        t = jk.quantize_affine(*operands, **options)
-        y = (t.codes, t.scales, t.biases)
-    else:
-        y = mlx_kernels.KERNELS[f"mps.{target}"](*operands, **options)
-    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), (y, result))
-    assert shapes[0] == shapes[1], target
-    return y
 
 
 def row_cases():
@@ -113,8 +82,9 @@ def row_cases():
             )
 
 
+@pytest.mark.usefixtures("played")
 @pytest.mark.parametrize("p, kernel, unsupported, case", list(row_cases()))
-def test_rows_equal_references(p, kernel, unsupported, case, monkeypatch):
+def test_rows_equal_references(p, kernel, unsupported, case):
     operands, options = checks.operands_of(p, case), checks.options_of(p, case)
     if p.name == "rope_from":
         operands[1] = jnp.int32(5)
@@ -124,7 +94,6 @@ def test_rows_equal_references(p, kernel, unsupported, case, monkeypatch):
     if reason is not None:
         assert len(reason.split()) > 2
         return
-    monkeypatch.setattr(fused, "call", play)
     actual, expected = (
         checks.as_tuple(jax.jit(functools.partial(f, **options))(*operands))
         for f in (kernel, p.reference)
@@ -135,9 +104,9 @@ def test_rows_equal_references(p, kernel, unsupported, case, monkeypatch):
         checks.assert_near(a, e, 16, what=p.name)
 
 
-def test_a_query_without_keys_gives_zeros(monkeypatch):
+@pytest.mark.usefixtures("played")
+def test_a_query_without_keys_gives_zeros():
     """MLX takes 1e9 from a hidden score: alone, it would show every key."""
-    monkeypatch.setattr(fused, "call", play)
     q, k = jnp.ones((2, 3, 2, 8)), jnp.ones((2, 4, 2, 8)).at[:, 2:].set(jnp.nan)
     options = dict(scale=1.0, causal=False, window=None, softcap=None)
     attention = functools.partial(fused.attention, **options)
@@ -156,8 +125,6 @@ def test_a_query_without_keys_gives_zeros(monkeypatch):
 
 X, W = jnp.ones((3, 8)), jnp.ones(8)
 Q, K = jnp.ones((1, 4, 4, 16)), jnp.ones((1, 4, 2, 16))
-AFFINE = jk.quantize_affine(jnp.ones((6, 64)), bits=4, group_size=32)
-CODES = {"group_size": 32, "bits": 4}
 SENT = {
     "rms_norm": (lambda: jk.rms_norm(X, W, eps=np.float32(0.5)), {"eps": 0.5}),
     "layer_norm": (lambda: jk.layer_norm(X, W), {"eps": 1e-5}),
@@ -169,22 +136,7 @@ SENT = {
         lambda: jk.rope_from(Q, 3, rotary_dim=6, pairing="interleaved"),
         {"dims": 6, "traditional": True, "base": 1e4, "rope_scale": 1.0},
     ),
-    "quantize": (lambda: jk.quantize_affine(jnp.ones((6, 64)), group_size=32), CODES),
-    "dequantize": (lambda: jk.dequantize(AFFINE), CODES),
-    "quantized_matmul": (
-        lambda: jk.linear(jnp.ones((2, 3, 64)), AFFINE),
-        {"transpose": 1} | CODES,
-    ),
 }
-
-
-def sent(f):
-    """(target, config, types) of each fused call in the wire form of f()."""
-    module = Module(export(f, platform="mps").mlir_module_serialized)
-    for _, op in module.operations(lambda name: False):
-        if op.name == "stablehlo.custom_call":
-            types = [str(v.type) for v in [*op.operands, *op.results]]
-            yield title(op), text(op, "backend_config"), types
 
 
 def test_only_the_tanh_form_of_gelu_is_sent():

@@ -12,6 +12,7 @@ from jaxkern.formats.gguf import read_gguf
 from jaxkern.lowering.apple import assume_jax_mps, check, portable
 from jaxkern.lowering.apple.wire import export
 from jaxkern.models.apple_check import model_calls
+from jaxkern.models.command_line.main import main
 from jaxkern.models.llama import empty_cache, hidden_states, logits
 from jaxkern.models.loader import load_file
 from tests.models.tiny_gguf import VOCABULARY, write_tiny_gguf
@@ -127,9 +128,40 @@ def test_fused_calls_of_one_token(tmp_path):
     with assume_jax_mps():
         report = check(f, *args)
     assert report.findings == ()
-    fused = {op: n for op, n in report.operations.items() if op.startswith("mps.")}
-    assert fused == {
+    assert report.fused_kinds == {
         "mps.rms_norm": 2 * config.layers + 1,
         "mps.sdpa": config.layers,
     }
     assert report.fused == 3 * config.layers + 1
+
+
+def test_affine_weights_multiply_in_fused_calls(tmp_path):
+    """Per layer query and key in one, the output, gate and down; the rest is dense."""
+    config, weights = tiny(tmp_path, policy="affine")
+    f, args = model_calls(config, weights, **TINY)["one token"]
+    with assume_jax_mps():
+        report = check(f, *args)
+    assert report.findings == ()
+    assert report.fused_kinds == {
+        "mps.dequantize": 1,  # a row of the table
+        "mps.quantized_matmul": 4 * config.layers + 1,
+        "mps.rms_norm": 2 * config.layers + 1,
+        "mps.sdpa": config.layers,
+    }
+    assert check(f, *args).findings == ()  # without jax-mps
+
+
+@pytest.mark.full
+def test_the_command_counts_them(tmp_path, capsys):
+    path = write_tiny_gguf(tmp_path / "m.gguf", "llama")
+    assert main(["apple", "check", str(path), "--fused", "--weights", "affine"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("nothing found") == 3
+    assert printed.count(" mps.quantized_matmul") == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("platform", ["mps", "metal"])
+def test_whole_affine_models(platform, tmp_path):
+    config, weights = tiny(tmp_path, policy="affine")
+    check_calls(model_calls(config, weights, **TINY), platform, weights)
