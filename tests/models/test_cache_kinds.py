@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 
 import jax
@@ -166,6 +167,8 @@ def test_answers_and_what_they_run_on():
     found = np.concatenate(list(generator.stream(prompts)), axis=1)
     greedy = np.load(FOLDERS["llama"] / "golden.npz")["greedy"]
     assert (found[0] == greedy[:24]).mean() >= 0.9
+    step = generator.executables["decode"].as_text()
+    assert "u8[2,32,2,8]" in step and not re.search(r"= u8\[2,32,2,8\].* copy\(", step)
     for explanation in generator.explain().values():
         runs = {row.op: row.runs for row in explanation.rows}
         assert "attention" not in runs and "update_kv_cache" not in runs
