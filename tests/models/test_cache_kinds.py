@@ -30,7 +30,7 @@ from jaxkern.primitives.kv_cache import kv_cache
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = {path.name: path for path in GOLDEN.glob("transformers_*/*")}
 # Plain, with windows, a hybrid: dims of a head, and the most by which the error
-# of keys and values, relative, may grow in logits; found: 3.0 to 4.2, 1.3 to 1.5, 0.3 to 0.4.
+# of keys and values may grow in logits; found: 3.0 to 4.2, 1.3 to 1.5, 0.3 to 0.4.
 SIZES = {"llama": (8, 5.0), "gemma3": (16, 2.0), "lfm2": (8, 0.5)}
 full = pytest.mark.full
 
