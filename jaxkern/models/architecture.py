@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import SafetensorsFolder
+from jaxkern.primitives.turboquant.vector_codec import VectorCodec
 
 ModelFile = GGUFFile | SafetensorsFolder
 
@@ -53,6 +54,9 @@ class LayerCache(Protocol):
     def lengths(self) -> Int32[Array, " b"]: ...  # tokens read, alike in all layers
 
 
+CacheForm = DTypeLike | VectorCodec
+"""What keys and values are kept in; `jaxkern.models.cache_kind` has names for it."""
+
 Cache = tuple[Any, ...]
 """One `LayerCache` for each layer; they may differ in kind."""
 
@@ -61,7 +65,7 @@ class Page(Protocol):
     """The functions of a page."""
 
     def empty_cache(
-        self, config: Any, batch: int, slots: int, dtype: DTypeLike = ...
+        self, config: Any, batch: int, slots: int, dtype: CacheForm = ...
     ) -> Cache: ...
 
     def hidden_states(

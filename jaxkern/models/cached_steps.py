@@ -13,8 +13,10 @@ from jaxkern import (
     cached_attention,
     qk_norm_rope_cache,
     qk_norm_rope_cache_attention,
+    qk_norm_rope_quantized_cache,
 )
 from jaxkern.models.architecture import Cache, page_of
+from jaxkern.primitives.attention.cached_attention import attention_over
 from jaxkern.primitives.rope.rope import Pairing
 
 
@@ -145,18 +147,23 @@ def attend_in_one(
 ) -> tuple[Float[Array, "b t n h"], KVCache]:
     """Norms of the heads, rotation and the write to a linear cache, then attention.
 
-    Two ops, of which the first does all but attention; on a GPU one op for one token.
+    Two ops, of which the first does all but attention; on a GPU one op for one token,
+    where the cache is not quantised.
     """
     grown = q.shape[1] if new_lengths is None else new_lengths
     after = cache.lengths + grown
     new = q, k, v, *norms, *rotation
-    into = cache.keys, cache.values, cache.lengths, new_lengths
+    into: tuple = cache.keys, cache.values, cache.lengths, new_lengths
     turn: dict = dict(eps=None if norms[0] is None else eps, pairing=pairing)
-    if q.shape[1] == 1 and jax.default_backend() == "gpu":
+    one_op = q.shape[1] == 1 and jax.default_backend() == "gpu"
+    if one_op and not cache.quantized:
         y, keys, values = qk_norm_rope_cache_attention(*new, *into, **turn, **options)
         return y, replace(cache, keys=keys, values=values, lengths=after)
-    q, keys, values = qk_norm_rope_cache(*new, *into, **turn)
-    y = attention(
+    write: Any = qk_norm_rope_cache
+    if cache.quantized:
+        write = qk_norm_rope_quantized_cache
+    q, keys, values = write(*new, *into, **turn)
+    y = attention_over(
         q,
         keys,
         values,
@@ -165,5 +172,4 @@ def attend_in_one(
         causal=True,
         **options,
     )
-    assert isinstance(y, jax.Array)  # no lse was asked for
     return y, replace(cache, keys=keys, values=values, lengths=after)

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxkern.models.architecture import ModelConfig, page_of
+from jaxkern.models.architecture import CacheForm, ModelConfig
+from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import prefill
 from jaxkern.models.generate import (
     NO_TOKEN,
     State,
     Timings,
-    cache_dtype,
     compiled,
     is_stop,
     write_chunk,
@@ -59,9 +59,11 @@ class Conversation:
       sampling: how tokens are drawn; may be replaced between two answers.
       stop_ids: tokens that end an answer.
       chunk: tokens between two looks of the host.
+      cache: what keys and values are kept in; see `jaxkern.models.cache_kind`.
 
     Raises:
-      ValueError: more slots than the model's context, or fewer than 2.
+      ValueError: more slots than the model's context, or fewer than 2, or no layer can
+        keep such a `cache`.
 
     Attributes:
       ids: of the text so far: all prompts and answers, without the last stop token; an
@@ -83,6 +85,7 @@ class Conversation:
         sampling: Sampling = LIKELIEST,
         stop_ids: Sequence[int] = (),
         chunk: int = 4,
+        cache: CacheForm | None = None,
     ):
         if not 2 <= slots <= config.context:
             raise ValueError(
@@ -90,7 +93,8 @@ class Conversation:
                 f"context, got {slots}."
             )
         self.config, self.weights, self.slots = config, weights, slots
-        self.sampling, self.chunk = sampling, chunk
+        self.sampling, self.chunk, self.cache = sampling, chunk, cache
+        jax.eval_shape(lambda: new_cache(config, 1, slots, cache))  # or a refusal
         self.stop_ids = tuple(sorted(stop_ids))
         self.ids: list[int] = []
         self.pictures: tuple[Picture, ...] = ()
@@ -253,8 +257,9 @@ class Conversation:
             static = {"sampling": self.sampling, "stop_ids": self.stop_ids}
             config, kind = self.config, name[0]
             if kind == "empty":
+                counts = self.sampling.counts
                 function = functools.partial(
-                    empty_state, config, self.slots, self.sampling.counts
+                    empty_state, config, self.slots, counts, self.cache
                 )
             elif kind == "see":
                 function = functools.partial(seen_by_tower, config)
@@ -281,13 +286,15 @@ def seen_by_tower(config: Any, weights: Any, patches: Patches) -> Features:
     return image_features(config.vision, config, weights.vision, patches)
 
 
-def empty_state(config: ModelConfig, slots: int, counts: bool) -> State:
+def empty_state(
+    config: ModelConfig, slots: int, counts: bool, kind: CacheForm | None = None
+) -> State:
     """Before the first token of one sequence."""
     seen = None
     if counts:
         one = (1, config.vocabulary)
         seen = Seen(jnp.zeros(one, bool), jnp.zeros(one, jnp.int32))
-    cache = page_of(config).empty_cache(config, 1, slots, cache_dtype(config))
+    cache = new_cache(config, 1, slots, kind)
     nothing = jnp.zeros(1, jnp.int32)
     return State(nothing, jnp.zeros(1, bool), cache, jax.random.key(0), seen)
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import KVCache, rms_norm
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.cached_steps import decode, next_positions, prefill
 from jaxkern.models.feed_forward import Dense, DenseWeights, Mixture, MixtureWeights
@@ -111,11 +111,14 @@ class TextWeights(Protocol):
 
 
 def empty_cache(
-    config: DecoderConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+    config: DecoderConfig, batch: int, slots: int, dtype: CacheForm = jnp.float32
 ) -> States:
     """States of `batch` sequences, of up to `slots` tokens where they grow with them.
 
-    Recurrent states are float32, whatever `dtype` is.
+    Recurrent states are float32, whatever `dtype` is; a codec is for keys and values.
+
+    Raises:
+      ValueError: a codec, and latents are to be kept.
     """
     return tuple(mixer.empty_state(batch, slots, dtype) for mixer in config.mixers)
 

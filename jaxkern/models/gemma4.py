@@ -19,17 +19,14 @@ larger ones have not, and may have experts beside each dense block
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import (
     KVCache,
     append_kv_cache,
     apply_rope,
-    attention,
     empty_kv_cache,
     geglu,
     rms_norm,
@@ -37,6 +34,7 @@ from jaxkern import (
     rope_cos_sin,
     softcap,
 )
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.cached_steps import decode, next_positions, prefill, with_lengths
 from jaxkern.models.gemma4_experts import Gemma4Experts, beside
 from jaxkern.models.products import (
@@ -47,6 +45,7 @@ from jaxkern.models.products import (
     output_product,
     project,
 )
+from jaxkern.primitives.attention.cached_attention import attention_over
 
 __all__ = [
     "Gemma4Config",
@@ -145,9 +144,9 @@ Caches = tuple[KVCache, ...]
 
 
 def empty_cache(
-    config: Gemma4Config, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+    config: Gemma4Config, batch: int, slots: int, dtype: CacheForm = jnp.float32
 ) -> Caches:
-    """Caches for `batch` sequences of up to `slots` tokens."""
+    """Caches for `batch` sequences of up to `slots` tokens; `dtype` may be a codec."""
     heads = [config.heads_of(i) for i in range(config.layers - config.shared)]
     return tuple(
         empty_kv_cache(batch, slots, h.kv_heads, h.head_dim, dtype=dtype) for h in heads
@@ -203,14 +202,13 @@ def hidden_states(
                         q_offset=before[i].lengths,
                     )
                 )
-        y = attention(
+        y = attention_over(
             apply_rope(q, *table),
             **seen[config.keys_of(i)],
             causal=True,
             window=config.window if config.windowed[i] else None,
             scale=1.0,
         )
-        assert isinstance(y, jax.Array)  # no lse was asked for
         y = project(config, y.reshape(*x.shape[:-1], -1), layer.attention_output)
         x = rms_norm_add(y, x, layer.attention_post_norm, eps=config.eps)
         x = after_attention(config, layer, x, None if inputs is None else inputs[i])

@@ -29,7 +29,8 @@ from jaxtyping import Array, Bool, Int32
 from jaxkern import explain
 from jaxkern.lowering.chained import chained
 from jaxkern.lowering.explain import Explanation
-from jaxkern.models.architecture import Cache, ModelConfig, page_of
+from jaxkern.models.architecture import Cache, CacheForm, ModelConfig
+from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import decode, prefill, with_lengths
 from jaxkern.models.image_prompts import (
     Shown,
@@ -70,11 +71,10 @@ def read_prompts(
     slots: int,
     sampling: Sampling,
     stop_ids: tuple[int, ...],
+    kind: CacheForm | None = None,
 ) -> tuple[Int32[Array, " b"], State]:
     """Fills a new cache and draws the first token of each answer."""
-    cache = page_of(config).empty_cache(
-        config, prompts.shape[0], slots, cache_dtype(config)
-    )
+    cache = new_cache(config, prompts.shape[0], slots, kind)
     logits, cache = prefill(config, weights, prompts, lengths, cache, images)
     key, key_now = jax.random.split(jax.random.key(seed))
     seen = None
@@ -84,11 +84,6 @@ def read_prompts(
     finished = is_stop(tokens, stop_ids)
     seen = seen and seen.after(tokens)
     return tokens, State(tokens, finished, cache, key, seen)
-
-
-def cache_dtype(config: ModelConfig) -> str:
-    """That of the activations on a GPU, whose kernels of attention read it so."""
-    return config.dtype if jax.default_backend() == "gpu" else "float32"
 
 
 def write_chunk(
@@ -162,11 +157,15 @@ class Generator:
       sampling: how tokens are drawn.
       stop_ids: tokens that end an answer.
       chunk: tokens between two looks of the host.
+      cache: what keys and values are kept in, "f16", "int8", "turboquant4" ...; see
+        `jaxkern.models.cache_kind`. Default float32, on a GPU the activations' dtype.
 
     Raises:
-      ValueError: prompt and answer do not fit the model's context.
+      ValueError: prompt and answer do not fit the model's context, or no layer can keep
+        such a `cache`.
 
     Attributes:
+      cache: shapes of what the layers keep.
       executables: compiled, by name: "prefill", and "decode" for more than one token.
       calls: what they were compiled from: function and arguments.
       compile_seconds: what tracing, lowering and compiling them took.
@@ -185,6 +184,7 @@ class Generator:
         sampling: Sampling = LIKELIEST,
         stop_ids: Sequence[int] = (),
         chunk: int = 16,
+        cache: CacheForm | None = None,
     ):
         if min(batch, prompt_slots, max_tokens, chunk) < 1:
             raise ValueError(
@@ -202,9 +202,12 @@ class Generator:
         self.prompt_slots, self.vocabulary = prompt_slots, config.vocabulary
         # the first token comes with the prompt, the others in whole chunks
         chunks = -(-(max_tokens - 1) // chunk)
-        static = {"sampling": sampling, "stop_ids": self.stop_ids}
         slots = prompt_slots + chunks * chunk
-        read = jax.jit(functools.partial(read_prompts, config, slots=slots, **static))
+        self.cache = jax.eval_shape(lambda: new_cache(config, batch, slots, cache))
+        static = {"sampling": sampling, "stop_ids": self.stop_ids}
+        read = jax.jit(
+            functools.partial(read_prompts, config, slots=slots, kind=cache, **static)
+        )
         write = jax.jit(
             functools.partial(write_chunk, config, steps=chunk, **static),
             donate_argnums=1,
@@ -363,11 +366,13 @@ def generate(
     stop_ids: Sequence[int] = (),
     seed: int = 0,
     chunk: int = 16,
+    cache: CacheForm | None = None,
 ) -> list[list[int]]:
     """The whole answers to some prompts: a `Generator`, run to its end.
 
     It compiles at each call; keep a `Generator` to answer more than once. `images` are
-    those of each prompt: of Pillow, names of files, or a `Picture` each.
+    those of each prompt: of Pillow, names of files, or a `Picture` each; `cache` is
+    the generator's.
 
     Returns:
       One list of token ids per prompt, of at most `max_tokens`, without the stop token.
@@ -390,6 +395,7 @@ def generate(
         sampling=sampling,
         stop_ids=stop_ids,
         chunk=chunk,
+        cache=cache,
     )
     stream = generator.stream(prompts, images=images, seed=seed)
     rows = np.concatenate(list(stream), axis=1)

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import (
@@ -34,6 +33,7 @@ from jaxkern import (
     rope_cos_sin,
     softcap,
 )
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.cached_steps import (
     attend,
@@ -148,11 +148,12 @@ Tables = tuple[Float[Array, "b t r"], Float[Array, "b t r"]]
 
 
 def empty_cache(
-    config: LlamaConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+    config: LlamaConfig, batch: int, slots: int, dtype: CacheForm = jnp.float32
 ) -> Caches:
     """Caches for `batch` sequences of up to `slots` tokens.
 
-    They take 2 * layers * batch * slots * kv_heads * head_dim * itemsize bytes.
+    They take 2 * layers * batch * slots * kv_heads * head_dim * itemsize bytes. `dtype`
+    may be a codec: then codes and scales are kept.
     """
     sizes = (batch, slots, config.kv_heads, config.head_dim)
     return tuple(empty_kv_cache(*sizes, dtype=dtype) for _ in range(config.layers))

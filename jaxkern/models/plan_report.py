@@ -13,7 +13,8 @@ from rich.console import Group
 from rich.table import Table
 
 from jaxkern import runtime
-from jaxkern.models.architecture import page_of
+from jaxkern.models.architecture import CacheForm
+from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import decode
 from jaxkern.models.loader import load
 from jaxkern.models.weight_reader import Policy
@@ -31,6 +32,7 @@ def plan_decode_step(
     weights: Policy = "auto",
     batch: int = 1,
     slots: int = 512,
+    cache: CacheForm | None = None,
 ) -> tuple[runtime.Plan, tuple]:
     """Compiles one decode step of a model; the cache is donated, so there is one.
 
@@ -40,17 +42,18 @@ def plan_decode_step(
       weights: policy of `load`, or "auto".
       batch: sequences at a time.
       slots: tokens that the cache can hold.
+      cache: what keys and values are kept in; see `jaxkern.models.cache_kind`.
 
     Returns:
       The plan, and arguments for it: weights, tokens, a half-filled cache.
     """
     config, loaded = load(path, weights, tower=tower)
     half = jnp.full(batch, slots // 2, jnp.int32)
-    cache = tuple(
+    filled = tuple(
         dataclasses.replace(layer, lengths=half + 0)  # donated, so one each
-        for layer in page_of(config).empty_cache(config, batch, slots)
+        for layer in new_cache(config, batch, slots, cache)
     )
-    arguments = (loaded, jnp.zeros(batch, jnp.int32), cache)
+    arguments = (loaded, jnp.zeros(batch, jnp.int32), filled)
     step = functools.partial(decode, config)
     # float32 means float32: the default of a GPU rounds the factors to tf32
     precision = "highest" if config.dtype == "float32" else None

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import KVCache, mrope_cos_sin
 from jaxkern.models import decoder
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.cached_steps import decode, next_positions, prefill
 from jaxkern.models.decoder import (
     DecoderConfig,
@@ -135,7 +135,7 @@ class PlacedCache(KVCache):
 
 
 def empty_cache(
-    config: Qwen3VLConfig, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+    config: Qwen3VLConfig, batch: int, slots: int, dtype: CacheForm = jnp.float32
 ) -> States:
     """Caches of `batch` sequences of up to `slots` tokens; a feature is one too."""
     first, *others = decoder.empty_cache(config, batch, slots, dtype)

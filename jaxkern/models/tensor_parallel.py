@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxkern.models import llama
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.cached_steps import decode, prefill
 from jaxkern.models.llama import Caches, Layer, LlamaConfig, LlamaWeights
 from jaxkern.models.products import Matrices
@@ -172,7 +172,7 @@ class TensorParallel:
         )
 
     def empty_cache(
-        self, batch: int, slots: int, dtype: DTypeLike = jnp.float32
+        self, batch: int, slots: int, dtype: CacheForm = jnp.float32
     ) -> Caches:
         """That of `llama.empty_cache`, each device with its heads."""
 

@@ -126,6 +126,7 @@ def test_a_ctrl_c_stops_the_answer_and_not_the_chat(chat, monkeypatch):
         (["--slots", "9999"], "the cache must have 2 to 512 slots"),
         (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["--weights", "int3"], "must be one of auto"),
+        (["--cache", "int9"], "cache: must be one of f32, f16"),
     ],
 )
 def test_refusals(path, capsys, options, message):
@@ -135,7 +136,11 @@ def test_refusals(path, capsys, options, message):
 
 
 def test_a_text_longer_than_the_cache_is_one_line(chat):
-    out, err = chat("the " * 100, "the", options=("--slots", "40", "--quiet", *FEW))
+    out, err = chat(
+        "the " * 100,
+        "the",
+        options=("--slots", "40", "--quiet", "--cache", "int8", *FEW),
+    )
     assert "tokens, the cache 40 slots. Begin anew with /clear" in err
     assert err.count("\n") == 1 and out.strip()
 

@@ -52,15 +52,18 @@ def test_json(path, capsys):
     assert report["memory"]["peak_bytes"] > report["memory"]["file_bytes"] > 0
     runs = report["implementations"]["decode"]["attention"]
     assert runs.startswith("cpp: " if kernels else "xla: ")
+    assert report["cache"] == "float32" and report["memory"]["cache_bytes"] > 0
 
 
 def test_table(path, capsys):
     arguments = ["generate", "--model", path, "--prompt", "the sand", "--raw"]
     options = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9"]
     options += ["--min-p", "0.05", "--seed", "3", "--weights", "packed"]
+    options += ["--cache", "int8"]
     assert main([*arguments, *options, "--max-tokens", "5", "--backend", "xla"]) == 0
     out, err = capsys.readouterr()
     rows = ("load", "weights", "compile", "prefill of 4 tokens", "decode of", "peak")
+    rows += ("quantized_cache_attention", "int8, 0.0 MB")
     for row in (*rows, "executables", "interleaved_matmul", "sample_reference"):
         assert row in err
     assert "\N{HORIZONTAL ELLIPSIS}" not in err, "a name is cut"
@@ -129,6 +132,7 @@ def error_of(arguments, capsys):
         (["--model", __file__], "expected b'GGUF'"),
         (["--weights", "int3"], "must be one of auto, packed, packed_int8"),
         (["--backend", "cudnn"], "must be one of"),
+        (["--cache", "int9"], "cache: must be one of f32, f16, bf16, int8, int7"),
         (["--max-tokens", "0"], "at least 1"),
         (["--max-tokens", "600"], "more than the model's context of 512"),
         (["--max-tokens", "many"], "invalid int value: 'many'"),

@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxkern.cpu.cpu_call import missing
+from jaxkern.models import load
+from jaxkern.models.cache_kind import cache_bytes, new_cache
 from jaxkern.models.command_line import main
 from jaxkern.models.plan_report import as_json, plan_decode_step, tables
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -50,8 +53,13 @@ def test_tables_and_numbers(path, capsys):
 def test_a_folder(capsys):
     folder = Path(__file__).parent.parent / "golden" / "transformers" / "qwen2_yarn"
     arguments = ["plan", str(folder), "--slots", "16", "--json", "--backend", "xla"]
-    assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["flops"] > 0
+    assert main([*arguments, "--cache", "int8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["flops"] > 0
+    config, _ = load(folder, "f32")
+    kept = jax.eval_shape(lambda: new_cache(config, 1, 16, "int8"))
+    # the donated cache, of whose two layers one array of lengths comes back
+    assert found["memory"]["aliases"] == cache_bytes(kept) - 4
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern import quantize_int
+from jaxkern import IntCodec, quantize_int
 from jaxkern.models.cached_steps import decode, prefill
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, empty_cache
 from jaxkern.models.tensor_parallel import TensorParallel
@@ -124,6 +124,20 @@ def test_it_is_the_model_on_one_device(name):
     np.testing.assert_array_equal(cache[0].lengths, own[0].lengths)
     keys = [np.float32(c[0].keys) for c in (cache, own)]
     np.testing.assert_allclose(*keys, atol=0.02)
+
+
+@pytest.mark.full
+def test_a_cache_of_codes_is_cut_by_heads_too():
+    parts, weights = on(4), drawn()
+    cut = parts.cut(weights)
+    one, found = (
+        answers(parts.prefill, parts.decode, cut, parts.empty_cache(2, 16, form))
+        for form in ("bfloat16", IntCodec(8))
+    )
+    scale = np.linalg.norm(one[0])
+    assert 0 < np.linalg.norm(found[0] - one[0]) <= 0.05 * scale
+    codes = found[1][0].keys.codes
+    assert codes.sharding.shard_shape(codes.shape)[2] == KV_HEADS // 4
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

@@ -13,10 +13,12 @@ from jaxkern.models.command_line.demo import demo_model
 from jaxkern.models.command_line.errors import is_of_the_device, one_line
 from jaxkern.models.command_line.generate import content
 from jaxkern.models.command_line.options import (
+    add_cache,
     add_further_files,
     add_quiet_and_cache,
     add_sampling,
     add_weights_and_backend,
+    cache_of,
     further_files_of,
     sampling_of,
 )
@@ -42,6 +44,7 @@ def add_to(commands) -> None:
     add_sampling(parser)
     add_weights_and_backend(parser)
     add_further_files(parser)
+    add_cache(parser)
     add_quiet_and_cache(parser)
 
 
@@ -66,6 +69,7 @@ def _open(options: argparse.Namespace, path: Path) -> Chat:
     from jaxkern.models.conversation import Conversation
     from jaxkern.models.text_model import open_model
 
+    cache = cache_of(options)
     with spinner(f"loading {path.name}", quiet=options.quiet):
         model = open_model(path, options.weights, **further_files_of(options))
     slots = min(SLOTS, model.config.context) if options.slots is None else options.slots
@@ -75,6 +79,7 @@ def _open(options: argparse.Namespace, path: Path) -> Chat:
         slots=slots,
         sampling=sampling_of(options, model.sampling),
         stop_ids=tuple(model.tokenizer.stop_ids),
+        cache=cache,
     )
     chat = Chat(
         model,

@@ -10,10 +10,12 @@ from pathlib import Path
 from jaxkern.formats.printable import printable
 from jaxkern.models.command_line.demo import demo_model
 from jaxkern.models.command_line.options import (
+    add_cache,
     add_further_files,
     add_quiet_and_cache,
     add_sampling,
     add_weights_and_backend,
+    cache_of,
     further_files_of,
     sampling_of,
 )
@@ -58,6 +60,7 @@ def add_to(commands) -> None:
     add_sampling(parser)
     add_weights_and_backend(parser)
     add_further_files(parser)
+    add_cache(parser)
     add_quiet_and_cache(parser)
     add("--json", action="store_true", help="nothing but a JSON object on stdout")
 
@@ -121,11 +124,13 @@ def text_of(name: str) -> str:
 
 def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
     """Shows the answers on stdout and returns all there is to say about them."""
+    from jaxkern.models.cache_kind import cache_bytes, usual_form
     from jaxkern.models.generate import NO_TOKEN, Generator
     from jaxkern.models.image_prompts import expanded
     from jaxkern.models.image_rule import preprocess
     from jaxkern.models.text_model import open_model
 
+    cache = cache_of(options)
     with spinner(f"loading {path.name}", quiet=options.quiet) as say:
         model = open_model(path, options.weights, **further_files_of(options))
         encoded = [_encode(model.tokenizer, options, prompt) for prompt in prompts]
@@ -146,6 +151,7 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
             image_patches=patches,
             sampling=sampling_of(options, model.sampling),
             stop_ids=tuple(model.tokenizer.stop_ids),
+            cache=cache,
         )
         say(f"reading {sum(lengths)} tokens")
         streams = [TextStream(model.tokenizer) for _ in prompts]
@@ -179,6 +185,7 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
         "model": str(path),
         "weights": model.policy,
         "weights_reason": model.reason,
+        "cache": cache or usual_form(model.config),
         "timings": {
             "load_seconds": model.seconds,
             "compile_seconds": generator.compile_seconds,
@@ -192,7 +199,11 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
             ),
         },
         "executables": list(generator.executables),
-        "memory": {"peak_bytes": peak_memory(), "file_bytes": model.nbytes},
+        "memory": {
+            "peak_bytes": peak_memory(),
+            "file_bytes": model.nbytes,
+            "cache_bytes": cache_bytes(generator.cache),
+        },
         "implementations": {
             name: {row.op: row.runs for row in explanation.rows}
             for name, explanation in generator.explain().items()

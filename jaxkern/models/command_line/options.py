@@ -113,6 +113,24 @@ def further_files_of(options: argparse.Namespace) -> dict[str, Any]:
     return dict(tower=options.tower, adapter=options.adapter, merge=options.merge)
 
 
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache",
+        metavar="KIND",
+        help="of keys and values: f32, f16, bf16, int8, int4, turboquant4 ... ; "
+        "default f32, on a GPU the activations' dtype",
+    )
+
+
+def cache_of(options: argparse.Namespace) -> str | None:
+    """The kind that --cache names, known before anything is loaded; None: default."""
+    from jaxkern.models.cache_kind import cache_form
+
+    if options.cache is not None:
+        cache_form(options.cache)
+    return options.cache
+
+
 def add_quiet_and_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="the answer alone")
     parser.add_argument(

@@ -3,7 +3,12 @@
 import argparse
 import json
 
-from jaxkern.models.command_line.options import add_tower, add_weights_and_backend
+from jaxkern.models.command_line.options import (
+    add_cache,
+    add_tower,
+    add_weights_and_backend,
+    cache_of,
+)
 from jaxkern.models.command_line.screen import show
 
 
@@ -14,6 +19,7 @@ def add_to(commands) -> None:
     add("file", metavar="MODEL", help="a GGUF file, or a folder of Hugging Face")
     add_tower(parser)
     add_weights_and_backend(parser)
+    add_cache(parser)
     add("--batch", type=int, default=1, metavar="N", help="sequences at a time")
     add("--slots", type=int, default=512, metavar="N", help="tokens in the cache")
     add("--profile", action="store_true", help="run the step and measure it")
@@ -35,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
             weights=options.weights,
             batch=options.batch,
             slots=options.slots,
+            cache=cache_of(options),
         )
     profile = plan.profile(*arguments) if options.profile else None
     if options.json:

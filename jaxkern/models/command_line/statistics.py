@@ -35,6 +35,7 @@ def print_tables(report: dict[str, Any]) -> None:
     for name, value in (
         ("load", f"{timings['load_seconds']:.2f} s"),
         ("weights", f"{report['weights']}: {report['weights_reason']}"),
+        ("cache", f"{report['cache']}, {report['memory']['cache_bytes'] / 1e6:.1f} MB"),
         ("compile", f"{timings['compile_seconds']:.2f} s"),
         (f"prefill of {read} tokens", speed(timings["prefill_tokens_per_second"])),
         (f"decode of {written} tokens", speed(timings["decode_tokens_per_second"])),

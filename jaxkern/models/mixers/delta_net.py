@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern import (
@@ -21,6 +20,7 @@ from jaxkern import (
     gated_rms_norm,
     l2_norm,
 )
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
@@ -71,7 +71,7 @@ class DeltaNet:
         """Of the convolution: q, k and v side by side."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> RecurrentState:
+    def empty_state(self, batch: int, slots: int, dtype: CacheForm) -> RecurrentState:
         del slots, dtype  # it does not grow, and small steps need float32
         memory = (self.value_heads, self.key_dim, self.value_dim)
         return empty_state(batch, self.taps - 1, self.channels, memory)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern import (
@@ -19,6 +18,7 @@ from jaxkern import (
     rms_norm,
     sigmoid_gate,
 )
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.cached_steps import attend, attend_in_one
 from jaxkern.models.mixers.layout import Layout, Shapes
@@ -61,7 +61,7 @@ class FullAttention:
     sinks: bool = False
     growth: QueryGrowth | None = None
 
-    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
+    def empty_state(self, batch: int, slots: int, dtype: CacheForm) -> KVCache:
         """No tokens; all slots also for a window, so that none is overwritten."""
         sizes = (batch, slots, self.kv_heads, self.head_dim)
         return empty_kv_cache(*sizes, dtype=dtype)

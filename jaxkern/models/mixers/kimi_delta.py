@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern import (
@@ -21,6 +20,7 @@ from jaxkern import (
     rms_norm,
     sigmoid_gate,
 )
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
@@ -68,7 +68,7 @@ class KimiDelta:
     def width(self) -> int:
         return self.heads * self.head_dim
 
-    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> RecurrentState:
+    def empty_state(self, batch: int, slots: int, dtype: CacheForm) -> RecurrentState:
         del slots, dtype  # it does not grow, and small steps need float32
         memory = (self.heads, self.head_dim, self.head_dim)
         return empty_state(batch, self.taps - 1, 3 * self.width, memory)

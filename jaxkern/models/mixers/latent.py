@@ -14,16 +14,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxkern import apply_rope, attention, latent_attention, rms_norm, update_kv_cache
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing, QueryGrowth, Rotation
 from jaxkern.models.products import Matrices, plus, project
 from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.rope.rope import Pairing
+from jaxkern.primitives.turboquant.vector_codec import VectorCodec
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +82,12 @@ class LatentAttention:
     growth: QueryGrowth | None = None
     apart: bool = False  # keys and values come up by two tensors, the first transposed
 
-    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> LatentCache:
+    def empty_state(self, batch: int, slots: int, dtype: CacheForm) -> LatentCache:
+        if isinstance(dtype, VectorCodec):
+            raise ValueError(
+                f"cache: latents have no quantised form, got {dtype}. Take f32, f16 or "
+                "bf16."
+            )
         rows = jnp.zeros((batch, slots, self.latent + self.rotary_dim), dtype)
         return LatentCache(rows, jnp.zeros(batch, jnp.int32))
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern import gated_rms_norm, state_space_dual
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
@@ -73,7 +73,7 @@ class Mamba2:
         """Of the convolution: u, b and c side by side."""
         return self.width + 2 * self.groups * self.state_dim
 
-    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> RecurrentState:
+    def empty_state(self, batch: int, slots: int, dtype: CacheForm) -> RecurrentState:
         del slots, dtype  # it does not grow, and small steps need float32
         memory = (self.heads, self.head_dim, self.state_dim)
         return empty_state(batch, self.taps - 1, self.channels, memory)

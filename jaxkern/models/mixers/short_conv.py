@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
@@ -43,7 +43,7 @@ class ShortConv:
     taps: int
     bias: bool = False
 
-    def empty_state(self, batch: int, slots: int, dtype: DTypeLike) -> RecurrentState:
+    def empty_state(self, batch: int, slots: int, dtype: CacheForm) -> RecurrentState:
         del slots, dtype
         return empty_state(batch, self.taps - 1, self.channels, None)
 

@@ -1,5 +1,7 @@
 """Attention of new tokens over a cache and themselves, for every kind of cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,6 +9,9 @@ from jaxtyping import Array, Float, Int
 from jaxkern.primitives.attention.attention import attention
 from jaxkern.primitives.attention.mask import as_causal
 from jaxkern.primitives.attention.paged_attention import paged_attention
+from jaxkern.primitives.attention.quantized_cache_attention import (
+    quantized_cache_attention,
+)
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kv_cache.kv_cache import KVCache, append_kv_cache
 from jaxkern.primitives.kv_cache.paged_kv_cache import (
@@ -14,6 +19,8 @@ from jaxkern.primitives.kv_cache.paged_kv_cache import (
     append_paged_kv_cache,
 )
 from jaxkern.primitives.kv_cache.update_kv_cache import ring_positions
+from jaxkern.primitives.turboquant.quantize_vectors import quantize_vectors
+from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
 
 AnyKVCache = KVCache | PagedKVCache
 
@@ -37,6 +44,9 @@ def cached_attention(
     position cache.lengths[b] + i and sees every earlier token that the cache holds, or
     the last `window`, and itself. The result does not depend on how a text is cut into
     calls.
+
+    A quantised cache takes up the new tokens first, and every query reads codes, those
+    of its own call too: a prompt and a step of decoding see the same keys and values.
 
     Over a ring of s slots the window is at most s. While s >= window + t - 1 the new
     tokens are written first and the queries read the ring alone; else the first of
@@ -91,10 +101,10 @@ def cached_attention(
                 "slots. Make it as large as the window."
             )
         rows = ring_rows(key, value, cache, after, new_lengths, window)
-        out = attention(query, **rows, **options)
+        out = attention_over(query, **rows, **options)
     else:
         after = append_kv_cache(cache, key, value, new_lengths)
-        out = attention(
+        out = attention_over(
             query,
             after.keys,
             after.values,
@@ -106,6 +116,21 @@ def cached_attention(
         )
     assert isinstance(out, jax.Array)  # no lse was asked for
     return out, after
+
+
+def attention_over(
+    query: Float[Array, "b t k*g h"],
+    key: Float[Array, "b s k h"] | QuantizedVectors,
+    value: Float[Array, "b s k hv"] | QuantizedVectors,
+    **options: Any,
+) -> Float[Array, "b t k*g hv"]:
+    """`attention` over the keys and values of a cache, or `quantized_cache_attention`.
+
+    `options`: what both take, and without a quantised cache all of `attention`'s.
+    """
+    quantized = isinstance(key, QuantizedVectors)
+    read: Any = quantized_cache_attention if quantized else attention
+    return read(query, key, value, **options)
 
 
 def ring_rows(key, value, cache, after, new_lengths, window):
@@ -120,17 +145,27 @@ def ring_rows(key, value, cache, after, new_lengths, window):
         )
         kv_lengths = jnp.minimum(after.lengths, s)
     else:
-        dtype = cache.keys.dtype  # as they will be in the ring
         new_at = q_at
         if new_lengths is not None:
             new_at = jnp.where(jnp.arange(t) < new_lengths[:, None], q_at, -1)
         key_at = jnp.concatenate([ring_positions(cache.lengths, s), new_at], axis=1)
         held = (key_at >= 0)[:, :, None, None]  # what is in other rows may be NaN
         keys, values = (
-            jnp.where(held, jnp.concatenate([old, new.astype(dtype)], axis=1), 0)
+            joined(old, new, held)
             for old, new in ((cache.keys, key), (cache.values, value))
         )
         kv_lengths = None
     behind = q_at[:, :, None] - key_at[:, None]  # [b t rows]
     mask = (key_at >= 0)[:, None] & (behind >= 0) & (behind < window)
     return dict(key=keys, value=values, mask=mask[:, None], kv_lengths=kv_lengths)
+
+
+def joined(old, new, held):
+    """The rows of a ring and the new ones as they will be there; 0 where not held."""
+    if isinstance(old, QuantizedVectors):
+        new = quantize_vectors(new, old.codec)
+
+    def rows(old, new):
+        return jnp.where(held, jnp.concatenate([old, new.astype(old.dtype)], axis=1), 0)
+
+    return jax.tree.map(rows, old, new)

@@ -1,4 +1,7 @@
-"""A key/value cache as a pytree: linear or a ring, each sequence at its own length."""
+"""A key/value cache as a pytree: linear or a ring, each sequence at its own length.
+
+Keys and values are arrays, or quantised: what writes and reads them asks the cache.
+"""
 
 import dataclasses
 import functools
@@ -10,6 +13,11 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache
+from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
+    update_quantized_kv_cache,
+)
+from jaxkern.primitives.turboquant.quantized_vectors import QuantizedVectors
+from jaxkern.primitives.turboquant.vector_codec import VectorCodec
 
 
 @functools.partial(
@@ -26,7 +34,7 @@ class KVCache:
     go on either way, so a full linear cache is `lengths >= slots`.
 
     Attributes:
-      keys: `[b, s, k, h]`, s slots.
+      keys: `[b, s, k, h]`, s slots; an array or QuantizedVectors, as are the values.
       values: `[b, s, k, hv]`.
       lengths: `[b]` int32, tokens that each sequence has had; with the ones that were
         dropped or overwritten.
@@ -40,14 +48,18 @@ class KVCache:
       ((2, 16, 1, 4), Array([0, 0], dtype=int32), True)
     """
 
-    keys: Float[Array, "b s k h"]
-    values: Float[Array, "b s k hv"]
+    keys: Float[Array, "b s k h"] | QuantizedVectors
+    values: Float[Array, "b s k hv"] | QuantizedVectors
     lengths: Int32[Array, " b"]
     ring: bool = False
 
     @property
     def slots(self) -> int:
         return self.keys.shape[1]
+
+    @property
+    def quantized(self) -> bool:
+        return isinstance(self.keys, QuantizedVectors)
 
 
 @check_arguments
@@ -66,23 +78,33 @@ def empty_kv_cache(
     Args:
       batch, slots, kv_heads, head_dim: b, s, k, h.
       value_dim: hv, default h.
-      dtype: of keys and values.
+      dtype: of keys and values; or a codec (IntCodec, Float8Codec, TurboQuantCodec),
+        by which each new vector is quantised and attention reads the codes.
       ring: see `KVCache`.
 
     Returns:
       A `KVCache` of zeros, its lengths 0.
 
     Raises:
-      TypeError: a size or flag is not of its kind.
+      TypeError: a size or flag is not of its kind, or the codec does not fit the dims.
 
     Example:
       >>> cache = jaxkern.empty_kv_cache(2, 16, 1, 4)
       >>> cache.keys.shape, cache.keys.dtype, cache.lengths
       ((2, 16, 1, 4), dtype(bfloat16), Array([0, 0], dtype=int32))
+      >>> cache = jaxkern.empty_kv_cache(2, 16, 1, 4, dtype=jaxkern.IntCodec(8))
+      >>> cache.keys
+      QuantizedVectors(IntCodec(bits=8, group=None), shape=(2, 16, 1, 4))
     """
-    value_dim = head_dim if value_dim is None else value_dim
-    keys = jnp.zeros((batch, slots, kv_heads, head_dim), dtype)
-    values = jnp.zeros((batch, slots, kv_heads, value_dim), dtype)
+
+    def zeros(dim: int):
+        shape = (batch, slots, kv_heads, dim)
+        if isinstance(dtype, VectorCodec):
+            return QuantizedVectors.zeros(shape, dtype)
+        return jnp.zeros(shape, dtype)
+
+    keys = zeros(head_dim)
+    values = zeros(head_dim if value_dim is None else value_dim)
     return KVCache(keys, values, jnp.zeros(batch, jnp.int32), ring)
 
 
@@ -97,7 +119,8 @@ def append_kv_cache(
 
     Args:
       cache: of `empty_kv_cache`, or returned by an earlier call.
-      key, value: `[b, t, k, h]` and `[b, t, k, hv]`, converted to the cache's dtype.
+      key, value: `[b, t, k, h]` and `[b, t, k, hv]`, converted to the cache's dtype or
+        quantised by its codec.
       new_lengths: `[b]` int in 0 ... t, how many of the t tokens count, default all.
 
     Returns:
@@ -113,7 +136,8 @@ def append_kv_cache(
       Array([3, 1], dtype=int32)
     """
     t = key.shape[1]
-    write = functools.partial(update_kv_cache, ring=cache.ring)
+    update: Any = update_quantized_kv_cache if cache.quantized else update_kv_cache
+    write = functools.partial(update, ring=cache.ring)
     return KVCache(
         write(cache.keys, key, cache.lengths, new_lengths),
         write(cache.values, value, cache.lengths, new_lengths),

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from jaxkern import (
+    IntCodec,
+    TurboQuantCodec,
     attention,
     cached_attention,
     empty_kv_cache,
     empty_paged_kv_cache,
+    quantize_straight_through,
     release_pages,
 )
 
@@ -22,6 +25,8 @@ CACHES = {  # and the window of its queries
     "linear_window": (empty_kv_cache(B, TEXT, K, H, dtype=jnp.float32), 4),
     "ring": (empty_kv_cache(B, 5, K, H, dtype=jnp.float32, ring=True), None),
     "ring_window": (empty_kv_cache(B, 5, K, H, dtype=jnp.float32, ring=True), 3),
+    "turboquant_window": (empty_kv_cache(B, 16, K, H, dtype=TurboQuantCodec(4)), 4),
+    "int8_ring": (empty_kv_cache(B, 5, K, H, dtype=IntCodec(8), ring=True), 3),
     "paged": (empty_paged_kv_cache(B, 5, 8, 4, K, H, dtype=jnp.float32), None),
     "paged_window": (empty_paged_kv_cache(B, 5, 8, 4, K, H, dtype=jnp.float32), 4),
 }
@@ -41,17 +46,28 @@ def window_of(name):
     return cache.slots if ring and window is None else window
 
 
+def expected_of(name, qkv):
+    """Attention of the whole text, keys and values as the cache keeps them."""
+    q, *kv = qkv
+    cache, _ = CACHES[name]
+    if getattr(cache, "quantized", False):
+        kv = [quantize_straight_through(x, cache.keys.codec) for x in kv]
+    return attention(q, *kv, causal=True, window=window_of(name))
+
+
 CHUNKS = [7, 1, 1, 2, 2]  # the first is longer than the ring
+FEWER = {"turboquant_window": [7, 2, 2, 2], "int8_ring": [7, 2, 2, 2]}
 
 
 @pytest.mark.parametrize(
-    "name, cut", [*((name, CHUNKS) for name in CACHES), ("ring", [1] * TEXT)]
+    "name, cut",
+    [*((name, FEWER.get(name, CHUNKS)) for name in CACHES), ("ring", [1] * TEXT)],
 )
 def test_a_text_in_any_pieces(name, cut):
     qkv = text()
     cache, window = CACHES[name]
     step = jax.jit(functools.partial(cached_attention, window=window))
-    expected = attention(*qkv, causal=True, window=window_of(name))
+    expected = expected_of(name, qkv)
     outs, start = [], 0
     for t in cut:
         out, cache = step(*(x[:, start : start + t] for x in qkv), cache)
@@ -61,12 +77,12 @@ def test_a_text_in_any_pieces(name, cut):
     np.testing.assert_array_equal(cache.lengths, [TEXT] * B)
 
 
-@pytest.mark.parametrize("name", ["linear", "ring", "paged"])
+@pytest.mark.parametrize("name", ["linear", "ring", "int8_ring", "paged"])
 def test_each_sequence_at_its_own_pace(name):
     """Padded calls of 3 tokens, of which 0 to 3 count."""
     qkv = text()
     cache, window = CACHES[name]
-    expected = attention(*qkv, causal=True, window=window_of(name))
+    expected = expected_of(name, qkv)
     step = jax.jit(functools.partial(cached_attention, window=window))
     done = np.zeros(B, int)
     for counts in ([3, 1], [0, 3], [2, 2], [3, 0], [3, 3]):
