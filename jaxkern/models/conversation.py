@@ -25,15 +25,15 @@ from jaxtyping import Array, Int32
 
 from jaxkern.models.architecture import ModelConfig, page_of
 from jaxkern.models.cached_steps import prefill
-from jaxkern.models.generate import (
+from jaxkern.models.decode_loop import (
     NO_TOKEN,
     State,
-    Timings,
     cache_dtype,
     compiled,
     is_stop,
     write_chunk,
 )
+from jaxkern.models.generate import Timings
 from jaxkern.models.image_prompts import (
     Prompt,
     Shown,
