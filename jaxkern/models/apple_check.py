@@ -13,7 +13,8 @@ from jaxkern.lowering.apple.samples import samples
 from jaxkern.lowering.apple.selftest import gradient, has_gradient
 from jaxkern.models.architecture import ModelConfig, page_of
 from jaxkern.models.cached_steps import decode
-from jaxkern.models.generate import Sampling, read_prompts, write_chunk
+from jaxkern.models.decode_loop import write_chunk
+from jaxkern.models.generate import Sampling, read_prompts
 from jaxkern.models.loader import load
 from jaxkern.models.weight_reader import Policy
 from jaxkern.primitives.kernel_primitive import REGISTRY

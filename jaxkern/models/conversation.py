@@ -26,14 +26,14 @@ from jaxtyping import Array, Int32
 from jaxkern.models.architecture import CacheForm, ModelConfig
 from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import prefill
-from jaxkern.models.generate import (
+from jaxkern.models.decode_loop import (
     NO_TOKEN,
     State,
-    Timings,
     compiled,
     is_stop,
     write_chunk,
 )
+from jaxkern.models.generate import Timings
 from jaxkern.models.image_prompts import (
     Prompt,
     Shown,

@@ -6,58 +6,39 @@
 
 Both are compiled before the first token. The second is a loop of fixed length, so the
 device writes a chunk of tokens without the host; finished sequences stay as they are,
-and between chunks the host asks if any is left. The cache is donated: there is one. A
+and between chunks the host asks if any is left. The cache is donated: there is one.
+Prompts that come one by one, each with an answer of its own length, go to `submit`. A
 GPU has the next chunk queued before the host reads the one before: it never waits for
 the host, and writes one chunk for nobody where all answers end early.
 """
 
 import collections
-import contextlib
-import ctypes
 import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from jaxkern import explain
-from jaxkern.lowering.chained import chained
 from jaxkern.lowering.explain import Explanation
-from jaxkern.models.architecture import Cache, CacheForm, ModelConfig
+from jaxkern.models.architecture import CacheForm, ModelConfig
 from jaxkern.models.cache_kind import new_cache
-from jaxkern.models.cached_steps import decode, prefill, with_lengths
-from jaxkern.models.image_prompts import (
-    Shown,
-    batch_of,
-    expanded,
-    reads_images,
-    with_images,
+from jaxkern.models.cached_steps import prefill
+from jaxkern.models.continuous_batch import Answer, ContinuousBatch
+from jaxkern.models.decode_loop import NO_TOKEN, State, compiled, is_stop, write_chunk
+from jaxkern.models.image_prompts import Shown, expanded
+from jaxkern.models.prompt_rows import (
+    check_seed,
+    check_sizes,
+    prompt_rows,
+    prompt_shapes,
 )
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
-
-NO_TOKEN = -1  # of a sequence that is finished
-
-
-class State(NamedTuple):
-    """What goes from one chunk to the next; it stays on the device.
-
-    Attributes:
-      tokens: drawn but not yet read.
-      finished: an end token was drawn, or the sequence was never there.
-      seen: for the penalties, None where there are none.
-    """
-
-    tokens: Int32[Array, " b"]
-    finished: Bool[Array, " b"]
-    cache: Cache
-    key: jax.Array
-    seen: Seen | None = None
 
 
 def read_prompts(
@@ -84,51 +65,6 @@ def read_prompts(
     finished = is_stop(tokens, stop_ids)
     seen = seen and seen.after(tokens)
     return tokens, State(tokens, finished, cache, key, seen)
-
-
-def write_chunk(
-    config: ModelConfig,
-    weights: Any,
-    state: State,
-    *,
-    steps: int,
-    sampling: Sampling,
-    stop_ids: tuple[int, ...],
-) -> tuple[Int32[Array, "b steps"], State]:
-    """Draws `steps` more tokens of each answer, NO_TOKEN behind its end."""
-
-    def add_token(weights, tokens, cache, goes_on):
-        logits, cache = decode(config, weights, tokens, cache, goes_on)
-        return sampling.likeliest(logits) if sampling.is_likeliest else logits, cache
-
-    if jax.default_backend() == "gpu":  # whose launches take as long as small kernels
-        add_token = chained(add_token)
-
-    def step(state: State, _):
-        goes_on = jnp.where(state.finished, 0, 1)  # a finished sequence reads nothing
-        found, cache = add_token(weights, state.tokens, state.cache, goes_on)
-        cache = with_lengths(cache, cache[0].lengths)
-        key = key_now = state.key
-        if sampling.temperature:  # the likeliest token needs no key
-            key, key_now = jax.random.split(state.key)
-        drawn = found
-        if not sampling.is_likeliest:
-            drawn = sampling(found, key_now, state.seen)
-        tokens = jnp.where(state.finished, state.tokens, drawn)
-        finished = state.finished | is_stop(tokens, stop_ids)
-        shown = jnp.where(state.finished, NO_TOKEN, drawn)
-        seen = state.seen and state.seen.after(drawn)
-        return State(tokens, finished, cache, key, seen), shown
-
-    state, tokens = lax.scan(step, state, length=steps)
-    # one array again: the loop need not carry one for each layer
-    cache = with_lengths(state.cache, state.cache[0].lengths)
-    return tokens.T, state._replace(cache=cache)
-
-
-def is_stop(tokens: Int32[Array, " b"], stop_ids: tuple[int, ...]) -> Bool[Array, " b"]:
-    stops = jnp.array(stop_ids, jnp.int32)
-    return jnp.any(tokens[:, None] == stops, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -186,20 +122,12 @@ class Generator:
         chunk: int = 16,
         cache: CacheForm | None = None,
     ):
-        if min(batch, prompt_slots, max_tokens, chunk) < 1:
-            raise ValueError(
-                "generate: `batch`, `prompt_slots`, `max_tokens` and `chunk` must be "
-                f"at least 1, got {batch}, {prompt_slots}, {max_tokens} and {chunk}."
-            )
-        if prompt_slots + max_tokens > config.context:
-            raise ValueError(
-                f"generate: {prompt_slots} tokens of prompt and {max_tokens} of answer "
-                f"are more than the model's context of {config.context}."
-            )
+        check_sizes(config, batch, prompt_slots, max_tokens, chunk)
         self.config, self.image_patches = config, image_patches
         self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
         self.stop_ids = tuple(sorted(stop_ids))
-        self.prompt_slots, self.vocabulary = prompt_slots, config.vocabulary
+        self.batch, self.prompt_slots = batch, prompt_slots
+        self.sampling, self._kind = sampling, cache
         # the first token comes with the prompt, the others in whole chunks
         chunks = -(-(max_tokens - 1) // chunk)
         slots = prompt_slots + chunks * chunk
@@ -213,16 +141,9 @@ class Generator:
             donate_argnums=1,
         )
         start = time.perf_counter()
-        arguments: tuple = (
-            weights,
-            jax.ShapeDtypeStruct((batch, prompt_slots), jnp.int32),
-            jax.ShapeDtypeStruct((batch,), jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.int32),
-        )
-        if image_patches:
-            none = [with_images(config, [], [])] * batch
-            shown = batch_of(config, none, prompt_slots, image_patches)
-            arguments += (jax.eval_shape(lambda: shown),)
+        shapes = prompt_shapes(config, batch, prompt_slots, image_patches)
+        seed = jax.ShapeDtypeStruct((), jnp.int32)
+        arguments = (weights, *shapes[:2], seed, *shapes[2:])
         self.calls: dict[str, tuple[Any, tuple]] = {"prefill": (read, arguments)}
         if chunks:
             _, state = jax.eval_shape(read, *arguments)
@@ -264,46 +185,18 @@ class Generator:
           tokens: int32 `[b, n]` on the host, NO_TOKEN behind the end of a sequence. The
             stop token that ends it is still there.
         """
-        shown, more = None, ()
-        if reads_images(self.config) or images is not None:
-            shown = expanded(self.config, prompts, images)
-            prompts = [prompt.tokens for prompt in shown]
-        lengths = [len(prompt) for prompt in prompts]
-        batch = self.calls["prefill"][1][2].shape[0]
-        if len(prompts) != batch:
+        check_seed(seed)
+        if len(prompts) != self.batch:
             raise ValueError(
-                f"generate: this generator takes {batch} prompts at a time, got "
+                f"generate: this generator takes {self.batch} prompts at a time, got "
                 f"{len(prompts)}."
             )
-        if not -(2**31) <= seed < 2**31:
-            raise ValueError(f"generate: `seed` must be 32 bits wide, got {seed}.")
-        if not all(1 <= n <= self.prompt_slots for n in lengths):
-            raise ValueError(
-                f"generate: prompts must have 1 to {self.prompt_slots} tokens, got "
-                f"{lengths}."
-            )
-        if shown and max(p.patches for p in shown) > self.image_patches:
-            raise ValueError(
-                f"generate: images may have {self.image_patches} patches a prompt, got "
-                f"{[p.patches for p in shown]}. Give a larger `image_patches`."
-            )
-        if shown and self.image_patches:
-            more = (
-                batch_of(self.config, shown, self.prompt_slots, self.image_patches),
-            )
-        vocabulary = self.vocabulary
-        padded = np.zeros((len(prompts), self.prompt_slots), np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            ids = np.asarray(prompt)
-            if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
-                raise ValueError(
-                    f"generate: prompts must be integers below {vocabulary}, the "
-                    f"number of tokens, got {list(prompt)}."
-                )
-            row[: len(prompt)] = ids
+        tokens, lengths, *more = prompt_rows(
+            self.config, prompts, images, self.prompt_slots, self.image_patches
+        )
         start = time.perf_counter()
         first, state = self.executables["prefill"](
-            self.weights, padded, np.array(lengths, np.int32), np.int32(seed), *more
+            self.weights, tokens, lengths, np.int32(seed), *more
         )
         left = self.max_tokens - 1
         chunks = -(-left // self.chunk)
@@ -322,7 +215,7 @@ class Generator:
         state = queue(state, ahead)
         tokens = np.asarray(first)[:, None]
         arrived = time.perf_counter()
-        self.timings = Timings(arrived - start, sum(lengths))
+        self.timings = Timings(arrived - start, int(lengths.sum()))
         yield tokens
         while left > 0 and not self.ended(tokens):
             start = arrived if queued else time.perf_counter()
@@ -338,21 +231,54 @@ class Generator:
             yield tokens[:, :left]
             left -= self.chunk
 
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        images: Sequence[Shown] | None = None,
+        seed: int = 0,
+    ) -> Answer:
+        """Asks for the answer to one prompt, which begins as soon as a row is free.
+
+        Prompts come at any time, and a row whose answer has ended takes the next one:
+        see `ContinuousBatch.submit`. A program that does nothing else makes a
+        `ContinuousBatch` itself; this one compiles its two executables at the first
+        call.
+
+        Args:
+          prompt, max_tokens, images, seed: of this answer; see there.
+
+        Returns:
+          The answer: iterate over its tokens, or wait for its `result()`.
+
+        Raises:
+          ValueError: the prompt or its images do not fit, or an option is out of range.
+        """
+        return self.continuous.submit(
+            prompt, max_tokens=max_tokens, images=images, seed=seed
+        )
+
+    @functools.cached_property
+    def continuous(self) -> ContinuousBatch:
+        """The batch that `submit` fills."""
+        return ContinuousBatch(
+            self.config,
+            self.weights,
+            batch=self.batch,
+            prompt_slots=self.prompt_slots,
+            max_tokens=self.max_tokens,
+            image_patches=self.image_patches,
+            sampling=self.sampling,
+            stop_ids=self.stop_ids,
+            chunk=self.chunk,
+            cache=self._kind,
+        )
+
     def ended(self, tokens: Int32[np.ndarray, "b n"]) -> bool:
         """Whether no sequence goes on behind these."""
         last = tokens[:, -1]
         return bool(np.isin(last, (NO_TOKEN, *self.stop_ids)).all())
-
-
-def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
-    """The executable; the memory that compiling took goes back to the system.
-
-    glibc would keep it for later: 20 to 30 MB for a model of 30 layers.
-    """
-    executable = function.lower(*arguments).compile()
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-    return executable
 
 
 def generate(

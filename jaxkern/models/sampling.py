@@ -1,5 +1,6 @@
 """How the next token is drawn, and what penalties have to know of those before."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,16 +85,19 @@ class Sampling:
     def __call__(
         self, logits: Float[Array, "b v"], key: jax.Array, seen: Seen | None = None
     ) -> Int32[Array, " b"]:
+        """One key draws for all rows, or each of `[b]` for its own."""
         if seen is not None:
             logits = self.penalised(logits, seen)
-        return sample(
-            logits,
-            key,
+        draw = functools.partial(
+            sample,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
         )
+        if key.ndim == 0:
+            return draw(logits, key)
+        return jax.vmap(lambda row, own: draw(row[None], own)[0])(logits, key)
 
     def penalised(self, logits: Float[Array, "b v"], seen: Seen) -> Float[Array, "b v"]:
         ids = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)

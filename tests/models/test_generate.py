@@ -10,7 +10,7 @@ import pytest
 
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import read_gguf
-from jaxkern.models import generate as generate_module
+from jaxkern.models import decode_loop
 from jaxkern.models.generate import NO_TOKEN, Generator, Sampling, generate
 from jaxkern.models.llama import empty_cache, prefill
 from jaxkern.models.loader import load_file
@@ -108,8 +108,8 @@ def test_one_token_needs_no_decode(model):
 
 def test_traces_once(model, monkeypatch):
     chex.clear_trace_counter()
-    step = chex.assert_max_traces(generate_module.decode, n=1)
-    monkeypatch.setattr(generate_module, "decode", step)
+    step = chex.assert_max_traces(decode_loop.decode, n=1)
+    monkeypatch.setattr(decode_loop, "decode", step)
     generator = Generator(*model, batch=1, prompt_slots=4, max_tokens=20, chunk=4)
     for _ in range(2):
         assert len(list(generator.stream([PROMPTS[0]]))) == 6

@@ -1,0 +1,113 @@
+"""The loop that writes tokens: what it carries, a chunk of its steps."""
+
+import contextlib
+import ctypes
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxkern.lowering.chained import chained
+from jaxkern.models.architecture import Cache, ModelConfig
+from jaxkern.models.cached_steps import decode, with_lengths
+from jaxkern.models.sampling import Sampling, Seen
+
+NO_TOKEN = -1  # of a sequence that is finished
+
+
+class Progress(NamedTuple):
+    """How far answers are: tokens drawn of each, and with how many it ends."""
+
+    drawn: Int32[Array, " b"]
+    limit: Int32[Array, " b"]
+
+    @property
+    def ended(self) -> Bool[Array, " b"]:
+        return self.drawn >= self.limit
+
+
+class State(NamedTuple):
+    """What goes from one chunk to the next; it stays on the device.
+
+    Attributes:
+      tokens: drawn but not yet read.
+      finished: an end token was drawn, or the sequence was never there.
+      key: of the draws of all sequences, or `[b]`, one of each, with `progress`.
+      seen: for the penalties, None where there are none.
+      progress: of answers that begin one by one and have a length each; else None.
+    """
+
+    tokens: Int32[Array, " b"]
+    finished: Bool[Array, " b"]
+    cache: Cache
+    key: jax.Array
+    seen: Seen | None = None
+    progress: Progress | None = None
+
+    def keys(self) -> tuple[jax.Array, jax.Array]:
+        """The key of what is drawn now, and that of the next state."""
+        if self.progress is None:
+            key, key_now = jax.random.split(self.key)
+            return key_now, key
+        return jax.vmap(jax.random.fold_in)(self.key, self.progress.drawn), self.key
+
+
+def write_chunk(
+    config: ModelConfig,
+    weights: Any,
+    state: State,
+    *,
+    steps: int,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
+) -> tuple[Int32[Array, "b steps"], State]:
+    """Draws `steps` more tokens of each answer, NO_TOKEN behind its end."""
+
+    def add_token(weights, tokens, cache, goes_on):
+        logits, cache = decode(config, weights, tokens, cache, goes_on)
+        return sampling.likeliest(logits) if sampling.is_likeliest else logits, cache
+
+    if jax.default_backend() == "gpu":  # whose launches take as long as small kernels
+        add_token = chained(add_token)
+
+    def step(state: State, _):
+        goes_on = jnp.where(state.finished, 0, 1)  # a finished sequence reads nothing
+        found, cache = add_token(weights, state.tokens, state.cache, goes_on)
+        cache = with_lengths(cache, cache[0].lengths)
+        key = key_now = state.key
+        if sampling.temperature:  # the likeliest token needs no key
+            key_now, key = state.keys()
+        drawn = found
+        if not sampling.is_likeliest:
+            drawn = sampling(found, key_now, state.seen)
+        tokens = jnp.where(state.finished, state.tokens, drawn)
+        finished = state.finished | is_stop(tokens, stop_ids)
+        shown = jnp.where(state.finished, NO_TOKEN, drawn)
+        seen, progress = state.seen and state.seen.after(drawn), state.progress
+        if progress is not None:
+            progress = progress._replace(drawn=progress.drawn + 1)
+            finished |= progress.ended
+        return State(tokens, finished, cache, key, seen, progress), shown
+
+    state, tokens = lax.scan(step, state, length=steps)
+    # one array again: the loop need not carry one for each layer
+    cache = with_lengths(state.cache, state.cache[0].lengths)
+    return tokens.T, state._replace(cache=cache)
+
+
+def is_stop(tokens: Int32[Array, " b"], stop_ids: tuple[int, ...]) -> Bool[Array, " b"]:
+    stops = jnp.array(stop_ids, jnp.int32)
+    return jnp.any(tokens[:, None] == stops, axis=-1)
+
+
+def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
+    """The executable; the memory that compiling took goes back to the system.
+
+    glibc would keep it for later: 20 to 30 MB for a model of 30 layers.
+    """
+    executable = function.lower(*arguments).compile()
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    return executable

@@ -1,0 +1,93 @@
+"""Prompts as the rows of one array, with their images."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkern.models.architecture import ModelConfig
+from jaxkern.models.image_prompts import (
+    Shown,
+    batch_of,
+    expanded,
+    reads_images,
+    with_images,
+)
+
+
+def check_sizes(
+    config: ModelConfig, batch: int, prompt_slots: int, max_tokens: int, chunk: int
+) -> None:
+    """Raises a ValueError if there is nothing to do, or no room for it."""
+    if min(batch, prompt_slots, max_tokens, chunk) < 1:
+        raise ValueError(
+            "generate: `batch`, `prompt_slots`, `max_tokens` and `chunk` must be "
+            f"at least 1, got {batch}, {prompt_slots}, {max_tokens} and {chunk}."
+        )
+    if prompt_slots + max_tokens > config.context:
+        raise ValueError(
+            f"generate: {prompt_slots} tokens of prompt and {max_tokens} of answer "
+            f"are more than the model's context of {config.context}."
+        )
+
+
+def check_seed(seed: int) -> None:
+    if not -(2**31) <= seed < 2**31:
+        raise ValueError(f"generate: `seed` must be 32 bits wide, got {seed}.")
+
+
+def prompt_rows(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Sequence[Shown]] | None,
+    slots: int,
+    patches: int,
+) -> tuple:
+    """int32 tokens `[b, slots]` and lengths `[b]`, and the images if there may be any.
+
+    Raises:
+      ValueError: a prompt is empty, too long or no list of tokens, or has more patches
+        than `patches`.
+    """
+    shown = None
+    if reads_images(config) or images is not None:
+        shown = expanded(config, prompts, images)
+        prompts = [prompt.tokens for prompt in shown]
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    if not all(1 <= n <= slots for n in lengths):
+        raise ValueError(
+            f"generate: prompts must have 1 to {slots} tokens, got {lengths.tolist()}."
+        )
+    if shown and max(p.patches for p in shown) > patches:
+        raise ValueError(
+            f"generate: images may have {patches} patches a prompt, got "
+            f"{[p.patches for p in shown]}. Give a larger `image_patches`."
+        )
+    tokens = np.zeros((len(prompts), slots), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        ids, most = np.asarray(prompt), config.vocabulary
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= most:
+            raise ValueError(
+                f"generate: prompts must be integers below {most}, the "
+                f"number of tokens, got {list(prompt)}."
+            )
+        row[: len(prompt)] = ids
+    if shown and patches:
+        return tokens, lengths, batch_of(config, shown, slots, patches)
+    return tokens, lengths
+
+
+def prompt_shapes(config: ModelConfig, batch: int, slots: int, patches: int) -> tuple:
+    """Shapes and dtypes of what `prompt_rows` gives."""
+    shapes = (
+        jax.ShapeDtypeStruct((batch, slots), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+    if not patches:
+        return shapes
+    images: Any = batch_of(
+        config, [with_images(config, [], [])] * batch, slots, patches
+    )
+    return *shapes, jax.eval_shape(lambda: images)
