@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RUN = 6
-MOST = 0.008
+MOST = 0.006
 NAMES = re.compile(
     r"(\*{0,2}[\w.]+(: [^=]+)?( ?= ?[\w.\"-]+)?|\*),"  # x, x: Float[...], eps=eps,
     r"|(\w+\[.*\])( \| None)?,"  # of a tuple of results

@@ -6,10 +6,8 @@ result of a step goes into the gate of the layer's next. A time is the device's,
 step of a layer.
 """
 
-import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,10 +15,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from benchmarks._gpu import L2_BYTES
-from benchmarks._records import write_run
-from benchmarks._report import CONSOLE, begun, limits_line, table
-from benchmarks._time import Program, copy_rate, device_alone, seconds_in_turn
-from benchmarks.delta_rule.gated_delta_step import STEPS, H, Steps
+from benchmarks.delta_rule.gated_delta_step import STEPS, H, Steps, compare
 
 NAME = "gated_delta_net_step"
 TAPS = 4
@@ -87,35 +82,19 @@ def bytes_moved(b: int, k: int, n: int) -> float:
     return 2 * state + 2.0 * b * (c + 2 * n * H + 2 * n) + 4.0 * c * TAPS
 
 
+def programs_of(case: str) -> dict[str, Steps]:
+    tokens, states = operands(*CASES[case])
+    rules = {
+        "jaxkern": (jaxkern.gated_delta_net_step, "auto"),
+        "one by one": (one_by_one, "auto"),
+        "XLA": (one_by_one, "xla"),
+    }
+    return {
+        who: Steps.of(functools.partial(steps, *rule), tokens, states)
+        for who, rule in rules.items()
+    }
+
+
 def main(arguments):
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}")
-    parser.add_argument("--shapes", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--out", type=Path, help="folder for the figures")
-    options = parser.parse_args(arguments)
-    if jax.default_backend() != "gpu":
-        print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
-        return 2
-    record = begun(NAME, {"copy": copy_rate()})
-    for case in options.shapes:
-        moved = bytes_moved(*CASES[case])
-        record["cases"][case] = {"bytes": (moved, 0.0), "flops": (0.0, 0.0)}
-        tokens, states = operands(*CASES[case])
-        rules = {
-            "jaxkern": (jaxkern.gated_delta_net_step, "auto"),
-            "one by one": (one_by_one, "auto"),
-            "XLA": (one_by_one, "xla"),
-        }
-        programs: dict[str, Program] = {
-            who: Steps.of(functools.partial(steps, *rule), tokens, states)
-            for who, rule in rules.items()
-        }
-        with device_alone():
-            for program in programs.values():
-                program.warm()
-            times = seconds_in_turn(programs)
-        record["results"][case] = {k: {"forward": t} for k, t in times.items()}
-        if options.out:
-            write_run(record, options.out)
-    CONSOLE.print(table(record))
-    CONSOLE.print(limits_line(record))
-    return 0
+    moved = {case: bytes_moved(*CASES[case]) for case in CASES}
+    return compare(NAME, moved, programs_of, arguments)

@@ -122,8 +122,27 @@ def main(arguments):
 
 def measure(name: str, rule: Callable, channels: tuple[int, ...], arguments):
     """The command line of a step; `channels` as in `operands`."""
+
+    def programs_of(case):
+        tokens, states = operands(*CASES[case], channels)
+        return {
+            who: Steps.of(functools.partial(steps, rule, kernels), tokens, states)
+            for who, kernels in (("jaxkern", "auto"), ("XLA", "xla"))
+        }
+
+    moved = {case: bytes_moved(*CASES[case], channels) for case in CASES}
+    return compare(name, moved, programs_of, arguments)
+
+
+def compare(
+    name: str,
+    moved: dict[str, float],
+    programs_of: Callable[[str], dict[str, Steps]],
+    arguments: list[str],
+) -> int:
+    """The command line over cases, of which each has `moved` so many bytes."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
-    parser.add_argument("--shapes", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--shapes", nargs="*", choices=moved, default=list(moved))
     parser.add_argument("--out", type=Path, help="folder for the figures")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
@@ -131,13 +150,8 @@ def measure(name: str, rule: Callable, channels: tuple[int, ...], arguments):
         return 2
     record = begun(name, {"copy": copy_rate()})
     for case in options.shapes:
-        moved = bytes_moved(*CASES[case], channels)
-        record["cases"][case] = {"bytes": (moved, 0.0), "flops": (0.0, 0.0)}
-        tokens, states = operands(*CASES[case], channels)
-        programs: dict[str, Program] = {
-            who: Steps.of(functools.partial(steps, rule, kernels), tokens, states)
-            for who, kernels in (("jaxkern", "auto"), ("XLA", "xla"))
-        }
+        record["cases"][case] = {"bytes": (moved[case], 0.0), "flops": (0.0, 0.0)}
+        programs: dict[str, Program] = {**programs_of(case)}
         with device_alone():
             for program in programs.values():
                 program.warm()

@@ -112,15 +112,17 @@ def bytes_moved(tokens, codec):
     return tokens * (H * (2 * N * 2.0 + 4.0) + 2 * K * (2.0 * H + row_bytes(codec)))
 
 
-BY = {
-    "one launch": (fused, "triton"),
-    "separate ops": (separate, "auto"),
-    "XLA": (separate, "xla"),
-}
+def ways(fused, separate):
+    return {
+        "one launch": (fused, "triton"),
+        "separate ops": (separate, "auto"),
+        "XLA": (separate, "xla"),
+    }
 
 
 def main(arguments):
-    return measure("qk_norm_rope_cache", BY, list(CODECS), bytes_moved, arguments)
+    by = ways(fused, separate)
+    return measure("qk_norm_rope_cache", by, list(CODECS), bytes_moved, arguments)
 
 
 def measure(name, by, codecs, moved: Callable, arguments):

@@ -7,7 +7,7 @@ are cut into pages, which is free, and a sequence's pages are in descending orde
 import jax.numpy as jnp
 
 import jaxkern
-from benchmarks.kv_cache.qk_norm_rope_cache import PAGE, bytes_moved, measure
+from benchmarks.kv_cache.qk_norm_rope_cache import PAGE, bytes_moved, measure, ways
 
 
 def in_pages(caches):
@@ -41,12 +41,11 @@ def as_before(pages, caches):
     return [p.reshape(c.shape) for p, c in zip(pages, caches, strict=True)]
 
 
-BY = {
-    "one launch": (fused, "triton"),
-    "separate ops": (separate, "auto"),
-    "XLA": (separate, "xla"),
-}
-
-
 def main(arguments):
-    return measure("qk_norm_rope_paged_cache", BY, ["bf16"], bytes_moved, arguments)
+    return measure(
+        "qk_norm_rope_paged_cache",
+        ways(fused, separate),
+        ["bf16"],
+        bytes_moved,
+        arguments,
+    )

@@ -22,6 +22,7 @@ The kernel declares the memory beside Triton's, which does not know of it. A thr
 holds an element which others hold too writes the same number to the same place.
 """
 
+from jaxkern.gpu.instruction import instruction
 from jaxkern.gpu.triton_call import constexpr_function, jit, tl
 
 OLDEST_WITH_CLUSTERS = 90
@@ -52,14 +53,7 @@ def exchange_memory(BYTES: tl.constexpr):
 @jit
 def peers_have_begun():
     """Returns when all programs of the cluster have called `exchange_memory`."""
-    tl.inline_asm_elementwise(
-        "barrier.cluster.wait.acquire.aligned; // $0",
-        "=r",
-        [],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    instruction("barrier.cluster.wait.acquire.aligned; // $0")
 
 
 @jit
@@ -82,14 +76,9 @@ def send(at, rank, x, mask):
 @jit
 def all_have_sent():
     """Returns when all programs of the cluster are here and what they sent is too."""
-    tl.inline_asm_elementwise(
+    instruction(
         """barrier.cluster.arrive.release.aligned;
-        barrier.cluster.wait.acquire.aligned; // $0""",
-        "=r",
-        [],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        barrier.cluster.wait.acquire.aligned; // $0"""
     )
 
 

@@ -9,7 +9,8 @@ A kernel has a constant AHEAD of one of these values for it. Where nobody asks f
 `triton_call` says NOT.
 """
 
-from jaxkern.gpu.triton_call import jit, tl
+from jaxkern.gpu.instruction import instruction
+from jaxkern.gpu.triton_call import jit
 
 NOT, WAIT, READ = 0, 1, 2
 """Launched alone; waits first; reads the operands called EARLY, then waits."""
@@ -23,27 +24,13 @@ EARLY += ("old_key_cache_ptr", "old_value_cache_ptr")
 @jit
 def let_next_begin():
     """The kernel behind may begin once all programs have been here."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0",
-        "=r",
-        [],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    instruction("griddepcontrol.launch_dependents; // $0")
 
 
 @jit
 def wait_for_those_ahead():
     """Returns when the kernels ahead have ended; at once where there is none."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0",
-        "=r",
-        [],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    instruction("griddepcontrol.wait; // $0")
 
 
 @jit

@@ -19,17 +19,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.golden import tiny_sizes
+
 FOLDERS = Path(__file__).parent / "transformers_dense"
 PROMPT = 9
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
+SIZES = tiny_sizes.SIZES | {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,

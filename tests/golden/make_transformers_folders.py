@@ -14,18 +14,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.golden.tiny_sizes import SIZES
+
 HERE = Path(__file__).parent
 FOLDERS = HERE / "transformers"
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500.0}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}

@@ -28,19 +28,11 @@ from transformers import (
     Mistral4ForCausalLM,
 )
 
+from tests.golden import tiny_sizes
+
 FOLDERS = Path(__file__).parent / "transformers_hybrids"
 PROMPT = 9
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
+SIZES = tiny_sizes.SIZES | {"tie_word_embeddings": False}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],

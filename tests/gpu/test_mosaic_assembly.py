@@ -4,19 +4,11 @@ import os
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jaxkern import attention, backend, explain
-from jaxkern.gpu.device import device_capability
-from jaxkern.lowering.explain import default_platform
+from tests.gpu.truth import on_hopper
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        default_platform() != "cuda" or device_capability() != 90,
-        reason="no Hopper GPU here",
-    ),
-]
+pytestmark = on_hopper
 
 
 def loss(q, k, v):

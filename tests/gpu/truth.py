@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 
 from jaxkern import backend
+from jaxkern.gpu.device import device_capability
 from jaxkern.lowering.explain import default_platform
 
 on_a_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(default_platform() != "cuda", reason="no NVIDIA GPU here"),
+]
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        default_platform() != "cuda" or device_capability() != 90,
+        reason="no Hopper GPU here",
+    ),
 ]
 EPSILON = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 

@@ -4,13 +4,8 @@
 command's, with its checkpoints, their sums and what one process alone writes.
 """
 
-import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,9 +13,9 @@ import pytest
 
 pytest.importorskip("orbax.checkpoint")
 
+from tests.train.processes import free_port, said_by_all, started
 from tests.train.test_command import lines_of, settings, state_of
 
-ROOT = Path(__file__).parents[2]
 STEPS, KILLED_IN = 6, 5
 EXAMPLE = """
 compute_dtype = "float32"
@@ -55,40 +50,20 @@ WHOLE = "import sys; from jaxkern.models.command_line import main; sys.exit(main
 
 def start(config, out, count, dies=None):
     """That many processes with eight devices in all; process `dies` does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = "--xla_backend_optimization_level=0"
-    flags += f" --xla_force_host_platform_device_count={8 // count}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    found = []
+    port, found = free_port(), []
     for i in range(count):
         joined = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(count)]
         joined += ["--process", str(i)]
         command = ["train", config, *settings(out, steps=STEPS), "--no-cache"]
         code = DYING if i == dies else WHOLE
-        found.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code, *command, *(joined if count > 1 else [])],
-                cwd=ROOT,
-                env=environment,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
+        joined = joined if count > 1 else []
+        found.append(started(count, ["-c", code, *command, *joined]))
     return found
 
 
 def said_by(processes):
     """What the first one said."""
-    try:
-        said = [p.communicate(timeout=300) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    for p, (_, errors) in zip(processes, said, strict=True):
-        assert p.returncode == 0, errors[-3000:]
+    said = said_by_all(processes)
     assert ["model\n" in out for out, _ in said] == [True] + [False] * (len(said) - 1)
     return said[0][1]
 

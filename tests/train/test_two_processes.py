@@ -4,51 +4,27 @@ The tests of meshes have one process, which holds every shard: what a process ca
 read of an array of all, such as a counter that lies on one device, they cannot see.
 """
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.train.processes import free_port, said_by_all, started
+
 COUNT, STEPS, SAVED = 2, 6, 3
 
 
 def start(count, folder="-", killed="-"):
     """That many processes with eight devices in all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1] if count > 1 else 0
-    flags = "--xla_backend_optimization_level=0"
-    flags += f" --xla_force_host_platform_device_count={8 // count}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "tests.train.one_of_several", str(port)]
+    command = ["-m", "tests.train.one_of_several"]
+    command += [str(free_port() if count > 1 else 0), str(count)]
     return [
-        subprocess.Popen(
-            [*command, str(count), str(i), str(folder), str(killed)],
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        started(count, [*command, str(i), str(folder), str(killed)])
         for i in range(count)
     ]
 
 
 def said_by(processes):
     """A digest of the state after SAVED steps, and the losses in bits."""
-    try:
-        said = [p.communicate(timeout=300) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    for p, (_, errors) in zip(processes, said, strict=True):
-        assert p.returncode == 0, errors[-2000:]
-    found = [out.split("losses")[-1].split() for out, _ in said]
+    found = [out.split("losses")[-1].split() for out, _ in said_by_all(processes)]
     assert all(words == found[0] for words in found), "the processes disagree"
     return found[0][0], found[0][1:]
 

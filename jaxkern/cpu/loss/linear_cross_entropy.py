@@ -9,7 +9,6 @@ import numpy as np
 from jaxkern.cpu.cpu_call import cpu_call, refuses
 from jaxkern.primitives.loss.cross_entropy import (
     as_class,
-    is_counted,
     loss_of_sums,
     sums_gradient,
 )
@@ -35,18 +34,7 @@ def slower(x, weight, **_) -> str | None:
     return None
 
 
-def linear_cross_entropy(
-    x,
-    weight,
-    labels,
-    bias,
-    *,
-    label_smoothing,
-    z_loss,
-    softcap,
-    ignore_index,
-    block_size,
-):
+def linear_cross_entropy(x, weight, labels, bias, *, softcap, block_size, **options):
     del bias  # refused
     del block_size  # logits are not kept by blocks
     label, v = as_class(labels), weight.shape[0]
@@ -58,30 +46,15 @@ def linear_cross_entropy(
         softcap=np.float32(softcap or 0),
     )
     lse, picked, total = (y.reshape(labels.shape) for y in sums)
-    loss = loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss)
-    return jnp.where(is_counted(label, ignore_index), loss, 0), lse
+    return loss_of_sums(lse, picked, total, label, v, **options), lse
 
 
 def linear_cross_entropy_bwd(
-    x,
-    weight,
-    labels,
-    bias,
-    loss,
-    lse,
-    dloss,
-    dlse,
-    *,
-    label_smoothing,
-    z_loss,
-    softcap,
-    ignore_index,
-    block_size,
+    x, weight, labels, bias, loss, lse, dloss, dlse, *, softcap, block_size, **options
 ):
     del bias, loss, block_size
     label, v = as_class(labels), weight.shape[0]
-    dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
-    factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
+    factors = sums_gradient(lse, dloss, dlse, label, v, **options)
     operands = flat(x, weight, label)
     dx, dweight = cpu_call(
         "linear_cross_entropy_gradient",

@@ -69,8 +69,8 @@ def weighted_cross_entropy_fwd(
     at = jnp.where(known, label, 0)[..., None]
     picked = jnp.take_along_axis(logits, at, axis=-1)[..., 0].astype(jnp.float32)
     lse = lse.reshape(label.shape)
-    loss = loss_of_sums(lse, picked, None, label, v, label_smoothing, z_loss)
-    loss = jnp.where(counted, loss, 0)
+    options = (label_smoothing, z_loss, ignore_index)
+    loss = loss_of_sums(lse, picked, None, label, v, *options)
     return loss * weight, gradient, loss
 
 

@@ -73,11 +73,22 @@ def loss_in_chunks(x, dout, dfinal_state, scale):
     return do, by_key_head(dfinal_state.astype(x.state.dtype), k)
 
 
-def state_like(state, initial_state):
-    """dL/dS before the first chunk, if there was such a state."""
-    if initial_state is None:
-        return None
-    return state.reshape(initial_state.shape).astype(initial_state.dtype)
+def result_of_chunks(out, state, key, value, initial_state):
+    """(out, final state) of a rule whose results these are, in chunks."""
+    b, n, hv = value.shape[0], *value.shape[2:]
+    kept = state.dtype if initial_state is None else initial_state.dtype
+    state = state.reshape(b, n, key.shape[3], hv).astype(kept)
+    return from_chunks(out, value, heads=2), state
+
+
+def gradients_of_chunks(grads, operands, heads):
+    """Of all operands of a rule, of whose queries and keys there are `heads` dims."""
+    *gradients, dstate = grads
+    *operands, state = operands
+    if state is not None:
+        state = dstate.reshape(state.shape).astype(state.dtype)
+    dims = (heads, heads, 2, 2, 2)
+    return *map(from_chunks, gradients, operands, dims), state
 
 
 def recurrence(x: Chunks, scale):

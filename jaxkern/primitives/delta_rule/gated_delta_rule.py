@@ -6,6 +6,7 @@ docs/design/gated_delta_rule.md; gated_delta_chunks.py has their stages.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,11 +19,11 @@ from jaxkern.primitives.delta_rule.gated_delta_chunks import (
     chunk_output,
     chunk_states,
     chunks_of,
-    from_chunks,
+    gradients_of_chunks,
     loss_in_chunks,
     recompute_w_u,
     recurrence,
-    state_like,
+    result_of_chunks,
 )
 from jaxkern.primitives.delta_rule.gated_delta_step import (
     HeadOrder,
@@ -166,18 +167,22 @@ def gated_delta_rule(
     return order(out, 2, back=True), order(state, 1, back=True)
 
 
+class GatedDeltaOperands(NamedTuple):
+    query: Float[Array, "b t k h"]
+    key: Float[Array, "b t k h"]
+    value: Float[Array, "b t k*g hv"]
+    g: Float[Array, "b t k*g"]
+    beta: Float[Array, "b t k*g"]
+    initial_state: Float[Array, "b k*g h hv"] | None
+
+
 def gated_delta_rule_reference(
-    query: Float[Array, "b t k h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k*g hv"],
-    g: Float[Array, "b t k*g"],
-    beta: Float[Array, "b t k*g"],
-    initial_state: Float[Array, "b k*g h hv"] | None,
+    o: GatedDeltaOperands,
     *,
     scale: float,
     chunk_size: int,
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b k*g h hv"]]:
-    x = chunks_of(query, key, value, g, beta, initial_state, chunk_size)
+    x = chunks_of(*o, chunk_size)
     if chunk_size == 1:
         out, state = recurrence(x, scale)
     else:
@@ -186,43 +191,20 @@ def gated_delta_rule_reference(
         w, u = recompute_w_u(inverse, x.key, x.value, x.beta, from_start)
         states, v_new, state = chunk_states(x.key, w, u, from_start, to_end, x.state)
         out = chunk_output(x.query, x.key, v_new, states, from_start, between, scale)
-    b, n, hv = value.shape[0], *value.shape[2:]
-    kept = state.dtype if initial_state is None else initial_state.dtype
-    state = state.reshape(b, n, key.shape[3], hv).astype(kept)
-    return from_chunks(out, value, heads=2), state
+    return result_of_chunks(out, state, o.key, o.value, o.initial_state)
 
 
 def gated_delta_rule_bwd_reference(
-    query: Float[Array, "b t k h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k*g hv"],
-    g: Float[Array, "b t k*g"],
-    beta: Float[Array, "b t k*g"],
-    initial_state: Float[Array, "b k*g h hv"] | None,
+    o: GatedDeltaOperands,
     dout: Float[Array, "b t k*g hv"],
     dfinal_state: Float[Array, "b k*g h hv"],
     *,
     scale: float,
     chunk_size: int,
-) -> tuple[
-    Float[Array, "b t k h"],
-    Float[Array, "b t k h"],
-    Float[Array, "b t k*g hv"],
-    Float[Array, "b t k*g"],
-    Float[Array, "b t k*g"],
-    Float[Array, "b k*g h hv"] | None,
-]:
-    chunk_size = BACKWARD_CHUNK if chunk_size == 1 else chunk_size
-    x = chunks_of(query, key, value, g, beta, initial_state, chunk_size)
+) -> GatedDeltaOperands:
+    x = chunks_of(*o, BACKWARD_CHUNK if chunk_size == 1 else chunk_size)
     grads = chunk_gradients(x, *loss_in_chunks(x, dout, dfinal_state, scale))
-    return (
-        from_chunks(grads.query, query, heads=1),
-        from_chunks(grads.key, key, heads=1),
-        from_chunks(grads.value, value, heads=2),
-        from_chunks(grads.g, g, heads=2),
-        from_chunks(grads.beta, beta, heads=2),
-        state_like(grads.state, initial_state),
-    )
+    return GatedDeltaOperands._make(gradients_of_chunks(grads, o, heads=1))
 
 
 gated_delta_rule_p = kernel_primitive(

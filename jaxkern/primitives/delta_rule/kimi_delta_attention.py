@@ -5,15 +5,16 @@ in docs/design/kimi_delta_attention.md; kimi_delta_chunks.py has their stages.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.delta_rule.gated_delta_chunks import (
-    from_chunks,
+    gradients_of_chunks,
     loss_in_chunks,
-    state_like,
+    result_of_chunks,
 )
 from jaxkern.primitives.delta_rule.gated_delta_step import default_scale
 from jaxkern.primitives.delta_rule.kimi_delta_chunks import (
@@ -133,56 +134,37 @@ def kimi_delta_attention(
     )
 
 
+class KimiDeltaOperands(NamedTuple):
+    query: Float[Array, "b t k h"]
+    key: Float[Array, "b t k h"]
+    value: Float[Array, "b t k*g hv"]
+    g: Float[Array, "b t k*g h"]
+    beta: Float[Array, "b t k*g"]
+    initial_state: Float[Array, "b k*g h hv"] | None
+
+
 def kimi_delta_attention_reference(
-    query: Float[Array, "b t k h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k*g hv"],
-    g: Float[Array, "b t k*g h"],
-    beta: Float[Array, "b t k*g"],
-    initial_state: Float[Array, "b k*g h hv"] | None,
+    o: KimiDeltaOperands,
     *,
     scale: float,
     chunk_size: int,
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b k*g h hv"]]:
-    x = chunks_of(query, key, value, g, beta, initial_state, chunk_size)
+    x = chunks_of(*o, chunk_size)
     out, state = (recurrence if chunk_size == 1 else chunk_output)(x, scale)
-    b, n, hv = value.shape[0], *value.shape[2:]
-    kept = state.dtype if initial_state is None else initial_state.dtype
-    state = state.reshape(b, n, key.shape[3], hv).astype(kept)
-    return from_chunks(out, value, heads=2), state
+    return result_of_chunks(out, state, o.key, o.value, o.initial_state)
 
 
 def kimi_delta_attention_bwd_reference(
-    query: Float[Array, "b t k h"],
-    key: Float[Array, "b t k h"],
-    value: Float[Array, "b t k*g hv"],
-    g: Float[Array, "b t k*g h"],
-    beta: Float[Array, "b t k*g"],
-    initial_state: Float[Array, "b k*g h hv"] | None,
+    o: KimiDeltaOperands,
     dout: Float[Array, "b t k*g hv"],
     dfinal_state: Float[Array, "b k*g h hv"],
     *,
     scale: float,
     chunk_size: int,
-) -> tuple[
-    Float[Array, "b t k h"],
-    Float[Array, "b t k h"],
-    Float[Array, "b t k*g hv"],
-    Float[Array, "b t k*g h"],
-    Float[Array, "b t k*g"],
-    Float[Array, "b k*g h hv"] | None,
-]:
-    chunk_size = BACKWARD_CHUNK if chunk_size == 1 else chunk_size
-    x = chunks_of(query, key, value, g, beta, initial_state, chunk_size)
+) -> KimiDeltaOperands:
+    x = chunks_of(*o, BACKWARD_CHUNK if chunk_size == 1 else chunk_size)
     grads = chunk_gradients(x, *loss_in_chunks(x, dout, dfinal_state, scale))
-    return (
-        from_chunks(grads.query, query, heads=2),
-        from_chunks(grads.key, key, heads=2),
-        from_chunks(grads.value, value, heads=2),
-        from_chunks(grads.g, g, heads=2),
-        from_chunks(grads.beta, beta, heads=2),
-        state_like(grads.state, initial_state),
-    )
+    return KimiDeltaOperands._make(gradients_of_chunks(grads, o, heads=2))
 
 
 kimi_delta_attention_p = kernel_primitive(

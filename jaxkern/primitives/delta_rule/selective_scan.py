@@ -4,6 +4,7 @@ h_t = exp(delta_t a) h_{t-1} + delta_t b_t x_t,    y_t = sum over the state of c
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -168,22 +169,27 @@ def check_shape(name, x, shape):
         )
 
 
+class ScanOperands(NamedTuple):
+    x: Float[Array, "b t d"]
+    delta: Float[Array, "b t d"]
+    a: Float[Array, "d state"]
+    b: Float[Array, "b t state"]
+    c: Float[Array, "b t state"]
+    skip: Float[Array, " d"] | None
+    gate: Float[Array, "b t d"] | None
+    delta_bias: Float[Array, " d"] | None
+    initial_state: Float[Array, "b d state"] | None
+    starts: Bool[Array, "b t"] | None
+
+
 def selective_scan_reference(
-    x: Float[Array, "b t d"],
-    delta: Float[Array, "b t d"],
-    a: Float[Array, "d state"],
-    b: Float[Array, "b t state"],
-    c: Float[Array, "b t state"],
-    skip: Float[Array, " d"] | None,
-    gate: Float[Array, "b t d"] | None,
-    delta_bias: Float[Array, " d"] | None,
-    initial_state: Float[Array, "b d state"] | None,
-    starts: Bool[Array, "b t"] | None,
+    o: ScanOperands,
     *,
     delta_softplus: bool,
     chunk_size: int,
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b d state"]]:
-    dtype = arithmetic(x, delta, a, b, c, skip, gate, delta_bias, initial_state)
+    x, delta, a, b, c, skip, gate, delta_bias, initial_state, starts = o
+    dtype = arithmetic(*o[:-1])
     step = time_step(delta.astype(dtype), delta_bias, delta_softplus)
     x32, a32 = x.astype(dtype), a.astype(dtype)
     chunks = [in_chunks(y, chunk_size) for y in (x32, step, b, c, starts)]
@@ -194,16 +200,7 @@ def selective_scan_reference(
 
 
 def selective_scan_bwd_reference(
-    x: Float[Array, "b t d"],
-    delta: Float[Array, "b t d"],
-    a: Float[Array, "d state"],
-    b: Float[Array, "b t state"],
-    c: Float[Array, "b t state"],
-    skip: Float[Array, " d"] | None,
-    gate: Float[Array, "b t d"] | None,
-    delta_bias: Float[Array, " d"] | None,
-    initial_state: Float[Array, "b d state"] | None,
-    starts: Bool[Array, "b t"] | None,
+    o: ScanOperands,
     dy: Float[Array, "b t d"],
     dfinal_state: Float[Array, "b d state"],
     *,
@@ -220,7 +217,8 @@ def selective_scan_bwd_reference(
     Float[Array, " d"] | None,
     Float[Array, "b d state"] | None,
 ]:
-    dtype = arithmetic(x, delta, a, b, c, skip, gate, delta_bias, initial_state)
+    x, delta, a, b, c, skip, gate, delta_bias, initial_state, starts = o
+    dtype = arithmetic(*o[:-1])
     step, pull_step = jax.vjp(
         lambda delta, bias: time_step(delta.astype(dtype), bias, delta_softplus),
         delta,

@@ -168,24 +168,28 @@ def states_of(x: Chunks, from_start, to_end):
     return jnp.moveaxis(states, 0, 1), final
 
 
+class DualOperands(NamedTuple):
+    x: Float[Array, "r t k*g h"]
+    step: Float[Array, "r t k*g"]
+    a: Float[Array, " k*g"]
+    b: Float[Array, "r t k state"]
+    c: Float[Array, "r t k state"]
+    initial_state: Float[Array, "r k*g h state"] | None
+    starts: Bool[Array, "r t"] | None
+
+
 def state_space_dual_reference(
-    x: Float[Array, "r t k*g h"],
-    step: Float[Array, "r t k*g"],
-    a: Float[Array, " k*g"],
-    b: Float[Array, "r t k state"],
-    c: Float[Array, "r t k state"],
-    initial_state: Float[Array, "r k*g h state"] | None,
-    starts: Bool[Array, "r t"] | None,
+    o: DualOperands,
     *,
     chunk_size: int,
 ) -> tuple[Float[Array, "r t k*g h"], Float[Array, "r k*g h state"]]:
-    chunks = chunks_of(x, step, a, b, c, initial_state, starts, chunk_size)
+    chunks = chunks_of(*o, chunk_size)
     from_start, between, to_end = chunk_decays(chunks.g)
     states, final = states_of(chunks, from_start, to_end)
     y = chunk_output(*chunks[:3], states, from_start, between, 1.0)
-    final = heads_of(final, (x.shape[0], *x.shape[2:], b.shape[3]))
-    kept = final.dtype if initial_state is None else initial_state.dtype
-    return from_chunks(y, x, heads=2), final.astype(kept)
+    final = heads_of(final, (o.x.shape[0], *o.x.shape[2:], o.b.shape[3]))
+    kept = final.dtype if o.initial_state is None else o.initial_state.dtype
+    return from_chunks(y, o.x, heads=2), final.astype(kept)
 
 
 def heads_of(state, shape):
@@ -194,13 +198,7 @@ def heads_of(state, shape):
 
 
 def state_space_dual_bwd_reference(
-    x: Float[Array, "r t k*g h"],
-    step: Float[Array, "r t k*g"],
-    a: Float[Array, " k*g"],
-    b: Float[Array, "r t k state"],
-    c: Float[Array, "r t k state"],
-    initial_state: Float[Array, "r k*g h state"] | None,
-    starts: Bool[Array, "r t"] | None,
+    o: DualOperands,
     dy: Float[Array, "r t k*g h"],
     dfinal_state: Float[Array, "r k*g h state"],
     *,
@@ -213,8 +211,8 @@ def state_space_dual_bwd_reference(
     Float[Array, "r t k state"],
     Float[Array, "r k*g h state"] | None,
 ]:
-    make = functools.partial(chunks_of, starts=starts, chunk_size=chunk_size)
-    chunks, pull = jax.vjp(make, x, step, a, b, c, initial_state)
+    make = functools.partial(chunks_of, starts=o.starts, chunk_size=chunk_size)
+    chunks, pull = jax.vjp(make, *o[:-1])
     k, group, size = chunks.value.shape[2:5]
     dtype = chunks.value.dtype
     do = in_chunks(dy.astype(dtype), size, (k, group))

@@ -259,8 +259,8 @@ def cross_entropy_reference(
     lse = log_sum_exp(z)
     picked = jnp.sum(jnp.where(label[..., None] == jnp.arange(v), z, 0), axis=-1)
     total = jnp.sum(z, axis=-1) if label_smoothing else None
-    loss = loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss)
-    return jnp.where(is_counted(label, ignore_index), loss, 0), lse
+    options = (label_smoothing, z_loss, ignore_index)
+    return loss_of_sums(lse, picked, total, label, v, *options), lse
 
 
 def cross_entropy_bwd_reference(
@@ -279,11 +279,11 @@ def cross_entropy_bwd_reference(
     del loss
     v = logits.shape[-1]
     label = as_class(labels)
-    dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
+    options = (label_smoothing, z_loss, ignore_index)
     dlogits = logits_gradient(
         at_least_f32(logits),
         label[..., None] == jnp.arange(v),
-        *sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss),
+        *sums_gradient(lse, dloss, dlse, label, v, *options),
         softcap,
     )
     return dlogits.astype(logits.dtype)
@@ -315,8 +315,8 @@ def is_counted(
     )
 
 
-def loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss):
-    """The loss per token from lse, z[label] and sum_j(z_j)."""
+def loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss, ignore_index):
+    """The loss per token from lse, z[label] and sum_j(z_j); 0 where it is ignored."""
     none = lse == -jnp.inf
     lse = jnp.where(none, 0, lse)
     loss = lse - picked
@@ -326,11 +326,13 @@ def loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss):
     if z_loss:  # 0 * inf would be NaN
         loss = loss + z_loss * lse**2
     loss = jnp.where(none, jnp.inf, loss)
-    return jnp.where((label >= 0) & (label < v), loss, jnp.nan)
+    loss = jnp.where((label >= 0) & (label < v), loss, jnp.nan)
+    return jnp.where(is_counted(label, ignore_index), loss, 0)
 
 
-def sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss):
+def sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss, ignore_index):
     """(lse that is finite, and per token the factors of softmax, target and mean)."""
+    dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
     none = lse == -jnp.inf
     lse = jnp.where(none, 0, lse)  # then exp(z - lse) = 0
     dloss = jnp.where(none | (label < 0) | (label >= v), 0, dloss)

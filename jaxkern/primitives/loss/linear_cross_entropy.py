@@ -15,7 +15,6 @@ from jaxkern.primitives.loss.cross_entropy import (
     as_class,
     capped,
     check_options,
-    is_counted,
     log_sum_exp,
     logits_gradient,
     loss_of_sums,
@@ -126,8 +125,8 @@ def linear_cross_entropy_reference(
     sums, _ = lax.scan(step, (zero - jnp.inf, zero, zero), starts)
     lse, picked, total = sums
     v = weight.shape[0]
-    loss = loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss)
-    return jnp.where(is_counted(label, ignore_index), loss, 0), lse
+    options = (label_smoothing, z_loss, ignore_index)
+    return loss_of_sums(lse, picked, total, label, v, *options), lse
 
 
 def linear_cross_entropy_bwd_reference(
@@ -150,8 +149,8 @@ def linear_cross_entropy_bwd_reference(
     label = as_class(labels)
     starts, block = blocks_of(label.size, weight, block_size)
     v = weight.shape[0]
-    dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
-    factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
+    options = (label_smoothing, z_loss, ignore_index)
+    factors = sums_gradient(lse, dloss, dlse, label, v, *options)
     x32 = at_least_f32(x)
 
     def step(gradients, start):

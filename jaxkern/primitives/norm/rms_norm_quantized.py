@@ -4,7 +4,7 @@
 row: https://arxiv.org/abs/2412.19437, section 3.3).
 """
 
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -144,32 +144,34 @@ def quantized(
     return codes.reshape(*lead, count * block)[..., :d], scale
 
 
+class QuantizedNorm(TypedDict):
+    format: str
+    block: int
+    eps: float
+    offset: float
+
+
+def quantized_norm(x, weight, *, format, block, eps, offset):
+    y, _ = rms_norm_fwd_reference(x, weight, None, eps=eps, offset=offset)
+    return quantized(y, format, block)
+
+
 def rms_norm_quantized_reference(
     x: Float[Array, "... d"],
     weight: Float[Array, " d"] | None,
-    *,
-    format: str,
-    block: int,
-    eps: float,
-    offset: float,
+    **options: Unpack[QuantizedNorm],
 ) -> tuple[Integer[Array, "... d"], Float[Array, "... nb"]]:
-    y, _ = rms_norm_fwd_reference(at_least_f32(x), weight, None, eps=eps, offset=offset)
-    return quantized(y, format, block)
+    return quantized_norm(at_least_f32(x), weight, **options)
 
 
 def add_rms_norm_quantized_reference(
     x: Float[Array, "... d"],
     residual: Float[Array, "... d"],
     weight: Float[Array, " d"] | None,
-    *,
-    format: str,
-    block: int,
-    eps: float,
-    offset: float,
+    **options: Unpack[QuantizedNorm],
 ) -> tuple[Integer[Array, "... d"], Float[Array, "... nb"], Float[Array, "... d"]]:
     total = at_least_f32(x) + at_least_f32(residual)
-    y, _ = rms_norm_fwd_reference(total, weight, None, eps=eps, offset=offset)
-    return *quantized(y, format, block), total.astype(residual.dtype)
+    return *quantized_norm(total, weight, **options), total.astype(residual.dtype)
 
 
 rms_norm_quantized_p = kernel_primitive(

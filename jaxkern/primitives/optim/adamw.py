@@ -1,7 +1,7 @@
 """Adam with decoupled weight decay  (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101)."""
 
 import math
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,14 @@ def adam_update(
     )
 
 
+class AdamWOptions(TypedDict):
+    b1: float
+    b2: float
+    eps: float
+    eps_root: float
+    weight_decay: float
+
+
 def adamw_reference(
     param: Float[Array, "..."],
     grad: Float[Array, "..."],
@@ -198,12 +206,7 @@ def adamw_copied_reference(
     learning_rate: Float[Array, ""],
     step: Integer[Array, ""],
     grad_scale: Float[Array, ""],
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    eps_root: float,
-    weight_decay: float,
+    **options: Unpack[AdamWOptions],
 ) -> tuple[
     Float[Array, "..."], Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]
 ]:
@@ -216,11 +219,7 @@ def adamw_copied_reference(
         v,
         learning_rate,
         step,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        eps_root=eps_root,
-        weight_decay=weight_decay,
+        **options,
     )
     return param, m, v, param.astype(copy.dtype)
 

@@ -19,7 +19,6 @@ from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.loss.cross_entropy import (
     as_class,
-    is_counted,
     loss_of_sums,
     sums_gradient,
 )
@@ -162,8 +161,8 @@ def cross_entropy_fwd(
     v = logits.shape[-1]
     label = as_class(labels)
     lse, picked, total = row_sums(logits, label, softcap, label_smoothing)
-    loss = loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss)
-    return jnp.where(is_counted(label, ignore_index), loss, 0), lse
+    options = (label_smoothing, z_loss, ignore_index)
+    return loss_of_sums(lse, picked, total, label, v, *options), lse
 
 
 @jit
@@ -245,8 +244,8 @@ def cross_entropy_bwd(
     del loss
     v = logits.shape[-1]
     label = as_class(labels)
-    dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
-    factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
+    options = (label_smoothing, z_loss, ignore_index)
+    factors = sums_gradient(lse, dloss, dlse, label, v, *options)
     return row_gradients(logits, label, factors, softcap, label_smoothing, logits.dtype)
 
 

@@ -18,7 +18,6 @@ from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.loss.cross_entropy import (
     as_class,
-    is_counted,
     log_sum_exp,
     loss_of_sums,
     sums_gradient,
@@ -44,16 +43,7 @@ def over_blocks(step: Callable, carry: Any, v: int, block: int) -> Any:
 
 
 def linear_cross_entropy_fwd(
-    x,
-    weight,
-    labels,
-    bias,
-    *,
-    label_smoothing,
-    z_loss,
-    softcap,
-    ignore_index,
-    block_size,
+    x, weight, labels, bias, *, softcap, block_size, **options
 ):
     del bias  # refused
     label = as_class(labels)
@@ -63,7 +53,7 @@ def linear_cross_entropy_fwd(
         lse, picked, total = sums
         rows = lax.dynamic_slice_in_dim(weight, start, size)
         in_block, new_picked, new_total = row_sums(
-            logits_of(x, rows), label - start, softcap, label_smoothing
+            logits_of(x, rows), label - start, softcap, options["label_smoothing"]
         )
         lse = log_sum_exp(jnp.stack([lse, in_block], axis=-1))
         total = total if new_total is None else total + new_total
@@ -72,8 +62,7 @@ def linear_cross_entropy_fwd(
     zero, *_ = same_manual_axes([jnp.zeros(label.shape, jnp.float32), x, weight, label])
     block = size_of_blocks(label.size, v, block_size)
     lse, picked, total = over_blocks(step, (zero - jnp.inf, zero, zero), v, block)
-    loss = loss_of_sums(lse, picked, total, label, v, label_smoothing, z_loss)
-    return jnp.where(is_counted(label, ignore_index), loss, 0), lse
+    return loss_of_sums(lse, picked, total, label, v, **options), lse
 
 
 def linear_cross_entropy_bwd(
@@ -86,26 +75,23 @@ def linear_cross_entropy_bwd(
     dloss,
     dlse,
     *,
-    label_smoothing,
-    z_loss,
     softcap,
-    ignore_index,
     block_size,
     wanted,
+    **options,
 ):
     del bias, loss
     label = as_class(labels)
     v = weight.shape[0]
-    dloss = jnp.where(is_counted(label, ignore_index), dloss, 0)
-    factors = sums_gradient(lse, dloss, dlse, label, v, label_smoothing, z_loss)
-    dtype = dtype_of_dlogits(x, weight)
+    factors = sums_gradient(lse, dloss, dlse, label, v, **options)
+    dtype, smoothing = dtype_of_dlogits(x, weight), options["label_smoothing"]
     wants_dx, wants_dweight, _ = wanted
 
     def step(gradients, start, size):
         dx, dweight = gradients
         rows = lax.dynamic_slice_in_dim(weight, start, size)
         dlogits = row_gradients(
-            logits_of(x, rows), label - start, factors, softcap, label_smoothing, dtype
+            logits_of(x, rows), label - start, factors, softcap, smoothing, dtype
         )
         if wants_dx:
             dx += jnp.einsum(

@@ -140,8 +140,7 @@ def sandwich_norm_bwd_kernel(
         if CHUNKS > 1:
             by_next, direct, across = products_along(
                 ptrs,
-                weight_ptr,
-                scale_ptr,
+                (weight_ptr, scale_ptr),
                 next_ptrs,
                 start,
                 present,

@@ -45,8 +45,7 @@ def through_readers(tiles, ptrs, next_ptrs, columns, inside, OFFSET: tl.constexp
 @jit
 def products_along(
     ptrs,
-    weight_ptr,
-    scale_ptr,
+    factor_ptrs,
     next_ptrs,
     start,
     present,
@@ -59,6 +58,7 @@ def products_along(
     BLOCK: tl.constexpr,
 ):
     """Products of rows added up over chunks, [ROWS, BLOCK], for `means_of`."""
+    weight_ptr, scale_ptr = factor_ptrs
     by_next = tl.zeros([ROWS, BLOCK], tl.float32)
     direct = tl.zeros([ROWS, BLOCK], tl.float32)
     across = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -116,8 +116,7 @@ def sandwich_norm_means_kernel(
     row = tl.program_id(0) + tl.zeros([1, 1], tl.int32)
     by_next, direct, across = products_along(
         (x_ptr, residual_ptr, dtotal_ptr, dy1_ptr, dy2_ptr, dy3_ptr),
-        weight_ptr,
-        scale_ptr,
+        (weight_ptr, scale_ptr),
         (next1_ptr, next2_ptr, next3_ptr),
         row.to(tl.int64) * D,
         row >= 0,

@@ -61,6 +61,12 @@ def halving(begins, sizes, pointers):
     return "\n".join(["{ .reg .pred p;", *lines, "FOUND: }"])
 
 
+@constexpr_function
+def leaf_types(pointers):
+    """Of what `halving` finds."""
+    return (tl.int64,) * pointers + (tl.int32, tl.int64)
+
+
 @jit
 def leaf_of(program, BEGINS: tl.constexpr, SIZES: tl.constexpr, COPIED: tl.constexpr):
     """(pointers as integers, first program, size) of the leaf of a program.
@@ -74,18 +80,7 @@ def leaf_of(program, BEGINS: tl.constexpr, SIZES: tl.constexpr, COPIED: tl.const
             halving(BEGINS, SIZES, 8),
             "=l,=l,=l,=l,=l,=l,=l,=l,=r,=l,r",
             [program],
-            (
-                tl.int64,
-                tl.int64,
-                tl.int64,
-                tl.int64,
-                tl.int64,
-                tl.int64,
-                tl.int64,
-                tl.int64,
-                tl.int32,
-                tl.int64,
-            ),
+            leaf_types(8),
             is_pure=True,
             pack=1,
         )
@@ -95,17 +90,7 @@ def leaf_of(program, BEGINS: tl.constexpr, SIZES: tl.constexpr, COPIED: tl.const
         halving(BEGINS, SIZES, 7),
         "=l,=l,=l,=l,=l,=l,=l,=r,=l,r",
         [program],
-        (
-            tl.int64,
-            tl.int64,
-            tl.int64,
-            tl.int64,
-            tl.int64,
-            tl.int64,
-            tl.int64,
-            tl.int32,
-            tl.int64,
-        ),
+        leaf_types(7),
         is_pure=True,
         pack=1,
     )

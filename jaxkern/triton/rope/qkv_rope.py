@@ -4,6 +4,7 @@ A program takes a tile of heads: the first programs of a grid those of the queri
 next those of the keys, the last those of the values, which are copied.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -26,43 +27,63 @@ from jaxkern.triton.rope.head_tiles import (
 ELEMENTS = 2048  # of a tile
 
 
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What a problem fixes for both kernels; `C` in them.
+
+    Attributes:
+      NUM_TOKENS, Q, K: tokens, heads of queries and of keys (and values) of each.
+      Q_PROGRAMS, K_PROGRAMS: for the queries, for the keys.
+      HEAD: of head_tiles.py; DIMS holds a head.
+      Q_TILE, K_TILE: TILE of head_tiles.py, of queries and of keys.
+    """
+
+    NUM_TOKENS: int
+    Q: int
+    K: int
+    Q_PROGRAMS: int
+    K_PROGRAMS: int
+    HEAD: tuple[int, ...]
+    DIMS: int
+    Q_TILE: tuple[int, int]
+    K_TILE: tuple[int, int]
+
+    @property
+    def ALL(self) -> int:
+        """Heads of a token in the product."""
+        return self.Q + 2 * self.K
+
+
 @jit
-def places(
-    block,
-    PART: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    ALL: tl.constexpr,
-    H: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def places(block, PART: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
     """Of the heads of a block: whether they are, tokens, starts in both arrays.
 
     PART is (heads of a token, those before them in the product).
     """
     N: tl.constexpr = PART[0]
+    H: tl.constexpr = C.HEAD[0]
     head, token = heads_of(block, N, TILE)
-    together = (head + token * (ALL - N) + PART[1]) * H
-    return head < NUM_TOKENS * N, token, together, head * H
+    together = (head + token * (C.ALL - N) + PART[1]) * H
+    return head < C.NUM_TOKENS * N, token, together, head * H
 
 
 @jit
 def turn(
     qkv_ptr,
     own_ptr,
-    cos_ptr,
-    sin_ptr,
+    tables,
     block,
     PART: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    ALL: tl.constexpr,
-    HEAD: tl.constexpr,
+    C: tl.constexpr,
     TILE: tl.constexpr,
     BACK: tl.constexpr,
 ):
+    HEAD: tl.constexpr = C.HEAD
     REST: tl.constexpr = HEAD[4]
-    present, token, together, own = places(block, PART, NUM_TOKENS, ALL, HEAD[0], TILE)
-    cos = read_angles(cos_ptr, token, NUM_TOKENS, HEAD)
-    sin = read_angles(sin_ptr, token, NUM_TOKENS, HEAD)
+    cos_ptr, sin_ptr = tables
+    present, token, together, own = places(block, PART, C, TILE)
+    cos = read_angles(cos_ptr, token, C.NUM_TOKENS, HEAD)
+    sin = read_angles(sin_ptr, token, C.NUM_TOKENS, HEAD)
     if BACK:
         a, b = read_pairs(own_ptr, own, present, HEAD, TILE)
         c, d = a * cos + b * sin, b * cos - a * sin
@@ -81,21 +102,12 @@ def turn(
 
 @jit
 def copy(
-    qkv_ptr,
-    own_ptr,
-    block,
-    PART: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    ALL: tl.constexpr,
-    HEAD: tl.constexpr,
-    TILE: tl.constexpr,
-    DIMS: tl.constexpr,
-    BACK: tl.constexpr,
+    qkv_ptr, own_ptr, block, PART: tl.constexpr, C: tl.constexpr, BACK: tl.constexpr
 ):
-    H: tl.constexpr = HEAD[0]
-    present, _, together, own = places(block, PART, NUM_TOKENS, ALL, H, TILE)
-    dim = tl.arange(0, DIMS)[None, None, :]
-    mask = present & (dim < H)
+    TILE: tl.constexpr = C.K_TILE
+    present, _, together, own = places(block, PART, C, TILE)
+    dim = tl.arange(0, C.DIMS)[None, None, :]
+    mask = present & (dim < C.HEAD[0])
     if BACK:
         tl.store(qkv_ptr + together + dim, tl.load(own_ptr + own + dim, mask), mask)
     else:
@@ -103,143 +115,38 @@ def copy(
 
 
 @jit
-def every_part(
-    qkv_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    cos_ptr,
-    sin_ptr,
-    NUM_TOKENS: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    Q_PROGRAMS: tl.constexpr,
-    K_PROGRAMS: tl.constexpr,
-    HEAD: tl.constexpr,
-    Q_TILE: tl.constexpr,
-    K_TILE: tl.constexpr,
-    DIMS: tl.constexpr,
-    BACK: tl.constexpr,
-):
-    ALL: tl.constexpr = Q + 2 * K
+def every_part(qkv_ptr, parts, tables, C: tl.constexpr, BACK: tl.constexpr):
+    """`parts` are the arrays of queries, keys and values, `tables` cos and sin."""
+    Q: tl.constexpr = C.Q
+    K: tl.constexpr = C.K
+    Q_TILE: tl.constexpr = C.Q_TILE
+    K_TILE: tl.constexpr = C.K_TILE
+    query_ptr, key_ptr, value_ptr = parts
     program = tl.program_id(0)
-    if program < Q_PROGRAMS:
-        turn(
-            qkv_ptr,
-            query_ptr,
-            cos_ptr,
-            sin_ptr,
-            program,
-            (Q, 0),
-            NUM_TOKENS,
-            ALL,
-            HEAD,
-            Q_TILE,
-            BACK,
-        )
-    elif program < Q_PROGRAMS + K_PROGRAMS:
-        turn(
-            qkv_ptr,
-            key_ptr,
-            cos_ptr,
-            sin_ptr,
-            program - Q_PROGRAMS,
-            (K, Q),
-            NUM_TOKENS,
-            ALL,
-            HEAD,
-            K_TILE,
-            BACK,
-        )
+    if program < C.Q_PROGRAMS:
+        turn(qkv_ptr, query_ptr, tables, program, (Q, 0), C, Q_TILE, BACK)
+    elif program < C.Q_PROGRAMS + C.K_PROGRAMS:
+        block = program - C.Q_PROGRAMS
+        turn(qkv_ptr, key_ptr, tables, block, (K, Q), C, K_TILE, BACK)
     else:
-        copy(
-            qkv_ptr,
-            value_ptr,
-            program - Q_PROGRAMS - K_PROGRAMS,
-            (K, Q + K),
-            NUM_TOKENS,
-            ALL,
-            HEAD,
-            K_TILE,
-            DIMS,
-            BACK,
-        )
+        block = program - C.Q_PROGRAMS - C.K_PROGRAMS
+        copy(qkv_ptr, value_ptr, block, (K, Q + K), C, BACK)
 
 
 @jit
 def qkv_rope_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    NUM_TOKENS: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    Q_PROGRAMS: tl.constexpr,
-    K_PROGRAMS: tl.constexpr,
-    HEAD: tl.constexpr,
-    Q_TILE: tl.constexpr,
-    K_TILE: tl.constexpr,
-    DIMS: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, query_ptr, key_ptr, value_ptr, C: tl.constexpr
 ):
-    every_part(
-        qkv_ptr,
-        query_ptr,
-        key_ptr,
-        value_ptr,
-        cos_ptr,
-        sin_ptr,
-        NUM_TOKENS,
-        Q,
-        K,
-        Q_PROGRAMS,
-        K_PROGRAMS,
-        HEAD,
-        Q_TILE,
-        K_TILE,
-        DIMS,
-        False,
-    )
+    parts, tables = (query_ptr, key_ptr, value_ptr), (cos_ptr, sin_ptr)
+    every_part(qkv_ptr, parts, tables, C, False)
 
 
 @jit
 def qkv_rope_bwd_kernel(
-    cos_ptr,
-    sin_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    qkv_ptr,
-    NUM_TOKENS: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    Q_PROGRAMS: tl.constexpr,
-    K_PROGRAMS: tl.constexpr,
-    HEAD: tl.constexpr,
-    Q_TILE: tl.constexpr,
-    K_TILE: tl.constexpr,
-    DIMS: tl.constexpr,
+    cos_ptr, sin_ptr, query_ptr, key_ptr, value_ptr, qkv_ptr, C: tl.constexpr
 ):
-    every_part(
-        qkv_ptr,
-        query_ptr,
-        key_ptr,
-        value_ptr,
-        cos_ptr,
-        sin_ptr,
-        NUM_TOKENS,
-        Q,
-        K,
-        Q_PROGRAMS,
-        K_PROGRAMS,
-        HEAD,
-        Q_TILE,
-        K_TILE,
-        DIMS,
-        True,
-    )
+    parts, tables = (query_ptr, key_ptr, value_ptr), (cos_ptr, sin_ptr)
+    every_part(qkv_ptr, parts, tables, C, True)
 
 
 def launch_of(
@@ -254,18 +161,18 @@ def launch_of(
     sizes = sizes_of(head, ELEMENTS)
     together = sizes["TOGETHER"]
     for_queries, for_keys = (-(-tokens * n // together) for n in (q, kv_heads))
-    return for_queries + 2 * for_keys, {
-        "NUM_TOKENS": tokens,
-        "Q": q,
-        "K": kv_heads,
-        "Q_PROGRAMS": for_queries,
-        "K_PROGRAMS": for_keys,
-        "HEAD": head,
-        "Q_TILE": tile_of(q, together),
-        "K_TILE": tile_of(kv_heads, together),
-        "DIMS": next_power_of_2(h),
-        "num_warps": sizes["num_warps"],
-    }
+    known = Constants(
+        NUM_TOKENS=tokens,
+        Q=q,
+        K=kv_heads,
+        Q_PROGRAMS=for_queries,
+        K_PROGRAMS=for_keys,
+        HEAD=head,
+        DIMS=next_power_of_2(h),
+        Q_TILE=tile_of(q, together),
+        K_TILE=tile_of(kv_heads, together),
+    )
+    return for_queries + 2 * for_keys, {"C": known, "num_warps": sizes["num_warps"]}
 
 
 def qkv_rope(

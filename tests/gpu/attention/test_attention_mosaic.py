@@ -10,8 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import backend
-from jaxkern.gpu.device import device_capability
-from jaxkern.lowering.explain import default_platform
 from jaxkern.lowering.lower import lower
 from jaxkern.pallas.attention.attention import bwd as hopper_bwd
 from jaxkern.pallas.attention.attention import fwd as hopper
@@ -31,16 +29,10 @@ from tests.gpu.attention.test_attention import (
 )
 from tests.gpu.attention.test_attention import OPTIONS as of_triton
 from tests.gpu.attention.test_attention import check as check_attention
-from tests.gpu.truth import EPSILON, relative_errors
+from tests.gpu.truth import EPSILON, on_hopper, relative_errors
 from tests.primitives.attention.one_key import ON_A_CARD, slopes_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        default_platform() != "cuda" or device_capability() != 90,
-        reason="no Hopper GPU here",
-    ),
-]
+pytestmark = on_hopper
 
 
 BACKWARD: dict[str, Any] = {

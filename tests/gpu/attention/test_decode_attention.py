@@ -85,19 +85,25 @@ OPTIONS = {
 @pytest.mark.parametrize("s", [1000, 50])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options, s, t, g, dtype):
-    options, k = dict(options), 2
+    f, arrays = with_options(options, 2 * g)
+    check(f, *qkv(4, t, s, 2, g, 128, dtype=dtype), arrays)
+
+
+def with_options(options, heads):
+    """(attention with one of OPTIONS, the arrays among them)."""
+    options = dict(options)
     arrays = {
         name: jnp.asarray(options.pop(name), jnp.int32)
         for name in ("kv_lengths", "q_offset")
         if name in options
     }
     if options.pop("sinks", False):
-        arrays["sinks"] = draw((k * g,))
+        arrays["sinks"] = draw((heads,))
 
     def f(query, key, value, arrays):
         return attention(query, key, value, return_lse=True, **options, **arrays)
 
-    check(f, *qkv(4, t, s, k, g, 128, dtype=dtype), arrays)
+    return f, arrays
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -8,18 +8,10 @@ import numpy as np
 import pytest
 
 from jaxkern import attention, backend
-from jaxkern.gpu.device import device_capability
-from jaxkern.lowering.explain import default_platform
 from tests.gpu.attention.test_decode_attention import check, qkv, with_lse
-from tests.gpu.truth import relative_error
+from tests.gpu.truth import on_hopper, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        default_platform() != "cuda" or device_capability() != 90,
-        reason="no Hopper GPU here",
-    ),
-]
+pytestmark = on_hopper
 hopper = functools.partial(check, by="mosaic_gpu")
 
 

@@ -12,6 +12,7 @@ from tests.gpu.attention.test_decode_attention import (
     draw,
     qkv,
     with_lse,
+    with_options,
 )
 from tests.gpu.truth import on_a_gpu
 
@@ -75,19 +76,8 @@ def test_wide_heads_in_many_shares(b, s, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_of_many_rows(options, h, g, dtype):
-    options, t, k = dict(options), 8, 2
-    arrays = {
-        name: jnp.asarray(options.pop(name), jnp.int32)
-        for name in ("kv_lengths", "q_offset")
-        if name in options
-    }
-    if options.pop("sinks", False):
-        arrays["sinks"] = draw((k * g,))
-
-    def f(query, key, value, arrays):
-        return attention(query, key, value, return_lse=True, **options, **arrays)
-
-    check(f, *qkv(4, t, 1000, k, g, h, dtype=dtype), arrays)
+    f, arrays = with_options(options, 2 * g)
+    check(f, *qkv(4, 8, 1000, 2, g, h, dtype=dtype), arrays)
 
 
 @pytest.mark.parametrize("page", [3, 16, 64, 256])

@@ -12,6 +12,23 @@ from tests.gpu.truth import EPSILON, poison, relative_errors
 NAMES = ("out", "state", "dquery", "dkey", "dvalue", "dg", "dbeta", "dinitial")
 
 
+def draw(decays, b, t, k, n, h, hv, dtype, state=True, seed=0):
+    """Keys of length one, as models have them; g is -`decays(rng, b, t, n, h)`."""
+    rng = np.random.default_rng(seed)
+
+    def unit(*shape):
+        x = rng.standard_normal(shape)
+        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype)
+
+    value = jnp.asarray(rng.standard_normal((b, t, n, hv)), dtype)
+    g = jnp.asarray(-decays(rng, b, t, n, h), jnp.float32)
+    beta = jnp.asarray(rng.uniform(0, 1, (b, t, n)), jnp.float32)
+    operands = [unit(b, t, k, h), unit(b, t, k, h), value, g, beta]
+    if state:
+        operands.append(jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32))
+    return operands
+
+
 def both(rule, dout, dstate, *operands):
     """Results and gradients."""
     y, pull = jax.vjp(lambda *a: rule(*a), *operands)

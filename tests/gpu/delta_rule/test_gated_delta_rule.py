@@ -13,6 +13,7 @@ from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule_p
 from jaxkern.triton.delta_rule.gated_delta_rule import fwd
 from tests.gpu.delta_rule.both_passes import NAMES, both
 from tests.gpu.delta_rule.both_passes import check as check_rule
+from tests.gpu.delta_rule.both_passes import draw as draw_operands
 from tests.gpu.truth import on_a_gpu, relative_errors
 
 pytestmark = on_a_gpu
@@ -32,21 +33,13 @@ def walks(request, monkeypatch):
 check = functools.partial(check_rule, gated_delta_rule)
 
 
-def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
-    """Keys of length one, as models have them; decays near 1 and far from it."""
-    rng = np.random.default_rng(seed)
+def decays(rng, b, t, n, h):
+    """Near 1 and far from it."""
+    del h
+    return rng.exponential(0.2, (b, t, n))
 
-    def unit(*shape):
-        x = rng.standard_normal(shape)
-        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype)
 
-    value = jnp.asarray(rng.standard_normal((b, t, n, hv)), dtype)
-    g = jnp.asarray(-rng.exponential(0.2, (b, t, n)), jnp.float32)
-    beta = jnp.asarray(rng.uniform(0, 1, (b, t, n)), jnp.float32)
-    operands = [unit(b, t, k, h), unit(b, t, k, h), value, g, beta]
-    if state:
-        operands.append(jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32))
-    return operands
+draw = functools.partial(draw_operands, decays)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -10,28 +10,19 @@ import pytest
 from jaxkern import backend, kimi_delta_attention, segment_ids_from_cu_seqlens
 from tests.gpu.delta_rule.both_passes import NAMES, both
 from tests.gpu.delta_rule.both_passes import check as check_rule
+from tests.gpu.delta_rule.both_passes import draw as draw_operands
 from tests.gpu.truth import EPSILON, on_a_gpu, relative_errors
 
 pytestmark = on_a_gpu
 check = functools.partial(check_rule, kimi_delta_attention)
 
 
-def draw(b, t, k, n, h, hv, dtype, state=True, seed=0):
-    """Keys of length one, as models have them; channels that keep and that forget."""
-    rng = np.random.default_rng(seed)
+def decays(rng, b, t, n, h):
+    """Of channels that keep and that forget."""
+    return rng.exponential(size=(b, t, n, h)) * 10 ** rng.uniform(-3, 1, h)
 
-    def unit(*shape):
-        x = rng.standard_normal(shape)
-        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype)
 
-    value = jnp.asarray(rng.standard_normal((b, t, n, hv)), dtype)
-    g = rng.exponential(size=(b, t, n, h)) * 10 ** rng.uniform(-3, 1, h)
-    beta = jnp.asarray(rng.uniform(0, 1, (b, t, n)), jnp.float32)
-    keys = unit(b, t, k, h), unit(b, t, k, h)
-    operands = [*keys, value, jnp.asarray(-g, jnp.float32), beta]
-    if state:
-        operands.append(jnp.asarray(rng.standard_normal((b, n, h, hv)), jnp.float32))
-    return operands
+draw = functools.partial(draw_operands, decays)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -6,18 +6,10 @@ import numpy as np
 import pytest
 
 from jaxkern import rms_norm
-from jaxkern.gpu.device import device_capability
-from jaxkern.lowering.explain import default_platform
 from jaxkern.pallas.norm import rms_norm as hopper
-from tests.gpu.truth import EPSILON, poison, relative_error
+from tests.gpu.truth import EPSILON, on_hopper, poison, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        default_platform() != "cuda" or device_capability() != 90,
-        reason="no Hopper GPU here",
-    ),
-]
+pytestmark = on_hopper
 
 
 @jax.jit

@@ -14,12 +14,13 @@ from jaxkern.primitives.delta_rule.packed_sequences import sequences_in_a_row
 from jaxkern.testing.checks import bf16, case, f16, f32, uniform
 
 
-def shapes(b, t, k, g, h, hv, spec=f32, state=True, **options):
+def shapes(b, t, k, g, h, hv, spec=f32, state=True, channels=(), **options):
+    """`channels` of the keys have decays of their own."""
     operands = dict(
         query=spec(b, t, k, h),
         key=spec(b, t, k, h, scale=h**-0.5),
         value=spec(b, t, k * g, hv),
-        g=uniform(b, t, k * g, low=-1.0, high=0.0),
+        g=uniform(b, t, k * g, *channels, low=-1.0, high=0.0),
         beta=uniform(b, t, k * g),
         initial_state=f32(b, k * g, h, hv) if state else None,
     )

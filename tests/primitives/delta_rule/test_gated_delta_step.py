@@ -10,12 +10,13 @@ from jaxkern.testing.checks import bf16, case, f32, uniform
 from tests.primitives.delta_rule.test_gated_delta_rule import as_jax, draw, recurrence
 
 
-def shapes(b, k, g, h, hv, spec=f32):
+def shapes(b, k, g, h, hv, spec=f32, channels=()):
+    """`channels` of the keys have decays of their own."""
     return dict(
         query=spec(b, k, h),
         key=spec(b, k, h, scale=max(h, 1) ** -0.5),
         value=spec(b, k * g, hv),
-        g=uniform(b, k * g, low=-1.0, high=0.0),
+        g=uniform(b, k * g, *channels, low=-1.0, high=0.0),
         beta=uniform(b, k * g),
         state=f32(b, k * g, h, hv),
         scale=max(h, 1) ** -0.5,

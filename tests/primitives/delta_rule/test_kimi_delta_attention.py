@@ -9,19 +9,12 @@ import pytest
 
 from jaxkern import gated_delta_rule, kimi_delta_attention
 from jaxkern.primitives.delta_rule.kimi_delta_chunks import decayed_products
-from jaxkern.testing.checks import bf16, case, f32, uniform
+from jaxkern.testing.checks import bf16, case
+from tests.primitives.delta_rule.test_gated_delta_rule import shapes as shapes_of_rule
 
 
-def shapes(b, t, k, g, h, hv, spec=f32, state=True, **options):
-    operands = dict(
-        query=spec(b, t, k, h),
-        key=spec(b, t, k, h, scale=h**-0.5),
-        value=spec(b, t, k * g, hv),
-        g=uniform(b, t, k * g, h, low=-1.0, high=0.0),
-        beta=uniform(b, t, k * g),
-        initial_state=f32(b, k * g, h, hv) if state else None,
-    )
-    return dict(operands, scale=max(h, 1) ** -0.5, **options)
+def shapes(b, t, k, g, h, hv, *given, **options):
+    return shapes_of_rule(b, t, k, g, h, hv, *given, channels=(h,), **options)
 
 
 CASES = [

@@ -6,20 +6,13 @@ import numpy as np
 import pytest
 
 from jaxkern import kimi_delta_attention, kimi_delta_attention_step
-from jaxkern.testing.checks import bf16, case, f32, uniform
+from jaxkern.testing.checks import bf16, case
+from tests.primitives.delta_rule.test_gated_delta_step import shapes as shapes_of_step
 from tests.primitives.delta_rule.test_kimi_delta_attention import as_jax, draw
 
 
-def shapes(b, k, g, h, hv, spec=f32):
-    return dict(
-        query=spec(b, k, h),
-        key=spec(b, k, h, scale=max(h, 1) ** -0.5),
-        value=spec(b, k * g, hv),
-        g=uniform(b, k * g, h, low=-1.0, high=0.0),
-        beta=uniform(b, k * g),
-        state=f32(b, k * g, h, hv),
-        scale=max(h, 1) ** -0.5,
-    )
+def shapes(b, k, g, h, hv, *given):
+    return shapes_of_step(b, k, g, h, hv, *given, channels=(h,))
 
 
 CASES = [

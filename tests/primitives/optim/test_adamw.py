@@ -10,14 +10,12 @@ from jaxkern import adam_update, adamw_update
 from jaxkern.testing.checks import bf16, case, f32, i32, uniform
 
 OPTIONS = dict(b1=0.9, b2=0.6, eps=0.3, eps_root=0.2, weight_decay=0.1)
+LEAF = dict(param=f32(8, 5), grad=f32(8, 5), m=f32(8, 5), v=uniform(8, 5, low=0.5))
 CASES = {
     "adamw": [
         case(
             "plain",
-            param=f32(8, 5),
-            grad=f32(8, 5),
-            m=f32(8, 5),
-            v=uniform(8, 5, low=0.5),
+            **LEAF,
             learning_rate=uniform(),
             step=i32(low=1, high=9),
             **OPTIONS,
@@ -37,10 +35,7 @@ CASES = {
     "adamw_copied": [
         case(
             "plain",
-            param=f32(8, 5),
-            grad=f32(8, 5),
-            m=f32(8, 5),
-            v=uniform(8, 5, low=0.5),
+            **LEAF,
             copy=f32(8, 5),
             learning_rate=uniform(),
             step=i32(low=1, high=9),

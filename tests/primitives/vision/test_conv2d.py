@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkern import conv2d
 from jaxkern.testing.checks import bf16, case, f32
 from tests.golden.torch_losses_vision import assert_equals_torch
+from tests.primitives.vision.images import check_nhwc
 
 PLAIN = dict(
     stride=(2, 1), padding=((1, 0), (0, 2)), dilation=(1, 2), input_dilation=(1, 1)
@@ -89,15 +90,7 @@ def test_equals_torch(name, options):
 def test_nhwc_is_the_same_convolution():
     x, weight, bias = draw(2, 4, 6, 5), draw(6, 2, 2, 3), draw(6)
     options = dict(stride=2, padding=(1, 2), groups=2)
-    y = conv2d(x, weight, bias, **options)
-    nhwc = conv2d(
-        jnp.moveaxis(x, 1, -1),
-        weight.transpose(2, 3, 1, 0),
-        bias,
-        layout="NHWC",
-        **options,
-    )
-    np.testing.assert_allclose(jnp.moveaxis(nhwc, -1, 1), y, rtol=1e-6)
+    check_nhwc(conv2d, x, weight, bias, **options)
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])

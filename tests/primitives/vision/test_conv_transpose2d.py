@@ -3,17 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkern import conv2d, conv_transpose2d
 from tests.golden.torch_losses_vision import assert_equals_torch
-
-
-def draw(*shape, seed=0):
-    values = np.random.default_rng([seed, *shape]).standard_normal(shape)
-    return jnp.asarray(values, jnp.float32)
+from tests.primitives.vision.images import check_nhwc, draw
 
 
 @pytest.mark.parametrize(
@@ -48,15 +43,7 @@ def test_pads_that_reach_beyond_the_kernel_are_cut_off():
 def test_nhwc_is_the_same():
     x, weight, bias = draw(2, 4, 3, 5), draw(4, 3, 2, 3), draw(6)
     options = dict(stride=2, padding=(1, 0), groups=2)
-    y = conv_transpose2d(x, weight, bias, **options)
-    nhwc = conv_transpose2d(
-        jnp.moveaxis(x, 1, -1),
-        weight.transpose(2, 3, 1, 0),
-        bias,
-        layout="NHWC",
-        **options,
-    )
-    np.testing.assert_allclose(jnp.moveaxis(nhwc, -1, 1), y, rtol=1e-6)
+    check_nhwc(conv_transpose2d, x, weight, bias, **options)
 
 
 def test_every_error_says_what_to_do():

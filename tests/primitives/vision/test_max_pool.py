@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from jaxkern import max_pool
-from jaxkern.testing.checks import bf16, case, f32
+from jaxkern.testing.checks import bf16, case
 from tests.golden.torch_losses_vision import assert_equals_torch
+from tests.primitives.vision.images import OVERLAPPING, draw
 
 CASES = [
     case(
         "overlapping",
-        x=f32(8, 2, 5, 4),
-        window=(3, 2),
-        stride=(2, 1),
-        padding=((1, 0), (0, 1)),
+        **OVERLAPPING,
     ),
     case(
         "resnet_stem",
@@ -28,11 +26,6 @@ CASES = [
         padding=((1, 1), (1, 1)),
     ),
 ]
-
-
-def draw(*shape, seed=0):
-    values = np.random.default_rng([seed, *shape]).standard_normal(shape)
-    return jnp.asarray(values, jnp.float32)
 
 
 def test_equals_torch_where_pixels_are_equal_too():

@@ -12,6 +12,7 @@ from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
 from jaxkern.primitives.delta_rule.gated_delta_rule import (
+    GatedDeltaOperands,
     gated_delta_rule_bwd_reference,
     gated_delta_rule_reference,
 )
@@ -95,8 +96,9 @@ def check(operands, slopes) -> list[Any]:
         found: list[Any] = [*fwd.gated_delta_rule(*operands, **OPTIONS)]
         found += bwd.gated_delta_rule_bwd(*operands, *slopes, **OPTIONS)
     wide = [x.astype(jnp.float32) for x in (*operands, *slopes)]
-    truth: list[Any] = [*gated_delta_rule_reference(*wide[:6], **OPTIONS)]
-    truth += gated_delta_rule_bwd_reference(*wide, **OPTIONS)
+    given = GatedDeltaOperands(*wide[:6])
+    truth: list[Any] = [*gated_delta_rule_reference(given, **OPTIONS)]
+    truth += gated_delta_rule_bwd_reference(given, *wide[6:], **OPTIONS)
     for y, expected in zip(found, truth, strict=True):
         y, expected = (np.asarray(x, np.float64) for x in (y, expected))
         # the size of a dg that other terms cancel is not its own

@@ -11,6 +11,7 @@ from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
 from jaxkern.primitives.delta_rule.state_space_dual import (
+    DualOperands,
     state_space_dual_bwd_reference,
     state_space_dual_reference,
 )
@@ -55,9 +56,10 @@ def test_values_and_gradients(multiprocessors, monkeypatch):
                 found: list[Any] = [*fwd.state_space_dual(*operands, chunk_size=64)]
                 found += bwd.state_space_dual_bwd(*operands, *slopes, chunk_size=64)
             wide = [y if y is None else y.astype(jnp.float32) for y in operands[:6]]
-            wide, slopes = [*wide, given[1]], [y.astype(jnp.float32) for y in slopes]
-            truth: list[Any] = [*state_space_dual_reference(*wide, chunk_size=64)]
-            truth += state_space_dual_bwd_reference(*wide, *slopes, chunk_size=64)
+            wide = DualOperands(*wide, given[1])
+            slopes = [y.astype(jnp.float32) for y in slopes]
+            truth: list[Any] = [*state_space_dual_reference(wide, chunk_size=64)]
+            truth += state_space_dual_bwd_reference(wide, *slopes, chunk_size=64)
             if given[0] is None:
                 assert found.pop() is None and truth.pop() is None
             for y, expected in zip(found, truth, strict=True):

@@ -17,7 +17,9 @@ from jaxkern.gpu.attention.head_rows import (
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.attention.attention.pairs import (
     key_ranges,
+    keys_of_head,
     logits,
+    loops_over_keys,
     of_head,
     position_and_length,
     visible,
@@ -52,20 +54,15 @@ def products(
 
 @jit
 def forward_blocks(
-    top,
-    total,
-    acc,
+    sums,
     q,
     q_left,
     q_ids,
-    rows,
-    offset,
-    length,
+    keys,
+    turned_v_at,
+    pairs,
     first,
     last,
-    k_at,
-    v_at,
-    turned_v_at,
     kv_ids_at,
     mask_at,
     bias_at,
@@ -76,6 +73,9 @@ def forward_blocks(
     MASKED: tl.constexpr,
 ):
     FACTOR: tl.constexpr = C.SCALE if C.FOLDED else 1.0
+    top, total, acc = sums
+    k_at, v_at = keys
+    rows, offset, length = pairs
     for block in range(first, last):
         start = block * BLOCK_K
         skip = start.to(tl.int64)
@@ -150,12 +150,8 @@ def flash_attention_kernel(
     PIECE: tl.constexpr,
 ):
     """out, lse and what rounding takes from out, of BLOCK_Q queries of one head."""
-    RAGGED: tl.constexpr = (
-        C.S % BLOCK_K != 0
-        or kv_lengths_ptr is not None
-        or bounds_ptr is not None
-        or mask_ptr is not None
-    )
+    HIDDEN: tl.constexpr = mask_ptr is not None
+    BIASED: tl.constexpr = bias_ptr is not None
     BLOCKS: tl.constexpr = (C.T + BLOCK_Q - 1) // BLOCK_Q
     block, head = place(C.B * C.N, BLOCKS, SECTION, C.CAUSAL)
     batch, n = head // C.N, head % C.N
@@ -165,8 +161,7 @@ def flash_attention_kernel(
     rows = (row + tl.arange(0, BLOCK_Q))[:, None]
     q_row = batch.to(tl.int64) * C.T + row
     kv_row = batch.to(tl.int64) * C.S
-    k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
-    v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
+    k_at, v_at = keys_of_head(k_ptr, v_ptr, kv_row, kv_head, C)
     turned_v_at = None
     if turned_v_ptr is not None:
         turned_v_at = (
@@ -179,24 +174,14 @@ def flash_attention_kernel(
     if q_ids_ptr is not None:
         q_ids = tl.load(q_ids_ptr + batch.to(tl.int64) * C.T + rows, rows < C.T, 0)
         kv_ids_at = kv_ids_ptr + kv_row
-    mask_at = None
-    if mask_ptr is not None:
-        mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N)
-    bias_at = None
-    if bias_ptr is not None:
-        bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N)
+    mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N) if HIDDEN else None
+    bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N) if BIASED else None
     at_bounds = batch * BLOCKS + block
-    first, whole, whole_end, last = key_ranges(
-        row, offset, length, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K
+    edges = key_ranges(
+        row, offset, length, mask_ptr, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K
     )
-    if mask_ptr is not None:
-        whole, whole_end = first, first
-    # the masked blocks before the whole ones, the whole ones, the masked ones behind
-    edges = first, whole, whole_end, last
-    EXISTS: tl.constexpr = (
-        C.WINDOW is not None or bounds_ptr is not None,
-        mask_ptr is None,
-        C.CAUSAL or RAGGED,
+    EXISTS: tl.constexpr = loops_over_keys(
+        C, BLOCK_K, bounds_ptr is not None, kv_lengths_ptr is not None, HIDDEN
     )
     PADDED_HV: tl.constexpr = C.PADDED_HV
     top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
@@ -205,20 +190,15 @@ def flash_attention_kernel(
     for part in tl.static_range(3):
         if EXISTS[part]:
             top, total, acc = forward_blocks(
-                top,
-                total,
-                acc,
+                (top, total, acc),
                 q,
                 q_left,
                 q_ids,
-                rows,
-                offset,
-                length,
+                (k_at, v_at),
+                turned_v_at,
+                (rows, offset, length),
                 edges[part],
                 edges[part + 1],
-                k_at,
-                v_at,
-                turned_v_at,
                 kv_ids_at,
                 mask_at,
                 bias_at,

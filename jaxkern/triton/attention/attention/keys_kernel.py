@@ -19,6 +19,7 @@ from jaxkern.gpu.attention.head_rows import (
 )
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.attention.attention.pairs import (
+    keys_of_head,
     logits,
     of_head,
     position_and_length,
@@ -33,17 +34,12 @@ def key_blocks(
     dv,
     k,
     v,
-    columns,
-    offset,
-    length,
-    first,
-    last,
-    q_at,
-    dout_at,
+    queries,
     turned_q_at,
     turned_dout_at,
-    lse2_at,
-    delta_at,
+    pairs,
+    first,
+    last,
     q_ids_at,
     kv_ids_at,
     mask_at,
@@ -57,6 +53,8 @@ def key_blocks(
 ):
     """Adds to dk (without its scale) and dv; all products are [keys, queries]."""
     FACTOR: tl.constexpr = C.SCALE if C.FOLDED else 1.0
+    q_at, dout_at, lse2_at, delta_at = queries
+    columns, offset, length = pairs
     for block in range(first, last):
         start = block * BLOCK_Q
         skip = start.to(tl.int64)
@@ -154,13 +152,15 @@ def flash_attention_bwd_keys_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """dk and dv of BLOCK_K keys of one key head, summed over its group, if given."""
+    HIDDEN: tl.constexpr = mask_ptr is not None
+    BIASED: tl.constexpr = bias_ptr is not None
     RAGGED: tl.constexpr = (
         C.S % BLOCK_K != 0
         or C.T % BLOCK_Q != 0
         or C.WINDOW is not None
         or kv_lengths_ptr is not None
         or bounds_ptr is not None
-        or mask_ptr is not None
+        or HIDDEN
     )
     BLOCKS: tl.constexpr = (C.S + BLOCK_K - 1) // BLOCK_K
     block, head = place(C.B * C.HEADS, BLOCKS, SECTION, False)
@@ -169,8 +169,7 @@ def flash_attention_bwd_keys_kernel(
     column = block * BLOCK_K
     columns = (column + tl.arange(0, BLOCK_K))[:, None]
     kv_row = batch.to(tl.int64) * C.S + column
-    k_at = k_ptr + (kv_row * C.HEADS + kv_head) * C.H
-    v_at = v_ptr + (kv_row * C.HEADS + kv_head) * C.HV
+    k_at, v_at = keys_of_head(k_ptr, v_ptr, kv_row, kv_head, C)
     left = length - column  # what lies behind the length may be NaN
     k = load_rows(k_at, left, C.K_STRIDE, C.H, BLOCK_K, C.PADDED_H, True)
     v = load_rows(v_at, left, C.V_STRIDE, C.HV, BLOCK_K, C.PADDED_HV, True)
@@ -180,16 +179,12 @@ def flash_attention_bwd_keys_kernel(
         q_ids_at = q_ids_ptr + q_row
         kv_ids_at = kv_ids_ptr + batch.to(tl.int64) * C.S
     at_bounds = batch * BLOCKS + block
-    first, whole, whole_end, last = query_ranges(
-        column, offset, length, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K
+    edges = query_ranges(
+        column, offset, length, mask_ptr, bounds_ptr, at_bounds, C, BLOCK_Q, BLOCK_K
     )
-    if mask_ptr is not None:
-        whole, whole_end = first, first
-    # the masked blocks before the whole ones, the whole ones, the masked ones behind
-    edges = first, whole, whole_end, last
     EXISTS: tl.constexpr = (
         C.CAUSAL or bounds_ptr is not None,
-        mask_ptr is None,
+        not HIDDEN,
         RAGGED,
     )
     WANT_K: tl.constexpr = dk_ptr is not None
@@ -200,12 +195,8 @@ def flash_attention_bwd_keys_kernel(
     dv = tl.zeros([BLOCK_K, PADDED_HV], tl.float32)
     for member in range(0, C.GROUP):
         n = kv_head * C.GROUP + member
-        mask_at = None
-        if mask_ptr is not None:
-            mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N)
-        bias_at = None
-        if bias_ptr is not None:
-            bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N)
+        mask_at = of_head(mask_ptr, batch, n, C.MASK_B, C.MASK_N) if HIDDEN else None
+        bias_at = of_head(bias_ptr, batch, n, C.BIAS_B, C.BIAS_N) if BIASED else None
         by_head = (batch * C.N + n).to(tl.int64) * C.PADDED_T
         turned_q_at, turned_dout_at = None, None
         if turned_q_ptr is not None:
@@ -219,17 +210,17 @@ def flash_attention_bwd_keys_kernel(
                     dv,
                     k,
                     v,
-                    columns,
-                    offset,
-                    length,
-                    edges[part],
-                    edges[part + 1],
-                    q_ptr + (q_row * C.N + n) * C.H,
-                    dout_ptr + (q_row * C.N + n) * C.HV,
+                    (
+                        q_ptr + (q_row * C.N + n) * C.H,
+                        dout_ptr + (q_row * C.N + n) * C.HV,
+                        lse2_ptr + by_head,
+                        delta_ptr + by_head,
+                    ),
                     turned_q_at,
                     turned_dout_at,
-                    lse2_ptr + by_head,
-                    delta_ptr + by_head,
+                    (columns, offset, length),
+                    edges[part],
+                    edges[part + 1],
                     q_ids_at,
                     kv_ids_at,
                     mask_at,

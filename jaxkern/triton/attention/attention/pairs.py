@@ -2,12 +2,29 @@
 
 A query is at row + q_offset among the keys, row + s - t by default. Causal, window,
 lengths, segments and mask each hide pairs. Blocks of pairs that are hidden entirely are
-never visited, and those that are seen entirely are not masked.
+never visited, and those that are seen entirely are not masked: a kernel has a loop over
+masked blocks, one over the whole ones, and one over the masked blocks behind.
 
-C is the problem's Constants.
+C is the problem's Constants. `pairs` of a loop are its rows or columns, the offset, and
+the length.
 """
 
-from jaxkern.gpu.triton_call import jit, tl
+from jaxkern.gpu.triton_call import constexpr_function, jit, tl
+
+
+@constexpr_function
+def loops_over_keys(C, BLOCK_K, bounds, lengths, mask):
+    """Which of the three loops there are."""
+    ragged = C.S % BLOCK_K != 0 or lengths or bounds or mask
+    return C.WINDOW is not None or bounds, not mask, C.CAUSAL or ragged
+
+
+@jit
+def keys_of_head(k_ptr, v_ptr, row, kv_head, C: tl.constexpr):
+    """Where keys and values of a head begin, from a row on."""
+    k_at = k_ptr + (row * C.HEADS + kv_head) * C.H
+    v_at = v_ptr + (row * C.HEADS + kv_head) * C.HV
+    return k_at, v_at
 
 
 @jit
@@ -28,13 +45,13 @@ def of_head(ptr, batch, n, BATCH_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr
 
 
 @jit
-def ranges(
-    start, stop, whole_start, whole_stop, bounds_ptr, at_bounds, BLOCK: tl.constexpr
-):
+def ranges(may, must, mask_ptr, bounds_ptr, at_bounds, BLOCK: tl.constexpr):
     """The blocks to visit: [first, last), of these [whole, whole_end) without a mask.
 
-    From the rows that some pair, and that all pairs, may see.
+    From the first and the last of the rows that some pair `may`, that all `must` see.
     """
+    start, stop = may
+    whole_start, whole_stop = must
     first = tl.maximum(start, 0) // BLOCK
     last = (tl.maximum(stop, 0) + BLOCK - 1) // BLOCK
     whole = (tl.maximum(whole_start, 0) + BLOCK - 1) // BLOCK
@@ -46,6 +63,8 @@ def ranges(
         last = tl.minimum(last, tl.load(bounds_ptr + at_bounds * 4 + 3))
     whole = tl.minimum(tl.maximum(whole, first), last)
     whole_end = tl.maximum(tl.minimum(whole_end, last), whole)
+    if mask_ptr is not None:
+        whole, whole_end = first, first
     return first, whole, whole_end, last
 
 
@@ -54,6 +73,7 @@ def key_ranges(
     row,
     offset,
     length,
+    mask_ptr,
     bounds_ptr,
     at_bounds,
     C: tl.constexpr,
@@ -69,7 +89,8 @@ def key_ranges(
     if C.WINDOW is not None:
         start = position - C.WINDOW + 1
         whole_start = position + BLOCK_Q - C.WINDOW
-    return ranges(start, stop, whole_start, whole_stop, bounds_ptr, at_bounds, BLOCK_K)
+    may, must = (start, stop), (whole_start, whole_stop)
+    return ranges(may, must, mask_ptr, bounds_ptr, at_bounds, BLOCK_K)
 
 
 @jit
@@ -77,6 +98,7 @@ def query_ranges(
     column,
     offset,
     length,
+    mask_ptr,
     bounds_ptr,
     at_bounds,
     C: tl.constexpr,
@@ -93,7 +115,8 @@ def query_ranges(
         whole_stop = tl.minimum(C.T, column + C.WINDOW - offset)
     stop = tl.where(column < length, stop, 0)
     whole_stop = tl.where(column + BLOCK_K <= length, whole_stop, 0)
-    return ranges(start, stop, whole_start, whole_stop, bounds_ptr, at_bounds, BLOCK_Q)
+    may, must = (start, stop), (whole_start, whole_stop)
+    return ranges(may, must, mask_ptr, bounds_ptr, at_bounds, BLOCK_Q)
 
 
 @jit

@@ -139,6 +139,32 @@ def stacked(parts, START: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexp
 
 
 @gluon_jit
+def load_words(
+    LOADS: gl.constexpr,
+    COUNT: gl.constexpr,
+    main,
+    behind,
+    lane,
+    RUN: gl.constexpr,
+    SECOND: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """COUNT words of a lane: of its run, and of the planes behind."""
+    return gl.inline_asm_elementwise(
+        LOADS,
+        registers("r", COUNT, 3),
+        [
+            main,
+            behind + lane * run_behind(RUN, FORMAT, 0),
+            behind + lane * run_behind(RUN, FORMAT, 1) + plane_at(SECOND, FORMAT, 1),
+        ],
+        dtype=types_of(gl.int32, COUNT),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon_jit
 def key_block(shared, table, P: gl.constexpr):
     """Levels of keys as [warps, tokens, parts, 4 lanes, dims of a lane]."""
     PART: gl.constexpr = nth_part(P, 0)
@@ -157,18 +183,8 @@ def key_block(shared, table, P: gl.constexpr):
     WORDS: gl.constexpr = BLOCK // 8 * (H * FORMAT.width // 128)
     PLANES: gl.constexpr = len(planes_of(FORMAT))
     LOADED: gl.constexpr = WORDS * (1 + PLANES)
-    loaded = gl.inline_asm_elementwise(
-        key_loads(PART, SECOND, BLOCK, RUN, FORMAT),
-        registers("r", LOADED, 3),
-        [
-            main,
-            behind + lane * run_behind(RUN, FORMAT, 0),
-            behind + lane * run_behind(RUN, FORMAT, 1) + plane_at(SECOND, FORMAT, 1),
-        ],
-        dtype=types_of(gl.int32, LOADED),
-        is_pure=False,
-        pack=1,
-    )
+    LOADS: gl.constexpr = key_loads(PART, SECOND, BLOCK, RUN, FORMAT)
+    loaded = load_words(LOADS, LOADED, main, behind, lane, RUN, SECOND, FORMAT)
     COUNT: gl.constexpr = 32 // FORMAT.width
     operands = (stacked(loaded, 0, 1, WORDS),)
     if FORMAT.together > 0:
@@ -213,18 +229,8 @@ def value_block(shared, table, P: gl.constexpr):
     WORDS: gl.constexpr = BLOCK // 4 * (HV * FORMAT.width // 256)
     PLANES: gl.constexpr = len(planes_of(FORMAT))
     LOADED: gl.constexpr = WORDS * (1 + PLANES)
-    loaded = gl.inline_asm_elementwise(
-        value_loads(PART, SECOND, BLOCK, RUN, FORMAT),
-        registers("r", LOADED, 3),
-        [
-            main,
-            behind + lane * run_behind(RUN, FORMAT, 0),
-            behind + lane * run_behind(RUN, FORMAT, 1) + plane_at(SECOND, FORMAT, 1),
-        ],
-        dtype=types_of(gl.int32, LOADED),
-        is_pure=False,
-        pack=1,
-    )
+    LOADS: gl.constexpr = value_loads(PART, SECOND, BLOCK, RUN, FORMAT)
+    loaded = load_words(LOADS, LOADED, main, behind, lane, RUN, SECOND, FORMAT)
     operands = stacked(loaded, 0, 2, WORDS), stacked(loaded, 1, 2, WORDS)
     COUNT: gl.constexpr = 64 // FORMAT.width
     if FORMAT.together > 0:

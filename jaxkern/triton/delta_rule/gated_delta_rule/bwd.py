@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import like, sparse_call
+from jaxkern.triton.delta_rule.constants import Constants
 from jaxkern.triton.delta_rule.gated_delta_rule import fwd
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
@@ -35,6 +36,20 @@ def unsupported(dout: Any, **named: Any) -> str | None:
     return None
 
 
+def results_of_walks(key, value, initial_state) -> dict[str, Any]:
+    """What walks both ways leave: states before chunks and d, D after them and dr."""
+    b, t, _, h = key.shape
+    n, hv = value.shape[2:]
+    states = jax.ShapeDtypeStruct((b, n, -(-t // CHUNK), hv, h), key.dtype)
+    return {
+        "states_ptr": states,
+        "written_ptr": like(value),
+        "dstates_ptr": states,
+        "dr_ptr": like(value),
+        "dinitial_ptr": like(initial_state),
+    }
+
+
 def gated_delta_rule_bwd(
     query, key, value, g, beta, initial_state, dout, dfinal_state, *, scale, chunk_size
 ) -> tuple[jax.Array | None, ...]:
@@ -45,11 +60,9 @@ def gated_delta_rule_bwd(
     matrices, vectors, ends = chunk_matrices(
         query, key, g, beta, scale=scale, backward=True
     )
-    shape = dict(T=t, GROUP=n // k, H=h, HV=hv, SCALE=scale)
+    shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = 2 * -(-hv // fwd.COLUMNS) * b * n
-    named = shape | {"NUM_HEADS": n}
-    kernel, constants = fwd.walk_of(named, programs, backward=True)
-    states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
+    kernel, constants = fwd.walk_of(shape, programs, backward=True)
     found: Any = sparse_call(
         kernel,
         (programs,),
@@ -64,18 +77,13 @@ def gated_delta_rule_bwd(
             "dout_ptr": dout,
             "dfinal_ptr": dfinal_state,
         },
-        {
-            "states_ptr": states,
-            "written_ptr": like(value),
-            "dstates_ptr": states,
-            "dr_ptr": like(value),
-            "dinitial_ptr": like(initial_state),
-        },
+        results_of_walks(key, value, initial_state),
         constants,
     )
     states, written, dstates, dr, dinitial = found
-    sizes = gradient_sizes(h, hv)
-    of_pairs: dict[str, Any] = sizes | {"BLOCK_H": max(16, next_power_of_2(h))}
+    most = 64 if bridge.max_shared_bytes() < fwd.MUCH_SHARED else 128
+    room = max(16, next_power_of_2(h))
+    block, columns = (min(most, max(16, next_power_of_2(d))) for d in (h, hv))
     sums = jax.ShapeDtypeStruct(g.shape, jnp.float32)
     dvalue, tiles, dg, dbeta = bridge.triton_call(
         pairs_kernel,
@@ -89,11 +97,11 @@ def gated_delta_rule_bwd(
         dr,
         out=[like(value), like(matrices), sums, sums],
         grid=(b * n, chunks),
-        NUM_HEADS=n,
-        **shape,
-        **of_pairs,
+        num_warps=4,
+        num_stages=1,
+        C=Constants(**shape, BLOCK_H=room, BLOCK_V=columns),
     )
-    parts = -(-h // sizes["BLOCK_H"])
+    parts = -(-h // block)
     dquery, dkey, dg_parts, dbeta_parts = bridge.triton_call(
         tokens_kernel,
         query,
@@ -113,22 +121,11 @@ def gated_delta_rule_bwd(
             jax.ShapeDtypeStruct((parts, *g.shape), jnp.float32),
         ],
         grid=(2 * parts * b * k, chunks),
-        NUM_KEY_HEADS=k,
-        **shape,
-        **sizes,
+        num_warps=4,
+        num_stages=1,
+        C=Constants(**shape, BLOCK_H=block, BLOCK_V=columns),
     )
     # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
     dg = jnp.where(g < LEAST, 0.0, dg + dg_parts.sum(0)).astype(g.dtype)
     dbeta = (dbeta + dbeta_parts.sum(0)).astype(beta.dtype)
     return dquery, dkey, dvalue, dg, dbeta, dinitial
-
-
-def gradient_sizes(h: int, hv: int) -> dict[str, Any]:
-    """Of the programs that have one chunk."""
-    most = 64 if bridge.max_shared_bytes() < fwd.MUCH_SHARED else 128
-    return {
-        "BLOCK_H": min(most, max(16, next_power_of_2(h))),
-        "BLOCK_V": min(most, max(16, next_power_of_2(hv))),
-        "num_warps": 4,
-        "num_stages": 1,
-    }

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import sparse_call
+from jaxkern.triton.delta_rule.constants import Constants
 from jaxkern.triton.delta_rule.gated_delta_rule import hopper_walk, walk
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
@@ -64,7 +65,7 @@ def unsupported(
 def walk_of(
     shape: dict[str, Any], programs: int, backward: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """(the kernel of a walk, its constants).
+    """(the kernel of a walk, its constants) for a `shape` without blocks.
 
     As measured on an H200: forward the walk written for it is faster where a program
     has a multiprocessor alone, and the other where two share one. Backward two of the
@@ -89,9 +90,12 @@ def walk_of(
             kernel = hopper_walk.hopper_both_ways_kernel
         return kernel, {"P": known, "num_warps": 4, "num_stages": 1}
     fits = h <= 128 or not backward
-    sizes = {"BLOCK_H": room, "BLOCK_V": COLUMNS, "num_stages": 2 if fits else 1}
     kernel = walk.both_ways_kernel if backward else walk.forward_kernel
-    return kernel, shape | sizes | {"num_warps": 4 if h <= 128 else 8}
+    return kernel, {
+        "C": Constants(**shape, BLOCK_H=room, BLOCK_V=COLUMNS),
+        "num_warps": 4 if h <= 128 else 8,
+        "num_stages": 2 if fits else 1,
+    }
 
 
 def gated_delta_rule(

@@ -13,6 +13,8 @@ The first leaves dqk and W + W^T, a program for the chunk of a value head. In th
 second a program has the chunk of a key head, for dq or for dk, and sums over the value
 heads in registers. W^T is computed turned: compilers have turned results of the matrix
 units wrongly. dg is a sum of parts: each kernel sums its share over the tokens after.
+
+C is the problem's Constants. A gradient gets its `operands` and `results` as tuples.
 """
 
 from jaxkern.gpu.triton_call import jit, tl
@@ -68,26 +70,20 @@ def pairs_kernel(
     tiles_ptr,
     dg_ptr,
     dbeta_ptr,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr,
+    C: tl.constexpr,
 ):
     CHUNK: tl.constexpr = 64
-    NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    HV: tl.constexpr = C.HV
+    BLOCK_V: tl.constexpr = C.BLOCK_V
     chunk = tl.program_id(1)
-    b = (tl.program_id(0) // NUM_HEADS).to(tl.int64)
-    head = tl.program_id(0) % NUM_HEADS
+    b = (tl.program_id(0) // C.NUM_HEADS).to(tl.int64)
+    head = tl.program_id(0) % C.NUM_HEADS
     place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
     token = tl.arange(0, CHUNK)
-    tokens = b * T + chunk * CHUNK + token
-    inside = chunk * CHUNK + token < T
-    rows = tokens * NUM_HEADS + head
-    key_rows = tokens * NUM_KEY_HEADS + head // GROUP
+    tokens = b * C.T + chunk * CHUNK + token
+    inside = chunk * CHUNK + token < C.T
+    rows = tokens * C.NUM_HEADS + head
+    key_rows = tokens * C.NUM_KEY_HEADS + head // C.GROUP
     total = running_decay(g_ptr, rows, inside)
     beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
     dbeta = tl.zeros((CHUNK,), tl.float32)
@@ -109,13 +105,13 @@ def pairs_kernel(
         dkk_turned = tl.dot(d, tl.trans(dr), dkk_turned)
         dout = load_tokens(dout_ptr, rows, inside, columns, HV)
         dqk = tl.dot(dout, tl.trans(d), dqk)
-    h = tl.arange(0, BLOCK_H)
-    key = load_tokens(key_ptr, key_rows, inside, h, H)
-    query = load_tokens(query_ptr, key_rows, inside, h, H)
+    h = tl.arange(0, C.BLOCK_H)
+    key = load_tokens(key_ptr, key_rows, inside, h, C.H)
+    query = load_tokens(query_ptr, key_rows, inside, h, C.H)
     row, column = token[:, None], token[None, :]
     between = decay_between(total[:, None], total[None, :], row >= column)
     tile = tiles_ptr + place * 2 * CHUNK * CHUNK + row * CHUNK + column
-    dqk *= SCALE * between
+    dqk *= C.SCALE * between
     tl.store(tile, dqk.to(tiles_ptr.dtype.element_ty))
     pairs = dqk * tl.dot(query, tl.trans(key))
     on_written = tl.sum(tl.where(row == column, dkk, 0.0), 1)
@@ -135,98 +131,73 @@ def pairs_kernel(
 
 
 @jit
-def gradient_of_query(
-    query_ptr,
-    key_ptr,
-    g_ptr,
-    dout_ptr,
-    states_ptr,
-    tiles_ptr,
-    dquery_ptr,
-    dg_ptr,
-    chunk,
-    b,
-    k,
-    h,
-    T: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr,
-):
+def keys_of_chunk(query_ptr, key_ptr, chunk, b, k, h, C: tl.constexpr):
+    """(tokens of a chunk, which there are, rows, queries and keys of a key head)."""
+    token = tl.arange(0, 64)
+    tokens = b * C.T + chunk * 64 + token
+    inside = chunk * 64 + token < C.T
+    key_rows = tokens * C.NUM_KEY_HEADS + k
+    query = load_tokens(query_ptr, key_rows, inside, h, C.H)
+    key = load_tokens(key_ptr, key_rows, inside, h, C.H)
+    return tokens, inside, key_rows, query, key
+
+
+@jit
+def store_gradient(ptr, gradient, rows, inside, h, H: tl.constexpr):
+    at = rows[:, None] * H + h[None, :]
+    present = inside[:, None] & (h < H)[None, :]
+    tl.store(ptr + at, gradient.to(ptr.dtype.element_ty), present)
+
+
+@jit
+def gradient_of_query(operands, results, chunk, b, k, h, C: tl.constexpr):
     CHUNK: tl.constexpr = 64
-    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
-    NUM_HEADS: tl.constexpr = NUM_KEY_HEADS * GROUP
+    HV: tl.constexpr = C.HV
+    BLOCK_H: tl.constexpr = C.BLOCK_H
+    BLOCK_V: tl.constexpr = C.BLOCK_V
+    query_ptr, key_ptr, g_ptr, dout_ptr, states_ptr, tiles_ptr = operands
+    dquery_ptr, dg_ptr = results
+    tokens, inside, key_rows, query, key = keys_of_chunk(
+        query_ptr, key_ptr, chunk, b, k, h, C
+    )
     token = tl.arange(0, CHUNK)
-    tokens = b * T + chunk * CHUNK + token
-    inside = chunk * CHUNK + token < T
-    key_rows = tokens * NUM_KEY_HEADS + k
-    query = load_tokens(query_ptr, key_rows, inside, h, H)
-    key = load_tokens(key_ptr, key_rows, inside, h, H)
     dquery = tl.zeros((CHUNK, BLOCK_H), tl.float32)
-    for v in range(GROUP):
-        head = k * GROUP + v
-        rows = tokens * NUM_HEADS + head
-        place = (b * NUM_HEADS + head) * CHUNKS + chunk
+    for v in range(C.GROUP):
+        head = k * C.GROUP + v
+        rows = tokens * C.NUM_HEADS + head
+        place = (b * C.NUM_HEADS + head) * C.CHUNKS + chunk
         from_start = tl.exp(running_decay(g_ptr, rows, inside))
         read = tl.zeros((CHUNK, BLOCK_H), tl.float32)
         for first in tl.static_range(0, HV, BLOCK_V):
             columns = first + tl.arange(0, BLOCK_V)
             dout = load_tokens(dout_ptr, rows, inside, columns, HV)
-            state = load_state(states_ptr, place, columns, h, H, HV)
+            state = load_state(states_ptr, place, columns, h, C.H, HV)
             read = tl.dot(dout, state, read)
-        read *= SCALE * from_start[:, None]
+        read *= C.SCALE * from_start[:, None]
         dtotal = tl.sum(read * query.to(tl.float32), 1)
         tl.store(dg_ptr + rows, tl.cumsum(dtotal, 0, reverse=True), inside)
         dquery = tl.dot(load_tile(tiles_ptr, place, token, 0), key, dquery + read)
-    at = key_rows[:, None] * H + h[None, :]
-    present = inside[:, None] & (h < H)[None, :]
-    tl.store(dquery_ptr + at, dquery.to(dquery_ptr.dtype.element_ty), present)
+    store_gradient(dquery_ptr, dquery, key_rows, inside, h, C.H)
 
 
 @jit
-def gradient_of_key(
-    query_ptr,
-    key_ptr,
-    g_ptr,
-    beta_ptr,
-    states_ptr,
-    written_ptr,
-    dstates_ptr,
-    dr_ptr,
-    tiles_ptr,
-    dkey_ptr,
-    dg_ptr,
-    dbeta_ptr,
-    chunk,
-    b,
-    k,
-    h,
-    T: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def gradient_of_key(operands, walked, results, chunk, b, k, h, C: tl.constexpr):
     CHUNK: tl.constexpr = 64
-    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
-    NUM_HEADS: tl.constexpr = NUM_KEY_HEADS * GROUP
+    HV: tl.constexpr = C.HV
+    BLOCK_H: tl.constexpr = C.BLOCK_H
+    BLOCK_V: tl.constexpr = C.BLOCK_V
+    query_ptr, key_ptr, g_ptr, beta_ptr = operands
+    states_ptr, written_ptr, dstates_ptr, dr_ptr, tiles_ptr = walked
+    dkey_ptr, dg_ptr, dbeta_ptr = results
+    tokens, inside, key_rows, query, key = keys_of_chunk(
+        query_ptr, key_ptr, chunk, b, k, h, C
+    )
     token = tl.arange(0, CHUNK)
-    tokens = b * T + chunk * CHUNK + token
-    inside = chunk * CHUNK + token < T
-    key_rows = tokens * NUM_KEY_HEADS + k
-    query = load_tokens(query_ptr, key_rows, inside, h, H)
-    key = load_tokens(key_ptr, key_rows, inside, h, H)
     dkey = tl.zeros((CHUNK, BLOCK_H), tl.float32)
-    for v in range(GROUP):
-        head = k * GROUP + v
-        rows = tokens * NUM_HEADS + head
-        place = (b * NUM_HEADS + head) * CHUNKS + chunk
+    for v in range(C.GROUP):
+        head = k * C.GROUP + v
+        rows = tokens * C.NUM_HEADS + head
+        place = (b * C.NUM_HEADS + head) * C.CHUNKS + chunk
         total = running_decay(g_ptr, rows, inside)
         beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
         end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
@@ -235,8 +206,8 @@ def gradient_of_key(
         for first in tl.static_range(0, HV, BLOCK_V):
             columns = first + tl.arange(0, BLOCK_V)
             dr = load_tokens(dr_ptr, rows, inside, columns, HV)
-            state = load_state(states_ptr, place, columns, h, H, HV)
-            dstate = load_state(dstates_ptr, place, columns, h, H, HV)
+            state = load_state(states_ptr, place, columns, h, C.H, HV)
+            dstate = load_state(dstates_ptr, place, columns, h, C.H, HV)
             across += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
             products = tl.dot(dr, state, products)
         products *= tl.exp(total)[:, None]  # erased
@@ -246,7 +217,7 @@ def gradient_of_key(
         for first in tl.static_range(0, HV, BLOCK_V):
             columns = first + tl.arange(0, BLOCK_V)
             d = load_tokens(written_ptr, rows, inside, columns, HV)
-            dstate = load_state(dstates_ptr, place, columns, h, H, HV)
+            dstate = load_state(dstates_ptr, place, columns, h, C.H, HV)
             products = tl.dot(d, dstate, products)
         products *= tl.exp(end - total)[:, None]  # stored
         to_state = tl.sum(products * key.to(tl.float32), 1)
@@ -259,9 +230,7 @@ def gradient_of_key(
         tl.store(dg_ptr + rows, dg, inside)
         dbeta = tl.where(is_strong(beta), 0.0, -on_key)
         tl.store(dbeta_ptr + rows, dbeta, inside)
-    at = key_rows[:, None] * H + h[None, :]
-    present = inside[:, None] & (h < H)[None, :]
-    tl.store(dkey_ptr + at, dkey.to(dkey_ptr.dtype.element_ty), present)
+    store_gradient(dkey_ptr, dkey, key_rows, inside, h, C.H)
 
 
 @jit
@@ -280,68 +249,33 @@ def tokens_kernel(
     dkey_ptr,
     dg_ptr,
     dbeta_ptr,
-    T: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Part 2 i of dg comes from block i of the dims of queries, 2 i + 1 of keys."""
-    PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    PARTS: tl.constexpr = (C.H + C.BLOCK_H - 1) // C.BLOCK_H
     which = tl.program_id(0) % (2 * PARTS)
     row = tl.program_id(0) // (2 * PARTS)
-    b, k = (row // NUM_KEY_HEADS).to(tl.int64), row % NUM_KEY_HEADS
-    h = which // 2 * BLOCK_H + tl.arange(0, BLOCK_H)
-    tokens = (tl.num_programs(0) // (2 * PARTS)).to(tl.int64) * GROUP * T
+    b, k = (row // C.NUM_KEY_HEADS).to(tl.int64), row % C.NUM_KEY_HEADS
+    h = which // 2 * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
+    tokens = (tl.num_programs(0) // (2 * PARTS)).to(tl.int64) * C.GROUP * C.T
     if which % 2 == 0:
         gradient_of_query(
-            query_ptr,
-            key_ptr,
-            g_ptr,
-            dout_ptr,
-            states_ptr,
-            tiles_ptr,
-            dquery_ptr,
-            dg_ptr + which * tokens,
+            (query_ptr, key_ptr, g_ptr, dout_ptr, states_ptr, tiles_ptr),
+            (dquery_ptr, dg_ptr + which * tokens),
             tl.program_id(1),
             b,
             k,
             h,
-            T,
-            NUM_KEY_HEADS,
-            GROUP,
-            H,
-            HV,
-            BLOCK_H,
-            BLOCK_V,
-            SCALE,
+            C,
         )
     else:
         gradient_of_key(
-            query_ptr,
-            key_ptr,
-            g_ptr,
-            beta_ptr,
-            states_ptr,
-            written_ptr,
-            dstates_ptr,
-            dr_ptr,
-            tiles_ptr,
-            dkey_ptr,
-            dg_ptr + which * tokens,
-            dbeta_ptr + which // 2 * tokens,
+            (query_ptr, key_ptr, g_ptr, beta_ptr),
+            (states_ptr, written_ptr, dstates_ptr, dr_ptr, tiles_ptr),
+            (dkey_ptr, dg_ptr + which * tokens, dbeta_ptr + which // 2 * tokens),
             tl.program_id(1),
             b,
             k,
             h,
-            T,
-            NUM_KEY_HEADS,
-            GROUP,
-            H,
-            HV,
-            BLOCK_H,
-            BLOCK_V,
+            C,
         )

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compute_capability, next_power_of_2
 from jaxkern.gpu.triton_call import like, sparse_call
+from jaxkern.triton.delta_rule.constants import Constants
+from jaxkern.triton.delta_rule.gated_delta_rule.bwd import results_of_walks
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import CHUNK
 from jaxkern.triton.delta_rule.kimi_delta_attention import fwd
 from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import chunk_parts
@@ -44,7 +46,6 @@ def kimi_delta_attention_bwd(
     chunks = -(-t // CHUNK)
     parts = chunk_parts(query, key, g, beta, scale=scale, backward=True)
     total = parts.pop("total_ptr")
-    states = jax.ShapeDtypeStruct((b, n, chunks, hv, h), key.dtype)
     found: Any = sparse_call(
         kimi_both_ways_kernel,
         (2 * fwd.programs(b * n, hv),),
@@ -55,17 +56,12 @@ def kimi_delta_attention_bwd(
             "dout_ptr": dout,
             "dfinal_ptr": dfinal_state,
         },
-        {
-            "states_ptr": states,
-            "written_ptr": like(value),
-            "dstates_ptr": states,
-            "dr_ptr": like(value),
-            "dinitial_ptr": like(initial_state),
-        },
-        fwd.walk_constants(t, n, h, hv, scale),
+        results_of_walks(key, value, initial_state),
+        fwd.walk_constants(key, value, scale),
     )
     states, written, dstates, dr, dinitial = found
-    shape = dict(T=t, NUM_HEADS=n, HV=hv, SCALE=scale)
+    shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
+    columns = max(16, min(64, next_power_of_2(hv)))
     tiles = jax.ShapeDtypeStruct((b, n, chunks, 3, CHUNK, CHUNK), key.dtype)
     d, dvalue, tiles, dbeta = bridge.triton_call(
         kimi_pairs_kernel,
@@ -77,8 +73,7 @@ def kimi_delta_attention_bwd(
         grid=(b * n, chunks),
         num_warps=4,
         num_stages=2,
-        BLOCK_V=max(16, min(64, next_power_of_2(hv))),
-        **shape,
+        C=Constants(**shape, BLOCK_H=h, BLOCK_V=columns),
     )
     # of each value head: those that share a key head are added up
     wide = key.dtype if n == k else jnp.float32
@@ -102,11 +97,7 @@ def kimi_delta_attention_bwd(
         grid=(b * n, chunks, -(-h // block)),
         num_warps=8,
         num_stages=stages,
-        GROUP=n // k,
-        H=h,
-        BLOCK_H=block,
-        BLOCK_V=max(16, min(64, next_power_of_2(hv))),
-        **shape,
+        C=Constants(**shape, BLOCK_H=block, BLOCK_V=columns),
     )
     dquery, dkey = (
         x.reshape(b, t, k, n // k, h).sum(3).astype(y.dtype)

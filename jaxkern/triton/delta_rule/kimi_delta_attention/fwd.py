@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.device import compute_capability, next_power_of_2
 from jaxkern.gpu.triton_call import sparse_call
+from jaxkern.triton.delta_rule.constants import Constants
 from jaxkern.triton.delta_rule.gated_delta_rule import fwd as gated_delta_rule
 from jaxkern.triton.delta_rule.kimi_delta_attention.chunk_parts import chunk_parts
 from jaxkern.triton.delta_rule.kimi_delta_attention.walk import kimi_forward_kernel
@@ -35,8 +36,7 @@ def kimi_delta_attention(
     query, key, value, g, beta, initial_state, *, scale, chunk_size
 ) -> tuple[jax.Array | None, ...]:
     del chunk_size  # the same function up to rounding
-    b, t, _, h = key.shape
-    n, hv = value.shape[2:]
+    (b, *_, h), (n, hv) = key.shape, value.shape[2:]
     parts = chunk_parts(query, key, g, beta, scale=scale)
     for name in ("total_ptr", "ends_ptr"):
         del parts[name]
@@ -49,7 +49,7 @@ def kimi_delta_attention(
             "out_ptr": jax.ShapeDtypeStruct(value.shape, value.dtype),
             "final_ptr": jax.ShapeDtypeStruct((b, n, h, hv), kept),
         },
-        walk_constants(t, n, h, hv, scale),
+        walk_constants(key, value, scale),
     )
 
 
@@ -65,15 +65,9 @@ def programs(heads: int, hv: int) -> int:
     return -(-hv // columns()) * heads
 
 
-def walk_constants(t: int, n: int, h: int, hv: int, scale: float) -> dict[str, Any]:
-    return {
-        "T": t,
-        "NUM_HEADS": n,
-        "H": h,
-        "HV": hv,
-        "SCALE": scale,
-        "BLOCK_H": max(16, next_power_of_2(h)),
-        "BLOCK_V": columns(),
-        "num_warps": 4,
-        "num_stages": 2,
-    }
+def walk_constants(key: jax.Array, value: jax.Array, scale: float) -> dict[str, Any]:
+    _, t, k, h = key.shape
+    n, hv = value.shape[2:]
+    room = max(16, next_power_of_2(h))
+    known = Constants(t, n, n // k, h, hv, room, columns(), scale)
+    return {"C": known, "num_warps": 4, "num_stages": 2}

@@ -17,6 +17,7 @@ took, rounded, and so cancel to float32.
 
 A program of the second has the chunk of a value head and some channels. dkk^T and dqk^T
 are computed or read turned: compilers have turned results of the matrix units wrongly.
+C is the problem's Constants.
 """
 
 from jaxkern.gpu.triton_call import jit, tl
@@ -58,23 +59,19 @@ def kimi_pairs_kernel(
     dvalue_ptr,
     tiles_ptr,
     dbeta_ptr,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HV: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr,
+    C: tl.constexpr,
 ):
     CHUNK: tl.constexpr = 64
     dtype = dout_ptr.dtype.element_ty
     token = tl.arange(0, CHUNK)
-    place, head, tokens, inside = chunk_of_program(T, NUM_HEADS)
-    rows = tokens * NUM_HEADS + head
+    place, head, tokens, inside = chunk_of_program(C.T, C.NUM_HEADS)
+    rows = tokens * C.NUM_HEADS + head
     beta = tl.load(beta_ptr + rows, inside, 0.0).to(tl.float32)
     dbeta = tl.zeros((CHUNK,), tl.float32)
-    for first in range(0, HV, BLOCK_V):
-        columns = first + tl.arange(0, BLOCK_V)
-        present = inside[:, None] & (columns < HV)[None, :]
-        at = rows[:, None] * HV + columns[None, :]
+    for first in range(0, C.HV, C.BLOCK_V):
+        columns = first + tl.arange(0, C.BLOCK_V)
+        present = inside[:, None] & (columns < C.HV)[None, :]
+        at = rows[:, None] * C.HV + columns[None, :]
         y = tl.load(written_ptr + at, present, 0.0).to(tl.float32)
         dr = tl.load(dr_ptr + at, present, 0.0).to(tl.float32)
         dbeta += tl.sum(y * dr, 1)
@@ -84,11 +81,11 @@ def kimi_pairs_kernel(
     tl.debug_barrier()  # all of this program is stored before it is read
     row, column = token[:, None], token[None, :]
     tile = tiles_ptr + place * 3 * CHUNK * CHUNK + row * CHUNK + column
-    dqk, turned = products(dout_ptr, d_ptr, rows, inside, HV, BLOCK_V)
-    tl.store(tile, tl.where(row >= column, SCALE * dqk, 0.0).to(dtype))
-    turned = tl.where(row < column, SCALE * turned, 0.0)
+    dqk, turned = products(dout_ptr, d_ptr, rows, inside, C.HV, C.BLOCK_V)
+    tl.store(tile, tl.where(row >= column, C.SCALE * dqk, 0.0).to(dtype))
+    turned = tl.where(row < column, C.SCALE * turned, 0.0)
     tl.store(tile + 2 * CHUNK * CHUNK, turned.to(dtype))
-    dkk, turned = products(dvalue_ptr, d_ptr, rows, inside, HV, BLOCK_V)
+    dkk, turned = products(dvalue_ptr, d_ptr, rows, inside, C.HV, C.BLOCK_V)
     dkk = tl.where(row > column, -1.0 * dkk, 0.0)
     dkk += tl.where(row < column, -1.0 * turned, 0.0)
     tl.store(tile + CHUNK * CHUNK, dkk.to(dtype))
@@ -109,46 +106,40 @@ def kimi_tokens_kernel(
     dquery_ptr,
     dkey_ptr,
     dg_ptr,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SCALE: tl.constexpr,
+    C: tl.constexpr,
 ):
     """dquery and dkey of each value head."""
     CHUNK: tl.constexpr = 64
+    BLOCK_H: tl.constexpr = C.BLOCK_H
     dtype = key_ptr.dtype.element_ty
     token = tl.arange(0, CHUNK)
-    place, head, tokens, inside = chunk_of_program(T, NUM_HEADS)
+    place, head, tokens, inside = chunk_of_program(C.T, C.NUM_HEADS)
     h = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    rows = tokens * NUM_HEADS + head
-    key_rows = tokens * (NUM_HEADS // GROUP) + head // GROUP
-    total_ptr += place * CHUNK * H
+    rows = tokens * C.NUM_HEADS + head
+    key_rows = tokens * C.NUM_KEY_HEADS + head // C.GROUP
+    total_ptr += place * CHUNK * C.H
 
     dread = tl.zeros((CHUNK, BLOCK_H), tl.float32)
     derase = tl.zeros((CHUNK, BLOCK_H), tl.float32)
     dstore = tl.zeros((CHUNK, BLOCK_H), tl.float32)
     dacross = tl.zeros((BLOCK_H,), tl.float32)
-    for first in range(0, HV, BLOCK_V):
-        columns = first + tl.arange(0, BLOCK_V)
-        state = load_state(states_ptr, place, columns, h, H, HV)
-        dread = tl.dot(load_tokens(dout_ptr, rows, inside, columns, HV), state, dread)
-        dvalue = load_tokens(dvalue_ptr, rows, inside, columns, HV)
+    for first in range(0, C.HV, C.BLOCK_V):
+        columns = first + tl.arange(0, C.BLOCK_V)
+        state = load_state(states_ptr, place, columns, h, C.H, C.HV)
+        dread = tl.dot(load_tokens(dout_ptr, rows, inside, columns, C.HV), state, dread)
+        dvalue = load_tokens(dvalue_ptr, rows, inside, columns, C.HV)
         derase = tl.dot(dvalue, state, derase)
-        dstate = load_state(dstates_ptr, place, columns, h, H, HV)
-        d = load_tokens(d_ptr, rows, inside, columns, HV)
+        dstate = load_state(dstates_ptr, place, columns, h, C.H, C.HV)
+        d = load_tokens(d_ptr, rows, inside, columns, C.HV)
         dstore = tl.dot(d, dstate, dstore)
         dacross += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
 
-    there = (h < H)[None, :]
-    total = tl.load(total_ptr + token[:, None] * H + h[None, :], there, 0.0)
-    end = tl.load(total_ptr + (CHUNK - 1) * H + h, h < H, 0.0)
-    query = load_tokens(query_ptr, key_rows, inside, h, H)
-    key = load_tokens(key_ptr, key_rows, inside, h, H)
-    dquery = SCALE * dread * tl.exp(total)
+    there = (h < C.H)[None, :]
+    total = tl.load(total_ptr + token[:, None] * C.H + h[None, :], there, 0.0)
+    end = tl.load(total_ptr + (CHUNK - 1) * C.H + h, h < C.H, 0.0)
+    query = load_tokens(query_ptr, key_rows, inside, h, C.H)
+    key = load_tokens(key_ptr, key_rows, inside, h, C.H)
+    dquery = C.SCALE * dread * tl.exp(total)
     dkey = -1.0 * derase * tl.exp(total)
     dtotal = dquery * query.to(tl.float32) + dkey * key.to(tl.float32)
     dstore *= tl.exp(end[None, :] - total)
@@ -164,7 +155,7 @@ def kimi_tokens_kernel(
     dkey += itself * query.to(tl.float32)
     tile += token[:, None] * CHUNK + token[None, :]
     for level in range(1, 7):
-        decay = decay_to_middle(total, total_ptr, token, h, level, H)
+        decay = decay_to_middle(total, total_ptr, token, h, level, C.H)
         keys = (key.to(tl.float32) * decay).to(dtype)
         queries = (query.to(tl.float32) * decay).to(dtype)
         near = meets(token, level)
@@ -181,7 +172,7 @@ def kimi_tokens_kernel(
         later = is_second(token, level)[:, None]
         dtotal += tl.where(later, product, -product)
 
-    at = rows[:, None] * H + h[None, :]
+    at = rows[:, None] * C.H + h[None, :]
     present = inside[:, None] & there
     tl.store(dquery_ptr + at, dquery.to(dquery_ptr.dtype.element_ty), present)
     tl.store(dkey_ptr + at, dkey.to(dkey_ptr.dtype.element_ty), present)

@@ -13,8 +13,10 @@ of a group and some numbers of the state, for dc or for db, and sums over the he
 registers; in the third the chunk of a head. What all three have to do in one program
 fills no registers. (dqk)^T and (c b^T)^T are computed turned: compilers have turned
 results of the matrix units wrongly. dg, the gradient of step a, is a sum of parts.
+C is the problem's Constants.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -54,41 +56,35 @@ def walk(
     head,
     column,
     n,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    H: tl.constexpr,
-    STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    C: tl.constexpr,
     BACK: tl.constexpr,
 ):
     """Forth x and b make S of them; BACK, with dy and c in their places, D."""
-    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
     dtype = b_ptr.dtype.element_ty
-    token = tl.arange(0, CHUNK)
-    at = column[:, None] * STATE + n[None, :]
-    inside = (column < H)[:, None] & (n < STATE)[None, :]
+    token = tl.arange(0, C.CHUNK)
+    at = column[:, None] * C.STATE + n[None, :]
+    inside = (column < C.H)[:, None] & (n < C.STATE)[None, :]
     state = tl.zeros(at.shape, tl.float32)
     if first_ptr is not None:
-        state += tl.load(first_ptr + head * (H * STATE) + at, inside, 0.0).to(
+        state += tl.load(first_ptr + head * (C.H * C.STATE) + at, inside, 0.0).to(
             tl.float32
         )
-    for i in range(CHUNKS):
-        chunk = CHUNKS - 1 - i if BACK else i
-        here = (head * CHUNKS + chunk) * (H * STATE) + at
+    for i in range(C.CHUNKS):
+        chunk = C.CHUNKS - 1 - i if BACK else i
+        here = (head * C.CHUNKS + chunk) * (C.H * C.STATE) + at
         tl.store(states_ptr + here, state.to(dtype), inside)
-        rows = (chunk * CHUNK + token).to(tl.int64)
-        step, total = load_decays(step_ptr, starts_ptr, rows, a, T, NUM_HEADS)
-        end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
+        rows = (chunk * C.CHUNK + token).to(tl.int64)
+        step, total = load_decays(step_ptr, starts_ptr, rows, a, C.T, C.NUM_HEADS)
+        end = tl.sum(tl.where(token == C.CHUNK - 1, total, 0.0), 0)
         weight = tl.exp(total) if BACK else step * tl.exp(end - total)
-        b = load_rows(b_ptr, rows, n, T, NUM_GROUPS * STATE, STATE)
-        x_at = rows[None, :] * (NUM_HEADS * H) + column[:, None]
-        x_in = (rows < T)[None, :] & (column < H)[:, None]
+        b = load_rows(b_ptr, rows, n, C.T, C.NUM_GROUPS * C.STATE, C.STATE)
+        x_at = rows[None, :] * (C.NUM_HEADS * C.H) + column[:, None]
+        x_in = (rows < C.T)[None, :] & (column < C.H)[:, None]
         x = tl.load(x_ptr + x_at, x_in, 0.0).to(tl.float32) * weight[None, :]
         state = tl.dot(x.to(dtype), b, tl.exp(end) * state)
     if last_ptr is not None:
         last = state.to(last_ptr.dtype.element_ty)
-        tl.store(last_ptr + head * (H * STATE) + at, last, inside)
+        tl.store(last_ptr + head * (C.H * C.STATE) + at, last, inside)
 
 
 @jit
@@ -105,27 +101,19 @@ def walks_kernel(
     states_ptr,
     dstates_ptr,
     dinitial_ptr,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_STATE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    NUM_GROUPS: tl.constexpr = NUM_HEADS // GROUP
-    BLOCKS: tl.constexpr = (STATE + BLOCK_STATE - 1) // BLOCK_STATE
+    BLOCKS: tl.constexpr = (C.STATE + C.BLOCK_STATE - 1) // C.BLOCK_STATE
     place = tl.program_id(0).to(tl.int64)
-    row, head = place // NUM_HEADS, place % NUM_HEADS
-    column = tl.program_id(1) // BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
-    n = tl.program_id(1) % BLOCKS * BLOCK_STATE + tl.arange(0, BLOCK_STATE)
+    row, head = place // C.NUM_HEADS, place % C.NUM_HEADS
+    column = tl.program_id(1) // BLOCKS * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
+    n = tl.program_id(1) % BLOCKS * C.BLOCK_STATE + tl.arange(0, C.BLOCK_STATE)
     a = tl.load(a_ptr + head).to(tl.float32)
-    first = (row * T * NUM_HEADS + head) * H
-    of_group = (row * T * NUM_GROUPS + head // GROUP) * STATE
-    step_ptr += row * T * NUM_HEADS + head
+    first = (row * C.T * C.NUM_HEADS + head) * C.H
+    of_group = (row * C.T * C.NUM_GROUPS + head // C.GROUP) * C.STATE
+    step_ptr += row * C.T * C.NUM_HEADS + head
     if starts_ptr is not None:
-        starts_ptr += row * T
+        starts_ptr += row * C.T
     if tl.program_id(2) == 0:
         walk(
             x_ptr + first,
@@ -139,12 +127,7 @@ def walks_kernel(
             place,
             column,
             n,
-            T,
-            NUM_HEADS,
-            NUM_GROUPS,
-            H,
-            STATE,
-            CHUNK,
+            C,
             False,
         )
     else:
@@ -160,63 +143,51 @@ def walks_kernel(
             place,
             column,
             n,
-            T,
-            NUM_HEADS,
-            NUM_GROUPS,
-            H,
-            STATE,
-            CHUNK,
+            C,
             True,
         )
 
 
 @jit
 def gradient_of_tokens(
-    own_ptr,
-    other_ptr,
-    by_own_ptr,
-    by_other_ptr,
-    step_ptr,
-    a_ptr,
-    starts_ptr,
+    tokens,
+    by_tokens,
+    decays,
     states_ptr,
     grad_ptr,
     dg_ptr,
     first,
     n,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    C: tl.constexpr,
     HEADS: tl.constexpr,
-    H: tl.constexpr,
-    STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     OF_B: tl.constexpr,
 ):
     """Of c, whose tokens read what the `other` b stored; OF_B of b, the other way."""
-    NUM_GROUPS: tl.constexpr = NUM_HEADS // GROUP
-    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
+    own_ptr, other_ptr = tokens
+    by_own_ptr, by_other_ptr = by_tokens
+    step_ptr, a_ptr, starts_ptr = decays
+    CHUNK: tl.constexpr = C.CHUNK
+    H: tl.constexpr = C.H
     dtype = own_ptr.dtype.element_ty
-    token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
+    token, h = tl.arange(0, CHUNK), tl.arange(0, C.BLOCK_H)
     rows = (tl.program_id(1) * CHUNK + token).to(tl.int64)
-    own = load_rows(own_ptr, rows, n, T, NUM_GROUPS * STATE, STATE)
-    other = load_rows(other_ptr, rows, n, T, NUM_GROUPS * STATE, STATE)
+    own = load_rows(own_ptr, rows, n, C.T, C.NUM_GROUPS * C.STATE, C.STATE)
+    other = load_rows(other_ptr, rows, n, C.T, C.NUM_GROUPS * C.STATE, C.STATE)
     qk = tl.dot(own, tl.trans(other))
     grad = tl.zeros(own.shape, tl.float32)
     for v in range(HEADS):
         head = first + v
-        a = tl.load(a_ptr + head % NUM_HEADS).to(tl.float32)
-        at = head // NUM_HEADS * T * NUM_HEADS + head % NUM_HEADS
+        a = tl.load(a_ptr + head % C.NUM_HEADS).to(tl.float32)
+        at = head // C.NUM_HEADS * C.T * C.NUM_HEADS + head % C.NUM_HEADS
         starts = starts_ptr
         if starts_ptr is not None:
-            starts = starts_ptr + head // NUM_HEADS * T
-        step, total = load_decays(step_ptr + at, starts, rows, a, T, NUM_HEADS)
+            starts = starts_ptr + head // C.NUM_HEADS * C.T
+        step, total = load_decays(step_ptr + at, starts, rows, a, C.T, C.NUM_HEADS)
         end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
-        by_own = load_rows(by_own_ptr + at * H, rows, h, T, NUM_HEADS * H, H)
-        by_other = load_rows(by_other_ptr + at * H, rows, h, T, NUM_HEADS * H, H)
-        here = (head * CHUNKS + tl.program_id(1)) * (H * STATE)
-        state = load_rows(states_ptr + here, h, n, H, STATE, STATE)
+        by_own = load_rows(by_own_ptr + at * H, rows, h, C.T, C.NUM_HEADS * H, H)
+        by_other = load_rows(by_other_ptr + at * H, rows, h, C.T, C.NUM_HEADS * H, H)
+        here = (head * C.CHUNKS + tl.program_id(1)) * (H * C.STATE)
+        state = load_rows(states_ptr + here, h, n, H, C.STATE, C.STATE)
         dqk = tl.dot(by_own, tl.trans(by_other))
         if OF_B:
             seen = token[None, :] >= token[:, None]
@@ -236,10 +207,10 @@ def gradient_of_tokens(
             dtotal += tl.sum(whole * own.to(tl.float32), 1)
             # what decays at l: the sum over tokens from l on
             dg = tl.cumsum(dtotal, 0, reverse=True)
-        tl.store(dg_ptr + at + rows * NUM_HEADS, dg, rows < T)
+        tl.store(dg_ptr + at + rows * C.NUM_HEADS, dg, rows < C.T)
         grad = tl.dot(dqk.to(dtype), other, grad + whole)
-    inside = (rows < T)[:, None] & (n < STATE)[None, :]
-    at = rows[:, None] * (NUM_GROUPS * STATE) + n[None, :]
+    inside = (rows < C.T)[:, None] & (n < C.STATE)[None, :]
+    at = rows[:, None] * (C.NUM_GROUPS * C.STATE) + n[None, :]
     tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), inside)
 
 
@@ -257,73 +228,45 @@ def tokens_kernel(
     db_ptr,
     dc_ptr,
     dg_ptr,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    C: tl.constexpr,
     HEADS: tl.constexpr,
-    H: tl.constexpr,
-    STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_STATE: tl.constexpr,
 ):
     """Part p of dc and db sums over HEADS heads; of dg part 2 i is of block i for c."""
-    NUM_GROUPS: tl.constexpr = NUM_HEADS // GROUP
-    PARTS: tl.constexpr = GROUP // HEADS
+    PARTS: tl.constexpr = C.GROUP // HEADS
     part, place = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64)
-    first = place * GROUP + part * HEADS  # place counts groups of all rows
-    row = place // NUM_GROUPS
-    of_group = (row * T * NUM_GROUPS + place % NUM_GROUPS) * STATE
+    first = place * C.GROUP + part * HEADS  # place counts groups of all rows
+    row = place // C.NUM_GROUPS
+    of_group = (row * C.T * C.NUM_GROUPS + place % C.NUM_GROUPS) * C.STATE
     groups = (tl.num_programs(0) // PARTS).to(tl.int64)
-    of_part = part * groups * T * STATE + of_group
-    n = tl.program_id(2) // 2 * BLOCK_STATE + tl.arange(0, BLOCK_STATE)
-    dg_ptr += tl.program_id(2) * groups * GROUP * T
+    of_part = part * groups * C.T * C.STATE + of_group
+    n = tl.program_id(2) // 2 * C.BLOCK_STATE + tl.arange(0, C.BLOCK_STATE)
+    dg_ptr += tl.program_id(2) * groups * C.GROUP * C.T
     if tl.program_id(2) % 2 == 0:
         gradient_of_tokens(
-            c_ptr + of_group,
-            b_ptr + of_group,
-            dy_ptr,
-            x_ptr,
-            step_ptr,
-            a_ptr,
-            starts_ptr,
+            (c_ptr + of_group, b_ptr + of_group),
+            (dy_ptr, x_ptr),
+            (step_ptr, a_ptr, starts_ptr),
             states_ptr,
             dc_ptr + of_part,
             dg_ptr,
             first,
             n,
-            T,
-            NUM_HEADS,
-            GROUP,
+            C,
             HEADS,
-            H,
-            STATE,
-            CHUNK,
-            BLOCK_H,
             False,
         )
     else:
         gradient_of_tokens(
-            b_ptr + of_group,
-            c_ptr + of_group,
-            x_ptr,
-            dy_ptr,
-            step_ptr,
-            a_ptr,
-            starts_ptr,
+            (b_ptr + of_group, c_ptr + of_group),
+            (x_ptr, dy_ptr),
+            (step_ptr, a_ptr, starts_ptr),
             dstates_ptr,
             db_ptr + of_part,
             dg_ptr,
             first,
             n,
-            T,
-            NUM_HEADS,
-            GROUP,
+            C,
             HEADS,
-            H,
-            STATE,
-            CHUNK,
-            BLOCK_H,
             True,
         )
 
@@ -342,55 +285,50 @@ def values_kernel(
     dx_ptr,
     dstep_ptr,
     dg_ptr,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_STATE: tl.constexpr,
+    C: tl.constexpr,
 ):
     """dx, dstep without that of the decay, and in dg what S and D give."""
-    NUM_GROUPS: tl.constexpr = NUM_HEADS // GROUP
-    CHUNKS: tl.constexpr = (T + CHUNK - 1) // CHUNK
+    CHUNK: tl.constexpr = C.CHUNK
+    BLOCK_H: tl.constexpr = C.BLOCK_H
+    STATE: tl.constexpr = C.STATE
+    BLOCK_STATE: tl.constexpr = C.BLOCK_STATE
     dtype = b_ptr.dtype.element_ty
     place = tl.program_id(0).to(tl.int64)
-    row, head = place // NUM_HEADS, place % NUM_HEADS
+    row, head = place // C.NUM_HEADS, place % C.NUM_HEADS
     token, h = tl.arange(0, CHUNK), tl.arange(0, BLOCK_H)
     rows = (tl.program_id(1) * CHUNK + token).to(tl.int64)
     if starts_ptr is not None:
-        starts_ptr += row * T
-    own = row * T * NUM_HEADS + head
-    of_group = (row * T * NUM_GROUPS + head // GROUP) * STATE
-    here = (place * CHUNKS + tl.program_id(1)) * (H * STATE)
+        starts_ptr += row * C.T
+    own = row * C.T * C.NUM_HEADS + head
+    of_group = (row * C.T * C.NUM_GROUPS + head // C.GROUP) * STATE
+    here = (place * C.CHUNKS + tl.program_id(1)) * (C.H * STATE)
     kq = tl.zeros((CHUNK, CHUNK), tl.float32)
     dvalue = tl.zeros((CHUNK, BLOCK_H), tl.float32)
     across = 0.0
     for block in tl.static_range(0, STATE, BLOCK_STATE):
         n = block + tl.arange(0, BLOCK_STATE)
-        b = load_rows(b_ptr + of_group, rows, n, T, NUM_GROUPS * STATE, STATE)
-        c = load_rows(c_ptr + of_group, rows, n, T, NUM_GROUPS * STATE, STATE)
-        dstate = load_rows(dstates_ptr + here, h, n, H, STATE, STATE)
-        state = load_rows(states_ptr + here, h, n, H, STATE, STATE)
+        b = load_rows(b_ptr + of_group, rows, n, C.T, C.NUM_GROUPS * STATE, STATE)
+        c = load_rows(c_ptr + of_group, rows, n, C.T, C.NUM_GROUPS * STATE, STATE)
+        dstate = load_rows(dstates_ptr + here, h, n, C.H, STATE, STATE)
+        state = load_rows(states_ptr + here, h, n, C.H, STATE, STATE)
         across += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
         kq = tl.dot(b, tl.trans(c), kq)
         dvalue = tl.dot(b, tl.trans(dstate), dvalue)
     a = tl.load(a_ptr + head).to(tl.float32)
-    step, total = load_decays(step_ptr + own, starts_ptr, rows, a, T, NUM_HEADS)
+    step, total = load_decays(step_ptr + own, starts_ptr, rows, a, C.T, C.NUM_HEADS)
     end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
     seen = token[None, :] >= token[:, None]
     kq *= decay_between(total[None, :], total[:, None], seen)
-    dy = load_rows(dy_ptr + own * H, rows, h, T, NUM_HEADS * H, H)
+    dy = load_rows(dy_ptr + own * C.H, rows, h, C.T, C.NUM_HEADS * C.H, C.H)
     dvalue = tl.dot(kq.to(dtype), dy, dvalue * tl.exp(end - total)[:, None])
-    x = load_rows(x_ptr + own * H, rows, h, T, NUM_HEADS * H, H)
-    at = own + rows * NUM_HEADS
+    x = load_rows(x_ptr + own * C.H, rows, h, C.T, C.NUM_HEADS * C.H, C.H)
+    at = own + rows * C.NUM_HEADS
     across = tl.zeros((CHUNK,), tl.float32) + tl.exp(end) * across
-    tl.store(dg_ptr + at, across, rows < T)
-    tl.store(dstep_ptr + at, tl.sum(x.to(tl.float32) * dvalue, 1), rows < T)
-    inside = (rows < T)[:, None] & (h < H)[None, :]
+    tl.store(dg_ptr + at, across, rows < C.T)
+    tl.store(dstep_ptr + at, tl.sum(x.to(tl.float32) * dvalue, 1), rows < C.T)
+    inside = (rows < C.T)[:, None] & (h < C.H)[None, :]
     dx = (step[:, None] * dvalue).to(dtype)
-    tl.store(dx_ptr + at[:, None] * H + h[None, :], dx, inside)
+    tl.store(dx_ptr + at[:, None] * C.H + h[None, :], dx, inside)
 
 
 def unsupported(dy: Any, dfinal_state: Any, **named: Any) -> str | None:
@@ -434,10 +372,19 @@ def state_space_dual_bwd(
         "starts_ptr": None if starts is None else starts.astype(jnp.int8),
         "dy_ptr": dy,
     }
-    shape = dict(T=t, NUM_HEADS=num_heads, GROUP=group, H=h, STATE=size, CHUNK=chunk)
     block_h, block_state = (max(16, next_power_of_2(d)) for d in (h, size))
-    tile = {"BLOCK_H": min(64, block_h), "BLOCK_STATE": min(64, block_state)}
-    tiles = -(-h // tile["BLOCK_H"]) * -(-size // tile["BLOCK_STATE"])
+    tile = fwd.Constants(
+        T=t,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        H=h,
+        STATE=size,
+        CHUNK=chunk,
+        BLOCK_H=min(64, block_h),
+        BLOCK_STATE=min(64, block_state),
+    )
+    blocks = -(-size // tile.BLOCK_STATE)
+    tiles = -(-h // tile.BLOCK_H) * blocks
     states = jax.ShapeDtypeStruct((rows, num_heads, chunks, h, size), x.dtype)
     states, dstates, dinitial = sparse_call(
         walks_kernel,
@@ -448,16 +395,15 @@ def state_space_dual_bwd(
             "dstates_ptr": states,
             "dinitial_ptr": like(initial_state),
         },
-        shape | tile | {"num_warps": 4, "num_stages": 2},
+        {"C": tile, "num_warps": 4, "num_stages": 2},
     )
-    blocks = -(-size // tile["BLOCK_STATE"])
     heads = heads_of_program(group, 2 * blocks * rows * k * chunks)
     parts = group // heads
     summed = jax.ShapeDtypeStruct(
         (parts, *b.shape), jnp.float32 if parts > 1 else b.dtype
     )
     wide = jax.ShapeDtypeStruct((2 * blocks, *step.shape), jnp.float32)
-    sizes = shape | tile | {"BLOCK_H": block_h, "num_warps": 4}
+    sizes = {"C": dataclasses.replace(tile, BLOCK_H=block_h), "num_warps": 4}
     # what fills registers without spilling, or spills least
     registers = (
         dict(num_warps=4, num_stages=2) if h <= 64 else dict(num_warps=8, num_stages=1)

@@ -9,6 +9,7 @@ float32 registers, where it is the left operand of the products that need it:
 from_start, between and to_end are decays as in docs/design/gated_delta_rule.md.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,6 +24,35 @@ LARGEST = 256  # numbers of a state for one column
 COLUMNS = 64  # of a program, at most
 CHUNK = 64  # tokens, at most
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes states beyond 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What a problem fixes for all of its kernels; `C` in them.
+
+    Attributes:
+      T, CHUNK: tokens, and how many of them a chunk has.
+      NUM_HEADS, GROUP: heads, and how many of them share b and c.
+      H, STATE: columns of a head, and numbers of a state for one of them.
+      BLOCK_H, BLOCK_STATE: how many of these a program has at a time.
+    """
+
+    T: int
+    NUM_HEADS: int
+    GROUP: int
+    H: int
+    STATE: int
+    CHUNK: int
+    BLOCK_H: int
+    BLOCK_STATE: int
+
+    @property
+    def CHUNKS(self) -> int:
+        return -(-self.T // self.CHUNK)
+
+    @property
+    def NUM_GROUPS(self) -> int:
+        return self.NUM_HEADS // self.GROUP
 
 
 @jit
@@ -53,44 +83,38 @@ def state_space_dual_kernel(
     starts_ptr,
     y_ptr,
     final_ptr,
-    T: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    H: tl.constexpr,
-    STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_STATE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    NUM_GROUPS: tl.constexpr = NUM_HEADS // GROUP
+    BLOCK_H: tl.constexpr = C.BLOCK_H
+    BLOCK_STATE: tl.constexpr = C.BLOCK_STATE
     dtype = b_ptr.dtype.element_ty
     place = tl.program_id(0).to(tl.int64)
-    row, head = place // NUM_HEADS, place % NUM_HEADS
-    token, n = tl.arange(0, CHUNK), tl.arange(0, BLOCK_STATE)
+    row, head = place // C.NUM_HEADS, place % C.NUM_HEADS
+    token, n = tl.arange(0, C.CHUNK), tl.arange(0, BLOCK_STATE)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    state_at = (place * H + column[:, None]) * STATE + n[None, :]
-    state_in = (column < H)[:, None] & (n < STATE)[None, :]
+    state_at = (place * C.H + column[:, None]) * C.STATE + n[None, :]
+    state_in = (column < C.H)[:, None] & (n < C.STATE)[None, :]
     state = tl.zeros((BLOCK_H, BLOCK_STATE), tl.float32)
     if initial_ptr is not None:
         state += tl.load(initial_ptr + state_at, state_in, 0.0).to(tl.float32)
     a = tl.load(a_ptr + head).to(tl.float32)
-    x_ptr += (row * T * NUM_HEADS + head) * H
-    y_ptr += (row * T * NUM_HEADS + head) * H
-    step_ptr += row * T * NUM_HEADS + head
-    b_ptr += (row * T * NUM_GROUPS + head // GROUP) * STATE
-    c_ptr += (row * T * NUM_GROUPS + head // GROUP) * STATE
+    x_ptr += (row * C.T * C.NUM_HEADS + head) * C.H
+    y_ptr += (row * C.T * C.NUM_HEADS + head) * C.H
+    step_ptr += row * C.T * C.NUM_HEADS + head
+    b_ptr += (row * C.T * C.NUM_GROUPS + head // C.GROUP) * C.STATE
+    c_ptr += (row * C.T * C.NUM_GROUPS + head // C.GROUP) * C.STATE
     if starts_ptr is not None:
-        starts_ptr += row * T
-    for chunk in range((T + CHUNK - 1) // CHUNK):
-        rows = (chunk * CHUNK + token).to(tl.int64)
-        step, total = load_decays(step_ptr, starts_ptr, rows, a, T, NUM_HEADS)
-        end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
-        at = rows[:, None] * (NUM_GROUPS * STATE) + n[None, :]
-        present = (rows < T)[:, None] & (n < STATE)[None, :]
+        starts_ptr += row * C.T
+    for chunk in range(C.CHUNKS):
+        rows = (chunk * C.CHUNK + token).to(tl.int64)
+        step, total = load_decays(step_ptr, starts_ptr, rows, a, C.T, C.NUM_HEADS)
+        end = tl.sum(tl.where(token == C.CHUNK - 1, total, 0.0), 0)
+        at = rows[:, None] * (C.NUM_GROUPS * C.STATE) + n[None, :]
+        present = (rows < C.T)[:, None] & (n < C.STATE)[None, :]
         b = tl.load(b_ptr + at, present, 0.0)
         c = tl.load(c_ptr + at, present, 0.0)
-        x_at = rows[None, :] * (NUM_HEADS * H) + column[:, None]
-        x_in = (rows < T)[None, :] & (column < H)[:, None]
+        x_at = rows[None, :] * (C.NUM_HEADS * C.H) + column[:, None]
+        x_in = (rows < C.T)[None, :] & (column < C.H)[:, None]
         x = tl.load(x_ptr + x_at, x_in, 0.0)
         seen = token[None, :] >= token[:, None]
         between = decay_between(total[None, :], total[:, None], seen)
@@ -165,13 +189,15 @@ def state_space_dual(
         dict(
             num_warps=4 if size <= 128 else 8,
             num_stages=2,
-            T=t,
-            NUM_HEADS=n,
-            GROUP=n // k,
-            H=h,
-            STATE=size,
-            CHUNK=tokens_of_chunk(t),
-            BLOCK_H=block,
-            BLOCK_STATE=max(16, next_power_of_2(size)),
+            C=Constants(
+                T=t,
+                NUM_HEADS=n,
+                GROUP=n // k,
+                H=h,
+                STATE=size,
+                CHUNK=tokens_of_chunk(t),
+                BLOCK_H=block,
+                BLOCK_STATE=max(16, next_power_of_2(size)),
+            ),
         ),
     )

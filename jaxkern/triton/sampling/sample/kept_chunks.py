@@ -145,19 +145,10 @@ def cut_kernel(
     tl.debug_barrier()  # all of this program is stored before it is counted
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == PROGRAMS - 1:
         token = token_of_row(
-            row_ptr,
-            uniform_ptr,
-            temperature_ptr,
-            kept_ptr,
-            above_ptr,
-            window_ptr,
-            count_ptr,
+            (row_ptr, uniform_ptr, temperature_ptr),
+            (kept_ptr, above_ptr, window_ptr, count_ptr),
             row,
-            best,
-            slope,
-            share,
-            least,
-            total,
+            (best, slope, share, least, total),
             PROGRAMS,
             SLOTS,
             WINDOW,
@@ -171,19 +162,10 @@ def cut_kernel(
 
 @jit
 def token_of_row(
-    row_ptr,
-    uniform_ptr,
-    temperature_ptr,
-    kept_ptr,
-    above_ptr,
-    window_ptr,
-    count_ptr,
+    operands,
+    collected,
     row,
-    best,
-    slope,
-    share,
-    least,
-    total,
+    known,
     PROGRAMS: tl.constexpr,
     SLOTS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -193,6 +175,9 @@ def token_of_row(
     V: tl.constexpr,
 ):
     """The cut of top_p among the collected logits, then the part, chunk and token."""
+    row_ptr, uniform_ptr, temperature_ptr = operands
+    kept_ptr, above_ptr, window_ptr, count_ptr = collected
+    best, slope, share, least, total = known
     part = tl.arange(0, SLOTS)
     at = row * PROGRAMS + part
     mass = tl.load(kept_ptr + at, part < PROGRAMS, 0.0)
