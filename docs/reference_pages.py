@@ -40,7 +40,11 @@ FAMILIES = {
     "signal": "Signals",
 }
 OTHERS = {
-    "choice": ("Which kernel runs", [f"jaxkern.{n}" for n in ("backend", "explain")]),
+    "choice": (
+        "Which kernel runs",
+        [f"jaxkern.{n}" for n in ("backend", "explain", "tuned")]
+        + [f"jaxkern.testing.{n}" for n in ("TunedCall", "Tuning", "autotune")],
+    ),
     "parallel": (
         "Over several devices",
         [f"jaxkern.{n}" for n in jaxkern.parallel.__all__],

@@ -37,6 +37,7 @@ with _contextlib.ExitStack() as _stack:
     from jaxkern.lowering.apple import rows as _apple
     from jaxkern.lowering.explain import explain
     from jaxkern.lowering.lower import backend
+    from jaxkern.lowering.tuned import tuned
     from jaxkern.parallel import *
     from jaxkern.primitives import activation as _activation
     from jaxkern.primitives import attention as _attention
@@ -71,7 +72,7 @@ with _contextlib.ExitStack() as _stack:
     from jaxkern.primitives.turboquant import *
     from jaxkern.primitives.vision import *
 
-__all__ = ["backend", "explain"]
+__all__ = ["backend", "explain", "tuned"]
 __all__ += _activation.__all__
 __all__ += _attention.__all__
 __all__ += _delta_rule.__all__

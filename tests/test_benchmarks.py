@@ -2,13 +2,18 @@
 
 import importlib
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from benchmarks import tune
 from benchmarks._find import names
+from benchmarks._gpu import Benchmark, Case
 from benchmarks.kv_cache import qk_norm_rope_cache as cache_steps
+from jaxkern import softmax
 
 ANYWHERE = {"codebook_gather"}  # measures the machine, with a GPU or without
 OF_OPERATORS = sorted(
@@ -60,3 +65,27 @@ def test_every_column_of_a_cache_step_is_the_same_step(name):
             np.testing.assert_allclose(x, y, rtol=0.01, atol=0.01)
     written = [np.any(np.asarray(x, np.float32)) for x in columns[0]]
     assert all(written)
+
+
+def test_tune_measures_both_passes_of_the_cases_asked_for(monkeypatch, capsys):
+    calls = []
+
+    def recorded(f, *args, path, rotate):
+        calls.append((path, rotate > 1, [x.shape for x in args]))
+        return jax.tree.map(lambda v: v.shape, jax.eval_shape(f, *args))
+
+    def rows(n):
+        def arrays(key):
+            return (jax.random.normal(key, (n, 8)),)
+
+        return Case(f"{n} rows", arrays, (1e3, 1e3))
+
+    module = SimpleNamespace(BENCHMARK=Benchmark("s", softmax, [rows(2), rows(3)]))
+    monkeypatch.setattr(tune, "autotune", recorded)
+    monkeypatch.setattr(tune, "benchmark", lambda name: module)
+    assert tune.main(["softmax", "--shapes", "3 rows", "--table", "t.json"]) == 0
+    table = Path("t.json")
+    assert calls == [(table, True, [(3, 8)]), (table, True, [(3, 8), (3, 8)])]
+    assert capsys.readouterr().out == "(3, 8)\n((3, 8), ((3, 8),))\n"
+    assert tune.main(["softmax", "--shapes", "4 rows"]) == 2
+    assert "no such case, but 2 rows, 3 rows." in capsys.readouterr().out

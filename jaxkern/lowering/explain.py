@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxkern.lowering.lower import Row, choose
+from jaxkern.lowering.lower import Row, choose, implementation
 from jaxkern.primitives.call import Call
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.family import KernelPrimitive, Tangent
@@ -29,6 +29,8 @@ class Choice:
       sites: number of calls in the function.
       runs: the backend and the kernel or reference.
       refused: why the rows before it do not run.
+      measured: what the table of `jaxkern.tuned` says of the call, for one device;
+        "" outside of it.
       launches: what one call launches. A Triton launch knows its grid, constants, and
         as compiled its registers, shared memory, `ttir`, `ptx` and `sass`; a Mosaic
         launch its grid, block sizes, registers, shared memory and `mlir`, and on a
@@ -39,6 +41,7 @@ class Choice:
     sites: int
     runs: str
     refused: tuple[str, ...]
+    measured: str
     launches: "tuple[Launch | MosaicLaunch, ...]"
 
 
@@ -61,6 +64,7 @@ class Explanation:
         for row in self.rows:
             times = f" ({row.sites} call sites)" if row.sites > 1 else ""
             lines.append(f"{row.op} on {self.platform} runs {row.runs}{times}")
+            lines += [f"  {row.measured}"] * bool(row.measured)
             lines += [f"  {launch.describe()}" for launch in row.launches]
             lines += [f"  not {reason}" for reason in row.refused]
         if lines and self.assumed:
@@ -161,23 +165,17 @@ def default_platform() -> str:
 
 
 def explain_equation(eqn, platform: str) -> tuple:
-    """(op, what runs, refusals, launches)."""
+    """(op, what runs, refusals, what was measured, launches)."""
     p, params = eqn.primitive, dict(eqn.params)
     if isinstance(p, Tangent):
-        return p.name, f"xla: jvp of {p.op.name}_reference", (), ()
+        return p.name, f"xla: jvp of {p.op.name}_reference", (), "", ()
     call = params.pop("call")
     avals = [v.aval for v in eqn.invars]
-    row, refused = choose(p, platform, avals, call, params)
-    if row is None:
-        return p.name, f"xla: {p.reference.__name__}", refused, ()
-    runs = f"{row.backend}: {row.title}"
-    on_a_gpu = row.backend in ("triton", "mosaic_gpu")
-    return (
-        p.name,
-        runs,
-        refused,
-        launches(p, row, avals, call, params) if on_a_gpu else (),
-    )
+    row, refused, measured = choose(p, platform, avals, call, params)
+    launched = ()
+    if row is not None and row.backend in ("triton", "mosaic_gpu"):
+        launched = launches(p, row, avals, call, params)
+    return p.name, implementation(p, row), refused, measured, launched
 
 
 def launches(
@@ -213,9 +211,14 @@ def equations(jaxpr) -> Iterator[Any]:
 def every_equation(jaxpr) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(value):
-                yield from every_equation(getattr(value, "jaxpr", value))
+        for body in bodies(eqn):
+            yield from every_equation(body)
+
+
+def bodies(eqn) -> list[Any]:
+    """The jaxprs in an equation's parameters."""
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+    return [getattr(x, "jaxpr", x) for x in leaves if is_jaxpr(x)]
 
 
 def is_jaxpr(x: Any) -> bool:

@@ -8,11 +8,13 @@ which `kernel_table.py` reads; a row of one's own is added by
           unsupported=unsupported)
 
 Rows are asked in order; the first that does not refuse runs, else the reference. A
-refusal is a sentence. Nothing falls back unseen: `explain` shows the choice with every
+refusal is a sentence. Inside of `jaxkern.tuned` what was measured of a call counts
+more than the order. Nothing falls back unseen: `explain` shows the choice with every
 refusal, and `backend(..., strict=True)` raises instead of falling back.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.interpreters import mlir
 
+from jaxkern.lowering.measured import in_words, is_cut, measurement
 from jaxkern.lowering.sharded_call import partitioned, refusal_by_type, sharded_by_type
-from jaxkern.primitives.call import Backend, Call, backend_context
+from jaxkern.primitives.call import Call, Measured, backend_context
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.family import KernelPrimitive
 from jaxkern.primitives.kernel_primitive import lower_named
@@ -52,8 +55,9 @@ def backend(
     equation, its gradients included.
 
     Args:
-      name: "auto" for the first kernel that does not refuse; "triton", "mosaic_gpu",
-        "cpp" or "mps" for kernels of that kind only; "xla" for the reference.
+      name: "auto" for the first kernel that does not refuse, or for what is measured to
+        be fastest (`jaxkern.tuned`); "triton", "mosaic_gpu", "cpp" or "mps" for kernels
+        of that kind only; "xla" for the reference.
       strict: raise, naming every refusal, where no such kernel runs. With "auto" only
         ops that have a row for the platform can raise.
 
@@ -75,7 +79,8 @@ def backend(
         raise ValueError(
             f"backend: `name` must be one of {names}, got {name!r}.{pallas}"
         )
-    return backend_context(Backend(name, strict))
+    asked = dataclasses.replace(backend_context.value, name=name, strict=strict)
+    return backend_context(asked)
 
 
 def never_refuses(**_: Any) -> None:
@@ -101,6 +106,7 @@ class Chosen(NamedTuple):
 
     row: Row | None
     refused: tuple[str, ...]
+    measured: str = ""  # what the table in force says of the call
 
 
 def lower(
@@ -184,7 +190,35 @@ def rows_on(p: KernelPrimitive, platform: str) -> Sequence[Row]:
     return p.rows.get(platform, ())
 
 
+def implementation(p: KernelPrimitive, row: Row | None) -> str:
+    """The name of a row, or of the reference if that is None, in tables and words."""
+    if row is None:
+        return f"xla: {p.reference.__name__}"
+    return f"{row.backend}: {row.title}"
+
+
 def choose(
+    p: KernelPrimitive, platform: str, avals: Sequence, call: Call, static: dict
+) -> Chosen:
+    """What was measured to be fastest; without a measurement, by the rules."""
+    if call.backend.table is None or call.backend.name != "auto":
+        return choose_by_rules(p, platform, avals, call, static)
+    found = measurement(p, platform, avals, call, static)
+    if isinstance(found, Measured):
+        rows = rows_on(p, platform)
+        asked = [(row, refusal(p, row, avals, call, static)) for row in rows]
+        able = [None, *(row for row, why in asked if not why)]
+        runs = {implementation(p, row): row for row in able}
+        refused = [f"{row.title}: {why}" for row, why in asked if why]
+        refused += [f"{name}: {why}" for name, why in found.left.items()]
+        if found.choice in runs:
+            return Chosen(runs[found.choice], tuple(refused), in_words(found))
+        found = f"measured {found.date}, but {found.choice} does not run here"
+    by_rules = choose_by_rules(p, platform, avals, call, static)
+    return by_rules._replace(measured=found)
+
+
+def choose_by_rules(
     p: KernelPrimitive, platform: str, avals: Sequence, call: Call, static: dict
 ) -> Chosen:
     """The first row that does not refuse; raises under strict if none runs."""
@@ -214,7 +248,7 @@ def refusal(
     """Why the row cannot run, or None."""
     if call.backend.name not in ("auto", row.backend):
         return f"backend is {call.backend.name}"
-    named = named_operands(p, avals, call)
+    named = p.named_shapes(avals, call)
     for name, x in named.items():
         if x is not None and not all(isinstance(n, int) for n in x.shape):
             return f"`{name}` has a symbolic size"
@@ -233,27 +267,19 @@ def why_slower(
         return None
     else:
         with jax.default_matmul_precision(call.precision):
-            reason = row.slower(**named_operands(p, avals, call), **static)
+            reason = row.slower(**p.named_shapes(avals, call), **static)
     faster = "another kernel" if row.backend == "mosaic_gpu" else "XLA"
     return reason and f"{faster} is faster, {reason}"
-
-
-def named_operands(
-    p: KernelPrimitive, avals: Sequence, call: Call
-) -> dict[str, jax.ShapeDtypeStruct | None]:
-    """Shape and dtype of each operand without the dims that vmaps added."""
-    operands, _ = p.array_annotations(call)
-    named: dict[str, jax.ShapeDtypeStruct | None] = {a.name: None for a in p.operands}
-    for i, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
-        depth = sum(level[i] is not None for level in call.vmaps)
-        named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
-    return named
 
 
 def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **static):
     targets = ctx.platforms or ctx.module_context.platforms
     target: str = platform or targets[0]
-    choice = choose(p, target, ctx.avals_in, call, static)
+    devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+    choose_here = (
+        choose if devices == 1 else choose_by_rules
+    )  # each device's part: below
+    choice = choose_here(p, target, ctx.avals_in, call, static)
     # one module for several plugins takes no kernel that only one of them has
     if choice.row is None or (platform is None and len(targets) > 1):
         f = functools.partial(p.evaluate, call=call, **static)
@@ -265,11 +291,8 @@ def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **
         kernel = p.reference if row is None else row.kernel
         return p.evaluate_with(kernel, *arrays, call=call, **static)
 
-    mesh = ctx.avals_in[0].sharding.mesh
-    explicit = not mesh.empty and bool(mesh.explicit_axes)
-    if explicit:
+    if is_cut(ctx.avals_in):
         f = sharded_by_type(p, local, call, ctx.avals_in, ctx.avals_out)
     else:
-        devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
         f = partitioned(p, local, call, ctx.avals_in, ctx.avals_out, devices)
     return lower_named(p, f, ctx, *args)

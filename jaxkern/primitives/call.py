@@ -5,7 +5,7 @@ when it is lowered.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,14 +17,54 @@ Levels = tuple[tuple[int | None, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a table of measurements says of one call.
+
+    Attributes:
+      date: of the measurement.
+      microseconds: of each implementation that can be chosen, by name.
+      left: the others, and why they cannot.
+      choice: the one to run.
+    """
+
+    date: str
+    microseconds: Mapping[str, float]
+    left: Mapping[str, str]
+    choice: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Measured choices that "auto" follows; see `jaxkern.tuned`.
+
+    Attributes:
+      digest: of the file's text. Two tables are equal if their texts are: compiled
+        calls are kept by it.
+      platform: where the calls were measured.
+      path: of the file.
+      calls: by `call_key`.
+    """
+
+    digest: str
+    platform: str
+    path: str = dataclasses.field(compare=False)
+    calls: Mapping[str, Measured] = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class Backend:
-    """Which implementation the user asked for; see `jaxkern.backend`."""
+    """Which implementation the user asked for; see `jaxkern.backend`.
+
+    `table` is what "auto" follows before its own rules, see `jaxkern.tuned`.
+    """
 
     name: str = "auto"
     strict: bool = False
+    table: Table | None = None
 
     def __repr__(self) -> str:
-        return self.name + (" strict" if self.strict else "")
+        words = " strict" * self.strict + " tuned" * (self.table is not None)
+        return self.name + words
 
 
 backend_context = jax.make_user_context(Backend())

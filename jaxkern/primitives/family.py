@@ -99,6 +99,19 @@ class KernelPrimitive(Primitive):
         """The annotations of the arrays and of the results of one equation."""
         return without(self.operands, call.absent), self.results
 
+    def named_shapes(
+        self, avals: Sequence, call: Call
+    ) -> dict[str, jax.ShapeDtypeStruct | None]:
+        """Shape and dtype of each operand without the dims that vmaps added."""
+        operands, _ = self.array_annotations(call)
+        named: dict[str, jax.ShapeDtypeStruct | None] = {
+            a.name: None for a in self.operands
+        }
+        for i, (operand, aval) in enumerate(zip(operands, avals, strict=True)):
+            depth = sum(level[i] is not None for level in call.vmaps)
+            named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
+        return named
+
 
 def float_positions(p: KernelPrimitive, absent: tuple[int, ...]) -> list[int]:
     """Positions of the Float operands among the present ones."""

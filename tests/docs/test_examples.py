@@ -64,7 +64,7 @@ def test_a_public_name_has_an_example_that_is_true(name):
         (jax_nn, jax_nn.__all__),
         (flax, flax.__all__),
         (tokamax, tokamax.__all__),
-        (testing, ["check_op", "checks_of"]),
+        (testing, ["autotune", "check_op", "checks_of"]),
     ],
 )
 def test_functions_of_other_modules_have_examples_that_are_true(module, names):

@@ -54,12 +54,14 @@ def test_what_is_printed_of_a_choice():
         def describe(self):
             return "kernel: 4 programs"
 
-    once = Choice("rms_norm", 1, "cpp: kernel", ("why",), (Launched(),))
-    twice = dataclasses.replace(once, sites=2, refused=(), launches=())
+    once = Choice("rms_norm", 1, "cpp: kernel", ("why",), "", (Launched(),))
+    rest = {"refused": (), "measured": "measured so", "launches": ()}
+    twice = dataclasses.replace(once, sites=2, **rest)
     assert str(Explanation("cpu", (once, twice), "of an H100")).splitlines() == [
         "rms_norm on cpu runs cpp: kernel",
         "  kernel: 4 programs",
         "  not why",
         "rms_norm on cpu runs cpp: kernel (2 call sites)",
+        "  measured so",
         "of an H100",
     ]

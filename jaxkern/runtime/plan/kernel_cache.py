@@ -24,14 +24,13 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
+from jaxkern.lowering.machine import machine, versions
 from jaxkern.runtime.plan.load import load_machine_code
 from jaxkern.runtime.plan.plan import Plan
 from jaxkern.runtime.plan.record import Lowered, lower
 from jaxkern.runtime.plan.saved_plan import (
-    machine,
     machine_code_of,
     read_parts,
-    versions,
     write_parts,
 )
 from jaxkern.runtime.plan.symbolic_plan import SymbolicPlan

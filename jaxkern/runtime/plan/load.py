@@ -17,9 +17,10 @@ from jax.interpreters import mlir
 
 from jaxkern.cpu.cpu_call import library
 from jaxkern.lowering.explain import default_platform
+from jaxkern.lowering.machine import machine, versions
 from jaxkern.runtime.plan.compile import compile
 from jaxkern.runtime.plan.plan import Plan
-from jaxkern.runtime.plan.saved_plan import machine, read_parts, versions
+from jaxkern.runtime.plan.saved_plan import read_parts
 
 # What StableHLO an untrusted file may hold. XLA derives or verifies the shapes of these
 # and decides itself what each writes. All else is refused: a call of a library, which

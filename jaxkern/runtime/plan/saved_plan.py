@@ -6,13 +6,10 @@ A file is one line, the length of a JSON header, the header, then two parts:
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform as host
-import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxkern.cpu.cpu_call import HANDLERS
 from jaxkern.lowering.explain import default_platform
+from jaxkern.lowering.machine import machine, versions
 from jaxkern.runtime.plan.record import PlanRecord
 
 MAGIC = b"jaxkern plan 1\n"
@@ -60,15 +58,18 @@ def save_plan(
 
 
 def write_parts(path: Path, header: dict[str, Any], parts: dict[str, bytes]) -> None:
-    """A reader sees the old file or the new one, never a half."""
     header["sizes"] = {name: len(part) for name, part in parts.items()}
     header["sha256"] = {name: sha256(part) for name, part in parts.items()}
     text = json.dumps(header, default=str).encode()
+    replace_file(path, [MAGIC, len(text).to_bytes(8, "little"), text, *parts.values()])
+
+
+def replace_file(path: Path, parts: Iterable[bytes]) -> None:
+    """A reader sees the old file or the new one, never a half."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.writelines([MAGIC, len(text).to_bytes(8, "little"), text])
-            file.writelines(parts.values())
+            file.writelines(parts)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -147,40 +148,6 @@ def read_parts(
         if sha256(parts[name]) != digest:
             raise ValueError(f"load: {path} is damaged: the checksum of its {name}.")
     return header, parts
-
-
-def versions() -> dict[str, str]:
-    def version(distribution: str) -> str:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    return {
-        "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
-        "jaxkern": version("jaxkern-ops"),
-    }
-
-
-def machine(device: jax.Device) -> dict[str, str]:
-    """What machine code depends on."""
-    found = {"platform": device.platform, "device kind": device.device_kind}
-    found["architecture"] = host.machine()
-    if device.platform == "cpu":
-        found["processor"] = processor()
-    return found
-
-
-def processor() -> str:
-    """A fingerprint of the instruction sets, where the system lists them."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return host.processor()
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    flags = " ".join(sorted(match.group(1).split())) if match else host.processor()
-    return sha256(flags.encode())[:16]
 
 
 def sha256(data: bytes) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxkern import backend, rms_norm, runtime, softmax
 from jaxkern.cpu.cpu_call import missing
+from jaxkern.lowering.machine import machine, versions
 from jaxkern.runtime.plan import saved_plan
 from jaxkern.runtime.plan.saved_plan import MAGIC
 
@@ -143,8 +144,8 @@ class Bomb:
 
 def write(path, stablehlo, machine_code, **changes):
     header = {
-        "made_by": saved_plan.versions(),
-        "machine": saved_plan.machine(jax.devices()[0]),
+        "made_by": versions(),
+        "machine": machine(jax.devices()[0]),
         "donate": [],
         "options": {},
     }
