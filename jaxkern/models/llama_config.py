@@ -157,10 +157,11 @@ def _check_widths(file: GGUFFile, keys: ArchitectureKeys, layers: int) -> None:
     if len(widths) not in (0, 1, layers):
         raise keys.error("feed_forward_length", f"expected one for {layers} layers")
     for i in range(layers if widths else 0):
-        up = file.tensors.get(f"blk.{i}.ffn_up.weight")
-        if up is not None and up.shape[0] != widths[i % len(widths)]:
+        down = file.tensors.get(f"blk.{i}.ffn_down.weight")
+        if down is not None and down.shape[-1] != widths[i % len(widths)]:
             raise keys.error(
-                "feed_forward_length", f"blk.{i}.ffn_up.weight has {up.shape[0]} rows"
+                "feed_forward_length",
+                f"the rows of blk.{i}.ffn_down.weight have {down.shape[-1]} elements",
             )
 
 

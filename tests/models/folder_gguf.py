@@ -22,7 +22,9 @@ def write_gguf_of(folder: Path, path: Path, *, quantized: bool = False) -> Path:
     model = described(read_safetensors_folder(folder))
     kind = NAMES[model.architecture.name]
     writer = gguf.GGUFWriter(path, kind)
-    for key, value in keys_of(model.config, kind).items():
+    keys = keys_of(model.config, kind)
+    keys["feed_forward_length"] = model.file.tensors["blk.0.ffn_down.weight"].shape[1]
+    for key, value in keys.items():
         add_key(writer, f"{kind}.{key}", value)
     for name in model.file.tensors:
         w: np.ndarray = model.file.view(name).astype(np.float32)
