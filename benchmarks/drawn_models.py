@@ -50,7 +50,37 @@ QWEN3_5 = {
     "vocab_size": 248320,
     "tie_word_embeddings": False,
 }
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "use_double_wide_mlp": True,
+    "num_hidden_layers": 35,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_kv_shared_layers": 20,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "vocab_size": 262144,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+    "tie_word_embeddings": True,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-4-E2B": GEMMA4,
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
         "hidden_size": 2880,
@@ -198,6 +228,9 @@ class DrawnReader(WeightReader):
             return (*self.matrices(*whole), apart) if whole else (apart,)
         return (drawn(kind, rows, self._shapes[names[0]][1])(self.key()),)
 
+    def table(self, name: str) -> jax.Array:
+        return drawn("bf16", *self._shapes[name])(self.key())
+
     def experts(self, *names: str) -> jax.Array | QuantizedTensor:
         shape = self._shapes[names[0]]
         if len(names) > 1:
@@ -210,8 +243,7 @@ class DrawnReader(WeightReader):
         return drawn_experts("mxfp4", (e, f, 32 * groups))(self.key())
 
     def table_and_output(self) -> tuple[Table, Matrices]:
-        f, d = self._shapes["token_embd.weight"]
-        table = drawn("bf16", f, d)(self.key())
+        table = self.table("token_embd.weight")
         if not self.has("output.weight"):
             return table, (table,)
         return table, self.matrices("output.weight")
@@ -228,6 +260,19 @@ def with_mxfp4(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
     return found
 
 
+def published(name: str, layers: int | None = None) -> dict[str, Any]:
+    """Keys of config.json; of fewer layers as many share keys as in the whole."""
+    keys = PUBLISHED[name]
+    if layers is None:
+        return keys
+    fewer: dict[str, Any] = {"num_hidden_layers": layers}
+    if kinds := keys.get("layer_types"):
+        part = layers / len(kinds)
+        fewer["layer_types"] = kinds[:layers]
+        fewer["num_kv_shared_layers"] = int(part * keys["num_kv_shared_layers"])
+    return keys | fewer
+
+
 def drawn_model(name: str, kind: str, layers: int | None = None) -> tuple[Any, Any]:
     """Config and weights of a published model.
 
@@ -236,15 +281,13 @@ def drawn_model(name: str, kind: str, layers: int | None = None) -> tuple[Any, A
       kind: of the matrices; "mxfp4" is that of the experts, the others bfloat16.
       layers: fewer than there are, for a look at a few.
     """
-    keys = PUBLISHED[name]
-    if layers is not None:
-        keys = keys | {"num_hidden_layers": layers}
-    described = new_model(keys, seed=0)
+    described = new_model(published(name, layers), seed=0)
     file, shapes = described.file, dict(described.tensors)
     experts = None
     if kind == "mxfp4":
         kind, experts = "bf16", "mxfp4"
         shapes = with_mxfp4(shapes)
+    assert isinstance(file, NewModel)
     infos = {n: GGUFTensorInfo(s, "F32", 0, 0) for n, s in shapes.items()}
     reader = DrawnReader(replace(file, tensors=infos), shapes, kind, experts)
     weights = described.architecture.weights(described.config, reader)

@@ -88,26 +88,41 @@ def write_gguf(
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             if file_type is not None:
                 writer.add_file_type(file_type)
-            for name, qtype in qtypes.items():
-                shape = source.tensors[name].shape
-                kind = gguf.GGMLQuantizationType[qtype]
-                stored, nbytes = stored_shape(shape, qtype)
-                plain = {"F32": np.float32, "F16": np.float16}.get(qtype, np.uint8)
-                writer.add_tensor_info(name, stored, np.dtype(plain), nbytes, kind)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for name, qtype in qtypes.items():
-                blocks = np.ascontiguousarray(blocks_of(name)).view(np.uint8)
-                expected = stored_shape(source.tensors[name].shape, qtype)[1]
-                if blocks.nbytes != expected:
-                    raise GGUFError(
-                        f"{path}: tensor {name} has {blocks.nbytes} bytes as {qtype}, "
-                        f"expected {expected}."
-                    )
-                writer.write_tensor_data(blocks)
+            shapes = {name: source.tensors[name].shape for name in qtypes}
+            write_tensors(writer, shapes, qtypes, blocks_of)
         finally:
             writer.close()
+
+
+def write_tensors(
+    writer: gguf.GGUFWriter,
+    shapes: Mapping[str, tuple[int, ...]],
+    qtypes: Mapping[str, str],
+    blocks_of: Callable[[str], np.ndarray],
+) -> None:
+    """Writes the keys that the writer has, and tensors one after the other.
+
+    Args:
+      shapes: of the tensors, in elements.
+      qtypes, blocks_of: see `write_gguf`.
+    """
+    for name, qtype in qtypes.items():
+        kind = gguf.GGMLQuantizationType[qtype]
+        stored, nbytes = stored_shape(shapes[name], qtype)
+        plain = {"F32": np.float32, "F16": np.float16}.get(qtype, np.uint8)
+        writer.add_tensor_info(name, stored, np.dtype(plain), nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, qtype in qtypes.items():
+        blocks = np.ascontiguousarray(blocks_of(name)).view(np.uint8)
+        expected = stored_shape(shapes[name], qtype)[1]
+        if blocks.nbytes != expected:
+            raise GGUFError(
+                f"write_gguf: tensor {name} has {blocks.nbytes} bytes as {qtype}, "
+                f"expected {expected}."
+            )
+        writer.write_tensor_data(blocks)
 
 
 def stored_shape(shape: tuple[int, ...], qtype: str) -> tuple[tuple[int, ...], int]:

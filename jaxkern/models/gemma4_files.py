@@ -210,7 +210,7 @@ def weights_of(config: Gemma4Config, reader: WeightReader) -> Gemma4Weights:
     embedding, output = reader.table_and_output()
     table = context = None
     if config.per_layer:
-        table = reader.file.load("per_layer_token_embd.weight")
+        table = reader.table("per_layer_token_embd.weight")
         context = reader.matrices("per_layer_model_proj.weight")
     return Gemma4Weights(
         embedding=embedding,

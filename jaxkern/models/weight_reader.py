@@ -264,6 +264,10 @@ class WeightReader:
         )
         return w if self._packed else dequantize(w, dtype=self._dtype)
 
+    def table(self, name: str) -> Table:
+        """A matrix of which rows are looked up, as it is in the file."""
+        return self.file.load(name)
+
     def table_and_output(self) -> tuple[Table, Matrices]:
         """The embedding, of which rows are looked up, and the product to logits.
 
@@ -277,7 +281,7 @@ class WeightReader:
         output = self.matrices("token_embd.weight" if tied else "output.weight")
         if tied and isinstance(output[0], InterleavedTensor | AffineTensor):
             return output[0], output
-        return self.in_its_format(self.file.load("token_embd.weight")), output
+        return self.in_its_format(self.table("token_embd.weight")), output
 
     @property
     def _dtype(self) -> jnp.dtype:

@@ -35,7 +35,7 @@ from tests.models.tiny_gguf import add_key
 
 CHILD = Path(__file__).with_name("llama_cpp_logits.py")
 TOKENS = 40
-NEAR = 3e-3  # a gelu of llama.cpp is a table of float16
+NEAR = 1e-2  # a gelu of llama.cpp is a table of float16
 
 
 def copied(file: GGUFFile, path: Path, changes: Mapping[str, Any]) -> None:

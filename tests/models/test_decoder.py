@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.gguf_keys import gguf_keys
 from jaxkern import GGUFTensor, MicroscaledTensor
 from jaxkern.formats.gguf import GGUFError, GGUFTensorInfo, read_gguf
 from jaxkern.formats.safetensors import SafetensorsError, read_safetensors_folder
@@ -391,28 +392,7 @@ def write_gguf(folder, path, keys, *, expert_type, norm="ffn_norm"):
     model = described(folder)
     kind, config = model.architecture.gguf, model.config
     writer = gguf.GGUFWriter(path, str(kind))
-    mixer = next(m for m in config.mixers if isinstance(m, FullAttention))
-    assert mixer.rotation is not None
-    if isinstance(sparse := config.feed_forwards[0], Mixture):
-        keys = {
-            "expert_count": sparse.experts,
-            "expert_used_count": sparse.chosen,
-            "expert_feed_forward_length": sparse.width,
-            **keys,
-        }
-    keys = {
-        "block_count": config.layers,
-        "context_length": config.context,
-        "embedding_length": config.d_model,
-        "attention.head_count": mixer.heads,
-        "attention.head_count_kv": mixer.kv_heads,
-        "attention.key_length": mixer.head_dim,
-        "attention.value_length": mixer.head_dim,
-        "attention.layer_norm_rms_epsilon": config.eps,
-        "rope.freq_base": mixer.rotation.theta,
-        **keys,
-    }
-    for key, value in keys.items():
+    for key, value in (gguf_keys(config) | keys).items():
         add_key(writer, f"{kind}.{key}", value)
     experts = defaultdict(list)
     for stored in model.file.tensors:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.gguf_keys import gguf_keys
 from jaxkern.formats.gguf import GGUFError, read_gguf
 from jaxkern.formats.safetensors import read_safetensors_folder
 from jaxkern.models import load
@@ -353,39 +354,6 @@ def test_granite(granite, tmp_path):
             described(replace(file, metadata=metadata))
 
 
-def gemma_keys(config):
-    """The keys of a Gemma 4 file, as the converter writes them."""
-    near, far = config.near, config.far
-    own = config.layers - config.shared
-    layers = range(config.layers)
-    keys = {
-        "block_count": config.layers,
-        "context_length": config.context,
-        "embedding_length": config.d_model,
-        "feed_forward_length": [96 if i >= own else 48 for i in layers],
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": [
-            near.kv_heads if seen else far.kv_heads for seen in config.windowed
-        ],
-        "attention.layer_norm_rms_epsilon": config.eps,
-        "attention.sliding_window": config.window,
-        "attention.sliding_window_pattern": list(config.windowed),
-        "attention.shared_kv_layers": config.shared,
-        "embedding_length_per_layer_input": config.per_layer,
-        "final_logit_softcapping": config.logit_softcap,
-        "rope.freq_base": far.theta,
-        "rope.freq_base_swa": near.theta,
-    }
-    for end, heads in (("", far), ("_swa", near)):
-        for key in ("attention.key_length", "attention.value_length"):
-            keys[key + end] = heads.head_dim
-        keys[f"rope.dimension_count{end}"] = heads.head_dim
-    if config.experts:
-        keys |= {"expert_count": config.experts, "expert_used_count": config.chosen}
-        keys["expert_feed_forward_length"] = config.expert_width
-    return keys
-
-
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
 def test_gemma4(name, tmp_path):
     """The config and weights of the folder, whose logits are those of transformers.
@@ -394,7 +362,9 @@ def test_gemma4(name, tmp_path):
     """
     folder = read_safetensors_folder(GOLDEN / "transformers_dense" / name)
     model, (_, expected) = described(folder), load_opened(folder, "f32")
-    keys, far = gemma_keys(model.config), model.config.far
+    keys, far = gguf_keys(model.config), model.config.far
+    own = model.config.layers - model.config.shared
+    keys["feed_forward_length"] = [48] * own + [96] * model.config.shared
     tensors = {
         n: np.asarray(model.file.view(n), np.float32) for n in model.file.tensors
     }
