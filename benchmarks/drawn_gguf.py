@@ -32,6 +32,8 @@ ARCHITECTURES = {  # of GGUF, by model_type; and where the weights of a layer ar
     "gemma4_text": ("gemma4", None),
     "gpt_oss": ("gpt-oss", Layout(ffn_norm="post_attention_norm")),
     "qwen3_5_moe_text": ("qwen35moe", OF_GGUF),
+    "qwen3_5_text": ("qwen35", OF_GGUF),
+    "qwen3_next": ("qwen3next", OF_GGUF),
     "qwen3_moe": ("qwen3moe", Layout()),
 }
 

@@ -31,7 +31,11 @@ def gguf_keys(config: DecoderConfig | Gemma4Config) -> dict[str, Any]:
     net = next((m for m in config.mixers if isinstance(m, DeltaNet)), None)
     if net is not None:
         interval = [isinstance(m, FullAttention) for m in config.mixers].index(True) + 1
-        keys |= delta_keys(net, rotation, interval)
+        keys |= delta_keys(net, interval)
+        if config.architecture.startswith("qwen3_5"):  # of images; in texts no matter
+            pairs = rotation.dim // 2
+            sections = [*((pairs + i) // 3 for i in (2, 1, 0)), 0]
+            keys["rope.dimension_sections"] = sections
     return keys | block_keys(config)
 
 
@@ -57,12 +61,10 @@ def attention_keys(layers: list[FullAttention], rotation: Rotation) -> dict[str,
     return keys
 
 
-def delta_keys(net: DeltaNet, rotation: Rotation, interval: int) -> dict[str, Any]:
+def delta_keys(net: DeltaNet, interval: int) -> dict[str, Any]:
     """Of gated delta nets in all layers but every so many."""
-    pairs = rotation.dim // 2
     return {
         "full_attention_interval": interval,
-        "rope.dimension_sections": [*((pairs + i) // 3 for i in (2, 1, 0)), 0],
         "ssm.conv_kernel": net.taps,
         "ssm.state_size": net.key_dim,
         "ssm.group_count": net.key_heads,

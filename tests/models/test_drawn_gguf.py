@@ -19,59 +19,45 @@ from jaxkern.models.decoder import DecoderConfig
 from jaxkern.models.mixers.delta_net import DeltaNet
 from jaxkern.train.new_model import new_model
 
-ALL = {"hidden_size": 64, "vocab_size": 96, "initializer_range": 0.2}
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
-MODELS = {  # layers, kind, sizes
-    "gemma-4-E2B": (
-        10,
+SMALL = {"hidden_size": 64, "vocab_size": 96, "initializer_range": 0.2}
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+MIXTURE = {"num_experts": 16, "moe_intermediate_size": 32}
+MIXTURE |= {"shared_expert_intermediate_size": 48}
+HYBRID = published("Qwen3.6-35B-A3B", 4) | SMALL
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+DENSE = {key: value for key, value in HYBRID.items() if "expert" not in key}
+DENSE |= {"model_type": "qwen3_5_text", "intermediate_size": 96}
+del DENSE["moe_intermediate_size"]
+GEMMA4 = {
+    "intermediate_size": 48,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 96,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+}
+GPT_OSS = {"intermediate_size": 32, "num_local_experts": 8, "sliding_window": 6}
+IN_BLOCKS = {"hidden_size": 256, "num_experts": 16, "moe_intermediate_size": 256}
+MODELS = {  # kind of the matrices, and config.json, by the architecture
+    "gemma4": ("F32", published("gemma-4-E2B", 10) | SMALL | GEMMA4),
+    "qwen35moe": ("F32", HYBRID | MIXTURE),
+    "qwen35": ("F32", DENSE),
+    "qwen3next": (
         "F32",
-        {
-            "intermediate_size": 48,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": 96,
-            "head_dim": 16,
-            "global_head_dim": 32,
-            "sliding_window": 6,
-        },
+        HYBRID | MIXTURE | {"model_type": "qwen3_next", "norm_topk_prob": True},
     ),
-    "Qwen3.6-35B-A3B": (
-        4,
-        "F32",
-        {
-            **HEADS,
-            "head_dim": 32,
-            "num_experts": 16,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-        },
-    ),
-    "gpt-oss-20b": (
-        2,
-        "mxfp4",
-        {**HEADS, "intermediate_size": 32, "num_local_experts": 8, "sliding_window": 6},
-    ),
-    "Qwen3-30B-A3B": (
-        1,
-        "Q4_K",
-        {
-            **HEADS,
-            "hidden_size": 256,
-            "head_dim": 32,
-            "num_experts": 16,
-            "moe_intermediate_size": 256,
-        },
-    ),
+    "gpt-oss": ("mxfp4", published("gpt-oss-20b", 2) | SMALL | GPT_OSS),
+    "qwen3moe": ("Q4_K", published("Qwen3-30B-A3B", 1) | SMALL | IN_BLOCKS),
 }
 
 
 def as_in_gguf(mixer):
-    """Value heads lie in turns; what YaRN multiplies is said."""
+    """Value heads lie in turns if not by key head; what YaRN multiplies is said."""
     if isinstance(mixer, DeltaNet):
-        return replace(mixer, in_turns=True)
+        by_head = mixer.by_head
+        return replace(mixer, gates_by_head=by_head, in_turns=not by_head)
     turns = mixer.rotation
     if isinstance(turns.scaling, YarnScaling):
         factor = 0.1 * math.log(turns.scaling.factor) + 1
@@ -81,8 +67,7 @@ def as_in_gguf(mixer):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_file_is_the_model(name, tmp_path):
-    layers, kind, sizes = MODELS[name]
-    keys = published(name, layers) | ALL | sizes
+    kind, keys = MODELS[name]
     path = tmp_path / f"{name}.gguf"
     write_drawn_gguf(path, keys, kind)
     config, weights = load(path, "f32")
