@@ -1,7 +1,7 @@
 """Products with interleaved rows of GGUF blocks on NVIDIA GPUs, for any number of rows.
 
 One activation: one kernel, which takes in the norm before and the gate or the addition
-after. Up to 512: several_products.py. More: the weights are written once as bfloat16,
+after. Up to 384: several_products.py. More: the weights are written once as bfloat16,
 and XLA multiplies.
 """
 

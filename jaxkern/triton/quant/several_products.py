@@ -1,4 +1,4 @@
-"""Products of packed rows with 2 to 512 activations: which kernel, and its sizes.
+"""Products of packed rows with 2 to 384 activations: which kernel, and its sizes.
 
 Up to 16 activations, and those of more digits than bfloat16 has, are multiplied with
 codes as they are (several_activations.py). More take decoded weights from registers to
@@ -28,7 +28,7 @@ from jaxkern.triton.quant.several_activations import (
 
 HOPPER = 90
 FEW = 16  # activations of which codes are multiplied
-MOST = {"codes": 64, "decoded": 512}  # activations, beyond which weights are written
+MOST = {"codes": 64, "decoded": 384}  # activations, beyond which weights are written
 WARPS = 8
 
 
