@@ -11,7 +11,7 @@ Prefill of a model in the sizes of Qwen3-Next with kernels and without:
 
     python -m benchmarks gpu_generate --model hybrid --prompt 4096 [--backend xla]
 
-Batch 1, chunks of 16 tokens; the median of four streams after one that warms up.
+Batch 1 or --batch, of which tokens are counted together; chunks of 16 tokens; the median of four streams after one that warms up.
 """
 
 import argparse
@@ -149,7 +149,7 @@ def hybrid(shape: Shape) -> tuple[DecoderConfig, DecoderWeights]:
     return config, DecoderWeights(table, layers, jnp.ones(shape.d), (table,))
 
 
-def measure(name: str, weights: str, prompt: int, new: int) -> str:
+def measure(name: str, weights: str, prompt: int, new: int, batch: int) -> str:
     if name in PUBLISHED:
         config, arrays = drawn_model(name, weights)
     elif name == "hybrid":
@@ -157,15 +157,16 @@ def measure(name: str, weights: str, prompt: int, new: int) -> str:
     else:
         config, arrays = model(SHAPES[name], weights)
     generator = Generator(
-        config, arrays, batch=1, prompt_slots=prompt, max_tokens=new + 1, chunk=16
+        config, arrays, batch=batch, prompt_slots=prompt, max_tokens=new + 1, chunk=16
     )
-    ids = np.random.default_rng(0).integers(0, config.vocabulary, prompt).tolist()
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, config.vocabulary, (batch, prompt)).tolist()
     decode, prefill = [], []
     for _ in range(5):
-        for _ in generator.stream([ids]):
+        for _ in generator.stream(ids):
             pass
         t = generator.timings
-        decode.append(t.decode_steps / t.decode_seconds)
+        decode.append(batch * t.decode_steps / t.decode_seconds)
         prefill.append(t.prefill_tokens / t.prefill_seconds)
     return (
         f"decode {statistics.median(decode[1:]):.0f} tokens/s, prefill "
@@ -182,6 +183,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--weights", default="bf16,Q4_K_M,Q8_0")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--backend", default="auto", help="xla: without kernels")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
@@ -191,6 +193,6 @@ def main(arguments: list[str]) -> int:
         kinds = "bf16" if name == "hybrid" else options.weights
         for weights in kinds.split(","):
             with backend(options.backend):
-                line = measure(name, weights, options.prompt, options.new)
+                line = measure(name, weights, options.prompt, options.new, options.batch)
             print(f"{name} {weights}: {line}", flush=True)
     return 0

@@ -87,6 +87,14 @@ def zero_of(FORMAT):
 
 
 @constexpr_function
+def middle_of(FORMAT):
+    """A code about which the codes lie: the zero, or half of the largest and one."""
+    if has_offsets(FORMAT):
+        return {"Q4": 8, "Q5": 16, "Q2": 2}[FORMAT[:2]]
+    return zero_of(FORMAT)
+
+
+@constexpr_function
 def fragments_of_scale(FORMAT):
     return 1 if FORMAT in ("Q6_K", "Q2_K", "Q3_K") else 2
 

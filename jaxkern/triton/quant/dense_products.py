@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
-from jaxkern.triton.quant.packed_products import multiply_decoded, num_rows
+from jaxkern.triton.quant.packed_products import multiply_decoded
 
 FEW = 4  # activations
 LEAST = 512  # columns that a program reads at a time, at least

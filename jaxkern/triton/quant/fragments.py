@@ -18,7 +18,7 @@ MMA = """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
 
 # bits of the constants that are multiplied
 BFLOAT16 = {0: 0, 1: 0x3F80, -128: 0xC300, -132: 0xC304, -136: 0xC308, -140: 0xC30C}
-BFLOAT16 |= {-144: 0xC310, -160: 0xC320, -70: 0xC28C}
+BFLOAT16 |= {-130: 0xC302, -144: 0xC310, -160: 0xC320, -70: 0xC28C}
 
 
 @constexpr_function
@@ -82,6 +82,19 @@ def unsigned_codes(first, second, magic):
         pick(second, magic, 0x4140),
         pick(first, magic, 0x4342),
         pick(second, magic, 0x4342),
+    )
+
+
+@gluon_jit
+def sum_of_pairs(pair, one, number):
+    """Two bfloat16 in a word plus a number, `one` being 1 twice in a register."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $2, $3, $1;",
+        "=r,r,r,r",
+        [number, pair, one],
+        gl.int32,
+        True,
+        1,
     )
 
 

@@ -1,7 +1,8 @@
 """Products with interleaved rows of GGUF blocks on NVIDIA GPUs, for any number of rows.
 
-A few: one kernel, `product_kernel.py`, which takes in the norm before and the gate or
-the addition after. More: the weights are written once as bfloat16, and XLA multiplies.
+One activation: one kernel, which takes in the norm before and the gate or the addition
+after. Up to 384: several_products.py. More: the weights are written once as bfloat16,
+and XLA multiplies.
 """
 
 import math
@@ -9,15 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxkern.gpu.bulk_ring import OLDEST_WITH_BULK_COPIES, ring_bytes
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
+from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import max_shared_bytes, sparse_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.quant.interleaved_tensor import ROWS as TILE
 from jaxkern.primitives.quant.interleaved_tensor import tile_width
-from jaxkern.triton.norm.rms_norm import rms_norm
+from jaxkern.triton.quant.activations import TERMS, in_terms, normalised, terms_of
 from jaxkern.triton.quant.block_codes import BYTES, STEP
 from jaxkern.triton.quant.decode_kernel import decode_tiles_kernel
 from jaxkern.triton.quant.fixed_point_codes import FORMATS, bytes_of_step
@@ -27,10 +28,13 @@ from jaxkern.triton.quant.fixed_point_kernel import (
     fixed_point_kernel,
 )
 from jaxkern.triton.quant.product_kernel import packed_product_kernel
+from jaxkern.triton.quant.several_products import (
+    most_activations,
+    multiply_several,
+)
 
 COLUMNS = 64  # activations by terms, of one launch
 SLOTS = 64  # rows of experts, each of which is read for itself
-MANY = 32  # activations in bfloat16 beyond which decoded weights are the faster
 NORM_BYTES = 65_536  # of shared memory for activations
 # of one activation the sums of groups are taken once, not by a second product
 SUMMED = ("Q4_K", "Q5_K")
@@ -41,8 +45,6 @@ STEPS_ON_THEIR_WAY: dict[str, tuple[int, int, int]] = {
 }
 TOGETHER = 16  # tiles of the result whose sums a program keeps
 PLAIN_BYTES = 1024  # of shared memory that the compiler may want
-# how many bfloat16 add up to one; the last of four is zero
-TERMS = {"bfloat16": 1, "float16": 2, "float32": 4}
 
 
 def refusal(
@@ -72,17 +74,6 @@ def unsupported_tiles(tiles: Any, qtype: str, **more: Any) -> str | None:
     return None if math.prod(tiles.shape) else "there are no elements"
 
 
-def num_rows(x: Any) -> int:
-    return math.prod(x.shape[:-1])
-
-
-def terms_of(x: Any, compute_dtype: Any) -> int:
-    """Terms that an activation is multiplied as: what float32 asks for, x may not."""
-    if compute_dtype == jnp.bfloat16:
-        return 1
-    return TERMS[x.dtype.name]
-
-
 def multiply(
     x: jax.Array,
     tiles: jax.Array,
@@ -99,11 +90,13 @@ def multiply(
 
     `sizes` are warps a tile and tiles a program, where a benchmark chooses them.
     """
-    terms = terms_of(x, compute_dtype)
-    if num_rows(x) * terms > (MANY if terms == 1 else COLUMNS):
+    terms, rows = terms_of(x, compute_dtype), num_rows(x)
+    if rows > most_activations(terms):
         w = decoded(tiles.reshape(-1, tiles.shape[-1]), qtype)
         y = multiply_decoded(x, w, norm, residual, eps, gated)
         return y.reshape(*x.shape[:-1], -1, TILE)
+    if rows > 1 and sizes is None:
+        return multiply_several(x, tiles, qtype, terms, norm, residual, eps)
     return launch(x, tiles, qtype, terms, norm, residual, eps, sizes)
 
 
@@ -294,27 +287,6 @@ def sizes_of(
         return 2, 2
     short = steps <= 16 and (normed or qtype == "Q8_0")
     return (8 if units <= 512 and not short else 4), 1
-
-
-def normalised(x: jax.Array, norm: jax.Array, eps: float, terms: int) -> jax.Array:
-    """By a kernel of its own, in float32 where the product is to have more digits."""
-    wide = x if terms == 1 else x.astype(jnp.float32)
-    y = rms_norm(wide, norm, None, eps=eps, offset=0.0)
-    assert y is not None
-    return y
-
-
-def in_terms(x: jax.Array, terms: int) -> jax.Array:
-    """`[rows * terms, k]` bfloat16, of which the terms of a row add up to it."""
-    if terms == 1:
-        return x.astype(jnp.bfloat16)
-    rest, parts = x.astype(jnp.float32), []
-    for _ in range(terms):
-        # a conversion there and back, which XLA would leave out
-        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-        parts.append(part.astype(jnp.bfloat16))
-        rest = jnp.where(jnp.isfinite(rest), rest - part, 0.0)
-    return jnp.stack(parts, axis=1).reshape(-1, x.shape[-1])
 
 
 def decoded(

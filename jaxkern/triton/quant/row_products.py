@@ -11,15 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
-from jaxkern.triton.quant.packed_products import TERMS as TERMS_OF
-from jaxkern.triton.quant.packed_products import (
-    in_terms,
-    multiply_decoded,
-    num_rows,
-    terms_of,
-)
+from jaxkern.triton.quant.activations import TERMS as TERMS_OF
+from jaxkern.triton.quant.activations import in_terms, terms_of
+from jaxkern.triton.quant.packed_products import multiply_decoded
 from jaxkern.triton.quant.row_codes import BITS, UNITS
 from jaxkern.triton.quant.row_decode import decoded
 from jaxkern.triton.quant.row_kernel import row_product_kernel

@@ -114,7 +114,7 @@ def test_one_activation_summed_by_groups(qtype, kind):
 @pytest.mark.parametrize(
     "dtype, rows",
     [
-        *(("bfloat16", rows) for rows in (2, 3, 8, 9, 16, 32, 64, 100)),
+        *(("bfloat16", rows) for rows in (2, 8, 9, 16, 17, 64, 100, 300, 384, 385)),
         *(("float16", rows) for rows in (2, 8, 32)),
         *(("float32", rows) for rows in (1, 2, 9, 16)),
     ],
@@ -133,6 +133,13 @@ def test_more_activations(kind, rows, dtype):
         ("Q4_K", 1, 16, 256),
         ("Q6_K", 1, 16, 14336),
         ("Q5_K", 2, 8208, 256),
+        ("Q5_1", 40, 48, 2080),
+        ("Q8_0", 30, 4112, 512),
+        ("MXFP4", 20, 160, 1056),
+        ("IQ4_XS", 12, 32, 768),
+        ("Q2_K", 33, 288, 768),
+        ("Q3_K", 130, 64, 512),
+        ("Q6_K", 16, 32, 14336),
         ("dense", 4, 97, 14336),
         ("dense", 1, 98, 2880),  # not of whole kilobytes
         ("dense", 3, 34, 1032),

@@ -250,6 +250,25 @@ def copied(place: Tensor, source: Tensor, count: int, asks: Tensor) -> None:
         shared[to : to + count] = memory[at : at + count]
 
 
+def rows_copied(place: Tensor, source: Tensor, count: Tensor) -> None:
+    """An asynchronous copy of 16 bytes of each lane, of which `count` are read."""
+    assert source.memory is not None
+    memory = source.memory.reshape(-1).view(np.uint8)
+    places, sources, counts = np.broadcast_arrays(place.data, source.data, count.data)
+    for to, at, size in zip(places.flat, sources.flat, counts.flat, strict=True):
+        assert to % 16 == at % 16 == 0, "a copy that is not aligned"
+        assert 0 <= at <= memory.size - size, "reads outside of an array"
+        shared[to : to + 16] = 0
+        shared[to : to + size] = memory[at : at + size]
+
+
+def two_floats_stored(at: Any, first: Any, second: Any, stores: Any) -> None:
+    at, first, second, stores = np.broadcast_arrays(at, first, second, stores)
+    chosen = stores != 0
+    both = np.stack([first[chosen], second[chosen]], -1).astype(np.float32)
+    shared[at[chosen][:, None] + np.arange(8)] = both.view(np.uint8)
+
+
 def sums_put(first: Any, second: Any, ends: Any, at: Any) -> tuple[Tensor, Tensor]:
     """The sums over c of two rows to memory, and zeros, in warps where a tile ends."""
     rows = np.stack([first.sum(2), second.sum(2)], -1).astype(np.float32)
@@ -287,6 +306,12 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return copied(args[1], args[2], int(m[1]), args[3])
     if "mbarrier.init" in text or "mbarrier.try_wait" in text:
         return None
+    if text.startswith("cp.async.cg.shared.global [$1], [$2], 16, $3;"):
+        return rows_copied(*args)
+    if text.startswith(("cp.async.commit_group;", "cp.async.wait_group")):
+        return None
+    if "@stores st.shared.v2.f32 [$1], {$2, $3};" in text:
+        return two_floats_stored(*map(raw, args))
     if "shfl.sync.bfly.b32" in text and "st.shared.v2.f32" in text:
         return sums_put(*map(raw, args))
     if text.startswith("bar.warp.sync"):

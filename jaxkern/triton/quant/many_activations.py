@@ -1,0 +1,256 @@
+"""The kernel of products of packed rows with 17 activations and more, for Hopper.
+
+    y = x w^T
+
+Weights are the left operand of the matrix units, which they take from registers: what a
+lane unpacks of 16 rows of a tile is what m64nNk16 expects of it, but for the order of
+the columns, in which the activations come to shared memory. So each weight is decoded
+once for all activations of a program, next to the products of the weights before it.
+
+A weight is scale * (code - zero) + offset. The scale is a sum of two bfloat16, so that
+only the offset and the result are rounded.
+"""
+
+from jaxkern.gpu.triton_call import (
+    async_copy,
+    async_load,
+    constexpr_function,
+    gl,
+    gluon_jit,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from jaxkern.triton.quant.block_codes import (
+    codes_of,
+    fragments_of_scale,
+    has_offsets,
+    is_signed,
+    middle_of,
+    read_step,
+    scales_of,
+)
+from jaxkern.triton.quant.fragments import (
+    as_pair,
+    barrier,
+    signed_codes,
+    sum_of_pairs,
+    twice,
+    unsigned_codes,
+)
+from jaxkern.triton.quant.one_activation import low_float
+from jaxkern.triton.quant.product_kernel import (
+    begin_early,
+    put,
+    wait_for_those_ahead,
+)
+
+
+@constexpr_function
+def sums_layout(WARPS, COLUMNS):
+    """Of a product `[16 WARPS, COLUMNS]`."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
+
+
+@constexpr_function
+def copies_layout(WARPS):
+    """Of rows of 64 columns that are copied, 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+
+
+@gluon_jit
+def product_of_pairs(a, b, c):
+    """a b + c of two bfloat16 in a word each."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], gl.int32, True, 1
+    )
+
+
+@gluon_jit
+def in_two_parts(scale):
+    """A float32 as the sum of two bfloat16, each twice in a word."""
+    high = as_pair(scale, scale)
+    rest = scale - low_float(high)
+    return high, as_pair(rest, rest)
+
+
+@gluon_jit
+def factors_of(words, J: gl.constexpr, FORMAT: gl.constexpr):
+    """Of each of the two rows of a lane: the scale in two parts, what is added."""
+    scales = scales_of(words, J, FORMAT)
+    rows = ()
+    for i in gl.static_range(2):
+        high, low = in_two_parts(scales[i])
+        if has_offsets(FORMAT):
+            offset = gl.fma(scales[i], 1.0 * middle_of(FORMAT), scales[2 + i])
+            rows += ((high, low, as_pair(offset, offset)),)
+        else:
+            rows += ((high, low, high * 0),)
+    return rows
+
+
+@gluon_jit
+def two_numbers(pair):
+    """The two bfloat16 of a word, side by side in a new last dim."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (gl.int16, gl.int16), True, 1
+    )
+    both = gl.join(low, high)
+    return both.to(gl.bfloat16, bitcast=True)
+
+
+@gluon_jit
+def weights_of_fragment(words, c, nothing, rows, F: gl.constexpr, FORMAT: gl.constexpr):
+    """Weights of 16 columns, `[warps, 8, 4, pair, row, half]`."""
+    first, second = codes_of(words, c, F, FORMAT)
+    magic = nothing + 0x43434343
+    if is_signed(FORMAT):
+        a = signed_codes(first, second, magic, nothing + -0x407F4080)
+    else:
+        a = unsigned_codes(first, second, magic)
+    ready = ()
+    for i in gl.static_range(4):
+        code = a[i]
+        if not is_signed(FORMAT):
+            less = nothing + twice(-128 - middle_of(FORMAT))
+            code = sum_of_pairs(code, nothing + 0x3F803F80, less)
+        high, low, offset = rows[i % 2]
+        ready += (
+            two_numbers(
+                product_of_pairs(code, high, product_of_pairs(code, low, offset))
+            ),
+        )
+    top = gl.join(ready[0], ready[1])
+    return gl.join(top, gl.join(ready[2], ready[3]))
+
+
+@gluon_jit
+def left_operand(
+    words, c, nothing, Q: gl.constexpr, COLUMNS: gl.constexpr, FORMAT: gl.constexpr
+):
+    """Weights of 64 columns, `[16 warps, 64]`, as the matrix units take them."""
+    WARPS: gl.constexpr = gl.num_warps()
+    GROUP: gl.constexpr = fragments_of_scale(FORMAT)
+    parts = ()
+    for j in gl.static_range(4 // GROUP):
+        rows = factors_of(words, (4 // GROUP) * Q + j, FORMAT)
+        for f in gl.static_range(GROUP):
+            w = weights_of_fragment(
+                words, c, nothing, rows, 4 * Q + GROUP * j + f, FORMAT
+            )
+            parts += (w,)
+    both = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
+    # [warp, g, c, pair, row, half, f % 2, f // 2] -> [warp, row, g, f, half, c, pair]
+    ordered = gl.permute(both, [0, 4, 1, 7, 6, 5, 2, 3])
+    flat = gl.reshape(ordered, [16 * WARPS, 64])
+    L: gl.constexpr = gl.DotOperandLayout(0, sums_layout(WARPS, COLUMNS), 2)
+    return gl.convert_layout(flat, L, assert_trivial=True)
+
+
+@gluon_jit
+def copy_step(
+    x_ptr,
+    left,
+    step,
+    last,
+    slabs,
+    stage,
+    K: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Starts the copy of a step's 256 columns of rows; zeros where there are none."""
+    L: gl.constexpr = copies_layout(gl.num_warps())
+    row = gl.arange(0, COLUMNS, gl.SliceLayout(1, L))[:, None]
+    column = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    for q in gl.static_range(4):
+        first = step * 256 + q * 64
+        there = (row < left) & (first + column < K) & (step < last)
+        at = row * K + first + column
+        async_load(slabs.index(stage * 4 + q), x_ptr + at, there)
+    async_copy.commit_group()
+
+
+@gluon_jit
+def many_activations_kernel(
+    x_ptr,
+    tiles_ptr,
+    residual_ptr,
+    y_ptr,
+    ROWS: gl.constexpr,
+    K: gl.constexpr,
+    NUM_BLOCKS: gl.constexpr,
+    TILES: gl.constexpr,
+    TILE_PAIRS: gl.constexpr,
+    FORMAT: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STEPS: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """x `[ROWS, K]` bfloat16, tiles_ptr `[TILES, 16 row_bytes]`, y `[ROWS, 16 TILES]`.
+
+    Of each 16 columns of x those of a lane stand apart, see `in_order_of_lanes`. A
+    program has a tile of each warp and one of BLOCKS of COLUMNS activations. Where the
+    second axis has several programs, each has STEPS steps of the columns, and y is
+    `[programs, ROWS, 16 TILES]`, the sums of each.
+    """
+    if AHEAD:
+        begin_early(AHEAD == 2)
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0]
+    )
+    LANES2: gl.constexpr = gl.SliceLayout(2, LANES)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, LANES2))[:, None, None]
+    g = gl.arange(0, 8, gl.SliceLayout(0, LANES2))[None, :, None]
+    c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
+    first_tile = gl.program_id(0) // BLOCKS * WARPS
+    block = gl.program_id(0) % BLOCKS
+    pairs = tiles_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+    tile = gl.minimum(first_tile + warp, TILES - 1)
+    at = pairs + tile.to(gl.int64) * TILE_PAIRS
+    first = gl.program_id(1) * STEPS
+    last = gl.minimum(first + STEPS, (K + 255) // 256)
+    words = read_step(at, g, c, first, NUM_BLOCKS, FORMAT)
+    if AHEAD == 2:
+        wait_for_those_ahead()
+    slabs = gl.allocate_shared_memory(
+        gl.bfloat16, [12, COLUMNS, 64], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    rows = x_ptr + block * (COLUMNS * K)
+    left = ROWS - block * COLUMNS
+    for i in gl.static_range(2):
+        copy_step(rows, left, first + i, last, slabs, i, K, COLUMNS)
+    nothing = (at.to(gl.int64) >> 60).to(gl.int32) + c * 0 + g * 0  # of an address
+    SUMS: gl.constexpr = sums_layout(WARPS, COLUMNS)
+    totals = gl.zeros([16 * WARPS, COLUMNS], gl.float32, SUMS)
+    L: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    before = gl.zeros([16 * WARPS, 64], gl.bfloat16, L)
+    for step in range(first, last):
+        async_copy.wait_group(1)
+        barrier()  # all have the step's activations
+        stage = (step - first) % 3
+        ahead = read_step(at, g, c, gl.minimum(step + 1, last - 1), NUM_BLOCKS, FORMAT)
+        for q in gl.static_range(4):
+            w = left_operand(words, c, nothing, q, COLUMNS, FORMAT)
+            x = slabs.index(stage * 4 + q).permute([1, 0])
+            totals = warpgroup_mma(w, x, totals, is_async=True)
+            # an operand in registers is in use until its product is done
+            totals, before = warpgroup_mma_wait(1, deps=[totals, before])
+            before = w
+        # where the step before had its own: all warps have done with those
+        to = (step - first + 2) % 3
+        copy_step(rows, left, step + 2, last, slabs, to, K, COLUMNS)
+        words = ahead
+    totals, before = warpgroup_mma_wait(0, deps=[totals, before])
+    place = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, SUMS))
+    column = (first_tile + place // 16) * 16 + place % 8 * 2 + place % 16 // 8
+    row = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))
+    there = (column < 16 * TILES)[:, None] & (row < left)[None, :]
+    row = gl.program_id(1) * ROWS + block * COLUMNS + row
+    put(
+        y_ptr,
+        residual_ptr,
+        totals,
+        row[None, :] * (16 * TILES) + column[:, None],
+        there,
+    )
