@@ -120,9 +120,11 @@ def ways(fused, separate):
     }
 
 
+BY = ways(fused, separate)
+
+
 def main(arguments):
-    by = ways(fused, separate)
-    return measure("qk_norm_rope_cache", by, list(CODECS), bytes_moved, arguments)
+    return measure("qk_norm_rope_cache", BY, list(CODECS), bytes_moved, arguments)
 
 
 def measure(name, by, codecs, moved: Callable, arguments):

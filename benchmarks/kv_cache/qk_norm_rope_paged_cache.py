@@ -41,11 +41,9 @@ def as_before(pages, caches):
     return [p.reshape(c.shape) for p, c in zip(pages, caches, strict=True)]
 
 
+BY = ways(fused, separate)
+
+
 def main(arguments):
-    return measure(
-        "qk_norm_rope_paged_cache",
-        ways(fused, separate),
-        ["bf16"],
-        bytes_moved,
-        arguments,
-    )
+    name = "qk_norm_rope_paged_cache"
+    return measure(name, BY, ["bf16"], bytes_moved, arguments)
