@@ -11,7 +11,8 @@ Prefill of a model in the sizes of Qwen3-Next with kernels and without:
 
     python -m benchmarks gpu_generate --model hybrid --prompt 4096 [--backend xla]
 
-Batch 1 or --batch, of which tokens are counted together; chunks of 16 tokens; the median of four streams after one that warms up.
+Batch 1, or --batch, whose tokens are counted together; chunks of 16 tokens; the median
+of four streams after one that warms up.
 """
 
 import argparse
@@ -193,6 +194,8 @@ def main(arguments: list[str]) -> int:
         kinds = "bf16" if name == "hybrid" else options.weights
         for weights in kinds.split(","):
             with backend(options.backend):
-                line = measure(name, weights, options.prompt, options.new, options.batch)
+                line = measure(
+                    name, weights, options.prompt, options.new, options.batch
+                )
             print(f"{name} {weights}: {line}", flush=True)
     return 0
