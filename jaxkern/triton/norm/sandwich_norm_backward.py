@@ -83,6 +83,35 @@ def write_sums(
 
 
 @jit
+def through_total(
+    now,
+    total,
+    dscale,
+    dtotal_ptr,
+    scale_ptr,
+    columns,
+    inside,
+    SCALE_STRIDE: tl.constexpr,
+):
+    """What the scaled sum's gradient leaves: the sum's, and sums for the scale."""
+    dsum = tl.zeros(total.shape, tl.float32)
+    if dtotal_ptr is not None:
+        dsum = now[2].to(tl.float32)
+        dscale = dscale + dsum * total
+        dsum *= read_scale(scale_ptr, columns, inside, SCALE_STRIDE)
+    return dsum, dscale
+
+
+@jit
+def rest_of(sums, FIRST: tl.constexpr):
+    """Those of three from FIRST on."""
+    rest = ()
+    for i in tl.static_range(FIRST, 3):
+        rest = rest + (sums[i],)
+    return rest
+
+
+@jit
 def sandwich_norm_bwd_kernel(
     x_ptr,
     residual_ptr,
@@ -176,13 +205,17 @@ def sandwich_norm_bwd_kernel(
             # vectors are read each time: held over the loop they would cost registers
             weight = factor(weight_ptr, columns, inside, OFFSET)
             xhat, total = normed_and_summed(now, ptrs, weight, rstd)
-            dsum = tl.zeros([ROWS, BLOCK], tl.float32)
-            if dtotal_ptr is not None:
-                dsum = now[2].to(tl.float32)
-                of_scale = of_scale + (dscale[k] + dsum * total,)
-                dsum *= read_scale(scale_ptr, columns, inside, SCALE_STRIDE)
-            else:
-                of_scale = of_scale + (dscale[k],)
+            dsum, of_total = through_total(
+                now,
+                total,
+                dscale[k],
+                dtotal_ptr,
+                scale_ptr,
+                columns,
+                inside,
+                SCALE_STRIDE,
+            )
+            of_scale = of_scale + (of_total,)
             of_next = ()
             if dy1_ptr is not None:
                 dnormed, dys = through_readers(
@@ -194,9 +227,7 @@ def sandwich_norm_bwd_kernel(
                 if CHUNKS == 1 and not GIVEN:
                     next_along = tl.sum(dnormed * total, 1, keep_dims=True) / D
                 dsum += (dnormed - total * next_along) * next_rstd
-            for i in tl.static_range(len(of_next), 3):
-                of_next = of_next + (dnexts[k][i],)
-            of_nexts = of_nexts + (of_next,)
+            of_nexts = of_nexts + (of_next + rest_of(dnexts[k], len(of_next)),)
             write(dresidual_ptr, at, dsum, mask)
             of_weight = of_weight + (dweight[k] + dsum * xhat,)
             if rstd_ptr is not None:
@@ -208,8 +239,7 @@ def sandwich_norm_bwd_kernel(
         dweight = of_weight
         dscale = of_scale
         dnexts = of_nexts
-    sums = dweight, dscale, dnexts
-    write_sums(vector_ptrs, sums, lanes, D, CHUNKS, BLOCK)
+    write_sums(vector_ptrs, (dweight, dscale, dnexts), lanes, D, CHUNKS, BLOCK)
 
 
 def sandwich_norm_bwd(

@@ -250,6 +250,40 @@ def add_step(
 
 
 @gluon_jit
+def put_totals(
+    totals,
+    known,
+    pointers,
+    ROWS: gl.constexpr,
+    TERMS: gl.constexpr,
+    TILES: gl.constexpr,
+    GATED: gl.constexpr,
+    PARTS: gl.constexpr,
+    SHARES: gl.constexpr,
+):
+    """The sums of a program: columns 2 c and 2 c + 1 of rows 2 g and 2 g + 1.
+
+    `pointers` to ids, to what is added, to the result.
+    """
+    ids_ptr, residual_ptr, y_ptr = pointers
+    t0, t1, t2, t3 = totals
+    BESIDE: gl.constexpr = 2 if TERMS == 1 else 1
+    if TERMS == 1:
+        sums = ((t0, 0, 0), (t1, 1, 0), (t2, 0, 1), (t3, 1, 1))
+    else:
+        sums = ((t0 + t1, 0, 0), (t2 + t3, 0, 1))
+    for i in gl.static_range(len(sums)):
+        y = finished(sums[i][0], PARTS, SHARES, GATED, TERMS)
+        unit = gl.program_id(0) * y.shape[0] + place_in(y, 0)
+        row = y.shape[2] * place_in(y, 3) + place_in(y, 2)
+        row = row * BESIDE + sums[i][1]
+        out = (row * TILES + unit) * 16 + 2 * place_in(y, 1) + sums[i][2]
+        if ids_ptr is not None:
+            y = gl.where(known, y, 0.0)
+        put(y_ptr, residual_ptr, y, out, (row < ROWS) & (unit < TILES))
+
+
+@gluon_jit
 def packed_product_kernel(
     x_ptr,
     ids_ptr,
@@ -363,19 +397,14 @@ def packed_product_kernel(
         totals = add_step(words, c, x, totals, nothing, FORMAT, FROM, SINGLE)
     if IN_SHARED:
         barrier()  # the sums of all warps may take the memory of x
-    # columns 2 c and 2 c + 1 of rows 2 g and 2 g + 1
-    t0, t1, t2, t3 = totals
-    BESIDE: gl.constexpr = 2 if TERMS == 1 else 1
-    if TERMS == 1:
-        sums = ((t0, 0, 0), (t1, 1, 0), (t2, 0, 1), (t3, 1, 1))
-    else:
-        sums = ((t0 + t1, 0, 0), (t2 + t3, 0, 1))
-    for i in gl.static_range(len(sums)):
-        y = finished(sums[i][0], PARTS, SHARES, GATED, TERMS)
-        unit = gl.program_id(0) * y.shape[0] + place_in(y, 0)
-        row = y.shape[2] * place_in(y, 3) + place_in(y, 2)
-        row = row * BESIDE + sums[i][1]
-        out = (row * TILES + unit) * 16 + 2 * place_in(y, 1) + sums[i][2]
-        if ids_ptr is not None:
-            y = gl.where(known, y, 0.0)
-        put(y_ptr, residual_ptr, y, out, (row < ROWS) & (unit < TILES))
+    put_totals(
+        totals,
+        known,
+        (ids_ptr, residual_ptr, y_ptr),
+        ROWS,
+        TERMS,
+        TILES,
+        GATED,
+        PARTS,
+        SHARES,
+    )

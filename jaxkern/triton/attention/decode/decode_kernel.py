@@ -296,6 +296,21 @@ def merge_in_cluster(
 
 
 @jit
+def store_share(
+    out, lse, seen, place, out_ptr, lse_ptr, HV: tl.constexpr, SPLITS: tl.constexpr
+):
+    """A share's sums and log-sum-exp; `place` is split, row of the result, presence."""
+    split, row, present = place
+    value_dims = tl.arange(0, out.shape[1])
+    to = row * SPLITS + split
+    tl.store(lse_ptr + to, lse, present)
+    # the merge reads no share without keys
+    written = present if SPLITS == 1 else present & seen
+    out_mask = written[:, None] & (value_dims < HV)[None, :]
+    tl.store(out_ptr + to[:, None] * HV + value_dims[None, :], out, out_mask)
+
+
+@jit
 def decode_attention_kernel(
     query_ptr,
     key_ptr,
@@ -415,9 +430,4 @@ def decode_attention_kernel(
             out, lse, memory, place, sinks_ptr, out_ptr, lse_ptr, HV, SPLITS, LOG2E
         )
         return
-    to = row * SPLITS + split
-    tl.store(lse_ptr + to, lse, present)
-    # the merge reads no share without keys
-    written = present if SPLITS == 1 else present & seen
-    out_mask = written[:, None] & (value_dims < HV)[None, :]
-    tl.store(out_ptr + to[:, None] * HV + value_dims[None, :], out, out_mask)
+    store_share(out, lse, seen, (split, row, present), out_ptr, lse_ptr, HV, SPLITS)
