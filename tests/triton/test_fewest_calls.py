@@ -230,6 +230,7 @@ FEWEST = (
     "adamw bfloat16",
     "softmax 5000 bfloat16",
     "rms_norm 5000 bfloat16",
+    "indexer_scores-deepseek_v3_2_decode",
     "adamw with copies",
     "gated_delta_rule 256",
     "attention-smollm2_135m",
