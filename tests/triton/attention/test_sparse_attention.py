@@ -141,6 +141,18 @@ def test_only_who_asks_for_it_gets_it():
     assert "not measured on a GPU yet" in text
 
 
+@starts_it
+@needs_triton
+def test_a_vmap_of_sequences_is_one_launch():
+    def f(q, k, v, indices):
+        return sparse_attention(q, k, v, indices, block_size=64, unique_indices=True)
+
+    q, k = jnp.zeros((5, 2, 1, 8, 64)), jnp.zeros((5, 2, 640, 4, 64))
+    lists = jnp.zeros((5, 2, 1, 4, 1), jnp.int32)
+    [row] = explain(jax.vmap(f), q, k, k, lists, platform="cuda").rows
+    assert [launch.grid for launch in row.launches] == [(5 * 2 * 4,)]
+
+
 LATENT = dict(value_dim=512)
 BLOCKS = dict(k=4, g=16, selected=16, size=64)
 SIZES = [
