@@ -94,22 +94,16 @@ def test_only_who_asks_for_it_gets_it():
 
 @starts_it
 @needs_triton
-@pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(c, marks=pytest.mark.full) for c in (80, 89))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize(
     "given",
     [
         dict(block_size=64, pool="mean"),
-        *(
-            pytest.param(x, marks=pytest.mark.full)
-            for x in (
-                dict(b=64),
-                dict(n=200, h=256, t=4, causal=True),
-                dict(n=8, h=64, dtype="float32", block_size=128),
-                dict(b=64, dtype="float32"),
-            )
-        ),
+        dict(b=64),
+        dict(n=200, h=256, t=4, causal=True),
+        dict(n=8, h=64, dtype="float32", block_size=128),
+        dict(b=64, dtype="float32"),
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ from tests.triton.interpreted import (
 
 # b, t, k, g, h, dims of value or None, s, lists, selected, block size, shares, dtype
 CASES = {
-    "latent cache": (2, 2, 1, 5, 24, None, 150, 1, 130, 1, 2, "float16"),
+    "latent cache": (2, 1, 1, 5, 24, None, 150, 1, 130, 1, 2, "float16"),
     "value in a tile of its own": (1, 1, 1, 2, 20, None, 30, 1, 9, 1, 1, "float32"),
     "one list for two heads": (1, 2, 2, 2, 40, 24, 50, 1, 33, 1, 3, "float32"),
     "blocks larger than a tile": (2, 2, 2, 2, 16, 16, 150, 2, 2, 64, 2, "float32"),
@@ -157,11 +157,11 @@ LATENT = dict(value_dim=512)
 BLOCKS = dict(k=4, g=16, selected=16, size=64)
 SIZES = [
     LATENT,
-    dict(b=1, k=4, g=16, h=128, hv=128, selected=16, size=64),
     *(
         pytest.param(x, marks=pytest.mark.full)
         for x in (
             LATENT | dict(b=64, t=2),
+            BLOCKS | dict(h=128, hv=128, b=1),
             LATENT | dict(dtype="float16", g=16),
             dict(value_dim=500),
             BLOCKS | dict(h=64, hv=64),
