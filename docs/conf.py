@@ -55,6 +55,7 @@ PAGES = {
         "docs/how_to/quantise_and_save",
         "docs/how_to/decode_with_a_cache",
         "docs/how_to/answer_many_prompts",
+        "docs/how_to/attend_to_chosen_keys",
         "docs/how_to/shard",
         "docs/how_to/train",
         "docs/how_to/export",

@@ -125,6 +125,8 @@ KERNELS = (
     Kernel("quantized_cache_attention",  "triton",     "triton.attention.quantized_cache_attention.fwd", "primal"),
     Kernel("qk_norm_rope_cache_attention", "triton",   "triton.attention.qk_norm_rope_cache_attention",  "primal"),
     Kernel("latent_attention",           "triton",     "triton.attention.latent_attention",              "primal"),
+    Kernel("indexer_scores",             "triton",     "triton.attention.indexer_scores",                "primal"),
+    Kernel("sparse_attention",           "triton",     "triton.attention.sparse_attention",              "primal"),
 )
 # fmt: on
 

@@ -141,6 +141,14 @@ def positions_and_attention(x: Draw) -> dict[str, Call]:
             part(jk.latent_attention, value_dim=8, scale=0.25, kv_lengths=lengths),
             (q, k[:, :, 0]),
         ),
+        "indexer_scores": (
+            part(jk.indexer_scores, kv_lengths=lengths, block_size=2),
+            (q, k[:, :, 0], x(2, 3, 4)),
+        ),
+        "sparse_attention": (
+            part(jk.sparse_attention, indices=table[:, None], kv_lengths=lengths),
+            (q[:, :1], k, v),
+        ),
         "merge_partials": (jk.merge_partials, (x(2, 3, 4), x(2, 3))),
         "apply_rope": (jk.apply_rope, (q, cos, sin)),
         "qkv_rope": (part(jk.qkv_rope, kv_heads=1), (q, cos, sin)),

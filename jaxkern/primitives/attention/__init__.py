@@ -2,6 +2,7 @@
 
 from jaxkern.primitives.attention.attention import attention
 from jaxkern.primitives.attention.cached_attention import cached_attention
+from jaxkern.primitives.attention.indexer_scores import indexer_scores
 from jaxkern.primitives.attention.latent_attention import latent_attention
 from jaxkern.primitives.attention.mask import (
     block_mask,
@@ -18,11 +19,14 @@ from jaxkern.primitives.attention.qk_norm_rope_cache_attention import (
 from jaxkern.primitives.attention.quantized_cache_attention import (
     quantized_cache_attention,
 )
+from jaxkern.primitives.attention.select_keys import select_keys
+from jaxkern.primitives.attention.sparse_attention import sparse_attention
 
 __all__ = [
     "attention",
     "block_mask",
     "cached_attention",
+    "indexer_scores",
     "latent_attention",
     "make_block_mask",
     "make_mask",
@@ -32,4 +36,6 @@ __all__ = [
     "qk_norm_rope_cache_attention",
     "quantized_cache_attention",
     "segment_mask",
+    "select_keys",
+    "sparse_attention",
 ]
