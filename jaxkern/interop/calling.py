@@ -16,6 +16,7 @@ from jaxkern.lowering.lower import backend
 KINDS = {
     "xla": "xla",
     "xla_chunked": "xla",
+    "chunked_xla": "xla",
     "triton": "triton",
     "mosaic": "mosaic_gpu",
     "mosaic_gpu": "mosaic_gpu",
