@@ -96,6 +96,12 @@ def case(
     Options that are left out take the default of the op's public function. `full` keeps
     a case for `make test-full`. Of an op that rounds its operands `straight_through`
     the reference says the gradients, and finite differences would be others.
+
+    Example:
+      >>> from jaxkern.testing import case, f32
+      >>> found = case("rows", x=f32(4, 8), eps=1e-5)
+      >>> found.name, found.arguments["x"].shape, found.arguments["eps"]
+      ('rows', (4, 8), 1e-05)
     """
     return Case(name, arguments, full, ulps, straight_through)
 

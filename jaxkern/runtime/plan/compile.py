@@ -52,6 +52,12 @@ def compile(
 
     Raises:
       ValueError: an unknown `command_buffers`, or bounds and dims that do not agree.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> plan = runtime.compile(jnp.sin, jax.ShapeDtypeStruct((2,), "float32"))
+      >>> plan(jnp.zeros(2)), len(plan)  # one instruction
+      (Array([0., 0.], dtype=float32), 1)
     """
     if bounds is not None:
         rest = {
