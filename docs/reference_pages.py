@@ -18,6 +18,7 @@ import jaxkern.interop.flax
 import jaxkern.interop.jax_nn
 import jaxkern.interop.tokamax
 import jaxkern.parallel
+import jaxkern.runtime
 import jaxkern.testing
 import jaxkern.train
 
@@ -39,11 +40,13 @@ FAMILIES = {
     "vision": "Vision",
     "signal": "Signals",
 }
+TUNING = ("TunedCall", "Tuning", "autotune")
+MODULES = ("events", "kernel_cache", "testing")  # of jaxkern.runtime
 OTHERS = {
     "choice": (
         "Which kernel runs",
         [f"jaxkern.{n}" for n in ("backend", "explain", "tuned")]
-        + [f"jaxkern.testing.{n}" for n in ("TunedCall", "Tuning", "autotune")],
+        + [f"jaxkern.testing.{n}" for n in TUNING],
     ),
     "parallel": (
         "Over several devices",
@@ -51,8 +54,13 @@ OTHERS = {
     ),
     "train": ("Training", [f"jaxkern.train.{n}" for n in jaxkern.train.__all__]),
     "testing": (
-        "Checks of an operator",
-        [f"jaxkern.testing.{n}" for n in ("Check", "case", "check_op", "checks_of")],
+        "Checks and times of an operator",
+        [f"jaxkern.testing.{n}" for n in jaxkern.testing.__all__ if n not in TUNING],
+    ),
+    "runtime": (
+        "Compiled functions in view and in bounds",
+        [f"jaxkern.runtime.{n}" for n in jaxkern.runtime.__all__ if n not in MODULES]
+        + [f"jaxkern.runtime.testing.{n}" for n in jaxkern.runtime.testing.__all__],
     ),
     "interop": (
         "Under the names of other libraries",

@@ -8,12 +8,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxkern.interop.attending import attend_as_jax_nn
-from jaxkern.interop.calling import as_asked
+from jaxkern.interop.calling import as_asked, takes_holders
 from jaxkern.interop.ragged_product import ROWS_IN_GROUPS, ragged_product
 
 __all__ = ["dot_product_attention", "ragged_dot", "ragged_dot_general"]
 
 
+@takes_holders
 def dot_product_attention(
     query: Float[ArrayLike, "b t n h"] | Float[ArrayLike, "t n h"],
     key: Float[ArrayLike, "b s k h"] | Float[ArrayLike, "s k h"],
@@ -62,6 +63,7 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
+@takes_holders
 def ragged_dot(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "g k n"],
@@ -104,6 +106,7 @@ def ragged_dot(
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
+@takes_holders
 def ragged_dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],

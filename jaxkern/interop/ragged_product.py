@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from jaxkern.primitives.call import NO_MESH, same_manual_axes
-from jaxkern.primitives.check_arguments import unwrapped
 from jaxkern.primitives.dense_product import result_dtype
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
 
@@ -67,7 +66,7 @@ def ragged_product(
 ) -> Array:
     """`lax.ragged_dot_general` of these, and its refusals under the name `op`."""
     lhs, rhs = (float_array(op, n, x) for n, x in (("lhs", lhs), ("rhs", rhs)))
-    sizes = jnp.asarray(unwrapped(group_sizes))
+    sizes = jnp.asarray(group_sizes)
     offset = offset_of(op, group_offset)
     dtype = checked_dtype(
         op, lhs, rhs, sizes, numbers, preferred_element_type, offset is not None
@@ -88,7 +87,6 @@ def ragged_product(
 
 
 def float_array(op: str, name: str, x: Any) -> Array:
-    x = unwrapped(x)
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(
             f"{op}: `{name}` must be an array, got {type(x).__name__}. Quantised "
@@ -106,7 +104,7 @@ def offset_of(op: str, offset: Any) -> Integer[Array, ""] | None:
     """One number of JAX's shape `[]` or of tokamax's `[1]`."""
     if offset is None:
         return None
-    offset = jnp.asarray(unwrapped(offset))
+    offset = jnp.asarray(offset)
     if offset.shape not in ((), (1,)) or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise TypeError(
             f"{op}: `group_offset` must be one integer, got "

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxkern.interop.attending import attend_as_jax_nn
-from jaxkern.interop.calling import as_asked
+from jaxkern.interop.calling import as_asked, takes_holders
 from jaxkern.interop.tokamax_ragged import (
     Activation,
     RaggedDotGroupSizes,
@@ -26,6 +26,7 @@ from jaxkern.interop.tokamax_ragged import (
 from jaxkern.lowering.exported_kernels import CHECKS as DISABLE_JAX_EXPORT_CHECKS
 from jaxkern.primitives.activation.activations import Activation as ActivationName
 from jaxkern.primitives.activation.glu import glu
+from jaxkern.primitives.declared_dims import unwrapped
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
 from jaxkern.primitives.norm.layer_norm import layer_norm as own_layer_norm
@@ -82,6 +83,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@takes_holders
 def dot_product_attention(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
@@ -136,6 +138,7 @@ def dot_product_attention(
     return out
 
 
+@takes_holders
 def layer_norm(
     x: Float[Array, "..."],
     scale: Float[Array, " d"] | None,
@@ -165,6 +168,7 @@ def layer_norm(
     return jnp.moveaxis(y, -1, axis)
 
 
+@takes_holders
 def gated_linear_unit(
     x: Float[Array, "*b m k"],
     weights: Float[Array, "k 2 n"] | tuple[Float[Array, "k n"], Float[Array, "k n"]],
@@ -184,9 +188,10 @@ def gated_linear_unit(
       >>> tokamax.gated_linear_unit(jnp.ones((1, 3)), jnp.ones((3, 2, 1)))
       Array([[9.]], dtype=float32)
     """
-    gate_weight, up_weight = (
-        weights if isinstance(weights, tuple | list) else (weights[:, 0], weights[:, 1])
-    )
+    if isinstance(weights, tuple | list):
+        gate_weight, up_weight = map(unwrapped, weights)
+    else:
+        gate_weight, up_weight = weights[:, 0], weights[:, 1]
     with as_asked("gated_linear_unit", implementation, precision):
         gate, up = linear(x, gate_weight.T), linear(x, up_weight.T)
         if activation is None or activation in GATES:
@@ -194,6 +199,7 @@ def gated_linear_unit(
         return (activation(gate) * up).astype(x.dtype)
 
 
+@takes_holders
 def linear_softmax_cross_entropy_loss(
     x: Float[Array, "b h"],
     labels: Integer[Array, " b"],
@@ -228,6 +234,7 @@ def linear_softmax_cross_entropy_loss(
     return loss
 
 
+@takes_holders
 def triangle_multiplication(
     x: Float[Array, "r r c"],
     mask: Bool[Array, "r r"],

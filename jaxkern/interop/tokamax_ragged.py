@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from jaxkern.interop.calling import as_asked
+from jaxkern.interop.calling import as_asked, takes_holders
 from jaxkern.interop.ragged_product import ROWS_IN_GROUPS, ragged_product
 from jaxkern.primitives.activation.activations import Activation as ActivationName
 from jaxkern.primitives.activation.glu import glu
@@ -92,6 +92,7 @@ def generate_ragged_dot_group_sizes(
     return tuple(map(int, np.random.default_rng(seed).multinomial(m, shares)))
 
 
+@takes_holders
 def ragged_dot(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "g k n"],
@@ -141,6 +142,7 @@ def ragged_dot(
         )
 
 
+@takes_holders
 def ragged_dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],

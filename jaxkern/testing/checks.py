@@ -44,6 +44,7 @@ class Spec:
 
 def normal(dtype) -> Callable[..., Spec]:
     def spec(*shape: int, scale: float = 1.0) -> Spec:
+        """Normal numbers of mean 0, in the dtype of the name, times `scale`."""
         return Spec(shape, dtype, lambda rng, s: scale * rng.standard_normal(s))
 
     return spec
@@ -54,18 +55,22 @@ bf16 = normal(jnp.bfloat16)
 
 
 def i32(*shape: int, low: int = 0, high: int = 100) -> Spec:
+    """Whole numbers of 32 bits from `low` on, below `high`, each as likely."""
     return Spec(shape, np.int32, lambda rng, s: rng.integers(low, high, s))
 
 
 def u8(*shape: int) -> Spec:
+    """Bytes, each as likely."""
     return Spec(shape, np.uint8, lambda rng, s: rng.integers(0, 256, s))
 
 
 def boolean(*shape: int, probability: float = 0.5) -> Spec:
+    """True with this probability."""
     return Spec(shape, np.bool_, lambda rng, s: rng.random(s) < probability)
 
 
 def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Spec:
+    """Numbers of float32 from `low` to `high`, each as likely."""
     return Spec(shape, np.float32, lambda rng, s: rng.uniform(low, high, s))
 
 
