@@ -18,19 +18,12 @@ shards, and lowers on every platform. Where to look:
     train/        a training step, its loss and optimiser; loaded when first named
 """
 
-import contextlib as _contextlib
-import gc as _gc
 import importlib as _importlib
 import typing as _typing
 
-with _contextlib.ExitStack() as _stack:
-    if _gc.isenabled():  # collections would walk all of jax, a third of this import
-        _gc.disable()
-        _stack.callback(_gc.enable)
-        # what was imported stays: it is old at once, unless somebody froze objects
-        if _gc.get_freeze_count() < 1000:  # Python begins with some hundreds
-            _stack.callback(_gc.unfreeze)
-            _stack.callback(_gc.freeze)
+from jaxkern.quick_import import quick_import as _quick_import
+
+with _quick_import():
     from jaxkern import parallel as _parallel
     from jaxkern.lowering import cpu as _cpu
     from jaxkern.lowering import cuda as _cuda
