@@ -43,7 +43,7 @@ def sdist(tmp_path_factory):
 def test_the_sdist_has_what_is_built_and_no_more(sdist):
     with tarfile.open(sdist) as archive:
         names = {n.partition("/")[2] for n in archive.getnames()}
-    sources = (ROOT / "jaxkern").rglob("*")
+    sources = [*(ROOT / "jaxkern").rglob("*"), ROOT / "jaxkern_ops/__init__.py"]
     kinds = {".py", ".cc", ".h", ".json", ".typed"}
     wanted = {str(f.relative_to(ROOT)) for f in sources if f.suffix in kinds}
     wanted |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"}
