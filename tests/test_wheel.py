@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -69,8 +70,10 @@ def test_the_wheel_of_the_sdist_runs_a_kernel(sdist, tmp_path):
     site = tmp_path / "site"
     flags = "--no-index --no-deps --quiet --target".split()
     python("-m", "pip", "install", *flags, site, wheel, cwd=tmp_path)
-    env = {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
-    said = python("-P", ROOT / "tests/installed.py", cwd=tmp_path, **env)
+    # -S: the finder of an editable install would be asked first, whatever the path says
+    path = os.pathsep.join([str(site), sysconfig.get_path("purelib")])
+    env = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    said = python("-SP", ROOT / "tests/installed.py", cwd=tmp_path, **env)
     assert str(site) in said
     command = site / "bin" / "jaxkern"
-    assert "jaxkern 0.1.0" in python("-P", command, "--version", cwd=tmp_path, **env)
+    assert "jaxkern 0.1.0" in python("-SP", command, "--version", cwd=tmp_path, **env)

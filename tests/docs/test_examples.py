@@ -21,6 +21,7 @@ import pytest
 import jaxkern
 from jaxkern import runtime, testing
 from jaxkern.interop import flax, jax_nn, tokamax
+from jaxkern.primitives.kernel_primitive import REGISTRY
 
 PARSER = doctest.DocTestParser()
 SECTION = re.compile(r"\n\nExample:\n((?:  .*\n?)+)\Z")
@@ -31,6 +32,7 @@ def example_of(docstring: str, name: str) -> doctest.DocTest:
     section = SECTION.search(docstring)
     assert section, f'{name}: end its docstring with "Example:" and lines of ">>>".'
     names = {"jax": jax, "jnp": jnp, "np": np, "jaxkern": jaxkern}
+    names["__name__"] = "__main__"  # where functions of an example are
     return PARSER.get_doctest(section[1], names, name, None, None)
 
 
@@ -98,19 +100,29 @@ def functions_of(*modules: types.ModuleType) -> list[tuple[str, str]]:
 
 
 DRAWS = {"bf16", "boolean", "f16", "f32", "f64", "i32", "u8", "uniform"}  # see `case`
-MADE_BY_HAND = [
+OTHERS = [
+    ("jaxkern.lowering.lower", "lower"),
+    ("jaxkern.primitives.kernel_primitive", "kernel_primitive"),
     ("jaxkern.runtime", "BufferPool"),
     ("jaxkern.runtime", "MemoryTracker"),
     ("jaxkern.interop.tokamax", "RaggedDotGroupSizes"),
 ]
 
 
-@pytest.mark.usefixtures("compilation_cache_as_it_was")
+@pytest.fixture
+def registry_as_it_was():
+    known = set(REGISTRY)
+    yield
+    for name in {*REGISTRY} - known:
+        del REGISTRY[name]
+
+
+@pytest.mark.usefixtures("compilation_cache_as_it_was", "registry_as_it_was")
 @pytest.mark.parametrize(
     "module, name",
     [
         *functions_of(flax, jax_nn, tokamax, testing, runtime, runtime.testing),
-        *MADE_BY_HAND,
+        *OTHERS,
     ],
 )
 def test_functions_of_other_modules_have_examples_that_are_true(module, name):

@@ -72,6 +72,9 @@ def test_every_public_name_stands_once_in_the_reference(reference):
             if not inspect.ismodule(getattr(module, n))
         }
     public |= {f"jaxkern.runtime.testing.{n}" for n in runtime.testing.__all__}
+    public |= {"jaxkern.lowering.lower.lower"}
+    declare = "jaxkern.primitives.kernel_primitive"
+    public |= {f"{declare}.at_least_f32", f"{declare}.kernel_primitive"}
     assert len(names) == len(set(names)) and set(names) == public
 
 
