@@ -54,6 +54,7 @@ PAGES = {
         "docs/how_to/choose_a_kernel",
         "docs/how_to/quantise_and_save",
         "docs/how_to/decode_with_a_cache",
+        "docs/how_to/serve_prompts",
         "docs/how_to/shard",
         "docs/how_to/train",
         "docs/how_to/export",
