@@ -18,6 +18,7 @@ import jaxkern.interop.flax
 import jaxkern.interop.jax_nn
 import jaxkern.interop.tokamax
 import jaxkern.parallel
+import jaxkern.runtime
 import jaxkern.testing
 import jaxkern.train
 
@@ -39,20 +40,35 @@ FAMILIES = {
     "vision": "Vision",
     "signal": "Signals",
 }
+TUNING = ("TunedCall", "Tuning", "autotune")
+MODULES = ("events", "kernel_cache", "testing")  # of jaxkern.runtime
 OTHERS = {
     "choice": (
         "Which kernel runs",
         [f"jaxkern.{n}" for n in ("backend", "explain", "tuned")]
-        + [f"jaxkern.testing.{n}" for n in ("TunedCall", "Tuning", "autotune")],
+        + [f"jaxkern.testing.{n}" for n in TUNING],
     ),
     "parallel": (
         "Over several devices",
         [f"jaxkern.{n}" for n in jaxkern.parallel.__all__],
     ),
     "train": ("Training", [f"jaxkern.train.{n}" for n in jaxkern.train.__all__]),
+    "own": (
+        "An operator of your own",
+        [
+            "jaxkern.lowering.lower.lower",
+            "jaxkern.primitives.kernel_primitive.at_least_f32",
+            "jaxkern.primitives.kernel_primitive.kernel_primitive",
+        ],
+    ),
     "testing": (
-        "Checks of an operator",
-        [f"jaxkern.testing.{n}" for n in ("Check", "case", "check_op", "checks_of")],
+        "Checks and times of an operator",
+        [f"jaxkern.testing.{n}" for n in jaxkern.testing.__all__ if n not in TUNING],
+    ),
+    "runtime": (
+        "Compiled functions in view and in bounds",
+        [f"jaxkern.runtime.{n}" for n in jaxkern.runtime.__all__ if n not in MODULES]
+        + [f"jaxkern.runtime.testing.{n}" for n in jaxkern.runtime.testing.__all__],
     ),
     "interop": (
         "Under the names of other libraries",
@@ -82,21 +98,23 @@ def pages() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def write(folder: Path) -> None:
-    """The pages, in files that change only when what they say does."""
+    """The pages, in files that change only when what they say does; no others stay."""
     folder.mkdir(exist_ok=True)
-    for k, (file, title, names) in enumerate(pages()):
+    files = [f"{k:02d}_{file}.rst" for k, (file, _, _) in enumerate(pages())]
+    for old in {*folder.glob("*.rst")} - {folder / name for name in files}:
+        old.unlink()
+    for page, (_, title, names) in zip(files, pages(), strict=True):
         lines = [title, "=" * len(title), ""]
         for name in names:
             lines += [directive(name), ""]
-        path, text = folder / f"{k:02d}_{file}.rst", "\n".join(lines)
+        path, text = folder / page, "\n".join(lines)
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
 
 
 def directive(name: str) -> str:
-    found: Any = jaxkern
-    for part in name.split(".")[1:]:
-        found = getattr(found, part)
+    module, _, last = name.rpartition(".")
+    found: Any = getattr(importlib.import_module(module), last)
     if inspect.isclass(found):
         return f".. autoclass:: {name}\n   :members:"
     if callable(found):

@@ -18,20 +18,30 @@ shards, and lowers on every platform. Where to look:
     train/        a training step, its loss and optimiser; loaded when first named
 """
 
-import contextlib as _contextlib
-import gc as _gc
 import importlib as _importlib
 import typing as _typing
 
-with _contextlib.ExitStack() as _stack:
-    if _gc.isenabled():  # collections would walk all of jax, a third of this import
-        _gc.disable()
-        _stack.callback(_gc.enable)
-        # what was imported stays: it is old at once, unless somebody froze objects
-        if _gc.get_freeze_count() < 1000:  # Python begins with some hundreds
-            _stack.callback(_gc.unfreeze)
-            _stack.callback(_gc.freeze)
-    from jaxkern import parallel as _parallel
+from jaxkern.quick_import import quick_import as _quick_import
+
+with _quick_import():
+    # `import ... as`: type checkers read `_norm.__all__` of these alone
+    import jaxkern.parallel as _parallel
+    import jaxkern.primitives.activation as _activation
+    import jaxkern.primitives.attention as _attention
+    import jaxkern.primitives.delta_rule as _delta_rule
+    import jaxkern.primitives.index as _index
+    import jaxkern.primitives.kv_cache as _kv_cache
+    import jaxkern.primitives.linear as _linear
+    import jaxkern.primitives.loss as _loss
+    import jaxkern.primitives.moe as _moe
+    import jaxkern.primitives.norm as _norm
+    import jaxkern.primitives.optim as _optim
+    import jaxkern.primitives.quant as _quant
+    import jaxkern.primitives.rope as _rope
+    import jaxkern.primitives.sampling as _sampling
+    import jaxkern.primitives.signal as _signal
+    import jaxkern.primitives.turboquant as _turboquant
+    import jaxkern.primitives.vision as _vision
     from jaxkern.lowering import cpu as _cpu
     from jaxkern.lowering import cuda as _cuda
     from jaxkern.lowering.apple import rows as _apple
@@ -39,22 +49,6 @@ with _contextlib.ExitStack() as _stack:
     from jaxkern.lowering.lower import backend
     from jaxkern.lowering.tuned import tuned
     from jaxkern.parallel import *
-    from jaxkern.primitives import activation as _activation
-    from jaxkern.primitives import attention as _attention
-    from jaxkern.primitives import delta_rule as _delta_rule
-    from jaxkern.primitives import index as _index
-    from jaxkern.primitives import kv_cache as _kv_cache
-    from jaxkern.primitives import linear as _linear
-    from jaxkern.primitives import loss as _loss
-    from jaxkern.primitives import moe as _moe
-    from jaxkern.primitives import norm as _norm
-    from jaxkern.primitives import optim as _optim
-    from jaxkern.primitives import quant as _quant
-    from jaxkern.primitives import rope as _rope
-    from jaxkern.primitives import sampling as _sampling
-    from jaxkern.primitives import signal as _signal
-    from jaxkern.primitives import turboquant as _turboquant
-    from jaxkern.primitives import vision as _vision
     from jaxkern.primitives.activation import *
     from jaxkern.primitives.attention import *
     from jaxkern.primitives.delta_rule import *

@@ -6,6 +6,8 @@ TEST_GPUS=0,1,2 gives each worker one of these GPUs.
 import gc
 import os
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 gpus, worker = os.environ.get("TEST_GPUS"), os.environ.get("PYTEST_XDIST_WORKER")
 if gpus and worker:
@@ -16,6 +18,24 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     ).strip()
+
+
+@pytest.fixture
+def compilation_cache_as_it_was():
+    """`enable_compilation_cache` is for a whole process, and here for one test."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    held = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in held.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def pytest_collection_finish(session):

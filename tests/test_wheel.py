@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -43,7 +44,7 @@ def sdist(tmp_path_factory):
 def test_the_sdist_has_what_is_built_and_no_more(sdist):
     with tarfile.open(sdist) as archive:
         names = {n.partition("/")[2] for n in archive.getnames()}
-    sources = (ROOT / "jaxkern").rglob("*")
+    sources = [*(ROOT / "jaxkern").rglob("*"), ROOT / "jaxkern_ops/__init__.py"]
     kinds = {".py", ".cc", ".h", ".json", ".typed"}
     wanted = {str(f.relative_to(ROOT)) for f in sources if f.suffix in kinds}
     wanted |= {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"}
@@ -69,8 +70,10 @@ def test_the_wheel_of_the_sdist_runs_a_kernel(sdist, tmp_path):
     site = tmp_path / "site"
     flags = "--no-index --no-deps --quiet --target".split()
     python("-m", "pip", "install", *flags, site, wheel, cwd=tmp_path)
-    env = {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
-    said = python("-P", ROOT / "tests/installed.py", cwd=tmp_path, **env)
+    # -S: the finder of an editable install would be asked first, whatever the path says
+    path = os.pathsep.join([str(site), sysconfig.get_path("purelib")])
+    env = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    said = python("-SP", ROOT / "tests/installed.py", cwd=tmp_path, **env)
     assert str(site) in said
     command = site / "bin" / "jaxkern"
-    assert "jaxkern 0.1.0" in python("-P", command, "--version", cwd=tmp_path, **env)
+    assert "jaxkern 0.1.0" in python("-SP", command, "--version", cwd=tmp_path, **env)

@@ -1,9 +1,10 @@
 """How other libraries say which implementation, which precision and which batch."""
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,28 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxkern.lowering.lower import backend
+from jaxkern.primitives.declared_dims import unwrapped
 
 # Theirs and ours. What the kernels of a kind refuse XLA runs, as `explain` says.
 KINDS = {
     "xla": "xla",
     "xla_chunked": "xla",
+    "chunked_xla": "xla",
     "triton": "triton",
     "mosaic": "mosaic_gpu",
     "mosaic_gpu": "mosaic_gpu",
 }
+
+
+def takes_holders[F: Callable](fn: F) -> F:
+    """`fn` that also takes what holds an array: an `nnx.Param`, a variable of Keras."""
+
+    @functools.wraps(fn)
+    def unwrapping(*args: Any, **kwargs: Any) -> Any:
+        named = {name: unwrapped(x) for name, x in kwargs.items()}
+        return fn(*map(unwrapped, args), **named)
+
+    return cast(F, unwrapping)
 
 
 @contextlib.contextmanager

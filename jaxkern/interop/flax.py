@@ -15,11 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkern.interop.attending import attend_as_jax_nn
-from jaxkern.interop.calling import as_asked
+from jaxkern.interop.calling import as_asked, takes_holders
 
 __all__ = ["dot_product_attention"]
 
 
+@takes_holders
 def dot_product_attention(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s n h"],

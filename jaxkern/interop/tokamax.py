@@ -1,49 +1,89 @@
-"""tokamax's operators, under its names and signatures (0.0.12), by these operators.
+"""tokamax's operators, under its names and signatures (0.0.17), by these operators.
 
     from jaxkern.interop import tokamax
 
 `implementation` takes "xla", "triton" and "mosaic"; of several the first, and XLA where
-it refuses. Its quantised arrays (qwix) and `ragged_dot_general` have no counterpart.
+it refuses. Its quantised arrays (qwix) are refused. Its tuner, its benchmarks and what
+is theirs have no counterpart under these names: `LACKING` says what does the same here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxkern.interop.attending import attend_as_jax_nn
-from jaxkern.interop.calling import as_asked
+from jaxkern.interop.calling import as_asked, takes_holders
+from jaxkern.interop.tokamax_ragged import (
+    Activation,
+    RaggedDotGroupSizes,
+    generate_ragged_dot_group_sizes,
+    ragged_dot,
+    ragged_dot_general,
+)
+from jaxkern.lowering.exported_kernels import CHECKS as DISABLE_JAX_EXPORT_CHECKS
 from jaxkern.primitives.activation.activations import Activation as ActivationName
 from jaxkern.primitives.activation.glu import glu
+from jaxkern.primitives.declared_dims import unwrapped
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
-from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
 from jaxkern.primitives.norm.layer_norm import layer_norm as own_layer_norm
 from jaxkern.primitives.norm.rms_norm import rms_norm
 
 __all__ = [
+    "DISABLE_JAX_EXPORT_CHECKS",
+    "DotProductAttentionImplementation",
+    "RaggedDotGroupSizes",
     "dot_product_attention",
     "gated_linear_unit",
+    "generate_ragged_dot_group_sizes",
     "layer_norm",
     "linear_softmax_cross_entropy_loss",
     "ragged_dot",
+    "ragged_dot_general",
     "triangle_multiplication",
 ]
 
-Activation = Callable[[Array], Array]
+DotProductAttentionImplementation = Literal["mosaic", "triton", "xla", "xla_chunked"]
+# What theirs tunes, measures and inspects itself with, and what does that here.
+LACKING = {
+    "autotune": "jaxkern.testing.autotune",
+    "autotuning": "jaxkern.testing.autotune",
+    "AutotuningResult": "jaxkern.testing.Tuning",
+    "benchmark": "jaxkern.testing.benchmark",
+    "BenchmarkData": "jaxkern.testing.Measurement",
+    "benchmarking": "jaxkern.testing.benchmark",
+    "BatchedShapeDtype": "jax.vmap of any operator",
+    "BoundArguments": "jaxkern.explain, which says what runs",
+    "config": "jaxkern.backend and jaxkern.tuned",
+    "Op": "jaxkern.primitives.kernel_primitive.kernel_primitive",
+    "ops": "jaxkern, whose names docs/operators.md has",
+    "snake_case_name": "the name of an operator's function",
+    "standardize_function": "jaxkern.testing.benchmark",
+}
 # What `glu` has in one launch; other functions are applied to the product.
 GATES: dict[Activation | None, ActivationName] = {
     None: "none",
     jax.nn.sigmoid: "sigmoid",
     jax.nn.silu: "silu",
     jax.nn.relu: "relu",
+    jax.nn.gelu: "gelu_tanh",
     jnp.tanh: "tanh",
 }
 
 
+def __getattr__(name: str) -> Any:
+    """The refusal of a name of tokamax's that has its counterpart elsewhere."""
+    if name in LACKING:
+        raise AttributeError(
+            f"jaxkern.interop.tokamax has no `{name}`. Here it is {LACKING[name]}."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@takes_holders
 def dot_product_attention(
     query: Float[Array, "*b t n h"],
     key: Float[Array, "*b s k h"],
@@ -98,6 +138,7 @@ def dot_product_attention(
     return out
 
 
+@takes_holders
 def layer_norm(
     x: Float[Array, "..."],
     scale: Float[Array, " d"] | None,
@@ -127,6 +168,7 @@ def layer_norm(
     return jnp.moveaxis(y, -1, axis)
 
 
+@takes_holders
 def gated_linear_unit(
     x: Float[Array, "*b m k"],
     weights: Float[Array, "k 2 n"] | tuple[Float[Array, "k n"], Float[Array, "k n"]],
@@ -138,16 +180,18 @@ def gated_linear_unit(
     """activation(x gate) * (x up), the weights one array or two.
 
     Products of 16 bits are rounded before the gate, unless `activation` is a function
-    of its own; sigmoid, silu, relu and tanh of JAX and none run in the gate's kernel.
+    of its own. JAX's sigmoid, silu, gelu, relu and tanh run in the gate's kernel, as
+    does a gate without one.
 
     Example:
       >>> from jaxkern.interop import tokamax
       >>> tokamax.gated_linear_unit(jnp.ones((1, 3)), jnp.ones((3, 2, 1)))
       Array([[9.]], dtype=float32)
     """
-    gate_weight, up_weight = (
-        weights if isinstance(weights, tuple | list) else (weights[:, 0], weights[:, 1])
-    )
+    if isinstance(weights, tuple | list):
+        gate_weight, up_weight = map(unwrapped, weights)
+    else:
+        gate_weight, up_weight = weights[:, 0], weights[:, 1]
     with as_asked("gated_linear_unit", implementation, precision):
         gate, up = linear(x, gate_weight.T), linear(x, up_weight.T)
         if activation is None or activation in GATES:
@@ -155,57 +199,20 @@ def gated_linear_unit(
         return (activation(gate) * up).astype(x.dtype)
 
 
-def ragged_dot(
-    lhs: Float[Array, "m k"],
-    rhs: Float[Array, "g k n"],
-    group_sizes: Integer[Array, " g"] | Any,
-    precision: jax.lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    group_offset: Array | None = None,
-    activation: Activation | None = None,
-    *,
-    implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "m n"]:
-    """Rows of a group times the group's weight, then `activation`.
-
-    `group_sizes` may be tokamax's `RaggedDotGroupSizes`, of which the values count.
-
-    Raises:
-      NotImplementedError: a `group_offset`.
-
-    Example:
-      >>> from jaxkern.interop import tokamax
-      >>> sizes = jnp.array([1, 1])
-      >>> tokamax.ragged_dot(jnp.ones((2, 1)), jnp.array([[[1.0]], [[2.0]]]), sizes)
-      Array([[1.],
-             [2.]], dtype=float32)
-    """
-    if group_offset is not None:
-        raise NotImplementedError("ragged_dot: `group_offset` is not supported.")
-    dtype = jnp.result_type(lhs, rhs)
-    wanted = preferred_element_type or dtype
-    with as_asked("ragged_dot", implementation, precision):
-        y = grouped_matmul(
-            lhs.astype(dtype),
-            rhs.astype(dtype).swapaxes(1, 2),
-            jnp.asarray(getattr(group_sizes, "value", group_sizes)),
-            preferred_element_type=jnp.float32 if activation else wanted,
-        )
-    return (activation(y) if activation else y).astype(wanted)
-
-
+@takes_holders
 def linear_softmax_cross_entropy_loss(
     x: Float[Array, "b h"],
     labels: Integer[Array, " b"],
     weights: Float[Array, "h v"],
     *,
-    reduction: Literal["sum", "mean"] = "sum",
+    reduction: Literal["sum", "mean", "none"] = "sum",
     precision: jax.lax.PrecisionLike = None,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, ""]:
+) -> Float[Array, ""] | Float[Array, " b"]:
     """Cross entropy of x weights, of which no more than blocks are in memory.
 
-    Every label counts: one that is no class, -100 too, has NaN as its loss.
+    Every label counts: one that is no class, -100 too, has NaN as its loss. `reduction`
+    "none" gives the loss of each row.
 
     Example:
       >>> from jaxkern.interop import tokamax
@@ -214,10 +221,10 @@ def linear_softmax_cross_entropy_loss(
       ...     x, labels, jnp.ones((2, 4)), reduction="mean")
       Array(1.386, dtype=float32)
     """
-    if reduction not in ("sum", "mean"):
+    if reduction not in ("sum", "mean", "none"):
         raise ValueError(
-            f"linear_softmax_cross_entropy_loss: `reduction` must be 'sum' or 'mean', "
-            f"got {reduction!r}."
+            f"linear_softmax_cross_entropy_loss: `reduction` must be 'sum', 'mean' or "
+            f"'none', got {reduction!r}."
         )
     with as_asked("linear_softmax_cross_entropy_loss", implementation, precision):
         loss = linear_cross_entropy(
@@ -227,6 +234,7 @@ def linear_softmax_cross_entropy_loss(
     return loss
 
 
+@takes_holders
 def triangle_multiplication(
     x: Float[Array, "r r c"],
     mask: Bool[Array, "r r"],

@@ -137,6 +137,21 @@ def lower(
       slower: called likewise; where the reference is faster, "auto" takes that. A
         sentence where that is so of all operands. Naming the backend takes the kernel
         all the same.
+
+    Raises:
+      ValueError: an unknown backend.
+      TypeError: a `bwd` of an op that declares none.
+
+    Example:
+      >>> from jaxkern.lowering.lower import lower
+      >>> from jaxkern.primitives.kernel_primitive import kernel_primitive
+      >>> from jaxtyping import Array, Float
+      >>> def twice_reference(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+      ...     return 2 * x
+      >>> twice_p = kernel_primitive(twice_reference)
+      >>> lower(twice_p, "cpu", "cpp", fwd=lambda x: x + x)
+      >>> jaxkern.explain(twice_p, jnp.ones(2), platform="cpu").rows[0].runs[:4]
+      'cpp:'
     """
     if backend not in BACKENDS[2:]:
         raise ValueError(

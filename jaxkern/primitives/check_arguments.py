@@ -21,6 +21,7 @@ from jaxkern.primitives.declared_dims import (
     as_array,
     check_range,
     issubclass_safe,
+    unwrapped,
 )
 
 NUMBERS = {bool: (bool, np.bool_), int: (int, np.integer), float: (float, np.floating)}
@@ -82,13 +83,6 @@ def check_arguments[F: Callable](fn: F) -> F:
 
     checked.__module__ = "jaxkern"  # where users, and pickle, find it
     return typing.cast(F, checked)
-
-
-def unwrapped(x: Any) -> Any:
-    """The array that a parameter of Flax NNX, a variable of Keras and the like hold."""
-    if isinstance(x, jax.Array) or not hasattr(type(x), "__jax_array__"):
-        return x
-    return x.__jax_array__()
 
 
 def declared(fn: Callable, name: str, hint: Any) -> Declared | None:

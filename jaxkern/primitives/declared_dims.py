@@ -101,8 +101,16 @@ def issubclass_safe(x: Any, kind: type) -> bool:
     return isinstance(x, type) and issubclass(x, kind)
 
 
+def unwrapped(x: Any) -> Any:
+    """The array that a parameter of Flax NNX, a variable of Keras and the like hold."""
+    if isinstance(x, jax.Array) or not hasattr(type(x), "__jax_array__"):
+        return x
+    return x.__jax_array__()
+
+
 def as_array(op: str, operand: Annotated, x: Any) -> jax.Array | None:
     """`x` as a JAX array of the declared kind, or None where that is allowed."""
+    x = unwrapped(x)
     if x is None:
         if operand.optional:
             return None

@@ -84,6 +84,21 @@ def kernel_primitive(
 
     Returns:
       The primitive. Calling it checks the arguments and binds it.
+
+    Raises:
+      ValueError: an op of this name is declared already.
+      TypeError: an operand or result without dims, or `bwd` has parameters that are
+        none of those.
+
+    Example:
+      >>> from jaxkern.primitives.kernel_primitive import kernel_primitive
+      >>> from jaxtyping import Array, Float
+      >>> def cube_reference(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+      ...     return x**3
+      >>> cube_p = kernel_primitive(cube_reference)
+      >>> jax.vmap(jax.grad(lambda x: cube_p(x).sum()))(jnp.array([[1.0], [2.0]]))
+      Array([[ 3.],
+             [12.]], dtype=float32)
     """
     p = KernelPrimitive(reference, replicated, linear)
     if p.name in REGISTRY:

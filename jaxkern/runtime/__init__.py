@@ -3,6 +3,7 @@
 Nothing here costs anything until it is called.
 """
 
+from jaxkern.lowering.exported_kernels import exported_kernels
 from jaxkern.primitives.linear.policy import Policy, current_policy, policy
 from jaxkern.runtime import testing
 from jaxkern.runtime.graph.conflicts import ConflictTracker, Region
@@ -59,6 +60,7 @@ __all__ = [
     "current_policy",
     "enable_compilation_cache",
     "events",
+    "exported_kernels",
     "graph",
     "kernel_cache",
     "limited",

@@ -44,6 +44,7 @@ class Spec:
 
 def normal(dtype) -> Callable[..., Spec]:
     def spec(*shape: int, scale: float = 1.0) -> Spec:
+        """Normal numbers of mean 0, in the dtype of the name, times `scale`."""
         return Spec(shape, dtype, lambda rng, s: scale * rng.standard_normal(s))
 
     return spec
@@ -54,18 +55,22 @@ bf16 = normal(jnp.bfloat16)
 
 
 def i32(*shape: int, low: int = 0, high: int = 100) -> Spec:
+    """Whole numbers of 32 bits from `low` on, below `high`, each as likely."""
     return Spec(shape, np.int32, lambda rng, s: rng.integers(low, high, s))
 
 
 def u8(*shape: int) -> Spec:
+    """Bytes, each as likely."""
     return Spec(shape, np.uint8, lambda rng, s: rng.integers(0, 256, s))
 
 
 def boolean(*shape: int, probability: float = 0.5) -> Spec:
+    """True with this probability."""
     return Spec(shape, np.bool_, lambda rng, s: rng.random(s) < probability)
 
 
 def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Spec:
+    """Numbers of float32 from `low` to `high`, each as likely."""
     return Spec(shape, np.float32, lambda rng, s: rng.uniform(low, high, s))
 
 
@@ -96,6 +101,12 @@ def case(
     Options that are left out take the default of the op's public function. `full` keeps
     a case for `make test-full`. Of an op that rounds its operands `straight_through`
     the reference says the gradients, and finite differences would be others.
+
+    Example:
+      >>> from jaxkern.testing import case, f32
+      >>> found = case("rows", x=f32(4, 8), eps=1e-5)
+      >>> found.name, found.arguments["x"].shape, found.arguments["eps"]
+      ('rows', (4, 8), 1e-05)
     """
     return Case(name, arguments, full, ulps, straight_through)
 

@@ -17,6 +17,7 @@ import pytest
 
 import jaxkern
 import jaxkern.train
+from jaxkern import runtime, testing
 from jaxkern.interop import flax, jax_nn, tokamax
 
 ROOT = Path(__file__).parents[2]
@@ -64,11 +65,16 @@ def test_every_public_name_stands_once_in_the_reference(reference):
     names = [name for _, _, names in reference.pages() for name in names]
     public = {f"jaxkern.{n}" for n in jaxkern.__all__}
     public |= {f"jaxkern.train.{n}" for n in jaxkern.train.__all__}
-    for module in (flax, jax_nn, tokamax):
-        public |= {f"{module.__name__}.{n}" for n in module.__all__}
-    public |= {
-        f"jaxkern.testing.{n}" for n in ("Check", "case", "check_op", "checks_of")
-    }
+    for module in (flax, jax_nn, tokamax, testing, runtime):
+        public |= {
+            f"{module.__name__}.{n}"
+            for n in module.__all__
+            if not inspect.ismodule(getattr(module, n))
+        }
+    public |= {f"jaxkern.runtime.testing.{n}" for n in runtime.testing.__all__}
+    public |= {"jaxkern.lowering.lower.lower"}
+    declare = "jaxkern.primitives.kernel_primitive"
+    public |= {f"{declare}.at_least_f32", f"{declare}.kernel_primitive"}
     assert len(names) == len(set(names)) and set(names) == public
 
 

@@ -1,4 +1,4 @@
-"""Parameters of modules are operands; every public function has the same check.
+"""Parameters of modules are operands; tests/docs/test_examples.py tries every function.
 
 Operands were arrays in all other tests, so a weight that was one only by
 `__jax_array__` was refused, or taken for a quantised one, unseen.
@@ -12,16 +12,9 @@ from flax import nnx
 
 import jaxkern
 from jaxkern import attention, linear, quantize_gguf, rms_norm, swiglu
-
-
-class Held:
-    """As a variable of Keras: an array by `__jax_array__` alone."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __jax_array__(self):
-        return self.value
+from jaxkern.interop import flax, jax_nn, tokamax
+from jaxkern.primitives.activation.softcap import softcap_p
+from tests.docs.test_examples import Held
 
 
 class Block(nnx.Module):
@@ -75,3 +68,27 @@ def test_quantised_weights_in_a_module():
 def test_no_array_behind_it_is_refused_by_name():
     with pytest.raises(TypeError, match="rms_norm: `weight` must be an array"):
         jaxkern.rms_norm(jnp.ones((2, 8)), Held("ones"))
+
+
+def test_the_functions_of_other_libraries_take_them_too():
+    x, w, sizes = jnp.ones((1, 3, 2, 8)), jnp.ones((2, 8, 4)), jnp.array([1, 2])
+    held = map(Held, (x[0, :, 0], w, sizes))
+    np.testing.assert_allclose(jax_nn.ragged_dot(*held), 8.0)
+    for module in (flax, jax_nn, tokamax):
+        found = module.dot_product_attention(Held(x), Held(x), value=Held(x))
+        np.testing.assert_allclose(found, 1.0, rtol=1e-6)
+    gate, up = Held(w[0]), Held(w[1])
+    found = tokamax.gated_linear_unit(Held(x[0, :, 0]), (gate, up))
+    np.testing.assert_allclose(found, 64.0)
+
+
+def test_a_primitive_and_the_leaves_of_a_tree():
+    x = jnp.array([1.0, 50.0])
+    np.testing.assert_array_equal(softcap_p(Held(x), cap=30.0), softcap_p(x, cap=30.0))
+    zeros = {"w": jnp.zeros(2)}
+    new, *_ = jaxkern.adamw_update(
+        *({"w": Held(x)}, {"w": jnp.ones(2)}, zeros, zeros, 1),
+        learning_rate=0.1,
+        weight_decay=0.0,
+    )
+    np.testing.assert_allclose(new["w"], x - 0.1, rtol=1e-5)

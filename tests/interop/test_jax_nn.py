@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 
 from jaxkern import explain
-from jaxkern.interop.jax_nn import dot_product_attention, ragged_dot
+from jaxkern.interop.jax_nn import (
+    dot_product_attention,
+    ragged_dot,
+    ragged_dot_general,
+)
 from tests.interop.signatures import signature_of
 
 RNG = np.random.default_rng(0)
@@ -108,8 +112,6 @@ def test_ragged_dot_of_two_dtypes_and_what_it_lacks():
     assert ragged_dot(lhs, rhs, sizes).dtype == jnp.float32
     narrow = ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.bfloat16)
     assert narrow.dtype == jnp.bfloat16
-    with pytest.raises(NotImplementedError, match="`group_offset`"):
-        ragged_dot(lhs, rhs, sizes, group_offset=jnp.array([1]))
     with pytest.raises(ValueError, match="ragged_dot: `precision` must"):
         ragged_dot(lhs, rhs, sizes, precision=("high", "highest"))
 
@@ -119,6 +121,7 @@ def test_ragged_dot_of_two_dtypes_and_what_it_lacks():
     [
         (dot_product_attention, jax.nn.dot_product_attention),
         (ragged_dot, jax.lax.ragged_dot),
+        (ragged_dot_general, jax.lax.ragged_dot_general),
     ],
 )
 def test_signatures(ours, theirs):

@@ -1,10 +1,13 @@
-"""Against formulas in float64, and the signatures of tokamax 0.0.12."""
+"""Against formulas in float64, and the signatures of tokamax 0.0.17."""
+
+import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkern
 from jaxkern.interop import tokamax
 from tests.interop.signatures import signature_of
 
@@ -19,13 +22,27 @@ SIGNATURES = {
     "gated_linear_unit": "x weights * activation=None precision=None "
     "implementation=None",
     "ragged_dot": "lhs rhs group_sizes precision=None preferred_element_type=None "
-    "group_offset=None activation=None * implementation=None",
+    "group_offset=None activation=None manual_axis_type=None * implementation=None "
+    "bypass_device_check=None zero_initialize=False fuse_gateup_activation=None",
+    "ragged_dot_general": "lhs rhs group_sizes ragged_dot_dimension_numbers "
+    "precision=None preferred_element_type=None group_offset=None activation=None "
+    "manual_axis_type=None * implementation=None bypass_device_check=None "
+    "zero_initialize=False fuse_gateup_activation=None",
+    "generate_ragged_dot_group_sizes": "* m num_groups p=None seed=0",
     "linear_softmax_cross_entropy_loss": "x labels weights * reduction='sum' "
     "precision=None implementation=None",
     "triangle_multiplication": "x mask projection_in_weights gate_in_weights "
     "projection_out_weights gate_out_weights layernorm_in_scale layernorm_in_offset "
     "layernorm_out_scale layernorm_out_offset triangle_type * precision=None "
     "epsilon=1e-06 implementation=None",
+}
+
+NAMES = {  # of `tokamax/__init__.py`, without its version
+    *SIGNATURES,
+    *("AutotuningResult", "BatchedShapeDtype", "BenchmarkData", "BoundArguments"),
+    *("DISABLE_JAX_EXPORT_CHECKS", "DotProductAttentionImplementation", "Op"),
+    *("RaggedDotGroupSizes", "autotune", "autotuning", "benchmark", "benchmarking"),
+    *("config", "ops", "snake_case_name", "standardize_function"),
 }
 
 
@@ -78,7 +95,9 @@ def test_layer_norm_over_an_axis(subtract_mean):
     close(found, y * (scale[:, None] + 1) + offset[:, None])
 
 
-@pytest.mark.parametrize("activation", [None, jax.nn.silu, jax.nn.sigmoid, jnp.abs])
+@pytest.mark.parametrize(
+    "activation", [None, jax.nn.silu, jax.nn.sigmoid, jax.nn.gelu, jnp.abs]
+)
 def test_gated_linear_unit(activation):
     x, weights = draw(2, 3, 6), draw(6, 2, 5)
     found = tokamax.gated_linear_unit(x, weights, activation=activation)
@@ -88,23 +107,82 @@ def test_gated_linear_unit(activation):
     x, weights = wide(x, weights)
     gate, up = x @ weights[:, 0], x @ weights[:, 1]
     sides = {None: gate, jnp.abs: np.abs(gate), jax.nn.sigmoid: sigmoid(gate)}
+    sides[jax.nn.gelu] = gate * sigmoid(1.5957691216 * (gate + 0.044715 * gate**3))
     expected = sides.get(activation, gate * sigmoid(gate)) * up
     close(found, expected)
     close(again, expected)
 
 
 def test_ragged_dot_activates_sums():
-    class Sizes:
-        value = jnp.array([3, 0, 2])
-
+    sizes = tokamax.RaggedDotGroupSizes(jnp.array([3, 0, 2]), [2, 2, 1])
     lhs, rhs = draw(5, 6), draw(3, 6, 4)
-    found = tokamax.ragged_dot(lhs, rhs, Sizes(), activation=jax.nn.relu)
+    found = tokamax.ragged_dot(lhs, rhs, sizes, activation=jax.nn.relu)
     lhs, rhs = wide(lhs, rhs)
     expected = np.concatenate([lhs[:3] @ rhs[0], lhs[3:] @ rhs[2]])
     close(found, np.maximum(expected, 0))
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_ragged_dot_general_of_output_major_weights():
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    lhs, rhs, sizes = draw(5, 6), draw(3, 4, 6), jnp.array([3, 0, 2])
+
+    @jax.jit
+    def run(lhs, rhs, sizes):
+        return tokamax.ragged_dot_general(
+            *(lhs, rhs, sizes, numbers), activation=jnp.abs, implementation="xla"
+        )
+
+    found = run(lhs, rhs, tokamax.RaggedDotGroupSizes(sizes, 5))
+    expected = jax.lax.ragged_dot_general(lhs, rhs, sizes, numbers)
+    close(found, jnp.abs(expected))
+
+
+def test_the_gate_of_a_product_and_what_it_refuses():
+    lhs, rhs, sizes = draw(5, 6), draw(2, 6, 8), jnp.array([3, 2])
+    gate, up = jnp.split(jax.lax.ragged_dot(lhs, rhs, sizes), 2, axis=1)
+    for name, function in (("silu", jax.nn.silu), ("gelu", jax.nn.gelu)):
+        found = tokamax.ragged_dot(
+            *(lhs, rhs, sizes),
+            activation=jnp.negative,
+            fuse_gateup_activation=name,
+            zero_initialize=True,
+            bypass_device_check=False,
+        )
+        close(found, -function(gate) * up)
+    with pytest.raises(ValueError, match=r"`fuse_gateup_activation` must .*relu"):
+        tokamax.ragged_dot(lhs, rhs, sizes, fuse_gateup_activation="relu")
+    with pytest.raises(NotImplementedError, match="ragged_dot: `manual_axis_type`"):
+        tokamax.ragged_dot(lhs, rhs, sizes, manual_axis_type="x")
+
+
+def test_sizes_that_stand_for_others():
+    drawn = tokamax.generate_ragged_dot_group_sizes(m=50, num_groups=4)
+    sizes = tokamax.RaggedDotGroupSizes(jnp.array([50, 0, 0, 0]), 50)
+    assert sizes.representative_value == drawn and sum(drawn) == 50
+    uneven = tokamax.generate_ragged_dot_group_sizes(m=9, num_groups=2, p=[0.0, 1.0])
+    assert uneven == (0, 9)
+    with pytest.raises(ValueError, match="one size a group, got 1 for"):
+        tokamax.RaggedDotGroupSizes(jnp.array([1, 2]), [3])
+
+
+def test_its_other_names_say_what_there_is():
+    assert NAMES - {*tokamax.__all__} == {*tokamax.LACKING}
+    assert {*tokamax.__all__} <= NAMES
+    with pytest.raises(AttributeError, match=r"`autotune`. Here it is jaxkern\.t"):
+        operator.attrgetter("autotune")(tokamax)
+    with pytest.raises(AttributeError, match="no attribute 'attention'"):
+        operator.attrgetter("attention")(tokamax)
+
+
+def test_the_checks_that_jax_export_leaves_out():
+    checks = tokamax.DISABLE_JAX_EXPORT_CHECKS
+    x = jnp.ones((2, 8))
+    f = jax.jit(lambda x: tokamax.layer_norm(x, None, None))
+    exported = jax.export.export(f, platforms=("cuda",), disabled_checks=checks)(x)
+    assert exported.out_avals[0].shape == (2, 8)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 def test_linear_softmax_cross_entropy_loss(reduction):
     x, weights, labels = draw(5, 6), draw(6, 9), jnp.array([0, 8, 3, 3, 1])
 
@@ -115,14 +193,18 @@ def test_linear_softmax_cross_entropy_loss(reduction):
 
     def plain(x, weights):
         losses = -jax.nn.log_softmax(x @ weights)[jnp.arange(5), labels]
-        return losses.sum() if reduction == "sum" else losses.mean()
+        reductions = {"sum": losses.sum(), "mean": losses.mean(), "none": losses}
+        return reductions[reduction]
 
-    found, expected = (
-        jax.jit(jax.value_and_grad(f, (0, 1)))(x, weights) for f in (loss, plain)
-    )
+    def weighed(f):
+        """The value, and the gradients of a sum in which each loss counts otherwise."""
+        y, pull = jax.vjp(f, x, weights)
+        return y, pull(1 + jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))
+
+    found, expected = (jax.jit(weighed, static_argnums=0)(f) for f in (loss, plain))
     jax.tree.map(close, found, expected)
     with pytest.raises(ValueError, match="`reduction` must be"):
-        tokamax.linear_softmax_cross_entropy_loss(x, labels, weights, reduction="none")
+        tokamax.linear_softmax_cross_entropy_loss(x, labels, weights, reduction="all")
 
 
 @pytest.mark.parametrize("kind", ["incoming", "outgoing"])
@@ -162,7 +244,6 @@ def test_several_implementations_and_what_it_lacks():
     close(found, tokamax.dot_product_attention(x, x, x, implementation="xla"))
     with pytest.raises(ValueError, match="`implementation` must be"):
         tokamax.layer_norm(x, None, None, implementation=("xla", print))
-    with pytest.raises(NotImplementedError, match="`group_offset`"):
-        tokamax.ragged_dot(
-            draw(2, 3), draw(1, 3, 4), jnp.array([2]), group_offset=jnp.array(0)
-        )
+    quantised = jaxkern.quantize_int(draw(4, 3).T)
+    with pytest.raises(TypeError, match="ragged_dot: `rhs` must be an array, got Int"):
+        tokamax.ragged_dot(draw(2, 3), quantised, jnp.array([2]))

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxkern_ops
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.models.command_line import demo_model, executables, main, packages
 from jaxkern.models.command_line.executables import folder
@@ -363,3 +364,19 @@ def test_doctor(capsys, monkeypatch):
     out = capsys.readouterr().out
     for name in "jaxkern", "x-kern":
         assert re.search(rf"\n  {name} +is another project .*uninstall {name}", out)
+
+
+def test_a_command_says_whose_the_module_is(capsys, monkeypatch, tmp_path):
+    """Of another project over ours one saw an ImportError of its own."""
+    assert jaxkern_ops.stranger() is None
+    monkeypatch.setattr("sys.argv", ["jaxkern", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        jaxkern_ops.main()
+    assert capsys.readouterr().out.startswith("jaxkern 0.1.0, jax ")
+    (tmp_path / "__init__.py").write_text("import deprecation\n")
+    other = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: other)
+    assert jaxkern_ops.main() == 2
+    assert re.search(r"^jaxkern: .*other project.*uninstall", capsys.readouterr().err)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "install jaxkern-ops anew" in (jaxkern_ops.stranger() or "")

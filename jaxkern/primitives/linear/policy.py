@@ -89,6 +89,13 @@ def policy(name: str, *, output: DTypeLike | None = None) -> Policy:
 
     Raises:
       ValueError: no such policy.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> x = jnp.array([[1.002, 1.0]])  # bfloat16 has no 1.002
+      >>> with runtime.policy("bf16"):
+      ...     jaxkern.linear(x, jnp.ones((1, 2)))
+      Array([[2.]], dtype=float32)
     """
     if name not in DTYPES:
         raise ValueError(f"policy: must be one of {', '.join(DTYPES)}, got {name!r}.")
@@ -98,5 +105,12 @@ def policy(name: str, *, output: DTypeLike | None = None) -> Policy:
 
 
 def current_policy() -> Policy | None:
-    """The policy of the block that this thread is in; None for the operands' dtypes."""
+    """The policy of the block that this thread is in; None for the operands' dtypes.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> with runtime.policy("f16"):
+      ...     runtime.current_policy().compute
+      dtype('float16')
+    """
     return policy_context.value

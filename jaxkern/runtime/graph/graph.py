@@ -248,6 +248,13 @@ def graph(f: Callable, *specs: Any, donate: int | Sequence[int] = ()) -> Graph:
 
     Raises:
       ValueError: `donate` names an argument that there is not.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> x = jnp.ones((2, 8))
+      >>> found = runtime.graph(lambda x: jnp.tanh(jaxkern.rms_norm(x)), x)
+      >>> [node.name for node in found.nodes]
+      ['rms_norm', 'tanh']
     """
     donate = (donate,) if isinstance(donate, int) else tuple(donate)
     if wrong := [k for k in donate if not -len(specs) <= k < len(specs)]:

@@ -23,6 +23,14 @@ class BufferPool:
         cache = pool.acquire(jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16))
         ...
         pool.release(cache)
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> pool = runtime.BufferPool()
+      >>> cache = pool.acquire(jax.ShapeDtypeStruct((2, 8), jnp.bfloat16))
+      >>> pool.release(cache)
+      >>> cache.is_deleted()
+      True
     """
 
     def __init__(self) -> None:

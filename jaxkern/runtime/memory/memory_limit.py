@@ -75,6 +75,13 @@ def memory_limit(num_bytes: int | None) -> Iterator[None]:
 
     Raises:
       ValueError: `num_bytes` is negative or NaN.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> double = runtime.limited(lambda x: 2 * x)
+      >>> with runtime.memory_limit(runtime.allocated_bytes() + 1_000_000):
+      ...     print(double(jnp.ones(3)))
+      [2. 2. 2.]
     """
     if num_bytes is not None and not num_bytes >= 0:  # so that NaN is refused
         raise ValueError(f"memory_limit: `num_bytes` must be >= 0, got {num_bytes}.")
@@ -97,6 +104,12 @@ def allocated_bytes(device: jax.Device | None = None) -> int:
 
     Args:
       device: the default device if None.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> x = jnp.zeros((256, 256))
+      >>> runtime.allocated_bytes() >= x.nbytes
+      True
     """
     held_by: Any = default_device() if device is None else device
     counted = held_by.memory_stats()
@@ -137,6 +150,14 @@ def limited(f: Callable) -> Callable:
 
     Returns:
       The function; it raises MemoryLimitExceeded before anything runs or is donated.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> outer = runtime.limited(jnp.outer)
+      >>> with runtime.memory_limit(1000):
+      ...     try: outer(jnp.ones(64), jnp.ones(64))
+      ...     except runtime.MemoryLimitExceeded as e: print(e.breakdown["outputs"])
+      16384
     """
     name = getattr(f, "__name__", type(f).__name__)
     compiled = getattr(f, "compiled", f)

@@ -17,6 +17,14 @@ class MemoryTracker:
 
     Raises:
       ValueError: `limit` is negative.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> tracker = runtime.MemoryTracker(limit=1000)
+      >>> tracker.reserve(600)
+      >>> tracker.free(200)
+      >>> tracker.allocated, tracker.peak
+      (400, 600)
     """
 
     def __init__(self, limit: int | None = None):

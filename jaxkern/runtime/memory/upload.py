@@ -82,6 +82,13 @@ def upload(
       ImportError: `progress=True` without the `rich` package.
       MemoryLimitExceeded: it would not fit into the `memory_limit` in force; nothing
         has moved.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> weights = {"w": np.ones((4, 4), "float32"), "norm": np.ones(4, "float32")}
+      >>> placed, report = runtime.upload(weights, policy="bf16")
+      >>> placed["w"].dtype, placed["norm"].dtype, report.bytes
+      (dtype(bfloat16), dtype('float32'), 48)
     """
     start = time.perf_counter()
     chosen = named_policy(policy)

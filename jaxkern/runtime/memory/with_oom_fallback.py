@@ -69,6 +69,13 @@ def with_oom_fallback(
 
     Raises:
       ValueError: `then` has another name, or "chunk" without `axis`.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> safe = runtime.with_oom_fallback(lambda x: 2 * x, to="cpu")
+      >>> with runtime.testing.inject_faults("execute"):  # as if the device were full
+      ...     safe(jnp.ones(2))
+      Array([2., 2.], dtype=float32)
     """
     for way in then:
         if way not in ("chunk", "offload"):

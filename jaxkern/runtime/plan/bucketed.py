@@ -53,6 +53,12 @@ def bucketed(
       ValueError: no bucket, or one below 1; at the call, an `axis` that an array does
         not have, an extent above the largest bucket or results that depend on the
         padding.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> double = runtime.bucketed(lambda x: 2 * x, 0, buckets=(4, 8))
+      >>> double(jnp.arange(3.0)), double.compiled_buckets
+      (Array([0., 2., 4.], dtype=float32), (4,))
     """
     sizes = tuple(sorted(set(map(int, buckets))))
     if not sizes or sizes[0] < 1:

@@ -31,6 +31,14 @@ def enable_compilation_cache(
     Raises:
       OSError: it cannot be made or written to.
       ValueError: it or a file in it is someone else's, or others can write there.
+
+    Example:
+      >>> from tempfile import mkdtemp
+      >>> from jaxkern import runtime
+      >>> folder = runtime.enable_compilation_cache(mkdtemp())
+      >>> _ = jax.jit(lambda x: x + 3)(1.0)
+      >>> any(folder.iterdir())
+      True
     """
     op = "enable_compilation_cache"
     path = private_folder(Path(directory).expanduser().resolve(), op)

@@ -38,7 +38,7 @@ def compile(
 
     Args:
       f: any traceable function, or what `jax.jit` makes of one.
-      specs: one per argument: arrays, or `jax.ShapeDtypeStruct`s, in pytrees. Only
+      specs: one per argument: a pytree of arrays or of `jax.ShapeDtypeStruct`. Only
         shapes, dtypes and shardings count.
       donate: positions of arguments whose buffers the results may take over.
       compiler_options: of XLA, by name, such as `{"xla_cpu_enable_fast_math": True}`.
@@ -52,6 +52,12 @@ def compile(
 
     Raises:
       ValueError: an unknown `command_buffers`, or bounds and dims that do not agree.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> plan = runtime.compile(jnp.sin, jax.ShapeDtypeStruct((2,), "float32"))
+      >>> plan(jnp.zeros(2)), len(plan)  # one instruction
+      (Array([0., 0.], dtype=float32), 1)
     """
     if bounds is not None:
         rest = {

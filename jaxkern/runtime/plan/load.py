@@ -80,6 +80,14 @@ def load(
     Raises:
       ValueError: the file is none of ours, is damaged, calls into foreign code without
         being trusted, or its machine code is for another device or version of jax.
+
+    Example:
+      >>> from tempfile import mkdtemp
+      >>> from jaxkern import runtime
+      >>> path = mkdtemp() + "/sin.plan"
+      >>> runtime.compile(jnp.sin, jnp.zeros(2)).save(path)
+      >>> runtime.load(path)(jnp.zeros(2))
+      Array([0., 0.], dtype=float32)
     """
     if machine_code and not trusted:
         raise ValueError(

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxkern.cpu.cpu_call import HANDLERS
 from jaxkern.lowering.explain import default_platform
+from jaxkern.lowering.exported_kernels import CHECKS
 from jaxkern.lowering.machine import machine, versions
 from jaxkern.runtime.plan.record import PlanRecord
 
@@ -25,12 +25,6 @@ MAGIC = b"jaxkern plan 1\n"
 LARGEST_HEADER = 1 << 20
 PARTS = ("stablehlo", "machine_code")
 FIELDS = {"made_by": dict, "machine": dict, "donate": list, "options": dict}
-# not on jax's list of stable calls: kernels, which only a trusted file may call
-OWN_TARGETS = (
-    "triton_kernel_call_ffi",
-    "mosaic_gpu_v2",
-    *(f"jaxkern_{name}" for name in HANDLERS),
-)
 
 
 def save_plan(
@@ -87,13 +81,12 @@ def export(plan: PlanRecord, platforms: Sequence[str] | None) -> bytes:
             traced.out_tree, evaluate(*jax.tree.leaves((args, kwargs)))
         )
 
-    checks = [jax.export.DisabledSafetyCheck.custom_call(t) for t in OWN_TARGETS]
     args, kwargs = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), plan.compiled.in_avals
     )
     try:
         exported = jax.export.export(
-            jax.jit(function), platforms=platforms, disabled_checks=checks
+            jax.jit(function), platforms=platforms, disabled_checks=CHECKS
         )(*args, **kwargs)
         return bytes(exported.serialize())
     except ModuleNotFoundError as error:

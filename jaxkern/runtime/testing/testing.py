@@ -54,6 +54,14 @@ def inject_faults(
 
     Raises:
       ValueError: no such point, or a negative number.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> safe = runtime.with_oom_fallback(jnp.sin)
+      >>> with runtime.testing.inject_faults("execute", times=1) as plan:
+      ...     y = safe(jnp.zeros(2))
+      >>> plan.hits, plan.raised
+      (1, 1)
     """
     if point not in POINTS and point not in REGISTRY:
         raise ValueError(
@@ -124,6 +132,11 @@ def reference(op: str | Callable) -> Callable:
 
     Raises:
       ValueError: no op of that name.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> runtime.testing.reference("softmax")(jnp.zeros((1, 4), jnp.bfloat16))
+      array([[0.25, 0.25, 0.25, 0.25]])
     """
     f = named_op(op)
 

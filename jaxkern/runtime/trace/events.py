@@ -123,7 +123,15 @@ def subscribe(
 
 
 def stats() -> Stats:
-    """The counts, as they stand now."""
+    """The counts, as they stand now.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> runtime.reset_stats()
+      >>> _ = runtime.upload({"w": np.ones((2, 2), "float32")})
+      >>> runtime.stats().uploaded_bytes
+      16
+    """
     with _lock:
         counts = dict(_counts)
     of_kind: dict[str, dict] = {kind: {} for kind in KINDS}
@@ -139,7 +147,14 @@ def stats() -> Stats:
 
 
 def reset_stats() -> None:
-    """All counts to zero."""
+    """All counts to zero.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> runtime.reset_stats()
+      >>> runtime.stats().uploads
+      0
+    """
     with _lock:
         _counts.clear()
 

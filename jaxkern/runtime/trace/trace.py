@@ -196,6 +196,12 @@ def trace(f: Callable, *args: Any, frozen: Any = ()) -> Trace:
 
     Returns:
       The trace.
+
+    Example:
+      >>> from jaxkern import runtime
+      >>> found = runtime.trace(lambda x: jaxkern.rms_norm(x) + x, jnp.ones((2, 8)))
+      >>> [(op.name, op.inputs, op.outputs) for op in found.ops]
+      [('rms_norm', (0,), (1,)), ('add', (1, 0), (2,))]
     """
     jaxpr, out_shape = jax.make_jaxpr(f, return_shape=True)(*args)
     jaxpr = opened(jaxpr)

@@ -10,12 +10,12 @@ import pytest
 
 from jaxkern import attention, backend
 from jaxkern.gpu.device import compiling_for
+from jaxkern.lowering.exported_kernels import CHECKS
 from jaxkern.pallas.attention.attention import bwd as hopper
 from jaxkern.pallas.attention.attention import fwd as forward
 from jaxkern.pallas.attention.attention import gradient_memory, joint_bwd
 from jaxkern.primitives.attention.attend import tail_of
 from jaxkern.primitives.attention.attention import attention_p
-from jaxkern.runtime.plan.saved_plan import OWN_TARGETS
 from tests.pallas.attention.test_attention import ABSENT, operands
 from tests.primitives.attention.one_key import check_first_key, check_sink
 
@@ -229,10 +229,9 @@ def test_is_exported_without_a_gpu():
     pytest.importorskip("flatbuffers")  # jax.export needs it to serialise
     q, k, v = operands(1, 300, 300, 2, 2, 128)
     # jax promises nothing for the kernels of Triton beside them
-    unchecked = map(jax.export.DisabledSafetyCheck.custom_call, OWN_TARGETS)
     with compiling_for(90), backend("mosaic_gpu", strict=True):
         exported = jax.export.export(
-            gradients_of(), platforms=("cuda",), disabled_checks=list(unchecked)
+            gradients_of(), platforms=("cuda",), disabled_checks=list(CHECKS)
         )(q, k, v)
     again = jax.export.deserialize(exported.serialize())
     assert again.mlir_module().count("@mosaic_gpu_v2") == 2

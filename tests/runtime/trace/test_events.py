@@ -7,27 +7,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import monitoring
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkern.runtime import enable_compilation_cache, reset_stats, stats, upload
 from jaxkern.runtime.trace import events
 from jaxkern.runtime.trace.events import Event, subscribe
 
 pytestmark = pytest.mark.smoke
-CACHE_OPTIONS = (
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
 
 
 @pytest.fixture
-def cache_directory(tmp_path):
-    held = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
-    yield enable_compilation_cache(tmp_path / "new" / "cache")
-    for name, value in held.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def cache_directory(tmp_path, compilation_cache_as_it_was):
+    return enable_compilation_cache(tmp_path / "new" / "cache")
 
 
 def test_compilations_and_cache_hits_are_told_apart(cache_directory):
