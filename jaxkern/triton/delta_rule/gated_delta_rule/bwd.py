@@ -63,10 +63,11 @@ def gated_delta_rule_bwd(
         query, key, g, beta, scale=scale, backward=True
     )
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
-    kernel, constants = fwd.walk_of(shape, backward=True)
+    programs = 2 * -(-hv // fwd.COLUMNS) * b * n
+    kernel, constants = fwd.walk_of(shape, programs, backward=True)
     walked: Any = sparse_call(
         kernel,
-        (2 * -(-hv // fwd.COLUMNS) * b * n,),
+        (programs,),
         {
             "query_ptr": query,
             "key_ptr": key,

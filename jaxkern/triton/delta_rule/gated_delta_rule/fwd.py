@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import compute_capability, next_power_of_2
+from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.triton.delta_rule.constants import Constants
 from jaxkern.triton.delta_rule.gated_delta_rule import hopper_tiles, hopper_walk, walk
@@ -81,12 +81,19 @@ def hopper_shape(shape: dict[str, Any], stages: int) -> hopper_tiles.Walk:
     )
 
 
-def walk_of(shape: dict[str, Any], backward: bool) -> tuple[Any, dict[str, Any]]:
-    """(the kernel of a walk, its constants) for a `shape` without blocks."""
+def walk_of(
+    shape: dict[str, Any], programs: int, backward: bool
+) -> tuple[Any, dict[str, Any]]:
+    """(the kernel of a walk, its constants) for a `shape` without blocks.
+
+    As measured on an H200: the walk written for it is faster where a program has a
+    multiprocessor alone, with three stages forward and with two backward. Where two of
+    Triton's share one it has not been measured forward; backward two do not fit.
+    """
     h = shape["H"]
     room = max(16, next_power_of_2(h))
-    if hopper() and h <= 128:
-        # as measured on an H200: a third stage is slower where states are stored
+    alone = backward or programs <= num_sms()
+    if hopper() and h <= 128 and alone:
         kernel, stages = hopper_walk.hopper_forward_kernel, 3
         if backward:
             kernel, stages = hopper_walk.hopper_both_ways_kernel, 2
@@ -110,10 +117,11 @@ def gated_delta_rule(
     matrices, vectors, _ = chunk_matrices(query, key, g, beta, scale=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
-    kernel, constants = walk_of(shape, backward=False)
+    programs = -(-hv // COLUMNS) * b * n
+    kernel, constants = walk_of(shape, programs, backward=False)
     return sparse_call(
         kernel,
-        (-(-hv // COLUMNS) * b * n,),
+        (programs,),
         {
             "query_ptr": query,
             "key_ptr": key,
