@@ -46,8 +46,11 @@ async_load: Any = getattr(async_copy, "async_load", None) or getattr(
     async_copy, "async_copy_global_to_shared", None
 )
 warpgroup_mma: Any = hopper.warpgroup_mma if hopper else None
+mbarrier: Any = hopper.mbarrier if hopper else None
+fence_async_shared: Any = hopper.fence_async_shared if hopper else None
 warpgroup_mma_wait: Any = hopper.warpgroup_mma_wait if hopper else None
 gluon_jit: Any = gluon_package.jit if gluon_package else lambda f: f
+warp_specialize: Any = getattr(gl, "warp_specialize", None)
 constexpr_function: Any = triton.constexpr_function if triton else lambda f: f
 
 POINTER = {

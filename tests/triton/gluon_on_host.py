@@ -1,23 +1,30 @@
 """Runs kernels written in Gluon with NumPy: Triton's interpreter knows no layouts.
 
 Layouts count for nothing here. Time does: a copy arrives in shared memory when its
-group is waited for, and a product reads shared memory when it is, not when it was
-started; what was never written is NaN. A program runs by itself, so a missing barrier
+group or its bar is waited for, and a product reads shared memory when it is, not when
+it was started; what was never written is NaN. Warps with work of their own are threads
+of Python, which meet at bars alone. A program runs by itself, so a missing barrier
 shows nothing.
 """
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.triton.quant import fragments
+
+PATIENCE = 60.0  # seconds at a bar
 
 
 class Tile(np.ndarray):
@@ -83,26 +90,82 @@ class Product:
         return self.value
 
 
-class Program:
-    """What is under way in the program that runs."""
+class Bar:
+    """A place to wait at, until so many have arrived; again and again."""
+
+    def __init__(self, count: int):
+        self.count = self.missing = count
+        self.turns = 0
+        self.copies: list[Callable] = []
+        self.changed = threading.Condition()
+
+    def arrive(self, count: int, copies: Sequence[Callable] = ()) -> None:
+        with self.changed:
+            self.copies += copies
+            self.missing -= count
+            assert self.missing >= 0, "more arrived than were to come"
+            if not self.missing:
+                self.turns, self.missing = self.turns + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            came = self.changed.wait_for(lambda: self.turns % 2 != parity, PATIENCE)
+            assert came, "nobody came"
+            while self.copies:
+                self.copies.pop(0)()
+
+
+class UnderWay(threading.local):
+    """What a thread has started."""
 
     def __init__(self) -> None:
-        self.id: tuple[int, ...] = ()
         self.copies: list[Callable] = []
         self.groups: list[list[Callable]] = []
         self.products: list[Product] = []
 
+
+class Program:
+    """The program that runs."""
+
+    def __init__(self) -> None:
+        self.id: tuple[int, ...] = ()
+        self.grid: tuple[int, ...] = ()
+        self.bars: dict[int, Bar] = {}
+        self.mine = UnderWay()
+
     def async_load(self, to: Shared, ptr: Pointer, mask: Any = True) -> None:
-        self.copies.append(lambda: to.store(ptr.load(mask)))
+        self.mine.copies.append(lambda: to.store(ptr.load(mask)))
 
     def commit_group(self) -> None:
-        self.groups.append(self.copies)
-        self.copies = []
+        self.mine.groups.append(self.mine.copies)
+        self.mine.copies = []
 
     def wait_group(self, others: int) -> None:
-        while len(self.groups) > others:
-            for arrive in self.groups.pop(0):
+        while len(self.mine.groups) > others:
+            for arrive in self.mine.groups.pop(0):
                 arrive()
+
+    def bar(self, at: Shared) -> Bar:
+        return self.bars[at.array.ctypes.data]
+
+    def init(self, at: Shared, count: int) -> None:
+        self.bars[at.array.ctypes.data] = Bar(count)
+
+    def copies_arrive(self, at: Shared, increment_count: bool) -> None:
+        """Of all threads that copy, each by itself."""
+        assert not increment_count
+        bar = self.bar(at)
+        bar.arrive(bar.count, self.mine.copies)
+        self.mine.copies = []
+
+    def side_by_side(self, parts: list, warps: list[int], registers: list) -> None:
+        (first, given), *others = parts
+        with ThreadPoolExecutor(len(others)) as pool:
+            running = [pool.submit(f, *args) for f, args in others]
+            first(*given)
+            for other in running:
+                other.result()
 
     def mma(self, a, b: Shared, acc, use_acc=True, is_async=False) -> Any:
         def sums() -> Tile:
@@ -111,24 +174,32 @@ class Program:
             y = left.astype(np.float32) @ b.array.astype(np.float32)
             return tile(y + before if use_acc else y)
 
-        self.products.append(Product(sums))
-        started = self.products[-1]
+        started = Product(sums)
+        self.mine.products.append(started)
         return started if is_async else self.wait(0, [started])
 
     def wait(self, others: int, deps: list) -> Any:
-        while len(self.products) > others:
-            first = self.products.pop(0)
+        while len(self.mine.products) > others:
+            first = self.mine.products.pop(0)
             first.value = first.start()
         values = [x.done() if isinstance(x, Product) else x for x in deps]
         return values[0] if len(values) == 1 else values
+
+
+def running_sums(x: Tile, axis: int, add: Callable, reverse: bool = False) -> Tile:
+    """Whatever `add` is: kernels have no other scans."""
+    along = np.flip(x, axis) if reverse else x
+    sums = np.cumsum(along, axis, dtype=x.dtype)
+    return tile(np.flip(sums, axis) if reverse else sums)
 
 
 def numbers(*bounds: Any) -> Iterator[Tile]:
     return (tile(np.int32(i)) for i in range(*map(int, bounds)))
 
 
-def shared_memory(dtype, shape, layout, value=None) -> Shared:
-    return Shared(np.full(shape, np.nan, dtype) if value is None else value.copy())
+def shared_memory(dtype, shape, layout) -> Shared:
+    whole = np.dtype(dtype).kind == "i"
+    return Shared(np.full(shape, 0 if whole else np.nan, dtype))
 
 
 def layout(*parts: Any, **named: Any) -> Any:
@@ -152,6 +223,13 @@ def language(program: Program) -> SimpleNamespace:
         convert_layout=lambda x, layout: x,
         allocate_shared_memory=shared_memory,
         program_id=lambda axis: tile(np.int32(program.id[axis])),
+        num_programs=lambda axis: tile(np.int32(program.grid[axis])),
+        num_warps=lambda: None,
+        exp=lambda x: tile(np.exp(x)),
+        sum=lambda x, axis: tile(x.sum(axis)),
+        reduce=lambda xs, axis, add: tuple(tile(x.sum(axis)) for x in xs),
+        associative_scan=running_sums,
+        maximum=lambda x, y: tile(np.maximum(x, y)),
         static_range=numbers,
         to_tensor=tile,
     )
@@ -168,7 +246,7 @@ class Kernel:
         def run(**given: Any) -> None:
             for id in np.ndindex(*grid):
                 self.program.__init__()
-                self.program.id = id
+                self.program.id, self.program.grid = id, grid
                 pointers = {
                     n: Pointer(x.array) if hasattr(x, "array") else x
                     for n, x in given.items()
@@ -178,33 +256,50 @@ class Kernel:
         return run
 
 
-@contextmanager
-def gluon_on_host(module: ModuleType, *kernels: str) -> Iterator[SimpleNamespace]:
-    """A file whose kernels are as `interpreted` calls them."""
-    program = Program()
-    wait = SimpleNamespace(
-        commit_group=program.commit_group, wait_group=program.wait_group
-    )
-    patched: dict[str, Any] = dict(
-        gl=language(program),
-        gluon_jit=lambda f: f,
-        async_copy=wait,
-        async_load=program.async_load,
-        warpgroup_mma=program.mma,
-        warpgroup_mma_wait=lambda others, deps: program.wait(others, deps),
-    )
-    kept = {name: getattr(bridge, name) for name in patched}
-    barrier = fragments.barrier
+def loaded(module: ModuleType) -> ModuleType:
+    """The file once more, with what its imports are now."""
     spec = importlib.util.find_spec(module.__name__)
     assert spec and spec.loader
     copy: Any = importlib.util.module_from_spec(spec)
     copy.range = numbers
-    try:
-        bridge.__dict__.update(patched)
-        fragments.barrier = lambda: None
-        spec.loader.exec_module(copy)
-    finally:
-        bridge.__dict__.update(kept)
-        fragments.barrier = barrier
+    spec.loader.exec_module(copy)
+    return copy
+
+
+@contextmanager
+def gluon_on_host(
+    module: ModuleType, *kernels: str, imports: Sequence[ModuleType] = ()
+) -> Iterator[SimpleNamespace]:
+    """A file whose kernels are as `interpreted` calls them; Gluon files it imports."""
+    program = Program()
+    groups = SimpleNamespace(
+        commit_group=program.commit_group,
+        wait_group=program.wait_group,
+        mbarrier_arrive=program.copies_arrive,
+    )
+    bars = SimpleNamespace(
+        MBarrierLayout=layout,
+        init=program.init,
+        arrive=lambda at, count: program.bar(at).arrive(count),
+        wait=lambda at, parity: program.bar(at).wait(int(parity)),
+    )
+    patched: dict[str, Any] = dict(
+        gl=language(program),
+        gluon_jit=lambda f: f,
+        async_copy=groups,
+        mbarrier=bars,
+        warp_specialize=program.side_by_side,
+        async_load=program.async_load,
+        fence_async_shared=lambda: None,
+        warpgroup_mma=program.mma,
+        warpgroup_mma_wait=lambda others, deps: program.wait(others, deps),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in patched.items():
+            patch.setattr(bridge, name, stand_in)
+        patch.setattr(fragments, "barrier", lambda: None)
+        for other in imports:
+            patch.setitem(sys.modules, other.__name__, loaded(other))
+        copy = loaded(module)
     called = {n: Kernel(getattr(copy, n), program) for n in kernels}
     yield SimpleNamespace(**(vars(copy) | called))

@@ -4,6 +4,9 @@ chunk_matrices     again, as in the forward pass
 both_ways_kernel   the states and d once more, and beside them D and dr backwards
 pairs_kernel       dv, and what pairs of tokens of a chunk have to do with the rest
 tokens_kernel      dq and dk, and the other parts of dg and dbeta
+
+On compute capability 9.0 hopper_gradients.py has the last two in one, for heads of up
+to 128 dims.
 """
 
 from typing import Any
@@ -12,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.device import next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.triton.delta_rule.constants import Constants
-from jaxkern.triton.delta_rule.gated_delta_rule import fwd
+from jaxkern.triton.delta_rule.gated_delta_rule import fwd, hopper_gradients
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
     LEAST,
@@ -56,14 +59,13 @@ def gated_delta_rule_bwd(
     del chunk_size  # the same function up to rounding
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
-    chunks = -(-t // CHUNK)
     matrices, vectors, ends = chunk_matrices(
         query, key, g, beta, scale=scale, backward=True
     )
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = 2 * -(-hv // fwd.COLUMNS) * b * n
     kernel, constants = fwd.walk_of(shape, programs, backward=True)
-    found: Any = sparse_call(
+    walked: Any = sparse_call(
         kernel,
         (programs,),
         {
@@ -80,11 +82,59 @@ def gated_delta_rule_bwd(
         results_of_walks(key, value, initial_state),
         constants,
     )
-    states, written, dstates, dr, dinitial = found
+    *walked, dinitial = walked
+    given = query, key, value, g, beta, vectors, dout
+    gradients = gradients_in_one if in_one(h, hv) else gradients_in_two
+    dquery, dkey, dvalue, dg, dbeta = gradients(*given, walked, shape)
+    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
+    dg = jnp.where(g < LEAST, 0.0, dg).astype(g.dtype)
+    return dquery, dkey, dvalue, dg, dbeta.astype(beta.dtype), dinitial
+
+
+def in_one(h: int, hv: int) -> bool:
+    """Whether one kernel makes all gradients: where it fits and was written for."""
+    most = hopper_gradients.LARGEST
+    return fwd.hopper() and h <= most and hv <= most
+
+
+def gradients_in_one(query, key, value, g, beta, vectors, dout, walked, shape):
+    """dq, dk, dv, and dg and dbeta in float32."""
+    del beta
+    states, written, dstates, dr = walked
+    b, t, k, _ = key.shape
+    sums = jax.ShapeDtypeStruct(g.shape, jnp.float32)
+    return bridge.triton_call(
+        hopper_gradients.hopper_gradients_kernel,
+        query,
+        key,
+        value,
+        vectors,
+        dout,
+        states,
+        written,
+        dstates,
+        dr,
+        out=[like(query), like(key), like(value), sums, sums],
+        grid=(min(num_sms(), b * k * -(-t // CHUNK)),),
+        num_warps=8,
+        num_stages=1,
+        P=fwd.hopper_shape(shape, stages=2),
+        BATCH=b,
+    )
+
+
+def gradients_in_two(query, key, value, g, beta, vectors, dout, walked, shape):
+    """dq, dk, dv, and dg and dbeta in float32: pairs first, then sums over them."""
+    del vectors
+    states, written, dstates, dr = walked
+    b, t, k, h = key.shape
+    n, hv = value.shape[2:]
+    chunks = -(-t // CHUNK)
     most = 64 if bridge.max_shared_bytes() < fwd.MUCH_SHARED else 128
     room = max(16, next_power_of_2(h))
     block, columns = (min(most, max(16, next_power_of_2(d))) for d in (h, hv))
     sums = jax.ShapeDtypeStruct(g.shape, jnp.float32)
+    tiles = jax.ShapeDtypeStruct((b, n, chunks, 2, CHUNK, CHUNK), key.dtype)
     dvalue, tiles, dg, dbeta = bridge.triton_call(
         pairs_kernel,
         query,
@@ -95,7 +145,7 @@ def gated_delta_rule_bwd(
         dout,
         written,
         dr,
-        out=[like(value), like(matrices), sums, sums],
+        out=[like(value), tiles, sums, sums],
         grid=(b * n, chunks),
         num_warps=4,
         num_stages=1,
@@ -125,7 +175,4 @@ def gated_delta_rule_bwd(
         num_stages=1,
         C=Constants(**shape, BLOCK_H=block, BLOCK_V=columns),
     )
-    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
-    dg = jnp.where(g < LEAST, 0.0, dg + dg_parts.sum(0)).astype(g.dtype)
-    dbeta = (dbeta + dbeta_parts.sum(0)).astype(beta.dtype)
-    return dquery, dkey, dvalue, dg, dbeta, dinitial
+    return dquery, dkey, dvalue, dg + dg_parts.sum(0), dbeta + dbeta_parts.sum(0)

@@ -5,7 +5,7 @@ docs/design/gated_delta_rule.md:
 
     inverse   T = (I + A)^-1, A_ij = beta_i (k_i . k_j) between_ij below the diagonal
     scores    P T with P = scale (q k^T) between: what beta r adds to out
-    vectors   from_start, to_end, beta; float32
+    vectors   from_start, to_end, beta, the running sum of g; float32
     ends      k^T to_end T, turned: the backward pass alone wants it
 
 T may hold sums of terms that cancel in `ends`, so that is a product of T in two parts,
@@ -117,11 +117,12 @@ def chunk_matrices_kernel(
     total = running_decay(g_ptr, tokens * NUM_HEADS + head, inside)
     beta = tl.load(beta_ptr + tokens * NUM_HEADS + head, inside, 0.0).to(tl.float32)
     place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + chunk
-    vectors = vectors_ptr + place * 3 * CHUNK + token
+    vectors = vectors_ptr + place * 4 * CHUNK + token
     end = tl.sum(tl.where(token == CHUNK - 1, total, 0.0), 0)
     tl.store(vectors, tl.exp(total))
     tl.store(vectors + CHUNK, tl.exp(end - total))
     tl.store(vectors + 2 * CHUNK, beta)
+    tl.store(vectors + 3 * CHUNK, total)
 
     h = tl.arange(0, BLOCK_H)
     at = (tokens * NUM_KEY_HEADS + head // GROUP)[:, None] * H + h[None, :]
@@ -150,14 +151,14 @@ def chunk_matrices_kernel(
 
 
 def chunk_matrices(query, key, g, beta, *, scale, backward=False):
-    """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 3 64]`, ends or None).
+    """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 4 64]`, ends or None).
 
     Ends are `[b n c h 64]`.
     """
     b, t, k, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)
     matrices = jax.ShapeDtypeStruct((b, n, chunks, 2, CHUNK, CHUNK), key.dtype)
-    vectors = jax.ShapeDtypeStruct((b, n, chunks, 3, CHUNK), jnp.float32)
+    vectors = jax.ShapeDtypeStruct((b, n, chunks, 4, CHUNK), jnp.float32)
     ends = jax.ShapeDtypeStruct((b, n, chunks, h, CHUNK), key.dtype)
     return sparse_call(
         chunk_matrices_kernel,

@@ -16,7 +16,7 @@ from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.triton.delta_rule.constants import Constants
-from jaxkern.triton.delta_rule.gated_delta_rule import hopper_walk, walk
+from jaxkern.triton.delta_rule.gated_delta_rule import hopper_tiles, hopper_walk, walk
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
     chunk_matrices,
@@ -25,7 +25,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
 LARGEST = 256  # dims of a head
 LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second axis
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
-COLUMNS = hopper_walk.COLUMNS  # value columns of a program
+COLUMNS = hopper_tiles.COLUMNS  # value columns of a program
 HOPPER_WALKS = True  # those of `hopper_walk`, on compute capability 9.0
 
 
@@ -62,32 +62,42 @@ def unsupported(
     return None
 
 
+def hopper() -> bool:
+    """Whether kernels written for compute capability 9.0 are taken."""
+    return HOPPER_WALKS and compute_capability() == 90
+
+
+def hopper_shape(shape: dict[str, Any], stages: int) -> hopper_tiles.Walk:
+    h = shape["H"]
+    return hopper_tiles.Walk(
+        tokens=shape["T"],
+        heads=shape["NUM_HEADS"],
+        group=shape["GROUP"],
+        h=h,
+        hv=shape["HV"],
+        room=max(64, next_power_of_2(h)),
+        scale=shape["SCALE"],
+        stages=stages,
+    )
+
+
 def walk_of(
     shape: dict[str, Any], programs: int, backward: bool
 ) -> tuple[Any, dict[str, Any]]:
     """(the kernel of a walk, its constants) for a `shape` without blocks.
 
-    As measured on an H200: forward the walk written for it is faster where a program
-    has a multiprocessor alone, and the other where two share one. Backward two of the
-    other no longer fit: ends take room.
+    As measured on an H200: the walk written for it is faster where a program has a
+    multiprocessor alone, with three stages forward and with two backward. Where two of
+    Triton's share one it has not been measured forward; backward two do not fit.
     """
     h = shape["H"]
     room = max(16, next_power_of_2(h))
     alone = backward or programs <= num_sms()
-    if HOPPER_WALKS and compute_capability() == 90 and h <= 128 and alone:
-        known = hopper_walk.Walk(
-            tokens=shape["T"],
-            heads=shape["NUM_HEADS"],
-            group=shape["GROUP"],
-            h=h,
-            hv=shape["HV"],
-            room=max(64, room),
-            scale=shape["SCALE"],
-            stages=3 if backward else 2,
-        )
-        kernel = hopper_walk.hopper_forward_kernel
+    if hopper() and h <= 128 and alone:
+        kernel, stages = hopper_walk.hopper_forward_kernel, 3
         if backward:
-            kernel = hopper_walk.hopper_both_ways_kernel
+            kernel, stages = hopper_walk.hopper_both_ways_kernel, 2
+        known = hopper_shape(shape, stages)
         return kernel, {"P": known, "num_warps": 4, "num_stages": 1}
     fits = h <= 128 or not backward
     kernel = walk.both_ways_kernel if backward else walk.forward_kernel
@@ -106,8 +116,8 @@ def gated_delta_rule(
     n, hv = value.shape[2:]
     matrices, vectors, _ = chunk_matrices(query, key, g, beta, scale=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
-    programs = -(-hv // COLUMNS) * b * n
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
+    programs = -(-hv // COLUMNS) * b * n
     kernel, constants = walk_of(shape, programs, backward=False)
     return sparse_call(
         kernel,

@@ -100,7 +100,7 @@ def walk_forward(operands, results, program, first_column, C: tl.constexpr):
         key_at, key_in, value_at, value_in = places_of_chunk(chunk, h, column, C)
         here = place * C.CHUNKS + chunk
         matrices = matrices_ptr + here * 2 * CHUNK * CHUNK
-        vectors = vectors_ptr + here * 3 * CHUNK
+        vectors = vectors_ptr + here * 4 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
         to_end = tl.load(vectors + CHUNK + token)[None, :]
         beta = tl.load(vectors + 2 * CHUNK + token)[None, :]
@@ -150,7 +150,7 @@ def walk_backward(
         key_at, key_in, value_at, value_in = places_of_chunk(chunk, h, column, C)
         here = place * C.CHUNKS + chunk
         matrices = matrices_ptr + here * 2 * CHUNK * CHUNK
-        vectors = vectors_ptr + here * 3 * CHUNK
+        vectors = vectors_ptr + here * 4 * CHUNK
         from_start = tl.load(vectors + token)[None, :]
         beta = tl.load(vectors + 2 * CHUNK + token)[None, :]
         whole = tl.load(vectors + CHUNK - 1)

@@ -1,0 +1,172 @@
+"""What the kernels for compute capability 9.0 share: shapes, tiles of shared memory,
+and the bars between the warps that copy and those that multiply.
+
+Four warps beside those of a kernel copy to places of shared memory in turn. A place
+has two bars: at one the products wait until its copies have come, at the other the
+copies until it has been read. No fence of proxies stands between copies and products,
+as where Triton copies.
+"""
+
+import dataclasses
+
+from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.triton_call import (
+    async_copy,
+    async_load,
+    constexpr_function,
+    gl,
+    gluon_jit,
+    mbarrier,
+)
+from jaxkern.triton.quant.fragments import barrier
+
+COLUMNS = 64  # value columns of a program, and tokens of a chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """Shapes, and how many chunks are in shared memory."""
+
+    tokens: int
+    heads: int
+    group: int
+    h: int
+    hv: int
+    room: int  # for h
+    scale: float
+    stages: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.tokens // 64)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.hv // COLUMNS)
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads // self.group
+
+    @property
+    def value_blocks(self) -> int:
+        """Blocks of value columns that one program has together, a power of 2."""
+        return next_power_of_2(self.blocks)
+
+    @property
+    def keys(self) -> int:
+        """From a token's row of keys to the next token's."""
+        return self.key_heads * self.h
+
+    @property
+    def values(self) -> int:
+        return self.heads * self.hv
+
+
+@constexpr_function
+def copies_layout(room, warps):
+    """Of rows that are copied, 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // room, room // 8], [warps, 1], [1, 0])
+
+
+@gluon_jit
+def places(
+    rows_left,
+    first_column,
+    STRIDE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    SHAPE: gl.constexpr,
+):
+    """Where rows of some columns lie, and which are in the array.
+
+    In 64 bits: neighbouring rows are then one address and constants.
+    """
+    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
+    row = gl.arange(0, SHAPE[0], gl.SliceLayout(1, L))[:, None]
+    column = gl.arange(0, SHAPE[1], gl.SliceLayout(0, L))[None, :]
+    inside = row < rows_left
+    if WIDTH % SHAPE[1] != 0:
+        inside = inside & (first_column + column < WIDTH)
+    return first_column + (row.to(gl.int64) * STRIDE + column), inside
+
+
+@gluon_jit
+def copy_rows(
+    to, ptr, rows_left, first_column, STRIDE: gl.constexpr, WIDTH: gl.constexpr
+):
+    """Starts a copy to shared memory; zeros beyond the last row or column."""
+    SHAPE: gl.constexpr = to.shape
+    at, inside = places(rows_left, first_column, STRIDE, WIDTH, SHAPE)
+    async_load(to, ptr + at, inside)
+
+
+@gluon_jit
+def store_rows(
+    ptr, tile, rows_left, first_column, STRIDE: gl.constexpr, WIDTH: gl.constexpr
+):
+    SHAPE: gl.constexpr = tile.shape
+    at, inside = places(rows_left, first_column, STRIDE, WIDTH, SHAPE)
+    gl.store(ptr + at, tile.load(copies_layout(SHAPE[1], gl.num_warps())), inside)
+
+
+@gluon_jit
+def room_for(dtype: gl.constexpr, SHAPE: gl.constexpr):
+    """Shared memory as matrix units read it."""
+    return gl.allocate_shared_memory(dtype, SHAPE, gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon_jit
+def room_for_vectors(S: gl.constexpr):
+    """For four vectors of each of S chunks, as chunk_matrices leaves them."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [S, 256], PLAIN)
+
+
+@gluon_jit
+def copy_vectors(to, ptr):
+    """Starts a copy of the four vectors of a chunk."""
+    number = gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0]))
+    async_load(to, ptr + number)
+
+
+@gluon_jit
+def ring(S: gl.constexpr):
+    """Bars of S places: copies have come there; all has been read."""
+    come = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(S):
+        mbarrier.init(come.index(i), count=128)  # threads that copy
+        mbarrier.init(read.index(i), count=1)
+    return come, read
+
+
+@gluon_jit
+def wait_for_room(ring, turn):
+    """Before the copies of a turn: places are filled one after the other."""
+    _, read = ring
+    S: gl.constexpr = read.shape[0]
+    mbarrier.wait(read.index(turn % S), (turn // S + 1) % 2)
+
+
+@gluon_jit
+def will_come(ring, turn):
+    """What was copied since the last call is all of a turn."""
+    come, _ = ring
+    S: gl.constexpr = come.shape[0]
+    async_copy.mbarrier_arrive(come.index(turn % S), increment_count=False)
+
+
+@gluon_jit
+def wait_for_copies(ring, turn):
+    come, _ = ring
+    S: gl.constexpr = come.shape[0]
+    mbarrier.wait(come.index(turn % S), turn // S % 2)
+
+
+@gluon_jit
+def all_was_read(ring, turn):
+    """Once all warps that multiply are here."""
+    _, read = ring
+    S: gl.constexpr = read.shape[0]
+    barrier()
+    mbarrier.arrive(read.index(turn % S), count=1)
