@@ -99,6 +99,17 @@ def two_numbers(pair):
 
 
 @gluon_jit
+def weights_of_pair(pair, row, nothing, FORMAT: gl.constexpr):
+    """Two codes as bfloat16 to two weights, `[warps, 8, 4, 2]`."""
+    if not is_signed(FORMAT):
+        less = nothing + twice(-128 - middle_of(FORMAT))
+        pair = sum_of_pairs(pair, nothing + 0x3F803F80, less)
+    high, low, offset = row
+    weights = product_of_pairs(pair, high, product_of_pairs(pair, low, offset))
+    return two_numbers(weights)
+
+
+@gluon_jit
 def weights_of_fragment(words, c, nothing, rows, F: gl.constexpr, FORMAT: gl.constexpr):
     """Weights of 16 columns, `[warps, 8, 4, pair, row, half]`."""
     first, second = codes_of(words, c, F, FORMAT)
@@ -107,20 +118,27 @@ def weights_of_fragment(words, c, nothing, rows, F: gl.constexpr, FORMAT: gl.con
         a = signed_codes(first, second, magic, nothing + -0x407F4080)
     else:
         a = unsigned_codes(first, second, magic)
-    ready = ()
-    for i in gl.static_range(4):
-        code = a[i]
-        if not is_signed(FORMAT):
-            less = nothing + twice(-128 - middle_of(FORMAT))
-            code = sum_of_pairs(code, nothing + 0x3F803F80, less)
-        high, low, offset = rows[i % 2]
-        ready += (
-            two_numbers(
-                product_of_pairs(code, high, product_of_pairs(code, low, offset))
-            ),
-        )
-    top = gl.join(ready[0], ready[1])
-    return gl.join(top, gl.join(ready[2], ready[3]))
+    left = gl.join(
+        weights_of_pair(a[0], rows[0], nothing, FORMAT),
+        weights_of_pair(a[1], rows[1], nothing, FORMAT),
+    )
+    right = gl.join(
+        weights_of_pair(a[2], rows[0], nothing, FORMAT),
+        weights_of_pair(a[3], rows[1], nothing, FORMAT),
+    )
+    return gl.join(left, right)
+
+
+@gluon_jit
+def weights_of_two(words, c, nothing, F: gl.constexpr, FORMAT: gl.constexpr):
+    """Those of fragments F, which is even, and F + 1, in a new last dim."""
+    GROUP: gl.constexpr = fragments_of_scale(FORMAT)
+    rows = factors_of(words, F // GROUP, FORMAT)
+    first = weights_of_fragment(words, c, nothing, rows, F, FORMAT)
+    if GROUP == 1:
+        rows = factors_of(words, F + 1, FORMAT)
+    second = weights_of_fragment(words, c, nothing, rows, F + 1, FORMAT)
+    return gl.join(first, second)
 
 
 @gluon_jit
@@ -129,16 +147,10 @@ def left_operand(
 ):
     """Weights of 64 columns, `[16 warps, 64]`, as the matrix units take them."""
     WARPS: gl.constexpr = gl.num_warps()
-    GROUP: gl.constexpr = fragments_of_scale(FORMAT)
-    parts = ()
-    for j in gl.static_range(4 // GROUP):
-        rows = factors_of(words, (4 // GROUP) * Q + j, FORMAT)
-        for f in gl.static_range(GROUP):
-            w = weights_of_fragment(
-                words, c, nothing, rows, 4 * Q + GROUP * j + f, FORMAT
-            )
-            parts += (w,)
-    both = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
+    both = gl.join(
+        weights_of_two(words, c, nothing, 4 * Q, FORMAT),
+        weights_of_two(words, c, nothing, 4 * Q + 2, FORMAT),
+    )
     # [warp, g, c, pair, row, half, f % 2, f // 2] -> [warp, row, g, f, half, c, pair]
     ordered = gl.permute(both, [0, 4, 1, 7, 6, 5, 2, 3])
     flat = gl.reshape(ordered, [16 * WARPS, 64])
