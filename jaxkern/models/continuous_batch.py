@@ -31,7 +31,7 @@ from jaxkern.models.decode_loop import (
     NO_TOKEN,
     Progress,
     State,
-    compiled,
+    compiled_in_turn,
     is_stop,
     write_chunk,
 )
@@ -166,7 +166,7 @@ class ContinuousBatch:
         }
         precision = "highest" if config.dtype == "float32" else None
         with jax.default_matmul_precision(precision):
-            self.executables = {n: compiled(*call) for n, call in self.calls.items()}
+            self.executables = compiled_in_turn(self.calls)
         self.lock = threading.RLock()
         self._state = jax.jit(lambda: empty(batch))()
         self._rows: list[Answer | None] = [None] * batch

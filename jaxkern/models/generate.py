@@ -30,7 +30,13 @@ from jaxkern.models.architecture import CacheForm, ModelConfig
 from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import prefill
 from jaxkern.models.continuous_batch import Answer, ContinuousBatch
-from jaxkern.models.decode_loop import NO_TOKEN, State, compiled, is_stop, write_chunk
+from jaxkern.models.decode_loop import (
+    NO_TOKEN,
+    State,
+    compiled_in_turn,
+    is_stop,
+    write_chunk,
+)
 from jaxkern.models.image_prompts import Shown, expanded
 from jaxkern.models.prompt_rows import (
     check_seed,
@@ -151,10 +157,7 @@ class Generator:
         # float32 means float32: the default of a GPU rounds the factors to tf32
         precision = "highest" if config.dtype == "float32" else None
         with jax.default_matmul_precision(precision):
-            self.executables = {
-                name: compiled(function, arguments)
-                for name, (function, arguments) in self.calls.items()
-            }
+            self.executables = compiled_in_turn(self.calls)
         self.compile_seconds = time.perf_counter() - start
         self.timings = Timings()
 
