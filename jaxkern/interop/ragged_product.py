@@ -17,9 +17,14 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from jaxkern.primitives.call import NO_MESH, same_manual_axes
+from jaxkern.primitives.call import (
+    NO_MESH,
+    Call,
+    backend_context,
+    same_manual_axes,
+)
 from jaxkern.primitives.dense_product import result_dtype
-from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
+from jaxkern.primitives.moe.grouped_matmul import grouped_matmul, grouped_matmul_p
 
 Numbers = lax.RaggedDotDimensionNumbers
 ROWS_IN_GROUPS = Numbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -71,6 +76,8 @@ def ragged_product(
     dtype = checked_dtype(
         op, lhs, rhs, sizes, numbers, preferred_element_type, offset is not None
     )
+    if sizes.dtype.itemsize < 4:
+        sizes = sizes.astype(jnp.int32)  # their sums would wrap
     dims = Dims.of(numbers, lhs.ndim, rhs.ndim)
     if dims.cut in dims.kept[0]:
         return rows_in_groups(lhs, rhs, sizes, dims, offset, dtype)
@@ -258,7 +265,6 @@ def sums_in_groups(
     return total.reshape(len(total), *shape[0], *shape[1], *extent(rhs, dims.kept[1]))
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
 def outer_products(
     x: Float[Array, "k m"],
     y: Float[Array, "k n"],
@@ -268,15 +274,12 @@ def outer_products(
 ) -> Float[Array, "g m n"]:
     """The sum of `x[i] y[i]^T` over the rows of each group.
 
-    That is the gradient of weights of which rows y make rows x; their product is not
-    used, and not computed under `jit`.
+    That is the gradient of weights of which rows y make rows x.
     """
     weights = jnp.zeros((len(sizes), x.shape[1], y.shape[1]), dtype)
-    # inside shard_map each device has its own sums
-    weights, *_ = same_manual_axes([weights, x, y, sizes])
-
-    def product(w: Array) -> Array:
-        return grouped_matmul(y, w, sizes, preferred_element_type=x.dtype)
-
-    [gradient] = jax.vjp(product, weights)[1](x)
+    bwd = grouped_matmul_p.bwd
+    assert bwd is not None
+    call = Call(backend_context.value, wanted=(False, True))
+    operands = same_manual_axes([y, weights, sizes, x])
+    [gradient] = bwd.bind(*operands, call=call, preferred_element_type=None)
     return gradient

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxkern import explain
 from jaxkern.interop.jax_nn import ragged_dot, ragged_dot_general
 
 RNG = np.random.default_rng(0)
@@ -173,6 +174,15 @@ def test_sums_of_each_device_inside_shard_map():
     ]
     found = jax.jit(sums)(x, w, sizes)
     np.testing.assert_allclose(found, jnp.concatenate(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_sizes_of_few_bits_do_not_wrap_and_sums_are_one_kernel():
+    x, y = draw(300, 2), draw(300, 3)
+    sizes = jnp.array([100, 200], jnp.uint8)
+    found = ragged_dot_general(x, y, sizes, SUMS)
+    np.testing.assert_allclose(found[1], x[100:].T @ y[100:], rtol=1e-4, atol=1e-4)
+    rows = explain(lambda x, y: ragged_dot_general(x, y, sizes, SUMS), x, y).rows
+    assert [row.op for row in rows] == ["grouped_matmul_bwd"]
 
 
 @pytest.mark.parametrize(
