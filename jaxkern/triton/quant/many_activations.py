@@ -29,6 +29,7 @@ from jaxkern.triton.quant.block_codes import (
     read_step,
     scales_of,
 )
+from jaxkern.triton.quant.fixed_point_kernel import places_of_lanes
 from jaxkern.triton.quant.fragments import (
     as_pair,
     barrier,
@@ -208,13 +209,7 @@ def many_activations_kernel(
     if AHEAD:
         begin_early(AHEAD == 2)
     WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0]
-    )
-    LANES2: gl.constexpr = gl.SliceLayout(2, LANES)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, LANES2))[:, None, None]
-    g = gl.arange(0, 8, gl.SliceLayout(0, LANES2))[None, :, None]
-    c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
+    warp, g, c = places_of_lanes(WARPS)
     first_tile = gl.program_id(0) // BLOCKS * WARPS
     block = gl.program_id(0) % BLOCKS
     pairs = tiles_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
@@ -232,7 +227,7 @@ def many_activations_kernel(
     left = ROWS - block * COLUMNS
     for i in gl.static_range(2):
         copy_step(rows, left, first + i, last, slabs, i, K, COLUMNS)
-    nothing = (at.to(gl.int64) >> 60).to(gl.int32) + c * 0 + g * 0  # of an address
+    nothing = (at.to(gl.int64) >> 60).to(gl.int32) + c * 0  # of an address
     SUMS: gl.constexpr = sums_layout(WARPS, COLUMNS)
     totals = gl.zeros([16 * WARPS, COLUMNS], gl.float32, SUMS)
     L: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
