@@ -25,7 +25,8 @@ def exported_kernels() -> tuple[jax.export.DisabledSafetyCheck, ...]:
       The checks that `jax.export.export` is to leave out: one for each kernel's name.
 
     Example:
-      >>> checks = jaxkern.runtime.exported_kernels()
+      >>> from jaxkern import runtime
+      >>> checks = runtime.exported_kernels()
       >>> f, x = jax.jit(jaxkern.softmax), jnp.zeros((2, 4))
       >>> exported = jax.export.export(f, disabled_checks=checks)(x)
       >>> jax.export.deserialize(exported.serialize()).call(x)[0]
