@@ -82,6 +82,9 @@ class Origins:
     def load(self, name: str) -> Origin:
         return Origin((name,))
 
+    def table(self, name: str) -> Origin:
+        return Origin((name,))
+
     experts = stacked
 
     def table_and_output(self) -> tuple[Origin, tuple[Origin, ...]]:
