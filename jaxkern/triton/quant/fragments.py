@@ -86,29 +86,18 @@ def unsigned_codes(first, second, magic):
 
 
 @gluon_jit
-def sum_of_pairs(pair, one, number):
-    """Two bfloat16 in a word plus a number, `one` being 1 twice in a register."""
+def fma_of_pairs(a, b, c):
+    """a b + c of two bfloat16 in a word each, rounded once."""
     return gl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $2, $3, $1;",
-        "=r,r,r,r",
-        [number, pair, one],
-        gl.int32,
-        True,
-        1,
+        "fma.rn.bf16x2 $0, $2, $3, $1;", "=r,r,r,r", [c, a, b], gl.int32, True, 1
     )
 
 
 @gluon_jit
 def signed_pair(low, high, magic, minus, SELECTION: gl.constexpr):
     """Two bytes from -128 to 127 as bfloat16: (128 + low bits) - (128 or 256)."""
-    return gl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $2, $3, $1;",
-        "=r,r,r,r",
-        [pick(low, magic, SELECTION), pick(high, magic, SELECTION), minus],
-        gl.int32,
-        True,
-        1,
-    )
+    low, high = pick(low, magic, SELECTION), pick(high, magic, SELECTION)
+    return fma_of_pairs(high, minus, low)
 
 
 @gluon_jit

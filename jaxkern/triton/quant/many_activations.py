@@ -33,8 +33,8 @@ from jaxkern.triton.quant.fixed_point_kernel import places_of_lanes
 from jaxkern.triton.quant.fragments import (
     as_pair,
     barrier,
+    fma_of_pairs,
     signed_codes,
-    sum_of_pairs,
     twice,
     unsigned_codes,
 )
@@ -56,14 +56,6 @@ def sums_layout(WARPS, COLUMNS):
 def copies_layout(WARPS):
     """Of rows of 64 columns that are copied, 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-
-
-@gluon_jit
-def product_of_pairs(a, b, c):
-    """a b + c of two bfloat16 in a word each."""
-    return gl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], gl.int32, True, 1
-    )
 
 
 @gluon_jit
@@ -104,9 +96,9 @@ def weights_of_pair(pair, row, nothing, FORMAT: gl.constexpr):
     """Two codes as bfloat16 to two weights, `[warps, 8, 4, 2]`."""
     if not is_signed(FORMAT):
         less = nothing + twice(-128 - middle_of(FORMAT))
-        pair = sum_of_pairs(pair, nothing + 0x3F803F80, less)
+        pair = fma_of_pairs(pair, nothing + 0x3F803F80, less)
     high, low, offset = row
-    weights = product_of_pairs(pair, high, product_of_pairs(pair, low, offset))
+    weights = fma_of_pairs(pair, high, fma_of_pairs(pair, low, offset))
     return two_numbers(weights)
 
 

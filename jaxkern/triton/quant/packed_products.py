@@ -1,6 +1,6 @@
 """Products with interleaved rows of GGUF blocks on NVIDIA GPUs, for any number of rows.
 
-One activation: one kernel, which takes in the norm before and the gate or the addition
+Up to eight: one kernel, which takes in the norm before and the gate or the addition
 after. Up to 384: several_products.py. More: the weights are written once as bfloat16,
 and XLA multiplies.
 """
@@ -33,7 +33,8 @@ from jaxkern.triton.quant.several_products import (
     multiply_several,
 )
 
-COLUMNS = 64  # activations by terms, of one launch
+FEW = 8  # activations by terms, as many as a matrix instruction has columns for
+COLUMNS = 64  # of one launch
 SLOTS = 64  # rows of experts, each of which is read for itself
 NORM_BYTES = 65_536  # of shared memory for activations
 # of one activation the sums of groups are taken once, not by a second product
@@ -84,20 +85,16 @@ def multiply(
     residual: jax.Array | None = None,
     eps: float = 0.0,
     gated: bool = False,
-    sizes: tuple[int, int] | None = None,
 ) -> jax.Array:
-    """`[..., u, 16]` of x `[..., k]` and tiles `[u, bytes]`, `[2, u, bytes]` if gated.
-
-    `sizes` are warps a tile and tiles a program, where a benchmark chooses them.
-    """
+    """`[..., u, 16]` of x `[..., k]` and tiles `[u, bytes]`, gated `[2, u, bytes]`."""
     terms, rows = terms_of(x, compute_dtype), num_rows(x)
     if rows > most_activations(terms):
         w = decoded(tiles.reshape(-1, tiles.shape[-1]), qtype)
         y = multiply_decoded(x, w, norm, residual, eps, gated)
         return y.reshape(*x.shape[:-1], -1, TILE)
-    if rows > 1 and sizes is None:
+    if rows * terms > FEW:
         return multiply_several(x, tiles, qtype, terms, norm, residual, eps)
-    return launch(x, tiles, qtype, terms, norm, residual, eps, sizes)
+    return launch(x, tiles, qtype, terms, norm, residual, eps)
 
 
 def launch(
@@ -108,14 +105,13 @@ def launch(
     norm: jax.Array | None,
     residual: jax.Array | None,
     eps: float,
-    sizes: tuple[int, int] | None,
     ids: jax.Array | None = None,
 ) -> jax.Array:
     """`multiply` by the kernel for few activations.
 
     With ids `[activations, k]` and tiles `[experts, u, bytes]`: `[slots, u, 16]`.
     """
-    if ids is None and sizes is None and is_for_fixed_point(x, tiles, qtype):
+    if ids is None and is_for_fixed_point(x, tiles, qtype):
         return fixed_point(x, tiles, qtype, norm, residual, eps)
     rows, k, dtype = num_rows(x), x.shape[-1], x.dtype
     *_, units, tile_bytes = tiles.shape
@@ -123,14 +119,14 @@ def launch(
     if ids is not None:
         shape = (ids.size, units, TILE)
     copies, padded = next_power_of_2(rows * terms), next_power_of_2(max(k, 8 * STEP))
-    if norm is not None and (copies > 8 or 2 * padded * copies > NORM_BYTES):
+    if norm is not None and 2 * padded * copies > NORM_BYTES:
         x, norm = normalised(x, norm, eps, terms), None
     x = x.reshape(rows, k)
     if norm is None:
         x = in_terms(x, terms)
         rows = rows if ids is None else 1  # of a program
     gated, steps = ids is None and tiles.ndim == 3, -(-k // STEP)
-    shares, parts = sizes or sizes_of(qtype, units, steps, gated, norm is not None)
+    shares, parts = sizes_of(qtype, units, steps, gated, norm is not None)
     shares = min(shares, next_power_of_2(steps))  # x in shared memory ends there
     summed = rows * terms == 1 and ids is None and qtype in SUMMED
     summed = summed and 4 * padded <= NORM_BYTES
@@ -157,7 +153,6 @@ def launch(
             "GATED": gated,
             "PARTS": parts,
             "SHARES": shares,
-            "EIGHTS": next_power_of_2(-(-rows * terms // 8)),
             "PADDED": padded,
             "COPIES": copies,
             "WORDS": padded if summed else padded // 2 * copies,
@@ -271,7 +266,7 @@ def multiply_routed(
 ) -> jax.Array:
     """`[..., k, u, 16]` of x `[..., d]`, ids `[..., k]` and tiles of experts."""
     terms = terms_of(x, compute_dtype)
-    y = launch(x, tiles, qtype, terms, None, None, 0.0, None, ids)
+    y = launch(x, tiles, qtype, terms, None, None, 0.0, ids)
     return y.reshape(*ids.shape, *y.shape[1:])
 
 

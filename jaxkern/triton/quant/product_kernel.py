@@ -302,7 +302,6 @@ def packed_product_kernel(
     GATED: gl.constexpr,
     PARTS: gl.constexpr,
     SHARES: gl.constexpr,
-    EIGHTS: gl.constexpr,
     PADDED: gl.constexpr,
     COPIES: gl.constexpr,
     WORDS: gl.constexpr,
@@ -311,10 +310,10 @@ def packed_product_kernel(
     SUMMED: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """ROWS activations, each a sum of TERMS; tiles_ptr `[TILES, 16 row_bytes]`.
+    """ROWS activations of TERMS each, eight in all; tiles_ptr `[TILES, 16 row_bytes]`.
 
     Where GATED, up's TILES tiles stand behind those of gate. PARTS tiles a program,
-    SHARES warps a tile, EIGHTS columns of sums by eights. x is `[ROWS * TERMS, K]`
+    SHARES warps a tile. x is `[ROWS * TERMS, K]`
     bfloat16, or with a norm `[ROWS, K]` of any dtype, of which COPIES rows of terms
     stand in shared memory. With ids an activation has TOP_K slots, each with programs
     of its own, which name one of EXPERTS; y is zero in slots that name none. One
@@ -325,7 +324,7 @@ def packed_product_kernel(
     if AHEAD:
         begin_early(READS_EARLY)
     WARPS: gl.constexpr = PARTS * SHARES
-    LANES: gl.constexpr = lanes_of(WARPS, EIGHTS)
+    LANES: gl.constexpr = lanes_of(WARPS, 1)
     LANES3: gl.constexpr = gl.SliceLayout(3, LANES)
     LANES2: gl.constexpr = gl.SliceLayout(2, LANES3)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, LANES2))[:, None, None]
@@ -353,9 +352,9 @@ def packed_product_kernel(
     words = read_step(at, g, c, share, NUM_BLOCKS, FORMAT)
     if READS_EARLY:
         wait_for_those_ahead()
-    zeros = gl.full([WARPS, 8, 4, EIGHTS], 0.0, gl.float32, LANES)
+    zeros = gl.full([WARPS, 8, 4, 1], 0.0, gl.float32, LANES)
     totals = (zeros, zeros, zeros, zeros)
-    n = in_lanes(g) + 8 * place_in(zeros, 3)
+    n = in_lanes(g)
     present = n < ROWS * TERMS
     SINGLE: gl.constexpr = ROWS * TERMS == 1
     IN_SHARED: gl.constexpr = SUMMED or norm_ptr is not None

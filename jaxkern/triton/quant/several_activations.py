@@ -1,11 +1,11 @@
-"""The kernel of products of packed rows with 2 to 16 activations.
+"""The kernel of products of packed rows with 9 to 16 activations.
 
     y = x w^T
 
 What a step of 256 columns needs of x is many times what it needs of 16 rows of weights,
 so a program's warps have a tile of 16 rows each and share the activations: a slab of
-them for each step comes to shared memory by asynchronous copies, two steps
-ahead. Each byte of the weights is read once, a step ahead, into registers.
+them for each step comes to shared memory by asynchronous copies, two steps ahead. Each
+byte of the weights is read once, a step ahead, into registers.
 
 Codes are multiplied as they are, and the sums of a scale's columns are scaled in
 float32, as in product_kernel.py. Minima are multiplied with the sums of x by groups,
@@ -27,13 +27,13 @@ from jaxkern.triton.quant.block_codes import (
 from jaxkern.triton.quant.fragments import (
     barrier,
     constant_rows,
+    fma_of_pairs,
     fragment,
     in_lanes,
     in_lanes4,
     mma,
     scaled,
     signed_codes,
-    sum_of_pairs,
     twice,
     unsigned_codes,
 )
@@ -47,7 +47,6 @@ from jaxkern.triton.quant.product_kernel import (
 )
 
 PITCH = 544  # bytes of a row in a slab: eight rows meet different banks
-STAGES = 3  # slabs in shared memory
 
 
 @constexpr_function
@@ -58,6 +57,12 @@ def pitch():
 @constexpr_function
 def bytes_of_slab(EIGHTS):
     return 8 * EIGHTS * PITCH
+
+
+@constexpr_function
+def bytes_of_memory(EIGHTS, FORMAT):
+    """Three slabs: of this step and of the two that come; sums of two."""
+    return 3 * bytes_of_slab(EIGHTS) + bytes_of_group_sums(EIGHTS, FORMAT)
 
 
 @constexpr_function
@@ -215,10 +220,10 @@ def add_shared_step(words, c, x, sums_at, totals, nothing, FORMAT: gl.constexpr)
 def added(a, one, number):
     """The pairs of bfloat16 of four registers, each plus a number."""
     return (
-        sum_of_pairs(a[0], one, number),
-        sum_of_pairs(a[1], one, number),
-        sum_of_pairs(a[2], one, number),
-        sum_of_pairs(a[3], one, number),
+        fma_of_pairs(a[0], one, number),
+        fma_of_pairs(a[1], one, number),
+        fma_of_pairs(a[2], one, number),
+        fma_of_pairs(a[3], one, number),
     )
 
 

@@ -1,4 +1,4 @@
-"""Products of packed rows with 2 to 384 activations: which kernel, and its sizes.
+"""Products of packed rows with 9 to 384 activations: which kernel, and its sizes.
 
 Up to 16 activations, and those of more digits than bfloat16 has, are multiplied with
 codes as they are (several_activations.py). More take decoded weights from registers to
@@ -20,9 +20,7 @@ from jaxkern.triton.quant.activations import in_terms, normalised
 from jaxkern.triton.quant.block_codes import BYTES, STEP
 from jaxkern.triton.quant.many_activations import many_activations_kernel
 from jaxkern.triton.quant.several_activations import (
-    STAGES,
-    bytes_of_group_sums,
-    bytes_of_slab,
+    bytes_of_memory,
     several_activations_kernel,
 )
 
@@ -133,9 +131,9 @@ def product(
     else:
         kernel = several_activations_kernel
         eights = sizes.columns // 8
-        ring = STAGES * bytes_of_slab(eights) + bytes_of_group_sums(eights, qtype)
+        memory = bytes_of_memory(eights, qtype)
         constants["EIGHTS"] = eights
-        constants["RING"] = -(-ring // RING_ALIGNED) * RING_ALIGNED
+        constants["RING"] = -(-memory // RING_ALIGNED) * RING_ALIGNED
     [y] = sparse_call(
         kernel,
         (-(-units // sizes.warps) * blocks, splits),

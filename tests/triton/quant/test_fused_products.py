@@ -53,14 +53,15 @@ def test_a_block_takes_one_launch_and_spills_nothing(qtype, capability):
 def test_many_activations_get_decoded_weights(qtype):
     w = packed(qtype, 32, 512)
     names = {}
-    for capability, rows in ((80, 64), (80, 65), (90, 16), (90, 17), (90, 385)):
+    for capability, rows in ((80, 8), (80, 64), (80, 65), (90, 9), (90, 17), (90, 385)):
         with compiling_for(capability):
             [launch] = last_row(quantized_matmul, spec(rows, 512), w).launches
         names[capability, rows] = launch.name
     assert names == {
+        (80, 8): "packed_product_kernel",
         (80, 64): "several_activations_kernel",
         (80, 65): "decode_tiles_kernel",
-        (90, 16): "several_activations_kernel",
+        (90, 9): "several_activations_kernel",
         (90, 17): "many_activations_kernel",
         (90, 385): "decode_tiles_kernel",
     }
@@ -71,9 +72,9 @@ def test_norms_of_many_rows_are_kernels_of_their_own():
         return quantized_rms_norm_matmul(x, norm, w)
 
     norm, w = spec(512, dtype="float32"), packed("Q4_K", 32, 512)
-    names = [x.name for x in last_row(normal, spec(2, 512), norm, w).launches]
+    names = [x.name for x in last_row(normal, spec(9, 512), norm, w).launches]
     assert len(names) == 2 and names[1] == "several_activations_kernel"
-    names = [x.name for x in last_row(normal, spec(1, 512), norm, w).launches]
+    names = [x.name for x in last_row(normal, spec(8, 512), norm, w).launches]
     assert names == ["packed_product_kernel"]
 
 

@@ -77,7 +77,7 @@ def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
     residual = residual if added else None
 
     def product(x, tiles, norm, residual):
-        return packed_products.launch(x, tiles, qtype, 1, norm, residual, 1e-5, None)
+        return packed_products.launch(x, tiles, qtype, 1, norm, residual, 1e-5)
 
     launch = launch_of(product, x, tiles, norm, residual)
     assert dict(launch.constants)["SUMMED"] == (rows == 1 and qtype in can)

@@ -65,13 +65,13 @@ def test_lanes_give_the_product(qtype, k, rows, units, sizes):
 @pytest.mark.parametrize(
     "qtype, rows",
     [
-        ("Q4_K", 8),
+        ("Q4_K", 16),
         ("Q6_K", 64),
         ("Q4_K", 384),
         *(
             pytest.param(qtype, rows, marks=pytest.mark.full)
             for qtype in BYTES
-            for rows in (16, 32, 64, 384)
+            for rows in (9, 32, 64, 384)
         ),
     ],
 )
