@@ -113,11 +113,8 @@ def test_a_notebook_is_stored_with_what_it_printed(path):
     assert not [o for o in outputs if o.get("name") == "stderr"]
 
 
-@pytest.mark.full
 def test_it_builds_without_a_warning(tmp_path):
     """20 seconds; `make docs` is the same."""
-    for tool in ("sphinx", "furo", "myst_nb", "sphinx_copybutton"):
-        pytest.importorskip(tool)
     options = "-W --keep-going -q -E -c docs -d".split()
     built = subprocess.run(
         [
