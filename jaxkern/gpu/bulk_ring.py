@@ -122,3 +122,11 @@ def shared_word(at, OFFSET: gl.constexpr):
     return gl.inline_asm_elementwise(
         shared_load_text("b32", OFFSET), "=r,r", [at], gl.int32, False, 1
     )
+
+
+@gluon_jit
+def shared_half(at, OFFSET: gl.constexpr):
+    """16 bits, without a sign."""
+    return gl.inline_asm_elementwise(
+        shared_load_text("u16", OFFSET), "=r,r", [at], gl.int32, False, 1
+    )

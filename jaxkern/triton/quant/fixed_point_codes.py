@@ -5,7 +5,7 @@ columns of groups of its own: of the groups of 256 columns
 
 | format | groups of lane c |
 |---|---|
-| Q4_K, Q5_K | 2 c and 2 c + 1, of 32 columns |
+| Q4_K, Q5_K, MXFP4 | 2 c and 2 c + 1, of 32 columns |
 | Q8_0 | c and c + 4, of 32 columns |
 | Q6_K | c, c + 4, c + 8 and c + 12, of 16 columns |
 
@@ -15,23 +15,37 @@ two digits of x in the places of lane c, and zero in those of other lanes.
 
 x stands in shared memory in the order in which lanes want it: 16 bytes for each digit,
 lane c and quarter of a step, which are two words of four columns for either of two
-matrix instructions.
+matrix instructions. Of MXFP4 the four of word v are columns 2 v and 2 v + 1 of a group
+and those 16 behind them: what four neighbouring fields are of.
 """
 
-from jaxkern.gpu.bulk_ring import shared_pair, shared_word
+from jaxkern.gpu.bulk_ring import shared_half, shared_pair, shared_word
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 from jaxkern.triton.quant.block_codes import BYTES
 from jaxkern.triton.quant.fragments import float_of_half, rows_of
+from jaxkern.triton.quant.table_codes import (
+    doubled_e2m1,
+    starts_of_tables,
+    turned_over,
+)
+from jaxkern.triton.quant.whole_numbers import (
+    add_products,
+    as_float,
+    four_words,
+    of_digits,
+    of_digits_from,
+    picked,
+)
 
-FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
+FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4")
 STEP_OF_X = 512  # bytes: two digits of 256 columns
-STEP_OF_SUMS = {"Q4_K": 64, "Q5_K": 64, "Q8_0": 32, "Q6_K": 128}
+STEP_OF_SUMS = {"Q4_K": 64, "Q5_K": 64, "Q8_0": 32, "Q6_K": 128, "MXFP4": 64}
 
 
 @constexpr_function
 def bytes_of_step(FORMAT):
     """Of 256 columns of 16 rows."""
-    return BYTES[FORMAT] * 16 * (8 if FORMAT == "Q8_0" else 1)
+    return BYTES[FORMAT] * 16 * (8 if FORMAT in ("Q8_0", "MXFP4") else 1)
 
 
 @constexpr_function
@@ -48,62 +62,6 @@ def step_of_sums(FORMAT):
 @constexpr_function
 def step_of_x():
     return STEP_OF_X
-
-
-@constexpr_function
-def product_text(SIGNED):
-    kind = "s8" if SIGNED else "u8"
-    return f"""mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s8.s32
-        {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"""
-
-
-@gluon_jit
-def add_products(a, b0, b1, sums, SIGNED: gl.constexpr):
-    """sums + a b of whole numbers: 16 rows, 8 columns, 32 terms."""
-    return gl.inline_asm_elementwise(
-        product_text(SIGNED),
-        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-        [a[0], a[1], a[2], a[3], b0, b1, sums[0], sums[1], sums[2], sums[3]],
-        (gl.int32, gl.int32, gl.int32, gl.int32),
-        True,
-        1,
-    )
-
-
-@constexpr_function
-def four_text(OFFSET):
-    return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{OFFSET}];"
-
-
-@gluon_jit
-def four_words(at, OFFSET: gl.constexpr):
-    return gl.inline_asm_elementwise(
-        four_text(OFFSET),
-        "=r,=r,=r,=r,r",
-        [at],
-        (gl.int32, gl.int32, gl.int32, gl.int32),
-        False,
-        1,
-    )
-
-
-@gluon_jit
-def as_float(word):
-    return word.to(gl.float32, bitcast=True)
-
-
-@gluon_jit
-def picked(word, selection):
-    """2**23 + a byte of the word, which a number in a register says."""
-    magic = gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0x4b000000, $2;",
-        "=r,r,r",
-        [word, selection],
-        gl.int32,
-        True,
-        1,
-    )
-    return as_float(magic)
 
 
 @gluon_jit
@@ -125,7 +83,9 @@ def place_of_word(group, word, FORMAT: gl.constexpr):
     else:
         c = j // 2
         quarter = word // 2
-        slot = (word % 2) ^ (c % 2)
+        slot = word % 2
+        if FORMAT != "MXFP4":
+            slot = slot ^ (c % 2)
         second = j % 2
     return step * step_of_x() + quarter * 128 + c * 32 + (second * 2 + slot) * 4
 
@@ -167,6 +127,13 @@ def read_lane(at, g, c, FORMAT: gl.constexpr):
                 words += (shared_pair(first, half * 2176 + 32 + 64 * w),)
         for half in gl.static_range(2):
             words += (shared_word(at + 544 * c + 4 * g, half * 2176),)
+    elif FORMAT == "MXFP4":
+        first = at + 544 * c
+        for half in gl.static_range(2):
+            for w in gl.static_range(4):
+                words += (shared_pair(first + 8 * g, half * 272 + 16 + 64 * w),)
+        for half in gl.static_range(2):
+            words += (shared_half(first + 2 * g, half * 272),)
     elif FORMAT == "Q6_K":
         low = at + 256 * c + 8 * g
         high = at + 2048 + 256 * (c % 2) + 8 * g
@@ -192,23 +159,19 @@ def read_lane(at, g, c, FORMAT: gl.constexpr):
 
 
 @gluon_jit
-def add_lane(words, c, x, kept, totals, FORMAT: gl.constexpr):
-    """totals + the products of one step, of either row."""
+def add_lane(words, c, x, kept, totals, nothing, FORMAT: gl.constexpr):
+    """totals + the products of one step, of either row.
+
+    `nothing` is a zero that no compiler knows.
+    """
     if FORMAT == "Q8_0":
         return add_q8_0(words, x, kept, totals)
     elif FORMAT == "Q6_K":
         return add_q6_k(words, c, x, kept, totals)
+    elif FORMAT == "MXFP4":
+        return add_mxfp4(words, x, kept, totals, nothing)
     else:
         return add_with_minima(words, c, x, kept, totals, FORMAT)
-
-
-@gluon_jit
-def of_digits(sums):
-    """256 times the sum of the first digit + that of the second, of either row."""
-    return (
-        (sums[0] * 256 + sums[1]).to(gl.float32),
-        (sums[2] * 256 + sums[3]).to(gl.float32),
-    )
 
 
 @gluon_jit
@@ -234,6 +197,49 @@ def add_q8_0(words, x, kept, totals):
         scale = as_float(scales[half])
         t0 = gl.fma(float_of_half(d) * scale, s0, t0)
         t1 = gl.fma(float_of_half(d >> 16) * scale, s1, t1)
+    return t0, t1
+
+
+@gluon_jit
+def eight_e2m1(pair, starts):
+    """12 more than twice the numbers of eight fields of either row, in two words."""
+    word = rows_of(pair)
+    turned = turned_over(word[0]), turned_over(word[1])
+    return (
+        doubled_e2m1(word[0], turned[0], starts),
+        doubled_e2m1(word[1], turned[1], starts),
+        doubled_e2m1(word[0] >> 16, turned[0] >> 16, starts),
+        doubled_e2m1(word[1] >> 16, turned[1] >> 16, starts),
+    )
+
+
+@gluon_jit
+def power(shifted):
+    """2**(byte - 127), of a word with the byte 23 bits up: 2**-127 for byte 0."""
+    word = gl.maximum(shifted & 0x7F800000, 1 << 22)
+    return as_float(gl.minimum(word, 0x7F7FFFFF))  # 2**128 but for its last bit
+
+
+@gluon_jit
+def add_mxfp4(words, x, kept, totals, nothing):
+    t0, t1 = totals
+    starts = starts_of_tables(nothing)
+    zero = x * 0
+    near = (zero, zero, zero, zero)
+    far = near
+    for quarter in gl.static_range(4):
+        b = four_words(x, 128 * quarter)
+        a = eight_e2m1(words[quarter], starts)
+        near = add_products(a, b[0], b[1], near, False)
+        a = eight_e2m1(words[4 + quarter], starts)
+        far = add_products(a, b[2], b[3], far, False)
+    of_x = four_words(kept, 0)  # halves of scales, what codes are too large by
+    for half in gl.static_range(2):
+        s0, s1 = of_digits_from(near if half == 0 else far, of_x[2 + half])
+        d = words[8 + half]
+        scale = as_float(of_x[half])
+        t0 = gl.fma(power(d << 23) * scale, s0, t0)
+        t1 = gl.fma(power(d << 15) * scale, s1, t1)
     return t0, t1
 
 

@@ -35,6 +35,7 @@ from jaxkern.triton.quant.fixed_point_codes import (
 from jaxkern.triton.quant.fragments import barrier
 from jaxkern.triton.quant.one_activation import store_word
 from jaxkern.triton.quant.product_kernel import (
+    along,
     begin_early,
     use_shared,
     wait_for_those_ahead,
@@ -94,9 +95,15 @@ def sum_of_bytes(word):
 
 
 @constexpr_function
+def words_of_lane(PADDED, WARPS):
+    """How many of the words of a group a lane has, up to four."""
+    return max(1, min(4, PADDED // (128 * WARPS)))
+
+
+@constexpr_function
 def lanes_of_x(PADDED, GROUP, WARPS):
-    """[groups, words, 4]: a lane has up to four words of a group."""
-    EACH = max(1, min(4, PADDED // (128 * WARPS)))
+    """[groups, words, 4]"""
+    EACH = words_of_lane(PADDED, WARPS)
     OF_GROUP = GROUP // (4 * EACH)
     return gl.BlockedLayout(
         [1, EACH, 4], [32 // OF_GROUP, OF_GROUP, 1], [WARPS, 1, 1], [2, 1, 0]
@@ -124,13 +131,44 @@ def columns_of(PADDED: gl.constexpr, FORMAT: gl.constexpr):
     return group, word, column + four[None, None, :]
 
 
+@constexpr_function
+def lanes_of_halves(PADDED, WARPS):
+    """[groups, 2, words, 2]: what `lanes_of_x` has, in the order of the memory."""
+    EACH = words_of_lane(PADDED, WARPS)
+    return gl.BlockedLayout(
+        [1, 2, EACH, 2], [4 * EACH, 1, 8 // EACH, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0]
+    )
+
+
 @gluon_jit
 def read_columns(x_ptr, K: gl.constexpr, PADDED: gl.constexpr, FORMAT: gl.constexpr):
-    _, _, column = columns_of(PADDED, FORMAT)
+    """[groups, words, 4], of a vector of K numbers; zeros behind them."""
+    if FORMAT == "MXFP4":
+        return read_halves(x_ptr, K, PADDED)
+    else:
+        _, _, column = columns_of(PADDED, FORMAT)
+        return read_vector(x_ptr, column, K, PADDED)
+
+
+@gluon_jit
+def read_vector(x_ptr, column, K: gl.constexpr, PADDED: gl.constexpr):
     if K == PADDED:
         return gl.load(x_ptr + column)
     else:
         return gl.load(x_ptr + column, column < K, 0.0)
+
+
+@gluon_jit
+def read_halves(x_ptr, K: gl.constexpr, PADDED: gl.constexpr):
+    """Two columns of a group of 32 and the two 16 behind them are a word's four."""
+    GROUPS: gl.constexpr = PADDED // 32
+    LANES: gl.constexpr = lanes_of_halves(PADDED, gl.num_warps())
+    column = 32 * along(0, GROUPS, LANES) + 16 * along(1, 2, LANES)
+    column = column + 2 * along(2, 8, LANES) + along(3, 2, LANES)
+    x = read_vector(x_ptr, column, K, PADDED)
+    x = gl.reshape(gl.permute(x, [0, 2, 3, 1]), [GROUPS, 8, 4])
+    OF_WORDS: gl.constexpr = lanes_of_x(PADDED, 32, gl.num_warps())
+    return gl.convert_layout(x, OF_WORDS, assert_trivial=True)
 
 
 @gluon_jit
@@ -168,9 +206,13 @@ def put_digits(
     scale = largest * (1 / 32512) + (largest - largest)  # NaN, not infinity
     kept = own_memory(group, RING) + PADDED // 256 * step_of_x()
     kept = kept + place_of_sums(group, FORMAT)
+    if FORMAT == "MXFP4":
+        scale = scale * 0.5
     store_word(kept, scale.to(gl.int32, bitcast=True))
     if FORMAT == "Q6_K":  # codes are 32 too large
         store_word(kept + 64, total * -32)
+    elif FORMAT == "MXFP4":  # 12 too large, and doubled
+        store_word(kept + 8, total * -12)
     elif FORMAT != "Q8_0":
         whole = total.to(gl.float32) * scale
         store_word(kept + 8, whole.to(gl.int32, bitcast=True))
@@ -322,6 +364,7 @@ def fixed_point_kernel(
     # lane (g, c) has column g of x, which is zero in the places of lanes but g / 2
     has_x = g // 2 == c
     x_at = gl.where(has_x, c * 32 + g % 2 * 16, X_BYTES - step_of_x()) + own
+    nothing = x_at >> 28  # of an address
     x_step = gl.where(has_x, step_of_x(), 0)
     LANE: gl.constexpr = 8 if FORMAT == "Q8_0" else 16
     kept_at = own + PADDED // 256 * step_of_x() + c * LANE
@@ -348,7 +391,7 @@ def fixed_point_kernel(
             step = s % OF_TILE
             x = x_at + step * x_step
             kept = kept_at + step * step_of_sums(FORMAT)
-            t0, t1 = add_lane(words, c, x, kept, (t0, t1), FORMAT)
+            t0, t1 = add_lane(words, c, x, kept, (t0, t1), nothing, FORMAT)
             unit = s // OF_TILE
             ends = there & ((s + WARPS) // OF_TILE != unit)
             to = sums_at + (unit - first * PARTS) * (WARPS * 64)

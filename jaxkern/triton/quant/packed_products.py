@@ -43,6 +43,7 @@ SUMMED = ("Q4_K", "Q5_K")
 STEPS_ON_THEIR_WAY: dict[str, tuple[int, int, int]] = {
     **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), (16, 3, 1)),
     "Q8_0": (8, 4, 2),
+    "MXFP4": (16, 3, 1),
 }
 TOGETHER = 16  # tiles of the result whose sums a program keeps
 PLAIN_BYTES = 1024  # of shared memory that the compiler may want

@@ -175,8 +175,13 @@ def finished(
 @gluon_jit
 def place_in(y, AXIS: gl.constexpr):
     """Positions along one of the four dims of y, as a tensor of its rank."""
-    LAYOUT: gl.constexpr = slice_but(AXIS, y.type.layout)
-    at = gl.arange(0, y.shape[AXIS], LAYOUT)
+    return along(AXIS, y.shape[AXIS], y.type.layout)
+
+
+@gluon_jit
+def along(AXIS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """0 to SIZE - 1 along one of four dims."""
+    at = gl.arange(0, SIZE, slice_but(AXIS, LAYOUT))
     for other in gl.static_range(4):
         if other != AXIS:
             at = gl.expand_dims(at, other)

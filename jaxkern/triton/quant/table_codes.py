@@ -1,7 +1,10 @@
 """Codes that name an entry of a table of 16: IQ4_NL, IQ4_XS and MXFP4, see block_codes.
 
 Four neighbouring fields of 4 bits choose four bytes of a table of 8 in one instruction;
-two tables and the highest bits of the fields, spread over bytes, make 16.
+two tables and the highest bits of the fields, spread over bytes, make 16. Where the
+highest bit of a field is set the instruction gives the sign of the byte instead, which
+is zero for a byte below 128. So of a table of such bytes both halves are looked up, the
+upper one by fields whose highest bits are turned over, and one of the two is zero.
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
@@ -34,6 +37,47 @@ def chosen(fields, FORMAT: gl.constexpr, UPPER: gl.constexpr):
     )
 
 
+@constexpr_function
+def four_entries(AT):
+    """Entries AT to AT + 3 of the table of MXFP4 in a word."""
+    return sum(v << 8 * i for i, v in enumerate(E2M1[AT : AT + 4]))
+
+
+@gluon_jit
+def starts_of_tables(nothing):
+    """The first words of both halves in registers; `nothing` is a zero there."""
+    return nothing + four_entries(0), nothing + four_entries(8)
+
+
+@constexpr_function
+def eight_text(AT):
+    return f"prmt.b32 $0, $1, {four_entries(AT):#x}, $2;"
+
+
+@gluon_jit
+def of_eight(start, fields, REST: gl.constexpr):
+    """Bytes of eight, `start` and the four entries from REST on."""
+    return gl.inline_asm_elementwise(
+        eight_text(REST), "=r,r,r", [start, fields], gl.int32, True, 1
+    )
+
+
+@gluon_jit
+def doubled_e2m1(word, turned, starts):
+    """12 more than twice the numbers of the four lowest fields of a word.
+
+    `turned` is the word with the highest bits of its fields turned over.
+    """
+    # one of the two is zero: a sum may run where products do
+    return of_eight(starts[0], word, 4) + of_eight(starts[1], turned, 12)
+
+
+@gluon_jit
+def turned_over(word):
+    """The highest bit of each field of 4 bits turned over."""
+    return word ^ -0x77777778
+
+
 @gluon_jit
 def entries(word, FORMAT: gl.constexpr):
     """The table's bytes of the four lowest fields of a word."""
@@ -57,8 +101,14 @@ def entries(word, FORMAT: gl.constexpr):
 @gluon_jit
 def look_up(word, HIGH: gl.constexpr, FORMAT: gl.constexpr):
     """Of four bytes with two fields each: the numbers of the low, or the high ones."""
-    first = entries(word, FORMAT)
-    second = entries(word >> 16, FORMAT)
+    if FORMAT == "MXFP4":
+        turned = turned_over(word)
+        starts = starts_of_tables(0 * word)
+        first = doubled_e2m1(word, turned, starts)
+        second = doubled_e2m1(word >> 16, turned >> 16, starts)
+    else:
+        first = entries(word, FORMAT)
+        second = entries(word >> 16, FORMAT)
     if HIGH:
         return gl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [first, second], gl.int32, True, 1

@@ -271,7 +271,8 @@ def two_floats_stored(at: Any, first: Any, second: Any, stores: Any) -> None:
 
 def sums_put(first: Any, second: Any, ends: Any, at: Any) -> tuple[Tensor, Tensor]:
     """The sums over c of two rows to memory, and zeros, in warps where a tile ends."""
-    rows = np.stack([first.sum(2), second.sum(2)], -1).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # of steps that are not there
+        rows = np.stack([first.sum(2), second.sum(2)], -1).astype(np.float32)
     for where, row in zip(
         at[ends[..., 0] != 0][:, 0], rows[ends[..., 0] != 0], strict=True
     ):
@@ -316,6 +317,9 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return sums_put(*map(raw, args))
     if text.startswith("bar.warp.sync"):
         return args[0]
+    if m := re.fullmatch(r"ld.shared.u16 \$0, \[\$1\+(\d+)\];", text):
+        at = raw(args[0]).astype(np.int64) + int(m[1])
+        return Tensor((shared[at] | shared[at + 1].astype(np.int32) << 8))
     if m := re.fullmatch(r"ld.shared.b(\d+) \$0, \[\$1\+(\d+)\];", text):
         found = from_shared(raw(args[0]), int(m[2]), int(m[1]) // 32)
         kind = np.dtype(f"int{m[1]}")
@@ -325,8 +329,6 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
             return Tensor(np.float32(1) / raw(args[0]))
     if text.startswith("dp4a.s32.s32 $0, $1, 0x01010101, 0;"):
         return Tensor(numbers(args[0], True).sum(-1).astype(np.int32))
-    if text.startswith("prmt.b32 $0, $1, 0x4b000000, $2;"):
-        return permuted(words(args[0]), np.uint32(0x4B000000), raw(args[1]))
     if m := re.search(r"low, \$1, \$2, (0x\w+);\s*prmt.b32 high, \$3, \$4, \1;", text):
         low, high = (
             permuted(words(args[i]), words(args[i + 1]), int(m[1], 16)) for i in (0, 2)
@@ -353,6 +355,13 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return paired(*(x * y + z for x, y, z in zip(a, o, n, strict=True)))
     if "global_smem" in text:
         return Tensor(np.zeros(raw(args[0]).shape, np.int32))
+    if m := re.fullmatch(r"prmt.b32 \$0, \$1, (0x\w+), \$2;", text):
+        return permuted(words(args[0]), np.uint32(int(m[1], 16)), words(args[1]))
+    if m := re.search(r"mov.b32 l, (\w+); mov.b32 h, (\w+); prmt.b32 \$0, l, h", text):
+        low, high = (np.uint32(int(x, 16)) for x in m.groups())
+        return permuted(low, high, words(args[0]))
+    if "mov.b32 s, 0x80808080; prmt.b32 $0, s, s, $1;" in text:
+        return permuted(np.uint32(0x80808080), np.uint32(0x80808080), words(args[0]))
     if text.startswith("mov.b32 $0, $1;"):
         return args[0]
     raise NotImplementedError(text)
@@ -406,6 +415,7 @@ class Gluon(SimpleNamespace):
             minimum=lambda x, y: Tensor(np.minimum(*alike(x, y))),
             maximum=lambda x, y: Tensor(np.maximum(*alike(x, y))),
             fma=fused,
+            permute=lambda x, axes: Tensor(x.data.transpose(axes)),
             reshape=lambda x, shape: Tensor(x.data.reshape(shape)),
             expand_dims=lambda x, axis: x.like(np.expand_dims(x.data, axis)),
             max=lambda x, axis: Tensor(x.data.max(axis)),
@@ -423,7 +433,8 @@ class Gluon(SimpleNamespace):
 
 def fused(x: Any, y: Any, z: Any) -> Tensor:
     wide = [np.asarray(raw(a), np.float64) for a in (x, y, z)]
-    with np.errstate(invalid="ignore"):  # infinity times nothing
+    # infinity times nothing, and scales of steps that are not there
+    with np.errstate(invalid="ignore", over="ignore"):
         return Tensor((wide[0] * wide[1] + wide[2]).astype(np.float32))
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 # where the float16 scales of a block are, and how large
 SCALES = {"Q8_0": {0: 0.02}, "Q6_K": {208: 0.004}, "Q4_K": {0: 0.02, 2: 0.15}}
-SCALES |= {"Q5_K": {0: 0.02, 2: 0.15}, "Q4_0": {0: 0.05}}
+SCALES |= {"Q5_K": {0: 0.02, 2: 0.15}, "Q4_0": {0: 0.05}, "MXFP4": {}}
 
 
 def weights(rng, qtype, f, k):
@@ -33,6 +33,8 @@ def weights(rng, qtype, f, k):
     for at, scale in SCALES[qtype].items():
         scales = rng.uniform(0.5, 1.0, blocks.shape[:2]) * scale
         blocks[:, :, at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    if qtype == "MXFP4":
+        blocks[:, :, 0] = rng.integers(116, 126, blocks.shape[:2])
     w = GGUFTensor(jnp.asarray(blocks.reshape(f, -1)), qtype)
     return interleave(w), np.asarray(dequantize(w), np.float64)
 
@@ -61,6 +63,7 @@ def launch_of(f, *operands):
         ("Q6_K", 768, 1, True, False, True),
         ("Q8_0", 768, 1, False, True, False),
         ("Q4_0", 544, 2, False, False, False),
+        ("MXFP4", 544, 2, False, False, False),
     ],
 )
 def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
@@ -118,6 +121,8 @@ def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
         ("Q6_K", 256, 20, False, True, False, 1),
         ("Q8_0", 768, 3, False, True, False, 2),
         ("Q8_0", 1280, 3, True, False, False, 1),
+        ("MXFP4", 768, 3, True, True, False, 2),
+        ("MXFP4", 2304, 3, False, False, True, 1),
     ],
 )
 def test_whole_numbers_give_the_product(
