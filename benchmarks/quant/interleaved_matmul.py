@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from benchmarks._time import JaxProgram, copy_rate, device_alone, seconds_in_turn
 from jaxkern import InterleavedTensor, quantized_matmul
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.primitives.quant.tile_formats import TILE_FORMATS
 
 SHAPES = "28672x8192,14336x4096,4096x4096,4096x14336"
 ROTATED = 2.5e8  # bytes: more than the L2 cache holds
@@ -22,7 +22,7 @@ ROTATED = 2.5e8  # bytes: more than the L2 cache holds
 
 def packed(qtype: str, f: int, d: int) -> list[InterleavedTensor]:
     """Random bytes, as many weights as are rotated."""
-    form = BLOCK_FORMATS[qtype]
+    form = TILE_FORMATS[qtype]
     tile_bytes = 16 * d // form.elements * form.bytes
     count = max(2, int(ROTATED // (f // 16 * tile_bytes)) + 1)
     shape = (f // 16, tile_bytes)

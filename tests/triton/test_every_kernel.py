@@ -49,7 +49,7 @@ from jaxkern.lowering.explain import every_equation
 from jaxkern.lowering.lower import rows_on
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.primitives.quant.tile_formats import TILE_FORMATS
 from jaxkern.testing import checks
 from jaxkern.triton.quant import packed_products
 from tests.cases import cases_of
@@ -227,7 +227,7 @@ def rows_of_gradients(t=300, s=500):
 
 
 def packed(qtype, f, d):
-    form = BLOCK_FORMATS[qtype]
+    form = TILE_FORMATS[qtype]
     tile = 16 * d // form.elements * form.bytes
     tiles: Any = spec(f // 16, tile, dtype="uint8")
     return InterleavedTensor(tiles, qtype)

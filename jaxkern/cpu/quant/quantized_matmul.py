@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxkern.cpu.cpu_call import FLOATS, cpu_call, missing
 from jaxkern.primitives.quant.block_formats import KERNEL_FORMATS
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, FLOAT_TYPES
 
 WITHOUT_KERNEL = tuple(
     name
@@ -23,9 +23,9 @@ def refusal(x_dtype, qtype: str, *operands) -> str | None:
     """Why no kernel of this family runs."""
     if x_dtype not in FLOATS:
         return f"dtype {x_dtype} is not one of {', '.join(FLOATS)}"
-    if BLOCK_FORMATS[qtype].unpack is None:
+    if qtype in FLOAT_TYPES:
         return f"{qtype} has no blocks: XLA multiplies it"
-    if qtype in WITHOUT_KERNEL:
+    if qtype not in KERNEL_FORMATS:
         return f"{qtype} has no kernel"
     if not all(math.prod(a.shape) for a in operands):
         return "there are no elements"

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Integer, UInt8
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.quant.decoded_products import decoded_rows
 from jaxkern.primitives.quant.dequantize import DEQUANTIZE
-from jaxkern.primitives.quant.gguf_blocks import decode_rows
 from jaxkern.primitives.quant.interleaved_tensor import (
     ROWS,
     InterleavedTensor,
@@ -21,6 +20,7 @@ from jaxkern.primitives.quant.quantized_embedding import QUANTIZED_EMBEDDING
 from jaxkern.primitives.quant.quantized_family import QuantizedFamily
 from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
+from jaxkern.primitives.quant.tile_formats import decode_blocks
 
 
 def read_interleaved(w: InterleavedTensor, dtype: jnp.dtype) -> Float[Array, "... f d"]:
@@ -61,7 +61,7 @@ def interleaved_matmul_id(
 def decode_tiles(
     tiles: UInt8[Array, "... tile_bytes"], qtype: str, *, dtype
 ) -> Float[Array, "... 16 d"]:
-    return decode_rows(rows_of(tiles, qtype), qtype, dtype=dtype)
+    return decode_blocks(rows_of(tiles, qtype), qtype, dtype=dtype)
 
 
 def decode_flat(
@@ -85,7 +85,7 @@ def interleaved_embedding_reference(
         rows = rows_of(tiles, qtype)
         place = (ids % ROWS)[..., None, None]
         row = jnp.take_along_axis(rows, place, axis=-2)[..., 0, :]
-        return decode_rows(row, qtype, dtype=dtype)
+        return decode_blocks(row, qtype, dtype=dtype)
 
     return decoded_rows(ids // ROWS, (tiles,), decode, dtype)
 

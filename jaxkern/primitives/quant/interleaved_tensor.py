@@ -1,8 +1,9 @@
-"""`InterleavedTensor`: GGUF blocks with 16 rows side by side, as a CPU reads them fast.
+"""`InterleavedTensor`: blocks with 16 rows side by side, as vectors and warps read them.
 
 The same field of the same block of 16 neighbouring rows lies together: one vector
 instruction then works on 16 rows, and a product with a vector needs no sum across
-lanes. The bytes are those of the file in another order.
+lanes. The bytes are those of a GGUF file in another order; other weights of 4 bits have
+block formats of their own, `tile_formats.py`.
 """
 
 from dataclasses import dataclass, field
@@ -14,19 +15,22 @@ import numpy as np
 from jaxtyping import Array, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.quant.block_formats import KERNEL_FORMATS
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, elements_per_row
+from jaxkern.primitives.quant.affine_tensor import AffineTensor
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
+from jaxkern.primitives.quant.int_tensor import IntTensor
+from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
 from jaxkern.primitives.quant.quantized_tensor import (
     QuantizedTensor,
     check_leading_index,
     repr_of,
 )
+from jaxkern.primitives.quant.tile_blocks import blocks_of
+from jaxkern.primitives.quant.tile_formats import TILE_FORMATS
 
 ROWS = 16  # of a tile
 
 # What stays together of a block: (bytes of a unit, number of units) in order.
-UNITS = {q: codes.units for q, codes in KERNEL_FORMATS.items()}
+UNITS = {q: form.units for q, form in TILE_FORMATS.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +38,8 @@ UNITS = {q: codes.units for q, codes in KERNEL_FORMATS.items()}
 class InterleavedTensor(QuantizedTensor):
     """A weight of shape `[..., f, d]`, quantised along d, f a multiple of 16.
 
-    Made by `interleave` from a `GGUFTensor`, used as one: `linear`, `quantized_matmul`,
-    `quantized_matmul_id`, `quantized_embedding`, `dequantize`.
+    Made by `interleave` from another container, used as one: `linear`,
+    `quantized_matmul`, `quantized_matmul_id`, `quantized_embedding`, `dequantize`.
 
     Attributes:
       tiles: `[..., f / 16, 16 * row_bytes]`, uint8.
@@ -69,17 +73,31 @@ class InterleavedTensor(QuantizedTensor):
 
 
 @check_arguments
-def interleave(w: GGUFTensor) -> InterleavedTensor:
-    """The same weights with 16 rows side by side.
+def interleave(
+    w: GGUFTensor | MicroscaledTensor | IntTensor | AffineTensor,
+) -> InterleavedTensor:
+    """The same weights with 16 rows side by side, for the products of few activations.
+
+    | w | blocks | their columns |
+    |---|---|---|
+    | GGUF | of the file | 32 or 256 |
+    | MXFP4 | "MXFP4" of GGUF, where a scale of 255 is 2**128, not NaN | 32 |
+    | NVFP4 | "NVFP4_256" | 256 |
+    | integers of 4 bits, numbers of 16 | "INT4_64_BF16" and alike | 32, 64, 128 |
+    | affine of 4 bits, numbers of 16 | "AFFINE4_64_BF16" and alike | 32, 64, 128 |
+
+    On a GPU one launch takes such a product with its norm, gate or addition, and reads
+    the weights of one activation near the rate of a copy. Loaders do this there.
 
     Args:
-      w: `[..., f, d]` of a block format, f a multiple of 16.
+      w: `[..., f, d]` in one of these forms, f a multiple of 16, d of the columns.
 
     Returns:
-      `[..., f, d]`, the same bits.
+      `[..., f, d]`, the same weights. From GGUF and MXFP4 as many bytes; of NVFP4 3 %
+      more, of integers 1.5 % more where they have no zero points.
 
     Raises:
-      TypeError: w is no matrix, f is no multiple of 16, or the format has no blocks.
+      TypeError: w is no matrix, f is no multiple of 16, or there are no such blocks.
 
     Example:
       >>> w = jaxkern.quantize_gguf(jnp.arange(512.0).reshape(16, 32), "Q8_0")
@@ -87,12 +105,14 @@ def interleave(w: GGUFTensor) -> InterleavedTensor:
       >>> bool(same.all())
       True
     """
-    if w.qtype not in UNITS or w.ndim < 2 or w.shape[-2] % ROWS:
+    found = None if w.ndim < 2 or w.shape[-2] % ROWS else blocks_of(w)
+    if found is None:
         raise TypeError(
             "interleave: `w` must be [..., f, d] in a block format with f a multiple "
             f"of {ROWS}, got {w!r}."
         )
-    return InterleavedTensor(interleaved(w.blocks, w.qtype), w.qtype)
+    blocks, qtype = found
+    return InterleavedTensor(interleaved(blocks, qtype), qtype)
 
 
 def tile_width(op: str, qtype: str, tile_bytes: int) -> int:
@@ -101,7 +121,13 @@ def tile_width(op: str, qtype: str, tile_bytes: int) -> int:
         raise TypeError(
             f"{op}: tiles of {tile_bytes} bytes are not {ROWS} rows of {qtype} blocks."
         )
-    return elements_per_row(op, qtype, tile_bytes // ROWS)
+    form = TILE_FORMATS[qtype]
+    if tile_bytes // ROWS % form.bytes:
+        raise TypeError(
+            f"{op}: rows of {tile_bytes // ROWS} bytes are no whole {qtype} blocks of "
+            f"{form.bytes} bytes."
+        )
+    return tile_bytes // ROWS // form.bytes * form.elements
 
 
 def interleaved[Blocks: (jax.Array, np.ndarray)](blocks: Blocks, qtype: str) -> Blocks:
@@ -111,7 +137,7 @@ def interleaved[Blocks: (jax.Array, np.ndarray)](blocks: Blocks, qtype: str) -> 
     """
     xp: Any = np if isinstance(blocks, np.ndarray) else jnp
     *lead, f, row_bytes = blocks.shape
-    size = BLOCK_FORMATS[qtype].bytes
+    size = TILE_FORMATS[qtype].bytes
     n = row_bytes // size
     b = blocks.reshape(*lead, f // ROWS, ROWS, n, size)
     b = xp.swapaxes(b, -3, -2)  # [... u n 16 size]
@@ -131,7 +157,7 @@ def rows_of(
 ) -> UInt8[Array, "... 16 row_bytes"]:
     """The 16 rows of each tile as the file has them: the inverse of `interleaved`."""
     *lead, tile_bytes = tiles.shape
-    size = BLOCK_FORMATS[qtype].bytes
+    size = TILE_FORMATS[qtype].bytes
     n = tile_bytes // (ROWS * size)
     b = tiles.reshape(*lead, n, ROWS * size)
     parts, at = [], 0

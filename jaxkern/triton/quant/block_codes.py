@@ -1,4 +1,4 @@
-"""Codes and scales of GGUF blocks, as the lanes of a warp read them from 16 rows.
+"""Codes and scales of blocks, as the lanes of a warp read them from 16 rows.
 
 A warp reads one step of 256 columns of a tile of 16 rows, `InterleavedTensor`: lane
 4 g + c has rows 2 g and 2 g + 1, and of every 16 columns, a fragment, the four from 4 c
@@ -7,14 +7,26 @@ unpacks is what the matrix instruction wants in its registers.
 
     w = scale * (code - zero) + offset
 
-Codes are bytes: unsigned and below 128, or signed. One or two fragments share a scale.
+Codes are bytes: unsigned and below 128, or signed. One to eight fragments share a scale.
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.primitives.quant.tile_formats import OWN_FORMATS
 from jaxkern.triton.quant.few_bit_codes import (
     codes_few_bits,
     read_few_bits,
     scales_few_bits,
+)
+from jaxkern.triton.quant.four_bit_codes import (
+    codes_grouped,
+    codes_nvfp4,
+    columns_of_group,
+    is_grouped,
+    is_nvfp4,
+    read_grouped,
+    read_nvfp4,
+    scales_grouped,
+    scales_nvfp4,
 )
 from jaxkern.triton.quant.fragments import (
     byte_as_float,
@@ -44,9 +56,10 @@ BYTES = {
     **{"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34},
     **{"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q2_K": 84, "Q3_K": 110},
     **{"IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17},
+    **{q: form.bytes for q, form in OWN_FORMATS.items()},
 }
-ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q3_K": 4, "MXFP4": 12}
-NO_OFFSETS = ("Q6_K", "Q3_K", "IQ4_XS")  # of the formats of 256 columns
+ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q3_K": 4, "MXFP4": 12, "NVFP4_256": 12}
+NO_OFFSETS = ("Q6_K", "Q3_K", "IQ4_XS", "NVFP4_256")  # but those of 32 columns
 STEP = 256  # columns
 
 
@@ -90,13 +103,15 @@ def zero_of(FORMAT):
 def middle_of(FORMAT):
     """A code about which the codes lie: the zero, or half of the largest and one."""
     if has_offsets(FORMAT):
-        return {"Q4": 8, "Q5": 16, "Q2": 2}[FORMAT[:2]]
+        return {"Q5": 16, "Q2": 2}.get(FORMAT[:2], 8)
     return zero_of(FORMAT)
 
 
 @constexpr_function
 def fragments_of_scale(FORMAT):
-    return 1 if FORMAT in ("Q6_K", "Q2_K", "Q3_K") else 2
+    if is_grouped(FORMAT):
+        return columns_of_group(FORMAT) // 16
+    return 1 if FORMAT in ("Q6_K", "Q2_K", "Q3_K", "NVFP4_256") else 2
 
 
 @constexpr_function
@@ -135,6 +150,11 @@ def read_step(tile, g, c, step, NUM_BLOCKS: gl.constexpr, FORMAT: gl.constexpr):
     elif FORMAT == "IQ4_XS":
         block = tile + gl.minimum(step, NUM_BLOCKS - 1) * pairs_of_block(FORMAT)
         return read_iq4_xs(block, g, c)
+    elif is_grouped(FORMAT):
+        return read_grouped(tile, g, c, step, NUM_BLOCKS, FORMAT)
+    elif is_nvfp4(FORMAT):
+        block = tile + gl.minimum(step, NUM_BLOCKS - 1) * pairs_of_block(FORMAT)
+        return read_nvfp4(block, g, c)
     else:
         return read_with_minima(tile, g, c, step, NUM_BLOCKS, FORMAT)
 
@@ -150,6 +170,10 @@ def codes_of(words, c, F: gl.constexpr, FORMAT: gl.constexpr):
         return codes_few_bits(words, F, FORMAT)
     elif FORMAT == "IQ4_XS":
         return codes_iq4_xs(words, F)
+    elif is_grouped(FORMAT):
+        return codes_grouped(words, F, FORMAT)
+    elif is_nvfp4(FORMAT):
+        return codes_nvfp4(words, F)
     else:
         return codes_with_minima(words, F, FORMAT)
 
@@ -165,6 +189,10 @@ def scales_of(words, J: gl.constexpr, FORMAT: gl.constexpr):
         return scales_few_bits(words, J, FORMAT)
     elif FORMAT == "IQ4_XS":
         return scales_iq4_xs(words, J)
+    elif is_grouped(FORMAT):
+        return scales_grouped(words, J, FORMAT)
+    elif is_nvfp4(FORMAT):
+        return scales_nvfp4(words, J)
     else:
         return scales_with_minima(words, J)
 

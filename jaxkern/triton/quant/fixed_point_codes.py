@@ -19,44 +19,52 @@ matrix instructions. Of MXFP4 the four of word v are columns 2 v and 2 v + 1 of 
 and those 16 behind them: what four neighbouring fields are of.
 """
 
-from jaxkern.gpu.bulk_ring import shared_half, shared_pair, shared_word
+from jaxkern.gpu.bulk_ring import shared_pair, shared_word
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.primitives.quant.tile_formats import OWN_FORMATS, TILE_FORMATS
 from jaxkern.triton.quant.block_codes import BYTES
-from jaxkern.triton.quant.fragments import float_of_half, rows_of
-from jaxkern.triton.quant.table_codes import (
-    doubled_e2m1,
-    starts_of_tables,
-    turned_over,
+from jaxkern.triton.quant.fixed_point_fours import (
+    add_four_bits,
+    is_e2m1,
+    is_four_bits,
+    place_of_four_bits,
+    read_four_bits,
 )
+from jaxkern.triton.quant.fragments import float_of_half, rows_of
 from jaxkern.triton.quant.whole_numbers import (
     add_products,
     as_float,
     four_words,
     of_digits,
-    of_digits_from,
     picked,
+    word_of,
 )
 
-FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4")
+FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", *OWN_FORMATS)
 STEP_OF_X = 512  # bytes: two digits of 256 columns
-STEP_OF_SUMS = {"Q4_K": 64, "Q5_K": 64, "Q8_0": 32, "Q6_K": 128, "MXFP4": 64}
 
 
 @constexpr_function
 def bytes_of_step(FORMAT):
     """Of 256 columns of 16 rows."""
-    return BYTES[FORMAT] * 16 * (8 if FORMAT in ("Q8_0", "MXFP4") else 1)
+    return BYTES[FORMAT] * 16 * (256 // TILE_FORMATS[FORMAT].elements)
 
 
 @constexpr_function
 def group_of(FORMAT):
-    return 16 if FORMAT == "Q6_K" else 32
+    return 16 if FORMAT in ("Q6_K", "NVFP4_256") else 32
+
+
+@constexpr_function
+def excess_of(FORMAT):
+    """What codes are larger by than what they stand for, where sums are put right."""
+    return 32 if FORMAT == "Q6_K" else 12 if is_e2m1(FORMAT) else 0
 
 
 @constexpr_function
 def step_of_sums(FORMAT):
     """Bytes of what is kept of the groups of a step."""
-    return STEP_OF_SUMS[FORMAT]
+    return 32 if FORMAT == "Q8_0" else 2048 // group_of(FORMAT)
 
 
 @constexpr_function
@@ -70,22 +78,21 @@ def place_of_word(group, word, FORMAT: gl.constexpr):
     PER_STEP: gl.constexpr = 256 // group_of(FORMAT)
     step = group // PER_STEP
     j = group % PER_STEP
-    if FORMAT == "Q6_K":
+    quarter = word // 2
+    slot = word % 2
+    if is_four_bits(FORMAT):
+        c, quarter, slot, second = place_of_four_bits(j, word, FORMAT)
+    elif FORMAT == "Q6_K":
         c = j % 4
-        quarter = j // 8 * 2 + word // 2
-        slot = (word % 2) ^ (c % 2)
+        quarter = j // 8 * 2 + quarter
+        slot = slot ^ (c % 2)
         second = j // 4 % 2
     elif FORMAT == "Q8_0":
         c = j % 4
-        quarter = word // 2
-        slot = word % 2
         second = j // 4
     else:
         c = j // 2
-        quarter = word // 2
-        slot = word % 2
-        if FORMAT != "MXFP4":
-            slot = slot ^ (c % 2)
+        slot = slot ^ (c % 2)
         second = j % 2
     return step * step_of_x() + quarter * 128 + c * 32 + (second * 2 + slot) * 4
 
@@ -96,7 +103,10 @@ def place_of_sums(group, FORMAT: gl.constexpr):
     PER_STEP: gl.constexpr = 256 // group_of(FORMAT)
     step = group // PER_STEP * step_of_sums(FORMAT)
     j = group % PER_STEP
-    if FORMAT == "Q6_K":  # four scales a lane, and behind those of the step four sums
+    if is_four_bits(FORMAT):
+        c, quarter, _, second = place_of_four_bits(j, 0 * j, FORMAT)
+        return step + c * 16 + quarter * 4 + second * 4
+    elif FORMAT == "Q6_K":  # four scales a lane, and behind those of the step four sums
         return step + j % 4 * 16 + j // 4 * 4
     elif FORMAT == "Q8_0":
         return step + j % 4 * 8 + j // 4 * 4
@@ -105,20 +115,16 @@ def place_of_sums(group, FORMAT: gl.constexpr):
 
 
 @gluon_jit
-def word_of(at, c, W: gl.constexpr, OFFSET: gl.constexpr):
-    """Word W of those 64 bytes apart; odd lanes have it where even ones have the next.
-
-    So four lanes do not meet in the same banks.
-    """
-    if W % 2 == 0:
-        return shared_pair(at + c % 2 * 64, OFFSET + 64 * W)
+def read_lane(at, g, c, FORMAT: gl.constexpr):
+    """All words of a lane of one step, from shared memory."""
+    if is_four_bits(FORMAT):
+        return read_four_bits(at, g, c, FORMAT)
     else:
-        return shared_pair(at + (1 - c % 2) * 64, OFFSET + 64 * (W - 1))
+        return read_blocks(at, g, c, FORMAT)
 
 
 @gluon_jit
-def read_lane(at, g, c, FORMAT: gl.constexpr):
-    """All words of a lane of one step, from shared memory."""
+def read_blocks(at, g, c, FORMAT: gl.constexpr):
     words = ()
     if FORMAT == "Q8_0":
         first = at + 544 * c + 8 * g
@@ -127,13 +133,6 @@ def read_lane(at, g, c, FORMAT: gl.constexpr):
                 words += (shared_pair(first, half * 2176 + 32 + 64 * w),)
         for half in gl.static_range(2):
             words += (shared_word(at + 544 * c + 4 * g, half * 2176),)
-    elif FORMAT == "MXFP4":
-        first = at + 544 * c
-        for half in gl.static_range(2):
-            for w in gl.static_range(4):
-                words += (shared_pair(first + 8 * g, half * 272 + 16 + 64 * w),)
-        for half in gl.static_range(2):
-            words += (shared_half(first + 2 * g, half * 272),)
     elif FORMAT == "Q6_K":
         low = at + 256 * c + 8 * g
         high = at + 2048 + 256 * (c % 2) + 8 * g
@@ -168,8 +167,8 @@ def add_lane(words, c, x, kept, totals, nothing, FORMAT: gl.constexpr):
         return add_q8_0(words, x, kept, totals)
     elif FORMAT == "Q6_K":
         return add_q6_k(words, c, x, kept, totals)
-    elif FORMAT == "MXFP4":
-        return add_mxfp4(words, x, kept, totals, nothing)
+    elif is_four_bits(FORMAT):
+        return add_four_bits(words, x, kept, totals, nothing, FORMAT)
     else:
         return add_with_minima(words, c, x, kept, totals, FORMAT)
 
@@ -197,49 +196,6 @@ def add_q8_0(words, x, kept, totals):
         scale = as_float(scales[half])
         t0 = gl.fma(float_of_half(d) * scale, s0, t0)
         t1 = gl.fma(float_of_half(d >> 16) * scale, s1, t1)
-    return t0, t1
-
-
-@gluon_jit
-def eight_e2m1(pair, starts):
-    """12 more than twice the numbers of eight fields of either row, in two words."""
-    word = rows_of(pair)
-    turned = turned_over(word[0]), turned_over(word[1])
-    return (
-        doubled_e2m1(word[0], turned[0], starts),
-        doubled_e2m1(word[1], turned[1], starts),
-        doubled_e2m1(word[0] >> 16, turned[0] >> 16, starts),
-        doubled_e2m1(word[1] >> 16, turned[1] >> 16, starts),
-    )
-
-
-@gluon_jit
-def power(shifted):
-    """2**(byte - 127), of a word with the byte 23 bits up: 2**-127 for byte 0."""
-    word = gl.maximum(shifted & 0x7F800000, 1 << 22)
-    return as_float(gl.minimum(word, 0x7F7FFFFF))  # 2**128 but for its last bit
-
-
-@gluon_jit
-def add_mxfp4(words, x, kept, totals, nothing):
-    t0, t1 = totals
-    starts = starts_of_tables(nothing)
-    zero = x * 0
-    near = (zero, zero, zero, zero)
-    far = near
-    for quarter in gl.static_range(4):
-        b = four_words(x, 128 * quarter)
-        a = eight_e2m1(words[quarter], starts)
-        near = add_products(a, b[0], b[1], near, False)
-        a = eight_e2m1(words[4 + quarter], starts)
-        far = add_products(a, b[2], b[3], far, False)
-    of_x = four_words(kept, 0)  # halves of scales, what codes are too large by
-    for half in gl.static_range(2):
-        s0, s1 = of_digits_from(near if half == 0 else far, of_x[2 + half])
-        d = words[8 + half]
-        scale = as_float(of_x[half])
-        t0 = gl.fma(power(d << 23) * scale, s0, t0)
-        t1 = gl.fma(power(d << 15) * scale, s1, t1)
     return t0, t1
 
 

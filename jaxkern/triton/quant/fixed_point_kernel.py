@@ -25,6 +25,7 @@ from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 from jaxkern.triton.quant.fixed_point_codes import (
     add_lane,
     bytes_of_step,
+    excess_of,
     group_of,
     place_of_sums,
     place_of_word,
@@ -32,6 +33,7 @@ from jaxkern.triton.quant.fixed_point_codes import (
     step_of_sums,
     step_of_x,
 )
+from jaxkern.triton.quant.fixed_point_fours import is_e2m1
 from jaxkern.triton.quant.fragments import barrier
 from jaxkern.triton.quant.one_activation import store_word
 from jaxkern.triton.quant.product_kernel import (
@@ -206,13 +208,13 @@ def put_digits(
     scale = largest * (1 / 32512) + (largest - largest)  # NaN, not infinity
     kept = own_memory(group, RING) + PADDED // 256 * step_of_x()
     kept = kept + place_of_sums(group, FORMAT)
-    if FORMAT == "MXFP4":
+    if is_e2m1(FORMAT):  # whose codes are doubled
         scale = scale * 0.5
     store_word(kept, scale.to(gl.int32, bitcast=True))
-    if FORMAT == "Q6_K":  # codes are 32 too large
-        store_word(kept + 64, total * -32)
-    elif FORMAT == "MXFP4":  # 12 too large, and doubled
-        store_word(kept + 8, total * -12)
+    EXCESS: gl.constexpr = excess_of(FORMAT)
+    if EXCESS > 0:
+        BEHIND: gl.constexpr = 64 if group_of(FORMAT) == 16 else 8
+        store_word(kept + BEHIND, total * -EXCESS)
     elif FORMAT != "Q8_0":
         whole = total.to(gl.float32) * scale
         store_word(kept + 8, whole.to(gl.int32, bitcast=True))

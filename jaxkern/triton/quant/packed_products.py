@@ -41,9 +41,8 @@ NORM_BYTES = 65_536  # of shared memory for activations
 SUMMED = ("Q4_K", "Q5_K")
 # warps; steps of each that come by bulk copies; how many of these before x
 STEPS_ON_THEIR_WAY: dict[str, tuple[int, int, int]] = {
-    **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), (16, 3, 1)),
+    **dict.fromkeys(FORMATS, (16, 3, 1)),
     "Q8_0": (8, 4, 2),
-    "MXFP4": (16, 3, 1),
 }
 TOGETHER = 16  # tiles of the result whose sums a program keeps
 PLAIN_BYTES = 1024  # of shared memory that the compiler may want

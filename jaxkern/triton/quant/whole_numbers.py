@@ -1,5 +1,6 @@
 """Whole numbers in the registers of a lane: products, digits, words of shared memory."""
 
+from jaxkern.gpu.bulk_ring import shared_pair
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 
 
@@ -75,3 +76,15 @@ def of_digits_from(sums, start):
         (sums[0] * 256 + start + sums[1]).to(gl.float32),
         (sums[2] * 256 + start + sums[3]).to(gl.float32),
     )
+
+
+@gluon_jit
+def word_of(at, c, W: gl.constexpr, OFFSET: gl.constexpr):
+    """Word W of those 64 bytes apart; odd lanes have it where even ones have the next.
+
+    So four lanes do not meet in the same banks.
+    """
+    if W % 2 == 0:
+        return shared_pair(at + c % 2 * 64, OFFSET + 64 * W)
+    else:
+        return shared_pair(at + (1 - c % 2) * 64, OFFSET + 64 * (W - 1))

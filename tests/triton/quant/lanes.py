@@ -324,6 +324,10 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         found = from_shared(raw(args[0]), int(m[2]), int(m[1]) // 32)
         kind = np.dtype(f"int{m[1]}")
         return Tensor(np.stack(found, -1).view(kind)[..., 0])
+    if "cvt.rn.f16x2.e4m3x2" in text:
+        found = words(args[0])[..., None].view(ml_dtypes.float8_e4m3fn)
+        pairs = found.astype(np.float16).view(np.int32)
+        return Tensor(pairs[..., 0]), Tensor(pairs[..., 1])
     if text.startswith("rcp.approx.ftz.f32 $0, $1;"):
         with np.errstate(divide="ignore"):
             return Tensor(np.float32(1) / raw(args[0]))

@@ -11,10 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxkern import GGUFTensor, dequantize, interleave
+from jaxkern import InterleavedTensor, dequantize
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
+from jaxkern.primitives.quant.interleaved_tensor import interleaved
+from jaxkern.primitives.quant.tile_formats import NARROW, OWN_FORMATS, TILE_FORMATS
 from jaxkern.triton.quant import packed_products
 from tests.triton.quant import lanes
 
@@ -23,20 +24,41 @@ pytestmark = pytest.mark.skipif(
 )
 # where the float16 scales of a block are, and how large
 SCALES = {"Q8_0": {0: 0.02}, "Q6_K": {208: 0.004}, "Q4_K": {0: 0.02, 2: 0.15}}
-SCALES |= {"Q5_K": {0: 0.02, 2: 0.15}, "Q4_0": {0: 0.05}, "MXFP4": {}}
+SCALES |= {"Q5_K": {0: 0.02, 2: 0.15}, "Q4_0": {0: 0.05}}
 
 
 def weights(rng, qtype, f, k):
     """(interleaved tensor, the same in float64)."""
-    form = BLOCK_FORMATS[qtype]
+    form = TILE_FORMATS[qtype]
     blocks = rng.integers(0, 256, (f, k // form.elements, form.bytes), np.uint8)
-    for at, scale in SCALES[qtype].items():
+    for at, scale in SCALES.get(qtype, {}).items():
         scales = rng.uniform(0.5, 1.0, blocks.shape[:2]) * scale
         blocks[:, :, at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
     if qtype == "MXFP4":
         blocks[:, :, 0] = rng.integers(116, 126, blocks.shape[:2])
-    w = GGUFTensor(jnp.asarray(blocks.reshape(f, -1)), qtype)
-    return interleave(w), np.asarray(dequantize(w), np.float64)
+    if qtype in OWN_FORMATS:
+        put_numbers(rng, qtype, blocks)
+    tiles = jnp.asarray(interleaved(blocks.reshape(f, -1), qtype))
+    w = InterleavedTensor(tiles, qtype)
+    return w, np.asarray(dequantize(w), np.float64)
+
+
+def put_numbers(rng, qtype, blocks):
+    """Those before the codes, in blocks of a format of the library."""
+    if qtype == "NVFP4_256":
+        d = rng.uniform(0.001, 0.002, blocks.shape[:2]).astype(np.float32)
+        blocks[..., :4] = d[..., None].view(np.uint8)
+        # all numbers of 8 bits but NaN
+        blocks[..., 4:20] = np.where(blocks[..., 4:20] % 128 == 127, 0, blocks[..., 4:20])
+        return
+    kind, _, name = qtype.split("_")
+    scale = rng.uniform(0.01, 0.02, blocks.shape[:2])
+    other = -9 * scale * rng.uniform(0.5, 1.0, scale.shape)
+    if kind == "INT4":
+        other = rng.uniform(0, 15, scale.shape)
+    for at, number in ((0, scale), (2, other)):
+        narrow = number.astype(NARROW[name])[..., None]
+        blocks[..., at : at + 2] = narrow.view(np.uint8)
 
 
 def launch_of(f, *operands):
@@ -64,6 +86,9 @@ def launch_of(f, *operands):
         ("Q8_0", 768, 1, False, True, False),
         ("Q4_0", 544, 2, False, False, False),
         ("MXFP4", 544, 2, False, False, False),
+        ("NVFP4_256", 512, 1, True, False, False),
+        ("AFFINE4_64_BF16", 576, 2, False, False, False),
+        ("INT4_128_F16", 384, 1, False, True, False),
     ],
 )
 def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
@@ -123,6 +148,11 @@ def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
         ("Q8_0", 1280, 3, True, False, False, 1),
         ("MXFP4", 768, 3, True, True, False, 2),
         ("MXFP4", 2304, 3, False, False, True, 1),
+        ("NVFP4_256", 768, 3, True, False, True, 2),
+        ("NVFP4_256", 512, 3, False, True, False, 1),
+        ("AFFINE4_64_BF16", 768, 3, True, True, False, 2),
+        ("INT4_128_F16", 512, 3, False, False, True, 1),
+        ("INT4_32_BF16", 512, 3, False, False, False, 1),
     ],
 )
 def test_whole_numbers_give_the_product(
