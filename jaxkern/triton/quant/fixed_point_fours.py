@@ -23,6 +23,7 @@ from jaxkern.triton.quant.four_bit_codes import (
 from jaxkern.triton.quant.fragments import float_of_half, pick, rows_of
 from jaxkern.triton.quant.table_codes import (
     doubled_e2m1,
+    scale_of_power,
     starts_of_tables,
     turned_over,
 )
@@ -123,13 +124,6 @@ def eight_e2m1(pair, starts):
 
 
 @gluon_jit
-def power(shifted):
-    """2**(byte - 127), of a word with the byte 23 bits up: 2**-127 for byte 0."""
-    word = gl.maximum(shifted & 0x7F800000, 1 << 22)
-    return as_float(gl.minimum(word, 0x7F7FFFFF))  # 2**128 but for its last bit
-
-
-@gluon_jit
 def add_mxfp4(words, x, kept, totals, nothing):
     t0, t1 = totals
     starts = starts_of_tables(nothing)
@@ -142,13 +136,13 @@ def add_mxfp4(words, x, kept, totals, nothing):
         near = add_products(a, b[0], b[1], near, False)
         a = eight_e2m1(words[4 + quarter], starts)
         far = add_products(a, b[2], b[3], far, False)
-    of_x = four_words(kept, 0)  # halves of scales, what codes are too large by
+    of_x = four_words(kept, 0)  # scales, what sums of codes are too large by
     for half in gl.static_range(2):
         s0, s1 = of_digits_from(near if half == 0 else far, of_x[2 + half])
         d = words[8 + half]
         scale = as_float(of_x[half])
-        t0 = gl.fma(power(d << 23) * scale, s0, t0)
-        t1 = gl.fma(power(d << 15) * scale, s1, t1)
+        t0 = gl.fma(scale_of_power(d & 255) * scale, s0, t0)
+        t1 = gl.fma(scale_of_power(d >> 8) * scale, s1, t1)
     return t0, t1
 
 
@@ -178,7 +172,7 @@ def four_of_e4m3(word):
 def add_nvfp4(words, x, kept, totals, nothing):
     starts = starts_of_tables(nothing)
     zero = x * 0
-    factors = four_words(kept, 0)  # halves of the scales of x
+    factors = four_words(kept, 0)  # the scales of x
     excess = four_words(kept, 64)
     scales = rows_of(words[8])
     s0 = four_of_e4m3(scales[0])
@@ -204,8 +198,8 @@ def add_nvfp4(words, x, kept, totals, nothing):
             found1 = gl.fma(float_of_half(s1[half] >> (16 * which)) * factor, y1, found1)
     d = rows_of(words[9])
     return (
-        gl.fma(as_float(d[0]), found0, totals[0]),
-        gl.fma(as_float(d[1]), found1, totals[1]),
+        gl.fma(0.5 * as_float(d[0]), found0, totals[0]),
+        gl.fma(0.5 * as_float(d[1]), found1, totals[1]),
     )
 
 

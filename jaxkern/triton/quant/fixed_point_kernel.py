@@ -33,7 +33,6 @@ from jaxkern.triton.quant.fixed_point_codes import (
     step_of_sums,
     step_of_x,
 )
-from jaxkern.triton.quant.fixed_point_fours import is_e2m1
 from jaxkern.triton.quant.fragments import barrier
 from jaxkern.triton.quant.one_activation import store_word
 from jaxkern.triton.quant.product_kernel import (
@@ -208,8 +207,6 @@ def put_digits(
     scale = largest * (1 / 32512) + (largest - largest)  # NaN, not infinity
     kept = own_memory(group, RING) + PADDED // 256 * step_of_x()
     kept = kept + place_of_sums(group, FORMAT)
-    if is_e2m1(FORMAT):  # whose codes are doubled
-        scale = scale * 0.5
     store_word(kept, scale.to(gl.int32, bitcast=True))
     EXCESS: gl.constexpr = excess_of(FORMAT)
     if EXCESS > 0:

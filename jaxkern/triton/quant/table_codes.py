@@ -122,8 +122,8 @@ def look_up(word, HIGH: gl.constexpr, FORMAT: gl.constexpr):
 @gluon_jit
 def scale_of_power(byte):
     """2**(byte - 128): the numbers are doubled."""
-    small = gl.where(byte == 0, 1 << 21, 1 << 22)
-    word = gl.where(byte < 2, small, (byte - 1) << 23)
+    # the exponent of a normal number; the two least bytes give powers below those
+    word = gl.maximum(byte * (1 << 23) - (1 << 23), byte * (1 << 21) + (1 << 21))
     return word.to(gl.float32, bitcast=True)
 
 
