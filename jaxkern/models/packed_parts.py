@@ -6,7 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern import AffineTensor, FP8Tensor, IntTensor, MicroscaledTensor, NF4Tensor
+from jaxkern import (
+    AffineTensor,
+    FP8Tensor,
+    InterleavedTensor,
+    IntTensor,
+    MicroscaledTensor,
+    NF4Tensor,
+)
 from jaxkern.models.products import Matrices, Matrix
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
@@ -35,7 +42,7 @@ def has_rows_apart(w: Matrix) -> bool:
         return rows > 0 and w.shape[0] % rows == 0
     if isinstance(w, MicroscaledTensor):
         return w.global_scale is None
-    return isinstance(w, AffineTensor | NF4Tensor)
+    return isinstance(w, AffineTensor | NF4Tensor | InterleavedTensor)
 
 
 def alike(parts: Sequence[Matrix]) -> bool:

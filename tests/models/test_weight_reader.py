@@ -1,14 +1,24 @@
 """How the reader keeps experts of a GGUF file."""
 
+import dataclasses
+
 import gguf
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import AffineTensor, GGUFTensor, InterleavedTensor, dequantize
+from jaxkern import (
+    AffineTensor,
+    GGUFTensor,
+    InterleavedTensor,
+    MicroscaledTensor,
+    dequantize,
+)
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.models.loader import load_file
 from jaxkern.models.weight_reader import WeightReader
+from jaxkern.primitives.quant.microscaled_tensor import MICROSCALED
 from tests.models.tiny_gguf import write_tiny_gguf
 
 NAME = "blk.0.ffn_gate_exps.weight"
@@ -75,3 +85,31 @@ def test_affine_matrices_are_those_of_the_file(tmp_path):
     table = file.load("token_embd.weight")
     assert weights.output == (weights.embedding,)
     np.testing.assert_array_equal(dequantize(weights.embedding), dequantize(table))
+
+
+@pytest.mark.parametrize(
+    "format, shape, kind",
+    [
+        ("mxfp4", (16, 256), InterleavedTensor),
+        ("nvfp4", (32, 512), InterleavedTensor),
+        ("mxfp4", (24, 256), MicroscaledTensor),  # no whole tiles of 16 rows
+        ("mxfp4", (16, 288), MicroscaledTensor),  # no whole steps of 256 columns
+        ("mxfp8", (16, 256), MicroscaledTensor),  # no kernel of tiles
+    ],
+)
+def test_matrices_of_folders_lie_as_a_gpu_reads_them(
+    format, shape, kind, tmp_path, monkeypatch
+):
+    file, _ = file_of(tmp_path / "experts.gguf", 32, gguf.GGMLQuantizationType.Q8_0)
+    formats = {"MXFP4", "NVFP4_256"}
+    monkeypatch.setattr("jaxkern.models.weight_reader.gpu_formats", lambda: formats)
+    monkeypatch.setattr("jaxkern.models.weight_reader.gpu_tiles", lambda: formats)
+    reader = WeightReader(file, {NAME: (3, 32, 64)}, "packed")
+    form, (f, d) = MICROSCALED[format], shape
+    codes = np.full((f, d * form.bits // 8), 0x2A, np.uint8)
+    scales = np.full((f, d // form.group_size), 0x3C, np.uint8)
+    w = MicroscaledTensor(jnp.asarray(codes), jnp.asarray(scales), format=format)
+    assert isinstance(reader.beside(w), kind)
+    if format == "mxfp4":  # blocks have no scale that is NaN
+        none = dataclasses.replace(w, scales=w.scales.at[3, 1].set(255))
+        assert isinstance(reader.beside(none), MicroscaledTensor)

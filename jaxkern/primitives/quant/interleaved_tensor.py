@@ -93,8 +93,8 @@ def interleave(
       w: `[..., f, d]` in one of these forms, f a multiple of 16, d of the columns.
 
     Returns:
-      `[..., f, d]`, the same weights. From GGUF and MXFP4 as many bytes; of NVFP4 3 %
-      more, of integers 1.5 % more where they have no zero points.
+      `[..., f, d]`, the same weights in as many bytes; of NVFP4 in 3 % more, and of
+      integers without zero points in two more a group.
 
     Raises:
       TypeError: w is no matrix, f is no multiple of 16, or there are no such blocks.

@@ -166,12 +166,16 @@ def launch(
     return y
 
 
+def fixed_point_formats() -> tuple[str, ...]:
+    """Formats of which this GPU multiplies one activation by whole numbers."""
+    return FORMATS if compute_capability() >= OLDEST_WITH_BULK_COPIES else ()
+
+
 def is_for_fixed_point(x: jax.Array, tiles: jax.Array, qtype: str) -> bool:
     """Whether one activation is multiplied by whole numbers."""
     k = x.shape[-1]
     return (
-        compute_capability() >= OLDEST_WITH_BULK_COPIES
-        and qtype in FORMATS
+        qtype in fixed_point_formats()
         and num_rows(x) == 1
         and x.dtype != jnp.float32
         and k % STEP == 0

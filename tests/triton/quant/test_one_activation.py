@@ -15,8 +15,9 @@ from jaxkern import InterleavedTensor, dequantize
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.primitives.quant.interleaved_tensor import interleaved
-from jaxkern.primitives.quant.tile_formats import NARROW, OWN_FORMATS, TILE_FORMATS
+from jaxkern.primitives.quant.tile_formats import OWN_FORMATS, TILE_FORMATS
 from jaxkern.triton.quant import packed_products
+from tests.primitives.quant.tile_bytes import put_numbers
 from tests.triton.quant import lanes
 
 pytestmark = pytest.mark.skipif(
@@ -41,24 +42,6 @@ def weights(rng, qtype, f, k):
     tiles = jnp.asarray(interleaved(blocks.reshape(f, -1), qtype))
     w = InterleavedTensor(tiles, qtype)
     return w, np.asarray(dequantize(w), np.float64)
-
-
-def put_numbers(rng, qtype, blocks):
-    """Those before the codes, in blocks of a format of the library."""
-    if qtype == "NVFP4_256":
-        d = rng.uniform(0.001, 0.002, blocks.shape[:2]).astype(np.float32)
-        blocks[..., :4] = d[..., None].view(np.uint8)
-        # all numbers of 8 bits but NaN
-        blocks[..., 4:20] = np.where(blocks[..., 4:20] % 128 == 127, 0, blocks[..., 4:20])
-        return
-    kind, _, name = qtype.split("_")
-    scale = rng.uniform(0.01, 0.02, blocks.shape[:2])
-    other = -9 * scale * rng.uniform(0.5, 1.0, scale.shape)
-    if kind == "INT4":
-        other = rng.uniform(0, 15, scale.shape)
-    for at, number in ((0, scale), (2, other)):
-        narrow = number.astype(NARROW[name])[..., None]
-        blocks[..., at : at + 2] = narrow.view(np.uint8)
 
 
 def launch_of(f, *operands):
