@@ -24,8 +24,9 @@ from jaxkern import (
     quantize_microscaled,
 )
 from jaxkern.formats.gguf import GGUFTensorInfo
+from jaxkern.models.packed_parts import in_tiles_of
 from jaxkern.models.products import Matrices, Matrix, Table
-from jaxkern.models.weight_reader import WeightReader
+from jaxkern.models.weight_reader import WeightReader, gpu_tiles
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 from jaxkern.train.new_model import NewModel, new_model
@@ -226,7 +227,8 @@ class DrawnReader(WeightReader):
             d = self._shapes[names[0]][1]
             apart = drawn("bf16", others, d)(self.key())
             return (*self.matrices(*whole), apart) if whole else (apart,)
-        return (drawn(kind, rows, self._shapes[names[0]][1])(self.key()),)
+        w = drawn(kind, rows, self._shapes[names[0]][1])(self.key())
+        return (in_tiles_of(w, gpu_tiles()) if kind in CONTAINERS else w,)
 
     def table(self, name: str) -> jax.Array:
         return drawn("bf16", *self._shapes[name])(self.key())

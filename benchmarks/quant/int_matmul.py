@@ -1,5 +1,7 @@
 """Products with integers of 4 and 8 bits: ours, the reference, XLA with bfloat16.
 
+"side by side" are the same weights as `interleave` puts them, where it has the format.
+
     python -m benchmarks int_matmul [--kind "int4 by 128"] [--rows 1] [--shape 8x512]
 
 Microseconds by the device's clock, the operands of each call its own, and what the
@@ -17,6 +19,9 @@ import jax.numpy as jnp
 import jaxkern
 from benchmarks.quant.interleaved_matmul import ROTATED, compare, dense
 from jaxkern import quantize_int, quantized_matmul
+from jaxkern.models.packed_parts import in_tiles
+from jaxkern.primitives.quant.interleaved_tensor import ROWS
+from jaxkern.primitives.quant.tile_blocks import tile_format
 
 SHAPES = "8192x8192,28672x8192"
 KINDS = {
@@ -62,13 +67,17 @@ def run(
         plain = dense(f, d)
         for kind in options.kind.split(","):
             weights = drawn(kinds[kind], f, d)
+            tiled = tile_format(weights[0]) is not None and f % ROWS == 0
+            tiles = [in_tiles(w) for w in weights] if tiled else []
             for rows in map(int, options.rows.split(",")):
                 x = jax.random.normal(jax.random.key(2), (rows, d), jnp.bfloat16)
                 calls = {
                     "ours": (quantized_matmul, [(x, w) for w in weights]),
+                    "side by side": (quantized_matmul, [(x, w) for w in tiles]),
                     "reference": (by_reference, [(x, w) for w in weights[:2]]),
                     "bfloat16 by XLA": (jnp.inner, [(x, w) for w in plain]),
                 }
+                calls = {name: call for name, call in calls.items() if call[1]}
                 compare(f"{kind} {shape} M={rows}", calls, weights[0].nbytes)
     return 0
 

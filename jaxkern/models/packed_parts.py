@@ -1,6 +1,6 @@
 """Packed weights of folders put together: matrices with one input, experts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,27 @@ from jaxkern import (
     IntTensor,
     MicroscaledTensor,
     NF4Tensor,
+    interleave,
 )
 from jaxkern.models.products import Matrices, Matrix
+from jaxkern.primitives.quant.interleaved_tensor import ROWS
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+from jaxkern.primitives.quant.tile_blocks import tile_format
+
+STEP = 256  # columns that the kernel for one activation takes at once
+NAN_POWER = 255  # the scale of MXFP4 that is no number, for which blocks have no room
+in_tiles = jax.jit(interleave)
+
+
+def in_tiles_of(w: QuantizedTensor, formats: Collection[str]) -> QuantizedTensor:
+    """The same weights `[f, d]`, 16 rows side by side if it is one of the formats."""
+    f, d = w.shape
+    if f % ROWS or d % STEP or tile_format(w) not in formats:
+        return w
+    if isinstance(w, MicroscaledTensor) and w.format == "mxfp4":
+        if bool((w.scales == NAN_POWER).any()):
+            return w
+    return in_tiles(w)
 
 
 def side_by_side(parts: Sequence[Matrix]) -> Matrices:

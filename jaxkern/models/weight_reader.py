@@ -18,19 +18,22 @@ from jaxkern import (
     InterleavedTensor,
     MicroscaledTensor,
     dequantize,
-    interleave,
 )
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import SafetensorsFolder
 from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
-from jaxkern.models.packed_parts import side_by_side, stacked_containers
+from jaxkern.models.packed_parts import (
+    in_tiles,
+    in_tiles_of,
+    side_by_side,
+    stacked_containers,
+)
 from jaxkern.models.products import Matrices, Matrix, Table
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, UNITS, interleaved
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 from jaxkern.primitives.quant.requantize import exact_forms
-from jaxkern.primitives.quant.tile_blocks import tile_format
 
 Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16", "affine", "train"]
 
@@ -200,7 +203,7 @@ class WeightReader:
         """Matrices `[f, d]` with the same input, side by side."""
         if self._packed and any(map(self.is_packed, names)):
             parts: list[Any] = [
-                (self.beside(self.file.load(name)),)
+                (in_tiles_of(self.file.load(name), gpu_tiles()),)
                 if self.is_packed(name)
                 else self.matrices(name)
                 for name in names
@@ -213,16 +216,6 @@ class WeightReader:
         if self._packed:
             return side_by_side([self.kept(name) for name in names])
         return (expand([self.file.load(name) for name in names], self._dtype),)
-
-    def beside(self, w: Any) -> QuantizedTensor:
-        """The same weights, rows interleaved where a GPU multiplies them faster so."""
-        f, d = w.shape
-        if f % ROWS or d % STEP or not self._formats or tile_format(w) not in gpu_tiles():
-            return w
-        if isinstance(w, MicroscaledTensor) and w.format == "mxfp4":
-            if bool((w.scales == NAN_POWER).any()):  # which blocks have no room for
-                return w
-        return in_tiles(w)
 
     def kept(self, name: str) -> Matrix:
         """A matrix as a packed policy keeps it."""
@@ -313,11 +306,6 @@ class WeightReader:
     def _dtype(self) -> jnp.dtype:
         narrow = self.numerics["dtype"] == "bfloat16"
         return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
-
-
-in_tiles = jax.jit(interleave)
-STEP = 256  # columns that the kernel for one activation takes at once
-NAN_POWER = 255  # the scale of MXFP4 that is no number
 
 
 @jax.jit

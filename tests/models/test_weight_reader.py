@@ -17,6 +17,7 @@ from jaxkern import (
 )
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.models.loader import load_file
+from jaxkern.models.packed_parts import in_tiles_of
 from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.quant.microscaled_tensor import MICROSCALED
 from tests.models.tiny_gguf import write_tiny_gguf
@@ -97,19 +98,14 @@ def test_affine_matrices_are_those_of_the_file(tmp_path):
         ("mxfp8", (16, 256), MicroscaledTensor),  # no kernel of tiles
     ],
 )
-def test_matrices_of_folders_lie_as_a_gpu_reads_them(
-    format, shape, kind, tmp_path, monkeypatch
-):
-    file, _ = file_of(tmp_path / "experts.gguf", 32, gguf.GGMLQuantizationType.Q8_0)
-    formats = {"MXFP4", "NVFP4_256"}
-    monkeypatch.setattr("jaxkern.models.weight_reader.gpu_formats", lambda: formats)
-    monkeypatch.setattr("jaxkern.models.weight_reader.gpu_tiles", lambda: formats)
-    reader = WeightReader(file, {NAME: (3, 32, 64)}, "packed")
+def test_matrices_of_folders_lie_as_a_gpu_reads_them(format, shape, kind):
     form, (f, d) = MICROSCALED[format], shape
     codes = np.full((f, d * form.bits // 8), 0x2A, np.uint8)
     scales = np.full((f, d // form.group_size), 0x3C, np.uint8)
     w = MicroscaledTensor(jnp.asarray(codes), jnp.asarray(scales), format=format)
-    assert isinstance(reader.beside(w), kind)
+    formats = {"MXFP4", "NVFP4_256"}
+    assert isinstance(in_tiles_of(w, formats), kind)
+    assert in_tiles_of(w, ()) is w
     if format == "mxfp4":  # blocks have no scale that is NaN
         none = dataclasses.replace(w, scales=w.scales.at[3, 1].set(255))
-        assert isinstance(reader.beside(none), MicroscaledTensor)
+        assert in_tiles_of(none, formats) is none

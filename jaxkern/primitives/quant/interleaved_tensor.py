@@ -1,4 +1,4 @@
-"""`InterleavedTensor`: blocks with 16 rows side by side, as vectors and warps read them.
+"""`InterleavedTensor`: blocks with 16 rows side by side, for vectors and for warps.
 
 The same field of the same block of 16 neighbouring rows lies together: one vector
 instruction then works on 16 rows, and a product with a vector needs no sum across

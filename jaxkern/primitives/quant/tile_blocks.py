@@ -1,4 +1,4 @@
-"""Rows of blocks of the weights of other containers: what `interleave` puts side by side.
+"""Rows of blocks from the weights of other containers, as `interleave` takes them.
 
     block = the numbers of a group, then its codes, two halves of 32 columns in 16 bytes
 

@@ -10,9 +10,9 @@
     AFFINE4_g_t   w = scale * code + bias
     INT4_g_t      w = (code - zero) * scale
 
-g is 32, 64 or 128; t, the dtype of the two numbers, BF16 or F16. Of each 32 codes byte i
-has the one of column i in its lower half and that of column i + 16 in the upper, as the
-formats of ggml do: so the kernels for blocks of GGUF read these too.
+g is 32, 64 or 128; t, the dtype of the two numbers, BF16 or F16. Of each 32 codes byte
+i has the one of column i in its lower half and that of column i + 16 in the upper, as
+the formats of ggml do: so the kernels for blocks of GGUF read these too.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def _two_numbers(kind: str, group: int, name: str):
 
 
 def named(kind: str, group: int, name: str) -> str:
-    """The format of "AFFINE4" or "INT4" in groups, its numbers of a dtype in `NARROW`."""
+    """The format of "AFFINE4" or "INT4" in groups, its numbers of a key of `NARROW`."""
     return f"{kind}_{group}_{name}"
 
 

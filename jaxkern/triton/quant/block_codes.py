@@ -7,7 +7,7 @@ unpacks is what the matrix instruction wants in its registers.
 
     w = scale * (code - zero) + offset
 
-Codes are bytes: unsigned and below 128, or signed. One to eight fragments share a scale.
+Codes are bytes: unsigned and below 128, or signed. Up to eight fragments share a scale.
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit

@@ -194,8 +194,12 @@ def add_nvfp4(words, x, kept, totals, nothing):
             sums = near if which == 0 else far
             y0, y1 = of_digits_from(sums, excess[2 * half + which])
             factor = as_float(factors[2 * half + which])
-            found0 = gl.fma(float_of_half(s0[half] >> (16 * which)) * factor, y0, found0)
-            found1 = gl.fma(float_of_half(s1[half] >> (16 * which)) * factor, y1, found1)
+            found0 = gl.fma(
+                float_of_half(s0[half] >> (16 * which)) * factor, y0, found0
+            )
+            found1 = gl.fma(
+                float_of_half(s1[half] >> (16 * which)) * factor, y1, found1
+            )
     d = rows_of(words[9])
     return (
         gl.fma(0.5 * as_float(d[0]), found0, totals[0]),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkern import (
-    GGUFTensor,
+    InterleavedTensor,
     backend,
     interleave,
     linear,
@@ -23,12 +23,22 @@ from jaxkern import (
     quantized_swiglu,
 )
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, empty_cache, prefill
-from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, decode_rows
+from jaxkern.primitives.quant.interleaved_tensor import interleaved
+from jaxkern.primitives.quant.tile_formats import (
+    OWN_FORMATS,
+    TILE_FORMATS,
+    decode_blocks,
+)
 from jaxkern.triton.quant import packed_products
 from jaxkern.triton.quant.packed_products import BYTES
 from tests.gpu.truth import on_a_gpu, poison, relative_error
+from tests.primitives.quant.tile_bytes import put_numbers
 
 pytestmark = on_a_gpu
+# of the library's own formats those whose paths differ
+TESTED = [q for q in BYTES if q not in OWN_FORMATS]
+TESTED += ["NVFP4_256", "AFFINE4_64_BF16", "AFFINE4_128_F16"]
+TESTED += ["INT4_32_F16", "INT4_128_BF16"]
 
 SCALES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}  # else 0 and 2
 SCALES |= {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
@@ -42,18 +52,21 @@ def weights(qtype, f, d, seed=0):
     if qtype == "dense":
         w = jnp.asarray(rng.standard_normal((f, d)) / d**0.5, jnp.bfloat16)
         return w, np.asarray(w, np.float64)
-    form = BLOCK_FORMATS[qtype]
+    form = TILE_FORMATS[qtype]
     shape = (f, d // form.elements, form.bytes)
     blocks = rng.integers(0, 256, shape, dtype=np.uint8)
-    for at in SCALES.get(qtype, (0, 2)):
+    for at in SCALES.get(qtype, () if qtype in OWN_FORMATS else (0, 2)):
         scale = rng.uniform(0.005, 0.02, (*shape[:2], 1)).astype(np.float16)
         blocks[:, :, at : at + 2] = scale.view(np.uint8)
     if qtype == "MXFP4":
         blocks[:, :, 0] = rng.integers(118, 124, shape[:2])
+    if qtype in OWN_FORMATS:
+        put_numbers(rng, qtype, blocks)
     rows = blocks.reshape(f, -1)
     with jax.default_device(jax.devices("cpu")[0]):
-        values = np.asarray(decode_rows(jnp.asarray(rows), qtype), np.float64)
-    return interleave(GGUFTensor(jnp.asarray(rows), qtype)), values
+        values = decode_blocks(jnp.asarray(rows), qtype, dtype=jnp.float32)
+    tiles = jnp.asarray(interleaved(rows, qtype))
+    return InterleavedTensor(tiles, qtype), np.asarray(values, np.float64)
 
 
 def of(kind, x, w, norm, residual):
@@ -99,7 +112,7 @@ def check(kind, qtype, rows, f, d, dtype):
 
 
 @pytest.mark.parametrize("kind", ["plain", "norm", "gated", "add"])
-@pytest.mark.parametrize("qtype", [*BYTES, "dense"])
+@pytest.mark.parametrize("qtype", [*TESTED, "dense"])
 def test_one_activation(qtype, kind):
     check(kind, qtype, 1, 96, 4096, "bfloat16")
 
@@ -136,6 +149,19 @@ def test_more_activations(kind, rows, dtype):
         ("Q5_1", 40, 48, 2080),
         ("Q8_0", 30, 4112, 512),
         ("MXFP4", 20, 160, 1056),
+        ("MXFP4", 1, 4112, 512),
+        ("MXFP4", 1, 48, 2880),
+        ("MXFP4", 16, 48, 14336),
+        ("NVFP4_256", 1, 16, 256),
+        ("NVFP4_256", 5, 48, 768),
+        ("NVFP4_256", 16, 4112, 512),
+        ("NVFP4_256", 100, 288, 768),
+        ("AFFINE4_64_BF16", 2, 48, 2880),
+        ("AFFINE4_64_BF16", 1, 4112, 512),
+        ("AFFINE4_64_F16", 130, 64, 576),
+        ("INT4_128_F16", 1, 16, 14336),
+        ("INT4_128_BF16", 12, 32, 896),
+        ("INT4_32_BF16", 33, 288, 1056),
         ("IQ4_XS", 12, 32, 768),
         ("Q2_K", 33, 288, 768),
         ("Q3_K", 130, 64, 512),

@@ -132,9 +132,7 @@ def four_bits(kind, group, dtype):
         return AffineTensor(codes.view(jnp.uint32), scales, other, 4, group)
     zeros = None if kind.endswith("alone") else jnp.round(8 * other)
     signed = kind.startswith("int")
-    return IntTensor(
-        codes, scales, zeros, bits=4, group_size=group, signed=signed
-    )
+    return IntTensor(codes, scales, zeros, bits=4, group_size=group, signed=signed)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,9 @@ def test_products_with_tiles_of_4_bits():
             jnp.zeros((16, 136), jnp.uint8), jnp.zeros((16, 17), jnp.uint8)
         ),
         MicroscaledTensor(
-            jnp.zeros((16, 32), jnp.uint8), jnp.zeros((16, 1), jnp.uint8), format="mxfp8"
+            jnp.zeros((16, 32), jnp.uint8),
+            jnp.zeros((16, 1), jnp.uint8),
+            format="mxfp8",
         ),
     ],
 )

@@ -319,7 +319,7 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return args[0]
     if m := re.fullmatch(r"ld.shared.u16 \$0, \[\$1\+(\d+)\];", text):
         at = raw(args[0]).astype(np.int64) + int(m[1])
-        return Tensor((shared[at] | shared[at + 1].astype(np.int32) << 8))
+        return Tensor(shared[at] | shared[at + 1].astype(np.int32) << 8)
     if m := re.fullmatch(r"ld.shared.b(\d+) \$0, \[\$1\+(\d+)\];", text):
         found = from_shared(raw(args[0]), int(m[2]), int(m[1]) // 32)
         kind = np.dtype(f"int{m[1]}")
