@@ -54,7 +54,7 @@ def is_by_32(FORMAT):
 
 @gluon_jit
 def place_of_four_bits(j, word, FORMAT: gl.constexpr):
-    """Of a word of group j of x in a step: its lane, quarter, slot, and which of two."""
+    """Of a word of group j of x in a step: lane, quarter, slot, which of two groups."""
     if is_nvfp4(FORMAT):
         c = j // 4
         return c, word // 2 + j // 2 % 2 * 2, word % 2 ^ (c % 2), j % 2
@@ -194,12 +194,10 @@ def add_nvfp4(words, x, kept, totals, nothing):
             sums = near if which == 0 else far
             y0, y1 = of_digits_from(sums, excess[2 * half + which])
             factor = as_float(factors[2 * half + which])
-            found0 = gl.fma(
-                float_of_half(s0[half] >> (16 * which)) * factor, y0, found0
-            )
-            found1 = gl.fma(
-                float_of_half(s1[half] >> (16 * which)) * factor, y1, found1
-            )
+            scale0 = float_of_half(s0[half] >> (16 * which))
+            scale1 = float_of_half(s1[half] >> (16 * which))
+            found0 = gl.fma(scale0 * factor, y0, found0)
+            found1 = gl.fma(scale1 * factor, y1, found1)
     d = rows_of(words[9])
     return (
         gl.fma(0.5 * as_float(d[0]), found0, totals[0]),

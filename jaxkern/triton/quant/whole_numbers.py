@@ -1,4 +1,4 @@
-"""Whole numbers in the registers of a lane: products, digits, words of shared memory."""
+"""Whole numbers in the registers of a lane: products, digits, words of the ring."""
 
 from jaxkern.gpu.bulk_ring import shared_pair
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit

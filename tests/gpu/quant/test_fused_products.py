@@ -5,6 +5,7 @@ product with activations and decoded weights rounded to bfloat16.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ SCALES |= {"MXFP4": ()}
 EPS = 1e-5
 
 
-def weights(qtype, f, d, seed=0):
+def weights(qtype, f, d, seed=0) -> tuple[Any, np.ndarray]:
     """Random blocks with float16 scales of size 0.01, and their float64 values."""
     rng = np.random.default_rng(seed)
     if qtype == "dense":

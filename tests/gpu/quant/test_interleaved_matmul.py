@@ -1,4 +1,4 @@
-"""Rows and experts of interleaved GGUF blocks on a GPU; products: fused_products."""
+"""Rows and experts of interleaved blocks on a GPU; products: fused_products."""
 
 import functools
 
@@ -97,7 +97,9 @@ def test_scales_that_are_not_normal(qtype):
     x = jnp.full(512, 2.0**100 if qtype == "MXFP4" else 1.0, jnp.bfloat16)
     if qtype == "MXFP4":
         rows[3, ::17] = 0
-        values[3] = decode_blocks(jnp.asarray(rows), qtype, dtype=jnp.float32)[3]
+        with jax.default_device(jax.devices("cpu")[0]):
+            row = decode_blocks(jnp.asarray(rows[3]), qtype, dtype=jnp.float32)
+        values[3] = row
     else:
         rows[5, 4 + 7] = 127
         values[5] = np.nan
@@ -105,4 +107,4 @@ def test_scales_that_are_not_normal(qtype):
     with backend("triton", strict=True):
         found = jax.jit(quantized_matmul)(x, w).astype(jnp.float32)
     truth = values @ np.asarray(x, np.float64)
-    np.testing.assert_allclose(found, truth, rtol=2e-2, atol=0.02 * abs(truth[0]))
+    np.testing.assert_allclose(found, truth, rtol=1e-2)

@@ -159,6 +159,7 @@ def test_weights_of_4_bits_stay_the_same_in_tiles(kind, group, dtype, qtype):
 
 def test_codes_in_bytes_are_packed():
     w = four_bits("affine", 64, "bfloat16")
+    assert isinstance(w, AffineTensor)
     codes = np.asarray(w.codes).view(np.uint8)
     codes = np.stack([codes & 15, codes >> 4], -1).reshape(2, 32, 512)
     apart = AffineTensor(jnp.asarray(codes), w.scales, w.biases, 4, 64)
@@ -191,7 +192,7 @@ def test_products_with_tiles_of_4_bits():
     ],
 )
 def test_what_has_no_blocks_is_refused(w):
-    with pytest.raises(TypeError, match="`w` must be .* in a block format"):
+    with pytest.raises(TypeError, match=r"`w` must be .* in a block format"):
         interleave(w)
 
 
