@@ -63,6 +63,7 @@ KERNELS = (
     Kernel("grouped_matmul",             "triton",     "triton.moe.grouped_matmul",                      "primal bwd"),
     Kernel("moe_ffn_few",                "triton",     "triton.moe.moe_ffn",                             "primal"),
     Kernel("route",                      "triton",     "triton.moe.route",                               "primal"),
+    Kernel("norm_route",                 "triton",     "triton.moe.norm_route",                          "primal"),
     Kernel("dense_expert_hidden",        "triton",     "triton.moe.dense_experts",                       "primal", unsupported="unsupported_hidden"),
     Kernel("dense_expert_sum",           "triton",     "triton.moe.dense_experts",                       "primal", unsupported="unsupported_sum"),
     Kernel("microscaled_expert_hidden",  "triton",     "triton.moe.microscaled_experts",                 "primal", unsupported="unsupported_hidden"),
