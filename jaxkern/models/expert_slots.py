@@ -8,7 +8,6 @@ are. Where a config fuses, as on a GPU; else `feed_forward.py` has the ops in tu
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 

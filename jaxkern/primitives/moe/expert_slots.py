@@ -33,10 +33,8 @@ from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 Experts = Float[Array, "e f d"] | QuantizedTensor
 
 
-def bias_of_slots(
-    bias: Float[Array, "e *rows"], ids: Integer[Array, "..."]
-) -> Float[Array, "..."]:
-    """bias[ids], `[*ids, *rows]`, in float32; zero for an id outside.
+def bias_of_slots(bias: Float[Array, "..."], ids: Integer[Array, "..."]) -> Array:
+    """bias[ids] of bias `[e, *rows]`, in float32; zero for an id outside.
 
     A sum over all experts, of which one has a part: its gradient adds up in order.
     """
@@ -79,9 +77,7 @@ class ExpertArrays(NamedTuple):
         return self.family.split_rows(decoded_product(x, arrays, decode, 1, None))
 
 
-def of_named(
-    products: Array, ids: Array, shared: Array | None, experts: int
-) -> Array:
+def of_named(products: Array, ids: Array, shared: Array | None, experts: int) -> Array:
     """The products of experts, or where an id is their number what `shared` gives."""
     if shared is None:
         return products

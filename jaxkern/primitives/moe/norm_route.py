@@ -1,8 +1,8 @@
 """The norm before a mixture of experts and the choice of them, in one op.
 
-    normal = rms_norm(x) * norm
-    logits = normal router^T + router_bias          float32 (or wider)
-    weights, ids = route(logits)
+normal = rms_norm(x) * norm
+logits = normal router^T + router_bias          float32 (or wider)
+weights, ids = route(logits)
 """
 
 from typing import TypedDict, Unpack
@@ -41,9 +41,7 @@ def norm_route_reference(
     eps: float,
     shared: bool,
     **options: Unpack[Choice],
-) -> tuple[
-    Float[Array, "... d"], Float[Array, "... slots"], Int32[Array, "... slots"]
-]:
+) -> tuple[Float[Array, "... d"], Float[Array, "... slots"], Int32[Array, "... slots"]]:
     """Where `shared`, a last slot is that of an expert which every token passes.
 
     Its id is the number of the others, its weight sigmoid(normal . opening), or 1 where

@@ -1,4 +1,4 @@
-"""What kernels of experts take whose slots are read one by one, whatever the weights."""
+"""What kernels take that read the experts of a few tokens slot by slot."""
 
 import math
 from typing import Any

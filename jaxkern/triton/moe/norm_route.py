@@ -1,7 +1,7 @@
 """The norm before a mixture of experts and the choice of them: two launches.
 
-    logits    norm and product, every program some experts, by dense_products.py
-    choice    of a token one program chooses, another writes what is normalised
+logits    norm and product, every program some experts, by dense_products.py
+choice    of a token one program chooses, another writes what is normalised
 """
 
 import math

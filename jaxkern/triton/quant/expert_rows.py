@@ -1,4 +1,4 @@
-"""What the kernels of experts share, whatever their weights are: slots, gate, result."""
+"""What kernels of experts share, whatever their weights are: slots, gate, result."""
 
 from jaxkern.gpu.triton_call import gl, gluon_jit
 from jaxkern.triton.quant.product_kernel import finished, place_in
@@ -6,7 +6,7 @@ from jaxkern.triton.quant.product_kernel import finished, place_in
 
 @gluon_jit
 def expert_of_slot(ids_ptr, slot, EXPERTS: gl.constexpr):
-    """(place among the experts, whether it is one of them, whether it is the shared)."""
+    """(its place, whether it is one of the experts, whether it is the shared one)."""
     expert = gl.load(ids_ptr + slot)
     known = (expert >= 0) & (expert < EXPERTS)
     return gl.where(known, expert, 0).to(gl.int64), known, expert == EXPERTS
@@ -33,9 +33,7 @@ def with_bias(y, bias_ptr, at, mask):
 
 
 @gluon_jit
-def gated(
-    gate, up, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr
-):
+def gated(gate, up, ALPHA: gl.constexpr, LIMIT: gl.constexpr, UP_OFFSET: gl.constexpr):
     """gate sigmoid(ALPHA gate) (up + UP_OFFSET), both within LIMIT; NaN stays."""
     if LIMIT is not None:
         gate = gl.where(gate > LIMIT, LIMIT, gate)

@@ -8,6 +8,7 @@ are one long row: its columns are scaled by the weight of their expert.
 """
 
 from jaxkern.gpu.triton_call import gl, gluon_jit
+from jaxkern.triton.quant.block_codes import read_step
 from jaxkern.triton.quant.expert_rows import (
     expert_of_slot,
     gate_and_up,
@@ -16,7 +17,6 @@ from jaxkern.triton.quant.expert_rows import (
     slot_of_item,
 )
 from jaxkern.triton.quant.fragments import in_lanes
-from jaxkern.triton.quant.block_codes import read_step
 from jaxkern.triton.quant.product_kernel import (
     add_step,
     begin_early,

@@ -33,7 +33,9 @@ def numbers_of_rows(nothing, P: gl.constexpr):
     FORMAT: gl.constexpr = P.format
     FACTOR: gl.constexpr = P.factor
     same = nothing + twice(FACTOR)
-    return in_registers(nothing, FORMAT) + ((same, same, same, same),)
+    numbers = in_registers(nothing, FORMAT)
+    numbers += ((same, same, same, same),)
+    return numbers
 
 
 @gluon_jit
@@ -56,7 +58,7 @@ def row_hidden_kernel(
     UP_OFFSET: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """x `[tokens, columns]` bfloat16; codes and scales of gate and of up `[experts, ...]`.
+    """x `[tokens, columns]` bfloat16; codes and scales of gate and up `[experts, ...]`.
 
     y `[tokens * top_k, rows]`, of program (16 rows, slot).
     """
@@ -172,7 +174,7 @@ def row_sum_kernel(
     SHARES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """x `[tokens * top_k, columns]` bfloat16; codes and scales of down `[experts, ...]`.
+    """x `[tokens * top_k, columns]` bfloat16; codes, scales of down `[experts, ...]`.
 
     y `[tokens, rows]`, of program (16 rows, token). P is that of one warp.
     """

@@ -69,7 +69,9 @@ CASES = {
             full=True,
             **dict(x=f32(2, 32), ids=IDS, gate_codes=u8(3, 4, 16), up_bias=None),
             **dict(gate_scales=small_e8m0(3, 4, 1), up_codes=u8(3, 4, 16)),
-            **dict(up_scales=small_e8m0(3, 4, 1), shared_codes=None, shared_scales=None),
+            **dict(
+                up_scales=small_e8m0(3, 4, 1), shared_codes=None, shared_scales=None
+            ),
             **dict(gate_bias=f32(3, 4), format="mxfp4"),
             **GPT_OSS,
         )
@@ -112,7 +114,9 @@ def sum_of(x, ids, weights, down, bias, residual, shared):
     y = y if residual is None else y + residual
     for t, j in np.ndindex(ids.shape):
         if 0 <= (e := ids[t, j]) < len(down):
-            y[t] += weights[t, j] * (down[e] @ x[t, j] + (0 if bias is None else bias[e]))
+            y[t] += weights[t, j] * (
+                down[e] @ x[t, j] + (0 if bias is None else bias[e])
+            )
         elif e == len(down) and shared is not None:
             y[t] += weights[t, j] * (shared @ x[t, j])
     return y

@@ -9,14 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxkern import dequantize, quantize_microscaled
+from jaxkern import backend, dequantize, explain, quantize_microscaled
 from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import compiling_for
 from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
+from jaxkern.triton.quant.block_codes import BYTES
 from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
 from tests.triton.quant import lanes
 from tests.triton.quant.test_one_activation import weights
-from tests.triton.test_every_kernel import launches_of
-from jaxkern.gpu.device import compiling_for
+from tests.triton.test_every_kernel import launches_of, spec
+from tests.triton.test_every_kernel import packed as shaped_tiles
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
@@ -58,10 +60,10 @@ def by_lanes(f, operands, y):
 @pytest.mark.parametrize(
     "kind, d, f, shared",
     [
-        ("Q4_K", 1280, 32, True),
-        ("Q8_0", 352, 16, False),
-        ("mxfp4", 672, 24, True),
-        ("nvfp4", 192, 16, False),
+        ("Q4_K", 1280, 16, True),
+        pytest.param("Q8_0", 352, 16, False, marks=pytest.mark.full),
+        ("mxfp4", 672, 24, False),
+        pytest.param("nvfp4", 192, 16, True, marks=pytest.mark.full),
     ],
 )
 def test_lanes_give_what_experts_give(kind, d, f, shared):
@@ -82,10 +84,10 @@ def test_lanes_give_what_experts_give(kind, d, f, shared):
 @pytest.mark.parametrize(
     "kind, d, f, shared",
     [
-        ("Q4_K", 512, 32, True),
-        ("Q8_0", 352, 16, False),
+        ("Q4_K", 512, 16, True),
+        pytest.param("Q8_0", 352, 16, False, marks=pytest.mark.full),
         ("mxfp4", 672, 24, True),
-        ("nvfp4", 192, 16, False),
+        pytest.param("nvfp4", 192, 16, False, marks=pytest.mark.full),
     ],
 )
 def test_lanes_give_the_weighted_sum(kind, d, f, shared):
@@ -100,3 +102,63 @@ def test_lanes_give_the_weighted_sum(kind, d, f, shared):
     y = by_lanes(expert_sum, (x, IDS, by_expert, down, bias, residual, back), y)
     truth = sum_of(x.astype(float), IDS, by_expert, w, bias, residual.astype(float), b)
     assert np.linalg.norm(y - truth) <= 2e-6 * np.linalg.norm(truth)
+
+
+def of_shapes(kind, *shape):
+    """A container of this kind without its numbers."""
+    if kind in BYTES:
+        *lead, f, d = shape
+        w: Any = shaped_tiles(kind, f, d)
+        return type(w)(spec(*lead, *w.tiles.shape, dtype="uint8"), kind)
+    pack = functools.partial(quantize_microscaled, format=kind, two_level=False)
+    return jax.eval_shape(pack, spec(*shape, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    "kind, d, f, e, k, shared",
+    [
+        ("Q4_K", 2048, 512, 256, 9, True),  # Qwen3.6-35B-A3B
+        ("mxfp4", 2880, 2880, 32, 4, False),  # gpt-oss-20b
+        *(
+            pytest.param(kind, 768, 512, 8, 4, True, marks=pytest.mark.full)
+            for kind in (*BYTES, "nvfp4")
+        ),
+    ],
+)
+def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):
+    gate, down = of_shapes(kind, e, f, d), of_shapes(kind, e, d, f)
+    both, back = None, None
+    if shared:
+        both, back = of_shapes(kind, 2 * f, d), of_shapes(kind, d, f)
+    x, ids, hidden = spec(1, d), spec(1, k, dtype="int32"), spec(1, k, f)
+    f32 = functools.partial(spec, dtype="float32")
+    biases = f32(e, f), f32(e, f), f32(e, d)
+    wide = functools.partial(expert_hidden, **GPT_OSS)
+    with compiling_for(90):
+        for op, operands in (
+            (wide, (x, ids, gate, gate, *biases[:2], both)),
+            (expert_sum, (hidden, ids, f32(1, k), down, biases[2], x, back)),
+        ):
+            [launch] = launches_of(op, operands)
+            assert launch.stack_bytes == 0 and launch.registers <= 128, kind
+            assert "HMMA" in launch.sass
+
+
+@pytest.mark.parametrize(
+    "reason, x, ids, w",
+    [
+        ("`x` is float32, not bfloat16", spec(1, 64, dtype="float32"), (1, 2), "Q8_0"),
+        ("there are 9 tokens, over 8", spec(9, 64), (9, 2), "Q8_0"),
+        ("a token has 17 experts, over 16", spec(1, 64), (1, 17), "mxfp4"),
+        ("there are no elements", spec(0, 64), (0, 2), "mxfp4"),
+        ("mxfp8 has no kernel for experts in one launch", spec(1, 64), (1, 2), "mxfp8"),
+        ("rows of 16 columns of 4 bits", spec(1, 16), (1, 2), "nvfp4"),
+    ],
+)
+def test_refusals(reason, x, ids, w):
+    gate = of_shapes(w, 4, 32, x.shape[-1])
+    hidden = functools.partial(expert_hidden, **PLAIN)
+    operands = x, spec(*ids, dtype="int32"), gate, gate, None, None
+    with backend("auto"):
+        [row] = explain(hidden, *operands, platform="cuda").rows
+    assert row.runs.startswith("xla") and any(reason in r for r in row.refused), row
