@@ -47,13 +47,18 @@ def multiply(
     w: jax.Array,
     *,
     norm: jax.Array | None = None,
+    bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     eps: float = 0.0,
 ) -> jax.Array:
     """`[..., f]` of x `[..., d]` and w `[f, d]`, or `[2, f, d]` where it is gated."""
     if num_rows(x) <= FEW:
-        return launch(x, w, norm=norm, residual=residual, eps=eps)
+        return launch(x, w, norm=norm, bias=bias, residual=residual, eps=eps)
     flat = w.reshape(-1, w.shape[-1])
+    if bias is not None:
+        added = bias.astype(jnp.float32)
+        added = added if residual is None else added + residual.astype(jnp.float32)
+        residual = jnp.broadcast_to(added, (*x.shape[:-1], len(bias)))
     return multiply_decoded(x, flat, norm, residual, eps, w.ndim == 3)
 
 
