@@ -99,14 +99,8 @@ def test_a_layer_is_the_same(mixture, kind, other, scale):
     assert error < 2e-2  # of some roundings to bfloat16 in turn
 
 
-def without_numbers(tree):
-    return jax.tree.map(lambda a: spec(*a.shape, dtype=a.dtype), tree)
-
-
-@pytest.mark.parametrize("kind", ["bf16", "mxfp4", "Q8_0"])
-def test_a_decode_step_is_one_chain(kind, monkeypatch):
-    """Seven launches a layer, biases of attention among them."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def two_layers(kind):
+    """A config of two layers, its weights drawn, its cache of 64 slots."""
     mixture = GPT_OSS if kind == "mxfp4" else QWEN3_5
     attention = FullAttention(8, 2, 64, Rotation(64, 1e4), bias=True)
     config = DecoderConfig(
@@ -116,23 +110,43 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
         dtype="bfloat16",
         fused=True,
     )
-    norm, matrix = spec(D, dtype="float32"), spec(D, 512)
+    numbers = iter(jax.random.split(jax.random.key(1), 6))
+
+    def draw(*shape, dtype: Any = jnp.bfloat16):
+        w = jax.random.normal(next(numbers), shape) * shape[-1] ** -0.5
+        return w.astype(dtype)
+
+    norm = jnp.ones(D)
     layer = LayerWeights(
         mixer_norm=norm,
         mixer=AttentionWeights(
-            *((spec(768, D),), (matrix,)),
-            qkv_bias=spec(768, dtype="float32"),
-            output_bias=norm,
+            *((draw(768, D),), (draw(D, 512),)),
+            qkv_bias=draw(768, dtype=jnp.float32),
+            output_bias=draw(D, dtype=jnp.float32),
         ),
         feed_forward_norm=norm,
-        feed_forward=jax.eval_shape(lambda: drawn(mixture, kind, kind)),
+        feed_forward=drawn(mixture, kind, kind),
     )
-    table = spec(1024, D)
+    table = draw(1024, D)
     weights = DecoderWeights(table, (layer,) * 2, norm, (table,))
-    cache = jax.eval_shape(lambda: empty_cache(config, 1, 64, jnp.bfloat16))
+    return config, weights, empty_cache(config, 1, 64, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "mxfp4", "Q8_0"])
+def test_a_decode_step_is_one_chain(kind, monkeypatch):
+    """Seven launches a layer, biases of attention among them."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    configs = []
+
+    def arrays():
+        config, *others = two_layers(kind)
+        configs.append(config)
+        return others
+
+    weights, cache = jax.eval_shape(arrays)
 
     def step(weights, token, cache):
-        logits, cache = decode(config, weights, token, cache)
+        logits, cache = decode(configs[0], weights, token, cache)
         return LIKELIEST.likeliest(logits), cache
 
     eqns = equations(step, weights, spec(1, dtype="int32"), cache)

@@ -42,13 +42,20 @@ CASES = {
             full=True,
             **dict(x=f32(2, 2, 6), ids=IDS, weights=f32(2, 2), down_w=f32(3, 8, 6)),
             **dict(shared_w=f32(8, 6), down_bias=f32(3, 8), residual=f32(2, 8)),
-        )
+        ),
+        case(
+            "plain",
+            full=True,
+            **dict(x=bf16(1, 2, 6), ids=i32(1, 2, high=3), weights=f32(1, 2)),
+            **dict(down_w=bf16(3, 8, 6), shared_w=None, down_bias=None),
+            **dict(residual=None),
+        ),
     ],
     "interleaved_expert_hidden": [
         case(
             "q4_0",
             full=True,
-            **dict(x=f32(2, 32), ids=IDS, gate_tiles=quiet_bytes(3, 1, 288)),
+            **dict(x=bf16(2, 32), ids=IDS, gate_tiles=quiet_bytes(3, 1, 288)),
             **dict(up_tiles=quiet_bytes(3, 1, 288), shared_tiles=None),
             **dict(gate_bias=f32(3, 1, 16), up_bias=f32(3, 1, 16), qtype="Q4_0"),
             **GPT_OSS,
@@ -58,7 +65,7 @@ CASES = {
         case(
             "q4_0",
             full=True,
-            **dict(x=f32(2, 2, 32), ids=IDS, weights=f32(2, 2), qtype="Q4_0"),
+            **dict(x=bf16(2, 2, 32), ids=IDS, weights=f32(2, 2), qtype="Q4_0"),
             **dict(down_tiles=quiet_bytes(3, 1, 288), residual=f32(2, 1, 16)),
             **dict(shared_tiles=quiet_bytes(1, 288), down_bias=f32(3, 1, 16)),
         )
@@ -67,7 +74,7 @@ CASES = {
         case(
             "mxfp4",
             full=True,
-            **dict(x=f32(2, 32), ids=IDS, gate_codes=u8(3, 4, 16), up_bias=None),
+            **dict(x=bf16(2, 32), ids=IDS, gate_codes=u8(3, 4, 16), up_bias=None),
             **dict(gate_scales=small_e8m0(3, 4, 1), up_codes=u8(3, 4, 16)),
             **dict(
                 up_scales=small_e8m0(3, 4, 1), shared_codes=None, shared_scales=None
@@ -80,7 +87,7 @@ CASES = {
         case(
             "mxfp4",
             full=True,
-            **dict(x=f32(2, 2, 32), ids=IDS, weights=f32(2, 2), format="mxfp4"),
+            **dict(x=bf16(2, 2, 32), ids=IDS, weights=f32(2, 2), format="mxfp4"),
             **dict(down_codes=u8(3, 4, 16), down_scales=small_e8m0(3, 4, 1)),
             **dict(shared_codes=u8(4, 16), shared_scales=small_e8m0(4, 1)),
             **dict(down_bias=None, residual=f32(2, 4)),
