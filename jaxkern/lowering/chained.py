@@ -289,7 +289,10 @@ def view(eqn: Any, operands: list) -> list[Later] | None:
     x = operands[0]
     if not isinstance(x, Later):
         return None
-    if name in ("reshape", "squeeze", "expand_dims"):
+    adds_ones = name == "broadcast_in_dim" and math.prod(shapes[0]) == math.prod(
+        x.shape
+    )
+    if name in ("reshape", "squeeze", "expand_dims") or adds_ones:
         return [x._replace(shape=shapes[0])]
     if name == "convert_element_type" and params["new_dtype"] == x.dtype:
         return [x]

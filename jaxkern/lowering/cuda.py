@@ -63,6 +63,13 @@ KERNELS = (
     Kernel("grouped_matmul",             "triton",     "triton.moe.grouped_matmul",                      "primal bwd"),
     Kernel("moe_ffn_few",                "triton",     "triton.moe.moe_ffn",                             "primal"),
     Kernel("route",                      "triton",     "triton.moe.route",                               "primal"),
+    Kernel("norm_route",                 "triton",     "triton.moe.norm_route",                          "primal"),
+    Kernel("dense_expert_hidden",        "triton",     "triton.moe.dense_experts",                       "primal", unsupported="unsupported_hidden"),
+    Kernel("dense_expert_sum",           "triton",     "triton.moe.dense_experts",                       "primal", unsupported="unsupported_sum"),
+    Kernel("microscaled_expert_hidden",  "triton",     "triton.moe.microscaled_experts",                 "primal", unsupported="unsupported_hidden"),
+    Kernel("microscaled_expert_sum",     "triton",     "triton.moe.microscaled_experts",                 "primal", unsupported="unsupported_sum"),
+    Kernel("interleaved_expert_hidden",  "triton",     "triton.moe.interleaved_experts",                 "primal", unsupported="unsupported_hidden"),
+    Kernel("interleaved_expert_sum",     "triton",     "triton.moe.interleaved_experts",                 "primal", unsupported="unsupported_sum"),
 
     Kernel("linear",                     "triton",     "triton.linear.linear",                           "primal"),
     Kernel("encode_fp8",                 "triton",     "triton.linear.encode_fp8",                       "primal"),

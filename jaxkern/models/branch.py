@@ -55,9 +55,14 @@ class Branch(NamedTuple):
         y = rms_norm(self.reads, self.norm, eps=config.eps)
         return self._replace(reads=y, norm=None)
 
-    def project(self, config: Numerics, matrices: Matrices) -> Float[Array, "b t f"]:
-        """What it reads times the matrices."""
-        return project(config, self.reads, matrices, self.norm)
+    def project(
+        self,
+        config: Numerics,
+        matrices: Matrices,
+        bias: Float[Array, " f"] | None = None,
+    ) -> Float[Array, "b t f"]:
+        """What it reads times the matrices + bias."""
+        return project(config, self.reads, matrices, self.norm, bias=bias)
 
     def gated(self, config: Numerics, gate_up: Matrices) -> Float[Array, "b t f"]:
         """silu(gate) * up of what it reads."""
@@ -72,7 +77,7 @@ class Branch(NamedTuple):
     ) -> Float[Array, "b t d"]:
         """x + scale * (y times the matrices + bias)."""
         if self.scale == 1.0:
-            return project(config, y, matrices, residual=plus(self.x, bias))
+            return project(config, y, matrices, residual=self.x, bias=bias)
         return self.added(plus(project(config, y, matrices), bias))
 
     def added(self, y: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

@@ -127,7 +127,8 @@ def logits(
     config: DecoderConfig, weights: DecoderWeights, x: Float[Array, "... d"]
 ) -> Float[Array, "... v"]:
     """Of the token that follows each hidden state, in float32."""
-    return output_product(config, x, weights.output) * config.logit_scale
+    y = output_product(config, x, weights.output)
+    return y if config.logit_scale == 1.0 else y * config.logit_scale
 
 
 def check_reading(cache: States | None, new_lengths: Any, segment_ids: Any) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxkern import linear, moe_ffn, route, sigmoid_gate
 from jaxkern.models.branch import Branch
+from jaxkern.models.expert_slots import by_slots, experts_of_slots
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.products import Matrices, gated, project
 from jaxkern.models.weight_reader import WeightReader
@@ -143,6 +144,12 @@ class Mixture:
     def __call__(
         self, config, weights: MixtureWeights, branch: Branch
     ) -> Float[Array, "b t d"]:
+        if by_slots(config, weights, branch):
+            y, normal = experts_of_slots(config, self, weights, branch)
+            if normal is None:
+                return y
+            branch = branch._replace(x=y)
+            return branch.added(self.of_shared(config, weights, normal))
         branch = branch.normalised(config)
         x = branch.reads
         scores = linear(x.astype(jnp.float32), weights.router, weights.router_bias)
@@ -171,14 +178,21 @@ class Mixture:
             limit=self.limit,
             up_offset=self.up_offset,
         )
-        if self.shared is None or weights.shared is None:
+        if weights.shared is None:
             return branch.added(y)
+        return branch.added(y + self.of_shared(config, weights, x))
+
+    def of_shared(
+        self, config, weights: MixtureWeights, x: Float[Array, "b t d"]
+    ) -> Float[Array, "b t d"]:
+        """What the block that every token passes gives."""
+        assert weights.shared is not None
         shared = gated(config, x, weights.shared.gate_up)
         shared = project(config, shared, weights.shared.down)
-        if weights.shared_gate is not None:
-            opening = linear(x, weights.shared_gate.astype(x.dtype))
-            shared = sigmoid_gate(shared, jnp.broadcast_to(opening, shared.shape))
-        return branch.added(y + shared)
+        if weights.shared_gate is None:
+            return shared
+        opening = linear(x, weights.shared_gate.astype(x.dtype))
+        return sigmoid_gate(shared, jnp.broadcast_to(opening, shared.shape))
 
 
 def expert_tensors(mixture: Mixture, d: int, layout: Layout) -> Shapes:

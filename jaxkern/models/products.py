@@ -73,16 +73,22 @@ def project(
     matrices: Matrices,
     norm: Float[Array, " d"] | None = None,
     residual: Float[Array, "... f"] | None = None,
+    bias: Float[Array, " f"] | None = None,
 ) -> Float[Array, "... f"]:
     """x times the matrices, the results side by side.
 
-    `norm` normalises x before, `residual` is added after: in the same kernel where the
-    container of the weights has one.
+    `norm` normalises x before, `residual` and `bias` are added after: in the same
+    kernel where the container of the weights has one.
     """
     options: dict = dict(compute_dtype=config.product_dtype)
     if isinstance(own := matrices[0], Adapted):
         x = x if norm is None else rms_norm(x, norm, eps=config.eps)
-        return project(config, x, own.base, residual=residual) + own.added(x)
+        around = dict(residual=residual, bias=bias)
+        return project(config, x, own.base, **around) + own.added(x)
+    if bias is not None and not takes_bias(config, matrices, norm, residual):
+        if residual is None:
+            return plus(project(config, x, matrices, norm), bias)
+        residual, bias = plus(residual, bias), None
     if norm is not None and not fuses(config, matrices):
         x, norm = rms_norm(x, norm, eps=config.eps), None
 
@@ -94,10 +100,12 @@ def project(
         x_now, w_now = decoded_late(x, w)
         if norm is None:
             return quantized_matmul(x_now, w_now, **options)
-        return quantized_rms_norm_matmul(x_now, norm, w_now, eps=config.eps, **options)
+        around = dict(eps=config.eps, **options)
+        return quantized_rms_norm_matmul(x_now, norm, w_now, bias, **around)
 
     if residual is not None and fuses(config, matrices) and len(matrices) == 1:
-        return quantized_matmul_add(*decoded_late(x, matrices[0]), residual, **options)
+        x_now, w_now = decoded_late(x, matrices[0])
+        return quantized_matmul_add(x_now, w_now, residual, bias, **options)
     ys = [product(w) for w in matrices]
     y = ys[0] if len(ys) == 1 else jnp.concatenate(ys, axis=-1)
     return y if residual is None else residual + y
@@ -156,6 +164,13 @@ def fuses(config: Numerics, matrices: Matrices) -> bool:
         else isinstance(w, InterleavedTensor)
         for w in matrices
     )
+
+
+def takes_bias(config: Numerics, matrices: Matrices, norm: Any, residual: Any) -> bool:
+    """Whether the kernel of one plain matrix adds a bias to what it adds or reads."""
+    plain = len(matrices) == 1 and isinstance(matrices[0], jax.Array)
+    around = norm is not None or residual is not None
+    return plain and around and fuses(config, matrices)
 
 
 def decoded_late(x: Array, w: Any) -> tuple[Array, Any]:

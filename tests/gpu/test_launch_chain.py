@@ -11,6 +11,7 @@ from jaxkern.gpu import launch_chain
 from jaxkern.lowering.chained import chained
 from jaxkern.models.cached_steps import decode, with_lengths
 from tests.lowering.test_chained import llama
+from tests.models.test_expert_slots import two_layers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,13 +29,24 @@ def filled(x):
     return (jax.random.normal(key, x.shape) / 16).astype(x.dtype)
 
 
-@pytest.mark.parametrize("slots", [64, 640])  # one share of the keys; a cluster
-def test_steps_in_a_chain_are_the_same_numbers(slots):
+def filled_llama(slots):
+    config, *arrays = llama(layers=4, slots=slots)
+    return config, *jax.tree.map(filled, arrays)
+
+
+@pytest.mark.parametrize(
+    "model, slots",
+    [
+        (filled_llama, 64),  # one share of the keys
+        (filled_llama, 640),  # a cluster
+        *((functools.partial(two_layers, kind), 64) for kind in ("bf16", "mxfp4")),
+        (functools.partial(two_layers, "Q8_0"), 64),
+    ],
+)
+def test_steps_in_a_chain_are_the_same_numbers(model, slots):
     """Kernels that began too early would read what the step before has left: a second
     and a third step, on caches in place, are compared with it."""
-    config, weights, cache = llama(layers=4, slots=slots)
-    weights = jax.tree.map(filled, weights)
-    cache = jax.tree.map(filled, cache)
+    config, weights, cache = model(slots) if model is filled_llama else model()
     lengths = jnp.full_like(cache[0].lengths, slots // 2 + 1)
     cache = with_lengths(cache, lengths)
 

@@ -23,7 +23,7 @@ from jaxkern.models.branch import Branch
 from jaxkern.models.cached_steps import attend, attend_in_one
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing, QueryGrowth, Rotation
-from jaxkern.models.products import Matrices, plus
+from jaxkern.models.products import Matrices
 from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.rope.rope import Pairing
 
@@ -102,7 +102,7 @@ class FullAttention:
     ) -> tuple[Float[Array, "b t d"], KVCache | None]:
         b, t, _ = branch.x.shape
         n, k, h = self.heads, self.kv_heads, self.head_dim
-        y = plus(branch.project(config, weights.qkv), weights.qkv_bias)
+        y = branch.project(config, weights.qkv, weights.qkv_bias)
         query, key, value = jnp.split(y, (-2 * k * h, -k * h), axis=-1)
         query, gate = query.reshape(b, t, n, -1), None
         if self.output_gate:

@@ -161,7 +161,7 @@ class LatentAttention:
         query = project(config, query, weights.query)
         query = query.reshape(b, t, n, n_plain + self.rotary_dim)
         plain, rotated = query[..., :n_plain], query[..., n_plain:]
-        down = plus(branch.project(config, weights.down), weights.down_bias)
+        down = branch.project(config, weights.down, weights.down_bias)
         latent = rms_norm(down[..., : self.latent], weights.norm, eps=self.eps)
         shared = down[..., None, self.latent :]  # [b, t, 1, r]
         if self.rotation is not None:

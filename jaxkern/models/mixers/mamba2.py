@@ -27,7 +27,7 @@ from jaxkern.models.mixers.recurrent_state import (
     grown,
     short_convolution,
 )
-from jaxkern.models.products import Matrices, plus
+from jaxkern.models.products import Matrices
 from jaxkern.models.weight_reader import WeightReader
 
 
@@ -121,7 +121,7 @@ class Mamba2:
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
         b, t, _ = branch.x.shape
-        y = plus(branch.project(config, weights.input), weights.input_bias)
+        y = branch.project(config, weights.input, weights.input_bias)
         ends = (self.width, self.width + self.channels)
         z, mixed, dt = jnp.split(y, ends, axis=-1)
         convolution = (weights.convolution, weights.convolution_bias)

@@ -20,7 +20,7 @@ from jaxkern.models.mixers.recurrent_state import (
     grown,
     short_convolution,
 )
-from jaxkern.models.products import Matrices, plus
+from jaxkern.models.products import Matrices
 from jaxkern.models.weight_reader import WeightReader
 
 
@@ -80,7 +80,7 @@ class ShortConv:
         state: RecurrentState | None,
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
-        y = plus(branch.project(config, weights.input), weights.input_bias)
+        y = branch.project(config, weights.input, weights.input_bias)
         before, behind, u = jnp.split(y, 3, axis=-1)
         y, inputs = short_convolution(
             before * u, weights.convolution, weights.convolution_bias, state, at, None

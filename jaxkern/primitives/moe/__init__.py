@@ -5,6 +5,7 @@ from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.grouped_matmul import grouped_matmul
 from jaxkern.primitives.moe.moe_ffn import moe_ffn
 from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
+from jaxkern.primitives.moe.norm_route import norm_route_p  # noqa: F401, of models
 from jaxkern.primitives.moe.permute_tokens import permute_tokens
 from jaxkern.primitives.moe.route import route
 from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens

@@ -27,6 +27,7 @@ from jaxkern.primitives.activation.swiglu import (
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.moe.expert_order import expert_order
+from jaxkern.primitives.moe.expert_slots import bias_of_slots
 from jaxkern.primitives.moe.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_bwd_reference,
@@ -274,14 +275,9 @@ def add_bias_of_slots(
     slots: Integer[Array, " r"],
     experts: int,
 ) -> Float[Array, "r f"]:
-    """y[i] + bias[slots[i]] in float32, rounded once; an id outside adds nothing.
-
-    A sum over all experts, of which one has a part: its gradient adds up in order.
-    """
+    """y[i] + bias[slots[i]] in float32, rounded once; an id outside adds nothing."""
     check_bias(name, bias, (experts, y.shape[1]))
-    named = slots[:, None] == jnp.arange(experts)
-    rows = jnp.where(named[..., None], at_least_f32(bias), 0).sum(axis=1)
-    return (at_least_f32(y) + rows).astype(y.dtype)
+    return (at_least_f32(y) + bias_of_slots(bias, slots)).astype(y.dtype)
 
 
 def check_bias(name: str, bias: Array, shape: tuple[int, int]) -> None:

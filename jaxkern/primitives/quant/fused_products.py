@@ -36,12 +36,13 @@ def quantized_rms_norm_matmul(
     x: Float[Array, "... d"],
     norm: Float[Array, " d"],
     w: Any,
+    bias: Float[Array, " f"] | None = None,
     *,
     eps: float = 1e-6,
     compute_dtype: DTypeLike | None = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
-    """The product that begins a block: y = (x / rms(x) * norm) w^T.
+    """The product that begins a block: y = (x / rms(x) * norm) w^T + bias.
 
     With interleaved rows in float32 (or wider) and rounded once; else as `rms_norm` and
     `quantized_matmul`.
@@ -50,6 +51,7 @@ def quantized_rms_norm_matmul(
       x: `[..., d]`, any float dtype.
       norm: `[d]`, the weight of the norm.
       w: `[f, d]`, any container of quantised weights, or an array of a float dtype.
+      bias: `[f]` or None; added before the rounding where w is an array, else after it.
       eps: see `rms_norm`.
       compute_dtype, preferred_element_type: see `quantized_matmul`.
 
@@ -68,10 +70,11 @@ def quantized_rms_norm_matmul(
     """
     x, result = in_wider("quantized_rms_norm_matmul", x, preferred_element_type)
     if is_dense(w):
-        return dense_rms_norm_matmul_p(x, w, norm, eps=eps).astype(result)
+        return dense_rms_norm_matmul_p(x, w, norm, bias, eps=eps).astype(result)
     if not isinstance(w, InterleavedTensor) or w.ndim != 2:
         x = rms_norm(x, norm, eps=eps)
-        return quantized_matmul(x, w, compute_dtype=compute_dtype).astype(result)
+        y = quantized_matmul(x, w, compute_dtype=compute_dtype)
+        return with_bias(y, bias).astype(result)
     y = interleaved_rms_norm_matmul_p(
         x,
         w.tiles,
@@ -80,7 +83,8 @@ def quantized_rms_norm_matmul(
         compute_dtype=as_dtype(compute_dtype),
         eps=eps,
     )
-    return y.reshape(*x.shape[:-1], w.shape[0]).astype(result)
+    y = y.reshape(*x.shape[:-1], w.shape[0])
+    return with_bias(y, bias).astype(result)
 
 
 @check_arguments
@@ -144,11 +148,12 @@ def quantized_matmul_add(
     x: Float[Array, "... d"],
     w: Any,
     residual: Float[Array, "... f"],
+    bias: Float[Array, " f"] | None = None,
     *,
     compute_dtype: DTypeLike | None = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Float[Array, "... f"]:
-    """A product that is added to what a layer began with: y = residual + x w^T.
+    """A product that is added to what a layer began with: y = residual + x w^T + bias.
 
     With interleaved rows in float32 (or wider) and rounded once; else as
     `quantized_matmul` and an addition.
@@ -157,6 +162,8 @@ def quantized_matmul_add(
       x: `[..., d]`, any float dtype.
       w: `[f, d]`, any container of quantised weights, or an array of a float dtype.
       residual: `[..., f]`, dtype of x.
+      bias: `[f]`, added before the rounding where w is an array, else to the residual;
+        or None.
       compute_dtype, preferred_element_type: see `quantized_matmul`.
 
     Returns:
@@ -180,7 +187,8 @@ def quantized_matmul_add(
     x, result = in_wider("quantized_matmul_add", x, preferred_element_type)
     residual = residual.astype(x.dtype)
     if is_dense(w):
-        return dense_matmul_add_p(x, w, residual).astype(result)
+        return dense_matmul_add_p(x, w, residual, bias).astype(result)
+    residual = with_bias(residual, bias)
     if not isinstance(w, InterleavedTensor) or w.ndim != 2:
         y = residual + quantized_matmul(x, w, compute_dtype=compute_dtype)
         return y.astype(result)
@@ -198,6 +206,12 @@ def in_wider(op: str, x: Array, preferred: DTypeLike | None) -> tuple[Array, jnp
     """x in a dtype that holds the result's, and that: a product has the dtype of x."""
     result = result_dtype(op, preferred, x.dtype)
     return x.astype(jnp.promote_types(x.dtype, result)), result
+
+
+def with_bias(
+    y: Float[Array, "... f"], bias: Float[Array, " f"] | None
+) -> Float[Array, "... f"]:
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 def is_dense(w: Any) -> bool:
@@ -268,12 +282,13 @@ def dense_rms_norm_matmul_reference(
     x: Float[Array, "... d"],
     w: Float[Array, "f d"],
     norm: Float[Array, " d"],
+    bias: Float[Array, " f"] | None,
     *,
     eps: float,
 ) -> Float[Array, "... f"]:
     normal = rms_norm_reference(at_least_f32(x), norm, None, eps=eps, offset=0.0)
     y = product(normal, w, None, None, jnp.dtype(jnp.float32))
-    return y.astype(x.dtype)
+    return with_bias(y, bias).astype(x.dtype)
 
 
 def dense_swiglu_reference(
@@ -294,9 +309,10 @@ def dense_matmul_add_reference(
     x: Float[Array, "... d"],
     w: Float[Array, "f d"],
     residual: Float[Array, "... f"],
+    bias: Float[Array, " f"] | None,
 ) -> Float[Array, "... f"]:
     y = product(at_least_f32(x), w, None, None, jnp.dtype(jnp.float32))
-    return (y + at_least_f32(residual)).astype(x.dtype)
+    return (with_bias(y, bias) + at_least_f32(residual)).astype(x.dtype)
 
 
 dense_rms_norm_matmul_p = kernel_primitive(

@@ -5,12 +5,14 @@ one, as `top_k` takes them from short rows, and the logits of those that were ch
 read again for their weights.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.index.threshold import ordered_bits
@@ -41,6 +43,33 @@ def unsupported(
     if num_groups > 1 and (e & (e - 1) or num_groups & (num_groups - 1)):
         return f"{e} experts in {num_groups} groups are no powers of 2"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is static of a choice of experts.
+
+    Attributes:
+      experts: of which `chosen` are taken.
+      places: in which the experts stand, a power of 2; `slots` likewise of the chosen.
+      sigmoid, normalize, renorm, factor: how they are weighed.
+      num_groups, top_groups, top2: what groups they are taken from.
+      lowest, least: below the integer of every float, and that of -inf.
+    """
+
+    experts: int
+    chosen: int
+    places: int
+    slots: int
+    sigmoid: bool
+    normalize: bool
+    renorm: bool
+    num_groups: int
+    top_groups: int
+    top2: bool
+    factor: float
+    lowest: int = LOWEST
+    least: int = LEAST
 
 
 @jit
@@ -79,29 +108,27 @@ def best_groups(
 
 
 @jit
-def route_kernel(
+def choose_experts(
+    row,
     logits_ptr,
     scale_ptr,
     bias_ptr,
     weights_ptr,
     ids_ptr,
+    C: tl.constexpr,
     ROWS: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    RENORM: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOP2: tl.constexpr,
-    FACTOR: tl.constexpr,
-    LOWEST: tl.constexpr,
-    LEAST: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Weights and ids of tokens `row`, BLOCK of them, in rows of WIDTH slots."""
+    E: tl.constexpr = C.experts
+    K: tl.constexpr = C.chosen
+    N: tl.constexpr = C.places
+    SLOTS: tl.constexpr = C.slots
+    NUM_GROUPS: tl.constexpr = C.num_groups
+    TOP_GROUPS: tl.constexpr = C.top_groups
+    TOP2: tl.constexpr = C.top2
+    LOWEST: tl.constexpr = C.lowest
     present = (row < ROWS)[:, None]
     logits_ptr += row.to(tl.int64)[:, None] * E
     place = tl.arange(0, N)[None, :]
@@ -114,7 +141,7 @@ def route_kernel(
     total = tl.where(total == 0.0, 1.0, total)
     rank = logits
     if bias_ptr is not None or TOP2:
-        rank = tl.sigmoid(logits) if SIGMOID else powers / total
+        rank = tl.sigmoid(logits) if C.sigmoid else powers / total
     if bias_ptr is not None:
         rank += tl.load(bias_ptr + place, place < E, 0.0).to(tl.float32)
     if TOP_GROUPS < NUM_GROUPS:
@@ -129,19 +156,19 @@ def route_kernel(
         at = tl.min(tl.where(key == top, place, N), 1)[:, None]
         ids = tl.where(slot == i, at, ids)
         if TOP_GROUPS < NUM_GROUPS:
-            dropped |= (slot == i) & (top == LEAST)
+            dropped |= (slot == i) & (top == C.least)
         key = tl.where(place == at, LOWEST, key)
 
     wanted = present & (slot < K)
     chosen = tl.load(logits_ptr + ids, wanted, -float("inf")).to(tl.float32)
-    if SIGMOID:  # log sigmoid without overflow
+    if C.sigmoid:  # log sigmoid without overflow
         log_score = tl.minimum(chosen, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(chosen)))
         log_score = tl.where(chosen == chosen, log_score, chosen)
     else:
         log_score = chosen - top_logit - tl.log(total)
     log_score = tl.where((slot < K) & (dropped == 0), log_score, -float("inf"))
     weights = tl.exp(log_score)
-    if NORMALIZE:
+    if C.normalize:
         top_score = tl.max(log_score, 1)[:, None]
         top_score = tl.where(top_score == -float("inf"), 0.0, top_score)
         weights = tl.exp(log_score - top_score)
@@ -149,36 +176,79 @@ def route_kernel(
         weights /= tl.where(sum_of_all == 0.0, 1.0, sum_of_all)
     if scale_ptr is not None:
         weights *= tl.load(scale_ptr + ids, wanted, 0.0).to(tl.float32)
-    if RENORM:
+    if C.renorm:
         sum_of_all = tl.sum(tl.where(slot < K, weights, 0.0), 1)[:, None]
         weights /= tl.where(sum_of_all == 0.0, 1.0, sum_of_all)
-    weights *= FACTOR
-    out = row.to(tl.int64)[:, None] * K + slot
+    weights *= C.factor
+    out = row.to(tl.int64)[:, None] * WIDTH + slot
     tl.store(weights_ptr + out, weights.to(weights_ptr.dtype.element_ty), wanted)
     tl.store(ids_ptr + out, ids, wanted)
 
 
-def route(
-    logits,
-    per_expert_scale,
-    correction_bias,
-    *,
-    k,
-    score,
-    normalize,
-    scale_then_renorm,
-    num_groups,
-    top_groups,
-    group_score,
-    scaling_factor,
+@jit
+def route_kernel(
+    logits_ptr,
+    scale_ptr,
+    bias_ptr,
+    weights_ptr,
+    ids_ptr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD:
+        begin_behind_those_ahead()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    choose_experts(
+        row,
+        logits_ptr,
+        scale_ptr,
+        bias_ptr,
+        weights_ptr,
+        ids_ptr,
+        C,
+        ROWS,
+        C.chosen,
+        BLOCK,
+    )
+
+
+def choice(
+    e: int,
+    *,
+    k: int,
+    score: str,
+    normalize: bool,
+    num_groups: int,
+    top_groups: int,
+    group_score: str,
+    scaling_factor: float,
+    scale_then_renorm: bool = False,
+) -> Choice:
+    """Among e experts, by the options of `route`."""
+    return Choice(
+        experts=e,
+        chosen=k,
+        # groups are equal runs
+        places=e if num_groups > 1 else max(next_power_of_2(e), 32),
+        slots=next_power_of_2(k),
+        sigmoid=score == "sigmoid",
+        normalize=normalize,
+        renorm=scale_then_renorm,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        top2=group_score == "top2",
+        factor=scaling_factor,
+    )
+
+
+def route(logits, per_expert_scale, correction_bias, *, k, **options):
     """(weights, ids), both `[..., k]`."""
     *lead, e = logits.shape
-    rows, n = logits.size // e, max(next_power_of_2(e), 32)
-    if num_groups > 1:
-        n = e  # a power of 2, so that groups are equal runs
+    rows, c = logits.size // e, choice(e, k=k, **options)
     # one warp: what several share goes through shared memory
-    found = {"BLOCK": 2 if n <= 256 else 1, "num_warps": 1}
+    found = {"BLOCK": 2 if c.places <= 256 else 1, "num_warps": 1}
     return bridge.sparse_call(
         route_kernel,
         (-(-rows // found["BLOCK"]),),
@@ -191,21 +261,5 @@ def route(
             "weights_ptr": jax.ShapeDtypeStruct((*lead, k), logits.dtype),
             "ids_ptr": jax.ShapeDtypeStruct((*lead, k), jnp.int32),
         },
-        dict(
-            ROWS=rows,
-            E=e,
-            K=k,
-            N=n,
-            SLOTS=next_power_of_2(k),
-            SIGMOID=score == "sigmoid",
-            NORMALIZE=normalize,
-            RENORM=scale_then_renorm,
-            NUM_GROUPS=num_groups,
-            TOP_GROUPS=top_groups,
-            TOP2=group_score == "top2",
-            FACTOR=scaling_factor,
-            LOWEST=LOWEST,
-            LEAST=LEAST,
-            **found,
-        ),
+        dict(C=c, ROWS=rows, **found),
     )

@@ -47,13 +47,18 @@ def multiply(
     w: jax.Array,
     *,
     norm: jax.Array | None = None,
+    bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     eps: float = 0.0,
 ) -> jax.Array:
     """`[..., f]` of x `[..., d]` and w `[f, d]`, or `[2, f, d]` where it is gated."""
     if num_rows(x) <= FEW:
-        return launch(x, w, norm=norm, residual=residual, eps=eps)
+        return launch(x, w, norm=norm, bias=bias, residual=residual, eps=eps)
     flat = w.reshape(-1, w.shape[-1])
+    if bias is not None:
+        added = bias.astype(jnp.float32)
+        added = added if residual is None else added + residual.astype(jnp.float32)
+        residual = jnp.broadcast_to(added, (*x.shape[:-1], len(bias)))
     return multiply_decoded(x, flat, norm, residual, eps, w.ndim == 3)
 
 
@@ -134,6 +139,7 @@ def few_products_kernel(
     x_ptr,
     norm_ptr,
     w_ptr,
+    bias_ptr,
     residual_ptr,
     y_ptr,
     M: tl.constexpr,
@@ -187,6 +193,8 @@ def few_products_kernel(
         y = tl.sum(total, 1) * factor
         if GATED:
             y = y / (1 + tl.exp(-y)) * (tl.sum(other, 1) * factor)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + row, inside, 0.0).to(tl.float32)
         if residual_ptr is not None:
             y += tl.load(residual_ptr + m * F + row, inside, 0.0).to(tl.float32)
         tl.store(y_ptr + m * F + row, y.to(y_ptr.dtype.element_ty), inside)
@@ -197,6 +205,7 @@ def launch(
     w: jax.Array,
     *,
     norm: jax.Array | None = None,
+    bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     eps: float = 0.0,
     dtype: Any = None,
@@ -209,7 +218,13 @@ def launch(
     [y] = sparse_call(
         few_products_kernel,
         (-(-f // sizes["ROWS"]),),
-        {"x_ptr": x, "norm_ptr": norm, "w_ptr": w, "residual_ptr": residual},
+        {
+            "x_ptr": x,
+            "norm_ptr": norm,
+            "w_ptr": w,
+            "bias_ptr": bias,
+            "residual_ptr": residual,
+        },
         {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)},
         {
             "M": num_rows(x),

@@ -19,13 +19,13 @@ def unsupported_interleaved_add(
     return packed_products.refusal(x, tiles, qtype, compute_dtype, residual=residual)
 
 
-def unsupported_dense_norm(x, w, norm, *, eps) -> str | None:
+def unsupported_dense_norm(x, w, norm, bias=None, *, eps) -> str | None:
     del eps
-    return dense_products.refusal(x, w, norm=norm)
+    return dense_products.refusal(x, w, norm=norm, bias=bias)
 
 
-def unsupported_dense_add(x, w, residual) -> str | None:
-    return dense_products.refusal(x, w, residual=residual)
+def unsupported_dense_add(x, w, residual, bias) -> str | None:
+    return dense_products.refusal(x, w, residual=residual, bias=bias)
 
 
 def interleaved_rms_norm_matmul(x, tiles, norm, *, qtype, compute_dtype, eps):
@@ -42,13 +42,13 @@ def interleaved_matmul_add(x, tiles, residual, *, qtype, compute_dtype):
     return packed_products.multiply(x, tiles, qtype, compute_dtype, residual=residual)
 
 
-def dense_rms_norm_matmul(x, w, norm, *, eps):
-    return dense_products.multiply(x, w, norm=norm, eps=eps)
+def dense_rms_norm_matmul(x, w, norm, bias, *, eps):
+    return dense_products.multiply(x, w, norm=norm, bias=bias, eps=eps)
 
 
 def dense_swiglu(x, w, norm, *, eps):
     return dense_products.multiply(x, w, norm=norm, eps=eps)
 
 
-def dense_matmul_add(x, w, residual):
-    return dense_products.multiply(x, w, residual=residual)
+def dense_matmul_add(x, w, residual, bias):
+    return dense_products.multiply(x, w, bias=bias, residual=residual)

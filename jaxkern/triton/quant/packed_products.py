@@ -94,7 +94,10 @@ def multiply(
         return y.reshape(*x.shape[:-1], -1, TILE)
     if rows * terms > FEW:
         return multiply_several(x, tiles, qtype, terms, norm, residual, eps)
-    return launch(x, tiles, qtype, terms, norm, residual, eps)
+    dtype = x.dtype  # of the result, also where float32 is multiplied as bfloat16
+    if terms == 1 and norm is None:
+        x = x.astype(jnp.bfloat16)
+    return launch(x, tiles, qtype, terms, norm, residual, eps, dtype=dtype)
 
 
 def launch(
@@ -106,14 +109,16 @@ def launch(
     residual: jax.Array | None,
     eps: float,
     ids: jax.Array | None = None,
+    dtype: Any = None,
 ) -> jax.Array:
-    """`multiply` by the kernel for few activations.
+    """`multiply` by the kernel for few activations, in `dtype` or that of x.
 
     With ids `[activations, k]` and tiles `[experts, u, bytes]`: `[slots, u, 16]`.
     """
+    dtype = dtype or x.dtype
     if ids is None and is_for_fixed_point(x, tiles, qtype):
-        return fixed_point(x, tiles, qtype, norm, residual, eps)
-    rows, k, dtype = num_rows(x), x.shape[-1], x.dtype
+        return fixed_point(x, tiles, qtype, norm, residual, eps, dtype)
+    rows, k = num_rows(x), x.shape[-1]
     *_, units, tile_bytes = tiles.shape
     shape = (*x.shape[:-1], units, TILE)
     if ids is not None:
@@ -191,8 +196,9 @@ def fixed_point(
     norm: jax.Array | None,
     residual: jax.Array | None,
     eps: float,
+    dtype: Any,
 ) -> jax.Array:
-    """`multiply` of one activation by whole numbers."""
+    """`multiply` of one activation by whole numbers, in `dtype`."""
     k, units, gated = x.shape[-1], tiles.shape[-2], tiles.ndim == 3
     sizes = sizes_of_fixed_point(qtype, k, gated)
     assert sizes is not None
@@ -209,7 +215,7 @@ def fixed_point(
             "tiles_ptr": tiles,
             "residual_ptr": residual,
         },
-        {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], units, TILE), x.dtype)},
+        {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], units, TILE), dtype)},
         {
             "K": k,
             "TILES": units,

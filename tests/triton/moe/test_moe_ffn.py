@@ -11,7 +11,9 @@ from jaxkern import explain, moe_ffn
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
+from jaxkern.triton.moe import dense_experts
 from jaxkern.triton.moe import moe_ffn as few_tokens
+from tests.primitives.moe.test_expert_slots import GPT_OSS, hidden_of, sum_of
 from tests.primitives.moe.test_moe_ffn import dense_loop
 from tests.triton.interpreted import (
     alone,
@@ -25,7 +27,7 @@ CASES = [(1, 8, 4, 64, 48), (5, 3, 6, 50, 33), (2, 1, 2, 1100, 7)]
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, len(CASES) * 2)
+    check_in_its_own_process(__file__, len(CASES) * 3)
 
 
 @alone
@@ -47,6 +49,32 @@ def test_values(t, k, e, d, f, activation):
     )
     truth = dense_loop(x, ids, weights, gate, up, down, activation)
     assert np.linalg.norm(y - truth) <= 1e-6 * np.linalg.norm(truth)
+
+
+@alone
+@pytest.mark.parametrize("t, k, e, d, f", CASES)
+def test_values_with_all_that_stands_around(t, k, e, d, f):
+    """Biases, a shared expert, what is added, and the gate of gpt-oss."""
+    rng = np.random.default_rng([t, d])
+    ids = rng.integers(-1, e + 2, (t, k))
+    ids[0, -1] = e  # the shared one
+    x, weights, residual = (rng.standard_normal(s) for s in ((t, d), (t, k), (t, d)))
+    gate, up, down = (rng.standard_normal(s) / 4 for s in [(e, f, d)] * 2 + [(e, d, f)])
+    biases = [rng.standard_normal(s) for s in ((e, f), (e, f), (e, d))]
+    shared = [rng.standard_normal(s) / 4 for s in ((2 * f, d), (d, f))]
+    given = (x, weights, gate, up, down, *biases, *shared, residual)
+    rounded = [jnp.asarray(a, jnp.float32) for a in given]
+    [x, weights, gate, up, down, gb, ub, db, both, back, residual] = rounded
+    with interpreted():
+        wide = both.reshape(2, f, d), gb, ub
+        y = dense_experts.dense_expert_hidden(x, ids, gate, up, *wide, **GPT_OSS)
+        z = dense_experts.dense_expert_sum(y, ids, weights, down, back, db, residual)
+    wide = [np.asarray(a, np.float64) for a in rounded]
+    x, weights, gate, up, down, gb, ub, db, both, back, residual = wide
+    truth = hidden_of(x, ids, gate, up, (gb, ub), both, GPT_OSS)
+    assert np.linalg.norm(y - truth) <= 1e-6 * np.linalg.norm(truth)
+    truth = sum_of(np.asarray(y, np.float64), ids, weights, down, db, residual, back)
+    assert np.linalg.norm(z - truth) <= 1e-6 * np.linalg.norm(truth)
 
 
 @starts_it

@@ -152,7 +152,7 @@ def load(at: Tensor, mask: Any = True, other: Any = 0, eviction_policy: str = ""
 
 def store(at: Tensor, value: Tensor, mask: Any = True) -> None:
     places, mask, data = np.broadcast_arrays(at.data, raw(mask), value.data)
-    flat = at.memory.reshape(-1)
+    flat = at.memory.reshape(-1).view(at.of.numpy)
     flat[places[mask] // at.of.numpy.itemsize] = data[mask]
 
 
@@ -290,6 +290,16 @@ def from_shared(at: np.ndarray, offset: int, count: int) -> list[np.ndarray]:
     ]
 
 
+def from_memory(at: Tensor, offset: int, count: int) -> tuple[Tensor, ...]:
+    """Words side by side at addresses, of which all are aligned to their load."""
+    assert at.memory is not None and (at.data % min(16, 4 * count) == 0).all()
+    bytes_ = at.memory.reshape(-1).view(np.uint8)
+    where = (at.data + offset)[..., None] + np.arange(4 * count)
+    assert 0 <= where.min() and where.max() < bytes_.size, "reads outside of an array"
+    found = bytes_[where].view(np.int32)
+    return tuple(Tensor(found[..., i]) for i in range(count))
+
+
 def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> Any:
     """What each line that the kernels have does."""
     if text.startswith("mma.sync.aligned.m16n8k16"):
@@ -333,6 +343,11 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
             return Tensor(np.float32(1) / raw(args[0]))
     if text.startswith("dp4a.s32.s32 $0, $1, 0x01010101, 0;"):
         return Tensor(numbers(args[0], True).sum(-1).astype(np.int32))
+    if text == "prmt.b32 $0, $1, $2, $3;":
+        return permuted(words(args[0]), words(args[1]), words(args[2]))
+    if loads := re.findall(r"ld.global[.\w:]*?(?:v(\d))?.b32 [^;]*\+(\d+)\];", text):
+        parts = (from_memory(args[0], int(at), int(n or 1)) for n, at in loads)
+        return tuple(word for part in parts for word in part)
     if m := re.search(r"low, \$1, \$2, (0x\w+);\s*prmt.b32 high, \$3, \$4, \1;", text):
         low, high = (
             permuted(words(args[i]), words(args[i + 1]), int(m[1], 16)) for i in (0, 2)
@@ -383,6 +398,13 @@ def alike(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(raw(x)).astype(dtype), np.asarray(raw(y)).astype(dtype)
 
 
+def chosen(condition: Any, x: Any, y: Any) -> Tensor:
+    if isinstance(x, Tensor) and x.memory is not None:
+        assert x.memory is y.memory, "a choice of addresses in two arrays"
+        return x.like(np.where(raw(condition), x.data, y.data))
+    return Tensor(np.where(raw(condition), *alike(x, y)))
+
+
 def constant(x: Any) -> Any:
     return x
 
@@ -415,7 +437,7 @@ class Gluon(SimpleNamespace):
             arange=lambda a, b, layout: Tensor(np.arange(a, b, dtype=np.int32)),
             full=lambda shape, x, dtype, layout: Tensor(np.full(shape, x, dtype.numpy)),
             sum=lambda x, axis: Tensor(x.data.sum(axis, dtype=x.data.dtype)),
-            where=lambda p, x, y: Tensor(np.where(raw(p), *alike(x, y))),
+            where=chosen,
             minimum=lambda x, y: Tensor(np.minimum(*alike(x, y))),
             maximum=lambda x, y: Tensor(np.maximum(*alike(x, y))),
             fma=fused,
@@ -464,9 +486,28 @@ def modules(gl: Gluon) -> Any:
 
 
 def pointer(array: np.ndarray | None) -> Tensor | None:
+    """An address in an array, or in the memory that `side_by_side` has made."""
     if array is None:
         return None
-    return Tensor(np.int64(0), array, BY_NUMPY[array.dtype])
+    memory = array.base if isinstance(array.base, Memory) else array
+    start = array.ctypes.data - memory.ctypes.data
+    return Tensor(np.int64(start), memory, BY_NUMPY[array.dtype])
+
+
+class Memory(np.ndarray):
+    """Bytes in which several arrays are."""
+
+
+def side_by_side(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The same in one memory: a kernel that chooses between them has one address."""
+    present = {n: np.asarray(a) for n, a in arrays.items() if a is not None}
+    memory = Memory(sum(a.nbytes + 64 for a in present.values()), np.uint8)
+    memory[...], found, at = 255, dict(arrays), 0
+    for name, a in present.items():
+        found[name] = np.ndarray(a.shape, a.dtype, memory, at)
+        found[name][...] = a
+        at += -(-a.nbytes // 16) * 16 + 16
+    return found
 
 
 def run(launch: Any, arrays: dict[str, np.ndarray], place: tuple[int, ...]) -> None:

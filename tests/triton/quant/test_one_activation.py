@@ -19,12 +19,14 @@ from jaxkern.primitives.quant.tile_formats import OWN_FORMATS, TILE_FORMATS
 from jaxkern.triton.quant import packed_products
 from tests.primitives.quant.tile_bytes import put_numbers
 from tests.triton.quant import lanes
+from tests.triton.test_every_kernel import packed, spec
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
 # where the float16 scales of a block are, and how large
 SCALES = {"Q8_0": {0: 0.02}, "Q6_K": {208: 0.004}, "Q4_K": {0: 0.02, 2: 0.15}}
+PRODUCT = "packed_product_kernel"
 SCALES |= {"Q5_K": {0: 0.02, 2: 0.15}, "Q4_0": {0: 0.05}}
 
 
@@ -179,6 +181,18 @@ def test_whole_numbers_give_the_product(
         want = want + residual.reshape(-1).astype(np.float64)
     error = np.linalg.norm(y.reshape(-1) - want) / np.linalg.norm(want)
     assert error < 1e-4
+
+
+def test_float32_of_bfloat16_is_multiplied_by_whole_numbers():
+    """The logits of a model: their activation is wide, and its product is asked for."""
+    x, tiles = spec(1, 512, dtype="float32"), packed("Q4_K", 32, 512).tiles
+    for dtype, name in ((jnp.bfloat16, "fixed_point_kernel"), (None, PRODUCT)):
+
+        def product(x, tiles, dtype=dtype):
+            return packed_products.multiply(x, tiles, "Q4_K", dtype)
+
+        assert jax.eval_shape(product, x, tiles).dtype == jnp.float32
+        assert launch_of(product, x, tiles).kernel.__name__ == name
 
 
 @pytest.mark.parametrize("qtype", ["Q4_K", "Q6_K", "Q8_0"])

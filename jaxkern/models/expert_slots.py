@@ -1,0 +1,92 @@
+"""A mixture of experts for the few tokens of a decode step, in three ops.
+
+Norm and choice; gate and up of every slot; their weighted sum and the residual. The
+expert that every token passes is one slot more where its weights are kept as the others
+are. Where a config fuses, as on a GPU; else `feed_forward.py` has the ops in turn.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxkern.models.branch import Branch
+from jaxkern.primitives.moe.expert_slots import (
+    are_alike,
+    expert_hidden,
+    expert_sum,
+    slots_of,
+)
+from jaxkern.primitives.moe.norm_route import norm_route_p
+
+TOKENS = 8  # for which each slot reads its own expert
+
+
+def by_slots(config: Any, weights: Any, branch: Branch) -> bool:
+    """Whether the ops here take the layer: its containers, its tokens, their dtype."""
+    x = branch.x
+    return (
+        config.fused
+        and branch.norm is not None
+        and 0 < math.prod(x.shape[:-1]) <= TOKENS
+        and x.dtype == jnp.bfloat16
+        and weights.up is not None
+        and are_alike(weights.gate, weights.up)
+        and slots_of(weights.down) is not None
+    )
+
+
+def joins(weights: Any) -> bool:
+    """Whether the shared block is one expert more."""
+    if weights.shared is None or len(weights.shared.gate_up) != 1:
+        return False
+    [both], down = weights.shared.gate_up, weights.shared.down
+    return (
+        len(down) == 1
+        and are_alike(weights.gate, both)
+        and are_alike(weights.down, down[0])
+        and both.shape[0] == 2 * weights.gate.shape[1]
+    )
+
+
+def experts_of_slots(
+    config: Any, mixture: Any, weights: Any, branch: Branch
+) -> tuple[Float[Array, "b t d"], Float[Array, "b t d"] | None]:
+    """x + experts(norm(x)) and, where the shared block is not in it, norm(x)."""
+    x = branch.x
+    tokens = x.reshape(-1, x.shape[-1])
+    joined = joins(weights)
+    opening = weights.shared_gate
+    normal, by_expert, ids = norm_route_p(
+        branch.reads.reshape(tokens.shape),
+        branch.norm,
+        weights.router,
+        weights.router_bias,
+        weights.correction,
+        opening[0] if joined and opening is not None else None,
+        eps=float(config.eps),
+        shared=joined,
+        k=mixture.chosen,
+        score=mixture.score,
+        normalize=mixture.normalize,
+        num_groups=mixture.num_groups,
+        top_groups=mixture.top_groups,
+        group_score=mixture.group_score,
+        scaling_factor=float(mixture.scaling_factor),
+    )
+    hidden = expert_hidden(
+        *(normal, ids, weights.gate, weights.up, weights.gate_bias, weights.up_bias),
+        weights.shared.gate_up[0] if joined else None,
+        **dict(alpha=mixture.alpha, limit=mixture.limit, up_offset=mixture.up_offset),
+    )
+    y = expert_sum(
+        *(hidden, ids, by_expert, weights.down, weights.down_bias),
+        tokens if branch.scale == 1.0 else None,
+        weights.shared.down[0] if joined else None,
+    )
+    y = y.reshape(x.shape)
+    if branch.scale != 1.0:
+        y = branch.added(y)
+    apart = weights.shared is not None and not joined
+    return y, normal.reshape(x.shape) if apart else None

@@ -1,0 +1,261 @@
+"""Experts of a few tokens in two ops, which read each expert where it lies.
+
+    hidden[k] = swiglu(gate[e] x + gate_bias[e], up[e] x + up_bias[e]),   e = ids[k]
+    y         = residual + sum_k weights[k] * (down[e] hidden[k] + down_bias[e])
+
+Sums, biases, gate and weights are float32 (or wider); each result is rounded once. An
+expert that every token passes may stand beside the others: its id is their number, and
+it has no bias. Any other id outside gives nothing.
+
+Each container has a pair of its own, as `expert_slots` declares them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer
+
+from jaxkern.primitives.activation.swiglu import swiglu_reference
+from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.quant.decoded_products import decoded_product, routed_product
+from jaxkern.primitives.quant.interleaved_matmul import INTERLEAVED
+from jaxkern.primitives.quant.interleaved_tensor import InterleavedTensor
+from jaxkern.primitives.quant.microscaled import FAMILY as MICROSCALED
+from jaxkern.primitives.quant.microscaled_tensor import MicroscaledTensor
+from jaxkern.primitives.quant.quantized_family import QuantizedFamily, declared
+from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
+
+Experts = Float[Array, "e f d"] | QuantizedTensor
+
+
+def bias_of_slots(bias: Float[Array, "..."], ids: Integer[Array, "..."]) -> Array:
+    """bias[ids] of bias `[e, *rows]`, in float32; zero for an id outside.
+
+    A sum over all experts, of which one has a part: its gradient adds up in order.
+    """
+    named = ids[..., None] == jnp.arange(bias.shape[0])
+    named = named.reshape(*named.shape, *[1] * (bias.ndim - 1))
+    return jnp.where(named, at_least_f32(bias), 0).sum(axis=ids.ndim)
+
+
+class ExpertArrays(NamedTuple):
+    """How the arrays of one container stand among the operands of an op."""
+
+    family: QuantizedFamily
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are always there."""
+        return tuple(n for n in self.family.arrays if n not in self.family.optional)
+
+    def placed(self, of: str, place: str, optional: bool = False) -> dict[str, Any]:
+        """Annotated operands `of_name`, `place` standing before their dims."""
+        arrays = self.family.placed(lambda dims: f"{place} {dims}")
+        found = {f"{of}_{name}": arrays[name] for name in self.names}
+        return {n: a | None for n, a in found.items()} if optional else found
+
+    def read(self, w: Any) -> list[Any]:
+        """The arrays of a container, or None for each where there is none."""
+        if w is None:
+            return [None] * len(self.names)
+        read = dict(zip(self.family.arrays, self.family.read(w), strict=True))
+        return [read[name] for name in self.names]
+
+    def product(self, x: Array, ids: Array, arrays: Sequence[Array], layout: dict):
+        """w[ids[..., k]] x of x `[..., d]`: `[..., k, rows]`."""
+        decode = partial(self.family.decode, **layout)
+        return self.family.split_rows(routed_product(x, ids, arrays, decode, None))
+
+    def shared(self, x: Array, arrays: Sequence[Array], layout: dict):
+        """w x of one matrix: `[..., rows]`."""
+        decode = partial(self.family.decode, **layout)
+        return self.family.split_rows(decoded_product(x, arrays, decode, 1, None))
+
+
+def of_named(products: Array, ids: Array, shared: Array | None, experts: int) -> Array:
+    """The products of experts, or where an id is their number what `shared` gives."""
+    if shared is None:
+        return products
+    all_pass = (ids == experts).reshape(*ids.shape, *[1] * (products.ndim - ids.ndim))
+    return products + jnp.where(all_pass, shared, 0)
+
+
+class ExpertSlots(NamedTuple):
+    """The two ops of a container and how they take its arrays."""
+
+    arrays: ExpertArrays
+    hidden: KernelPrimitive
+    sum: KernelPrimitive
+
+
+def expert_slots(name: str, arrays: ExpertArrays) -> ExpertSlots:
+    """Declares `<name>_expert_hidden` and `<name>_expert_sum`."""
+    family, n = arrays.family, len(arrays.names)
+    whole = ("e", "k", *family.whole)  # an id may name any expert
+
+    def op(kind: str, fn: Callable, operands: dict, options: tuple, result: Any):
+        of = {"ids": Integer[Array, "... k"]}
+        first, *others = operands.items()
+        operands = dict([first]) | of | dict(others)
+        options = (*family.layout, *options)
+        title = f"{name}_expert_{kind}"
+        reference = declared(fn, title, __name__, operands, options, result)
+        return kernel_primitive(reference, replicated=whole)
+
+    def hidden(x, ids, *operands, alpha, limit, up_offset, **layout):
+        x32, experts = at_least_f32(x), operands[0].shape[0]
+        shared, biases = operands[2 * n : 3 * n], operands[3 * n :]
+
+        def one(i: int) -> Array:
+            y = arrays.product(x32, ids, operands[i * n : (i + 1) * n], layout)
+            if shared[0] is not None:
+                half = arrays.shared(x32, [a[i] for a in shared], layout)
+                y = of_named(y, ids, jnp.expand_dims(half, x.ndim - 1), experts)
+            if biases[i] is not None:
+                y = y + bias_of_slots(biases[i], ids)
+            return y
+
+        options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
+        return swiglu_reference(one(0), one(1), **options).astype(x.dtype)
+
+    def weighted(x, ids, weights, *operands, **layout):
+        down, shared, (bias, residual) = (
+            operands[:n],
+            operands[n : 2 * n],
+            operands[2 * n :],
+        )
+        x32, experts = at_least_f32(x), down[0].shape[0]
+        y = arrays.product(x32, ids[..., None], down, layout)
+        y = jnp.squeeze(y, ids.ndim)
+        if shared[0] is not None:
+            of_all = arrays.shared(x32, shared, layout)
+            y = of_named(y, ids, of_all, experts)
+        if bias is not None:
+            y = y + bias_of_slots(bias, ids)
+        factors = at_least_f32(weights)
+        factors = factors.reshape(*ids.shape, *[1] * (y.ndim - ids.ndim))
+        known = (ids >= 0) & (ids < experts + (shared[0] is not None))
+        y = jnp.where(known.reshape(factors.shape), factors * y, 0)
+        y = y.sum(axis=ids.ndim - 1)
+        return (y if residual is None else at_least_f32(residual) + y).astype(x.dtype)
+
+    rows, columns = family.rows, family.columns
+    biases = {f"{n}_bias": Float[Array, f"e {rows}"] | None for n in ("gate", "up")}
+    hidden_p = op(
+        "hidden",
+        hidden,
+        {"x": Float[Array, f"... {columns}"]}
+        | arrays.placed("gate", "e")
+        | arrays.placed("up", "e")
+        | arrays.placed("shared", "2", optional=True)
+        | biases,
+        ("alpha", "limit", "up_offset"),
+        Float[Array, f"... k {rows}"],
+    )
+    sum_p = op(
+        "sum",
+        weighted,
+        {"x": Float[Array, f"... k {columns}"], "weights": Float[Array, "... k"]}
+        | arrays.placed("down", "e")
+        | arrays.placed("shared", "", optional=True)
+        | {
+            "down_bias": Float[Array, f"e {rows}"] | None,
+            "residual": Float[Array, f"... {rows}"] | None,
+        },
+        (),
+        Float[Array, f"... {rows}"],
+    )
+    return ExpertSlots(arrays, hidden_p, sum_p)
+
+
+DENSE = QuantizedFamily(
+    arrays={"w": Float[Array, "f d"]},
+    layout=(),
+    decode=lambda w, dtype: w.astype(dtype),
+    whole=("d",),
+    arrays_of=lambda w: (w,),
+)
+SLOTS = {
+    jax.Array: expert_slots("dense", ExpertArrays(DENSE)),
+    InterleavedTensor: expert_slots("interleaved", ExpertArrays(INTERLEAVED)),
+    MicroscaledTensor: expert_slots("microscaled", ExpertArrays(MICROSCALED)),
+}
+
+
+class Shared(NamedTuple):
+    """The expert that every token passes: `[2*f, d]`, gate first, and `[d, f]`."""
+
+    gate_up: Any
+    down: Any
+
+
+def slots_of(w: Any) -> ExpertSlots | None:
+    """The ops of a container; None where it has none."""
+    if isinstance(w, jax.Array | np.ndarray):
+        return SLOTS[jax.Array]
+    if getattr(w, "global_scale", None) is not None:
+        return None
+    return SLOTS.get(type(w))
+
+
+def are_alike(*weights: Any) -> bool:
+    """Whether one kernel reads them: one container that has the ops, one layout."""
+    found = [slots_of(w) for w in weights]
+    first = found[0]
+    if first is None or any(s is not first for s in found):
+        return False
+    family = first.arrays.family
+    if family is DENSE:
+        return len({w.dtype for w in weights}) == 1
+    return all(family.layout_of(w) == family.layout_of(weights[0]) for w in weights)
+
+
+def expert_hidden(
+    x: Float[Array, "t d"],
+    ids: Integer[Array, "t k"],
+    gate: Experts,
+    up: Experts,
+    gate_bias: Float[Array, "e f"] | None,
+    up_bias: Float[Array, "e f"] | None,
+    shared: Any = None,
+    **options: Any,
+) -> Float[Array, "t k f"]:
+    """`hidden` of each slot; `shared` is `[2*f, d]`, of the container of the others.
+
+    `options` are those of `swiglu`.
+    """
+    ops = slots_of(gate)
+    assert ops is not None
+    family = ops.arrays.family
+    halves = [
+        None if a is None else a.reshape(2, a.shape[0] // 2, *a.shape[1:])
+        for a in ops.arrays.read(shared)
+    ]
+    biases = [None if b is None else family.split_rows(b) for b in (gate_bias, up_bias)]
+    weights = *ops.arrays.read(gate), *ops.arrays.read(up), *halves
+    y = ops.hidden(x, ids, *weights, *biases, **family.layout_of(gate), **options)
+    return y.reshape(*ids.shape, gate.shape[1])
+
+
+def expert_sum(
+    hidden: Float[Array, "t k f"],
+    ids: Integer[Array, "t k"],
+    weights: Float[Array, "t k"],
+    down: Experts,
+    bias: Float[Array, "e d"] | None,
+    residual: Float[Array, "t d"] | None = None,
+    shared: Any = None,
+) -> Float[Array, "t d"]:
+    """`y` of each token; `shared` is `[d, f]`, of the container of the others."""
+    ops = slots_of(down)
+    assert ops is not None
+    family = ops.arrays.family
+    rows = [None if a is None else family.split_rows(a) for a in (bias, residual)]
+    arrays = *ops.arrays.read(down), *ops.arrays.read(shared)
+    y = ops.sum(hidden, ids, weights, *arrays, *rows, **family.layout_of(down))
+    return y.reshape(len(hidden), down.shape[1])

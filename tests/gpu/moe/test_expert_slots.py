@@ -1,0 +1,135 @@
+"""Experts slot by slot, and the choice of them, on a GPU against float64."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkern import backend, explain, interleave, quantize_gguf, quantize_microscaled
+from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
+from jaxkern.primitives.moe.norm_route import norm_route_p, norm_route_reference
+from tests.gpu.quant.row_checks import normal, on_the_cpu, rounded
+from tests.gpu.truth import on_a_gpu, poison, relative_error
+from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
+
+pytestmark = on_a_gpu
+
+E = 6
+FORMS = {
+    "Q4_K": lambda w: interleave(quantize_gguf(w, "Q4_K")),
+    "Q6_K": lambda w: interleave(quantize_gguf(w, "Q6_K")),
+    "Q8_0": lambda w: interleave(quantize_gguf(w, "Q8_0")),
+    "mxfp4": functools.partial(quantize_microscaled, format="mxfp4"),
+    "nvfp4": functools.partial(quantize_microscaled, format="nvfp4", two_level=False),
+}
+SIZES = {  # dims and channels that nothing divides, as far as the container has them
+    "bf16": [(520, 200), (2880, 72)],
+    "Q4_K": [(768, 1280), (2048, 512)],
+    "Q6_K": [(768, 512)],
+    "Q8_0": [(544, 352)],
+    "mxfp4": [(2880, 672), (512, 192)],
+    "nvfp4": [(672, 224)],
+}
+
+
+def drawn(form, *shape, seed):
+    """(weights on the GPU, their values in float64)."""
+    w = normal(shape, seed) / shape[-1] ** 0.5
+    if form != "bf16":
+        return on_the_cpu(FORMS[form], w)
+    return jnp.asarray(w, jnp.bfloat16), rounded(w)
+
+
+@pytest.mark.parametrize("tokens, k", [(1, 4), (5, 3), (8, 9)])
+@pytest.mark.parametrize(
+    "form, sizes", [(f, s) for f, all_ in SIZES.items() for s in all_]
+)
+def test_a_few_tokens(form, sizes, tokens, k):
+    d, f = sizes
+    rng = np.random.default_rng([tokens, d])
+    (gate, g), (up, u) = (drawn(form, E, f, d, seed=i) for i in range(2))
+    (down, w), (both, b) = drawn(form, E, d, f, seed=2), drawn(form, 2 * f, d, seed=3)
+    back, v = drawn(form, d, f, seed=4)
+    x = jnp.asarray(rng.standard_normal((tokens, d)), jnp.bfloat16)
+    residual = jnp.asarray(rng.standard_normal((tokens, d)), jnp.bfloat16)
+    ids = rng.integers(-1, E + 2, (tokens, k)).astype(np.int32)
+    ids[:, -1] = E  # the shared one
+    weights = jnp.asarray(rng.uniform(0, 1, (tokens, k)), jnp.float32)
+    gate_bias, up_bias, bias = (
+        rng.standard_normal(s).astype(np.float32) for s in ((E, f), (E, f), (E, d))
+    )
+    wide = [np.asarray(a, np.float64) for a in (x, weights, residual)]
+    cases: list[tuple[Any, ...]] = [
+        (PLAIN, (None, None, both), None, None, back),
+        (GPT_OSS, (gate_bias, up_bias, None), bias, residual, None),
+    ]
+    for options, around, added, before, shared in cases:
+        poison(jnp.zeros((tokens, k, f), x.dtype), residual)
+        hidden = functools.partial(expert_hidden, **options)
+        with backend("triton", strict=True):
+            y = jax.jit(hidden)(x, ids, gate, up, *around)
+            z = jax.jit(expert_sum)(y, ids, weights, down, added, before, shared)
+        one = None if around[2] is None else b
+        truth = hidden_of(wide[0], ids, g, u, around[:2], one, options)
+        assert relative_error(y, truth) < 4e-3
+        given = None if before is None else wide[2], None if shared is None else v
+        found = np.asarray(y, np.float64)
+        truth = sum_of(found, ids, wide[1], w, added, *given)
+        assert relative_error(z, truth) < 4e-3
+
+
+def test_no_tokens_are_the_reference():
+    x, ids = jnp.zeros((0, 64), jnp.bfloat16), jnp.zeros((0, 2), jnp.int32)
+    w = jnp.zeros((E, 32, 64), jnp.bfloat16)
+    hidden = functools.partial(expert_hidden, **PLAIN)
+    assert hidden(x, ids, w, w, None, None).shape == (0, 2, 32)
+    assert "there are no elements" in str(explain(hidden, x, ids, w, w, None, None))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize(
+    "d, e, k, options",
+    [
+        (2880, 32, 4, {}),
+        (2048, 256, 8, dict(shared=True)),
+        (520, 64, 6, dict(shared=True, score="sigmoid", num_groups=8, top_groups=4)),
+    ],
+)
+def test_norm_and_choice(tokens, d, e, k, options):
+    rng = np.random.default_rng([tokens, d])
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    x = draw(tokens, d).astype(jnp.bfloat16)
+    sigmoid = "score" in options
+    correction, opening = (draw(e) / 8, None) if sigmoid else (None, draw(d) / d**0.5)
+    opening = opening if "shared" in options else None
+    operands = x, draw(d), draw(e, d) / d**0.5, draw(e), correction, opening
+    options = (
+        dict(
+            eps=1e-6,
+            shared=False,
+            k=k,
+            score="softmax",
+            normalize=True,
+            num_groups=1,
+            top_groups=1,
+            group_score="top2" if sigmoid else "max",
+            scaling_factor=2.5 if sigmoid else 1.0,
+        )
+        | options
+    )
+    poison(x, operands[3])
+    with backend("triton", strict=True):
+        found = jax.jit(functools.partial(norm_route_p, **options))(*operands)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [None if a is None else np.asarray(a, np.float64) for a in operands]
+        wide = [None if a is None else jnp.asarray(a) for a in wide]
+        truth = [np.asarray(a) for a in norm_route_reference(*wide, **options)]
+    np.testing.assert_array_equal(found[2], truth[2])
+    assert relative_error(found[0], truth[0]) < 4e-3
+    assert relative_error(found[1], truth[1]) < 1e-5

@@ -1,0 +1,164 @@
+"""Experts of a few tokens: kernels of packed rows by lanes, and as machine code."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxkern import backend, dequantize, explain, quantize_microscaled
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import compiling_for
+from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
+from jaxkern.triton.quant.block_codes import BYTES
+from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
+from tests.triton.quant import lanes
+from tests.triton.quant.test_one_activation import weights
+from tests.triton.test_every_kernel import launches_of, spec
+from tests.triton.test_every_kernel import packed as shaped_tiles
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+E, TOKENS = 3, 2
+IDS = np.array([[2, 0, 3], [1, -1, 4]], np.int32)  # 3 is the shared one's, if any
+
+
+def drawn(rng, kind, *shape):
+    """(container, the same in float64)."""
+    *lead, f, d = shape
+    if kind.startswith("Q"):
+        w, values = weights(rng, kind, int(np.prod(lead, dtype=int)) * f, d)
+        tiles = np.asarray(w.tiles).reshape(*lead, f // 16, -1)
+        return type(w)(tiles, kind), values.reshape(shape)
+    w = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    packed = quantize_microscaled(w, format=kind, two_level=False)
+    return jax.tree.map(np.asarray, packed), np.asarray(dequantize(packed), float)
+
+
+def by_lanes(f, operands, y):
+    """y as every program of the one launch of an op writes it.
+
+    The shared expert, which an op's kernel has before what is added, is the last.
+    """
+    with compiling_for(90):
+        [launch] = launches_of(f, operands)
+    names = [n for n in launch.kernel.arg_names if n not in dict(launch.constants)]
+    *others, one, other, shared = operands
+    flat = jax.tree.leaves((*others, shared, one, other))
+    if "zeros_ptr" in names:
+        flat.append(np.zeros(64, ml_dtypes.bfloat16))
+    given = lanes.side_by_side(dict(zip(names, [*flat, y], strict=True)))
+    for place in np.ndindex(*launch.grid):
+        lanes.run(launch, given, tuple(map(int, place)))
+    return given["y_ptr"]
+
+
+@pytest.mark.parametrize(
+    "kind, d, f, shared",
+    [
+        ("Q4_K", 1280, 16, True),
+        pytest.param("Q8_0", 352, 16, False, marks=pytest.mark.full),
+        ("mxfp4", 672, 24, False),
+        pytest.param("nvfp4", 192, 16, True, marks=pytest.mark.full),
+    ],
+)
+def test_lanes_give_what_experts_give(kind, d, f, shared):
+    rng = np.random.default_rng(d)
+    options = PLAIN if shared else GPT_OSS
+    x = rng.standard_normal((TOKENS, d)).astype(ml_dtypes.bfloat16)
+    (gate, g), (up, u) = (drawn(rng, kind, E, f, d) for _ in range(2))
+    biases = [None if shared else rng.standard_normal((E, f)) for _ in range(2)]
+    (both, b) = drawn(rng, kind, 2 * f, d) if shared else (None, None)
+    narrow = [None if a is None else a.astype(np.float32) for a in biases]
+    hidden = functools.partial(expert_hidden, **options)
+    y = np.full((*IDS.shape, f), np.nan, np.float32)
+    y = by_lanes(hidden, (x, IDS, gate, up, *narrow, both), y)
+    truth = hidden_of(x.astype(float), IDS, g, u, biases, b, options)
+    assert np.linalg.norm(y - truth) <= 2e-6 * np.linalg.norm(truth)
+
+
+@pytest.mark.parametrize(
+    "kind, d, f, shared",
+    [
+        ("Q4_K", 512, 16, True),
+        pytest.param("Q8_0", 352, 16, False, marks=pytest.mark.full),
+        ("mxfp4", 672, 24, True),
+        pytest.param("nvfp4", 192, 16, False, marks=pytest.mark.full),
+    ],
+)
+def test_lanes_give_the_weighted_sum(kind, d, f, shared):
+    rng = np.random.default_rng(d)
+    x = rng.standard_normal((*IDS.shape, d)).astype(ml_dtypes.bfloat16)
+    by_expert = rng.uniform(0, 1, IDS.shape).astype(np.float32)
+    down, w = drawn(rng, kind, E, f, d)
+    bias = None if shared else rng.standard_normal((E, f)).astype(np.float32)
+    residual = rng.standard_normal((TOKENS, f)).astype(ml_dtypes.bfloat16)
+    (back, b) = drawn(rng, kind, f, d) if shared else (None, None)
+    y = np.full((TOKENS, f), np.nan, np.float32)
+    y = by_lanes(expert_sum, (x, IDS, by_expert, down, bias, residual, back), y)
+    truth = sum_of(x.astype(float), IDS, by_expert, w, bias, residual.astype(float), b)
+    assert np.linalg.norm(y - truth) <= 2e-6 * np.linalg.norm(truth)
+
+
+def of_shapes(kind, *shape):
+    """A container of this kind without its numbers."""
+    if kind in BYTES:
+        *lead, f, d = shape
+        w: Any = shaped_tiles(kind, f, d)
+        return type(w)(spec(*lead, *w.tiles.shape, dtype="uint8"), kind)
+    pack = functools.partial(quantize_microscaled, format=kind, two_level=False)
+    return jax.eval_shape(pack, spec(*shape, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    "kind, d, f, e, k, shared",
+    [
+        ("Q4_K", 2048, 512, 256, 9, True),  # Qwen3.6-35B-A3B
+        ("mxfp4", 2880, 2880, 32, 4, False),  # gpt-oss-20b
+        *(
+            pytest.param(kind, 768, 512, 8, 4, True, marks=pytest.mark.full)
+            for kind in (*BYTES, "nvfp4")
+        ),
+    ],
+)
+def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):
+    gate, down = of_shapes(kind, e, f, d), of_shapes(kind, e, d, f)
+    both, back = None, None
+    if shared:
+        both, back = of_shapes(kind, 2 * f, d), of_shapes(kind, d, f)
+    x, ids, hidden = spec(1, d), spec(1, k, dtype="int32"), spec(1, k, f)
+    f32 = functools.partial(spec, dtype="float32")
+    biases = f32(e, f), f32(e, f), f32(e, d)
+    wide = functools.partial(expert_hidden, **GPT_OSS)
+    with compiling_for(90):
+        for op, operands in (
+            (wide, (x, ids, gate, gate, *biases[:2], both)),
+            (expert_sum, (hidden, ids, f32(1, k), down, biases[2], x, back)),
+        ):
+            [launch] = launches_of(op, operands)
+            assert launch.stack_bytes == 0 and launch.registers <= 128, kind
+            assert "HMMA" in launch.sass
+
+
+@pytest.mark.parametrize(
+    "reason, x, ids, w",
+    [
+        ("`x` is float32, not bfloat16", spec(1, 64, dtype="float32"), (1, 2), "Q8_0"),
+        ("there are 9 tokens, over 8", spec(9, 64), (9, 2), "Q8_0"),
+        ("a token has 17 experts, over 16", spec(1, 64), (1, 17), "mxfp4"),
+        ("there are no elements", spec(0, 64), (0, 2), "mxfp4"),
+        ("mxfp8 has no kernel for experts in one launch", spec(1, 64), (1, 2), "mxfp8"),
+        ("rows of 16 columns of 4 bits", spec(1, 16), (1, 2), "nvfp4"),
+    ],
+)
+def test_refusals(reason, x, ids, w):
+    gate = of_shapes(w, 4, 32, x.shape[-1])
+    hidden = functools.partial(expert_hidden, **PLAIN)
+    operands = x, spec(*ids, dtype="int32"), gate, gate, None, None
+    with backend("auto"):
+        [row] = explain(hidden, *operands, platform="cuda").rows
+    assert row.runs.startswith("xla") and any(reason in r for r in row.refused), row
