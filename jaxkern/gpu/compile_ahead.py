@@ -1,14 +1,10 @@
 """Kernels compiled by processes beside this one, before lowering asks for them.
 
-    with Compilers() as compilers:
-        for launch in launches:
-            compilers.ask(launch, capability)
-        lowered = traced.lower()     # `compiled` waits for each, and finds it on disk
-
-A third of what Triton does is Python, which one process does one after the other: the
-two executables of a model of 8B have 21 kernels, 15 seconds of a processor. The others
-write into Triton's cache on disk. What is there already is not asked for; no process
-starts for it.
+Between `Compilers.ask` for a launch and the end of the block, `launch.compiled` waits
+for the process that has the kernel, and then finds it in Triton's cache on disk. What
+is there already is not asked for, and starts no process. A third of what Triton does is
+Python, of which threads would do one thing at a time: the two executables of a model of
+8B have 21 kernels, 15 seconds of a processor.
 """
 
 import contextlib
@@ -23,16 +19,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jaxkern.gpu.launch import Launch, compilation, elsewhere
 
-MOST = 12  # processes, of 300 MB each
+LEAST, MOST = 3, 12  # processes, of 300 MB each; fewer begin too late to help
 NO_BYTES = ValueError, TypeError, AttributeError, pickle.PicklingError
 
 
-class Compilers:
-    """Processes that compile kernels while the block runs."""
+def num_processes() -> int:
+    """As many as there are processors for beside this process, 0 on a small machine."""
+    count = min(len(os.sched_getaffinity(0)) - 1, MOST)
+    return count if count >= LEAST else 0
 
-    def __init__(self) -> None:
-        count = min(len(os.sched_getaffinity(0)), MOST)
+
+class Compilers:
+    """Up to `count` processes that compile kernels while the block runs."""
+
+    def __init__(self, count: int) -> None:
+        from triton.runtime.cache import triton_key
+
         self.threads = ThreadPoolExecutor(count)  # each has one process
+        # Triton reads itself first, 500 MB, to know what its cache is of
+        self.key = self.threads.submit(triton_key)
         self.own = threading.local()
         self.processes: list[subprocess.Popen] = []
         self.asked: list[tuple[Launch, int]] = []
@@ -51,6 +56,7 @@ class Compilers:
 
     def ask(self, launch: Launch, capability: int) -> None:
         """Compiles it elsewhere, unless it is on disk or has been asked for."""
+        self.key.result()
         key = launch._replace(grid=()), capability
         if key in elsewhere or is_on_disk(*key):
             return

@@ -1,12 +1,19 @@
 """The Triton launches of traced functions, compiled beside each other.
 
-with compiled_ahead(traced.jaxpr):
-    lowered = traced.lower()
+    with compiled_ahead() as ask:
+        traced = [jax.jit(f).trace(*args) for f, args in calls]
+        for one in traced:
+            ask(one.jaxpr)
+        lowered = [one.lower() for one in traced]
+
+Lowering would compile them one after the other, as it comes to each.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 from jaxkern.lowering.chained import as_chains, chained_p
 from jaxkern.lowering.explain import bodies
@@ -15,30 +22,36 @@ from jaxkern.primitives.family import KernelPrimitive
 
 
 @contextlib.contextmanager
-def compiled_ahead(jaxprs: Sequence[Any]) -> Iterator[None]:
-    """In this block the kernels of functions compile, which one NVIDIA GPU will run.
+def compiled_ahead() -> Iterator[Callable[[Any], None]]:
+    """Gives a function that has the kernels of a jaxpr compiled while the block runs.
 
-    Elsewhere than on such a GPU it does nothing.
+    They are those that one NVIDIA GPU will run. Elsewhere than on such a GPU, and on a
+    host of few processors, it does nothing.
     """
-    from jaxkern.gpu.device import assumed_capability, compute_capability
-    from jaxkern.gpu.device import device_capability as of_this_machine
+    from jaxkern.gpu.compile_ahead import Compilers, num_processes
+    from jaxkern.gpu.device import compute_capability
 
-    if not (assumed_capability or of_this_machine()) or missing_triton():
-        yield
+    if not (count := num_processes()) or not on_a_gpu():
+        yield lambda jaxpr: None
         return
-    from jaxkern.gpu.compile_ahead import Compilers
+    with Compilers(count) as compilers:
 
-    with Compilers() as compilers:
-        for jaxpr in jaxprs:
+        def ask(jaxpr: Any) -> None:
             for launch in launches_of(jaxpr):
                 compilers.ask(launch, compute_capability())
-        yield
+
+        yield ask
 
 
-def missing_triton() -> str | None:
+def on_a_gpu() -> bool:
+    """Whether Triton compiles for this machine's GPU."""
+    from jaxkern.gpu.device import device_capability
+
+    if jax.default_backend() != "gpu" or device_capability() is None:
+        return False
     from jaxkern.gpu.triton_call import missing  # imports Triton
 
-    return missing()
+    return missing() is None
 
 
 def launches_of(jaxpr: Any) -> Iterator[Any]:

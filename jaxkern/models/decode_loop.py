@@ -119,10 +119,13 @@ def compiled_in_turn(
     XLA compiles them at once. The memory that compiling took goes back to the system:
     glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
     """
-    traced = {name: f.trace(*arguments) for name, (f, arguments) in calls.items()}
     at_once = len(calls) if jax.default_backend() == "gpu" else 1
     with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker:
-        with compiled_ahead([one.jaxpr for one in traced.values()]):
+        with compiled_ahead() as ask:
+            traced = {}
+            for name, (function, arguments) in calls.items():
+                traced[name] = function.trace(*arguments)
+                ask(traced[name].jaxpr)
             executables = {
                 name: worker.submit(one.lower().compile) for name, one in traced.items()
             }

@@ -69,7 +69,7 @@ def test_every_kernel_that_lowering_compiles_is_known_before(step, monkeypatch):
 
 @pytest.mark.usefixtures("empty_cache")
 def test_another_process_compiles_it():
-    with Compilers() as compilers:
+    with Compilers(1) as compilers:
         compilers.ask(small(4), 90)
         compilers.ask(small(4)._replace(grid=(7,)), 90)
         assert len(compilers.asked) == 1 and not is_on_disk(small(4), 90)
@@ -77,7 +77,7 @@ def test_another_process_compiles_it():
         assert at_work.exception() is None and is_on_disk(small(4), 90)
         found = compiled(small(4), 90)
     assert found.metadata.name == "best_part_kernel" and not launches.elsewhere
-    with Compilers() as compilers:
+    with Compilers(1) as compilers:
         compilers.ask(small(4), 90)
         assert not compilers.asked and not compilers.processes
 
@@ -89,7 +89,7 @@ def test_what_no_other_process_can_do_is_done_here(monkeypatch):
         return
 
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with Compilers() as compilers:
+    with Compilers(1) as compilers:
         compilers.ask(small(8), 90)
         assert "best_part_kernel" in compiled(small(8), 90).asm["ptx"]
         compilers.ask(Launch(nowhere_kernel, (), (), (1,), 1, 3), 90)
@@ -97,5 +97,6 @@ def test_what_no_other_process_can_do_is_done_here(monkeypatch):
 
 
 def test_without_a_gpu_nothing_is_asked_for():
-    with compiled_ahead([None]):
+    with compiled_ahead() as ask:
+        ask(None)
         assert not launches.elsewhere
