@@ -16,6 +16,7 @@ from jaxkern.lowering.launches_ahead import compiled_ahead
 from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
+from jaxkern.quick_import import no_collections
 
 NO_TOKEN = -1  # of a sequence that is finished
 
@@ -121,7 +122,7 @@ def compiled_in_turn(
     """
     at_once = len(calls) if jax.default_backend() == "gpu" else 1
     with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker:
-        with compiled_ahead() as ask:
+        with no_collections(), compiled_ahead() as ask:
             traced = {}
             for name, (function, arguments) in calls.items():
                 traced[name] = function.trace(*arguments)
