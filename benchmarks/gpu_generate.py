@@ -17,7 +17,7 @@ of four streams after one that warms up.
 
 import argparse
 import statistics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,13 +150,17 @@ def hybrid(shape: Shape) -> tuple[DecoderConfig, DecoderWeights]:
     return config, DecoderWeights(table, layers, jnp.ones(shape.d), (table,))
 
 
-def measure(name: str, weights: str, prompt: int, new: int, batch: int) -> str:
+def named(name: str, weights: str) -> tuple[Any, Any]:
+    """Config and drawn weights of the model of a name."""
     if name in PUBLISHED:
-        config, arrays = drawn_model(name, weights)
-    elif name == "hybrid":
-        config, arrays = hybrid(HYBRID)
-    else:
-        config, arrays = model(SHAPES[name], weights)
+        return drawn_model(name, weights)
+    if name == "hybrid":
+        return hybrid(HYBRID)
+    return model(SHAPES[name], weights)
+
+
+def measure(name: str, weights: str, prompt: int, new: int, batch: int) -> str:
+    config, arrays = named(name, weights)
     generator = Generator(
         config, arrays, batch=batch, prompt_slots=prompt, max_tokens=new + 1, chunk=16
     )

@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import tempfile
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,6 +121,10 @@ class Launch(NamedTuple):
         return line + (f", {self.stack_bytes} B stack" if self.stack_bytes else "")
 
 
+# by kernel and compute capability: what other processes compile (compile_ahead.py)
+elsewhere: dict[tuple[Launch, int], Future] = {}
+
+
 @functools.lru_cache(maxsize=4096)
 def compiled(launch: Launch, capability: int) -> Any:
     """The kernel as Triton compiled it: `.asm` has every stage, `.metadata` its needs.
@@ -128,6 +133,13 @@ def compiled(launch: Launch, capability: int) -> Any:
       launch: the kernel with its types and constants; the grid does not matter.
       capability: 80 for an A100, 90 for an H100 or H200.
     """
+    if at_work := elsewhere.pop((launch._replace(grid=()), capability), None):
+        at_work.exception()  # waits; what failed there fails below, in words
+    return triton.compile(*compilation(launch, capability))
+
+
+def compilation(launch: Launch, capability: int) -> tuple[Any, Any, dict[str, Any]]:
+    """What `triton.compile` is given: source, target, options."""
     names = list(launch.kernel.arg_names)
     constants = dict(launch.constants)
     pointers = [n for n in names if n not in constants]
@@ -156,8 +168,10 @@ def compiled(launch: Launch, capability: int) -> Any:
         "num_stages": launch.num_stages,
         "enable_fp_fusion": True,
         "maxnreg": launch.max_registers,
+        # a check beside every sum of integers, which nothing reads without `debug`
+        "sanitize_overflow": False,
     }
-    return triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    return source, GPUTarget("cuda", capability, 32), options
 
 
 def paths_of(i: int, type_: str | tuple[str, ...]) -> list[tuple[int, ...]]:

@@ -113,6 +113,16 @@ def ahead(launch: Launch, sources: Sequence[tuple[int, int]], num_operands: int)
     return READ if all(buffer < num_operands for buffer in early) else WAIT
 
 
+def kernels_of(steps: Sequence[Step], num_operands: int) -> list[Launch]:
+    """What each step is compiled as."""
+    found = []
+    for launch, sources in steps:
+        level = ahead(launch, sources, num_operands)
+        constants = tuple({**dict(launch.constants), "AHEAD": level}.items())
+        found.append(launch._replace(constants=constants, grid=()))
+    return found
+
+
 launch_chain_p = Primitive("launch_chain")
 launch_chain_p.multiple_results = True
 
@@ -134,10 +144,8 @@ def attributes(steps: Sequence[Step], num_operands: int) -> dict[str, Any]:
     """What the handler reads; see launch_chain.cc."""
     kernels: dict[Launch, int] = {}
     program: list[int] = []
-    for i, (launch, sources) in enumerate(steps):
-        level = ahead(launch, sources, num_operands)
-        constants = tuple({**dict(launch.constants), "AHEAD": level}.items())
-        kernel = launch._replace(constants=constants, grid=())
+    every = kernels_of(steps, num_operands)
+    for i, ((launch, sources), kernel) in enumerate(zip(steps, every, strict=True)):
         number = kernels.setdefault(kernel, len(kernels))
         # what stands before the chain is no kernel that says when to begin
         program += [number, *(*launch.grid, 1, 1)[:3], int(i > 0), launch.cluster]

@@ -11,6 +11,7 @@ ever.
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import batching, mlir
 
 from jaxkern.lowering.explain import every_equation
-from jaxkern.lowering.lower import choose
+from jaxkern.lowering.kernel_jaxpr import kernel_jaxpr
 from jaxkern.primitives.family import KernelPrimitive
 
 INLINED = {  # parameters that hold the jaxprs of an equation
@@ -72,12 +73,29 @@ def batch(args: Sequence, axes: Sequence, *, jaxpr: Any):
 
 
 def lower_on_gpu(ctx, *args, jaxpr: Any):
+    devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
+    lowered = jaxpr if devices > 1 else as_chains(jaxpr)
+    f = functools.partial(evaluate, jaxpr=lowered)
+    return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+
+
+def as_chains(jaxpr: Any) -> Any:
+    """What a function lowers to on one GPU; traced once."""
+    from jaxkern.gpu.device import compute_capability
     from jaxkern.gpu.launch_chain import missing  # imports Triton
 
-    devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
-    f = evaluate if devices > 1 or missing() else in_chains
-    f = functools.partial(f, jaxpr=jaxpr)
-    return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+    if missing():
+        return jaxpr
+    known = traced_chains.setdefault(jaxpr, {})
+    if (capability := compute_capability()) not in known:
+        known[capability] = jax.make_jaxpr(functools.partial(in_chains, jaxpr=jaxpr))(
+            *jaxpr.in_avals
+        )
+    return known[capability]
+
+
+# by function, then by compute capability
+traced_chains: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def in_chains(*args: Any, jaxpr: Any) -> list:
@@ -252,14 +270,8 @@ def is_aligned(x: Later) -> bool:
 
 def kernel_of(eqn: Any) -> Any:
     """What an op lowers to on a GPU, or None where that is no Triton kernel."""
-    params = dict(eqn.params)
-    call, avals = params.pop("call"), [v.aval for v in eqn.invars]
-    row = choose(eqn.primitive, "cuda", avals, call, params).row
-    if row is None or row.backend != "triton":
-        return None
-    f = functools.partial(eqn.primitive.evaluate_with, row.kernel, call=call, **params)
-    plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    return jax.make_jaxpr(lambda *x: jax.tree.leaves(f(*x)))(*plain)
+    avals = [v.aval for v in eqn.invars]
+    return kernel_jaxpr(eqn.primitive, avals, **eqn.params)
 
 
 def has_kernels(closed: Any) -> bool:

@@ -311,7 +311,8 @@ def decoded(
         {"ids_ptr": flat, "tiles_ptr": tiles},
         {"w_ptr": jax.ShapeDtypeStruct((*shape, k), dtype)},
         {
-            "TILES": u,
+            # for ids alone: whole weights of the same width share a kernel
+            "TILES": 0 if flat is None else u,
             "K": k,
             "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
             "TILE_PAIRS": tile_bytes // 8,

@@ -1,0 +1,79 @@
+"""The Triton launches of traced functions, compiled beside each other.
+
+    with compiled_ahead() as ask:
+        traced = [jax.jit(f).trace(*args) for f, args in calls]
+        for one in traced:
+            ask(one.jaxpr)
+        lowered = [one.lower() for one in traced]
+
+Lowering would compile them one after the other, as it comes to each.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxkern.lowering.chained import as_chains, chained_p
+from jaxkern.lowering.explain import bodies
+from jaxkern.lowering.kernel_jaxpr import kernel_jaxpr
+from jaxkern.primitives.family import KernelPrimitive
+
+
+@contextlib.contextmanager
+def compiled_ahead() -> Iterator[Callable[[Any], None]]:
+    """Gives a function that has the kernels of a jaxpr compiled while the block runs.
+
+    They are those that one NVIDIA GPU will run. Elsewhere than on such a GPU, and on a
+    host of few processors, it does nothing.
+    """
+    from jaxkern.gpu.compile_ahead import Compilers, num_processes
+    from jaxkern.gpu.device import compute_capability
+
+    if not (count := num_processes()) or not on_a_gpu():
+        yield lambda jaxpr: None
+        return
+    with Compilers(count) as compilers:
+
+        def ask(jaxpr: Any) -> None:
+            for launch in launches_of(jaxpr):
+                compilers.ask(launch, compute_capability())
+
+        yield ask
+
+
+def on_a_gpu() -> bool:
+    """Whether Triton compiles for this machine's GPU."""
+    from jaxkern.gpu.device import device_capability
+
+    if jax.default_backend() != "gpu" or device_capability() is None:
+        return False
+    from jaxkern.gpu.triton_call import missing  # imports Triton
+
+    return missing() is None
+
+
+def launches_of(jaxpr: Any) -> Iterator[Any]:
+    """Every kernel that a function launches on one GPU, as it is compiled."""
+    from jaxkern.gpu.launch_chain import kernels_of, launch_chain_p
+    from jaxkern.gpu.triton_call import triton_call_p
+
+    seen = set()
+    for eqn in jaxpr.eqns:
+        p, inner = eqn.primitive, bodies(eqn)
+        if p is triton_call_p:
+            yield eqn.params["launch"]
+        elif p is launch_chain_p:
+            every = kernels_of(eqn.params["steps"], len(eqn.invars))
+            yield from dict.fromkeys(every)
+        elif p is chained_p:
+            inner = [as_chains(eqn.params["jaxpr"])]
+        elif isinstance(p, KernelPrimitive):
+            avals = [v.aval for v in eqn.invars]
+            key = p, tuple(avals), tuple(eqn.params.items())
+            if key not in seen and (made := kernel_jaxpr(p, avals, **eqn.params)):
+                inner = [made]
+            seen.add(key)
+        for body in inner:
+            yield from launches_of(getattr(body, "jaxpr", body))
