@@ -6,13 +6,14 @@ It follows the equations of f as they lower on a GPU. A kernel joins the chain; 
 results are there later. What only looks at them otherwise, a reshape or a split, is an
 address. What computes with them outside of kernels ends the chain, and the next kernel
 begins another. Where there is no GPU, no library, or more than one device, f lowers as
-ever.
+ever; inside `shard_map` each device has chains of its own, and a `sum_over_devices` of
+the axis of `peers` is a kernel of them.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,11 @@ from jax.interpreters import batching, mlir
 
 from jaxkern.lowering.explain import every_equation
 from jaxkern.lowering.lower import choose
+from jaxkern.parallel.sum_over_devices import NAME as SUM
 from jaxkern.primitives.family import KernelPrimitive
+
+if TYPE_CHECKING:
+    from jaxkern.gpu.peer_sum import Peers
 
 INLINED = {  # parameters that hold the jaxprs of an equation
     "jit": "jaxpr",
@@ -34,11 +39,12 @@ INLINED = {  # parameters that hold the jaxprs of an equation
 ALIGNED = 16  # bytes: what kernels are compiled for
 
 
-def chained(f: Callable) -> Callable:
-    """f with its launches in chains where it runs on one NVIDIA GPU.
+def chained(f: Callable, peers: "Peers | None" = None) -> Callable:
+    """f with its launches in chains where it runs on NVIDIA GPUs, each for itself.
 
     Args:
       f: of arrays alone, which are given to it and not closed over.
+      peers: of `peers_of`, inside a `shard_map` over all axes of that mesh.
 
     Returns:
       A function of the same arguments with the same results.
@@ -52,7 +58,7 @@ def chained(f: Callable) -> Callable:
     @functools.wraps(f)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-        out = chained_p.bind(*jax.tree.leaves(args), jaxpr=closed)
+        out = chained_p.bind(*jax.tree.leaves(args), jaxpr=closed, peers=peers)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return run
@@ -62,26 +68,28 @@ chained_p = Primitive("chained")
 chained_p.multiple_results = True
 
 
-def evaluate(*args: Any, jaxpr: Any) -> list:
+def evaluate(*args: Any, jaxpr: Any, peers: "Peers | None" = None) -> list:
+    del peers
     return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
 
 
-def batch(args: Sequence, axes: Sequence, *, jaxpr: Any):
+def batch(args: Sequence, axes: Sequence, *, jaxpr: Any, peers: Any):
+    del peers
     out = jax.vmap(functools.partial(evaluate, jaxpr=jaxpr), tuple(axes))(*args)
     return out, [0] * len(out)
 
 
-def lower_on_gpu(ctx, *args, jaxpr: Any):
+def lower_on_gpu(ctx, *args, jaxpr: Any, peers: "Peers | None"):
     from jaxkern.gpu.launch_chain import missing  # imports Triton
 
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
     f = evaluate if devices > 1 or missing() else in_chains
-    f = functools.partial(f, jaxpr=jaxpr)
+    f = functools.partial(f, jaxpr=jaxpr, peers=peers)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
 
 
-def in_chains(*args: Any, jaxpr: Any) -> list:
-    chains = Chains()
+def in_chains(*args: Any, jaxpr: Any, peers: "Peers | None" = None) -> list:
+    chains = Chains(peers)
     return chains.finished(chains.evaluate(jaxpr, args))
 
 
@@ -112,7 +120,8 @@ class Later(NamedTuple):
 class Chain:
     """Launches that are gathered, and their results once they are bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: "Peers | None" = None) -> None:
+        self.peers = peers
         self.operands: list[Any] = []
         self.steps: list[
             tuple[Any, list[Any]]
@@ -131,9 +140,13 @@ class Chain:
 
     def add(self, params: dict, operands: Sequence[Any]) -> list[Later]:
         """One more launch, whose operands are arrays or come from this chain."""
+        from jaxkern.gpu.peer_sum import Mailbox
+
         sources: list[Any] = []
         for x in operands:
-            if isinstance(x, Later):
+            if isinstance(x, Mailbox):
+                sources.append((False, -1 - x.number, 0))
+            elif isinstance(x, Later):
                 [(result, first, _)] = x.pieces
                 sources.append((True, result, first * x.dtype.itemsize))
             else:
@@ -154,7 +167,8 @@ class Chain:
         from jaxkern.gpu.launch_chain import Step, launch_chain_p
         from jaxkern.gpu.triton_call import triton_call_p
 
-        if len(self.steps) == 1:
+        mailboxes = any(at < 0 for _, sources in self.steps for _, at, _ in sources)
+        if len(self.steps) == 1 and not mailboxes:
             params = dict(launch=self.steps[0][0], out=tuple(self.results))
             order = [at for own, at, _ in self.steps[0][1] if not own]
             aliases = tuple((order.index(i), j) for i, j in self.aliases)
@@ -171,6 +185,7 @@ class Chain:
             steps=steps,
             out=tuple(self.results),
             aliases=tuple(self.aliases),
+            peers=self.peers if mailboxes else None,
         )
 
     def value(self, later: Later) -> jax.Array:
@@ -188,8 +203,9 @@ class Chain:
 class Chains:
     """Follows equations and gathers their launches."""
 
-    def __init__(self) -> None:
-        self.chain = Chain()
+    def __init__(self, peers: "Peers | None" = None) -> None:
+        self.peers = peers
+        self.chain = Chain(peers)
 
     def evaluate(self, closed: Any, args: Sequence[Any]) -> list:
         """Results, some of which may be `Later`."""
@@ -211,6 +227,8 @@ class Chains:
         p, params = eqn.primitive, dict(eqn.params)
         if p is triton_call_p and fits(params["launch"]):
             return self.launch(params, operands)
+        if self.peers and sums_over(eqn, self.peers.axis_name):
+            return self.sum_of_peers(eqn, operands)
         if isinstance(p, KernelPrimitive) and (inner := kernel_of(eqn)):
             return self.evaluate(inner, operands)
         waits = any(isinstance(x, Later) for x in operands)
@@ -236,12 +254,26 @@ class Chains:
             ]
         return self.chain.add(params, operands)
 
+    def sum_of_peers(self, eqn: Any, operands: list) -> list:
+        """`sum_over_devices` by `gpu/peer_sum.py`."""
+        from jaxkern.gpu import peer_sum
+
+        assert self.peers is not None
+        avals, [out] = [v.aval for v in eqn.invars], eqn.outvars
+        x, *residual = avals
+        launch = peer_sum.launch(x, next(iter(residual), None), out.aval, self.peers)
+        mailboxes = [peer_sum.Mailbox(i) for i in range(1 + self.peers.ranks)]
+        shapes = ((out.aval.shape, out.aval.dtype),)
+        return self.launch(
+            {"launch": launch, "out": shapes, "aliases": ()}, [*operands, *mailboxes]
+        )
+
     def finished(self, values: Sequence[Any], end: bool = False) -> list:
         """Arrays; the chain ends where they need it, or at once."""
         needed = any(isinstance(x, Later) and x.chain.made is None for x in values)
         if (needed or end) and self.chain.steps:
             self.chain.bind()
-            self.chain = Chain()
+            self.chain = Chain(self.peers)
         return [x.chain.value(x) if isinstance(x, Later) else x for x in values]
 
 
@@ -260,6 +292,20 @@ def kernel_of(eqn: Any) -> Any:
     f = functools.partial(eqn.primitive.evaluate_with, row.kernel, call=call, **params)
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     return jax.make_jaxpr(lambda *x: jax.tree.leaves(f(*x)))(*plain)
+
+
+def sums_over(eqn: Any, axis_name: str) -> bool:
+    """Whether it is a `sum_over_devices` over that axis which fits into mailboxes."""
+    from jaxkern.gpu.peer_sum import MOST
+
+    if eqn.primitive.name != "jit" or eqn.params["name"] != SUM:
+        return False
+    sums = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "psum"]
+    [out] = eqn.outvars
+    fits = 0 < out.aval.size <= MOST and all(
+        v.aval.dtype.itemsize <= 4 for v in (*eqn.invars, out)
+    )
+    return fits and [e.params["axes"] for e in sums] == [(axis_name,)]
 
 
 def has_kernels(closed: Any) -> bool:
@@ -320,7 +366,7 @@ def parts(x: Later, shapes: Sequence[tuple[int, ...]]) -> list[Later]:
 
 
 chained_p.def_impl(evaluate)
-chained_p.def_abstract_eval(lambda *_, jaxpr: list(jaxpr.out_avals))
+chained_p.def_abstract_eval(lambda *_, jaxpr, peers: list(jaxpr.out_avals))
 batching.primitive_batchers[chained_p] = batch
 mlir.register_lowering(chained_p, mlir.lower_fun(evaluate, multiple_results=True))
 mlir.register_lowering(chained_p, lower_on_gpu, platform="cuda")
