@@ -49,7 +49,7 @@ def test_all_ranks_have_the_same_sum(n, ranks, residual, monkeypatch):
         constants = dict(launch.constants)
         pointers = [Host(x), Host(boxes[rank]), tuple(map(Host, boxes)), Host(y)]
         names = [a for a in launch.kernel.arg_names if a not in constants]
-        if residual:
+        if before is not None:
             pointers.insert(1, Host(before))
         launch.kernel[launch.grid](
             **dict(zip(names, pointers, strict=True)), **constants
