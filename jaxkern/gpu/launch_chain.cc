@@ -5,6 +5,7 @@
 // is first needed: nothing of CUDA is needed to build this file.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -53,6 +54,20 @@ struct Driver {
   int (*current_context)(void**) = nullptr;
   int (*exchange_capture_mode)(int*) = nullptr;
   int (*error_text)(int, const char**) = nullptr;
+  int (*init)(unsigned) = nullptr;
+  int (*device)(int*, int) = nullptr;
+  int (*current_device)(int*) = nullptr;
+  int (*can_access)(int*, int, int) = nullptr;
+  int (*context_of)(void**, int) = nullptr;
+  int (*push_context)(void*) = nullptr;
+  int (*pop_context)(void**) = nullptr;
+  int (*enable_access)(void*, unsigned) = nullptr;
+  int (*allocate)(uint64_t*, size_t) = nullptr;
+  int (*make_stream)(void**, unsigned) = nullptr;
+  int (*fill)(uint64_t, unsigned char, size_t, void*) = nullptr;
+  int (*copy_in)(uint64_t, const void*, size_t, void*) = nullptr;
+  int (*wait)(void*) = nullptr;
+  int (*end_stream)(void*) = nullptr;
   bool found = false;
 
   Driver() {
@@ -64,7 +79,20 @@ struct Driver {
             load(library, "cuLaunchKernelEx", &launch) &&
             load(library, "cuCtxGetCurrent", &current_context) &&
             load(library, "cuThreadExchangeStreamCaptureMode", &exchange_capture_mode) &&
-            load(library, "cuGetErrorString", &error_text);
+            load(library, "cuGetErrorString", &error_text) &&
+            load(library, "cuInit", &init) && load(library, "cuDeviceGet", &device) &&
+            load(library, "cuCtxGetDevice", &current_device) &&
+            load(library, "cuDeviceCanAccessPeer", &can_access) &&
+            load(library, "cuDevicePrimaryCtxRetain", &context_of) &&
+            load(library, "cuCtxPushCurrent_v2", &push_context) &&
+            load(library, "cuCtxPopCurrent_v2", &pop_context) &&
+            load(library, "cuCtxEnablePeerAccess", &enable_access) &&
+            load(library, "cuMemAlloc_v2", &allocate) &&
+            load(library, "cuStreamCreate", &make_stream) &&
+            load(library, "cuMemsetD8Async", &fill) &&
+            load(library, "cuMemcpyHtoDAsync_v2", &copy_in) &&
+            load(library, "cuStreamSynchronize", &wait) &&
+            load(library, "cuStreamDestroy_v2", &end_stream);
   }
 
   template <typename Function>
@@ -134,13 +162,84 @@ ffi::Error loaded(const Kernels& kernels, const Functions** functions) {
   return ffi::Error::Success();
 }
 
+// The mailboxes of a group of GPUs, by rank; those of one that failed are never made.
+using Mailboxes = std::vector<char*>;
+
+// One GPU's mailbox: zeros behind its rank, which all of the group may write to.
+int make_mailbox(const Driver& cuda, const std::vector<void*>& contexts, size_t rank,
+                 size_t bytes, char** made) {
+  constexpr int kNonBlocking = 1, kAlreadyEnabled = 704;
+  int e = cuda.push_context(contexts[rank]);
+  if (e) return e;
+  uint64_t place = 0;
+  void* stream = nullptr;
+  const int64_t number = rank;
+  for (size_t i = 0; i < contexts.size() && !e; ++i) {
+    if (i != rank) e = cuda.enable_access(contexts[i], 0);
+    if (e == kAlreadyEnabled) e = 0;
+  }
+  if (!e) e = cuda.allocate(&place, bytes);
+  if (!e) e = cuda.make_stream(&stream, kNonBlocking);
+  if (!e) {
+    e = cuda.fill(place, 0, bytes, stream);
+    if (!e) e = cuda.copy_in(place, &number, sizeof number, stream);
+    if (!e) e = cuda.wait(stream);
+    cuda.end_stream(stream);
+  }
+  *made = reinterpret_cast<char*>(place);
+  void* popped = nullptr;
+  cuda.pop_context(&popped);
+  return e;
+}
+
+// Made at the first call of any GPU of the group; never freed, for a graph may hold them.
+ffi::Error mailboxes_of(Integers groups, int64_t ranks, size_t bytes,
+                        std::vector<char*>* found) {
+  static std::mutex mutex;
+  static std::map<std::vector<int64_t>, Mailboxes> known;
+  const Driver& cuda = driver();
+  int own = -1;
+  if (int e = cuda.current_device(&own)) return failed("no device", e);
+  const int64_t* at = groups.begin();
+  while (at < groups.end() && std::find(at, at + ranks, own) == at + ranks) at += ranks;
+  if (at >= groups.end())
+    return ffi::Error::Internal("jaxkern: launch_chain: a GPU that is in no group.");
+  const std::vector<int64_t> group(at, at + ranks);
+  std::lock_guard<std::mutex> lock(mutex);
+  auto [place, is_new] = known.try_emplace(group);
+  if (is_new) {
+    int mode = kRelaxed, error = 0;  // a stream of this thread may be in capture
+    cuda.exchange_capture_mode(&mode);
+    std::vector<void*> contexts(ranks);
+    for (int64_t i = 0; i < ranks && !error; ++i) {
+      int device = 0;
+      error = cuda.device(&device, static_cast<int>(group[i]));
+      if (!error) error = cuda.context_of(&contexts[i], device);
+    }
+    Mailboxes made(ranks);
+    for (int64_t i = 0; i < ranks && !error; ++i)
+      error = make_mailbox(cuda, contexts, i, bytes, &made[i]);
+    cuda.exchange_capture_mode(&mode);
+    if (error) {
+      known.erase(place);
+      return failed("no mailboxes", error);
+    }
+    place->second = std::move(made);
+  }
+  const Mailboxes& all = place->second;
+  found->push_back(all[std::find(group.begin(), group.end(), own) - group.begin()]);
+  found->insert(found->end(), all.begin(), all.end());
+  return ffi::Error::Success();
+}
+
 // Each launch of `program`: kernel, grid of three, whether it may begin early, programs of
 // a cluster, number of parameters, and of each which buffer, operands before results, and
-// bytes into it.
+// bytes into it; -1 is the GPU's own mailbox, -2 - k that of rank k.
 ffi::Error LaunchChain(void* stream, ffi::RemainingArgs operands,
                        ffi::RemainingRets results, int64_t key, Integers table,
                        std::string_view names, std::string_view binaries,
-                       Integers program) {
+                       Integers program, int64_t ranks, Integers groups,
+                       int64_t mailbox_bytes) {
   const Driver& cuda = driver();
   if (!cuda.found)
     return ffi::Error::Internal("jaxkern: launch_chain: no CUDA driver of 12.0 or newer.");
@@ -155,6 +254,12 @@ ffi::Error LaunchChain(void* stream, ffi::RemainingArgs operands,
     buffers.push_back(
         static_cast<char*>((*results.get<ffi::AnyBuffer>(i))->untyped_data()));
 
+  std::vector<char*> mailboxes;
+  if (ranks > 0) {
+    ffi::Error e = mailboxes_of(groups, ranks, mailbox_bytes, &mailboxes);
+    if (e.failure()) return e;
+  }
+
   LaunchAttribute early{}, together{};
   early.id = kProgrammaticStream;
   early.value.number = 1;
@@ -167,7 +272,8 @@ ffi::Error LaunchChain(void* stream, ffi::RemainingArgs operands,
     const int64_t count = at[6];
     values.clear();
     for (int64_t i = 0; i < count; ++i)
-      values.push_back(buffers[at[7 + 2 * i]] + at[8 + 2 * i]);
+      values.push_back(at[7 + 2 * i] < 0 ? mailboxes[-1 - at[7 + 2 * i]]
+                                         : buffers[at[7 + 2 * i]] + at[8 + 2 * i]);
     values.insert(values.end(), 2, nullptr);  // Triton's scratch memory, of no bytes
     parameters.clear();
     for (void*& value : values) parameters.push_back(&value);
@@ -195,10 +301,10 @@ ffi::Error LaunchChain(void* stream, ffi::RemainingArgs operands,
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkern_launch_chain_2(
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkern_launch_chain_3(
     XLA_FFI_CallFrame*);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_launch_chain_2, LaunchChain,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_launch_chain_3, LaunchChain,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .RemainingArgs()
@@ -207,5 +313,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_launch_chain_2, LaunchChain,
                                   .Attr<Integers>("kernels")
                                   .Attr<std::string_view>("names")
                                   .Attr<std::string_view>("binaries")
-                                  .Attr<Integers>("program"),
+                                  .Attr<Integers>("program")
+                                  .Attr<int64_t>("ranks")
+                                  .Attr<Integers>("groups")
+                                  .Attr<int64_t>("mailbox_bytes"),
                               {ffi::Traits::kCmdBufferCompatible});
+
+// Whether each of these devices can use the memory of the others.
+extern "C" __attribute__((visibility("default"))) bool jaxkern_reach_each_other(
+    const int* numbers, int count) {
+  const Driver& cuda = driver();
+  if (!cuda.found || cuda.init(0)) return false;
+  std::vector<int> devices(count);
+  for (int i = 0; i < count; ++i)
+    if (cuda.device(&devices[i], numbers[i])) return false;
+  for (int one : devices)
+    for (int other : devices) {
+      int can = 0;
+      if (one != other && (cuda.can_access(&can, one, other) || !can)) return false;
+    }
+  return true;
+}

@@ -24,15 +24,17 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
+from jax.sharding import Mesh
 
 import jaxkern.gpu as package
 from jaxkern.gpu import triton_call
 from jaxkern.gpu.dependent_launch import EARLY, READ, WAIT
 from jaxkern.gpu.device import WARP, compute_capability, driver_version
 from jaxkern.gpu.launch import Launch, compiled
+from jaxkern.gpu.peer_sum import MAX_RANKS, Peers
 
 LIBRARY = "libjaxkern_gpu.so"
-TARGET = "jaxkern_launch_chain_2"
+TARGET = "jaxkern_launch_chain_3"
 HOPPER = 90  # the first that lets a kernel begin early
 OLDEST_DRIVER = 12_030  # likewise, within a graph
 
@@ -43,7 +45,7 @@ class Step(NamedTuple):
     Attributes:
       launch: as `triton_call` makes it; its AHEAD is chosen when it is lowered.
       sources: of each pointer the buffer, operands of the chain before its results, and
-        bytes into it.
+        bytes into it; -1 - i for mailbox i of `peer_sum.py`.
     """
 
     launch: Launch
@@ -72,16 +74,20 @@ def missing_library() -> str | None:
     return reason
 
 
+def library() -> Path | None:
+    """Where it is; an editable install has its sources here and its library there."""
+    installed = Path(sysconfig.get_path("platlib"), *package.__name__.split("."))
+    places = (Path(folder) / LIBRARY for folder in (*package.__path__, installed))
+    return next(filter(Path.exists, places), None)
+
+
 def load_library() -> str | None:
     """Why it does not load, or None."""
-    # an editable install has its sources here and its library there
-    installed = Path(sysconfig.get_path("platlib"), *package.__name__.split("."))
-    folders = (*package.__path__, installed)
-    found = [p for folder in folders if (p := Path(folder) / LIBRARY).exists()]
-    if not found:
+    path = library()
+    if path is None:
         return f"{LIBRARY} was not built: no compiler when jaxkern was installed"
     try:
-        handler = getattr(ctypes.CDLL(str(found[0])), TARGET)
+        handler = getattr(ctypes.CDLL(str(path)), TARGET)
     except (OSError, AttributeError) as error:  # foreign, or older than this file
         return f"{LIBRARY} does not load: {error}; install jaxkern anew"
     try:
@@ -89,6 +95,29 @@ def load_library() -> str | None:
     except jax.errors.JaxRuntimeError as error:  # built for a newer jaxlib
         return f"{LIBRARY} is not for this jaxlib: {error}; install jaxkern anew"
     return None
+
+
+def peers_of(mesh: Mesh, axis_name: str) -> Peers | None:
+    """The GPUs along an axis, or None where they do not all reach each other."""
+    axis = mesh.axis_names.index(axis_name)
+    devices = np.moveaxis(mesh.devices, axis, -1)
+    groups = devices.reshape(-1, devices.shape[-1])
+    ours = all(
+        d.platform == "gpu" and d.process_index == jax.process_index()
+        for d in groups.flat
+    )
+    if not ours or not 1 < groups.shape[1] <= MAX_RANKS:
+        return None
+    numbers = tuple(tuple(d.local_hardware_id for d in group) for group in groups)
+    return Peers(axis_name, numbers) if reach_each_other(numbers) else None
+
+
+def reach_each_other(groups: Sequence[Sequence[int]]) -> bool:
+    """Whether the devices of each group, by CUDA's numbers, see each other's memory."""
+    if missing():
+        return False
+    reach = ctypes.CDLL(str(library())).jaxkern_reach_each_other
+    return all(reach((ctypes.c_int * len(g))(*g), len(g)) for g in groups)
 
 
 def fits(launch: Launch) -> bool:
@@ -127,20 +156,29 @@ launch_chain_p = Primitive("launch_chain")
 launch_chain_p.multiple_results = True
 
 
-def abstract_eval(*avals, steps: tuple, out: tuple, aliases: tuple) -> list:
-    del avals, steps, aliases
+def abstract_eval(*avals, steps: tuple, out: tuple, **rest: Any) -> list:
+    del avals, steps, rest
     return [ShapedArray(shape, dtype) for shape, dtype in out]
 
 
-def lower(ctx, *args, steps: tuple[Step, ...], out: tuple, aliases: tuple):
+def lower(
+    ctx,
+    *args,
+    steps: tuple[Step, ...],
+    out: tuple,
+    aliases: tuple,
+    peers: Peers | None,
+):
     del out
     if reason := missing():
         raise RuntimeError(f"launch_chain: {reason}.")
     rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(aliases))
-    return rule(ctx, *args, **attributes(steps, len(args)))
+    return rule(ctx, *args, **attributes(steps, len(args), peers))
 
 
-def attributes(steps: Sequence[Step], num_operands: int) -> dict[str, Any]:
+def attributes(
+    steps: Sequence[Step], num_operands: int, peers: Peers | None = None
+) -> dict[str, Any]:
     """What the handler reads; see launch_chain.cc."""
     kernels: dict[Launch, int] = {}
     program: list[int] = []
@@ -172,6 +210,9 @@ def attributes(steps: Sequence[Step], num_operands: int) -> dict[str, Any]:
         "names": names,
         "binaries": binaries,
         "program": np.array(program, np.int64),
+        "ranks": np.int64(peers.ranks if peers else 0),
+        "groups": np.array(peers.groups if peers else ((0,),), np.int64).reshape(-1),
+        "mailbox_bytes": np.int64(peers.mailbox_bytes if peers else 0),
     }
 
 

@@ -6,14 +6,15 @@ It follows the equations of f as they lower on a GPU. A kernel joins the chain; 
 results are there later. What only looks at them otherwise, a reshape or a split, is an
 address. What computes with them outside of kernels ends the chain, and the next kernel
 begins another. Where there is no GPU, no library, or more than one device, f lowers as
-ever.
+ever; inside `shard_map` each device has chains of its own, and a `sum_over_devices` of
+the axis of `peers` is a kernel of them.
 """
 
 import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,11 @@ from jax.interpreters import batching, mlir
 
 from jaxkern.lowering.explain import every_equation
 from jaxkern.lowering.kernel_jaxpr import kernel_jaxpr
+from jaxkern.parallel.sum_over_devices import NAME as SUM
 from jaxkern.primitives.family import KernelPrimitive
+
+if TYPE_CHECKING:
+    from jaxkern.gpu.peer_sum import Peers
 
 INLINED = {  # parameters that hold the jaxprs of an equation
     "jit": "jaxpr",
@@ -35,11 +40,12 @@ INLINED = {  # parameters that hold the jaxprs of an equation
 ALIGNED = 16  # bytes: what kernels are compiled for
 
 
-def chained(f: Callable) -> Callable:
-    """f with its launches in chains where it runs on one NVIDIA GPU.
+def chained(f: Callable, peers: "Peers | None" = None) -> Callable:
+    """f with its launches in chains where it runs on NVIDIA GPUs, each for itself.
 
     Args:
       f: of arrays alone, which are given to it and not closed over.
+      peers: of `peers_of`, inside a `shard_map` over all axes of that mesh.
 
     Returns:
       A function of the same arguments with the same results.
@@ -53,7 +59,7 @@ def chained(f: Callable) -> Callable:
     @functools.wraps(f)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-        out = chained_p.bind(*jax.tree.leaves(args), jaxpr=closed)
+        out = chained_p.bind(*jax.tree.leaves(args), jaxpr=closed, peers=peers)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return run
@@ -63,23 +69,25 @@ chained_p = Primitive("chained")
 chained_p.multiple_results = True
 
 
-def evaluate(*args: Any, jaxpr: Any) -> list:
+def evaluate(*args: Any, jaxpr: Any, peers: "Peers | None" = None) -> list:
+    del peers
     return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
 
 
-def batch(args: Sequence, axes: Sequence, *, jaxpr: Any):
+def batch(args: Sequence, axes: Sequence, *, jaxpr: Any, peers: Any):
+    del peers
     out = jax.vmap(functools.partial(evaluate, jaxpr=jaxpr), tuple(axes))(*args)
     return out, [0] * len(out)
 
 
-def lower_on_gpu(ctx, *args, jaxpr: Any):
+def lower_on_gpu(ctx, *args, jaxpr: Any, peers: "Peers | None"):
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
-    lowered = jaxpr if devices > 1 else as_chains(jaxpr)
+    lowered = jaxpr if devices > 1 else as_chains(jaxpr, peers)
     f = functools.partial(evaluate, jaxpr=lowered)
     return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
 
 
-def as_chains(jaxpr: Any) -> Any:
+def as_chains(jaxpr: Any, peers: "Peers | None" = None) -> Any:
     """What a function lowers to on one GPU; traced once."""
     from jaxkern.gpu.device import compute_capability
     from jaxkern.gpu.launch_chain import missing  # imports Triton
@@ -87,19 +95,18 @@ def as_chains(jaxpr: Any) -> Any:
     if missing():
         return jaxpr
     known = traced_chains.setdefault(jaxpr, {})
-    if (capability := compute_capability()) not in known:
-        known[capability] = jax.make_jaxpr(functools.partial(in_chains, jaxpr=jaxpr))(
-            *jaxpr.in_avals
-        )
-    return known[capability]
+    if (key := (compute_capability(), peers)) not in known:
+        f = functools.partial(in_chains, jaxpr=jaxpr, peers=peers)
+        known[key] = jax.make_jaxpr(f)(*jaxpr.in_avals)
+    return known[key]
 
 
-# by function, then by compute capability
+# by function, then by compute capability and peers
 traced_chains: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def in_chains(*args: Any, jaxpr: Any) -> list:
-    chains = Chains()
+def in_chains(*args: Any, jaxpr: Any, peers: "Peers | None" = None) -> list:
+    chains = Chains(peers)
     return chains.finished(chains.evaluate(jaxpr, args))
 
 
@@ -130,7 +137,8 @@ class Later(NamedTuple):
 class Chain:
     """Launches that are gathered, and their results once they are bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: "Peers | None" = None) -> None:
+        self.peers = peers
         self.operands: list[Any] = []
         self.steps: list[
             tuple[Any, list[Any]]
@@ -149,9 +157,13 @@ class Chain:
 
     def add(self, params: dict, operands: Sequence[Any]) -> list[Later]:
         """One more launch, whose operands are arrays or come from this chain."""
+        from jaxkern.gpu.peer_sum import Mailbox
+
         sources: list[Any] = []
         for x in operands:
-            if isinstance(x, Later):
+            if isinstance(x, Mailbox):
+                sources.append((False, -1 - x.number, 0))
+            elif isinstance(x, Later):
                 [(result, first, _)] = x.pieces
                 sources.append((True, result, first * x.dtype.itemsize))
             else:
@@ -172,7 +184,8 @@ class Chain:
         from jaxkern.gpu.launch_chain import Step, launch_chain_p
         from jaxkern.gpu.triton_call import triton_call_p
 
-        if len(self.steps) == 1:
+        mailboxes = any(at < 0 for _, sources in self.steps for _, at, _ in sources)
+        if len(self.steps) == 1 and not mailboxes:
             params = dict(launch=self.steps[0][0], out=tuple(self.results))
             order = [at for own, at, _ in self.steps[0][1] if not own]
             aliases = tuple((order.index(i), j) for i, j in self.aliases)
@@ -189,6 +202,7 @@ class Chain:
             steps=steps,
             out=tuple(self.results),
             aliases=tuple(self.aliases),
+            peers=self.peers if mailboxes else None,
         )
 
     def value(self, later: Later) -> jax.Array:
@@ -206,8 +220,9 @@ class Chain:
 class Chains:
     """Follows equations and gathers their launches."""
 
-    def __init__(self) -> None:
-        self.chain = Chain()
+    def __init__(self, peers: "Peers | None" = None) -> None:
+        self.peers = peers
+        self.chain = Chain(peers)
 
     def evaluate(self, closed: Any, args: Sequence[Any]) -> list:
         """Results, some of which may be `Later`."""
@@ -229,6 +244,8 @@ class Chains:
         p, params = eqn.primitive, dict(eqn.params)
         if p is triton_call_p and fits(params["launch"]):
             return self.launch(params, operands)
+        if self.peers and sums_over(eqn, self.peers.axis_name):
+            return self.sum_of_peers(eqn, operands)
         if isinstance(p, KernelPrimitive) and (inner := kernel_of(eqn)):
             return self.evaluate(inner, operands)
         waits = any(isinstance(x, Later) for x in operands)
@@ -254,12 +271,26 @@ class Chains:
             ]
         return self.chain.add(params, operands)
 
+    def sum_of_peers(self, eqn: Any, operands: list) -> list:
+        """`sum_over_devices` by `gpu/peer_sum.py`."""
+        from jaxkern.gpu import peer_sum
+
+        assert self.peers is not None
+        avals, [out] = [v.aval for v in eqn.invars], eqn.outvars
+        x, *residual = avals
+        launch = peer_sum.launch(x, next(iter(residual), None), out.aval, self.peers)
+        mailboxes = [peer_sum.Mailbox(i) for i in range(1 + self.peers.ranks)]
+        shapes = ((out.aval.shape, out.aval.dtype),)
+        return self.launch(
+            {"launch": launch, "out": shapes, "aliases": ()}, [*operands, *mailboxes]
+        )
+
     def finished(self, values: Sequence[Any], end: bool = False) -> list:
         """Arrays; the chain ends where they need it, or at once."""
         needed = any(isinstance(x, Later) and x.chain.made is None for x in values)
         if (needed or end) and self.chain.steps:
             self.chain.bind()
-            self.chain = Chain()
+            self.chain = Chain(self.peers)
         return [x.chain.value(x) if isinstance(x, Later) else x for x in values]
 
 
@@ -272,6 +303,20 @@ def kernel_of(eqn: Any) -> Any:
     """What an op lowers to on a GPU, or None where that is no Triton kernel."""
     avals = [v.aval for v in eqn.invars]
     return kernel_jaxpr(eqn.primitive, avals, **eqn.params)
+
+
+def sums_over(eqn: Any, axis_name: str) -> bool:
+    """Whether it is a `sum_over_devices` over that axis which fits into mailboxes."""
+    from jaxkern.gpu.peer_sum import MOST
+
+    if eqn.primitive.name != "jit" or eqn.params["name"] != SUM:
+        return False
+    sums = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "psum"]
+    [out] = eqn.outvars
+    fits = 0 < out.aval.size <= MOST and all(
+        v.aval.dtype.itemsize <= 4 for v in (*eqn.invars, out)
+    )
+    return fits and [e.params["axes"] for e in sums] == [(axis_name,)]
 
 
 def has_kernels(closed: Any) -> bool:
@@ -335,7 +380,7 @@ def parts(x: Later, shapes: Sequence[tuple[int, ...]]) -> list[Later]:
 
 
 chained_p.def_impl(evaluate)
-chained_p.def_abstract_eval(lambda *_, jaxpr: list(jaxpr.out_avals))
+chained_p.def_abstract_eval(lambda *_, jaxpr, peers: list(jaxpr.out_avals))
 batching.primitive_batchers[chained_p] = batch
 mlir.register_lowering(chained_p, mlir.lower_fun(evaluate, multiple_results=True))
 mlir.register_lowering(chained_p, lower_on_gpu, platform="cuda")

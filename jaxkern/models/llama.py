@@ -341,10 +341,10 @@ def added(
     With `summed_over` a device has a part of y and of the product's sum.
     """
     if config.summed_over is not None:
-        wide = summed_over(config.summed_over, config, y, matrices)
+        total = partial(summed_over, config.summed_over, config, y, matrices)
         if post_norm is None:
-            return (plus(wide, bias) + x).astype(x.dtype)
-        y = plus(wide, bias).astype(x.dtype)
+            return total(plus(x, bias))
+        y = plus(total(), bias).astype(x.dtype)
         return rms_norm_add(y, x, post_norm, eps=config.eps)
     if post_norm is None:
         return project(config, y, matrices, residual=plus(x, bias))

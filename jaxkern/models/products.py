@@ -26,6 +26,7 @@ from jaxkern import (
     swiglu,
 )
 from jaxkern.models.adapted import Adapted
+from jaxkern.parallel.sum_over_devices import sum_over_devices
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
@@ -116,17 +117,19 @@ def summed_over(
     config: Numerics,
     x: Float[Array, "... d"],
     matrices: Matrices,
+    residual: Float[Array, "... f"] | None = None,
 ) -> Float[Array, "... f"]:
-    """x times the matrices in float32, where the devices of an axis have d in parts.
+    """x times the matrices, where the devices of an axis have d in parts.
 
-    Inside `shard_map`: one all-reduce, of sums that are not rounded before.
+    Inside `shard_map`: one all-reduce, of sums in float32 that are not rounded before,
+    and of which the result has the dtype where there is no residual.
     """
     [w] = matrices
     if isinstance(w, jax.Array) and w.dtype != jnp.float32:
         part = linear(x, w, preferred_element_type=jnp.float32)
     else:
         part = project(config, x, matrices).astype(jnp.float32)
-    return lax.psum(part, axis_name)
+    return sum_over_devices(part, residual, axis_name=axis_name)
 
 
 def gated(

@@ -8,6 +8,9 @@ nothing; o and down are cut by columns, so each device has a part of every sum: 
 all-reduces of `[b, t, d]` float32 a layer, and no others. A device reads its part of
 the weights and of the cache, which is what a step of decoding waits for. Embedding and
 norms are whole on each device, logits lie where their rows of the output do.
+
+Where GPUs reach each other's memory a step of decoding is one chain of launches on
+each, with the all-reduces among them (`jaxkern/gpu/peer_sum.py`).
 """
 
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from jaxkern.lowering.chained import chained
 from jaxkern.models import llama
 from jaxkern.models.architecture import CacheForm
 from jaxkern.models.cached_steps import decode, prefill
@@ -207,15 +211,31 @@ class TensorParallel:
         counts = jnp.ones_like(tokens) if counts is None else counts
         after = self.cache_specs(cache)
         specs = self.specs(weights), P(), after, P()
-        run = self.on_devices(partial(decode, self.part), specs, after)
+        step: Callable = partial(decode, self.part)
+        peers = self.peers()
+        if peers is not None:
+            step = chained(step, peers)
+        # what a chain leaves is not known to be the same on all devices
+        run = self.on_devices(step, specs, after, check_vma=peers is None)
         return run(weights, tokens, cache, counts)
 
-    def on_devices(self, step: Callable, in_specs: tuple, after: Caches) -> Callable:
+    def peers(self) -> Any:
+        """Which GPUs sum up through each other's memory, or None."""
+        if any(d.platform != "gpu" for d in self.mesh.devices.flat):
+            return None
+        from jaxkern.gpu.launch_chain import peers_of  # imports Triton
+
+        return peers_of(self.mesh, self.axis_name)
+
+    def on_devices(
+        self, step: Callable, in_specs: tuple, after: Caches, check_vma: bool = True
+    ) -> Callable:
         return jax.shard_map(
             step,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=(P(None, self.axis_name), after),
+            check_vma=check_vma,
         )
 
 

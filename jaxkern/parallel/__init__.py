@@ -6,6 +6,7 @@ from jaxkern.parallel.carried_state import (
 )
 from jaxkern.parallel.expert_parallel import sharded_moe_ffn
 from jaxkern.parallel.ring_attention import ring_attention
+from jaxkern.parallel.sum_over_devices import sum_over_devices
 from jaxkern.parallel.zigzag import sequence_positions, zigzag
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "sharded_gated_delta_rule",
     "sharded_moe_ffn",
     "sharded_state_space_dual",
+    "sum_over_devices",
     "zigzag",
 ]

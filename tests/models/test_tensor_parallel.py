@@ -154,8 +154,8 @@ def test_two_all_reduces_a_layer(kind):
     assert down.sharding.shard_shape(down.shape) == (D, F // 2)
 
 
-def test_on_gpus_a_step_is_kernels_and_sums(monkeypatch):
-    """Lowered for two H200: all products and attention of a layer by kernels."""
+def lowered_for_two(monkeypatch, peers):
+    """A llama's config, and a step of decoding as two H200 have it."""
     pytest.importorskip("triton")
     from jaxkern.gpu.device import compiling_for
     from jaxkern.triton.quant import dense_products
@@ -163,6 +163,7 @@ def test_on_gpus_a_step_is_kernels_and_sums(monkeypatch):
 
     monkeypatch.setattr(dense_products, "LEAST", 256)  # columns of a half here
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(TensorParallel, "peers", lambda self: peers)
     config, weights, cache = llama()
     parts = on(2, config)
 
@@ -176,11 +177,30 @@ def test_on_gpus_a_step_is_kernels_and_sums(monkeypatch):
     token = placed(spec(1, dtype="int32"), P())
     with compiling_for(90):
         traced = jax.jit(parts.decode, donate_argnums=2).trace(weights, token, cache)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.all_reduce") == 2 * config.layers
+        return config, traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_on_gpus_a_step_is_kernels_and_sums(monkeypatch):
+    """All products and attention of a layer by kernels."""
+    config, text = lowered_for_two(monkeypatch, None)
+    assert text.count("stablehlo.all_reduce") == 1
+    assert text.count("call @sum_over_devices") == 2 * config.layers
     assert "stablehlo.dot_general" not in text
     # a layer: qkv with its norm, attention, its output, gate and up with theirs, down
     assert text.count("@triton_kernel_call_ffi") >= 5 * config.layers
+
+
+def test_gpus_that_reach_each_other_sum_in_the_chain(monkeypatch):
+    peer_sum = pytest.importorskip("jaxkern.gpu.peer_sum")
+    launch_chain = pytest.importorskip("jaxkern.gpu.launch_chain")
+    if launch_chain.missing_library():
+        pytest.skip("the library was not built")
+    peers = peer_sum.Peers("x", ((0, 1),))
+    _, text = lowered_for_two(monkeypatch, peers)
+    assert text.count("@jaxkern_launch_chain") == 1
+    assert "peer_sum_kernel" in text
+    assert "stablehlo.all_reduce" not in text
+    assert "@triton_kernel_call_ffi" not in text
 
 
 def wide_norm(weights):

@@ -1,0 +1,91 @@
+"""Sums over two GPUs through each other's memory, against the sum on the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxkern.gpu import launch_chain
+from jaxkern.gpu.peer_sum import EACH, MOST
+from jaxkern.lowering.chained import chained
+from jaxkern.models.cached_steps import with_lengths
+from jaxkern.models.tensor_parallel import TensorParallel
+from jaxkern.parallel import sum_over_devices
+from tests.gpu.test_launch_chain import filled
+from tests.lowering.test_chained import llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        jax.default_backend() != "gpu" or jax.device_count() < 2,
+        reason="needs two GPUs",
+    ),
+]
+
+
+def mesh_and_peers():
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), (AxisType.Auto,))
+    peers = launch_chain.peers_of(mesh, "x")
+    if peers is None:
+        pytest.skip("the GPUs do not reach each other's memory")
+    return mesh, peers
+
+
+@pytest.mark.parametrize("n", [1, EACH - 1, EACH + 1, 4096, MOST])
+@pytest.mark.parametrize("residual", [None, "bfloat16", "float32"])
+def test_every_gpu_has_the_same_sum(n, residual):
+    mesh, peers = mesh_and_peers()
+    devices = mesh.size
+    rng = np.random.default_rng(n)
+    xs = rng.standard_normal((64, devices, n)).astype(np.float32)
+    given = jnp.asarray(rng.standard_normal(n), residual or jnp.float32)
+
+    def total(x, *residual):
+        return sum_over_devices(x, *residual, axis_name="x")
+
+    def totals(x, *residual):
+        step = chained(total, peers)
+        return jax.lax.scan(lambda _, x: (None, step(x, *residual)), None, x[:, 0])[1]
+
+    specs = (P(None, "x"), P())[: 2 if residual else 1]
+    run = jax.jit(
+        jax.shard_map(
+            totals, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=False
+        )
+    )
+    operands = (xs, given)[: len(specs)]
+    assert "jaxkern_launch_chain" in run.lower(*operands).as_text()
+    y = np.asarray(run(*operands).astype(jnp.float32)).reshape(devices, 64, n)
+    want = xs.astype(np.float64).sum(1)
+    if residual:
+        want = want + np.asarray(given, np.float64)
+    tolerance = 1e-2 if residual == "bfloat16" else 1e-5
+    np.testing.assert_allclose(y[0], want, rtol=tolerance, atol=tolerance)
+    for other in y[1:]:
+        np.testing.assert_array_equal(other, y[0])
+
+
+def test_a_llama_over_gpus_is_the_same_with_sums_in_its_chain(monkeypatch):
+    mesh, _ = mesh_and_peers()
+    config, weights, _ = llama(layers=4)
+    if config.kv_heads % mesh.size:
+        pytest.skip("its heads are two")
+    weights = jax.tree.map(filled, weights)
+    parts = TensorParallel(config, mesh, "x")
+    cut = parts.cut(weights)
+
+    def steps():
+        cache = parts.empty_cache(1, 64, jnp.bfloat16)
+        step, logits = jax.jit(parts.decode, donate_argnums=2), []
+        for token in range(16):
+            y, cache = step(cut, jnp.full(1, 50 * token), cache)
+            cache = with_lengths(cache, cache[0].lengths)
+            logits.append(np.asarray(y))
+        return np.stack(logits)
+
+    found = steps()
+    monkeypatch.setattr(TensorParallel, "peers", lambda self: None)
+    apart = steps()
+    np.testing.assert_allclose(found, apart, atol=2e-2 * np.abs(apart).max())
