@@ -13,7 +13,8 @@ def names() -> dict[str, str]:
     found = {}
     for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks."):
         name = module.name.rpartition(".")[2]
-        if not module.ispkg and not name.startswith(("_", "peer_")):
+        private = "._" in module.name or name.startswith("peer_")
+        if not module.ispkg and not private:
             found[name] = module.name
     return found
 

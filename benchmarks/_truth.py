@@ -11,6 +11,7 @@ import numpy as np
 
 import jaxkern
 from benchmarks._time import device_alone
+from jaxkern.primitives.quant.quantized_matmul import QUANTIZED_MATMUL
 
 KEY = jax.random.key(1)
 
@@ -37,15 +38,17 @@ def error_norm(y: jax.Array, truth: jax.Array) -> jax.Array:
 
 
 def in_float64(f: Callable, args: tuple) -> Any:
-    """`f` of the same numbers in float64, by the reference."""
+    """`f` of the same numbers in float64, by the reference; packed weights as given."""
+
+    def is_packed(x):
+        return isinstance(x, tuple(QUANTIZED_MATMUL))
+
+    def widened(x):
+        floating = not is_packed(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(jnp.float64) if floating else x
+
     with jax.enable_x64(True), jaxkern.backend("xla"):
-        wide = jax.tree.map(
-            lambda x: (
-                x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            ),
-            args,
-        )
-        return run_alone(f, *wide)
+        return run_alone(f, *jax.tree.map(widened, args, is_leaf=is_packed))
 
 
 def run_alone(f: Callable, *args: Any) -> Any:
