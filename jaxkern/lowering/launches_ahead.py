@@ -68,7 +68,7 @@ def launches_of(jaxpr: Any) -> Iterator[Any]:
             every = kernels_of(eqn.params["steps"], len(eqn.invars))
             yield from dict.fromkeys(every)
         elif p is chained_p:
-            inner = [as_chains(eqn.params["jaxpr"])]
+            inner = [as_chains(eqn.params["jaxpr"], eqn.params["peers"])]
         elif isinstance(p, KernelPrimitive):
             avals = [v.aval for v in eqn.invars]
             key = p, tuple(avals), tuple(eqn.params.items())
