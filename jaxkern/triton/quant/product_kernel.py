@@ -175,7 +175,8 @@ def finished(
 @gluon_jit
 def place_in(y, AXIS: gl.constexpr):
     """Positions along one of the four dims of y, as a tensor of its rank."""
-    return along(AXIS, y.shape[AXIS], y.type.layout)
+    LAYOUT: gl.constexpr = y.type.layout  # else Triton 3.6 takes it for a number
+    return along(AXIS, y.shape[AXIS], LAYOUT)
 
 
 @gluon_jit
