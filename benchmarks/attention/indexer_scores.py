@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from benchmarks._gpu import Benchmark, Case, run, under_backend
+from benchmarks._gpu import Benchmark, Case, run
 
 
 def case(b: int, s: int, t: int = 1, n: int = 64, h: int = 128) -> Case:
@@ -25,8 +25,7 @@ def case(b: int, s: int, t: int = 1, n: int = 64, h: int = 128) -> Case:
 
 BENCHMARK = Benchmark(
     "indexer_scores",
-    # which "auto" leaves to XLA
-    under_backend("triton", functools.partial(jaxkern.indexer_scores, causal=True)),
+    functools.partial(jaxkern.indexer_scores, causal=True),
     [
         case(128, 8192),
         case(32, 32768),

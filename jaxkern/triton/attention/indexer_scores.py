@@ -22,8 +22,6 @@ MAX_HEAD_DIM, MAX_WIDE_DIM = 256, 128  # the second in float32
 MAX_ELEMENTS = 8192  # of the heads at a time, half as many in float32
 MAX_KEYS = 128  # of a program
 
-slower = "not measured on a GPU yet"
-
 
 def unsupported(
     query: Any, key: Any, weights: Any, *lengths: Any, block_size: int, **rest: Any

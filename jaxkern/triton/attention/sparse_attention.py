@@ -33,8 +33,6 @@ from jaxkern.triton.attention.merge_shares import LOG2E, run_and_merge
 MAX_REST = latent_attention.MAX_REST  # dims of a key behind a power of two
 MAX_WIDE_DIM = 256  # in float32
 
-slower = "not measured on a GPU yet"
-
 
 def unsupported(
     query: Any, key: Any, value: Any, indices: Any, value_dim: int | None, **rest: Any
