@@ -43,7 +43,8 @@ def choose_policy(
 ) -> tuple[Policy, str]:
     """How the weights are kept in memory, and why.
 
-    `packed` keeps the blocks of the file and decodes each matrix when it is used;
+    `packed` keeps the blocks of the file and decodes each matrix when it is used (on
+    GPUs with 16 rows side by side, from Hopper on those of folders too);
     `packed_int8` also rounds the activations to 8 bits before each product, as
     llama.cpp does; `f32` and `bf16` decode once, while loading; `affine` is `packed`,
     but blocks of a GGUF file become the very same weights in MLX's affine format where

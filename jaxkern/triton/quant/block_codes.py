@@ -37,9 +37,11 @@ from jaxkern.triton.quant.fragments import (
 from jaxkern.triton.quant.table_codes import (
     codes_iq4_xs,
     look_up,
+    look_up_e2m1,
     read_iq4_xs,
     scale_of_power,
     scales_iq4_xs,
+    starts_of_tables,
 )
 
 # Of the formats of 32 columns: has offsets, has fifth bits, has codes of 8 bits.
@@ -160,10 +162,13 @@ def read_step(tile, g, c, step, NUM_BLOCKS: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon_jit
-def codes_of(words, c, F: gl.constexpr, FORMAT: gl.constexpr):
-    """Four codes of fragment F of either row, in the bytes of a word each."""
+def codes_of(words, c, nothing, F: gl.constexpr, FORMAT: gl.constexpr):
+    """Four codes of fragment F of either row, in the bytes of a word each.
+
+    `nothing` is a zero that no compiler knows, or any.
+    """
     if is_small(FORMAT):
-        return codes_small(words, c, F, FORMAT)
+        return codes_small(words, c, nothing, F, FORMAT)
     elif FORMAT == "Q6_K":
         return codes_q6_k(words, F)
     elif is_few_bits(FORMAT):
@@ -173,7 +178,7 @@ def codes_of(words, c, F: gl.constexpr, FORMAT: gl.constexpr):
     elif is_grouped(FORMAT):
         return codes_grouped(words, F, FORMAT)
     elif is_nvfp4(FORMAT):
-        return codes_nvfp4(words, F)
+        return codes_nvfp4(words, nothing, F)
     else:
         return codes_with_minima(words, F, FORMAT)
 
@@ -323,14 +328,18 @@ def spread(word, AT: gl.constexpr, c):
 
 
 @gluon_jit
-def codes_small(words, c, F: gl.constexpr, FORMAT: gl.constexpr):
+def codes_small(words, c, nothing, F: gl.constexpr, FORMAT: gl.constexpr):
     PLACES: gl.constexpr = words_of_block(FORMAT)
     at: gl.constexpr = F // 2 * PLACES[0]
     if has_eight_bits(FORMAT):
         return rows_of(words[at + PLACES[2] + F % 2])
+    elif FORMAT == "MXFP4":
+        first, second = rows_of(words[at + PLACES[2]])
+        starts = starts_of_tables(nothing)
+        return look_up_e2m1(first, starts, F % 2), look_up_e2m1(second, starts, F % 2)
     elif is_table(FORMAT):
         first, second = rows_of(words[at + PLACES[2]])
-        return look_up(first, F % 2, FORMAT), look_up(second, F % 2, FORMAT)
+        return look_up(first, F % 2), look_up(second, F % 2)
     else:
         first, second = rows_of(words[at + PLACES[2]])
         first = (first >> (4 * (F % 2))) & 0x0F0F0F0F

@@ -77,7 +77,7 @@ def decode_tiles_kernel(
     GROUP: gl.constexpr = fragments_of_scale(FORMAT)
     for f in gl.static_range(16):
         scales = scales_of(words, f // GROUP, FORMAT)
-        codes = codes_of(words, c, f, FORMAT)
+        codes = codes_of(words, c, 0 * c, f, FORMAT)
         four = step * 64 + 4 * f + c  # of a row's words of four columns
         for i in gl.static_range(2):
             offset = scales[len(scales) - 2 + i]

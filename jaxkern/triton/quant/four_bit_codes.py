@@ -9,7 +9,7 @@ Blocks of g columns, 32, 64 or 128, a step has 256 / g; t is the dtype of both n
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 from jaxkern.triton.quant.fragments import float_of_half, rows_of
-from jaxkern.triton.quant.table_codes import look_up
+from jaxkern.triton.quant.table_codes import look_up_e2m1, starts_of_tables
 
 
 @constexpr_function
@@ -106,9 +106,10 @@ def read_nvfp4(block, g, c):
 
 
 @gluon_jit
-def codes_nvfp4(words, F: gl.constexpr):
+def codes_nvfp4(words, nothing, F: gl.constexpr):
     first, second = rows_of(words[5 + F // 2])
-    return look_up(first, F % 2, "MXFP4"), look_up(second, F % 2, "MXFP4")
+    starts = starts_of_tables(nothing)
+    return look_up_e2m1(first, starts, F % 2), look_up_e2m1(second, starts, F % 2)
 
 
 @gluon_jit

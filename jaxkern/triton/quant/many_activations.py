@@ -105,7 +105,7 @@ def weights_of_pair(pair, row, nothing, FORMAT: gl.constexpr):
 @gluon_jit
 def weights_of_fragment(words, c, nothing, rows, F: gl.constexpr, FORMAT: gl.constexpr):
     """Weights of 16 columns, `[warps, 8, 4, pair, row, half]`."""
-    first, second = codes_of(words, c, F, FORMAT)
+    first, second = codes_of(words, c, nothing, F, FORMAT)
     magic = nothing + 0x43434343
     if is_signed(FORMAT):
         a = signed_codes(first, second, magic, nothing + -0x407F4080)

@@ -172,7 +172,7 @@ def add_step_of_one(
         sums = (zeros, zeros, zeros, zeros)
         for i in gl.static_range(2):
             b = fragment(x, 2 * j + i, FROM)
-            first, second = codes_of(words, c, 2 * j + i, FORMAT)
+            first, second = codes_of(words, c, nothing, 2 * j + i, FORMAT)
             a = unsigned_codes(first, second, magic)
             sums = mma(in_lanes4(a), b, sums)
         if j < 4:

@@ -24,9 +24,9 @@ from jaxkern.triton.quant.decode_kernel import decode_tiles_kernel
 from jaxkern.triton.quant.fixed_point_codes import FORMATS, bytes_of_step
 from jaxkern.triton.quant.fixed_point_kernel import (
     bytes_of_sums,
-    bytes_of_x,
     fixed_point_kernel,
 )
+from jaxkern.triton.quant.fixed_point_x import bytes_of_x
 from jaxkern.triton.quant.product_kernel import packed_product_kernel
 from jaxkern.triton.quant.several_products import (
     most_activations,

@@ -236,7 +236,7 @@ def add_step(
         of_x = sums
         for i in gl.static_range(GROUP):
             b = fragment(x, GROUP * j + i, FROM)
-            first, second = codes_of(words, c, GROUP * j + i, FORMAT)
+            first, second = codes_of(words, c, nothing, GROUP * j + i, FORMAT)
             if is_signed(FORMAT):
                 a = signed_codes(first, second, magic, minus)
             else:

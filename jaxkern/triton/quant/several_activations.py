@@ -198,7 +198,7 @@ def add_shared_step(words, c, x, sums_at, totals, nothing, FORMAT: gl.constexpr)
         sums = (zeros, zeros, zeros, zeros)
         for i in gl.static_range(GROUP):
             b = fragment((x,), GROUP * j + i, 32)
-            first, second = codes_of(words, c, GROUP * j + i, FORMAT)
+            first, second = codes_of(words, c, nothing, GROUP * j + i, FORMAT)
             if is_signed(FORMAT):
                 a = signed_codes(first, second, magic, minus)
             else:

@@ -8,7 +8,7 @@ upper one by fields whose highest bits are turned over, and one of the two is ze
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
-from jaxkern.triton.quant.fragments import float_of_half, rows_of
+from jaxkern.triton.quant.fragments import float_of_half, pick, rows_of
 
 # numbers of a code, as signed bytes or, of doubled e2m1, 12 more than they are
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -16,10 +16,9 @@ E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 
 
 @constexpr_function
-def choose_text(FORMAT, UPPER):
-    """The table's lower or upper eight bytes, chosen by four fields of a word."""
-    table = E2M1 if FORMAT == "MXFP4" else IQ4
-    table = table[8:] if UPPER else table[:8]
+def choose_text(UPPER):
+    """The lower or upper eight bytes of IQ4, chosen by four fields of a word."""
+    table = IQ4[8:] if UPPER else IQ4[:8]
     low, high = (
         sum((v & 255) << 8 * i for i, v in enumerate(table[at : at + 4]))
         for at in (0, 4)
@@ -31,9 +30,9 @@ def choose_text(FORMAT, UPPER):
 
 
 @gluon_jit
-def chosen(fields, FORMAT: gl.constexpr, UPPER: gl.constexpr):
+def chosen(fields, UPPER: gl.constexpr):
     return gl.inline_asm_elementwise(
-        choose_text(FORMAT, UPPER), "=r,r", [fields], gl.int32, True, 1
+        choose_text(UPPER), "=r,r", [fields], gl.int32, True, 1
     )
 
 
@@ -79,8 +78,8 @@ def turned_over(word):
 
 
 @gluon_jit
-def entries(word, FORMAT: gl.constexpr):
-    """The table's bytes of the four lowest fields of a word."""
+def entries(word):
+    """The numbers of IQ4 of the four lowest fields of a word."""
     low = word & 0x77777777
     # bytes 0xFF where a field's highest bit is set, else 0x80
     upper = gl.inline_asm_elementwise(
@@ -93,30 +92,31 @@ def entries(word, FORMAT: gl.constexpr):
     )
     # where it is not, bit 7 would be that of the upper half
     upper = (upper & 0x01010101) * 255
-    return (chosen(low, FORMAT, False) & (upper ^ -1)) | (
-        chosen(low, FORMAT, True) & upper
-    )
+    return (chosen(low, False) & (upper ^ -1)) | (chosen(low, True) & upper)
 
 
 @gluon_jit
-def look_up(word, HIGH: gl.constexpr, FORMAT: gl.constexpr):
-    """Of four bytes with two fields each: the numbers of the low, or the high ones."""
-    if FORMAT == "MXFP4":
-        turned = turned_over(word)
-        starts = starts_of_tables(0 * word)
-        first = doubled_e2m1(word, turned, starts)
-        second = doubled_e2m1(word >> 16, turned >> 16, starts)
-    else:
-        first = entries(word, FORMAT)
-        second = entries(word >> 16, FORMAT)
+def every_other(first, second, HIGH: gl.constexpr):
+    """Of eight bytes in two words the first, third and so on, or the others."""
     if HIGH:
-        return gl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [first, second], gl.int32, True, 1
-        )
+        return pick(first, second, 0x7531)
     else:
-        return gl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [first, second], gl.int32, True, 1
-        )
+        return pick(first, second, 0x6420)
+
+
+@gluon_jit
+def look_up(word, HIGH: gl.constexpr):
+    """Of four bytes with two fields each: IQ4 of the low ones, or of the high ones."""
+    return every_other(entries(word), entries(word >> 16), HIGH)
+
+
+@gluon_jit
+def look_up_e2m1(word, starts, HIGH: gl.constexpr):
+    """`look_up` of 12 more than twice the numbers."""
+    turned = turned_over(word)
+    first = doubled_e2m1(word, turned, starts)
+    second = doubled_e2m1(word >> 16, turned >> 16, starts)
+    return every_other(first, second, HIGH)
 
 
 @gluon_jit
@@ -141,7 +141,7 @@ def read_iq4_xs(block, g, c):
 @gluon_jit
 def codes_iq4_xs(words, F: gl.constexpr):
     first, second = rows_of(words[3 + F // 2])
-    return look_up(first, F % 2, "IQ4_XS"), look_up(second, F % 2, "IQ4_XS")
+    return look_up(first, F % 2), look_up(second, F % 2)
 
 
 @gluon_jit

@@ -5,6 +5,8 @@ follows their source and their instructions, on the formats and shapes whose pat
 differ, of which one activation summed by groups is the newest.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -207,3 +209,42 @@ def test_whole_numbers_keep_what_is_no_number(qtype, number):
     arrays = {"x_ptr": x, "tiles_ptr": np.asarray(w.tiles), "y_ptr": y}
     lanes.run(launch, arrays, (0, 0))
     assert np.isnan(y).all()
+
+
+def instructions_of_a_step(sass: str) -> int:
+    """Those of the innermost loop with products of whole numbers."""
+    lines = sass.splitlines()
+    labels = {x.strip()[:-1]: i for i, x in enumerate(lines) if x.strip().endswith(":")}
+    jumps = re.compile(r"BRA (LBB\d+)")
+    loops = [
+        lines[labels[to[1]] : i]
+        for i, line in enumerate(lines)
+        if (to := jumps.search(line)) and labels[to[1]] < i
+    ]
+    return min(
+        sum(x.endswith(";") for x in loop)
+        for loop in loops
+        if any("IMMA.16832" in x for x in loop)
+    )
+
+
+@pytest.mark.parametrize(
+    "qtype, most",
+    [
+        ("MXFP4", 290),
+        ("NVFP4_256", 350),
+        pytest.param("Q4_K", 235, marks=pytest.mark.full),
+        pytest.param("AFFINE4_64_BF16", 180, marks=pytest.mark.full),
+        pytest.param("INT4_128_F16", 190, marks=pytest.mark.full),
+    ],
+)
+def test_a_step_takes_few_instructions_and_spills_nothing(qtype, most):
+    """On Hopper, with the end of a tile, where about as many are left out as 44."""
+    tiles = packed(qtype, 28672, 8192).tiles
+    x = jax.ShapeDtypeStruct((1, 8192), jnp.bfloat16)
+    with compiling_for(90):
+        launch = launch_of(
+            lambda x, w: packed_products.multiply(x, w, qtype, None), x, tiles
+        )
+        assert launch.stack_bytes == 0 and launch.registers <= 128
+        assert instructions_of_a_step(launch.sass) <= most
