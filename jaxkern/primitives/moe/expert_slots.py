@@ -138,15 +138,17 @@ class ExpertSlots(NamedTuple):
 def expert_slots(name: str, family: QuantizedFamily) -> ExpertSlots:
     """Declares `<name>_expert_hidden` and `<name>_expert_sum`."""
     arrays, rows = ExpertArrays(family), family.rows
-    ids, bias = Integer[Array, "... k"], Float[Array, f"e {rows}"] | None
+    ids: Any = Integer[Array, "... k"]
+    bias: Any = Float[Array, f"e {rows}"]
+    residual: Any = Float[Array, f"... {rows}"]
     hidden = {
         "x": Float[Array, f"... {family.columns}"],
         "ids": ids,
         **arrays.placed("gate", "e"),
         **arrays.placed("up", "e"),
         **arrays.placed("shared", "2", optional=True),
-        "gate_bias": bias,
-        "up_bias": bias,
+        "gate_bias": bias | None,
+        "up_bias": bias | None,
     }
     weighted = {
         "x": Float[Array, f"... k {family.columns}"],
@@ -154,8 +156,8 @@ def expert_slots(name: str, family: QuantizedFamily) -> ExpertSlots:
         "weights": Float[Array, "... k"],
         **arrays.placed("down", "e"),
         **arrays.placed("shared", "", optional=True),
-        "down_bias": bias,
-        "residual": Float[Array, f"... {rows}"] | None,
+        "down_bias": bias | None,
+        "residual": residual | None,
     }
 
     def op(kind: str, f: Callable, operands: dict, options: tuple, result: Any):
