@@ -87,7 +87,7 @@ def measure(name: str, layer: Layer, kind: str, tokens: int) -> None:
     compare(f"{title}, norm and choice", {"ours": call}, router.nbytes)
     wide = functools.partial(expert_hidden, **options)
     around = gate_bias, up_bias, both
-    calls = {"ours": (wide, [(x, i, gate, up, *around) for i in ids])}
+    calls: dict[str, Any] = {"ours": (wide, [(x, i, gate, up, *around) for i in ids])}
     compare(f"{title}, gate and up", calls, 2 * read)
     around = down, bias, x, back
     calls = {"ours": (expert_sum, [(hidden, i, weights, *around) for i in ids])}

@@ -84,7 +84,7 @@ def project(
     options: dict = dict(compute_dtype=config.product_dtype)
     if isinstance(own := matrices[0], Adapted):
         x = x if norm is None else rms_norm(x, norm, eps=config.eps)
-        around = dict(residual=residual, bias=bias)
+        around: dict = dict(residual=residual, bias=bias)
         return project(config, x, own.base, **around) + own.added(x)
     if bias is not None and not takes_bias(config, matrices, norm, residual):
         if residual is None:
@@ -101,7 +101,7 @@ def project(
         x_now, w_now = decoded_late(x, w)
         if norm is None:
             return quantized_matmul(x_now, w_now, **options)
-        around = dict(eps=config.eps, **options)
+        around: dict = dict(eps=config.eps, **options)
         return quantized_rms_norm_matmul(x_now, norm, w_now, bias, **around)
 
     if residual is not None and fuses(config, matrices) and len(matrices) == 1:

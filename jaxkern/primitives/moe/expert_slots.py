@@ -43,6 +43,14 @@ def bias_of_slots(bias: Float[Array, "..."], ids: Integer[Array, "..."]) -> Arra
     return jnp.where(named, at_least_f32(bias), 0).sum(axis=ids.ndim)
 
 
+def of_named(products: Array, ids: Array, shared: Array | None, experts: int) -> Array:
+    """The products of experts, or where an id is their number what `shared` gives."""
+    if shared is None:
+        return products
+    all_pass = (ids == experts).reshape(*ids.shape, *[1] * (products.ndim - ids.ndim))
+    return products + jnp.where(all_pass, shared, 0)
+
+
 class ExpertArrays(NamedTuple):
     """How the arrays of one container stand among the operands of an op."""
 
@@ -66,6 +74,11 @@ class ExpertArrays(NamedTuple):
         read = dict(zip(self.family.arrays, self.family.read(w), strict=True))
         return [read[name] for name in self.names]
 
+    def check(self, op: str, x: Array, arrays: Sequence[Array], layout: dict) -> None:
+        """Raises TypeError unless `x` is as wide as the weights."""
+        absent = [None] * len(self.family.optional)  # they stand behind the others
+        self.family.check_columns(op, x, [*arrays, *absent], layout)
+
     def product(self, x: Array, ids: Array, arrays: Sequence[Array], layout: dict):
         """w[ids[..., k]] x of x `[..., d]`: `[..., k, rows]`."""
         decode = partial(self.family.decode, **layout)
@@ -76,13 +89,42 @@ class ExpertArrays(NamedTuple):
         decode = partial(self.family.decode, **layout)
         return self.family.split_rows(decoded_product(x, arrays, decode, 1, None))
 
+    def hidden(self, op: str, x, ids, *operands, alpha, limit, up_offset, **layout):
+        """The reference of `<name>_expert_hidden`."""
+        n = len(self.names)
+        gate, up, both = (operands[i * n : (i + 1) * n] for i in range(3))
+        self.check(op, x, gate, layout)
+        x32, experts = at_least_f32(x), gate[0].shape[0]
 
-def of_named(products: Array, ids: Array, shared: Array | None, experts: int) -> Array:
-    """The products of experts, or where an id is their number what `shared` gives."""
-    if shared is None:
-        return products
-    all_pass = (ids == experts).reshape(*ids.shape, *[1] * (products.ndim - ids.ndim))
-    return products + jnp.where(all_pass, shared, 0)
+        def one(half: int, arrays: Sequence[Array], bias: Array | None) -> Array:
+            y = self.product(x32, ids, arrays, layout)
+            if both[0] is not None:
+                of_all = self.shared(x32, [a[half] for a in both], layout)
+                y = of_named(y, ids, jnp.expand_dims(of_all, x.ndim - 1), experts)
+            return y if bias is None else y + bias_of_slots(bias, ids)
+
+        gate_bias, up_bias = operands[3 * n :]
+        z, u = one(0, gate, gate_bias), one(1, up, up_bias)
+        options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
+        return swiglu_reference(z, u, **options).astype(x.dtype)
+
+    def sum(self, op: str, x, ids, weights, *operands, **layout):
+        """The reference of `<name>_expert_sum`."""
+        n = len(self.names)
+        down, back = operands[:n], operands[n : 2 * n]
+        bias, residual = operands[2 * n :]
+        self.check(op, x, down, layout)
+        x32, experts = at_least_f32(x), down[0].shape[0]
+        y = jnp.squeeze(self.product(x32, ids[..., None], down, layout), ids.ndim)
+        if back[0] is not None:
+            y = of_named(y, ids, self.shared(x32, back, layout), experts)
+        if bias is not None:
+            y = y + bias_of_slots(bias, ids)
+        known = (ids >= 0) & (ids < experts + (back[0] is not None))
+        rows = (*ids.shape, *[1] * (y.ndim - ids.ndim))
+        y = at_least_f32(weights).reshape(rows) * y
+        y = jnp.where(known.reshape(rows), y, 0).sum(axis=ids.ndim - 1)
+        return (y if residual is None else at_least_f32(residual) + y).astype(x.dtype)
 
 
 class ExpertSlots(NamedTuple):
@@ -93,84 +135,49 @@ class ExpertSlots(NamedTuple):
     sum: KernelPrimitive
 
 
-def expert_slots(name: str, arrays: ExpertArrays) -> ExpertSlots:
+def expert_slots(name: str, family: QuantizedFamily) -> ExpertSlots:
     """Declares `<name>_expert_hidden` and `<name>_expert_sum`."""
-    family, n = arrays.family, len(arrays.names)
-    whole = ("e", "k", *family.whole)  # an id may name any expert
+    arrays, rows = ExpertArrays(family), family.rows
+    ids: Any = Integer[Array, "... k"]
+    bias: Any = Float[Array, f"e {rows}"]
+    residual: Any = Float[Array, f"... {rows}"]
+    hidden = {
+        "x": Float[Array, f"... {family.columns}"],
+        "ids": ids,
+        **arrays.placed("gate", "e"),
+        **arrays.placed("up", "e"),
+        **arrays.placed("shared", "2", optional=True),
+        "gate_bias": bias | None,
+        "up_bias": bias | None,
+    }
+    weighted = {
+        "x": Float[Array, f"... k {family.columns}"],
+        "ids": ids,
+        "weights": Float[Array, "... k"],
+        **arrays.placed("down", "e"),
+        **arrays.placed("shared", "", optional=True),
+        "down_bias": bias | None,
+        "residual": residual | None,
+    }
 
-    def op(kind: str, fn: Callable, operands: dict, options: tuple, result: Any):
-        of = {"ids": Integer[Array, "... k"]}
-        first, *others = operands.items()
-        operands = dict([first]) | of | dict(others)
-        options = (*family.layout, *options)
+    def op(kind: str, f: Callable, operands: dict, options: tuple, result: Any):
         title = f"{name}_expert_{kind}"
-        reference = declared(fn, title, __name__, operands, options, result)
-        return kernel_primitive(reference, replicated=whole)
 
-    def hidden(x, ids, *operands, alpha, limit, up_offset, **layout):
-        x32, experts = at_least_f32(x), operands[0].shape[0]
-        shared, biases = operands[2 * n : 3 * n], operands[3 * n :]
+        def reference(*given, **named):
+            return f(title, *given, **named)
 
-        def one(i: int) -> Array:
-            y = arrays.product(x32, ids, operands[i * n : (i + 1) * n], layout)
-            if shared[0] is not None:
-                half = arrays.shared(x32, [a[i] for a in shared], layout)
-                y = of_named(y, ids, jnp.expand_dims(half, x.ndim - 1), experts)
-            if biases[i] is not None:
-                y = y + bias_of_slots(biases[i], ids)
-            return y
+        options = (*family.layout, *options)
+        declared(reference, title, __name__, operands, options, result)
+        # an id may name any expert
+        return kernel_primitive(reference, replicated=("e", "k", *family.whole))
 
-        options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
-        return swiglu_reference(one(0), one(1), **options).astype(x.dtype)
-
-    def weighted(x, ids, weights, *operands, **layout):
-        down, shared, (bias, residual) = (
-            operands[:n],
-            operands[n : 2 * n],
-            operands[2 * n :],
-        )
-        x32, experts = at_least_f32(x), down[0].shape[0]
-        y = arrays.product(x32, ids[..., None], down, layout)
-        y = jnp.squeeze(y, ids.ndim)
-        if shared[0] is not None:
-            of_all = arrays.shared(x32, shared, layout)
-            y = of_named(y, ids, of_all, experts)
-        if bias is not None:
-            y = y + bias_of_slots(bias, ids)
-        factors = at_least_f32(weights)
-        factors = factors.reshape(*ids.shape, *[1] * (y.ndim - ids.ndim))
-        known = (ids >= 0) & (ids < experts + (shared[0] is not None))
-        y = jnp.where(known.reshape(factors.shape), factors * y, 0)
-        y = y.sum(axis=ids.ndim - 1)
-        return (y if residual is None else at_least_f32(residual) + y).astype(x.dtype)
-
-    rows, columns = family.rows, family.columns
-    biases = {f"{n}_bias": Float[Array, f"e {rows}"] | None for n in ("gate", "up")}
-    hidden_p = op(
-        "hidden",
-        hidden,
-        {"x": Float[Array, f"... {columns}"]}
-        | arrays.placed("gate", "e")
-        | arrays.placed("up", "e")
-        | arrays.placed("shared", "2", optional=True)
-        | biases,
-        ("alpha", "limit", "up_offset"),
-        Float[Array, f"... k {rows}"],
+    options = ("alpha", "limit", "up_offset")
+    by_slot, by_token = (Float[Array, f"... {r}"] for r in (f"k {rows}", rows))
+    return ExpertSlots(
+        arrays,
+        op("hidden", arrays.hidden, hidden, options, by_slot),
+        op("sum", arrays.sum, weighted, (), by_token),
     )
-    sum_p = op(
-        "sum",
-        weighted,
-        {"x": Float[Array, f"... k {columns}"], "weights": Float[Array, "... k"]}
-        | arrays.placed("down", "e")
-        | arrays.placed("shared", "", optional=True)
-        | {
-            "down_bias": Float[Array, f"e {rows}"] | None,
-            "residual": Float[Array, f"... {rows}"] | None,
-        },
-        (),
-        Float[Array, f"... {rows}"],
-    )
-    return ExpertSlots(arrays, hidden_p, sum_p)
 
 
 DENSE = QuantizedFamily(
@@ -181,17 +188,10 @@ DENSE = QuantizedFamily(
     arrays_of=lambda w: (w,),
 )
 SLOTS = {
-    jax.Array: expert_slots("dense", ExpertArrays(DENSE)),
-    InterleavedTensor: expert_slots("interleaved", ExpertArrays(INTERLEAVED)),
-    MicroscaledTensor: expert_slots("microscaled", ExpertArrays(MICROSCALED)),
+    jax.Array: expert_slots("dense", DENSE),
+    InterleavedTensor: expert_slots("interleaved", INTERLEAVED),
+    MicroscaledTensor: expert_slots("microscaled", MICROSCALED),
 }
-
-
-class Shared(NamedTuple):
-    """The expert that every token passes: `[2*f, d]`, gate first, and `[d, f]`."""
-
-    gate_up: Any
-    down: Any
 
 
 def slots_of(w: Any) -> ExpertSlots | None:

@@ -25,6 +25,8 @@ def refusal_of_rows(x: Any, ids: Any, codes: Any, scales: Any, format: str, **mo
     w = rows_of(codes, scales, None, format)
     if w.format != "e2m1":
         return f"{format} has no kernel for experts in one launch"
+    if w.columns <= w.group:
+        return f"rows of {w.columns} columns are one group, whose lanes share its scale"
     return row_products.refusal(w)
 
 
@@ -70,9 +72,7 @@ def unsupported_sum(
 
 def problem_of(ids: jax.Array, codes: jax.Array, scales: jax.Array, format: str):
     w = rows_of(codes, scales, None, format)
-    p = row_products.problem_of(w, 1, top_k=ids.shape[-1])
-    assert p.split
-    return p
+    return row_products.problem_of(w, 1, top_k=ids.shape[-1])
 
 
 def zeros_of(p: RowProblem) -> jax.Array:

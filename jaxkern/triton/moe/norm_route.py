@@ -125,8 +125,12 @@ def norm_route(
     e, rows, width = router.shape[0], math.prod(lead), options["k"] + shared
     whole = {"ROWS": 1, "COLUMNS": min(next_power_of_2(d), dense_products.LARGEST)}
     logits = dense_products.launch(
-        *(x, router),
-        **dict(norm=norm, bias=router_bias, eps=eps, dtype=jnp.float32),
+        x,
+        router,
+        norm=norm,
+        bias=router_bias,
+        eps=eps,
+        dtype=jnp.float32,
         sizes=whole | {"num_warps": 8 if d > 2048 else 4},
     )
     return sparse_call(

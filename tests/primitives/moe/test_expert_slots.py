@@ -74,10 +74,10 @@ CASES = {
         case(
             "mxfp4",
             full=True,
-            **dict(x=bf16(2, 32), ids=IDS, gate_codes=u8(3, 4, 16), up_bias=None),
-            **dict(gate_scales=small_e8m0(3, 4, 1), up_codes=u8(3, 4, 16)),
+            **dict(x=bf16(2, 64), ids=IDS, gate_codes=u8(3, 4, 32), up_bias=None),
+            **dict(gate_scales=small_e8m0(3, 4, 2), up_codes=u8(3, 4, 32)),
             **dict(
-                up_scales=small_e8m0(3, 4, 1), shared_codes=None, shared_scales=None
+                up_scales=small_e8m0(3, 4, 2), shared_codes=None, shared_scales=None
             ),
             **dict(gate_bias=f32(3, 4), format="mxfp4"),
             **GPT_OSS,
@@ -87,9 +87,9 @@ CASES = {
         case(
             "mxfp4",
             full=True,
-            **dict(x=bf16(2, 2, 32), ids=IDS, weights=f32(2, 2), format="mxfp4"),
-            **dict(down_codes=u8(3, 4, 16), down_scales=small_e8m0(3, 4, 1)),
-            **dict(shared_codes=u8(4, 16), shared_scales=small_e8m0(4, 1)),
+            **dict(x=bf16(2, 2, 64), ids=IDS, weights=f32(2, 2), format="mxfp4"),
+            **dict(down_codes=u8(3, 4, 32), down_scales=small_e8m0(3, 4, 2)),
+            **dict(shared_codes=u8(4, 32), shared_scales=small_e8m0(4, 2)),
             **dict(down_bias=None, residual=f32(2, 4)),
         )
     ],

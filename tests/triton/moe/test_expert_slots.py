@@ -60,9 +60,9 @@ def by_lanes(f, operands, y):
 @pytest.mark.parametrize(
     "kind, d, f, shared",
     [
-        ("Q4_K", 1280, 16, True),
+        pytest.param("Q4_K", 1280, 16, True, marks=pytest.mark.full),
         pytest.param("Q8_0", 352, 16, False, marks=pytest.mark.full),
-        ("mxfp4", 672, 24, False),
+        ("mxfp4", 352, 24, False),
         pytest.param("nvfp4", 192, 16, True, marks=pytest.mark.full),
     ],
 )
@@ -86,7 +86,7 @@ def test_lanes_give_what_experts_give(kind, d, f, shared):
     [
         ("Q4_K", 512, 16, True),
         pytest.param("Q8_0", 352, 16, False, marks=pytest.mark.full),
-        ("mxfp4", 672, 24, True),
+        pytest.param("mxfp4", 672, 24, True, marks=pytest.mark.full),
         pytest.param("nvfp4", 192, 16, False, marks=pytest.mark.full),
     ],
 )
@@ -117,10 +117,9 @@ def of_shapes(kind, *shape):
 @pytest.mark.parametrize(
     "kind, d, f, e, k, shared",
     [
-        ("Q4_K", 2048, 512, 256, 9, True),  # Qwen3.6-35B-A3B
         ("mxfp4", 2880, 2880, 32, 4, False),  # gpt-oss-20b
         *(
-            pytest.param(kind, 768, 512, 8, 4, True, marks=pytest.mark.full)
+            pytest.param(kind, 2048, 512, 256, 9, True, marks=pytest.mark.full)
             for kind in (*BYTES, "nvfp4")
         ),
     ],
@@ -152,7 +151,8 @@ def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):
         ("a token has 17 experts, over 16", spec(1, 64), (1, 17), "mxfp4"),
         ("there are no elements", spec(0, 64), (0, 2), "mxfp4"),
         ("mxfp8 has no kernel for experts in one launch", spec(1, 64), (1, 2), "mxfp8"),
-        ("rows of 16 columns of 4 bits", spec(1, 16), (1, 2), "nvfp4"),
+        ("rows of 48 columns of 4 bits", spec(1, 48), (1, 2), "nvfp4"),
+        ("rows of 32 columns are one group", spec(1, 32), (1, 2), "mxfp4"),
     ],
 )
 def test_refusals(reason, x, ids, w):
