@@ -24,6 +24,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from jaxkern.gpu.launch import Launch, compilation, elsewhere
 
 MOST = 12  # kernels at a time
+BEGIN = """
+import threading
+from triton.runtime.cache import triton_key
+key = threading.Thread(target=triton_key)
+key.start()
+from jaxkern.gpu.compile_ahead import answer
+key.join()
+answer({count})
+"""
 NO_BYTES = ValueError, TypeError, AttributeError, pickle.PicklingError
 
 
@@ -44,7 +53,7 @@ class Compilers:
         alone = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
         alone["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"import {__name__} as own; own.answer({count})"],
+            [sys.executable, "-c", BEGIN.format(count=count)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -55,7 +64,7 @@ class Compilers:
         self.has_ended = False
         self.lock = threading.Lock()  # of the two above
         self.threads = ThreadPoolExecutor(2)
-        # Triton reads itself first, 500 MB, to know what its cache is of
+        # Triton reads itself, 500 MB, to know what its cache is of
         self.key = self.threads.submit(triton_key)
         self.threads.submit(self.listen)
 
@@ -129,9 +138,6 @@ def as_bytes(number: int, launch: Launch, capability: int) -> bytes:
 
 def answer(count: int) -> None:
     """Compiles what comes at the input, up to `count` kernels at a time."""
-    from triton.runtime.cache import triton_key
-
-    triton_key()  # once for all
     running = 0
     with contextlib.suppress(EOFError):
         while True:
