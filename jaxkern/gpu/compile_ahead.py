@@ -33,6 +33,7 @@ from jaxkern.gpu.compile_ahead import answer
 key.join()
 answer({count})
 """
+# of a kernel that another process does not find by name, or of its constants
 NO_BYTES = ValueError, TypeError, AttributeError, pickle.PicklingError
 
 
@@ -141,22 +142,23 @@ def answer(count: int) -> None:
     running = 0
     with contextlib.suppress(EOFError):
         while True:
-            number, module, name, launch, capability = pickle.load(sys.stdin.buffer)
-            kernel = getattr(importlib.import_module(module), name)
+            number, module, *kernel = pickle.load(sys.stdin.buffer)
+            with contextlib.suppress(Exception):  # here for all, or met again there
+                importlib.import_module(module)
             if running == count:
                 os.wait()
                 running -= 1
             if os.fork() == 0:
-                compile_and_end(number, launch._replace(kernel=kernel), capability)
+                with contextlib.suppress(Exception):  # who asked meets it again
+                    compile_here(module, *kernel)
+                with contextlib.suppress(OSError):  # who asked has ended
+                    os.write(sys.stdout.fileno(), f"{number}\n".encode())
+                os._exit(0)
             running += 1
 
 
-def compile_and_end(number: int, launch: Launch, capability: int) -> None:
-    """What is compiled is on disk; its number at the output says when."""
+def compile_here(module: str, name: str, launch: Launch, capability: int) -> None:
     import triton
 
-    with contextlib.suppress(Exception):  # who asked meets it again
-        triton.compile(*compilation(launch, capability))
-    with contextlib.suppress(OSError):  # who asked has ended
-        os.write(sys.stdout.fileno(), f"{number}\n".encode())
-    os._exit(0)
+    kernel = getattr(importlib.import_module(module), name)
+    triton.compile(*compilation(launch._replace(kernel=kernel), capability))

@@ -26,7 +26,7 @@ def compiled_ahead() -> Iterator[Callable[[Any], None]]:
     """Gives a function that has the kernels of a jaxpr compiled while the block runs.
 
     They are those that one NVIDIA GPU will run. Elsewhere than on such a GPU, and on a
-    host of few processors, it does nothing.
+    host of one processor, it does nothing.
     """
     if not (count := num_processes()):
         yield lambda jaxpr: None
