@@ -1,10 +1,13 @@
 """Kernels compiled by processes beside this one, before lowering asks for them.
 
 Between `Compilers.ask` for a launch and the end of the block, `launch.compiled` waits
-for the process that has the kernel, and then finds it in Triton's cache on disk. What
-is there already is not asked for, and starts no process. A third of what Triton does is
-Python, of which threads would do one thing at a time: the two executables of a model of
-8B have 21 kernels, 15 seconds of a processor.
+for the process that has the kernel, and then finds it in Triton's cache on disk; what
+is there already is not asked for. A third of what Triton does is Python, of which
+threads would do one thing at a time: the two executables of a model of 8B have 21
+kernels, 15 seconds of a processor.
+
+One process imports this package while functions are traced, and forks for each kernel.
+It has no GPU, and no thread that a fork could leave behind.
 """
 
 import contextlib
@@ -12,47 +15,70 @@ import hashlib
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxkern.gpu.launch import Launch, compilation, elsewhere
 
-LEAST, MOST = 3, 12  # processes, of 300 MB each; fewer begin too late to help
+MOST = 12  # kernels at a time
+BEGIN = """
+import threading
+from triton.runtime.cache import triton_key
+key = threading.Thread(target=triton_key)
+key.start()
+from jaxkern.gpu.compile_ahead import answer
+key.join()
+answer({count})
+"""
+# of a kernel that another process does not find by name, or of its constants
 NO_BYTES = ValueError, TypeError, AttributeError, pickle.PicklingError
 
 
 def num_processes() -> int:
-    """As many as there are processors for beside this process, 0 on a small machine."""
-    count = min(len(os.sched_getaffinity(0)) - 1, MOST)
-    return count if count >= LEAST else 0
+    """As many as there are processors, 0 where there is but one."""
+    if not sys.executable or getattr(sys, "frozen", False):  # not an interpreter
+        return 0
+    count = min(len(os.sched_getaffinity(0)), MOST)
+    return count if count > 1 else 0
 
 
 class Compilers:
-    """Up to `count` processes that compile kernels while the block runs."""
+    """Up to `count` kernels are compiled at a time while the block runs."""
 
     def __init__(self, count: int) -> None:
         from triton.runtime.cache import triton_key
 
-        self.threads = ThreadPoolExecutor(count)  # each has one process
-        # Triton reads itself first, 500 MB, to know what its cache is of
+        alone = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
+        alone["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", BEGIN.format(count=count)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | alone,
+            process_group=0,
+        )
+        self.asked: list[tuple[tuple[Launch, int], Future]] = []
+        self.has_ended = False
+        self.lock = threading.Lock()  # of the two above
+        self.threads = ThreadPoolExecutor(2)
+        # Triton reads itself, 500 MB, to know what its cache is of
         self.key = self.threads.submit(triton_key)
-        self.own = threading.local()
-        self.processes: list[subprocess.Popen] = []
-        self.asked: list[tuple[Launch, int]] = []
+        self.threads.submit(self.listen)
 
     def __enter__(self) -> "Compilers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for key in self.asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.threads.shutdown()
+        self.process.communicate()
+        for key, _future in self.asked:
             elsewhere.pop(key, None)
-        for process in self.processes:  # Triton moves whole files into its cache
-            process.kill()
-        self.threads.shutdown(cancel_futures=True)
-        for process in self.processes:
-            process.communicate()
 
     def ask(self, launch: Launch, capability: int) -> None:
         """Compiles it elsewhere, unless it is on disk or has been asked for."""
@@ -60,30 +86,31 @@ class Compilers:
         key = launch._replace(grid=()), capability
         if key in elsewhere or is_on_disk(*key):
             return
-        with contextlib.suppress(*NO_BYTES):
-            elsewhere[key] = self.threads.submit(self.compile, as_bytes(*key))
-            self.asked.append(key)
+        with contextlib.suppress(*NO_BYTES), self.lock:
+            question = as_bytes(len(self.asked), *key)
+            if not self.has_ended:
+                elsewhere[key] = Future()
+                self.asked.append((key, elsewhere[key]))
+                self.send(question)
 
-    def compile(self, question: bytes) -> None:
-        process = self.process()
-        assert process.stdin and process.stdout
-        process.stdin.write(question)
-        process.stdin.flush()
-        process.stdout.readline()
+    def send(self, question: bytes) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # `listen` sees that it has ended
+            self.process.stdin.write(question)
+            self.process.stdin.flush()
 
-    def process(self) -> subprocess.Popen:
-        """That of this thread."""
-        if not hasattr(self.own, "process"):
-            path = os.pathsep.join(filter(None, sys.path))
-            self.own.process = subprocess.Popen(
-                [sys.executable, "-c", f"import {__name__} as own; own.answer()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-            )
-            self.processes.append(self.own.process)
-        return self.own.process
+    def listen(self) -> None:
+        """Says of each kernel when it is done, and of all when no more will be."""
+        assert self.process.stdout
+        try:
+            for line in self.process.stdout:
+                self.asked[int(line)][1].set_result(None)
+        finally:
+            with self.lock:
+                self.has_ended = True
+            for _, future in self.asked:
+                if not future.done():
+                    future.set_result(None)
 
 
 def is_on_disk(launch: Launch, capability: int) -> bool:
@@ -101,23 +128,37 @@ def is_on_disk(launch: Launch, capability: int) -> bool:
     return folder.get_group(f"{source.name[:150]}.json") is not None
 
 
-def as_bytes(launch: Launch, capability: int) -> bytes:
+def as_bytes(number: int, launch: Launch, capability: int) -> bytes:
     """The kernel by name; raises a ValueError where that does not lead to it."""
     module, name = launch.kernel.__module__, launch.name
     if module == "__main__" or vars(sys.modules[module]).get(name) is not launch.kernel:
         raise ValueError(f"compile_ahead: {name} is not found in {module}.")
-    return pickle.dumps((module, name, launch._replace(kernel=None), capability))
+    launch = launch._replace(kernel=None)
+    return pickle.dumps((number, module, name, launch, capability))
 
 
-def answer() -> None:
-    """Compiles what comes at the input, a line of output for each."""
-    import triton
-
+def answer(count: int) -> None:
+    """Compiles what comes at the input, up to `count` kernels at a time."""
+    running = 0
     with contextlib.suppress(EOFError):
         while True:
-            module, name, launch, capability = pickle.load(sys.stdin.buffer)
-            kernel = getattr(importlib.import_module(module), name)
-            with contextlib.suppress(Exception):  # who asked meets it again
-                launch = launch._replace(kernel=kernel)
-                triton.compile(*compilation(launch, capability))
-            print(flush=True)
+            number, module, *kernel = pickle.load(sys.stdin.buffer)
+            with contextlib.suppress(Exception):  # here for all, or met again there
+                importlib.import_module(module)
+            if running == count:
+                os.wait()
+                running -= 1
+            if os.fork() == 0:
+                with contextlib.suppress(Exception):  # who asked meets it again
+                    compile_here(module, *kernel)
+                with contextlib.suppress(OSError):  # who asked has ended
+                    os.write(sys.stdout.fileno(), f"{number}\n".encode())
+                os._exit(0)
+            running += 1
+
+
+def compile_here(module: str, name: str, launch: Launch, capability: int) -> None:
+    import triton
+
+    kernel = getattr(importlib.import_module(module), name)
+    triton.compile(*compilation(launch._replace(kernel=kernel), capability))

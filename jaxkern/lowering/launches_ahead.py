@@ -26,14 +26,14 @@ def compiled_ahead() -> Iterator[Callable[[Any], None]]:
     """Gives a function that has the kernels of a jaxpr compiled while the block runs.
 
     They are those that one NVIDIA GPU will run. Elsewhere than on such a GPU, and on a
-    host of few processors, it does nothing.
+    host of one processor, it does nothing.
     """
-    from jaxkern.gpu.compile_ahead import Compilers, num_processes
-    from jaxkern.gpu.device import compute_capability
-
-    if not (count := num_processes()) or not on_a_gpu():
+    if not (count := num_processes()):
         yield lambda jaxpr: None
         return
+    from jaxkern.gpu.compile_ahead import Compilers
+    from jaxkern.gpu.device import compute_capability
+
     with Compilers(count) as compilers:
 
         def ask(jaxpr: Any) -> None:
@@ -43,15 +43,15 @@ def compiled_ahead() -> Iterator[Callable[[Any], None]]:
         yield ask
 
 
-def on_a_gpu() -> bool:
-    """Whether Triton compiles for this machine's GPU."""
+def num_processes() -> int:
+    """Those that may compile for this machine's GPU, 0 where it has none."""
     from jaxkern.gpu.device import device_capability
 
     if jax.default_backend() != "gpu" or device_capability() is None:
-        return False
-    from jaxkern.gpu.triton_call import missing  # imports Triton
+        return 0
+    from jaxkern.gpu import compile_ahead, triton_call  # they import Triton
 
-    return missing() is None
+    return 0 if triton_call.missing() else compile_ahead.num_processes()
 
 
 def launches_of(jaxpr: Any) -> Iterator[Any]:
