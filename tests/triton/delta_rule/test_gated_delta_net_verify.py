@@ -1,5 +1,6 @@
 """The kernel of gated_delta_net_verify: its launch, its values in the interpreter."""
 
+import functools
 import re
 
 import jax
@@ -23,9 +24,8 @@ from tests.triton.interpreted import (
     starts_it,
 )
 
-SHAPES = [  # b, t, k, group, h, hv, w: heads that share a key, odd dims, no window
-    (3, 3, 2, 2, 4, 3, 4),
-    (2, 2, 1, 3, 5, 16, 2),
+SHAPES = [  # b, t, k, group, h, hv, w: heads that share a key, odd dims; no window
+    (3, 3, 2, 2, 5, 3, 4),
     (4, 8, 2, 1, 8, 1, 1),
 ]
 
@@ -33,7 +33,7 @@ SHAPES = [  # b, t, k, group, h, hv, w: heads that share a key, odd dims, no win
 @starts_it
 @pytest.mark.skipif(bridge.triton is None, reason="triton is not installed")
 def test_in_a_process_of_its_own():
-    check_in_its_own_process(__file__, len(SHAPES) + 2)
+    check_in_its_own_process(__file__, len(SHAPES))
 
 
 def launched(x, capability):
@@ -87,39 +87,23 @@ def test_what_is_left_to_xla(shape, reason):
 @alone
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values(shape):
-    """Rows keep none of the last call's tokens, all of them, or what lies between."""
+    """Rows keep none of the last call's tokens, all of them, or what lies between.
+
+    Gates are far from zero, a decay is to nothing, and what the row that keeps none has
+    of its last call is NaN.
+    """
     b, t = shape[:2]
-    operands = (*draw(*shape).values(), jnp.arange(b) * t // (b - 1))
+    x = draw(*shape)
+    x["rate"] = x["rate"].at[:, 0].set(200.0).at[:, -1].set(-60.0)
+    x["g"] = x["g"].at[-1, 1].set(-jnp.inf)
+    x["keys"] = x["keys"].at[0].set(jnp.nan)
+    operands = (*x.values(), jnp.arange(b) * t // (b - 1))
+    reference = functools.partial(gated_delta_net_verify_reference, eps=1e-3)
     with jax.enable_x64(True):
         exact = [y.astype(jnp.float64) for y in operands[:-1]]
-        expected = gated_delta_net_verify_reference(*exact, operands[-1], eps=1e-3)
+        expected = jax.jit(reference)(*exact, operands[-1])
     with interpreted():
         found = kernel.gated_delta_net_verify(*operands, eps=1e-3)
     for y, e in zip(found, expected, strict=True):
         np.testing.assert_allclose(y, e, atol=5e-5)
-    np.testing.assert_array_equal(found[2][0], operands[9][0])
-
-
-@alone
-def test_gates_far_from_zero():
-    x = draw(1, 2, 1, 2, 4, 4)
-    x["g"] = x["g"].at[0, 1].set(-jnp.inf)
-    for rate in (200.0, -60.0):
-        x["rate"] = jnp.full((1, 2, 2), rate)
-        operands = (*x.values(), jnp.array([2]))
-        expected = gated_delta_net_verify_reference(*operands, eps=1e-3)
-        with interpreted():
-            found = kernel.gated_delta_net_verify(*operands, eps=1e-3)
-        for y, e in zip(found, expected, strict=True):
-            assert np.isfinite(y).all()
-            np.testing.assert_allclose(y, e, atol=2e-5)
-
-
-@alone
-def test_a_row_that_rests_reads_nothing_of_the_last_call():
-    x = draw(2, 2, 1, 1, 4, 4)
-    x["keys"] = x["keys"].at[0].set(jnp.nan)
-    with interpreted():
-        found = kernel.gated_delta_net_verify(*x.values(), jnp.array([0, -3]), eps=1e-3)
-    np.testing.assert_array_equal(found[2], x["state"])
-    assert np.isfinite(found[0]).all()
+    np.testing.assert_array_equal(found[2][0], x["state"][0])
