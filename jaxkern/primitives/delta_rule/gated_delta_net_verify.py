@@ -207,7 +207,7 @@ def rows_from(
 ) -> Float[Array, "b size c"]:
     """`size` rows of each sequence from its start on."""
     at = starts[:, None] + jnp.arange(size)
-    return jnp.take_along_axis(x, at[..., None], axis=1)
+    return jnp.take_along_axis(x, at[..., None], axis=1, mode="clip")
 
 
 gated_delta_net_verify_p = kernel_primitive(
