@@ -113,6 +113,7 @@ KERNELS = (
     Kernel("cumsum",                     "triton",     "triton.delta_rule.cumsum",                       "primal bwd"),
     Kernel("gated_delta_step",           "triton",     "triton.delta_rule.gated_delta_step",             "primal"),
     Kernel("gated_delta_net_step",       "triton",     "triton.delta_rule.gated_delta_net_step",         "primal"),
+    Kernel("gated_delta_net_verify",     "triton",     "triton.delta_rule.gated_delta_net_verify",       "primal"),
     Kernel("kimi_delta_attention_step",  "triton",     "triton.delta_rule.kimi_delta_attention_step",    "primal"),
     Kernel("gated_delta_rule",           "triton",     "triton.delta_rule.gated_delta_rule.fwd",         "primal"),
     Kernel("gated_delta_rule",           "triton",     "triton.delta_rule.gated_delta_rule.bwd",         "bwd"),

@@ -37,6 +37,12 @@ from jaxkern.models.decode_loop import (
     is_stop,
     write_chunk,
 )
+from jaxkern.models.drafts import (
+    Drafted,
+    check_drafts,
+    read_for_drafts,
+    write_drafted,
+)
 from jaxkern.models.image_prompts import Shown, expanded
 from jaxkern.models.prompt_rows import (
     check_seed,
@@ -78,12 +84,14 @@ class Timings:
     """Seconds and tokens of one `stream`, to which every chunk adds.
 
     A chunk that was queued ahead took the time since the tokens before it arrived.
+    `tokens_a_step` are those of an answer that goes on, more than 1 with drafts.
     """
 
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_seconds: float = 0.0
     decode_steps: int = 0
+    tokens_a_step: float = 1.0
 
 
 class Generator:
@@ -101,10 +109,12 @@ class Generator:
       chunk: tokens between two looks of the host.
       cache: what keys and values are kept in, "f16", "int8", "turboquant4" ...; see
         `jaxkern.models.cache_kind`. Default float32, on a GPU the activations' dtype.
+      drafts: tokens that are looked up in the text and read together with the one drawn
+        last, up to 7; see `jaxkern.models.drafts`. `chunk` counts calls of the model.
 
     Raises:
       ValueError: prompt and answer do not fit the model's context, or no layer can keep
-        such a `cache`.
+        such a `cache`, or one cannot take `drafts` back.
 
     Attributes:
       cache: shapes of what the layers keep.
@@ -127,9 +137,10 @@ class Generator:
         stop_ids: Sequence[int] = (),
         chunk: int = 16,
         cache: CacheForm | None = None,
+        drafts: int = 0,
     ):
         check_sizes(config, batch, prompt_slots, max_tokens, chunk)
-        self.config, self.image_patches = config, image_patches
+        self.config, self.image_patches, self.drafts = config, image_patches, drafts
         self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
         self.stop_ids = tuple(sorted(stop_ids))
         self.batch, self.prompt_slots = batch, prompt_slots
@@ -137,15 +148,22 @@ class Generator:
         # the first token comes with the prompt, the others in whole chunks
         chunks = -(-(max_tokens - 1) // chunk)
         slots = prompt_slots + chunks * chunk
+        if drafts:  # a row ends at its limit, but for drafts that do not stay
+            slots = prompt_slots + max_tokens + drafts
         self.cache = jax.eval_shape(lambda: new_cache(config, batch, slots, cache))
         static = {"sampling": sampling, "stop_ids": self.stop_ids}
-        read = jax.jit(
-            functools.partial(read_prompts, config, slots=slots, kind=cache, **static)
+        read: Any = functools.partial(
+            read_prompts, config, slots=slots, kind=cache, **static
         )
-        write = jax.jit(
-            functools.partial(write_chunk, config, steps=chunk, **static),
-            donate_argnums=1,
-        )
+        write: Any = functools.partial(write_chunk, config, steps=chunk, **static)
+        if drafts:
+            check_drafts(config, self.cache, drafts)
+            sizes = {"drafts": drafts, "max_tokens": max_tokens}
+            read = functools.partial(read_for_drafts, read, config, **sizes)
+            write = functools.partial(
+                write_drafted, config, steps=chunk, drafts=drafts, **static
+            )
+        read, write = jax.jit(read), jax.jit(write, donate_argnums=1)
         start = time.perf_counter()
         shapes = prompt_shapes(config, batch, prompt_slots, image_patches)
         seed = jax.ShapeDtypeStruct((), jnp.int32)
@@ -186,7 +204,8 @@ class Generator:
 
         Yields:
           tokens: int32 `[b, n]` on the host, NO_TOKEN behind the end of a sequence. The
-            stop token that ends it is still there.
+            stop token that ends it is still there. With drafts rows differ in length,
+            NO_TOKEN behind each.
         """
         check_seed(seed)
         if len(prompts) != self.batch:
@@ -204,7 +223,7 @@ class Generator:
         left = self.max_tokens - 1
         chunks = -(-left // self.chunk)
         ahead = int(jax.default_backend() == "gpu")
-        queued: collections.deque[jax.Array] = collections.deque()
+        queued: collections.deque[Any] = collections.deque()
 
         def queue(state: State, most: int) -> State:
             """With more chunks queued, up to `most`."""
@@ -220,18 +239,26 @@ class Generator:
         arrived = time.perf_counter()
         self.timings = Timings(arrived - start, int(lengths.sum()))
         yield tokens
-        while left > 0 and not self.ended(tokens):
+        ended, drafted = self.ended(tokens), Drafted()
+        while left > 0 and not ended:
             start = arrived if queued else time.perf_counter()
             state = queue(state, 1 + ahead)
-            tokens = np.asarray(queued.popleft())
+            chunk = queued.popleft()
+            if self.drafts:
+                tokens, drafted = drafted.with_chunk(chunk)
+                ended = drafted.ended
+            else:
+                tokens = np.asarray(chunk)[:, :left]
+                ended = self.ended(tokens)
             arrived = time.perf_counter()
             self.timings = Timings(
                 self.timings.prefill_seconds,
                 self.timings.prefill_tokens,
                 self.timings.decode_seconds + arrived - start,
                 self.timings.decode_steps + self.chunk,
+                drafted.tokens_a_step,
             )
-            yield tokens[:, :left]
+            yield tokens
             left -= self.chunk
 
     def submit(
@@ -256,8 +283,13 @@ class Generator:
           The answer: iterate over its tokens, or wait for its `result()`.
 
         Raises:
-          ValueError: the prompt or its images do not fit, or an option is out of range.
+          ValueError: the prompt or its images do not fit, an option is out of range, or
+            the generator has `drafts`.
         """
+        if self.drafts:
+            raise ValueError(
+                "generate: `submit` has no drafts. Make the generator without them."
+            )
         return self.continuous.submit(
             prompt, max_tokens=max_tokens, images=images, seed=seed
         )
@@ -296,12 +328,13 @@ def generate(
     seed: int = 0,
     chunk: int = 16,
     cache: CacheForm | None = None,
+    drafts: int = 0,
 ) -> list[list[int]]:
     """The whole answers to some prompts: a `Generator`, run to its end.
 
     It compiles at each call; keep a `Generator` to answer more than once. `images` are
-    those of each prompt: of Pillow, names of files, or a `Picture` each; `cache` is
-    the generator's.
+    those of each prompt: of Pillow, names of files, or a `Picture` each; `cache` and
+    `drafts` are the generator's.
 
     Returns:
       One list of token ids per prompt, of at most `max_tokens`, without the stop token.
@@ -325,6 +358,7 @@ def generate(
         stop_ids=stop_ids,
         chunk=chunk,
         cache=cache,
+        drafts=drafts,
     )
     stream = generator.stream(prompts, images=images, seed=seed)
     rows = np.concatenate(list(stream), axis=1)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from jaxkern import (
     apply_frequency_penalty,
@@ -14,6 +14,7 @@ from jaxkern import (
     argmax,
     sample,
 )
+from jaxkern.primitives.sampling.sample import sample_at
 
 
 class Seen(NamedTuple):
@@ -43,9 +44,9 @@ class Seen(NamedTuple):
         return Seen(prompt, jnp.zeros_like(self.answer))
 
     def after(
-        self, tokens: Int32[Array, " b"], times: Int32[Array, ""] | int = 1
+        self, tokens: Int32[Array, " b"], times: Int32[Array, "*b"] | int = 1
     ) -> "Seen":
-        """With one token more of each answer."""
+        """With one token more of each answer, or `times` so many."""
         rows = jnp.arange(tokens.shape[0])
         return self._replace(answer=self.answer.at[rows, tokens].add(times))
 
@@ -98,6 +99,34 @@ class Sampling:
         if key.ndim == 0:
             return draw(logits, key)
         return jax.vmap(lambda row, own: draw(row[None], own)[0])(logits, key)
+
+    def by_row(
+        self,
+        logits: Float[Array, "b v"],
+        keys: PRNGKeyArray,
+        seen: Seen | None = None,
+    ) -> tuple[Int32[Array, " b"], PRNGKeyArray]:
+        """What a loop of `__call__` draws whose rows are not equally far.
+
+        Args:
+          logits, seen: as there.
+          keys: `[b]`, for each row that of the loop at its draw. The loop splits it
+            into the key of the next draw and that of this one, for b rows.
+
+        Returns:
+          tokens: of which each is what the loop has in its row.
+          keys: of the next draw of each row.
+        """
+        if seen is not None:
+            logits = self.penalised(logits, seen)
+        if self.temperature <= 0:
+            return self.likeliest(logits), keys
+        b = len(keys)
+        keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+        of_all = jax.vmap(lambda key: jax.random.uniform(key, (b,), jnp.float32))
+        uniform = jnp.diagonal(of_all(now))
+        cuts = self.top_k, self.top_p, self.min_p
+        return sample_at(logits, uniform, self.temperature, *cuts), keys
 
     def penalised(self, logits: Float[Array, "b v"], seen: Seen) -> Float[Array, "b v"]:
         ids = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)

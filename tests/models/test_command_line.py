@@ -60,11 +60,11 @@ def test_table(path, capsys):
     arguments = ["generate", "--model", path, "--prompt", "the sand", "--raw"]
     options = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9"]
     options += ["--min-p", "0.05", "--seed", "3", "--weights", "packed"]
-    options += ["--cache", "int8"]
+    options += ["--cache", "int8", "--draft", "2"]
     assert main([*arguments, *options, "--max-tokens", "5", "--backend", "xla"]) == 0
     out, err = capsys.readouterr()
     rows = ("load", "weights", "compile", "prefill of 4 tokens", "decode of", "peak")
-    rows += ("quantized_cache_attention", "int8, 0.0 MB")
+    rows += ("quantized_cache_attention", "int8, 0.0 MB", "tokens a step, 2 drafts")
     for row in (*rows, "executables", "interleaved_matmul", "sample_reference"):
         assert row in err
     assert "\N{HORIZONTAL ELLIPSIS}" not in err, "a name is cut"

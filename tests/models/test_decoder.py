@@ -101,11 +101,11 @@ class RandomReader:
         return table, self.matrices("output.weight")
 
 
-def random_weights(dtype):
-    tensors = tensors_of(CONFIG, Layout(), tied=False)
-    folder = Folder(lambda keys: CONFIG, {})
+def random_weights(dtype, config=CONFIG):
+    tensors = tensors_of(config, Layout(), tied=False)
+    folder = Folder(lambda keys: config, {})
     reader: Any = RandomReader(tensors, dtype)
-    return weights_of(folder, None, CONFIG, reader)
+    return weights_of(folder, None, config, reader)
 
 
 @pytest.fixture(scope="module")

@@ -269,6 +269,7 @@ FEWEST = (
     "paged_attention-llama3_8b_decode",
     "gated_delta_step-qwen3_next_decode",
     "gated_delta_net_step-qwen3_next_decode",
+    "gated_delta_net_verify-qwen3_next_drafts",
     "grouped_matmul",
     "sample",
     "softmax 131071 bfloat16",

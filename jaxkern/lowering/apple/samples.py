@@ -341,6 +341,14 @@ def recurrences(x: Draw) -> dict[str, Call]:
                 *(x(2, 3, 32), x(2, 2, 8, 8), jnp.array([1, 0])),
             ),
         ),
+        "gated_delta_net_verify": (
+            jk.gated_delta_net_verify,
+            (
+                *(x(2, 3, 32), x(2, 3, 2, 8), x(2, 3, 2), x(2, 3, 2), x(32, 4), x(2)),
+                *(x(2), x(8), x(2, 6, 32), x(2, 2, 8, 8), x(2, 3, 2, 8)),
+                *(x(2, 3, 2, 8), -(x(2, 3, 2) ** 2), jnp.array([1, 3])),
+            ),
+        ),
         "kimi_delta_attention_step": (
             jk.kimi_delta_attention_step,
             (*first[:3], g_of_channels[:, 0], beta[:, 0], x(2, 2, 8, 8)),

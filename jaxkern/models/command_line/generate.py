@@ -11,6 +11,7 @@ from jaxkern.formats.printable import printable
 from jaxkern.models.command_line.demo import demo_model
 from jaxkern.models.command_line.options import (
     add_cache,
+    add_drafts,
     add_further_files,
     add_quiet_and_cache,
     add_sampling,
@@ -61,6 +62,7 @@ def add_to(commands) -> None:
     add_weights_and_backend(parser)
     add_further_files(parser)
     add_cache(parser)
+    add_drafts(parser)
     add_quiet_and_cache(parser)
     add("--json", action="store_true", help="nothing but a JSON object on stdout")
 
@@ -152,6 +154,7 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
             sampling=sampling_of(options, model.sampling),
             stop_ids=tuple(model.tokenizer.stop_ids),
             cache=cache,
+            drafts=options.draft,
         )
         say(f"reading {sum(lengths)} tokens")
         streams = [TextStream(model.tokenizer) for _ in prompts]
@@ -186,6 +189,7 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
         "weights": model.policy,
         "weights_reason": model.reason,
         "cache": cache or usual_form(model.config),
+        "draft": options.draft,
         "timings": {
             "load_seconds": model.seconds,
             "compile_seconds": generator.compile_seconds,
@@ -195,8 +199,10 @@ def answer(options: argparse.Namespace, path: Path, prompts: list[str]) -> dict:
             ),
             "decode_seconds": timings.decode_seconds,
             "decode_tokens_per_second": rate(
-                timings.decode_steps * len(prompts), timings.decode_seconds
+                timings.decode_steps * timings.tokens_a_step * len(prompts),
+                timings.decode_seconds,
             ),
+            "tokens_a_step": timings.tokens_a_step,
         },
         "executables": list(generator.executables),
         "memory": {

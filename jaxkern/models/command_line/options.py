@@ -122,6 +122,17 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_drafts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draft",
+        type=int,
+        default=0,
+        metavar="N",
+        help="read N tokens that the text suggests with each drawn one, up to 7: the "
+        "same answer in fewer steps where it repeats the text",
+    )
+
+
 def cache_of(options: argparse.Namespace) -> str | None:
     """The kind that --cache names, known before anything is loaded; None: default."""
     from jaxkern.models.cache_kind import cache_form

@@ -7,7 +7,7 @@ from typing import Any
 from jaxkern.models.command_line.screen import show
 
 
-def rate(tokens: int, seconds: float) -> float | None:
+def rate(tokens: float, seconds: float) -> float | None:
     return tokens / seconds if seconds else None
 
 
@@ -19,6 +19,14 @@ def peak_memory() -> int:
     """Most bytes that this process ever held in memory, mapped files included."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def drafted_row(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Tokens of an answer by each call of the model, where it reads drafts."""
+    tokens = f"{report['timings']['tokens_a_step']:.2f}"
+    return [(f"tokens a step, {report['draft']} drafts", tokens)] * (
+        report["draft"] > 0
+    )
 
 
 def print_tables(report: dict[str, Any]) -> None:
@@ -39,6 +47,7 @@ def print_tables(report: dict[str, Any]) -> None:
         ("compile", f"{timings['compile_seconds']:.2f} s"),
         (f"prefill of {read} tokens", speed(timings["prefill_tokens_per_second"])),
         (f"decode of {written} tokens", speed(timings["decode_tokens_per_second"])),
+        *drafted_row(report),
         ("executables", ", ".join(report["executables"])),
         ("peak memory", f"{report['memory']['peak_bytes'] / 1e6:.0f} MB"),
     ):

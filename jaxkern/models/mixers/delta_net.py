@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from jaxkern import (
     compute_g_beta,
     gated_delta_net_step,
+    gated_delta_net_verify,
     gated_delta_rule,
     gated_delta_step,
     gated_rms_norm,
@@ -25,6 +26,7 @@ from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing
 from jaxkern.models.mixers.recurrent_state import (
+    DraftedState,
     RecurrentState,
     a_log_of,
     counted,
@@ -182,17 +184,67 @@ class DeltaNet:
         lengths = grown(state, y[:, None], at)
         return y, replace(state, inputs=inputs, memory=memory, lengths=lengths)
 
+    def with_drafts(self, state: RecurrentState, t: int) -> DraftedState:
+        """The state for calls of t tokens of which not all may stay."""
+        assert state.memory is not None
+        b, n, h, hv = state.memory.shape
+        empty = jnp.zeros((b, t, n, h + hv + 1), state.memory.dtype)
+        keys, corrections, g = jnp.split(empty, (h, h + hv), axis=-1)
+        inputs = jnp.pad(self.in_order(state.inputs), ((0, 0), (0, t), (0, 0)))
+        left = inputs, state.memory, keys, corrections, g[..., 0]
+        return DraftedState(*left, jnp.zeros(b, jnp.int32), state.lengths)
+
+    def in_order(self, qkv: Float[Array, "*rows c"]) -> Float[Array, "*rows c"]:
+        """The channels of the convolution, value heads as `by_key_head` has them."""
+        if not self.in_turns:
+            return qkv
+        rest, value = jnp.split(qkv, (2 * self.key_heads * self.key_dim,), axis=-1)
+        heads = value.reshape(*value.shape[:-1], self.value_heads, self.value_dim)
+        heads = self.by_key_head(heads, -2).reshape(value.shape)
+        return jnp.concatenate([rest, heads], axis=-1)
+
+    def verify(
+        self,
+        config,
+        weights: DeltaNetWeights,
+        tokens: tuple[
+            Float[Array, "b t c"],
+            Float[Array, "b t n*hv"],
+            Float[Array, "b t n"],
+            Float[Array, "b t n"],
+        ],
+        state: DraftedState,
+    ) -> tuple[Float[Array, "b t n hv"], DraftedState]:
+        """Tokens that do not enter the state yet, behind the accepted ones before."""
+        qkv, z, write, rate = tokens
+        gate = z.reshape(*z.shape[:2], self.value_heads, self.value_dim)
+        y, *left = gated_delta_net_verify(
+            *(self.in_order(qkv), self.by_key_head(gate, 2)),
+            *(self.by_key_head(write), self.by_key_head(rate)),
+            self.in_order(weights.convolution.T).T,
+            *(weights.a_log, weights.dt_bias, weights.norm),
+            *(state.inputs, state.memory, state.keys, state.corrections, state.g),
+            state.accepted,
+            eps=config.eps,
+        )
+        after = DraftedState(*left, state.accepted, state.lengths)
+        return self.as_stored(y, 2), after
+
     def __call__(
         self,
         config,
         weights: DeltaNetWeights,
         branch: Branch,
-        state: RecurrentState | None,
+        state: RecurrentState | DraftedState | None,
         at: Mixing,
-    ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
+    ) -> tuple[Float[Array, "b t d"], RecurrentState | DraftedState | None]:
         b, t, _ = branch.x.shape
         values = self.value_heads * self.value_dim
         qkv, z, write, rate = self.split(branch.project(config, weights.input))
+        if isinstance(state, DraftedState):
+            y, state = self.verify(config, weights, (qkv, z, write, rate), state)
+            y = y.reshape(b, t, values)
+            return branch.joined(config, y, weights.output), state
         if config.fused and state is not None and t == 1 and not self.in_turns:
             token = qkv[:, 0], z[:, 0], write[:, 0], rate[:, 0]
             y, state = self.step(config, weights, token, state, at)

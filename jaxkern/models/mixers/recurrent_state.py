@@ -29,6 +29,30 @@ class RecurrentState:
     lengths: Int32[Array, " b"]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftedState:
+    """A `RecurrentState` before some tokens of which it is not known yet which stay.
+
+    See `jaxkern.gated_delta_net_verify`, which adds those that do.
+
+    Attributes:
+      inputs: `[b, past + t, d]`, the inputs before these tokens, and theirs.
+      memory: before these tokens.
+      keys, corrections, g: what each of them adds to it.
+      accepted: how many stay.
+      lengths: with those that stay.
+    """
+
+    inputs: Float[Array, "b rows d"]
+    memory: Float[Array, "b n h hv"]
+    keys: Float[Array, "b t n h"]
+    corrections: Float[Array, "b t n hv"]
+    g: Float[Array, "b t n"]
+    accepted: Int32[Array, " b"]
+    lengths: Int32[Array, " b"]
+
+
 def empty_state(
     batch: int, past: int, channels: int, memory: tuple[int, ...] | None
 ) -> RecurrentState:

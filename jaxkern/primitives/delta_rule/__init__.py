@@ -10,6 +10,9 @@ from jaxkern.primitives.delta_rule.compute_g_beta import (
 )
 from jaxkern.primitives.delta_rule.cumsum import cumsum
 from jaxkern.primitives.delta_rule.gated_delta_net_step import gated_delta_net_step
+from jaxkern.primitives.delta_rule.gated_delta_net_verify import (
+    gated_delta_net_verify,
+)
 from jaxkern.primitives.delta_rule.gated_delta_rule import gated_delta_rule
 from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step
 from jaxkern.primitives.delta_rule.kimi_delta_attention import (
@@ -30,6 +33,7 @@ __all__ = [
     "compute_g_beta",
     "cumsum",
     "gated_delta_net_step",
+    "gated_delta_net_verify",
     "gated_delta_rule",
     "gated_delta_step",
     "kimi_delta_attention",

@@ -127,11 +127,18 @@ def by_key_head(x, k):
 
 def delta_step(state, token, scale):
     """(new state, out) of one token; state `[b k g h v]`, query `[b k h]`."""
+    state, _, out = corrected_step(state, token, scale)
+    return state, out
+
+
+def corrected_step(state, token, scale):
+    """`delta_step` with what the token writes under its key between them."""
     query, key, value, g, beta = token
     state = jnp.exp(g)[..., None, None] * state
     error = value - jnp.einsum("bkghv,bkh->bkgv", state, key)
-    state = state + jnp.einsum("bkh,bkgv->bkghv", key, beta[..., None] * error)
-    return state, scale * jnp.einsum("bkghv,bkh->bkgv", state, query)
+    correction = beta[..., None] * error
+    state = state + jnp.einsum("bkh,bkgv->bkghv", key, correction)
+    return state, correction, scale * jnp.einsum("bkghv,bkh->bkgv", state, query)
 
 
 gated_delta_step_p = kernel_primitive(

@@ -94,6 +94,19 @@ def sample(
         logits = jnp.where(kept, logits, -jnp.inf)
         top_k = top_p = min_p = None
     uniform = jax.random.uniform(key, rows, jnp.float32)
+    return sample_at(logits, uniform, temperature, top_k, top_p, min_p)
+
+
+def sample_at(
+    logits: Float[Array, "... v"],
+    uniform: Float[Array, "..."],
+    temperature: Float[Array, "..."] | float,
+    top_k: Int[Array, "..."] | int | None,
+    top_p: Float[Array, "..."] | float | None,
+    min_p: Float[Array, "..."] | float | None,
+) -> Int32[Array, "..."]:
+    """`sample`, of temperatures above 0 where they are numbers, with u given."""
+    rows = logits.shape[:-1]
     return sample_p(
         logits,
         uniform,
