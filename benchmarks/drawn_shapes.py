@@ -23,6 +23,7 @@ from rich.progress import Progress
 from benchmarks._drawn import attention, choices, products, rows, sequences
 from benchmarks._drawn.measure import Outcome, as_json, outcome_of
 from benchmarks._drawn.report import (
+    failed_peers,
     left_to_xla,
     losses_table,
     summary_table,
@@ -94,7 +95,8 @@ def main(arguments: Sequence[str]) -> int:
             progress.update(bar, completed=took, description=said)
             if outcome.wrong or outcome.failed:
                 said = outcome.wrong or outcome.failed
-                progress.print(f"draw {outcome.index}, {outcome.op}: {said}")
+                said = f"draw {outcome.index}, {outcome.op}: {said}"
+                progress.print(said, markup=False)
             if options.out:  # after each: a run that is cut short leaves the others
                 write_run(record(options, found), options.out)
     show(found)
@@ -108,8 +110,8 @@ def show(found: Sequence[Outcome]) -> None:
         if table.row_count:
             CONSOLE.print(table)
     CONSOLE.print(summary_table(found, FAMILIES))
-    for line in left_to_xla(found):
-        CONSOLE.print(line)
+    for line in (*left_to_xla(found), *failed_peers(found)):
+        CONSOLE.print(line, markup=False)
 
 
 def record(options: argparse.Namespace, found: Sequence[Outcome]) -> dict:

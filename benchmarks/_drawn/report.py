@@ -1,18 +1,20 @@
 """What the draws of a run come to: what is wrong, where we lose, a line for each op."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
-from benchmarks._drawn.measure import OURS, Outcome, Pass
+from benchmarks._drawn.measure import Outcome, Pass
 
 
 def wrong_table(found: Sequence[Outcome]) -> Table:
     table = titled("Wrong or failed", "op", "draw", "what", "why")
     for o in found:
         if o.wrong or o.failed:
-            table.add_row(o.op, str(o.index), o.title, o.wrong or o.failed)
+            table.add_row(o.op, str(o.index), o.title, escape(o.wrong or o.failed))
     return table
 
 
@@ -74,11 +76,18 @@ def titled(title: str, *columns: str) -> Table:
 
 def left_to_xla(found: Sequence[Outcome]) -> list[str]:
     """Each reason why a pass is XLA's, in words, with the number of passes."""
-    reasons: dict[str, int] = {}
-    for o in found:
-        for which, p in o.passes.items():
-            if p.by_xla and OURS not in p.seconds:
-                words = "; ".join(dict.fromkeys(p.refused)) or "it has no kernel"
-                said = f"{o.op} {which}: {words}"
-                reasons[said] = reasons.get(said, 0) + 1
-    return [f"{n} of {said}" for said, n in reasons.items()]
+    reasons = Counter(
+        f"{o.op} {which}: {'; '.join(dict.fromkeys(p.refused)) or 'it has no kernel'}"
+        for o in found
+        for which, p in o.passes.items()
+        if p.by_xla
+    )
+    return [f"{n} left to XLA of {said}" for said, n in reasons.items()]
+
+
+def failed_peers(found: Sequence[Outcome]) -> list[str]:
+    return [
+        f"draw {o.index}, {o.op} {o.title}: {name} fails: {why.splitlines()[0]}"
+        for o in found
+        for name, why in o.peers_failed.items()
+    ]
