@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import drawn_shapes
-from benchmarks._drawn.check import EPSILON, wrong_results
+from benchmarks._drawn.check import wrong_results
 from benchmarks._drawn.choices import TEMPERATURE, sorted_draw
-from benchmarks._drawn.draw import Draw, Source, normals
+from benchmarks._drawn.draw import EPSILON, Draw, Source, normals
 from benchmarks._drawn.measure import Outcome, Pass
 from benchmarks._drawn.report import losses, summary_table
 from benchmarks.drawn_shapes import ELEMENTS, OPS, main
