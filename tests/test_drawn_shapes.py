@@ -47,7 +47,10 @@ def test_a_run_checks_each_op_in_turn_and_leaves_its_figures(tmp_path, capsys):
     draws = json.loads(file.read_text())["draws"]
     assert [d["op"] for d in draws] == sorted(CHEAP, key=list(OPS).index)
     assert [list(OPS)[d["index"]] for d in draws] == [d["op"] for d in draws]
-    assert "2 draws of seed 0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 draws of seed 0" in said
+    assert main(["--read", str(tmp_path)]) == 0
+    assert capsys.readouterr().out in said
 
 
 @pytest.mark.full
@@ -66,7 +69,7 @@ def test_one_draw_is_made_again_by_its_number(monkeypatch):
 
     def recorded(op, generate, seed, index, elements, timed):
         made.append((op, seed, index))
-        return Outcome(op, index, "")
+        return Outcome(op, seed, index, "")
 
     monkeypatch.setattr(drawn_shapes, "outcome_of", recorded)
     assert main(["--check", "--seed", "7", "--draw", "41"]) == 0
@@ -103,7 +106,7 @@ def test_a_loss_is_beyond_five_percent_and_a_microsecond():
         "left to XLA": (BY_XLA, 3e-4, 2e-4),
     }
     found = [
-        Outcome("softmax", i, name, passes={"forward": timed(*case)})
+        Outcome("softmax", 0, i, name, passes={"forward": timed(*case)})
         for i, (name, case) in enumerate(cases.items())
     ]
     assert [o.title for o, _, _ in losses(found)] == ["lost by more", "lost"]

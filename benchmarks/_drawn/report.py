@@ -11,10 +11,10 @@ from benchmarks._drawn.measure import Outcome, Pass
 
 
 def wrong_table(found: Sequence[Outcome]) -> Table:
-    table = titled("Wrong or failed", "op", "draw", "what", "why")
+    table = titled("Wrong or failed", "op", "seed, draw", "what", "why")
     for o in found:
         if o.wrong or o.failed:
-            table.add_row(o.op, str(o.index), o.title, escape(o.wrong or o.failed))
+            table.add_row(o.op, number(o), o.title, escape(o.wrong or o.failed))
     return table
 
 
@@ -25,12 +25,20 @@ def losses(found: Sequence[Outcome]) -> list[tuple[Outcome, str, Pass]]:
 
 
 def losses_table(found: Sequence[Outcome]) -> Table:
-    columns = ("op", "draw", "what", "pass", "runs", "us of each", "times the best")
+    columns = (
+        "op",
+        "seed, draw",
+        "what",
+        "pass",
+        "runs",
+        "us of each",
+        "times the best",
+    )
     table = titled("Slower than the best peer by 5 % and 1 us", *columns)
     for o, which, p in losses(found):
         times = ", ".join(f"{name} {1e6 * s:.1f}" for name, s in p.seconds.items())
         runs = "; ".join(dict.fromkeys(p.runs))
-        line = (o.op, str(o.index), o.title, which, runs, times, f"{p.ratio:.2f}")
+        line = (o.op, number(o), o.title, which, runs, times, f"{p.ratio:.2f}")
         table.add_row(*line)
     return table
 
@@ -67,6 +75,10 @@ def figures(found: Sequence[Outcome]) -> list[str]:
     ]
 
 
+def number(o: Outcome) -> str:
+    return f"{o.seed}, {o.index}"
+
+
 def titled(title: str, *columns: str) -> Table:
     table = Table(title=title)
     for column in columns:
@@ -87,7 +99,7 @@ def left_to_xla(found: Sequence[Outcome]) -> list[str]:
 
 def failed_peers(found: Sequence[Outcome]) -> list[str]:
     return [
-        f"draw {o.index}, {o.op} {o.title}: {name} fails: {why.splitlines()[0]}"
+        f"seed {number(o)}, {o.op} {o.title}: {name} fails: {why.splitlines()[0]}"
         for o in found
         for name, why in o.peers_failed.items()
     ]
