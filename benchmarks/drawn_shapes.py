@@ -3,6 +3,7 @@
     python -m benchmarks drawn_shapes [--seconds 60] [--seed N] [--only OP ...]
     python -m benchmarks drawn_shapes --seed 7 --draw 41       # one of them again
     python -m benchmarks drawn_shapes --check                  # values alone, no GPU
+    python -m benchmarks drawn_shapes --read DIR               # what runs left by --out
 
 A benchmark's shapes are those it was tuned on; these lie between. Of each draw our
 results are compared with float64 first, then "auto" is timed in turn with XLA's
@@ -12,7 +13,9 @@ XLA and say why. Operators take turns; seed and number name a draw.
 """
 
 import argparse
+import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +24,9 @@ import jax
 from rich.progress import Progress
 
 from benchmarks._drawn import attention, choices, products, rows, sequences
-from benchmarks._drawn.measure import Outcome, as_json, outcome_of
+from benchmarks._drawn.measure import Outcome, from_json, outcome_of
 from benchmarks._drawn.report import (
+    failed_peers,
     left_to_xla,
     losses_table,
     summary_table,
@@ -52,6 +56,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare values alone")
     parser.add_argument("--elements", type=int, help="of the largest operand, about")
     parser.add_argument("--out", type=Path, help="folder for every figure, as JSON")
+    parser.add_argument("--read", type=Path, help="show the runs in a folder")
     return parser.parse_args(arguments)
 
 
@@ -77,6 +82,9 @@ def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
 
 def main(arguments: Sequence[str]) -> int:
     options = options_of(arguments)
+    if options.read:
+        show(kept(options.read))
+        return 0
     if not options.check and jax.default_backend() != "gpu":
         print(
             "python -m benchmarks drawn_shapes: needs a GPU, found "
@@ -94,7 +102,8 @@ def main(arguments: Sequence[str]) -> int:
             progress.update(bar, completed=took, description=said)
             if outcome.wrong or outcome.failed:
                 said = outcome.wrong or outcome.failed
-                progress.print(f"draw {outcome.index}, {outcome.op}: {said}")
+                said = f"draw {outcome.index}, {outcome.op}: {said}"
+                progress.print(said, markup=False)
             if options.out:  # after each: a run that is cut short leaves the others
                 write_run(record(options, found), options.out)
     show(found)
@@ -103,13 +112,20 @@ def main(arguments: Sequence[str]) -> int:
     return int(any(o.wrong or o.failed for o in found))
 
 
+def kept(folder: Path) -> list[Outcome]:
+    """The draws of every run in it."""
+    files = sorted(folder.glob("drawn_shapes_*.json"))
+    runs = [json.loads(file.read_text()) for file in files]
+    return [from_json(draw) for run in runs for draw in run["draws"]]
+
+
 def show(found: Sequence[Outcome]) -> None:
     for table in (wrong_table(found), losses_table(found)):
         if table.row_count:
             CONSOLE.print(table)
     CONSOLE.print(summary_table(found, FAMILIES))
-    for line in left_to_xla(found):
-        CONSOLE.print(line)
+    for line in (*left_to_xla(found), *failed_peers(found)):
+        CONSOLE.print(line, markup=False)
 
 
 def record(options: argparse.Namespace, found: Sequence[Outcome]) -> dict:
@@ -119,5 +135,5 @@ def record(options: argparse.Namespace, found: Sequence[Outcome]) -> dict:
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
-        "draws": [as_json(o) for o in found],
+        "draws": [dataclasses.asdict(o) for o in found],
     }

@@ -68,6 +68,11 @@ benchmarks/records, and from there into these pages:
     python -m benchmarks pages --add DIR                # or pages alone, to write anew
 
 `python -m benchmarks tables DIR` shows what a run left without keeping it.
+
+Shapes between those of the pages are held to the same. `python -m benchmarks
+drawn_shapes` draws shapes, dtypes and options at random, compares results with float64,
+and lists where "auto" is slower than the best of XLA and cuDNN by more than 5 % and
+1 us. Seed and number make a draw again.
 """
 
 Found = list[tuple[str, dict[str, Any]]]

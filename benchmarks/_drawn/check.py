@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks._drawn.draw import Draw
+from benchmarks._drawn.draw import EPSILON, Draw
 from benchmarks._gpu import under_backend
 from benchmarks._truth import KEY, both_passes, in_float64, run_alone
 
-EPSILON = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 LEAST = 1e-2  # size of numbers below which terms cancel
 
 

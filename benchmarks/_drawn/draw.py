@@ -12,6 +12,7 @@ import numpy as np
 
 STEPS = (1, 1, 8, 64, 128)  # of which a drawn size is a multiple
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
+EPSILON = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}  # of a result
 WIDTHS = (576, 700, 2880, 4096, 5000, 7168, 50257)
 
 

@@ -60,6 +60,7 @@ class Outcome:
     """Of one draw; `wrong` and `failed` are in words, "" where all is well."""
 
     op: str
+    seed: int
     index: int
     title: str
     wrong: str = ""
@@ -81,7 +82,8 @@ def outcome_of(
     source = Source(np.random.default_rng([seed, index]), elements)
     draw, begin = generate(source), time.perf_counter()
     floats = draw.floats if source.chance(DIFFERENTIATED) else ()
-    found = Outcome(op, index, draw.title + (", gradients" if floats else ""))
+    title = draw.title + (", gradients" if floats else "")
+    found = Outcome(op, seed, index, title)
     try:
         args = run_alone(draw.arrays, jax.random.key(index))
         found.passes = passes_of(draw.f, args, floats)
@@ -149,5 +151,7 @@ def operands_of(draw: Draw, args: tuple, index: int) -> list[tuple]:
         return jax.block_until_ready([args, *others])
 
 
-def as_json(found: Outcome) -> dict[str, Any]:
-    return dataclasses.asdict(found)
+def from_json(kept: dict[str, Any]) -> Outcome:
+    """Of what `dataclasses.asdict` made of one."""
+    passes = {name: Pass(**p) for name, p in kept["passes"].items()}
+    return Outcome(**{**kept, "passes": passes})

@@ -1,18 +1,20 @@
 """What the draws of a run come to: what is wrong, where we lose, a line for each op."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
-from benchmarks._drawn.measure import OURS, Outcome, Pass
+from benchmarks._drawn.measure import Outcome, Pass
 
 
 def wrong_table(found: Sequence[Outcome]) -> Table:
-    table = titled("Wrong or failed", "op", "draw", "what", "why")
+    table = titled("Wrong or failed", "op", "seed, draw", "what", "why")
     for o in found:
         if o.wrong or o.failed:
-            table.add_row(o.op, str(o.index), o.title, o.wrong or o.failed)
+            table.add_row(o.op, number(o), o.title, escape(o.wrong or o.failed))
     return table
 
 
@@ -23,12 +25,20 @@ def losses(found: Sequence[Outcome]) -> list[tuple[Outcome, str, Pass]]:
 
 
 def losses_table(found: Sequence[Outcome]) -> Table:
-    columns = ("op", "draw", "what", "pass", "runs", "us of each", "times the best")
+    columns = (
+        "op",
+        "seed, draw",
+        "what",
+        "pass",
+        "runs",
+        "us of each",
+        "times the best",
+    )
     table = titled("Slower than the best peer by 5 % and 1 us", *columns)
     for o, which, p in losses(found):
         times = ", ".join(f"{name} {1e6 * s:.1f}" for name, s in p.seconds.items())
         runs = "; ".join(dict.fromkeys(p.runs))
-        line = (o.op, str(o.index), o.title, which, runs, times, f"{p.ratio:.2f}")
+        line = (o.op, number(o), o.title, which, runs, times, f"{p.ratio:.2f}")
         table.add_row(*line)
     return table
 
@@ -65,6 +75,10 @@ def figures(found: Sequence[Outcome]) -> list[str]:
     ]
 
 
+def number(o: Outcome) -> str:
+    return f"{o.seed}, {o.index}"
+
+
 def titled(title: str, *columns: str) -> Table:
     table = Table(title=title)
     for column in columns:
@@ -74,11 +88,18 @@ def titled(title: str, *columns: str) -> Table:
 
 def left_to_xla(found: Sequence[Outcome]) -> list[str]:
     """Each reason why a pass is XLA's, in words, with the number of passes."""
-    reasons: dict[str, int] = {}
-    for o in found:
-        for which, p in o.passes.items():
-            if p.by_xla and OURS not in p.seconds:
-                words = "; ".join(dict.fromkeys(p.refused)) or "it has no kernel"
-                said = f"{o.op} {which}: {words}"
-                reasons[said] = reasons.get(said, 0) + 1
-    return [f"{n} of {said}" for said, n in reasons.items()]
+    reasons = Counter(
+        f"{o.op} {which}: {'; '.join(dict.fromkeys(p.refused)) or 'it has no kernel'}"
+        for o in found
+        for which, p in o.passes.items()
+        if p.by_xla
+    )
+    return [f"{n} left to XLA of {said}" for said, n in reasons.items()]
+
+
+def failed_peers(found: Sequence[Outcome]) -> list[str]:
+    return [
+        f"seed {number(o)}, {o.op} {o.title}: {name} fails: {why.splitlines()[0]}"
+        for o in found
+        for name, why in o.peers_failed.items()
+    ]
