@@ -194,8 +194,9 @@ def fixed_point_kernel(
     sums_at = sums + warp * 64 + g * 8
     if OF_TILE < WARPS:  # a tile has nothing for some warps
         clear(RING, X_BYTES, SUM_BYTES)
-    begun = 0
     for first in range(0, mine, ROUND):
+        # of `first`, for Triton 3.6 carries no number through a loop of loops
+        begun = (first * (PARTS * OF_TILE) + WARPS - 1) // WARPS
         last = gl.minimum((first + ROUND) * (PARTS * OF_TILE), all_steps)
         for turn in range(begun, (last + WARPS - 1) // WARPS):
             s = turn * WARPS + warp
@@ -217,7 +218,6 @@ def fixed_point_kernel(
             ends = there & ((s + WARPS) // OF_TILE != unit)
             to = sums_at + (unit - first * PARTS) * (WARPS * 64)
             t0, t1 = put_sums((t0, t1), ends.to(gl.int32), to)
-        begun = (last + WARPS - 1) // WARPS
         barrier()
         ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         row = gl.arange(0, ROUND * 16, ROWS)

@@ -45,6 +45,7 @@ STEPS_ON_THEIR_WAY: dict[str, tuple[int, int, int]] = {
     "Q8_0": (8, 4, 2),
 }
 TOGETHER = 16  # tiles of the result whose sums a program keeps
+ROUNDS = 1  # of so many tiles: more were not compared on a GPU yet
 PLAIN_BYTES = 1024  # of shared memory that the compiler may want
 
 
@@ -95,7 +96,8 @@ def multiply(
     if rows * terms > FEW:
         return multiply_several(x, tiles, qtype, terms, norm, residual, eps)
     dtype = x.dtype  # of the result, also where float32 is multiplied as bfloat16
-    if terms == 1 and norm is None:
+    narrow = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    if terms == 1 and norm is None and is_for_fixed_point(narrow, tiles, qtype):
         x = x.astype(jnp.bfloat16)
     return launch(x, tiles, qtype, terms, norm, residual, eps, dtype=dtype)
 
@@ -176,11 +178,12 @@ def fixed_point_formats() -> tuple[str, ...]:
     return FORMATS if compute_capability() >= OLDEST_WITH_BULK_COPIES else ()
 
 
-def is_for_fixed_point(x: jax.Array, tiles: jax.Array, qtype: str) -> bool:
+def is_for_fixed_point(x: Any, tiles: jax.Array, qtype: str) -> bool:
     """Whether one activation is multiplied by whole numbers."""
     k = x.shape[-1]
     return (
-        qtype in fixed_point_formats()
+        tiles.shape[-2] <= ROUNDS * TOGETHER * num_sms()
+        and qtype in fixed_point_formats()
         and num_rows(x) == 1
         and x.dtype != jnp.float32
         and k % STEP == 0

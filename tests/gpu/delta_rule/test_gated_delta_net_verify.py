@@ -60,7 +60,7 @@ def test_rows_that_rest_stay():
     accepted = jnp.array([1, 0, 4, -2, 9])
     with backend("triton", strict=True):
         found = jax.jit(gated_delta_net_verify)(**x, accepted=accepted)
-    with backend("xla"):
+    with backend("xla"), jax.default_matmul_precision("highest"):
         expected = jax.jit(gated_delta_net_verify)(**x, accepted=accepted)
     for row in (1, 3):
         np.testing.assert_array_equal(found.state[row], x["state"][row])
@@ -93,7 +93,7 @@ def test_many_calls_in_place(in_chains):
     with backend("triton", strict=True):
         copies = jax.tree.map(lambda y: y + 0, left)
         found = jax.jit(run, donate_argnums=1)(tokens, copies)
-    with backend("xla"):
+    with backend("xla"), jax.default_matmul_precision("highest"):
         expected = jax.jit(run)(tokens, left)
     for y, e in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         y, e = (np.asarray(a, np.float32) for a in (y, e))
