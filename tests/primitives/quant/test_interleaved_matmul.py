@@ -142,7 +142,7 @@ def four_bits(kind, group, dtype):
         ("nvfp4", 16, None, "NVFP4_256"),
         ("affine", 64, "bfloat16", "AFFINE4_64_BF16"),
         ("int", 128, "bfloat16", "INT4_128_BF16"),
-        ("uint alone", 64, "bfloat16", "INT4_64_BF16"),
+        pytest.param("uint alone", 64, "bfloat16", "INT4_64_BF16", marks=FULL),
         pytest.param("affine", 32, "float16", "AFFINE4_32_F16", marks=FULL),
         pytest.param("int alone", 32, "float16", "INT4_32_F16", marks=FULL),
         pytest.param("uint", 128, "float16", "INT4_128_F16", marks=FULL),

@@ -242,7 +242,7 @@ def instructions_of_a_step(sass: str) -> int:
     "qtype, most",
     [
         ("MXFP4", 290),
-        ("NVFP4_256", 350),
+        pytest.param("NVFP4_256", 350, marks=pytest.mark.full),
         pytest.param("Q4_K", 235, marks=pytest.mark.full),
         pytest.param("AFFINE4_64_BF16", 180, marks=pytest.mark.full),
         pytest.param("INT4_128_F16", 190, marks=pytest.mark.full),

@@ -31,10 +31,8 @@ pytestmark = pytest.mark.skipif(
         ("Q6_K", 768, 2, 1, Sizes(False, 8, 2, 2)),
         ("Q8_0", 544, 5, 2, Sizes(False, 8, 2, 1)),
         ("Q4_0", 96, 20, 1, Sizes(False, 16, 1, 1)),
-        ("MXFP4", 288, 3, 1, Sizes(False, 8, 2, 1)),
         ("NVFP4_256", 512, 3, 1, Sizes(False, 8, 2, 1)),
         ("AFFINE4_64_BF16", 320, 9, 1, Sizes(False, 16, 1, 1)),
-        ("INT4_128_F16", 768, 3, 2, Sizes(False, 8, 2, 2)),
     ],
 )
 def test_lanes_give_the_product(qtype, k, rows, units, sizes):
@@ -72,7 +70,6 @@ def test_lanes_give_the_product(qtype, k, rows, units, sizes):
         ("Q4_K", 16),
         ("Q6_K", 64),
         ("Q4_K", 384),
-        ("INT4_128_F16", 16),
         *(
             pytest.param(qtype, rows, marks=pytest.mark.full)
             for qtype in BYTES
