@@ -26,15 +26,16 @@ FORMS = {
     "nvfp4": functools.partial(quantize_microscaled, format="nvfp4", two_level=False),
 }
 SIZES = {  # dims and channels that nothing divides, as far as the container has them
-    "bf16": [(520, 200), (2880, 72)],
-    "Q4_K": [(768, 1280), (2048, 512)],
-    "Q6_K": [(768, 512)],
-    "Q8_0": [(544, 352)],
-    "mxfp4": [(2880, 672), (512, 192)],
-    "nvfp4": [(672, 224)],
+    "bf16": (520, 200),
+    "Q4_K": (768, 512),
+    "Q6_K": (512, 256),
+    "Q8_0": (544, 352),
+    "mxfp4": (2880, 672),
+    "nvfp4": (672, 224),
 }
 
 
+@functools.cache
 def drawn(form, *shape, seed):
     """(weights on the GPU, their values in float64)."""
     w = normal(shape, seed) / shape[-1] ** 0.5
@@ -43,12 +44,10 @@ def drawn(form, *shape, seed):
     return jnp.asarray(w, jnp.bfloat16), rounded(w)
 
 
-@pytest.mark.parametrize("tokens, k", [(1, 4), (5, 3), (8, 9)])
-@pytest.mark.parametrize(
-    "form, sizes", [(f, s) for f, all_ in SIZES.items() for s in all_]
-)
-def test_a_few_tokens(form, sizes, tokens, k):
-    d, f = sizes
+@pytest.mark.parametrize("tokens, k", [(1, 4), (8, 9)])
+@pytest.mark.parametrize("form", SIZES)
+def test_a_few_tokens(form, tokens, k):
+    d, f = SIZES[form]
     rng = np.random.default_rng([tokens, d])
     (gate, g), (up, u) = (drawn(form, E, f, d, seed=i) for i in range(2))
     (down, w), (both, b) = drawn(form, E, d, f, seed=2), drawn(form, 2 * f, d, seed=3)
