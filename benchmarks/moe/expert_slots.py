@@ -1,10 +1,10 @@
-"""A mixture of experts at decode: its three ops, beside the limit of their bytes.
+"""A mixture of experts at decode: its two ops, beside the limit of their bytes.
 
     python -m benchmarks expert_slots [--tokens 1,4,8]
 
 Layers of gpt-oss-20b (MXFP4, biases) and of Qwen3.6-35B-A3B (a shared expert) with
 random weights and experts drawn as a balanced router chooses; "in turn" are gate, up,
-gate of both and down by `moe_ffn`. Operands are rotated beyond the L2 cache.
+activation and down by `moe_ffn`, without the shared expert.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from benchmarks.drawn_models import drawn, drawn_experts
 from benchmarks.quant.interleaved_matmul import compare
 from jaxkern import moe_ffn
 from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
-from jaxkern.primitives.moe.norm_route import norm_route_p
 
 SETS = 8  # of ids, so of experts that are read
 GPT_OSS = dict(alpha=1.702, limit=7.0, up_offset=1.0)
@@ -74,17 +73,6 @@ def measure(name: str, layer: Layer, kind: str, tokens: int) -> None:
     read = len(set(ids[0].ravel().tolist()) - {layer.experts}) * each + of_shared
     title = f"{name} {kind}, {tokens} tokens"
 
-    def chosen(x, norm, router):
-        route: dict = dict(score="softmax", normalize=True, num_groups=1, top_groups=1)
-        route |= dict(group_score="max", scaling_factor=1.0, k=layer.chosen)
-        around = None, None, norm if layer.shared else None
-        return norm_route_p(
-            x, norm, router, *around, eps=1e-6, shared=layer.shared, **route
-        )
-
-    norm, router = jnp.ones(layer.d), jnp.ones((layer.experts, layer.d))
-    call = chosen, [(x, norm, router + i) for i in range(SETS)]
-    compare(f"{title}, norm and choice", {"ours": call}, router.nbytes)
     wide = functools.partial(expert_hidden, **options)
     around = gate_bias, up_bias, both
     calls: dict[str, Any] = {"ours": (wide, [(x, i, gate, up, *around) for i in ids])}

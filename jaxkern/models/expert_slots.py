@@ -31,8 +31,7 @@ def by_slots(config: Any, weights: Any, branch: Branch) -> bool:
         and branch.norm is not None
         and 0 < math.prod(x.shape[:-1]) <= TOKENS
         and x.dtype == jnp.bfloat16
-        and weights.up is not None
-        and are_alike(weights.gate, weights.up)
+        and are_alike(weights.gate, weights.gate if weights.up is None else weights.up)
         and slots_of(weights.down) is not None
     )
 
@@ -46,7 +45,7 @@ def joins(weights: Any) -> bool:
         len(down) == 1
         and are_alike(weights.gate, both)
         and are_alike(weights.down, down[0])
-        and both.shape[0] == 2 * weights.gate.shape[1]
+        and both.shape[0] == weights.gate.shape[1] * (1 if weights.up is None else 2)
     )
 
 

@@ -93,8 +93,19 @@ class ExpertArrays(NamedTuple):
         """The reference of `<name>_expert_hidden`."""
         n = len(self.names)
         gate, up, both = (operands[i * n : (i + 1) * n] for i in range(3))
+        gate_bias, up_bias = operands[3 * n :]
+        x32, experts, halves = at_least_f32(x), *gate[0].shape[:2]
+        if halves != (2 if up[0] is None else 1):
+            raise TypeError(
+                f"{op}: experts have gate alone beside `up`, and both without it, got "
+                f"{halves} halves and {'no ' if up[0] is None else ''}`up`."
+            )
+        if up[0] is None:
+            up = [a[:, 1] for a in gate]
+            up_bias = None if gate_bias is None else gate_bias[:, 1]
+        gate = [a[:, 0] for a in gate]
+        gate_bias = None if gate_bias is None else gate_bias[:, 0]
         self.check(op, x, gate, layout)
-        x32, experts = at_least_f32(x), gate[0].shape[0]
 
         def one(half: int, arrays: Sequence[Array], bias: Array | None) -> Array:
             y = self.product(x32, ids, arrays, layout)
@@ -103,7 +114,6 @@ class ExpertArrays(NamedTuple):
                 y = of_named(y, ids, jnp.expand_dims(of_all, x.ndim - 1), experts)
             return y if bias is None else y + bias_of_slots(bias, ids)
 
-        gate_bias, up_bias = operands[3 * n :]
         z, u = one(0, gate, gate_bias), one(1, up, up_bias)
         options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
         return swiglu_reference(z, u, **options).astype(x.dtype)
@@ -140,14 +150,15 @@ def expert_slots(name: str, family: QuantizedFamily) -> ExpertSlots:
     arrays, rows = ExpertArrays(family), family.rows
     ids: Any = Integer[Array, "... k"]
     bias: Any = Float[Array, f"e {rows}"]
+    both: Any = Float[Array, f"e halves {rows}"]
     residual: Any = Float[Array, f"... {rows}"]
     hidden = {
         "x": Float[Array, f"... {family.columns}"],
         "ids": ids,
-        **arrays.placed("gate", "e"),
-        **arrays.placed("up", "e"),
+        **arrays.placed("gate", "e halves"),
+        **arrays.placed("up", "e", optional=True),
         **arrays.placed("shared", "2", optional=True),
-        "gate_bias": bias | None,
+        "gate_bias": both | None,
         "up_bias": bias | None,
     }
     weighted = {
@@ -169,7 +180,9 @@ def expert_slots(name: str, family: QuantizedFamily) -> ExpertSlots:
         options = (*family.layout, *options)
         declared(reference, title, __name__, operands, options, result)
         # an id may name any expert
-        return kernel_primitive(reference, replicated=("e", "k", *family.whole))
+        return kernel_primitive(
+            reference, replicated=("e", "halves", "k", *family.whole)
+        )
 
     options = ("alpha", "limit", "up_offset")
     by_slot, by_token = (Float[Array, f"... {r}"] for r in (f"k {rows}", rows))
@@ -219,27 +232,37 @@ def expert_hidden(
     x: Float[Array, "t d"],
     ids: Integer[Array, "t k"],
     gate: Experts,
-    up: Experts,
+    up: Experts | None,
     gate_bias: Float[Array, "e f"] | None,
     up_bias: Float[Array, "e f"] | None,
     shared: Any = None,
     **options: Any,
 ) -> Float[Array, "t k f"]:
-    """`hidden` of each slot; `shared` is `[2*f, d]`, of the container of the others.
+    """`hidden` of each slot; where `up` is None gate and its bias have both halves.
 
-    `options` are those of `swiglu`.
+    `shared` is `[2*f, d]`, of the container of the others. `options` are those of
+    `swiglu`.
     """
     ops = slots_of(gate)
     assert ops is not None
-    family = ops.arrays.family
-    halves = [
-        None if a is None else a.reshape(2, a.shape[0] // 2, *a.shape[1:])
-        for a in ops.arrays.read(shared)
-    ]
-    biases = [None if b is None else family.split_rows(b) for b in (gate_bias, up_bias)]
-    weights = *ops.arrays.read(gate), *ops.arrays.read(up), *halves
-    y = ops.hidden(x, ids, *weights, *biases, **family.layout_of(gate), **options)
-    return y.reshape(*ids.shape, gate.shape[1])
+    family, halves = ops.arrays.family, 2 if up is None else 1
+    f = gate.shape[1] // halves
+    gates = [in_parts(a, 1, halves) for a in ops.arrays.read(gate)]
+    both = [in_parts(a, 0, 2) for a in ops.arrays.read(shared)]
+    if gate_bias is not None:
+        gate_bias = family.split_rows(in_parts(gate_bias, 1, halves))
+    up_bias = None if up_bias is None else family.split_rows(up_bias)
+    weights = *gates, *ops.arrays.read(up), *both, gate_bias, up_bias
+    y = ops.hidden(x, ids, *weights, **family.layout_of(gate), **options)
+    return y.reshape(*ids.shape, f)
+
+
+def in_parts(a: Any, axis: int, parts: int) -> Any:
+    """An array with one dim as so many parts of it; None stays."""
+    if a is None:
+        return None
+    shape = (*a.shape[:axis], parts, a.shape[axis] // parts, *a.shape[axis + 1 :])
+    return a.reshape(shape)
 
 
 def expert_sum(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.dense_product import product
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.moe.route import route_reference
+from jaxkern.primitives.moe.route import check_sizes, route_reference
 from jaxkern.primitives.norm.rms_norm import rms_norm_reference
 
 
@@ -47,6 +47,8 @@ def norm_route_reference(
     Its id is the number of the others, its weight sigmoid(normal . opening), or 1 where
     there is no opening.
     """
+    sizes = options["k"], options["num_groups"], options["top_groups"]
+    check_sizes(router.shape[0], *sizes, op="norm_route")
     x32 = at_least_f32(x)
     normal = rms_norm_reference(x32, norm, None, eps=eps, offset=0.0)
     exact = lax.Precision.HIGHEST  # rounded logits would choose other experts

@@ -147,19 +147,21 @@ def route_reference(
     return (weights * scaling_factor).astype(logits.dtype), ids
 
 
-def check_sizes(e: int, k: int, num_groups: int, top_groups: int) -> None:
+def check_sizes(
+    e: int, k: int, num_groups: int, top_groups: int, op: str = "route"
+) -> None:
     if num_groups < 1 or e % num_groups:
         raise ValueError(
-            f"route: `num_groups` must divide the {e} experts, got {num_groups}."
+            f"{op}: `num_groups` must divide the {e} experts, got {num_groups}."
         )
     if not 1 <= top_groups <= num_groups:
         raise ValueError(
-            f"route: `top_groups` must lie between 1 and the {num_groups} groups, "
+            f"{op}: `top_groups` must lie between 1 and the {num_groups} groups, "
             f"got {top_groups}."
         )
     if not 0 <= k <= e // num_groups * top_groups:
         raise ValueError(
-            f"route: `k` must lie between 0 and the {e // num_groups * top_groups} "
+            f"{op}: `k` must lie between 0 and the {e // num_groups * top_groups} "
             f"experts of {top_groups} of {num_groups} groups, got {k}."
         )
 

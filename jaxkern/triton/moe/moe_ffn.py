@@ -72,6 +72,7 @@ def hidden_kernel(
     E: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
+    HALVES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -94,8 +95,11 @@ def hidden_kernel(
         tl.store(out, tl.zeros((BLOCK_F,), hidden_ptr.dtype.element_ty), f < F)
         return
     place = tl.where(known, expert, 0).to(tl.int64)
-    gate_rows = gate_ptr + place * (F * D)
-    up_rows = up_ptr + place * (F * D)
+    gate_rows = gate_ptr + place * (HALVES * F * D)
+    if HALVES == 2:  # up's rows stand behind those of gate, as do their biases
+        up_rows = gate_rows + F * D
+    else:
+        up_rows = up_ptr + place * (F * D)
     if shared_ptr is not None:
         gate_rows = tl.where(known, gate_rows, shared_ptr)
         up_rows = tl.where(known, up_rows, shared_ptr + F * D)
@@ -112,10 +116,13 @@ def hidden_kernel(
     gate = tl.sum(gate, 1)
     up = tl.sum(up, 1)
     biased = f < tl.where(known, F, 0)
+    at = place * (HALVES * F) + f
     if gate_bias_ptr is not None:
-        gate += tl.load(gate_bias_ptr + place * F + f, biased, 0.0).to(tl.float32)
+        gate += tl.load(gate_bias_ptr + at, biased, 0.0).to(tl.float32)
+        if HALVES == 2:
+            up += tl.load(gate_bias_ptr + at + F, biased, 0.0).to(tl.float32)
     if up_bias_ptr is not None:
-        up += tl.load(up_bias_ptr + place * F + f, biased, 0.0).to(tl.float32)
+        up += tl.load(up_bias_ptr + at, biased, 0.0).to(tl.float32)
     hidden = activated(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     tl.store(out, hidden.to(hidden_ptr.dtype.element_ty), f < F)
 
@@ -195,8 +202,11 @@ def hidden_of(
     limit=None,
     up_offset=0.0,
 ):
-    """`[*ids.shape, f]` of x `[..., d]` and ids `[..., k]`."""
-    e, f, d = gate.shape
+    """`[*ids.shape, f]` of x `[..., d]`, ids `[..., k]` and gate `[e, f, d]`.
+
+    Or `[e, 2, f, d]`, which has up too.
+    """
+    e, *_, f, d = gate.shape
     found = blocks(d, "BLOCK_F", "BLOCK_D")
     [hidden] = bridge.sparse_call(
         hidden_kernel,
@@ -211,7 +221,8 @@ def hidden_of(
             "up_bias_ptr": up_bias,
         },
         {"hidden_ptr": jax.ShapeDtypeStruct((*ids.shape, f), x.dtype)},
-        dict(K=ids.shape[-1], E=e, D=d, F=f, ACTIVATION=activation)
+        dict(K=ids.shape[-1], E=e, D=d, F=f, HALVES=1 if up is not None else 2)
+        | dict(ACTIVATION=activation)
         | dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset)
         | found,
     )

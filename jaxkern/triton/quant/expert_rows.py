@@ -53,15 +53,22 @@ def put_hidden(
     mask,
     pointers,
     ROWS: gl.constexpr,
+    HALVES: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
     UP_OFFSET: gl.constexpr,
 ):
-    """The gated rows of a slot; `pointers` to both biases, the shared expert, y."""
+    """The gated rows of a slot; `pointers` to both biases, the shared expert, y.
+
+    Of two HALVES the bias of up stands behind that of gate.
+    """
     gate_bias_ptr, up_bias_ptr, shared_ptr, y_ptr = pointers
-    at = expert * ROWS + row
+    at = expert * (HALVES * ROWS) + row
     gate = with_bias(gate, gate_bias_ptr, at, mask & known)
-    up = with_bias(up, up_bias_ptr, at, mask & known)
+    if HALVES == 2:
+        up = with_bias(up, gate_bias_ptr, at + ROWS, mask & known)
+    else:
+        up = with_bias(up, up_bias_ptr, at, mask & known)
     y = gated(gate, up, ALPHA, LIMIT, UP_OFFSET)
     named = known
     if shared_ptr is not None:

@@ -46,6 +46,7 @@ def packed_hidden_kernel(
     SHARES: gl.constexpr,
     TOP_K: gl.constexpr,
     EXPERTS: gl.constexpr,
+    HALVES: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
     UP_OFFSET: gl.constexpr,
@@ -53,7 +54,8 @@ def packed_hidden_kernel(
 ):
     """x `[tokens, K]` bfloat16; gate and up `[EXPERTS, TILES, bytes]`, shared 2 tiles.
 
-    y `[tokens * TOP_K, 16 TILES]`, of program (tile, slot).
+    Of two HALVES gate has those of up behind its own and up is None. y
+    `[tokens * TOP_K, 16 TILES]`, of program (tile, slot).
     """
     if AHEAD:
         begin_early(False)
@@ -68,9 +70,12 @@ def packed_hidden_kernel(
     tile = gl.program_id(0)
     slot = gl.program_id(1)
     expert, known, is_shared = expert_of_slot(ids_ptr, slot, EXPERTS)
-    far = expert * (TILES * TILE_PAIRS)
+    far = expert * (HALVES * TILES * TILE_PAIRS)
     gate = gate_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + far
-    up = up_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + far
+    if HALVES == 2:
+        up = gate + TILES * TILE_PAIRS
+    else:
+        up = up_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + far
     if shared_ptr is not None:
         both = shared_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
         gate = gl.where(is_shared, both, gate)
@@ -103,7 +108,7 @@ def packed_hidden_kernel(
         put_hidden(
             *(sums[0], sums[1], expert, known, is_shared, slot, row, column == 0),
             (gate_bias_ptr, up_bias_ptr, shared_ptr, y_ptr),
-            *(16 * TILES, ALPHA, LIMIT, UP_OFFSET),
+            *(16 * TILES, HALVES, ALPHA, LIMIT, UP_OFFSET),
         )
 
 

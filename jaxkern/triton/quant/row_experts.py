@@ -53,6 +53,7 @@ def row_hidden_kernel(
     zeros_ptr,
     y_ptr,
     P: gl.constexpr,
+    HALVES: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
     UP_OFFSET: gl.constexpr,
@@ -60,7 +61,8 @@ def row_hidden_kernel(
 ):
     """x `[tokens, columns]` bfloat16; codes and scales of gate and up `[experts, ...]`.
 
-    y `[tokens * top_k, rows]`, of program (16 rows, slot).
+    Of two HALVES gate has the rows of up behind its own and up is None. y
+    `[tokens * top_k, rows]`, of program (16 rows, slot).
     """
     if AHEAD:
         begin_early(False)
@@ -76,18 +78,23 @@ def row_hidden_kernel(
     share = warp // 2
     slot = gl.program_id(1)
     expert, known, is_shared = expert_of_slot(ids_ptr, slot, P.experts)
-    far = expert * (P.rows * P.row_words)
+    far = expert * (HALVES * P.rows * P.row_words)
+    far_scales = expert * (HALVES * P.rows * P.groups)
     gate = gate_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + far
-    up = up_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + far
-    gate_scales = gate_scales_ptr + expert * (P.rows * P.groups)
-    up_scales = up_scales_ptr + expert * (P.rows * P.groups)
+    gate_scales = gate_scales_ptr + far_scales
+    if HALVES == 2:
+        up = gate + P.rows * P.row_words
+        up_scales = gate_scales + P.rows * P.groups
+    else:
+        up = up_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + far
+        up_scales = up_scales_ptr + far_scales
     if shared_ptr is not None:
         both = shared_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
         gate = gl.where(is_shared, both, gate)
         up = gl.where(is_shared, both + P.rows * P.row_words, up)
         gate_scales = gl.where(is_shared, shared_scales_ptr, gate_scales)
-        far_scales = shared_scales_ptr + P.rows * P.groups
-        up_scales = gl.where(is_shared, far_scales, up_scales)
+        of_up = shared_scales_ptr + P.rows * P.groups
+        up_scales = gl.where(is_shared, of_up, up_scales)
     is_gate = warp % 2 == 0
     words_ptr = gl.where(is_gate, gate, up)
     scales_ptr = gl.where(is_gate, gate_scales, up_scales)
@@ -126,7 +133,7 @@ def row_hidden_kernel(
         put_hidden(
             *(sums[0], sums[1], expert, known, is_shared, slot, row, here),
             (gate_bias_ptr, up_bias_ptr, shared_ptr, y_ptr),
-            *(P.rows, ALPHA, LIMIT, UP_OFFSET),
+            *(P.rows, HALVES, ALPHA, LIMIT, UP_OFFSET),
         )
 
 

@@ -1,4 +1,4 @@
-"""Experts slot by slot, and the choice of them, on a GPU against float64."""
+"""Experts slot by slot on a GPU against float64."""
 
 import functools
 from typing import Any
@@ -10,7 +10,6 @@ import pytest
 
 from jaxkern import backend, explain, interleave, quantize_gguf, quantize_microscaled
 from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
-from jaxkern.primitives.moe.norm_route import norm_route_p, norm_route_reference
 from tests.gpu.quant.row_checks import normal, on_the_cpu, rounded
 from tests.gpu.truth import on_a_gpu, poison, relative_error
 from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
@@ -26,15 +25,16 @@ FORMS = {
     "nvfp4": functools.partial(quantize_microscaled, format="nvfp4", two_level=False),
 }
 SIZES = {  # dims and channels that nothing divides, as far as the container has them
-    "bf16": [(520, 200), (2880, 72)],
-    "Q4_K": [(768, 1280), (2048, 512)],
-    "Q6_K": [(768, 512)],
-    "Q8_0": [(544, 352)],
-    "mxfp4": [(2880, 672), (512, 192)],
-    "nvfp4": [(672, 224)],
+    "bf16": (520, 200),
+    "Q4_K": (768, 512),
+    "Q6_K": (512, 256),
+    "Q8_0": (544, 352),
+    "mxfp4": (2880, 672),
+    "nvfp4": (672, 224),
 }
 
 
+@functools.cache
 def drawn(form, *shape, seed):
     """(weights on the GPU, their values in float64)."""
     w = normal(shape, seed) / shape[-1] ** 0.5
@@ -43,12 +43,10 @@ def drawn(form, *shape, seed):
     return jnp.asarray(w, jnp.bfloat16), rounded(w)
 
 
-@pytest.mark.parametrize("tokens, k", [(1, 4), (5, 3), (8, 9)])
-@pytest.mark.parametrize(
-    "form, sizes", [(f, s) for f, all_ in SIZES.items() for s in all_]
-)
-def test_a_few_tokens(form, sizes, tokens, k):
-    d, f = sizes
+@pytest.mark.parametrize("tokens, k", [(1, 4), (8, 9)])
+@pytest.mark.parametrize("form", SIZES)
+def test_a_few_tokens(form, tokens, k):
+    d, f = SIZES[form]
     rng = np.random.default_rng([tokens, d])
     (gate, g), (up, u) = (drawn(form, E, f, d, seed=i) for i in range(2))
     (down, w), (both, b) = drawn(form, E, d, f, seed=2), drawn(form, 2 * f, d, seed=3)
@@ -87,49 +85,3 @@ def test_no_tokens_are_the_reference():
     hidden = functools.partial(expert_hidden, **PLAIN)
     assert hidden(x, ids, w, w, None, None).shape == (0, 2, 32)
     assert "there are no elements" in str(explain(hidden, x, ids, w, w, None, None))
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 8])
-@pytest.mark.parametrize(
-    "d, e, k, options",
-    [
-        (2880, 32, 4, {}),
-        (2048, 256, 8, dict(shared=True)),
-        (520, 64, 6, dict(shared=True, score="sigmoid", num_groups=8, top_groups=4)),
-    ],
-)
-def test_norm_and_choice(tokens, d, e, k, options):
-    rng = np.random.default_rng([tokens, d])
-
-    def draw(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    x = draw(tokens, d).astype(jnp.bfloat16)
-    sigmoid = "score" in options
-    correction, opening = (draw(e) / 8, None) if sigmoid else (None, draw(d) / d**0.5)
-    opening = opening if "shared" in options else None
-    operands = x, draw(d), draw(e, d) / d**0.5, draw(e), correction, opening
-    options = (
-        dict(
-            eps=1e-6,
-            shared=False,
-            k=k,
-            score="softmax",
-            normalize=True,
-            num_groups=1,
-            top_groups=1,
-            group_score="top2" if sigmoid else "max",
-            scaling_factor=2.5 if sigmoid else 1.0,
-        )
-        | options
-    )
-    poison(x, operands[3])
-    with backend("triton", strict=True):
-        found = jax.jit(functools.partial(norm_route_p, **options))(*operands)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = [None if a is None else np.asarray(a, np.float64) for a in operands]
-        wide = [None if a is None else jnp.asarray(a) for a in wide]
-        truth = [np.asarray(a) for a in norm_route_reference(*wide, **options)]
-    np.testing.assert_array_equal(found[2], truth[2])
-    assert relative_error(found[0], truth[0]) < 4e-3
-    assert relative_error(found[1], truth[1]) < 1e-5

@@ -24,15 +24,15 @@ CASES = {
         case(
             "shared",
             full=True,
-            **dict(x=f32(2, 8), ids=IDS, gate_w=f32(3, 6, 8), up_w=f32(3, 6, 8)),
-            **dict(shared_w=f32(2, 6, 8), gate_bias=f32(3, 6), up_bias=f32(3, 6)),
+            **dict(x=f32(2, 8), ids=IDS, gate_w=f32(3, 1, 6, 8), up_w=f32(3, 6, 8)),
+            **dict(shared_w=f32(2, 6, 8), gate_bias=f32(3, 1, 6), up_bias=f32(3, 6)),
             **GPT_OSS,
         ),
         case(
             "plain",
             full=True,
-            **dict(x=bf16(1, 8), ids=i32(1, 2, high=3), gate_w=bf16(3, 6, 8)),
-            **dict(up_w=bf16(3, 6, 8), shared_w=None, gate_bias=None, up_bias=None),
+            **dict(x=bf16(1, 8), ids=i32(1, 2, high=3), gate_w=bf16(3, 2, 6, 8)),
+            **dict(up_w=None, shared_w=None, gate_bias=bf16(3, 2, 6), up_bias=None),
             **PLAIN,
         ),
     ],
@@ -55,9 +55,11 @@ CASES = {
         case(
             "q4_0",
             full=True,
-            **dict(x=bf16(2, 32), ids=IDS, gate_tiles=quiet_bytes(3, 1, 288)),
-            **dict(up_tiles=quiet_bytes(3, 1, 288), shared_tiles=None),
-            **dict(gate_bias=f32(3, 1, 16), up_bias=f32(3, 1, 16), qtype="Q4_0"),
+            **dict(x=bf16(2, 32), ids=IDS, gate_tiles=quiet_bytes(3, 1, 1, 288)),
+            **dict(
+                up_tiles=quiet_bytes(3, 1, 288), shared_tiles=quiet_bytes(2, 1, 288)
+            ),
+            **dict(gate_bias=f32(3, 1, 1, 16), up_bias=f32(3, 1, 16), qtype="Q4_0"),
             **GPT_OSS,
         )
     ],
@@ -74,12 +76,11 @@ CASES = {
         case(
             "mxfp4",
             full=True,
-            **dict(x=bf16(2, 64), ids=IDS, gate_codes=u8(3, 4, 32), up_bias=None),
-            **dict(gate_scales=small_e8m0(3, 4, 2), up_codes=u8(3, 4, 32)),
-            **dict(
-                up_scales=small_e8m0(3, 4, 2), shared_codes=None, shared_scales=None
-            ),
-            **dict(gate_bias=f32(3, 4), format="mxfp4"),
+            **dict(x=bf16(2, 64), ids=IDS, gate_codes=u8(3, 1, 4, 32)),
+            **dict(gate_scales=small_e8m0(3, 1, 4, 2), up_codes=u8(3, 4, 32)),
+            **dict(up_scales=small_e8m0(3, 4, 2), shared_codes=u8(2, 4, 32)),
+            **dict(shared_scales=small_e8m0(2, 4, 2), gate_bias=f32(3, 1, 4)),
+            **dict(up_bias=f32(3, 4), format="mxfp4"),
             **GPT_OSS,
         )
     ],
@@ -90,7 +91,7 @@ CASES = {
             **dict(x=bf16(2, 2, 64), ids=IDS, weights=f32(2, 2), format="mxfp4"),
             **dict(down_codes=u8(3, 4, 32), down_scales=small_e8m0(3, 4, 2)),
             **dict(shared_codes=u8(4, 32), shared_scales=small_e8m0(4, 2)),
-            **dict(down_bias=None, residual=f32(2, 4)),
+            **dict(down_bias=f32(3, 4), residual=f32(2, 4)),
         )
     ],
 }
@@ -152,8 +153,12 @@ def test_values_match_the_formula(kind):
 
     ids = jnp.asarray([[2, -1, 0, 3], [1, 1, 4, 3]], jnp.int32)
     x, weights, residual = draw(t, d), draw(t, k), draw(t, d)
-    gate, up, down = (PACK[kind](draw(*s)) for s in [(e, f, d)] * 2 + [(e, d, f)])
-    biases = draw(e, f), draw(e, f)
+    halves, biases = (draw(e, f, d), draw(e, f, d)), (draw(e, f), draw(e, f))
+    gate, up, down = (PACK[kind](w) for w in (*halves, draw(e, d, f)))
+    both, bias = (jnp.concatenate(parts, axis=1) for parts in (halves, biases))
+    one = expert_hidden(x, ids, PACK[kind](both), None, bias, None, **PLAIN)
+    two = expert_hidden(x, ids, gate, up, *biases, **PLAIN)
+    np.testing.assert_array_equal(one, two)
     for options, shared, bias in (
         (GPT_OSS, None, draw(e, d)),
         (PLAIN, [PACK[kind](draw(2 * f, d)), PACK[kind](draw(d, f))], None),

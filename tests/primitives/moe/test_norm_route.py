@@ -31,6 +31,13 @@ CASES = [
         **dict(correction_bias=None, opening=f32(8), k=3),
         **SOFTMAX | dict(shared=True),
     ),
+    case(
+        "deepseek",
+        full=True,
+        **dict(x=f32(2, 8), norm=f32(8), router=f32(6, 8), router_bias=None),
+        **dict(correction_bias=f32(6), opening=None, k=2),
+        **SOFTMAX | dict(shared=True, score="sigmoid", scaling_factor=2.5),
+    ),
 ]
 
 

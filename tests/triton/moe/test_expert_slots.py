@@ -75,10 +75,14 @@ def test_lanes_give_what_experts_give(kind, d, f, shared):
     (both, b) = drawn(rng, kind, 2 * f, d) if shared else (None, None)
     narrow = [None if a is None else a.astype(np.float32) for a in biases]
     hidden = functools.partial(expert_hidden, **options)
-    y = np.full((*IDS.shape, f), np.nan, np.float32)
-    y = by_lanes(hidden, (x, IDS, gate, up, *narrow, both), y)
+    unwritten = np.full((*IDS.shape, f), np.nan, np.float32)
+    y = by_lanes(hidden, (x, IDS, gate, up, *narrow, both), unwritten)
     truth = hidden_of(x.astype(float), IDS, g, u, biases, b, options)
     assert np.linalg.norm(y - truth) <= 2e-6 * np.linalg.norm(truth)
+    packed = jax.tree.map(lambda *a: np.concatenate(a, axis=1), gate, up)
+    bias = None if shared else np.concatenate(narrow, axis=1)
+    same = by_lanes(hidden, (x, IDS, packed, None, bias, None, both), unwritten)
+    np.testing.assert_array_equal(same, y)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from jaxkern import explain, moe_ffn
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
-from jaxkern.triton.moe import dense_experts
 from jaxkern.triton.moe import moe_ffn as few_tokens
+from jaxkern.triton.moe.expert_slots import dense
 from tests.primitives.moe.test_expert_slots import GPT_OSS, hidden_of, sum_of
 from tests.primitives.moe.test_moe_ffn import dense_loop
 from tests.triton.interpreted import (
@@ -66,13 +66,16 @@ def test_values_with_all_that_stands_around(t, k, e, d, f):
     rounded = [jnp.asarray(a, jnp.float32) for a in given]
     [x, weights, gate, up, down, gb, ub, db, both, back, residual] = rounded
     with interpreted():
-        wide = both.reshape(2, f, d), gb, ub
-        y = dense_experts.dense_expert_hidden(x, ids, gate, up, *wide, **GPT_OSS)
-        z = dense_experts.dense_expert_sum(y, ids, weights, down, back, db, residual)
+        wide = both.reshape(2, f, d), gb[:, None], ub
+        y = dense.dense_expert_hidden(x, ids, gate[:, None], up, *wide, **GPT_OSS)
+        packed = jnp.stack([gate, up], 1), None, wide[0], jnp.stack([gb, ub], 1), None
+        same = dense.dense_expert_hidden(x, ids, *packed, **GPT_OSS)
+        z = dense.dense_expert_sum(y, ids, weights, down, back, db, residual)
     wide = [np.asarray(a, np.float64) for a in rounded]
     x, weights, gate, up, down, gb, ub, db, both, back, residual = wide
     truth = hidden_of(x, ids, gate, up, (gb, ub), both, GPT_OSS)
     assert np.linalg.norm(y - truth) <= 1e-6 * np.linalg.norm(truth)
+    np.testing.assert_array_equal(same, y)
     truth = sum_of(np.asarray(y, np.float64), ids, weights, down, db, residual, back)
     assert np.linalg.norm(z - truth) <= 1e-6 * np.linalg.norm(truth)
 

@@ -17,7 +17,7 @@ def unsupported_hidden(
     x, ids, gate_w, up_w, shared_w, gate_bias, up_bias, **options
 ) -> str | None:
     del options
-    if up_w.dtype != gate_w.dtype:
+    if up_w is not None and up_w.dtype != gate_w.dtype:
         return f"`gate` is {gate_w.dtype}, `up` is {up_w.dtype}"
     more = dict(gate_bias=gate_bias, up_bias=up_bias)
     return refusal_of_arrays(x, ids, gate_w, shared_w, **more)
@@ -33,7 +33,7 @@ def unsupported_sum(
 def dense_expert_hidden(
     x, ids, gate_w, up_w, shared_w, gate_bias, up_bias, *, alpha, limit, up_offset
 ):
-    """`[..., k, f]` of x `[..., d]`, ids `[..., k]` and experts `[e, f, d]`."""
+    """`[..., k, f]` of x `[..., d]`, ids `[..., k]` and experts `[e, 1 or 2, f, d]`."""
     return moe_ffn.hidden_of(
         *(x, ids, gate_w, up_w),
         **dict(shared=shared_w, gate_bias=gate_bias, up_bias=up_bias),

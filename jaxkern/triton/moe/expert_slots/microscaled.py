@@ -72,7 +72,8 @@ def unsupported_sum(
 
 def problem_of(ids: jax.Array, codes: jax.Array, scales: jax.Array, format: str):
     w = rows_of(codes, scales, None, format)
-    return row_products.problem_of(w, 1, top_k=ids.shape[-1])
+    p = row_products.problem_of(w, 1, top_k=ids.shape[-1])
+    return dataclasses.replace(p, experts=len(codes))
 
 
 def zeros_of(p: RowProblem) -> jax.Array:
@@ -97,7 +98,10 @@ def microscaled_expert_hidden(
     limit,
     up_offset,
 ):
-    """`[..., k, f]` of x `[..., d]`, ids `[..., k]` and experts `[e, f, ...]`."""
+    """`[..., k, f]` of x `[..., d]`, ids `[..., k]` and experts `[e, 1, f, ...]`.
+
+    Or `[e, 2, f, ...]`, which have those of up too.
+    """
     p = problem_of(ids, gate_codes, gate_scales, format)
     [y] = sparse_call(
         row_hidden_kernel,
@@ -116,8 +120,8 @@ def microscaled_expert_hidden(
             "zeros_ptr": zeros_of(p),
         },
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape, p.rows), x.dtype)},
-        {"P": p, "ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
-        | {"num_warps": 2 * p.shares},
+        {"P": p, "HALVES": gate_codes.shape[1], "ALPHA": alpha, "LIMIT": limit}
+        | {"UP_OFFSET": up_offset, "num_warps": 2 * p.shares},
     )
     return y
 

@@ -41,7 +41,7 @@ def refusal_of_format(qtype: str) -> str | None:
 
 
 def sizes_of(x: jax.Array, ids: jax.Array, tiles: jax.Array, qtype: str) -> dict:
-    experts, units, tile_bytes = tiles.shape
+    experts, *_, units, tile_bytes = tiles.shape
     return {
         "K": x.shape[-1],
         "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
@@ -67,8 +67,11 @@ def interleaved_expert_hidden(
     limit,
     up_offset,
 ):
-    """`[..., k, u, 16]` of x `[..., d]`, ids `[..., k]` and tiles `[e, u, bytes]`."""
-    sizes, units = sizes_of(x, ids, gate_tiles, qtype), gate_tiles.shape[1]
+    """`[..., k, u, 16]` of x `[..., d]`, ids `[..., k]` and tiles `[e, 1, u, bytes]`.
+
+    Or `[e, 2, u, bytes]`, which have those of up too.
+    """
+    sizes, units = sizes_of(x, ids, gate_tiles, qtype), gate_tiles.shape[2]
     shares = min(SHARES, next_power_of_2(-(-x.shape[-1] // STEP)))
     [y] = sparse_call(
         packed_hidden_kernel,
@@ -84,8 +87,8 @@ def interleaved_expert_hidden(
         },
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape, units, TILE), x.dtype)},
         sizes
-        | {"ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
-        | {"SHARES": shares, "num_warps": 2 * shares},
+        | {"HALVES": gate_tiles.shape[1], "ALPHA": alpha, "LIMIT": limit}
+        | {"UP_OFFSET": up_offset, "SHARES": shares, "num_warps": 2 * shares},
     )
     return y
 
