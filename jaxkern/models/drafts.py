@@ -195,6 +195,7 @@ def write_drafted(
 
     def add_tokens(weights, tokens, cache, counts):
         x, after = page.hidden_states(config, weights, tokens, cache, counts)
+        assert after is not None  # as it went in
         logits = page.logits(config, weights, x)
         return sampling.likeliest(logits) if sampling.is_likeliest else logits, after
 
