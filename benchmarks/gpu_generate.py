@@ -12,7 +12,8 @@ Prefill of a model in the sizes of Qwen3-Next with kernels and without:
     python -m benchmarks gpu_generate --model hybrid --prompt 4096 [--backend xla]
 
 Batch 1, or --batch, whose tokens are counted together; chunks of 16 tokens; the median
-of four streams after one that warms up.
+of four streams after one that warms up. --draft N reads N drafts with each token; how
+many of them stay is no more than random weights repeat themselves.
 """
 
 import argparse
@@ -159,11 +160,12 @@ def named(name: str, weights: str) -> tuple[Any, Any]:
     return model(SHAPES[name], weights)
 
 
-def measure(name: str, weights: str, prompt: int, new: int, batch: int) -> str:
+def measure(
+    name: str, weights: str, prompt: int, new: int, batch: int, drafts: int
+) -> str:
     config, arrays = named(name, weights)
-    generator = Generator(
-        config, arrays, batch=batch, prompt_slots=prompt, max_tokens=new + 1, chunk=16
-    )
+    sizes = {"batch": batch, "prompt_slots": prompt, "max_tokens": new + 1}
+    generator = Generator(config, arrays, **sizes, chunk=16, drafts=drafts)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, config.vocabulary, (batch, prompt)).tolist()
     decode, prefill = [], []
@@ -171,10 +173,12 @@ def measure(name: str, weights: str, prompt: int, new: int, batch: int) -> str:
         for _ in generator.stream(ids):
             pass
         t = generator.timings
-        decode.append(batch * t.decode_steps / t.decode_seconds)
+        steps = t.decode_steps / t.decode_seconds
+        decode.append(batch * steps * t.tokens_a_step)
         prefill.append(t.prefill_tokens / t.prefill_seconds)
     return (
-        f"decode {statistics.median(decode[1:]):.0f} tokens/s, prefill "
+        f"decode {statistics.median(decode[1:]):.0f} tokens/s, "
+        f"{generator.timings.tokens_a_step:.2f} a step, prefill "
         f"{statistics.median(prefill[1:]):.0f}, compiled in "
         f"{generator.compile_seconds:.0f} s"
     )
@@ -189,6 +193,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--draft", type=int, default=0)
     parser.add_argument("--backend", default="auto", help="xla: without kernels")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
@@ -198,8 +203,7 @@ def main(arguments: list[str]) -> int:
         kinds = "bf16" if name == "hybrid" else options.weights
         for weights in kinds.split(","):
             with backend(options.backend):
-                line = measure(
-                    name, weights, options.prompt, options.new, options.batch
-                )
+                sizes = options.prompt, options.new, options.batch, options.draft
+                line = measure(name, weights, *sizes)
             print(f"{name} {weights}: {line}", flush=True)
     return 0

@@ -31,7 +31,7 @@ from jaxkern.models.mixers.kimi_delta import KimiDelta, KimiDeltaWeights
 from jaxkern.models.mixers.latent import LatentAttention, LatentCache, LatentWeights
 from jaxkern.models.mixers.mamba2 import Mamba2, Mamba2Weights
 from jaxkern.models.mixers.mixing import Mixing, rotation_tables
-from jaxkern.models.mixers.recurrent_state import RecurrentState
+from jaxkern.models.mixers.recurrent_state import DraftedState, RecurrentState
 from jaxkern.models.mixers.short_conv import ShortConv, ShortConvWeights
 from jaxkern.models.products import Matrices, Table, embed, output_product
 
@@ -48,7 +48,7 @@ __all__ = [
 
 Mixer = FullAttention | LatentAttention | DeltaNet | KimiDelta | ShortConv | Mamba2
 FeedForward = Dense | Mixture
-State = KVCache | LatentCache | RecurrentState
+State = KVCache | LatentCache | RecurrentState | DraftedState
 States = tuple[State, ...]
 """One of each layer's own kind; all have read the same number of tokens."""
 

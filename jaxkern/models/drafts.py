@@ -44,6 +44,7 @@ class Drafting(NamedTuple):
       known: tokens of the text.
       limit: tokens of the text with which it ends.
       finished: an end token was drawn, or the limit is reached.
+      stayed: of the tokens that the last call has read.
       keys: of the next draw of each sequence.
       seen: for the penalties, None where there are none.
     """
@@ -52,6 +53,7 @@ class Drafting(NamedTuple):
     known: Int32[Array, " b"]
     limit: Int32[Array, " b"]
     finished: Bool[Array, " b"]
+    stayed: Int32[Array, " b"]
     cache: Cache
     keys: PRNGKeyArray
     seen: Seen | None
@@ -152,8 +154,9 @@ def read_for_drafts(
         for own, mixer in zip(state.cache, mixers_of(config, state.cache), strict=True)
     )
     keys = jnp.broadcast_to(state.key, (b,))
-    known, limit = lengths + 1, lengths + max_tokens
-    return first, Drafting(text, known, limit, state.finished, cache, keys, state.seen)
+    known, limit, stayed = lengths + 1, lengths + max_tokens, jnp.zeros_like(lengths)
+    ends = known, limit, state.finished, stayed
+    return first, Drafting(text, *ends, cache, keys, state.seen)
 
 
 def look_up(
@@ -173,9 +176,9 @@ def look_up(
         before = jnp.pad(text, ((0, 0), (back, 0)))[:, :s]
         alike &= (before == last) & (at >= back) & (back <= known[:, None])
         matched += alike
-    rank = jnp.where(at < known[:, None], matched * s + at, -1)
-    rank = jnp.where(matched > 0, rank, -1)
-    start = jnp.where(rank.max(axis=1) >= 0, jnp.argmax(rank, axis=1), known - 1)
+    stood = (matched > 0) & (at < known[:, None])
+    rank = jnp.where(stood, matched * s + at, -1)
+    start = jnp.where(stood.any(axis=1), jnp.argmax(rank, axis=1), known - 1)
     places = start[:, None] + jnp.arange(drafts) % (known - start)[:, None]
     return jnp.take_along_axis(text, places, axis=1)
 
@@ -195,6 +198,7 @@ def write_drafted(
 
     def add_tokens(weights, tokens, cache, counts):
         x, after = page.hidden_states(config, weights, tokens, cache, counts)
+        assert after is not None  # as it went in
         logits = page.logits(config, weights, x)
         return sampling.likeliest(logits) if sampling.is_likeliest else logits, after
 
@@ -208,19 +212,21 @@ def write_drafted(
         tokens = jnp.concatenate([last[:, None], guess], axis=1)
         counts = jnp.where(state.finished, 0, drafts + 1)
         lengths = state.cache[0].lengths
-        found, cache = add_tokens(weights, tokens, state.cache, counts)
+        cache = with_stayed(state.cache, lengths, state.stayed)
+        found, cache = add_tokens(weights, tokens, cache, counts)
         drawn, stays, after = draw(state, found, guess, sampling, stop_ids)
         stayed = stays.sum(axis=1, dtype=jnp.int32)
         places = state.known[:, None] + jnp.arange(drafts + 1)
         places = jnp.where(stays, places, state.text.shape[1])  # dropped
         text = state.text.at[rows[:, None], places].set(drawn, mode="drop")
+        cache = with_stayed(cache, lengths + stayed, stayed)
         known = state.known + stayed
-        after = after._replace(
-            text=text, known=known, cache=kept(cache, lengths, stayed)
-        )
+        after = after._replace(text=text, known=known, stayed=stayed, cache=cache)
         return after, (jnp.where(stays, drawn, NO_TOKEN), ~state.finished)
 
     state, (tokens, going) = lax.scan(step, state, length=steps)
+    cache = with_stayed(state.cache, state.cache[0].lengths, state.stayed)
+    state = state._replace(cache=cache)
     tokens = jnp.moveaxis(tokens, 0, 1).reshape(len(state.known), -1)
     order = jnp.argsort(tokens == NO_TOKEN, axis=1, stable=True)
     tokens = jnp.take_along_axis(tokens, order, axis=1)
@@ -257,14 +263,13 @@ def draw(
     return jnp.stack(drawn, axis=1), jnp.stack(stays, axis=1), after
 
 
-def kept(
+def with_stayed(
     cache: Cache, lengths: Int32[Array, " b"], stayed: Int32[Array, " b"]
 ) -> Cache:
-    """The cache with as many more tokens as stay."""
-    fields = {"lengths": lengths + stayed}
+    """The cache with one array of each, so that a loop carries only these."""
     return tuple(
-        replace(own, **fields, accepted=stayed)
+        replace(own, lengths=lengths, accepted=stayed)
         if isinstance(own, DraftedState)
-        else replace(own, **fields)
+        else replace(own, lengths=lengths)
         for own in cache
     )

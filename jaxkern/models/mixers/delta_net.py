@@ -188,11 +188,16 @@ class DeltaNet:
         """The state for calls of t tokens of which not all may stay."""
         assert state.memory is not None
         b, n, h, hv = state.memory.shape
-        empty = jnp.zeros((b, t, n, h + hv + 1), state.memory.dtype)
-        keys, corrections, g = jnp.split(empty, (h, h + hv), axis=-1)
-        inputs = jnp.pad(self.in_order(state.inputs), ((0, 0), (0, t), (0, 0)))
-        left = inputs, state.memory, keys, corrections, g[..., 0]
-        return DraftedState(*left, jnp.zeros(b, jnp.int32), state.lengths)
+        inputs = self.in_order(state.inputs)
+        return DraftedState(
+            inputs=jnp.pad(inputs, ((0, 0), (0, t), (0, 0))),
+            memory=state.memory,
+            keys=jnp.zeros((b, t, n, h), jnp.float32),
+            corrections=jnp.zeros((b, t, n, hv), jnp.float32),
+            g=jnp.zeros((b, t, n), jnp.float32),
+            accepted=jnp.zeros(b, jnp.int32),
+            lengths=state.lengths,
+        )
 
     def in_order(self, qkv: Float[Array, "*rows c"]) -> Float[Array, "*rows c"]:
         """The channels of the convolution, value heads as `by_key_head` has them."""
@@ -218,7 +223,7 @@ class DeltaNet:
         """Tokens that do not enter the state yet, behind the accepted ones before."""
         qkv, z, write, rate = tokens
         gate = z.reshape(*z.shape[:2], self.value_heads, self.value_dim)
-        y, *left = gated_delta_net_verify(
+        found = gated_delta_net_verify(
             *(self.in_order(qkv), self.by_key_head(gate, 2)),
             *(self.by_key_head(write), self.by_key_head(rate)),
             self.in_order(weights.convolution.T).T,
@@ -227,8 +232,15 @@ class DeltaNet:
             state.accepted,
             eps=config.eps,
         )
-        after = DraftedState(*left, state.accepted, state.lengths)
-        return self.as_stored(y, 2), after
+        after = replace(
+            state,
+            inputs=found.inputs,
+            memory=found.state,
+            keys=found.keys,
+            corrections=found.corrections,
+            g=found.g,
+        )
+        return self.as_stored(found.out, 2), after
 
     def __call__(
         self,

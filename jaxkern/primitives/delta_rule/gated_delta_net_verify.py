@@ -95,17 +95,14 @@ def gated_delta_net_verify(
 
     Example:
       >>> weights = jnp.ones((4, 1)), jnp.zeros(1), jnp.zeros(1), jnp.ones(2)
-      >>> gate, gates = jnp.ones((1, 2, 1, 2)), jnp.ones((1, 2, 1))
-      >>> call = jnp.ones((1, 2, 4)), gate, gates, gates, *weights
+      >>> gates, values = jnp.ones((1, 2, 1)), jnp.ones((1, 2, 1, 2))
+      >>> call = jnp.ones((1, 2, 4)), values, gates, gates, *weights
       >>> left = jnp.zeros((1, 2, 4)), jnp.zeros((1, 1, 1, 2))  # inputs and state
-      >>> left += 0 * gates[..., None], 0 * gate, 0 * gates
-      >>> verify = jaxkern.gated_delta_net_verify
-      >>> out, *left = verify(*call, *left, jnp.array([0]))
-      >>> left[1][0, 0]  # neither of the two has entered the state
-      Array([[0., 0.]], dtype=float32)
-      >>> out, *left = verify(*call, *left, jnp.array([1]))
-      >>> left[1][0, 0]
-      Array([[0.534, 0.534]], dtype=float32)
+      >>> left += 0 * gates[..., None], 0 * values, 0 * gates
+      >>> _, *left = jaxkern.gated_delta_net_verify(*call, *left, jnp.array([0]))
+      >>> found = jaxkern.gated_delta_net_verify(*call, *left, jnp.array([1]))
+      >>> left[1][0, 0], found.state[0, 0]
+      (Array([[0., 0.]], dtype=float32), Array([[0.534, 0.534]], dtype=float32))
     """
     return Verified(
         *gated_delta_net_verify_p(
