@@ -23,6 +23,7 @@ from jaxkern.lowering import lower as lowering
 from jaxkern.lowering.explain import explain
 from jaxkern.primitives.call import Backend, backend_context
 from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.testing.interpreter import evaluate_each
 
 SMALL = 6000  # elements: larger cases get values and dtypes only
 
@@ -150,23 +151,6 @@ def bound(p: KernelPrimitive, case: Case, reference: bool = False) -> Callable:
     if not reference:
         return functools.partial(p, **options)
     return functools.partial(p.reference, **options)
-
-
-def evaluated(f: Callable, *operands: Any) -> Any:
-    """`f(*operands)` for few numbers: constants, which XLA computes as it compiles.
-
-    It then makes no code of them, in a fifth of the time. `f` is traced and lowered as
-    ever: to it the operands are abstract. What XLA cannot know while it compiles (calls
-    of kernels, loops, what depends on them) is compiled and run as ever, too.
-    """
-    inner = jax.jit(f)
-    return jax.jit(lambda: inner(*operands))()
-
-
-def evaluate_each(f: Callable, calls: Sequence[Sequence]) -> list:
-    """The results of several calls of `f`, as `evaluated` has them."""
-    inner = jax.jit(f)  # traced once for all calls of the same shapes
-    return evaluated(lambda calls: [inner(*operands) for operands in calls], calls)
 
 
 @functools.lru_cache(maxsize=32)

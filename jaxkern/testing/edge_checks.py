@@ -17,13 +17,13 @@ from jaxkern.testing.checks import (
     as_tuple,
     assert_near,
     bound,
-    evaluate_each,
     label_of,
     num_elements,
     on_device,
     operands_of,
     truths,
 )
+from jaxkern.testing.interpreter import evaluate_each
 
 SEEDS = 3  # drawn operands that may hide what one of them does
 

@@ -19,7 +19,6 @@ from jaxkern.testing.checks import (
     Case,
     bound,
     differentiable,
-    evaluated,
     gradients,
     in_float64,
     jitted_with_gradients,
@@ -30,6 +29,7 @@ from jaxkern.testing.checks import (
     same,
     with_gradients,
 )
+from jaxkern.testing.interpreter import evaluated
 from jaxkern.testing.sharding_checks import run_each
 from jaxkern.testing.transform_checks import (
     axes_of,

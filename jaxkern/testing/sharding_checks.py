@@ -20,8 +20,6 @@ from jaxkern.testing.checks import (
     as_tuple,
     bound,
     differentiable,
-    evaluate_each,
-    evaluated,
     gradients,
     in_float64,
     label_of,
@@ -31,6 +29,7 @@ from jaxkern.testing.checks import (
     same,
     with_gradients,
 )
+from jaxkern.testing.interpreter import evaluate_each, evaluated
 from jaxkern.testing.transform_checks import batched_operands
 
 COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("

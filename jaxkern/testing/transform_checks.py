@@ -16,8 +16,6 @@ from jaxkern.testing.checks import (
     as_tuple,
     bound,
     differentiable,
-    evaluate_each,
-    evaluated,
     float_operands,
     gradients,
     in_float64,
@@ -28,6 +26,7 @@ from jaxkern.testing.checks import (
     operands_of,
     same,
 )
+from jaxkern.testing.interpreter import evaluate_each, evaluated
 
 
 def check_gradients(p: KernelPrimitive, case: Case) -> None:

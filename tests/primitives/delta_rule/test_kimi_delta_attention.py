@@ -50,16 +50,20 @@ def as_jax(arrays, dtype=None):
 
 def recurrence(query, key, value, g, beta, state, scale):
     """(out, final state): S = (I - beta k k^T) Diag(e^g) S + beta k v^T, as written."""
-    t, n, h = g.shape[1:]
+    n, h = g.shape[2:]
     query, key = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (query, key))
-    out = []
-    for i in range(t):
-        k, write = key[:, i, :, :, None], beta[:, i, :, None, None]
+
+    def token(state, given):
+        query, key, value, g, beta = given
+        k, write = key[..., None], beta[..., None, None]
         erase = jnp.eye(h) - write * k * jnp.swapaxes(k, -1, -2)
-        state = erase @ (jnp.exp(g[:, i])[..., None] * state)
-        state = state + write * k * value[:, i, :, None]
-        out.append(scale * jnp.einsum("bnhv,bnh->bnv", state, query[:, i]))
-    return jnp.stack(out, 1), state
+        state = erase @ (jnp.exp(g)[..., None] * state)
+        state = state + write * k * value[..., None, :]
+        return state, scale * jnp.einsum("bnhv,bnh->bnv", state, query)
+
+    tokens = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, g, beta)]
+    state, out = jax.lax.scan(token, state, tokens)
+    return jnp.moveaxis(out, 0, 1), state
 
 
 @functools.cache

@@ -100,13 +100,22 @@ def test_kernels_of_compute_capability_90(monkeypatch):
 
 def check(operands, slopes) -> list[Any]:
     """Values and gradients by the interpreter against the reference in float32."""
+
+    @jax.jit
+    def by_kernels(given, slopes):
+        found = fwd.gated_delta_rule(*given, **OPTIONS)
+        return *found, *bwd.gated_delta_rule_bwd(*given, *slopes, **OPTIONS)
+
+    @jax.jit
+    def by_reference(given, slopes):
+        given = GatedDeltaOperands(*given)
+        found = gated_delta_rule_reference(given, **OPTIONS)
+        return *found, *gated_delta_rule_bwd_reference(given, *slopes, **OPTIONS)
+
     with interpreted():
-        found: list[Any] = [*fwd.gated_delta_rule(*operands, **OPTIONS)]
-        found += bwd.gated_delta_rule_bwd(*operands, *slopes, **OPTIONS)
-    wide = [x.astype(jnp.float32) for x in (*operands, *slopes)]
-    given = GatedDeltaOperands(*wide[:6])
-    truth: list[Any] = [*gated_delta_rule_reference(given, **OPTIONS)]
-    truth += gated_delta_rule_bwd_reference(given, *wide[6:], **OPTIONS)
+        found: list[Any] = [*by_kernels(operands, slopes)]
+    wide = [[np.float32(x) for x in given] for given in (operands, slopes)]
+    truth = by_reference(*wide)
     for y, expected in zip(found, truth, strict=True):
         y, expected = (np.asarray(x, np.float64) for x in (y, expected))
         # the size of a dg that other terms cancel is not its own

@@ -48,13 +48,21 @@ def check(operands, largest=LARGEST_ERROR):
     dtypes = jnp.float16, jnp.float32
     narrow = [jnp.asarray(x, d) for x, d in zip(slopes, dtypes, strict=True)]
     options = dict(scale=0.25, chunk_size=64)
+
+    @jax.jit
+    def by_kernels(given, slopes):
+        found = fwd.kimi_delta_attention(*given, **options)
+        return *found, *bwd.kimi_delta_attention_bwd(*given, *slopes, **options)
+
+    @jax.jit
+    def by_recurrence(given, slopes):
+        found, pull = jax.vjp(functools.partial(recurrence, scale=0.25), *given)
+        return *found, *pull(tuple(slopes))
+
     with interpreted():
-        found: list[Any] = [*fwd.kimi_delta_attention(*given, **options)]
-        found += bwd.kimi_delta_attention_bwd(*given, *narrow, **options)
+        found = by_kernels(given, narrow)
     with jax.enable_x64(True):
-        rule = functools.partial(recurrence, scale=0.25)
-        truth, pull = jax.vjp(rule, *map(jnp.asarray, wide))
-        truth = [*truth, *pull(tuple(map(jnp.asarray, slopes)))]
+        truth = by_recurrence(wide, slopes)
     for name, y, expected in zip(NAMES, found, truth, strict=True):
         y, expected = np.float64(y), np.float64(expected)
         size = max(np.linalg.norm(expected), 1e-3 * expected.size**0.5)
