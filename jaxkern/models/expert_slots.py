@@ -31,7 +31,8 @@ def by_slots(config: Any, weights: Any, branch: Branch) -> bool:
         and branch.norm is not None
         and 0 < math.prod(x.shape[:-1]) <= TOKENS
         and x.dtype == jnp.bfloat16
-        and are_alike(weights.gate, weights.gate if weights.up is None else weights.up)
+        and weights.up is not None  # one array of both was not compared on a GPU yet
+        and are_alike(weights.gate, weights.up)
         and slots_of(weights.down) is not None
     )
 
