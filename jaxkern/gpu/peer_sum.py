@@ -91,6 +91,9 @@ def peer_sum_kernel(
     lane = tl.arange(0, EACH)
     at = program * EACH + lane
     x = tl.load(x_ptr + at, at < N, 0.0).to(tl.float32)
+    residual = tl.zeros([EACH], tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + at, at < N, 0.0).to(tl.float32)
     place = HEAD + (program * 2 + turn % 2) * (RANKS * EACH) + lane
     for other in tl.static_range(RANKS):
         send(mailboxes[other] + place + rank * EACH, x, turn, other != rank)
@@ -101,8 +104,7 @@ def peer_sum_kernel(
         total += tl.where(is_own, x, theirs)
     tl.debug_barrier()  # all threads have read which turn it is
     tl.store(own_ptr + 1 + program, turn)
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + at, at < N, 0.0).to(tl.float32)
+    total += residual
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), at < N)
 
 
