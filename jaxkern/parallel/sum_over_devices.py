@@ -46,7 +46,7 @@ def sum_over_devices(
     Example:
       >>> mesh = jax.make_mesh((1,), ("x",))
       >>> add = jax.shard_map(
-      ...     lambda x: sum_over_devices(x, axis_name="x"),
+      ...     lambda x: jaxkern.sum_over_devices(x, axis_name="x"),
       ...     mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P(),
       ... )
       >>> add(jnp.array([1.0, 2.0]))
