@@ -44,7 +44,7 @@ def sum_over_devices(
       ValueError: outside of `shard_map` over that axis.
 
     Example:
-      >>> mesh = jax.make_mesh((1,), ("x",))
+      >>> mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
       >>> add = jax.shard_map(
       ...     lambda x: jaxkern.sum_over_devices(x, axis_name="x"),
       ...     mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P(),
