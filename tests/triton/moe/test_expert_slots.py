@@ -118,14 +118,12 @@ def of_shapes(kind, *shape):
     return jax.eval_shape(pack, spec(*shape, dtype="float32"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, d, f, e, k, shared",
     [
         ("mxfp4", 2880, 2880, 32, 4, False),  # gpt-oss-20b
-        *(
-            pytest.param(kind, 2048, 512, 256, 9, True, marks=pytest.mark.full)
-            for kind in (*BYTES, "nvfp4")
-        ),
+        *((kind, 2048, 512, 256, 9, True) for kind in (*BYTES, "nvfp4")),
     ],
 )
 def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):

@@ -62,6 +62,7 @@ def test_values(name):
 
 
 @starts_it
+@pytest.mark.full
 @pytest.mark.skipif(bridge.missing() is not None, reason="triton is not installed")
 def test_kernels_compile_and_fit():
     spec = jax.ShapeDtypeStruct
