@@ -62,7 +62,7 @@ def by_lanes(f, operands, y):
     [
         pytest.param("Q4_K", 1280, 16, True, marks=pytest.mark.full),
         pytest.param("Q8_0", 352, 16, False, marks=pytest.mark.full),
-        ("mxfp4", 352, 24, False),
+        ("mxfp4", 160, 24, False),
         pytest.param("nvfp4", 192, 16, True, marks=pytest.mark.full),
     ],
 )

@@ -36,6 +36,7 @@ CASES: dict[str, tuple] = {  # tokens, dims, experts, chosen, shared, opening, o
 
 
 @starts_it
+@pytest.mark.full
 def test_interpreted_kernels():
     check_in_its_own_process(__file__, len(CASES))
 
