@@ -14,11 +14,23 @@ from jaxkern.primitives.moe.expert_slots import (
 )
 from jaxkern.testing.checks import bf16, case, f32, i32, u8
 from tests.primitives.quant.block_bytes import quiet_bytes
-from tests.primitives.quant.test_microscaled import small_e4m3fn, small_e8m0
+from tests.primitives.quant.test_microscaled import byte_values
 
 GPT_OSS = dict(alpha=1.702, limit=7.0, up_offset=1.0)
 PLAIN = dict(alpha=1.0, limit=None, up_offset=0.0)
 IDS = i32(2, 2, low=-1, high=5)  # some are no expert's, 3 is the shared one's
+
+
+def small_e8m0(*shape):
+    """Scales of weights below 0.2, so that second derivatives are of size 1."""
+    return byte_values(*shape, low=119, high=123)
+
+
+def small_e4m3fn(*shape):
+    """Likewise."""
+    return byte_values(*shape, low=0x08, high=0x18)
+
+
 CASES = {
     "dense_expert_hidden": [
         case(
@@ -93,7 +105,12 @@ CASES = {
         case(
             "both_halves",
             full=True,
-            **dict(x=bf16(1, 64), ids=i32(1, 2, high=3), up_codes=None, up_scales=None),
+            **dict(
+                x=bf16(1, 64),
+                ids=i32(1, 2, high=3),
+                up_codes=None,
+                up_scales=None,
+            ),
             **dict(gate_codes=u8(3, 2, 4, 32), gate_scales=small_e8m0(3, 2, 4, 2)),
             **dict(shared_codes=None, shared_scales=None, gate_bias=None),
             **PLAIN | dict(up_bias=None, format="mxfp4"),
