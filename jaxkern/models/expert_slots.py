@@ -8,6 +8,7 @@ are. Where a config fuses, as on a GPU; else `feed_forward.py` has the ops in tu
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -18,23 +19,32 @@ from jaxkern.primitives.moe.expert_slots import (
     expert_sum,
     slots_of,
 )
+from jaxkern.primitives.moe.moe_ffn import FEW_TOKENS
 from jaxkern.primitives.moe.norm_route import norm_route_p
 
-TOKENS = 8  # for which each slot reads its own expert
+MOST_CHOSEN = 16  # of a token, the shared one among them
 
 
-def by_slots(config: Any, weights: Any, branch: Branch) -> bool:
+def by_slots(config: Any, mixture: Any, weights: Any, branch: Branch) -> bool:
     """Whether the ops here take the layer: its containers, its tokens, their dtype."""
     x = branch.x
     return (
         config.fused
         and branch.norm is not None
-        and 0 < math.prod(x.shape[:-1]) <= TOKENS
+        and 0 < math.prod(x.shape[:-1]) <= FEW_TOKENS
         and x.dtype == jnp.bfloat16
         and weights.up is not None  # one array of both was not compared on a GPU yet
         and are_alike(weights.gate, weights.up)
-        and slots_of(weights.down) is not None
+        and mixture.chosen < MOST_CHOSEN
+        and all(has_kernels(w) for w in (weights.gate, weights.down))
     )
+
+
+def has_kernels(w: Any) -> bool:
+    """Whether the ops read experts of bfloat16 activations by kernels."""
+    if isinstance(w, jax.Array):
+        return w.dtype == jnp.bfloat16
+    return slots_of(w) is not None and getattr(w, "format", "") != "mxfp8"
 
 
 def joins(weights: Any) -> bool:

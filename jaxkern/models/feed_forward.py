@@ -144,7 +144,7 @@ class Mixture:
     def __call__(
         self, config, weights: MixtureWeights, branch: Branch
     ) -> Float[Array, "b t d"]:
-        if by_slots(config, weights, branch):
+        if by_slots(config, self, weights, branch):
             y, normal = experts_of_slots(config, self, weights, branch)
             if normal is None:
                 return y

@@ -6,10 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.primitives.moe.moe_ffn import FEW_TOKENS
 
-TOKENS = 8
 CHOSEN = 16  # of a token: their loop is unrolled
-FLOATS = ("float32", "bfloat16", "float16")
 
 
 def refusal(x: Any, ids: Any, **named: Any) -> str | None:
@@ -22,8 +21,8 @@ def refusal(x: Any, ids: Any, **named: Any) -> str | None:
     if not all(math.prod(a.shape) for a in given):
         return "there are no elements"
     tokens, k = math.prod(ids.shape[:-1]), ids.shape[-1]
-    if tokens > TOKENS:
-        return f"there are {tokens} tokens, over {TOKENS}"
+    if tokens > FEW_TOKENS:
+        return f"there are {tokens} tokens, over {FEW_TOKENS}"
     if k > CHOSEN:
         return f"a token has {k} experts, over {CHOSEN}"
     return None

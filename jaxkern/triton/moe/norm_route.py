@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
+from jaxkern.primitives.moe.moe_ffn import FEW_TOKENS
 from jaxkern.triton.moe import route
-from jaxkern.triton.moe.few_slots import TOKENS
 from jaxkern.triton.moe.route import choose_experts
 from jaxkern.triton.quant import dense_products
 
@@ -41,8 +41,8 @@ def unsupported(
     if reason := route.unsupported(logits=logits, **arrays, **options):
         return reason
     tokens = math.prod(x.shape[:-1])
-    if tokens > TOKENS:
-        return f"there are {tokens} tokens, over {TOKENS}"
+    if tokens > FEW_TOKENS:
+        return f"there are {tokens} tokens, over {FEW_TOKENS}"
     return None if x.shape[-1] else "there are no elements"
 
 

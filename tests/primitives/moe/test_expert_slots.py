@@ -14,11 +14,23 @@ from jaxkern.primitives.moe.expert_slots import (
 )
 from jaxkern.testing.checks import bf16, case, f32, i32, u8
 from tests.primitives.quant.block_bytes import quiet_bytes
-from tests.primitives.quant.test_microscaled import small_e8m0
+from tests.primitives.quant.test_microscaled import byte_values
 
 GPT_OSS = dict(alpha=1.702, limit=7.0, up_offset=1.0)
 PLAIN = dict(alpha=1.0, limit=None, up_offset=0.0)
 IDS = i32(2, 2, low=-1, high=5)  # some are no expert's, 3 is the shared one's
+
+
+def small_e8m0(*shape):
+    """Scales of weights below 0.2, so that second derivatives are of size 1."""
+    return byte_values(*shape, low=119, high=123)
+
+
+def small_e4m3fn(*shape):
+    """Likewise."""
+    return byte_values(*shape, low=0x08, high=0x18)
+
+
 CASES = {
     "dense_expert_hidden": [
         case(
@@ -61,7 +73,14 @@ CASES = {
             ),
             **dict(gate_bias=f32(3, 1, 1, 16), up_bias=f32(3, 1, 16), qtype="Q4_0"),
             **GPT_OSS,
-        )
+        ),
+        case(
+            "both_halves",
+            full=True,
+            **dict(x=bf16(1, 32), ids=i32(1, 2, high=3), up_tiles=None, up_bias=None),
+            **dict(gate_tiles=quiet_bytes(3, 2, 1, 288), gate_bias=None, qtype="Q4_0"),
+            **PLAIN | dict(shared_tiles=None),
+        ),
     ],
     "interleaved_expert_sum": [
         case(
@@ -82,7 +101,20 @@ CASES = {
             **dict(shared_scales=small_e8m0(2, 4, 2), gate_bias=f32(3, 1, 4)),
             **dict(up_bias=f32(3, 4), format="mxfp4"),
             **GPT_OSS,
-        )
+        ),
+        case(
+            "both_halves",
+            full=True,
+            **dict(
+                x=bf16(1, 64),
+                ids=i32(1, 2, high=3),
+                up_codes=None,
+                up_scales=None,
+            ),
+            **dict(gate_codes=u8(3, 2, 4, 32), gate_scales=small_e8m0(3, 2, 4, 2)),
+            **dict(shared_codes=None, shared_scales=None, gate_bias=None),
+            **PLAIN | dict(up_bias=None, format="mxfp4"),
+        ),
     ],
     "microscaled_expert_sum": [
         case(
@@ -92,7 +124,15 @@ CASES = {
             **dict(down_codes=u8(3, 4, 32), down_scales=small_e8m0(3, 4, 2)),
             **dict(shared_codes=u8(4, 32), shared_scales=small_e8m0(4, 2)),
             **dict(down_bias=f32(3, 4), residual=f32(2, 4)),
-        )
+        ),
+        case(
+            "nvfp4",
+            full=True,
+            **dict(x=bf16(1, 2, 32), ids=i32(1, 2, high=3), weights=f32(1, 2)),
+            **dict(down_codes=u8(3, 4, 16), down_scales=small_e4m3fn(3, 4, 2)),
+            **dict(shared_codes=None, shared_scales=None, down_bias=None),
+            **dict(residual=None, format="nvfp4"),
+        ),
     ],
 }
 
@@ -143,7 +183,9 @@ def wide(w):
     return np.asarray(w if isinstance(w, jax.Array) else dequantize(w), np.float64)
 
 
-@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize(
+    "kind", ["dense", *(pytest.param(k, marks=pytest.mark.full) for k in [*PACK][1:])]
+)
 def test_values_match_the_formula(kind):
     e, f, d, t, k = 3, 32, 64, 2, 4
     rng = np.random.default_rng(0)

@@ -36,6 +36,7 @@ CASES: dict[str, tuple] = {  # tokens, dims, experts, chosen, shared, opening, o
 
 
 @starts_it
+@pytest.mark.full
 def test_interpreted_kernels():
     check_in_its_own_process(__file__, len(CASES))
 
@@ -62,6 +63,7 @@ def test_values(name):
 
 
 @starts_it
+@pytest.mark.full
 @pytest.mark.skipif(bridge.missing() is not None, reason="triton is not installed")
 def test_kernels_compile_and_fit():
     spec = jax.ShapeDtypeStruct
