@@ -100,7 +100,7 @@ def interleaved_expert_sum(
     sizes, units = sizes_of(x, ids, down_tiles, qtype), down_tiles.shape[1]
     steps = ids.shape[-1] * -(-x.shape[-1] // STEP)
     few, many = OF_SUM
-    shares = min(few if steps <= 8 * few else many, next_power_of_2(steps))
+    shares = min(few if steps <= 4 * few else many, next_power_of_2(steps))
     lead = ids.shape[:-1]
     [y] = sparse_call(
         packed_sum_kernel,

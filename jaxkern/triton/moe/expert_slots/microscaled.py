@@ -144,7 +144,7 @@ def microscaled_expert_sum(
     p = dataclasses.replace(p, shares=1)
     batches = p.turns * p.top_k
     few, many = OF_SUM
-    shares = min(few if batches <= 8 * few else many, next_power_of_2(batches))
+    shares = min(few if batches <= 4 * few else many, next_power_of_2(batches))
     lead = ids.shape[:-1]
     [y] = sparse_call(
         row_sum_kernel,
