@@ -11,6 +11,8 @@ import jaxkern as jk
 from jaxkern.lowering.apple.declared_sample import declared_sample
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.linear.encode_fp8 import encode_fp8_p
+from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
+from jaxkern.primitives.moe.norm_route import norm_route_p
 
 Call = tuple[Callable, tuple]  # function and its arguments
 part = functools.partial
@@ -318,6 +320,36 @@ def experts(x: Draw) -> dict[str, Call]:
     }
 
 
+def experts_slot_by_slot(x: Draw) -> dict[str, Call]:
+    """What pages take of a mixture at decode, by each kind of container."""
+    chosen = jnp.array([[1, 0], [2, 1]], jnp.int32)
+    kinds = {
+        "dense": lambda w: w,
+        "interleaved": lambda w: jk.interleave(jk.quantize_gguf(w, "Q8_0")),
+        "microscaled": part(jk.quantize_microscaled, format="mxfp4"),
+    }
+    found: dict[str, Call] = {}
+    for name, container in kinds.items():
+        gate, up, down = map(container, (x(3, 32, 64), x(3, 32, 64), x(3, 64, 32)))
+        hidden = part(expert_hidden, alpha=1.0, limit=None, up_offset=0.0)
+        found[f"{name}_expert_hidden"] = (
+            lambda a, f=hidden, gate=gate, up=up: f(a, chosen, gate, up, None, None),
+            (x(2, 64),),
+        )
+        found[f"{name}_expert_sum"] = (
+            lambda a, p, down=down: expert_sum(a, chosen, p, down, None),
+            (x(2, 2, 32), x(2, 2)),
+        )
+    options = dict(score="softmax", normalize=True, num_groups=1, top_groups=1)
+    options |= dict(group_score="max", scaling_factor=1.0, shared=False, k=2)
+    route = part(norm_route_p, eps=1e-5, **options)
+    found["norm_route"] = (
+        lambda a, norm, router: route(a, norm, router, None, None, None),
+        (x(2, 16), x(16), x(4, 16)),
+    )
+    return found
+
+
 def recurrences(x: Draw) -> dict[str, Call]:
     q, k, v = x(2, 5, 1, 8), x(2, 5, 1, 8), x(2, 5, 2, 8)
     g, beta = -(x(2, 5, 2) ** 2), jax.nn.sigmoid(x(2, 5, 2))
@@ -461,6 +493,7 @@ GROUPS = (
     vision,
     selection,
     experts,
+    experts_slot_by_slot,
     positions_and_attention,
     caches,
     quantised,
