@@ -83,7 +83,10 @@ for cases in CASES.values():
         one.arguments["compute_dtype"] = None
 CASES |= {
     "dense_rms_norm_matmul": [
-        case("float32", x=f32(2, 24), w=f32(16, 24), norm=f32(24), eps=1e-5),
+        case(
+            "float32",
+            **dict(x=f32(2, 24), w=f32(16, 24), norm=f32(24), bias=f32(16), eps=1e-5),
+        ),
         case("wide", x=bf16(512), w=bf16(32, 512), norm=f32(512), eps=0.5),
     ],
     "dense_swiglu": [
@@ -92,7 +95,10 @@ CASES |= {
         case("empty", x=f32(0, 24), w=f32(2, 8, 24), norm=None, eps=0.0),
     ],
     "dense_matmul_add": [
-        case("float32", x=f32(2, 24), w=f32(16, 24), residual=f32(2, 16)),
+        case(
+            "float32",
+            **dict(x=f32(2, 24), w=f32(16, 24), residual=f32(2, 16), bias=f32(16)),
+        ),
         case("wide", x=bf16(512), w=bf16(32, 512), residual=bf16(32)),
     ],
 }
