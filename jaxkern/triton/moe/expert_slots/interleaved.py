@@ -7,6 +7,11 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import sparse_call
+from jaxkern.triton.moe.expert_slots.one_token import (
+    hidden_of_one,
+    steps_of,
+    sum_of_one,
+)
 from jaxkern.triton.moe.few_slots import refusal
 from jaxkern.triton.quant.block_codes import BYTES, STEP
 from jaxkern.triton.quant.packed_experts import (
@@ -71,6 +76,10 @@ def interleaved_expert_hidden(
 
     Or `[e, 2, u, bytes]`, which have those of up too.
     """
+    gate = {"ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
+    if p := steps_of(x, ids, gate_tiles, qtype):
+        weights = gate_tiles, up_tiles, shared_tiles, gate_bias, up_bias
+        return hidden_of_one(p, x, ids, *weights, gate)
     sizes, units = sizes_of(x, ids, gate_tiles, qtype), gate_tiles.shape[2]
     shares = min(SHARES, next_power_of_2(-(-x.shape[-1] // STEP)))
     [y] = sparse_call(
@@ -87,8 +96,8 @@ def interleaved_expert_hidden(
         },
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape, units, TILE), x.dtype)},
         sizes
-        | {"HALVES": gate_tiles.shape[1], "ALPHA": alpha, "LIMIT": limit}
-        | {"UP_OFFSET": up_offset, "SHARES": shares, "num_warps": 2 * shares},
+        | gate
+        | {"HALVES": gate_tiles.shape[1], "SHARES": shares, "num_warps": 2 * shares},
     )
     return y
 
@@ -97,6 +106,9 @@ def interleaved_expert_sum(
     x, ids, weights, down_tiles, shared_tiles, down_bias, residual, *, qtype
 ):
     """`[..., u, 16]` of x `[..., k, d]`, ids and weights `[..., k]`."""
+    if p := steps_of(x, ids, down_tiles, qtype):
+        rest = down_tiles, shared_tiles, down_bias, residual
+        return sum_of_one(p, x, ids, weights, *rest)
     sizes, units = sizes_of(x, ids, down_tiles, qtype), down_tiles.shape[1]
     steps = ids.shape[-1] * -(-x.shape[-1] // STEP)
     few, many = OF_SUM

@@ -1,0 +1,107 @@
+"""Experts of one token by whole numbers: lane by lane, and as machine code."""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.device import compiling_for
+from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
+from jaxkern.triton.moe.expert_slots import one_token
+from jaxkern.triton.quant.fixed_point_codes import FORMATS
+from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
+from tests.triton.moe.test_expert_slots import by_lanes, of_shapes
+from tests.triton.quant.test_one_activation import weights
+from tests.triton.test_every_kernel import launches_of, spec
+
+pytestmark = pytest.mark.skipif(
+    bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
+)
+E = 3
+
+
+def drawn(rng, kind, *lead_f_d):
+    """(interleaved tensor, the same in float64)."""
+    *lead, f, d = lead_f_d
+    w, values = weights(rng, kind, int(np.prod(lead, dtype=int)) * f, d)
+    tiles = np.asarray(w.tiles).reshape(*lead, f // 16, -1)
+    return type(w)(tiles, kind), values.reshape(lead_f_d)
+
+
+CASES = [
+    # kind, columns, rows, ids of which E is the shared one's, programs
+    ("MXFP4", 320, 32, [2, 0, -1, 4], 3),
+    ("Q4_K", 256, 16, [1, E, 7], 1),
+]
+
+
+@pytest.mark.parametrize("kind, d, f, ids, programs", CASES)
+def test_lanes_give_gate_and_up(monkeypatch, kind, d, f, ids, programs):
+    monkeypatch.setattr(one_token, "num_sms", lambda: programs)
+    rng, shared = np.random.default_rng(d), E in ids
+    ids, options = np.array([ids], np.int32), PLAIN if shared else GPT_OSS
+    x = rng.standard_normal((1, d)).astype(ml_dtypes.bfloat16)
+    (gate, g), (up, u) = (drawn(rng, kind, E, f, d) for _ in range(2))
+    biases = [None if shared else rng.standard_normal((E, f)) for _ in range(2)]
+    (both, b) = drawn(rng, kind, 2 * f, d) if shared else (None, None)
+    narrow = [None if a is None else a.astype(np.float32) for a in biases]
+    hidden = functools.partial(expert_hidden, **options)
+    y = np.full((*ids.shape, f), np.nan, np.float32)
+    y = by_lanes(hidden, (x, ids, gate, up, *narrow, both), y)
+    truth = hidden_of(x.astype(float), ids, g, u, biases, b, options)
+    assert np.linalg.norm(y - truth) <= 1e-4 * np.linalg.norm(truth)
+    assert not y[(ids < 0) | (ids > E - (not shared))].any()
+
+
+@pytest.mark.parametrize("kind, d, f, ids, programs", CASES)
+def test_lanes_give_the_weighted_sum(monkeypatch, kind, d, f, ids, programs):
+    monkeypatch.setattr(one_token, "num_sms", lambda: programs)
+    rng, shared = np.random.default_rng(d), E in ids
+    ids = np.array([ids], np.int32)
+    x = rng.standard_normal((*ids.shape, d)).astype(ml_dtypes.bfloat16)
+    by_expert = rng.uniform(0, 1, ids.shape).astype(np.float32)
+    down, w = drawn(rng, kind, E, f, d)
+    bias = None if shared else rng.standard_normal((E, f)).astype(np.float32)
+    residual = rng.standard_normal((1, f)).astype(ml_dtypes.bfloat16)
+    (back, b) = drawn(rng, kind, f, d) if shared else (None, None)
+    y = np.full((1, f), np.nan, np.float32)
+    y = by_lanes(expert_sum, (x, ids, by_expert, down, bias, residual, back), y)
+    truth = sum_of(x.astype(float), ids, by_expert, w, bias, residual.astype(float), b)
+    assert np.linalg.norm(y - truth) <= 1e-4 * np.linalg.norm(truth)
+
+
+def layer_of(kind, d, f, e, k, shared):
+    """(op, shapes of its operands) of gate and up and of the sum."""
+    gate, down = of_shapes(kind, e, f, d), of_shapes(kind, e, d, f)
+    both = of_shapes(kind, 2 * f, d) if shared else None
+    back = of_shapes(kind, d, f) if shared else None
+    x, ids, hidden = spec(1, d), spec(1, k, dtype="int32"), spec(1, k, f)
+    f32 = functools.partial(spec, dtype="float32")
+    biases = [None if shared else f32(e, n) for n in (f, f, d)]
+    wide = functools.partial(expert_hidden, **GPT_OSS)
+    around = f32(1, k), down, biases[2], x, back
+    return (
+        (wide, (x, ids, gate, gate, *biases[:2], both)),
+        (expert_sum, (hidden, ids, *around)),
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, d, f, e, k, shared",
+    [
+        ("MXFP4", 2880, 2880, 32, 4, False),  # gpt-oss-20b
+        *(
+            pytest.param(kind, 2048, 512, 256, 9, True, marks=pytest.mark.full)
+            for kind in FORMATS
+        ),
+    ],
+)
+def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):
+    with compiling_for(90):
+        for op, operands in layer_of(kind, d, f, e, k, shared):
+            [launch] = launches_of(op, operands)
+            assert launch.kernel.__name__.startswith("fixed_point"), kind
+            assert launch.stack_bytes == 0 and launch.registers <= 128, kind
+            assert "UBLKCP" in launch.sass
