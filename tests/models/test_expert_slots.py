@@ -35,8 +35,9 @@ DEEPSEEK = replace(QWEN3_5, shared_gate=False, score="sigmoid", scaling_factor=2
 def pack(kind, w):
     if kind == "bf16":
         return w.astype(jnp.bfloat16)
-    if kind == "mxfp4":
-        return quantize_microscaled(w, format=kind)
+    if kind in ("mxfp4", "MXFP4"):
+        packed = quantize_microscaled(w, format="mxfp4")
+        return packed if kind == "mxfp4" else interleave(packed)
     return interleave(quantize_gguf(w, kind))
 
 
@@ -102,7 +103,7 @@ def test_a_layer_is_the_same(mixture, kind, other, scale):
 
 def two_layers(kind):
     """A config of two layers, its weights drawn, its cache of 64 slots."""
-    mixture = GPT_OSS if kind == "mxfp4" else QWEN3_5
+    mixture = GPT_OSS if kind in ("mxfp4", "MXFP4") else QWEN3_5
     attention = FullAttention(8, 2, 64, Rotation(64, 1e4), bias=True)
     config = DecoderConfig(
         *("any", 64, D, 1024, 1e-5),
@@ -133,7 +134,9 @@ def two_layers(kind):
     return config, weights, empty_cache(config, 1, 64, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "mxfp4", "Q8_0"])
+@pytest.mark.parametrize(
+    "kind", ["bf16", pytest.param("mxfp4", marks=pytest.mark.full), "MXFP4", "Q8_0"]
+)
 def test_a_decode_step_is_one_chain(kind, monkeypatch):
     """Seven launches a layer, biases of attention among them."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -157,9 +160,10 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     experts = {
         "bf16": ["hidden_kernel", "result_kernel"],
         "mxfp4": ["row_hidden_kernel", "row_sum_kernel"],
-        "Q8_0": ["packed_hidden_kernel", "packed_sum_kernel"],
     }
+    by_whole_numbers = ["fixed_point_hidden_kernel", "fixed_point_sum_kernel"]
     one = [product, "qk_norm_rope_cache_attention_kernel", product]
-    one += [product, "choice_kernel", *experts[kind]]
+    one += [product, "choice_kernel", *experts.get(kind, by_whole_numbers)]
     assert names == [*one * 2, "row_norm_fwd_kernel", product, "argmax_kernel"]
-    assert set(levels(chain)) == {2} and not named(eqns, "triton_call")
+    early = [3 if name == "fixed_point_sum_kernel" else 2 for name in names]
+    assert levels(chain) == early and not named(eqns, "triton_call")

@@ -17,7 +17,7 @@ from jaxkern.gpu.bulk_ring import (
     has_come,
     own_memory,
 )
-from jaxkern.gpu.triton_call import gl, gluon_jit
+from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 from jaxkern.triton.quant.expert_rows import expert_of_slot, gated, with_bias
 from jaxkern.triton.quant.fixed_point_codes import (
     add_lane,
@@ -48,6 +48,34 @@ from jaxkern.triton.quant.product_kernel import (
 )
 
 
+@constexpr_function
+def of_lane_text():
+    return "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+
+
+@gluon_jit
+def of_lane(number, lane):
+    """What another lane of the warp has."""
+    return gl.inline_asm_elementwise(
+        of_lane_text(), "=r,r,r", [number, lane], gl.int32, False, 1
+    )
+
+
+@gluon_jit
+def ids_of_lanes(ids_ptr, lanes, P: gl.constexpr):
+    """The id of slot i in lane i, from beyond the first cache."""
+    _, g, c = lanes
+    slot = gl.minimum(4 * g + c, P.slots - 1)
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];",
+        "=r,l",
+        [ids_ptr.to(gl.int64) + 4 * slot],
+        gl.int32,
+        False,
+        1,
+    )
+
+
 @gluon_jit
 def is_named(expert, shared_ptr, P: gl.constexpr):
     """Whether an id is that of an expert, or of the shared one."""
@@ -58,12 +86,12 @@ def is_named(expert, shared_ptr, P: gl.constexpr):
 
 
 @gluon_jit
-def source_of_step(s, pointers, P: gl.constexpr):
-    """Where step s of all that a program reads lies, and how many bytes; 0 of no expert.
+def source_of_step(s, experts, P: gl.constexpr):
+    """Where step s of all that a program reads lies; its bytes, 0 where there is none.
 
-    `pointers` to ids, gate or down, up, the shared expert.
+    `experts` are ids of lanes, pointers to gate or down, to up, to the shared expert.
     """
-    ids_ptr, tiles_ptr, up_ptr, shared_ptr = pointers
+    ids, tiles_ptr, up_ptr, shared_ptr = experts
     row = s // P.row_steps
     within = s % P.row_steps
     item = gl.program_id(0) + row // P.parts * P.programs
@@ -75,26 +103,26 @@ def source_of_step(s, pointers, P: gl.constexpr):
         slot = within // P.steps
         tile = item
     slot = gl.minimum(slot, P.slots - 1)
-    expert, known, is_shared = expert_of_slot(ids_ptr, slot, P.experts)
+    id = of_lane(ids, slot)
+    expert = id.to(gl.int64)
     at = tiles_ptr.to(gl.int64)
     if P.halves == 2:
         expert = expert * 2 + part
     elif P.halves == 1:
         at = gl.where(part == 0, at, up_ptr.to(gl.int64))
     if shared_ptr is not None:
-        at = gl.where(is_shared, shared_ptr.to(gl.int64), at)
-        expert = gl.where(is_shared, part.to(gl.int64), expert)
-        known = known | is_shared
+        at = gl.where(id == P.experts, shared_ptr.to(gl.int64), at)
+        expert = gl.where(id == P.experts, part.to(gl.int64), expert)
     step = within % P.steps
     at = at + (expert * P.tiles + tile) * P.tile_bytes + step * P.step_bytes
     count = gl.where(step == P.steps - 1, P.last_bytes, P.step_bytes)
-    return at, gl.where(known, count, 0)
+    return at, gl.where(is_named(id, shared_ptr, P), count, 0)
 
 
 @gluon_jit
-def ask_for(s, all_steps, bar, place, leads, pointers, P: gl.constexpr):
+def ask_for(s, all_steps, bar, place, leads, experts, P: gl.constexpr):
     """Has step s copied, if a program has as many."""
-    source, count = source_of_step(s, pointers, P)
+    source, count = source_of_step(s, experts, P)
     ask_up_to(bar, place, source, count, leads * (s < all_steps).to(gl.int32))
 
 
@@ -119,7 +147,7 @@ def steps_of_program(P: gl.constexpr):
 
 
 @gluon_jit
-def ask_first(ring, lanes, pointers, P: gl.constexpr):
+def ask_first(ring, lanes, experts, P: gl.constexpr):
     """The first steps of each warp."""
     bars, places, leads = ring
     all_steps = steps_of_program(P)
@@ -127,15 +155,12 @@ def ask_first(ring, lanes, pointers, P: gl.constexpr):
     for i in gl.static_range(DEPTH):
         s = i * P.warps + lanes[0]
         to = places + P.step_bytes * i
-        ask_for(s, all_steps, bars + 8 * i, to, leads, pointers, P)
+        ask_for(s, all_steps, bars + 8 * i, to, leads, experts, P)
 
 
 @gluon_jit
-def put_all_sums(own, ring, lanes, named, pointers, P: gl.constexpr):
-    """The sums of each warp and row of steps to shared memory.
-
-    Bit i of `named` says of the sum whether slot i has an expert.
-    """
+def put_all_sums(own, ring, lanes, experts, P: gl.constexpr):
+    """The sums of each warp and row of steps to shared memory."""
     FORMAT: gl.constexpr = P.format
     bars, places, leads = ring
     warp, g, c = lanes
@@ -159,15 +184,15 @@ def put_all_sums(own, ring, lanes, named, pointers, P: gl.constexpr):
         at = places + P.step_bytes * place
         words = read_lane(at, g, c, FORMAT)
         all_have_read(at)
-        ask_for(s + P.depth * P.warps, all_steps, bar, at, leads, pointers, P)
+        ask_for(s + P.depth * P.warps, all_steps, bar, at, leads, experts, P)
         within = s % P.row_steps
         x = x_at + within * x_step
         kept = kept_at + within * step_of_sums(FORMAT)
         n0, n1 = add_lane(words, c, x, kept, (t0, t1), nothing, FORMAT)
         if P.halves == 0:
-            counts = (named >> (within // P.steps)) & 1
-            n0 = gl.where(counts != 0, n0, t0)
-            n1 = gl.where(counts != 0, n1, t1)
+            counts = is_named(of_lane(experts[0], within // P.steps), experts[3], P)
+            n0 = gl.where(counts, n0, t0)
+            n1 = gl.where(counts, n1, t1)
         row = s // P.row_steps
         ends = there & ((s + P.warps) // P.row_steps != row)
         to = sums_at + row * (P.warps * 64)
@@ -201,6 +226,7 @@ def fixed_point_hidden_kernel(
     LIMIT: gl.constexpr,
     UP_OFFSET: gl.constexpr,
     RING: gl.constexpr,
+    LATE: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """x `[columns]`, gate and up `[experts, tiles, bytes]`, y `[slots, 16 tiles]`.
@@ -215,11 +241,14 @@ def fixed_point_hidden_kernel(
     own = own_memory(lanes[0], RING)
     ring = begin(own, lanes, P)
     if AHEAD:
+        if not LATE:
+            let_next_begin()
         wait_for_those_ahead()
-        let_next_begin()
+        if LATE:
+            let_next_begin()
     columns = read_columns(x_ptr, P.columns, P.x_columns, FORMAT)
-    pointers = (ids_ptr, gate_ptr, up_ptr, shared_ptr)
-    ask_first(ring, lanes, pointers, P)
+    experts = (ids_of_lanes(ids_ptr, lanes, P), gate_ptr, up_ptr, shared_ptr)
+    ask_first(ring, lanes, experts, P)
     item, row, at, here = rows_of_items(P)
     slot = gl.minimum(item // P.tiles, P.slots - 1)
     expert, known, _ = expert_of_slot(ids_ptr, slot, P.experts)
@@ -232,7 +261,7 @@ def fixed_point_hidden_kernel(
     else:
         up = with_bias(zero, up_bias_ptr, of_gate, known & here)
     put_digits(columns, None, P.columns, P.x_columns, 0.0, RING, FORMAT)
-    put_all_sums(own, ring, lanes, None, pointers, P)
+    put_all_sums(own, ring, lanes, experts, P)
     gate += sum_of_warps(at, P.warps)
     up += sum_of_warps(at + P.warps * 64, P.warps)
     y = gated(gate, up, ALPHA, LIMIT, UP_OFFSET)
@@ -254,10 +283,9 @@ def read_slots(x_ptr, weights_ptr, P: gl.constexpr):
     for first in gl.static_range(0, COLUMNS, CHUNK):
         begins = start + first
         slot = begins // SLOT
-        column = begins % SLOT
-        present = (slot < P.slots) & (column < P.columns)
-        at = gl.where(present, slot * P.columns + column, 0)
-        x = gl.load(x_ptr + (at + within), present & (within >= 0), 0.0)
+        present = (slot < P.slots) & (begins - slot * SLOT < P.columns)
+        at = begins - slot * (SLOT - P.columns)
+        x = gl.load(x_ptr + at + within, present, 0.0)
         slot = (group * GROUP + first) // SLOT
         weight = gl.load(weights_ptr + slot, slot < P.slots, 0.0).to(gl.float32)
         chunks += ((in_words(x, FORMAT), weight),)
@@ -267,10 +295,10 @@ def read_slots(x_ptr, weights_ptr, P: gl.constexpr):
 @gluon_jit
 def fixed_point_sum_kernel(
     x_ptr,
-    ids_ptr,
+    early_ids_ptr,
     weights_ptr,
-    down_ptr,
-    shared_ptr,
+    early_down_ptr,
+    early_shared_ptr,
     bias_ptr,
     residual_ptr,
     y_ptr,
@@ -290,22 +318,27 @@ def fixed_point_sum_kernel(
     ring = begin(own, lanes, P)
     if AHEAD:
         let_next_begin()
+    if AHEAD == 3:
+        ids = ids_of_lanes(early_ids_ptr, lanes, P)
+        experts = (ids, early_down_ptr, None, early_shared_ptr)
+        ask_first(ring, lanes, experts, P)
         wait_for_those_ahead()
-    pointers = (ids_ptr, down_ptr, None, shared_ptr)
-    chunks = read_slots(x_ptr, weights_ptr, P)
-    ask_first(ring, lanes, pointers, P)
+        chunks = read_slots(x_ptr, weights_ptr, P)
+    else:
+        if AHEAD:
+            wait_for_those_ahead()
+        chunks = read_slots(x_ptr, weights_ptr, P)
+        ids = ids_of_lanes(early_ids_ptr, lanes, P)
+        experts = (ids, early_down_ptr, None, early_shared_ptr)
+        ask_first(ring, lanes, experts, P)
     item, row, at, here = rows_of_items(P)
     out = item * 16 + row
     zero = (0 * row).to(gl.float32)
     added = (with_bias(zero, residual_ptr, out, here),)
-    named = 0
     SLOTS: gl.constexpr = P.slots
-    for i in gl.static_range(SLOTS):
-        expert, known, _ = expert_of_slot(ids_ptr, i, P.experts)
-        named = named | is_named(
-            gl.load(ids_ptr + i), shared_ptr, P
-        ).to(gl.int32) << i
-        if bias_ptr is not None:
+    if bias_ptr is not None:
+        for i in gl.static_range(SLOTS):
+            expert, known, _ = expert_of_slot(early_ids_ptr, i, P.experts)
             of_row = expert * (16 * P.tiles) + out
             added += (with_bias(zero, bias_ptr, of_row, here & known),)
     CHUNK: gl.constexpr = P.chunk
@@ -314,7 +347,7 @@ def fixed_point_sum_kernel(
         x = x.to(gl.float32)
         put_groups(x, weight, CHUNK * i, CHUNK, P.x_columns, RING, FORMAT)
     clear(RING, P.x_bytes - step_of_x(), step_of_x())
-    put_all_sums(own, ring, lanes, named, pointers, P)
+    put_all_sums(own, ring, lanes, experts, P)
     y = sum_of_warps(at, P.warps)
     for i in gl.static_range(len(added) - 1):
         y += gl.load(weights_ptr + i).to(gl.float32) * added[1 + i]

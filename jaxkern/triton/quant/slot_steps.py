@@ -25,7 +25,7 @@ class SlotSteps:
       tile_bytes: of each.
       slots: of the token.
       experts: what ids are below.
-      halves: 1 where `gate` and `up` are two arrays, 2 where they are one; 0 of the sum.
+      halves: 1 where gate and up are two arrays, 2 where they are one; 0 of the sum.
       warps: of a program.
       depth: steps of a warp that are on their way.
       programs: of the launch.

@@ -12,9 +12,9 @@ from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from jaxkern.triton.moe.expert_slots import one_token
 from jaxkern.triton.quant.fixed_point_codes import FORMATS
 from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
-from tests.triton.moe.test_expert_slots import by_lanes, of_shapes
+from tests.triton.moe.test_expert_slots import by_lanes, ops_of
 from tests.triton.quant.test_one_activation import weights
-from tests.triton.test_every_kernel import launches_of, spec
+from tests.triton.test_every_kernel import launches_of
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
@@ -72,22 +72,6 @@ def test_lanes_give_the_weighted_sum(monkeypatch, kind, d, f, ids, programs):
     assert np.linalg.norm(y - truth) <= 1e-4 * np.linalg.norm(truth)
 
 
-def layer_of(kind, d, f, e, k, shared):
-    """(op, shapes of its operands) of gate and up and of the sum."""
-    gate, down = of_shapes(kind, e, f, d), of_shapes(kind, e, d, f)
-    both = of_shapes(kind, 2 * f, d) if shared else None
-    back = of_shapes(kind, d, f) if shared else None
-    x, ids, hidden = spec(1, d), spec(1, k, dtype="int32"), spec(1, k, f)
-    f32 = functools.partial(spec, dtype="float32")
-    biases = [None if shared else f32(e, n) for n in (f, f, d)]
-    wide = functools.partial(expert_hidden, **GPT_OSS)
-    around = f32(1, k), down, biases[2], x, back
-    return (
-        (wide, (x, ids, gate, gate, *biases[:2], both)),
-        (expert_sum, (hidden, ids, *around)),
-    )
-
-
 @pytest.mark.parametrize(
     "kind, d, f, e, k, shared",
     [
@@ -100,8 +84,17 @@ def layer_of(kind, d, f, e, k, shared):
 )
 def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):
     with compiling_for(90):
-        for op, operands in layer_of(kind, d, f, e, k, shared):
+        for op, operands in ops_of(kind, d, f, e, k, shared, tokens=1):
             [launch] = launches_of(op, operands)
             assert launch.kernel.__name__.startswith("fixed_point"), kind
             assert launch.stack_bytes == 0 and launch.registers <= 128, kind
             assert "UBLKCP" in launch.sass
+
+
+@pytest.mark.parametrize("capability, kind, d", [(80, "MXFP4", 256), (90, "Q8_0", 288)])
+def test_elsewhere_the_older_kernels_run(capability, kind, d):
+    """Before Hopper; and where the scale of what is not there might be NaN."""
+    with compiling_for(capability):
+        for op, operands in ops_of(kind, d, d, 4, 2, False, tokens=1):
+            [launch] = launches_of(op, operands)
+            assert launch.kernel.__name__.startswith("packed_")

@@ -329,6 +329,12 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return two_floats_stored(*map(raw, args))
     if "shfl.sync.bfly.b32" in text and "st.shared.v2.f32" in text:
         return sums_put(*map(raw, args))
+    if text.startswith("shfl.sync.idx.b32 $0, $1, $2, 0x1f"):
+        number, lane = np.broadcast_arrays(raw(args[0]), raw(args[1]))
+        of_warps = [a.reshape(len(a), -1) for a in (number, lane)]
+        return Tensor(np.take_along_axis(*of_warps, 1).reshape(lane.shape))
+    if text.startswith("ld.relaxed.gpu.global.b32 $0, [$1];"):
+        return from_memory(args[0], 0, 1)[0]
     if text.startswith("bar.warp.sync"):
         return args[0]
     if m := re.fullmatch(r"ld.shared.u16 \$0, \[\$1\+(\d+)\];", text):

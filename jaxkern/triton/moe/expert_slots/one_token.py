@@ -23,13 +23,14 @@ from jaxkern.triton.quant.slot_steps import SlotSteps
 
 # warps of a program, and steps of each that are on their way
 WARPS, DEPTH = 16, 3
+LATE = True  # what is behind gate and up may read ids before it waits
 
 
 def steps_of(x: Any, ids: Any, tiles: Any, qtype: str) -> SlotSteps | None:
     """How programs walk over the experts of one token; None where no kernel does."""
-    k = x.shape[-1]
-    whole = k % STEP == 0 or qtype == "MXFP4"  # no scale of which is NaN
-    if qtype not in fixed_point_formats() or math.prod(ids.shape[:-1]) != 1 or not whole:
+    k, one = x.shape[-1], math.prod(ids.shape[:-1]) == 1
+    fits = k % STEP == 0 or qtype == "MXFP4"  # no scale of which is NaN
+    if not one or not fits or qtype not in fixed_point_formats():
         return None
     experts, *halves, units, tile_bytes = tiles.shape
     p = SlotSteps(
@@ -64,7 +65,7 @@ def hidden_of_one(p: SlotSteps, x, ids, gate, up, shared, gate_bias, up_bias, op
             "up_bias_ptr": up_bias,
         },
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape, p.tiles, TILE), x.dtype)},
-        {"P": p, "RING": p.ring, "num_warps": p.warps, **options},
+        {"P": p, "RING": p.ring, "LATE": LATE, "num_warps": p.warps, **options},
     )
     return y
 
@@ -76,10 +77,10 @@ def sum_of_one(p: SlotSteps, x, ids, weights, down, shared, bias, residual):
         (min(p.items, p.programs),),
         {
             "x_ptr": x,
-            "ids_ptr": ids.astype(jnp.int32),
+            "early_ids_ptr": ids.astype(jnp.int32),
             "weights_ptr": weights,
-            "down_ptr": down,
-            "shared_ptr": shared,
+            "early_down_ptr": down,
+            "early_shared_ptr": shared,
             "bias_ptr": bias,
             "residual_ptr": residual,
         },
