@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import interleave, quantize_gguf, quantize_microscaled
+from jaxkern import explain, interleave, quantize_gguf, quantize_microscaled
+from jaxkern.gpu.device import compiling_for
 from jaxkern.models.branch import Branch
 from jaxkern.models.decoder import (
     DecoderConfig,
@@ -17,6 +18,7 @@ from jaxkern.models.decoder import (
     LayerWeights,
     decode,
     empty_cache,
+    prefill,
 )
 from jaxkern.models.feed_forward import Dense, DenseWeights, Mixture, MixtureWeights
 from jaxkern.models.mixers.full_attention import AttentionWeights, FullAttention
@@ -163,3 +165,53 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     one += [product, "choice_kernel", *experts[kind]]
     assert names == [*one * 2, "row_norm_fwd_kernel", product, "argmax_kernel"]
     assert set(levels(chain)) == {2} and not named(eqns, "triton_call")
+
+
+@pytest.mark.parametrize(
+    "kind", ["mxfp4", pytest.param("Q8_0", marks=pytest.mark.full)]
+)
+def test_many_tokens_are_the_same(kind):
+    """Sorted by expert, which Hopper multiplies packed; here the references of both."""
+    mixture = GPT_OSS if kind == "mxfp4" else QWEN3_5
+    weights = drawn(mixture, kind, kind)
+    x = jax.random.normal(jax.random.key(1), (1, 12, D), jnp.bfloat16)
+    norm = jax.random.uniform(jax.random.key(2), (D,), minval=0.5, maxval=2.0)
+
+    def layer(capability):
+        config: Any = SimpleNamespace(eps=1e-5, product_dtype=None, fused=True)
+        with compiling_for(capability):
+            return jax.jit(
+                lambda x, norm, weights: mixture(config, weights, Branch(x, norm, x))
+            ).trace(x, norm, weights)
+
+    older, hopper = layer(80), layer(90)
+    assert "expert_sum" in str(hopper.jaxpr) and "moe_weighted" in str(older.jaxpr)
+    y, truth = (
+        np.asarray(f.lower().compile()(x, norm, weights), "f4") for f in (hopper, older)
+    )
+    error = np.linalg.norm(y - truth) / np.linalg.norm(truth - np.asarray(x, "f4"))
+    assert error < 2e-2  # of some roundings to bfloat16 in turn
+
+
+@pytest.mark.parametrize(
+    "kind", ["mxfp4", pytest.param("Q8_0", marks=pytest.mark.full)]
+)
+def test_a_prompt_is_multiplied_packed(kind, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    configs = []
+
+    def arrays():
+        config, *others = two_layers(kind)
+        configs.append(config)
+        return others
+
+    weights, cache = jax.eval_shape(arrays)
+
+    def read(weights, tokens, lengths, cache):
+        return prefill(configs[0], weights, tokens, lengths, cache)
+
+    given = weights, spec(1, 48, dtype="int32"), spec(1, dtype="int32"), cache
+    with compiling_for(90):
+        text = str(explain(read, *given, platform="cuda"))
+    assert "grouped_hidden_kernel" in text and "grouped_result_kernel" in text
+    assert "grouped_matmul on" not in text and "dequantize" not in text

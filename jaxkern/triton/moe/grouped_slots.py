@@ -149,6 +149,12 @@ def grid_of(slots: int, w: Packed, columns: int, tiles: int) -> tuple[int, int]:
     return most_tiles(slots, w.experts, columns) * blocks, blocks
 
 
+def program_of(columns: int) -> dict[str, Any]:
+    """Of so many slots: two programs a multiprocessor where their slabs allow it."""
+    registers = 128 if columns <= 64 else None
+    return {"COLUMNS": columns, "num_warps": WARPS, "max_registers": registers}
+
+
 def grouped_hidden(
     x: jax.Array,
     ids: jax.Array,
@@ -175,7 +181,8 @@ def grouped_hidden(
         gate.sizes
         | {name.upper(): value for name, value in options.items()}
         | {"TOP_K": ids.shape[-1], "HALVES": 1 if up is not None else 2}
-        | {"COLUMNS": columns, "BLOCKS": blocks, "num_warps": WARPS},
+        | {"BLOCKS": blocks}
+        | program_of(columns),
     )
     assert y is not None
     return y
@@ -201,7 +208,7 @@ def grouped_sum(
         | pointers_of("down", down)
         | {"bias_ptr": bias},
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape, f), jnp.float32)},
-        down.sizes | {"COLUMNS": columns, "BLOCKS": blocks, "num_warps": WARPS},
+        down.sizes | {"BLOCKS": blocks} | program_of(columns),
     )
     assert slots is not None
     known = (ids >= 0) & (ids < down.experts)

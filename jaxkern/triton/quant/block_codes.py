@@ -63,7 +63,13 @@ BYTES = {
 }
 ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q3_K": 4, "MXFP4": 12, "NVFP4_256": 12}
 ZERO |= {"MXFP4_ROWS": 12}  # row_fours.py
-NO_OFFSETS = ("Q6_K", "Q3_K", "IQ4_XS", "NVFP4_256", "MXFP4_ROWS")  # but those of 32 columns
+NO_OFFSETS = (
+    "Q6_K",
+    "Q3_K",
+    "IQ4_XS",
+    "NVFP4_256",
+    "MXFP4_ROWS",
+)  # but those of 32 columns
 STEP = 256  # columns
 
 

@@ -3,13 +3,13 @@
     hidden   act(gate[e] x, up[e] x) of each slot of expert e
     y        down[e] hidden
 
-A program has one tile of the table of `gpu/moe/row_tiles.py`: up to COLUMNS slots of one
+A program has a tile of the table of `gpu/moe/row_tiles.py`: up to COLUMNS slots of one
 expert. Its warps have 16 rows of weights each, which they decode in registers as the
-left operand of Hopper's matrix units (many_activations.py). Of gate and up half of the
-warps have one each, so that both are from one reading of x, and meet at the end.
+left operand of Hopper's matrix units (many_activations.py). Half of the warps have gate
+and half up, so that both are from one reading of x, and meet at the end.
 
-Slots are not moved: `order` says which slot a row of the table is, so that x is read and
-the result written where they lie. Nothing is added up in an order that changes.
+Slots are not moved: `order` says which slot a row of the table is, so that x is read
+and the result written where they lie. Nothing is added in an order that changes.
 """
 
 from jaxkern.gpu.triton_call import (
@@ -35,7 +35,7 @@ from jaxkern.triton.quant.row_fours import is_by_rows, read_by_rows
 
 @constexpr_function
 def results_layout(WARPS, PARTS):
-    """Of rows of weights `[rows, COLUMNS, PARTS]`, whose neighbours lie side by side."""
+    """Of results `[rows, COLUMNS, PARTS]`: rows of weights lie side by side."""
     return gl.BlockedLayout([2, 1, PARTS], [32, 1, 1], [1, WARPS, 1], [2, 0, 1])
 
 
@@ -63,7 +63,6 @@ def copy_rows(
 
     `rows` has where each begins.
     """
-    COLUMNS: gl.constexpr = slabs.shape[1]
     L: gl.constexpr = copies_layout(gl.num_warps())
     column = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
     for q in gl.static_range(4):
@@ -87,7 +86,7 @@ def sums_of_tile(
 ):
     """`[16 warps, COLUMNS]`: what the tile of each warp gives for the rows of x."""
     WARPS: gl.constexpr = gl.num_warps()
-    warp, g, c = places_of_lanes(WARPS)
+    _, g, c = places_of_lanes(WARPS)
     words = read_tile(at, g, c, 0, GROUPS, FORMAT)
     slabs = gl.allocate_shared_memory(
         gl.bfloat16, [12, COLUMNS, 64], gl.NVMMASharedLayout(128, 16, 2)
@@ -144,7 +143,12 @@ def tile_of_table(table_ptr, entry):
 
 @gluon_jit
 def rows_to_copy(
-    order_ptr, first, left, TOP_K: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr
+    order_ptr,
+    first,
+    left,
+    TOP_K: gl.constexpr,
+    WIDTH: gl.constexpr,
+    COLUMNS: gl.constexpr,
 ):
     """Where the rows of x of a tile begin, and which there are, `[COLUMNS, 1]`."""
     L: gl.constexpr = copies_layout(gl.num_warps())
@@ -225,7 +229,7 @@ def grouped_hidden_kernel(
     known = expert < EXPERTS
     expert = gl.minimum(expert, EXPERTS - 1)
     EACH: gl.constexpr = gl.num_warps() // 2  # warps, so tiles, of gate and of up
-    warp, g, c = places_of_lanes(gl.num_warps())
+    warp, _, _ = places_of_lanes(gl.num_warps())
     is_up = warp >= EACH
     tile = block * EACH + warp % EACH
     SIZES: gl.constexpr = (TILES, HALVES, GROUPS, TILE_PAIRS, FORMAT)
@@ -240,9 +244,7 @@ def grouped_hidden_kernel(
         at += (gl.where(is_up, of_up[i], of_gate[i]),)
     rows, there = rows_to_copy(order_ptr, first, left, TOP_K, WIDTH, COLUMNS)
     steps = gl.where(known, STEPS, 0)
-    totals = sums_of_tile(
-        x_ptr, rows, there, at, steps, WIDTH, GROUPS, FORMAT, COLUMNS
-    )
+    totals = sums_of_tile(x_ptr, rows, there, at, steps, WIDTH, GROUPS, FORMAT, COLUMNS)
     gate, up = gl.split(in_order(totals, 2, FORMAT))
     row, slot, mask = places_of_results(gate, order_ptr, first, left, block)
     F: gl.constexpr = 16 * TILES
@@ -290,16 +292,14 @@ def grouped_result_kernel(
     expert, first, left = tile_of_table(table_ptr, entry)
     known = expert < EXPERTS
     expert = gl.minimum(expert, EXPERTS - 1)
-    warp, g, c = places_of_lanes(gl.num_warps())
+    warp, _, _ = places_of_lanes(gl.num_warps())
     at = addresses_of_tile(
         *((down_ptr, down_scales_ptr), expert, block * gl.num_warps() + warp),
         *(0, (TILES, 1, GROUPS, TILE_PAIRS, FORMAT)),
     )
     rows, there = rows_to_copy(order_ptr, first, left, 1, WIDTH, COLUMNS)
     steps = gl.where(known, STEPS, 0)
-    totals = sums_of_tile(
-        x_ptr, rows, there, at, steps, WIDTH, GROUPS, FORMAT, COLUMNS
-    )
+    totals = sums_of_tile(x_ptr, rows, there, at, steps, WIDTH, GROUPS, FORMAT, COLUMNS)
     y = gl.sum(in_order(totals, 1, FORMAT), 2)
     row, slot, mask = places_of_results(y, order_ptr, first, left, block)
     F: gl.constexpr = 16 * TILES

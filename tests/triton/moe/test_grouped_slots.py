@@ -14,11 +14,10 @@ from jaxkern.gpu.moe.row_tiles import row_tiles
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from jaxkern.triton.moe import grouped_slots
-from jaxkern.triton.quant.block_codes import BYTES
-from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
-from tests.triton.moe.test_expert_slots import drawn, of_shapes
+from tests.primitives.moe.test_expert_slots import GPT_OSS, hidden_of, sum_of
+from tests.triton.moe.test_expert_slots import drawn
 from tests.triton.quant import lanes
-from tests.triton.test_every_kernel import launches_of, spec
+from tests.triton.test_every_kernel import launches_of
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
