@@ -147,7 +147,6 @@ def test_whole_numbers_give_the_product(
     monkeypatch, qtype, k, units, normed, gated, added, programs
 ):
     monkeypatch.setattr(packed_products, "num_sms", lambda: programs)
-    monkeypatch.setattr(packed_products, "ROUNDS", 2)
     rng = np.random.default_rng(k)
     x = rng.standard_normal(k) * np.exp(rng.standard_normal(k))
     x[: k // 2] += 2  # sums of groups that are far from zero
