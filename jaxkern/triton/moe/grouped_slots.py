@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import compute_capability, next_power_of_2
+from jaxkern.gpu.device import compute_capability
 from jaxkern.gpu.moe.row_tiles import most_tiles, row_tiles
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.primitives.moe.moe_ffn import FEW_TOKENS
@@ -25,12 +25,11 @@ from jaxkern.triton.quant.grouped_products import (
     grouped_hidden_kernel,
     grouped_result_kernel,
 )
+from jaxkern.triton.quant.lane_order import in_lane_order
 from jaxkern.triton.quant.row_fours import BY_ROWS, PART
-from jaxkern.triton.quant.several_products import HOPPER, in_order_of_lanes
+from jaxkern.triton.quant.several_products import HOPPER
 
 GROUP = 32  # columns of MXFP4
-WARPS = 8
-MOST_COLUMNS = 128  # slots of a program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +95,8 @@ class Packed:
         return -(-self.columns // unit) * unit
 
     def in_order(self, x: jax.Array) -> jax.Array:
-        """x `[rows, columns]` as bfloat16 in the order of the lanes."""
-        x = x.astype(jnp.bfloat16)
-        if self.format != BY_ROWS:
-            return in_order_of_lanes(x)
-        x = jnp.pad(x, ((0, 0), (0, self.width - self.columns)))
-        by_lane = x.reshape(len(x), -1, 4, 8, 2, 2)  # part, lane, fragment, pair
-        return by_lane.transpose(0, 1, 3, 4, 2, 5).reshape(x.shape)
+        """x `[rows, columns]` as `[rows, width]` in the order of the lanes."""
+        return in_lane_order(x, PART // 8 if self.format == BY_ROWS else 2)
 
 
 def takes(w: Any) -> bool:
@@ -125,9 +119,13 @@ def refusal_of_many(x: Any, ids: Any, shared: Any, **named: Any) -> str | None:
 
 
 def columns_of(slots: int, experts: int) -> int:
-    """Slots of a program: half as many again as an expert has on average."""
+    """Slots of a program: what was fastest at 2, 8, 16, 64, 128 and 512 an expert."""
     mean = -(-slots // experts)
-    return min(MOST_COLUMNS, max(32, next_power_of_2(mean + mean // 2)))
+    return 32 if mean <= 32 else 64 if mean <= 256 else 128
+
+
+def warps_of(columns: int) -> int:
+    return 4 if columns == 32 else 8
 
 
 def tiles_of(ids: jax.Array, experts: int, columns: int) -> dict[str, jax.Array]:
@@ -151,8 +149,8 @@ def grid_of(slots: int, w: Packed, columns: int, tiles: int) -> tuple[int, int]:
 
 def program_of(columns: int) -> dict[str, Any]:
     """Of so many slots: two programs a multiprocessor where their slabs allow it."""
-    registers = 128 if columns <= 64 else None
-    return {"COLUMNS": columns, "num_warps": WARPS, "max_registers": registers}
+    found = {"COLUMNS": columns, "num_warps": warps_of(columns)}
+    return found | {"max_registers": 128 if columns <= 64 else None}
 
 
 def grouped_hidden(
@@ -167,7 +165,7 @@ def grouped_hidden(
     """`[..., k, f]` of x `[..., d]` and ids `[..., k]`; without `up` gate has both."""
     f = gate.tiles * TILE
     columns = columns_of(ids.size, gate.experts)
-    programs, blocks = grid_of(ids.size, gate, columns, WARPS // 2)
+    programs, blocks = grid_of(ids.size, gate, columns, warps_of(columns) // 2)
     tokens = x.reshape(-1, x.shape[-1])
     [y] = sparse_call(
         grouped_hidden_kernel,
@@ -199,7 +197,7 @@ def grouped_sum(
     """`[..., f]` of x `[..., k, d]`, ids and weights `[..., k]`."""
     f = down.tiles * TILE
     columns = columns_of(ids.size, down.experts)
-    programs, blocks = grid_of(ids.size, down, columns, WARPS)
+    programs, blocks = grid_of(ids.size, down, columns, warps_of(columns))
     [slots] = sparse_call(
         grouped_result_kernel,
         (programs,),

@@ -41,7 +41,7 @@ def drawn(form, *shape, seed):
 
 
 def skewed(tokens, k, seed):
-    """One expert has half of the slots, others few or none; some slots have no expert."""
+    """Half of the slots are of one expert, few of others, none of one, some of none."""
     rng = np.random.default_rng(seed)
     share = np.array([0.02, 0.02, 0.5, 0.0, 0.16, 0.25, 0.01, 0.04])
     return rng.choice(np.arange(-1, E + 1), (tokens, k), p=share).astype(np.int32)

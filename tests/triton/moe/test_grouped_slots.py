@@ -13,7 +13,6 @@ from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.moe.row_tiles import row_tiles
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
-from jaxkern.triton.moe import grouped_slots
 from tests.primitives.moe.test_expert_slots import GPT_OSS, hidden_of, sum_of
 from tests.triton.moe.test_expert_slots import drawn
 from tests.triton.quant import lanes
@@ -23,6 +22,7 @@ pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
 E = 4
+WORDS = {"mxfp4": 16}  # of a lane, else 2
 
 
 def ids_of(tokens, k):
@@ -95,7 +95,7 @@ def test_lanes_give_what_experts_give(kind, d, f, both):
         bias = np.concatenate(biases, axis=1)
         operands = x, ids, packed, None, bias, None
         arrays = named(gate=packed) | dict(gate_bias_ptr=bias, y_ptr=y)
-    arrays["x_ptr"] = np.asarray(grouped_slots.Packed.of(gate, d).in_order(x))
+    arrays["x_ptr"] = lanes.in_lane_order(x, WORDS.get(kind, 2))
     hidden = functools.partial(expert_hidden, **GPT_OSS)
     y = by_lanes(hidden, operands, arrays, 32)
     check(y, lambda g, u: hidden_of(wide(x), ids, g, u, biases, None, GPT_OSS), g, u)
@@ -116,8 +116,8 @@ def test_lanes_give_the_results_of_slots(kind, d, f):
     bias = rng.standard_normal((E, f)).astype(np.float32)
     y = np.full((ids.size, f), np.nan, np.float32)
     ones = np.ones(ids.shape, np.float32)
-    rows = grouped_slots.Packed.of(down, d).in_order(x.reshape(-1, d))
-    arrays = named(down=down) | dict(bias_ptr=bias, x_ptr=np.asarray(rows), y_ptr=y)
+    rows = lanes.in_lane_order(x.reshape(-1, d), WORDS.get(kind, 2))
+    arrays = named(down=down) | dict(bias_ptr=bias, x_ptr=rows, y_ptr=y)
     y = by_lanes(expert_sum, (x, ids, ones, down, bias, None), arrays, 32)
     by_slot = wide(x).reshape(-1, 1, d), ids.reshape(-1, 1), np.ones((ids.size, 1))
     check(y, lambda w: sum_of(*by_slot, w, bias, None, None), w)

@@ -568,3 +568,10 @@ def run(launch: Any, arrays: dict[str, np.ndarray], place: tuple[int, ...]) -> N
     module = imported(launch.kernel.__module__)
     given = {n: pointer(x) for n, x in arrays.items()}
     vars(module)[name](**given, **dict(launch.constants))
+
+
+def in_lane_order(x: np.ndarray, words: int) -> np.ndarray:
+    """x `[rows, columns]` as `jaxkern/triton/quant/lane_order.py` has it."""
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % (8 * words))))
+    by_lane = padded.reshape(len(x), -1, 4, words, 2)
+    return by_lane.swapaxes(2, 3).reshape(len(x), -1)
