@@ -20,6 +20,7 @@ from jaxkern.models.decoder import (
     empty_cache,
     prefill,
 )
+from jaxkern.models.expert_slots import MOST_ROWS, by_groups
 from jaxkern.models.feed_forward import Dense, DenseWeights, Mixture, MixtureWeights
 from jaxkern.models.mixers.full_attention import AttentionWeights, FullAttention
 from jaxkern.models.mixers.mixing import Rotation
@@ -191,6 +192,21 @@ def test_many_tokens_are_the_same(kind):
     )
     error = np.linalg.norm(y - truth) / np.linalg.norm(truth - np.asarray(x, "f4"))
     assert error < 2e-2  # of some roundings to bfloat16 in turn
+
+
+def test_prompts_of_many_rows_an_expert_decode_its_weights():
+    weights = jax.eval_shape(lambda: drawn(GPT_OSS, "mxfp4", "mxfp4"))
+    config = SimpleNamespace(fused=True)
+    most = MOST_ROWS * E // K
+
+    def are_grouped(tokens):
+        x = spec(1, tokens, D, dtype="bfloat16")
+        return by_groups(config, GPT_OSS, weights, Branch(x, spec(D), x))
+
+    with compiling_for(90):
+        assert [are_grouped(n) for n in (8, 9, most, most + 1)] == [0, 1, 1, 0]
+    with compiling_for(80):
+        assert not are_grouped(most)
 
 
 @pytest.mark.parametrize(
