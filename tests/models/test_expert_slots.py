@@ -168,9 +168,8 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     assert set(levels(chain)) == {2} and not named(eqns, "triton_call")
 
 
-@pytest.mark.parametrize(
-    "kind", ["mxfp4", pytest.param("Q8_0", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["mxfp4", "Q8_0"])
 def test_many_tokens_are_the_same(kind):
     """Sorted by expert, which Hopper multiplies packed; here the references of both."""
     mixture = GPT_OSS if kind == "mxfp4" else QWEN3_5
