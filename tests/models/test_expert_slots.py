@@ -213,7 +213,8 @@ def test_prompts_of_many_rows_an_expert_decode_its_weights():
 
 
 @pytest.mark.parametrize(
-    "kind", ["mxfp4", pytest.param("Q8_0", marks=pytest.mark.full)]
+    "kind",
+    ["MXFP4", *(pytest.param(k, marks=pytest.mark.full) for k in ["mxfp4", "Q8_0"])],
 )
 def test_a_prompt_is_multiplied_packed(kind, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -13,7 +13,7 @@ from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from jaxkern.primitives.moe.norm_route import norm_route_p
 from tests.gpu.truth import on_hopper, poison, relative_error
 from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
-from tests.triton.moe.test_one_token import drawn
+from tests.triton.moe.test_expert_slots import drawn
 
 pytestmark = on_hopper
 

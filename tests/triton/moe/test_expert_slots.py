@@ -30,7 +30,7 @@ IDS = np.array([[2, 0, 3], [1, -1, 4]], np.int32)  # 3 is the shared one's, if a
 def drawn(rng, kind, *shape):
     """(container, the same in float64)."""
     *lead, f, d = shape
-    if kind.startswith("Q"):
+    if kind.isupper():  # of blocks
         w, values = weights(rng, kind, int(np.prod(lead, dtype=int)) * f, d)
         tiles = np.asarray(w.tiles).reshape(*lead, f // 16, -1)
         return type(w)(tiles, kind), values.reshape(shape)

@@ -12,22 +12,13 @@ from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from jaxkern.triton.moe.expert_slots import one_token
 from jaxkern.triton.quant.fixed_point_codes import FORMATS
 from tests.primitives.moe.test_expert_slots import GPT_OSS, PLAIN, hidden_of, sum_of
-from tests.triton.moe.test_expert_slots import by_lanes, ops_of
-from tests.triton.quant.test_one_activation import weights
+from tests.triton.moe.test_expert_slots import by_lanes, drawn, ops_of
 from tests.triton.test_every_kernel import launches_of
 
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
 E = 3
-
-
-def drawn(rng, kind, *lead_f_d):
-    """(interleaved tensor, the same in float64)."""
-    *lead, f, d = lead_f_d
-    w, values = weights(rng, kind, int(np.prod(lead, dtype=int)) * f, d)
-    tiles = np.asarray(w.tiles).reshape(*lead, f // 16, -1)
-    return type(w)(tiles, kind), values.reshape(lead_f_d)
 
 
 CASES = [

@@ -89,12 +89,14 @@ def interleaved_expert_hidden(
     Or `[e, 2, u, bytes]`, which have those of up too.
     """
     if are_many(ids):
-        gate, up = (
-            None if t is None else Packed.of_tiles(t, qtype, x.shape[-1])
-            for t in (gate_tiles, up_tiles)
+        up = up_tiles
+        if up is not None:
+            up = Packed.of_tiles(up, qtype, x.shape[-1])
+        y = grouped_hidden(
+            *(x, ids, Packed.of_tiles(gate_tiles, qtype, x.shape[-1]), up),
+            *(gate_bias, up_bias),
+            **dict(alpha=alpha, limit=limit, up_offset=up_offset),
         )
-        options = dict(alpha=alpha, limit=limit, up_offset=up_offset)
-        y = grouped_hidden(x, ids, gate, up, gate_bias, up_bias, **options)
         return y.reshape(*ids.shape, -1, TILE)
     activation = {"ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
     if p := steps_of(x, ids, gate_tiles, qtype):
