@@ -137,12 +137,8 @@ def two_layers(kind):
     return config, weights, empty_cache(config, 1, 64, jnp.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "kind", ["bf16", pytest.param("mxfp4", marks=pytest.mark.full), "MXFP4", "Q8_0"]
-)
-def test_a_decode_step_is_one_chain(kind, monkeypatch):
-    """Seven launches a layer, biases of attention among them."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def shapes_of_two_layers(kind):
+    """The same config, and the shapes of what is with it."""
     configs = []
 
     def arrays():
@@ -150,10 +146,20 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
         configs.append(config)
         return others
 
-    weights, cache = jax.eval_shape(arrays)
+    shapes = jax.eval_shape(arrays)
+    return configs[0], *shapes
+
+
+@pytest.mark.parametrize(
+    "kind", ["bf16", pytest.param("mxfp4", marks=pytest.mark.full), "MXFP4", "Q8_0"]
+)
+def test_a_decode_step_is_one_chain(kind, monkeypatch):
+    """Seven launches a layer, biases of attention among them."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, weights, cache = shapes_of_two_layers(kind)
 
     def step(weights, token, cache):
-        logits, cache = decode(configs[0], weights, token, cache)
+        logits, cache = decode(config, weights, token, cache)
         return LIKELIEST.likeliest(logits), cache
 
     eqns = equations(step, weights, spec(1, dtype="int32"), cache)
@@ -218,17 +224,10 @@ def test_prompts_of_many_rows_an_expert_decode_its_weights():
 )
 def test_a_prompt_is_multiplied_packed(kind, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    configs = []
-
-    def arrays():
-        config, *others = two_layers(kind)
-        configs.append(config)
-        return others
-
-    weights, cache = jax.eval_shape(arrays)
+    config, weights, cache = shapes_of_two_layers(kind)
 
     def read(weights, tokens, lengths, cache):
-        return prefill(configs[0], weights, tokens, lengths, cache)
+        return prefill(config, weights, tokens, lengths, cache)
 
     given = weights, spec(1, 48, dtype="int32"), spec(1, dtype="int32"), cache
     with compiling_for(90):

@@ -127,9 +127,13 @@ def ask_for(s, all_steps, bar, place, leads, experts, P: gl.constexpr):
 
 
 @gluon_jit
-def begin(own, lanes, P: gl.constexpr):
-    """Makes ring and sums ready: where a warp waits and has its steps, who leads it."""
-    warp, g, c = lanes
+def begin(P: gl.constexpr):
+    """Makes ring and sums ready: lanes, the program's memory, the ring of each warp.
+
+    Of that where it waits, where it has its steps, who leads it.
+    """
+    warp, g, c = places_of_lanes(P.warps)
+    own = own_memory(warp, P.ring)
     leads = (g + c == 0).to(gl.int32)
     bars = own + (P.x_bytes + P.sum_bytes) + warp * (8 * P.depth)
     places = own + (P.x_bytes + P.sum_bytes + 8 * P.depth * P.warps)
@@ -137,7 +141,7 @@ def begin(own, lanes, P: gl.constexpr):
     begin_ring(bars, leads, P.depth)
     if P.row_steps < P.warps:  # a row has nothing for some warps
         clear(P.ring, P.x_bytes, P.sum_bytes)
-    return bars, places, leads
+    return (warp, g, c), own, (bars, places, leads)
 
 
 @gluon_jit
@@ -234,18 +238,16 @@ def fixed_point_hidden_kernel(
     Of two halves gate has the tiles of up behind its own and up is None, as the shared
     expert has them.
     """
-    FORMAT: gl.constexpr = P.format
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     use_shared(gl.allocate_shared_memory(gl.int32, [1, 32], LINE))
-    lanes = places_of_lanes(P.warps)
-    own = own_memory(lanes[0], RING)
-    ring = begin(own, lanes, P)
+    lanes, own, ring = begin(P)
     if AHEAD:
         if not LATE:
             let_next_begin()
         wait_for_those_ahead()
         if LATE:
             let_next_begin()
+    FORMAT: gl.constexpr = P.format
     columns = read_columns(x_ptr, P.columns, P.x_columns, FORMAT)
     experts = (ids_of_lanes(ids_ptr, lanes, P), gate_ptr, up_ptr, shared_ptr)
     ask_first(ring, lanes, experts, P)
@@ -310,12 +312,9 @@ def fixed_point_sum_kernel(
 
     y `[16 tiles]`.
     """
-    FORMAT: gl.constexpr = P.format
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     use_shared(gl.allocate_shared_memory(gl.int32, [1, 32], LINE))
-    lanes = places_of_lanes(P.warps)
-    own = own_memory(lanes[0], RING)
-    ring = begin(own, lanes, P)
+    lanes, own, ring = begin(P)
     if AHEAD:
         let_next_begin()
     if AHEAD == 3:
@@ -341,6 +340,7 @@ def fixed_point_sum_kernel(
             expert, known, _ = expert_of_slot(early_ids_ptr, i, P.experts)
             of_row = expert * (16 * P.tiles) + out
             added += (with_bias(zero, bias_ptr, of_row, here & known),)
+    FORMAT: gl.constexpr = P.format
     CHUNK: gl.constexpr = P.chunk
     for i in gl.static_range(len(chunks)):
         x, weight = chunks[i]

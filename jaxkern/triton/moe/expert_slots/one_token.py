@@ -55,15 +55,15 @@ def hidden_of_one(p: SlotSteps, x, ids, gate, up, shared, gate_bias, up_bias, op
     [y] = sparse_call(
         fixed_point_hidden_kernel,
         (min(p.items, p.programs),),
-        {
-            "x_ptr": x,
-            "ids_ptr": ids.astype(jnp.int32),
-            "gate_ptr": gate,
-            "up_ptr": up,
-            "shared_ptr": shared,
-            "gate_bias_ptr": gate_bias,
-            "up_bias_ptr": up_bias,
-        },
+        dict(
+            x_ptr=x,
+            ids_ptr=ids.astype(jnp.int32),
+            gate_ptr=gate,
+            up_ptr=up,
+            shared_ptr=shared,
+            gate_bias_ptr=gate_bias,
+            up_bias_ptr=up_bias,
+        ),
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape, p.tiles, TILE), x.dtype)},
         {"P": p, "RING": p.ring, "LATE": LATE, "num_warps": p.warps, **options},
     )
@@ -75,15 +75,15 @@ def sum_of_one(p: SlotSteps, x, ids, weights, down, shared, bias, residual):
     [y] = sparse_call(
         fixed_point_sum_kernel,
         (min(p.items, p.programs),),
-        {
-            "x_ptr": x,
-            "early_ids_ptr": ids.astype(jnp.int32),
-            "weights_ptr": weights,
-            "early_down_ptr": down,
-            "early_shared_ptr": shared,
-            "bias_ptr": bias,
-            "residual_ptr": residual,
-        },
+        dict(
+            x_ptr=x,
+            early_ids_ptr=ids.astype(jnp.int32),
+            weights_ptr=weights,
+            early_down_ptr=down,
+            early_shared_ptr=shared,
+            bias_ptr=bias,
+            residual_ptr=residual,
+        ),
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape[:-1], p.tiles, TILE), x.dtype)},
         {"P": p, "RING": p.ring, "num_warps": p.warps},
     )
