@@ -38,8 +38,9 @@ DEEPSEEK = replace(QWEN3_5, shared_gate=False, score="sigmoid", scaling_factor=2
 def pack(kind, w):
     if kind == "bf16":
         return w.astype(jnp.bfloat16)
-    if kind == "mxfp4":
-        return quantize_microscaled(w, format=kind)
+    if kind in ("mxfp4", "MXFP4"):
+        packed = quantize_microscaled(w, format="mxfp4")
+        return packed if kind == "mxfp4" else interleave(packed)
     return interleave(quantize_gguf(w, kind))
 
 
@@ -105,7 +106,7 @@ def test_a_layer_is_the_same(mixture, kind, other, scale):
 
 def two_layers(kind):
     """A config of two layers, its weights drawn, its cache of 64 slots."""
-    mixture = GPT_OSS if kind == "mxfp4" else QWEN3_5
+    mixture = GPT_OSS if kind in ("mxfp4", "MXFP4") else QWEN3_5
     attention = FullAttention(8, 2, 64, Rotation(64, 1e4), bias=True)
     config = DecoderConfig(
         *("any", 64, D, 1024, 1e-5),
@@ -136,10 +137,8 @@ def two_layers(kind):
     return config, weights, empty_cache(config, 1, 64, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "mxfp4", "Q8_0"])
-def test_a_decode_step_is_one_chain(kind, monkeypatch):
-    """Seven launches a layer, biases of attention among them."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def shapes_of_two_layers(kind):
+    """The same config, and the shapes of what is with it."""
     configs = []
 
     def arrays():
@@ -147,10 +146,20 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
         configs.append(config)
         return others
 
-    weights, cache = jax.eval_shape(arrays)
+    shapes = jax.eval_shape(arrays)
+    return configs[0], *shapes
+
+
+@pytest.mark.parametrize(
+    "kind", ["bf16", pytest.param("mxfp4", marks=pytest.mark.full), "MXFP4", "Q8_0"]
+)
+def test_a_decode_step_is_one_chain(kind, monkeypatch):
+    """Seven launches a layer, biases of attention among them."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, weights, cache = shapes_of_two_layers(kind)
 
     def step(weights, token, cache):
-        logits, cache = decode(configs[0], weights, token, cache)
+        logits, cache = decode(config, weights, token, cache)
         return LIKELIEST.likeliest(logits), cache
 
     eqns = equations(step, weights, spec(1, dtype="int32"), cache)
@@ -160,12 +169,13 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     experts = {
         "bf16": ["hidden_kernel", "result_kernel"],
         "mxfp4": ["row_hidden_kernel", "row_sum_kernel"],
-        "Q8_0": ["packed_hidden_kernel", "packed_sum_kernel"],
     }
+    by_whole_numbers = ["fixed_point_hidden_kernel", "fixed_point_sum_kernel"]
     one = [product, "qk_norm_rope_cache_attention_kernel", product]
-    one += [product, "choice_kernel", *experts[kind]]
+    one += [product, "choice_kernel", *experts.get(kind, by_whole_numbers)]
     assert names == [*one * 2, "row_norm_fwd_kernel", product, "argmax_kernel"]
-    assert set(levels(chain)) == {2} and not named(eqns, "triton_call")
+    early = [3 if name == "fixed_point_sum_kernel" else 2 for name in names]
+    assert levels(chain) == early and not named(eqns, "triton_call")
 
 
 @pytest.mark.full
@@ -209,21 +219,15 @@ def test_prompts_of_many_rows_an_expert_decode_its_weights():
 
 
 @pytest.mark.parametrize(
-    "kind", ["mxfp4", pytest.param("Q8_0", marks=pytest.mark.full)]
+    "kind",
+    ["MXFP4", *(pytest.param(k, marks=pytest.mark.full) for k in ["mxfp4", "Q8_0"])],
 )
 def test_a_prompt_is_multiplied_packed(kind, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    configs = []
-
-    def arrays():
-        config, *others = two_layers(kind)
-        configs.append(config)
-        return others
-
-    weights, cache = jax.eval_shape(arrays)
+    config, weights, cache = shapes_of_two_layers(kind)
 
     def read(weights, tokens, lengths, cache):
-        return prefill(configs[0], weights, tokens, lengths, cache)
+        return prefill(config, weights, tokens, lengths, cache)
 
     given = weights, spec(1, 48, dtype="int32"), spec(1, dtype="int32"), cache
     with compiling_for(90):

@@ -339,7 +339,7 @@ CALLS = {  # which the cases of the ops leave out
 }
 
 
-def launches_of(f, operands):
+def launches_of(f, operands) -> list[Any]:
     launches = [
         launch
         for row in explain(f, *operands, platform="cuda").rows

@@ -240,14 +240,16 @@ def whole_product(args: list, signed: bool) -> tuple[Tensor, ...]:
     return tuple(out)
 
 
-def copied(place: Tensor, source: Tensor, count: int, asks: Tensor) -> None:
+def copied(place: Tensor, source: Tensor, count: Any, asks: Tensor) -> None:
     """A bulk copy of each warp that asks for one."""
-    places, sources, asked = np.broadcast_arrays(place.data, source.data, asks.data)
     memory = source.memory.reshape(-1).view(np.uint8)
-    for to, at in zip(places[asked != 0], sources[asked != 0], strict=True):
-        assert to % 16 == at % 16 == count % 16 == 0, "a bulk copy that is not aligned"
-        assert 0 <= at <= memory.size - count, "reads outside of an array"
-        shared[to : to + count] = memory[at : at + count]
+    asked = np.broadcast_arrays(place.data, source.data, raw(count), asks.data)
+    for to, at, size, asks_ in zip(*(a.flat for a in asked), strict=True):
+        if not asks_ or not size:
+            continue
+        assert to % 16 == at % 16 == size % 16 == 0, "a bulk copy that is not aligned"
+        assert 0 <= at <= memory.size - size, "reads outside of an array"
+        shared[to : to + size] = memory[at : at + size]
 
 
 def rows_copied(place: Tensor, source: Tensor, count: Tensor) -> None:
@@ -315,6 +317,8 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return whole_product(args, m[1] == "s")
     if m := re.search(r"cp.async.bulk[^$]*\[\$2\], \[\$3\], (\d+), \[\$1\]", text):
         return copied(args[1], args[2], int(m[1]), args[3])
+    if re.search(r"cp.async.bulk[^$]*\[\$2\], \[\$3\], \$4, \[\$1\]", text):
+        return copied(*args[1:])
     if "mbarrier.init" in text or "mbarrier.try_wait" in text:
         return None
     if text.startswith("cp.async.cg.shared.global [$1], [$2], 16, $3;"):
@@ -325,6 +329,12 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return two_floats_stored(*map(raw, args))
     if "shfl.sync.bfly.b32" in text and "st.shared.v2.f32" in text:
         return sums_put(*map(raw, args))
+    if text.startswith("shfl.sync.idx.b32 $0, $1, $2, 0x1f"):
+        number, lane = np.broadcast_arrays(raw(args[0]), raw(args[1]))
+        of_warps = [a.reshape(len(a), -1) for a in (number, lane)]
+        return Tensor(np.take_along_axis(*of_warps, 1).reshape(lane.shape))
+    if text.startswith("ld.relaxed.gpu.global.b32 $0, [$1];"):
+        return from_memory(args[0], 0, 1)[0]
     if text.startswith("bar.warp.sync"):
         return args[0]
     if m := re.fullmatch(r"ld.shared.u16 \$0, \[\$1\+(\d+)\];", text):

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import sparse_call
+from jaxkern.triton.moe.expert_slots.one_token import (
+    hidden_of_one,
+    steps_of,
+    sum_of_one,
+)
 from jaxkern.triton.moe.few_slots import are_many, refusal
 from jaxkern.triton.moe.grouped_slots import (
     Packed,
@@ -93,6 +98,10 @@ def interleaved_expert_hidden(
             **dict(alpha=alpha, limit=limit, up_offset=up_offset),
         )
         return y.reshape(*ids.shape, -1, TILE)
+    activation = {"ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
+    if p := steps_of(x, ids, gate_tiles, qtype):
+        weights = gate_tiles, up_tiles, shared_tiles, gate_bias, up_bias
+        return hidden_of_one(p, x, ids, *weights, activation)
     sizes, units = sizes_of(x, ids, gate_tiles, qtype), gate_tiles.shape[2]
     shares = min(SHARES, next_power_of_2(-(-x.shape[-1] // STEP)))
     [y] = sparse_call(
@@ -109,8 +118,8 @@ def interleaved_expert_hidden(
         },
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape, units, TILE), x.dtype)},
         sizes
-        | {"HALVES": gate_tiles.shape[1], "ALPHA": alpha, "LIMIT": limit}
-        | {"UP_OFFSET": up_offset, "SHARES": shares, "num_warps": 2 * shares},
+        | activation
+        | {"HALVES": gate_tiles.shape[1], "SHARES": shares, "num_warps": 2 * shares},
     )
     return y
 
@@ -123,6 +132,9 @@ def interleaved_expert_sum(
         down = Packed.of_tiles(down_tiles, qtype, x.shape[-1])
         y = grouped_sum(x, ids, weights, down, down_bias, residual)
         return y.reshape(*ids.shape[:-1], -1, TILE)
+    if p := steps_of(x, ids, down_tiles, qtype):
+        rest = down_tiles, shared_tiles, down_bias, residual
+        return sum_of_one(p, x, ids, weights, *rest)
     sizes, units = sizes_of(x, ids, down_tiles, qtype), down_tiles.shape[1]
     steps = ids.shape[-1] * -(-x.shape[-1] // STEP)
     few, many = OF_SUM
