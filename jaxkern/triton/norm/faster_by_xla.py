@@ -30,7 +30,7 @@ class Region(NamedTuple):
 
 
 SHORT, LONG, LONGER = (1025, 8192), (16385, ALL), (32769, ALL)
-WALKED_BY_STRIPES = (
+FEW_LONG = (
     Region((17, 66), LONG),
     Region((67, 132), (16384, 32768)),
     Region((1, 264), LONGER, aligned=False),
@@ -48,22 +48,25 @@ FORWARD = {
     ),
     "rms_norm_add": (
         Region((2, 16), SHORT, aligned=True),
+        Region((10, 16), LONGER, aligned=False),
         Region((67, ALL), LONGER, aligned=False),
     ),
     "gated_rms_norm": (
         Region((2, 40), SHORT),
+        Region((41, 66), (2049, 4096), aligned=False),
         Region((1, 1), LONGER, aligned=False),
         Region((528, ALL), (49153, ALL)),
     ),
 }
 BACKWARD = {
-    "rms_norm": (Region((2, 4), SHORT), *WALKED_BY_STRIPES),
+    "rms_norm": (Region((2, 4), SHORT), *FEW_LONG),
     "layer_norm": (
         Region((2, 40), (1025, 4096), itemsize=4),
+        Region((41, 1024), (2049, 4096), aligned=False, itemsize=4),
         Region((17, 66), LONG, itemsize=4),
         Region((67, 264), LONGER, aligned=False, itemsize=4),
     ),
-    "rms_norm_add": WALKED_BY_STRIPES,
+    "rms_norm_add": FEW_LONG,
     "gated_rms_norm": (
         Region((17, 66), LONG),
         Region((1, 16), LONGER, aligned=False),
