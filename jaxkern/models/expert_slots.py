@@ -33,8 +33,7 @@ def by_slots(config: Any, mixture: Any, weights: Any, branch: Branch) -> bool:
         and branch.norm is not None
         and 0 < math.prod(x.shape[:-1]) <= FEW_TOKENS
         and x.dtype == jnp.bfloat16
-        and weights.up is not None  # one array of both was not compared on a GPU yet
-        and are_alike(weights.gate, weights.up)
+        and (weights.up is None or are_alike(weights.gate, weights.up))
         and mixture.chosen < MOST_CHOSEN
         and all(has_kernels(w) for w in (weights.gate, weights.down))
     )

@@ -45,7 +45,6 @@ STEPS_ON_THEIR_WAY: dict[str, tuple[int, int, int]] = {
     "Q8_0": (8, 4, 2),
 }
 TOGETHER = 16  # tiles of the result whose sums a program keeps
-ROUNDS = 1  # of so many tiles: more were not compared on a GPU yet
 PLAIN_BYTES = 1024  # of shared memory that the compiler may want
 
 
@@ -182,8 +181,7 @@ def is_for_fixed_point(x: Any, tiles: jax.Array, qtype: str) -> bool:
     """Whether one activation is multiplied by whole numbers."""
     k = x.shape[-1]
     return (
-        tiles.shape[-2] <= ROUNDS * TOGETHER * num_sms()
-        and qtype in fixed_point_formats()
+        qtype in fixed_point_formats()
         and num_rows(x) == 1
         and x.dtype != jnp.float32
         and k % STEP == 0

@@ -79,6 +79,27 @@ def test_a_few_tokens(form, tokens, k):
         assert relative_error(z, truth) < 4e-3
 
 
+@pytest.mark.parametrize("tokens, k", [(1, 4), (8, 3)])
+@pytest.mark.parametrize("form", SIZES)
+def test_gate_and_up_of_one_array(form, tokens, k):
+    d, f = SIZES[form]
+    rng = np.random.default_rng([tokens, f])
+    w, truth_of_w = drawn(form, E, 2 * f, d, seed=5)
+    x = jnp.asarray(rng.standard_normal((tokens, d)), jnp.bfloat16)
+    ids = rng.integers(-1, E + 2, (tokens, k)).astype(np.int32)
+    bias = rng.standard_normal((E, 2 * f)).astype(np.float32)
+    wide = np.asarray(x, np.float64)
+    g, u = truth_of_w[:, :f], truth_of_w[:, f:]
+    for options, added in ((PLAIN, None), (GPT_OSS, bias)):
+        poison(jnp.zeros((tokens, k, f), x.dtype))
+        hidden = functools.partial(expert_hidden, **options)
+        with backend("triton", strict=True):
+            y = jax.jit(hidden)(x, ids, w, None, added, None)
+        halves = (None, None) if added is None else (bias[:, :f], bias[:, f:])
+        truth = hidden_of(wide, ids, g, u, halves, None, options)
+        assert relative_error(y, truth) < 4e-3
+
+
 def test_no_tokens_are_the_reference():
     x, ids = jnp.zeros((0, 64), jnp.bfloat16), jnp.zeros((0, 2), jnp.int32)
     w = jnp.zeros((E, 32, 64), jnp.bfloat16)

@@ -89,6 +89,12 @@ def test_containers_side_by_side(kind):
     check_rows(tiles, values)
 
 
+@pytest.mark.parametrize("qtype", ["Q4_K", "Q6_K", "Q8_0", "MXFP4"])
+def test_logits(qtype):
+    """Rows of several rounds of a program, two and a rest on an H200."""
+    check_product(*weights(qtype, 71_008, 256), 1)
+
+
 @pytest.mark.parametrize("qtype", ["NVFP4_256", "MXFP4"])
 def test_scales_that_are_not_normal(qtype):
     """NaN of NVFP4; of MXFP4 2**-127, below the normal numbers; by whole numbers."""
