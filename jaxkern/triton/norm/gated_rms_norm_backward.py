@@ -8,7 +8,6 @@ walk down stripes of columns.
 # ruff: noqa: RUF005 - Triton compiles `a + (b,)` but not `(*a, b)`
 
 import jax
-import jax.numpy as jnp
 
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
@@ -17,12 +16,14 @@ from jaxkern.triton.norm.row_tiles import (
     backward_sizes,
     factor,
     means_sizes,
+    partial_sums,
     per_row,
     prefetch_rows,
     read_each,
     summed,
     write,
 )
+from jaxkern.triton.norm.split_rows import await_others, begin, mean_of, own_stripe
 
 LONGEST = 8192  # columns of a row that stays in registers
 MOST = 16384  # columns of a row of which the sums for the vectors stay there
@@ -122,14 +123,19 @@ def gated_norm_bwd_kernel(
     PREFETCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):
+    memory = begin(CLUSTER, EXCHANGE)
     ptrs = (x_ptr, gate_ptr, dy_ptr)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    lanes = own_stripe(CLUSTER) * BLOCK + tl.arange(0, BLOCK)[None, :]
     dweight = ()
     for _ in tl.static_range(CHUNKS):
         dweight = dweight + (tl.zeros([ROWS, BLOCK], tl.float32),)
+    await_others(CLUSTER)
+    program = tl.program_id(0) // CLUSTER
     num_blocks: tl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
-    for block in tl.range(tl.program_id(0), num_blocks, PROGRAMS, num_stages=STAGES):
+    for block in tl.range(program, num_blocks, PROGRAMS, num_stages=STAGES):
         rows = block * ROWS + tl.arange(0, ROWS)[:, None]
         present = rows < NUM_ROWS
         start = rows.to(tl.int64) * D
@@ -174,7 +180,8 @@ def gated_norm_bwd_kernel(
             scale = factor(weight_ptr, columns, inside, OFFSET)
             dxhat = dnormed * scale
             if along_ptr is None and CHUNKS == 1:
-                along = tl.sum(dxhat * xhat, 1, keep_dims=True) / D
+                place = block // PROGRAMS % 2
+                along = mean_of(dxhat * xhat, memory, place, D, CLUSTER)
             du = (dxhat - xhat * along) * rstd
             sums = sums + (dweight[k] + dnormed * xhat,)
             if NORM_FIRST:
@@ -185,7 +192,7 @@ def gated_norm_bwd_kernel(
                 dgate = du * x
             write(dgate_ptr, at, dgate * slope, mask)
         dweight = sums
-    start = tl.program_id(0).to(tl.int64) * D
+    start = program.to(tl.int64) * D
     for k in tl.static_range(CHUNKS):
         columns = k * BLOCK + lanes
         total = tl.sum(dweight[k], 0, keep_dims=True)
@@ -229,12 +236,12 @@ def gated_norm_bwd(
             {"along_ptr": per_row(x)},
             means_sizes(x) | options,
         )
-    partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], x.shape[-1]), jnp.float32)
-    results = [like(x), like(gate), None if weight is None else partial]
+    partial = partial_sums(sizes["PROGRAMS"], x.shape[-1], weight)
+    results = [like(x), like(gate), partial]
     names = ("dx_ptr", "dgate_ptr", "dweight_ptr")
     dx, dgate, dweight = sparse_call(
         gated_norm_bwd_kernel,
-        (sizes["PROGRAMS"], stripes),
+        (sizes["PROGRAMS"] * sizes["CLUSTER"], stripes),
         given | {"along_ptr": along},
         {n: r if w else None for n, r, w in zip(names, results, wanted, strict=True)},
         sizes | options,

@@ -1,8 +1,11 @@
 """LayerNorm: rows of `row_norm_forward` that are centred."""
 
 from jaxkern.gpu.triton_call import unsupported as unsupported
+from jaxkern.triton.norm.faster_by_xla import slower_at_some_sizes
 from jaxkern.triton.norm.row_norm_backward import row_norm_bwd
 from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
+
+slower = slower_at_some_sizes("layer_norm")
 
 
 def layer_norm_fwd(x, weight, bias, *, eps, offset):

@@ -1,9 +1,12 @@
 """RMSNorm: rows of `row_norm_forward` that are not centred; short ones by groups."""
 
 from jaxkern.gpu.triton_call import unsupported as unsupported
+from jaxkern.triton.norm.faster_by_xla import slower_at_some_sizes
 from jaxkern.triton.norm.row_norm_backward import row_norm_bwd
 from jaxkern.triton.norm.row_norm_forward import row_norm_fwd
 from jaxkern.triton.norm.short_rms_norm import is_short, short_rms_norm
+
+slower = slower_at_some_sizes("rms_norm")
 
 
 def rms_norm(x, weight, bias, *, eps, offset):

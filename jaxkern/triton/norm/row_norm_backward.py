@@ -17,6 +17,17 @@ from jaxkern.triton.norm.long_row_norm_backward import (
     chunked_row_norm_bwd_kernel,
     long_row_norm_bwd,
 )
+from jaxkern.triton.norm.row_tiles import partial_sums, summed
+from jaxkern.triton.norm.split_rows import (
+    alone,
+    await_others,
+    begin,
+    heard,
+    over_cluster,
+    own_columns,
+    split_walk,
+    tell,
+)
 from jaxkern.triton.norm.streamed_rows import stream_sizes, streamed_row_norm_bwd
 
 LONGEST = 8192  # a row up to here stays in registers, beside its share of dweight
@@ -67,8 +78,12 @@ def row_norm_bwd_kernel(
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):
-    columns = tl.arange(0, BLOCK)[None, :]
+    memory = begin(CLUSTER, EXCHANGE)
+    lanes = own_columns(BLOCK, CLUSTER)
+    columns = lanes[None, :]
     inside = columns < D
     if weight_ptr is not None:
         scale = tl.load(weight_ptr + columns, inside, 0.0).to(tl.float32) + OFFSET
@@ -76,8 +91,10 @@ def row_norm_bwd_kernel(
         dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     if dbias_ptr is not None:
         dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    await_others(CLUSTER)
+    first = tl.program_id(0) // CLUSTER
     num_blocks: tl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
-    for block in tl.range(tl.program_id(0), num_blocks, PROGRAMS, num_stages=STAGES):
+    for block in tl.range(first, num_blocks, PROGRAMS, num_stages=STAGES):
         rows = block * ROWS + tl.arange(0, ROWS)[:, None]
         at = rows.to(tl.int64) * D + columns  # [ROWS, BLOCK]
         present = rows < NUM_ROWS
@@ -94,9 +111,18 @@ def row_norm_bwd_kernel(
         dxhat = dy
         if weight_ptr is not None:
             dxhat = dy * scale
-        du = dxhat - xhat * (tl.sum(dxhat * xhat, 1, keep_dims=True) / COUNT)
+        place = 2 * (block // PROGRAMS % 2)
+        if CLUSTER > 1 and mean_ptr is not None:
+            tell(tl.sum(dxhat), memory, place + 1, CLUSTER)
+        products = tl.sum(dxhat * xhat, 1, keep_dims=True)
+        if CLUSTER > 1:
+            products = over_cluster(tl.sum(products), memory, place, CLUSTER)
+        du = dxhat - xhat * (products / COUNT)
         if mean_ptr is not None:
-            du -= tl.sum(dxhat, 1, keep_dims=True) / D
+            if CLUSTER > 1:
+                du -= tl.sum(heard(memory, place + 1, CLUSTER), 0) / D
+            else:
+                du -= tl.sum(dxhat, 1, keep_dims=True) / D
         du = du * rstd
         if dtotal_ptr is not None:
             du += tl.load(dtotal_ptr + at, mask, 0.0).to(tl.float32)
@@ -108,11 +134,11 @@ def row_norm_bwd_kernel(
             dweight += dy * xhat
         if dbias_ptr is not None:
             dbias += dy
-    partial = tl.program_id(0).to(tl.int64) * D + tl.arange(0, BLOCK)
+    partial = first.to(tl.int64) * D + lanes
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + partial, tl.sum(dweight, 0), tl.arange(0, BLOCK) < D)
+        tl.store(dweight_ptr + partial, tl.sum(dweight, 0), lanes < D)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), tl.arange(0, BLOCK) < D)
+        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), lanes < D)
 
 
 def row_norm_bwd(
@@ -146,16 +172,24 @@ def row_norm_bwd(
     constants = {"D": d, "OFFSET": offset, "COUNT": d if mean_square else 1}
 
     def results(parts: int) -> dict:
-        partial = jax.ShapeDtypeStruct((parts, d), jnp.float32)
         return {
             "dx_ptr": like(targets[0]),
             "dresidual_ptr": like(targets[1]),
-            "dweight_ptr": None if targets[2] is None else partial,
-            "dbias_ptr": None if targets[3] is None else partial,
+            "dweight_ptr": partial_sums(parts, d, targets[2]),
+            "dbias_ptr": partial_sums(parts, d, targets[3]),
         }
 
     plain = all(o is None for o in (residual, mean, dtotal, targets[3]))
-    if plain and (streamed := stream_sizes(x, weight)):
+    if split := split_walk(x, centred=mean is not None):
+        programs = split["PROGRAMS"]
+        out = sparse_call(
+            row_norm_bwd_kernel,
+            (programs * split["CLUSTER"],),
+            given,
+            results(programs),
+            constants | split,
+        )
+    elif plain and (streamed := stream_sizes(x, weight)):
         dx, dweight = streamed_row_norm_bwd(given, results, constants | streamed)
         out = dx, None, dweight, None
     elif d > CHUNKED:
@@ -164,7 +198,7 @@ def row_norm_bwd(
         kernel = row_norm_bwd_kernel if d <= LONGEST else chunked_row_norm_bwd_kernel
         if d <= LONGEST:
             streams = 2 + (residual is not None) + (dtotal is not None)
-            sizes = backward_tile(rows, d, x.dtype, streams)
+            sizes = backward_tile(rows, d, x.dtype, streams) | alone()
         else:
             sizes = backward_chunks(d)
         blocks = -(-rows // sizes.get("ROWS", 1))
@@ -174,8 +208,4 @@ def row_norm_bwd(
             kernel, (programs,), given, results(programs), constants | sizes
         )
     dx, dresidual, *partial = out
-    sums = [
-        None if p is None or o is None else p.sum(0).astype(o.dtype)
-        for p, o in zip(partial, (weight, bias), strict=True)
-    ]
-    return dx, dresidual, *sums
+    return dx, dresidual, *map(summed, partial, (weight, bias))

@@ -19,6 +19,15 @@ from jaxkern.gpu.device import (
     num_programs,
 )
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
+from jaxkern.triton.norm.row_share import own_share, read_share, write_share
+from jaxkern.triton.norm.row_tiles import factor, write
+from jaxkern.triton.norm.split_rows import (
+    await_others,
+    begin,
+    centred,
+    over_cluster,
+    split_sizes,
+)
 
 NARROW = 1024  # a row up to here stays in registers
 
@@ -194,6 +203,55 @@ def long_row_norm_fwd_kernel(
         tl.store(y_ptr + at, y, mask, eviction_policy="evict_first")
 
 
+@jit
+def split_row_norm_fwd_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    mean_ptr,
+    rstd_ptr,
+    NUM_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    COUNT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """A row held by the programs of a cluster; all loads stand ahead of the sums."""
+    memory = begin(CLUSTER, EXCHANGE)
+    if AHEAD:
+        begin_behind_those_ahead()
+    row, start, columns, at = own_share(D, BLOCK, CLUSTER, VECTOR)
+    inside = (columns >= 0) & (columns < D)
+    u = read_share(x_ptr, start, columns, at, NUM_ROWS, D, VECTOR)
+    if residual_ptr is not None:
+        u += read_share(residual_ptr, start, columns, at, NUM_ROWS, D, VECTOR)
+    scale = factor(weight_ptr, columns, inside, OFFSET)
+    if bias_ptr is not None:
+        shift = tl.load(bias_ptr + columns, inside, 0.0).to(tl.float32)
+    write_share(total_ptr, start, columns, at, u, D, VECTOR)
+    await_others(CLUSTER)
+    if CENTER:
+        u, mean, squares = centred(u, inside, memory, D, CLUSTER)
+        write(mean_ptr, row, mean, row >= 0)
+    else:
+        squares = over_cluster(tl.sum(u * u, 0), memory, 0, CLUSTER)
+    rstd = tl.rsqrt(squares / COUNT + EPS)
+    write(rstd_ptr, row, rstd, row >= 0)
+    y = u * rstd * scale
+    if bias_ptr is not None:
+        y += shift
+    write_share(y_ptr, start, columns, at, y, D, VECTOR)
+
+
 def row_norm_fwd(
     x: jax.Array,
     weight: jax.Array | None = None,
@@ -235,7 +293,9 @@ def row_norm_fwd(
         grid = (programs,)
         constants |= sizes
         return sparse_call(row_norm_fwd_kernel, grid, given, results, constants)
-    sizes = forward_chunks(d, center, residual is not None)
-    return sparse_call(
-        long_row_norm_fwd_kernel, (rows,), given, results, constants | sizes
-    )
+    if sizes := split_sizes(x):
+        kernel, programs = split_row_norm_fwd_kernel, rows * sizes["CLUSTER"]
+    else:
+        kernel, programs = long_row_norm_fwd_kernel, rows
+        sizes = forward_chunks(d, center, residual is not None)
+    return sparse_call(kernel, (programs,), given, results, constants | sizes)

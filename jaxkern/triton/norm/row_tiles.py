@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxkern.gpu.device import WARP, next_power_of_2, num_programs, num_sms
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import constexpr_function, jit, max_shared_bytes, tl
+from jaxkern.triton.norm.split_rows import alone, split_walk
 
 NARROW = 1024  # a row up to here is one chunk, and several rows are a tile
 FULL = 4096  # a row up to here leaves registers for what loads meanwhile
@@ -86,9 +87,12 @@ def backward_sizes(
       most: elements of the sums of a row that is read twice.
     """
     rows, d = num_rows(x), x.shape[-1]
+    if split := split_walk(x):
+        return split | {"D": d, "CHUNKS": 1, "PREFETCH": False}, 1
     idle = d > FULL and 5 * d <= 4 * next_power_of_2(d)
     if d <= longest and not idle:
         stages, short = 3 if d <= FULL else 2, {"CHUNKS": 1, "PREFETCH": False}
+        short |= alone()
         return backward_tile(x, streams, elements, stages) | short, 1
     if d <= 16384 and d * sums <= most:
         if d * x.dtype.itemsize % 16:  # loads of one element: many warps for them
@@ -111,7 +115,7 @@ def backward_sizes(
         stripes, blocks = -(-d // sizes["BLOCK"]), -(-rows // sizes["ROWS"])
         programs = max(1, min(WAVES * num_sms() // stripes, blocks))
     plan = {"NUM_ROWS": rows, "D": d, "CHUNKS": chunks, "PROGRAMS": programs}
-    return sizes | plan, stripes
+    return sizes | plan | alone(), stripes
 
 
 def means_sizes(x: jax.Array) -> dict:
@@ -127,7 +131,18 @@ def summed(partial: jax.Array | None, like: jax.Array | None) -> jax.Array | Non
     """The sum over programs, in the dtype of `like`."""
     if partial is None or like is None:
         return None
-    return partial.sum(0).astype(like.dtype)
+    total = partial[0] if len(partial) == 1 else partial.sum(0)
+    return total.astype(like.dtype)
+
+
+def partial_sums(
+    programs: int, d: int, like: jax.Array | None
+) -> jax.ShapeDtypeStruct | None:
+    """Where programs leave parts of a gradient; one leaves the gradient itself."""
+    if like is None:
+        return None
+    whole = programs == 1 and like.size == d
+    return jax.ShapeDtypeStruct((programs, d), like.dtype if whole else jnp.float32)
 
 
 @jit

@@ -14,6 +14,7 @@ import jax
 
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
+from jaxkern.triton.norm.row_share import own_share, read_share, write_share
 from jaxkern.triton.norm.row_tiles import (
     factor,
     forward_tile,
@@ -22,6 +23,12 @@ from jaxkern.triton.norm.row_tiles import (
     read_and_keep,
     read_scale,
     write,
+)
+from jaxkern.triton.norm.split_rows import (
+    await_others,
+    begin,
+    split_rstd,
+    split_sizes,
 )
 
 
@@ -97,6 +104,61 @@ def sandwich_norm_fwd_kernel(
                 write(y3_ptr, at, y, mask)
 
 
+@jit
+def split_sandwich_norm_fwd_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    scale_ptr,
+    next1_ptr,
+    next2_ptr,
+    next3_ptr,
+    y1_ptr,
+    y2_ptr,
+    y3_ptr,
+    total_ptr,
+    rstd_ptr,
+    next_rstd_ptr,
+    NUM_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+):
+    """A row held by the programs of a cluster; its loads stand ahead of the sums."""
+    memory = begin(CLUSTER, EXCHANGE)
+    row, start, columns, at = own_share(D, BLOCK, CLUSTER, VECTOR)
+    inside = (columns >= 0) & (columns < D)
+    total = read_share(x_ptr, start, columns, at, NUM_ROWS, D, VECTOR)
+    if residual_ptr is not None:
+        residual = read_share(residual_ptr, start, columns, at, NUM_ROWS, D, VECTOR)
+        weight = factor(weight_ptr, columns, inside, OFFSET)
+        scale = read_scale(scale_ptr, columns, inside, SCALE_STRIDE)
+    if next_rstd_ptr is not None:
+        next1 = factor(next1_ptr, columns, inside, OFFSET)
+    await_others(CLUSTER)
+    if residual_ptr is not None:
+        rstd = split_rstd(total, memory, 0, D, EPS, CLUSTER)
+        tl.store(rstd_ptr + row, rstd)
+        total = residual + total * rstd * weight
+        write_share(total_ptr, start, columns, at, total * scale, D, VECTOR)
+    if next_rstd_ptr is not None:
+        next_rstd = split_rstd(total, memory, 1, D, EPS, CLUSTER)
+        tl.store(next_rstd_ptr + row, next_rstd)
+        total *= next_rstd
+        write_share(y1_ptr, start, columns, at, total * next1, D, VECTOR)
+        if y2_ptr is not None:
+            next2 = factor(next2_ptr, columns, inside, OFFSET)
+            write_share(y2_ptr, start, columns, at, total * next2, D, VECTOR)
+        if y3_ptr is not None:
+            next3 = factor(next3_ptr, columns, inside, OFFSET)
+            write_share(y3_ptr, start, columns, at, total * next3, D, VECTOR)
+
+
 def sandwich_norm_fwd(
     x: jax.Array,
     residual: jax.Array | None,
@@ -116,10 +178,15 @@ def sandwich_norm_fwd(
     rows, count = num_rows(x), len(next_weights)
     d = x.shape[-1]
     seen_three_times = residual is not None and count > 0
-    small = None
-    if seen_three_times and 2048 < d < 8192:
-        small = 512 if d % 1024 == 512 else 1024
-    sizes = forward_tile(rows, d, small)
+    if sizes := split_sizes(x, several=residual is not None):
+        kernel, programs = split_sandwich_norm_fwd_kernel, rows * sizes["CLUSTER"]
+        sizes["D"] = d
+    else:
+        small = None
+        if seen_three_times and 2048 < d < 8192:
+            small = 512 if d % 1024 == 512 else 1024
+        kernel, sizes = sandwich_norm_fwd_kernel, forward_tile(rows, d, small)
+        programs = -(-rows // sizes["ROWS"])
     weights = [*next_weights, *[None] * (3 - count)]
     given = {
         "x_ptr": x,
@@ -134,8 +201,8 @@ def sandwich_norm_fwd(
     }
     stride = 0 if scale is None or scale.size == 1 else 1
     *ys, total, rstd, next_rstd = sparse_call(
-        sandwich_norm_fwd_kernel,
-        (-(-rows // sizes["ROWS"]),),
+        kernel,
+        (programs,),
         given,
         results,
         sizes | {"EPS": eps, "OFFSET": offset, "SCALE_STRIDE": stride},

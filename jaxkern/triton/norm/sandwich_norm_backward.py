@@ -10,7 +10,6 @@ and programs walk down stripes of columns.
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
@@ -18,6 +17,7 @@ from jaxkern.triton.norm.row_tiles import (
     backward_sizes,
     factor,
     means_sizes,
+    partial_sums,
     per_row,
     prefetch_rows,
     read_each,
@@ -33,6 +33,7 @@ from jaxkern.triton.norm.sandwich_norm_means import (
     sandwich_norm_means_kernel,
     through_readers,
 )
+from jaxkern.triton.norm.split_rows import await_others, begin, mean_of, own_stripe
 
 LONGEST = 8192  # columns of a row that stays in registers, where there is one norm
 LONGEST_OF_TWO = 4096  # and where a norm or a residual stands before it
@@ -63,6 +64,7 @@ def no_sums(CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def write_sums(
     ptrs,
     sums,
+    program,
     lanes,
     D: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -70,7 +72,7 @@ def write_sums(
 ):
     """The program's part of the gradients of the vectors."""
     dweight, dscale, dnexts = sums
-    start = tl.program_id(0).to(tl.int64) * D
+    start = program.to(tl.int64) * D
     for k in tl.static_range(CHUNKS):
         columns = k * BLOCK + lanes
         inside = columns < D
@@ -145,6 +147,8 @@ def sandwich_norm_bwd_kernel(
     PREFETCH: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
+    CLUSTER: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):
     """Every PROGRAMS-th block of ROWS rows, CHUNKS of BLOCK columns each.
 
@@ -154,14 +158,17 @@ def sandwich_norm_bwd_kernel(
 
     Gradients of the vectors are sums over rows, a part for each program.
     """
+    memory = begin(CLUSTER, EXCHANGE)
     ptrs = (x_ptr, residual_ptr, dtotal_ptr, dy1_ptr, dy2_ptr, dy3_ptr)
     next_ptrs = (next1_ptr, next2_ptr, next3_ptr)
     vector_ptrs = (dweight_ptr, dscale_ptr, dnext1_ptr, dnext2_ptr, dnext3_ptr)
     GIVEN: tl.constexpr = along_ptr is not None or next_along_ptr is not None
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    lanes = own_stripe(CLUSTER) * BLOCK + tl.arange(0, BLOCK)[None, :]
     dweight, dscale, dnexts = no_sums(CHUNKS, ROWS, BLOCK)
+    await_others(CLUSTER)
+    program = tl.program_id(0) // CLUSTER
     num_blocks: tl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
-    for block in tl.range(tl.program_id(0), num_blocks, PROGRAMS, num_stages=STAGES):
+    for block in tl.range(program, num_blocks, PROGRAMS, num_stages=STAGES):
         rows = block * ROWS + tl.arange(0, ROWS)[:, None]
         present = rows < NUM_ROWS
         start = rows.to(tl.int64) * D
@@ -225,7 +232,8 @@ def sandwich_norm_bwd_kernel(
                 for i in tl.static_range(len(dys)):
                     of_next = of_next + (dnexts[k][i] + dys[i] * total,)
                 if CHUNKS == 1 and not GIVEN:
-                    next_along = tl.sum(dnormed * total, 1, keep_dims=True) / D
+                    place = 2 * (block // PROGRAMS % 2)
+                    next_along = mean_of(dnormed * total, memory, place, D, CLUSTER)
                 dsum += (dnormed - total * next_along) * next_rstd
             of_nexts = of_nexts + (of_next + rest_of(dnexts[k], len(of_next)),)
             write(dresidual_ptr, at, dsum, mask)
@@ -233,13 +241,15 @@ def sandwich_norm_bwd_kernel(
             if rstd_ptr is not None:
                 dsum *= weight
                 if CHUNKS == 1 and not GIVEN:
-                    along = tl.sum(dsum * xhat, 1, keep_dims=True) / D
+                    place = 2 * (block // PROGRAMS % 2) + 1
+                    along = mean_of(dsum * xhat, memory, place, D, CLUSTER)
                 dsum = (dsum - xhat * along) * rstd
             write(dx_ptr, at, dsum, mask)
         dweight = of_weight
         dscale = of_scale
         dnexts = of_nexts
-    write_sums(vector_ptrs, (dweight, dscale, dnexts), lanes, D, CHUNKS, BLOCK)
+    sums = dweight, dscale, dnexts
+    write_sums(vector_ptrs, sums, program, lanes, D, CHUNKS, BLOCK)
 
 
 def sandwich_norm_bwd(
@@ -298,12 +308,11 @@ def sandwich_norm_bwd(
             means_sizes(x) | options,
         )
         means = dict(zip(means, found, strict=True))
-    partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], x.shape[-1]), jnp.float32)
     targets = [like(x), like(residual)]
-    targets += [None if v is None else partial for v in vectors]
+    targets += [partial_sums(sizes["PROGRAMS"], x.shape[-1], v) for v in vectors]
     dx, dresidual, *sums = sparse_call(
         sandwich_norm_bwd_kernel,
-        (sizes["PROGRAMS"], stripes),
+        (sizes["PROGRAMS"] * sizes["CLUSTER"], stripes),
         given | means,
         {
             f"d{n}_ptr": t if w else None
