@@ -24,7 +24,7 @@ from jaxkern import (
     quantize_microscaled,
 )
 from jaxkern.formats.gguf import GGUFTensorInfo
-from jaxkern.models.packed_parts import in_tiles_of
+from jaxkern.models.packed_parts import experts_in_tiles, in_tiles_of
 from jaxkern.models.products import Matrices, Matrix, Table
 from jaxkern.models.weight_reader import WeightReader, gpu_tiles
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
@@ -173,17 +173,21 @@ def drawn(kind: str, f: int, d: int):
 
 @functools.cache
 def drawn_experts(kind: str, shape: tuple[int, int, int]):
-    """A function of a key that makes experts `[e, f, d]`."""
+    """A function of a key that makes experts `[e, f, d]`.
+
+    "mxfp4" is row by row, "MXFP4" 16 rows side by side.
+    """
     e, f, d = shape
 
     @jax.jit
     def draw(key) -> jax.Array | QuantizedTensor:
         if kind in SCALES:
             return interleave(blocks(key, shape, kind))
-        if kind == "mxfp4":
+        if kind in ("mxfp4", "MXFP4"):
             scales = jax.random.randint(key, (e, f, d // 32), 118, 122, jnp.uint8)
             codes = jax.random.bits(key, (e, f, d // 2), "uint8")
-            return MicroscaledTensor(codes, scales, format="mxfp4")
+            w = MicroscaledTensor(codes, scales, format="mxfp4")
+            return w if kind == "mxfp4" else interleave(w)
         return jax.random.normal(key, shape, jnp.bfloat16) * d**-0.5
 
     return draw
@@ -242,7 +246,8 @@ class DrawnReader(WeightReader):
     def mxfp4(self, name: str, rows: slice = slice(None)) -> Any:
         e, f, groups, _ = self._shapes[f"{name}.blocks"]
         f = len(range(*rows.indices(f)))
-        return drawn_experts("mxfp4", (e, f, 32 * groups))(self.key())
+        w = drawn_experts("mxfp4", (e, f, 32 * groups))(self.key())
+        return experts_in_tiles(w, gpu_tiles())
 
     def table_and_output(self) -> tuple[Table, Matrices]:
         table = self.table("token_embd.weight")

@@ -2,9 +2,10 @@
 
     python -m benchmarks expert_slots [--tokens 1,4,8]
 
-Layers of gpt-oss-20b (MXFP4, biases) and of Qwen3.6-35B-A3B (a shared expert) with
-random weights and experts drawn as a balanced router chooses; "in turn" are gate, up,
-activation and down by `moe_ffn`, without the shared expert.
+Layers of gpt-oss-20b (biases; mxfp4 lies row by row, MXFP4 16 rows side by side) and of
+Qwen3.6-35B-A3B (a shared expert) with random weights and experts drawn as a balanced
+router chooses; "in turn" are gate, up, activation and down by `moe_ffn`, without the
+shared expert.
 """
 
 import argparse
@@ -34,7 +35,7 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "gpt-oss-20b": (Layer(32, 4, 2880, 2880, False, True), ("mxfp4", "bf16")),
+    "gpt-oss-20b": (Layer(32, 4, 2880, 2880, False, True), ("mxfp4", "MXFP4", "bf16")),
     "Qwen3.6-35B-A3B": (Layer(256, 8, 2048, 512, True, False), ("Q4_K", "bf16")),
 }
 

@@ -82,6 +82,28 @@ def ask(bar, place, source, BYTES: gl.constexpr, asks):
 
 
 @constexpr_function
+def ask_up_to_text():
+    return """{ .reg .pred leads, some; setp.ne.b32 leads, $5, 0;
+        setp.gt.and.s32 some, $4, 0, leads;
+        @leads mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $4;
+        @some cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+        [$2], [$3], $4, [$1]; mov.b32 $0, 0; }"""
+
+
+@gluon_jit
+def ask_up_to(bar, place, source, count, asks):
+    """`ask` for a number of bytes that a register says; of none it has come at once."""
+    gl.inline_asm_elementwise(
+        ask_up_to_text(),
+        "=r,r,r,l,r,r",
+        [bar, place, source, count, asks],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@constexpr_function
 def has_come_text():
     return """{ .reg .pred come;
         AGAIN: mbarrier.try_wait.parity.shared::cta.b64 come, [$1], $2;

@@ -12,14 +12,19 @@ A kernel has a constant AHEAD of one of these values for it. Where nobody asks f
 from jaxkern.gpu.instruction import instruction
 from jaxkern.gpu.triton_call import jit
 
-NOT, WAIT, READ = 0, 1, 2
-"""Launched alone; waits first; reads the operands called EARLY, then waits."""
+NOT, WAIT, READ, READ_EARLIER = 0, 1, 2, 3
+"""Launched alone; waits first; reads the operands called EARLY, or EARLIER, then waits.
+
+The latter were written by kernels before the one just ahead, which is LATE: it lets the
+next begin once it has waited for them itself. They are read past the first cache.
+"""
 
 EARLY = ("w_ptr", "tiles_ptr", "norm_ptr")
 EARLY += ("state_ptr", "inputs_ptr", "taps_ptr", "a_log_ptr", "dt_bias_ptr")
 EARLY += ("kv_lengths_ptr", "q_offset_ptr", "positions_ptr", "lengths_ptr")
 EARLY += ("old_key_cache_ptr", "old_value_cache_ptr")
 EARLY += ("old_keys_ptr", "old_corrections_ptr", "old_g_ptr", "accepted_ptr")
+EARLIER = ("early_ids_ptr", "early_down_ptr", "early_shared_ptr")
 
 
 @jit

@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 import jaxkern.gpu as package
 from jaxkern.gpu import triton_call
-from jaxkern.gpu.dependent_launch import EARLY, READ, WAIT
+from jaxkern.gpu.dependent_launch import EARLIER, EARLY, READ, READ_EARLIER, WAIT
 from jaxkern.gpu.device import WARP, compute_capability, driver_version
 from jaxkern.gpu.launch import Launch, compiled
 from jaxkern.gpu.peer_sum import MAX_RANKS, Peers
@@ -127,26 +127,48 @@ def fits(launch: Launch) -> bool:
 
 def ahead(launch: Launch, sources: Sequence[tuple[int, int]], num_operands: int) -> int:
     """READ where no kernel of the chain writes what it would read early, else WAIT."""
+    early = buffers_of(launch, sources, EARLY)
+    return READ if all(buffer < num_operands for buffer in early) else WAIT
+
+
+def buffers_of(
+    launch: Launch, sources: Sequence[tuple[int, int]], names: Sequence[str]
+) -> list[int]:
+    """Those of the operands that have one of the names."""
     constants = dict(launch.constants)
     pointers = [n for n in launch.kernel.arg_names if n not in constants]
-    names = [
+    every = [
         name
         for name, type_ in zip(pointers, launch.operands, strict=True)
         for _ in ([type_] if isinstance(type_, str) else type_)
     ]
-    early = [
+    return [
         buffer
-        for name, (buffer, _) in zip(names, sources, strict=True)
-        if name in EARLY
+        for name, (buffer, _) in zip(every, sources, strict=True)
+        if name in names
     ]
-    return READ if all(buffer < num_operands for buffer in early) else WAIT
+
+
+def levels(steps: Sequence[Step], num_operands: int) -> list[int]:
+    """How each kernel of a chain begins, see `dependent_launch.py`."""
+    found, done, made = [], set(range(num_operands)), set[int]()
+    patient = False
+    for launch, sources in steps:
+        level = ahead(launch, sources, num_operands)
+        earlier = buffers_of(launch, sources, EARLIER)
+        if patient and earlier and done.issuperset(earlier):
+            level = READ_EARLIER
+        found.append(level)
+        done |= made  # by those ahead of this kernel, which has waited for them
+        made = {buffer for buffer, _ in sources}
+        patient = dict(launch.constants).get("LATE", False)
+    return found
 
 
 def kernels_of(steps: Sequence[Step], num_operands: int) -> list[Launch]:
     """What each step is compiled as."""
     found = []
-    for launch, sources in steps:
-        level = ahead(launch, sources, num_operands)
+    for (launch, _), level in zip(steps, levels(steps, num_operands), strict=True):
         constants = tuple({**dict(launch.constants), "AHEAD": level}.items())
         found.append(launch._replace(constants=constants, grid=()))
     return found

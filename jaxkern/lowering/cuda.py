@@ -51,6 +51,7 @@ KERNELS = (
     Kernel("weighted_cross_entropy",     "mosaic_gpu", "pallas.loss.cross_entropy",                      "fwd"),
     Kernel("weighted_cross_entropy",     "triton",     "triton.loss.cross_entropy",                      "primal fwd"),
     Kernel("linear_cross_entropy",       "triton",     "triton.loss.linear_cross_entropy",               "primal bwd"),
+    Kernel("summed_linear_cross_entropy", "triton",    "triton.loss.summed_linear_cross_entropy",        "fwd"),
 
     Kernel("embedding",                  "triton",     "triton.index.embedding",                         "bwd"),
     Kernel("argmax",                     "triton",     "triton.index.argmax",                            "primal"),

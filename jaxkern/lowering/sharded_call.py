@@ -79,7 +79,11 @@ class Factors:
             if len(unknown) == 1:
                 sizes[unknown[0]] = n // known if known else 1
         whole = frozenset(
-            name for name in sizes if name in p.replicated or name.startswith("whole")
+            name
+            for name in sizes
+            if name in p.replicated
+            or name.startswith("whole")
+            or ("..." in p.replicated and name[0] == "l" and name[1:].isdigit())
         )
 
         def without_ones(factor: Axes) -> Axes:

@@ -1,8 +1,9 @@
-"""A mixture of experts for the few tokens of a decode step, in three ops.
+"""A mixture of experts on a GPU, in ops that read packed experts where they lie.
 
-Norm and choice; gate and up of every slot; their weighted sum and the residual. The
-expert that every token passes is one slot more where its weights are kept as the others
-are. Where a config fuses, as on a GPU; else `feed_forward.py` has the ops in turn.
+Few tokens, as of a decode step, have three: norm and choice; gate and up of every slot;
+their weighted sum and the residual. The expert that every token passes is one slot more
+where its weights are kept as the others are. Of many tokens the latter two take packed
+experts, whose rows they sort. Else `feed_forward.py` has the ops in turn.
 """
 
 import math
@@ -23,6 +24,7 @@ from jaxkern.primitives.moe.moe_ffn import FEW_TOKENS
 from jaxkern.primitives.moe.norm_route import norm_route_p
 
 MOST_CHOSEN = 16  # of a token, the shared one among them
+MOST_ROWS = 512  # of an expert on average; more are multiplied with decoded weights
 
 
 def by_slots(config: Any, mixture: Any, weights: Any, branch: Branch) -> bool:
@@ -37,6 +39,46 @@ def by_slots(config: Any, mixture: Any, weights: Any, branch: Branch) -> bool:
         and mixture.chosen < MOST_CHOSEN
         and all(has_kernels(w) for w in (weights.gate, weights.down))
     )
+
+
+def by_groups(config: Any, mixture: Any, weights: Any, branch: Branch) -> bool:
+    """Whether the last two ops take the layer for many tokens, sorted by expert."""
+    x = branch.x
+    tokens = math.prod(x.shape[:-1])
+    return (
+        config.fused
+        and branch.norm is not None
+        and FEW_TOKENS < tokens <= MOST_ROWS * mixture.experts // mixture.chosen
+        and x.dtype == jnp.bfloat16
+        and (weights.up is None or are_alike(weights.gate, weights.up))
+        and all(is_multiplied_packed(w) for w in (weights.gate, weights.down))
+    )
+
+
+def is_multiplied_packed(w: Any) -> bool:
+    """Whether this GPU has a kernel for sorted rows and experts that are kept so."""
+    if isinstance(w, jax.Array) or slots_of(w) is None:
+        return False
+    from jaxkern.triton.moe.grouped_slots import takes
+
+    return takes(w)
+
+
+def experts_of_groups(
+    mixture: Any, weights: Any, branch: Branch, by_expert: Array, ids: Array
+) -> Float[Array, "b t d"]:
+    """x + experts(what the branch reads), the choice being made."""
+    x = branch.x
+    tokens, normal = (a.reshape(-1, a.shape[-1]) for a in (x, branch.reads))
+    by_expert, ids = (a.reshape(len(tokens), -1) for a in (by_expert, ids))
+    hidden = expert_hidden(
+        *(normal, ids, weights.gate, weights.up, weights.gate_bias, weights.up_bias),
+        **dict(alpha=mixture.alpha, limit=mixture.limit, up_offset=mixture.up_offset),
+    )
+    residual = tokens if branch.scale == 1.0 else None
+    around = weights.down, weights.down_bias, residual
+    y = expert_sum(hidden, ids, by_expert, *around).reshape(x.shape)
+    return y if branch.scale == 1.0 else branch.added(y)
 
 
 def has_kernels(w: Any) -> bool:

@@ -14,7 +14,12 @@ from jaxtyping import Array, Float
 
 from jaxkern import linear, moe_ffn, route, sigmoid_gate
 from jaxkern.models.branch import Branch
-from jaxkern.models.expert_slots import by_slots, experts_of_slots
+from jaxkern.models.expert_slots import (
+    by_groups,
+    by_slots,
+    experts_of_groups,
+    experts_of_slots,
+)
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.products import Matrices, gated, project
 from jaxkern.models.weight_reader import WeightReader
@@ -150,6 +155,7 @@ class Mixture:
                 return y
             branch = branch._replace(x=y)
             return branch.added(self.of_shared(config, weights, normal))
+        in_groups = by_groups(config, self, weights, branch)
         branch = branch.normalised(config)
         x = branch.reads
         scores = linear(x.astype(jnp.float32), weights.router, weights.router_bias)
@@ -164,6 +170,11 @@ class Mixture:
             group_score=self.group_score,
             scaling_factor=self.scaling_factor,
         )
+        if in_groups:
+            y = experts_of_groups(self, weights, branch, by_expert, ids)
+            if weights.shared is None:
+                return y
+            return branch._replace(x=y).added(self.of_shared(config, weights, x))
         y = moe_ffn(
             x,
             ids,

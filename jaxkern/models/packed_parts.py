@@ -27,13 +27,23 @@ in_tiles = jax.jit(interleave)
 
 def in_tiles_of(w: QuantizedTensor, formats: Collection[str]) -> QuantizedTensor:
     """The same weights `[f, d]`, 16 rows side by side if it is one of the formats."""
-    f, d = w.shape
-    if f % ROWS or d % STEP or tile_format(w) not in formats:
+    return w if w.shape[-1] % STEP or not fits(w, formats) else in_tiles(w)
+
+
+def experts_in_tiles(w: QuantizedTensor, formats: Collection[str]) -> QuantizedTensor:
+    """Likewise experts `[e, f, d]` of MXFP4 and NVFP4; d may end within a step."""
+    if not isinstance(w, MicroscaledTensor) or not fits(w, formats):
         return w
-    if isinstance(w, MicroscaledTensor) and w.format == "mxfp4":
-        if bool((w.scales == NAN_POWER).any()):
-            return w
     return in_tiles(w)
+
+
+def fits(w: QuantizedTensor, formats: Collection[str]) -> bool:
+    """Whether its blocks are of one of the formats, 16 rows of them side by side."""
+    if w.shape[-2] % ROWS or tile_format(w) not in formats:
+        return False
+    if isinstance(w, MicroscaledTensor) and w.format == "mxfp4":
+        return not bool((w.scales == NAN_POWER).any())
+    return True
 
 
 def side_by_side(parts: Sequence[Matrix]) -> Matrices:

@@ -24,6 +24,7 @@ from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import SafetensorsFolder
 from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
 from jaxkern.models.packed_parts import (
+    experts_in_tiles,
     in_tiles,
     in_tiles_of,
     side_by_side,
@@ -251,7 +252,7 @@ class WeightReader:
         stored = [self.file.load(name) for name in names]
         if any(map(self.is_packed, names)):
             if self._packed and (w := stacked_containers(stored)) is not None:
-                return w
+                return experts_in_tiles(w, gpu_tiles())
             if len(stored) == 1:
                 return dequantize(stored[0], dtype=self._dtype)
             return jnp.stack([expanded(w, self._dtype) for w in stored])
@@ -275,14 +276,16 @@ class WeightReader:
 
     def mxfp4(
         self, name: str, rows: slice = slice(None)
-    ) -> Float[Array, "e f d"] | MicroscaledTensor:
+    ) -> Float[Array, "e f d"] | QuantizedTensor:
         """Some rows of experts in groups of MXFP4, `<name>.blocks` and `.scales`."""
         codes, scales = (self.file.view(f"{name}.{x}") for x in ("blocks", "scales"))
         codes = codes.reshape(*codes.shape[:2], -1)
         w = MicroscaledTensor(
             jnp.asarray(codes[:, rows]), jnp.asarray(scales[:, rows]), format="mxfp4"
         )
-        return w if self._packed else dequantize(w, dtype=self._dtype)
+        if not self._packed:
+            return dequantize(w, dtype=self._dtype)
+        return experts_in_tiles(w, gpu_tiles())
 
     def table(self, name: str) -> Table:
         """A matrix of which rows are looked up, as it is in the file."""

@@ -38,7 +38,7 @@ class KernelPrimitive(Primitive):
     Attributes:
       reference: what the primitive means, in plain JAX.
       operands, results: their names, dims and dtypes, read from the reference.
-      replicated: dims that a kernel needs whole on each device.
+      replicated: dims that a kernel needs whole on each device; "..." are the leading.
       linear: operands in which the op is linear, jointly.
       fwd, bwd, tangent: the other members of the family, or None.
       rows: kernels by platform, filled by `jaxkern.lowering.lower`.
@@ -126,8 +126,14 @@ class Backward(KernelPrimitive):
     belong to. `call.absent` counts its own operands; only wanted gradients are results.
     """
 
-    def __init__(self, reference: Callable, op: KernelPrimitive, num_residuals: int):
-        super().__init__(reference, op.replicated)
+    def __init__(
+        self,
+        reference: Callable,
+        op: KernelPrimitive,
+        num_residuals: int,
+        replicated: Sequence[str] = (),
+    ):
+        super().__init__(reference, (*op.replicated, *replicated))
         position = {a.name: i for i, a in enumerate(op.operands)}
         names = [a.name for a in self.operands]
         shared = [n for n in names if n in position]

@@ -60,6 +60,7 @@ def kernel_primitive(
     fwd: Callable | None = None,
     bwd: Callable | None = None,
     replicated: Sequence[str] = (),
+    bwd_replicated: Sequence[str] = (),
     linear: Sequence[str] = (),
     calls: Sequence[KernelPrimitive] = (),
 ) -> KernelPrimitive:
@@ -77,6 +78,8 @@ def kernel_primitive(
         Without it the gradient is that of the reference.
       replicated: dims that a kernel needs whole on each device, because a result
         depends on all of them otherwise than by a sum.
+      bwd_replicated: more dims that `bwd` needs whole; "..." are the leading ones. A
+        gradient that is made of a sum over them is not to be summed again.
       linear: names of operands in which the op is linear, jointly. Then the jvp is the
         op itself and `bwd`, which may not name these operands, is its transpose and
         returns gradients for these operands only; others get theirs from the reference.
@@ -112,7 +115,7 @@ def kernel_primitive(
             register(p.fwd)
             ad.primitive_jvps[p.fwd] = functools.partial(rules.jvp_of_fwd, p)
             partial_eval.dce_rules[p.fwd] = functools.partial(rules.drop_residuals, p)
-        p.bwd = Backward(bwd, p, len(residuals))
+        p.bwd = Backward(bwd, p, len(residuals), bwd_replicated)
         register(p.bwd)
         partial_eval.dce_rules[p.bwd] = rules.drop_gradients
         if linear:

@@ -33,9 +33,10 @@ def next_token_loss(
         loss = mean over the counted tokens of -ln p(token[t + 1] | token[.. t])
 
     Whole logits lie in memory in the dtype of the weights, and their gradient takes
-    their place in the forward pass: three products of their size. By blocks, as in
-    `linear_cross_entropy`, they never lie there as a whole and stay in float32, for
-    four products. A batch is tokens `[b, t]`, or a mapping of these:
+    their place in the forward pass: three products of their size. Otherwise, as in
+    `linear_cross_entropy`, they never lie there as a whole: on NVIDIA GPUs an eighth of
+    the tokens at a time, in the same dtype, for three products too, elsewhere a block
+    of classes, in float32, for four. A batch is tokens `[b, t]`, or a mapping of these:
 
         tokens       [b, t] int32
         segment_ids  [b, t] int: several texts in a row; none sees or predicts another

@@ -43,10 +43,9 @@ def named(eqns, name):
 
 
 def levels(eqn):
-    from jaxkern.gpu.launch_chain import ahead
+    from jaxkern.gpu import launch_chain
 
-    n = len(eqn.invars)
-    return [ahead(step.launch, step.sources, n) for step in eqn.params["steps"]]
+    return launch_chain.levels(eqn.params["steps"], len(eqn.invars))
 
 
 def norm_product(x, w):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import interleave, quantize_gguf, quantize_microscaled
+from jaxkern import explain, interleave, quantize_gguf, quantize_microscaled
+from jaxkern.gpu.device import compiling_for
 from jaxkern.models.branch import Branch
 from jaxkern.models.decoder import (
     DecoderConfig,
@@ -17,7 +18,9 @@ from jaxkern.models.decoder import (
     LayerWeights,
     decode,
     empty_cache,
+    prefill,
 )
+from jaxkern.models.expert_slots import MOST_ROWS, by_groups
 from jaxkern.models.feed_forward import Dense, DenseWeights, Mixture, MixtureWeights
 from jaxkern.models.mixers.full_attention import AttentionWeights, FullAttention
 from jaxkern.models.mixers.mixing import Rotation
@@ -35,8 +38,9 @@ DEEPSEEK = replace(QWEN3_5, shared_gate=False, score="sigmoid", scaling_factor=2
 def pack(kind, w):
     if kind == "bf16":
         return w.astype(jnp.bfloat16)
-    if kind == "mxfp4":
-        return quantize_microscaled(w, format=kind)
+    if kind in ("mxfp4", "MXFP4"):
+        packed = quantize_microscaled(w, format="mxfp4")
+        return packed if kind == "mxfp4" else interleave(packed)
     return interleave(quantize_gguf(w, kind))
 
 
@@ -102,7 +106,7 @@ def test_a_layer_is_the_same(mixture, kind, other, scale):
 
 def two_layers(kind):
     """A config of two layers, its weights drawn, its cache of 64 slots."""
-    mixture = GPT_OSS if kind == "mxfp4" else QWEN3_5
+    mixture = GPT_OSS if kind in ("mxfp4", "MXFP4") else QWEN3_5
     attention = FullAttention(8, 2, 64, Rotation(64, 1e4), bias=True)
     config = DecoderConfig(
         *("any", 64, D, 1024, 1e-5),
@@ -133,10 +137,8 @@ def two_layers(kind):
     return config, weights, empty_cache(config, 1, 64, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "mxfp4", "Q8_0"])
-def test_a_decode_step_is_one_chain(kind, monkeypatch):
-    """Seven launches a layer, biases of attention among them."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def shapes_of_two_layers(kind):
+    """The same config, and the shapes of what is with it."""
     configs = []
 
     def arrays():
@@ -144,10 +146,20 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
         configs.append(config)
         return others
 
-    weights, cache = jax.eval_shape(arrays)
+    shapes = jax.eval_shape(arrays)
+    return configs[0], *shapes
+
+
+@pytest.mark.parametrize(
+    "kind", ["bf16", pytest.param("mxfp4", marks=pytest.mark.full), "MXFP4", "Q8_0"]
+)
+def test_a_decode_step_is_one_chain(kind, monkeypatch):
+    """Seven launches a layer, biases of attention among them."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, weights, cache = shapes_of_two_layers(kind)
 
     def step(weights, token, cache):
-        logits, cache = decode(configs[0], weights, token, cache)
+        logits, cache = decode(config, weights, token, cache)
         return LIKELIEST.likeliest(logits), cache
 
     eqns = equations(step, weights, spec(1, dtype="int32"), cache)
@@ -157,9 +169,68 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     experts = {
         "bf16": ["hidden_kernel", "result_kernel"],
         "mxfp4": ["row_hidden_kernel", "row_sum_kernel"],
-        "Q8_0": ["packed_hidden_kernel", "packed_sum_kernel"],
     }
+    by_whole_numbers = ["fixed_point_hidden_kernel", "fixed_point_sum_kernel"]
     one = [product, "qk_norm_rope_cache_attention_kernel", product]
-    one += [product, "choice_kernel", *experts[kind]]
+    one += [product, "choice_kernel", *experts.get(kind, by_whole_numbers)]
     assert names == [*one * 2, "row_norm_fwd_kernel", product, "argmax_kernel"]
-    assert set(levels(chain)) == {2} and not named(eqns, "triton_call")
+    early = [3 if name == "fixed_point_sum_kernel" else 2 for name in names]
+    assert levels(chain) == early and not named(eqns, "triton_call")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["mxfp4", "Q8_0"])
+def test_many_tokens_are_the_same(kind):
+    """Sorted by expert, which Hopper multiplies packed; here the references of both."""
+    mixture = GPT_OSS if kind == "mxfp4" else QWEN3_5
+    weights = drawn(mixture, kind, kind)
+    x = jax.random.normal(jax.random.key(1), (1, 12, D), jnp.bfloat16)
+    norm = jax.random.uniform(jax.random.key(2), (D,), minval=0.5, maxval=2.0)
+
+    def layer(capability):
+        config: Any = SimpleNamespace(eps=1e-5, product_dtype=None, fused=True)
+        with compiling_for(capability):
+            return jax.jit(
+                lambda x, norm, weights: mixture(config, weights, Branch(x, norm, x))
+            ).trace(x, norm, weights)
+
+    older, hopper = layer(80), layer(90)
+    assert "expert_sum" in str(hopper.jaxpr) and "moe_weighted" in str(older.jaxpr)
+    y, truth = (
+        np.asarray(f.lower().compile()(x, norm, weights), "f4") for f in (hopper, older)
+    )
+    error = np.linalg.norm(y - truth) / np.linalg.norm(truth - np.asarray(x, "f4"))
+    assert error < 2e-2  # of some roundings to bfloat16 in turn
+
+
+def test_prompts_of_many_rows_an_expert_decode_its_weights():
+    weights = jax.eval_shape(lambda: drawn(GPT_OSS, "mxfp4", "mxfp4"))
+    config = SimpleNamespace(fused=True)
+    most = MOST_ROWS * E // K
+
+    def are_grouped(tokens):
+        x = spec(1, tokens, D, dtype="bfloat16")
+        return by_groups(config, GPT_OSS, weights, Branch(x, spec(D), x))
+
+    with compiling_for(90):
+        assert [are_grouped(n) for n in (8, 9, most, most + 1)] == [0, 1, 1, 0]
+    with compiling_for(80):
+        assert not are_grouped(most)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["MXFP4", *(pytest.param(k, marks=pytest.mark.full) for k in ["mxfp4", "Q8_0"])],
+)
+def test_a_prompt_is_multiplied_packed(kind, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config, weights, cache = shapes_of_two_layers(kind)
+
+    def read(weights, tokens, lengths, cache):
+        return prefill(config, weights, tokens, lengths, cache)
+
+    given = weights, spec(1, 48, dtype="int32"), spec(1, dtype="int32"), cache
+    with compiling_for(90):
+        text = str(explain(read, *given, platform="cuda"))
+    assert "grouped_hidden_kernel" in text and "grouped_result_kernel" in text
+    assert "grouped_matmul on" not in text and "dequantize" not in text

@@ -48,6 +48,7 @@ from jaxkern.gpu.launch import compiled
 from jaxkern.lowering.explain import every_equation
 from jaxkern.lowering.lower import rows_on
 from jaxkern.primitives.kernel_primitive import REGISTRY
+from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from jaxkern.primitives.norm.rms_norm import rms_norm_p
 from jaxkern.primitives.quant.tile_formats import TILE_FORMATS
 from jaxkern.testing import checks
@@ -226,11 +227,23 @@ def rows_of_gradients(t=300, s=500):
     return f, (key, key, out, lse, out, lse)
 
 
-def packed(qtype, f, d):
+def packed(qtype, f, d, *leading):
     form = TILE_FORMATS[qtype]
     tile = 16 * d // form.elements * form.bytes
-    tiles: Any = spec(f // 16, tile, dtype="uint8")
+    tiles: Any = spec(*leading, f // 16, tile, dtype="uint8")
     return InterleavedTensor(tiles, qtype)
+
+
+def experts_of_a_prompt():
+    gate, down = packed("Q4_K", 512, 256, 4), packed("Q4_K", 256, 512, 4)
+    ids, weights = (spec(40, 2, dtype=t) for t in ("int32", "float32"))
+
+    def f(x, ids, weights, gate, down):
+        options = dict(alpha=1.0, limit=None, up_offset=0.0)
+        hidden = expert_hidden(x, ids, gate, gate, None, None, **options)
+        return expert_sum(hidden, ids, weights, down, None)
+
+    return f, (spec(40, 256), ids, weights, gate, down)
 
 
 def products(w, rows, dtype="bfloat16"):
@@ -277,6 +290,7 @@ def decoded_int4():
 CALLS = {  # which the cases of the ops leave out
     "decoded int4": decoded_int4(),
     "rows of gradients": rows_of_gradients(),
+    "experts of a prompt": experts_of_a_prompt(),
     **{
         f"{rows} rows by {q}": products(packed(q, 96, 2048), rows)
         for q in packed_products.BYTES
@@ -325,7 +339,7 @@ CALLS = {  # which the cases of the ops leave out
 }
 
 
-def launches_of(f, operands):
+def launches_of(f, operands) -> list[Any]:
     launches = [
         launch
         for row in explain(f, *operands, platform="cuda").rows
@@ -378,8 +392,14 @@ def test_attention_on_a_gpu_of_little_shared_memory(dtype):
 FROM_HOPPER_ON = {
     "encode_fp8_kernel",
     "fixed_point_kernel",
+    "grouped_hidden_kernel",
+    "grouped_result_kernel",
     "hopper_both_ways_kernel",
     "hopper_forward_kernel",
+    "hopper_gradients_kernel",
+    "lane_order_kernel",
+    "many_activations_kernel",
+    "slot_order_kernel",
 }
 
 

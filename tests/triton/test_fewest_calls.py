@@ -281,6 +281,7 @@ FEWEST = (
     "rms_norm_add 131072 bfloat16",
     "attention-llama3_8b_prefill",
     "linear_cross_entropy-llama3_vocabulary",
+    "summed_linear_cross_entropy-llama3_vocabulary",
     "softmax",
     "fp8_matmul-deepseek_v3_down",
     "embedding bfloat16",

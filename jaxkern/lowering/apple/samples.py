@@ -451,6 +451,10 @@ def selection(x: Draw) -> dict[str, Call]:
             part(jk.linear_cross_entropy, labels=labels),
             (x(3, 8), x(16, 8)),
         ),
+        "summed_linear_cross_entropy": (
+            part(jk.linear_cross_entropy, labels=labels, reduction="mean"),
+            (x(3, 8), x(16, 8)),
+        ),
         "sample": (
             lambda a: jk.sample(a, key, top_k=8, top_p=0.9, min_p=0.01),
             (logits,),

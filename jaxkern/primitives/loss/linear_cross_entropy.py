@@ -3,6 +3,9 @@
 By blocks of the vocabulary, as in https://arxiv.org/abs/2411.09009.
 """
 
+from typing import Any, Unpack
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
@@ -11,7 +14,15 @@ from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.loss.class_blocks import (
+    biases_at,
+    blocks_of,
+    logits_dtype,
+    logits_of,
+    rows_at,
+)
 from jaxkern.primitives.loss.cross_entropy import (
+    TokenOptions,
     as_class,
     capped,
     check_options,
@@ -19,6 +30,7 @@ from jaxkern.primitives.loss.cross_entropy import (
     logits_gradient,
     loss_of_sums,
     reduced,
+    reduced_weight,
     sums_gradient,
 )
 
@@ -47,6 +59,16 @@ def linear_cross_entropy(
     beside dx in float32; the logits of a block are computed twice, once for lse and
     once for the gradient. Products accumulate in float32. Second derivatives and
     forward mode followed by a transpose keep all logits.
+
+    With a reduction, and without `return_lse`, `block_size`, bias or float16, the
+    forward pass of a derivative makes dx and dweight too, and the backward pass
+    multiplies them by the cotangent of the sum. NVIDIA GPUs then make the logits once,
+    for an eighth of the tokens at a time (at least 512), in the dtype of the operands:
+    three products for four. dweight is a sum over eight groups at most: in float32 if
+    x or weight is, else in bfloat16, rounded after each. Of 8192 tokens, 1024 dims and
+    16384 classes its error is about 4.7e-3 of its norm, with whole logits 3.2e-3, by
+    blocks 1.7e-3; a sum in float32 would take twice the bytes of weight. With
+    `block_size` everything is by blocks of classes.
 
     Args:
       x: `[..., d]`, any float dtype: the last hidden states.
@@ -79,16 +101,18 @@ def linear_cross_entropy(
     check_options(op, label_smoothing, z_loss, softcap, reduction)
     if block_size is not None and block_size < 1:
         raise ValueError(f"{op}: `block_size` must be at least 1, got {block_size}.")
-    loss, lse = linear_cross_entropy_p(
-        x,
-        weight,
-        labels,
-        bias,
+    options: dict[str, Any] = dict(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
         ignore_index=ignore_index,
-        block_size=block_size,
+    )
+    by_tokens = reduction != "none" and not return_lse and block_size is None
+    if by_tokens and bias is None and jnp.float16 not in (x.dtype, weight.dtype):
+        factor = reduced_weight(labels, ignore_index, reduction, x.dtype)
+        return summed_linear_cross_entropy_p(x, weight, labels, factor, **options)
+    loss, lse = linear_cross_entropy_p(
+        x, weight, labels, bias, block_size=block_size, **options
     )
     loss = reduced(loss, labels, ignore_index, reduction)
     return (loss, lse) if return_lse else loss
@@ -186,54 +210,70 @@ def linear_cross_entropy_bwd_reference(
     return dx.astype(x.dtype), dweight, dbias
 
 
-def logits_dtype(x, weight):
-    return jnp.result_type(x.dtype, weight.dtype, jnp.float32)
-
-
-def logits_of(x, rows, biases=None):
-    logits = jnp.einsum(
-        "...d,vd->...v", x, rows, preferred_element_type=logits_dtype(x, rows)
-    )
-    return logits if biases is None else logits + biases.astype(logits.dtype)
-
-
-def biases_at(bias, classes):
-    """Of a block of classes, as `rows_at` has them."""
-    if bias is None:
-        return None
-    return lax.dynamic_slice_in_dim(bias, classes[0], classes.shape[0])
-
-
-def size_of_blocks(num_tokens: int, v: int, block_size: int | None) -> int:
-    """`block_size`, or blocks of about equal size for which products are fast."""
-    if block_size is None:
-        known = isinstance(num_tokens, int)  # not symbolic
-        most = max(2**27 // max(num_tokens, 1), 4096) if known else 4096
-        num_blocks = max(-(-v // most), 1)
-        block_size = -(-v // (256 * num_blocks)) * 256
-    return min(block_size, v)
-
-
-def blocks_of(num_tokens, weight, block_size):
-    """Where the blocks of classes start, and their size."""
-    v = weight.shape[0]
-    block = size_of_blocks(num_tokens, v, block_size)
-    return jnp.arange(0, v, max(block, 1)), block
-
-
-def rows_at(weight, start, block):
-    """A block of rows, their classes, and which of them no earlier block had.
-
-    The last block begins early enough to be whole, so that nothing is padded.
-    """
-    first = jnp.minimum(start, weight.shape[0] - block)
-    classes = first + jnp.arange(block)
-    rows = lax.dynamic_slice_in_dim(weight, first, block)
-    return rows, classes, classes >= start
-
-
 linear_cross_entropy_p = kernel_primitive(
     linear_cross_entropy_reference,
     bwd=linear_cross_entropy_bwd_reference,
     replicated=("v", "d"),  # each token needs every class
+)
+
+
+def summed_linear_cross_entropy_reference(
+    x: Float[Array, "... d"],
+    weight: Float[Array, "v d"],
+    labels: Integer[Array, "..."],
+    factor: Float[Array, "..."],
+    **options: Unpack[TokenOptions],
+) -> Float[Array, ""]:
+    """The sum of factor * loss, whose backward pass makes no logits."""
+    loss, _ = linear_cross_entropy_p(
+        x, weight, labels, None, block_size=None, **options
+    )
+    return jnp.sum(loss * factor.astype(loss.dtype))
+
+
+def summed_linear_cross_entropy_fwd_reference(
+    x: Float[Array, "... d"],
+    weight: Float[Array, "v d"],
+    labels: Integer[Array, "..."],
+    factor: Float[Array, "..."],
+    **options: Unpack[TokenOptions],
+) -> tuple[
+    Float[Array, ""], Float[Array, "... d"], Float[Array, "v d"], Float[Array, "..."]
+]:
+    """(the sum, its gradients of x and weight, loss), by `linear_cross_entropy`."""
+
+    def summed(x, weight):
+        loss, _ = linear_cross_entropy_p(
+            x, weight, labels, None, block_size=None, **options
+        )
+        return jnp.sum(loss * factor.astype(loss.dtype)), loss
+
+    total, pull, loss = jax.vjp(summed, x, weight, has_aux=True)
+    dx, dweight = pull(jnp.ones_like(total))
+    return total, dx, dweight, loss
+
+
+def summed_linear_cross_entropy_bwd_reference(
+    factor: Float[Array, "..."],
+    dx: Float[Array, "... d"],
+    dweight: Float[Array, "v d"],
+    loss: Float[Array, "..."],
+    dsum: Float[Array, ""],
+    **options: Unpack[TokenOptions],
+) -> tuple[Float[Array, "... d"], Float[Array, "v d"], Float[Array, "..."]]:
+    del options  # in the gradients
+    return (
+        (dx * dsum).astype(dx.dtype),
+        (dweight * dsum).astype(dweight.dtype),
+        (loss * dsum).astype(factor.dtype),
+    )
+
+
+summed_linear_cross_entropy_p = kernel_primitive(
+    summed_linear_cross_entropy_reference,
+    fwd=summed_linear_cross_entropy_fwd_reference,
+    bwd=summed_linear_cross_entropy_bwd_reference,
+    replicated=("v", "d"),
+    bwd_replicated=("...",),  # dweight is summed over the tokens
+    calls=(linear_cross_entropy_p,),
 )

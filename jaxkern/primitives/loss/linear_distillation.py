@@ -15,13 +15,13 @@ from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import without_residuals
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
-from jaxkern.primitives.loss.cross_entropy import log_sum_exp
-from jaxkern.primitives.loss.linear_cross_entropy import (
+from jaxkern.primitives.loss.class_blocks import (
     blocks_of,
     logits_dtype,
     logits_of,
     rows_at,
 )
+from jaxkern.primitives.loss.cross_entropy import log_sum_exp
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon")
 

@@ -43,9 +43,10 @@ def grouped_matmul(
     Weights are output-major as in `linear`; `lax.ragged_dot` takes `[e, d, f]`, and
     cannot be vmapped over one operand or differentiated backward twice. On NVIDIA GPUs
     16-bit products and their gradients have kernels; XLA runs the product as a loop
-    over blocks of rows of one group, with at most twice the work. A quantised stack is
-    decoded one expert at a time, by `quantized_matmul`; all of it at once, to the dtype
-    of x, where that has 16 bits and x as many rows as there are experts.
+    over blocks of rows of one group, with at most twice the work; where d is 1, as a
+    gather. A quantised stack is decoded one expert at a time, by `quantized_matmul`;
+    all of it at once, to the dtype of x, where that has 16 bits and x as many rows as
+    there are experts.
 
     Args:
       x: `[r, d]`, any float dtype.
@@ -110,6 +111,10 @@ def multiply_groups(x, w, group_sizes, *, contract: int) -> Float[Array, "r n"]:
         spec = explicit_spec(None, n_cut)
         return jnp.zeros((r, w.shape[2 - contract]), sum_dtype, out_sharding=spec)
     blocks = row_blocks(group_sizes, r)
+    if w.shape[1 + contract] == 1:  # nothing to sum: no loop
+        of_group = jnp.squeeze(w, 1 + contract).astype(sum_dtype)
+        y = x.astype(sum_dtype) * take_rows(of_group, blocks.group_of_row)
+        return jnp.where(blocks.grouped[:, None], y, 0)
 
     def product(_, block):
         rows, group = block

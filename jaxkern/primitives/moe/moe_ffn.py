@@ -296,8 +296,8 @@ def add_bias(
 ) -> Float[Array, "r f"]:
     """y[i] + bias[g] for the rows i of group g, in float32 and rounded once.
 
-    A product with a column of ones, whose gradient sums the rows of each group in
-    order: a gather would add them in any order.
+    A product with a column of ones is a gather whose gradient sums the rows of each
+    group in order: that of a gather alone would add them in any order.
     """
     check_bias(name, bias, (group_sizes.shape[0], y.shape[1]))
     ones = jnp.ones_like(at_least_f32(y[:, :1]))

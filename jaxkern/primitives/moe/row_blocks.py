@@ -23,6 +23,7 @@ class RowBlocks(NamedTuple):
       filled: `[n, size]`.
       place: `[r]`, where in `[n * size]` each row is; any place where not `grouped`.
       grouped: `[r]`, False for the rows behind the last group.
+      group_of_row: `[r]`, any group where not `grouped`.
     """
 
     group: Int32[Array, " n"]
@@ -30,6 +31,7 @@ class RowBlocks(NamedTuple):
     filled: Bool[Array, "n size"]
     place: Int32[Array, " r"]
     grouped: Bool[Array, " r"]
+    group_of_row: Int32[Array, " r"]
 
 
 def row_blocks(group_sizes: Integer[Array, " e"], r: int) -> RowBlocks:
@@ -62,6 +64,7 @@ def row_blocks(group_sizes: Integer[Array, " e"], r: int) -> RowBlocks:
         row < end[group][:, None],
         jnp.minimum(place, block.size * size - 1),
         index < end[-1],
+        group_of_row,
     )
 
 

@@ -206,8 +206,12 @@ def row_gradients(
     softcap: float | None,
     label_smoothing: float,
     dtype: Any,
+    in_place: bool = False,
 ) -> Any:
-    """dlogits in `dtype`; `factors` per token as `sums_gradient` gives them."""
+    """dlogits in `dtype`; `factors` per token as `sums_gradient` gives them.
+
+    `in_place` where nothing reads the logits again: XLA would copy them first.
+    """
     v = logits.shape[-1]
     lse, slope, on_label, on_every = factors
     sizes = backward_chunks(v)
@@ -224,6 +228,7 @@ def row_gradients(
         },
         {"dlogits_ptr": jax.ShapeDtypeStruct(logits.shape, dtype)},
         {"V": v, "CAP": softcap, **sizes},
+        {"logits_ptr": "dlogits_ptr"} if in_place else None,
     )
     return dlogits
 

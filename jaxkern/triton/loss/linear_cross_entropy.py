@@ -16,13 +16,13 @@ from jax import lax
 
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.loss.class_blocks import logits_of, size_of_blocks
 from jaxkern.primitives.loss.cross_entropy import (
     as_class,
     log_sum_exp,
     loss_of_sums,
     sums_gradient,
 )
-from jaxkern.primitives.loss.linear_cross_entropy import logits_of, size_of_blocks
 from jaxkern.triton.loss.cross_entropy import row_gradients, row_sums
 
 

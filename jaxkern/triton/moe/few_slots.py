@@ -1,4 +1,4 @@
-"""What kernels take that read the experts of a few tokens slot by slot."""
+"""What kernels of experts take, and those that read a few tokens' slot by slot."""
 
 import math
 from typing import Any
@@ -12,7 +12,23 @@ CHOSEN = 16  # of a token: their loop is unrolled
 
 
 def refusal(x: Any, ids: Any, **named: Any) -> str | None:
-    """Why no kernel runs, or None; x `[..., d]`, ids `[..., k]`."""
+    """Why no kernel for a few tokens runs, or None; x `[..., d]`, ids `[..., k]`."""
+    if reason := refusal_of_operands(x, ids, **named):
+        return reason
+    if are_many(ids):
+        return f"there are {math.prod(ids.shape[:-1])} tokens, over {FEW_TOKENS}"
+    if ids.shape[-1] > CHOSEN:
+        return f"a token has {ids.shape[-1]} experts, over {CHOSEN}"
+    return None
+
+
+def are_many(ids: Any) -> bool:
+    """Whether there are too many tokens to read experts slot by slot."""
+    return math.prod(ids.shape[:-1]) > FEW_TOKENS
+
+
+def refusal_of_operands(x: Any, ids: Any, **named: Any) -> str | None:
+    """Why no kernel runs for any number of tokens, or None."""
     if reason := unsupported_anywhere(x=x, **named):
         return reason
     if x.dtype != jnp.bfloat16:
@@ -20,9 +36,4 @@ def refusal(x: Any, ids: Any, **named: Any) -> str | None:
     given = [a for a in (x, ids, *named.values()) if a is not None]
     if not all(math.prod(a.shape) for a in given):
         return "there are no elements"
-    tokens, k = math.prod(ids.shape[:-1]), ids.shape[-1]
-    if tokens > FEW_TOKENS:
-        return f"there are {tokens} tokens, over {FEW_TOKENS}"
-    if k > CHOSEN:
-        return f"a token has {k} experts, over {CHOSEN}"
     return None

@@ -34,6 +34,7 @@ from jaxkern.triton.quant.fragments import (
     rows_of,
     times_byte,
 )
+from jaxkern.triton.quant.row_fours import codes_by_rows, is_by_rows, scales_by_rows
 from jaxkern.triton.quant.table_codes import (
     codes_iq4_xs,
     look_up,
@@ -61,7 +62,14 @@ BYTES = {
     **{q: form.bytes for q, form in OWN_FORMATS.items()},
 }
 ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q3_K": 4, "MXFP4": 12, "NVFP4_256": 12}
-NO_OFFSETS = ("Q6_K", "Q3_K", "IQ4_XS", "NVFP4_256")  # but those of 32 columns
+ZERO |= {"MXFP4_ROWS": 12}  # row_fours.py
+NO_OFFSETS = (
+    "Q6_K",
+    "Q3_K",
+    "IQ4_XS",
+    "NVFP4_256",
+    "MXFP4_ROWS",
+)  # but those of 32 columns
 STEP = 256  # columns
 
 
@@ -97,6 +105,12 @@ def is_table(FORMAT):
 
 
 @constexpr_function
+def is_power_of_two(FORMAT):
+    """Whether each scale is one, and nothing is added."""
+    return FORMAT in ("MXFP4", "MXFP4_ROWS")
+
+
+@constexpr_function
 def zero_of(FORMAT):
     return ZERO[FORMAT] if FORMAT in ZERO else 0
 
@@ -113,6 +127,8 @@ def middle_of(FORMAT):
 def fragments_of_scale(FORMAT):
     if is_grouped(FORMAT):
         return columns_of_group(FORMAT) // 16
+    if is_by_rows(FORMAT):
+        return 8
     return 1 if FORMAT in ("Q6_K", "Q2_K", "Q3_K", "NVFP4_256") else 2
 
 
@@ -179,6 +195,8 @@ def codes_of(words, c, nothing, F: gl.constexpr, FORMAT: gl.constexpr):
         return codes_grouped(words, F, FORMAT)
     elif is_nvfp4(FORMAT):
         return codes_nvfp4(words, nothing, F)
+    elif is_by_rows(FORMAT):
+        return codes_by_rows(words, nothing, F)
     else:
         return codes_with_minima(words, F, FORMAT)
 
@@ -198,6 +216,8 @@ def scales_of(words, J: gl.constexpr, FORMAT: gl.constexpr):
         return scales_grouped(words, J, FORMAT)
     elif is_nvfp4(FORMAT):
         return scales_nvfp4(words, J)
+    elif is_by_rows(FORMAT):
+        return scales_by_rows(words, J)
     else:
         return scales_with_minima(words, J)
 

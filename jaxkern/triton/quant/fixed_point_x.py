@@ -91,15 +91,14 @@ def inverse(x):
 
 @gluon_jit
 def columns_of(PADDED: gl.constexpr, FORMAT: gl.constexpr):
-    """The numbers of columns as [groups, words, 4]."""
+    """Numbers of groups, of their words and of the four columns, [1, 1, 4]."""
     GROUP: gl.constexpr = group_of(FORMAT)
     LANES: gl.constexpr = lanes_of_x(PADDED, GROUP, gl.num_warps())
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, LANES)
     group = gl.arange(0, PADDED // GROUP, gl.SliceLayout(1, OF_WORDS))
     word = gl.arange(0, GROUP // 4, gl.SliceLayout(0, OF_WORDS))
     four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES)))
-    column = group[:, None, None] * GROUP + word[None, :, None] * 4
-    return group, word, column + four[None, None, :]
+    return group, word, four[None, None, :]
 
 
 @constexpr_function
@@ -114,32 +113,42 @@ def lanes_of_halves(PADDED, WARPS):
 @gluon_jit
 def read_columns(x_ptr, K: gl.constexpr, PADDED: gl.constexpr, FORMAT: gl.constexpr):
     """[groups, words, 4], of a vector of K numbers; zeros behind them."""
-    if FORMAT == "MXFP4":
-        return read_halves(x_ptr, K, PADDED)
-    else:
-        _, _, column = columns_of(PADDED, FORMAT)
-        return read_vector(x_ptr, column, K, PADDED)
-
-
-@gluon_jit
-def read_vector(x_ptr, column, K: gl.constexpr, PADDED: gl.constexpr):
+    start, within = columns_in_memory(PADDED, FORMAT)
+    column = start + within
     if K == PADDED:
-        return gl.load(x_ptr + column)
+        x = gl.load(x_ptr + column)
     else:
-        return gl.load(x_ptr + column, column < K, 0.0)
+        x = gl.load(x_ptr + column, column < K, 0.0)
+    return in_words(x, FORMAT)
 
 
 @gluon_jit
-def read_halves(x_ptr, K: gl.constexpr, PADDED: gl.constexpr):
-    """Two columns of a group of 32 and the two 16 behind them are a word's four."""
-    GROUPS: gl.constexpr = PADDED // 32
-    LANES: gl.constexpr = lanes_of_halves(PADDED, gl.num_warps())
-    column = 32 * along(0, GROUPS, LANES) + 16 * along(1, 2, LANES)
-    column = column + 2 * along(2, 8, LANES) + along(3, 2, LANES)
-    x = read_vector(x_ptr, column, K, PADDED)
-    x = gl.reshape(gl.permute(x, [0, 2, 3, 1]), [GROUPS, 8, 4])
-    OF_WORDS: gl.constexpr = lanes_of_x(PADDED, 32, gl.num_warps())
-    return gl.convert_layout(x, OF_WORDS, assert_trivial=True)
+def columns_in_memory(PADDED: gl.constexpr, FORMAT: gl.constexpr):
+    """Where the groups of a vector begin, and where columns are within their group."""
+    GROUP: gl.constexpr = group_of(FORMAT)
+    if FORMAT == "MXFP4":
+        # two columns of a group of 32 and the two 16 behind them are a word's four
+        LANES: gl.constexpr = lanes_of_halves(PADDED, gl.num_warps())
+        start = 32 * along(0, PADDED // 32, LANES)
+        within = 16 * along(1, 2, LANES) + 2 * along(2, 8, LANES) + along(3, 2, LANES)
+        return start, within
+    else:
+        group, word, four = columns_of(PADDED, FORMAT)
+        start = GROUP * gl.expand_dims(gl.expand_dims(group, 1), 2)
+        within = gl.expand_dims(4 * gl.expand_dims(word, 0), 2) + four
+        return start, within
+
+
+@gluon_jit
+def in_words(x, FORMAT: gl.constexpr):
+    """[groups, words, 4] of what `columns_in_memory` says."""
+    if FORMAT == "MXFP4":
+        GROUPS: gl.constexpr = x.shape[0]
+        OF_WORDS: gl.constexpr = lanes_of_x(32 * GROUPS, 32, gl.num_warps())
+        x = gl.reshape(gl.permute(x, [0, 2, 3, 1]), [GROUPS, 8, 4])
+        return gl.convert_layout(x, OF_WORDS, assert_trivial=True)
+    else:
+        return x
 
 
 @gluon_jit
@@ -153,11 +162,26 @@ def put_digits(
     FORMAT: gl.constexpr,
 ):
     """x, normalised if there is a weight, to shared memory in fixed point; zeros."""
-    group, word, _ = columns_of(PADDED, FORMAT)
     x = x.to(gl.float32)
     if weight is not None:
         mean = gl.sum(gl.sum(gl.sum(x * x, 2), 1), 0) / K
         x = x * gl.rsqrt(mean + EPS) * weight.to(gl.float32)
+    put_groups(x, None, 0, PADDED, PADDED, RING, FORMAT)
+    clear(RING, bytes_of_x(PADDED, FORMAT) - step_of_x(), step_of_x())
+
+
+@gluon_jit
+def put_groups(
+    x,
+    factors,
+    FIRST: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    ALL: gl.constexpr,
+    RING: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """COLUMNS of x in float32, from FIRST of ALL on; each group times its factor."""
+    group, word, _ = columns_of(COLUMNS, FORMAT)
     # as whole numbers, of which those of NaN and infinity are the largest
     size = gl.max(gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 2), 1)
     largest = size.to(gl.float32, bitcast=True)
@@ -167,6 +191,7 @@ def put_digits(
     number = gl.fma(x, gl.expand_dims(gl.expand_dims(factor, 1), 2), 12582912.0)
     high, low = digits(number.to(gl.int32, bitcast=True))
     total = gl.sum(sum_of_bytes(high) * 256 + sum_of_bytes(low), 1)
+    group += FIRST // group_of(FORMAT)
     at = own_memory(group[:, None] + word[None, :], RING)
     at = at + place_of_word(group[:, None], word[None, :], FORMAT)
     high = gl.convert_layout(high, at.type.layout, assert_trivial=True)
@@ -175,7 +200,9 @@ def put_digits(
     store_word(at, high)
     store_word(at + 16, low)
     scale = largest * (1 / 32512) + (largest - largest)  # NaN, not infinity
-    kept = own_memory(group, RING) + PADDED // 256 * step_of_x()
+    if factors is not None:
+        scale = scale * factors
+    kept = own_memory(group, RING) + ALL // 256 * step_of_x()
     kept = kept + place_of_sums(group, FORMAT)
     store_word(kept, scale.to(gl.int32, bitcast=True))
     EXCESS: gl.constexpr = excess_of(FORMAT)
@@ -185,7 +212,6 @@ def put_digits(
     elif FORMAT != "Q8_0":
         whole = total.to(gl.float32) * scale
         store_word(kept + 8, whole.to(gl.int32, bitcast=True))
-    clear(RING, bytes_of_x(PADDED, FORMAT) - step_of_x(), step_of_x())
 
 
 @gluon_jit

@@ -8,7 +8,7 @@ the columns, in which the activations come to shared memory. So each weight is d
 once for all activations of a program, next to the products of the weights before it.
 
 A weight is scale * (code - zero) + offset. The scale is a sum of two bfloat16, so that
-only the offset and the result are rounded.
+only the offset and the result are rounded; of MXFP4 one is exact.
 """
 
 from jaxkern.gpu.triton_call import (
@@ -24,6 +24,7 @@ from jaxkern.triton.quant.block_codes import (
     codes_of,
     fragments_of_scale,
     has_offsets,
+    is_power_of_two,
     is_signed,
     middle_of,
     read_step,
@@ -73,7 +74,9 @@ def factors_of(words, J: gl.constexpr, FORMAT: gl.constexpr):
     rows = ()
     for i in gl.static_range(2):
         high, low = in_two_parts(scales[i])
-        if has_offsets(FORMAT):
+        if is_power_of_two(FORMAT):
+            rows += ((high, high, high * 0),)
+        elif has_offsets(FORMAT):
             offset = gl.fma(scales[i], 1.0 * middle_of(FORMAT), scales[2 + i])
             rows += ((high, low, as_pair(offset, offset)),)
         else:
@@ -98,8 +101,9 @@ def weights_of_pair(pair, row, nothing, FORMAT: gl.constexpr):
         less = nothing + twice(-128 - middle_of(FORMAT))
         pair = fma_of_pairs(pair, nothing + 0x3F803F80, less)
     high, low, offset = row
-    weights = fma_of_pairs(pair, high, fma_of_pairs(pair, low, offset))
-    return two_numbers(weights)
+    if not is_power_of_two(FORMAT):
+        offset = fma_of_pairs(pair, low, offset)
+    return two_numbers(fma_of_pairs(pair, high, offset))
 
 
 @gluon_jit

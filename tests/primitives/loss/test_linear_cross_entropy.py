@@ -1,5 +1,7 @@
 """linear_cross_entropy: equals cross_entropy of the logits, in a block's memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,8 @@ from jaxkern.testing.checks import bf16, case, f32, i32
 from tests.golden.torch_losses_vision import assert_equals_torch
 
 EVERY = dict(label_smoothing=0.1, z_loss=0.01, softcap=3.0, ignore_index=2)
-CASES = [
+PLAIN = dict(label_smoothing=0.0, z_loss=0.0, softcap=None, ignore_index=None)
+EACH = [
     case(
         "every_option",
         x=f32(8, 3),
@@ -38,6 +41,37 @@ CASES = [
         labels=i32(16, high=128256),
     ),
 ]
+CASES = {
+    "linear_cross_entropy": EACH,
+    "summed_linear_cross_entropy": [
+        case(
+            "every_option",
+            x=f32(8, 3),
+            weight=f32(7, 3),
+            labels=i32(8, high=7),
+            factor=f32(8),
+            **EVERY,
+        ),
+        case(
+            "bf16",
+            full=True,
+            x=bf16(2, 2, 4),
+            weight=bf16(5, 4),
+            labels=i32(2, 2, high=5),
+            factor=bf16(2, 2),
+            **PLAIN,
+        ),
+        case(
+            "llama3_vocabulary",
+            full=True,
+            x=bf16(16, 64),
+            weight=bf16(128256, 64),
+            labels=i32(16, high=128256),
+            factor=f32(16),
+            **PLAIN,
+        ),
+    ],
+}
 
 
 def draw(*shape, seed=0):
@@ -88,6 +122,35 @@ def test_reductions():
     each = linear_cross_entropy(X, WEIGHT, LABELS)
     mean = linear_cross_entropy(X, WEIGHT, LABELS, reduction="mean")
     np.testing.assert_allclose(mean, each.sum() / 9, rtol=1e-6)
+
+
+def test_the_gradients_of_a_mean_are_those_of_its_tokens():
+    def mean(x, weight):
+        return linear_cross_entropy(x, weight, LABELS, reduction="mean")
+
+    def of_tokens(x, weight):
+        return jnp.sum(linear_cross_entropy(x, weight, LABELS)) / 9
+
+    found, expected = (jax.grad(f, (0, 1))(X, WEIGHT) for f in (mean, of_tokens))
+    for g, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "others, by_tokens",
+    [
+        (dict(reduction="sum"), True),
+        (dict(), False),
+        (dict(reduction="sum", block_size=3), False),
+        (dict(reduction="sum", return_lse=True), False),
+        (dict(reduction="sum", bias=draw(11)), False),
+    ],
+    ids=["sum", "none", "block_size", "return_lse", "bias"],
+)
+def test_which_calls_make_both_gradients_in_the_forward_pass(others, by_tokens):
+    f = functools.partial(linear_cross_entropy, labels=LABELS, **others)
+    text = str(jax.make_jaxpr(f)(X, WEIGHT))
+    assert ("summed_linear_cross_entropy" in text) == by_tokens
 
 
 @pytest.mark.parametrize("wrt", [0, 1, (0, 1)])

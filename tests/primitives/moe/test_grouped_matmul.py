@@ -28,6 +28,13 @@ CASES = [
     case("empty", x=f32(0, 4), w=f32(2, 3, 4), group_sizes=sizes(0, 0)),
     case("odd", x=bf16(5, 3), w=bf16(2, 5, 3), group_sizes=sizes(5, 0)),
     case(
+        "one_column",
+        x=f32(11, 1),
+        w=bf16(4, 16, 1),
+        group_sizes=sizes(3, 0, 5, 2),
+        full=True,
+    ),
+    case(
         "qwen3_30b_on_one_of_8_devices",
         x=bf16(64, 2048),
         w=bf16(16, 768, 2048),
@@ -68,8 +75,21 @@ def product_and_gradients(x, w, group_sizes, dy):
 
 @pytest.mark.parametrize("group_sizes", SIZES.values(), ids=SIZES)
 def test_equals_the_loop_over_groups(group_sizes):
+    check_values_and_gradients(group_sizes, 6, 5)
+
+
+@pytest.mark.parametrize("d, f", [(1, 5), (6, 1)])
+def test_a_single_column(d, f):
+    """Of x, whose products take no loop, or of y, which is so for dx."""
+    check_values_and_gradients(SIZES["rows left over"], d, f)
+    x, w = jnp.ones((13, d)), jnp.ones((4, f, d))
+    product = jax.jit(grouped_matmul).lower(x, w, jnp.ones(4, jnp.int32))
+    assert ("while" in product.as_text()) == (d > 1)
+
+
+def check_values_and_gradients(group_sizes, d, f):
     rng = np.random.default_rng(0)
-    x, w, dy = (rng.standard_normal(s) for s in [(13, 6), (4, 5, 6), (13, 5)])
+    x, w, dy = (rng.standard_normal(s) for s in [(13, d), (4, f, d), (13, f)])
     expected, groups = loop(x, w, group_sizes)
     dx, dw = np.zeros_like(x), np.zeros_like(w)
     for g, rows in enumerate(groups):

@@ -30,7 +30,7 @@ IDS = np.array([[2, 0, 3], [1, -1, 4]], np.int32)  # 3 is the shared one's, if a
 def drawn(rng, kind, *shape):
     """(container, the same in float64)."""
     *lead, f, d = shape
-    if kind.startswith("Q"):
+    if kind.isupper():  # of blocks
         w, values = weights(rng, kind, int(np.prod(lead, dtype=int)) * f, d)
         tiles = np.asarray(w.tiles).reshape(*lead, f // 16, -1)
         return type(w)(tiles, kind), values.reshape(shape)
@@ -118,6 +118,22 @@ def of_shapes(kind, *shape):
     return jax.eval_shape(pack, spec(*shape, dtype="float32"))
 
 
+def ops_of(kind, d, f, e, k, shared, tokens):
+    """Both ops and the shapes of their operands."""
+    gate, down = of_shapes(kind, e, f, d), of_shapes(kind, e, d, f)
+    both, back = None, None
+    if shared:
+        both, back = of_shapes(kind, 2 * f, d), of_shapes(kind, d, f)
+    x, ids = spec(tokens, d), spec(tokens, k, dtype="int32")
+    f32 = functools.partial(spec, dtype="float32")
+    wide = functools.partial(expert_hidden, **GPT_OSS)
+    around = f32(tokens, k), down, f32(e, d), x, back
+    return (
+        (wide, (x, ids, gate, gate, f32(e, f), f32(e, f), both)),
+        (expert_sum, (spec(tokens, k, f), ids, *around)),
+    )
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "kind, d, f, e, k, shared",
@@ -127,19 +143,8 @@ def of_shapes(kind, *shape):
     ],
 )
 def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):
-    gate, down = of_shapes(kind, e, f, d), of_shapes(kind, e, d, f)
-    both, back = None, None
-    if shared:
-        both, back = of_shapes(kind, 2 * f, d), of_shapes(kind, d, f)
-    x, ids, hidden = spec(1, d), spec(1, k, dtype="int32"), spec(1, k, f)
-    f32 = functools.partial(spec, dtype="float32")
-    biases = f32(e, f), f32(e, f), f32(e, d)
-    wide = functools.partial(expert_hidden, **GPT_OSS)
     with compiling_for(90):
-        for op, operands in (
-            (wide, (x, ids, gate, gate, *biases[:2], both)),
-            (expert_sum, (hidden, ids, f32(1, k), down, biases[2], x, back)),
-        ):
+        for op, operands in ops_of(kind, d, f, e, k, shared, tokens=2):
             [launch] = launches_of(op, operands)
             assert launch.stack_bytes == 0 and launch.registers <= 128, kind
             assert "HMMA" in launch.sass
@@ -149,7 +154,7 @@ def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):
     "reason, x, ids, w",
     [
         ("`x` is float32, not bfloat16", spec(1, 64, dtype="float32"), (1, 2), "Q8_0"),
-        ("there are 9 tokens, over 8", spec(9, 64), (9, 2), "Q8_0"),
+        ("over 8 tokens need compute capability 9.0", spec(9, 64), (9, 2), "Q8_0"),
         ("a token has 17 experts, over 16", spec(1, 64), (1, 17), "mxfp4"),
         ("there are no elements", spec(0, 64), (0, 2), "mxfp4"),
         ("mxfp8 has no kernel for experts in one launch", spec(1, 64), (1, 2), "mxfp8"),

@@ -1,4 +1,7 @@
-"""Triton's routing, in the interpreter against the reference, and compiled."""
+"""Triton's routing, in the interpreter against the reference, and compiled.
+
+And the order of the slots that it gives to experts.
+"""
 
 from typing import Any
 
@@ -11,8 +14,10 @@ from jaxkern import explain, route
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
+from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.route import route_reference
 from jaxkern.triton.moe import route as kernels
+from jaxkern.triton.moe import slot_order
 from tests.triton.interpreted import (
     alone,
     check_in_its_own_process,
@@ -38,11 +43,12 @@ CASES = {
     "groups": (6, 64, 5, GROUPS),
     "largest of groups": (6, 32, 3, GROUPS | dict(group_score="max")),
 }
+SLOTS = [(37, 4, 6), (3, 5, 20)]  # tokens, chosen, experts
 
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, len(CASES))
+    check_in_its_own_process(__file__, len(CASES) + len(SLOTS))
 
 
 @alone
@@ -65,6 +71,20 @@ def test_weights_and_ids(name):
     expected = route_reference(*operands, k=k, **options)
     np.testing.assert_array_equal(ids, expected[1])
     np.testing.assert_allclose(weights, expected[0], rtol=1e-5, atol=1e-7)
+
+
+@alone
+@pytest.mark.parametrize("tokens, k, experts", SLOTS)
+def test_slots_in_order(tokens, k, experts, monkeypatch):
+    """Several experts of none, ids outside, and more slots than are read at once."""
+    monkeypatch.setattr(slot_order, "MOST", 64)
+    ids = np.random.default_rng(k).integers(-2, experts + 2, (tokens, k))
+    ids[ids == 1] = 0
+    with interpreted():
+        order, sizes = slot_order.slot_order(jnp.asarray(ids), experts)
+    expected = expert_order(jnp.asarray(ids), experts)
+    np.testing.assert_array_equal(order, expected[0])
+    np.testing.assert_array_equal(sizes, expected[1])
 
 
 @starts_it

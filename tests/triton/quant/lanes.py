@@ -240,14 +240,16 @@ def whole_product(args: list, signed: bool) -> tuple[Tensor, ...]:
     return tuple(out)
 
 
-def copied(place: Tensor, source: Tensor, count: int, asks: Tensor) -> None:
+def copied(place: Tensor, source: Tensor, count: Any, asks: Tensor) -> None:
     """A bulk copy of each warp that asks for one."""
-    places, sources, asked = np.broadcast_arrays(place.data, source.data, asks.data)
     memory = source.memory.reshape(-1).view(np.uint8)
-    for to, at in zip(places[asked != 0], sources[asked != 0], strict=True):
-        assert to % 16 == at % 16 == count % 16 == 0, "a bulk copy that is not aligned"
-        assert 0 <= at <= memory.size - count, "reads outside of an array"
-        shared[to : to + count] = memory[at : at + count]
+    asked = np.broadcast_arrays(place.data, source.data, raw(count), asks.data)
+    for to, at, size, asks_ in zip(*(a.flat for a in asked), strict=True):
+        if not asks_ or not size:
+            continue
+        assert to % 16 == at % 16 == size % 16 == 0, "a bulk copy that is not aligned"
+        assert 0 <= at <= memory.size - size, "reads outside of an array"
+        shared[to : to + size] = memory[at : at + size]
 
 
 def rows_copied(place: Tensor, source: Tensor, count: Tensor) -> None:
@@ -315,6 +317,8 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return whole_product(args, m[1] == "s")
     if m := re.search(r"cp.async.bulk[^$]*\[\$2\], \[\$3\], (\d+), \[\$1\]", text):
         return copied(args[1], args[2], int(m[1]), args[3])
+    if re.search(r"cp.async.bulk[^$]*\[\$2\], \[\$3\], \$4, \[\$1\]", text):
+        return copied(*args[1:])
     if "mbarrier.init" in text or "mbarrier.try_wait" in text:
         return None
     if text.startswith("cp.async.cg.shared.global [$1], [$2], 16, $3;"):
@@ -325,6 +329,12 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return two_floats_stored(*map(raw, args))
     if "shfl.sync.bfly.b32" in text and "st.shared.v2.f32" in text:
         return sums_put(*map(raw, args))
+    if text.startswith("shfl.sync.idx.b32 $0, $1, $2, 0x1f"):
+        number, lane = np.broadcast_arrays(raw(args[0]), raw(args[1]))
+        of_warps = [a.reshape(len(a), -1) for a in (number, lane)]
+        return Tensor(np.take_along_axis(*of_warps, 1).reshape(lane.shape))
+    if text.startswith("ld.relaxed.gpu.global.b32 $0, [$1];"):
+        return from_memory(args[0], 0, 1)[0]
     if text.startswith("bar.warp.sync"):
         return args[0]
     if m := re.fullmatch(r"ld.shared.u16 \$0, \[\$1\+(\d+)\];", text):
@@ -361,6 +371,9 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         at, word = np.broadcast_arrays(raw(args[0]), words(args[1]))
         shared[at[..., None] + np.arange(2)] = word[..., None] >> 8 * np.arange(2) & 255
         return args[1]
+    if text.startswith("mov.b32 {$0, $1}, $2;"):
+        both = words(args[0])[..., None].view(np.int16)
+        return Tensor(both[..., 0]), Tensor(both[..., 1])
     if text.startswith("cvt.rn.bf16x2.f32 $0, $2, $1;"):
         return paired(raw(args[0]), raw(args[1]))
     if text.startswith("fma.rn.bf16x2 $0, $2, $3, $1;"):
@@ -409,6 +422,35 @@ def constant(x: Any) -> Any:
     return x
 
 
+class Slabs:
+    """Shared memory of a dtype, of which parts are written by copies."""
+
+    def __init__(self, data: np.ndarray):
+        self.data, self.shape = data, list(data.shape)
+
+    def index(self, i: Any) -> "Slabs":
+        return Slabs(self.data[int(raw(i))])
+
+    def permute(self, axes: list[int]) -> "Slabs":
+        return Slabs(self.data.transpose(axes))
+
+
+def slabs_of(dtype: DType, shape: list[int], layout: Any) -> Slabs:
+    del layout
+    return Slabs(np.full(shape, np.nan, dtype.numpy))
+
+
+def slab_copied(slab: Slabs, at: Tensor, mask: Any) -> None:
+    slab.data[...] = load(at, mask).data
+
+
+def product_of_warps(a: Tensor, b: Slabs, sums: Tensor, is_async: bool) -> Tensor:
+    """wgmma, in float64 and rounded once."""
+    del is_async
+    wide = a.data.astype(np.float64) @ b.data.astype(np.float64)
+    return Tensor((wide + sums.data).astype(np.float32))
+
+
 class Gluon(SimpleNamespace):
     """`gl` for one program of a launch."""
 
@@ -424,6 +466,7 @@ class Gluon(SimpleNamespace):
             int64=INT64,
             float16=FLOAT16,
             float32=FLOAT32,
+            bfloat16=BFLOAT16,
             constexpr=constant,
             static_range=range,
             pointer_type=PointerType,
@@ -433,8 +476,11 @@ class Gluon(SimpleNamespace):
             store=store,
             inline_asm_elementwise=assembler,
             thread_barrier=lambda: None,
-            allocate_shared_memory=lambda *_: nothing,
+            allocate_shared_memory=lambda dtype, shape, layout: (
+                slabs_of(dtype, shape, layout) if len(shape) > 2 else nothing
+            ),
             arange=lambda a, b, layout: Tensor(np.arange(a, b, dtype=np.int32)),
+            zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape, dtype.numpy)),
             full=lambda shape, x, dtype, layout: Tensor(np.full(shape, x, dtype.numpy)),
             sum=lambda x, axis: Tensor(x.data.sum(axis, dtype=x.data.dtype)),
             where=chosen,
@@ -451,7 +497,11 @@ class Gluon(SimpleNamespace):
             exp=exponential,
             rsqrt=lambda x: Tensor(np.float32(1) / np.sqrt(x.data)),
             **dict.fromkeys(
-                ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout"),
+                (
+                    *("BlockedLayout", "SliceLayout", "SwizzledSharedLayout"),
+                    *("NVMMASharedLayout", "NVMMADistributedLayout"),
+                    "DotOperandLayout",
+                ),
                 lambda *_: None,
             ),
         )
@@ -466,7 +516,17 @@ def fused(x: Any, y: Any, z: Any) -> Tensor:
 
 def modules(gl: Gluon) -> Any:
     """Imports kernel files anew, with this `gl`."""
-    bridge = SimpleNamespace(gl=gl, gluon_jit=constant, constexpr_function=constant)
+    bridge = SimpleNamespace(
+        gl=gl,
+        gluon_jit=constant,
+        constexpr_function=constant,
+        async_load=slab_copied,
+        async_copy=SimpleNamespace(
+            commit_group=lambda: None, wait_group=lambda others: None
+        ),
+        warpgroup_mma=product_of_warps,
+        warpgroup_mma_wait=lambda others, deps: deps,
+    )
     read: dict[str, ModuleType] = {}
 
     def imported(name: str, *args: Any) -> Any:
@@ -518,3 +578,10 @@ def run(launch: Any, arrays: dict[str, np.ndarray], place: tuple[int, ...]) -> N
     module = imported(launch.kernel.__module__)
     given = {n: pointer(x) for n, x in arrays.items()}
     vars(module)[name](**given, **dict(launch.constants))
+
+
+def in_lane_order(x: np.ndarray, words: int) -> np.ndarray:
+    """x `[rows, columns]` as `jaxkern/triton/quant/lane_order.py` has it."""
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % (8 * words))))
+    by_lane = padded.reshape(len(x), -1, 4, words, 2)
+    return by_lane.swapaxes(2, 3).reshape(len(x), -1)

@@ -1,5 +1,7 @@
 """Rows of packed codes as floats by Triton's kernel, interpreted: each way to read.
 
+And activations in the order of lanes.
+
 The products are not: Gluon has no interpreter, see tests/gpu/quant/.
 """
 
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkern.triton.quant.lane_order import in_lane_order
 from jaxkern.triton.quant.row_codes import BITS
 from jaxkern.triton.quant.row_decode import decoded
 from jaxkern.triton.quant.row_problem import Rows
@@ -16,6 +19,7 @@ from tests.triton.interpreted import (
     interpreted,
     starts_it,
 )
+from tests.triton.quant import lanes
 from tests.triton.quant.test_row_products import by_formula
 
 CASES = [
@@ -23,11 +27,12 @@ CASES = [
     *(("i4", "float", ""), ("u4", "float", "zero"), ("u4", "float", "")),
     *(("e4m3", "float", ""), ("e2m1", "e8m0", ""), ("e2m1", "e4m3", "")),
 ]
+ORDERS = [(1, 96, 16), (7, 544, 2), (300, 32, 2)]  # rows, columns, words of a lane
 
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, len(CASES))
+    check_in_its_own_process(__file__, len(CASES) + len(ORDERS))
 
 
 def random_rows(form, kind, offset) -> Rows:
@@ -70,3 +75,14 @@ def test_whole_weights_and_rows(form, kind, offset):
     expected = np.stack([truth[7], 0 * truth[0], 0 * truth[0], truth[2]])
     found = np.asarray(found).reshape(4, -1)
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-7 * scale)
+
+
+@alone
+@pytest.mark.parametrize("rows, columns, words", ORDERS)
+def test_activations_in_the_order_of_lanes(rows, columns, words):
+    """Zeros behind the last column, in no program what another row has."""
+    x = np.arange(rows * columns, dtype=np.uint16).reshape(rows, columns)
+    with interpreted():
+        found = in_lane_order(jnp.asarray(x).view(jnp.bfloat16), words)
+    found = np.asarray(found).view(np.uint16)
+    np.testing.assert_array_equal(found, lanes.in_lane_order(x, words))

@@ -1,13 +1,25 @@
-"""Experts of interleaved rows for a few tokens, by packed_experts.py."""
+"""Experts of interleaved rows: of a few tokens by packed_experts.py, of more sorted."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import sparse_call
-from jaxkern.triton.moe.few_slots import refusal
+from jaxkern.triton.moe.expert_slots.one_token import (
+    hidden_of_one,
+    steps_of,
+    sum_of_one,
+)
+from jaxkern.triton.moe.few_slots import are_many, refusal
+from jaxkern.triton.moe.grouped_slots import (
+    Packed,
+    grouped_hidden,
+    grouped_sum,
+    refusal_of_many,
+)
 from jaxkern.triton.quant.block_codes import BYTES, STEP
 from jaxkern.triton.quant.packed_experts import (
     packed_hidden_kernel,
@@ -23,21 +35,26 @@ def unsupported_hidden(
     x, ids, gate_tiles, up_tiles, shared_tiles, gate_bias, up_bias, *, qtype, **options
 ) -> str | None:
     del options
-    named = dict(gate_tiles=gate_tiles, up_tiles=up_tiles, shared_tiles=shared_tiles)
+    named = dict(gate_tiles=gate_tiles, up_tiles=up_tiles)
     biases = dict(gate_bias=gate_bias, up_bias=up_bias)
-    return refusal(x, ids, **named, **biases) or refusal_of_format(qtype)
+    return refusal_of_tiles(x, ids, shared_tiles, qtype, **named, **biases)
 
 
 def unsupported_sum(
     x, ids, weights, down_tiles, shared_tiles, down_bias, residual, *, qtype
 ) -> str | None:
-    named = dict(weights=weights, down_tiles=down_tiles, shared_tiles=shared_tiles)
+    named = dict(weights=weights, down_tiles=down_tiles)
     more = dict(down_bias=down_bias, residual=residual)
-    return refusal(x, ids, **named, **more) or refusal_of_format(qtype)
+    return refusal_of_tiles(x, ids, shared_tiles, qtype, **named, **more)
 
 
-def refusal_of_format(qtype: str) -> str | None:
-    return None if qtype in BYTES else f"{qtype} has no kernel, only {', '.join(BYTES)}"
+def refusal_of_tiles(x: Any, ids: Any, shared: Any, qtype: str, **named: Any):
+    """Why no kernel runs, or None."""
+    if qtype not in BYTES:
+        return f"{qtype} has no kernel, only {', '.join(BYTES)}"
+    if are_many(ids):
+        return refusal_of_many(x, ids, shared, **named)
+    return refusal(x, ids, shared_tiles=shared, **named)
 
 
 def sizes_of(x: jax.Array, ids: jax.Array, tiles: jax.Array, qtype: str) -> dict:
@@ -71,6 +88,20 @@ def interleaved_expert_hidden(
 
     Or `[e, 2, u, bytes]`, which have those of up too.
     """
+    if are_many(ids):
+        up = up_tiles
+        if up is not None:
+            up = Packed.of_tiles(up, qtype, x.shape[-1])
+        y = grouped_hidden(
+            *(x, ids, Packed.of_tiles(gate_tiles, qtype, x.shape[-1]), up),
+            *(gate_bias, up_bias),
+            **dict(alpha=alpha, limit=limit, up_offset=up_offset),
+        )
+        return y.reshape(*ids.shape, -1, TILE)
+    activation = {"ALPHA": alpha, "LIMIT": limit, "UP_OFFSET": up_offset}
+    if p := steps_of(x, ids, gate_tiles, qtype):
+        weights = gate_tiles, up_tiles, shared_tiles, gate_bias, up_bias
+        return hidden_of_one(p, x, ids, *weights, activation)
     sizes, units = sizes_of(x, ids, gate_tiles, qtype), gate_tiles.shape[2]
     shares = min(SHARES, next_power_of_2(-(-x.shape[-1] // STEP)))
     [y] = sparse_call(
@@ -87,8 +118,8 @@ def interleaved_expert_hidden(
         },
         {"y_ptr": jax.ShapeDtypeStruct((*ids.shape, units, TILE), x.dtype)},
         sizes
-        | {"HALVES": gate_tiles.shape[1], "ALPHA": alpha, "LIMIT": limit}
-        | {"UP_OFFSET": up_offset, "SHARES": shares, "num_warps": 2 * shares},
+        | activation
+        | {"HALVES": gate_tiles.shape[1], "SHARES": shares, "num_warps": 2 * shares},
     )
     return y
 
@@ -97,6 +128,13 @@ def interleaved_expert_sum(
     x, ids, weights, down_tiles, shared_tiles, down_bias, residual, *, qtype
 ):
     """`[..., u, 16]` of x `[..., k, d]`, ids and weights `[..., k]`."""
+    if are_many(ids):
+        down = Packed.of_tiles(down_tiles, qtype, x.shape[-1])
+        y = grouped_sum(x, ids, weights, down, down_bias, residual)
+        return y.reshape(*ids.shape[:-1], -1, TILE)
+    if p := steps_of(x, ids, down_tiles, qtype):
+        rest = down_tiles, shared_tiles, down_bias, residual
+        return sum_of_one(p, x, ids, weights, *rest)
     sizes, units = sizes_of(x, ids, down_tiles, qtype), down_tiles.shape[1]
     steps = ids.shape[-1] * -(-x.shape[-1] // STEP)
     few, many = OF_SUM

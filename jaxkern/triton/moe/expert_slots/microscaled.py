@@ -1,4 +1,4 @@
-"""Experts of MXFP4 and NVFP4 for a few tokens, by row_experts.py."""
+"""Experts of MXFP4 and NVFP4: of a few tokens by row_experts.py, of more sorted."""
 
 import dataclasses
 import math
@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import sparse_call
-from jaxkern.triton.moe.few_slots import refusal
+from jaxkern.triton.moe.few_slots import are_many, refusal
+from jaxkern.triton.moe.grouped_slots import (
+    TILE,
+    Packed,
+    grouped_hidden,
+    grouped_sum,
+    refusal_of_many,
+)
 from jaxkern.triton.quant import row_products
 from jaxkern.triton.quant.microscaled import rows_of
 from jaxkern.triton.quant.row_experts import row_hidden_kernel, row_sum_kernel
@@ -18,9 +25,16 @@ from jaxkern.triton.quant.row_problem import RowProblem
 OF_SUM = 8, 16  # warps of a result, where they have few batches and where many
 
 
-def refusal_of_rows(x: Any, ids: Any, codes: Any, scales: Any, format: str, **more):
+def refusal_of_rows(
+    x: Any, ids: Any, codes: Any, scales: Any, shared: Any, format: str, **more: Any
+) -> str | None:
     """Why no kernel runs, or None."""
-    if reason := refusal(x, ids, codes=codes, scales=scales, **more):
+    more |= dict(codes=codes, scales=scales)
+    if are_many(ids):
+        if format != "mxfp4" or codes.shape[-2] % TILE:
+            return f"{format} with {codes.shape[-2]} rows, not mxfp4 with 16, 32, ..."
+        return refusal_of_many(x, ids, shared, **more)
+    if reason := refusal(x, ids, shared_codes=shared, **more):
         return reason
     w = rows_of(codes, scales, None, format)
     if w.format != "e2m1":
@@ -46,9 +60,10 @@ def unsupported_hidden(
     **options,
 ) -> str | None:
     del options, up_scales, shared_scales
-    more = dict(up_codes=up_codes, shared_codes=shared_codes)
-    more |= dict(gate_bias=gate_bias, up_bias=up_bias)
-    return refusal_of_rows(x, ids, gate_codes, gate_scales, format, **more)
+    more = dict(up_codes=up_codes, gate_bias=gate_bias, up_bias=up_bias)
+    return refusal_of_rows(
+        x, ids, gate_codes, gate_scales, shared_codes, format, **more
+    )
 
 
 def unsupported_sum(
@@ -65,9 +80,10 @@ def unsupported_sum(
     format,
 ) -> str | None:
     del shared_scales
-    more = dict(weights=weights, shared_codes=shared_codes, residual=residual)
-    more |= dict(down_bias=down_bias)
-    return refusal_of_rows(x, ids, down_codes, down_scales, format, **more)
+    more = dict(weights=weights, down_bias=down_bias, residual=residual)
+    return refusal_of_rows(
+        x, ids, down_codes, down_scales, shared_codes, format, **more
+    )
 
 
 def problem_of(ids: jax.Array, codes: jax.Array, scales: jax.Array, format: str):
@@ -102,6 +118,12 @@ def microscaled_expert_hidden(
 
     Or `[e, 2, f, ...]`, which have those of up too.
     """
+    if are_many(ids):
+        up = None if up_codes is None else Packed.of_rows(up_codes, up_scales)
+        return grouped_hidden(
+            *(x, ids, Packed.of_rows(gate_codes, gate_scales), up, gate_bias, up_bias),
+            **dict(alpha=alpha, limit=limit, up_offset=up_offset),
+        )
     p = problem_of(ids, gate_codes, gate_scales, format)
     [y] = sparse_call(
         row_hidden_kernel,
@@ -140,6 +162,9 @@ def microscaled_expert_sum(
     format,
 ):
     """`[..., f]` of x `[..., k, d]`, ids and weights `[..., k]`."""
+    if are_many(ids):
+        down = Packed.of_rows(down_codes, down_scales)
+        return grouped_sum(x, ids, weights, down, down_bias, residual)
     p = problem_of(ids, down_codes, down_scales, format)
     p = dataclasses.replace(p, shares=1)
     batches = p.turns * p.top_k
