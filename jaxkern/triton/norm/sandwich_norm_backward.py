@@ -196,6 +196,7 @@ def sandwich_norm_bwd_kernel(
             along, next_along = means_of(by_next, direct, across, D)
         elif GIVEN:
             along, next_along = of_both_norms(along_ptr, next_along_ptr, rows, present)
+        place = 2 * (block // PROGRAMS % 2)
         of_weight = ()
         of_scale = ()
         of_nexts = ()
@@ -212,15 +213,8 @@ def sandwich_norm_bwd_kernel(
             # vectors are read each time: held over the loop they would cost registers
             weight = factor(weight_ptr, columns, inside, OFFSET)
             xhat, total = normed_and_summed(now, ptrs, weight, rstd)
-            dsum, of_total = through_total(
-                now,
-                total,
-                dscale[k],
-                dtotal_ptr,
-                scale_ptr,
-                columns,
-                inside,
-                SCALE_STRIDE,
+            dsum, of_total = through_total(  # ptrs[2] is dtotal_ptr
+                now, total, dscale[k], ptrs[2], scale_ptr, columns, inside, SCALE_STRIDE
             )
             of_scale = of_scale + (of_total,)
             of_next = ()
@@ -232,7 +226,6 @@ def sandwich_norm_bwd_kernel(
                 for i in tl.static_range(len(dys)):
                     of_next = of_next + (dnexts[k][i] + dys[i] * total,)
                 if CHUNKS == 1 and not GIVEN:
-                    place = 2 * (block // PROGRAMS % 2)
                     next_along = mean_of(dnormed * total, memory, place, D, CLUSTER)
                 dsum += (dnormed - total * next_along) * next_rstd
             of_nexts = of_nexts + (of_next + rest_of(dnexts[k], len(of_next)),)
@@ -241,15 +234,11 @@ def sandwich_norm_bwd_kernel(
             if rstd_ptr is not None:
                 dsum *= weight
                 if CHUNKS == 1 and not GIVEN:
-                    place = 2 * (block // PROGRAMS % 2) + 1
-                    along = mean_of(dsum * xhat, memory, place, D, CLUSTER)
+                    along = mean_of(dsum * xhat, memory, place + 1, D, CLUSTER)
                 dsum = (dsum - xhat * along) * rstd
             write(dx_ptr, at, dsum, mask)
-        dweight = of_weight
-        dscale = of_scale
-        dnexts = of_nexts
-    sums = dweight, dscale, dnexts
-    write_sums(vector_ptrs, sums, program, lanes, D, CHUNKS, BLOCK)
+        dweight, dscale, dnexts = of_weight, of_scale, of_nexts
+    write_sums(vector_ptrs, (dweight, dscale, dnexts), program, lanes, D, CHUNKS, BLOCK)
 
 
 def sandwich_norm_bwd(
