@@ -28,7 +28,6 @@ from jaxkern import (
     append_kv_cache,
     apply_rope,
     empty_kv_cache,
-    geglu,
     rms_norm,
     rms_norm_add,
     rope_cos_sin,
@@ -41,6 +40,7 @@ from jaxkern.models.products import (
     Matrices,
     Table,
     embed,
+    gate_of,
     gated,
     output_product,
     project,
@@ -211,7 +211,8 @@ def hidden_states(
         )
         y = project(config, y.reshape(*x.shape[:-1], -1), layer.attention_output)
         x = rms_norm_add(y, x, layer.attention_post_norm, eps=config.eps)
-        x = after_attention(config, layer, x, None if inputs is None else inputs[i])
+        own_input = None if inputs is None else inputs[..., i, :]
+        x = after_attention(config, layer, x, own_input)
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if before is None else tuple(after)
 
@@ -235,18 +236,19 @@ def layer_inputs(
     weights: Gemma4Weights,
     tokens: Int32[Array, "b t"],
     x: Float[Array, "b t d"],
-) -> Float[Array, "l b t p"] | None:
+) -> Float[Array, "b t l p"] | None:
     """What each layer gets of the tokens and their embeddings x."""
     if weights.input_table is None or weights.input_context is None:
         return None
     own = embed(tokens, weights.input_table, x.dtype)
     own = own * jnp.asarray(config.per_layer**0.5, x.dtype)
-    context = project(config, x, weights.input_context) * config.d_model**-0.5
+    context = project(config, x, weights.input_context)
     own, context = (
-        jnp.moveaxis(a.reshape(*a.shape[:-1], -1, config.per_layer), -2, 0)
-        for a in (own, context)
+        a.reshape(*a.shape[:-1], -1, config.per_layer) for a in (own, context)
     )
-    return (rms_norm(context, weights.input_norm, eps=config.eps) + own) * 2**-0.5
+    # the norm of context / sqrt(d)
+    eps = config.eps * config.d_model
+    return rms_norm_add(context, own, weights.input_norm, 2**-0.5, eps=eps)
 
 
 def normed_q(
@@ -280,6 +282,6 @@ def after_attention(
     if inputs is None or layer.input_gate is None or layer.input_projection is None:
         return rms_norm_add(y, x, layer.ffn_post_norm, layer.scalar, eps=config.eps)
     x = rms_norm_add(y, x, layer.ffn_post_norm, eps=config.eps)
-    y = geglu(project(config, x, layer.input_gate), inputs)
+    y = gate_of(config, x, layer.input_gate, inputs, "gelu_tanh")
     y = project(config, y, layer.input_projection)
     return rms_norm_add(y, x, layer.input_post_norm, layer.scalar, eps=config.eps)
