@@ -28,13 +28,20 @@ from jaxkern import (
     append_kv_cache,
     apply_rope,
     empty_kv_cache,
+    head_norm_rope,
     rms_norm,
     rms_norm_add,
     rope_cos_sin,
     softcap,
 )
 from jaxkern.models.architecture import CacheForm
-from jaxkern.models.cached_steps import decode, next_positions, prefill, with_lengths
+from jaxkern.models.cached_steps import (
+    attend_in_one,
+    decode,
+    next_positions,
+    prefill,
+    with_lengths,
+)
 from jaxkern.models.gemma4_experts import Gemma4Experts, beside
 from jaxkern.models.products import (
     Matrices,
@@ -185,30 +192,41 @@ def hidden_states(
         heads, table = config.heads_of(i), tables[config.windowed[i]]
         y = project(config, x, layer.qkv, layer.attention_norm)
         width = config.heads * heads.head_dim
-        q, kv = normed_q(config, layer, heads, y[..., :width]), y[..., width:]
-        if config.keys_of(i) == i:
-            k, v = keys_and_values(config, layer, heads, kv)
-            k = apply_rope(k, *table)
-            if before is None:
-                seen.append(dict(key=k, value=v, segment_ids=segment_ids))
-            else:
-                own = append_kv_cache(before[i], k, v, new_lengths)
-                after.append(own)
-                seen.append(
-                    dict(
-                        key=own.keys,
-                        value=own.values,
-                        kv_lengths=own.lengths,
-                        q_offset=before[i].lengths,
-                    )
-                )
-        y = attention_over(
-            apply_rope(q, *table),
-            **seen[config.keys_of(i)],
-            causal=True,
-            window=config.window if config.windowed[i] else None,
-            scale=1.0,
+        q, kv = heads_in(heads, y[..., :width]), heads_in(heads, y[..., width:])
+        options: dict = dict(
+            window=config.window if config.windowed[i] else None, scale=1.0
         )
+        cache = None if before is None or config.keys_of(i) != i else before[i]
+        if cache is not None and config.fused:
+            y, own = attend_in_one(
+                q,
+                *keys_and_values(heads, kv),
+                (layer.q_norm, layer.k_norm),
+                table,
+                cache,
+                new_lengths,
+                eps=config.eps,
+                value_eps=config.eps,
+                pairing="neox",
+                **options,
+            )
+            after.append(own)
+            seen.append(cached_operands(cache, own))
+        else:
+            if config.keys_of(i) == i:
+                k, v = normed_keys_and_values(config, layer, heads, kv)
+                k = apply_rope(k, *table)
+                if cache is None:
+                    seen.append(dict(key=k, value=v, segment_ids=segment_ids))
+                else:
+                    after.append(append_kv_cache(cache, k, v, new_lengths))
+                    seen.append(cached_operands(cache, after[-1]))
+            y = attention_over(
+                turned_q(config, layer, q, table, in_one=before is not None),
+                **seen[config.keys_of(i)],
+                causal=True,
+                **options,
+            )
         y = project(config, y.reshape(*x.shape[:-1], -1), layer.attention_output)
         x = rms_norm_add(y, x, layer.attention_post_norm, eps=config.eps)
         own_input = None if inputs is None else inputs[..., i, :]
@@ -251,21 +269,48 @@ def layer_inputs(
     return rms_norm_add(context, own, weights.input_norm, 2**-0.5, eps=eps)
 
 
-def normed_q(
-    config: Gemma4Config, layer: Gemma4Layer, heads: Heads, q: Float[Array, "b t f"]
+def heads_in(heads: Heads, y: Float[Array, "b t f"]) -> Float[Array, "b t n h"]:
+    return y.reshape(*y.shape[:-1], -1, heads.head_dim)
+
+
+def turned_q(
+    config: Gemma4Config,
+    layer: Gemma4Layer,
+    q: Float[Array, "b t n h"],
+    table: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+    *,
+    in_one: bool,
 ) -> Float[Array, "b t n h"]:
-    q = q.reshape(*q.shape[:-1], -1, heads.head_dim)
-    return rms_norm(q, layer.q_norm, eps=config.eps)
+    """Queries normalised and rotated: in one op where that has no gradient to give."""
+    if in_one and config.fused:
+        return head_norm_rope(q, layer.q_norm, *table, eps=config.eps)
+    return apply_rope(rms_norm(q, layer.q_norm, eps=config.eps), *table)
 
 
 def keys_and_values(
-    config: Gemma4Config, layer: Gemma4Layer, heads: Heads, kv: Float[Array, "b t f"]
+    heads: Heads, kv: Float[Array, "b t n h"]
+) -> tuple[Float[Array, "b t k h"], Float[Array, "b t k h"]]:
+    """As they are projected."""
+    k = kv[..., : heads.kv_heads, :]
+    return k, k if heads.keys_as_values else kv[..., heads.kv_heads :, :]
+
+
+def normed_keys_and_values(
+    config: Gemma4Config,
+    layer: Gemma4Layer,
+    heads: Heads,
+    kv: Float[Array, "b t n h"],
 ) -> tuple[Float[Array, "b t k h"], Float[Array, "b t k h"]]:
     """Normalised; the keys do not rotate yet."""
-    kv = kv.reshape(*kv.shape[:-1], -1, heads.head_dim)
-    k = kv[..., : heads.kv_heads, :]
-    v = k if heads.keys_as_values else kv[..., heads.kv_heads :, :]
+    k, v = keys_and_values(heads, kv)
     return rms_norm(k, layer.k_norm, eps=config.eps), rms_norm(v, eps=config.eps)
+
+
+def cached_operands(cache: KVCache, own: KVCache) -> dict[str, Any]:
+    """What attention reads of a cache that has grown from `cache` to `own`."""
+    return dict(
+        key=own.keys, value=own.values, kv_lengths=own.lengths, q_offset=cache.lengths
+    )
 
 
 def after_attention(
