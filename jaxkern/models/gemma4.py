@@ -17,7 +17,7 @@ larger ones have not, and may have experts beside each dense block
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,10 +25,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import (
     KVCache,
-    append_kv_cache,
-    apply_rope,
     empty_kv_cache,
-    head_norm_rope,
     rms_norm,
     rms_norm_add,
     rope_cos_sin,
@@ -36,23 +33,25 @@ from jaxkern import (
 )
 from jaxkern.models.architecture import CacheForm
 from jaxkern.models.cached_steps import (
-    attend_in_one,
     decode,
     next_positions,
     prefill,
     with_lengths,
 )
-from jaxkern.models.gemma4_experts import Gemma4Experts, beside
+from jaxkern.models.gemma4_attention import Reading, attended
+from jaxkern.models.gemma4_experts import beside
+from jaxkern.models.gemma4_weights import (
+    Gemma4Layer,
+    Gemma4Weights,
+    Heads,
+)
 from jaxkern.models.products import (
-    Matrices,
-    Table,
     embed,
     gate_of,
     gated,
     output_product,
     project,
 )
-from jaxkern.primitives.attention.cached_attention import attention_over
 
 __all__ = [
     "Gemma4Config",
@@ -64,17 +63,6 @@ __all__ = [
     "logits",
     "prefill",
 ]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Of the layers with a window, or of the others."""
-
-    kv_heads: int
-    head_dim: int
-    theta: float
-    rotated_pairs: int  # the first of a head's
-    keys_as_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,38 +100,6 @@ class Gemma4Config:
             return layer
         kind = self.windowed[layer]
         return max(i for i in range(own) if self.windowed[i] == kind)
-
-
-class Gemma4Layer(NamedTuple):
-    """Weights of one layer; None for what it does not have."""
-
-    attention_norm: Float[Array, " d"]
-    qkv: Matrices  # q, k and v; q and k where keys are values; or q
-    q_norm: Float[Array, " h"]
-    k_norm: Float[Array, " h"] | None
-    attention_output: Matrices
-    attention_post_norm: Float[Array, " d"]
-    ffn_norm: Float[Array, " d"]
-    gate_up: Matrices
-    down: Matrices
-    ffn_post_norm: Float[Array, " d"]
-    input_gate: Matrices | None
-    input_projection: Matrices | None
-    input_post_norm: Float[Array, " d"] | None
-    scalar: Float[Array, "1"]
-    experts: Gemma4Experts | None = None
-
-
-class Gemma4Weights(NamedTuple):
-    """Weights of a model; the three of the inputs of layers are None without these."""
-
-    embedding: Table
-    layers: tuple[Gemma4Layer, ...]
-    output_norm: Float[Array, " d"]
-    output: Matrices
-    input_table: Table | None
-    input_context: Matrices | None
-    input_norm: Float[Array, " p"] | None
 
 
 Caches = tuple[KVCache, ...]
@@ -188,45 +144,14 @@ def hidden_states(
     inputs = layer_inputs(config, weights, tokens, x)
     seen: list[dict[str, Any]] = []  # keys and values of the layers that have some
     after: list[KVCache] = []
+    reading = Reading(before is not None, new_lengths, segment_ids)
     for i, layer in enumerate(weights.layers):
-        heads, table = config.heads_of(i), tables[config.windowed[i]]
+        own = before[i] if before is not None and config.keys_of(i) == i else None
         y = project(config, x, layer.qkv, layer.attention_norm)
-        width = config.heads * heads.head_dim
-        q, kv = heads_in(heads, y[..., :width]), heads_in(heads, y[..., width:])
-        options: dict = dict(
-            window=config.window if config.windowed[i] else None, scale=1.0
-        )
-        cache = None if before is None or config.keys_of(i) != i else before[i]
-        if cache is not None and config.fused:
-            y, own = attend_in_one(
-                q,
-                *keys_and_values(heads, kv),
-                (layer.q_norm, layer.k_norm),
-                table,
-                cache,
-                new_lengths,
-                eps=config.eps,
-                value_eps=config.eps,
-                pairing="neox",
-                **options,
-            )
-            after.append(own)
-            seen.append(cached_operands(cache, own))
-        else:
-            if config.keys_of(i) == i:
-                k, v = normed_keys_and_values(config, layer, heads, kv)
-                k = apply_rope(k, *table)
-                if cache is None:
-                    seen.append(dict(key=k, value=v, segment_ids=segment_ids))
-                else:
-                    after.append(append_kv_cache(cache, k, v, new_lengths))
-                    seen.append(cached_operands(cache, after[-1]))
-            y = attention_over(
-                turned_q(config, layer, q, table, in_one=before is not None),
-                **seen[config.keys_of(i)],
-                causal=True,
-                **options,
-            )
+        table = tables[config.windowed[i]]
+        y, grown = attended(config, i, layer, y, table, own, seen, reading)
+        if grown is not None:
+            after.append(grown)
         y = project(config, y.reshape(*x.shape[:-1], -1), layer.attention_output)
         x = rms_norm_add(y, x, layer.attention_post_norm, eps=config.eps)
         own_input = None if inputs is None else inputs[..., i, :]
@@ -267,50 +192,6 @@ def layer_inputs(
     # the norm of context / sqrt(d)
     eps = config.eps * config.d_model
     return rms_norm_add(context, own, weights.input_norm, 2**-0.5, eps=eps)
-
-
-def heads_in(heads: Heads, y: Float[Array, "b t f"]) -> Float[Array, "b t n h"]:
-    return y.reshape(*y.shape[:-1], -1, heads.head_dim)
-
-
-def turned_q(
-    config: Gemma4Config,
-    layer: Gemma4Layer,
-    q: Float[Array, "b t n h"],
-    table: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
-    *,
-    in_one: bool,
-) -> Float[Array, "b t n h"]:
-    """Queries normalised and rotated: in one op where that has no gradient to give."""
-    if in_one and config.fused:
-        return head_norm_rope(q, layer.q_norm, *table, eps=config.eps)
-    return apply_rope(rms_norm(q, layer.q_norm, eps=config.eps), *table)
-
-
-def keys_and_values(
-    heads: Heads, kv: Float[Array, "b t n h"]
-) -> tuple[Float[Array, "b t k h"], Float[Array, "b t k h"]]:
-    """As they are projected."""
-    k = kv[..., : heads.kv_heads, :]
-    return k, k if heads.keys_as_values else kv[..., heads.kv_heads :, :]
-
-
-def normed_keys_and_values(
-    config: Gemma4Config,
-    layer: Gemma4Layer,
-    heads: Heads,
-    kv: Float[Array, "b t n h"],
-) -> tuple[Float[Array, "b t k h"], Float[Array, "b t k h"]]:
-    """Normalised; the keys do not rotate yet."""
-    k, v = keys_and_values(heads, kv)
-    return rms_norm(k, layer.k_norm, eps=config.eps), rms_norm(v, eps=config.eps)
-
-
-def cached_operands(cache: KVCache, own: KVCache) -> dict[str, Any]:
-    """What attention reads of a cache that has grown from `cache` to `own`."""
-    return dict(
-        key=own.keys, value=own.values, kv_lengths=own.lengths, q_offset=cache.lengths
-    )
 
 
 def after_attention(

@@ -46,6 +46,7 @@ Table = Float[Array, "v d"] | QuantizedTensor
 
 FP8 = "float8_e4m3fn"
 
+
 class Numerics(Protocol):
     """What products read of a config."""
 

@@ -22,7 +22,7 @@ TOKEN = jnp.array([5])
 
 
 def test_fused_ops_are_the_same_model():
-    """Weights of 16 bits in float32: gates in products, norms of heads with the cache."""
+    """Weights of 16 bits: gates in products, norms of heads with the cache."""
     plain, weights = load(FOLDER, "bf16")
     plain = replace(plain, dtype="float32")
     fused, cache = replace(plain, fused=True), empty_cache(plain, 1, 16)

@@ -58,10 +58,10 @@ def qk_norm_rope_cache(
         key_cache   = update_kv_cache(key_cache, key, positions, new_lengths)
         value_cache = update_kv_cache(value_cache, value, positions, new_lengths)
 
-    with one rounding, values normalised too with `value_eps`: a key goes to the cache from float32, not by way of key.dtype.
-    All that a decode step does between its projection and its attention, so that a
-    kernel reads each new vector once and starts once. Donate the caches to `jit`, or
-    carry them through a loop: they are written in place.
+    with one rounding: a key goes to the cache from float32, not by way of key.dtype,
+    and so does a value with a norm. All that a decode step does between its projection
+    and its attention, so that a kernel reads each new vector once and starts once.
+    Donate the caches to `jit`, or carry them through a loop: they are written in place.
 
     A token whose slot is outside is dropped, and in a ring the last s tokens stay, as
     in `update_kv_cache`. Gradients are those of the three calls.

@@ -111,7 +111,7 @@ def quantized_swiglu(
     Args:
       x: `[..., d]`, any float dtype.
       w: `[2 f, d]`, any container of quantised weights, or an array of a float dtype:
-        the rows of gate, then of up; `[f, d]`, those of gate alone, where `up` is given.
+        the rows of gate, then of up; or `[f, d]`, those of gate, where `up` is given.
       norm: `[d]`: x / rms(x) * norm stands for x. None: x itself.
       up: `[..., f]`, dtype of x, in the place of x up^T; or None.
       activation: "silu", or "gelu_tanh" for that of `geglu`.
@@ -122,7 +122,7 @@ def quantized_swiglu(
       y: `[..., f]`, dtype of x unless another is preferred.
 
     Raises:
-      TypeError: see `quantized_matmul` and `swiglu`; or `up` has another shape or dtype.
+      TypeError: see `quantized_matmul` and `swiglu`; `up` has another shape or dtype.
       ValueError: an unknown activation; or eps is negative or not finite.
 
     Example:

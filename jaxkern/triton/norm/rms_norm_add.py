@@ -44,7 +44,7 @@ def one_row_kernel(
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """A row; its weight is read before the kernel ahead has ended, where AHEAD is READ."""
+    """A row; the weight before the kernel ahead has ended, where AHEAD is READ."""
     if AHEAD:
         let_next_begin()
     if AHEAD == 1:

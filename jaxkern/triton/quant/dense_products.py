@@ -60,7 +60,7 @@ def multiply(
     With `up` `[..., f]` w has the rows of the gate.
     """
     if num_rows(x) <= FEW:
-        around = dict(norm=norm, bias=bias, residual=residual)
+        around: dict = dict(norm=norm, bias=bias, residual=residual)
         return launch(x, w, **around, eps=eps, up=up, activation=activation)
     flat = w.reshape(-1, w.shape[-1])
     if bias is not None:

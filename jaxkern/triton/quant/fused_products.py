@@ -44,12 +44,10 @@ def interleaved_rms_norm_matmul(x, tiles, norm, *, qtype, compute_dtype, eps):
     return packed_products.multiply(x, tiles, qtype, compute_dtype, norm=norm, eps=eps)
 
 
-def interleaved_swiglu(
-    x, tiles, norm, up, *, qtype, compute_dtype, eps, activation
-):
+def interleaved_swiglu(x, tiles, norm, up, *, qtype, compute_dtype, eps, activation):
     if up is not None:
         tiles = tiles.reshape(tiles.shape[1:])
-    around = dict(norm=norm, eps=eps, up=up, activation=activation)
+    around: dict = dict(norm=norm, eps=eps, up=up, activation=activation)
     return packed_products.multiply(x, tiles, qtype, compute_dtype, **around)
 
 
@@ -64,7 +62,7 @@ def dense_rms_norm_matmul(x, w, norm, bias, *, eps):
 def dense_swiglu(x, w, norm, up, *, eps, activation):
     if up is not None:
         w = w.reshape(w.shape[1:])
-    around = dict(norm=norm, eps=eps, up=up, activation=activation)
+    around: dict = dict(norm=norm, eps=eps, up=up, activation=activation)
     return dense_products.multiply(x, w, **around)
 
 

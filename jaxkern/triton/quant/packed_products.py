@@ -266,9 +266,7 @@ def memory_of(
     return ring_bytes(warps, depth, bytes_of_step(qtype), x + sums)
 
 
-def sizes_of_fixed_point(
-    qtype: str, k: int, both: bool
-) -> tuple[int, int, int] | None:
+def sizes_of_fixed_point(qtype: str, k: int, both: bool) -> tuple[int, int, int] | None:
     """Warps, steps of each on their way, and how many of these are asked for before x.
 
     As measured, or as many as there is memory for; None where there is too little.
@@ -347,9 +345,7 @@ def decoded(
     return w
 
 
-def multiply_decoded(
-    x, w, norm, residual, eps, up=None, activation=None
-) -> jax.Array:
+def multiply_decoded(x, w, norm, residual, eps, up=None, activation=None) -> jax.Array:
     """Many activations and bfloat16 weights `[f, k]`: products by XLA."""
     result = x.dtype
     if norm is not None:

@@ -49,7 +49,9 @@ CASES = {
 
 
 def two_calls(new, caches, positions, lengths, sinks, **options):
-    turned = dict(eps=options.pop("eps", 1e-6), value_eps=options.pop("value_eps", None))
+    turned = dict(
+        eps=options.pop("eps", 1e-6), value_eps=options.pop("value_eps", None)
+    )
     query, keys, values = qk_norm_rope_cache(
         *new, *caches, positions, lengths, **turned
     )

@@ -184,7 +184,9 @@ def test_errors():
         quantized_rms_norm_matmul(jnp.ones((1, 32)), jnp.ones(16), w)
     with pytest.raises(TypeError, match="even last dim"):
         quantized_swiglu(jnp.ones((1, 32)), weight("Q4_0", 33, 32)[0])
-    with pytest.raises(TypeError, match=r"_swiglu: `up` must be float32 \(1, 32\), got"):
+    with pytest.raises(
+        TypeError, match=r"_swiglu: `up` must be float32 \(1, 32\), got"
+    ):
         quantized_swiglu(jnp.ones((1, 32)), w, up=jnp.ones((1, 16)))
     with pytest.raises(ValueError, match="`activation` must be 'silu' or 'gelu_tanh'"):
         quantized_swiglu(jnp.ones((1, 32)), w, activation="gelu")

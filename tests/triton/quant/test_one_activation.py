@@ -67,7 +67,8 @@ def halves_of(gated):
 def factor(rng, gated, shape):
     """`up` where it is an operand, and the activation."""
     up = rng.standard_normal(shape).astype(np.float32) if gated == "times" else None
-    return up, {False: None, True: "silu"}.get(gated, "gelu_tanh")
+    activation = "silu" if gated is True else "gelu_tanh"
+    return up, activation if gated else None
 
 
 def activated(y, activation):
