@@ -92,10 +92,10 @@ KERNELS = (
     Kernel("microscaled_matmul_id",      "triton",     "triton.quant.microscaled",                       "primal", unsupported="unsupported_id"),
     Kernel("microscaled_embedding",      "triton",     "triton.quant.microscaled",                       "primal", unsupported="unsupported_embedding"),
     Kernel("interleaved_rms_norm_matmul", "triton",    "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_norm"),
-    Kernel("interleaved_swiglu",         "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_norm"),
+    Kernel("interleaved_swiglu",         "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_gate"),
     Kernel("interleaved_matmul_add",     "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_interleaved_add"),
     Kernel("dense_rms_norm_matmul",      "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_norm"),
-    Kernel("dense_swiglu",               "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_norm"),
+    Kernel("dense_swiglu",               "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_gate"),
     Kernel("dense_matmul_add",           "triton",     "triton.quant.fused_products",                    "primal", unsupported="unsupported_dense_add"),
 
     Kernel("adamw_tree",                 "triton",     "triton.optim.adamw",                             "primal"),

@@ -143,6 +143,7 @@ def attend_in_one(
     *,
     eps: float,
     pairing: Pairing,
+    value_eps: float | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "b t n h"], KVCache]:
     """Norms of the heads, rotation and the write to a linear cache, then attention.
@@ -155,6 +156,7 @@ def attend_in_one(
     new = q, k, v, *norms, *rotation
     into: tuple = cache.keys, cache.values, cache.lengths, new_lengths
     turn: dict = dict(eps=None if norms[0] is None else eps, pairing=pairing)
+    turn |= dict(value_eps=value_eps)
     one_op = q.shape[1] == 1 and jax.default_backend() == "gpu"
     if one_op and not cache.quantized:
         y, keys, values = qk_norm_rope_cache_attention(*new, *into, **turn, **options)

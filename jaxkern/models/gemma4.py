@@ -17,7 +17,7 @@ larger ones have not, and may have experts beside each dense block
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,27 +25,33 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import (
     KVCache,
-    append_kv_cache,
-    apply_rope,
     empty_kv_cache,
-    geglu,
     rms_norm,
     rms_norm_add,
     rope_cos_sin,
     softcap,
 )
 from jaxkern.models.architecture import CacheForm
-from jaxkern.models.cached_steps import decode, next_positions, prefill, with_lengths
-from jaxkern.models.gemma4_experts import Gemma4Experts, beside
+from jaxkern.models.cached_steps import (
+    decode,
+    next_positions,
+    prefill,
+    with_lengths,
+)
+from jaxkern.models.gemma4_attention import Reading, attended
+from jaxkern.models.gemma4_experts import beside
+from jaxkern.models.gemma4_weights import (
+    Gemma4Layer,
+    Gemma4Weights,
+    Heads,
+)
 from jaxkern.models.products import (
-    Matrices,
-    Table,
     embed,
+    gate_of,
     gated,
     output_product,
     project,
 )
-from jaxkern.primitives.attention.cached_attention import attention_over
 
 __all__ = [
     "Gemma4Config",
@@ -57,17 +63,6 @@ __all__ = [
     "logits",
     "prefill",
 ]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Of the layers with a window, or of the others."""
-
-    kv_heads: int
-    head_dim: int
-    theta: float
-    rotated_pairs: int  # the first of a head's
-    keys_as_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,38 +100,6 @@ class Gemma4Config:
             return layer
         kind = self.windowed[layer]
         return max(i for i in range(own) if self.windowed[i] == kind)
-
-
-class Gemma4Layer(NamedTuple):
-    """Weights of one layer; None for what it does not have."""
-
-    attention_norm: Float[Array, " d"]
-    qkv: Matrices  # q, k and v; q and k where keys are values; or q
-    q_norm: Float[Array, " h"]
-    k_norm: Float[Array, " h"] | None
-    attention_output: Matrices
-    attention_post_norm: Float[Array, " d"]
-    ffn_norm: Float[Array, " d"]
-    gate_up: Matrices
-    down: Matrices
-    ffn_post_norm: Float[Array, " d"]
-    input_gate: Matrices | None
-    input_projection: Matrices | None
-    input_post_norm: Float[Array, " d"] | None
-    scalar: Float[Array, "1"]
-    experts: Gemma4Experts | None = None
-
-
-class Gemma4Weights(NamedTuple):
-    """Weights of a model; the three of the inputs of layers are None without these."""
-
-    embedding: Table
-    layers: tuple[Gemma4Layer, ...]
-    output_norm: Float[Array, " d"]
-    output: Matrices
-    input_table: Table | None
-    input_context: Matrices | None
-    input_norm: Float[Array, " p"] | None
 
 
 Caches = tuple[KVCache, ...]
@@ -181,37 +144,18 @@ def hidden_states(
     inputs = layer_inputs(config, weights, tokens, x)
     seen: list[dict[str, Any]] = []  # keys and values of the layers that have some
     after: list[KVCache] = []
+    reading = Reading(before is not None, new_lengths, segment_ids)
     for i, layer in enumerate(weights.layers):
-        heads, table = config.heads_of(i), tables[config.windowed[i]]
+        own = before[i] if before is not None and config.keys_of(i) == i else None
         y = project(config, x, layer.qkv, layer.attention_norm)
-        width = config.heads * heads.head_dim
-        q, kv = normed_q(config, layer, heads, y[..., :width]), y[..., width:]
-        if config.keys_of(i) == i:
-            k, v = keys_and_values(config, layer, heads, kv)
-            k = apply_rope(k, *table)
-            if before is None:
-                seen.append(dict(key=k, value=v, segment_ids=segment_ids))
-            else:
-                own = append_kv_cache(before[i], k, v, new_lengths)
-                after.append(own)
-                seen.append(
-                    dict(
-                        key=own.keys,
-                        value=own.values,
-                        kv_lengths=own.lengths,
-                        q_offset=before[i].lengths,
-                    )
-                )
-        y = attention_over(
-            apply_rope(q, *table),
-            **seen[config.keys_of(i)],
-            causal=True,
-            window=config.window if config.windowed[i] else None,
-            scale=1.0,
-        )
+        table = tables[config.windowed[i]]
+        y, grown = attended(config, i, layer, y, table, own, seen, reading)
+        if grown is not None:
+            after.append(grown)
         y = project(config, y.reshape(*x.shape[:-1], -1), layer.attention_output)
         x = rms_norm_add(y, x, layer.attention_post_norm, eps=config.eps)
-        x = after_attention(config, layer, x, None if inputs is None else inputs[i])
+        own_input = None if inputs is None else inputs[..., i, :]
+        x = after_attention(config, layer, x, own_input)
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if before is None else tuple(after)
 
@@ -235,35 +179,19 @@ def layer_inputs(
     weights: Gemma4Weights,
     tokens: Int32[Array, "b t"],
     x: Float[Array, "b t d"],
-) -> Float[Array, "l b t p"] | None:
+) -> Float[Array, "b t l p"] | None:
     """What each layer gets of the tokens and their embeddings x."""
     if weights.input_table is None or weights.input_context is None:
         return None
     own = embed(tokens, weights.input_table, x.dtype)
     own = own * jnp.asarray(config.per_layer**0.5, x.dtype)
-    context = project(config, x, weights.input_context) * config.d_model**-0.5
+    context = project(config, x, weights.input_context)
     own, context = (
-        jnp.moveaxis(a.reshape(*a.shape[:-1], -1, config.per_layer), -2, 0)
-        for a in (own, context)
+        a.reshape(*a.shape[:-1], -1, config.per_layer) for a in (own, context)
     )
-    return (rms_norm(context, weights.input_norm, eps=config.eps) + own) * 2**-0.5
-
-
-def normed_q(
-    config: Gemma4Config, layer: Gemma4Layer, heads: Heads, q: Float[Array, "b t f"]
-) -> Float[Array, "b t n h"]:
-    q = q.reshape(*q.shape[:-1], -1, heads.head_dim)
-    return rms_norm(q, layer.q_norm, eps=config.eps)
-
-
-def keys_and_values(
-    config: Gemma4Config, layer: Gemma4Layer, heads: Heads, kv: Float[Array, "b t f"]
-) -> tuple[Float[Array, "b t k h"], Float[Array, "b t k h"]]:
-    """Normalised; the keys do not rotate yet."""
-    kv = kv.reshape(*kv.shape[:-1], -1, heads.head_dim)
-    k = kv[..., : heads.kv_heads, :]
-    v = k if heads.keys_as_values else kv[..., heads.kv_heads :, :]
-    return rms_norm(k, layer.k_norm, eps=config.eps), rms_norm(v, eps=config.eps)
+    # the norm of context / sqrt(d)
+    eps = config.eps * config.d_model
+    return rms_norm_add(context, own, weights.input_norm, 2**-0.5, eps=eps)
 
 
 def after_attention(
@@ -280,6 +208,6 @@ def after_attention(
     if inputs is None or layer.input_gate is None or layer.input_projection is None:
         return rms_norm_add(y, x, layer.ffn_post_norm, layer.scalar, eps=config.eps)
     x = rms_norm_add(y, x, layer.ffn_post_norm, eps=config.eps)
-    y = geglu(project(config, x, layer.input_gate), inputs)
+    y = gate_of(config, x, layer.input_gate, inputs, "gelu_tanh")
     y = project(config, y, layer.input_projection)
     return rms_norm_add(y, x, layer.input_post_norm, layer.scalar, eps=config.eps)

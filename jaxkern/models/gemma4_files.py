@@ -11,10 +11,11 @@ from jaxkern.formats.safetensors import SafetensorsFolder
 from jaxkern.models import hugging_face
 from jaxkern.models.architecture import Architecture, Described, Tensor
 from jaxkern.models.folder_keys import positive
-from jaxkern.models.gemma4 import Gemma4Config, Gemma4Layer, Gemma4Weights, Heads
+from jaxkern.models.gemma4 import Gemma4Config
 from jaxkern.models.gemma4_experts import read_experts
 from jaxkern.models.gemma4_gguf import described_gguf
 from jaxkern.models.gemma4_tensors import model_tensors
+from jaxkern.models.gemma4_weights import Gemma4Layer, Gemma4Weights, Heads
 from jaxkern.models.weight_reader import WeightReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"

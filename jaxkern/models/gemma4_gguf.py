@@ -15,8 +15,9 @@ from jaxkern.formats.gguf import GGUFFile
 from jaxkern.models.architecture import Described, Tensor
 from jaxkern.models.decoder_gguf import gguf_mixture, gguf_table
 from jaxkern.models.folder_keys import positive
-from jaxkern.models.gemma4 import Gemma4Config, Heads
+from jaxkern.models.gemma4 import Gemma4Config
 from jaxkern.models.gemma4_tensors import model_tensors
+from jaxkern.models.gemma4_weights import Heads
 
 FACTORS = "rope_freqs.weight"
 STILL = 1e29  # frequencies divided by more do not turn

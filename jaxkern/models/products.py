@@ -4,7 +4,7 @@ Every page multiplies through `project` and `gated`; which containers fuse with 
 before, the gate between or the addition after is decided here alone.
 """
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxkern import (
 )
 from jaxkern.models.adapted import Adapted
 from jaxkern.parallel.sum_over_devices import sum_over_devices
+from jaxkern.primitives.quant.fused_products import Activation
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 Matrix = Float[Array, "d f"] | Float[Array, "f d"] | QuantizedTensor
@@ -44,8 +45,6 @@ Table = Float[Array, "v d"] | QuantizedTensor
 """Rows to look up, as in the file."""
 
 FP8 = "float8_e4m3fn"
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 class Numerics(Protocol):
@@ -144,19 +143,47 @@ def gated(
 
     `norm` normalises x before.
     """
-    alone = len(gate_up) == 1 and bias is None and activation == "silu"
+    alone = len(gate_up) == 1 and bias is None
     if alone and fuses(config, gate_up):
-        return quantized_swiglu(
-            *decoded_late(x, gate_up[0]),
-            norm,
-            eps=config.eps,
-            compute_dtype=config.product_dtype,
-        )
+        return gated_in_one(config, x, gate_up[0], norm, None, activation)
     both = plus(project(config, x, gate_up, norm), bias)
     if len(gate_up) == 1 and activation == "silu":
         return swiglu(both)  # its gradient is one array, as the product's is
     gate, up = jnp.split(both, 2, axis=-1)
     return swiglu(gate, up) if activation == "silu" else geglu(gate, up)
+
+
+def gate_of(
+    config: Numerics,
+    x: Float[Array, "... d"],
+    gate: Matrices,
+    up: Float[Array, "... f"],
+    activation: Activation,
+) -> Float[Array, "... f"]:
+    """activation(x times the matrices) * up."""
+    if len(gate) == 1 and fuses(config, gate):
+        return gated_in_one(config, x, gate[0], None, up, activation)
+    y = project(config, x, gate)
+    return swiglu(y, up) if activation == "silu" else geglu(y, up)
+
+
+def gated_in_one(
+    config: Numerics,
+    x: Float[Array, "... d"],
+    w: Any,
+    norm: Float[Array, " d"] | None,
+    up: Float[Array, "... f"] | None,
+    activation: Activation,
+) -> Float[Array, "... f"]:
+    """`gated`, or with `up` `gate_of`, by one op."""
+    return quantized_swiglu(
+        *decoded_late(x, w),
+        norm,
+        up,
+        activation=activation,
+        eps=config.eps,
+        compute_dtype=config.product_dtype,
+    )
 
 
 def fuses(config: Numerics, matrices: Matrices) -> bool:

@@ -94,6 +94,23 @@ def test_a_chain_computes_what_its_function_does():
 
 
 @alone
+@pytest.mark.parametrize("up", [False, True])
+def test_a_gate_of_gelu(up):
+    """Of 256 columns, the other half a product of its own or an operand."""
+    rng = np.random.default_rng(2)
+    x, beside = (rng.standard_normal((2, n)).astype(np.float32) for n in (256, 6))
+    w = jnp.asarray(rng.standard_normal((2 - up, 6, 256)) / 16, jnp.bfloat16)
+    given = dict(up=jnp.asarray(beside)) if up else {}
+    with interpreted():
+        own = w[0] if up else w
+        y = launch(jnp.asarray(x), own, activation="gelu_tanh", **given)
+    gate, *other = np.einsum("md,gfd->gmf", x, np.asarray(w, np.float64))
+    want = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    want *= beside if up else other[0]
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+@alone
 @pytest.mark.parametrize("gated", [False, True])
 def test_rows_of_several_reads(gated):
     """Columns that are read while the ones before are multiplied: first, next, last."""
@@ -101,7 +118,9 @@ def test_rows_of_several_reads(gated):
     x, norm = (rng.standard_normal(s).astype(np.float32) for s in ((2, 1536), 1536))
     w = jnp.asarray(rng.standard_normal((1 + gated, 6, 1536)) / 16, jnp.bfloat16)
     with interpreted():
-        y = launch(jnp.asarray(x), w if gated else w[0], norm=jnp.asarray(norm))
+        own, activation = (w, "silu") if gated else (w[0], None)
+        norm = jnp.asarray(norm)
+        y = launch(jnp.asarray(x), own, norm=norm, activation=activation)
     wide = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True)) * norm
     gate, *up = np.einsum("md,gfd->gmf", wide, np.asarray(w, np.float64))
     want = gate / (1 + np.exp(-gate)) * up[0] if gated else gate
@@ -110,4 +129,4 @@ def test_rows_of_several_reads(gated):
 
 @starts_it
 def test_a_chain_in_the_interpreter():
-    check_in_its_own_process(__file__, 3)
+    check_in_its_own_process(__file__, 5)

@@ -33,6 +33,20 @@ def unsupported_norm_f32(x, tiles, norm, *, qtype, compute_dtype, eps) -> str | 
     return not_f32(compute_dtype) or refuses_norm(x, tiles, norm, qtype)
 
 
+def unsupported_gate_int8(up, *, activation, **others) -> str | None:
+    return refuses_gate(up, activation) or unsupported_norm_int8(**others)
+
+
+def unsupported_gate_f32(up, *, activation, **others) -> str | None:
+    return refuses_gate(up, activation) or unsupported_norm_f32(**others)
+
+
+def refuses_gate(up, activation: str) -> str | None:
+    if activation != "silu":
+        return f"`activation` is {activation!r}, not 'silu'"
+    return None if up is None else "`up` is given: the kernel multiplies it too"
+
+
 def refuses_norm(x, tiles, norm, qtype: str) -> str | None:
     if norm is not None and norm.dtype not in FLOATS:
         return f"`norm` is {norm.dtype}, not one of {', '.join(FLOATS)}"
@@ -49,13 +63,13 @@ def norm_f32(x, tiles, norm, *, qtype, compute_dtype, eps):
     return multiply(x, tiles, norm, qtype, eps)
 
 
-def swiglu_int8(x, tiles, norm, *, qtype, compute_dtype, eps):
-    del compute_dtype
+def swiglu_int8(x, tiles, norm, up, *, qtype, compute_dtype, eps, activation):
+    del compute_dtype, up, activation  # refused
     return multiply_gated(x, tiles, norm, qtype, eps, int8_activations=True)
 
 
-def swiglu_f32(x, tiles, norm, *, qtype, compute_dtype, eps):
-    del compute_dtype
+def swiglu_f32(x, tiles, norm, up, *, qtype, compute_dtype, eps, activation):
+    del compute_dtype, up, activation  # refused
     return multiply_gated(x, tiles, norm, qtype, eps)
 
 

@@ -16,6 +16,7 @@ from jaxkern.primitives.kernel_primitive import kernel_primitive
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
     NewTokens,
     check_weights,
+    normed_value,
     turned,
 )
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
@@ -40,6 +41,7 @@ def qk_norm_rope_cache_attention(
     sinks: Float[Array, " k*g"] | None = None,
     *,
     eps: float | None = 1e-6,
+    value_eps: float | None = None,
     offset: float = 0.0,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
@@ -70,7 +72,7 @@ def qk_norm_rope_cache_attention(
         among the keys; may be traced. A number counts for all.
       new_lengths: `[b]` int, how many of the t tokens count. Default t.
       sinks: `[n]`, see `attention`.
-      eps, offset, pairing, pair_offset, at_end: see `qk_norm_rope_cache`.
+      eps, value_eps, offset, pairing, pair_offset, at_end: see `qk_norm_rope_cache`.
       scale: of the scores, a number, default h ** -0.5.
       window: a query sees so many keys, the last its own; at least 1.
       softcap: of the scores, see `attention`.
@@ -102,6 +104,7 @@ def qk_norm_rope_cache_attention(
         *(query, key, value, query_weight, key_weight, cos, sin),
         *(key_cache, value_cache, starts, new_lengths, sinks),
         eps=eps,
+        value_eps=value_eps,
         offset=offset,
         pairing=pairing,
         pair_offset=pair_offset,
@@ -121,6 +124,7 @@ def qk_norm_rope_cache_attention_reference(
     sinks: Float[Array, " k*g"] | None,
     *,
     eps: float | None,
+    value_eps: float | None,
     offset: float,
     pairing: str,
     pair_offset: int,
@@ -137,7 +141,8 @@ def qk_norm_rope_cache_attention_reference(
     query, key = turned(OP, new, eps=eps, **turn)
     slots = positions, new_lengths
     keys = update_kv_cache_reference(key_cache, key, *slots, ring=False)
-    values = update_kv_cache_reference(value_cache, new.value, *slots, ring=False)
+    value = normed_value(new.value, value_eps)
+    values = update_kv_cache_reference(value_cache, value, *slots, ring=False)
     attended = visible_operands(query, keys, values, positions, new_lengths, sinks)
     out, _ = attention_reference(
         attended, scale=scale, causal=True, window=window, softcap=softcap

@@ -44,6 +44,7 @@ def qk_norm_rope_cache(
     *,
     ring: bool = False,
     eps: float | None = 1e-6,
+    value_eps: float | None = None,
     offset: float = 0.0,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
@@ -57,10 +58,10 @@ def qk_norm_rope_cache(
         key_cache   = update_kv_cache(key_cache, key, positions, new_lengths)
         value_cache = update_kv_cache(value_cache, value, positions, new_lengths)
 
-    with one rounding: a key goes to the cache from float32, not by way of key.dtype.
-    All that a decode step does between its projection and its attention, so that a
-    kernel reads each new vector once and starts once. Donate the caches to `jit`, or
-    carry them through a loop: they are written in place.
+    with one rounding: a key goes to the cache from float32, not by way of key.dtype,
+    and so does a value with a norm. All that a decode step does between its projection
+    and its attention, so that a kernel reads each new vector once and starts once.
+    Donate the caches to `jit`, or carry them through a loop: they are written in place.
 
     A token whose slot is outside is dropped, and in a ring the last s tokens stay, as
     in `update_kv_cache`. Gradients are those of the three calls.
@@ -77,6 +78,7 @@ def qk_norm_rope_cache(
       new_lengths: `[b]` int, how many of the t tokens count. Default t.
       ring: slots are taken modulo s.
       eps: of the norms, in units of x**2; None leaves them out.
+      value_eps: of a norm of the values, which has no weight (Gemma 4); None for none.
       offset, pairing, pair_offset, at_end: see head_norm_rope.
 
     Returns:
@@ -110,7 +112,7 @@ def qk_norm_rope_cache(
         *(key_cache, value_cache),
         per_sequence(op, "positions", positions, query.shape[:1]),
         new_lengths,
-        **dict(options, ring=ring, eps=eps, offset=offset),
+        **dict(options, ring=ring, eps=eps, value_eps=value_eps, offset=offset),
     )
 
 
@@ -130,6 +132,7 @@ def qk_norm_rope_quantized_cache(
     *,
     ring: bool = False,
     eps: float | None = 1e-6,
+    value_eps: float | None = None,
     offset: float = 0.0,
     pairing: Pairing = "neox",
     pair_offset: int | None = None,
@@ -143,8 +146,8 @@ def qk_norm_rope_quantized_cache(
       query, key, value, query_weight, key_weight, cos, sin: see qk_norm_rope_cache.
       key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`, each with a codec of
         its own.
-      positions, new_lengths, ring, eps, offset, pairing, pair_offset, at_end: see
-        qk_norm_rope_cache.
+      positions, new_lengths, ring, eps, value_eps, offset, pairing, pair_offset,
+        at_end: see qk_norm_rope_cache.
 
     Returns:
       query: `[b, t, n, h]`, dtype of query.
@@ -170,6 +173,7 @@ def qk_norm_rope_quantized_cache(
     check_weights(op, query_weight, key_weight, eps)
     cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
     options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
+    options |= dict(ring=ring, eps=eps, value_eps=value_eps, offset=offset)
     codecs = dict(key_codec=key_cache.codec, value_codec=value_cache.codec)
     query, key_codes, key_scales, value_codes, value_scales = (
         qk_norm_rope_quantized_cache_p(
@@ -178,7 +182,7 @@ def qk_norm_rope_quantized_cache(
             *(value_cache.codes, value_cache.scales),
             per_sequence(op, "positions", positions, query.shape[:1]),
             new_lengths,
-            **dict(options | codecs, ring=ring, eps=eps, offset=offset),
+            **options | codecs,
         )
     )
     return (
@@ -231,6 +235,18 @@ def turned(
     return query, one(new.key, new.key_weight)
 
 
+def normed_value(
+    value: Float[Array, "b t k hv"], eps: float | None
+) -> Float[Array, "b t k hv"]:
+    """Values in float32 if they have a norm, else as they are."""
+    if eps is None:
+        return value
+    normed, _ = rms_norm_fwd_reference(
+        at_least_f32(value), None, None, eps=eps, offset=0.0
+    )
+    return normed
+
+
 def qk_norm_rope_cache_reference(
     new: NewTokens,
     key_cache: Float[Array, "b s k h"],
@@ -240,16 +256,17 @@ def qk_norm_rope_cache_reference(
     *,
     ring: bool,
     eps: float | None,
+    value_eps: float | None,
     **rotation: Unpack[NormedRotation],
 ) -> tuple[
     Float[Array, "b t k*g h"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
     query, key = turned("qk_norm_rope_cache", new, eps=eps, **rotation)
-    slots = positions, new_lengths
+    slots, value = (positions, new_lengths), normed_value(new.value, value_eps)
     return (
         query,
         update_kv_cache_reference(key_cache, key, *slots, ring=ring),
-        update_kv_cache_reference(value_cache, new.value, *slots, ring=ring),
+        update_kv_cache_reference(value_cache, value, *slots, ring=ring),
     )
 
 
@@ -266,6 +283,7 @@ def qk_norm_rope_quantized_cache_reference(
     value_codec: VectorCodec,
     ring: bool,
     eps: float | None,
+    value_eps: float | None,
     **rotation: Unpack[NormedRotation],
 ) -> tuple[
     Float[Array, "b t k*g h"],
@@ -276,7 +294,7 @@ def qk_norm_rope_quantized_cache_reference(
 ]:
     op = "qk_norm_rope_quantized_cache"
     query, key = turned(op, new, eps=eps, **rotation)
-    slots, value = (positions, new_lengths), new.value
+    slots, value = (positions, new_lengths), normed_value(new.value, value_eps)
     return (
         query,
         *quantize_into(op, key_codes, key_scales, key, slots, key_codec, ring),

@@ -32,7 +32,8 @@ from jaxkern.triton.kv_cache.cache_slots import copy_tile
 
 FEW_ROWS = 16  # query heads of a key head: the least that tensor cores multiply
 MAX_HEAD_DIM = 256
-MAX_WARPS = 8
+MAX_WARPS = 8  # and 16 where heads of more dims than WIDE have more to load
+WIDE = 128
 HELD = 2048  # elements of the keys that a warp holds, and as many of the values
 
 
@@ -50,7 +51,8 @@ def padded(d: int) -> int:
 def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
     """Programs of a cluster and their block, or None where these are too many."""
     dims = padded(h), padded(hv)
-    least, most = (warps * HELD // max(dims) for warps in (4, MAX_WARPS))
+    most_warps = MAX_WARPS * (2 if max(dims) > WIDE else 1)
+    least, most = (warps * HELD // max(dims) for warps in (4, most_warps))
     block = max(min(least, next_power_of_2(s)), 16)
     while block < most and s > MAX_PROGRAMS * block:
         block *= 2
@@ -68,7 +70,7 @@ def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
         "BLOCK": block,
         "EXCHANGE": exchange,
         "cluster": shares,
-        "num_warps": min(max(block * max(dims) // HELD, 4), MAX_WARPS),
+        "num_warps": min(max(block * max(dims) // HELD, 4), most_warps),
         "num_stages": 1,
     }
 
@@ -136,7 +138,7 @@ def qk_norm_rope_cache_attention(
         "K": k,
         "G": n // k,
         "HEAD": (h, padded(h), cos.shape[-1], apart, turn["eps"], turn["offset"]),
-        "VALUE": (hv, padded(hv)),
+        "VALUE": (hv, padded(hv), turn["value_eps"]),
         "SCALE": scale,
         "WINDOW": None if window is None else min(window, FAR),
         "SOFTCAP": softcap,

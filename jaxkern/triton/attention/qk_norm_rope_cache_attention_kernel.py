@@ -6,7 +6,7 @@ the first share: they are never read from the cache, so nothing waits for their 
 and the keys that were there can be loaded before the kernel ahead has ended.
 
 HEAD and CALL as in qk_norm_rope_cache_kernel.py; VALUE is (hv, the power of 2 that
-holds it).
+holds it, eps of the norm of values or None).
 """
 
 from jaxkern.gpu.cluster import exchange_memory
@@ -22,6 +22,7 @@ from jaxkern.triton.attention.decode.decode_kernel import (
 from jaxkern.triton.kv_cache.cache_slots import new_tokens
 from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import (
     carry_over_both,
+    normed_values,
     turned_heads,
 )
 
@@ -90,8 +91,7 @@ def take_up(
     where,
     fresh,
     HEAD: tl.constexpr,
-    HV: tl.constexpr,
-    VALUE_DIMS: tl.constexpr,
+    VALUE: tl.constexpr,
 ):
     """The token's queries, its key and its value; where `fresh` also in the caches.
 
@@ -104,6 +104,7 @@ def take_up(
     key_cache_ptr, value_cache_ptr = caches
     rows, present, key_row, slot, b = where
     H: tl.constexpr = HEAD[0]
+    HV: tl.constexpr = VALUE[0]
     q = turned_heads(
         query_ptr, query_weight_ptr, cos_ptr, sin_ptr, rows, b, present, HEAD
     )
@@ -112,8 +113,9 @@ def take_up(
         key_ptr, key_weight_ptr, cos_ptr, sin_ptr, key_row, b, one, HEAD
     ).to(key_cache_ptr.dtype.element_ty)
     dims = tl.arange(0, HEAD[1])[None, :]
-    value_dims = tl.arange(0, VALUE_DIMS)[None, :]
+    value_dims = tl.arange(0, VALUE[1])[None, :]
     value = tl.load(value_ptr + key_row * HV + value_dims, value_dims < HV, 0.0)
+    value = normed_values(value.to(tl.float32), HV, VALUE[2])
     value = value.to(value_cache_ptr.dtype.element_ty)
     tl.store(key_cache_ptr + slot * H + dims, key, dims < tl.where(fresh, H, 0))
     written = value_dims < tl.where(fresh, HV, 0)
@@ -194,8 +196,7 @@ def qk_norm_rope_cache_attention_kernel(
         (row[:, None], present[:, None], key_row, slot, b),
         fresh,
         HEAD,
-        HV,
-        VALUE_DIMS,
+        VALUE,
     )
 
     z = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1, keep_dims=True)

@@ -65,6 +65,7 @@ def write(
     pairing: str,
     pair_offset: int,
     at_end: bool,
+    value_eps: float | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """The launch.
 
@@ -74,7 +75,7 @@ def write(
       places: positions, new_lengths, slots.
       codecs: of keys and of values.
       slots: of one sequence, or of all pages.
-      ring, eps, offset, pairing, pair_offset, at_end: options of the op.
+      ring, eps, offset, pairing, pair_offset, at_end, value_eps: options of the op.
     """
     del at_end  # refused
     query, key, value, *_, cos, _ = new
@@ -117,6 +118,7 @@ def write(
             "HEAD": (h, next_power_of_2(h), cos.shape[-1], apart, eps, offset),
             "KEY": vector_of(h, codecs[0]),
             "VALUE": vector_of(hv, codecs[1]),
+            "VALUE_EPS": value_eps,
             "QUERY_PROGRAMS": programs[0],
             "KEY_PROGRAMS": programs[1],
             "ROWS": rows,

@@ -66,6 +66,14 @@ def turned_heads(
 
 
 @jit
+def normed_values(x, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """Values [rows, dims] in float32, normalised where there is an EPS."""
+    if EPS is not None:
+        x *= tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / WIDTH + EPS)
+    return x
+
+
+@jit
 def turn_queries(
     block,
     query_ptr,
@@ -112,6 +120,7 @@ def take_up(
     HEAD: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
+    VALUE_EPS: tl.constexpr,
 ):
     """One block of new keys, or of values where there are no tables, to the cache."""
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -127,6 +136,8 @@ def take_up(
         present,
         HEAD,
     )
+    if cos_ptr is None:
+        y = normed_values(y, HEAD[0], VALUE_EPS)
     place, written = rows_of(token, present, places, CALL)
     write_vectors(
         y,
@@ -187,6 +198,7 @@ def qk_norm_rope_cache_kernel(
     HEAD: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
+    VALUE_EPS: tl.constexpr,
     QUERY_PROGRAMS: tl.constexpr,
     KEY_PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -233,6 +245,7 @@ def qk_norm_rope_cache_kernel(
             HEAD,
             KEY,
             ROWS,
+            None,
         )
     elif program < QUERY_PROGRAMS + KEY_PROGRAMS + VALUE_PROGRAMS:
         take_up(
@@ -251,6 +264,7 @@ def qk_norm_rope_cache_kernel(
             VALUE,
             VALUE,
             VALUE_ROWS,
+            VALUE_EPS,
         )
     else:
         copy = program - QUERY_PROGRAMS - KEY_PROGRAMS - VALUE_PROGRAMS

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.row_share import own_share, read_share, write_share
@@ -54,7 +55,10 @@ def sandwich_norm_fwd_kernel(
     SCALE_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD:
+        begin_behind_those_ahead()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     present = rows < NUM_ROWS
     start = rows.to(tl.int64) * D

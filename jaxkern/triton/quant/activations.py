@@ -38,3 +38,12 @@ def in_terms(x: jax.Array, terms: int) -> jax.Array:
         parts.append(part.astype(jnp.bfloat16))
         rest = jnp.where(jnp.isfinite(rest), rest - part, 0.0)
     return jnp.stack(parts, axis=1).reshape(-1, x.shape[-1])
+
+
+def gated(y: jax.Array, up: jax.Array | None, activation: str) -> jax.Array:
+    """activation(y) * up in float32; y has both, gate first, where `up` is None."""
+    y = y.astype(jnp.float32)
+    gate, up = jnp.split(y, 2, axis=-1) if up is None else (y, up.reshape(y.shape))
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    return jax.nn.gelu(gate, approximate=True) * up

@@ -1,6 +1,7 @@
 """Products of one to four activations with bfloat16 weights, and what stands around.
 
-    y = x w^T,  or  silu(x gate^T) * (x up^T);  x may be normalised, y added to another
+    y = x w^T,  or  silu(x gate^T) * (x up^T);  x may be normalised, y added to another,
+    gelu stand for silu and an operand for x up^T
 
 A program has a few rows of the weights, of which it has all on their way before it
 looks at x; the norm is a factor of the sums, of which each program makes its own. More
@@ -20,7 +21,8 @@ from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.quant.packed_products import multiply_decoded
 
 FEW = 4  # activations
-LEAST = 512  # columns that a program reads at a time, at least
+FEWEST = 256  # columns
+LEAST = 512  # columns that a program reads at a time, at least, where there are as many
 LARGEST = 8192
 RAGGED = 1024  # columns at a time where no such power of 2 divides them
 ALIGNED = 8  # columns that a load has together
@@ -35,8 +37,8 @@ def refusal(x: Any, w: Any, **more: Any) -> str | None:
     if not math.prod((*x.shape, *w.shape)):
         return "there are no elements"
     d = w.shape[-1]
-    if d < LEAST or d % ALIGNED:
-        return f"rows of {d} columns, fewer than {LEAST} or no multiple of {ALIGNED}"
+    if d < FEWEST or d % ALIGNED:
+        return f"rows of {d} columns, fewer than {FEWEST} or no multiple of {ALIGNED}"
     if num_rows(x) > FEW and x.dtype != jnp.bfloat16:
         return f"{num_rows(x)} activations of {x.dtype}, over {FEW}"
     return None
@@ -50,21 +52,27 @@ def multiply(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     eps: float = 0.0,
+    up: jax.Array | None = None,
+    activation: str | None = None,
 ) -> jax.Array:
-    """`[..., f]` of x `[..., d]` and w `[f, d]`, or `[2, f, d]` where it is gated."""
+    """`[..., f]` of x `[..., d]` and w `[f, d]`, or `[2, f, d]` where it is gated.
+
+    With `up` `[..., f]` w has the rows of the gate.
+    """
     if num_rows(x) <= FEW:
-        return launch(x, w, norm=norm, bias=bias, residual=residual, eps=eps)
+        around: dict = dict(norm=norm, bias=bias, residual=residual)
+        return launch(x, w, **around, eps=eps, up=up, activation=activation)
     flat = w.reshape(-1, w.shape[-1])
     if bias is not None:
         added = bias.astype(jnp.float32)
         added = added if residual is None else added + residual.astype(jnp.float32)
         residual = jnp.broadcast_to(added, (*x.shape[:-1], len(bias)))
-    return multiply_decoded(x, flat, norm, residual, eps, w.ndim == 3)
+    return multiply_decoded(x, flat, norm, residual, eps, up, activation)
 
 
 def columns_at_once(d: int) -> int:
     """The largest power of 2 that divides d, at most LARGEST; or RAGGED."""
-    return min(d & -d, LARGEST) if d % LEAST == 0 else RAGGED
+    return min(d & -d, LARGEST) if d & -d >= min(d, LEAST) else RAGGED
 
 
 def sizes_of(d: int, gated: bool) -> dict[str, int]:
@@ -135,10 +143,20 @@ def add_columns(
 
 
 @jit
+def activated(y, ACTIVATION: tl.constexpr):
+    """silu(y), or gelu(y) by its tanh: y times the sigmoid of y, or of a polynomial."""
+    z = y
+    if ACTIVATION == "gelu_tanh":
+        z = 1.5957691216057308 * y * (1 + 0.044715 * y * y)
+    return y / (1 + tl.exp(-z))
+
+
+@jit
 def few_products_kernel(
     x_ptr,
     norm_ptr,
     w_ptr,
+    up_ptr,
     bias_ptr,
     residual_ptr,
     y_ptr,
@@ -147,6 +165,7 @@ def few_products_kernel(
     D: tl.constexpr,
     EPS: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -192,7 +211,10 @@ def few_products_kernel(
             factor = tl.rsqrt(tl.sum(squares, 0) / D + EPS)
         y = tl.sum(total, 1) * factor
         if GATED:
-            y = y / (1 + tl.exp(-y)) * (tl.sum(other, 1) * factor)
+            y = activated(y, ACTIVATION) * (tl.sum(other, 1) * factor)
+        if up_ptr is not None:
+            gate = activated(y, ACTIVATION)
+            y = gate * tl.load(up_ptr + m * F + row, inside, 0.0).to(tl.float32)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + row, inside, 0.0).to(tl.float32)
         if residual_ptr is not None:
@@ -208,6 +230,8 @@ def launch(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     eps: float = 0.0,
+    up: jax.Array | None = None,
+    activation: str | None = None,
     dtype: Any = None,
     sizes: dict[str, int] | None = None,
 ) -> jax.Array:
@@ -222,6 +246,7 @@ def launch(
             "x_ptr": x,
             "norm_ptr": norm,
             "w_ptr": w,
+            "up_ptr": up,
             "bias_ptr": bias,
             "residual_ptr": residual,
         },
@@ -232,6 +257,7 @@ def launch(
             "D": d,
             "EPS": eps,
             "GATED": gated,
+            "ACTIVATION": activation,
             "COLUMNS": columns_at_once(d),
             **sizes,
         },

@@ -37,7 +37,9 @@ from jaxkern.triton.quant.fixed_point_x import (
 )
 from jaxkern.triton.quant.fragments import barrier
 from jaxkern.triton.quant.product_kernel import (
+    activated,
     begin_early,
+    times,
     use_shared,
     wait_for_those_ahead,
 )
@@ -120,6 +122,7 @@ def fixed_point_kernel(
     x_ptr,
     norm_ptr,
     tiles_ptr,
+    up_ptr,
     residual_ptr,
     y_ptr,
     K: gl.constexpr,
@@ -127,6 +130,7 @@ def fixed_point_kernel(
     FORMAT: gl.constexpr,
     EPS: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     PADDED: gl.constexpr,
     PROGRAMS: gl.constexpr,
     ROUND: gl.constexpr,
@@ -226,9 +230,10 @@ def fixed_point_kernel(
         at = at + unit * (PARTS * WARPS * 64) + row % 16 * 4
         y = sum_of_warps(at, WARPS)
         if GATED:
-            y = y / (1 + gl.exp(-y)) * sum_of_warps(at + WARPS * 64, WARPS)
+            y = activated(y, ACTIVATION) * sum_of_warps(at + WARPS * 64, WARPS)
         out = (gl.program_id(0) + (first + unit) * PROGRAMS) * 16 + row % 16
         here = first + unit < mine
+        y = times(y, up_ptr, out, here, ACTIVATION)
         if residual_ptr is not None:
             y += gl.load(residual_ptr + out, here, 0.0).to(gl.float32)
         gl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), here)

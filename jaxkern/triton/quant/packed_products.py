@@ -18,7 +18,13 @@ from jaxkern.gpu.triton_call import max_shared_bytes, sparse_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.quant.interleaved_tensor import ROWS as TILE
 from jaxkern.primitives.quant.interleaved_tensor import tile_width
-from jaxkern.triton.quant.activations import TERMS, in_terms, normalised, terms_of
+from jaxkern.triton.quant.activations import (
+    TERMS,
+    gated,
+    in_terms,
+    normalised,
+    terms_of,
+)
 from jaxkern.triton.quant.block_codes import BYTES, STEP
 from jaxkern.triton.quant.decode_kernel import decode_tiles_kernel
 from jaxkern.triton.quant.fixed_point_codes import FORMATS, bytes_of_step
@@ -84,21 +90,27 @@ def multiply(
     norm: jax.Array | None = None,
     residual: jax.Array | None = None,
     eps: float = 0.0,
-    gated: bool = False,
+    up: jax.Array | None = None,
+    activation: str | None = None,
 ) -> jax.Array:
-    """`[..., u, 16]` of x `[..., k]` and tiles `[u, bytes]`, gated `[2, u, bytes]`."""
+    """`[..., u, 16]` of x `[..., k]` and tiles `[u, bytes]`, gated `[2, u, bytes]`.
+
+    With `up` `[..., u, 16]` the tiles are those of the gate.
+    """
     terms, rows = terms_of(x, compute_dtype), num_rows(x)
     if rows > most_activations(terms):
         w = decoded(tiles.reshape(-1, tiles.shape[-1]), qtype)
-        y = multiply_decoded(x, w, norm, residual, eps, gated)
+        y = multiply_decoded(x, w, norm, residual, eps, up, activation)
         return y.reshape(*x.shape[:-1], -1, TILE)
     if rows * terms > FEW:
-        return multiply_several(x, tiles, qtype, terms, norm, residual, eps)
+        around = norm, residual, eps, up, activation
+        return multiply_several(x, tiles, qtype, terms, *around)
     dtype = x.dtype  # of the result, also where float32 is multiplied as bfloat16
     narrow = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
     if terms == 1 and norm is None and is_for_fixed_point(narrow, tiles, qtype):
         x = x.astype(jnp.bfloat16)
-    return launch(x, tiles, qtype, terms, norm, residual, eps, dtype=dtype)
+    gate: dict = dict(up=up, activation=activation)
+    return launch(x, tiles, qtype, terms, norm, residual, eps, dtype=dtype, **gate)
 
 
 def launch(
@@ -111,6 +123,8 @@ def launch(
     eps: float,
     ids: jax.Array | None = None,
     dtype: Any = None,
+    up: jax.Array | None = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """`multiply` by the kernel for few activations, in `dtype` or that of x.
 
@@ -118,7 +132,8 @@ def launch(
     """
     dtype = dtype or x.dtype
     if ids is None and is_for_fixed_point(x, tiles, qtype):
-        return fixed_point(x, tiles, qtype, norm, residual, eps, dtype)
+        around = norm, residual, eps, up, activation
+        return fixed_point(x, tiles, qtype, *around, dtype)
     rows, k = num_rows(x), x.shape[-1]
     *_, units, tile_bytes = tiles.shape
     shape = (*x.shape[:-1], units, TILE)
@@ -131,19 +146,20 @@ def launch(
     if norm is None:
         x = in_terms(x, terms)
         rows = rows if ids is None else 1  # of a program
-    gated, steps = ids is None and tiles.ndim == 3, -(-k // STEP)
-    shares, parts = sizes_of(qtype, units, steps, gated, norm is not None)
+    both, steps = ids is None and tiles.ndim == 3, -(-k // STEP)
+    shares, parts = sizes_of(qtype, units, steps, both, norm is not None)
     shares = min(shares, next_power_of_2(steps))  # x in shared memory ends there
     summed = rows * terms == 1 and ids is None and qtype in SUMMED
     summed = summed and 4 * padded <= NORM_BYTES
     [y] = sparse_call(
         packed_product_kernel,
-        (units if gated else -(-units // parts), 1 if ids is None else ids.size),
+        (units if both else -(-units // parts), 1 if ids is None else ids.size),
         {
             "x_ptr": x,
             "ids_ptr": None if ids is None else ids.reshape(-1).astype(jnp.int32),
             "norm_ptr": norm,
             "tiles_ptr": tiles,
+            "up_ptr": up,
             "residual_ptr": residual,
         },
         {"y_ptr": jax.ShapeDtypeStruct(shape, dtype)},
@@ -156,7 +172,8 @@ def launch(
             "TILE_PAIRS": tile_bytes // 8,
             "FORMAT": qtype,
             "EPS": eps,
-            "GATED": gated,
+            "GATED": both,
+            "ACTIVATION": activation,
             "PARTS": parts,
             "SHARES": shares,
             "PADDED": padded,
@@ -197,11 +214,13 @@ def fixed_point(
     norm: jax.Array | None,
     residual: jax.Array | None,
     eps: float,
+    up: jax.Array | None,
+    activation: str | None,
     dtype: Any,
 ) -> jax.Array:
     """`multiply` of one activation by whole numbers, in `dtype`."""
-    k, units, gated = x.shape[-1], tiles.shape[-2], tiles.ndim == 3
-    sizes = sizes_of_fixed_point(qtype, k, gated)
+    k, units, both = x.shape[-1], tiles.shape[-2], tiles.ndim == 3
+    sizes = sizes_of_fixed_point(qtype, k, both)
     assert sizes is not None
     warps, depth, early = sizes
     padded = next_power_of_2(max(k, 8 * STEP))
@@ -214,6 +233,7 @@ def fixed_point(
             "x_ptr": x,
             "norm_ptr": norm,
             "tiles_ptr": tiles,
+            "up_ptr": up,
             "residual_ptr": residual,
         },
         {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], units, TILE), dtype)},
@@ -222,13 +242,14 @@ def fixed_point(
             "TILES": units,
             "FORMAT": qtype,
             "EPS": eps,
-            "GATED": gated,
+            "GATED": both,
+            "ACTIVATION": activation,
             "PADDED": padded,
             "PROGRAMS": programs,
             "ROUND": at_once,
             "DEPTH": depth,
             "FIRST": early,
-            "RING": memory_of(qtype, k, gated, at_once, warps, depth),
+            "RING": memory_of(qtype, k, both, at_once, warps, depth),
             "num_warps": warps,
         },
     )
@@ -237,24 +258,22 @@ def fixed_point(
 
 
 def memory_of(
-    qtype: str, k: int, gated: bool, tiles: int, warps: int, depth: int
+    qtype: str, k: int, both: bool, tiles: int, warps: int, depth: int
 ) -> int:
     """Bytes of shared memory that a program has for itself."""
     x = bytes_of_x(next_power_of_2(max(k, 8 * STEP)), qtype)
-    sums = bytes_of_sums(tiles * (1 + gated), warps)
+    sums = bytes_of_sums(tiles * (1 + both), warps)
     return ring_bytes(warps, depth, bytes_of_step(qtype), x + sums)
 
 
-def sizes_of_fixed_point(
-    qtype: str, k: int, gated: bool
-) -> tuple[int, int, int] | None:
+def sizes_of_fixed_point(qtype: str, k: int, both: bool) -> tuple[int, int, int] | None:
     """Warps, steps of each on their way, and how many of these are asked for before x.
 
     As measured, or as many as there is memory for; None where there is too little.
     """
     warps, depth, early = STEPS_ON_THEIR_WAY[qtype]
     most = max_shared_bytes() - PLAIN_BYTES
-    while depth > 1 and memory_of(qtype, k, gated, TOGETHER, warps, depth) > most:
+    while depth > 1 and memory_of(qtype, k, both, TOGETHER, warps, depth) > most:
         warps, depth = (8, depth) if warps > 8 and depth < 3 else (warps, depth - 1)
     return (warps, depth, early) if depth > 1 else None
 
@@ -282,14 +301,14 @@ def multiply_routed(
 
 
 def sizes_of(
-    qtype: str, units: int, steps: int, gated: bool, normed: bool
+    qtype: str, units: int, steps: int, both: bool, normed: bool
 ) -> tuple[int, int]:
     """Warps a tile and tiles a program, as measured.
 
     Eight warps for a tile where tiles are few and rows long; a norm, which every
     program takes for itself, and short rows of many bytes want four.
     """
-    if gated:
+    if both:
         return 2, 2
     short = steps <= 16 and (normed or qtype == "Q8_0")
     return (8 if units <= 512 and not short else 4), 1
@@ -326,7 +345,7 @@ def decoded(
     return w
 
 
-def multiply_decoded(x, w, norm, residual, eps, gated) -> jax.Array:
+def multiply_decoded(x, w, norm, residual, eps, up=None, activation=None) -> jax.Array:
     """Many activations and bfloat16 weights `[f, k]`: products by XLA."""
     result = x.dtype
     if norm is not None:
@@ -334,9 +353,8 @@ def multiply_decoded(x, w, norm, residual, eps, gated) -> jax.Array:
     # rounded once by the product: in float32 it takes a fifth longer
     sums = jnp.promote_types(result, jnp.bfloat16)
     y = jnp.matmul(x.astype(jnp.bfloat16), w.T, preferred_element_type=sums)
-    if gated:
-        gate, up = jnp.split(y.astype(jnp.float32), 2, axis=-1)
-        y = jax.nn.silu(gate) * up
+    if activation is not None:
+        y = gated(y, up, activation)
     if residual is not None:
         y = y.astype(jnp.float32) + residual.reshape(y.shape).astype(jnp.float32)
     return y.astype(result)

@@ -1,6 +1,7 @@
 """The kernel of all products with 16 packed rows side by side, for few activations.
 
-    y = x w^T,  or  silu(x gate^T) * (x up^T);  x may be normalised, y added to another
+    y = x w^T,  or  silu(x gate^T) * (x up^T);  x may be normalised, y added to another,
+    gelu stand for silu and an operand for x up^T
 
 A program has one or two tiles of 16 rows. Its warps share the columns of a tile, each
 reads whole steps of 256, one step ahead, and every byte of the weights is read once.
@@ -145,6 +146,24 @@ def put_normal_rows(
 
 
 @gluon_jit
+def activated(y, ACTIVATION: gl.constexpr):
+    """silu(y), or gelu(y) by its tanh: y times the sigmoid of y, or of a polynomial."""
+    z = y
+    if ACTIVATION == "gelu_tanh":
+        z = 1.5957691216057308 * y * (1 + 0.044715 * y * y)
+    return y / (1 + gl.exp(-z))
+
+
+@gluon_jit
+def times(y, up_ptr, at, mask, ACTIVATION: gl.constexpr):
+    """activation(y) * up where that is an operand, else y."""
+    if up_ptr is not None:
+        up = gl.load(up_ptr + at, mask, 0.0).to(gl.float32)
+        y = activated(y, ACTIVATION) * up
+    return y
+
+
+@gluon_jit
 def put(y_ptr, residual_ptr, y, at, mask):
     if residual_ptr is not None:
         y += gl.load(residual_ptr + at, mask, 0.0).to(gl.float32)
@@ -158,6 +177,7 @@ def finished(
     SHARES: gl.constexpr,
     GATED: gl.constexpr,
     TERMS: gl.constexpr,
+    ACTIVATION: gl.constexpr = None,
 ):
     """The shares of the warps added, [parts, 8, activations of 8 columns, eights]."""
     EIGHTS: gl.constexpr = sums.shape[3]
@@ -168,7 +188,7 @@ def finished(
         of_gate = place_in(y, 0) == 0
         gate = gl.sum(gl.where(of_gate, y, 0.0), 0)
         up = gl.sum(gl.where(of_gate, 0.0, y), 0)
-        y = gl.expand_dims(gate / (1 + gl.exp(-gate)) * up, 0)
+        y = gl.expand_dims(activated(gate, ACTIVATION) * up, 0)
     return y
 
 
@@ -266,12 +286,13 @@ def put_totals(
     GATED: gl.constexpr,
     PARTS: gl.constexpr,
     SHARES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):
     """The sums of a program: columns 2 c and 2 c + 1 of rows 2 g and 2 g + 1.
 
-    `pointers` to ids, to what is added, to the result.
+    `pointers` to ids, to what is multiplied, to what is added, to the result.
     """
-    ids_ptr, residual_ptr, y_ptr = pointers
+    ids_ptr, up_ptr, residual_ptr, y_ptr = pointers
     t0, t1, t2, t3 = totals
     BESIDE: gl.constexpr = 2 if TERMS == 1 else 1
     if TERMS == 1:
@@ -279,14 +300,16 @@ def put_totals(
     else:
         sums = ((t0 + t1, 0, 0), (t2 + t3, 0, 1))
     for i in gl.static_range(len(sums)):
-        y = finished(sums[i][0], PARTS, SHARES, GATED, TERMS)
+        y = finished(sums[i][0], PARTS, SHARES, GATED, TERMS, ACTIVATION)
         unit = gl.program_id(0) * y.shape[0] + place_in(y, 0)
         row = y.shape[2] * place_in(y, 3) + place_in(y, 2)
         row = row * BESIDE + sums[i][1]
         out = (row * TILES + unit) * 16 + 2 * place_in(y, 1) + sums[i][2]
         if ids_ptr is not None:
             y = gl.where(known, y, 0.0)
-        put(y_ptr, residual_ptr, y, out, (row < ROWS) & (unit < TILES))
+        here = (row < ROWS) & (unit < TILES)
+        y = times(y, up_ptr, out, here, ACTIVATION)
+        put(y_ptr, residual_ptr, y, out, here)
 
 
 @gluon_jit
@@ -295,6 +318,7 @@ def packed_product_kernel(
     ids_ptr,
     norm_ptr,
     tiles_ptr,
+    up_ptr,
     residual_ptr,
     y_ptr,
     ROWS: gl.constexpr,
@@ -306,6 +330,7 @@ def packed_product_kernel(
     FORMAT: gl.constexpr,
     EPS: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     PARTS: gl.constexpr,
     SHARES: gl.constexpr,
     PADDED: gl.constexpr,
@@ -405,11 +430,12 @@ def packed_product_kernel(
     put_totals(
         totals,
         known,
-        (ids_ptr, residual_ptr, y_ptr),
+        (ids_ptr, up_ptr, residual_ptr, y_ptr),
         ROWS,
         TERMS,
         TILES,
         GATED,
         PARTS,
         SHARES,
+        ACTIVATION,
     )

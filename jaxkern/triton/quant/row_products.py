@@ -116,7 +116,7 @@ def multiply(
     terms = terms_of(x, compute_dtype)
     p = problem_of(w, num_rows(x) * terms, sizes=sizes)
     if terms == 1 and p.activations > most_by_codes(p):
-        return multiply_decoded(x, decoded(w, jnp.bfloat16), None, None, 0.0, False)
+        return multiply_decoded(x, decoded(w, jnp.bfloat16), None, None, 0.0)
     y = launch(in_terms(x.reshape(-1, w.columns), terms), None, w, p, terms, x.dtype)
     return y.reshape(*x.shape[:-1], w.rows)
 

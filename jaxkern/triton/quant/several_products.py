@@ -16,7 +16,7 @@ from jaxkern.gpu.launch import RING_ALIGNED
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.primitives.quant.interleaved_tensor import ROWS as TILE
-from jaxkern.triton.quant.activations import in_terms, normalised
+from jaxkern.triton.quant.activations import gated, in_terms, normalised
 from jaxkern.triton.quant.block_codes import BYTES, STEP
 from jaxkern.triton.quant.many_activations import many_activations_kernel
 from jaxkern.triton.quant.several_activations import (
@@ -64,22 +64,23 @@ def multiply_several(
     norm: jax.Array | None,
     residual: jax.Array | None,
     eps: float,
+    up: jax.Array | None,
+    activation: str | None,
 ) -> jax.Array:
     """`[..., u, 16]` of x `[..., k]` and tiles `[u, bytes]`, gated `[2, u, bytes]`."""
-    leading, result, gated = x.shape[:-1], x.dtype, tiles.ndim == 3
+    leading, result = x.shape[:-1], x.dtype
     rows = num_rows(x)
     if norm is not None:
         x = normalised(x, norm, eps, terms)
     x = in_terms(x.reshape(rows, -1), terms)
     flat = tiles.reshape(-1, tiles.shape[-1])
     sizes = sizes_of(x, flat, terms)
-    if terms == 1 and not gated:
+    if terms == 1 and activation is None:
         y = product(x, flat, qtype, sizes, residual, result)
         return y.reshape(*leading, -1, TILE)
     y = product(x, flat, qtype, sizes).reshape(rows, terms, -1).sum(1)
-    if gated:
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = jax.nn.silu(gate) * up
+    if activation is not None:
+        y = gated(y, up, activation)
     if residual is not None:
         y = y + residual.reshape(y.shape).astype(jnp.float32)
     return y.astype(result).reshape(*leading, -1, TILE)

@@ -20,11 +20,13 @@ SHAPES = [  # s, k, g, h, hv
     (90, 2, 16, 72, 80),
     (300, 3, 3, 80, 37),
     (2000, 2, 2, 64, 64),
+    (640, 1, 8, 256, 256),
     (1000, 2, 2, 64, 128),
 ]
 OPTIONS = {
     "llama": dict(eps=None, pairing="interleaved"),
     "norms": dict(eps=1e-6, offset=1.0, weights=True, sinks=True),
+    "values": dict(eps=1e-6, value_eps=1e-6, weights=True, window=512, scale=1.0),
     "window": dict(eps=1e-6, weights=True, window=70, scale=0.1),
     "softcap": dict(eps=None, softcap=2.0),
 }

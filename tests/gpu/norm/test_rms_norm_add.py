@@ -29,6 +29,17 @@ def test_long_and_odd_rows(d, dtype):
     check_against_float64(rms_norm_add, x, residual, weight, draw(1), slack=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, d", [(1, 1536), (64, 8192), (3, 1000), (65, 1536)])
+def test_few_rows(n, d, dtype):
+    """Of a decode step: a program has one whole, up to 64 of them."""
+    draw = draws(dtype, d)
+    x, residual, weight = draw(n, d), draw(n, d), draw(d)
+    check_against_float64(rms_norm_add, x, residual)
+    check_against_float64(rms_norm_add, x, residual, weight, draw(d), slack=2)
+    check_against_float64(rms_norm_add, x, residual, weight, draw(1), slack=2)
+
+
 def test_residual_and_weights_of_other_dtypes():
     low, wide = draws("bfloat16"), draws("float32", 1)
     operands = low(5, 1000), wide(5, 1000), wide(1000)

@@ -74,8 +74,11 @@ def of(kind, x, w, norm, residual):
     """What `kind` computes by the library."""
     if kind == "norm":
         return quantized_rms_norm_matmul(x, norm, w, eps=EPS)
-    if kind == "gated":
-        return quantized_swiglu(x, w, norm, eps=EPS)
+    if kind in ("gated", "gelu"):
+        activation = "silu" if kind == "gated" else "gelu_tanh"
+        return quantized_swiglu(x, w, norm, eps=EPS, activation=activation)
+    if kind == "times":
+        return quantized_swiglu(x, w, None, residual, activation="gelu_tanh")
     if kind == "add":
         return quantized_matmul_add(x, w, residual)
     return linear(x, w) if isinstance(w, jax.Array) else quantized_matmul(x, w)
@@ -83,7 +86,7 @@ def of(kind, x, w, norm, residual):
 
 def truth_of(kind, x, w, norm, residual, rounded=False):
     """The same in float64, or with the factors of the product in bfloat16."""
-    if kind in ("norm", "gated"):
+    if kind in ("norm", "gated", "gelu"):
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * norm
     if rounded:
         x, w = (a.astype(jnp.bfloat16).astype(np.float64) for a in (x, w))
@@ -91,7 +94,16 @@ def truth_of(kind, x, w, norm, residual, rounded=False):
     if kind == "gated":
         gate, up = np.split(y, 2, axis=-1)
         y = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
+    if kind == "gelu":
+        gate, up = np.split(y, 2, axis=-1)
+        y = gelu(gate) * up
+    if kind == "times":
+        y = gelu(y) * residual
     return y + residual if kind == "add" else y
+
+
+def gelu(x):
+    return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 def check(kind, qtype, rows, f, d, dtype):
@@ -116,6 +128,27 @@ def check(kind, qtype, rows, f, d, dtype):
 @pytest.mark.parametrize("qtype", [*TESTED, "dense"])
 def test_one_activation(qtype, kind):
     check(kind, qtype, 1, 96, 4096, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["gelu", "times"])
+@pytest.mark.parametrize(
+    "qtype, rows, f, d",
+    [
+        ("Q4_K", 1, 96, 1536),
+        ("Q6_K", 1, 1536, 256),
+        ("Q8_0", 1, 96, 512),
+        ("Q4_0", 1, 96, 544),  # no whole steps: by another kernel
+        ("Q4_K", 3, 96, 1536),
+        ("Q4_K", 12, 96, 1536),
+        ("Q4_K", 400, 96, 1536),
+        ("dense", 1, 96, 1536),
+        ("dense", 2, 98, 256),
+        ("dense", 12, 96, 1536),
+    ],
+)
+def test_gates_of_gelu(kind, qtype, rows, f, d):
+    """Of one activation by whole numbers and not, of more by every other path."""
+    check(kind, qtype, rows, f, d, "bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["plain", "norm", "gated", "add"])
@@ -171,6 +204,8 @@ def test_more_activations(kind, rows, dtype):
         ("dense", 1, 98, 2880),  # not of whole kilobytes
         ("dense", 3, 34, 1032),
         ("dense", 1, 32, 520),
+        ("dense", 1, 1536, 256),
+        ("dense", 2, 34, 264),
     ],
 )
 def test_odd_sizes(qtype, rows, f, d):

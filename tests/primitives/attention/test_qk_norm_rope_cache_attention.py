@@ -49,7 +49,9 @@ CASES = {
 
 
 def two_calls(new, caches, positions, lengths, sinks, **options):
-    turned = dict(eps=options.pop("eps", 1e-6))
+    turned = dict(
+        eps=options.pop("eps", 1e-6), value_eps=options.pop("value_eps", None)
+    )
     query, keys, values = qk_norm_rope_cache(
         *new, *caches, positions, lengths, **turned
     )
@@ -73,7 +75,7 @@ def two_calls(new, caches, positions, lengths, sinks, **options):
         (1, [4, 0], None, {}),
         (1, [6, 2], [0, 1], {"window": 2, "scale": 0.3}),
         (3, [2, 5], [3, 1], {"softcap": 1.5, "eps": 0.1}),
-        (2, [-1, 7], None, {"window": 1}),
+        (2, [-1, 7], None, {"window": 1, "value_eps": 0.2}),
     ],
     ids=str,
 )

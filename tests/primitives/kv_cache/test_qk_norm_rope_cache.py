@@ -175,6 +175,34 @@ def test_it_is_norm_rotation_and_update(codec, positions, new_lengths, ring):
     same(*turned(*new, caches))
 
 
+def test_values_may_have_a_norm():
+    """Of their own eps and without weight, rounded once: to float16, and to codes."""
+    (query, key, value), weights, tables = draw(2, 3, 4, 2, 16)
+    value = 3 * value
+    normed = value / jnp.sqrt((value**2).mean(-1, keepdims=True) + 0.5)
+    slots = jnp.array([2, 6]), jnp.array([3, 1])
+    rest = *weights, *tables
+
+    @jax.jit
+    def both(query, key, value, normed):
+        found = []
+        for codec, op in (
+            (None, qk_norm_rope_cache),
+            (IntCodec(8), qk_norm_rope_quantized_cache),
+        ):
+            cache = empty(codec, (2, 7, 2, 16), jnp.float16)
+            last = *rest, cache, cache, *slots
+            found.append(op(query, key, value, *last, eps=0.1, value_eps=0.5))
+            found.append(op(query, key, normed, *last, eps=0.1))
+        return found
+
+    found = both(query, key, value, normed)
+    for with_eps, expected in zip(found[::2], found[1::2], strict=True):
+        for a, e in zip(*map(jax.tree.leaves, (with_eps, expected)), strict=True):
+            atol = 1 if a.dtype == jnp.uint8 else 2e-3
+            np.testing.assert_allclose(np.float32(a), np.float32(e), atol=atol)
+
+
 def test_a_key_is_rounded_once():
     """In bfloat16 a key is rounded, then quantised; here only the latter."""
     new, weights, tables = draw(1, 1, 1, 1, 64, jnp.bfloat16)

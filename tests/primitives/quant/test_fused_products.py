@@ -60,6 +60,16 @@ CASES = {
             qtype="Q4_0",
             eps=0.0,
         ),
+        case(
+            "gelu_up",
+            x=f32(2, 32),
+            tiles=quiet_bytes(1, 1, 544),
+            norm=f32(32),
+            up=f32(2, 1, 16),
+            qtype="Q8_0",
+            eps=1e-5,
+            activation="gelu_tanh",
+        ),
     ],
     "interleaved_matmul_add": [
         case(
@@ -93,6 +103,11 @@ CASES |= {
         case("float32", x=f32(2, 24), w=f32(2, 8, 24), norm=f32(24), eps=1e-5),
         case("wide", x=bf16(1, 512), w=bf16(2, 16, 512), norm=None, eps=0.0),
         case("empty", x=f32(0, 24), w=f32(2, 8, 24), norm=None, eps=0.0),
+        case(
+            "gelu_up",
+            **dict(x=f32(2, 24), w=f32(1, 8, 24), norm=f32(24), up=f32(2, 8)),
+            **dict(eps=1e-5, activation="gelu_tanh"),
+        ),
     ],
     "dense_matmul_add": [
         case(
@@ -102,6 +117,9 @@ CASES |= {
         case("wide", x=bf16(512), w=bf16(32, 512), residual=bf16(32)),
     ],
 }
+for op in ("dense_swiglu", "interleaved_swiglu"):
+    for one in CASES[op]:
+        one.arguments.setdefault("activation", "silu")
 
 
 @pytest.mark.parametrize("kind", ["rows of the file", "interleaved", "an array"])
@@ -129,6 +147,13 @@ def test_formulas_in_float64(kind):
     expected = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
     y = quantized_swiglu(x32, w, norm, eps=0.5)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-3)
+    gelu = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    y = quantized_swiglu(x32, w, norm, eps=0.5, activation="gelu_tanh")
+    np.testing.assert_allclose(y, gelu * up, rtol=1e-4, atol=1e-3)
+    half = jax.tree.map(lambda leaf: leaf[: len(leaf) // 2], w)  # the gate's
+    beside = jnp.asarray(residual[:, :32], jnp.float32)
+    y = quantized_swiglu(x32, half, norm, beside, eps=0.5, activation="gelu_tanh")
+    np.testing.assert_allclose(y, gelu * residual[:, :32], rtol=1e-4, atol=1e-3)
 
 
 def test_int8_activations_have_a_straight_through_gradient():
@@ -159,6 +184,12 @@ def test_errors():
         quantized_rms_norm_matmul(jnp.ones((1, 32)), jnp.ones(16), w)
     with pytest.raises(TypeError, match="even last dim"):
         quantized_swiglu(jnp.ones((1, 32)), weight("Q4_0", 33, 32)[0])
+    with pytest.raises(
+        TypeError, match=r"_swiglu: `up` must be float32 \(1, 32\), got"
+    ):
+        quantized_swiglu(jnp.ones((1, 32)), w, up=jnp.ones((1, 16)))
+    with pytest.raises(ValueError, match="`activation` must be 'silu' or 'gelu_tanh'"):
+        quantized_swiglu(jnp.ones((1, 32)), w, activation="gelu")
 
 
 @pytest.mark.parametrize("kind", ["dense", "GGUF", "interleaved"])

@@ -43,6 +43,7 @@ CASES = {  # s, g, h, hv, positions, new_lengths, options
     "one block": (60, 4, 64, 64, [59, 0], None, LLAMA),
     "a cluster": (300, 4, 64, 64, [299, 130], None, LLAMA),
     "norms of heads": (300, 3, 80, 37, [299, 17], None, QWEN | {"offset": 1.0}),
+    "norms of values": (60, 2, 32, 37, [59, 0], None, QWEN | {"value_eps": 0.5}),
     "rows that do not count": (300, 2, 64, 64, [200, 200], [0, 1], LLAMA),
     "too many, too few": (60, 2, 64, 64, [9, 9], [5, -5], LLAMA),
     "outside of the cache": (140, 2, 64, 64, [140, -3], None, LLAMA),
@@ -69,7 +70,7 @@ def test_it_computes_what_the_reference_does(name, monkeypatch):
     )
     options = dict(offset=0.0, at_end=False, pairing="neox") | options
     options |= dict(pair_offset=apart, scale=0.2)
-    options = dict(window=None, softcap=None) | options
+    options = dict(window=None, softcap=None, value_eps=None) | options
     run = functools.partial(rows.qk_norm_rope_cache_attention, **options)
     given = (*given[:5], cos, sin, *given[7:], *last)
     found, [(cluster, constants)] = in_a_cluster(

@@ -57,6 +57,7 @@ HEADS = [  # n, k, h, hv, pairs, options
     (5, 5, 13, 7, 5, {"offset": 1.0}),
     (6, 3, 24, 32, 5, {"pairing": "interleaved"}),
     (2, 1, 32, 16, 6, {"pair_offset": 16, "eps": None}),
+    (2, 1, 8, 24, 4, {"value_eps": 0.5}),
 ]
 
 
@@ -97,7 +98,7 @@ def draw(b, t, n, k, h, hv, pairs, eps=1e-6, **options):
         new[3:] = None, None
     tables = [jnp.float32(rng.standard_normal((b, t, pairs))) for _ in range(2)]
     rest = dict(eps=eps, offset=0.0, pairing="neox", pair_offset=pairs)
-    rest |= dict(at_end=False) | options
+    rest |= dict(at_end=False, value_eps=None) | options
     return [*new, *tables], rest
 
 
@@ -159,6 +160,7 @@ def test_heads_and_places(n, k, h, hv, pairs, options, positions, lengths, ring)
 def test_pages():
     new, options = draw(2, 5, 4, 2, 16, 8, 8)
     slots = jnp.array([[3, 11, -1, 12, 0], [7, 2, 99, 5, 4]])
+    del options["value_eps"]  # pages have none
     check(
         qk_norm_rope_paged_cache,
         qk_norm_rope_paged_cache_p.reference,

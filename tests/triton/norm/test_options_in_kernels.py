@@ -15,8 +15,9 @@ from jaxkern.primitives.norm.layer_norm import (
     layer_norm_bwd_reference,
     layer_norm_fwd_reference,
 )
+from jaxkern.primitives.norm.rms_norm_add import rms_norm_add_fwd_reference
 from jaxkern.primitives.rope.rope import apply_rope_reference
-from jaxkern.triton.norm import layer_norm
+from jaxkern.triton.norm import layer_norm, rms_norm_add
 from jaxkern.triton.rope import rope as apply_rope
 from tests.triton.interpreted import (
     alone,
@@ -71,6 +72,22 @@ def test_layer_norm_with_an_offset_of_its_weight(offset):
         np.testing.assert_allclose(g, e, atol=1e-5)
 
 
+@alone
+@pytest.mark.parametrize("scale", [None, 1, 13])
+def test_a_sum_of_few_rows(scale):
+    """A program a row; more rows have another kernel."""
+    x, residual, weight = normal(3, 13), normal(13, 3).T, normal(13)
+    operands = x, residual, weight, None if scale is None else normal(scale)
+    options = dict(eps=0.1, offset=1.0)
+    with interpreted():
+        found = rms_norm_add.rms_norm_add_fwd(*operands, **options)
+        bare = rms_norm_add.rms_norm_add_fwd(x, residual, None, None, **options)
+    expected = rms_norm_add_fwd_reference(*operands, **options)
+    bare_expected = rms_norm_add_fwd_reference(x, residual, None, None, **options)
+    for y, e in zip((*found, *bare), (*expected, *bare_expected), strict=True):
+        np.testing.assert_allclose(y, e, atol=1e-5)
+
+
 @starts_it
 def test_the_interpreter_agrees():
-    check_in_its_own_process(__file__, 2 * len(HEADS) + 2)
+    check_in_its_own_process(__file__, 2 * len(HEADS) + 5)

@@ -60,6 +60,23 @@ def launch_of(f, *operands):
     return launch
 
 
+def halves_of(gated):
+    return 1 if gated in (False, "times") else 2
+
+
+def factor(rng, gated, shape):
+    """`up` where it is an operand, and the activation."""
+    up = rng.standard_normal(shape).astype(np.float32) if gated == "times" else None
+    activation = "silu" if gated is True else "gelu_tanh"
+    return up, activation if gated else None
+
+
+def activated(y, activation):
+    if activation == "gelu_tanh":
+        return y / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (y + 0.044715 * y**3)))
+    return y * (y > -500) / (1 + np.exp(-y.clip(-500)))
+
+
 @pytest.mark.parametrize(
     "qtype, k, rows, normed, gated, added",
     [
@@ -77,6 +94,8 @@ def launch_of(f, *operands):
         ("NVFP4_256", 512, 1, True, False, False),
         ("AFFINE4_64_BF16", 576, 2, False, False, False),
         ("INT4_128_F16", 384, 1, False, True, False),
+        ("Q4_K", 256, 1, True, "gelu", False),
+        ("Q8_0", 256, 2, False, "times", False),
     ],
 )
 def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
@@ -85,23 +104,26 @@ def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
     x = rng.standard_normal((rows, k))
     x[0, : k // 2] += 2  # sums of groups that are far from zero
     x = x.astype(ml_dtypes.bfloat16).astype(np.float32)  # for a float32 result
-    halves = [weights(rng, qtype, 16, k) for _ in range(1 + gated)]
+    halves = [weights(rng, qtype, 16, k) for _ in range(halves_of(gated))]
     tiles = np.stack([np.asarray(w.tiles) for w, _ in halves])
-    tiles = tiles if gated else tiles[0]
+    tiles = tiles if len(halves) > 1 else tiles[0]
+    up, activation = factor(rng, gated, (rows, 1, 16))
     norm = rng.uniform(0.5, 2.0, k).astype(np.float32) if normed else None
     residual = rng.standard_normal((rows, 1, 16)).astype(np.float32)
     residual = residual if added else None
 
-    def product(x, tiles, norm, residual):
-        return packed_products.launch(x, tiles, qtype, 1, norm, residual, 1e-5)
+    def product(x, tiles, norm, residual, up):
+        around = norm, residual, 1e-5
+        gate = dict(up=up, activation=activation)
+        return packed_products.launch(x, tiles, qtype, 1, *around, **gate)
 
-    launch = launch_of(product, x, tiles, norm, residual)
+    launch = launch_of(product, x, tiles, norm, residual, up)
     assert dict(launch.constants)["SUMMED"] == (rows == 1 and qtype in can)
     y = np.full((rows, 1, 16), np.nan, np.float32)
     arrays = {"x_ptr": x, "norm_ptr": norm, "tiles_ptr": tiles, "y_ptr": y}
     if norm is None:
         arrays["x_ptr"] = x.astype(ml_dtypes.bfloat16)
-    arrays["residual_ptr"] = residual
+    arrays |= {"residual_ptr": residual, "up_ptr": up}
     lanes.run(launch, {n: a for n, a in arrays.items() if a is not None}, (0, 0))
 
     wide = x.astype(np.float64)
@@ -111,7 +133,7 @@ def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
     results = [wide @ w.T for _, w in halves]
     want = results[0]
     if gated:
-        want = want * (want > -500) / (1 + np.exp(-want.clip(-500))) * results[1]
+        want = activated(want, activation) * (results[1] if up is None else up[:, 0])
     if residual is not None:
         want = want + residual[:, 0].astype(np.float64)
     got = y[:, 0].astype(np.float64)
@@ -141,6 +163,8 @@ def test_lanes_give_the_product(qtype, k, rows, normed, gated, added):
         ("AFFINE4_64_BF16", 768, 3, True, True, False, 2),
         ("INT4_128_F16", 512, 3, False, False, True, 1),
         ("INT4_32_BF16", 512, 3, False, False, False, 1),
+        ("Q4_K", 256, 3, True, "gelu", False, 2),
+        ("Q6_K", 256, 3, False, "times", False, 2),
     ],
 )
 def test_whole_numbers_give_the_product(
@@ -152,23 +176,24 @@ def test_whole_numbers_give_the_product(
     x[: k // 2] += 2  # sums of groups that are far from zero
     x[-64:] = 0  # groups of nothing
     x = x.astype(ml_dtypes.bfloat16)
-    halves = [weights(rng, qtype, 16 * units, k) for _ in range(1 + gated)]
+    halves = [weights(rng, qtype, 16 * units, k) for _ in range(halves_of(gated))]
     tiles = np.stack([np.asarray(w.tiles) for w, _ in halves])
-    tiles = tiles if gated else tiles[0]
+    tiles = tiles if len(halves) > 1 else tiles[0]
+    up, activation = factor(rng, gated, (units, 16))
     norm = rng.uniform(0.5, 2.0, k).astype(np.float32) if normed else None
     residual = rng.standard_normal((units, 16)).astype(np.float32) if added else None
 
-    def product(x, tiles, norm, residual):
-        return packed_products.multiply(
-            x, tiles, qtype, None, norm=norm, residual=residual, eps=1e-5, gated=gated
-        )
+    def product(x, tiles, norm, residual, up):
+        around = dict(norm=norm, residual=residual, eps=1e-5)
+        gate = dict(up=up, activation=activation)
+        return packed_products.multiply(x, tiles, qtype, None, **around, **gate)
 
-    launch = launch_of(product, x, tiles, norm, residual)
+    launch = launch_of(product, x, tiles, norm, residual, up)
     assert launch.kernel.__name__ == "fixed_point_kernel"
     assert dict(launch.constants)["PROGRAMS"] == programs
     y = np.full((units, 16), np.nan, np.float32)  # not rounded to bfloat16
     arrays = {"x_ptr": x, "norm_ptr": norm, "tiles_ptr": tiles, "y_ptr": y}
-    arrays["residual_ptr"] = residual
+    arrays |= {"residual_ptr": residual, "up_ptr": up}
     for program in range(programs):
         given = {n: a for n, a in arrays.items() if a is not None}
         lanes.run(launch, given, (program, 0))
@@ -179,7 +204,8 @@ def test_whole_numbers_give_the_product(
     results = [w @ wide for _, w in halves]
     want = results[0]
     if gated:
-        want = want * (want > -500) / (1 + np.exp(-want.clip(-500))) * results[1]
+        other = results[1] if up is None else up.reshape(-1)
+        want = activated(want, activation) * other
     if residual is not None:
         want = want + residual.reshape(-1).astype(np.float64)
     error = np.linalg.norm(y.reshape(-1) - want) / np.linalg.norm(want)

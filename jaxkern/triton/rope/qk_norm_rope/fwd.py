@@ -8,6 +8,7 @@ others the keys.
 """
 
 from jaxkern.gpu import triton_call
+from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.triton.norm.row_tiles import per_row
 from jaxkern.triton.rope.head_tiles import (
@@ -103,7 +104,10 @@ def qk_norm_rope_fwd_kernel(
     HEAD: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    if AHEAD:
+        begin_behind_those_ahead()
     block = tl.program_id(0)
     if block < QUERY_PROGRAMS:
         norm_and_turn(
