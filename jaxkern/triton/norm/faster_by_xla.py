@@ -1,9 +1,9 @@
 """Rows of norms that XLA's reductions are faster for, as measured on an H200.
 
 What is measured stands in docs/design/fused_norms.md: XLA by more than 5 % at all sizes
-tried in a region. Elements have 2 bytes where a region says nothing else. Few short rows
-of rms_norm and rms_norm_add, of which XLA takes a tenth of a microsecond less alone, are not
-among them: those of a decode step are kernels of its chain.
+tried in a region. Elements have 2 bytes where a region says nothing else. Of rms_norm
+and rms_norm_add few short rows are not among them, of which XLA takes a tenth of a
+microsecond less alone: those of a decode step are kernels of its chain.
 """
 
 from collections.abc import Callable

@@ -85,11 +85,13 @@ def test_many_steps_in_place(s, in_chains):
             after.append(tuple(both))
         return query, tuple(after)
 
-    def steps(step, caches):
+    def steps(step, caches, before=None):
+        """Each with the query that the step before it made, here or in `before`."""
         run = jax.jit(step, donate_argnums=1)
         caches, query = jax.tree.map(jnp.copy, caches), new[0]
         found = []
         for i in range(30):
+            query = before[i - 1] if before and i else query
             query, caches = run((query, *new[1:]), caches, start + i)
             found.append(query)
         return found, caches
@@ -101,8 +103,8 @@ def test_many_steps_in_place(s, in_chains):
         jax.tree.leaves((one, after)), jax.tree.leaves((other, too)), strict=True
     ):
         np.testing.assert_array_equal(a, b)
-    with backend("xla"):
-        plain, _ = steps(step, caches)
+    with backend("xla"):  # a rounding of one step is 0.28 some steps later
+        plain, _ = steps(step, caches, one)
     for a, b in zip(one, plain, strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), atol=0.06, rtol=0.06)
 
