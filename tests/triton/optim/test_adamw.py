@@ -64,9 +64,9 @@ def test_a_launch_has_the_leaves_whose_pointers_its_driver_passes(
     monkeypatch, driver, leaves
 ):
     monkeypatch.setattr(block_sizes, "driver_version", lambda: driver)
-    launches = launches_of(*[tree([(8 + k,) for k in range(1200)])] * 4)
+    launches = launches_of(*[tree([(8 + k,) for k in range(600)])] * 4)
     sizes = [len(dict(x.constants)["SIZES"]) for x in launches]
-    full, last = divmod(1200, leaves)
+    full, last = divmod(600, leaves)
     assert sizes == [leaves] * full + [last] * (last > 0)
     most = 4096 if leaves == 72 else 32_764
     assert all(8 * (parameters(x) + 2) <= most for x in launches)  # 2 of Triton
