@@ -24,7 +24,7 @@ from jaxkern.primitives.moe.moe_ffn import FEW_TOKENS
 from jaxkern.primitives.moe.norm_route import norm_route_p
 
 MOST_CHOSEN = 16  # of a token, the shared one among them
-MOST_ROWS = 512  # of an expert on average; more are multiplied with decoded weights
+MOST_ROWS = 256  # of an expert on average; more are multiplied with decoded weights
 
 
 def by_slots(config: Any, mixture: Any, weights: Any, branch: Branch) -> bool:
