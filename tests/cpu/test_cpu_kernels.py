@@ -141,9 +141,8 @@ def test_gated_products_under_vmap_and_sharded():
     tiles = w.tiles[0].reshape(2, 2, -1)
 
     def of_tiles(x, tiles):
-        return interleaved_swiglu_p(
-            x, tiles, norm, qtype="Q4_0", compute_dtype=jnp.dtype(jnp.int8), eps=1e-6
-        )
+        options = dict(qtype="Q4_0", compute_dtype=jnp.dtype(jnp.int8), eps=1e-6)
+        return interleaved_swiglu_p(x, tiles, norm, None, activation="silu", **options)
 
     cut = [
         jax.device_put(a, NamedSharding(mesh, spec))

@@ -146,8 +146,8 @@ def qk_norm_rope_quantized_cache(
       query, key, value, query_weight, key_weight, cos, sin: see qk_norm_rope_cache.
       key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`, each with a codec of
         its own.
-      positions, new_lengths, ring, eps, value_eps, offset, pairing, pair_offset,
-        at_end: see qk_norm_rope_cache.
+      positions, new_lengths: see qk_norm_rope_cache.
+      ring, eps, value_eps, offset, pairing, pair_offset, at_end: likewise.
 
     Returns:
       query: `[b, t, n, h]`, dtype of query.

@@ -130,7 +130,7 @@ def test_a_decode_step_is_one_launch(s, h, cluster, block):
     "options",
     [
         dict(s=2049),
-        dict(s=641, h=256),
+        dict(s=1025, h=256),
         dict(s=641, b=64),
         dict(s=641, t=2),
         dict(s=641, dtype="float32"),

@@ -60,7 +60,7 @@ def test_many_rows_that_are_split():
     ("module", "x", "forward", "backward"),  # whether XLA is faster
     [
         (rms_norm, rows_of(1, 2227), False, False),
-        (rms_norm, rows_of(4, 2048), True, True),
+        (rms_norm, rows_of(4, 2048), False, True),
         (rms_norm, rows_of(128, 7168), False, False),
         (rms_norm, rows_of(65, 32768), False, True),
         (rms_norm, rows_of(128, 50257), True, True),
