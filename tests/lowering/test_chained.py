@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import linear, quantized_matmul_add, quantized_rms_norm_matmul
+from jaxkern import (
+    linear,
+    quantized_matmul_add,
+    quantized_rms_norm_matmul,
+    rms_norm,
+    rms_norm_add,
+    sandwich_rms_norm,
+)
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.lowering.chained import chained, in_chains
@@ -113,6 +120,19 @@ def test_a_long_row_of_logits_is_two_launches_of_the_chain():
     [chain] = named(equations(f, spec(1, 512), spec(8192, 512)), "launch_chain")
     names = [step.launch.name for step in chain.params["steps"]]
     assert names == ["few_products_kernel", "argmax_kernel", "best_part_kernel"]
+
+
+@pytest.mark.parametrize("d", [2048, 5376])  # a program has the row, a cluster has it
+def test_norms_of_a_row_are_in_the_chain(d):
+    def block(x, residual, weight, w):
+        y = linear(x, w)
+        normal, total = sandwich_rms_norm(y, residual, weight, weight)
+        return rms_norm_add(normal, total, weight), rms_norm(total, weight)
+
+    row, weight = spec(1, d, dtype="bfloat16"), spec(d, dtype="float32")
+    eqns = equations(block, row, row, weight, spec(d, d, dtype="bfloat16"))
+    [chain] = named(eqns, "launch_chain")
+    assert len(chain.params["steps"]) == 4
 
 
 def test_weights_that_the_chain_makes_are_not_read_early():

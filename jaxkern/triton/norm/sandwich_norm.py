@@ -132,9 +132,12 @@ def split_sandwich_norm_fwd_kernel(
     VECTOR: tl.constexpr,
     CLUSTER: tl.constexpr,
     EXCHANGE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """A row held by the programs of a cluster; its loads stand ahead of the sums."""
     memory = begin(CLUSTER, EXCHANGE)
+    if AHEAD:
+        begin_behind_those_ahead()
     row, start, columns, at = own_share(D, BLOCK, CLUSTER, VECTOR)
     inside = (columns >= 0) & (columns < D)
     total = read_share(x_ptr, start, columns, at, NUM_ROWS, D, VECTOR)
