@@ -38,13 +38,15 @@ def over_sequences(
                 return x.reshape(-1, *x.shape[2:])
 
             out = again(*(fold(i, x) for i, x in enumerate(operands)))
-            return tuple(y.reshape(size, -1, *y.shape[1:]) for y in out), (True, True)
+            out = tuple(y.reshape(size, -1, *y.shape[1:]) for y in out)
+            return out, (True,) * len(out)
 
         def one(moving):
             both = zip(moving, operands, strict=True)
             return again(*(x if m is None else m for m, x in both))
 
         moving = [x if m else None for x, m in zip(operands, mapped, strict=True)]
-        return jax.lax.map(one, moving), (True, True)
+        out = jax.lax.map(one, moving)
+        return out, (True,) * len(out)
 
     return run(*operands)

@@ -1,5 +1,6 @@
 """The kernel of index scores, in the interpreter against the reference; refusals."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from jaxkern import explain, indexer_scores
 from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.attention.over_sequences import over_sequences
 from jaxkern.gpu.device import compiling_for
 from jaxkern.primitives.attention.indexer_scores import indexer_scores_reference
 from jaxkern.triton.attention import indexer_scores as kernels
@@ -81,6 +83,21 @@ def explained(n=64, h=128, s=9000, b=2, t=1, dtype="bfloat16", key=None, **optio
 def test_refusals_in_words(given, reason):
     text = str(explained(**given))
     assert reason in text and "indexer_scores_kernel" not in text
+
+
+@starts_it
+def test_a_vmap_makes_more_sequences():
+    """Of one result, with keys of each and with keys that all share."""
+
+    def launch(query, key, bias):
+        return (query @ key.swapaxes(-1, -2),)
+
+    rng = np.random.default_rng(0)
+    query, key = (jnp.asarray(rng.integers(-9, 9, (3, 2, 4, 5))) for _ in range(2))
+    run = functools.partial(over_sequences, launch, (1,), ())
+    for axes, keys in ((0, key), (None, key[0])):
+        [found] = jax.vmap(run, (0, axes, None))(query, keys, None)
+        np.testing.assert_array_equal(found, query @ keys.swapaxes(-1, -2))
 
 
 @starts_it
