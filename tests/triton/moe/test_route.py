@@ -16,13 +16,15 @@ from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.route import route_reference
+from jaxkern.triton.index import few_largest
+from jaxkern.triton.moe import many_routes, slot_order
 from jaxkern.triton.moe import route as kernels
-from jaxkern.triton.moe import slot_order
 from tests.triton.interpreted import (
     alone,
     check_in_its_own_process,
     interpreted,
     starts_it,
+    without_layouts,
 )
 
 OPTIONS = dict(
@@ -43,18 +45,21 @@ CASES = {
     "groups": (6, 64, 5, GROUPS),
     "largest of groups": (6, 32, 3, GROUPS | dict(group_score="max")),
 }
+BY_WARPS = {  # two programs, in the second of which warps have the last token again
+    "each of top2": (5, 128, 3, GROUPS | dict(num_groups=32, top_groups=7)),
+    "largest": (5, 128, 3, GROUPS | dict(group_score="max")),
+    "padded": (5, 132, 4, dict(score="sigmoid", scaling_factor=2.5)),
+}
 SLOTS = [(37, 4, 6), (3, 5, 20)]  # tokens, chosen, experts
 
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, len(CASES) + len(SLOTS))
+    count = len(CASES) + len(BY_WARPS) + len(SLOTS)
+    check_in_its_own_process(__file__, count)
 
 
-@alone
-@pytest.mark.parametrize("name", CASES)
-def test_weights_and_ids(name):
-    rows, e, k, options = CASES[name]
+def check(rows, e, k, options):
     options = OPTIONS | options
     rng = np.random.default_rng([rows, e])
     logits = (3 * rng.standard_normal((rows, e))).astype(np.float32)
@@ -71,6 +76,20 @@ def test_weights_and_ids(name):
     expected = route_reference(*operands, k=k, **options)
     np.testing.assert_array_equal(ids, expected[1])
     np.testing.assert_allclose(weights, expected[0], rtol=1e-5, atol=1e-7)
+
+
+@alone
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_ids(name):
+    check(*CASES[name])
+
+
+@alone
+@pytest.mark.parametrize("name", BY_WARPS)
+def test_a_warp_for_each_token(name, monkeypatch):
+    monkeypatch.setattr(few_largest, "MANY_ROWS", 1)
+    with without_layouts(many_routes, few_largest):
+        check(*BY_WARPS[name])
 
 
 @alone
@@ -101,6 +120,8 @@ def test_kernels_compile_and_fit(capability, options):
 
         rows: Any = explain(f, logits, bias, platform="cuda").rows
         [launch] = rows[0].launches
+        by_warps = options.get("score") == "sigmoid"
+        assert launch.name == ("many_routes_kernel" if by_warps else "route_kernel")
         assert compiled(launch, capability).asm["cubin"]
         assert launch.stack_bytes == 0
 
