@@ -49,7 +49,7 @@ def two_largest(x_ptr, bias_ptr, lane, member, C: tl.constexpr):
     SIZE: tl.constexpr = C.sizes[0]
     first = (lane * SIZE)[:, :, None] + member
     best = ranked(x_ptr[:, :, None], bias_ptr, first, C)
-    second = tl.where(first < 0, best, -float("inf"))
+    second = tl.where(first < 0, best, -float("inf"))  # -inf of its shape
     for i in tl.static_range(member.shape[2], SIZE, member.shape[2]):
         rank = ranked(x_ptr[:, :, None], bias_ptr, first + i, C)
         second = larger(second, tl.minimum(best, rank))

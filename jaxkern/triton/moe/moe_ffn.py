@@ -22,6 +22,7 @@ from jaxkern.gpu.triton_call import jit, libdevice, tl
 from jaxkern.triton.norm.row_tiles import prefetch_row
 
 MOST_SLOTS = 16  # of a token: their loop is unrolled
+ASKED = 2**24  # bytes for the second launch, of which the L2 cache holds some more
 
 
 def unsupported(
@@ -61,6 +62,18 @@ def activated(
 
 
 @jit
+def ask_for_down(
+    down_ptr, ids_ptr, slot, E: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr
+):
+    """A program's share of the weights that the next launch reads for a slot."""
+    if slot >= 0:
+        expert = tl.load(ids_ptr + slot)
+        if (expert >= 0) & (expert < E):
+            down_ptr += expert.to(tl.int64) * SIZE
+            prefetch_row(down_ptr, tl.program_id(0), SHARE)
+
+
+@jit
 def hidden_kernel(
     x_ptr,
     ids_ptr,
@@ -76,6 +89,7 @@ def hidden_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     SHARE: tl.constexpr,
+    LATER: tl.constexpr,
     HALVES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -130,7 +144,7 @@ def hidden_kernel(
     hidden = activated(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     tl.store(out, hidden.to(hidden_ptr.dtype.element_ty), f < F)
     if next_ptr is not None:
-        prefetch_row(next_ptr + place * (D * F), tl.program_id(0), SHARE)
+        ask_for_down(next_ptr, ids_ptr, slot - LATER, E, D * F, SHARE)
 
 
 @jit
@@ -211,11 +225,14 @@ def hidden_of(
 ):
     """`[*ids.shape, f]` of x `[..., d]`, ids `[..., k]` and gate `[e, f, d]`.
 
-    Or `[e, 2, f, d]`, which has up too.
+    Or `[e, 2, f, d]`, which has up too. The last programs ask for `down` of the first
+    slots, for the launch behind them.
     """
     e, *_, f, d = gate.shape
     found = blocks(d, "BLOCK_F", "BLOCK_D")
     programs = -(-f // found["BLOCK_F"])
+    most = ASKED // (d * f * x.dtype.itemsize)
+    asked = 0 if down is None else min(ids.size, most)
     [hidden] = bridge.sparse_call(
         hidden_kernel,
         (programs, ids.size),
@@ -227,17 +244,11 @@ def hidden_of(
             "shared_ptr": shared,
             "gate_bias_ptr": gate_bias,
             "up_bias_ptr": up_bias,
-            "next_ptr": down,
+            "next_ptr": down if asked else None,
         },
         {"hidden_ptr": jax.ShapeDtypeStruct((*ids.shape, f), x.dtype)},
-        dict(
-            K=ids.shape[-1],
-            E=e,
-            D=d,
-            F=f,
-            SHARE=max(1, d * f // programs),
-            HALVES=1 if up is not None else 2,
-        )
+        dict(K=ids.shape[-1], E=e, D=d, F=f, HALVES=1 if up is not None else 2)
+        | dict(SHARE=max(1, d * f // programs), LATER=ids.size - asked)
         | dict(ACTIVATION=activation)
         | dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset)
         | found,
