@@ -41,6 +41,7 @@ HANDLERS = (
     "softmax_gradient",
     "rope",
     "affine_matmul_id",
+    "expert_matmul",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

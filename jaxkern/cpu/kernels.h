@@ -110,11 +110,14 @@ struct DeltaRule {  // S = e**g S + k beta (v - e**g S^T k)^T, out = scale S^T q
 };
 
 struct Matmul {  // y = x w^T, x rounded to compute_type first
-  const void *x, *w;  // [rows, d], [f, d]
-  Float x_type, w_type, compute_type;  // w: f16 or bf16
+  const void *x, *w;  // [rows, d], or [rows / k, d]; [f, d]
+  Float x_type, w_type, compute_type;
   void* y;  // [rows, f]
   Float y_type;
   int64_t rows, d, f;
+  // y[i] = w[expert[i]] x[i / k], 0 for no such expert; null: one w
+  const int32_t* expert;
+  int64_t k, experts;
 };
 
 struct AffineMatmul {  // y = x w^T with w = scale * code + bias in groups along d

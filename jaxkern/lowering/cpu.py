@@ -32,6 +32,8 @@ KERNELS = (
     Kernel("affine_matmul_id",         "cpp", "cpu.quant.affine_matmul",                   "primal",         "affine_matmul_id",    "unsupported_id"),
     Kernel("linear",                   "cpp", "cpu.linear.linear",                         "primal"),
     Kernel("matmul_transpose_b",       "cpp", "cpu.linear.matmul_transpose_b",             "primal"),
+    Kernel("grouped_matmul",           "cpp", "cpu.moe.grouped_matmul",                    "primal"),
+    Kernel("moe_ffn_few",              "cpp", "cpu.moe.moe_ffn_few",                       "primal"),
     Kernel("gated_delta_rule",         "cpp", "cpu.delta_rule.gated_delta_rule",           "primal"),
     Kernel("gated_delta_step",         "cpp", "cpu.delta_rule.gated_delta_step",           "primal"),
     Kernel("causal_conv1d",            "cpp", "cpu.delta_rule.causal_conv1d",              "primal bwd"),

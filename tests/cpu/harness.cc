@@ -423,29 +423,41 @@ static uint16_t half_bits(float x, Float type) {  // of such a number, not tiny
   return (uint16_t)((bits >> 16 & 0x8000) | (((bits & 0x7fffffff) >> 13) - (112 << 10)));
 }
 
-static float worst_dense(const Workers& workers, int64_t rows, int64_t d, int64_t f,
-                         Float type, bool narrow) {
-  Buffer x(rows * d * 4), w(f * d * 2), y(rows * f * 4);
-  std::vector<float> exact(f * d);
-  for (int64_t i = 0; i < rows * d; ++i) ((float*)x.data)[i] = as_bf16(random_float());
-  for (int64_t i = 0; i < f * d; ++i) {
+// Of one matrix, or of `experts` of them, two for each row of x, some of which are none.
+static float worst_dense(const Workers& workers, int64_t x_rows, int64_t d, int64_t f,
+                         Float type, bool narrow, int64_t experts) {
+  const int64_t k = experts > 1 ? 2 : 1, rows = x_rows * k, size = type == Float::f32 ? 4 : 2;
+  Buffer x(x_rows * d * 4), w(experts * f * d * size), y(rows * f * 4), expert(rows * 4);
+  std::vector<float> exact(experts * f * d);
+  for (int64_t i = 0; i < x_rows * d; ++i) ((float*)x.data)[i] = as_bf16(random_float());
+  for (int64_t i = 0; i < experts * f * d; ++i) {
     const float value = as_bf16(random_float());
     exact[i] = fabsf(value) > 1e-3f ? value : 0.5f;
-    ((uint16_t*)w.data)[i] = half_bits(exact[i], type);
+    const uint16_t half = half_bits(exact[i], type);
+    memcpy(w.data + i * size, size == 4 ? (const void*)&exact[i] : &half, size);
   }
   for (int64_t i = 0; i < rows * f; ++i) ((float*)y.data)[i] = NAN;
+  for (int64_t i = 0; i < rows; ++i) {
+    ((int32_t*)expert.data)[i] =
+        experts > 1 ? (int32_t)(random_bits() % (experts + 2)) - 1 : 0;
+  }
   const Matmul p = {x.data, w.data, Float::f32, type, narrow ? type : Float::f32, y.data,
-                    Float::f32, rows, d, f};
+                    Float::f32, rows, d, f,
+                    experts > 1 ? (const int32_t*)expert.data : nullptr, k, experts};
   if (!JAXKERN_ISA::kernels.matmul_transpose_b(p, workers)) return NAN;
   float worst = 0;
   for (int64_t m = 0; m < rows; ++m) {
+    const int64_t e = ((int32_t*)expert.data)[m];
+    const bool none = e < 0 || e >= experts;
     for (int64_t c = 0; c < f; ++c) {
       double sum = 0, magnitude = 0;
-      for (int64_t k = 0; k < d; ++k) {
-        const double term = (double)((float*)x.data)[m * d + k] * exact[c * d + k];
+      for (int64_t i = 0; i < d && !none; ++i) {
+        const double term =
+            (double)((float*)x.data)[m / k * d + i] * exact[(e * f + c) * d + i];
         sum += term, magnitude += fabs(term);
       }
-      const float error = (float)(fabs(((float*)y.data)[m * f + c] - sum) / magnitude);
+      const double off = fabs(((float*)y.data)[m * f + c] - sum);
+      const float error = (float)(none ? off : off / magnitude);
       if (!(error <= worst)) worst = error;
     }
   }
@@ -572,13 +584,16 @@ int main() {
       }
     }
   }
-  for (Float type : {Float::bf16, Float::f16}) {
+  for (Float type : {Float::f32, Float::bf16, Float::f16}) {
     for (bool narrow : {false, true}) {
       for (int64_t rows : {1, 7, 41}) {
         for (int64_t d : {1, 35, 1301}) {
           for (int64_t f : {1, 39}) {
-            printf("dense type=%d narrow=%d rows=%d d=%d f=%d %g\n", (int)type, narrow,
-                   (int)rows, (int)d, (int)f, worst_dense(workers, rows, d, f, type, narrow));
+            for (int64_t experts : {1, 3}) {
+              printf("dense type=%d narrow=%d rows=%d d=%d f=%d experts=%d %g\n", (int)type,
+                     narrow, (int)rows, (int)d, (int)f, (int)experts,
+                     worst_dense(workers, rows, d, f, type, narrow, experts));
+            }
           }
         }
       }
