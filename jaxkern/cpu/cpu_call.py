@@ -42,6 +42,7 @@ HANDLERS = (
     "rope",
     "affine_matmul_id",
     "expert_matmul",
+    "state_space",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

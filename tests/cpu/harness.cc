@@ -365,10 +365,10 @@ static float worst_norm(const Workers& workers, int64_t rows, int64_t d, bool ce
 }
 
 static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int64_t hv,
-                              bool zeros) {
-  const int64_t b = 2, k = 2, group = 2, n = k * group;
+                              bool zeros, bool by_channel) {
+  const int64_t b = 2, k = 2, group = 2, n = k * group, decays = by_channel ? h : 1;
   Buffer q(b * t * k * h * 4), key(b * t * k * h * 4), v(b * t * n * hv * 4);
-  Buffer g(b * t * n * 4), beta(b * t * n * 4), state(b * n * h * hv * 4);
+  Buffer g(b * t * n * decays * 4), beta(b * t * n * 4), state(b * n * h * hv * 4);
   Buffer out(b * t * n * hv * 4), after(b * n * h * hv * 4);
   auto fill = [](Buffer& x, int64_t count, float factor, float shift) {
     for (int64_t i = 0; i < count; ++i) {
@@ -376,12 +376,13 @@ static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int6
     }
   };
   fill(q, b * t * k * h, 1, 0), fill(key, b * t * k * h, 1 / sqrtf((float)h), 0);
-  fill(v, b * t * n * hv, 1, 0), fill(g, b * t * n, 1, -1), fill(beta, b * t * n, 0.5f, 0.5f);
+  fill(v, b * t * n * hv, 1, 0), fill(g, b * t * n * decays, 1, -1);
+  fill(beta, b * t * n, 0.5f, 0.5f);
   fill(state, b * n * h * hv, 1, 0), fill(out, b * t * n * hv, 0, NAN);
   fill(after, b * n * h * hv, 0, NAN);
   DeltaRule p = {(float*)q.data, (float*)key.data, (float*)v.data, (float*)g.data,
                  (float*)beta.data, zeros ? nullptr : (float*)state.data, (float*)out.data,
-                 (float*)after.data, b, t, k, group, h, hv, 0.5f};
+                 (float*)after.data, b, t, k, group, h, hv, 0.5f, by_channel};
   if (!JAXKERN_ISA::kernels.delta_rule(p, workers)) return NAN;
   float worst = 0;
   auto compare = [&](float actual, double expected) {
@@ -397,7 +398,10 @@ static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int6
       const float *qi = p.query + (token * k + head % n / group) * h;
       for (int64_t c = 0; c < hv; ++c) {
         double stored = 0, read = 0;
-        for (int64_t r = 0; r < h; ++r) stored += (s[r * hv + c] *= exp(p.g[at])) * ki[r];
+        for (int64_t r = 0; r < h; ++r) {
+          const double decay = exp(p.g[at * decays + (by_channel ? r : 0)]);
+          stored += (s[r * hv + c] *= decay) * ki[r];
+        }
         const double error = p.beta[at] * (p.value[at * hv + c] - stored);
         for (int64_t r = 0; r < h; ++r) read += (s[r * hv + c] += ki[r] * error) * qi[r];
         compare(p.out[at * hv + c], 0.5 * read);
@@ -578,8 +582,11 @@ int main() {
     for (int64_t h : {1, 22}) {
       for (int64_t hv : {3, 32, 70}) {
         for (bool zeros : {false, true}) {
-          printf("delta_rule t=%d h=%d hv=%d zeros=%d %g\n", (int)t, (int)h, (int)hv, zeros,
-                 worst_delta_rule(workers, t, h, hv, zeros));
+          for (bool by_channel : {false, true}) {
+            printf("delta_rule t=%d h=%d hv=%d zeros=%d by_channel=%d %g\n", (int)t, (int)h,
+                   (int)hv, zeros, by_channel,
+                   worst_delta_rule(workers, t, h, hv, zeros, by_channel));
+          }
         }
       }
     }

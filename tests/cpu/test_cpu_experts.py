@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import backend, explain, grouped_matmul, moe_ffn
+from jaxkern.cpu.cpu_call import library
 from tests.cpu.test_cpu_products import in_float64, normal
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -95,6 +96,7 @@ def test_mixtures(t, activation):
     assert_mixture(t, activation)
 
 
+@pytest.mark.full
 def test_a_mixture_rounds_where_the_reference_does():
     x, ids, *floats = mixture(2, 3, 21, 37, 2, dtype=jnp.bfloat16)
     actual = in_float64(moe_ffn(x, ids, *floats))
@@ -165,3 +167,14 @@ def test_refusals_in_words():
             row.op: row.runs for row in explain(moe_ffn, *mixture(2, 3, 4, 5, 2)).rows
         }
         assert names["moe_ffn_few"].endswith("cpu.moe.moe_ffn_few.moe_ffn_few")
+
+
+def test_many_narrow_rows_of_an_expert_stay_with_xla_without_avx512(monkeypatch):
+    monkeypatch.setattr(library(), "instruction_set", "avx2")
+    x, w, sizes = normal(18, 11), normal(2, 3, 11), jnp.array([9, 9])
+    with backend("auto"):
+        [row] = explain(grouped_matmul, x, w, sizes).rows
+        assert row.runs.startswith("cpp")
+        [row] = explain(grouped_matmul, x, w.astype(jnp.bfloat16), sizes).rows
+    assert row.runs.startswith("xla")
+    assert "9 rows an expert without AVX-512" in " ".join(row.refused)

@@ -8,7 +8,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxkern.cpu.cpu_call import FLOATS, cpu_call, refuses
+from jaxkern.cpu.cpu_call import FLOATS, cpu_call, library, refuses
+from jaxkern.cpu.linear.matmul_transpose_b import FEW, NARROW
 from jaxkern.primitives.moe.row_blocks import row_blocks
 
 
@@ -21,8 +22,14 @@ def unsupported(x, w, group_sizes, *, preferred_element_type=None) -> str | None
 
 
 def slower(x, w, group_sizes, **_) -> str | None:
-    del x, group_sizes
-    return "`d` is 1: XLA gathers, without a loop" if w.shape[2] == 1 else None
+    del group_sizes
+    if w.shape[2] == 1:
+        return "`d` is 1: XLA gathers, without a loop"
+    rows = x.shape[0] // w.shape[0]
+    wide = library().instruction_set.startswith("avx512")
+    if rows > FEW and w.dtype in NARROW and not wide:
+        return f"{rows} rows an expert without AVX-512"
+    return None
 
 
 def grouped_matmul(x, w, group_sizes, *, preferred_element_type=None):
