@@ -121,7 +121,7 @@ def qk_norm_rope_cache_attention(
         pairing=pairing,
         pair_offset=pair_offset,
         at_end=at_end,
-        scale=max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale),
+        scale=max(key.shape[-1], 1) ** -0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
     )

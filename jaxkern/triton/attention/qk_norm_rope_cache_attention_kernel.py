@@ -202,9 +202,7 @@ def qk_norm_rope_cache_attention_kernel(
         VALUE,
         GATE,
     )
-    gate = None
-    if GATE:
-        gate = query_ptr + (row[:, None] * (HEAD[0] + GATE) + HEAD[0])
+    gate = query_ptr + (row[:, None] * (HEAD[0] + GATE) + HEAD[0])
 
     z = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1, keep_dims=True)
     seen = tl.zeros([1], tl.int1) | fresh
@@ -223,7 +221,7 @@ def qk_norm_rope_cache_attention_kernel(
     out = acc / total[:, None]
     if EXCHANGE:
         place = split, head * G + r, row, present
-        to = out_ptr, None, gate
+        to = out_ptr, None, (gate if GATE else None)
         merge_in_cluster(out, lse, memory, place, sinks_ptr, to, HV, SPLITS, LOG2E)
     else:
         value_dims = tl.arange(0, VALUE_DIMS)[None, :]
