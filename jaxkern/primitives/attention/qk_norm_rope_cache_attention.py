@@ -106,7 +106,6 @@ def qk_norm_rope_cache_attention(
       Array([0.787, 0.787, 0.787, 0.787], dtype=float32)
     """
     check_weights(OP, query_weight, key_weight, eps)
-    check_query(query.shape[-1], key.shape[-1], value.shape[-1], gated)
     cos, sin, pair_offset = rotary_tables(OP, key, cos, sin, pairing, pair_offset)
     t, s = query.shape[1], key_cache.shape[1]
     starts = per_sequence(OP, "positions", positions, query.shape[:1])
@@ -173,7 +172,9 @@ def qk_norm_rope_cache_attention_reference(
     turn = NormedRotation(
         offset=offset, pairing=pairing, pair_offset=pair_offset, at_end=at_end
     )
-    query, gate = heads_and_gates(new.query, new.key.shape[-1], gated)
+    h = new.key.shape[-1]
+    check_query(new.query.shape[-1], h, new.value.shape[-1], gated)
+    query, gate = heads_and_gates(new.query, h, gated)
     query, key = turned(OP, NewTokens(query, *new[1:]), eps=eps, **turn)
     slots = positions, new_lengths
     keys = update_kv_cache_reference(key_cache, key, *slots, ring=False)
