@@ -26,7 +26,7 @@ ffi::Error expert_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   PoolWorkers workers(pool);
   const Batch batch(y_dims, rank - 2);
   for (int64_t i = 0; i < batch.count(); ++i) {
-    p.x = at<char>(x, batch.index(x_dims, i) * p.rows / p.k * p.d * item_size(p.x_type));
+    p.x = at<char>(x, batch.index(x_dims, i) * x_dims[rank - 2] * p.d * item_size(p.x_type));
     p.expert = at<int32_t>(expert, batch.index(e_dims, i) * p.rows);
     p.w = at<char>(w, batch.index(w_dims, i) * p.experts * p.f * p.d * item_size(p.w_type));
     p.y = at<char>(*y, i * p.rows * p.f * item_size(p.y_type));
