@@ -3,7 +3,8 @@
 import concurrent.futures
 import contextlib
 import ctypes
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
 from jaxkern.quick_import import no_collections
+from jaxkern.runtime.plan.kept_calls import KeptCalls
 
 NO_TOKEN = -1  # of a sequence that is finished
 
@@ -112,25 +114,40 @@ def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
 
 
 def compiled_in_turn(
-    calls: Mapping[str, tuple[Any, tuple]],
+    calls: Mapping[str, tuple[Any, tuple]], kept: KeptCalls | None = None
 ) -> dict[str, jax.stages.Compiled]:
-    """Executables by name; XLA compiles one while the next is lowered.
+    """Executables by name, loaded from disk, or XLA compiles one as the next is lowered.
 
     Where a GPU will run them their kernels compile beside each other before that, and
     XLA compiles them at once. The memory that compiling took goes back to the system:
     glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
     """
-    at_once = len(calls) if jax.default_backend() == "gpu" else 1
+    kept = kept or KeptCalls()
+    loaded = kept.load_all(calls)
+    missing = {name: call for name, call in calls.items() if name not in loaded}
+    if not missing:
+        return loaded
+    at_once = len(missing) if jax.default_backend() == "gpu" else 1
     with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker:
         with no_collections(), compiled_ahead() as ask:
             traced = {}
-            for name, (function, arguments) in calls.items():
+            for name, (function, arguments) in missing.items():
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
             executables = {
-                name: worker.submit(one.lower().compile) for name, one in traced.items()
+                name: worker.submit(timed, one.lower().compile)
+                for name, one in traced.items()
             }
         found = {name: executable.result() for name, executable in executables.items()}
+    for name, (executable, seconds) in found.items():
+        kept.keep(missing[name][0], executable, traced[name].out_info, seconds)
+        loaded[name] = executable
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    return found
+    return {name: loaded[name] for name in calls}
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What it returns, and the seconds that it took."""
+    start = time.perf_counter()
+    return function(), time.perf_counter() - start
