@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
 from jaxkern.quick_import import no_collections
-from jaxkern.runtime.plan.kept_calls import KeptCalls
+from jaxkern.runtime.plan.kept_calls import KeptCalls, made
 
 NO_TOKEN = -1  # of a sequence that is finished
 
@@ -123,31 +123,26 @@ def compiled_in_turn(
     glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
     """
     kept = kept or KeptCalls()
-    loaded = kept.load_all(calls)
-    missing = {name: call for name, call in calls.items() if name not in loaded}
+    executables = kept.load_all(calls)
+    missing = {name: call for name, call in calls.items() if name not in executables}
     if not missing:
-        return loaded
+        return executables
     at_once = len(missing) if jax.default_backend() == "gpu" else 1
     with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker:
         with no_collections(), compiled_ahead() as ask:
-            traced = {}
+            traced, began = {}, {}
             for name, (function, arguments) in missing.items():
+                began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
-            executables = {
-                name: worker.submit(timed, one.lower().compile)
+            compiling = {
+                name: worker.submit(made, began[name], one.lower())
                 for name, one in traced.items()
             }
-        found = {name: executable.result() for name, executable in executables.items()}
-    for name, (executable, seconds) in found.items():
-        kept.keep(missing[name][0], executable, traced[name].out_info, seconds)
-        loaded[name] = executable
+        for name, result in compiling.items():
+            one = result.result()
+            kept.keep(missing[name][0], one, traced[name].out_info)
+            executables[name] = one.executable
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    return {name: loaded[name] for name in calls}
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and the seconds that it took."""
-    start = time.perf_counter()
-    return function(), time.perf_counter() - start
+    return {name: executables[name] for name in calls}

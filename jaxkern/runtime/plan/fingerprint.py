@@ -73,10 +73,18 @@ def name_of(thing: Any) -> str:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    package = module.partition(".")[0]
-    if package not in KNOWN and thing is not functools.partial or found is not thing:
+    known = module.partition(".")[0] in KNOWN or thing is functools.partial
+    if not known or found is not thing:
         raise NotUnderstoodError(f"{module}.{name}")
     return f"{module}.{name}"
+
+
+def described_function(function: Any) -> str:
+    """A jitted function: what it wraps, what it donates, options, shardings."""
+    if (how := getattr(function, "_jit_info", None)) is None:
+        raise NotUnderstoodError("a function that is not jitted, or by another jax")
+    told = {k: str(v) for k, v in how._asdict().items() if not k.startswith("fun_")}
+    return described((function.__wrapped__, told))
 
 
 def described_operands(operands: Any) -> str:

@@ -9,42 +9,44 @@ cache, and only where a user has chosen one.
 import functools
 import hashlib
 import logging
-import os
-import pickle
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxkern.cpu import cpu_call
-from jaxkern.gpu import chain_library
-from jaxkern.lowering.machine import versions
 from jaxkern.runtime.plan.fingerprint import (
     NotUnderstoodError,
     described,
+    described_function,
     described_operands,
 )
-from jaxkern.runtime.plan.kernel_cache import private_folder, why_not_private
-from jaxkern.runtime.plan.load import load_machine_code
-from jaxkern.runtime.plan.saved_plan import machine_code_of, read_parts, write_parts
-from jaxkern.runtime.plan.surroundings import surroundings
+from jaxkern.runtime.plan.kept_files import Found, loaded, read, write
+from jaxkern.runtime.plan.kernel_cache import private_folder
+from jaxkern.runtime.plan.surroundings import check_unchanged, surroundings
+from jaxkern.runtime.trace.events import subscribe
 
 FOLDER = "traced_calls"
-FOUND = "/jaxkern/traced_calls/found"  # events of jax.monitoring
-PARTS = "shapes", "machine_code"
-MOSAIC = "MOSAIC_GPU_"
 log = logging.getLogger("jaxkern")
 
 
-class Found(NamedTuple):
-    """A file that has been read and checked, whose program is not loaded yet."""
+class Made(NamedTuple):
+    """A call that was compiled, the seconds it took, whether jax's cache had it."""
 
-    file: Path
-    shapes: Any
-    machine_code: bytes
-    variables: dict[str, str]
+    executable: jax.stages.Compiled
+    seconds: float
+    from_cache: bool
+
+
+def made(began: float, lowered: jax.stages.Lowered) -> Made:
+    """Compiles what was traced from a time of `time.perf_counter` on."""
+    hits = []
+    with subscribe(lambda _: hits.append(get_ident()), kinds=("cache_hit",)):
+        executable = lowered.compile()
+    return Made(executable, time.perf_counter() - began, get_ident() in hits)
 
 
 class KeptCalls:
@@ -77,24 +79,35 @@ class KeptCalls:
         self, calls: Mapping[str, tuple[Any, tuple]]
     ) -> dict[str, jax.stages.Compiled]:
         """The executables that are kept, loaded beside each other."""
-        every = [(name, self.find(*call), call[1]) for name, call in calls.items()]
-        files = [(name, found, args) for name, found, args in every if found]
-        if not files:
-            return {}
-        register_handlers()
-        with ThreadPoolExecutor(len(files)) as threads:
-            loads = [(n, threads.submit(loaded, *rest)) for n, *rest in files]
-        every = [(name, load.result()) for name, load in loads]
-        return {name: executable for name, executable in every if executable}
+        found = {name: self.find(*call) for name, call in calls.items()}
+        with ThreadPoolExecutor() as threads:
+            loads = {
+                name: threads.submit(loaded, file, *calls[name])
+                for name, file in found.items()
+                if file
+            }
+        every = {name: load.result() for name, load in loads.items()}
+        return {name: executable for name, executable in every.items() if executable}
 
-    def keep(self, function: Any, compiled: Any, shapes: Any, seconds: float) -> None:
-        """Writes what took as long to compile as jax's cache asks for."""
+    def keep(self, function: Any, made: Made, shapes: Any) -> None:
+        """Writes a call that took as long to make as jax's cache asks for.
+
+        One that jax's cache had is left to it: XLA for CPUs writes what it has read
+        without its functions.
+        """
         file = self.files[function]
-        if file and seconds >= jax.config.jax_persistent_cache_min_compile_time_secs:
-            writer.submit(write, file, shapes, compiled)
+        least = jax.config.jax_persistent_cache_min_compile_time_secs
+        if file is None or made.from_cache or made.seconds < least:
+            return
+        try:
+            check_unchanged()
+        except NotUnderstoodError as error:
+            said(error)
+        else:
+            writer.submit(write, file, shapes, made.executable)
 
     @functools.cached_property
-    def around(self) -> str:
+    def around(self) -> list[str]:
         return surroundings()
 
     def file(self, function: Any, arguments: tuple) -> Path | None:
@@ -102,12 +115,16 @@ class KeptCalls:
         if self.folder is None:
             return None
         try:
-            called = described(function.__wrapped__), described_operands(arguments)
-            text = "\n".join((self.around, *called))
+            called = described_function(function), described_operands(arguments)
+            text = described([*called, *self.around])
         except NotUnderstoodError as error:
-            log.debug("jaxkern keeps no traced call: %s is not understood.", error)
+            said(error)
             return None
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.call"
+
+
+def said(error: NotUnderstoodError) -> None:
+    log.debug("jaxkern keeps no traced call: %s is not understood.", error)
 
 
 def folder() -> Path | None:
@@ -120,64 +137,6 @@ def folder() -> Path | None:
     except (ValueError, OSError) as error:
         log.warning("jaxkern keeps no traced calls: %s", error)
         return None
-
-
-def read(file: Path) -> Found | None:
-    """What a file has, if it is whole and this user's own."""
-    if not file.exists():
-        return None
-    try:
-        if why := why_not_private(file):
-            raise ValueError(f"{why}: it is not run.")
-        header, parts = read_parts(file, PARTS)
-        shapes = pickle.loads(parts["shapes"])
-    except Exception as error:  # what a pickle raises
-        anew(error)
-        return None
-    return Found(file, shapes, parts["machine_code"], header["variables"])
-
-
-def anew(error: Exception) -> None:
-    log.warning("jaxkern traces and compiles a call anew: %s", error)
-
-
-def loaded(found: Found, arguments: tuple) -> jax.stages.Compiled | None:
-    """The executable, or None where it does not load."""
-    for name, value in found.variables.items():
-        os.environ.setdefault(name, value)
-    operands = jax.tree.structure((arguments, {}))
-    results = jax.tree.structure(found.shapes)
-    try:
-        code = found.machine_code
-        compiled, _ = load_machine_code(found.file, code, operands, results)
-    except ValueError as error:
-        anew(error)
-        return None
-    jax.monitoring.record_event(FOUND)
-    return compiled
-
-
-def register_handlers() -> None:
-    """Makes the calls of this package's libraries known to XLA, as lowering does."""
-    cpu_call.library()
-    if jax.default_backend() == "gpu" and chain_library.library():
-        chain_library.missing_library()
-
-
-def write(file: Path, shapes: Any, compiled: jax.stages.Compiled) -> None:
-    """Writes a call whole or not at all; one that cannot be written is left out."""
-    code, why_not = machine_code_of(compiled)
-    if not code:
-        log.debug("jaxkern keeps no traced call: %s", why_not)
-        return
-    # Mosaic, where it is imported, tells its library by them where its files are
-    variables = {k: v for k, v in os.environ.items() if k.startswith(MOSAIC)}
-    header = {"made_by": versions(), "variables": variables}
-    try:
-        parts = {"shapes": pickle.dumps(shapes), "machine_code": code}
-        write_parts(file, header, parts)
-    except (OSError, pickle.PicklingError) as error:
-        log.warning("jaxkern keeps no traced call: %s", error)
 
 
 # a file is written while the program goes on, which waits for it when it ends

@@ -6,17 +6,26 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxkern.gpu.device import assumed_capability, device_capability, driver_version
+from jaxkern.cpu import cpu_call
+from jaxkern.gpu import chain_library
+from jaxkern.gpu.device import (
+    assumed_capability,
+    device_capability,
+    driver_version,
+    num_sms,
+)
 from jaxkern.lowering.apple.fused import assumed_version
 from jaxkern.lowering.machine import machine, num_threads, versions
 from jaxkern.lowering.tuned import every_op
 from jaxkern.primitives.call import backend_context
 from jaxkern.primitives.linear.policy import policy_context
+from jaxkern.quick_import import IMPORTED
 from jaxkern.runtime.plan.fingerprint import NotUnderstoodError, described
 
 # settings of jax that say where and when to keep executables, or what to print
@@ -24,50 +33,66 @@ ASIDE = re.compile(
     "jax_(persistent_cache|compilation_cache|logging|log_|explain_cache|traceback|"
     "include_full_tracebacks|tracer_error|raise_persistent)"
 )
-# variables that jax, XLA, Triton, LLVM and CUDA read
+# variables that jax, its plugins, XLA, Triton, LLVM and CUDA read
 READ = re.compile(
     "(JAX|XLA|TF|TRITON|LLVM|MLIR|PTXAS|NVPTX|CUDA|NVIDIA|CUBLAS|CUDNN|MOSAIC|PALLAS|"
-    "JAXKERN|DISABLE|ENABLE|ALLOW|USE|OMP)_|XLA_FLAGS|TF32"
+    "ROCM|HIP|HSA|LIBTPU|TPU|MPS|MLX|JAXKERN|DISABLE|ENABLE|ALLOW|USE|OMP)_|"
+    "XLA_FLAGS|TF32"
 )
-# those of them that name folders of caches or say what is printed, and those that Mosaic
-# sets as it is imported
+# those of them that name folders of caches or one of equal GPUs, or say what is printed,
+# and those that Mosaic sets as it is imported
 WHERE = re.compile(
-    "TF_C(PP|LI)_|JAX_(COMPILATION_CACHE|PERSISTENT_CACHE)|TRITON_(CACHE|DUMP|HOME)|"
-    "MOSAIC_GPU_(CUDA_ROOT|RUNTIME_LIB_PATH|NVSHMEM)"
+    "TF_CPP_|JAX_(COMPILATION_CACHE|PERSISTENT_CACHE)|TRITON_(CACHE|DUMP|HOME)|"
+    "(CUDA|NVIDIA)_VISIBLE_DEVICES|MOSAIC_GPU_(CUDA_ROOT|RUNTIME_LIB_PATH|NVSHMEM)"
 )
 PACKAGES = re.compile("(jax|triton|nvidia|numpy|ml_dtypes).*-info")
 
 
-def surroundings() -> str:
-    """All that is the same for every call of this thread, as text.
+def surroundings() -> list[str]:
+    """All that is the same for every call of this thread, as texts.
+
+    The C++ libraries are loaded and made known to XLA, as lowering does.
 
     Raises:
-      NotUnderstoodError: an op has a kernel that is not this package's, or a mesh of
-        several devices is in force.
+      NotUnderstoodError: an op has a kernel that is not this package's, a mesh of
+        several devices is in force, XLA reads its flags from a file, or a file of what
+        is imported here has changed since.
     """
     device = jax.devices()[0]
     if jax.config.jax_default_device not in (None, device):
         raise NotUnderstoodError("`jax_default_device` is not the first device")
     if not jax.sharding.get_abstract_mesh().empty:
         raise NotUnderstoodError("a mesh is in force")
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("--"):
+        raise NotUnderstoodError(f"XLA_FLAGS={flags}, the name of a file")
     check_rows()
+    check_unchanged()
     contexts = backend_context.value, policy_context.value, assumed_version.get()
-    return "\n".join(
-        (
-            described([versions(), machine(device), num_threads(), sys.version]),
-            described([device.client.platform_version, len(jax.devices())]),
-            described([device_capability(), assumed_capability, driver_version()]),
-            described(contexts),
-            *settings(),
-            *packages(),
-            digest_of_sources(),
-        )
-    )
+    capabilities = device_capability(), assumed_capability
+    return [
+        described([versions(), machine(device), num_threads(), sys.version]),
+        described([device.client.platform_version, len(jax.devices())]),
+        described([capabilities, num_sms(), driver_version()]),
+        described([contexts, libraries()]),
+        *settings(),
+        *map(str, packages()),
+        digest_of_sources(),
+    ]
+
+
+def libraries() -> list[str | None]:
+    """What the C++ kernels run on, and why the chains of a GPU do not load."""
+    chains = None
+    if jax.default_backend() == "gpu" and chain_library.library():
+        chains = chain_library.missing_library()
+    kernels = cpu_call.library()
+    return [kernels.instruction_set, kernels.missing, chains]
 
 
 def settings() -> list[str]:
     """Those of jax, in this thread, and the variables of the environment."""
-    values = jax.config.values  # in this thread
+    values = jax.config.values
     names = sorted(name for name in values if not ASIDE.match(name))
     of_jax = [f"{name}={values[name]}" for name in names]
     variables = sorted(os.environ.items())
@@ -87,26 +112,44 @@ def check_rows() -> None:
                 raise NotUnderstoodError(f"a kernel of {p.name} from {module or row}")
 
 
+def check_unchanged() -> None:
+    """Raises where a file was written after this process imported the package.
+
+    What was imported is then perhaps not what the file says.
+    """
+    for path in (*packages(), *(file for _, file in sources())):
+        status = path.stat()
+        if max(status.st_mtime, status.st_ctime) > IMPORTED:
+            raise NotUnderstoodError(f"{path}, changed since it was imported,")
+
+
 @functools.cache
-def packages() -> tuple[str, ...]:
-    """Names and versions of what is installed and writes or runs machine code."""
+def packages() -> tuple[Path, ...]:
+    """Where what writes or runs machine code is installed, names with versions."""
     found = set()
     for folder in filter(os.path.isdir, sys.path):
-        found |= {name for name in os.listdir(folder) if PACKAGES.match(name)}
+        names = filter(PACKAGES.match, os.listdir(folder))
+        found |= {Path(folder).absolute() / name for name in names}
     return tuple(sorted(found))
+
+
+def sources() -> Iterator[tuple[Path, Path]]:
+    """Folder and file of this package's modules, tables and libraries."""
+    here = Path(__file__).parents[2]
+    built = Path(sysconfig.get_path("platlib"), here.name)
+    for folder in dict.fromkeys((here, built)):
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in (".py", ".so", ".json"):
+                yield folder, file
 
 
 @functools.cache
 def digest_of_sources() -> str:
-    """SHA-256 of this package's modules and libraries: 4 MB, 20 ms."""
-    here = Path(__file__).parents[2]
-    built = Path(sysconfig.get_path("platlib"), here.name)
+    """SHA-256 of them: 4 MB, 20 ms."""
     digest = hashlib.sha256()
-    for folder in dict.fromkeys((here, built)):
-        for file in sorted(folder.rglob("*")):
-            if file.suffix in (".py", ".so", ".json"):
-                add(digest, str(file.relative_to(folder)).encode())
-                add(digest, file.read_bytes())
+    for folder, file in sources():
+        add(digest, str(file.relative_to(folder)).encode())
+        add(digest, file.read_bytes())
     return digest.hexdigest()
 
 
