@@ -116,10 +116,11 @@ def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
 def compiled_in_turn(
     calls: Mapping[str, tuple[Any, tuple]], kept: KeptCalls | None = None
 ) -> dict[str, jax.stages.Compiled]:
-    """Executables by name, loaded from disk, or XLA compiles one as the next is lowered.
+    """Executables by name, from disk or compiled, one while the next is lowered.
 
-    Where a GPU will run them their kernels compile beside each other before that, and
-    XLA compiles them at once. The memory that compiling took goes back to the system:
+    Those that a start before has left on disk are not traced (`KeptCalls`). Where a GPU
+    will run them their kernels compile beside each other before that, and XLA compiles
+    them at once. The memory that compiling took goes back to the system:
     glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
     """
     kept = kept or KeptCalls()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -20,7 +21,7 @@ from tests.models import tiny_gguf
 
 STEPS = "read_prompts", "write_chunk"
 PROMPT = [[5, 77, 200]]
-SIZES = dict(batch=1, prompt_slots=4, max_tokens=9, chunk=4)
+SIZES: dict[str, Any] = dict(batch=1, prompt_slots=4, max_tokens=9, chunk=4)
 
 
 def start(path: str, folder: str) -> dict:
@@ -29,7 +30,7 @@ def start(path: str, folder: str) -> dict:
     config, weights = load_file(read_gguf(path), "f32")
     traced, told = [], []
 
-    def listen(event, _, **about):
+    def listen(event: str, duration_secs: float, **about: Any) -> None:
         if event == "/jax/core/compile/jaxpr_trace_duration":
             traced.append(about["fun_name"])
 
@@ -67,6 +68,8 @@ def test_a_second_process_traces_nothing_and_writes_the_same(
     tmp_path, monkeypatch, compilation_cache_as_it_was
 ):
     monkeypatch.setattr(surroundings, "check_rows", lambda: None)  # of other tests
+    monkeypatch.setattr(surroundings, "IMPORTED", float("inf"))  # long ago, here
+    surroundings.digest_of_sources.cache_clear()
     monkeypatch.setattr(tiny_gguf, "LAYERS", 1)
     path = str(tiny_gguf.write_tiny_gguf(tmp_path / "m.gguf", "llama"))
     folder = str(tmp_path / "cache")

@@ -111,5 +111,6 @@ def described_array(x: Any) -> str:
     if x.sharding is not None:
         if x.sharding.device_set != {jax.devices()[0]}:
             raise NotUnderstoodError("an array on another device, or on several")
-        where = f"{x.format} {getattr(x, 'committed', '')}"
+        layout = getattr(x, "format", x.sharding)
+        where = f"{layout} {getattr(x, 'committed', '')}"
     return f"{x.dtype}{x.shape} {x.weak_type} {where}"

@@ -1,4 +1,4 @@
-"""What compiled code depends on beside the function: versions, settings, the machine."""
+"""What compiled code depends on beside its function: versions, settings, machine."""
 
 import functools
 import hashlib
@@ -39,8 +39,8 @@ READ = re.compile(
     "ROCM|HIP|HSA|LIBTPU|TPU|MPS|MLX|JAXKERN|DISABLE|ENABLE|ALLOW|USE|OMP)_|"
     "XLA_FLAGS|TF32"
 )
-# those of them that name folders of caches or one of equal GPUs, or say what is printed,
-# and those that Mosaic sets as it is imported
+# those of them that name folders of caches or one of several GPUs, or say what is
+# printed, and those that Mosaic sets as it is imported
 WHERE = re.compile(
     "TF_CPP_|JAX_(COMPILATION_CACHE|PERSISTENT_CACHE)|TRITON_(CACHE|DUMP|HOME)|"
     "(CUDA|NVIDIA)_VISIBLE_DEVICES|MOSAIC_GPU_(CUDA_ROOT|RUNTIME_LIB_PATH|NVSHMEM)"

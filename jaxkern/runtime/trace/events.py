@@ -3,7 +3,7 @@
 | kind | when | name | seconds | bytes |
 |---|---|---|---|---|
 | compile | XLA compiled a program | of the program | yes | - |
-| cache_hit | it came from the persistent cache instead | of the program | yes | - |
+| cache_hit | it came from a cache on disk instead | of the program | yes | - |
 | upload | `upload` moved weights | "upload" | yes | moved |
 | fallback | `with_oom_fallback` ran elsewhere | of the function | - | - |
 | budget | `memory_limit` refused a call | of the function | - | requested |

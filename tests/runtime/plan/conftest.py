@@ -10,7 +10,7 @@ from jaxkern.runtime.plan import kept_calls, surroundings
 def kept_folder(tmp_path, monkeypatch, compilation_cache_as_it_was):
     """Where calls are kept, and nothing that jax keeps itself.
 
-    Tests beside these declare kernels of their own, with which no call is kept; and this
+    Tests beside these declare kernels of their own, with which no call is kept. This
     package's files are not read for each key.
     """
     monkeypatch.setattr(surroundings, "every_op", dict)
