@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def surroundings() -> list[str]:
         described([capabilities, num_sms(), driver_version()]),
         described([contexts, libraries()]),
         *settings(),
-        *map(str, packages()),
+        *packages(),
         digest_of_sources(),
     ]
 
@@ -118,38 +117,42 @@ def check_unchanged() -> None:
     What was imported is then perhaps not what the file says.
     """
     for path in (*packages(), *(file for _, file in sources())):
-        status = path.stat()
+        status = os.stat(path)
         if max(status.st_mtime, status.st_ctime) > IMPORTED:
             raise NotUnderstoodError(f"{path}, changed since it was imported,")
 
 
 @functools.cache
-def packages() -> tuple[Path, ...]:
+def packages() -> tuple[str, ...]:
     """Where what writes or runs machine code is installed, names with versions."""
     found = set()
     for folder in filter(os.path.isdir, sys.path):
         names = filter(PACKAGES.match, os.listdir(folder))
-        found |= {Path(folder).absolute() / name for name in names}
+        found |= {os.path.abspath(os.path.join(folder, name)) for name in names}
     return tuple(sorted(found))
 
 
-def sources() -> Iterator[tuple[Path, Path]]:
-    """Folder and file of this package's modules, tables and libraries."""
+@functools.cache
+def sources() -> tuple[tuple[str, str], ...]:
+    """Folder and path of this package's modules, tables and libraries."""
     here = Path(__file__).parents[2]
     built = Path(sysconfig.get_path("platlib"), here.name)
+    found = []
     for folder in dict.fromkeys((here, built)):
-        for file in sorted(folder.rglob("*")):
-            if file.suffix in (".py", ".so", ".json"):
-                yield folder, file
+        for inner, _, files in os.walk(folder):
+            names = (name for name in files if name.endswith((".py", ".so", ".json")))
+            found += [(str(folder), os.path.join(inner, name)) for name in names]
+    return tuple(sorted(found))
 
 
 @functools.cache
 def digest_of_sources() -> str:
     """SHA-256 of them: 4 MB, 20 ms."""
     digest = hashlib.sha256()
-    for folder, file in sources():
-        add(digest, str(file.relative_to(folder)).encode())
-        add(digest, file.read_bytes())
+    for folder, path in sources():
+        add(digest, path.removeprefix(folder).encode())
+        with open(path, "rb") as file:
+            add(digest, file.read())
     return digest.hexdigest()
 
 
