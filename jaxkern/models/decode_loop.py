@@ -18,7 +18,8 @@ from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
 from jaxkern.quick_import import no_collections
-from jaxkern.runtime.plan.kept_calls import KeptCalls, made
+from jaxkern.runtime.plan.kept_calls import KeptCalls
+from jaxkern.runtime.plan.made import made
 
 NO_TOKEN = -1  # of a sequence that is finished
 
@@ -137,7 +138,7 @@ def compiled_in_turn(
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
             compiling = {
-                name: worker.submit(made, began[name], one.lower())
+                name: worker.submit(made, one.lower(), began=began[name])
                 for name, one in traced.items()
             }
         for name, result in compiling.items():

@@ -9,12 +9,10 @@ cache, and only where a user has chosen one.
 import functools
 import hashlib
 import logging
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -26,27 +24,11 @@ from jaxkern.runtime.plan.fingerprint import (
 )
 from jaxkern.runtime.plan.kept_files import Found, loaded, read, write
 from jaxkern.runtime.plan.kernel_cache import private_folder
+from jaxkern.runtime.plan.made import Made
 from jaxkern.runtime.plan.surroundings import check_unchanged, surroundings
-from jaxkern.runtime.trace.events import subscribe
 
 FOLDER = "traced_calls"
 log = logging.getLogger("jaxkern")
-
-
-class Made(NamedTuple):
-    """A call that was compiled, the seconds it took, whether jax's cache had it."""
-
-    executable: jax.stages.Compiled
-    seconds: float
-    from_cache: bool
-
-
-def made(began: float, lowered: jax.stages.Lowered) -> Made:
-    """Compiles what was traced from a time of `time.perf_counter` on."""
-    hits = []
-    with subscribe(lambda _: hits.append(get_ident()), kinds=("cache_hit",)):
-        executable = lowered.compile()
-    return Made(executable, time.perf_counter() - began, get_ident() in hits)
 
 
 class KeptCalls:
@@ -92,12 +74,11 @@ class KeptCalls:
     def keep(self, function: Any, made: Made, shapes: Any) -> None:
         """Writes a call that took as long to make as jax's cache asks for.
 
-        One that jax's cache had is left to it: XLA for CPUs writes what it has read
-        without its functions.
+        One that jax's cache had is left to it (`made.py` says why).
         """
         file = self.files[function]
         least = jax.config.jax_persistent_cache_min_compile_time_secs
-        if file is None or made.from_cache or made.seconds < least:
+        if file is None or made.was_read or made.seconds < least:
             return
         try:
             check_unchanged()
