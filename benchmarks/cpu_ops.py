@@ -15,25 +15,18 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from benchmarks._cpu_cases import Case, normal
+from benchmarks._cpu_hybrids import delta_rule_cases, expert_cases, state_space_cases
 from benchmarks._records import OURS, Row, run_on_cpu, write_run
 from benchmarks.cpu import read_rate
 from benchmarks.cpu_generate import limit_threads
 
 PRIMITIVES = Path(__file__).parents[1] / "jaxkern" / "primitives"
 GRADIENT = ", and gradient"
-
-
-class Case(NamedTuple):
-    op: str  # the record that its figures belong to
-    name: str
-    f: Callable
-    operands: tuple
-    flops: float = 0.0
-    bytes_read: float | None = None  # where not all operands are read
 
 
 def main(arguments: list[str]) -> int:
@@ -72,7 +65,9 @@ def measured(case: Case, rounds: int, rate: float) -> Row:
 
     runs = {}
     for kind in ("cpp", "xla"):
-        with backend(kind, strict=kind == "cpp"):  # jit would share one trace
+        with backend(
+            kind, strict=kind == "cpp" and case.whole
+        ):  # jit would share one trace
             runs[kind] = jax.jit(lambda *a: case.f(*a)).lower(*case.operands).compile()
     results = jax.block_until_ready(runs["xla"](*case.operands))
     jax.block_until_ready(runs["cpp"](*case.operands))
@@ -140,13 +135,6 @@ def timed(run: Callable, operands: tuple) -> tuple[float, float]:
     start = time.perf_counter(), time.process_time()
     jax.block_until_ready(run(*operands))
     return time.perf_counter() - start[0], time.process_time() - start[1]
-
-
-def normal(*shape: int, dtype="float32", scale: float = 1.0):
-    import jax.numpy as jnp
-
-    rng = np.random.default_rng(0)
-    return jnp.asarray(scale * rng.normal(size=shape), dtype)
 
 
 def sampling_cases() -> Iterator[Case]:
@@ -256,27 +244,6 @@ def norm_cases() -> Iterator[Case]:
                     f = both_passes(op)
                     step = (operands, cotangents)
                     yield Case(op.__name__, name + GRADIENT, f, step)
-
-
-def delta_rule_cases() -> Iterator[Case]:
-    """The heads of Qwen3-Next, and one device's share of them."""
-    from jaxkern import gated_delta_rule, gated_delta_step
-
-    rule = "gated_delta_rule"
-    for b, k, n, h in ((1, 4, 8, 128), (1, 16, 32, 128), (8, 16, 32, 128)):
-        q, v = normal(b, k, h, scale=h**-0.5), normal(b, n, h)
-        g, beta = -abs(normal(b, n)), abs(normal(b, n)) / 4
-        state = normal(b, n, h, h)
-        name = f"step of {b}, {n}/{k} heads of {h}"
-        yield Case(
-            rule, name, gated_delta_step, (q, q, v, g, beta, state), 7.0 * state.size
-        )
-    for t, k, n, h in ((256, 4, 8, 128), (1024, 16, 32, 128)):
-        q, v = normal(1, t, k, h, scale=h**-0.5), normal(1, t, n, h)
-        g, beta = -abs(normal(1, t, n)), abs(normal(1, t, n)) / 4
-        flops = 7.0 * t * n * h * h
-        name = f"rule of {t} tokens, {n}/{k} heads of {h}"
-        yield Case(rule, name, gated_delta_rule, (q, q, v, g, beta), flops)
 
 
 def both_passes(op):
@@ -407,6 +374,8 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "attention": attention_cases,
     "norms": norm_cases,
     "delta_rule": delta_rule_cases,
+    "state_space": state_space_cases,
+    "experts": expert_cases,
     "losses": loss_cases,
     "convolutions": convolution_cases,
     "softmax": softmax_cases,

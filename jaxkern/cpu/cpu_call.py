@@ -41,6 +41,8 @@ HANDLERS = (
     "softmax_gradient",
     "rope",
     "affine_matmul_id",
+    "expert_matmul",
+    "state_space",
 )
 FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and write
 

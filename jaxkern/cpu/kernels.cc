@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 #include "delta_rule/causal_conv1d.h"
 #include "delta_rule/gated_delta_rule.h"
+#include "delta_rule/state_space_dual.h"
 #include "index/argmax.h"
 #include "index/top_k.h"
 #include "linear/matmul_transpose_b.h"
@@ -21,7 +22,7 @@ namespace JAXKERN_ISA {
 extern const Kernels kernels;
 const Kernels kernels = {JAXKERN_ISA_NAME, quantized_matmul, quantized_embedding,
                          attention, argmax, top_k, sample,
-                         norm, norm_gradient, delta_rule,
+                         norm, norm_gradient, delta_rule, state_space,
                          matmul_transpose_b, affine_matmul,
                          linear_cross_entropy, linear_cross_entropy_gradient,
                          causal_conv, causal_conv_gradient,

@@ -107,14 +107,26 @@ struct DeltaRule {  // S = e**g S + k beta (v - e**g S^T k)^T, out = scale S^T q
   float *out, *new_state;  // as value, as state
   int64_t b, t, k, group, h, hv;
   float scale;
+  bool by_channel;  // g is [b, t, k * group, h], a decay of each row of S
+};
+
+struct StateSpace {  // S = decay S + step x b^T, y = S c, per token
+  const float *x, *step, *decay;  // [r, t, k * group, h], [r, t, k * group]
+  const float *b, *c;  // [r, t, k, size]
+  const float* state;  // [r, k * group, h, size], or null for zeros
+  float *y, *new_state;  // as x, as state
+  int64_t r, t, k, group, h, size;
 };
 
 struct Matmul {  // y = x w^T, x rounded to compute_type first
-  const void *x, *w;  // [rows, d], [f, d]
-  Float x_type, w_type, compute_type;  // w: f16 or bf16
+  const void *x, *w;  // [rows, d], or [rows / k, d]; [f, d]
+  Float x_type, w_type, compute_type;
   void* y;  // [rows, f]
   Float y_type;
   int64_t rows, d, f;
+  // y[i] = w[expert[i]] x[i / k], 0 for no such expert; null: one w
+  const int32_t* expert;
+  int64_t k, experts;
 };
 
 struct AffineMatmul {  // y = x w^T with w = scale * code + bias in groups along d
@@ -186,6 +198,7 @@ struct Kernels {
   bool (*norm)(const Norm&, const Workers&);
   bool (*norm_gradient)(const Norm&, const Workers&);
   bool (*delta_rule)(const DeltaRule&, const Workers&);
+  bool (*state_space)(const StateSpace&, const Workers&);
   bool (*matmul_transpose_b)(const Matmul&, const Workers&);
   bool (*affine_matmul)(const AffineMatmul&, const Workers&);
   bool (*linear_cross_entropy)(const LinearCrossEntropy&, const Workers&);

@@ -14,9 +14,11 @@ from jaxkern import (
     qk_norm_rope_cache,
     qk_norm_rope_cache_attention,
     qk_norm_rope_quantized_cache,
+    sigmoid_gate,
 )
 from jaxkern.models.architecture import Cache, page_of
 from jaxkern.primitives.attention.cached_attention import attention_over
+from jaxkern.primitives.attention.qk_norm_rope_cache_attention import heads_and_gates
 from jaxkern.primitives.rope.rope import Pairing
 
 
@@ -133,7 +135,7 @@ def attend(
 
 
 def attend_in_one(
-    q: Float[Array, "b t n h"],
+    q: Float[Array, "b t n q"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
     norms: tuple[Float[Array, " h"] | None, Float[Array, " h"] | None],
@@ -144,12 +146,13 @@ def attend_in_one(
     eps: float,
     pairing: Pairing,
     value_eps: float | None = None,
+    gated: bool = False,
     **options: Any,
 ) -> tuple[Float[Array, "b t n h"], KVCache]:
     """Norms of the heads, rotation and the write to a linear cache, then attention.
 
     Two ops, of which the first does all but attention; on a GPU one op for one token,
-    where the cache is not quantised.
+    where the cache is not quantised. Where `gated`, q has output gates as well.
     """
     grown = q.shape[1] if new_lengths is None else new_lengths
     after = cache.lengths + grown
@@ -159,12 +162,14 @@ def attend_in_one(
     turn |= dict(value_eps=value_eps)
     one_op = q.shape[1] == 1 and jax.default_backend() == "gpu"
     if one_op and not cache.quantized:
+        options |= dict(gated=gated)
         y, keys, values = qk_norm_rope_cache_attention(*new, *into, **turn, **options)
         return y, replace(cache, keys=keys, values=values, lengths=after)
     write: Any = qk_norm_rope_cache
     if cache.quantized:
         write = qk_norm_rope_quantized_cache
-    q, keys, values = write(*new, *into, **turn)
+    q, gate = heads_and_gates(q, k.shape[-1], gated)
+    q, keys, values = write(q, *new[1:], *into, **turn)
     y = attention_over(
         q,
         keys,
@@ -174,4 +179,5 @@ def attend_in_one(
         causal=True,
         **options,
     )
+    y = y if gate is None else sigmoid_gate(y, gate)
     return y, replace(cache, keys=keys, values=values, lengths=after)

@@ -365,10 +365,10 @@ static float worst_norm(const Workers& workers, int64_t rows, int64_t d, bool ce
 }
 
 static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int64_t hv,
-                              bool zeros) {
-  const int64_t b = 2, k = 2, group = 2, n = k * group;
+                              bool zeros, bool by_channel) {
+  const int64_t b = 2, k = 2, group = 2, n = k * group, decays = by_channel ? h : 1;
   Buffer q(b * t * k * h * 4), key(b * t * k * h * 4), v(b * t * n * hv * 4);
-  Buffer g(b * t * n * 4), beta(b * t * n * 4), state(b * n * h * hv * 4);
+  Buffer g(b * t * n * decays * 4), beta(b * t * n * 4), state(b * n * h * hv * 4);
   Buffer out(b * t * n * hv * 4), after(b * n * h * hv * 4);
   auto fill = [](Buffer& x, int64_t count, float factor, float shift) {
     for (int64_t i = 0; i < count; ++i) {
@@ -376,12 +376,13 @@ static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int6
     }
   };
   fill(q, b * t * k * h, 1, 0), fill(key, b * t * k * h, 1 / sqrtf((float)h), 0);
-  fill(v, b * t * n * hv, 1, 0), fill(g, b * t * n, 1, -1), fill(beta, b * t * n, 0.5f, 0.5f);
+  fill(v, b * t * n * hv, 1, 0), fill(g, b * t * n * decays, 1, -1);
+  fill(beta, b * t * n, 0.5f, 0.5f);
   fill(state, b * n * h * hv, 1, 0), fill(out, b * t * n * hv, 0, NAN);
   fill(after, b * n * h * hv, 0, NAN);
   DeltaRule p = {(float*)q.data, (float*)key.data, (float*)v.data, (float*)g.data,
                  (float*)beta.data, zeros ? nullptr : (float*)state.data, (float*)out.data,
-                 (float*)after.data, b, t, k, group, h, hv, 0.5f};
+                 (float*)after.data, b, t, k, group, h, hv, 0.5f, by_channel};
   if (!JAXKERN_ISA::kernels.delta_rule(p, workers)) return NAN;
   float worst = 0;
   auto compare = [&](float actual, double expected) {
@@ -397,7 +398,10 @@ static float worst_delta_rule(const Workers& workers, int64_t t, int64_t h, int6
       const float *qi = p.query + (token * k + head % n / group) * h;
       for (int64_t c = 0; c < hv; ++c) {
         double stored = 0, read = 0;
-        for (int64_t r = 0; r < h; ++r) stored += (s[r * hv + c] *= exp(p.g[at])) * ki[r];
+        for (int64_t r = 0; r < h; ++r) {
+          const double decay = exp(p.g[at * decays + (by_channel ? r : 0)]);
+          stored += (s[r * hv + c] *= decay) * ki[r];
+        }
         const double error = p.beta[at] * (p.value[at * hv + c] - stored);
         for (int64_t r = 0; r < h; ++r) read += (s[r * hv + c] += ki[r] * error) * qi[r];
         compare(p.out[at * hv + c], 0.5 * read);
@@ -423,29 +427,41 @@ static uint16_t half_bits(float x, Float type) {  // of such a number, not tiny
   return (uint16_t)((bits >> 16 & 0x8000) | (((bits & 0x7fffffff) >> 13) - (112 << 10)));
 }
 
-static float worst_dense(const Workers& workers, int64_t rows, int64_t d, int64_t f,
-                         Float type, bool narrow) {
-  Buffer x(rows * d * 4), w(f * d * 2), y(rows * f * 4);
-  std::vector<float> exact(f * d);
-  for (int64_t i = 0; i < rows * d; ++i) ((float*)x.data)[i] = as_bf16(random_float());
-  for (int64_t i = 0; i < f * d; ++i) {
+// Of one matrix, or of `experts` of them, two for each row of x, some of which are none.
+static float worst_dense(const Workers& workers, int64_t x_rows, int64_t d, int64_t f,
+                         Float type, bool narrow, int64_t experts) {
+  const int64_t k = experts > 1 ? 2 : 1, rows = x_rows * k, size = type == Float::f32 ? 4 : 2;
+  Buffer x(x_rows * d * 4), w(experts * f * d * size), y(rows * f * 4), expert(rows * 4);
+  std::vector<float> exact(experts * f * d);
+  for (int64_t i = 0; i < x_rows * d; ++i) ((float*)x.data)[i] = as_bf16(random_float());
+  for (int64_t i = 0; i < experts * f * d; ++i) {
     const float value = as_bf16(random_float());
     exact[i] = fabsf(value) > 1e-3f ? value : 0.5f;
-    ((uint16_t*)w.data)[i] = half_bits(exact[i], type);
+    const uint16_t half = half_bits(exact[i], type);
+    memcpy(w.data + i * size, size == 4 ? (const void*)&exact[i] : &half, size);
   }
   for (int64_t i = 0; i < rows * f; ++i) ((float*)y.data)[i] = NAN;
+  for (int64_t i = 0; i < rows; ++i) {
+    ((int32_t*)expert.data)[i] =
+        experts > 1 ? (int32_t)(random_bits() % (experts + 2)) - 1 : 0;
+  }
   const Matmul p = {x.data, w.data, Float::f32, type, narrow ? type : Float::f32, y.data,
-                    Float::f32, rows, d, f};
+                    Float::f32, rows, d, f,
+                    experts > 1 ? (const int32_t*)expert.data : nullptr, k, experts};
   if (!JAXKERN_ISA::kernels.matmul_transpose_b(p, workers)) return NAN;
   float worst = 0;
   for (int64_t m = 0; m < rows; ++m) {
+    const int64_t e = ((int32_t*)expert.data)[m];
+    const bool none = e < 0 || e >= experts;
     for (int64_t c = 0; c < f; ++c) {
       double sum = 0, magnitude = 0;
-      for (int64_t k = 0; k < d; ++k) {
-        const double term = (double)((float*)x.data)[m * d + k] * exact[c * d + k];
+      for (int64_t i = 0; i < d && !none; ++i) {
+        const double term =
+            (double)((float*)x.data)[m / k * d + i] * exact[(e * f + c) * d + i];
         sum += term, magnitude += fabs(term);
       }
-      const float error = (float)(fabs(((float*)y.data)[m * f + c] - sum) / magnitude);
+      const double off = fabs(((float*)y.data)[m * f + c] - sum);
+      const float error = (float)(none ? off : off / magnitude);
       if (!(error <= worst)) worst = error;
     }
   }
@@ -566,19 +582,25 @@ int main() {
     for (int64_t h : {1, 22}) {
       for (int64_t hv : {3, 32, 70}) {
         for (bool zeros : {false, true}) {
-          printf("delta_rule t=%d h=%d hv=%d zeros=%d %g\n", (int)t, (int)h, (int)hv, zeros,
-                 worst_delta_rule(workers, t, h, hv, zeros));
+          for (bool by_channel : {false, true}) {
+            printf("delta_rule t=%d h=%d hv=%d zeros=%d by_channel=%d %g\n", (int)t, (int)h,
+                   (int)hv, zeros, by_channel,
+                   worst_delta_rule(workers, t, h, hv, zeros, by_channel));
+          }
         }
       }
     }
   }
-  for (Float type : {Float::bf16, Float::f16}) {
+  for (Float type : {Float::f32, Float::bf16, Float::f16}) {
     for (bool narrow : {false, true}) {
       for (int64_t rows : {1, 7, 41}) {
         for (int64_t d : {1, 35, 1301}) {
           for (int64_t f : {1, 39}) {
-            printf("dense type=%d narrow=%d rows=%d d=%d f=%d %g\n", (int)type, narrow,
-                   (int)rows, (int)d, (int)f, worst_dense(workers, rows, d, f, type, narrow));
+            for (int64_t experts : {1, 3}) {
+              printf("dense type=%d narrow=%d rows=%d d=%d f=%d experts=%d %g\n", (int)type,
+                     narrow, (int)rows, (int)d, (int)f, (int)experts,
+                     worst_dense(workers, rows, d, f, type, narrow, experts));
+            }
           }
         }
       }

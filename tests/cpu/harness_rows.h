@@ -161,6 +161,36 @@ static float worst_rope(const Workers& workers, int64_t h, int64_t pairs, int64_
   return worst.error;
 }
 
+static float worst_state_space(const Workers& workers, int64_t t, int64_t h, int64_t size,
+                               bool zeros) {
+  const int64_t r = 2, k = 2, group = 2, n = k * group, tokens = r * t;
+  Floats x(tokens * n * h, Floats::random), step(tokens * n, Floats::random);
+  Floats decay(tokens * n, Floats::random), state(r * n * h * size, Floats::random);
+  Floats b(tokens * k * size, Floats::random), c(tokens * k * size, Floats::random);
+  Floats y(tokens * n * h, Floats::result), after(r * n * h * size, Floats::result);
+  const StateSpace p = {x.get(), step.get(), decay.get(), b.get(), c.get(),
+                        zeros ? nullptr : state.get(), y.get(), after.get(),
+                        r, t, k, group, h, size};
+  if (!JAXKERN_ISA::kernels.state_space(p, workers)) return NAN;
+  Worst worst;
+  for (int64_t row = 0; row < r * n * h; ++row) {
+    const int64_t head = row / h % n;
+    std::vector<double> s(size);
+    for (int64_t j = 0; j < size && !zeros; ++j) s[j] = state[row * size + j];
+    for (int64_t i = row / h / n * t; i < (row / h / n + 1) * t; ++i) {
+      const int64_t at = i * n + head, shared = (i * k + head / group) * size;
+      double read = 0;
+      for (int64_t j = 0; j < size; ++j) {
+        s[j] = decay[at] * s[j] + (double)step[at] * x[at * h + row % h] * b[shared + j];
+        read += s[j] * c[shared + j];
+      }
+      worst.add(y[at * h + row % h], read, (double)size);
+    }
+    for (int64_t j = 0; j < size; ++j) worst.add(after[row * size + j], s[j]);
+  }
+  return worst.error;
+}
+
 // Of e**x for x in [-87, 88], in units of the last place; NaN if a special value is wrong.
 static float worst_exponential() {
   using namespace JAXKERN_ISA;
@@ -201,6 +231,16 @@ static void print_rows(const Workers& workers) {
         for (bool all : {false, true}) {
           printf("conv t=%d d=%d w=%d all=%d %g\n", (int)t, (int)d, (int)w, all,
                  worst_conv(workers, t, d, w, all));
+        }
+      }
+    }
+  }
+  for (int64_t t : {1, 7}) {
+    for (int64_t h : {1, 23}) {
+      for (int64_t size : {1, 35, 64}) {
+        for (bool zeros : {false, true}) {
+          printf("state_space t=%d h=%d size=%d zeros=%d %g\n", (int)t, (int)h, (int)size,
+                 zeros, worst_state_space(workers, t, h, size, zeros));
         }
       }
     }

@@ -130,11 +130,11 @@ def assert_errors(printed: str) -> None:
     lines = printed.splitlines()
     products = 14 * 3 * 2 * 2 * 2 + 14 * 2 * 2 * 2 * 2
     selection = 3 * 2 * 6 * 2
-    delta_rule = 3 * 2 * 3 * 2
+    delta_rule = 3 * 2 * 3 * 2 * 2
     norms = 2 * 3 * 2 * 2
     attention = 3 * 2**6
-    products += 2 * 2 * 3 * 3 * 2 + 3 * 3 * 3 * 3 * 2  # dense, affine
-    rows = 1 + 2**4 + 3 * 3 * 3 * 2 + 2 * 3 * 2 + 3 * 2 * 2
+    products += 3 * 2 * 3 * 3 * 2 * 2 + 3 * 3 * 3 * 3 * 2  # dense, affine
+    rows = 1 + 2**4 + 3 * 3 * 3 * 2 + 2 * 2 * 3 * 2 + 2 * 3 * 2 + 3 * 2 * 2
     others = attention + selection + norms + delta_rule + rows
     assert len(lines) == products + others
     for line in lines:

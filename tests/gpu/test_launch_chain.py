@@ -10,7 +10,7 @@ import pytest
 from benchmarks.drawn_models import drawn_model
 from jaxkern.gpu import launch_chain
 from jaxkern.lowering.chained import chained
-from jaxkern.models import gemma4
+from jaxkern.models import decoder, gemma4
 from jaxkern.models.cached_steps import decode, with_lengths
 from tests.lowering.test_chained import llama
 from tests.models.test_expert_slots import two_layers
@@ -38,12 +38,21 @@ def filled_llama(slots):
 
 def filled_gemma4(slots):
     """Layers with a window and without, and those that read an earlier one's keys."""
+    return filled_model("gemma-4-E2B", 10, gemma4.empty_cache, slots)
+
+
+def filled_qwen3_6(slots):
+    """Three gated delta nets and an attention with gates, experts behind each."""
+    return filled_model("Qwen3.6-35B-A3B", 4, decoder.empty_cache, slots)
+
+
+def filled_model(name, layers, empty_cache, slots):
     configs = []
 
     def arrays():
-        config, weights = drawn_model("gemma-4-E2B", "bf16", 10)
+        config, weights = drawn_model(name, "bf16", layers)
         configs.append(config)
-        return weights, gemma4.empty_cache(config, 1, slots, jnp.bfloat16)
+        return weights, empty_cache(config, 1, slots, jnp.bfloat16)
 
     found = jax.tree.map(filled, jax.eval_shape(arrays))
     return configs[0], *found
@@ -53,6 +62,7 @@ def filled_gemma4(slots):
     "model, slots",
     [
         (filled_gemma4, 640),
+        (filled_qwen3_6, 640),
         (filled_llama, 64),  # one share of the keys
         (filled_llama, 640),  # a cluster
         *((functools.partial(two_layers, kind), 64) for kind in ("bf16", "mxfp4")),
@@ -62,7 +72,7 @@ def filled_gemma4(slots):
 def test_steps_in_a_chain_are_the_same_numbers(model, slots):
     """Kernels that began too early would read what the step before has left: a second
     and a third step, on caches in place, are compared with it."""
-    own = model in (filled_llama, filled_gemma4)
+    own = model in (filled_llama, filled_gemma4, filled_qwen3_6)
     config, weights, cache = model(slots) if own else model()
     lengths = jnp.full_like(cache[0].lengths, slots // 2 + 1)
     cache = with_lengths(cache, lengths)

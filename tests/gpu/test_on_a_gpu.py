@@ -1,5 +1,6 @@
 """What needs an NVIDIA GPU: every op there, and a Mosaic GPU kernel under the rules."""
 
+import dataclasses
 import re
 
 import jax
@@ -21,12 +22,17 @@ from tests.test_every_op import OPS
 
 pytestmark = on_a_gpu
 
+# Tensor cores do not add products of 8 bits in float32: 1e-4 of y on an H200, in ulps.
+SUMMED_IN_FEWER_DIGITS = {"linear_fp8": 2e-4 * 2**23}
+
 
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
 def test_values_and_gradients_on_the_gpu(p):
     for case in cases_of(p):
         if case.full:
             continue
+        if ulps := SUMMED_IN_FEWER_DIGITS.get(p.name):
+            case = dataclasses.replace(case, ulps=ulps)
         with jax.default_matmul_precision("highest"):
             checks.check_values(p, case)
             if is_small(p, case):

@@ -117,11 +117,8 @@ def test_upload_in_fp8():
     x = jnp.asarray(rng.standard_normal((8, 256)), jnp.float32)
     with policy("fp8"):
         y = jax.jit(linear)(x, packed)
-    exact = (
-        np.float64(x.astype(jnp.bfloat16))
-        @ np.float64(jnp.asarray(decoded).astype(jnp.bfloat16)).T
-    )
-    np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-2)
+    exact = np.float64(x.astype(jnp.bfloat16)) @ np.float64(decoded).T
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "f16"])

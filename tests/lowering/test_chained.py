@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.drawn_models import drawn_model
 from jaxkern import (
     linear,
     quantized_matmul_add,
@@ -22,6 +23,7 @@ from jaxkern import (
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.lowering.chained import chained, in_chains
+from jaxkern.models import decoder
 from jaxkern.models.cached_steps import decode
 from jaxkern.models.llama import Layer, LlamaConfig, LlamaWeights, empty_cache
 from jaxkern.models.sampling import LIKELIEST
@@ -111,6 +113,41 @@ def test_all_layers_of_a_decode_step_are_one_call(slots, monkeypatch):
     assert levels(chain) == [2] * len(names)
     assert len(chain.params["aliases"]) == 4  # the caches stay in place
     assert not named(eqns, "triton_call")
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", pytest.param("bf16", marks=pytest.mark.full)])
+def test_layers_with_experts_and_output_gates_are_one_call(kind, monkeypatch):
+    """Three gated delta nets and an attention of Qwen3.6; packed logits are a call."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    configs = []
+
+    def arrays():
+        config, weights = drawn_model("Qwen3.6-35B-A3B", kind, 4)
+        configs.append(config)
+        return weights, decoder.empty_cache(config, 1, 640, jnp.bfloat16)
+
+    weights, cache = jax.eval_shape(arrays)
+
+    def step(weights, token, cache):
+        logits, cache = decode(configs[0], weights, token, cache)
+        return LIKELIEST.likeliest(logits), cache
+
+    eqns = equations(step, weights, spec(1, dtype="int32"), cache)
+    chains = named(eqns, "launch_chain")
+    names = [s.launch.name for chain in chains for s in chain.params["steps"]]
+    experts = "fixed_point_hidden_kernel", "fixed_point_sum_kernel"
+    product, last = "fixed_point_kernel", 1
+    if kind == "bf16":
+        experts, product, last = ("hidden_kernel", "result_kernel"), names[0], 0
+    rest = [product, "few_products_kernel", "choice_kernel", *experts]
+    net = [product, "gated_delta_net_step_kernel", *rest]
+    attention = [product, "qk_norm_rope_cache_attention_kernel", *rest]
+    assert names[:29] == [*net * 3, *attention, "split_row_norm_fwd_kernel"]
+    assert len(chains) == 1 + last and not named(eqns, "triton_call")
+    clusters = {s.launch.name: s.launch.cluster for s in chains[0].params["steps"]}
+    assert clusters["gated_delta_net_step_kernel"] == 4
+    early = levels(chains[0])
+    assert set(early) <= {2, 3} and early[1] == 2  # the state before the wait
 
 
 def test_a_long_row_of_logits_is_two_launches_of_the_chain():

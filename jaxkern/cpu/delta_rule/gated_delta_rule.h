@@ -1,4 +1,5 @@
-// The gated delta rule, token after token  (https://arxiv.org/abs/2412.06464).
+// The gated delta rule, token after token  (https://arxiv.org/abs/2412.06464), with a decay
+// of each head or of each channel of its keys  (https://arxiv.org/abs/2510.26692).
 //
 // The columns of a state do not meet: one work item takes two vectors of columns of one
 // head through all tokens, so that its part of the state stays in the first cache. That
@@ -22,18 +23,35 @@ struct States {
   float* row(int64_t i) const { return first + i * stride; }
 };
 
+// What the channels of a key keep of a state, and that times the key.
+struct Decays {
+  float *of_channel, *of_key;  // [h], whole vectors; not read where a head has one decay
+
+  void set(const float* g, const float* key, int64_t h) const {
+    for (int64_t i = 0; i < h; i += lanes) {
+      const F decay = exp_below(load_within<Float::f32>(g, i, h, 0));
+      store(of_channel + i, decay);
+      store(of_key + i, decay * load_within<Float::f32>(key, i, h, 0));
+    }
+  }
+};
+
 // Reads the state `from` and writes the next one `to`, which may be the same.
-inline void delta_rule_token(const DeltaRule& p, int64_t token, int64_t n, int64_t column,
-                             States from, States to) {
+template <bool by_channel>
+void delta_rule_token(const DeltaRule& p, int64_t token, int64_t n, int64_t column,
+                      States from, States to, Decays decays) {
   const int64_t heads = p.k * p.group, at = token * heads + n;
   const float* key = p.key + (token * p.k + n / p.group) * p.h;
   const float* query = p.query + (token * p.k + n / p.group) * p.h;
-  const float decay = expf(p.g[at]);
+  if (by_channel) decays.set(p.g + at * p.h, key, p.h);
+  const float* erase = by_channel ? decays.of_key : key;
+  const float of_head = by_channel ? 1 : expf(p.g[at]);
   F stored[chains][2] = {}, read[chains][2] = {}, error[2];  // S^T k, S^T q
   auto look_up = [&](int64_t i, int j) {
-    for (int c = 0; c < 2; ++c) stored[j][c] += load<F>(from.row(i) + c * lanes) * key[i];
+    for (int c = 0; c < 2; ++c) stored[j][c] += load<F>(from.row(i) + c * lanes) * erase[i];
   };
   auto update = [&](int64_t i, int j) {
+    const float decay = by_channel ? decays.of_channel[i] : of_head;
     for (int c = 0; c < 2; ++c) {
       const F s = load<F>(from.row(i) + c * lanes) * decay + error[c] * key[i];
       store(to.row(i) + c * lanes, s);
@@ -51,7 +69,7 @@ inline void delta_rule_token(const DeltaRule& p, int64_t token, int64_t n, int64
   for (int c = 0; c < 2; ++c) {
     const F value =
         load_within<Float::f32>(p.value + at * p.hv, column + c * lanes, p.hv, 0);
-    error[c] = p.beta[at] * (value - decay * sum(stored, c));
+    error[c] = p.beta[at] * (value - of_head * sum(stored, c));
   }
   for (i = 0; i + chains <= p.h; i += chains) {
     for (int j = 0; j < chains; ++j) update(i + j, j);
@@ -63,8 +81,9 @@ inline void delta_rule_token(const DeltaRule& p, int64_t token, int64_t n, int64
   }
 }
 
-inline void delta_rule_item(const DeltaRule& p, int64_t b, int64_t n, int64_t column,
-                            float* scratch) {
+template <bool by_channel>
+void delta_rule_item(const DeltaRule& p, int64_t b, int64_t n, int64_t column,
+                     float* scratch, Decays decays) {
   const int64_t head = (b * p.k * p.group + n) * p.h * p.hv + column;
   const States held = {scratch, columns};
   const States before = {p.state ? const_cast<float*>(p.state) + head : nullptr, p.hv};
@@ -79,8 +98,9 @@ inline void delta_rule_item(const DeltaRule& p, int64_t b, int64_t n, int64_t co
     }
   }
   for (int64_t t = 0; t < p.t; ++t) {
-    delta_rule_token(p, b * p.t + t, n, column, t == 0 && first_in_place ? before : held,
-                     t == p.t - 1 && whole ? after : held);
+    delta_rule_token<by_channel>(p, b * p.t + t, n, column,
+                                 t == 0 && first_in_place ? before : held,
+                                 t == p.t - 1 && whole ? after : held, decays);
   }
   if (whole && p.t > 0) return;
   for (int64_t i = 0; i < p.h; ++i) {
@@ -90,15 +110,18 @@ inline void delta_rule_item(const DeltaRule& p, int64_t b, int64_t n, int64_t co
 
 inline bool delta_rule(const DeltaRule& p, const Workers& workers) {
   const int64_t parts = (p.hv + columns - 1) / columns, heads = p.k * p.group;
+  const int64_t channels = p.by_channel ? (p.h + lanes - 1) / lanes * lanes : 0;
   Flag failed;
   workers.for_each(p.b * heads * parts, [&](int64_t i) {
-    Scratch<float> state(p.h * columns);
-    if (!state.get()) {
+    Scratch<float> state(p.h * columns), kept(2 * channels);
+    if (!state.get() || !kept.get()) {
       failed.set();
       return;
     }
     const int64_t head = i / parts;
-    delta_rule_item(p, head / heads, head % heads, i % parts * columns, state.get());
+    (p.by_channel ? delta_rule_item<true> : delta_rule_item<false>)(
+        p, head / heads, head % heads, i % parts * columns, state.get(),
+        {kept.get(), kept.get() + channels});
   });
   return !failed;
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include <cmath>
 
+#include "../linear/routes.h"
 #include "../memory.h"
 #include "tile_products.h"
 
@@ -10,44 +11,6 @@ namespace jaxkern {
 namespace JAXKERN_ISA {
 
 constexpr int64_t rows_per_item = 128;  // of x, for which a tile is decoded once
-
-// The rows of y, in the order of the experts that they ask for.
-struct Routes {
-  int64_t* first;  // [experts + 1], where those of an expert begin
-  int64_t *x_row, *y_row;  // [count]
-
-  // Returns how many of the rows ask for the expert that most of them ask for.
-  int64_t sort(const QuantizedMatmul& p, int64_t y_bytes) const {
-    auto expert_of = [&](int64_t i) {
-      const int64_t e = p.expert ? p.expert[i] : 0;
-      return 0 <= e && e < p.experts ? e : -1;
-    };
-    for (int64_t e = 0; e <= p.experts; ++e) first[e] = 0;
-    for (int64_t i = 0; i < p.count; ++i) {
-      const int64_t e = expert_of(i);
-      if (e >= 0) {
-        ++first[e + 1];
-      } else {
-        memset(static_cast<char*>(p.y) + i * y_bytes, 0, y_bytes);
-      }
-    }
-    int64_t most = 0;
-    for (int64_t e = 0; e < p.experts; ++e) {
-      most = first[e + 1] > most ? first[e + 1] : most;
-      first[e + 1] += first[e];
-    }
-    for (int64_t i = 0; i < p.count; ++i) {
-      const int64_t e = expert_of(i);
-      if (e < 0) continue;
-      const int64_t at = first[e]++;
-      x_row[at] = i / p.rows_per_x;
-      y_row[at] = i;
-    }
-    for (int64_t e = p.experts; e > 0; --e) first[e] = first[e - 1];
-    first[0] = 0;
-    return most;
-  }
-};
 
 // to = from / rms(from) * weight; the width is a multiple of the lanes.
 inline void normalise(const float* from, const float* weight, float eps, int64_t width,
@@ -153,7 +116,8 @@ inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
 
   int64_t* rows = indices.get() + p.experts + 1;
   const Routes routes = {indices.get(), rows, rows + p.count};
-  const int64_t most = routes.sort(p, y_rows * (p.x_type == Float::f32 ? 4 : 2));
+  const Asked asked = {p.expert, p.count, p.rows_per_x, p.experts};
+  const int64_t most = routes.sort(asked, p.y, y_rows * (p.x_type == Float::f32 ? 4 : 2));
   if (most == 0) return true;
   int64_t used = 0;
   for (int64_t e = 0; e < p.experts; ++e) used += routes.first[e + 1] > routes.first[e];

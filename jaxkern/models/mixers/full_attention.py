@@ -25,6 +25,7 @@ from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.mixers.mixing import Mixing, QueryGrowth, Rotation
 from jaxkern.models.products import Matrices
 from jaxkern.models.weight_reader import WeightReader
+from jaxkern.primitives.attention.qk_norm_rope_cache_attention import heads_and_gates
 from jaxkern.primitives.rope.rope import Pairing
 
 
@@ -104,20 +105,19 @@ class FullAttention:
         n, k, h = self.heads, self.kv_heads, self.head_dim
         y = branch.project(config, weights.qkv, weights.qkv_bias)
         query, key, value = jnp.split(y, (-2 * k * h, -k * h), axis=-1)
-        query, gate = query.reshape(b, t, n, -1), None
-        if self.output_gate:
-            query, gate = jnp.split(query, 2, axis=-1)
+        query = query.reshape(b, t, n, -1)
         key, value = (a.reshape(b, t, k, h) for a in (key, value))
         out, state = self.attended(config, weights, query, key, value, state, at)
-        if gate is not None:
-            out = sigmoid_gate(out, gate)
         output = weights.output, weights.output_bias
         return branch.joined(config, out.reshape(b, t, n * h), *output), state
 
     def attended(
         self, config, weights, query, key, value, state: KVCache | None, at: Mixing
     ) -> tuple[Float[Array, "b t n h"], KVCache | None]:
-        """Norms of the heads and rotations, then attention."""
+        """Norms of the heads and rotations, then attention and its gate.
+
+        query: `[b, t, n, h]`, or with `output_gate` `[b, t, n, 2 h]`.
+        """
         norms = weights.q_norm, weights.k_norm
         tables = None if self.rotation is None else at.tables[self.rotation]
         options: dict = dict(window=self.window, scale=self.scale, sinks=weights.sinks)
@@ -125,8 +125,10 @@ class FullAttention:
         one_op = config.fused and alike and self.growth is None
         if one_op and tables is not None and state is not None and not state.ring:
             forms: dict = dict(eps=config.eps, pairing=self.pairing)
+            forms |= dict(gated=self.output_gate)
             cached = tables, state, at.new_lengths
             return attend_in_one(query, key, value, norms, *cached, **forms, **options)
+        query, gate = heads_and_gates(query, self.head_dim, self.output_gate)
         query, key = (
             y if norm is None else rms_norm(y, norm, eps=config.eps)
             for y, norm in zip((query, key), norms, strict=True)
@@ -137,6 +139,7 @@ class FullAttention:
             )
         if self.growth is not None:
             query = self.growth(query, at.positions)
-        return attend(
+        out, state = attend(
             query, key, value, state, at.new_lengths, at.segment_ids, **options
         )
+        return out if gate is None else sigmoid_gate(out, gate), state

@@ -3,10 +3,13 @@
 out = attention(q', K', V'), where q', K', V' = qk_norm_rope_cache(q, k, v, K, V)
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkern.primitives.activation.sigmoid_gate import sigmoid_gate_reference
 from jaxkern.primitives.attention.attention import attention_reference
 from jaxkern.primitives.attention.mask import checked_visibility
 from jaxkern.primitives.attention.operands import AttentionOperands
@@ -27,7 +30,7 @@ OP = "qk_norm_rope_cache_attention"
 
 @check_arguments
 def qk_norm_rope_cache_attention(
-    query: Float[Array, "b t k*g h"],
+    query: Float[Array, "b t k*g q"],
     key: Float[Array, "b t k h"],
     value: Float[Array, "b t k hv"],
     query_weight: Float[Array, " h"] | None,
@@ -40,6 +43,7 @@ def qk_norm_rope_cache_attention(
     new_lengths: Int[Array, " b"] | None = None,
     sinks: Float[Array, " k*g"] | None = None,
     *,
+    gated: bool = False,
     eps: float | None = 1e-6,
     value_eps: float | None = None,
     offset: float = 0.0,
@@ -62,8 +66,12 @@ def qk_norm_rope_cache_attention(
     second, so that one launch does it for the token of a decode step. Donate the caches
     to `jit`, or carry them through a loop: they are written in place.
 
+    Where `gated`, each head of `query` has its output gate behind it, as the product
+    gives them (Qwen3-Next, Qwen3.5): out is sigmoid_gate(out, gate).
+
     Args:
-      query: `[b, t, n, h]`, any float dtype; n = k*g heads, a multiple of key's.
+      query: `[b, t, n, h]`, any float dtype; n = k*g heads, a multiple of key's. Where
+        `gated`, `[b, t, n, h + hv]`.
       key, value: `[b, t, k, h]` and `[b, t, k, hv]`, any float dtype.
       query_weight, key_weight: `[h]`, or None for no scale.
       cos, sin: `[b, t, r]` or `[t, r]`, from `rope_cos_sin`.
@@ -72,6 +80,7 @@ def qk_norm_rope_cache_attention(
         among the keys; may be traced. A number counts for all.
       new_lengths: `[b]` int, how many of the t tokens count. Default t.
       sinks: `[n]`, see `attention`.
+      gated: whether `query` has output gates.
       eps, value_eps, offset, pairing, pair_offset, at_end: see `qk_norm_rope_cache`.
       scale: of the scores, a number, default h ** -0.5.
       window: a query sees so many keys, the last its own; at least 1.
@@ -83,7 +92,8 @@ def qk_norm_rope_cache_attention(
 
     Raises:
       TypeError: shapes or dtypes that do not fit.
-      ValueError: as `qk_norm_rope_cache` and `attention`.
+      ValueError: heads of `query` that are not h dims, with gates h + hv; as
+        `qk_norm_rope_cache` and `attention`.
 
     Example:
       >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
@@ -96,33 +106,57 @@ def qk_norm_rope_cache_attention(
       Array([0.787, 0.787, 0.787, 0.787], dtype=float32)
     """
     check_weights(OP, query_weight, key_weight, eps)
-    cos, sin, pair_offset = rotary_tables(OP, query, cos, sin, pairing, pair_offset)
+    cos, sin, pair_offset = rotary_tables(OP, key, cos, sin, pairing, pair_offset)
     t, s = query.shape[1], key_cache.shape[1]
     starts = per_sequence(OP, "positions", positions, query.shape[:1])
     _, window, _ = checked_visibility(OP, True, window, softcap, starts, starts, t, s)
     return qk_norm_rope_cache_attention_p(
         *(query, key, value, query_weight, key_weight, cos, sin),
         *(key_cache, value_cache, starts, new_lengths, sinks),
+        gated=gated,
         eps=eps,
         value_eps=value_eps,
         offset=offset,
         pairing=pairing,
         pair_offset=pair_offset,
         at_end=at_end,
-        scale=max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale),
+        scale=max(key.shape[-1], 1) ** -0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
     )
 
 
+def check_query(width: int, h: int, hv: int, gated: bool) -> None:
+    expected = h + hv if gated else h
+    if width != expected:
+        gates = f" and gates of {hv}" if gated else ""
+        raise ValueError(
+            f"{OP}: heads of `query` have {width} dims where keys of {h}{gates} ask "
+            f"for {expected}."
+        )
+
+
+class ProjectedTokens(NamedTuple):
+    """`NewTokens` whose queries may have their output gates behind them."""
+
+    query: Float[Array, "b t k*g q"]
+    key: Float[Array, "b t k h"]
+    value: Float[Array, "b t k hv"]
+    query_weight: Float[Array, " h"] | None
+    key_weight: Float[Array, " h"] | None
+    cos: Float[Array, "b t r"]
+    sin: Float[Array, "b t r"]
+
+
 def qk_norm_rope_cache_attention_reference(
-    new: NewTokens,
+    new: ProjectedTokens,
     key_cache: Float[Array, "b s k h"],
     value_cache: Float[Array, "b s k hv"],
     positions: Int[Array, " b"],
     new_lengths: Int[Array, " b"] | None,
     sinks: Float[Array, " k*g"] | None,
     *,
+    gated: bool,
     eps: float | None,
     value_eps: float | None,
     offset: float,
@@ -138,7 +172,10 @@ def qk_norm_rope_cache_attention_reference(
     turn = NormedRotation(
         offset=offset, pairing=pairing, pair_offset=pair_offset, at_end=at_end
     )
-    query, key = turned(OP, new, eps=eps, **turn)
+    h = new.key.shape[-1]
+    check_query(new.query.shape[-1], h, new.value.shape[-1], gated)
+    query, gate = heads_and_gates(new.query, h, gated)
+    query, key = turned(OP, NewTokens(query, *new[1:]), eps=eps, **turn)
     slots = positions, new_lengths
     keys = update_kv_cache_reference(key_cache, key, *slots, ring=False)
     value = normed_value(new.value, value_eps)
@@ -147,7 +184,14 @@ def qk_norm_rope_cache_attention_reference(
     out, _ = attention_reference(
         attended, scale=scale, causal=True, window=window, softcap=softcap
     )
-    return out, keys, values
+    return out if gate is None else sigmoid_gate_reference(out, gate), keys, values
+
+
+def heads_and_gates(
+    query: Float[Array, "b t n q"], h: int, gated: bool
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b t n hv"] | None]:
+    """What is behind h dims of a head is its gate."""
+    return (query[..., :h], query[..., h:]) if gated else (query, None)
 
 
 def visible_operands(
@@ -172,5 +216,5 @@ def visible_operands(
 # as `qk_norm_rope_cache`; each row is a softmax over all of s
 qk_norm_rope_cache_attention_p = kernel_primitive(
     qk_norm_rope_cache_attention_reference,
-    replicated=("g", "h", "hv", "r", "t", "s"),
+    replicated=("g", "q", "h", "hv", "r", "t", "s"),
 )

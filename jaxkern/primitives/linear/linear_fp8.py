@@ -6,6 +6,9 @@ https://arxiv.org/abs/2209.05433. On GPUs of compute capability 8.9 and higher X
 the products of codes times scale and makes them in fp8; elsewhere they are products of
 bfloat16, or of float32, with the same operands. A GPU multiplies 8 bits along rows
 alone, so the backward pass keeps x8 and w8 transposed.
+
+Tensor cores of 9.0 keep fewer digits of a sum of such products than float32 has: an
+H200 is off by up to 7e-4 of y, by 1e-4 at the matmul precision "highest".
 """
 
 import math

@@ -19,8 +19,12 @@ from jaxkern.gpu.cluster import (
 )
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import like, sparse_call
+from jaxkern.primitives.activation.sigmoid_gate import sigmoid_gate_p
 from jaxkern.primitives.attention.attention import attention_p
-from jaxkern.primitives.attention.qk_norm_rope_cache_attention import visible_operands
+from jaxkern.primitives.attention.qk_norm_rope_cache_attention import (
+    heads_and_gates,
+    visible_operands,
+)
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import qk_norm_rope_cache_p
 from jaxkern.triton.attention.decode.attention import AT_ONCE, FAR
 from jaxkern.triton.attention.merge_shares import LOG2E
@@ -39,7 +43,7 @@ HELD = 2048  # elements of the keys that a warp holds, and as many of the values
 
 def unsupported(**named: Any) -> str | None:
     """A reason in words, or None."""
-    attends = ("scale", "window", "softcap", "sinks")
+    attends = ("scale", "window", "softcap", "sinks", "gated")
     return writes.unsupported(**{n: x for n, x in named.items() if n not in attends})
 
 
@@ -77,8 +81,9 @@ def sizes_of(b: int, s: int, k: int, h: int, hv: int) -> dict | None:
 
 def in_one_launch(query: Any, *caches: Any) -> dict | None:
     """Sizes of the launch, or None where it does not fit one."""
-    b, t, n, h = query.shape
+    b, t, n, _ = query.shape
     s, k, hv = caches[1].shape[1:]
+    h = caches[0].shape[-1]
     dtypes = {x.dtype for x in (query, *caches)}
     if t > 1 or n // k > FEW_ROWS or max(h, hv) > MAX_HEAD_DIM or len(dtypes) > 1:
         return None
@@ -101,6 +106,7 @@ def qk_norm_rope_cache_attention(
     new_lengths: jax.Array | None,
     sinks: jax.Array | None,
     *,
+    gated: bool,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -109,15 +115,18 @@ def qk_norm_rope_cache_attention(
     new = query, key, value, query_weight, key_weight, cos, sin
     sizes = in_one_launch(query, key_cache, value_cache)
     if sizes is None:
+        query, gate = heads_and_gates(query, key.shape[-1], gated)
+        new = query, *new[1:]
         query, keys, values = qk_norm_rope_cache_p(
             *new, key_cache, value_cache, positions, new_lengths, ring=False, **turn
         )
         seen = visible_operands(query, keys, values, positions, new_lengths, sinks)
         options = dict(scale=scale, causal=True, window=window, softcap=softcap)
         out, _ = attention_p(*seen, **options)
-        return out, keys, values
-    b, _, n, h = query.shape
+        return out if gate is None else sigmoid_gate_p(out, gate), keys, values
+    b, _, n, _ = query.shape
     s, k, hv = value_cache.shape[1:]
+    h = key.shape[-1]
     apart = 0 if turn["pairing"] == "interleaved" else turn["pair_offset"]
     names = "query", "key", "value", "query_weight", "key_weight", "cos", "sin"
     given = {f"{name}_ptr": x for name, x in zip(names, new, strict=True)} | {
@@ -139,6 +148,7 @@ def qk_norm_rope_cache_attention(
         "G": n // k,
         "HEAD": (h, padded(h), cos.shape[-1], apart, turn["eps"], turn["offset"]),
         "VALUE": (hv, padded(hv), turn["value_eps"]),
+        "GATE": hv if gated else 0,
         "SCALE": scale,
         "WINDOW": None if window is None else min(window, FAR),
         "SOFTCAP": softcap,

@@ -6,7 +6,8 @@ the first share: they are never read from the cache, so nothing waits for their 
 and the keys that were there can be loaded before the kernel ahead has ended.
 
 HEAD and CALL as in qk_norm_rope_cache_kernel.py; VALUE is (hv, the power of 2 that
-holds it, eps of the norm of values or None).
+holds it, eps of the norm of values or None). A query has GATE numbers of its output
+gate behind it.
 """
 
 from jaxkern.gpu.cluster import exchange_memory
@@ -15,6 +16,7 @@ from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.attention.decode.decode_kernel import (
     added_weights,
     merge_in_cluster,
+    opening,
     share_and_lse,
     shown_scores,
     with_sink,
@@ -92,6 +94,7 @@ def take_up(
     fresh,
     HEAD: tl.constexpr,
     VALUE: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     """The token's queries, its key and its value; where `fresh` also in the caches.
 
@@ -105,9 +108,8 @@ def take_up(
     rows, present, key_row, slot, b = where
     H: tl.constexpr = HEAD[0]
     HV: tl.constexpr = VALUE[0]
-    q = turned_heads(
-        query_ptr, query_weight_ptr, cos_ptr, sin_ptr, rows, b, present, HEAD
-    )
+    heads = query_ptr + rows * GATE  # past the gates of those before
+    q = turned_heads(heads, query_weight_ptr, cos_ptr, sin_ptr, rows, b, present, HEAD)
     one = tl.full([1, 1], 1, tl.int1)
     key = turned_heads(
         key_ptr, key_weight_ptr, cos_ptr, sin_ptr, key_row, b, one, HEAD
@@ -145,6 +147,7 @@ def qk_norm_rope_cache_attention_kernel(
     G: tl.constexpr,
     HEAD: tl.constexpr,
     VALUE: tl.constexpr,
+    GATE: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -197,7 +200,9 @@ def qk_norm_rope_cache_attention_kernel(
         fresh,
         HEAD,
         VALUE,
+        GATE,
     )
+    gate = query_ptr + (row[:, None] * (HEAD[0] + GATE) + HEAD[0])
 
     z = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1, keep_dims=True)
     seen = tl.zeros([1], tl.int1) | fresh
@@ -216,12 +221,13 @@ def qk_norm_rope_cache_attention_kernel(
     out = acc / total[:, None]
     if EXCHANGE:
         place = split, head * G + r, row, present
-        merge_in_cluster(
-            out, lse, memory, place, sinks_ptr, out_ptr, None, HV, SPLITS, LOG2E
-        )
+        to = out_ptr, None, (gate if GATE else None)
+        merge_in_cluster(out, lse, memory, place, sinks_ptr, to, HV, SPLITS, LOG2E)
     else:
         value_dims = tl.arange(0, VALUE_DIMS)[None, :]
         mask = present[:, None] & (value_dims < HV)
+        if GATE:
+            out *= opening(gate + value_dims, mask)
         tl.store(out_ptr + row[:, None] * HV + value_dims, out, mask)
     places = positions_ptr, lengths_ptr, None
     old = old_key_cache_ptr, old_value_cache_ptr

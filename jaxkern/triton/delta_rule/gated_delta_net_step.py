@@ -1,34 +1,27 @@
 """One token of a gated delta net: convolution, gates, state and norm in one launch.
 
-A program has one value head of one sequence. It makes the query and key of its head for
-itself: they are a few hundred numbers, the state is sixteen thousand. The window of
-their channels is written by the first of the value heads that share them, and to
-another array, for the others may still be reading.
-
-With u and w for the silu of the convolved query and key and S for the state before, the
-sums over a key's dims are over what was read, and none waits for another:
-
-    u.u  w.w  u.w   S^T u  S^T w      q = scale u / |u|,  k = w / |w|
-    d = beta (v - exp(g) S^T k),      y = exp(g) S^T q + (q.k) d
-
-S is [H, HV], BLOCK_H rows at a time; where these are not all, each is read once more to
-be updated, by the threads that have read it.
-
-State, window, taps and norm are on their way before the kernel ahead has ended; the
-channels of the token are read behind it.
+Few heads have a cluster of programs each, many one program a head.
 """
 
 from typing import Any
 
 import jax
 
-from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
-from jaxkern.gpu.device import WARP, next_power_of_2
-from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
+from jaxkern.gpu.cluster import (
+    MAX_PROGRAMS,
+    OLDEST_WITH_CLUSTERS,
+    exchange_bytes,
+)
+from jaxkern.gpu.device import WARP, compute_capability, next_power_of_2, num_sms
+from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.delta_rule.gated_delta_net_step import KEY_EPS, key_heads
+from jaxkern.triton.delta_rule.gated_delta_net_step_kernel import (
+    gated_delta_net_step_kernel,
+)
 
 WIDEST = 1024  # value dims of a head: a program has whole rows of the state
+NARROWEST = 32  # value dims of a program of a cluster: a line of the state
 
 
 def unsupported(state: Any, **rest: Any) -> str | None:
@@ -38,213 +31,37 @@ def unsupported(state: Any, **rest: Any) -> str | None:
     return unsupported_anywhere(state=state, **rest)
 
 
-def tile_sizes(h: int, hv: int, itemsize: int) -> dict:
+def programs_of_head(heads: int, hv: int) -> int:
+    """As many as multiprocessors are there for, by powers of 2."""
+    if compute_capability() < OLDEST_WITH_CLUSTERS:
+        return 1
+    programs = min(max(next_power_of_2(hv) // NARROWEST, 1), MAX_PROGRAMS)
+    while programs > 1 and heads * programs > num_sms():
+        programs //= 2
+    return programs
+
+
+def tile_sizes(h: int, hv: int, itemsize: int, programs: int = 1) -> dict:
     """As few threads as a vector has numbers, of the state at most 128 each.
 
     Where there are more Triton has every thread load whole vectors, tap by tap: of a
     state of 128 x 128 in 16 warps 183 loads a thread, which took 13.5 us on an H200.
     A narrow state is kept beside its float32 numbers: half the rows at a time.
     """
-    rows, columns = next_power_of_2(h), next_power_of_2(hv)
-    warps = max(1, min(rows, columns, 128) // WARP) if columns <= 128 else 8
+    rows, columns = next_power_of_2(h), next_power_of_2(hv) // programs
+    least = min(rows, 256) if programs > 1 else min(rows, columns, 128)
+    warps = max(1, least // WARP) if columns <= 128 else 8
     numbers = (2**12 * warps if columns <= 128 else 2**13) * itemsize // 4
     rows = max(1, min(rows, numbers // columns))
-    return {"BLOCK_H": rows, "BLOCK_V": columns, "num_warps": warps}
-
-
-@jit
-def over_past(
-    taps_ptr, inputs_ptr, channel, inside, C: tl.constexpr, PAST: tl.constexpr
-):
-    """The sums over the tokens before, and the tap of this one."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for p in tl.static_range(PAST):
-        x = tl.load(inputs_ptr + p * C + channel, inside, 0.0).to(tl.float32)
-        tap = tl.load(taps_ptr + channel * (PAST + 1) + p, inside, 0.0)
-        total += x * tap.to(tl.float32)
-    tap = tl.load(taps_ptr + channel * (PAST + 1) + PAST, inside, 0.0)
-    return total, tap.to(tl.float32)
-
-
-@jit
-def with_token(total, tap, x_ptr, channel, inside):
-    x = tl.load(x_ptr + channel, inside, 0.0).to(tl.float32)
-    return silu(total + x * tap)
-
-
-@jit
-def convolved(
-    taps_ptr, inputs_ptr, x_ptr, channel, inside, C: tl.constexpr, PAST: tl.constexpr
-):
-    total, tap = over_past(taps_ptr, inputs_ptr, channel, inside, C, PAST)
-    return with_token(total, tap, x_ptr, channel, inside)
-
-
-@jit
-def silu(x):
-    return x / (1 + tl.exp(-x))
-
-
-@jit
-def move_window(
-    x_ptr,
-    inputs_ptr,
-    after_ptr,
-    channel,
-    mask,
-    counts,
-    C: tl.constexpr,
-    PAST: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Drops the oldest token and appends this one, where it counts."""
-    to, at, mask = tl.arange(0, TOKENS)[None, :], channel[:, None], mask[:, None]
-    p = to + counts.to(tl.int32)
-    past = tl.load(inputs_ptr + p * C + at, mask & (p < PAST), 0.0)
-    x = tl.load(x_ptr + at + 0 * p, mask & (p == PAST), 0.0).to(past.dtype)
-    moved = tl.where(p < PAST, past, x)
-    tl.store(after_ptr + to * C + at, moved, mask & (to < PAST))
-
-
-@jit
-def two_sums(a, b, c, d):
-    return a + c, b + d
-
-
-@jit
-def three_sums(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@jit
-def sums_over_keys(state, query, key):
-    """(S^T query, S^T key, query.query, key.key, query.key), each kind in one turn."""
-    state = state.to(tl.float32)
-    products = state * query[:, None], state * key[:, None]
-    read, stored = tl.reduce(products, 0, two_sums)
-    products = query * query, key * key, query * key
-    queries, keys, both = tl.reduce(products, 0, three_sums)
-    return read, stored, queries, keys, both
-
-
-@jit
-def gated_delta_net_step_kernel(
-    qkv_ptr,
-    gate_ptr,
-    write_ptr,
-    rate_ptr,
-    taps_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    norm_ptr,
-    inputs_ptr,
-    state_ptr,
-    counts_ptr,
-    out_ptr,
-    after_ptr,
-    new_ptr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    PAST: tl.constexpr,
-    SCALE: tl.constexpr,
-    EPS: tl.constexpr,
-    KEY_EPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    if AHEAD:
-        let_next_begin()
-    if AHEAD == 1:
-        wait_for_those_ahead()
-    C: tl.constexpr = 2 * K * H + N * HV
-    KEYS: tl.constexpr = K * H  # channels of queries, then of keys
-    PARTS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    head = tl.program_id(0)
-    row, own = head // N, head % N
-    key_head = own // (N // K)
-    kept_keys = tl.where(own % (N // K) == 0, H, 0)  # whose window it writes
-    rows, columns = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
-    of_key, of_value = rows < H, columns < HV
-    inside = of_key[:, None] & of_value[None, :]
-    at = rows[:, None] * HV + columns[None, :] + head.to(tl.int64) * (H * HV)
-    state = tl.load(state_ptr + at, inside, 0.0)
-    window = row.to(tl.int64) * (PAST * C)
-    old, after, x = inputs_ptr + window, after_ptr + window, qkv_ptr + row * C
-    q_at = key_head * H + rows
-    k_at, v_at = KEYS + q_at, 2 * KEYS + own * HV + columns
-    query, q_tap = over_past(taps_ptr, old, q_at, of_key, C, PAST)
-    key, k_tap = over_past(taps_ptr, old, k_at, of_key, C, PAST)
-    value, v_tap = over_past(taps_ptr, old, v_at, of_value, C, PAST)
-    norm = tl.load(norm_ptr + columns, of_value, 0.0).to(tl.float32)
-    speed = tl.exp(tl.load(a_log_ptr + own).to(tl.float32))
-    bias = tl.load(dt_bias_ptr + own).to(tl.float32)
-    if AHEAD == 2:
-        wait_for_those_ahead()
-    counts = tl.full([], 1, tl.int1)
-    if counts_ptr is not None:
-        counts = tl.load(counts_ptr + row) > 0
-    rate = tl.load(rate_ptr + head).to(tl.float32) + bias
-    write = tl.load(write_ptr + head).to(tl.float32)
-    gate = tl.load(gate_ptr + head * HV + columns, of_value, 0.0).to(tl.float32)
-    query = with_token(query, q_tap, x, q_at, of_key)
-    key = with_token(key, k_tap, x, k_at, of_key)
-    value = with_token(value, v_tap, x, v_at, of_value)
-    move_window(x, old, after, q_at, rows < kept_keys, counts, C, PAST, TOKENS)
-    move_window(x, old, after, k_at, rows < kept_keys, counts, C, PAST, TOKENS)
-    move_window(x, old, after, v_at, of_value, counts, C, PAST, TOKENS)
-    read, stored, queries, keys, both = sums_over_keys(state, query, key)
-    for part in range(1, PARTS):
-        further = part * BLOCK_H + rows
-        of_key = further < H
-        inside = of_key[:, None] & of_value[None, :]
-        more = tl.load(state_ptr + at + part * (BLOCK_H * HV), inside, 0.0)
-        q_at = key_head * H + further
-        k_at = KEYS + q_at
-        u = convolved(taps_ptr, old, x, q_at, of_key, C, PAST)
-        w = convolved(taps_ptr, old, x, k_at, of_key, C, PAST)
-        move_window(x, old, after, q_at, further < kept_keys, counts, C, PAST, TOKENS)
-        move_window(x, old, after, k_at, further < kept_keys, counts, C, PAST, TOKENS)
-        sums = sums_over_keys(more, u, w)
-        read, stored = read + sums[0], stored + sums[1]
-        queries, keys, both = queries + sums[2], keys + sums[3], both + sums[4]
-    of_query, of_unit = SCALE * tl.rsqrt(queries + KEY_EPS), tl.rsqrt(keys + KEY_EPS)
-    # softplus without overflow, and without losing what is far below 1
-    rate = tl.maximum(rate, 0.0) + log_of_one_and(tl.exp(-tl.abs(rate)))
-    decay = tl.exp(-speed * rate)
-    written = (value - decay * of_unit * stored) / (1 + tl.exp(-write))
-    y = of_query * (decay * read + of_unit * both * written)
-    y *= tl.rsqrt(tl.sum(y * y, 0) / HV + EPS) * norm
-    tl.store(out_ptr + head * HV + columns, y * silu(gate), of_value)
-    written *= of_unit
-    if PARTS == 1:
-        store_state(new_ptr + at, state, decay, key, written, counts, inside)
-    else:
-        for part in range(PARTS):
-            further = part * BLOCK_H + rows
-            of_key = further < H
-            inside = of_key[:, None] & of_value[None, :]
-            here = at + part * (BLOCK_H * HV)
-            more = tl.load(state_ptr + here, inside, 0.0)
-            k_at = KEYS + key_head * H + further
-            w = convolved(taps_ptr, old, x, k_at, of_key, C, PAST)
-            store_state(new_ptr + here, more, decay, w, written, counts, inside)
-
-
-@jit
-def store_state(new_ptr, state, decay, key, written, counts, inside):
-    new = decay * state.to(tl.float32) + key[:, None] * written[None, :]
-    tl.store(new_ptr, tl.where(counts, new.to(state.dtype), state), inside)
-
-
-@jit
-def log_of_one_and(x):
-    """log(1 + x) for 0 <= x <= 1 with the digits of a small x."""
-    u = 1 + x
-    return tl.where(u == 1, x, tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1)))
+    exchange = exchange_bytes(MAX_PROGRAMS) if programs > 1 else 0
+    return {
+        "BLOCK_H": rows,
+        "BLOCK_V": columns,
+        "CLUSTER": programs,
+        "EXCHANGE": exchange,
+        "cluster": programs,
+        "num_warps": warps,
+    }
 
 
 def gated_delta_net_step(
@@ -263,7 +80,7 @@ def gated_delta_net_step(
     eps: float,
 ) -> tuple[jax.Array | None, ...]:
     b, n, h, hv = state.shape
-    sizes = tile_sizes(h, hv, state.dtype.itemsize)
+    sizes = tile_sizes(h, hv, state.dtype.itemsize, programs_of_head(b * n, hv))
     given = {
         "qkv_ptr": qkv,
         "gate_ptr": gate,
@@ -280,7 +97,7 @@ def gated_delta_net_step(
     results = {"out_ptr": like(gate), "after_ptr": like(inputs), "new_ptr": like(state)}
     return sparse_call(
         gated_delta_net_step_kernel,
-        (b * n,),
+        (b * n * sizes["CLUSTER"],),
         given,
         results,
         {
@@ -292,7 +109,6 @@ def gated_delta_net_step(
             "SCALE": h**-0.5,
             "EPS": eps,
             "KEY_EPS": KEY_EPS,
-            "TOKENS": next_power_of_2(inputs.shape[1]),
             **sizes,
         },
         in_place={"state_ptr": "new_ptr"},

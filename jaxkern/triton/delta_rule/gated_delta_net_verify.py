@@ -29,7 +29,7 @@ from jaxkern.gpu.device import WARP, next_power_of_2
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.delta_rule.gated_delta_net_step import KEY_EPS, key_heads
-from jaxkern.triton.delta_rule.gated_delta_net_step import (
+from jaxkern.triton.delta_rule.gated_delta_net_step_kernel import (
     log_of_one_and,
     silu,
     two_sums,

@@ -28,6 +28,7 @@ OPTIONS = {
     "norms": dict(eps=1e-6, offset=1.0, weights=True, sinks=True),
     "values": dict(eps=1e-6, value_eps=1e-6, weights=True, window=512, scale=1.0),
     "window": dict(eps=1e-6, weights=True, window=70, scale=0.1),
+    "gates": dict(eps=1e-6, weights=True, gated=True),
     "softcap": dict(eps=None, softcap=2.0),
 }
 
@@ -36,6 +37,10 @@ def given(shape, dtype, b=3, weights=False, sinks=False, **options):
     s, k, g, h, hv = shape
     arrays = operands(b, s, k, g, h, hv, weights=weights, dtype=dtype)
     sinks = jnp.linspace(-1, 3, k * g) if sinks else None
+    if options.get("gated"):
+        gates = np.random.default_rng(h).standard_normal((b, 1, k * g, hv))
+        both = jnp.concatenate([arrays[0], jnp.asarray(gates, dtype)], axis=-1)
+        arrays = both, *arrays[1:]
     positions = jnp.array([s - 1, 0, s // 2, s][:b])
     return (*arrays, positions, jnp.array([1, 1, 0, 1][:b]), sinks), options
 

@@ -20,7 +20,7 @@ from tests.primitives.kv_cache.test_qk_norm_rope_cache import (
     heads,
 )
 
-SCORES = dict(scale=0.5, window=None, softcap=None)
+SCORES = dict(gated=False, scale=0.5, window=None, softcap=None)
 CASES = {
     "qk_norm_rope_cache_attention": [
         case(
@@ -33,6 +33,16 @@ CASES = {
             pairing="neox",
             offset=1.0,
             **SCORES | dict(window=3, softcap=2.0),
+        ),
+        case(
+            "gated",
+            **heads(1, 2, 2, 1, 4, r=2, hv=3) | {"query": f32(1, 2, 2, 7)},
+            **float_caches(1, 3, 1, 4, 3),
+            positions=i32(1, high=2),
+            new_lengths=None,
+            sinks=None,
+            pairing="neox",
+            **SCORES | dict(gated=True),
         ),
         case(
             "llama3_decode",
@@ -98,6 +108,24 @@ def test_it_is_the_write_and_attention(t, positions, lengths, options):
         np.testing.assert_allclose(a, e, rtol=2e-6, atol=2e-6)
 
 
+def test_gates_are_those_behind_the_heads():
+    """In float64, and the gradient reaches them."""
+    new, weights, tables = draw(2, 2, 4, 2, 8)
+    gate = jnp.sin(jnp.arange(2 * 2 * 4 * 8.0)).reshape(2, 2, 4, 8)
+    both = jnp.concatenate([new[0], gate], axis=-1)
+    caches = [jnp.ones((2, 5, 2, 8)) * x for x in (0.5, -0.25)]
+    rest = *new[1:], *weights, *tables, *caches, jnp.array([1, 3])
+    plain, *after = jax.jit(qk_norm_rope_cache_attention)(new[0], *rest)
+    f = jax.jit(functools.partial(qk_norm_rope_cache_attention, gated=True))
+    found, *too = f(both, *rest)
+    share = 1 / (1 + np.exp(-np.float64(gate)))
+    np.testing.assert_allclose(found, np.float64(plain) * share, rtol=2e-6, atol=1e-7)
+    jax.tree.map(np.testing.assert_array_equal, after, too)
+    slope = jax.grad(lambda q: f(q, *rest)[0].sum())(both)[..., 8:]
+    expected = np.float64(plain) * share * (1 - share)
+    np.testing.assert_allclose(slope, expected, rtol=2e-5, atol=1e-6)
+
+
 def test_gradients_are_those_of_the_two_calls():
     new, weights, tables = draw(2, 2, 4, 2, 8)
     caches = [jnp.ones((2, 5, 2, 8)) * x for x in (0.5, -0.25)]
@@ -127,6 +155,8 @@ def test_errors_name_the_operand():
     f = functools.partial(qk_norm_rope_cache_attention, *new)
     with pytest.raises(ValueError, match="eps=None leaves out the norms"):
         f(*weights, *tables, cache, cache, 0, eps=None)
+    with pytest.raises(ValueError, match=r"`query` have 8 dims .* gates of 8 ask for"):
+        f(*weights, *tables, cache, cache, 0, gated=True)
     with pytest.raises(TypeError, match=r"dim `s` is 4 in `key_cache` but 3 in `value"):
         f(*weights, *tables, cache, cache[:, :3], 0)
     with pytest.raises(ValueError, match=r"qk_norm_rope_cache_attention: .*window"):

@@ -51,6 +51,8 @@ CASES = {  # s, g, h, hv, positions, new_lengths, options
     "a window": (300, 4, 64, 64, [299, 20], None, LLAMA | {"window": 100}),
     "sinks": (300, 4, 64, 64, [299, 0], [1, 0], LLAMA | {"sinks": True}),
     "sinks, one block": (100, 4, 64, 64, [99, 0], [1, 0], LLAMA | {"sinks": True}),
+    "gates": (300, 3, 80, 37, [299, 17], None, QWEN | {"gated": True}),
+    "gates, one block": (60, 2, 64, 64, [59, 0], None, QWEN | {"gated": True}),
     "pairs apart": (150, 2, 64, 64, [149, 3], None, QWEN | {"pair_offset": 32}),
 }
 
@@ -62,15 +64,19 @@ def test_it_computes_what_the_reference_does(name, monkeypatch):
     k, options = 2, dict(options)
     pairs = 8 if "pair_offset" in options else None
     given = operands(2, s, k, g, h, hv, pairs, options.pop("weights", False))
+    if options.get("gated"):
+        gates = np.random.default_rng(s).standard_normal((2, 1, k * g, hv))
+        both = jnp.concatenate([given[0], jnp.asarray(gates, given[0].dtype)], -1)
+        given = both, *given[1:]
     sinks = jnp.linspace(-1.0, 3.0, k * g) if options.pop("sinks", False) else None
     lengths = None if lengths is None else jnp.array(lengths)
     last = jnp.array(positions), lengths, sinks
     cos, sin, apart = rotary_tables(
-        name, given[0], *given[5:7], "neox", options.pop("pair_offset", None)
+        name, given[1], *given[5:7], "neox", options.pop("pair_offset", None)
     )
     options = dict(offset=0.0, at_end=False, pairing="neox") | options
     options |= dict(pair_offset=apart, scale=0.2)
-    options = dict(window=None, softcap=None, value_eps=None) | options
+    options = dict(window=None, softcap=None, value_eps=None, gated=False) | options
     run = functools.partial(rows.qk_norm_rope_cache_attention, **options)
     given = (*given[:5], cos, sin, *given[7:], *last)
     found, [(cluster, constants)] = in_a_cluster(

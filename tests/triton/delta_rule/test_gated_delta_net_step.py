@@ -1,5 +1,6 @@
 """The kernel of gated_delta_net_step: its launch, and its values in the interpreter."""
 
+import functools
 import re
 
 import jax
@@ -14,7 +15,9 @@ from jaxkern.primitives.delta_rule.gated_delta_net_step import (
     gated_delta_net_step_reference,
 )
 from jaxkern.triton.delta_rule import gated_delta_net_step as kernel
+from jaxkern.triton.norm import split_rows
 from tests.primitives.delta_rule.test_gated_delta_net_step import draw
+from tests.triton.clusters import in_a_cluster
 from tests.triton.interpreted import (
     INTERPRETED,
     alone,
@@ -34,7 +37,7 @@ SHAPES = [  # b, k, group, h, hv, w: heads that share a key, odd dims, no window
 @starts_it
 @pytest.mark.skipif(bridge.triton is None, reason="triton is not installed")
 def test_in_a_process_of_its_own():
-    check_in_its_own_process(__file__, 2 * len(SHAPES) + 1)
+    check_in_its_own_process(__file__, 2 * len(SHAPES) + 3)
 
 
 @pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
@@ -47,6 +50,8 @@ def test_it_is_one_launch_in_place_without_spilling(dtype):
             [row] = explain(gated_delta_net_step, **x, platform="cuda").rows
             [launch] = row.launches
             assert row.runs.startswith("triton") and launch.stack_bytes == 0
+            programs = 4 if capability == 90 else 1
+            assert launch.cluster == programs and launch.grid == (32 * programs,)
     text = jax.jit(gated_delta_net_step).trace(**x).lower(lowering_platforms=("cuda",))
     assert re.search(r"output_tuple_indices = \[2\], operand_index = 9", text.as_text())
 
@@ -95,6 +100,25 @@ def test_values(shape, counts):
     if counts is not None and not counts[0]:
         np.testing.assert_array_equal(found[2][0], x["state"][0])
         np.testing.assert_array_equal(found[1][0], x["inputs"][0])
+
+
+@alone
+@pytest.mark.parametrize("hv, programs", [(64, 2), (70, 4)])
+def test_a_cluster_has_the_value_dims_of_a_head(monkeypatch, hv, programs):
+    """Of the last one fewer, or none."""
+    x = draw(2, 2, 2, 40, hv)
+    counts = jnp.array([0, 1])
+    expected = gated_delta_net_step_reference(*x.values(), counts, eps=1e-3)
+    step = functools.partial(kernel.gated_delta_net_step, eps=1e-3)
+    found, [(cluster, constants)] = in_a_cluster(
+        monkeypatch, step, *x.values(), counts, kernel=split_rows
+    )
+    assert cluster == constants["CLUSTER"] == programs
+    assert constants["grid"] == (2 * 4 * programs,)
+    for y, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(y[1], e[1], atol=2e-5)
+    np.testing.assert_array_equal(found[1][0], x["inputs"][0])
+    np.testing.assert_array_equal(found[2][0], x["state"][0])
 
 
 @alone

@@ -231,14 +231,19 @@ def with_sink(sums, sink):
 
 
 @jit
+def opening(gate, mask):
+    """sigmoid(gate) in float32, of what is there."""
+    return tl.sigmoid(tl.load(gate, mask, 0.0).to(tl.float32))
+
+
+@jit
 def merge_in_cluster(
     out,
     lse,
     memory,
     place,
     sinks_ptr,
-    out_ptr,
-    lse_ptr,
+    to,
     HV: tl.constexpr,
     SPLITS: tl.constexpr,
     LOG2E: tl.constexpr,
@@ -247,9 +252,12 @@ def merge_in_cluster(
 
     A program sends each other its part of the dims of `out` and all of `lse`. It merges
     its own part, in the order of the shares whoever comes last. `place` has its share,
-    and of each row the head, the row of the result, and whether there is one.
+    and of each row the head, the row of the result, and whether there is one. `to` has
+    the results, of which the second may be absent, and where each row's gate is, or
+    None.
     """
     split, head, row, present = place
+    out_ptr, lse_ptr, gate = to
     ROWS: tl.constexpr = out.shape[0]
     VALUE_DIMS: tl.constexpr = out.shape[1]
     PART: tl.constexpr = power_of_2(VALUE_DIMS, SPLITS)
@@ -257,10 +265,15 @@ def merge_in_cluster(
     dims = tl.arange(0, VALUE_DIMS)[None, :]
     lses = memory + 4 * SPLITS * ROWS * PART
     mine = (split * ROWS + r) * 4
+    part = tl.arange(0, PART)[None, :]
+    dim = split * PART + part
+    mask = present[:, None] & (dim < HV)
+    if gate is not None:  # on its way while the shares are
+        opened = opening(gate + dim, mask)
 
     peers_have_begun()
-    to = memory + mine[:, None] * PART + dims % PART * 4
-    send(to, dims // PART, out, present[:, None] & (dims < HV))
+    there = memory + mine[:, None] * PART + dims % PART * 4
+    send(there, dims // PART, out, present[:, None] & (dims < HV))
     for peer in tl.static_range(SPLITS):
         send(lses + mine, peer, lse, present)
     all_have_sent()
@@ -274,7 +287,6 @@ def merge_in_cluster(
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PART], tl.float32)
-    part = tl.arange(0, PART)[None, :]
     for share in tl.static_range(SPLITS):
         z = receive(lses + (share * ROWS + r) * 4)
         weight = tl.exp2(z - base)
@@ -286,9 +298,10 @@ def merge_in_cluster(
         total += tl.exp2(sink - base)
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
-    dim = split * PART + part
-    mask = present[:, None] & (dim < HV)
-    tl.store(out_ptr + row[:, None] * HV + dim, acc / total[:, None], mask)
+    acc /= total[:, None]
+    if gate is not None:
+        acc *= opened
+    tl.store(out_ptr + row[:, None] * HV + dim, acc, mask)
     if lse_ptr is not None:
         lse = tl.where(seen, base + tl.log2(total), top) / LOG2E
         first = tl.zeros([ROWS], tl.int32) + split == 0
@@ -426,8 +439,7 @@ def decode_attention_kernel(
     out = acc / total[:, None]
     if EXCHANGE:
         place = split, head * G + r % G, row, present
-        merge_in_cluster(
-            out, lse, memory, place, sinks_ptr, out_ptr, lse_ptr, HV, SPLITS, LOG2E
-        )
+        to = out_ptr, lse_ptr, None
+        merge_in_cluster(out, lse, memory, place, sinks_ptr, to, HV, SPLITS, LOG2E)
         return
     store_share(out, lse, seen, (split, row, present), out_ptr, lse_ptr, HV, SPLITS)
