@@ -28,6 +28,7 @@ from jaxkern.runtime.plan.made import Made
 from jaxkern.runtime.plan.surroundings import check_unchanged, surroundings
 
 FOLDER = "traced_calls"
+UNCLEAR = NotUnderstoodError, OSError  # of a file of the package that cannot be read
 log = logging.getLogger("jaxkern")
 
 
@@ -82,7 +83,7 @@ class KeptCalls:
             return
         try:
             check_unchanged()
-        except NotUnderstoodError as error:
+        except UNCLEAR as error:
             said(error)
         else:
             writer.submit(write, file, shapes, made.executable)
@@ -98,13 +99,13 @@ class KeptCalls:
         try:
             called = described_function(function), described_operands(arguments)
             text = described([*called, *self.around])
-        except NotUnderstoodError as error:
+        except UNCLEAR as error:
             said(error)
             return None
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.call"
 
 
-def said(error: NotUnderstoodError) -> None:
+def said(error: Exception) -> None:
     log.debug("jaxkern keeps no traced call: %s is not understood.", error)
 
 

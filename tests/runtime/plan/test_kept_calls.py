@@ -142,6 +142,9 @@ def test_what_is_not_understood_is_not_kept(kept_folder, caplog, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(surroundings, "IMPORTED", 0.0)
         refused(caplog, "changed since it was imported")
+    with monkeypatch.context() as patched:
+        patched.setattr(surroundings, "sources", lambda: [("here", "here/gone.py")])
+        refused(caplog, "No such file or directory: 'here/gone.py'")
     assert start(jax.jit(lambda x: x + 1))[0] == ["compile jit(<lambda>)"]
     assert not list(kept_folder.iterdir())
 
