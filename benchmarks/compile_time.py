@@ -23,11 +23,13 @@ from benchmarks.gpu_generate import named
 from jaxkern.gpu.launch import triton
 from jaxkern.models.generate import Generator
 from jaxkern.runtime import enable_compilation_cache
+from jaxkern.runtime.trace.events import FOUND_UNTRACED
 
 PARTS = {  # of jax.monitoring
     "/jax/core/compile/jaxpr_trace_duration": "traced",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowered",
     "/jax/core/compile/backend_compile_duration": "compiled by XLA, or loaded",
+    FOUND_UNTRACED: "found on disk before it was traced",
 }
 FUNCTIONS = "read_prompts", "write_chunk"
 

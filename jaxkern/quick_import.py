@@ -3,10 +3,13 @@
 import contextlib
 import functools
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import jaxtyping
+
+IMPORTED = time.time()  # the first module of this package, seconds since 1970
 
 
 @contextlib.contextmanager

@@ -13,10 +13,7 @@ Who makes chains of a function's kernels: `lowering/chained.py`.
 import ctypes
 import functools
 import hashlib
-import logging
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -26,15 +23,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 from jax.sharding import Mesh
 
-import jaxkern.gpu as package
 from jaxkern.gpu import triton_call
+from jaxkern.gpu.chain_library import TARGET, library, missing_library
 from jaxkern.gpu.dependent_launch import EARLIER, EARLY, READ, READ_EARLIER, WAIT
 from jaxkern.gpu.device import WARP, compute_capability, driver_version
 from jaxkern.gpu.launch import Launch, compiled
 from jaxkern.gpu.peer_sum import MAX_RANKS, Peers
 
-LIBRARY = "libjaxkern_gpu.so"
-TARGET = "jaxkern_launch_chain_3"
 HOPPER = 90  # the first that lets a kernel begin early
 OLDEST_DRIVER = 12_030  # likewise, within a graph
 
@@ -61,40 +56,6 @@ def missing() -> str | None:
     if 0 < driver_version() < OLDEST_DRIVER:
         return f"the driver is of CUDA {driver_version()}, below {OLDEST_DRIVER}"
     return missing_library()
-
-
-@functools.cache
-def missing_library() -> str | None:
-    """Why the handler is not known to XLA, or None; says so at the first question."""
-    reason = load_library()
-    if reason:
-        logging.getLogger("jaxkern").warning(
-            "jaxkern on a GPU: %s. Kernels are launched one by one.", reason
-        )
-    return reason
-
-
-def library() -> Path | None:
-    """Where it is; an editable install has its sources here and its library there."""
-    installed = Path(sysconfig.get_path("platlib"), *package.__name__.split("."))
-    places = (Path(folder) / LIBRARY for folder in (*package.__path__, installed))
-    return next(filter(Path.exists, places), None)
-
-
-def load_library() -> str | None:
-    """Why it does not load, or None."""
-    path = library()
-    if path is None:
-        return f"{LIBRARY} was not built: no compiler when jaxkern was installed"
-    try:
-        handler = getattr(ctypes.CDLL(str(path)), TARGET)
-    except (OSError, AttributeError) as error:  # foreign, or older than this file
-        return f"{LIBRARY} does not load: {error}; install jaxkern anew"
-    try:
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
-    except jax.errors.JaxRuntimeError as error:  # built for a newer jaxlib
-        return f"{LIBRARY} is not for this jaxlib: {error}; install jaxkern anew"
-    return None
 
 
 def peers_of(mesh: Mesh, axis_name: str) -> Peers | None:

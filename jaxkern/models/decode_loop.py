@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import ctypes
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
 from jaxkern.quick_import import no_collections
+from jaxkern.runtime.plan.kept_calls import KeptCalls
+from jaxkern.runtime.plan.made import made
 
 NO_TOKEN = -1  # of a sequence that is finished
 
@@ -112,25 +115,36 @@ def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
 
 
 def compiled_in_turn(
-    calls: Mapping[str, tuple[Any, tuple]],
+    calls: Mapping[str, tuple[Any, tuple]], kept: KeptCalls | None = None
 ) -> dict[str, jax.stages.Compiled]:
-    """Executables by name; XLA compiles one while the next is lowered.
+    """Executables by name, from disk or compiled, one while the next is lowered.
 
-    Where a GPU will run them their kernels compile beside each other before that, and
-    XLA compiles them at once. The memory that compiling took goes back to the system:
+    Those that a start before has left on disk are not traced (`KeptCalls`). Where a GPU
+    will run them their kernels compile beside each other before that, and XLA compiles
+    them at once. The memory that compiling took goes back to the system:
     glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
     """
-    at_once = len(calls) if jax.default_backend() == "gpu" else 1
+    kept = kept or KeptCalls()
+    executables = kept.load_all(calls)
+    missing = {name: call for name, call in calls.items() if name not in executables}
+    if not missing:
+        return executables
+    at_once = len(missing) if jax.default_backend() == "gpu" else 1
     with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker:
         with no_collections(), compiled_ahead() as ask:
-            traced = {}
-            for name, (function, arguments) in calls.items():
+            traced, began = {}, {}
+            for name, (function, arguments) in missing.items():
+                began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
-            executables = {
-                name: worker.submit(one.lower().compile) for name, one in traced.items()
+            compiling = {
+                name: worker.submit(made, one.lower(), began=began[name])
+                for name, one in traced.items()
             }
-        found = {name: executable.result() for name, executable in executables.items()}
+        for name, result in compiling.items():
+            one = result.result()
+            kept.keep(missing[name][0], one, traced[name].out_info)
+            executables[name] = one.executable
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    return found
+    return {name: executables[name] for name in calls}

@@ -51,6 +51,7 @@ from jaxkern.models.prompt_rows import (
     prompt_shapes,
 )
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
+from jaxkern.runtime.plan.kept_calls import KeptCalls
 
 
 def read_prompts(
@@ -169,13 +170,14 @@ class Generator:
         seed = jax.ShapeDtypeStruct((), jnp.int32)
         arguments = (weights, *shapes[:2], seed, *shapes[2:])
         self.calls: dict[str, tuple[Any, tuple]] = {"prefill": (read, arguments)}
-        if chunks:
-            _, state = jax.eval_shape(read, *arguments)
-            self.calls["decode"] = (write, (weights, state))
         # float32 means float32: the default of a GPU rounds the factors to tf32
         precision = "highest" if config.dtype == "float32" else None
         with jax.default_matmul_precision(precision):
-            self.executables = compiled_in_turn(self.calls)
+            kept = KeptCalls()
+            if chunks:
+                _, state = kept.shapes(read, arguments)
+                self.calls["decode"] = (write, (weights, state))
+            self.executables = compiled_in_turn(self.calls, kept)
         self.compile_seconds = time.perf_counter() - start
         self.timings = Timings()
 

@@ -258,17 +258,17 @@ def test_attributes_name_each_kernel_once():
 
 
 def test_without_the_library_it_is_said_once(monkeypatch, caplog, tmp_path):
-    from jaxkern.gpu import launch_chain
+    from jaxkern.gpu import chain_library, launch_chain
 
-    monkeypatch.setattr(launch_chain.package, "__path__", [str(tmp_path)])
-    monkeypatch.setattr(launch_chain.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(chain_library.package, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(chain_library.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(launch_chain, "driver_version", lambda: 0)
-    launch_chain.missing_library.cache_clear()
+    chain_library.missing_library.cache_clear()
     try:
         with compiling_for(90):
             reasons = {launch_chain.missing(), launch_chain.missing()}
     finally:
-        launch_chain.missing_library.cache_clear()
+        chain_library.missing_library.cache_clear()
     [reason] = reasons
     assert "libjaxkern_gpu.so was not built" in str(reason)
     assert caplog.text.count("Kernels are launched one by one") == 1
@@ -277,13 +277,13 @@ def test_without_the_library_it_is_said_once(monkeypatch, caplog, tmp_path):
 
 
 def test_a_library_for_a_newer_jaxlib_is_a_reason(monkeypatch):
-    from jaxkern.gpu import launch_chain
+    from jaxkern.gpu import chain_library
 
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError("the handler's API version is incompatible")
 
-    monkeypatch.setattr(launch_chain.jax.ffi, "register_ffi_target", refuse)
-    reason = str(launch_chain.load_library())
+    monkeypatch.setattr(chain_library.jax.ffi, "register_ffi_target", refuse)
+    reason = str(chain_library.load_library())
     assert "not for this jaxlib" in reason and "API version" in reason
 
 

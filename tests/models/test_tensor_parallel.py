@@ -192,8 +192,8 @@ def test_on_gpus_a_step_is_kernels_and_sums(monkeypatch):
 
 def test_gpus_that_reach_each_other_sum_in_the_chain(monkeypatch):
     peer_sum = pytest.importorskip("jaxkern.gpu.peer_sum")
-    launch_chain = pytest.importorskip("jaxkern.gpu.launch_chain")
-    if launch_chain.missing_library():
+    chain_library = pytest.importorskip("jaxkern.gpu.chain_library")
+    if chain_library.missing_library():
         pytest.skip("the library was not built")
     peers = peer_sum.Peers("x", ((0, 1),))
     _, text = lowered_for_two(monkeypatch, peers)

@@ -174,5 +174,5 @@ def files() -> Rows:
     if why := why_not_private(path):
         yield "executables", f"{why}: chmod go-w {path}", True
         return
-    size = sum(file.stat().st_size for file in path.iterdir())
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     yield "executables", f"{path}, {size / 1e6:.1f} MB", False

@@ -15,11 +15,18 @@ def enable_compilation_cache(
     """Keeps every compiled executable in a directory, whichever its size.
 
     For the whole process. A program is found again by its StableHLO, the kernels in it
-    included, the compiler's options and version, and the device. `events` tells each
-    "cache_hit".
+    included, the compiler's options and version, and the device. The two executables of
+    a `Generator` are found before they are traced, by what tracing depends on: the
+    function, shapes, settings, versions, this package's sources and the machine
+    (`plan/kept_calls.py`). `events` tells each "cache_hit".
 
-    An executable is a program: the directory, and what lies there, must belong to this
-    user and be writable by no other.
+    An executable is a program, and is read from a pickle: the directory, and what lies
+    there, must belong to this user and be writable by no other. Nothing else protects
+    you from whoever writes there.
+
+    Its folder `traced_calls` takes at most 1 GiB, or `jax_compilation_cache_max_size`
+    if that is set: what was used longest ago is removed. jax bounds its own files by
+    that setting alone.
 
     Args:
       directory: is made if it is missing.

@@ -32,6 +32,7 @@ from jaxkern.runtime.plan.saved_plan import (
     machine_code_of,
     read_parts,
     write_parts,
+    written,
 )
 from jaxkern.runtime.plan.symbolic_plan import SymbolicPlan
 from jaxkern.runtime.plan.triton_launch import TritonLaunch, triton_launch
@@ -293,7 +294,7 @@ class KernelCache:
         file = self.file(key)
         if file is None or plan.devices != {jax.devices()[0]}:
             return  # a file is read back for the first device
-        code, _ = machine_code_of(plan.compiled)
+        code, _ = machine_code_of(written(plan))
         if not code:  # some executables cannot be serialized: they stay in memory
             return
         try:

@@ -5,7 +5,6 @@ record shows is computed before it is asked for.
 """
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +24,7 @@ from jaxkern.runtime.plan.instructions import (
     count_views,
     list_instructions,
 )
+from jaxkern.runtime.plan.made import made
 from jaxkern.runtime.plan.memory_map import MemoryMap, memory_map
 from jaxkern.runtime.trace import fault_points
 
@@ -82,6 +82,7 @@ class PlanRecord:
       compiled: the executable.
       compile_seconds: that XLA took, or reading the machine code from a file.
       stage: what it was compiled from; None for machine code from a file.
+      was_read: it comes from a file, or jax had it and perhaps from one.
     """
 
     def __init__(
@@ -89,17 +90,17 @@ class PlanRecord:
         compiled: jax.stages.Compiled,
         compile_seconds: float,
         stage: Lowered | None = None,
+        was_read: bool = True,
     ):
         self.compiled, self.compile_seconds = compiled, compile_seconds
-        self.stage = stage
+        self.stage, self.was_read = stage, was_read
 
     @classmethod
     def of(cls, stage: Lowered) -> Self:
         """What XLA makes of a function, timed."""
         fault_points.hit("compile")
-        start = time.perf_counter()
-        compiled = stage.lowered.compile(compiler_options=stage.options or None)
-        return cls(compiled, time.perf_counter() - start, stage)
+        compiled, seconds, was_read = made(stage.lowered, stage.options)
+        return cls(compiled, seconds, stage, was_read)
 
     @functools.cached_property
     def devices(self) -> set[jax.Device]:

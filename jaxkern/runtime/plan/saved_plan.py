@@ -19,6 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxkern.lowering.explain import default_platform
 from jaxkern.lowering.exported_kernels import CHECKS
 from jaxkern.lowering.machine import machine, versions
+from jaxkern.runtime.plan.made import made_anew
 from jaxkern.runtime.plan.record import PlanRecord
 
 MAGIC = b"jaxkern plan 1\n"
@@ -38,7 +39,7 @@ def save_plan(
             f"save: the plan runs on {len(plan.devices)} devices; only plans for one "
             "device can be saved."
         )
-    machine_code, why_none = machine_code_of(plan.compiled)
+    machine_code, why_none = machine_code_of(written(plan))
     parts = {"stablehlo": export(plan, platforms), "machine_code": machine_code}
     header = {
         "made_by": versions(),
@@ -95,6 +96,13 @@ def export(plan: PlanRecord, platforms: Sequence[str] | None) -> bytes:
         ) from error
     except (ValueError, NotImplementedError, TypeError) as error:
         raise ValueError(f"save: jax.export refuses the function: {error}") from error
+
+
+def written(plan: PlanRecord) -> jax.stages.Compiled:
+    """The executable of a plan that can be written; see `made.py`."""
+    if plan.stage is None or not plan.was_read:
+        return plan.compiled
+    return made_anew(plan.stage.lowered, plan.stage.options)
 
 
 def machine_code_of(compiled: jax.stages.Compiled) -> tuple[bytes, str | None]:

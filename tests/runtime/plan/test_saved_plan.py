@@ -13,7 +13,7 @@ import pytest
 from jaxkern import backend, rms_norm, runtime, softmax
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.lowering.machine import machine, versions
-from jaxkern.runtime.plan import saved_plan
+from jaxkern.runtime.plan import kernel_cache, saved_plan
 from jaxkern.runtime.plan.saved_plan import MAGIC
 
 pytest.importorskip("flatbuffers")  # jax.export needs it to serialise
@@ -50,6 +50,26 @@ def test_a_loaded_plan_computes_the_same(saved, machine_code):
         with pytest.raises(ValueError, match="machine code alone"):
             plan.save(saved.with_suffix(".again"))
         assert sum(plan.report().equations.values()) == 0
+
+
+def test_an_executable_that_was_read_from_disk_is_compiled_anew_to_be_saved(
+    tmp_path, compilation_cache_as_it_was
+):
+    """XLA for CPUs writes one that it has read without its functions."""
+    runtime.enable_compilation_cache(tmp_path / "jax")
+    x = np.linspace(0, 1, 9, dtype=np.float32).reshape(3, 3)
+    plans = [runtime.compile(lambda x: jnp.sin(x) @ x + x.sum(), x) for _ in range(2)]
+    assert [plan.was_read for plan in plans] == [False, True]
+    again = runtime.compile(plans[1].stage.function, x)  # jax has it in memory
+    assert again.was_read
+    for plan in (plans[1], again):
+        plan.save(tmp_path / "read.plan")
+        loaded = runtime.load(tmp_path / "read.plan", trusted=True, machine_code=True)
+        np.testing.assert_array_equal(loaded(x), plans[0](x))
+    for folder in (tmp_path / "kernels",) * 2:
+        kernel = kernel_cache.KernelCache(folder).get_or_compile(jnp.cumsum, x)
+        np.testing.assert_allclose(kernel(x), np.cumsum(x), rtol=1e-6)
+    assert kernel.from_disk
 
 
 def test_what_was_traced_is_saved_not_what_the_function_does_now(tmp_path):
