@@ -44,8 +44,9 @@ BIASED = Benchmark(
     [case(8192, 256, biased=True)],
     differentiable=False,
 )
+BENCHMARKS = [SOFTMAX, GROUPS, BIASED]
 BENCHMARK = SOFTMAX
 
 
 def main(arguments):
-    return max(run(b, arguments) for b in (SOFTMAX, GROUPS, BIASED))
+    return max(run(b, arguments) for b in BENCHMARKS)

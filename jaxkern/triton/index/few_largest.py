@@ -21,7 +21,8 @@ PLACE = 0x1FFF  # the bits of a word that a 16-bit number leaves
 MOST_TAKEN = 8  # a lane for each of four parts of a group that is taken
 SHORTEST, LONGEST = 4 * WARP, 16 * WARP  # rows of which a lane has 4 to 16 elements
 STEP = 4  # neighbours that a lane reads at once
-MANY_ROWS = 2048  # from which on instructions decide, not how long one row takes
+LONG = 256  # a longer row is sooner done by groups, however few there are
+MANY_ROWS = 2048  # of others, from which on instructions decide
 WARPS = 4  # of a program; one warp would leave half of a multiprocessor's places empty
 
 
@@ -48,11 +49,16 @@ class Levels:
     place: int = PLACE
 
 
-def few_of_many(rows: int, columns: int, chosen: int, itemsize: int) -> bool:
-    """Whether a warp takes a row: of many, divided evenly among its lanes."""
+def few_of_lanes(columns: int, chosen: int, itemsize: int) -> bool:
+    """Whether a warp can take a row: divided evenly among its lanes."""
     short = SHORTEST <= next_power_of_2(columns) <= LONGEST
     aligned = columns * itemsize % 16 == 0
-    return rows >= MANY_ROWS and chosen <= MOST_TAKEN and short and aligned
+    return chosen <= MOST_TAKEN and short and aligned
+
+
+def groups_pay(rows: int, columns: int) -> bool:
+    """Whether a row is sooner done by groups."""
+    return columns > LONG or rows >= MANY_ROWS
 
 
 def group_sizes(columns: int, chosen: int) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """top_k of rows that a warp has in registers, as routers have them.
 
-Of many rows a warp takes each by groups, as few_largest.py has it. Of a few rows, and
-where more than 8 are taken, all elements are looked at together: that is more work, but
-less of it one after the other. Only rows of float32 longer than 256 are divided there,
-k groups of which are read again. 16-bit numbers share a word with their place, so that
-taking one is one reduction.
+Of many rows, and of those longer than 256, a warp takes each by groups, as
+few_largest.py has it. Otherwise, and where more than 8 are taken, all elements are
+looked at together: that is more work, but less of it one after the other. Only longer
+rows of float32 are divided there, k groups of which are read again. 16-bit numbers
+share a word with their place, so that taking one is one reduction.
 """
 
 import jax
@@ -17,9 +17,10 @@ from jaxkern.triton.index.few_largest import (
     PLACE,
     WARPS,
     Levels,
-    few_of_many,
+    few_of_lanes,
     group_keys,
     group_sizes,
+    groups_pay,
     member_layout,
     pairs_layout,
     parts_of_largest,
@@ -31,7 +32,7 @@ from jaxkern.triton.index.threshold import ordered_bits
 
 
 @gluon_jit
-def many_rows_kernel(
+def by_groups_kernel(
     x_ptr,
     values_ptr,
     indices_ptr,
@@ -40,7 +41,7 @@ def many_rows_kernel(
     BLOCK: gl.constexpr,
     LANES: gl.constexpr,
 ):
-    """A warp has BLOCK / num_warps rows."""
+    """A warp has a row."""
     LAYOUT: gl.constexpr = pairs_layout(C.step, gl.num_warps())
     MEMBERS: gl.constexpr = member_layout(C.step, gl.num_warps())
     row, lane = rows_and_lanes(ROWS, BLOCK, LANES, LAYOUT)
@@ -57,7 +58,7 @@ def many_rows_kernel(
 
 
 @jit
-def few_rows_kernel(
+def all_together_kernel(
     x_ptr,
     values_ptr,
     indices_ptr,
@@ -105,14 +106,14 @@ def few_rows_kernel(
 
 def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     v = x.shape[-1]
-    if few_of_many(x.size // v, v, k, x.dtype.itemsize):
-        return of_many_rows(x, k)
-    return of_few_rows(x, k)
+    if groups_pay(x.size // v, v) and few_of_lanes(v, k, x.dtype.itemsize):
+        return by_groups(x, k)
+    return all_together(x, k)
 
 
-def of_many_rows(x: jax.Array, k: int, warps: int = WARPS, together: int = 1):
+def by_groups(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     *lead, v = x.shape
-    rows, block = x.size // v, warps * together
+    rows = x.size // v
     c = Levels(
         v,
         k,
@@ -121,23 +122,23 @@ def of_many_rows(x: jax.Array, k: int, warps: int = WARPS, together: int = 1):
         packed=x.dtype.itemsize == 2,
     )
     values, indices = triton_call(
-        many_rows_kernel,
+        by_groups_kernel,
         x,
         out=[
             jax.ShapeDtypeStruct((*lead, k), x.dtype),
             jax.ShapeDtypeStruct((*lead, k), jnp.int32),
         ],
-        grid=(-(-rows // block),),
+        grid=(-(-rows // WARPS),),
         C=c,
         ROWS=rows,
-        BLOCK=block,
+        BLOCK=WARPS,
         LANES=WARP,
-        num_warps=warps,
+        num_warps=WARPS,
     )
     return values, indices
 
 
-def of_few_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def all_together(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     *lead, v = x.shape
     rows, n = x.size // v, max(next_power_of_2(v), 32)
     slots, size = next_power_of_2(k), 1
@@ -146,7 +147,7 @@ def of_few_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     # one warp: what several share goes through shared memory
     together = 2 if n <= 256 else 1
     values, indices = triton_call(
-        few_rows_kernel,
+        all_together_kernel,
         x,
         out=[
             jax.ShapeDtypeStruct((*lead, k), x.dtype),

@@ -5,8 +5,7 @@
 
 Each weight is read once per slot, and the tokens are so few that reading decides: a
 matrix product would leave the tensor cores empty, so sums run over registers. At 1
-token, 2048 dims, 8 experts of 512 that is 50 MB, 10.5 us of an H200's memory. The first
-launch asks for the weights of the second as well, for the time between the two.
+token, 2048 dims, 8 experts of 512 that is 50 MB, 10.5 us of an H200's memory.
 """
 
 import math
@@ -19,10 +18,8 @@ from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, libdevice, tl
-from jaxkern.triton.norm.row_tiles import prefetch_row
 
 MOST_SLOTS = 16  # of a token: their loop is unrolled
-ASKED = 2**24  # bytes for the second launch, of which the L2 cache holds some more
 
 
 def unsupported(
@@ -62,18 +59,6 @@ def activated(
 
 
 @jit
-def ask_for_down(
-    down_ptr, ids_ptr, slot, E: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr
-):
-    """A program's share of the weights that the next launch reads for a slot."""
-    if slot >= 0:
-        expert = tl.load(ids_ptr + slot)
-        if (expert >= 0) & (expert < E):
-            down_ptr += expert.to(tl.int64) * SIZE
-            prefetch_row(down_ptr, tl.program_id(0), SHARE)
-
-
-@jit
 def hidden_kernel(
     x_ptr,
     ids_ptr,
@@ -82,14 +67,11 @@ def hidden_kernel(
     shared_ptr,
     gate_bias_ptr,
     up_bias_ptr,
-    next_ptr,
     hidden_ptr,
     K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
-    SHARE: tl.constexpr,
-    LATER: tl.constexpr,
     HALVES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -143,8 +125,6 @@ def hidden_kernel(
         up += tl.load(up_bias_ptr + at, biased, 0.0).to(tl.float32)
     hidden = activated(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     tl.store(out, hidden.to(hidden_ptr.dtype.element_ty), f < F)
-    if next_ptr is not None:
-        ask_for_down(next_ptr, ids_ptr, slot - LATER, E, D * F, SHARE)
 
 
 @jit
@@ -203,8 +183,10 @@ def result_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), d < D)
 
 
-def blocks(summed: int, rows: str, other: str) -> dict[str, Any]:
-    width = min(next_power_of_2(summed), 1024)
+def blocks(summed: int, rows: str, other: str, widest: int) -> dict[str, Any]:
+    """Sums of up to `widest` terms are one step, longer ones have steps of 1024."""
+    width = next_power_of_2(summed)
+    width = width if width <= widest else 1024
     return {rows: min(max(1, 8192 // width), 8), other: width, "num_warps": 4}
 
 
@@ -221,21 +203,16 @@ def hidden_of(
     alpha=1.0,
     limit=None,
     up_offset=0.0,
-    down=None,
 ):
     """`[*ids.shape, f]` of x `[..., d]`, ids `[..., k]` and gate `[e, f, d]`.
 
-    Or `[e, 2, f, d]`, which has up too. The last programs ask for `down` of the first
-    slots, for the launch behind them.
+    Or `[e, 2, f, d]`, which has up too.
     """
     e, *_, f, d = gate.shape
-    found = blocks(d, "BLOCK_F", "BLOCK_D")
-    programs = -(-f // found["BLOCK_F"])
-    most = ASKED // (d * f * x.dtype.itemsize)
-    asked = 0 if down is None else min(ids.size, most)
+    found = blocks(d, "BLOCK_F", "BLOCK_D", 2048)
     [hidden] = bridge.sparse_call(
         hidden_kernel,
-        (programs, ids.size),
+        (-(-f // found["BLOCK_F"]), ids.size),
         {
             "x_ptr": x,
             "ids_ptr": ids.astype(jnp.int32),
@@ -244,11 +221,9 @@ def hidden_of(
             "shared_ptr": shared,
             "gate_bias_ptr": gate_bias,
             "up_bias_ptr": up_bias,
-            "next_ptr": down if asked else None,
         },
         {"hidden_ptr": jax.ShapeDtypeStruct((*ids.shape, f), x.dtype)},
         dict(K=ids.shape[-1], E=e, D=d, F=f, HALVES=1 if up is not None else 2)
-        | dict(SHARE=max(1, d * f // programs), LATER=ids.size - asked)
         | dict(ACTIVATION=activation)
         | dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset)
         | found,
@@ -259,7 +234,7 @@ def hidden_of(
 def result_of(hidden, ids, weights, down, *, shared=None, bias=None, residual=None):
     """`[..., d]` of hidden `[..., k, f]`, ids and weights `[..., k]`."""
     (e, d, f), lead = down.shape, ids.shape[:-1]
-    found = blocks(f, "BLOCK_D", "BLOCK_F")
+    found = blocks(f, "BLOCK_D", "BLOCK_F", 1024)
     [y] = bridge.sparse_call(
         result_kernel,
         (-(-d // found["BLOCK_D"]), math.prod(lead)),
@@ -280,5 +255,5 @@ def result_of(hidden, ids, weights, down, *, shared=None, bias=None, residual=No
 
 def moe_ffn_few(x, ids, weights, gate, up, down, *, activation):
     """y `[t, d]`."""
-    hidden = hidden_of(x, ids, gate, up, activation=activation, down=down)
+    hidden = hidden_of(x, ids, gate, up, activation=activation)
     return result_of(hidden, ids, weights, down)

@@ -2,7 +2,7 @@
 
 A program holds the logits of some tokens in registers. The experts are taken one by
 one, as `top_k` takes them from short rows, and the logits of those that were chosen are
-read again for their weights. Many tokens by sigmoids: many_routes.py.
+read again for their weights. Most choices by sigmoids: route_by_warps.py.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.index.threshold import ordered_bits
 from jaxkern.triton.moe.choice import choice, weights_of
-from jaxkern.triton.moe.many_routes import many_routes, warps_choose
+from jaxkern.triton.moe.route_by_warps import route_by_warps, warps_choose
 
 MOST_EXPERTS = 2048
 MOST_CHOSEN = 16
@@ -172,7 +172,7 @@ def route(logits, per_expert_scale, correction_bias, *, k, **options):
     *lead, e = logits.shape
     rows, c = logits.size // e, choice(e, k=k, **options)
     if warps_choose(rows, c, logits.dtype.itemsize):
-        return many_routes(logits, per_expert_scale, correction_bias, c)
+        return route_by_warps(logits, per_expert_scale, correction_bias, c)
     # one warp: what several share goes through shared memory
     found = {"BLOCK": 2 if c.places <= 256 else 1, "num_warps": 1}
     return bridge.sparse_call(

@@ -24,7 +24,7 @@ from tests.triton.interpreted import (
 CASES = [
     (9, 128, 8, "float32"),
     (5, 200, 6, "bfloat16"),
-    (3, 512, 6, "float32"),  # by groups
+    (3, 511, 6, "float32"),  # by groups, and no row begins at 16 bytes
     (4, 700, 16, "float32"),
     (2, 1000, 7, "float16"),
     (3, 3, 3, "float32"),
@@ -91,9 +91,10 @@ def test_a_warp_for_each_row(monkeypatch, rows, v, k, dtype):
 @pytest.mark.parametrize(
     "rows, v, k, dtype, name",
     [
-        (16384, 512, 6, "float32", "many_rows_kernel"),
-        (8192, 128, 8, "bfloat16", "many_rows_kernel"),
-        (512, 512, 6, "float32", "few_rows_kernel"),
+        (16384, 512, 6, "float32", "by_groups_kernel"),
+        (8192, 128, 8, "bfloat16", "by_groups_kernel"),
+        (1, 512, 6, "float32", "by_groups_kernel"),
+        (1024, 256, 8, "float32", "all_together_kernel"),
     ],
 )
 def test_kernels_compile_and_fit(rows, v, k, dtype, name):

@@ -17,8 +17,8 @@ from jaxkern.gpu.launch import compiled
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.route import route_reference
 from jaxkern.triton.index import few_largest
-from jaxkern.triton.moe import many_routes, slot_order
 from jaxkern.triton.moe import route as kernels
+from jaxkern.triton.moe import route_by_warps, slot_order
 from tests.triton.interpreted import (
     alone,
     check_in_its_own_process,
@@ -88,7 +88,7 @@ def test_weights_and_ids(name):
 @pytest.mark.parametrize("name", BY_WARPS)
 def test_a_warp_for_each_token(name, monkeypatch):
     monkeypatch.setattr(few_largest, "MANY_ROWS", 1)
-    with without_layouts(many_routes, few_largest):
+    with without_layouts(route_by_warps, few_largest):
         check(*BY_WARPS[name])
 
 
@@ -109,19 +109,26 @@ def test_slots_in_order(tokens, k, experts, monkeypatch):
 @starts_it
 @pytest.mark.skipif(bridge.missing() is not None, reason="triton is not installed")
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("options", [{}, GROUPS | dict(num_groups=8, top_groups=4)])
-def test_kernels_compile_and_fit(capability, options):
-    logits = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+@pytest.mark.parametrize(
+    "rows, options, name",
+    [
+        (8192, {}, "route_kernel"),
+        (8192, dict(score="sigmoid"), "route_by_warps_kernel"),
+        (1024, dict(score="sigmoid"), "route_kernel"),
+        (256, GROUPS | dict(num_groups=8, top_groups=4), "route_by_warps_kernel"),
+    ],
+)
+def test_kernels_compile_and_fit(capability, rows, options, name):
+    logits = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
     bias = jax.ShapeDtypeStruct((256,), jnp.float32)
     with compiling_for(capability):
 
         def f(logits, bias):
             return route(logits, 8, correction_bias=bias, **options)
 
-        rows: Any = explain(f, logits, bias, platform="cuda").rows
-        [launch] = rows[0].launches
-        by_warps = options.get("score") == "sigmoid"
-        assert launch.name == ("many_routes_kernel" if by_warps else "route_kernel")
+        found: Any = explain(f, logits, bias, platform="cuda").rows
+        [launch] = found[0].launches
+        assert launch.name == name
         assert compiled(launch, capability).asm["cubin"]
         assert launch.stack_bytes == 0
 

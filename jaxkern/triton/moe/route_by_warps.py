@@ -1,4 +1,4 @@
-"""Routing of many tokens by sigmoids: each warp has a token's experts in its lanes.
+"""Routing by sigmoids: each warp has a token's experts in its lanes.
 
 The experts of a lane are one of the groups of few_largest.py, and part of one of the
 groups that experts are chosen from. So what these count by is two numbers of a lane; in
@@ -16,10 +16,11 @@ from jaxkern.triton.index.few_largest import (
     STEP,
     WARPS,
     Levels,
-    few_of_many,
+    few_of_lanes,
     group_keys,
     group_maxima,
     group_sizes,
+    groups_pay,
     larger,
     member_layout,
     pairs_layout,
@@ -32,9 +33,11 @@ from jaxkern.triton.moe.choice import Choice, weights_of
 
 
 def warps_choose(rows: int, c: Choice, itemsize: int) -> bool:
-    """Whether a token has a warp: of many, and no sum over all of its experts."""
-    fits = few_of_many(rows, c.experts, c.chosen, itemsize)
-    return fits and c.sigmoid and c.num_groups <= WARP
+    """Whether a token has a warp: where that pays, and no score is a sum over all."""
+    if not c.sigmoid or c.num_groups > WARP:
+        return False
+    pays = c.top_groups < c.num_groups or groups_pay(rows, c.experts)
+    return pays and few_of_lanes(c.experts, c.chosen, itemsize)
 
 
 @jit
@@ -111,7 +114,7 @@ def lane_keys(
 
 
 @gluon_jit
-def many_routes_kernel(
+def route_by_warps_kernel(
     logits_ptr,
     scale_ptr,
     bias_ptr,
@@ -150,19 +153,19 @@ def many_routes_kernel(
     gl.store(ids_ptr + out, ids, wanted)
 
 
-def many_routes(logits, scale, bias, c: Choice, warps: int = WARPS, together: int = 1):
-    """(weights, ids), both `[..., k]`; a warp has so many tokens together."""
+def route_by_warps(logits, scale, bias, c: Choice):
+    """(weights, ids), both `[..., k]`."""
     *lead, e = logits.shape
-    rows, block = logits.size // e, warps * together
+    rows = logits.size // e
     sigmoid = bias is not None or c.top2  # else the order of logits is theirs
     levels = Levels(e, c.chosen, group_sizes(e, c.chosen), STEP, sigmoid)
     return bridge.sparse_call(
-        many_routes_kernel,
-        (-(-rows // block),),
+        route_by_warps_kernel,
+        (-(-rows // WARPS),),
         {"logits_ptr": logits, "scale_ptr": scale, "bias_ptr": bias},
         {
             "weights_ptr": jax.ShapeDtypeStruct((*lead, c.chosen), logits.dtype),
             "ids_ptr": jax.ShapeDtypeStruct((*lead, c.chosen), jnp.int32),
         },
-        dict(C=c, L=levels, ROWS=rows, BLOCK=block, LANES=WARP, num_warps=warps),
+        dict(C=c, L=levels, ROWS=rows, BLOCK=WARPS, LANES=WARP, num_warps=WARPS),
     )
