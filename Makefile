@@ -32,9 +32,8 @@ demo: $(NEWEST)/ready $(NEWEST)/demo
 # time: all tests run without it, those on the oldest jax and `make test-full` with it.
 UNOPTIMISED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 
-# The two environments need a core each; pyright fills what the smoke leaves of both.
+# Everything in its order, two or three at once; then the tests have both cores.
 test:
-	$(MAKE) --jobs=2 $(NEWEST)/ready $(OLDEST)/installed
 	$(MAKE) --jobs=3 lint smoke $(NEWEST)/demo
 	$(UNOPTIMISED) $(NEWEST)/bin/python $(PYTEST) -m "not full and not gpu"
 
@@ -53,7 +52,7 @@ test-gpu: $(NEWEST)/ready
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 		$(NEWEST)/bin/python $(PYTEST) -m gpu tests/gpu
 
-lint: $(NEWEST)/ready
+lint: $(NEWEST)/packages
 	$(NEWEST)/bin/ruff check .
 	$(NEWEST)/bin/ruff format --check .
 	$(NEWEST)/bin/lint-imports
@@ -63,11 +62,8 @@ lint: $(NEWEST)/ready
 docs: $(NEWEST)/docs
 	$(NEWEST)/bin/python -m sphinx -W --keep-going -c docs . build/site
 
-# The packages of an extra alone: jaxkern itself, with its C++, is there already.
 $(NEWEST)/docs: $(NEWEST)/ready
-	$(NEWEST)/bin/python -c 'import tomllib; \
-		extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-		print(*(r for r in extras["docs"] if not r.startswith("jaxkern")), sep="\n")' > $@
+	$(NEWEST)/bin/python tests/packages.py docs > $@
 	$(NEWEST)/bin/python -m pip install --quiet --requirement $@ || { rm $@; exit 1; }
 
 # In dist/: the sources, and of them the wheel of this machine. Wheels of every platform
@@ -76,31 +72,44 @@ wheel: $(NEWEST)/ready
 	$(NEWEST)/bin/python -m pip install --quiet "build>=1.2"
 	$(NEWEST)/bin/python -m build --outdir dist
 
-# An editable install builds the C++ kernels once: again where their sources changed.
-KERNELS := CMakeLists.txt $(wildcard $(addprefix jaxkern/cpu/,*.cc *.h */*.cc */*.h))
+# The packages and the C++ kernels, side by side. What Python never imports is not
+# compiled to bytecode.
+INSTALL := -m pip install --quiet --no-compile
 
-$(NEWEST)/ready: pyproject.toml Makefile $(KERNELS)
+$(NEWEST)/ready: $(NEWEST)/packages $(NEWEST)/kernels
+	touch $@
+
+$(NEWEST)/environment: pyproject.toml Makefile
 	@$(require_python)
 	$(PYTHON) -m venv $(NEWEST) || { uv venv --clear --seed --python $(PYTHON) $(NEWEST); }
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
-	$(NEWEST)/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+$(NEWEST)/packages: $(NEWEST)/environment tests/packages.py
+	$(NEWEST)/bin/python tests/packages.py test > $@.txt
+	$(NEWEST)/bin/python $(INSTALL) --requirement $@.txt
 	$(call install_cuda_plugin,$(NEWEST))
 	touch $@
 
-$(OLDEST)/installed: pyproject.toml Makefile
-	@$(require_python)
-	$(PYTHON) -m venv $(OLDEST) || { uv venv --clear --seed --python $(PYTHON) $(OLDEST); }
-	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
-	SKBUILD_WHEEL_CMAKE=false $(OLDEST)/bin/python -m pip install --quiet --editable ".[test]" "jax==0.11.2" "jaxlib==0.11.2" $(TRITON_OF_OLDEST)
-	$(call install_cuda_plugin,$(OLDEST))
+# An editable install builds the C++ kernels once: again where their sources changed.
+KERNELS := CMakeLists.txt $(wildcard $(addprefix jaxkern/cpu/,*.cc *.h */*.cc */*.h))
+
+$(NEWEST)/kernels: $(NEWEST)/environment $(KERNELS)
+	$(NEWEST)/bin/python $(INSTALL) --no-deps --editable .
 	touch $@
 
-# With the library of the newest: it is built against the oldest jaxlib either way.
-$(OLDEST)/ready: $(OLDEST)/installed $(NEWEST)/ready
-	for built in $(NEWEST)/lib/python3*/site-packages/jaxkern/cpu/*.so; do \
-		copy=$(OLDEST)/$${built#$(NEWEST)/}; \
-		[ ! -e $$built ] || { mkdir -p $$(dirname $$copy) && cp $$built $$copy; }; \
-	done
+# What differs, in front of the packages and kernels of the newest: jaxkern is built
+# against the oldest jaxlib either way.
+$(OLDEST)/ready: $(NEWEST)/ready
+	rm -rf $(OLDEST)
+	$(NEWEST)/bin/python -m venv --without-pip $(OLDEST)
+	$(NEWEST)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" \
+		% sysconfig.get_path("purelib"))' \
+		> $$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth
+	$(NEWEST)/bin/python -m pip --python $(OLDEST)/bin/python install --quiet --no-compile \
+		--no-deps "jax==0.11.2" "jaxlib==0.11.2" $(TRITON_OF_OLDEST)
+	$(call install_cuda_plugin,$(OLDEST))
+	! $(OLDEST)/bin/python -m pip check | grep "but you have"
 	touch $@
 
 # The model: SmolLM2-135M-Instruct as GGUF, 98 MB. Without its dependency, which would
@@ -111,7 +120,8 @@ $(NEWEST)/demo: $(NEWEST)/ready
 
 # jax's CUDA plugin alone, without CUDA: kernels lower for a GPU where there is none.
 define install_cuda_plugin
-	$(1)/bin/python -m pip install --quiet --no-deps "jax-cuda13-plugin==$$($(1)/bin/python -c \
+	$(NEWEST)/bin/python -m pip --python $(1)/bin/python install --quiet --no-compile \
+		--no-deps "jax-cuda13-plugin==$$($(1)/bin/python -c \
 		'from importlib.metadata import version; print(version("jaxlib"))')" || \
 		echo "no CUDA plugin for this platform: the tests of Triton kernels are skipped"
 endef

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import moe_ffn, quantize_int, route, sharded_moe_ffn
+from jaxkern.testing.interpreter import evaluated
 from jaxkern.testing.sharding_checks import collectives
 from tests.parallel.test_ring_attention import DEVICES, agree, everything, mesh_of
 
@@ -83,7 +84,8 @@ def test_it_is_moe_ffn_of_all_tokens_and_experts(name):
     operands, options = case_of(name)
     found = everything(*of_floats(sharded(**options), operands))
     whole = functools.partial(moe_ffn, **options)
-    agree(found, everything(*of_floats(whole, operands)), 1e-5)
+    expected = everything(*of_floats(whole, operands), call=evaluated)
+    agree(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -105,10 +107,11 @@ def test_all_tokens_may_choose_one_device(expert):
     """Nothing is dropped; ids of no expert count nothing."""
     x, ids, weights = routed()
     gate, up, down, *_ = experts_of()
+    of_devices, of_all = jax.jit(sharded()), jax.jit(moe_ffn)
     for chosen in (jnp.full_like(ids, expert), jnp.full_like(ids, E), ids - E):
         operands = x, chosen, weights, gate, up, down
-        found = sharded()(*operands)
-        agree(found, moe_ffn(*operands), 1e-5)
+        found = of_devices(*operands)
+        agree(found, of_all(*operands), 1e-5)
         assert bool(jnp.any(found)) == bool(jnp.any((chosen >= 0) & (chosen < E)))
 
 
@@ -117,14 +120,14 @@ def test_batches_of_sequences_quantised_experts_and_bfloat16():
     gate, up, down, *_ = experts_of()
     assert up is not None
     operands = x, ids, weights, gate, up, down
-    agree(jax.jit(sharded())(*operands), moe_ffn(*operands), 1e-5)
+    agree(jax.jit(sharded())(*operands), evaluated(moe_ffn, *operands), 1e-5)
     packed = x, ids, weights, quantize_int(gate), quantize_int(up), quantize_int(down)
-    agree(jax.jit(sharded())(*packed), moe_ffn(*packed), 1e-5)
+    agree(jax.jit(sharded())(*packed), evaluated(moe_ffn, *packed), 1e-5)
     narrow = tuple(a.astype(jnp.bfloat16) for a in (x, gate, up, down))
     exact = tuple(a.astype(jnp.float32) for a in narrow)
     found = jax.jit(sharded())(narrow[0], ids, weights, *narrow[1:])
     assert found.dtype == jnp.bfloat16
-    expected = np.float32(moe_ffn(exact[0], ids, weights, *exact[1:]))
+    expected = evaluated(moe_ffn, exact[0], ids, weights, *exact[1:])
     agree(found / np.abs(expected).max(), expected / np.abs(expected).max(), 0.02)
 
 

@@ -5,11 +5,13 @@ when they are decorated. The interpreter cuts float32 to bfloat16, where a GPU r
 What a kernel reads or writes must lie in its operands: anything else is an error.
 """
 
+import atexit
 import functools
 import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -26,16 +28,37 @@ alone = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 starts_it = pytest.mark.skipif(INTERPRETED, reason="this is that process")
 
 
-def check_in_its_own_process(file: str, count: int | str = "") -> None:
-    """Kernels must not have been decorated when the interpreter is asked for.
+@functools.cache
+def interpreter_process() -> subprocess.Popen:
+    """Forks a process for each file of tests; ends with this one.
 
     What other packages add to pytest is a sixth of the time that the start takes.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    asked = {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment = os.environ | asked
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0 and f"{count} passed" in run.stdout, run.stdout
+    asked = {
+        "TRITON_INTERPRET": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "OPENBLAS_NUM_THREADS": "1",  # a process of several threads must not fork
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.triton.interpreter_process"],
+        env=os.environ | asked,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(process.communicate)
+    return process
+
+
+def check_in_its_own_process(file: str, count: int | str = "") -> None:
+    """Kernels must not have been decorated when the interpreter is asked for."""
+    process = interpreter_process()
+    assert process.stdin is not None and process.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as printed:
+        process.stdin.write(f"{file}\t{printed.name}\n")
+        process.stdin.flush()
+        code, text = process.stdout.readline().strip(), printed.read()
+    assert code == "0" and f"{count} passed" in text, text
 
 
 class Host:

@@ -79,14 +79,8 @@ class KeptCalls:
         """
         file = self.files[function]
         least = jax.config.jax_persistent_cache_min_compile_time_secs
-        if file is None or made.was_read or made.seconds < least:
-            return
-        try:
-            check_unchanged()
-        except UNCLEAR as error:
-            said(error)
-        else:
-            writer.submit(write, file, shapes, made.executable)
+        if file and not made.was_read and made.seconds >= least:
+            writer.submit(write_unchanged, file, shapes, made.executable)
 
     @functools.cached_property
     def around(self) -> list[str]:
@@ -119,6 +113,16 @@ def folder() -> Path | None:
     except (ValueError, OSError) as error:
         log.warning("jaxkern keeps no traced calls: %s", error)
         return None
+
+
+def write_unchanged(file: Path, shapes: Any, executable: jax.stages.Compiled) -> None:
+    """Writes a call that what is installed would make again."""
+    try:
+        check_unchanged()
+    except UNCLEAR as error:
+        said(error)
+    else:
+        write(file, shapes, executable)
 
 
 # a file is written while the program goes on, which waits for it when it ends

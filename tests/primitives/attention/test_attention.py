@@ -24,6 +24,7 @@ from jaxkern.testing.checks import (
     in_float64,
     operands_of,
 )
+from jaxkern.testing.interpreter import evaluated
 from tests.primitives.attention.one_key import (
     LIMIT,
     check_first_key,
@@ -286,14 +287,20 @@ def test_rows_that_see_nothing(name):
         out, lse = f(*qkv)
         return jnp.sum(jnp.cos(out)) + jnp.sum(jnp.where(lse > -1e30, lse, 0.0) ** 2)
 
+    grad = jax.grad(loss, (0, 1, 2))
+
+    @jax.jit
+    def derivatives(*qkv):
+        tangents = jax.jvp(f, qkv, qkv)[1]
+        higher = jax.jvp(grad, qkv, qkv)
+        second = jax.jvp(lambda *x: jax.jvp(f, x, x)[1], qkv, qkv)
+        cubic = jax.grad(lambda *x: sum(jnp.vdot(g, g) for g in grad(*x)), (0, 1, 2))
+        return grad(*qkv), tangents, higher, second, cubic(*qkv)
+
     out, lse = f(*qkv)
     assert not out.any()
     assert (lse == -jnp.inf).all()
-    grad = jax.grad(loss, (0, 1, 2))
-    tangents = jax.jvp(f, qkv, qkv)[1]
-    higher = jax.jvp(grad, qkv, qkv), jax.jvp(lambda *x: jax.jvp(f, x, x)[1], qkv, qkv)
-    cubic = jax.grad(lambda *x: sum(jnp.vdot(g, g) for g in grad(*x)), (0, 1, 2))(*qkv)
-    for x in jax.tree.leaves((grad(*qkv), tangents, higher[0], higher[1], cubic)):
+    for x in jax.tree.leaves(derivatives(*qkv)):
         np.testing.assert_array_equal(x, jnp.zeros_like(x))
 
 
@@ -390,12 +397,13 @@ def test_blocks_of_query_rows(monkeypatch, case, rows):
             grads = [g for g in grads if g is not None]
             return [out, lse, *grads, *gradients(f, operands)(*operands)]
 
-        expected = all_of(operands)
+        expected = evaluated(lambda x: all_of(x), operands)
         b, _, n, _ = operands[0].shape
         row_bytes = 4 * b * n * operands[1].shape[1]
         monkeypatch.setattr(query_blocks, "MAX_SCORES_BYTES", rows * row_bytes)
         assert "scan" in str(jax.make_jaxpr(all_of)(operands))
-        for i, (x, e) in enumerate(zip(all_of(operands), expected, strict=True)):
+        found = evaluated(lambda x: all_of(x), operands)
+        for i, (x, e) in enumerate(zip(found, expected, strict=True)):
             np.testing.assert_allclose(x, e, atol=1e-11, err_msg=f"{i}")
 
 

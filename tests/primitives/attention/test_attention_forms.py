@@ -254,6 +254,7 @@ def test_what_lies_behind_the_lengths_has_no_influence(junk, softcap):
 
     grad = jax.grad(loss, (0, 1, 2))
 
+    @jax.jit
     def every(q, k, v):
         tangents = (q, jnp.ones_like(k), jnp.ones_like(v))
         at = (q, k, v)

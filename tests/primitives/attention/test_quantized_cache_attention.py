@@ -106,7 +106,7 @@ def test_equals_attention_over_the_decoded_cache(pair):
             out, lse = attend(query, key, value, return_lse=True, **OPTIONS[options])
             return jnp.vdot(weights, out), (out, lse)
 
-        (_, (out, lse)), dquery = jax.value_and_grad(f, has_aux=True)(query)
+        (_, (out, lse)), dquery = jax.jit(jax.value_and_grad(f, has_aux=True))(query)
         return out, lse, dquery
 
     ours = results(quantized_cache_attention, key, value)

@@ -116,7 +116,7 @@ def test_each_group_of_channels_has_its_own_b_and_c():
     with jax.enable_x64(True):
         operands = tuple(map(jnp.asarray, operands))
         (y, final), pull = jax.vjp(jax.jit(grouped), *operands)
-        (expected, last), pull_each = jax.vjp(each, *operands)
+        (expected, last), pull_each = jax.vjp(jax.jit(each), *operands)
         np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-13)
         np.testing.assert_allclose(final, last, rtol=1e-12, atol=1e-13)
         dy = jnp.cos(y), jnp.cos(final)

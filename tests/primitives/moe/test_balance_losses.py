@@ -48,7 +48,7 @@ def test_padding_does_not_count():
 
 def test_the_gradient_lowers_the_mass_of_a_loaded_expert():
     logits, ids = jnp.zeros((8, 4)), jnp.full((8, 1), 2)
-    gradient = jax.grad(load_balance_loss)(logits, ids)
+    gradient = jax.jit(jax.grad(load_balance_loss))(logits, ids)
     expected = 4 * 0.25 * (np.eye(4)[2] - 0.25) / 8
     np.testing.assert_allclose(gradient, np.tile(expected, (8, 1)), rtol=1e-5)
 

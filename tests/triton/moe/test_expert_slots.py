@@ -134,6 +134,11 @@ def ops_of(kind, d, f, e, k, shared, tokens):
     )
 
 
+# A multiprocessor has one program of these, by Triton 3.6 or by 3.9: a limit of 128
+# registers spills.
+ONE_PROGRAM = "Q5_K", "NVFP4_256", "nvfp4"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "kind, d, f, e, k, shared",
@@ -146,7 +151,8 @@ def test_nothing_spills_on_hopper(kind, d, f, e, k, shared):
     with compiling_for(90):
         for op, operands in ops_of(kind, d, f, e, k, shared, tokens=2):
             [launch] = launches_of(op, operands)
-            assert launch.stack_bytes == 0 and launch.registers <= 128, kind
+            assert launch.stack_bytes == 0, kind
+            assert launch.registers <= 128 or kind in ONE_PROGRAM, kind
             assert "HMMA" in launch.sass
 
 
