@@ -134,7 +134,7 @@ def test_layer(tokens):
         ),
     ],
 )
-@pytest.mark.parametrize("tokens", [1001, 4097])
+@pytest.mark.parametrize("tokens", [7, 1001, 4097])
 def test_routing(tokens, options):
     logits, bias = 3 * draw(tokens, 256, dtype="float32"), draw(256, dtype="float32")
     bias = bias if "num_groups" in options else None
