@@ -128,7 +128,16 @@ def attention_goals() -> Iterator[Goal]:
             yield Goal(*quantised, case, "forward", times=times, than=than)
 
 
-GOALS = (*row_goals(), *attention_goals())
+def expert_goals() -> Iterator[Goal]:
+    for dtype in ("float32", "bfloat16"):
+        yield Goal("top_k", "top_k_6", f"16384x512 {dtype}", "forward", us=12)
+    grouped = ("route", "route, sigmoid, bias and groups")
+    yield Goal(*grouped, "8192 tokens of 256 experts", "forward", us=15)
+    one = "1 tokens of 2048, 8 of 256 experts of 512"
+    yield Goal("moe_ffn", "moe_ffn_few", one, "forward", us=15.7)
+
+
+GOALS = (*row_goals(), *attention_goals(), *expert_goals())
 
 
 def figure(row: dict[str, Any], which: str) -> float | None:

@@ -6,8 +6,23 @@ import jax.numpy as jnp
 import jaxkern
 from benchmarks._gpu import Benchmark, Case, run
 
+LONG = [
+    (32, 128256, jnp.float32),
+    (32, 128256, jnp.bfloat16),
+    (1, 131072, jnp.float32),
+    (4096, 4096, jnp.float32),
+    (8, 262144, jnp.float32),
+]
+SHORT = [
+    (16384, 512, jnp.float32),
+    (16384, 512, jnp.bfloat16),
+    (4096, 256, jnp.float32),
+    (8192, 128, jnp.float32),
+    (1000, 300, jnp.float32),
+]
 
-def benchmark(k: int) -> Benchmark:
+
+def benchmark(k: int, shapes: list = LONG) -> Benchmark:
     def case(rows: int, v: int, dtype) -> Case:
         def arrays(key):
             return (jax.random.normal(key, (rows, v), dtype),)
@@ -19,19 +34,13 @@ def benchmark(k: int) -> Benchmark:
     return Benchmark(
         f"top_k_{k}",
         lambda x: jaxkern.top_k(x, k),
-        [
-            case(32, 128256, jnp.float32),
-            case(32, 128256, jnp.bfloat16),
-            case(1, 131072, jnp.float32),
-            case(4096, 4096, jnp.float32),
-            case(8, 262144, jnp.float32),
-        ],
+        [case(*shape) for shape in shapes],
         torch_peers={"torch": lambda case, x: lambda x: tuple(x.topk(k))},
         differentiable=False,
     )
 
 
-BENCHMARKS = [benchmark(k) for k in (8, 64, 1024)]
+BENCHMARKS = [benchmark(k) for k in (8, 64, 1024)] + [benchmark(6, SHORT)]
 BENCHMARK = BENCHMARKS[1]
 
 

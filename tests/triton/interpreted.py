@@ -14,6 +14,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 import jax
 import numpy as np
@@ -205,3 +207,39 @@ def interpreted(in_place: bool = True) -> Iterator[None]:
     finally:
         bridge.triton_call = compiled_call
         interpreter._patch_lang_tensor = patch
+
+
+class WithoutLayouts:
+    """Gluon as Triton, for kernels that share no memory and name layouts alone."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(bridge.tl, name)
+
+    def layout(self, *parts: Any) -> None:
+        return None
+
+    BlockedLayout = SliceLayout = layout
+
+    def num_warps(self) -> int:
+        return 1
+
+    def arange(self, start: int, end: int, layout: None) -> Any:
+        return bridge.tl.arange(start, end)
+
+    def convert_layout(self, x: Any, layout: None) -> Any:
+        return x
+
+
+@contextmanager
+def without_layouts(*modules: ModuleType) -> Iterator[None]:
+    """In the block, the Gluon functions of these files can be interpreted."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            for name, f in list(vars(module).items()):
+                if type(f).__name__ == "GluonJITFunction":
+                    kernel = bridge.jit(f.fn)
+                    # which the interpreter knows by their names in Triton alone
+                    kernel.rewrite().__annotations__ = f.fn.__annotations__
+                    patch.setattr(module, name, kernel)
+            patch.setattr(module, "gl", WithoutLayouts())
+        yield

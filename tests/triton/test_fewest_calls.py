@@ -29,8 +29,10 @@ from jaxkern import (
     quantize_microscaled,
     quantized_embedding,
     quantized_matmul,
+    route,
     sample,
     softmax,
+    top_k,
 )
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import Launch, compiled
@@ -103,6 +105,11 @@ LARGE: dict[str, tuple[Callable, tuple]] = {  # what runs Mosaic, or is no case'
     "int rows": rows_of(quantize_int, bits=4, group_size=128),
     "fp8 rows": rows_of(quantize_fp8),
     "microscaled rows": rows_of(quantize_microscaled, format="mxfp4"),
+    "top_k by groups": (functools.partial(top_k, k=6), (spec(8, 512),)),
+    "route by warps": (
+        functools.partial(route, k=8, score="sigmoid", num_groups=8, top_groups=4),
+        (spec(8, 256),),
+    ),
     "sample": (
         functools.partial(sample, key=jax.random.key(0), top_p=0.9),
         (spec(32, 128_256),),
@@ -245,6 +252,8 @@ FEWEST = (
     "100 rows by Q2_K",
     "argsort 3 128256 bfloat16",
     "argmax-llama3_vocab",
+    "route by warps",
+    "top_k by groups",
     "sample-llama3_vocab",
     "attention 64 64 bfloat16",
     "latent_attention-deepseek_v3_decode",

@@ -1,11 +1,7 @@
 """The k largest elements of a row.
 
-Of short rows, as routers have them, a few are taken one by one, in registers. Where a
-row of float32 is longer, first k groups of it are, those with the largest maxima, and
-then k elements of these. 16-bit numbers share a word with their place, so that taking
-one is one reduction.
-
-Of long rows they are found by counting, then k of them are sorted:
+Of short rows a few are taken one by one, in registers: short_rows.py. Of long rows they
+are found by counting, then k of them are sorted:
 
     maxima   the largest of every group of a row, from memory, by many programs
     top_k    one program a row: groups with the largest maxima hold the k largest
@@ -24,6 +20,8 @@ import jax.numpy as jnp
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl, triton_call
+from jaxkern.triton.index.few_largest import LOWEST
+from jaxkern.triton.index.short_rows import top_k_of_short_rows
 from jaxkern.triton.index.threshold import (
     largest_threshold,
     order_within,
@@ -37,8 +35,6 @@ FEW_TAKEN = 16  # elements of a shorter row that are taken one by one
 LARGEST_K = 1024
 FEW = 128  # up to 2 * k elements are sorted, which is less work than counting out k
 LONGEST = 262_144
-LOWEST = -0x80000000
-PLACE = 0x1FFF  # the bits of a word that a 16-bit number leaves
 
 
 def unsupported(*, x: Any, k: int, **named: Any) -> str | None:
@@ -60,86 +56,6 @@ def group_size(v: int, k: int) -> int:
     while 2 * size * size * k <= v or next_power_of_2(-(-v // size)) > IN_REGISTERS:
         size *= 2
     return min(size, 128)
-
-
-@jit
-def take_largest(
-    key, place, K: tl.constexpr, SLOTS: tl.constexpr, LOWEST: tl.constexpr
-):
-    """Places `[rows, SLOTS]` of the K largest keys of each row, the first of equals."""
-    slot = tl.arange(0, SLOTS)[None, :]
-    found = tl.zeros((key.shape[0], SLOTS), tl.int32)
-    for i in tl.static_range(K):
-        top = tl.max(key, 1)[:, None]
-        at = tl.min(tl.where(key == top, place, 0x7FFFFFFF), 1)[:, None]
-        found = tl.where(slot == i, at, found)
-        key = tl.where(place == at, LOWEST, key)
-    return found
-
-
-@jit
-def take_packed(
-    key,
-    K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LOWEST: tl.constexpr,
-    PLACE: tl.constexpr,
-):
-    """Likewise of keys that no two elements share, since they hold the places."""
-    slot = tl.arange(0, SLOTS)[None, :]
-    found = tl.zeros((key.shape[0], SLOTS), tl.int32)
-    for i in tl.static_range(K):
-        top = tl.max(key, 1)[:, None]
-        found = tl.where(slot == i, PLACE - (top & PLACE), found)
-        key = tl.where(key == top, LOWEST, key)
-    return found
-
-
-@jit
-def short_rows_kernel(
-    x_ptr,
-    values_ptr,
-    indices_ptr,
-    ROWS: tl.constexpr,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOWEST: tl.constexpr,
-    PLACE: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    present = (row < ROWS)[:, None]
-    x_ptr += row.to(tl.int64)[:, None] * V
-    place = tl.arange(0, N)[None, :]
-    inside = present & (place < V)
-    x = tl.load(x_ptr + place, inside, 0.0)
-    key = tl.where(inside, ordered_bits(x.to(tl.float32)), LOWEST)
-    if x_ptr.dtype.element_ty.primitive_bitwidth == 16:
-        packed = (key & ~PLACE) | (PLACE - place)
-        index = take_packed(packed, K, SLOTS, LOWEST, PLACE)
-    elif SIZE == 1:
-        index = take_largest(key, place, K, SLOTS, LOWEST)
-    else:
-        maxima = tl.max(tl.reshape(key, (BLOCK, N // SIZE, SIZE)), 2)
-        group = tl.arange(0, N // SIZE)[None, :]
-        group = take_largest(maxima, group, K, SLOTS, LOWEST)
-        # what fills up the slots would name a group again
-        nth = tl.arange(0, SLOTS)[None, :]
-        group = tl.where(nth < K, group, N // SIZE + nth)
-        at = group[:, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
-        at = tl.reshape(at, (BLOCK, SLOTS * SIZE))
-        inside = present & (at < V)
-        key = ordered_bits(tl.load(x_ptr + at, inside, 0.0).to(tl.float32))
-        key = tl.where(inside, key, LOWEST)
-        index = take_largest(key, at, K, SLOTS, LOWEST)
-    slot = tl.arange(0, SLOTS)[None, :]
-    wanted = present & (slot < K)
-    out = row.to(tl.int64)[:, None] * K + slot
-    tl.store(indices_ptr + out, index, wanted)
-    tl.store(values_ptr + out, tl.load(x_ptr + index, wanted, 0.0), wanted)
 
 
 @jit
@@ -275,35 +191,5 @@ def top_k(x: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
         SLOTS=slots,
         LOWEST=LOWEST,
         num_warps=min(max(max(n, slots * size) // 512, 8), 32),
-    )
-    return values, indices
-
-
-def top_k_of_short_rows(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    *lead, v = x.shape
-    rows, n = x.size // v, max(next_power_of_2(v), 32)
-    slots, size = next_power_of_2(k), 1
-    while n > 256 and size * size * slots < n:  # as many groups as elements of k
-        size *= 2
-    # one warp: what several share goes through shared memory
-    together = 2 if n <= 256 else 1
-    values, indices = triton_call(
-        short_rows_kernel,
-        x,
-        out=[
-            jax.ShapeDtypeStruct((*lead, k), x.dtype),
-            jax.ShapeDtypeStruct((*lead, k), jnp.int32),
-        ],
-        grid=(-(-rows // together),),
-        ROWS=rows,
-        V=v,
-        K=k,
-        N=n,
-        SLOTS=slots,
-        LOWEST=LOWEST,
-        PLACE=PLACE,
-        SIZE=size,
-        BLOCK=together,
-        num_warps=1,
     )
     return values, indices

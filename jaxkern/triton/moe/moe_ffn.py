@@ -183,8 +183,10 @@ def result_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), d < D)
 
 
-def blocks(summed: int, rows: str, other: str) -> dict[str, Any]:
-    width = min(next_power_of_2(summed), 1024)
+def blocks(summed: int, rows: str, other: str, widest: int) -> dict[str, Any]:
+    """Sums of up to `widest` terms are one step, longer ones have steps of 1024."""
+    width = next_power_of_2(summed)
+    width = width if width <= widest else 1024
     return {rows: min(max(1, 8192 // width), 8), other: width, "num_warps": 4}
 
 
@@ -207,7 +209,7 @@ def hidden_of(
     Or `[e, 2, f, d]`, which has up too.
     """
     e, *_, f, d = gate.shape
-    found = blocks(d, "BLOCK_F", "BLOCK_D")
+    found = blocks(d, "BLOCK_F", "BLOCK_D", 2048)
     [hidden] = bridge.sparse_call(
         hidden_kernel,
         (-(-f // found["BLOCK_F"]), ids.size),
@@ -232,7 +234,7 @@ def hidden_of(
 def result_of(hidden, ids, weights, down, *, shared=None, bias=None, residual=None):
     """`[..., d]` of hidden `[..., k, f]`, ids and weights `[..., k]`."""
     (e, d, f), lead = down.shape, ids.shape[:-1]
-    found = blocks(f, "BLOCK_D", "BLOCK_F")
+    found = blocks(f, "BLOCK_D", "BLOCK_F", 1024)
     [y] = bridge.sparse_call(
         result_kernel,
         (-(-d // found["BLOCK_D"]), math.prod(lead)),

@@ -2,10 +2,9 @@
 
 A program holds the logits of some tokens in registers. The experts are taken one by
 one, as `top_k` takes them from short rows, and the logits of those that were chosen are
-read again for their weights.
+read again for their weights. Most choices by sigmoids: route_by_warps.py.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,12 +12,11 @@ import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
-from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.index.threshold import ordered_bits
+from jaxkern.triton.moe.choice import choice, weights_of
+from jaxkern.triton.moe.route_by_warps import route_by_warps, warps_choose
 
-LOWEST = -0x80000000  # below the integer of every float
-LEAST = -0x7F800001  # that of -inf
 MOST_EXPERTS = 2048
 MOST_CHOSEN = 16
 
@@ -43,33 +41,6 @@ def unsupported(
     if num_groups > 1 and (e & (e - 1) or num_groups & (num_groups - 1)):
         return f"{e} experts in {num_groups} groups are no powers of 2"
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What is static of a choice of experts.
-
-    Attributes:
-      experts: of which `chosen` are taken.
-      places: in which the experts stand, a power of 2; `slots` likewise of the chosen.
-      sigmoid, normalize, renorm, factor: how they are weighed.
-      num_groups, top_groups, top2: what groups they are taken from.
-      lowest, least: below the integer of every float, and that of -inf.
-    """
-
-    experts: int
-    chosen: int
-    places: int
-    slots: int
-    sigmoid: bool
-    normalize: bool
-    renorm: bool
-    num_groups: int
-    top_groups: int
-    top2: bool
-    factor: float
-    lowest: int = LOWEST
-    least: int = LEAST
 
 
 @jit
@@ -161,25 +132,7 @@ def choose_experts(
 
     wanted = present & (slot < K)
     chosen = tl.load(logits_ptr + ids, wanted, -float("inf")).to(tl.float32)
-    if C.sigmoid:  # log sigmoid without overflow
-        log_score = tl.minimum(chosen, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(chosen)))
-        log_score = tl.where(chosen == chosen, log_score, chosen)
-    else:
-        log_score = chosen - top_logit - tl.log(total)
-    log_score = tl.where((slot < K) & (dropped == 0), log_score, -float("inf"))
-    weights = tl.exp(log_score)
-    if C.normalize:
-        top_score = tl.max(log_score, 1)[:, None]
-        top_score = tl.where(top_score == -float("inf"), 0.0, top_score)
-        weights = tl.exp(log_score - top_score)
-        sum_of_all = tl.sum(weights, 1)[:, None]
-        weights /= tl.where(sum_of_all == 0.0, 1.0, sum_of_all)
-    if scale_ptr is not None:
-        weights *= tl.load(scale_ptr + ids, wanted, 0.0).to(tl.float32)
-    if C.renorm:
-        sum_of_all = tl.sum(tl.where(slot < K, weights, 0.0), 1)[:, None]
-        weights /= tl.where(sum_of_all == 0.0, 1.0, sum_of_all)
-    weights *= C.factor
+    weights = weights_of(chosen, ids, slot, dropped, top_logit, total, scale_ptr, C)
     out = row.to(tl.int64)[:, None] * WIDTH + slot
     tl.store(weights_ptr + out, weights.to(weights_ptr.dtype.element_ty), wanted)
     tl.store(ids_ptr + out, ids, wanted)
@@ -214,39 +167,12 @@ def route_kernel(
     )
 
 
-def choice(
-    e: int,
-    *,
-    k: int,
-    score: str,
-    normalize: bool,
-    num_groups: int,
-    top_groups: int,
-    group_score: str,
-    scaling_factor: float,
-    scale_then_renorm: bool = False,
-) -> Choice:
-    """Among e experts, by the options of `route`."""
-    return Choice(
-        experts=e,
-        chosen=k,
-        # groups are equal runs
-        places=e if num_groups > 1 else max(next_power_of_2(e), 32),
-        slots=next_power_of_2(k),
-        sigmoid=score == "sigmoid",
-        normalize=normalize,
-        renorm=scale_then_renorm,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        top2=group_score == "top2",
-        factor=scaling_factor,
-    )
-
-
 def route(logits, per_expert_scale, correction_bias, *, k, **options):
     """(weights, ids), both `[..., k]`."""
     *lead, e = logits.shape
     rows, c = logits.size // e, choice(e, k=k, **options)
+    if warps_choose(rows, c, logits.dtype.itemsize):
+        return route_by_warps(logits, per_expert_scale, correction_bias, c)
     # one warp: what several share goes through shared memory
     found = {"BLOCK": 2 if c.places <= 256 else 1, "num_warps": 1}
     return bridge.sparse_call(

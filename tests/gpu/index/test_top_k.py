@@ -50,6 +50,30 @@ def test_top_k(v, k, dtype):
     np.testing.assert_array_equal(np.asarray(values).view(bits), picked.view(bits))
 
 
+@pytest.mark.parametrize(
+    "v, k, dtype",
+    [
+        (128, 1, "float16"),
+        (160, 3, "bfloat16"),
+        (256, 8, "float32"),
+        (300, 8, "float32"),
+        (512, 6, "float32"),
+        (512, 7, "bfloat16"),
+    ],
+)
+def test_many_rows(v, k, dtype):
+    """A warp has a row; in the last program some have the last one again."""
+    x = np.concatenate([special_rows(v, seed) for seed in range(257)])[:-1]
+    with backend("triton", strict=True):
+        values, indices = jax.jit(top_k, static_argnums=1)(jnp.asarray(x, dtype), k)
+    x = np.asarray(jnp.asarray(x, dtype))
+    expected = np.stack([falling_order(row)[:k] for row in x.astype(np.float64)])
+    np.testing.assert_array_equal(indices, expected)
+    bits = {2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
+    picked = np.take_along_axis(x, expected, -1)
+    np.testing.assert_array_equal(np.asarray(values).view(bits), picked.view(bits))
+
+
 def test_top_k_of_many_rows_under_vmap_and_grad():
     x = jax.random.normal(jax.random.key(0), (3, 100, 4097))
 

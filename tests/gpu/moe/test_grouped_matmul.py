@@ -134,8 +134,9 @@ def test_layer(tokens):
         ),
     ],
 )
-def test_routing(options):
-    logits, bias = 3 * draw(1001, 256, dtype="float32"), draw(256, dtype="float32")
+@pytest.mark.parametrize("tokens", [1001, 4097])
+def test_routing(tokens, options):
+    logits, bias = 3 * draw(tokens, 256, dtype="float32"), draw(256, dtype="float32")
     bias = bias if "num_groups" in options else None
 
     def run(name):

@@ -16,13 +16,15 @@ from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
 from jaxkern.primitives.moe.expert_order import expert_order
 from jaxkern.primitives.moe.route import route_reference
+from jaxkern.triton.index import few_largest
 from jaxkern.triton.moe import route as kernels
-from jaxkern.triton.moe import slot_order
+from jaxkern.triton.moe import route_by_warps, slot_order
 from tests.triton.interpreted import (
     alone,
     check_in_its_own_process,
     interpreted,
     starts_it,
+    without_layouts,
 )
 
 OPTIONS = dict(
@@ -43,18 +45,21 @@ CASES = {
     "groups": (6, 64, 5, GROUPS),
     "largest of groups": (6, 32, 3, GROUPS | dict(group_score="max")),
 }
+BY_WARPS = {  # two programs, in the second of which warps have the last token again
+    "each of top2": (5, 128, 3, GROUPS | dict(num_groups=32, top_groups=7)),
+    "largest": (5, 128, 3, GROUPS | dict(group_score="max")),
+    "padded": (5, 132, 4, dict(score="sigmoid", scaling_factor=2.5)),
+}
 SLOTS = [(37, 4, 6), (3, 5, 20)]  # tokens, chosen, experts
 
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, len(CASES) + len(SLOTS))
+    count = len(CASES) + len(BY_WARPS) + len(SLOTS)
+    check_in_its_own_process(__file__, count)
 
 
-@alone
-@pytest.mark.parametrize("name", CASES)
-def test_weights_and_ids(name):
-    rows, e, k, options = CASES[name]
+def check(rows, e, k, options):
     options = OPTIONS | options
     rng = np.random.default_rng([rows, e])
     logits = (3 * rng.standard_normal((rows, e))).astype(np.float32)
@@ -74,6 +79,20 @@ def test_weights_and_ids(name):
 
 
 @alone
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_ids(name):
+    check(*CASES[name])
+
+
+@alone
+@pytest.mark.parametrize("name", BY_WARPS)
+def test_a_warp_for_each_token(name, monkeypatch):
+    monkeypatch.setattr(few_largest, "MANY_ROWS", 1)
+    with without_layouts(route_by_warps, few_largest):
+        check(*BY_WARPS[name])
+
+
+@alone
 @pytest.mark.parametrize("tokens, k, experts", SLOTS)
 def test_slots_in_order(tokens, k, experts, monkeypatch):
     """Several experts of none, ids outside, and more slots than are read at once."""
@@ -90,17 +109,26 @@ def test_slots_in_order(tokens, k, experts, monkeypatch):
 @starts_it
 @pytest.mark.skipif(bridge.missing() is not None, reason="triton is not installed")
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("options", [{}, GROUPS | dict(num_groups=8, top_groups=4)])
-def test_kernels_compile_and_fit(capability, options):
-    logits = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+@pytest.mark.parametrize(
+    "rows, options, name",
+    [
+        (8192, {}, "route_kernel"),
+        (8192, dict(score="sigmoid"), "route_by_warps_kernel"),
+        (1024, dict(score="sigmoid"), "route_kernel"),
+        (256, GROUPS | dict(num_groups=8, top_groups=4), "route_by_warps_kernel"),
+    ],
+)
+def test_kernels_compile_and_fit(capability, rows, options, name):
+    logits = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
     bias = jax.ShapeDtypeStruct((256,), jnp.float32)
     with compiling_for(capability):
 
         def f(logits, bias):
             return route(logits, 8, correction_bias=bias, **options)
 
-        rows: Any = explain(f, logits, bias, platform="cuda").rows
-        [launch] = rows[0].launches
+        found: Any = explain(f, logits, bias, platform="cuda").rows
+        [launch] = found[0].launches
+        assert launch.name == name
         assert compiled(launch, capability).asm["cubin"]
         assert launch.stack_bytes == 0
 
