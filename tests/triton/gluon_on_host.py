@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from jaxkern.gpu import triton_call as bridge
+from jaxkern.triton.delta_rule.gated_delta_rule import block_products
 from jaxkern.triton.quant import fragments
 
 PATIENCE = 60.0  # seconds at a bar
@@ -48,6 +49,10 @@ class Pointer:
     def __add__(self, other: Any) -> "Pointer":
         return Pointer(self.array, self.at + other)
 
+    def to(self, dtype: Any) -> "Pointer":
+        words = self.array.view(dtype)
+        return Pointer(words, self.at * self.array.itemsize // words.itemsize)
+
     def load(self, mask: Any = True, other: Any = 0) -> Tile:
         at, mask = np.broadcast_arrays(self.at, mask)
         found = np.where(mask, self.array[np.where(mask, at, 0)], other)
@@ -60,13 +65,14 @@ class Pointer:
 
 class Shared:
     def __init__(self, array: np.ndarray):
-        self.array, self.shape = array, array.shape
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
 
     def index(self, i: Any) -> "Shared":
         return Shared(self.array[int(i)])
 
-    def slice(self, start: int, length: int) -> "Shared":
-        return Shared(self.array[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        part = slice(int(start), int(start) + length)
+        return Shared(self.array[(*[slice(None)] * int(dim), part)])
 
     def permute(self, order: list[int]) -> "Shared":
         return Shared(self.array.transpose(order))
@@ -197,9 +203,10 @@ def numbers(*bounds: Any) -> Iterator[Tile]:
     return (tile(np.int32(i)) for i in range(*map(int, bounds)))
 
 
-def shared_memory(dtype, shape, layout) -> Shared:
-    whole = np.dtype(dtype).kind == "i"
-    return Shared(np.full(shape, 0 if whole else np.nan, dtype))
+def shared_memory(dtype, shape, layout, value=None) -> Shared:
+    if value is None:
+        value = 0 if np.dtype(dtype).kind == "i" else np.nan
+    return Shared(np.full(shape, value, dtype))
 
 
 def layout(*parts: Any, **named: Any) -> Any:
@@ -214,25 +221,55 @@ def language(program: Program) -> SimpleNamespace:
         constexpr=None,
         float32=np.float32,
         bfloat16=ml_dtypes.bfloat16,
+        int32=np.int32,
         int64=np.int64,
+        pointer_type=lambda of: of,
         arange=lambda start, end, layout=None: tile(np.arange(start, end, dtype="i4")),
         zeros=lambda shape, dtype, layout=None: tile(np.zeros(shape, dtype)),
         where=lambda *given: tile(np.where(*given)),
         load=lambda ptr, *mask: ptr.load(*mask),
         store=lambda ptr, value, *mask: ptr.store(value, *mask),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        reshape=lambda x, shape: x.reshape(shape),
+        permute=lambda x, order: x.transpose(order),
+        join=lambda x, y: tile(np.stack([x, y], -1)),
         allocate_shared_memory=shared_memory,
         program_id=lambda axis: tile(np.int32(program.id[axis])),
         num_programs=lambda axis: tile(np.int32(program.grid[axis])),
         num_warps=lambda: None,
         exp=lambda x: tile(np.exp(x)),
+        exp2=lambda x: tile(np.exp2(x)),
+        minimum=lambda x, y: tile(np.minimum(x, y)),
         sum=lambda x, axis: tile(x.sum(axis)),
         reduce=lambda xs, axis, add: tuple(tile(x.sum(axis)) for x in xs),
         associative_scan=running_sums,
         maximum=lambda x, y: tile(np.maximum(x, y)),
-        static_range=numbers,
+        static_range=range,
         to_tensor=tile,
     )
+
+
+def tf32(x: Any) -> np.ndarray:
+    """As matrix units read float32."""
+    return (np.asarray(x, np.float32).view("i4") & -(1 << 13)).view("f4")
+
+
+def subtract_product(x: Tile, y: Tile, sums: Tile, parts: str | None = None) -> Tile:
+    """Of block_products.py, which says what `parts` leave out."""
+    left, right, result = tf32(x), tf32(y).swapaxes(1, 2), sums.copy()
+    for n, s in block_products.PARTS[parts]:
+        columns, terms = (slice(8 * half, 8 * half + 8) for half in (n, s))
+        result[..., columns] -= left[..., terms] @ right[:, terms, columns]
+    return tile(result)
+
+
+def negative_product(x: Tile, y: Tile, *parts: str | None) -> Tile:
+    return subtract_product(x, y, tile(np.zeros(x.shape, "f4")), *parts)
+
+
+def subtract_words(x: Tile, y: Tile, sums: Tile, dtype: Any) -> Tile:
+    left, right = (np.ascontiguousarray(of).view(dtype).astype("f4") for of in (x, y))
+    return tile(sums - left @ right.swapaxes(1, 2))
 
 
 class Kernel:
@@ -291,6 +328,7 @@ def gluon_on_host(
         warp_specialize=program.side_by_side,
         async_load=program.async_load,
         fence_async_shared=lambda: None,
+        mma_v2=lambda a, b, sums: sums + tile(a.astype("f4") @ b.astype("f4")),
         warpgroup_mma=program.mma,
         warpgroup_mma_wait=lambda others, deps: program.wait(others, deps),
     )
@@ -298,6 +336,9 @@ def gluon_on_host(
         for name, stand_in in patched.items():
             patch.setattr(bridge, name, stand_in)
         patch.setattr(fragments, "barrier", lambda: None)
+        patch.setattr(block_products, "negative_product", negative_product)
+        patch.setattr(block_products, "subtract_product", subtract_product)
+        patch.setattr(block_products, "subtract_product_of_words", subtract_words)
         for other in imports:
             patch.setitem(sys.modules, other.__name__, loaded(other))
         copy = loaded(module)

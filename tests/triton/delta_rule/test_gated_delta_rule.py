@@ -16,7 +16,15 @@ from jaxkern.primitives.delta_rule.gated_delta_rule import (
     gated_delta_rule_bwd_reference,
     gated_delta_rule_reference,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule import bwd, fwd
+from jaxkern.triton.delta_rule.gated_delta_rule import (
+    block_inverse,
+    bwd,
+    chunk_ends,
+    chunk_matrices,
+    fwd,
+    warp_chunk_matrices,
+    warp_chunks,
+)
 from tests.triton.gluon_on_host import gluon_on_host
 from tests.triton.interpreted import (
     INTERPRETED,
@@ -88,11 +96,15 @@ def test_kernels_of_compute_capability_90(monkeypatch):
     monkeypatch.setattr(bwd, "num_sms", lambda: 3)  # each has more than one chunk
     walks = ("hopper_forward_kernel", "hopper_both_ways_kernel")
     kernel, tiles = "hopper_gradients_kernel", [fwd.hopper_tiles]
+    by_warps, blocks = "warp_chunk_matrices_kernel", [block_inverse]
+    blocks += [warp_chunks, chunk_ends]
     with (
         gluon_on_host(fwd.hopper_walk, *walks, imports=tiles) as walks_on_host,
         gluon_on_host(bwd.hopper_gradients, kernel, imports=tiles) as gradients_on_host,
+        gluon_on_host(warp_chunk_matrices, by_warps, imports=blocks) as chunks_on_host,
         compiling_for(90),
     ):
+        monkeypatch.setattr(chunk_matrices, "warp_chunk_matrices", chunks_on_host)
         monkeypatch.setattr(fwd, "hopper_walk", walks_on_host)
         monkeypatch.setattr(bwd, "hopper_gradients", gradients_on_host)
         check([query, key, value, g, beta, state], [dout, dstate])

@@ -60,7 +60,7 @@ def gated_delta_rule_bwd(
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
     matrices, vectors, ends = chunk_matrices(
-        query, key, g, beta, scale=scale, backward=True
+        query, key, g, beta, scale=scale, backward=True, by_warps=fwd.hopper()
     )
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = 2 * -(-hv // fwd.COLUMNS) * b * n

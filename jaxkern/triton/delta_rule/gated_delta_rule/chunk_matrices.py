@@ -17,9 +17,15 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
+from jaxkern.triton.delta_rule.gated_delta_rule import (
+    warp_chunk_matrices,
+    warp_chunks,
+)
 
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
+WARPS = 2  # of a program by warps
+WARP_REGISTERS = None
 LEAST = -120.0  # g below counts as this: its exponential is 0 in float32
 
 
@@ -150,35 +156,62 @@ def chunk_matrices_kernel(
     tl.store(matrices_ptr + tile, scores.to(matrices_ptr.dtype.element_ty))
 
 
-def chunk_matrices(query, key, g, beta, *, scale, backward=False):
+def warps_of(heads: int) -> int:
+    """Of a program of warp_chunk_matrices.py: neighbours mostly share a key head."""
+    return next(w for w in (WARPS, 2, 1) if heads % w == 0)
+
+
+def kernel_by_warps(key, g, scale):
+    """(kernel, programs of all heads, constants) for compute capability 9.0."""
+    b, t, k, h = key.shape
+    n = g.shape[2]
+    warps = warps_of(n)
+    known = warp_chunks.Chunks(
+        tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=warps
+    )
+    options = dict(num_warps=warps, num_stages=1, max_registers=WARP_REGISTERS)
+    kernel = warp_chunk_matrices.warp_chunk_matrices_kernel
+    return kernel, b * n // warps, {"P": known, **options}
+
+
+def kernel_by_programs(key, g, scale):
+    b, t, k, h = key.shape
+    n = g.shape[2]
+    constants = dict(
+        num_warps=4,
+        num_stages=1,
+        max_registers=REGISTERS if h <= 128 else None,
+        T=t,
+        NUM_HEADS=n,
+        GROUP=n // k,
+        H=h,
+        BLOCK_H=max(16, next_power_of_2(h)),
+        SCALE=scale,
+        PRECISION="tf32",
+    )
+    return chunk_matrices_kernel, b * n, constants
+
+
+def chunk_matrices(query, key, g, beta, *, scale, backward=False, by_warps=False):
     """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 4 64]`, ends or None).
 
-    Ends are `[b n c h 64]`.
+    Ends are `[b n c h 64]`. `by_warps` takes the kernel of warp_chunk_matrices.py.
     """
-    b, t, k, h = key.shape
+    b, t, _, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)
+    choose = kernel_by_warps if by_warps else kernel_by_programs
+    kernel, programs, constants = choose(key, g, scale)
     matrices = jax.ShapeDtypeStruct((b, n, chunks, 2, CHUNK, CHUNK), key.dtype)
     vectors = jax.ShapeDtypeStruct((b, n, chunks, 4, CHUNK), jnp.float32)
     ends = jax.ShapeDtypeStruct((b, n, chunks, h, CHUNK), key.dtype)
     return sparse_call(
-        chunk_matrices_kernel,
-        (b * n, chunks),
+        kernel,
+        (programs, chunks),
         {"query_ptr": query, "key_ptr": key, "g_ptr": g, "beta_ptr": beta},
         {
             "matrices_ptr": matrices,
             "vectors_ptr": vectors,
             "ends_ptr": ends if backward else None,
         },
-        dict(
-            num_warps=4,
-            num_stages=1,
-            max_registers=REGISTERS if h <= 128 else None,
-            T=t,
-            NUM_HEADS=n,
-            GROUP=n // k,
-            H=h,
-            BLOCK_H=max(16, next_power_of_2(h)),
-            SCALE=scale,
-            PRECISION="tf32",
-        ),
+        constants,
     )

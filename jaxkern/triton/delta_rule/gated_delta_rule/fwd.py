@@ -114,7 +114,9 @@ def gated_delta_rule(
     del chunk_size  # the same function up to rounding
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
-    matrices, vectors, _ = chunk_matrices(query, key, g, beta, scale=scale)
+    matrices, vectors, _ = chunk_matrices(
+        query, key, g, beta, scale=scale, by_warps=hopper()
+    )
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = -(-hv // COLUMNS) * b * n

@@ -1,0 +1,171 @@
+"""chunk_matrices for compute capability 9.0: a warp has the chunk of a value head.
+
+A chunk's matrices are blocks of 16 x 16, those on and below the diagonal, in registers
+of one warp. From the sums of keys to the last product no number leaves its lane
+(block_products.py): warps wait for loads, not for one another. -P waits for T in shared
+memory, so that neither it nor what the keys give is loaded or computed again.
+"""
+
+from jaxkern.gpu.triton_call import gl, gluon_jit
+from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
+    number,
+    places,
+    sums_layout,
+    unit_lower_inverse,
+    zero_block,
+)
+from jaxkern.triton.delta_rule.gated_delta_rule.block_products import (
+    negative_product,
+    subtract_product,
+    subtract_product_of_words,
+)
+from jaxkern.triton.delta_rule.gated_delta_rule.chunk_ends import (
+    copy_keys,
+    store_ends,
+)
+from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
+    chunk_vectors,
+    first_words,
+    load_gates,
+    load_words,
+    of_columns,
+    of_row,
+    of_rows,
+    store_row,
+)
+
+
+@gluon_jit
+def decayed(sums, factor, vectors, ROW: gl.constexpr, DIAGONAL: gl.constexpr):
+    """Blocks (ROW, 0) to (ROW, ROW) times `factor` and, where seen, the decay between.
+
+    The exponential is one of two products up to the token before the block's first
+    and from there on, neither above 1, but for the block on the diagonal.
+    """
+    W: gl.constexpr = vectors.shape[1]
+    _, row, column = places(W, 16, 16, sums_layout(W))
+    later = of_rows(vectors, 0, ROW)
+    blocks = ()
+    if ROW > 0:
+        start = of_row(vectors, 0, 16 * ROW - 1)
+        since = factor * gl.exp2(later - start)
+        for j in gl.static_range(ROW):
+            before = gl.exp2(start - of_columns(vectors, 0, j))
+            blocks += (sums[j] * since * before,)
+    between = gl.exp2(gl.minimum(later - of_columns(vectors, 0, ROW), 0.0))
+    seen = row >= column if DIAGONAL else row > column
+    blocks += (gl.where(seen, sums[ROW] * factor * between, 0.0),)
+    return blocks
+
+
+@gluon_jit
+def negative_gram(later, earlier, left, DTYPE: gl.constexpr, P: gl.constexpr):
+    """Blocks of -later earlier^T, in rows."""
+    STEPS: gl.constexpr = P.steps
+    sums = (zero_block(P.warps),) * 10
+    for step in gl.static_range(STEPS):
+        columns, more = (), ()
+        for j in gl.static_range(4):
+            columns += (load_words(earlier, j, step, left, P),)
+        for i in gl.static_range(4):
+            row = columns[i]
+            if later is not None:
+                row = load_words(later, i, step, left, P)
+            for j in gl.static_range(i + 1):
+                before = sums[number(i, j)]
+                before = subtract_product_of_words(row, columns[j], before, DTYPE)
+                more += (before,)
+        sums = more
+    return sums
+
+
+@gluon_jit
+def negative_scores(sums, vectors, P: gl.constexpr):
+    """Blocks of -P, in shared memory until T is known.
+
+    Each has a room of its own: between stores to one, Triton has all warps wait.
+    """
+    W: gl.constexpr = P.warps
+    ROOM: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [2, 1, 0])
+    rooms = ()
+    for i in gl.static_range(4):
+        row = decayed(row_of(sums, i), P.scale, vectors, i, True)
+        for j in gl.static_range(i + 1):
+            room = gl.allocate_shared_memory(gl.float32, [W, 16, 16], ROOM, row[j])
+            rooms += (room,)
+    return rooms
+
+
+@gluon_jit
+def row_of(blocks, ROW: gl.constexpr):
+    row = ()
+    for j in gl.static_range(ROW + 1):
+        row += (blocks[number(ROW, j)],)
+    return row
+
+
+@gluon_jit
+def negative_a(sums, vectors):
+    """Blocks of -A."""
+    a = ()
+    for i in gl.static_range(4):
+        a = a + decayed(row_of(sums, i), of_rows(vectors, 1, i), vectors, i, False)
+    return a
+
+
+@gluon_jit
+def row_of_product(scores, turned, ROW: gl.constexpr):
+    """Blocks (ROW, j) of P T."""
+    L: gl.constexpr = sums_layout(scores[0].shape[0])
+    row, results = (), ()
+    for m in gl.static_range(ROW + 1):
+        row += (scores[number(ROW, m)].load(L),)
+    for j in gl.static_range(ROW + 1):
+        result = negative_product(row[ROW], turned[number(ROW, j)])
+        for m in gl.static_range(j, ROW):
+            result = subtract_product(row[m], turned[number(m, j)], result)
+        results += (result,)
+    return results
+
+
+@gluon_jit
+def warp_chunk_matrices_kernel(
+    query_ptr,
+    key_ptr,
+    g_ptr,
+    beta_ptr,
+    matrices_ptr,
+    vectors_ptr,
+    ends_ptr,
+    P: gl.constexpr,
+):
+    DTYPE: gl.constexpr = matrices_ptr.dtype.element_ty
+    MATRICES: gl.constexpr = P.chunks * 2 * 64 * 64
+    first = gl.program_id(0) * P.warps
+    b, head = (first // P.heads).to(gl.int64), first % P.heads
+    chunk = gl.program_id(1)
+    left = P.tokens - chunk * 64
+    token = b * P.tokens + chunk * 64
+    place = first.to(gl.int64) * P.chunks + chunk
+    key_ptr += token * P.row
+    room = key_ptr
+    if ends_ptr is not None:
+        room = copy_keys(key_ptr, head, left, P)
+    gates = token * P.heads + head
+    g, beta = load_gates(g_ptr + gates, left, P), load_gates(beta_ptr + gates, left, P)
+    keys = first_words(key_ptr, head, P)
+    queries = first_words(query_ptr + token * P.row, head, P)
+    sums = negative_gram(queries, keys, left, DTYPE, P)
+    vectors = chunk_vectors(g, beta, vectors_ptr + place * (4 * 64), P)
+    scores = negative_scores(sums, vectors, P)
+    a = negative_a(negative_gram(None, keys, left, DTYPE, P), vectors)
+    x, turned = unit_lower_inverse(a)
+    matrices_ptr += place * (2 * 64 * 64)
+    for i in gl.static_range(4):
+        store_row(matrices_ptr + 16 * i * 64, row_of(x, i), 16, MATRICES)
+    matrices_ptr += 64 * 64
+    for i in gl.static_range(4):
+        row = row_of_product(scores, turned, i)
+        store_row(matrices_ptr + 16 * i * 64, row, 16, MATRICES)
+    if ends_ptr is not None:
+        store_ends(ends_ptr + place * (P.h * 64), room, vectors, turned, P)
