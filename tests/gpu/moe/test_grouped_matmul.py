@@ -103,11 +103,13 @@ def test_under_vmap(kind):
     np.testing.assert_array_equal(together, jnp.stack(alone))
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 33, 700])
-def test_layer(tokens):
-    x = draw(tokens, 256, dtype="bfloat16")
-    gate, up = (draw(16, 128, 256, dtype="bfloat16", seed=s) / 16 for s in (1, 2))
-    down = draw(16, 256, 128, dtype="bfloat16", seed=3) / 11
+@pytest.mark.parametrize(
+    "tokens, d", [(1, 256), (1, 2048), (5, 256), (5, 2048), (33, 256), (700, 256)]
+)
+def test_layer(tokens, d):
+    x = draw(tokens, d, dtype="bfloat16")
+    gate, up = (draw(16, 128, d, dtype="bfloat16", seed=s) / d**0.5 for s in (1, 2))
+    down = draw(16, d, 128, dtype="bfloat16", seed=3) / 11
     rng = np.random.default_rng(tokens)
     ids = jnp.asarray(np.argsort(rng.random((tokens, 16)), 1)[:, :4], jnp.int32)
     weights = jnp.asarray(rng.random((tokens, 4)), jnp.bfloat16)
