@@ -25,7 +25,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule import (
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
 WARPS = 2  # of a program by warps
-WARP_REGISTERS = None
 LEAST = -120.0  # g below counts as this: its exponential is 0 in float32
 
 
@@ -169,7 +168,7 @@ def kernel_by_warps(key, g, scale):
     known = warp_chunks.Chunks(
         tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=warps
     )
-    options = dict(num_warps=warps, num_stages=1, max_registers=WARP_REGISTERS)
+    options = dict(num_warps=warps, num_stages=1)
     kernel = warp_chunk_matrices.warp_chunk_matrices_kernel
     return kernel, b * n // warps, {"P": known, **options}
 
