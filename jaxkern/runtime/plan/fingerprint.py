@@ -104,7 +104,7 @@ def described_tree(tree: jax.tree_util.PyTreeDef) -> str:
 
 
 def described_array(x: Any) -> str:
-    """One on the default device, or the shape of one."""
+    """One on the default device, or the shape of one; of numbers or of random keys."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         raise NotUnderstoodError(f"an operand that is a {type(x).__name__}")
     where = ""
@@ -113,4 +113,5 @@ def described_array(x: Any) -> str:
             raise NotUnderstoodError("an array on another device, or on several")
         layout = getattr(x, "format", x.sharding)
         where = f"{layout} {getattr(x, 'committed', '')}"
-    return f"{x.dtype}{x.shape} {x.weak_type} {where}"
+    # an array of keys has no `weak_type`
+    return f"{x.dtype}{x.shape} {getattr(x, 'weak_type', False)} {where}"

@@ -96,6 +96,9 @@ class KeptCalls:
         except UNCLEAR as error:
             said(error)
             return None
+        except Exception:  # nothing that is only kept for speed stops a start
+            log.warning("jaxkern keeps no traced call.", exc_info=True)
+            return None
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.call"
 
 

@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxkern import (
+    backend,
     dequantize,
     grouped_matmul,
     quantize_fp8,
@@ -83,7 +84,8 @@ def test_a_single_column(d, f):
     """Of x, whose products take no loop, or of y, which is so for dx."""
     check_values_and_gradients(SIZES["rows left over"], d, f)
     x, w = jnp.ones((13, d)), jnp.ones((4, f, d))
-    product = jax.jit(grouped_matmul).lower(x, w, jnp.ones(4, jnp.int32))
+    with backend("xla"):
+        product = jax.jit(grouped_matmul).lower(x, w, jnp.ones(4, jnp.int32))
     assert ("while" in product.as_text()) == (d > 1)
 
 

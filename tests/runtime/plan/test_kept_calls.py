@@ -38,6 +38,38 @@ def test_the_second_start_traces_nothing(kept_folder):
     assert (shapes.shape, shapes.dtype) == (X.shape, X.dtype)
 
 
+def test_a_call_with_a_random_key_is_kept_too(kept_folder):
+    sampler = functools.partial(jaxkern.sample, temperature=1.0)
+    keys = [jax.random.key(3), jax.random.key(3, impl="rbg"), jax.random.PRNGKey(3)]
+    several = jax.random.split(keys[0], 1)
+    files = {file_of(jax.jit(sampler), (X, key)) for key in (*keys, several)}
+    assert None not in files and len(files) == 4
+
+    first, token = start(jax.jit(sampler), (X, keys[0]))
+    second, again = start(jax.jit(sampler), (X, keys[0]))
+    assert [*map(len, (first, second))] == [1, 1] and len(
+        list(kept_folder.iterdir())
+    ) == 1
+    assert second[0].startswith("cache_hit") and token == again
+
+    split = [start(jax.jit(jax.random.split), (keys[0],)) for _ in range(2)]
+    assert [told[0].split()[0] for told, _ in split] == ["compile", "cache_hit"]
+    assert (
+        jax.random.key_data(split[0][1]).tolist()
+        == jax.random.key_data(split[1][1]).tolist()
+    )
+
+
+def test_a_call_that_cannot_be_described_is_compiled(kept_folder, caplog, monkeypatch):
+    def fail(_):
+        raise AttributeError("of an operand")
+
+    monkeypatch.setattr(kept_calls, "described_operands", fail)
+    told, y = start()
+    assert told == ["compile jit(softcap)"] and y.shape == X.shape
+    assert "keeps no traced call" in caplog.text and not list(kept_folder.iterdir())
+
+
 def changed_environment(name, value):
     return pytest.MonkeyPatch.context, lambda m: m.setenv(name, value)
 
