@@ -4,12 +4,14 @@ import re
 from pathlib import Path
 
 import jax.numpy as jnp
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/training.md"
 MODEL = ROOT / "tests/golden/transformers/qwen3_tied"
 
 
+@pytest.mark.full
 def test_the_blocks_run(tmp_path, monkeypatch):
     (tmp_path / "model-folder").symlink_to(MODEL)
     monkeypatch.chdir(tmp_path)
