@@ -1,8 +1,9 @@
 """`python -m benchmarks pages [--add DIR]`: docs/performance.md from the records.
 
-Every figure of it and of its pages stands in records/<machine>/<op>.json, `_records.py`
-says in what form, and nowhere else. With --add, what `--out DIR` of any benchmark left
-comes first into the records: a row takes the place of the row of its case and pass.
+Every figure of it, of its pages and of the README's table stands in
+records/<machine>/<op>.json, `_records.py` says in what form, and nowhere else. With
+--add, what `--out DIR` of any benchmark left comes first into the records: a row takes
+the place of the row of its case and pass.
 """
 
 import argparse
@@ -28,6 +29,9 @@ from benchmarks._records import (
 from benchmarks._runs import add
 
 DOCS = Path(__file__).parents[1] / "docs"
+README = DOCS.parent / "README.md"
+BEGIN = "<!-- speed, written by `python -m benchmarks pages` -->\n"
+END = "<!-- end of speed -->\n"
 FAMILIES = {  # pages, in the order of the first one
     "models": "whole models",
     "norm": "norms",
@@ -45,6 +49,26 @@ FAMILIES = {  # pages, in the order of the first one
     "delta_rule": "delta rule, convolution, sums",
     "turboquant": "TurboQuant",
     "goals": "goals",
+}
+IN_README = {  # which lines of the first page, what wins and what loses
+    "h200": (
+        "attention, causal, forward",
+        "attention, causal, both passes",
+        "attention of packed documents",
+        "RMSNorm, training",
+        "SwiGLU",
+        "linear cross entropy and gradient",
+        "sampling, top_k 64",
+        "decode, 1.5B bfloat16, one sequence",
+        "decode, 8B Q4_K_M, one sequence",
+        "training step, 1.3B, 8 x 2048",
+    ),
+    "epyc": (
+        "RMSNorm, forward",
+        "attention of 1 query over 4096 keys",
+        "SmolLM2-135M, Q4_1, decode",
+        "SmolLM2-135M, float32 by XLA, decode",
+    ),
 }
 WRITTEN = "Written by `python -m benchmarks pages` from benchmarks/records."
 HEAD = f"""# Performance
@@ -125,6 +149,27 @@ def headlines(found: Found, folder: Path, program: bool) -> str:
             parts.append(f"On {name}:\n")
             parts.append(as_markdown([head, ["---"] * len(head), *lines]))
     return "\n".join(parts)
+
+
+def readme(text: str, folder: Path = RECORDS) -> str:
+    """README.md with the lines that `IN_README` names between its marks."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    by = {
+        (where, line["work"]): (record["family"], record, line)
+        for where, record in records(folder)
+        for line in record.get("headlines", ())
+    }
+    head = ["on", "work", "ours", "best peer", "times as fast"]
+    lines = [head, ["---"] * len(head)]
+    for where, works in IN_README.items():
+        short = machine(where, folder)["short"]
+        for work in works:
+            family = by[where, work][0]
+            _, ours, peer, ratio, _ = headline(*by[where, work])
+            linked = f"[{work}](docs/performance/{family}.md)"
+            lines.append([short, linked, ours, peer, ratio])
+    return f"{before}{BEGIN}\n{as_markdown(lines)}\n{END}{after}"
 
 
 def headline(family: str, record: dict[str, Any], line: dict[str, str]) -> list[str]:
@@ -275,4 +320,6 @@ def main(arguments: Sequence[str]) -> int:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
         print(f"wrote docs/{path}")
+    README.write_text(readme(README.read_text()))
+    print("wrote the table of README.md")
     return 0

@@ -1,13 +1,15 @@
 """Writes docs/collectives.md: what a cut of each dim of each operator moves.
 
-python -m docs.collectives_table
+python -m docs.collectives_table             # every operator: some minutes
+python -m docs.collectives_table rms_norm    # these, and those that have no line yet
 
 Compiles every declared operator on a mesh of four devices of the CPU, the operator as a
 kernel that XLA cannot look into, and counts the collectives in the HLO. The operands
-are those of the operator's own tests. It takes some minutes.
+are those of the operator's own tests.
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -47,22 +49,24 @@ SHORT = {
 HEAD = """# Collectives
 
 What moves between four devices when one dim of an operator is cut over them, in all
-operands that have it, under plain `jit`: counted in the compiled HLO, the operator a
-kernel that XLA cannot look into. "gather" is an all-gather, "reduce" an all-reduce,
-"permute" a collective-permute; the gradient's column has those of the forward pass too.
-A dim that no column names could not be cut in the case at hand. `l0` is a leading dim;
-`k` of `k*g` cuts the product.
+operands that have it, under plain `jit`. The collectives are counted in compiled HLO,
+where the operator is a kernel that XLA cannot look into. "gather" is an all-gather,
+"reduce" an all-reduce, "permute" a collective-permute, "-" nothing. The last column has
+those of the forward pass too. A dim that is in no line could not be cut in the case at
+hand. `l0` is a leading dim; `k` of `k*g` cuts the product.
 
 A dim that moves nothing forward may cost an all-reduce backward: the gradient of what
 does not have the dim is a sum over it. Where a kernel needs a dim whole (the operator
-declares it `replicated`), it is gathered; inside `shard_map` nothing is, and what a
-device's part means is up to the caller; `jaxkern.parallel` has forms that need more.
+declares it `replicated`), it is gathered. Inside `shard_map` nothing moves by itself:
+what a device's part means is up to the caller, and `jaxkern.parallel` has the forms
+that exchange something.
 
-This file is written by `python -m docs.collectives_table`.
+This file is written by `python -m docs.collectives_table`; with names of operators it
+writes their lines alone.
 
 | operator | dims cut | forward | with its gradient |
-|---|---|---|---|
 """
+RULE = "|---|---|---|---|\n"
 
 
 class Moves(NamedTuple):
@@ -173,12 +177,29 @@ def operators() -> list[KernelPrimitive]:
     return sorted(own, key=lambda p: p.name)
 
 
-def page() -> str:
-    return HEAD + "\n".join(line for p in operators() for line in lines_of(p)) + "\n"
+def lines_on_page() -> dict[str, list[str]]:
+    """By operator."""
+    found: dict[str, list[str]] = {}
+    for line in PAGE.read_text().split(RULE)[1].splitlines():
+        found.setdefault(line.split(" | ")[0].removeprefix("| "), []).append(line)
+    return found
+
+
+def page(names: Sequence[str] = ()) -> str:
+    """With new lines of these operators and of those without; of all where none is
+    named."""
+    if unknown := set(names) - {p.name for p in operators()}:
+        raise SystemExit(f"collectives_table: no operator is called {sorted(unknown)}.")
+    known = lines_on_page() if names else {}
+    lines: list[str] = []
+    for p in operators():
+        stays = p.name in known and p.name not in names
+        lines += known[p.name] if stays else lines_of(p)
+    return HEAD + RULE + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    PAGE.write_text(page())
+    PAGE.write_text(page(sys.argv[1:]))

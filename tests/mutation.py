@@ -59,6 +59,7 @@ FILES = [
         for name in (
             "architecture_keys",
             "gguf",
+            "gguf_header",
             "gguf_report",
             "printable",
             "safetensors",

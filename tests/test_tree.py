@@ -7,6 +7,7 @@ benchmarks/norm/rms_norm.py             how fast it is, where a GPU has a kernel
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def test_a_kernel_is_under_its_ops_family_and_name(line):
         f"{line.op} is declared in primitives/{family}/{file}.py: move its kernel to "
         f"{backend}/{family}/{file}.py, or into the folder {backend}/{family}/{file}/."
     )
+    path = PACKAGE.joinpath(*line.module.split(".")).with_suffix(".py")
+    assert path.is_file(), f"{line.op}: no {path.relative_to(ROOT)}: write it there."
 
 
 @pytest.mark.parametrize("family, file", PLACES)
@@ -65,10 +68,17 @@ def test_an_op_with_a_gpu_kernel_has_its_benchmark(family, file):
     )
 
 
-@pytest.mark.parametrize("family", sorted({family for family, _ in ON_A_GPU}))
-def test_a_family_with_a_gpu_kernel_is_tested_on_a_gpu(family):
-    found = list((ROOT / "tests" / "gpu" / family).glob("test_*.py"))
-    assert found, f"tests/gpu/{family}/ has no test: add it."
+@pytest.mark.parametrize("family, file", ON_A_GPU)
+def test_an_op_with_a_gpu_kernel_is_tested_on_a_gpu(family, file):
+    """In a file of its own, or by its name in that of a neighbour."""
+    path = ROOT / "tests" / "gpu" / family / f"test_{file}.py"
+    named = (
+        re.search(rf"\b{file}\b", other.read_text())
+        for other in path.parent.glob("test_*.py")
+    )
+    assert path.is_file() or any(named), (
+        f"{family}/{file}.py has a kernel but no {path.relative_to(ROOT)}: add it."
+    )
 
 
 @pytest.mark.parametrize("family", sorted({family for family, _ in ON_A_GPU}))

@@ -241,6 +241,7 @@ def batch(args: Sequence, axes: Sequence, **params: Any):
 
 
 def lower(ctx, *args, launch: Launch, out: tuple, aliases: tuple):
+    """Compiles the kernel and gives its launch to the FFI target of jax's plugin."""
     del out
     if reason := missing():
         raise RuntimeError(f"triton_call: {launch.name}: {reason}.")

@@ -54,6 +54,7 @@ class Factors:
     def of(
         cls, p: KernelPrimitive, call: Call, avals_in: Sequence, avals_out: Sequence
     ):
+        """Those of a call, its vmaps first, as its arrays have them."""
         operands, results = p.array_annotations(call)
         unique = (f"whole{i}" for i in itertools.count())
         levels = range(len(call.vmaps) - 1, -1, -1)  # outermost first

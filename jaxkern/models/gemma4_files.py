@@ -120,6 +120,7 @@ def described_folder(keys: ArchitectureKeys) -> Described:
 
 
 def config_of_keys(keys: ArchitectureKeys, num_tensors: int) -> Gemma4Config:
+    """What the keys say, checked against each other; an error names the key."""
     layers, heads = (
         keys.integer("num_hidden_layers"),
         keys.integer("num_attention_heads"),

@@ -40,6 +40,7 @@ def described_gguf(form: Form, keys: ArchitectureKeys) -> Described:
 
 
 def config_of_keys(form: Form, keys: ArchitectureKeys, file: GGUFFile) -> LlamaConfig:
+    """What the keys say, checked against each other; an error names the key."""
     if "experts" not in form.features and keys.integer("expert_count", 0):
         raise file.error("a mixture of experts, which is not built here")
     table = file.tensors.get("token_embd.weight")

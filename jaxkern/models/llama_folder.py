@@ -92,6 +92,7 @@ def described_folder(form: Form, keys: ArchitectureKeys) -> Described:
 
 
 def config_of_keys(form: Form, keys: ArchitectureKeys, num_tensors: int) -> LlamaConfig:
+    """What the keys say, checked against each other; an error names the key."""
     d_model, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     many = heads if form.name in SAME_HEADS else None  # else the default is another
     kv_heads = keys.integer("num_key_value_heads", many)

@@ -50,7 +50,10 @@ def ring_attention(
     order: Order = "contiguous",
     mesh: AnyMesh | None = None,
     return_lse: bool = False,
-) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
+) -> (
+    Float[Array, "b t k*g hv"]
+    | tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]
+):
     """`attention` over a sequence that the devices of a mesh axis have in shards.
 
         out, lse = attention(all queries, all keys, all values), shard by shard
@@ -71,6 +74,8 @@ def ring_attention(
     first, and all wait for it. order="zigzag" is for rows reordered by `zigzag`: every
     device then has the same work, half of that. Rotate queries and keys by
     `sequence_positions` before.
+
+    Source: https://arxiv.org/abs/2310.01889.
 
     Args:
       query: `[b, t, n, h]`, any float dtype, n = k*g heads.

@@ -30,6 +30,8 @@ def sum_over_devices(
 
         y = residual + sum over devices of x
 
+    Source: https://arxiv.org/abs/1909.08053.
+
     Args:
       x: this device's part, of any shape.
       residual: the same on all devices; None adds nothing.

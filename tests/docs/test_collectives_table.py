@@ -30,4 +30,14 @@ def test_every_line_is_current(p):
 
 def test_every_operator_has_a_line():
     for p in table.operators():
-        assert line_of(p.name), f"{p.name}: run `python -m docs.collectives_table`."
+        said = f"{p.name}: run `python -m docs.collectives_table {p.name}`."
+        assert line_of(p.name), said
+
+
+def test_only_the_lines_of_the_named_operators_are_made_anew(monkeypatch):
+    text = table.PAGE.read_text()
+    monkeypatch.setattr(table, "lines_of", lambda p: [f"| {p.name} | new |"])
+    old = "\n".join(line_of("rms_norm"))
+    assert table.page(["rms_norm"]) == text.replace(old, "| rms_norm | new |")
+    with pytest.raises(SystemExit, match=r"no operator is called \['rms_nrom'\]"):
+        table.page(["rms_nrom"])

@@ -38,6 +38,13 @@ def test_the_committed_pages_are_what_the_records_say():
         assert same, f"docs/{path}: run python -m benchmarks pages"
 
 
+def test_the_readme_has_some_of_the_lines_what_loses_among_them():
+    text = (ROOT / "README.md").read_text()
+    assert text == pages.readme(text), "README.md: run python -m benchmarks pages"
+    ratios = re.findall(r"^\| H200 .* ([\d.]+) \|$", text, re.MULTILINE)
+    assert len(ratios) >= 8 and sum(float(ratio) < 1 for ratio in ratios) >= 2
+
+
 @pytest.mark.parametrize("section, record", SECTIONS)
 def test_every_section_says_when_and_with_what(section, record):
     assert record["family"] in pages.FAMILIES

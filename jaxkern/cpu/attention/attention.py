@@ -47,6 +47,7 @@ def call(
     window: int | None,
     softcap: float | None,
 ) -> list[jax.Array]:
+    """The kernel, of which the caches of 8 bits are another caller."""
     (b, t, n, _), s, hv = query.shape, key.shape[1], value.shape[-1]
 
     def per_sequence(x, default: int):

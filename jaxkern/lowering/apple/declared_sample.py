@@ -6,17 +6,28 @@ import typing
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import jaxkern as jk
 from jaxkern.primitives.check_arguments import declared
 from jaxkern.primitives.declared_dims import Annotated
 
+Call = tuple[Callable, tuple]  # function and its arguments
 LEADING, SIZE = (2, 3), 4  # of `...`, and of every dim that has a name
 
 
-def declared_sample(
-    name: str, draw: Callable[..., jax.Array]
-) -> tuple[Callable, tuple]:
+class Draw:
+    """Random float32 arrays, a new one at each call, the same ones in each process."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, *shape: int) -> jax.Array:
+        return jnp.asarray(self.generator.standard_normal(shape), jnp.float32)
+
+
+def declared_sample(name: str, draw: Draw) -> Call:
     """The public function of an op and arguments: all arrays, options as they are.
 
     Args:

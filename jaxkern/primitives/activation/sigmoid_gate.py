@@ -21,6 +21,8 @@ def sigmoid_gate(
     are kept for the backward pass. An infinite x with a closed gate is NaN; NaN
     propagates.
 
+    Source: https://arxiv.org/abs/1612.08083.
+
     Args:
       x: `[...]`, any float dtype.
       gate: `[...]`, the shape of x.

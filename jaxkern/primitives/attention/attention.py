@@ -49,7 +49,10 @@ def attention(
     dropout: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
     return_lse: bool = False,
-) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
+) -> (
+    Float[Array, "b t k*g hv"]
+    | tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]
+):
     """Attention of t queries over s keys, each key head shared by g query heads.
 
         S   = softcap * tanh(scale * q k^T / softcap) + bias   (tanh: only with softcap)
@@ -87,6 +90,9 @@ def attention(
     itself included, needs only `kv_lengths=min(length, s)`, no causal and no window: it
     sees the last s tokens, a window of s. For more queries at once, or a ring larger
     than the window, build `mask` from `ring_positions`.
+
+    Source: https://arxiv.org/abs/1706.03762, https://arxiv.org/abs/2307.08691,
+    https://arxiv.org/abs/2305.13245.
 
     Args:
       query: `[b, t, n, h]`, any float dtype, n = k*g heads. Without b where all

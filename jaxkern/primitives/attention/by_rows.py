@@ -70,6 +70,7 @@ def gradients_by_rows(
     dlse,
     **rest,
 ) -> AttentionGradients:
+    """`attend_bwd` of each block; what belongs to the keys is summed over them."""
     rows: dict[str, Any] = dict(
         query=query, bias=bias, mask=mask, q_segment_ids=q_segment_ids
     )

@@ -37,13 +37,18 @@ def latent_attention(
     dropout: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
     return_lse: bool = False,
-) -> Float[Array, "b t n value_dim"] | tuple[Array, Array]:
+) -> (
+    Float[Array, "b t n value_dim"]
+    | tuple[Float[Array, "b t n value_dim"], Float[Array, "b t n"]]
+):
     """Attention of n heads over one cache whose rows are key and value at once.
 
         attention(query, latent[:, :, None], latent[:, :, None, :value_dim], ...)
 
     which would copy the values. DeepSeek's cache has 512 dims, and 64 rotated ones
     behind them that are no part of the values: a kernel reads a row once for both.
+
+    Source: https://arxiv.org/abs/2405.04434.
 
     Args:
       query: `[b, t, n, h]`, any float dtype; per head the absorbed part of value_dim

@@ -27,7 +27,7 @@ def make_mask(
     window: int | tuple[int | None, int | None] | None = None,
     q_offset: int | Int[Array, ""] | Int[Array, " b"] | None = None,
     dtype: Any = jnp.bool_,
-) -> Array:
+) -> Bool[Array, "*b t s"] | Float[Array, "*b t s"]:
     """Which keys a query sees by its position: attention's `causal` and `window`.
 
         mask[i, j] = (j <= p, if causal) and (p - window < j, if window)
@@ -72,8 +72,10 @@ def segment_mask(
     kv_segment_ids: Int[Array, "b s"],
     *,
     dtype: Any = jnp.bool_,
-) -> Array:
+) -> Bool[Array, "b 1 t s"] | Float[Array, "b 1 t s"]:
     """Packed sequences: a query sees the keys of its own segment.
+
+        mask[b, 0, i, j] = q_segment_ids[b, i] == kv_segment_ids[b, j]
 
     Args:
       q_segment_ids, kv_segment_ids: `[b, t]` and `[b, s]`. An id of the keys that no
@@ -100,8 +102,10 @@ def segment_mask(
 @check_arguments
 def padding_mask(
     kv_lengths: Int[Array, " b"], kv_len: int, *, dtype: Any = jnp.bool_
-) -> Array:
+) -> Bool[Array, "b 1 1 s"] | Float[Array, "b 1 1 s"]:
     """Keys behind the end of each sequence are hidden: attention's `kv_lengths`.
+
+        mask[b, 0, 0, j] = j < kv_lengths[b]
 
     Args:
       kv_lengths: `[b]` int.

@@ -28,6 +28,8 @@ def merge_partials(
     part has seen one, out is 0 and lse -inf, with zero gradients. Computed in float32,
     each result rounded once.
 
+    Source: https://arxiv.org/abs/2311.01282, https://arxiv.org/abs/2310.01889.
+
     Args:
       out: `[p, ..., h]`, normalised results of p parts.
       lse: `[p, ...]`, natural logarithms, as a rule float32.

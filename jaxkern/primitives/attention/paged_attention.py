@@ -37,7 +37,10 @@ def paged_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
+) -> (
+    Float[Array, "b t k*g hv"]
+    | tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]
+):
     """`attention` where the keys of sequence b are the pages that its table names.
 
         key[b] = key_pages[block_tables[b]], one page after the other, likewise value
@@ -50,6 +53,8 @@ def paged_attention(
     hidden. Sequences may share pages; gradients then add up, in float32.
 
     The plain lowering gathers the pages into `[b, pages * page, k, h]`.
+
+    Source: https://arxiv.org/abs/2309.06180.
 
     Args:
       query: `[b, t, n, h]`, n = k*g heads.

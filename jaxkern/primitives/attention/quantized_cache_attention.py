@@ -44,7 +44,10 @@ def quantized_cache_attention(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
+) -> (
+    Float[Array, "b t k*g hv"]
+    | tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]
+):
     """`attention` that reads its keys and values from quantised caches.
 
         attention(query, dequantize_vectors(key), dequantize_vectors(value), ...)
@@ -59,6 +62,8 @@ def quantized_cache_attention(
     rotated then.
 
     Differentiable in query, sinks, float keys or values, and in the scales.
+
+    Source: https://arxiv.org/abs/2504.19874.
 
     Args:
       query: `[b, t, n, h]`, any float dtype, n = k*g heads.

@@ -46,7 +46,10 @@ def sparse_attention(
     scale: float | Float[Array, ""] | None = None,
     unique_indices: bool = False,
     return_lse: bool = False,
-) -> Float[Array, "b t k*g hv"] | tuple[Array, Array]:
+) -> (
+    Float[Array, "b t k*g hv"]
+    | tuple[Float[Array, "b t k*g hv"], Float[Array, "b t k*g"]]
+):
     """`attention` where each query sees only the keys that its indices name.
 
         S_i = {j : j // block_size in indices[i]}, less the keys that are hidden
@@ -66,6 +69,8 @@ def sparse_attention(
 
     The plain lowering gathers the selected rows where these are fewer than s for all t
     queries together, as in decoding; else it masks, and holds a mask `[b, k, t, s]`.
+
+    Source: https://arxiv.org/abs/2502.11089, https://arxiv.org/abs/2502.13189.
 
     Args:
       query: `[b, t, n, h]`, any float dtype, n = k*g heads.

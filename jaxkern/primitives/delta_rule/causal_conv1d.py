@@ -48,6 +48,8 @@ def causal_conv1d(
 
     Sums in float32 (float64 for float64 operands), one rounding.
 
+    Source: https://arxiv.org/abs/2312.00752, https://arxiv.org/abs/2412.06464.
+
     Args:
       x: `[b, t, d]`, any float dtype, t of any size.
       weight: `[d, w]`, one row of w >= 1 taps per channel.
@@ -113,6 +115,8 @@ def causal_conv1d_step(
     activation: Activation = None,
 ) -> tuple[Float[Array, "b d"], Float[Array, "b past d"]]:
     """One token of `causal_conv1d`: its output and the state for the next one.
+
+        window = (state, x), w tokens;    y = act(sum_j weight[:, j] window[j] + bias)
 
     With `state_indices` the states lie in a pool, `state` of `[slots, w - 1, d]`, and
     row i uses slot state_indices[i]: only these are read and written, in place where

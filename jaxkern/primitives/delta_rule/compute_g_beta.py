@@ -28,6 +28,8 @@ def compute_g_beta(
     `a_log=jnp.log(-ssm_a)`. Values from a system that decays by exp(-g) with g >= 0
     become ours by `log_decay_from_positive`.
 
+    Source: https://arxiv.org/abs/2412.06464.
+
     Args:
       a: `[..., n]`, any float dtype, one value per head.
       b: `[..., n]`, any float dtype.
@@ -52,7 +54,9 @@ def compute_g_beta(
 
 @check_arguments
 def log_decay_from_positive(g: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The log-decay of a positive rate g, with which the state decays by exp(-g).
+    """The log-decay of a rate that is positive: a state decays by exp(-g).
+
+        log_decay = -g
 
     Args:
       g: `[...]`, any float dtype, not negative.

@@ -44,6 +44,8 @@ def gated_delta_net_step(
     float32 (float64 for float64 operands), rounded once: the operators one by one round
     q, k, v and y to the dtype of what they are given.
 
+    Source: https://arxiv.org/abs/2412.06464.
+
     Args:
       qkv: `[b, c]`, any float dtype: of q, k and v side by side, c = 2*k*h + n*hv.
       gate: `[b, n, hv]`, often called z.

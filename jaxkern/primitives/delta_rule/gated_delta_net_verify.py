@@ -70,6 +70,8 @@ def gated_delta_net_verify(
     rows are the last tokens, and `accepted` 0. A row that rests gives 0 again and
     again: its state stays as it is, its results mean nothing.
 
+    Source: https://arxiv.org/abs/2412.06464.
+
     Args:
       qkv: `[b, t, c]`, any float dtype: of q, k and v side by side, c = 2*k*h + n*hv.
       gate: `[b, t, n, hv]`; write, rate: `[b, t, n]`; weight: `[c, w]`; a_log, dt_bias:

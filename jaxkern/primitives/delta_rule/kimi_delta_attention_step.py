@@ -36,6 +36,8 @@ def kimi_delta_attention_step(
     row i uses slot state_indices[i]: only these are read and written, in place where
     the pool is donated to the jitted step.
 
+    Source: https://arxiv.org/abs/2510.26692.
+
     Args:
       query, key: `[b, k, h]`, any float dtype, k key heads.
       value: `[b, n, hv]`, n = k*g value heads.

@@ -14,6 +14,8 @@ def segment_ids_from_cu_seqlens(
 ) -> Int[Array, "1 t"]:
     """Segment ids of sequences packed one after the other.
 
+        ids[0, i] = how many of cu_seqlens[1:] are at most i
+
     Args:
       cu_seqlens: `[sequences + 1]` int, where each sequence begins and the last ends:
         `[0, 3, 7]` for sequences of 3 and 4 tokens. May be traced.

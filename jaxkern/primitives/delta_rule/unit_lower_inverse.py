@@ -23,6 +23,8 @@ def unit_lower_inverse(a: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
     Neumann series is not. Made for c up to some hundred; for one large system call
     `solve_unit_lower`.
 
+    Source: https://arxiv.org/abs/2412.06464.
+
     Args:
       a: `[..., c, c]`, any float dtype.
 

@@ -15,6 +15,8 @@ def argmax(
 ) -> Int32[Array, "..."]:
     """Index of the largest element along one axis; the smallest such index on ties.
 
+        index = min {i : x[i] = max(x)}
+
     -0.0 and 0.0 are a tie. The result has no gradient.
 
     Args:

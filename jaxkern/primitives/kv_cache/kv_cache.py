@@ -117,6 +117,10 @@ def append_kv_cache(
 ) -> KVCache:
     """The cache with the next t tokens of each sequence; donate it to `jit`.
 
+        keys[b, lengths[b] + i] = key[b, i]      for i = 0 ... new_lengths[b] - 1
+
+    and likewise the values; in a ring of s slots the slot is modulo s.
+
     Args:
       cache: of `empty_kv_cache`, or returned by an earlier call.
       key, value: `[b, t, k, h]` and `[b, t, k, hv]`, converted to the cache's dtype or

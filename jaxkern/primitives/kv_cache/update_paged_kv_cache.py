@@ -103,6 +103,8 @@ def gather_pages(
 ) -> Float[Array, "b s k h"]:
     """The pages of each sequence one after the other, as a linear cache has them.
 
+        out[b, i * page + j] = pages[block_tables[b, i], j]
+
     Args:
       pages: `[num_pages, page, k, h]`.
       block_tables: `[b, pages]` int. A number outside 0 ... num_pages - 1 gives zeros.

@@ -28,7 +28,7 @@ def cross_entropy(
     class_weights: Float[Array, " v"] | None = None,
     reduction: str = "none",
     return_lse: bool = False,
-) -> Float[Array, "..."] | tuple[Array, Array]:
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Negative log likelihood of a class under softmax, one loss per token.
 
         z    = softcap * tanh(logits / softcap)                 (only with softcap)

@@ -31,6 +31,8 @@ def linear_log_probs(
     The negative of `linear_cross_entropy`: by blocks of the vocabulary, forward and
     backward, so that no more than `[..., block_size]` logits are in memory.
 
+    Source: https://arxiv.org/abs/2305.18290.
+
     Args:
       x: `[..., d]`, any float dtype: the last hidden states.
       weight: `[v, d]`, a row per class.
@@ -88,6 +90,8 @@ def linear_dpo(
     with e = label_smoothing, the share of pairs whose order is thought to be wrong
     (conservative DPO). Answer 0 is the chosen one. Both go through one pass over the
     vocabulary, block by block; gradients to `x`, `weight` and `reference_log_probs`.
+
+    Source: https://arxiv.org/abs/2305.18290.
 
     Args:
       x: `[2, b, t, d]`, any float dtype: the last hidden states of the policy.

@@ -12,6 +12,8 @@ def expert_order(
 ) -> tuple[Int32[Array, " r"], Int32[Array, " e"]]:
     """Sorts the slots of `ids` by expert; nothing is dropped, ties keep their order.
 
+        order = argsort(ids, stable),    group_sizes[e] = how many ids are e
+
     An id outside `[0, num_experts)` sorts behind all experts and counts for none. So a
     device that holds a run of the experts passes `ids - first`, and `grouped_matmul`
     gives zeros for the others.

@@ -132,6 +132,8 @@ def moe_ffn(
 
     mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
 
+    Source: https://arxiv.org/abs/2211.15841.
+
     Args:
       x: `[..., d]`, any float dtype.
       ids: `[..., k]`, from `route`.

@@ -51,6 +51,8 @@ def route(
     | Llama 4 | `k=1, score="sigmoid", normalize=False`, |
     | | and `moe_ffn(..., weigh_input=True)` |
 
+    Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2412.19437.
+
     Args:
       logits: `[..., e]`, any float dtype.
       k: experts per token.

@@ -30,6 +30,8 @@ def add_rms_norm(
     result is rounded once. An add in bfloat16 followed by `rms_norm` rounds the sum
     first, so it differs by that rounding.
 
+    Source: https://arxiv.org/abs/1910.07467.
+
     Args:
       x: `[..., d]`, any float dtype.
       residual: `[..., d]`, any float dtype.

@@ -29,6 +29,8 @@ def batch_norm(
     (float64 for float64 operands) and rounded once, to x.dtype. Gradients go to all
     operands, the statistics among them.
 
+    Source: https://arxiv.org/abs/1502.03167.
+
     Args:
       x: `[b, channel, height, width]` with axis=1 (NCHW), or
         `[b, height, width, channel]` with axis=-1 (NHWC); any number of pixel dims.

@@ -40,6 +40,8 @@ def batch_norm_training(
     statistics stay as they are. The new ones carry gradients: `jax.lax.stop_gradient`
     them where they leave the loss.
 
+    Source: https://arxiv.org/abs/1502.03167.
+
     Args:
       x: `[b, channel, height, width]` with axis=1 (NCHW), or
         `[b, height, width, channel]` with axis=-1 (NHWC); any number of pixel dims.

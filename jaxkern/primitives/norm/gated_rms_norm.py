@@ -29,6 +29,8 @@ def gated_rms_norm(
     rounded once. For norms over groups of channels reshape to `[..., groups, d]` and
     multiply by the weight outside. As in `swiglu`, silu(-inf) is NaN.
 
+    Source: https://arxiv.org/abs/2405.21060.
+
     Args:
       x: `[..., d]`, any float dtype.
       gate: `[..., d]`, any float dtype.

@@ -22,6 +22,8 @@ def l2_norm(
     instead. Computed in float32 (float64 for a float64 `x`) and rounded once. A zero
     vector stays zero; its gradient is finite for eps > 0.
 
+    Source: https://arxiv.org/abs/2412.06464.
+
     Args:
       x: `[...]`, any float dtype, at least one dim.
       eps: added to the sum of squares, in units of x**2.

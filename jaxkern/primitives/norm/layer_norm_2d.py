@@ -23,6 +23,8 @@ def layer_norm_2d(
     The `LayerNorm2d` of SAM and ConvNeXt. Its eps is theirs; that of `layer_norm` is
     1e-5. The channels are moved to the end and back.
 
+    Source: https://arxiv.org/abs/2304.02643.
+
     Args:
       x: `[b, channel, height, width]` with axis=1 (NCHW), `[b, height, width, channel]`
         with axis=-1 (NHWC), or any other shape with at least `axis` dims.

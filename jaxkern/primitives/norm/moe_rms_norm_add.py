@@ -15,7 +15,7 @@ from jaxkern.primitives.norm.rms_norm import (
 
 @check_arguments
 def moe_rms_norm_add(
-    expert_outputs: Float[Array, "... e d"],
+    expert_out: Float[Array, "... e d"],
     expert_weights: Float[Array, "... e"],
     residual: Float[Array, "... d"],
     weight: Float[Array, " d"] | None = None,
@@ -27,7 +27,7 @@ def moe_rms_norm_add(
 ) -> Float[Array, "... d"]:
     """Combines the chosen experts of each token, normalises, adds the residual.
 
-        mixed = sum_e expert_weights_e expert_outputs_e
+        mixed = sum_e expert_weights_e expert_out_e
         y = residual + norm(mixed) * (weight + offset)
         y = norm(residual) * (residual_weight + offset)
             + norm(mixed) * (weight + offset)                   normalize_residual
@@ -36,8 +36,10 @@ def moe_rms_norm_add(
     dense feed-forward block (`residual`) and the experts. Computed in float32 (float64
     for float64 operands) and rounded once.
 
+    Source: https://arxiv.org/abs/1910.07467.
+
     Args:
-      expert_outputs: `[..., e, d]`, any float dtype: of the e experts that each token
+      expert_out: `[..., e, d]`, any float dtype: of the e experts that each token
         has chosen, not of all.
       expert_weights: `[..., e]`, the router's.
       residual: `[..., d]`, any float dtype.
@@ -67,7 +69,7 @@ def moe_rms_norm_add(
             "normalize_residual=True, or leave it out."
         )
     return moe_rms_norm_add_p(
-        expert_outputs,
+        expert_out,
         expert_weights,
         residual,
         weight,
@@ -78,13 +80,13 @@ def moe_rms_norm_add(
     )
 
 
-def mix(expert_outputs: jax.Array, expert_weights: jax.Array) -> jax.Array:
+def mix(expert_out: jax.Array, expert_weights: jax.Array) -> jax.Array:
     weights = at_least_f32(expert_weights)[..., None]
-    return jnp.sum(weights * at_least_f32(expert_outputs), axis=-2)
+    return jnp.sum(weights * at_least_f32(expert_out), axis=-2)
 
 
 def moe_rms_norm_add_fwd_reference(
-    expert_outputs: Float[Array, "... e d"],
+    expert_out: Float[Array, "... e d"],
     expert_weights: Float[Array, "... e"],
     residual: Float[Array, "... d"],
     weight: Float[Array, " d"] | None,
@@ -94,7 +96,7 @@ def moe_rms_norm_add_fwd_reference(
     eps: float,
     offset: float,
 ) -> tuple[Float[Array, "... d"], Float[Array, "... 1"], Float[Array, "... 1"]]:
-    mixed = mix(expert_outputs, expert_weights)
+    mixed = mix(expert_out, expert_weights)
     normed, rstd = rms_norm_fwd_reference(mixed, weight, None, eps=eps, offset=offset)
     added, residual_rstd = at_least_f32(residual), jnp.ones_like(rstd)
     if normalize_residual:
@@ -108,7 +110,7 @@ moe_rms_norm_add_reference = without_residuals(moe_rms_norm_add_fwd_reference)
 
 
 def moe_rms_norm_add_bwd_reference(
-    expert_outputs: Float[Array, "... e d"],
+    expert_out: Float[Array, "... e d"],
     expert_weights: Float[Array, "... e"],
     residual: Float[Array, "... d"],
     weight: Float[Array, " d"] | None,
@@ -127,20 +129,20 @@ def moe_rms_norm_add_bwd_reference(
     Float[Array, " d"] | None,
     Float[Array, " d"] | None,
 ]:
-    mixed = mix(expert_outputs, expert_weights)
+    mixed = mix(expert_out, expert_weights)
     dmixed, dweight, _ = rms_norm_bwd_reference(
         mixed, weight, None, rstd, dy, eps=eps, offset=offset
     )
     dmixed = dmixed[..., None, :]
     doutputs = at_least_f32(expert_weights)[..., None] * dmixed
-    dexperts = jnp.sum(at_least_f32(expert_outputs) * dmixed, axis=-1)
+    dexperts = jnp.sum(at_least_f32(expert_out) * dmixed, axis=-1)
     dresidual, dresidual_weight = dy, None
     if normalize_residual:
         dresidual, dresidual_weight, _ = rms_norm_bwd_reference(
             residual, residual_weight, None, residual_rstd, dy, eps=eps, offset=offset
         )
     return (
-        doutputs.astype(expert_outputs.dtype),
+        doutputs.astype(expert_out.dtype),
         dexperts.astype(expert_weights.dtype),
         dresidual,
         dweight,

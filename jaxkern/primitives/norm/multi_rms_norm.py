@@ -31,6 +31,8 @@ def multi_rms_norm(
     x is read once and its mean square is taken once, forward and backward. Computed in
     float32 (float64 for a float64 `x`); each result is rounded once.
 
+    Source: https://arxiv.org/abs/1910.07467.
+
     Args:
       x: `[..., d]`, any float dtype.
       weights: two or three, each `[d]`, or None for no scale.

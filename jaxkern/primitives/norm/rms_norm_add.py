@@ -30,6 +30,8 @@ def rms_norm_add(
     float32 (float64 for float64 operands) and rounded once: `residual + rms_norm(x)`
     in bfloat16 rounds the norm first, so it differs by that rounding.
 
+    Source: https://arxiv.org/abs/1910.07467.
+
     Args:
       x: `[..., d]`, any float dtype: what the block gives.
       residual: `[..., d]`, any float dtype.

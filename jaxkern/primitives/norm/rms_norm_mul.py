@@ -27,6 +27,8 @@ def rms_norm_mul(
     Computed in float32 (float64 for float64 operands) and rounded once. With a gate
     that goes through SiLU it is `gated_rms_norm`.
 
+    Source: https://arxiv.org/abs/1910.07467.
+
     Args:
       x: `[..., d]`, any float dtype.
       scale: `[..., d]`, any float dtype.

@@ -40,6 +40,8 @@ def rms_norm_quantized(
     differentiation; scales follow the largest element of their block. To train through
     the rounding, normalise with `rms_norm` and quantise its result straight-through.
 
+    Source: https://arxiv.org/abs/2209.05433, https://arxiv.org/abs/2412.19437.
+
     Args:
       x: `[..., d]`, any float dtype.
       weight: `[d]`, or None for no scale of the norm.

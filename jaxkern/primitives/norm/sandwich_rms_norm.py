@@ -36,6 +36,8 @@ def sandwich_rms_norm(
     sum with three norms. The sum stays in float32 (float64 for float64 operands) until
     both norms are done; each result is rounded once.
 
+    Source: https://arxiv.org/abs/2105.13290.
+
     Args:
       x: `[..., d]`, any float dtype: what the block gives.
       residual: `[..., d]`, any float dtype.

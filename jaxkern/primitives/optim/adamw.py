@@ -117,9 +117,11 @@ def adam_update(
     eps: float = 1e-8,
     eps_root: float = 0.0,
 ) -> tuple[Any, Any, Any]:
-    """`adamw_update` without weight decay: `optax.adam` on a whole pytree.
+    """One step of Adam (https://arxiv.org/abs/1412.6980) on a whole pytree.
 
-    https://arxiv.org/abs/1412.6980
+        p <- p - learning_rate * m' / (sqrt(v' + eps_root) + eps)
+
+    with m' and v' of `adamw_update`: that without weight decay, as `optax.adam`.
 
     Args:
       params, grads, m, v: pytrees of one structure, see `adamw_update`.

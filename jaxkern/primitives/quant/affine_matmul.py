@@ -40,6 +40,8 @@ def dequantize_affine(
 ) -> Float[Array, "... d"]:
     """The weights of an affine tensor, with gradients to its scales and biases.
 
+        w = scale * code + bias      of each group
+
     Args:
       w: `[..., d]`.
       dtype: float dtype of the result.

@@ -27,6 +27,8 @@ def fake_quant(
         frozen = quantize_affine(w, quantizer="minmax", packed=False)
         y = fake_quant(w, frozen)  # dw = dy, dscales = sum of q dy, dbiases = sum of dy
 
+    Source: https://arxiv.org/abs/1712.05877.
+
     Args:
       x: `[..., d]`, finite, any float dtype.
       to: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "affine", "int" or "nf4", or a

@@ -1,12 +1,6 @@
 """4-bit floats (e2m1): 0, 1/2, 1, 3/2, 2, 3, 4, 6, their negatives; two in a byte.
 
-Three layouts of the codes of a matrix `[f, d]` are in use:
-
-| layout | shape | a byte holds | used by |
-|---|---|---|---|
-| pairs_d | `[f, d / 2]` | (i, 2j) low, (i, 2j + 1) high | MLX, cuBLAS, here |
-| pairs_f | `[ceil(d * f / 2)]` | neighbours of the transposed `[d, f]` | RLX |
-| half_split | `[f, d / 2]` | element j and j + size / 2 of a group | ggml |
+Three layouts of the codes of a matrix are in use, see `pack_fp4`.
 """
 
 import jax.numpy as jnp
@@ -57,7 +51,13 @@ def unpack_pairs(packed: UInt8[Array, "... d/2"]) -> UInt8[Array, "... d"]:
 def pack_fp4(
     codes: UInt8[Array, "f d"], layout: str, *, group_size: int | None = None
 ) -> UInt8[Array, "..."]:
-    """Packs the 4-bit codes of a matrix in one of the three layouts.
+    """Packs the 4-bit codes of a matrix, two in a byte.
+
+    | layout | shape | a byte holds | used by |
+    |---|---|---|---|
+    | pairs_d | `[f, d / 2]` | (i, 2j) low, (i, 2j + 1) high | MLX, cuBLAS, here |
+    | pairs_f | `[ceil(d * f / 2)]` | neighbours of the transposed `[d, f]` | RLX |
+    | half_split | `[f, d / 2]` | element j and j + size / 2 of a group | ggml |
 
     Args:
       codes: `[f, d]`, each below 16.
@@ -98,7 +98,7 @@ def unpack_fp4(
     """The inverse of `pack_fp4`: the codes of a matrix.
 
     Args:
-      packed: uint8, of the shape in the table.
+      packed: uint8, of the shape in the table of `pack_fp4`.
       layout: "pairs_d", "pairs_f" or "half_split".
       shape: (f, d).
       group_size: of "half_split", see `pack_fp4`.

@@ -40,6 +40,8 @@ def quantize_fp8(
     Rounds to nearest even and saturates. A block of zeros has scale 1. Codes are
     constants of differentiation, scales follow the largest value.
 
+    Source: https://arxiv.org/abs/2209.05433, https://arxiv.org/abs/2412.19437.
+
     Args:
       w: `[..., f, d]`, any float dtype.
       block: rows and columns that share a scale, 0 for the whole dim: `(0, 0)` one

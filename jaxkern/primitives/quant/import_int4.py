@@ -22,7 +22,9 @@ def int4_from_gptq(
     *,
     version: int = 1,
 ) -> IntTensor:
-    """A GPTQ checkpoint's linear layer of 4 bits.
+    """A GPTQ checkpoint's linear layer of 4 bits (https://arxiv.org/abs/2210.17323).
+
+        w[f, d] = (code - zero) * scale      of each group of inputs d
 
     Args:
       qweight: `[d / 8, f]`, eight inputs in a word, lowest first.
@@ -73,7 +75,11 @@ def int4_from_awq(
     qzeros: Int32[Array, "groups f_words"],
     scales: Float[Array, "groups f"],
 ) -> IntTensor:
-    """An AWQ checkpoint's linear layer of 4 bits ("gemm" layout).
+    """An AWQ checkpoint's linear layer of 4 bits (https://arxiv.org/abs/2306.00978).
+
+        w[f, d] = (code - zero) * scale      of each group of inputs d
+
+    The layout is AutoAWQ's "gemm".
 
     Args:
       qweight: `[d, f / 8]`, outputs 0 2 4 6 1 3 5 7 of eight in a word, lowest first.
@@ -116,6 +122,8 @@ def int4_from_linear(
     group_size: int | None = None,
 ) -> IntTensor:
     """Nibbles in one run over a row-major `[d, f]` matrix, the lower half first.
+
+        w[f, d] = (code - zero) * scale      of each group of inputs d
 
     rlx's "symmetric" weights are unsigned with zeros = 0: pass these, None means 8.
 

@@ -28,6 +28,8 @@ def int8_matmul(
 ) -> Float[Array, "... f"]:
     """Rounds `x` to 8 bits, then multiplies integers with integers.
 
+        y[..., f] = x_scale * scales[f] * sum_d x_codes[..., d] codes[f, d]
+
     The rounding is that of `quantize_int(x)`, computed anew at each call (dynamic
     quantisation). Its gradient is straight-through: with respect to `x` that of
     `quantized_matmul(x, w)`, as if nothing were rounded.

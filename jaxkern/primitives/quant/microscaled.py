@@ -49,6 +49,8 @@ def quantize_microscaled(
     nvfp4 and 1 in mx. Computed in float32; the result carries no gradient. On a GPU
     XLA's quotients may be a unit in the last place off, so a tie may fall otherwise.
 
+    Source: https://arxiv.org/abs/2310.10537, https://arxiv.org/abs/2509.25149.
+
     Args:
       w: `[..., f, d]`, any float dtype; d a multiple of the group, 16 or 32.
       format: "nvfp4", "mxfp4" or "mxfp8".

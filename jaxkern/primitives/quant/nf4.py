@@ -38,6 +38,8 @@ def quantize_nf4(
     quantised scales. Codes are constants of differentiation, absmax follows the
     largest weight.
 
+    Source: https://arxiv.org/abs/2305.14314.
+
     Args:
       w: `[..., d]`, any float dtype.
       group_size: weights that share an absmax; even, divides d.
@@ -95,7 +97,9 @@ def nf4_from_bitsandbytes(
     nested_offset: Float[Array, "..."] | float = 0.0,
     group_size: int = 64,
 ) -> NF4Tensor:
-    """The NF4 weight of a bitsandbytes checkpoint, exactly.
+    """The NF4 weight of a bitsandbytes checkpoint (https://arxiv.org/abs/2305.14314).
+
+        w = level(code) * absmax      of each group; no number is rounded
 
     Args:
       weight: uint8 of f * d / 2 bytes in any shape, as stored.

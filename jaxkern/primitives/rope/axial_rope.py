@@ -38,6 +38,8 @@ def axial_rope(
 
     Axis 0 is the column x for SAM 2 and Gemma 4, the row y for Qwen2-VL (ggml VISION).
 
+    Source: https://arxiv.org/abs/2403.13298.
+
     Args:
       x: `[..., t, n, h]`, any float dtype; h a multiple of 2 axes.
       positions: `[axes, ..., t]` int, `...` as x's or nothing; may be traced.
@@ -101,6 +103,8 @@ def axial_rope_2d(
     |---------|------------------------------------------------------|
     | "tile"  | i mod (height width): image after image, as in SAM 2 |
     | "block" | i // (m / (height width)): each place m / .. times   |
+
+    Source: https://arxiv.org/abs/2403.13298.
 
     Args:
       x: `[..., t, n, h]`, any float dtype; h a multiple of 4.

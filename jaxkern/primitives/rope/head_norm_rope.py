@@ -42,6 +42,8 @@ def head_norm_rope(
     `x`) and rounded once: `apply_rope(rms_norm(x))` in bfloat16 rounds the norm too.
     For queries and keys in one go see `qk_norm_rope`.
 
+    Source: https://arxiv.org/abs/2505.09388.
+
     Args:
       x: `[..., t, n, h]`, any float dtype; n heads of h dims.
       weight: `[h]`, one for all heads, or None for no scale.

@@ -46,6 +46,8 @@ def mrope_cos_sin(
     is Hugging Face's rule, with four ggml's. For (24, 20, 20) of 64 pairs they differ:
     pairs 61 and 62 turn by the time in the one and by the fourth axis in the other.
 
+    Source: https://arxiv.org/abs/2409.12191.
+
     Args:
       positions: `[axes, ..., t]` int or float: time, height, width and perhaps a
         fourth.

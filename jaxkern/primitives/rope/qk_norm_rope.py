@@ -43,6 +43,8 @@ def qk_norm_rope(
     the key heads, the g query heads of each stay with it, as in `attention`; where only
     query heads are cut (k = 1), call head_norm_rope for each.
 
+    Source: https://arxiv.org/abs/2505.09388.
+
     Args:
       query: `[..., t, n, h]`, any float dtype; n = k*g heads, a multiple of key's.
       key: `[..., t, k, h]`, any float dtype.

@@ -33,6 +33,8 @@ def qkv_rope(
     with k = kv_heads and q = n - 2 k. The gradient of the product is made as one array,
     which three slices of it would have added up or put side by side. Linear in qkv.
 
+    Source: https://arxiv.org/abs/2104.09864.
+
     Args:
       qkv: `[..., t, n, h]`, any float dtype: heads of the queries, of the keys, of the
         values.

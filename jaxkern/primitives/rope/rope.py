@@ -56,6 +56,8 @@ def rope(
     The first row is the default, as in Hugging Face and ggml. For tokens with several
     positions see `mrope_cos_sin` (time, height, width) and `axial_rope` (grids).
 
+    Source: https://arxiv.org/abs/2104.09864.
+
     Args:
       x: `[..., t, n, h]`, any float dtype; n heads of h dims.
       positions: `[..., t]` int, leading dims as x's or none of them; may be traced.
@@ -111,6 +113,8 @@ def apply_rope(
     the dims without a position: DeepSeek's heads.
     Computed in float32 and rounded once. Linear in x: its transpose is apply_rope by
     -sin.
+
+    Source: https://arxiv.org/abs/2104.09864.
 
     Args:
       x: `[..., t, n, h]`, any float dtype.

@@ -253,6 +253,8 @@ def rope_frequencies(
 
         f_i = theta**(-2i / freq_dim), then scaled, then divided by frequency_factors[i]
 
+    Source: https://arxiv.org/abs/2104.09864.
+
     Args:
       rotary_dim: how many of the head's dims rotate; even.
       theta: the base.

@@ -28,6 +28,8 @@ def rope_from(
     many layers at the same positions, `rope_cos_sin` and `apply_rope` share the table.
     Computed in float32 and rounded once; linear in x.
 
+    Source: https://arxiv.org/abs/2104.09864.
+
     Args:
       x: `[..., t, n, h]`, any float dtype; n heads of h dims.
       offset: position of the first row, may be traced.

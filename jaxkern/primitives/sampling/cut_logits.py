@@ -54,6 +54,9 @@ def cut_logits(
     The gradient reaches `logits` and `temperature` through the tokens that are kept.
     NaN logits count as -inf. Arithmetic in float32, one rounding.
 
+    Source: https://arxiv.org/abs/1904.09751, https://arxiv.org/abs/2407.01082,
+    https://arxiv.org/abs/2202.00666, https://arxiv.org/abs/2210.15191.
+
     Args:
       logits: `[..., v]`, any float dtype.
       temperature: scalar or one per row. 0 or less: the likeliest token alone is kept,

@@ -57,6 +57,8 @@ def sample(
     NaN logits count as -inf. A row without a token above -inf gives 0, one with +inf
     draws among its +inf. The result has no gradient.
 
+    Source: https://arxiv.org/abs/1904.09751, https://arxiv.org/abs/2407.01082.
+
     Args:
       logits: `[..., v]`, any float dtype.
       key: a PRNG key, used once.

@@ -6,7 +6,7 @@
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Inexact
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
@@ -17,8 +17,12 @@ LAYOUTS = ("complex", "split", "interleaved")
 
 @check_arguments
 def fft(
-    x: Array, *, inverse: bool = False, norm: str = "backward", layout: str = "complex"
-) -> Array:
+    x: Inexact[Array, "..."],
+    *,
+    inverse: bool = False,
+    norm: str = "backward",
+    layout: str = "complex",
+) -> Inexact[Array, "..."]:
     """Fourier transform along the last dim, of any length n.
 
         y[k] = scale * sum_j x[j] exp(-+ 2 pi i j k / n)        (+ with inverse)
@@ -32,6 +36,8 @@ def fft(
 
     The last three are NumPy's. Linear: the transpose is the transform the other way
     round with the same scale. Computed in complex64 (complex128 for 64-bit numbers).
+
+    Source: https://doi.org/10.1090/S0025-5718-1965-0178586-1.
 
     Args:
       x: complex `[..., n]`; with layout="split" real `[..., 2 * n]`, n real parts and

@@ -27,6 +27,8 @@ def fwht(
     The matrix is `scipy.linalg.hadamard(d)`. It is symmetric: the transform is its own
     transpose, and "orthonormal" its own inverse. Sums in float32, one rounding.
 
+    Source: https://doi.org/10.1109/TC.1969.222658.
+
     Args:
       x: `[..., d]`, any float dtype, d a power of two.
       scale: "orthonormal" for d ** -0.5, or "none" for 1.

@@ -28,8 +28,12 @@ def table() -> dict[str, dict]:
 def lloyd_max_codebook(bits: int) -> np.ndarray:
     """The optimal levels of a normal number with mean 0 and variance 1, ascending.
 
+        level_i = E[x | x is nearest to level_i],    x ~ N(0, 1)
+
     `np.searchsorted` over their midpoints finds the nearest one. The 6- and 8-bit
     tables of mlx-native are not optimal: its 8-bit error is 52 % larger.
+
+    Source: https://doi.org/10.1109/TIT.1982.1056489.
 
     Args:
       bits: 1 to 8.

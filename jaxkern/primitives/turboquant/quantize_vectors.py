@@ -28,8 +28,15 @@ from jaxkern.primitives.turboquant.vector_codec import (
 def quantize_vectors(x: Float[Array, "... d"], codec: VectorCodec) -> QuantizedVectors:
     """Quantises each vector along its last dim.
 
+        code = the level that is nearest to x / scale      of each group of dims
+
+    The codec says what scale, levels and groups are: see `IntCodec`, `Float8Codec` and
+    `TurboQuantCodec`.
+
     A vector of zeros has scales of 0 and comes back as zeros. The scales are
     differentiable, the codes are not: see `quantize_straight_through`.
+
+    Source: https://arxiv.org/abs/2504.19874.
 
     Args:
       x: `[..., d]`, any float dtype. For a TurboQuantCodec d is a power of two.
@@ -58,6 +65,10 @@ def dequantize_vectors(
     x: QuantizedVectors, *, unrotate: bool = True, dtype: DTypeLike | None = None
 ) -> Float[Array, "... d"]:
     """The vectors that the codes stand for.
+
+        x = scale * level(code)      of each group of dims
+
+    For a TurboQuantCodec that is the rotated x, which is then rotated back.
 
     Args:
       x: `[..., d]`.

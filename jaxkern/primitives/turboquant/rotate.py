@@ -28,6 +28,8 @@ def rotate(
     rotated keys and values therefore needs only its query rotated and its result
     rotated back. Sums in float32, one rounding.
 
+    Source: https://arxiv.org/abs/2404.00456, https://arxiv.org/abs/2504.19874.
+
     Args:
       x: `[..., d]`, any float dtype, d a power of two.
       signs: `[d]` int, of 1 and -1; `rotation_signs(d)` unless given.

@@ -50,6 +50,8 @@ def conv2d(
     (height + top + bottom - dilation (kernel_height - 1) - 1) // stride + 1. Computed
     in float32 (float64 for float64) and rounded once, after the bias.
 
+    Source: https://arxiv.org/abs/1603.07285.
+
     Args:
       x: `[batch, channel, height, width]`, any float dtype, or
         `[batch, height, width, channel]` with layout="NHWC".

@@ -35,6 +35,8 @@ def conv_transpose2d(
     and the kernel turned by 180 degrees, and has its rules and kernels.
     (`jax.lax.conv_transpose` pads differently and knows no groups.)
 
+    Source: https://arxiv.org/abs/1603.07285.
+
     Args:
       x: `[batch, channel, height, width]`, any float dtype, or
         `[batch, height, width, channel]` with layout="NHWC".

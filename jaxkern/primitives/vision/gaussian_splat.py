@@ -50,6 +50,8 @@ def gaussian_splat(
     Projecting a scene and the colours of a view are left to the caller. All arithmetic
     in float32 (float64 if an operand is).
 
+    Source: https://arxiv.org/abs/2308.04079.
+
     Args:
       means: `[gaussian, 2]`, x to the right and y down, in pixels.
       conics: `[gaussian, 3]`, a, b, c of the inverse covariance [[a, b], [b, c]], in

@@ -59,6 +59,8 @@ def int8_conv2d(
     Differentiable in x_scale, scales and bias. For a gradient to images and weights
     round them with `fake_quant` and call `conv2d`.
 
+    Source: https://arxiv.org/abs/1712.05877.
+
     Args:
       x_codes: `[batch, channel, height, width]` int8, or
         `[batch, height, width, channel]` with layout="NHWC".

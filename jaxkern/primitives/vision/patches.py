@@ -24,6 +24,8 @@ def patchify(
     `torch.nn.functional.unfold` is the same, transposed. With layout="NHWC" each patch
     has the order (i, j, c), that of a weight `[ph, pw, c, out]`.
 
+    Source: https://arxiv.org/abs/2010.11929.
+
     Args:
       x: `[..., channel, height, width]`, or with layout="NHWC"
         `[..., height, width, channel]`; any dtype.

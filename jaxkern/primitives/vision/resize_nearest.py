@@ -16,6 +16,8 @@ def resize_nearest(
 ) -> Shaped[Array, "... out_height out_width"]:
     """Repeats every pixel `scale` times in both directions.
 
+        y[..., scale h + a, scale w + b] = x[..., h, w]      for a, b < scale
+
     Equal to `jax.image.resize(x, shape, "nearest")` for whole factors. It is a
     broadcast, so its gradient is a sum over each block and not a scatter. For other
     sizes, and for antialiased bilinear resizing, JAX's function is the operator:

@@ -183,10 +183,6 @@ class HloInstruction:
         """What a custom call calls."""
         return self.message.text(28)
 
-    @property
-    def parameter_number(self) -> int:
-        return self.message.integer(9)
-
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """What the backend notes down, where that is JSON."""

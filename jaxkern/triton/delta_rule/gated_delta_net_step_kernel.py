@@ -190,9 +190,7 @@ def gated_delta_net_step_kernel(
         read, stored = read + sums[0], stored + sums[1]
         queries, keys, both = queries + sums[2], keys + sums[3], both + sums[4]
     of_query, of_unit = SCALE * tl.rsqrt(queries + KEY_EPS), tl.rsqrt(keys + KEY_EPS)
-    # softplus without overflow, and without losing what is far below 1
-    rate = tl.maximum(rate, 0.0) + log_of_one_and(tl.exp(-tl.abs(rate)))
-    decay = tl.exp(-speed * rate)
+    decay = tl.exp(-speed * softplus(rate))
     written = (value - decay * of_unit * stored) / (1 + tl.exp(-write))
     y = of_query * (decay * read + of_unit * both * written)
     await_others(CLUSTER)
@@ -221,6 +219,12 @@ def gated_delta_net_step_kernel(
 def store_state(new_ptr, state, decay, key, written, counts, inside):
     new = decay * state.to(tl.float32) + key[:, None] * written[None, :]
     tl.store(new_ptr, tl.where(counts, new.to(state.dtype), state), inside)
+
+
+@jit
+def softplus(x):
+    """log(1 + exp(x)) without overflow, with the digits of what is far below 1."""
+    return tl.maximum(x, 0.0) + log_of_one_and(tl.exp(-tl.abs(x)))
 
 
 @jit

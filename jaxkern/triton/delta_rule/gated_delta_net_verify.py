@@ -30,8 +30,8 @@ from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.primitives.delta_rule.gated_delta_net_step import KEY_EPS, key_heads
 from jaxkern.triton.delta_rule.gated_delta_net_step_kernel import (
-    log_of_one_and,
     silu,
+    softplus,
     two_sums,
 )
 
@@ -221,9 +221,7 @@ def gated_delta_net_verify_kernel(
     bias = tl.load(dt_bias_ptr + own).to(tl.float32)
     there = token < T
     rate = tl.load(rate_ptr + heads, there, 0.0).to(tl.float32) + bias
-    # softplus without overflow, and without losing what is far below 1
-    rate = tl.maximum(rate, 0.0) + log_of_one_and(tl.exp(-tl.abs(rate)))
-    g = -speed * rate
+    g = -speed * softplus(rate)
     decays = tl.exp(g)
     write = tl.load(write_ptr + heads, there, 0.0).to(tl.float32)
     betas = 1 / (1 + tl.exp(-write))

@@ -90,6 +90,7 @@ def sorted_rows(x: jax.Array, key: tuple) -> jax.Array:
 
 
 def sorted_by_tiles(x: jax.Array, key: tuple) -> jax.Array:
+    """A radix sort, the lowest digit first: counts of each tile, then a scatter."""
     v, width = x.shape[-1], 8 * x.dtype.itemsize
     rows = x.size // v
     # long runs, unless that leaves multiprocessors idle

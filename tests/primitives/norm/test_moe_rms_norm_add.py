@@ -13,7 +13,7 @@ from tests.primitives.norm.test_sandwich_rms_norm import norm_gradient
 
 def shapes(*lead, e, d, spec=f32):
     return dict(
-        expert_outputs=spec(*lead, e, d),
+        expert_out=spec(*lead, e, d),
         expert_weights=f32(*lead, e),
         residual=spec(*lead, d),
         weight=spec(d),
@@ -101,5 +101,5 @@ def test_every_error_says_what_to_do():
     outputs, experts, residual = jnp.ones((2, 3, 8)), jnp.ones((2, 3)), jnp.ones((2, 8))
     with pytest.raises(ValueError, match="residual_weight scales a norm"):
         moe_rms_norm_add(outputs, experts, residual, None, jnp.ones(8))
-    with pytest.raises(TypeError, match="dim `e` is 3 in `expert_outputs` but 2 in"):
+    with pytest.raises(TypeError, match="dim `e` is 3 in `expert_out` but 2 in"):
         moe_rms_norm_add(outputs, experts[:, :2], residual)

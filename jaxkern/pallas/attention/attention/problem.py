@@ -149,6 +149,7 @@ TRIED: dict[str, int] = {}  # what a benchmark or a test tries in the rule's pla
 
 
 def problem(query, key, value, bias, scale, causal, window, softcap) -> Problem:
+    """Shapes, options and sizes of a launch; the sizes are those of the rule."""
     b, t, n, h = query.shape
     _, s, heads, hv = value.shape
     parts = in_pieces(hv)

@@ -157,7 +157,7 @@ def moe_norm_bwd_kernel(
 
 
 def moe_rms_norm_add_bwd(
-    expert_outputs,
+    expert_out,
     expert_weights,
     residual,
     weight,
@@ -172,11 +172,11 @@ def moe_rms_norm_add_bwd(
     wanted,
 ):
     del eps  # already in rstd
-    rows, experts, d = num_rows(residual), *expert_outputs.shape[-2:]
+    rows, experts, d = num_rows(residual), *expert_out.shape[-2:]
     options = {"E": experts, "D": d, "OFFSET": offset}
     normed = residual if normalize_residual else None
     given = {
-        "outputs_ptr": expert_outputs,
+        "outputs_ptr": expert_out,
         "weights_ptr": expert_weights,
         "residual_ptr": normed,
         "weight_ptr": weight,
@@ -206,7 +206,7 @@ def moe_rms_norm_add_bwd(
         means = dict(zip(means, found, strict=True))
     partial = jax.ShapeDtypeStruct((sizes["PROGRAMS"], d), jnp.float32)
     results = {
-        "doutputs_ptr": like(expert_outputs),
+        "doutputs_ptr": like(expert_out),
         "dexperts_ptr": like(expert_weights) if stripes == 1 else None,
         "dresidual_ptr": like(normed),
         "dweight_ptr": None if weight is None else partial,

@@ -1,6 +1,6 @@
 """Combines the experts of a token, normalises, adds the residual, normed or as it is.
 
-    mixed = sum_e expert_weights_e * expert_outputs_e
+    mixed = sum_e expert_weights_e * expert_out_e
     y = mixed / rms(mixed) * (weight + offset) + residual   (or its norm)
 
 A program holds the mixed row in registers: the experts' outputs are read once. A long
@@ -22,18 +22,16 @@ MOST_BYTES = 2**19  # of a token that is read twice: XLA mixes larger ones faste
 MOST_EXPERTS = 32  # of a token: the loop over them is unrolled
 
 
-def unsupported(*, expert_outputs, residual, **named) -> str | None:
-    experts = expert_outputs.shape[-2]
+def unsupported(*, expert_out, residual, **named) -> str | None:
+    experts = expert_out.shape[-2]
     if experts > MOST_EXPERTS:
         return f"a token has {experts} experts, more than {MOST_EXPERTS}"
-    return triton_call.unsupported(
-        expert_outputs=expert_outputs, residual=residual, **named
-    )
+    return triton_call.unsupported(expert_out=expert_out, residual=residual, **named)
 
 
-def slower(expert_outputs: Any, dy: Any = None, **_: Any) -> str | None:
-    experts, d = expert_outputs.shape[-2:]
-    size = experts * d * expert_outputs.dtype.itemsize
+def slower(expert_out: Any, dy: Any = None, **_: Any) -> str | None:
+    experts, d = expert_out.shape[-2:]
+    size = experts * d * expert_out.dtype.itemsize
     if dy is None and d > LONGEST and size > MOST_BYTES:
         return f"the {size} bytes of a token's experts do not stay in the caches"
     return None
@@ -117,7 +115,7 @@ def moe_norm_fwd_kernel(
 
 
 def moe_rms_norm_add_fwd(
-    expert_outputs,
+    expert_out,
     expert_weights,
     residual,
     weight,
@@ -127,14 +125,14 @@ def moe_rms_norm_add_fwd(
     eps,
     offset,
 ):
-    *_, experts, d = expert_outputs.shape
+    *_, experts, d = expert_out.shape
     sizes = row_sizes(d, residual.dtype)
     del sizes["WAVES"]
     return sparse_call(
         moe_norm_fwd_kernel,
         (num_rows(residual),),
         {
-            "outputs_ptr": expert_outputs,
+            "outputs_ptr": expert_out,
             "weights_ptr": expert_weights,
             "residual_ptr": residual,
             "weight_ptr": weight,

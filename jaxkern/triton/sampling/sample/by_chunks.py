@@ -95,6 +95,7 @@ def stats_kernel(
 
 
 def draw_by_chunks(draw: dict, options: dict) -> Any:
+    """Maxima and sums of each chunk of a row first, then its cuts and the draw."""
     logits, top_p = draw["logits_ptr"], options["top_p_ptr"]
     *_, v = logits.shape
     rows, parts = logits.size // v, -(-v // CHUNK)
