@@ -43,6 +43,7 @@ from jaxkern.models.image_prompts import (
     with_images,
 )
 from jaxkern.models.image_rule import Picture, vision_of
+from jaxkern.models.prompt_rows import check_seed
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 from jaxkern.models.vision_tower import Features, Patches, image_features
 
@@ -130,8 +131,10 @@ class Conversation:
           seed: of the draws, together with the number of tokens before.
 
         Raises:
-          ValueError: the text leaves no slot for an answer.
+          ValueError: the text leaves no slot for an answer, or an option is out of
+            range.
         """
+        check_seed(seed, "chat")
         ids = [int(i) for i in ids]
         if not ids or min(ids) < 0 or max(ids) >= self.config.vocabulary:
             raise ValueError(

@@ -33,9 +33,9 @@ def check_sizes(
         )
 
 
-def check_seed(seed: int) -> None:
+def check_seed(seed: int, op: str = "generate") -> None:
     if not -(2**31) <= seed < 2**31:
-        raise ValueError(f"generate: `seed` must be 32 bits wide, got {seed}.")
+        raise ValueError(f"{op}: `seed` must be 32 bits wide, got {seed}.")
 
 
 def prompt_rows(
