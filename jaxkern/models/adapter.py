@@ -33,6 +33,8 @@ ENDS = {"lora_A.weight": "a", "lora_B.weight": "b"}
 OUTSIDE = ("output.weight", "token_embd.weight")  # products that are no layer's
 PERMUTED = ("attn_q", "attn_k")  # rows lie otherwise where pairs of neighbours rotate
 
+FLOAT32 = np.finfo(np.float32)
+
 # Keys of adapter_config.json that change nothing where an adapter is read, and values
 # of others. A key of neither is refused unless it says "none" or "no".
 HARMLESS = (
@@ -220,9 +222,18 @@ def read_adapter(path: str | PathLike[str]) -> SavedAdapter:
     path = fspath(path)
     said = _config(path)
     rank, alpha = said.get("r"), said.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        raise AdapterError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}.")
-    scale = alpha / (rank**0.5 if said.get("use_rslora") else rank)
+    if type(rank) is not int or rank < 1 or not is_finite(alpha):
+        raise AdapterError(
+            f"{path}: r is {rank!r} and lora_alpha {alpha!r}, expected a rank and a "
+            "finite number."
+        )
+    by_root = said.get("use_rslora")
+    if by_root not in (True, False, None):
+        raise AdapterError(
+            f"{path}: key use_rslora of {CONFIG} is {by_root!r}, expected true or "
+            "false."
+        )
+    scale = alpha / (rank**0.5 if by_root else rank)
     halves: dict[str, dict[str, jax.Array]] = {}
     try:
         with safe_open(os.path.join(path, WEIGHTS), framework="np") as file:
@@ -245,6 +256,11 @@ def read_adapter(path: str | PathLike[str]) -> SavedAdapter:
     if not factors:
         raise AdapterError(f"{path}: {WEIGHTS} has no adapter.")
     return SavedAdapter(path, factors, scale)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that float32 holds."""
+    return isinstance(value, int | float) and abs(value) <= FLOAT32.max
 
 
 def _parted(path: str, stored: str) -> tuple[str, str]:

@@ -41,6 +41,7 @@ from jaxkern.models.prompt_rows import (
     check_sizes,
     prompt_rows,
     prompt_shapes,
+    stop_tokens,
 )
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 
@@ -145,7 +146,7 @@ class ContinuousBatch:
         check_sizes(config, batch, prompt_slots, max_tokens, chunk)
         self.config, self.weights = config, weights
         self.prompt_slots, self.max_tokens = prompt_slots, max_tokens
-        self.image_patches, self.stop_ids = image_patches, tuple(sorted(stop_ids))
+        self.image_patches, self.stop_ids = image_patches, stop_tokens(stop_ids)
         slots = prompt_slots + max_tokens
         kinds = {"slots": slots, "sampling": sampling, "kind": cache}
         empty = functools.partial(empty_rows, config, **kinds)

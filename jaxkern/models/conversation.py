@@ -43,6 +43,7 @@ from jaxkern.models.image_prompts import (
     with_images,
 )
 from jaxkern.models.image_rule import Picture, vision_of
+from jaxkern.models.prompt_rows import check_seed, stop_tokens
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 from jaxkern.models.vision_tower import Features, Patches, image_features
 
@@ -95,7 +96,7 @@ class Conversation:
         self.config, self.weights, self.slots = config, weights, slots
         self.sampling, self.chunk, self.cache = sampling, chunk, cache
         jax.eval_shape(lambda: new_cache(config, 1, slots, cache))  # or a refusal
-        self.stop_ids = tuple(sorted(stop_ids))
+        self.stop_ids = stop_tokens(stop_ids, "chat")
         self.ids: list[int] = []
         self.pictures: tuple[Picture, ...] = ()
         self.kept = self._features = 0
@@ -130,8 +131,10 @@ class Conversation:
           seed: of the draws, together with the number of tokens before.
 
         Raises:
-          ValueError: the text leaves no slot for an answer.
+          ValueError: the text leaves no slot for an answer, or an option is out of
+            range.
         """
+        check_seed(seed, "chat")
         ids = [int(i) for i in ids]
         if not ids or min(ids) < 0 or max(ids) >= self.config.vocabulary:
             raise ValueError(

@@ -201,6 +201,8 @@ def heads_of(
     part, rope = 1.0, keys.string(f"{where}.rope_type", "default")
     if rope == "proportional":
         part = keys.number(f"{where}.partial_rotary_factor", 1.0)
+        if not 0 <= part <= 1:
+            raise keys.error(f"{where}.partial_rotary_factor", "expected 0 to 1")
     elif rope != "default":
         raise keys.error(f"{where}.rope_type", "known are default and proportional")
     theta = keys.number(f"{where}.rope_theta")

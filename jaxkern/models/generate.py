@@ -47,8 +47,10 @@ from jaxkern.models.image_prompts import Shown, expanded
 from jaxkern.models.prompt_rows import (
     check_seed,
     check_sizes,
+    longest_of,
     prompt_rows,
     prompt_shapes,
+    stop_tokens,
 )
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
 from jaxkern.runtime.plan.kept_calls import KeptCalls
@@ -143,7 +145,7 @@ class Generator:
         check_sizes(config, batch, prompt_slots, max_tokens, chunk)
         self.config, self.image_patches, self.drafts = config, image_patches, drafts
         self.weights, self.max_tokens, self.chunk = weights, max_tokens, chunk
-        self.stop_ids = tuple(sorted(stop_ids))
+        self.stop_ids = stop_tokens(stop_ids)
         self.batch, self.prompt_slots = batch, prompt_slots
         self.sampling, self._kind = sampling, cache
         # the first token comes with the prompt, the others in whole chunks
@@ -341,9 +343,9 @@ def generate(
     Returns:
       One list of token ids per prompt, of at most `max_tokens`, without the stop token.
     """
-    if not prompts:
+    if len(prompts) == 0:
         return []
-    longest, patches = max(map(len, prompts)), 0
+    longest, patches = longest_of(prompts), 0
     if images is not None:
         shown = expanded(config, prompts, images)
         images = [prompt.pictures for prompt in shown]

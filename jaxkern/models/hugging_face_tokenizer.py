@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from jaxkern.formats.safetensors import LONGEST_JSON, SafetensorsError
 from jaxkern.models.sampling import Sampling
-from jaxkern.models.tokenizer import END_TOKENS, GGUFTokenizer
+from jaxkern.models.tokenizer import END_TOKENS, GGUFTokenizer, check_text
 
 LONGEST_TEMPLATE = 2**20  # bytes
 
@@ -33,6 +33,7 @@ class FolderTokenizer(GGUFTokenizer):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids; a text with control tokens is a template's, which has its ends."""
+        check_text(text)
         self.tokenizer.encode_special_tokens = not special
         return self.tokenizer.encode(text, add_special_tokens=not special).ids
 

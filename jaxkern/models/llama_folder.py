@@ -112,6 +112,11 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, num_tensors: int) -> Llam
     if "partial_rotary" in form.features:
         part = keys.number("rope_parameters.partial_rotary_factor", 1.0)
         part = keys.number("partial_rotary_factor", part)
+    rotary_dim = int(head_dim * part)
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise keys.error(
+            "partial_rotary_factor", f"{rotary_dim} of {head_dim} dims cannot rotate"
+        )
     capped = "softcaps" in form.features
     cap = keys.number if form.name == "gemma2" else keys.number_or_none
     gelu = form.activation == "gelu_tanh"
@@ -130,7 +135,7 @@ def config_of_keys(form: Form, keys: ArchitectureKeys, num_tensors: int) -> Llam
         head_dim=head_dim,
         vocabulary=keys.integer("vocab_size"),
         eps=keys.number("rms_norm_eps"),
-        rotary_dim=int(head_dim * part),
+        rotary_dim=rotary_dim,
         theta=rotation.theta,
         pairing="neox",
         scaling=rotation.scaling,

@@ -1,6 +1,7 @@
 """Prompts as the rows of one array, with their images."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -33,9 +34,41 @@ def check_sizes(
         )
 
 
-def check_seed(seed: int) -> None:
-    if not -(2**31) <= seed < 2**31:
-        raise ValueError(f"generate: `seed` must be 32 bits wide, got {seed}.")
+def check_seed(seed: int, op: str = "generate") -> None:
+    if not -(2**31) <= whole_number(op, "seed", seed) < 2**31:
+        raise ValueError(f"{op}: `seed` must be 32 bits wide, got {seed}.")
+
+
+def stop_tokens(stop_ids: Iterable[int], op: str = "generate") -> tuple[int, ...]:
+    """The tokens that end an answer, in order."""
+    found = sorted(whole_number(op, "stop_ids", i) for i in stop_ids)
+    if found and not -(2**31) <= found[0] <= found[-1] < 2**31:
+        raise ValueError(f"{op}: `stop_ids` must be 32 bits wide, got {found}.")
+    return tuple(found)
+
+
+def whole_number(op: str, name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{op}: `{name}` must be whole numbers, got {value!r}."
+        ) from None
+
+
+def longest_of(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens of the longest prompt.
+
+    Raises:
+      TypeError: they are no lists, such as the tokens of one prompt.
+    """
+    for prompt in prompts:
+        if not hasattr(prompt, "__len__"):
+            raise TypeError(
+                "generate: `prompts` must be lists of tokens, one for each sequence, "
+                f"got {prompt!r} in the place of one."
+            )
+    return max(map(len, prompts))
 
 
 def prompt_rows(
@@ -55,6 +88,7 @@ def prompt_rows(
     if reads_images(config) or images is not None:
         shown = expanded(config, prompts, images)
         prompts = [prompt.tokens for prompt in shown]
+    longest_of(prompts)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if not all(1 <= n <= slots for n in lengths):
         raise ValueError(
@@ -68,7 +102,8 @@ def prompt_rows(
     tokens = np.zeros((len(prompts), slots), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         ids, most = np.asarray(prompt), config.vocabulary
-        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= most:
+        whole = ids.dtype.kind in "iu" and ids.ndim == 1
+        if not whole or ids.min() < 0 or ids.max() >= most:
             raise ValueError(
                 f"generate: prompts must be integers below {most}, the "
                 f"number of tokens, got {list(prompt)}."

@@ -107,7 +107,11 @@ class GGUFTokenizer:
           text: any string.
           special: read `<|im_end|>` and the like as control tokens. False for text from
             others: it then cannot speak for the system.
+
+        Raises:
+          ValueError: the text has half a pair of surrogates.
         """
+        check_text(text)
         self.tokenizer.encode_special_tokens = not special
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -158,6 +162,18 @@ class GGUFTokenizer:
             )
         except Exception as error:  # the template is anyone's; so is what it provokes
             raise ValueError(f"chat: the file's template fails: {error}") from error
+
+
+def check_text(text: str) -> None:
+    """Raises a ValueError for what UTF-8 cannot hold, as bytes of a shell that are no
+    text come to a program."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text: has half a pair of surrogates at character {error.start}, "
+            f"{text[error.start]!r}: it is not UTF-8."
+        ) from None
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GGUFTokenizer:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import types
 import typing
@@ -313,12 +314,14 @@ def _converted(hint: Any, name: str, value: Any, where: str) -> Any:
             return tuple(listed)
         raise ValueError(f"{where}: {name} must be a list of texts, got {value!r}.")
     if hint is float and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < 2**1023 else math.inf
     expected = {int: "an integer", float: "a number", str: "a text", bool: "true/false"}
     kind = hint if hint in expected else dict
     if type(value) is not kind:
         what = expected.get(kind, "a section")
         raise ValueError(f"{where}: {name} must be {what}, got {value!r}.")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{where}: {name} must be finite, got {value}.")
     return value
 
 

@@ -105,7 +105,7 @@ def train(run: RunConfig, *, start: int | None = None, quiet: bool = False) -> O
                 loss_of(loss_weights(state), base, placement.batch(b)) for b in checks
             ]
             value = mean_of(losses)
-            journal.add({"step": i, "evaluation": value})
+            journal.add({"step": i, "evaluation": finite(value)})
             screen.say(f"step {i}: evaluation loss {value:.4f}")
             meter.pass_over(i)
 
@@ -310,15 +310,14 @@ class Meter:
 def write_lines(
     journal: Journal, lines: list[Any], schedule: Callable, meter: Meter
 ) -> None:
-    """What is known of each step since the last call; NaN is null, as JSON has none."""
+    """What is known of each step since the last call."""
     found: list[dict[str, Any]] = []
     for i, metrics, tokens in lines:
-        loss, norm = float(metrics.loss), float(metrics.grad_norm)
         found.append(
             {
                 "step": i,
-                "loss": loss if np.isfinite(loss) else None,
-                "grad_norm": norm if np.isfinite(norm) else None,
+                "loss": finite(metrics.loss),
+                "grad_norm": finite(metrics.grad_norm),
                 "rate": float(schedule(i - 1 - meter.skipped)),
                 "tokens": tokens,
                 "skipped": bool(metrics.skipped),
@@ -329,6 +328,11 @@ def write_lines(
         found[-1] |= {"tokens_per_second": meter.rate, "mfu": meter.share}
     journal.add(*found)
     lines.clear()
+
+
+def finite(x: Any) -> float | None:
+    """The number; NaN and infinities are null in a journal, as JSON has none."""
+    return float(x) if np.isfinite(x) else None
 
 
 def result_of(run: RunConfig, job: Job, state: TrainState) -> str:

@@ -201,6 +201,8 @@ def changed(folder, **keys):
     ("change", "message"),
     [
         (dict(r=2), "ranks 3 and 3, r is 2"),
+        (dict(lora_alpha=float("inf")), "lora_alpha inf, expected .* a finite number"),
+        (dict(use_rslora="false"), "use_rslora .* is 'false', expected true or false"),
         (dict(use_dora=True), "key use_dora of adapter_config.json is True"),
         (dict(bias="all"), "key bias of adapter_config.json is 'all'"),
         (dict(rank_pattern={"q_proj": 4}), "rank_pattern .* not understood"),

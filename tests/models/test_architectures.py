@@ -226,6 +226,21 @@ def test_every_key_of_a_folder_is_used_harmless_or_refused(name):
                 assert after != before or known or same, (key, value)
 
 
+@pytest.mark.parametrize("share", [-1.0, 0.01, 33.0, 2.0**40])
+def test_heads_that_cannot_rotate_so_are_refused(share):
+    """Tables of so many pairs were made before anything was compared."""
+    for name, kind in (("phi3_longrope", ""), ("gemma4", "full_attention.")):
+        plain = read_safetensors_folder(FOLDERS[name])
+        end = f"rope_parameters.{kind}partial_rotary_factor"
+        [key] = (key for key in plain.metadata if key.endswith(end))
+        file = dataclasses.replace(plain, metadata={**plain.metadata, key: share})
+        if kind and share == 0.01:  # no pair rotates
+            assert described(file).config.far.rotated_pairs == 0
+            continue
+        with pytest.raises(SafetensorsError, match=r"partial_rotary_factor"):
+            described(file)
+
+
 def what_is_computed(file):
     model = described(file)
     return model.config, sorted(model.file.tensors)

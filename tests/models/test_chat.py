@@ -53,7 +53,8 @@ def chat(path, monkeypatch, capsys, tmp_path):
 
 def test_turns_commands_and_errors(chat, tmp_path, monkeypatch):
     """One chat through every command: the cache, the history and its file."""
-    file = tmp_path / "talk.json"
+    file, half = tmp_path / "talk.json", tmp_path / "half.json"
+    half.write_text(r'{"messages": [{"role": "user", "content": "\ud800"}]}')
     told = []
     plain = Conversation.answer
 
@@ -68,7 +69,8 @@ def test_turns_commands_and_errors(chat, tmp_path, monkeypatch):
         *("/set temperature 0", "/set top_k none"),
         *("/set seed -1", "/set temperature warm", "/nope", "/load", "/help"),
         *(KeyboardInterrupt, "/clear", "   ", "the end", f"/save {file}"),
-        *(f"/load {file}", f"/save {__file__}", "/system Be brief.", "/quit", "never"),
+        *(f"/load {half}", f"/load {file}", f"/save {__file__}"),
+        *("/system Be brief.", "/quit", "never"),
     )
     assert [goes_on for _, goes_on in told] == [False, True, False]
     assert told[1][0] > told[0][0] > told[2][0] - 10
@@ -87,6 +89,7 @@ def test_turns_commands_and_errors(chat, tmp_path, monkeypatch):
         "(forgotten)",
         f"(2 messages in {file})",
         "(2 messages)",
+        f'jaxkern: /load: {half} has no "messages" of a role',
         f"jaxkern: /save: {__file__} is there already.",
         "(system message set)",
     ):
@@ -127,6 +130,7 @@ def test_a_ctrl_c_stops_the_answer_and_not_the_chat(chat, monkeypatch):
         (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["--weights", "int3"], "must be one of auto"),
         (["--cache", "int9"], "cache: must be one of f32, f16"),
+        (["--seed", "2147483648"], "chat: `seed` must be 32 bits wide"),
     ],
 )
 def test_refusals(path, capsys, options, message):

@@ -330,6 +330,15 @@ def test_version(capsys):
     assert f"jax {jax.__version__}, jaxlib " in printed
 
 
+def test_a_stdout_that_is_not_utf8_ends_no_answer(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "latin-1"))
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    print("caf\xe9 \u2615", flush=True)
+    assert written.getvalue().endswith(b"caf\xe9 ?\n")
+
+
 def test_what_to_install_is_what_the_project_declares():
     """A message named this project's extra, which no package index has."""
     root = Path(__file__).parents[2]

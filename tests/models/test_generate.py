@@ -205,13 +205,28 @@ def test_refusals(model):
     generator = Generator(*model, batch=1, prompt_slots=4, max_tokens=1)
     with pytest.raises(ValueError, match="must have 1 to 4 tokens"):
         next(generator.stream([[]]))
-    for wrong in (-1, 288, 2**40, 1.5):
+    for wrong in (-1, 288, 2**40, 1.5, [2]):
+        prompt = [wrong, wrong] if isinstance(wrong, list) else [1, wrong]
         with pytest.raises(
             ValueError, match="integers below 288, the number of tokens"
         ):
-            next(generator.stream([[1, wrong]]))
+            next(generator.stream([prompt]))
+    for flat in (
+        generator.stream([1]),
+        iter(lambda: generate(*model, [1], max_tokens=1), 0),
+    ):
+        with pytest.raises(
+            TypeError, match=r"must be lists of tokens, .* got 1 in the"
+        ):
+            next(flat)
     with pytest.raises(ValueError, match="takes 1 prompts at a time, got 2"):
         next(generator.stream([[1], [2]]))
     with pytest.raises(ValueError, match="`seed` must be 32 bits wide, got 2147483648"):
         next(generator.stream([[1]], seed=2**31))
+    with pytest.raises(TypeError, match=r"`seed` must be whole numbers, got 1\.5"):
+        next(generator.stream([[1]], seed=1.5))
+    for wrong, kind in ((2**31, ValueError), (1.5, TypeError)):
+        with pytest.raises(kind, match="`stop_ids` must be"):
+            generate(*model, [[1]], max_tokens=1, stop_ids=[wrong])
     assert generate(*model, [], max_tokens=1) == []
+    assert generate(*model, np.zeros((0, 3), np.int32), max_tokens=1) == []

@@ -55,6 +55,13 @@ def test_special_tokens(metadata):
     assert tokenizer.stop_ids == {end, end - 2}  # <|im_end|> and <|endoftext|>
 
 
+def test_a_text_that_is_not_utf8_is_refused(metadata):
+    """As bytes of a shell that are none come to a program."""
+    tokenizer = tokenizer_from_gguf(metadata)
+    with pytest.raises(ValueError, match=r"surrogates at character 1, '.udcff'"):
+        tokenizer.encode("a\udcff")
+
+
 def test_bos_and_eos(metadata):
     bos, eos = 256, metadata["tokenizer.ggml.eos_token_id"]
     tokenizer = tokenizer_from_gguf(

@@ -1,5 +1,7 @@
 """The file of a run: every key known, of its type and in its range."""
 
+import math
+
 import pytest
 
 from jaxkern.train.run_config import (
@@ -41,12 +43,15 @@ def test_what_is_not_said_has_its_default():
         ({"out": ""}, "has no out"),
         ({"remat": "some"}, "remat must be one of none, attention, products, full"),
         ({"optimizer": {"final": 2}}, "optimizer.final must be 0 to 1, got 2.0"),
+        ({"optimizer": {"rate": math.inf}}, "optimizer.rate must be finite, got inf"),
+        ({"optimizer": {"rate": 10**400}}, "optimizer.rate must be finite, got inf"),
+        ({"lora": {"alpha": math.nan}}, "lora.alpha must be finite, got nan"),
         ({"accumulate": 3}, "data.rows must divide into accumulate = 3 parts, got 8"),
         ({"model": {"path": "m", "vocab_size": 3}}, "model has path and vocab_size"),
         ({"model": {}}, "has no model"),
         ({"lora": {"targets": 1}}, "lora.targets must be a list of texts"),
     ],
-    ids=str,
+    ids=lambda x: str(x)[:60],
 )
 def test_a_wrong_key_or_value_is_named(change, message):
     with pytest.raises(ValueError, match=f"^c.toml: {message}"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.train.run_config import Optimizer
-from jaxkern.train.trainer import mean_of, schedule_of
+from jaxkern.train.trainer import finite, mean_of, schedule_of
 
 
 def test_the_rate_rises_and_falls_as_it_is_said():
@@ -21,3 +21,9 @@ def test_the_rate_rises_and_falls_as_it_is_said():
 
 def test_an_evaluation_counts_tokens_and_not_batches():
     assert mean_of([(2.0, 30.0), (4.0, 10.0), (0.0, 0.0)]) == 2.5
+
+
+def test_a_journal_has_only_numbers_that_json_has():
+    """An evaluation that was not finite stood there as NaN."""
+    values = (mean_of([(float("nan"), 3.0)]), jnp.float32(jnp.inf), jnp.float32(2.5))
+    assert [finite(x) for x in values] == [None, None, 2.5]

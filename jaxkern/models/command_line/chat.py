@@ -67,8 +67,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _open(options: argparse.Namespace, path: Path) -> Chat:
     from jaxkern.models.conversation import Conversation
+    from jaxkern.models.prompt_rows import check_seed
     from jaxkern.models.text_model import open_model
 
+    check_seed(options.seed, "chat")
     cache = cache_of(options)
     with spinner(f"loading {path.name}", quiet=options.quiet):
         model = open_model(path, options.weights, **further_files_of(options))

@@ -225,10 +225,15 @@ def _is_message(m: object) -> bool:
         and m.keys() == {"role", "content"}
         and m["role"] in ROLES
         and (
-            isinstance(m["content"], str)
+            _is_text(m["content"])
             or (isinstance(m["content"], list) and all(map(_is_part, m["content"])))
         )
     )
+
+
+def _is_text(value: object) -> bool:
+    """One that can be saved again: JSON may have half a pair of surrogates."""
+    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
 
 
 def _is_part(part: object) -> bool:
@@ -237,7 +242,7 @@ def _is_part(part: object) -> bool:
     return (
         isinstance(part, dict)
         and {*part} in kinds
-        and all(isinstance(value, str) for value in part.values())
+        and all(map(_is_text, part.values()))
         and part["type"] in part
     )
 

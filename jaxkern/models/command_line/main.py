@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -47,6 +48,7 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code, 2 after an error of one line."""
+    _write_what_can_be_written()
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -68,6 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130  # as a shell reports it
     print(f"jaxkern: {one_line(message)}", file=sys.stderr)
     return 2
+
+
+def _write_what_can_be_written() -> None:
+    """Where stdout is no UTF-8, an answer has ? for the characters that are not there;
+    it would end at the first one."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _parser() -> argparse.ArgumentParser:
