@@ -103,6 +103,45 @@ def test_a_wrong_option_is_named(wrong, message):
         jaxkern.attention(x, x, x, causal=True, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"score": ["sigmoid"]}, "`score` must be str, got list"),
+        ({"score": np.ones(2)}, "`score` must be str, got ndarray"),
+        (
+            {"normalize": np.ones(2)},
+            r"`normalize` must be bool, got an array of .*\(2,",
+        ),
+        ({"num_groups": 1.5}, "`num_groups` must be int, got 1.5"),
+        (
+            {"scaling_factor": np.ones(1)},
+            "`scaling_factor` must be float, got an array",
+        ),
+    ],
+    ids=str,
+)
+def test_an_option_of_another_kind_is_named(wrong, message):
+    """Names and switches were left to the function, which spoke of hashes and truth."""
+    with pytest.raises(TypeError, match=f"^route: {message}"):
+        jaxkern.route(jnp.ones((2, 4)), 2, **wrong)
+
+
+@pytest.mark.parametrize("wrong", ["text", [1.0], None], ids=str)
+def test_weights_that_are_neither_an_array_nor_quantised_are_named(wrong):
+    message = "^grouped_matmul: `w` must be array or QuantizedTensor, got"
+    with pytest.raises(TypeError, match=message):
+        jaxkern.grouped_matmul(jnp.ones((2, 4)), wrong, jnp.array([2]))
+
+
+def test_a_number_that_is_held_as_an_array_is_the_number():
+    x = jnp.arange(8.0).reshape(2, 4)
+    weights, ids = jaxkern.route(x, jnp.asarray(2), scaling_factor=np.array(2.5))
+    for found, e in zip(
+        (weights, ids), jaxkern.route(x, 2, scaling_factor=2.5), strict=True
+    ):
+        np.testing.assert_array_equal(found, e)
+
+
 def test_a_negative_or_no_eps_is_refused_by_every_function_that_has_one():
     functions = [f for f in FUNCTIONS if "eps" in inspect.signature(f).parameters]
     assert len(functions) > 20

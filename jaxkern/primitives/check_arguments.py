@@ -37,17 +37,22 @@ WRONG = (str, bytes, list, tuple, dict, set, types.NoneType, types.FunctionType)
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What an annotation allows: an array, classes of containers, numbers."""
+    """What an annotation allows: an array, classes of containers, numbers, a string."""
 
     array: Annotated | None
     classes: tuple[type, ...]
     numbers: tuple[type, ...]
     optional: bool
     is_key: bool = False
+    text: bool = False
 
     def __str__(self) -> str:
         names = [cls.__name__ for cls in (*self.classes, *self.numbers)]
+        names += ["str"] * self.text
         return " or ".join(["array"] * (self.array is not None) + names)
+
+    def is_container(self, x: Any) -> bool:
+        return any(cls in type(x).__mro__ for cls in self.classes)  # a protocol, too
 
 
 def check_arguments[F: Callable](fn: F) -> F:
@@ -55,9 +60,10 @@ def check_arguments[F: Callable](fn: F) -> F:
 
     A list for an array, another dtype, a traced option: one TypeError with the names of
     function and argument, before anything is computed. What has `__jax_array__` counts
-    as the array that it gives.
-    What is annotated otherwise (strings, trees, tuples) is left to `fn`, and so is the
-    dtype of a mask: `fn` knows what else it can have been meant for.
+    as the array that it gives, and a number that is held as an array as the number.
+    What is annotated otherwise (trees, tuples) is left to `fn`, and so are the names
+    among which an option chooses, and the dtype of a mask: `fn` knows what else it can
+    have been meant for.
     """
 
     @functools.cache  # read at the first call: the import of all ops is to be short
@@ -89,18 +95,17 @@ def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
     """What `hint` allows, or None if that cannot be told by the type alone."""
     if hint in (PRNGKeyArray, PRNGKeyArray | None):
         return Declared(None, (), (), optional=hint != PRNGKeyArray, is_key=True)
-    union = isinstance(hint, types.UnionType)
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     parts = typing.get_args(hint) if union else (hint,)
     arrays = [p for p in parts if issubclass_safe(p, AbstractArray)]
     numbers = tuple(p for p in parts if p in NUMBERS)
-    classes = tuple(
-        p
-        for p in parts
-        if isinstance(p, type) and dataclasses.is_dataclass(p) and OWN in p.__module__
-    )
-    known = (*arrays, *numbers, *classes, types.NoneType)
-    if not (arrays or numbers or classes) or any(p not in known for p in parts):
+    classes = tuple(p for p in parts if is_container(p))
+    names = tuple(p for p in parts if is_text(p))
+    known = (*arrays, *numbers, *classes, *names, types.NoneType)
+    if len(known) == 1 or any(p not in known for p in parts):
         return None
+    if not (arrays or numbers or names) and any(map(is_protocol, classes)):
+        return None  # `fn` says which containers it reads
     every = [annotated(fn, name, array) for array in arrays]
     array = every[0] if every else None
     if len(every) > 1:
@@ -111,21 +116,43 @@ def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
         array = dataclasses.replace(array, dtypes=())
     elif array is not None and array.kind in INTEGERS:
         array = dataclasses.replace(array, dtypes=ANY_INTEGER)
-    return Declared(array, classes, numbers, types.NoneType in parts)
+    optional = types.NoneType in parts
+    return Declared(array, classes, numbers, optional, text=bool(names))
+
+
+def is_container(part: Any) -> bool:
+    """Whether part of an annotation is a class of ours that holds arrays."""
+    if not isinstance(part, type) or OWN not in part.__module__:
+        return False
+    return dataclasses.is_dataclass(part) or is_protocol(part)
+
+
+def is_protocol(part: type) -> bool:
+    return typing.Protocol in part.__bases__
+
+
+def is_text(part: Any) -> bool:
+    """Whether part of an annotation is a string, or one of several."""
+    words = typing.get_args(part) if typing.get_origin(part) is typing.Literal else ()
+    return part is str or any(isinstance(word, str) for word in words)
 
 
 def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
-    if (x is None and kind.optional) or isinstance(x, kind.classes):
+    if (x is None and kind.optional) or kind.is_container(x):
+        return x
+    if kind.text and isinstance(x, str):
         return x
     if kind.is_key:
         return checked_key(op, name, x)
+    if kind.numbers and kind.array is None:
+        x = as_number(op, name, kind, x)
     if isinstance(x, np.integer) and int in kind.numbers:
         x = int(x)  # so that options hash and compare as plain ones
     allowed = (*kind.numbers, *((int,) if float in kind.numbers else ()))
     if any(isinstance(x, NUMBERS[n]) for n in allowed):
         check_number(op, name, kind, x)
         return x
-    if kind.array is not None:
+    if kind.array is not None and not (kind.classes and isinstance(x, WRONG)):
         return at_least_int32(kind.array, as_array(op, kind.array, x))
     if isinstance(x, Tracer):
         raise TypeError(
@@ -136,6 +163,20 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
         return x  # another number, a concrete array, a symbolic size
     got = repr(x) if isinstance(x, str) else type(x).__name__
     raise TypeError(f"{op}: `{name}` must be {kind}, got {got}.")
+
+
+def as_number(op: str, name: str, kind: Declared, x: Any) -> Any:
+    """The number that an array holds; TypeError for several, or for a part of one."""
+    if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer):
+        if x.ndim:
+            raise TypeError(
+                f"{op}: `{name}` must be {kind}, got an array of shape {x.shape}."
+            )
+        x = x.item()
+    whole = int in kind.numbers and float not in kind.numbers
+    if whole and isinstance(x, float) and not x.is_integer():
+        raise TypeError(f"{op}: `{name}` must be {kind}, got {x}.")
+    return x
 
 
 def at_least_int32(declared: Annotated, x: jax.Array | None) -> jax.Array | None:

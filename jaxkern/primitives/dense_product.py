@@ -12,7 +12,12 @@ from jaxkern.primitives.index.embedding import explicit_spec
 
 def result_dtype(op: str, preferred: DTypeLike | None, default: Any) -> jnp.dtype:
     """The dtype to which the sums of a product are rounded."""
-    dtype = jnp.dtype(default if preferred is None else preferred)
+    try:
+        dtype = jnp.dtype(default if preferred is None else preferred)
+    except TypeError:
+        raise TypeError(
+            f"{op}: `preferred_element_type` must be a float dtype, got {preferred!r}."
+        ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"{op}: `preferred_element_type` must be a float dtype, got {dtype.name}."

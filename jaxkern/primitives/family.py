@@ -65,12 +65,17 @@ class KernelPrimitive(Primitive):
         left, right = (", ".join(" ".join(a.dims) for a in side) for side in sides)
         return f"{self.name}: {left} -> {right}"
 
-    def __call__(self, *operands: Any, **static: Any) -> Any:
+    def check(self, *operands: Any) -> list[jax.Array | None]:
+        """The operands as arrays; TypeError unless kinds and dims are as declared."""
         arrays = [
             as_array(self.name, a, x)
             for a, x in zip(self.operands, operands, strict=True)
         ]
         check_dims(repr(self), self.operands, arrays)
+        return arrays
+
+    def __call__(self, *operands: Any, **static: Any) -> Any:
+        arrays = self.check(*operands)
         check_static(self.name, static)
         absent = tuple(i for i, x in enumerate(arrays) if x is None)
         present = same_manual_axes([x for x in arrays if x is not None])

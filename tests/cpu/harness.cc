@@ -282,11 +282,11 @@ static float worst_selection(const Workers& workers, int64_t rows, int64_t v, in
       total = 0;
       for (int64_t i = 0; i < v; ++i) total += row[i] >= cut ? weight(i) : 0;
     }
-    double sum = 0, nearest = 0;
+    double sum = 0, nearest = 1;
     int64_t token = -1;
     for (int64_t i = 0; i < v && token < 0; ++i) {
       sum += row[i] >= cut ? weight(i) : 0;
-      nearest = fabs(sum / total - 0.5);
+      nearest = fmin(nearest, fabs(sum / total - 0.5));
       if (sum > 0.5 * total) token = i;
     }
     // where u meets a step, rounding decides

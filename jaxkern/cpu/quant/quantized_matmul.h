@@ -27,13 +27,18 @@ inline void normalise(const float* from, const float* weight, float eps, int64_t
 }
 
 // Normalises, rounds or widens x as the products need it, 16 rows to an item.
-inline void prepare(const QuantizedMatmul& p, const Activations& a, float* x32, int group,
+inline bool prepare(const QuantizedMatmul& p, const Activations& a, float* x32, int group,
                     const Workers& workers) {
   constexpr int64_t rows_at_once = 16;
   const int64_t width = p.w.width;
+  Flag failed;
   auto prepare_rows = [&](int64_t item) {
     const bool in_place = p.x_type == Float::f32 && !p.norm;
     Scratch<float> row32(!in_place && !x32 ? width : 0);
+    if (!row32.get()) {
+      failed.set();
+      return;
+    }
     const int64_t end = (item + 1) * rows_at_once;
     for (int64_t m = item * rows_at_once; m < (end < p.x_rows ? end : p.x_rows); ++m) {
       float* x = x32 ? x32 + m * width : row32.get();
@@ -53,6 +58,7 @@ inline void prepare(const QuantizedMatmul& p, const Activations& a, float* x32, 
   } else {
     workers.for_each(items, prepare_rows);
   }
+  return !failed;
 }
 
 inline F silu(F z) {
@@ -112,7 +118,7 @@ inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
                          : copies ? x32
                                   : static_cast<const float*>(p.x),
                          int8 ? code : nullptr, scale, code_sum.get(), floats.get()};
-  prepare(p, a, x32, form.group, workers);
+  if (!prepare(p, a, x32, form.group, workers)) return false;
 
   int64_t* rows = indices.get() + p.experts + 1;
   const Routes routes = {indices.get(), rows, rows + p.count};
@@ -189,11 +195,16 @@ inline bool quantized_matmul(const QuantizedMatmul& p, const Workers& workers) {
 inline bool quantized_embedding(const QuantizedEmbedding& p, const Workers& workers) {
   const Layout form = layouts[(int)p.w.format];
   const int64_t width = p.w.width, groups = width / form.group;
+  Flag failed;
   workers.for_each(p.count, [&](int64_t i) {
     const int64_t id = p.ids[i];
     const bool inside = 0 <= id && id < p.w.rows;
     Scratch<uint32_t> codes(width / 4 * tile_rows);
     Scratch<float> scales(2 * groups * tile_rows);
+    if (!codes.get() || !scales.get()) {
+      failed.set();
+      return;
+    }
     const Tile t = {codes.get(), scales.get(), scales.get() + groups * tile_rows};
     if (inside) decoders[(int)p.w.format](p.w, id / tile_rows, t);
     const int64_t row = id % tile_rows;
@@ -208,7 +219,7 @@ inline bool quantized_embedding(const QuantizedEmbedding& p, const Workers& work
       from_f32(p.y_type, value, p.y, i * width + k);
     }
   });
-  return true;
+  return !failed;
 }
 
 }  // namespace JAXKERN_ISA

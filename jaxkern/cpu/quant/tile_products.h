@@ -44,7 +44,8 @@ inline void prepare_row(const Activations& a, float* x, int64_t row, int64_t wid
     }
     const float largest = max_of_lanes(most);
     const float scale = largest / 127 + sum_of_lanes(poison);
-    const float inverse = largest > 0 ? 127 / largest : 0;
+    // of smaller numbers it is infinite: their codes are zeros
+    const float inverse = largest > 4e-37f ? 127 / largest : 0;
     for (int at = 0; at < activation_block; at += group) {
       F sums = {};
       for (int i = at; i < at + group; i += lanes) {

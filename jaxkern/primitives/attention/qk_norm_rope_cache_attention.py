@@ -107,7 +107,7 @@ def qk_norm_rope_cache_attention(
     """
     check_weights(OP, query_weight, key_weight, eps)
     cos, sin, pair_offset = rotary_tables(OP, key, cos, sin, pairing, pair_offset)
-    t, s = query.shape[1], key_cache.shape[1]
+    t, s = ((*jnp.shape(x), 1, 1)[1] for x in (query, key_cache))
     starts = per_sequence(OP, "positions", positions, query.shape[:1])
     _, window, _ = checked_visibility(OP, True, window, softcap, starts, starts, t, s)
     return qk_norm_rope_cache_attention_p(
@@ -204,10 +204,12 @@ def visible_operands(
 ) -> AttentionOperands:
     """What `attention` reads once the cache has the new tokens.
 
-    More of them than t count as t, which its causal rows see to, and fewer than 0 as 0.
+    More of them than t count as t, and fewer than 0 as 0. Positions behind the cache
+    are as good as its end, and their sums do not wrap.
     """
-    grown = query.shape[1] if new_lengths is None else jnp.maximum(new_lengths, 0)
-    lengths = positions + grown
+    t, s = query.shape[1], keys.shape[1]
+    grown = t if new_lengths is None else jnp.clip(new_lengths, 0, t)
+    lengths = jnp.minimum(positions, s) + grown
     return AttentionOperands(
         query, keys, values, None, None, None, None, lengths, positions, sinks
     )

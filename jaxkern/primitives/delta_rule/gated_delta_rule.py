@@ -138,14 +138,14 @@ def gated_delta_rule(
             f"gated_delta_rule: `chunk_size` is {chunk_size}. It counts tokens: 1 or "
             "more."
         )
-    op, (b, t, k) = "gated_delta_rule", (*jnp.shape(key), 1, 1, 1)[:3]
-    check_packing(op, (b, t), segment_ids, active_length, cu_seqlens)
+    operands = (query, key, value, g, beta)
+    packing = (segment_ids, active_length, cu_seqlens)
+    check_packing(gated_delta_rule_p, (*operands, None), *packing)
     if cu_seqlens is not None:
         options = dict(scale=scale, gqa=gqa, chunk_size=chunk_size)
         rule = functools.partial(gated_delta_rule, **options)
-        operands = (query, key, value, g, beta)
         return over_sequences(rule, operands, initial_state, cu_seqlens, longest)
-    order = head_order(op, gqa, k)
+    order = head_order("gated_delta_rule", gqa, (*jnp.shape(key), 1, 1, 1)[2])
     value, g, beta = (order(x, 2) for x in (value, g, beta))
     if initial_state is not None:
         initial_state = order(initial_state, 1)

@@ -116,10 +116,10 @@ def kimi_delta_attention(
             f"kimi_delta_attention: `chunk_size` is {chunk_size}. It counts tokens: 1 "
             "or more."
         )
-    op, shape = "kimi_delta_attention", (*jnp.shape(key), 1, 1)[:2]
-    check_packing(op, shape, segment_ids, active_length, cu_seqlens)
     options = dict(scale=scale, chunk_size=chunk_size)
     operands = (query, key, value, g, beta)
+    packing = (segment_ids, active_length, cu_seqlens)
+    check_packing(kimi_delta_attention_p, (*operands, None), *packing)
     if cu_seqlens is not None:
         rule = functools.partial(kimi_delta_attention, **options)
         return over_sequences(rule, operands, initial_state, cu_seqlens, longest)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.family import KernelPrimitive
 
 
 @check_arguments
@@ -69,13 +70,20 @@ def sequences_in_a_row(
 
 
 def check_packing(
-    op: str,
-    rows: tuple[int, ...],
+    p: KernelPrimitive,
+    operands: Sequence[Shaped[Array, "b t ..."] | None],
     segment_ids: Int[Array, "b t"] | None,
     active_length: Int[Array, " b"] | None,
     cu_seqlens: Int[Array, " sequences_and_1"] | None,
 ) -> None:
-    """Whether what says how the rows, `[b, t]`, are packed fits them and each other."""
+    """Whether what says how rows are packed fits the operands of p and each other.
+
+    A mask would be broadcast with an operand of other dims, so these are checked here.
+    """
+    if segment_ids is None and active_length is None and cu_seqlens is None:
+        return
+    p.check(*operands)
+    op, rows = p.name, jnp.shape(operands[0])[:2]
     if cu_seqlens is not None and (
         rows[0] != 1 or segment_ids is not None or active_length is not None
     ):

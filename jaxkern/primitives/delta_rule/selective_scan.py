@@ -96,6 +96,10 @@ def selective_scan(
         )
     rows, t = (*jnp.shape(x), 1, 1)[:2]
     groups = num_groups(b, c, jnp.shape(x))
+    if segment_ids is not None or active_length is not None:
+        # a mask would be broadcast with operands of other dims
+        one = b if groups is None else b[:, :, 0], c if groups is None else c[:, :, 0]
+        selective_scan_p.check(x, delta, a, *one, skip, gate, delta_bias, None, None)
     if active_length is not None:
         check_shape("active_length", active_length, (rows,))
         padding = (jnp.arange(t) >= jnp.asarray(active_length)[:, None])[..., None]

@@ -22,7 +22,9 @@ def step_in_pool(
 
     Out is zero where a row has no slot.
     """
-    slots = (*jnp.shape(pool), 1)[0]
+    if not jnp.ndim(pool):
+        raise TypeError(f"{op}: `state` must be a pool, [slots ...], got shape ().")
+    slots = pool.shape[0]
     held = occupied(op, state_indices, b, slots)
     out, rows = step(read_slots(pool, state_indices, held))
     out = jnp.where(held.reshape(-1, *(1,) * (out.ndim - 1)), out, 0)

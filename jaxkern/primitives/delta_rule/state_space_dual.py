@@ -105,8 +105,8 @@ def state_space_dual(
             f"state_space_dual: `chunk_size` is {chunk_size}. It counts tokens: 1 or "
             "more."
         )
-    rows = (*jnp.shape(x), 1, 1)[:2]
-    check_packing("state_space_dual", rows, segment_ids, active_length, cu_seqlens)
+    packing = (segment_ids, active_length, cu_seqlens)
+    check_packing(state_space_dual_p, (x, step, a, b, c, None, None), *packing)
     if cu_seqlens is not None:
 
         def rule(x, step, b, c, **options):

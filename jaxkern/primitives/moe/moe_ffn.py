@@ -178,6 +178,7 @@ def moe_ffn(
     if up_bias is not None and up is None:
         raise ValueError("moe_ffn: `up_bias` needs `up`. Pack it behind `gate_bias`.")
     k, d = ids.shape[-1], x.shape[-1]
+    check_experts(d, gate, up, down, halves=2 if gated and up is None else 1)
     tokens = jnp.reshape(x, (math.prod(x.shape[:-1]), d))
     plain = (alpha, limit, up_offset) == (1.0, None, 0.0) and not weigh_input
     plain = plain and gate_bias is None and up_bias is None and down_bias is None
@@ -235,6 +236,24 @@ def expert_activation(
             f"got {activation!r}."
         )
     return known[activation]
+
+
+def check_experts(d: int, gate: Any, up: Any, down: Any, halves: int) -> None:
+    """TypeError unless the weights fit x and each other; `halves` are of the gate."""
+    shape = gate.shape
+    if len(shape) != 3 or shape[2] != d or shape[1] % halves:
+        packed = "2*f, gate and up packed" if halves == 2 else "f"
+        raise TypeError(
+            f"moe_ffn: `gate` must be [e, {packed}, {d}] as `x` has {d} dims, got "
+            f"{shape}."
+        )
+    e, f = shape[0], shape[1] // halves
+    for name, w, expected in (("up", up, (e, f, d)), ("down", down, (e, d, f))):
+        if w is not None and w.shape != expected:
+            raise TypeError(
+                f"moe_ffn: `{name}` must be {expected} as `gate` is {shape}, got "
+                f"{w.shape}."
+            )
 
 
 def is_read_by_id(w: object) -> bool:

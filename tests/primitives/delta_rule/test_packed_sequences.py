@@ -53,3 +53,21 @@ def test_an_id_that_changes_in_the_padding_clears_no_state(op):
     np.testing.assert_allclose(out[:, :LENGTH], expected[0], atol=1e-5)
     np.testing.assert_allclose(state, expected[1], atol=1e-5)
     assert np.abs(state).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kimi_delta_attention"])
+def test_a_decay_without_a_batch_is_refused_where_a_mask_is_given(name):
+    """The mask was broadcast with it, and each row took the same decay."""
+    query, key, value, g, beta = RECURRENCES[name]
+    rule = getattr(jaxkern, name)
+    for mask in (dict(segment_ids=IDS), dict(active_length=np.array([LENGTH, 3]))):
+        with pytest.raises(TypeError, match=rf"{name}: `g` must have dims \[b t"):
+            rule(query, key, value, g[0], beta, **mask)
+
+
+@pytest.mark.parametrize("name", ["state_space_dual", "selective_scan"])
+def test_a_step_without_a_batch_is_refused_where_a_mask_is_given(name):
+    x, step, *others = RECURRENCES[name]
+    for mask in (dict(segment_ids=IDS), dict(active_length=np.array([LENGTH, 3]))):
+        with pytest.raises(TypeError, match=rf"{name}: `(step|delta)` must have dims"):
+            getattr(jaxkern, name)(x, step[0], *others, **mask)

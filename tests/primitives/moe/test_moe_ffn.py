@@ -371,3 +371,22 @@ def test_errors_say_what_to_do():
         moe_ffn(x, IDS["balanced"], weights, gate, up, down, None, None, bias)
     with pytest.raises(TypeError, match=r"moe_ffn: `ids` and `weights` must be"):
         moe_ffn(x[:3], IDS["balanced"], weights, gate, up, down)
+
+
+def test_weights_that_do_not_fit_are_named():
+    """Without this an operator within refuses its own operands: `w` of what?"""
+    x, weights, gate, up, down = map(jnp.float32, arguments())
+    ids = IDS["balanced"]
+    both = jnp.concatenate([gate, up], axis=1)
+    for wrong, message in [
+        ((gate[..., :-1], up, down), "`gate` must be"),
+        ((gate[0], up, down), "`gate` must be"),
+        ((both[:, :-1], None, down), r"`gate` must be \[e, 2\*f, gate and up packed"),
+        ((gate, up[1:], down), "`up` must be"),
+        ((gate, up, down[..., :-1]), "`down` must be"),
+        ((gate, up, "down"), "`down` must be array or QuantizedTensor, got 'down'"),
+        ((gate.astype(int), up, down), "`gate` must have a dtype of kind Float"),
+    ]:
+        for rows in (slice(None), slice(1)):  # the sorted rows, and a few tokens
+            with pytest.raises(TypeError, match=f"moe_ffn: {message}"):
+                moe_ffn(x[rows], ids[rows], weights[rows], *wrong)
