@@ -40,7 +40,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *kimi_linear_files.ARCHITECTURES,
     *mistral_files.ARCHITECTURES,
 )
-BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
+BY_GGUF = {name: a for a in ARCHITECTURES if a.gguf for name in (a.gguf, *a.gguf_also)}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}
 
 

@@ -40,6 +40,7 @@ from jaxkern.models.mixers.latent import LatentAttention
 from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.mixers.mamba2 import Mamba2
 from jaxkern.models.mixers.mixing import Rotation
+from jaxkern.models.mixers.parallel import Parallel
 from jaxkern.models.mixers.short_conv import ShortConv
 from jaxkern.models.registry import described
 from jaxkern.models.weight_reader import expand
@@ -54,9 +55,17 @@ MIXERS = (
     LatentAttention(2, 8, 0, 4, 4, 4, 0.3, TURNS),
     DeltaNet(1, 2, 4, 4, taps=4),
     ShortConv(16, taps=3, bias=True),
-    Mamba2(2, 4, groups=1, state_dim=4, taps=2),
+    Parallel(
+        FullAttention(2, 1, 4, TURNS, wide_norms=True),
+        Mamba2(2, 4, 1, 4, 2, gate="behind", factors=(0.9, 1.1, 0.8, 1.2, 0.7)),
+        (0.8, 1.2),
+    ),
+    None,
 )
 EXPERTS = Mixture(4, 8, 2, score="sigmoid", correction=True, router_bias=True)
+WITHOUT_A_GATE = Mixture(
+    4, 8, 2, gated=False, latent=6, shared=Dense(8, "_shexp", gated=False)
+)
 CONFIG = DecoderConfig(
     architecture="test",
     context=64,
@@ -64,7 +73,11 @@ CONFIG = DecoderConfig(
     vocabulary=20,
     eps=1e-3,
     mixers=MIXERS,
-    feed_forwards=(Dense(12), EXPERTS, *(Dense(12),) * 3),
+    feed_forwards=(
+        Dense(12, alpha=1.5, scale=0.8),
+        EXPERTS,
+        *(None, Dense(12), None, WITHOUT_A_GATE),
+    ),
     residual_scale=0.7,
 )
 

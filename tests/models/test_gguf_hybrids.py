@@ -63,14 +63,19 @@ def tensors_of(folder):
     return found
 
 
-def write(path, kind, keys, tensors, others=None, *, in_parts_of=0):
-    """Keys of the architecture, and others by their whole names."""
+def write(path, kind, keys, tensors, others=None, *, in_parts_of=0, packed=()):
+    """Keys of the architecture, and others by their whole names; `packed` as Q8_0."""
     writer = gguf.GGUFWriter(path, kind, split_max_tensors=in_parts_of)
     whole = {f"{kind}.{key}": value for key, value in keys.items()}
     for key, value in (whole | (others or {})).items():
         add_key(writer, key, value)
     for name, w in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(w, np.float32))
+        w = np.ascontiguousarray(w, np.float32)
+        if name in packed:
+            q8 = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(w, q8), raw_dtype=q8)
+        else:
+            writer.add_tensor(name, w)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -88,6 +93,47 @@ def recurrent(tensors):
             w = w[:, 0]
         found[name] = w
     return found
+
+
+def renamed(tensors, **names):
+    """Parts of names in other words."""
+    found = {}
+    for name, w in tensors.items():
+        for old, new in names.items():
+            name = name.replace(f".{old}.", f".{new}.")
+        found[name] = w
+    return found
+
+
+def rows_in_pairs(tensors):
+    """Rows of q and k as converters of Llama's relatives sort them, of heads of 8."""
+    found = dict(tensors)
+    for name, w in tensors.items():
+        if name.endswith((".attn_q.weight", ".attn_k.weight")):
+            heads = w.reshape(-1, 2, 4, 32)
+            found[name] = heads.swapaxes(1, 2).reshape(w.shape)
+    return found
+
+
+def of_mamba2(tensors, groups):
+    """Recurrent layers with rates and skips by heads, norms by groups."""
+    found = recurrent(tensors)
+    for name, w in found.items():
+        if name.endswith((".ssm_a", ".ssm_d")):
+            found[name] = w[:, None]
+        elif name.endswith(".ssm_norm.weight"):
+            found[name] = w.reshape(groups, -1)
+    return found
+
+
+def check_file(path, name, but, atol=1e-4):
+    """Logits of the golden folder, and no key that is overlooked."""
+    tokens, truth = golden_of(name)
+    found = forward(*load(path, "f32"), tokens)
+    np.testing.assert_allclose(found, truth, rtol=0, atol=atol)
+    file = read_gguf(path)
+    check_every_key(file, but=but)
+    return file
 
 
 SIZES = {
@@ -327,15 +373,7 @@ def granite(tmp_path_factory):
 
 def test_granite(granite, tmp_path):
     """The converter also sorts the rows of q and k by pairs, which nothing rotates."""
-    tensors = recurrent(tensors_of(granite))
-    for name, w in tensors.items():
-        if name.endswith((".ssm_a", ".ssm_d")):
-            tensors[name] = w[:, None]
-        elif name.endswith(".ssm_norm.weight"):
-            tensors[name] = w[None]
-        elif name.endswith((".attn_q.weight", ".attn_k.weight")):
-            heads = w.reshape(-1, 2, 4, 32)
-            tensors[name] = heads.swapaxes(1, 2).reshape(w.shape)
+    tensors = of_mamba2(rows_in_pairs(tensors_of(granite)), 1)
     path = write(tmp_path / "m.gguf", "granitehybrid", GRANITE, tensors)
     tokens, _ = golden_of("granitemoehybrid")
     found = forward(*load(path, "f32"), tokens)
@@ -354,6 +392,12 @@ def test_granite(granite, tmp_path):
             described(replace(file, metadata=metadata))
 
 
+HEADS = {
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "rope.freq_base": 10000.0,
+}
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
 def test_gemma4(name, tmp_path):
     """The config and weights of the folder, whose logits are those of transformers.
