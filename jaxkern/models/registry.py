@@ -14,6 +14,7 @@ from jaxkern.formats.safetensors import CODES, SafetensorsFolder
 from jaxkern.models import (
     deepseek_files,
     gemma4_files,
+    glm4_moe_files,
     gpt_oss_files,
     granite_hybrid_files,
     hugging_face,
@@ -36,6 +37,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *qwen3_vl_files.ARCHITECTURES,
     *lfm2_files.ARCHITECTURES,
     *deepseek_files.ARCHITECTURES,
+    *glm4_moe_files.ARCHITECTURES,
     *granite_hybrid_files.ARCHITECTURES,
     *kimi_linear_files.ARCHITECTURES,
     *mistral_files.ARCHITECTURES,

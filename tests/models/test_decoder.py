@@ -335,6 +335,7 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
             "8 of 24 dims rotate",
         ),
         ("mistral3", "text_config.model_type", "mistral", "known are ministral3 and"),
+        ("glm4_moe", "n_group", 3, "8 experts, of which 2 groups count"),
     ],
 )
 def test_refusals(name, key, value, message):

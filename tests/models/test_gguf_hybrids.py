@@ -398,6 +398,35 @@ HEADS = {
     "attention.value_length": 16,
     "rope.freq_base": 10000.0,
 }
+GLM4_MOE = {
+    **SIZES,
+    **HEADS,
+    "block_count": 3,
+    "nextn_predict_layers": 1,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 16,
+    "expert_shared_count": 2,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+}
+
+
+def test_glm4_moe(tmp_path):
+    """With a third layer that predicts a further token, which is left out."""
+    tensors = tensors_of(FOLDERS / "glm4_moe")
+    tensors = renamed(tensors, ffn_norm="post_attention_norm")
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((32, 64))
+    path = write(tmp_path / "m.gguf", "glm4moe", GLM4_MOE, tensors)
+    check_file(path, "glm4_moe", ("rope.scaling.",))
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
 def test_gemma4(name, tmp_path):
     """The config and weights of the folder, whose logits are those of transformers.
