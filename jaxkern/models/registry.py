@@ -21,7 +21,9 @@ from jaxkern.models import (
     kimi_linear_files,
     lfm2_files,
     llama_files,
+    minimax_m2_files,
     mistral_files,
+    olmoe_files,
     qwen3_moe_files,
     qwen3_next_files,
     qwen3_vl_files,
@@ -41,6 +43,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *granite_hybrid_files.ARCHITECTURES,
     *kimi_linear_files.ARCHITECTURES,
     *mistral_files.ARCHITECTURES,
+    *minimax_m2_files.ARCHITECTURES,
+    *olmoe_files.ARCHITECTURES,
 )
 BY_GGUF = {name: a for a in ARCHITECTURES if a.gguf for name in (a.gguf, *a.gguf_also)}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}

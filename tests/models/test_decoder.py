@@ -336,6 +336,10 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
         ),
         ("mistral3", "text_config.model_type", "mistral", "known are ministral3 and"),
         ("glm4_moe", "n_group", 3, "8 experts, of which 2 groups count"),
+        ("minimax_m2", "attn_type_list", [0, 1], "expected 1 for each of 2 layers"),
+        ("minimax_m2", "rotary_dim", 4, "but 8 of 16 dims rotate"),
+        ("minimax_m2", "qk_norm_type", "per_head", "qk_norm_type is 'per_head'"),
+        ("olmoe", "clip_qkv", 8.0, "clip_qkv is 8.0"),
     ],
 )
 def test_refusals(name, key, value, message):

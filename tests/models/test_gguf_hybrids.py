@@ -427,6 +427,47 @@ def test_glm4_moe(tmp_path):
     check_file(path, "glm4_moe", ("rope.scaling.",))
 
 
+MINIMAX_M2 = {
+    **SIZES,
+    **HEADS,
+    "feed_forward_length": 16,
+    "rope.dimension_count": 8,
+    "expert_count": 6,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 16,
+    "expert_gating_func": 2,
+}
+
+
+def test_minimax_m2(tmp_path):
+    tensors = tensors_of(FOLDERS / "minimax_m2")
+    path = write(tmp_path / "m.gguf", "minimax-m2", MINIMAX_M2, tensors)
+    file = check_file(path, "minimax_m2", ("rope.scaling.", "feed_forward_length"))
+    metadata = {**file.metadata, "minimax-m2.expert_gating_func": 1}
+    with pytest.raises(GGUFError, match="expected 2, sigmoid"):
+        described(replace(file, metadata=metadata))
+
+
+OLMOE = {
+    **SIZES,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.head_count_kv": 2,
+    "feed_forward_length": 16,
+    "expert_count": 6,
+    "expert_used_count": 3,
+}
+
+
+def test_olmoe(tmp_path):
+    path = write(tmp_path / "m.gguf", "olmoe", OLMOE, tensors_of(FOLDERS / "olmoe"))
+    normalised = "expert_weights_norm"
+    but = ("rope.scaling.", "expert_feed_forward_length", normalised)
+    file = check_file(path, "olmoe", but)
+    metadata = {**file.metadata, f"olmoe.{normalised}": True}
+    with pytest.raises(GGUFError, match="expected weights as they are"):
+        described(replace(file, metadata=metadata))
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
 def test_gemma4(name, tmp_path):
     """The config and weights of the folder, whose logits are those of transformers.
