@@ -340,6 +340,7 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
         ("minimax_m2", "rotary_dim", 4, "but 8 of 16 dims rotate"),
         ("minimax_m2", "qk_norm_type", "per_head", "qk_norm_type is 'per_head'"),
         ("olmoe", "clip_qkv", 8.0, "clip_qkv is 8.0"),
+        ("granite", "mlp_bias", True, "mlp_bias is True"),
     ],
 )
 def test_refusals(name, key, value, message):

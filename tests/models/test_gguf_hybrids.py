@@ -468,6 +468,33 @@ def test_olmoe(tmp_path):
         described(replace(file, metadata=metadata))
 
 
+GRANITE_3 = {
+    **SIZES,
+    "attention.head_count_kv": 2,
+    "attention.scale": 0.2,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.4,
+    "logit_scale": 2.0,
+}
+WITH_EXPERTS = {"feed_forward_length": 16, "expert_count": 6, "expert_used_count": 3}
+
+
+@pytest.mark.parametrize(
+    "name", ["granite", pytest.param("granitemoe", marks=pytest.mark.full)]
+)
+def test_granite_3(name, tmp_path):
+    """Rows of q and k in pairs; sizes of states as of Granite 4 without Mamba-2."""
+    keys = GRANITE_3 | {"ssm.state_size": 128, "ssm.group_count": 1}
+    keys |= WITH_EXPERTS if name == "granitemoe" else {}
+    tensors = rows_in_pairs(tensors_of(FOLDERS / name))
+    path = write(tmp_path / "m.gguf", name, keys, tensors)
+    but = ("rope.scaling.", "ssm.", "expert_used_count", "expert_feed_forward_length")
+    file = check_file(path, name, but)
+    metadata = {**file.metadata, f"{name}.rope.scaling.finetuned": False}
+    config = described(replace(file, metadata=metadata)).config
+    assert all(mixer.rotation is None for mixer in config.mixers)
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
 def test_gemma4(name, tmp_path):
     """The config and weights of the folder, whose logits are those of transformers.
