@@ -24,6 +24,7 @@ from jaxkern.models import (
     llama_files,
     minimax_m2_files,
     mistral_files,
+    nemotron_h_files,
     olmoe_files,
     qwen3_moe_files,
     qwen3_next_files,
@@ -47,6 +48,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *mistral_files.ARCHITECTURES,
     *minimax_m2_files.ARCHITECTURES,
     *olmoe_files.ARCHITECTURES,
+    *nemotron_h_files.ARCHITECTURES,
 )
 BY_GGUF = {name: a for a in ARCHITECTURES if a.gguf for name in (a.gguf, *a.gguf_also)}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}

@@ -341,6 +341,14 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
         ("minimax_m2", "qk_norm_type", "per_head", "qk_norm_type is 'per_head'"),
         ("olmoe", "clip_qkv", 8.0, "clip_qkv is 8.0"),
         ("granite", "mlp_bias", True, "mlp_bias is True"),
+        ("nemotron_h", "time_step_limit", [0.0, 0.5], "programs differ in it"),
+        ("nemotron_h", "mlp_hidden_act", "silu", "mlp_hidden_act is 'silu'"),
+        ("nemotron_h", "norm_eps", 1e-6, "but layer_norm_epsilon is 1e-05"),
+        ("nemotron_h", "hybrid_override_pattern", "ME*x", "expected letters of"),
+        ("nemotron_h", "hybrid_override_pattern", "MM*-", "override_pattern contra"),
+        ("nemotron_h", "attention_head_dim", 8, "but head_dim is 16"),
+        ("nemotron_h", "n_groups", 3, "8 heads cannot share them"),
+        ("nemotron_h", "n_shared_experts", 2, "n_shared_experts is 2"),
     ],
 )
 def test_refusals(name, key, value, message):

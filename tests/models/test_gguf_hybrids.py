@@ -495,6 +495,107 @@ def test_granite_3(name, tmp_path):
     assert all(mixer.rotation is None for mixer in config.mixers)
 
 
+NEMOTRON = {
+    **SIZES,
+    **HEADS,
+    "context_length": 2**20,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.head_count_kv": [0, 0],
+    "feed_forward_length": [0, 32],
+    "rope.scaling.finetuned": False,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 8,
+    "ssm.inner_size": 64,
+}
+NEMOTRON_MOE = {
+    **NEMOTRON,
+    "block_count": 3,
+    "nextn_predict_layers": 1,
+    "attention.head_count_kv": [0, 0, 2],
+    "feed_forward_length": [0, 32, 32],
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 24,
+    "expert_shared_count": 1,
+    "expert_group_count": 1,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+    "moe_latent_size": 64,
+}
+
+
+def test_nemotron_h_with_experts(tmp_path):
+    """Experts of a latent; a third layer that predicts a further token is left out."""
+    tensors = of_mamba2(tensors_of(FOLDERS / "nemotron_h_latent"), 2)
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((32, 64))
+    path = write(tmp_path / "m.gguf", "nemotron_h_moe", NEMOTRON_MOE, tensors)
+    but = ("rope.", "attention.", "expert_gating_func", "feed_forward_length")
+    file = check_file(path, "nemotron_h_latent", but)
+    for key, value, message in (
+        ("attention.head_count_kv", [2, 0, 2], "has no tensor blk.0.attn_q.weight"),
+        ("attention.head_count_kv", [0, 2, 2], "expected 0 in layers with attention"),
+        ("attention.head_count_kv", [0, 2], "a number for each of 3 layers"),
+        ("ssm.group_count", 3, "8 heads cannot share them"),
+        ("expert_gating_func", 1, "expected 2, sigmoid"),
+        ("expert_group_count", 2, "expected 1"),
+    ):
+        metadata = {**file.metadata, f"nemotron_h_moe.{key}": value}
+        with pytest.raises(GGUFError, match=message):
+            described(replace(file, metadata=metadata))
+
+
+@pytest.mark.full
+def test_nemotron_h_packed(tmp_path):
+    """Blocks of 8 bits of every matrix, kept or decoded: the same logits."""
+    tensors = of_mamba2(tensors_of(FOLDERS / "nemotron_h_latent"), 2)
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((32, 64))
+    packed = [n for n, w in tensors.items() if w.ndim > 1 and w.shape[-1] % 32 == 0]
+    parts = ("ffn_up_exps", "ffn_down_exps", "ffn_latent_up", "ssm_in")
+    assert {part for part in parts if any(part in name for name in packed)} == {*parts}
+    path = tmp_path / "m.gguf"
+    write(path, "nemotron_h_moe", NEMOTRON_MOE, tensors, packed=packed)
+    tokens, _ = golden_of("nemotron_h_latent")
+    packed, decoded = (forward(*load(path, how), tokens) for how in ("packed", "f32"))
+    assert np.std(decoded) > 0.3
+    np.testing.assert_allclose(packed, decoded, rtol=0, atol=1e-4)
+
+
+@pytest.mark.full
+def test_nemotron_h_dense(tmp_path):
+    """The layers of the golden folder without the experts, against that folder."""
+    folder = tmp_path / "folder"
+    shutil.copytree(FOLDERS / "nemotron_h", folder)
+    config = json.loads((folder / "config.json").read_text())
+    kinds = config["layers_block_type"]
+    assert kinds == ["linear_attention", "moe", "full_attention", "mlp"]
+    config |= {"layers_block_type": [kinds[i] for i in (0, 2, 3)]}
+    config |= {"time_step_min": 1e-9}  # GGUF files have no bound
+    config.pop("num_hidden_layers", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    at = {0: 0, 2: 1, 3: 2}
+    tensors = {}
+    for name, w in load_file(folder / "model.safetensors").items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            if int(parts[2]) not in at:
+                continue
+            parts[2] = str(at[int(parts[2])])
+        tensors[".".join(parts)] = w
+    save_file(tensors, folder / "model.safetensors")
+    keys = NEMOTRON | {"block_count": 3, "attention.head_count_kv": [0, 2, 0]}
+    keys |= {"feed_forward_length": [0, 0, 48]}
+    stored = of_mamba2(tensors_of(folder), 2)
+    path = write(tmp_path / "m.gguf", "nemotron_h", keys, stored)
+    tokens, _ = golden_of("nemotron_h")
+    found = forward(*load(path, "f32"), tokens)
+    truth = forward(*load_opened(read_safetensors_folder(folder), "f32"), tokens)
+    assert np.std(truth) > 0.3
+    np.testing.assert_allclose(found, truth, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
 def test_gemma4(name, tmp_path):
     """The config and weights of the folder, whose logits are those of transformers.
