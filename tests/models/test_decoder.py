@@ -349,6 +349,9 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
         ("nemotron_h", "attention_head_dim", 8, "but head_dim is 16"),
         ("nemotron_h", "n_groups", 3, "8 heads cannot share them"),
         ("nemotron_h", "n_shared_experts", 2, "n_shared_experts is 2"),
+        ("falcon_h1", "mlp_multipliers", [1.0], "expected 2 positive numbers"),
+        ("falcon_h1", "projectors_bias", True, "projectors_bias is True"),
+        ("falcon_h1", "mamba_n_heads", 7, "2 groups, 64 channels"),
     ],
 )
 def test_refusals(name, key, value, message):

@@ -596,6 +596,42 @@ def test_nemotron_h_dense(tmp_path):
     np.testing.assert_allclose(found, truth, rtol=0, atol=2e-5)
 
 
+FALCON_H1 = {
+    **SIZES,
+    **HEADS,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    **{key: x for key, x in NEMOTRON.items() if key.startswith("ssm.")},
+}
+
+
+def test_falcon_h1(tmp_path):
+    """The converter multiplies the weights by the factors."""
+    said = json.loads((FOLDERS / "falcon_h1" / "config.json").read_text())
+    gate, down = said["mlp_multipliers"]
+    enters = said["attention_in_multiplier"]
+    parts = np.repeat(said["ssm_multipliers"], (64, 64, 16, 16, 8))
+    factors = {
+        "token_embd": said["embedding_multiplier"],
+        "output": said["lm_head_multiplier"],
+        "attn_q": enters,
+        "attn_k": enters * said["key_multiplier"],
+        "attn_v": enters,
+        "attn_output": said["attention_out_multiplier"],
+        "ssm_in": said["ssm_in_multiplier"] * parts[:, None],
+        "ssm_out": said["ssm_out_multiplier"],
+        "ffn_gate": gate,
+        "ffn_down": down,
+    }
+    tensors = {}
+    for name, w in of_mamba2(tensors_of(FOLDERS / "falcon_h1"), 2).items():
+        part = name.split(".")[-2]
+        if part == "ffn_norm":  # whose name the converter leaves bare
+            name = name.removesuffix(".weight")
+        tensors[name] = w * np.float32(factors.get(part, 1.0))
+    path = write(tmp_path / "m.gguf", "falcon-h1", FALCON_H1, tensors)
+    check_file(path, "falcon_h1", ("rope.scaling.",))
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
 def test_gemma4(name, tmp_path):
     """The config and weights of the folder, whose logits are those of transformers.
