@@ -30,6 +30,7 @@ from jaxkern.models import (
     qwen3_moe_files,
     qwen3_next_files,
     qwen3_vl_files,
+    seed_oss_files,
 )
 from jaxkern.models.architecture import Architecture, ModelFile, Tensor
 
@@ -51,6 +52,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *olmoe_files.ARCHITECTURES,
     *nemotron_h_files.ARCHITECTURES,
     *falcon_h1_files.ARCHITECTURES,
+    *seed_oss_files.ARCHITECTURES,
 )
 BY_GGUF = {name: a for a in ARCHITECTURES if a.gguf for name in (a.gguf, *a.gguf_also)}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}

@@ -352,6 +352,7 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
         ("falcon_h1", "mlp_multipliers", [1.0], "expected 2 positive numbers"),
         ("falcon_h1", "projectors_bias", True, "projectors_bias is True"),
         ("falcon_h1", "mamba_n_heads", 7, "2 groups, 64 channels"),
+        ("seed_oss", "attention_out_bias", True, "has no tensor .*o_proj.bias"),
     ],
 )
 def test_refusals(name, key, value, message):

@@ -596,6 +596,16 @@ def test_nemotron_h_dense(tmp_path):
     np.testing.assert_allclose(found, truth, rtol=0, atol=2e-5)
 
 
+SEED_OSS = {**SIZES, **HEADS}
+
+
+def test_seed_oss(tmp_path):
+    tensors = tensors_of(FOLDERS / "seed_oss")
+    tensors = renamed(tensors, ffn_norm="post_attention_norm")
+    path = write(tmp_path / "m.gguf", "seed_oss", SEED_OSS, tensors)
+    check_file(path, "seed_oss", ("rope.scaling.",))
+
+
 FALCON_H1 = {
     **SIZES,
     **HEADS,
