@@ -13,6 +13,7 @@ from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import CODES, SafetensorsFolder
 from jaxkern.models import (
     deepseek_files,
+    ernie4_5_files,
     falcon_h1_files,
     gemma4_files,
     glm4_moe_files,
@@ -53,6 +54,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *nemotron_h_files.ARCHITECTURES,
     *falcon_h1_files.ARCHITECTURES,
     *seed_oss_files.ARCHITECTURES,
+    *ernie4_5_files.ARCHITECTURES,
 )
 BY_GGUF = {name: a for a in ARCHITECTURES if a.gguf for name in (a.gguf, *a.gguf_also)}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}

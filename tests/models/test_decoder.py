@@ -353,6 +353,9 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
         ("falcon_h1", "projectors_bias", True, "projectors_bias is True"),
         ("falcon_h1", "mamba_n_heads", 7, "2 groups, 64 channels"),
         ("seed_oss", "attention_out_bias", True, "has no tensor .*o_proj.bias"),
+        ("ernie4_5", "use_bias", True, "use_bias is True"),
+        ("ernie4_5_moe", "moe_norm_min", 0.1, "expected 1e-09 or less"),
+        ("ernie4_5_moe", "moe_layer_end_index", 2, "expected the number of one of 2"),
     ],
 )
 def test_refusals(name, key, value, message):

@@ -606,6 +606,40 @@ def test_seed_oss(tmp_path):
     check_file(path, "seed_oss", ("rope.scaling.",))
 
 
+ERNIE = {
+    **SIZES,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.head_count_kv": 2,
+    "rope.freq_base": 500000.0,
+}
+ERNIE_MOE = {
+    **ERNIE,
+    "interleave_moe_layer_step": 1,
+    "leading_dense_block_count": 1,
+    "expert_count": 6,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 16,
+    "expert_shared_count": 2,
+    "expert_shared_feed_forward_length": 32,
+}
+
+
+def test_ernie(tmp_path):
+    keys = ERNIE | {"attention.key_length": 16, "attention.value_length": 16}
+    tensors = tensors_of(FOLDERS / "ernie4_5")
+    path = write(tmp_path / "m.gguf", "ernie4_5", keys, tensors)
+    check_file(path, "ernie4_5", ("rope.scaling.",))
+
+
+@pytest.mark.full
+def test_ernie_with_experts(tmp_path):
+    tensors = tensors_of(FOLDERS / "ernie4_5_moe")
+    row = "blk.1.exp_probs_b.bias"
+    tensors[row] = tensors[row][0]
+    path = write(tmp_path / "m.gguf", "ernie4_5-moe", ERNIE_MOE, tensors)
+    check_file(path, "ernie4_5_moe", ("rope.scaling.", "expert_shared_count"))
+
+
 FALCON_H1 = {
     **SIZES,
     **HEADS,
