@@ -205,10 +205,10 @@ def through_layers(
 ) -> tuple[Float[Array, "b t d"], States | None]:
     """`hidden_states` of what is embedded; `behind[i]` is added behind layer i."""
 
-    def begin(x: Float[Array, "b t d"], norm: Float[Array, " d"], state: Any):
+    def begin(x: Float[Array, "b t d"], norm: Float[Array, " d"] | None, state: Any):
         return Branch.begin(config, x, norm, state, config.residual_scale)
 
-    after: list[State] = []
+    after: list[Any] = []
     blocks = zip(config.mixers, config.feed_forwards, weights.layers, strict=True)
     for i, (mixer, feed_forward, layer) in enumerate(blocks):
         state: Any = None

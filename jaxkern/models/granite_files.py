@@ -11,6 +11,7 @@ by `rope.scaling.finetuned` whether they rotate.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.models.decoder import DecoderConfig, FeedForward
@@ -73,7 +74,7 @@ def config_of(keys: ArchitectureKeys) -> DecoderConfig:
     )
 
 
-def scales_of(keys: ArchitectureKeys) -> dict[str, float]:
+def scales_of(keys: ArchitectureKeys) -> dict[str, Any]:
     """The factors of embeddings, of what layers add and of logits."""
     return dict(
         embedding_scale=keys.number("embedding_multiplier", 1.0),
@@ -82,7 +83,7 @@ def scales_of(keys: ArchitectureKeys) -> dict[str, float]:
     )
 
 
-def scales_of_gguf(keys: ArchitectureKeys) -> dict[str, float]:
+def scales_of_gguf(keys: ArchitectureKeys) -> dict[str, Any]:
     """Likewise; 0 is for none."""
     return dict(
         embedding_scale=keys.number_or_none("embedding_scale") or 1.0,

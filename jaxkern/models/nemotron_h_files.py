@@ -14,6 +14,7 @@ bound; GGUF files have none, as in llama.cpp. Those with experts say `nemotron_h
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.models.decoder import DecoderConfig, FeedForward, Mixer
@@ -273,7 +274,7 @@ def experts_of_gguf(keys: ArchitectureKeys) -> Mixture:
     )
 
 
-ONE_NORM = {"mixer_norm": "attn_norm", "ffn_norm": "attn_norm"}
+ONE_NORM: dict[str, Any] = {"mixer_norm": "attn_norm", "ffn_norm": "attn_norm"}
 ARCHITECTURES = (
     folder_architecture(
         "nemotron_h",
