@@ -136,6 +136,7 @@ class Architecture:
       name: in the docs and of the golden files in tests.
       weights: of a config and a `WeightReader`.
       gguf: `general.architecture` of GGUF files, or None.
+      gguf_also: other names that such files say.
       model_type: of config.json, or None.
       from_gguf: reads the keys of a GGUF file, whose tensors are at `keys.file`.
       from_folder: reads config.json; `keys.file` has the names of a GGUF file.
@@ -149,6 +150,7 @@ class Architecture:
     name: str
     weights: Callable[[Any, Any], Any]
     gguf: str | None = None
+    gguf_also: tuple[str, ...] = ()
     model_type: str | None = None
     from_gguf: Callable[[ArchitectureKeys], Described] | None = None
     from_folder: Callable[[ArchitectureKeys], Described] | None = None

@@ -64,9 +64,15 @@ class Branch(NamedTuple):
         """What it reads times the matrices + bias."""
         return project(config, self.reads, matrices, self.norm, bias=bias)
 
-    def gated(self, config: Numerics, gate_up: Matrices) -> Float[Array, "b t f"]:
-        """silu(gate) * up of what it reads."""
-        return gated(config, self.reads, gate_up, self.norm)
+    def gated(
+        self, config: Numerics, gate_up: Matrices, alpha: float = 1.0
+    ) -> Float[Array, "b t f"]:
+        """gate * sigmoid(alpha gate) * up of what it reads."""
+        return gated(config, self.reads, gate_up, self.norm, alpha=alpha)
+
+    def scaled(self, scale: float) -> "Branch":
+        """The same, its result times another factor."""
+        return self._replace(scale=self.scale * scale)
 
     def joined(
         self,

@@ -7,10 +7,11 @@
     logits = rms_norm(x) @ output * logit_scale
 
 A mixer (mixers/) is attention, latent attention, a gated delta net, Kimi delta
-attention, a short convolution or Mamba-2, and has its own kind of state; a feed-forward
-block is dense or a mixture of experts (feed_forward.py). An architecture's entry says
-which where. `prefill` reads the prompts, `decode` adds one token to each sequence; both
-take and return the states. Without them `hidden_states` is the forward of training.
+attention, a short convolution, Mamba-2, or attention beside Mamba-2, and has its own
+kind of state; a feed-forward block is dense or a mixture of experts (feed_forward.py).
+A layer may lack one of the two. An architecture's entry says which where. `prefill`
+reads the prompts, `decode` adds one token to each sequence; both take and return the
+states. Without them `hidden_states` is the forward of training.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,13 @@ from jaxkern.models.mixers.kimi_delta import KimiDelta, KimiDeltaWeights
 from jaxkern.models.mixers.latent import LatentAttention, LatentCache, LatentWeights
 from jaxkern.models.mixers.mamba2 import Mamba2, Mamba2Weights
 from jaxkern.models.mixers.mixing import Mixing, rotation_tables
-from jaxkern.models.mixers.recurrent_state import DraftedState, RecurrentState
+from jaxkern.models.mixers.parallel import Parallel, ParallelState, ParallelWeights
+from jaxkern.models.mixers.recurrent_state import (
+    DraftedState,
+    RecurrentState,
+    TokenCount,
+    grown,
+)
 from jaxkern.models.mixers.short_conv import ShortConv, ShortConvWeights
 from jaxkern.models.products import Matrices, Table, embed, output_product
 
@@ -46,9 +53,19 @@ __all__ = [
     "prefill",
 ]
 
-Mixer = FullAttention | LatentAttention | DeltaNet | KimiDelta | ShortConv | Mamba2
+Mixer = (
+    FullAttention
+    | LatentAttention
+    | DeltaNet
+    | KimiDelta
+    | ShortConv
+    | Mamba2
+    | Parallel
+)
 FeedForward = Dense | Mixture
-State = KVCache | LatentCache | RecurrentState | DraftedState
+State = (
+    KVCache | LatentCache | RecurrentState | DraftedState | ParallelState | TokenCount
+)
 States = tuple[State, ...]
 """One of each layer's own kind; all have read the same number of tokens."""
 
@@ -62,8 +79,8 @@ class DecoderConfig:
     d_model: int
     vocabulary: int
     eps: float  # of every norm
-    mixers: tuple[Mixer, ...]  # of each layer
-    feed_forwards: tuple[FeedForward, ...]
+    mixers: tuple[Mixer | None, ...]  # of each layer, None where it has none
+    feed_forwards: tuple[FeedForward | None, ...]
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -77,9 +94,9 @@ class DecoderConfig:
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer."""
+    """Weights of one layer, None for a block that it does not have."""
 
-    mixer_norm: Float[Array, " d"]
+    mixer_norm: Float[Array, " d"] | None
     mixer: (
         AttentionWeights
         | LatentWeights
@@ -87,9 +104,11 @@ class LayerWeights(NamedTuple):
         | KimiDeltaWeights
         | ShortConvWeights
         | Mamba2Weights
+        | ParallelWeights
+        | None
     )
-    feed_forward_norm: Float[Array, " d"]
-    feed_forward: DenseWeights | MixtureWeights
+    feed_forward_norm: Float[Array, " d"] | None
+    feed_forward: DenseWeights | MixtureWeights | None
 
 
 class DecoderWeights(NamedTuple):
@@ -120,7 +139,12 @@ def empty_cache(
     Raises:
       ValueError: a codec, and latents are to be kept.
     """
-    return tuple(mixer.empty_state(batch, slots, dtype) for mixer in config.mixers)
+    return tuple(
+        TokenCount(jnp.zeros(batch, jnp.int32))
+        if mixer is None
+        else mixer.empty_state(batch, slots, dtype)
+        for mixer in config.mixers
+    )
 
 
 def logits(
@@ -160,7 +184,8 @@ def hidden_states(
     rotations = {
         mixer.rotation
         for mixer in config.mixers
-        if isinstance(mixer, FullAttention | LatentAttention) and mixer.rotation
+        if isinstance(mixer, FullAttention | LatentAttention | Parallel)
+        and mixer.rotation
     }
     positions = next_positions(tokens, cache, segment_ids)
     tables = rotation_tables(rotations, positions)
@@ -180,20 +205,24 @@ def through_layers(
 ) -> tuple[Float[Array, "b t d"], States | None]:
     """`hidden_states` of what is embedded; `behind[i]` is added behind layer i."""
 
-    def begin(x: Float[Array, "b t d"], norm: Float[Array, " d"], state: Any):
+    def begin(x: Float[Array, "b t d"], norm: Float[Array, " d"] | None, state: Any):
         return Branch.begin(config, x, norm, state, config.residual_scale)
 
-    after: list[State] = []
+    after: list[Any] = []
     blocks = zip(config.mixers, config.feed_forwards, weights.layers, strict=True)
     for i, (mixer, feed_forward, layer) in enumerate(blocks):
         state: Any = None
         if cache is not None:  # lengths are the same for all: derived from once
             state = replace(cache[i], lengths=cache[0].lengths)
-        branch = begin(x, layer.mixer_norm, state)
-        x, state = mixer(config, cast(Any, layer.mixer), branch, state, at)
+        if mixer is not None:
+            branch = begin(x, layer.mixer_norm, state)
+            x, state = mixer(config, cast(Any, layer.mixer), branch, state, at)
+        elif state is not None:
+            state = replace(state, lengths=grown(state, x, at))
         after.append(state)
-        branch = begin(x, layer.feed_forward_norm, state)
-        x = feed_forward(config, cast(Any, layer.feed_forward), branch)
+        if feed_forward is not None:
+            branch = begin(x, layer.feed_forward_norm, state)
+            x = feed_forward(config, cast(Any, layer.feed_forward), branch)
         x = x + behind[i].astype(x.dtype) if i < len(behind) else x
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if cache is None else tuple(after)

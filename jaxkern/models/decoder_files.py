@@ -8,7 +8,7 @@ from typing import Any
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.models.architecture import Architecture, Described, Tensor
 from jaxkern.models.decoder import DecoderConfig, DecoderWeights, LayerWeights
-from jaxkern.models.mixers.layout import Layout
+from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.weight_reader import WeightReader
 
 PLAIN = Layout()
@@ -74,12 +74,14 @@ class OfGGUF:
       config: reads the keys.
       layout: of the weights.
       further_layers: how many behind the last one change nothing in the logits.
+      also: other names that files say.
     """
 
     name: str
     config: Callable[[ArchitectureKeys], DecoderConfig]
     layout: Layout = PLAIN
     further_layers: Callable[[ArchitectureKeys], int] = lambda keys: 0
+    also: tuple[str, ...] = ()
 
 
 def folder_architecture(
@@ -88,6 +90,7 @@ def folder_architecture(
     """The entry of an architecture that is read from folders, or GGUF files too."""
     return Architecture(
         gguf=gguf.name if gguf else None,
+        gguf_also=gguf.also if gguf else (),
         from_gguf=partial(described_gguf, gguf) if gguf else None,
         name=name,
         weights=partial(weights_of, folder, gguf),
@@ -168,8 +171,10 @@ def tensors_of(
     }
     blocks = zip(config.mixers, config.feed_forwards, strict=True)
     for i, (mixer, feed_forward) in enumerate(blocks):
-        layer = {f"{n}.weight": (d,) for n in (layout.mixer_norm, layout.ffn_norm)}
-        layer |= mixer.tensors(d, layout) | feed_forward.tensors(d, layout)
+        layer: Shapes = {}
+        for norm, block in zip(layout.norms, (mixer, feed_forward), strict=True):
+            if block is not None:
+                layer |= {norm: (d,)} | block.tensors(d, layout)
         for name, shape in layer.items():
             codes = name.endswith((".blocks", ".scales"))
             found[f"blk.{i}.{name}"] = Tensor(shape, codes=codes)
@@ -185,13 +190,15 @@ def weights_of(
         layout = gguf.layout
 
     def layer(i: int) -> LayerWeights:
-        blk = f"blk.{i}"
-        return LayerWeights(
-            reader.vector(f"{blk}.{layout.mixer_norm}.weight", plus=layout.plus),
-            config.mixers[i].read(reader, blk, layout),
-            reader.vector(f"{blk}.{layout.ffn_norm}.weight", plus=layout.plus),
-            config.feed_forwards[i].read(reader, blk, layout),
-        )
+        mixer_norm, ffn_norm = layout.norms
+        mixed = read(i, mixer_norm, config.mixers[i])
+        return LayerWeights(*mixed, *read(i, ffn_norm, config.feed_forwards[i]))
+
+    def read(i: int, norm: str, block: Any) -> tuple[Any, Any]:
+        if block is None:
+            return None, None
+        weight = reader.vector(f"blk.{i}.{norm}", plus=layout.plus)
+        return weight, block.read(reader, f"blk.{i}", layout)
 
     embedding, output = reader.table_and_output()
     return DecoderWeights(

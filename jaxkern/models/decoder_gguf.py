@@ -4,8 +4,8 @@ from typing import Any
 
 from jaxkern.formats.architecture_keys import ArchitectureKeys
 from jaxkern.formats.gguf import GGUFFile
-from jaxkern.models.decoder import DecoderConfig, Mixer
-from jaxkern.models.feed_forward import Dense, Mixture
+from jaxkern.models.decoder import DecoderConfig, FeedForward, Mixer
+from jaxkern.models.feed_forward import Mixture
 from jaxkern.models.folder_keys import positive
 from jaxkern.models.llama import LlamaConfig
 from jaxkern.models.llama_config import config_of_keys
@@ -39,13 +39,16 @@ def gguf_table(keys: ArchitectureKeys) -> tuple[int, int]:
     return table.shape
 
 
-def gguf_attention(base: LlamaConfig, **options: Any) -> FullAttention:
+def gguf_attention(
+    base: LlamaConfig, *, rotated: bool = True, **options: Any
+) -> FullAttention:
     """Grouped attention, rotated in halves unless the options say otherwise."""
+    turns = Rotation(base.rotary_dim, base.theta, base.scaling)
     return FullAttention(
         base.heads,
         base.kv_heads,
         base.head_dim,
-        Rotation(base.rotary_dim, base.theta, base.scaling),
+        turns if rotated else None,
         scale=base.attention_scale,
         **options,
     )
@@ -62,11 +65,24 @@ def gguf_mixture(
     return Mixture(experts, width, chosen, **options)
 
 
+def further_layers(keys: ArchitectureKeys) -> int:
+    """How many layers at the end predict further tokens."""
+    return keys.integer("nextn_predict_layers", 0)
+
+
+def own_layers(keys: ArchitectureKeys, base: LlamaConfig) -> int:
+    """How many layers stand before those."""
+    layers = base.layers - further_layers(keys)
+    if layers < 1:
+        raise keys.error("nextn_predict_layers", f"of {base.layers} layers")
+    return layers
+
+
 def gguf_decoder(
     base: LlamaConfig,
     *,
-    mixers: tuple[Mixer, ...],
-    feed_forwards: tuple[Dense | Mixture, ...],
+    mixers: tuple[Mixer | None, ...],
+    feed_forwards: tuple[FeedForward | None, ...],
 ) -> DecoderConfig:
     """The config of the page."""
     return DecoderConfig(

@@ -223,9 +223,9 @@ def latent_of_gguf(keys: ArchitectureKeys, eps: float) -> LatentAttention:
     )
 
 
-def experts_of_gguf(keys: ArchitectureKeys) -> Mixture:
-    """The experts, and how they are chosen."""
-    score = {0: "softmax", 1: "softmax", 2: "sigmoid"}.get(
+def experts_of_gguf(keys: ArchitectureKeys, default: str = "softmax") -> Mixture:
+    """The experts, and how they are chosen; by `default` where no key says it."""
+    score = {0: default, 1: "softmax", 2: "sigmoid"}.get(
         keys.integer("expert_gating_func", 0)
     )
     if score is None:

@@ -29,7 +29,11 @@ from jaxkern.models.architecture import Cache, ModelConfig, page_of
 from jaxkern.models.decode_loop import NO_TOKEN, State, is_stop
 from jaxkern.models.mixers.delta_net import DeltaNet
 from jaxkern.models.mixers.latent import LatentCache
-from jaxkern.models.mixers.recurrent_state import DraftedState, RecurrentState
+from jaxkern.models.mixers.recurrent_state import (
+    DraftedState,
+    RecurrentState,
+    TokenCount,
+)
 from jaxkern.models.sampling import Sampling, Seen
 
 MOST = 7  # drafts of a call: with the token before them what kernels take
@@ -111,7 +115,11 @@ def check_drafts(config: ModelConfig, cache: Cache, drafts: int) -> None:
         raise ValueError(f"generate: `drafts` must be 0 to {MOST}, got {drafts}.")
     for i, (own, mixer) in enumerate(zip(cache, mixers_of(config, cache), strict=True)):
         linear = type(own) is KVCache and not own.ring
-        if not (linear or isinstance(own, LatentCache) or isinstance(mixer, DeltaNet)):
+        if not (
+            linear
+            or isinstance(own, LatentCache | TokenCount)
+            or isinstance(mixer, DeltaNet)
+        ):
             named = mixer if isinstance(own, RecurrentState) else own
             raise ValueError(
                 f"generate: `drafts` needs layers that take back what they have read; "

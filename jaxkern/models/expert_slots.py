@@ -32,6 +32,7 @@ def by_slots(config: Any, mixture: Any, weights: Any, branch: Branch) -> bool:
     x = branch.x
     return (
         config.fused
+        and is_plain(mixture)
         and branch.norm is not None
         and 0 < math.prod(x.shape[:-1]) <= FEW_TOKENS
         and x.dtype == jnp.bfloat16
@@ -47,12 +48,18 @@ def by_groups(config: Any, mixture: Any, weights: Any, branch: Branch) -> bool:
     tokens = math.prod(x.shape[:-1])
     return (
         config.fused
+        and is_plain(mixture)
         and branch.norm is not None
         and FEW_TOKENS < tokens <= MOST_ROWS * mixture.experts // mixture.chosen
         and x.dtype == jnp.bfloat16
         and (weights.up is None or are_alike(weights.gate, weights.up))
         and all(is_multiplied_packed(w) for w in (weights.gate, weights.down))
     )
+
+
+def is_plain(mixture: Any) -> bool:
+    """Whether experts are gated, and read what the router reads."""
+    return mixture.gated and not mixture.latent
 
 
 def is_multiplied_packed(w: Any) -> bool:

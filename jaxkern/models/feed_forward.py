@@ -1,8 +1,10 @@
 """What stands between the mixings of tokens: a gated block, or a choice of them.
 
-dense(x)   = down (silu(gate x) * (up x))
+dense(x)   = down (silu(gate x) * (up x)), or without a gate down relu(up x)**2
 experts(x) = sum over the k best experts e of w_e expert_e(x), w = route(router x)
              + shared(x), times sigmoid(x . shared_gate) where there is one
+
+With a `latent` the experts read a projection of x, and their sum is projected back.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkern import linear, moe_ffn, route, sigmoid_gate
+from jaxkern import bias_activation, linear, moe_ffn, route, sigmoid_gate
 from jaxkern.models.branch import Branch
 from jaxkern.models.expert_slots import (
     by_groups,
@@ -21,7 +23,7 @@ from jaxkern.models.expert_slots import (
     experts_of_slots,
 )
 from jaxkern.models.mixers.layout import Layout, Shapes
-from jaxkern.models.products import Matrices, gated, project
+from jaxkern.models.products import Matrices, project
 from jaxkern.models.weight_reader import WeightReader
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
@@ -29,7 +31,7 @@ Experts = Float[Array, "e f d"] | QuantizedTensor
 
 
 class DenseWeights(NamedTuple):
-    """Rows of gate and up, and what goes back."""
+    """Rows of gate and up, without a gate those of up, and what goes back."""
 
     gate_up: Matrices
     down: Matrices
@@ -37,37 +39,57 @@ class DenseWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated block for every token, of so many channels.
+    """A block for every token, of so many channels.
 
     Attributes:
       suffix: of the names of its tensors: "_shexp" beside experts.
+      gated: if not, down relu(up x)**2.
+      alpha, scale: of scale * down (gate * sigmoid(alpha gate) * up).
     """
 
     width: int
     suffix: str = ""
+    gated: bool = True
+    alpha: float = 1.0
+    scale: float = 1.0
 
     def tensors(self, d: int, layout: Layout) -> Shapes:
         """By their names in GGUF files."""
         f = self.width
-        rows: Shapes = {"ffn_gate": (f, d), "ffn_up": (f, d)}
-        if layout.one_gate_up:
-            rows = {"ffn_gate_up": (2 * f, d)}
-        rows["ffn_down"] = (d, f)
+        names = self.names(layout)
+        wide = 2 * f if names == ("ffn_gate_up",) else f
+        rows = {name: (wide, d) for name in names} | {"ffn_down": (d, f)}
         return {f"{name}{self.suffix}.weight": shape for name, shape in rows.items()}
 
+    def names(self, layout: Layout) -> tuple[str, ...]:
+        """Of what is read of x."""
+        if not self.gated:
+            return ("ffn_up",)
+        return ("ffn_gate_up",) if layout.one_gate_up else ("ffn_gate", "ffn_up")
+
     def read(self, reader: WeightReader, blk: str, layout: Layout) -> DenseWeights:
-        names = ("ffn_gate_up",) if layout.one_gate_up else ("ffn_gate", "ffn_up")
         end = f"{self.suffix}.weight"
         return DenseWeights(
-            reader.matrices(*(f"{blk}.{name}{end}" for name in names)),
+            reader.matrices(*(f"{blk}.{name}{end}" for name in self.names(layout))),
             reader.matrices(f"{blk}.ffn_down{end}"),
         )
 
     def __call__(
         self, config, weights: DenseWeights, branch: Branch
     ) -> Float[Array, "b t d"]:
-        y = branch.gated(config, weights.gate_up)
+        y = self.hidden(config, weights, branch)
         return branch.joined(config, y, weights.down)
+
+    def hidden(
+        self, config, weights: DenseWeights, branch: Branch
+    ) -> Float[Array, "b t f"]:
+        """What goes back."""
+        if self.gated:
+            y = branch.gated(config, weights.gate_up, self.alpha)
+        else:
+            y = branch.project(config, weights.gate_up)
+            y = bias_activation(y, None, activation="relu2")
+        return y if self.scale == 1.0 else y * jnp.asarray(self.scale, y.dtype)
 
 
 class MixtureWeights(NamedTuple):
@@ -75,7 +97,7 @@ class MixtureWeights(NamedTuple):
 
     Attributes:
       router: float32, whatever the others are: rounded, it would choose other experts.
-      gate: where `up` is None the rows of both.
+      gate: where `up` is None the rows of both, or those of up if there is no gate.
       correction: of the scores, for the choice alone.
       shared: a block that every token passes beside its experts.
     """
@@ -91,6 +113,8 @@ class MixtureWeights(NamedTuple):
     down_bias: Float[Array, "e d"] | None = None
     shared: DenseWeights | None = None
     shared_gate: Float[Array, "1 d"] | None = None
+    into_latent: Matrices | None = None
+    from_latent: Matrices | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +141,8 @@ class Mixture:
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
+    gated: bool = True  # if not, an expert is down relu(up x)**2
+    latent: int = 0  # channels that the experts read and give; 0: those of x
 
     def tensors(self, d: int, layout: Layout) -> Shapes:
         """By their names in GGUF files, where those have them."""
@@ -125,24 +151,35 @@ class Mixture:
         if self.router_bias:
             found["ffn_gate_inp.bias"] = (e,)
         if self.correction:
-            found["exp_probs_b.bias"] = (e,)
+            found["exp_probs_b.bias"] = (1, e) if layout.correction_row else (e,)
         found |= expert_tensors(self, d, layout)
         if self.shared is not None:
             found |= self.shared.tensors(d, layout)
         if self.shared_gate:
             found["ffn_gate_inp_shexp.weight"] = (1, d)
+        if self.latent:
+            found["ffn_latent_down.weight"] = (self.latent, d)
+            found["ffn_latent_up.weight"] = (d, self.latent)
         return found
 
     def read(self, reader: WeightReader, blk: str, layout: Layout) -> MixtureWeights:
-        shared = None
+        shared = into = back = None
         if self.shared is not None:
             shared = self.shared.read(reader, blk, layout)
+        if self.latent:
+            into, back = (
+                reader.matrices(f"{blk}.ffn_latent_{name}.weight")
+                for name in ("down", "up")
+            )
+        correction = reader.vectors(f"{blk}.exp_probs_b.bias")
         return MixtureWeights(
             router=reader.vector(f"{blk}.ffn_gate_inp.weight"),
             router_bias=reader.vectors(f"{blk}.ffn_gate_inp.bias"),
-            correction=reader.vectors(f"{blk}.exp_probs_b.bias"),
+            correction=None if correction is None else correction.reshape(-1),
             shared=shared,
             shared_gate=reader.vectors(f"{blk}.ffn_gate_inp_shexp.weight"),
+            into_latent=into,
+            from_latent=back,
             **read_experts(self, reader, blk, layout),
         )
 
@@ -175,8 +212,11 @@ class Mixture:
             if weights.shared is None:
                 return y
             return branch._replace(x=y).added(self.of_shared(config, weights, x))
+        rows = x
+        if weights.into_latent is not None:
+            rows = project(config, x, weights.into_latent)
         y = moe_ffn(
-            x,
+            rows,
             ids,
             by_expert.astype(x.dtype),
             weights.gate,
@@ -185,20 +225,26 @@ class Mixture:
             weights.gate_bias,
             weights.up_bias,
             weights.down_bias,
-            alpha=self.alpha,
-            limit=self.limit,
-            up_offset=self.up_offset,
+            **self.gate_options(),
         )
+        if weights.from_latent is not None:
+            y = project(config, y, weights.from_latent)
         if weights.shared is None:
             return branch.added(y)
         return branch.added(y + self.of_shared(config, weights, x))
+
+    def gate_options(self) -> dict[str, Any]:
+        """How an expert makes of what it reads what goes back, for `moe_ffn`."""
+        if not self.gated:
+            return dict(activation="relu2", gated=False)
+        return dict(alpha=self.alpha, limit=self.limit, up_offset=self.up_offset)
 
     def of_shared(
         self, config, weights: MixtureWeights, x: Float[Array, "b t d"]
     ) -> Float[Array, "b t d"]:
         """What the block that every token passes gives."""
-        assert weights.shared is not None
-        shared = gated(config, x, weights.shared.gate_up)
+        assert self.shared is not None and weights.shared is not None
+        shared = self.shared.hidden(config, weights.shared, Branch(x, None, x))
         shared = project(config, shared, weights.shared.down)
         if weights.shared_gate is None:
             return shared
@@ -208,7 +254,7 @@ class Mixture:
 
 def expert_tensors(mixture: Mixture, d: int, layout: Layout) -> Shapes:
     """The experts as the layout says; their biases lie as they do."""
-    e, f = mixture.experts, mixture.width
+    e, f, d = mixture.experts, mixture.width, mixture.latent or d
     if layout.experts == "mxfp4":
         found: Shapes = {}
         for name, wide, narrow in (("gate_up", 2 * f, d), ("down", d, f)):
@@ -222,6 +268,7 @@ def expert_tensors(mixture: Mixture, d: int, layout: Layout) -> Shapes:
         found = {f"ffn_{name}_exps.weight": shape for name, shape in rows.items()}
     else:
         rows = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        rows = {name: rows[name] for name in names_of(mixture)}
         if layout.experts == "single":
             return {
                 f"ffn_{name}_exps.{i}.weight": shape
@@ -267,11 +314,19 @@ def read_experts(
             assert isinstance(both, jax.Array) and isinstance(down, jax.Array)
             both, down = (jnp.swapaxes(w, 1, 2) for w in (both, down))
         return found | {"gate": both, "up": None, "down": down}
-    for name in ("gate", "up", "down"):
+    for name in names_of(mixture):
         at = f"{blk}.ffn_{name}_exps"
         names = [f"{at}.weight"]
         if form == "single":
             names = [f"{at}.{i}.weight" for i in range(mixture.experts)]
         found[name] = reader.experts(*names)
         found[f"{name}_bias"] = reader.vectors(f"{at}.bias")
+    if not mixture.gated:
+        found["gate"], found["up"] = found["up"], None
+        found["gate_bias"] = found.pop("up_bias")
     return found
+
+
+def names_of(mixture: Mixture) -> tuple[str, ...]:
+    """Of the matrices of an expert that lie apart."""
+    return ("gate", "up", "down") if mixture.gated else ("up", "down")

@@ -35,6 +35,16 @@ def positive(keys: ArchitectureKeys, key: str, default: int | None = None) -> in
     return value
 
 
+def check_said(keys: ArchitectureKeys, *names: str) -> None:
+    """That integers are there whose default does not follow from others.
+
+    Raises:
+      SafetensorsError: one of them is missing.
+    """
+    for name in names:
+        keys.integer(name)
+
+
 def num_layers(keys: ArchitectureKeys) -> int:
     """num_hidden_layers, which a file of so many tensors can have."""
     layers, num_tensors = keys.integer("num_hidden_layers"), len(keys.file.tensors)

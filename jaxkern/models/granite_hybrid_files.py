@@ -41,6 +41,7 @@ from jaxkern.models.folder_keys import (
     rotation,
     shared_keys,
 )
+from jaxkern.models.granite_files import EXPERTS, scales_of, scales_of_gguf
 from jaxkern.models.llama_form import Form
 from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.mixers.mamba2 import Mamba2
@@ -68,10 +69,7 @@ MAMBA = {
     "mamba.norm": "ssm_norm",
     "mamba.out_proj": "ssm_out",
 }
-EXPERTS = {
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "block_sparse_moe.input_linear": "ffn_gate_up_exps",
-    "block_sparse_moe.output_linear": "ffn_down_exps",
+SHARED = {
     "shared_mlp.input_linear": "ffn_gate_up_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
 }
@@ -108,9 +106,7 @@ def config_of(keys: ArchitectureKeys) -> DecoderConfig:
         eps=keys.number("rms_norm_eps"),
         mixers=tuple(full if kind == "full" else mamba for kind in kinds),
         feed_forwards=(block,) * layers,
-        embedding_scale=keys.number("embedding_multiplier", 1.0),
-        residual_scale=keys.number("residual_multiplier", 1.0),
-        logit_scale=1.0 / keys.number("logits_scaling", 1.0),
+        **scales_of(keys),
     )
 
 
@@ -146,22 +142,11 @@ def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
             "attention.head_count_kv",
             f"expected 0 or {base.kv_heads} for each of {base.layers} layers",
         )
-    full = gguf_attention(base, pairing="interleaved")
-    if not keys.flag("rope.scaling.finetuned", False):
-        full = replace(full, rotation=None)
-    inner, many = positive(keys, "ssm.inner_size"), positive(keys, "ssm.time_step_rank")
-    if inner % many:
-        raise keys.error("ssm.time_step_rank", f"{inner} channels cannot be shared")
+    rotated = keys.flag("rope.scaling.finetuned", False)
+    full = gguf_attention(base, pairing="interleaved", rotated=rotated)
     if positive(keys, "ssm.group_count") != 1:
         raise keys.error("ssm.group_count", "expected 1: else programs differ")
-    mamba = Mamba2(
-        heads=many,
-        head_dim=inner // many,
-        groups=1,
-        state_dim=positive(keys, "ssm.state_size"),
-        taps=positive(keys, "ssm.conv_kernel"),
-        conv_bias=any(n.endswith(".ssm_conv1d.bias") for n in keys.file.tensors),
-    )
+    mamba = mamba_of_gguf(keys)
     width = positive(keys, "feed_forward_length")
     block = Dense(width)
     if keys.integer("expert_count", 0):
@@ -172,11 +157,24 @@ def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
         mixers=tuple(full if n else mamba for n in heads),
         feed_forwards=(block,) * base.layers,
     )
-    return replace(
-        found,
-        embedding_scale=keys.number_or_none("embedding_scale") or 1.0,
-        residual_scale=keys.number_or_none("residual_scale") or 1.0,
-        logit_scale=1.0 / (keys.number_or_none("logit_scale") or 1.0),
+    return replace(found, **scales_of_gguf(keys))
+
+
+def mamba_of_gguf(keys: ArchitectureKeys) -> Mamba2:
+    """The sizes of Mamba-2 in a GGUF file; of a bias its tensors say."""
+    inner, many = positive(keys, "ssm.inner_size"), positive(keys, "ssm.time_step_rank")
+    if inner % many:
+        raise keys.error("ssm.time_step_rank", f"{inner} channels cannot be shared")
+    groups = positive(keys, "ssm.group_count")
+    if many % groups:
+        raise keys.error("ssm.group_count", f"{many} heads cannot share them")
+    return Mamba2(
+        heads=many,
+        head_dim=inner // many,
+        groups=groups,
+        state_dim=positive(keys, "ssm.state_size"),
+        taps=positive(keys, "ssm.conv_kernel"),
+        conv_bias=any(n.endswith(".ssm_conv1d.bias") for n in keys.file.tensors),
     )
 
 
@@ -200,7 +198,7 @@ ARCHITECTURES = (
         "granitemoehybrid",
         Folder(
             config_of,
-            names=NORMS | ATTENTION | MAMBA | EXPERTS,
+            names=NORMS | ATTENTION | MAMBA | EXPERTS | SHARED,
             others=OTHERS,
             layout=Layout(experts="fused", one_gate_up=True),
             harmless=TRAINING | HARMLESS,

@@ -138,19 +138,20 @@ def gated(
     norm: Float[Array, " d"] | None = None,
     bias: Float[Array, " 2*f"] | None = None,
     activation: Activation = "silu",
+    alpha: float = 1.0,
 ) -> Float[Array, "... f"]:
     """activation(gate) * up, the two halves of x times the matrices plus the bias.
 
-    `norm` normalises x before.
+    `norm` normalises x before; `alpha` is the steepness of the sigmoid of silu.
     """
-    alone = len(gate_up) == 1 and bias is None
+    alone = len(gate_up) == 1 and bias is None and alpha == 1.0
     if alone and fuses(config, gate_up):
         return gated_in_one(config, x, gate_up[0], norm, None, activation)
     both = plus(project(config, x, gate_up, norm), bias)
     if len(gate_up) == 1 and activation == "silu":
-        return swiglu(both)  # its gradient is one array, as the product's is
+        return swiglu(both, alpha=alpha)  # one gradient, as the product's is
     gate, up = jnp.split(both, 2, axis=-1)
-    return swiglu(gate, up) if activation == "silu" else geglu(gate, up)
+    return swiglu(gate, up, alpha=alpha) if activation == "silu" else geglu(gate, up)
 
 
 def gate_of(

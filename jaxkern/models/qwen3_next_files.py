@@ -31,10 +31,12 @@ from jaxkern.models.decoder_files import (
     shared_expert,
 )
 from jaxkern.models.decoder_gguf import (
+    further_layers,
     gguf_attention,
     gguf_base,
     gguf_decoder,
     gguf_mixture,
+    own_layers,
 )
 from jaxkern.models.feed_forward import Dense, Mixture
 from jaxkern.models.folder_keys import (
@@ -129,9 +131,7 @@ def experts_of(keys: ArchitectureKeys) -> Mixture:
 def config_of_gguf(keys: ArchitectureKeys) -> DecoderConfig:
     """What the keys of a GGUF file say."""
     base = gguf_base(keys, Form(keys.arch, features=("experts",)))
-    layers = base.layers - further_layers(keys)
-    if layers < 1:
-        raise keys.error("nextn_predict_layers", f"of {base.layers} layers")
+    layers = own_layers(keys, base)
     third = keys.arch == "qwen3next"
     if not third:
         keys.value("rope.dimension_sections")  # of images; text has one position
@@ -185,11 +185,6 @@ def experts_of_gguf(keys: ArchitectureKeys) -> Mixture:
     )
     shared = Dense(positive(keys, "expert_shared_feed_forward_length"), "_shexp")
     return replace(sparse, shared=shared)
-
-
-def further_layers(keys: ArchitectureKeys) -> int:
-    """How many layers at the end predict further tokens."""
-    return keys.integer("nextn_predict_layers", 0)
 
 
 NAMES = NORMS | ATTENTION | HEAD_NORMS | DELTA | DENSE | EXPERTS | ROUTER | SHARED

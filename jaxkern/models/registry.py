@@ -13,17 +13,25 @@ from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import CODES, SafetensorsFolder
 from jaxkern.models import (
     deepseek_files,
+    ernie4_5_files,
+    falcon_h1_files,
     gemma4_files,
+    glm4_moe_files,
     gpt_oss_files,
+    granite_files,
     granite_hybrid_files,
     hugging_face,
     kimi_linear_files,
     lfm2_files,
     llama_files,
+    minimax_m2_files,
     mistral_files,
+    nemotron_h_files,
+    olmoe_files,
     qwen3_moe_files,
     qwen3_next_files,
     qwen3_vl_files,
+    seed_oss_files,
 )
 from jaxkern.models.architecture import Architecture, ModelFile, Tensor
 
@@ -36,11 +44,19 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *qwen3_vl_files.ARCHITECTURES,
     *lfm2_files.ARCHITECTURES,
     *deepseek_files.ARCHITECTURES,
+    *glm4_moe_files.ARCHITECTURES,
+    *granite_files.ARCHITECTURES,
     *granite_hybrid_files.ARCHITECTURES,
     *kimi_linear_files.ARCHITECTURES,
     *mistral_files.ARCHITECTURES,
+    *minimax_m2_files.ARCHITECTURES,
+    *olmoe_files.ARCHITECTURES,
+    *nemotron_h_files.ARCHITECTURES,
+    *falcon_h1_files.ARCHITECTURES,
+    *seed_oss_files.ARCHITECTURES,
+    *ernie4_5_files.ARCHITECTURES,
 )
-BY_GGUF = {a.gguf: a for a in ARCHITECTURES if a.gguf}
+BY_GGUF = {name: a for a in ARCHITECTURES if a.gguf for name in (a.gguf, *a.gguf_also)}
 BY_MODEL_TYPE = {a.model_type: a for a in ARCHITECTURES if a.model_type}
 
 

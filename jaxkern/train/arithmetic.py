@@ -11,6 +11,7 @@ from jaxkern.models.mixers.delta_net import DeltaNet
 from jaxkern.models.mixers.kimi_delta import KimiDelta
 from jaxkern.models.mixers.latent import LatentAttention
 from jaxkern.models.mixers.mamba2 import Mamba2
+from jaxkern.models.mixers.parallel import Parallel
 from jaxkern.models.mixers.short_conv import ShortConv
 from jaxkern.models.registry import Described
 
@@ -84,11 +85,13 @@ def mixed_channels(config: Any, i: int) -> int:
     if isinstance(config, Gemma4Config):
         return 2 * config.heads * config.heads_of(i).head_dim
     layer = config.mixers[i] if isinstance(config, DecoderConfig) else config
+    if isinstance(layer, Parallel):
+        layer = layer.attention
     if isinstance(layer, LatentAttention):
         both = layer.plain_dim + layer.rotary_dim + layer.value_dim
         return layer.heads * both
     recurrent = isinstance(layer, Mamba2 | DeltaNet | KimiDelta | ShortConv)
-    return 0 if recurrent else 2 * layer.heads * layer.head_dim
+    return 0 if recurrent or layer is None else 2 * layer.heads * layer.head_dim
 
 
 def utilisation(rate: float, operations: float, dtype: str) -> float | None:

@@ -71,12 +71,19 @@ LATENT = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "beta_fast": 8.0}
 YARN |= {"beta_slow": 2.0, "original_max_position_embeddings": 64}
 DEEP_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GROWING = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 GROWING |= {"original_max_position_embeddings": 16, "max_position_embeddings": 256}
 MINISTRAL = {"head_dim": 16, "rope_parameters": GROWING, "num_hidden_layers": 1}
 MINISTRAL |= {"pad_token_id": 0}  # whose row has no gradient
 MISTRAL = LATENT | {"q_lora_rank": 20, "first_k_dense_replace": 0} | MINISTRAL
 del MISTRAL["head_dim"]
+SCALES = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+}
 PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 16,
@@ -86,6 +93,41 @@ PIXTRAL = {
     "head_dim": 8,
     "image_size": 16,
     "patch_size": 4,
+}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "time_step_min": 0.2,  # some steps would be smaller
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "rescale_prenorm_residual": False,
+}
+FALCON = {
+    "head_dim": 16,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_norm_before_gate": False,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+    "mlp_multipliers": [1.5, 0.6],
 }
 MODELS = {
     "qwen3_moe": (
@@ -130,6 +172,58 @@ MODELS = {
         "deepseek_v3",
         LATENT | {"q_lora_rank": 20, "rope_parameters": DEEP_YARN | {"mscale": 1.0}},
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 16,
+            "num_experts_per_tok": 3,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        {
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": HALF,
+        },
+    ),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "nemotron_h_latent": (
+        "nemotron_h",
+        NEMOTRON
+        | {
+            "layers_block_type": ["linear_attention", "moe"],
+            "moe_latent_size": 64,
+            "time_step_min": 1e-9,  # none is smaller
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "falcon_h1": ("falcon_h1", FALCON),
+    "falcon_h1_norm": (
+        "falcon_h1",
+        FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 16},
+    ),
+    "olmoe": (
+        "olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 16},
+    ),
     "kimi_linear": (
         "kimi_linear",
         {key: x for key, x in LATENT.items() if key != "n_routed_experts"}
@@ -153,6 +247,12 @@ MODELS = {
         "mistral3",
         {"text_config": MISTRAL | {"model_type": "mistral4"}, "vision_config": PIXTRAL},
     ),
+    "granite": ("granite", SCALES),
+    "granitemoe": (
+        "granitemoe",
+        SCALES
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 16},
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         {
@@ -165,15 +265,15 @@ MODELS = {
             "mamba_d_head": 8,
             "mamba_n_groups": 2,
             "mamba_d_state": 8,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.2,
-        },
+        }
+        | SCALES,
     ),
 }  # fmt: skip
 
-SEEDS = {"deepseek_v2": 1}  # with 0 its answer is one token again and again
+SEEDS = {
+    "deepseek_v2": 1,  # with 0 its answer is one token again and again
+    "falcon_h1_norm": 1,  # with 0 two tokens are too close to call
+}
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -247,14 +347,14 @@ def computed(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
     ).eval()
     row = torch.tensor(tokens)[None]
     table = model.get_input_embeddings().weight
-    logits = model(row).logits[0]
+    logits = model(row, use_cache=False).logits[0]
     loss = torch.nn.functional.cross_entropy(logits[:-1], row[0, 1:])
     (grad,) = torch.autograd.grad(loss, table)
     greedy: list[int] = []
     with torch.no_grad():
         for _ in range(32):  # by the whole text: no cache to be trusted
             text = torch.cat([row[:, :PROMPT], torch.tensor([greedy]).long()], dim=1)
-            best = model(text).logits[0, -1].topk(2)
+            best = model(text, use_cache=False).logits[0, -1].topk(2)
             assert best.values[0] - best.values[1] > 1e-3, "too close to call"
             greedy.append(int(best.indices[0]))
     return {

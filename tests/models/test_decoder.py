@@ -40,6 +40,7 @@ from jaxkern.models.mixers.latent import LatentAttention
 from jaxkern.models.mixers.layout import Layout
 from jaxkern.models.mixers.mamba2 import Mamba2
 from jaxkern.models.mixers.mixing import Rotation
+from jaxkern.models.mixers.parallel import Parallel
 from jaxkern.models.mixers.short_conv import ShortConv
 from jaxkern.models.registry import described
 from jaxkern.models.weight_reader import expand
@@ -54,9 +55,17 @@ MIXERS = (
     LatentAttention(2, 8, 0, 4, 4, 4, 0.3, TURNS),
     DeltaNet(1, 2, 4, 4, taps=4),
     ShortConv(16, taps=3, bias=True),
-    Mamba2(2, 4, groups=1, state_dim=4, taps=2),
+    Parallel(
+        FullAttention(2, 1, 4, TURNS, wide_norms=True),
+        Mamba2(2, 4, 1, 4, 2, gate="behind", factors=(0.9, 1.1, 0.8, 1.2, 0.7)),
+        (0.8, 1.2),
+    ),
+    None,
 )
 EXPERTS = Mixture(4, 8, 2, score="sigmoid", correction=True, router_bias=True)
+WITHOUT_A_GATE = Mixture(
+    4, 8, 2, gated=False, latent=6, shared=Dense(8, "_shexp", gated=False)
+)
 CONFIG = DecoderConfig(
     architecture="test",
     context=64,
@@ -64,7 +73,11 @@ CONFIG = DecoderConfig(
     vocabulary=20,
     eps=1e-3,
     mixers=MIXERS,
-    feed_forwards=(Dense(12), EXPERTS, *(Dense(12),) * 3),
+    feed_forwards=(
+        Dense(12, alpha=1.5, scale=0.8),
+        EXPERTS,
+        *(None, Dense(12), None, WITHOUT_A_GATE),
+    ),
     residual_scale=0.7,
 )
 
@@ -322,6 +335,27 @@ def test_what_predicts_further_tokens_is_left_out(name, further):
             "8 of 24 dims rotate",
         ),
         ("mistral3", "text_config.model_type", "mistral", "known are ministral3 and"),
+        ("glm4_moe", "n_group", 3, "8 experts, of which 2 groups count"),
+        ("minimax_m2", "attn_type_list", [0, 1], "expected 1 for each of 2 layers"),
+        ("minimax_m2", "rotary_dim", 4, "but 8 of 16 dims rotate"),
+        ("minimax_m2", "qk_norm_type", "per_head", "qk_norm_type is 'per_head'"),
+        ("olmoe", "clip_qkv", 8.0, "clip_qkv is 8.0"),
+        ("granite", "mlp_bias", True, "mlp_bias is True"),
+        ("nemotron_h", "time_step_limit", [0.0, 0.5], "programs differ in it"),
+        ("nemotron_h", "mlp_hidden_act", "silu", "mlp_hidden_act is 'silu'"),
+        ("nemotron_h", "norm_eps", 1e-6, "but layer_norm_epsilon is 1e-05"),
+        ("nemotron_h", "hybrid_override_pattern", "ME*x", "expected letters of"),
+        ("nemotron_h", "hybrid_override_pattern", "MM*-", "override_pattern contra"),
+        ("nemotron_h", "attention_head_dim", 8, "but head_dim is 16"),
+        ("nemotron_h", "n_groups", 3, "8 heads cannot share them"),
+        ("nemotron_h", "n_shared_experts", 2, "n_shared_experts is 2"),
+        ("falcon_h1", "mlp_multipliers", [1.0], "expected 2 positive numbers"),
+        ("falcon_h1", "projectors_bias", True, "projectors_bias is True"),
+        ("falcon_h1", "mamba_n_heads", 7, "2 groups, 64 channels"),
+        ("seed_oss", "attention_out_bias", True, "has no tensor .*o_proj.bias"),
+        ("ernie4_5", "use_bias", True, "use_bias is True"),
+        ("ernie4_5_moe", "moe_norm_min", 0.1, "expected 1e-09 or less"),
+        ("ernie4_5_moe", "moe_layer_end_index", 2, "expected the number of one of 2"),
     ],
 )
 def test_refusals(name, key, value, message):

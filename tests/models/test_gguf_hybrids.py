@@ -63,14 +63,19 @@ def tensors_of(folder):
     return found
 
 
-def write(path, kind, keys, tensors, others=None, *, in_parts_of=0):
-    """Keys of the architecture, and others by their whole names."""
+def write(path, kind, keys, tensors, others=None, *, in_parts_of=0, packed=()):
+    """Keys of the architecture, and others by their whole names; `packed` as Q8_0."""
     writer = gguf.GGUFWriter(path, kind, split_max_tensors=in_parts_of)
     whole = {f"{kind}.{key}": value for key, value in keys.items()}
     for key, value in (whole | (others or {})).items():
         add_key(writer, key, value)
     for name, w in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(w, np.float32))
+        w = np.ascontiguousarray(w, np.float32)
+        if name in packed:
+            q8 = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(w, q8), raw_dtype=q8)
+        else:
+            writer.add_tensor(name, w)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -88,6 +93,47 @@ def recurrent(tensors):
             w = w[:, 0]
         found[name] = w
     return found
+
+
+def renamed(tensors, **names):
+    """Parts of names in other words."""
+    found = {}
+    for name, w in tensors.items():
+        for old, new in names.items():
+            name = name.replace(f".{old}.", f".{new}.")
+        found[name] = w
+    return found
+
+
+def rows_in_pairs(tensors):
+    """Rows of q and k as converters of Llama's relatives sort them, of heads of 8."""
+    found = dict(tensors)
+    for name, w in tensors.items():
+        if name.endswith((".attn_q.weight", ".attn_k.weight")):
+            heads = w.reshape(-1, 2, 4, 32)
+            found[name] = heads.swapaxes(1, 2).reshape(w.shape)
+    return found
+
+
+def of_mamba2(tensors, groups):
+    """Recurrent layers with rates and skips by heads, norms by groups."""
+    found = recurrent(tensors)
+    for name, w in found.items():
+        if name.endswith((".ssm_a", ".ssm_d")):
+            found[name] = w[:, None]
+        elif name.endswith(".ssm_norm.weight"):
+            found[name] = w.reshape(groups, -1)
+    return found
+
+
+def check_file(path, name, but, atol=1e-4):
+    """Logits of the golden folder, and no key that is overlooked."""
+    tokens, truth = golden_of(name)
+    found = forward(*load(path, "f32"), tokens)
+    np.testing.assert_allclose(found, truth, rtol=0, atol=atol)
+    file = read_gguf(path)
+    check_every_key(file, but=but)
+    return file
 
 
 SIZES = {
@@ -327,15 +373,7 @@ def granite(tmp_path_factory):
 
 def test_granite(granite, tmp_path):
     """The converter also sorts the rows of q and k by pairs, which nothing rotates."""
-    tensors = recurrent(tensors_of(granite))
-    for name, w in tensors.items():
-        if name.endswith((".ssm_a", ".ssm_d")):
-            tensors[name] = w[:, None]
-        elif name.endswith(".ssm_norm.weight"):
-            tensors[name] = w[None]
-        elif name.endswith((".attn_q.weight", ".attn_k.weight")):
-            heads = w.reshape(-1, 2, 4, 32)
-            tensors[name] = heads.swapaxes(1, 2).reshape(w.shape)
+    tensors = of_mamba2(rows_in_pairs(tensors_of(granite)), 1)
     path = write(tmp_path / "m.gguf", "granitehybrid", GRANITE, tensors)
     tokens, _ = golden_of("granitemoehybrid")
     found = forward(*load(path, "f32"), tokens)
@@ -352,6 +390,290 @@ def test_granite(granite, tmp_path):
         metadata = {**file.metadata, f"granitehybrid.{key}": value}
         with pytest.raises(GGUFError, match=message):
             described(replace(file, metadata=metadata))
+
+
+HEADS = {
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "rope.freq_base": 10000.0,
+}
+GLM4_MOE = {
+    **SIZES,
+    **HEADS,
+    "block_count": 3,
+    "nextn_predict_layers": 1,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 16,
+    "expert_shared_count": 2,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+}
+
+
+def test_glm4_moe(tmp_path):
+    """With a third layer that predicts a further token, which is left out."""
+    tensors = tensors_of(FOLDERS / "glm4_moe")
+    tensors = renamed(tensors, ffn_norm="post_attention_norm")
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((32, 64))
+    path = write(tmp_path / "m.gguf", "glm4moe", GLM4_MOE, tensors)
+    check_file(path, "glm4_moe", ("rope.scaling.",))
+
+
+MINIMAX_M2 = {
+    **SIZES,
+    **HEADS,
+    "feed_forward_length": 16,
+    "rope.dimension_count": 8,
+    "expert_count": 6,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 16,
+    "expert_gating_func": 2,
+}
+
+
+def test_minimax_m2(tmp_path):
+    tensors = tensors_of(FOLDERS / "minimax_m2")
+    path = write(tmp_path / "m.gguf", "minimax-m2", MINIMAX_M2, tensors)
+    file = check_file(path, "minimax_m2", ("rope.scaling.", "feed_forward_length"))
+    metadata = {**file.metadata, "minimax-m2.expert_gating_func": 1}
+    with pytest.raises(GGUFError, match="expected 2, sigmoid"):
+        described(replace(file, metadata=metadata))
+
+
+OLMOE = {
+    **SIZES,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.head_count_kv": 2,
+    "feed_forward_length": 16,
+    "expert_count": 6,
+    "expert_used_count": 3,
+}
+
+
+def test_olmoe(tmp_path):
+    path = write(tmp_path / "m.gguf", "olmoe", OLMOE, tensors_of(FOLDERS / "olmoe"))
+    normalised = "expert_weights_norm"
+    but = ("rope.scaling.", "expert_feed_forward_length", normalised)
+    file = check_file(path, "olmoe", but)
+    metadata = {**file.metadata, f"olmoe.{normalised}": True}
+    with pytest.raises(GGUFError, match="expected weights as they are"):
+        described(replace(file, metadata=metadata))
+
+
+GRANITE_3 = {
+    **SIZES,
+    "attention.head_count_kv": 2,
+    "attention.scale": 0.2,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.4,
+    "logit_scale": 2.0,
+}
+WITH_EXPERTS = {"feed_forward_length": 16, "expert_count": 6, "expert_used_count": 3}
+
+
+@pytest.mark.parametrize(
+    "name", ["granite", pytest.param("granitemoe", marks=pytest.mark.full)]
+)
+def test_granite_3(name, tmp_path):
+    """Rows of q and k in pairs; sizes of states as of Granite 4 without Mamba-2."""
+    keys = GRANITE_3 | {"ssm.state_size": 128, "ssm.group_count": 1}
+    keys |= WITH_EXPERTS if name == "granitemoe" else {}
+    tensors = rows_in_pairs(tensors_of(FOLDERS / name))
+    path = write(tmp_path / "m.gguf", name, keys, tensors)
+    but = ("rope.scaling.", "ssm.", "expert_used_count", "expert_feed_forward_length")
+    file = check_file(path, name, but)
+    metadata = {**file.metadata, f"{name}.rope.scaling.finetuned": False}
+    config = described(replace(file, metadata=metadata)).config
+    assert all(mixer.rotation is None for mixer in config.mixers)
+
+
+NEMOTRON = {
+    **SIZES,
+    **HEADS,
+    "context_length": 2**20,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.head_count_kv": [0, 0],
+    "feed_forward_length": [0, 32],
+    "rope.scaling.finetuned": False,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 8,
+    "ssm.inner_size": 64,
+}
+NEMOTRON_MOE = {
+    **NEMOTRON,
+    "block_count": 3,
+    "nextn_predict_layers": 1,
+    "attention.head_count_kv": [0, 0, 2],
+    "feed_forward_length": [0, 32, 32],
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 24,
+    "expert_shared_count": 1,
+    "expert_group_count": 1,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+    "moe_latent_size": 64,
+}
+
+
+def test_nemotron_h_with_experts(tmp_path):
+    """Experts of a latent; a third layer that predicts a further token is left out."""
+    tensors = of_mamba2(tensors_of(FOLDERS / "nemotron_h_latent"), 2)
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((32, 64))
+    path = write(tmp_path / "m.gguf", "nemotron_h_moe", NEMOTRON_MOE, tensors)
+    but = ("rope.", "attention.", "expert_gating_func", "feed_forward_length")
+    file = check_file(path, "nemotron_h_latent", but)
+    for key, value, message in (
+        ("attention.head_count_kv", [2, 0, 2], "has no tensor blk.0.attn_q.weight"),
+        ("attention.head_count_kv", [0, 2, 2], "expected 0 in layers with attention"),
+        ("attention.head_count_kv", [0, 2], "a number for each of 3 layers"),
+        ("ssm.group_count", 3, "8 heads cannot share them"),
+        ("expert_gating_func", 1, "expected 2, sigmoid"),
+        ("expert_group_count", 2, "expected 1"),
+    ):
+        metadata = {**file.metadata, f"nemotron_h_moe.{key}": value}
+        with pytest.raises(GGUFError, match=message):
+            described(replace(file, metadata=metadata))
+
+
+@pytest.mark.full
+def test_nemotron_h_packed(tmp_path):
+    """Blocks of 8 bits of every matrix, kept or decoded: the same logits."""
+    tensors = of_mamba2(tensors_of(FOLDERS / "nemotron_h_latent"), 2)
+    tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((32, 64))
+    packed = [n for n, w in tensors.items() if w.ndim > 1 and w.shape[-1] % 32 == 0]
+    parts = ("ffn_up_exps", "ffn_down_exps", "ffn_latent_up", "ssm_in")
+    assert {part for part in parts if any(part in name for name in packed)} == {*parts}
+    path = tmp_path / "m.gguf"
+    write(path, "nemotron_h_moe", NEMOTRON_MOE, tensors, packed=packed)
+    tokens, _ = golden_of("nemotron_h_latent")
+    packed, decoded = (forward(*load(path, how), tokens) for how in ("packed", "f32"))
+    assert np.std(decoded) > 0.3
+    np.testing.assert_allclose(packed, decoded, rtol=0, atol=1e-4)
+
+
+@pytest.mark.full
+def test_nemotron_h_dense(tmp_path):
+    """The layers of the golden folder without the experts, against that folder."""
+    folder = tmp_path / "folder"
+    shutil.copytree(FOLDERS / "nemotron_h", folder)
+    config = json.loads((folder / "config.json").read_text())
+    kinds = config["layers_block_type"]
+    assert kinds == ["linear_attention", "moe", "full_attention", "mlp"]
+    config |= {"layers_block_type": [kinds[i] for i in (0, 2, 3)]}
+    config |= {"time_step_min": 1e-9}  # GGUF files have no bound
+    config.pop("num_hidden_layers", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    at = {0: 0, 2: 1, 3: 2}
+    tensors = {}
+    for name, w in load_file(folder / "model.safetensors").items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            if int(parts[2]) not in at:
+                continue
+            parts[2] = str(at[int(parts[2])])
+        tensors[".".join(parts)] = w
+    save_file(tensors, folder / "model.safetensors")
+    keys = NEMOTRON | {"block_count": 3, "attention.head_count_kv": [0, 2, 0]}
+    keys |= {"feed_forward_length": [0, 0, 48]}
+    stored = of_mamba2(tensors_of(folder), 2)
+    path = write(tmp_path / "m.gguf", "nemotron_h", keys, stored)
+    tokens, _ = golden_of("nemotron_h")
+    found = forward(*load(path, "f32"), tokens)
+    truth = forward(*load_opened(read_safetensors_folder(folder), "f32"), tokens)
+    assert np.std(truth) > 0.3
+    np.testing.assert_allclose(found, truth, rtol=0, atol=2e-5)
+
+
+SEED_OSS = {**SIZES, **HEADS}
+
+
+def test_seed_oss(tmp_path):
+    tensors = tensors_of(FOLDERS / "seed_oss")
+    tensors = renamed(tensors, ffn_norm="post_attention_norm")
+    path = write(tmp_path / "m.gguf", "seed_oss", SEED_OSS, tensors)
+    check_file(path, "seed_oss", ("rope.scaling.",))
+
+
+ERNIE = {
+    **SIZES,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.head_count_kv": 2,
+    "rope.freq_base": 500000.0,
+}
+ERNIE_MOE = {
+    **ERNIE,
+    "interleave_moe_layer_step": 1,
+    "leading_dense_block_count": 1,
+    "expert_count": 6,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 16,
+    "expert_shared_count": 2,
+    "expert_shared_feed_forward_length": 32,
+}
+
+
+def test_ernie(tmp_path):
+    keys = ERNIE | {"attention.key_length": 16, "attention.value_length": 16}
+    tensors = tensors_of(FOLDERS / "ernie4_5")
+    path = write(tmp_path / "m.gguf", "ernie4_5", keys, tensors)
+    check_file(path, "ernie4_5", ("rope.scaling.",))
+
+
+@pytest.mark.full
+def test_ernie_with_experts(tmp_path):
+    tensors = tensors_of(FOLDERS / "ernie4_5_moe")
+    row = "blk.1.exp_probs_b.bias"
+    tensors[row] = tensors[row][0]
+    path = write(tmp_path / "m.gguf", "ernie4_5-moe", ERNIE_MOE, tensors)
+    check_file(path, "ernie4_5_moe", ("rope.scaling.", "expert_shared_count"))
+
+
+FALCON_H1 = {
+    **SIZES,
+    **HEADS,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    **{key: x for key, x in NEMOTRON.items() if key.startswith("ssm.")},
+}
+
+
+def test_falcon_h1(tmp_path):
+    """The converter multiplies the weights by the factors."""
+    said = json.loads((FOLDERS / "falcon_h1" / "config.json").read_text())
+    gate, down = said["mlp_multipliers"]
+    enters = said["attention_in_multiplier"]
+    parts = np.repeat(said["ssm_multipliers"], (64, 64, 16, 16, 8))
+    factors = {
+        "token_embd": said["embedding_multiplier"],
+        "output": said["lm_head_multiplier"],
+        "attn_q": enters,
+        "attn_k": enters * said["key_multiplier"],
+        "attn_v": enters,
+        "attn_output": said["attention_out_multiplier"],
+        "ssm_in": said["ssm_in_multiplier"] * parts[:, None],
+        "ssm_out": said["ssm_out_multiplier"],
+        "ffn_gate": gate,
+        "ffn_down": down,
+    }
+    tensors = {}
+    for name, w in of_mamba2(tensors_of(FOLDERS / "falcon_h1"), 2).items():
+        part = name.split(".")[-2]
+        if part == "ffn_norm":  # whose name the converter leaves bare
+            name = name.removesuffix(".weight")
+        tensors[name] = w * np.float32(factors.get(part, 1.0))
+    path = write(tmp_path / "m.gguf", "falcon-h1", FALCON_H1, tensors)
+    check_file(path, "falcon_h1", ("rope.scaling.",))
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])

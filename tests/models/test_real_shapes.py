@@ -28,6 +28,10 @@ from jaxkern.models.registry import BY_MODEL_TYPE
 from jaxkern.models.weight_reader import WeightReader
 
 CONFIGS = json.loads((Path(__file__).parent / "real_configs.json").read_text())
+READ = (  # in `make test` no more than that: their blocks are those of others
+    *("GLM-4.5-Air", "MiniMax-M2", "Nemotron-3-Nano-30B-A3B", "Falcon-H1-0.5B"),
+    "ERNIE-4.5-21B-A3B",
+)
 
 
 class Shapes(SafetensorsFolder):
@@ -37,8 +41,8 @@ class Shapes(SafetensorsFolder):
         return jnp.zeros(self.tensors[name].shape)
 
 
-def weight_shapes(name, folder):
-    """Config, and the shapes of the weights of all layers."""
+def described(name, folder):
+    """The entry, the config, and every tensor of all layers."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     many = {f"t{i}": np.zeros(1, np.float32) for i in range(99)}  # one a layer or more
     save_file(many, folder / "model.safetensors")
@@ -47,7 +51,12 @@ def weight_shapes(name, folder):
     known = {**HARMLESS, **entry.harmless}, {**WITHOUT, **entry.without}
     assert entry.from_folder is not None
     with architecture_keys(empty, *known) as keys:
-        config, tensors = entry.from_folder(keys)
+        return entry, *entry.from_folder(keys)
+
+
+def weight_shapes(name, folder):
+    """Config, and the shapes of the weights of all layers."""
+    entry, config, tensors = described(name, folder)
     infos = {
         name: GGUFTensorInfo(tensor.shape, "F32", 0, 0)
         for name, tensor in tensors.items()
@@ -58,7 +67,24 @@ def weight_shapes(name, folder):
     return config, jax.eval_shape(lambda: entry.weights(config, reader))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", READ)
+def test_is_read(name, tmp_path):
+    """Keys as published: none is unknown, and the sizes fit each other."""
+    _, config, tensors = described(name, tmp_path)
+    said = CONFIGS[name]
+    assert config.layers == said["num_hidden_layers"]
+    table = tensors["token_embd.weight"]
+    assert table.shape == (said["vocab_size"], said["hidden_size"])
+    assert tensors["output.weight"].needed != said["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name in READ else [])
+        for name in CONFIGS
+    ],
+)
 def test_traces(name, tmp_path):
     config, weights = weight_shapes(name, tmp_path)
     said = CONFIGS[name]

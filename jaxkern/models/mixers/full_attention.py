@@ -1,6 +1,7 @@
 """Attention over keys and values, maybe a window of them, with a gate or sinks.
 
-q, k, v, gate = x W             q, k rotated, after a norm of each head where it has
+q, k, v, gate = x W             q, k rotated, after a norm of each head, or of all heads
+                                at once, where it has one
 y = attention(q, k, v) * sigmoid(gate)              the gate in Qwen3-Next, Qwen3.5
 out = y O
 """
@@ -40,8 +41,8 @@ class AttentionWeights(NamedTuple):
     output: Matrices
     qkv_bias: Float[Array, " f"] | None = None
     output_bias: Float[Array, " d"] | None = None
-    q_norm: Float[Array, " h"] | None = None
-    k_norm: Float[Array, " h"] | None = None
+    q_norm: Float[Array, " h"] | Float[Array, " n*h"] | None = None
+    k_norm: Float[Array, " h"] | Float[Array, " k*h"] | None = None
     sinks: Float[Array, " n"] | None = None
 
 
@@ -58,7 +59,9 @@ class FullAttention:
     output_gate: bool = False
     pairing: Pairing = "neox"
     bias: bool = False
+    qkv_bias: bool = False  # of q, k and v alone
     head_norms: bool = False
+    wide_norms: bool = False  # those of q and k are over all heads at once
     sinks: bool = False
     growth: QueryGrowth | None = None
 
@@ -69,14 +72,16 @@ class FullAttention:
 
     def tensors(self, d: int, layout: Layout) -> Shapes:
         """By their names in GGUF files."""
-        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        h = self.head_dim
+        q, k = self.heads * h, self.kv_heads * h
         wide = 2 * q if self.output_gate else q
         rows = {"q": (wide, d), "k": (k, d), "v": (k, d), "output": (d, q)}
         found: Shapes = {f"attn_{n}.weight": shape for n, shape in rows.items()}
-        if self.bias:
-            found |= {f"attn_{n}.bias": shape[:1] for n, shape in rows.items()}
-        if self.head_norms:
-            found |= {f"attn_{n}_norm.weight": (self.head_dim,) for n in "qk"}
+        biased = "q k v output" if self.bias else "q k v" if self.qkv_bias else ""
+        found |= {f"attn_{n}.bias": rows[n][:1] for n in biased.split()}
+        if self.head_norms or self.wide_norms:
+            sizes = {"q": q, "k": k} if self.wide_norms else dict.fromkeys("qk", h)
+            found |= {f"attn_{n}_norm.weight": (size,) for n, size in sizes.items()}
         if self.sinks:
             found["attn_sinks.weight"] = (self.heads,)
         return found
@@ -119,6 +124,15 @@ class FullAttention:
         query: `[b, t, n, h]`, or with `output_gate` `[b, t, n, 2 h]`.
         """
         norms = weights.q_norm, weights.k_norm
+        if self.wide_norms:
+            query, key = (
+                rms_norm(y.reshape(*y.shape[:2], -1), norm, eps=config.eps)
+                for y, norm in zip((query, key), norms, strict=True)
+            )
+            query, key = (
+                y.reshape(*y.shape[:2], -1, self.head_dim) for y in (query, key)
+            )
+            norms = None, None
         tables = None if self.rotation is None else at.tables[self.rotation]
         options: dict = dict(window=self.window, scale=self.scale, sinks=weights.sinks)
         alike = (norms[0] is None) == (norms[1] is None)

@@ -1,21 +1,23 @@
-"""Mamba-2: a state of each channel that decays by head, of Granite 4 (hybrid).
+"""Mamba-2: a state of each channel that decays by head, of Granite 4 and Nemotron-H.
 
-    z, u, dt = x W
+    z, u, dt = x W                       in Falcon-H1 each times a factor of its own
     u, b, c  = silu(conv(u))                 step = clip(softplus(dt + dt_bias))
     y        = state_space_dual(u, step, -exp(a_log), b, c) + skip u
     out      = (rms_norm(y * silu(z)) of each group) O  https://arxiv.org/abs/2405.21060
 
-All channels of a head share step, a and skip; b and c are those of its group.
+All channels of a head share step, a and skip; b and c are those of its group. The norm
+may be before the gate, or missing.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from jaxkern import gated_rms_norm, state_space_dual
+from jaxkern import gated_rms_norm, state_space_dual, swiglu
 from jaxkern.models.architecture import CacheForm
 from jaxkern.models.branch import Branch
 from jaxkern.models.mixers.layout import Layout, Shapes
@@ -45,7 +47,7 @@ class Mamba2Weights(NamedTuple):
     a_log: Float[Array, " n"]
     dt_bias: Float[Array, " n"]
     skip: Float[Array, " n"]
-    norm: Float[Array, " n*h"]
+    norm: Float[Array, " n*h"] | None
     output: Matrices
     input_bias: Float[Array, " f"] | None = None
     output_bias: Float[Array, " d"] | None = None
@@ -53,7 +55,12 @@ class Mamba2Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Mamba2:
-    """Sizes of the layer, and the `limits` of the time step."""
+    """Sizes of the layer, and the `limits` of the time step.
+
+    Attributes:
+      gate: where it is: before the norm, behind it, or alone without one.
+      factors: of z, u, b, c and dt, where they leave their product.
+    """
 
     heads: int
     head_dim: int
@@ -63,6 +70,8 @@ class Mamba2:
     limits: tuple[float, float] = (0.0, float("inf"))
     conv_bias: bool = True
     bias: bool = False  # of the two projections
+    gate: Literal["before", "behind", "alone"] = "before"
+    factors: tuple[float, ...] | None = None
 
     @property
     def width(self) -> int:
@@ -88,9 +97,10 @@ class Mamba2:
             layout.decay: (n, 1) if layout.rates else (n,),
             "ssm_dt.bias": (n,),
             "ssm_d": (n, 1) if layout.rates else (n,),
-            "ssm_norm.weight": (1, wide) if layout.rates else (wide,),
             "ssm_out.weight": (d, wide),
         }
+        if self.gate != "alone":
+            found["ssm_norm.weight"] = layout.groups(self.groups, wide)
         if self.conv_bias:
             found["ssm_conv1d.bias"] = (self.channels,)
         if self.bias:
@@ -99,6 +109,7 @@ class Mamba2:
 
     def read(self, reader: WeightReader, blk: str, layout: Layout) -> Mamba2Weights:
         taps = reader.vector(f"{blk}.ssm_conv1d.weight")
+        norm = reader.vectors(f"{blk}.ssm_norm.weight")
         return Mamba2Weights(
             input=reader.matrices(f"{blk}.ssm_in.weight"),
             convolution=taps if layout.flat_taps else taps[:, 0],
@@ -106,7 +117,7 @@ class Mamba2:
             a_log=a_log_of(reader, blk, layout),
             dt_bias=reader.vector(f"{blk}.ssm_dt.bias"),
             skip=reader.vector(f"{blk}.ssm_d").reshape(-1),
-            norm=reader.vector(f"{blk}.ssm_norm.weight").reshape(-1),
+            norm=None if norm is None else norm.reshape(-1),
             output=reader.matrices(f"{blk}.ssm_out.weight"),
             input_bias=reader.vectors(f"{blk}.ssm_in.bias"),
             output_bias=reader.vectors(f"{blk}.ssm_out.bias"),
@@ -121,7 +132,7 @@ class Mamba2:
         at: Mixing,
     ) -> tuple[Float[Array, "b t d"], RecurrentState | None]:
         b, t, _ = branch.x.shape
-        y = branch.project(config, weights.input, weights.input_bias)
+        y = self.with_factors(branch.project(config, weights.input, weights.input_bias))
         ends = (self.width, self.width + self.channels)
         z, mixed, dt = jnp.split(y, ends, axis=-1)
         convolution = (weights.convolution, weights.convolution_bias)
@@ -150,7 +161,29 @@ class Mamba2:
             state = replace(
                 state, inputs=inputs, memory=memory, lengths=grown(state, branch.x, at)
             )
-        y, z = (a.reshape(b, t, self.groups, -1) for a in (y, z))
-        y = gated_rms_norm(y, z, eps=config.eps, norm_before_gate=False)
-        y = (y.reshape(b, t, self.width) * weights.norm).astype(branch.x.dtype)
+        y = self.opened(config, weights, y.reshape(b, t, self.width), z)
+        y = y.astype(branch.x.dtype)
         return branch.joined(config, y, weights.output, weights.output_bias), state
+
+    def with_factors(self, y: Float[Array, "b t f"]) -> Float[Array, "b t f"]:
+        """The product, its parts times their factors."""
+        if self.factors is None:
+            return y
+        grouped = self.groups * self.state_dim
+        sizes = (self.width, self.width, grouped, grouped, self.heads)
+        return y * jnp.asarray(np.repeat(self.factors, sizes), y.dtype)
+
+    def opened(
+        self,
+        config,
+        weights: Mamba2Weights,
+        y: Float[Array, "b t n*h"],
+        z: Float[Array, "b t n*h"],
+    ) -> Float[Array, "b t n*h"]:
+        """Through the gate, and the norm of each group."""
+        if weights.norm is None:
+            return swiglu(z.astype(y.dtype), y)
+        y, z = (a.reshape(*a.shape[:2], self.groups, -1) for a in (y, z))
+        behind = self.gate == "behind"
+        y = gated_rms_norm(y, z, eps=config.eps, norm_before_gate=behind)
+        return y.reshape(*y.shape[:2], self.width) * weights.norm

@@ -31,6 +31,14 @@ class RecurrentState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class TokenCount:
+    """What a layer without a mixer keeps: `[b]` int32, tokens of each sequence."""
+
+    lengths: Int32[Array, " b"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DraftedState:
     """A `RecurrentState` before some tokens of which it is not known yet which stay.
 
@@ -117,6 +125,8 @@ def counted(x: Float[Array, "b t *rest"], at: Mixing) -> Float[Array, "b t *rest
     return jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def grown(state: RecurrentState, x: Float[Array, "b t d"], at: Mixing):
+def grown(
+    state: RecurrentState | TokenCount, x: Float[Array, "b t d"], at: Mixing
+) -> Int32[Array, " b"]:
     """The lengths behind the t tokens, as far as they count."""
     return state.lengths + (x.shape[1] if at.new_lengths is None else at.new_lengths)
