@@ -211,7 +211,8 @@ def scaled_grouped_matmul_reference(
     *,
     preferred_element_type: jnp.dtype,
 ) -> Float[Array, "r f"]:
-    """Codes are e4m3fn, which bfloat16 holds."""
+    """Of codes in e4m3fn, which bfloat16 holds. Scales are not differentiated."""
+    x_scale, w_scale = (lax.stop_gradient(scale) for scale in (x_scale, w_scale))
     wide = np.float64 in (x_scale.dtype, w_scale.dtype, preferred_element_type)
     dtype = jnp.float64 if wide else jnp.bfloat16
     x, w = (decode_float8(codes, OPERANDS).astype(dtype) for codes in (x, w))

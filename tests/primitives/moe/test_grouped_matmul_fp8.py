@@ -1,6 +1,8 @@
 """grouped_matmul_fp8 against a loop over groups in float64, of operands that NumPy
 rounds."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,31 +17,36 @@ from jaxkern import (
     quantize_fp8,
     quantized_matmul_id,
 )
-from jaxkern.primitives.moe.grouped_matmul_fp8 import encoded_rows
+from jaxkern.primitives.moe.grouped_matmul_fp8 import (
+    encoded_rows,
+    scaled_grouped_matmul_p,
+)
+from jaxkern.testing import sharding_checks
+from jaxkern.testing.check_op import ON_MESHES
 from jaxkern.testing.checks import Spec, case, uniform
 from tests.primitives.moe.test_grouped_matmul import loop, sizes
 from tests.primitives.quant.test_fp8 import finite_codes
 
-F32 = {"preferred_element_type": jnp.dtype("float32")}
+SUMS = {"preferred_element_type": jnp.dtype("float32"), "straight_through": True}
 CASES = [
-    case(
+    case(  # of which f alone can be cut: cuts of the others are a test of the full run
         "plain",
-        x=finite_codes(8, 8),
-        x_scale=uniform(8),
-        w=finite_codes(4, 8, 8),
-        w_scale=uniform(4, 8),
-        group_sizes=sizes(3, 0, 2, 1),
-        **F32,
+        x=finite_codes(5, 3),
+        x_scale=uniform(5),
+        w=finite_codes(3, 4, 3),
+        w_scale=uniform(3, 4),
+        group_sizes=sizes(3, 0, 1),
+        **SUMS,
     ),
     case(
         "empty",
         full=True,
-        x=finite_codes(0, 4),
+        x=finite_codes(0, 3),
         x_scale=uniform(0),
-        w=finite_codes(2, 3, 4),
-        w_scale=uniform(2, 3),
-        group_sizes=sizes(0, 0),
-        **F32,
+        w=finite_codes(3, 5, 3),
+        w_scale=uniform(3, 5),
+        group_sizes=sizes(0, 0, 0),
+        **SUMS,
     ),
     case(
         "qwen3_30b_on_one_of_8_devices",
@@ -51,7 +58,7 @@ CASES = [
         group_sizes=Spec(
             (16,), np.int32, lambda rng, s: rng.multinomial(60, np.ones(16) / 16)
         ),
-        **F32,
+        **SUMS,
     ),
 ]
 RNG = np.random.default_rng(0)
@@ -84,17 +91,24 @@ def gradients(dy, x, w):
     return dx, dw
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@jax.jit
+def three_products(x, w, dy):
+    y, pull = jax.vjp(lambda x, w: grouped_matmul_fp8(x, w, jnp.asarray(SIZES)), x, w)
+    return y, *pull(dy)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.full)]
+)
 def test_three_products_of_rounded_operands(dtype):
     """Rows of very unlike sizes: one scale for all would leave nothing of the small."""
     unlike = jnp.asarray(2.0 ** np.arange(-6, 7)[:, None], dtype)
     x, w, dy = draw(13, 64), draw(4, 5, 64), draw(13, 5)
     x, w, dy = (a.astype(dtype) for a in (x * unlike.astype(x.dtype), w, dy))
-    group_sizes = jnp.asarray(SIZES)
-    y, pull = jax.vjp(jax.jit(lambda x, w: grouped_matmul_fp8(x, w, group_sizes)), x, w)
+    y, *slopes = three_products(x, w, dy)
     x8, w8, dy8 = rounded(x), rounded(w), rounded(dy, "float8_e5m2")
     expected = (loop(x8, w8, SIZES)[0], *gradients(dy8, x8, w8))
-    for found, e in zip((y, *pull(dy)), expected, strict=True):
+    for found, e in zip((y, *slopes), expected, strict=True):
         assert found.dtype == dtype
         near(found, e, dtype)
     for row, e in zip(y[:12], expected[0], strict=False):
@@ -104,39 +118,50 @@ def test_three_products_of_rounded_operands(dtype):
     assert np.abs(expected[0] - exact).max() > 0.01  # it did round
 
 
-@pytest.mark.parametrize("block", [(1, 0), (0, 0), (2, 0), (1, 64)])
+@pytest.mark.parametrize(
+    "block",
+    [
+        (1, 0),
+        *(pytest.param(b, marks=pytest.mark.full) for b in ((0, 0), (2, 0), (1, 64))),
+    ],
+)
 def test_weights_are_taken_as_they_are_stored(block):
     w = quantize_fp8(draw(4, 5, 64), block=block)
     x, dy = draw(13, 64), draw(13, 5)
-    group_sizes = jnp.asarray(SIZES)
-    y, pull = jax.vjp(lambda x: grouped_matmul_fp8(x, w, group_sizes), x)
+
+    @jax.jit
+    def product_and_gradients(x, scales, dy):
+        def product(x, scales):
+            stored = FP8Tensor(w.codes, scales, w.block)
+            return grouped_matmul_fp8(x, stored, jnp.asarray(SIZES))
+
+        y, pull = jax.vjp(product, x, scales)
+        return y, *pull(dy)
+
+    y, dx, dscales = product_and_gradients(x, w.scales, dy)
     values = np.float64(dequantize(w))
     near(y, loop(rounded(x), values, SIZES)[0], jnp.bfloat16)
     # of decoded weights in bfloat16, with a cotangent that nothing rounds
-    near(pull(dy)[0], gradients(np.float64(dy), rounded(x), values)[0], jnp.bfloat16)
-    slopes = jax.grad(
-        lambda s: jnp.sum(
-            grouped_matmul_fp8(x, FP8Tensor(w.codes, s, w.block), group_sizes)
-        ).astype(jnp.float32)
-    )(w.scales)
-    np.testing.assert_array_equal(slopes, 0)
+    near(dx, gradients(np.float64(dy), rounded(x), values)[0], jnp.bfloat16)
+    np.testing.assert_array_equal(dscales, 0)
 
 
 def test_what_is_not_finite_stays_in_its_row():
     x = draw(13, 64).at[1, 3].set(jnp.nan).at[12].set(jnp.inf)
-    w, group_sizes = draw(4, 5, 64).at[2, 4, 0].set(jnp.inf), jnp.asarray(SIZES)
-    y, pull = jax.vjp(lambda x, w: grouped_matmul_fp8(x, w, group_sizes), x, w)
+    w = draw(4, 5, 64).at[2, 4, 0].set(jnp.inf)
+    dy = jnp.ones((13, 5), jnp.bfloat16).at[12].set(jnp.nan)
+    y, dx, dw = three_products(x, w, dy)
     lost = ~np.isfinite(np.asarray(y, np.float32))
     expected = np.zeros((13, 5), bool)
     expected[1], expected[3:10, 4] = True, True
     np.testing.assert_array_equal(lost, expected)
     np.testing.assert_array_equal(y[12], 0)
-    dx, dw = pull(jnp.ones((13, 5), jnp.bfloat16).at[12].set(jnp.nan))
     assert jnp.isfinite(dx[:3]).all() and not jnp.isfinite(dx[3:10]).any()
     np.testing.assert_array_equal(dx[12], 0)
     assert jnp.isfinite(dw[2]).all() and not jnp.isfinite(dw[0, :, 3]).any()
 
 
+@pytest.mark.full
 def test_derivatives_are_straight_through():
     """The jvp, and the gradient of a gradient, where q has derivative 1."""
     f32 = jnp.float32
@@ -162,16 +187,22 @@ def test_derivatives_are_straight_through():
 
 
 def test_until_the_backward_pass_the_codes_are_kept():
-    x, w, group_sizes = draw(13, 16), draw(4, 3, 16), jnp.asarray(SIZES)
-    _, pull = jax.vjp(lambda x, w: grouped_matmul_fp8(x, w, group_sizes), x, w)
-    kept = jax.tree.leaves(pull)
-    decoded = [a for a in kept if a.shape in (x.shape, w.shape)]
-    of_floats = [a for a in decoded if jnp.issubdtype(a.dtype, jnp.floating)]
-    assert all(np.isin(a, (x, w)).all() for a in of_floats)  # none of them rounded
-    assert sum(a.dtype == jnp.uint8 for a in decoded) == 2
+    x, w = draw(13, 64), draw(4, 5, 64)
+
+    @jax.jit
+    def forward(x, w):
+        f = lambda x, w: grouped_matmul_fp8(x, w, jnp.asarray(SIZES))  # noqa: E731
+        return jax.tree.leaves(jax.vjp(f, x, w)[1])
+
+    kept = [a for a in forward(x, w) if a.shape in (x.shape, w.shape)]
+    assert sum(a.dtype == jnp.uint8 for a in kept) == 2
+    for a in kept:
+        if a.dtype != jnp.uint8:  # nothing that is rounded
+            np.testing.assert_array_equal(a, x if a.shape == x.shape else w)
 
 
-def test_rows_of_a_vmap_and_of_a_scan():
+@pytest.mark.full
+def test_rows_of_a_vmap():
     x, w = draw(3, 13, 16), draw(4, 3, 16)
     sizes_of = jnp.asarray([SIZES, [13, 0, 0, 0], [0, 1, 2, 3]])
     together = jax.vmap(grouped_matmul_fp8, (0, None, 0))(x, w, sizes_of)
@@ -183,7 +214,7 @@ def test_rows_name_the_experts_of_stored_weights():
     w = quantize_fp8(draw(3, 4, 64), block=(1, 0))
     x, ids = draw(3, 64), np.asarray([2, 0, 0, 5, -1, 2])
     options = dict(top_k=2, compute_dtype="float8_e4m3fn")
-    y = quantized_matmul_id(x, w, ids, **options)
+    y = jax.jit(lambda x: quantized_matmul_id(x, w, ids, **options))(x)
     values, x8 = np.float64(dequantize(w)), rounded(x)
     expected = [
         values[i] @ x8[r // 2] if 0 <= i < 3 else np.zeros(4) for r, i in enumerate(ids)
@@ -194,6 +225,7 @@ def test_rows_name_the_experts_of_stored_weights():
     )
 
 
+@pytest.mark.full
 def test_the_scales_of_rows_are_powers_of_two():
     x = draw(3, 5, 64).at[1, 2].set(0)
     rows = encoded_rows(x)
@@ -204,9 +236,11 @@ def test_the_scales_of_rows_are_powers_of_two():
     np.testing.assert_array_equal(decoded, rounded(x))
 
 
+@pytest.mark.full
 def test_the_sums_are_what_is_preferred():
     x, w, group_sizes = draw(13, 64), draw(4, 5, 64), jnp.asarray(SIZES)
-    y = grouped_matmul_fp8(x, w, group_sizes, preferred_element_type="float32")
+    f = functools.partial(grouped_matmul_fp8, preferred_element_type="float32")
+    y = jax.jit(f)(x, w, group_sizes)
     assert y.dtype == jnp.float32
     near(y, loop(rounded(x), rounded(w), SIZES)[0], jnp.float32)
 
@@ -214,19 +248,33 @@ def test_the_sums_are_what_is_preferred():
 def test_what_is_not_understood_is_refused():
     x, group_sizes = draw(13, 256), jnp.asarray(SIZES)
     w = draw(4, 128, 256)
-    blocks = quantize_fp8(w, block=(128, 128))
+    codes = jnp.zeros(w.shape, jnp.uint8)
+    blocks = FP8Tensor(codes, jnp.ones((4, 1, 2)), (128, 128))
+    stored = FP8Tensor(codes, jnp.ones((4, 128, 1)), (1, 0))
     with pytest.raises(ValueError, match=r"scales of whole rows.* got \(128, 128\)"):
         grouped_matmul_fp8(x, blocks, group_sizes)
     with pytest.raises(ValueError, match="stored in e4m3fn, got 'e5m2'"):
-        e5m2 = quantize_fp8(w, block=(1, 0), format="e5m2")
+        e5m2 = FP8Tensor(stored.codes, stored.scales, (1, 0), "e5m2")
         grouped_matmul_fp8(x, e5m2, group_sizes)
-    stored = quantize_fp8(w, block=(1, 0))
     with pytest.raises(TypeError, match=r"`x` must be \[r, 256\] as `w` is"):
         grouped_matmul_fp8(x[:, :8], stored, group_sizes)
     with pytest.raises(TypeError, match=r"must be \[e, f, d\] with a size"):
         grouped_matmul_fp8(x, stored, group_sizes[:3])
     with pytest.raises(TypeError, match="grouped_matmul_fp8: `preferred_element_type`"):
         grouped_matmul_fp8(x, w, group_sizes, preferred_element_type=jnp.int32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", [*ON_MESHES, sharding_checks.check_kernel_sharding])
+def test_every_dim_can_be_cut(check):
+    operands = dict(
+        x=finite_codes(8, 8),
+        x_scale=uniform(8),
+        w=finite_codes(4, 8, 8),
+        w_scale=uniform(4, 8),
+        group_sizes=sizes(3, 0, 2, 1),
+    )
+    check(scaled_grouped_matmul_p, case("cut", **operands, **SUMS))
 
 
 def test_explain_names_the_product_of_codes():
