@@ -133,6 +133,8 @@ def expert_goals() -> Iterator[Goal]:
         yield Goal("top_k", "top_k_6", f"16384x512 {dtype}", "forward", us=12)
     grouped = ("route", "route, sigmoid, bias and groups")
     yield Goal(*grouped, "8192 tokens of 256 experts", "forward", us=15)
+    codes = ("grouped_matmul_fp8", "grouped_matmul_fp8, codes")
+    yield Goal(*codes, "32768x4096x2048 in 64, equal", "forward", tflops=1100)
     one = "1 tokens of 2048, 8 of 256 experts of 512"
     yield Goal("moe_ffn", "moe_ffn_few", one, "forward", us=15.7)
 

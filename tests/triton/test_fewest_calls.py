@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkern import (
+    FP8Tensor,
     InterleavedTensor,
     attention,
     backend,
@@ -22,6 +23,7 @@ from jaxkern import (
     dequantize,
     explain,
     grouped_matmul,
+    grouped_matmul_fp8,
     linear,
     quantize_affine,
     quantize_fp8,
@@ -69,6 +71,12 @@ def experts(x, w):
     return grouped_matmul(x, w, jnp.full(8, 128, jnp.int32))
 
 
+def stored_experts() -> tuple:
+    scales = spec(8, 512, 1, dtype="float32")
+    w = FP8Tensor(spec(8, 512, 512, dtype="uint8"), scales, (1, 0))
+    return spec(1024, 512), w, jnp.full(8, 128, jnp.int32)
+
+
 def one_activation() -> tuple[Callable, tuple]:
     """Products by whole numbers, of all formats that have them."""
     weights = [
@@ -98,6 +106,7 @@ LARGE: dict[str, tuple[Callable, tuple]] = {  # what runs Mosaic, or is no case'
     "cross_entropy": slopes(losses, spec(64, 128_256)),
     "linear": (linear, (spec(2, 1536), spec(96, 1536))),
     "grouped_matmul": slopes(experts, spec(1024, 512), spec(8, 512, 512)),
+    "grouped_matmul_fp8": (grouped_matmul_fp8, stored_experts()),
     "attention of one query": attend(1, 2048, 66),
     "attention of many": slopes(attend(0, 0, 1)[0], *attend(4096, 4096, 1)[1]),
     "one activation of packed rows": one_activation(),
@@ -280,6 +289,7 @@ FEWEST = (
     "gated_delta_net_step-qwen3_next_decode",
     "gated_delta_net_verify-qwen3_next_drafts",
     "grouped_matmul",
+    "grouped_matmul_fp8",
     "sample",
     "softmax 131071 bfloat16",
     "large groups bfloat16",

@@ -212,6 +212,10 @@ def experts(x: Draw) -> dict[str, Call]:
             part(jk.grouped_matmul, group_sizes=sizes),
             (x(6, 16), x(3, 8, 16)),
         ),
+        "scaled_grouped_matmul": (
+            part(jk.grouped_matmul_fp8, group_sizes=sizes),
+            (x(6, 16), x(3, 8, 16)),
+        ),
         "moe_weighted_reduce": (jk.moe_weighted_reduce, (x(3, 2, 16), x(3, 2))),
         "route": (part(jk.route, k=2), (x(3, 8),)),
         "moe_ffn_few": (

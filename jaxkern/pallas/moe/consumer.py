@@ -8,19 +8,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.pallas.attention.attention.wgmma import tiled
+from jaxkern.pallas.attention.attention.wgmma import swizzled, tiled
 from jaxkern.pallas.moe.problem import (
-    BLOCK_K,
     CONSUMERS,
-    PIECE,
+    PIECE_BYTES,
     ROWS,
     Problem,
     slot_of,
 )
 
+FLOAT8 = jnp.float8_e4m3fn
+
 
 class Buffers(NamedTuple):
-    """Shared memory. `a` has a part for each consumer."""
+    """Shared memory. `a` has a part for each consumer.
+
+    A block of bytes is two: what copies write and what WGMMA reads, the same memory.
+    """
 
     a: Any
     b: Any
@@ -35,17 +39,49 @@ class Barriers(NamedTuple):
 
 def buffers(c: Problem, a: tuple, b: tuple, dtype: Any, interpret: bool) -> Buffers:
     """`a`, `b`: shapes of the blocks that a step multiplies."""
-    pieces = CONSUMERS, c.buffers, ROWS, PIECE
-    out = (
-        plgpu.SMEM(pieces, dtype, transforms=tiled(ROWS, PIECE)),
-        plgpu.SMEM(pieces, dtype),
-    )
     return Buffers(
         a=plgpu.SMEM((c.stages, CONSUMERS, *a), dtype, transforms=tiled(*a)),
         b=plgpu.SMEM((c.stages, *b), dtype, transforms=tiled(*b)),
-        # the interpreter knows no two views of one memory
-        out=out if interpret else plgpu.RefUnion(*out),
+        out=results(c, dtype, interpret),
     )
+
+
+def buffers_of_bytes(c: Problem, swizzle: int, dtype: Any, interpret: bool) -> Buffers:
+    """Blocks of e4m3, whose arrays are bytes, for results of `dtype`."""
+    dtypes = (FLOAT8,) if interpret else (jnp.uint8, FLOAT8)
+
+    def ring(*shape):
+        tiles = swizzled(swizzle, itemsize=1)
+        views = [plgpu.SMEM(shape, held, transforms=tiles) for held in dtypes]
+        return tuple(views) if interpret else plgpu.RefUnion(*views)
+
+    return Buffers(
+        a=ring(c.stages, CONSUMERS, ROWS, c.block_k),
+        b=ring(c.stages, c.block_n, c.block_k),
+        out=results(c, dtype, interpret),
+    )
+
+
+def results(c: Problem, dtype: Any, interpret: bool) -> Any:
+    """Pieces of results on their way to memory."""
+    itemsize = jnp.dtype(dtype).itemsize
+    pieces = CONSUMERS, c.buffers, ROWS, PIECE_BYTES // itemsize
+    out = (
+        plgpu.SMEM(pieces, dtype, transforms=swizzled(PIECE_BYTES, itemsize)),
+        plgpu.SMEM(pieces, dtype),
+    )
+    # the interpreter knows no two views of one memory
+    return out if interpret else plgpu.RefUnion(*out)
+
+
+def as_copied(block: Any) -> Any:
+    """A block of the ring, for what writes it."""
+    return block[0] if isinstance(block, tuple) else block
+
+
+def as_multiplied(block: Any) -> Any:
+    """A block of the ring, for WGMMA."""
+    return block[-1] if isinstance(block, tuple) else block
 
 
 def barriers(c: Problem) -> Barriers:
@@ -54,11 +90,6 @@ def barriers(c: Problem) -> Barriers:
         free=plgpu.Barrier(num_barriers=c.stages, num_arrivals=CONSUMERS),
         cleared=plgpu.Barrier(num_barriers=c.stages),
     )
-
-
-def shared_bytes(c: Problem, itemsize: int = 2) -> int:
-    ring = c.stages * BLOCK_K * (CONSUMERS * ROWS + c.block_n)
-    return itemsize * (ring + CONSUMERS * c.buffers * ROWS * PIECE)
 
 
 def sums(
@@ -113,13 +144,14 @@ def pass_over(at: Any, steps: Any, signals: Barriers, c: Problem) -> None:
 
 def store(total: Any, target: Any, column: Any, me: Any, out: Any, c: Problem) -> None:
     """The columns of a tile to `target`, by way of a few buffers."""
-    for i in range(c.block_n // PIECE):
+    wide = out.shape[-1]
+    for i in range(c.block_n // wide):
         staged = out.at[me, i % c.buffers]
         plgpu.wait_smem_to_gmem(c.buffers - 1, wait_read_only=True)
-        piece = total[:, i * PIECE : (i + 1) * PIECE]
+        piece = total[:, i * wide : (i + 1) * wide]
         staged[...] = piece.astype(out.dtype)
         plgpu.commit_smem()
-        columns = pl.ds(column + i * PIECE, PIECE)
+        columns = pl.ds(column + i * wide, wide)
         plgpu.copy_smem_to_gmem(staged, target.at[:, columns])
 
 
@@ -138,13 +170,14 @@ def store_some(
 
     A copy has a static number of rows: as many copies as `stop - start` has bits.
     """
-    for i in range(c.block_n // PIECE):
+    wide = out.shape[-1]
+    for i in range(c.block_n // wide):
         staged = out.at[me, i % c.buffers]
         plgpu.wait_smem_to_gmem(c.buffers - 1, wait_read_only=True)
-        piece = total[:, i * PIECE : (i + 1) * PIECE]
+        piece = total[:, i * wide : (i + 1) * wide]
         staged[...] = piece.astype(out.dtype)
         plgpu.commit_smem()
-        columns = pl.ds(column + i * PIECE, PIECE)
+        columns = pl.ds(column + i * wide, wide)
         at = start
         for bit in range(ROWS.bit_length()):
             rows = 1 << bit

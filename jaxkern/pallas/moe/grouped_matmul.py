@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.gpu.device import compute_capability, num_sms
 from jaxkern.gpu.moe.row_tiles import group_rows, row_tiles
-from jaxkern.pallas.moe.consumer import barriers, buffers
+from jaxkern.pallas.moe.consumer import Buffers, barriers, buffers
 from jaxkern.pallas.moe.problem import (
     ALIGN,
     BLOCK_K,
@@ -77,6 +77,7 @@ def problem(groups: int, n: int, k: int) -> Problem:
         n=n,
         k=k,
         block_n=min(256, -(-n // 128) * 128),
+        block_k=BLOCK_K,
         stages=STAGES,
         buffers=2,
         programs=num_sms(),
@@ -89,8 +90,7 @@ def whole_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
 
 
-def launch(body, name, c: Problem, a, b, out, interpret, *operands):
-    held = buffers(c, a, b, out.dtype, interpret)
+def launch(body, name, c: Problem, held: Buffers, out, interpret, *operands):
     return plgpu.kernel(
         body,
         out_type=out,
@@ -113,8 +113,8 @@ def multiply(name, x, w, group_sizes, turned, interpret):
     b = (c.block_n, BLOCK_K) if turned else (BLOCK_K, c.block_n)
     out = jax.ShapeDtypeStruct((x.shape[0], n), x.dtype)
     body = functools.partial(rows_kernel, c=c, turned=turned)
-    a = ROWS, BLOCK_K
-    y = launch(body, name, c, a, b, out, interpret, x, w, tiles, count)
+    held = buffers(c, (ROWS, BLOCK_K), b, x.dtype, interpret)
+    y = launch(body, name, c, held, out, interpret, x, w, tiles, count)
     return y[:r]
 
 
@@ -142,13 +142,13 @@ def grouped_matmul_bwd(
     if wanted[1]:
         e, f, d = w.shape
         c = problem(e, d, 0)
+        blocks = (BLOCK_K, ROWS), (BLOCK_K, c.block_n)
         starts, stops = group_rows(group_sizes, x.shape[0])
         dw = launch(
             functools.partial(weights_kernel, c=c, m=f),
             "grouped_matmul_dw",
             c,
-            (BLOCK_K, ROWS),
-            (BLOCK_K, c.block_n),
+            buffers(c, *blocks, w.dtype, interpret),
             jax.ShapeDtypeStruct(w.shape, w.dtype),
             interpret,
             whole_tiles(dy),

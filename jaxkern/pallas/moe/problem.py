@@ -10,8 +10,8 @@ CONSUMERS = 2
 ROWS = 64  # of one consumer
 WIDTH = 64  # columns of a swizzled tile of 16-bit numbers
 BLOCK_M = CONSUMERS * ROWS
-BLOCK_K = 64
-PIECE = 64  # columns that are written at once
+BLOCK_K = 64  # of 16-bit numbers
+PIECE_BYTES = 128  # of a row, that are written at once
 ALIGN = 8  # the copy engine moves tiles of so many rows
 BESIDE = 8  # tiles of one row block that are computed beside each other
 
@@ -25,6 +25,7 @@ class Problem:
       n: columns of the result.
       k: what is summed over; 0 where only the device knows.
       block_n: columns of a tile.
+      block_k: of the sums of a step.
       stages: blocks of both operands that are held at once.
       buffers: pieces of results of a consumer that are written at once.
       programs: of the grid.
@@ -34,6 +35,7 @@ class Problem:
     n: int
     k: int
     block_n: int
+    block_k: int
     stages: int
     buffers: int
     programs: int
@@ -45,7 +47,7 @@ class Problem:
 
     @property
     def steps(self) -> int:
-        return self.k // BLOCK_K
+        return -(-self.k // self.block_k)
 
 
 def tiles_of(program: Any, total: Any, c: Problem) -> Any:

@@ -132,6 +132,9 @@ def _batch(args, axes, *, num_maps):
 batching.primitive_batchers[rounded_gradient_p] = _batch
 
 
-def rounded_gradient(y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """y; what a reverse pass brings back to it is rounded to e5m2 with one scale."""
-    return rounded_gradient_p.bind(y, num_maps=0)
+def rounded_gradient(y: Float[Array, "..."], num_maps: int = 0) -> Float[Array, "..."]:
+    """y; what a reverse pass brings back to it is rounded to e5m2.
+
+    With one scale, or with one for each index of the first `num_maps` axes.
+    """
+    return rounded_gradient_p.bind(y, num_maps=num_maps)

@@ -12,14 +12,10 @@ from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.dense_product import result_dtype
 from jaxkern.primitives.index.embedding import explicit_spec
 from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.moe.expert_order import expert_order
-from jaxkern.primitives.moe.permute_tokens import permute_tokens, take_rows
+from jaxkern.primitives.moe.permute_tokens import take_rows
 from jaxkern.primitives.moe.row_blocks import RowBlocks, row_blocks
-from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.quant.dequantize import dequantize
-from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
-from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 
@@ -200,23 +196,6 @@ def multiply_quantized_groups(
         (in_blocks(x, blocks), blocks.group),
     )
     return in_rows(y, blocks)
-
-
-def multiply_routed_by_group(
-    x: Float[Array, "t d"],
-    ids: Integer[Array, "t k"],
-    w: QuantizedTensor,
-    compute_dtype: jnp.dtype | None,
-) -> Float[Array, "t k f"]:
-    """`quantized_matmul_id` for the formats that have no primitive of their own."""
-    k = ids.shape[1]
-    order, group_sizes = expert_order(ids, w.shape[0])
-    rows = permute_tokens(x, order, k)
-    y = multiply_quantized_groups(rows, w, group_sizes, compute_dtype)
-    return unpermute_tokens(y, order, k)
-
-
-QUANTIZED_MATMUL_ID[FP8Tensor] = multiply_routed_by_group
 
 
 grouped_matmul_p = kernel_primitive(

@@ -32,8 +32,8 @@ from jaxkern.primitives.moe.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_bwd_reference,
     grouped_matmul_reference,
-    multiply_routed_by_group,
 )
+from jaxkern.primitives.moe.grouped_matmul_fp8 import multiply_routed_fp8
 from jaxkern.primitives.moe.moe_weighted_reduce import (
     moe_weighted_reduce,
     moe_weighted_reduce_bwd_reference,
@@ -260,7 +260,7 @@ def is_read_by_id(w: object) -> bool:
     """Whether a product takes the experts that ids name, where they lie."""
     read = QUANTIZED_MATMUL_ID.get(type(w))
     alone = getattr(w, "global_scale", None) is None  # no kernel by id has one
-    return alone and read is not None and read is not multiply_routed_by_group
+    return alone and read is not None and read is not multiply_routed_fp8
 
 
 def unsorted_experts(

@@ -38,7 +38,8 @@ def quantized_matmul_id(
       w: `[e, f, d]`, any container.
       ids: `[t * top_k]`, any integer dtype.
       top_k: rows of each token.
-      compute_dtype, preferred_element_type: as in `quantized_matmul`.
+      compute_dtype, preferred_element_type: as in `quantized_matmul`; of an `FP8Tensor`
+        float8_e4m3fn is `grouped_matmul_fp8` of the sorted rows.
 
     Returns:
       y: `[t * top_k, f]`, dtype of x unless another is preferred.

@@ -75,7 +75,7 @@ JAXKERN_KINDS = {
         microscaled_matmul quantized_matmul""",
     OpKind.MATMUL_ID: """
         affine_matmul_id grouped_matmul int_matmul_id microscaled_matmul_id
-        quantized_matmul_id""",
+        quantized_matmul_id scaled_grouped_matmul""",
     OpKind.NORM: """
         add_rms_norm add_rms_norm_quantized batch_norm batch_norm_training
         channels_last_group_norm dual_rms_norm gated_rms_norm group_norm head_norm_rope

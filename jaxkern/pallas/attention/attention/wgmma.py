@@ -20,11 +20,16 @@ def tiled(rows: int, columns: int, *, contract_rows: bool = False) -> tuple:
     for swizzle in (128, 64, 32):
         width = swizzle // 2
         if columns % width == 0 and not (contract_rows and rows % width):
-            # abstract only to a type checker, as jax writes them
-            tiling: Any = plgpu.TilingTransform
-            swizzling: Any = plgpu.SwizzleTransform
-            return tiling((8, width)), swizzling(swizzle)
+            return swizzled(swizzle, itemsize=2)
     raise ValueError(f"tiled: [{rows}, {columns}] is no multiple of 16.")
+
+
+def swizzled(swizzle: int, itemsize: int) -> tuple:
+    """Tiles of 8 rows, as wide as the swizzle in bytes."""
+    # abstract only to a type checker, as jax writes them
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return tiling((8, swizzle // itemsize)), swizzling(swizzle)
 
 
 def opaque(x: Any) -> Any:

@@ -1,0 +1,93 @@
+"""Grouped products of 8-bit floats on Hopper: the rows kernel of grouped_matmul.py.
+
+Tiles are 128 by 256, steps 128 deep in four stages; WGMMA adds products of e4m3 in
+float32, of which tensor cores of 9.0 keep about 14 digits: 6e-4 of the largest result.
+Sums that are promoted to the registers' float32 every few steps are exact and slower,
+1015 TFLOP/s for 1215 at best. docs/design/grouped_products.md has measurements.
+
+Codes are bytes outside and inside: as 8-bit floats XLA would copy them first. The copy
+engine writes bytes to shared memory, where WGMMA reads the same ones as e4m3.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern.gpu.device import compute_capability, num_sms
+from jaxkern.gpu.moe.row_tiles import row_tiles
+from jaxkern.pallas.moe.consumer import FLOAT8, buffers_of_bytes
+from jaxkern.pallas.moe.grouped_matmul import STAGES, launch, whole_tiles
+from jaxkern.pallas.moe.problem import ALIGN, BLOCK_M, WIDTH, Problem
+from jaxkern.pallas.moe.rows_kernel import scaled_rows_kernel
+
+BLOCK_K = 128
+RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def unsupported(
+    x: Any, x_scale: Any, w: Any, w_scale: Any, *, preferred_element_type: Any, **_: Any
+) -> str | None:
+    """A reason in words, or None."""
+    if preferred_element_type not in RESULTS:
+        return f"`preferred_element_type` is {jnp.dtype(preferred_element_type).name}"
+    for name, scale in (("x_scale", x_scale), ("w_scale", w_scale)):
+        if scale.dtype == jnp.float64:
+            return f"`{name}` is float64"
+    if compute_capability() != 90:
+        return f"the compute capability is {compute_capability()}, not 90 (Hopper)"
+    if not x.size * w.size:
+        return "an operand is empty"
+    _, f, d = w.shape
+    if f % WIDTH or d % WIDTH:
+        return f"`w` is [e, {f}, {d}], not of multiples of {WIDTH}"
+    if min(f, d) <= WIDTH:  # see grouped_matmul.py
+        return f"`w` is [e, {f}, {d}], a dim of a single tile of {WIDTH}"
+    return None
+
+
+def problem(groups: int, n: int, k: int) -> Problem:
+    return Problem(
+        groups=groups,
+        n=n,
+        k=k,
+        block_n=min(256, -(-n // 128) * 128),
+        block_k=BLOCK_K,
+        stages=STAGES,
+        buffers=2,
+        programs=num_sms(),
+    )
+
+
+def scaled_grouped_matmul(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    preferred_element_type: Any,
+    interpret: bool = False,
+) -> jax.Array:
+    """y `[r, f]`; `interpret` runs the kernel on a CPU."""
+    (r, k), (e, n, _) = x.shape, w.shape
+    c = problem(e, n, k)
+    tiles, count = row_tiles(group_sizes, r, BLOCK_M, ALIGN)
+    x = whole_tiles(x)
+    if interpret:  # it knows no two views of one memory
+        x, w = (lax.bitcast_convert_type(codes, FLOAT8) for codes in (x, w))
+    # a tile may begin at the last row, and one of no group reads zeros
+    by_row = jnp.pad(x_scale.astype(jnp.float32), (0, BLOCK_M))
+    beyond = c.columns * c.block_n - n
+    by_column = jnp.pad(w_scale.astype(jnp.float32), ((0, 1), (0, beyond)))
+    # of a dim that is no multiple of 128 a tile as wide as a swizzle would be cut
+    held = buffers_of_bytes(
+        c, 64 if k % BLOCK_K else BLOCK_K, preferred_element_type, interpret
+    )
+    out = jax.ShapeDtypeStruct((x.shape[0], n), preferred_element_type)
+    body = functools.partial(scaled_rows_kernel, c=c)
+    operands = x, w, tiles, count, by_row, by_column
+    y = launch(body, "scaled_grouped_matmul", c, held, out, interpret, *operands)
+    return y[:r]
