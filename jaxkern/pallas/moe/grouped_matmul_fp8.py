@@ -1,12 +1,12 @@
 """Grouped products of 8-bit floats on Hopper: the rows kernel of grouped_matmul.py.
 
-Tiles are 128 by 256, steps 128 deep in four stages; WGMMA adds products of e4m3 in
-float32, of which tensor cores of 9.0 keep about 14 digits: 6e-4 of the largest result.
-Sums that are promoted to the registers' float32 every few steps are exact and slower,
-1015 TFLOP/s for 1215 at best. docs/design/grouped_products.md has measurements.
+Tiles are 128 by 256, steps 128 deep in four stages. WGMMA adds products of e4m3 in
+float32, of which tensor cores of 9.0 keep about 14 binary digits: 6e-4 of the largest
+result. Sums that are added up in registers every few steps have all digits and are
+slower, see docs/design/grouped_products.md.
 
-Codes are bytes outside and inside: as 8-bit floats XLA would copy them first. The copy
-engine writes bytes to shared memory, where WGMMA reads the same ones as e4m3.
+Codes are bytes outside: as 8-bit floats XLA would copy them first. The copy engine
+writes bytes to shared memory, where WGMMA reads the same ones as e4m3.
 """
 
 import functools

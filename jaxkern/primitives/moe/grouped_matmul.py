@@ -42,7 +42,7 @@ def grouped_matmul(
     over blocks of rows of one group, with at most twice the work; where d is 1, as a
     gather. A quantised stack is decoded one expert at a time, by `quantized_matmul`;
     all of it at once, to the dtype of x, where that has 16 bits and x as many rows as
-    there are experts.
+    there are experts. `grouped_matmul_fp8` takes codes of 8-bit floats as they are.
 
     Args:
       x: `[r, d]`, any float dtype.
