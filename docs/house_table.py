@@ -12,6 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "design" / "house.md"
 BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
+BEFORE = {  # as counted on 21 November 2026, before files had their present places
+    "lines a file": "145, 303, 397",
+    "lines a function": "8, 35, 303",
+    "parameters": "3, 8, 49",
+    "parameters outside kernels": "",
+    "documented / typed functions": "50 / 58 %",
+    "comment lines": "1.9 %",
+    "exact copies of six lines": "5.5 %",
+    "import circles": "4",
+    "Triton files of an op's family and name": "28 of 81",
+    "Mosaic files of an op's family and name": "1 of 34",
+}
 type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -96,8 +108,8 @@ def figures() -> dict[str, str]:
 
 
 def main() -> None:
-    rows = ["| | |\n|---|---|\n"]
-    rows += [f"| {k} | {v} |\n" for k, v in figures().items()]
+    rows = ["| | before | now |\n|---|---|---|\n"]
+    rows += [f"| {k} | {BEFORE[k]} | {v} |\n" for k, v in figures().items()]
     before, rest = PAGE.read_text().split(BEGIN)
     _, after = rest.split(END)
     PAGE.write_text(before + BEGIN + "".join(rows) + END + after)

@@ -67,10 +67,11 @@ def grouped_matmul_fp8(
     higher order are those of the product where q has derivative 1. Weights that are
     stored have no gradient, and that of x is dx = dy w in its dtype, not rounded.
 
-    On Hopper the product is a kernel of twice the rate of bfloat16. XLA rounds x before
-    it; to round w too, in each call, costs more than is gained. Tensor cores there keep
-    about 14 binary digits of a sum: 6e-4 of the largest result. Elsewhere XLA adds the
-    same products in float32, in a loop over blocks of rows.
+    On Hopper the product is a kernel of 1.7 to 1.9 times the rate of bfloat16. XLA
+    rounds x before it; to round w too, in each call, costs more than is gained. Tensor
+    cores there keep 13 binary digits of a sum every 32 columns, an error of 3.5e-3 of
+    the largest result 2880 columns deep. Elsewhere XLA adds the same products in
+    float32, in a loop over blocks of rows.
 
     Args:
       x: `[r, d]`, any float dtype.

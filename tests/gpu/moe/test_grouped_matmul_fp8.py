@@ -16,9 +16,13 @@ from tests.primitives.moe.test_grouped_matmul import loop
 from tests.primitives.moe.test_grouped_matmul_fp8 import rounded
 
 pytestmark = on_hopper
-BOUND = 2e-3  # of the largest result: sums of about 14 digits
 STEP = {"float32": 0.0, "bfloat16": 2**-9, "float16": 2**-12}
 NAN = 0x7F  # of e4m3fn
+
+
+def bound(d: int) -> float:
+    """Of the largest result: every 32 columns tensor cores cut a sum to 13 digits."""
+    return max(d // 32, 1) * 2.0**-13
 
 
 def codes(rng, *shape):
@@ -69,9 +73,9 @@ def test_values(dtype, r, f, d, sizes):
     y = np.asarray(y, np.float64)
     np.testing.assert_array_equal(y[behind], 0)
     largest = np.abs(expected).max()
-    bound = BOUND * largest + STEP[dtype] * np.abs(expected)
+    allowed = bound(d) * largest + STEP[dtype] * np.abs(expected)
     assert np.isfinite(y).all()
-    assert (np.abs(y - expected) <= bound).all(), np.abs(y - expected).max() / largest
+    assert (np.abs(y - expected) <= allowed).all(), np.abs(y - expected).max() / largest
 
 
 def test_what_is_not_finite_stays_in_its_row_and_its_group():
@@ -118,7 +122,7 @@ def test_stored_weights_and_the_gradient_of_x(block):
         slopes[rows] = np.float64(dy)[rows] @ values[g]
     for found, e in ((y, expected), (dx, slopes)):
         error = np.abs(np.asarray(found, np.float64) - e).max()
-        assert error <= (BOUND + 2**-8) * np.abs(e).max()
+        assert error <= (bound(x.shape[1]) + 2**-8) * np.abs(e).max()
 
 
 def test_three_products_of_rounded_operands():
@@ -138,7 +142,7 @@ def test_three_products_of_rounded_operands():
         dx[rows], dw[g] = dy8[rows] @ w8[g], dy8[rows].T @ x8[rows]
     for y, e in zip(found, (expected, dx, dw), strict=True):
         error = np.abs(np.asarray(y, np.float64) - e).max()
-        assert error <= (BOUND + 2**-8) * np.abs(e).max()
+        assert error <= (bound(x.shape[1]) + 2**-8) * np.abs(e).max()
 
 
 def test_under_vmap():
