@@ -47,11 +47,10 @@ REPEATS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe", "mistral3")
 REPEATS += ("gemma4_keys_as_values",)  # so are those of gemma4_experts
 REPEATS += ("gemma4_images",)
 REPEATS += ("nemotron_h_latent", "falcon_h1_norm")
-# Their blocks are those of others; logits of their GGUF files are in `make test`.
+# Their blocks are those of others; logits of GGUF files of most are in `make test`.
 LIKE_OTHERS = ("glm4_moe", "minimax_m2", "olmoe", "granite", "granitemoe", "seed_oss")
-LIKE_OTHERS += ("ernie4_5", "ernie4_5_moe")
-# Their new blocks read in pieces and decode in test_decoder.
-IN_PIECES = ("nemotron_h", "falcon_h1")
+LIKE_OTHERS += ("ernie4_5", "ernie4_5_moe", "falcon_h1")
+IN_PIECES = ("nemotron_h",)  # test_decoder has its blocks, in pieces and token by token
 
 
 def models(*but):

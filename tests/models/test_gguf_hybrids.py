@@ -458,6 +458,7 @@ OLMOE = {
 }
 
 
+@pytest.mark.full
 def test_olmoe(tmp_path):
     path = write(tmp_path / "m.gguf", "olmoe", OLMOE, tensors_of(FOLDERS / "olmoe"))
     normalised = "expert_weights_norm"
