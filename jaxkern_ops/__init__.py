@@ -15,9 +15,13 @@ def main() -> int:
     if reason := stranger():
         print(f"jaxkern: {reason}", file=sys.stderr)
         return 2
-    from jaxkern.models.command_line import main as command_line
+    try:
+        from jaxkern.models.command_line import main as command_line
 
-    return command_line()
+        return command_line()
+    except KeyboardInterrupt:  # while jax is imported
+        print(file=sys.stderr)
+        return 130  # as a shell reports it
 
 
 def stranger() -> str | None:

@@ -33,7 +33,7 @@ ENDS = {"lora_A.weight": "a", "lora_B.weight": "b"}
 OUTSIDE = ("output.weight", "token_embd.weight")  # products that are no layer's
 PERMUTED = ("attn_q", "attn_k")  # rows lie otherwise where pairs of neighbours rotate
 
-FLOAT32 = np.finfo(np.float32)
+MOST_ALPHA = float(np.finfo(np.float32).max)
 
 # Keys of adapter_config.json that change nothing where an adapter is read, and values
 # of others. A key of neither is refused unless it says "none" or "no".
@@ -222,7 +222,8 @@ def read_adapter(path: str | PathLike[str]) -> SavedAdapter:
     path = fspath(path)
     said = _config(path)
     rank, alpha = said.get("r"), said.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not is_finite(alpha):
+    fine = isinstance(alpha, int | float) and abs(alpha) <= MOST_ALPHA
+    if type(rank) is not int or rank < 1 or alpha is None or not fine:
         raise AdapterError(
             f"{path}: r is {rank!r} and lora_alpha {alpha!r}, expected a rank and a "
             "finite number."
@@ -256,11 +257,6 @@ def read_adapter(path: str | PathLike[str]) -> SavedAdapter:
     if not factors:
         raise AdapterError(f"{path}: {WEIGHTS} has no adapter.")
     return SavedAdapter(path, factors, scale)
-
-
-def is_finite(value: Any) -> bool:
-    """Whether it is a number that float32 holds."""
-    return isinstance(value, int | float) and abs(value) <= FLOAT32.max
 
 
 def _parted(path: str, stored: str) -> tuple[str, str]:

@@ -133,12 +133,15 @@ def compiled_in_turn(
     with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker:
         with no_collections(), compiled_ahead() as ask:
             traced, began = {}, {}
+            broken = {name for name, call in missing.items() if kept.has_file(call[0])}
             for name, (function, arguments) in missing.items():
                 began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
             compiling = {
-                name: worker.submit(made, one.lower(), began=began[name])
+                name: worker.submit(
+                    made, one.lower(), began=began[name], anew=name in broken
+                )
                 for name, one in traced.items()
             }
         for name, result in compiling.items():

@@ -1,5 +1,6 @@
 """The command line, run in this process on a small model; its errors are one line."""
 
+import builtins
 import io
 import json
 import os
@@ -375,6 +376,17 @@ def test_doctor(capsys, monkeypatch):
         assert re.search(rf"\n  {name} +is another project .*uninstall {name}", out)
 
 
+def interrupted_at_import():
+    plain = builtins.__import__
+
+    def interrupt(name, *rest):
+        if name == "jaxkern.models.command_line":
+            raise KeyboardInterrupt
+        return plain(name, *rest)
+
+    return interrupt
+
+
 def test_a_command_says_whose_the_module_is(capsys, monkeypatch, tmp_path):
     """Of another project over ours one saw an ImportError of its own."""
     assert jaxkern_ops.stranger() is None
@@ -382,6 +394,10 @@ def test_a_command_says_whose_the_module_is(capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="0"):
         jaxkern_ops.main()
     assert capsys.readouterr().out.startswith("jaxkern 0.1.0, jax ")
+    with monkeypatch.context() as patched:  # a Ctrl-C while jax is imported
+        patched.setattr("builtins.__import__", interrupted_at_import())
+        assert jaxkern_ops.main() == 130
+    assert capsys.readouterr().err == "\n"
     (tmp_path / "__init__.py").write_text("import deprecation\n")
     other = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: other)

@@ -9,6 +9,7 @@ cache, and only where a user has chosen one.
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,6 +72,14 @@ class KeptCalls:
             }
         every = {name: load.result() for name, load in loads.items()}
         return {name: executable for name, executable in every.items() if executable}
+
+    def has_file(self, function: Any) -> bool:
+        """Whether a file lies where a call is kept: one that is not loaded is broken.
+
+        What jax's cache has could not be written in its place.
+        """
+        file = self.files.get(function)
+        return file is not None and os.path.lexists(file)
 
     def keep(self, function: Any, made: Made, shapes: Any) -> None:
         """Writes a call that took as long to make as jax's cache asks for.

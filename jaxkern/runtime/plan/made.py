@@ -26,11 +26,19 @@ def made(
     lowered: jax.stages.Lowered,
     options: dict[str, Any] | None = None,
     began: float | None = None,
+    *,
+    anew: bool = False,
 ) -> Made:
-    """What XLA makes of a program; `began` is when its tracing did."""
+    """What XLA makes of a program; `began` is when its tracing did.
+
+    `anew` compiles it whatever is on disk, so that it can be written.
+    """
     began, threads = began or time.perf_counter(), []
     with subscribe(lambda _: threads.append(get_ident()), kinds=("compile",)):
-        executable = lowered.compile(compiler_options=options or None)
+        if anew:
+            executable = made_anew(lowered, options or {})
+        else:
+            executable = lowered.compile(compiler_options=options or None)
     return Made(executable, time.perf_counter() - began, get_ident() not in threads)
 
 

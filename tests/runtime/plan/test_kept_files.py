@@ -103,6 +103,19 @@ def test_what_is_damaged_is_compiled_anew(file, caplog):
     np.testing.assert_array_equal(again, capped()(X))
 
 
+def test_what_is_damaged_is_written_anew_where_jax_has_it_too(file, caplog):
+    """It was read from jax's cache, which cannot be written: so at every start."""
+    file.unlink()
+    start()
+    assert [*file.parent.parent.glob("*-cache")]
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert start()[0] == COMPILED and "truncated" in caplog.text
+    caplog.clear()
+    told, y = start()
+    assert told == FOUND and not caplog.text
+    np.testing.assert_array_equal(y, capped()(X))
+
+
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of files here")
 def test_what_others_could_have_written_is_not_unpickled(file, caplog, monkeypatch):
     rewritten(file, shapes=pickle.dumps(Hostile()))
