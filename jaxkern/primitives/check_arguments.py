@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -53,6 +53,11 @@ class Declared:
 
     def is_container(self, x: Any) -> bool:
         return any(cls in type(x).__mro__ for cls in self.classes)  # a protocol, too
+
+    def is_name(self, x: Any) -> bool:
+        """Whether the function is to say which names there are: x may be looked up."""
+        others = self.array is not None or self.classes or self.numbers
+        return not others and isinstance(x, Hashable) and not isinstance(x, Tracer)
 
 
 def check_arguments[F: Callable](fn: F) -> F:
@@ -140,7 +145,7 @@ def is_text(part: Any) -> bool:
 def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
     if (x is None and kind.optional) or kind.is_container(x):
         return x
-    if kind.text and isinstance(x, str):
+    if kind.text and (isinstance(x, str) or kind.is_name(x)):
         return x
     if kind.is_key:
         return checked_key(op, name, x)

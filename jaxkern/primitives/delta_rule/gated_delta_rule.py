@@ -114,7 +114,7 @@ def gated_delta_rule(
         chooses another form there.
 
     Returns:
-      out: `[b, t, n, hv]`, dtype of value; zeros behind the last sequence.
+      out: `[b, t, n, hv]`, dtype of value; zeros outside of all sequences.
       final_state: `[b, n, h, hv]`, with cu_seqlens `[sequences, n, h, hv]`; dtype of
         initial_state, else float32 (float64).
 
@@ -139,7 +139,7 @@ def gated_delta_rule(
             "more."
         )
     operands = (query, key, value, g, beta)
-    packing = (segment_ids, active_length, cu_seqlens)
+    packing = (segment_ids, active_length, cu_seqlens, longest)
     check_packing(gated_delta_rule_p, (*operands, None), *packing)
     if cu_seqlens is not None:
         options = dict(scale=scale, gqa=gqa, chunk_size=chunk_size)

@@ -91,7 +91,7 @@ def kimi_delta_attention(
       chunk_size: tokens per chunk, at least 1; powers of two are not filled up.
 
     Returns:
-      out: `[b, t, n, hv]`, dtype of value; zeros behind the last sequence.
+      out: `[b, t, n, hv]`, dtype of value; zeros outside of all sequences.
       final_state: `[b, n, h, hv]`, with cu_seqlens `[sequences, n, h, hv]`; dtype of
         initial_state, else float32 (float64).
 
@@ -118,7 +118,7 @@ def kimi_delta_attention(
         )
     options = dict(scale=scale, chunk_size=chunk_size)
     operands = (query, key, value, g, beta)
-    packing = (segment_ids, active_length, cu_seqlens)
+    packing = (segment_ids, active_length, cu_seqlens, longest)
     check_packing(kimi_delta_attention_p, (*operands, None), *packing)
     if cu_seqlens is not None:
         rule = functools.partial(kimi_delta_attention, **options)

@@ -57,13 +57,13 @@ def sequences_in_a_row(
     cu_seqlens: Int[Array, " sequences_and_1"],
     t: int,
 ) -> Shaped[Array, "1 t ..."]:
-    """The inverse: zeros behind the last sequence, NaN for what was cut off a row."""
+    """The inverse: zeros outside of the sequences, NaN for what was cut off a row."""
     starts, token = jnp.asarray(cu_seqlens), jnp.arange(t)
     count, length = rows.shape[:2]
     sequence = segment_ids_from_cu_seqlens(cu_seqlens, t)[0]
     place = token - starts[jnp.minimum(sequence, count - 1)]
     flat = jnp.where(place < length, sequence * length + place, count * length)
-    packed = token < starts[-1]
+    packed = (token >= starts[0]) & (token < starts[-1])
     flat = jnp.where(packed, flat, 0)  # no NaN that `jax_debug_nans` would meet
     x = jnp.take(rows.reshape(-1, *rows.shape[2:]), flat, axis=0, mode="fill")
     return jnp.where(packed.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)[None]
@@ -75,6 +75,7 @@ def check_packing(
     segment_ids: Int[Array, "b t"] | None,
     active_length: Int[Array, " b"] | None,
     cu_seqlens: Int[Array, " sequences_and_1"] | None,
+    longest: int | None,
 ) -> None:
     """Whether what says how rows are packed fits the operands of p and each other.
 
@@ -91,6 +92,8 @@ def check_packing(
             f"{op}: `cu_seqlens` is of one packed row, and excludes segment_ids and "
             f"active_length; got {rows[0]} rows."
         )
+    if longest is not None and longest < 1:
+        raise ValueError(f"{op}: `longest` is {longest}. It counts tokens: 1 or more.")
     expected = {
         "segment_ids": (segment_ids, rows),
         "active_length": (active_length, rows[:1]),

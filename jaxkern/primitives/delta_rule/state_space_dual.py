@@ -105,7 +105,7 @@ def state_space_dual(
             f"state_space_dual: `chunk_size` is {chunk_size}. It counts tokens: 1 or "
             "more."
         )
-    packing = (segment_ids, active_length, cu_seqlens)
+    packing = (segment_ids, active_length, cu_seqlens, longest)
     check_packing(state_space_dual_p, (x, step, a, b, c, None, None), *packing)
     if cu_seqlens is not None:
 

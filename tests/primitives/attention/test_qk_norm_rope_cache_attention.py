@@ -108,6 +108,21 @@ def test_it_is_the_write_and_attention(t, positions, lengths, options):
         np.testing.assert_allclose(a, e, rtol=2e-6, atol=2e-6)
 
 
+def test_huge_lengths_and_positions_do_not_wrap():
+    """Their sum is below 0 in int32: a query that sees nothing gives zeros."""
+    new, weights, tables = draw(2, 1, 4, 2, 8)
+    caches = [jnp.ones((2, 5, 2, 8)) * x for x in (0.5, -0.25)]
+    f = jax.jit(functools.partial(qk_norm_rope_cache_attention, *new, *weights))
+    most = np.full(2, 2**31 - 1, np.int32)
+    for given, same in (
+        ((np.array([3, 0]), most), (np.array([3, 0]), None)),
+        ((most, None), (np.array([5, 5]), None)),
+    ):
+        found, expected = (f(*tables, *caches, *last)[0] for last in (given, same))
+        assert expected.any()
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_gates_are_those_behind_the_heads():
     """In float64, and the gradient reaches them."""
     new, weights, tables = draw(2, 2, 4, 2, 8)

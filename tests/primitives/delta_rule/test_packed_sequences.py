@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.primitives.delta_rule.packed_sequences import sequences_in_a_row
 
 B, T, LENGTH = 2, 6, 4
 IDS = np.array([[0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 0, 0]])
@@ -71,3 +72,16 @@ def test_a_step_without_a_batch_is_refused_where_a_mask_is_given(name):
     for mask in (dict(segment_ids=IDS), dict(active_length=np.array([LENGTH, 3]))):
         with pytest.raises(TypeError, match=rf"{name}: `(step|delta)` must have dims"):
             getattr(jaxkern, name)(x, step[0], *others, **mask)
+
+
+def test_tokens_before_the_first_sequence_are_zeros():
+    """They were read from the end of the last one."""
+    rows = 1 + jnp.arange(6.0).reshape(2, 3, 1)
+    row = sequences_in_a_row(rows, jnp.array([2, 4, 5]), 7)
+    np.testing.assert_array_equal(row[0, :, 0], [0, 0, 1, 2, 4, 0, 0])
+
+
+def test_the_longest_sequence_has_a_token():
+    operands = (x[:1] for x in RECURRENCES["gated_delta_rule"])
+    with pytest.raises(ValueError, match="gated_delta_rule: `longest` is 0"):
+        jaxkern.gated_delta_rule(*operands, cu_seqlens=jnp.array([0, 3]), longest=0)
