@@ -71,7 +71,7 @@ def sequences_in_a_row(
 
 def check_packing(
     p: KernelPrimitive,
-    operands: Sequence[Shaped[Array, "b t ..."] | None],
+    operands: Sequence[Any],
     segment_ids: Int[Array, "b t"] | None,
     active_length: Int[Array, " b"] | None,
     cu_seqlens: Int[Array, " sequences_and_1"] | None,
