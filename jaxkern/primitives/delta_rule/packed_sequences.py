@@ -1,6 +1,7 @@
 """Several sequences in one row: which token belongs to which, and where each begins."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
