@@ -95,7 +95,8 @@ class TrainStep:
                 raise TypeError(
                     "train_step: every leaf of `params` must be an array of floats, "
                     f"got {type(p).__name__ if dtype is None else dtype} at "
-                    f"{jax.tree_util.keystr(path)}."
+                    f"{jax.tree_util.keystr(path)}. Let `loss_fn` close over what is "
+                    "not trained."
                 )
         params = jax.tree.map(jnp.copy, params)
         zero = jnp.zeros((), jnp.int32)

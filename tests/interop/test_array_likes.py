@@ -11,9 +11,19 @@ import pytest
 from flax import nnx
 
 import jaxkern
-from jaxkern import attention, linear, quantize_gguf, rms_norm, swiglu
+from jaxkern import (
+    attention,
+    dequantize,
+    interleave,
+    linear,
+    quantize_gguf,
+    requantize,
+    rms_norm,
+    swiglu,
+)
 from jaxkern.interop import flax, jax_nn, tokamax
 from jaxkern.primitives.activation.softcap import softcap_p
+from jaxkern.train import AdamW, train_step
 from tests.docs.test_examples import Held
 
 
@@ -63,6 +73,70 @@ def test_quantised_weights_in_a_module():
     packed, x = nnx.Param(quantize_gguf(w, "Q8_0")), jnp.ones((1, 32))
     found = jax.jit(lambda x: linear(x, packed))(x)
     np.testing.assert_allclose(found, x @ w.T, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "to, options",
+    [
+        ("Q4_0", {}),
+        ("affine", {"bits": 4, "group_size": 32}),
+        ("int", {"bits": 8}),
+        ("nf4", {}),
+        ("fp8", {}),
+        ("mxfp4", {}),
+    ],
+)
+def test_a_variable_gives_back_the_packed_weights_it_holds(to, options):
+    w = jax.random.normal(jax.random.key(0), (16, 128))
+    packed = requantize(w, to, **options)
+    for held in (packed, interleave(packed) if to == "Q4_0" else packed):
+        found = nnx.Variable(held)[...]
+        assert jax.tree.structure(found) == jax.tree.structure(held)
+        jax.tree.map(np.testing.assert_array_equal, found, held)
+
+
+def test_packed_weights_that_are_no_param_are_not_differentiated():
+    block, x = Block(), jnp.arange(16.0).reshape(2, 8) / 8
+    w = jax.random.normal(jax.random.key(0), (8, 32))
+    block.packed = nnx.Variable(quantize_gguf(w, "Q8_0"))
+
+    def loss(block, x):
+        return (linear(linear(block(x), block.up), block.packed) ** 2).mean()
+
+    def plain(norm, x):
+        y = linear(swiglu(linear(rms_norm(x, norm), block.up)), block.down)
+        return (linear(linear(y, block.up), dequantize(block.packed[...])) ** 2).mean()
+
+    slopes = nnx.jit(nnx.grad(loss))(block, x)
+    assert "packed" not in slopes and "up" in slopes
+    expected = jax.grad(plain)(block.norm[...], x)
+    np.testing.assert_allclose(slopes["norm"][...], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [[1.0] * 8]])
+def test_a_layer_in_the_place_of_its_weight_is_refused(layer):
+    with pytest.raises(TypeError, match="linear: `w` must be an array or a quantised"):
+        linear(jnp.ones((1, 8)), layer)
+
+
+def test_a_state_of_nnx_is_what_train_step_trains():
+    block, x = Block(), jnp.arange(16.0).reshape(2, 8) / 8
+    block.seen = nnx.Variable(jnp.array(0))
+    graph, params, rest = nnx.split(block, nnx.Param, ...)
+
+    def loss(params, x):
+        return (nnx.merge(graph, params, rest)(x) ** 2).mean()
+
+    step = train_step(loss, AdamW(1e-2), compute_dtype="float32")
+    state = step.init(params)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, x)
+        losses.append(float(metrics.loss))
+    assert losses == sorted(losses, reverse=True) and losses[2] < 0.95 * losses[0]
+    np.testing.assert_allclose(losses[0], loss(params, x), rtol=1e-6)
+    with pytest.raises(TypeError, match=r"int32 at .*seen.*close over what is not"):
+        step.init(block)
 
 
 def test_no_array_behind_it_is_refused_by_name():

@@ -67,6 +67,8 @@ class AffineTensor(QuantizedTensor):
 
     def __getitem__(self, index) -> "AffineTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""
+        if index is ...:
+            return self
         check_leading_index(self, index)
         return jax.tree.map(lambda a: a[index], self)
 

@@ -67,6 +67,8 @@ class FP8Tensor(QuantizedTensor):
 
     def __getitem__(self, index) -> "FP8Tensor":
         """Index the dims in front of the matrix: `stack[layer]`, `experts[ids]`."""
+        if index is ...:
+            return self
         indices = index if isinstance(index, tuple) else (index,)
         if len(indices) > self.ndim - 2 or any(i is ... for i in indices):
             raise TypeError(

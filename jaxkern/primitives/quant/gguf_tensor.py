@@ -59,6 +59,8 @@ class GGUFTensor(QuantizedTensor):
 
     def __getitem__(self, index) -> "GGUFTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""
+        if index is ...:
+            return self
         check_leading_index(self, index)
         return GGUFTensor(self.blocks[index], self.qtype)
 

@@ -65,6 +65,8 @@ class IntTensor(QuantizedTensor):
 
     def __getitem__(self, index) -> "IntTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""
+        if index is ...:
+            return self
         check_leading_index(self, index)
         depth = len(index) if isinstance(index, tuple) else 1
         if self.order is not None and depth > self.ndim - 2:

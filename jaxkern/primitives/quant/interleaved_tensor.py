@@ -65,6 +65,8 @@ class InterleavedTensor(QuantizedTensor):
 
     def __getitem__(self, index) -> "InterleavedTensor":
         """Index the dims before f: `stack[layer]`, `experts[ids]`."""
+        if index is ...:
+            return self
         check_leading_index(self, (index if isinstance(index, tuple) else (index,), 0))
         return InterleavedTensor(self.tiles[index], self.qtype)
 

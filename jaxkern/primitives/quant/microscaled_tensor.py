@@ -89,6 +89,8 @@ class MicroscaledTensor(QuantizedTensor):
 
     def __getitem__(self, index) -> "MicroscaledTensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""
+        if index is ...:
+            return self
         check_leading_index(self, index)
         indices = index if isinstance(index, tuple) else (index,)
         factor = self.global_scale

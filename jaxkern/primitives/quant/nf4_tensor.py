@@ -78,6 +78,8 @@ class NF4Tensor(QuantizedTensor):
 
     def __getitem__(self, index) -> "NF4Tensor":
         """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""
+        if index is ...:
+            return self
         check_leading_index(self, index)
         return jax.tree.map(lambda a: a[index], self)
 

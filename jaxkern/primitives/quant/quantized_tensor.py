@@ -40,7 +40,10 @@ class QuantizedTensor(Protocol):
         return sum(a.nbytes for a in jax.tree.leaves(self))
 
     def __getitem__(self, index: Any, /) -> "QuantizedTensor":
-        """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`."""
+        """Index leading dims: `stack[layer]`, `experts[ids]`, `rows[2:5]`.
+
+        `w[...]` is w itself, as Flax reads what a variable holds.
+        """
         ...
 
 
