@@ -145,6 +145,17 @@ SIZES = {
     "attention.layer_norm_rms_epsilon": 1e-6,
     "vocab_size": 96,
 }
+GROUPED_EXPERTS = {
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 16,
+    "expert_shared_count": 2,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+}
 DEEPSEEK = {
     **SIZES,
     "attention.head_count_kv": 1,
@@ -162,16 +173,8 @@ DEEPSEEK = {
     "rope.scaling.yarn_beta_fast": 8.0,
     "rope.scaling.yarn_beta_slow": 2.0,
     "rope.scaling.yarn_log_multiplier": 0.1,
-    "leading_dense_block_count": 1,
-    "expert_count": 8,
-    "expert_used_count": 3,
-    "expert_feed_forward_length": 16,
-    "expert_shared_count": 2,
-    "expert_group_count": 4,
-    "expert_group_used_count": 2,
+    **GROUPED_EXPERTS,
     "expert_weights_scale": 2.5,
-    "expert_weights_norm": True,
-    "expert_gating_func": 2,
 }
 
 
@@ -323,12 +326,8 @@ def test_qwen35(name, tmp_path):
     tensors = qwen35_of(FOLDERS / name)
     tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((32, 64))
     path = write(tmp_path / "m.gguf", kind, keys, tensors)
-    tokens, truth = golden_of(name)
-    config, weights = load(path, "f32")
-    found = forward(config, weights, tokens)
-    np.testing.assert_allclose(found, truth, rtol=0, atol=1e-4)
     but = ("rope.scaling.", "rope.dimension_sections", "expert_", "feed_forward_length")
-    check_every_key(read_gguf(path), but=but)
+    check_file(path, name, but)
 
 
 GRANITE = {
@@ -405,16 +404,8 @@ GLM4_MOE = {
     "nextn_predict_layers": 1,
     "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.dimension_count": 8,
-    "leading_dense_block_count": 1,
-    "expert_count": 8,
-    "expert_used_count": 3,
-    "expert_feed_forward_length": 16,
-    "expert_shared_count": 2,
-    "expert_group_count": 4,
-    "expert_group_used_count": 2,
+    **GROUPED_EXPERTS,
     "expert_weights_scale": 1.5,
-    "expert_weights_norm": True,
-    "expert_gating_func": 2,
 }
 
 
