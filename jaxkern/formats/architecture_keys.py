@@ -93,21 +93,21 @@ class ArchitectureKeys:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive, finite number."""
-        value = float(self._get(key, (int, float), "a number", default))
+        value = self._float(key, default)
         if not 0 < value < math.inf:
             raise self.error(key, "expected a positive number")
         return value
 
     def number_or_none(self, key: str) -> float | None:
         """A positive number; None where the key is missing or 0, which means none."""
-        value = float(self._get(key, (int, float), "a number", 0.0))
+        value = self._float(key, 0.0)
         if not 0 <= value < math.inf:
             raise self.error(key, "expected a positive number, or 0 for none")
         return value or None
 
     def number_unless_negative(self, key: str) -> float | None:
         """A number, None where it is missing or negative: llama.cpp's "not set"."""
-        value = float(self._get(key, (int, float), "a number", -1.0))
+        value = self._float(key, -1.0)
         if not -math.inf < value < math.inf:
             raise self.error(key, "expected a finite number")
         return value if value >= 0 else None
@@ -194,6 +194,13 @@ class ArchitectureKeys:
 
     def _name(self, key: str) -> str:
         return f"{self.arch}.{self._within}{key}"
+
+    def _float(self, key: str, default: float | None) -> float:
+        value = self._get(key, (int, float), "a number", default)
+        try:
+            return float(value)
+        except OverflowError:  # JSON has integers of any length
+            raise self.error(key, "expected a number below 1e308") from None
 
     def _get(self, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
         self._seen.add(self._name(key))
