@@ -52,6 +52,9 @@ class KeyFile(Protocol):
     def error(self, message: str) -> ValueError: ...
 
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
 class ArchitectureKeys:
     """Typed reads of the keys `<architecture>.*`; remembers which were read."""
 
@@ -197,10 +200,9 @@ class ArchitectureKeys:
 
     def _float(self, key: str, default: float | None) -> float:
         value = self._get(key, (int, float), "a number", default)
-        try:
-            return float(value)
-        except OverflowError:  # JSON has integers of any length
-            raise self.error(key, "expected a number below 1e308") from None
+        if FLOAT32_MAX < abs(value) != math.inf:  # JSON has integers of any length
+            raise self.error(key, "expected a number that float32 holds")
+        return float(value)
 
     def _get(self, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
         self._seen.add(self._name(key))
