@@ -52,6 +52,9 @@ class KeyFile(Protocol):
     def error(self, message: str) -> ValueError: ...
 
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
 class ArchitectureKeys:
     """Typed reads of the keys `<architecture>.*`; remembers which were read."""
 
@@ -93,21 +96,21 @@ class ArchitectureKeys:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive, finite number."""
-        value = float(self._get(key, (int, float), "a number", default))
+        value = self._float(key, default)
         if not 0 < value < math.inf:
             raise self.error(key, "expected a positive number")
         return value
 
     def number_or_none(self, key: str) -> float | None:
         """A positive number; None where the key is missing or 0, which means none."""
-        value = float(self._get(key, (int, float), "a number", 0.0))
+        value = self._float(key, 0.0)
         if not 0 <= value < math.inf:
             raise self.error(key, "expected a positive number, or 0 for none")
         return value or None
 
     def number_unless_negative(self, key: str) -> float | None:
         """A number, None where it is missing or negative: llama.cpp's "not set"."""
-        value = float(self._get(key, (int, float), "a number", -1.0))
+        value = self._float(key, -1.0)
         if not -math.inf < value < math.inf:
             raise self.error(key, "expected a finite number")
         return value if value >= 0 else None
@@ -194,6 +197,12 @@ class ArchitectureKeys:
 
     def _name(self, key: str) -> str:
         return f"{self.arch}.{self._within}{key}"
+
+    def _float(self, key: str, default: float | None) -> float:
+        value = self._get(key, (int, float), "a number", default)
+        if FLOAT32_MAX < abs(value) != math.inf:  # JSON has integers of any length
+            raise self.error(key, "expected a number that float32 holds")
+        return float(value)
 
     def _get(self, key: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
         self._seen.add(self._name(key))

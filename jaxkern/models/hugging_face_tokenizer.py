@@ -8,6 +8,7 @@ generation_config.json   eos_token_id, temperature, top_k, top_p, min_p, penalty
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -86,7 +87,8 @@ def sampling_from_folder(path: str | PathLike[str]) -> Sampling:
         value = said.get(name)
         if value is None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        if not known or not abs(value) <= sys.float_info.max:  # which JSON can exceed
             raise SafetensorsError(
                 f"{path}: key {name} of generation_config.json is {value!r}, expected "
                 "a number."

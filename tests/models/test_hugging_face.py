@@ -108,6 +108,8 @@ def test_every_key_is_used_harmless_or_refused(name, tmp_path):
         ),
         ("llama_linear", {"hidden_act": "gelu"}, "is 'gelu'.*may be 'silu'"),
         ("llama_linear", {"rms_norm_eps": "drop"}, "has no key llama.rms_norm_eps"),
+        ("llama_linear", {"rms_norm_eps": 10**400}, "a number that float32 holds"),
+        ("llama_linear", {"rms_norm_eps": 1e300}, "a number that float32 holds"),
         ("llama_linear", {"num_hidden_layers": 2**30}, "the files have 21 tensors"),
         ("llama_linear", {"num_hidden_layers": 1}, "layers.1.* no place in a model"),
         ("llama_linear", {"num_key_value_heads": 3}, "4 heads cannot share them"),

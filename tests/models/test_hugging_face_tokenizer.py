@@ -99,11 +99,10 @@ def test_settings_of_sampling(folder):
     assert sampling_from_folder(folder) == Sampling(repetition=1.05)
     place.write_text(json.dumps(said | {"do_sample": True, "min_p": None}))
     assert sampling_from_folder(folder) == Sampling(0.6, 20, 0.95, repetition=1.05)
-    place.write_text('{"do_sample": true, "temperature": "hot"}')
-    with pytest.raises(
-        SafetensorsError, match=r"temperature of .* is 'hot', expected a"
-    ):
-        sampling_from_folder(folder)
+    for key, value in ("temperature", '"hot"'), ("top_k", "1e999"), ("top_k", "NaN"):
+        place.write_text(f'{{"do_sample": true, "{key}": {value}}}')
+        with pytest.raises(SafetensorsError, match=rf"{key} of .*, expected a number"):
+            sampling_from_folder(folder)
 
 
 @pytest.mark.parametrize(
