@@ -1,6 +1,7 @@
 """Several sequences in one row: which token belongs to which, and where each begins."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
@@ -69,7 +70,7 @@ def sequences_in_a_row(
 
 def check_packing(
     p: KernelPrimitive,
-    operands: Sequence[Shaped[Array, "b t ..."] | None],
+    operands: Sequence[Any],
     segment_ids: Int[Array, "b t"] | None,
     active_length: Int[Array, " b"] | None,
     cu_seqlens: Int[Array, " sequences_and_1"] | None,
