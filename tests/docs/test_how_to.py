@@ -47,7 +47,7 @@ def test_a_page_prints_what_it_says(page, tmp_path, monkeypatch):
     check_blocks(page, blocks)
 
 
-# a framework of each is what `make docs` installs beside the tools
+# the imports take seconds; Keras is what `make docs` installs beside the tools
 @pytest.mark.full
 @pytest.mark.parametrize("framework", ["flax", "equinox", "keras"])
 def test_a_layer_of_a_framework(framework, monkeypatch):
