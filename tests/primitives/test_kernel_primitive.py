@@ -284,7 +284,11 @@ def test_primitives_print_as_their_dims():
         (lambda: rms_norm(jnp.arange(3)), "`x` must have a dtype of kind Float"),
         (lambda: rms_norm([1.0]), "`x` must be an array, got list"),
         (lambda: rms_norm(None), "`x` is required, got None"),
-        (lambda: rms_norm(X, eps=X[0]), "option `eps` must be a static, hashable"),
+        (lambda: rms_norm(X, eps=X[0]), r"`eps` must be float, got an array of shape"),
+        (
+            lambda: scaled_rows_p(X, X[:, 0], power=X[0]),
+            "option `power` must be a static, hashable",
+        ),
         (
             lambda: scaled_rows_p(X, X, power=1),
             r"leading dims are \(3,\) in `x` but \(3, 4\) in `scale`",
