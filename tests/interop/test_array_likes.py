@@ -115,7 +115,7 @@ def test_packed_weights_that_are_no_param_are_not_differentiated():
 
 @pytest.mark.parametrize("layer", [nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [[1.0] * 8]])
 def test_a_layer_in_the_place_of_its_weight_is_refused(layer):
-    with pytest.raises(TypeError, match="linear: `w` must be an array or a quantised"):
+    with pytest.raises(TypeError, match=r"linear: `w` must be (an )?array"):
         linear(jnp.ones((1, 8)), layer)
 
 
