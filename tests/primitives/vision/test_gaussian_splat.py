@@ -29,6 +29,7 @@ CASES = [
     case("one_channel", full=True, **scene(5, 1), height=3, width=1),
     case("empty", full=True, **scene(0, 3), background=f32(3), height=3, width=3),
     case("half", full=True, **scene(7, 3, bf16), height=5, width=3),
+    case("even", full=True, **scene(8, 4), background=f32(4), height=2, width=2),
     case("many", full=True, **scene(300, 3), height=32, width=32, ulps=64.0),
 ]
 
