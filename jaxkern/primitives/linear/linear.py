@@ -12,10 +12,7 @@ from jaxkern.primitives.dense_product import product, result_dtype
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.linear.linear_fp8 import linear_fp8
 from jaxkern.primitives.linear.policy import Policy, current_policy
-from jaxkern.primitives.quant.quantized_matmul import (
-    QUANTIZED_MATMUL,
-    quantized_matmul,
-)
+from jaxkern.primitives.quant.quantized_matmul import quantized_matmul
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
@@ -95,11 +92,6 @@ def linear(
     if isinstance(w, jax.Array | np.ndarray):
         unrounded = result if bias is None else None
         y = _dense_product(x, w, compute, chosen, unrounded)
-    elif type(w) not in QUANTIZED_MATMUL:
-        raise TypeError(
-            "linear: `w` must be an array or a quantised tensor of shape [f, d], got "
-            f"{type(w).__name__}. Of a layer of a framework pass the weight."
-        )
     else:
         wide = jnp.promote_types(x.dtype, result)  # rounded to result behind the bias
         y = quantized_matmul(x, w, compute_dtype=compute, preferred_element_type=wide)
