@@ -42,6 +42,18 @@ def unsupported(x: Any, w: Any, dy: Any = None, **rest: Any) -> str | None:
     """A reason in words, or None."""
     if rest.get("preferred_element_type") is not None:
         return "`preferred_element_type`: the kernels round to the dtype of x"
+    if why := unsupported_dims(x, w):
+        return why
+    named = {"x": x, "w": w} | ({} if dy is None else {"dy": dy})
+    if len({a.dtype for a in named.values()}) > 1:
+        return f"{', '.join(f'`{n}` is {a.dtype.name}' for n, a in named.items())}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"`x` is {x.dtype.name}"
+    return None
+
+
+def unsupported_dims(x: Any, w: Any) -> str | None:
+    """Why no kernel of grouped products takes these dims here, or None."""
     if compute_capability() != 90:
         return f"the compute capability is {compute_capability()}, not 90 (Hopper)"
     if not x.size * w.size:
@@ -53,11 +65,6 @@ def unsupported(x: Any, w: Any, dy: Any = None, **rest: Any) -> str | None:
         # Of a dim of one tile Mosaic drops the tile's index: a copy from beyond such an
         # array, which the copy engine would leave out, is one from its first tile.
         return f"`w` is [e, {f}, {d}], a dim of a single tile of {WIDTH}"
-    named = {"x": x, "w": w} | ({} if dy is None else {"dy": dy})
-    if len({a.dtype for a in named.values()}) > 1:
-        return f"{', '.join(f'`{n}` is {a.dtype.name}' for n, a in named.items())}"
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"`x` is {x.dtype.name}"
     return None
 
 
@@ -71,13 +78,13 @@ def slower(x: Any, w: Any, **_: Any) -> str | None:
 STAGES = 4  # more than BEHIND: a loader would wait for what it has not cleared
 
 
-def problem(groups: int, n: int, k: int) -> Problem:
+def problem(groups: int, n: int, k: int, block_k: int = BLOCK_K) -> Problem:
     return Problem(
         groups=groups,
         n=n,
         k=k,
         block_n=min(256, -(-n // 128) * 128),
-        block_k=BLOCK_K,
+        block_k=block_k,
         stages=STAGES,
         buffers=2,
         programs=num_sms(),

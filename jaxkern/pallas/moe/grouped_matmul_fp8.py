@@ -16,11 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.gpu.device import compute_capability, num_sms
 from jaxkern.gpu.moe.row_tiles import row_tiles
 from jaxkern.pallas.moe.consumer import FLOAT8, buffers_of_bytes
-from jaxkern.pallas.moe.grouped_matmul import STAGES, launch, whole_tiles
-from jaxkern.pallas.moe.problem import ALIGN, BLOCK_M, WIDTH, Problem
+from jaxkern.pallas.moe.grouped_matmul import (
+    launch,
+    problem,
+    unsupported_dims,
+    whole_tiles,
+)
+from jaxkern.pallas.moe.problem import ALIGN, BLOCK_M
 from jaxkern.pallas.moe.rows_kernel import scaled_rows_kernel
 
 BLOCK_K = 128
@@ -36,29 +40,7 @@ def unsupported(
     for name, scale in (("x_scale", x_scale), ("w_scale", w_scale)):
         if scale.dtype == jnp.float64:
             return f"`{name}` is float64"
-    if compute_capability() != 90:
-        return f"the compute capability is {compute_capability()}, not 90 (Hopper)"
-    if not x.size * w.size:
-        return "an operand is empty"
-    _, f, d = w.shape
-    if f % WIDTH or d % WIDTH:
-        return f"`w` is [e, {f}, {d}], not of multiples of {WIDTH}"
-    if min(f, d) <= WIDTH:  # see grouped_matmul.py
-        return f"`w` is [e, {f}, {d}], a dim of a single tile of {WIDTH}"
-    return None
-
-
-def problem(groups: int, n: int, k: int) -> Problem:
-    return Problem(
-        groups=groups,
-        n=n,
-        k=k,
-        block_n=min(256, -(-n // 128) * 128),
-        block_k=BLOCK_K,
-        stages=STAGES,
-        buffers=2,
-        programs=num_sms(),
-    )
+    return unsupported_dims(x, w)
 
 
 def scaled_grouped_matmul(
@@ -73,7 +55,7 @@ def scaled_grouped_matmul(
 ) -> jax.Array:
     """y `[r, f]`; `interpret` runs the kernel on a CPU."""
     (r, k), (e, n, _) = x.shape, w.shape
-    c = problem(e, n, k)
+    c = problem(e, n, k, BLOCK_K)
     tiles, count = row_tiles(group_sizes, r, BLOCK_M, ALIGN)
     x = whole_tiles(x)
     if interpret:  # it knows no two views of one memory

@@ -8,6 +8,7 @@ import pytest
 
 from jaxkern import FP8Tensor, explain, grouped_matmul_fp8
 from jaxkern.gpu.device import compiling_for
+from jaxkern.pallas.moe import grouped_matmul
 from jaxkern.pallas.moe import grouped_matmul_fp8 as hopper
 from tests.primitives.moe.test_grouped_matmul import loop
 
@@ -52,7 +53,7 @@ def test_products_and_what_belongs_to_no_group(
     monkeypatch, group_sizes, r, f, d, dtype
 ):
     """Codes and scales behind the groups, and the scales of a row, are NaN."""
-    monkeypatch.setattr(hopper, "num_sms", lambda: 2)
+    monkeypatch.setattr(grouped_matmul, "num_sms", lambda: 2)
     x, x_scale, w, w_scale = draw(r, len(group_sizes), f, d)
     expected, _ = loop(decoded(x, x_scale), decoded(w, w_scale), group_sizes)
     behind = slice(sum(group_sizes), None)
@@ -67,7 +68,7 @@ def test_products_and_what_belongs_to_no_group(
 
 @pytest.mark.full
 def test_what_is_not_finite_stays_in_its_row_and_its_group(monkeypatch):
-    monkeypatch.setattr(hopper, "num_sms", lambda: 2)
+    monkeypatch.setattr(grouped_matmul, "num_sms", lambda: 2)
     group_sizes = [21, 30, 13]
     x, x_scale, w, w_scale = draw(70, 3, 128, 128)
     x[3], x_scale[22], w[2, 5, 7], w_scale[2, 9] = NAN, np.inf, NAN, np.nan
