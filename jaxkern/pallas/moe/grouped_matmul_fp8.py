@@ -1,10 +1,10 @@
-"""Grouped products of 8-bit floats on Hopper, y = x_scale w_scale (x w^T) of each group.
+"""Grouped products of 8-bit floats on Hopper: y = x_scale w_scale (x w[group]^T).
 
-The rows kernel of grouped_matmul.py on codes: tiles of 128 by 256, steps 128 deep in four
-stages. WGMMA adds products of e4m3 in float32, of which tensor cores of 9.0 keep 13
-binary digits every 32 columns: an error of 3.5e-3 of the largest result 2880 columns
-deep. Sums that are added up in registers every few steps have all digits and are slower,
-see docs/design/grouped_products.md.
+The rows kernel of grouped_matmul.py on codes: tiles of 128 by 256, steps 128 deep in
+four stages. WGMMA adds products of e4m3 in float32, of which tensor cores of 9.0 keep
+13 binary digits every 32 columns: an error of 3.5e-3 of the largest result 2880 columns
+deep. Sums that are added up in registers every few steps have all digits and are
+slower, see docs/design/grouped_products.md.
 
 Codes are bytes outside: as 8-bit floats XLA would copy them first. The copy engine
 writes bytes to shared memory, where WGMMA reads the same ones as e4m3.
