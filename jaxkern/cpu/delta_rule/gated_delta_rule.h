@@ -27,25 +27,43 @@ struct States {
 struct Decays {
   float *of_channel, *of_key;  // [h], whole vectors; not read where a head has one decay
 
-  void set(const float* g, const float* key, int64_t h) const {
+  // Whether a channel keeps nothing.
+  bool set(const float* g, const float* key, int64_t h) const {
+    bool forgets = false;
     for (int64_t i = 0; i < h; i += lanes) {
       const F decay = exp_below(load_within<Float::f32>(g, i, h, 0));
       store(of_channel + i, decay);
       store(of_key + i, decay * load_within<Float::f32>(key, i, h, 0));
     }
+    for (int64_t i = 0; i < h; ++i) forgets |= of_channel[i] == 0;
+    return forgets;
   }
 };
 
-// Reads the state `from` and writes the next one `to`, which may be the same.
+// A decay of 0 forgets NaN and inf as well, which 0 times them would not: copies `from` to
+// `to` with zeros in the rows of such a decay. They may be the same.
+template <typename Decay>
+void forget(States from, States to, int64_t h, Decay decay) {
+  for (int64_t i = 0; i < h; ++i) {
+    for (int64_t c = 0; c < columns; ++c) to.row(i)[c] = decay(i) == 0 ? 0 : from.row(i)[c];
+  }
+}
+
+// Reads the state `from` and writes the next one `to`, which may be the same; `held` has
+// room for one.
 template <bool by_channel>
 void delta_rule_token(const DeltaRule& p, int64_t token, int64_t n, int64_t column,
-                      States from, States to, Decays decays) {
+                      States from, States held, States to, Decays decays) {
   const int64_t heads = p.k * p.group, at = token * heads + n;
   const float* key = p.key + (token * p.k + n / p.group) * p.h;
   const float* query = p.query + (token * p.k + n / p.group) * p.h;
-  if (by_channel) decays.set(p.g + at * p.h, key, p.h);
+  const bool a_channel_forgets = by_channel && decays.set(p.g + at * p.h, key, p.h);
   const float* erase = by_channel ? decays.of_key : key;
   const float of_head = by_channel ? 1 : expf(p.g[at]);
+  if (a_channel_forgets || of_head == 0) {
+    forget(from, held, p.h, [&](int64_t i) { return by_channel ? decays.of_channel[i] : 0; });
+    from = held;
+  }
   F stored[chains][2] = {}, read[chains][2] = {}, error[2];  // S^T k, S^T q
   auto look_up = [&](int64_t i, int j) {
     for (int c = 0; c < 2; ++c) stored[j][c] += load<F>(from.row(i) + c * lanes) * erase[i];
@@ -99,7 +117,7 @@ void delta_rule_item(const DeltaRule& p, int64_t b, int64_t n, int64_t column,
   }
   for (int64_t t = 0; t < p.t; ++t) {
     delta_rule_token<by_channel>(p, b * p.t + t, n, column,
-                                 t == 0 && first_in_place ? before : held,
+                                 t == 0 && first_in_place ? before : held, held,
                                  t == p.t - 1 && whole ? after : held, decays);
   }
   if (whole && p.t > 0) return;

@@ -81,6 +81,16 @@ void scan_tokens(const StateSpace& p, int64_t token, int64_t n, int64_t row, int
   }
 }
 
+// How many tokens from `token` on pass together: up to the next that forgets.
+inline int64_t tokens_together(const StateSpace& p, int64_t token, int64_t end, int64_t n) {
+  const int64_t heads = p.k * p.group;
+  if (token + tokens_at_once > end) return 1;
+  for (int64_t j = 1; j < tokens_at_once; ++j) {
+    if (p.decay[(token + j) * heads + n] == 0) return 1;
+  }
+  return tokens_at_once;
+}
+
 inline bool state_space(const StateSpace& p, const Workers& workers) {
   const int64_t parts = (p.h + lanes - 1) / lanes, heads = p.k * p.group;
   workers.for_each(p.r * heads * parts, [&](int64_t item) {
@@ -89,11 +99,14 @@ inline bool state_space(const StateSpace& p, const Workers& workers) {
     const int64_t last = row + lanes < p.h ? row + lanes : p.h;
     float* to = p.new_state + (head * p.h + row) * p.size;
     const float* from = p.state ? p.state + (to - p.new_state) : to;
-    if (!p.state) memset(to, 0, (size_t)((last - row) * p.size) * sizeof(float));
+    auto forget = [&] { memset(to, 0, (size_t)((last - row) * p.size) * sizeof(float)); };
+    if (!p.state) forget();
     for (int64_t t = 0, tokens; t < p.t; t += tokens, from = to) {
-      tokens = t + tokens_at_once <= p.t ? tokens_at_once : 1;
-      (tokens == 1 ? scan_tokens<1> : scan_tokens<tokens_at_once>)(
-          p, first + t, head % heads, row, last, from, to);
+      const int64_t n = head % heads, token = first + t;
+      if (p.decay[token * heads + n] == 0) forget(), from = to;  // NaN and inf as well
+      tokens = tokens_together(p, token, first + p.t, n);
+      (tokens == 1 ? scan_tokens<1> : scan_tokens<tokens_at_once>)(p, token, n, row, last,
+                                                                   from, to);
     }
   });
   return true;

@@ -12,6 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.primitives.call import same_manual_axes
+from jaxkern.primitives.delta_rule.broken_numbers import (
+    Sees,
+    all_finite,
+    finite,
+    product_of_seen,
+    sight,
+)
 from jaxkern.primitives.delta_rule.gated_delta_step import by_key_head, delta_step
 from jaxkern.primitives.delta_rule.unit_lower_inverse import (
     unit_lower_inverse_reference,
@@ -106,57 +113,127 @@ def recurrence(x: Chunks, scale):
 # The stages of the chunk form.
 
 
-def chunk_decays(g):
-    """Decays from the chunk's start to i, from j to i, and from j to the chunk's end.
+class Finite(NamedTuple):
+    """Operands of which queries, keys, g and beta are finite, and what they were.
 
-    Each is the exponential of a sum of g, not of a difference of running sums, which
-    loses small decays beside a large one and is NaN at g = -inf.
+    A token whose key, g or beta is not has NaN for its value: it writes NaN, so what
+    is read of it in its sequence is NaN as well, and nothing else.
     """
-    token = jnp.arange(g.shape[-1])
+
+    chunks: Chunks
+    broken_query: jax.Array  # [b c k 1 i], its result is NaN
+    broken_token: jax.Array  # [b c k g i]
+
+
+def finite_operands(x: Chunks) -> Finite:
+    broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
+    broken = broken_g | ~jnp.isfinite(x.beta) | ~all_finite(x.key)[:, :, :, None]
+    chunks = x._replace(
+        query=finite(x.query),
+        key=finite(x.key),
+        value=jnp.where(broken[..., None], jnp.nan, x.value),
+        g=jnp.where(broken_g, 0, x.g),
+        beta=finite(x.beta),
+    )
+    return Finite(chunks, ~all_finite(x.query)[:, :, :, None], broken)
+
+
+class Decays(NamedTuple):
+    """Of a chunk; 0 where a token between forgets."""
+
+    from_start: jax.Array  # [i], from the chunk's start to i
+    between: jax.Array  # [i j], from j to i
+    to_end: jax.Array  # [j], from j to the chunk's end
+    sees: Sees
+
+
+def chunk_decays(g) -> Decays:
+    """Each is the exponential of a sum of g, not of a difference of running sums.
+
+    The difference loses small decays beside a large one and is NaN at g = -inf.
+    """
+    token, sees = jnp.arange(g.shape[-1]), sight(jnp.exp(g) == 0)
     later = token[:, None] > token
     sums = lax.cumsum(jnp.where(later, g[..., None], 0), axis=g.ndim - 1)
-    between = jnp.where(token[:, None] >= token, jnp.exp(sums), 0)  # [i j]
+    between = jnp.where(sees.tokens, jnp.exp(sums), 0)
     from_start = jnp.exp(lax.cumsum(g, axis=g.ndim - 1))
-    return from_start, between, between[..., -1, :]
+    from_start = jnp.where(sees.start, from_start, 0)
+    return Decays(from_start, between, between[..., -1, :], sees)
 
 
-def chunk_kkt(key, beta, between):
+def chunk_kkt(key, beta, d: Decays):
     """A_ij = beta_i (k_i . k_j) between_ij for j < i: what i corrects of j."""
-    return jnp.tril(beta[..., None] * products(key, key) * between, -1)
+    return jnp.tril(beta[..., None] * d.between * products(key, key, d), -1)
 
 
-def products(x, y):
-    """x_i . y_j as `[b c k 1 i j]`."""
-    return jnp.einsum("bckih,bckjh->bckij", x, y)[:, :, :, None]
+def products(x, y, d: Decays):
+    """x_i . y_j as `[b c k g i j]`, 0 where i does not see j."""
+    both = jnp.einsum("bckih,bckjh->bckij", x, y)[:, :, :, None]
+    return jnp.where(d.sees.tokens, both, 0)
 
 
-def recompute_w_u(inverse, key, value, beta, from_start):
+def chunk_inverse(key, beta, d: Decays):
+    """T = (I + A)^-1."""
+    inverse = unit_lower_inverse_reference(chunk_kkt(key, beta, d))
+    return jnp.where(d.sees.tokens, inverse, 0)
+
+
+def recompute_w_u(inverse, key, value, beta, d: Decays):
     """w = T (beta from_start k) and u = T (beta v), T = (I + A)^-1."""
-    weights = inverse * (beta * from_start)[..., None, :]
+    weights = inverse * (beta * d.from_start)[..., None, :]
+    weights = jnp.where(d.sees.start[..., None], weights, 0)
     w = jnp.einsum("bckgij,bckjh->bckgih", weights, key)
-    u = jnp.einsum("bckgij,bckgjv->bckgiv", inverse, beta[..., None] * value)
-    return w, u
+    return w, product_of_seen(inverse, beta[..., None] * value, d.sees.tokens)
 
 
-def chunk_states(key, w, u, from_start, to_end, state):
+def of_start(d: Decays, x):
+    """from_start_i x_i, 0 where i does not see the start, whatever x_i is."""
+    return jnp.where(d.sees.start[..., None], d.from_start[..., None] * x, 0)
+
+
+def of_end(d: Decays, x):
+    """to_end_j x_j, 0 where the end does not see j, whatever x_j is."""
+    return jnp.where(d.sees.end[..., None], d.to_end[..., None] * x, 0)
+
+
+def across(d: Decays, state):
+    """from_start_C S, 0 where the end does not see the start, whatever S is."""
+    seen = d.sees.start[..., -1:, None]
+    return jnp.where(seen, d.from_start[..., -1:, None] * state, 0)
+
+
+def of_ends(d: Decays):
+    """Without what pairs of tokens have: all that a walk along chunks takes."""
+    return d._replace(between=None, sees=d.sees._replace(tokens=None))
+
+
+def along_chunks(step, first, arrays, reverse=False):
+    """`lax.scan` over the second dim: (last carry, the others stacked there)."""
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
+    last, found = lax.scan(step, first, chunks, reverse=reverse)
+    return last, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
+
+
+def chunk_states(key, w, u, d: Decays, state):
     """The state before each chunk, v_new = u - w S, and the final state."""
 
     def step(state, chunk):
-        key, w, u, from_start, to_end = chunk
-        v_new = u - jnp.einsum("bkgih,bkghv->bkgiv", w, state)
-        written = jnp.einsum("bkih,bkgiv->bkghv", key, to_end[..., None] * v_new)
-        return from_start[..., -1:, None] * state + written, (state, v_new)
+        key, w, u, d = chunk
+        corrected = jnp.einsum("bkgih,bkghv->bkgiv", w, state)
+        v_new = u - jnp.where(d.sees.start[..., None], corrected, 0)
+        written = jnp.einsum("bkih,bkgiv->bkghv", key, of_end(d, v_new))
+        return across(d, state) + written, (state, v_new)
 
-    chunks = [jnp.moveaxis(y, 1, 0) for y in (key, w, u, from_start, to_end)]
-    final, (states, v_new) = lax.scan(step, state, chunks)
-    return jnp.moveaxis(states, 0, 1), jnp.moveaxis(v_new, 0, 1), final
+    final, (states, v_new) = along_chunks(step, state, (key, w, u, of_ends(d)))
+    return states, v_new, final
 
 
-def chunk_output(query, key, v_new, states, from_start, between, scale):
+def chunk_output(query, key, v_new, states, d: Decays, scale):
     """out = scale (from_start (q S) + (q k^T between) v_new)."""
     before = jnp.einsum("bckih,bckghv->bckgiv", query, states)
-    within = jnp.einsum("bckgij,bckgjv->bckgiv", products(query, key) * between, v_new)
-    return scale * (from_start[..., None] * before + within)
+    scores = products(query, key, d) * d.between
+    within = product_of_seen(scores, v_new, d.sees.tokens)
+    return scale * (of_start(d, before) + within)
 
 
 # The stages of the backward pass, for a loss with do = scale dL/dout and D = dL/dS.
@@ -164,24 +241,26 @@ def chunk_output(query, key, v_new, states, from_start, between, scale):
 
 def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
     """Gradients of all operands, in chunks."""
+    x, broken_query, broken_token = finite_operands(x)
     query, key, value, g, beta, state = x
-    from_start, between, to_end = chunk_decays(g)
-    inverse = unit_lower_inverse_reference(chunk_kkt(key, beta, between))
-    w, u = recompute_w_u(inverse, key, value, beta, from_start)
-    states, v_new, _ = chunk_states(key, w, u, from_start, to_end, state)
-    qk, kk = products(query, key), products(key, key)
-    dv_local = jnp.einsum("bckgij,bckgiv->bckgjv", qk * between, do)
-    dstates, dv_new, dstate = chunk_dstates(
-        x, w, do, dv_local, from_start, to_end, dstate
-    )
+    do = jnp.where((broken_query | broken_token)[..., None], jnp.nan, do)
+    d = chunk_decays(g)
+    seen_by = jnp.swapaxes(d.sees.tokens, -1, -2)
+    inverse = chunk_inverse(key, beta, d)
+    w, u = recompute_w_u(inverse, key, value, beta, d)
+    states, v_new, _ = chunk_states(key, w, u, d, state)
+    qk, kk = products(query, key, d), products(key, key, d)
+    scores = jnp.swapaxes(qk * d.between, -1, -2)
+    dv_local = product_of_seen(scores, do, seen_by)
+    dstates, dv_new, dstate = chunk_dstates(x, w, do, dv_local, d, dstate)
     # v_new = T r with r = beta (v - from_start S^T k): dA = -tril(dr v_new^T, -1)
-    dr = jnp.einsum("bckgij,bckgiv->bckgjv", inverse, dv_new)
-    dqk = between * jnp.einsum("bckgiv,bckgjv->bckgij", do, v_new)
-    dkk = -jnp.tril(between * jnp.einsum("bckgiv,bckgjv->bckgij", dr, v_new), -1)
+    dr = product_of_seen(jnp.swapaxes(inverse, -1, -2), dv_new, seen_by)
+    dqk = of_pairs(d, do, v_new)
+    dkk = -jnp.tril(of_pairs(d, dr, v_new), -1)
     # what the three products of a state and a token give back to the token, [i h]
-    read = from_start[..., None] * jnp.einsum("bckgiv,bckghv->bckgih", do, states)
-    erased = from_start[..., None] * jnp.einsum("bckgiv,bckghv->bckgih", dr, states)
-    stored = to_end[..., None] * jnp.einsum("bckgiv,bckghv->bckgih", v_new, dstates)
+    read = of_start(d, jnp.einsum("bckgiv,bckghv->bckgih", do, states))
+    erased = of_start(d, jnp.einsum("bckgiv,bckghv->bckgih", dr, states))
+    stored = of_end(d, jnp.einsum("bckgiv,bckghv->bckgih", v_new, dstates))
 
     dquery = read.sum(3) + jnp.einsum("bckgij,bckjh->bckih", dqk, key)
     weighted = beta[..., None] * dkk
@@ -197,30 +276,38 @@ def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
         pairs=dqk * qk + weighted * kk,
         from_start=jnp.einsum("bckgih,bckih->bckgi", read, query) - beta * on_key,
         to_end=jnp.einsum("bckgih,bckih->bckgi", stored, key),
-        across=from_start[..., -1] * jnp.sum(dstates * states, (-2, -1)),
+        across=across_gradient(d, states, dstates),
     )
     return Chunks(dquery, dkey, beta[..., None] * dr, dg, dbeta, dstate)
 
 
-def chunk_dstates(x: Chunks, w, do, dv_local, from_start, to_end, dstate):
+def of_pairs(d: Decays, x, y):
+    """between_ij (x_i . y_j), 0 where i does not see j."""
+    both = d.between * jnp.einsum("bckgiv,bckgjv->bckgij", x, y)
+    return jnp.where(d.sees.tokens, both, 0)
+
+
+def across_gradient(d: Decays, states, dstates):
+    """from_start_C <D, S>, the derivative in the decay across the chunk's logarithm."""
+    seen, decay = d.sees.start[..., -1], d.from_start[..., -1]
+    return jnp.where(seen, decay * jnp.sum(dstates * states, (-2, -1)), 0)
+
+
+def chunk_dstates(x: Chunks, w, do, dv_local, d: Decays, dstate):
     """D after each chunk, dv_new = dv_local + to_end (k D), and D before the first."""
 
     def step(dstate, chunk):
-        query, key, w, do, dv_local, from_start, to_end = chunk
-        dv_new = dv_local + to_end[..., None] * jnp.einsum(
-            "bkih,bkghv->bkgiv", key, dstate
-        )
-        before = (
-            from_start[..., -1:, None] * dstate
-            + jnp.einsum("bkih,bkgiv->bkghv", query, from_start[..., None] * do)
-            - jnp.einsum("bkgih,bkgiv->bkghv", w, dv_new)
-        )
-        return before, (dstate, dv_new)
+        query, key, w, do, dv_local, d = chunk
+        stored = jnp.einsum("bkih,bkghv->bkgiv", key, dstate)
+        dv_new = dv_local + of_end(d, stored)
+        read = jnp.einsum("bkih,bkgiv->bkghv", query, of_start(d, do))
+        seen = jnp.where(d.sees.start[..., None], dv_new, 0)
+        erased = jnp.einsum("bkgih,bkgiv->bkghv", w, seen)
+        return across(d, dstate) + read - erased, (dstate, dv_new)
 
-    arrays = (x.query, x.key, w, do, dv_local, from_start, to_end)
-    chunks = [jnp.moveaxis(y, 1, 0) for y in arrays]
-    first, (dstates, dv_new) = lax.scan(step, dstate, chunks, reverse=True)
-    return jnp.moveaxis(dstates, 0, 1), jnp.moveaxis(dv_new, 0, 1), first
+    arrays = (x.query, x.key, w, do, dv_local, of_ends(d))
+    first, (dstates, dv_new) = along_chunks(step, dstate, arrays, reverse=True)
+    return dstates, dv_new, first
 
 
 def decay_gradient(pairs, from_start, to_end, across):

@@ -15,10 +15,11 @@ from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.delta_rule.gated_delta_chunks import (
     chunk_decays,
     chunk_gradients,
-    chunk_kkt,
+    chunk_inverse,
     chunk_output,
     chunk_states,
     chunks_of,
+    finite_operands,
     gradients_of_chunks,
     loss_in_chunks,
     recompute_w_u,
@@ -35,9 +36,6 @@ from jaxkern.primitives.delta_rule.packed_sequences import (
     check_packing,
     over_sequences,
     without_padding,
-)
-from jaxkern.primitives.delta_rule.unit_lower_inverse import (
-    unit_lower_inverse_reference,
 )
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
@@ -186,11 +184,13 @@ def gated_delta_rule_reference(
     if chunk_size == 1:
         out, state = recurrence(x, scale)
     else:
-        from_start, between, to_end = chunk_decays(x.g)
-        inverse = unit_lower_inverse_reference(chunk_kkt(x.key, x.beta, between))
-        w, u = recompute_w_u(inverse, x.key, x.value, x.beta, from_start)
-        states, v_new, state = chunk_states(x.key, w, u, from_start, to_end, x.state)
-        out = chunk_output(x.query, x.key, v_new, states, from_start, between, scale)
+        x, broken_query, _ = finite_operands(x)
+        d = chunk_decays(x.g)
+        inverse = chunk_inverse(x.key, x.beta, d)
+        w, u = recompute_w_u(inverse, x.key, x.value, x.beta, d)
+        states, v_new, state = chunk_states(x.key, w, u, d, x.state)
+        out = chunk_output(x.query, x.key, v_new, states, d, scale)
+        out = jnp.where(broken_query[..., None], jnp.nan, out)
     return result_of_chunks(out, state, o.key, o.value, o.initial_state)
 
 

@@ -127,6 +127,11 @@ def by_key_head(x, k):
     return x.reshape(x.shape[0], k, x.shape[1] // max(k, 1), *x.shape[2:])
 
 
+def decayed(decay, state):
+    """decay S, where a decay of 0 forgets NaN and inf as well."""
+    return decay * jnp.where(decay == 0, 0, state)
+
+
 def delta_step(state, token, scale):
     """(new state, out) of one token; state `[b k g h v]`, query `[b k h]`."""
     state, _, out = corrected_step(state, token, scale)
@@ -136,7 +141,7 @@ def delta_step(state, token, scale):
 def corrected_step(state, token, scale):
     """`delta_step` with what the token writes under its key between them."""
     query, key, value, g, beta = token
-    state = jnp.exp(g)[..., None, None] * state
+    state = decayed(jnp.exp(g)[..., None, None], state)
     error = value - jnp.einsum("bkghv,bkh->bkgv", state, key)
     correction = beta[..., None] * error
     state = state + jnp.einsum("bkh,bkgv->bkghv", key, correction)

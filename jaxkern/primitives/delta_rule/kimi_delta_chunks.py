@@ -5,6 +5,7 @@ i and j are tokens of it: query and key are [b c k 1 i h], what belongs to the g
 heads of a key head [b c k g i ...].
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,8 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.primitives.call import same_manual_axes
-from jaxkern.primitives.delta_rule.gated_delta_chunks import in_chunks
+from jaxkern.primitives.delta_rule.broken_numbers import (
+    Sees,
+    all_finite,
+    finite,
+    product_of_seen,
+    sight,
+)
+from jaxkern.primitives.delta_rule.gated_delta_chunks import along_chunks, in_chunks
 from jaxkern.primitives.delta_rule.gated_delta_step import by_key_head
+from jaxkern.primitives.delta_rule.gated_delta_step import decayed as decayed_state
 from jaxkern.primitives.delta_rule.unit_lower_inverse import (
     unit_lower_inverse_reference,
 )
@@ -62,21 +71,53 @@ def chunks_of(query, key, value, g, beta, state, chunk_size) -> Chunks:
     return Chunks(query, key, value, g, beta, state)
 
 
-def decayed(query, key, g) -> Decayed:
+class Finite(NamedTuple):
+    """Operands of which queries, keys, g and beta are finite, and what they were.
+
+    A token whose key, g or beta is not has NaN for its value, as in
+    `gated_delta_chunks.Finite`.
+    """
+
+    chunks: Chunks
+    broken_query: jax.Array  # [b c k 1 i], its result is NaN
+    broken_token: jax.Array  # [b c k g i]
+
+
+def finite_operands(x: Chunks) -> Finite:
+    broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
+    broken = broken_g.any(-1) | ~jnp.isfinite(x.beta) | ~all_finite(x.key)
+    chunks = x._replace(
+        query=finite(x.query),
+        key=finite(x.key),
+        value=jnp.where(broken[..., None], jnp.nan, x.value),
+        g=jnp.where(broken_g, 0, x.g),
+        beta=finite(x.beta),
+    )
+    return Finite(chunks, ~all_finite(x.query), broken)
+
+
+def sight_of(g) -> Sees:
+    """A token forgets what stands before it where no channel keeps any of it."""
+    return sight((jnp.exp(g) == 0).all(-1))
+
+
+def decayed(query, key, g, sees: Sees) -> Decayed:
     """Every decay is the exponential of a sum of g, never of a difference.
 
     So nothing overflows, g = -inf is a factor 0, and a small decay keeps its digits
     behind a large one.
     """
-    from_start = jnp.exp(up_to(g))
+    start, end = sees.start[..., None], sees.end[..., None]
+    from_start = jnp.where(start, jnp.exp(up_to(g)), 0)
+    to_end = jnp.where(end, jnp.exp(after(g)), 0)
     qk, kk = decayed_products([query, key], key, g)
     return Decayed(
         query * from_start,
         key * from_start,
-        key * jnp.exp(after(g)),
+        key * to_end,
         from_start[..., -1, :],
-        qk,
-        kk,
+        jnp.where(sees.tokens, qk, 0),
+        jnp.where(sees.tokens, kk, 0),
     )
 
 
@@ -143,31 +184,52 @@ class Written(NamedTuple):
     u: jax.Array  # T (beta v), [i v]
 
 
-def written(x: Chunks, d: Decayed) -> Written:
+def written(x: Chunks, d: Decayed, sees: Sees) -> Written:
     beta = x.beta[..., None]
     inverse = unit_lower_inverse_reference(jnp.tril(beta * d.kk, -1))
-    return Written(inverse, inverse @ (beta * d.erase), inverse @ (beta * x.value))
+    inverse = jnp.where(sees.tokens, inverse, 0)
+    w = seen(sees.start, inverse @ (beta * d.erase))
+    return Written(inverse, w, product_of_seen(inverse, beta * x.value, sees.tokens))
 
 
-def chunk_states(d: Decayed, y: Written, state):
+def seen(sees, x):
+    """`x` of each token, 0 where the start or end that it is about is not seen."""
+    return jnp.where(sees[..., None], x, 0)
+
+
+def of_ends(sees: Sees):
+    """Without what pairs of tokens see: all that a walk along chunks takes."""
+    return sees._replace(tokens=None)
+
+
+def kept_across(sees: Sees, across, state):
+    """The state through a chunk, 0 where its end does not see its start."""
+    return seen(sees.start[..., -1:], across[..., None] * state)
+
+
+def chunk_states(d: Decayed, y: Written, sees: Sees, state):
     """The state before each chunk, the corrections v_new = u - w S, the last state."""
 
     def step(state, chunk):
-        w, u, store, across = chunk
-        v_new = u - w @ state
-        new = across[..., None] * state + jnp.swapaxes(store, -1, -2) @ v_new
-        return new, (state, v_new)
+        w, u, store, across, sees = chunk
+        v_new = u - seen(sees.start, w @ state)
+        added = jnp.swapaxes(store, -1, -2) @ seen(sees.end, v_new)
+        return kept_across(sees, across, state) + added, (state, v_new)
 
-    chunks = [jnp.moveaxis(a, 1, 0) for a in (y.w, y.u, d.store, d.across)]
-    final, (states, v_new) = lax.scan(step, state, chunks)
-    return jnp.moveaxis(states, 0, 1), jnp.moveaxis(v_new, 0, 1), final
+    chunks = (y.w, y.u, d.store, d.across, of_ends(sees))
+    final, (states, v_new) = along_chunks(step, state, chunks)
+    return states, v_new, final
 
 
 def chunk_output(x: Chunks, scale):
     """(out, final state) of all chunks."""
-    d = decayed(x.query, x.key, x.g)
-    states, v_new, final = chunk_states(d, written(x, d), x.state)
-    return scale * (d.read @ states + d.qk @ v_new), final
+    x, broken_query, _ = finite_operands(x)
+    sees = sight_of(x.g)
+    d = decayed(x.query, x.key, x.g, sees)
+    states, v_new, final = chunk_states(d, written(x, d, sees), sees, x.state)
+    within = product_of_seen(d.qk, v_new, sees.tokens)
+    out = scale * (seen(sees.start, d.read @ states) + within)
+    return jnp.where(broken_query[..., None], jnp.nan, out), final
 
 
 def recurrence(x: Chunks, scale):
@@ -185,7 +247,7 @@ def recurrence(x: Chunks, scale):
 def delta_step(state, token, scale):
     """(new state, out) of one token; state `[b k g h v]`, query `[b k h]`."""
     query, key, value, g, beta = token
-    state = jnp.exp(g)[..., None] * state
+    state = decayed_state(jnp.exp(g)[..., None], state)
     error = value - jnp.einsum("bkghv,bkh->bkgv", state, key)
     state = state + jnp.einsum("bkh,bkgv->bkghv", key, beta[..., None] * error)
     return state, scale * jnp.einsum("bkghv,bkh->bkgv", state, query)
@@ -193,41 +255,73 @@ def delta_step(state, token, scale):
 
 def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
     """Gradients of all operands, for a loss with do = scale dL/dout and dL/dS."""
-    d, pull = jax.vjp(decayed, x.query, x.key, x.g)
-    y = written(x, d)
-    states, v_new, _ = chunk_states(d, y, x.state)
-    dstates, dv_new, dstate = chunk_dstates(d, y, do, dstate)
+    x, broken_query, broken_token = finite_operands(x)
+    do = jnp.where((broken_query | broken_token)[..., None], jnp.nan, do)
+    sees = sight_of(x.g)
+    d, pull = jax.vjp(lambda *y: decayed(*y, sees), x.query, x.key, x.g)
+    y = written(x, d, sees)
+    states, v_new, _ = chunk_states(d, y, sees, x.state)
+    dstates, dv_new, dstate = chunk_dstates(d, y, sees, do, dstate)
     # v_new = T r with r = beta (v - erase S): dA = -tril(dr v_new^T, -1)
-    beta, dr = x.beta[..., None], jnp.swapaxes(y.inverse, -1, -2) @ dv_new
-    da = -jnp.tril(dr @ jnp.swapaxes(v_new, -1, -2), -1)
-    dread = do @ jnp.swapaxes(states, -1, -2)
-    erased = dr @ jnp.swapaxes(states, -1, -2)
-    dquery, dkey, dg = pull(
-        Decayed(
-            dread,
-            -beta * erased,
-            v_new @ jnp.swapaxes(dstates, -1, -2),
-            jnp.sum(dstates * states, -1),
-            do @ jnp.swapaxes(v_new, -1, -2),
-            beta * da,
-        )
+    seen_by = jnp.swapaxes(sees.tokens, -1, -2)
+    dr = product_of_seen(jnp.swapaxes(y.inverse, -1, -2), dv_new, seen_by)
+    beta = x.beta[..., None]
+    da = jnp.where(sees.tokens, -jnp.tril(dr @ jnp.swapaxes(v_new, -1, -2), -1), 0)
+    dread = seen(sees.start, do @ jnp.swapaxes(states, -1, -2))
+    erased = seen(sees.start, dr @ jnp.swapaxes(states, -1, -2))
+    dacross = seen(sees.start[..., -1:], jnp.sum(dstates * states, -1)[..., None])
+    of_decayed = Decayed(
+        dread,
+        -beta * erased,
+        seen(sees.end, v_new @ jnp.swapaxes(dstates, -1, -2)),
+        dacross[..., 0],
+        jnp.where(sees.tokens, do @ jnp.swapaxes(v_new, -1, -2), 0),
+        beta * da,
     )
+    broken = broken_tokens(x, of_decayed, sees)
+    dquery, dkey, dg = pull(without(of_decayed, broken))
+    dquery, dkey = (
+        jnp.where(broken.any(3, keepdims=True)[..., None], jnp.nan, a)
+        for a in (dquery, dkey)
+    )
+    dg = jnp.where(broken[..., None], jnp.nan, dg)
     dbeta = jnp.sum(dr * x.value, -1) - jnp.sum(erased * d.erase, -1)
     dbeta += jnp.sum(da * d.kk, -1)
     return Chunks(dquery, dkey, beta * dr, dg, dbeta, dstate)
 
 
-def chunk_dstates(d: Decayed, y: Written, do, dstate):
+def broken_tokens(x: Chunks, of: Decayed, sees: Sees):
+    """Tokens whose sequence has what is not finite in the chunk, or has no square: `[i]`.
+
+    What pulls the gradients back sums over tokens, whatever sequence they are of.
+    """
+    rows = (of.read, of.erase, of.store, of.qk, of.kk, x.query**2, x.key**2)
+    broken = functools.reduce(jnp.logical_or, (~all_finite(a) for a in rows))
+    broken |= ~all_finite(of.across)[..., None]  # the chunk is of one sequence
+    same = sees.tokens | jnp.swapaxes(sees.tokens, -1, -2)
+    return jnp.any(same & broken[..., None, :], -1)
+
+
+def without(of: Decayed, broken) -> Decayed:
+    """0 for tokens of broken sequences."""
+    rows = [jnp.where(broken[..., None], 0, a) for a in (of.read, of.erase, of.store)]
+    pairs = (jnp.where(broken[..., None], 0, a) for a in (of.qk, of.kk))
+    return Decayed(*rows, jnp.where(broken[..., -1:], 0, of.across), *pairs)
+
+
+def chunk_dstates(d: Decayed, y: Written, sees: Sees, do, dstate):
     """D after each chunk, dv_new = qk^T do + store D, and D before the first."""
-    chunks = (jnp.swapaxes(d.qk, -1, -2) @ do, d.read, d.store, d.across, y.w, do)
 
     def step(dstate, chunk):
-        local, read, store, across, w, do = chunk
-        dv_new = local + store @ dstate
-        before = across[..., None] * dstate + jnp.swapaxes(read, -1, -2) @ do
-        before -= jnp.swapaxes(w, -1, -2) @ dv_new
+        local, read, store, across, w, do, sees = chunk
+        dv_new = local + seen(sees.end, store @ dstate)
+        before = kept_across(sees, across, dstate)
+        before += jnp.swapaxes(read, -1, -2) @ seen(sees.start, do)
+        before -= jnp.swapaxes(w, -1, -2) @ seen(sees.start, dv_new)
         return before, (dstate, dv_new)
 
-    moved = [jnp.moveaxis(a, 1, 0) for a in chunks]
-    first, (dstates, dv_new) = lax.scan(step, dstate, moved, reverse=True)
-    return jnp.moveaxis(dstates, 0, 1), jnp.moveaxis(dv_new, 0, 1), first
+    scores, seen_by = (jnp.swapaxes(a, -1, -2) for a in (d.qk, sees.tokens))
+    local = product_of_seen(scores, do, seen_by)
+    chunks = (local, d.read, d.store, d.across, y.w, do, of_ends(sees))
+    first, (dstates, dv_new) = along_chunks(step, dstate, chunks, reverse=True)
+    return dstates, dv_new, first

@@ -293,21 +293,37 @@ def from_chunks(y, like):
 # One chunk: decay, written and states are [i b d s].
 
 
-def recurrence(decay, written, state, reverse=False):
-    """h_i = decay_i h_{i-1} + written_i, from `state`; i + 1 for i - 1 if reverse."""
+def recurrence(decay, written, starts, state, reverse=False):
+    """h_i = decay_i h_{i-1} + written_i, from `state`; i + 1 for i - 1 if reverse.
+
+    Where a token starts anew h_{i-1} does not enter, NaN neither.
+    """
 
     def composed(first, second):
-        return first[0] * second[0], second[0] * first[1] + second[1]
+        decay, written, starts = second
+        decays, before = first[0] * decay, decay * first[1]
+        if starts is not None:
+            decays, before = (jnp.where(starts, 0, y) for y in (decays, before))
+            starts = first[2] | starts
+        return decays, before + written, starts
 
-    decays, h = lax.associative_scan(composed, (decay, written), reverse=reverse)
-    return h + decays * state
+    elements = (decay, written, starts)
+    decays, h, started = lax.associative_scan(composed, elements, reverse=reverse)
+    before = decays * state
+    return h + (before if started is None else jnp.where(started, 0, before))
 
 
 def decay_and_write(a, x, step, b, starts):
+    """(decay, written, where a token starts anew) of a chunk."""
     decay = jnp.exp(step[..., None] * a)
     if starts is not None:
-        decay = jnp.where(starts[..., None, None], 0, decay)
-    return decay, (step * x)[..., None] * b[:, :, None]
+        starts = starts[..., None, None]
+        decay = jnp.where(starts, 0, decay)
+    return decay, (step * x)[..., None] * b[:, :, None], starts
+
+
+def unless_started(starts, x):
+    return x if starts is None else jnp.where(starts, 0, x)
 
 
 def scan_chunks(a, chunks, state):
@@ -333,14 +349,19 @@ def scan_chunks_back(a, chunks, states, dread, dfinal):
     def of_chunk(dstate, chunk):
         (x, step, b, c, starts), state, dread = chunk
         b, c = b.astype(x.dtype), c.astype(x.dtype)
-        decay, written = decay_and_write(a, x, step, b, starts)
-        h = recurrence(decay, written, state)
+        decay, written, starts = decay_and_write(a, x, step, b, starts)
+        h = recurrence(decay, written, starts, state)
         before = jnp.concatenate([state[None], h[:-1]])
         later_decay = jnp.concatenate([decay[1:], jnp.ones_like(decay[:1])])
-        dh = recurrence(later_decay, dread[..., None] * c[:, :, None], dstate, True)
-        dlog = dh * decay * before
+        later = None
+        if starts is not None:
+            later = jnp.concatenate([starts[1:], jnp.zeros_like(starts[:1])])
+        read = dread[..., None] * c[:, :, None]
+        dh = recurrence(later_decay, read, later, dstate, reverse=True)
+        dlog = unless_started(starts, dh * decay * before)
         dwritten = jnp.einsum("ibds,ibs->ibd", dh, b)
-        return decay[0] * dh[0], (
+        first = None if starts is None else starts[0]
+        return unless_started(first, decay[0] * dh[0]), (
             step * dwritten,
             x * dwritten + jnp.einsum("ibds,ds->ibd", dlog, a),
             jnp.einsum("ibds,ibd->ibs", dh, step * x),

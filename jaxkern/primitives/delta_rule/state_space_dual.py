@@ -16,12 +16,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.delta_rule.broken_numbers import (
+    all_finite,
+    finite,
+    product_of_seen,
+)
 from jaxkern.primitives.delta_rule.gated_delta_chunks import (
+    Decays,
+    across,
+    across_gradient,
+    along_chunks,
     chunk_decays,
     chunk_output,
     decay_gradient,
     from_chunks,
     in_chunks,
+    of_end,
+    of_ends,
+    of_pairs,
+    of_start,
     products,
 )
 from jaxkern.primitives.delta_rule.gated_delta_step import by_key_head
@@ -154,18 +167,36 @@ def chunks_of(x, step, a, b, c, state, starts, chunk_size) -> Chunks:
     return Chunks(query, key, value, g, state)
 
 
-def states_of(x: Chunks, from_start, to_end):
+class Finite(NamedTuple):
+    """As `gated_delta_chunks.Finite`."""
+
+    chunks: Chunks
+    broken_query: jax.Array  # [b c k 1 i]
+    broken_token: jax.Array  # [b c k g i]
+
+
+def finite_operands(x: Chunks) -> Finite:
+    broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
+    broken = broken_g | ~all_finite(x.key)[:, :, :, None]
+    chunks = x._replace(
+        query=finite(x.query),
+        key=finite(x.key),
+        value=jnp.where(broken[..., None], jnp.nan, x.value),
+        g=jnp.where(broken_g, 0, x.g),
+    )
+    return Finite(chunks, ~all_finite(x.query)[:, :, :, None], broken)
+
+
+def states_of(x: Chunks, d: Decays):
     """The state before each chunk, and the last one."""
-    written = jnp.einsum("bckih,bckgiv->bckghv", x.key, to_end[..., None] * x.value)
-    across = from_start[..., -1][..., None, None]
+    written = jnp.einsum("bckih,bckgiv->bckghv", x.key, of_end(d, x.value))
 
     def chunk(state, operands):
-        across, written = operands
-        return across * state + written, state
+        d, written = operands
+        return across(d, state) + written, state
 
-    pairs = jnp.moveaxis(across, 1, 0), jnp.moveaxis(written, 1, 0)
-    final, states = lax.scan(chunk, x.state, pairs)
-    return jnp.moveaxis(states, 0, 1), final
+    final, states = along_chunks(chunk, x.state, (of_ends(d), written))
+    return states, final
 
 
 class DualOperands(NamedTuple):
@@ -183,10 +214,11 @@ def state_space_dual_reference(
     *,
     chunk_size: int,
 ) -> tuple[Float[Array, "r t k*g h"], Float[Array, "r k*g h state"]]:
-    chunks = chunks_of(*o, chunk_size)
-    from_start, between, to_end = chunk_decays(chunks.g)
-    states, final = states_of(chunks, from_start, to_end)
-    y = chunk_output(*chunks[:3], states, from_start, between, 1.0)
+    chunks, broken_query, _ = finite_operands(chunks_of(*o, chunk_size))
+    d = chunk_decays(chunks.g)
+    states, final = states_of(chunks, d)
+    y = chunk_output(*chunks[:3], states, d, 1.0)
+    y = jnp.where(broken_query[..., None], jnp.nan, y)
     final = heads_of(final, (o.x.shape[0], *o.x.shape[2:], o.b.shape[3]))
     kept = final.dtype if o.initial_state is None else o.initial_state.dtype
     return from_chunks(y, o.x, heads=2), final.astype(kept)
@@ -225,29 +257,29 @@ def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
 
     The backward pass of docs/design/gated_delta_rule.md with w = 0 and T = 1.
     """
-    from_start, between, to_end = chunk_decays(x.g)
-    states, _ = states_of(x, from_start, to_end)
-    across = from_start[..., -1][..., None, None]
-    read_by = jnp.einsum("bckih,bckgiv->bckghv", x.query, from_start[..., None] * do)
+    x, broken_query, broken_token = finite_operands(x)
+    do = jnp.where((broken_query | broken_token)[..., None], jnp.nan, do)
+    d = chunk_decays(x.g)
+    states, _ = states_of(x, d)
+    read_by = jnp.einsum("bckih,bckgiv->bckghv", x.query, of_start(d, do))
 
     def chunk(dstate, operands):
-        across, read_by = operands
-        return across * dstate + read_by, dstate
+        d, read_by = operands
+        return across(d, dstate) + read_by, dstate
 
-    pairs = jnp.moveaxis(across, 1, 0), jnp.moveaxis(read_by, 1, 0)
-    dfirst, dstates = lax.scan(chunk, dstate, pairs, reverse=True)
-    dstates, qk = jnp.moveaxis(dstates, 0, 1), products(x.query, x.key)
-    dqk = between * jnp.einsum("bckgiv,bckgjv->bckgij", do, x.value)
-    read = from_start[..., None] * jnp.einsum("bckgiv,bckghv->bckgih", do, states)
-    stored = jnp.einsum("bckgiv,bckghv->bckgih", x.value, dstates)
-    stored = to_end[..., None] * stored
-    dvalue = to_end[..., None] * jnp.einsum("bckih,bckghv->bckgiv", x.key, dstates)
-    dvalue += jnp.einsum("bckgij,bckgiv->bckgjv", qk * between, do)
+    dfirst, dstates = along_chunks(chunk, dstate, (of_ends(d), read_by), reverse=True)
+    qk = products(x.query, x.key, d)
+    dqk = of_pairs(d, do, x.value)
+    read = of_start(d, jnp.einsum("bckgiv,bckghv->bckgih", do, states))
+    stored = of_end(d, jnp.einsum("bckgiv,bckghv->bckgih", x.value, dstates))
+    dvalue = of_end(d, jnp.einsum("bckih,bckghv->bckgiv", x.key, dstates))
+    scores, seen = (jnp.swapaxes(y, -1, -2) for y in (qk * d.between, d.sees.tokens))
+    dvalue += product_of_seen(scores, do, seen)
     dg = decay_gradient(
         pairs=dqk * qk,
         from_start=jnp.einsum("bckgih,bckih->bckgi", read, x.query),
         to_end=jnp.einsum("bckgih,bckih->bckgi", stored, x.key),
-        across=across[..., 0, 0] * jnp.sum(dstates * states, (-2, -1)),
+        across=across_gradient(d, states, dstates),
     )
     dquery = read.sum(3) + jnp.einsum("bckgij,bckjh->bckih", dqk, x.key)
     dkey = stored.sum(3) + jnp.einsum("bckgij,bckih->bckjh", dqk, x.query)

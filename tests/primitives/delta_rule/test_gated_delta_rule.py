@@ -133,16 +133,13 @@ def test_the_stages_are_those_of_the_chunk_form():
     o = 0.7 * (np.exp(G)[:, None] * (q @ s) + (q @ k.T * decay) @ v_new)
     with jax.enable_x64(True):
         x = stages.chunks_of(*as_jax((query, key, value, g, beta, state)), 4)
-        from_start, between, to_end = stages.chunk_decays(x.g)
-        kkt = stages.chunk_kkt(x.key, x.beta, between)
-        wu = stages.recompute_w_u(
-            jnp.asarray(T)[(None,) * 4], x.key, x.value, x.beta, from_start
-        )
-        new = stages.chunk_states(x.key, *wu, from_start, to_end, x.state)
-        out = stages.chunk_output(
-            x.query, x.key, new[1], new[0], from_start, between, 0.7
-        )
-        actual = (from_start, between, to_end, kkt, *wu, *new, out)
+        d = stages.chunk_decays(x.g)
+        kkt = stages.chunk_kkt(x.key, x.beta, d)
+        inverse = jnp.asarray(T)[(None,) * 4]
+        wu = stages.recompute_w_u(inverse, x.key, x.value, x.beta, d)
+        new = stages.chunk_states(x.key, *wu, d, x.state)
+        out = stages.chunk_output(x.query, x.key, new[1], new[0], d, 0.7)
+        actual = (*d[:3], kkt, *wu, *new, out)
     expected = (np.exp(G), decay, np.exp(G[-1] - G), A, w, u, s, v_new, after, o)
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(np.squeeze(a), e, rtol=1e-12, atol=1e-14)
