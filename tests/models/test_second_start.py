@@ -1,9 +1,10 @@
-"""A second process finds both executables of a Generator without tracing them."""
+"""A second process finds the executables of a Generator and of a chat untraced."""
 
 import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from jaxkern.formats.gguf import read_gguf
 from jaxkern.models import generate
+from jaxkern.models.conversation import Conversation
 from jaxkern.models.generate import Generator
 from jaxkern.models.loader import load_file
 from jaxkern.models.sampling import Sampling
@@ -20,14 +22,19 @@ from jaxkern.runtime.trace.events import subscribe
 from tests.models import tiny_gguf
 
 STEPS = "read_prompts", "write_chunk"
+CHAT = "empty_state", "read_more", "write_chunk"
 PROMPT = [[5, 77, 200]]
 SIZES: dict[str, Any] = dict(batch=1, prompt_slots=4, max_tokens=9, chunk=4)
 
 
-def start(path: str, folder: str) -> dict:
-    """Tokens of a start, and what was traced, compiled and found for it."""
+def start(path: str, folder: str) -> dict[str, dict]:
+    """What a start of a Generator and one of a chat write, trace, compile and find."""
     enable_compilation_cache(folder)
-    config, weights = load_file(read_gguf(path), "f32")
+    model = load_file(read_gguf(path), "f32")
+    return {"generator": watched(generated, model), "chat": watched(chatted, model)}
+
+
+def watched(write: Callable[..., list], model: tuple) -> dict:
     traced, told = [], []
 
     def listen(event: str, duration_secs: float, **about: Any) -> None:
@@ -36,17 +43,23 @@ def start(path: str, folder: str) -> dict:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     with subscribe(told.append, kinds=("compile", "cache_hit")):
-        generator = Generator(config, weights, **SIZES)
+        tokens = write(*model)
     jax.monitoring.unregister_event_duration_listener(listen)
     return {
-        "traced": [name for name in traced if name in STEPS],
+        "traced": [name for name in traced if name in (*STEPS, *CHAT)],
         "told": sorted(f"{event.kind} {event.name}" for event in told),
-        "tokens": [chunk.tolist() for chunk in generator.stream(PROMPT)],
+        "tokens": tokens,
     }
 
 
-def both(kind: str) -> list[str]:
-    return [f"{kind} jit({name})" for name in STEPS]
+def generated(config: Any, weights: Any) -> list:
+    stream = Generator(config, weights, **SIZES).stream(PROMPT)
+    return [chunk.tolist() for chunk in stream]
+
+
+def chatted(config: Any, weights: Any) -> list:
+    chat = Conversation(config, weights, slots=16)
+    return [*chat.answer(PROMPT[0], max_tokens=5)]
 
 
 def found(model, monkeypatch, **sizes) -> list[bool]:
@@ -74,17 +87,20 @@ def test_a_second_process_traces_nothing_and_writes_the_same(
     path = str(tiny_gguf.write_tiny_gguf(tmp_path / "m.gguf", "llama"))
     folder = str(tmp_path / "cache")
     first = start(path, folder)
-    assert {*first["traced"]} == {*STEPS}
-    assert first["told"] == [f"compile jit({name})" for name in STEPS]
+    calls = {"generator": STEPS, "chat": CHAT}
+    for what, names in calls.items():
+        assert {*first[what]["traced"]} == {*names}
+        assert first[what]["told"] == [f"compile jit({name})" for name in names]
     kept_calls.writer.submit(int).result()
     run = subprocess.run(
         [sys.executable, __file__, path, folder], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     second = json.loads(run.stdout)
-    assert second["traced"] == []
-    assert second["told"] == [f"cache_hit jit({name})" for name in STEPS]
-    assert second["tokens"] == first["tokens"]
+    for what, names in calls.items():
+        assert second[what]["traced"] == []
+        assert second[what]["told"] == [f"cache_hit jit({name})" for name in names]
+        assert second[what]["tokens"] == first[what]["tokens"]
     model = load_file(read_gguf(path), "f32")
     assert found(model, monkeypatch) == [True, True]
     assert found(model, monkeypatch, chunk=8) == [True, False]

@@ -104,7 +104,12 @@ def described_tree(tree: jax.tree_util.PyTreeDef) -> str:
 
 
 def described_array(x: Any) -> str:
-    """One on the default device, or the shape of one; of numbers or of random keys."""
+    """One on the default device, or the shape of one; of numbers or of random keys.
+
+    One of numpy goes there as jax puts it: with 32 bits but for `jax_enable_x64`.
+    """
+    if type(x) is np.ndarray or isinstance(x, np.generic):
+        return described_numpy(x)
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         raise NotUnderstoodError(f"an operand that is a {type(x).__name__}")
     where = ""
@@ -115,3 +120,11 @@ def described_array(x: Any) -> str:
         where = f"{layout} {getattr(x, 'committed', '')}"
     # an array of keys has no `weak_type`
     return f"{x.dtype}{x.shape} {getattr(x, 'weak_type', False)} {where}"
+
+
+def described_numpy(x: np.ndarray | np.generic) -> str:
+    try:
+        seen = jax.typeof(x)
+    except TypeError as error:  # of texts, objects or records
+        raise NotUnderstoodError(f"a numpy array of {x.dtype}") from error
+    return f"numpy {seen.dtype}{seen.shape} {seen.weak_type}"

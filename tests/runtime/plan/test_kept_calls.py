@@ -60,6 +60,17 @@ def test_a_call_with_a_random_key_is_kept_too(kept_folder):
     )
 
 
+def test_a_call_of_numpy_arrays_is_kept_too(kept_folder):
+    for x in (np.asarray(X), np.float32(1.5)):
+        first, y = start(arguments=(x,))
+        second, again = start(arguments=(x + 1,))  # other numbers of that shape
+        assert first == ["compile jit(softcap)"]
+        assert second == ["cache_hit jit(softcap)"]
+        np.testing.assert_array_equal(y, jaxkern.softcap(x, 2.0))
+        np.testing.assert_array_equal(again, jaxkern.softcap(x + 1, 2.0))
+    assert len(list(kept_folder.iterdir())) == 2
+
+
 def test_a_call_that_cannot_be_described_is_compiled(kept_folder, caplog, monkeypatch):
     def fail(_):
         raise AttributeError("of an operand")
@@ -140,10 +151,17 @@ def test_another_function_or_other_operands_are_another_call(kept_folder):
         (capped(), ({"x": X},)),
         (capped(), ((X,),)),
         (capped(), ([X],)),
+        (capped(), (np.ones(8, np.float32),)),
+        (capped(), (np.ones(8, np.float16),)),
+        (capped(), (np.ones(4, np.float32),)),
+        (capped(), (np.float32(1),)),
     ]
     files = {file_of(*call) for call in calls}
     assert None not in files and len(files) == len(calls)
     assert {file_of(*call) for call in calls} == files
+    # numpy's 64 bits are 32 to jax, and its numbers are free
+    assert file_of(capped(), (np.zeros(8),)) in files
+    assert file_of(capped(), (np.float64(2),)) in files
 
 
 class Foreign(float):
@@ -161,7 +179,8 @@ def test_what_is_not_understood_is_not_kept(kept_folder, caplog, monkeypatch):
     refused(caplog, "<lambda>", jax.jit(lambda x: x))
     refused(caplog, "not jitted", functools.partial(jaxkern.softcap, cap=1.0))
     refused(caplog, "Foreign is not understood", capped(Foreign(1)))
-    refused(caplog, "operand that is a ndarray", capped(), (np.ones(2),))
+    refused(caplog, "operand that is a float", capped(), (1.0,))
+    refused(caplog, "numpy array of object", capped(), (np.array([None]),))
     there = jax.device_put(X, jax.devices()[-1])
     refused(caplog, "another device", capped(), (there,))
     with jax.set_mesh(jax.make_mesh((2,), ("x",))):
