@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
@@ -38,8 +39,8 @@ class TrainState(NamedTuple):
     """Everything that a run continues from; a pytree of arrays.
 
     Attributes:
-      params: the weights that the optimiser adds to.
-      copy: those of float32 in the compute dtype, None where that is theirs.
+      params: the weights, those that are not trained among them.
+      copy: trained ones of float32 in the compute dtype, None where that is theirs.
       optimizer: what the optimiser keeps.
       steps: updates made.
       skipped: batches whose gradient was not finite.
@@ -57,7 +58,7 @@ class Metrics(NamedTuple):
 
     Attributes:
       loss: of the whole batch, before the update.
-      grad_norm: over all weights, before clipping.
+      grad_norm: over all trained weights, before clipping.
       skipped: whether loss or norm was not finite, so that nothing was updated.
     """
 
@@ -71,7 +72,8 @@ class TrainStep:
     """What `train_step` returns: `init`, and calls that make one step each.
 
     Attributes:
-      loss_fn, optimizer, compute_dtype, accumulate, clip_norm: of `train_step`.
+      loss_fn, optimizer, compute_dtype, accumulate, clip_norm, trained: of
+        `train_step`.
     """
 
     loss_fn: LossFn
@@ -79,31 +81,28 @@ class TrainStep:
     compute_dtype: jnp.dtype
     accumulate: int
     clip_norm: float | None
+    trained: Any = None
     compiled: dict[Any, Callable] = field(default_factory=dict, repr=False)
 
     def init(self, params: Any) -> TrainState:
         """The state before the first step; its arrays are cut as those of `params`.
 
-        `params` are copied: the first step donates the state, not what was given.
+        What is trained is copied: the first step donates it, not what was given.
 
         Raises:
-          TypeError: a leaf that is no array of floats.
+          TypeError: a leaf that is trained and no array of floats, or no array.
+          ValueError: `trained` does not fit the tree, or chooses no leaf.
         """
-        for path, p in jax.tree_util.tree_leaves_with_path(params):
-            dtype = getattr(p, "dtype", None)
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                raise TypeError(
-                    "train_step: every leaf of `params` must be an array of floats, "
-                    f"got {type(p).__name__ if dtype is None else dtype} at "
-                    f"{jax.tree_util.keystr(path)}. Let `loss_fn` close over what is "
-                    "not trained."
-                )
-        params = jax.tree.map(jnp.copy, params)
+        own, frozen = self.split(params)
+        if frozen is not None and not jax.tree.leaves(own):
+            raise ValueError("train_step: `trained` chooses no leaf of `params`.")
+        check_leaves(own, frozen)
+        own = jax.tree.map(jnp.copy, own)
         zero = jnp.zeros((), jnp.int32)
         state = TrainState(
-            params,
-            self.narrowed(params),
-            self.optimizer.init(params),
+            joined(own, frozen),
+            self.narrowed(own),
+            self.optimizer.init(own),
             zero,
             jnp.copy(zero),
         )
@@ -112,27 +111,53 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step, compiled; the arrays of `state` are gone afterwards.
 
+        But for those that are not trained, which the new state has too.
+
         Raises:
           ValueError: the rows of `batch` do not divide into `accumulate` parts, or the
             loss is no single number.
         """
+        own, frozen = self.split(state.params)
+        state = state._replace(params=own)
         leaves, tree = jax.tree.flatten(state)
         shardings = tuple(leaf.sharding for leaf in leaves)
         if (tree, shardings) not in self.compiled:
             self.compiled[tree, shardings] = jax.jit(
-                self.update,
+                self.update_trained,
                 donate_argnums=0,
                 out_shardings=(tree.unflatten(shardings), None),
                 compiler_options=options_for(shardings),
             )
-        return self.compiled[tree, shardings](state, batch)
+        state, metrics = self.compiled[tree, shardings](state, frozen, batch)
+        return state._replace(params=joined(state.params, frozen)), metrics
 
     def update(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """The same as a pure function, to be compiled by the caller.
 
-        On a GPU with `COMPILER_OPTIONS`, as a call of this step is.
+        On a GPU with `COMPILER_OPTIONS`, as a call of this step is. Who donates the
+        state donates what is not trained too.
         """
-        loss, grads = self.gradient(state.params, state.copy, batch)
+        own, frozen = self.split(state.params)
+        state = state._replace(params=own)
+        state, metrics = self.update_trained(state, frozen, batch)
+        return state._replace(params=joined(state.params, frozen)), metrics
+
+    def split(self, params: Any) -> tuple[Any, Any]:
+        """What is trained and what is not: each `params`, with None for the other.
+
+        The second is None where every leaf is trained.
+        """
+        if self.trained is None:
+            return params, None
+        chosen = chosen_leaves(self.trained, params)
+        own = jax.tree.map(lambda p, c: p if c else None, params, chosen)
+        return own, jax.tree.map(lambda p, c: None if c else p, params, chosen)
+
+    def update_trained(
+        self, state: TrainState, frozen: Any, batch: Any
+    ) -> tuple[TrainState, Metrics]:
+        """One step of a state whose `params` are those that are trained."""
+        loss, grads = self.gradient(state.params, state.copy, batch, frozen)
         squares = [jnp.sum(wide(g) ** 2) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -153,17 +178,17 @@ class TrainStep:
         return state, Metrics(loss, norm, ~finite)
 
     def gradient(
-        self, params: Any, copy: Any, batch: Any
+        self, params: Any, copy: Any, batch: Any, frozen: Any = None
     ) -> tuple[Float[Array, ""], Any]:
         """The loss of the batch and its gradient.
 
         Of one part in the dtypes of what the loss reads, where products round it; of
-        several their sum in float32, or wider.
+        several their sum in float32, or wider. The loss also reads what is `frozen`.
         """
         weights = jax.tree.map(lambda p, c: p if c is None else c, params, copy)
 
         def of_part(weights: Any, part: Any) -> tuple[Array, Array]:
-            out = self.loss_fn(weights, part)
+            out = self.loss_fn(joined(weights, frozen), part)
             loss, weight = out if isinstance(out, tuple) else (out, 1)
             if jnp.shape(loss) != () or jnp.shape(weight) != ():
                 raise ValueError(
@@ -223,6 +248,7 @@ def train_step(
     compute_dtype: DTypeLike = jnp.bfloat16,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    trained: Any = None,
 ) -> TrainStep:
     """One training step as one compiled program, its state donated.
 
@@ -239,6 +265,11 @@ def train_step(
     where they are. Parts count equally, or by the second value of the loss: with the
     number of tokens of each part the sum is the gradient of the whole batch.
 
+    `trained` says which leaves of the weights change, as the mask of `optax.masked`
+    does: adapters, say, beside packed weights. The loss reads the others as they are,
+    of any dtype; they have no gradient, copy or part of the optimiser's state, and no
+    step copies them.
+
     Args:
       loss_fn: `(weights, batch) -> loss`, one float, or `(loss, weight)` of a mean and
         how much it is the mean of.
@@ -246,6 +277,9 @@ def train_step(
       compute_dtype: in which the loss gets weights of float32.
       accumulate: parts of a batch, at least 1.
       clip_norm: the largest norm over all gradients together, positive; None for any.
+      trained: True or False for each leaf, in the tree of the weights or in its
+        beginning, where one stands for all below it; or a function of the weights that
+        returns this. None for all leaves.
 
     Returns:
       `TrainStep`: `state = step.init(params)`, then
@@ -281,7 +315,56 @@ def train_step(
             f"train_step: `clip_norm` must be positive, got {clip_norm}. Leave it out "
             "to clip nothing."
         )
-    return TrainStep(loss_fn, optimizer, dtype, accumulate, clip_norm)
+    return TrainStep(loss_fn, optimizer, dtype, accumulate, clip_norm, trained)
+
+
+def chosen_leaves(trained: Any, params: Any) -> Any:
+    """True or False for each leaf of `params`."""
+    # a module of bools may be called too, but it is a tree
+    is_function = callable(trained) and jax.tree_util.all_leaves([trained])
+    wanted = trained(params) if is_function else trained
+    for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
+        if not isinstance(leaf, bool | np.bool_):
+            raise TypeError(
+                "train_step: `trained` must be True or False for each leaf of `params`,"
+                f" got {type(leaf).__name__} at {jax.tree_util.keystr(path)}."
+            )
+    try:
+        return jax.tree.map(
+            lambda one, part: jax.tree.map(lambda _: bool(one), part), wanted, params
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "train_step: `trained` must be the tree of `params` or the beginning of "
+            f"it: {error}"
+        ) from error
+
+
+def joined(own: Any, frozen: Any) -> Any:
+    """The tree of which each has some leaves, and None in the place of the others."""
+    if frozen is None:
+        return own
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, own, frozen, is_leaf=lambda x: x is None
+    )
+
+
+def check_leaves(own: Any, frozen: Any) -> None:
+    """Raises TypeError but for arrays, of floats where they are trained."""
+    for path, p in jax.tree_util.tree_leaves_with_path(own):
+        dtype = getattr(p, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                "train_step: every leaf of `params` that is trained must be an array "
+                f"of floats, got {type(p).__name__ if dtype is None else dtype} at "
+                f"{jax.tree_util.keystr(path)}. Mark it False in `trained`."
+            )
+    for path, p in jax.tree_util.tree_leaves_with_path(frozen):
+        if not isinstance(p, jax.Array | np.ndarray):
+            raise TypeError(
+                "train_step: every leaf of `params` must be an array, got "
+                f"{type(p).__name__} at {jax.tree_util.keystr(path)}."
+            )
 
 
 def options_for(shardings: Sequence[Sharding]) -> dict[str, bool] | None:
@@ -316,10 +399,12 @@ def on_the_mesh_of(params: Any, state: TrainState) -> TrainState:
     Every array is bound to its devices, as what a step returns is: for a state that is
     not, the first step would be compiled apart.
     """
-    cuts = [p.sharding for p in jax.tree.leaves(params)]
+    cuts = [p.sharding for p in jax.tree.leaves(params) if isinstance(p, jax.Array)]
     meshes = [cut.mesh for cut in cuts if isinstance(cut, NamedSharding)]
 
-    def placed(x: Array) -> Array:
+    def placed(x: Array | np.ndarray) -> Array:
+        if isinstance(x, np.ndarray):
+            x = jnp.asarray(x)
         if meshes and not isinstance(x.sharding, NamedSharding):
             return jax.device_put(x, NamedSharding(meshes[0], PartitionSpec()))
         return jax.device_put(x, x.sharding)

@@ -7,6 +7,7 @@ Operands were arrays in all other tests, so a weight that was one only by
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -22,6 +23,7 @@ from jaxkern import (
     swiglu,
 )
 from jaxkern.interop import flax, jax_nn, tokamax
+from jaxkern.interop.flax import trainable
 from jaxkern.primitives.activation.softcap import softcap_p
 from jaxkern.train import AdamW, train_step
 from tests.docs.test_examples import Held
@@ -113,6 +115,41 @@ def test_packed_weights_that_are_no_param_are_not_differentiated():
     np.testing.assert_allclose(slopes["norm"][...], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("to, options", [("Q8_0", {}), ("affine", {"group_size": 32})])
+def test_packed_weights_in_a_param_are_left_out_by_the_filter(to, options):
+    block, x = Block(), jnp.arange(16.0).reshape(2, 8) / 8
+    w = jax.random.normal(jax.random.key(0), (8, 32))
+    block.packed = nnx.Param(requantize(w, to, **options))
+    block.order = nnx.Param(jnp.arange(8))
+
+    def loss(block, x):
+        y = linear(linear(block(x), block.up), block.packed)
+        return (y[:, block.order[...]] ** 2).mean()
+
+    plain = nnx.clone(block)
+    plain.packed = nnx.Variable(block.packed[...])
+    plain.order = nnx.Variable(block.order[...])
+    expected = nnx.grad(loss)(plain, x)
+    of_trained = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, trainable))
+
+    @nnx.jit
+    def step(block, optimizer, x):
+        value, slopes = of_trained(block, x)
+        optimizer.update(block, slopes)
+        return value, slopes
+
+    optimizer = nnx.Optimizer(block, optax.adam(1e-2), wrt=trainable)
+    first, slopes = step(block, optimizer, x)
+    assert jax.tree.structure(slopes) == jax.tree.structure(expected)
+    for d, e in zip(*map(jax.tree.leaves, (slopes, expected)), strict=True):
+        np.testing.assert_allclose(d, e, rtol=1e-4, atol=1e-6)
+    second, _ = step(block, optimizer, x)
+    assert second < first
+    jax.tree.map(
+        np.testing.assert_array_equal, block.packed[...], requantize(w, to, **options)
+    )
+
+
 @pytest.mark.parametrize("layer", [nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [[1.0] * 8]])
 def test_a_layer_in_the_place_of_its_weight_is_refused(layer):
     with pytest.raises(TypeError, match=r"linear: `w` must be (an )?array"):
@@ -135,7 +172,7 @@ def test_a_state_of_nnx_is_what_train_step_trains():
         losses.append(float(metrics.loss))
     assert losses == sorted(losses, reverse=True) and losses[2] < 0.95 * losses[0]
     np.testing.assert_allclose(losses[0], loss(params, x), rtol=1e-6)
-    with pytest.raises(TypeError, match=r"int32 at .*seen.*close over what is not"):
+    with pytest.raises(TypeError, match=r"int32 at .*seen.*Mark it False in `trained`"):
         step.init(block)
 
 

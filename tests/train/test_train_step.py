@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -254,6 +255,124 @@ def test_wrong_operands_are_named():
     vector = train_step(lambda w, x: x @ w["a"], AdamW(0.1))
     with pytest.raises(ValueError, match=r"must return one number.*\(8,\)"):
         vector(vector.init(PARAMS), X)
+
+
+def adapted(w, batch):
+    """A packed product with an adapter, and integers that choose columns."""
+    x, y = batch
+    found = jaxkern.linear(x, w["base"]) + (x @ w["a"].T) @ w["b"].T
+    return jnp.mean((found - y)[:, w["columns"]] ** 2)
+
+
+def with_packed_base():
+    keys = jax.random.split(jax.random.key(0), 4)
+    base = jax.random.normal(keys[0], (4, 32))
+    weights = {
+        "base": jaxkern.requantize(base, "affine", bits=8, group_size=32),
+        "a": jax.random.normal(keys[1], (2, 32)) / 8,
+        "b": jnp.zeros((4, 2)),
+        "columns": jnp.array([0, 1, 3]),
+    }
+    x, y = jax.random.normal(keys[2], (8, 32)), jax.random.normal(keys[3], (8, 4))
+    return weights, (x, y)
+
+
+ADAPTERS = {"base": False, "a": True, "b": True, "columns": False}
+
+
+def only_ab(w):
+    return {name: name in "ab" for name in w}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", [AdamW(0.1), optax.adam(0.1)], ids=str)
+def test_what_is_not_trained_stays_and_the_rest_is_as_if_it_were_alone(
+    accumulate, optimizer
+):
+    weights, batch = with_packed_base()
+    options = dict(accumulate=accumulate, clip_norm=0.5)
+    step = train_step(adapted, optimizer, trained=ADAPTERS, **options)
+    state = step.init(weights)
+    alone = train_step(lambda w, b: adapted(weights | w, b), optimizer, **options)
+    expected = alone.init({name: weights[name] for name in "ab"})
+    kept = [id(x) for x in jax.tree.leaves(state.params["base"])]
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        expected, same = alone(expected, batch)
+        np.testing.assert_array_equal(metrics.loss, same.loss)
+        np.testing.assert_array_equal(metrics.grad_norm, same.grad_norm)
+    for name in "ab":
+        np.testing.assert_array_equal(state.params[name], expected.params[name])
+    assert [id(x) for x in jax.tree.leaves(state.params["base"])] == kept
+    assert state.params["columns"] is not None and state.copy["base"].scales is None
+    moments, alone_too = map(jax.tree.leaves, (state.optimizer, expected.optimizer))
+    assert [m.shape for m in moments] == [m.shape for m in alone_too]
+    assert jax.tree.structure(state.params) == jax.tree.structure(weights)
+
+
+def test_what_is_not_trained_is_chosen_by_a_function_or_a_module_of_bools():
+    weights, batch = with_packed_base()
+    whole = jax.tree.map(lambda _: False, weights) | {"a": True, "b": True}
+    losses = []
+    for trained in (ADAPTERS, only_ab, whole):
+        step = train_step(adapted, AdamW(0.1), trained=trained)
+        state, _ = step(step.init(weights), batch)
+        losses.append(jax.jit(step.update)(state, batch)[1].loss)
+    assert len({float(x) for x in losses}) == 1
+    assert weights["columns"].tolist() == [0, 1, 3]
+
+    class Product(eqx.Module):
+        w: jax.Array
+        scale: jax.Array
+
+        def __call__(self, x):
+            return self.scale * (self.w @ x)
+
+    model = Product(jnp.ones((2, 3)), jnp.array(2.0))
+    mask = eqx.tree_at(lambda m: m.w, jax.tree.map(lambda _: False, model), True)
+    step = train_step(lambda m, x: m(x).sum(), optax.sgd(0.5), trained=mask)
+    state, _ = step(step.init(model), jnp.ones(3))
+    np.testing.assert_allclose(state.params.w, jnp.zeros((2, 3)))
+    assert state.params.scale == 2
+
+
+def test_what_is_not_trained_lies_where_the_rest_does():
+    weights, (x, y) = with_packed_base()
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    cut = {"a": P(None, "x"), "b": P("x")}
+    placed = weights | {
+        name: jax.device_put(weights[name], NamedSharding(mesh, spec))
+        for name, spec in cut.items()
+    }
+    step = train_step(adapted, AdamW(0.1), trained=only_ab, compute_dtype="float32")
+    expected, _ = step(step.init(weights), (x, y))
+    state = step.init(placed)
+    rows = jax.device_put((x, y), NamedSharding(mesh, P("x")))
+    state, _ = step(state, rows)
+    state, metrics = step(state, rows)
+    assert np.isfinite(metrics.loss) and len(step.compiled) == 2
+    assert state.params["base"].scales.sharding.is_fully_replicated
+    again, _ = step(expected, (x, y))
+    np.testing.assert_allclose(state.params["b"], again.params["b"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "trained, message",
+    [
+        ({"a": True}, "`trained` must be the tree of `params` or the beginning"),
+        ({**ADAPTERS, "a": 1}, r"must be True or False .*got int at \['a'\]"),
+        ({**ADAPTERS, "columns": True}, r"got int32 at \['columns'\]. Mark it False"),
+        (False, "`trained` chooses no leaf"),
+    ],
+    ids=str,
+)
+def test_a_wrong_choice_is_named(trained, message):
+    weights, _ = with_packed_base()
+    with pytest.raises((TypeError, ValueError), match=f"^train_step: .*{message}"):
+        train_step(adapted, AdamW(0.1), trained=trained).init(weights)
+    text = train_step(adapted, AdamW(0.1), trained=only_ab)
+    with pytest.raises(TypeError, match=r"must be an array, got str at \['name'\]"):
+        text.init(weights | {"name": "x"})
 
 
 def test_the_package_names_it_when_asked():
