@@ -1,9 +1,12 @@
-"""The `attention_fn` of Flax's attention layers, of NNX and of Linen.
+"""The `attention_fn` of Flax's attention layers, of NNX and of Linen; what NNX trains.
 
-from jaxkern.interop.flax import dot_product_attention
+from jaxkern.interop.flax import dot_product_attention, trainable
 
 nnx.MultiHeadAttention(..., attention_fn=dot_product_attention)
 nn.MultiHeadDotProductAttention(..., attention_fn=dot_product_attention)
+
+nnx.grad(loss, argnums=nnx.DiffState(0, trainable))
+nnx.Optimizer(model, optimizer, wrt=trainable)
 """
 
 from collections.abc import Callable
@@ -17,7 +20,47 @@ from jaxtyping import Array, Float
 from jaxkern.interop.attending import attend_as_jax_nn
 from jaxkern.interop.calling import as_asked, takes_holders
 
-__all__ = ["dot_product_attention"]
+__all__ = ["dot_product_attention", "trainable"]
+
+
+def trainable(path: Any, variable: Any) -> bool:
+    """A filter of NNX: each `nnx.Param` of floats, packed weights left out.
+
+    `nnx.grad` differentiates every `nnx.Param`, and of the bytes of packed weights
+    there is no derivative: JAX refuses integers. The scales of some containers are
+    floats, which this leaves out too. Where a filter stands in NNX, this may:
+
+        nnx.grad(loss, argnums=nnx.DiffState(0, trainable))
+        nnx.Optimizer(model, optimizer, wrt=trainable)
+        graph, trained, rest = nnx.split(model, trainable, ...)
+
+    Args:
+      path: of the variable; not read.
+      variable: what a module holds.
+
+    Returns:
+      Whether it is trained.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jaxkern.interop.flax import trainable
+      >>> w = jnp.ones((4, 32))
+      >>> packed = nnx.Param(jaxkern.quantize_gguf(w, "Q8_0"))
+      >>> [trainable((), x) for x in (nnx.Param(w), packed, nnx.BatchStat(w))]
+      [True, False, False]
+    """
+    from flax import nnx
+
+    from jaxkern.primitives.quant.dequantize import DEQUANTIZE
+
+    del path
+    if not isinstance(variable, nnx.Param):
+        return False
+    containers = tuple(DEQUANTIZE)
+    held = jax.tree.leaves(variable, is_leaf=lambda x: isinstance(x, containers))
+    return all(
+        hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact) for x in held
+    )
 
 
 @takes_holders
