@@ -5,6 +5,7 @@ when it is lowered.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -156,8 +157,15 @@ def with_fixed(f: Callable, arrays: Sequence, free: Sequence[int]) -> Callable:
     return of_free
 
 
-def apply_call(f: Callable, call: Call) -> Callable:
+CutsOf = Callable[[Sequence, Sequence], Sequence[P]]
+"""(operands, results) -> how the results are cut, recorded vmaps left out."""
+
+
+def apply_call(f: Callable, call: Call, cuts_of: CutsOf | None = None) -> Callable:
     """`f` under the recorded vmaps and precision.
+
+    On an explicit mesh JAX refuses what leaves open how a result is cut, and operands
+    that are cut differently. There `cuts_of` says it, with automatic axes inside.
 
     Ops within it follow the call's backend as well; strict it is for the op alone.
     What the user forbids in his own code, by `jax_numpy_rank_promotion` and
@@ -174,7 +182,10 @@ def apply_call(f: Callable, call: Call) -> Callable:
             backend_context(dataclasses.replace(call.backend, strict=False)),
         ):
             levels = cuts_of_mapped(arrays, call.vmaps)
-            return with_automatic_axes(f, arrays, levels, call.cuts)
+            cuts: Any = call.cuts
+            if cuts_of and not cuts and is_refused_by_type(f, arrays, levels):
+                cuts = functools.partial(cuts_of, arrays)
+            return with_automatic_axes(f, arrays, levels, cuts)
 
     return promoting
 
@@ -189,17 +200,34 @@ def cuts_of_mapped(arrays: Sequence[jax.Array], vmaps: Levels) -> list:
     return cuts
 
 
+def is_refused_by_type(f: Callable, arrays: Sequence[jax.Array], levels: list) -> bool:
+    """Whether JAX refuses `f` of operands that are cut over an explicit mesh so."""
+    types = list(map(jax.typeof, arrays))
+    explicit = set(mesh_of(arrays).explicit_axes)
+    specs = (cut for x in types for cut in x.sharding.spec)
+    if explicit.isdisjoint(name for cut in specs for name in axis_names(cut)):
+        return False
+    try:
+        jax.make_jaxpr(lambda *x: with_automatic_axes(f, x, levels, ()))(*types)
+    except Exception:  # JAX has several kinds for it, ValueError and TypeError too
+        return True
+    return False
+
+
 def with_automatic_axes(
-    f: Callable, arrays: Sequence[jax.Array], levels: list, cuts: Sequence[P]
+    f: Callable,
+    arrays: Sequence[jax.Array],
+    levels: list,
+    cuts: Sequence[P] | Callable[[Sequence], Sequence[P]],
 ) -> list:
     """`f(*arrays)`, where each result begins with dims that are cut as `levels` says.
 
     Inside, the mesh axes of `levels` are automatic. Several of JAX's batching rules
     (stack, select, gather, convolutions) refuse a mapped axis cut by an explicit one.
 
-    `cuts` says how the results of a gradient are cut behind that: as their operands, by
-    whatever the others are cut. Then all axes are automatic inside: a sum over a dim
-    that is cut needs no word on where it goes.
+    `cuts` says how the results are cut behind that, those of a gradient as their
+    operands, by whatever the others are cut; or makes it of the results. Then all axes
+    are automatic inside: a sum over a dim that is cut needs no word on where it goes.
     """
     mesh = mesh_of(arrays)
     names = {name for cut in levels for name in axis_names(cut)}
@@ -219,7 +247,8 @@ def with_automatic_axes(
                 for x, spec in zip(arrays, specs, strict=True)
             )
         )
-    inner = cuts or [jax.typeof(y).sharding.spec[len(levels) :] for y in out]
+    inner = cuts(out) if callable(cuts) else cuts
+    inner = inner or [jax.typeof(y).sharding.spec[len(levels) :] for y in out]
     return [
         jax.sharding.reshard(y, NamedSharding(mesh, P(*levels, *spec)))
         for y, spec in zip(out, inner, strict=True)

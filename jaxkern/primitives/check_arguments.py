@@ -23,6 +23,7 @@ from jaxkern.primitives.declared_dims import (
     issubclass_safe,
     unwrapped,
 )
+from jaxkern.primitives.however_cut import however_cut
 
 NUMBERS = {bool: (bool, np.bool_), int: (int, np.integer), float: (float, np.floating)}
 OWN = "jaxkern."
@@ -82,6 +83,9 @@ def check_arguments[F: Callable](fn: F) -> F:
         found = {name: declared(fn, name, hint) for name, hint in hints.items()}
         return {n: d for n, d in found.items() if d is not None and n != "return"}
 
+    def arrays() -> dict[str, Annotated | None]:
+        return {n: d.array for n, d in known().items()}
+
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         def argument(name: str, x: Any) -> Any:
@@ -90,7 +94,8 @@ def check_arguments[F: Callable](fn: F) -> F:
 
         given = [argument(n, x) for n, x in zip(names(), args, strict=False)]
         named = {n: argument(n, x) for n, x in kwargs.items()}
-        return fn(*given, *args[len(given) :], **named)
+        given += args[len(given) :]
+        return however_cut(fn, given, named, names, arrays)
 
     checked.__module__ = "jaxkern"  # where users, and pickle, find it
     return typing.cast(F, checked)

@@ -22,6 +22,7 @@ from jaxkern.primitives.call import (
     with_fixed,
     without,
 )
+from jaxkern.primitives.declared_cuts import cuts_of_results
 from jaxkern.primitives.declared_dims import (
     Annotated,
     annotations,
@@ -96,7 +97,8 @@ class KernelPrimitive(Primitive):
             out = fn(*with_absent(arrays, call.absent), **static)
             return list(out) if isinstance(out, tuple | list) else [out]
 
-        return apply_call(unbatched, call)(*arrays)
+        cuts_of = cuts_declared(self.array_annotations(call), self.replicated, call)
+        return apply_call(unbatched, call, cuts_of)(*arrays)
 
     def array_annotations(
         self, call: Call
@@ -116,6 +118,10 @@ class KernelPrimitive(Primitive):
             depth = sum(level[i] is not None for level in call.vmaps)
             named[operand.name] = jax.ShapeDtypeStruct(aval.shape[depth:], aval.dtype)
         return named
+
+
+def cuts_declared(sides: Any, replicated: Sequence[str], call: Call) -> Any:
+    return functools.partial(cuts_of_results, sides, replicated, call)
 
 
 def float_positions(p: KernelPrimitive, absent: tuple[int, ...]) -> list[int]:
@@ -230,7 +236,8 @@ class Tangent(Primitive):
             dots = jax.jvp(f, tuple(operands[i] for i in wanted), tuple(tangents))[1]
             return [d for d, r in zip(dots, self.op.results, strict=True) if r.is_float]
 
-        return apply_call(unbatched, call)(*arrays)
+        cuts_of = cuts_declared(self.array_annotations(call), self.op.replicated, call)
+        return apply_call(unbatched, call, cuts_of)(*arrays)
 
     def array_annotations(
         self, call: Call

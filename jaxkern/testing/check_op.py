@@ -43,6 +43,7 @@ EACH_FAMILY = (
     sharding_checks.check_kernel_sharding,
     sharding_checks.check_explicit_sharding,
     sharding_checks.check_shard_map,
+    mesh_checks.check_every_cut,
 )
 
 

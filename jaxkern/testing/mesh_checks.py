@@ -19,6 +19,7 @@ from jaxkern.testing.checks import (
     Case,
     bound,
     differentiable,
+    float_operands,
     gradients,
     in_float64,
     jitted_with_gradients,
@@ -30,7 +31,7 @@ from jaxkern.testing.checks import (
     with_gradients,
 )
 from jaxkern.testing.interpreter import evaluated
-from jaxkern.testing.sharding_checks import run_each
+from jaxkern.testing.sharding_checks import mesh_of, run_each, shardings_of
 from jaxkern.testing.transform_checks import (
     axes_of,
     batched_operands,
@@ -150,8 +151,8 @@ def check_two_axes(p: KernelPrimitive, case: Case, full: bool = False) -> None:
                 for layout in chosen
                 if alone or not layout.alone
             }
-            if kind is AxisType.Explicit:
-                placed = {
+            if kind is AxisType.Explicit and not full:
+                placed = {  # others run by the way of automatic axes, compiled anew
                     title: cut
                     for title, cut in placed.items()
                     if not refused_by_jax(p, case, cut)
@@ -183,6 +184,45 @@ def refused_by_jax(p: KernelPrimitive, case: Case, operands: Sequence) -> bool:
     except Exception:  # JAX has several kinds for it, ValueError and TypeError too
         return True
     return False
+
+
+def check_every_cut(p: KernelPrimitive, case: Case) -> None:
+    """On an explicit mesh each dim of each operand may be cut alone, by the types.
+
+    Of results and gradients; a gradient is cut as its operand.
+    """
+    operands = operands_of(p, case)
+    f = bound(p, case)
+    whole = jax.eval_shape(f, *operands)
+    floats = float_operands(operands) if differentiable(p, operands) else []
+    for i, dim, parts in shardings_of(p, operands):
+        mesh = mesh_of(parts, AxisType.Explicit)
+        label = label_of(p, operands, i, dim)
+        what = f"{p.name}: {label} cut in {p.operands[i].name}"
+        with jax.set_mesh(mesh):
+            cut = [
+                None if x is None else type_of(x, dim if k == i else None, mesh)
+                for k, x in enumerate(operands)
+            ]
+            y = jax.eval_shape(f, *cut)
+            same_types(y, whole, what)
+            if floats:
+                grads = jax.eval_shape(gradients(f, operands), *cut)
+                of = [cut[k] for k in floats]
+                same_types(grads, of, f"gradient of {what}")
+                for d, x in zip(jax.tree.leaves(grads), of, strict=True):
+                    assert d.sharding.spec == x.sharding.spec, f"gradient of {what}"
+
+
+def type_of(x: jax.Array, dim: int | None, mesh: jax.sharding.Mesh):
+    spec = P(*("m" if d == dim else None for d in range(x.ndim)))
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def same_types(found, expected, what: str) -> None:
+    pairs = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
+    assert all((y.shape, y.dtype) == (e.shape, e.dtype) for y, e in pairs), what
 
 
 def check_manual_axes(p: KernelPrimitive, case: Case) -> None:

@@ -291,7 +291,7 @@ def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
 
 
 def broken_tokens(x: Chunks, of: Decayed, sees: Sees):
-    """Tokens whose sequence has what is not finite in the chunk, or has no square: `[i]`.
+    """Tokens whose sequence has what is not finite, or has no square: `[i]`.
 
     What pulls the gradients back sums over tokens, whatever sequence they are of.
     """
