@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxkern.formats.finite_weights import NOT_FINITE, FiniteCheck
 from jaxkern.formats.gguf_header import GGUFError, GGUFTensorInfo, read_header
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS, FLOAT_TYPES
 from jaxkern.primitives.quant.gguf_tensor import GGUFTensor
@@ -44,6 +45,7 @@ class GGUFFile:
     _map: mmap.mmap = field(repr=False)
     _others: tuple["GGUFFile", ...] = field(default=(), repr=False)  # further parts
     tower: "GGUFFile | None" = None
+    _finite: FiniteCheck | None = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +80,10 @@ class GGUFFile:
     def error(self, message: str) -> GGUFError:
         return GGUFError(f"{self.path}: {message}.")
 
+    def checked(self, check: FiniteCheck) -> "GGUFFile":
+        """The file, of which `check` looks at each tensor that is viewed."""
+        return replace(self, _finite=check)
+
     def called(self, name: str) -> str:
         """How the file itself calls a tensor."""
         return name
@@ -97,6 +103,9 @@ class GGUFFile:
                 f"{', '.join(BLOCK_FORMATS)}"
             )
         data = part._bytes[info.offset : info.offset + info.nbytes]
+        if self._finite is not None:
+            error = part.error(f"tensor {name} {NOT_FINITE}")
+            self._finite.look(name, data, info.qtype, error)
         if info.qtype in FLOAT_TYPES:
             return data.view(FLOAT_TYPES[info.qtype]).reshape(info.shape)
         return data.reshape(*info.shape[:-1], -1)

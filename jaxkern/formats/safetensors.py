@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
+from jaxkern.formats.finite_weights import BROKEN, NOT_FINITE, FiniteCheck
 from jaxkern.formats.gguf import GGUFTensorInfo
 from jaxkern.formats.packed_matrix import PackedMatrix
 from jaxkern.formats.packing import Packing
@@ -61,6 +62,7 @@ class SafetensorsFolder:
     _names: Mapping[str, str] = field(default_factory=dict, repr=False)  # to stored
     _places: Mapping[str, tuple[str, int]] = field(default_factory=dict, repr=False)
     _packed: Mapping[str, PackedMatrix] = field(default_factory=dict, repr=False)
+    _finite: FiniteCheck | None = field(default=None, repr=False)
 
     @property
     def architecture(self) -> str:
@@ -79,6 +81,10 @@ class SafetensorsFolder:
         """The folder with new names: `names[new] = stored`; others are left out."""
         tensors = {new: self.tensors[stored] for new, stored in names.items()}
         return replace(self, tensors=tensors, _names=dict(names))
+
+    def checked(self, check: FiniteCheck) -> "SafetensorsFolder":
+        """The folder, of which `check` looks at each tensor that is viewed."""
+        return replace(self, _finite=check)
 
     def called(self, name: str) -> str:
         """How the folder itself calls a tensor."""
@@ -129,11 +135,17 @@ class SafetensorsFolder:
     def _stored(self, stored: str) -> np.ndarray:
         shard = self._shards[stored]
         info = shard.get_slice(stored)
-        if info.get_dtype() not in FLOAT8:
-            return shard.get_tensor(stored)
-        shape, (file, begin) = info.get_shape(), self._places[stored]
-        codes = np.fromfile(file, np.uint8, prod(shape), offset=begin)
-        return codes.reshape(shape)
+        dtype = info.get_dtype()
+        if dtype not in FLOAT8:
+            array = shard.get_tensor(stored)
+        else:
+            shape, (file, begin) = info.get_shape(), self._places[stored]
+            codes = np.fromfile(file, np.uint8, prod(shape), offset=begin)
+            array = codes.reshape(shape)
+        if self._finite is not None and dtype in BROKEN:
+            error = self.error(f"tensor {stored} {NOT_FINITE}")
+            self._finite.look(stored, array, dtype, error)
+        return array
 
     def forget(self, name: str) -> None:
         """Nothing: a view was a copy."""

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxkern.formats.finite_weights import NOT_FINITE
 from jaxkern.formats.safetensors import LONGEST_JSON, SafetensorsFolder
 from jaxkern.models.adapted import Adapted, LowRank, adapters_of, merged
 from jaxkern.models.llama import LlamaConfig
@@ -240,7 +241,10 @@ def read_adapter(path: str | PathLike[str]) -> SavedAdapter:
         with safe_open(os.path.join(path, WEIGHTS), framework="np") as file:
             for stored in file.keys():  # it is no mapping
                 name, end = _parted(path, stored)
-                w = jnp.asarray(file.get_tensor(stored), jnp.float32)
+                w = np.asarray(file.get_tensor(stored), np.float32)
+                if not np.isfinite(w).all():
+                    raise AdapterError(f"{path}: tensor {stored} {NOT_FINITE}.")
+                w = jnp.asarray(w)
                 halves.setdefault(name, {})[end] = w
     except SafetensorError as error:
         raise AdapterError(f"{path}: {WEIGHTS}: {error}.") from None

@@ -38,7 +38,8 @@ def load(
 
     Raises:
       ValueError: the file or folder is damaged, another model, or says something that
-        is not understood (`GGUFError`, `SafetensorsError`, `AdapterError`).
+        is not understood, or a weight is NaN or infinite (`GGUFError`,
+        `SafetensorsError`, `AdapterError`).
       OSError: it cannot be opened.
     """
     return load_file(open_model(path, tower), policy, adapter=adapter, merge=merge)
@@ -105,6 +106,7 @@ def load_described(
         reader = AdaptingReader(model, policy, source, merge=merge)
     config = replace(model.config, **reader.numerics)
     weights = model.architecture.weights(config, reader)
+    reader.finish()
     if source is not None:
         source.check(model)
     return config, jax.block_until_ready(weights)

@@ -20,6 +20,7 @@ from jaxkern import (
     dequantize,
 )
 from jaxkern.cpu.cpu_call import missing
+from jaxkern.formats.finite_weights import FiniteCheck
 from jaxkern.formats.gguf import GGUFFile
 from jaxkern.formats.safetensors import SafetensorsFolder
 from jaxkern.formats.weight_memory import ALIGNMENT, WeightMemory
@@ -143,7 +144,7 @@ class WeightReader:
       policy: see `choose_policy`.
 
     Attributes:
-      file: as given.
+      file: as given; what is read of it must be finite, see `finish`.
       numerics: `dtype`, `product_dtype` and `fused` of the config.
     """
 
@@ -153,7 +154,8 @@ class WeightReader:
         tensors: Mapping[str, tuple[int, ...]],
         policy: Policy = "auto",
     ):
-        self.file, self._shapes = file, tensors
+        self._finite = FiniteCheck()
+        self.file, self._shapes = file.checked(self._finite), tensors
         self._policy, _ = choose_policy(file, policy)
         as_blocks = self._policy in ("packed", "packed_int8")
         self._packed = as_blocks or self._policy == "affine"
@@ -172,6 +174,10 @@ class WeightReader:
             if on_cpu
             else 0
         )
+
+    def finish(self) -> None:
+        """Raises the error of the file for weights that are not finite."""
+        self._finite.finish()
 
     @property
     def from_folder(self) -> bool:
