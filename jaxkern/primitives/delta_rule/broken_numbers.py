@@ -13,6 +13,26 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def seen(which, x):
+    """`x` where it is seen, else 0, whatever it is there; None: all of it is seen."""
+    return x if which is None else jnp.where(which, x, 0)
+
+
+def rows_seen(which, x):
+    """The same of `x` `[i ...]` by its rows."""
+    return x if which is None else jnp.where(which[..., None], x, 0)
+
+
+def told(broken, x):
+    """NaN in broken rows of `x` `[i v]`; None: there are none."""
+    return x if broken is None else jnp.where(broken[..., None], jnp.nan, x)
+
+
+def turned(seen):
+    """Which j sees i, of which i sees j."""
+    return None if seen is None else jnp.swapaxes(seen, -1, -2)
+
+
 class Sees(NamedTuple):
     """What sees what in a chunk, none of the tokens between forgets.
 
@@ -22,6 +42,9 @@ class Sees(NamedTuple):
     start: jax.Array  # [i], whether i sees the state before the chunk
     tokens: jax.Array  # [i j], whether i sees j
     end: jax.Array  # [j], whether the state behind the chunk sees j
+
+
+ALL = Sees(None, None, None)  # of a row that holds one sequence
 
 
 def sight(forgets) -> Sees:
@@ -44,11 +67,13 @@ def all_finite(x):
 
 
 def product_of_seen(weights, x, seen):
-    """The sums over j of weights_ij x_jv where i sees j, `[i v]`.
+    """The sums over j of weights_ij x_jv where i sees j, `[i v]`; None: no matter what.
 
     NaN where a number that i sees is not finite: in all columns in which any of the
     chunk is not, that is exactly there unless two sequences of a chunk are broken.
     """
+    if seen is None:
+        return jnp.matmul(weights, x)
     broken = ~jnp.isfinite(x)
     y = jnp.matmul(weights, jnp.where(broken, 0, x))
     rows = jnp.any(seen & broken.any(-1)[..., None, :], -1)

@@ -13,11 +13,16 @@ from jax import lax
 
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.delta_rule.broken_numbers import (
+    ALL,
     Sees,
     all_finite,
     finite,
     product_of_seen,
+    rows_seen,
+    seen,
     sight,
+    told,
+    turned,
 )
 from jaxkern.primitives.delta_rule.gated_delta_step import by_key_head, delta_step
 from jaxkern.primitives.delta_rule.unit_lower_inverse import (
@@ -121,11 +126,13 @@ class Finite(NamedTuple):
     """
 
     chunks: Chunks
-    broken_query: jax.Array  # [b c k 1 i], its result is NaN
-    broken_token: jax.Array  # [b c k g i]
+    broken_query: jax.Array | None  # [b c k 1 i], its result is NaN
+    broken_token: jax.Array | None  # [b c k g i]
 
 
-def finite_operands(x: Chunks) -> Finite:
+def finite_operands(x: Chunks, packed: bool) -> Finite:
+    if not packed:
+        return Finite(x, None, None)
     broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
     broken = broken_g | ~jnp.isfinite(x.beta) | ~all_finite(x.key)[:, :, :, None]
     chunks = x._replace(
@@ -147,17 +154,17 @@ class Decays(NamedTuple):
     sees: Sees
 
 
-def chunk_decays(g) -> Decays:
+def chunk_decays(g, packed: bool = False) -> Decays:
     """Each is the exponential of a sum of g, not of a difference of running sums.
 
     The difference loses small decays beside a large one and is NaN at g = -inf.
     """
-    token, sees = jnp.arange(g.shape[-1]), sight(jnp.exp(g) == 0)
+    token, sees = jnp.arange(g.shape[-1]), sight(jnp.exp(g) == 0) if packed else ALL
     later = token[:, None] > token
     sums = lax.cumsum(jnp.where(later, g[..., None], 0), axis=g.ndim - 1)
-    between = jnp.where(sees.tokens, jnp.exp(sums), 0)
-    from_start = jnp.exp(lax.cumsum(g, axis=g.ndim - 1))
-    from_start = jnp.where(sees.start, from_start, 0)
+    between = jnp.where(token[:, None] >= token, jnp.exp(sums), 0)
+    between = seen(sees.tokens, between)
+    from_start = seen(sees.start, jnp.exp(lax.cumsum(g, axis=g.ndim - 1)))
     return Decays(from_start, between, between[..., -1, :], sees)
 
 
@@ -167,39 +174,39 @@ def chunk_kkt(key, beta, d: Decays):
 
 
 def products(x, y, d: Decays):
-    """x_i . y_j as `[b c k g i j]`, 0 where i does not see j."""
+    """x_i . y_j as `[b c k g i j]`, or g = 1; 0 where i does not see j."""
     both = jnp.einsum("bckih,bckjh->bckij", x, y)[:, :, :, None]
-    return jnp.where(d.sees.tokens, both, 0)
+    return seen(d.sees.tokens, both)
 
 
 def chunk_inverse(key, beta, d: Decays):
     """T = (I + A)^-1."""
     inverse = unit_lower_inverse_reference(chunk_kkt(key, beta, d))
-    return jnp.where(d.sees.tokens, inverse, 0)
+    return seen(d.sees.tokens, inverse)
 
 
 def recompute_w_u(inverse, key, value, beta, d: Decays):
     """w = T (beta from_start k) and u = T (beta v), T = (I + A)^-1."""
     weights = inverse * (beta * d.from_start)[..., None, :]
-    weights = jnp.where(d.sees.start[..., None], weights, 0)
+    weights = rows_seen(d.sees.start, weights)
     w = jnp.einsum("bckgij,bckjh->bckgih", weights, key)
     return w, product_of_seen(inverse, beta[..., None] * value, d.sees.tokens)
 
 
 def of_start(d: Decays, x):
     """from_start_i x_i, 0 where i does not see the start, whatever x_i is."""
-    return jnp.where(d.sees.start[..., None], d.from_start[..., None] * x, 0)
+    return rows_seen(d.sees.start, d.from_start[..., None] * x)
 
 
 def of_end(d: Decays, x):
     """to_end_j x_j, 0 where the end does not see j, whatever x_j is."""
-    return jnp.where(d.sees.end[..., None], d.to_end[..., None] * x, 0)
+    return rows_seen(d.sees.end, d.to_end[..., None] * x)
 
 
 def across(d: Decays, state):
     """from_start_C S, 0 where the end does not see the start, whatever S is."""
-    seen = d.sees.start[..., -1:, None]
-    return jnp.where(seen, d.from_start[..., -1:, None] * state, 0)
+    whole = None if d.sees.start is None else d.sees.start[..., -1:]
+    return rows_seen(whole, d.from_start[..., -1:, None] * state)
 
 
 def of_ends(d: Decays):
@@ -220,7 +227,7 @@ def chunk_states(key, w, u, d: Decays, state):
     def step(state, chunk):
         key, w, u, d = chunk
         corrected = jnp.einsum("bkgih,bkghv->bkgiv", w, state)
-        v_new = u - jnp.where(d.sees.start[..., None], corrected, 0)
+        v_new = u - rows_seen(d.sees.start, corrected)
         written = jnp.einsum("bkih,bkgiv->bkghv", key, of_end(d, v_new))
         return across(d, state) + written, (state, v_new)
 
@@ -239,13 +246,12 @@ def chunk_output(query, key, v_new, states, d: Decays, scale):
 # The stages of the backward pass, for a loss with do = scale dL/dout and D = dL/dS.
 
 
-def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
+def chunk_gradients(x: Chunks, do, dstate, packed: bool = False) -> Chunks:
     """Gradients of all operands, in chunks."""
-    x, broken_query, broken_token = finite_operands(x)
+    x, broken_query, broken_token = finite_operands(x, packed)
     query, key, value, g, beta, state = x
-    do = jnp.where((broken_query | broken_token)[..., None], jnp.nan, do)
-    d = chunk_decays(g)
-    seen_by = jnp.swapaxes(d.sees.tokens, -1, -2)
+    do, d = told(broken_token, told(broken_query, do)), chunk_decays(g, packed)
+    seen_by = turned(d.sees.tokens)
     inverse = chunk_inverse(key, beta, d)
     w, u = recompute_w_u(inverse, key, value, beta, d)
     states, v_new, _ = chunk_states(key, w, u, d, state)
@@ -284,13 +290,13 @@ def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
 def of_pairs(d: Decays, x, y):
     """between_ij (x_i . y_j), 0 where i does not see j."""
     both = d.between * jnp.einsum("bckgiv,bckgjv->bckgij", x, y)
-    return jnp.where(d.sees.tokens, both, 0)
+    return seen(d.sees.tokens, both)
 
 
 def across_gradient(d: Decays, states, dstates):
     """from_start_C <D, S>, the derivative in the decay across the chunk's logarithm."""
-    seen, decay = d.sees.start[..., -1], d.from_start[..., -1]
-    return jnp.where(seen, decay * jnp.sum(dstates * states, (-2, -1)), 0)
+    both = d.from_start[..., -1] * jnp.sum(dstates * states, (-2, -1))
+    return both if d.sees.start is None else jnp.where(d.sees.start[..., -1], both, 0)
 
 
 def chunk_dstates(x: Chunks, w, do, dv_local, d: Decays, dstate):
@@ -301,8 +307,8 @@ def chunk_dstates(x: Chunks, w, do, dv_local, d: Decays, dstate):
         stored = jnp.einsum("bkih,bkghv->bkgiv", key, dstate)
         dv_new = dv_local + of_end(d, stored)
         read = jnp.einsum("bkih,bkgiv->bkghv", query, of_start(d, do))
-        seen = jnp.where(d.sees.start[..., None], dv_new, 0)
-        erased = jnp.einsum("bkgih,bkgiv->bkghv", w, seen)
+        of_state = rows_seen(d.sees.start, dv_new)
+        erased = jnp.einsum("bkgih,bkgiv->bkghv", w, of_state)
         return across(d, dstate) + read - erased, (dstate, dv_new)
 
     arrays = (x.query, x.key, w, do, dv_local, of_ends(d))

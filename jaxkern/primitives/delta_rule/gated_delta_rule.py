@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.delta_rule.broken_numbers import told
 from jaxkern.primitives.delta_rule.gated_delta_chunks import (
     chunk_decays,
     chunk_gradients,
@@ -161,6 +162,7 @@ def gated_delta_rule(
         initial_state,
         scale=default_scale(key) if scale is None else float(scale),
         chunk_size=int(chunk_size),
+        **({} if segment_ids is None else {"packed": True}),
     )
     return order(out, 2, back=True), order(state, 1, back=True)
 
@@ -179,18 +181,19 @@ def gated_delta_rule_reference(
     *,
     scale: float,
     chunk_size: int,
+    packed: bool = False,
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b k*g h hv"]]:
     x = chunks_of(*o, chunk_size)
     if chunk_size == 1:
         out, state = recurrence(x, scale)
     else:
-        x, broken_query, _ = finite_operands(x)
-        d = chunk_decays(x.g)
+        x, broken_query, _ = finite_operands(x, packed)
+        d = chunk_decays(x.g, packed)
         inverse = chunk_inverse(x.key, x.beta, d)
         w, u = recompute_w_u(inverse, x.key, x.value, x.beta, d)
         states, v_new, state = chunk_states(x.key, w, u, d, x.state)
         out = chunk_output(x.query, x.key, v_new, states, d, scale)
-        out = jnp.where(broken_query[..., None], jnp.nan, out)
+        out = told(broken_query, out)
     return result_of_chunks(out, state, o.key, o.value, o.initial_state)
 
 
@@ -201,9 +204,10 @@ def gated_delta_rule_bwd_reference(
     *,
     scale: float,
     chunk_size: int,
+    packed: bool = False,
 ) -> GatedDeltaOperands:
     x = chunks_of(*o, BACKWARD_CHUNK if chunk_size == 1 else chunk_size)
-    grads = chunk_gradients(x, *loss_in_chunks(x, dout, dfinal_state, scale))
+    grads = chunk_gradients(x, *loss_in_chunks(x, dout, dfinal_state, scale), packed)
     return GatedDeltaOperands._make(gradients_of_chunks(grads, o, heads=1))
 
 

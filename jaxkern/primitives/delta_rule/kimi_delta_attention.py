@@ -5,7 +5,7 @@ in docs/design/kimi_delta_attention.md; kimi_delta_chunks.py has their stages.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -129,8 +129,9 @@ def kimi_delta_attention(
     if active_length is not None:  # after the ids, which may change in the padding
         operands = without_padding(operands, active_length)
     scale = default_scale(key) if scale is None else float(scale)
+    own: dict[str, Any] = {} if segment_ids is None else {"packed": True}
     return kimi_delta_attention_p(
-        *operands, initial_state, scale=scale, chunk_size=int(chunk_size)
+        *operands, initial_state, scale=scale, chunk_size=int(chunk_size), **own
     )
 
 
@@ -148,9 +149,13 @@ def kimi_delta_attention_reference(
     *,
     scale: float,
     chunk_size: int,
+    packed: bool = False,
 ) -> tuple[Float[Array, "b t k*g hv"], Float[Array, "b k*g h hv"]]:
     x = chunks_of(*o, chunk_size)
-    out, state = (recurrence if chunk_size == 1 else chunk_output)(x, scale)
+    if chunk_size == 1:
+        out, state = recurrence(x, scale)
+    else:
+        out, state = chunk_output(x, scale, packed)
     return result_of_chunks(out, state, o.key, o.value, o.initial_state)
 
 
@@ -161,9 +166,10 @@ def kimi_delta_attention_bwd_reference(
     *,
     scale: float,
     chunk_size: int,
+    packed: bool = False,
 ) -> KimiDeltaOperands:
     x = chunks_of(*o, BACKWARD_CHUNK if chunk_size == 1 else chunk_size)
-    grads = chunk_gradients(x, *loss_in_chunks(x, dout, dfinal_state, scale))
+    grads = chunk_gradients(x, *loss_in_chunks(x, dout, dfinal_state, scale), packed)
     return KimiDeltaOperands._make(gradients_of_chunks(grads, o, heads=2))
 
 

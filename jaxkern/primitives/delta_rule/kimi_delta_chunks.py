@@ -14,11 +14,16 @@ from jax import lax
 
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.delta_rule.broken_numbers import (
+    ALL,
     Sees,
     all_finite,
     finite,
     product_of_seen,
+    rows_seen,
+    seen,
     sight,
+    told,
+    turned,
 )
 from jaxkern.primitives.delta_rule.gated_delta_chunks import along_chunks, in_chunks
 from jaxkern.primitives.delta_rule.gated_delta_step import by_key_head
@@ -79,11 +84,13 @@ class Finite(NamedTuple):
     """
 
     chunks: Chunks
-    broken_query: jax.Array  # [b c k 1 i], its result is NaN
-    broken_token: jax.Array  # [b c k g i]
+    broken_query: jax.Array | None  # [b c k 1 i], its result is NaN
+    broken_token: jax.Array | None  # [b c k g i]
 
 
-def finite_operands(x: Chunks) -> Finite:
+def finite_operands(x: Chunks, packed: bool) -> Finite:
+    if not packed:
+        return Finite(x, None, None)
     broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
     broken = broken_g.any(-1) | ~jnp.isfinite(x.beta) | ~all_finite(x.key)
     chunks = x._replace(
@@ -96,9 +103,9 @@ def finite_operands(x: Chunks) -> Finite:
     return Finite(chunks, ~all_finite(x.query), broken)
 
 
-def sight_of(g) -> Sees:
+def sight_of(g, packed: bool) -> Sees:
     """A token forgets what stands before it where no channel keeps any of it."""
-    return sight((jnp.exp(g) == 0).all(-1))
+    return sight((jnp.exp(g) == 0).all(-1)) if packed else ALL
 
 
 def decayed(query, key, g, sees: Sees) -> Decayed:
@@ -107,17 +114,16 @@ def decayed(query, key, g, sees: Sees) -> Decayed:
     So nothing overflows, g = -inf is a factor 0, and a small decay keeps its digits
     behind a large one.
     """
-    start, end = sees.start[..., None], sees.end[..., None]
-    from_start = jnp.where(start, jnp.exp(up_to(g)), 0)
-    to_end = jnp.where(end, jnp.exp(after(g)), 0)
+    from_start = rows_seen(sees.start, jnp.exp(up_to(g)))
+    to_end = rows_seen(sees.end, jnp.exp(after(g)))
     qk, kk = decayed_products([query, key], key, g)
     return Decayed(
         query * from_start,
         key * from_start,
         key * to_end,
         from_start[..., -1, :],
-        jnp.where(sees.tokens, qk, 0),
-        jnp.where(sees.tokens, kk, 0),
+        seen(sees.tokens, qk),
+        seen(sees.tokens, kk),
     )
 
 
@@ -187,14 +193,9 @@ class Written(NamedTuple):
 def written(x: Chunks, d: Decayed, sees: Sees) -> Written:
     beta = x.beta[..., None]
     inverse = unit_lower_inverse_reference(jnp.tril(beta * d.kk, -1))
-    inverse = jnp.where(sees.tokens, inverse, 0)
-    w = seen(sees.start, inverse @ (beta * d.erase))
+    inverse = seen(sees.tokens, inverse)
+    w = rows_seen(sees.start, inverse @ (beta * d.erase))
     return Written(inverse, w, product_of_seen(inverse, beta * x.value, sees.tokens))
-
-
-def seen(sees, x):
-    """`x` of each token, 0 where the start or end that it is about is not seen."""
-    return jnp.where(sees[..., None], x, 0)
 
 
 def of_ends(sees: Sees):
@@ -204,7 +205,8 @@ def of_ends(sees: Sees):
 
 def kept_across(sees: Sees, across, state):
     """The state through a chunk, 0 where its end does not see its start."""
-    return seen(sees.start[..., -1:], across[..., None] * state)
+    whole = None if sees.start is None else sees.start[..., -1:]
+    return rows_seen(whole, across[..., None] * state)
 
 
 def chunk_states(d: Decayed, y: Written, sees: Sees, state):
@@ -212,8 +214,8 @@ def chunk_states(d: Decayed, y: Written, sees: Sees, state):
 
     def step(state, chunk):
         w, u, store, across, sees = chunk
-        v_new = u - seen(sees.start, w @ state)
-        added = jnp.swapaxes(store, -1, -2) @ seen(sees.end, v_new)
+        v_new = u - rows_seen(sees.start, w @ state)
+        added = jnp.swapaxes(store, -1, -2) @ rows_seen(sees.end, v_new)
         return kept_across(sees, across, state) + added, (state, v_new)
 
     chunks = (y.w, y.u, d.store, d.across, of_ends(sees))
@@ -221,15 +223,15 @@ def chunk_states(d: Decayed, y: Written, sees: Sees, state):
     return states, v_new, final
 
 
-def chunk_output(x: Chunks, scale):
+def chunk_output(x: Chunks, scale, packed: bool = False):
     """(out, final state) of all chunks."""
-    x, broken_query, _ = finite_operands(x)
-    sees = sight_of(x.g)
+    x, broken_query, _ = finite_operands(x, packed)
+    sees = sight_of(x.g, packed)
     d = decayed(x.query, x.key, x.g, sees)
     states, v_new, final = chunk_states(d, written(x, d, sees), sees, x.state)
     within = product_of_seen(d.qk, v_new, sees.tokens)
-    out = scale * (seen(sees.start, d.read @ states) + within)
-    return jnp.where(broken_query[..., None], jnp.nan, out), final
+    out = scale * (rows_seen(sees.start, d.read @ states) + within)
+    return told(broken_query, out), final
 
 
 def recurrence(x: Chunks, scale):
@@ -253,38 +255,39 @@ def delta_step(state, token, scale):
     return state, scale * jnp.einsum("bkghv,bkh->bkgv", state, query)
 
 
-def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
+def chunk_gradients(x: Chunks, do, dstate, packed: bool = False) -> Chunks:
     """Gradients of all operands, for a loss with do = scale dL/dout and dL/dS."""
-    x, broken_query, broken_token = finite_operands(x)
-    do = jnp.where((broken_query | broken_token)[..., None], jnp.nan, do)
-    sees = sight_of(x.g)
+    x, broken_query, broken_token = finite_operands(x, packed)
+    do = told(broken_token, told(broken_query, do))
+    sees = sight_of(x.g, packed)
     d, pull = jax.vjp(lambda *y: decayed(*y, sees), x.query, x.key, x.g)
     y = written(x, d, sees)
     states, v_new, _ = chunk_states(d, y, sees, x.state)
     dstates, dv_new, dstate = chunk_dstates(d, y, sees, do, dstate)
     # v_new = T r with r = beta (v - erase S): dA = -tril(dr v_new^T, -1)
-    seen_by = jnp.swapaxes(sees.tokens, -1, -2)
+    seen_by = turned(sees.tokens)
     dr = product_of_seen(jnp.swapaxes(y.inverse, -1, -2), dv_new, seen_by)
     beta = x.beta[..., None]
-    da = jnp.where(sees.tokens, -jnp.tril(dr @ jnp.swapaxes(v_new, -1, -2), -1), 0)
-    dread = seen(sees.start, do @ jnp.swapaxes(states, -1, -2))
-    erased = seen(sees.start, dr @ jnp.swapaxes(states, -1, -2))
-    dacross = seen(sees.start[..., -1:], jnp.sum(dstates * states, -1)[..., None])
+    da = seen(sees.tokens, -jnp.tril(dr @ jnp.swapaxes(v_new, -1, -2), -1))
+    erased = rows_seen(sees.start, dr @ jnp.swapaxes(states, -1, -2))
     of_decayed = Decayed(
-        dread,
+        rows_seen(sees.start, do @ jnp.swapaxes(states, -1, -2)),
         -beta * erased,
-        seen(sees.end, v_new @ jnp.swapaxes(dstates, -1, -2)),
-        dacross[..., 0],
-        jnp.where(sees.tokens, do @ jnp.swapaxes(v_new, -1, -2), 0),
+        rows_seen(sees.end, v_new @ jnp.swapaxes(dstates, -1, -2)),
+        seen(
+            None if sees.start is None else sees.start[..., -1:],
+            jnp.sum(dstates * states, -1),
+        ),
+        seen(sees.tokens, do @ jnp.swapaxes(v_new, -1, -2)),
         beta * da,
     )
-    broken = broken_tokens(x, of_decayed, sees)
-    dquery, dkey, dg = pull(without(of_decayed, broken))
-    dquery, dkey = (
-        jnp.where(broken.any(3, keepdims=True)[..., None], jnp.nan, a)
-        for a in (dquery, dkey)
-    )
-    dg = jnp.where(broken[..., None], jnp.nan, dg)
+    if packed:
+        broken = broken_tokens(x, of_decayed, sees)
+        dquery, dkey, dg = pull(without(of_decayed, broken))
+        of_keys = broken.any(3, keepdims=True)
+        dquery, dkey, dg = told(of_keys, dquery), told(of_keys, dkey), told(broken, dg)
+    else:
+        dquery, dkey, dg = pull(of_decayed)
     dbeta = jnp.sum(dr * x.value, -1) - jnp.sum(erased * d.erase, -1)
     dbeta += jnp.sum(da * d.kk, -1)
     return Chunks(dquery, dkey, beta * dr, dg, dbeta, dstate)
@@ -314,14 +317,14 @@ def chunk_dstates(d: Decayed, y: Written, sees: Sees, do, dstate):
 
     def step(dstate, chunk):
         local, read, store, across, w, do, sees = chunk
-        dv_new = local + seen(sees.end, store @ dstate)
+        dv_new = local + rows_seen(sees.end, store @ dstate)
         before = kept_across(sees, across, dstate)
-        before += jnp.swapaxes(read, -1, -2) @ seen(sees.start, do)
-        before -= jnp.swapaxes(w, -1, -2) @ seen(sees.start, dv_new)
+        before += jnp.swapaxes(read, -1, -2) @ rows_seen(sees.start, do)
+        before -= jnp.swapaxes(w, -1, -2) @ rows_seen(sees.start, dv_new)
         return before, (dstate, dv_new)
 
-    scores, seen_by = (jnp.swapaxes(a, -1, -2) for a in (d.qk, sees.tokens))
-    local = product_of_seen(scores, do, seen_by)
+    scores = jnp.swapaxes(d.qk, -1, -2)
+    local = product_of_seen(scores, do, turned(sees.tokens))
     chunks = (local, d.read, d.store, d.across, y.w, do, of_ends(sees))
     first, (dstates, dv_new) = along_chunks(step, dstate, chunks, reverse=True)
     return dstates, dv_new, first

@@ -19,6 +19,8 @@ from jaxkern.primitives.delta_rule.broken_numbers import (
     all_finite,
     finite,
     product_of_seen,
+    told,
+    turned,
 )
 from jaxkern.primitives.delta_rule.gated_delta_chunks import (
     Decays,
@@ -170,11 +172,13 @@ class Finite(NamedTuple):
     """As `gated_delta_chunks.Finite`."""
 
     chunks: Chunks
-    broken_query: jax.Array  # [b c k 1 i]
-    broken_token: jax.Array  # [b c k g i]
+    broken_query: jax.Array | None  # [b c k 1 i]
+    broken_token: jax.Array | None  # [b c k g i]
 
 
-def finite_operands(x: Chunks) -> Finite:
+def finite_operands(x: Chunks, packed: bool) -> Finite:
+    if not packed:
+        return Finite(x, None, None)
     broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
     broken = broken_g | ~all_finite(x.key)[:, :, :, None]
     chunks = x._replace(
@@ -213,11 +217,12 @@ def state_space_dual_reference(
     *,
     chunk_size: int,
 ) -> tuple[Float[Array, "r t k*g h"], Float[Array, "r k*g h state"]]:
-    chunks, broken_query, _ = finite_operands(chunks_of(*o, chunk_size))
-    d = chunk_decays(chunks.g)
+    packed = o.starts is not None
+    chunks, broken_query, _ = finite_operands(chunks_of(*o, chunk_size), packed)
+    d = chunk_decays(chunks.g, packed)
     states, final = states_of(chunks, d)
     y = chunk_output(*chunks[:3], states, d, 1.0)
-    y = jnp.where(broken_query[..., None], jnp.nan, y)
+    y = told(broken_query, y)
     final = heads_of(final, (o.x.shape[0], *o.x.shape[2:], o.b.shape[3]))
     kept = final.dtype if o.initial_state is None else o.initial_state.dtype
     return from_chunks(y, o.x, heads=2), final.astype(kept)
@@ -248,17 +253,16 @@ def state_space_dual_bwd_reference(
     dtype = chunks.value.dtype
     do = in_chunks(dy.astype(dtype), size, (k, group))
     dstate = jnp.swapaxes(by_key_head(dfinal_state.astype(dtype), k), -1, -2)
-    return pull(chunk_gradients(chunks, do, dstate))
+    return pull(chunk_gradients(chunks, do, dstate, o.starts is not None))
 
 
-def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
+def chunk_gradients(x: Chunks, do, dstate, packed: bool) -> Chunks:
     """Of all that is in chunks, given dL/dy in chunks and dL/dS of the last state.
 
     The backward pass of docs/design/gated_delta_rule.md with w = 0 and T = 1.
     """
-    x, broken_query, broken_token = finite_operands(x)
-    do = jnp.where((broken_query | broken_token)[..., None], jnp.nan, do)
-    d = chunk_decays(x.g)
+    x, broken_query, broken_token = finite_operands(x, packed)
+    do, d = told(broken_token, told(broken_query, do)), chunk_decays(x.g, packed)
     states, _ = states_of(x, d)
     read_by = jnp.einsum("bckih,bckgiv->bckghv", x.query, of_start(d, do))
 
@@ -272,8 +276,8 @@ def chunk_gradients(x: Chunks, do, dstate) -> Chunks:
     read = of_start(d, jnp.einsum("bckgiv,bckghv->bckgih", do, states))
     stored = of_end(d, jnp.einsum("bckgiv,bckghv->bckgih", x.value, dstates))
     dvalue = of_end(d, jnp.einsum("bckih,bckghv->bckgiv", x.key, dstates))
-    scores, seen = (jnp.swapaxes(y, -1, -2) for y in (qk * d.between, d.sees.tokens))
-    dvalue += product_of_seen(scores, do, seen)
+    scores = jnp.swapaxes(qk * d.between, -1, -2)
+    dvalue += product_of_seen(scores, do, turned(d.sees.tokens))
     dg = decay_gradient(
         pairs=dqk * qk,
         from_start=jnp.einsum("bckgih,bckih->bckgi", read, x.query),
