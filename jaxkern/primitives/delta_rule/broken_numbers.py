@@ -6,7 +6,7 @@ by 0. What is forgotten is what stands before a token whose own decay is 0; that
 product of many decays is too small for its dtype forgets no NaN.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ def told(broken, x):
 def turned(seen):
     """Which j sees i, of which i sees j."""
     return None if seen is None else jnp.swapaxes(seen, -1, -2)
+
+
+FINITE = ("query", "key", "beta")
 
 
 class Sees(NamedTuple):
@@ -64,6 +67,40 @@ def finite(x):
 def all_finite(x):
     """Whether each token, `[... i h]`, has finite numbers alone."""
     return jnp.isfinite(x).all(-1)
+
+
+class Finite(NamedTuple):
+    """Operands of which queries, keys, g and beta are finite, and what they were.
+
+    A token whose key, g or beta is not has NaN for its value: it writes NaN, so what
+    is read of it in its sequence is NaN as well, and nothing else. All is finite, as
+    far as one asks, in a row of one sequence, where both others are None.
+    """
+
+    chunks: Any
+    broken_query: jax.Array | None  # [b c k 1 i], its result is NaN
+    broken_token: jax.Array | None  # [b c k g i]
+
+
+def finite_operands(x: Any, packed: bool) -> Finite:
+    """Of chunks with query, key, value, g and, but for `state_space_dual`, beta."""
+    if not packed:
+        return Finite(x, None, None)
+    broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
+    of_channels = x.g.ndim == x.value.ndim
+    broken = broken_g.any(-1) if of_channels else broken_g
+    new = {name: finite(y) for name, y in x._asdict().items() if name in FINITE}
+    broken |= ~of_group(all_finite(x.key), broken)
+    if "beta" in new:
+        broken |= ~jnp.isfinite(x.beta)
+    value, g = told(broken, x.value), jnp.where(broken_g, 0, x.g)
+    chunks = x._replace(**new, value=value, g=g)
+    return Finite(chunks, ~of_group(all_finite(x.query), broken), broken)
+
+
+def of_group(x, like):
+    """Of key heads `[b c k i]` as `[b c k 1 i]`, if it is not so already."""
+    return x if x.ndim == like.ndim else x[:, :, :, None]
 
 
 def product_of_seen(weights, x, seen):

@@ -15,8 +15,7 @@ from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.delta_rule.broken_numbers import (
     ALL,
     Sees,
-    all_finite,
-    finite,
+    finite_operands,
     product_of_seen,
     rows_seen,
     seen,
@@ -116,33 +115,6 @@ def recurrence(x: Chunks, scale):
 
 
 # The stages of the chunk form.
-
-
-class Finite(NamedTuple):
-    """Operands of which queries, keys, g and beta are finite, and what they were.
-
-    A token whose key, g or beta is not has NaN for its value: it writes NaN, so what
-    is read of it in its sequence is NaN as well, and nothing else.
-    """
-
-    chunks: Chunks
-    broken_query: jax.Array | None  # [b c k 1 i], its result is NaN
-    broken_token: jax.Array | None  # [b c k g i]
-
-
-def finite_operands(x: Chunks, packed: bool) -> Finite:
-    if not packed:
-        return Finite(x, None, None)
-    broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
-    broken = broken_g | ~jnp.isfinite(x.beta) | ~all_finite(x.key)[:, :, :, None]
-    chunks = x._replace(
-        query=finite(x.query),
-        key=finite(x.key),
-        value=jnp.where(broken[..., None], jnp.nan, x.value),
-        g=jnp.where(broken_g, 0, x.g),
-        beta=finite(x.beta),
-    )
-    return Finite(chunks, ~all_finite(x.query)[:, :, :, None], broken)
 
 
 class Decays(NamedTuple):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
-from jaxkern.primitives.delta_rule.broken_numbers import told
+from jaxkern.primitives.delta_rule.broken_numbers import finite_operands, told
 from jaxkern.primitives.delta_rule.gated_delta_chunks import (
     chunk_decays,
     chunk_gradients,
@@ -20,7 +20,6 @@ from jaxkern.primitives.delta_rule.gated_delta_chunks import (
     chunk_output,
     chunk_states,
     chunks_of,
-    finite_operands,
     gradients_of_chunks,
     loss_in_chunks,
     recompute_w_u,

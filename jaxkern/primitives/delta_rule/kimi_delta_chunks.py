@@ -17,7 +17,7 @@ from jaxkern.primitives.delta_rule.broken_numbers import (
     ALL,
     Sees,
     all_finite,
-    finite,
+    finite_operands,
     product_of_seen,
     rows_seen,
     seen,
@@ -74,33 +74,6 @@ def chunks_of(query, key, value, g, beta, state, chunk_size) -> Chunks:
     else:
         state = by_key_head(state.astype(dtype), k)
     return Chunks(query, key, value, g, beta, state)
-
-
-class Finite(NamedTuple):
-    """Operands of which queries, keys, g and beta are finite, and what they were.
-
-    A token whose key, g or beta is not has NaN for its value, as in
-    `gated_delta_chunks.Finite`.
-    """
-
-    chunks: Chunks
-    broken_query: jax.Array | None  # [b c k 1 i], its result is NaN
-    broken_token: jax.Array | None  # [b c k g i]
-
-
-def finite_operands(x: Chunks, packed: bool) -> Finite:
-    if not packed:
-        return Finite(x, None, None)
-    broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
-    broken = broken_g.any(-1) | ~jnp.isfinite(x.beta) | ~all_finite(x.key)
-    chunks = x._replace(
-        query=finite(x.query),
-        key=finite(x.key),
-        value=jnp.where(broken[..., None], jnp.nan, x.value),
-        g=jnp.where(broken_g, 0, x.g),
-        beta=finite(x.beta),
-    )
-    return Finite(chunks, ~all_finite(x.query), broken)
 
 
 def sight_of(g, packed: bool) -> Sees:

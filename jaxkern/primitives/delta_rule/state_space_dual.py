@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkern.primitives.call import same_manual_axes
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.delta_rule.broken_numbers import (
-    all_finite,
-    finite,
+    finite_operands,
     product_of_seen,
     told,
     turned,
@@ -166,28 +165,6 @@ def chunks_of(x, step, a, b, c, state, starts, chunk_size) -> Chunks:
     else:
         state = jnp.swapaxes(by_key_head(state.astype(dtype), k), -1, -2)
     return Chunks(query, key, value, g, state)
-
-
-class Finite(NamedTuple):
-    """As `gated_delta_chunks.Finite`."""
-
-    chunks: Chunks
-    broken_query: jax.Array | None  # [b c k 1 i]
-    broken_token: jax.Array | None  # [b c k g i]
-
-
-def finite_operands(x: Chunks, packed: bool) -> Finite:
-    if not packed:
-        return Finite(x, None, None)
-    broken_g = jnp.isnan(x.g) | (x.g == jnp.inf)  # -inf forgets
-    broken = broken_g | ~all_finite(x.key)[:, :, :, None]
-    chunks = x._replace(
-        query=finite(x.query),
-        key=finite(x.key),
-        value=jnp.where(broken[..., None], jnp.nan, x.value),
-        g=jnp.where(broken_g, 0, x.g),
-    )
-    return Finite(chunks, ~all_finite(x.query)[:, :, :, None], broken)
 
 
 def states_of(x: Chunks, d: Decays):
