@@ -7,6 +7,7 @@ is not finite only if a scale is not.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -76,9 +77,9 @@ def all_finite(array: np.ndarray, qtype: str) -> bool:
         scales = words << np.array([0, 4, 8, 12], np.uint16)
         return not any_broken(scales.sum(1, dtype=np.uint16), "F16")
     for first, kind in scales_of(qtype):
-        place = {"names": ["x"], "formats": [BROKEN[kind][0]], "offsets": [first]}
-        block = np.dtype({**place, "itemsize": FORMATS[qtype].bytes})
-        if any_broken(blocks.reshape(-1).view(block)["x"], kind):
+        block: Any = {"names": ["x"], "formats": [BROKEN[kind][0]]}
+        block |= {"offsets": [first], "itemsize": FORMATS[qtype].bytes}
+        if any_broken(blocks.reshape(-1).view(np.dtype(block))["x"], kind):
             return False
     return True
 

@@ -7,7 +7,7 @@ cut differently: `sharding_checks.py`, whose meshes have one axis, sees neither.
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, NamedSharding
@@ -200,7 +200,7 @@ def check_every_cut(p: KernelPrimitive, case: Case) -> None:
         label = label_of(p, operands, i, dim)
         what = f"{p.name}: {label} cut in {p.operands[i].name}"
         with jax.set_mesh(mesh):
-            cut = [
+            cut: list[Any] = [
                 None if x is None else type_of(x, dim if k == i else None, mesh)
                 for k, x in enumerate(operands)
             ]

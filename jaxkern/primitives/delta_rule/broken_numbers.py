@@ -39,12 +39,12 @@ FINITE = ("query", "key", "beta")
 class Sees(NamedTuple):
     """What sees what in a chunk, none of the tokens between forgets.
 
-    i and j are tokens, j before i or the same.
+    i and j are tokens, j before i or the same. None is for all, as far as one asks.
     """
 
-    start: jax.Array  # [i], whether i sees the state before the chunk
-    tokens: jax.Array  # [i j], whether i sees j
-    end: jax.Array  # [j], whether the state behind the chunk sees j
+    start: Any  # [i], whether i sees the state before the chunk
+    tokens: Any  # [i j], whether i sees j
+    end: Any  # [j], whether the state behind the chunk sees j
 
 
 ALL = Sees(None, None, None)  # of a row that holds one sequence

@@ -233,7 +233,8 @@ def chunk_gradients(x: Chunks, do, dstate, packed: bool = False) -> Chunks:
     x, broken_query, broken_token = finite_operands(x, packed)
     do = told(broken_token, told(broken_query, do))
     sees = sight_of(x.g, packed)
-    d, pull = jax.vjp(lambda *y: decayed(*y, sees), x.query, x.key, x.g)
+    take = functools.partial(decayed, sees=sees)
+    d, pull = jax.vjp(take, x.query, x.key, x.g)
     y = written(x, d, sees)
     states, v_new, _ = chunk_states(d, y, sees, x.state)
     dstates, dv_new, dstate = chunk_dstates(d, y, sees, do, dstate)
@@ -280,9 +281,12 @@ def broken_tokens(x: Chunks, of: Decayed, sees: Sees):
 
 def without(of: Decayed, broken) -> Decayed:
     """0 for tokens of broken sequences."""
-    rows = [jnp.where(broken[..., None], 0, a) for a in (of.read, of.erase, of.store)]
-    pairs = (jnp.where(broken[..., None], 0, a) for a in (of.qk, of.kk))
-    return Decayed(*rows, jnp.where(broken[..., -1:], 0, of.across), *pairs)
+    rows = {
+        name: jnp.where(broken[..., None], 0, x)
+        for name, x in of._asdict().items()
+        if name != "across"
+    }
+    return Decayed(across=jnp.where(broken[..., -1:], 0, of.across), **rows)
 
 
 def chunk_dstates(d: Decayed, y: Written, sees: Sees, do, dstate):

@@ -198,7 +198,8 @@ def state_space_dual_reference(
     chunks, broken_query, _ = finite_operands(chunks_of(*o, chunk_size), packed)
     d = chunk_decays(chunks.g, packed)
     states, final = states_of(chunks, d)
-    y = chunk_output(*chunks[:3], states, d, 1.0)
+    query, key, value, *_ = chunks
+    y = chunk_output(query, key, value, states, d, 1.0)
     y = told(broken_query, y)
     final = heads_of(final, (o.x.shape[0], *o.x.shape[2:], o.b.shape[3]))
     kept = final.dtype if o.initial_state is None else o.initial_state.dtype

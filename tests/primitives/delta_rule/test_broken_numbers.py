@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.primitives.kernel_primitive import REGISTRY
 from tests.primitives.delta_rule.test_packed_sequences import RECURRENCES
 
 IDS = np.array([[0, 0, 0, 1, 1, 1, 2, 2]])
@@ -26,7 +27,7 @@ HUGE = {"gated_delta_rule": 1e20, "kimi_delta_attention": 1e20}  # a state overf
 def operands_of(op):
     """By name, float32: one row of T tokens, and a first state."""
     rng = np.random.default_rng(7)
-    names = jaxkern.primitives.kernel_primitive.REGISTRY[op].operands
+    names = REGISTRY[op].operands
     found = {}
     for a, x in zip(names, RECURRENCES[op], strict=False):
         shape = (1, T, *x.shape[2:]) if x.shape[:2] == (2, 6) else x.shape
