@@ -44,6 +44,7 @@ class KernelPrimitive(Primitive):
       fwd, bwd, tangent: the other members of the family, or None.
       rows: kernels by platform, filled by `jaxkern.lowering.lower`.
       callers: ops that call this one, which are lowered as it asks.
+      of_reference: options that say how the reference computes; kernels get none.
     """
 
     multiple_results = True
@@ -60,6 +61,7 @@ class KernelPrimitive(Primitive):
         self.tangent: Tangent | None = None
         self.rows: dict[str, list] = {}
         self.callers: tuple[KernelPrimitive, ...] = ()
+        self.of_reference: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         sides = (self.operands, self.results)
@@ -92,6 +94,7 @@ class KernelPrimitive(Primitive):
         self, fn: Callable, *arrays: Any, call: Call, **static: Any
     ) -> list:
         """`fn` in the place of the reference: same operands, same results."""
+        static = self.options_of(fn, static)
 
         def unbatched(*arrays):
             out = fn(*with_absent(arrays, call.absent), **static)
@@ -99,6 +102,12 @@ class KernelPrimitive(Primitive):
 
         cuts_of = cuts_declared(self.array_annotations(call), self.replicated, call)
         return apply_call(unbatched, call, cuts_of)(*arrays)
+
+    def options_of(self, fn: Callable, static: dict[str, Any]) -> dict[str, Any]:
+        """Those that `fn` takes, the reference or a kernel."""
+        if fn is self.reference or not self.of_reference:
+            return static
+        return {k: x for k, x in static.items() if k not in self.of_reference}
 
     def array_annotations(
         self, call: Call
@@ -182,6 +191,7 @@ class Backward(KernelPrimitive):
 
         Where it takes `wanted` it learns which, and gives None for the others.
         """
+        static = self.options_of(fn, static)
         if "wanted" in inspect.signature(fn).parameters:
             static = {**static, "wanted": call.wanted}
 

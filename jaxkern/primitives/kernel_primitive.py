@@ -63,6 +63,7 @@ def kernel_primitive(
     bwd_replicated: Sequence[str] = (),
     linear: Sequence[str] = (),
     calls: Sequence[KernelPrimitive] = (),
+    of_reference: Sequence[str] = (),
 ) -> KernelPrimitive:
     """Declares an op by its mathematics and returns its primitive.
 
@@ -84,6 +85,8 @@ def kernel_primitive(
         op itself and `bwd`, which may not name these operands, is its transpose and
         returns gradients for these operands only; others get theirs from the reference.
       calls: ops with kernels that `fwd` or `bwd` call.
+      of_reference: options that only say how the references compute, and have a
+        default there; kernels do not get them.
 
     Returns:
       The primitive. Calling it checks the arguments and binds it.
@@ -131,6 +134,9 @@ def kernel_primitive(
             )
     elif fwd is not None or linear:
         raise TypeError(f"kernel_primitive: {p.name} has fwd= or linear= but no bwd=.")
+    for member in (p, p.fwd, p.bwd):
+        if member is not None:
+            member.of_reference = tuple(of_reference)
     for called in calls:
         called.callers += tuple(q for q in (p, p.fwd, p.bwd) if q is not None)
     REGISTRY[p.name] = p

@@ -14,18 +14,9 @@ def unsupported(**named: Any) -> str | None:
 
 
 def gated_delta_rule(
-    query,
-    key,
-    value,
-    g,
-    beta,
-    initial_state,
-    *,
-    scale: float,
-    chunk_size: int,
-    packed: bool = False,
+    query, key, value, g, beta, initial_state, *, scale: float, chunk_size: int
 ):
-    del chunk_size, packed  # a property of the chunked form: here there are no chunks
+    del chunk_size  # a property of the chunked form: here there are no chunks
     b, _, n, hv = value.shape
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     operands = (

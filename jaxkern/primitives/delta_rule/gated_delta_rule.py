@@ -215,4 +215,5 @@ gated_delta_rule_p = kernel_primitive(
     bwd=gated_delta_rule_bwd_reference,
     # each state needs the one before it; S^T k runs over h, columns are independent
     replicated=("t", "h"),
+    of_reference=("packed",),  # it leaves out what a token does not see
 )

@@ -178,4 +178,5 @@ kimi_delta_attention_p = kernel_primitive(
     bwd=kimi_delta_attention_bwd_reference,
     # each state needs the one before it; S^T k runs over h, columns are independent
     replicated=("t", "h"),
+    of_reference=("packed",),  # it leaves out what a token does not see
 )

@@ -70,10 +70,9 @@ def gated_delta_step_kernel(
     beta = tl.load(beta_ptr + head).to(tl.float32)
     if CHANNELS:
         g = tl.load(g_ptr + head * H + rows, rows < H, 0.0)
-        decay = tl.exp(g.to(tl.float32))[:, None]
+        state *= tl.exp(g.to(tl.float32))[:, None]
     else:
-        decay = tl.exp(tl.load(g_ptr + head).to(tl.float32))
-    state = tl.where(decay == 0, 0.0, decay * state)  # forgets NaN and inf as well
+        state *= tl.exp(tl.load(g_ptr + head).to(tl.float32))
     stored = tl.sum(state * key[:, None], 0)
     read = tl.sum(state * query[:, None], 0)
     written = beta * (value - stored)

@@ -63,16 +63,3 @@ def test_many_steps_in_place_are_those_of_the_reference():
         expected = jax.jit(run)(start())
     np.testing.assert_allclose(state, expected[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(out, expected[1], rtol=1e-4, atol=1e-5)
-
-
-def test_a_state_that_is_forgotten_may_be_nan():
-    rng = np.random.default_rng(0)
-    key, value = (jnp.asarray(rng.standard_normal((2, 4, 64)), "bfloat16"),) * 2
-    beta, g = jnp.ones((2, 4)), jnp.full((2, 4), -jnp.inf)
-    state = jnp.full((2, 4, 64, 64), jnp.nan)
-    with backend("triton", strict=True):
-        step = jax.jit(gated_delta_step)
-        found = step(key, key, value, g, beta, state)
-        expected = step(key, key, value, g, beta, jnp.zeros_like(state))
-    for y, e in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(y, e)

@@ -33,7 +33,7 @@ SHAPES = [  # b, k, group, h, hv: one block of columns, several, none whole
 @starts_it
 @pytest.mark.skipif(bridge.triton is None, reason="triton is not installed")
 def test_in_a_process_of_its_own():
-    check_in_its_own_process(__file__, 3 * len(SHAPES) + 3)
+    check_in_its_own_process(__file__, 3 * len(SHAPES) + 1)
 
 
 @pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
@@ -96,16 +96,3 @@ def test_g_of_minus_infinity_forgets():
     )
     np.testing.assert_allclose(out[:, 1], expected[0][:, 1], atol=1e-5)
     np.testing.assert_allclose(new[:, 1], expected[1][:, 1], atol=1e-5)
-
-
-@alone
-@pytest.mark.parametrize("channels", [False, True])
-def test_what_is_forgotten_may_be_nan(channels):
-    query, key, value, g, beta, state = draw(1, 1, 2, 8, 8)
-    g = jnp.broadcast_to(-jnp.inf, (*g.shape, 8) if channels else g.shape)
-    token = (query, key, value, g, beta)
-    with interpreted():
-        found = kernel.gated_delta_step(*token, jnp.full_like(state, jnp.nan), scale=1)
-        expected = kernel.gated_delta_step(*token, jnp.zeros_like(state), scale=1)
-    for y, e in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(y, e)

@@ -54,20 +54,9 @@ def results_of_walks(key, value, initial_state) -> dict[str, Any]:
 
 
 def gated_delta_rule_bwd(
-    query,
-    key,
-    value,
-    g,
-    beta,
-    initial_state,
-    dout,
-    dfinal_state,
-    *,
-    scale,
-    chunk_size,
-    packed=False,
+    query, key, value, g, beta, initial_state, dout, dfinal_state, *, scale, chunk_size
 ) -> tuple[jax.Array | None, ...]:
-    del chunk_size, packed  # the same function up to rounding
+    del chunk_size  # the same function up to rounding
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
     matrices, vectors, ends = chunk_matrices(

@@ -109,9 +109,9 @@ def walk_of(
 
 
 def gated_delta_rule(
-    query, key, value, g, beta, initial_state, *, scale, chunk_size, packed=False
+    query, key, value, g, beta, initial_state, *, scale, chunk_size
 ) -> tuple[jax.Array | None, ...]:
-    del chunk_size, packed  # the same function up to rounding
+    del chunk_size  # the same function up to rounding
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
     matrices, vectors, _ = chunk_matrices(

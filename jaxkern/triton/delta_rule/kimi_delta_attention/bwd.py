@@ -38,20 +38,9 @@ def unsupported(dout: Any, dfinal_state: Any, **named: Any) -> str | None:
 
 
 def kimi_delta_attention_bwd(
-    query,
-    key,
-    value,
-    g,
-    beta,
-    initial_state,
-    dout,
-    dfinal_state,
-    *,
-    scale,
-    chunk_size,
-    packed=False,
+    query, key, value, g, beta, initial_state, dout, dfinal_state, *, scale, chunk_size
 ) -> tuple[jax.Array | None, ...]:
-    del chunk_size, packed  # the same function up to rounding
+    del chunk_size  # the same function up to rounding
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
     chunks = -(-t // CHUNK)

@@ -33,9 +33,9 @@ def unsupported(key: Any, value: Any, **named: Any) -> str | None:
 
 
 def kimi_delta_attention(
-    query, key, value, g, beta, initial_state, *, scale, chunk_size, packed=False
+    query, key, value, g, beta, initial_state, *, scale, chunk_size
 ) -> tuple[jax.Array | None, ...]:
-    del chunk_size, packed  # the same function up to rounding
+    del chunk_size  # the same function up to rounding
     (b, *_, h), (n, hv) = key.shape, value.shape[2:]
     parts = chunk_parts(query, key, g, beta, scale=scale)
     for name in ("total_ptr", "ends_ptr"):
