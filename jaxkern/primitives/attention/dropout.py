@@ -44,7 +44,7 @@ class Dropout:
       >>> x = jnp.ones((1, 4, 2, 8))
       >>> dropout = jaxkern.Dropout(0.5, jax.random.key(0))
       >>> jaxkern.attention(x, x, x, causal=True, dropout=dropout)[0, :, 0, 0]
-      Array([2.   , 2.   , 0.667, 0.5  ], dtype=float32)
+      Array([0., 1., 0., 1.], dtype=float32)
     """
 
     rate: float = field(metadata={"static": True})

@@ -37,7 +37,7 @@ class SoftcapAfterBias:
       >>> cap = jaxkern.SoftcapAfterBias(2.0)
       >>> _, lse = jaxkern.attention(x, x, x, bias=bias, softcap=cap, return_lse=True)
       >>> lse[0, :, 0]
-      Array([2.66, 2.66], dtype=float32)
+      Array([2.483, 2.483], dtype=float32)
     """
 
     cap: float

@@ -56,7 +56,7 @@ def test_what_is_no_pair_of_arrays_is_named(weights, tables, message):
         ),
         (dict(eps="1"), "`eps` must be float, got '1'"),
         (dict(pair_offset=1.5), "`pair_offset` must be int, got 1.5"),
-        (dict(pairing=2.0), "`pairing` must be str, got float 2.0"),
+        (dict(pairing=["neox"]), "`pairing` must be str, got list"),
     ],
     ids=str,
 )
