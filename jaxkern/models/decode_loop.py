@@ -141,9 +141,7 @@ def compiled_in_turn(
     on_gpu = jax.default_backend() == "gpu"
     at_once = len(missing) if on_gpu else 1
     options = GPU_OPTIONS if on_gpu else {}
-    functions = [function for function, _ in missing.values()]
     with (
-        kept.instead_of_jax(functions) if on_gpu else contextlib.nullcontext(),
         calls_compiled_ahead() as calls_ahead,
         concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker,
     ):
@@ -166,10 +164,10 @@ def compiled_in_turn(
                 )
                 for name, one in traced.items()
             }
-        every = {name: result.result() for name, result in compiling.items()}
-    for name, one in every.items():
-        kept.keep(missing[name][0], one, traced[name].out_info)
-        executables[name] = one.executable
+        for name, result in compiling.items():
+            one = result.result()
+            kept.keep(missing[name][0], one, traced[name].out_info)
+            executables[name] = one.executable
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     return {name: executables[name] for name in calls}
