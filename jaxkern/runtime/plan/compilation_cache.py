@@ -18,8 +18,7 @@ def enable_compilation_cache(
     included, the compiler's options and version, and the device. The two executables of
     a `Generator` are found before they are traced, by what tracing depends on: the
     function, shapes, settings, versions, this package's sources and the machine
-    (`plan/kept_calls.py`); on a GPU they are kept in this way alone. `events` tells
-    each "cache_hit".
+    (`plan/kept_calls.py`). `events` tells each "cache_hit".
 
     An executable is a program, and is read from a pickle: the directory, and what lies
     there, must belong to this user and be writable by no other. Nothing else protects
