@@ -142,7 +142,7 @@ def compiled_in_turn(
     at_once = len(missing) if on_gpu else 1
     options = GPU_OPTIONS if on_gpu else {}
     with (
-        calls_compiled_ahead() as calls_ahead,
+        calls_compiled_ahead() as with_calls,
         concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker,
     ):
         with no_collections(), compiled_ahead() as ask:
@@ -152,13 +152,11 @@ def compiled_in_turn(
                 began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
-            for one in traced.values():  # while other processes compile
-                calls_ahead.lower_mosaic(one.jaxpr)
             compiling = {
                 name: worker.submit(
                     made_with,
                     options,
-                    calls_ahead.begin(one.lower()),
+                    with_calls(one.lower()),
                     began=began[name],
                     anew=name in broken,
                 )
