@@ -75,6 +75,8 @@ KERNELS = (
 
     Kernel("linear",                     "triton",     "triton.linear.linear",                           "primal"),
     Kernel("encode_fp8",                 "triton",     "triton.linear.encode_fp8",                       "primal"),
+    Kernel("encode_rows_fp8",            "triton",     "triton.linear.encode_rows_fp8",                  "primal"),
+    Kernel("swiglu_rows_fp8",            "triton",     "triton.linear.encode_rows_fp8",                  "primal"),
     Kernel("dequantize_interleaved",     "triton",     "triton.quant.interleaved_matmul",                "primal", unsupported="unsupported_weights"),
     Kernel("dequantize_int",             "triton",     "triton.quant.int_matmul",                        "primal", unsupported="unsupported_weights"),
     Kernel("dequantize_microscaled",     "triton",     "triton.quant.microscaled",                       "primal", unsupported="unsupported_weights"),

@@ -314,6 +314,8 @@ FEWEST = (
     "weighted_cross_entropy-bf16",
     "sample-even",
     "encode_fp8-plain",
+    "encode_rows_fp8-odd",
+    "swiglu_rows_fp8-packed",
     "affine_matmul_id-few_rows",
     "add_rms_norm_quantized-plain",
     "int_matmul_id-int8",

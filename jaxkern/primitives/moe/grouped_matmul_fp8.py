@@ -21,12 +21,11 @@ from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.dense_product import result_dtype
 from jaxkern.primitives.float8 import decode_float8
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.linear.encode_rows_fp8 import encode_rows_fp8_p
 from jaxkern.primitives.linear.linear_fp8 import restored_dtype
 from jaxkern.primitives.linear.scaled_float8 import (
     OPERANDS,
-    codes_of,
     rounded_gradient,
-    scale_of,
     standing_for,
 )
 from jaxkern.primitives.moe.expert_order import expert_order
@@ -113,12 +112,7 @@ class Rows(NamedTuple):
 
 def encoded_rows(x: Float[Array, "... r d"]) -> Rows:
     """Each row rounded by a scale of its own; constants of differentiation."""
-
-    def row(x):
-        scale = scale_of(x, OPERANDS)
-        return Rows(codes_of(x, scale, OPERANDS), scale)
-
-    return each_row(row, x.ndim)(lax.stop_gradient(x))
+    return Rows(*encode_rows_fp8_p(lax.stop_gradient(x)))
 
 
 def each_row(f, ndim: int):
