@@ -68,6 +68,8 @@ KERNELS = (
     Kernel("norm_route",                 "triton",     "triton.moe.norm_route",                          "primal"),
     Kernel("dense_expert_hidden",        "triton",     "triton.moe.expert_slots.dense",                  "primal", unsupported="unsupported_hidden"),
     Kernel("dense_expert_sum",           "triton",     "triton.moe.expert_slots.dense",                  "primal", unsupported="unsupported_sum"),
+    Kernel("fp8_expert_hidden",          "triton",     "triton.moe.expert_slots.fp8",                    "primal", unsupported="unsupported_hidden"),
+    Kernel("fp8_expert_sum",             "triton",     "triton.moe.expert_slots.fp8",                    "primal", unsupported="unsupported_sum"),
     Kernel("microscaled_expert_hidden",  "triton",     "triton.moe.expert_slots.microscaled",            "primal", unsupported="unsupported_hidden"),
     Kernel("microscaled_expert_sum",     "triton",     "triton.moe.expert_slots.microscaled",            "primal", unsupported="unsupported_sum"),
     Kernel("interleaved_expert_hidden",  "triton",     "triton.moe.expert_slots.interleaved",            "primal", unsupported="unsupported_hidden"),

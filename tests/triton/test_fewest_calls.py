@@ -220,6 +220,8 @@ FEWEST = (
     "microscaled_expert_sum-mxfp4",
     "dense_expert_hidden-plain",
     "dense_expert_sum-plain",
+    "fp8_expert_hidden-plain",
+    "fp8_expert_sum-plain",
     "dequantize TurboQuantCodec(bits=1, group=256, seed=None, codebook=None)",
     "route-qwen3_30b",
     "argsort 3 8192 bfloat16",

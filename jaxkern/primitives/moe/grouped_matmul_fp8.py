@@ -132,13 +132,21 @@ def check_stored(x: Array, w: FP8Tensor, group_sizes: Array) -> None:
         raise TypeError(
             f"{op}: `x` must be [r, {w.shape[2]}] as `w` is {w.shape}, got {x.shape}."
         )
+    check_rows(op, "w", w)
+
+
+def check_rows(op: str, name: str, w: FP8Tensor) -> None:
+    """ValueError unless the kernel reads the weights as they are stored."""
     if w.format != OPERANDS:
-        raise ValueError(f"{op}: `w` must be stored in {OPERANDS}, got {w.format!r}.")
-    if w.scales.shape[-1] != 1:
         raise ValueError(
-            f"{op}: `w` must have scales of whole rows, block=(1, 0) or (0, 0), got "
-            f"{w.block}: those of blocks along d would stand within the sums. "
-            "`grouped_matmul` takes them."
+            f"{op}: `{name}` must be stored in {OPERANDS}, got {w.format!r}."
+        )
+    if w.scales.shape[-1] != 1:
+        decodes = op.removesuffix("_fp8")
+        raise ValueError(
+            f"{op}: `{name}` must have scales of whole rows, block=(1, 0) or (0, 0), "
+            f"got {w.block}: those of blocks along a row would stand within the sums. "
+            f"`{decodes}` takes them."
         )
 
 
@@ -176,8 +184,10 @@ def _(result, primals, tangents):
 
 def slope_of_rows(tangents, floats, x_rows, w_rows, group_sizes, *, result):
     """The tangent of the product of what is decoded, by that of `grouped_matmul`."""
-    x, w = floats
-    dtype = restored_dtype(x, x if w is None else w)
+    (x, w), (x_dot, w_dot) = floats, tangents
+    if w is None:
+        return slope_of_stored(x_dot, w_rows, group_sizes, result=result)
+    dtype = restored_dtype(x, w)
     other = None if result == dtype else result
 
     def decoded(x, codes, scale):
@@ -187,14 +197,29 @@ def slope_of_rows(tangents, floats, x_rows, w_rows, group_sizes, *, result):
         return grouped_matmul_p(*operands, group_sizes, preferred_element_type=other)
 
     x8 = each_row(decoded, x.ndim)(x, *x_rows)
-    x_dot, w_dot = tangents
-    if w is None:
-        scales = w_rows.scales[..., None]
-        w8 = decode_fp8(w_rows.codes, scales, format=OPERANDS, dtype=dtype)
-        return jax.jvp(lambda x8: product(x8, w8), (x8,), (x_dot.astype(dtype),))[1]
     w8 = each_row(decoded, w.ndim)(w, *w_rows)
     moves = x_dot.astype(dtype), w_dot.astype(dtype)
     return jax.jvp(product, (x8, w8), moves)[1]
+
+
+def slope_of_stored(
+    x_dot: Float[Array, "r d"],
+    w_rows: Rows,
+    group_sizes: Integer[Array, " e"],
+    *,
+    result: jnp.dtype,
+) -> Float[Array, "r f"]:
+    """The tangent where the weights are stored, which have none: x_dot w^T."""
+    dtype = restored_dtype(x_dot, x_dot)
+    other = None if result == dtype else result
+    scales = w_rows.scales[..., None]
+    w8 = decode_fp8(w_rows.codes, scales, format=OPERANDS, dtype=dtype)
+
+    def product(x):
+        return grouped_matmul_p(x, w8, group_sizes, preferred_element_type=other)
+
+    move = x_dot.astype(dtype)
+    return jax.jvp(product, (jnp.zeros_like(move),), (move,))[1]
 
 
 def scaled_grouped_matmul_reference(
