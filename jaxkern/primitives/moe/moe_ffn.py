@@ -250,8 +250,7 @@ def check_experts(
     if len(shape) != 3 or shape[2] != d or shape[1] % halves:
         packed = "2*f, gate and up packed" if halves == 2 else "f"
         raise TypeError(
-            f"{op}: `gate` must be [e, {packed}, {d}] as `x` has {d} dims, got "
-            f"{shape}."
+            f"{op}: `gate` must be [e, {packed}, {d}] as `x` has {d} dims, got {shape}."
         )
     e, f = shape[0], shape[1] // halves
     for name, w, expected in (("up", up, (e, f, d)), ("down", down, (e, d, f))):

@@ -158,9 +158,7 @@ def test_what_is_not_understood_is_refused():
     with pytest.raises(TypeError, match="moe_ffn_fp8: `ids` and `weights` must be"):
         moe_ffn_fp8(x, IDS[:3], weights, gate, up, down)
     with pytest.raises(ValueError, match="moe_ffn_fp8: gated=False has no `up`"):
-        moe_ffn_fp8(
-            x, IDS, weights, gate, up, down, gated=False, activation="relu2"
-        )
+        moe_ffn_fp8(x, IDS, weights, gate, up, down, gated=False, activation="relu2")
     with pytest.raises(ValueError, match="moe_ffn_fp8: `activation` must be one of"):
         moe_ffn_fp8(x, IDS, weights, gate, up, down, activation="silly")
     with pytest.raises(TypeError, match="moe_ffn_fp8: `gate_bias` must have a number"):

@@ -64,7 +64,8 @@ def test_what_is_not_finite_stays_in_its_row():
 @alone
 @pytest.mark.parametrize("options", [PLAIN, GPT_OSS], ids=["plain", "gpt_oss"])
 def test_a_gated_block(options):
-    gate, up = (jnp.asarray(4 * of_all_sizes((9, 70), np.float32)) for _ in "ab")
+    gate = jnp.asarray(of_all_sizes((9, 70), np.float32)).clip(-20, 20)
+    up = gate[::-1, ::-1]
     expected = swiglu_rows_fp8_p(gate, up, **options)
     with interpreted():
         apart = kernel.swiglu_rows_fp8(gate, up, **options)
