@@ -313,8 +313,8 @@ class WeightReader:
         """Some rows of experts in groups of MXFP4, `<name>.blocks` and `.scales`."""
         if self._policy == "fp8_experts":
             raise self.file.error(
-                f"tensor {name}.blocks is MXFP4: weights='fp8_experts' rounds experts of "
-                "floats, and these would take twice their bytes. Take 'packed' or 'bf16'"
+                f"tensor {name}.blocks is MXFP4: weights='fp8_experts' rounds experts "
+                "of floats, and these would take twice their bytes. Take 'packed'"
             )
         codes, scales = (self.file.view(f"{name}.{x}") for x in ("blocks", "scales"))
         codes = codes.reshape(*codes.shape[:2], -1)

@@ -9,7 +9,6 @@ block of experts gives: x = swiglu(gate, up), which stays in float32 until then.
 
 from typing import TypedDict, Unpack
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 

@@ -1,6 +1,6 @@
 """Feed-forward block of a mixture whose products are of 8-bit floats.
 
-    hidden[i] = act(gate[e] q(x[i // k]), up[e] q(x[i // k])),   y = sum down[e] q(hidden)
+    hidden = act(gate[e] q(x), up[e] q(x)),   y = sum_k weights[k] * down[e] q(hidden)
 
 q rounds rows to e4m3fn (encode_rows_fp8.py): each token once, before its codes are
 copied to its k slots, and hidden where its gate is computed, in one pass.

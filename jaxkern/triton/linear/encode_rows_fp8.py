@@ -3,8 +3,8 @@
     codes[i] = e4m3fn(x[i] / scale[i]),  scale[i] = 2**e >= max|x[i]| / 448
 
 A program takes ROWS rows. One of up to LONGEST elements stays in registers from its
-largest element to its codes; a longer one is read twice. Sizes are compared as integers,
-their bits without the sign: so NaN is larger than infinity and no maximum loses it.
+largest element to its codes; a longer one is read twice. Sizes are compared as
+integers, bits without the sign: NaN is larger than infinity, and no maximum loses it.
 """
 
 from typing import Any

@@ -217,11 +217,13 @@ def result_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), d < D)
 
 
-def blocks(summed: int, rows: str, other: str, widest: int) -> dict[str, Any]:
+def blocks(
+    summed: int, rows: str, other: str, widest: int, elements: int = 8192
+) -> dict[str, Any]:
     """Sums of up to `widest` terms are one step, longer ones have steps of 1024."""
     width = next_power_of_2(summed)
     width = width if width <= widest else 1024
-    return {rows: min(max(1, 8192 // width), 8), other: width, "num_warps": 4}
+    return {rows: min(max(1, elements // width), 8), other: width, "num_warps": 4}
 
 
 def hidden_of(
@@ -275,7 +277,8 @@ def result_of(
 ):
     """`[..., d]` of hidden `[..., k, f]`, ids and weights `[..., k]`."""
     (e, d, f), lead = down.shape, ids.shape[:-1]
-    found = blocks(f, "BLOCK_D", "BLOCK_F", 1024)
+    # the scales of rows, and what bytes are on the way to floats, need registers
+    found = blocks(f, "BLOCK_D", "BLOCK_F", 1024, 8192 if scales is None else 4096)
     [y] = bridge.sparse_call(
         result_kernel,
         (-(-d // found["BLOCK_D"]), math.prod(lead)),

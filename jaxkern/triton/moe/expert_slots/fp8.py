@@ -1,4 +1,4 @@
-"""Experts of 8-bit floats with a scale for each row, for a few tokens, by moe_ffn.py."""
+"""Experts in 8-bit floats, rows with a scale each, for a few tokens, by moe_ffn.py."""
 
 from jaxkern.triton.moe import moe_ffn
 from jaxkern.triton.moe.few_slots import refusal
