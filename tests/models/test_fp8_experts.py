@@ -34,6 +34,7 @@ def off(found, truth):
     return np.linalg.norm(found - truth) / np.linalg.norm(truth)
 
 
+@pytest.mark.full
 def test_those_of_a_file_with_scales_of_rows_stay():
     """Of its blocks of 128 columns the rows here have no more than one."""
     folder = GOLDEN / "quantized_folders" / "fp8"
@@ -93,6 +94,6 @@ def test_what_would_lose_more_or_has_no_experts_is_refused(tmp_path):
         WeightReader.stored_in_8_bits(cast(Any, reader), "output.weight", [blocks])
     with pytest.raises(ValueError, match="is MXFP4: weights='fp8_experts' rounds"):
         load(FOLDERS / "gpt_oss_mxfp4", "fp8_experts")
-    path = write_tiny_gguf(tmp_path / "m.gguf")
+    path = write_tiny_gguf(tmp_path / "m.gguf", architecture="llama")
     with pytest.raises(ValueError, match="load: weights='fp8_experts' is for experts"):
         load(path, "fp8_experts")
