@@ -44,7 +44,7 @@ BENCHMARK = Benchmark(
     differentiable=False,
 )
 GATED = Benchmark(
-    "swiglu_rows_fp8",
+    "encode_rows_fp8, swiglu",
     of_gated,
     [case(32768, 768, reads=2), case(32768, 2048, reads=2), case(65536, 512, reads=2)],
     jax_peers={"swiglu, then rows": in_turn},
