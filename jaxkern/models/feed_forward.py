@@ -215,7 +215,7 @@ class Mixture:
         rows = x
         if weights.into_latent is not None:
             rows = project(config, x, weights.into_latent)
-        layer = moe_ffn_fp8 if config.expert_dtype == FP8 else moe_ffn
+        layer: Any = moe_ffn_fp8 if config.expert_dtype == FP8 else moe_ffn
         y = layer(
             rows,
             ids,

@@ -285,9 +285,9 @@ class WeightReader:
     ) -> QuantizedTensor:
         """Experts that the file has in 8-bit floats with a scale for each row."""
         w = stacked_containers(stored)
-        by_rows = isinstance(w, FP8Tensor) and w.format == "e4m3fn"
-        if by_rows and w.scales.shape[-1] == 1:
-            return w
+        if isinstance(w, FP8Tensor) and w.format == "e4m3fn":
+            if w.scales.shape[-1] == 1:
+                return w
         raise self.file.error(
             f"tensor {self.file.called(name)} is {stored[0]!r}: weights='fp8_experts' "
             "rounds experts of floats, and takes those in e4m3fn with scales of whole "

@@ -159,13 +159,13 @@ def swiglu_rows(
     limit: float | None,
     up_offset: float,
 ) -> Rows:
-    gate, up = (None if a is None else lax.stop_gradient(a) for a in (gate, up))
     options = dict(
         alpha=float(alpha),
         limit=None if limit is None else float(limit),
         up_offset=float(up_offset),
     )
-    return Rows(*swiglu_rows_fp8_p(gate, up, **options))
+    fixed = [None if a is None else lax.stop_gradient(a) for a in (gate, up)]
+    return Rows(*swiglu_rows_fp8_p(*fixed, **options))
 
 
 # y of the codes. Its derivative is that of `rows_of(*floats)` times the weights, whose
