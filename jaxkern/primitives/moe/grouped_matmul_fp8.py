@@ -8,14 +8,15 @@ has one for each tensor, here rows of other groups share none.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Integer, UInt8
+from jaxtyping import Array, Float, Int32, Integer, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.dense_product import result_dtype
@@ -66,8 +67,8 @@ def grouped_matmul_fp8(
     higher order are those of the product where q has derivative 1. Weights that are
     stored have no gradient, and that of x is dx = dy w in its dtype, not rounded.
 
-    On Hopper the product is a kernel of 1.7 to 1.9 times the rate of bfloat16. XLA
-    rounds x before it; to round w too, in each call, costs more than is gained. Tensor
+    On Hopper the product is a kernel of 1.7 to 1.9 times the rate of bfloat16, and one
+    before it rounds x; to round w too, in each call, costs more than is gained. Tensor
     cores there keep 13 binary digits of a sum every 32 columns, an error of 3.5e-3 of
     the largest result 2880 columns deep. Elsewhere XLA adds the same products in
     float32, in a loop over blocks of rows.
@@ -95,9 +96,8 @@ def grouped_matmul_fp8(
     result = result_dtype("grouped_matmul_fp8", preferred_element_type, x.dtype)
     if isinstance(w, FP8Tensor):
         check_stored(x, w, group_sizes)
-        return product_of_rows(
-            x, None, encoded_rows(x), stored_rows(w), group_sizes, result
-        )
+        rows = encoded_rows(x), stored_rows(w), group_sizes
+        return stored_product(as_it_is, result, (x,), *rows)
     w = jnp.asarray(w)
     y = product_of_rows(x, w, encoded_rows(x), encoded_rows(w), group_sizes, result)
     return rounded_gradient(y, num_maps=1)
@@ -142,11 +142,10 @@ def check_rows(op: str, name: str, w: FP8Tensor) -> None:
             f"{op}: `{name}` must be stored in {OPERANDS}, got {w.format!r}."
         )
     if w.scales.shape[-1] != 1:
-        decodes = op.removesuffix("_fp8")
         raise ValueError(
             f"{op}: `{name}` must have scales of whole rows, block=(1, 0) or (0, 0), "
             f"got {w.block}: those of blocks along a row would stand within the sums. "
-            f"`{decodes}` takes them."
+            "`grouped_matmul`, which decodes, takes them."
         )
 
 
@@ -162,7 +161,7 @@ def stored_rows(w: FP8Tensor) -> Rows:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
 def product_of_rows(
     x: Float[Array, "r d"],
-    w: Float[Array, "e f d"] | None,
+    w: Float[Array, "e f d"],
     x_rows: Rows,
     w_rows: Rows,
     group_sizes: Integer[Array, " e"],
@@ -185,8 +184,6 @@ def _(result, primals, tangents):
 def slope_of_rows(tangents, floats, x_rows, w_rows, group_sizes, *, result):
     """The tangent of the product of what is decoded, by that of `grouped_matmul`."""
     (x, w), (x_dot, w_dot) = floats, tangents
-    if w is None:
-        return slope_of_stored(x_dot, w_rows, group_sizes, result=result)
     dtype = restored_dtype(x, w)
     other = None if result == dtype else result
 
@@ -200,6 +197,33 @@ def slope_of_rows(tangents, floats, x_rows, w_rows, group_sizes, *, result):
     w8 = each_row(decoded, w.ndim)(w, *w_rows)
     moves = x_dot.astype(dtype), w_dot.astype(dtype)
     return jax.jvp(product, (x8, w8), moves)[1]
+
+
+# y of the codes. Its derivative is that of `rows_of(*floats)` times the weights, whose
+# values it does not read.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def stored_product(
+    rows_of: Callable[..., Float[Array, "r d"]],
+    result: jnp.dtype,
+    floats: tuple[Any, ...],
+    x_rows: Rows,
+    w_rows: Rows,
+    group_sizes: Integer[Array, " e"],
+) -> Float[Array, "r f"]:
+    del rows_of, floats
+    operands = *x_rows, *w_rows, group_sizes
+    return scaled_grouped_matmul_p(*operands, preferred_element_type=result)
+
+
+@stored_product.defjvp
+def _(rows_of, result, primals, tangents):
+    floats, _, w_rows, group_sizes = primals
+    x_dot = jax.jvp(rows_of, floats, tangents[0])[1]
+    # decoded anew in the backward pass: until then the codes are what is kept
+    slope = functools.partial(slope_of_stored, result=result)
+    slope = jax.checkpoint(slope, prevent_cse=False)
+    y = stored_product(rows_of, result, *primals)
+    return y, slope(x_dot, w_rows, group_sizes)
 
 
 def slope_of_stored(
@@ -220,6 +244,22 @@ def slope_of_stored(
 
     move = x_dot.astype(dtype)
     return jax.jvp(product, (jnp.zeros_like(move),), (move,))[1]
+
+
+def as_it_is(x: Float[Array, "r d"]) -> Float[Array, "r d"]:
+    return x
+
+
+def slots_of_tokens(
+    x: Float[Array, "t d"], order: Int32[Array, " r"], *, k: int
+) -> Float[Array, "r d"]:
+    return permute_tokens(x, order, k)
+
+
+def permuted(rows: Rows, index: Int32[Array, " r"]) -> Rows:
+    """Rows by their numbers, which are all within bounds."""
+    codes = take_rows(rows.codes, index)
+    return Rows(codes, take_rows(rows.scales[:, None], index)[:, 0])
 
 
 def scaled_grouped_matmul_reference(
@@ -260,10 +300,13 @@ def multiply_routed_fp8(
     """`quantized_matmul_id`: the format has no primitive that reads experts by id."""
     k = ids.shape[1]
     order, group_sizes = expert_order(ids, w.shape[0])
-    rows = permute_tokens(x, order, k)
     if compute_dtype == jnp.float8_e4m3fn:
-        y = grouped_matmul_fp8(rows, w, group_sizes)
+        check_rows("quantized_matmul_id", "w", w)
+        slots = functools.partial(slots_of_tokens, k=k)
+        rows = permuted(encoded_rows(x), order // k), stored_rows(w), group_sizes
+        y = stored_product(slots, x.dtype, (x, order), *rows)
     else:
+        rows = permute_tokens(x, order, k)
         y = multiply_quantized_groups(rows, w, group_sizes, compute_dtype)
     return unpermute_tokens(y, order, k)
 

@@ -8,13 +8,9 @@ copied to its k slots, and hidden where its gate is computed, in one pass.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Integer
+from jaxtyping import Array, Float, Int32
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.linear.encode_rows_fp8 import swiglu_rows_fp8_p
@@ -23,8 +19,9 @@ from jaxkern.primitives.moe.grouped_matmul_fp8 import (
     Rows,
     check_rows,
     encoded_rows,
-    scaled_grouped_matmul_p,
-    slope_of_stored,
+    permuted,
+    slots_of_tokens,
+    stored_product,
     stored_rows,
 )
 from jaxkern.primitives.moe.moe_ffn import (
@@ -34,7 +31,6 @@ from jaxkern.primitives.moe.moe_ffn import (
     expert_activation,
 )
 from jaxkern.primitives.moe.moe_weighted_reduce import moe_weighted_reduce
-from jaxkern.primitives.moe.permute_tokens import permute_tokens, take_rows
 from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 
@@ -139,18 +135,6 @@ def moe_ffn_fp8(
     return moe_weighted_reduce(y, weights).astype(x.dtype)
 
 
-def slots_of_tokens(
-    x: Float[Array, "t d"], order: Int32[Array, " r"], *, k: int
-) -> Float[Array, "r d"]:
-    return permute_tokens(x, order, k)
-
-
-def permuted(rows: Rows, index: Int32[Array, " r"]) -> Rows:
-    """Rows by their numbers, which are all within bounds."""
-    codes = take_rows(rows.codes, index)
-    return Rows(codes, take_rows(rows.scales[:, None], index)[:, 0])
-
-
 def swiglu_rows(
     gate: Float[Array, "r n"],
     up: Float[Array, "r f"] | None = None,
@@ -166,30 +150,3 @@ def swiglu_rows(
     )
     fixed = [None if a is None else lax.stop_gradient(a) for a in (gate, up)]
     return Rows(*swiglu_rows_fp8_p(*fixed, **options))
-
-
-# y of the codes. Its derivative is that of `rows_of(*floats)` times the weights, whose
-# values it does not read.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def stored_product(
-    rows_of: Callable[..., Float[Array, "r d"]],
-    result: jnp.dtype,
-    floats: tuple[Any, ...],
-    x_rows: Rows,
-    w_rows: Rows,
-    group_sizes: Integer[Array, " e"],
-) -> Float[Array, "r f"]:
-    del rows_of, floats
-    operands = *x_rows, *w_rows, group_sizes
-    return scaled_grouped_matmul_p(*operands, preferred_element_type=result)
-
-
-@stored_product.defjvp
-def _(rows_of, result, primals, tangents):
-    floats, _, w_rows, group_sizes = primals
-    x_dot = jax.jvp(rows_of, floats, tangents[0])[1]
-    # decoded anew in the backward pass: until then the codes are what is kept
-    slope = functools.partial(slope_of_stored, result=result)
-    slope = jax.checkpoint(slope, prevent_cse=False)
-    y = stored_product(rows_of, result, *primals)
-    return y, slope(x_dot, w_rows, group_sizes)
