@@ -62,7 +62,7 @@ def moe_ffn_fp8(
     q rounds to e4m3fn with a scale for each row, as `grouped_matmul_fp8` does: x once
     a token, and what is between gate and up and `down` once a slot. `moe_ffn` of the
     same containers decodes them and rounds neither. Each q is off by up to 1/16 of an
-    element, in the mean by 2.6 % of a row's norm. Biases are added to the products.
+    element, in the mean by 2.65 % of a row's norm. Biases are added to the products.
 
     Of "swiglu" what the gate lets through stays in float32 until it is rounded; of the
     other activations it is rounded to x.dtype before. The gradient of x is that of the
