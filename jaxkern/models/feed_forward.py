@@ -25,6 +25,7 @@ from jaxkern.models.expert_slots import (
 from jaxkern.models.mixers.layout import Layout, Shapes
 from jaxkern.models.products import FP8, Matrices, project
 from jaxkern.models.weight_reader import WeightReader
+from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 Experts = Float[Array, "e f d"] | QuantizedTensor
@@ -293,7 +294,18 @@ def read_experts(
     for name in ("gate", "up", "down"):
         if isinstance(w := found.get(name), jax.Array):
             found[name] = reader.kept_experts(w)
-    return found
+    return with_one_gate_up(found)
+
+
+def with_one_gate_up(found: dict[str, Any]) -> dict[str, Any]:
+    """Gate and up in 8-bit floats as one array: one product reads x for both."""
+    parts = found["gate"], found.get("up")
+    if not all(isinstance(w, FP8Tensor) and w.block == (1, 0) for w in parts):
+        return found
+    gate, bias = jax.tree.map(lambda *a: jnp.concatenate(a, 1), *parts), None
+    if found.get("gate_bias") is not None:
+        bias = jnp.concatenate([found["gate_bias"], found["up_bias"]], axis=1)
+    return found | {"gate": gate, "up": None, "gate_bias": bias, "up_bias": None}
 
 
 def stored_experts(

@@ -62,12 +62,16 @@ def test_prompts_are_multiplied_in_8_bits(name):
     config, weights = load(FOLDERS / name, "fp8_experts")
     assert config.expert_dtype == "float8_e4m3fn" and config.product_dtype is None
     sparse = weights.layers[0].feed_forward
-    for w in (sparse.gate, sparse.up, sparse.down):
-        assert isinstance(w, FP8Tensor) and w.block == (1, 0)
     _, plain = load(FOLDERS / name, "f32")
     stored = plain.layers[0].feed_forward
-    for w, exact in ((sparse.gate, stored.gate), (sparse.down, stored.down)):
+    gate_up = np.concatenate([stored.gate, stored.up], axis=1)
+    assert sparse.up is None and sparse.up_bias is None
+    for w, exact in ((sparse.gate, gate_up), (sparse.down, stored.down)):
+        assert isinstance(w, FP8Tensor) and w.block == (1, 0)
         assert w.shape == exact.shape and off(dequantize(w), exact) < 0.04
+    if stored.gate_bias is not None:
+        both = np.concatenate([stored.gate_bias, stored.up_bias], axis=1)
+        np.testing.assert_array_equal(sparse.gate_bias, both)
     found = forward(config, weights, tokens)
     decoded = forward(replace(config, expert_dtype=None), weights, tokens)
     program = str(jax.make_jaxpr(forward, static_argnums=0)(config, weights, tokens))
