@@ -15,6 +15,8 @@ from jaxkern.formats.safetensors import read_safetensors_folder
 from jaxkern.models import load
 from jaxkern.models.decoder import hidden_states, logits
 from jaxkern.models.weight_reader import WeightReader, choose_policy
+from jaxkern.train.jobs import adapter_job
+from jaxkern.train.run_config import Lora, RunConfig
 from tests.models.tiny_gguf import write_tiny_gguf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -101,3 +103,9 @@ def test_what_would_lose_more_or_has_no_experts_is_refused(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf", architecture="llama")
     with pytest.raises(ValueError, match="load: weights='fp8_experts' is for experts"):
         load(path, "fp8_experts")
+
+
+def test_adapters_are_not_trained_with_it():
+    lora = Lora(weights="fp8_experts")
+    with pytest.raises(ValueError, match="lora.weights: fp8_experts is not trained"):
+        adapter_job(RunConfig(), lora, str(FOLDERS / "qwen3_moe"), None)
