@@ -129,6 +129,7 @@ def moe_ffn(
     Up to 8 tokens of plain gated experts are an operator of their own, `moe_ffn_few`,
     whose kernels on a GPU read each token's experts where they lie; those of packed
     experts, up to 64 rows, are three of `quantized_matmul_id`, without a sort.
+    `moe_ffn_fp8` multiplies experts of 8-bit floats as they are stored.
 
     mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
 
