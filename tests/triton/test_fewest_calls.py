@@ -323,6 +323,16 @@ FEWEST = (
     "int_matmul_id-int8",
     "dequantize_interleaved-q8_0_row",
     "microscaled_matmul_id-mxfp4",
+    "experts of a prompt",
+    "gated_rms_norm 10007 bfloat16",
+    "rms_norm_add 10007 bfloat16",
+    "sandwich_rms_norm 10007 float32",
+    "gated_rms_norm 131072 float32",
+    "sandwich_rms_norm 131072 bfloat16",
+    "rms_norm_add 131072 float32",
+    "sandwich of three 131072 bfloat16",
+    "rms_norm-llama3_8b_prefill",
+    "rms_norm_mul-no_weight",
 )
 
 
