@@ -25,8 +25,8 @@ from jaxkern import (
 )
 from jaxkern.formats.gguf import GGUFTensorInfo
 from jaxkern.models.packed_parts import experts_in_tiles, in_tiles_of
-from jaxkern.models.products import Matrices, Matrix, Table
-from jaxkern.models.weight_reader import WeightReader, gpu_tiles
+from jaxkern.models.products import FP8, Matrices, Matrix, Table
+from jaxkern.models.weight_reader import WeightReader, gpu_tiles, in_8_bits
 from jaxkern.primitives.quant.gguf_blocks import BLOCK_FORMATS
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 from jaxkern.train.new_model import NewModel, new_model
@@ -136,6 +136,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+FP8_EXPERTS = "fp8_experts"  # experts in 8-bit floats, the others bfloat16
 # where the float16 scales of a block are, and how large
 SCALES = {"Q8_0": {0: 5e-4}, "Q6_K": {208: 2e-4}, "Q4_K": {0: 2e-3, 2: 0.015}}
 CONTAINERS = {
@@ -241,7 +242,11 @@ class DrawnReader(WeightReader):
         shape = self._shapes[names[0]]
         if len(names) > 1:
             shape = (len(names), *shape)
-        return drawn_experts(self._experts, shape)(self.key())
+        kind = "bf16" if self._experts == FP8_EXPERTS else self._experts
+        return drawn_experts(kind, shape)(self.key())
+
+    def kept_experts(self, w: jax.Array) -> jax.Array | QuantizedTensor:
+        return in_8_bits(w) if self._experts == FP8_EXPERTS else w
 
     def mxfp4(self, name: str, rows: slice = slice(None)) -> Any:
         e, f, groups, _ = self._shapes[f"{name}.blocks"]
@@ -285,17 +290,24 @@ def drawn_model(name: str, kind: str, layers: int | None = None) -> tuple[Any, A
 
     Args:
       name: of `PUBLISHED`.
-      kind: of the matrices; "mxfp4" is that of the experts, the others bfloat16.
+      kind: of the matrices; "mxfp4" is that of the experts, the others bfloat16. So
+        are "fp8_experts", which multiply prompts in 8 bits, and "fp8_decoded", which
+        are decoded for them.
       layers: fewer than there are, for a look at a few.
     """
+    multiplied_so = kind == FP8_EXPERTS
     described = new_model(published(name, layers), seed=0)
     file, shapes = described.file, dict(described.tensors)
     experts = None
     if kind == "mxfp4":
         kind, experts = "bf16", "mxfp4"
         shapes = with_mxfp4(shapes)
+    elif kind in (FP8_EXPERTS, "fp8_decoded"):
+        kind, experts = "bf16", FP8_EXPERTS
     assert isinstance(file, NewModel)
     infos = {n: GGUFTensorInfo(s, "F32", 0, 0) for n, s in shapes.items()}
     reader = DrawnReader(replace(file, tensors=infos), shapes, kind, experts)
     weights = described.architecture.weights(described.config, reader)
+    if multiplied_so:
+        reader.numerics["expert_dtype"] = FP8
     return replace(described.config, **reader.numerics), weights

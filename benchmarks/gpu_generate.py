@@ -5,7 +5,8 @@
 "hybrid" has three gated delta nets for each attention, in the sizes of Qwen3-Next but
 with dense blocks; bf16 alone. gpt-oss-20b, Qwen3.6-35B-A3B and Qwen3-30B-A3B have
 their published sizes. Weights are bf16, Q4_K_M, Q4_K, Q6_K, Q8_0, int4, affine4, fp8
-or mxfp4; of the published models bf16, those of blocks, or mxfp4 for the experts alone.
+or mxfp4; of the published models bf16, those of blocks, or for the experts alone mxfp4,
+fp8_experts (multiplied in 8 bits) or fp8_decoded (the same, decoded for prompts).
 
 Prefill of a model in the sizes of Qwen3-Next with kernels and without:
 

@@ -47,7 +47,7 @@ Conventions that differ between systems are arguments, or are fixed as in this t
 | a window of W | the last W keys, the query's own position included |
 | causal with t < s | bottom right: the last query sees the last key; `q_offset` says otherwise |
 | a row without a visible key | zeros, lse = -inf, zero gradients |
-| order of the scores | scale, softcap, bias and mask, softmax in float32; `softcap_after_bias` caps after the bias |
+| order of the scores | scale, softcap, bias and mask, softmax in float32; `SoftcapAfterBias` caps after the bias |
 | query head to key head | block: i // g |
 | partial rotary | the first `rotary_dim` dims, pairs `rotary_dim / 2` apart; `pair_offset`, `freq_dim`, `at_end` for others |
 | decay of the delta rule | logarithms, g <= 0 |

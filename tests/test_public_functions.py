@@ -91,7 +91,11 @@ def test_a_wrong_dtype_is_refused_before_it_is_converted():
     [
         ({"window": "2"}, "`window` must be a static int or .*, got '2'"),
         ({"scale": "1"}, "`scale` must be an array, got str"),
-        ({"softcap": "1"}, "`softcap` must be float, got '1'"),
+        (
+            {"softcap": "1"},
+            r"`softcap` must be SoftcapAfterBias\(cap\) or float, got '1'",
+        ),
+        ({"dropout": 0.1}, r"`dropout` must be Dropout\(rate, key\), got float 0\.1\."),
         ({"sinks": [0.0]}, "`sinks` must be an array, got list"),
         ({"q_offset": 0.5}, "`q_offset` must have a dtype of kind Int, got float32"),
     ],
@@ -210,7 +214,8 @@ def test_positions_of_another_number_of_sequences_are_refused(shape):
         jaxkern.update_kv_cache(cache, cache, positions)
     with pytest.raises(TypeError, match=f"^qk_norm_rope_cache: {message}"):
         jaxkern.qk_norm_rope_cache(
-            cache, cache, cache, None, None, turned, turned, cache, cache, positions
+            *(cache, cache, cache, (None, None), (turned, turned)),
+            *(cache, cache, positions),
         )
 
 

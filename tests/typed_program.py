@@ -28,6 +28,14 @@ def program(x: jax.Array) -> None:
     y, cache = jk.cached_attention(tokens, tokens, tokens, empty)
     assert_type(y, jax.Array)
     assert_type(cache, jk.KVCache | jk.PagedKVCache)
+    same = tokens, tokens, tokens
+    dropout, cap = jk.Dropout(0.1, jax.random.key(0)), jk.SoftcapAfterBias(2.0)
+    out = jk.attention(*same, dropout=dropout, softcap=cap)
+    assert_type(out, jax.Array | tuple[jax.Array, jax.Array])
+    tables, at = jk.rope_cos_sin(jnp.arange(2), 8), jnp.zeros(1, int)
+    into, how = (tokens, tokens, at), jk.NormRope(pairing="interleaved")
+    written = jk.qk_norm_rope_cache(*same, (None, x[0]), tables, *into, norm_rope=how)
+    assert_type(written, tuple[jax.Array, jax.Array, jax.Array])
     assert_type(jk.train.AdamW(0.1), AdamW)
     assert_type(train_step(lambda w, batch: w.sum(), AdamW(0.1)), TrainStep)
 
@@ -35,4 +43,6 @@ def program(x: jax.Array) -> None:
 def mistakes(x: jax.Array) -> None:
     jk.rms_norm(x, epsilon=1e-6)  # type: ignore[call-arg]
     jk.softmax(x, scale="1")  # type: ignore[arg-type]
+    jk.attention(x, x, x, dropout=0.1)  # type: ignore[arg-type]
+    jk.NormRope(pairing="half")  # type: ignore[arg-type]
     jk.rms_nrom(x)  # type: ignore[attr-defined]

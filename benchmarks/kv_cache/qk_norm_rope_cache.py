@@ -42,7 +42,8 @@ def fused(query, key, value, fixed, caches, positions):
 
 
 def separate(query, key, value, fixed, caches, positions):
-    query, key = jaxkern.qk_norm_rope(query, key, *fixed)
+    weights, tables = fixed
+    query, key = jaxkern.qk_norm_rope(query, key, *weights, *tables)
     write = jaxkern.update_quantized_kv_cache
     if not isinstance(caches[0], QuantizedVectors):
         write = jaxkern.update_kv_cache
@@ -81,7 +82,7 @@ def operands(batch, tokens, codec):
     positions = jnp.arange(batch) % 64
     weights = jnp.ones(H, jnp.bfloat16), jnp.ones(H, jnp.bfloat16)
     at = positions[:, None] + jnp.arange(tokens)
-    fixed = *weights, *jaxkern.rope_cos_sin(at, H)
+    fixed = weights, jaxkern.rope_cos_sin(at, H)
     heads = tuple((draw(2 * i, K), draw(2 * i + 1, K)) for i in range(LAYERS))
     layers = tuple((cache(), cache()) for _ in range(LAYERS))
     return (draw(99, N), layers, positions), fixed, heads

@@ -31,7 +31,8 @@ def fused(query, key, value, fixed, caches, positions):
 
 def separate(query, key, value, fixed, caches, positions):
     slots = slots_of(caches[0], positions, query.shape[1])
-    query, key = jaxkern.qk_norm_rope(query, key, *fixed)
+    weights, tables = fixed
+    query, key = jaxkern.qk_norm_rope(query, key, *weights, *tables)
     pairs = zip(in_pages(caches), (key, value), strict=True)
     pages = [jaxkern.update_paged_kv_cache(page, x, slots) for page, x in pairs]
     return query, *as_before(pages, caches)

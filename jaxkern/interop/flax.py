@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxkern.interop.attending import attend_as_jax_nn
 from jaxkern.interop.calling import as_asked, takes_holders
+from jaxkern.primitives.attention.dropout import Dropout
 
 __all__ = ["dot_product_attention", "trainable"]
 
@@ -103,6 +104,7 @@ def dot_product_attention(
     Raises:
       NotImplementedError: a `module`, an einsum, or dropout that is broadcast.
       TypeError: a shape or dtype does not fit.
+      ValueError: dropout without `dropout_rng`.
 
     Example:
       >>> from jaxkern.interop.flax import dot_product_attention
@@ -133,7 +135,12 @@ def dot_product_attention(
         mask = mask != 0
     options: dict[str, Any] = {}
     if drops:
-        options = dict(dropout=dropout_rate, dropout_key=dropout_rng)
+        if dropout_rng is None:
+            raise ValueError(
+                f"{op}: `dropout_rate` is {dropout_rate} without a key. Pass "
+                "`dropout_rng`, a new one for each step."
+            )
+        options = dict(dropout=Dropout(dropout_rate, dropout_rng))
     with as_asked(op, None, precision):
         out, _ = attend_as_jax_nn(
             op,

@@ -26,6 +26,7 @@ from jaxkern.interop.tokamax_ragged import (
 from jaxkern.lowering.exported_kernels import CHECKS as DISABLE_JAX_EXPORT_CHECKS
 from jaxkern.primitives.activation.activations import Activation as ActivationName
 from jaxkern.primitives.activation.glu import glu
+from jaxkern.primitives.attention.plain_attention import SoftcapAfterBias
 from jaxkern.primitives.declared_dims import unwrapped
 from jaxkern.primitives.linear.linear import linear
 from jaxkern.primitives.loss.linear_cross_entropy import linear_cross_entropy
@@ -123,6 +124,7 @@ def dot_product_attention(
         raise NotImplementedError(
             f"{op}: `q_sharding` is not supported. Leave it out: operands carry theirs."
         )
+    cap = None if logits_soft_cap is None else SoftcapAfterBias(logits_soft_cap)
     with as_asked(op, implementation, precision):
         out, _ = attend_as_jax_nn(
             op,
@@ -132,8 +134,7 @@ def dot_product_attention(
             key_value_seq_lengths=key_value_seq_lengths,
             local_window_size=local_window_size,
             scale=scale,
-            softcap=logits_soft_cap,
-            softcap_after_bias=True,
+            softcap=cap,
         )
     return out
 

@@ -68,6 +68,8 @@ KERNELS = (
     Kernel("norm_route",                 "triton",     "triton.moe.norm_route",                          "primal"),
     Kernel("dense_expert_hidden",        "triton",     "triton.moe.expert_slots.dense",                  "primal", unsupported="unsupported_hidden"),
     Kernel("dense_expert_sum",           "triton",     "triton.moe.expert_slots.dense",                  "primal", unsupported="unsupported_sum"),
+    Kernel("fp8_expert_hidden",          "triton",     "triton.moe.expert_slots.fp8",                    "primal", unsupported="unsupported_hidden"),
+    Kernel("fp8_expert_sum",             "triton",     "triton.moe.expert_slots.fp8",                    "primal", unsupported="unsupported_sum"),
     Kernel("microscaled_expert_hidden",  "triton",     "triton.moe.expert_slots.microscaled",            "primal", unsupported="unsupported_hidden"),
     Kernel("microscaled_expert_sum",     "triton",     "triton.moe.expert_slots.microscaled",            "primal", unsupported="unsupported_sum"),
     Kernel("interleaved_expert_hidden",  "triton",     "triton.moe.expert_slots.interleaved",            "primal", unsupported="unsupported_hidden"),
@@ -75,6 +77,8 @@ KERNELS = (
 
     Kernel("linear",                     "triton",     "triton.linear.linear",                           "primal"),
     Kernel("encode_fp8",                 "triton",     "triton.linear.encode_fp8",                       "primal"),
+    Kernel("encode_rows_fp8",            "triton",     "triton.linear.encode_rows_fp8",                  "primal"),
+    Kernel("swiglu_rows_fp8",            "triton",     "triton.linear.encode_rows_fp8",                  "primal"),
     Kernel("dequantize_interleaved",     "triton",     "triton.quant.interleaved_matmul",                "primal", unsupported="unsupported_weights"),
     Kernel("dequantize_int",             "triton",     "triton.quant.int_matmul",                        "primal", unsupported="unsupported_weights"),
     Kernel("dequantize_microscaled",     "triton",     "triton.quant.microscaled",                       "primal", unsupported="unsupported_weights"),

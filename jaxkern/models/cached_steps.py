@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxkern import (
     KVCache,
+    NormRope,
     attention,
     cached_attention,
     qk_norm_rope_cache,
@@ -156,20 +157,19 @@ def attend_in_one(
     """
     grown = q.shape[1] if new_lengths is None else new_lengths
     after = cache.lengths + grown
-    new = q, k, v, *norms, *rotation
+    new = q, k, v, norms, rotation
     into: tuple = cache.keys, cache.values, cache.lengths, new_lengths
-    turn: dict = dict(eps=None if norms[0] is None else eps, pairing=pairing)
-    turn |= dict(value_eps=value_eps)
+    turn = NormRope(None if norms[0] is None else eps, value_eps, pairing=pairing)
     one_op = q.shape[1] == 1 and jax.default_backend() == "gpu"
     if one_op and not cache.quantized:
-        options |= dict(gated=gated)
-        y, keys, values = qk_norm_rope_cache_attention(*new, *into, **turn, **options)
+        options |= dict(gated=gated, norm_rope=turn)
+        y, keys, values = qk_norm_rope_cache_attention(*new, *into, **options)
         return y, replace(cache, keys=keys, values=values, lengths=after)
     write: Any = qk_norm_rope_cache
     if cache.quantized:
         write = qk_norm_rope_quantized_cache
     q, gate = heads_and_gates(q, k.shape[-1], gated)
-    q, keys, values = write(q, *new[1:], *into, **turn)
+    q, keys, values = write(q, *new[1:], *into, norm_rope=turn)
     y = attention_over(
         q,
         keys,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from jaxkern.lowering.calls_ahead import calls_compiled_ahead
 from jaxkern.lowering.chained import chained
 from jaxkern.lowering.launches_ahead import compiled_ahead
 from jaxkern.models.architecture import Cache, ModelConfig
@@ -19,9 +20,17 @@ from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
 from jaxkern.quick_import import no_collections
 from jaxkern.runtime.plan.kept_calls import KeptCalls
-from jaxkern.runtime.plan.made import made
+from jaxkern.runtime.plan.made import Made, made
 
 NO_TOKEN = -1  # of a sequence that is finished
+UNKNOWN = "No such compile option"  # what XLA says of one
+
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""How XLA compiles a model on a GPU.
+
+The products that have no kernel of ours go to cuBLAS: before XLA times its own Triton
+products beside it, it compiles a hundred of them.
+"""
 
 
 class Progress(NamedTuple):
@@ -121,16 +130,21 @@ def compiled_in_turn(
 
     Those that a start before has left on disk are not traced (`KeptCalls`). Where a GPU
     will run them their kernels compile beside each other before that, and XLA compiles
-    them at once. The memory that compiling took goes back to the system:
-    glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
+    them at once, with `GPU_OPTIONS`. The memory that compiling took goes back to the
+    system: glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
     """
     kept = kept or KeptCalls()
     executables = kept.load_all(calls)
     missing = {name: call for name, call in calls.items() if name not in executables}
     if not missing:
         return executables
-    at_once = len(missing) if jax.default_backend() == "gpu" else 1
-    with concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker:
+    on_gpu = jax.default_backend() == "gpu"
+    at_once = len(missing) if on_gpu else 1
+    options = GPU_OPTIONS if on_gpu else {}
+    with (
+        calls_compiled_ahead() as with_calls,
+        concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker,
+    ):
         with no_collections(), compiled_ahead() as ask:
             traced, began = {}, {}
             broken = {name for name, call in missing.items() if kept.has_file(call[0])}
@@ -140,7 +154,11 @@ def compiled_in_turn(
                 ask(traced[name].jaxpr)
             compiling = {
                 name: worker.submit(
-                    made, one.lower(), began=began[name], anew=name in broken
+                    made_with,
+                    options,
+                    with_calls(one.lower()),
+                    began=began[name],
+                    anew=name in broken,
                 )
                 for name, one in traced.items()
             }
@@ -151,3 +169,13 @@ def compiled_in_turn(
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     return {name: executables[name] for name in calls}
+
+
+def made_with(options: dict[str, Any], lowered: jax.stages.Lowered, **how: Any) -> Made:
+    """`made` with options of XLA, or without where this XLA does not know one."""
+    try:
+        return made(lowered, options, **how)
+    except jax.errors.JaxRuntimeError as error:
+        if not options or UNKNOWN not in str(error):
+            raise
+        return made(lowered, **how)

@@ -87,6 +87,7 @@ class DecoderConfig:
     dtype: str = "float32"  # of activations
     product_dtype: str | None = None  # to which quantised products round them: "int8"
     fused: bool = False  # products that take in the norm before them
+    expert_dtype: str | None = None  # of products of experts kept in it, many tokens'
 
     @property
     def layers(self) -> int:

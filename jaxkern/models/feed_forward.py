@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkern import bias_activation, linear, moe_ffn, route, sigmoid_gate
+from jaxkern import bias_activation, linear, moe_ffn, moe_ffn_fp8, route, sigmoid_gate
 from jaxkern.models.branch import Branch
 from jaxkern.models.expert_slots import (
     by_groups,
@@ -23,8 +23,9 @@ from jaxkern.models.expert_slots import (
     experts_of_slots,
 )
 from jaxkern.models.mixers.layout import Layout, Shapes
-from jaxkern.models.products import Matrices, project
+from jaxkern.models.products import FP8, Matrices, project
 from jaxkern.models.weight_reader import WeightReader
+from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 
 Experts = Float[Array, "e f d"] | QuantizedTensor
@@ -215,7 +216,8 @@ class Mixture:
         rows = x
         if weights.into_latent is not None:
             rows = project(config, x, weights.into_latent)
-        y = moe_ffn(
+        layer: Any = moe_ffn_fp8 if config.expert_dtype == FP8 else moe_ffn
+        y = layer(
             rows,
             ids,
             by_expert.astype(x.dtype),
@@ -287,7 +289,29 @@ def expert_tensors(mixture: Mixture, d: int, layout: Layout) -> Shapes:
 def read_experts(
     mixture: Mixture, reader: WeightReader, blk: str, layout: Layout
 ) -> dict[str, Any]:
-    """gate, up and down, and their biases."""
+    """gate, up and down as the policy keeps them, and their biases."""
+    found = stored_experts(mixture, reader, blk, layout)
+    for name in ("gate", "up", "down"):
+        if isinstance(w := found.get(name), jax.Array):
+            found[name] = reader.kept_experts(w)
+    return with_one_gate_up(found)
+
+
+def with_one_gate_up(found: dict[str, Any]) -> dict[str, Any]:
+    """Gate and up in 8-bit floats as one array: one product reads x for both."""
+    parts = found["gate"], found.get("up")
+    if not all(isinstance(w, FP8Tensor) and w.block == (1, 0) for w in parts):
+        return found
+    gate, bias = jax.tree.map(lambda *a: jnp.concatenate(a, 1), *parts), None
+    if found.get("gate_bias") is not None:
+        bias = jnp.concatenate([found["gate_bias"], found["up_bias"]], axis=1)
+    return found | {"gate": gate, "up": None, "gate_bias": bias, "up_bias": None}
+
+
+def stored_experts(
+    mixture: Mixture, reader: WeightReader, blk: str, layout: Layout
+) -> dict[str, Any]:
+    """The same, arrays before any rounding."""
     form, gate_up = layout.experts, f"{blk}.ffn_gate_up_exps"
     bias = reader.vectors(f"{gate_up}.bias")
     found: dict[str, Any] = {

@@ -98,6 +98,8 @@ def load_described(
 
     from jaxkern.models.weight_reader import WeightReader
 
+    if policy == "fp8_experts":
+        check_experts(model)
     if source is None:
         reader = WeightReader(model.file, model.tensors, policy)
     else:
@@ -110,3 +112,14 @@ def load_described(
     if source is not None:
         source.check(model)
     return config, jax.block_until_ready(weights)
+
+
+def check_experts(model: "Described") -> None:
+    """ValueError unless the page of the model multiplies experts in 8 bits."""
+    has_some = any("_exps." in name for name in model.file.tensors)
+    if not has_some or not hasattr(model.config, "expert_dtype"):
+        without = "has none" if not has_some else "has them on a page without it"
+        raise ValueError(
+            "load: weights='fp8_experts' is for experts of a mixture, and "
+            f"{model.config.architecture} {without}. Take 'bf16'."
+        )

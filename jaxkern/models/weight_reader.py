@@ -14,10 +14,12 @@ from jaxtyping import Array, Float
 
 from jaxkern import (
     AffineTensor,
+    FP8Tensor,
     GGUFTensor,
     InterleavedTensor,
     MicroscaledTensor,
     dequantize,
+    quantize_fp8,
 )
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.finite_weights import FiniteCheck
@@ -31,13 +33,15 @@ from jaxkern.models.packed_parts import (
     side_by_side,
     stacked_containers,
 )
-from jaxkern.models.products import Matrices, Matrix, Table
+from jaxkern.models.products import FP8, Matrices, Matrix, Table
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
 from jaxkern.primitives.quant.interleaved_tensor import ROWS, UNITS, interleaved
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 from jaxkern.primitives.quant.requantize import exact_forms
 
-Policy = Literal["auto", "packed", "packed_int8", "f32", "bf16", "affine", "train"]
+Policy = Literal[
+    "auto", "packed", "packed_int8", "f32", "bf16", "fp8_experts", "affine", "train"
+]
 
 
 def choose_policy(
@@ -51,7 +55,11 @@ def choose_policy(
     llama.cpp does; `f32` and `bf16` decode once, while loading; `affine` is `packed`,
     but blocks of a GGUF file become the very same weights in MLX's affine format where
     it holds them (see `requantize`): what the fused kernels of jax-mps read on Apple
-    GPUs, where nothing was measured, so `auto` does not take it; `train` gives what
+    GPUs, where nothing was measured, so `auto` does not take it; `fp8_experts` is
+    `bf16`, but experts of a mixture are rounded to 8-bit floats with a scale for each
+    row, and so is what they read of more than 8 tokens, which they multiply in 8 bits:
+    faster on Hopper, by an error that is not that of the file, so `auto` does not take
+    it either; `train` gives what
     `jaxkern.train` takes: float32, matrices as they lie in the file, a tied table once.
     The C++ kernels read a packed matrix as it is, so on a CPU that has them `auto`
     takes `packed_int8`: the fastest and smallest. XLA:CPU multiplies in float32: it
@@ -145,7 +153,8 @@ class WeightReader:
 
     Attributes:
       file: as given; what is read of it must be finite, see `finish`.
-      numerics: `dtype`, `product_dtype` and `fused` of the config.
+      numerics: `dtype`, `product_dtype` and `fused` of the config, and `expert_dtype`
+        where the policy is about experts.
     """
 
     def __init__(
@@ -162,13 +171,15 @@ class WeightReader:
         on_cpu = jax.default_backend() == "cpu" and missing() is None and as_blocks
         self._formats = gpu_formats() if as_blocks else set()
         self._with_kernels = on_cpu or bool(self._formats)
-        narrow = self._policy == "bf16" or bool(self._formats)
+        narrow = self._policy in ("bf16", "fp8_experts") or bool(self._formats)
         dtype = "train" if self._policy == "train" else "float32"
         self.numerics: dict[str, Any] = dict(
             dtype="bfloat16" if narrow else dtype,
             product_dtype="int8" if self._policy == "packed_int8" else None,
             fused=narrow and jax.default_backend() == "gpu",
         )
+        if self._policy == "fp8_experts":
+            self.numerics["expert_dtype"] = FP8
         self._memory = WeightMemory(
             sum(info.nbytes + ALIGNMENT for info in file.tensors.values())
             if on_cpu
@@ -256,6 +267,8 @@ class WeightReader:
         """`[e, f, d]`, one tensor or one for each expert; a packed policy keeps them
         as in the file."""
         stored = [self.file.load(name) for name in names]
+        if self._policy == "fp8_experts" and not are_floats(stored):
+            return self.stored_in_8_bits(names[0], stored)
         if any(map(self.is_packed, names)):
             if self._packed and (w := stacked_containers(stored)) is not None:
                 return experts_in_tiles(w, gpu_tiles())
@@ -273,6 +286,26 @@ class WeightReader:
             return jnp.array(whole, dtype, copy=True)  # out of the map
         return jnp.stack([jnp.asarray(w, dtype) for w in stored])
 
+    def stored_in_8_bits(
+        self, name: str, stored: Sequence[jax.Array | QuantizedTensor]
+    ) -> QuantizedTensor:
+        """Experts that the file has in 8-bit floats with a scale for each row."""
+        w = stacked_containers(stored)
+        if isinstance(w, FP8Tensor) and w.format == "e4m3fn":
+            if w.scales.shape[-1] == 1:
+                return w
+        raise self.file.error(
+            f"tensor {self.file.called(name)} is {stored[0]!r}: weights='fp8_experts' "
+            "rounds experts of floats, and takes those in e4m3fn with scales of whole "
+            "rows. Rounded again these would lose more: take 'packed' or 'bf16'"
+        )
+
+    def kept_experts(
+        self, w: Float[Array, "e f d"]
+    ) -> Float[Array, "e f d"] | QuantizedTensor:
+        """Decoded experts as the policy keeps them."""
+        return in_8_bits(w) if self._policy == "fp8_experts" else w
+
     def with_tiles(self, experts: GGUFTensor) -> QuantizedTensor:
         """Rows interleaved where the kernels of a GPU read them so."""
         tiled = experts.qtype in UNITS and experts.shape[-2] % ROWS == 0
@@ -284,6 +317,11 @@ class WeightReader:
         self, name: str, rows: slice = slice(None)
     ) -> Float[Array, "e f d"] | QuantizedTensor:
         """Some rows of experts in groups of MXFP4, `<name>.blocks` and `.scales`."""
+        if self._policy == "fp8_experts":
+            raise self.file.error(
+                f"tensor {name}.blocks is MXFP4: weights='fp8_experts' rounds experts "
+                "of floats, and these would take twice their bytes. Take 'packed'"
+            )
         codes, scales = (self.file.view(f"{name}.{x}") for x in ("blocks", "scales"))
         codes = codes.reshape(*codes.shape[:2], -1)
         w = MicroscaledTensor(
@@ -316,6 +354,16 @@ class WeightReader:
     def _dtype(self) -> jnp.dtype:
         narrow = self.numerics["dtype"] == "bfloat16"
         return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+
+
+def are_floats(stored: Sequence[jax.Array | QuantizedTensor]) -> bool:
+    return all(isinstance(w, jax.Array) for w in stored)
+
+
+@jax.jit
+def in_8_bits(w: Float[Array, "e f d"]) -> FP8Tensor:
+    """Each row by its own largest element: what `moe_ffn_fp8` takes."""
+    return quantize_fp8(w, block=(1, 0))
 
 
 @jax.jit

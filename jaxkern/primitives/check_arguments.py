@@ -31,7 +31,11 @@ INTEGERS = ("Int", "Int32", "Integer", "UInt")  # `fn` knows which widths it can
 ANY_INTEGER = tuple(
     f"{sign}int{n}" for sign in ("", "u") for n in (2, 4, 8, 16, 32, 64)
 )
-NOT_NEGATIVE = ("eps", "eps_root")  # options that are bounded wherever they stand
+NOT_NEGATIVE = (
+    "eps",
+    "eps_root",
+    "value_eps",
+)  # options that are bounded wherever they stand
 LABELS = ("ignore_index",)  # options that are compared with int32
 WRONG = (str, bytes, list, tuple, dict, set, types.NoneType, types.FunctionType)
 
@@ -48,7 +52,7 @@ class Declared:
     text: bool = False
 
     def __str__(self) -> str:
-        names = [cls.__name__ for cls in (*self.classes, *self.numbers)]
+        names = [as_written(cls) for cls in (*self.classes, *self.numbers)]
         names += ["str"] * self.text
         return " or ".join(["array"] * (self.array is not None) + names)
 
@@ -99,6 +103,45 @@ def check_arguments[F: Callable](fn: F) -> F:
 
     checked.__module__ = "jaxkern"  # where users, and pickle, find it
     return typing.cast(F, checked)
+
+
+def check_fields(record: Any) -> None:
+    """Checks a frozen dataclass of options, in its `__post_init__`, as arguments are.
+
+    A key is left to the function that takes the record: a dataclass with one is a
+    pytree, which `vmap` also makes of axes.
+    """
+    for name, kind in fields_of(type(record)).items():
+        if kind is not None and not kind.is_key:
+            x = unwrapped(getattr(record, name))
+            x = checked_argument(type(record).__name__, name, kind, x)
+            object.__setattr__(record, name, x)
+
+
+@functools.cache
+def fields_of(cls: Any) -> dict[str, Declared | None]:
+    """What the annotation of each field of a dataclass allows."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    return {
+        field.name: declared(cls, field.name, hints[field.name]) for field in fields
+    }
+
+
+def as_written(cls: Any) -> str:
+    """`Dropout(rate, key)`, but the name alone of what functions make of arrays."""
+    name = cls.__name__
+    if not dataclasses.is_dataclass(cls):
+        return name
+    kinds = fields_of(cls).values()
+    needed = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is field.default_factory  # both are missing
+    ]
+    if not needed or any(kind is not None and kind.array for kind in kinds):
+        return name
+    return f"{name}({', '.join(needed)})"
 
 
 def declared(fn: Callable, name: str, hint: Any) -> Declared | None:
@@ -172,6 +215,8 @@ def checked_argument(op: str, name: str, kind: Declared, x: Any) -> Any:
     if kind.numbers and not isinstance(x, WRONG):
         return x  # another number, a concrete array, a symbolic size
     got = repr(x) if isinstance(x, str) else type(x).__name__
+    if isinstance(x, int | float):
+        got += f" {x}"
     raise TypeError(f"{op}: `{name}` must be {kind}, got {got}.")
 
 

@@ -130,11 +130,17 @@ def options_of(p: KernelPrimitive, case: Case) -> dict[str, Any]:
         if q.kind is q.KEYWORD_ONLY
     ]
     public = getattr(inspect.getmodule(p.reference), p.name, p.reference)
-    defaults = inspect.signature(public).parameters
-    return {
-        n: case.arguments[n] if n in case.arguments else defaults[n].default
-        for n in names
-    }
+    defaults = defaults_of(public)
+    return {n: case.arguments[n] if n in case.arguments else defaults[n] for n in names}
+
+
+def defaults_of(f: Callable) -> dict[str, Any]:
+    """By name, also those of the fields of a record that is a default itself."""
+    found = {n: q.default for n, q in inspect.signature(f).parameters.items()}
+    records = [x for x in found.values() if dataclasses.is_dataclass(x)]
+    for record in records:
+        found |= {x.name: getattr(record, x.name) for x in dataclasses.fields(record)}
+    return found
 
 
 def num_elements(p: KernelPrimitive, case: Case) -> int:

@@ -14,10 +14,11 @@ import functools
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,23 @@ import numpy as np
 from jaxkern.gpu.triton_call import jit, tl, triton_call
 from jaxkern.testing.rounds import REPEATS, seconds_in_turn
 
+_lock = threading.RLock()
+_holders: list[IO] = []  # the open file of the lock that this process has
+
 
 @contextlib.contextmanager
 def device_alone() -> Iterator[None]:
-    """Benchmarks of one device compile side by side and measure in turn."""
+    """Benchmarks of one device compile side by side and measure in turn.
+
+    A process that has the device may ask for it again.
+    """
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-")
-    with (Path(tempfile.gettempdir()) / f"jaxkern-device-{device}").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    path = Path(tempfile.gettempdir()) / f"jaxkern-device-{device}"
+    with _lock, contextlib.ExitStack() as stack:
+        if not _holders:
+            _holders.append(stack.enter_context(path.open("w")))
+            stack.callback(_holders.clear)
+            fcntl.flock(_holders[0], fcntl.LOCK_EX)
         yield
 
 

@@ -120,7 +120,7 @@ def adapter_job(run: RunConfig, lora: Lora, path: str, tokenizer: Any) -> Job:
         kinds = {info.qtype for info in model.file.tensors.values()}
         narrow = "bf16" if run.compute_dtype == "bfloat16" else "f32"
         policy = "packed" if kinds - {*FLOAT_TYPES} else narrow
-    if policy in ("packed_int8", "train") or (
+    if policy in ("packed_int8", "fp8_experts", "train") or (
         policy == "f32" and run.compute_dtype != "float32"
     ):
         raise ValueError(

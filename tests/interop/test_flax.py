@@ -44,6 +44,8 @@ def test_dropout_drops_a_share_and_not_without_need():
     np.testing.assert_allclose(kept, 1.0, rtol=1e-6)
     with pytest.raises(NotImplementedError, match="broadcast_dropout=False"):
         dot_product_attention(x, x, ones, dropout_rng=key, dropout_rate=0.5)
+    with pytest.raises(ValueError, match=r"`dropout_rate` is 0\.5 without"):
+        dot_product_attention(x, x, ones, dropout_rate=0.5, broadcast_dropout=False)
 
 
 def test_dtype_promotes_and_what_it_lacks_is_refused():

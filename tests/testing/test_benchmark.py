@@ -1,5 +1,6 @@
 """`benchmark`: what is counted, what is timed, what is refused."""
 
+import fcntl
 import time
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxkern import explain, softmax
 from jaxkern.testing import Measurement, benchmark
 from jaxkern.testing.benchmark import in_units
+from jaxkern.testing.device_time import device_alone
 
 FOUND = Measurement(2e-3, 0.1, 1e6, 4e9, copy_rate=1e9, product_rate=1e12, device="it")
 
@@ -83,3 +85,14 @@ def test_kernels_are_said_if_asked():
     first, *lines = str(found).splitlines()
     assert "of the limit by" in first and lines == str(found.kernels).splitlines()
     assert benchmark(softmax, x).kernels is None
+
+
+def test_a_process_that_has_the_device_may_ask_again(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with device_alone():
+        with device_alone():
+            pass
+        with next(tmp_path.iterdir()).open("w") as other, pytest.raises(OSError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with next(tmp_path.iterdir()).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -120,7 +120,7 @@ def positions_and_attention(x: Draw) -> dict[str, Call]:
         ),
         "attention: lengths": (part(jk.attention, kv_lengths=lengths), (q, k, v)),
         "plain_attention": (
-            part(jk.attention, dropout=0.5, dropout_key=jax.random.key(0)),
+            part(jk.attention, dropout=jk.Dropout(0.5, jax.random.key(0))),
             (q, k, v),
         ),
         "paged_attention": (
@@ -158,11 +158,11 @@ def caches(x: Draw) -> dict[str, Call]:
         codes = jk.quantize_vectors(cache, codec)
         return jk.update_quantized_kv_cache(codes, new, at)
 
-    heads = x(2, 3, 4, 16), x(2, 3, 2, 16), x(2, 3, 2, 16), x(16), x(16)
+    heads = x(2, 3, 4, 16), x(2, 3, 2, 16), x(2, 3, 2, 16), (x(16), x(16))
     tables = jk.rope_cos_sin(jnp.arange(3), 16)
 
     def fused(write: Callable, at: jax.Array) -> Callable:
-        return lambda cache, *heads: write(*heads, *tables, cache, cache, at)
+        return lambda cache, *heads: write(*heads, tables, cache, cache, at)
 
     return {
         "update_kv_cache": (

@@ -9,6 +9,10 @@ import numpy as np
 import jaxkern as jk
 from jaxkern.lowering.apple.declared_sample import Call, Draw
 from jaxkern.primitives.linear.encode_fp8 import encode_fp8_p
+from jaxkern.primitives.linear.encode_rows_fp8 import (
+    encode_rows_fp8_p,
+    swiglu_rows_fp8_p,
+)
 from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from jaxkern.primitives.moe.norm_route import norm_route_p
 
@@ -42,6 +46,11 @@ def quantised(x: Draw) -> dict[str, Call]:
         "int8_matmul": (lambda a: jk.int8_matmul(a, jk.quantize_int(w)), (rows,)),
         "linear": (lambda a, b: jk.linear(a, b.astype(jnp.bfloat16)), (rows, w)),
         "encode_fp8": (part(encode_fp8_p, form="e5m2"), (x(2, 3, 8), jnp.float32(0.5))),
+        "encode_rows_fp8": (encode_rows_fp8_p, (x(2, 3, 8),)),
+        "swiglu_rows_fp8": (
+            part(swiglu_rows_fp8_p, alpha=1.0, limit=None, up_offset=0.0),
+            (x(3, 8), x(3, 8)),
+        ),
         "linear_fp8": (part(jk.linear, compute_dtype=jnp.float8_e4m3fn), (rows, w)),
         "matmul_transpose_b": (jk.matmul_transpose_b, (x(4, 3, 16), x(2, 5, 16))),
     }
@@ -108,6 +117,7 @@ def experts_slot_by_slot(x: Draw) -> dict[str, Call]:
     chosen = jnp.array([[1, 0], [2, 1]], jnp.int32)
     kinds = {
         "dense": lambda w: w,
+        "fp8": part(jk.quantize_fp8, block=(1, 0)),
         "interleaved": lambda w: jk.interleave(jk.quantize_gguf(w, "Q8_0")),
         "microscaled": part(jk.quantize_microscaled, format="mxfp4"),
     }

@@ -81,7 +81,8 @@ def add_weights_and_backend(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="POLICY",
         help="auto, packed (blocks of the file), packed_int8 (also activations of 8 "
-        "bits), f32 or bf16 (decoded while loading), affine (blocks in MLX's format)",
+        "bits), f32 or bf16 (decoded while loading), fp8_experts (bf16, and experts of "
+        "8-bit floats), affine (blocks in MLX's format)",
     )
     parser.add_argument(
         "--backend",

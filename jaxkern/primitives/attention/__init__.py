@@ -2,6 +2,7 @@
 
 from jaxkern.primitives.attention.attention import attention
 from jaxkern.primitives.attention.cached_attention import cached_attention
+from jaxkern.primitives.attention.dropout import Dropout
 from jaxkern.primitives.attention.indexer_scores import indexer_scores
 from jaxkern.primitives.attention.latent_attention import latent_attention
 from jaxkern.primitives.attention.mask import (
@@ -13,6 +14,7 @@ from jaxkern.primitives.attention.mask import (
 )
 from jaxkern.primitives.attention.merge_partials import merge_partials
 from jaxkern.primitives.attention.paged_attention import paged_attention
+from jaxkern.primitives.attention.plain_attention import SoftcapAfterBias
 from jaxkern.primitives.attention.qk_norm_rope_cache_attention import (
     qk_norm_rope_cache_attention,
 )
@@ -23,6 +25,8 @@ from jaxkern.primitives.attention.select_keys import select_keys
 from jaxkern.primitives.attention.sparse_attention import sparse_attention
 
 __all__ = [
+    "Dropout",
+    "SoftcapAfterBias",
     "attention",
     "block_mask",
     "cached_attention",

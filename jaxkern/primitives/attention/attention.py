@@ -9,20 +9,23 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int8, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jaxkern.primitives.attention.attend import attend, attend_fwd
 from jaxkern.primitives.attention.by_rows import by_rows, gradients_by_rows
-from jaxkern.primitives.attention.dropout import seeds_of
+from jaxkern.primitives.attention.dropout import Dropout, seeds_of
 from jaxkern.primitives.attention.mask import checked_visibility
 from jaxkern.primitives.attention.operands import (
     AttentionGradients,
     AttentionOperands,
     AttentionOptions,
 )
-from jaxkern.primitives.attention.plain_attention import plain_attention_p
+from jaxkern.primitives.attention.plain_attention import (
+    SoftcapAfterBias,
+    plain_attention_p,
+)
 from jaxkern.primitives.attention.scale import with_static_scale
-from jaxkern.primitives.check_arguments import check_arguments
+from jaxkern.primitives.check_arguments import check_arguments, checked_key
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
 
@@ -44,10 +47,8 @@ def attention(
     scale: float | Float[Array, ""] | None = None,
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    softcap_after_bias: bool = False,
-    dropout: float = 0.0,
-    dropout_key: PRNGKeyArray | None = None,
+    softcap: float | SoftcapAfterBias | None = None,
+    dropout: Dropout | None = None,
     return_lse: bool = False,
 ) -> (
     Float[Array, "b t k*g hv"]
@@ -114,19 +115,11 @@ def attention(
         the queries, which are then rounded once more; differentiable.
       causal: queries see no key after their own position.
       window: see the table, at least 1, or two numbers of at least 0.
-      softcap: Gemma 2's cap of the scores, after scale, before bias and mask.
-      softcap_after_bias: softcap * tanh((scale * q k^T + bias) / softcap) in the place
-        of S. A bias of -inf hides a key all the same. Without a bias, or without a
-        softcap, it changes nothing.
-      dropout: rate in [0, 1) of weights exp(S - lse) that count as 0; the others are
-        divided by 1 - rate. lse does not know of it. Which ones follows from the key
-        and from sequence, head, query row and key row alone: both passes, `jit`,
-        `checkpoint` and every sharding drop the same. Inside `shard_map`, and where
-        keys are cut for `merge_partials`, rows and sequences count from the own part:
-        fold the part's number into the key. Of the other forms only `latent_attention`
-        has it: caches in pages or in codes serve inference.
-      dropout_key: the PRNG key of `dropout`, used once. Rows of `vmap` with one key
-        drop the same weights; map over keys for others.
+      softcap: Gemma 2's cap of the scores, after scale, before bias and mask;
+        `SoftcapAfterBias(cap)` caps after the bias.
+      dropout: `Dropout(rate, key)` of the weights exp(S - lse); lse does not know of
+        it. Of the other forms only `latent_attention` has it: caches in pages or in
+        codes serve inference.
       return_lse: return (out, lse); both are differentiable. `merge_partials` makes one
         of results over disjoint keys.
 
@@ -170,23 +163,15 @@ def attention(
     b, t, n, _ = query.shape
     s = key.shape[1]
     query, scale = with_static_scale("attention", query, scale)
+    after_bias = isinstance(softcap, SoftcapAfterBias) and bias is not None
+    cap = softcap.cap if isinstance(softcap, SoftcapAfterBias) else softcap
     causal, window, q_offset = checked_visibility(
-        "attention", causal, window, softcap, q_offset, kv_lengths, t, s
+        "attention", causal, window, cap, q_offset, kv_lengths, t, s
     )
     if mask is not None and mask.dtype != jnp.bool_:
         raise TypeError(
             f"attention: `mask` must be bool, True where a key may be seen, got "
             f"{mask.dtype}. Pass what is to be added to the scores as `bias`."
-        )
-    if not 0 <= dropout < 1:
-        raise ValueError(
-            f"attention: dropout is {dropout}. It is the rate of weights that are "
-            "dropped: 0 or more and below 1."
-        )
-    if dropout and dropout_key is None:
-        raise ValueError(
-            f"attention: dropout is {dropout} without a key. Pass `dropout_key`, such "
-            "as jax.random.key(0), a new one for each step."
         )
     paired = isinstance(segment_ids, tuple)
     q_segment_ids, kv_segment_ids = segment_ids if paired else (segment_ids,) * 2
@@ -202,15 +187,15 @@ def attention(
         per_sequence("attention", "q_offset", q_offset, (b,)),
         sinks,
     )
-    options = AttentionOptions(
-        scale=scale, causal=causal, window=window, softcap=softcap
-    )
-    after_bias = softcap_after_bias and softcap is not None and bias is not None
-    if dropout or after_bias:
-        seeds = None
-        if dropout and dropout_key is not None:
-            seeds = seeds_of(dropout_key, b, n)
-        more = dict(softcap_after_bias=after_bias, dropout=float(dropout))
+    options = AttentionOptions(scale=scale, causal=causal, window=window, softcap=cap)
+    if dropout is not None and dropout.rate == 0:
+        dropout = None
+    if dropout is not None or after_bias:
+        seeds, rate = None, 0.0
+        if dropout is not None:
+            own = checked_key("attention", "dropout.key", dropout.key)
+            seeds, rate = seeds_of(own, b, n), float(dropout.rate)
+        more = dict(softcap_after_bias=after_bias, dropout=rate)
         out, lse = plain_attention_p(*operands, seeds, **options, **more)
     else:
         out, lse = attention_p(*operands, **options)

@@ -1,4 +1,4 @@
-"""Which weights of attention a dropout keeps: a hash of where each weight stands.
+"""`Dropout`, and which weights of attention it keeps: a hash of where each stands.
 
 The bits of query row i and key row j of head n in sequence b are Threefry-2x32 with 20
 rounds (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), the cipher of
@@ -7,14 +7,56 @@ rounds (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), the cipher
 cut: the words are cut as the heads are, and rows of queries and keys stay whole.
 """
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray, UInt32
 
+from jaxkern.primitives.check_arguments import check_fields
+
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 GROUPS = 5  # of four rounds
 PARITY = np.uint32(0x1BD11BDA)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dropout:
+    """Weights of attention that count as 0 in training; the others grow by as much.
+
+        weight = exp(S - lse) / (1 - rate) where kept, 0 where dropped
+
+    Which ones follows from the key and from sequence, head, query row and key row
+    alone: both passes, `jit`, `checkpoint` and every sharding drop the same. Inside
+    `shard_map`, and where keys are cut for `merge_partials`, rows and sequences count
+    from the own part: fold the part's number into the key.
+
+    A pytree of its key; the rate is static. None in its place drops nothing.
+
+    Attributes:
+      rate: the share that is dropped, in [0, 1).
+      key: a PRNG key, used once. Rows of `vmap` with one key drop the same weights; map
+        over keys for others.
+
+    Example:
+      >>> x = jnp.ones((1, 4, 2, 8))
+      >>> dropout = jaxkern.Dropout(0.5, jax.random.key(0))
+      >>> jaxkern.attention(x, x, x, causal=True, dropout=dropout)[0, :, 0, 0]
+      Array([0., 1., 0., 1.], dtype=float32)
+    """
+
+    rate: float = field(metadata={"static": True})
+    key: PRNGKeyArray
+
+    def __post_init__(self):
+        check_fields(self)
+        if not 0 <= self.rate < 1:
+            raise ValueError(
+                f"Dropout: `rate` is {self.rate}. It is the share of weights that are "
+                "dropped: 0 or more and below 1."
+            )
 
 
 def seeds_of(key: PRNGKeyArray, b: int, n: int) -> UInt32[Array, "b n 2"]:

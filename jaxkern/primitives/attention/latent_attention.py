@@ -7,13 +7,14 @@ the up-projections of keys and values absorbed into query and output projections
 from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.attention.attention import (
     attention,
     attention_bwd_reference,
     attention_reference,
 )
+from jaxkern.primitives.attention.dropout import Dropout
 from jaxkern.primitives.attention.mask import checked_visibility
 from jaxkern.primitives.attention.operands import AttentionOperands, AttentionOptions
 from jaxkern.primitives.attention.scale import with_static_scale
@@ -34,8 +35,7 @@ def latent_attention(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
-    dropout: float = 0.0,
-    dropout_key: PRNGKeyArray | None = None,
+    dropout: Dropout | None = None,
     return_lse: bool = False,
 ) -> (
     Float[Array, "b t n value_dim"]
@@ -59,7 +59,7 @@ def latent_attention(
         (128 + 64)**-0.5 times its correction for long contexts; h does not tell it.
         As there it may be traced, and learned.
       kv_lengths, q_offset, causal, window, softcap, return_lse: see `attention`.
-      dropout, dropout_key: likewise; the call then is that of `attention` above.
+      dropout: likewise; the call then is that of `attention` above.
 
     Returns:
       out: `[b, t, n, value_dim]`, dtype of query.
@@ -83,7 +83,9 @@ def latent_attention(
     s = latent.shape[1]
     if not 1 <= value_dim <= h:
         raise ValueError(f"{op}: value_dim is {value_dim}, not 1 to {h}.")
-    if dropout:  # of training, where the reference runs anyway
+    if (
+        dropout is not None and dropout.rate
+    ):  # of training, where the reference runs anyway
         return attention(
             query,
             latent[:, :, None],
@@ -95,7 +97,6 @@ def latent_attention(
             window=window,
             softcap=softcap,
             dropout=dropout,
-            dropout_key=dropout_key,
             return_lse=return_lse,
         )
     query, scale = with_static_scale(op, query, scale)

@@ -4,6 +4,7 @@
 from the kernels of `attention`, which would ignore them.
 """
 
+from dataclasses import dataclass
 from typing import Unpack
 
 from jaxtyping import Array, Float, UInt32
@@ -15,7 +16,34 @@ from jaxkern.primitives.attention.operands import (
     AttentionOperands,
     AttentionOptions,
 )
+from jaxkern.primitives.check_arguments import check_fields
 from jaxkern.primitives.kernel_primitive import kernel_primitive
+
+
+@dataclass(frozen=True)
+class SoftcapAfterBias:
+    """A `softcap` of `attention` that caps the scores with their bias, as tokamax does.
+
+        S = cap * tanh((scale * q k^T + bias) / cap)
+
+    A number in its place caps before the bias. Here too a bias of -inf hides a key;
+    without a bias both are the same.
+
+    Attributes:
+      cap: positive.
+
+    Example:
+      >>> x, bias = jnp.ones((1, 2, 1, 4)), jnp.array([[0.0, 9.0], [9.0, 0.0]])
+      >>> cap = jaxkern.SoftcapAfterBias(2.0)
+      >>> _, lse = jaxkern.attention(x, x, x, bias=bias, softcap=cap, return_lse=True)
+      >>> lse[0, :, 0]
+      Array([2.483, 2.483], dtype=float32)
+    """
+
+    cap: float
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 class PlainOptions(AttentionOptions):

@@ -3,7 +3,7 @@
 out = attention(q', K', V'), where q', K', V' = qk_norm_rope_cache(q, k, v, K, V)
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ from jaxkern.primitives.attention.operands import AttentionOperands
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import kernel_primitive
+from jaxkern.primitives.kv_cache.norm_rope import NormRope, as_operands
 from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
     NewTokens,
-    check_weights,
     normed_value,
     turned,
 )
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
-from jaxkern.primitives.rope.rope import NormedRotation, Pairing, rotary_tables
+from jaxkern.primitives.rope.rope import NormedRotation
 
 OP = "qk_norm_rope_cache_attention"
 
@@ -33,10 +33,8 @@ def qk_norm_rope_cache_attention(
     query: Float[Array, "b t k*g q"],
     key: Float[Array, "b t k h"],
     value: Float[Array, "b t k hv"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    norm_weights: tuple[Float[Array, " h"] | None, Float[Array, " h"] | None],
+    tables: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
     key_cache: Float[Array, "b s k h"],
     value_cache: Float[Array, "b s k hv"],
     positions: Int[Array, " b"],
@@ -44,12 +42,7 @@ def qk_norm_rope_cache_attention(
     sinks: Float[Array, " k*g"] | None = None,
     *,
     gated: bool = False,
-    eps: float | None = 1e-6,
-    value_eps: float | None = None,
-    offset: float = 0.0,
-    pairing: Pairing = "neox",
-    pair_offset: int | None = None,
-    at_end: bool = False,
+    norm_rope: NormRope = NormRope(),
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -73,15 +66,15 @@ def qk_norm_rope_cache_attention(
       query: `[b, t, n, h]`, any float dtype; n = k*g heads, a multiple of key's. Where
         `gated`, `[b, t, n, h + hv]`.
       key, value: `[b, t, k, h]` and `[b, t, k, hv]`, any float dtype.
-      query_weight, key_weight: `[h]`, or None for no scale.
-      cos, sin: `[b, t, r]` or `[t, r]`, from `rope_cos_sin`.
+      norm_weights: of the queries and of the keys, each `[h]`, or None for no scale.
+      tables: cos and sin, `[b, t, r]` or `[t, r]`, from `rope_cos_sin`.
       key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`, not a ring.
       positions: `[b]` int, slot of the first new token of each sequence, and its place
         among the keys; may be traced. A number counts for all.
       new_lengths: `[b]` int, how many of the t tokens count. Default t.
       sinks: `[n]`, see `attention`.
       gated: whether `query` has output gates.
-      eps, value_eps, offset, pairing, pair_offset, at_end: see `qk_norm_rope_cache`.
+      norm_rope: how heads are normalised and rotated, see `qk_norm_rope_cache`.
       scale: of the scores, a number, default h ** -0.5.
       window: a query sees so many keys, the last its own; at least 1.
       softcap: of the scores, see `attention`.
@@ -97,32 +90,26 @@ def qk_norm_rope_cache_attention(
 
     Example:
       >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
-      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([2]), 4)
+      >>> tables = jaxkern.rope_cos_sin(jnp.array([2]), 4)
       >>> caches = jnp.zeros((1, 3, 1, 4)), jnp.zeros((1, 3, 1, 4))
       >>> out, keys, values = jaxkern.qk_norm_rope_cache_attention(
-      ...     query, new, new, None, None, cos, sin, *caches, jnp.array([2])
+      ...     query, new, new, (None, None), tables, *caches, jnp.array([2])
       ... )
       >>> out[0, 0, 0]  # of three values, two are zeros
       Array([0.787, 0.787, 0.787, 0.787], dtype=float32)
     """
-    check_weights(OP, query_weight, key_weight, eps)
-    cos, sin, pair_offset = rotary_tables(OP, key, cos, sin, pairing, pair_offset)
+    turn, options = as_operands(OP, key, norm_weights, tables, norm_rope)
     t, s = ((*jnp.shape(x), 1, 1)[1] for x in (query, key_cache))
     starts = per_sequence(OP, "positions", positions, query.shape[:1])
     _, window, _ = checked_visibility(OP, True, window, softcap, starts, starts, t, s)
     return qk_norm_rope_cache_attention_p(
-        *(query, key, value, query_weight, key_weight, cos, sin),
+        *(query, key, value, *turn),
         *(key_cache, value_cache, starts, new_lengths, sinks),
         gated=gated,
-        eps=eps,
-        value_eps=value_eps,
-        offset=offset,
-        pairing=pairing,
-        pair_offset=pair_offset,
-        at_end=at_end,
         scale=max(key.shape[-1], 1) ** -0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
+        **options,
     )
 
 
@@ -159,23 +146,17 @@ def qk_norm_rope_cache_attention_reference(
     gated: bool,
     eps: float | None,
     value_eps: float | None,
-    offset: float,
-    pairing: str,
-    pair_offset: int,
-    at_end: bool,
     scale: float,
     window: int | None,
     softcap: float | None,
+    **rotation: Unpack[NormedRotation],
 ) -> tuple[
     Float[Array, "b t k*g hv"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
-    turn = NormedRotation(
-        offset=offset, pairing=pairing, pair_offset=pair_offset, at_end=at_end
-    )
     h = new.key.shape[-1]
     check_query(new.query.shape[-1], h, new.value.shape[-1], gated)
     query, gate = heads_and_gates(new.query, h, gated)
-    query, key = turned(OP, NewTokens(query, *new[1:]), eps=eps, **turn)
+    query, key = turned(OP, NewTokens(query, *new[1:]), eps=eps, **rotation)
     slots = positions, new_lengths
     keys = update_kv_cache_reference(key_cache, key, *slots, ring=False)
     value = normed_value(new.value, value_eps)

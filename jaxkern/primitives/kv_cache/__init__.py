@@ -5,6 +5,7 @@ from jaxkern.primitives.kv_cache.kv_cache import (
     append_kv_cache,
     empty_kv_cache,
 )
+from jaxkern.primitives.kv_cache.norm_rope import NormRope
 from jaxkern.primitives.kv_cache.paged_kv_cache import (
     PagedKVCache,
     allocate_pages,
@@ -31,6 +32,7 @@ from jaxkern.primitives.kv_cache.update_quantized_kv_cache import (
 
 __all__ = [
     "KVCache",
+    "NormRope",
     "PagedKVCache",
     "allocate_pages",
     "append_kv_cache",

@@ -11,16 +11,11 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.declared_dims import per_sequence
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.kv_cache.norm_rope import NormRope, as_operands
 from jaxkern.primitives.kv_cache.update_kv_cache import update_kv_cache_reference
 from jaxkern.primitives.kv_cache.update_quantized_kv_cache import quantize_into
 from jaxkern.primitives.norm.rms_norm import rms_norm_fwd_reference
-from jaxkern.primitives.rope.rope import (
-    NormedRotation,
-    Pairing,
-    check_pairs,
-    rotary_tables,
-    rotate,
-)
+from jaxkern.primitives.rope.rope import NormedRotation, check_pairs, rotate
 from jaxkern.primitives.turboquant.quantized_vectors import (
     QuantizedVectors,
     check_quantized_vectors,
@@ -33,28 +28,21 @@ def qk_norm_rope_cache(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b t k h"],
     value: Float[Array, "b t k hv"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    norm_weights: tuple[Float[Array, " h"] | None, Float[Array, " h"] | None],
+    tables: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
     key_cache: Float[Array, "b s k h"],
     value_cache: Float[Array, "b s k hv"],
     positions: Int[Array, " b"],
     new_lengths: Int[Array, " b"] | None = None,
     *,
     ring: bool = False,
-    eps: float | None = 1e-6,
-    value_eps: float | None = None,
-    offset: float = 0.0,
-    pairing: Pairing = "neox",
-    pair_offset: int | None = None,
-    at_end: bool = False,
+    norm_rope: NormRope = NormRope(),
 ) -> tuple[
     Float[Array, "b t k*g h"], Float[Array, "b s k h"], Float[Array, "b s k hv"]
 ]:
     """Normalises and rotates queries and keys, writes keys and values to the cache.
 
-        query, key  = qk_norm_rope(query, key, query_weight, key_weight, cos, sin)
+        query, key  = qk_norm_rope(query, key, *norm_weights, *tables)
         key_cache   = update_kv_cache(key_cache, key, positions, new_lengths)
         value_cache = update_kv_cache(value_cache, value, positions, new_lengths)
 
@@ -69,17 +57,15 @@ def qk_norm_rope_cache(
     Args:
       query: `[b, t, n, h]`, any float dtype; n = k*g heads, a multiple of key's.
       key, value: `[b, t, k, h]` and `[b, t, k, hv]`, any float dtype.
-      query_weight, key_weight: `[h]`, or None for no scale.
-      cos, sin: `[b, t, r]` or `[t, r]`, from `rope_cos_sin`; its positions may be other
-        ones than the slots.
+      norm_weights: of the queries and of the keys, each `[h]`, or None for no scale.
+      tables: cos and sin, `[b, t, r]` or `[t, r]`, from `rope_cos_sin`; its positions
+        may be other ones than the slots.
       key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`.
       positions: `[b]` int, slot of the first new token of each sequence, may be traced.
         A number counts for all.
       new_lengths: `[b]` int, how many of the t tokens count. Default t.
       ring: slots are taken modulo s.
-      eps: of the norms, in units of x**2; None leaves them out.
-      value_eps: of a norm of the values, which has no weight (Gemma 4); None for none.
-      offset, pairing, pair_offset, at_end: see head_norm_rope.
+      norm_rope: how heads are normalised and rotated, and whether they are.
 
     Returns:
       query: `[b, t, n, h]`, dtype of query.
@@ -87,16 +73,15 @@ def qk_norm_rope_cache(
 
     Raises:
       TypeError: shapes or dtypes that do not fit.
-      ValueError: an unknown pairing, pairs that overlap or leave the head, weights
-        without a norm, or
-        an eps that is negative or not finite.
+      ValueError: an unknown pairing, pairs that overlap or leave the head, or weights
+        without a norm.
 
     Example:
       >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
-      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([2]), 4)
+      >>> tables = jaxkern.rope_cos_sin(jnp.array([2]), 4)
       >>> caches = jnp.zeros((1, 3, 1, 4)), jnp.zeros((1, 3, 1, 4))
       >>> query, keys, values = jaxkern.qk_norm_rope_cache(
-      ...     query, new, new, None, None, cos, sin, *caches, jnp.array([2])
+      ...     query, new, new, (None, None), tables, *caches, jnp.array([2])
       ... )
       >>> keys[0, :, 0]  # rotated, in the slot of its position
       Array([[ 0.   ,  0.   ,  0.   ,  0.   ],
@@ -104,15 +89,13 @@ def qk_norm_rope_cache(
              [-1.325,  0.98 ,  0.493,  1.02 ]], dtype=float32)
     """
     op = "qk_norm_rope_cache"
-    check_weights(op, query_weight, key_weight, eps)
-    cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
-    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
+    turn, options = as_operands(op, query, norm_weights, tables, norm_rope)
     return qk_norm_rope_cache_p(
-        *(query, key, value, query_weight, key_weight, cos, sin),
-        *(key_cache, value_cache),
+        *(query, key, value, *turn, key_cache, value_cache),
         per_sequence(op, "positions", positions, query.shape[:1]),
         new_lengths,
-        **dict(options, ring=ring, eps=eps, value_eps=value_eps, offset=offset),
+        ring=ring,
+        **options,
     )
 
 
@@ -121,33 +104,25 @@ def qk_norm_rope_quantized_cache(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b t k h"],
     value: Float[Array, "b t k hv"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    norm_weights: tuple[Float[Array, " h"] | None, Float[Array, " h"] | None],
+    tables: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
     key_cache: QuantizedVectors,
     value_cache: QuantizedVectors,
     positions: Int[Array, " b"],
     new_lengths: Int[Array, " b"] | None = None,
     *,
     ring: bool = False,
-    eps: float | None = 1e-6,
-    value_eps: float | None = None,
-    offset: float = 0.0,
-    pairing: Pairing = "neox",
-    pair_offset: int | None = None,
-    at_end: bool = False,
+    norm_rope: NormRope = NormRope(),
 ) -> tuple[Float[Array, "b t k*g h"], QuantizedVectors, QuantizedVectors]:
     """`qk_norm_rope_cache` for a quantised cache: `update_quantized_kv_cache` of both.
 
     A key is quantised from float32. Codes have no gradient, scales do.
 
     Args:
-      query, key, value, query_weight, key_weight, cos, sin: see qk_norm_rope_cache.
+      query, key, value, norm_weights, tables: see qk_norm_rope_cache.
       key_cache, value_cache: `[b, s, k, h]` and `[b, s, k, hv]`, each with a codec of
         its own.
-      positions, new_lengths: see qk_norm_rope_cache.
-      ring, eps, value_eps, offset, pairing, pair_offset, at_end: likewise.
+      positions, new_lengths, ring, norm_rope: see qk_norm_rope_cache.
 
     Returns:
       query: `[b, t, n, h]`, dtype of query.
@@ -159,10 +134,10 @@ def qk_norm_rope_quantized_cache(
 
     Example:
       >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
-      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([2]), 4)
+      >>> tables = jaxkern.rope_cos_sin(jnp.array([2]), 4)
       >>> empty = jaxkern.QuantizedVectors.zeros((1, 3, 1, 4), jaxkern.IntCodec(8))
       >>> query, keys, values = jaxkern.qk_norm_rope_quantized_cache(
-      ...     query, new, new, None, None, cos, sin, empty, empty, jnp.array([2])
+      ...     query, new, new, (None, None), tables, empty, empty, jnp.array([2])
       ... )
       >>> jaxkern.dequantize_vectors(keys)[0, 2]
       Array([[-1.325,  0.981,  0.491,  1.023]], dtype=float32)
@@ -170,19 +145,18 @@ def qk_norm_rope_quantized_cache(
     op = "qk_norm_rope_quantized_cache"
     check_quantized_vectors(op, "key_cache", key_cache)
     check_quantized_vectors(op, "value_cache", value_cache)
-    check_weights(op, query_weight, key_weight, eps)
-    cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
-    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
-    options |= dict(ring=ring, eps=eps, value_eps=value_eps, offset=offset)
-    codecs = dict(key_codec=key_cache.codec, value_codec=value_cache.codec)
+    turn, options = as_operands(op, query, norm_weights, tables, norm_rope)
     query, key_codes, key_scales, value_codes, value_scales = (
         qk_norm_rope_quantized_cache_p(
-            *(query, key, value, query_weight, key_weight, cos, sin),
+            *(query, key, value, *turn),
             *(key_cache.codes, key_cache.scales),
             *(value_cache.codes, value_cache.scales),
             per_sequence(op, "positions", positions, query.shape[:1]),
             new_lengths,
-            **options | codecs,
+            key_codec=key_cache.codec,
+            value_codec=value_cache.codec,
+            ring=ring,
+            **options,
         )
     )
     return (
@@ -190,14 +164,6 @@ def qk_norm_rope_quantized_cache(
         QuantizedVectors(key_codes, key_scales, key_cache.codec),
         QuantizedVectors(value_codes, value_scales, value_cache.codec),
     )
-
-
-def check_weights(op, query_weight, key_weight, eps):
-    if eps is None and not (query_weight is None and key_weight is None):
-        raise ValueError(
-            f"{op}: eps=None leaves out the norms, so `query_weight` and `key_weight` "
-            "must be None. Pass eps."
-        )
 
 
 class NewTokens(NamedTuple):

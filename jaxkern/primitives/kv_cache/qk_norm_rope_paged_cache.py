@@ -10,17 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.kernel_primitive import kernel_primitive
-from jaxkern.primitives.kv_cache.qk_norm_rope_cache import (
-    HEADS,
-    NewTokens,
-    check_weights,
-    turned,
-)
+from jaxkern.primitives.kv_cache.norm_rope import NormRope, as_operands
+from jaxkern.primitives.kv_cache.qk_norm_rope_cache import HEADS, NewTokens, turned
 from jaxkern.primitives.kv_cache.update_paged_kv_cache import (
     update_paged_kv_cache_bwd_reference,
     update_paged_kv_cache_reference,
 )
-from jaxkern.primitives.rope.rope import NormedRotation, Pairing, rotary_tables
+from jaxkern.primitives.rope.rope import NormedRotation
 
 
 @check_arguments
@@ -28,19 +24,13 @@ def qk_norm_rope_paged_cache(
     query: Float[Array, "b t k*g h"],
     key: Float[Array, "b t k h"],
     value: Float[Array, "b t k hv"],
-    query_weight: Float[Array, " h"] | None,
-    key_weight: Float[Array, " h"] | None,
-    cos: Float[Array, "b t r"],
-    sin: Float[Array, "b t r"],
+    norm_weights: tuple[Float[Array, " h"] | None, Float[Array, " h"] | None],
+    tables: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
     key_pages: Float[Array, "num_pages page k h"],
     value_pages: Float[Array, "num_pages page k hv"],
     slots: Int[Array, "b t"],
     *,
-    eps: float | None = 1e-6,
-    offset: float = 0.0,
-    pairing: Pairing = "neox",
-    pair_offset: int | None = None,
-    at_end: bool = False,
+    norm_rope: NormRope = NormRope(),
 ) -> tuple[
     Float[Array, "b t k*g h"],
     Float[Array, "num_pages page k h"],
@@ -49,11 +39,11 @@ def qk_norm_rope_paged_cache(
     """`qk_norm_rope_cache` for pages: keys and values go to the slots of `page_slots`.
 
     Args:
-      query, key, value, query_weight, key_weight, cos, sin: see qk_norm_rope_cache.
+      query, key, value, norm_weights, tables: see qk_norm_rope_cache.
       key_pages, value_pages: `[num_pages, page, k, h]` and `[num_pages, page, k, hv]`.
       slots: `[b, t]` int, as in `update_paged_kv_cache`: a token whose slot does not
         exist is dropped, of two tokens with one slot either stays.
-      eps, offset, pairing, pair_offset, at_end: see qk_norm_rope_cache.
+      norm_rope: see qk_norm_rope_cache; without `value_eps`.
 
     Returns:
       query: `[b, t, n, h]`, dtype of query.
@@ -61,27 +51,29 @@ def qk_norm_rope_paged_cache(
 
     Raises:
       TypeError: shapes or dtypes that do not fit.
-      ValueError: as qk_norm_rope_cache.
+      ValueError: a `value_eps`; as qk_norm_rope_cache.
 
     Example:
       >>> query, new = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 1, 4))  # one token
-      >>> cos, sin = jaxkern.rope_cos_sin(jnp.array([2]), 4)
+      >>> tables = jaxkern.rope_cos_sin(jnp.array([2]), 4)
       >>> pages, slots = jnp.zeros((2, 2, 1, 4)), jnp.array([[0]])  # of page_slots
       >>> query, keys, values = jaxkern.qk_norm_rope_paged_cache(
-      ...     query, new, new, None, None, cos, sin, pages, pages, slots
+      ...     query, new, new, (None, None), tables, pages, pages, slots
       ... )
       >>> keys[0, :, 0]
       Array([[-1.325,  0.98 ,  0.493,  1.02 ],
              [ 0.   ,  0.   ,  0.   ,  0.   ]], dtype=float32)
     """
     op = "qk_norm_rope_paged_cache"
-    check_weights(op, query_weight, key_weight, eps)
-    cos, sin, pair_offset = rotary_tables(op, query, cos, sin, pairing, pair_offset)
-    options = dict(pairing=pairing, pair_offset=pair_offset, at_end=at_end)
+    turn, options = as_operands(op, query, norm_weights, tables, norm_rope)
+    value_eps = options.pop("value_eps")
+    if value_eps is not None:
+        raise ValueError(
+            f"{op}: `value_eps` of `norm_rope` is {value_eps}. Values get no norm on "
+            "their way into pages: pass them through `rms_norm` and leave it out."
+        )
     return qk_norm_rope_paged_cache_p(
-        *(query, key, value, query_weight, key_weight, cos, sin),
-        *(key_pages, value_pages, slots),
-        **dict(options, eps=eps, offset=offset),
+        *(query, key, value, *turn, key_pages, value_pages, slots), **options
     )
 
 

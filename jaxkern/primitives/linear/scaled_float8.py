@@ -38,10 +38,12 @@ WITHOUT = ("mps", "mtl", "METAL")  # platforms that have no dtypes of 8 bits
 LEAST = -110  # exponent of a scale: codes of any size times it are normal in float32
 
 
-def scale_of(x: Float[Array, "..."], form: str) -> Float[Array, ""]:
-    """The scale in float32."""
+def scale_of(
+    x: Float[Array, "..."], form: str, axis: int | None = None
+) -> Float[Array, "..."]:
+    """The scale in float32: of all of x, or of each row along an axis."""
     fraction, exponent = math.frexp(largest_float8(form))
-    largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=axis, initial=0).astype(jnp.float32)
     # carries into the exponent where the digits are larger than those of the format
     beyond = 2**23 - 1 - int((2 * fraction - 1) * 2**23)
     bits = lax.bitcast_convert_type(largest, jnp.int32) + beyond
@@ -52,7 +54,7 @@ def scale_of(x: Float[Array, "..."], form: str) -> Float[Array, ""]:
 
 
 def codes_of(
-    x: Float[Array, "..."], scale: Float[Array, ""], form: str
+    x: Float[Array, "..."], scale: Float[Array, "..."], form: str
 ) -> UInt8[Array, "..."]:
     """float8(x / scale), for what is in range."""
 

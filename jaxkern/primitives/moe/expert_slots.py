@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Integer, UInt8
 
 from jaxkern.primitives.activation.swiglu import swiglu_reference
 from jaxkern.primitives.family import KernelPrimitive
+from jaxkern.primitives.float8 import decode_float8
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
 from jaxkern.primitives.quant.decoded_products import decoded_product, routed_product
+from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.interleaved_matmul import INTERLEAVED
 from jaxkern.primitives.quant.interleaved_tensor import InterleavedTensor
 from jaxkern.primitives.quant.microscaled import FAMILY as MICROSCALED
@@ -200,8 +202,37 @@ DENSE = QuantizedFamily(
     whole=("d",),
     arrays_of=lambda w: (w,),
 )
+
+
+def decode_fp8_rows(
+    codes: UInt8[Array, "... d"],
+    scales: Float[Array, "..."],
+    *,
+    format: str,
+    dtype: jnp.dtype | None,
+) -> Float[Array, "... d"]:
+    w = decode_float8(codes, format) * at_least_f32(scales)[..., None]
+    return w if dtype is None else w.astype(dtype)
+
+
+def rows_of_fp8(w: FP8Tensor) -> tuple[Array, Array]:
+    """Codes, and a scale for each row of the one or more that share it."""
+    f, scales = w.shape[-2], w.scales[..., 0]
+    if scales.shape[-1] != f:
+        scales = jnp.repeat(scales, w.block[0] or f, axis=-1)[..., :f]
+    return w.codes, scales
+
+
+FP8_ROWS = QuantizedFamily(
+    arrays={"codes": UInt8[Array, "f d"], "scales": Float[Array, " f"]},
+    layout=("format",),
+    decode=decode_fp8_rows,
+    whole=("d",),
+    arrays_of=rows_of_fp8,
+)
 SLOTS = {
     jax.Array: expert_slots("dense", DENSE),
+    FP8Tensor: expert_slots("fp8", FP8_ROWS),
     InterleavedTensor: expert_slots("interleaved", INTERLEAVED),
     MicroscaledTensor: expert_slots("microscaled", MICROSCALED),
 }
@@ -213,6 +244,8 @@ def slots_of(w: Any) -> ExpertSlots | None:
         return SLOTS[jax.Array]
     if getattr(w, "global_scale", None) is not None:
         return None
+    if isinstance(w, FP8Tensor) and w.scales.shape[-1] != 1:
+        return None  # scales of parts of a row
     return SLOTS.get(type(w))
 
 

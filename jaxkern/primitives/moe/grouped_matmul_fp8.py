@@ -8,25 +8,25 @@ has one for each tensor, here rows of other groups share none.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Integer, UInt8
+from jaxtyping import Array, Float, Int32, Integer, UInt8
 
 from jaxkern.primitives.check_arguments import check_arguments
 from jaxkern.primitives.dense_product import result_dtype
 from jaxkern.primitives.float8 import decode_float8
 from jaxkern.primitives.kernel_primitive import at_least_f32, kernel_primitive
+from jaxkern.primitives.linear.encode_rows_fp8 import encode_rows_fp8_p
 from jaxkern.primitives.linear.linear_fp8 import restored_dtype
 from jaxkern.primitives.linear.scaled_float8 import (
     OPERANDS,
-    codes_of,
     rounded_gradient,
-    scale_of,
     standing_for,
 )
 from jaxkern.primitives.moe.expert_order import expert_order
@@ -41,6 +41,8 @@ from jaxkern.primitives.moe.unpermute_tokens import unpermute_tokens
 from jaxkern.primitives.quant.fp8 import decode_fp8
 from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 from jaxkern.primitives.quant.quantized_matmul_id import QUANTIZED_MATMUL_ID
+
+WORD = 4  # codes that are gathered together
 
 
 @check_arguments
@@ -67,8 +69,8 @@ def grouped_matmul_fp8(
     higher order are those of the product where q has derivative 1. Weights that are
     stored have no gradient, and that of x is dx = dy w in its dtype, not rounded.
 
-    On Hopper the product is a kernel of 1.7 to 1.9 times the rate of bfloat16. XLA
-    rounds x before it; to round w too, in each call, costs more than is gained. Tensor
+    On Hopper the product is a kernel of 1.7 to 1.9 times the rate of bfloat16, and one
+    before it rounds x; to round w too, in each call, costs more than is gained. Tensor
     cores there keep 13 binary digits of a sum every 32 columns, an error of 3.5e-3 of
     the largest result 2880 columns deep. Elsewhere XLA adds the same products in
     float32, in a loop over blocks of rows.
@@ -96,9 +98,8 @@ def grouped_matmul_fp8(
     result = result_dtype("grouped_matmul_fp8", preferred_element_type, x.dtype)
     if isinstance(w, FP8Tensor):
         check_stored(x, w, group_sizes)
-        return product_of_rows(
-            x, None, encoded_rows(x), stored_rows(w), group_sizes, result
-        )
+        rows = encoded_rows(x), stored_rows(w), group_sizes
+        return stored_product(as_it_is, result, (x,), *rows)
     w = jnp.asarray(w)
     y = product_of_rows(x, w, encoded_rows(x), encoded_rows(w), group_sizes, result)
     return rounded_gradient(y, num_maps=1)
@@ -113,12 +114,7 @@ class Rows(NamedTuple):
 
 def encoded_rows(x: Float[Array, "... r d"]) -> Rows:
     """Each row rounded by a scale of its own; constants of differentiation."""
-
-    def row(x):
-        scale = scale_of(x, OPERANDS)
-        return Rows(codes_of(x, scale, OPERANDS), scale)
-
-    return each_row(row, x.ndim)(lax.stop_gradient(x))
+    return Rows(*encode_rows_fp8_p(lax.stop_gradient(x)))
 
 
 def each_row(f, ndim: int):
@@ -138,13 +134,20 @@ def check_stored(x: Array, w: FP8Tensor, group_sizes: Array) -> None:
         raise TypeError(
             f"{op}: `x` must be [r, {w.shape[2]}] as `w` is {w.shape}, got {x.shape}."
         )
+    check_rows(op, "w", w)
+
+
+def check_rows(op: str, name: str, w: FP8Tensor) -> None:
+    """ValueError unless the kernel reads the weights as they are stored."""
     if w.format != OPERANDS:
-        raise ValueError(f"{op}: `w` must be stored in {OPERANDS}, got {w.format!r}.")
+        raise ValueError(
+            f"{op}: `{name}` must be stored in {OPERANDS}, got {w.format!r}."
+        )
     if w.scales.shape[-1] != 1:
         raise ValueError(
-            f"{op}: `w` must have scales of whole rows, block=(1, 0) or (0, 0), got "
-            f"{w.block}: those of blocks along d would stand within the sums. "
-            "`grouped_matmul` takes them."
+            f"{op}: `{name}` must have scales of whole rows, block=(1, 0) or (0, 0), "
+            f"got {w.block}: those of blocks along a row would stand within the sums. "
+            "`grouped_matmul`, which decodes, takes them."
         )
 
 
@@ -160,7 +163,7 @@ def stored_rows(w: FP8Tensor) -> Rows:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
 def product_of_rows(
     x: Float[Array, "r d"],
-    w: Float[Array, "e f d"] | None,
+    w: Float[Array, "e f d"],
     x_rows: Rows,
     w_rows: Rows,
     group_sizes: Integer[Array, " e"],
@@ -182,8 +185,8 @@ def _(result, primals, tangents):
 
 def slope_of_rows(tangents, floats, x_rows, w_rows, group_sizes, *, result):
     """The tangent of the product of what is decoded, by that of `grouped_matmul`."""
-    x, w = floats
-    dtype = restored_dtype(x, x if w is None else w)
+    (x, w), (x_dot, w_dot) = floats, tangents
+    dtype = restored_dtype(x, w)
     other = None if result == dtype else result
 
     def decoded(x, codes, scale):
@@ -193,14 +196,79 @@ def slope_of_rows(tangents, floats, x_rows, w_rows, group_sizes, *, result):
         return grouped_matmul_p(*operands, group_sizes, preferred_element_type=other)
 
     x8 = each_row(decoded, x.ndim)(x, *x_rows)
-    x_dot, w_dot = tangents
-    if w is None:
-        scales = w_rows.scales[..., None]
-        w8 = decode_fp8(w_rows.codes, scales, format=OPERANDS, dtype=dtype)
-        return jax.jvp(lambda x8: product(x8, w8), (x8,), (x_dot.astype(dtype),))[1]
     w8 = each_row(decoded, w.ndim)(w, *w_rows)
     moves = x_dot.astype(dtype), w_dot.astype(dtype)
     return jax.jvp(product, (x8, w8), moves)[1]
+
+
+# y of the codes. Its derivative is that of `rows_of(*floats)` times the weights, whose
+# values it does not read.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def stored_product(
+    rows_of: Callable[..., Float[Array, "r d"]],
+    result: jnp.dtype,
+    floats: tuple[Any, ...],
+    x_rows: Rows,
+    w_rows: Rows,
+    group_sizes: Integer[Array, " e"],
+) -> Float[Array, "r f"]:
+    del rows_of, floats
+    operands = *x_rows, *w_rows, group_sizes
+    return scaled_grouped_matmul_p(*operands, preferred_element_type=result)
+
+
+@stored_product.defjvp
+def _(rows_of, result, primals, tangents):
+    floats, _, w_rows, group_sizes = primals
+    x_dot = jax.jvp(rows_of, floats, tangents[0])[1]
+    # decoded anew in the backward pass: until then the codes are what is kept
+    slope = functools.partial(slope_of_stored, result=result)
+    slope = jax.checkpoint(slope, prevent_cse=False)
+    y = stored_product(rows_of, result, *primals)
+    return y, slope(x_dot, w_rows, group_sizes)
+
+
+def slope_of_stored(
+    x_dot: Float[Array, "r d"],
+    w_rows: Rows,
+    group_sizes: Integer[Array, " e"],
+    *,
+    result: jnp.dtype,
+) -> Float[Array, "r f"]:
+    """The tangent where the weights are stored, which have none: x_dot w^T."""
+    dtype = restored_dtype(x_dot, x_dot)
+    other = None if result == dtype else result
+    scales = w_rows.scales[..., None]
+    w8 = decode_fp8(w_rows.codes, scales, format=OPERANDS, dtype=dtype)
+
+    def product(x):
+        return grouped_matmul_p(x, w8, group_sizes, preferred_element_type=other)
+
+    move = x_dot.astype(dtype)
+    return jax.jvp(product, (jnp.zeros_like(move),), (move,))[1]
+
+
+def as_it_is(x: Float[Array, "r d"]) -> Float[Array, "r d"]:
+    return x
+
+
+def slots_of_tokens(
+    x: Float[Array, "t d"], order: Int32[Array, " r"], *, k: int
+) -> Float[Array, "r d"]:
+    return permute_tokens(x, order, k)
+
+
+def permuted(rows: Rows, index: Int32[Array, " r"]) -> Rows:
+    """Rows by their numbers, which are all within bounds."""
+    codes, (t, d) = rows.codes, rows.codes.shape
+    whole = jax.typeof(codes).sharding.spec[1] is None  # not cut by an explicit mesh
+    if d % WORD == 0 and whole:  # XLA gathers bytes one by one
+        words = codes.reshape(t, d // WORD, WORD)
+        words = take_rows(lax.bitcast_convert_type(words, jnp.uint32), index)
+        codes = lax.bitcast_convert_type(words, jnp.uint8).reshape(len(index), d)
+    else:
+        codes = take_rows(codes, index)
+    return Rows(codes, take_rows(rows.scales[:, None], index)[:, 0])
 
 
 def scaled_grouped_matmul_reference(
@@ -241,10 +309,13 @@ def multiply_routed_fp8(
     """`quantized_matmul_id`: the format has no primitive that reads experts by id."""
     k = ids.shape[1]
     order, group_sizes = expert_order(ids, w.shape[0])
-    rows = permute_tokens(x, order, k)
     if compute_dtype == jnp.float8_e4m3fn:
-        y = grouped_matmul_fp8(rows, w, group_sizes)
+        check_rows("quantized_matmul_id", "w", w)
+        slots = functools.partial(slots_of_tokens, k=k)
+        rows = permuted(encoded_rows(x), order // k), stored_rows(w), group_sizes
+        y = stored_product(slots, x.dtype, (x, order), *rows)
     else:
+        rows = permute_tokens(x, order, k)
         y = multiply_quantized_groups(rows, w, group_sizes, compute_dtype)
     return unpermute_tokens(y, order, k)
 

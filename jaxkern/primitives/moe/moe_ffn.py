@@ -129,6 +129,7 @@ def moe_ffn(
     Up to 8 tokens of plain gated experts are an operator of their own, `moe_ffn_few`,
     whose kernels on a GPU read each token's experts where they lie; those of packed
     experts, up to 64 rows, are three of `quantized_matmul_id`, without a sort.
+    `moe_ffn_fp8` multiplies experts of 8-bit floats as they are stored.
 
     mlx-native's `moe_swiglu` kernels compute "geglu_tanh".
 
@@ -166,11 +167,7 @@ def moe_ffn(
       (2, 4)
     """
     act = expert_activation(activation, gated, alpha, limit, up_offset)
-    if ids.shape[:-1] != x.shape[:-1] or ids.shape != weights.shape:
-        raise TypeError(
-            "moe_ffn: `ids` and `weights` must be [..., k] with the leading dims of "
-            f"`x`, got {ids.shape}, {weights.shape} and {x.shape}."
-        )
+    check_routes("moe_ffn", x, ids, weights)
     if up is not None and not gated:
         raise ValueError(
             "moe_ffn: gated=False has no `up`. Give its weights as `gate`."
@@ -238,20 +235,29 @@ def expert_activation(
     return known[activation]
 
 
-def check_experts(d: int, gate: Any, up: Any, down: Any, halves: int) -> None:
+def check_routes(op: str, x: Array, ids: Array, weights: Array) -> None:
+    if ids.shape[:-1] != x.shape[:-1] or ids.shape != weights.shape:
+        raise TypeError(
+            f"{op}: `ids` and `weights` must be [..., k] with the leading dims of "
+            f"`x`, got {ids.shape}, {weights.shape} and {x.shape}."
+        )
+
+
+def check_experts(
+    d: int, gate: Any, up: Any, down: Any, halves: int, op: str = "moe_ffn"
+) -> None:
     """TypeError unless the weights fit x and each other; `halves` are of the gate."""
     shape = gate.shape
     if len(shape) != 3 or shape[2] != d or shape[1] % halves:
         packed = "2*f, gate and up packed" if halves == 2 else "f"
         raise TypeError(
-            f"moe_ffn: `gate` must be [e, {packed}, {d}] as `x` has {d} dims, got "
-            f"{shape}."
+            f"{op}: `gate` must be [e, {packed}, {d}] as `x` has {d} dims, got {shape}."
         )
     e, f = shape[0], shape[1] // halves
     for name, w, expected in (("up", up, (e, f, d)), ("down", down, (e, d, f))):
         if w is not None and w.shape != expected:
             raise TypeError(
-                f"moe_ffn: `{name}` must be {expected} as `gate` is {shape}, got "
+                f"{op}: `{name}` must be {expected} as `gate` is {shape}, got "
                 f"{w.shape}."
             )
 
@@ -301,10 +307,12 @@ def add_bias_of_slots(
     return (at_least_f32(y) + bias_of_slots(bias, slots)).astype(y.dtype)
 
 
-def check_bias(name: str, bias: Array, shape: tuple[int, int]) -> None:
+def check_bias(
+    name: str, bias: Array, shape: tuple[int, int], op: str = "moe_ffn"
+) -> None:
     if bias.shape != shape:
         raise TypeError(
-            f"moe_ffn: `{name}` must have a number for each of {shape[0]} "
+            f"{op}: `{name}` must have a number for each of {shape[0]} "
             f"experts and {shape[1]} outputs, got shape {bias.shape}."
         )
 
@@ -314,13 +322,14 @@ def add_bias(
     y: Float[Array, "r f"],
     bias: Float[Array, "e f"],
     group_sizes: Int32[Array, " e"],
+    op: str = "moe_ffn",
 ) -> Float[Array, "r f"]:
     """y[i] + bias[g] for the rows i of group g, in float32 and rounded once.
 
     A product with a column of ones is a gather whose gradient sums the rows of each
     group in order: that of a gather alone would add them in any order.
     """
-    check_bias(name, bias, (group_sizes.shape[0], y.shape[1]))
+    check_bias(name, bias, (group_sizes.shape[0], y.shape[1]), op)
     ones = jnp.ones_like(at_least_f32(y[:, :1]))
     with jax.default_matmul_precision("highest"):  # TF32 would round the bias
         rows = grouped_matmul(ones, bias[..., None], group_sizes)

@@ -22,6 +22,7 @@ from jaxkern.gpu.triton_call import like, sparse_call
 from jaxkern.primitives.activation.sigmoid_gate import sigmoid_gate_p
 from jaxkern.primitives.attention.attention import attention_p
 from jaxkern.primitives.attention.qk_norm_rope_cache_attention import (
+    ProjectedTokens,
     heads_and_gates,
     visible_operands,
 )
@@ -93,29 +94,20 @@ def in_one_launch(query: Any, *caches: Any) -> dict | None:
 
 
 def qk_norm_rope_cache_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_weight: jax.Array | None,
-    key_weight: jax.Array | None,
-    cos: jax.Array,
-    sin: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    positions: jax.Array,
-    new_lengths: jax.Array | None,
-    sinks: jax.Array | None,
-    *,
+    *operands: Any,
     gated: bool,
     scale: float,
     window: int | None,
     softcap: float | None,
     **turn: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    new = query, key, value, query_weight, key_weight, cos, sin
+    """`operands`: those of ProjectedTokens, the caches, and what is seen of them."""
+    new = ProjectedTokens(*operands[:7])
+    key_cache, value_cache, positions, new_lengths, sinks = operands[7:]
+    query = new.query
     sizes = in_one_launch(query, key_cache, value_cache)
     if sizes is None:
-        query, gate = heads_and_gates(query, key.shape[-1], gated)
+        query, gate = heads_and_gates(query, new.key.shape[-1], gated)
         new = query, *new[1:]
         query, keys, values = qk_norm_rope_cache_p(
             *new, key_cache, value_cache, positions, new_lengths, ring=False, **turn
@@ -126,10 +118,9 @@ def qk_norm_rope_cache_attention(
         return out if gate is None else sigmoid_gate_p(out, gate), keys, values
     b, _, n, _ = query.shape
     s, k, hv = value_cache.shape[1:]
-    h = key.shape[-1]
+    h = new.key.shape[-1]
     apart = 0 if turn["pairing"] == "interleaved" else turn["pair_offset"]
-    names = "query", "key", "value", "query_weight", "key_weight", "cos", "sin"
-    given = {f"{name}_ptr": x for name, x in zip(names, new, strict=True)} | {
+    given = {f"{name}_ptr": x for name, x in new._asdict().items()} | {
         "old_key_cache_ptr": key_cache,
         "old_value_cache_ptr": value_cache,
         "positions_ptr": positions,
@@ -146,7 +137,7 @@ def qk_norm_rope_cache_attention(
         "CALL": (b, 1, s, False, b * s),
         "K": k,
         "G": n // k,
-        "HEAD": (h, padded(h), cos.shape[-1], apart, turn["eps"], turn["offset"]),
+        "HEAD": (h, padded(h), new.cos.shape[-1], apart, turn["eps"], turn["offset"]),
         "VALUE": (hv, padded(hv), turn["value_eps"]),
         "GATE": hv if gated else 0,
         "SCALE": scale,

@@ -1,10 +1,10 @@
 """top_k of rows that a warp has in registers, as routers have them.
 
 Of many rows, and of those longer than 256, a warp takes each by groups, as
-few_largest.py has it. Otherwise, and where more than 8 are taken, all elements are
-looked at together: that is more work, but less of it one after the other. Only longer
-rows of float32 are divided there, k groups of which are read again. 16-bit numbers
-share a word with their place, so that taking one is one reduction.
+few_largest.py and several_in_lanes.py have it. Otherwise, and where more than 8 are
+taken, all elements are looked at together: that is more work, but less of it one after
+the other. Only longer rows of float32 are divided there, k groups of which are read
+again. 16-bit numbers share a word with their place: taking one is one reduction.
 """
 
 import jax
@@ -17,6 +17,7 @@ from jaxkern.triton.index.few_largest import (
     PLACE,
     WARPS,
     Levels,
+    elements_each,
     few_of_lanes,
     group_keys,
     group_sizes,
@@ -27,6 +28,10 @@ from jaxkern.triton.index.few_largest import (
     rows_and_lanes,
     take_largest,
     take_packed,
+)
+from jaxkern.triton.index.several_in_lanes import (
+    largest_of_several,
+    places_of_largest,
 )
 from jaxkern.triton.index.threshold import ordered_bits
 
@@ -47,10 +52,16 @@ def by_groups_kernel(
     row, lane = rows_and_lanes(ROWS, BLOCK, LANES, LAYOUT)
     x_ptr += row * C.columns
     group = lane
-    for i in gl.static_range(len(C.sizes) - 1):
-        member = gl.arange(0, min(C.sizes[i], C.step), MEMBERS)[None, None, :]
-        key = group_keys(x_ptr, None, group, member, C, C.sizes[i])
-        _, group = parts_of_largest(key, group, lane, C, C.sizes[i], C.sizes[i + 1])
+    if C.each > 1:
+        member = gl.arange(0, min(C.sizes[0], C.step), MEMBERS)[None, None, :]
+        key = group_keys(x_ptr, None, group, member, C, C.sizes[0])
+        taken = places_of_largest(key, group, C.chosen, C.lowest)
+        group = largest_of_several(x_ptr, taken, lane, C)
+    else:
+        for i in gl.static_range(len(C.sizes) - 1):
+            member = gl.arange(0, min(C.sizes[i], C.step), MEMBERS)[None, None, :]
+            key = group_keys(x_ptr, None, group, member, C, C.sizes[i])
+            _, group = parts_of_largest(key, group, lane, C, C.sizes[i], C.sizes[i + 1])
     wanted = group < C.columns
     out = row * C.chosen + lane
     gl.store(indices_ptr + out, group, wanted)
@@ -119,6 +130,7 @@ def by_groups(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         k,
         group_sizes(v, k),
         step=16 // x.dtype.itemsize,
+        each=elements_each(v, k) if x.dtype.itemsize == 4 else 1,
         packed=x.dtype.itemsize == 2,
     )
     values, indices = triton_call(

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
-from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.device import compute_capability, next_power_of_2
 from jaxkern.gpu.triton_call import jit, libdevice, tl
+from jaxkern.triton.quant.row_decode import float_of_e4m3
 
 MOST_SLOTS = 16  # of a token: their loop is unrolled
+FP8_CONVERSION = 89  # the compute capability that has it
 
 
 def unsupported(
@@ -59,11 +61,25 @@ def activated(
 
 
 @jit
+def read_weights(at, inside, HARDWARE: tl.constexpr):
+    """In float32; of bytes the 8-bit floats that they are."""
+    w = tl.load(at, inside, 0)
+    if w.dtype != tl.uint8:
+        return w.to(tl.float32)
+    elif HARDWARE:
+        return w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return float_of_e4m3(w.to(tl.int32))
+
+
+@jit
 def hidden_kernel(
     x_ptr,
     ids_ptr,
     gate_ptr,
+    gate_scales_ptr,
     up_ptr,
+    up_scales_ptr,
     shared_ptr,
     gate_bias_ptr,
     up_bias_ptr,
@@ -77,6 +93,7 @@ def hidden_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    HARDWARE: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -111,12 +128,18 @@ def hidden_kernel(
         d = (first + column)[None, :]
         inside = d < D
         x = tl.load(x_ptr + slot // K * D + d, inside, 0.0).to(tl.float32)
-        gate += tl.load(gate_rows + rows + d, inside, 0.0).to(tl.float32) * x
-        up += tl.load(up_rows + rows + d, inside, 0.0).to(tl.float32) * x
+        gate += read_weights(gate_rows + rows + d, inside, HARDWARE) * x
+        up += read_weights(up_rows + rows + d, inside, HARDWARE) * x
     gate = tl.sum(gate, 1)
     up = tl.sum(up, 1)
     biased = f < tl.where(known, F, 0)
     at = place * (HALVES * F) + f
+    if gate_scales_ptr is not None:  # without an expert that all pass
+        gate *= tl.load(gate_scales_ptr + at, f < F, 0.0).to(tl.float32)
+        if HALVES == 2:
+            up *= tl.load(gate_scales_ptr + at + F, f < F, 0.0).to(tl.float32)
+        else:
+            up *= tl.load(up_scales_ptr + at, f < F, 0.0).to(tl.float32)
     if gate_bias_ptr is not None:
         gate += tl.load(gate_bias_ptr + at, biased, 0.0).to(tl.float32)
         if HALVES == 2:
@@ -133,6 +156,7 @@ def result_kernel(
     ids_ptr,
     weights_ptr,
     down_ptr,
+    scales_ptr,
     shared_ptr,
     bias_ptr,
     residual_ptr,
@@ -141,6 +165,7 @@ def result_kernel(
     E: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
+    HARDWARE: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -165,13 +190,22 @@ def result_kernel(
         down_rows = down_ptr + place * (D * F)
         if shared_ptr is not None:
             down_rows = tl.where(known, down_rows, shared_ptr)
-        rows = tl.minimum(d, D - 1)[:, None] * F
+        row = tl.minimum(d, D - 1)
+        rows = row[:, None] * F
+        scale = weight
+        if scales_ptr is not None:
+            there = row < tl.where(named, D, 0)
+            scales = tl.load(scales_ptr + place * D + row, there, 0.0)
+            scale *= scales.to(tl.float32)[:, None]
         for first in tl.static_range(0, F, BLOCK_F):
             f = (first + column)[None, :]
             inside = f < present
             hidden = tl.load(hidden_ptr + slot * F + f, inside, 0.0).to(tl.float32)
-            down = tl.load(down_rows + rows + f, inside, 0.0).to(tl.float32)
-            acc += down * (hidden * weight)
+            down = read_weights(down_rows + rows + f, inside, HARDWARE)
+            if scales_ptr is not None:
+                acc += down * scale * hidden
+            else:
+                acc += down * (hidden * weight)
         if bias_ptr is not None:
             biased = d < tl.where(known, D, 0)
             bias = tl.load(bias_ptr + place * D + d, biased, 0.0)
@@ -183,11 +217,13 @@ def result_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), d < D)
 
 
-def blocks(summed: int, rows: str, other: str, widest: int) -> dict[str, Any]:
+def blocks(
+    summed: int, rows: str, other: str, widest: int, elements: int = 8192
+) -> dict[str, Any]:
     """Sums of up to `widest` terms are one step, longer ones have steps of 1024."""
     width = next_power_of_2(summed)
     width = width if width <= widest else 1024
-    return {rows: min(max(1, 8192 // width), 8), other: width, "num_warps": 4}
+    return {rows: min(max(1, elements // width), 8), other: width, "num_warps": 4}
 
 
 def hidden_of(
@@ -196,6 +232,8 @@ def hidden_of(
     gate,
     up,
     *,
+    gate_scales=None,
+    up_scales=None,
     shared=None,
     gate_bias=None,
     up_bias=None,
@@ -217,7 +255,9 @@ def hidden_of(
             "x_ptr": x,
             "ids_ptr": ids.astype(jnp.int32),
             "gate_ptr": gate,
+            "gate_scales_ptr": gate_scales,
             "up_ptr": up,
+            "up_scales_ptr": up_scales,
             "shared_ptr": shared,
             "gate_bias_ptr": gate_bias,
             "up_bias_ptr": up_bias,
@@ -226,15 +266,19 @@ def hidden_of(
         dict(K=ids.shape[-1], E=e, D=d, F=f, HALVES=1 if up is not None else 2)
         | dict(ACTIVATION=activation)
         | dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset)
+        | dict(HARDWARE=compute_capability() >= FP8_CONVERSION)
         | found,
     )
     return hidden
 
 
-def result_of(hidden, ids, weights, down, *, shared=None, bias=None, residual=None):
+def result_of(
+    hidden, ids, weights, down, *, scales=None, shared=None, bias=None, residual=None
+):
     """`[..., d]` of hidden `[..., k, f]`, ids and weights `[..., k]`."""
     (e, d, f), lead = down.shape, ids.shape[:-1]
-    found = blocks(f, "BLOCK_D", "BLOCK_F", 1024)
+    # the scales of rows, and what bytes are on the way to floats, need registers
+    found = blocks(f, "BLOCK_D", "BLOCK_F", 1024, 8192 if scales is None else 4096)
     [y] = bridge.sparse_call(
         result_kernel,
         (-(-d // found["BLOCK_D"]), math.prod(lead)),
@@ -243,12 +287,15 @@ def result_of(hidden, ids, weights, down, *, shared=None, bias=None, residual=No
             "ids_ptr": ids.astype(jnp.int32),
             "weights_ptr": weights,
             "down_ptr": down,
+            "scales_ptr": scales,
             "shared_ptr": shared,
             "bias_ptr": bias,
             "residual_ptr": residual,
         },
         {"y_ptr": jax.ShapeDtypeStruct((*lead, d), hidden.dtype)},
-        dict(K=ids.shape[-1], E=e, D=d, F=f) | found,
+        dict(K=ids.shape[-1], E=e, D=d, F=f)
+        | dict(HARDWARE=compute_capability() >= FP8_CONVERSION)
+        | found,
     )
     return y
 

@@ -10,7 +10,10 @@ import pytest
 from jaxkern import backend, explain, qk_norm_rope_cache_attention
 from jaxkern.lowering.chained import chained
 from tests.gpu.truth import EPSILON, on_a_gpu, poison, relative_errors
-from tests.triton.attention.test_qk_norm_rope_cache_attention import operands
+from tests.triton.attention.test_qk_norm_rope_cache_attention import (
+    operands,
+    with_record,
+)
 
 pytestmark = on_a_gpu
 SHAPES = [  # s, k, g, h, hv
@@ -42,7 +45,8 @@ def given(shape, dtype, b=3, weights=False, sinks=False, **options):
         both = jnp.concatenate([arrays[0], jnp.asarray(gates, dtype)], axis=-1)
         arrays = both, *arrays[1:]
     positions = jnp.array([s - 1, 0, s // 2, s][:b])
-    return (*arrays, positions, jnp.array([1, 1, 0, 1][:b]), sinks), options
+    lengths = jnp.array([1, 1, 0, 1][:b])
+    return (*arrays, positions, lengths, sinks), with_record(options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -53,7 +57,7 @@ def test_shapes_and_options(shape, options, dtype):
     f = functools.partial(qk_norm_rope_cache_attention, **options)
     [row] = explain(f, *arrays).rows
     assert len(row.launches) == 1
-    poison(*(x for x in arrays if x is not None))
+    poison(*jax.tree.leaves(arrays))
     with backend("triton", strict=True):
         found = jax.jit(f)(*arrays)
     wide = jax.tree.map(

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import backend, explain, interleave, quantize_gguf, quantize_microscaled
+from jaxkern import (
+    backend,
+    explain,
+    interleave,
+    quantize_fp8,
+    quantize_gguf,
+    quantize_microscaled,
+)
 from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from tests.gpu.quant.row_checks import normal, on_the_cpu, rounded
 from tests.gpu.truth import on_a_gpu, poison, relative_error
@@ -18,6 +25,7 @@ pytestmark = on_a_gpu
 
 E = 6
 FORMS = {
+    "fp8": functools.partial(quantize_fp8, block=(1, 0)),
     "Q4_K": lambda w: interleave(quantize_gguf(w, "Q4_K")),
     "Q6_K": lambda w: interleave(quantize_gguf(w, "Q6_K")),
     "Q8_0": lambda w: interleave(quantize_gguf(w, "Q8_0")),
@@ -26,6 +34,7 @@ FORMS = {
 }
 SIZES = {  # dims and channels that nothing divides, as far as the container has them
     "bf16": (520, 200),
+    "fp8": (520, 200),
     "Q4_K": (768, 512),
     "Q6_K": (512, 256),
     "Q8_0": (544, 352),
@@ -64,6 +73,8 @@ def test_a_few_tokens(form, tokens, k):
         (PLAIN, (None, None, both), None, None, back),
         (GPT_OSS, (gate_bias, up_bias, None), bias, residual, None),
     ]
+    if form == "fp8":  # the expert that all pass has no kernel
+        cases[0] = (PLAIN, (None, None, None), None, None, None)
     for options, around, added, before, shared in cases:
         poison(jnp.zeros((tokens, k, f), x.dtype), residual)
         hidden = functools.partial(expert_hidden, **options)

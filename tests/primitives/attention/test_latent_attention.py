@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern import attention, latent_attention
+from jaxkern import Dropout, attention, latent_attention
 from jaxkern.testing.checks import bf16, case, f32, i32
 
 CASES = [
@@ -144,14 +144,15 @@ def test_dropout_is_that_of_attention_and_caches_have_none():
     dropout: none of them would see the options lost on the way."""
     query, latent = draw(1, 3, 2, 4), draw(1, 3, 4, seed=1)
     key = jax.random.key(7)
-    options: dict = dict(scale=0.4, causal=True, dropout_key=key)
+    options: dict = dict(scale=0.4, causal=True)
 
     def whole(query, latent, rate):
         k, v = latent[:, :, None], latent[:, :, None, :2]
-        return attention(query, k, v, dropout=rate, **options)
+        return attention(query, k, v, dropout=Dropout(rate, key), **options)
 
     def of_latent(query, latent, rate):
-        return latent_attention(query, latent, value_dim=2, dropout=rate, **options)
+        dropout = Dropout(rate, key)
+        return latent_attention(query, latent, value_dim=2, dropout=dropout, **options)
 
     def both(f, rate):
         return jax.vjp(lambda *x: f(*x, rate), query, latent)[1](jnp.ones((1, 3, 2, 2)))
@@ -160,8 +161,10 @@ def test_dropout_is_that_of_attention_and_caches_have_none():
     for x, e in zip(both(of_latent, 0.5), expected, strict=True):
         np.testing.assert_array_equal(x, e)
     assert not np.allclose(expected[1], both(of_latent, 0.0)[1])
-    with pytest.raises(ValueError, match=r"dropout is 0\.5 without a key"):
+    with pytest.raises(
+        TypeError, match=r"^latent_attention: `dropout` must be Dropout"
+    ):
         latent_attention(query, latent, value_dim=2, scale=0.4, dropout=0.5)
     for f in ("paged_attention", "quantized_cache_attention", "cached_attention"):
         with pytest.raises(TypeError, match=rf"{f}.*unexpected.*dropout"):
-            getattr(jaxkern, f)(query, latent, latent, dropout=0.5)
+            getattr(jaxkern, f)(query, latent, latent, dropout=Dropout(0.5, key))

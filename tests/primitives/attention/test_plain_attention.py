@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
-from jaxkern import attention, backend, explain
+from jaxkern import Dropout, SoftcapAfterBias, attention, backend, explain
 from jaxkern.primitives.attention import query_blocks
 from jaxkern.primitives.attention.dropout import kept, seeds_of
 from jaxkern.testing.checks import Spec, boolean, case, f32, i32
@@ -91,10 +91,8 @@ def test_formula(rate):
             *map(jnp.asarray, (q, key, v)),
             bias=jnp.asarray(bias),
             sinks=jnp.asarray(sinks),
-            softcap=cap,
-            softcap_after_bias=True,
-            dropout=rate,
-            dropout_key=jax.random.key(5),
+            softcap=SoftcapAfterBias(cap),
+            dropout=Dropout(rate, jax.random.key(5)),
             return_lse=True,
         )
     np.testing.assert_allclose(found[0], out, atol=1e-12)
@@ -134,10 +132,8 @@ def test_both_passes_drop_the_same_and_modes_agree():
                 v,
                 bias=bias,
                 sinks=sinks,
-                softcap=1.5,
-                softcap_after_bias=True,
-                dropout=0.4,
-                dropout_key=jax.random.key(2),
+                softcap=SoftcapAfterBias(1.5),
+                dropout=Dropout(0.4, jax.random.key(2)),
                 return_lse=True,
             )
 
@@ -151,7 +147,7 @@ def test_one_key_gives_one_result():
 
     def run(q, k, v, key):
         def loss(q, k, v):
-            out = attention(q, k, v, dropout=0.4, dropout_key=key, causal=True)
+            out = attention(q, k, v, dropout=Dropout(0.4, key), causal=True)
             return jnp.sum(jnp.sin(out)), out
 
         grads, out = jax.grad(jax.checkpoint(loss), (0, 1, 2), has_aux=True)(q, k, v)
@@ -164,7 +160,7 @@ def test_one_key_gives_one_result():
     jitted = jax.jit(run)
     each = [jitted(q, k, v, key) for key in keys]
     assert np.abs(each[0][0] - each[1][0]).max() > 0.1
-    eager = attention(q, k, v, dropout=0.4, dropout_key=keys[0], causal=True)
+    eager = attention(q, k, v, dropout=Dropout(0.4, keys[0]), causal=True)
     check([eager], each[0][:1])
 
     @jax.jit
@@ -186,8 +182,7 @@ def test_blocks_of_query_rows_drop_the_same(monkeypatch):
     q, k, v = f32s((1, 7, 2, 4), (1, 5, 1, 4), (1, 5, 1, 4))
 
     def run(q, k, v):
-        options = dict(dropout=0.4, dropout_key=jax.random.key(3))
-        return attention(q, k, v, **options)
+        return attention(q, k, v, dropout=Dropout(0.4, jax.random.key(3)))
 
     def both(q, k, v):
         out, back = jax.vjp(run, q, k, v)
@@ -206,10 +201,10 @@ def test_a_bias_of_minus_infinity_hides_in_either_order():
     q, k, v = f32s((1, 3, 2, 4), (1, 5, 1, 4), (1, 5, 1, 4))
     mask = jnp.arange(5) < jnp.array([[4], [0], [5]])
     bias = jnp.where(mask, jnp.cos(jnp.arange(15.0)).reshape(3, 5), -jnp.inf)
-    options = dict(softcap=1.0, softcap_after_bias=True)
+    cap = SoftcapAfterBias(1.0)
 
     def f(q, bias, mask=None):
-        return attention(q, k, v, bias=bias, mask=mask, **options)
+        return attention(q, k, v, bias=bias, mask=mask, softcap=cap)
 
     hidden, back = jax.vjp(f, q, bias)
     expected, plain = jax.vjp(lambda q, x: f(q, x, mask), q, jnp.where(mask, bias, 0))
@@ -222,8 +217,8 @@ def test_no_kernel_takes_them_and_that_is_said():
     q, k, v = f32s((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8))
     bias, key = jnp.ones((4, 4)), jax.random.key(0)
     for options in (
-        dict(dropout=0.5, dropout_key=key),
-        dict(bias=bias, softcap=2.0, softcap_after_bias=True),
+        dict(dropout=Dropout(0.5, key)),
+        dict(bias=bias, softcap=SoftcapAfterBias(2.0)),
     ):
 
         def f(q, k, v, options=options):
@@ -233,22 +228,50 @@ def test_no_kernel_takes_them_and_that_is_said():
         with pytest.raises(ValueError, match="plain_attention: has no cpp kernel"):
             with backend("cpp", strict=True):
                 jax.jit(f)(q, k, v)
-    plain = attention(q, k, v)
-    for nothing in (
-        dict(dropout=0.0, dropout_key=key),
-        dict(softcap_after_bias=True),
+    for nothing, plain in (
+        (dict(dropout=Dropout(0.0, key)), {}),
+        (dict(softcap=SoftcapAfterBias(2.0)), dict(softcap=2.0)),
     ):
-        np.testing.assert_array_equal(attention(q, k, v, **nothing), plain)
+        found, expected = (attention(q, k, v, **x) for x in (nothing, plain))
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_dropout_is_a_pytree_of_its_key():
+    """It passes through jit as an argument, and vmap maps its keys."""
+    q, k, v = f32s((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8))
+    keys = jax.random.split(jax.random.key(3), 2)
+
+    @jax.jit
+    def f(dropout):
+        return attention(q, k, v, dropout=dropout)
+
+    each = [f(Dropout(0.4, key)) for key in keys]
+    assert np.abs(each[0] - each[1]).max() > 0.1
+    assert f._cache_size() == 1
+    mapped = jax.vmap(f)(Dropout(0.4, keys))
+    np.testing.assert_allclose(mapped, jnp.stack(each), atol=1e-6)
 
 
 def test_errors():
     q, k, v = f32s((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8))
+    key = jax.random.key(0)
     for rate in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"attention: dropout is .* below 1"):
-            attention(q, k, v, dropout=rate, dropout_key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"dropout is 0.1 without a key"):
-        attention(q, k, v, dropout=0.1)
-    with pytest.raises(TypeError, match=r"`dropout_key` must be one PRNG key"):
-        attention(q, k, v, dropout=0.1, dropout_key=jnp.zeros(3))
-    with pytest.raises(TypeError, match=r"`dropout` must be a static float"):
-        jax.jit(lambda r: attention(q, k, v, dropout=r))(0.1)
+        with pytest.raises(ValueError, match=r"^Dropout: `rate` is .* below 1"):
+            Dropout(rate, key)
+    with pytest.raises(TypeError, match=r"missing 1 required .* argument: 'key'"):
+        Dropout(0.1)  # pyright: ignore
+    for wrong in (None, jnp.zeros(3), jax.random.split(key)):
+        with pytest.raises(
+            TypeError, match=r"^attention: `dropout.key` must be one PR"
+        ):
+            attention(q, k, v, dropout=Dropout(0.1, wrong))
+    with pytest.raises(TypeError, match=r"^Dropout: `rate` must be a static float"):
+        jax.jit(lambda r: attention(q, k, v, dropout=Dropout(r, key)))(0.1)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'dropout_key'"):
+        attention(q, k, v, dropout_key=key)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"^attention: softcap is -1.0\. Leave it out"):
+        attention(q, k, v, softcap=SoftcapAfterBias(-1.0))
+    with pytest.raises(
+        TypeError, match=r"^SoftcapAfterBias: `cap` must be float, got N"
+    ):
+        SoftcapAfterBias(None)  # pyright: ignore

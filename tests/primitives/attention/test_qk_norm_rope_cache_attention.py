@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkern import (
+    NormRope,
     attention,
     qk_norm_rope_cache,
     qk_norm_rope_cache_attention,
@@ -20,6 +21,7 @@ from tests.primitives.kv_cache.test_qk_norm_rope_cache import (
     heads,
 )
 
+PLAIN = NormRope()
 SCORES = dict(gated=False, scale=0.5, window=None, softcap=None)
 CASES = {
     "qk_norm_rope_cache_attention": [
@@ -58,12 +60,9 @@ CASES = {
 }
 
 
-def two_calls(new, caches, positions, lengths, sinks, **options):
-    turned = dict(
-        eps=options.pop("eps", 1e-6), value_eps=options.pop("value_eps", None)
-    )
+def two_calls(new, caches, positions, lengths, sinks, norm_rope=PLAIN, **options):
     query, keys, values = qk_norm_rope_cache(
-        *new, *caches, positions, lengths, **turned
+        *new, *caches, positions, lengths, norm_rope=norm_rope
     )
     grown = query.shape[1] if lengths is None else lengths
     y = attention(
@@ -84,8 +83,8 @@ def two_calls(new, caches, positions, lengths, sinks, **options):
     [
         (1, [4, 0], None, {}),
         (1, [6, 2], [0, 1], {"window": 2, "scale": 0.3}),
-        (3, [2, 5], [3, 1], {"softcap": 1.5, "eps": 0.1}),
-        (2, [-1, 7], None, {"window": 1, "value_eps": 0.2}),
+        (3, [2, 5], [3, 1], {"softcap": 1.5, "norm_rope": NormRope(0.1)}),
+        (2, [-1, 7], None, {"window": 1, "norm_rope": NormRope(value_eps=0.2)}),
     ],
     ids=str,
 )
@@ -96,7 +95,7 @@ def test_it_is_the_write_and_attention(t, positions, lengths, options):
     sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
     lengths = None if lengths is None else jnp.array(lengths)
     last = jnp.array(positions), lengths, sinks
-    new = *new, *weights, *tables
+    new = *new, weights, tables
 
     @jax.jit
     def both(new, caches, last):
@@ -112,13 +111,13 @@ def test_huge_lengths_and_positions_do_not_wrap():
     """Their sum is below 0 in int32: a query that sees nothing gives zeros."""
     new, weights, tables = draw(2, 1, 4, 2, 8)
     caches = [jnp.ones((2, 5, 2, 8)) * x for x in (0.5, -0.25)]
-    f = jax.jit(functools.partial(qk_norm_rope_cache_attention, *new, *weights))
+    f = jax.jit(functools.partial(qk_norm_rope_cache_attention, *new, weights, tables))
     most = np.full(2, 2**31 - 1, np.int32)
     for given, same in (
         ((np.array([3, 0]), most), (np.array([3, 0]), None)),
         ((most, None), (np.array([5, 5]), None)),
     ):
-        found, expected = (f(*tables, *caches, *last)[0] for last in (given, same))
+        found, expected = (f(*caches, *last)[0] for last in (given, same))
         assert expected.any()
         np.testing.assert_array_equal(found, expected)
 
@@ -129,7 +128,7 @@ def test_gates_are_those_behind_the_heads():
     gate = jnp.sin(jnp.arange(2 * 2 * 4 * 8.0)).reshape(2, 2, 4, 8)
     both = jnp.concatenate([new[0], gate], axis=-1)
     caches = [jnp.ones((2, 5, 2, 8)) * x for x in (0.5, -0.25)]
-    rest = *new[1:], *weights, *tables, *caches, jnp.array([1, 3])
+    rest = *new[1:], weights, tables, *caches, jnp.array([1, 3])
     plain, *after = jax.jit(qk_norm_rope_cache_attention)(new[0], *rest)
     f = jax.jit(functools.partial(qk_norm_rope_cache_attention, gated=True))
     found, *too = f(both, *rest)
@@ -147,7 +146,7 @@ def test_gradients_are_those_of_the_two_calls():
     positions = jnp.array([1, 3])
 
     def summed(f, *arrays):
-        new, caches = (*arrays[:3], *weights, *tables), arrays[3:]
+        new, caches = (*arrays[:3], weights, tables), arrays[3:]
         return sum(jnp.sum(jnp.sin(y)) for y in f(new, caches))
 
     one = functools.partial(
@@ -167,14 +166,14 @@ def test_gradients_are_those_of_the_two_calls():
 def test_errors_name_the_operand():
     new, weights, tables = draw(1, 1, 4, 2, 8)
     cache = jnp.zeros((1, 4, 2, 8))
-    f = functools.partial(qk_norm_rope_cache_attention, *new)
+    f = functools.partial(qk_norm_rope_cache_attention, *new, weights, tables)
     with pytest.raises(ValueError, match="eps=None leaves out the norms"):
-        f(*weights, *tables, cache, cache, 0, eps=None)
+        f(cache, cache, 0, norm_rope=NormRope(eps=None))
     with pytest.raises(ValueError, match=r"`query` have 8 dims .* gates of 8 ask for"):
-        f(*weights, *tables, cache, cache, 0, gated=True)
+        f(cache, cache, 0, gated=True)
     with pytest.raises(TypeError, match=r"dim `s` is 4 in `key_cache` but 3 in `value"):
-        f(*weights, *tables, cache, cache[:, :3], 0)
+        f(cache, cache[:, :3], 0)
     with pytest.raises(ValueError, match=r"qk_norm_rope_cache_attention: .*window"):
-        f(*weights, *tables, cache, cache, 0, window=0)
+        f(cache, cache, 0, window=0)
     with pytest.raises(ValueError, match="qk_norm_rope_cache_attention: softcap is -1"):
-        f(*weights, *tables, cache, cache, 0, softcap=-1.0)
+        f(cache, cache, 0, softcap=-1.0)

@@ -11,6 +11,7 @@ import pytest
 from jaxkern import (
     Float8Codec,
     IntCodec,
+    NormRope,
     QuantizedVectors,
     TurboQuantCodec,
     apply_rope,
@@ -161,15 +162,17 @@ def test_it_is_norm_rotation_and_update(codec, positions, new_lengths, ring):
     def normed(query, key, value, weights, caches):
         y = qk_norm_rope(query, key, *weights, *tables, eps=0.1)
         expected = y[0], write(caches[0], y[1], *slots), write(caches[1], value, *slots)
-        new = query, key, value, *weights, *tables
-        return fused(*new, *caches, *slots, ring=ring, eps=0.1), expected
+        new = query, key, value, weights, tables
+        how = NormRope(eps=0.1)
+        return fused(*new, *caches, *slots, ring=ring, norm_rope=how), expected
 
     @jax.jit
     def turned(query, key, value, caches):
         y = [apply_rope(x, *tables) for x in (query, key)]
         expected = y[0], write(caches[0], y[1], *slots), write(caches[1], value, *slots)
-        new = query, key, value, None, None, *tables
-        return fused(*new, *caches, *slots, ring=ring, eps=None), expected
+        new = query, key, value, (None, None), tables
+        how = NormRope(eps=None)
+        return fused(*new, *caches, *slots, ring=ring, norm_rope=how), expected
 
     same(*normed(*new, weights, caches))
     same(*turned(*new, caches))
@@ -181,7 +184,7 @@ def test_values_may_have_a_norm():
     value = 3 * value
     normed = value / jnp.sqrt((value**2).mean(-1, keepdims=True) + 0.5)
     slots = jnp.array([2, 6]), jnp.array([3, 1])
-    rest = *weights, *tables
+    once, twice = NormRope(eps=0.1), NormRope(eps=0.1, value_eps=0.5)
 
     @jax.jit
     def both(query, key, value, normed):
@@ -191,9 +194,9 @@ def test_values_may_have_a_norm():
             (IntCodec(8), qk_norm_rope_quantized_cache),
         ):
             cache = empty(codec, (2, 7, 2, 16), jnp.float16)
-            last = *rest, cache, cache, *slots
-            found.append(op(query, key, value, *last, eps=0.1, value_eps=0.5))
-            found.append(op(query, key, normed, *last, eps=0.1))
+            last = weights, tables, cache, cache, *slots
+            found.append(op(query, key, value, *last, norm_rope=twice))
+            found.append(op(query, key, normed, *last, norm_rope=once))
         return found
 
     found = both(query, key, value, normed)
@@ -211,7 +214,7 @@ def test_a_key_is_rounded_once():
     @jax.jit
     def found(new, weights):
         write = qk_norm_rope_quantized_cache
-        return write(*new, *weights, *tables, cache, cache, 0)[1]
+        return write(*new, weights, tables, cache, cache, 0)[1]
 
     @jax.jit
     def twice(new, weights):
@@ -231,7 +234,7 @@ def test_gradients_follow_the_tokens():
 
     def fused(query, key, value, *caches):
         return qk_norm_rope_cache(
-            query, key, value, *weights, *tables, *caches, jnp.array([3, 1])
+            query, key, value, weights, tables, *caches, jnp.array([3, 1])
         )
 
     def of_queries_and_keys(query, key):
@@ -267,7 +270,7 @@ def test_donated_caches_are_written_in_place(codec):
     def decode(caches, positions):
         def step(i, caches):
             return fused(
-                query + i, key, value, *weights, *tables, *caches, positions + i
+                query + i, key, value, weights, tables, *caches, positions + i
             )[1:]
 
         return jax.lax.fori_loop(0, 5, step, caches)
@@ -282,25 +285,54 @@ def test_donated_caches_are_written_in_place(codec):
     assert not re.search(r"\[1,4096,2,\d+\]\S* copy\(", compiled.as_text())
 
 
+def test_weights_and_tables_are_operands_like_the_others():
+    """In pairs they are differentiable and mapped, for what they are one by one."""
+    (query, key, value), weights, tables = draw(2, 2, 2, 1, 4)
+    weights, tables = (
+        [jnp.stack([x, 2 * x]) for x in pair] for pair in (weights, tables)
+    )
+    caches = jnp.zeros((2, 4, 1, 4)), jnp.zeros((2, 4, 1, 4))
+
+    def loss(weights, tables):
+        y = qk_norm_rope_cache(
+            query, key, value, tuple(weights), tuple(tables), *caches, jnp.array([3, 1])
+        )
+        return jnp.sum(jnp.sin(y[0])) + jnp.sum(jnp.sin(y[1]))
+
+    def apart(weights, tables):
+        rotated = qk_norm_rope(query, key, *weights, *tables)
+        keys = update_kv_cache(caches[0], rotated[1], jnp.array([3, 1]))
+        return jnp.sum(jnp.sin(rotated[0])) + jnp.sum(jnp.sin(keys))
+
+    found, expected = (
+        jax.jit(jax.vmap(jax.grad(f, (0, 1))))(weights, tables) for f in (loss, apart)
+    )
+    for a, e in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.abs(e).min(axis=-1).max() > 0
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
 def test_every_error_says_what_to_do():
-    new, weights, tables = draw(1, 1, 4, 2, 8)
+    new, *pairs = draw(1, 1, 4, 2, 8)
     cache, codes = jnp.zeros((1, 4, 2, 8)), empty(IntCodec(8), (1, 4, 2, 8))
     f = functools.partial(qk_norm_rope_cache, *new)
     g = functools.partial(qk_norm_rope_quantized_cache, *new)
+    paged = functools.partial(qk_norm_rope_paged_cache, *new, *pairs, cache, cache)
+    slots, bare = jnp.zeros((1, 1), int), NormRope(eps=None)
     with pytest.raises(TypeError, match=r"`value_cache` must be QuantizedVectors, got"):
-        g(*weights, *tables, codes, cache, 0)
+        g(*pairs, codes, cache, 0)
     with pytest.raises(ValueError, match=r"eps=None leaves out the norms.* Pass eps"):
-        f(*weights, *tables, cache, cache, 0, eps=None)
+        f(*pairs, cache, cache, 0, norm_rope=bare)
     with pytest.raises(
         TypeError, match=r"dim `s` is 4 in `key_cache` but 3 in `value_"
     ):
-        f(*weights, *tables, cache, cache[:, :3], 0)
+        f(*pairs, cache, cache[:, :3], 0)
     with pytest.raises(ValueError, match=r"_cache: 4 pairs at distance 5 do not fit"):
-        f(*weights, *tables, cache, cache, 0, pair_offset=5)
+        f(*pairs, cache, cache, 0, norm_rope=NormRope(pair_offset=5))
     other = empty(IntCodec(8), (1, 4, 2, 16))
     with pytest.raises(TypeError, match=r"quantized_cache: `new` has 8 dims and 1 sca"):
-        g(*weights, *tables, other, other, 0)
+        g(*pairs, other, other, 0)
     with pytest.raises(ValueError, match=r"qk_norm_rope_paged_cache: eps=None leaves"):
-        qk_norm_rope_paged_cache(
-            *new, *weights, *tables, cache, cache, jnp.zeros((1, 1), int), eps=None
-        )
+        paged(slots, norm_rope=bare)
+    with pytest.raises(ValueError, match=r"paged_cache: `value_eps` .* is 0.5.* leave"):
+        paged(slots, norm_rope=NormRope(value_eps=0.5))

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxkern import (
     IntCodec,
+    NormRope,
     QuantizedVectors,
     page_slots,
     qk_norm_rope,
@@ -50,7 +51,7 @@ def test_it_is_norm_rotation_and_update():
         y_query, y_key = qk_norm_rope(query, key, *weights, *tables)
         pairs = zip(caches, (y_key, value), strict=True)
         expected = y_query, *(update_paged_kv_cache(*pair, slots) for pair in pairs)
-        new = query, key, value, *weights, *tables
+        new = query, key, value, weights, tables
         return qk_norm_rope_paged_cache(*new, *caches, slots), expected
 
     same(*both(query, key, value, caches))
@@ -60,7 +61,8 @@ def test_the_last_dims_of_a_head_turn_in_every_cache():
     """Other tests of the three turn whole heads, where first and last are the same."""
     (query, key, value), weights, tables = draw(2, 3, 2, 1, 16)
     tables = [x[..., :3] for x in tables]
-    new = query, key, value, *weights, *tables
+    new = query, key, value, weights, tables
+    at_end = dict(norm_rope=NormRope(at_end=True))
     cache, at = jnp.zeros((2, 4, 1, 16)), jnp.array([0, 1])
     codes = QuantizedVectors(
         jnp.zeros((2, 4, 1, 16), jnp.uint8), jnp.zeros((2, 4, 1, 1)), IntCodec(8)
@@ -69,12 +71,13 @@ def test_the_last_dims_of_a_head_turn_in_every_cache():
 
     @jax.jit
     def every(*new):
-        y_query, y_key = qk_norm_rope(*new[:2], *new[3:], at_end=True)
+        last = *new[3], *new[4]
+        y_query, y_key = qk_norm_rope(*new[:2], *last, at_end=True)
         slots = at[:, None] + 4 * jnp.arange(2)[:, None] + jnp.arange(3)
         found = [
-            qk_norm_rope_cache(*new, cache, cache, at, at_end=True),
-            qk_norm_rope_quantized_cache(*new, codes, codes, at, at_end=True),
-            qk_norm_rope_paged_cache(*new, pages, pages, slots, at_end=True),
+            qk_norm_rope_cache(*new, cache, cache, at, **at_end),
+            qk_norm_rope_quantized_cache(*new, codes, codes, at, **at_end),
+            qk_norm_rope_paged_cache(*new, pages, pages, slots, **at_end),
         ]
         expected = [
             (y_query, *(update_kv_cache(cache, x, at) for x in (y_key, value))),
@@ -87,7 +90,7 @@ def test_the_last_dims_of_a_head_turn_in_every_cache():
                 *(update_paged_kv_cache(pages, x, slots) for x in (y_key, value)),
             ),
         ]
-        return found, expected, qk_norm_rope(*new[:2], *new[3:])[0]
+        return found, expected, qk_norm_rope(*new[:2], *last)[0]
 
     found, expected, at_front = every(*new)
     same(found, expected)

@@ -5,15 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import dequantize, interleave, quantize_gguf, quantize_microscaled
+from jaxkern import (
+    dequantize,
+    interleave,
+    quantize_fp8,
+    quantize_gguf,
+    quantize_microscaled,
+)
 from jaxkern.primitives.moe.expert_slots import (
     are_alike,
     expert_hidden,
     expert_sum,
     slots_of,
 )
-from jaxkern.testing.checks import bf16, case, f32, i32, u8
+from jaxkern.testing.checks import bf16, case, f32, i32, u8, uniform
 from tests.primitives.quant.block_bytes import quiet_bytes
+from tests.primitives.quant.test_fp8 import finite_codes
 from tests.primitives.quant.test_microscaled import byte_values
 
 GPT_OSS = dict(alpha=1.702, limit=7.0, up_offset=1.0)
@@ -61,6 +68,44 @@ CASES = {
             **dict(x=bf16(1, 2, 6), ids=i32(1, 2, high=3), weights=f32(1, 2)),
             **dict(down_w=bf16(3, 8, 6), shared_w=None, down_bias=None),
             **dict(residual=None),
+        ),
+    ],
+    "fp8_expert_hidden": [
+        case(
+            "shared",
+            full=True,
+            **dict(x=f32(2, 8), ids=IDS, gate_codes=finite_codes(3, 1, 6, 8)),
+            **dict(gate_scales=uniform(3, 1, 6), up_codes=finite_codes(3, 6, 8)),
+            **dict(up_scales=uniform(3, 6), shared_codes=finite_codes(2, 6, 8)),
+            **dict(shared_scales=uniform(2, 6), gate_bias=f32(3, 1, 6)),
+            **dict(up_bias=f32(3, 6), format="e4m3fn"),
+            **GPT_OSS,
+        ),
+        case(
+            "plain",
+            full=True,
+            **dict(x=bf16(1, 8), ids=i32(1, 2, high=3), up_codes=None, up_scales=None),
+            **dict(gate_codes=finite_codes(3, 2, 6, 8), gate_scales=uniform(3, 2, 6)),
+            **dict(shared_codes=None, shared_scales=None, gate_bias=None, up_bias=None),
+            **PLAIN | dict(format="e4m3fn"),
+        ),
+    ],
+    "fp8_expert_sum": [
+        case(
+            "shared",
+            full=True,
+            **dict(x=f32(2, 2, 6), ids=IDS, weights=f32(2, 2), format="e4m3fn"),
+            **dict(down_codes=finite_codes(3, 8, 6), down_scales=uniform(3, 8)),
+            **dict(shared_codes=finite_codes(8, 6), shared_scales=uniform(8)),
+            **dict(down_bias=f32(3, 8), residual=f32(2, 8)),
+        ),
+        case(
+            "plain",
+            full=True,
+            **dict(x=bf16(1, 2, 6), ids=i32(1, 2, high=3), weights=f32(1, 2)),
+            **dict(down_codes=finite_codes(3, 8, 6), down_scales=uniform(3, 8)),
+            **dict(shared_codes=None, shared_scales=None, down_bias=None),
+            **dict(residual=None, format="e4m3fn"),
         ),
     ],
     "interleaved_expert_hidden": [
@@ -172,6 +217,7 @@ def sum_of(x, ids, weights, down, bias, residual, shared):
 
 PACK = {
     "dense": lambda w: w,
+    "fp8": lambda w: quantize_fp8(w, block=(1, 0)),
     "interleaved": lambda w: interleave(quantize_gguf(w, "Q8_0")),
     "microscaled": lambda w: quantize_microscaled(w, format="mxfp4"),
 }
@@ -184,7 +230,8 @@ def wide(w):
 
 
 @pytest.mark.parametrize(
-    "kind", ["dense", *(pytest.param(k, marks=pytest.mark.full) for k in [*PACK][1:])]
+    "kind",
+    ["dense", *(pytest.param(k, marks=pytest.mark.full) for k in [*PACK][1:])],
 )
 def test_values_match_the_formula(kind):
     e, f, d, t, k = 3, 32, 64, 2, 4
@@ -229,3 +276,5 @@ def test_what_one_kernel_reads():
     assert not are_alike(q8, q4) and not are_alike(w, q8)
     assert not are_alike(w, w.astype(jnp.bfloat16))
     assert slots_of(fp4) is None and slots_of(quantize_gguf(w, "Q8_0")) is None
+    blocks, rows, whole = (quantize_fp8(w, block=b) for b in ((32, 32), (1, 0), (0, 0)))
+    assert slots_of(blocks) is None and are_alike(rows, whole)

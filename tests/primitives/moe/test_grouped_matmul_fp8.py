@@ -18,7 +18,9 @@ from jaxkern import (
     quantized_matmul_id,
 )
 from jaxkern.primitives.moe.grouped_matmul_fp8 import (
+    Rows,
     encoded_rows,
+    permuted,
     scaled_grouped_matmul_p,
 )
 from jaxkern.testing import sharding_checks
@@ -234,6 +236,16 @@ def test_the_scales_of_rows_are_powers_of_two():
     as_floats = np.asarray(rows.codes).view(ml_dtypes.float8_e4m3fn)
     decoded = as_floats.astype(np.float64) * np.asarray(rows.scales)[..., None]
     np.testing.assert_array_equal(decoded, rounded(x))
+
+
+@pytest.mark.parametrize("d", [8, 6])
+def test_rows_by_their_numbers(d):
+    codes, scales = RNG.integers(0, 256, (5, d)).astype(np.uint8), RNG.random(5)
+    index = np.asarray([4, 0, 0, 2], np.int32)
+    rows = Rows(jnp.asarray(codes), jnp.asarray(scales, jnp.float32))
+    found = jax.jit(permuted)(rows, jnp.asarray(index))
+    np.testing.assert_array_equal(found.codes, codes[index])
+    np.testing.assert_array_equal(found.scales, scales.astype(np.float32)[index])
 
 
 @pytest.mark.full

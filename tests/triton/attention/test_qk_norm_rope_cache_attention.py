@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import backend, explain, qk_norm_rope_cache_attention
+from jaxkern import NormRope, backend, explain, qk_norm_rope_cache_attention
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.cluster import MAX_EXCHANGE
 from jaxkern.gpu.device import compiling_for
@@ -34,9 +34,20 @@ def operands(b, s, k, g, h, hv, pairs=None, weights=False, dtype="float16", seed
     tables = jnp.float32(np.cos(angle)), jnp.float32(np.sin(angle))
     norms = (draw(h), draw(h)) if weights else (None, None)
     new = draw(b, 1, k * g, h), draw(b, 1, k, h), draw(b, 1, k, hv)
-    return *new, *norms, *tables, draw(b, s, k, h), draw(b, s, k, hv)
+    return *new, norms, tables, draw(b, s, k, h), draw(b, s, k, hv)
 
 
+TURN = ("eps", "value_eps", "offset", "pairing", "pair_offset", "at_end")
+
+
+def with_record(options):
+    """Options of the operator, given those that its kernel has one by one."""
+    turn = {name: options[name] for name in TURN if name in options}
+    rest = {name: x for name, x in options.items() if name not in TURN}
+    return rest | {"norm_rope": NormRope(**turn)}
+
+
+BARE = NormRope(eps=None)
 LLAMA = dict(eps=None, pairing="interleaved")
 QWEN = dict(eps=1e-6, weights=True)
 CASES = {  # s, g, h, hv, positions, new_lengths, options
@@ -71,22 +82,25 @@ def test_it_computes_what_the_reference_does(name, monkeypatch):
     sinks = jnp.linspace(-1.0, 3.0, k * g) if options.pop("sinks", False) else None
     lengths = None if lengths is None else jnp.array(lengths)
     last = jnp.array(positions), lengths, sinks
+    query, key, value, norms, tables, *caches = given
     cos, sin, apart = rotary_tables(
-        name, given[1], *given[5:7], "neox", options.pop("pair_offset", None)
+        name, key, *tables, "neox", options.pop("pair_offset", None)
     )
     options = dict(offset=0.0, at_end=False, pairing="neox") | options
     options |= dict(pair_offset=apart, scale=0.2)
     options = dict(window=None, softcap=None, value_eps=None, gated=False) | options
     run = functools.partial(rows.qk_norm_rope_cache_attention, **options)
-    given = (*given[:5], cos, sin, *given[7:], *last)
+    new, last = (query, key, value), (*caches, *last)
     found, [(cluster, constants)] = in_a_cluster(
-        monkeypatch, run, *given, kernel=kernel
+        monkeypatch, run, *new, *norms, cos, sin, *last, kernel=kernel
     )
     assert constants["SPLITS"] == cluster and (cluster > 1) == (s > 128)
     if options["pairing"] == "interleaved":
         del options["pair_offset"]
     with backend("xla"):
-        want = qk_norm_rope_cache_attention(*given, **options)
+        want = qk_norm_rope_cache_attention(
+            *new, norms, (cos, sin), *last, **with_record(options)
+        )
     for y, expected, slack in zip(found, want, (4e-3, 2e-3, 0), strict=True):
         y, expected = np.float64(y), np.float64(expected)
         np.testing.assert_allclose(y, expected, rtol=slack, atol=slack)
@@ -99,11 +113,10 @@ def test_in_the_interpreter():
 
 def launches_of(s, b=1, k=8, g=4, h=64, dtype="bfloat16", t=1):
     given = operands(b, s, k, g, h, h, dtype=dtype)
-    given = [
-        x if x is None or x.shape[1:2] != (1,) else jnp.repeat(x, t, axis=1)
-        for x in given
-    ]
-    f = functools.partial(qk_norm_rope_cache_attention, eps=None)
+    given = jax.tree.map(
+        lambda x: jnp.repeat(x, t, axis=1) if x.shape[1:2] == (1,) else x, given
+    )
+    f = functools.partial(qk_norm_rope_cache_attention, norm_rope=BARE)
     [row] = explain(f, *given, jnp.zeros(b, int), platform="cuda").rows
     assert row.runs.startswith("triton")
     return row.launches
@@ -159,7 +172,7 @@ def test_older_gpus_write_and_then_read():
 @starts_it
 def test_in_a_chain_keys_are_loaded_before_the_product_has_ended():
     given = operands(1, 641, 8, 4, 64, 64, dtype="bfloat16")
-    f = functools.partial(qk_norm_rope_cache_attention, eps=None)
+    f = functools.partial(qk_norm_rope_cache_attention, norm_rope=BARE)
 
     def two_layers(query, *rest):
         *new, key_cache, value_cache, more_keys, more_values, positions = rest

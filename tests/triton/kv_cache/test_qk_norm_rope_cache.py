@@ -11,6 +11,7 @@ import pytest
 from jaxkern import (
     Float8Codec,
     IntCodec,
+    NormRope,
     QuantizedVectors,
     TurboQuantCodec,
     explain,
@@ -74,15 +75,16 @@ def test_in_a_process_of_its_own():
 def test_it_is_one_launch_in_place():
     new, options = draw(2, 1, 4, 2, 16, 16, 8)
     del options["pair_offset"]
+    new = *new[:3], tuple(new[3:5]), tuple(new[5:])
     operands = *new, cache(2, 4, 2, 16), cache(2, 4, 2, 16), jnp.array([1, 2])
-    write = functools.partial(qk_norm_rope_cache, **options)
+    write = functools.partial(qk_norm_rope_cache, norm_rope=NormRope(**options))
     [row] = explain(write, *operands, platform="cuda").rows
     assert len(row.launches) == 1
     text = jax.jit(write).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     for result, operand in ((1, 7), (2, 8)):
         pair = rf"output_tuple_indices = \[{result}\], operand_index = {operand}"
         assert re.search(pair, text)
-    by_sequence = jax.vmap(write, [0, *[None] * 9])
+    by_sequence = jax.vmap(write, [0, *[None] * 7])
     stacked = jnp.stack([operands[0]] * 2)
     for f, query in ((write, operands[0]), (by_sequence, stacked)):
         [row] = explain(f, query, *operands[1:], platform="cuda").rows
@@ -115,7 +117,8 @@ def test_rotations_at_the_end_of_a_head_are_refused_in_words():
             head_norm_rope(query, weights[0], cos, sin, **at_end),
             qk_norm_rope(query, key, *weights, cos, sin, **at_end),
             qk_norm_rope_cache(
-                query, key, value, *weights, cos, sin, *caches, **at_end
+                *(query, key, value, weights, (cos, sin), *caches),
+                norm_rope=NormRope(**at_end),
             ),
         )
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import explain, moe_ffn
+from jaxkern import dequantize, explain, moe_ffn, quantize_fp8
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import compiled
 from jaxkern.triton.moe import moe_ffn as few_tokens
-from jaxkern.triton.moe.expert_slots import dense
+from jaxkern.triton.moe.expert_slots import dense, fp8
 from tests.primitives.moe.test_expert_slots import GPT_OSS, hidden_of, sum_of
 from tests.primitives.moe.test_moe_ffn import dense_loop
 from tests.triton.interpreted import (
@@ -27,7 +27,7 @@ CASES = [(1, 8, 4, 64, 48), (5, 3, 6, 50, 33), (2, 1, 2, 1100, 7)]
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, len(CASES) * 3)
+    check_in_its_own_process(__file__, len(CASES) * 4)
 
 
 @alone
@@ -77,6 +77,43 @@ def test_values_with_all_that_stands_around(t, k, e, d, f):
     assert np.linalg.norm(y - truth) <= 1e-6 * np.linalg.norm(truth)
     np.testing.assert_array_equal(same, y)
     truth = sum_of(np.asarray(y, np.float64), ids, weights, down, db, residual, back)
+    assert np.linalg.norm(z - truth) <= 1e-6 * np.linalg.norm(truth)
+
+
+@alone
+@pytest.mark.parametrize("t, k, e, d, f", CASES)
+def test_values_of_eight_bits_with_a_scale_for_each_row(t, k, e, d, f):
+    rng = np.random.default_rng([t, d])
+    ids = rng.integers(-1, e + 1, (t, k))
+    shapes = (t, d), (t, k), (t, d), (e, f), (e, f), (e, d)
+    given = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    x, weights, residual, gb, ub, db = given
+    gate, up, down = (
+        quantize_fp8(jnp.asarray(rng.standard_normal(s) / 4, jnp.float32), block=(1, 0))
+        for s in [(e, f, d)] * 2 + [(e, d, f)]
+    )
+    codes, scales = (
+        [getattr(w, name) for w in (gate, up, down)] for name in ("codes", "scales")
+    )
+    scales = [s[..., 0] for s in scales]
+    options = dict(GPT_OSS, format="e4m3fn")
+    none = None, None
+    with interpreted():
+        apart = codes[0][:, None], scales[0][:, None], codes[1], scales[1], *none
+        y = fp8.fp8_expert_hidden(x, ids, *apart, gb[:, None], ub, **options)
+        both = jnp.stack(codes[:2], 1), jnp.stack(scales[:2], 1), *none, *none
+        biases = jnp.stack([gb, ub], 1), None
+        same = fp8.fp8_expert_hidden(x, ids, *both, *biases, **options)
+        down_arrays = codes[2], scales[2], *none
+        z = fp8.fp8_expert_sum(
+            y, ids, weights, *down_arrays, db, residual, format="e4m3fn"
+        )
+    x, weights, residual, gb, ub, db = (np.asarray(a, np.float64) for a in given)
+    gate, up, down = (np.asarray(dequantize(w), np.float64) for w in (gate, up, down))
+    truth = hidden_of(x, ids, gate, up, (gb, ub), None, GPT_OSS)
+    assert np.linalg.norm(y - truth) <= 1e-6 * np.linalg.norm(truth)
+    np.testing.assert_array_equal(same, y)
+    truth = sum_of(np.asarray(y, np.float64), ids, weights, down, db, residual, None)
     assert np.linalg.norm(z - truth) <= 1e-6 * np.linalg.norm(truth)
 
 

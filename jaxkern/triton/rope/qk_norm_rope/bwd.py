@@ -242,42 +242,17 @@ def qk_norm_rope_gradients(
     return dquery, dkey, *map(summed, partial, weights)
 
 
-def qk_norm_rope_bwd(
-    query,
-    key,
-    query_weight,
-    key_weight,
-    cos,
-    sin,
-    query_rstd,
-    key_rstd,
-    dy_query,
-    dy_key,
-    *,
-    eps,
-    offset,
-    pairing,
-    pair_offset,
-    at_end,
-    wanted,
-):
-    operands, tables = (query, key, query_weight, key_weight), (cos, sin)
-    rstds, dys = (query_rstd, key_rstd), (dy_query, dy_key)
+def qk_norm_rope_bwd(*arrays, eps, offset, pairing, pair_offset, at_end, wanted):
+    """`arrays`: those of HeadsAndTables, then rstd and dy, of queries and of keys."""
+    o, rstds, dys = HeadsAndTables(*arrays[:6]), arrays[6:8], arrays[8:]
     options = {"offset": offset, "pairing": pairing, "pair_offset": pair_offset}
     grads = (None,) * 4
     if any(wanted[:4]):
-        grads = qk_norm_rope_gradients(
-            operands, tables, rstds, dys, wanted[:4], **options
-        )
+        grads = qk_norm_rope_gradients(o[:4], o[4:], rstds, dys, wanted[:4], **options)
     dtables = (None, None)
     if any(wanted[4:]):  # a learned table is rare: left to XLA
         *_, dcos, dsin = qk_norm_rope_bwd_reference(
-            HeadsAndTables(*operands, *tables),
-            *rstds,
-            *dys,
-            eps=eps,
-            at_end=at_end,
-            **options,
+            o, *rstds, *dys, eps=eps, at_end=at_end, **options
         )
         dtables = dcos, dsin
     return *grads, *dtables
