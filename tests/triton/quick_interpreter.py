@@ -1,10 +1,12 @@
 """What Triton's interpreter does in Python for every element or call, done once.
 
 It reduces by functions of one's own element by element, looks for the functions of the
-language anew in every call of a function, and makes a table of dtypes for each tensor:
-half of the time of some kernels. The results have the same bits.
+language anew in every call of a function, makes a table of dtypes for each tensor, and
+computes checks that it drops: most of the time of some kernels. The results have the
+same bits.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
@@ -25,6 +27,10 @@ def quickly(interpreter: ModuleType) -> Iterator[None]:
         patch.setattr(interpreter, "_get_np_dtype", dtype_of(interpreter))
         patch.setattr(interpreter, "_patch_builtin", patch_of(interpreter))
         patch.setattr(interpreter.ReduceOps, "generic_reduce", reduced)
+        builder = interpreter.interpreter_builder
+        # a check beside every sum of integers, which nothing reads without `debug`
+        options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        patch.setattr(builder, "options", options)
         yield
 
 
