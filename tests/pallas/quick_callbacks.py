@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax._src import callback as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax.core import Tracer
 
 
 def called_back(*args: Any, callback: Any, **_: Any) -> Any:
@@ -19,7 +20,7 @@ def called_back(*args: Any, callback: Any, **_: Any) -> Any:
 
 def as_int(x: Any) -> Any:
     """Part of a thread's place: a number, or what stands for one while JAX traces."""
-    return x if isinstance(x, jax.core.Tracer) else int(x)
+    return x if isinstance(x, Tracer) else int(x)
 
 
 def take_numpy() -> None:
