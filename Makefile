@@ -32,10 +32,12 @@ demo: $(NEWEST)/ready $(NEWEST)/demo
 # time: all tests run without it, those on the oldest jax and `make test-full` with it.
 UNOPTIMISED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 
-# Everything in its order, two or three at once; then the tests have both cores.
+# Everything in its order, two or three at once; then the tests have both cores. The
+# 5000 tests of GPUs would be collected to be left out.
 test:
 	$(MAKE) --jobs=3 lint smoke $(NEWEST)/demo
-	$(UNOPTIMISED) $(NEWEST)/bin/python $(PYTEST) -m "not full and not gpu"
+	$(UNOPTIMISED) $(NEWEST)/bin/python $(PYTEST) -m "not full and not gpu" \
+		--ignore=tests/gpu
 
 # On the oldest jax, of the files alone that have such tests.
 smoke: $(OLDEST)/ready

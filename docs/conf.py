@@ -34,6 +34,8 @@ include_patterns = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
 ]
+# no page is in them: Sphinx would look for some in 40 000 files, twice
+exclude_patterns = [".*", "build", "jaxkern", "tests", "benchmarks"]
 html_theme = "furo"
 html_title = "jaxkern"
 html_static_path = ["site"]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxkern.pallas.attention.decode import attention as hopper
 from jaxkern.pallas.attention.decode import decode_walk
 from tests.pallas.attention.test_attention import check, operands
+from tests.pallas.quick_callbacks import take_numpy
 
 ALIKE, UNEVEN = [256, 250, 211, 240], [256, 0, 1, 140]
 OFFSET = [5, 500, -3, 299]
@@ -70,4 +71,5 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
+    take_numpy()
     main(*sys.argv[1:])

@@ -17,6 +17,7 @@ from jaxkern.primitives.activation.softmax import (
     softmax_reference,
 )
 from jaxkern.primitives.loss.cross_entropy import weighted_cross_entropy_fwd_reference
+from tests.pallas.quick_callbacks import take_numpy
 
 ROWS = 9  # two rounds of four clusters, and one more
 
@@ -53,4 +54,5 @@ def main(d: int, kilobytes: int) -> None:
 
 
 if __name__ == "__main__":
+    take_numpy()
     main(*map(int, sys.argv[1:]))

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkern.pallas.sampling.sample import plan as plans
 from jaxkern.pallas.sampling.sample.fwd import sample
+from tests.pallas.quick_callbacks import take_numpy
 from tests.sampled import check_tokens, special_rows
 
 
@@ -48,4 +49,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_numpy()
     main()

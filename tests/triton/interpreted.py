@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from jaxkern.gpu import triton_call as bridge
+from tests.triton.quick_interpreter import quickly
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 alone = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -203,7 +204,8 @@ def interpreted(in_place: bool = True) -> Iterator[None]:
     bridge.triton_call = functools.partial(call, in_place=in_place)
     interpreter._patch_lang_tensor = with_index(patch)
     try:
-        yield
+        with quickly(interpreter):
+            yield
     finally:
         bridge.triton_call = compiled_call
         interpreter._patch_lang_tensor = patch
