@@ -130,7 +130,7 @@ def options_of(p: KernelPrimitive, case: Case) -> dict[str, Any]:
         if q.kind is q.KEYWORD_ONLY
     ]
     public = getattr(inspect.getmodule(p.reference), p.name, p.reference)
-    defaults = defaults_of(public)
+    defaults = defaults_of(p.reference) | defaults_of(public)
     return {n: case.arguments[n] if n in case.arguments else defaults[n] for n in names}
 
 
