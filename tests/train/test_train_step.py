@@ -285,7 +285,9 @@ def only_ab(w):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", [AdamW(0.1), optax.adam(0.1)], ids=str)
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(0.1), optax.adam(0.1)], ids=["op", "optax"]
+)
 def test_what_is_not_trained_stays_and_the_rest_is_as_if_it_were_alone(
     accumulate, optimizer
 ):
