@@ -200,13 +200,18 @@ def cuts_of_mapped(arrays: Sequence[jax.Array], vmaps: Levels) -> list:
     return cuts
 
 
+def are_cut_by_type(arrays: Sequence[jax.Array]) -> bool:
+    """Whether an explicit axis of a mesh cuts any of the arrays."""
+    explicit = set(mesh_of(arrays).explicit_axes)
+    cuts = (cut for x in arrays for cut in jax.typeof(x).sharding.spec)
+    return not explicit.isdisjoint(name for cut in cuts for name in axis_names(cut))
+
+
 def is_refused_by_type(f: Callable, arrays: Sequence[jax.Array], levels: list) -> bool:
     """Whether JAX refuses `f` of operands that are cut over an explicit mesh so."""
-    types = list(map(jax.typeof, arrays))
-    explicit = set(mesh_of(arrays).explicit_axes)
-    specs = (cut for x in types for cut in x.sharding.spec)
-    if explicit.isdisjoint(name for cut in specs for name in axis_names(cut)):
+    if not are_cut_by_type(arrays):
         return False
+    types = list(map(jax.typeof, arrays))
     try:
         jax.make_jaxpr(lambda *x: with_automatic_axes(f, x, levels, ()))(*types)
     except Exception:  # JAX has several kinds for it, ValueError and TypeError too

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import AbstractArray
 
-from jaxkern.primitives.call import axis_names, mesh_of, with_automatic_axes
+from jaxkern.primitives.call import are_cut_by_type, mesh_of, with_automatic_axes
 from jaxkern.primitives.declared_cuts import cut_names, names_of, spec_of
 from jaxkern.primitives.declared_dims import Annotated, annotated, issubclass_safe
 
@@ -79,13 +79,6 @@ def retried(fn: Callable, leaves, tree, at: Sequence[int], cut) -> tuple | None:
     except Exception:  # the first error says what the caller has done
         return None
     return (trees[0].unflatten(out),)
-
-
-def are_cut_by_type(arrays: Sequence[jax.Array]) -> bool:
-    """Whether an explicit axis of a mesh cuts any of the arrays."""
-    explicit = set(mesh_of(arrays).explicit_axes)
-    cuts = (cut for x in arrays for cut in jax.typeof(x).sharding.spec)
-    return not explicit.isdisjoint(name for cut in cuts for name in axis_names(cut))
 
 
 def declared_cuts(

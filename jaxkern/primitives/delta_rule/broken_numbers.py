@@ -33,7 +33,7 @@ def turned(seen):
     return None if seen is None else jnp.swapaxes(seen, -1, -2)
 
 
-FINITE = ("query", "key", "beta")
+FINITE = ("query", "key", "beta")  # whose NaN goes to the value of its token
 
 
 class Sees(NamedTuple):
