@@ -27,7 +27,8 @@ OPS = [p for p in REGISTRY.values() if p.reference.__module__.startswith("jaxker
 MID = 2**20  # elements: larger cases only with `make test-full`
 # `make test` leaves out large cases, looks at the dtypes of the smallest, takes of
 # EACH_SMALL_CASE the smallest, ON_MESHES the case of each op with the most dims to cut,
-# and EACH_FAMILY the first op of each. `make test-full` takes every small case.
+# and EACH_FAMILY the first op of each; of meshes of two axes and gradients inside
+# shard_map the op with the most dims, too. `make test-full` takes every small case.
 
 
 def family(p):
@@ -38,6 +39,28 @@ RULES_BY = ("norm", "attention", "index", "quant", "optim")
 FIRST_OF_FAMILY = {family(p): p for p in reversed(OPS)} | {  # or what it is named for
     family(p): p for p in OPS if family(p).endswith(f".{p.name}")
 }
+BOTH_OF_FAMILY = (mesh_checks.check_two_axes, mesh_checks.check_manual_axes)
+
+
+def dims_to_cut(p):
+    return len(sharding_checks.shardings_of(p, operands_on_meshes(p)))
+
+
+def operands_on_meshes(p):
+    return checks.operands_of(p, mesh_checks.mesh_case(p, cases_of(p)))
+
+
+@functools.cache
+def most_dims_of_family():
+    """Of each family the op with the most dims to cut, but for its first."""
+    rest = [p for p in OPS if FIRST_OF_FAMILY[family(p)] is not p]
+    return {family(p): p for p in sorted(rest, key=dims_to_cut)}
+
+
+def stands_for_family(check, p):
+    if FIRST_OF_FAMILY[family(p)] is p:
+        return True
+    return check in BOTH_OF_FAMILY and most_dims_of_family()[family(p)] is p
 
 
 def of_every_case():
@@ -55,11 +78,11 @@ def of_small_cases():
     for p in OPS:
         cases = cases_of(p)
         smallest, cut = smallest_case(p, cases), mesh_checks.mesh_case(p, cases)
-        first = FIRST_OF_FAMILY[family(p)] is p
         for check in (*EACH_SMALL_CASE, *ON_MESHES, *EACH_FAMILY):
             chosen = smallest if check in EACH_SMALL_CASE else cut
+            here = check not in EACH_FAMILY or stands_for_family(check, p)
             for case in filter(functools.partial(is_small, p), cases):
-                full = case is not chosen or (check in EACH_FAMILY and not first)
+                full = case is not chosen or not here
                 yield parameter(check, p, case, full, first=case is chosen)
 
 
@@ -96,16 +119,23 @@ def test_small_case(check, p, case):
     check(p, case)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
-def test_every_pair_of_dims_over_two_axes(p):
-    mesh_checks.check_two_axes(p, mesh_checks.mesh_case(p, cases_of(p)), full=True)
+IN_FULL = (
+    transform_checks.check_vmap,  # gradients of each operand alone, in both orders
+    sharding_checks.check_sharding,  # each dim by itself
+    sharding_checks.check_every_dim,
+    mesh_checks.check_every_cut,
+    mesh_checks.check_two_axes,  # every pair of dims
+)
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("check", IN_FULL, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("p", OPS, ids=lambda p: p.name)
-def test_vmap_of_each_operand_in_both_orders(p):
-    transform_checks.check_vmap(p, smallest_case(p, cases_of(p)), full=True)
+def test_one_by_one(check, p):
+    cases = cases_of(p)
+    on_mesh = check is not transform_checks.check_vmap
+    case = mesh_checks.mesh_case(p, cases) if on_mesh else smallest_case(p, cases)
+    check(p, case, full=True)
 
 
 @pytest.mark.full

@@ -328,10 +328,16 @@ FAULTS = {
         largest_of_some_p,
     ),
     "zeros that lack the manual axes": (
-        mesh_checks.check_manual_axes,
+        mesh_checks.check_manual_types,
         ROWS,
         last_sum_p,
         sum_from_zeros_p,
+    ),
+    "a wrong gradient inside shard_map": (
+        mesh_checks.check_manual_axes,
+        SCALED,
+        times_p,
+        half_dscale_p,
     ),
     "a gradient that XLA partitions wrongly": (
         mesh_checks.check_two_axes,

@@ -29,13 +29,13 @@ EACH_SMALL_CASE = (
     transform_checks.check_gradients,
     transform_checks.check_vmap,
     transform_checks.check_transforms,
-    mesh_checks.check_manual_axes,
+    mesh_checks.check_manual_types,
 )
 # Of the case with the most dims to cut.
 ON_MESHES = (
     sharding_checks.check_every_dim,
     sharding_checks.check_sharding,
-    mesh_checks.check_two_axes,
+    mesh_checks.check_every_cut,
 )
 # What follows from the shared rules or from other checks.
 EACH_FAMILY = (
@@ -43,7 +43,8 @@ EACH_FAMILY = (
     sharding_checks.check_kernel_sharding,
     sharding_checks.check_explicit_sharding,
     sharding_checks.check_shard_map,
-    mesh_checks.check_every_cut,
+    mesh_checks.check_manual_axes,
+    mesh_checks.check_two_axes,
 )
 
 

@@ -186,16 +186,19 @@ def refused_by_jax(p: KernelPrimitive, case: Case, operands: Sequence) -> bool:
     return False
 
 
-def check_every_cut(p: KernelPrimitive, case: Case) -> None:
-    """On an explicit mesh each dim of each operand may be cut alone, by the types.
+def check_every_cut(p: KernelPrimitive, case: Case, full: bool = False) -> None:
+    """On an explicit mesh a dim of an operand may be cut alone, by the types.
 
-    Of results and gradients; a gradient is cut as its operand.
+    Of results and gradients; a gradient is cut as its operand. Two dims are drawn; in
+    full it is every dim.
     """
     operands = operands_of(p, case)
     f = bound(p, case)
     whole = jax.eval_shape(f, *operands)
     floats = float_operands(operands) if differentiable(p, operands) else []
-    for i, dim, parts in shardings_of(p, operands):
+    every = shardings_of(p, operands)
+    drawn = random.Random(p.name).sample(every, min(len(every), 2))
+    for i, dim, parts in every if full else drawn:
         mesh = mesh_of(parts, AxisType.Explicit)
         label = label_of(p, operands, i, dim)
         what = f"{p.name}: {label} cut in {p.operands[i].name}"
@@ -225,6 +228,24 @@ def same_types(found, expected, what: str) -> None:
     assert all((y.shape, y.dtype) == (e.shape, e.dtype) for y, e in pairs), what
 
 
+def check_manual_types(p: KernelPrimitive, case: Case) -> None:
+    """Inside shard_map with checked axes values and gradients are what they say.
+
+    A gradient of what is the same everywhere is the same everywhere: a sum that is
+    missing is an error of types. Nothing is computed.
+    """
+    operands = operands_of(p, case)
+    with jax.enable_x64(True):
+        for at, sharded, mapped in on_two_devices(p, case, operands):
+            y, grads = jax.eval_shape(sharded, *mapped)
+            what = f"{p.name} in shard_map, {at} varying"
+            own = jax.eval_shape(bound(p, case), *map(in_float64, operands))
+            pairs = zip(*map(jax.tree.leaves, (y, own)), strict=True)
+            assert all(a.shape == (2, *b.shape) for a, b in pairs), what
+            of = [mapped[i] for i in float_operands(mapped)] if len(grads) else []
+            same_types(grads, of, f"gradient of {what}")
+
+
 def check_manual_axes(p: KernelPrimitive, case: Case) -> None:
     """Inside shard_map with checked axes each device has operands of its own.
 
@@ -232,19 +253,8 @@ def check_manual_axes(p: KernelPrimitive, case: Case) -> None:
     everywhere: values and gradients, whatever the dims are.
     """
     operands = operands_of(p, case)
-    present = [i for i, x in enumerate(operands) if x is not None]
-    f = bound(p, case)
-    mesh = jax.make_mesh(
-        (2,), ("m",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
-    )
-    each = sorted({tuple(present), tuple(present[:1]), tuple(present[-1:])})
     with jax.enable_x64(True):
-        wide = [in_float64(x) for x in operands]
-        every = [batched_operands(wide, 2, at) for at in each]
-        sharded = [
-            with_gradients(p, on_each_device(f, mesh, operands, at), examples=1)
-            for at in each
-        ]
+        each, sharded, every = zip(*on_two_devices(p, case, operands), strict=True)
         found = jax.jit(
             lambda every: [g(*x) for g, x in zip(sharded, every, strict=True)]
         )(every)
@@ -259,6 +269,25 @@ def check_manual_axes(p: KernelPrimitive, case: Case) -> None:
             what = f"{p.name} in shard_map, {at} varying"
             same(values, expected[0], ulps=2**20, what=what)
             same(grads, summed, ulps=2**20, what=f"gradient of {what}")
+
+
+def on_two_devices(p: KernelPrimitive, case: Case, operands: Sequence) -> Iterator:
+    """All operands vary over two devices, the first alone, the last alone.
+
+    Yields:
+      at: positions of what varies.
+      sharded: the op with its gradients inside shard_map.
+      mapped: its operands, in float64; what varies has a value for each device.
+    """
+    present = tuple(i for i, x in enumerate(operands) if x is not None)
+    mesh = jax.make_mesh(
+        (2,), ("m",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    wide = [in_float64(x) for x in operands]
+    for at in sorted({present, present[:1], present[-1:]}):
+        on_each = on_each_device(bound(p, case), mesh, operands, at)
+        sharded = with_gradients(p, on_each, examples=1)
+        yield at, sharded, batched_operands(wide, 2, at)
 
 
 def on_each_device(f: Callable, mesh, operands: Sequence, at: Sequence[int]):

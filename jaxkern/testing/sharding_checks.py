@@ -3,9 +3,11 @@
 `jaxkern/testing/checks.py` has the rest; the devices are those of `tests/conftest.py`.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -61,16 +63,29 @@ def shardings_of(p: KernelPrimitive, operands: Sequence) -> list[tuple[int, int,
     ]
 
 
-def check_sharding(p: KernelPrimitive, case: Case) -> None:
-    """Cuts each dim of each operand: plain `jit` gives the unsharded result."""
+def check_sharding(p: KernelPrimitive, case: Case, full: bool = False) -> None:
+    """Cuts each dim of each operand: plain `jit` gives the unsharded result.
+
+    One dim of every operand at once; in full each by itself.
+    """
     operands = operands_of(p, case)
-    f = bound(p, case)
-    expected = evaluated(bound(p, case), *operands)
     every = shardings_of(p, operands)
-    cuts = [place(operands, i, dim, *over_halves(8, parts)) for i, dim, parts in every]
-    found = run_each(f, cuts)
-    for (i, dim, _), y in zip(every, found, strict=True):
-        same(y, expected, what=f"{p.name} operand {p.operands[i].name} dim {dim}")
+    rounds = [[cut] for cut in every] if full else in_rounds(every)
+    cuts = [place_each(operands, cuts, 8) for cuts in rounds]
+    expected = evaluated(bound(p, case), *operands)
+    found = run_each(bound(p, case), cuts)
+    for cuts, y in zip(rounds, found, strict=True):
+        dims = ", ".join(f"dim {dim} of {p.operands[i].name}" for i, dim, _ in cuts)
+        same(y, expected, what=f"{p.name}, {dims} cut")
+
+
+def in_rounds(
+    cuts: Sequence[tuple[int, int, int]],
+) -> list[list[tuple[int, int, int]]]:
+    """The first cut of every operand, then the second of each, and so on."""
+    of_operand = [list(g) for _, g in itertools.groupby(cuts, lambda cut: cut[0])]
+    rounds = itertools.zip_longest(*of_operand)
+    return [[cut for cut in each if cut is not None] for each in rounds]
 
 
 def over_halves(devices: int, parts: int) -> tuple[jax.sharding.Mesh, tuple[str, ...]]:
@@ -112,19 +127,52 @@ def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
                 )
 
 
-def check_every_dim(p: KernelPrimitive, case: Case) -> None:
+class DimCut(NamedTuple):
+    """One named dim of a call, and where it is cut.
+
+    Attributes:
+      operands: of the call; those of the case, or with the dim doubled.
+      at: (operand, dim, parts).
+      gathered: whether the kernel is declared to need the dim whole.
+    """
+
+    label: str
+    operands: list
+    at: tuple[int, int, int]
+    gathered: bool
+
+
+def check_every_dim(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     """Cuts each named dim around opaque kernels: values and gradients.
 
     A dim that divides by no number of devices is doubled first, where the op lets it.
+    What is gathered, whatever it is, is cut in every operand at once, and gives
+    gradients once; in full it is cut by itself like the others.
     """
     operands = operands_of(p, case)
+    f = bound(p, case)
+    every = dims_to_cut(p, case, operands)
+    alone = [x for x in every if full or not x.gathered]
+    gathered = [x for x in every if not full and x.gathered]
+    doubled = [x for x in gathered if x.operands is not operands]
+    together = in_rounds(sorted(x.at for x in gathered if x.operands is operands))
+    with_grads = [(x.label, x.operands, [x.at]) for x in alone]
+    with_grads += [("what is gathered", operands, cuts) for cuts in together[:1]]
+    values = [("what is gathered", operands, cuts) for cuts in together[1:]]
+    values += [(x.label, x.operands, [x.at]) for x in doubled]
+    both = with_gradients(p, f)
+    compare_cuts(p, both, with_grads, operands)
+    compare_cuts(p, lambda *operands: (f(*operands), ()), values, operands)
+
+
+def dims_to_cut(p: KernelPrimitive, case: Case, operands: list) -> list[DimCut]:
     f = bound(p, case)
     holders: dict[str, tuple[int, int]] = {}
     for i, x in enumerate(operands):
         for d in range(0 if x is None else x.ndim):
             if operands[i].shape[d]:
                 holders.setdefault(label_of(p, operands, i, d), (i, d))
-    cut_labels, whole, cut = [], [], []
+    found = []
     for label, (i, d) in holders.items():
         given = operands
         if parts_of(given[i].shape[d]) == 1:
@@ -132,26 +180,40 @@ def check_every_dim(p: KernelPrimitive, case: Case) -> None:
                 x if x is None else doubled(p, operands, k, label)
                 for k, x in enumerate(operands)
             ]
-            try:
-                jax.eval_shape(f, *given)
-            except (TypeError, ValueError):
-                continue  # its size is given, by an option or by another dim
+        try:
+            out = jax.tree.leaves(jax.eval_shape(f, *given))
+        except (TypeError, ValueError):
+            continue  # its size is given, by an option or by another dim
         holder = given[i]
         assert holder is not None  # or it would have no label
         parts = min(parts_of(holder.shape[d]), 4)
         if parts > 1:
-            cut_labels.append(label)
-            whole.append(given)
-            cut.append(place(given, i, d, *over_halves(4, parts)))
-    every = with_gradients(p, f)
-    of_operands, *others = evaluate_each(
-        every, [operands, *(given for given in whole if given is not operands)]
-    )
-    of_others = iter(others)
+            gathered = not names_cut(p, given, (i, d, parts), out)[0]
+            found.append(DimCut(label, given, (i, d, parts), gathered))
+    return found
+
+
+def compare_cuts(
+    p: KernelPrimitive,
+    every: Callable,
+    cuts: Sequence[tuple[str, list, list[tuple[int, int, int]]]],
+    operands: list,
+) -> None:
+    """Values and gradients of `every` around opaque kernels are those of whole arrays.
+
+    Args:
+      cuts: what is cut, the operands of the call, and where.
+      operands: of most calls; what they give is computed once.
+    """
+    if not cuts:
+        return
+    others = [given for _, given, _ in cuts if given is not operands]
+    of_operands, *of_others = evaluate_each(every, [operands, *others])
     with opaque_kernels(p):
-        found = run_each(every, cut)
-    for label, given, actual in zip(cut_labels, whole, found, strict=True):
-        expected = of_operands if given is operands else next(of_others)
+        found = run_each(every, [place_each(given, at, 4) for _, given, at in cuts])
+    rest = iter(of_others)
+    for (label, given, _), actual in zip(cuts, found, strict=True):
+        expected = of_operands if given is operands else next(rest)
         what = f"{p.name} kernel, {label} cut"
         same(actual[0], expected[0], what=what)
         same(actual[1], expected[1], ulps=256, what=f"grad {what}")
@@ -174,20 +236,12 @@ def doubled(p: KernelPrimitive, operands: Sequence, i: int, label: str):
 
 def assert_expected_collectives(p, operands, i, dim, parts, compiled, what) -> None:
     """A dim that may be cut moves no operand; a result that lacks it is one sum."""
-    present = [x for x in operands if x is not None]
-    absent = tuple(k for k, x in enumerate(operands) if x is None)
-    avals = [jax.typeof(x) for x in present]
     out = jax.tree.leaves(compiled.out_info)
-    factors = Factors.of(p, Call(absent=absent), avals, out)
-    k = sum(x is not None for x in operands[:i])
-    specs: list[Sequence] = [[None] * x.ndim for x in present]
-    specs[k] = ["m" if d == dim else None for d in range(present[k].ndim)]
-    cut = factors.cuts(specs, {"m": parts})
+    cut, factors = names_cut(p, operands, (i, dim, parts), out)
     found = collectives(compiled)
     if not cut:
-        if all(math.prod(y.shape) == 0 for y in out) or any(
-            not x.size for x in present
-        ):
+        empty = any(x is not None and not x.size for x in operands)
+        if empty or all(math.prod(y.shape) == 0 for y in out):
             return  # nothing is computed, or of nothing
         assert "all-gather" in found, f"{what}: expected a gather, found {found}"
         return
@@ -195,6 +249,30 @@ def assert_expected_collectives(p, operands, i, dim, parts, compiled, what) -> N
     # another operand with the cut dim is held whole here and is sliced, not moved
     summed = any(name not in {f[0] for f in dims} for dims in factors.outs)
     assert set(found) <= ({"all-reduce"} if summed else set()), f"{what}: {found}"
+
+
+def names_cut(
+    p: KernelPrimitive, operands: Sequence, at: tuple[int, int, int], out: Sequence
+):
+    """By what the rule cuts the kernel where one dim of one operand is cut.
+
+    Args:
+      at: (operand, dim, parts).
+      out: shapes and dtypes of the results.
+
+    Returns:
+      cut: the names; empty where the operand is gathered.
+      factors: of the call.
+    """
+    i, dim, parts = at
+    present = [x for x in operands if x is not None]
+    absent = tuple(k for k, x in enumerate(operands) if x is None)
+    avals = [jax.typeof(x) for x in present]
+    factors = Factors.of(p, Call(absent=absent), avals, out)
+    k = sum(x is not None for x in operands[:i])
+    specs: list[Sequence] = [[None] * x.ndim for x in present]
+    specs[k] = ["m" if d == dim else None for d in range(present[k].ndim)]
+    return factors.cuts(specs, {"m": parts}), factors
 
 
 def place(
@@ -207,6 +285,21 @@ def place(
     return [
         None if x is None else on_device(x, sharding(k, x))
         for k, x in enumerate(operands)
+    ]
+
+
+def place_each(
+    operands: Sequence, cuts: Sequence[tuple[int, int, int]], devices: int
+) -> list:
+    """One dim of several operands is cut, of each into parts of its own."""
+    placed = list(operands)
+    for i, dim, parts in cuts:
+        mesh, axes = over_halves(devices, parts)
+        placed[i] = place(operands, i, dim, mesh, axes)[i]
+    at = {i for i, _, _ in cuts}
+    whole = NamedSharding(over_halves(devices, 1)[0], P())
+    return [
+        x if x is None or k in at else on_device(x, whole) for k, x in enumerate(placed)
     ]
 
 
