@@ -123,6 +123,7 @@ IN_FULL = (
     transform_checks.check_vmap,  # gradients of each operand alone, in both orders
     sharding_checks.check_sharding,  # each dim by itself
     sharding_checks.check_every_dim,
+    sharding_checks.check_kernel_sharding,
     mesh_checks.check_every_cut,
     mesh_checks.check_two_axes,  # every pair of dims
 )

@@ -5,6 +5,7 @@
 
 import itertools
 import math
+import random
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -71,9 +72,9 @@ def check_sharding(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     operands = operands_of(p, case)
     every = shardings_of(p, operands)
     rounds = [[cut] for cut in every] if full else in_rounds(every)
-    cuts = [place_each(operands, cuts, 8) for cuts in rounds]
+    placed = [place_each(operands, over_axes(cuts, "abc"), 8) for cuts in rounds]
     expected = evaluated(bound(p, case), *operands)
-    found = run_each(bound(p, case), cuts)
+    found = run_each(bound(p, case), placed)
     for cuts, y in zip(rounds, found, strict=True):
         dims = ", ".join(f"dim {dim} of {p.operands[i].name}" for i, dim, _ in cuts)
         same(y, expected, what=f"{p.name}, {dims} cut")
@@ -88,30 +89,48 @@ def in_rounds(
     return [[cut for cut in each if cut is not None] for each in rounds]
 
 
-def over_halves(devices: int, parts: int) -> tuple[jax.sharding.Mesh, tuple[str, ...]]:
-    """A mesh whose axes have size 2, and the axes that cut a dim into `parts`.
+def over_axes(cuts: Sequence[tuple[int, int, int]], axes: str) -> dict:
+    """By (operand, dim) the axes, of 2 devices each, that cut it into its parts."""
+    return {
+        (i, dim): tuple(axes[: min(parts.bit_length() - 1, len(axes))])
+        for i, dim, parts in cuts
+    }
+
+
+def place_each(operands: Sequence, axes_of: dict, devices: int) -> list:
+    """The operands on a mesh whose axes a, b ... have size 2.
 
     One function may then cut one dim into 8 parts, and another into 2.
     """
     axes = tuple("abc"[: devices.bit_length() - 1])
+    kinds = (AxisType.Auto,) * len(axes)
     mesh = jax.make_mesh(
-        (2,) * len(axes),
-        axes,
-        axis_types=(AxisType.Auto,) * len(axes),
-        devices=jax.devices()[:devices],
+        (2,) * len(axes), axes, axis_types=kinds, devices=jax.devices()[:devices]
     )
-    return mesh, axes[: parts.bit_length() - 1]
+
+    def sharding(i, x):
+        return NamedSharding(mesh, P(*(axes_of.get((i, d)) for d in range(x.ndim))))
+
+    return [
+        None if x is None else on_device(x, sharding(i, x))
+        for i, x in enumerate(operands)
+    ]
 
 
-def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
-    """The same around opaque kernels, with the collectives that the dims imply."""
+def check_kernel_sharding(p: KernelPrimitive, case: Case, full: bool = False) -> None:
+    """The same around opaque kernels, with the collectives that the dims imply.
+
+    Three dims are drawn; in full it is every dim of every operand.
+    """
     operands = operands_of(p, case)
     f = bound(p, case)
     expected = evaluated(f, *operands)
     grad = gradients(f, operands) if differentiable(p, operands) else None
     expected_grads = evaluated(grad, *operands) if grad else ()
+    every = shardings_of(p, operands)
+    drawn = random.Random(p.name).sample(every, min(len(every), 3))
     with opaque_kernels(p):
-        for i, dim, parts in shardings_of(p, operands):
+        for i, dim, parts in every if full else drawn:
             mesh = mesh_of(parts, AxisType.Auto)
             sharded = place(operands, i, dim, mesh)
             what = f"{p.name} kernel, operand {p.operands[i].name} dim {dim}"
@@ -127,8 +146,8 @@ def check_kernel_sharding(p: KernelPrimitive, case: Case) -> None:
                 )
 
 
-class DimCut(NamedTuple):
-    """One named dim of a call, and where it is cut.
+class NamedDim(NamedTuple):
+    """One named dim of a call, and where it may be cut.
 
     Attributes:
       operands: of the call; those of the case, or with the dim doubled.
@@ -142,30 +161,56 @@ class DimCut(NamedTuple):
     gathered: bool
 
 
+class CutCall(NamedTuple):
+    """A call and its cuts, by (operand, dim) the axes of a mesh (a, b) of 4 devices."""
+
+    title: str
+    operands: list
+    axes: dict[tuple[int, int], tuple[str, ...]]
+
+
 def check_every_dim(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     """Cuts each named dim around opaque kernels: values and gradients.
 
-    A dim that divides by no number of devices is doubled first, where the op lets it.
-    What is gathered, whatever it is, is cut in every operand at once, and gives
-    gradients once; in full it is cut by itself like the others.
+    Two dims at once, each over an axis of its own. A dim that divides by no number of
+    devices is doubled first, where the op lets it, and is cut alone. What is gathered,
+    whatever it is, is cut in every operand at once, and gives gradients once. In full
+    each dim is cut alone, over both axes.
     """
     operands = operands_of(p, case)
     f = bound(p, case)
     every = dims_to_cut(p, case, operands)
-    alone = [x for x in every if full or not x.gathered]
-    gathered = [x for x in every if not full and x.gathered]
-    doubled = [x for x in gathered if x.operands is not operands]
-    together = in_rounds(sorted(x.at for x in gathered if x.operands is operands))
-    with_grads = [(x.label, x.operands, [x.at]) for x in alone]
-    with_grads += [("what is gathered", operands, cuts) for cuts in together[:1]]
-    values = [("what is gathered", operands, cuts) for cuts in together[1:]]
-    values += [(x.label, x.operands, [x.at]) for x in doubled]
+    as_given = [x for x in every if not full and x.operands is operands]
+    gathered = in_rounds(sorted(x.at for x in as_given if x.gathered))
+    rounds = [
+        CutCall("what is gathered", operands, over_axes(cuts, "ab"))
+        for cuts in gathered
+    ]
+    with_grads = [
+        over_an_axis_each(pair)
+        for pair in itertools.batched((x for x in as_given if not x.gathered), 2)
+    ]
+    values = rounds[1:]
+    for x in every:
+        if full or x.operands is not operands:
+            calls = values if x.gathered and not full else with_grads
+            calls.append(CutCall(x.label, x.operands, over_axes([x.at], "ab")))
     both = with_gradients(p, f)
-    compare_cuts(p, both, with_grads, operands)
+    compare_cuts(p, both, with_grads + rounds[:1], operands)
     compare_cuts(p, lambda *operands: (f(*operands), ()), values, operands)
 
 
-def dims_to_cut(p: KernelPrimitive, case: Case, operands: list) -> list[DimCut]:
+def over_an_axis_each(dims: Sequence[NamedDim]) -> CutCall:
+    """Two dims of one call, or one over both axes."""
+    title = " and ".join(x.label for x in dims)
+    each = ["a", "b"] if len(dims) == 2 else ["ab"]
+    axes = {}
+    for x, own in zip(dims, each, strict=True):
+        axes |= over_axes([x.at], own)
+    return CutCall(title, dims[0].operands, axes)
+
+
+def dims_to_cut(p: KernelPrimitive, case: Case, operands: list) -> list[NamedDim]:
     f = bound(p, case)
     holders: dict[str, tuple[int, int]] = {}
     for i, x in enumerate(operands):
@@ -189,32 +234,29 @@ def dims_to_cut(p: KernelPrimitive, case: Case, operands: list) -> list[DimCut]:
         parts = min(parts_of(holder.shape[d]), 4)
         if parts > 1:
             gathered = not names_cut(p, given, (i, d, parts), out)[0]
-            found.append(DimCut(label, given, (i, d, parts), gathered))
+            found.append(NamedDim(label, given, (i, d, parts), gathered))
     return found
 
 
 def compare_cuts(
-    p: KernelPrimitive,
-    every: Callable,
-    cuts: Sequence[tuple[str, list, list[tuple[int, int, int]]]],
-    operands: list,
+    p: KernelPrimitive, every: Callable, calls: Sequence[CutCall], operands: list
 ) -> None:
     """Values and gradients of `every` around opaque kernels are those of whole arrays.
 
     Args:
-      cuts: what is cut, the operands of the call, and where.
       operands: of most calls; what they give is computed once.
     """
-    if not cuts:
+    if not calls:
         return
-    others = [given for _, given, _ in cuts if given is not operands]
+    others = [call.operands for call in calls if call.operands is not operands]
     of_operands, *of_others = evaluate_each(every, [operands, *others])
     with opaque_kernels(p):
-        found = run_each(every, [place_each(given, at, 4) for _, given, at in cuts])
+        placed = [place_each(call.operands, call.axes, 4) for call in calls]
+        found = run_each(every, placed)
     rest = iter(of_others)
-    for (label, given, _), actual in zip(cuts, found, strict=True):
-        expected = of_operands if given is operands else next(rest)
-        what = f"{p.name} kernel, {label} cut"
+    for call, actual in zip(calls, found, strict=True):
+        expected = of_operands if call.operands is operands else next(rest)
+        what = f"{p.name} kernel, {call.title} cut"
         same(actual[0], expected[0], what=what)
         same(actual[1], expected[1], ulps=256, what=f"grad {what}")
 
@@ -275,31 +317,14 @@ def names_cut(
     return factors.cuts(specs, {"m": parts}), factors
 
 
-def place(
-    operands: Sequence, i: int, dim: int, mesh, axes: tuple[str, ...] = ("m",)
-) -> list:
+def place(operands: Sequence, i: int, dim: int, mesh) -> list:
     def sharding(k, x):
-        spec = [axes if (k, d) == (i, dim) else None for d in range(x.ndim)]
+        spec = ["m" if (k, d) == (i, dim) else None for d in range(x.ndim)]
         return NamedSharding(mesh, P(*spec))
 
     return [
         None if x is None else on_device(x, sharding(k, x))
         for k, x in enumerate(operands)
-    ]
-
-
-def place_each(
-    operands: Sequence, cuts: Sequence[tuple[int, int, int]], devices: int
-) -> list:
-    """One dim of several operands is cut, of each into parts of its own."""
-    placed = list(operands)
-    for i, dim, parts in cuts:
-        mesh, axes = over_halves(devices, parts)
-        placed[i] = place(operands, i, dim, mesh, axes)[i]
-    at = {i for i, _, _ in cuts}
-    whole = NamedSharding(over_halves(devices, 1)[0], P())
-    return [
-        x if x is None or k in at else on_device(x, whole) for k, x in enumerate(placed)
     ]
 
 
