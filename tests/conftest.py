@@ -20,6 +20,12 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     ).strip()
 
 
+if os.environ.get("QUICK_EAGER"):  # see the Makefile
+    from tests import quick_eager
+
+    quick_eager.install()
+
+
 @pytest.fixture
 def compilation_cache_as_it_was():
     """`enable_compilation_cache` is for a whole process, and here for one test."""
