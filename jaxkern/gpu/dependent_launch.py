@@ -22,6 +22,7 @@ next begin once it has waited for them itself. They are read past the first cach
 EARLY = ("w_ptr", "tiles_ptr", "norm_ptr")
 EARLY += ("state_ptr", "inputs_ptr", "taps_ptr", "a_log_ptr", "dt_bias_ptr")
 EARLY += ("kv_lengths_ptr", "q_offset_ptr", "positions_ptr", "lengths_ptr")
+EARLY += ("cos_ptr", "sin_ptr", "query_weight_ptr", "key_weight_ptr")
 EARLY += ("old_key_cache_ptr", "old_value_cache_ptr")
 EARLY += ("old_keys_ptr", "old_corrections_ptr", "old_g_ptr", "accepted_ptr")
 EARLIER = ("early_ids_ptr", "early_down_ptr", "early_shared_ptr")

@@ -102,8 +102,7 @@ def test_all_layers_of_a_decode_step_are_one_call(slots, monkeypatch):
     attends = ["qk_norm_rope_cache_attention_kernel"]
     if slots == 9000:
         attends = [
-            "qk_norm_rope_cache_kernel",
-            "decode_attention_kernel",
+            "qk_norm_rope_cache_shares_kernel",
             "merge_kernel",
         ]
     one = [*attends, *[product] * 3]

@@ -93,6 +93,19 @@ def run_and_merge(
         "lse_ptr": jax.ShapeDtypeStruct((*rows, splits), jnp.float32),
     }
     sums, lses = sparse_call(kernel, (programs,), given, parts, constants)
+    return merged(sums, lses, out, sinks)
+
+
+def merged(
+    sums: Any, lses: Any, out: jax.ShapeDtypeStruct, sinks: jax.Array | None
+) -> tuple:
+    """(out, lse) of shares `[..., splits, hv]` and their base-2 log-sum-exps."""
+    *rows, hv = out.shape
+    splits = lses.shape[-1]
+    results = {
+        "out_ptr": out,
+        "lse_ptr": jax.ShapeDtypeStruct((*rows,), jnp.float32),
+    }
     every = next_power_of_2(splits)
     # all shares are loaded at once, so that their latency is paid once, by programs
     # that are small if there are few

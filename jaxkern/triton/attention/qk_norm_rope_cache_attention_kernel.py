@@ -3,7 +3,8 @@
 A program takes the query heads of one key head of a sequence and a share of its keys;
 the programs of a cluster merge their shares. The new key and value are one key more of
 the first share: they are never read from the cache, so nothing waits for their write,
-and the keys that were there can be loaded before the kernel ahead has ended.
+and the keys that were there can be loaded before the kernel ahead has ended. So are the
+tables and the weights of norms.
 
 HEAD and CALL as in qk_norm_rope_cache_kernel.py; VALUE is (hv, the power of 2 that
 holds it, eps of the norm of values or None). A query has GATE numbers of its output
@@ -25,7 +26,6 @@ from jaxkern.triton.kv_cache.cache_slots import new_tokens
 from jaxkern.triton.kv_cache.qk_norm_rope_cache_kernel import (
     carry_over_both,
     normed_values,
-    turned_heads,
 )
 
 
@@ -85,10 +85,82 @@ def add_block(
 
 
 @jit
+def turn_of(cos_ptr, sin_ptr, b, HEAD: tl.constexpr):
+    """What a head's dims and their partners are multiplied by, [1, dims] each."""
+    R: tl.constexpr = HEAD[2]
+    APART: tl.constexpr = HEAD[3]
+    dim = tl.arange(0, HEAD[1])[None, :]
+    if APART == 0:  # neighbours
+        rotates = dim < 2 * R
+        first = dim % 2 == 0
+        pair = dim // 2
+    else:
+        first = dim < R
+        rotates = first | ((dim >= APART) & (dim < APART + R))
+        pair = tl.where(first, dim, dim - APART)
+    cos = tl.load(cos_ptr + b * R + pair, rotates, 1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + b * R + pair, rotates, 0.0).to(tl.float32)
+    return cos, tl.where(first, -sin, sin)
+
+
+@jit
+def with_neighbours(x):
+    """Each dim's neighbour in its place."""
+    pairs = tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2))
+    even, odd = tl.split(pairs)
+    return tl.reshape(tl.join(odd, even), x.shape)
+
+
+@jit
+def factors_of(weight_ptr, HEAD: tl.constexpr):
+    """Those of a norm's dims, [1, dims]; 1 without any."""
+    factors = tl.full([1, 1], 1.0, tl.float32)
+    if HEAD[4] is not None and weight_ptr is not None:
+        dim = tl.arange(0, HEAD[1])[None, :]
+        factors = tl.load(weight_ptr + dim, dim < HEAD[0], 0.0).to(tl.float32)
+        factors += HEAD[5]
+    return factors
+
+
+@jit
+def turned(x_ptr, row, present, turn, factors, weight_ptr, HEAD: tl.constexpr):
+    """Heads [rows, dims] in float32, normed and turned by `turn`."""
+    H: tl.constexpr = HEAD[0]
+    R: tl.constexpr = HEAD[2]
+    APART: tl.constexpr = HEAD[3]
+    EPS: tl.constexpr = HEAD[4]
+    dim = tl.arange(0, HEAD[1])[None, :]
+    x = tl.load(x_ptr + row * H + dim, present & (dim < H), 0.0).to(tl.float32)
+    if APART == 0:
+        rotates = dim < 2 * R
+        partner = dim ^ 1
+    else:
+        first = dim < R
+        rotates = first | ((dim >= APART) & (dim < APART + R))
+        partner = tl.where(first, dim + APART, dim - APART)
+        other = tl.load(x_ptr + row * H + partner, present & rotates, 0.0)
+        other = other.to(tl.float32)
+    if EPS is not None:
+        rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / H + EPS)
+        x *= rstd
+        if weight_ptr is not None:
+            x *= factors
+        if APART != 0:
+            other *= rstd
+            if weight_ptr is not None:
+                weight = tl.load(weight_ptr + partner, rotates, 0.0).to(tl.float32)
+                other *= weight + HEAD[5]
+    if APART == 0:
+        other = tl.where(rotates, with_neighbours(x), 0.0)
+    return x * turn[0] + other * turn[1]
+
+
+@jit
 def take_up(
     new,
     weights,
-    tables,
+    turn,
+    factors,
     caches,
     where,
     fresh,
@@ -99,21 +171,19 @@ def take_up(
     """The token's queries, its key and its value; where `fresh` also in the caches.
 
     `where` has the rows of the queries, which of them there are, the row of the key and
-    of its slot, and the sequence.
+    of its slot.
     """
     query_ptr, key_ptr, value_ptr = new
     query_weight_ptr, key_weight_ptr = weights
-    cos_ptr, sin_ptr = tables
     key_cache_ptr, value_cache_ptr = caches
-    rows, present, key_row, slot, b = where
+    rows, present, key_row, slot = where
     H: tl.constexpr = HEAD[0]
     HV: tl.constexpr = VALUE[0]
     heads = query_ptr + rows * GATE  # past the gates of those before
-    q = turned_heads(heads, query_weight_ptr, cos_ptr, sin_ptr, rows, b, present, HEAD)
+    q = turned(heads, rows, present, turn, factors[0], query_weight_ptr, HEAD)
     one = tl.full([1, 1], 1, tl.int1)
-    key = turned_heads(
-        key_ptr, key_weight_ptr, cos_ptr, sin_ptr, key_row, b, one, HEAD
-    ).to(key_cache_ptr.dtype.element_ty)
+    key = turned(key_ptr, key_row, one, turn, factors[1], key_weight_ptr, HEAD)
+    key = key.to(key_cache_ptr.dtype.element_ty)
     dims = tl.arange(0, HEAD[1])[None, :]
     value_dims = tl.arange(0, VALUE[1])[None, :]
     value = tl.load(value_ptr + key_row * HV + value_dims, value_dims < HV, 0.0)
@@ -123,6 +193,27 @@ def take_up(
     written = value_dims < tl.where(fresh, HV, 0)
     tl.store(value_cache_ptr + slot * HV + value_dims, value, written)
     return q.to(query_ptr.dtype.element_ty), key, value
+
+
+@jit
+def sums_of_new(
+    q,
+    key,
+    value,
+    fresh,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    """(top, total, acc) of the token's own key and value, of nothing if not `fresh`."""
+    z = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1, keep_dims=True)
+    seen = tl.zeros([1], tl.int1) | fresh
+    z = shown_scores(z, seen, None, None, 1, SCALE, True, None, SOFTCAP, LOG2E)
+    top = tl.max(z, 1)
+    total = tl.where(top == -float("inf"), 0.0, 1.0)
+    acc = tl.where(seen[:, None], value.to(tl.float32), 0.0)
+    acc += tl.zeros([q.shape[0], value.shape[1]], tl.float32)
+    return top, total, acc
 
 
 @jit
@@ -182,6 +273,8 @@ def qk_norm_rope_cache_attention_kernel(
     inside = (j >= first) & (j < stop)
     k = load_heads(old_key_cache_ptr, j, inside, b, head, S, K, HEAD[0], HEAD[1])
     v = load_heads(old_value_cache_ptr, j, inside, b, head, S, K, HV, VALUE_DIMS)
+    turn = turn_of(cos_ptr, sin_ptr, b, HEAD)
+    factors = factors_of(query_weight_ptr, HEAD), factors_of(key_weight_ptr, HEAD)
     if AHEAD == 2:
         wait_for_those_ahead()
 
@@ -194,9 +287,10 @@ def qk_norm_rope_cache_attention_kernel(
     q, new_key, new_value = take_up(
         (query_ptr, key_ptr, value_ptr),
         (query_weight_ptr, key_weight_ptr),
-        (cos_ptr, sin_ptr),
+        turn,
+        factors,
         (key_cache_ptr, value_cache_ptr),
-        (row[:, None], present[:, None], key_row, slot, b),
+        (row[:, None], present[:, None], key_row, slot),
         fresh,
         HEAD,
         VALUE,
@@ -204,16 +298,8 @@ def qk_norm_rope_cache_attention_kernel(
     )
     gate = query_ptr + (row[:, None] * (HEAD[0] + GATE) + HEAD[0])
 
-    z = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1, keep_dims=True)
-    seen = tl.zeros([1], tl.int1) | fresh
-    z = shown_scores(z, seen, None, None, 1, SCALE, True, None, SOFTCAP, LOG2E)
-    top = tl.max(z, 1)
-    total = tl.where(top == -float("inf"), 0.0, 1.0)
-    acc = tl.where(seen[:, None], new_value.to(tl.float32), 0.0)
-    acc += tl.zeros([ROWS, VALUE_DIMS], tl.float32)
-    top, total, acc = add_block(
-        q, k, v, inside, (top, total, acc), SCALE, SOFTCAP, LOG2E
-    )
+    sums = sums_of_new(q, new_key, new_value, fresh, SCALE, SOFTCAP, LOG2E)
+    top, total, acc = add_block(q, k, v, inside, sums, SCALE, SOFTCAP, LOG2E)
     if SPLITS == 1 and sinks_ptr is not None:  # else the merge has them
         sink = tl.load(sinks_ptr + head * G + r, present, 0.0).to(tl.float32) * LOG2E
         top, total, acc = with_sink((top, total, acc), sink)

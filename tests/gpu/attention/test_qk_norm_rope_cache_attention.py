@@ -26,6 +26,13 @@ SHAPES = [  # s, k, g, h, hv
     (640, 1, 8, 256, 256),
     (1000, 2, 2, 64, 128),
 ]
+LONG_SHAPES = [
+    (8065, 8, 4, 64, 64),
+    (40001, 8, 4, 64, 64),
+    (8065, 8, 4, 128, 128),
+    (9001, 8, 3, 80, 37),
+    (9001, 8, 2, 72, 96),
+]
 OPTIONS = {
     "llama": dict(eps=None, pairing="interleaved"),
     "norms": dict(eps=1e-6, offset=1.0, weights=True, sinks=True),
@@ -53,10 +60,21 @@ def given(shape, dtype, b=3, weights=False, sinks=False, **options):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes_and_options(shape, options, dtype):
-    arrays, options = given(shape, dtype, **options)
+    compare(*given(shape, dtype, **options), dtype, launches=1)
+
+
+@pytest.mark.parametrize("options", ["llama", "norms", "softcap"])
+@pytest.mark.parametrize("shape", LONG_SHAPES, ids=str)
+def test_a_long_cache_of_one_sequence(shape, options):
+    dtype = "bfloat16"
+    arrays = given(shape, dtype, b=1, **OPTIONS[options])
+    compare(*arrays, dtype, launches=2)
+
+
+def compare(arrays, options, dtype, launches):
     f = functools.partial(qk_norm_rope_cache_attention, **options)
     [row] = explain(f, *arrays).rows
-    assert len(row.launches) == 1
+    assert len(row.launches) == launches
     poison(*jax.tree.leaves(arrays))
     with backend("triton", strict=True):
         found = jax.jit(f)(*arrays)
