@@ -16,8 +16,9 @@ from typing import Any
 import jax
 
 from jaxkern.lowering.chained import as_chains, chained_p
-from jaxkern.lowering.explain import bodies
+from jaxkern.lowering.explain import bodies, every_equation
 from jaxkern.lowering.kernel_jaxpr import kernel_jaxpr
+from jaxkern.lowering.lower import choose
 from jaxkern.primitives.family import KernelPrimitive
 
 
@@ -52,6 +53,23 @@ def num_processes() -> int:
     from jaxkern.gpu import compile_ahead, triton_call  # they import Triton
 
     return 0 if triton_call.missing() else compile_ahead.num_processes()
+
+
+def mosaic_ops(jaxpr: Any) -> Iterator[tuple]:
+    """Operators that run a Mosaic kernel on one GPU, as `lowered_ahead` takes them."""
+    seen = set()
+    for eqn in every_equation(jaxpr):
+        if not isinstance(p := eqn.primitive, KernelPrimitive):
+            continue
+        avals = [v.aval for v in eqn.invars]
+        if (key := (p, tuple(avals), tuple(eqn.params.items()))) in seen:
+            continue
+        seen.add(key)
+        static = dict(eqn.params)
+        call = static.pop("call")
+        row = choose(p, "cuda", avals, call, static).row
+        if row is not None and row.backend == "mosaic_gpu":
+            yield p, row.kernel, avals, call, static
 
 
 def launches_of(jaxpr: Any) -> Iterator[Any]:

@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Int32
 from jaxkern.lowering.calls_ahead import calls_compiled_ahead
 from jaxkern.lowering.chained import chained
 from jaxkern.lowering.launches_ahead import compiled_ahead
+from jaxkern.lowering.pieces import InTurn, as_operands, cut, jitted
+from jaxkern.lowering.switches import num_pieces, on
 from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
@@ -124,7 +126,9 @@ def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
 
 
 def compiled_in_turn(
-    calls: Mapping[str, tuple[Any, tuple]], kept: KeptCalls | None = None
+    calls: Mapping[str, tuple[Any, tuple]],
+    kept: KeptCalls | None = None,
+    asked: Callable[[Any], None] | None = None,
 ) -> dict[str, jax.stages.Compiled]:
     """Executables by name, from disk or compiled, one while the next is lowered.
 
@@ -139,33 +143,58 @@ def compiled_in_turn(
     if not missing:
         return executables
     on_gpu = jax.default_backend() == "gpu"
-    at_once = len(missing) if on_gpu else 1
+    at_once = len(missing) + num_pieces() if on_gpu else 1
     options = GPU_OPTIONS if on_gpu else {}
+    functions = [function for function, _ in missing.values()]
     with (
-        calls_compiled_ahead() as with_calls,
+        kept.instead_of_jax(functions) if on_gpu and on("Z") else contextlib.nullcontext(),
+        calls_compiled_ahead() as calls_ahead,
         concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker,
     ):
-        with no_collections(), compiled_ahead() as ask:
+        with (
+            no_collections(),
+            contextlib.nullcontext(asked) if asked else compiled_ahead() as ask,
+        ):
             traced, began = {}, {}
             broken = {name for name, call in missing.items() if kept.has_file(call[0])}
             for name, (function, arguments) in missing.items():
                 began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
-            compiling = {
-                name: worker.submit(
+            for one in traced.values():  # while other processes compile
+                if on("M"):
+                    calls_ahead.lower_mosaic(one.jaxpr)
+            compiling, in_pieces = {}, {}
+            for name, one in traced.items():
+                if on_gpu and name == "prefill" and num_pieces() > 1:
+                    pieces = cut(one.jaxpr.jaxpr, num_pieces())
+                    results = []
+                    for i, piece in enumerate(pieces):
+                        lowered = jitted(piece, f"read_prompts_{i}").lower(
+                            *as_operands(piece, one, missing[name][1])
+                        )
+                        lowered = calls_ahead.begin(lowered)
+                        results.append(
+                            worker.submit(
+                                made_with, options, lowered, began=began[name]
+                            )
+                        )
+                    in_pieces[name] = one, pieces, results
+                    continue
+                compiling[name] = worker.submit(
                     made_with,
                     options,
-                    with_calls(one.lower()),
+                    calls_ahead.begin(one.lower()),
                     began=began[name],
                     anew=name in broken,
                 )
-                for name, one in traced.items()
-            }
-        for name, result in compiling.items():
-            one = result.result()
-            kept.keep(missing[name][0], one, traced[name].out_info)
-            executables[name] = one.executable
+        every = {name: result.result() for name, result in compiling.items()}
+    for name, (one, pieces, results) in in_pieces.items():
+        parts = [result.result().executable for result in results]
+        executables[name] = InTurn(one, pieces, parts)
+    for name, one in every.items():
+        kept.keep(missing[name][0], one, traced[name].out_info)
+        executables[name] = one.executable
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     return {name: executables[name] for name in calls}

@@ -13,6 +13,7 @@ the host, and writes one chunk for nobody where all answers end early.
 """
 
 import collections
+import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ from jaxtyping import Array, Int32
 
 from jaxkern import explain
 from jaxkern.lowering.explain import Explanation
+from jaxkern.lowering.launches_ahead import compiled_ahead
+from jaxkern.lowering.switches import on
 from jaxkern.models.architecture import CacheForm, ModelConfig
 from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import prefill
@@ -174,12 +177,17 @@ class Generator:
         self.calls: dict[str, tuple[Any, tuple]] = {"prefill": (read, arguments)}
         # float32 means float32: the default of a GPU rounds the factors to tf32
         precision = "highest" if config.dtype == "float32" else None
-        with jax.default_matmul_precision(precision):
-            kept = KeptCalls()
+        with (
+            jax.default_matmul_precision(precision),
+            contextlib.ExitStack() as begun,
+        ):
+            kept, ask = KeptCalls(), None
+            if on("A") and not kept.find(read, arguments):
+                ask = begun.enter_context(compiled_ahead())
             if chunks:
                 _, state = kept.shapes(read, arguments)
                 self.calls["decode"] = (write, (weights, state))
-            self.executables = compiled_in_turn(self.calls, kept)
+            self.executables = compiled_in_turn(self.calls, kept, ask)
         self.compile_seconds = time.perf_counter() - start
         self.timings = Timings()
 
