@@ -21,7 +21,6 @@ from jaxlib import xla_client
 
 from jaxkern.lowering.launches_ahead import mosaic_ops, num_processes
 from jaxkern.lowering.lowered_ahead import lowered_ahead
-from jaxkern.lowering.switches import on
 
 TARGETS = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
 NOTHING = jax.ShapeDtypeStruct((1,), "uint8")  # a result, so that XLA keeps the call
@@ -77,8 +76,7 @@ class CallsAhead:
                 self.begun.add(key)
                 found.setdefault(target, []).append(attributes)
         for target, calls in found.items():
-            for some in [calls] if on("P") else [[one] for one in calls]:
-                self.workers.submit(compile_calls, target, some)
+            self.workers.submit(compile_calls, target, calls)
 
 
 def calls_of(

@@ -1,47 +1,134 @@
 """A traced function in pieces, which XLA compiles beside each other.
 
-    pieces = cut(traced, 4)
-    InTurn(traced, pieces, [lower(piece).compile() for piece in pieces])(*arguments)
+    if found := cut(traced, arguments, 3):
+        order, pieces = found
+        executables = [one.lower(*shapes).compile() for one, shapes in pieces]
+        in_pieces = InPieces(order, executables, jax.tree.structure(traced.out_info))
+        in_pieces(*arguments)      # as the whole function is called
 
-XLA compiles one program by one thread, but for what is assembled. Layers come one after
-the other, and little is handed from one to the next: that is where a function is cut.
+XLA takes a program through its passes in one thread. The layers of a model come one
+after the other, and one hands little to the next: there the function is cut. The host
+asks for all pieces at once, so the device does not wait between them.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import eval_jaxpr
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Literal, Var
+
+EQUATIONS = 200  # of a function that is worth cutting: a few layers
+
+
+class Order(NamedTuple):
+    """Which values each piece takes and gives, by number.
+
+    First come the operands of the whole function, as they lie in its arguments, then
+    what the pieces give, in turn.
+    """
+
+    takes: tuple[tuple[int, ...], ...]
+    gives: tuple[tuple[int, ...], ...]
+    results: tuple[int, ...]
+
+
+class InPieces:
+    """The executables of all pieces, called as one; `results` is their tree."""
+
+    def __init__(self, order: Order, executables: Sequence[Any], results: Any) -> None:
+        self.order, self.executables, self.results = order, [*executables], results
+
+    def __call__(self, *arguments: Any) -> Any:
+        values = dict(enumerate(jax.tree.leaves(arguments)))
+        takes, gives, results = self.order
+        for run, taken, given in zip(self.executables, takes, gives, strict=True):
+            found = run(*[values[i] for i in taken])
+            values.update(zip(given, found, strict=True))
+        return jax.tree.unflatten(self.results, [values[i] for i in results])
+
+    def as_text(self) -> str:
+        """The optimised HLO of all pieces, in turn."""
+        return "\n\n".join(one.as_text() for one in self.executables)
+
+
+Executable = jax.stages.Compiled | InPieces
 
 
 class Piece(NamedTuple):
-    """Equations of a function, with the numbers of the values that it takes and gives.
+    """A jitted function of a list of arrays, and what it is lowered for."""
 
-    Values are the operands of the whole function, then what pieces before have given.
+    function: Any
+    shapes: list[jax.ShapeDtypeStruct]
+
+
+def cut(traced: Any, arguments: tuple, count: int) -> tuple[Order, list[Piece]] | None:
+    """Up to `count` pieces of about as many equations each.
+
+    None for a function that is short, has effects, is on several devices, overwrites
+    an operand, or has a result that is no operand and that no equation makes.
     """
+    jaxpr = traced.jaxpr.jaxpr
+    operands = jax.tree.leaves(arguments)
+    if count < 2 or len(jaxpr.eqns) < EQUATIONS or jaxpr.effects:
+        return None
+    if any(x.donated for x in jax.tree.leaves(traced.args_info)):
+        return None
+    if any(len(x.device_set) > 1 for x in map(sharding_of, operands) if x):
+        return None
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    if any(isinstance(v, Literal) for v in jaxpr.outvars):
+        return None
+    if not {*jaxpr.invars, *made}.issuperset(jaxpr.outvars):
+        return None
+    return in_order(traced, operands, sunk(jaxpr), count)
 
-    equations: list[Any]
-    takes: list[Var]
-    gives: list[Var]
+
+def sharding_of(operand: Any) -> jax.sharding.Sharding | None:
+    return getattr(operand, "sharding", None)  # NumPy's arrays and numbers have none
 
 
-def cut(jaxpr: Any, count: int) -> list[Piece]:
-    """Up to `count` pieces of about as many equations each."""
-    equations = sunk(jaxpr)
-    places = places_of(equations, jaxpr, count)
-    known = {*jaxpr.constvars, *jaxpr.invars}
-    wanted = last_uses(equations, jaxpr)
-    pieces = []
-    for begin, end in zip([0, *places], [*places, len(equations)], strict=True):
+def in_order(
+    traced: Any, operands: list[Any], equations: list[Any], count: int
+) -> tuple[Order, list[Piece]]:
+    jaxpr = traced.jaxpr.jaxpr
+    last, consts = last_uses(equations, jaxpr), set(jaxpr.constvars)
+    number = {v: i for i, v in enumerate(jaxpr.invars)}
+    where = dict(zip(jaxpr.invars, operands, strict=True))
+    takes, gives, pieces = [], [], []
+    places = [0, *places_of(equations, jaxpr, count), len(equations)]
+    for begin, end in itertools.pairwise(places):
         part = equations[begin:end]
         born = dict.fromkeys(v for eqn in part for v in eqn.outvars)
         used = dict.fromkeys(v for eqn in part for v in variables(eqn.invars))
-        takes = [v for v in used if v not in born]
-        gives = [v for v in born if wanted.get(v, -1) >= end]
-        pieces.append(Piece(part, takes, gives))
-        known.update(gives)
-    return pieces
+        taken = [v for v in used if v not in born and v not in consts]
+        given = [v for v in born if last.get(v, -1) >= end]
+        takes.append(tuple(number[v] for v in taken))
+        number |= {v: len(number) + i for i, v in enumerate(given)}
+        gives.append(tuple(number[v] for v in given))
+        name = f"{traced.fun_name}_{len(pieces) + 1}"
+        function = jitted(name, traced.jaxpr, part, taken, given)
+        pieces.append(Piece(function, [shape_of(v, where.get(v)) for v in taken]))
+    results = tuple(number[v] for v in jaxpr.outvars)
+    return Order(tuple(takes), tuple(gives), results), pieces
+
+
+def jitted(name: str, closed: Any, part: list, taken: list, given: list) -> Any:
+    """Some equations of a function as a function of what they take."""
+    jaxpr = closed.jaxpr.replace(invars=taken, outvars=given, eqns=part)
+
+    def run(*arrays: Any) -> list[Any]:
+        return eval_jaxpr(jaxpr, closed.consts, *arrays)
+
+    run.__name__ = name
+    return jax.jit(run)
+
+
+def shape_of(v: Var, operand: Any) -> jax.ShapeDtypeStruct:
+    """Of a value, and where it lies if that is known."""
+    sharding = sharding_of(operand)
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding)
 
 
 def variables(values: Sequence[Any]) -> list[Var]:
@@ -49,98 +136,46 @@ def variables(values: Sequence[Any]) -> list[Var]:
 
 
 def sunk(jaxpr: Any) -> list[Any]:
-    """The equations, but those that read no array before their first use.
+    """The equations, but those that read no array stand before their first use.
 
-    An empty cache is made by the piece that fills it, and never copied.
+    So the piece that fills an empty cache makes it, and nothing copies it.
     """
     free: dict[Var, Any] = {}
     order: list[Any] = []
-
-    def place(v: Var) -> None:
-        if eqn := free.pop(v, None):
-            order.append(eqn)
-
     for eqn in jaxpr.eqns:
-        if not variables(eqn.invars) and len(eqn.outvars) == 1 and not eqn.effects:
+        read = variables(eqn.invars)
+        if not read and len(eqn.outvars) == 1:
             free[eqn.outvars[0]] = eqn
             continue
-        for v in variables(eqn.invars):
-            place(v)
+        order += [free.pop(v) for v in dict.fromkeys(read) if v in free]
         order.append(eqn)
-    for v in variables(jaxpr.outvars):
-        place(v)
-    return order
+    return order + [free.pop(v) for v in dict.fromkeys(jaxpr.outvars) if v in free]
 
 
 def last_uses(equations: list[Any], jaxpr: Any) -> dict[Var, int]:
-    """The place of the last equation that reads a value; results are read behind all."""
+    """Where a value is read last: results behind all equations."""
     last = {v: i for i, eqn in enumerate(equations) for v in variables(eqn.invars)}
-    return last | dict.fromkeys(variables(jaxpr.outvars), len(equations))
+    return last | dict.fromkeys(jaxpr.outvars, len(equations))
 
 
 def places_of(equations: list[Any], jaxpr: Any, count: int) -> list[int]:
-    """Where to cut: near equal lengths, where what is handed on is smallest."""
-    last, end = last_uses(equations, jaxpr), len(equations)
-    born = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars}
-    change = [0] * (end + 1)  # bytes that are handed on, as they grow and shrink
-    for v, i in born.items():
-        if last.get(v, -1) < end and last.get(v, -1) > i:  # results are given anyway
-            size = v.aval.size * v.aval.dtype.itemsize + 1
-            change[i + 1] += size
-            change[last[v] + 1] -= size
-    handed, so_far = [], 0
-    for n in change:
-        so_far += n
-        handed.append(so_far)
-    places = []
+    """Where to cut: into nearly equal lengths, where the fewest bytes are handed on."""
+    end, last = len(equations), last_uses(equations, jaxpr)
+    grows = [0] * (end + 1)  # by what they are handed on; results are given anyway
+    for i, eqn in enumerate(equations):
+        for v in eqn.outvars:
+            if i < last.get(v, -1) < end:
+                grows[i + 1] += num_bytes(v)
+                grows[last[v] + 1] -= num_bytes(v)
+    handed = [sum(grows[: i + 1]) for i in range(end + 1)]
+    places, reach = set(), end // (4 * count)
     for k in range(1, count):
-        middle, reach = end * k // count, end // (4 * count)
-        near = range(max(middle - reach, 1), min(middle + reach, end - 1) + 1)
-        places.append(min(near, key=lambda i: (handed[i], abs(i - middle))))
-    return sorted(set(places))
+        middle = end * k // count
+        near = range(middle - reach, middle + reach + 1)
+        places.add(min(near, key=lambda i: (handed[i], abs(i - middle))))
+    return sorted(places)
 
 
-def jitted(piece: Piece, name: str) -> Any:
-    """The piece as a jitted function of what it takes."""
-    effects = set().union(*(eqn.effects for eqn in piece.equations))
-    jaxpr = Jaxpr((), piece.takes, piece.gives, piece.equations, effects)
-
-    def run(*arrays: Any) -> list[Any]:
-        return eval_jaxpr(jaxpr, (), *arrays)
-
-    run.__name__ = name
-    return jax.jit(run, keep_unused=True)
-
-
-def as_operands(piece: Piece, traced: Any, arguments: tuple) -> list[Any]:
-    """Shapes of what a piece takes, where the function's own operands are."""
-    given = dict(zip(traced.jaxpr.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
-    return [
-        jax.ShapeDtypeStruct(
-            v.aval.shape, v.aval.dtype, sharding=getattr(given.get(v), "sharding", None)
-        )
-        for v in piece.takes
-    ]
-
-
-class InTurn:
-    """The executables of all pieces, called as the whole function would be."""
-
-    def __init__(self, traced: Any, pieces: list[Piece], executables: list[Any]):
-        closed = traced.jaxpr
-        jaxpr = getattr(closed, "jaxpr", closed)
-        self.consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self.jaxpr, self.pieces, self.executables = jaxpr, pieces, executables
-        self.results = jax.tree.structure(traced.out_info)
-        self.last = {}
-        for i, piece in enumerate(pieces):
-            self.last |= dict.fromkeys(piece.takes, i)
-
-    def __call__(self, *arguments: Any) -> Any:
-        values = dict(zip(self.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
-        values |= self.consts
-        for piece, run in zip(self.pieces, self.executables, strict=True):
-            given = run(*[values[v] for v in piece.takes])
-            values |= zip(piece.gives, given, strict=True)
-        read = [v.val if isinstance(v, Literal) else values[v] for v in self.jaxpr.outvars]
-        return jax.tree.unflatten(self.results, read)
+def num_bytes(v: Var) -> int:
+    size = getattr(v.aval.dtype, "itemsize", 8)
+    return v.aval.size * size + 1

@@ -1,10 +1,11 @@
 """The loop that writes tokens: what it carries, a chunk of its steps."""
 
-import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,8 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkern.lowering.calls_ahead import calls_compiled_ahead
 from jaxkern.lowering.chained import chained
-from jaxkern.lowering.launches_ahead import compiled_ahead
-from jaxkern.lowering.pieces import InTurn, as_operands, cut, jitted
-from jaxkern.lowering.switches import num_pieces, on
+from jaxkern.lowering.launches_ahead import compiled_ahead, num_processes
+from jaxkern.lowering.pieces import Executable, InPieces, Order, cut
 from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
@@ -24,6 +24,7 @@ from jaxkern.quick_import import no_collections
 from jaxkern.runtime.plan.kept_calls import KeptCalls
 from jaxkern.runtime.plan.made import Made, made
 
+PIECES = 3  # of an executable of many layers, which XLA compiles beside each other
 NO_TOKEN = -1  # of a sequence that is finished
 UNKNOWN = "No such compile option"  # what XLA says of one
 
@@ -128,76 +129,96 @@ def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
 def compiled_in_turn(
     calls: Mapping[str, tuple[Any, tuple]],
     kept: KeptCalls | None = None,
-    asked: Callable[[Any], None] | None = None,
-) -> dict[str, jax.stages.Compiled]:
+    ask: Callable[[Any], None] | None = None,
+) -> dict[str, Executable]:
     """Executables by name, from disk or compiled, one while the next is lowered.
 
     Those that a start before has left on disk are not traced (`KeptCalls`). Where a GPU
     will run them their kernels compile beside each other before that, and XLA compiles
-    them at once, with `GPU_OPTIONS`. The memory that compiling took goes back to the
-    system: glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
+    them at once, a long one in pieces, with `GPU_OPTIONS`. The memory that compiling
+    took goes back to the system: glibc would keep it for later, 20 to 30 MB for a model
+    of 30 layers.
+
+    Args:
+      calls: a jitted function and its arguments, by name.
+      kept: where some were looked for.
+      ask: of `compiled_ahead`, where that has begun.
     """
     kept = kept or KeptCalls()
     executables = kept.load_all(calls)
     missing = {name: call for name, call in calls.items() if name not in executables}
-    if not missing:
-        return executables
+    if missing:
+        made = all_made(missing, kept, ask)
+        for name, one in made.items():
+            kept.keep(missing[name][0], *one)
+            executables[name] = one[0].executable
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+    return {name: executables[name] for name in calls}
+
+
+def all_made(
+    calls: Mapping[str, tuple[Any, tuple]],
+    kept: KeptCalls,
+    ask: Callable[[Any], None] | None,
+) -> dict[str, tuple[Made, Any]]:
+    """Executables that are on no disk, and the shapes of their results."""
     on_gpu = jax.default_backend() == "gpu"
-    at_once = len(missing) + num_pieces() if on_gpu else 1
-    options = GPU_OPTIONS if on_gpu else {}
-    functions = [function for function, _ in missing.values()]
+    options, most = (GPU_OPTIONS, min(PIECES, num_processes())) if on_gpu else ({}, 1)
+    functions = [function for function, _ in calls.values()]
     with (
-        kept.instead_of_jax(functions) if on_gpu and on("Z") else contextlib.nullcontext(),
+        kept.instead_of_jax(functions) if on_gpu else contextlib.nullcontext(),
         calls_compiled_ahead() as calls_ahead,
-        concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker,
+        ThreadPoolExecutor(len(calls) + most if on_gpu else 1) as worker,
     ):
-        with (
-            no_collections(),
-            contextlib.nullcontext(asked) if asked else compiled_ahead() as ask,
-        ):
-            traced, began = {}, {}
-            broken = {name for name, call in missing.items() if kept.has_file(call[0])}
-            for name, (function, arguments) in missing.items():
+        with no_collections(), asked(ask) as ask:
+            traced, began, compiling = {}, {}, {}
+            for name, (function, arguments) in calls.items():
                 began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
             for one in traced.values():  # while other processes compile
-                if on("M"):
-                    calls_ahead.lower_mosaic(one.jaxpr)
-            compiling, in_pieces = {}, {}
+                calls_ahead.lower_mosaic(one.jaxpr)
             for name, one in traced.items():
-                if on_gpu and name == "prefill" and num_pieces() > 1:
-                    pieces = cut(one.jaxpr.jaxpr, num_pieces())
-                    results = []
-                    for i, piece in enumerate(pieces):
-                        lowered = jitted(piece, f"read_prompts_{i}").lower(
-                            *as_operands(piece, one, missing[name][1])
-                        )
-                        lowered = calls_ahead.begin(lowered)
-                        results.append(
-                            worker.submit(
-                                made_with, options, lowered, began=began[name]
-                            )
-                        )
-                    in_pieces[name] = one, pieces, results
-                    continue
-                compiling[name] = worker.submit(
-                    made_with,
-                    options,
-                    calls_ahead.begin(one.lower()),
-                    began=began[name],
-                    anew=name in broken,
+                anew = kept.has_file(calls[name][0])  # which could not be loaded
+                make = functools.partial(
+                    made_with, options, began=began[name], anew=anew
                 )
-        every = {name: result.result() for name, result in compiling.items()}
-    for name, (one, pieces, results) in in_pieces.items():
-        parts = [result.result().executable for result in results]
-        executables[name] = InTurn(one, pieces, parts)
-    for name, one in every.items():
-        kept.keep(missing[name][0], one, traced[name].out_info)
-        executables[name] = one.executable
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-    return {name: executables[name] for name in calls}
+                order, lowered = lowered_parts(one, calls[name][1], most)
+                parts = [worker.submit(make, calls_ahead.begin(x)) for x in lowered]
+                compiling[name] = order, parts
+        found = {}
+        for name, (order, parts) in compiling.items():
+            shapes = traced[name].out_info
+            found[name] = joined(order, [x.result() for x in parts], shapes), shapes
+    return found
+
+
+def asked(
+    ask: Callable[[Any], None] | None,
+) -> contextlib.AbstractContextManager[Callable[[Any], None]]:
+    return contextlib.nullcontext(ask) if ask else compiled_ahead()
+
+
+def lowered_parts(
+    traced: Any, arguments: tuple, most: int
+) -> tuple[Order | None, Iterator[jax.stages.Lowered]]:
+    """A function whole or in up to `most` pieces, each lowered when it is asked for."""
+    if found := cut(traced, arguments, most):
+        order, pieces = found
+        return order, (one.function.lower(*one.shapes) for one in pieces)
+    return None, (one.lower() for one in [traced])
+
+
+def joined(order: Order | None, parts: list[Made], shapes: Any) -> Made:
+    """One executable of all parts, made when the last of them was."""
+    if order is None:
+        return parts[0]
+    return Made(
+        InPieces(order, [x.executable for x in parts], jax.tree.structure(shapes)),
+        max(x.seconds for x in parts),
+        any(x.was_read for x in parts),
+    )
 
 
 def made_with(options: dict[str, Any], lowered: jax.stages.Lowered, **how: Any) -> Made:

@@ -28,7 +28,6 @@ from jaxtyping import Array, Int32
 from jaxkern import explain
 from jaxkern.lowering.explain import Explanation
 from jaxkern.lowering.launches_ahead import compiled_ahead
-from jaxkern.lowering.switches import on
 from jaxkern.models.architecture import CacheForm, ModelConfig
 from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import prefill
@@ -182,7 +181,7 @@ class Generator:
             contextlib.ExitStack() as begun,
         ):
             kept, ask = KeptCalls(), None
-            if on("A") and not kept.find(read, arguments):
+            if not kept.find(read, arguments):  # the process begins before tracing does
                 ask = begun.enter_context(compiled_ahead())
             if chunks:
                 _, state = kept.shapes(read, arguments)

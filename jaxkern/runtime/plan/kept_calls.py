@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jaxkern.lowering.pieces import Executable
 from jaxkern.runtime.plan.fingerprint import (
     NotUnderstoodError,
     described,
@@ -62,9 +63,7 @@ class KeptCalls:
             self.found[function] = file and read(file)
         return self.found[function]
 
-    def load_all(
-        self, calls: Mapping[str, tuple[Any, tuple]]
-    ) -> dict[str, jax.stages.Compiled]:
+    def load_all(self, calls: Mapping[str, tuple[Any, tuple]]) -> dict[str, Executable]:
         """The executables that are kept, loaded beside each other."""
         found = {name: self.find(*call) for name, call in calls.items()}
         with ThreadPoolExecutor() as threads:
@@ -174,7 +173,7 @@ def folder() -> Path | None:
         return None
 
 
-def write_unchanged(file: Path, shapes: Any, executable: jax.stages.Compiled) -> None:
+def write_unchanged(file: Path, shapes: Any, executable: Executable) -> None:
     """Writes a call that what is installed would make again."""
     try:
         check_unchanged()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxkern.lowering.pieces import Executable
 from jaxkern.runtime.plan.compiler_dump import no_persistent_cache
 from jaxkern.runtime.trace.events import subscribe
 
@@ -17,7 +18,7 @@ from jaxkern.runtime.trace.events import subscribe
 class Made(NamedTuple):
     """An executable, the seconds it took, whether jax had it, on disk or in memory."""
 
-    executable: jax.stages.Compiled
+    executable: Executable
     seconds: float
     was_read: bool
 
