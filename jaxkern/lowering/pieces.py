@@ -127,8 +127,9 @@ def jitted(name: str, closed: Any, part: list, taken: list, given: list) -> Any:
 
 def shape_of(v: Var, operand: Any) -> jax.ShapeDtypeStruct:
     """Of a value, and where it lies if that is known."""
+    aval: Any = v.aval
     sharding = sharding_of(operand)
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
 def variables(values: Sequence[Any]) -> list[Var]:
@@ -177,5 +178,5 @@ def places_of(equations: list[Any], jaxpr: Any, count: int) -> list[int]:
 
 
 def num_bytes(v: Var) -> int:
-    size = getattr(v.aval.dtype, "itemsize", 8)
-    return v.aval.size * size + 1
+    aval: Any = v.aval
+    return aval.size * getattr(aval.dtype, "itemsize", 8) + 1  # keys have no size

@@ -121,7 +121,7 @@ def is_stop(tokens: Int32[Array, " b"], stop_ids: tuple[int, ...]) -> Bool[Array
     return jnp.any(tokens[:, None] == stops, axis=-1)
 
 
-def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
+def compiled(function: Any, arguments: tuple) -> Executable:
     """The executable; see `compiled_in_turn`."""
     return compiled_in_turn({"": (function, arguments)})[""]
 
@@ -161,7 +161,7 @@ def all_made(
     calls: Mapping[str, tuple[Any, tuple]],
     kept: KeptCalls,
     ask: Callable[[Any], None] | None,
-) -> dict[str, tuple[Made, Any]]:
+) -> dict[str, tuple[Made[Any], Any]]:
     """Executables that are on no disk, and the shapes of their results."""
     on_gpu = jax.default_backend() == "gpu"
     options, most = (GPU_OPTIONS, min(PIECES, num_processes())) if on_gpu else ({}, 1)
@@ -210,7 +210,7 @@ def lowered_parts(
     return None, (one.lower() for one in [traced])
 
 
-def joined(order: Order | None, parts: list[Made], shapes: Any) -> Made:
+def joined(order: Order | None, parts: list[Made[Any]], shapes: Any) -> Made[Any]:
     """One executable of all parts, made when the last of them was."""
     if order is None:
         return parts[0]
@@ -221,7 +221,9 @@ def joined(order: Order | None, parts: list[Made], shapes: Any) -> Made:
     )
 
 
-def made_with(options: dict[str, Any], lowered: jax.stages.Lowered, **how: Any) -> Made:
+def made_with(
+    options: dict[str, Any], lowered: jax.stages.Lowered, **how: Any
+) -> Made[Any]:
     """`made` with options of XLA, or without where this XLA does not know one."""
     try:
         return made(lowered, options, **how)

@@ -65,7 +65,9 @@ def test_pieces_give_what_the_function_gives(count):
 
 def test_each_piece_takes_its_own_weights_and_one_array_of_the_piece_before():
     arguments = WEIGHTS, X, jnp.int32(3)
-    order, every = cut(jax.jit(model).trace(*arguments), arguments, 3)
+    found = cut(jax.jit(model).trace(*arguments), arguments, 3)
+    assert found
+    order, every = found
     assert [len(one.shapes) for one in every] == [3, 3, 4]  # x; the seed of the key
     for taken in order.takes:
         assert sum(i < LAYERS for i in taken) == LAYERS // 3

@@ -119,11 +119,12 @@ def trees(found: Found, codes: list[bytes], arguments: tuple) -> Iterator[tuple]
 
 def write(file: Path, shapes: Any, compiled: Executable) -> None:
     """Writes a call whole or not at all, then removes what there is no room for."""
-    order, parts = None, [compiled]
     if isinstance(compiled, InPieces):
-        order, parts = compiled.order, compiled.executables
+        order, executables = compiled.order, compiled.executables
+    else:
+        order, executables = None, [compiled]
     codes = []
-    for part in parts:
+    for part in executables:
         code, why_not = machine_code_of(part)
         if not code:
             log.debug("jaxkern keeps no traced call: %s", why_not)

@@ -15,10 +15,10 @@ from jaxkern.runtime.plan.compiler_dump import no_persistent_cache
 from jaxkern.runtime.trace.events import subscribe
 
 
-class Made(NamedTuple):
+class Made[E: Executable](NamedTuple):
     """An executable, the seconds it took, whether jax had it, on disk or in memory."""
 
-    executable: Executable
+    executable: E
     seconds: float
     was_read: bool
 
@@ -29,7 +29,7 @@ def made(
     began: float | None = None,
     *,
     anew: bool = False,
-) -> Made:
+) -> Made[jax.stages.Compiled]:
     """What XLA makes of a program; `began` is when its tracing did.
 
     `anew` compiles it whatever is on disk, so that it can be written.
