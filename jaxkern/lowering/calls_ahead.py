@@ -2,13 +2,13 @@
 
 A kernel of Mosaic, and the assembly of one of Triton, is compiled when XLA comes to its
 first call: late, one kernel after the other, while XLA waits. The plugins keep what
-they compiled by its contents, for the whole process. So a program of such calls without
+they compiled by its contents, for the whole process. So a program of one call without
 operands, compiled in a thread while XLA still optimises the function, is all that it
-takes for the kernels to be there.
+takes for the kernel to be there.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -37,7 +37,7 @@ def calls_compiled_ahead() -> Iterator["CallsAhead"]:
 
 
 class CallsAhead:
-    """Has each distinct call of TARGETS compiled once, by threads of `workers`.
+    """Has each distinct call of some targets compiled once, by threads of `workers`.
 
     Args:
       workers: None for nothing at all.
@@ -67,16 +67,12 @@ class CallsAhead:
         return lowered
 
     def begin_module(self, module: Any) -> None:
-        """One program for each target: what a thread does in Python holds up others."""
         assert self.workers is not None
-        found: dict[str, list[dict[str, Any]]] = {}
         for target, attributes in calls_of(module, TARGETS):
             key = target, *attributes.items()
             if key not in self.begun:
                 self.begun.add(key)
-                found.setdefault(target, []).append(attributes)
-        for target, calls in found.items():
-            self.workers.submit(compile_calls, target, calls)
+                self.workers.submit(compile_call, target, attributes)
 
 
 def calls_of(
@@ -111,22 +107,18 @@ def value_of(attribute: Any) -> bytes | bool | None:
     return None
 
 
-def program(target: str, calls: Sequence[dict[str, Any]]) -> Lowered:
-    """Of the calls alone."""
-
-    def every() -> list[jax.Array]:
-        call = jax.ffi.ffi_call(target, NOTHING)
-        return [call(**attributes) for attributes in calls]
-
-    return jax.jit(every).lower()
+def program(target: str, attributes: dict[str, Any]) -> Lowered:
+    """Of the call alone."""
+    call = jax.ffi.ffi_call(target, NOTHING)
+    return jax.jit(lambda: call(**attributes)).lower()
 
 
-def compile_calls(target: str, calls: Sequence[dict[str, Any]]) -> None:
-    """Past jax's caches, which have no use for them."""
-    with contextlib.suppress(Exception):  # who calls them meets it again
+def compile_call(target: str, attributes: dict[str, Any]) -> None:
+    """Past jax's caches, which have no use for it."""
+    with contextlib.suppress(Exception):  # who calls it meets it again
         devices = xla_client.DeviceList((jax.devices()[0],))
         get_backend().compile_and_load(
-            program(target, calls).compiler_ir(),
+            program(target, attributes).compiler_ir(),
             executable_devices=devices,
             compile_options=xla_client.CompileOptions(),
         )

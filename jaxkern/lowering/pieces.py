@@ -96,22 +96,35 @@ def in_order(
     last, consts = last_uses(equations, jaxpr), set(jaxpr.constvars)
     number = {v: i for i, v in enumerate(jaxpr.invars)}
     where = dict(zip(jaxpr.invars, operands, strict=True))
-    takes, gives, pieces = [], [], []
+    takes, gives, pieces, copies, total = [], [], [], {}, len(number)
     places = [0, *places_of(equations, jaxpr, count), len(equations)]
     for begin, end in itertools.pairwise(places):
         part = equations[begin:end]
         born = dict.fromkeys(v for eqn in part for v in eqn.outvars)
         used = dict.fromkeys(v for eqn in part for v in variables(eqn.invars))
+        passed = [v for v in jaxpr.outvars if v in where and end == len(equations)]
+        used |= dict.fromkeys(passed)  # an operand as a result, which is copied
         taken = [v for v in used if v not in born and v not in consts]
-        given = [v for v in born if last.get(v, -1) >= end]
         takes.append(tuple(number[v] for v in taken))
-        number |= {v: len(number) + i for i, v in enumerate(given)}
-        gives.append(tuple(number[v] for v in given))
+        born |= dict.fromkeys(passed)
+        given = [v for v in born if last.get(v, -1) >= end]
+        number |= {v: total + i for i, v in enumerate(given)}
+        for v in repeated(jaxpr.outvars):
+            if v in born:
+                copies.setdefault(v, []).append(total + len(given))
+                given.append(v)
+        gives.append(tuple(range(total, total + len(given))))
+        total += len(given)
         name = f"{traced.fun_name}_{len(pieces) + 1}"
         function = jitted(name, traced.jaxpr, part, taken, given)
         pieces.append(Piece(function, [shape_of(v, where.get(v)) for v in taken]))
-    results = tuple(number[v] for v in jaxpr.outvars)
-    return Order(tuple(takes), tuple(gives), results), pieces
+    results = [copies[v].pop() if copies.get(v) else number[v] for v in jaxpr.outvars]
+    return Order(tuple(takes), tuple(gives), tuple(results)), pieces
+
+
+def repeated(results: Sequence[Var]) -> list[Var]:
+    """Each result that stands there again: who deletes one array keeps the other."""
+    return [v for i, v in enumerate(results) if v in results[:i]]
 
 
 def jitted(name: str, closed: Any, part: list, taken: list, given: list) -> Any:

@@ -21,7 +21,7 @@ from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
 from jaxkern.quick_import import no_collections
-from jaxkern.runtime.plan.kept_calls import KeptCalls
+from jaxkern.runtime.plan.kept_calls import KeptCalls, writer
 from jaxkern.runtime.plan.made import Made, made
 
 PIECES = 3  # of an executable of many layers, which XLA compiles beside each other
@@ -135,26 +135,37 @@ def compiled_in_turn(
 
     Those that a start before has left on disk are not traced (`KeptCalls`). Where a GPU
     will run them their kernels compile beside each other before that, and XLA compiles
-    them at once, a long one in pieces, with `GPU_OPTIONS`. The memory that compiling
-    took goes back to the system: glibc would keep it for later, 20 to 30 MB for a model
-    of 30 layers.
+    them at once, a long one in pieces, with `GPU_OPTIONS`.
 
     Args:
       calls: a jitted function and its arguments, by name.
-      kept: where some were looked for.
+      kept: where some were looked for. Who gives it calls `settle` some time later.
       ask: of `compiled_ahead`, where that has begun.
     """
-    kept = kept or KeptCalls()
-    executables = kept.load_all(calls)
+    found = kept or KeptCalls()
+    executables = found.load_all(calls)
     missing = {name: call for name, call in calls.items() if name not in executables}
     if missing:
-        made = all_made(missing, kept, ask)
+        made = all_made(missing, found, ask)
         for name, one in made.items():
-            kept.keep(missing[name][0], *one)
+            found.keep(missing[name][0], *one)
             executables[name] = one[0].executable
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
+        if kept is None:
+            settle(found)
     return {name: executables[name] for name in calls}
+
+
+def settle(kept: KeptCalls) -> None:
+    """What a start leaves for later: its calls are written, its memory goes back."""
+    kept.write()
+    with contextlib.suppress(RuntimeError):  # the program ends
+        writer.submit(give_back)
+
+
+def give_back() -> None:
+    """Memory that compiling took: glibc keeps 20 to 30 MB of 30 layers for later."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def all_made(

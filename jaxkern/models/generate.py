@@ -16,6 +16,7 @@ import collections
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ from jaxkern.models.decode_loop import (
     State,
     compiled_in_turn,
     is_stop,
+    settle,
     write_chunk,
 )
 from jaxkern.models.drafts import (
@@ -187,6 +189,7 @@ class Generator:
                 _, state = kept.shapes(read, arguments)
                 self.calls["decode"] = (write, (weights, state))
             self.executables = compiled_in_turn(self.calls, kept, ask)
+        self._settle = weakref.finalize(self, settle, kept)  # once, and at the latest
         self.compile_seconds = time.perf_counter() - start
         self.timings = Timings()
 
@@ -250,6 +253,7 @@ class Generator:
         arrived = time.perf_counter()
         self.timings = Timings(arrived - start, int(lengths.sum()))
         yield tokens
+        self._settle()
         ended, drafted = self.ended(tokens), Drafted()
         while left > 0 and not ended:
             start = arrived if queued else time.perf_counter()

@@ -78,6 +78,23 @@ def test_each_piece_takes_its_own_weights_and_one_array_of_the_piece_before():
     assert [sum(s.shape == (4, 8) for s in c) for c in caches] == [2, 2, 2]
 
 
+def test_a_result_that_stands_there_twice_is_two_arrays():
+    """A caller may donate one of them."""
+    arguments = WEIGHTS, X, jnp.int32(3)
+    found, _ = compiled(model, arguments, 2)(*arguments)
+    found["x"].delete()
+    np.testing.assert_allclose(found["again"], model(*arguments)[0]["x"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [np.int32(3), jnp.int32(3)])
+def test_an_operand_that_is_a_result_is_an_array_of_its_own(seed):
+    arguments = WEIGHTS, X, seed
+    found, _ = compiled(model, arguments, 2)(*arguments)
+    assert isinstance(found["seed"], jax.Array)
+    found["seed"].delete()
+    assert seed == 3
+
+
 def test_constants_stay_in_the_piece_that_reads_them():
     table = np.arange(8.0, dtype=np.float32)
 

@@ -135,5 +135,31 @@ def test_a_second_process_traces_nothing_and_writes_the_same(
     assert found((other, weights), monkeypatch) == [False, False]
 
 
+@pytest.mark.parametrize("is_read_to_the_end", [True, False])
+def test_calls_are_written_behind_the_first_token(
+    tmp_path, monkeypatch, compilation_cache_as_it_was, is_read_to_the_end
+):
+    """Of an answer that nobody reads on, when its generator goes."""
+    monkeypatch.setattr(surroundings, "check_rows", lambda: None)
+    monkeypatch.setattr(surroundings, "IMPORTED", float("inf"))
+    surroundings.digest_of_sources.cache_clear()
+    monkeypatch.setattr(tiny_gguf, "LAYERS", 1)
+    enable_compilation_cache(tmp_path)
+    path = tiny_gguf.write_tiny_gguf(tmp_path / "m.gguf", "llama")
+    generator = Generator(
+        *load_file(read_gguf(path), "f32"), **SIZES | {"max_tokens": 1}
+    )
+    stream = generator.stream(PROMPT)
+    next(stream)
+    kept_calls.writer.submit(int).result()
+    assert not [*(tmp_path / kept_calls.FOLDER).iterdir()]
+    if is_read_to_the_end:
+        assert not [*stream]
+    else:
+        del generator, stream
+    kept_calls.writer.submit(int).result()
+    assert len([*(tmp_path / kept_calls.FOLDER).iterdir()]) == 1
+
+
 if __name__ == "__main__":
     print(json.dumps(start(*sys.argv[1:])))

@@ -49,6 +49,7 @@ class KeptCalls:
         self.folder = folder()
         self.files: dict[Any, Path | None] = {}
         self.found: dict[Any, Found | None] = {}
+        self.unwritten: list[tuple[Path, Any, Executable]] = []
 
     def shapes(self, function: Any, arguments: tuple) -> Any:
         """Of the results of a jitted function, which is traced if it must be."""
@@ -95,14 +96,25 @@ class KeptCalls:
         return contextlib.nullcontext()
 
     def keep(self, function: Any, made: Made, shapes: Any) -> None:
-        """Writes a call that took as long to make as jax's cache asks for.
+        """Has `write` write a call that took as long as jax's cache asks for.
 
         One that jax's cache had is left to it (`made.py` says why).
         """
         file = self.files[function]
-        least = jax_writes.least_seconds()
-        if file and not made.was_read and made.seconds >= least:
-            writer.submit(write_unchanged, file, shapes, made.executable)
+        if file and not made.was_read and made.seconds >= jax_writes.least_seconds():
+            self.unwritten.append((file, shapes, made.executable))
+
+    def write(self) -> None:
+        """Writes what is kept while the program goes on, which waits where it ends.
+
+        jax lets no other thread run Python while it serializes an executable.
+        """
+        while self.unwritten:
+            call = self.unwritten.pop()
+            try:
+                writer.submit(write_unchanged, *call)
+            except RuntimeError:  # the program ends
+                write_unchanged(*call)
 
     @functools.cached_property
     def around(self) -> list[str]:
