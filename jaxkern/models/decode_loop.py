@@ -35,6 +35,9 @@ The products that have no kernel of ours go to cuBLAS: before XLA times its own 
 products beside it, it compiles a hundred of them.
 """
 
+UNTIMED = {"xla_gpu_autotune_level": 0}
+"""Also of pieces: XLA would time their products one after the other, and not alone."""
+
 
 class Progress(NamedTuple):
     """How far answers are: tokens drawn of each, and with how many it ends."""
@@ -188,14 +191,17 @@ def all_made(
                 began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
-            for one in traced.values():  # while other processes compile
-                calls_ahead.lower_mosaic(one.jaxpr)
+                # while other processes compile, and before the next: XLA waits longest
+                calls_ahead.lower_mosaic(traced[name].jaxpr)
             for name, one in traced.items():
                 anew = kept.has_file(calls[name][0])  # which could not be loaded
-                make = functools.partial(
-                    made_with, options, began=began[name], anew=anew
-                )
                 order, lowered = lowered_parts(one, calls[name][1], most)
+                make = functools.partial(
+                    made_with,
+                    options | (UNTIMED if order else {}),
+                    began=began[name],
+                    anew=anew,
+                )
                 parts = [worker.submit(make, calls_ahead.begin(x)) for x in lowered]
                 compiling[name] = order, parts
         found = {}
