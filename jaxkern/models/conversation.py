@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jaxkern.lowering.pieces import Executable
 from jaxkern.models.architecture import CacheForm, ModelConfig
 from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import prefill
@@ -105,7 +104,7 @@ class Conversation:
         self.tell: Callable[[str], None] = lambda words: None
         self._state: State | None = None
         self._read = 0  # how many of `ids` are in the cache
-        self._executables: dict[tuple, Executable] = {}
+        self._executables: dict[tuple, jax.stages.Compiled] = {}
 
     @property
     def filled(self) -> int:
@@ -254,7 +253,7 @@ class Conversation:
         weighted = (self.weights, *arguments)
         return self._executable(name, weighted)(*weighted)
 
-    def _executable(self, name: tuple, arguments: tuple) -> Executable:
+    def _executable(self, name: tuple, arguments: tuple) -> jax.stages.Compiled:
         """Compiled at the first use with this sampling."""
         key = (*name, self.sampling)
         if key not in self._executables:

@@ -2,9 +2,8 @@
 
 import contextlib
 import ctypes
-import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -15,8 +14,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkern.lowering.calls_ahead import calls_compiled_ahead
 from jaxkern.lowering.chained import chained
-from jaxkern.lowering.launches_ahead import compiled_ahead, num_processes
-from jaxkern.lowering.pieces import Executable, InPieces, Order, cut
+from jaxkern.lowering.launches_ahead import compiled_ahead
 from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
@@ -24,7 +22,6 @@ from jaxkern.quick_import import no_collections
 from jaxkern.runtime.plan.kept_calls import KeptCalls, writer
 from jaxkern.runtime.plan.made import Made, made
 
-PIECES = 3  # of an executable of many layers, which XLA compiles beside each other
 NO_TOKEN = -1  # of a sequence that is finished
 UNKNOWN = "No such compile option"  # what XLA says of one
 
@@ -34,9 +31,6 @@ GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 The products that have no kernel of ours go to cuBLAS: before XLA times its own Triton
 products beside it, it compiles a hundred of them.
 """
-
-UNTIMED = {"xla_gpu_autotune_level": 0}
-"""Also of pieces: XLA would time their products one after the other, and not alone."""
 
 
 class Progress(NamedTuple):
@@ -124,7 +118,7 @@ def is_stop(tokens: Int32[Array, " b"], stop_ids: tuple[int, ...]) -> Bool[Array
     return jnp.any(tokens[:, None] == stops, axis=-1)
 
 
-def compiled(function: Any, arguments: tuple) -> Executable:
+def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
     """The executable; see `compiled_in_turn`."""
     return compiled_in_turn({"": (function, arguments)})[""]
 
@@ -133,12 +127,12 @@ def compiled_in_turn(
     calls: Mapping[str, tuple[Any, tuple]],
     kept: KeptCalls | None = None,
     ask: Callable[[Any], None] | None = None,
-) -> dict[str, Executable]:
+) -> dict[str, jax.stages.Compiled]:
     """Executables by name, from disk or compiled, one while the next is lowered.
 
     Those that a start before has left on disk are not traced (`KeptCalls`). Where a GPU
     will run them their kernels compile beside each other before that, and XLA compiles
-    them at once, a long one in pieces, with `GPU_OPTIONS`.
+    them at once, with `GPU_OPTIONS`.
 
     Args:
       calls: a jitted function and its arguments, by name.
@@ -175,67 +169,44 @@ def all_made(
     calls: Mapping[str, tuple[Any, tuple]],
     kept: KeptCalls,
     ask: Callable[[Any], None] | None,
-) -> dict[str, tuple[Made[Any], Any]]:
+) -> dict[str, tuple[Made, Any]]:
     """Executables that are on no disk, and the shapes of their results."""
     on_gpu = jax.default_backend() == "gpu"
-    options, most = (GPU_OPTIONS, min(PIECES, num_processes())) if on_gpu else ({}, 1)
+    options = GPU_OPTIONS if on_gpu else {}
     functions = [function for function, _ in calls.values()]
     with (
         kept.instead_of_jax(functions) if on_gpu else contextlib.nullcontext(),
         calls_compiled_ahead() as calls_ahead,
-        ThreadPoolExecutor(len(calls) + most if on_gpu else 1) as worker,
+        ThreadPoolExecutor(len(calls) if on_gpu else 1) as worker,
     ):
         with no_collections(), asked(ask) as ask:
-            traced, began, compiling = {}, {}, {}
+            traced, began = {}, {}
             for name, (function, arguments) in calls.items():
                 began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
-                # while other processes compile, and before the next: XLA waits longest
-                calls_ahead.lower_mosaic(traced[name].jaxpr)
-            for name, one in traced.items():
-                anew = kept.has_file(calls[name][0])  # which could not be loaded
-                order, lowered = lowered_parts(one, calls[name][1], most)
-                make = functools.partial(
+            for one in traced.values():  # while other processes compile
+                calls_ahead.lower_mosaic(one.jaxpr)
+            compiling = {
+                name: worker.submit(
                     made_with,
-                    options | (UNTIMED if order else {}),
+                    options,
+                    calls_ahead.begin(one.lower()),
                     began=began[name],
-                    anew=anew,
+                    anew=kept.has_file(calls[name][0]),  # it could not be loaded
                 )
-                parts = [worker.submit(make, calls_ahead.begin(x)) for x in lowered]
-                compiling[name] = order, parts
-        found = {}
-        for name, (order, parts) in compiling.items():
-            shapes = traced[name].out_info
-            found[name] = joined(order, [x.result() for x in parts], shapes), shapes
-    return found
+                for name, one in traced.items()
+            }
+        return {
+            name: (result.result(), traced[name].out_info)
+            for name, result in compiling.items()
+        }
 
 
 def asked(
     ask: Callable[[Any], None] | None,
 ) -> contextlib.AbstractContextManager[Callable[[Any], None]]:
     return contextlib.nullcontext(ask) if ask else compiled_ahead()
-
-
-def lowered_parts(
-    traced: Any, arguments: tuple, most: int
-) -> tuple[Order | None, Iterator[jax.stages.Lowered]]:
-    """A function whole or in up to `most` pieces, each lowered when it is asked for."""
-    if found := cut(traced, arguments, most):
-        order, pieces = found
-        return order, (one.function.lower(*one.shapes) for one in pieces)
-    return None, (one.lower() for one in [traced])
-
-
-def joined(order: Order | None, parts: list[Made[Any]], shapes: Any) -> Made[Any]:
-    """One executable of all parts, made when the last of them was."""
-    if order is None:
-        return parts[0]
-    return Made(
-        InPieces(order, [x.executable for x in parts], jax.tree.structure(shapes)),
-        max(x.seconds for x in parts),
-        any(x.was_read for x in parts),
-    )
 
 
 def made_with(

@@ -10,7 +10,6 @@ import pytest
 
 from jaxkern.cpu.cpu_call import missing
 from jaxkern.formats.gguf import read_gguf
-from jaxkern.lowering import pieces
 from jaxkern.models import decode_loop
 from jaxkern.models.generate import NO_TOKEN, Generator, Sampling, generate
 from jaxkern.models.llama import empty_cache, prefill
@@ -82,19 +81,6 @@ def test_a_chunk_that_is_queued_ahead_changes_no_token(model, monkeypatch, stops
     assert tokens == answers[:end] + [NO_TOKEN] * (len(tokens) - end)
     assert order[:4] == ["run", "read", "run", "read"]  # one ahead
     assert order.count("run") == (2 if stops else 3)
-
-
-def test_a_prompt_that_is_read_in_pieces_changes_no_token(model, monkeypatch):
-    """As on a GPU: three executables of a few layers each, made beside each other."""
-    with monkeypatch.context() as patched:
-        patched.setattr(jax, "default_backend", lambda: "gpu")
-        patched.setattr(decode_loop, "num_processes", lambda: 3)
-        patched.setattr(pieces, "EQUATIONS", 50)
-        generator = Generator(*model, batch=3, prompt_slots=8, max_tokens=5, chunk=4)
-    read = generator.executables["prefill"]
-    assert isinstance(read, pieces.InPieces) and len(read.executables) == 3
-    tokens = np.concatenate([*generator.stream(PROMPTS)], axis=1)
-    assert tokens.tolist() == [greedy(model, prompt, 5) for prompt in PROMPTS]
 
 
 @pytest.mark.smoke

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 
-from jaxkern.lowering.pieces import Executable
 from jaxkern.runtime.plan.fingerprint import (
     NotUnderstoodError,
     described,
@@ -49,7 +48,7 @@ class KeptCalls:
         self.folder = folder()
         self.files: dict[Any, Path | None] = {}
         self.found: dict[Any, Found | None] = {}
-        self.unwritten: list[tuple[Path, Any, Executable]] = []
+        self.unwritten: list[tuple[Path, Any, jax.stages.Compiled]] = []
 
     def shapes(self, function: Any, arguments: tuple) -> Any:
         """Of the results of a jitted function, which is traced if it must be."""
@@ -64,7 +63,9 @@ class KeptCalls:
             self.found[function] = file and read(file)
         return self.found[function]
 
-    def load_all(self, calls: Mapping[str, tuple[Any, tuple]]) -> dict[str, Executable]:
+    def load_all(
+        self, calls: Mapping[str, tuple[Any, tuple]]
+    ) -> dict[str, jax.stages.Compiled]:
         """The executables that are kept, loaded beside each other."""
         found = {name: self.find(*call) for name, call in calls.items()}
         with ThreadPoolExecutor() as threads:
@@ -185,7 +186,7 @@ def folder() -> Path | None:
         return None
 
 
-def write_unchanged(file: Path, shapes: Any, executable: Executable) -> None:
+def write_unchanged(file: Path, shapes: Any, executable: jax.stages.Compiled) -> None:
     """Writes a call that what is installed would make again."""
     try:
         check_unchanged()

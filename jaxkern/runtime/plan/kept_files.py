@@ -1,28 +1,22 @@
 """The files of compiled calls: what is in them, what is read, when they are removed.
 
-A file is one of `saved_plan.py` with two parts. One is a pickle of the results' shapes
-and of the order of pieces, or None; the other one of the machine code of each piece,
-which jax reads from a pickle too. Either can do anything. So a file is
+A file is one of `saved_plan.py` with two parts: the results' shapes, a pickle, and the
+machine code, which jax reads from a pickle too. Either can do anything. So a file is
 opened only if it is this user's own and no other could have written it, and unpickled
 only if its checksums are right and it was written for this call.
 """
 
 import contextlib
-import functools
 import logging
 import os
 import pickle
 import re
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxkern.lowering.machine import versions
-from jaxkern.lowering.pieces import Executable, InPieces, Order
 from jaxkern.runtime.plan.kernel_cache import why_not_private
 from jaxkern.runtime.plan.load import load_machine_code
 from jaxkern.runtime.plan.saved_plan import machine_code_of, read_parts, write_parts
@@ -40,7 +34,6 @@ class Found(NamedTuple):
 
     file: Path
     shapes: Any
-    order: Order | None
     machine_code: bytes
     variables: dict[str, str]
 
@@ -56,11 +49,11 @@ def read(file: Path) -> Found | None:
         if header.get("call") != file.stem:
             raise ValueError(f"{file} was written for another call.")
         variables = checked_variables(file, header.get("variables"))
-        shapes, order = unpickled(file, "shapes", parts["shapes"])
-    except (ValueError, TypeError, OSError) as error:
+        shapes = unpickled(file, parts["shapes"])
+    except (ValueError, OSError) as error:
         anew(error)
         return None
-    return Found(file, shapes, order, parts["machine_code"], variables)
+    return Found(file, shapes, parts["machine_code"], variables)
 
 
 def checked_variables(file: Path, found: Any) -> dict[str, str]:
@@ -72,69 +65,45 @@ def checked_variables(file: Path, found: Any) -> dict[str, str]:
     return found
 
 
-def unpickled(file: Path, name: str, data: bytes) -> Any:
+def unpickled(file: Path, data: bytes) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:  # what a pickle raises
-        raise ValueError(f"{file} is damaged: its {name}: {error}") from error
+        raise ValueError(f"{file} is damaged: its shapes: {error}") from error
 
 
 def anew(error: Exception) -> None:
     log.warning("jaxkern traces and compiles a call anew: %s", error)
 
 
-def loaded(found: Found, function: Any, arguments: tuple) -> Executable | None:
+def loaded(found: Found, function: Any, arguments: tuple) -> jax.stages.Compiled | None:
     """The executable of a jitted function, or None where it does not load."""
     for name, value in found.variables.items():
         os.environ.setdefault(name, value)
     try:
-        begin = time.perf_counter()
-        codes = unpickled(found.file, "machine code", found.machine_code)
-        with ThreadPoolExecutor(len(codes)) as threads:
-            parts = threads.map(
-                functools.partial(load_machine_code, found.file),
-                *zip(*trees(found, codes, arguments), strict=True),
-            )
-            executables = [compiled for compiled, _ in parts]
+        operands = jax.tree.structure((arguments, {}))
+        results = jax.tree.structure(found.shapes)
+        code = found.machine_code
+        compiled, seconds = load_machine_code(found.file, code, operands, results)
         os.utime(found.file)  # it is used: others are removed first
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, OSError) as error:
         anew(error)
         return None
-    name, seconds = f"jit({function.__name__})", time.perf_counter() - begin
+    name = f"jit({function.__name__})"
     jax.monitoring.record_event_duration_secs(FOUND_UNTRACED, seconds, fun_name=name)
-    if found.order is None:
-        return executables[0]
-    return InPieces(found.order, executables, jax.tree.structure(found.shapes))
+    return compiled
 
 
-def trees(found: Found, codes: list[bytes], arguments: tuple) -> Iterator[tuple]:
-    """Machine code, with the trees of what it takes and gives, of each piece."""
-    if found.order is None:
-        operands = jax.tree.structure((arguments, {}))
-        yield codes[0], operands, jax.tree.structure(found.shapes)
-        return
-    for code, taken, given in zip(codes, *found.order[:2], strict=True):
-        yield code, jax.tree.structure((taken, {})), jax.tree.structure([*given])
-
-
-def write(file: Path, shapes: Any, compiled: Executable) -> None:
+def write(file: Path, shapes: Any, compiled: jax.stages.Compiled) -> None:
     """Writes a call whole or not at all, then removes what there is no room for."""
-    if isinstance(compiled, InPieces):
-        order, executables = compiled.order, compiled.executables
-    else:
-        order, executables = None, [compiled]
-    codes = []
-    for part in executables:
-        code, why_not = machine_code_of(part)
-        if not code:
-            log.debug("jaxkern keeps no traced call: %s", why_not)
-            return
-        codes.append(code)
+    code, why_not = machine_code_of(compiled)
+    if not code:
+        log.debug("jaxkern keeps no traced call: %s", why_not)
+        return
     try:
         variables = {k: v for k, v in os.environ.items() if OF_MOSAIC.fullmatch(k)}
         header = {"made_by": versions(), "call": file.stem, "variables": variables}
-        pickles = {"shapes": (shapes, order), "machine_code": codes}
-        parts = {name: pickle.dumps(part) for name, part in pickles.items()}
+        parts = {"shapes": pickle.dumps(shapes), "machine_code": code}
         write_parts(file, header, parts)
         forget_oldest(file.parent, most_bytes())
     except Exception as error:  # a full disk, what cannot be pickled

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxkern.lowering.pieces import Executable
 from jaxkern.runtime.plan.compiler_dump import no_persistent_cache
 from jaxkern.runtime.trace.events import subscribe
 
 
-class Made[E: Executable](NamedTuple):
+class Made(NamedTuple):
     """An executable, the seconds it took, whether jax had it, on disk or in memory."""
 
-    executable: E
+    executable: jax.stages.Compiled
     seconds: float
     was_read: bool
 
@@ -29,7 +28,7 @@ def made(
     began: float | None = None,
     *,
     anew: bool = False,
-) -> Made[jax.stages.Compiled]:
+) -> Made:
     """What XLA makes of a program; `began` is when its tracing did.
 
     `anew` compiles it whatever is on disk, so that it can be written.

@@ -6,13 +6,9 @@ import pickle
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern.lowering import pieces
-from jaxkern.models import decode_loop
-from jaxkern.primitives.norm.dynamic_tanh import dynamic_tanh_reference
 from jaxkern.runtime.plan import kept_files
 from jaxkern.runtime.plan.kept_files import forget_oldest, read
 from jaxkern.runtime.plan.saved_plan import MAGIC, read_parts, write_parts
@@ -147,34 +143,9 @@ def test_what_is_damaged_is_not_unpickled(file, monkeypatch):
 
 def test_machine_code_that_does_not_load_is_compiled_anew(file, caplog):
     header, parts = read_parts(file, kept_files.PARTS)
-    code = pickle.dumps([pickle.dumps("no program")])
-    write_parts(file, header, parts | {"machine_code": code})
+    write_parts(file, header, parts | {"machine_code": pickle.dumps("no program")})
     assert start()[0] == COMPILED
     assert f"the machine code of {file} cannot be loaded" in caplog.text
-
-
-@pytest.mark.parametrize("part", ["shapes", "machine_code"])
-def test_parts_of_another_form_are_compiled_anew(file, caplog, part):
-    header, parts = read_parts(file, kept_files.PARTS)
-    write_parts(file, header, parts | {part: pickle.dumps(3)})
-    assert start()[0] == COMPILED
-    assert "jaxkern traces and compiles a call anew" in caplog.text
-
-
-def test_what_is_compiled_in_pieces_is_one_file(kept_folder, monkeypatch):
-    """As a GPU has it; the shapes are those of the whole."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(decode_loop, "num_processes", lambda: 2)
-    monkeypatch.setattr(pieces, "EQUATIONS", 4)
-
-    name, arguments = dynamic_tanh_reference.__name__, (X, jnp.float32(2), X, X)
-    first, found = start(jax.jit(dynamic_tanh_reference), arguments)
-    assert sorted(first) == [f"compile jit({name}_{i})" for i in (1, 2)]
-    assert len([*kept_folder.iterdir()]) == 1
-    second, again = start(jax.jit(dynamic_tanh_reference), arguments)
-    assert second == [f"cache_hit jit({name})"]
-    np.testing.assert_allclose(found, dynamic_tanh_reference(*arguments), atol=1e-5)
-    np.testing.assert_array_equal(found, again)
 
 
 def test_who_reads_while_others_write_sees_whole_files(file):
