@@ -209,9 +209,7 @@ def asked(
     return contextlib.nullcontext(ask) if ask else compiled_ahead()
 
 
-def made_with(
-    options: dict[str, Any], lowered: jax.stages.Lowered, **how: Any
-) -> Made[Any]:
+def made_with(options: dict[str, Any], lowered: jax.stages.Lowered, **how: Any) -> Made:
     """`made` with options of XLA, or without where this XLA does not know one."""
     try:
         return made(lowered, options, **how)
