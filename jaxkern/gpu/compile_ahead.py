@@ -6,8 +6,8 @@ is there already is not asked for. A third of what Triton does is Python, of whi
 threads would do one thing at a time: the two executables of a model of 8B have 21
 kernels, 15 seconds of a processor.
 
-One process imports this package while functions are traced, and forks for each kernel.
-It has no GPU, and no thread that a fork could leave behind.
+One process (`compiling_process.py`) imports this package while functions are traced,
+and forks for each kernel. It has no thread that a fork could leave behind.
 """
 
 import contextlib
@@ -15,52 +15,25 @@ import hashlib
 import importlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from jaxkern.gpu.compiling_process import end
 from jaxkern.gpu.launch import Launch, compilation, elsewhere
 
-MOST = 12  # kernels at a time
-BEGIN = """
-import threading
-from triton.runtime.cache import triton_key
-key = threading.Thread(target=triton_key)
-key.start()
-from jaxkern.gpu.compile_ahead import answer
-key.join()
-answer({count})
-"""
 # of a kernel that another process does not find by name, or of its constants
 NO_BYTES = ValueError, TypeError, AttributeError, pickle.PicklingError
 
 
-def num_processes() -> int:
-    """As many as there are processors, 0 where there is but one."""
-    if not sys.executable or getattr(sys, "frozen", False):  # not an interpreter
-        return 0
-    count = min(len(os.sched_getaffinity(0)), MOST)
-    return count if count > 1 else 0
-
-
 class Compilers:
-    """Up to `count` kernels are compiled at a time while the block runs."""
+    """Has kernels compiled while the block runs, by a `compiling_process`."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, process: subprocess.Popen) -> None:
         from triton.runtime.cache import triton_key
 
-        alone = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
-        alone["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", BEGIN.format(count=count)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | alone,
-            process_group=0,
-        )
+        self.process = process
         self.asked: list[tuple[tuple[Launch, int], Future]] = []
         self.has_ended = False
         self.lock = threading.Lock()  # of the two above
@@ -73,10 +46,8 @@ class Compilers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        end(self.process)  # `listen` reads to the end of its answers
         self.threads.shutdown()
-        self.process.communicate()
         for key, _future in self.asked:
             elsewhere.pop(key, None)
 

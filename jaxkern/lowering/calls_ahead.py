@@ -15,43 +15,64 @@ from typing import Any
 import jax
 from jax.extend.backend import get_backend
 from jax.extend.mlir import ir
+from jax.interpreters import mlir
 from jax.stages import Lowered
 from jaxlib import xla_client
 
-from jaxkern.lowering.launches_ahead import num_processes
+from jaxkern.lowering.launches_ahead import mosaic_ops, num_processes
+from jaxkern.lowering.lowered_ahead import lowered_ahead
 
 TARGETS = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
 NOTHING = jax.ShapeDtypeStruct((1,), "uint8")  # a result, so that XLA keeps the call
 
 
 @contextlib.contextmanager
-def calls_compiled_ahead() -> Iterator[Callable[[Lowered], Lowered]]:
-    """Gives a function that begins with the calls of what it is given, and returns it.
-
-    Elsewhere than on a GPU, and on a host of one processor, it begins with nothing.
-    """
+def calls_compiled_ahead() -> Iterator["CallsAhead"]:
+    """Elsewhere than on a GPU, and on a host of one processor, it begins with nothing."""
     if not (count := num_processes()):
-        yield lambda lowered: lowered
+        yield CallsAhead(None)
         return
-    with ThreadPoolExecutor(count) as workers:
-        yield CallsAhead(workers).begin
+    with ThreadPoolExecutor(count) as workers, lowered_ahead() as add:
+        yield CallsAhead(workers, add)
 
 
 class CallsAhead:
-    """Has each distinct call of some targets compiled once, by threads of `workers`."""
+    """Has each distinct call of some targets compiled once, by threads of `workers`.
 
-    def __init__(self, workers: Executor, targets: tuple[str, ...] = TARGETS) -> None:
-        self.workers, self.targets = workers, targets
+    Args:
+      workers: None for nothing at all.
+      add: of `lowered_ahead`.
+    """
+
+    def __init__(
+        self, workers: Executor | None, add: Callable[..., bytes] | None = None
+    ) -> None:
+        self.workers, self.add = workers, add
         self.begun: set[tuple] = set()
+
+    def lower_mosaic(self, jaxpr: Any) -> None:
+        """Lowers the Mosaic kernels of a function, and begins with them."""
+        if self.workers is None or self.add is None:
+            return
+        for op in mosaic_ops(jaxpr):
+            with contextlib.suppress(Exception):  # lowering meets it again
+                lowered = self.add(*op)
+                with mlir.make_ir_context():
+                    self.begin_module(ir.Module.parse(lowered))
 
     def begin(self, lowered: Lowered) -> Lowered:
         """Of a function that is lowered for the first device, which is returned."""
-        for target, attributes in calls_of(lowered.compiler_ir(), self.targets):
+        if self.workers is not None:
+            self.begin_module(lowered.compiler_ir())
+        return lowered
+
+    def begin_module(self, module: Any) -> None:
+        assert self.workers is not None
+        for target, attributes in calls_of(module, TARGETS):
             key = target, *attributes.items()
             if key not in self.begun:
                 self.begun.add(key)
                 self.workers.submit(compile_call, target, attributes)
-        return lowered
 
 
 def calls_of(

@@ -10,14 +10,18 @@ Lowering would compile them one after the other, as it comes to each.
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from jaxkern.gpu.compiling_process import compiling_process, most_processes
+from jaxkern.gpu.device import compute_capability, device_capability
 from jaxkern.lowering.chained import as_chains, chained_p
-from jaxkern.lowering.explain import bodies
+from jaxkern.lowering.explain import bodies, every_equation
 from jaxkern.lowering.kernel_jaxpr import kernel_jaxpr
+from jaxkern.lowering.lower import choose
 from jaxkern.primitives.family import KernelPrimitive
 
 
@@ -31,27 +35,44 @@ def compiled_ahead() -> Iterator[Callable[[Any], None]]:
     if not (count := num_processes()):
         yield lambda jaxpr: None
         return
-    from jaxkern.gpu.compile_ahead import Compilers
-    from jaxkern.gpu.device import compute_capability
+    with compiling_process(count) as process:  # imports Triton while this one does
+        from jaxkern.gpu import compile_ahead, triton_call
 
-    with Compilers(count) as compilers:
+        if triton_call.missing():
+            yield lambda jaxpr: None
+            return
+        with compile_ahead.Compilers(process) as compilers:
 
-        def ask(jaxpr: Any) -> None:
-            for launch in launches_of(jaxpr):
-                compilers.ask(launch, compute_capability())
+            def ask(jaxpr: Any) -> None:
+                for launch in launches_of(jaxpr):
+                    compilers.ask(launch, compute_capability())
 
-        yield ask
+            yield ask
 
 
 def num_processes() -> int:
     """Those that may compile for this machine's GPU, 0 where it has none."""
-    from jaxkern.gpu.device import device_capability
-
     if jax.default_backend() != "gpu" or device_capability() is None:
         return 0
-    from jaxkern.gpu import compile_ahead, triton_call  # they import Triton
+    has_triton = importlib.util.find_spec("triton") is not None
+    return most_processes() if has_triton else 0
 
-    return 0 if triton_call.missing() else compile_ahead.num_processes()
+
+def mosaic_ops(jaxpr: Any) -> Iterator[tuple]:
+    """Operators that run a Mosaic kernel on one GPU, as `lowered_ahead` takes them."""
+    seen = set()
+    for eqn in every_equation(jaxpr):
+        if not isinstance(p := eqn.primitive, KernelPrimitive):
+            continue
+        avals = [v.aval for v in eqn.invars]
+        if (key := (p, tuple(avals), tuple(eqn.params.items()))) in seen:
+            continue
+        seen.add(key)
+        static = dict(eqn.params)
+        call = static.pop("call")
+        row = choose(p, "cuda", avals, call, static).row
+        if row is not None and row.backend == "mosaic_gpu":
+            yield p, row.kernel, avals, call, static
 
 
 def launches_of(jaxpr: Any) -> Iterator[Any]:

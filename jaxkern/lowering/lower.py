@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.interpreters import mlir
 
+from jaxkern.lowering.lowered_ahead import find
 from jaxkern.lowering.measured import in_words, is_cut, measurement
 from jaxkern.lowering.sharded_call import partitioned, refusal_by_type, sharded_by_type
 from jaxkern.primitives.call import Call, Measured, backend_context
@@ -299,6 +300,10 @@ def lowering_rule(p: KernelPrimitive, platform: str | None, ctx, *args, call, **
     if choice.row is None or (platform is None and len(targets) > 1):
         f = functools.partial(p.evaluate, call=call, **static)
         return lower_named(p, f, ctx, *args)
+    if devices == 1 and (
+        ahead := find(p, choice.row.kernel, ctx.avals_in, call, static)
+    ):
+        return lower_named(p, ahead, ctx, *args)
 
     def local(*arrays):
         """The kernel on what one device holds; its shapes can be other ones."""

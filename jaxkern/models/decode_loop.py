@@ -1,10 +1,10 @@
 """The loop that writes tokens: what it carries, a chunk of its steps."""
 
-import concurrent.futures
 import contextlib
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxkern.models.architecture import Cache, ModelConfig
 from jaxkern.models.cached_steps import decode, with_lengths
 from jaxkern.models.sampling import Sampling, Seen
 from jaxkern.quick_import import no_collections
-from jaxkern.runtime.plan.kept_calls import KeptCalls
+from jaxkern.runtime.plan.kept_calls import KeptCalls, writer
 from jaxkern.runtime.plan.made import Made, made
 
 NO_TOKEN = -1  # of a sequence that is finished
@@ -124,51 +124,89 @@ def compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:
 
 
 def compiled_in_turn(
-    calls: Mapping[str, tuple[Any, tuple]], kept: KeptCalls | None = None
+    calls: Mapping[str, tuple[Any, tuple]],
+    kept: KeptCalls | None = None,
+    ask: Callable[[Any], None] | None = None,
 ) -> dict[str, jax.stages.Compiled]:
     """Executables by name, from disk or compiled, one while the next is lowered.
 
     Those that a start before has left on disk are not traced (`KeptCalls`). Where a GPU
     will run them their kernels compile beside each other before that, and XLA compiles
-    them at once, with `GPU_OPTIONS`. The memory that compiling took goes back to the
-    system: glibc would keep it for later, 20 to 30 MB for a model of 30 layers.
+    them at once, with `GPU_OPTIONS`.
+
+    Args:
+      calls: a jitted function and its arguments, by name.
+      kept: where some were looked for. Who gives it calls `settle` some time later.
+      ask: of `compiled_ahead`, where that has begun.
     """
-    kept = kept or KeptCalls()
-    executables = kept.load_all(calls)
+    found = kept or KeptCalls()
+    executables = found.load_all(calls)
     missing = {name: call for name, call in calls.items() if name not in executables}
-    if not missing:
-        return executables
+    if missing:
+        made = all_made(missing, found, ask)
+        for name, one in made.items():
+            found.keep(missing[name][0], *one)
+            executables[name] = one[0].executable
+        if kept is None:
+            settle(found)
+    return {name: executables[name] for name in calls}
+
+
+def settle(kept: KeptCalls) -> None:
+    """What a start leaves for later: its calls are written, its memory goes back."""
+    kept.write()
+    with contextlib.suppress(RuntimeError):  # the program ends
+        writer.submit(give_back)
+
+
+def give_back() -> None:
+    """Memory that compiling took: glibc keeps 20 to 30 MB of 30 layers for later."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def all_made(
+    calls: Mapping[str, tuple[Any, tuple]],
+    kept: KeptCalls,
+    ask: Callable[[Any], None] | None,
+) -> dict[str, tuple[Made, Any]]:
+    """Executables that are on no disk, and the shapes of their results."""
     on_gpu = jax.default_backend() == "gpu"
-    at_once = len(missing) if on_gpu else 1
     options = GPU_OPTIONS if on_gpu else {}
+    functions = [function for function, _ in calls.values()]
     with (
-        calls_compiled_ahead() as with_calls,
-        concurrent.futures.ThreadPoolExecutor(max_workers=at_once) as worker,
+        kept.instead_of_jax(functions) if on_gpu else contextlib.nullcontext(),
+        calls_compiled_ahead() as calls_ahead,
+        ThreadPoolExecutor(len(calls) if on_gpu else 1) as worker,
     ):
-        with no_collections(), compiled_ahead() as ask:
+        with no_collections(), asked(ask) as ask:
             traced, began = {}, {}
-            broken = {name for name, call in missing.items() if kept.has_file(call[0])}
-            for name, (function, arguments) in missing.items():
+            for name, (function, arguments) in calls.items():
                 began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
+            for one in traced.values():  # while other processes compile
+                calls_ahead.lower_mosaic(one.jaxpr)
             compiling = {
                 name: worker.submit(
                     made_with,
                     options,
-                    with_calls(one.lower()),
+                    calls_ahead.begin(one.lower()),
                     began=began[name],
-                    anew=name in broken,
+                    anew=kept.has_file(calls[name][0]),  # it could not be loaded
                 )
                 for name, one in traced.items()
             }
-        for name, result in compiling.items():
-            one = result.result()
-            kept.keep(missing[name][0], one, traced[name].out_info)
-            executables[name] = one.executable
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-    return {name: executables[name] for name in calls}
+        return {
+            name: (result.result(), traced[name].out_info)
+            for name, result in compiling.items()
+        }
+
+
+def asked(
+    ask: Callable[[Any], None] | None,
+) -> contextlib.AbstractContextManager[Callable[[Any], None]]:
+    return contextlib.nullcontext(ask) if ask else compiled_ahead()
 
 
 def made_with(options: dict[str, Any], lowered: jax.stages.Lowered, **how: Any) -> Made:

@@ -13,8 +13,10 @@ the host, and writes one chunk for nobody where all answers end early.
 """
 
 import collections
+import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from jaxtyping import Array, Int32
 
 from jaxkern import explain
 from jaxkern.lowering.explain import Explanation
+from jaxkern.lowering.launches_ahead import compiled_ahead
 from jaxkern.models.architecture import CacheForm, ModelConfig
 from jaxkern.models.cache_kind import new_cache
 from jaxkern.models.cached_steps import prefill
@@ -35,6 +38,7 @@ from jaxkern.models.decode_loop import (
     State,
     compiled_in_turn,
     is_stop,
+    settle,
     write_chunk,
 )
 from jaxkern.models.drafts import (
@@ -174,12 +178,18 @@ class Generator:
         self.calls: dict[str, tuple[Any, tuple]] = {"prefill": (read, arguments)}
         # float32 means float32: the default of a GPU rounds the factors to tf32
         precision = "highest" if config.dtype == "float32" else None
-        with jax.default_matmul_precision(precision):
-            kept = KeptCalls()
+        with (
+            jax.default_matmul_precision(precision),
+            contextlib.ExitStack() as begun,
+        ):
+            kept, ask = KeptCalls(), None
+            if not kept.find(read, arguments):  # the process begins before tracing does
+                ask = begun.enter_context(compiled_ahead())
             if chunks:
                 _, state = kept.shapes(read, arguments)
                 self.calls["decode"] = (write, (weights, state))
-            self.executables = compiled_in_turn(self.calls, kept)
+            self.executables = compiled_in_turn(self.calls, kept, ask)
+        self._settle = weakref.finalize(self, settle, kept)  # once, and at the latest
         self.compile_seconds = time.perf_counter() - start
         self.timings = Timings()
 
@@ -243,6 +253,7 @@ class Generator:
         arrived = time.perf_counter()
         self.timings = Timings(arrived - start, int(lengths.sum()))
         yield tokens
+        self._settle()
         ended, drafted = self.ended(tokens), Drafted()
         while left > 0 and not ended:
             start = arrived if queued else time.perf_counter()

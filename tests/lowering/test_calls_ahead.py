@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkern import backend, softmax
 from jaxkern.cpu.cpu_call import library
+from jaxkern.gpu.device import compiling_for
+from jaxkern.gpu.triton_call import missing
 from jaxkern.lowering import calls_ahead
 from jaxkern.lowering.calls_ahead import CallsAhead, calls_compiled_ahead, calls_of
 from jaxkern.runtime.trace.events import subscribe
@@ -86,7 +89,32 @@ def test_what_does_not_compile_is_left_to_who_calls_it(monkeypatch):
 
 
 def test_without_a_gpu_nothing_is_begun(lowered, monkeypatch):
-    monkeypatch.setattr(calls_ahead, "calls_of", lambda *_: pytest.fail("looked at"))
-    monkeypatch.setattr(calls_ahead, "num_processes", lambda: 0)
-    with calls_compiled_ahead() as begin:
-        assert begin(lowered) is lowered
+    for name in ("calls_of", "mosaic_ops"):
+        monkeypatch.setattr(calls_ahead, name, lambda *_: pytest.fail("looked at"))
+    with calls_compiled_ahead() as ahead:
+        ahead.lower_mosaic(jax.make_jaxpr(layers)(jnp.ones(3)))
+        assert ahead.begin(lowered) is lowered
+
+
+@pytest.mark.skipif(missing() is not None, reason="as `missing` says")
+def test_a_kernel_of_mosaic_is_lowered_first_and_begun_then(monkeypatch):
+    """What the function calls later has the same bytes."""
+    begun = []
+    monkeypatch.setattr(calls_ahead, "compile_call", lambda *what: begun.append(what))
+    monkeypatch.setattr(calls_ahead, "num_processes", lambda: 1)
+
+    def f(x):
+        return softmax(softmax(x))
+
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+    with compiling_for(90), backend("mosaic_gpu"), calls_compiled_ahead() as ahead:
+        traced = jax.jit(f).trace(x)
+        ahead.lower_mosaic(traced.jaxpr)
+        [(target, attributes)] = begun_after(ahead, begun)
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+    assert list(calls_of(module, calls_ahead.TARGETS)) == [(target, attributes)]
+
+
+def begun_after(ahead, begun):
+    ahead.workers.shutdown()
+    return begun

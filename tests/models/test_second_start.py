@@ -1,5 +1,6 @@
 """A second process finds the executables of a Generator and of a chat untraced."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -18,6 +19,7 @@ from jaxkern.models.loader import load_file
 from jaxkern.models.sampling import Sampling
 from jaxkern.runtime import enable_compilation_cache
 from jaxkern.runtime.plan import kept_calls, surroundings
+from jaxkern.runtime.plan.kept_calls import KeptCalls
 from jaxkern.runtime.trace.events import subscribe
 from tests.models import tiny_gguf
 
@@ -63,16 +65,33 @@ def chatted(config: Any, weights: Any) -> list:
 
 
 def found(model, monkeypatch, **sizes) -> list[bool]:
-    """Whether each executable of a Generator of other sizes is there."""
-    files = []
+    """Whether each executable of a Generator of other sizes is there.
 
-    def look(calls, kept):
+    Where the first is not, the process that compiles kernels begins, then it is traced.
+    """
+    files, order = [], []
+
+    def look(calls, kept, ask):
+        assert ask == (None if kept.find(*calls["prefill"]) else order.append)
         files.extend(kept.find(*call) is not None for call in calls.values())
         return {}
 
+    def shapes(kept, *call):
+        order.append("traced")
+        return KeptCalls.shapes(kept, *call)
+
+    def begin():
+        order.append("begun")
+        return contextlib.nullcontext(order.append)
+
     with monkeypatch.context() as patched:
         patched.setattr(generate, "compiled_in_turn", look)
+        patched.setattr(generate, "compiled_ahead", begin)
+        patched.setattr(
+            generate, "KeptCalls", type("", (KeptCalls,), {"shapes": shapes})
+        )
         Generator(*model, **SIZES | sizes)
+    assert order == ["begun", "traced"][files[0] :]
     return files
 
 
@@ -114,6 +133,32 @@ def test_a_second_process_traces_nothing_and_writes_the_same(
     config, weights = model
     other = dataclasses.replace(config, eps=1e-3)
     assert found((other, weights), monkeypatch) == [False, False]
+
+
+@pytest.mark.parametrize("is_read_to_the_end", [True, False])
+def test_calls_are_written_behind_the_first_token(
+    tmp_path, monkeypatch, compilation_cache_as_it_was, is_read_to_the_end
+):
+    """Of an answer that nobody reads on, when its generator goes."""
+    monkeypatch.setattr(surroundings, "check_rows", lambda: None)
+    monkeypatch.setattr(surroundings, "IMPORTED", float("inf"))
+    surroundings.digest_of_sources.cache_clear()
+    monkeypatch.setattr(tiny_gguf, "LAYERS", 1)
+    enable_compilation_cache(tmp_path)
+    path = tiny_gguf.write_tiny_gguf(tmp_path / "m.gguf", "llama")
+    generator = Generator(
+        *load_file(read_gguf(path), "f32"), **SIZES | {"max_tokens": 1}
+    )
+    stream = generator.stream(PROMPT)
+    next(stream)
+    kept_calls.writer.submit(int).result()
+    assert not [*(tmp_path / kept_calls.FOLDER).iterdir()]
+    if is_read_to_the_end:
+        assert not [*stream]
+    else:
+        del generator, stream
+    kept_calls.writer.submit(int).result()
+    assert len([*(tmp_path / kept_calls.FOLDER).iterdir()]) == 1
 
 
 if __name__ == "__main__":

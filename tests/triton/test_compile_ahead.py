@@ -10,6 +10,7 @@ from jaxkern.gpu import launch as launches
 from jaxkern.gpu import launch_chain
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.compile_ahead import Compilers, is_on_disk
+from jaxkern.gpu.compiling_process import compiling_process
 from jaxkern.gpu.device import compiling_for
 from jaxkern.gpu.launch import Launch, compiled
 from jaxkern.lowering.chained import chained
@@ -69,7 +70,7 @@ def test_every_kernel_that_lowering_compiles_is_known_before(step, monkeypatch):
 
 @pytest.mark.usefixtures("empty_cache")
 def test_another_process_compiles_it():
-    with Compilers(1) as compilers:
+    with compiling_process(1) as process, Compilers(process) as compilers:
         compilers.ask(small(4), 90)
         compilers.ask(small(4)._replace(grid=(7,)), 90)
         assert len(compilers.asked) == 1 and not is_on_disk(small(4), 90)
@@ -77,7 +78,7 @@ def test_another_process_compiles_it():
         assert at_work.exception() is None and is_on_disk(small(4), 90)
         found = compiled(small(4), 90)
     assert found.metadata.name == "best_part_kernel" and not launches.elsewhere
-    with Compilers(1) as compilers:
+    with compiling_process(1) as process, Compilers(process) as compilers:
         compilers.ask(small(4), 90)
         assert not compilers.asked
 
@@ -89,7 +90,7 @@ def test_what_no_other_process_can_do_is_done_here(monkeypatch):
         return
 
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with Compilers(1) as compilers:
+    with compiling_process(1) as process, Compilers(process) as compilers:
         compilers.ask(small(8), 90)
         assert "best_part_kernel" in compiled(small(8), 90).asm["ptx"]
         compilers.ask(Launch(nowhere_kernel, (), (), (1,), 1, 3), 90)

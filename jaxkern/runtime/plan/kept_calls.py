@@ -6,11 +6,14 @@ function and its operands, `surroundings.py` all else. The files lie in a folder
 cache, and only where a user has chosen one.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
+import math
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,7 @@ class KeptCalls:
         self.folder = folder()
         self.files: dict[Any, Path | None] = {}
         self.found: dict[Any, Found | None] = {}
+        self.unwritten: list[tuple[Path, Any, jax.stages.Compiled]] = []
 
     def shapes(self, function: Any, arguments: tuple) -> Any:
         """Of the results of a jitted function, which is traced if it must be."""
@@ -81,15 +85,37 @@ class KeptCalls:
         file = self.files.get(function)
         return file is not None and os.path.lexists(file)
 
+    def instead_of_jax(
+        self, functions: Iterable[Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """jax's cache writes nothing meanwhile, if all of these will be kept here.
+
+        It packs an executable before it gives it to anyone: a second for 20 MB.
+        """
+        if all(self.files.get(function) for function in functions):
+            return jax_writes.stopped()
+        return contextlib.nullcontext()
+
     def keep(self, function: Any, made: Made, shapes: Any) -> None:
-        """Writes a call that took as long to make as jax's cache asks for.
+        """Has `write` write a call that took as long as jax's cache asks for.
 
         One that jax's cache had is left to it (`made.py` says why).
         """
         file = self.files[function]
-        least = jax.config.jax_persistent_cache_min_compile_time_secs
-        if file and not made.was_read and made.seconds >= least:
-            writer.submit(write_unchanged, file, shapes, made.executable)
+        if file and not made.was_read and made.seconds >= jax_writes.least_seconds():
+            self.unwritten.append((file, shapes, made.executable))
+
+    def write(self) -> None:
+        """Writes what is kept while the program goes on, which waits where it ends.
+
+        jax lets no other thread run Python while it serializes an executable.
+        """
+        while self.unwritten:
+            call = self.unwritten.pop()
+            try:
+                writer.submit(write_unchanged, *call)
+            except RuntimeError:  # the program ends
+                write_unchanged(*call)
 
     @functools.cached_property
     def around(self) -> list[str]:
@@ -109,6 +135,39 @@ class KeptCalls:
             log.warning("jaxkern keeps no traced call.", exc_info=True)
             return None
         return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.call"
+
+
+class JaxWrites:
+    """What jax's cache writes: nothing while any start keeps its calls itself."""
+
+    def __init__(self) -> None:
+        self.lock, self.starts, self.least = threading.Lock(), 0, 0.0
+
+    def least_seconds(self) -> float:
+        """That a compilation takes which is worth a file."""
+        with self.lock:
+            if self.starts:
+                return self.least
+            return jax.config.jax_persistent_cache_min_compile_time_secs
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        name = "jax_persistent_cache_min_compile_time_secs"
+        with self.lock:
+            if not self.starts:
+                self.least = getattr(jax.config, name)
+                jax.config.update(name, math.inf)
+            self.starts += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.starts -= 1
+                if not self.starts:
+                    jax.config.update(name, self.least)
+
+
+jax_writes = JaxWrites()
 
 
 def said(error: Exception) -> None:

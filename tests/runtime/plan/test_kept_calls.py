@@ -235,6 +235,33 @@ def test_what_jax_has_kept_or_made_quickly_is_not_kept(kept_folder):
     assert not list(kept_folder.iterdir())
 
 
+def test_on_a_gpu_jax_does_not_write_what_is_kept(kept_folder, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert start()[0] == ["compile jit(softcap)"]
+    assert [*kept_folder.parent.iterdir()] == [kept_folder]
+    assert len([*kept_folder.iterdir()]) == 1
+    assert start()[0] == ["cache_hit jit(softcap)"]
+    # what is not understood is jax's as before
+    assert start(jax.jit(lambda x: x + 3))[0] == ["compile jit(<lambda>)"]
+    assert len([*kept_folder.parent.iterdir()]) > 1 == len([*kept_folder.iterdir()])
+
+
+def test_starts_beside_each_other_leave_the_setting_as_it_was(kept_folder):
+    name, writes = "jax_persistent_cache_min_compile_time_secs", kept_calls.jax_writes
+    jax.config.update(name, 0.5)
+    first, second = writes.stopped(), writes.stopped()
+    first.__enter__()
+    second.__enter__()
+    assert getattr(jax.config, name) == np.inf and writes.least_seconds() == 0.5
+    first.__exit__(None, None, None)
+    assert getattr(jax.config, name) == np.inf and writes.least_seconds() == 0.5
+    second.__exit__(None, None, None)
+    assert getattr(jax.config, name) == writes.least_seconds() == 0.5
+    with pytest.raises(ValueError, match="no"), writes.stopped():
+        raise ValueError("no")
+    assert getattr(jax.config, name) == 0.5
+
+
 def test_sources_that_change_while_it_compiles_are_not_kept(kept_folder, monkeypatch):
     def change():
         raise NotUnderstoodError("a file, changed since it was imported,")
