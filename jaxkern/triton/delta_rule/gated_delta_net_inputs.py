@@ -146,20 +146,24 @@ def convolve(
     ids_ptr,
     own_ptr,
     block,
+    before,
     PART: tl.constexpr,
     C: tl.constexpr,
 ):
-    """A block of heads of one part; PART is (its columns, those before, has norms)."""
+    """A block of heads of a part that has columns `before` it in the product.
+
+    PART is (its columns, whether its heads are normalised).
+    """
     packed: tl.constexpr = ids_ptr is not None
     T: tl.constexpr = C.T
     W: tl.constexpr = C.W
     STEP: tl.constexpr = C.STEP
     LENGTH: tl.constexpr = C.LENGTH
     own = columns_of(block, C)
-    columns = PART[1] + own
+    columns = before + own
     start = tl.program_id(1) * LENGTH
     taps = weights(weight_ptr, columns, W, C.TAPPED)
-    zeros = tl.zeros([C.HEADS, C.DIM], tl.float32)
+    zeros = tl.zeros_like(own).to(tl.float32)
     past = tokens_before(x_ptr, None, start, columns, W - 1, C.F)
     for walked in range(0, LENGTH, STEP):
         first = start + walked
@@ -168,7 +172,7 @@ def convolve(
         for i in tl.static_range(STEP):
             z = convolved(zeros, taps, seen, ids, i, W, packed)
             y = z / (1.0 + tl.exp(-z))
-            if PART[2]:
+            if PART[1]:
                 y *= tl.rsqrt(head_sum(y * y) + C.EPS)
             at = (first + i).to(tl.int64) * PART[0] + own
             tl.store(own_ptr + at, y, (own < PART[0]) & (first + i < T))
@@ -244,23 +248,24 @@ def gated_delta_net_inputs_kernel(
     VALUES: tl.constexpr = C.VALUES
     K: tl.constexpr = KEYS // C.BLOCK
     V: tl.constexpr = VALUES // C.BLOCK
-    Q_PART: tl.constexpr = (KEYS, 0, True)
-    K_PART: tl.constexpr = (KEYS, KEYS, True)
-    V_PART: tl.constexpr = (VALUES, 2 * KEYS, False)
+    PART: tl.constexpr = (KEYS, True)
+    V_PART: tl.constexpr = (VALUES, False)
     program = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * C.T
     x_ptr += row * C.F
     if ids_ptr is not None:
         ids_ptr += row
-    if program < K:
+    if program < 2 * K:
         own_ptr = query_ptr + row * KEYS
-        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, program, Q_PART, C)
-    elif program < 2 * K:
-        own_ptr = key_ptr + row * KEYS
-        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, program - K, K_PART, C)
+        if program >= K:
+            own_ptr = key_ptr + row * KEYS
+        block = program % K
+        before = (program - block) * C.BLOCK
+        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, PART, C)
     elif program < 2 * K + V:
         own_ptr = value_ptr + row * VALUES
-        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, program - 2 * K, V_PART, C)
+        block, before = program - 2 * K, 2 * KEYS
+        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, V_PART, C)
     else:
         start = tl.program_id(1) * C.LENGTH
         end = tl.minimum(start + C.LENGTH, C.T)
@@ -312,17 +317,19 @@ def with_empty(kernel, grid, given, shapes, x, constants):
 
 @jit
 def convolve_back(
-    x_ptr,
-    weight_ptr,
-    ids_ptr,
-    own_ptr,
+    operands,
     dx_ptr,
     dweight_ptr,
     block,
+    before,
     PART: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Walks LENGTH tokens; the last W - 1 only complete dx of those before."""
+    """Walks LENGTH tokens; the last W - 1 only complete dx of those before.
+
+    Operands are product, taps, segments, and the gradients of the part.
+    """
+    x_ptr, weight_ptr, ids_ptr, own_ptr = operands
     packed: tl.constexpr = ids_ptr is not None
     T: tl.constexpr = C.T
     F: tl.constexpr = C.F
@@ -330,11 +337,11 @@ def convolve_back(
     STEP: tl.constexpr = C.STEP
     LENGTH: tl.constexpr = C.LENGTH
     own = columns_of(block, C)
-    columns = PART[1] + own
+    columns = before + own
     start = tl.program_id(1) * (LENGTH - (W - 1))
     end = tl.minimum(start + LENGTH - (W - 1), T)
     taps = weights(weight_ptr, columns, W, C.TAPPED)
-    zeros = tl.zeros([C.HEADS, C.DIM], tl.float32)
+    zeros = tl.zeros_like(own).to(tl.float32)
     past = tokens_before(x_ptr, None, start, columns, W - 1, F)
     dtaps = ()
     dpast = ()
@@ -352,7 +359,7 @@ def convolve_back(
             z = convolved(zeros, taps, seen, ids, i, W, packed)
             s = sigmoid(z)
             dz = dys[i]
-            if PART[2]:
+            if PART[1]:
                 u = z * s
                 across = head_sum(dz * u)
                 squares = head_sum(u * u) + C.EPS
@@ -397,9 +404,8 @@ def gated_delta_net_inputs_bwd_kernel(
     VALUES: tl.constexpr = C.VALUES
     K: tl.constexpr = KEYS // C.BLOCK
     V: tl.constexpr = VALUES // C.BLOCK
-    Q_PART: tl.constexpr = (KEYS, 0, True)
-    K_PART: tl.constexpr = (KEYS, KEYS, True)
-    V_PART: tl.constexpr = (VALUES, 2 * KEYS, False)
+    PART: tl.constexpr = (KEYS, True)
+    V_PART: tl.constexpr = (VALUES, False)
     program = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * C.T
     x_ptr += row * C.F
@@ -407,24 +413,18 @@ def gated_delta_net_inputs_bwd_kernel(
     if ids_ptr is not None:
         ids_ptr += row
     if program < 2 * K:
-        if program < K:
-            own_ptr = dquery_ptr + row * KEYS
-            convolve_back(
-                x_ptr, weight_ptr, ids_ptr, own_ptr, dx_ptr, dweight_ptr,
-                program, Q_PART, C,
-            )  # fmt: skip
-        else:
+        own_ptr = dquery_ptr + row * KEYS
+        if program >= K:
             own_ptr = dkey_ptr + row * KEYS
-            convolve_back(
-                x_ptr, weight_ptr, ids_ptr, own_ptr, dx_ptr, dweight_ptr,
-                program - K, K_PART, C,
-            )  # fmt: skip
+        block = program % K
+        before = (program - block) * C.BLOCK
+        operands = x_ptr, weight_ptr, ids_ptr, own_ptr
+        convolve_back(operands, dx_ptr, dweight_ptr, block, before, PART, C)
     elif program < 2 * K + V:
         own_ptr = dvalue_ptr + row * VALUES
-        convolve_back(
-            x_ptr, weight_ptr, ids_ptr, own_ptr, dx_ptr, dweight_ptr,
-            program - 2 * K, V_PART, C,
-        )  # fmt: skip
+        block, before = program - 2 * K, 2 * KEYS
+        operands = x_ptr, weight_ptr, ids_ptr, own_ptr
+        convolve_back(operands, dx_ptr, dweight_ptr, block, before, V_PART, C)
     else:
         start = tl.program_id(1) * (C.LENGTH - (C.W - 1))
         end = tl.minimum(start + C.LENGTH - (C.W - 1), C.T)
