@@ -259,9 +259,7 @@ class DeltaNet:
         value, z = (self.by_key_head(a.reshape(heads), 2) for a in (value, z))
         write, rate = (self.by_key_head(a) for a in self.gates(gates))
         g, beta = compute_g_beta(rate, write, weights.a_log, weights.dt_bias)
-        y, _ = gated_delta_rule(
-            query, key, value, g, beta, segment_ids=at.segment_ids
-        )
+        y, _ = gated_delta_rule(query, key, value, g, beta, segment_ids=at.segment_ids)
         y = gated_rms_norm(y.reshape(heads), z, weights.norm, eps=config.eps)
         return self.as_stored(y, 2)
 

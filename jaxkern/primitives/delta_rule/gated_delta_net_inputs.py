@@ -1,6 +1,6 @@
 """From the product of a gated delta net to what its rule reads, in one pass each way.
 
-The layer is that of https://arxiv.org/abs/2412.06464, as Qwen3-Next and Qwen3.5 have it.
+The layer is that of Qwen3-Next and Qwen3.5  (https://arxiv.org/abs/2412.06464).
 """
 
 import jax.numpy as jnp
@@ -66,15 +66,18 @@ def gated_delta_net_inputs(
 
     Raises:
       TypeError: a dtype is no float, or a dim differs between operands.
-      ValueError: x or weight has fewer columns than are named, or eps is negative.
+      ValueError: x or weight has fewer columns than are named, weight has no taps, or
+        eps is negative.
 
     Example:
-      >>> x = jnp.array([[[3.0, 4.0, 1.0, 2.0, 5.0, 6.0, 7.0]]])  # f = 2 + 2 + 1 + 1 + 1
+      >>> x = jnp.array([[[3.0, 4.0, 1.0, 2.0, 5.0, 6.0, 7.0]]])
       >>> query, key, value, gate, rest = jaxkern.gated_delta_net_inputs(
       ...     x, jnp.ones((5, 1)), key_heads=1, key_dim=2, gate_columns=1
       ... )
-      >>> query[0, 0, 0], gate[0, 0], rest[0, 0]
-      (Array([0.59 , 0.807], dtype=float32), Array([6.], dtype=float32), Array([7.], dtype=float32))
+      >>> query[0, 0]
+      Array([[0.588, 0.809]], dtype=float32)
+      >>> gate[0, 0], rest[0, 0]
+      (Array([6.], dtype=float32), Array([7.], dtype=float32))
     """
     return gated_delta_net_inputs_p(
         x,
@@ -87,8 +90,13 @@ def gated_delta_net_inputs(
     )
 
 
-def check_columns(f: int, c: int, keys: int, gate_columns: int) -> None:
-    """Raises ValueError where the parts do not fit the product."""
+def check_sizes(f: int, weight: tuple[int, int], keys: int, gate_columns: int) -> None:
+    """Raises ValueError where the parts do not fit the product or there is no tap."""
+    c, taps = weight
+    if not taps:
+        raise ValueError(
+            "gated_delta_net_inputs: `weight` has no taps, it takes one or more."
+        )
     if 2 * keys > c or keys < 0 or gate_columns < 0 or c + gate_columns > f:
         raise ValueError(
             f"gated_delta_net_inputs: `x` has {f} columns and `weight` {c} rows, too "
@@ -114,7 +122,7 @@ def gated_delta_net_inputs_reference(
     Float[Array, "b t r"],
 ]:
     (b, t, f), c, keys = x.shape, weight.shape[0], key_heads * key_dim
-    check_columns(f, c, keys, gate_columns)
+    check_sizes(f, weight.shape, keys, gate_columns)
     convolved, gate, rest = jnp.split(x, (c, c + gate_columns), axis=-1)
     y = causal_conv1d_reference(
         at_least_f32(convolved), weight, None, None, segment_ids, activation="silu"

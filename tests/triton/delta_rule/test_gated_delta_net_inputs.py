@@ -58,9 +58,7 @@ def test_there_and_back(name, monkeypatch):
     )
     with interpreted():
         found = kernel.gated_delta_net_inputs(x, weight, ids, **options)
-        back = kernel.gated_delta_net_inputs_bwd(
-            x, weight, ids, *cotangents, **options
-        )
+        back = kernel.gated_delta_net_inputs_bwd(x, weight, ids, *cotangents, **options)
     for y, e in zip((*found, *back), (*expected, *gradients), strict=True):
         assert y.shape == e.shape and y.dtype == e.dtype
         np.testing.assert_allclose(y, e, rtol=2e-5, atol=2e-5)
