@@ -1,5 +1,7 @@
 """gated_delta_net_inputs: the operators that it stands for, and its one gradient."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jaxkern import causal_conv1d, gated_delta_net_inputs, l2_norm
 from jaxkern.testing.checks import bf16, case, f32, i32
 
-SIZES = dict(key_heads=1, key_dim=2, gate_columns=3)
+SIZES: dict[str, Any] = dict(key_heads=1, key_dim=2, gate_columns=3)
 CASES = [
     case("plain", x=f32(1, 5, 9), weight=f32(5, 3), **SIZES, eps=1e-6),
     case(

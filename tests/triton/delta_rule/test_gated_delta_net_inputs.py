@@ -1,5 +1,7 @@
 """Kernels of gated_delta_net_inputs in Triton's interpreter, against the reference."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,9 @@ def test_there_and_back(name, monkeypatch):
     ids = None
     if name == "segments":
         ids = jnp.asarray(np.sort(rng.integers(0, 5, (b, t)), 1), jnp.int32)
-    options = dict(key_heads=heads, key_dim=h, gate_columns=gate, eps=1e-3)
+    options: dict[str, Any] = dict(
+        key_heads=heads, key_dim=h, gate_columns=gate, eps=1e-3
+    )
     expected = gated_delta_net_inputs_p.reference(x, weight, ids, **options)
     cotangents = [draw(*y.shape) for y in expected]
     assert gated_delta_net_inputs_p.bwd is not None
@@ -85,9 +89,8 @@ def test_nothing_spills(capability, packed):
     with compiling_for(capability):
         rows = explain(gradients, *operands, platform="cuda").rows
         assert [row.runs.split(":")[0] for row in rows] == ["triton", "triton"]
-        for row in rows:
-            for launch in row.launches:
-                assert launch.stack_bytes == 0, launch.describe()
+        launches: list[Any] = [launch for row in rows for launch in row.launches]
+        assert [launch.stack_bytes for launch in launches] == [0, 0]
 
 
 @starts_it
