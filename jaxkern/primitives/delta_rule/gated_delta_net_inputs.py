@@ -90,9 +90,8 @@ def gated_delta_net_inputs(
     )
 
 
-def check_sizes(f: int, weight: tuple[int, int], keys: int, gate_columns: int) -> None:
+def check_sizes(f: int, c: int, taps: int, keys: int, gate_columns: int) -> None:
     """Raises ValueError where the parts do not fit the product or there is no tap."""
-    c, taps = weight
     if not taps:
         raise ValueError(
             "gated_delta_net_inputs: `weight` has no taps, it takes one or more."
@@ -122,7 +121,7 @@ def gated_delta_net_inputs_reference(
     Float[Array, "b t r"],
 ]:
     (b, t, f), c, keys = x.shape, weight.shape[0], key_heads * key_dim
-    check_sizes(f, weight.shape, keys, gate_columns)
+    check_sizes(f, c, weight.shape[1], keys, gate_columns)
     convolved, gate, rest = jnp.split(x, (c, c + gate_columns), axis=-1)
     y = causal_conv1d_reference(
         at_least_f32(convolved), weight, None, None, segment_ids, activation="silu"
