@@ -34,6 +34,8 @@ WIDEST = 4  # taps, as registers allow
 THREAD = 4  # columns of a thread
 COLUMNS = 512  # of a program, at most
 STEP, STEP_BACK = 8, 4  # tokens that are loaded at once
+LENGTH = 256  # tokens that a program walks over, at most
+STAGES = STAGES_BACK = 1  # 1: loads wait where they are used
 
 
 def unsupported(x: Any, weight: Any, key_heads: int, key_dim: int, **rest: Any):
@@ -61,6 +63,7 @@ class Constants:
       EPS: of the norms.
       HEADS, DIM: heads of a program, and columns of each.
       STEP, LENGTH: tokens that are loaded at once, and that a program walks over.
+      STAGES: steps whose loads are on the way.
     """
 
     T: int
@@ -75,6 +78,7 @@ class Constants:
     DIM: int
     STEP: int
     LENGTH: int
+    STAGES: int
 
     @property
     def BLOCK(self) -> int:
@@ -92,6 +96,7 @@ def launch_of(
     weight: Any,
     halo: int,
     step: int,
+    stages: int,
     key_heads: int,
     dim: int,
     gate: int,
@@ -104,7 +109,7 @@ def launch_of(
         heads //= 2
     block = heads * dim
     programs = c // block + -(-gate // block) + -(-(f - c - gate) // block)
-    length = 256
+    length = LENGTH
     while length > 64 and b * -(-t // length) * programs < 4 * num_sms():
         length //= 2
     sizes = Constants(
@@ -120,6 +125,7 @@ def launch_of(
         DIM=dim,
         STEP=step,
         LENGTH=length,
+        STAGES=stages,
     )
     warps = max(block // (WARP * THREAD), 1)
     grid = (programs, -(-t // (length - halo)), b)
@@ -165,7 +171,7 @@ def convolve(
     taps = weights(weight_ptr, columns, W, C.TAPPED)
     zeros = tl.zeros_like(own).to(tl.float32)
     past = tokens_before(x_ptr, None, start, columns, W - 1, C.F)
-    for walked in range(0, LENGTH, STEP):
+    for walked in tl.range(0, LENGTH, STEP, num_stages=C.STAGES):
         first = start + walked
         seen = past + tokens(x_ptr, first, columns, STEP, T, C.F)
         ids = segments(ids_ptr, first - (W - 1), STEP + W - 1, T)
@@ -195,7 +201,7 @@ def copy(
     LENGTH: tl.constexpr = C.LENGTH
     own = columns_of(block, C)
     columns = PART[1] + own
-    for walked in range(0, LENGTH, STEP):
+    for walked in tl.range(0, LENGTH, STEP, num_stages=C.STAGES):
         first = start + walked
         for i in tl.static_range(STEP):
             row = (first + i).to(tl.int64)
@@ -288,7 +294,7 @@ def gated_delta_net_inputs(
     eps: float,
 ) -> tuple[jax.Array, ...]:
     sizes = key_heads, key_dim, gate_columns, eps
-    grid, constants = launch_of(x, weight, 0, STEP, *sizes)
+    grid, constants = launch_of(x, weight, 0, STEP, STAGES, *sizes)
     c, (b, t, _) = constants["C"], x.shape
     heads = (b, t, key_heads, key_dim)
     shapes = {
@@ -349,7 +355,7 @@ def convolve_back(
         dtaps = dtaps + (zeros,)
     for _ in tl.static_range(W - 1):
         dpast = dpast + (zeros,)
-    for walked in range(0, LENGTH, STEP):
+    for walked in tl.range(0, LENGTH, STEP, num_stages=C.STAGES):
         first = start + walked
         seen = past + tokens(x_ptr, first, columns, STEP, T, F)
         dys = tokens(own_ptr, first, own, STEP, T, PART[0])
@@ -453,7 +459,7 @@ def gated_delta_net_inputs_bwd(
 ) -> tuple[jax.Array, jax.Array]:
     c, w = weight.shape
     sizes = key_heads, key_dim, gate_columns, eps
-    grid, constants = launch_of(x, weight, w - 1, STEP_BACK, *sizes)
+    grid, constants = launch_of(x, weight, w - 1, STEP_BACK, STAGES_BACK, *sizes)
     given = {
         "x_ptr": x,
         "weight_ptr": weight,
