@@ -177,7 +177,7 @@ def convolve(
         ids = segments(ids_ptr, first - (W - 1), STEP + W - 1, T)
         for i in tl.static_range(STEP):
             z = convolved(zeros, taps, seen, ids, i, W, packed)
-            y = z / (1.0 + tl.exp(-z))
+            y = z * sigmoid(z)
             if PART[1]:
                 y *= tl.rsqrt(head_sum(y * y) + C.EPS)
             at = (first + i).to(tl.int64) * PART[0] + own
