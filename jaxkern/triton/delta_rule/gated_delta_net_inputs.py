@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.device import WARP, num_sms
+from jaxkern.gpu.device import WARP
 from jaxkern.gpu.triton_call import jit, like, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.delta_rule.causal_conv1d import (
@@ -33,9 +33,8 @@ from jaxkern.triton.delta_rule.causal_conv1d import (
 WIDEST = 4  # taps, as registers allow
 THREAD = 4  # columns of a thread
 COLUMNS = 512  # of a program, at most
-STEP, STEP_BACK = 8, 4  # tokens that are loaded at once
-LENGTH = 256  # tokens that a program walks over, at most
-STAGES = STAGES_BACK = 1  # 1: loads wait where they are used
+STEP, STAGES = 4, 3  # tokens that are loaded at once, steps whose loads are on the way
+LENGTH = 64  # tokens that a program walks over
 
 
 def unsupported(x: Any, weight: Any, key_heads: int, key_dim: int, **rest: Any):
@@ -62,8 +61,7 @@ class Constants:
       KEYS, VALUES, GATE: columns of queries and of keys, of values, of the gate.
       EPS: of the norms.
       HEADS, DIM: heads of a program, and columns of each.
-      STEP, LENGTH: tokens that are loaded at once, and that a program walks over.
-      STAGES: steps whose loads are on the way.
+      STEP, STAGES, LENGTH: see above.
     """
 
     T: int
@@ -76,9 +74,9 @@ class Constants:
     EPS: float
     HEADS: int
     DIM: int
-    STEP: int
-    LENGTH: int
-    STAGES: int
+    STEP: int = STEP
+    STAGES: int = STAGES
+    LENGTH: int = LENGTH
 
     @property
     def BLOCK(self) -> int:
@@ -92,26 +90,15 @@ class Constants:
 
 
 def launch_of(
-    x: Any,
-    weight: Any,
-    halo: int,
-    step: int,
-    stages: int,
-    key_heads: int,
-    dim: int,
-    gate: int,
-    eps: float,
+    x: Any, weight: Any, halo: int, key_heads: int, dim: int, gate: int, eps: float
 ) -> tuple[tuple[int, ...], dict]:
-    """Grid and constants: long walks as far as they leave enough programs."""
+    """Grid and constants; of LENGTH tokens the last `halo` are those of the next."""
     (b, t, f), (c, w) = x.shape, weight.shape
     keys, heads = key_heads * dim, COLUMNS // dim
     while key_heads % heads or (c // dim - 2 * key_heads) % heads:
         heads //= 2
     block = heads * dim
     programs = c // block + -(-gate // block) + -(-(f - c - gate) // block)
-    length = LENGTH
-    while length > 64 and b * -(-t // length) * programs < 4 * num_sms():
-        length //= 2
     sizes = Constants(
         T=t,
         F=f,
@@ -123,13 +110,9 @@ def launch_of(
         EPS=float(eps),
         HEADS=heads,
         DIM=dim,
-        STEP=step,
-        LENGTH=length,
-        STAGES=stages,
     )
     warps = max(block // (WARP * THREAD), 1)
-    grid = (programs, -(-t // (length - halo)), b)
-    return grid, {"C": sizes, "num_warps": warps}
+    return (programs, -(-t // (LENGTH - halo)), b), {"C": sizes, "num_warps": warps}
 
 
 @jit
@@ -294,7 +277,7 @@ def gated_delta_net_inputs(
     eps: float,
 ) -> tuple[jax.Array, ...]:
     sizes = key_heads, key_dim, gate_columns, eps
-    grid, constants = launch_of(x, weight, 0, STEP, STAGES, *sizes)
+    grid, constants = launch_of(x, weight, 0, *sizes)
     c, (b, t, _) = constants["C"], x.shape
     heads = (b, t, key_heads, key_dim)
     shapes = {
@@ -459,7 +442,7 @@ def gated_delta_net_inputs_bwd(
 ) -> tuple[jax.Array, jax.Array]:
     c, w = weight.shape
     sizes = key_heads, key_dim, gate_columns, eps
-    grid, constants = launch_of(x, weight, w - 1, STEP_BACK, STAGES_BACK, *sizes)
+    grid, constants = launch_of(x, weight, w - 1, *sizes)
     given = {
         "x_ptr": x,
         "weight_ptr": weight,
