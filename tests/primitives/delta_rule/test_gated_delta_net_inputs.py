@@ -68,6 +68,11 @@ def test_values_and_gradients_are_those_of_the_operators(packed):
 def test_refusals():
     x, weight = jnp.ones((1, 4, 9)), jnp.ones((5, 3))
     message = r"gated_delta_net_inputs: `x` has 9 columns and `weight` 5 rows"
-    for wrong in (dict(key_heads=2), dict(gate_columns=5), dict(key_dim=3)):
+    for name, wrong in (("key_heads", 2), ("gate_columns", 5), ("key_dim", 3)):
+        sizes: dict[str, Any] = SIZES | {name: wrong}
         with pytest.raises(ValueError, match=message):
-            gated_delta_net_inputs(x, weight, **(SIZES | wrong))
+            gated_delta_net_inputs(x, weight, **sizes)
+    with pytest.raises(
+        ValueError, match="gated_delta_net_inputs: `weight` has no taps"
+    ):
+        gated_delta_net_inputs(x, weight[:, :0], **SIZES)
