@@ -118,6 +118,7 @@ KERNELS = (
     Kernel("causal_conv1d",              "triton",     "triton.delta_rule.causal_conv1d",                "primal bwd"),
     Kernel("cumsum",                     "triton",     "triton.delta_rule.cumsum",                       "primal bwd"),
     Kernel("gated_delta_step",           "triton",     "triton.delta_rule.gated_delta_step",             "primal"),
+    Kernel("gated_delta_net_inputs",     "triton",     "triton.delta_rule.gated_delta_net_inputs",       "primal bwd"),
     Kernel("gated_delta_net_step",       "triton",     "triton.delta_rule.gated_delta_net_step",         "primal"),
     Kernel("gated_delta_net_verify",     "triton",     "triton.delta_rule.gated_delta_net_verify",       "primal"),
     Kernel("kimi_delta_attention_step",  "triton",     "triton.delta_rule.kimi_delta_attention_step",    "primal"),

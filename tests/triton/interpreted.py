@@ -126,6 +126,14 @@ def call(
     return jax.pure_callback(run, shapes, *operands, vmap_method="sequential")
 
 
+def as_mask(mask: Any) -> Any:
+    """The interpreter makes int32 of a tile and a scalar that are both bool."""
+    if mask.data.dtype == bool:
+        return mask
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    return interpreter.TensorHandle(mask.data.astype(bool), bridge.tl.int1)
+
+
 @contextmanager
 def bounded_by(arrays: list[np.ndarray]) -> Iterator[None]:
     """In the block, an access outside of all arrays raises."""
@@ -148,11 +156,11 @@ def bounded_by(arrays: list[np.ndarray]) -> Iterator[None]:
 
     def checked_load(self, ptrs, mask, *rest, **named):
         check(ptrs, mask)
-        return load(self, ptrs, mask, *rest, **named)
+        return load(self, ptrs, as_mask(mask), *rest, **named)
 
     def checked_store(self, ptrs, value, mask, *rest, **named):
         check(ptrs, mask)
-        return store(self, ptrs, value, mask, *rest, **named)
+        return store(self, ptrs, value, as_mask(mask), *rest, **named)
 
     def checked_rmw(self, op, ptr, val, mask, *rest, **named):
         check(ptr, mask)

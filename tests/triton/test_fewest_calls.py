@@ -269,6 +269,7 @@ FEWEST = (
     "attention 64 64 bfloat16",
     "latent_attention-deepseek_v3_decode",
     "causal_conv1d-qwen3_next",
+    "gated_delta_net_inputs-qwen3_next",
     "attention 96 96 bfloat16",
     "rms_norm 16384 float32",
     "attention-gpt_oss_20b",

@@ -241,6 +241,10 @@ def recurrences(x: Draw) -> dict[str, Call]:
             part(jk.gated_delta_rule, chunk_size=4),
             (q, k, v, g, beta),
         ),
+        "gated_delta_net_inputs": (
+            part(jk.gated_delta_net_inputs, key_heads=2, key_dim=8, gate_columns=16),
+            (x(2, 5, 68), x(48, 4)),
+        ),
         "gated_delta_net_step": (
             jk.gated_delta_net_step,
             (

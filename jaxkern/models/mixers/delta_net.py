@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxkern import (
     compute_g_beta,
+    gated_delta_net_inputs,
     gated_delta_net_step,
     gated_delta_net_verify,
     gated_delta_rule,
@@ -135,21 +136,13 @@ class DeltaNet:
         Float[Array, "b t n"],
     ]:
         """q, k and v for the convolution, then z, b and a."""
-        n, values = self.value_heads, self.value_heads * self.value_dim
-        ends = (self.channels, self.channels + values, self.channels + values + n)
+        values = self.value_heads * self.value_dim
+        end = self.channels + values
         heads = (*y.shape[:2], self.key_heads, -1)
         if not self.by_head:
-            qkv, z, write, rate = jnp.split(y, ends, axis=-1)
-            if self.gates_by_head:
-                both = jnp.concatenate([write, rate], axis=-1).reshape(heads)
-                write, rate = (
-                    part.reshape(*y.shape[:2], n)
-                    for part in jnp.split(both, 2, axis=-1)
-                )
-            return qkv, z, write, rate
-        wide, gates = (
-            part.reshape(heads) for part in jnp.split(y, (ends[1],), axis=-1)
-        )
+            qkv, z, both = jnp.split(y, (self.channels, end), axis=-1)
+            return qkv, z, *self.gates(both)
+        wide, gates = (part.reshape(heads) for part in jnp.split(y, (end,), axis=-1))
         h, group = self.key_dim, values // self.key_heads
         parts = [
             *jnp.split(wide, (h, 2 * h, 2 * h + group), axis=-1),
@@ -242,6 +235,48 @@ class DeltaNet:
         )
         return self.as_stored(found.out, 2), after
 
+    def whole(
+        self,
+        config,
+        weights: DeltaNetWeights,
+        product: Float[Array, "b t f"],
+        at: Mixing,
+    ) -> Float[Array, "b t n hv"]:
+        """Whole rows without a state, as in training: what the last product reads.
+
+        The product has one gradient, so none of parts are put side by side.
+        """
+        b, t, _ = product.shape
+        query, key, value, z, gates = gated_delta_net_inputs(
+            product,
+            weights.convolution,
+            key_heads=self.key_heads,
+            key_dim=self.key_dim,
+            gate_columns=self.value_heads * self.value_dim,
+            segment_ids=at.segment_ids,
+        )
+        heads = (b, t, self.value_heads, self.value_dim)
+        value, z = (self.by_key_head(a.reshape(heads), 2) for a in (value, z))
+        write, rate = (self.by_key_head(a) for a in self.gates(gates))
+        g, beta = compute_g_beta(rate, write, weights.a_log, weights.dt_bias)
+        y, _ = gated_delta_rule(query, key, value, g, beta, segment_ids=at.segment_ids)
+        y = gated_rms_norm(y.reshape(heads), z, weights.norm, eps=config.eps)
+        return self.as_stored(y, 2)
+
+    def gates(
+        self, both: Float[Array, "b t 2*n"]
+    ) -> tuple[Float[Array, "b t n"], Float[Array, "b t n"]]:
+        """b and a."""
+        if not self.gates_by_head:
+            write, rate = jnp.split(both, 2, axis=-1)
+            return write, rate
+        heads = both.reshape(*both.shape[:2], self.key_heads, -1)
+        write, rate = (
+            part.reshape(*both.shape[:2], self.value_heads)
+            for part in jnp.split(heads, 2, axis=-1)
+        )
+        return write, rate
+
     def __call__(
         self,
         config,
@@ -252,7 +287,11 @@ class DeltaNet:
     ) -> tuple[Float[Array, "b t d"], RecurrentState | DraftedState | None]:
         b, t, _ = branch.x.shape
         values = self.value_heads * self.value_dim
-        qkv, z, write, rate = self.split(branch.project(config, weights.input))
+        product = branch.project(config, weights.input)
+        if state is None and not self.by_head:
+            y = self.whole(config, weights, product, at).reshape(b, t, values)
+            return branch.joined(config, y, weights.output), None
+        qkv, z, write, rate = self.split(product)
         if isinstance(state, DraftedState):
             y, state = self.verify(config, weights, (qkv, z, write, rate), state)
             y = y.reshape(b, t, values)

@@ -9,6 +9,9 @@ from jaxkern.primitives.delta_rule.compute_g_beta import (
     log_decay_from_positive,
 )
 from jaxkern.primitives.delta_rule.cumsum import cumsum
+from jaxkern.primitives.delta_rule.gated_delta_net_inputs import (
+    gated_delta_net_inputs,
+)
 from jaxkern.primitives.delta_rule.gated_delta_net_step import gated_delta_net_step
 from jaxkern.primitives.delta_rule.gated_delta_net_verify import (
     gated_delta_net_verify,
@@ -32,6 +35,7 @@ __all__ = [
     "causal_conv1d_step",
     "compute_g_beta",
     "cumsum",
+    "gated_delta_net_inputs",
     "gated_delta_net_step",
     "gated_delta_net_verify",
     "gated_delta_rule",
