@@ -77,6 +77,9 @@ class Shared:
     def permute(self, order: list[int]) -> "Shared":
         return Shared(self.array.transpose(order))
 
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
+        return Shared(self.array.view(dtype).reshape(shape))
+
     def load(self, layout: Any = None) -> Tile:
         return tile(self.array.copy())
 
@@ -233,6 +236,7 @@ def language(program: Program) -> SimpleNamespace:
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.transpose(order),
         join=lambda x, y: tile(np.stack([x, y], -1)),
+        broadcast=lambda *given: tuple(map(tile, np.broadcast_arrays(*given))),
         allocate_shared_memory=shared_memory,
         program_id=lambda axis: tile(np.int32(program.id[axis])),
         num_programs=lambda axis: tile(np.int32(program.grid[axis])),

@@ -6,7 +6,7 @@ of one warp. From the sums of keys to the last product no number leaves its lane
 memory, so that neither it nor what the keys give is loaded or computed again.
 """
 
-from jaxkern.gpu.triton_call import gl, gluon_jit
+from jaxkern.gpu.triton_call import async_copy, gl, gluon_jit
 from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     number,
     places,
@@ -19,13 +19,11 @@ from jaxkern.triton.delta_rule.gated_delta_rule.block_products import (
     subtract_product,
     subtract_product_of_words,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule.chunk_ends import (
-    copy_keys,
-    store_ends,
-)
+from jaxkern.triton.delta_rule.gated_delta_rule.chunk_ends import store_ends
 from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
     chunk_vectors,
-    first_words,
+    copy_heads,
+    in_words,
     load_gates,
     load_words,
     of_columns,
@@ -33,6 +31,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
     of_rows,
     store_row,
 )
+from jaxkern.triton.quant.fragments import barrier
 
 
 @gluon_jit
@@ -59,18 +58,18 @@ def decayed(sums, factor, vectors, ROW: gl.constexpr, DIAGONAL: gl.constexpr):
 
 
 @gluon_jit
-def negative_gram(later, earlier, left, DTYPE: gl.constexpr, P: gl.constexpr):
+def negative_gram(later, earlier, DTYPE: gl.constexpr, P: gl.constexpr):
     """Blocks of -later earlier^T, in rows."""
     STEPS: gl.constexpr = P.steps
     sums = (zero_block(P.warps),) * 10
     for step in gl.static_range(STEPS):
         columns, more = (), ()
         for j in gl.static_range(4):
-            columns += (load_words(earlier, j, step, left, P),)
+            columns += (load_words(earlier, j, step, P),)
         for i in gl.static_range(4):
             row = columns[i]
             if later is not None:
-                row = load_words(later, i, step, left, P)
+                row = load_words(later, i, step, P)
             for j in gl.static_range(i + 1):
                 before = sums[number(i, j)]
                 before = subtract_product_of_words(row, columns[j], before, DTYPE)
@@ -147,18 +146,16 @@ def warp_chunk_matrices_kernel(
     left = P.tokens - chunk * 64
     token = b * P.tokens + chunk * 64
     place = first.to(gl.int64) * P.chunks + chunk
-    key_ptr += token * P.row
-    room = key_ptr
-    if ends_ptr is not None:
-        room = copy_keys(key_ptr, head, left, P)
+    keys = copy_heads(key_ptr + token * P.row, head, left, P)
+    queries = copy_heads(query_ptr + token * P.row, head, left, P)
     gates = token * P.heads + head
     g, beta = load_gates(g_ptr + gates, left, P), load_gates(beta_ptr + gates, left, P)
-    keys = first_words(key_ptr, head, P)
-    queries = first_words(query_ptr + token * P.row, head, P)
-    sums = negative_gram(queries, keys, left, DTYPE, P)
     vectors = chunk_vectors(g, beta, vectors_ptr + place * (4 * 64), P)
+    async_copy.wait_group(0)
+    barrier()
+    sums = negative_gram(in_words(queries), in_words(keys), DTYPE, P)
     scores = negative_scores(sums, vectors, P)
-    a = negative_a(negative_gram(None, keys, left, DTYPE, P), vectors)
+    a = negative_a(negative_gram(None, in_words(keys), DTYPE, P), vectors)
     x, turned = unit_lower_inverse(a)
     matrices_ptr += place * (2 * 64 * 64)
     for i in gl.static_range(4):
@@ -168,4 +165,4 @@ def warp_chunk_matrices_kernel(
         row = row_of_product(scores, turned, i)
         store_row(matrices_ptr + 16 * i * 64, row, 16, MATRICES)
     if ends_ptr is not None:
-        store_ends(ends_ptr + place * (P.h * 64), room, vectors, turned, P)
+        store_ends(ends_ptr + place * (P.h * 64), keys, vectors, turned, P)

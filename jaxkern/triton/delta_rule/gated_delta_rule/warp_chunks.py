@@ -1,8 +1,18 @@
-"""What warps load and store of chunks, each of a head of its own."""
+"""What warps load and store of chunks, each of a head of its own.
+
+Rows of queries and keys are copied to shared memory all at once: a warp waits for
+memory once. Warps of one key head have one copy.
+"""
 
 import dataclasses
 
-from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.gpu.triton_call import (
+    async_copy,
+    async_load,
+    constexpr_function,
+    gl,
+    gluon_jit,
+)
 from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     places,
     sums_layout,
@@ -36,6 +46,11 @@ class Chunks:
         return -(-self.h // 64)
 
     @property
+    def key_heads(self) -> int:
+        """That a program copies: one, if all its warps share it."""
+        return 1 if self.group % self.warps == 0 else self.warps
+
+    @property
     def row(self) -> int:
         """From a token's row of keys to the next token's."""
         return self.heads // self.group * self.h
@@ -48,9 +63,11 @@ def words_layout(warps):
 
 
 @constexpr_function
-def rows_layout(warps):
+def rows_layout(warps, heads=None):
     """Of rows of 64 numbers of 16 bits, 16 bytes a lane."""
-    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], [warps, 1, 1], [2, 1, 0])
+    heads = warps if heads is None else heads
+    apart = [heads, warps // heads, 1]
+    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], apart, [2, 1, 0])
 
 
 @constexpr_function
@@ -60,32 +77,55 @@ def line_layout(warps):
 
 
 @gluon_jit
-def first_words(ptr, first_head, P: gl.constexpr):
-    """Where the first 32 dims of 16 tokens lie: others are constants away."""
-    warp, row, word = places(P.warps, 16, 16, words_layout(P.warps))
-    head = (first_head + warp) // P.group
-    at = row.to(gl.int64) * (P.row // 2) + (head * (P.h // 2) + word)
-    return ptr.to(gl.pointer_type(gl.int32)) + at
+def copy_heads(ptr, first_head, left, P: gl.constexpr):
+    """Starts copies of a chunk's rows, zeros beyond the last row or dim."""
+    HEADS: gl.constexpr = P.key_heads
+    L: gl.constexpr = rows_layout(P.warps, HEADS)
+    TALL: gl.constexpr = P.tall
+    ROOM: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    SHAPE: gl.constexpr = [TALL, HEADS, 64, 64]
+    room = gl.allocate_shared_memory(ptr.dtype.element_ty, SHAPE, ROOM)
+    number, row, column = places(HEADS, 64, 64, L)
+    head = (first_head + number) // P.group
+    at = row.to(gl.int64) * P.row + (head * P.h + column)
+    for part in gl.static_range(TALL):
+        inside = (row < left) & (part * 64 + column < P.h)
+        async_load(room.index(part), ptr + (at + part * 64), inside)
+    async_copy.commit_group()
+    return room
 
 
 @gluon_jit
-def load_words(start, ROW: gl.constexpr, STEP: gl.constexpr, left, P: gl.constexpr):
-    """32 dims of 16 tokens as a block of words, zeros beyond the last.
+def in_words(room):
+    """The same memory, two numbers a word."""
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    TALL: gl.constexpr = room.shape[0]
+    HEADS: gl.constexpr = room.shape[1]
+    return room._reinterpret(gl.int32, [TALL, HEADS, 64, 32], WORDS)
+
+
+@gluon_jit
+def for_warps(block, W: gl.constexpr, L: gl.constexpr):
+    """The block of each warp, where all may have one."""
+    block, _ = gl.broadcast(block, gl.zeros([W, 16, 16], block.dtype, L))
+    return block
+
+
+@gluon_jit
+def load_words(room, ROW: gl.constexpr, STEP: gl.constexpr, P: gl.constexpr):
+    """32 dims of 16 tokens as a block of words.
 
     Four words that lie side by side come to one lane, which has them as columns 2 t,
     2 t + 1, 2 t + 8 and 2 t + 9: any order of dims will do.
     """
     W: gl.constexpr = P.warps
-    start += 8 * ROW * P.row + 16 * STEP
-    if P.tokens % 64 == 0 and P.h % 32 == 0:
-        words = gl.load(start)
-    else:
-        _, row, word = places(W, 16, 16, words_layout(W))
-        inside = (row < left - 16 * ROW) & (STEP * 16 + word < P.h // 2)
-        words = gl.load(start, inside, 0)
-    words = gl.permute(gl.reshape(words, [W, 16, 4, 2, 2]), [0, 1, 3, 2, 4])
-    words = gl.reshape(words, [W, 16, 16])
-    return gl.convert_layout(words, sums_layout(W), assert_trivial=True)
+    HEADS: gl.constexpr = P.key_heads
+    rows = room.index(STEP // 2).slice(16 * ROW, 16, 1)
+    words = rows.slice(STEP % 2 * 16, 16, 2).load(words_layout(W))
+    words = gl.permute(gl.reshape(words, [HEADS, 16, 4, 2, 2]), [0, 1, 3, 2, 4])
+    words = gl.reshape(words, [HEADS, 16, 16])
+    words = gl.convert_layout(words, sums_layout(W), assert_trivial=True)
+    return for_warps(words, W, sums_layout(W))
 
 
 @gluon_jit
