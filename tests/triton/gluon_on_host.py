@@ -236,6 +236,7 @@ def language(program: Program) -> SimpleNamespace:
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.transpose(order),
         join=lambda x, y: tile(np.stack([x, y], -1)),
+        expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
         broadcast=lambda *given: tuple(map(tile, np.broadcast_arrays(*given))),
         allocate_shared_memory=shared_memory,
         program_id=lambda axis: tile(np.int32(program.id[axis])),

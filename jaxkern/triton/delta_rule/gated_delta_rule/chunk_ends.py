@@ -7,7 +7,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     zero_block,
 )
 from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
-    for_warps,
     of_columns,
     store_row,
 )
@@ -35,9 +34,17 @@ def in_two_parts(vectors, turned, DTYPE: gl.constexpr):
 
 
 @gluon_jit
+def left_of_keys(keys, W: gl.constexpr):
+    """16 x 16 numbers as left operand, of the one key head or of each warp's."""
+    L: gl.constexpr = gl.DotOperandLayout(0, sums_layout(W), 2)
+    left = keys.permute([0, 2, 1]).load(L)
+    left, _ = gl.broadcast(left, gl.zeros([W, 16, 16], keys.dtype, L))
+    return left
+
+
+@gluon_jit
 def store_ends(ends_ptr, keys, vectors, turned, P: gl.constexpr):
     """k^T to_end T, turned, from keys in shared memory."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, sums_layout(P.warps), 2)
     TALL: gl.constexpr = P.tall
     high, low = in_two_parts(vectors, turned, keys.dtype)
     for part in gl.static_range(TALL):
@@ -45,8 +52,7 @@ def store_ends(ends_ptr, keys, vectors, turned, P: gl.constexpr):
             sums = (zero_block(P.warps),) * 4
             columns = keys.index(part).slice(16 * m, 16, 2)
             for i in gl.static_range(4):
-                key = columns.slice(16 * i, 16, 1).permute([0, 2, 1])
-                key = for_warps(key.load(LEFT), P.warps, LEFT)
+                key = left_of_keys(columns.slice(16 * i, 16, 1), P.warps)
                 more = ()
                 for j in gl.static_range(4):
                     total = sums[j]

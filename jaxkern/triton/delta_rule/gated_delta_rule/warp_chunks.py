@@ -47,8 +47,10 @@ class Chunks:
 
     @property
     def key_heads(self) -> int:
-        """That a program copies: one, if all its warps share it."""
-        return 1 if self.group % self.warps == 0 else self.warps
+        """That a program copies; neighbouring warps share one, if they can."""
+        if self.group % self.warps == 0:
+            return 1
+        return self.warps // (self.group if self.warps % self.group == 0 else 1)
 
     @property
     def row(self) -> int:
@@ -57,9 +59,10 @@ class Chunks:
 
 
 @constexpr_function
-def words_layout(warps):
-    """Of 16 words of each of 16 rows, 16 bytes a lane."""
-    return gl.BlockedLayout([1, 1, 4], [1, 8, 4], [warps, 1, 1], [2, 1, 0])
+def words_layout(heads, warps):
+    """Key head, its warp, 16 rows of 16 words: 16 bytes a lane."""
+    apart = [heads, warps // heads, 1, 1]
+    return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 8, 4], apart, [3, 2, 1, 0])
 
 
 @constexpr_function
@@ -86,7 +89,7 @@ def copy_heads(ptr, first_head, left, P: gl.constexpr):
     SHAPE: gl.constexpr = [TALL, HEADS, 64, 64]
     room = gl.allocate_shared_memory(ptr.dtype.element_ty, SHAPE, ROOM)
     number, row, column = places(HEADS, 64, 64, L)
-    head = (first_head + number) // P.group
+    head = (first_head + number * (P.warps // HEADS)) // P.group
     at = row.to(gl.int64) * P.row + (head * P.h + column)
     for part in gl.static_range(TALL):
         inside = (row < left) & (part * 64 + column < P.h)
@@ -105,13 +108,6 @@ def in_words(room):
 
 
 @gluon_jit
-def for_warps(block, W: gl.constexpr, L: gl.constexpr):
-    """The block of each warp, where all may have one."""
-    block, _ = gl.broadcast(block, gl.zeros([W, 16, 16], block.dtype, L))
-    return block
-
-
-@gluon_jit
 def load_words(room, ROW: gl.constexpr, STEP: gl.constexpr, P: gl.constexpr):
     """32 dims of 16 tokens as a block of words.
 
@@ -120,12 +116,14 @@ def load_words(room, ROW: gl.constexpr, STEP: gl.constexpr, P: gl.constexpr):
     """
     W: gl.constexpr = P.warps
     HEADS: gl.constexpr = P.key_heads
+    L: gl.constexpr = words_layout(HEADS, W)
     rows = room.index(STEP // 2).slice(16 * ROW, 16, 1)
-    words = rows.slice(STEP % 2 * 16, 16, 2).load(words_layout(W))
-    words = gl.permute(gl.reshape(words, [HEADS, 16, 4, 2, 2]), [0, 1, 3, 2, 4])
-    words = gl.reshape(words, [HEADS, 16, 16])
-    words = gl.convert_layout(words, sums_layout(W), assert_trivial=True)
-    return for_warps(words, W, sums_layout(W))
+    words = rows.slice(STEP % 2 * 16, 16, 2).load(gl.SliceLayout(1, L))
+    each = gl.zeros([HEADS, W // HEADS, 16, 16], gl.int32, L)
+    words, _ = gl.broadcast(gl.expand_dims(words, 1), each)
+    words = gl.permute(gl.reshape(words, [W, 16, 4, 2, 2]), [0, 1, 3, 2, 4])
+    words = gl.reshape(words, [W, 16, 16])
+    return gl.convert_layout(words, sums_layout(W), assert_trivial=True)
 
 
 @gluon_jit
