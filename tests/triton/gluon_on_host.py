@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.triton.delta_rule.gated_delta_rule import block_products
+from jaxkern.triton.delta_rule.gated_delta_rule import block_products, ready_chunks
 from jaxkern.triton.quant import fragments
 
 PATIENCE = 60.0  # seconds at a bar
@@ -277,6 +277,16 @@ def subtract_words(x: Tile, y: Tile, sums: Tile, dtype: Any) -> Tile:
     return tile(sums - left @ right.swapaxes(1, 2))
 
 
+def say_ready(ptr: Pointer, warps: int, chunks: int) -> None:
+    for warp in range(warps):
+        (ptr + warp * chunks).store(1)
+
+
+def wait_until_ready(ptr: Pointer) -> None:
+    """Programs run one after the other."""
+    assert ptr.load() == 1, "who makes what is waited for has a later number"
+
+
 class Kernel:
     """Called as a kernel of Triton is by `interpreted`."""
 
@@ -341,6 +351,8 @@ def gluon_on_host(
         for name, stand_in in patched.items():
             patch.setattr(bridge, name, stand_in)
         patch.setattr(fragments, "barrier", lambda: None)
+        patch.setattr(ready_chunks, "say_ready", say_ready)
+        patch.setattr(ready_chunks, "wait_until_ready", wait_until_ready)
         patch.setattr(block_products, "negative_product", negative_product)
         patch.setattr(block_products, "subtract_product", subtract_product)
         patch.setattr(block_products, "subtract_product_of_words", subtract_words)

@@ -191,6 +191,14 @@ def kernel_by_programs(key, g, scale):
     return chunk_matrices_kernel, b * n, constants
 
 
+def results_of_chunks(key, heads: int):
+    """What every pass needs of chunks: inverse and scores; vectors."""
+    b, t, _, _ = key.shape
+    shape = b, heads, -(-t // CHUNK)
+    matrices = jax.ShapeDtypeStruct((*shape, 2, CHUNK, CHUNK), key.dtype)
+    return matrices, jax.ShapeDtypeStruct((*shape, 4, CHUNK), jnp.float32)
+
+
 def chunk_matrices(query, key, g, beta, *, scale, backward=False, by_warps=False):
     """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 4 64]`, ends or None).
 
@@ -200,8 +208,7 @@ def chunk_matrices(query, key, g, beta, *, scale, backward=False, by_warps=False
     n, chunks = g.shape[2], -(-t // CHUNK)
     choose = kernel_by_warps if by_warps else kernel_by_programs
     kernel, programs, constants = choose(key, g, scale)
-    matrices = jax.ShapeDtypeStruct((b, n, chunks, 2, CHUNK, CHUNK), key.dtype)
-    vectors = jax.ShapeDtypeStruct((b, n, chunks, 4, CHUNK), jnp.float32)
+    matrices, vectors = results_of_chunks(key, n)
     ends = jax.ShapeDtypeStruct((b, n, chunks, h, CHUNK), key.dtype)
     return sparse_call(
         kernel,

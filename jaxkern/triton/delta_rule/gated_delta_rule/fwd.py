@@ -16,16 +16,24 @@ from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.triton.delta_rule.constants import Constants
-from jaxkern.triton.delta_rule.gated_delta_rule import hopper_tiles, hopper_walk, walk
+from jaxkern.triton.delta_rule.gated_delta_rule import (
+    hopper_forward,
+    hopper_tiles,
+    hopper_walk,
+    walk,
+    warp_chunks,
+)
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
     chunk_matrices,
+    results_of_chunks,
 )
 
 LARGEST = 256  # dims of a head
 LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second axis
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = hopper_tiles.COLUMNS  # value columns of a program
+MAKING = 4  # value heads that warps make the matrices of together
 HOPPER_WALKS = True  # those of `hopper_walk`, on compute capability 9.0
 
 
@@ -108,10 +116,68 @@ def walk_of(
     }
 
 
+def in_one(key, value) -> bool:
+    """Whether walks leave so many multiprocessors idle that one launch does all.
+
+    The others keep up with 1.1 walks for each of them.
+    """
+    b, t, _, h = key.shape
+    n, hv = value.shape[2:]
+    walks = -(-hv // COLUMNS) * b * n
+    fits = hopper() and max(h, hv) <= 128 and n % MAKING == 0
+    return fits and t > CHUNK and walks <= num_sms() - walks
+
+
+def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
+    b, t, k, h = key.shape
+    n, hv = value.shape[2:]
+    walks, chunks = -(-hv // COLUMNS) * b * n, -(-t // CHUNK)
+    shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
+    known = warp_chunks.Chunks(
+        tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=MAKING
+    )
+    kept = jnp.float32 if initial_state is None else initial_state.dtype
+    ready = jax.ShapeDtypeStruct((b, n, chunks), jnp.int32)
+    matrices, vectors = results_of_chunks(key, n)
+    out, final, *_ = sparse_call(
+        hopper_forward.hopper_forward_in_one_kernel,
+        (num_sms(),),
+        {
+            "query_ptr": query,
+            "key_ptr": key,
+            "value_ptr": value,
+            "g_ptr": g,
+            "beta_ptr": beta,
+            "initial_ptr": initial_state,
+            "ready_ptr": jnp.zeros(ready.shape, ready.dtype),
+        },
+        {
+            "out_ptr": jax.ShapeDtypeStruct(value.shape, value.dtype),
+            "final_ptr": jax.ShapeDtypeStruct((b, n, h, hv), kept),
+            "matrices_ptr": matrices,
+            "vectors_ptr": vectors,
+            "was_ready_ptr": ready,
+        },
+        {
+            "M": known,
+            "P": hopper_shape(shape, stages=3),
+            "ROWS": b * n,
+            "MAKERS": num_sms() - walks,
+            "num_warps": 4,
+            "num_stages": 1,
+        },
+        in_place={"ready_ptr": "was_ready_ptr"},
+    )
+    return out, final
+
+
 def gated_delta_rule(
     query, key, value, g, beta, initial_state, *, scale, chunk_size
 ) -> tuple[jax.Array | None, ...]:
     del chunk_size  # the same function up to rounding
+    given = query, key, value, g, beta, initial_state
+    if in_one(key, value):
+        return forward_in_one(*given, scale=scale)
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
     matrices, vectors, _ = chunk_matrices(

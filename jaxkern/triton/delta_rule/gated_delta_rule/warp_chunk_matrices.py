@@ -121,21 +121,13 @@ def row_of_product(row, turned, ROW: gl.constexpr):
 
 
 @gluon_jit
-def warp_chunk_matrices_kernel(
-    query_ptr,
-    key_ptr,
-    g_ptr,
-    beta_ptr,
-    matrices_ptr,
-    vectors_ptr,
-    ends_ptr,
-    P: gl.constexpr,
-):
+def matrices_of_chunk(operands, results, first, chunk, P: gl.constexpr):
+    """Of P.warps value heads, from number `first` of all sequences on."""
+    query_ptr, key_ptr, g_ptr, beta_ptr = operands
+    matrices_ptr, vectors_ptr, ends_ptr = results
     DTYPE: gl.constexpr = matrices_ptr.dtype.element_ty
     MATRICES: gl.constexpr = P.chunks * 2 * 64 * 64
-    first = gl.program_id(0) * P.warps
     b, head = (first // P.heads).to(gl.int64), first % P.heads
-    chunk = gl.program_id(1)
     left = P.tokens - chunk * 64
     token = b * P.tokens + chunk * 64
     place = first.to(gl.int64) * P.chunks + chunk
@@ -158,3 +150,23 @@ def warp_chunk_matrices_kernel(
         store_row(matrices_ptr + 16 * i * 64, row, 16, MATRICES)
     if ends_ptr is not None:
         store_ends(ends_ptr + place * (P.h * 64), keys, vectors, turned, P)
+
+
+@gluon_jit
+def warp_chunk_matrices_kernel(
+    query_ptr,
+    key_ptr,
+    g_ptr,
+    beta_ptr,
+    matrices_ptr,
+    vectors_ptr,
+    ends_ptr,
+    P: gl.constexpr,
+):
+    matrices_of_chunk(
+        (query_ptr, key_ptr, g_ptr, beta_ptr),
+        (matrices_ptr, vectors_ptr, ends_ptr),
+        gl.program_id(0) * P.warps,
+        gl.program_id(1),
+        P,
+    )
