@@ -165,8 +165,8 @@ def wait_for_copies(ring, turn):
 
 @gluon_jit
 def all_was_read(ring, turn):
-    """Once all warps that multiply are here."""
+    """Once all warps that multiply are here. Of turn -1 there was nothing."""
     _, read = ring
     S: gl.constexpr = read.shape[0]
     barrier()
-    mbarrier.arrive(read.index(turn % S), count=1)
+    mbarrier.arrive(read.index((turn + S) % S), count=1, pred=turn >= 0)
