@@ -175,6 +175,7 @@ def launches(f, *operands):
         (86, 2, 128, 128),
         *((c, 2, h, h) for c in (80, 90) for h in (64, 128, 256)),
         (90, 1, 48, 80),
+        (90, 4, 128, 128),  # the forward pass in one launch
     ],
 )
 def test_kernels_compile_and_fit(capability, n, h, hv):
