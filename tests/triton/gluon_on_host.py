@@ -77,14 +77,15 @@ class Shared:
     def permute(self, order: list[int]) -> "Shared":
         return Shared(self.array.transpose(order))
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
-        return Shared(self.array.view(dtype).reshape(shape))
-
     def load(self, layout: Any = None) -> Tile:
         return tile(self.array.copy())
 
     def store(self, value: Any) -> None:
         self.array[...] = value
+
+
+def reinterpreted(of: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    return Shared(of.array.view(dtype).reshape(shape))
 
 
 class Product:
@@ -343,6 +344,7 @@ def gluon_on_host(
         warp_specialize=program.side_by_side,
         async_load=program.async_load,
         fence_async_shared=lambda: None,
+        reinterpreted=reinterpreted,
         mma_v2=lambda a, b, sums: sums + tile(a.astype("f4") @ b.astype("f4")),
         warpgroup_mma=program.mma,
         warpgroup_mma_wait=lambda others, deps: program.wait(others, deps),

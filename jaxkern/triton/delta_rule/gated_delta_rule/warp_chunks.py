@@ -12,6 +12,7 @@ from jaxkern.gpu.triton_call import (
     constexpr_function,
     gl,
     gluon_jit,
+    reinterpreted,
 )
 from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     places,
@@ -104,7 +105,7 @@ def in_words(room):
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     TALL: gl.constexpr = room.shape[0]
     HEADS: gl.constexpr = room.shape[1]
-    return room._reinterpret(gl.int32, [TALL, HEADS, 64, 32], WORDS)
+    return reinterpreted(room, gl.int32, [TALL, HEADS, 64, 32], WORDS)
 
 
 @gluon_jit
