@@ -49,6 +49,9 @@ class Pointer:
     def __add__(self, other: Any) -> "Pointer":
         return Pointer(self.array, self.at + other)
 
+    def reshape(self, shape: list[int]) -> "Pointer":
+        return Pointer(self.array, self.at.reshape(shape))
+
     def to(self, dtype: Any) -> "Pointer":
         words = self.array.view(dtype)
         return Pointer(words, self.at * self.array.itemsize // words.itemsize)
@@ -233,6 +236,8 @@ def language(program: Program) -> SimpleNamespace:
         where=lambda *given: tile(np.where(*given)),
         load=lambda ptr, *mask: ptr.load(*mask),
         store=lambda ptr, value, *mask: ptr.store(value, *mask),
+        max_contiguous=lambda x, sizes: x,
+        multiple_of=lambda x, sizes: x,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.transpose(order),
@@ -242,7 +247,7 @@ def language(program: Program) -> SimpleNamespace:
         allocate_shared_memory=shared_memory,
         program_id=lambda axis: tile(np.int32(program.id[axis])),
         num_programs=lambda axis: tile(np.int32(program.grid[axis])),
-        num_warps=lambda: None,
+        num_warps=lambda: 4,
         exp=lambda x: tile(np.exp(x)),
         exp2=lambda x: tile(np.exp2(x)),
         minimum=lambda x, y: tile(np.minimum(x, y)),

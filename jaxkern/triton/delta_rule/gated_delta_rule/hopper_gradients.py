@@ -30,6 +30,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     room_for,
     room_for_vectors,
     store_rows,
+    tokens_left,
     wait_for_copies,
     wait_for_room,
     will_come,
@@ -99,7 +100,7 @@ def of_step(step, P: gl.constexpr):
     token = b * P.tokens + chunk * 64
     keys = (token * P.key_heads + place % P.key_heads) * P.h
     at_chunk = (b * P.heads + head) * P.chunks + chunk
-    return P.tokens - chunk * 64, keys, token * P.heads + head, at_chunk
+    return tokens_left(chunk, P), keys, token * P.heads + head, at_chunk
 
 
 @gluon_jit
@@ -171,13 +172,22 @@ def gradient_of_value(drs, d, decays, to_written, dvalue_ptr, left, P: gl.conste
     """Leaves dv = beta dr, and dr . d of each token."""
     SHAPE: gl.constexpr = drs.shape
     L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
-    ROWS: gl.constexpr = gl.SliceLayout(1, L)
-    at, inside = places(left, 0, P.values, P.hv, SHAPE)
+    at, inside = places(dvalue_ptr, left, 0, P.values, P.hv, SHAPE)
     dr = drs.load(L).to(gl.float32)
-    beta = decays.slice(2 * 64, 64).load(ROWS)
-    dvalue = (beta[:, None] * dr).to(dvalue_ptr.dtype.element_ty)
-    gl.store(dvalue_ptr + at, dvalue, inside)
+    beta = decays.slice(2 * 64, 64).load(gl.SliceLayout(1, L))
+    gl.store(at, (beta[:, None] * dr).to(dvalue_ptr.dtype.element_ty), inside)
     to_written.store(gl.sum(dr * d.load(L).to(gl.float32), 1))
+
+
+@gluon_jit
+def values_seen(drs, value_ptr, left, P: gl.constexpr):
+    """dr . v of each token."""
+    SHAPE: gl.constexpr = drs.shape
+    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
+    at, inside = places(value_ptr, left, 0, P.values, P.hv, SHAPE)
+    value = gl.load(at, inside, 0.0).to(gl.float32)
+    on_value = gl.sum(drs.load(L).to(gl.float32) * value, 1)
+    return gl.convert_layout(on_value, rows_layout(64))
 
 
 @gluon_jit
@@ -186,8 +196,6 @@ def gradient_of_weak(
 ):
     """Leaves dbeta of tokens whose d has too few digits, if there is one."""
     R: gl.constexpr = P.room
-    SHAPE: gl.constexpr = drs.shape
-    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
     each = decays.slice(2 * 64, 64).load(line_layout(64, gl.num_warps()))
     if gl.sum(gl.where(is_strong(each), 0, 1), 0) > 0:
         dkk = product(drs, d.permute([1, 0]), 64)
@@ -199,10 +207,7 @@ def gradient_of_weak(
         from_start = decays.slice(0, 64).load(rows_layout(R))[:, None]
         erased *= from_start * k.load(sums_layout(R)).to(gl.float32)
         dbeta -= gl.convert_layout(gl.sum(erased, 1), rows_layout(64))
-        at, inside = places(left, 0, P.values, P.hv, SHAPE)
-        value = gl.load(value_ptr + at, inside, 0.0).to(gl.float32)
-        on_value = gl.sum(drs.load(L).to(gl.float32) * value, 1)
-        dbeta += gl.convert_layout(on_value, rows_layout(64))
+        dbeta += values_seen(drs, value_ptr, left, P)
         token = gl.arange(0, 64, rows_layout(64))
         weak = is_strong(decays.slice(2 * 64, 64).load(rows_layout(64))) == 0
         gl.store(dbeta_ptr + token * P.heads, dbeta, weak & (token < left))

@@ -26,6 +26,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     room_for,
     room_for_vectors,
     store_rows,
+    tokens_left,
     wait_for_copies,
     wait_for_room,
     will_come,
@@ -61,7 +62,7 @@ def copy_chunk(
     chunk, slot, first_column, pointers, buffers, WALK: gl.constexpr, P: gl.constexpr
 ):
     """Starts the copies of a chunk."""
-    left = P.tokens - chunk * 64
+    left = tokens_left(chunk, P)
     first = gl.to_tensor(chunk).to(gl.int64) * 64
     keys, queries, values, matrices, vectors, ends = pointers
     to_keys, to_queries, to_values, to_inverses, to_scores, to_vectors, to_ends = (
@@ -166,7 +167,7 @@ def store_out(out, tile, out_ptr, chunk, first_column, P: gl.constexpr):
     """Of a chunk from 0 on."""
     tile.permute([1, 0]).store(out)
     rows = out_ptr + gl.to_tensor(chunk).to(gl.int64) * (64 * P.values)
-    left = gl.where(chunk >= 0, P.tokens - chunk * 64, 0)
+    left = gl.where(chunk >= 0, tokens_left(chunk, P), 0)
     store_rows(rows, tile, left, first_column, P.values, P.hv)
 
 
@@ -240,7 +241,7 @@ def walk_states(
         stored = left_of((to_end * d).to(dtype), P.room)
         state = warpgroup_mma(stored, key, state, is_async=True)
         tile.permute([1, 0]).store(d.to(dtype))
-        left = P.tokens - chunk * 64
+        left = tokens_left(chunk, P)
         rows = written_ptr + first * (64 * P.values)
         store_rows(rows, tile, left, first_column, P.values, P.hv)
         state, stored = warpgroup_mma_wait(0, deps=[state, stored])
@@ -278,7 +279,7 @@ def walk_backward(buffers, bars, dstate, first_column, results, place, P: gl.con
         erased = left_of((-from_start * beta * dr).to(dtype), P.room)
         dstate = warpgroup_mma(erased, keys.index(slot), dstate, is_async=True)
         tile.permute([1, 0]).store(dr.to(dtype))
-        left = P.tokens - (P.chunks - 1 - step) * 64
+        left = tokens_left(P.chunks - 1 - step, P)
         rows = dr_ptr + first * (64 * P.values)
         store_rows(rows, tile, left, first_column, P.values, P.hv)
         dstate, read, erased = warpgroup_mma_wait(0, deps=[dstate, read, erased])
