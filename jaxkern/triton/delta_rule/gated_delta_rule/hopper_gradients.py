@@ -170,13 +170,16 @@ def of_pairs(dqk, dkk, decays, P: gl.constexpr):
 @gluon_jit
 def gradient_of_value(drs, d, decays, to_written, dvalue_ptr, left, P: gl.constexpr):
     """Leaves dv = beta dr, and dr . d of each token."""
-    SHAPE: gl.constexpr = drs.shape
+    SHAPE: gl.constexpr = [32, drs.shape[1]]
     L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
-    at, inside = places(dvalue_ptr, left, 0, P.values, P.hv, SHAPE)
-    dr = drs.load(L).to(gl.float32)
-    beta = decays.slice(2 * 64, 64).load(gl.SliceLayout(1, L))
-    gl.store(at, (beta[:, None] * dr).to(dvalue_ptr.dtype.element_ty), inside)
-    to_written.store(gl.sum(dr * d.load(L).to(gl.float32), 1))
+    for i in gl.static_range(2):
+        rows = dvalue_ptr + 32 * i * P.values
+        at, inside = places(rows, left - 32 * i, 0, P.values, P.hv, SHAPE)
+        dr = drs.slice(32 * i, 32).load(L).to(gl.float32)
+        beta = decays.slice(2 * 64 + 32 * i, 32).load(gl.SliceLayout(1, L))
+        gl.store(at, (beta[:, None] * dr).to(dvalue_ptr.dtype.element_ty), inside)
+        written = d.slice(32 * i, 32).load(L).to(gl.float32)
+        to_written[i].store(gl.sum(dr * written, 1))
 
 
 @gluon_jit
@@ -259,10 +262,12 @@ def gradients_of_gates(
     dg = gl.associative_scan(later, 0, one_sum, reverse=True) + beyond
     token = gl.arange(0, 64, L)
     gl.store(dg_ptr + token * P.heads, dg, token < left)
-    beta = decays.slice(2 * 64, 64).load(L)
-    strong = is_strong(beta)
-    dbeta = written.load(L) / gl.where(strong, beta, 1.0)
-    gl.store(dbeta_ptr + token * P.heads, dbeta, strong & (token < left))
+    for i in gl.static_range(2):
+        beta = decays.slice(2 * 64 + 32 * i, 32).load(line_layout(32, WARPS))
+        strong = is_strong(beta)
+        dbeta = written[i].load(line_layout(32, WARPS)) / gl.where(strong, beta, 1.0)
+        token = 32 * i + gl.arange(0, 32, line_layout(32, WARPS))
+        gl.store(dbeta_ptr + token * P.heads, dbeta, strong & (token < left))
 
 
 @gluon_jit
@@ -314,17 +319,20 @@ def gradients(results, buffers, tiles, rings, steps, P: gl.constexpr):
         stored = warpgroup_mma_wait(2, deps=[stored])
         all_was_read(last, step)
         stored *= decays.slice(64, 64).load(L)[:, None]
-        key = k.load(sums_layout(R)).to(gl.float32)
-        row_sums(sums.index(1), stored * key)
+        row_sums(sums.index(1), stored * k.load(sums_layout(R)).to(gl.float32))
         stored = added(stored, w_tile.permute([1, 0]), k)
         stored = added(stored, dqk_tile.permute([1, 0]), q)
         read, erased = warpgroup_mma_wait(2, deps=[read, erased])
-        of_tokens = read * q.load(sums_layout(R)).to(gl.float32) + erased * key
+        of_tokens = read * q.load(sums_layout(R)).to(gl.float32)
         stored = warpgroup_mma_wait(0, deps=[stored])
-        row_sums(sums.index(0), of_tokens - stored * key)
-        fresh = step % P.group == 0
-        dquery = read + gl.where(fresh, 0.0, dquery)
-        dkey = erased + stored + gl.where(fresh, 0.0, dkey)
+        of_tokens += (erased - stored) * k.load(sums_layout(R)).to(gl.float32)
+        row_sums(sums.index(0), of_tokens)
+        if P.group > 1:
+            fresh = step % P.group == 0
+            dquery = read + gl.where(fresh, 0.0, dquery)
+            dkey = erased + stored + gl.where(fresh, 0.0, dkey)
+        else:
+            dquery, dkey = read, erased + stored
         # all products are done, and the sums of all warps are there
         barrier()
         to_decays = dg_ptr + at_tokens
@@ -371,7 +379,10 @@ def hopper_gradients_kernel(
     TWO: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [2, 2, 64], TWO)
     parts = gl.allocate_shared_memory(gl.float32, [32], PLAIN)
-    written = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
+    written = (
+        gl.allocate_shared_memory(gl.float32, [32], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [32], PLAIN),
+    )
     dqk_tile, w_tile = room_for(dtype, [64, 64]), room_for(dtype, [64, 64])
     tiles = dqk_tile, w_tile, sums, written, parts
     rings = ring(2), ring(2), ring(1), ring(1)
