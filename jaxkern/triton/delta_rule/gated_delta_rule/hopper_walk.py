@@ -102,7 +102,8 @@ def copy_chunks(
         wait_for_room(bars, step)
         chunk = P.chunks - 1 - step if WALK == "back" else step
         if ready_ptr is not None:
-            wait_until_ready(ready_ptr + chunk)
+            if step % 16 == 0:
+                wait_until_ready(ready_ptr, chunk, 16, P.chunks)
         slot = step % P.stages
         copy_chunk(chunk, slot, first_column, pointers, buffers, WALK, P)
         will_come(bars, step)

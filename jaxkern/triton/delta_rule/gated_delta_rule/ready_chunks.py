@@ -30,7 +30,15 @@ def say_ready(ready_ptr, WARPS: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon_jit
-def wait_until_ready(ready_ptr):
-    """All threads wait, and read what was written before."""
-    at = ready_ptr.to(gl.int64)
+def wait_until_ready(ready_ptr, chunk, TOGETHER: gl.constexpr, CHUNKS: gl.constexpr):
+    """Of TOGETHER chunks of a head from `chunk` on, as many as there are.
+
+    All threads may read what was written before. A wait takes longer than a chunk's
+    copies, so it is one for many.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    which = chunk + gl.arange(0, 32 * WARPS, L) % TOGETHER
+    at = (ready_ptr + gl.minimum(which, CHUNKS - 1)).to(gl.int64)
     gl.inline_asm_elementwise(wait_text(), "=r,l", [at], gl.int32, False, 1)
+    barrier()
