@@ -155,16 +155,20 @@ def chunk_matrices_kernel(
     tl.store(matrices_ptr + tile, scores.to(matrices_ptr.dtype.element_ty))
 
 
-def warps_of(heads: int) -> int:
-    """Of a program of warp_chunk_matrices.py: neighbours mostly share a key head."""
-    return next(w for w in (WARPS, 2, 1) if heads % w == 0)
+def warps_of(heads: int, group: int, h: int) -> int:
+    """Of a program of warp_chunk_matrices.py: neighbours share a key head, if they can.
+
+    Where they cannot, rows of two key heads of 256 dims leave a multiprocessor two warps.
+    """
+    most = WARPS if h <= 128 or group % WARPS == 0 else 1
+    return next(w for w in (most, 1) if heads % w == 0)
 
 
 def kernel_by_warps(key, g, scale):
     """(kernel, programs of all heads, constants) for compute capability 9.0."""
     b, t, k, h = key.shape
     n = g.shape[2]
-    warps = warps_of(n)
+    warps = warps_of(n, n // k, h)
     known = warp_chunks.Chunks(
         tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=warps
     )
