@@ -158,7 +158,8 @@ def chunk_matrices_kernel(
 def warps_of(heads: int, group: int, h: int) -> int:
     """Of a program of warp_chunk_matrices.py: neighbours share a key head, if they can.
 
-    Where they cannot, rows of two key heads of 256 dims leave a multiprocessor two warps.
+    Where they cannot, a program of one warp leaves room for others: rows of a key head
+    of 256 dims take 64 kB.
     """
     most = WARPS if h <= 128 or group % WARPS == 0 else 1
     return next(w for w in (most, 1) if heads % w == 0)
