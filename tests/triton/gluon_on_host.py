@@ -339,7 +339,7 @@ def gluon_on_host(
     bars = SimpleNamespace(
         MBarrierLayout=layout,
         init=program.init,
-        arrive=lambda at, count, pred: program.bar(at).arrive(count * int(pred)),
+        arrive=lambda at, count: program.bar(at).arrive(count),
         wait=lambda at, parity: program.bar(at).wait(int(parity)),
     )
     patched: dict[str, Any] = dict(

@@ -188,6 +188,24 @@ def test_kernels_compile_and_fit(capability, n, h, hv):
             assert launch.shared_bytes <= bridge.max_shared_bytes()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="nothing to interpret")
+def test_few_heads_go_forward_in_one_launch(monkeypatch):
+    monkeypatch.setattr(fwd, "num_sms", lambda: 132)
+
+    def in_one(k, n, b=1, t=100, h=128):
+        return fwd.in_one(spec(b, t, k, h), spec(b, t, n, h))
+
+    with compiling_for(80):
+        assert not in_one(16, 32)
+    with compiling_for(90):
+        assert in_one(16, 32) and in_one(8, 32) and in_one(1, 4, b=8)
+        assert not in_one(16, 32, b=2)  # no multiprocessor is idle
+        assert not in_one(16, 16)  # rows of four key heads do not fit twice
+        assert in_one(16, 16, h=64)
+        assert not in_one(3, 6) and not in_one(16, 32, t=64)
+        assert not in_one(4, 8, h=256)
+
+
 def refusal(*, chunk_size=64, **given):
     names = ("query", "key", "value", "g", "beta")
     named = dict(zip(names, operands(**given), strict=True))

@@ -34,6 +34,7 @@ LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second 
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = hopper_tiles.COLUMNS  # value columns of a program
 MAKING = 4  # value heads that warps make the matrices of together
+BESIDE_ROWS = 32_768  # bytes of shared memory that they need at most beside the rows
 HOPPER_WALKS = True  # those of `hopper_walk`, on compute capability 9.0
 
 
@@ -94,13 +95,14 @@ def walk_of(
 ) -> tuple[Any, dict[str, Any]]:
     """(the kernel of a walk, its constants) for a `shape` without blocks.
 
-    As measured on an H200: the walk written for it is faster where a program has a
-    multiprocessor alone, with three stages forward and with two backward. Where two of
-    Triton's share one it has not been measured forward; backward two do not fit.
+    As measured on an H200 for heads of 128 dims: the walk written for it is faster,
+    with three stages forward and with two backward. Narrower heads have not been
+    measured where two programs of Triton share a multiprocessor forward; backward two
+    do not fit.
     """
     h = shape["H"]
     room = max(16, next_power_of_2(h))
-    alone = backward or programs <= num_sms()
+    alone = backward or h > 64 or programs <= num_sms()
     if hopper() and h <= 128 and alone:
         kernel, stages = hopper_walk.hopper_forward_kernel, 3
         if backward:
@@ -116,16 +118,27 @@ def walk_of(
     }
 
 
+def makers(key, heads: int, scale: float) -> warp_chunks.Chunks:
+    """What four warps make the matrices of together, beside walks."""
+    _, t, k, h = key.shape
+    return warp_chunks.Chunks(
+        tokens=t, heads=heads, group=heads // k, h=h, scale=scale, warps=MAKING
+    )
+
+
 def in_one(key, value) -> bool:
     """Whether walks leave so many multiprocessors idle that one launch does all.
 
-    The others keep up with 1.1 walks for each of them.
+    As measured on an H200, the others keep up with as many walks as there are of them.
     """
     b, t, _, h = key.shape
     n, hv = value.shape[2:]
     walks = -(-hv // COLUMNS) * b * n
-    fits = hopper() and max(h, hv) <= 128 and n % MAKING == 0
-    return fits and t > CHUNK and walks <= num_sms() - walks
+    if not hopper() or max(h, hv) > 128 or n % MAKING or t <= CHUNK:
+        return False
+    rows = 2 * hopper_forward.GROUPS * makers(key, n, 1.0).bytes_of_rows
+    fits = rows + BESIDE_ROWS <= bridge.max_shared_bytes()
+    return fits and walks <= num_sms() - walks
 
 
 def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
@@ -133,9 +146,6 @@ def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
     n, hv = value.shape[2:]
     walks, chunks = -(-hv // COLUMNS) * b * n, -(-t // CHUNK)
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
-    known = warp_chunks.Chunks(
-        tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=MAKING
-    )
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     ready = jax.ShapeDtypeStruct((b, n, chunks), jnp.int32)
     matrices, vectors = results_of_chunks(key, n)
@@ -159,7 +169,7 @@ def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
             "was_ready_ptr": ready,
         },
         {
-            "M": known,
+            "M": makers(key, n, scale),
             "P": hopper_shape(shape, stages=3),
             "ROWS": b * n,
             "MAKERS": num_sms() - walks,

@@ -14,6 +14,8 @@ from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunk_matrices import (
     matrices_of_chunk,
 )
 
+GROUPS = 2  # of four warps that make, on a multiprocessor
+
 
 @gluon_jit
 def make_chunks(

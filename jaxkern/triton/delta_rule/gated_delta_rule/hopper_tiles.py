@@ -205,8 +205,8 @@ def wait_for_copies(ring, turn):
 
 @gluon_jit
 def all_was_read(ring, turn):
-    """Once all warps that multiply are here. Of turn -1 there was nothing."""
+    """Once all warps that multiply are here."""
     _, read = ring
     S: gl.constexpr = read.shape[0]
     barrier()
-    mbarrier.arrive(read.index((turn + S) % S), count=1, pred=turn >= 0)
+    mbarrier.arrive(read.index(turn % S), count=1)

@@ -164,38 +164,25 @@ def store_state(ptr, state, place, first_column, P: gl.constexpr):
 
 
 @gluon_jit
-def store_out(out, tile, out_ptr, chunk, first_column, P: gl.constexpr):
-    """Of a chunk from 0 on."""
-    tile.permute([1, 0]).store(out)
-    rows = out_ptr + gl.to_tensor(chunk).to(gl.int64) * (64 * P.values)
-    left = gl.where(chunk >= 0, tokens_left(chunk, P), 0)
-    store_rows(rows, tile, left, first_column, P.values, P.hv)
-
-
-@gluon_jit
 def walk_forward(
     buffers, bars, state, first_column, out_ptr, final_ptr, place, P: gl.constexpr
 ):
-    """Leaves out and the final state. Out is stored under the next chunk's products."""
+    """Leaves out and the final state."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     keys, queries, values, inverses, scores, vectors, tile = buffers
-    out = gl.zeros([64, 64], dtype, sums_layout(64))
     for chunk in range(P.chunks):
         wait_for_copies(bars, chunk)
         slot = chunk % P.stages
         key = keys.index(slot)
-        # loads under a product have the assembler wait for all products
+        turned = left_of(state.to(dtype), 64)
+        erased = product(turned, key.permute([1, 0]))
         value = values.index(slot).permute([1, 0]).load(sums_layout(64))
         from_start = of_tokens(vectors, slot, 0)
         whole = of_chunk(vectors, slot, P)
         beta, to_end = of_tokens(vectors, slot, 2), of_tokens(vectors, slot, 1)
-        turned = left_of(state.to(dtype), 64)
-        erased = product(turned, key.permute([1, 0]))
-        read = product(turned, queries.index(slot).permute([1, 0]))
-        store_out(out, tile, out_ptr, chunk - 1, first_column, P)
-        all_was_read(bars, chunk - 1)
         state = whole * state
-        erased = warpgroup_mma_wait(1, deps=[erased])
+        erased = warpgroup_mma_wait(0, deps=[erased])
+        read = product(turned, queries.index(slot).permute([1, 0]))
         r = beta * (value.to(gl.float32) - from_start * erased)
         r = left_of(r.to(dtype), 64)
         d = product(r, inverses.index(slot).permute([1, 0]))
@@ -205,9 +192,13 @@ def walk_forward(
         stored = left_of((to_end * d).to(dtype), P.room)
         state = warpgroup_mma(stored, key, state, is_async=True)
         within, r = warpgroup_mma_wait(1, deps=[within, r])
-        out = (P.scale * from_start * read + within).to(dtype)
+        out = P.scale * from_start * read + within
+        tile.permute([1, 0]).store(out.to(dtype))
+        rows = out_ptr + gl.to_tensor(chunk).to(gl.int64) * (64 * P.values)
+        left = tokens_left(chunk, P)
+        store_rows(rows, tile, left, first_column, P.values, P.hv)
         state, stored = warpgroup_mma_wait(0, deps=[state, stored])
-    store_out(out, tile, out_ptr, P.chunks - 1, first_column, P)
+        all_was_read(bars, chunk)
     store_state(final_ptr, state, place, first_column, P)
 
 

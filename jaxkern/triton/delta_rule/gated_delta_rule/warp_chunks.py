@@ -54,6 +54,11 @@ class Chunks:
         return self.warps // (self.group if self.warps % self.group == 0 else 1)
 
     @property
+    def bytes_of_rows(self) -> int:
+        """Shared memory for the keys, or queries, of a program."""
+        return self.key_heads * self.tall * 64 * 64 * 2
+
+    @property
     def row(self) -> int:
         """From a token's row of keys to the next token's."""
         return self.heads // self.group * self.h
