@@ -45,6 +45,11 @@ async_copy: Any = ampere.async_copy if ampere else None
 async_load: Any = getattr(async_copy, "async_load", None) or getattr(
     async_copy, "async_copy_global_to_shared", None
 )
+# a method of shared memory, whose name changed likewise: dtype, shape and layout follow
+reinterpreted: Any = gluon_language and (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None)
+    or gl.shared_memory_descriptor._reinterpret
+)
 warpgroup_mma: Any = hopper.warpgroup_mma if hopper else None
 mbarrier: Any = hopper.mbarrier if hopper else None
 fence_async_shared: Any = hopper.fence_async_shared if hopper else None

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.triton.delta_rule.gated_delta_rule import block_products
+from jaxkern.triton.delta_rule.gated_delta_rule import block_products, ready_chunks
 from jaxkern.triton.quant import fragments
 
 PATIENCE = 60.0  # seconds at a bar
@@ -48,6 +48,9 @@ class Pointer:
 
     def __add__(self, other: Any) -> "Pointer":
         return Pointer(self.array, self.at + other)
+
+    def reshape(self, shape: list[int]) -> "Pointer":
+        return Pointer(self.array, self.at.reshape(shape))
 
     def to(self, dtype: Any) -> "Pointer":
         words = self.array.view(dtype)
@@ -82,6 +85,10 @@ class Shared:
 
     def store(self, value: Any) -> None:
         self.array[...] = value
+
+
+def reinterpreted(of: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    return Shared(of.array.view(dtype).reshape(shape))
 
 
 class Product:
@@ -229,14 +236,18 @@ def language(program: Program) -> SimpleNamespace:
         where=lambda *given: tile(np.where(*given)),
         load=lambda ptr, *mask: ptr.load(*mask),
         store=lambda ptr, value, *mask: ptr.store(value, *mask),
+        max_contiguous=lambda x, sizes: x,
+        multiple_of=lambda x, sizes: x,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.transpose(order),
         join=lambda x, y: tile(np.stack([x, y], -1)),
+        expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
+        broadcast=lambda *given: tuple(map(tile, np.broadcast_arrays(*given))),
         allocate_shared_memory=shared_memory,
         program_id=lambda axis: tile(np.int32(program.id[axis])),
         num_programs=lambda axis: tile(np.int32(program.grid[axis])),
-        num_warps=lambda: None,
+        num_warps=lambda: 4,
         exp=lambda x: tile(np.exp(x)),
         exp2=lambda x: tile(np.exp2(x)),
         minimum=lambda x, y: tile(np.minimum(x, y)),
@@ -270,6 +281,17 @@ def negative_product(x: Tile, y: Tile, *parts: str | None) -> Tile:
 def subtract_words(x: Tile, y: Tile, sums: Tile, dtype: Any) -> Tile:
     left, right = (np.ascontiguousarray(of).view(dtype).astype("f4") for of in (x, y))
     return tile(sums - left @ right.swapaxes(1, 2))
+
+
+def say_ready(ptr: Pointer, warps: int, chunks: int) -> None:
+    for warp in range(warps):
+        (ptr + warp * chunks).store(1)
+
+
+def wait_until_ready(ptr: Pointer, chunk: int, together: int, chunks: int) -> None:
+    """Programs run one after the other."""
+    there = [(ptr + i).load() for i in range(int(chunk), chunks)[:together]]
+    assert all(there), "who makes what is waited for has a later number"
 
 
 class Kernel:
@@ -328,6 +350,7 @@ def gluon_on_host(
         warp_specialize=program.side_by_side,
         async_load=program.async_load,
         fence_async_shared=lambda: None,
+        reinterpreted=reinterpreted,
         mma_v2=lambda a, b, sums: sums + tile(a.astype("f4") @ b.astype("f4")),
         warpgroup_mma=program.mma,
         warpgroup_mma_wait=lambda others, deps: program.wait(others, deps),
@@ -336,6 +359,8 @@ def gluon_on_host(
         for name, stand_in in patched.items():
             patch.setattr(bridge, name, stand_in)
         patch.setattr(fragments, "barrier", lambda: None)
+        patch.setattr(ready_chunks, "say_ready", say_ready)
+        patch.setattr(ready_chunks, "wait_until_ready", wait_until_ready)
         patch.setattr(block_products, "negative_product", negative_product)
         patch.setattr(block_products, "subtract_product", subtract_product)
         patch.setattr(block_products, "subtract_product_of_words", subtract_words)

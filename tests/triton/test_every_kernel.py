@@ -173,9 +173,9 @@ def dequantize(codec):
     return dequantize_vectors, (QuantizedVectors.zeros((300, 128), codec),)
 
 
-def delta_rule(h):
-    key, value, gates = spec(1, 100, 1, h), spec(1, 100, 2, h), spec(1, 100, 2)
-    state = spec(1, 2, h, h, dtype="float32")
+def delta_rule(h, n=2):
+    key, value, gates = spec(1, 100, 1, h), spec(1, 100, n, h), spec(1, 100, n)
+    state = spec(1, n, h, h, dtype="float32")
     return slopes(gated_delta_rule, key, key, value, gates, gates, state)
 
 
@@ -303,6 +303,7 @@ CALLS = {  # which the cases of the ops leave out
     "quantize 80 dims": quantize(IntCodec(5), 80),
     **{f"dequantize {c}": dequantize(c) for c in CODECS},
     **{f"gated_delta_rule {h}": delta_rule(h) for h in (64, 128, 256)},
+    "gated_delta_rule in one": delta_rule(64, 4),  # on compute capability 9.0
     **{f"kimi_delta_attention {h}": kimi_delta_rule(h) for h in (64, 128)},
     **{f"state_space_dual {size}": state_space(size) for size in (128, 256)},
     **{f"embedding {t}": embed(t) for t in DTYPES},
@@ -395,11 +396,13 @@ FROM_HOPPER_ON = {
     "grouped_hidden_kernel",
     "grouped_result_kernel",
     "hopper_both_ways_kernel",
+    "hopper_forward_in_one_kernel",
     "hopper_forward_kernel",
     "hopper_gradients_kernel",
     "lane_order_kernel",
     "many_activations_kernel",
     "slot_order_kernel",
+    "warp_chunk_matrices_kernel",
 }
 
 

@@ -104,6 +104,18 @@ def test_every_run_has_the_same_bits():
         jax.tree.map(np.testing.assert_array_equal, first, run(dout, dstate, *operands))
 
 
+@pytest.mark.parametrize("b, t, k, n", [(1, 700, 2, 4), (2, 1030, 4, 4), (1, 65, 1, 8)])
+def test_one_launch_has_the_bits_of_two(b, t, k, n, monkeypatch):
+    *operands, state = draw(b, t, k, n, 128, 128, "bfloat16")
+    if not fwd.in_one(operands[1], operands[2]):
+        pytest.skip("this GPU or these walks have two launches")
+    options = dict(scale=0.1, chunk_size=64)
+    one = jax.jit(lambda *a: fwd.gated_delta_rule(*a, **options))(*operands, state)
+    monkeypatch.setattr(fwd, "in_one", lambda key, value: False)
+    two = jax.jit(lambda *a: fwd.gated_delta_rule(*a, **options))(*operands, state)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
 def test_second_derivatives_run_the_reference_and_say_so():
     operands = draw(1, 70, 1, 1, 64, 64, "bfloat16", state=False)
 

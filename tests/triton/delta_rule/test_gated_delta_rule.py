@@ -39,7 +39,7 @@ OPTIONS = dict(scale=0.25, chunk_size=64)
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, 3)
+    check_in_its_own_process(__file__, 4)
 
 
 @alone
@@ -81,32 +81,42 @@ def test_one_key_for_all_tokens_loses_no_digits():
 
 
 @alone
-def test_kernels_of_compute_capability_90(monkeypatch):
-    """Triton's interpreter runs no Gluon. Chunks enough to take every stage again."""
+@pytest.mark.parametrize("k, n", [(1, 2), (2, 4)])
+def test_kernels_of_compute_capability_90(monkeypatch, k, n):
+    """Triton's interpreter runs no Gluon. Chunks enough to take every stage again.
+
+    With four value heads the forward pass is one launch.
+    """
     rng = np.random.default_rng(0)
-    t, n, h, hv = 200, 2, 16, 80
+    t, h, hv = 200, 16, 80
     query, key, value, dout = (
-        jnp.asarray(rng.standard_normal((1, t, k, d)) / d**0.5, jnp.float16)
-        for k, d in ((1, h), (1, h), (n, hv), (n, hv))
+        jnp.asarray(rng.standard_normal((1, t, heads, d)) / d**0.5, jnp.float16)
+        for heads, d in ((k, h), (k, h), (n, hv), (n, hv))
     )
     g = jnp.asarray(-rng.exponential(0.1, (1, t, n)), jnp.float32)
     beta = jnp.asarray(rng.uniform(0, 1, (1, t, n)), jnp.float32)
     g, beta = g.at[:, 40].set(-jnp.inf), beta.at[:, 30].set(0.0)
     state, dstate = rng.standard_normal((2, 1, n, h, hv)).astype(np.float32)
     monkeypatch.setattr(bwd, "num_sms", lambda: 3)  # each has more than one chunk
+    monkeypatch.setattr(fwd, "num_sms", lambda: 17)
     walks = ("hopper_forward_kernel", "hopper_both_ways_kernel")
     kernel, tiles = "hopper_gradients_kernel", [fwd.hopper_tiles]
     by_warps, blocks = "warp_chunk_matrices_kernel", [block_inverse]
     blocks += [warp_chunks, chunk_ends]
+    one = [*blocks, warp_chunk_matrices, *tiles, fwd.hopper_walk]
+    in_one = "hopper_forward_in_one_kernel"
     with (
+        gluon_on_host(fwd.hopper_forward, in_one, imports=one) as forward_on_host,
         gluon_on_host(fwd.hopper_walk, *walks, imports=tiles) as walks_on_host,
         gluon_on_host(bwd.hopper_gradients, kernel, imports=tiles) as gradients_on_host,
         gluon_on_host(warp_chunk_matrices, by_warps, imports=blocks) as chunks_on_host,
         compiling_for(90),
     ):
         monkeypatch.setattr(chunk_matrices, "warp_chunk_matrices", chunks_on_host)
+        monkeypatch.setattr(fwd, "hopper_forward", forward_on_host)
         monkeypatch.setattr(fwd, "hopper_walk", walks_on_host)
         monkeypatch.setattr(bwd, "hopper_gradients", gradients_on_host)
+        assert fwd.in_one(key, value) == (n == 4)
         check([query, key, value, g, beta, state], [dout, dstate])
 
 
@@ -165,6 +175,7 @@ def launches(f, *operands):
         (86, 2, 128, 128),
         *((c, 2, h, h) for c in (80, 90) for h in (64, 128, 256)),
         (90, 1, 48, 80),
+        (90, 4, 128, 128),  # the forward pass in one launch
     ],
 )
 def test_kernels_compile_and_fit(capability, n, h, hv):
@@ -175,6 +186,24 @@ def test_kernels_compile_and_fit(capability, n, h, hv):
         for launch in found:
             assert compiled(launch, capability).asm["cubin"]
             assert launch.shared_bytes <= bridge.max_shared_bytes()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing to interpret")
+def test_few_heads_go_forward_in_one_launch(monkeypatch):
+    monkeypatch.setattr(fwd, "num_sms", lambda: 132)
+
+    def in_one(k, n, b=1, t=100, h=128):
+        return fwd.in_one(spec(b, t, k, h), spec(b, t, n, h))
+
+    with compiling_for(80):
+        assert not in_one(16, 32)
+    with compiling_for(90):
+        assert in_one(16, 32) and in_one(8, 32) and in_one(1, 4, b=8)
+        assert not in_one(16, 32, b=2)  # no multiprocessor is idle
+        assert not in_one(16, 16)  # rows of four key heads do not fit twice
+        assert in_one(16, 16, h=64)
+        assert not in_one(3, 6) and not in_one(16, 32, t=64)
+        assert not in_one(4, 8, h=256)
 
 
 def refusal(*, chunk_size=64, **given):

@@ -1,15 +1,13 @@
 """ends = k^T to_end T of chunk_matrices, by warps with a head each."""
 
-from jaxkern.gpu.triton_call import async_copy, async_load, gl, gluon_jit, mma_v2
+from jaxkern.gpu.triton_call import gl, gluon_jit, mma_v2
 from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     number,
-    places,
     sums_layout,
     zero_block,
 )
 from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
     of_columns,
-    rows_layout,
     store_row,
 )
 
@@ -36,37 +34,26 @@ def in_two_parts(vectors, turned, DTYPE: gl.constexpr):
 
 
 @gluon_jit
-def copy_keys(ptr, first_head, left, P: gl.constexpr):
-    """Starts copies of the chunk's keys to shared memory."""
-    W: gl.constexpr = P.warps
-    L: gl.constexpr = rows_layout(W)
-    TALL: gl.constexpr = P.tall
-    ROOM: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    room = gl.allocate_shared_memory(ptr.dtype.element_ty, [TALL, W, 64, 64], ROOM)
-    warp, row, column = places(W, 64, 64, L)
-    head = (first_head + warp) // P.group
-    at = row.to(gl.int64) * P.row + (head * P.h + column)
-    for part in gl.static_range(TALL):
-        inside = (row < left) & (part * 64 + column < P.h)
-        async_load(room.index(part), ptr + (at + part * 64), inside)
-    async_copy.commit_group()
-    return room
+def left_of_keys(keys, W: gl.constexpr):
+    """16 x 16 numbers as left operand, of the one key head or of each warp's."""
+    L: gl.constexpr = gl.DotOperandLayout(0, sums_layout(W), 2)
+    left = keys.permute([0, 2, 1]).load(L)
+    left, _ = gl.broadcast(left, gl.zeros([W, 16, 16], keys.dtype, L))
+    return left
 
 
 @gluon_jit
 def store_ends(ends_ptr, keys, vectors, turned, P: gl.constexpr):
     """k^T to_end T, turned, from keys in shared memory."""
-    L: gl.constexpr = sums_layout(P.warps)
     TALL: gl.constexpr = P.tall
     high, low = in_two_parts(vectors, turned, keys.dtype)
-    async_copy.wait_group(0)
     for part in gl.static_range(TALL):
         for m in gl.static_range(4):
             sums = (zero_block(P.warps),) * 4
             columns = keys.index(part).slice(16 * m, 16, 2)
             for i in gl.static_range(4):
-                key = columns.slice(16 * i, 16, 1).permute([0, 2, 1])
-                key, more = key.load(gl.DotOperandLayout(0, L, 2)), ()
+                key = left_of_keys(columns.slice(16 * i, 16, 1), P.warps)
+                more = ()
                 for j in gl.static_range(4):
                     total = sums[j]
                     if j <= i:

@@ -155,16 +155,21 @@ def chunk_matrices_kernel(
     tl.store(matrices_ptr + tile, scores.to(matrices_ptr.dtype.element_ty))
 
 
-def warps_of(heads: int) -> int:
-    """Of a program of warp_chunk_matrices.py: neighbours mostly share a key head."""
-    return next(w for w in (WARPS, 2, 1) if heads % w == 0)
+def warps_of(heads: int, group: int, h: int) -> int:
+    """Of a program of warp_chunk_matrices.py: neighbours share a key head, if they can.
+
+    Where they cannot, a program of one warp leaves room for others: rows of a key head
+    of 256 dims take 64 kB.
+    """
+    most = WARPS if h <= 128 or group % WARPS == 0 else 1
+    return next(w for w in (most, 1) if heads % w == 0)
 
 
 def kernel_by_warps(key, g, scale):
     """(kernel, programs of all heads, constants) for compute capability 9.0."""
     b, t, k, h = key.shape
     n = g.shape[2]
-    warps = warps_of(n)
+    warps = warps_of(n, n // k, h)
     known = warp_chunks.Chunks(
         tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=warps
     )
@@ -191,6 +196,14 @@ def kernel_by_programs(key, g, scale):
     return chunk_matrices_kernel, b * n, constants
 
 
+def results_of_chunks(key, heads: int):
+    """What every pass needs of chunks: inverse and scores; vectors."""
+    b, t, _, _ = key.shape
+    shape = b, heads, -(-t // CHUNK)
+    matrices = jax.ShapeDtypeStruct((*shape, 2, CHUNK, CHUNK), key.dtype)
+    return matrices, jax.ShapeDtypeStruct((*shape, 4, CHUNK), jnp.float32)
+
+
 def chunk_matrices(query, key, g, beta, *, scale, backward=False, by_warps=False):
     """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 4 64]`, ends or None).
 
@@ -200,8 +213,7 @@ def chunk_matrices(query, key, g, beta, *, scale, backward=False, by_warps=False
     n, chunks = g.shape[2], -(-t // CHUNK)
     choose = kernel_by_warps if by_warps else kernel_by_programs
     kernel, programs, constants = choose(key, g, scale)
-    matrices = jax.ShapeDtypeStruct((b, n, chunks, 2, CHUNK, CHUNK), key.dtype)
-    vectors = jax.ShapeDtypeStruct((b, n, chunks, 4, CHUNK), jnp.float32)
+    matrices, vectors = results_of_chunks(key, n)
     ends = jax.ShapeDtypeStruct((b, n, chunks, h, CHUNK), key.dtype)
     return sparse_call(
         kernel,

@@ -16,16 +16,25 @@ from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.triton.delta_rule.constants import Constants
-from jaxkern.triton.delta_rule.gated_delta_rule import hopper_tiles, hopper_walk, walk
+from jaxkern.triton.delta_rule.gated_delta_rule import (
+    hopper_forward,
+    hopper_tiles,
+    hopper_walk,
+    walk,
+    warp_chunks,
+)
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_matrices import (
     CHUNK,
     chunk_matrices,
+    results_of_chunks,
 )
 
 LARGEST = 256  # dims of a head
 LONGEST = 65535 * CHUNK  # tokens: a grid has so many programs along its second axis
 MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = hopper_tiles.COLUMNS  # value columns of a program
+MAKING = 4  # value heads that warps make the matrices of together
+BESIDE_ROWS = 32_768  # bytes of shared memory that they need at most beside the rows
 HOPPER_WALKS = True  # those of `hopper_walk`, on compute capability 9.0
 
 
@@ -86,13 +95,14 @@ def walk_of(
 ) -> tuple[Any, dict[str, Any]]:
     """(the kernel of a walk, its constants) for a `shape` without blocks.
 
-    As measured on an H200: the walk written for it is faster where a program has a
-    multiprocessor alone, with three stages forward and with two backward. Where two of
-    Triton's share one it has not been measured forward; backward two do not fit.
+    As measured on an H200 for heads of 128 dims: the walk written for it is faster,
+    with three stages forward and with two backward. Narrower heads have not been
+    measured where two programs of Triton share a multiprocessor forward; backward two
+    do not fit.
     """
     h = shape["H"]
     room = max(16, next_power_of_2(h))
-    alone = backward or programs <= num_sms()
+    alone = backward or h > 64 or programs <= num_sms()
     if hopper() and h <= 128 and alone:
         kernel, stages = hopper_walk.hopper_forward_kernel, 3
         if backward:
@@ -108,10 +118,76 @@ def walk_of(
     }
 
 
+def makers(key, heads: int, scale: float) -> warp_chunks.Chunks:
+    """What four warps make the matrices of together, beside walks."""
+    _, t, k, h = key.shape
+    return warp_chunks.Chunks(
+        tokens=t, heads=heads, group=heads // k, h=h, scale=scale, warps=MAKING
+    )
+
+
+def in_one(key, value) -> bool:
+    """Whether walks leave so many multiprocessors idle that one launch does all.
+
+    As measured on an H200, the others keep up with as many walks as there are of them.
+    """
+    b, t, _, h = key.shape
+    n, hv = value.shape[2:]
+    walks = -(-hv // COLUMNS) * b * n
+    if not hopper() or max(h, hv) > 128 or n % MAKING or t <= CHUNK:
+        return False
+    rows = 2 * hopper_forward.GROUPS * makers(key, n, 1.0).bytes_of_rows
+    fits = rows + BESIDE_ROWS <= bridge.max_shared_bytes()
+    return fits and walks <= num_sms() - walks
+
+
+def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
+    b, t, k, h = key.shape
+    n, hv = value.shape[2:]
+    walks, chunks = -(-hv // COLUMNS) * b * n, -(-t // CHUNK)
+    shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
+    kept = jnp.float32 if initial_state is None else initial_state.dtype
+    ready = jax.ShapeDtypeStruct((b, n, chunks), jnp.int32)
+    matrices, vectors = results_of_chunks(key, n)
+    out, final, *_ = sparse_call(
+        hopper_forward.hopper_forward_in_one_kernel,
+        (num_sms(),),
+        {
+            "query_ptr": query,
+            "key_ptr": key,
+            "value_ptr": value,
+            "g_ptr": g,
+            "beta_ptr": beta,
+            "initial_ptr": initial_state,
+            "ready_ptr": jnp.zeros(ready.shape, ready.dtype),
+        },
+        {
+            "out_ptr": jax.ShapeDtypeStruct(value.shape, value.dtype),
+            "final_ptr": jax.ShapeDtypeStruct((b, n, h, hv), kept),
+            "matrices_ptr": matrices,
+            "vectors_ptr": vectors,
+            "was_ready_ptr": ready,
+        },
+        {
+            "M": makers(key, n, scale),
+            "P": hopper_shape(shape, stages=3),
+            "ROWS": b * n,
+            "MAKERS": num_sms() - walks,
+            "num_warps": 4,
+            "num_stages": 1,
+        },
+        in_place={"ready_ptr": "was_ready_ptr"},
+    )
+    return out, final
+
+
 def gated_delta_rule(
     query, key, value, g, beta, initial_state, *, scale, chunk_size
 ) -> tuple[jax.Array | None, ...]:
     del chunk_size  # the same function up to rounding
+    given = query, key, value, g, beta, initial_state
+    if in_one(key, value):
+        return forward_in_one(*given, scale=scale)
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
     matrices, vectors, _ = chunk_matrices(

@@ -30,6 +30,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     room_for,
     room_for_vectors,
     store_rows,
+    tokens_left,
     wait_for_copies,
     wait_for_room,
     will_come,
@@ -52,9 +53,15 @@ def rows_layout(columns):
 
 
 @constexpr_function
-def line_layout(warps):
-    """Of numbers that are summed along the tokens."""
-    return gl.BlockedLayout([1], [32], [warps], [0])
+def line_layout(size, warps):
+    """Of numbers in a line: each warp has all of them."""
+    return gl.BlockedLayout([size // 32], [32], [warps], [0])
+
+
+@constexpr_function
+def halves_layout(warps):
+    """Of two such lines of 64."""
+    return gl.BlockedLayout([2, 2], [1, 32], [warps, 1], [1, 0])
 
 
 @gluon_jit
@@ -93,7 +100,7 @@ def of_step(step, P: gl.constexpr):
     token = b * P.tokens + chunk * 64
     keys = (token * P.key_heads + place % P.key_heads) * P.h
     at_chunk = (b * P.heads + head) * P.chunks + chunk
-    return P.tokens - chunk * 64, keys, token * P.heads + head, at_chunk
+    return tokens_left(chunk, P), keys, token * P.heads + head, at_chunk
 
 
 @gluon_jit
@@ -107,14 +114,19 @@ def copy_steps(pointers, buffers, rings, steps, P: gl.constexpr):
     query_ptr, key_ptr, written_ptr, vectors_ptr, dout_ptr = pointers[:5]
     dr_ptr, states_ptr, dstates_ptr = pointers[5:]
     queries, keys, ds, vectors, douts, drs, states, dstates = buffers
-    kept, first, last = rings
+    shared, kept, first, last = rings
     for step in range(steps):
         left, at_keys, at_tokens, at_chunk = of_step(step, P)
         at_values = at_tokens * P.hv
+        if step % P.group == 0:
+            turn = step // P.group
+            slot = turn % 2
+            wait_for_room(shared, turn)
+            copy_rows(queries.index(slot), query_ptr + at_keys, left, 0, P.keys, P.h)
+            copy_rows(keys.index(slot), key_ptr + at_keys, left, 0, P.keys, P.h)
+            will_come(shared, turn)
         slot = step % 2
         wait_for_room(kept, step)
-        copy_rows(queries.index(slot), query_ptr + at_keys, left, 0, P.keys, P.h)
-        copy_rows(keys.index(slot), key_ptr + at_keys, left, 0, P.keys, P.h)
         rows = written_ptr + at_values
         copy_rows(ds.index(slot), rows, left, 0, P.values, P.hv)
         copy_vectors(vectors.index(slot), vectors_ptr + at_chunk * (4 * 64))
@@ -135,149 +147,204 @@ def one_sum(x, y):
 
 
 @gluon_jit
-def two_sums(a, b, x, y):
-    return a + x, b + y
-
-
-@gluon_jit
-def row_sums(x, y):
-    """Of two products, whatever their columns."""
-    x, y = gl.reduce((x, y), 1, two_sums)
-    return gl.convert_layout(x, rows_layout(64)), gl.convert_layout(y, rows_layout(64))
-
-
-@gluon_jit
-def of_pairs(dqk, dkk, qk, kk, total, earlier, beta, P: gl.constexpr):
-    """(dqk, W, by pairs what they add to the sums of g and, by rows, to dbeta)."""
+def decayed_pairs(decays):
+    """(exp of the sums of g between two tokens, 1 above the diagonal; row; column)."""
     L: gl.constexpr = sums_layout(64)
     row = gl.arange(0, 64, rows_layout(64))[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
-    beta = beta[:, None]
-    between = gl.exp(gl.where(row >= column, total[:, None] - earlier, 0.0))
-    dqk = gl.where(row >= column, P.scale * between * dqk, 0.0)
-    strong = is_strong(beta)
-    on_written = gl.where(row == column, dkk, 0.0) / gl.where(strong, beta, 1.0)
-    dkk = gl.where(row > column, -between * dkk, 0.0)
-    weighted = beta * dkk
-    pairs = dqk * qk + weighted * kk
-    return dqk, weighted, pairs, gl.where(strong, on_written, dkk * kk)
+    total = decays.slice(3 * 64, 64)
+    later = total.load(rows_layout(64))[:, None]
+    earlier = total.load(gl.SliceLayout(0, L))[None, :]
+    return gl.exp(gl.where(row >= column, later - earlier, 0.0)), row, column
 
 
 @gluon_jit
-def gradient_of_value(drs, beta, value_ptr, dvalue_ptr, left, P: gl.constexpr):
-    """Leaves dv = beta dr; returns dr . v of each token, if one is weak."""
+def of_pairs(dqk, dkk, decays, P: gl.constexpr):
+    """(dqk, W)."""
+    between, row, column = decayed_pairs(decays)
+    beta = decays.slice(2 * 64, 64).load(rows_layout(64))[:, None]
+    dqk = gl.where(row >= column, P.scale * between * dqk, 0.0)
+    return dqk, gl.where(row > column, -beta * between * dkk, 0.0)
+
+
+@gluon_jit
+def gradient_of_value(drs, d, decays, to_written, dvalue_ptr, left, P: gl.constexpr):
+    """Leaves dv = beta dr, and dr . d of each token."""
+    SHAPE: gl.constexpr = [32, drs.shape[1]]
+    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
+    for i in gl.static_range(2):
+        rows = dvalue_ptr + 32 * i * P.values
+        at, inside = places(rows, left - 32 * i, 0, P.values, P.hv, SHAPE)
+        dr = drs.slice(32 * i, 32).load(L).to(gl.float32)
+        beta = decays.slice(2 * 64 + 32 * i, 32).load(gl.SliceLayout(1, L))
+        gl.store(at, (beta[:, None] * dr).to(dvalue_ptr.dtype.element_ty), inside)
+        written = d.slice(32 * i, 32).load(L).to(gl.float32)
+        to_written[i].store(gl.sum(dr * written, 1))
+
+
+@gluon_jit
+def values_seen(drs, value_ptr, left, P: gl.constexpr):
+    """dr . v of each token."""
     SHAPE: gl.constexpr = drs.shape
     L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
-    at, inside = places(left, 0, P.values, P.hv, SHAPE)
-    dr = drs.load(L).to(gl.float32)
-    widened = gl.convert_layout(beta, gl.SliceLayout(1, L))[:, None]
-    dvalue = (widened * dr).to(dvalue_ptr.dtype.element_ty)
-    gl.store(dvalue_ptr + at, dvalue, inside)
-    on_value = gl.zeros([64], gl.float32, gl.SliceLayout(1, L))
-    if gl.sum(gl.where(is_strong(beta), 0, 1), 0) > 0:
-        value = gl.load(value_ptr + at, inside, 0.0).to(gl.float32)
-        on_value = gl.sum(dr * value, 1)
+    at, inside = places(value_ptr, left, 0, P.values, P.hv, SHAPE)
+    value = gl.load(at, inside, 0.0).to(gl.float32)
+    on_value = gl.sum(drs.load(L).to(gl.float32) * value, 1)
     return gl.convert_layout(on_value, rows_layout(64))
 
 
 @gluon_jit
+def gradient_of_weak(
+    k, d, drs, states, decays, value_ptr, dbeta_ptr, left, P: gl.constexpr
+):
+    """Leaves dbeta of tokens whose d has too few digits, if there is one."""
+    R: gl.constexpr = P.room
+    each = decays.slice(2 * 64, 64).load(line_layout(64, gl.num_warps()))
+    if gl.sum(gl.where(is_strong(each), 0, 1), 0) > 0:
+        dkk = product(drs, d.permute([1, 0]), 64)
+        kk = product(k, k.permute([1, 0]), 64)
+        erased = product(drs, states, R)
+        dkk, kk, erased = warpgroup_mma_wait(0, deps=[dkk, kk, erased])
+        between, row, column = decayed_pairs(decays)
+        dbeta = gl.sum(gl.where(row > column, -between * dkk * kk, 0.0), 1)
+        from_start = decays.slice(0, 64).load(rows_layout(R))[:, None]
+        erased *= from_start * k.load(sums_layout(R)).to(gl.float32)
+        dbeta -= gl.convert_layout(gl.sum(erased, 1), rows_layout(64))
+        dbeta += values_seen(drs, value_ptr, left, P)
+        token = gl.arange(0, 64, rows_layout(64))
+        weak = is_strong(decays.slice(2 * 64, 64).load(rows_layout(64))) == 0
+        gl.store(dbeta_ptr + token * P.heads, dbeta, weak & (token < left))
+
+
+@gluon_jit
 def across(states, dstates):
-    """<S, D>, some rows at a time."""
+    """<S, D>, in 32 parts."""
     ROWS: gl.constexpr = states.shape[0]
     L: gl.constexpr = copies_layout(states.shape[1], gl.num_warps())
-    sums = gl.zeros([32], gl.float32, gl.SliceLayout(1, L))
+    COLUMNS: gl.constexpr = states.shape[1]
+    sums = gl.zeros([32, COLUMNS], gl.float32, L)
     for i in gl.static_range(ROWS // 32):
         before = states.slice(32 * i, 32).load(L).to(gl.float32)
-        after = dstates.slice(32 * i, 32).load(L).to(gl.float32)
-        sums += gl.sum(before * after, 1)
-    return gl.sum(sums, 0)
+        sums += before * dstates.slice(32 * i, 32).load(L).to(gl.float32)
+    return gl.sum(sums, 1)
+
+
+@gluon_jit
+def row_sums(to, x):
+    """Leaves the sums of rows in two parts, those of the two halves of the warps."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    to.permute([1, 0]).store(gl.sum(gl.reshape(x, [ROWS, 2, COLUMNS // 2]), 2))
+
+
+@gluon_jit
+def both_halves(sums):
+    """What `row_sums` left, added: each warp has all rows."""
+    L: gl.constexpr = line_layout(64, gl.num_warps())
+    x = gl.sum(sums.load(halves_layout(gl.num_warps())), 0)
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon_jit
+def gradients_of_gates(
+    dg_ptr, dbeta_ptr, sums, written, parts, decays, left, P: gl.constexpr
+):
+    """Leaves dg: what decays with token l, and all that goes on beyond the chunk.
+
+    Of strong tokens dbeta too, dr . d / beta.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = line_layout(64, WARPS)
+    beyond = gl.sum(both_halves(sums.index(1)), 0)
+    whole = decays.slice(63, 1).load(line_layout(32, WARPS))
+    beyond += gl.sum(whole * parts.load(line_layout(32, WARPS)), 0)
+    later = both_halves(sums.index(0))
+    dg = gl.associative_scan(later, 0, one_sum, reverse=True) + beyond
+    token = gl.arange(0, 64, L)
+    gl.store(dg_ptr + token * P.heads, dg, token < left)
+    for i in gl.static_range(2):
+        beta = decays.slice(2 * 64 + 32 * i, 32).load(line_layout(32, WARPS))
+        strong = is_strong(beta)
+        dbeta = written[i].load(line_layout(32, WARPS)) / gl.where(strong, beta, 1.0)
+        token = 32 * i + gl.arange(0, 32, line_layout(32, WARPS))
+        gl.store(dbeta_ptr + token * P.heads, dbeta, strong & (token < left))
 
 
 @gluon_jit
 def gradients(results, buffers, tiles, rings, steps, P: gl.constexpr):
     value_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dg_ptr, dbeta_ptr = results
     queries, keys, ds, vectors, douts, drs, states, dstates = buffers
-    dqk_tile, w_tile = tiles
-    kept, first, last = rings
+    dqk_tile, w_tile, sums, written, parts = tiles
+    shared, kept, first, last = rings
     dtype: gl.constexpr = dkey_ptr.dtype.element_ty
     R: gl.constexpr = P.room
-    L: gl.constexpr = rows_layout(64)
-    EARLIER: gl.constexpr = gl.SliceLayout(0, sums_layout(64))
-    LINE: gl.constexpr = line_layout(gl.num_warps())
-    token, line = gl.arange(0, 64, L), gl.arange(0, 64, LINE)
+    L: gl.constexpr = rows_layout(R)
     dquery = gl.zeros([64, R], gl.float32, sums_layout(R))
     dkey = gl.zeros([64, R], gl.float32, sums_layout(R))
     for step in range(steps):
-        slot = step % 2
         left, at_keys, at_tokens, _ = of_step(step, P)
-        q, k, d = queries.index(slot), keys.index(slot), ds.index(slot)
-        decays = vectors.index(slot)
+        at_values = at_tokens * P.hv
+        turn = step // P.group
+        q, k, d = queries.index(turn % 2), keys.index(turn % 2), ds.index(step % 2)
+        decays = vectors.index(step % 2)
+        wait_for_copies(shared, turn)
         wait_for_copies(kept, step)
-        beta = decays.slice(2 * 64, 64).load(L)
-        total = decays.slice(3 * 64, 64).load(L)
-        earlier = decays.slice(3 * 64, 64).load(EARLIER)[None, :]
-        qk = product(q, k.permute([1, 0]), 64)
-        kk = product(k, k.permute([1, 0]), 64)
         wait_for_copies(first, step)
+        to_beta = dbeta_ptr + at_tokens
+        gradient_of_weak(
+            k, d, drs, states, decays, value_ptr + at_values, to_beta, left, P
+        )
         dqk = product(douts, d.permute([1, 0]), 64)
         dkk = product(drs, d.permute([1, 0]), 64)
-        dqk, dkk, qk, kk = warpgroup_mma_wait(0, deps=[dqk, dkk, qk, kk])
-        dqk, weighted, pairs, on_beta = of_pairs(
-            dqk, dkk, qk, kk, total, earlier, beta, P
-        )
+        read = product(douts, states, R)
+        erased = product(drs, states, R)
+        gradient_of_value(drs, d, decays, written, dvalue_ptr + at_values, left, P)
+        dqk, dkk = warpgroup_mma_wait(2, deps=[dqk, dkk])
+        dqk, weighted = of_pairs(dqk, dkk, decays, P)
         dqk_tile.store(dqk.to(dtype))
         w_tile.store(weighted.to(dtype))
         fence_async_shared()
         barrier()
-        at_values = at_tokens * P.hv
-        on_value = gradient_of_value(
-            drs, beta, value_ptr + at_values, dvalue_ptr + at_values, left, P
-        )
-        later, dbeta = row_sums(pairs, on_beta)
-        later -= gl.convert_layout(gl.sum(pairs, 0), L)
         wait_for_copies(last, step)
-        at_end = gl.sum(decays.slice(63, 1).load(L), 0) * across(states, dstates)
-        read = product(douts, states, R)
-        erased = product(drs, states, R)
-        read, erased = warpgroup_mma_wait(0, deps=[read, erased])
+        stored = product(d, dstates, R)
+        parts.store(across(states, dstates))
+        read, erased = warpgroup_mma_wait(1, deps=[read, erased])
         # all have read dout, dr and S
         all_was_read(first, step)
-        stored = product(d, dstates, R)
-        fresh = step % P.group == 0
-        from_start = decays.slice(0, 64).load(rows_layout(R))[:, None]
-        read *= P.scale * from_start
-        erased *= from_start
-        query = q.load(sums_layout(R)).to(gl.float32)
-        key = k.load(sums_layout(R)).to(gl.float32)
-        on_query, on_key = row_sums(read * query, erased * key)
-        dquery = read + gl.where(fresh, 0.0, dquery)
-        dkey = gl.where(fresh, 0.0, dkey) - beside(beta, R) * erased
-        dquery = added(dquery, dqk_tile, k)
-        dkey = added(dkey, w_tile, k)
-        dkey = added(dkey, w_tile.permute([1, 0]), k)
-        dkey = added(dkey, dqk_tile.permute([1, 0]), q)
-        stored = warpgroup_mma_wait(4, deps=[stored])
-        stored *= decays.slice(64, 64).load(rows_layout(R))[:, None]
-        key = k.load(sums_layout(R)).to(gl.float32)
-        to_state = gl.convert_layout(gl.sum(stored * key, 1), L)
-        later += on_query - beta * on_key - to_state
-        dbeta += gl.where(is_strong(beta), 0.0, on_value - on_key)
-        gl.store(dbeta_ptr + (at_tokens + token * P.heads), dbeta, token < left)
-        later = gl.convert_layout(later, LINE)
-        dg = gl.associative_scan(later, 0, one_sum, reverse=True)
-        dg += gl.sum(to_state, 0) + at_end
-        gl.store(dg_ptr + (at_tokens + line * P.heads), dg, line < left)
-        dquery, dkey = warpgroup_mma_wait(0, deps=[dquery, dkey])
-        dkey += stored
-        # all products are done
+        from_start = decays.slice(0, 64).load(L)
+        read *= (P.scale * from_start)[:, None]
+        erased *= (-from_start * decays.slice(2 * 64, 64).load(L))[:, None]
+        read = added(read, dqk_tile, k)
+        erased = added(erased, w_tile, k)
+        stored = warpgroup_mma_wait(2, deps=[stored])
         all_was_read(last, step)
+        stored *= decays.slice(64, 64).load(L)[:, None]
+        row_sums(sums.index(1), stored * k.load(sums_layout(R)).to(gl.float32))
+        stored = added(stored, w_tile.permute([1, 0]), k)
+        stored = added(stored, dqk_tile.permute([1, 0]), q)
+        read, erased = warpgroup_mma_wait(2, deps=[read, erased])
+        of_tokens = read * q.load(sums_layout(R)).to(gl.float32)
+        stored = warpgroup_mma_wait(0, deps=[stored])
+        of_tokens += (erased - stored) * k.load(sums_layout(R)).to(gl.float32)
+        row_sums(sums.index(0), of_tokens)
+        if P.group > 1:
+            fresh = step % P.group == 0
+            dquery = read + gl.where(fresh, 0.0, dquery)
+            dkey = erased + stored + gl.where(fresh, 0.0, dkey)
+        else:
+            dquery, dkey = read, erased + stored
+        # all products are done, and the sums of all warps are there
+        barrier()
+        to_decays = dg_ptr + at_tokens
+        gradients_of_gates(to_decays, to_beta, sums, written, parts, decays, left, P)
+        all_was_read(kept, step)
         if step % P.group == P.group - 1:
             q.store(dquery.to(dtype))
             k.store(dkey.to(dtype))
             barrier()
             store_rows(dquery_ptr + at_keys, q, left, 0, P.keys, P.h)
             store_rows(dkey_ptr + at_keys, k, left, 0, P.keys, P.h)
-        all_was_read(kept, step)
+            all_was_read(shared, turn)
 
 
 @gluon_jit
@@ -308,8 +375,17 @@ def hopper_gradients_kernel(
     vectors = room_for_vectors(2)
     douts, drs = room_for(dtype, [64, V]), room_for(dtype, [64, V])
     states, dstates = room_for(dtype, [V, R]), room_for(dtype, [V, R])
-    tiles = room_for(dtype, [64, 64]), room_for(dtype, [64, 64])
-    rings = ring(2), ring(1), ring(1)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    TWO: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [2, 2, 64], TWO)
+    parts = gl.allocate_shared_memory(gl.float32, [32], PLAIN)
+    written = (
+        gl.allocate_shared_memory(gl.float32, [32], PLAIN),
+        gl.allocate_shared_memory(gl.float32, [32], PLAIN),
+    )
+    dqk_tile, w_tile = room_for(dtype, [64, 64]), room_for(dtype, [64, 64])
+    tiles = dqk_tile, w_tile, sums, written, parts
+    rings = ring(2), ring(2), ring(1), ring(1)
     programs = gl.num_programs(0)
     chunks = BATCH * P.chunks * P.key_heads - gl.program_id(0)
     steps = (chunks + programs - 1) // programs * P.group

@@ -69,25 +69,65 @@ def copies_layout(room, warps):
     return gl.BlockedLayout([1, 8], [256 // room, room // 8], [warps, 1], [1, 0])
 
 
+@constexpr_function
+def along(layout, dim):
+    """Of one of three dims."""
+    first, last = [i for i in range(3) if i != dim]
+    return gl.SliceLayout(first, gl.SliceLayout(last, layout))
+
+
+@constexpr_function
+def passes_layout(rows, room, warps):
+    """The same by number of the copy, row of it and column."""
+    passes = rows // (256 // room * warps)
+    threads = [1, 256 // room, room // 8]
+    return gl.BlockedLayout([passes, 1, 8], threads, [1, warps, 1], [2, 1, 0])
+
+
+@constexpr_function
+def rows_together(room, warps):
+    """Rows that one such copy of all warps has."""
+    return 256 // room * warps
+
+
+@gluon_jit
+def tokens_left(chunk, P: gl.constexpr):
+    """From a chunk on; a constant where all are whole, so that masks fall away."""
+    if P.tokens % 64 == 0:
+        return 64
+    else:
+        return P.tokens - chunk * 64
+
+
 @gluon_jit
 def places(
+    ptr,
     rows_left,
     first_column,
     STRIDE: gl.constexpr,
     WIDTH: gl.constexpr,
     SHAPE: gl.constexpr,
 ):
-    """Where rows of some columns lie, and which are in the array.
+    """Pointers to rows of some columns, and which are in the array.
 
-    In 64 bits: neighbouring rows are then one address and constants.
+    A thread's rows are one address and constants: addresses of their own would spill.
     """
-    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
-    row = gl.arange(0, SHAPE[0], gl.SliceLayout(1, L))[:, None]
-    column = gl.arange(0, SHAPE[1], gl.SliceLayout(0, L))[None, :]
-    inside = row < rows_left
+    WARPS: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = copies_layout(SHAPE[1], WARPS)
+    PASSES: gl.constexpr = passes_layout(SHAPE[0], SHAPE[1], WARPS)
+    ROWS: gl.constexpr = rows_together(SHAPE[1], WARPS)
+    pass_ = gl.arange(0, SHAPE[0] // ROWS, along(PASSES, 0))[:, None, None]
+    row = gl.arange(0, ROWS, along(PASSES, 1))[None, :, None]
+    column = gl.arange(0, SHAPE[1], along(PASSES, 2))[None, None, :]
+    at = ptr + (first_column + (row.to(gl.int64) * STRIDE + column))
+    at = gl.reshape(at + pass_ * (ROWS * STRIDE), [SHAPE[0], SHAPE[1]])
+    inside = gl.arange(0, SHAPE[0], gl.SliceLayout(1, L))[:, None] < rows_left
     if WIDTH % SHAPE[1] != 0:
-        inside = inside & (first_column + column < WIDTH)
-    return first_column + (row.to(gl.int64) * STRIDE + column), inside
+        column = first_column + gl.arange(0, SHAPE[1], gl.SliceLayout(0, L))[None, :]
+        inside = inside & (column < WIDTH)
+    # what Triton forgets: eight numbers lie side by side, on 16 bytes
+    at = gl.multiple_of(gl.max_contiguous(at, [1, 8]), [1, 16])
+    return gl.convert_layout(at, L, assert_trivial=True), inside
 
 
 @gluon_jit
@@ -96,8 +136,8 @@ def copy_rows(
 ):
     """Starts a copy to shared memory; zeros beyond the last row or column."""
     SHAPE: gl.constexpr = to.shape
-    at, inside = places(rows_left, first_column, STRIDE, WIDTH, SHAPE)
-    async_load(to, ptr + at, inside)
+    at, inside = places(ptr, rows_left, first_column, STRIDE, WIDTH, SHAPE)
+    async_load(to, at, inside)
 
 
 @gluon_jit
@@ -105,8 +145,8 @@ def store_rows(
     ptr, tile, rows_left, first_column, STRIDE: gl.constexpr, WIDTH: gl.constexpr
 ):
     SHAPE: gl.constexpr = tile.shape
-    at, inside = places(rows_left, first_column, STRIDE, WIDTH, SHAPE)
-    gl.store(ptr + at, tile.load(copies_layout(SHAPE[1], gl.num_warps())), inside)
+    at, inside = places(ptr, rows_left, first_column, STRIDE, WIDTH, SHAPE)
+    gl.store(at, tile.load(copies_layout(SHAPE[1], gl.num_warps())), inside)
 
 
 @gluon_jit

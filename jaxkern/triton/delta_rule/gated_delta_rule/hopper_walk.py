@@ -26,10 +26,12 @@ from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     room_for,
     room_for_vectors,
     store_rows,
+    tokens_left,
     wait_for_copies,
     wait_for_room,
     will_come,
 )
+from jaxkern.triton.delta_rule.gated_delta_rule.ready_chunks import wait_until_ready
 
 
 @constexpr_function
@@ -60,7 +62,7 @@ def copy_chunk(
     chunk, slot, first_column, pointers, buffers, WALK: gl.constexpr, P: gl.constexpr
 ):
     """Starts the copies of a chunk."""
-    left = P.tokens - chunk * 64
+    left = tokens_left(chunk, P)
     first = gl.to_tensor(chunk).to(gl.int64) * 64
     keys, queries, values, matrices, vectors, ends = pointers
     to_keys, to_queries, to_values, to_inverses, to_scores, to_vectors, to_ends = (
@@ -84,12 +86,24 @@ def copy_chunk(
 
 @gluon_jit
 def copy_chunks(
-    pointers, buffers, bars, first_column, WALK: gl.constexpr, P: gl.constexpr
+    pointers,
+    ready_ptr,
+    buffers,
+    bars,
+    first_column,
+    WALK: gl.constexpr,
+    P: gl.constexpr,
 ):
-    """What four warps beside a walk do: copy as soon as there is room."""
+    """What four warps beside a walk do: copy as soon as there is room.
+
+    With `ready_ptr`, also as soon as the chunk's matrices are there (ready_chunks.py).
+    """
     for step in range(P.chunks):
         wait_for_room(bars, step)
         chunk = P.chunks - 1 - step if WALK == "back" else step
+        if ready_ptr is not None:
+            if step % 16 == 0:
+                wait_until_ready(ready_ptr, chunk, 16, P.chunks)
         slot = step % P.stages
         copy_chunk(chunk, slot, first_column, pointers, buffers, WALK, P)
         will_come(bars, step)
@@ -181,7 +195,7 @@ def walk_forward(
         out = P.scale * from_start * read + within
         tile.permute([1, 0]).store(out.to(dtype))
         rows = out_ptr + gl.to_tensor(chunk).to(gl.int64) * (64 * P.values)
-        left = P.tokens - chunk * 64
+        left = tokens_left(chunk, P)
         store_rows(rows, tile, left, first_column, P.values, P.hv)
         state, stored = warpgroup_mma_wait(0, deps=[state, stored])
         all_was_read(bars, chunk)
@@ -219,7 +233,7 @@ def walk_states(
         stored = left_of((to_end * d).to(dtype), P.room)
         state = warpgroup_mma(stored, key, state, is_async=True)
         tile.permute([1, 0]).store(d.to(dtype))
-        left = P.tokens - chunk * 64
+        left = tokens_left(chunk, P)
         rows = written_ptr + first * (64 * P.values)
         store_rows(rows, tile, left, first_column, P.values, P.hv)
         state, stored = warpgroup_mma_wait(0, deps=[state, stored])
@@ -257,7 +271,7 @@ def walk_backward(buffers, bars, dstate, first_column, results, place, P: gl.con
         erased = left_of((-from_start * beta * dr).to(dtype), P.room)
         dstate = warpgroup_mma(erased, keys.index(slot), dstate, is_async=True)
         tile.permute([1, 0]).store(dr.to(dtype))
-        left = P.tokens - (P.chunks - 1 - step) * 64
+        left = tokens_left(P.chunks - 1 - step, P)
         rows = dr_ptr + first * (64 * P.values)
         store_rows(rows, tile, left, first_column, P.values, P.hv)
         dstate, read, erased = warpgroup_mma_wait(0, deps=[dstate, read, erased])
@@ -266,12 +280,22 @@ def walk_backward(buffers, bars, dstate, first_column, results, place, P: gl.con
 
 
 @gluon_jit
-def forward(pointers, initial_ptr, out_ptr, final_ptr, P: gl.constexpr):
+def forward(
+    pointers,
+    initial_ptr,
+    ready_ptr,
+    out_ptr,
+    final_ptr,
+    program,
+    P: gl.constexpr,
+):
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     S: gl.constexpr = P.stages
     R: gl.constexpr = P.room
-    first_column = gl.program_id(0) % P.blocks * 64
-    pointers, place, row = at_head(pointers, gl.program_id(0) // P.blocks, P)
+    first_column = program % P.blocks * 64
+    pointers, place, row = at_head(pointers, program // P.blocks, P)
+    if ready_ptr is not None:
+        ready_ptr += place * P.chunks
     keys = room_for(dtype, [S, 64, R])
     queries = room_for(dtype, [S, 64, R])
     values = room_for(dtype, [S, 64, 64])
@@ -290,7 +314,7 @@ def forward(pointers, initial_ptr, out_ptr, final_ptr, P: gl.constexpr):
                 walk_forward,
                 (read, bars, state, first_column, out_ptr, final_ptr, place, P),
             ),
-            (copy_chunks, (pointers, filled, bars, first_column, "out", P)),
+            (copy_chunks, (pointers, ready_ptr, filled, bars, first_column, "out", P)),
         ],
         [4],
         [96],
@@ -321,7 +345,7 @@ def forth(pointers, initial_ptr, states_ptr, written_ptr, program, P: gl.constex
                 walk_states,
                 (read, bars, state, first_column, states_ptr, written_ptr, P),
             ),
-            (copy_chunks, (pointers, filled, bars, first_column, "states", P)),
+            (copy_chunks, (pointers, None, filled, bars, first_column, "states", P)),
         ],
         [4],
         [96],
@@ -353,7 +377,7 @@ def back(
     warp_specialize(
         [
             (walk_backward, (read, bars, dstate, first_column, results, place, P)),
-            (copy_chunks, (pointers, filled, bars, first_column, "back", P)),
+            (copy_chunks, (pointers, None, filled, bars, first_column, "back", P)),
         ],
         [4],
         [96],
@@ -373,7 +397,7 @@ def hopper_forward_kernel(
     P: gl.constexpr,
 ):
     pointers = (key_ptr, query_ptr, value_ptr, matrices_ptr, vectors_ptr, key_ptr)
-    forward(pointers, initial_ptr, out_ptr, final_ptr, P)
+    forward(pointers, initial_ptr, None, out_ptr, final_ptr, gl.program_id(0), P)
 
 
 @gluon_jit

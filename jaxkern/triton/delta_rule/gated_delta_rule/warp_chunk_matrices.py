@@ -2,11 +2,11 @@
 
 A chunk's matrices are blocks of 16 x 16, those on and below the diagonal, in registers
 of one warp. From the sums of keys to the last product no number leaves its lane
-(block_products.py): warps wait for loads, not for one another. -P waits for T in shared
-memory, so that neither it nor what the keys give is loaded or computed again.
+(block_products.py): warps wait for their copies, not for one another. T comes first and
+stays, turned; of P there is a row of blocks at a time.
 """
 
-from jaxkern.gpu.triton_call import gl, gluon_jit
+from jaxkern.gpu.triton_call import async_copy, gl, gluon_jit
 from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     number,
     places,
@@ -19,13 +19,11 @@ from jaxkern.triton.delta_rule.gated_delta_rule.block_products import (
     subtract_product,
     subtract_product_of_words,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule.chunk_ends import (
-    copy_keys,
-    store_ends,
-)
+from jaxkern.triton.delta_rule.gated_delta_rule.chunk_ends import store_ends
 from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
     chunk_vectors,
-    first_words,
+    copy_heads,
+    in_words,
     load_gates,
     load_words,
     of_columns,
@@ -33,6 +31,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
     of_rows,
     store_row,
 )
+from jaxkern.triton.quant.fragments import barrier
 
 
 @gluon_jit
@@ -59,41 +58,37 @@ def decayed(sums, factor, vectors, ROW: gl.constexpr, DIAGONAL: gl.constexpr):
 
 
 @gluon_jit
-def negative_gram(later, earlier, left, DTYPE: gl.constexpr, P: gl.constexpr):
-    """Blocks of -later earlier^T, in rows."""
+def negative_gram(keys, DTYPE: gl.constexpr, P: gl.constexpr):
+    """Blocks of -k k^T."""
     STEPS: gl.constexpr = P.steps
     sums = (zero_block(P.warps),) * 10
     for step in gl.static_range(STEPS):
-        columns, more = (), ()
+        rows, more = (), ()
         for j in gl.static_range(4):
-            columns += (load_words(earlier, j, step, left, P),)
+            rows += (load_words(keys, j, step, P),)
         for i in gl.static_range(4):
-            row = columns[i]
-            if later is not None:
-                row = load_words(later, i, step, left, P)
             for j in gl.static_range(i + 1):
                 before = sums[number(i, j)]
-                before = subtract_product_of_words(row, columns[j], before, DTYPE)
+                before = subtract_product_of_words(rows[i], rows[j], before, DTYPE)
                 more += (before,)
         sums = more
     return sums
 
 
 @gluon_jit
-def negative_scores(sums, vectors, P: gl.constexpr):
-    """Blocks of -P, in shared memory until T is known.
-
-    Each has a room of its own: between stores to one, Triton has all warps wait.
-    """
-    W: gl.constexpr = P.warps
-    ROOM: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [2, 1, 0])
-    rooms = ()
-    for i in gl.static_range(4):
-        row = decayed(row_of(sums, i), P.scale, vectors, i, True)
-        for j in gl.static_range(i + 1):
-            room = gl.allocate_shared_memory(gl.float32, [W, 16, 16], ROOM, row[j])
-            rooms += (room,)
-    return rooms
+def row_of_scores(
+    queries, keys, vectors, ROW: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr
+):
+    """Blocks (ROW, j) of -P."""
+    STEPS: gl.constexpr = P.steps
+    sums = (zero_block(P.warps),) * (ROW + 1)
+    for step in gl.static_range(STEPS):
+        row, more = load_words(queries, ROW, step, P), ()
+        for j in gl.static_range(ROW + 1):
+            column = load_words(keys, j, step, P)
+            more += (subtract_product_of_words(row, column, sums[j], DTYPE),)
+        sums = more
+    return decayed(sums, P.scale, vectors, ROW, True)
 
 
 @gluon_jit
@@ -114,18 +109,47 @@ def negative_a(sums, vectors):
 
 
 @gluon_jit
-def row_of_product(scores, turned, ROW: gl.constexpr):
-    """Blocks (ROW, j) of P T."""
-    L: gl.constexpr = sums_layout(scores[0].shape[0])
-    row, results = (), ()
-    for m in gl.static_range(ROW + 1):
-        row += (scores[number(ROW, m)].load(L),)
+def row_of_product(row, turned, ROW: gl.constexpr):
+    """Blocks (ROW, j) of P T, of those of -P."""
+    results = ()
     for j in gl.static_range(ROW + 1):
         result = negative_product(row[ROW], turned[number(ROW, j)])
         for m in gl.static_range(j, ROW):
             result = subtract_product(row[m], turned[number(m, j)], result)
         results += (result,)
     return results
+
+
+@gluon_jit
+def matrices_of_chunk(operands, results, first, chunk, P: gl.constexpr):
+    """Of P.warps value heads, from number `first` of all sequences on."""
+    query_ptr, key_ptr, g_ptr, beta_ptr = operands
+    matrices_ptr, vectors_ptr, ends_ptr = results
+    DTYPE: gl.constexpr = matrices_ptr.dtype.element_ty
+    MATRICES: gl.constexpr = P.chunks * 2 * 64 * 64
+    b, head = (first // P.heads).to(gl.int64), first % P.heads
+    left = P.tokens - chunk * 64
+    token = b * P.tokens + chunk * 64
+    place = first.to(gl.int64) * P.chunks + chunk
+    keys = copy_heads(key_ptr + token * P.row, head, left, P)
+    queries = copy_heads(query_ptr + token * P.row, head, left, P)
+    gates = token * P.heads + head
+    g, beta = load_gates(g_ptr + gates, left, P), load_gates(beta_ptr + gates, left, P)
+    vectors = chunk_vectors(g, beta, vectors_ptr + place * (4 * 64), P)
+    async_copy.wait_group(0)
+    barrier()
+    words = in_words(keys)
+    x, turned = unit_lower_inverse(negative_a(negative_gram(words, DTYPE, P), vectors))
+    matrices_ptr += place * (2 * 64 * 64)
+    for i in gl.static_range(4):
+        store_row(matrices_ptr + 16 * i * 64, row_of(x, i), 16, MATRICES)
+    matrices_ptr += 64 * 64
+    for i in gl.static_range(4):
+        row = row_of_scores(in_words(queries), words, vectors, i, DTYPE, P)
+        row = row_of_product(row, turned, i)
+        store_row(matrices_ptr + 16 * i * 64, row, 16, MATRICES)
+    if ends_ptr is not None:
+        store_ends(ends_ptr + place * (P.h * 64), keys, vectors, turned, P)
 
 
 @gluon_jit
@@ -139,33 +163,10 @@ def warp_chunk_matrices_kernel(
     ends_ptr,
     P: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = matrices_ptr.dtype.element_ty
-    MATRICES: gl.constexpr = P.chunks * 2 * 64 * 64
-    first = gl.program_id(0) * P.warps
-    b, head = (first // P.heads).to(gl.int64), first % P.heads
-    chunk = gl.program_id(1)
-    left = P.tokens - chunk * 64
-    token = b * P.tokens + chunk * 64
-    place = first.to(gl.int64) * P.chunks + chunk
-    key_ptr += token * P.row
-    room = key_ptr
-    if ends_ptr is not None:
-        room = copy_keys(key_ptr, head, left, P)
-    gates = token * P.heads + head
-    g, beta = load_gates(g_ptr + gates, left, P), load_gates(beta_ptr + gates, left, P)
-    keys = first_words(key_ptr, head, P)
-    queries = first_words(query_ptr + token * P.row, head, P)
-    sums = negative_gram(queries, keys, left, DTYPE, P)
-    vectors = chunk_vectors(g, beta, vectors_ptr + place * (4 * 64), P)
-    scores = negative_scores(sums, vectors, P)
-    a = negative_a(negative_gram(None, keys, left, DTYPE, P), vectors)
-    x, turned = unit_lower_inverse(a)
-    matrices_ptr += place * (2 * 64 * 64)
-    for i in gl.static_range(4):
-        store_row(matrices_ptr + 16 * i * 64, row_of(x, i), 16, MATRICES)
-    matrices_ptr += 64 * 64
-    for i in gl.static_range(4):
-        row = row_of_product(scores, turned, i)
-        store_row(matrices_ptr + 16 * i * 64, row, 16, MATRICES)
-    if ends_ptr is not None:
-        store_ends(ends_ptr + place * (P.h * 64), room, vectors, turned, P)
+    matrices_of_chunk(
+        (query_ptr, key_ptr, g_ptr, beta_ptr),
+        (matrices_ptr, vectors_ptr, ends_ptr),
+        gl.program_id(0) * P.warps,
+        gl.program_id(1),
+        P,
+    )

@@ -1,8 +1,19 @@
-"""What warps load and store of chunks, each of a head of its own."""
+"""What warps load and store of chunks, each of a head of its own.
+
+Rows of queries and keys are copied to shared memory all at once: a warp waits for
+memory once. Warps of one key head have one copy.
+"""
 
 import dataclasses
 
-from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
+from jaxkern.gpu.triton_call import (
+    async_copy,
+    async_load,
+    constexpr_function,
+    gl,
+    gluon_jit,
+    reinterpreted,
+)
 from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     places,
     sums_layout,
@@ -36,21 +47,36 @@ class Chunks:
         return -(-self.h // 64)
 
     @property
+    def key_heads(self) -> int:
+        """That a program copies; neighbouring warps share one, if they can."""
+        if self.group % self.warps == 0:
+            return 1
+        return self.warps // (self.group if self.warps % self.group == 0 else 1)
+
+    @property
+    def bytes_of_rows(self) -> int:
+        """Shared memory for the keys, or queries, of a program."""
+        return self.key_heads * self.tall * 64 * 64 * 2
+
+    @property
     def row(self) -> int:
         """From a token's row of keys to the next token's."""
         return self.heads // self.group * self.h
 
 
 @constexpr_function
-def words_layout(warps):
-    """Of 16 words of each of 16 rows, 16 bytes a lane."""
-    return gl.BlockedLayout([1, 1, 4], [1, 8, 4], [warps, 1, 1], [2, 1, 0])
+def words_layout(heads, warps):
+    """Key head, its warp, 16 rows of 16 words: 16 bytes a lane."""
+    apart = [heads, warps // heads, 1, 1]
+    return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 8, 4], apart, [3, 2, 1, 0])
 
 
 @constexpr_function
-def rows_layout(warps):
+def rows_layout(warps, heads=None):
     """Of rows of 64 numbers of 16 bits, 16 bytes a lane."""
-    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], [warps, 1, 1], [2, 1, 0])
+    heads = warps if heads is None else heads
+    apart = [heads, warps // heads, 1]
+    return gl.BlockedLayout([1, 1, 8], [1, 4, 8], apart, [2, 1, 0])
 
 
 @constexpr_function
@@ -60,29 +86,47 @@ def line_layout(warps):
 
 
 @gluon_jit
-def first_words(ptr, first_head, P: gl.constexpr):
-    """Where the first 32 dims of 16 tokens lie: others are constants away."""
-    warp, row, word = places(P.warps, 16, 16, words_layout(P.warps))
-    head = (first_head + warp) // P.group
-    at = row.to(gl.int64) * (P.row // 2) + (head * (P.h // 2) + word)
-    return ptr.to(gl.pointer_type(gl.int32)) + at
+def copy_heads(ptr, first_head, left, P: gl.constexpr):
+    """Starts copies of a chunk's rows, zeros beyond the last row or dim."""
+    HEADS: gl.constexpr = P.key_heads
+    L: gl.constexpr = rows_layout(P.warps, HEADS)
+    TALL: gl.constexpr = P.tall
+    ROOM: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    SHAPE: gl.constexpr = [TALL, HEADS, 64, 64]
+    room = gl.allocate_shared_memory(ptr.dtype.element_ty, SHAPE, ROOM)
+    number, row, column = places(HEADS, 64, 64, L)
+    head = (first_head + number * (P.warps // HEADS)) // P.group
+    at = row.to(gl.int64) * P.row + (head * P.h + column)
+    for part in gl.static_range(TALL):
+        inside = (row < left) & (part * 64 + column < P.h)
+        async_load(room.index(part), ptr + (at + part * 64), inside)
+    async_copy.commit_group()
+    return room
 
 
 @gluon_jit
-def load_words(start, ROW: gl.constexpr, STEP: gl.constexpr, left, P: gl.constexpr):
-    """32 dims of 16 tokens as a block of words, zeros beyond the last.
+def in_words(room):
+    """The same memory, two numbers a word."""
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    TALL: gl.constexpr = room.shape[0]
+    HEADS: gl.constexpr = room.shape[1]
+    return reinterpreted(room, gl.int32, [TALL, HEADS, 64, 32], WORDS)
+
+
+@gluon_jit
+def load_words(room, ROW: gl.constexpr, STEP: gl.constexpr, P: gl.constexpr):
+    """32 dims of 16 tokens as a block of words.
 
     Four words that lie side by side come to one lane, which has them as columns 2 t,
     2 t + 1, 2 t + 8 and 2 t + 9: any order of dims will do.
     """
     W: gl.constexpr = P.warps
-    start += 8 * ROW * P.row + 16 * STEP
-    if P.tokens % 64 == 0 and P.h % 32 == 0:
-        words = gl.load(start)
-    else:
-        _, row, word = places(W, 16, 16, words_layout(W))
-        inside = (row < left - 16 * ROW) & (STEP * 16 + word < P.h // 2)
-        words = gl.load(start, inside, 0)
+    HEADS: gl.constexpr = P.key_heads
+    L: gl.constexpr = words_layout(HEADS, W)
+    rows = room.index(STEP // 2).slice(16 * ROW, 16, 1)
+    words = rows.slice(STEP % 2 * 16, 16, 2).load(gl.SliceLayout(1, L))
+    each = gl.zeros([HEADS, W // HEADS, 16, 16], gl.int32, L)
+    words, _ = gl.broadcast(gl.expand_dims(words, 1), each)
     words = gl.permute(gl.reshape(words, [W, 16, 4, 2, 2]), [0, 1, 3, 2, 4])
     words = gl.reshape(words, [W, 16, 16])
     return gl.convert_layout(words, sums_layout(W), assert_trivial=True)
