@@ -25,6 +25,7 @@ from jaxkern import (
     grouped_matmul,
     grouped_matmul_fp8,
     linear,
+    moe_ffn_fp8,
     quantize_affine,
     quantize_fp8,
     quantize_int,
@@ -77,6 +78,16 @@ def stored_experts() -> tuple:
     return spec(1024, 512), w, jnp.full(8, 128, jnp.int32)
 
 
+def stored_layer() -> tuple:
+    """A prompt of 24 tokens, gate and up in one array as loaders have them."""
+    ids = jnp.arange(48, dtype=jnp.int32).reshape(24, 2) % 5
+    both, down = (
+        FP8Tensor(spec(5, f, d, dtype="uint8"), spec(5, f, 1, dtype="float32"), (1, 0))
+        for f, d in ((256, 192), (192, 128))
+    )
+    return spec(24, 192), ids, spec(24, 2), both, None, down
+
+
 def one_activation() -> tuple[Callable, tuple]:
     """Products by whole numbers, of all formats that have them."""
     weights = [
@@ -107,6 +118,7 @@ LARGE: dict[str, tuple[Callable, tuple]] = {  # what runs Mosaic, or is no case'
     "linear": (linear, (spec(2, 1536), spec(96, 1536))),
     "grouped_matmul": slopes(experts, spec(1024, 512), spec(8, 512, 512)),
     "grouped_matmul_fp8": (grouped_matmul_fp8, stored_experts()),
+    "moe_ffn_fp8": (moe_ffn_fp8, stored_layer()),
     "attention of one query": attend(1, 2048, 66),
     "attention of many": slopes(attend(0, 0, 1)[0], *attend(4096, 4096, 1)[1]),
     "one activation of packed rows": one_activation(),
@@ -292,6 +304,7 @@ FEWEST = (
     "gated_delta_net_verify-qwen3_next_drafts",
     "grouped_matmul",
     "grouped_matmul_fp8",
+    "moe_ffn_fp8",
     "sample",
     "softmax 131071 bfloat16",
     "large groups bfloat16",
