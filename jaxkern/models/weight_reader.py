@@ -322,7 +322,9 @@ class WeightReader:
                 f"tensor {name}.blocks is MXFP4: weights='fp8_experts' rounds experts "
                 "of floats, and these would take twice their bytes. Take 'packed'"
             )
-        codes, scales = (self.file.view(f"{name}.{x}") for x in ("blocks", "scales"))
+        assert isinstance(self.file, SafetensorsFolder)  # the layout is a folder's
+        codes = self.file.view(f"{name}.blocks")
+        scales = self.file.view(f"{name}.scales", "F8_E8M0")
         codes = codes.reshape(*codes.shape[:2], -1)
         w = MicroscaledTensor(
             jnp.asarray(codes[:, rows]), jnp.asarray(scales[:, rows]), format="mxfp4"
