@@ -200,8 +200,8 @@ class WeightReader:
         Says what experts lost that were rounded once more.
         """
         self._finite.finish()
-        off, size = np.float64([(0, 0), *self._requantised]).sum(0)
-        lost = (off / max(size, 1e-300)) ** 0.5
+        off, size = (sum(float(s[i]) for s in self._requantised) for i in (0, 1))
+        lost = (off / size) ** 0.5 if size else 0.0
         if lost > EXACT:
             logging.getLogger("jaxkern").warning(
                 "%s: experts in 8-bit floats were requantised from blocks to rows, "

@@ -112,11 +112,8 @@ def hidden_kernel(
     expert = tl.load(ids_ptr + slot)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     out = hidden_ptr + slot * F + f
-    known = (expert >= 0) & (expert < E)
-    named = known
-    if shared_ptr is not None:
-        named = known | (expert == E)
-    if named == 0:
+    known = is_known(expert, E)
+    if is_named(expert, shared_ptr, E) == 0:
         tl.store(out, tl.zeros((BLOCK_F,), hidden_ptr.dtype.element_ty), f < F)
         return
     place = tl.where(known, expert, 0).to(tl.int64)
@@ -222,7 +219,7 @@ def result_kernel(
     beside = tl.zeros((BLOCK_D,), tl.float32)
     for j in tl.static_range(K):
         slot = token * K + j
-        known = (experts[j] >= 0) & (experts[j] < E)
+        known = is_known(experts[j], E)
         named = is_named(experts[j], early_shared_ptr, E)
         weight = tl.where(named, tl.load(weights_ptr + slot).to(tl.float32), 0.0)
         present = tl.where(named, F, 0)
@@ -270,12 +267,17 @@ def weighed(down, scale, hidden_ptr, f, present, HARDWARE: tl.constexpr):
 
 
 @jit
+def is_known(expert, E: tl.constexpr):
+    return (expert >= 0) & (expert < E)
+
+
+@jit
 def is_named(expert, shared_ptr, E: tl.constexpr):
     """Whether an id is that of an expert, or of the one that all tokens pass."""
     if shared_ptr is not None:
         return (expert >= 0) & (expert <= E)
     else:
-        return (expert >= 0) & (expert < E)
+        return is_known(expert, E)
 
 
 @jit
@@ -290,7 +292,7 @@ def down_of_slot(
     F: tl.constexpr,
 ):
     """Some rows and the columns `f` of an expert's `down`, as they are stored."""
-    known = (expert >= 0) & (expert < E)
+    known = is_known(expert, E)
     at = down_ptr + tl.where(known, expert, 0).to(tl.int64) * (D * F)
     if shared_ptr is not None:
         at = tl.where(known, at, shared_ptr)
@@ -302,7 +304,7 @@ def down_of_slot(
 def scales_of_slot(
     expert, scales_ptr, shared_scales_ptr, row, E: tl.constexpr, D: tl.constexpr
 ):
-    known = (expert >= 0) & (expert < E)
+    known = is_known(expert, E)
     place = tl.where(known, expert, 0).to(tl.int64)
     there = row < tl.where(known, D, 0)
     scales = tl.load(scales_ptr + place * D + row, there, 0.0).to(tl.float32)
