@@ -4,8 +4,8 @@
 
 4096 tokens through layers of models that are in the registry, and of 8 large experts as
 Mixtral has them, gate and up in one array as loaders keep them. "bf16" has the weights
-in bfloat16, "bf16, decoded first" the stored ones, which the call decodes. Errors are those of both roundings, against the decoded
-weights in float64.
+in bfloat16, "bf16, decoded first" the stored ones, which the call decodes. Errors are
+those of both roundings, against the decoded weights in float64.
 """
 
 import jax
