@@ -181,6 +181,7 @@ def result_kernel(
     HARDWARE: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNROLLED: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
@@ -194,58 +195,70 @@ def result_kernel(
     STEPS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     row = tl.minimum(d, D - 1)
     rows = row[:, None] * F
+    NUM_EARLY: tl.constexpr = EARLY if AHEAD == 3 else 0
     experts = ()
-    for j in tl.static_range(K):  # an earlier kernel wrote them: past the first cache
-        at = early_ids_ptr + token * K + j
+    for j in tl.static_range(NUM_EARLY):
+        at = (
+            early_ids_ptr + token * K + j
+        )  # past the first cache: written shortly before
         experts += (tl.load(at, cache_modifier=".cg"),)
     early = ()
-    for j in tl.static_range(EARLY):
+    early_scales = ()
+    for j in tl.static_range(NUM_EARLY):
         early += (
             down_of_slot(
                 experts[j], early_down_ptr, early_shared_ptr, rows, column, E, D, F
             ),
         )
-    scales = ()
-    if early_scales_ptr is not None:
-        for j in tl.static_range(K):
-            scales += (
-                scales_of_slot(
-                    experts[j], early_scales_ptr, early_shared_scales_ptr, row, E, D
-                ),
-            )
+        early_scales += (
+            scales_of_slot(
+                experts[j], early_scales_ptr, early_shared_scales_ptr, row, E, D
+            ),
+        )
     if AHEAD == 3:
         wait_for_those_ahead()
     acc = tl.zeros((BLOCK_D, BLOCK_F), tl.float32)
     beside = tl.zeros((BLOCK_D,), tl.float32)
     for j in tl.static_range(K):
         slot = token * K + j
-        known = is_known(experts[j], E)
-        named = is_named(experts[j], early_shared_ptr, E)
+        if j < NUM_EARLY:
+            expert = experts[j]
+        else:
+            expert = tl.load(early_ids_ptr + slot)
+        known = is_known(expert, E)
+        named = is_named(expert, early_shared_ptr, E)
         weight = tl.where(named, tl.load(weights_ptr + slot).to(tl.float32), 0.0)
         present = tl.where(named, F, 0)
         hidden = hidden_ptr + slot * F
-        scale = weight
-        if early_scales_ptr is not None:
-            scale = (scales[j] * weight)[:, None]
-        if j < EARLY:
+        if j < NUM_EARLY:
             down = early[j]
+            scale = early_scales[j] * weight
         else:
             down = down_of_slot(
-                experts[j], early_down_ptr, early_shared_ptr, rows, column, E, D, F
+                expert, early_down_ptr, early_shared_ptr, rows, column, E, D, F
             )
-        if STEPS == 1:
+            scale = weight * scales_of_slot(
+                expert, early_scales_ptr, early_shared_scales_ptr, row, E, D
+            )
+        if UNROLLED:
             acc += weighed(down, scale, hidden, column, present, HARDWARE)
+            for i in tl.static_range(1, STEPS):
+                f = i * BLOCK_F + column
+                down = down_of_slot(
+                    expert, early_down_ptr, early_shared_ptr, rows, f, E, D, F
+                )
+                acc += weighed(down, scale, hidden, f, present, HARDWARE)
         else:
             for i in range(STEPS):  # behind the last step nothing is read
                 f = (i + 1) * BLOCK_F + column
                 following = down_of_slot(
-                    experts[j], early_down_ptr, early_shared_ptr, rows, f, E, D, F
+                    expert, early_down_ptr, early_shared_ptr, rows, f, E, D, F
                 )
                 acc += weighed(down, scale, hidden, f - BLOCK_F, present, HARDWARE)
                 down = following
         if bias_ptr is not None:
             biased = d < tl.where(known, D, 0)
-            place = tl.where(known, experts[j], 0).to(tl.int64)
+            place = tl.where(known, expert, 0).to(tl.int64)
             bias = tl.load(bias_ptr + place * D + d, biased, 0.0)
             beside += weight * bias.to(tl.float32)
     y = tl.sum(acc, 1) + beside
@@ -263,7 +276,7 @@ def weighed(down, scale, hidden_ptr, f, present, HARDWARE: tl.constexpr):
     if scale.shape == ():
         return down * (hidden * scale)
     else:
-        return down * scale * hidden
+        return down * scale[:, None] * hidden
 
 
 @jit
@@ -304,14 +317,18 @@ def down_of_slot(
 def scales_of_slot(
     expert, scales_ptr, shared_scales_ptr, row, E: tl.constexpr, D: tl.constexpr
 ):
-    known = is_known(expert, E)
-    place = tl.where(known, expert, 0).to(tl.int64)
-    there = row < tl.where(known, D, 0)
-    scales = tl.load(scales_ptr + place * D + row, there, 0.0).to(tl.float32)
-    if shared_scales_ptr is not None:  # one of both is zero
-        there = row < tl.where(expert == E, D, 0)
-        scales += tl.load(shared_scales_ptr + row, there, 0.0).to(tl.float32)
-    return scales
+    """Of some rows of an expert's `down`; 1 where there are none."""
+    if scales_ptr is None:
+        return 1.0
+    else:
+        known = is_known(expert, E)
+        place = tl.where(known, expert, 0).to(tl.int64)
+        there = row < tl.where(known, D, 0)
+        scales = tl.load(scales_ptr + place * D + row, there, 0.0).to(tl.float32)
+        if shared_scales_ptr is not None:  # one of both is zero
+            there = row < tl.where(expert == E, D, 0)
+            scales += tl.load(shared_scales_ptr + row, there, 0.0).to(tl.float32)
+        return scales
 
 
 def blocks(
@@ -345,8 +362,9 @@ def hidden_of(
     Or `[e, 2, f, d]`, which has up too.
     """
     e, *_, f, d = gate.shape
-    narrow = gate_scales is not None and d > 2048
-    found = blocks(d, "BLOCK_F", "BLOCK_D", 2048, 4096 if narrow else 8192)
+    # a step as wide as a row has 2 rows of bfloat16, 4 of bytes
+    fewer = gate_scales is None and 1024 < d <= 2048
+    found = blocks(d, "BLOCK_F", "BLOCK_D", 2048, 4096 if fewer else 8192)
     [hidden] = bridge.sparse_call(
         hidden_kernel,
         (-(-f // found["BLOCK_F"]), ids.size),
@@ -388,6 +406,8 @@ def result_of(
     (e, d, f), lead = down.shape, ids.shape[:-1]
     # the scales of rows, and what bytes are on the way to floats, need registers
     found = blocks(f, "BLOCK_D", "BLOCK_F", 1024, 8192 if scales is None else 4096)
+    # steps of bytes are faster one after the other, though registers spill
+    found["UNROLLED"] = scales is not None or f <= found["BLOCK_F"]
     found["EARLY"] = early_slots(found, ids.shape[-1], f, down.dtype.itemsize)
     [y] = bridge.sparse_call(
         result_kernel,
