@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxkern import FP8Tensor, dequantize, quantize_fp8
 from jaxkern.formats.safetensors import read_safetensors_folder
 from jaxkern.models import load
 from jaxkern.models.decoder import hidden_states, logits
+from jaxkern.models.expert_slots import joins
 from jaxkern.models.weight_reader import WeightReader, choose_policy
 from jaxkern.train.jobs import adapter_job
 from jaxkern.train.run_config import Lora, RunConfig
@@ -83,6 +85,31 @@ def test_prompts_are_multiplied_in_8_bits(name):
     program = str(jax.make_jaxpr(forward, static_argnums=0)(config, weights, tokens))
     assert "scaled_grouped_matmul" in program and "swiglu_rows_fp8" in program
     assert off(decoded, truth) < OFF[name] and 1e-3 < off(found, decoded) < OFF[name]
+
+
+@pytest.mark.parametrize("width", [16, pytest.param(24, marks=pytest.mark.full)])
+def test_one_that_all_tokens_pass_is_rounded_if_it_is_as_wide(tmp_path, width):
+    """At decode it is one slot more then; of another width it stays bfloat16."""
+    folder = shutil.copytree(FOLDERS / "qwen3_next", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["moe_intermediate_size"] == 16
+    config["shared_expert_intermediate_size"] = width
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name, w in tensors.items():
+        if ".shared_expert." in name:
+            cut = w[:, :width] if "down" in name else w[:width]
+            tensors[name] = np.ascontiguousarray(cut)
+    save_file(tensors, folder / "model.safetensors")
+    config, weights = load(folder, "fp8_experts")
+    plain = load(folder, "f32")
+    sparse = weights.layers[0].feed_forward
+    [both], [down] = sparse.shared
+    assert isinstance(both, FP8Tensor) == isinstance(down, FP8Tensor) == (width == 16)
+    assert joins(sparse) == (width == 16)
+    tokens = np.arange(12, dtype=np.int32)
+    truth = forward(*plain, tokens)
+    assert off(forward(config, weights, tokens), truth) < 0.2
 
 
 def test_it_is_asked_for():
