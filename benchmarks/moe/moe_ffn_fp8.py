@@ -3,9 +3,9 @@
     python -m benchmarks moe_ffn_fp8 [--peers]
 
 4096 tokens through layers of models that are in the registry, and of 8 large experts as
-Mixtral has them. "bf16" has the weights in bfloat16, "bf16, decoded first" the stored
-ones, which the call decodes. Errors are those of both roundings, against the decoded
-weights in float64.
+Mixtral has them, gate and up in one array as loaders keep them. "bf16" has the weights
+in bfloat16, "bf16, decoded first" the stored ones, which the call decodes. Errors are
+those of both roundings, against the decoded weights in float64.
 """
 
 import jax
@@ -35,7 +35,9 @@ def layer(name: str, tokens: int, d: int, f: int, e: int, k: int) -> Case:
         x = jax.random.normal(keys[3], (tokens, d), jnp.bfloat16)
         weights, ids = jaxkern.route(jax.random.normal(keys[4], (tokens, e)), k)
         decoded = [jaxkern.dequantize(w, dtype=jnp.bfloat16) for w in kept]
-        return x, ids, weights.astype(jnp.bfloat16), *kept, *decoded
+        gate, up, down = kept
+        both = jax.tree.map(lambda *a: jnp.concatenate(a, axis=1), gate, up)
+        return x, ids, weights.astype(jnp.bfloat16), both, down, *decoded
 
     moved = 3.0 * e * f * d + 4.0 * tokens * d
     small = None if tokens <= 64 else layer(name, 64, 256, 128, min(e, 16), k)
@@ -45,15 +47,17 @@ def layer(name: str, tokens: int, d: int, f: int, e: int, k: int) -> Case:
 
 
 def in_8_bits(x, ids, weights, *experts):
-    return jaxkern.moe_ffn_fp8(x, ids, weights, *experts[:3])
+    both, down, *_ = experts
+    return jaxkern.moe_ffn_fp8(x, ids, weights, both, None, down)
 
 
 def in_bfloat16(x, ids, weights, *experts):
-    return jaxkern.moe_ffn(x, ids, weights, *experts[3:])
+    return jaxkern.moe_ffn(x, ids, weights, *experts[2:])
 
 
 def decoded_in_the_call(x, ids, weights, *experts):
-    return jaxkern.moe_ffn(x, ids, weights, *experts[:3])
+    both, down, *_ = experts
+    return jaxkern.moe_ffn(x, ids, weights, both, None, down)
 
 
 BENCHMARK = Benchmark(

@@ -43,6 +43,7 @@ OF_SPARSITY = (  # of weights that lie dense all the same
     *("targets", "ignore"),
 )
 HOW_FOUND = ("observer", "scale_dtype", "zp_dtype")
+POWERS_OF_TWO = {"scales": "F8_E8M0"}  # which files call U8
 ORDERS = ("none", "weight", "static", "group", "dynamic")
 
 
@@ -237,7 +238,7 @@ def in_floats(scheme: Scheme, packing: Packing, weight: str) -> PackedMatrix:
         packing.part(scale, ("U8",), (f, d // 32) if d % 32 == 0 else (f, -1))
         container: Container = partial(from_microscaled, form="mxfp8")
         parts = {"codes": codes, "scales": scale}
-        return PackedMatrix((f, d), "mxfp8", parts, container)
+        return PackedMatrix((f, d), "mxfp8", parts, container, POWERS_OF_TWO)
     block = scheme.block or (1, scheme.group)
     shapes = [(-(-f // block[0]), -(-d // (block[1] or d)))]
     if scheme.whole:
@@ -266,7 +267,9 @@ def in_pairs(scheme: Scheme, packing: Packing, weight: str) -> PackedMatrix:
     if form == "nvfp4":
         name = f"{weight}_global_scale"
         parts["divisor"] = packing.part(name, ("F32",), (1,), ())
-    return PackedMatrix((f, d), form, parts, partial(from_microscaled, form=form))
+    means = {} if form == "nvfp4" else POWERS_OF_TWO
+    container = partial(from_microscaled, form=form)
+    return PackedMatrix((f, d), form, parts, container, means)
 
 
 def matrix(packing: Packing, name: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ on the way. Of 8-bit floats the arrays here are the codes, uint8.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import jax.numpy as jnp
@@ -31,16 +31,23 @@ class PackedMatrix:
       kind: "int4", "int8", "fp8", "mxfp8", "nvfp4", "mxfp4" or "nf4".
       parts: names in the folder, by what each is.
       container: of their arrays. ValueError if their values do not fit together.
+      means: of parts in bytes the dtype that these stand for, such as "F8_E8M0".
     """
 
     shape: tuple[int, ...]
     kind: str
     parts: Mapping[str, str]
     container: Callable[[Arrays], QuantizedTensor]
+    means: Mapping[str, str] = field(default_factory=dict)
 
-    def read(self, view: Callable[[str], np.ndarray]) -> QuantizedTensor:
-        """The weight, its tensors read by their names with `view`."""
-        return self.container({part: view(name) for part, name in self.parts.items()})
+    def read(self, view: Callable[[str, str | None], np.ndarray]) -> QuantizedTensor:
+        """The weight; `view` reads a tensor by its name and what its bytes mean."""
+        return self.container(
+            {
+                part: view(name, self.means.get(part))
+                for part, name in self.parts.items()
+            }
+        )
 
 
 def codes_in_words(words: np.ndarray, bits: int) -> np.ndarray:

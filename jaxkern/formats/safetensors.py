@@ -109,14 +109,17 @@ class SafetensorsFolder:
         """Whether `load` gives a container of quantised weights."""
         return self.called(name) in self._packed
 
-    def view(self, name: str) -> np.ndarray:
-        """A tensor as a NumPy array: a copy; of 8-bit floats the bytes."""
+    def view(self, name: str, means: str | None = None) -> np.ndarray:
+        """A tensor as a NumPy array: a copy; of 8-bit floats the bytes.
+
+        `means` is the dtype that bytes stand for, where the file calls them integers.
+        """
         if name not in self.tensors:
             raise self.error(f"has no tensor {name!r} among its {len(self.tensors)}")
         stored = self.called(name)
         if stored in self._packed:
             raise self.error(f"tensor {stored} is packed: it has no array")
-        return self._stored(stored)
+        return self._stored(stored, means)
 
     def load(self, name: str, *, device: jax.Device | Sharding | None = None) -> Any:
         """A tensor on `device`, as an array or a `QuantizedTensor`."""
@@ -132,7 +135,7 @@ class SafetensorsFolder:
             parts = ", ".join(packed.parts.values())
             raise self.error(f"one of the tensors {parts} {error}") from error
 
-    def _stored(self, stored: str) -> np.ndarray:
+    def _stored(self, stored: str, means: str | None = None) -> np.ndarray:
         shard = self._shards[stored]
         info = shard.get_slice(stored)
         dtype = info.get_dtype()
@@ -142,9 +145,10 @@ class SafetensorsFolder:
             shape, (file, begin) = info.get_shape(), self._places[stored]
             codes = np.fromfile(file, np.uint8, prod(shape), offset=begin)
             array = codes.reshape(shape)
-        if self._finite is not None and dtype in BROKEN:
+        means = means or dtype
+        if self._finite is not None and means in BROKEN:
             error = self.error(f"tensor {stored} {NOT_FINITE}")
-            self._finite.look(stored, array, dtype, error)
+            self._finite.look(stored, array, means, error)
         return array
 
     def forget(self, name: str) -> None:

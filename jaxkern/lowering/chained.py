@@ -36,6 +36,7 @@ INLINED = {  # parameters that hold the jaxprs of an equation
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
+    "chained": "jaxpr",
 }
 ALIGNED = 16  # bytes: what kernels are compiled for
 

@@ -63,7 +63,7 @@ KERNELS = (
     Kernel("grouped_matmul",             "mosaic_gpu", "pallas.moe.grouped_matmul",                      "primal bwd"),
     Kernel("grouped_matmul",             "triton",     "triton.moe.grouped_matmul",                      "primal bwd"),
     Kernel("scaled_grouped_matmul",      "mosaic_gpu", "pallas.moe.grouped_matmul_fp8",                  "primal"),
-    Kernel("moe_ffn_few",                "triton",     "triton.moe.moe_ffn",                             "primal"),
+    Kernel("moe_ffn_few",                "triton",     "triton.moe.moe_ffn",                             "primal", chain=True),
     Kernel("route",                      "triton",     "triton.moe.route",                               "primal"),
     Kernel("norm_route",                 "triton",     "triton.moe.norm_route",                          "primal"),
     Kernel("dense_expert_hidden",        "triton",     "triton.moe.expert_slots.dense",                  "primal", unsupported="unsupported_hidden"),

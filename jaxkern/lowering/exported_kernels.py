@@ -3,11 +3,13 @@
 import jax
 
 from jaxkern.cpu.cpu_call import HANDLERS, library
+from jaxkern.gpu.chain_library import TARGET, missing_library
 
 # not on jax's list of stable calls
 OWN_TARGETS = (
     "triton_kernel_call_ffi",
     "mosaic_gpu_v2",
+    TARGET,
     *(f"jaxkern_{name}" for name in HANDLERS),
 )
 CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, OWN_TARGETS))
@@ -33,4 +35,6 @@ def exported_kernels() -> tuple[jax.export.DisabledSafetyCheck, ...]:
       Array([0.25, 0.25, 0.25, 0.25], dtype=float32)
     """
     library()
+    if jax.default_backend() == "gpu":
+        missing_library()
     return CHECKS

@@ -41,6 +41,7 @@ class Kernel(NamedTuple):
         "fwd" for the pass that saves residuals, "bwd" for gradients.
       function: name of the function where a module has several kernels of an op.
       unsupported: name of its refusal where it has one of its own.
+      chain: whether its launches are one chain, as `chained` makes them.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Kernel(NamedTuple):
     passes: str
     function: str = ""
     unsupported: str = ""
+    chain: bool = False
 
 
 def add_table(platform: str, kernels: Sequence[Kernel]) -> None:
@@ -69,9 +71,10 @@ def add_table(platform: str, kernels: Sequence[Kernel]) -> None:
 def row_of(p: KernelPrimitive, kernel: Kernel, name: str) -> Row:
     """The row of one pass; imports the kernel."""
     module = importlib.import_module(f"jaxkern.{kernel.module}")
+    function = function_of(p, module, kernel, name)
     return Row(
         kernel.backend,
-        function_of(p, module, kernel, name),
+        in_a_chain(function) if kernel.chain else function,
         refusal_of(module, kernel.unsupported or "unsupported", name),
         slower_of(module, name),
     )
@@ -88,6 +91,17 @@ def function_of(
         return own
     fwd = getattr(module, f"{p.name}_fwd")
     return fwd if p.fwd is None else without_residuals(fwd, len(p.results))
+
+
+def in_a_chain(kernel: Callable) -> Callable:
+    """The second launch may be resident, and read weights, before the first ends."""
+    from jaxkern.lowering.chained import chained
+
+    @functools.wraps(kernel)
+    def launched(*arrays, **static):
+        return chained(functools.partial(kernel, **static))(*arrays)
+
+    return launched
 
 
 def refusal_of(module: ModuleType, refusal: str, name: str) -> Callable:

@@ -22,7 +22,6 @@ from jaxkern.primitives.moe.expert_slots import (
 )
 from jaxkern.primitives.moe.moe_ffn import FEW_TOKENS
 from jaxkern.primitives.moe.norm_route import norm_route_p
-from jaxkern.primitives.quant.fp8_tensor import FP8Tensor
 
 MOST_CHOSEN = 16  # of a token, the shared one among them
 WITHOUT = ("mxfp8", "e4m3", "e5m2")  # formats that no kernel for a few tokens reads
@@ -102,8 +101,6 @@ def joins(weights: Any) -> bool:
     if weights.shared is None or len(weights.shared.gate_up) != 1:
         return False
     [both], down = weights.shared.gate_up, weights.shared.down
-    if isinstance(both, FP8Tensor):  # whose kernels read experts of a choice alone
-        return False
     return (
         len(down) == 1
         and are_alike(weights.gate, both)

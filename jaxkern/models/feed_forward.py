@@ -167,6 +167,8 @@ class Mixture:
         shared = into = back = None
         if self.shared is not None:
             shared = self.shared.read(reader, blk, layout)
+            if self.shared.width == self.width and not self.latent:
+                shared = shared_as_experts(reader, shared)
         if self.latent:
             into, back = (
                 reader.matrices(f"{blk}.ffn_latent_{name}.weight")
@@ -252,6 +254,17 @@ class Mixture:
             return shared
         opening = linear(x, weights.shared_gate.astype(x.dtype))
         return sigmoid_gate(shared, jnp.broadcast_to(opening, shared.shape))
+
+
+def shared_as_experts(reader: WeightReader, shared: DenseWeights) -> DenseWeights:
+    """In the format of the others, beside which it is one slot more."""
+
+    def kept(matrices: Matrices) -> Matrices:
+        return tuple(
+            reader.kept_experts(w) if isinstance(w, jax.Array) else w for w in matrices
+        )
+
+    return DenseWeights(kept(shared.gate_up), kept(shared.down))
 
 
 def expert_tensors(mixture: Mixture, d: int, layout: Layout) -> Shapes:

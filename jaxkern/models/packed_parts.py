@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxkern import (
     AffineTensor,
@@ -13,9 +14,12 @@ from jaxkern import (
     IntTensor,
     MicroscaledTensor,
     NF4Tensor,
+    dequantize,
     interleave,
+    quantize_fp8,
 )
 from jaxkern.models.products import Matrices, Matrix
+from jaxkern.primitives.float8 import decode_float8, encode_float8
 from jaxkern.primitives.quant.interleaved_tensor import ROWS
 from jaxkern.primitives.quant.quantized_tensor import QuantizedTensor
 from jaxkern.primitives.quant.tile_blocks import tile_format
@@ -91,3 +95,35 @@ def stacked_containers(parts: Sequence[Matrix]) -> QuantizedTensor | None:
     if isinstance(w, IntTensor) and w.order is not None:
         return None
     return w if len(parts) == 1 else jax.tree.map(lambda *a: jnp.stack(a), *parts)
+
+
+@jax.jit
+def rows_of_blocks(
+    w: FP8Tensor,
+) -> tuple[FP8Tensor, Float[Array, ""], Float[Array, ""]]:
+    """Experts `[e, f, d]` with scales of blocks as rows with one scale each.
+
+    Where the scales of a row are powers of two of each other, as those of DeepSeek-V3.1
+    are, its codes change their exponents alone, and the weights stay but for what falls
+    below the least exponent. The codes of other rows are rounded once more.
+
+    Returns:
+      The experts; the sum of squares that they are off by; that of the weights.
+    """
+    f = w.shape[-2]
+
+    def one(w: FP8Tensor):
+        stored = dequantize(w)
+        scales = jnp.repeat(w.scales, w.block[0] or f, axis=-2)[:f]
+        scales = scales.astype(jnp.float32)
+        largest = scales.max(-1, keepdims=True)
+        mantissa, _ = jnp.frexp(scales)
+        shifts = (mantissa == jnp.frexp(largest)[0]).all(-1, keepdims=True)
+        scale = jnp.where(shifts, largest, quantize_fp8(stored, block=(1, 0)).scales)
+        codes = encode_float8(stored / scale, w.format)
+        off = decode_float8(codes, w.format) * scale - stored
+        return codes, scale, (off**2).sum(), (stored**2).sum()
+
+    # one expert after the other: decoded, all would take four times their bytes
+    codes, scales, off, size = jax.lax.map(one, w)
+    return FP8Tensor(codes, scales, (1, 0), w.format), off.sum(), size.sum()

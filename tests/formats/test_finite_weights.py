@@ -6,20 +6,23 @@ import struct
 from pathlib import Path
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxkern import GGUFTensor, dequantize
-from jaxkern.formats.finite_weights import AT_ONCE, BROKEN, all_finite
+from jaxkern.formats.finite_weights import AT_ONCE, BROKEN, FiniteCheck, all_finite
 from jaxkern.formats.gguf import GGUFError, read_gguf
-from jaxkern.formats.safetensors import SafetensorsError
+from jaxkern.formats.safetensors import SafetensorsError, read_safetensors_folder
 from jaxkern.models.adapter import AdapterError
 from jaxkern.models.loader import load
 from jaxkern.primitives.quant.block_formats import FORMATS
 from jaxkern.primitives.quant.gguf_blocks import FLOAT_TYPES
+from tests.formats.test_quantized_folder import scheme, write_folder
 from tests.models.tiny_gguf import write_tiny_gguf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+FOLDERS = GOLDEN / "transformers_hybrids"
 
 
 @pytest.mark.parametrize("qtype", FORMATS)
@@ -93,12 +96,44 @@ def test_a_folder_is_refused(tmp_path, folder, tensor, policy):
         load(tmp_path / "model", policy)
 
 
+@pytest.mark.parametrize("policy", ["packed", "bf16"])
+def test_scales_of_mxfp4_are_looked_at_as_powers_of_two(tmp_path, policy):
+    shutil.copytree(FOLDERS / "gpt_oss_mxfp4", tmp_path / "model")
+    tensor = "model.layers.1.mlp.experts.down_proj_scales"
+    change(tmp_path / "model/model.safetensors", tensor)  # U8 in the file
+    with pytest.raises(SafetensorsError, match=rf"tensor {tensor} has weights that"):
+        load(tmp_path / "model", policy)
+
+
+@pytest.mark.parametrize("bits, name", [(8, "weight"), (4, "weight_packed")])
+def test_scales_of_packed_matrices_are_looked_at_as_powers_of_two(tmp_path, bits, name):
+    codes = np.zeros((4, 64), ml_dtypes.float8_e4m3fn)
+    codes = codes if bits == 8 else np.zeros((4, 32), np.uint8)
+    scales = np.full((4, 2), 254, np.uint8)
+    weights = dict(num_bits=bits, type="float", strategy="group", group_size=32)
+    tensors = {name: codes, "weight_scale": scales}
+
+    def loaded():
+        file = read_safetensors_folder(
+            write_folder(tmp_path, scheme(**weights), tensors)
+        )
+        file.checked(check := FiniteCheck()).load("m.weight")
+        check.finish()
+
+    loaded()
+    scales[3, 0] = 255
+    with pytest.raises(
+        SafetensorsError, match=r"tensor m\.weight_scale has weights th"
+    ):
+        loaded()
+
+
 def change(path: Path, tensor: str):
     """Writes NaN over the last number of a tensor of a safetensors file."""
     data = bytearray(path.read_bytes())
     (size,) = struct.unpack("<Q", data[:8])
     at = json.loads(data[8 : 8 + size])[tensor]
-    bits, broken = BROKEN[at["dtype"]]
+    bits, broken = BROKEN[at["dtype"].replace("U8", "F8_E8M0")]
     number = np.array(broken | 1, bits).tobytes()
     end = 8 + size + at["data_offsets"][1]
     data[end - len(number) : end] = number

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.drawn_models import drawn_model
 from jaxkern import (
     linear,
+    moe_ffn,
     quantized_matmul_add,
     quantized_rms_norm_matmul,
     rms_norm,
@@ -21,6 +22,8 @@ from jaxkern import (
     sandwich_rms_norm,
 )
 from jaxkern.gpu import triton_call as bridge
+from jaxkern.gpu.chain_library import TARGET
+from jaxkern.gpu.dependent_launch import READ, READ_EARLIER
 from jaxkern.gpu.device import compiling_for
 from jaxkern.lowering.chained import chained, in_chains
 from jaxkern.models import decoder
@@ -55,6 +58,20 @@ def levels(eqn):
     from jaxkern.gpu import launch_chain
 
     return launch_chain.levels(eqn.params["steps"], len(eqn.invars))
+
+
+def test_launches_of_one_op_are_a_chain_of_its_own():
+    """The sum of experts reads their weights before hidden is there."""
+    experts, back = spec(16, 512, 2048), spec(16, 2048, 512)
+    operands = spec(1, 2048), spec(1, 8, dtype="int32"), spec(1, 8), experts, experts
+    for f in (moe_ffn, chained(moe_ffn)):
+        [chain] = named(equations(f, *operands, back), "launch_chain")
+        assert levels(chain) == [READ, READ_EARLIER]
+    with compiling_for(90):
+        lowered = (
+            jax.jit(moe_ffn).trace(*operands, back).lower(lowering_platforms=("cuda",))
+        )
+    assert lowered.as_text().count(f"@{TARGET}") == 1
 
 
 def norm_product(x, w):

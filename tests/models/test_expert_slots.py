@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern import explain, interleave, quantize_gguf, quantize_microscaled
+from jaxkern import (
+    explain,
+    interleave,
+    quantize_fp8,
+    quantize_gguf,
+    quantize_microscaled,
+)
 from jaxkern.gpu.device import compiling_for
 from jaxkern.models.branch import Branch
 from jaxkern.models.decoder import (
@@ -38,6 +44,8 @@ DEEPSEEK = replace(QWEN3_5, shared_gate=False, score="sigmoid", scaling_factor=2
 def pack(kind, w):
     if kind == "bf16":
         return w.astype(jnp.bfloat16)
+    if kind == "fp8":
+        return quantize_fp8(w, block=(1, 0))
     if kind in ("mxfp4", "MXFP4"):
         packed = quantize_microscaled(w, format="mxfp4")
         return packed if kind == "mxfp4" else interleave(packed)
@@ -80,6 +88,8 @@ def drawn(mixture, kind, other) -> MixtureWeights:
         (QWEN3_5, "Q8_0", "Q8_0", 0.5),
         (DEEPSEEK, "Q8_0", "bf16", 1.0),
         (DEEPSEEK, "bf16", "bf16", 1.0),
+        (QWEN3_5, "fp8", "fp8", 1.0),
+        (DEEPSEEK, "fp8", "bf16", 1.0),
     ],
 )
 def test_a_layer_is_the_same(mixture, kind, other, scale):
@@ -89,7 +99,9 @@ def test_a_layer_is_the_same(mixture, kind, other, scale):
     norm = jax.random.uniform(jax.random.key(2), (D,), minval=0.5, maxval=2.0)
 
     def layer(fused):
-        config: Any = SimpleNamespace(eps=1e-5, product_dtype=None, fused=fused)
+        config: Any = SimpleNamespace(
+            eps=1e-5, product_dtype=None, expert_dtype=None, fused=fused
+        )
         return jax.jit(
             lambda x, norm, weights: mixture(
                 config, weights, Branch(x, norm, x, scale)
@@ -151,7 +163,8 @@ def shapes_of_two_layers(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["bf16", pytest.param("mxfp4", marks=pytest.mark.full), "MXFP4", "Q8_0"]
+    "kind",
+    ["bf16", "fp8", pytest.param("mxfp4", marks=pytest.mark.full), "MXFP4", "Q8_0"],
 )
 def test_a_decode_step_is_one_chain(kind, monkeypatch):
     """Seven launches a layer, biases of attention among them."""
@@ -168,13 +181,15 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     product = "few_products_kernel"
     experts = {
         "bf16": ["hidden_kernel", "result_kernel"],
+        "fp8": ["hidden_kernel", "result_kernel"],
         "mxfp4": ["row_hidden_kernel", "row_sum_kernel"],
     }
     by_whole_numbers = ["fixed_point_hidden_kernel", "fixed_point_sum_kernel"]
     one = [product, "qk_norm_rope_cache_attention_kernel", product]
     one += [product, "choice_kernel", *experts.get(kind, by_whole_numbers)]
     assert names == [*one * 2, "row_norm_fwd_kernel", product, "argmax_kernel"]
-    early = [3 if name == "fixed_point_sum_kernel" else 2 for name in names]
+    sums = "fixed_point_sum_kernel", "result_kernel"
+    early = [3 if name in sums else 2 for name in names]
     assert levels(chain) == early and not named(eqns, "triton_call")
 
 
@@ -188,7 +203,9 @@ def test_many_tokens_are_the_same(kind):
     norm = jax.random.uniform(jax.random.key(2), (D,), minval=0.5, maxval=2.0)
 
     def layer(capability):
-        config: Any = SimpleNamespace(eps=1e-5, product_dtype=None, fused=True)
+        config: Any = SimpleNamespace(
+            eps=1e-5, product_dtype=None, expert_dtype=None, fused=True
+        )
         with compiling_for(capability):
             return jax.jit(
                 lambda x, norm, weights: mixture(config, weights, Branch(x, norm, x))

@@ -176,6 +176,17 @@ def test_latent_attention_and_shared_experts_of_float8(deepseek):
     assert isinstance(shared.gate_up[0], FP8Tensor)
 
 
+@pytest.mark.full
+def test_experts_of_blocks_become_rows_beside_a_shared_one(deepseek):
+    tokens = np.arange(3, 15, dtype=np.int32)
+    config, weights = load(deepseek[0], "fp8_experts")
+    sparse = weights.layers[1].feed_forward
+    assert isinstance(sparse.gate, FP8Tensor) and sparse.gate.block == (1, 0)
+    found = np.float64(forward(config, weights, tokens))
+    truth = np.float64(forward(*load(deepseek[1], "f32"), tokens))
+    assert np.linalg.norm(found - truth) < 0.1 * np.linalg.norm(truth)
+
+
 def test_scales_of_a_layer_that_predicts_further_tokens(deepseek):
     """They are left out with their weights; a scale without one is refused."""
     tensors = load_file(GOLDEN / "transformers_hybrids/deepseek_v3/model.safetensors")

@@ -25,6 +25,7 @@ from jaxkern import (
     grouped_matmul,
     grouped_matmul_fp8,
     linear,
+    moe_ffn_fp8,
     quantize_affine,
     quantize_fp8,
     quantize_int,
@@ -44,6 +45,7 @@ from jaxkern.lowering.kernel_table import Kernel as KernelLine
 from jaxkern.lowering.kernel_table import row_of
 from jaxkern.primitives.kernel_primitive import REGISTRY
 from jaxkern.primitives.leafwise_primitive import LEAFWISE
+from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from jaxkern.triton.quant.fixed_point_codes import FORMATS, bytes_of_step
 from tests.triton import test_every_kernel as every
 from tests.triton.test_every_kernel import slopes, spec
@@ -77,6 +79,33 @@ def stored_experts() -> tuple:
     return spec(1024, 512), w, jnp.full(8, 128, jnp.int32)
 
 
+def stored_layer() -> tuple:
+    """A prompt of 24 tokens, gate and up in one array as loaders have them."""
+    ids = jnp.arange(48, dtype=jnp.int32).reshape(24, 2) % 5
+    both, down = (
+        FP8Tensor(spec(5, f, d, dtype="uint8"), spec(5, f, 1, dtype="float32"), (1, 0))
+        for f, d in ((256, 192), (192, 128))
+    )
+    return spec(24, 192), ids, spec(24, 2), both, None, down
+
+
+def few_stored_experts() -> tuple[Callable, tuple]:
+    """One token through experts in 8 bits and the one that all pass."""
+    ids = jnp.array([[4, 0, 5]], jnp.int32)  # the last is the shared one
+
+    def layer(x, weights, both, down, of_all, back):
+        gate = both, None, None, None, of_all
+        hidden = expert_hidden(x, ids, *gate, alpha=1.0, limit=None, up_offset=0.0)
+        return expert_sum(hidden, ids, weights, down, None, x, back)
+
+    def stored(*shape):
+        scales = spec(*shape[:-1], 1, dtype="float32")
+        return FP8Tensor(spec(*shape, dtype="uint8"), scales, (1, 0))
+
+    shapes = (5, 256, 192), (5, 192, 128), (256, 192), (192, 128)
+    return layer, (spec(1, 192), spec(1, 3), *(stored(*s) for s in shapes))
+
+
 def one_activation() -> tuple[Callable, tuple]:
     """Products by whole numbers, of all formats that have them."""
     weights = [
@@ -107,6 +136,8 @@ LARGE: dict[str, tuple[Callable, tuple]] = {  # what runs Mosaic, or is no case'
     "linear": (linear, (spec(2, 1536), spec(96, 1536))),
     "grouped_matmul": slopes(experts, spec(1024, 512), spec(8, 512, 512)),
     "grouped_matmul_fp8": (grouped_matmul_fp8, stored_experts()),
+    "moe_ffn_fp8": (moe_ffn_fp8, stored_layer()),
+    "fp8_experts beside a shared one": few_stored_experts(),
     "attention of one query": attend(1, 2048, 66),
     "attention of many": slopes(attend(0, 0, 1)[0], *attend(4096, 4096, 1)[1]),
     "one activation of packed rows": one_activation(),
@@ -293,6 +324,8 @@ FEWEST = (
     "gated_delta_net_verify-qwen3_next_drafts",
     "grouped_matmul",
     "grouped_matmul_fp8",
+    "moe_ffn_fp8",
+    "fp8_experts beside a shared one",
     "sample",
     "softmax 131071 bfloat16",
     "large groups bfloat16",

@@ -6,6 +6,9 @@
 Each weight is read once per slot, and the tokens are so few that reading decides: a
 matrix product would leave the tensor cores empty, so sums run over registers. At 1
 token, 2048 dims, 8 experts of 512 that is 50 MB, 10.5 us of an H200's memory.
+
+In a chain of launches the second asks for its first weights before hidden is there:
+which experts they are of was known before the first began.
 """
 
 import math
@@ -15,13 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu import triton_call as bridge
-from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
-from jaxkern.gpu.device import compute_capability, next_power_of_2
+from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.device import WARP, compute_capability, next_power_of_2
 from jaxkern.gpu.triton_call import jit, libdevice, tl
 from jaxkern.triton.quant.row_decode import float_of_e4m3
 
 MOST_SLOTS = 16  # of a token: their loop is unrolled
 FP8_CONVERSION = 89  # the compute capability that has it
+EARLY_REGISTERS = 128  # of a thread, for weights that are read before hidden is there
+EARLY_REGISTERS_OF_BYTES = 32  # likewise; what they become needs more
 
 
 def unsupported(
@@ -61,9 +66,8 @@ def activated(
 
 
 @jit
-def read_weights(at, inside, HARDWARE: tl.constexpr):
-    """In float32; of bytes the 8-bit floats that they are."""
-    w = tl.load(at, inside, 0)
+def as_float(w, HARDWARE: tl.constexpr):
+    """Weights in float32; of bytes the 8-bit floats that they are."""
     if w.dtype != tl.uint8:
         return w.to(tl.float32)
     elif HARDWARE:
@@ -81,6 +85,7 @@ def hidden_kernel(
     up_ptr,
     up_scales_ptr,
     shared_ptr,
+    shared_scales_ptr,
     gate_bias_ptr,
     up_bias_ptr,
     hidden_ptr,
@@ -96,19 +101,19 @@ def hidden_kernel(
     HARDWARE: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    LATE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     if AHEAD:
-        begin_behind_those_ahead()
+        wait_for_those_ahead()
+        if LATE:
+            let_next_begin()
     slot = tl.program_id(1)
     expert = tl.load(ids_ptr + slot)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     out = hidden_ptr + slot * F + f
-    known = (expert >= 0) & (expert < E)
-    named = known
-    if shared_ptr is not None:
-        named = known | (expert == E)
-    if named == 0:
+    known = is_known(expert, E)
+    if is_named(expert, shared_ptr, E) == 0:
         tl.store(out, tl.zeros((BLOCK_F,), hidden_ptr.dtype.element_ty), f < F)
         return
     place = tl.where(known, expert, 0).to(tl.int64)
@@ -128,18 +133,25 @@ def hidden_kernel(
         d = (first + column)[None, :]
         inside = d < D
         x = tl.load(x_ptr + slot // K * D + d, inside, 0.0).to(tl.float32)
-        gate += read_weights(gate_rows + rows + d, inside, HARDWARE) * x
-        up += read_weights(up_rows + rows + d, inside, HARDWARE) * x
+        gate += as_float(tl.load(gate_rows + rows + d, inside, 0), HARDWARE) * x
+        up += as_float(tl.load(up_rows + rows + d, inside, 0), HARDWARE) * x
     gate = tl.sum(gate, 1)
     up = tl.sum(up, 1)
     biased = f < tl.where(known, F, 0)
     at = place * (HALVES * F) + f
-    if gate_scales_ptr is not None:  # without an expert that all pass
-        gate *= tl.load(gate_scales_ptr + at, f < F, 0.0).to(tl.float32)
+    if gate_scales_ptr is not None:
+        gate_scales = tl.load(gate_scales_ptr + at, biased, 0.0).to(tl.float32)
         if HALVES == 2:
-            up *= tl.load(gate_scales_ptr + at + F, f < F, 0.0).to(tl.float32)
+            up_scales = tl.load(gate_scales_ptr + at + F, biased, 0.0).to(tl.float32)
         else:
-            up *= tl.load(up_scales_ptr + at, f < F, 0.0).to(tl.float32)
+            up_scales = tl.load(up_scales_ptr + at, biased, 0.0).to(tl.float32)
+        if shared_scales_ptr is not None:  # one of both is zero
+            other = f < tl.where(known, 0, F)
+            of_all = shared_scales_ptr + f
+            gate_scales += tl.load(of_all, other, 0.0).to(tl.float32)
+            up_scales += tl.load(of_all + F, other, 0.0).to(tl.float32)
+        gate *= gate_scales
+        up *= up_scales
     if gate_bias_ptr is not None:
         gate += tl.load(gate_bias_ptr + at, biased, 0.0).to(tl.float32)
         if HALVES == 2:
@@ -153,11 +165,12 @@ def hidden_kernel(
 @jit
 def result_kernel(
     hidden_ptr,
-    ids_ptr,
+    early_ids_ptr,
     weights_ptr,
-    down_ptr,
-    scales_ptr,
-    shared_ptr,
+    early_down_ptr,
+    early_scales_ptr,
+    early_shared_ptr,
+    early_shared_scales_ptr,
     bias_ptr,
     residual_ptr,
     y_ptr,
@@ -168,46 +181,84 @@ def result_kernel(
     HARDWARE: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     if AHEAD:
-        begin_behind_those_ahead()
+        let_next_begin()
+        if AHEAD != 3:
+            wait_for_those_ahead()
     token = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_F)
+    STEPS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    row = tl.minimum(d, D - 1)
+    rows = row[:, None] * F
+    NUM_EARLY: tl.constexpr = EARLY if AHEAD == 3 else 0
+    experts = ()
+    for j in tl.static_range(NUM_EARLY):
+        at = (
+            early_ids_ptr + token * K + j
+        )  # past the first cache: written shortly before
+        experts += (tl.load(at, cache_modifier=".cg"),)
+    early = ()
+    early_scales = ()
+    for j in tl.static_range(NUM_EARLY):
+        early += (
+            down_of_slot(
+                experts[j], early_down_ptr, early_shared_ptr, rows, column, E, D, F
+            ),
+        )
+        early_scales += (
+            scales_of_slot(
+                experts[j], early_scales_ptr, early_shared_scales_ptr, row, E, D
+            ),
+        )
+    if AHEAD == 3:
+        wait_for_those_ahead()
     acc = tl.zeros((BLOCK_D, BLOCK_F), tl.float32)
     beside = tl.zeros((BLOCK_D,), tl.float32)
     for j in tl.static_range(K):
         slot = token * K + j
-        expert = tl.load(ids_ptr + slot)
-        known = (expert >= 0) & (expert < E)
-        named = known
-        if shared_ptr is not None:
-            named = known | (expert == E)
+        if j < NUM_EARLY:
+            expert = experts[j]
+        else:
+            expert = tl.load(early_ids_ptr + slot)
+        known = is_known(expert, E)
+        named = is_named(expert, early_shared_ptr, E)
         weight = tl.where(named, tl.load(weights_ptr + slot).to(tl.float32), 0.0)
         present = tl.where(named, F, 0)
-        place = tl.where(known, expert, 0).to(tl.int64)
-        down_rows = down_ptr + place * (D * F)
-        if shared_ptr is not None:
-            down_rows = tl.where(known, down_rows, shared_ptr)
-        row = tl.minimum(d, D - 1)
-        rows = row[:, None] * F
-        scale = weight
-        if scales_ptr is not None:
-            there = row < tl.where(named, D, 0)
-            scales = tl.load(scales_ptr + place * D + row, there, 0.0)
-            scale *= scales.to(tl.float32)[:, None]
-        for first in tl.static_range(0, F, BLOCK_F):
-            f = (first + column)[None, :]
-            inside = f < present
-            hidden = tl.load(hidden_ptr + slot * F + f, inside, 0.0).to(tl.float32)
-            down = read_weights(down_rows + rows + f, inside, HARDWARE)
-            if scales_ptr is not None:
-                acc += down * scale * hidden
-            else:
-                acc += down * (hidden * weight)
+        hidden = hidden_ptr + slot * F
+        if j < NUM_EARLY:
+            down = early[j]
+            scale = early_scales[j] * weight
+        else:
+            down = down_of_slot(
+                expert, early_down_ptr, early_shared_ptr, rows, column, E, D, F
+            )
+            scale = weight * scales_of_slot(
+                expert, early_scales_ptr, early_shared_scales_ptr, row, E, D
+            )
+        if UNROLLED:
+            acc += weighed(down, scale, hidden, column, present, HARDWARE)
+            for i in tl.static_range(1, STEPS):
+                f = i * BLOCK_F + column
+                down = down_of_slot(
+                    expert, early_down_ptr, early_shared_ptr, rows, f, E, D, F
+                )
+                acc += weighed(down, scale, hidden, f, present, HARDWARE)
+        else:
+            for i in range(STEPS):  # behind the last step nothing is read
+                f = (i + 1) * BLOCK_F + column
+                following = down_of_slot(
+                    expert, early_down_ptr, early_shared_ptr, rows, f, E, D, F
+                )
+                acc += weighed(down, scale, hidden, f - BLOCK_F, present, HARDWARE)
+                down = following
         if bias_ptr is not None:
             biased = d < tl.where(known, D, 0)
+            place = tl.where(known, expert, 0).to(tl.int64)
             bias = tl.load(bias_ptr + place * D + d, biased, 0.0)
             beside += weight * bias.to(tl.float32)
     y = tl.sum(acc, 1) + beside
@@ -215,6 +266,69 @@ def result_kernel(
     if residual_ptr is not None:
         y += tl.load(residual_ptr + at, d < D, 0.0).to(tl.float32)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), d < D)
+
+
+@jit
+def weighed(down, scale, hidden_ptr, f, present, HARDWARE: tl.constexpr):
+    """down times hidden, one scale for all or one for each row of down."""
+    hidden = tl.load(hidden_ptr + f, f < present, 0.0).to(tl.float32)[None, :]
+    down = as_float(down, HARDWARE)
+    if scale.shape == ():
+        return down * (hidden * scale)
+    else:
+        return down * scale[:, None] * hidden
+
+
+@jit
+def is_known(expert, E: tl.constexpr):
+    return (expert >= 0) & (expert < E)
+
+
+@jit
+def is_named(expert, shared_ptr, E: tl.constexpr):
+    """Whether an id is that of an expert, or of the one that all tokens pass."""
+    if shared_ptr is not None:
+        return (expert >= 0) & (expert <= E)
+    else:
+        return is_known(expert, E)
+
+
+@jit
+def down_of_slot(
+    expert,
+    down_ptr,
+    shared_ptr,
+    rows,
+    f,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+):
+    """Some rows and the columns `f` of an expert's `down`, as they are stored."""
+    known = is_known(expert, E)
+    at = down_ptr + tl.where(known, expert, 0).to(tl.int64) * (D * F)
+    if shared_ptr is not None:
+        at = tl.where(known, at, shared_ptr)
+    present = tl.where(is_named(expert, shared_ptr, E), F, 0)
+    return tl.load(at + rows + f[None, :], f[None, :] < present, 0)
+
+
+@jit
+def scales_of_slot(
+    expert, scales_ptr, shared_scales_ptr, row, E: tl.constexpr, D: tl.constexpr
+):
+    """Of some rows of an expert's `down`; 1 where there are none."""
+    if scales_ptr is None:
+        return 1.0
+    else:
+        known = is_known(expert, E)
+        place = tl.where(known, expert, 0).to(tl.int64)
+        there = row < tl.where(known, D, 0)
+        scales = tl.load(scales_ptr + place * D + row, there, 0.0).to(tl.float32)
+        if shared_scales_ptr is not None:  # one of both is zero
+            there = row < tl.where(expert == E, D, 0)
+            scales += tl.load(shared_scales_ptr + row, there, 0.0).to(tl.float32)
+        return scales
 
 
 def blocks(
@@ -235,6 +349,7 @@ def hidden_of(
     gate_scales=None,
     up_scales=None,
     shared=None,
+    shared_scales=None,
     gate_bias=None,
     up_bias=None,
     activation="swiglu",
@@ -247,7 +362,9 @@ def hidden_of(
     Or `[e, 2, f, d]`, which has up too.
     """
     e, *_, f, d = gate.shape
-    found = blocks(d, "BLOCK_F", "BLOCK_D", 2048)
+    # a step as wide as a row has 2 rows of bfloat16, 4 of bytes
+    fewer = gate_scales is None and 1024 < d <= 2048
+    found = blocks(d, "BLOCK_F", "BLOCK_D", 2048, 4096 if fewer else 8192)
     [hidden] = bridge.sparse_call(
         hidden_kernel,
         (-(-f // found["BLOCK_F"]), ids.size),
@@ -259,13 +376,14 @@ def hidden_of(
             "up_ptr": up,
             "up_scales_ptr": up_scales,
             "shared_ptr": shared,
+            "shared_scales_ptr": shared_scales,
             "gate_bias_ptr": gate_bias,
             "up_bias_ptr": up_bias,
         },
         {"hidden_ptr": jax.ShapeDtypeStruct((*ids.shape, f), x.dtype)},
         dict(K=ids.shape[-1], E=e, D=d, F=f, HALVES=1 if up is not None else 2)
         | dict(ACTIVATION=activation)
-        | dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset)
+        | dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset, LATE=True)
         | dict(HARDWARE=compute_capability() >= FP8_CONVERSION)
         | found,
     )
@@ -273,22 +391,35 @@ def hidden_of(
 
 
 def result_of(
-    hidden, ids, weights, down, *, scales=None, shared=None, bias=None, residual=None
+    hidden,
+    ids,
+    weights,
+    down,
+    *,
+    scales=None,
+    shared=None,
+    shared_scales=None,
+    bias=None,
+    residual=None,
 ):
     """`[..., d]` of hidden `[..., k, f]`, ids and weights `[..., k]`."""
     (e, d, f), lead = down.shape, ids.shape[:-1]
     # the scales of rows, and what bytes are on the way to floats, need registers
     found = blocks(f, "BLOCK_D", "BLOCK_F", 1024, 8192 if scales is None else 4096)
+    # steps of bytes are faster one after the other, though registers spill
+    found["UNROLLED"] = scales is not None or f <= found["BLOCK_F"]
+    found["EARLY"] = early_slots(found, ids.shape[-1], f, down.dtype.itemsize)
     [y] = bridge.sparse_call(
         result_kernel,
         (-(-d // found["BLOCK_D"]), math.prod(lead)),
         {
             "hidden_ptr": hidden,
-            "ids_ptr": ids.astype(jnp.int32),
+            "early_ids_ptr": ids.astype(jnp.int32),
             "weights_ptr": weights,
-            "down_ptr": down,
-            "scales_ptr": scales,
-            "shared_ptr": shared,
+            "early_down_ptr": down,
+            "early_scales_ptr": scales,
+            "early_shared_ptr": shared,
+            "early_shared_scales_ptr": shared_scales,
             "bias_ptr": bias,
             "residual_ptr": residual,
         },
@@ -298,6 +429,16 @@ def result_of(
         | found,
     )
     return y
+
+
+def early_slots(sizes: dict[str, Any], k: int, f: int, itemsize: int) -> int:
+    """Of how many slots a program can keep what it reads first in registers."""
+    if f > sizes["BLOCK_F"]:
+        return 1
+    threads = WARP * sizes["num_warps"]
+    elements = max(1, sizes["BLOCK_D"] * sizes["BLOCK_F"] // threads)
+    room = EARLY_REGISTERS if itemsize > 1 else EARLY_REGISTERS_OF_BYTES
+    return min(k, room * 4 // (elements * itemsize))
 
 
 def moe_ffn_few(x, ids, weights, gate, up, down, *, activation):

@@ -8,9 +8,7 @@ def refusal_of_rows(x, ids, codes, shared, format, **more) -> str | None:
     """Why no kernel runs, or None."""
     if format != "e4m3fn":
         return f"{format} has no kernel, only e4m3fn"
-    if shared is not None:
-        return "`shared` is in 8-bit floats: only experts of a choice are read so"
-    return refusal(x, ids, codes=codes, **more)
+    return refusal(x, ids, codes=codes, shared=shared, **more)
 
 
 def unsupported_hidden(
@@ -28,9 +26,9 @@ def unsupported_hidden(
     format,
     **options,
 ) -> str | None:
-    del options, shared_scales
+    del options
     more = dict(gate_scales=gate_scales, up_codes=up_codes, up_scales=up_scales)
-    more |= dict(gate_bias=gate_bias, up_bias=up_bias)
+    more |= dict(shared_scales=shared_scales, gate_bias=gate_bias, up_bias=up_bias)
     return refusal_of_rows(x, ids, gate_codes, shared_codes, format, **more)
 
 
@@ -47,8 +45,7 @@ def unsupported_sum(
     *,
     format,
 ) -> str | None:
-    del shared_scales
-    more = dict(weights=weights, down_scales=down_scales)
+    more = dict(weights=weights, down_scales=down_scales, shared_scales=shared_scales)
     more |= dict(down_bias=down_bias, residual=residual)
     return refusal_of_rows(x, ids, down_codes, shared_codes, format, **more)
 
@@ -69,10 +66,11 @@ def fp8_expert_hidden(
     **options,
 ):
     """`[..., k, f]` of x `[..., d]`, ids `[..., k]` and experts `[e, 1 or 2, f, d]`."""
-    del format, shared_codes, shared_scales
+    del format
     return moe_ffn.hidden_of(
         *(x, ids, gate_codes, up_codes),
         **dict(gate_scales=gate_scales, up_scales=up_scales),
+        **dict(shared=shared_codes, shared_scales=shared_scales),
         **dict(gate_bias=gate_bias, up_bias=up_bias),
         **options,
     )
@@ -92,8 +90,9 @@ def fp8_expert_sum(
     format,
 ):
     """`[..., f]` of x `[..., k, d]`, ids and weights `[..., k]`."""
-    del format, shared_codes, shared_scales
+    del format
     return moe_ffn.result_of(
         *(x, ids, weights, down_codes),
-        **dict(scales=down_scales, bias=down_bias, residual=residual),
+        **dict(scales=down_scales, shared=shared_codes, shared_scales=shared_scales),
+        **dict(bias=down_bias, residual=residual),
     )
