@@ -20,6 +20,7 @@ from jax._src.sharding_impls import UnspecifiedValue
 from jax.extend.core import Literal, primitives
 
 LARGEST = 1 << 20  # elements
+quietly = np.errstate(all="ignore")  # NaN and infinities are results, as XLA has it
 # By kinds of NumPy: what rounds once, to the nearest, or is exact.
 WIDTHS = {jnp.dtype(d): d for d in (jnp.bfloat16, np.float16, np.float32, np.float64)}
 
@@ -126,6 +127,7 @@ def install() -> None:
     pjit._pjit_call_impl_python = call
 
 
+@quietly
 def evaluated(primitive, by_numpy: Callable, usual: Callable, *operands, **params):
     if all(map(is_plain, operands)) and jax.sharding.get_abstract_mesh().empty:
         out, _ = primitive.abstract_eval(*map(jax.typeof, operands), **params)
@@ -146,6 +148,7 @@ def is_simple(aval: Any) -> bool:
     return small and not aval.weak_type and isinstance(aval.dtype, np.dtype)
 
 
+@quietly
 def function_evaluated(jaxpr, operands) -> list | None:
     """The results of a jitted function of a few of these; None for any other."""
     known = few_known(jaxpr)
