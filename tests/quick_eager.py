@@ -2,9 +2,7 @@
 
 XLA compiles each shape of each such call anew, in 25 milliseconds, which was a fifth of
 the time of the tests: they make operands and look at results in thousands of shapes.
-NumPy gives the same bits at once: in such calls, and in functions of `jax.numpy` that
-are made of them with one sum or product at most, which rounds once. Other arithmetic
-stays XLA's.
+NumPy gives the same bits at once. Arithmetic stays XLA's.
 """
 
 import functools
@@ -15,9 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import pjit
-from jax._src.sharding_impls import UnspecifiedValue
-from jax.extend.core import Literal, primitives
+from jax.extend.core import primitives
 
 LARGEST = 1 << 20  # elements
 quietly = np.errstate(all="ignore")  # NaN and infinities are results, as XLA has it
@@ -91,40 +87,11 @@ QUICK = {
 }
 
 
-# Once in a function: XLA may fuse two of them, and rounds once then.
-ARITHMETIC = {
-    primitives.add_p: np.add,
-    primitives.sub_p: np.subtract,
-    primitives.mul_p: np.multiply,
-}
-SCALARS = (bool, int, float)
-EXACT = (np.float32, np.float64, np.int32, np.int64)
-
-
-def select(which: np.ndarray, *cases: np.ndarray, **_: Any):
-    if len(cases) != 2 or which.dtype != bool:
-        return None
-    return np.where(which, cases[1], cases[0])
-
-
 def install() -> None:
     """For this process; what is not plain arrays of one device goes the usual way."""
     for primitive, by_numpy in QUICK.items():
         usual = primitive.impl
         primitive.def_impl(functools.partial(evaluated, primitive, by_numpy, usual))
-    usual_jit = pjit._pjit_call_impl_python
-
-    def call(*operands, jaxpr, **params):
-        asked = (*params["in_shardings"], *params["out_shardings"])
-        plain = not any(params["donated_invars"]) and all(
-            isinstance(x, UnspecifiedValue) for x in asked
-        )
-        found = function_evaluated(jaxpr, operands) if plain else None
-        if found is None:
-            return usual_jit(*operands, jaxpr=jaxpr, **params)
-        return found, None, None, []
-
-    pjit._pjit_call_impl_python = call
 
 
 @quietly
@@ -134,65 +101,16 @@ def evaluated(primitive, by_numpy: Callable, usual: Callable, *operands, **param
         if is_simple(out):
             y = by_numpy(*map(np.asarray, operands), **params)
             if y is not None:
-                return placed(y, out.dtype)
+                # a copy: what it is a view of may be donated
+                return jax.device_put(np.array(y, out.dtype, order="C"))
     return usual(*operands, **params)
 
 
-def placed(y: np.ndarray, dtype: np.dtype) -> jax.Array:
-    # a copy: what it is a view of may be donated
-    return jax.device_put(np.array(y, dtype, order="C"))
-
-
 def is_simple(aval: Any) -> bool:
-    small = math.prod(aval.shape) <= LARGEST
-    return small and not aval.weak_type and isinstance(aval.dtype, np.dtype)
-
-
-@quietly
-def function_evaluated(jaxpr, operands) -> list | None:
-    """The results of a jitted function of a few of these; None for any other."""
-    known = few_known(jaxpr)
-    if not known or not all(isinstance(x, SCALARS) or is_plain(x) for x in operands):
-        return None
-    if not jax.sharding.get_abstract_mesh().empty:
-        return None
-    values = {
-        var: np.asarray(x, var.aval.dtype)
-        for var, x in zip(jaxpr.invars, operands, strict=True)
-    }
-    for eqn in jaxpr.eqns:
-        given = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
-        [out] = eqn.outvars
-        by_numpy = FUNCTIONS[eqn.primitive]
-        params = {} if eqn.primitive in ARITHMETIC else eqn.params
-        y = by_numpy(*map(np.asarray, given), **params)
-        if y is None:
-            return None
-        values[out] = np.asarray(y, out.aval.dtype)
-    return [placed(values[x], x.aval.dtype) for x in jaxpr.outvars]
-
-
-FUNCTIONS = QUICK | ARITHMETIC | {primitives.select_n_p: select}
-
-
-@functools.lru_cache(maxsize=4096)
-def few_known(jaxpr) -> bool:
-    if len(jaxpr.eqns) > 8 or jaxpr.constvars or jaxpr.effects:
-        return False
-    if not all(
-        is_simple(x.aval) and not isinstance(x, Literal) and x in made(jaxpr)
-        for x in jaxpr.outvars
-    ):
-        return False
-    sums = [eqn for eqn in jaxpr.eqns if eqn.primitive in ARITHMETIC]
-    exact = all(eqn.outvars[0].aval.dtype in EXACT for eqn in sums)
-    known = all(eqn.primitive in FUNCTIONS for eqn in jaxpr.eqns)
-    return known and len(sums) < 2 and exact
-
-
-def made(jaxpr) -> set:
-    """What its equations make, which is no operand handed on."""
-    return {x for eqn in jaxpr.eqns for x in eqn.outvars}
+    """A few plain numbers; wide ones only where JAX keeps them wide."""
+    small = math.prod(aval.shape) <= LARGEST and isinstance(aval.dtype, np.dtype)
+    wide = small and aval.dtype.itemsize == 8 and not jax.config.jax_enable_x64
+    return small and not aval.weak_type and not wide
 
 
 def is_plain(x: Any) -> bool:

@@ -135,7 +135,7 @@ def check_op(p: KernelPrimitive, cases: Sequence[Case]) -> int:
       >>> from jaxkern.primitives.activation.softcap import softcap_p
       >>> from jaxkern.testing import case, check_op, f32
       >>> check_op(softcap_p, [case("rows", x=f32(4, 8), cap=30.0)])
-      18
+      19
     """
     failed: list[Exception] = []
     every = checks_of(p, cases)

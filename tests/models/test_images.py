@@ -413,7 +413,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     two = batch_of(config, [with_images(config, text, [image])] * 2, 9, 16)
     with pytest.raises(ValueError, match=r"`tokens` are \(1, 9\), .* of \(2, 9\)"):
         hidden_states(config, weights, jnp.zeros((1, 9), jnp.int32), images=two)
-    monkeypatch.setattr(generator, "compiled_in_turn", lambda calls, kept: None)
+    monkeypatch.setattr(generator, "compiled_in_turn", lambda *_: None)
     small = generator.Generator(
         config, weights, batch=1, prompt_slots=16, max_tokens=1, image_patches=16
     )

@@ -233,28 +233,26 @@ def gated_delta_net_inputs_kernel(
     rest_ptr,
     C: tl.constexpr,
 ):
-    KEYS: tl.constexpr = C.KEYS
-    VALUES: tl.constexpr = C.VALUES
-    K: tl.constexpr = KEYS // C.BLOCK
-    V: tl.constexpr = VALUES // C.BLOCK
-    PART: tl.constexpr = (KEYS, True)
-    V_PART: tl.constexpr = (VALUES, False)
+    K: tl.constexpr = C.KEYS // C.BLOCK
+    V: tl.constexpr = C.VALUES // C.BLOCK
     program = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * C.T
     x_ptr += row * C.F
     if ids_ptr is not None:
         ids_ptr += row
     if program < 2 * K:
-        own_ptr = query_ptr + row * KEYS
+        own_ptr = query_ptr + row * C.KEYS
         if program >= K:
-            own_ptr = key_ptr + row * KEYS
+            own_ptr = key_ptr + row * C.KEYS
         block = program % K
         before = (program - block) * C.BLOCK
-        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, PART, C)
+        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, (C.KEYS, True), C)
     elif program < 2 * K + V:
-        own_ptr = value_ptr + row * VALUES
-        block, before = program - 2 * K, 2 * KEYS
-        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, V_PART, C)
+        own_ptr = value_ptr + row * C.VALUES
+        block, before = program - 2 * K, 2 * C.KEYS
+        convolve(
+            x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, (C.VALUES, False), C
+        )
     else:
         start = tl.program_id(1) * C.LENGTH
         end = tl.minimum(start + C.LENGTH, C.T)
@@ -389,12 +387,8 @@ def gated_delta_net_inputs_bwd_kernel(
     dweight_ptr,
     C: tl.constexpr,
 ):
-    KEYS: tl.constexpr = C.KEYS
-    VALUES: tl.constexpr = C.VALUES
-    K: tl.constexpr = KEYS // C.BLOCK
-    V: tl.constexpr = VALUES // C.BLOCK
-    PART: tl.constexpr = (KEYS, True)
-    V_PART: tl.constexpr = (VALUES, False)
+    K: tl.constexpr = C.KEYS // C.BLOCK
+    V: tl.constexpr = C.VALUES // C.BLOCK
     program = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * C.T
     x_ptr += row * C.F
@@ -402,18 +396,20 @@ def gated_delta_net_inputs_bwd_kernel(
     if ids_ptr is not None:
         ids_ptr += row
     if program < 2 * K:
-        own_ptr = dquery_ptr + row * KEYS
+        own_ptr = dquery_ptr + row * C.KEYS
         if program >= K:
-            own_ptr = dkey_ptr + row * KEYS
+            own_ptr = dkey_ptr + row * C.KEYS
         block = program % K
         before = (program - block) * C.BLOCK
         operands = x_ptr, weight_ptr, ids_ptr, own_ptr
-        convolve_back(operands, dx_ptr, dweight_ptr, block, before, PART, C)
+        convolve_back(operands, dx_ptr, dweight_ptr, block, before, (C.KEYS, True), C)
     elif program < 2 * K + V:
-        own_ptr = dvalue_ptr + row * VALUES
-        block, before = program - 2 * K, 2 * KEYS
+        own_ptr = dvalue_ptr + row * C.VALUES
+        block, before = program - 2 * K, 2 * C.KEYS
         operands = x_ptr, weight_ptr, ids_ptr, own_ptr
-        convolve_back(operands, dx_ptr, dweight_ptr, block, before, V_PART, C)
+        convolve_back(
+            operands, dx_ptr, dweight_ptr, block, before, (C.VALUES, False), C
+        )
     else:
         start = tl.program_id(1) * (C.LENGTH - (C.W - 1))
         end = tl.minimum(start + C.LENGTH - (C.W - 1), C.T)
