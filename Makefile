@@ -29,20 +29,20 @@ demo: $(NEWEST)/ready $(NEWEST)/demo
 	$(NEWEST)/bin/jaxkern generate --prompt "Why is the sky blue? Answer in two sentences." --max-tokens 64
 
 # LLVM's optimisation of what XLA compiles for the CPU takes a quarter of the tests'
-# time, and calls outside `jit` that only move numbers another fifth: all tests run
-# without both, those on the oldest jax and `make test-full` with them.
-QUICKLY := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0" QUICK_EAGER=1
+# time, and compiling calls outside `jit` that only move numbers another tenth: all tests
+# run without the first, those on the newest jax without both, `make test-full` with them.
+UNOPTIMISED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 
 # Everything in its order, two or three at once; then the tests have both cores. The
 # 5000 tests of GPUs would be collected to be left out.
 test:
 	$(MAKE) --jobs=3 lint smoke $(NEWEST)/demo
-	$(QUICKLY) $(NEWEST)/bin/python $(PYTEST) -m "not full and not gpu" \
-		--ignore=tests/gpu
+	$(UNOPTIMISED) QUICK_EAGER=1 $(NEWEST)/bin/python $(PYTEST) \
+		-m "not full and not gpu" --ignore=tests/gpu
 
 # On the oldest jax, of the files alone that have such tests.
 smoke: $(OLDEST)/ready
-	$(OLDEST)/bin/python $(PYTEST) -m "smoke and not full and not gpu" \
+	$(UNOPTIMISED) $(OLDEST)/bin/python $(PYTEST) -m "smoke and not full and not gpu" \
 		$$(grep --recursive --files-with-matches --include="test_*.py" smoke tests)
 
 test-full: lint $(NEWEST)/ready $(NEWEST)/demo $(OLDEST)/ready
