@@ -1,7 +1,7 @@
 """What only moves or widens few numbers, outside `jit`, without XLA.
 
 XLA compiles each shape of each such call anew, in 25 milliseconds, which was a sixth of
-the time of operators' tests: they make operands and look at results in thousands of shapes.
+the time of operators' tests: they have operands and results of thousands of shapes.
 NumPy gives the same bits at once. Arithmetic stays XLA's.
 """
 
