@@ -84,6 +84,16 @@ class Constants:
         return self.HEADS * self.DIM
 
     @property
+    def KEY_BLOCKS(self) -> int:
+        """Programs of all queries, and of all keys."""
+        return self.KEYS // self.BLOCK
+
+    @property
+    def VALUE_BLOCKS(self) -> int:
+        """Programs of all values."""
+        return self.VALUES // self.BLOCK
+
+    @property
     def REST(self) -> int:
         """Columns behind those of the gate."""
         return self.F - self.TAPPED - self.GATE
@@ -233,26 +243,24 @@ def gated_delta_net_inputs_kernel(
     rest_ptr,
     C: tl.constexpr,
 ):
-    K: tl.constexpr = C.KEYS // C.BLOCK
-    V: tl.constexpr = C.VALUES // C.BLOCK
+    PART: tl.constexpr = (C.KEYS, True)
+    V_PART: tl.constexpr = (C.VALUES, False)
     program = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * C.T
     x_ptr += row * C.F
     if ids_ptr is not None:
         ids_ptr += row
-    if program < 2 * K:
+    if program < 2 * C.KEY_BLOCKS:
         own_ptr = query_ptr + row * C.KEYS
-        if program >= K:
+        if program >= C.KEY_BLOCKS:
             own_ptr = key_ptr + row * C.KEYS
-        block = program % K
+        block = program % C.KEY_BLOCKS
         before = (program - block) * C.BLOCK
-        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, (C.KEYS, True), C)
-    elif program < 2 * K + V:
+        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, PART, C)
+    elif program < 2 * C.KEY_BLOCKS + C.VALUE_BLOCKS:
         own_ptr = value_ptr + row * C.VALUES
-        block, before = program - 2 * K, 2 * C.KEYS
-        convolve(
-            x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, (C.VALUES, False), C
-        )
+        block, before = program - 2 * C.KEY_BLOCKS, 2 * C.KEYS
+        convolve(x_ptr, weight_ptr, ids_ptr, own_ptr, block, before, V_PART, C)
     else:
         start = tl.program_id(1) * C.LENGTH
         end = tl.minimum(start + C.LENGTH, C.T)
@@ -260,7 +268,7 @@ def gated_delta_net_inputs_kernel(
             gate_ptr += row * C.GATE
         if rest_ptr is not None:
             rest_ptr += row * C.REST
-        block = program - 2 * K - V
+        block = program - 2 * C.KEY_BLOCKS - C.VALUE_BLOCKS
         copy_rest(x_ptr, gate_ptr, rest_ptr, block, start, end, C, False)
 
 
@@ -387,29 +395,27 @@ def gated_delta_net_inputs_bwd_kernel(
     dweight_ptr,
     C: tl.constexpr,
 ):
-    K: tl.constexpr = C.KEYS // C.BLOCK
-    V: tl.constexpr = C.VALUES // C.BLOCK
+    PART: tl.constexpr = (C.KEYS, True)
+    V_PART: tl.constexpr = (C.VALUES, False)
     program = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64) * C.T
     x_ptr += row * C.F
     dx_ptr += row * C.F
     if ids_ptr is not None:
         ids_ptr += row
-    if program < 2 * K:
+    if program < 2 * C.KEY_BLOCKS:
         own_ptr = dquery_ptr + row * C.KEYS
-        if program >= K:
+        if program >= C.KEY_BLOCKS:
             own_ptr = dkey_ptr + row * C.KEYS
-        block = program % K
+        block = program % C.KEY_BLOCKS
         before = (program - block) * C.BLOCK
         operands = x_ptr, weight_ptr, ids_ptr, own_ptr
-        convolve_back(operands, dx_ptr, dweight_ptr, block, before, (C.KEYS, True), C)
-    elif program < 2 * K + V:
+        convolve_back(operands, dx_ptr, dweight_ptr, block, before, PART, C)
+    elif program < 2 * C.KEY_BLOCKS + C.VALUE_BLOCKS:
         own_ptr = dvalue_ptr + row * C.VALUES
-        block, before = program - 2 * K, 2 * C.KEYS
+        block, before = program - 2 * C.KEY_BLOCKS, 2 * C.KEYS
         operands = x_ptr, weight_ptr, ids_ptr, own_ptr
-        convolve_back(
-            operands, dx_ptr, dweight_ptr, block, before, (C.VALUES, False), C
-        )
+        convolve_back(operands, dx_ptr, dweight_ptr, block, before, V_PART, C)
     else:
         start = tl.program_id(1) * (C.LENGTH - (C.W - 1))
         end = tl.minimum(start + C.LENGTH - (C.W - 1), C.T)
@@ -417,7 +423,7 @@ def gated_delta_net_inputs_bwd_kernel(
             dgate_ptr += row * C.GATE
         if drest_ptr is not None:
             drest_ptr += row * C.REST
-        block = program - 2 * K - V
+        block = program - 2 * C.KEY_BLOCKS - C.VALUE_BLOCKS
         copy_rest(dx_ptr, dgate_ptr, drest_ptr, block, start, end, C, True)
 
 
