@@ -1,6 +1,7 @@
-"""From the product of a gated delta net to what its rule reads, in one pass each way.
+"""q, k, v = split(silu(conv1d(x))), q and k normed  (https://arxiv.org/abs/2412.06464).
 
-The layer is that of Qwen3-Next and Qwen3.5  (https://arxiv.org/abs/2412.06464).
+From the product of a gated delta net, as in Qwen3-Next and Qwen3.5, to what its rule
+reads, in one pass each way.
 """
 
 import jax.numpy as jnp

@@ -162,25 +162,32 @@ def take_up(
     turn,
     factors,
     caches,
-    where,
+    place,
+    row,
+    present,
     fresh,
+    S: tl.constexpr,
+    K: tl.constexpr,
     HEAD: tl.constexpr,
     VALUE: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """The token's queries, its key and its value; where `fresh` also in the caches.
 
-    `where` has the rows of the queries, which of them there are, the row of the key and
-    of its slot.
+    `place` is (sequence, key head, position); `row` has those of the queries, of which
+    some are `present`.
     """
     query_ptr, key_ptr, value_ptr = new
     query_weight_ptr, key_weight_ptr = weights
     key_cache_ptr, value_cache_ptr = caches
-    rows, present, key_row, slot = where
+    b, head, position = place
     H: tl.constexpr = HEAD[0]
     HV: tl.constexpr = VALUE[0]
+    key_row = tl.zeros([1, 1], tl.int64) + b * K + head
+    slot = (b * S + position) * K + head
+    rows, there = row[:, None], present[:, None]
     heads = query_ptr + rows * GATE  # past the gates of those before
-    q = turned(heads, rows, present, turn, factors[0], query_weight_ptr, HEAD)
+    q = turned(heads, rows, there, turn, factors[0], query_weight_ptr, HEAD)
     one = tl.full([1, 1], 1, tl.int1)
     key = turned(key_ptr, key_row, one, turn, factors[1], key_weight_ptr, HEAD)
     key = key.to(key_cache_ptr.dtype.element_ty)
@@ -282,16 +289,22 @@ def qk_norm_rope_cache_attention_kernel(
     present = r < G
     row = b * (K * G) + head * G + r
     fresh = (split == 0) & (count > 0) & (position >= 0) & (position < S)
-    key_row = tl.zeros([1, 1], tl.int64) + b * K + head
-    slot = (b * S + position) * K + head
+    new = query_ptr, key_ptr, value_ptr
+    weights = query_weight_ptr, key_weight_ptr
+    caches = key_cache_ptr, value_cache_ptr
+    place = b, head, position
     q, new_key, new_value = take_up(
-        (query_ptr, key_ptr, value_ptr),
-        (query_weight_ptr, key_weight_ptr),
+        new,
+        weights,
         turn,
         factors,
-        (key_cache_ptr, value_cache_ptr),
-        (row[:, None], present[:, None], key_row, slot),
+        caches,
+        place,
+        row,
+        present,
         fresh,
+        S,
+        K,
         HEAD,
         VALUE,
         GATE,
@@ -317,6 +330,5 @@ def qk_norm_rope_cache_attention_kernel(
         tl.store(out_ptr + row[:, None] * HV + value_dims, out, mask)
     places = positions_ptr, lengths_ptr, None
     old = old_key_cache_ptr, old_value_cache_ptr
-    caches = key_cache_ptr, value_cache_ptr
     copies: tl.constexpr = (KEY_COPY, VALUE_COPY)
     carry_over_both(program, old, caches, places, CALL, PROGRAMS, copies)

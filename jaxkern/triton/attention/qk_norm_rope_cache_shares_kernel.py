@@ -61,7 +61,7 @@ def qk_norm_rope_cache_shares_kernel(
     """ROWS query heads over one share: normalised sums, base-2 log-sum-exps.
 
     Where HELD the share is a block, which is in registers before the kernel ahead has
-    ended; else that asks for the first of several in the L2 cache.
+    ended; else the first of several is asked for in the L2 cache.
     """
     S: tl.constexpr = CALL[2]
     H: tl.constexpr = HEAD[0]
@@ -96,16 +96,22 @@ def qk_norm_rope_cache_shares_kernel(
     present = r < G
     row = b * (K * G) + head * G + r
     fresh = (split == 0) & (count > 0) & (position >= 0) & (position < S)
-    key_row = tl.zeros([1, 1], tl.int64) + b * K + head
-    slot = (b * S + position) * K + head
+    new = query_ptr, key_ptr, value_ptr
+    weights = query_weight_ptr, key_weight_ptr
+    caches = key_cache_ptr, value_cache_ptr
+    place = b, head, position
     q, new_key, new_value = take_up(
-        (query_ptr, key_ptr, value_ptr),
-        (query_weight_ptr, key_weight_ptr),
+        new,
+        weights,
         turn,
         factors,
-        (key_cache_ptr, value_cache_ptr),
-        (row[:, None], present[:, None], key_row, slot),
+        caches,
+        place,
+        row,
+        present,
         fresh,
+        S,
+        K,
         HEAD,
         VALUE,
         0,
@@ -130,6 +136,5 @@ def qk_norm_rope_cache_shares_kernel(
     store_share(out, lse, seen, (split, row, present), out_ptr, lse_ptr, HV, SPLITS)
     places = positions_ptr, lengths_ptr, None
     old = old_key_cache_ptr, old_value_cache_ptr
-    caches = key_cache_ptr, value_cache_ptr
     copies: tl.constexpr = (KEY_COPY, VALUE_COPY)
     carry_over_both(program, old, caches, places, CALL, PROGRAMS, copies)
