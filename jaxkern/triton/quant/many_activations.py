@@ -21,6 +21,7 @@ from jaxkern.gpu.triton_call import (
     warpgroup_mma_wait,
 )
 from jaxkern.triton.quant.block_codes import (
+    ask_for_step,
     codes_of,
     fragments_of_scale,
     has_offsets,
@@ -193,6 +194,7 @@ def many_activations_kernel(
     COLUMNS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STEPS: gl.constexpr,
+    ASKED: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """x `[ROWS, K]` bfloat16, tiles_ptr `[TILES, 16 row_bytes]`, y `[ROWS, 16 TILES]`.
@@ -214,6 +216,9 @@ def many_activations_kernel(
     first = gl.program_id(1) * STEPS
     last = gl.minimum(first + STEPS, (K + 255) // 256)
     words = read_step(at, g, c, first, NUM_BLOCKS, FORMAT)
+    whole = gl.minimum(last, K // 256)
+    for i in gl.static_range(1, ASKED):
+        ask_for_step(at, g, c, first + i, whole, FORMAT)
     if AHEAD == 2:
         wait_for_those_ahead()
     slabs = gl.allocate_shared_memory(
@@ -232,6 +237,8 @@ def many_activations_kernel(
         async_copy.wait_group(1)
         barrier()  # all have the step's activations
         stage = (step - first) % 3
+        if ASKED:
+            ask_for_step(at, g, c, step + ASKED, whole, FORMAT)
         ahead = read_step(at, g, c, gl.minimum(step + 1, last - 1), NUM_BLOCKS, FORMAT)
         for q in gl.static_range(4):
             w = left_operand(words, c, nothing, q, COLUMNS, FORMAT)

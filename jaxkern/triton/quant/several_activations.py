@@ -16,6 +16,7 @@ split the columns, and XLA adds up their sums.
 from jaxkern.gpu.bulk_ring import own_memory
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 from jaxkern.triton.quant.block_codes import (
+    ask_for_step,
     codes_of,
     fragments_of_scale,
     has_offsets,
@@ -242,6 +243,7 @@ def several_activations_kernel(
     EIGHTS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STEPS: gl.constexpr,
+    ASKED: gl.constexpr,
     RING: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
@@ -267,6 +269,9 @@ def several_activations_kernel(
     first = gl.program_id(1) * STEPS
     last = gl.minimum(first + STEPS, (K + 255) // 256)
     words = read_step(at, g, c, first, NUM_BLOCKS, FORMAT)
+    whole = gl.minimum(last, K // 256)
+    for i in gl.static_range(1, ASKED):
+        ask_for_step(at, g, c, first + i, whole, FORMAT)
     if AHEAD == 2:
         wait_for_those_ahead()
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -298,6 +303,8 @@ def several_activations_kernel(
         to = (step - first + 2) % 3
         copy_slab(rows, left, step + 2, to, last, RING, K, EIGHTS)
         end_of_copies(c)
+        if ASKED:
+            ask_for_step(at, g, c, step + ASKED, whole, FORMAT)
         ahead = read_step(at, g, c, gl.minimum(step + 1, last - 1), NUM_BLOCKS, FORMAT)
         x = x_at + stage * SLAB
         now = sums_at + (step - first) % 2 * SUMS

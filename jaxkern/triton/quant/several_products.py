@@ -47,6 +47,7 @@ class Sizes:
     warps: int
     splits: int
     registers: int | None = None
+    asked: int = 0
 
 
 def most_activations(terms: int) -> int:
@@ -122,6 +123,7 @@ def product(
         "FORMAT": qtype,
         "BLOCKS": blocks,
         "STEPS": each,
+        "ASKED": sizes.asked,
         "num_warps": sizes.warps,
         "max_registers": sizes.registers,
     }
