@@ -11,7 +11,7 @@ Codes are bytes: unsigned and below 128, or signed. Up to eight fragments share 
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
-from jaxkern.primitives.quant.tile_formats import OWN_FORMATS, TILE_FORMATS
+from jaxkern.primitives.quant.tile_formats import OWN_FORMATS
 from jaxkern.triton.quant.few_bit_codes import (
     codes_few_bits,
     read_few_bits,
@@ -175,35 +175,6 @@ def read_step(tile, g, c, step, NUM_BLOCKS: gl.constexpr, FORMAT: gl.constexpr):
         return read_nvfp4(block, g, c)
     else:
         return read_with_minima(tile, g, c, step, NUM_BLOCKS, FORMAT)
-
-
-@constexpr_function
-def bytes_of_step(FORMAT):
-    """Of 256 columns of 16 rows."""
-    return BYTES[FORMAT] * 16 * (STEP // TILE_FORMATS[FORMAT].elements)
-
-
-@gluon_jit
-def ask_for_step(tile, g, c, step, last, FORMAT: gl.constexpr):
-    """Has a step come to the L2 cache, of those before `last`: a line by each lane.
-
-    What is on its way takes no registers, so that much can be.
-    """
-    BYTES: gl.constexpr = bytes_of_step(FORMAT)
-    ROUNDS: gl.constexpr = (BYTES + 4095) // 4096
-    for i in gl.static_range(ROUNDS):
-        place = (4 * g + c) * 128 + 4096 * i
-        line = (tile + step * (BYTES // 8) + place // 8).to(gl.int64)
-        asks = ((place < BYTES) & (step < last)).to(gl.int64) + 0 * line
-        gl.inline_asm_elementwise(
-            "{ .reg .pred asks; setp.ne.b32 asks, $2, 0;"
-            " @asks prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-            "=r,l,r",
-            [line, asks.to(gl.int32)],
-            gl.int32,
-            False,
-            1,
-        )
 
 
 @gluon_jit

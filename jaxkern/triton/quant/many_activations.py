@@ -21,7 +21,6 @@ from jaxkern.gpu.triton_call import (
     warpgroup_mma_wait,
 )
 from jaxkern.triton.quant.block_codes import (
-    ask_for_step,
     codes_of,
     fragments_of_scale,
     has_offsets,
@@ -31,6 +30,7 @@ from jaxkern.triton.quant.block_codes import (
     read_step,
     scales_of,
 )
+from jaxkern.triton.quant.column_shares import meet_cluster, put_sums, send_sums
 from jaxkern.triton.quant.fixed_point_kernel import places_of_lanes
 from jaxkern.triton.quant.fragments import (
     as_pair,
@@ -43,7 +43,6 @@ from jaxkern.triton.quant.fragments import (
 from jaxkern.triton.quant.one_activation import low_float
 from jaxkern.triton.quant.product_kernel import (
     begin_early,
-    put,
     wait_for_those_ahead,
 )
 
@@ -180,6 +179,14 @@ def copy_step(
 
 
 @gluon_jit
+def start_of_memory(any):
+    """The address of the activations, which are all that Triton has placed."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, global_smem; // $1", "=r,r", [any], gl.int32, True, 1
+    )
+
+
+@gluon_jit
 def many_activations_kernel(
     x_ptr,
     tiles_ptr,
@@ -194,31 +201,28 @@ def many_activations_kernel(
     COLUMNS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STEPS: gl.constexpr,
-    ASKED: gl.constexpr,
+    SHARES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """x `[ROWS, K]` bfloat16, tiles_ptr `[TILES, 16 row_bytes]`, y `[ROWS, 16 TILES]`.
 
     Of each 16 columns of x those of a lane stand apart, see `in_order_of_lanes`. A
-    program has a tile of each warp and one of BLOCKS of COLUMNS activations. Where the
-    second axis has several programs, each has STEPS steps of the columns, and y is
-    `[programs, ROWS, 16 TILES]`, the sums of each.
+    program has a tile of each warp and one of BLOCKS of COLUMNS activations; SHARES
+    programs, a cluster, have STEPS steps of the columns each.
     """
     if AHEAD:
         begin_early(AHEAD == 2)
     WARPS: gl.constexpr = gl.num_warps()
     warp, g, c = places_of_lanes(WARPS)
-    first_tile = gl.program_id(0) // BLOCKS * WARPS
-    block = gl.program_id(0) % BLOCKS
+    rank = gl.program_id(0) % SHARES
+    first_tile = gl.program_id(0) // (BLOCKS * SHARES) * WARPS
+    block = gl.program_id(0) // SHARES % BLOCKS
     pairs = tiles_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     tile = gl.minimum(first_tile + warp, TILES - 1)
     at = pairs + tile.to(gl.int64) * TILE_PAIRS
-    first = gl.program_id(1) * STEPS
+    first = rank * STEPS
     last = gl.minimum(first + STEPS, (K + 255) // 256)
     words = read_step(at, g, c, first, NUM_BLOCKS, FORMAT)
-    whole = gl.minimum(last, K // 256)
-    for i in gl.static_range(1, ASKED):
-        ask_for_step(at, g, c, first + i, whole, FORMAT)
     if AHEAD == 2:
         wait_for_those_ahead()
     slabs = gl.allocate_shared_memory(
@@ -237,8 +241,6 @@ def many_activations_kernel(
         async_copy.wait_group(1)
         barrier()  # all have the step's activations
         stage = (step - first) % 3
-        if ASKED:
-            ask_for_step(at, g, c, step + ASKED, whole, FORMAT)
         ahead = read_step(at, g, c, gl.minimum(step + 1, last - 1), NUM_BLOCKS, FORMAT)
         for q in gl.static_range(4):
             w = left_operand(words, c, nothing, q, COLUMNS, FORMAT)
@@ -252,15 +254,24 @@ def many_activations_kernel(
         copy_step(rows, left, step + 2, last, slabs, to, K, COLUMNS)
         words = ahead
     totals, before = warpgroup_mma_wait(0, deps=[totals, before])
+    # rows g and g + 8 of a tile's matrix are the weights 2 g and 2 g + 1
     place = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, SUMS))
-    column = (first_tile + place // 16) * 16 + place % 8 * 2 + place % 16 // 8
-    row = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))
-    there = (column < 16 * TILES)[:, None] & (row < left)[None, :]
-    row = gl.program_id(1) * ROWS + block * COLUMNS + row
-    put(
+    weight = (place // 16 * 16 + place % 8 * 2 + place % 16 // 8)[:, None]
+    activation = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))[None, :]
+    memory = start_of_memory(first_tile)
+    meet_cluster(rank)  # all have done with their activations
+    at = memory + 0 * weight + 0 * activation
+    send_sums(at, rank, activation, weight, totals, WARPS, COLUMNS, SHARES)
+    meet_cluster(rank)
+    put_sums(
+        memory,
+        rank,
         y_ptr,
         residual_ptr,
-        totals,
-        row[None, :] * (16 * TILES) + column[:, None],
-        there,
+        block * COLUMNS,
+        first_tile * 16,
+        ROWS,
+        16 * TILES,
+        COLUMNS,
+        SHARES,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.cluster import MAX_PROGRAMS
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.launch import RING_ALIGNED
 from jaxkern.gpu.rows import num_rows
@@ -47,7 +48,6 @@ class Sizes:
     warps: int
     splits: int
     registers: int | None = None
-    asked: int = 0
 
 
 def most_activations(terms: int) -> int:
@@ -96,6 +96,8 @@ def sizes_of(x: jax.Array, tiles: jax.Array, terms: int) -> Sizes:
     programs = -(-tiles.shape[0] // WARPS) * -(-rows // columns)
     at_once = num_sms() * (1 if columns > 64 else 2)
     splits = max(1, min(steps // 2, at_once // programs))
+    if compute_capability() >= HOPPER:
+        splits = min(splits, MAX_PROGRAMS)
     return Sizes(decoded, columns, WARPS, splits, 128 if columns <= 16 else None)
 
 
@@ -114,6 +116,8 @@ def product(
     each = -(-steps // sizes.splits)
     splits = -(-steps // each)
     blocks = -(-rows // sizes.columns)
+    together = compute_capability() >= HOPPER
+    apart = 1 if together else splits  # arrays of sums
     constants: dict[str, Any] = {
         "ROWS": rows,
         "K": k,
@@ -123,7 +127,8 @@ def product(
         "FORMAT": qtype,
         "BLOCKS": blocks,
         "STEPS": each,
-        "ASKED": sizes.asked,
+        "SHARES": splits,
+        "cluster": splits if together else 1,
         "num_warps": sizes.warps,
         "max_registers": sizes.registers,
     }
@@ -136,24 +141,25 @@ def product(
         eights = sizes.columns // 8
         memory = bytes_of_memory(eights, qtype)
         constants["EIGHTS"] = eights
+        constants["CLUSTER"] = together
         constants["RING"] = -(-memory // RING_ALIGNED) * RING_ALIGNED
     [y] = sparse_call(
         kernel,
-        (-(-units // sizes.warps) * blocks, splits),
+        (-(-units // sizes.warps) * blocks * splits,),
         {
             "x_ptr": x,
             "tiles_ptr": tiles,
-            "residual_ptr": residual if splits == 1 else None,
+            "residual_ptr": residual if apart == 1 else None,
         },
         {
             "y_ptr": jax.ShapeDtypeStruct(
-                (splits, rows, units * TILE), dtype if splits == 1 else jnp.float32
+                (apart, rows, units * TILE), dtype if apart == 1 else jnp.float32
             )
         },
         constants,
     )
     assert y is not None
-    if splits == 1:
+    if apart == 1:
         return y[0]
     total = y.sum(0)
     if residual is not None:
