@@ -30,7 +30,6 @@ from jaxkern.triton.quant.block_codes import (
     read_step,
     scales_of,
 )
-from jaxkern.triton.quant.column_shares import meet_cluster, put_sums, send_sums
 from jaxkern.triton.quant.fixed_point_kernel import places_of_lanes
 from jaxkern.triton.quant.fragments import (
     as_pair,
@@ -43,6 +42,7 @@ from jaxkern.triton.quant.fragments import (
 from jaxkern.triton.quant.one_activation import low_float
 from jaxkern.triton.quant.product_kernel import (
     begin_early,
+    put,
     wait_for_those_ahead,
 )
 
@@ -187,6 +187,20 @@ def start_of_memory(any):
 
 
 @gluon_jit
+def keep_float(at, x):
+    gl.inline_asm_elementwise(
+        "st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [at, x], gl.int32, False, 1
+    )
+
+
+@gluon_jit
+def kept_float(at):
+    return gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];", "=f,r", [at], gl.float32, False, 1
+    )
+
+
+@gluon_jit
 def many_activations_kernel(
     x_ptr,
     tiles_ptr,
@@ -201,26 +215,25 @@ def many_activations_kernel(
     COLUMNS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STEPS: gl.constexpr,
-    SHARES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """x `[ROWS, K]` bfloat16, tiles_ptr `[TILES, 16 row_bytes]`, y `[ROWS, 16 TILES]`.
 
     Of each 16 columns of x those of a lane stand apart, see `in_order_of_lanes`. A
-    program has a tile of each warp and one of BLOCKS of COLUMNS activations; SHARES
-    programs, a cluster, have STEPS steps of the columns each.
+    program has a tile of each warp and one of BLOCKS of COLUMNS activations. Where the
+    second axis has several programs, each has STEPS steps of the columns, and y is
+    `[programs, ROWS, 16 TILES]`, the sums of each.
     """
     if AHEAD:
         begin_early(AHEAD == 2)
     WARPS: gl.constexpr = gl.num_warps()
     warp, g, c = places_of_lanes(WARPS)
-    rank = gl.program_id(0) % SHARES
-    first_tile = gl.program_id(0) // (BLOCKS * SHARES) * WARPS
-    block = gl.program_id(0) // SHARES % BLOCKS
+    first_tile = gl.program_id(0) // BLOCKS * WARPS
+    block = gl.program_id(0) % BLOCKS
     pairs = tiles_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     tile = gl.minimum(first_tile + warp, TILES - 1)
     at = pairs + tile.to(gl.int64) * TILE_PAIRS
-    first = rank * STEPS
+    first = gl.program_id(1) * STEPS
     last = gl.minimum(first + STEPS, (K + 255) // 256)
     words = read_step(at, g, c, first, NUM_BLOCKS, FORMAT)
     if AHEAD == 2:
@@ -258,20 +271,16 @@ def many_activations_kernel(
     place = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, SUMS))
     weight = (place // 16 * 16 + place % 8 * 2 + place % 16 // 8)[:, None]
     activation = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))[None, :]
+    PITCH: gl.constexpr = 16 * WARPS + 8
     memory = start_of_memory(first_tile)
-    meet_cluster(rank)  # all have done with their activations
-    at = memory + 0 * weight + 0 * activation
-    send_sums(at, rank, activation, weight, totals, WARPS, COLUMNS, SHARES)
-    meet_cluster(rank)
-    put_sums(
-        memory,
-        rank,
-        y_ptr,
-        residual_ptr,
-        block * COLUMNS,
-        first_tile * 16,
-        ROWS,
-        16 * TILES,
-        COLUMNS,
-        SHARES,
-    )
+    barrier()  # all have done with their activations
+    keep_float(memory + 4 * (activation * PITCH + weight), totals)
+    barrier()
+    L2: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
+    a = gl.arange(0, COLUMNS, gl.SliceLayout(1, L2))[:, None]
+    k = gl.arange(0, 16 * WARPS, gl.SliceLayout(0, L2))[None, :]
+    total = kept_float(memory + 4 * (a * PITCH + k))
+    column = first_tile * 16 + k
+    there = (column < 16 * TILES) & (a < left)
+    row = gl.program_id(1) * ROWS + block * COLUMNS + a
+    put(y_ptr, residual_ptr, total, row * (16 * TILES) + column, there)

@@ -10,7 +10,7 @@ byte of the weights is read once, a step ahead, into registers.
 Codes are multiplied as they are, and the sums of a scale's columns are scaled in
 float32, as in product_kernel.py. Minima are multiplied with the sums of x by groups,
 which the warps take once for all tiles. Where rows are too few for the GPU, programs
-split the columns, and add up their sums in clusters, or XLA does before Hopper.
+split the columns, and XLA adds up their sums.
 """
 
 from jaxkern.gpu.bulk_ring import own_memory
@@ -24,7 +24,6 @@ from jaxkern.triton.quant.block_codes import (
     scales_of,
     zero_of,
 )
-from jaxkern.triton.quant.column_shares import meet_cluster, put_sums, send_sums
 from jaxkern.triton.quant.fragments import (
     barrier,
     constant_rows,
@@ -62,10 +61,7 @@ def bytes_of_slab(EIGHTS):
 
 @constexpr_function
 def bytes_of_memory(EIGHTS, FORMAT):
-    """Three slabs: of this step and of the two that come; sums of two.
-
-    They have room for the sums of eight programs.
-    """
+    """Three slabs: of this step and of the two that come; sums of two."""
     return 3 * bytes_of_slab(EIGHTS) + bytes_of_group_sums(EIGHTS, FORMAT)
 
 
@@ -246,16 +242,14 @@ def several_activations_kernel(
     EIGHTS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STEPS: gl.constexpr,
-    SHARES: gl.constexpr,
-    CLUSTER: gl.constexpr,
     RING: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """x `[ROWS, K]` bfloat16, tiles_ptr `[TILES, 16 row_bytes]`, y `[ROWS, 16 TILES]`.
 
-    A program has a tile of each warp and one of BLOCKS of 8 EIGHTS activations; SHARES
-    programs have STEPS steps of the columns each. Without CLUSTER y is
-    `[SHARES, ROWS, 16 TILES]`, the sums of each.
+    A program has a tile of each warp and one of BLOCKS of 8 EIGHTS activations. Where
+    the second axis has several programs, each has STEPS steps of the columns, and y is
+    `[programs, ROWS, 16 TILES]`, the sums of each.
     """
     if AHEAD:
         begin_early(AHEAD == 2)
@@ -266,13 +260,11 @@ def several_activations_kernel(
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, LANES2))[:, None, None]
     g = gl.arange(0, 8, gl.SliceLayout(0, LANES2))[None, :, None]
     c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LANES3)))[None, None, :]
-    rank = gl.program_id(0) % SHARES
-    first_tile = gl.program_id(0) // (BLOCKS * SHARES) * WARPS
-    tile = first_tile + warp
-    block = gl.program_id(0) // SHARES % BLOCKS
+    tile = gl.program_id(0) // BLOCKS * WARPS + warp
+    block = gl.program_id(0) % BLOCKS
     pairs = tiles_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     at = pairs + gl.minimum(tile, TILES - 1).to(gl.int64) * TILE_PAIRS
-    first = rank * STEPS
+    first = gl.program_id(1) * STEPS
     last = gl.minimum(first + STEPS, (K + 255) // 256)
     words = read_step(at, g, c, first, NUM_BLOCKS, FORMAT)
     if AHEAD == 2:
@@ -316,33 +308,10 @@ def several_activations_kernel(
         totals = add_shared_step(words, c, x, now, totals, nothing, FORMAT)
         words = ahead
     # columns 2 c and 2 c + 1 of rows 2 g and 2 g + 1
-    row = eight * 8 + in_lanes(2 * c)
-    weight = in_lanes(warp * 16 + 2 * g)
-    if CLUSTER:
-        memory = own_memory(first_tile, RING)
-        at = memory + 0 * row + 0 * weight
-        meet_cluster(rank)  # all have done with their activations
-        for i in gl.static_range(4):
-            of = (row + i % 2, weight + i // 2)
-            send_sums(at, rank, of[0], of[1], totals[i], WARPS, 8 * EIGHTS, SHARES)
-        meet_cluster(rank)
-        put_sums(
-            memory,
-            rank,
-            y_ptr,
-            residual_ptr,
-            block * (8 * EIGHTS),
-            first_tile * 16,
-            ROWS,
-            16 * TILES,
-            8 * EIGHTS,
-            SHARES,
-        )
-    else:
-        row += block * (8 * EIGHTS)
-        there = in_lanes(tile < TILES)
-        out = (rank * ROWS + row) * (16 * TILES) + first_tile * 16 + weight
-        for i in gl.static_range(4):
-            here = there & (row + i % 2 < ROWS)
-            at = out + i % 2 * (16 * TILES) + i // 2
-            put(y_ptr, residual_ptr, totals[i], at, here)
+    row = block * (8 * EIGHTS) + eight * 8 + in_lanes(2 * c)
+    column = in_lanes(tile * 16 + 2 * g)
+    there = in_lanes(tile < TILES)
+    out = (gl.program_id(1) * ROWS + row) * (16 * TILES) + column
+    for i in gl.static_range(4):
+        here = there & (row + i % 2 < ROWS)
+        put(y_ptr, residual_ptr, totals[i], out + i % 2 * (16 * TILES) + i // 2, here)

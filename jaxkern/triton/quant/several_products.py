@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.gpu.cluster import MAX_PROGRAMS
 from jaxkern.gpu.device import compute_capability, next_power_of_2, num_sms
 from jaxkern.gpu.launch import RING_ALIGNED
 from jaxkern.gpu.rows import num_rows
@@ -96,8 +95,6 @@ def sizes_of(x: jax.Array, tiles: jax.Array, terms: int) -> Sizes:
     programs = -(-tiles.shape[0] // WARPS) * -(-rows // columns)
     at_once = num_sms() * (1 if columns > 64 else 2)
     splits = max(1, min(steps // 2, at_once // programs))
-    if compute_capability() >= HOPPER:
-        splits = min(splits, MAX_PROGRAMS)
     return Sizes(decoded, columns, WARPS, splits, 128 if columns <= 16 else None)
 
 
@@ -116,8 +113,6 @@ def product(
     each = -(-steps // sizes.splits)
     splits = -(-steps // each)
     blocks = -(-rows // sizes.columns)
-    together = compute_capability() >= HOPPER
-    apart = 1 if together else splits  # arrays of sums
     constants: dict[str, Any] = {
         "ROWS": rows,
         "K": k,
@@ -127,8 +122,6 @@ def product(
         "FORMAT": qtype,
         "BLOCKS": blocks,
         "STEPS": each,
-        "SHARES": splits,
-        "cluster": splits if together else 1,
         "num_warps": sizes.warps,
         "max_registers": sizes.registers,
     }
@@ -141,25 +134,24 @@ def product(
         eights = sizes.columns // 8
         memory = bytes_of_memory(eights, qtype)
         constants["EIGHTS"] = eights
-        constants["CLUSTER"] = together
         constants["RING"] = -(-memory // RING_ALIGNED) * RING_ALIGNED
     [y] = sparse_call(
         kernel,
-        (-(-units // sizes.warps) * blocks * splits,),
+        (-(-units // sizes.warps) * blocks, splits),
         {
             "x_ptr": x,
             "tiles_ptr": tiles,
-            "residual_ptr": residual if apart == 1 else None,
+            "residual_ptr": residual if splits == 1 else None,
         },
         {
             "y_ptr": jax.ShapeDtypeStruct(
-                (apart, rows, units * TILE), dtype if apart == 1 else jnp.float32
+                (splits, rows, units * TILE), dtype if splits == 1 else jnp.float32
             )
         },
         constants,
     )
     assert y is not None
-    if apart == 1:
+    if splits == 1:
         return y[0]
     total = y.sum(0)
     if residual is not None:
