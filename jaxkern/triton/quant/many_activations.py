@@ -11,6 +11,7 @@ A weight is scale * (code - zero) + offset. The scale is a sum of two bfloat16, 
 only the offset and the result are rounded; of MXFP4 one is exact.
 """
 
+from jaxkern.gpu.bulk_ring import shared_word
 from jaxkern.gpu.triton_call import (
     async_copy,
     async_load,
@@ -39,7 +40,7 @@ from jaxkern.triton.quant.fragments import (
     twice,
     unsigned_codes,
 )
-from jaxkern.triton.quant.one_activation import low_float
+from jaxkern.triton.quant.one_activation import low_float, store_word
 from jaxkern.triton.quant.product_kernel import (
     begin_early,
     put,
@@ -51,6 +52,12 @@ from jaxkern.triton.quant.product_kernel import (
 def sums_layout(WARPS, COLUMNS):
     """Of a product `[16 WARPS, COLUMNS]`."""
     return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
+
+
+@constexpr_function
+def results_layout(WARPS):
+    """Of results `[activations, weights]`, two neighbours a lane."""
+    return gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
 
 
 @constexpr_function
@@ -187,17 +194,27 @@ def start_of_memory(any):
 
 
 @gluon_jit
-def keep_float(at, x):
-    gl.inline_asm_elementwise(
-        "st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [at, x], gl.int32, False, 1
-    )
+def in_order_of_weights(totals, any, COLUMNS: gl.constexpr):
+    """Sums `[16 warps, COLUMNS]` as `[COLUMNS, 16 warps]`, neighbours in two lanes.
 
-
-@gluon_jit
-def kept_float(at):
-    return gl.inline_asm_elementwise(
-        "ld.shared.f32 $0, [$1];", "=f,r", [at], gl.float32, False, 1
-    )
+    They go through the memory of the activations. Rows g and g + 8 of a tile's matrix
+    are its weights 2 g and 2 g + 1.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    PITCH: gl.constexpr = 64 * WARPS + 32  # bytes: lanes meet different banks
+    SUMS: gl.constexpr = sums_layout(WARPS, COLUMNS)
+    memory = start_of_memory(any)
+    place = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, SUMS))
+    weight = (place // 16 * 16 + place % 8 * 2 + place % 16 // 8)[:, None]
+    row = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))[None, :]
+    barrier()  # all have done with the activations
+    store_word(memory + row * PITCH + 4 * weight, totals.to(gl.int32, bitcast=True))
+    barrier()
+    OUT: gl.constexpr = results_layout(WARPS)
+    row = gl.arange(0, COLUMNS, gl.SliceLayout(1, OUT))[:, None]
+    weight = gl.arange(0, 16 * WARPS, gl.SliceLayout(0, OUT))[None, :]
+    words = shared_word(memory + row * PITCH + 4 * weight, 0)
+    return words.to(gl.float32, bitcast=True)
 
 
 @gluon_jit
@@ -267,20 +284,11 @@ def many_activations_kernel(
         copy_step(rows, left, step + 2, last, slabs, to, K, COLUMNS)
         words = ahead
     totals, before = warpgroup_mma_wait(0, deps=[totals, before])
-    # rows g and g + 8 of a tile's matrix are the weights 2 g and 2 g + 1
-    place = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, SUMS))
-    weight = (place // 16 * 16 + place % 8 * 2 + place % 16 // 8)[:, None]
-    activation = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))[None, :]
-    PITCH: gl.constexpr = 16 * WARPS + 8
-    memory = start_of_memory(first_tile)
-    barrier()  # all have done with their activations
-    keep_float(memory + 4 * (activation * PITCH + weight), totals)
-    barrier()
-    L2: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
-    a = gl.arange(0, COLUMNS, gl.SliceLayout(1, L2))[:, None]
-    k = gl.arange(0, 16 * WARPS, gl.SliceLayout(0, L2))[None, :]
-    total = kept_float(memory + 4 * (a * PITCH + k))
-    column = first_tile * 16 + k
-    there = (column < 16 * TILES) & (a < left)
-    row = gl.program_id(1) * ROWS + block * COLUMNS + a
-    put(y_ptr, residual_ptr, total, row * (16 * TILES) + column, there)
+    y = in_order_of_weights(totals, block, COLUMNS)
+    OUT: gl.constexpr = results_layout(WARPS)
+    row = gl.arange(0, COLUMNS, gl.SliceLayout(1, OUT))[:, None]
+    column = gl.arange(0, 16 * WARPS, gl.SliceLayout(0, OUT))[None, :]
+    column += first_tile * 16
+    there = (column < 16 * TILES) & (row < left)
+    row += gl.program_id(1) * ROWS + block * COLUMNS
+    put(y_ptr, residual_ptr, y, row * (16 * TILES) + column, there)

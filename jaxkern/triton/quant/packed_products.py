@@ -1,7 +1,7 @@
 """Products with interleaved rows of GGUF blocks on NVIDIA GPUs, for any number of rows.
 
 Up to eight: one kernel, which takes in the norm before and the gate or the addition
-after. Up to 384: several_products.py. More: the weights are written once as bfloat16,
+after; without norm and gate up to two on Hopper. Up to 384: several_products.py. More: the weights are written once as bfloat16,
 and XLA multiplies.
 """
 
@@ -40,6 +40,7 @@ from jaxkern.triton.quant.several_products import (
 )
 
 FEW = 8  # activations by terms, as many as a matrix instruction has columns for
+ALONE = 2  # where neither norm nor gate save a launch, on Hopper
 COLUMNS = 64  # of one launch
 SLOTS = 64  # rows of experts, each of which is read for itself
 NORM_BYTES = 65_536  # of shared memory for activations
@@ -102,7 +103,7 @@ def multiply(
         w = decoded(tiles.reshape(-1, tiles.shape[-1]), qtype)
         y = multiply_decoded(x, w, norm, residual, eps, up, activation)
         return y.reshape(*x.shape[:-1], -1, TILE)
-    if rows * terms > FEW:
+    if rows * terms > most_at_once(terms, norm is None and activation is None):
         around = norm, residual, eps, up, activation
         return multiply_several(x, tiles, qtype, terms, *around)
     dtype = x.dtype  # of the result, also where float32 is multiplied as bfloat16
@@ -111,6 +112,16 @@ def multiply(
         x = x.astype(jnp.bfloat16)
     gate: dict = dict(up=up, activation=activation)
     return launch(x, tiles, qtype, terms, norm, residual, eps, dtype=dtype, **gate)
+
+
+def most_at_once(terms: int, alone: bool) -> int:
+    """Activations by terms of the kernel that takes in what stands around a product.
+
+    Each of its programs reads all activations; those of several_products.py share them.
+    """
+    if alone and terms == 1 and compute_capability() >= OLDEST_WITH_BULK_COPIES:
+        return ALONE
+    return FEW
 
 
 def launch(
