@@ -1,6 +1,8 @@
 """Products with integers of 4 and 8 bits: ours, the reference, XLA with bfloat16.
 
 "side by side" are the same weights as `interleave` puts them, where it has the format.
+Where humming-kernels is installed, its layer of as many bits and groups stands beside
+them; its weights are in the layout that it made of them at load.
 
     python -m benchmarks int_matmul [--kind "int4 by 128"] [--rows 1] [--shape 8x512]
 
@@ -10,6 +12,7 @@ bytes take at the rate of a copy.
 
 import argparse
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
+from benchmarks._time import Program, TorchProgram
 from benchmarks.quant.interleaved_matmul import ROTATED, compare, dense
 from jaxkern import quantize_int, quantized_matmul
 from jaxkern.models.packed_parts import in_tiles
@@ -45,6 +49,40 @@ def drawn(quantize: Callable, f: int, d: int) -> list[Any]:
     return [first, *(draw(jax.random.key(i)) for i in range(1, count))]
 
 
+HUMMING = {"int4 by 128": {"dtype": "int4", "group_size": 128}}
+
+
+def humming_layers(kind: str, f: int, d: int, count: int) -> list[Any]:
+    """As many layers of random weights, where the package is installed and has them."""
+    if kind not in HUMMING or importlib.util.find_spec("humming") is None:
+        return []
+    import torch
+    from humming.layer import HummingLayer
+
+    layers = []
+    for _ in range(count):
+        layer = HummingLayer(f, d, dict(HUMMING[kind]), torch_dtype=torch.bfloat16)
+        layer = layer.cuda()
+        layer.load_from_unquantized(torch.randn((f, d), dtype=torch.bfloat16).cuda())
+        layer.transform()
+        layers.append(layer)
+    return layers
+
+
+def by_humming(layers: list[Any], rows: int) -> dict[str, Program]:
+    if not layers:
+        return {}
+    import torch
+
+    x = torch.randn((rows, layers[0].shape_k), dtype=torch.bfloat16).cuda()
+
+    def product(layer):
+        with torch.inference_mode():
+            return layer(x)
+
+    return {"humming": TorchProgram(product, [(layer,) for layer in layers])}
+
+
 def by_reference(x, w):
     with jaxkern.backend("xla"):
         return quantized_matmul(x, w)
@@ -69,6 +107,7 @@ def run(
             weights = drawn(kinds[kind], f, d)
             tiled = tile_format(weights[0]) is not None and f % ROWS == 0
             tiles = [in_tiles(w) for w in weights] if tiled else []
+            layers = humming_layers(kind, f, d, len(weights))
             for rows in map(int, options.rows.split(",")):
                 x = jax.random.normal(jax.random.key(2), (rows, d), jnp.bfloat16)
                 calls = {
@@ -78,7 +117,8 @@ def run(
                     "bfloat16 by XLA": (jnp.inner, [(x, w) for w in plain]),
                 }
                 calls = {name: call for name, call in calls.items() if call[1]}
-                compare(f"{kind} {shape} M={rows}", calls, weights[0].nbytes)
+                title, peers = f"{kind} {shape} M={rows}", by_humming(layers, rows)
+                compare(title, calls, weights[0].nbytes, peers)
     return 0
 
 

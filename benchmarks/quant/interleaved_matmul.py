@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from benchmarks._time import JaxProgram, copy_rate, device_alone, seconds_in_turn
+from benchmarks._time import (
+    JaxProgram,
+    Program,
+    copy_rate,
+    device_alone,
+    seconds_in_turn,
+)
 from jaxkern import InterleavedTensor, quantized_matmul
 from jaxkern.primitives.quant.tile_formats import TILE_FORMATS
 
@@ -59,15 +65,21 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[int, int, int, jax.Arra
 
 
 def compare(
-    title: str, calls: dict[str, tuple[Callable, Sequence[tuple]]], num_bytes: int
+    title: str,
+    calls: dict[str, tuple[Callable, Sequence[tuple]]],
+    num_bytes: int,
+    peers: dict[str, Program] | None = None,
 ) -> None:
-    """Prints the time of each function over its operands, in turn."""
+    """Prints the time of each function over its operands, in turn, and of peers."""
     with device_alone():
-        programs = {name: JaxProgram.of(f, given) for name, (f, given) in calls.items()}
+        programs: dict[str, Program] = {
+            name: JaxProgram.of(f, given) for name, (f, given) in calls.items()
+        }
+        programs |= peers or {}
         for program in programs.values():
             program.warm()
         seconds = seconds_in_turn(programs)
-    found = ", ".join(f"{name} {1e6 * seconds[name]:.1f} us" for name in calls)
+    found = ", ".join(f"{name} {1e6 * seconds[name]:.1f} us" for name in programs)
     limit = 1e6 * num_bytes / copy_rate()
     print(f"{title}: {found}, its bytes {limit:.1f}", flush=True)
 
