@@ -1,8 +1,8 @@
 """Products with interleaved rows of GGUF blocks on NVIDIA GPUs, for any number of rows.
 
-Up to eight: one kernel, which takes in the norm before and the gate or the addition
-after; without norm and gate up to two on Hopper. Up to 384: several_products.py. More: the weights are written once as bfloat16,
-and XLA multiplies.
+One, before Hopper up to eight: one kernel, which takes in the norm before and the gate
+or the addition after. Up to 384: several_products.py. More: the weights are written
+once as bfloat16, and XLA multiplies.
 """
 
 import math
@@ -40,7 +40,6 @@ from jaxkern.triton.quant.several_products import (
 )
 
 FEW = 8  # activations by terms, as many as a matrix instruction has columns for
-ALONE = 2  # where neither norm nor gate save a launch, on Hopper
 COLUMNS = 64  # of one launch
 SLOTS = 64  # rows of experts, each of which is read for itself
 NORM_BYTES = 65_536  # of shared memory for activations
@@ -103,7 +102,7 @@ def multiply(
         w = decoded(tiles.reshape(-1, tiles.shape[-1]), qtype)
         y = multiply_decoded(x, w, norm, residual, eps, up, activation)
         return y.reshape(*x.shape[:-1], -1, TILE)
-    if rows * terms > most_at_once(terms, norm is None and activation is None):
+    if rows * terms > most_at_once(terms):
         around = norm, residual, eps, up, activation
         return multiply_several(x, tiles, qtype, terms, *around)
     dtype = x.dtype  # of the result, also where float32 is multiplied as bfloat16
@@ -114,14 +113,14 @@ def multiply(
     return launch(x, tiles, qtype, terms, norm, residual, eps, dtype=dtype, **gate)
 
 
-def most_at_once(terms: int, alone: bool) -> int:
+def most_at_once(terms: int) -> int:
     """Activations by terms of the kernel that takes in what stands around a product.
 
-    Each of its programs reads all activations; those of several_products.py share them.
+    Each of its programs reads and normalises all of them, which those of
+    several_products.py share: on Hopper two are faster there.
     """
-    if alone and terms == 1 and compute_capability() >= OLDEST_WITH_BULK_COPIES:
-        return ALONE
-    return FEW
+    is_hopper = compute_capability() >= OLDEST_WITH_BULK_COPIES
+    return 1 if terms == 1 and is_hopper else FEW
 
 
 def launch(
