@@ -11,7 +11,7 @@ holds it, eps of the norm of values or None). A query has GATE numbers of its ou
 gate behind it.
 """
 
-from jaxkern.gpu.cluster import mailbox_memory
+from jaxkern.gpu.cluster import exchange_memory
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
 from jaxkern.gpu.triton_call import jit, tl
 from jaxkern.triton.attention.decode.decode_kernel import (
@@ -264,7 +264,7 @@ def qk_norm_rope_cache_attention_kernel(
     HV: tl.constexpr = VALUE[0]
     VALUE_DIMS: tl.constexpr = VALUE[1]
     if EXCHANGE:
-        memory = mailbox_memory(EXCHANGE)
+        memory = exchange_memory(EXCHANGE)
     if AHEAD:
         let_next_begin()
     if AHEAD == 1:

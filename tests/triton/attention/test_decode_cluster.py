@@ -98,7 +98,7 @@ def test_short_contexts_are_one_launch(s, h, cluster, block):
         assert (launch.cluster, constants["BLOCK"]) == (cluster, block)
         assert launch.grid == (8 * cluster,) and constants["EXCHANGE"] <= MAX_EXCHANGE
         assert launch.stack_bytes == 0
-        assert launch.ptx.count(".shared .align 16 .b8 mailbox") == (cluster > 1)
+        assert launch.ptx.count(".shared .align 16 .b8 exchange") == (cluster > 1)
 
 
 @starts_it

@@ -1,11 +1,11 @@
 """The decode kernel over linear and paged caches: one share of a sequence's keys."""
 
 from jaxkern.gpu.cluster import (
-    all_has_come,
-    mailbox_memory,
+    all_have_sent,
+    exchange_memory,
     peers_have_begun,
-    post,
     receive,
+    send,
 )
 from jaxkern.gpu.dependent_launch import (
     begin_behind_those_ahead,
@@ -273,11 +273,10 @@ def merge_in_cluster(
 
     peers_have_begun()
     there = memory + mine[:, None] * PART + dims % PART * 4
-    inside = present[:, None] & (dims < HV)
-    post(memory, there, dims // PART, out, inside, SPLITS)
+    send(there, dims // PART, out, present[:, None] & (dims < HV))
     for peer in tl.static_range(SPLITS):
-        post(memory, lses + mine, peer, lse, present, SPLITS)
-    all_has_come(memory)
+        send(lses + mine, peer, lse, present)
+    all_have_sent()
 
     top = tl.full([ROWS], -float("inf"), tl.float32)
     for share in tl.static_range(SPLITS):
@@ -370,7 +369,7 @@ def decode_attention_kernel(
     merge: the result, and the natural log-sum-exp with the sinks.
     """
     if EXCHANGE:
-        memory = mailbox_memory(EXCHANGE)
+        memory = exchange_memory(EXCHANGE)
     if AHEAD == 2:
         let_next_begin()
     elif AHEAD:
