@@ -185,8 +185,6 @@ def take_up(
     HV: tl.constexpr = VALUE[0]
     key_row = tl.zeros([1, 1], tl.int64) + b * K + head
     slot = (b * S + position) * K + head
-    value_dims = tl.arange(0, VALUE[1])[None, :]
-    value = tl.load(value_ptr + key_row * HV + value_dims, value_dims < HV, 0.0)
     rows, there = row[:, None], present[:, None]
     heads = query_ptr + rows * GATE  # past the gates of those before
     q = turned(heads, rows, there, turn, factors[0], query_weight_ptr, HEAD)
@@ -194,6 +192,8 @@ def take_up(
     key = turned(key_ptr, key_row, one, turn, factors[1], key_weight_ptr, HEAD)
     key = key.to(key_cache_ptr.dtype.element_ty)
     dims = tl.arange(0, HEAD[1])[None, :]
+    value_dims = tl.arange(0, VALUE[1])[None, :]
+    value = tl.load(value_ptr + key_row * HV + value_dims, value_dims < HV, 0.0)
     value = normed_values(value.to(tl.float32), HV, VALUE[2])
     value = value.to(value_cache_ptr.dtype.element_ty)
     tl.store(key_cache_ptr + slot * H + dims, key, dims < tl.where(fresh, H, 0))
