@@ -177,15 +177,8 @@ def fixed_point_kernel(
         source = source_of(tiles_at, s, PROGRAMS, SIZES)
         asks = leads * (s < all_steps).to(gl.int32)
         ask(bars + 8 * i, places + EACH * i, source, EACH, asks)
-    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    row = gl.arange(0, ROUND * 16, ROWS)
-    unit_of_row = row // 16
-    added = row.to(gl.float32) * 0.0
     if AHEAD == 2:
         wait_for_those_ahead()
-    if residual_ptr is not None:  # not behind the sums, which it would end
-        out = (gl.program_id(0) + unit_of_row * PROGRAMS) * 16 + row % 16
-        added = gl.load(residual_ptr + out, unit_of_row < mine, 0.0).to(gl.float32)
     columns = read_columns(x_ptr, K, PADDED, FORMAT)
     for i in gl.static_range(FIRST, DEPTH):  # x does not wait for these
         s = i * WARPS + warp
@@ -230,21 +223,21 @@ def fixed_point_kernel(
             to = sums_at + (unit - first * PARTS) * (WARPS * 64)
             t0, t1 = put_sums((t0, t1), ends.to(gl.int32), to)
         barrier()
+        ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        row = gl.arange(0, ROUND * 16, ROWS)
+        unit = row // 16
         at = own_memory(row, RING) + X_BYTES
-        at = at + unit_of_row * (PARTS * WARPS * 64) + row % 16 * 4
+        at = at + unit * (PARTS * WARPS * 64) + row % 16 * 4
         y = sum_of_warps(at, WARPS)
         if GATED:
             y = activated(y, ACTIVATION) * sum_of_warps(at + WARPS * 64, WARPS)
-        out = (gl.program_id(0) + (first + unit_of_row) * PROGRAMS) * 16 + row % 16
-        here = first + unit_of_row < mine
+        out = (gl.program_id(0) + (first + unit) * PROGRAMS) * 16 + row % 16
+        here = first + unit < mine
         y = times(y, up_ptr, out, here, ACTIVATION)
-        y += added
+        if residual_ptr is not None:
+            y += gl.load(residual_ptr + out, here, 0.0).to(gl.float32)
         gl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), here)
         if first + ROUND < mine:
-            if residual_ptr is not None:
-                out += ROUND * PROGRAMS * 16
-                there = first + ROUND + unit_of_row < mine
-                added = gl.load(residual_ptr + out, there, 0.0).to(gl.float32)
             barrier()
             if OF_TILE < WARPS:
                 clear(RING, X_BYTES, SUM_BYTES)
