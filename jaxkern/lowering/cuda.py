@@ -53,7 +53,7 @@ KERNELS = (
     Kernel("linear_cross_entropy",       "triton",     "triton.loss.linear_cross_entropy",               "primal bwd"),
     Kernel("summed_linear_cross_entropy", "triton",    "triton.loss.summed_linear_cross_entropy",        "fwd"),
 
-    Kernel("embedding",                  "triton",     "triton.index.embedding",                         "primal bwd"),
+    Kernel("embedding",                  "triton",     "triton.index.embedding",                         "bwd"),
     Kernel("argmax",                     "triton",     "triton.index.argmax",                            "primal"),
     Kernel("top_k",                      "triton",     "triton.index.top_k",                             "primal"),
     Kernel("argsort",                    "triton",     "triton.index.argsort",                           "primal"),

@@ -1,11 +1,6 @@
-"""Rows of an embedding for a few ids, and its gradient.
+"""Gradient of an embedding: dtable[r] = sum of dy[i] over all i with ids[i] = r.
 
-    y[i] = table[ids[i]],    dtable[r] = sum of dy[i] over all i with ids[i] = r
-
-A few rows are as fast by XLA; but a decode step's chain begins with them, so that the
-first product has weights on their way meanwhile.
-
-For the gradient the ids are sorted once with their positions, so equal ids stand side by side. A program
+The ids are sorted once with their positions, so equal ids stand side by side. A program
 sums such a run in float32 and writes its row; all other rows are zeros. A run is cut
 at every PIECE positions and a second kernel adds the parts, so a frequent id costs no
 more than a rare one. The order of every sum is fixed: the same bits in every run.
@@ -19,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.gpu.dependent_launch import begin_behind_those_ahead
 from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.triton_call import jit, like, tl, triton_call
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
@@ -27,69 +21,10 @@ from jaxkern.primitives.index.embedding import nearest_rows
 
 PIECE = 128  # positions
 TOGETHER = 8  # rows that are loaded at once
-FEW = 8  # ids of a decode step
-STRIPE = 1024  # columns of a program, at most
 LEAST = 2**23  # elements of a table; into a smaller one a scatter-add is as fast
 
 
-def unsupported_primal(ids: Any, table: Any, **named: Any) -> str | None:
-    """A reason in words, or None."""
-    if not 0 < ids.size <= FEW:
-        return f"{ids.size} ids, not 1 to {FEW}"
-    if not table.size:
-        return "there are no elements"
-    if ids.dtype != jnp.int32:
-        return f"`ids` are {ids.dtype}, not int32"
-    return unsupported_anywhere(table=table)
-
-
-@jit
-def few_rows_kernel(
-    ids_ptr,
-    table_ptr,
-    y_ptr,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    CLIP: tl.constexpr,
-    STRIPES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """BLOCK columns of one id's row; zeros of an id outside where not CLIP."""
-    if AHEAD:
-        begin_behind_those_ahead()
-    i = (tl.program_id(0) // STRIPES).to(tl.int64)
-    columns = tl.program_id(0) % STRIPES * BLOCK + tl.arange(0, BLOCK)
-    name = tl.load(ids_ptr + i)
-    row = tl.minimum(tl.maximum(name, 0), V - 1)
-    inside = columns < D
-    y = tl.load(table_ptr + row.to(tl.int64) * D + columns, inside, 0.0)
-    if not CLIP:
-        y = tl.where(row == name, y, 0.0)
-    tl.store(y_ptr + i * D + columns, y, inside)
-
-
-def embedding(ids: jax.Array, table: jax.Array, *, out_of_bounds: str) -> jax.Array:
-    v, d = table.shape
-    block = min(next_power_of_2(d), STRIPE)
-    stripes = -(-d // block)
-    [y] = triton_call(
-        few_rows_kernel,
-        ids,
-        table,
-        out=[jax.ShapeDtypeStruct((*ids.shape, d), table.dtype)],
-        grid=(ids.size * stripes,),
-        num_warps=max(1, block // 256),
-        V=v,
-        D=d,
-        CLIP=out_of_bounds == "clip",
-        STRIPES=stripes,
-        BLOCK=block,
-    )
-    return y
-
-
-def unsupported_bwd(table: Any, **named: Any) -> str | None:
+def unsupported(table: Any, **named: Any) -> str | None:
     """A reason in words, or None."""
     if table.size < LEAST:
         return f"XLA is as fast with a table of fewer than {LEAST} elements"
