@@ -4,8 +4,9 @@
     gelu stand for silu and an operand for x up^T
 
 A program has a few rows of the weights, of which it has all on their way before it
-looks at x; the norm is a factor of the sums, of which each program makes its own. More
-activations are multiplied by XLA, on whose side the tensor cores are.
+looks at x; the norm is a factor of the sums, of which each program makes its own. Short
+rows and one activation are multiplied by `lane_products.py`, and more activations than
+a few by XLA, on whose side the tensor cores are.
 """
 
 import math
@@ -15,9 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.triton.quant.lane_products import lane_products_kernel
 from jaxkern.triton.quant.packed_products import multiply_decoded
 
 FEW = 4  # activations
@@ -26,6 +29,9 @@ LEAST = 512  # columns that a program reads at a time, at least, where there are
 LARGEST = 8192
 RAGGED = 1024  # columns at a time where no such power of 2 divides them
 ALIGNED = 8  # columns that a load has together
+BY_LANES = (512, 1024, 2048)  # columns of rows that tensor cores multiply
+LANE_ROWS = 2  # of a program of theirs
+GATED_REGISTERS = 80  # with a few more, one program less is resident
 
 
 def refusal(x: Any, w: Any, **more: Any) -> str | None:
@@ -81,6 +87,25 @@ def sizes_of(d: int, gated: bool) -> dict[str, int]:
     rows = 2 if columns >= 2048 else 4
     each = rows * (2 if gated else 1) * columns
     return {"ROWS": rows, "num_warps": min(8, max(1, each // (32 * 64)))}
+
+
+def sizes_by_lanes(x: Any, w: Any, norm: Any, others: tuple) -> dict[str, int] | None:
+    """Those of `lane_products.py`, or None where it does not do this, or slower.
+
+    `others` are operands that it does not know, where they are there.
+    """
+    d, gated = w.shape[-1], w.ndim == 3
+    if num_rows(x) > 1 or x.dtype != jnp.bfloat16 or d not in BY_LANES:
+        return None
+    if any(a is not None for a in others) or (norm is not None) != gated:
+        return None
+    if norm is not None and norm.dtype != jnp.float32:
+        return None
+    warps = max(1, d // (512 if gated else 1024))
+    sums = 2 * LANE_ROWS + 1 if gated else LANE_ROWS
+    places = next_power_of_2(8 * warps * sums + 1)
+    sizes = {"ROWS": LANE_ROWS, "num_warps": warps, "PLACES": places}
+    return sizes | ({"max_registers": GATED_REGISTERS} if gated else {})
 
 
 @jit
@@ -274,29 +299,23 @@ def launch(
     """`multiply` by the kernel. `sizes` is for a benchmark to choose."""
     *_, f, d = w.shape
     gated = w.ndim == 3
-    sizes = sizes or sizes_of(d, gated)
-    [y] = sparse_call(
-        few_products_kernel,
-        (-(-f // sizes["ROWS"]),),
-        {
-            "x_ptr": x,
-            "norm_ptr": norm,
-            "w_ptr": w,
-            "up_ptr": up,
-            "bias_ptr": bias,
-            "residual_ptr": residual,
-        },
-        {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)},
-        {
-            "M": num_rows(x),
-            "F": f,
-            "D": d,
-            "EPS": eps,
-            "GATED": gated,
-            "ACTIVATION": activation,
-            "COLUMNS": columns_at_once(d),
-            **sizes,
-        },
-    )
+    given = {
+        "x_ptr": x,
+        "norm_ptr": norm,
+        "w_ptr": w,
+        "up_ptr": up,
+        "bias_ptr": bias,
+        "residual_ptr": residual,
+    }
+    out = {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)}
+    around = {"F": f, "D": d, "EPS": eps, "GATED": gated, "ACTIVATION": activation}
+    if sizes is None and (lanes := sizes_by_lanes(x, w, norm, (bias, up))):
+        kernel, sizes = lane_products_kernel, lanes
+        del given["up_ptr"], given["bias_ptr"]
+    else:
+        kernel, sizes = few_products_kernel, sizes or sizes_of(d, gated)
+        around |= {"M": num_rows(x), "COLUMNS": columns_at_once(d)}
+    programs = -(-f // sizes["ROWS"])
+    [y] = sparse_call(kernel, (programs,), given, out, around | sizes)
     assert y is not None
     return y
