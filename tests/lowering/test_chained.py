@@ -122,7 +122,7 @@ def test_all_layers_of_a_decode_step_are_one_call(slots, monkeypatch):
             "qk_norm_rope_cache_shares_kernel",
             "merge_kernel",
         ]
-    one = [*attends, *[by_lanes] * 3]
+    one = [*attends, by_lanes, product, by_lanes]
     last = ["row_norm_fwd_kernel", by_lanes, "argmax_kernel"]
     assert names == [product, product, *one] * 2 + last
     # each product reads its weights early, attention the keys that are there

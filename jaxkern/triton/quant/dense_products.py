@@ -31,7 +31,6 @@ RAGGED = 1024  # columns at a time where no such power of 2 divides them
 ALIGNED = 8  # columns that a load has together
 BY_LANES = (512, 1024, 2048)  # columns of rows that tensor cores multiply
 LANE_ROWS = 2  # of a program of theirs
-GATED_REGISTERS = 80  # with a few more, one program less is resident
 
 
 def refusal(x: Any, w: Any, **more: Any) -> str | None:
@@ -89,23 +88,19 @@ def sizes_of(d: int, gated: bool) -> dict[str, int]:
     return {"ROWS": rows, "num_warps": min(8, max(1, each // (32 * 64)))}
 
 
-def sizes_by_lanes(x: Any, w: Any, norm: Any, others: tuple) -> dict[str, int] | None:
+def sizes_by_lanes(x: Any, w: Any, others: tuple) -> dict[str, int] | None:
     """Those of `lane_products.py`, or None where it does not do this, or slower.
 
     `others` are operands that it does not know, where they are there.
     """
-    d, gated = w.shape[-1], w.ndim == 3
+    d = w.shape[-1]
     if num_rows(x) > 1 or x.dtype != jnp.bfloat16 or d not in BY_LANES:
         return None
-    if any(a is not None for a in others) or (norm is not None) != gated:
+    if w.ndim == 3 or any(a is not None for a in others):
         return None
-    if norm is not None and norm.dtype != jnp.float32:
-        return None
-    warps = max(1, d // (512 if gated else 1024))
-    sums = 2 * LANE_ROWS + 1 if gated else LANE_ROWS
-    places = next_power_of_2(8 * warps * sums + 1)
-    sizes = {"ROWS": LANE_ROWS, "num_warps": warps, "PLACES": places}
-    return sizes | ({"max_registers": GATED_REGISTERS} if gated else {})
+    warps = max(1, d // 1024)
+    places = next_power_of_2(8 * warps * LANE_ROWS + 1)
+    return {"ROWS": LANE_ROWS, "num_warps": warps, "PLACES": places}
 
 
 @jit
@@ -308,14 +303,20 @@ def launch(
         "residual_ptr": residual,
     }
     out = {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)}
-    around = {"F": f, "D": d, "EPS": eps, "GATED": gated, "ACTIVATION": activation}
-    if sizes is None and (lanes := sizes_by_lanes(x, w, norm, (bias, up))):
+    constants: dict = {"F": f, "D": d}
+    if sizes is None and (lanes := sizes_by_lanes(x, w, (norm, up, bias))):
         kernel, sizes = lane_products_kernel, lanes
-        del given["up_ptr"], given["bias_ptr"]
+        given = {"x_ptr": x, "w_ptr": w, "residual_ptr": residual}
     else:
         kernel, sizes = few_products_kernel, sizes or sizes_of(d, gated)
-        around |= {"M": num_rows(x), "COLUMNS": columns_at_once(d)}
+        constants |= {
+            "M": num_rows(x),
+            "EPS": eps,
+            "GATED": gated,
+            "ACTIVATION": activation,
+            "COLUMNS": columns_at_once(d),
+        }
     programs = -(-f // sizes["ROWS"])
-    [y] = sparse_call(kernel, (programs,), given, out, around | sizes)
+    [y] = sparse_call(kernel, (programs,), given, out, constants | sizes)
     assert y is not None
     return y

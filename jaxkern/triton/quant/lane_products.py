@@ -1,6 +1,6 @@
-"""The kernel of products of one activation with bfloat16 weights, by tensor cores.
+"""The kernel of products of one activation and short rows of bfloat16.
 
-    y = x w^T,  or  silu(x gate^T) * (x up^T);  x may be normalised, y added to another
+    y = x w^T, added to another or not, by tensor cores
 
 A lane has 8 columns of each row side by side, and of x. In m16n8k16 the four lanes of
 g are row g of the left operand, row g + 8 too, and column g of the right one. Here
@@ -8,21 +8,16 @@ these are two rows of the weights, and x, of the columns that those lanes have: 
 diagonals of the result are sums over four lanes, and nothing else of it is looked at.
 An instruction multiplies 256 weights, where a lane at a time takes 16: of what stands
 between the end of the kernel ahead and the sums a third is left.
-
-x times the weight of a norm is taken as two bfloat16, the nearest and what is left.
 """
 
 from jaxkern.gpu.bulk_ring import shared_word
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 from jaxkern.triton.quant.fixed_point_experts import of_lane
 from jaxkern.triton.quant.fixed_point_kernel import places_of_lanes
-from jaxkern.triton.quant.fragments import as_pair, barrier, mma
+from jaxkern.triton.quant.fragments import barrier, mma
 from jaxkern.triton.quant.one_activation import shared_base, store_word
 from jaxkern.triton.quant.product_kernel import (
-    activated,
     begin_early,
-    high_float,
-    low_float,
     use_shared,
     wait_for_those_ahead,
 )
@@ -34,41 +29,32 @@ def words_of(CHUNKS):
 
 
 @constexpr_function
-def load_text(CHUNKS, STRIDE, SIDE_BY_SIDE, HOW):
-    vectors = CHUNKS * SIDE_BY_SIDE
+def load_text(CHUNKS, STRIDE, HOW):
     text = ""
-    for i in range(vectors):
+    for i in range(CHUNKS):
         four = ", ".join(f"${4 * i + j}" for j in range(4))
-        offset = i // SIDE_BY_SIDE * STRIDE + i % SIDE_BY_SIDE * 16
-        text += f"ld.global{HOW}.v4.b32 {{{four}}}, [${4 * vectors}+{offset}];\n"
+        text += f"ld.global{HOW}.v4.b32 {{{four}}}, [${4 * CHUNKS}+{i * STRIDE}];\n"
     return text
 
 
 @constexpr_function
-def load_constraints(VECTORS):
-    return "=r," * (4 * VECTORS) + "l"
+def load_constraints(CHUNKS):
+    return "=r," * (4 * CHUNKS) + "l"
 
 
 @constexpr_function
-def word_types(VECTORS):
-    return (gl.int32,) * (4 * VECTORS)
+def word_types(CHUNKS):
+    return (gl.int32,) * (4 * CHUNKS)
 
 
 @gluon_jit
-def load_words(
-    at,
-    CHUNKS: gl.constexpr,
-    STRIDE: gl.constexpr,
-    SIDE_BY_SIDE: gl.constexpr,
-    HOW: gl.constexpr,
-):
-    """CHUNKS times so many vectors of 16 bytes, STRIDE bytes from chunk to chunk."""
-    VECTORS: gl.constexpr = CHUNKS * SIDE_BY_SIDE
+def load_words(at, CHUNKS: gl.constexpr, STRIDE: gl.constexpr, HOW: gl.constexpr):
+    """The words of CHUNKS vectors of 16 bytes, STRIDE bytes from each other."""
     return gl.inline_asm_elementwise(
-        load_text(CHUNKS, STRIDE, SIDE_BY_SIDE, HOW),
-        load_constraints(VECTORS),
+        load_text(CHUNKS, STRIDE, HOW),
+        load_constraints(CHUNKS),
         [at],
-        word_types(VECTORS),
+        word_types(CHUNKS),
         False,
         1,
     )
@@ -89,20 +75,6 @@ def sums_of_pair(first, second, x, g, CHUNKS: gl.constexpr):
     a = gl.where(odd, sums[1] + others[1], sums[0] + others[0])
     b = gl.where(odd, sums[3] + others[3], sums[2] + others[2])
     return a, b
-
-
-@gluon_jit
-def times_norm(x, weight, CHUNKS: gl.constexpr):
-    """(nearest, rest) of x times the weight, as pairs of bfloat16."""
-    near = ()
-    rest = ()
-    for i in gl.static_range(words_of(CHUNKS)):
-        low = low_float(x[i]) * weight[2 * i].to(gl.float32, bitcast=True)
-        high = high_float(x[i]) * weight[2 * i + 1].to(gl.float32, bitcast=True)
-        word = as_pair(low, high)
-        near += (word,)
-        rest += (as_pair(low - low_float(word), high - high_float(word)),)
-    return near, rest
 
 
 @gluon_jit
@@ -128,33 +100,26 @@ def total_of(at, lane, COUNT: gl.constexpr):
 @gluon_jit
 def lane_products_kernel(
     x_ptr,
-    norm_ptr,
     w_ptr,
     residual_ptr,
     y_ptr,
     F: gl.constexpr,
     D: gl.constexpr,
-    EPS: gl.constexpr,
-    GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
     ROWS: gl.constexpr,
     PLACES: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """ROWS rows of w `[F, D]`, or of both halves of `[2, F, D]` where GATED.
+    """ROWS rows of w `[F, D]`, an even number of them; D as all lanes read it.
 
-    D is a multiple of what all lanes read at a time. Weights, and that of the norm, are
-    read before the kernel ahead has ended; a residual with x, not behind the sums.
-    PLACES: words for the sums of eight groups of lanes of each warp, of each row, of
-    the norm and of none.
+    Weights are read before the kernel ahead has ended; a residual with x, not behind
+    the sums. PLACES: words for the sums of eight groups of lanes of each warp, of each
+    row and of none.
     """
     if AHEAD:
         begin_early(AHEAD == 2)
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = 32 * WARPS
     CHUNKS: gl.constexpr = D // (8 * LANES)
-    NORM: gl.constexpr = norm_ptr is not None
-    SUMS: gl.constexpr = 2 * ROWS if GATED else ROWS
     EACH: gl.constexpr = 32 * WARPS  # bytes of the parts of a sum
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     use_shared(gl.allocate_shared_memory(gl.int32, [1, PLACES], LINE))
@@ -163,18 +128,10 @@ def lane_products_kernel(
     thread = 32 * warp + lane
     first = gl.program_id(0) * ROWS
     start = w_ptr.to(gl.int64) + thread.to(gl.int64) * 16
-    STREAMED: gl.constexpr = ".L1::evict_first"
     weights = ()
     for r in gl.static_range(ROWS):
         row = gl.minimum(first + r, F - 1).to(gl.int64) * (2 * D)
-        weights += (load_words(start + row, CHUNKS, 16 * LANES, 1, STREAMED),)
-    if GATED:
-        for r in gl.static_range(ROWS):
-            row = gl.minimum(first + r, F - 1).to(gl.int64) * (2 * D) + 2 * F * D
-            weights += (load_words(start + row, CHUNKS, 16 * LANES, 1, STREAMED),)
-    if NORM:
-        at = norm_ptr.to(gl.int64) + thread.to(gl.int64) * 32
-        weight = load_words(at, CHUNKS, 32 * LANES, 2, "")
+        weights += (load_words(start + row, CHUNKS, 16 * LANES, ".L1::evict_first"),)
     if AHEAD == 2:
         wait_for_those_ahead()
     row = first + thread
@@ -183,37 +140,18 @@ def lane_products_kernel(
     if residual_ptr is not None:
         added = gl.load(residual_ptr + row, here, 0.0).to(gl.float32)
     at = x_ptr.to(gl.int64) + thread.to(gl.int64) * 16
-    x = load_words(at, CHUNKS, 16 * LANES, 1, "")
+    x = load_words(at, CHUNKS, 16 * LANES, "")
 
     memory = shared_base(thread)
     counts = g // 2 == c
-    parts = gl.where(counts, warp * 32 + g * 4, (SUMS + NORM) * EACH) + memory
+    parts = gl.where(counts, warp * 32 + g * 4, ROWS * EACH) + memory
     step = gl.where(counts, EACH, 0)  # the others' all go to one place
-    near = x
-    rest = x
-    if NORM:
-        squares, _ = sums_of_pair(x, x, x, g, CHUNKS)
-        put(parts + SUMS * step, squares)
-        near, rest = times_norm(x, weight, CHUNKS)
-    for r in gl.static_range(0, SUMS, 2):
-        a, b = sums_of_pair(weights[r], weights[r + 1], near, g, CHUNKS)
-        if NORM:
-            more, again = sums_of_pair(weights[r], weights[r + 1], rest, g, CHUNKS)
-            a += more
-            b += again
+    for r in gl.static_range(0, ROWS, 2):
+        a, b = sums_of_pair(weights[r], weights[r + 1], x, g, CHUNKS)
         put(parts + r * step, a)
         put(parts + (r + 1) * step, b)
     barrier()
-    which = gl.minimum(lane // 4, SUMS + NORM - 1)
+    which = gl.minimum(lane // 4, ROWS - 1)
     total = total_of(memory + which * EACH + lane % 4 * 4, lane, 2 * WARPS)
-    y = float_of_lane(total, lane * 4 % 32)
-    factor = 1.0
-    if NORM:
-        squares = float_of_lane(total, lane * 0 + 4 * SUMS)
-        factor = gl.rsqrt(squares / D + EPS)
-    y = y * factor
-    if GATED:
-        up = float_of_lane(total, (lane + ROWS) * 4 % 32)
-        y = activated(y, ACTIVATION) * (up * factor)
-    y += added
+    y = float_of_lane(total, lane * 4 % 32) + added
     gl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), here)

@@ -15,13 +15,12 @@ from tests.triton.test_every_kernel import spec
 pytestmark = pytest.mark.skipif(
     bridge.missing() is not None, reason="triton or jax's CUDA plugin is not installed"
 )
-EPS = 1e-5
 
 
 def launch_of(x, w, norm=None, residual=None, activation=None):
     def product(x, w, norm, residual):
         around: dict = dict(norm=norm, residual=residual, activation=activation)
-        return dense_products.launch(x, w, **around, eps=EPS, dtype=jnp.float32)
+        return dense_products.launch(x, w, **around, dtype=jnp.float32)
 
     with compiling_for(90):
         jaxpr = jax.make_jaxpr(product)(x, w, norm, residual).jaxpr
@@ -55,28 +54,6 @@ def test_sums_are_those_of_rows(f, d, added):
     np.testing.assert_allclose(found, truth, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("d", dense_products.BY_LANES)
-def test_gates_of_a_normalised_x(d, activation):
-    f = 3
-    rng = np.random.default_rng(d)
-    x = rng.standard_normal((1, d)).astype(ml_dtypes.bfloat16)
-    w = rng.standard_normal((2, f, d)) / d**0.5
-    w = w.astype(ml_dtypes.bfloat16)
-    norm = rng.uniform(0.5, 2.0, d).astype(np.float32)
-    launch = launch_of(x, w, norm, activation=activation)
-    assert launch.name == "lane_products_kernel"
-    found = result_of(launch, f, x_ptr=x, norm_ptr=norm, w_ptr=w)
-    x64 = x.astype(np.float64)
-    normal = x64 / np.sqrt((x64**2).mean() + EPS) * norm
-    gate, up = normal @ w.astype(np.float64).swapaxes(1, 2)
-    slope = gate
-    if activation == "gelu_tanh":
-        slope = 2 * (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-    truth = gate / (1 + np.exp(-slope)) * up
-    assert np.linalg.norm(found - truth) < 2e-5 * np.linalg.norm(truth)
-
-
 def test_not_a_number_stays_in_its_row():
     """Products of two lanes' columns are computed as well, and not looked at."""
     rng = np.random.default_rng(0)
@@ -95,9 +72,9 @@ def test_not_a_number_stays_in_its_row():
         (spec(1, 4096), spec(64, 4096), {}),
         (spec(1, 2048, dtype="float32"), spec(64, 2048), {}),
         (spec(1, 2048), spec(64, 2048), {"norm": spec(2048, dtype="float32")}),
-        (spec(1, 2048), spec(2, 64, 2048), {"norm": spec(2048)}),
+        (spec(1, 2048), spec(2, 64, 2048), {}),
     ],
-    ids=["two rows", "longer", "float32", "a norm alone", "a norm in bfloat16"],
+    ids=["two rows", "longer", "float32", "a norm", "gated"],
 )
 def test_others_are_multiplied_as_before(x, w, more):
     activation = "silu" if len(w.shape) == 3 else None
@@ -105,14 +82,9 @@ def test_others_are_multiplied_as_before(x, w, more):
     assert launch.name == "few_products_kernel"
 
 
-@pytest.mark.parametrize(
-    "d, gated, capability",
-    [(512, False, 80), (2048, True, 80), (2048, False, 90), (2048, True, 90)],
-)
-def test_kernels_compile_and_fit(d, gated, capability):
-    norm = spec(d, dtype="float32") if gated else None
-    w = spec(2, 64, d) if gated else spec(64, d)
-    launch = launch_of(spec(1, d), w, norm, activation="silu" if gated else None)
+@pytest.mark.parametrize("d, capability", [(512, 80), (2048, 80), (2048, 90)])
+def test_kernels_compile_and_fit(d, capability):
+    launch = launch_of(spec(1, d), spec(64, d))
     with compiling_for(capability):
         assert launch.stack_bytes == 0
         assert launch.shared_bytes <= bridge.max_shared_bytes()
