@@ -115,15 +115,15 @@ def test_all_layers_of_a_decode_step_are_one_call(slots, monkeypatch):
     eqns = equations(step, weights, token, cache)
     [chain] = named(eqns, "launch_chain")
     names = [step.launch.name for step in chain.params["steps"]]
-    product = "few_products_kernel"
+    product, by_lanes = "few_products_kernel", "lane_products_kernel"
     attends = ["qk_norm_rope_cache_attention_kernel"]
     if slots == 9000:
         attends = [
             "qk_norm_rope_cache_shares_kernel",
             "merge_kernel",
         ]
-    one = [*attends, *[product] * 3]
-    last = ["row_norm_fwd_kernel", product, "argmax_kernel"]
+    one = [*attends, by_lanes, product, by_lanes]
+    last = ["row_norm_fwd_kernel", by_lanes, "argmax_kernel"]
     assert names == [product, product, *one] * 2 + last
     # each product reads its weights early, attention the keys that are there
     assert levels(chain) == [2] * len(names)
@@ -172,7 +172,7 @@ def test_a_long_row_of_logits_is_two_launches_of_the_chain():
 
     [chain] = named(equations(f, spec(1, 512), spec(8192, 512)), "launch_chain")
     names = [step.launch.name for step in chain.params["steps"]]
-    assert names == ["few_products_kernel", "argmax_kernel", "best_part_kernel"]
+    assert names == ["lane_products_kernel", "argmax_kernel", "best_part_kernel"]
 
 
 @pytest.mark.parametrize("d", [2048, 5376])  # a program has the row, a cluster has it

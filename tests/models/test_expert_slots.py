@@ -187,7 +187,8 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     by_whole_numbers = ["fixed_point_hidden_kernel", "fixed_point_sum_kernel"]
     one = [product, "qk_norm_rope_cache_attention_kernel", product]
     one += [product, "choice_kernel", *experts.get(kind, by_whole_numbers)]
-    assert names == [*one * 2, "row_norm_fwd_kernel", product, "argmax_kernel"]
+    last = ["row_norm_fwd_kernel", "lane_products_kernel", "argmax_kernel"]
+    assert names == [*one * 2, *last]
     sums = "fixed_point_sum_kernel", "result_kernel"
     early = [3 if name in sums else 2 for name in names]
     assert levels(chain) == early and not named(eqns, "triton_call")

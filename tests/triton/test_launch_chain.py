@@ -4,6 +4,8 @@ Tests of ops see one kernel at a time: that a result is an operand of the next o
 an offset or beside another, is seen here alone.
 """
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from jaxkern import linear, quantized_matmul_add, quantized_rms_norm_matmul
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.lowering.chained import in_chains
+from jaxkern.triton.quant import dense_products
 from jaxkern.triton.quant.dense_products import launch
 from tests.triton.interpreted import (
     Host,
@@ -80,7 +83,8 @@ def test_a_chain_computes_what_its_function_does():
         return z, both[:, 16:32], linear(first, u).astype(jnp.float32)
 
     args = drawn(1, 512) * 16, drawn(528, 512), drawn(16, 512), drawn(8, 512)
-    with compiling_for(90):
+    by_interpreter = mock.patch.object(dense_products, "BY_LANES", ())  # not Gluon
+    with compiling_for(90), by_interpreter:
         closed = jax.make_jaxpr(f)(*args)
         jaxpr = jax.make_jaxpr(lambda *x: in_chains(*x, jaxpr=closed))(*args)
     out, chains = evaluated(jaxpr, *args)

@@ -4,8 +4,9 @@
     gelu stand for silu and an operand for x up^T
 
 A program has a few rows of the weights, of which it has all on their way before it
-looks at x; the norm is a factor of the sums, of which each program makes its own. More
-activations are multiplied by XLA, on whose side the tensor cores are.
+looks at x; the norm is a factor of the sums, of which each program makes its own. Short
+rows and one activation are multiplied by `lane_products.py`, and more activations than
+a few by XLA, on whose side the tensor cores are.
 """
 
 import math
@@ -15,9 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.triton.quant.lane_products import lane_products_kernel
 from jaxkern.triton.quant.packed_products import multiply_decoded
 
 FEW = 4  # activations
@@ -26,6 +29,8 @@ LEAST = 512  # columns that a program reads at a time, at least, where there are
 LARGEST = 8192
 RAGGED = 1024  # columns at a time where no such power of 2 divides them
 ALIGNED = 8  # columns that a load has together
+BY_LANES = (512, 1024, 2048)  # columns of rows that tensor cores multiply
+LANE_ROWS = 2  # of a program of theirs
 
 
 def refusal(x: Any, w: Any, **more: Any) -> str | None:
@@ -83,9 +88,25 @@ def sizes_of(d: int, gated: bool) -> dict[str, int]:
     return {"ROWS": rows, "num_warps": min(8, max(1, each // (32 * 64)))}
 
 
+def sizes_by_lanes(x: Any, w: Any, others: tuple) -> dict[str, int] | None:
+    """Those of `lane_products.py`, or None where it does not do this, or slower.
+
+    `others` are operands that it does not know, where they are there.
+    """
+    d = w.shape[-1]
+    if num_rows(x) > 1 or x.dtype != jnp.bfloat16 or d not in BY_LANES:
+        return None
+    if w.ndim == 3 or any(a is not None for a in others):
+        return None
+    warps = max(1, d // 1024)
+    places = next_power_of_2(8 * warps * LANE_ROWS + 1)
+    return {"ROWS": LANE_ROWS, "num_warps": warps, "PLACES": places}
+
+
 @jit
 def read_rows(
     w_ptr,
+    norm_ptr,
     at,
     column,
     D: tl.constexpr,
@@ -93,52 +114,79 @@ def read_rows(
     GATED: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Columns of rows of w, and where GATED of those that stand FAR behind."""
+    """Columns of rows of w, where GATED of those that stand FAR behind, and the norm's.
+
+    The weight of the norm comes with them, for behind the wait it would be in the way
+    of x.
+    """
+    there = column < D
+    norm = 1.0
     if CUT:
-        there = (column < D)[None, :]
-        w = tl.load(w_ptr + at, there, 0.0, eviction_policy="evict_first")
+        beside = there[None, :]
+        w = tl.load(w_ptr + at, beside, 0.0, eviction_policy="evict_first")
     else:
         w = tl.load(w_ptr + at, eviction_policy="evict_first")
     up = w
     if GATED:
         if CUT:
-            up = tl.load(w_ptr + FAR + at, there, 0.0, eviction_policy="evict_first")
+            up = tl.load(w_ptr + FAR + at, beside, 0.0, eviction_policy="evict_first")
         else:
             up = tl.load(w_ptr + FAR + at, eviction_policy="evict_first")
-    return w, up
+    if norm_ptr is not None:
+        if CUT:
+            norm = tl.load(norm_ptr + column, there, 0.0).to(tl.float32)
+        else:
+            norm = tl.load(norm_ptr + column).to(tl.float32)
+    return w, up, norm
 
 
 @jit
-def add_columns(
-    w,
-    up,
-    x_ptr,
-    norm_ptr,
-    column,
-    total,
-    other,
-    squares,
-    GATED: tl.constexpr,
-    LESS_THAN: tl.constexpr,
-):
-    """The sums with these columns of the rows; x's squares where there is a norm.
+def read_columns(x_ptr, column, D: tl.constexpr, CUT: tl.constexpr):
+    if CUT:
+        x = tl.load(x_ptr + column, column < D, 0.0)
+    else:
+        x = tl.load(x_ptr + column)
+    return x.to(tl.float32)
 
-    LESS_THAN is what columns are below, or 0 where all of them are there.
-    """
-    there = None
-    if LESS_THAN:
-        there = column < LESS_THAN
-    x = tl.load(x_ptr + column, there).to(tl.float32)
-    if LESS_THAN:
-        x = tl.where(there, x, 0.0)
-    if norm_ptr is not None:
+
+@jit
+def add_columns(read, x, sums, NORM: tl.constexpr, GATED: tl.constexpr):
+    """The sums with these columns of the rows; x's squares where there is a norm."""
+    w, up, norm = read
+    total, other, squares = sums
+    if NORM:
         squares += x * x
-        x *= tl.load(norm_ptr + column, there).to(tl.float32)
-        if LESS_THAN:
-            x = tl.where(there, x, 0.0)
+        x *= norm
     total += w.to(tl.float32) * x[None, :]
     if GATED:
         other += up.to(tl.float32) * x[None, :]
+    return total, other, squares
+
+
+@jit
+def three_sums(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@jit
+def two_sums(a, b, c, d):
+    return a + c, b + d
+
+
+@jit
+def sums_of_rows(sums, NORM: tl.constexpr, GATED: tl.constexpr):
+    """Totals of the rows, [rows] each, all by one exchange between warps."""
+    total, other, squares = sums
+    if NORM:
+        same = squares[None, :] + tl.zeros_like(total)
+        if GATED:
+            total, other, squares = tl.reduce((total, other, same), 1, three_sums)
+        else:
+            total, squares = tl.reduce((total, same), 1, two_sums)
+    elif GATED:
+        total, other = tl.reduce((total, other), 1, two_sums)
+    else:
+        total = tl.sum(total, 1)
     return total, other, squares
 
 
@@ -172,7 +220,9 @@ def few_products_kernel(
 ):
     """ROWS rows of w for M activations, COLUMNS at a time, the next ones on their way.
 
-    The first are read before the kernel ahead has ended, where AHEAD is READ.
+    The first are read before the kernel ahead has ended, where AHEAD is READ. A
+    residual is in the sum's first column, if that is all: else it would be read behind
+    the sum.
     """
     if AHEAD:
         let_next_begin()
@@ -185,40 +235,46 @@ def few_products_kernel(
     FAR: tl.constexpr = F * D
     LAST: tl.constexpr = (D - 1) // COLUMNS * COLUMNS
     CUT: tl.constexpr = D % COLUMNS != 0
-    BELOW: tl.constexpr = D if CUT else 0
+    NORM: tl.constexpr = norm_ptr is not None
+    PLAIN: tl.constexpr = not NORM and not GATED and up_ptr is None
+    ADDED_FIRST: tl.constexpr = PLAIN and residual_ptr is not None
     for m in tl.static_range(M):
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        other = tl.zeros([ROWS, COLUMNS], tl.float32)
-        squares = tl.zeros([COLUMNS], tl.float32)
-        w, up = read_rows(w_ptr, at, column, D, FAR, GATED, CUT)
+        read = read_rows(w_ptr, norm_ptr, at, column, D, FAR, GATED, CUT)
         if AHEAD == 2 and m == 0:
             wait_for_those_ahead()
+        added = tl.zeros([ROWS], tl.float32)
+        if bias_ptr is not None:
+            added += tl.load(bias_ptr + row, inside, 0.0).to(tl.float32)
+        if residual_ptr is not None:
+            added += tl.load(residual_ptr + m * F + row, inside, 0.0).to(tl.float32)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        sums = total, total, tl.zeros([COLUMNS], tl.float32)
+        if ADDED_FIRST:
+            first = tl.where((column == 0)[None, :], added[:, None], total)
+            sums = first, total, sums[2]
         row_of_x = x_ptr + m * D
         for k in range(0, LAST, COLUMNS):
-            next_w, next_up = read_rows(
-                w_ptr, at + k + COLUMNS, k + COLUMNS + column, D, FAR, GATED, CUT
+            behind = k + COLUMNS + column
+            ahead = read_rows(
+                w_ptr, norm_ptr, at + k + COLUMNS, behind, D, FAR, GATED, CUT
             )
-            total, other, squares = add_columns(
-                w, up, row_of_x, norm_ptr, k + column, total, other, squares, GATED, 0
-            )
-            w, up = next_w, next_up
-        last = LAST + column
-        total, other, squares = add_columns(
-            w, up, row_of_x, norm_ptr, last, total, other, squares, GATED, BELOW
-        )
+            x = read_columns(row_of_x, k + column, D, False)
+            sums = add_columns(read, x, sums, NORM, GATED)
+            read = ahead
+        x = read_columns(row_of_x, LAST + column, D, CUT)
+        sums = add_columns(read, x, sums, NORM, GATED)
+        y, gated, squares = sums_of_rows(sums, NORM, GATED)
         factor = 1.0
-        if norm_ptr is not None:
-            factor = tl.rsqrt(tl.sum(squares, 0) / D + EPS)
-        y = tl.sum(total, 1) * factor
+        if NORM:
+            factor = tl.rsqrt(squares / D + EPS)
+        y *= factor
         if GATED:
-            y = activated(y, ACTIVATION) * (tl.sum(other, 1) * factor)
+            y = activated(y, ACTIVATION) * (gated * factor)
         if up_ptr is not None:
             gate = activated(y, ACTIVATION)
             y = gate * tl.load(up_ptr + m * F + row, inside, 0.0).to(tl.float32)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + row, inside, 0.0).to(tl.float32)
-        if residual_ptr is not None:
-            y += tl.load(residual_ptr + m * F + row, inside, 0.0).to(tl.float32)
+        if not ADDED_FIRST:
+            y += added
         tl.store(y_ptr + m * F + row, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -238,29 +294,29 @@ def launch(
     """`multiply` by the kernel. `sizes` is for a benchmark to choose."""
     *_, f, d = w.shape
     gated = w.ndim == 3
-    sizes = sizes or sizes_of(d, gated)
-    [y] = sparse_call(
-        few_products_kernel,
-        (-(-f // sizes["ROWS"]),),
-        {
-            "x_ptr": x,
-            "norm_ptr": norm,
-            "w_ptr": w,
-            "up_ptr": up,
-            "bias_ptr": bias,
-            "residual_ptr": residual,
-        },
-        {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)},
-        {
+    given = {
+        "x_ptr": x,
+        "norm_ptr": norm,
+        "w_ptr": w,
+        "up_ptr": up,
+        "bias_ptr": bias,
+        "residual_ptr": residual,
+    }
+    out = {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)}
+    constants: dict = {"F": f, "D": d}
+    if sizes is None and (lanes := sizes_by_lanes(x, w, (norm, up, bias))):
+        kernel, sizes = lane_products_kernel, lanes
+        given = {"x_ptr": x, "w_ptr": w, "residual_ptr": residual}
+    else:
+        kernel, sizes = few_products_kernel, sizes or sizes_of(d, gated)
+        constants |= {
             "M": num_rows(x),
-            "F": f,
-            "D": d,
             "EPS": eps,
             "GATED": gated,
             "ACTIVATION": activation,
             "COLUMNS": columns_at_once(d),
-            **sizes,
-        },
-    )
+        }
+    programs = -(-f // sizes["ROWS"])
+    [y] = sparse_call(kernel, (programs,), given, out, constants | sizes)
     assert y is not None
     return y

@@ -130,6 +130,12 @@ def test_one_activation(qtype, kind):
     check(kind, qtype, 1, 96, 4096, "bfloat16")
 
 
+@pytest.mark.parametrize("kind", ["plain", "norm", "gated", "gelu", "add"])
+@pytest.mark.parametrize("f, d", [(98, 512), (6, 1024), (3074, 2048)])
+def test_short_rows(f, d, kind):
+    check(kind, "dense", 1, f, d, "bfloat16")
+
+
 @pytest.mark.parametrize("kind", ["gelu", "times"])
 @pytest.mark.parametrize(
     "qtype, rows, f, d",

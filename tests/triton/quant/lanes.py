@@ -189,8 +189,11 @@ def paired(low: np.ndarray, high: np.ndarray) -> Tensor:
 
 
 def matrix_product(args: list) -> tuple[Tensor, ...]:
-    """mma.m16n8k16 of each warp: lane 4 g + c of [warps, 8, 4, eights]."""
+    """mma.m16n8k16 of each warp: lane 4 g + c of [warps, 8, 4, eights], or of one."""
     shape = np.broadcast_shapes(*(raw(x).shape for x in args))
+    if len(shape) == 3:
+        found = matrix_product([Tensor(raw(x)[..., None]) for x in args])
+        return tuple(Tensor(x.data[..., 0]) for x in found)
     a = [halves(words(np.broadcast_to(raw(x), shape))) for x in args[:4]]
     b = [halves(words(np.broadcast_to(raw(x), shape))) for x in args[4:6]]
     sums = [np.broadcast_to(raw(x), shape) for x in args[6:]]
