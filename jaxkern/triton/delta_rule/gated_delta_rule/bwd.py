@@ -120,6 +120,8 @@ def gradients_in_one(query, key, value, g, beta, vectors, dout, walked, shape):
         num_stages=1,
         P=fwd.hopper_shape(shape, stages=2),
         BATCH=b,
+        BESIDE=hopper_gradients.BESIDE,
+        REGISTERS=hopper_gradients.REGISTERS,
     )
 
 

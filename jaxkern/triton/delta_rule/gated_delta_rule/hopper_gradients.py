@@ -21,6 +21,7 @@ from jaxkern.gpu.triton_call import (
     warpgroup_mma_wait,
 )
 from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
+    all_was_left,
     all_was_read,
     copies_layout,
     copy_rows,
@@ -29,15 +30,19 @@ from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     ring,
     room_for,
     room_for_vectors,
+    rows_together,
     store_rows,
     tokens_left,
     wait_for_copies,
     wait_for_room,
+    was_read,
     will_come,
 )
 from jaxkern.triton.quant.fragments import barrier
 
 LARGEST = 128  # dims of a head
+BESIDE = 2  # warps that copy, and as many for the gates
+REGISTERS = 64  # of a thread of either
 
 
 @constexpr_function
@@ -114,7 +119,7 @@ def copy_steps(pointers, buffers, rings, steps, P: gl.constexpr):
     query_ptr, key_ptr, written_ptr, vectors_ptr, dout_ptr = pointers[:5]
     dr_ptr, states_ptr, dstates_ptr = pointers[5:]
     queries, keys, ds, vectors, douts, drs, states, dstates = buffers
-    shared, kept, first, last = rings
+    shared, kept, first, last, summed = rings
     for step in range(steps):
         left, at_keys, at_tokens, at_chunk = of_step(step, P)
         at_values = at_tokens * P.hv
@@ -160,26 +165,30 @@ def decayed_pairs(decays):
 
 @gluon_jit
 def of_pairs(dqk, dkk, decays, P: gl.constexpr):
-    """(dqk, W)."""
+    """(dqk, W, dr . d on the diagonal)."""
     between, row, column = decayed_pairs(decays)
     beta = decays.slice(2 * 64, 64).load(rows_layout(64))[:, None]
     dqk = gl.where(row >= column, P.scale * between * dqk, 0.0)
-    return dqk, gl.where(row > column, -beta * between * dkk, 0.0)
+    weighted = gl.where(row > column, -beta * between * dkk, 0.0)
+    return dqk, weighted, gl.where(row == column, dkk, 0.0)
 
 
 @gluon_jit
-def gradient_of_value(drs, d, decays, to_written, dvalue_ptr, left, P: gl.constexpr):
-    """Leaves dv = beta dr, and dr . d of each token."""
-    SHAPE: gl.constexpr = [32, drs.shape[1]]
-    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
-    for i in gl.static_range(2):
-        rows = dvalue_ptr + 32 * i * P.values
-        at, inside = places(rows, left - 32 * i, 0, P.values, P.hv, SHAPE)
-        dr = drs.slice(32 * i, 32).load(L).to(gl.float32)
-        beta = decays.slice(2 * 64 + 32 * i, 32).load(gl.SliceLayout(1, L))
+def gradient_of_value(drs, decays, dvalue_ptr, left, P: gl.constexpr):
+    """Leaves dv = beta dr, two rows of a thread at a time."""
+    COLUMNS: gl.constexpr = drs.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = 2 * rows_together(COLUMNS, WARPS)
+    SHAPE: gl.constexpr = [ROWS, COLUMNS]
+    L: gl.constexpr = copies_layout(COLUMNS, WARPS)
+    for i in gl.static_range(64 // ROWS):
+        if i % 2 == 1:
+            barrier()
+        rows = dvalue_ptr + ROWS * i * P.values
+        at, inside = places(rows, left - ROWS * i, 0, P.values, P.hv, SHAPE)
+        dr = drs.slice(ROWS * i, ROWS).load(L).to(gl.float32)
+        beta = decays.slice(2 * 64 + ROWS * i, ROWS).load(gl.SliceLayout(1, L))
         gl.store(at, (beta[:, None] * dr).to(dvalue_ptr.dtype.element_ty), inside)
-        written = d.slice(32 * i, 32).load(L).to(gl.float32)
-        to_written[i].store(gl.sum(dr * written, 1))
 
 
 @gluon_jit
@@ -194,39 +203,51 @@ def values_seen(drs, value_ptr, left, P: gl.constexpr):
 
 
 @gluon_jit
-def gradient_of_weak(
-    k, d, drs, states, decays, value_ptr, dbeta_ptr, left, P: gl.constexpr
-):
-    """Leaves dbeta of tokens whose d has too few digits, if there is one."""
-    R: gl.constexpr = P.room
+def weak_tokens(decays):
+    """How many tokens have a d of too few digits."""
     each = decays.slice(2 * 64, 64).load(line_layout(64, gl.num_warps()))
-    if gl.sum(gl.where(is_strong(each), 0, 1), 0) > 0:
-        dkk = product(drs, d.permute([1, 0]), 64)
-        kk = product(k, k.permute([1, 0]), 64)
-        erased = product(drs, states, R)
-        dkk, kk, erased = warpgroup_mma_wait(0, deps=[dkk, kk, erased])
-        between, row, column = decayed_pairs(decays)
-        dbeta = gl.sum(gl.where(row > column, -between * dkk * kk, 0.0), 1)
-        from_start = decays.slice(0, 64).load(rows_layout(R))[:, None]
-        erased *= from_start * k.load(sums_layout(R)).to(gl.float32)
-        dbeta -= gl.convert_layout(gl.sum(erased, 1), rows_layout(64))
-        dbeta += values_seen(drs, value_ptr, left, P)
-        token = gl.arange(0, 64, rows_layout(64))
-        weak = is_strong(decays.slice(2 * 64, 64).load(rows_layout(64))) == 0
-        gl.store(dbeta_ptr + token * P.heads, dbeta, weak & (token < left))
+    return gl.sum(gl.where(is_strong(each), 0, 1), 0)
+
+
+@gluon_jit
+def gradient_of_weak(
+    k, d, drs, states, decays, value_ptr, dbeta_ptr, step, P: gl.constexpr
+):
+    """Leaves dbeta of such tokens."""
+    left, at_keys, at_tokens, at_chunk = of_step(step, P)
+    value_ptr += at_tokens * P.hv
+    dbeta_ptr += at_tokens
+    R: gl.constexpr = P.room
+    dkk = product(drs, d.permute([1, 0]), 64)
+    kk = product(k, k.permute([1, 0]), 64)
+    erased = product(drs, states, R)
+    dkk, kk, erased = warpgroup_mma_wait(0, deps=[dkk, kk, erased])
+    between, row, column = decayed_pairs(decays)
+    dbeta = gl.sum(gl.where(row > column, -between * dkk * kk, 0.0), 1)
+    from_start = decays.slice(0, 64).load(rows_layout(R))[:, None]
+    erased *= from_start * k.load(sums_layout(R)).to(gl.float32)
+    dbeta -= gl.convert_layout(gl.sum(erased, 1), rows_layout(64))
+    dbeta += values_seen(drs, value_ptr, left, P)
+    token = gl.arange(0, 64, rows_layout(64))
+    weak = is_strong(decays.slice(2 * 64, 64).load(rows_layout(64))) == 0
+    gl.store(dbeta_ptr + token * P.heads, dbeta, weak & (token < left))
 
 
 @gluon_jit
 def across(states, dstates):
-    """<S, D>, in 32 parts."""
-    ROWS: gl.constexpr = states.shape[0]
-    L: gl.constexpr = copies_layout(states.shape[1], gl.num_warps())
+    """<S, D>."""
     COLUMNS: gl.constexpr = states.shape[1]
-    sums = gl.zeros([32, COLUMNS], gl.float32, L)
-    for i in gl.static_range(ROWS // 32):
-        before = states.slice(32 * i, 32).load(L).to(gl.float32)
-        sums += before * dstates.slice(32 * i, 32).load(L).to(gl.float32)
-    return gl.sum(sums, 1)
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = 2 * rows_together(COLUMNS, WARPS)
+    L: gl.constexpr = copies_layout(COLUMNS, WARPS)
+    sums = gl.zeros([ROWS, COLUMNS], gl.float32, L)
+    for i in gl.static_range(states.shape[0] // ROWS):
+        if i % 2 == 1:
+            # or else as many loads come first as registers cannot hold
+            barrier()
+        before = states.slice(ROWS * i, ROWS).load(L).to(gl.float32)
+        sums += before * dstates.slice(ROWS * i, ROWS).load(L).to(gl.float32)
+    return gl.sum(gl.sum(sums, 1), 0)
 
 
 @gluon_jit
@@ -247,7 +268,7 @@ def both_halves(sums):
 
 @gluon_jit
 def gradients_of_gates(
-    dg_ptr, dbeta_ptr, sums, written, parts, decays, left, P: gl.constexpr
+    dg_ptr, dbeta_ptr, of_tokens, stored, written, across, decays, left, P: gl.constexpr
 ):
     """Leaves dg: what decays with token l, and all that goes on beyond the chunk.
 
@@ -255,96 +276,127 @@ def gradients_of_gates(
     """
     WARPS: gl.constexpr = gl.num_warps()
     L: gl.constexpr = line_layout(64, WARPS)
-    beyond = gl.sum(both_halves(sums.index(1)), 0)
-    whole = decays.slice(63, 1).load(line_layout(32, WARPS))
-    beyond += gl.sum(whole * parts.load(line_layout(32, WARPS)), 0)
-    later = both_halves(sums.index(0))
-    dg = gl.associative_scan(later, 0, one_sum, reverse=True) + beyond
+    whole = gl.sum(decays.slice(63, 1).load(line_layout(32, WARPS)), 0)
+    beyond = gl.sum(both_halves(stored), 0) + whole * across
+    dg = gl.associative_scan(both_halves(of_tokens), 0, one_sum, reverse=True) + beyond
     token = gl.arange(0, 64, L)
     gl.store(dg_ptr + token * P.heads, dg, token < left)
-    for i in gl.static_range(2):
-        beta = decays.slice(2 * 64 + 32 * i, 32).load(line_layout(32, WARPS))
-        strong = is_strong(beta)
-        dbeta = written[i].load(line_layout(32, WARPS)) / gl.where(strong, beta, 1.0)
-        token = 32 * i + gl.arange(0, 32, line_layout(32, WARPS))
-        gl.store(dbeta_ptr + token * P.heads, dbeta, strong & (token < left))
+    beta = decays.slice(2 * 64, 64).load(L)
+    strong = is_strong(beta)
+    dbeta = both_halves(written) / gl.where(strong, beta, 1.0)
+    gl.store(dbeta_ptr + token * P.heads, dbeta, strong & (token < left))
 
 
 @gluon_jit
-def gradients(results, buffers, tiles, rings, steps, P: gl.constexpr):
+def gates(results, buffers, sums, rings, steps, P: gl.constexpr):
+    """What the warps do that neither copy nor multiply matrices."""
     value_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dg_ptr, dbeta_ptr = results
     queries, keys, ds, vectors, douts, drs, states, dstates = buffers
-    dqk_tile, w_tile, sums, written, parts = tiles
-    shared, kept, first, last = rings
-    dtype: gl.constexpr = dkey_ptr.dtype.element_ty
+    shared, kept, first, last, summed = rings
+    for step in range(steps):
+        left, at_keys, at_tokens, at_chunk = of_step(step, P)
+        decays = vectors.index(step % 2)
+        wait_for_copies(kept, step)
+        wait_for_copies(first, step)
+        gradient_of_value(drs, decays, dvalue_ptr + at_tokens * P.hv, left, P)
+        wait_for_copies(last, step)
+        states_met = across(states, dstates)
+        all_was_read(first, step)
+        was_read(last, step)
+        wait_for_copies(summed, step)
+        slot = step % 2 * 3
+        gradients_of_gates(
+            dg_ptr + at_tokens,
+            dbeta_ptr + at_tokens,
+            sums.index(slot),
+            sums.index(slot + 1),
+            sums.index(slot + 2),
+            states_met,
+            decays,
+            left,
+            P,
+        )
+        all_was_read(kept, step)
+        was_read(summed, step)
+        if step % P.group == P.group - 1:
+            turn = step // P.group
+            q, k = queries.index(turn % 2), keys.index(turn % 2)
+            store_rows(dquery_ptr + at_keys, q, left, 0, P.keys, P.h)
+            store_rows(dkey_ptr + at_keys, k, left, 0, P.keys, P.h)
+            all_was_read(shared, turn)
+
+
+@gluon_jit
+def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
+    """What the warps do that multiply matrices."""
+    value_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dg_ptr, dbeta_ptr = results
+    queries, keys, ds, vectors, douts, drs, states, dstates = buffers
+    dqk_tile, w_tile = tiles
+    shared, kept, first, last, summed = rings
+    dtype: gl.constexpr = dvalue_ptr.dtype.element_ty
     R: gl.constexpr = P.room
     L: gl.constexpr = rows_layout(R)
     dquery = gl.zeros([64, R], gl.float32, sums_layout(R))
     dkey = gl.zeros([64, R], gl.float32, sums_layout(R))
+    wait_for_copies(kept, 0)
+    weak = weak_tokens(vectors.index(0))
     for step in range(steps):
-        left, at_keys, at_tokens, _ = of_step(step, P)
-        at_values = at_tokens * P.hv
         turn = step // P.group
         q, k, d = queries.index(turn % 2), keys.index(turn % 2), ds.index(step % 2)
         decays = vectors.index(step % 2)
+        slot = step % 2 * 3
         wait_for_copies(shared, turn)
-        wait_for_copies(kept, step)
         wait_for_copies(first, step)
-        to_beta = dbeta_ptr + at_tokens
-        gradient_of_weak(
-            k, d, drs, states, decays, value_ptr + at_values, to_beta, left, P
-        )
+        if weak > 0:
+            gradient_of_weak(k, d, drs, states, decays, value_ptr, dbeta_ptr, step, P)
         dqk = product(douts, d.permute([1, 0]), 64)
         dkk = product(drs, d.permute([1, 0]), 64)
         read = product(douts, states, R)
         erased = product(drs, states, R)
-        gradient_of_value(drs, d, decays, written, dvalue_ptr + at_values, left, P)
+        after = gl.minimum(step + 1, steps - 1)
+        wait_for_copies(kept, after)
+        weak = weak_tokens(vectors.index(after % 2))
+        wait_for_room(summed, step)
         dqk, dkk = warpgroup_mma_wait(2, deps=[dqk, dkk])
-        dqk, weighted = of_pairs(dqk, dkk, decays, P)
+        dqk, weighted, written = of_pairs(dqk, dkk, decays, P)
         dqk_tile.store(dqk.to(dtype))
         w_tile.store(weighted.to(dtype))
+        row_sums(sums.index(slot + 2), written)
         fence_async_shared()
-        barrier()
+        read, erased = warpgroup_mma_wait(0, deps=[read, erased])
+        # all have read dout, dr and S, and the tiles are there
+        all_was_read(first, step)
         wait_for_copies(last, step)
         stored = product(d, dstates, R)
-        parts.store(across(states, dstates))
-        read, erased = warpgroup_mma_wait(1, deps=[read, erased])
-        # all have read dout, dr and S
-        all_was_read(first, step)
         from_start = decays.slice(0, 64).load(L)
+        to_end = decays.slice(64, 64).load(L)
         read *= (P.scale * from_start)[:, None]
         erased *= (-from_start * decays.slice(2 * 64, 64).load(L))[:, None]
         read = added(read, dqk_tile, k)
         erased = added(erased, w_tile, k)
         stored = warpgroup_mma_wait(2, deps=[stored])
         all_was_read(last, step)
-        stored *= decays.slice(64, 64).load(L)[:, None]
-        row_sums(sums.index(1), stored * k.load(sums_layout(R)).to(gl.float32))
+        was_read(kept, step)
+        stored *= to_end[:, None]
+        row_sums(sums.index(slot + 1), stored * k.load(sums_layout(R)).to(gl.float32))
         stored = added(stored, w_tile.permute([1, 0]), k)
         stored = added(stored, dqk_tile.permute([1, 0]), q)
         read, erased = warpgroup_mma_wait(2, deps=[read, erased])
         of_tokens = read * q.load(sums_layout(R)).to(gl.float32)
         stored = warpgroup_mma_wait(0, deps=[stored])
         of_tokens += (erased - stored) * k.load(sums_layout(R)).to(gl.float32)
-        row_sums(sums.index(0), of_tokens)
+        row_sums(sums.index(slot), of_tokens)
         if P.group > 1:
             fresh = step % P.group == 0
             dquery = read + gl.where(fresh, 0.0, dquery)
             dkey = erased + stored + gl.where(fresh, 0.0, dkey)
         else:
             dquery, dkey = read, erased + stored
-        # all products are done, and the sums of all warps are there
-        barrier()
-        to_decays = dg_ptr + at_tokens
-        gradients_of_gates(to_decays, to_beta, sums, written, parts, decays, left, P)
-        all_was_read(kept, step)
         if step % P.group == P.group - 1:
+            barrier()
             q.store(dquery.to(dtype))
             k.store(dkey.to(dtype))
-            barrier()
-            store_rows(dquery_ptr + at_keys, q, left, 0, P.keys, P.h)
-            store_rows(dkey_ptr + at_keys, k, left, 0, P.keys, P.h)
-            all_was_read(shared, turn)
+        all_was_left(summed, step)
 
 
 @gluon_jit
@@ -365,6 +417,8 @@ def hopper_gradients_kernel(
     dbeta_ptr,
     P: gl.constexpr,
     BATCH: gl.constexpr,
+    BESIDE: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = key_ptr.dtype.element_ty
     R: gl.constexpr = P.room
@@ -375,17 +429,12 @@ def hopper_gradients_kernel(
     vectors = room_for_vectors(2)
     douts, drs = room_for(dtype, [64, V]), room_for(dtype, [64, V])
     states, dstates = room_for(dtype, [V, R]), room_for(dtype, [V, R])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    TWO: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    sums = gl.allocate_shared_memory(gl.float32, [2, 2, 64], TWO)
-    parts = gl.allocate_shared_memory(gl.float32, [32], PLAIN)
-    written = (
-        gl.allocate_shared_memory(gl.float32, [32], PLAIN),
-        gl.allocate_shared_memory(gl.float32, [32], PLAIN),
-    )
     dqk_tile, w_tile = room_for(dtype, [64, 64]), room_for(dtype, [64, 64])
-    tiles = dqk_tile, w_tile, sums, written, parts
-    rings = ring(2), ring(2), ring(1), ring(1)
+    # of two steps: of tokens, stored and written, each of both halves of the warps
+    TWO: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [6, 2, 64], TWO)
+    COPY: gl.constexpr = 32 * BESIDE
+    rings = ring(2, COPY), ring(2, COPY, 2), ring(1, COPY, 2), ring(1, COPY, 2), ring(2, 1)
     programs = gl.num_programs(0)
     chunks = BATCH * P.chunks * P.key_heads - gl.program_id(0)
     steps = (chunks + programs - 1) // programs * P.group
@@ -403,9 +452,10 @@ def hopper_gradients_kernel(
     )
     warp_specialize(
         [
-            (gradients, (results, buffers, tiles, rings, steps, P)),
+            (gradients, (results, buffers, (dqk_tile, w_tile), sums, rings, steps, P)),
+            (gates, (results, buffers, sums, rings, steps, P)),
             (copy_steps, (pointers, buffers, rings, steps, P)),
         ],
-        [4],
-        [40],
+        [BESIDE, BESIDE],
+        [REGISTERS, REGISTERS],
     )
