@@ -114,36 +114,48 @@ def copy_states(states, ptr, at_chunk, P: gl.constexpr):
 
 
 @gluon_jit
-def copy_steps(pointers, buffers, rings, steps, P: gl.constexpr):
-    """What the four warps beside the products do."""
+def copy_tokens(pointers, buffers, rings, step, P: gl.constexpr):
+    """Of a step what has two places."""
     query_ptr, key_ptr, written_ptr, vectors_ptr, dout_ptr = pointers[:5]
     dr_ptr, states_ptr, dstates_ptr = pointers[5:]
     queries, keys, ds, vectors, douts, drs, states, dstates = buffers
-    shared, kept, first, last, summed = rings
+    shared, kept, before, behind, summed = rings
+    left, at_keys, at_tokens, at_chunk = of_step(step, P)
+    at_values = at_tokens * P.hv
+    slot = step % 2
+    wait_for_room(kept, step)
+    rows = written_ptr + at_values
+    copy_rows(ds.index(slot), rows, left, 0, P.values, P.hv)
+    copy_rows(douts.index(slot), dout_ptr + at_values, left, 0, P.values, P.hv)
+    copy_rows(drs.index(slot), dr_ptr + at_values, left, 0, P.values, P.hv)
+    copy_vectors(vectors.index(slot), vectors_ptr + at_chunk * (4 * 64))
+    will_come(kept, step)
+
+
+@gluon_jit
+def copy_steps(pointers, buffers, rings, steps, P: gl.constexpr):
+    """What the warps do that copy, in the order in which there is room."""
+    query_ptr, key_ptr, written_ptr, vectors_ptr, dout_ptr = pointers[:5]
+    dr_ptr, states_ptr, dstates_ptr = pointers[5:]
+    queries, keys, ds, vectors, douts, drs, states, dstates = buffers
+    shared, kept, before, behind, summed = rings
+    copy_tokens(pointers, buffers, rings, 0, P)
     for step in range(steps):
         left, at_keys, at_tokens, at_chunk = of_step(step, P)
-        at_values = at_tokens * P.hv
+        wait_for_room(before, step)
+        copy_states(states, states_ptr, at_chunk, P)
+        will_come(before, step)
+        wait_for_room(behind, step)
+        copy_states(dstates, dstates_ptr, at_chunk, P)
+        will_come(behind, step)
+        if step + 1 < steps:
+            copy_tokens(pointers, buffers, rings, step + 1, P)
         if step % P.group == 0:
             turn = step // P.group
-            slot = turn % 2
             wait_for_room(shared, turn)
-            copy_rows(queries.index(slot), query_ptr + at_keys, left, 0, P.keys, P.h)
-            copy_rows(keys.index(slot), key_ptr + at_keys, left, 0, P.keys, P.h)
+            copy_rows(queries, query_ptr + at_keys, left, 0, P.keys, P.h)
+            copy_rows(keys, key_ptr + at_keys, left, 0, P.keys, P.h)
             will_come(shared, turn)
-        slot = step % 2
-        wait_for_room(kept, step)
-        rows = written_ptr + at_values
-        copy_rows(ds.index(slot), rows, left, 0, P.values, P.hv)
-        copy_vectors(vectors.index(slot), vectors_ptr + at_chunk * (4 * 64))
-        will_come(kept, step)
-        wait_for_room(first, step)
-        copy_rows(douts, dout_ptr + at_values, left, 0, P.values, P.hv)
-        copy_rows(drs, dr_ptr + at_values, left, 0, P.values, P.hv)
-        copy_states(states, states_ptr, at_chunk, P)
-        will_come(first, step)
-        wait_for_room(last, step)
-        copy_states(dstates, dstates_ptr, at_chunk, P)
-        will_come(last, step)
 
 
 @gluon_jit
@@ -268,20 +280,16 @@ def both_halves(sums):
 
 @gluon_jit
 def gradients_of_gates(
-    dg_ptr, dbeta_ptr, of_tokens, stored, written, across, decays, left, P: gl.constexpr
+    dg_ptr, dbeta_ptr, of_tokens, stored, written, across, beta, left, P: gl.constexpr
 ):
     """Leaves dg: what decays with token l, and all that goes on beyond the chunk.
 
     Of strong tokens dbeta too, dr . d / beta.
     """
-    WARPS: gl.constexpr = gl.num_warps()
-    L: gl.constexpr = line_layout(64, WARPS)
-    whole = gl.sum(decays.slice(63, 1).load(line_layout(32, WARPS)), 0)
-    beyond = gl.sum(both_halves(stored), 0) + whole * across
+    beyond = gl.sum(both_halves(stored), 0) + across
     dg = gl.associative_scan(both_halves(of_tokens), 0, one_sum, reverse=True) + beyond
-    token = gl.arange(0, 64, L)
+    token = gl.arange(0, 64, line_layout(64, gl.num_warps()))
     gl.store(dg_ptr + token * P.heads, dg, token < left)
-    beta = decays.slice(2 * 64, 64).load(L)
     strong = is_strong(beta)
     dbeta = both_halves(written) / gl.where(strong, beta, 1.0)
     gl.store(dbeta_ptr + token * P.heads, dbeta, strong & (token < left))
@@ -292,17 +300,21 @@ def gates(results, buffers, sums, rings, steps, P: gl.constexpr):
     """What the warps do that neither copy nor multiply matrices."""
     value_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dg_ptr, dbeta_ptr = results
     queries, keys, ds, vectors, douts, drs, states, dstates = buffers
-    shared, kept, first, last, summed = rings
+    shared, kept, before, behind, summed = rings
+    WARPS: gl.constexpr = gl.num_warps()
     for step in range(steps):
         left, at_keys, at_tokens, at_chunk = of_step(step, P)
-        decays = vectors.index(step % 2)
         wait_for_copies(kept, step)
-        wait_for_copies(first, step)
-        gradient_of_value(drs, decays, dvalue_ptr + at_tokens * P.hv, left, P)
-        wait_for_copies(last, step)
-        states_met = across(states, dstates)
-        all_was_read(first, step)
-        was_read(last, step)
+        decays, dr = vectors.index(step % 2), drs.index(step % 2)
+        gradient_of_value(dr, decays, dvalue_ptr + at_tokens * P.hv, left, P)
+        beta = decays.slice(2 * 64, 64).load(line_layout(64, WARPS))
+        whole = gl.sum(decays.slice(63, 1).load(line_layout(32, WARPS)), 0)
+        wait_for_copies(before, step)
+        wait_for_copies(behind, step)
+        decayed = whole * across(states, dstates)
+        all_was_read(before, step)
+        was_read(behind, step)
+        was_read(kept, step)
         wait_for_copies(summed, step)
         slot = step % 2 * 3
         gradients_of_gates(
@@ -311,28 +323,25 @@ def gates(results, buffers, sums, rings, steps, P: gl.constexpr):
             sums.index(slot),
             sums.index(slot + 1),
             sums.index(slot + 2),
-            states_met,
-            decays,
+            decayed,
+            beta,
             left,
             P,
         )
-        all_was_read(kept, step)
-        was_read(summed, step)
+        all_was_read(summed, step)
         if step % P.group == P.group - 1:
-            turn = step // P.group
-            q, k = queries.index(turn % 2), keys.index(turn % 2)
-            store_rows(dquery_ptr + at_keys, q, left, 0, P.keys, P.h)
-            store_rows(dkey_ptr + at_keys, k, left, 0, P.keys, P.h)
-            all_was_read(shared, turn)
+            store_rows(dquery_ptr + at_keys, queries, left, 0, P.keys, P.h)
+            store_rows(dkey_ptr + at_keys, keys, left, 0, P.keys, P.h)
+            all_was_read(shared, step // P.group)
 
 
 @gluon_jit
 def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
     """What the warps do that multiply matrices."""
     value_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dg_ptr, dbeta_ptr = results
-    queries, keys, ds, vectors, douts, drs, states, dstates = buffers
+    q, k, ds, vectors, douts, drs, states, dstates = buffers
     dqk_tile, w_tile = tiles
-    shared, kept, first, last, summed = rings
+    shared, kept, before, behind, summed = rings
     dtype: gl.constexpr = dvalue_ptr.dtype.element_ty
     R: gl.constexpr = P.room
     L: gl.constexpr = rows_layout(R)
@@ -342,17 +351,18 @@ def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
     weak = weak_tokens(vectors.index(0))
     for step in range(steps):
         turn = step // P.group
-        q, k, d = queries.index(turn % 2), keys.index(turn % 2), ds.index(step % 2)
-        decays = vectors.index(step % 2)
-        slot = step % 2 * 3
-        wait_for_copies(shared, turn)
-        wait_for_copies(first, step)
+        slot = step % 2
+        d, dout, dr = ds.index(slot), douts.index(slot), drs.index(slot)
+        decays = vectors.index(slot)
+        wait_for_copies(before, step)
         if weak > 0:
-            gradient_of_weak(k, d, drs, states, decays, value_ptr, dbeta_ptr, step, P)
-        dqk = product(douts, d.permute([1, 0]), 64)
-        dkk = product(drs, d.permute([1, 0]), 64)
-        read = product(douts, states, R)
-        erased = product(drs, states, R)
+            wait_for_copies(shared, turn)
+            gradient_of_weak(k, d, dr, states, decays, value_ptr, dbeta_ptr, step, P)
+        dqk = product(dout, d.permute([1, 0]), 64)
+        dkk = product(dr, d.permute([1, 0]), 64)
+        read = product(dout, states, R)
+        erased = product(dr, states, R)
+        # the next step's; of the last step its own
         after = gl.minimum(step + 1, steps - 1)
         wait_for_copies(kept, after)
         weak = weak_tokens(vectors.index(after % 2))
@@ -361,12 +371,13 @@ def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
         dqk, weighted, written = of_pairs(dqk, dkk, decays, P)
         dqk_tile.store(dqk.to(dtype))
         w_tile.store(weighted.to(dtype))
-        row_sums(sums.index(slot + 2), written)
+        row_sums(sums.index(3 * slot + 2), written)
         fence_async_shared()
         read, erased = warpgroup_mma_wait(0, deps=[read, erased])
-        # all have read dout, dr and S, and the tiles are there
-        all_was_read(first, step)
-        wait_for_copies(last, step)
+        # all have read S, and the tiles are there
+        all_was_read(before, step)
+        wait_for_copies(behind, step)
+        wait_for_copies(shared, turn)
         stored = product(d, dstates, R)
         from_start = decays.slice(0, 64).load(L)
         to_end = decays.slice(64, 64).load(L)
@@ -375,17 +386,18 @@ def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
         read = added(read, dqk_tile, k)
         erased = added(erased, w_tile, k)
         stored = warpgroup_mma_wait(2, deps=[stored])
-        all_was_read(last, step)
+        all_was_read(behind, step)
         was_read(kept, step)
         stored *= to_end[:, None]
-        row_sums(sums.index(slot + 1), stored * k.load(sums_layout(R)).to(gl.float32))
+        stored_keys = stored * k.load(sums_layout(R)).to(gl.float32)
+        row_sums(sums.index(3 * slot + 1), stored_keys)
         stored = added(stored, w_tile.permute([1, 0]), k)
         stored = added(stored, dqk_tile.permute([1, 0]), q)
         read, erased = warpgroup_mma_wait(2, deps=[read, erased])
         of_tokens = read * q.load(sums_layout(R)).to(gl.float32)
         stored = warpgroup_mma_wait(0, deps=[stored])
         of_tokens += (erased - stored) * k.load(sums_layout(R)).to(gl.float32)
-        row_sums(sums.index(slot), of_tokens)
+        row_sums(sums.index(3 * slot), of_tokens)
         if P.group > 1:
             fresh = step % P.group == 0
             dquery = read + gl.where(fresh, 0.0, dquery)
@@ -393,6 +405,7 @@ def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
         else:
             dquery, dkey = read, erased + stored
         if step % P.group == P.group - 1:
+            # all products of all warps are done
             barrier()
             q.store(dquery.to(dtype))
             k.store(dkey.to(dtype))
@@ -423,18 +436,18 @@ def hopper_gradients_kernel(
     dtype: gl.constexpr = key_ptr.dtype.element_ty
     R: gl.constexpr = P.room
     V: gl.constexpr = 64 * P.value_blocks
-    queries = room_for(dtype, [2, 64, R])
-    keys = room_for(dtype, [2, 64, R])
+    queries, keys = room_for(dtype, [64, R]), room_for(dtype, [64, R])
     ds = room_for(dtype, [2, 64, V])
+    douts, drs = room_for(dtype, [2, 64, V]), room_for(dtype, [2, 64, V])
     vectors = room_for_vectors(2)
-    douts, drs = room_for(dtype, [64, V]), room_for(dtype, [64, V])
     states, dstates = room_for(dtype, [V, R]), room_for(dtype, [V, R])
     dqk_tile, w_tile = room_for(dtype, [64, 64]), room_for(dtype, [64, 64])
     # of two steps: of tokens, stored and written, each of both halves of the warps
     TWO: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [6, 2, 64], TWO)
     COPY: gl.constexpr = 32 * BESIDE
-    rings = ring(2, COPY), ring(2, COPY, 2), ring(1, COPY, 2), ring(1, COPY, 2), ring(2, 1)
+    shared, kept, summed = ring(1, COPY), ring(2, COPY, 2), ring(2, 1)
+    rings = shared, kept, ring(1, COPY, 2), ring(1, COPY, 2), summed
     programs = gl.num_programs(0)
     chunks = BATCH * P.chunks * P.key_heads - gl.program_id(0)
     steps = (chunks + programs - 1) // programs * P.group
