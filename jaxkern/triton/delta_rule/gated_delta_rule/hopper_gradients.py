@@ -26,6 +26,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     copies_layout,
     copy_rows,
     copy_vectors,
+    is_strong,
     places,
     ring,
     room_for,
@@ -89,12 +90,6 @@ def beside(x, COLUMNS: gl.constexpr):
 
 
 @gluon_jit
-def is_strong(beta):
-    """As in gradients.py."""
-    return gl.maximum(beta, -beta) >= 0.015625
-
-
-@gluon_jit
 def of_step(step, P: gl.constexpr):
     """(tokens left from a step's chunk on, where its rows of keys and of values begin,
     where its chunk is among all)."""
@@ -116,18 +111,18 @@ def copy_states(states, ptr, at_chunk, P: gl.constexpr):
 @gluon_jit
 def copy_tokens(pointers, buffers, rings, step, P: gl.constexpr):
     """Of a step what has two places."""
-    query_ptr, key_ptr, written_ptr, vectors_ptr, dout_ptr = pointers[:5]
-    dr_ptr, states_ptr, dstates_ptr = pointers[5:]
-    queries, keys, ds, vectors, douts, drs, states, dstates = buffers
-    shared, kept, before, behind, summed = rings
-    left, at_keys, at_tokens, at_chunk = of_step(step, P)
+    _query_ptr, _key_ptr, written_ptr, vectors_ptr, dout_ptr = pointers[:5]
+    dvalue_ptr, _states_ptr, _dstates_ptr = pointers[5:]
+    _queries, _keys, ds, vectors, douts, dvs, _states, _dstates = buffers
+    _shared, kept, _before, _behind, _summed = rings
+    left, _at_keys, at_tokens, at_chunk = of_step(step, P)
     at_values = at_tokens * P.hv
     slot = step % 2
     wait_for_room(kept, step)
     rows = written_ptr + at_values
     copy_rows(ds.index(slot), rows, left, 0, P.values, P.hv)
     copy_rows(douts.index(slot), dout_ptr + at_values, left, 0, P.values, P.hv)
-    copy_rows(drs.index(slot), dr_ptr + at_values, left, 0, P.values, P.hv)
+    copy_rows(dvs.index(slot), dvalue_ptr + at_values, left, 0, P.values, P.hv)
     copy_vectors(vectors.index(slot), vectors_ptr + at_chunk * (4 * 64))
     will_come(kept, step)
 
@@ -135,13 +130,13 @@ def copy_tokens(pointers, buffers, rings, step, P: gl.constexpr):
 @gluon_jit
 def copy_steps(pointers, buffers, rings, steps, P: gl.constexpr):
     """What the warps do that copy, in the order in which there is room."""
-    query_ptr, key_ptr, written_ptr, vectors_ptr, dout_ptr = pointers[:5]
-    dr_ptr, states_ptr, dstates_ptr = pointers[5:]
-    queries, keys, ds, vectors, douts, drs, states, dstates = buffers
-    shared, kept, before, behind, summed = rings
+    query_ptr, key_ptr, _written_ptr, _vectors_ptr, _dout_ptr = pointers[:5]
+    _dvalue_ptr, states_ptr, dstates_ptr = pointers[5:]
+    queries, keys, _ds, _vectors, _douts, _dvs, states, dstates = buffers
+    shared, _kept, before, behind, _summed = rings
     copy_tokens(pointers, buffers, rings, 0, P)
     for step in range(steps):
-        left, at_keys, at_tokens, at_chunk = of_step(step, P)
+        left, at_keys, _at_tokens, at_chunk = of_step(step, P)
         wait_for_room(before, step)
         copy_states(states, states_ptr, at_chunk, P)
         will_come(before, step)
@@ -177,41 +172,11 @@ def decayed_pairs(decays):
 
 @gluon_jit
 def of_pairs(dqk, dkk, decays, P: gl.constexpr):
-    """(dqk, W, dr . d on the diagonal)."""
+    """(dqk, W, dv . d on the diagonal)."""
     between, row, column = decayed_pairs(decays)
-    beta = decays.slice(2 * 64, 64).load(rows_layout(64))[:, None]
     dqk = gl.where(row >= column, P.scale * between * dqk, 0.0)
-    weighted = gl.where(row > column, -beta * between * dkk, 0.0)
+    weighted = gl.where(row > column, -between * dkk, 0.0)
     return dqk, weighted, gl.where(row == column, dkk, 0.0)
-
-
-@gluon_jit
-def gradient_of_value(drs, decays, dvalue_ptr, left, P: gl.constexpr):
-    """Leaves dv = beta dr, two rows of a thread at a time."""
-    COLUMNS: gl.constexpr = drs.shape[1]
-    WARPS: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = 2 * rows_together(COLUMNS, WARPS)
-    SHAPE: gl.constexpr = [ROWS, COLUMNS]
-    L: gl.constexpr = copies_layout(COLUMNS, WARPS)
-    for i in gl.static_range(64 // ROWS):
-        if i % 2 == 1:
-            barrier()
-        rows = dvalue_ptr + ROWS * i * P.values
-        at, inside = places(rows, left - ROWS * i, 0, P.values, P.hv, SHAPE)
-        dr = drs.slice(ROWS * i, ROWS).load(L).to(gl.float32)
-        beta = decays.slice(2 * 64 + ROWS * i, ROWS).load(gl.SliceLayout(1, L))
-        gl.store(at, (beta[:, None] * dr).to(dvalue_ptr.dtype.element_ty), inside)
-
-
-@gluon_jit
-def values_seen(drs, value_ptr, left, P: gl.constexpr):
-    """dr . v of each token."""
-    SHAPE: gl.constexpr = drs.shape
-    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
-    at, inside = places(value_ptr, left, 0, P.values, P.hv, SHAPE)
-    value = gl.load(at, inside, 0.0).to(gl.float32)
-    on_value = gl.sum(drs.load(L).to(gl.float32) * value, 1)
-    return gl.convert_layout(on_value, rows_layout(64))
 
 
 @gluon_jit
@@ -222,27 +187,52 @@ def weak_tokens(decays):
 
 
 @gluon_jit
-def gradient_of_weak(
-    k, d, drs, states, decays, value_ptr, dbeta_ptr, step, P: gl.constexpr
-):
+def rows_of_weak(tiles, dr_ptr, value_ptr, left, P: gl.constexpr):
+    """Brings dr to shared memory, whose rows are there for weak tokens alone.
+
+    Returns dr . v of each token.
+    """
+    SHAPE: gl.constexpr = tiles[0].shape
+    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
+    BLOCKS: gl.constexpr = P.value_blocks
+    on_value = gl.zeros([64], gl.float32, gl.SliceLayout(1, L))
+    for i in gl.static_range(BLOCKS):
+        at, inside = places(dr_ptr, left, 64 * i, P.values, P.hv, SHAPE)
+        dr = gl.load(at, inside, 0.0)
+        tiles[i].store(dr)
+        at, inside = places(value_ptr, left, 64 * i, P.values, P.hv, SHAPE)
+        value = gl.load(at, inside, 0.0).to(gl.float32)
+        on_value += gl.sum(dr.to(gl.float32) * value, 1)
+    fence_async_shared()
+    barrier()
+    return gl.convert_layout(on_value, rows_layout(64))
+
+
+@gluon_jit
+def gradient_of_weak(k, d, tiles, states, decays, weak_pointers, step, P: gl.constexpr):
     """Leaves dbeta of such tokens."""
-    left, at_keys, at_tokens, at_chunk = of_step(step, P)
-    value_ptr += at_tokens * P.hv
-    dbeta_ptr += at_tokens
+    value_ptr, dr_ptr, dbeta_ptr = weak_pointers
     R: gl.constexpr = P.room
-    dkk = product(drs, d.permute([1, 0]), 64)
+    left, _at_keys, at_tokens, _at_chunk = of_step(step, P)
+    at_values = at_tokens * P.hv
+    dbeta = rows_of_weak(tiles, dr_ptr + at_values, value_ptr + at_values, left, P)
     kk = product(k, k.permute([1, 0]), 64)
-    erased = product(drs, states, R)
+    dkk = product(tiles[0], d.slice(0, 64, 1).permute([1, 0]), 64)
+    erased = product(tiles[0], states.slice(0, 64), R)
+    if P.value_blocks > 1:
+        dkk = added(dkk, tiles[1], d.slice(64, 64, 1).permute([1, 0]))
+        erased = added(erased, tiles[1], states.slice(64, 64))
     dkk, kk, erased = warpgroup_mma_wait(0, deps=[dkk, kk, erased])
     between, row, column = decayed_pairs(decays)
-    dbeta = gl.sum(gl.where(row > column, -between * dkk * kk, 0.0), 1)
+    dbeta += gl.sum(gl.where(row > column, -between * dkk * kk, 0.0), 1)
     from_start = decays.slice(0, 64).load(rows_layout(R))[:, None]
     erased *= from_start * k.load(sums_layout(R)).to(gl.float32)
     dbeta -= gl.convert_layout(gl.sum(erased, 1), rows_layout(64))
-    dbeta += values_seen(drs, value_ptr, left, P)
     token = gl.arange(0, 64, rows_layout(64))
     weak = is_strong(decays.slice(2 * 64, 64).load(rows_layout(64))) == 0
-    gl.store(dbeta_ptr + token * P.heads, dbeta, weak & (token < left))
+    gl.store(dbeta_ptr + at_tokens + token * P.heads, dbeta, weak & (token < left))
+    # all have read the tiles
+    barrier()
 
 
 @gluon_jit
@@ -284,29 +274,28 @@ def gradients_of_gates(
 ):
     """Leaves dg: what decays with token l, and all that goes on beyond the chunk.
 
-    Of strong tokens dbeta too, dr . d / beta.
+    Of strong tokens dbeta too, dr . d / beta with dv = beta dr.
     """
     beyond = gl.sum(both_halves(stored), 0) + across
     dg = gl.associative_scan(both_halves(of_tokens), 0, one_sum, reverse=True) + beyond
     token = gl.arange(0, 64, line_layout(64, gl.num_warps()))
     gl.store(dg_ptr + token * P.heads, dg, token < left)
     strong = is_strong(beta)
-    dbeta = both_halves(written) / gl.where(strong, beta, 1.0)
+    dbeta = both_halves(written) / gl.where(strong, beta * beta, 1.0)
     gl.store(dbeta_ptr + token * P.heads, dbeta, strong & (token < left))
 
 
 @gluon_jit
 def gates(results, buffers, sums, rings, steps, P: gl.constexpr):
     """What the warps do that neither copy nor multiply matrices."""
-    value_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dg_ptr, dbeta_ptr = results
-    queries, keys, ds, vectors, douts, drs, states, dstates = buffers
+    dquery_ptr, dkey_ptr, dg_ptr, dbeta_ptr = results
+    queries, keys, _ds, vectors, _douts, _dvs, states, dstates = buffers
     shared, kept, before, behind, summed = rings
     WARPS: gl.constexpr = gl.num_warps()
     for step in range(steps):
-        left, at_keys, at_tokens, at_chunk = of_step(step, P)
+        left, at_keys, at_tokens, _at_chunk = of_step(step, P)
         wait_for_copies(kept, step)
-        decays, dr = vectors.index(step % 2), drs.index(step % 2)
-        gradient_of_value(dr, decays, dvalue_ptr + at_tokens * P.hv, left, P)
+        decays = vectors.index(step % 2)
         beta = decays.slice(2 * 64, 64).load(line_layout(64, WARPS))
         whole = gl.sum(decays.slice(63, 1).load(line_layout(32, WARPS)), 0)
         wait_for_copies(before, step)
@@ -336,13 +325,12 @@ def gates(results, buffers, sums, rings, steps, P: gl.constexpr):
 
 
 @gluon_jit
-def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
+def gradients(weak_pointers, buffers, tiles, sums, rings, steps, P: gl.constexpr):
     """What the warps do that multiply matrices."""
-    value_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dg_ptr, dbeta_ptr = results
-    q, k, ds, vectors, douts, drs, states, dstates = buffers
+    q, k, ds, vectors, douts, dvs, states, dstates = buffers
     dqk_tile, w_tile = tiles
     shared, kept, before, behind, summed = rings
-    dtype: gl.constexpr = dvalue_ptr.dtype.element_ty
+    dtype: gl.constexpr = dqk_tile.dtype
     R: gl.constexpr = P.room
     L: gl.constexpr = rows_layout(R)
     dquery = gl.zeros([64, R], gl.float32, sums_layout(R))
@@ -352,16 +340,16 @@ def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
     for step in range(steps):
         turn = step // P.group
         slot = step % 2
-        d, dout, dr = ds.index(slot), douts.index(slot), drs.index(slot)
+        d, dout, dv = ds.index(slot), douts.index(slot), dvs.index(slot)
         decays = vectors.index(slot)
         wait_for_copies(before, step)
         if weak > 0:
             wait_for_copies(shared, turn)
-            gradient_of_weak(k, d, dr, states, decays, value_ptr, dbeta_ptr, step, P)
+            gradient_of_weak(k, d, tiles, states, decays, weak_pointers, step, P)
         dqk = product(dout, d.permute([1, 0]), 64)
-        dkk = product(dr, d.permute([1, 0]), 64)
+        dkk = product(dv, d.permute([1, 0]), 64)
         read = product(dout, states, R)
-        erased = product(dr, states, R)
+        erased = product(dv, states, R)
         # the next step's; of the last step its own
         after = gl.minimum(step + 1, steps - 1)
         wait_for_copies(kept, after)
@@ -382,7 +370,7 @@ def gradients(results, buffers, tiles, sums, rings, steps, P: gl.constexpr):
         from_start = decays.slice(0, 64).load(L)
         to_end = decays.slice(64, 64).load(L)
         read *= (P.scale * from_start)[:, None]
-        erased *= (-from_start * decays.slice(2 * 64, 64).load(L))[:, None]
+        erased *= -from_start[:, None]
         read = added(read, dqk_tile, k)
         erased = added(erased, w_tile, k)
         stored = warpgroup_mma_wait(2, deps=[stored])
@@ -423,9 +411,9 @@ def hopper_gradients_kernel(
     written_ptr,
     dstates_ptr,
     dr_ptr,
+    dvalue_ptr,
     dquery_ptr,
     dkey_ptr,
-    dvalue_ptr,
     dg_ptr,
     dbeta_ptr,
     P: gl.constexpr,
@@ -438,7 +426,7 @@ def hopper_gradients_kernel(
     V: gl.constexpr = 64 * P.value_blocks
     queries, keys = room_for(dtype, [64, R]), room_for(dtype, [64, R])
     ds = room_for(dtype, [2, 64, V])
-    douts, drs = room_for(dtype, [2, 64, V]), room_for(dtype, [2, 64, V])
+    douts, dvs = room_for(dtype, [2, 64, V]), room_for(dtype, [2, 64, V])
     vectors = room_for_vectors(2)
     states, dstates = room_for(dtype, [V, R]), room_for(dtype, [V, R])
     dqk_tile, w_tile = room_for(dtype, [64, 64]), room_for(dtype, [64, 64])
@@ -451,21 +439,23 @@ def hopper_gradients_kernel(
     programs = gl.num_programs(0)
     chunks = BATCH * P.chunks * P.key_heads - gl.program_id(0)
     steps = (chunks + programs - 1) // programs * P.group
-    buffers = (queries, keys, ds, vectors, douts, drs, states, dstates)
-    results = (value_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dg_ptr, dbeta_ptr)
+    buffers = (queries, keys, ds, vectors, douts, dvs, states, dstates)
+    results = (dquery_ptr, dkey_ptr, dg_ptr, dbeta_ptr)
+    weak_pointers = (value_ptr, dr_ptr, dbeta_ptr)
+    tiles = (dqk_tile, w_tile)
     pointers = (
         query_ptr,
         key_ptr,
         written_ptr,
         vectors_ptr,
         dout_ptr,
-        dr_ptr,
+        dvalue_ptr,
         states_ptr,
         dstates_ptr,
     )
     warp_specialize(
         [
-            (gradients, (results, buffers, (dqk_tile, w_tile), sums, rings, steps, P)),
+            (gradients, (weak_pointers, buffers, tiles, sums, rings, steps, P)),
             (gates, (results, buffers, sums, rings, steps, P)),
             (copy_steps, (pointers, buffers, rings, steps, P)),
         ],

@@ -150,6 +150,12 @@ def store_rows(
 
 
 @gluon_jit
+def is_strong(beta):
+    """As in gradients.py."""
+    return gl.maximum(beta, -beta) >= 0.015625
+
+
+@gluon_jit
 def room_for(dtype: gl.constexpr, SHAPE: gl.constexpr):
     """Shared memory as matrix units read it."""
     return gl.allocate_shared_memory(dtype, SHAPE, gl.NVMMASharedLayout(128, 16, 2))

@@ -20,8 +20,11 @@ from jaxkern.gpu.triton_call import (
 )
 from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     all_was_read,
+    copies_layout,
     copy_rows,
     copy_vectors,
+    is_strong,
+    places,
     ring,
     room_for,
     room_for_vectors,
@@ -241,9 +244,27 @@ def walk_states(
 
 
 @gluon_jit
+def store_gradients(
+    dvalue_ptr, dr_ptr, tile, beta, left, first_column, P: gl.constexpr
+):
+    """dv = beta dr; of dr what hopper_gradients.py needs beside it."""
+    SHAPE: gl.constexpr = tile.shape
+    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
+    dr = tile.load(L)
+    beta = beta.load(gl.SliceLayout(1, L))[:, None]
+    at, inside = places(dvalue_ptr, left, first_column, P.values, P.hv, SHAPE)
+    gl.store(at, (beta * dr.to(gl.float32)).to(dr.dtype), inside)
+    at, inside = places(dr_ptr, left, first_column, P.values, P.hv, SHAPE)
+    gl.store(at, dr, inside & (is_strong(beta) == 0))
+
+
+@gluon_jit
 def walk_backward(buffers, bars, dstate, first_column, results, place, P: gl.constexpr):
-    """Leaves D after each chunk, dr, and D before the first."""
-    dstates_ptr, dr_ptr, dinitial_ptr = results
+    """Leaves D after each chunk, dr, and D before the first.
+
+    With `dvalue_ptr` dv, and dr of tokens alone whose beta is next to nothing.
+    """
+    dstates_ptr, dr_ptr, dvalue_ptr, dinitial_ptr = results
     dtype: gl.constexpr = dr_ptr.dtype.element_ty
     keys, queries, douts, scores, ends, vectors, tile, wide = buffers
     for step in range(P.chunks):
@@ -273,7 +294,12 @@ def walk_backward(buffers, bars, dstate, first_column, results, place, P: gl.con
         tile.permute([1, 0]).store(dr.to(dtype))
         left = tokens_left(P.chunks - 1 - step, P)
         rows = dr_ptr + first * (64 * P.values)
-        store_rows(rows, tile, left, first_column, P.values, P.hv)
+        if dvalue_ptr is None:
+            store_rows(rows, tile, left, first_column, P.values, P.hv)
+        else:
+            to = dvalue_ptr + first * (64 * P.values)
+            strengths = vectors.index(slot).slice(2 * 64, 64)
+            store_gradients(to, rows, tile, strengths, left, first_column, P)
         dstate, read, erased = warpgroup_mma_wait(0, deps=[dstate, read, erased])
         all_was_read(bars, step)
     store_state(dinitial_ptr, dstate, place, first_column, P)
@@ -354,7 +380,14 @@ def forth(pointers, initial_ptr, states_ptr, written_ptr, program, P: gl.constex
 
 @gluon_jit
 def back(
-    pointers, dfinal_ptr, dinitial_ptr, dstates_ptr, dr_ptr, program, P: gl.constexpr
+    pointers,
+    dfinal_ptr,
+    dinitial_ptr,
+    dstates_ptr,
+    dr_ptr,
+    dvalue_ptr,
+    program,
+    P: gl.constexpr,
 ):
     dtype: gl.constexpr = dr_ptr.dtype.element_ty
     S: gl.constexpr = P.stages
@@ -373,7 +406,9 @@ def back(
     filled = (keys, queries, douts, keys, scores, vectors, ends)
     read = (keys, queries, douts, scores, ends, vectors, tile, wide)
     dstate = state_before(dfinal_ptr, place, first_column, P)
-    results = (dstates_ptr, dr_ptr + row, dinitial_ptr)
+    if dvalue_ptr is not None:
+        dvalue_ptr += row
+    results = (dstates_ptr, dr_ptr + row, dvalue_ptr, dinitial_ptr)
     warp_specialize(
         [
             (walk_backward, (read, bars, dstate, first_column, results, place, P)),
@@ -416,13 +451,15 @@ def hopper_both_ways_kernel(
     dstates_ptr,
     dr_ptr,
     dinitial_ptr,
+    dvalue_ptr,
     P: gl.constexpr,
 ):
     """Neither walk of the backward pass needs the other: they run side by side."""
     program = gl.program_id(0) // 2
     if gl.program_id(0) % 2 == 0:
         behind = (key_ptr, query_ptr, dout_ptr, matrices_ptr, vectors_ptr, ends_ptr)
-        back(behind, dfinal_ptr, dinitial_ptr, dstates_ptr, dr_ptr, program, P)
+        results = (dinitial_ptr, dstates_ptr, dr_ptr, dvalue_ptr)
+        back(behind, dfinal_ptr, *results, program, P)
     else:
         ahead = (key_ptr, key_ptr, value_ptr, matrices_ptr, vectors_ptr, key_ptr)
         forth(ahead, initial_ptr, states_ptr, written_ptr, program, P)
