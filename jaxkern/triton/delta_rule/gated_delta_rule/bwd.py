@@ -64,7 +64,7 @@ def gated_delta_rule_bwd(
     )
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = 2 * -(-hv // fwd.COLUMNS) * b * n
-    kernel, constants = fwd.walk_of(shape, programs, backward=True)
+    kernel, programs, constants = fwd.walk_of(shape, programs, backward=True)
     results = results_of_walks(key, value, initial_state)
     if kernel is fwd.hopper_walk.hopper_both_ways_kernel:
         results["dvalue_ptr"] = like(value) if in_one(h, hv) else None

@@ -35,6 +35,7 @@ class Walk:
     room: int  # for h
     scale: float
     stages: int
+    together: int = 1  # blocks of value columns that a walk's program has
 
     @property
     def chunks(self) -> int:
