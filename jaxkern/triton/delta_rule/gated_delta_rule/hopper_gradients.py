@@ -5,10 +5,18 @@ memory once, and what pairs of its tokens give never leaves the multiprocessor. 
 dqk^T are tiles of shared memory that the matrix units read turned.
 
 A program has a multiprocessor to itself and goes over chunks of key heads, of each over
-the value heads that share it: a step. Half of its eight warps has half of the columns
-of every product. Four warps beside them copy, as soon as there is room: of the next
-step queries, keys, d and decays have places of their own, dout, dr and S come when
-this step has read its own, D when all is done.
+the value heads that share it: a step. Three groups of warps meet at bars alone:
+
+    gradients    eight warps multiply matrices; half of them has half of the columns
+                 of every product
+    gates        two warps make what needs no product: <S, D>, dg, dbeta, and the rows
+                 of dq and dk in memory
+    copy_steps   two warps copy, in the order in which there is room
+
+Rows of values, d and decays of two steps are in shared memory, S and D of one, and
+queries and keys of one key head. The walk back leaves dv = beta dr, which takes the
+place of dr in all products, since W and erased want it so. Tokens whose beta has too
+few digits for dr . d / beta need dr itself (`gradient_of_weak`).
 """
 
 from jaxkern.gpu.triton_call import (

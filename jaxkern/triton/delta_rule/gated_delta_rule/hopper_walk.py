@@ -8,6 +8,10 @@ of shared memory.
 Tuples go with a walk: `pointers` to keys, queries, values (or dout), matrices, vectors
 and ends, and `buffers` of shared memory for `stages` chunks of them, T and P T apart.
 What a WALK ("out", "states" or "back") has none of is the keys' again.
+
+With `together` = 2 a program has both blocks of a head's value columns, each walked by
+four warps of its own: what both read comes once, and one multiplies while the other
+waits.
 """
 
 from jaxkern.gpu.triton_call import (
