@@ -24,6 +24,7 @@ from jaxkern.gpu.triton_call import (
     fence_async_shared,
     gl,
     gluon_jit,
+    mma_v2,
     warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -39,7 +40,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     ring,
     room_for,
     room_for_vectors,
-    rows_together,
     store_rows,
     tokens_left,
     wait_for_copies,
@@ -243,21 +243,28 @@ def gradient_of_weak(k, d, tiles, states, decays, weak_pointers, step, P: gl.con
     barrier()
 
 
+@constexpr_function
+def met_layout(warps):
+    """Of a product of as many rows as columns, eight columns a warp."""
+    return gl.NVMMADistributedLayout([2, 0], [1, warps], [16, 8])
+
+
 @gluon_jit
 def across(states, dstates):
-    """<S, D>."""
-    COLUMNS: gl.constexpr = states.shape[1]
+    """<S, D>, the diagonal of S D^T."""
     WARPS: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = 2 * rows_together(COLUMNS, WARPS)
-    L: gl.constexpr = copies_layout(COLUMNS, WARPS)
-    sums = gl.zeros([ROWS, COLUMNS], gl.float32, L)
+    ROWS: gl.constexpr = 8 * WARPS
+    L: gl.constexpr = met_layout(WARPS)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, L, 2)
+    sums = gl.zeros([ROWS, ROWS], gl.float32, L)
     for i in gl.static_range(states.shape[0] // ROWS):
-        if i % 2 == 1:
-            # or else as many loads come first as registers cannot hold
-            barrier()
-        before = states.slice(ROWS * i, ROWS).load(L).to(gl.float32)
-        sums += before * dstates.slice(ROWS * i, ROWS).load(L).to(gl.float32)
-    return gl.sum(gl.sum(sums, 1), 0)
+        before = states.slice(ROWS * i, ROWS).load(LEFT)
+        behind = dstates.slice(ROWS * i, ROWS).permute([1, 0]).load(RIGHT)
+        sums = mma_v2(before, behind, sums)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, L))[:, None]
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, L))[None, :]
+    return gl.sum(gl.sum(gl.where(row == column, sums, 0.0), 1), 0)
 
 
 @gluon_jit
