@@ -34,7 +34,7 @@ from tests.triton.interpreted import (
     starts_it,
 )
 
-OPTIONS = dict(scale=0.25, chunk_size=64)
+OPTIONS: dict[str, Any] = dict(scale=0.25, chunk_size=64)
 
 
 @starts_it
