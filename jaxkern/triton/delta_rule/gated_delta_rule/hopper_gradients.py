@@ -179,9 +179,9 @@ def decayed_pairs(decays):
 
 
 @gluon_jit
-def of_pairs(dqk, dkk, pairs, P: gl.constexpr):
+def of_pairs(dqk, dkk, decays, P: gl.constexpr):
     """(dqk, W, dv . d on the diagonal)."""
-    between, row, column = pairs
+    between, row, column = decayed_pairs(decays)
     dqk = gl.where(row >= column, P.scale * between * dqk, 0.0)
     weighted = gl.where(row > column, -between * dkk, 0.0)
     return dqk, weighted, gl.where(row == column, dkk, 0.0)
@@ -369,20 +369,19 @@ def gradients(weak_pointers, buffers, tiles, sums, rings, steps, P: gl.constexpr
         after = gl.minimum(step + 1, steps - 1)
         wait_for_copies(kept, after)
         weak = weak_tokens(vectors.index(after % 2))
-        pairs = decayed_pairs(decays)
         wait_for_room(summed, step)
         dqk, dkk = warpgroup_mma_wait(2, deps=[dqk, dkk])
-        dqk, weighted, written = of_pairs(dqk, dkk, pairs, P)
+        dqk, weighted, written = of_pairs(dqk, dkk, decays, P)
         dqk_tile.store(dqk.to(dtype))
         w_tile.store(weighted.to(dtype))
         row_sums(sums.index(3 * slot + 2), written)
-        wait_for_copies(behind, step)
-        stored = product(d, dstates, R)
         fence_async_shared()
-        wait_for_copies(shared, turn)
-        read, erased = warpgroup_mma_wait(1, deps=[read, erased])
+        read, erased = warpgroup_mma_wait(0, deps=[read, erased])
         # all have read S, and the tiles are there
         all_was_read(before, step)
+        wait_for_copies(behind, step)
+        wait_for_copies(shared, turn)
+        stored = product(d, dstates, R)
         from_start = decays.slice(0, 64).load(L)
         to_end = decays.slice(64, 64).load(L)
         read *= (P.scale * from_start)[:, None]
@@ -403,8 +402,9 @@ def gradients(weak_pointers, buffers, tiles, sums, rings, steps, P: gl.constexpr
         of_tokens += (erased - stored) * k.load(sums_layout(R)).to(gl.float32)
         row_sums(sums.index(3 * slot), of_tokens)
         if P.group > 1:
-            dquery += read
-            dkey += erased + stored
+            fresh = step % P.group == 0
+            dquery = read + gl.where(fresh, 0.0, dquery)
+            dkey = erased + stored + gl.where(fresh, 0.0, dkey)
         else:
             dquery, dkey = read, erased + stored
         if step % P.group == P.group - 1:
@@ -412,9 +412,6 @@ def gradients(weak_pointers, buffers, tiles, sums, rings, steps, P: gl.constexpr
             barrier()
             q.store(dquery.to(dtype))
             k.store(dkey.to(dtype))
-            if P.group > 1:
-                dquery = gl.zeros([64, R], gl.float32, sums_layout(R))
-                dkey = gl.zeros([64, R], gl.float32, sums_layout(R))
         all_was_left(summed, step)
 
 
