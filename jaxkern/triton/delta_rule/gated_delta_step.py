@@ -70,9 +70,11 @@ def gated_delta_step_kernel(
     beta = tl.load(beta_ptr + head).to(tl.float32)
     if CHANNELS:
         g = tl.load(g_ptr + head * H + rows, rows < H, 0.0)
-        state *= tl.exp(g.to(tl.float32))[:, None]
+        decay = tl.exp(g.to(tl.float32))[:, None]
     else:
-        state *= tl.exp(tl.load(g_ptr + head).to(tl.float32))
+        decay = tl.exp(tl.load(g_ptr + head).to(tl.float32))
+    # what is forgotten may be NaN, which 0 would keep
+    state = decay * tl.where(decay == 0.0, 0.0, state)
     stored = tl.sum(state * key[:, None], 0)
     read = tl.sum(state * query[:, None], 0)
     written = beta * (value - stored)

@@ -116,6 +116,24 @@ def test_one_launch_has_the_bits_of_two(b, t, k, n, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
+def test_walks_in_pairs_have_the_bits_of_walks_one_by_one(monkeypatch):
+    operands = draw(2, 300, 1, 2, 64, 80, "bfloat16")
+    dout, dstate = operands[2], operands[5]
+
+    def found(multiprocessors):
+        monkeypatch.setattr(fwd, "num_sms", lambda: multiprocessors)
+        run = jax.jit(lambda *a: both(gated_delta_rule, *a))  # traced anew
+        return run(dout, dstate, *operands)
+
+    jax.tree.map(np.testing.assert_array_equal, found(1), found(1000))
+
+
+def test_tokens_that_write_next_to_nothing():
+    """Their dbeta is not dr . d / beta, whose d has too few digits."""
+    query, key, value, g, beta, state = draw(1, 200, 1, 2, 128, 80, "bfloat16")
+    check([query, key, value, g, (0.03 * beta).at[:, ::7].set(0.0), state])
+
+
 def test_second_derivatives_run_the_reference_and_say_so():
     operands = draw(1, 70, 1, 1, 64, 64, "bfloat16", state=False)
 

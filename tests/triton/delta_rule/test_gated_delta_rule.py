@@ -34,12 +34,12 @@ from tests.triton.interpreted import (
     starts_it,
 )
 
-OPTIONS = dict(scale=0.25, chunk_size=64)
+OPTIONS: dict[str, Any] = dict(scale=0.25, chunk_size=64)
 
 
 @starts_it
 def test_interpreted_kernels():
-    check_in_its_own_process(__file__, 4)
+    check_in_its_own_process(__file__, 5)
 
 
 @alone
@@ -81,11 +81,12 @@ def test_one_key_for_all_tokens_loses_no_digits():
 
 
 @alone
-@pytest.mark.parametrize("k, n", [(1, 2), (2, 4)])
-def test_kernels_of_compute_capability_90(monkeypatch, k, n):
+@pytest.mark.parametrize("k, n, sms", [(1, 2, 17), (2, 4, 17), (1, 2, 3)])
+def test_kernels_of_compute_capability_90(monkeypatch, k, n, sms):
     """Triton's interpreter runs no Gluon. Chunks enough to take every stage again.
 
-    With four value heads the forward pass is one launch.
+    With four value heads the forward pass is one launch; with three multiprocessors
+    two walks are one program.
     """
     rng = np.random.default_rng(0)
     t, h, hv = 200, 16, 80
@@ -98,7 +99,7 @@ def test_kernels_of_compute_capability_90(monkeypatch, k, n):
     g, beta = g.at[:, 40].set(-jnp.inf), beta.at[:, 30].set(0.0)
     state, dstate = rng.standard_normal((2, 1, n, h, hv)).astype(np.float32)
     monkeypatch.setattr(bwd, "num_sms", lambda: 3)  # each has more than one chunk
-    monkeypatch.setattr(fwd, "num_sms", lambda: 17)
+    monkeypatch.setattr(fwd, "num_sms", lambda: sms)
     walks = ("hopper_forward_kernel", "hopper_both_ways_kernel")
     kernel, tiles = "hopper_gradients_kernel", [fwd.hopper_tiles]
     by_warps, blocks = "warp_chunk_matrices_kernel", [block_inverse]

@@ -33,7 +33,7 @@ SHAPES = [  # b, k, group, h, hv: one block of columns, several, none whole
 @starts_it
 @pytest.mark.skipif(bridge.triton is None, reason="triton is not installed")
 def test_in_a_process_of_its_own():
-    check_in_its_own_process(__file__, 3 * len(SHAPES) + 1)
+    check_in_its_own_process(__file__, 3 * len(SHAPES) + 3)
 
 
 @pytest.mark.skipif(INTERPRETED or bridge.missing() is not None, reason="no compiler")
@@ -86,9 +86,11 @@ def test_values_with_a_decay_of_each_channel(shape):
 
 
 @alone
-def test_g_of_minus_infinity_forgets():
+@pytest.mark.parametrize("forgotten", [1.0, jnp.nan, jnp.inf])
+def test_g_of_minus_infinity_forgets(forgotten):
     query, key, value, g, beta, state = draw(1, 1, 2, 8, 8)
     g = g.at[0, 1].set(-jnp.inf)
+    state = state.at[0, 1].multiply(forgotten)
     with interpreted():
         out, new = kernel.gated_delta_step(query, key, value, g, beta, state, scale=1.0)
     expected = gated_delta_step_reference(

@@ -64,8 +64,11 @@ def gated_delta_rule_bwd(
     )
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = 2 * -(-hv // fwd.COLUMNS) * b * n
-    kernel, constants = fwd.walk_of(shape, programs, backward=True)
-    walked: Any = sparse_call(
+    kernel, programs, constants = fwd.walk_of(shape, programs, backward=True)
+    results = results_of_walks(key, value, initial_state)
+    if kernel is fwd.hopper_walk.hopper_both_ways_kernel:
+        results["dvalue_ptr"] = like(value) if in_one(h, hv) else None
+    states, written, dstates, dr, dinitial, *dvalue = sparse_call(
         kernel,
         (programs,),
         {
@@ -79,13 +82,18 @@ def gated_delta_rule_bwd(
             "dout_ptr": dout,
             "dfinal_ptr": dfinal_state,
         },
-        results_of_walks(key, value, initial_state),
+        results,
         constants,
     )
-    *walked, dinitial = walked
     given = query, key, value, g, beta, vectors, dout
-    gradients = gradients_in_one if in_one(h, hv) else gradients_in_two
-    dquery, dkey, dvalue, dg, dbeta = gradients(*given, walked, shape)
+    walked = states, written, dstates, dr
+    if in_one(h, hv):
+        [dvalue] = dvalue
+        gradients = gradients_in_one(*given, walked, dvalue, shape)
+        dquery, dkey, dg, dbeta = gradients
+    else:
+        gradients = gradients_in_two(*given, walked, shape)
+        dquery, dkey, dvalue, dg, dbeta = gradients
     # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
     dg = jnp.where(g < LEAST, 0.0, dg).astype(g.dtype)
     return dquery, dkey, dvalue, dg, dbeta.astype(beta.dtype), dinitial
@@ -97,8 +105,8 @@ def in_one(h: int, hv: int) -> bool:
     return fwd.hopper() and h <= most and hv <= most
 
 
-def gradients_in_one(query, key, value, g, beta, vectors, dout, walked, shape):
-    """dq, dk, dv, and dg and dbeta in float32."""
+def gradients_in_one(query, key, value, g, beta, vectors, dout, walked, dvalue, shape):
+    """dq, dk, and dg and dbeta in float32."""
     del beta
     states, written, dstates, dr = walked
     b, t, k, _ = key.shape
@@ -114,12 +122,15 @@ def gradients_in_one(query, key, value, g, beta, vectors, dout, walked, shape):
         written,
         dstates,
         dr,
-        out=[like(query), like(key), like(value), sums, sums],
+        dvalue,
+        out=[like(query), like(key), sums, sums],
         grid=(min(num_sms(), b * k * -(-t // CHUNK)),),
         num_warps=8,
         num_stages=1,
         P=fwd.hopper_shape(shape, stages=2),
         BATCH=b,
+        BESIDE=hopper_gradients.BESIDE,
+        REGISTERS=hopper_gradients.REGISTERS,
     )
 
 

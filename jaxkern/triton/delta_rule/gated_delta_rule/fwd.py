@@ -7,6 +7,7 @@ Products take operands in the dtype of the keys and add in float32, in which the
 is kept. Chunks have 64 tokens, whatever chunk_size says.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -92,8 +93,11 @@ def hopper_shape(shape: dict[str, Any], stages: int) -> hopper_tiles.Walk:
 
 def walk_of(
     shape: dict[str, Any], programs: int, backward: bool
-) -> tuple[Any, dict[str, Any]]:
-    """(the kernel of a walk, its constants) for a `shape` without blocks.
+) -> tuple[Any, int, dict[str, Any]]:
+    """(the kernel of a walk, its programs, its constants) for a `shape` without blocks.
+
+    Of `programs`, each with 64 value columns, two are one where all have more than
+    one multiprocessor's turn: what they both read comes once.
 
     As measured on an H200 for heads of 128 dims: the walk written for it is faster,
     with three stages forward and with two backward. Narrower heads have not been
@@ -108,14 +112,21 @@ def walk_of(
         if backward:
             kernel, stages = hopper_walk.hopper_both_ways_kernel, 2
         known = hopper_shape(shape, stages)
-        return kernel, {"P": known, "num_warps": 4, "num_stages": 1}
+        if known.blocks == 2 and programs > num_sms():
+            known = dataclasses.replace(known, together=2)
+        constants = {"P": known, "num_warps": 4, "num_stages": 1}
+        return kernel, programs // known.together, constants
     fits = h <= 128 or not backward
     kernel = walk.both_ways_kernel if backward else walk.forward_kernel
-    return kernel, {
-        "C": Constants(**shape, BLOCK_H=room, BLOCK_V=COLUMNS),
-        "num_warps": 4 if h <= 128 else 8,
-        "num_stages": 2 if fits else 1,
-    }
+    return (
+        kernel,
+        programs,
+        {
+            "C": Constants(**shape, BLOCK_H=room, BLOCK_V=COLUMNS),
+            "num_warps": 4 if h <= 128 else 8,
+            "num_stages": 2 if fits else 1,
+        },
+    )
 
 
 def makers(key, heads: int, scale: float) -> warp_chunks.Chunks:
@@ -196,7 +207,7 @@ def gated_delta_rule(
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = -(-hv // COLUMNS) * b * n
-    kernel, constants = walk_of(shape, programs, backward=False)
+    kernel, programs, constants = walk_of(shape, programs, backward=False)
     return sparse_call(
         kernel,
         (programs,),

@@ -35,6 +35,7 @@ class Walk:
     room: int  # for h
     scale: float
     stages: int
+    together: int = 1  # blocks of value columns that a walk's program has
 
     @property
     def chunks(self) -> int:
@@ -150,6 +151,12 @@ def store_rows(
 
 
 @gluon_jit
+def is_strong(beta):
+    """As in gradients.py."""
+    return gl.maximum(beta, -beta) >= 0.015625
+
+
+@gluon_jit
 def room_for(dtype: gl.constexpr, SHAPE: gl.constexpr):
     """Shared memory as matrix units read it."""
     return gl.allocate_shared_memory(dtype, SHAPE, gl.NVMMASharedLayout(128, 16, 2))
@@ -165,18 +172,22 @@ def room_for_vectors(S: gl.constexpr):
 @gluon_jit
 def copy_vectors(to, ptr):
     """Starts a copy of the four vectors of a chunk."""
-    number = gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0]))
+    L: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+    number = gl.arange(0, 256, L)
     async_load(to, ptr + number)
 
 
 @gluon_jit
-def ring(S: gl.constexpr):
-    """Bars of S places: copies have come there; all has been read."""
+def ring(S: gl.constexpr, FILLERS: gl.constexpr = 128, READERS: gl.constexpr = 1):
+    """Bars of S places: copies have come there; all has been read.
+
+    FILLERS are threads that copy, READERS groups of warps that read.
+    """
     come = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
-        mbarrier.init(come.index(i), count=128)  # threads that copy
-        mbarrier.init(read.index(i), count=1)
+        mbarrier.init(come.index(i), count=FILLERS)
+        mbarrier.init(read.index(i), count=READERS)
     return come, read
 
 
@@ -204,9 +215,24 @@ def wait_for_copies(ring, turn):
 
 
 @gluon_jit
-def all_was_read(ring, turn):
-    """Once all warps that multiply are here."""
+def was_read(ring, turn):
+    """By all warps of a group, which have met since."""
     _, read = ring
     S: gl.constexpr = read.shape[0]
-    barrier()
     mbarrier.arrive(read.index(turn % S), count=1)
+
+
+@gluon_jit
+def all_was_read(ring, turn):
+    """Once all warps of the group that reads are here."""
+    barrier()
+    was_read(ring, turn)
+
+
+@gluon_jit
+def all_was_left(ring, turn):
+    """Once all warps of a group are here, which leave results for another one."""
+    come, _ = ring
+    S: gl.constexpr = come.shape[0]
+    barrier()
+    mbarrier.arrive(come.index(turn % S), count=1)

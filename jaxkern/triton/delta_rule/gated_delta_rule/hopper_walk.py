@@ -8,6 +8,10 @@ of shared memory.
 Tuples go with a walk: `pointers` to keys, queries, values (or dout), matrices, vectors
 and ends, and `buffers` of shared memory for `stages` chunks of them, T and P T apart.
 What a WALK ("out", "states" or "back") has none of is the keys' again.
+
+With `together` = 2 a program has both blocks of a head's value columns, each walked by
+four warps of its own: what both read comes once, and one multiplies while the other
+waits.
 """
 
 from jaxkern.gpu.triton_call import (
@@ -20,8 +24,11 @@ from jaxkern.gpu.triton_call import (
 )
 from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     all_was_read,
+    copies_layout,
     copy_rows,
     copy_vectors,
+    is_strong,
+    places,
     ring,
     room_for,
     room_for_vectors,
@@ -138,6 +145,20 @@ def product(left, right):
 
 
 @gluon_jit
+def block_of(values, slot, BLOCK: gl.constexpr):
+    """A block of value columns of a chunk, turned."""
+    block = values.index(slot).slice(64 * BLOCK, 64, 1)
+    return block.permute([1, 0]).load(sums_layout(64))
+
+
+@gluon_jit
+def first_block(program, P: gl.constexpr):
+    """(the first value column of a program, its head among those of all sequences)."""
+    PROGRAMS: gl.constexpr = P.blocks // P.together
+    return program % PROGRAMS * (64 * P.together), program // PROGRAMS
+
+
+@gluon_jit
 def state_places(place, first_column, P: gl.constexpr):
     """Where a program's turned state lies in the state, and what is in it."""
     L: gl.constexpr = sums_layout(P.room)
@@ -165,30 +186,50 @@ def store_state(ptr, state, place, first_column, P: gl.constexpr):
 
 @gluon_jit
 def walk_forward(
-    buffers, bars, state, first_column, out_ptr, final_ptr, place, P: gl.constexpr
+    buffers,
+    bars,
+    initial_ptr,
+    place,
+    column,
+    results,
+    BLOCK: gl.constexpr,
+    P: gl.constexpr,
 ):
-    """Leaves out and the final state."""
+    """Leaves out and the final state of a block of value columns."""
+    out_ptr, final_ptr = results
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    keys, queries, values, inverses, scores, vectors, tile = buffers
+    keys, queries, values, inverses, scores, vectors, tiles = buffers
+    tile = tiles.index(BLOCK)
+    first_column = column + 64 * BLOCK
+    state = state_before(initial_ptr, place, first_column, P)
     for chunk in range(P.chunks):
         wait_for_copies(bars, chunk)
         slot = chunk % P.stages
         key = keys.index(slot)
         turned = left_of(state.to(dtype), 64)
         erased = product(turned, key.permute([1, 0]))
-        value = values.index(slot).permute([1, 0]).load(sums_layout(64))
+        if P.together > 1:
+            # two walks have too few registers to keep the operand for later
+            read = product(turned, queries.index(slot).permute([1, 0]))
+        value = block_of(values, slot, BLOCK)
         from_start = of_tokens(vectors, slot, 0)
         whole = of_chunk(vectors, slot, P)
         beta, to_end = of_tokens(vectors, slot, 2), of_tokens(vectors, slot, 1)
         state = whole * state
-        erased = warpgroup_mma_wait(0, deps=[erased])
-        read = product(turned, queries.index(slot).permute([1, 0]))
+        if P.together > 1:
+            erased, read, turned = warpgroup_mma_wait(0, deps=[erased, read, turned])
+        else:
+            erased = warpgroup_mma_wait(0, deps=[erased])
+            read = product(turned, queries.index(slot).permute([1, 0]))
         r = beta * (value.to(gl.float32) - from_start * erased)
         r = left_of(r.to(dtype), 64)
         d = product(r, inverses.index(slot).permute([1, 0]))
         within = product(r, scores.index(slot).permute([1, 0]))
-        # an operand in registers is in use until its product is done
-        d, read, turned = warpgroup_mma_wait(1, deps=[d, read, turned])
+        if P.together > 1:
+            d = warpgroup_mma_wait(1, deps=[d])
+        else:
+            # an operand in registers is in use until its product is done
+            d, read, turned = warpgroup_mma_wait(1, deps=[d, read, turned])
         stored = left_of((to_end * d).to(dtype), P.room)
         state = warpgroup_mma(stored, key, state, is_async=True)
         within, r = warpgroup_mma_wait(1, deps=[within, r])
@@ -204,11 +245,23 @@ def walk_forward(
 
 @gluon_jit
 def walk_states(
-    buffers, bars, state, first_column, states_ptr, written_ptr, P: gl.constexpr
+    buffers,
+    bars,
+    initial_ptr,
+    place,
+    column,
+    results,
+    BLOCK: gl.constexpr,
+    P: gl.constexpr,
 ):
-    """Leaves the states before chunks, and d."""
+    """Leaves the states before chunks, and d, of a block of value columns."""
+    states_ptr, written_ptr = results
     dtype: gl.constexpr = states_ptr.dtype.element_ty
-    keys, values, inverses, vectors, tile, wide = buffers
+    keys, values, inverses, vectors, tiles, wides = buffers
+    tile, wide = tiles.index(BLOCK), wides.index(BLOCK)
+    first_column = column + 64 * BLOCK
+    states_ptr += first_column * P.h
+    state = state_before(initial_ptr, place, first_column, P)
     for chunk in range(P.chunks):
         wait_for_copies(bars, chunk)
         slot = chunk % P.stages
@@ -217,7 +270,7 @@ def walk_states(
         low = state.to(dtype)
         turned = left_of(low, 64)
         erased = product(turned, key.permute([1, 0]))
-        value = values.index(slot).permute([1, 0]).load(sums_layout(64))
+        value = block_of(values, slot, BLOCK)
         from_start = of_tokens(vectors, slot, 0)
         whole = of_chunk(vectors, slot, P)
         wide.store(low)
@@ -241,18 +294,49 @@ def walk_states(
 
 
 @gluon_jit
-def walk_backward(buffers, bars, dstate, first_column, results, place, P: gl.constexpr):
-    """Leaves D after each chunk, dr, and D before the first."""
-    dstates_ptr, dr_ptr, dinitial_ptr = results
+def store_gradients(
+    dvalue_ptr, dr_ptr, tile, beta, left, first_column, P: gl.constexpr
+):
+    """dv = beta dr; of dr what hopper_gradients.py needs beside it."""
+    SHAPE: gl.constexpr = tile.shape
+    L: gl.constexpr = copies_layout(SHAPE[1], gl.num_warps())
+    dr = tile.load(L)
+    beta = beta.load(gl.SliceLayout(1, L))[:, None]
+    at, inside = places(dvalue_ptr, left, first_column, P.values, P.hv, SHAPE)
+    gl.store(at, (beta * dr.to(gl.float32)).to(dr.dtype), inside)
+    at, inside = places(dr_ptr, left, first_column, P.values, P.hv, SHAPE)
+    gl.store(at, dr, inside & (is_strong(beta) == 0))
+
+
+@gluon_jit
+def walk_backward(
+    buffers,
+    bars,
+    dfinal_ptr,
+    place,
+    column,
+    results,
+    BLOCK: gl.constexpr,
+    P: gl.constexpr,
+):
+    """Leaves D after each chunk, dr, and D before the first, of a block of columns.
+
+    With `dvalue_ptr` dv, and dr of tokens alone whose beta is next to nothing.
+    """
+    dstates_ptr, dr_ptr, dvalue_ptr, dinitial_ptr = results
     dtype: gl.constexpr = dr_ptr.dtype.element_ty
-    keys, queries, douts, scores, ends, vectors, tile, wide = buffers
+    keys, queries, douts, scores, ends, vectors, tiles, wides = buffers
+    tile, wide = tiles.index(BLOCK), wides.index(BLOCK)
+    first_column = column + 64 * BLOCK
+    dstates_ptr += first_column * P.h
+    dstate = state_before(dfinal_ptr, place, first_column, P)
     for step in range(P.chunks):
         wait_for_copies(bars, step)
         slot = step % P.stages
         first = gl.to_tensor(P.chunks - 1 - step).to(gl.int64)
         low = dstate.to(dtype)
         turned = left_of(low, 64)
-        dout = douts.index(slot).permute([1, 0]).load(sums_layout(64))
+        dout = block_of(douts, slot, BLOCK)
         dout_left = left_of(dout, 64)
         dr = product(dout_left, scores.index(slot))
         dr = warpgroup_mma(turned, ends.index(slot), dr, is_async=True)
@@ -273,7 +357,12 @@ def walk_backward(buffers, bars, dstate, first_column, results, place, P: gl.con
         tile.permute([1, 0]).store(dr.to(dtype))
         left = tokens_left(P.chunks - 1 - step, P)
         rows = dr_ptr + first * (64 * P.values)
-        store_rows(rows, tile, left, first_column, P.values, P.hv)
+        if dvalue_ptr is None:
+            store_rows(rows, tile, left, first_column, P.values, P.hv)
+        else:
+            to = dvalue_ptr + first * (64 * P.values)
+            strengths = vectors.index(slot).slice(2 * 64, 64)
+            store_gradients(to, rows, tile, strengths, left, first_column, P)
         dstate, read, erased = warpgroup_mma_wait(0, deps=[dstate, read, erased])
         all_was_read(bars, step)
     store_state(dinitial_ptr, dstate, place, first_column, P)
@@ -292,33 +381,41 @@ def forward(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     S: gl.constexpr = P.stages
     R: gl.constexpr = P.room
-    first_column = program % P.blocks * 64
-    pointers, place, row = at_head(pointers, program // P.blocks, P)
+    B: gl.constexpr = P.together
+    column, head = first_block(program, P)
+    pointers, place, row = at_head(pointers, head, P)
     if ready_ptr is not None:
         ready_ptr += place * P.chunks
     keys = room_for(dtype, [S, 64, R])
     queries = room_for(dtype, [S, 64, R])
-    values = room_for(dtype, [S, 64, 64])
+    values = room_for(dtype, [S, 64, 64 * B])
     inverses = room_for(dtype, [S, 64, 64])
     scores = room_for(dtype, [S, 64, 64])
     vectors = room_for_vectors(S)
-    tile = room_for(dtype, [64, 64])
-    bars = ring(S)
+    tiles = room_for(dtype, [B, 64, 64])
+    bars = ring(S, READERS=B)
     filled = (keys, queries, values, inverses, scores, vectors, keys)
-    read = (keys, queries, values, inverses, scores, vectors, tile)
-    state = state_before(initial_ptr, place, first_column, P)
-    out_ptr += row
-    warp_specialize(
-        [
-            (
-                walk_forward,
-                (read, bars, state, first_column, out_ptr, final_ptr, place, P),
-            ),
-            (copy_chunks, (pointers, ready_ptr, filled, bars, first_column, "out", P)),
-        ],
-        [4],
-        [96],
-    )
+    read = (keys, queries, values, inverses, scores, vectors, tiles)
+    results = (out_ptr + row, final_ptr)
+    if B == 1:
+        warp_specialize(
+            [
+                (walk_forward, (read, bars, initial_ptr, place, column, results, 0, P)),
+                (copy_chunks, (pointers, ready_ptr, filled, bars, column, "out", P)),
+            ],
+            [4],
+            [96],
+        )
+    else:
+        warp_specialize(
+            [
+                (walk_forward, (read, bars, initial_ptr, place, column, results, 0, P)),
+                (walk_forward, (read, bars, initial_ptr, place, column, results, 1, P)),
+                (copy_chunks, (pointers, ready_ptr, filled, bars, column, "out", P)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
 
 
 @gluon_jit
@@ -326,62 +423,90 @@ def forth(pointers, initial_ptr, states_ptr, written_ptr, program, P: gl.constex
     dtype: gl.constexpr = states_ptr.dtype.element_ty
     S: gl.constexpr = P.stages
     R: gl.constexpr = P.room
-    first_column = program % P.blocks * 64
-    pointers, place, row = at_head(pointers, program // P.blocks, P)
-    states_ptr += (place * (P.chunks * P.hv) + first_column) * P.h
+    B: gl.constexpr = P.together
+    column, head = first_block(program, P)
+    pointers, place, row = at_head(pointers, head, P)
+    states_ptr += place * (P.chunks * P.hv * P.h)
     keys = room_for(dtype, [S, 64, R])
-    values = room_for(dtype, [S, 64, 64])
+    values = room_for(dtype, [S, 64, 64 * B])
     inverses = room_for(dtype, [S, 64, 64])
     vectors = room_for_vectors(S)
-    tile, wide = room_for(dtype, [64, 64]), room_for(dtype, [64, R])
-    bars = ring(S)
+    tiles, wides = room_for(dtype, [B, 64, 64]), room_for(dtype, [B, 64, R])
+    bars = ring(S, READERS=B)
     filled = (keys, keys, values, inverses, keys, vectors, keys)
-    read = (keys, values, inverses, vectors, tile, wide)
-    state = state_before(initial_ptr, place, first_column, P)
-    written_ptr += row
-    warp_specialize(
-        [
-            (
-                walk_states,
-                (read, bars, state, first_column, states_ptr, written_ptr, P),
-            ),
-            (copy_chunks, (pointers, None, filled, bars, first_column, "states", P)),
-        ],
-        [4],
-        [96],
-    )
+    read = (keys, values, inverses, vectors, tiles, wides)
+    results = (states_ptr, written_ptr + row)
+    if B == 1:
+        warp_specialize(
+            [
+                (walk_states, (read, bars, initial_ptr, place, column, results, 0, P)),
+                (copy_chunks, (pointers, None, filled, bars, column, "states", P)),
+            ],
+            [4],
+            [96],
+        )
+    else:
+        warp_specialize(
+            [
+                (walk_states, (read, bars, initial_ptr, place, column, results, 0, P)),
+                (walk_states, (read, bars, initial_ptr, place, column, results, 1, P)),
+                (copy_chunks, (pointers, None, filled, bars, column, "states", P)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
 
 
 @gluon_jit
 def back(
-    pointers, dfinal_ptr, dinitial_ptr, dstates_ptr, dr_ptr, program, P: gl.constexpr
+    pointers,
+    dfinal_ptr,
+    dinitial_ptr,
+    dstates_ptr,
+    dr_ptr,
+    dvalue_ptr,
+    program,
+    P: gl.constexpr,
 ):
     dtype: gl.constexpr = dr_ptr.dtype.element_ty
     S: gl.constexpr = P.stages
     R: gl.constexpr = P.room
-    first_column = program % P.blocks * 64
-    pointers, place, row = at_head(pointers, program // P.blocks, P)
-    dstates_ptr += (place * (P.chunks * P.hv) + first_column) * P.h
+    B: gl.constexpr = P.together
+    column, head = first_block(program, P)
+    pointers, place, row = at_head(pointers, head, P)
+    dstates_ptr += place * (P.chunks * P.hv * P.h)
     keys = room_for(dtype, [S, 64, R])
     queries = room_for(dtype, [S, 64, R])
-    douts = room_for(dtype, [S, 64, 64])
+    douts = room_for(dtype, [S, 64, 64 * B])
     scores = room_for(dtype, [S, 64, 64])
     ends = room_for(dtype, [S, R, 64])
     vectors = room_for_vectors(S)
-    tile, wide = room_for(dtype, [64, 64]), room_for(dtype, [64, R])
-    bars = ring(S)
+    tiles, wides = room_for(dtype, [B, 64, 64]), room_for(dtype, [B, 64, R])
+    bars = ring(S, READERS=B)
     filled = (keys, queries, douts, keys, scores, vectors, ends)
-    read = (keys, queries, douts, scores, ends, vectors, tile, wide)
-    dstate = state_before(dfinal_ptr, place, first_column, P)
-    results = (dstates_ptr, dr_ptr + row, dinitial_ptr)
-    warp_specialize(
-        [
-            (walk_backward, (read, bars, dstate, first_column, results, place, P)),
-            (copy_chunks, (pointers, None, filled, bars, first_column, "back", P)),
-        ],
-        [4],
-        [96],
-    )
+    read = (keys, queries, douts, scores, ends, vectors, tiles, wides)
+    if dvalue_ptr is not None:
+        dvalue_ptr += row
+    results = (dstates_ptr, dr_ptr + row, dvalue_ptr, dinitial_ptr)
+    if B == 1:
+        warp_specialize(
+            [
+                (walk_backward, (read, bars, dfinal_ptr, place, column, results, 0, P)),
+                (copy_chunks, (pointers, None, filled, bars, column, "back", P)),
+            ],
+            [4],
+            [96],
+        )
+    else:
+        warp_specialize(
+            [
+                (walk_backward, (read, bars, dfinal_ptr, place, column, results, 0, P)),
+                (walk_backward, (read, bars, dfinal_ptr, place, column, results, 1, P)),
+                (copy_chunks, (pointers, None, filled, bars, column, "back", P)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
 
 
 @gluon_jit
@@ -416,13 +541,15 @@ def hopper_both_ways_kernel(
     dstates_ptr,
     dr_ptr,
     dinitial_ptr,
+    dvalue_ptr,
     P: gl.constexpr,
 ):
     """Neither walk of the backward pass needs the other: they run side by side."""
     program = gl.program_id(0) // 2
     if gl.program_id(0) % 2 == 0:
         behind = (key_ptr, query_ptr, dout_ptr, matrices_ptr, vectors_ptr, ends_ptr)
-        back(behind, dfinal_ptr, dinitial_ptr, dstates_ptr, dr_ptr, program, P)
+        results = (dinitial_ptr, dstates_ptr, dr_ptr, dvalue_ptr)
+        back(behind, dfinal_ptr, *results, program, P)
     else:
         ahead = (key_ptr, key_ptr, value_ptr, matrices_ptr, vectors_ptr, key_ptr)
         forth(ahead, initial_ptr, states_ptr, written_ptr, program, P)
