@@ -155,40 +155,30 @@ def chunk_matrices_kernel(
     tl.store(matrices_ptr + tile, scores.to(matrices_ptr.dtype.element_ty))
 
 
-def warps_of(heads: int, group: int, h: int, backward: bool) -> int:
+def warps_of(heads: int, group: int, h: int) -> int:
     """Of a program of warp_chunk_matrices.py: neighbours share a key head, if they can.
 
     Where they cannot, a program of one warp leaves room for others: rows of a key head
     of 256 dims take 64 kB.
     """
-    if four_share(group, h, backward):
-        return 4
     most = WARPS if h <= 128 or group % WARPS == 0 else 1
     return next(w for w in (most, 1) if heads % w == 0)
 
 
-def four_share(group: int, h: int, backward: bool) -> bool:
-    """Whether four warps have one key head, in fewer registers, as an H200 likes it."""
-    return not backward and group % 4 == 0 and 64 < h <= 128
-
-
-def kernel_by_warps(key, g, scale, backward):
+def kernel_by_warps(key, g, scale):
     """(kernel, programs of all heads, constants) for compute capability 9.0."""
     b, t, k, h = key.shape
     n = g.shape[2]
-    warps = warps_of(n, n // k, h, backward)
+    warps = warps_of(n, n // k, h)
     known = warp_chunks.Chunks(
         tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=warps
     )
     options = dict(num_warps=warps, num_stages=1)
-    if four_share(n // k, h, backward):
-        options["max_registers"] = REGISTERS
     kernel = warp_chunk_matrices.warp_chunk_matrices_kernel
     return kernel, b * n // warps, {"P": known, **options}
 
 
-def kernel_by_programs(key, g, scale, backward):
-    del backward
+def kernel_by_programs(key, g, scale):
     b, t, k, h = key.shape
     n = g.shape[2]
     constants = dict(
@@ -222,7 +212,7 @@ def chunk_matrices(query, key, g, beta, *, scale, backward=False, by_warps=False
     b, t, _, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)
     choose = kernel_by_warps if by_warps else kernel_by_programs
-    kernel, programs, constants = choose(key, g, scale, backward)
+    kernel, programs, constants = choose(key, g, scale)
     matrices, vectors = results_of_chunks(key, n)
     ends = jax.ShapeDtypeStruct((b, n, chunks, h, CHUNK), key.dtype)
     return sparse_call(
