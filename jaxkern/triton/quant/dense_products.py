@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.peer_sum import send, turn_of
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
@@ -159,6 +160,9 @@ def few_products_kernel(
     up_ptr,
     bias_ptr,
     residual_ptr,
+    own_ptr,
+    number_ptr,
+    mailboxes,
     y_ptr,
     M: tl.constexpr,
     F: tl.constexpr,
@@ -168,14 +172,19 @@ def few_products_kernel(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """ROWS rows of w for M activations, COLUMNS at a time, the next ones on their way.
 
-    The first are read before the kernel ahead has ended, where AHEAD is READ.
+    The first are read before the kernel ahead has ended, where AHEAD is READ. With
+    RANKS y also goes to the mailboxes of `gpu/peer_sum.py`.
     """
     if AHEAD:
         let_next_begin()
+    rank, turn = 0, 0
+    if RANKS:
+        rank, turn = tl.load(own_ptr), turn_of(own_ptr, number_ptr)
     if AHEAD == 1:
         wait_for_those_ahead()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -219,6 +228,8 @@ def few_products_kernel(
             y += tl.load(bias_ptr + row, inside, 0.0).to(tl.float32)
         if residual_ptr is not None:
             y += tl.load(residual_ptr + m * F + row, inside, 0.0).to(tl.float32)
+        if RANKS:
+            send(mailboxes, m * F + row, y, inside, rank, turn, RANKS)
         tl.store(y_ptr + m * F + row, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -249,6 +260,7 @@ def launch(
             "up_ptr": up,
             "bias_ptr": bias,
             "residual_ptr": residual,
+            **dict.fromkeys(("own_ptr", "number_ptr", "mailboxes")),
         },
         {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)},
         {
@@ -259,6 +271,7 @@ def launch(
             "GATED": gated,
             "ACTIVATION": activation,
             "COLUMNS": columns_at_once(d),
+            "RANKS": 0,
             **sizes,
         },
     )
