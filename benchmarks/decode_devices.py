@@ -3,7 +3,7 @@
     python -m benchmarks decode_devices [--model 8B] [--prompt 512] [--new 128]
 
 Random weights of bfloat16 in real shapes, batch 1. One GPU writes as `gpu_generate` has
-it; n GPUs by `TensorParallel.decode` in chunks of 16 tokens, queued one behind the
+it; n GPUs by `TensorParallel.next_tokens` in chunks of 16 tokens, queued one behind the
 other. The first logits behind the prompt are compared before anything is timed.
 """
 
@@ -59,8 +59,7 @@ def chunk_writer(parts: TensorParallel) -> Callable:
     def write(weights: LlamaWeights, token: jax.Array, cache: Any):
         def step(carry, _):
             token, cache = carry
-            logits, cache = parts.decode(weights, token, cache)
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            token, cache = parts.next_tokens(weights, token, cache)
             return (token, with_lengths(cache, cache[0].lengths)), token
 
         (token, cache), tokens = lax.scan(step, (token, cache), length=CHUNK)

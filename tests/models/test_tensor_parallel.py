@@ -126,6 +126,22 @@ def test_it_is_the_model_on_one_device(name):
     np.testing.assert_allclose(*keys, atol=0.02)
 
 
+def test_next_tokens_are_the_largest_of_all_parts():
+    """Of two sequences, in turns with `decode`; of equal logits the first."""
+    parts, weights = on(4), drawn()
+    rows = weights.output[0]
+    tied = rows.at[V // 2 :].set(rows[: V // 2])  # each row again on another device
+    for output in (rows, tied):
+        cut = parts.cut(weights._replace(output=(output,)))
+        cache = parts.empty_cache(2, 16, "bfloat16")
+        token, apart = np.array([3, 4], np.int32), cache
+        logits, cache = jax.jit(parts.decode)(cut, token, cache)
+        found, apart = jax.jit(parts.next_tokens)(cut, token, apart)
+        np.testing.assert_array_equal(found, np.argmax(np.asarray(logits), axis=-1))
+        np.testing.assert_array_equal(apart[0].keys, cache[0].keys)
+    assert max(found) < V // 2
+
+
 @pytest.mark.full
 def test_a_cache_of_codes_is_cut_by_heads_too():
     parts, weights = on(4), drawn()
