@@ -170,7 +170,7 @@ def test_two_all_reduces_a_layer(kind):
     assert down.sharding.shard_shape(down.shape) == (D, F // 2)
 
 
-def lowered_for_two(monkeypatch, peers):
+def lowered_for_two(monkeypatch, peers, name="decode"):
     """A llama's config, and a step of decoding as two H200 have it."""
     pytest.importorskip("triton")
     from jaxkern.gpu.device import compiling_for
@@ -192,7 +192,8 @@ def lowered_for_two(monkeypatch, peers):
     cache = jax.tree.map(placed, cache, parts.cache_specs(cache))
     token = placed(spec(1, dtype="int32"), P())
     with compiling_for(90):
-        traced = jax.jit(parts.decode, donate_argnums=2).trace(weights, token, cache)
+        step = jax.jit(getattr(parts, name), donate_argnums=2)
+        traced = step.trace(weights, token, cache)
         return config, traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -212,11 +213,13 @@ def test_gpus_that_reach_each_other_sum_in_the_chain(monkeypatch):
     if chain_library.missing_library():
         pytest.skip("the library was not built")
     peers = peer_sum.Peers("x", ((0, 1),))
-    _, text = lowered_for_two(monkeypatch, peers)
-    assert text.count("@jaxkern_launch_chain") == 1
-    assert "peer_sum_kernel" in text
-    assert "stablehlo.all_reduce" not in text
-    assert "@triton_kernel_call_ffi" not in text
+    for name, chains in (("decode", 1), ("next_tokens", 2)):
+        _, text = lowered_for_two(monkeypatch, peers, name)
+        assert text.count("@jaxkern_launch_chain") == chains
+        assert "peer_sum_kernel" in text
+        assert "stablehlo.all_reduce" not in text
+        assert "stablehlo.all_gather" not in text
+        assert "@triton_kernel_call_ffi" not in text
 
 
 def wide_norm(weights):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
 from jaxkern.gpu.peer_sum import send, turn_of
 from jaxkern.gpu.rows import num_rows
-from jaxkern.gpu.triton_call import jit, sparse_call, tl
+from jaxkern.gpu.triton_call import constexpr_function, jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.quant.packed_products import multiply_decoded
 
@@ -143,6 +143,29 @@ def add_columns(
     return total, other, squares
 
 
+@constexpr_function
+def ask_text(BYTES):
+    return f"""{{ .reg .pred asked; .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.s32 asked, thread, 0;
+        setp.ne.and.s32 asked, $2, 0, asked;
+        @asked cp.async.bulk.prefetch.L2.global [$1], {BYTES};
+        mov.b32 $0, 0; }}"""
+
+
+@jit
+def ask(at, asked, BYTES: tl.constexpr):
+    """One thread asks for memory to come into the L2 cache."""
+    tl.inline_asm_elementwise(
+        ask_text(BYTES),
+        "=r,l,r",
+        [at.to(tl.int64), asked.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @jit
 def activated(y, ACTIVATION: tl.constexpr):
     """silu(y), or gelu(y) by its tanh: y times the sigmoid of y, or of a polynomial."""
@@ -173,6 +196,7 @@ def few_products_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
+    SOON: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """ROWS rows of w for M activations, COLUMNS at a time, the next ones on their way.
@@ -200,6 +224,14 @@ def few_products_kernel(
         other = tl.zeros([ROWS, COLUMNS], tl.float32)
         squares = tl.zeros([COLUMNS], tl.float32)
         w, up = read_rows(w_ptr, at, column, D, FAR, GATED, CUT)
+        if SOON[1] > 0 and AHEAD == 2 and m == 0:
+            program = tl.program_id(0)
+            later = program + SOON[0]
+            asked = (program < SOON[1]) & (later * ROWS + ROWS <= F)
+            place = w_ptr + later.to(tl.int64) * (ROWS * D)
+            ask(place, asked, ROWS * D * 2)
+            if GATED:
+                ask(place + FAR, asked, ROWS * D * 2)
         if AHEAD == 2 and m == 0:
             wait_for_those_ahead()
         row_of_x = x_ptr + m * D
@@ -272,6 +304,7 @@ def launch(
             "ACTIVATION": activation,
             "COLUMNS": columns_at_once(d),
             "RANKS": 0,
+            "SOON": (0, 0),
             **sizes,
         },
     )
