@@ -13,8 +13,8 @@ still read weights (`send`; `in_turn` says which products can). Where x comes fr
 another kernel the sum sends it.
 
 The turn is how many sums there were before: those of earlier chains, which the mailbox
-counts and the last sum of a chain adds to, and those of this chain, which are known when
-it is made. So a kernel knows its turn before those ahead of it have ended.
+counts and the last sum of a chain adds to, and those of this chain, known when it is
+made. So a kernel knows its turn before those ahead of it have ended.
 
 Two halves of a mailbox take turns. A GPU that sends for turn t + 2 has all of turn
 t + 1, and those who sent it had read turn t before: nothing is left to clear.
@@ -33,8 +33,9 @@ from jaxkern.gpu.triton_call import POINTER, constexpr_function, jit, tl
 EACH = 128  # numbers of a program, one of each thread: it looks for all at once
 MOST = 1 << 16  # numbers of a sum
 MAX_RANKS = 8
-RANK, TURNS, DONE = 0, 1, 2  # words of a mailbox: whose it is, turns before this chain,
-HEAD = 16  # programs of the last sum that are done; words before the numbers
+# words of a mailbox: whose it is, turns before this chain, and how many programs of its
+# last sum are done; the numbers begin behind HEAD words
+RANK, TURNS, DONE, HEAD = 0, 1, 2, 16
 NUMBERED = 16  # bytes of a mailbox by which a pointer says one sum more of its chain
 POLLS = 1 << 25  # of a place before it counts as lost
 
@@ -61,6 +62,11 @@ class Peers(NamedTuple):
     def mailbox_bytes(self) -> int:
         return 8 * (HEAD + 2 * self.ranks * MOST)
 
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """What kernels have as a constant of that name."""
+        return self.ranks, HEAD, MOST, NUMBERED
+
 
 class Mailbox(NamedTuple):
     """A pointer that the launch finds: 0 is the GPU's own, k + 1 that of rank k."""
@@ -82,7 +88,7 @@ def launch(x: Any, residual: Any, result: Any, peers: Peers) -> Launch:
     else:
         types.append(POINTER[residual.dtype.name])
     types += ["*i64", "*i64", ("*i64",) * peers.ranks, POINTER[result.dtype.name]]
-    constants |= {"N": x.size, "RANKS": peers.ranks, "EACH": EACH}
+    constants |= {"N": x.size, "LAYOUT": peers.layout, "EACH": EACH, "POLLS": POLLS}
     constants |= {"LAST": True, "AHEAD": 0}
     grid = (-(-x.size // EACH),)
     return Launch(peer_sum_kernel, tuple(types), tuple(constants.items()), grid, 4, 1)
@@ -109,8 +115,8 @@ def in_turn(steps: Sequence[tuple[Launch, Sequence[Source]]]) -> list[tuple]:
                 names = "own_ptr", "number_ptr", "mailboxes"
                 added = {name: given[name] for name in names}
                 product = pointers_of(*found[j]) | added
-                ranks = dict(total.constants)["RANKS"]
-                found[j] = with_pointers(found[j][0], product, RANKS=ranks)
+                layout = dict(total.constants)["LAYOUT"]
+                found[j] = with_pointers(found[j][0], product, LAYOUT=layout)
                 del given["x_ptr"], given["mailboxes"]
                 break
         found[i] = with_pointers(total, given, **constants)
@@ -158,21 +164,6 @@ def pointers_of_names(launch: Launch) -> set[str]:
     return set(launch.kernel.arg_names) - set(dict(launch.constants))
 
 
-@constexpr_function
-def head():
-    return HEAD
-
-
-@constexpr_function
-def most():
-    return MOST
-
-
-@constexpr_function
-def numbered():
-    return NUMBERED
-
-
 @jit
 def peer_sum_kernel(
     x_ptr,
@@ -182,27 +173,28 @@ def peer_sum_kernel(
     mailboxes,
     y_ptr,
     N: tl.constexpr,
-    RANKS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     EACH: tl.constexpr,
+    POLLS: tl.constexpr,
     LAST: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """EACH numbers a program. LAST is the last sum of a chain, which counts them."""
     if AHEAD:
         let_next_begin()
-    turn = turn_of(own_ptr, number_ptr)
+    turn = turn_of(own_ptr, number_ptr, LAYOUT)
     rank = tl.load(own_ptr)
     if AHEAD:
         wait_for_those_ahead()
     at = tl.program_id(0) * EACH + tl.arange(0, EACH)
     if x_ptr is not None:
         x = tl.load(x_ptr + at, at < N, 0.0).to(tl.float32)
-        send(mailboxes, at, x, at < N, rank, turn, RANKS)
+        send(mailboxes, at, x, at < N, rank, turn, LAYOUT)
     residual = tl.zeros([EACH], tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, at < N, 0.0).to(tl.float32)
-    first = own_ptr + place_of(0, turn, RANKS) + tl.minimum(at, N - 1)
-    total = received(first, turn, RANKS) + residual
+    first = own_ptr + place_of(0, turn, LAYOUT) + tl.minimum(at, N - 1)
+    total = received(first, turn, LAYOUT, POLLS) + residual
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), at < N)
     if LAST:
         tl.debug_barrier()  # all threads have read which turn it is
@@ -213,29 +205,34 @@ def peer_sum_kernel(
 
 
 @jit
-def turn_of(own_ptr, number_ptr):
+def turn_of(own_ptr, number_ptr, LAYOUT: tl.constexpr):
     """From 1, which nothing of a chain changes before its last sum ends."""
+    NUMBERED: tl.constexpr = LAYOUT[3]
     number = number_ptr.to(tl.int64) - own_ptr.to(tl.int64)
-    return tl.load(own_ptr + 1, volatile=True) + 1 + number // numbered()
+    return tl.load(own_ptr + 1, volatile=True) + 1 + number // NUMBERED
 
 
 @jit
-def place_of(rank, turn, RANKS: tl.constexpr):
+def place_of(rank, turn, LAYOUT: tl.constexpr):
     """Where the numbers of a rank begin in every mailbox."""
-    return head() + (turn % 2 * RANKS + rank) * most()
+    RANKS: tl.constexpr = LAYOUT[0]
+    HEAD: tl.constexpr = LAYOUT[1]
+    MOST: tl.constexpr = LAYOUT[2]
+    return HEAD + (turn % 2 * RANKS + rank) * MOST
 
 
 @jit
-def send(mailboxes, at, x, there, rank, turn, RANKS: tl.constexpr):
+def send(mailboxes, at, x, there, rank, turn, LAYOUT: tl.constexpr):
     """Numbers with their turn to all mailboxes; a store of 64 bits is seen whole."""
+    RANKS: tl.constexpr = LAYOUT[0]
     word = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF | turn << 32
-    place = place_of(rank, turn, RANKS) + at
+    place = place_of(rank, turn, LAYOUT) + at
     for other in tl.static_range(RANKS):
         tl.store(mailboxes[other] + place, word, there, cache_modifier=".wt")
 
 
 @constexpr_function
-def receive_text(RANKS):
+def receive_text(RANKS, MOST, POLLS):
     """Looks at the words of all ranks at once, until all are of that turn."""
     every, lines = range(RANKS), []
     for k in every:
@@ -257,10 +254,13 @@ def receive_text(RANKS):
 
 
 @jit
-def received(first, turn, RANKS: tl.constexpr):
-    """Sums of what the ranks sent in that turn, from `first` of rank 0, once it came."""
+def received(first, turn, LAYOUT: tl.constexpr, POLLS: tl.constexpr):
+    """Sums of what all ranks sent in that turn, once it is there.
+
+    `first` is where the numbers of rank 0 come.
+    """
     return tl.inline_asm_elementwise(
-        receive_text(RANKS),
+        receive_text(LAYOUT[0], LAYOUT[2], POLLS),
         "=f,l,l",
         [first.to(tl.int64), turn],
         dtype=tl.float32,

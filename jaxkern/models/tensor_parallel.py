@@ -35,6 +35,7 @@ from jaxkern.parallel.sum_over_devices import sum_over_devices
 
 LARGEST_INDEX = 1 << 24
 
+
 @dataclass(frozen=True)
 class TensorParallel:
     """How a llama lies on a mesh; its methods are `prefill` and `decode` there.

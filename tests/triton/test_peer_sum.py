@@ -23,10 +23,10 @@ X, RESIDUAL, Y, PART, W = range(5)  # buffers
 D = 512  # columns of a product
 
 
-def received(first, turn, ranks):
+def received(first, turn, layout, polls):
     """NaN where a number of that turn is not there yet."""
     total = 0.0
-    for k in range(int(numbers(ranks))):
+    for k in range(int(numbers(layout[0]))):
         word = tl.load(first + k * MOST)
         number = word.to(tl.int32).to(tl.float32, bitcast=True)
         total += tl.where(word >> 32 == turn, number, float("nan"))
@@ -48,7 +48,7 @@ def sums(n, ranks, residual, product):
 
 
 def product_of(n, x_dtype=np.float32):
-    """Of a matrix `[n, D]` and the first D numbers of x, or None under an interpreter."""
+    """Of a matrix `[n, D]` and the first D numbers of x."""
     x, w = shaped((1, D), x_dtype), shaped((n, D), jnp.bfloat16)
     eqn = jax.make_jaxpr(lambda x, w: dense_products.launch(x, w, dtype=np.float32))(
         x, w
@@ -117,7 +117,9 @@ def test_all_ranks_have_the_same_sum(n, ranks, residual, monkeypatch):
                 run(steps[step], rank, own)
             xs = [x[X].astype(np.float64) for x in every]
             if step:
-                xs = [o[W].astype(float) @ x[:D] for x, o in zip(xs, every, strict=True)]
+                xs = [
+                    o[W].astype(float) @ x[:D] for x, o in zip(xs, every, strict=True)
+                ]
             ys = [o[Y].copy() for o in every]
             want = np.sum(xs, 0) + added
             np.testing.assert_allclose(ys[0], want, rtol=tolerance, atol=1e-4)

@@ -195,20 +195,20 @@ def few_products_kernel(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    RANKS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     SOON: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """ROWS rows of w for M activations, COLUMNS at a time, the next ones on their way.
 
     The first are read before the kernel ahead has ended, where AHEAD is READ. With
-    RANKS y also goes to the mailboxes of `gpu/peer_sum.py`.
+    LAYOUT y also goes to the mailboxes of `gpu/peer_sum.py`.
     """
     if AHEAD:
         let_next_begin()
     rank, turn = 0, 0
-    if RANKS:
-        rank, turn = tl.load(own_ptr), turn_of(own_ptr, number_ptr)
+    if LAYOUT is not None:
+        rank, turn = tl.load(own_ptr), turn_of(own_ptr, number_ptr, LAYOUT)
     if AHEAD == 1:
         wait_for_those_ahead()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -260,8 +260,8 @@ def few_products_kernel(
             y += tl.load(bias_ptr + row, inside, 0.0).to(tl.float32)
         if residual_ptr is not None:
             y += tl.load(residual_ptr + m * F + row, inside, 0.0).to(tl.float32)
-        if RANKS:
-            send(mailboxes, m * F + row, y, inside, rank, turn, RANKS)
+        if LAYOUT is not None:
+            send(mailboxes, m * F + row, y, inside, rank, turn, LAYOUT)
         tl.store(y_ptr + m * F + row, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -303,7 +303,7 @@ def launch(
             "GATED": gated,
             "ACTIVATION": activation,
             "COLUMNS": columns_at_once(d),
-            "RANKS": 0,
+            "LAYOUT": None,
             "SOON": (0, 0),
             **sizes,
         },
