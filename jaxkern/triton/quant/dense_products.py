@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
+from jaxkern.gpu.device import next_power_of_2
 from jaxkern.gpu.peer_sum import send, turn_of
 from jaxkern.gpu.rows import num_rows
-from jaxkern.gpu.triton_call import constexpr_function, jit, sparse_call, tl
+from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
 from jaxkern.triton.quant.packed_products import multiply_decoded
 
@@ -72,7 +73,11 @@ def multiply(
 
 
 def columns_at_once(d: int) -> int:
-    """The largest power of 2 that divides d, at most LARGEST; or RAGGED."""
+    """The next power of 2 where an eighth at most is too much; else the largest that
+    divides d, or RAGGED. At most LARGEST."""
+    whole = next_power_of_2(d)
+    if whole <= LARGEST and 8 * d >= 7 * whole:
+        return whole
     return min(d & -d, LARGEST) if d & -d >= min(d, LEAST) else RAGGED
 
 
@@ -143,29 +148,6 @@ def add_columns(
     return total, other, squares
 
 
-@constexpr_function
-def ask_text(BYTES):
-    return f"""{{ .reg .pred asked; .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.s32 asked, thread, 0;
-        setp.ne.and.s32 asked, $2, 0, asked;
-        @asked cp.async.bulk.prefetch.L2.global [$1], {BYTES};
-        mov.b32 $0, 0; }}"""
-
-
-@jit
-def ask(at, asked, BYTES: tl.constexpr):
-    """One thread asks for memory to come into the L2 cache."""
-    tl.inline_asm_elementwise(
-        ask_text(BYTES),
-        "=r,l,r",
-        [at.to(tl.int64), asked.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @jit
 def activated(y, ACTIVATION: tl.constexpr):
     """silu(y), or gelu(y) by its tanh: y times the sigmoid of y, or of a polynomial."""
@@ -196,7 +178,7 @@ def few_products_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    SOON: tl.constexpr,
+    LATE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """ROWS rows of w for M activations, COLUMNS at a time, the next ones on their way.
@@ -204,13 +186,15 @@ def few_products_kernel(
     The first are read before the kernel ahead has ended, where AHEAD is READ. With
     LAYOUT y also goes to the mailboxes of `gpu/peer_sum.py`.
     """
-    if AHEAD:
+    if AHEAD != 0 and not LATE:
         let_next_begin()
     rank, turn = 0, 0
     if LAYOUT is not None:
         rank, turn = tl.load(own_ptr), turn_of(own_ptr, number_ptr, LAYOUT)
     if AHEAD == 1:
         wait_for_those_ahead()
+        if LATE:
+            let_next_begin()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < F
     column = tl.arange(0, COLUMNS)
@@ -224,16 +208,10 @@ def few_products_kernel(
         other = tl.zeros([ROWS, COLUMNS], tl.float32)
         squares = tl.zeros([COLUMNS], tl.float32)
         w, up = read_rows(w_ptr, at, column, D, FAR, GATED, CUT)
-        if SOON[1] > 0 and AHEAD == 2 and m == 0:
-            program = tl.program_id(0)
-            later = program + SOON[0]
-            asked = (program < SOON[1]) & (later * ROWS + ROWS <= F)
-            place = w_ptr + later.to(tl.int64) * (ROWS * D)
-            ask(place, asked, ROWS * D * 2)
-            if GATED:
-                ask(place + FAR, asked, ROWS * D * 2)
         if AHEAD == 2 and m == 0:
             wait_for_those_ahead()
+            if LATE:
+                let_next_begin()
         row_of_x = x_ptr + m * D
         for k in range(0, LAST, COLUMNS):
             next_w, next_up = read_rows(
@@ -304,7 +282,7 @@ def launch(
             "ACTIVATION": activation,
             "COLUMNS": columns_at_once(d),
             "LAYOUT": None,
-            "SOON": (0, 0),
+            "LATE": False,
             **sizes,
         },
     )
