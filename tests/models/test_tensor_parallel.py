@@ -129,7 +129,7 @@ def test_it_is_the_model_on_one_device(name):
 def test_next_tokens_are_the_largest_of_all_parts():
     """Of two sequences, in turns with `decode`; of equal logits the first."""
     parts, weights = on(4), drawn()
-    rows = weights.output[0]
+    rows = jnp.asarray(weights.output[0])
     tied = rows.at[V // 2 :].set(rows[: V // 2])  # each row again on another device
     for output in (rows, tied):
         cut = parts.cut(weights._replace(output=(output,)))

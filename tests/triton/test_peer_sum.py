@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 shaped = jax.ShapeDtypeStruct
 X, RESIDUAL, Y, PART, W = range(5)  # buffers
-D = 512  # columns of a product
+D = 456  # columns of a product, of 512 at once
 
 
 def received(first, turn, layout, polls):
@@ -47,9 +47,9 @@ def sums(n, ranks, residual, product):
     return [first, made, then]
 
 
-def product_of(n, x_dtype=np.float32):
+def product_of(n, x_dtype="float32"):
     """Of a matrix `[n, D]` and the first D numbers of x."""
-    x, w = shaped((1, D), x_dtype), shaped((n, D), jnp.bfloat16)
+    x, w = shaped((1, D), jnp.dtype(x_dtype)), shaped((n, D), jnp.bfloat16)
     eqn = jax.make_jaxpr(lambda x, w: dense_products.launch(x, w, dtype=np.float32))(
         x, w
     ).eqns[-1]
@@ -140,15 +140,41 @@ def test_nothing_spills_and_all_ends_behind_those_ahead(residual):
     """A sum that sends, a product that does, and the sum of what it sent."""
     n, ranks = 4096, 4
     with compiling_for(90):
-        steps = in_turn(sums(n, ranks, residual, product_of(n, jnp.bfloat16)))
+        steps = in_turn(sums(n, ranks, residual, product_of(n, "bfloat16")))
         texts = []
-        for launch, _ in steps:
-            constants = tuple({**dict(launch.constants), "AHEAD": 1}.items())
+        for (launch, _), ahead in zip(steps, (1, 2, 3), strict=True):
+            constants = tuple({**dict(launch.constants), "AHEAD": ahead}.items())
             launch = launch._replace(constants=constants)
             assert launch.stack_bytes == 0 and launch.registers <= 96
             texts.append(compiled(launch, 90).asm["ptx"])
     assert [t.count("st.global.wt.b64") for t in texts] == [ranks, ranks, 0]
     looks = [t.count("ld.relaxed.sys.global.b64") for t in texts]
     assert looks == [ranks, 0, ranks]
-    assert all("griddepcontrol.wait" in text for text in texts)
+    assert all(text.count("griddepcontrol.wait") == 1 for text in texts)
+    waits = [t.index("griddepcontrol.wait") for t in texts]
+    begins = [t.index("griddepcontrol.launch_dependents") for t in texts]
+    # a product that has waited lets the sum begin, which looks before it waits
+    assert begins[0] < waits[0] and waits[1] < begins[1]
+    first = [texts[i].index("ld.relaxed.sys.global.b64") for i in (0, 2)]
+    assert waits[0] < first[0] and first[1] < waits[2]
     assert EACH == 128 and NUMBERED == 16  # threads of a program; aligned pointers
+
+
+@starts_it
+def test_a_product_sends_behind_the_sum_before_alone():
+    """Else it would overwrite what that sum has not yet read."""
+    n, ranks = 4096, 2
+    product = product_of(n, "bfloat16")
+    first, made, then = sums(n, ranks, "bfloat16", product)
+
+    def sent(*steps):
+        found = in_turn(steps)
+        return [dict(step.constants).get("LAYOUT") is not None for step, _ in found], [
+            "x_ptr" in dict(step.constants) for step, _ in found
+        ]
+
+    assert sent(first, made, then) == ([True, True, True], [False, False, True])
+    assert sent(made, first, then) == ([False, True, True], [False, False, False])
+    of_half = product_of(n // 2, "bfloat16")
+    smaller = of_half, made[1]
+    assert sent(first, smaller, then) == ([True, False, True], [False, False, False])
