@@ -26,7 +26,7 @@ EARLY += ("cos_ptr", "sin_ptr", "query_weight_ptr", "key_weight_ptr")
 EARLY += ("old_key_cache_ptr", "old_value_cache_ptr")
 EARLY += ("old_keys_ptr", "old_corrections_ptr", "old_g_ptr", "accepted_ptr")
 EARLIER = ("early_ids_ptr", "early_down_ptr", "early_shared_ptr")
-EARLIER += ("early_scales_ptr", "early_shared_scales_ptr", "early_residual_ptr")
+EARLIER += ("early_scales_ptr", "early_shared_scales_ptr")
 
 
 @jit

@@ -9,9 +9,8 @@ NVLink: there is no flag behind them and no barrier. All ranks add up in the ord
 ranks, so that all have the same sum to the last bit.
 
 A product whose result is summed up sends it itself, row by row, while other programs
-still read weights (`send`; `in_turn` says which products can). It is LATE, as
-`dependent_launch.py` has it: the residual is there when the sum begins, which waits for
-numbers and not for the product's end. Where x is of another kernel the sum sends it.
+still read weights (`send`; `in_turn` says which products can). Where x is of another
+kernel the sum sends it.
 
 The turn is how many sums there were before: those of earlier chains, which the mailbox
 counts and the last sum of a chain adds to, and those of this chain, known when it is
@@ -21,7 +20,9 @@ Two halves of a mailbox take turns. A GPU that sends for turn t + 2 has all of t
 t + 1, and those who sent it had read turn t before: nothing is left to clear.
 
 The launches of one mailbox follow each other on every GPU in the same order, as those
-of one executable do. A number that does not come within some twenty seconds is NaN.
+of one executable do. A number that does not come within some twenty seconds is NaN. The
+GPUs are for one process: where several take turns, a kernel looks in vain until the
+other GPUs run its process too.
 """
 
 from collections.abc import Sequence
@@ -85,7 +86,7 @@ def launch(x: Any, residual: Any, result: Any, peers: Peers) -> Launch:
     types: list[str | tuple[str, ...]] = [POINTER[x.dtype.name]]
     constants: dict[str, Any] = {}
     if residual is None:
-        constants["early_residual_ptr"] = None
+        constants["residual_ptr"] = None
     else:
         types.append(POINTER[residual.dtype.name])
     types += ["*i64", "*i64", ("*i64",) * peers.ranks, POINTER[result.dtype.name]]
@@ -114,10 +115,10 @@ def in_turn(steps: Sequence[tuple[Launch, Sequence[Source]]]) -> list[tuple]:
         for j in range(before + 1, i):
             if found[j][1][-1] == x and sends(found[j][0], total):
                 names = "own_ptr", "number_ptr", "mailboxes"
-                product = pointers_of(*found[j]) | {n: given[n] for n in names}
+                added = {name: given[name] for name in names}
+                product = pointers_of(*found[j]) | added
                 layout = dict(total.constants)["LAYOUT"]
-                added = dict(LAYOUT=layout, LATE=True)
-                found[j] = with_pointers(found[j][0], product, **added)
+                found[j] = with_pointers(found[j][0], product, LAYOUT=layout)
                 del given["x_ptr"], given["mailboxes"]
                 break
         found[i] = with_pointers(total, given, **constants)
@@ -168,7 +169,7 @@ def pointers_of_names(launch: Launch) -> set[str]:
 @jit
 def peer_sum_kernel(
     x_ptr,
-    early_residual_ptr,
+    residual_ptr,
     own_ptr,
     number_ptr,
     mailboxes,
@@ -180,32 +181,23 @@ def peer_sum_kernel(
     LAST: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """EACH numbers a program. LAST is the last sum of a chain, which counts them.
-
-    What a product has sent is looked for before that product has ended, if the residual
-    is there. Nothing else reads or writes y before this kernel ends.
-    """
-    THERE: tl.constexpr = early_residual_ptr is None or AHEAD == 3
-    EAGER: tl.constexpr = x_ptr is None and THERE
+    """EACH numbers a program. LAST is the last sum of a chain, which counts them."""
     if AHEAD:
         let_next_begin()
     turn = turn_of(own_ptr, number_ptr, LAYOUT)
     rank = tl.load(own_ptr)
-    if AHEAD != 0 and not EAGER:
+    if AHEAD:
         wait_for_those_ahead()
     at = tl.program_id(0) * EACH + tl.arange(0, EACH)
     if x_ptr is not None:
         x = tl.load(x_ptr + at, at < N, 0.0).to(tl.float32)
         send(mailboxes, at, x, at < N, rank, turn, LAYOUT)
     residual = tl.zeros([EACH], tl.float32)
-    if early_residual_ptr is not None:  # past the first cache
-        residual = tl.load(early_residual_ptr + at, at < N, 0.0, cache_modifier=".cg")
-        residual = residual.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + at, at < N, 0.0).to(tl.float32)
     first = own_ptr + place_of(0, turn, LAYOUT) + tl.minimum(at, N - 1)
     total = received(first, turn, LAYOUT, POLLS) + residual
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), at < N)
-    if AHEAD != 0 and EAGER:
-        wait_for_those_ahead()
     if LAST:
         tl.debug_barrier()  # all threads have read which turn it is
         done = tl.atomic_add(own_ptr + 2, 1)

@@ -178,7 +178,6 @@ def few_products_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    LATE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """ROWS rows of w for M activations, COLUMNS at a time, the next ones on their way.
@@ -186,15 +185,13 @@ def few_products_kernel(
     The first are read before the kernel ahead has ended, where AHEAD is READ. With
     LAYOUT y also goes to the mailboxes of `gpu/peer_sum.py`.
     """
-    if AHEAD != 0 and not LATE:
+    if AHEAD:
         let_next_begin()
     rank, turn = 0, 0
     if LAYOUT is not None:
         rank, turn = tl.load(own_ptr), turn_of(own_ptr, number_ptr, LAYOUT)
     if AHEAD == 1:
         wait_for_those_ahead()
-        if LATE:
-            let_next_begin()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < F
     column = tl.arange(0, COLUMNS)
@@ -210,8 +207,6 @@ def few_products_kernel(
         w, up = read_rows(w_ptr, at, column, D, FAR, GATED, CUT)
         if AHEAD == 2 and m == 0:
             wait_for_those_ahead()
-            if LATE:
-                let_next_begin()
         row_of_x = x_ptr + m * D
         for k in range(0, LAST, COLUMNS):
             next_w, next_up = read_rows(
@@ -282,7 +277,6 @@ def launch(
             "ACTIVATION": activation,
             "COLUMNS": columns_at_once(d),
             "LAYOUT": None,
-            "LATE": False,
             **sizes,
         },
     )
