@@ -3,8 +3,9 @@
     python -m benchmarks decode_devices [--model 8B] [--prompt 512] [--new 128]
 
 Random weights of bfloat16 in real shapes, batch 1. One GPU writes as `gpu_generate` has
-it; n GPUs by `TensorParallel.decode` in chunks of 16 tokens, queued one behind the
-other. The first logits behind the prompt are compared before anything is timed.
+it; n GPUs by `TensorParallel.next_tokens` in chunks of 16 tokens, queued one behind the
+other, behind the prompt and in a cache of as many slots. The logits behind the prompt
+are compared.
 """
 
 import argparse
@@ -59,8 +60,7 @@ def chunk_writer(parts: TensorParallel) -> Callable:
     def write(weights: LlamaWeights, token: jax.Array, cache: Any):
         def step(carry, _):
             token, cache = carry
-            logits, cache = parts.decode(weights, token, cache)
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            token, cache = parts.next_tokens(weights, token, cache)
             return (token, with_lengths(cache, cache[0].lengths)), token
 
         (token, cache), tokens = lax.scan(step, (token, cache), length=CHUNK)
@@ -76,13 +76,15 @@ def all_gpus(
     mesh = jax.make_mesh((jax.device_count(),), ("x",), (AxisType.Auto,))
     parts = TensorParallel(config, mesh, "x")
     weights = parts.cut(weights)
-    slots = prompt.size + (ROUNDS + 1) * new
-    cache = parts.empty_cache(1, slots, config.dtype)
+    slots = prompt.size + new + 1  # as `one_gpu` has
     read, write = jax.jit(parts.prefill, donate_argnums=3), chunk_writer(parts)
-    logits, cache = read(weights, prompt[None], np.array([prompt.size]), cache)
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    rates, behind = [], np.asarray(logits, np.float32)
+    rates, behind = [], np.zeros(0)
     for _ in range(ROUNDS):
+        cache = parts.empty_cache(1, slots, config.dtype)
+        logits, cache = read(weights, prompt[None], np.array([prompt.size]), cache)
+        behind = np.asarray(logits, np.float32)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        jax.block_until_ready((token, cache))
         begin = time.perf_counter()
         for _ in range(new // CHUNK):
             token, cache, _ = write(weights, token, cache)

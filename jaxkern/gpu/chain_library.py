@@ -11,7 +11,7 @@ import jax
 import jaxkern.gpu as package
 
 LIBRARY = "libjaxkern_gpu.so"
-TARGET = "jaxkern_launch_chain_3"
+TARGET = "jaxkern_launch_chain_4"
 
 
 @functools.cache

@@ -272,8 +272,9 @@ ffi::Error LaunchChain(void* stream, ffi::RemainingArgs operands,
     const int64_t count = at[6];
     values.clear();
     for (int64_t i = 0; i < count; ++i)
-      values.push_back(at[7 + 2 * i] < 0 ? mailboxes[-1 - at[7 + 2 * i]]
-                                         : buffers[at[7 + 2 * i]] + at[8 + 2 * i]);
+      values.push_back((at[7 + 2 * i] < 0 ? mailboxes[-1 - at[7 + 2 * i]]
+                                          : buffers[at[7 + 2 * i]]) +
+                       at[8 + 2 * i]);
     values.insert(values.end(), 2, nullptr);  // Triton's scratch memory, of no bytes
     parameters.clear();
     for (void*& value : values) parameters.push_back(&value);
@@ -301,10 +302,10 @@ ffi::Error LaunchChain(void* stream, ffi::RemainingArgs operands,
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkern_launch_chain_3(
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkern_launch_chain_4(
     XLA_FFI_CallFrame*);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_launch_chain_3, LaunchChain,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkern_launch_chain_4, LaunchChain,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .RemainingArgs()

@@ -183,6 +183,7 @@ class Chain:
 
     def bind(self) -> None:
         from jaxkern.gpu.launch_chain import Step, launch_chain_p
+        from jaxkern.gpu.peer_sum import in_turn
         from jaxkern.gpu.triton_call import triton_call_p
 
         mailboxes = any(at < 0 for _, sources in self.steps for _, at, _ in sources)
@@ -196,7 +197,7 @@ class Chain:
         n = len(self.operands)
         steps = tuple(
             Step(launch, tuple((n * own + at, offset) for own, at, offset in sources))
-            for launch, sources in self.steps
+            for launch, sources in (in_turn(self.steps) if mailboxes else self.steps)
         )
         self.made = launch_chain_p.bind(
             *self.operands,
@@ -280,10 +281,10 @@ class Chains:
         avals, [out] = [v.aval for v in eqn.invars], eqn.outvars
         x, *residual = avals
         launch = peer_sum.launch(x, next(iter(residual), None), out.aval, self.peers)
-        mailboxes = [peer_sum.Mailbox(i) for i in range(1 + self.peers.ranks)]
         shapes = ((out.aval.shape, out.aval.dtype),)
         return self.launch(
-            {"launch": launch, "out": shapes, "aliases": ()}, [*operands, *mailboxes]
+            {"launch": launch, "out": shapes, "aliases": ()},
+            [*operands, *peer_sum.mailboxes(self.peers)],
         )
 
     def finished(self, values: Sequence[Any], end: bool = False) -> list:

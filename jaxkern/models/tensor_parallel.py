@@ -24,12 +24,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from jaxkern import argmax
 from jaxkern.lowering.chained import chained
 from jaxkern.models import llama
 from jaxkern.models.architecture import CacheForm
 from jaxkern.models.cached_steps import decode, prefill
 from jaxkern.models.llama import Caches, Layer, LlamaConfig, LlamaWeights
 from jaxkern.models.products import Matrices
+from jaxkern.parallel.sum_over_devices import sum_over_devices
+
+LARGEST_INDEX = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,8 @@ class TensorParallel:
         """`jaxkern.models.cached_steps.prefill`; the logits are cut over v."""
         after = self.cache_specs(cache)
         specs = self.specs(weights), P(), P(), after
-        run = self.on_devices(partial(prefill, self.part), specs, after)
+        step = partial(prefill, self.part)
+        run = self.on_devices(step, specs, (self.logits, after))
         return run(weights, tokens, lengths, cache)
 
     def decode(
@@ -211,13 +216,31 @@ class TensorParallel:
         counts = jnp.ones_like(tokens) if counts is None else counts
         after = self.cache_specs(cache)
         specs = self.specs(weights), P(), after, P()
-        step: Callable = partial(decode, self.part)
-        peers = self.peers()
-        if peers is not None:
-            step = chained(step, peers)
-        # what a chain leaves is not known to be the same on all devices
-        run = self.on_devices(step, specs, after, check_vma=peers is None)
+        run = self.in_a_chain(partial(decode, self.part), specs, after, self.logits)
         return run(weights, tokens, cache, counts)
+
+    def next_tokens(
+        self,
+        weights: LlamaWeights,
+        tokens: Int32[Array, " b"],
+        cache: Caches,
+        counts: Int32[Array, " b"] | None = None,
+    ) -> tuple[Int32[Array, " b"], Caches]:
+        """`decode`, and of its logits the largest, the first of equal ones.
+
+        Of each device's largest the devices compare two numbers a sequence.
+        """
+        counts = jnp.ones_like(tokens) if counts is None else counts
+        after = self.cache_specs(cache)
+        ranks = jnp.arange(self.devices, dtype=jnp.int32)
+        specs = P(self.axis_name), self.specs(weights), P(), after, P()
+
+        def step(rank: Array, *operands: Any) -> tuple[Array, Caches]:
+            logits, cache = decode(self.part, *operands)
+            return largest_of(logits, rank, self.devices, self.axis_name), cache
+
+        run = self.in_a_chain(step, specs, after, P())
+        return run(ranks, weights, tokens, cache, counts)
 
     def peers(self) -> Any:
         """Which GPUs sum up through each other's memory, or None."""
@@ -227,16 +250,55 @@ class TensorParallel:
 
         return peers_of(self.mesh, self.axis_name)
 
+    @property
+    def logits(self) -> P:
+        return P(None, self.axis_name)
+
+    def in_a_chain(
+        self, step: Callable, in_specs: tuple, after: Caches, found: P
+    ) -> Callable:
+        """The step on each device, where that can be with its sums in one chain."""
+        peers = self.peers()
+        step = step if peers is None else chained(step, peers)
+        # what a chain leaves is not known to be the same on all devices
+        return self.on_devices(step, in_specs, (found, after), check_vma=peers is None)
+
     def on_devices(
-        self, step: Callable, in_specs: tuple, after: Caches, check_vma: bool = True
+        self, step: Callable, in_specs: tuple, out_specs: tuple, check_vma: bool = True
     ) -> Callable:
         return jax.shard_map(
             step,
             mesh=self.mesh,
             in_specs=in_specs,
-            out_specs=(P(None, self.axis_name), after),
+            out_specs=out_specs,
             check_vma=check_vma,
         )
+
+
+def largest_of(
+    part: Float[Array, "b v"], rank: Int32[Array, "1"], devices: int, axis_name: str
+) -> Int32[Array, " b"]:
+    """Where the largest is of rows that lie side by side on the devices.
+
+    Each has a place of its own in a sum over the devices for what it found, in float32,
+    which has all whole numbers up to 2^24.
+    """
+    v = part.shape[1]
+    if devices * v > LARGEST_INDEX:
+        raise ValueError(
+            f"TensorParallel: `vocabulary` is {devices * v}, above {LARGEST_INDEX}, "
+            "the largest token that is sent."
+        )
+    at = argmax(part)
+    best = jnp.take_along_axis(part, at[:, None], axis=1)
+    index = (at + rank * v).astype(jnp.float32)
+    own = jnp.stack([best[:, 0], index])  # [2, b]
+    mine = jnp.arange(devices) == rank
+    own = jnp.where(mine[:, None, None], own, 0.0)
+    every = sum_over_devices(own, axis_name=axis_name)  # [devices, 2, b]
+    first = jnp.argmax(every[:, 0], axis=0)
+    found = jnp.take_along_axis(every[:, 1], first[None], axis=0)[0]
+    return found.astype(jnp.int32)
 
 
 def one_array(name: str, matrices: Matrices) -> Float[Array, "f d"]:

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxkern import linear
 from jaxkern.gpu import launch_chain
 from jaxkern.gpu.peer_sum import EACH, MOST
 from jaxkern.lowering.chained import chained
@@ -66,6 +67,51 @@ def test_every_gpu_has_the_same_sum(n, residual):
         np.testing.assert_array_equal(other, y[0])
 
 
+@pytest.mark.parametrize(
+    "rows, d, f", [(1, 256, 4096), (1, 7168, 1001), (4, 1040, 2048)]
+)
+def test_products_send_what_is_summed_up(rows, d, f):
+    """Chains of two products and their sums, again and again with other numbers."""
+    mesh, peers = mesh_and_peers()
+    devices, turns = mesh.size, 64
+    rng = np.random.default_rng(d)
+    xs = rng.standard_normal((turns, rows, devices * d)).astype(jnp.bfloat16)
+    ws = (rng.standard_normal((2, f, devices * d)) / d**0.5).astype(jnp.bfloat16)
+    given = rng.standard_normal((rows, f)).astype(jnp.bfloat16)
+
+    def both(x, residual, w, v):
+        part = linear(x, w, preferred_element_type=jnp.float32)
+        first = sum_over_devices(part, residual, axis_name="x")
+        part = linear(x, v, preferred_element_type=jnp.float32)
+        return first, sum_over_devices(part, first, axis_name="x")
+
+    def every(xs, residual, w, v):
+        step = chained(both, peers)
+        return jax.lax.scan(lambda _, x: (None, step(x, residual, w, v)), None, xs)[1]
+
+    columns = P(None, "x")
+    run = jax.jit(
+        jax.shard_map(
+            every,
+            mesh=mesh,
+            in_specs=(P(None, None, "x"), P(), columns, columns),
+            out_specs=P("x"),
+            check_vma=False,
+        )
+    )
+    ys = [np.asarray(y, np.float64) for y in run(xs, given, *ws)]
+    ys = [y.reshape(devices, turns, rows, f) for y in ys]
+    x, (w, v) = np.asarray(xs, np.float64), np.asarray(ws, np.float64)
+    want = x @ w.T + given.astype(np.float64)
+    for y, expected in zip(ys, (want, want + x @ v.T), strict=True):
+        np.testing.assert_allclose(y[0], expected, rtol=1e-2, atol=2e-2)
+        for other in y[1:]:
+            np.testing.assert_array_equal(other, y[0])
+    again = [np.asarray(y, np.float64) for y in run(xs, given, *ws)]
+    for one, other in zip(ys, again, strict=True):
+        np.testing.assert_array_equal(one, other.reshape(one.shape))
+
+
 def test_a_llama_over_gpus_is_the_same_with_sums_in_its_chain(monkeypatch):
     mesh, _ = mesh_and_peers()
     config, weights, _ = llama(layers=4)
@@ -83,7 +129,25 @@ def test_a_llama_over_gpus_is_the_same_with_sums_in_its_chain(monkeypatch):
             logits.append(np.asarray(y))
         return np.stack(logits)
 
+    def greedy():
+        cache, token, tokens = parts.empty_cache(1, 64, jnp.bfloat16), 0, []
+        step = jax.jit(parts.next_tokens, donate_argnums=2)
+        for _ in range(16):
+            found, cache = step(cut, jnp.full(1, token), cache)
+            tokens.append(token := int(found[0]))
+        return tokens
+
+    def likeliest():
+        cache, token, tokens = parts.empty_cache(1, 64, jnp.bfloat16), 0, []
+        step = jax.jit(parts.decode, donate_argnums=2)
+        for _ in range(16):
+            y, cache = step(cut, jnp.full(1, token), cache)
+            tokens.append(token := int(np.argmax(np.asarray(y))))
+        return tokens
+
+    assert greedy() == likeliest()
     found = steps()
+    np.testing.assert_array_equal(found, steps())
     monkeypatch.setattr(TensorParallel, "peers", lambda self: None)
     apart = steps()
     np.testing.assert_allclose(found, apart, atol=2e-2 * np.abs(apart).max())

@@ -126,6 +126,22 @@ def test_it_is_the_model_on_one_device(name):
     np.testing.assert_allclose(*keys, atol=0.02)
 
 
+def test_next_tokens_are_the_largest_of_all_parts():
+    """Of two sequences, in turns with `decode`; of equal logits the first."""
+    parts, weights = on(4), drawn()
+    rows = jnp.asarray(weights.output[0])
+    tied = rows.at[V // 2 :].set(rows[: V // 2])  # each row again on another device
+    for output in (rows, tied):
+        cut = parts.cut(weights._replace(output=(output,)))
+        cache = parts.empty_cache(2, 16, "bfloat16")
+        token, apart = np.array([3, 4], np.int32), cache
+        logits, cache = jax.jit(parts.decode)(cut, token, cache)
+        found, apart = jax.jit(parts.next_tokens)(cut, token, apart)
+        np.testing.assert_array_equal(found, np.argmax(np.asarray(logits), axis=-1))
+        np.testing.assert_array_equal(apart[0].keys, cache[0].keys)
+    assert max(found) < V // 2
+
+
 @pytest.mark.full
 def test_a_cache_of_codes_is_cut_by_heads_too():
     parts, weights = on(4), drawn()
@@ -154,7 +170,7 @@ def test_two_all_reduces_a_layer(kind):
     assert down.sharding.shard_shape(down.shape) == (D, F // 2)
 
 
-def lowered_for_two(monkeypatch, peers):
+def lowered_for_two(monkeypatch, peers, name="decode"):
     """A llama's config, and a step of decoding as two H200 have it."""
     pytest.importorskip("triton")
     from jaxkern.gpu.device import compiling_for
@@ -176,7 +192,8 @@ def lowered_for_two(monkeypatch, peers):
     cache = jax.tree.map(placed, cache, parts.cache_specs(cache))
     token = placed(spec(1, dtype="int32"), P())
     with compiling_for(90):
-        traced = jax.jit(parts.decode, donate_argnums=2).trace(weights, token, cache)
+        step = jax.jit(getattr(parts, name), donate_argnums=2)
+        traced = step.trace(weights, token, cache)
         return config, traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -196,11 +213,13 @@ def test_gpus_that_reach_each_other_sum_in_the_chain(monkeypatch):
     if chain_library.missing_library():
         pytest.skip("the library was not built")
     peers = peer_sum.Peers("x", ((0, 1),))
-    _, text = lowered_for_two(monkeypatch, peers)
-    assert text.count("@jaxkern_launch_chain") == 1
-    assert "peer_sum_kernel" in text
-    assert "stablehlo.all_reduce" not in text
-    assert "@triton_kernel_call_ffi" not in text
+    for name, chains in (("decode", 1), ("next_tokens", 2)):
+        _, text = lowered_for_two(monkeypatch, peers, name)
+        assert text.count("@jaxkern_launch_chain") == chains
+        assert "peer_sum_kernel" in text
+        assert "stablehlo.all_reduce" not in text
+        assert "stablehlo.all_gather" not in text
+        assert "@triton_kernel_call_ffi" not in text
 
 
 def wide_norm(weights):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
 from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.peer_sum import send, turn_of
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
@@ -76,7 +77,11 @@ def multiply(
 
 
 def columns_at_once(d: int) -> int:
-    """The largest power of 2 that divides d, at most LARGEST; or RAGGED."""
+    """The next power of 2 where an eighth at most is too much; else the largest that
+    divides d, or RAGGED. At most LARGEST."""
+    whole = next_power_of_2(d)
+    if whole <= LARGEST and 8 * d >= 7 * whole:
+        return whole
     return min(d & -d, LARGEST) if d & -d >= min(d, LEAST) else RAGGED
 
 
@@ -207,6 +212,9 @@ def few_products_kernel(
     up_ptr,
     bias_ptr,
     residual_ptr,
+    own_ptr,
+    number_ptr,
+    mailboxes,
     y_ptr,
     M: tl.constexpr,
     F: tl.constexpr,
@@ -216,16 +224,20 @@ def few_products_kernel(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """ROWS rows of w for M activations, COLUMNS at a time, the next ones on their way.
 
     The first are read before the kernel ahead has ended, where AHEAD is READ. A
     residual is in the sum's first column, if that is all: else it would be read behind
-    the sum.
+    the sum. With LAYOUT y also goes to the mailboxes of `gpu/peer_sum.py`.
     """
     if AHEAD:
         let_next_begin()
+    rank, turn = 0, 0
+    if LAYOUT is not None:
+        rank, turn = tl.load(own_ptr), turn_of(own_ptr, number_ptr, LAYOUT)
     if AHEAD == 1:
         wait_for_those_ahead()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -275,6 +287,8 @@ def few_products_kernel(
             y = gate * tl.load(up_ptr + m * F + row, inside, 0.0).to(tl.float32)
         if not ADDED_FIRST:
             y += added
+        if LAYOUT is not None:
+            send(mailboxes, m * F + row, y, inside, rank, turn, LAYOUT)
         tl.store(y_ptr + m * F + row, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -301,6 +315,7 @@ def launch(
         "up_ptr": up,
         "bias_ptr": bias,
         "residual_ptr": residual,
+        **dict.fromkeys(("own_ptr", "number_ptr", "mailboxes")),
     }
     out = {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)}
     constants: dict = {"F": f, "D": d}
@@ -315,6 +330,7 @@ def launch(
             "GATED": gated,
             "ACTIVATION": activation,
             "COLUMNS": columns_at_once(d),
+            "LAYOUT": None,
         }
     programs = -(-f // sizes["ROWS"])
     [y] = sparse_call(kernel, (programs,), given, out, constants | sizes)

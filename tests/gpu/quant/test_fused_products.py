@@ -208,6 +208,8 @@ def test_more_activations(kind, rows, dtype):
         ("Q6_K", 16, 32, 14336),
         ("dense", 4, 97, 14336),
         ("dense", 1, 98, 2880),  # not of whole kilobytes
+        ("dense", 1, 98, 7168),  # of 8192 columns at once
+        ("dense", 3, 34, 904),
         ("dense", 3, 34, 1032),
         ("dense", 1, 32, 520),
         ("dense", 1, 1536, 256),
