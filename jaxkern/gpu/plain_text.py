@@ -1,0 +1,38 @@
+"""A kernel's text without the places of its source, as each of its launches carries it.
+
+    plain_assembly(binary.asm["ptx"])              # a fifth of the bytes
+
+XLA prints, copies, searches and reads the text of every launch, and the plugin unpacks
+it every time: a prompt of 32 layers has 292 of them. Most of what Triton writes says
+where a line comes from, which the plugin does not ask the assembler for. Triton's cache
+on disk keeps the whole.
+"""
+
+import re
+
+# a comment, unless a string comes before it; a line that says where the next come from
+COMMENT = re.compile(r'^([^"\n]*?)[ \t]*//.*$', re.MULTILINE)
+PLACE = re.compile(r"^[ \t]*\.(?:loc|file)[ \t].*\n", re.MULTILINE)
+DEBUG = re.compile(r"^[ \t]*\.section[ \t]+\.debug_\w+\s*\{[^{}]*\}", re.MULTILINE)
+EMPTY = re.compile(r"\n(?:[ \t]*\n)+")
+FOR_DEBUGGERS = re.compile(r"^\.target.*\bdebug\b", re.MULTILINE)
+
+STRING = r'"(?:[^"\\\n]|\\.)*"'
+INSIDE = rf"(?:{STRING}|[^()\"])*"
+NESTED = rf"(?:{STRING}|[^()\"]|\({INSIDE}\))*"
+NAMED = re.compile(r"^#loc\d* = loc\(.*\)\n", re.MULTILINE)
+LOCATION = re.compile(rf"({STRING})|[ \t]*\bloc\({NESTED}\)")
+
+
+def plain_assembly(ptx: str) -> str:
+    """PTX of the same machine code; what is for debuggers stays as it is."""
+    if "/*" in ptx or FOR_DEBUGGERS.search(ptx):
+        return ptx
+    for form, put in ((PLACE, ""), (COMMENT, r"\1"), (DEBUG, ""), (EMPTY, "\n")):
+        ptx = form.sub(put, ptx)
+    return ptx
+
+
+def plain_representation(ir: str) -> str:
+    """MLIR without `loc(...)`, which its parser does not need."""
+    return LOCATION.sub(lambda found: found[1] or "", NAMED.sub("", ir))
