@@ -19,9 +19,10 @@ FOR_DEBUGGERS = re.compile(r"^\.target.*\bdebug\b", re.MULTILINE)
 
 STRING = r'"(?:[^"\\\n]|\\.)*"'
 INSIDE = rf"(?:{STRING}|[^()\"])*"
-NESTED = rf"(?:{STRING}|[^()\"]|\({INSIDE}\))*"
+for _ in range(3):  # a function, called somewhere, of a file
+    INSIDE = rf"(?:{STRING}|[^()\"]|\({INSIDE}\))*"
 NAMED = re.compile(r"^#loc\d* = loc\(.*\)\n", re.MULTILINE)
-LOCATION = re.compile(rf"({STRING})|[ \t]*\bloc\({NESTED}\)")
+LOCATION = re.compile(rf"({STRING})|[ \t]*\bloc\({INSIDE}\)")
 
 
 def plain_assembly(ptx: str) -> str:
