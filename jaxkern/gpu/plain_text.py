@@ -10,10 +10,10 @@ on disk keeps the whole.
 
 import re
 
-# a comment, unless a string comes before it; a line that says where the next come from
+# the whole of lines that say where the next come from; comments, unless behind a string
+PLACE = re.compile(r"\n[ \t]*\.(?:loc|file)[ \t].*")
 COMMENT = re.compile(r'^([^"\n]*?)[ \t]*//.*$', re.MULTILINE)
-PLACE = re.compile(r"^[ \t]*\.(?:loc|file)[ \t].*\n", re.MULTILINE)
-DEBUG = re.compile(r"^[ \t]*\.section[ \t]+\.debug_\w+\s*\{[^{}]*\}", re.MULTILINE)
+DEBUG = re.compile(r"\n[ \t]*\.section[ \t]+\.debug_\w+\s*\{[^{}]*\}")
 EMPTY = re.compile(r"\n(?:[ \t]*\n)+")
 FOR_DEBUGGERS = re.compile(r"^\.target.*\bdebug\b", re.MULTILINE)
 
@@ -21,7 +21,7 @@ STRING = r'"(?:[^"\\\n]|\\.)*"'
 INSIDE = rf"(?:{STRING}|[^()\"])*"
 for _ in range(3):  # a function, called somewhere, of a file
     INSIDE = rf"(?:{STRING}|[^()\"]|\({INSIDE}\))*"
-NAMED = re.compile(r"^#loc\d* = loc\(.*\)\n", re.MULTILINE)
+USUAL = re.compile(r" loc\(#loc\d*\)$", re.MULTILINE)  # nearly every line ends so
 LOCATION = re.compile(rf"({STRING})|[ \t]*\bloc\({INSIDE}\)")
 
 
@@ -36,4 +36,9 @@ def plain_assembly(ptx: str) -> str:
 
 def plain_representation(ir: str) -> str:
     """MLIR without `loc(...)`, which its parser does not need."""
-    return LOCATION.sub(lambda found: found[1] or "", NAMED.sub("", ir))
+    lines = USUAL.sub("", ir).split("\n")
+    return "\n".join(
+        LOCATION.sub(lambda found: found[1] or "", line) if "loc(" in line else line
+        for line in lines
+        if not line.startswith("#loc")
+    )
