@@ -4,9 +4,9 @@
     for weights in layers:
         x = layer(weights, x)
 
-A layer is a hundred lines of Python, each with its checks: 10 ms, a third of a second for
-32. What is traced is copied, operation by operation, to where the next like it stands, so
-the program is the same.
+A layer is a hundred lines of Python, each with its checks: 10 ms, a third of a second
+for 32. What is traced is copied, operation by operation, to where the next like it
+stands, so the program is the same.
 """
 
 from collections.abc import Callable
