@@ -14,10 +14,13 @@ from typing import Any
 
 import jax
 
+# where JAX has other times to inline at, True is a later one
+AT_ONCE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+
 
 def traced_once(layer: Callable) -> Callable:
     """A function of arrays alone. Outside of a trace it runs as it is."""
-    copied = jax.jit(layer, inline=True)
+    copied = jax.jit(layer, inline=AT_ONCE)
 
     def call(*operands: Any) -> Any:
         leaves = jax.tree.leaves(operands)
