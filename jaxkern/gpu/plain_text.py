@@ -3,7 +3,7 @@
     plain_assembly(binary.asm["ptx"])              # a fifth of the bytes
 
 XLA prints, copies, searches and reads the text of every launch, and the plugin unpacks
-it every time: a prompt of 32 layers has 292 of them. Most of what Triton writes says
+it every time: a prompt of 32 layers has 260 of them. Half of what Triton writes says
 where a line comes from, which the plugin does not ask the assembler for. Triton's cache
 on disk keeps the whole.
 """
