@@ -1,6 +1,7 @@
 """Layers that are traced once: how often, and that the program is the same."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,9 @@ def test_alike_layers_are_traced_once():
             x = one(weight, x)
         return one(weights[0], one(weights[1], x, x))
 
-    once = jax.make_jaxpr(lambda *xs: f(*xs, traced_once(layer)))(weights, x)
+    once = jax.make_jaxpr(partial(f, one=traced_once(layer)))(weights, x)
     assert rows == [2, 2]  # the second has a bias
-    each = jax.make_jaxpr(lambda *xs: f(*xs, layer))(weights, x)
+    each = jax.make_jaxpr(partial(f, one=layer))(weights, x)
     assert [str(eqn) for eqn in once.eqns] == [str(eqn) for eqn in each.eqns]
     assert len(rows) == 2 + 5
 

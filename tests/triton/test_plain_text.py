@@ -11,7 +11,7 @@ import pytest
 from jaxkern import explain, rms_norm
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compute_capability
-from jaxkern.gpu.launch import compilation, compiled, intermediate, triton
+from jaxkern.gpu.launch import Launch, compilation, compiled, intermediate, triton
 from jaxkern.gpu.plain_text import plain_assembly, plain_representation
 from jaxkern.lowering.calls_ahead import TARGETS, calls_of
 from jaxkern.runtime.plan.triton_launch import read_launch
@@ -30,6 +30,7 @@ def kernel(kind):
     """A launch of `rms_norm`, and what Triton made of it."""
     rows = explain(rms_norm, *operands(kind), platform="cuda").rows
     [launch] = [launch for row in rows for launch in row.launches]
+    assert isinstance(launch, Launch)
     assert launch.kernel.is_gluon() == (kind == "gluon")
     return launch, compiled(launch, compute_capability())
 
