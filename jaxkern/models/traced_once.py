@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 # where JAX has other times to inline at, True is a later one
 AT_ONCE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
@@ -24,7 +25,7 @@ def traced_once(layer: Callable) -> Callable:
 
     def call(*operands: Any) -> Any:
         leaves = jax.tree.leaves(operands)
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        traced = any(isinstance(leaf, Tracer) for leaf in leaves)
         return copied(*operands) if traced else layer(*operands)
 
     return call
