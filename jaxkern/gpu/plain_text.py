@@ -1,6 +1,6 @@
 """A kernel's text without the places of its source, as each of its launches carries it.
 
-    plain_assembly(binary.asm["ptx"])              # a fifth of the bytes
+    plain_assembly(binary.asm["ptx"])              # a quarter of the bytes
 
 XLA prints, copies, searches and reads the text of every launch, and the plugin unpacks
 it every time: a prompt of 32 layers has 260 of them. Half of what Triton writes says

@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkern.models import llama as page
+from jaxkern.models import decoder as decoder_page
+from jaxkern.models import llama as llama_page
 from jaxkern.models.cached_steps import decode, prefill
+from jaxkern.models.decoder import empty_cache
+from jaxkern.models.mixers.parallel import Parallel
 from jaxkern.models.traced_once import traced_once
 from tests.lowering.test_chained import llama, spec
+from tests.models.test_decoder import CONFIG, MIXERS, random_weights
 
 pytestmark = pytest.mark.smoke
 
@@ -51,35 +55,68 @@ def test_outside_of_a_trace_it_runs_as_it_is():
     assert jax.grad(lambda x: one(x, one(x, x)).sum())(jnp.ones(2)).tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("t", [1, 8])
-@pytest.mark.parametrize("windowed", [False, True])
-def test_a_model_is_the_same_program(t, windowed, monkeypatch):
+def window_config(config):
+    """Every second layer sees few tokens, another does not rotate."""
+    odd = tuple(i % 2 == 1 for i in range(config.layers))
+    rotated = tuple(i != 2 for i in range(config.layers))
+    return replace(config, window=4, windowed=odd, rotated=rotated)
+
+
+def llama_of_four():
     config, weights, cache = llama()
     weights = weights._replace(layers=weights.layers * 2)
-    config, cache = replace(config, layers=len(weights.layers)), cache * 2
-    assert len(weights.layers) >= 4
-    if windowed:  # every second layer sees few tokens, another does not rotate
-        odd = tuple(i % 2 == 1 for i in range(config.layers))
-        rotated = tuple(i != 2 for i in range(config.layers))
-        config = replace(config, window=4, windowed=odd, rotated=rotated)
+    return replace(config, layers=4), weights, cache * 2
 
-    def run(weights, ids, lengths, cache):
-        if t == 1:
-            return decode(config, weights, ids[:, 0], cache)
-        return prefill(config, weights, ids, lengths, cache)
 
-    def program():
-        ids, lengths = spec(1, t, dtype="int32"), spec(1, dtype="int32")
-        # another function each time, which JAX has not traced
-        return jax.jit(lambda *xs: run(*xs)).lower(weights, ids, lengths, cache)
+def windowed_llama():
+    config, *rest = llama_of_four()
+    return window_config(config), *rest
 
+
+def mixed_twice():
+    """A layer of nearly every kind, and all of them once more.
+
+    Mamba-2's factors are a constant, which two layers then share.
+    """
+    kept = [i for i, mixer in enumerate(MIXERS) if not isinstance(mixer, Parallel)]
+    mixers = tuple(MIXERS[i] for i in kept)
+    blocks = tuple(CONFIG.feed_forwards[i] for i in kept)
+    config = replace(CONFIG, mixers=2 * mixers, feed_forwards=2 * blocks)
+    weights = jax.eval_shape(lambda: random_weights(jnp.float32, config))
+    return config, weights, jax.eval_shape(lambda: empty_cache(config, 1, 64))
+
+
+@pytest.mark.parametrize("t", [1, 8])
+@pytest.mark.parametrize(
+    ("page", "model", "kinds"),
+    [
+        (llama_page, llama_of_four, 1),
+        (llama_page, windowed_llama, 3),
+        (decoder_page, mixed_twice, len(MIXERS) - 1),
+    ],
+)
+def test_a_model_is_the_same_program(page, model, kinds, t, monkeypatch):
+    config, weights, cache = model()
     traced = []
-    layer = page.transformer_layer
-    monkeypatch.setattr(
-        page, "transformer_layer", lambda *xs, **o: traced.append(o) or layer(*xs, **o)
-    )
-    once = program().as_text()
-    few = len(traced)
-    monkeypatch.setattr(page, "traced_once", lambda layer: layer)
-    assert program().as_text() == once
-    assert few < len(traced) - few == config.layers
+
+    def traced_with(once):
+        def counted(layer):
+            return once(lambda *operands: traced.append(layer) or layer(*operands))
+
+        return counted
+
+    def program(once):
+        monkeypatch.setattr(page, "traced_once", traced_with(once))
+
+        def run(weights, ids, lengths, cache):
+            if t == 1:
+                return decode(config, weights, ids[:, 0], cache)
+            return prefill(config, weights, ids, lengths, cache)
+
+        ids, lengths = spec(1, t, dtype="int32"), spec(1, dtype="int32")
+        return jax.jit(run).lower(weights, ids, lengths, cache).as_text()
+
+    copied = program(traced_once)
+    assert len(traced) == kinds
+    assert program(lambda layer: layer) == copied
+    assert len(traced) == kinds + len(weights.layers)
